@@ -13,7 +13,7 @@ use std::time::Duration;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sidelane::gate::{Call, Gate, Preset};
+use sidelane::gate::{Gate, GateInput, Preset};
 use sidelane::plan::RowLayout;
 
 #[path = "../tests/support/placer.rs"]
@@ -50,13 +50,13 @@ fn gate(c: &mut Criterion) {
             let bias = (preset == Preset::DeepseekV3).then_some(bias.as_slice());
             group.bench_function(preset.name(), |b| {
                 b.iter(|| {
-                    let call = Call { logits: black_box(&logits), bias, ..Call::default() };
+                    let call = GateInput { logits: black_box(&logits), bias, ..GateInput::default() };
                     gate.route(&call).unwrap().required()
                 })
             });
             group.bench_function(format!("{preset} and placement"), |b| {
                 b.iter(|| {
-                    let call = Call { logits: black_box(&logits), bias, ..Call::default() };
+                    let call = GateInput { logits: black_box(&logits), bias, ..GateInput::default() };
                     placer.place(&gate.route(&call).unwrap().routing())
                 })
             });

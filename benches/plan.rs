@@ -6,11 +6,11 @@ use std::hint::black_box;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use sidelane::gate::{Pattern, synthetic};
 use sidelane::plan::{
-    Bins, Counts, Crossing, ExpertMap, Frame, Layout, Mode, Notes, Order, RankSets, RelayOrder, Sizes,
-    Sizing, Sorted,
+    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, RankSets, ReceiveMode, ReceiveSizes,
+    RelayOrder, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
-use sidelane_core::schedule::{CallerTables, Control, Setting, WindowId};
+use sidelane_core::schedule::{CallerTables, ControlLayout, FillContext, WindowId};
 
 fn planning(c: &mut Criterion) {
     for (tokens, experts, ranks) in
@@ -26,18 +26,19 @@ fn plan(c: &mut Criterion, (tokens, experts, ranks): (u32, u32, u32), route: Rou
     let map = ExpertMap::contiguous(experts, ranks).unwrap();
     let nodes = NodeMap::from_labels(&(0..ranks).map(|rank| rank / per_node).collect::<Vec<_>>());
     let routing = synthetic(Pattern::Zipf(1.0), experts, 8, tokens, 0, 0).unwrap();
-    let (bins, paths) = (Bins::experts(&map, Order::Expert, &nodes), Paths::new(&nodes, route, 0));
+    let (bins, paths) = (Bins::experts(&map, SumOrder::Expert, &nodes), Paths::new(&nodes, route, 0));
     let sizing =
-        Sizing { row_bytes: 4096, home_bytes: 4096, words_out: 1, words_home: 1, partial_bytes: None };
-    let frame = Frame { bins: &bins, paths, align: 1, chunks: 4, sizing, mode: Mode::Eager };
-    let (mut sorted, mut crossing) = (Sorted::default(), Crossing::default());
-    let (mut counts, mut sizes, mut layout) = (Counts::default(), Sizes::default(), Layout::default());
+        RowSizes { row_bytes: 4096, home_bytes: 4096, words_out: 1, words_home: 1, partial_bytes: None };
+    let frame = PlanContext { bins: &bins, paths, align: 1, chunks: 4, sizing, mode: ReceiveMode::Exact };
+    let (mut sorted, mut crossing) = (SortedRouting::default(), InterNodeRows::default());
+    let (mut counts, mut sizes, mut layout) =
+        (Counts::default(), ReceiveSizes::default(), DispatchLayout::default());
     let mut group =
         c.benchmark_group(format!("{tokens} tokens, {experts} experts, {ranks} ranks, {}", route.name()));
     group.throughput(Throughput::Elements(u64::from(tokens) * 8));
     group.bench_function("sort", |b| {
         b.iter(|| {
-            sorted.fill(&map, &bins, Notes::Weight, 0, black_box(&routing)).unwrap();
+            sorted.fill(&map, &bins, RowMetadata::Weight, 0, black_box(&routing)).unwrap();
             crossing.fill(&bins, &paths, &sorted);
         })
     });
@@ -51,9 +52,10 @@ fn plan(c: &mut Criterion, (tokens, experts, ranks): (u32, u32, u32), route: Rou
             layout.fill(&frame, (black_box(&sorted), &crossing), 8, &counts, &sizes);
         })
     });
-    let control = Control::new(&paths, &bins, u64::from(tokens) * 8, sizing.note_bytes());
+    let control = ControlLayout::new(&paths, &bins, u64::from(tokens) * 8, sizing.note_bytes());
     let far = WindowId::POOL;
-    let setting = Setting { paths, control: &control, sizing, chunks: 4, parity: 0, far, fixed_rows: None };
+    let setting =
+        FillContext { paths, control: &control, sizing, chunks: 4, parity: 0, far, fixed_rows: None };
     let mut tables = CallerTables::new(paths, 4);
     group.bench_function("fill", |b| b.iter(|| tables.rows(&setting, black_box(&layout), true)));
     group.finish();

@@ -7,8 +7,8 @@
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use sidelane::dtype::{RecordShape, Wire};
-use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
+use sidelane::dtype::{Fp8RowShape, PartialDtype};
+use sidelane::rows::{Arithmetic, GroupedSum, RowKernels, Simd, Stores, SumOutput};
 
 const MIB: usize = 1 << 20;
 
@@ -35,7 +35,7 @@ fn gather(criterion: &mut Criterion) {
             let rows: Vec<u32> = scattered(count, 2 * MIB / row_bytes).map(|row| row as u32).collect();
             let mut group = criterion.benchmark_group(format!("gather/{row_bytes} B to {target_mib} MiB"));
             group.throughput(Throughput::Bytes((count * row_bytes) as u64));
-            for loops in Simd::available().map(Rows::new) {
+            for loops in Simd::available().map(RowKernels::new) {
                 for stores in [Stores::Cached, Stores::Streaming] {
                     let id = BenchmarkId::new(loops.simd().name(), format!("{stores:?}"));
                     group.bench_function(id, |bencher| {
@@ -45,7 +45,7 @@ fn gather(criterion: &mut Criterion) {
                                 let (dst, src) = (target.as_mut_ptr().cast(), source.as_ptr().cast());
                                 loops.gather(dst, src, row_bytes, &rows, stores);
                             }
-                            Rows::fence();
+                            RowKernels::fence();
                         });
                     });
                 }
@@ -58,10 +58,10 @@ fn sum(criterion: &mut Criterion) {
     const ROWS: usize = 8;
     const COLUMNS: usize = 2048;
     const TOKENS: usize = 512;
-    const KINDS: [(&str, &[u32], Wire); 3] = [
-        ("plain", &[8], Wire::F32),
-        ("by pairs", &[2; 4], Wire::F32),
-        ("by pairs, bf16", &[2; 4], Wire::Bf16),
+    const KINDS: [(&str, &[u32], PartialDtype); 3] = [
+        ("plain", &[8], PartialDtype::F32),
+        ("by pairs", &[2; 4], PartialDtype::F32),
+        ("by pairs, bf16", &[2; 4], PartialDtype::Bf16),
     ];
     for pool_mib in [2, 64] {
         let pool = touched(pool_mib * MIB);
@@ -72,7 +72,7 @@ fn sum(criterion: &mut Criterion) {
             .collect();
         let mut group = criterion.benchmark_group(format!("sum/8 x 2048 bf16 of {pool_mib} MiB"));
         group.throughput(Throughput::Bytes((TOKENS * ROWS * COLUMNS * 2) as u64));
-        for loops in Simd::available().map(Rows::new) {
+        for loops in Simd::available().map(RowKernels::new) {
             for (kind, groups, wire) in KINDS {
                 group.bench_function(BenchmarkId::new(loops.simd().name(), kind), |bencher| {
                     bencher.iter(|| {
@@ -83,7 +83,7 @@ fn sum(criterion: &mut Criterion) {
                                 loops.grouped_sum(GroupedSum {
                                     dtype: Arithmetic::Bf16,
                                     wire,
-                                    out: Out::Total(out),
+                                    out: SumOutput::Total(out),
                                     rows,
                                     weights: None,
                                     groups,
@@ -101,7 +101,7 @@ fn sum(criterion: &mut Criterion) {
 
 fn records(criterion: &mut Criterion) {
     const ROWS: usize = 128;
-    let (dtype, shape) = (Arithmetic::Bf16, RecordShape::new(2048));
+    let (dtype, shape) = (Arithmetic::Bf16, Fp8RowShape::new(2048));
     let bytes = ROWS * shape.hidden() * dtype.size();
     let (mut rows, mut records) = (vec![0; bytes], vec![0; ROWS * shape.bytes()]);
     for (i, element) in rows.chunks_exact_mut(2).enumerate() {
@@ -109,7 +109,7 @@ fn records(criterion: &mut Criterion) {
     }
     let mut group = criterion.benchmark_group("records/128 x 2048 bf16");
     group.throughput(Throughput::Bytes(bytes as u64));
-    for loops in Simd::available().map(Rows::new) {
+    for loops in Simd::available().map(RowKernels::new) {
         group.bench_function(BenchmarkId::new(loops.simd().name(), "quantise"), |bencher| {
             bencher.iter(|| loops.quantise(dtype, shape, &rows, &mut records));
         });

@@ -13,8 +13,8 @@
 //! | `SIDELANE_INSECURE` | `1`: listen beyond this machine without a secret | 0 |
 //! | `SIDELANE_PORT` | the rendezvous port | `MASTER_PORT` + 1 upwards |
 //! | `SIDELANE_JOB`, `SIDELANE_LAUNCHER_FD`, `SIDELANE_LAUNCHER_PID` | a launcher's: the job's name, and the pipe that ends with it | none |
-//! | `SIDELANE_RAIL` | what joins nodes: `auto`, `verbs`, `tcp`, `loop` ([`RailChoice`]) | auto |
-//! | `SIDELANE_PACE` | for tests and benchmarks: wires within a machine keep the time of a slower link, as bytes per second, `/`, microseconds: `2G/5` ([`Pace`]) | none |
+//! | `SIDELANE_RAIL` | what joins nodes: `auto`, `verbs`, `tcp`, `loop` ([`NetChoice`]) | auto |
+//! | `SIDELANE_PACE` | for tests and benchmarks: wires within a machine keep the time of a slower link, as bytes per second, `/`, microseconds: `2G/5` ([`EmulatedLink`]) | none |
 //! | `SIDELANE_VERBS_*`, `SIDELANE_IBVERBS` | cards, ports, addresses, timeouts: see `docs/verbs.md` | found out |
 //! | `SIDELANE_CUDA` | path of the CUDA driver's library | libcuda.so.1, as the loader finds it |
 //! | `SIDELANE_TCP_ADDRESS` | where partners connect to this rank: an address of this machine, or an interface | all addresses; loopback, if the ranks meet there |
@@ -29,7 +29,7 @@ use crate::error::BootstrapError;
 /// What joins nodes (`SIDELANE_RAIL`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum RailChoice {
+pub enum NetChoice {
     /// Loop if all ranks are on one machine; otherwise verbs if all ranks have cards, and tcp if not.
     #[default]
     Auto,
@@ -41,17 +41,17 @@ pub enum RailChoice {
     Tcp,
 }
 
-impl RailChoice {
+impl NetChoice {
     /// All choices.
-    pub const ALL: [RailChoice; 4] = [RailChoice::Auto, RailChoice::Verbs, RailChoice::Tcp, RailChoice::Loop];
+    pub const ALL: [NetChoice; 4] = [NetChoice::Auto, NetChoice::Verbs, NetChoice::Tcp, NetChoice::Loop];
 
     /// Its name in the environment and on the command line.
     pub const fn name(self) -> &'static str {
         match self {
-            RailChoice::Auto => "auto",
-            RailChoice::Loop => "loop",
-            RailChoice::Verbs => "verbs",
-            RailChoice::Tcp => "tcp",
+            NetChoice::Auto => "auto",
+            NetChoice::Loop => "loop",
+            NetChoice::Verbs => "verbs",
+            NetChoice::Tcp => "tcp",
         }
     }
 
@@ -60,7 +60,7 @@ impl RailChoice {
     /// # Errors
     /// [`BootstrapError::BadVariable`].
     pub fn from_env() -> Result<Self, BootstrapError> {
-        let Ok(value) = std::env::var("SIDELANE_RAIL") else { return Ok(RailChoice::Auto) };
+        let Ok(value) = std::env::var("SIDELANE_RAIL") else { return Ok(NetChoice::Auto) };
         let found = Self::ALL.into_iter().find(|choice| choice.name() == value);
         let (name, expected) = ("SIDELANE_RAIL", "auto, verbs, tcp, loop");
         found.ok_or(BootstrapError::BadVariable { name, value, expected })
@@ -70,19 +70,19 @@ impl RailChoice {
 /// A link whose time the wires within a machine keep (`SIDELANE_PACE`), so that what hides behind compute can be measured
 /// where there is no such link. Bytes move at once; signals come when the link would have brought them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Pace {
+pub struct EmulatedLink {
     /// What a rank sends in a second, to all others together.
     pub bytes_per_second: NonZeroU64,
     /// From the last byte sent to the signal seen.
     pub latency: Duration,
 }
 
-impl Pace {
+impl EmulatedLink {
     /// Reads bytes per second, `/`, microseconds.
     pub fn parse(text: &str) -> Option<Self> {
         let (bytes, micros) = text.split_once('/')?;
         let bytes_per_second = NonZeroU64::new(parse_bytes(bytes)?)?;
-        Some(Pace { bytes_per_second, latency: Duration::from_micros(micros.trim().parse().ok()?) })
+        Some(EmulatedLink { bytes_per_second, latency: Duration::from_micros(micros.trim().parse().ok()?) })
     }
 
     /// From this process's environment; an empty one is none.
@@ -241,10 +241,10 @@ mod tests {
 
     #[test]
     fn a_pace_is_bytes_and_microseconds() {
-        let pace = Pace::parse("2G/5").unwrap();
+        let pace = EmulatedLink::parse("2G/5").unwrap();
         assert_eq!((pace.bytes_per_second.get(), pace.latency), (2 << 30, Duration::from_micros(5)));
         for nonsense in ["2G", "0/5", "2G/-1", "fast/5", "/", ""] {
-            assert_eq!(Pace::parse(nonsense), None, "{nonsense}");
+            assert_eq!(EmulatedLink::parse(nonsense), None, "{nonsense}");
         }
     }
 }

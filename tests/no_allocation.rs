@@ -11,10 +11,10 @@ use std::cell::Cell;
 
 use half::bf16;
 use placer::Placer;
-use sidelane::collective::{Communicator, Sums};
-use sidelane::dtype::Wire;
-use sidelane::gate::{Call, Capacity, Gate, GateConfig, Keep, Noise, Preset, Routing, Select};
-use sidelane::plan::{Mode, Order, Overflow, RowLayout};
+use sidelane::collective::{AllReduceAlgorithm, Communicator};
+use sidelane::dtype::PartialDtype;
+use sidelane::gate::{Capacity, DropPolicy, Gate, GateConfig, GateInput, Noise, Preset, Routing, Select};
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel};
 use support::{Tokens, on_ranks, small, tokens};
@@ -90,11 +90,11 @@ fn allocated_by(ep: &mut ExpertParallel, mine: &Tokens<bf16>) -> u64 {
 fn calls_of_known_shapes_do_not_allocate() {
     const NODES: [[u32; 4]; 4] = [[0; 4], [0, 1, 0, 1], [0, 1, 1, 1], [0, 1, 2, 2]];
     for (nodes, route) in NODES.into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route))) {
-        for (order, weighted) in [(Order::Expert, false), (Order::Rank, true), (Order::Node, true)] {
+        for (order, weighted) in [(SumOrder::Expert, false), (SumOrder::Rank, true), (SumOrder::Node, true)] {
             on_ranks(&nodes, &small(), |world| {
                 let group = world.all().unwrap();
                 let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
-                let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).order(order).weighted(weighted);
+                let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).sum_order(order).weighted(weighted);
                 let mut ep = builder.align(4).route(route).build().unwrap();
                 let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
                 let seen = allocated_by(&mut ep, &mine);
@@ -106,17 +106,16 @@ fn calls_of_known_shapes_do_not_allocate() {
 
 #[test]
 fn collectives_and_messages_of_known_shapes_do_not_allocate() {
-    for (nodes, sums) in [[0; 4], [0, 1, 1, 2]]
-        .into_iter()
-        .flat_map(|nodes| [Sums::Direct, Sums::Ring(Wire::F32)].map(|sums| (nodes, sums)))
-    {
+    for (nodes, sums) in [[0; 4], [0, 1, 1, 2]].into_iter().flat_map(|nodes| {
+        [AllReduceAlgorithm::Direct, AllReduceAlgorithm::Ring(PartialDtype::F32)].map(|sums| (nodes, sums))
+    }) {
         on_ranks(&nodes, &small(), |world| {
             let builder = world.all().unwrap();
             let mut group = Communicator::builder(&builder)
                 .chunk(4096)
-                .whole(64)
-                .landing(20_000)
-                .sums(sums)
+                .one_shot_bytes(64)
+                .zero_copy_bytes(20_000)
+                .algorithm(sums)
                 .build()
                 .unwrap();
             let (mut data, mut came, mut parts) =
@@ -128,9 +127,9 @@ fn collectives_and_messages_of_known_shapes_do_not_allocate() {
                 group.broadcast(1, &mut data).unwrap();
                 group.all_to_all(&data, &mut came).unwrap();
                 group.all_to_all_v(&data[..1000], &[0, 300, 300, 400], &mut parts).unwrap();
-                assert_eq!(group.all_to_all_landed(&data).unwrap(), came);
+                assert_eq!(group.all_to_all_zero_copy(&data).unwrap(), came);
                 group.reduce_scatter(&data[..4000], &mut came[..1000]).unwrap();
-                group.exchange(pair, &data[..3000], &mut came[..3000]).unwrap();
+                group.send_receive(pair, &data[..3000], &mut came[..3000]).unwrap();
                 data.fill(me as f32);
             };
             round();
@@ -144,7 +143,11 @@ fn collectives_and_messages_of_known_shapes_do_not_allocate() {
 #[test]
 fn calls_that_drop_rows_do_not_allocate() {
     let overflow = Overflow::Drop;
-    let modes = [Mode::Eager, Mode::Budget { rows: 7, overflow }, Mode::Slots { rows: 2, overflow }];
+    let modes = [
+        ReceiveMode::Exact,
+        ReceiveMode::Budget { rows: 7, overflow },
+        ReceiveMode::Slots { rows: 2, overflow },
+    ];
     let ways = Route::ALL.into_iter().flat_map(|route| RowLayout::ALL.map(|l| (route, l, false)));
     for (route, layout, spans) in ways.chain([(Route::Pxn, RowLayout::RankMajor, true)]) {
         for mode in modes {
@@ -152,7 +155,7 @@ fn calls_that_drop_rows_do_not_allocate() {
                 let group = world.all().unwrap();
                 let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
                 let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).route(route).layout(layout);
-                let mut ep = builder.mode(mode).spans(spans).build().unwrap();
+                let mut ep = builder.mode(mode).coalesce_relays(spans).build().unwrap();
                 let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
                 let seen = allocated_by(&mut ep, &mine);
                 assert_eq!(seen, 0, "at rank {}, {mode:?}, {route:?}, {layout:?}, {spans}", world.rank());
@@ -167,7 +170,13 @@ fn a_gate_and_its_placement_do_not_allocate() {
     for preset in Preset::ALL {
         let config = preset.config(EXPERTS as u32, preset.fixed_top_k().unwrap_or(4)).unwrap();
         let mut configs = vec![config.clone()];
-        for keep in [Keep::Score, Keep::Position, Keep::FirstChoices, Keep::Priority, Keep::Random] {
+        for keep in [
+            DropPolicy::Score,
+            DropPolicy::Position,
+            DropPolicy::FirstChoices,
+            DropPolicy::Priority,
+            DropPolicy::Random,
+        ] {
             let capacity = config.capacity.map(|capacity| Capacity { keep, ..capacity });
             configs.push(GateConfig { capacity, ..config.clone() });
         }
@@ -178,12 +187,12 @@ fn a_gate_and_its_placement_do_not_allocate() {
             // All experts alike, and all tokens alike.
             let flat = vec![0.5; logits.len()];
             let crowded: Vec<f32> = (0..logits.len()).map(|i| (i % EXPERTS) as f32).collect();
-            let call = Call { training: true, ..Call::default() };
+            let call = GateInput { training: true, ..GateInput::default() };
             let mut gate = Gate::new(config.clone()).unwrap();
             let mut placer = Placer::new(EXPERTS as u32, 4, layout);
             let mut scores = vec![0.0; logits.len()];
             let mut place = |gate: &mut Gate, tokens: usize| {
-                let call = Call { logits: &logits[..tokens * EXPERTS], ..call };
+                let call = GateInput { logits: &logits[..tokens * EXPERTS], ..call };
                 placer.place(&gate.route(&call).unwrap().routing());
                 gate.scores(&call, &mut scores[..tokens * EXPERTS]).unwrap();
             };
@@ -191,7 +200,7 @@ fn a_gate_and_its_placement_do_not_allocate() {
             let before = allocations();
             [60, 1, 0, 30, 60].into_iter().for_each(|tokens| place(&mut gate, tokens));
             for logits in [&flat, &crowded] {
-                gate.route(&Call { logits, ..call }).unwrap();
+                gate.route(&GateInput { logits, ..call }).unwrap();
             }
             assert_eq!(allocations() - before, 0, "{config:?}, {layout:?}");
         }

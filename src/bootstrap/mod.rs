@@ -23,7 +23,7 @@
 //! | `SIDELANE_PORT` | the one port of the rendezvous, instead of 16 candidates |
 //! | `SIDELANE_JOB` | the job's name |
 //! | `SIDELANE_NODE` | splits a machine into nodes ([`Location`]) |
-//! | `SIDELANE_DEADLINE_MS`, `SIDELANE_RENDEZVOUS_MS` | two of the [`Clocks`] |
+//! | `SIDELANE_DEADLINE_MS`, `SIDELANE_RENDEZVOUS_MS` | two of the [`Timeouts`] |
 //! | `SIDELANE_LAUNCHER_FD`, `SIDELANE_LAUNCHER_PID` | a pipe whose end is the end of the launcher |
 
 // The map: each folder knows only those below it, but for two: a hub can be rebuilt, which is a meeting, and its
@@ -48,6 +48,6 @@ mod wire;
 pub use descriptors::{Location, exchange_fds};
 pub use hub::{Hub, threads};
 pub use identity::{Identity, Launcher, LauncherPipe, Secret};
-pub use meet::{Pass, Reception, connect};
-pub use watch::{Clocks, Health, interruptible};
-pub(crate) use watch::{interrupted, questioned};
+pub use meet::{PeerAuth, PeerListener, connect};
+pub use watch::{Health, Timeouts, interruptible};
+pub(crate) use watch::{has_interrupt_check, interrupted};

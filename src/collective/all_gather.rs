@@ -1,7 +1,7 @@
 //! Elements of all ranks for all.
 
 use super::Communicator;
-use super::call::{Call, Tensors};
+use super::call::{CallSpec, Tensors};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, PlanError};
 use crate::schedule::collective::{Program, Round};
@@ -18,7 +18,7 @@ impl Communicator {
     /// part of each rank.
     pub fn all_gather<E: Element>(&mut self, send: &[E], receive: &mut [E]) -> Result<(), Error> {
         let (part, program) = (size_of_val(send) as u64, Program::AllGather);
-        let call = Call { kind: CallKind::AllGather, dtype: E::DTYPE, option: 0, bytes: Some(part) };
+        let call = CallSpec { kind: CallKind::AllGather, dtype: E::DTYPE, option: 0, bytes: Some(part) };
         let (ranks, seen) = (self.size() as usize, receive.len());
         if send.len().checked_mul(ranks) != Some(seen) {
             let (what, rows, columns) = ("elements to receive", ranks, send.len());

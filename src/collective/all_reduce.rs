@@ -1,14 +1,14 @@
 //! Sums over all ranks, on all of them or a part on each.
 
-use super::call::{Call, Tensors};
-use super::{Communicator, Sums};
-use crate::dtype::{Element, Wire};
+use super::call::{CallSpec, Tensors};
+use super::{AllReduceAlgorithm, Communicator};
+use crate::dtype::{Element, PartialDtype};
 use crate::error::{CallKind, Error, PlanError};
 use crate::rows::{Arithmetic, Stores};
 use crate::schedule::collective::{Program, Round};
 
 impl Communicator {
-    /// Sums `data` over all ranks, element by element, in place: see [`Sums`] for the order. NaN is
+    /// Sums `data` over all ranks, element by element, in place: see [`AllReduceAlgorithm`] for the order. NaN is
     /// canonical. Collective; `data` has the same number of elements on all ranks, perhaps none.
     ///
     /// # Errors
@@ -19,13 +19,13 @@ impl Communicator {
     pub fn all_reduce<E: Element>(&mut self, data: &mut [E]) -> Result<(), Error> {
         let total = size_of_val(data) as u64;
         let (program, wire) = match self.sums {
-            Sums::Direct if total <= self.whole => (Program::Whole, Wire::F32),
-            Sums::Direct => (Program::Direct { more: false }, Wire::F32),
-            Sums::Ring(wire) => (Program::Ring, wire),
+            AllReduceAlgorithm::Direct if total <= self.whole => (Program::OneShot, PartialDtype::F32),
+            AllReduceAlgorithm::Direct => (Program::TwoShot { more: false }, PartialDtype::F32),
+            AllReduceAlgorithm::Ring(wire) => (Program::Ring, wire),
         };
         let most = self.seat.most(program);
         let dtype = E::DTYPE;
-        let call = Call { kind: CallKind::AllReduce, dtype, option: 0, bytes: Some(total) };
+        let call = CallSpec { kind: CallKind::AllReduce, dtype, option: 0, bytes: Some(total) };
         let carried = Arithmetic::try_from(dtype).and_then(|_| match wire.carries(dtype) {
             true => Ok(()),
             false => {
@@ -43,7 +43,11 @@ impl Communicator {
         loop {
             let len = most.min(total - at);
             let more = at + len < total;
-            let program = if self.sums == Sums::Direct && more { Program::Direct { more } } else { program };
+            let program = if self.sums == AllReduceAlgorithm::Direct && more {
+                Program::TwoShot { more }
+            } else {
+                program
+            };
             self.round(call, &Round { program, at, len, wire, ..Self::empty(dtype) }, &mut tensors)?;
             at += len;
             if !more {
@@ -54,7 +58,7 @@ impl Communicator {
 
     /// Sums part `r` of `send`, `[ranks, n]`, over all ranks into `receive`, `[n]`, of rank `r`: by
     /// ascending rank, rounded once, with the bits of the same part of an
-    /// [`all_reduce`](Self::all_reduce) by [`Sums::Direct`]. Collective, with the same `n` on all
+    /// [`all_reduce`](Self::all_reduce) by [`AllReduceAlgorithm::Direct`]. Collective, with the same `n` on all
     /// ranks, perhaps 0.
     ///
     /// Ranks meet once for each `chunk / ranks` bytes of a part, and each byte is staged.
@@ -64,7 +68,7 @@ impl Communicator {
     /// `receive`'s length for each rank.
     pub fn reduce_scatter<E: Element>(&mut self, send: &[E], receive: &mut [E]) -> Result<(), Error> {
         let (part, program, dtype) = (size_of_val(receive) as u64, Program::ReduceScatter, E::DTYPE);
-        let call = Call { kind: CallKind::ReduceScatter, dtype, option: 0, bytes: Some(part) };
+        let call = CallSpec { kind: CallKind::ReduceScatter, dtype, option: 0, bytes: Some(part) };
         let (ranks, seen, columns) = (self.size() as usize, send.len(), receive.len());
         let checked = match columns.checked_mul(ranks) == Some(seen) {
             true => Arithmetic::try_from(dtype).map(drop),

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Communicator;
-use super::call::{Call, Tensors};
+use super::call::{CallSpec, Tensors};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, PlanError};
 use crate::schedule::call::CallMachine;
@@ -46,14 +46,14 @@ impl Communicator {
     /// `[ranks, n]`, with the same `n` on all ranks. Collective.
     ///
     /// Use it for small tensors: ranks meet once for each `chunk / ranks` bytes of a part, and each
-    /// byte is staged. [`Communicator::all_to_all_landed`] is faster for large ones.
+    /// byte is staged. [`Communicator::all_to_all_zero_copy`] is faster for large ones.
     ///
     /// # Errors
     /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] for tensors of different lengths,
     /// or that do not make equal parts.
     pub fn all_to_all<E: Element>(&mut self, send: &[E], receive: &mut [E]) -> Result<(), Error> {
         let (total, ranks) = (size_of_val(send) as u64, u64::from(self.size()));
-        let call = Call { kind: CallKind::AllToAll, dtype: E::DTYPE, option: 0, bytes: Some(total) };
+        let call = CallSpec { kind: CallKind::AllToAll, dtype: E::DTYPE, option: 0, bytes: Some(total) };
         let wrong = match self.equal_parts(send.len()) {
             Ok(columns) if send.len() != receive.len() => {
                 let (what, seen, rows) = ("elements to receive", receive.len(), ranks as usize);
@@ -87,7 +87,7 @@ impl Communicator {
         counts: &[usize],
         receive: &mut Vec<E>,
     ) -> Result<&[usize], Error> {
-        let call = Call { kind: CallKind::AllToAll, dtype: E::DTYPE, option: 1, bytes: None };
+        let call = CallSpec { kind: CallKind::AllToAll, dtype: E::DTYPE, option: 1, bytes: None };
         let (ranks, size, me) = (self.size() as usize, size_of::<E>() as u64, self.seat.me as usize);
         let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
         let bad = match counts.len() == ranks {
@@ -135,7 +135,7 @@ impl Communicator {
     /// that this rank sends to any other.
     fn enter_all_to_all(
         &mut self,
-        call: Call,
+        call: CallSpec,
         nth: u64,
         input: &[u8],
         most: u64,
@@ -156,7 +156,7 @@ impl Communicator {
     fn finish_all_to_all(
         &mut self,
         mut entered: CallMachine,
-        (call, longest): (Call, u64),
+        (call, longest): (CallSpec, u64),
         input: &[u8],
         output: &mut [u8],
     ) -> Result<(), Error> {

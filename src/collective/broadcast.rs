@@ -1,7 +1,7 @@
 //! One rank's elements for all.
 
 use super::Communicator;
-use super::call::{Call, Tensors};
+use super::call::{CallSpec, Tensors};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, PlanError};
 use crate::schedule::collective::{Program, Round, Shape};
@@ -21,7 +21,7 @@ impl Communicator {
     /// As [`Communicator::all_reduce`].
     pub fn broadcast<E: Element>(&mut self, root: u32, data: &mut [E]) -> Result<(), Error> {
         let total = size_of_val(data) as u64;
-        let call = Call { kind: CallKind::Broadcast, dtype: E::DTYPE, option: root, bytes: Some(total) };
+        let call = CallSpec { kind: CallKind::Broadcast, dtype: E::DTYPE, option: root, bytes: Some(total) };
         if root >= self.size() {
             let (parameter, expected) = ("root", "a rank of the group");
             let error = PlanError::BadParameter { parameter, seen: root.into(), expected };

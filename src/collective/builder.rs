@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::all_to_all::Counts;
-use super::licence::Held;
-use super::{Communicator, Incoming, Outgoing, Sums};
+use super::licence::WindowHold;
+use super::{AllReduceAlgorithm, Communicator, Incoming, Outgoing};
 use crate::dtype::Dtype;
 use crate::error::{Error, PlanError};
-use crate::exec::Host;
+use crate::exec::HostStepper;
 use crate::lane::Port;
-use crate::schedule::collective::{Pair, Rounds, Seat, Staging};
+use crate::schedule::collective::{MessageChannel, RankView, Rounds, Staging};
 use crate::schedule::{Calls, Flag, LINE, WindowId};
 use crate::topology::Route;
 use crate::world::Group;
@@ -21,7 +21,7 @@ pub struct CommunicatorBuilder<'g> {
     chunk: u64,
     whole: u64,
     landing: u64,
-    sums: Sums,
+    sums: AllReduceAlgorithm,
 }
 
 /// Parts of a ring are counted in eight bits.
@@ -29,7 +29,13 @@ const MOST_OF_A_RING: u32 = 256;
 
 impl<'g> CommunicatorBuilder<'g> {
     pub(super) fn new(group: &'g Group) -> Self {
-        CommunicatorBuilder { group, chunk: 512 << 10, whole: 16 << 10, landing: 0, sums: Sums::Direct }
+        CommunicatorBuilder {
+            group,
+            chunk: 512 << 10,
+            whole: 16 << 10,
+            landing: 0,
+            sums: AllReduceAlgorithm::Direct,
+        }
     }
 
     /// Bytes of a round, rounded down to whole lines for each rank; those of a broadcast are three
@@ -41,23 +47,23 @@ impl<'g> CommunicatorBuilder<'g> {
     }
 
     /// Limit in bytes up to which every rank sums a whole all-reduce, with the same bits
-    /// ([`Sums::Direct`]). Default: 16 KiB.
-    pub fn whole(mut self, bytes: u64) -> Self {
+    /// ([`AllReduceAlgorithm::Direct`]). Default: 16 KiB.
+    pub fn one_shot_bytes(mut self, bytes: u64) -> Self {
         self.whole = bytes;
         self
     }
 
     /// Bytes of the window for a result that lands in place, the limit of an
-    /// [`all_to_all_landed`](Communicator::all_to_all_landed). It takes as much more of
+    /// [`all_to_all_zero_copy`](Communicator::all_to_all_zero_copy). It takes as much more of
     /// `SIDELANE_SYMMETRIC`. Default: none.
-    pub fn landing(mut self, bytes: u64) -> Self {
+    pub fn zero_copy_bytes(mut self, bytes: u64) -> Self {
         self.landing = bytes;
         self
     }
 
-    /// Algorithm of all-reduces. Default: [`Sums::Direct`] for every size, because its bits depend
+    /// Algorithm of all-reduces. Default: [`AllReduceAlgorithm::Direct`] for every size, because its bits depend
     /// on the inputs only.
-    pub fn sums(mut self, sums: Sums) -> Self {
+    pub fn algorithm(mut self, sums: AllReduceAlgorithm) -> Self {
         self.sums = sums;
         self
     }
@@ -79,14 +85,14 @@ impl<'g> CommunicatorBuilder<'g> {
         let windows = vec![data.window(), control.window()];
         let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
         let others = (0..ranks).filter(|&peer| peer != me).collect();
-        let held = Held { port: Arc::clone(&port), others, _ranges: [data, control] };
+        let held = WindowHold { port: Arc::clone(&port), others, _ranges: [data, control] };
         let epoch = group.shared.hub.epoch();
-        let pairs = (0..ranks).map(|peer| Pair::new(peer, epoch));
+        let pairs = (0..ranks).map(|peer| MessageChannel::new(peer, epoch));
         Ok(Communicator {
             world: Arc::clone(&group.shared),
             port,
-            host: Host::new(Dtype::Bytes, group.shared.recorder.clone()),
-            seat: Seat { nodes: lanes.nodes.clone(), me, staging },
+            host: HostStepper::new(Dtype::Bytes, group.shared.recorder.clone()),
+            seat: RankView { nodes: lanes.nodes.clone(), me, staging },
             cache: group.shared.options.config.cache,
             sums: self.sums,
             whole: self.whole.min(staging.slot()),
@@ -103,7 +109,7 @@ impl<'g> CommunicatorBuilder<'g> {
 
     fn check(&self) -> Result<Staging, PlanError> {
         let ranks = self.group.size();
-        if matches!(self.sums, Sums::Ring(_)) && ranks > MOST_OF_A_RING {
+        if matches!(self.sums, AllReduceAlgorithm::Ring(_)) && ranks > MOST_OF_A_RING {
             let (parameter, expected) = ("ranks", "at most 256 on a ring");
             return Err(PlanError::BadParameter { parameter, seen: ranks.into(), expected });
         }
@@ -112,8 +118,8 @@ impl<'g> CommunicatorBuilder<'g> {
 
     fn compare(&self, usable: bool) -> Result<(), Error> {
         let sums = match self.sums {
-            Sums::Direct => 0,
-            Sums::Ring(wire) => 1 + wire as u64,
+            AllReduceAlgorithm::Direct => 0,
+            AllReduceAlgorithm::Ring(wire) => 1 + wire as u64,
         };
         let settings: [(&'static str, u64); 5] = [
             ("whether their settings can be used (1: yes)", usable.into()),

@@ -7,14 +7,14 @@ use crate::dtype::Dtype;
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::exec::{Executor, Until, drive};
 use crate::lane::Io;
-use crate::rows::{Rows, Stores};
+use crate::rows::{RowKernels, Stores};
 use crate::schedule::call::{Agreement, CallMachine, Part, Role, StageId, Work};
 use crate::schedule::collective::{Copied, Program, Round, Skeleton, Tensor};
 use crate::schedule::{Flag, Refusal, Tag, WindowId};
 
 /// The call that a rank makes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Call {
+pub(super) struct CallSpec {
     pub kind: CallKind,
     pub dtype: Dtype,
     /// Further parameters that must be equal.
@@ -23,7 +23,7 @@ pub(super) struct Call {
     pub bytes: Option<u64>,
 }
 
-impl Call {
+impl CallSpec {
     /// The tag that a rank sends on entering.
     pub fn tag(&self, refused: bool) -> Tag {
         Tag {
@@ -54,7 +54,7 @@ impl Tensors<'_> {
 
 /// Contribution of a rank to the entry of a round.
 struct Entry<'r> {
-    call: Call,
+    call: CallSpec,
     round: &'r Round,
     input: &'r [u8],
     /// How its puts are stored.
@@ -133,12 +133,12 @@ impl Communicator {
     /// next call works. Messages have nothing to enter. Returns the error to report here: `error`, or the one that ended
     /// the world meanwhile.
     pub fn refuse(&mut self, kind: CallKind, error: Error) -> Error {
-        let call = Call { kind, dtype: Dtype::Bytes, option: 0, bytes: None };
+        let call = CallSpec { kind, dtype: Dtype::Bytes, option: 0, bytes: None };
         self.enter_refused(call, Program::AllToAll, error)
     }
 
     /// Enters a round that this rank refuses: the others must hear of it.
-    pub(super) fn enter_refused(&mut self, call: Call, program: Program, why: Error) -> Error {
+    pub(super) fn enter_refused(&mut self, call: CallSpec, program: Program, why: Error) -> Error {
         let round = &Round { program, ..Self::empty(call.dtype) };
         self.rounds.sends.clear();
         self.rounds.tags.fill(call.tag(true));
@@ -150,14 +150,14 @@ impl Communicator {
 
     /// A round of nothing.
     pub(super) fn empty(dtype: Dtype) -> Round {
-        let wire = crate::dtype::Wire::F32;
+        let wire = crate::dtype::PartialDtype::F32;
         Round { program: Program::AllToAll, parity: 0, at: 0, len: 0, dtype, wire }
     }
 
     /// One round, from its entry to what is copied to the caller.
     pub(super) fn round(
         &mut self,
-        call: Call,
+        call: CallSpec,
         round: &Round,
         tensors: &mut Tensors<'_>,
     ) -> Result<(), Error> {
@@ -176,7 +176,7 @@ impl Communicator {
     /// lowest rank that refused; those that end the world.
     pub(super) fn enter(
         &mut self,
-        call: Call,
+        call: CallSpec,
         round: &Round,
         (input, stores): (&[u8], Stores),
     ) -> Result<CallMachine, Error> {
@@ -228,7 +228,7 @@ impl Communicator {
         let to = &mut output[at as usize..(at + len) as usize];
         self.port.fetch(owner, WindowId::POOL, offset, to, stores)?;
         if stores == Stores::Streaming {
-            Rows::fence();
+            RowKernels::fence();
         }
         Ok(())
     }
@@ -262,7 +262,7 @@ impl Communicator {
         skeleton
     }
 
-    fn agreement(&self, call: Call) -> Agreement {
+    fn agreement(&self, call: CallSpec) -> Agreement {
         let (number, rank, ranks) = (self.calls.number(), self.seat.me, self.seat.ranks());
         Agreement { call: number, rank, ranks, compared: call.bytes.map(|_| "bytes") }
     }
@@ -278,7 +278,7 @@ impl Communicator {
     }
 }
 
-impl Call {
+impl CallSpec {
     /// The tag for a rank on entering, with the bytes that it gets and the most that any rank gets.
     pub(super) fn tag_with(&self, bytes: u64, most: u64) -> Tag {
         Tag { handle: bytes, base: most, ..self.tag(false) }

@@ -1,12 +1,12 @@
 //! Elements of each rank for each, straight to their places.
 
 use super::Communicator;
-use super::call::{Call, Tensors};
+use super::call::{CallSpec, Tensors};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, MemoryError};
 use crate::lane::Io;
 use crate::schedule::collective::{Program, Round};
-use crate::schedule::{Place, WindowId};
+use crate::schedule::{PutSource, WindowId};
 
 impl Communicator {
     /// Part `r` of `send` goes to rank `r`; part `s` of the result came from rank `s`. Both are
@@ -18,7 +18,7 @@ impl Communicator {
     /// 64 KiB with eight ranks, and 256 KiB with two.
     ///
     /// The result lies in this rank's window, which has room for one
-    /// ([`CommunicatorBuilder::landing`](super::CommunicatorBuilder::landing)). It borrows the
+    /// ([`CommunicatorBuilder::zero_copy_bytes`](super::CommunicatorBuilder::zero_copy_bytes)). It borrows the
     /// communicator: others may write there again when this rank makes its next call.
     ///
     /// ```
@@ -54,10 +54,10 @@ impl Communicator {
     /// [`PlanError::WrongShape`](crate::error::PlanError::WrongShape) for a tensor that does not
     /// make equal parts. A tensor larger than the room gives [`MemoryError::OutOfSpace`] on all
     /// ranks, before anything moves.
-    pub fn all_to_all_landed<E: Element>(&mut self, send: &[E]) -> Result<&[E], Error> {
+    pub fn all_to_all_zero_copy<E: Element>(&mut self, send: &[E]) -> Result<&[E], Error> {
         let (total, ranks) = (size_of_val(send) as u64, u64::from(self.size()));
-        let (program, dtype) = (Program::Landed, E::DTYPE);
-        let call = Call { kind: CallKind::AllToAll, dtype, option: 2, bytes: Some(total) };
+        let (program, dtype) = (Program::ZeroCopy, E::DTYPE);
+        let call = CallSpec { kind: CallKind::AllToAll, dtype, option: 2, bytes: Some(total) };
         let fits = self.equal_parts(send.len()).map_err(Error::from).and_then(|_| self.fits(total));
         if let Err(error) = fits {
             return Err(self.enter_refused(call, program, error));
@@ -70,7 +70,7 @@ impl Communicator {
             &mut Tensors { input: Some(bytemuck::cast_slice(send)), output: &mut [], stores },
         )?;
         let (at, window) = (self.seat.landed(part).start, WindowId::POOL);
-        let own = Place::Window { owner: self.seat.me, window };
+        let own = PutSource::Window { owner: self.seat.me, window };
         Ok(bytemuck::cast_slice(self.port.source(own, at, Some(total), &Io::default())?))
     }
 

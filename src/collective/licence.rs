@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use super::Communicator;
 use crate::lane::Port;
-use crate::memory::Licence;
+use crate::memory::ReleaseCheck;
 use crate::schedule::Flag;
 use crate::world::SymmetricRange;
 
@@ -22,21 +22,21 @@ use crate::world::SymmetricRange;
 const DONE: u64 = u64::MAX >> 1;
 
 /// The windows, and the other ranks, which may read or write there.
-pub(super) struct Held {
+pub(super) struct WindowHold {
     pub port: Arc<Port>,
     pub others: Vec<u32>,
     pub _ranges: [SymmetricRange; 2],
 }
 
-impl std::fmt::Debug for Held {
+impl std::fmt::Debug for WindowHold {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Held").field("others", &self.others).finish_non_exhaustive()
     }
 }
 
-impl Licence for Held {
-    fn granted(&self, value: u64) -> bool {
-        let done = |&of: &u32| self.port.flag(of, Flag::Home).is_ok_and(|flag| flag.value() >= value);
+impl ReleaseCheck for WindowHold {
+    fn is_released(&self, value: u64) -> bool {
+        let done = |&of: &u32| self.port.flag(of, Flag::Returned).is_ok_and(|flag| flag.value() >= value);
         self.others.iter().all(done)
     }
 }
@@ -46,11 +46,11 @@ impl Drop for Communicator {
         let me = self.seat.me;
         for &peer in &self.held.others {
             // Who cannot be told is gone, and the world with it: nothing is given back then.
-            let _ = self.port.signal(peer, (me, Flag::Home), DONE, None);
+            let _ = self.port.signal(peer, (me, Flag::Returned), DONE, None);
         }
         let pool = self.world.heap.pool();
-        if let Ok(nothing) = pool.take(0) {
-            let licence: Arc<dyn Licence> = Arc::clone(&self.held) as _;
+        if let Ok(nothing) = pool.alloc(0) {
+            let licence: Arc<dyn ReleaseCheck> = Arc::clone(&self.held) as _;
             pool.retire(nothing, &licence, DONE);
         }
     }

@@ -5,8 +5,8 @@ use crate::dtype::{Dtype, Element};
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::lane::Io;
 use crate::rows::Stores;
-use crate::schedule::collective::{Pair, Passing};
-use crate::schedule::{Calls, Flag, Item, Operand, Operands, SpanCopy, Tag};
+use crate::schedule::collective::{MessageChannel, MessagePart};
+use crate::schedule::{Calls, Flag, Operand, Operands, SpanCopy, Tag, TrackOp};
 
 impl Communicator {
     /// Sends `data` to a rank, whose [`receive`](Communicator::receive) of the same number of
@@ -40,7 +40,12 @@ impl Communicator {
     ///
     /// # Errors
     /// As [`Communicator::send`] and [`Communicator::receive`].
-    pub fn exchange<E: Element>(&mut self, with: u32, send: &[E], receive: &mut [E]) -> Result<(), Error> {
+    pub fn send_receive<E: Element>(
+        &mut self,
+        with: u32,
+        send: &[E],
+        receive: &mut [E],
+    ) -> Result<(), Error> {
         let receive = Some(bytemuck::cast_slice_mut(receive));
         self.pass(with, E::DTYPE, Some(bytemuck::cast_slice(send)), receive)
     }
@@ -77,13 +82,13 @@ impl Communicator {
     ) -> Result<(), Error> {
         self.check_peer(peer)?;
         self.lanes.health.check()?;
-        let parts = |bytes: usize| Pair::parts(&self.seat, bytes as u64);
+        let parts = |bytes: usize| MessageChannel::parts(&self.seat, bytes as u64);
         let sends = send.map_or(0, |data| parts(data.len()));
         let mut receives = receive.as_ref().map_or(0, |data| parts(data.len()));
         let mut wrong = Ok(());
         let mut nth = 0;
         while nth < sends.max(receives) {
-            for passing in Passing::parts(nth, sends, receives).into_iter().flatten() {
+            for passing in MessagePart::parts(nth, sends, receives).into_iter().flatten() {
                 match (passing.sends, send, receive.as_deref_mut()) {
                     (true, Some(data), _) => self.send_part(peer, dtype, data, nth)?,
                     (false, _, Some(data)) => {
@@ -107,7 +112,7 @@ impl Communicator {
         if let Some(value) = pair.freed() {
             self.answered(to, value)?;
         }
-        let span = pair.sent(&self.seat, Pair::part(&self.seat, data.len() as u64, nth));
+        let span = pair.sent(&self.seat, MessageChannel::part(&self.seat, data.len() as u64, nth));
         let tag = Tag {
             kind: CallKind::Send,
             options: dtype as u32,
@@ -158,7 +163,7 @@ impl Communicator {
         let differs = pairs.into_iter().find(|(_, mine, theirs)| mine != theirs);
         let taken = match differs {
             None => {
-                let part = Pair::part(&self.seat, data.len() as u64, nth);
+                let part = MessageChannel::part(&self.seat, data.len() as u64, nth);
                 self.copy(&pair.received(&self.seat, part), data, Stores::Cached)
             }
             Some((what, mine, theirs)) => {
@@ -173,12 +178,12 @@ impl Communicator {
         }
         let answer = [pair.answer(&self.seat, incoming.refused)];
         self.run_parts(&answer, &[], Tag::default(), pair.value(), &[])?;
-        Ok((Pair::parts(&self.seat, tag.handle), taken))
+        Ok((MessageChannel::parts(&self.seat, tag.handle), taken))
     }
 
     fn run_parts(
         &mut self,
-        items: &[Item],
+        items: &[TrackOp],
         spans: &[SpanCopy],
         tag: Tag,
         call: u64,

@@ -11,7 +11,7 @@
 //!   send, receive, exchange                                          between two ranks, in order
 //! ```
 //!
-//! [`ep::Collective`](crate::ep::Collective) has all-gather and reduce-scatter of rows, with
+//! [`ep::RowCollective`](crate::ep::RowCollective) has all-gather and reduce-scatter of rows, with
 //! different numbers per rank, in memory that experts read in place.
 //!
 //! A call goes in rounds of a chunk, by the programs of
@@ -30,10 +30,10 @@
 //! from memory: chunks of all ranks together fit the last-level cache. Ranks meet once in a round.
 //! The entry to the next round says that the sums of this one have landed, and only the last round
 //! has a meeting for that. Every rank sums small tensors whole (up to
-//! [`CommunicatorBuilder::whole`]), which saves a round trip.
+//! [`CommunicatorBuilder::one_shot_bytes`]), which saves a round trip.
 //!
 //! **In place.** An all-to-all by rounds writes each byte twice. If the window has room for the
-//! whole result ([`CommunicatorBuilder::landing`]), each byte is written once, in one round, and
+//! whole result ([`CommunicatorBuilder::zero_copy_bytes`]), each byte is written once, in one round, and
 //! read where it landed:
 //!
 //! ```text
@@ -63,17 +63,17 @@ use std::sync::Arc;
 
 pub use builder::CommunicatorBuilder;
 
-use crate::dtype::Wire;
-use crate::exec::{Host, Moved};
+use crate::dtype::PartialDtype;
+use crate::exec::{HostStepper, TransferCounts};
 use crate::lane::{Lanes, Port};
 use crate::schedule::Calls;
-use crate::schedule::collective::{Pair, Program, Rounds, Seat, Skeleton};
-use crate::world::Shared;
+use crate::schedule::collective::{MessageChannel, Program, RankView, Rounds, Skeleton};
+use crate::world::WorldState;
 
 /// How an all-reduce adds up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Sums {
+pub enum AllReduceAlgorithm {
     /// In `f32` by ascending rank from +0, rounded once: the same bits on every lane and for every
     /// number of nodes. Each rank sums its share, so `ranks - members` shares leave a rank of a
     /// node for others.
@@ -83,7 +83,7 @@ pub enum Sums {
     /// s, and each partial sum is rounded to the wire's type. It suits many nodes: two chunks cross
     /// from a node to the next, however many members it has. The bits depend on the order of ranks
     /// and on where shares begin, not on nodes.
-    Ring(Wire),
+    Ring(PartialDtype),
 }
 
 /// The collectives of a group.
@@ -117,14 +117,14 @@ pub enum Sums {
 /// ```
 #[derive(Debug)]
 pub struct Communicator {
-    world: Arc<Shared>,
+    world: Arc<WorldState>,
     lanes: Arc<Lanes>,
     port: Arc<Port>,
-    host: Host,
-    seat: Seat,
+    host: HostStepper,
+    seat: RankView,
     /// Bytes of the cache that the ranks of a node share.
     cache: u64,
-    sums: Sums,
+    sums: AllReduceAlgorithm,
     whole: u64,
     /// Skeletons of the programs that were called.
     programs: Vec<(Program, Arc<Skeleton>)>,
@@ -134,13 +134,13 @@ pub struct Communicator {
     /// By peer: parts of messages to it, and from it.
     outgoing: Vec<Outgoing>,
     incoming: Vec<Incoming>,
-    held: Arc<licence::Held>,
+    held: Arc<licence::WindowHold>,
 }
 
 /// State of messages to a peer.
 #[derive(Clone, Copy, Debug)]
 struct Outgoing {
-    pair: Pair,
+    pair: MessageChannel,
     /// The peer's count of refusals, as it was last heard.
     heard: u8,
     /// Refusals that were not reported to the caller yet.
@@ -150,7 +150,7 @@ struct Outgoing {
 /// State of messages from a peer.
 #[derive(Clone, Copy, Debug)]
 struct Incoming {
-    pair: Pair,
+    pair: MessageChannel,
     /// Refusals so far, modulo 256: the sender is at most two parts ahead, so it sees each of them.
     refused: u8,
 }
@@ -172,7 +172,7 @@ impl Communicator {
     }
 
     /// Counts of the puts and sums since the last call of this function.
-    pub fn take_moved(&mut self) -> Moved {
+    pub fn take_counts(&mut self) -> TransferCounts {
         self.host.take_moved()
     }
 }

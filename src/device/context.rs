@@ -8,14 +8,14 @@ use cudarc::driver::sys;
 use super::call;
 use super::driver::Driver;
 use super::library::Library;
-use super::probe::DeviceFacts;
+use super::probe::DeviceProperties;
 use crate::error::DeviceError;
 
 /// The primary context of a device, retained: the one that the CUDA runtime, and so torch, uses too.
 #[derive(Debug)]
 pub struct Context {
     driver: Driver,
-    facts: DeviceFacts,
+    facts: DeviceProperties,
     handle: sys::CUdevice,
     raw: sys::CUcontext,
 }
@@ -44,7 +44,7 @@ impl Context {
     }
 
     /// What its device is and can do.
-    pub fn facts(&self) -> &DeviceFacts {
+    pub fn facts(&self) -> &DeviceProperties {
         &self.facts
     }
 

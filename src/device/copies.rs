@@ -12,7 +12,7 @@ use super::context::Context;
 use super::flags::AT_ONCE;
 use super::functions::Code;
 use super::library::too_old;
-use super::range::{Held, Span};
+use super::range::{ByteSpan, Claims};
 use super::stream::Stream;
 use super::version::Version;
 use crate::error::DeviceError;
@@ -24,7 +24,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`DeviceError::Lengths`], [`DeviceError::NoAccess`], [`DeviceError::Call`].
-    pub fn copy(&self, to: Span<'_>, from: Span<'_>) -> Result<(), DeviceError> {
+    pub fn copy(&self, to: ByteSpan<'_>, from: ByteSpan<'_>) -> Result<(), DeviceError> {
         let Some(len) = length(to, from)? else { return Ok(()) };
         let _held = self.hold(&[to.range, from.range])?;
         let (library, device) = (self.library(), Some(self.device()));
@@ -116,12 +116,12 @@ pub struct CopyBatch {
     targets: Vec<u64>,
     sources: Vec<u64>,
     sizes: Vec<usize>,
-    held: Held,
+    held: Claims,
 }
 
 impl CopyBatch {
     /// Copies that the driver takes in one call.
-    pub const AT_ONCE: usize = AT_ONCE;
+    pub const MAX_BATCH: usize = AT_ONCE;
 
     /// An empty batch, with room for so many.
     pub fn with_capacity(context: &Context, count: usize) -> Self {
@@ -130,7 +130,7 @@ impl CopyBatch {
             targets: Vec::with_capacity(count),
             sources: Vec::with_capacity(count),
             sizes: Vec::with_capacity(count),
-            held: Held::default(),
+            held: Claims::default(),
         }
     }
 
@@ -138,7 +138,7 @@ impl CopyBatch {
     ///
     /// # Errors
     /// [`DeviceError::Lengths`], [`DeviceError::NoAccess`].
-    pub fn push(&mut self, to: Span<'_>, from: Span<'_>) -> Result<(), DeviceError> {
+    pub fn push(&mut self, to: ByteSpan<'_>, from: ByteSpan<'_>) -> Result<(), DeviceError> {
         let Some(len) = length(to, from)? else { return Ok(()) };
         for range in [to.range, from.range] {
             range.check_reach(self.device)?;
@@ -170,7 +170,7 @@ impl CopyBatch {
 }
 
 /// Bytes to copy; `None` if there are none.
-fn length(to: Span<'_>, from: Span<'_>) -> Result<Option<usize>, DeviceError> {
+fn length(to: ByteSpan<'_>, from: ByteSpan<'_>) -> Result<Option<usize>, DeviceError> {
     if to.len != from.len {
         return Err(DeviceError::Lengths { to: to.len, from: from.len });
     }

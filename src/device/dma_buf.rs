@@ -8,7 +8,7 @@ use cudarc::driver::sys::CUmemRangeHandleType_enum::CU_MEM_RANGE_HANDLE_TYPE_DMA
 use super::allocation::owned;
 use super::call;
 use super::context::Context;
-use super::range::Range;
+use super::range::DeviceRange;
 use crate::error::DeviceError;
 
 /// A descriptor of whole pages around a range.
@@ -22,7 +22,7 @@ pub struct DmaBuf {
     pub len: u64,
 }
 
-impl Range {
+impl DeviceRange {
     /// The pages around this range as a dma-buf.
     ///
     /// # Errors

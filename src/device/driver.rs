@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 use super::call;
 use super::context::Context;
 use super::library::Library;
-use super::probe::{DeviceFacts, ModuleLoading, Probe, queues};
+use super::probe::{DeviceProperties, ModuleLoading, Probe, queues};
 use super::version::Version;
 use crate::error::DeviceError;
 
@@ -62,8 +62,8 @@ impl Driver {
     ///
     /// # Errors
     /// [`DeviceError::NoSuchDevice`], [`DeviceError::Call`].
-    pub fn device(&self, device: u32) -> Result<DeviceFacts, DeviceError> {
-        DeviceFacts::ask(&self.library, device, self.handle(device)?)
+    pub fn device(&self, device: u32) -> Result<DeviceProperties, DeviceError> {
+        DeviceProperties::ask(&self.library, device, self.handle(device)?)
     }
 
     /// The primary context of a device: the one that the CUDA runtime, and so torch, uses too.

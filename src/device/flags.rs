@@ -10,7 +10,7 @@ use cudarc::driver::sys::CUstreamBatchMemOpType_enum as Kind;
 use super::call;
 use super::context::Context;
 use super::probe::WriteOrder;
-use super::range::{Held, Value, Word};
+use super::range::{Claims, Value, Word};
 use super::stream::Stream;
 use crate::error::DeviceError;
 
@@ -83,7 +83,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`DeviceError::OtherDevice`] for a list of another device, [`DeviceError::Call`].
-    pub fn operate(&self, list: &mut MemoryOperations) -> Result<(), DeviceError> {
+    pub fn operate(&self, list: &mut MemOpBatch) -> Result<(), DeviceError> {
         if list.device != self.device() {
             let (found, expected) = (list.device, self.device());
             return Err(DeviceError::OtherDevice { what: "list of memory operations", found, expected });
@@ -104,22 +104,22 @@ impl Stream {
 }
 
 /// A list of memory operations for streams of one device, to be enqueued as often as one likes.
-pub struct MemoryOperations {
+pub struct MemOpBatch {
     device: u32,
     wide: bool,
     /// How it waits for what a card writes, if it can.
     card_wait: Result<u32, DeviceError>,
     operations: Vec<sys::CUstreamBatchMemOpParams>,
-    held: Held,
+    held: Claims,
 }
 
-impl MemoryOperations {
+impl MemOpBatch {
     /// An empty list, with room for so many.
     pub fn with_capacity(context: &Context, count: usize) -> Self {
         let wide = context.facts().wide_memory_operations;
         let (device, operations) = (context.device(), Vec::with_capacity(count));
         let card_wait = card_wait(context);
-        MemoryOperations { device, wide, card_wait, operations, held: Held::default() }
+        MemOpBatch { device, wide, card_wait, operations, held: Claims::default() }
     }
 
     /// Adds a write of `value`.
@@ -153,7 +153,7 @@ impl MemoryOperations {
     /// Adds a wait for a word that a network card writes: see [`Stream::wait_for_card`].
     ///
     /// # Errors
-    /// As [`MemoryOperations::wait`]; [`DeviceError::Unsupported`] if the device does not see what cards write in order.
+    /// As [`MemOpBatch::wait`]; [`DeviceError::Unsupported`] if the device does not see what cards write in order.
     pub fn wait_for_card<T: Value>(&mut self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
         let how = self.card_wait.clone()?;
         self.wait_as(word, value, how)
@@ -203,7 +203,7 @@ impl MemoryOperations {
     }
 }
 
-impl std::fmt::Debug for MemoryOperations {
+impl std::fmt::Debug for MemOpBatch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} memory operations for device {}", self.len(), self.device)
     }

@@ -9,7 +9,7 @@ use sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
 
 use super::call;
 use super::context::Context;
-use super::range::Held;
+use super::range::Claims;
 use super::stream::Stream;
 use crate::error::DeviceError;
 
@@ -18,7 +18,7 @@ use crate::error::DeviceError;
 pub struct Graph {
     context: Arc<Context>,
     raw: sys::CUgraphExec,
-    held: Held,
+    held: Claims,
 }
 
 // SAFETY: a graph may be used from any thread; launches of one graph are put in order by the driver.
@@ -58,7 +58,7 @@ impl Graph {
         }
         enqueued?;
         ended.and(made)?;
-        let mut held = Held::default();
+        let mut held = Claims::default();
         held.add_all(&stream.held());
         Ok(Graph { context: stream.context.clone(), raw, held })
     }

@@ -6,7 +6,7 @@ use std::sync::MutexGuard;
 use super::call;
 use super::context::Context;
 use super::module::Function;
-use super::range::{Held, Keep, Span, Value, Word};
+use super::range::{ByteSpan, Claim, Claims, Value, Word};
 use super::stream::Stream;
 use crate::error::DeviceError;
 
@@ -36,13 +36,18 @@ pub struct Parameters {
     words: Vec<u64>,
     /// First word and size of each value.
     values: Vec<(usize, usize)>,
-    held: Held,
+    held: Claims,
 }
 
 impl Parameters {
     /// None yet.
     pub fn new(context: &Context) -> Self {
-        Parameters { device: context.device(), words: Vec::new(), values: Vec::new(), held: Held::default() }
+        Parameters {
+            device: context.device(),
+            words: Vec::new(),
+            values: Vec::new(),
+            held: Claims::default(),
+        }
     }
 
     /// Adds a value: a number, or a struct that the kernel takes as it lies in memory.
@@ -59,7 +64,7 @@ impl Parameters {
     ///
     /// # Errors
     /// [`DeviceError::NoAccess`].
-    pub fn span(mut self, span: Span<'_>) -> Result<Self, DeviceError> {
+    pub fn span(mut self, span: ByteSpan<'_>) -> Result<Self, DeviceError> {
         span.range.check_reach(self.device)?;
         self.held.add(span.range.keep());
         Ok(self.value(span.address))
@@ -117,7 +122,7 @@ impl Function {
     pub(super) unsafe fn launch_struct<T: bytemuck::NoUninit>(
         &self,
         stream: &Stream,
-        held: MutexGuard<'_, Held>,
+        held: MutexGuard<'_, Claims>,
         grid: Grid,
         parameters: &T,
     ) -> Result<(), DeviceError> {
@@ -133,7 +138,7 @@ impl Function {
     unsafe fn enqueue(
         &self,
         stream: &Stream,
-        mut held: MutexGuard<'_, Held>,
+        mut held: MutexGuard<'_, Claims>,
         grid: Grid,
         pointers: &mut [*const c_void],
     ) -> Result<(), DeviceError> {
@@ -142,7 +147,7 @@ impl Function {
             return Err(DeviceError::OtherDevice { what: "stream", found, expected });
         }
         self.check_shape(grid)?;
-        let module: Keep = self.module.clone();
+        let module: Claim = self.module.clone();
         held.add(&module);
         let (library, context) = (stream.library(), &self.module.context);
         let _entered = context.enter()?;

@@ -1,6 +1,6 @@
 //! Tensors of a caller's: an address that somebody else vouches for, and what the driver says of it.
 //!
-//! A pointer of another library is the one thing that a kernel would take unseen. So before it becomes a [`Range`], the driver
+//! A pointer of another library is the one thing that a kernel would take unseen. So before it becomes a [`DeviceRange`], the driver
 //! is asked whose memory it is: memory of the host that nobody pinned, and memory of another device, are refused with a reason
 //! where a kernel would fault, and with it the whole context.
 
@@ -11,14 +11,14 @@ use cudarc::driver::sys;
 
 use super::call;
 use super::context::Context;
-use super::range::{Keep, Range, Reach};
+use super::range::{Claim, DeviceRange, Reach};
 use crate::error::DeviceError;
 
 /// Kinds of memory, as the driver numbers them; 0 is none that it knows.
 const HOST: u32 = 1;
 const DEVICE: u32 = 2;
 
-impl Range {
+impl DeviceRange {
     /// Memory of a caller's for kernels and copies of this device: its own, or pinned memory of the host. `what` it is called in errors.
     /// Streams keep no claim on it.
     ///
@@ -27,12 +27,12 @@ impl Range {
     ///
     /// # Errors
     /// [`DeviceError::UnknownMemory`], [`DeviceError::OtherMemory`], [`DeviceError::Call`].
-    pub unsafe fn lent(
+    pub unsafe fn from_raw(
         context: &Arc<Context>,
         what: &'static str,
         address: u64,
         len: u64,
-    ) -> Result<Range, DeviceError> {
+    ) -> Result<DeviceRange, DeviceError> {
         let device = context.device();
         let unknown = DeviceError::UnknownMemory { what, address, device };
         if len > 0 {
@@ -49,9 +49,9 @@ impl Range {
             }
         }
         // Streams hold each claim once: that of all lent memory is one, and claims nothing.
-        static NOTHING: OnceLock<Keep> = OnceLock::new();
+        static NOTHING: OnceLock<Claim> = OnceLock::new();
         let keep = NOTHING.get_or_init(|| Arc::new(()));
-        Ok(Range::new(Arc::clone(keep), Reach::Devices([device].into()), address, len))
+        Ok(DeviceRange::new(Arc::clone(keep), Reach::Devices([device].into()), address, len))
     }
 }
 

@@ -18,7 +18,7 @@
 //!         └─ dma_buf()         ── a descriptor that a network card can register
 //! ```
 //!
-//! **Checked before posted.** Addresses are types: a [`Span`] and a [`Word`] lie in their [`Range`], a word is aligned,
+//! **Checked before posted.** Addresses are types: a [`ByteSpan`] and a [`Word`] lie in their [`DeviceRange`], a word is aligned,
 //! and a stream takes only what its device may reach. A stream keeps what it uses alive until it has been seen to have
 //! drained: work that is under way never meets memory that is gone.
 //!
@@ -57,20 +57,22 @@ mod stream;
 mod version;
 
 pub use allocation::Allocation;
-pub use audit::{Activity, AuditKernels, Blas, Channel, Cupti, Did, Hold, PlainMemory, Product, TILE};
+pub use audit::{
+    Activity, ActivityKind, AuditKernels, Blas, Channel, Cupti, PlainMemory, Product, SmHold, TILE,
+};
 pub use context::Context;
 pub use copies::CopyBatch;
 pub use dma_buf::DmaBuf;
 pub use driver::Driver;
 pub use event::Event;
-pub use flags::MemoryOperations;
+pub use flags::MemOpBatch;
 pub use graph::Graph;
-pub use kernels::{Addresses, Check, Counts, Kernels, Order, Pack, Regroup, Sum, SumChoices};
+pub use kernels::{Addresses, Check, CountArgs, Kernels, Pack, PermuteArgs, SortArgs, SumArgs, SumChoices};
 pub use launch::{Grid, Parameters};
 pub use module::{Function, Module};
 pub use pinned::PinnedMemory;
-pub use probe::{BatchedCopies, DeviceFacts, ModuleLoading, Probe, WriteOrder};
-pub use range::{Range, Span, Value, Word};
+pub use probe::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrder};
+pub use range::{ByteSpan, DeviceRange, Value, Word};
 pub use reservation::Reservation;
 pub use stream::{Priority, Stream};
 pub use version::Version;

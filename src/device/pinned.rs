@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 use super::call;
 use super::context::Context;
-use super::range::{Range, Reach};
+use super::range::{DeviceRange, Reach};
 use crate::error::DeviceError;
 
 /// `PORTABLE | DEVICEMAP`, the same numbers for allocating and registering: all contexts, with an address for devices.
@@ -22,7 +22,7 @@ const FOR_ALL_DEVICES: u32 = 1 | 2;
 #[derive(Clone, Debug)]
 pub struct PinnedMemory {
     pinned: Arc<Pinned>,
-    range: Range,
+    range: DeviceRange,
 }
 
 impl PinnedMemory {
@@ -86,12 +86,12 @@ impl PinnedMemory {
             }?;
         }
         let pinned = Arc::new(pinned);
-        let range = Range::new(pinned.clone(), Reach::All, known, pinned.len as u64);
+        let range = DeviceRange::new(pinned.clone(), Reach::All, known, pinned.len as u64);
         Ok(PinnedMemory { pinned, range })
     }
 
     /// The same memory as devices see it.
-    pub fn range(&self) -> &Range {
+    pub fn range(&self) -> &DeviceRange {
         &self.range
     }
 

@@ -66,7 +66,7 @@ pub struct Probe {
     /// Hardware queues that streams are folded on (`CUDA_DEVICE_MAX_CONNECTIONS`; 8 if not set).
     pub queues: u32,
     /// The devices.
-    pub devices: Vec<DeviceFacts>,
+    pub devices: Vec<DeviceProperties>,
     /// `peers[a][b]`: device a can reach the memory of device b. True on the diagonal.
     pub peers: Vec<Vec<bool>>,
 }
@@ -101,7 +101,7 @@ pub(super) fn queues(value: Option<&str>) -> u32 {
 
 /// What one device is and can do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct DeviceFacts {
+pub struct DeviceProperties {
     /// Its number in the driver's order.
     pub device: u32,
     /// Its name.
@@ -148,7 +148,7 @@ pub struct DeviceFacts {
     pub grid: [u32; 3],
 }
 
-impl DeviceFacts {
+impl DeviceProperties {
     pub(super) fn ask(library: &Library, device: u32, handle: sys::CUdevice) -> Result<Self, DeviceError> {
         let number = |attribute| attribute_of(library, device, handle, attribute);
         let count = |attribute| Ok::<u32, DeviceError>(u32::try_from(number(attribute)?).unwrap_or(0));
@@ -156,7 +156,7 @@ impl DeviceFacts {
         let mut memory = 0;
         // SAFETY: fills the number.
         unsafe { call!(library, Some(device), cuDeviceTotalMem_v2(&raw mut memory, handle)) }?;
-        Ok(DeviceFacts {
+        Ok(DeviceProperties {
             device,
             name: name_of(library, device, handle)?,
             uuid: uuid_of(library, device, handle)?,

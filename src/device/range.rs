@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::error::DeviceError;
 
 /// What keeps memory where it is.
-pub(super) type Keep = Arc<dyn Any + Send + Sync>;
+pub(super) type Claim = Arc<dyn Any + Send + Sync>;
 
 /// Which devices may use an address.
 #[derive(Clone, Debug)]
@@ -18,16 +18,16 @@ pub(super) enum Reach {
 
 /// A range of addresses, and its claim on the memory behind it. Clones are the same memory.
 #[derive(Clone)]
-pub struct Range {
-    keep: Keep,
+pub struct DeviceRange {
+    keep: Claim,
     reach: Reach,
     address: u64,
     len: u64,
 }
 
-impl Range {
-    pub(super) fn new(keep: Keep, reach: Reach, address: u64, len: u64) -> Self {
-        Range { keep, reach, address, len }
+impl DeviceRange {
+    pub(super) fn new(keep: Claim, reach: Reach, address: u64, len: u64) -> Self {
+        DeviceRange { keep, reach, address, len }
     }
 
     /// Memory of somebody else, such as a tensor of the caller's: `len` bytes at a device's `address`, which
@@ -41,7 +41,7 @@ impl Range {
         devices: &[u32],
         keep: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        Range { keep, reach: Reach::Devices(devices.into()), address, len }
+        DeviceRange { keep, reach: Reach::Devices(devices.into()), address, len }
     }
 
     /// Its first address.
@@ -63,26 +63,26 @@ impl Range {
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`].
-    pub fn part(&self, offset: u64, len: u64) -> Result<Range, DeviceError> {
-        Ok(Range { address: self.inside(offset, len)?, len, ..self.clone() })
+    pub fn part(&self, offset: u64, len: u64) -> Result<DeviceRange, DeviceError> {
+        Ok(DeviceRange { address: self.inside(offset, len)?, len, ..self.clone() })
     }
 
     /// A part of the range of an owner, with a claim on the owner in place of the memory.
     pub(crate) fn part_of<T: Any + Send + Sync>(
         owner: &Arc<T>,
-        range: fn(&T) -> &Range,
+        range: fn(&T) -> &DeviceRange,
         (offset, len): (u64, u64),
-    ) -> Result<Range, DeviceError> {
-        let keep: Keep = Arc::<T>::clone(owner);
-        Ok(Range { keep, ..range(owner).part(offset, len)? })
+    ) -> Result<DeviceRange, DeviceError> {
+        let keep: Claim = Arc::<T>::clone(owner);
+        Ok(DeviceRange { keep, ..range(owner).part(offset, len)? })
     }
 
     /// `len` bytes from `offset` on.
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`].
-    pub fn span(&self, offset: u64, len: u64) -> Result<Span<'_>, DeviceError> {
-        Ok(Span { range: self, address: self.inside(offset, len)?, len })
+    pub fn span(&self, offset: u64, len: u64) -> Result<ByteSpan<'_>, DeviceError> {
+        Ok(ByteSpan { range: self, address: self.inside(offset, len)?, len })
     }
 
     /// The word at `offset`.
@@ -107,7 +107,7 @@ impl Range {
         }
     }
 
-    pub(super) fn keep(&self) -> &Keep {
+    pub(super) fn keep(&self) -> &Claim {
         &self.keep
     }
 
@@ -122,9 +122,9 @@ impl Range {
     }
 }
 
-impl std::fmt::Debug for Range {
+impl std::fmt::Debug for DeviceRange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Range { keep: _, reach, address, len } = self;
+        let DeviceRange { keep: _, reach, address, len } = self;
         let address = format_args!("{address:#x}");
         f.debug_struct("Range").field("address", &address).field("len", len).field("reach", reach).finish()
     }
@@ -132,8 +132,8 @@ impl std::fmt::Debug for Range {
 
 /// Bytes inside a range.
 #[derive(Clone, Copy, Debug)]
-pub struct Span<'a> {
-    pub(super) range: &'a Range,
+pub struct ByteSpan<'a> {
+    pub(super) range: &'a DeviceRange,
     pub(super) address: u64,
     pub(super) len: u64,
 }
@@ -141,7 +141,7 @@ pub struct Span<'a> {
 /// An aligned word of 32 or 64 bits inside a range: where a flag lives.
 #[derive(Debug)]
 pub struct Word<'a, T> {
-    pub(super) range: &'a Range,
+    pub(super) range: &'a DeviceRange,
     pub(super) address: u64,
     value: PhantomData<T>,
 }
@@ -175,18 +175,18 @@ mod sealed {
 
 /// Claims on memory that work under way needs, each once.
 #[derive(Default)]
-pub(super) struct Held(Vec<Keep>);
+pub(super) struct Claims(Vec<Claim>);
 
-impl Held {
-    pub fn add(&mut self, keep: &Keep) {
+impl Claims {
+    pub fn add(&mut self, keep: &Claim) {
         // Of pointers to trait objects only the address tells.
-        let known = |held: &Keep| Arc::as_ptr(held).cast::<()>() == Arc::as_ptr(keep).cast::<()>();
+        let known = |held: &Claim| Arc::as_ptr(held).cast::<()>() == Arc::as_ptr(keep).cast::<()>();
         if !self.0.iter().rev().any(known) {
             self.0.push(keep.clone());
         }
     }
 
-    pub fn add_all(&mut self, others: &Held) {
+    pub fn add_all(&mut self, others: &Claims) {
         others.0.iter().for_each(|keep| self.add(keep));
     }
 
@@ -204,7 +204,7 @@ impl Held {
     }
 }
 
-impl std::fmt::Debug for Held {
+impl std::fmt::Debug for Claims {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} claims", self.0.len())
     }
@@ -214,9 +214,9 @@ impl std::fmt::Debug for Held {
 mod tests {
     use super::*;
 
-    fn range(len: u64, devices: &[u32]) -> Range {
+    fn range(len: u64, devices: &[u32]) -> DeviceRange {
         // SAFETY: no stream ever sees it.
-        unsafe { Range::of_caller(0x1000, len, devices, Arc::new(())) }
+        unsafe { DeviceRange::of_caller(0x1000, len, devices, Arc::new(())) }
     }
 
     #[test]
@@ -246,8 +246,8 @@ mod tests {
 
     #[test]
     fn a_claim_is_held_once_and_until_it_is_cleared() {
-        let keep: Keep = Arc::new(7_u32);
-        let mut held = Held::default();
+        let keep: Claim = Arc::new(7_u32);
+        let mut held = Claims::default();
         held.add(&keep);
         held.add(&keep.clone());
         assert_eq!((held.len(), Arc::strong_count(&keep)), (1, 2));

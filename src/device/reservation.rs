@@ -14,7 +14,7 @@ use super::allocation::{Allocation, location};
 use super::call;
 use super::context::Context;
 use super::library::too_old;
-use super::range::{Range, Reach};
+use super::range::{DeviceRange, Reach};
 use super::version::Version;
 use crate::error::DeviceError;
 
@@ -89,7 +89,7 @@ impl Reservation {
         member: usize,
         allocation: &Arc<Allocation>,
         devices: &[u32],
-    ) -> Result<Range, DeviceError> {
+    ) -> Result<DeviceRange, DeviceError> {
         let (address, len) = (self.address(member)?, allocation.bytes());
         if len > self.stride {
             return Err(DeviceError::OutOfRange { offset: 0, len, size: self.stride });
@@ -116,7 +116,7 @@ impl Reservation {
         unsafe {
             call!(library, device, cuMemSetAccess(address, len as usize, access.as_ptr(), access.len()))
         }?;
-        Ok(Range::new(mapping, Reach::Devices(devices.into()), address, len))
+        Ok(DeviceRange::new(mapping, Reach::Devices(devices.into()), address, len))
     }
 }
 

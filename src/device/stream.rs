@@ -10,7 +10,7 @@ use super::context::{Context, Owner};
 use super::event::Event;
 use super::functions::Code;
 use super::library::Library;
-use super::range::{Held, Range};
+use super::range::{Claims, DeviceRange};
 use crate::error::DeviceError;
 
 /// How urgent the work of a stream is.
@@ -19,7 +19,7 @@ pub enum Priority {
     /// Before other streams, as far as the device can.
     Highest,
     /// As streams are by default.
-    Usual,
+    Normal,
 }
 
 /// Neither waits for the legacy default stream nor is waited for by it (`CU_STREAM_NON_BLOCKING`).
@@ -41,7 +41,7 @@ pub struct Stream {
     pub(super) context: Arc<Context>,
     pub(super) raw: sys::CUstream,
     own: bool,
-    held: Mutex<Held>,
+    held: Mutex<Claims>,
 }
 
 // SAFETY: a stream may be used from any thread, by several at once; the driver locks.
@@ -57,7 +57,7 @@ impl Stream {
     pub fn new(context: &Arc<Context>, priority: Priority) -> Result<Self, DeviceError> {
         let number = match priority {
             Priority::Highest => context.highest_priority()?,
-            Priority::Usual => 0,
+            Priority::Normal => 0,
         };
         let _entered = context.enter()?;
         let mut raw = std::ptr::null_mut();
@@ -208,14 +208,14 @@ impl Stream {
 
     /// The memory of these ranges stays until the stream is seen to be done. Refuses what its device cannot reach. The
     /// guard is kept until the work is enqueued: an idle stream that is asked meanwhile would let go of the claims.
-    pub(super) fn hold(&self, ranges: &[&Range]) -> Result<MutexGuard<'_, Held>, DeviceError> {
+    pub(super) fn hold(&self, ranges: &[&DeviceRange]) -> Result<MutexGuard<'_, Claims>, DeviceError> {
         ranges.iter().try_for_each(|range| range.check_reach(self.device()))?;
         let mut held = self.held();
         ranges.iter().for_each(|range| held.add(range.keep()));
         Ok(held)
     }
 
-    pub(super) fn held(&self) -> MutexGuard<'_, Held> {
+    pub(super) fn held(&self) -> MutexGuard<'_, Claims> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -8,18 +8,18 @@
 //! A rank and its offloaded relay read the same bytes and judge them by the same rules, so they
 //! come to the same end without a word between them. So do all ranks.
 
-use super::fixed::Fixed;
+use super::fixed::EpState;
 use crate::error::{CallError, Cause, Error, MemoryError};
-use crate::plan::{Counts, Overflow, Sizes};
+use crate::plan::{Counts, Overflow, ReceiveSizes};
 use crate::schedule::call::Agreement;
-use crate::schedule::{Calls, Control, Flag, Refusal, Setting, Tag, WindowId};
+use crate::schedule::{Calls, ControlLayout, FillContext, Flag, Refusal, Tag, WindowId};
 use crate::topology::Paths;
 
 /// The entries of all ranks into one call, as this rank reads them.
 #[derive(Clone, Copy)]
 pub(super) struct CallAgreement<'a> {
-    pub fixed: &'a Fixed,
-    pub setting: Setting<'a>,
+    pub fixed: &'a EpState,
+    pub setting: FillContext<'a>,
     pub calls: Calls,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct CallAgreement<'a> {
 #[derive(Debug, Default)]
 pub(super) struct GroupCounts {
     pub counts: Counts,
-    pub sizes: Sizes,
+    pub sizes: ReceiveSizes,
     /// Per rank: where rows land there.
     pub landing: Vec<u64>,
     /// Per rank: the bytes that it announced from there on.
@@ -38,8 +38,8 @@ pub(super) struct GroupCounts {
 
 impl GroupCounts {
     /// To be found in each call or, where slots are fixed, here for all calls.
-    pub fn new(fixed: &Fixed) -> Self {
-        let (mut numbers, Fixed { spec, bins, .. }) = (GroupCounts::default(), fixed);
+    pub fn new(fixed: &EpState) -> Self {
+        let (mut numbers, EpState { spec, bins, .. }) = (GroupCounts::default(), fixed);
         if let Some(slots) = spec.mode.slots() {
             numbers.counts.fix(bins, &fixed.paths(), slots, spec.max_tokens);
             numbers.sizes.fill(bins, spec.align, &numbers.counts.total, None);
@@ -53,7 +53,7 @@ impl<'a> CallAgreement<'a> {
         self.setting.paths
     }
 
-    fn control(&self) -> &'a Control {
+    fn control(&self) -> &'a ControlLayout {
         self.setting.control
     }
 
@@ -64,11 +64,11 @@ impl<'a> CallAgreement<'a> {
         if rank == paths.me() {
             return Ok(self.fixed.port.flag(rank, Flag::Block)?.tag(self.calls.value()));
         }
-        if paths.near(rank) {
+        if paths.same_node(rank) {
             return Ok(self.fixed.port.flag(rank, Flag::Entry)?.tag(self.calls.value()));
         }
         let mut words = [0u64; 3];
-        let place = u64::from(paths.nodes().index_in_node(rank)) * Control::TAG_BYTES;
+        let place = u64::from(paths.nodes().index_in_node(rank)) * ControlLayout::TAG_BYTES;
         let at = self.message(paths.nodes().node_of(rank)) + place;
         self.fixed.port.read(paths.me(), WindowId::CONTROL, at, &mut words)?;
         Ok(Tag::from_words(words))
@@ -112,7 +112,7 @@ impl<'a> CallAgreement<'a> {
     /// [`Cause::Protocol`] if a local peer counts more than it may. Only this node sees that, so it
     /// ends the world.
     pub fn judge(&self, numbers: &mut GroupCounts) -> Result<(), Error> {
-        let Fixed { spec, bins, .. } = self.fixed;
+        let EpState { spec, bins, .. } = self.fixed;
         if spec.mode.slots().is_none() {
             self.count(numbers)?;
             numbers.sizes.fill(bins, spec.align, &numbers.counts.total, spec.mode.budget());
@@ -134,7 +134,7 @@ impl<'a> CallAgreement<'a> {
     ///
     /// # Errors
     /// [`CallError::OverBudget`], the same on every rank.
-    pub fn within_budget(&self, sizes: &Sizes) -> Result<(), Error> {
+    pub fn within_budget(&self, sizes: &ReceiveSizes) -> Result<(), Error> {
         let mode = self.fixed.spec.mode;
         if let (Some(budget), Overflow::Error) = (mode.budget(), mode.overflow())
             && let Some((rank, &required)) =
@@ -179,7 +179,7 @@ impl<'a> CallAgreement<'a> {
         let at = control.message_out(paths.place_of_told(source), self.setting.parity);
         for (place, &member) in (0..).zip(members) {
             let tag = self.tag_of(member)?.to_words();
-            let to = at + place * Control::TAG_BYTES;
+            let to = at + place * ControlLayout::TAG_BYTES;
             self.fixed.port.write(WindowId::CONTROL, to, &tag)?;
         }
         if let Some(GroupCounts { counts, scratch, .. }) = numbers {

@@ -5,14 +5,14 @@ use super::device::slots::{SlotOutput, SlotRows};
 use super::host::{HostInput, HostOutput, HostRows, elements};
 use super::tensor::{Side, Tensor, wrong_place};
 use super::{RowIndex, Strided};
-use crate::device::Range;
+use crate::device::DeviceRange;
 use crate::dtype::Element;
 use crate::error::{CallError, Error, MemoryError};
 use crate::memory::Extent;
 use crate::plan::SlotShape;
 
 /// Received rows, `[rows, hidden]`: expert-major (local expert, source rank, token), rank-major
-/// (source rank, token), in [spans](super::ExpertParallelBuilder::spans) as the
+/// (source rank, token), in [coalesce_relays](super::ExpertParallelBuilder::coalesce_relays) as the
 /// [`index`](ExpertRows::index) says. Pad rows are zero, and on the host unused slots, too.
 ///
 /// Their memory is given back when this is dropped: on a device, to calls that are enqueued later.
@@ -84,7 +84,7 @@ impl ExpertRows {
     ///
     /// # Errors
     /// [`PlanError::WrongPlace`](crate::error::PlanError) for rows on the host.
-    pub fn range(&self) -> Result<Range, Error> {
+    pub fn range(&self) -> Result<DeviceRange, Error> {
         match &self.0 {
             RowsAt::Host(_) => Err(wrong_place("received rows", Side::Device)),
             RowsAt::Planned(rows) => rows.rows(),
@@ -97,7 +97,7 @@ impl ExpertRows {
     /// # Errors
     /// As [`ExpertRows::range`]; [`CallError::NotKept`] in fixed slots, whose headers have the
     /// weights.
-    pub fn weights(&self) -> Result<Range, Error> {
+    pub fn weights(&self) -> Result<DeviceRange, Error> {
         self.planned("row weights")?.weights()
     }
 
@@ -105,14 +105,14 @@ impl ExpertRows {
     ///
     /// # Errors
     /// As [`ExpertRows::weights`].
-    pub fn counts(&self) -> Result<Range, Error> {
+    pub fn counts(&self) -> Result<DeviceRange, Error> {
         Ok(self.planned("counts")?.counts().clone())
     }
 
     /// Device, where copy engines relay: rows as they arrived, and for each visible row which of
     /// them it is, `i32 [len]`, -1 for pads. A grouped matrix product that takes an index can read
     /// them as they are.
-    pub fn arrivals(&self) -> Option<(&Range, &Range)> {
+    pub fn arrivals(&self) -> Option<(&DeviceRange, &DeviceRange)> {
         match &self.0 {
             RowsAt::Planned(rows) => rows.index(),
             _ => None,
@@ -128,7 +128,7 @@ impl ExpertRows {
     }
 
     /// In fp8: the values of each row, `[len, hidden]`, one every
-    /// [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
+    /// [`Fp8RowShape::bytes`](crate::dtype::Fp8RowShape::bytes).
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].
@@ -137,7 +137,7 @@ impl ExpertRows {
     }
 
     /// In fp8: the scales of each row, one every
-    /// [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
+    /// [`Fp8RowShape::bytes`](crate::dtype::Fp8RowShape::bytes).
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].
@@ -212,7 +212,7 @@ impl ExpertOutput {
     ///
     /// # Errors
     /// [`PlanError::WrongPlace`](crate::error::PlanError) for a buffer on the host.
-    pub fn range(&self) -> Result<&Range, Error> {
+    pub fn range(&self) -> Result<&DeviceRange, Error> {
         match &self.0 {
             OutputAt::Host(_) => Err(wrong_place("an output buffer", Side::Device)),
             OutputAt::Planned(output) => Ok(output.rows()),

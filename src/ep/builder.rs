@@ -6,9 +6,9 @@ use super::device::planned::PlannedSettings;
 use super::device::slots::SlotExchange;
 use super::{CallExecutor, ExpertParallel, Feature};
 use crate::device::Stream;
-use crate::dtype::{Dtype, RecordShape, Wire};
+use crate::dtype::{Dtype, Fp8RowShape, PartialDtype};
 use crate::error::{CallKind, Error, PlanError};
-use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Sizing, Strategy};
+use crate::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, RowSizes, Strategy, SumOrder};
 use crate::topology::Route;
 use crate::world::Group;
 
@@ -18,16 +18,16 @@ pub(super) struct Spec {
     pub top_k: u32,
     pub hidden: usize,
     pub dtype: Dtype,
-    pub order: Order,
+    pub order: SumOrder,
     pub align: u32,
     pub max_tokens: u32,
     pub weighted: bool,
     pub map: Arc<ExpertMap>,
     pub route: Route,
-    pub wire: Wire,
+    pub wire: PartialDtype,
     pub layout: RowLayout,
-    pub mode: Mode,
-    pub record: Option<RecordShape>,
+    pub mode: ReceiveMode,
+    pub record: Option<Fp8RowShape>,
     pub spans: bool,
     pub strategy: Strategy,
     /// Every row goes to every rank; `top_k` is then the number of choices that go along, and 0 if
@@ -37,8 +37,8 @@ pub(super) struct Spec {
 
 impl Spec {
     /// Metadata of each row.
-    pub fn notes(&self) -> Notes {
-        if self.gathers { Notes::Gathered } else { Notes::of(self.layout, self.mode, self.spans) }
+    pub fn notes(&self) -> RowMetadata {
+        if self.gathers { RowMetadata::Gathered } else { RowMetadata::of(self.layout, self.mode, self.spans) }
     }
 
     /// Entries of a token at most.
@@ -60,12 +60,12 @@ impl Spec {
     }
 
     /// Sizes of what moves in a call of this kind, where relays sum to `partial_bytes`.
-    pub fn sizing(&self, kind: CallKind, partial_bytes: Option<u64>) -> Sizing {
+    pub fn sizing(&self, kind: CallKind, partial_bytes: Option<u64>) -> RowSizes {
         let (columns, dtype) = self.sent(kind);
         let row_bytes = if kind == CallKind::Prepare { 0 } else { (columns * dtype.size()) as u64 };
         let words_home = if self.gathers { 0 } else { self.layout.words_home(self.top_k) };
         let words_out = self.notes().words(self.top_k);
-        Sizing { row_bytes, home_bytes: self.row_bytes(), words_out, words_home, partial_bytes }
+        RowSizes { row_bytes, home_bytes: self.row_bytes(), words_out, words_home, partial_bytes }
     }
 
     /// Bytes of a row.
@@ -101,7 +101,7 @@ pub(super) enum Instance {
 }
 
 impl Instance {
-    fn executor(&self, mode: Mode) -> CallExecutor {
+    fn executor(&self, mode: ReceiveMode) -> CallExecutor {
         match self {
             Instance::Host => CallExecutor::HostStepper,
             Instance::Planned(_) if mode.budget().is_some() => CallExecutor::Planner,
@@ -117,18 +117,18 @@ impl<'g> ExpertParallelBuilder<'g> {
             top_k: 1,
             hidden: 0,
             dtype: Dtype::Bf16,
-            order: Order::default(),
+            order: SumOrder::default(),
             align: 1,
             max_tokens: 4096,
             weighted: false,
             map: Arc::new(ExpertMap::contiguous(1, group.size())?),
             route: Route::Direct,
-            wire: Wire::F32,
+            wire: PartialDtype::F32,
             layout: RowLayout::default(),
-            mode: Mode::Eager,
+            mode: ReceiveMode::Exact,
             record: None,
             spans: false,
-            strategy: Strategy::Exchange,
+            strategy: Strategy::AllToAll,
             gathers: false,
         };
         Ok(ExpertParallelBuilder {
@@ -174,15 +174,15 @@ impl<'g> ExpertParallelBuilder<'g> {
     }
 
     /// Order in which a token's rows are summed. Default: by expert id.
-    pub fn order(mut self, order: Order) -> Self {
+    pub fn sum_order(mut self, order: SumOrder) -> Self {
         self.spec.order = order;
         self
     }
 
-    /// Type of partial sums, where [`ExpertParallelBuilder::order`] makes them: each is rounded to
+    /// Type of partial sums, where [`ExpertParallelBuilder::sum_order`] makes them: each is rounded to
     /// it, whether it travels or not. Default: `f32`, which rounds nothing. Does not apply to
-    /// [`Order::Expert`].
-    pub fn wire(mut self, wire: Wire) -> Self {
+    /// [`SumOrder::Expert`].
+    pub fn partial_dtype(mut self, wire: PartialDtype) -> Self {
         self.spec.wire = wire;
         self
     }
@@ -193,7 +193,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Dispatch sends rows in fp8, each a record of values and scales ([`RecordShape`]): `x` is
+    /// Dispatch sends rows in fp8, each a record of values and scales ([`Fp8RowShape`]): `x` is
     /// then `[tokens, record]`, in bytes, as [`ExpertParallel::quantise`] makes it. What comes back
     /// is rows of [`dtype`](Self::dtype). Default: off.
     pub fn fp8(mut self, fp8: bool) -> Self {
@@ -201,8 +201,8 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// How receive memory is sized. Default: [`Mode::Eager`].
-    pub fn mode(mut self, mode: Mode) -> Self {
+    /// How receive memory is sized. Default: [`ReceiveMode::Exact`].
+    pub fn mode(mut self, mode: ReceiveMode) -> Self {
         self.spec.mode = mode;
         self
     }
@@ -242,14 +242,14 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// ([`RelayOrder`](crate::plan::RelayOrder)), and lie in it at the receiver: by source rank,
     /// but not by token. [`ExpertRows::index`](super::ExpertRows::index) says which is which. For
     /// [`RowLayout::RankMajor`] over [`Route::Pxn`]. Default: off.
-    pub fn spans(mut self, spans: bool) -> Self {
+    pub fn coalesce_relays(mut self, spans: bool) -> Self {
         self.spec.spans = spans;
         self
     }
 
-    /// How rows reach the ranks of their experts. Default: [`Strategy::Exchange`].
+    /// How rows reach the ranks of their experts. Default: [`Strategy::AllToAll`].
     ///
-    /// [`Strategy::Gather`] is another way out; what is seen, every sum and every gradient are the
+    /// [`Strategy::AllGather`] is another way out; what is seen, every sum and every gradient are the
     /// same to the bit. Combine is reduce-scatter that leaves out the zeros, and what follows the
     /// handle of an earlier dispatch goes its way, too. While a dispatch lasts, the pool holds all
     /// ranks' tokens beside this rank's rows. That there is no room for these, or more of them than
@@ -305,7 +305,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// [`LaneError::PeerLacks`](crate::error::LaneError) or
     /// [`MemoryError::NotUsable`](crate::error::MemoryError) on the other ranks.
     pub fn build(mut self) -> Result<ExpertParallel, Error> {
-        self.spec.record = self.fp8.then(|| RecordShape::new(self.spec.hidden as u32));
+        self.spec.record = self.fp8.then(|| Fp8RowShape::new(self.spec.hidden as u32));
         let instance = self.instance();
         let checked = self.check().and_then(|()| self.check_instance(&instance));
         let map = match (&checked, self.map.take()) {
@@ -391,7 +391,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         if u64::from(spec.max_tokens) * u64::from(spec.top_k) > u64::from(u32::MAX / 2) {
             return bad("max_tokens", spec.max_tokens.into(), "fewer: entries are counted in 32 bits");
         }
-        if spec.wire == Wire::Bf16 && !spec.wire.carries(spec.dtype) {
+        if spec.wire == PartialDtype::Bf16 && !spec.wire.carries(spec.dtype) {
             return bad("wire", spec.wire as u64, "f32, unless rows are bf16");
         }
         if spec.weighted && spec.layout.is_per_rank() {
@@ -400,10 +400,10 @@ impl<'g> ExpertParallelBuilder<'g> {
         if spec.spans && !(spec.layout.is_per_rank() && spec.route == Route::Pxn) {
             return bad("spans", 1, "off, unless rows are rank-major and handed on (route pxn)");
         }
-        if spec.strategy == Strategy::Gather && spec.mode.slots().is_some() {
+        if spec.strategy == Strategy::AllGather && spec.mode.slots().is_some() {
             return bad("strategy", 1, "exchange: with fixed slots nobody knows who gets which row");
         }
-        if spec.strategy == Strategy::Gather && spec.spans {
+        if spec.strategy == Strategy::AllGather && spec.spans {
             return bad("strategy", 1, "exchange: spans are its way of handing on");
         }
         if let Some(slots) = spec.mode.slots() {

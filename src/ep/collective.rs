@@ -14,16 +14,16 @@ use super::builder::Spec;
 use super::handle::HandleAt;
 use super::host::{Flight, HostExchange, HostRows, Inner, Lent};
 use super::{CombineInput, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
-use crate::dtype::{Dtype, Element, Wire};
+use crate::dtype::{Dtype, Element, PartialDtype};
 use crate::error::{CallKind, Error, PlanError};
 use crate::exec::Until;
 use crate::lane::Io;
-use crate::plan::{Everyone, ExpertMap, Mode, Order, RowLayout, Strategy};
-use crate::schedule::Parts;
+use crate::plan::{ExpertMap, GroupRouting, ReceiveMode, RowLayout, Strategy, SumOrder};
+use crate::schedule::ReturnParts;
 use crate::topology::Route;
 use crate::world::Group;
 
-/// Settings of a [`Collective`]. All ranks must choose the same.
+/// Settings of a [`RowCollective`]. All ranks must choose the same.
 #[derive(Clone, Debug)]
 pub struct CollectiveBuilder<'g> {
     group: &'g Group,
@@ -32,7 +32,7 @@ pub struct CollectiveBuilder<'g> {
     segments: u32,
     max_rows: u32,
     route: Route,
-    node_sums: Option<Wire>,
+    node_sums: Option<PartialDtype>,
 }
 
 /// All-gather and reduce-scatter over a group. Calls are collective, and come in the same order on
@@ -59,19 +59,19 @@ pub struct CollectiveBuilder<'g> {
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct Collective {
+pub struct RowCollective {
     ep: HostExchange,
-    everyone: Everyone,
+    everyone: GroupRouting,
 }
 
 /// How many rows each rank has, and so where they lie among those of all.
 #[derive(Debug)]
-pub struct Shares {
+pub struct RowPartition {
     handle: Handle,
     counts: Vec<u32>,
 }
 
-impl Shares {
+impl RowPartition {
     /// Rows of each rank.
     pub fn counts(&self) -> &[u32] {
         &self.counts
@@ -131,7 +131,7 @@ impl<'g> CollectiveBuilder<'g> {
     /// Sums are made per node first, then over nodes by ascending node: over [`Route::Pxn`] only
     /// one partial sum per node crosses, in this type, to which each is rounded whether it travels
     /// or not. The bits then depend on the nodes. Default: off.
-    pub fn node_sums(mut self, wire: Wire) -> Self {
+    pub fn node_sums(mut self, wire: PartialDtype) -> Self {
         self.node_sums = Some(wire);
         self
     }
@@ -143,7 +143,7 @@ impl<'g> CollectiveBuilder<'g> {
     /// [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks chose differently,
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control
     /// window.
-    pub fn build(self) -> Result<Collective, Error> {
+    pub fn build(self) -> Result<RowCollective, Error> {
         let checked = self.check();
         self.compare(checked.is_ok())?;
         checked?;
@@ -152,7 +152,7 @@ impl<'g> CollectiveBuilder<'g> {
             top_k: 0,
             hidden: self.columns,
             dtype: self.dtype,
-            order: if self.node_sums.is_some() { Order::Node } else { Order::default() },
+            order: if self.node_sums.is_some() { SumOrder::Node } else { SumOrder::default() },
             align: 1,
             max_tokens: self.max_rows,
             weighted: false,
@@ -160,13 +160,13 @@ impl<'g> CollectiveBuilder<'g> {
             route: self.route,
             wire: self.node_sums.unwrap_or_default(),
             layout: RowLayout::default(),
-            mode: Mode::Eager,
+            mode: ReceiveMode::Exact,
             record: None,
             spans: false,
-            strategy: Strategy::Exchange,
+            strategy: Strategy::AllToAll,
             gathers: true,
         };
-        Ok(Collective { ep: HostExchange::new(self.group, spec)?, everyone: Everyone::default() })
+        Ok(RowCollective { ep: HostExchange::new(self.group, spec)?, everyone: GroupRouting::default() })
     }
 
     fn check(&self) -> Result<(), PlanError> {
@@ -185,8 +185,8 @@ impl<'g> CollectiveBuilder<'g> {
         if u64::from(self.max_rows) * ranks > u64::from(u32::MAX / 2) {
             return bad("max_rows", self.max_rows.into(), "fewer: rows are counted in 32 bits");
         }
-        if self.node_sums == Some(Wire::Bf16) && !Wire::Bf16.carries(self.dtype) {
-            return bad("node_sums", Wire::Bf16 as u64, "f32, unless rows are bf16");
+        if self.node_sums == Some(PartialDtype::Bf16) && !PartialDtype::Bf16.carries(self.dtype) {
+            return bad("node_sums", PartialDtype::Bf16 as u64, "f32, unless rows are bf16");
         }
         Ok(())
     }
@@ -205,7 +205,7 @@ impl<'g> CollectiveBuilder<'g> {
     }
 }
 
-impl Collective {
+impl RowCollective {
     /// Starts to describe one.
     pub fn builder(group: &Group) -> CollectiveBuilder<'_> {
         let (dtype, route) = (Dtype::Bf16, Route::Pxn);
@@ -221,7 +221,10 @@ impl Collective {
     /// [`CallError`](crate::error::CallError) if ranks make different calls,
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank cannot hold the rows.
     /// [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
-    pub fn all_gather<'a>(&mut self, rows: impl Into<Tensor<'a>>) -> Result<(ExpertRows, Shares), Error> {
+    pub fn all_gather<'a>(
+        &mut self,
+        rows: impl Into<Tensor<'a>>,
+    ) -> Result<(ExpertRows, RowPartition), Error> {
         let ep = &mut self.ep;
         let checked = rows.into().on_host("rows to gather").and_then(|rows| Self::check_rows(ep, rows));
         let (input, tokens) = checked.as_ref().map_or((&[][..], 0), |&rows| rows);
@@ -238,7 +241,7 @@ impl Collective {
         }
         extent.trim(landing.notes_at());
         let (rows, handle) = gathered(ep, extent, inner);
-        Ok((rows, Shares { handle, counts }))
+        Ok((rows, RowPartition { handle, counts }))
     }
 
     /// Whole rows of this collective's type, and how many they are.
@@ -275,8 +278,8 @@ impl Collective {
     /// # Errors
     /// [`PlanError::WrongShape`] if there is not a count per rank, [`PlanError::BadParameter`] for
     /// one that is too large or does not make equal segments.
-    pub fn shares(&mut self, counts: &[u32]) -> Result<Shares, Error> {
-        let Collective { ep, everyone } = self;
+    pub fn shares(&mut self, counts: &[u32]) -> Result<RowPartition, Error> {
+        let RowCollective { ep, everyone } = self;
         let (what, seen, rows) = ("counts", counts.len(), ep.fixed.lanes.ranks() as usize);
         if seen != rows {
             return Err(PlanError::WrongShape { what, seen, rows, columns: 1 }.into());
@@ -309,19 +312,19 @@ impl Collective {
         inner.offer = frame.sizing.offer(inner.layout.landed);
         inner.name(ep.spec(), (ep.space.instance, digest(counts)));
         let handle = Handle(HandleAt::Host(ep.handle_of(inner)));
-        Ok(Shares { handle, counts: counts.to_vec() })
+        Ok(RowPartition { handle, counts: counts.to_vec() })
     }
 
     /// Rows of all ranks, with shares that all ranks know already, so no counts are exchanged.
     /// Collective.
     ///
     /// # Errors
-    /// As [`Collective::all_gather`], and [`CallError::ForeignHandle`](crate::error::CallError);
+    /// As [`RowCollective::all_gather`], and [`CallError::ForeignHandle`](crate::error::CallError);
     /// [`CallError::Disagree`](crate::error::CallError) if ranks bring other shares.
-    pub fn all_gather_along<'a>(
+    pub fn all_gather_cached<'a>(
         &mut self,
         rows: impl Into<Tensor<'a>>,
-        shares: &Shares,
+        shares: &RowPartition,
     ) -> Result<ExpertRows, Error> {
         let (rows, handle) = (rows.into().on_host("tokens"), shares.handle.on_host());
         let rows = self.ep.cached((CallKind::CachedDispatch, 0), rows, handle)?;
@@ -342,34 +345,35 @@ impl Collective {
 
     /// Sums of this rank's rows over all ranks, `[rows, columns]`. Each rank contributes rows for
     /// all ranks, `[rows of all, columns]`, in the layout of an all-gather along these shares.
-    /// `rows` is the buffer of [`Shares::output`], which is used in place, or a slice, which is
+    /// `rows` is the buffer of [`RowPartition::output`], which is used in place, or a slice, which is
     /// copied once. Collective.
     ///
     /// # Errors
-    /// As [`Collective::all_gather_along`]; [`PlanError::NoArithmetic`] for rows that cannot be
+    /// As [`RowCollective::all_gather_cached`]; [`PlanError::NoArithmetic`] for rows that cannot be
     /// summed.
     pub fn reduce_scatter<'a, E: Element>(
         &mut self,
         rows: impl Into<CombineInput<'a>>,
-        shares: &Shares,
+        shares: &RowPartition,
     ) -> Result<Vec<E>, Error> {
         let mut sums = vec![E::zeroed(); shares.handle.tokens() as usize * self.ep.spec().hidden];
         self.reduce_scatter_into(rows, shares, &mut sums)?;
         Ok(sums)
     }
 
-    /// As [`Collective::reduce_scatter`], into `sums`, `[rows, columns]` of this rank.
+    /// As [`RowCollective::reduce_scatter`], into `sums`, `[rows, columns]` of this rank.
     ///
     /// # Errors
-    /// As [`Collective::reduce_scatter`]. Unless the world ends, `sums` is then as it was.
+    /// As [`RowCollective::reduce_scatter`]. Unless the world ends, `sums` is then as it was.
     pub fn reduce_scatter_into<'a, 'o>(
         &mut self,
         rows: impl Into<CombineInput<'a>>,
-        shares: &Shares,
+        shares: &RowPartition,
         sums: impl Into<TensorMut<'o>>,
     ) -> Result<(), Error> {
         let (ep, handle) = (&mut self.ep, shares.handle.on_host());
-        let mut flight = Flight::returning(CallKind::Combine, Parts { rows: true, weights: false }, false);
+        let mut flight =
+            Flight::returning(CallKind::Combine, ReturnParts { rows: true, weights: false }, false);
         let output = ep.sums(&mut flight, &handle, "sums", sums.into().on_host("sums"));
         let output = output.map(|output| Io { output, ..Io::default() });
         ep.ret(&mut flight, rows.into().on_host(), handle, Lent { output, ..Lent::default() })
@@ -379,7 +383,7 @@ impl Collective {
 /// Gathered rows, and their layout.
 fn gathered(ep: &HostExchange, extent: crate::memory::Extent, mut inner: Inner) -> (ExpertRows, Handle) {
     let (rows, row_bytes) = (inner.layout.landed, ep.spec().row_bytes());
-    inner.received = super::notes::Received::default();
+    inner.received = super::notes::ReceivedMetadata::default();
     inner.weights.clear();
     let rows = HostRows { extent, rows, row_bytes, record: None, index: None };
     (ExpertRows(RowsAt::Host(rows)), Handle(HandleAt::Host(ep.handle_of(inner))))

@@ -9,9 +9,9 @@
 
 use super::builder::Spec;
 use super::report::CallExecutor;
-use crate::dtype::Wire;
+use crate::dtype::PartialDtype;
 use crate::error::PlanError;
-use crate::plan::{Mode, Order, Strategy};
+use crate::plan::{ReceiveMode, Strategy, SumOrder};
 use crate::topology::Route;
 
 /// A feature that settings or a call ask of an instance.
@@ -22,15 +22,15 @@ pub enum Feature {
     ExpertMajor,
     /// One row per token and rank ([`RowLayout`](crate::plan::RowLayout)).
     RankMajor,
-    /// Receive memory within a budget ([`Mode::Budget`]).
+    /// Receive memory within a budget ([`ReceiveMode::Budget`]).
     Budget,
-    /// Slots for fewer rows than a rank may have tokens ([`Mode::Slots`]).
+    /// Slots for fewer rows than a rank may have tokens ([`ReceiveMode::Slots`]).
     ScarceSlots,
-    /// Sums by rank, of rows that lie by expert ([`Order::Rank`]).
+    /// Sums by rank, of rows that lie by expert ([`SumOrder::Rank`]).
     OrderRank,
-    /// Sums by node ([`Order::Node`]).
+    /// Sums by node ([`SumOrder::Node`]).
     OrderNode,
-    /// Partial sums in bf16 ([`Wire::Bf16`]).
+    /// Partial sums in bf16 ([`PartialDtype::Bf16`]).
     RoundedPartials,
     /// Segments of aligned size.
     Alignment,
@@ -38,7 +38,7 @@ pub enum Feature {
     Relays,
     /// Relays that copy spans.
     Spans,
-    /// Dispatch by all-gather ([`Strategy::Gather`]).
+    /// Dispatch by all-gather ([`Strategy::AllGather`]).
     AllGather,
     /// Dispatch of rows in fp8.
     Fp8,
@@ -147,14 +147,16 @@ impl Feature {
             Feature::ExpertMajor => !spec.layout.is_per_rank(),
             Feature::RankMajor => spec.layout.is_per_rank(),
             Feature::Budget => spec.mode.budget().is_some(),
-            Feature::ScarceSlots => matches!(spec.mode, Mode::Slots { rows, .. } if rows < spec.max_tokens),
-            Feature::OrderRank => spec.order == Order::Rank,
-            Feature::OrderNode => spec.order == Order::Node,
-            Feature::RoundedPartials => spec.order.has_partials() && spec.wire == Wire::Bf16,
+            Feature::ScarceSlots => {
+                matches!(spec.mode, ReceiveMode::Slots { rows, .. } if rows < spec.max_tokens)
+            }
+            Feature::OrderRank => spec.order == SumOrder::Rank,
+            Feature::OrderNode => spec.order == SumOrder::Node,
+            Feature::RoundedPartials => spec.order.has_partials() && spec.wire == PartialDtype::Bf16,
             Feature::Alignment => spec.align > 1,
             Feature::Relays => spec.route == Route::Pxn,
             Feature::Spans => spec.spans,
-            Feature::AllGather => spec.strategy == Strategy::Gather,
+            Feature::AllGather => spec.strategy == Strategy::AllGather,
             Feature::Fp8 => spec.record.is_some(),
             Feature::WeightedCombine => spec.weighted,
             _ => false,

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use super::agreement::CallAgreement;
 use super::builder::Spec;
 use crate::error::{CallKind, Error, MemoryError};
-use crate::lane::{Lanes, Part, Port, Window};
-use crate::plan::{Bins, Chunk, Frame, Layout, Sizes, Sizing, Sorted};
-use crate::schedule::{Calls, Control, Setting, WindowId};
+use crate::lane::{Lanes, MappedWindow, Port, WindowPart};
+use crate::plan::{Bins, DispatchLayout, PlanContext, ReceiveSizes, RowBuffer, RowSizes, SortedRouting};
+use crate::schedule::{Calls, ControlLayout, FillContext, WindowId};
 use crate::topology::{Paths, Route};
-use crate::world::{Group, Shared, SymmetricRange};
+use crate::world::{Group, SymmetricRange, WorldState};
 
 /// Number of parts in which a block goes to its relay: enough that the relay works while the rest
 /// is in flight.
@@ -18,15 +18,15 @@ pub(super) const CHUNKS: u8 = 4;
 
 /// State that is the same in every call, for the caller and for its relay.
 #[derive(Clone, Debug)]
-pub(super) struct Fixed {
-    pub shared: Arc<Shared>,
+pub(super) struct EpState {
+    pub shared: Arc<WorldState>,
     pub lanes: Arc<Lanes>,
     pub port: Arc<Port>,
-    pub control: Control,
+    pub control: ControlLayout,
     pub spec: Spec,
     pub bins: Bins,
     pub chunks: u8,
-    pub room: Room,
+    pub room: ReceiveMemory,
     /// The window in which what crosses lands.
     pub far: WindowId,
     /// Rows that cross lie in memory of devices.
@@ -38,59 +38,63 @@ pub(super) struct Fixed {
 
 /// Where rows are that come from other nodes, or go there.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Ground<'w> {
+pub(super) enum RowMemory<'w> {
     /// In the pools of the heaps; or in memory of devices of one node.
     Near,
     /// In memory of devices that no rail reaches: they cross to its twin.
-    Twin(&'w Window),
+    Twin(&'w MappedWindow),
     /// In memory of devices, as the lane reaches it; and the planner's desk, where engines relay.
-    Devices(&'w Window, Option<&'w Window>),
+    Devices(&'w MappedWindow, Option<&'w MappedWindow>),
 }
 
 /// The memory in which rows land, as errors speak of it. It is equally large everywhere.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
+pub(super) struct ReceiveMemory {
     pub total: u64,
     pub space: &'static str,
     pub setting: &'static str,
 }
 
-impl Room {
+impl ReceiveMemory {
     /// That a rank has no room for `asked` bytes, but for `free`.
     pub fn lacks(self, rank: u32, asked: u64, free: u64) -> Error {
-        let Room { total, space, setting } = self;
+        let ReceiveMemory { total, space, setting } = self;
         MemoryError::OutOfSpace { rank, asked, free, total, space, setting }.into()
     }
 }
 
-impl Fixed {
+impl EpState {
     /// State for an owner of this spec, with its control window. Collective.
     pub fn new(
         group: &Group,
         spec: Spec,
-        room: Room,
-        ground: Ground<'_>,
+        room: ReceiveMemory,
+        ground: RowMemory<'_>,
     ) -> Result<(Self, SymmetricRange), Error> {
         let lanes = group.lanes(spec.route)?;
         let paths = lanes.paths();
         let max_entries = u64::from(spec.max_tokens) * u64::from(spec.entries_of_token());
         let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
-        let control =
-            Control::new(&paths, &bins, max_entries, spec.sizing(CallKind::Dispatch, None).note_bytes());
+        let control = ControlLayout::new(
+            &paths,
+            &bins,
+            max_entries,
+            spec.sizing(CallKind::Dispatch, None).note_bytes(),
+        );
         let range = group.take_symmetric(control.bytes())?;
         let (pool, twin, far) = match ground {
-            Ground::Near => (pool_window(group), None, WindowId::POOL),
-            Ground::Twin(twin) => (pool_window(group), Some(twin), WindowId::TWIN),
-            Ground::Devices(pool, desk) => (pool.clone(), desk, WindowId::POOL),
+            RowMemory::Near => (pool_window(group), None, WindowId::POOL),
+            RowMemory::Twin(twin) => (pool_window(group), Some(twin), WindowId::HOST_STAGING),
+            RowMemory::Devices(pool, desk) => (pool.clone(), desk, WindowId::POOL),
         };
-        let on_devices = !matches!(ground, Ground::Near);
+        let on_devices = !matches!(ground, RowMemory::Near);
         let mut windows = vec![pool, range.window()];
         windows.extend(twin.cloned());
         let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
         let shared = Arc::clone(&group.shared);
         let (chunks, fixed_rows) = (CHUNKS, None);
         let fixed =
-            Fixed { shared, lanes, port, control, spec, bins, chunks, room, far, on_devices, fixed_rows };
+            EpState { shared, lanes, port, control, spec, bins, chunks, room, far, on_devices, fixed_rows };
         Ok((fixed, range))
     }
 
@@ -100,8 +104,8 @@ impl Fixed {
     }
 
     /// Parameters that the placement of every call shares.
-    pub fn frame(&self) -> Frame<'_> {
-        Frame {
+    pub fn frame(&self) -> PlanContext<'_> {
+        PlanContext {
             bins: &self.bins,
             paths: self.paths(),
             align: self.spec.align,
@@ -112,7 +116,7 @@ impl Fixed {
     }
 
     /// Sizes of what moves in a call of this kind.
-    pub fn sizing(&self, kind: CallKind) -> Sizing {
+    pub fn sizing(&self, kind: CallKind) -> RowSizes {
         self.spec.sizing(kind, self.partial_bytes())
     }
 
@@ -128,7 +132,7 @@ impl Fixed {
     }
 
     /// Memory of so many landed rows.
-    pub fn landing(&self, rows: u32) -> Chunk {
+    pub fn landing(&self, rows: u32) -> RowBuffer {
         self.sizing(CallKind::Dispatch).landing(self.fixed_rows.unwrap_or(rows))
     }
 
@@ -145,7 +149,7 @@ impl Fixed {
     /// The most that this rank can receive: as many rows as there are slots (of these `sizes`) or a
     /// budget; otherwise the rows if every token of every rank chooses as many of its experts as it
     /// can. With the most that it can relay.
-    pub fn most_bytes(&self, kind: CallKind, sizes: &Sizes) -> u64 {
+    pub fn most_bytes(&self, kind: CallKind, sizes: &ReceiveSizes) -> u64 {
         let (spec, paths, rank) = (&self.spec, self.paths(), self.lanes.rank);
         if spec.mode.slots().is_some() {
             return self.extent_bytes(kind, sizes.rows[rank as usize], sizes.staged_at(rank));
@@ -168,7 +172,7 @@ impl Fixed {
 
     /// The entries of all ranks into the running call, of this kind.
     pub fn agreement(&self, calls: Calls, kind: CallKind) -> CallAgreement<'_> {
-        let setting = Setting {
+        let setting = FillContext {
             paths: self.paths(),
             control: &self.control,
             sizing: self.sizing(kind),
@@ -181,13 +185,18 @@ impl Fixed {
     }
 
     /// Writes the headers of this rank's blocks.
-    pub fn describe_blocks(&self, calls: Calls, layout: &Layout, sorted: &Sorted) -> Result<(), Error> {
-        let Fixed { port, control, bins, .. } = self;
+    pub fn describe_blocks(
+        &self,
+        calls: Calls,
+        layout: &DispatchLayout,
+        sorted: &SortedRouting,
+    ) -> Result<(), Error> {
+        let EpState { port, control, bins, .. } = self;
         let paths = self.paths();
         for ((nth, relay), block) in (0..).zip(paths.relays()).zip(&layout.blocks) {
             let at = control.header_out(nth, calls.parity());
             port.write(WindowId::CONTROL, at, &[block.rows, block.entries(), block.first])?;
-            port.write(WindowId::CONTROL, at + Control::LANDED, &block.landed)?;
+            port.write(WindowId::CONTROL, at + ControlLayout::LANDED, &block.landed)?;
             port.write(WindowId::CONTROL, at + control.segments(), &block.segments)?;
             if paths.route() == Route::Pxn {
                 port.write(WindowId::CONTROL, at + control.index(), &block.index)?;
@@ -209,9 +218,9 @@ impl Fixed {
 }
 
 /// The pools of all members as a window: each from its start to the end of its heap.
-fn pool_window(group: &Group) -> Window {
+fn pool_window(group: &Group) -> MappedWindow {
     let heap = &group.shared.heap;
     let (offset, len) = (heap.pool().start(), heap.pool().total());
-    let parts = group.ranks().iter().map(|&member| Part { member, region: 0, offset, len }).collect();
-    Window { mapped: Arc::clone(heap.mapped()), parts, of_devices: false }
+    let parts = group.ranks().iter().map(|&member| WindowPart { member, region: 0, offset, len }).collect();
+    MappedWindow { mapped: Arc::clone(heap.mapped()), parts, of_devices: false }
 }

@@ -3,7 +3,7 @@
 use super::{ExpertOutput, ExpertParallel, ExpertRows, Feature, Handle};
 use crate::error::{BootstrapError, Error};
 use crate::lane::{Floor, Moves, RAW, is_copied};
-use crate::plan::Forward;
+use crate::plan::RelayPlan;
 use crate::rows::{Arithmetic, Stores};
 use crate::world::{Group, SymmetricRange};
 
@@ -12,7 +12,7 @@ use crate::world::{Group, SymmetricRange};
 /// The memory can be lent to the real calls and taken back, so that both are measured in the very
 /// same place: in a virtual machine, one stretch of memory may be a quarter faster than the next.
 #[derive(Debug)]
-pub struct Yardstick {
+pub struct FloorBench {
     floor: Floor,
     rows: Lent<ExpertRows>,
     output: Lent<ExpertOutput>,
@@ -27,7 +27,7 @@ struct Lent<T> {
     kept: Option<T>,
 }
 
-impl Yardstick {
+impl FloorBench {
     /// Moves the rows of `x`, `[tokens, hidden]` as bytes, to where the dispatch had put them, at
     /// this rank and its peers. A shorter input moves nothing, and neither does a yardstick whose
     /// rows are lent.
@@ -84,7 +84,7 @@ impl ExpertParallel {
     /// The bare moves of a call that sent `rows` along `handle` (the dispatch that made it, or
     /// gradients of a combine), and of a combine of `output`. Collective over `group`, which must
     /// be the group this was built on. Rows that came by a relay are relayed again from their
-    /// present places. On return from [`Yardstick::dispatch`] peers may still be writing, so follow
+    /// present places. On return from [`FloorBench::dispatch`] peers may still be writing, so follow
     /// it with a barrier.
     ///
     /// # Errors
@@ -95,7 +95,7 @@ impl ExpertParallel {
         rows: ExpertRows,
         output: ExpertOutput,
         handle: &Handle,
-    ) -> Result<Yardstick, Error> {
+    ) -> Result<FloorBench, Error> {
         let ep = self.host(Feature::Yardstick)?;
         let inner = handle.on_host()?.inner();
         let (rows_at, output_at) = (rows.host()?, output.host()?);
@@ -112,7 +112,7 @@ impl ExpertParallel {
         }
         let floor = ep.fixed.port.floor(&Moves {
             layout: &inner.layout,
-            forward: inner.forward.as_deref().unwrap_or(&Forward::default()),
+            forward: inner.forward.as_deref().unwrap_or(&RelayPlan::default()),
             bins: &ep.fixed.bins,
             row_bytes,
             home_bytes: inner.row_bytes,
@@ -125,6 +125,6 @@ impl ExpertParallel {
         group.gather(&[])?;
         let rows = Lent { home: homes[0], kept: Some(rows) };
         let output = Lent { home: homes[1], kept: Some(output) };
-        Ok(Yardstick { floor, rows, output, _scratch: scratch })
+        Ok(FloorBench { floor, rows, output, _scratch: scratch })
     }
 }

@@ -6,7 +6,7 @@ use super::device::slots::SlotHandle;
 use super::host::HostHandle;
 use super::tensor::{Side, wrong_place};
 use super::{ExpertOutput, Report, RowIndex, Status};
-use crate::device::Range;
+use crate::device::DeviceRange;
 use crate::error::Error;
 
 /// The placement of one dispatch. Combine, cached dispatch and the gradients follow it; several may
@@ -170,7 +170,7 @@ impl Handle {
     /// # Errors
     /// [`PlanError::WrongPlace`](crate::error::PlanError) on the host, whose calls return their
     /// errors.
-    pub fn status(&self) -> Result<Range, Error> {
+    pub fn status(&self) -> Result<DeviceRange, Error> {
         match &self.0 {
             HandleAt::Host(_) => Err(wrong_place("the status word", Side::Device)),
             HandleAt::Planned(handle) => handle.status(),

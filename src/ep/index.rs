@@ -1,6 +1,6 @@
 //! Which row is which, where rows do not lie in visible order.
 
-/// Places of rows that were relayed in [spans](super::ExpertParallelBuilder::spans), against the
+/// Places of rows that were relayed in [coalesce_relays](super::ExpertParallelBuilder::coalesce_relays), against the
 /// *visible* order of rank-major rows: (source rank, token).
 ///
 /// ```text

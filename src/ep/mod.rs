@@ -13,7 +13,7 @@
 //! [`prepare`](ExpertParallel::prepare) makes the layout alone, before there are tokens; a cached
 //! dispatch then brings the rows.
 //!
-//! [`Collective`] is all-gather and reduce-scatter by the same programs, and [`TokenSlices`] uses
+//! [`RowCollective`] is all-gather and reduce-scatter by the same programs, and [`TokenSlices`] uses
 //! them for a tensor-parallel group. A dispatch may itself go out by all-gather
 //! ([`Strategy::Gather`](crate::plan::Strategy)).
 //!
@@ -50,10 +50,10 @@ mod tensor;
 
 pub use buffers::{CombineInput, ExpertOutput, ExpertRows, TokenBuffer};
 pub use builder::ExpertParallelBuilder;
-pub use collective::{Collective, CollectiveBuilder, Shares};
+pub use collective::{CollectiveBuilder, RowCollective, RowPartition};
 pub use device::Status;
 pub use features::Feature;
-pub use floor::Yardstick;
+pub use floor::FloorBench;
 pub use handle::Handle;
 pub use index::RowIndex;
 pub use parallel::ExpertParallel;

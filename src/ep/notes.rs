@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use super::RowIndex;
-use crate::plan::{Layout, Notes};
+use crate::plan::{DispatchLayout, RowMetadata};
 
 /// Metadata of the rows of one dispatch.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Received {
+pub(super) struct ReceivedMetadata {
     /// `[rows]`, or `[rows, top_k]` where a row stands for several choices: routing weights, 0 in
     /// pads.
     pub weights: Vec<f32>,
@@ -20,20 +20,20 @@ pub(super) struct Received {
     pub index: Option<Arc<RowIndex>>,
 }
 
-impl Received {
+impl ReceivedMetadata {
     /// Reads the words behind the rows.
-    pub fn fill(&mut self, notes: Notes, layout: &Layout, experts: usize, words: &[u32]) {
+    pub fn fill(&mut self, notes: RowMetadata, layout: &DispatchLayout, experts: usize, words: &[u32]) {
         self.weights.clear();
         self.experts.clear();
         self.tokens_per_expert.clear();
         match notes {
             // Whoever gathered looks at the notes itself.
-            Notes::Gathered => {}
-            Notes::Weight => {
+            RowMetadata::Gathered => {}
+            RowMetadata::Weight => {
                 self.weights.extend(words.iter().map(|&word| f32::from_bits(word)));
                 self.tokens_per_expert.extend_from_slice(&layout.rows_per_bin);
             }
-            Notes::Marked => {
+            RowMetadata::Marked => {
                 self.weights.extend(words.chunks_exact(2).map(|note| f32::from_bits(note[0])));
                 self.tokens_per_expert.resize(layout.begin.len(), 0);
                 let bins =
@@ -43,11 +43,11 @@ impl Received {
                     *used = notes.map(|note| i64::from(note[1])).sum();
                 }
             }
-            Notes::Choices | Notes::Indexed => {
+            RowMetadata::Choices | RowMetadata::Indexed => {
                 let top_k = layout.top_k as usize;
                 self.tokens_per_expert.resize(experts, 0);
                 let rows = words.chunks_exact(notes.words(layout.top_k) as usize);
-                if notes == Notes::Indexed {
+                if notes == RowMetadata::Indexed {
                     let index = Arc::make_mut(self.index.get_or_insert_default());
                     index.fill(rows.clone().map(|note| note[2 * top_k]));
                 }

@@ -15,12 +15,12 @@ use super::{
     PendingDispatch, TokenBuffer,
 };
 use crate::device::Stream;
-use crate::dtype::{Element, RecordShape};
+use crate::dtype::{Element, Fp8RowShape};
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::memory::Pool;
 use crate::plan::ExpertMap;
 use crate::rows::Arithmetic;
-use crate::world::{Group, Shared};
+use crate::world::{Group, WorldState};
 
 /// MoE dispatch and combine over a group of ranks, on the host or on a CUDA stream.
 ///
@@ -81,7 +81,7 @@ use crate::world::{Group, Shared};
 /// lost.
 pub struct ExpertParallel {
     at: InstanceAt,
-    shared: Arc<Shared>,
+    shared: Arc<WorldState>,
     spec: Spec,
     ranks: (u32, u32),
 }
@@ -189,7 +189,7 @@ impl ExpertParallel {
 
     /// How a row is laid out that is dispatched in fp8; nothing where rows are dispatched as they
     /// are.
-    pub fn record(&self) -> Option<RecordShape> {
+    pub fn record(&self) -> Option<Fp8RowShape> {
         self.spec.record
     }
 
@@ -220,7 +220,7 @@ impl ExpertParallel {
     pub fn token_buffer(&self, tokens: u32) -> Result<TokenBuffer, Error> {
         let pool = self.host(Feature::TokenBuffers)?.pool();
         let row_bytes = self.spec.sizing(CallKind::Dispatch, None).row_bytes;
-        let extent = pool.take(u64::from(tokens) * row_bytes)?;
+        let extent = pool.alloc(u64::from(tokens) * row_bytes)?;
         Ok(TokenBuffer { extent, tokens, row_bytes })
     }
 

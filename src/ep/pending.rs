@@ -14,7 +14,7 @@ use super::tensor::TensorMut;
 use super::{ExpertRows, Handle};
 use crate::device::Stream;
 use crate::error::{Cause, Error, PlanError};
-use crate::world::Shared;
+use crate::world::WorldState;
 
 /// A dispatch that was started: on the host, counts are on their way; on a device, choices are
 /// on their way to the host. Finish it before the next call; dropping it cancels the world, because
@@ -138,10 +138,10 @@ impl PendingCombine<'_> {
 
 /// A started call on a device: dropped, it cancels the world.
 #[derive(Debug)]
-pub(super) struct Unfinished(Option<Arc<Shared>>);
+pub(super) struct Unfinished(Option<Arc<WorldState>>);
 
 impl Unfinished {
-    pub fn new(shared: &Arc<Shared>) -> Self {
+    pub fn new(shared: &Arc<WorldState>) -> Self {
         Unfinished(Some(Arc::clone(shared)))
     }
 

@@ -7,13 +7,15 @@
 use std::sync::Arc;
 
 use super::agreement::GroupCounts;
-use super::fixed::Fixed;
+use super::fixed::EpState;
 use crate::error::{CallError, CallKind, Cause, Error, PlanError};
-use crate::exec::{Executor, Moved, Until, drive};
-use crate::plan::{Arrivals, Chunk, Forward};
+use crate::exec::{Executor, TransferCounts, Until, drive};
+use crate::plan::{RelayPermutation, RelayPlan, RowBuffer};
 use crate::rows::Stores;
 use crate::schedule::call::{CallMachine, Part, RankPrograms, Role, StageId, Work};
-use crate::schedule::{Calls, Flag, Item, Operands, Parts, Refusal, RelayTables, Sum, WindowId};
+use crate::schedule::{
+    Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumOperands, TrackOp, WindowId,
+};
 use crate::topology::Route;
 
 /// Work of a relay in one call.
@@ -23,59 +25,59 @@ pub(super) struct RelayTask {
     pub calls: Calls,
     pub kind: CallKind,
     /// Return: the rows that go back.
-    pub parts: Parts,
+    pub parts: ReturnParts,
     /// Return: rows are multiplied with their weights where they are summed.
     pub weighted: bool,
     /// Return: where sums wait until they have been sent.
     pub outbox: u64,
     /// Known blocks; a dispatch with counts reads them from headers.
-    pub forward: Arc<Forward>,
+    pub forward: Arc<RelayPlan>,
     pub stores: Stores,
     /// Counts of moved bytes.
-    pub moved: Moved,
+    pub moved: TransferCounts,
 }
 
 impl RelayTask {
-    pub fn new(calls: Calls, kind: CallKind, forward: Arc<Forward>) -> Self {
+    pub fn new(calls: Calls, kind: CallKind, forward: Arc<RelayPlan>) -> Self {
         RelayTask {
             machine: CallMachine::default(),
             calls,
             kind,
-            parts: Parts::default(),
+            parts: ReturnParts::default(),
             weighted: false,
             outbox: 0,
             forward,
             stores: Stores::Cached,
-            moved: Moved::default(),
+            moved: TransferCounts::default(),
         }
     }
 }
 
 /// Runs operations of a stage, in order, to the end.
-pub(super) type Run<'a> = dyn FnMut(&[Item], &Operands<'_>) -> Result<(), Error> + 'a;
+pub(super) type Run<'a> = dyn FnMut(&[TrackOp], &Operands<'_>) -> Result<(), Error> + 'a;
 
 /// The relay of one `ExpertParallel`, or of one planner.
 #[derive(Debug)]
 pub(super) struct Relay {
-    fixed: Arc<Fixed>,
+    fixed: Arc<EpState>,
     tables: RelayTables,
     numbers: GroupCounts,
-    arrivals: Arrivals,
+    arrivals: RelayPermutation,
     /// Rank whose pool holds the chunk of each rank: its own.
     everybody: Vec<u32>,
     /// The chunks of this node's ranks in a return.
-    chunks: Vec<Chunk>,
+    chunks: Vec<RowBuffer>,
 }
 
 impl Relay {
-    pub fn new(fixed: Arc<Fixed>) -> Self {
+    pub fn new(fixed: Arc<EpState>) -> Self {
         let paths = fixed.paths();
         Relay {
             tables: RelayTables::new(paths, fixed.chunks),
             numbers: GroupCounts::new(&fixed),
-            arrivals: Arrivals::default(),
+            arrivals: RelayPermutation::default(),
             everybody: (0..paths.ranks()).collect(),
-            chunks: vec![Chunk::default(); paths.ranks() as usize],
+            chunks: vec![RowBuffer::default(); paths.ranks() as usize],
             fixed,
         }
     }
@@ -107,7 +109,7 @@ impl Relay {
     fn compose(&mut self, task: &RelayTask) -> Result<(), Error> {
         let agreement = self.fixed.agreement(task.calls, task.kind);
         let counted = task.kind.places() && self.fixed.spec.mode.slots().is_none();
-        for source in self.fixed.paths().told() {
+        for source in self.fixed.paths().count_receivers() {
             agreement.compose(source, counted.then_some(&mut self.numbers))?;
         }
         self.tables.messages(&agreement.setting, counted);
@@ -148,7 +150,7 @@ impl Relay {
             fixed.port.read(
                 me,
                 WindowId::CONTROL,
-                at + crate::schedule::Control::LANDED,
+                at + crate::schedule::ControlLayout::LANDED,
                 &mut block.landed,
             )?;
             fixed.port.read(me, WindowId::CONTROL, at + control.segments(), &mut block.segments)?;
@@ -210,7 +212,7 @@ impl Relay {
 
     fn operands<'t>(&'t self, task: &'t RelayTask) -> Operands<'t> {
         let (tables, partials) = (&self.tables, &task.forward.partials);
-        let sum = Sum {
+        let sum = SumOperands {
             terms: &partials.terms,
             starts: &partials.starts,
             choices: &partials.entries,
@@ -219,7 +221,7 @@ impl Relay {
             bases: &tables.bases,
             chunks: &self.chunks,
             weights: if task.weighted { &task.forward.weights } else { &[] },
-            ..Sum::default()
+            ..SumOperands::default()
         };
         Operands {
             table: &tables.table,

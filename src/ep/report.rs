@@ -1,9 +1,9 @@
 //! How the bytes of a call went.
 
-use crate::exec::{Enqueued, Moved};
-use crate::lane::{Lanes, Reach};
+use crate::exec::{EnqueueCounts, TransferCounts};
+use crate::lane::{Lanes, PeerLane};
 use crate::plan::Traffic;
-use crate::world::{Detour, Registration};
+use crate::world::{NoGpuDirect, Registration};
 
 /// Executor of a call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
@@ -53,30 +53,30 @@ pub struct Report {
     /// Number of ranks that each lane reaches.
     pub lanes: Vec<LaneUse>,
     /// Host: what this rank moved.
-    pub moved: Moved,
+    pub moved: TransferCounts,
     /// Host: the part of it that this rank relayed.
-    pub relayed: Moved,
+    pub relayed: TransferCounts,
     /// Host: what a dispatch was to move, and what would return: the plan's own count.
     pub traffic: Traffic,
     /// Device: what the stream was asked to do.
-    pub enqueued: Enqueued,
+    pub enqueued: EnqueueCounts,
     /// GPU kernels that ran before rows were packed or after they had landed. In between, SMs make
-    /// what [`Enqueued::copies_by_sms`] counts, and nothing else.
+    /// what [`EnqueueCounts::copies_by_sms`] counts, and nothing else.
     pub kernels: Vec<&'static str>,
     /// Device: other ranks on this rank's own device.
     pub same_device: u32,
     /// Device: reason why inter-node rows are staged in memory of the host, if they are. Then
-    /// [`Enqueued::out_bytes`] and [`Enqueued::in_bytes`] count them.
+    /// [`EnqueueCounts::staged_out_bytes`] and [`EnqueueCounts::in_bytes`] count them.
     #[serde(serialize_with = "detour")]
-    pub detour: Option<Detour>,
+    pub detour: Option<NoGpuDirect>,
     /// Device: how NICs know the device's memory, where they read and write inter-node rows there.
-    /// Then [`Enqueued::straight_bytes`] counts them.
+    /// Then [`EnqueueCounts::straight_bytes`] counts them.
     #[serde(serialize_with = "registration")]
     pub registration: Option<Registration>,
 }
 
-fn detour<S: serde::Serializer>(detour: &Option<Detour>, to: S) -> Result<S::Ok, S::Error> {
-    serde::Serialize::serialize(&detour.map(Detour::name), to)
+fn detour<S: serde::Serializer>(detour: &Option<NoGpuDirect>, to: S) -> Result<S::Ok, S::Error> {
+    serde::Serialize::serialize(&detour.map(NoGpuDirect::name), to)
 }
 
 fn registration<S: serde::Serializer>(of: &Option<Registration>, to: S) -> Result<S::Ok, S::Error> {
@@ -96,7 +96,7 @@ impl LaneUse {
     /// The lanes in use, in the order in which ranks first need them.
     pub(super) fn of(lanes: &Lanes) -> Vec<LaneUse> {
         let mut uses: Vec<LaneUse> = Vec::new();
-        for lane in lanes.reach.iter().map(Reach::name) {
+        for lane in lanes.reach.iter().map(PeerLane::name) {
             match uses.iter_mut().find(|used| used.lane == lane) {
                 Some(used) => used.ranks += 1,
                 None => uses.push(LaneUse { lane, ranks: 1 }),

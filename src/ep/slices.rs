@@ -10,7 +10,7 @@
 //! local peers. Each is the other's gradient.
 
 use super::host::check_tensor;
-use super::{Collective, ExpertRows, Shares};
+use super::{ExpertRows, RowCollective, RowPartition};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, PlanError};
 use crate::world::Group;
@@ -29,8 +29,8 @@ use crate::world::Group;
 /// ```
 #[derive(Debug)]
 pub struct TokenSlices {
-    gather: Collective,
-    shares: Shares,
+    gather: RowCollective,
+    shares: RowPartition,
     /// Of the slice: experts, tokens of each, columns.
     slice: [usize; 3],
     dtype: Dtype,
@@ -48,7 +48,7 @@ impl TokenSlices {
     pub fn new(group: &Group, [experts, capacity, columns]: [u32; 3], dtype: Dtype) -> Result<Self, Error> {
         let ranks = group.size();
         let rows = experts.saturating_mul(capacity / ranks);
-        let builder = Collective::builder(group).columns(columns as usize).dtype(dtype);
+        let builder = RowCollective::builder(group).columns(columns as usize).dtype(dtype);
         let mut gather = builder.segments(experts).max_rows(rows).build()?;
         if !capacity.is_multiple_of(ranks) {
             let (parameter, expected) = ("capacity", "a multiple of the size of the tensor-parallel group");
@@ -80,8 +80,8 @@ impl TokenSlices {
     /// The buffer, `[experts, capacity, columns]`, from the slices of all ranks. Collective.
     ///
     /// # Errors
-    /// As [`Collective::all_gather_along`].
+    /// As [`RowCollective::all_gather_cached`].
     pub fn gather_tokens<E: Element>(&mut self, slice: &[E]) -> Result<ExpertRows, Error> {
-        self.gather.all_gather_along(slice, &self.shares)
+        self.gather.all_gather_cached(slice, &self.shares)
     }
 }

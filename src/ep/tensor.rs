@@ -12,7 +12,7 @@
 //! any other bad input: with [`PlanError::WrongPlace`], on all ranks, before anything moves.
 
 use super::builder::Spec;
-use crate::device::Range;
+use crate::device::DeviceRange;
 use crate::dtype::{Dtype, Element};
 use crate::error::{DeviceError, Error, PlanError};
 use crate::gate::Routing;
@@ -49,7 +49,7 @@ pub enum Tensor<'a> {
     /// In memory that a device reaches. The call reads it when the stream comes to it.
     Device {
         /// The elements, at a multiple of 16 bytes.
-        range: &'a Range,
+        range: &'a DeviceRange,
         /// Their type.
         dtype: Dtype,
     },
@@ -57,7 +57,7 @@ pub enum Tensor<'a> {
 
 impl<'a> Tensor<'a> {
     /// A tensor in memory of a device.
-    pub fn device(range: &'a Range, dtype: Dtype) -> Self {
+    pub fn device(range: &'a DeviceRange, dtype: Dtype) -> Self {
         Tensor::Device { range, dtype }
     }
 
@@ -77,7 +77,7 @@ impl<'a> Tensor<'a> {
     }
 
     /// The memory on a device, if it is `rows` rows of `columns` elements of this type.
-    pub(super) fn on_device(self, what: &'static str, shape: Shape) -> Result<&'a Range, Error> {
+    pub(super) fn on_device(self, what: &'static str, shape: Shape) -> Result<&'a DeviceRange, Error> {
         match self {
             Tensor::Device { range, dtype } => shape.check_range(what, range, dtype).map(|()| range),
             Tensor::Host { .. } => Err(wrong_place(what, Side::Device)),
@@ -116,7 +116,7 @@ pub enum TensorMut<'a> {
     /// In memory that a device reaches. The call writes it when the stream comes to it.
     Device {
         /// The elements, at a multiple of 16 bytes.
-        range: &'a Range,
+        range: &'a DeviceRange,
         /// Their type.
         dtype: Dtype,
     },
@@ -124,7 +124,7 @@ pub enum TensorMut<'a> {
 
 impl<'a> TensorMut<'a> {
     /// A tensor in memory of a device.
-    pub fn device(range: &'a Range, dtype: Dtype) -> Self {
+    pub fn device(range: &'a DeviceRange, dtype: Dtype) -> Self {
         TensorMut::Device { range, dtype }
     }
 
@@ -137,7 +137,7 @@ impl<'a> TensorMut<'a> {
     }
 
     /// The memory on a device, if it has this shape.
-    pub(super) fn on_device(&self, what: &'static str, shape: Shape) -> Result<&'a Range, Error> {
+    pub(super) fn on_device(&self, what: &'static str, shape: Shape) -> Result<&'a DeviceRange, Error> {
         match *self {
             TensorMut::Device { range, dtype } => shape.check_range(what, range, dtype).map(|()| range),
             TensorMut::Host { .. } => Err(wrong_place(what, Side::Device)),
@@ -171,9 +171,9 @@ pub enum Choices<'a> {
     /// In memory that a device reaches; the call reads them when the stream comes to it.
     Device {
         /// Chosen experts, `i32 [tokens, top_k]`; -1 is dropped.
-        experts: &'a Range,
+        experts: &'a DeviceRange,
         /// Routing weights, `f32 [tokens, top_k]`.
-        weights: &'a Range,
+        weights: &'a DeviceRange,
     },
 }
 
@@ -187,7 +187,7 @@ impl<'a> Choices<'a> {
     }
 
     /// The ids and weights on a device.
-    pub(super) fn on_device(self) -> Result<(&'a Range, &'a Range), Error> {
+    pub(super) fn on_device(self) -> Result<(&'a DeviceRange, &'a DeviceRange), Error> {
         match self {
             Choices::Device { experts, weights } => Ok((experts, weights)),
             Choices::Host(_) => Err(wrong_place("routing", Side::Device)),
@@ -228,7 +228,7 @@ impl Shape {
     }
 
     /// Checks memory of a device, its alignment among the rest.
-    fn check_range(&self, what: &'static str, range: &Range, dtype: Dtype) -> Result<(), Error> {
+    fn check_range(&self, what: &'static str, range: &DeviceRange, dtype: Dtype) -> Result<(), Error> {
         self.check(what, range.len(), dtype)?;
         let (value, align) = (range.address(), Self::ALIGN);
         if !value.is_multiple_of(align) {
@@ -242,9 +242,9 @@ impl Shape {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tokens<'a> {
     pub count: u32,
-    pub x: &'a Range,
-    pub experts: &'a Range,
-    pub weights: &'a Range,
+    pub x: &'a DeviceRange,
+    pub experts: &'a DeviceRange,
+    pub weights: &'a DeviceRange,
 }
 
 impl<'a> Tokens<'a> {

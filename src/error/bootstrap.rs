@@ -123,9 +123,9 @@ pub enum BootstrapError {
         /// What was expected.
         expected: String,
     },
-    /// Ranks of one job were started under different conditions ([`Options::conditions`](crate::Options::conditions)).
+    /// Ranks of one job were started under different conditions ([`Options::job_fingerprint`](crate::Options::job_fingerprint)).
     #[error("rank {rank} was started under other conditions than rank 0: {seen:?}, not {expected:?}")]
-    ConditionsDiffer {
+    FingerprintsDiffer {
         /// The first rank that differs from rank 0.
         rank: u32,
         /// Its conditions.

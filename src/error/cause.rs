@@ -4,18 +4,18 @@ use std::time::Duration;
 
 /// How a rank was found to be gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-pub enum Loss {
+pub enum LostReason {
     /// Its connection closed: the process ended.
     Closed,
     /// Its connection is open, but no heartbeat came for this long.
     Silent(Duration),
 }
 
-impl std::fmt::Display for Loss {
+impl std::fmt::Display for LostReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Loss::Closed => f.write_str("its process ended, or left the world"),
-            Loss::Silent(time) => write!(f, "no heartbeat for {} ms", time.as_millis()),
+            LostReason::Closed => f.write_str("its process ended, or left the world"),
+            LostReason::Silent(time) => write!(f, "no heartbeat for {} ms", time.as_millis()),
         }
     }
 }
@@ -30,7 +30,7 @@ pub enum Cause {
         /// The lost rank (in the world).
         rank: u32,
         /// How it was noticed.
-        how: Loss,
+        how: LostReason,
     },
     /// The launcher that started this job is gone.
     #[error("the launcher (process {pid}) is gone")]
@@ -64,7 +64,7 @@ pub enum Cause {
     },
     /// A wire between two ranks broke, although both may live.
     #[error("the wire from rank {by} to rank {rank} broke")]
-    Wire {
+    Connection {
         /// The rank at its other end.
         rank: u32,
         /// The rank that noticed.
@@ -72,7 +72,7 @@ pub enum Cause {
     },
     /// The network card of a rank failed, although the rank lives.
     #[error("the network card of rank {by} failed")]
-    Card {
+    Nic {
         /// The rank.
         by: u32,
     },

@@ -1,6 +1,6 @@
 //! Errors of the device room: the driver, what a GPU lacks, and what a call was refused for.
 
-use super::Fault;
+use super::KernelFault;
 use crate::dtype::Dtype;
 
 /// A GPU could not be used, or did not do what it was asked to.
@@ -331,7 +331,7 @@ pub enum DeviceError {
         /// The device.
         device: u32,
         /// What it found.
-        fault: Fault,
+        fault: KernelFault,
     },
     /// Kernels are loaded at their first launch, which locks the context.
     #[error(

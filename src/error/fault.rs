@@ -2,7 +2,7 @@
 
 /// The meaning of a status word that is not 0. Numbers of tokens and ranks are the lower 24 bits of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, serde::Serialize)]
-pub enum Fault {
+pub enum KernelFault {
     /// A choice is neither an expert nor -1. It counts as dropped; a sum of choices gives its token zeros.
     #[error("token {token} names an expert that does not exist")]
     ExpertOutOfRange {
@@ -48,19 +48,19 @@ pub enum Fault {
     },
 }
 
-impl Fault {
+impl KernelFault {
     /// Reads a status word; `None` while nothing is wrong.
-    pub fn of(word: u32) -> Option<Fault> {
+    pub fn of(word: u32) -> Option<KernelFault> {
         let (code, about) = (word & 0xff, word >> 8);
         Some(match code {
             _ if word == 0 => return None,
-            1 => Fault::ExpertOutOfRange { token: about },
-            2 => Fault::RankOutOfRange { token: about },
-            3 => Fault::OtherCall { rank: about },
-            4 => Fault::OtherDigest { rank: about },
-            5 => Fault::PlaceOutOfRange { token: about },
-            6 => Fault::IndexOutOfRange { at: about },
-            _ => Fault::Foreign { word },
+            1 => KernelFault::ExpertOutOfRange { token: about },
+            2 => KernelFault::RankOutOfRange { token: about },
+            3 => KernelFault::OtherCall { rank: about },
+            4 => KernelFault::OtherDigest { rank: about },
+            5 => KernelFault::PlaceOutOfRange { token: about },
+            6 => KernelFault::IndexOutOfRange { at: about },
+            _ => KernelFault::Foreign { word },
         })
     }
 }

@@ -51,7 +51,7 @@ pub enum LaneError {
     },
     /// Another rank cannot use the lane that was chosen.
     #[error("rank {rank} cannot use the {lane} lane: {reason}")]
-    PeerLacks {
+    PeerUnsupported {
         /// The rank (in the world).
         rank: u32,
         /// The lane.
@@ -63,7 +63,7 @@ pub enum LaneError {
     #[error(
         "rank {rank}: SIDELANE_PACE is for wires within one machine (the loop lane), which does not join these nodes"
     )]
-    NoPace {
+    NoLinkEmulation {
         /// This rank.
         rank: u32,
     },

@@ -2,7 +2,7 @@
 
 /// Which experts of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
-pub enum Whose {
+pub enum ExpertKind {
     /// Those that tokens are routed to.
     Routed,
     /// The one that all tokens pass.
@@ -11,7 +11,7 @@ pub enum Whose {
 
 /// What experts were asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
-pub enum Pass {
+pub enum ExpertPass {
     /// Rows to outputs.
     Forward,
     /// Gradients of outputs to gradients of rows.
@@ -28,9 +28,9 @@ pub enum LayerError {
     #[error("{whose:?} experts, {pass:?}: {reason}")]
     Failed {
         /// Which experts.
-        whose: Whose,
+        whose: ExpertKind,
         /// In what.
-        pass: Pass,
+        pass: ExpertPass,
         /// What they say.
         reason: String,
     },
@@ -38,9 +38,9 @@ pub enum LayerError {
     #[error("{whose:?} experts, {pass:?}: {seen} values, expected {rows} x {columns}")]
     WrongShape {
         /// Which experts.
-        whose: Whose,
+        whose: ExpertKind,
         /// In what.
-        pass: Pass,
+        pass: ExpertPass,
         /// Values found.
         seen: usize,
         /// Rows expected.

@@ -30,14 +30,14 @@ mod simd;
 mod verbs;
 
 pub use bootstrap::BootstrapError;
-pub use cause::{Cause, Loss};
+pub use cause::{Cause, LostReason};
 pub use completion::{CompletionStatus, Operation};
 pub use device::DeviceError;
-pub use fault::Fault;
+pub use fault::KernelFault;
 pub use lane::LaneError;
-pub use layer::{LayerError, Pass, Whose};
+pub use layer::{ExpertKind, ExpertPass, LayerError};
 pub use memory::MemoryError;
-pub use overlap::{OverlapError, Place, Stream, Work};
+pub use overlap::{NodeInfo, NodeLabel, OverlapError, StreamId};
 pub use sidelane_core::error::{CallError, CallKind, GateError, PlanError};
 pub use simd::SimdError;
 pub use verbs::VerbsError;
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn world_that_fails_while_it_is_set_up_is_a_failed_world() {
-        let cause = Cause::Lost { rank: 3, how: Loss::Closed };
+        let cause = Cause::Lost { rank: 3, how: LostReason::Closed };
         assert_eq!(Error::from(BootstrapError::World(cause.clone())), Error::World(cause));
     }
 }

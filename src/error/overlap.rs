@@ -7,25 +7,25 @@ use super::Error;
 
 /// A queue that works off nodes in their order, beside other queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
-pub enum Stream {
+pub enum StreamId {
     /// One of those that compute: products, sums of what lies on this rank.
     Compute(u32),
     /// One of those that move bytes between ranks.
     Transfer(u32),
 }
 
-impl fmt::Display for Stream {
+impl fmt::Display for StreamId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Stream::Compute(index) => write!(f, "compute {index}"),
-            Stream::Transfer(index) => write!(f, "transfer {index}"),
+            StreamId::Compute(index) => write!(f, "compute {index}"),
+            StreamId::Transfer(index) => write!(f, "transfer {index}"),
         }
     }
 }
 
 /// What a node does, for people.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-pub struct Work {
+pub struct NodeLabel {
     /// What is done: "dispatch", "experts".
     pub name: &'static str,
     /// To which chunk.
@@ -34,16 +34,16 @@ pub struct Work {
 
 /// A node, as errors and timelines name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-pub struct Place {
+pub struct NodeInfo {
     /// What it does.
-    pub work: Work,
+    pub work: NodeLabel,
     /// Where.
-    pub stream: Stream,
+    pub stream: StreamId,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for NodeInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Place { work: Work { name, chunk }, stream } = self;
+        let NodeInfo { work: NodeLabel { name, chunk }, stream } = self;
         write!(f, "{name} of chunk {chunk} on {stream}")
     }
 }
@@ -55,7 +55,7 @@ pub enum OverlapError {
     #[error("{at}: {error} ({not_begun} nodes were not begun because of it)")]
     Failed {
         /// Which.
-        at: Place,
+        at: NodeInfo,
         /// Its error.
         #[source]
         error: Box<Error>,
@@ -66,7 +66,7 @@ pub enum OverlapError {
     #[error("{at} panicked: {message} ({not_begun} nodes were not begun because of it)")]
     Panicked {
         /// Which.
-        at: Place,
+        at: NodeInfo,
         /// What it said.
         message: String,
         /// Nodes that were not begun.
@@ -79,7 +79,7 @@ pub enum OverlapError {
     )]
     Overran {
         /// Which.
-        at: Place,
+        at: NodeInfo,
         /// How long it took; how long so far, where it is still at it.
         took: Duration,
         /// How long it may take.
@@ -105,13 +105,13 @@ pub enum OverlapError {
     #[error("{at}: the executor has no such stream")]
     NoStream {
         /// Which.
-        at: Place,
+        at: NodeInfo,
     },
     /// A node waits for a node of another graph. Nothing was begun.
     #[error("{at} waits for a node of another graph")]
     ForeignNode {
         /// Which.
-        at: Place,
+        at: NodeInfo,
     },
     /// A node looked for what another was to leave, and it is not there: an edge is missing, or it was taken already.
     #[error("there is nothing in the slot: no edge leads here from the node that fills it, or it was taken")]

@@ -1,13 +1,13 @@
 //! What crosses, as the planner's stepper sees to it: straight, or by the outbox, in order.
 
-use super::engine::{Engine, NO_TWIN, Packed};
-use super::outbox::{Leaving, Step};
-use crate::device::Range;
+use super::engine::{CopyEngineStepper, NO_TWIN, Packed};
+use super::outbox::{NetOp, QueuedOp};
+use crate::device::DeviceRange;
 use crate::error::{DeviceError, Error};
 use crate::plan::RowRun;
-use crate::schedule::{Control, Flag, Level, Place, SpanCopy, WindowId};
+use crate::schedule::{ControlLayout, Flag, FlagValue, PutSource, SpanCopy, WindowId};
 
-impl Engine {
+impl CopyEngineStepper {
     /// From memory of this node to the twin of another, by the outbox; as much at once as that
     /// holds.
     pub(super) fn put_across(
@@ -23,11 +23,11 @@ impl Engine {
             let source = Self::at(&self.ground, owner)?.memory.span(span.from_offset + done, len)?;
             let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
             self.leaving.push(twin.0.span(at, len)?, source)?;
-            self.enqueued.out_bytes += len;
-            let from = Place::Window { owner: self.port.lanes().rank, window: WindowId::TWIN };
+            self.enqueued.staged_out_bytes += len;
+            let from = PutSource::Window { owner: self.port.lanes().rank, window: WindowId::HOST_STAGING };
             let to_offset = span.to_offset + done;
             let span = SpanCopy { from, from_offset: at, to: span.to, to_offset, len };
-            self.leave(Step::Span { to, span }, packed)?;
+            self.leave(NetOp::Span { to, span }, packed)?;
             done += len;
         }
         Ok(())
@@ -37,7 +37,7 @@ impl Engine {
     pub(super) fn rows_across(
         &mut self,
         target: (u32, WindowId, u64),
-        (source, from): (&Range, u64),
+        (source, from): (&DeviceRange, u64),
         (run, row_bytes): (RowRun, u64),
         packed: Option<Packed<'_>>,
     ) -> Result<(), Error> {
@@ -48,11 +48,11 @@ impl Engine {
             let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
             let rows = source.span(from + u64::from(run.first + done) * row_bytes, len)?;
             self.leaving.push(twin.0.span(at, len)?, rows)?;
-            self.enqueued.out_bytes += len;
+            self.enqueued.staged_out_bytes += len;
             let count = (len / row_bytes) as u32;
             let pad = if count == left { run.pad } else { 0 };
             let piece = RowRun { to_row: run.to_row + done, first: 0, count, pad };
-            self.leave(Step::Rows { target, run: piece, at, row_bytes }, packed)?;
+            self.leave(NetOp::Rows { target, run: piece, at, row_bytes }, packed)?;
             done += count;
             if done == run.count {
                 return Ok(());
@@ -61,15 +61,16 @@ impl Engine {
     }
 
     /// Whether rows come before such a flag of another node, from card to device.
-    pub(super) fn guards(&self, flag: Flag, level: Level) -> bool {
-        let rows = matches!((flag, level), (Flag::Block, Level::Part(_)) | (Flag::Landed | Flag::Home, _));
+    pub(super) fn guards(&self, flag: Flag, level: FlagValue) -> bool {
+        let rows =
+            matches!((flag, level), (Flag::Block, FlagValue::Part(_)) | (Flag::Landed | Flag::Returned, _));
         rows && self.ground.words.is_some()
     }
 
     /// Has the stream await the word behind rows whose flag the host has seen: that flag may have
     /// overtaken them.
     pub(super) fn see(&mut self, (from, flag): (u32, Flag), value: u64) -> Result<(), Error> {
-        let at = Control::flag(from, flag, self.ranks());
+        let at = ControlLayout::flag(from, flag, self.ranks());
         if let Some(words) = &self.ground.words {
             self.stream.wait_for_card(words.word(at)?, value)?;
             self.enqueued.memory_operations += 1;
@@ -85,16 +86,16 @@ impl Engine {
         at: u64,
         (run, row_bytes): (RowRun, u64),
     ) {
-        let from = Place::Window { owner: self.port.lanes().rank, window: WindowId::POOL };
+        let from = PutSource::Window { owner: self.port.lanes().rank, window: WindowId::POOL };
         let [first, to_row, len] = [run.first, run.to_row, run.count].map(|rows| u64::from(rows) * row_bytes);
         let (from_offset, to_offset) = (at + first, base + to_row);
         if len > 0 {
             let span = SpanCopy { from, from_offset, to: window, to_offset, len };
-            self.leave_later(Step::Straight { to, span });
+            self.leave_later(NetOp::Straight { to, span });
         }
         if run.pad > 0 {
             let pad = RowRun { to_row: run.to_row + run.count, first: 0, count: 0, pad: run.pad };
-            self.leave_later(Step::Notes { target: (to, window, base), run: pad, row_bytes });
+            self.leave_later(NetOp::Notes { target: (to, window, base), run: pad, row_bytes });
         }
     }
 
@@ -116,19 +117,19 @@ impl Engine {
     }
 
     /// What crosses next. At once, if nothing is before it and it needs no copy.
-    pub(super) fn leave(&mut self, step: Step, packed: Option<Packed<'_>>) -> Result<(), Error> {
+    pub(super) fn leave(&mut self, step: NetOp, packed: Option<Packed<'_>>) -> Result<(), Error> {
         if self.outbox.queue.is_empty() && self.leaving.is_empty() {
             return self.perform(step, packed);
         }
         let behind = self.marks + u64::from(!self.leaving.is_empty());
-        self.outbox.queue.push_back(Leaving { behind, step });
+        self.outbox.queue.push_back(QueuedOp { behind, step });
         Ok(())
     }
 
     /// The same, of what a card reads on the device: when the stream has left the last mark, all
     /// that was to come before is there.
-    pub(super) fn leave_later(&mut self, step: Step) {
-        self.outbox.queue.push_back(Leaving { behind: self.marks, step });
+    pub(super) fn leave_later(&mut self, step: NetOp) {
+        self.outbox.queue.push_back(QueuedOp { behind: self.marks, step });
     }
 
     /// Enqueues the copies to the outbox, and a mark behind them.
@@ -147,7 +148,7 @@ impl Engine {
     /// afterwards.
     pub(super) fn drain(&mut self, packed: Option<Packed<'_>>) -> Result<(), Error> {
         self.cut()?;
-        while let Some(Leaving { behind, step }) = self.outbox.queue.pop_front() {
+        while let Some(QueuedOp { behind, step }) = self.outbox.queue.pop_front() {
             self.reached(behind)?;
             // Of a dead world's stream marks say nothing: whoever ends its waits lets it pass.
             self.port.lanes().health.check()?;
@@ -161,7 +162,7 @@ impl Engine {
         Ok(())
     }
 
-    fn perform(&mut self, step: Step, packed: Option<Packed<'_>>) -> Result<(), Error> {
+    fn perform(&mut self, step: NetOp, packed: Option<Packed<'_>>) -> Result<(), Error> {
         let notes = packed.map_or(&[][..], |packed| packed.notes_of_host);
         self.outbox.unsettled = true;
         step.perform(&self.port, notes, &mut self.enqueued)

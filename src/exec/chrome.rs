@@ -19,7 +19,7 @@ use std::io::{self, Write};
 
 use serde_json::{Value, json};
 
-use super::{Event, Kind, Timeline};
+use super::{Event, OpKind, Timeline};
 use crate::schedule::Flag;
 use crate::topology::NodeMap;
 
@@ -169,10 +169,10 @@ struct Arrow<'a> {
 /// All pairs. In one call a word is raised at most once for each part, so call, word and part name
 /// the signal; what ran outside calls, or waited for an earlier one, has no arrow.
 fn arrows(ranks: &[Timeline]) -> Vec<Arrow<'_>> {
-    let signals: HashMap<_, _> = in_calls(ranks, Kind::Signal)
+    let signals: HashMap<_, _> = in_calls(ranks, OpKind::Signal)
         .map(|(call, rank, event)| ((call, event.flag, event.part, event.of, event.peer), (rank, event)))
         .collect();
-    in_calls(ranks, Kind::Wait)
+    in_calls(ranks, OpKind::Wait)
         .filter(|(.., event)| !event.licence)
         .filter_map(|(call, rank, event)| {
             let &signal = signals.get(&(call, event.flag, event.part, event.of, rank))?;
@@ -182,7 +182,7 @@ fn arrows(ranks: &[Timeline]) -> Vec<Arrow<'_>> {
 }
 
 /// The events of a kind that ran in a call: index of the call, rank, event.
-fn in_calls(ranks: &[Timeline], kind: Kind) -> impl Iterator<Item = (usize, u32, &Event)> {
+fn in_calls(ranks: &[Timeline], kind: OpKind) -> impl Iterator<Item = (usize, u32, &Event)> {
     (0..).zip(ranks).flat_map(move |(rank, timeline)| {
         let events = timeline.events.iter().filter(move |event| event.kind == kind);
         events.filter_map(move |event| {
@@ -194,37 +194,37 @@ fn in_calls(ranks: &[Timeline], kind: Kind) -> impl Iterator<Item = (usize, u32,
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::exec::{Call, Span};
+    use crate::exec::{NodeSpan, TimedCall};
 
-    fn event(kind: Kind, flag: Option<Flag>, peer: u32, start_ns: u64, nanos: u64) -> Event {
-        let of = if kind == Kind::Signal { 0 } else { peer };
+    fn event(kind: OpKind, flag: Option<Flag>, peer: u32, start_ns: u64, nanos: u64) -> Event {
+        let of = if kind == OpKind::Signal { 0 } else { peer };
         Event { kind, flag, of, part: 0, licence: false, track: peer, peer, start_ns, nanos, bytes: 64 }
     }
 
-    fn call(start_ns: u64) -> Call {
-        Call { name: "dispatch".into(), start_ns, nanos: 1000 }
+    fn call(start_ns: u64) -> TimedCall {
+        TimedCall { name: "dispatch".into(), start_ns, nanos: 1000 }
     }
 
-    fn span(stream: &str, start_ns: u64) -> Span {
-        Span { stream: stream.into(), name: "experts".into(), chunk: 2, start_ns, nanos: 100 }
+    fn span(stream: &str, start_ns: u64) -> NodeSpan {
+        NodeSpan { stream: stream.into(), name: "experts".into(), chunk: 2, start_ns, nanos: 100 }
     }
 
     /// Rank 0 signals rank 1 while it waits already, and a second time outside the call.
     fn two_ranks() -> [Timeline; 2] {
         let landed = Some(Flag::Landed);
-        let late = event(Kind::Signal, landed, 1, 9000, 10);
-        let put = Event { track: 5, ..event(Kind::PutRows, None, 1, 1100, 200) };
-        let licence = Event { licence: true, ..event(Kind::Wait, Some(Flag::Read), 0, 1110, 10) };
+        let late = event(OpKind::Signal, landed, 1, 9000, 10);
+        let put = Event { track: 5, ..event(OpKind::PutRows, None, 1, 1100, 200) };
+        let licence = Event { licence: true, ..event(OpKind::Wait, Some(Flag::Read), 0, 1110, 10) };
         [
             Timeline {
                 calls: vec![call(1000)],
                 spans: vec![span("transfer 0", 1050), span("compute 0", 1400)],
-                events: vec![put, event(Kind::Signal, landed, 1, 1300, 10), late],
+                events: vec![put, event(OpKind::Signal, landed, 1, 1300, 10), late],
             },
             Timeline {
                 calls: vec![call(1100)],
                 spans: vec![span("compute 0", 1500)],
-                events: vec![licence, event(Kind::Wait, landed, 0, 1200, 150)],
+                events: vec![licence, event(OpKind::Wait, landed, 0, 1200, 150)],
             },
         ]
     }

@@ -37,36 +37,38 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Enqueued;
-use super::outbox::{Outbox, Step};
+use super::EnqueueCounts;
+use super::outbox::{NetOp, NetQueue};
 use crate::device::{
-    Context, CopyBatch, Event, MemoryOperations, PinnedMemory, Range, Span, Stream, Version, Word,
+    ByteSpan, Context, CopyBatch, DeviceRange, Event, MemOpBatch, PinnedMemory, Stream, Version, Word,
 };
 use crate::error::{DeviceError, Error};
 use crate::lane::Port;
-use crate::schedule::{Control, Flag, Index, Item, Line, Op, Operand, Operands, Place, SpanCopy, WindowId};
+use crate::schedule::{
+    ControlLayout, Flag, Index, Line, Op, Operand, Operands, PutSource, SpanCopy, TrackOp, WindowId,
+};
 use crate::topology::Route;
 
 /// What lies where, as one rank's device reaches it.
 #[derive(Clone, Debug)]
-pub struct Ground {
+pub struct DeviceMap {
     /// Per rank: what is its, if it is of this node.
-    pub ranks: Vec<Option<Near>>,
+    pub ranks: Vec<Option<LocalPeer>>,
     /// Zeros of this rank: as many as the longest pad has.
-    pub zeros: Range,
+    pub zeros: DeviceRange,
     /// The host's twin of this rank's memory, where there are other nodes, and the piece of it from
     /// which rows leave: first byte and length.
-    pub twin: Option<(Range, (u64, u64))>,
+    pub twin: Option<(DeviceRange, (u64, u64))>,
     /// This rank's words in memory of its device, a line for each flag, where rails reach that:
     /// what crosses goes straight.
-    pub words: Option<Range>,
+    pub words: Option<DeviceRange>,
 }
 
 /// What a rank of this node has.
 #[derive(Clone, Debug)]
-pub struct Near {
+pub struct LocalPeer {
     /// The window that programs call the pool.
-    pub memory: Range,
+    pub memory: DeviceRange,
     /// Flag lines that streams write.
     pub words: PinnedMemory,
     /// Whether its device is this rank's.
@@ -88,20 +90,20 @@ pub struct Awaited {
 #[derive(Clone, Copy, Debug)]
 pub struct Packed<'a> {
     /// Rows.
-    pub rows: &'a Range,
+    pub rows: &'a DeviceRange,
     /// Their first byte in this rank's memory.
     pub at: u64,
     /// Notes.
-    pub notes: &'a Range,
+    pub notes: &'a DeviceRange,
     /// The same, as rails read them.
     pub notes_of_host: &'a [u8],
 }
 
 /// Steps programs for one owner, on a stream of its own.
 #[derive(Debug)]
-pub struct Engine {
+pub struct CopyEngineStepper {
     pub(super) port: Arc<Port>,
-    pub(super) ground: Ground,
+    pub(super) ground: DeviceMap,
     pub(super) stream: Stream,
     pub(super) batched: bool,
     /// Engines make the copies of batches also within one device.
@@ -109,17 +111,17 @@ pub struct Engine {
     /// The stream awaits what peers' streams write here; else the host does.
     ahead: bool,
     /// Collected: waits, the copies behind them, and what tells of these.
-    waits: MemoryOperations,
+    waits: MemOpBatch,
     /// What these waits are for, since the last mark.
     awaited: Vec<Awaited>,
     copies: CopyBatch,
-    operations: MemoryOperations,
+    operations: MemOpBatch,
     /// Copies to the outbox, collected.
     pub(super) leaving: CopyBatch,
-    pub(super) outbox: Outbox,
+    pub(super) outbox: NetQueue,
     /// Marks that the stream was asked to leave, each a number.
     pub(super) marks: u64,
-    pub(super) enqueued: Enqueued,
+    pub(super) enqueued: EnqueueCounts,
 }
 
 /// Looks at a word between two questions to the driver whether the stream has failed.
@@ -128,30 +130,36 @@ const LOOKS: u32 = 4096;
 /// Nothing crosses where there is one node.
 pub(super) const NO_TWIN: DeviceError = DeviceError::NoEngine { operation: "cross to other nodes" };
 
-impl Engine {
+impl CopyEngineStepper {
     /// An executor on this stream, whose host may run `ahead` of it. Its lists grow with the first
     /// calls, and never again.
-    pub fn new(context: &Arc<Context>, port: Arc<Port>, ground: Ground, stream: Stream, ahead: bool) -> Self {
-        Engine {
+    pub fn new(
+        context: &Arc<Context>,
+        port: Arc<Port>,
+        ground: DeviceMap,
+        stream: Stream,
+        ahead: bool,
+    ) -> Self {
+        CopyEngineStepper {
             port,
             ground,
             batched: stream.takes_batches(),
             stream,
             hinted: context.driver().version() >= Version::OVERLAP_HINT,
             ahead,
-            waits: MemoryOperations::with_capacity(context, 0),
+            waits: MemOpBatch::with_capacity(context, 0),
             awaited: Vec::new(),
             copies: CopyBatch::with_capacity(context, 0),
-            operations: MemoryOperations::with_capacity(context, 0),
+            operations: MemOpBatch::with_capacity(context, 0),
             leaving: CopyBatch::with_capacity(context, 0),
-            outbox: Outbox::default(),
+            outbox: NetQueue::default(),
             marks: 0,
-            enqueued: Enqueued::default(),
+            enqueued: EnqueueCounts::default(),
         }
     }
 
     /// What has been enqueued since the last call of this function.
-    pub fn take_enqueued(&mut self) -> Enqueued {
+    pub fn take_enqueued(&mut self) -> EnqueueCounts {
         std::mem::take(&mut self.enqueued)
     }
 
@@ -162,7 +170,7 @@ impl Engine {
     /// cancelled.
     pub fn run(
         &mut self,
-        items: &[Item],
+        items: &[TrackOp],
         operands: &Operands<'_>,
         packed: Option<Packed<'_>>,
     ) -> Result<(), Error> {
@@ -177,13 +185,13 @@ impl Engine {
             Op::Signal { to, of, flag, level } if self.near(to).is_none() => {
                 let (value, tag) = (operands.value(level), operands.tag(to, flag, level).copied());
                 if self.guards(flag, level) {
-                    self.leave(Step::Word { to, of, flag, value }, packed)?;
+                    self.leave(NetOp::Word { to, of, flag, value }, packed)?;
                 }
-                self.leave(Step::Signal { to, of, flag, value, tag }, packed)?;
+                self.leave(NetOp::Signal { to, of, flag, value, tag }, packed)?;
                 self.cut()
             }
             Op::Signal { to, of, flag: flag @ (Flag::Landed | Flag::Read | Flag::Ready), level } => {
-                let at = Control::flag(of, flag, self.ranks());
+                let at = ControlLayout::flag(of, flag, self.ranks());
                 let word = Self::at(&self.ground, to)?.words.range().word::<u64>(at)?;
                 Ok(self.operations.write(word, operands.value(level))?)
             }
@@ -224,18 +232,18 @@ impl Engine {
             self.flush(packed)?;
         }
         let lanes = self.port.lanes();
-        let at = Control::flag(from, flag, lanes.ranks());
+        let at = ControlLayout::flag(from, flag, lanes.ranks());
         let word = Self::at(&self.ground, lanes.rank)?.words.range().word::<u64>(at)?;
         self.waits.wait(word, value)?;
         self.awaited.push(Awaited { from, flag, value });
         Ok(())
     }
 
-    fn near(&self, rank: u32) -> Option<&Near> {
+    fn near(&self, rank: u32) -> Option<&LocalPeer> {
         self.ground.ranks.get(rank as usize)?.as_ref()
     }
 
-    pub(super) fn at(ground: &Ground, rank: u32) -> Result<&Near, DeviceError> {
+    pub(super) fn at(ground: &DeviceMap, rank: u32) -> Result<&LocalPeer, DeviceError> {
         let nowhere = DeviceError::NoEngine { operation: "reach other nodes" };
         ground.ranks.get(rank as usize).and_then(Option::as_ref).ok_or(nowhere)
     }
@@ -257,19 +265,23 @@ impl Engine {
         let me = self.port.lanes().rank;
         for span in &operands.spans[first as usize..(first + count) as usize] {
             match (span.from, span.to, self.near(to).is_some()) {
-                (Place::Window { window: WindowId::CONTROL, .. }, _, false) => {
-                    self.leave(Step::Span { to, span: *span }, packed)?;
+                (PutSource::Window { window: WindowId::CONTROL, .. }, _, false) => {
+                    self.leave(NetOp::Span { to, span: *span }, packed)?;
                 }
-                (Place::Window { window: WindowId::POOL, .. }, _, false) if self.ground.words.is_some() => {
-                    self.leave_later(Step::Straight { to, span: *span });
+                (PutSource::Window { window: WindowId::POOL, .. }, _, false)
+                    if self.ground.words.is_some() =>
+                {
+                    self.leave_later(NetOp::Straight { to, span: *span });
                 }
-                (Place::Window { owner, window: WindowId::POOL }, _, false) => {
+                (PutSource::Window { owner, window: WindowId::POOL }, _, false) => {
                     self.put_across(to, owner, span, packed)?;
                 }
-                (Place::Window { owner, window: WindowId::TWIN }, WindowId::POOL, true) if owner == me => {
+                (PutSource::Window { owner, window: WindowId::HOST_STAGING }, WindowId::POOL, true)
+                    if owner == me =>
+                {
                     self.bring_in(to, span)?;
                 }
-                (Place::Window { owner, window: WindowId::POOL }, WindowId::POOL, true) => {
+                (PutSource::Window { owner, window: WindowId::POOL }, WindowId::POOL, true) => {
                     let target = Self::at(&self.ground, to)?.memory.span(span.to_offset, span.len)?;
                     let source = Self::at(&self.ground, owner)?.memory.span(span.from_offset, span.len)?;
                     self.copies.push(target, source)?;
@@ -304,23 +316,25 @@ impl Engine {
         };
         let me = self.port.lanes().rank;
         let source = match (from, packed, &self.ground.twin) {
-            (Place::Input, Some(packed), _) => packed.rows.clone(),
-            (Place::Notes, Some(packed), _) => packed.notes.clone(),
-            (Place::Window { owner, window: WindowId::TWIN }, _, Some(twin)) if owner == me => twin.0.clone(),
-            (Place::Window { owner, window: WindowId::POOL }, ..) if owner == me => {
+            (PutSource::Input, Some(packed), _) => packed.rows.clone(),
+            (PutSource::Notes, Some(packed), _) => packed.notes.clone(),
+            (PutSource::Window { owner, window: WindowId::HOST_STAGING }, _, Some(twin)) if owner == me => {
+                twin.0.clone()
+            }
+            (PutSource::Window { owner, window: WindowId::POOL }, ..) if owner == me => {
                 Self::at(&self.ground, me)?.memory.clone()
             }
             _ => return Err(DeviceError::NoEngine { operation: "move memory of the host" }.into()),
         };
-        if index != Index::Straight {
+        if index != Index::Contiguous {
             return Err(DeviceError::NoEngine { operation: "gather rows" }.into());
         }
         for run in &operands.runs[first as usize..(first + count) as usize] {
             if self.near(to).is_none() {
                 let target = (to, window, base);
                 match from {
-                    Place::Notes => self.leave(Step::Notes { target, run: *run, row_bytes }, packed)?,
-                    Place::Input if self.ground.words.is_some() => {
+                    PutSource::Notes => self.leave(NetOp::Notes { target, run: *run, row_bytes }, packed)?,
+                    PutSource::Input if self.ground.words.is_some() => {
                         let at = packed.map_or(0, |packed| packed.at) + from_offset;
                         self.rows_straight(target, at, (*run, row_bytes));
                     }
@@ -334,8 +348,8 @@ impl Engine {
             self.copies.push(memory.span(base + place, len)?, rows)?;
             self.copies.push(memory.span(base + place + len, pad)?, self.ground.zeros.span(0, pad)?)?;
             match from {
-                Place::Window { window: WindowId::TWIN, .. } => self.enqueued.in_bytes += len,
-                _ => self.count(to, len, from != Place::Notes),
+                PutSource::Window { window: WindowId::HOST_STAGING, .. } => self.enqueued.in_bytes += len,
+                _ => self.count(to, len, from != PutSource::Notes),
             }
             self.count(to, pad, true);
         }
@@ -407,12 +421,12 @@ impl Engine {
     ///
     /// # Errors
     /// [`DeviceError`].
-    pub fn copy(&mut self, to: Span<'_>, from: Span<'_>) -> Result<(), DeviceError> {
+    pub fn copy(&mut self, to: ByteSpan<'_>, from: ByteSpan<'_>) -> Result<(), DeviceError> {
         self.copies.push(to, from)
     }
 
     /// Waits until the stream is done, but not for ever: for one whose waits somebody ends.
-    pub fn run_out(&self, patience: Duration) {
+    pub fn await_queues(&self, patience: Duration) {
         let since = Instant::now();
         while self.stream.is_done() == Ok(false) && since.elapsed() < patience {
             std::thread::sleep(Duration::from_millis(1));
@@ -422,7 +436,7 @@ impl Engine {
     /// Enqueues what is collected, and waits until the stream has done all of it.
     ///
     /// # Errors
-    /// As [`Engine::run`].
+    /// As [`CopyEngineStepper::run`].
     pub fn settle(&mut self) -> Result<(), Error> {
         self.marks += 1;
         self.operations.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
@@ -431,21 +445,21 @@ impl Engine {
     }
 
     /// The word in which the stream leaves its marks: this rank's own, which no program raises.
-    pub(super) fn mark<'g>(ground: &'g Ground, port: &Port) -> Result<Word<'g, u64>, DeviceError> {
+    pub(super) fn mark<'g>(ground: &'g DeviceMap, port: &Port) -> Result<Word<'g, u64>, DeviceError> {
         let lanes = port.lanes();
-        let at = Control::flag(lanes.rank, Flag::Home, lanes.ranks());
+        let at = ControlLayout::flag(lanes.rank, Flag::Returned, lanes.ranks());
         Self::at(ground, lanes.rank)?.words.range().word(at)
     }
 
     /// Waits until the stream has left a mark.
     pub(super) fn reached(&self, mark: u64) -> Result<(), Error> {
-        if mark == 0 { Ok(()) } else { self.wait((self.port.lanes().rank, Flag::Home), mark) }
+        if mark == 0 { Ok(()) } else { self.wait((self.port.lanes().rank, Flag::Returned), mark) }
     }
 
     /// Looks at a word that a stream of rank `from` writes here, until it has the value.
     fn wait(&self, (from, flag): (u32, Flag), value: u64) -> Result<(), Error> {
         let lanes = self.port.lanes();
-        let at = Control::flag(from, flag, self.ranks());
+        let at = ControlLayout::flag(from, flag, self.ranks());
         let word = Self::at(&self.ground, lanes.rank)?.words.word(at as usize)?;
         let mut looks = 0;
         lanes.wait_for_word(word, value, (from, flag), || {
@@ -464,8 +478,8 @@ impl Engine {
 
     fn operate(
         stream: &Stream,
-        list: &mut MemoryOperations,
-        enqueued: &mut Enqueued,
+        list: &mut MemOpBatch,
+        enqueued: &mut EnqueueCounts,
     ) -> Result<(), DeviceError> {
         if !list.is_empty() {
             stream.operate(list)?;
@@ -479,13 +493,13 @@ impl Engine {
         stream: &Stream,
         batched: bool,
         list: &mut CopyBatch,
-        enqueued: &mut Enqueued,
+        enqueued: &mut EnqueueCounts,
     ) -> Result<(), DeviceError> {
         let copies = list.len() as u64;
         if copies > 0 {
             if batched {
                 stream.copy_batch(list)?;
-                enqueued.batches += copies.div_ceil(CopyBatch::AT_ONCE as u64);
+                enqueued.batches += copies.div_ceil(CopyBatch::MAX_BATCH as u64);
             } else {
                 stream.copy_each(list)?;
                 enqueued.single_copies += copies;

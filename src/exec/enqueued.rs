@@ -2,7 +2,7 @@
 
 /// What a stream was asked to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Enqueued {
+pub struct EnqueueCounts {
     /// Calls that enqueued a batch of copies.
     pub batches: u64,
     /// Copies, in batches or one by one.
@@ -20,7 +20,7 @@ pub struct Enqueued {
     pub memory_operations: u64,
     /// Bytes that left the device by memory of the host, on the way to other nodes; not among
     /// `bytes`.
-    pub out_bytes: u64,
+    pub staged_out_bytes: u64,
     /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
     pub in_bytes: u64,
     /// Puts on rails: by the planner's thread, not by its stream.
@@ -29,7 +29,7 @@ pub struct Enqueued {
     pub rail_bytes: u64,
     /// Of the puts, those of rows that cards read from memory of a device and wrote to that of
     /// another.
-    pub straight_puts: u64,
+    pub gpu_direct_puts: u64,
     /// Their bytes.
     pub straight_bytes: u64,
     /// Signals over rails, likewise.

@@ -10,17 +10,17 @@ use std::time::Instant;
 use super::{Event, Recorder};
 use crate::dtype::Dtype;
 use crate::error::Error;
-use crate::lane::{Io, Port, Reach, RowSource, Scratch};
-use crate::rows::{Arithmetic, Rows, Stores};
-use crate::schedule::{Index, Item, Op, Operand, Operands, Place, WindowId};
+use crate::lane::{Io, PeerLane, Port, RowSource, Scratch};
+use crate::rows::{Arithmetic, RowKernels, Stores};
+use crate::schedule::{Index, Op, Operand, Operands, PutSource, TrackOp, WindowId};
 
 /// What a host executor has moved since it was asked last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Moved {
+pub struct TransferCounts {
     /// Bytes of rows copied or put within the node, own rows included.
-    pub local_bytes: u64,
+    pub intra_node_bytes: u64,
     /// Bytes of rows put to other nodes.
-    pub rail_bytes: u64,
+    pub inter_node_bytes: u64,
     /// Bytes of messages, headers, and what goes with the rows.
     pub control_bytes: u64,
     /// Rows copied, zeros included.
@@ -34,11 +34,11 @@ pub struct Moved {
     pub summed_bytes: u64,
 }
 
-impl Moved {
+impl TransferCounts {
     /// Adds what was moved elsewhere.
-    pub(crate) fn add(&mut self, other: Moved) {
-        self.local_bytes += other.local_bytes;
-        self.rail_bytes += other.rail_bytes;
+    pub(crate) fn add(&mut self, other: TransferCounts) {
+        self.intra_node_bytes += other.intra_node_bytes;
+        self.inter_node_bytes += other.inter_node_bytes;
         self.control_bytes += other.control_bytes;
         self.rows += other.rows;
         self.copies += other.copies;
@@ -49,17 +49,17 @@ impl Moved {
 
 /// Steps schedules for one owner.
 #[derive(Debug)]
-pub struct Host {
+pub struct HostStepper {
     dtype: Dtype,
     recorder: Option<Arc<Recorder>>,
     scratch: Scratch,
-    moved: Moved,
+    moved: TransferCounts,
 }
 
-impl Host {
+impl HostStepper {
     /// An executor for rows of this type. A recorder, if any, sees every operation.
     pub fn new(dtype: Dtype, recorder: Option<Arc<Recorder>>) -> Self {
-        Host { dtype, recorder, scratch: Scratch::default(), moved: Moved::default() }
+        HostStepper { dtype, recorder, scratch: Scratch::default(), moved: TransferCounts::default() }
     }
 
     /// Goes on with rows of another type.
@@ -68,7 +68,7 @@ impl Host {
     }
 
     /// What has been moved since the last call of this function.
-    pub fn take_moved(&mut self) -> Moved {
+    pub fn take_moved(&mut self) -> TransferCounts {
         std::mem::take(&mut self.moved)
     }
 
@@ -79,7 +79,7 @@ impl Host {
     pub fn run(
         &mut self,
         port: &Port,
-        items: &[Item],
+        items: &[TrackOp],
         operands: &Operands<'_>,
         io: &mut Io<'_>,
         stores: Stores,
@@ -89,7 +89,7 @@ impl Host {
         }
         // Own rows and sums are followed by no signal that would order them.
         if stores == Stores::Streaming {
-            Rows::fence();
+            RowKernels::fence();
         }
         port.settle()
     }
@@ -98,12 +98,12 @@ impl Host {
     /// operation is a constant.
     ///
     /// # Errors
-    /// As [`Host::run`].
+    /// As [`HostStepper::run`].
     #[inline(always)]
     pub fn step(
         &mut self,
         port: &Port,
-        item: Item,
+        item: TrackOp,
         operands: &Operands<'_>,
         io: &mut Io<'_>,
         stores: Stores,
@@ -118,7 +118,7 @@ impl Host {
             }
             Op::Signal { to, of, flag, level } => {
                 if stores == Stores::Streaming {
-                    Rows::fence();
+                    RowKernels::fence();
                 }
                 port.signal(to, (of, flag), operands.value(level), operands.tag(to, flag, level))?;
                 self.moved.signals += 1;
@@ -187,16 +187,16 @@ impl Host {
             port.put_run(to, (window, base), run, source, stores)?;
             rows += u64::from(run.count) + u64::from(run.pad);
             copies += match index {
-                Index::Straight => u64::from(run.count > 0),
+                Index::Contiguous => u64::from(run.count > 0),
                 Index::Listed => u64::from(run.count),
             };
         }
         match from {
             // What goes with the rows is no row.
-            Place::Notes | Place::Window { window: WindowId::CONTROL, .. } => {
+            PutSource::Notes | PutSource::Window { window: WindowId::CONTROL, .. } => {
                 self.moved.control_bytes += rows * row_bytes;
             }
-            Place::Input | Place::Window { .. } => {
+            PutSource::Input | PutSource::Window { .. } => {
                 self.moved.rows += rows;
                 self.moved.copies += copies;
                 self.count(port, to, rows * row_bytes);
@@ -235,8 +235,8 @@ impl Host {
     #[inline]
     fn count(&mut self, port: &Port, to: u32, bytes: u64) {
         match port.lanes().reach[to as usize] {
-            Reach::Rail(_) => self.moved.rail_bytes += bytes,
-            _ => self.moved.local_bytes += bytes,
+            PeerLane::Rail(_) => self.moved.inter_node_bytes += bytes,
+            _ => self.moved.intra_node_bytes += bytes,
         }
     }
 }

@@ -15,33 +15,33 @@
 
 use std::sync::Arc;
 
-use super::Enqueued;
-use crate::device::{Context, CopyBatch, MemoryOperations, Range, Stream, Version};
+use super::EnqueueCounts;
+use crate::device::{Context, CopyBatch, DeviceRange, MemOpBatch, Stream, Version};
 use crate::error::{DeviceError, Error, LaneError};
 use crate::schedule::call::Part;
 use crate::schedule::stream::{PeerCopy, Piece, StreamProgram, WordOp};
-use crate::schedule::{Place, WindowId};
+use crate::schedule::{PutSource, WindowId};
 
 /// Where the windows of a group lie, as one rank's device reaches them. Ranks are positions in the
 /// group.
 pub trait PeerWindows {
     /// The window of slots of a rank, if it is of this node.
-    fn slots(&self, rank: u32) -> Option<&Range>;
+    fn slots(&self, rank: u32) -> Option<&DeviceRange>;
 
     /// The window of flags of a rank, if it is of this node.
-    fn flags(&self, rank: u32) -> Option<&Range>;
+    fn flags(&self, rank: u32) -> Option<&DeviceRange>;
 
     /// Whether a rank's device is this rank's.
     fn same_device(&self, rank: u32) -> bool;
 
     /// The host's twin of this rank's slots, where what crosses goes by it.
-    fn twin(&self) -> Option<&Range> {
+    fn twin(&self) -> Option<&DeviceRange> {
         None
     }
 
     /// Flags of this rank that speak of `of` and that a card writes, in memory of the device; else
     /// all are with [`flags`](Self::flags).
-    fn flags_of_card(&self, _of: u32) -> Option<&Range> {
+    fn flags_of_card(&self, _of: u32) -> Option<&DeviceRange> {
         None
     }
 }
@@ -53,7 +53,7 @@ pub struct Lowered {
     /// The first of the second half.
     half: usize,
     /// Of the stream, without how its copies were enqueued.
-    counts: Enqueued,
+    counts: EnqueueCounts,
     /// Engines make the copies of batches also within one device.
     hinted: bool,
 }
@@ -61,14 +61,14 @@ pub struct Lowered {
 #[derive(Debug)]
 enum Step {
     Copies(Copies),
-    Words(MemoryOperations),
+    Words(MemOpBatch),
 }
 
 /// Copies that are enqueued together.
 #[derive(Debug)]
 struct Copies {
     /// Targets and sources.
-    list: Vec<(Range, Range)>,
+    list: Vec<(DeviceRange, DeviceRange)>,
     /// The same as a batch, if the driver has such.
     batch: Option<CopyBatch>,
     /// Those within one device.
@@ -88,7 +88,7 @@ impl Lowered {
         me: u32,
         windows: &dyn PeerWindows,
     ) -> Result<Self, Error> {
-        let mut lowering = Lowering { context, me, windows, counts: Enqueued::default() };
+        let mut lowering = Lowering { context, me, windows, counts: EnqueueCounts::default() };
         let mut steps = lowering.steps(&program.pieces(Part::Start))?;
         let half = steps.len();
         steps.extend(lowering.steps(&program.pieces(Part::Finish))?);
@@ -112,20 +112,20 @@ impl Lowered {
 
     /// What both halves asked of their stream the last time; before the first time, what they ask
     /// of a stream that takes batches.
-    pub fn counts(&self) -> Enqueued {
+    pub fn counts(&self) -> EnqueueCounts {
         self.with_copies(self.counts)
     }
 
     /// `counts` with copies as this program enqueued them the last time: in batches or one by one,
     /// by engines or by SMs.
-    pub(crate) fn with_copies(&self, mut counts: Enqueued) -> Enqueued {
+    pub(crate) fn with_copies(&self, mut counts: EnqueueCounts) -> EnqueueCounts {
         (counts.batches, counts.single_copies, counts.copies_by_sms) = (0, 0, 0);
         for step in &self.steps {
             let Step::Copies(copies) = step else { continue };
             let count = copies.list.len() as u64;
             match copies.singly {
                 true => counts.single_copies += count,
-                false => counts.batches += count.div_ceil(CopyBatch::AT_ONCE as u64),
+                false => counts.batches += count.div_ceil(CopyBatch::MAX_BATCH as u64),
             }
             counts.copies_by_sms += if copies.singly || !self.hinted { copies.within } else { 0 };
         }
@@ -164,7 +164,7 @@ struct Lowering<'a> {
     context: &'a Arc<Context>,
     me: u32,
     windows: &'a dyn PeerWindows,
-    counts: Enqueued,
+    counts: EnqueueCounts,
 }
 
 impl Lowering<'_> {
@@ -176,7 +176,7 @@ impl Lowering<'_> {
         match piece {
             Piece::Copies(copies) => self.copies(copies),
             Piece::Words(words) => {
-                let mut list = MemoryOperations::with_capacity(self.context, words.len());
+                let mut list = MemOpBatch::with_capacity(self.context, words.len());
                 words.iter().try_for_each(|&word| self.word(&mut list, word))?;
                 self.counts.memory_operations += words.len() as u64;
                 Ok(Step::Words(list))
@@ -190,7 +190,7 @@ impl Lowering<'_> {
         let (mut list, mut within) = (Vec::with_capacity(copies.len()), 0);
         for &PeerCopy { to: rank, span } in copies {
             let (offset, len) = (span.from_offset, span.len);
-            let Place::Window { owner, window } = span.from else {
+            let PutSource::Window { owner, window } = span.from else {
                 return Err(LaneError::SourceBounds { offset, len, size: 0 }.into());
             };
             let from = self.window(owner, window)?.part(offset, len)?;
@@ -199,8 +199,8 @@ impl Lowering<'_> {
                 batch.push(to.span(0, len)?, from.span(0, len)?)?;
             }
             match (window, span.to) {
-                (WindowId::TWIN, _) => self.counts.in_bytes += len,
-                (_, WindowId::TWIN) => self.counts.out_bytes += len,
+                (WindowId::HOST_STAGING, _) => self.counts.in_bytes += len,
+                (_, WindowId::HOST_STAGING) => self.counts.staged_out_bytes += len,
                 _ => {
                     self.counts.bytes += len;
                     within += u64::from(self.windows.same_device(rank));
@@ -212,7 +212,7 @@ impl Lowering<'_> {
         Ok(Step::Copies(Copies { list, batch, within, singly: !batched }))
     }
 
-    fn word(&self, list: &mut MemoryOperations, word: WordOp) -> Result<(), DeviceError> {
+    fn word(&self, list: &mut MemOpBatch, word: WordOp) -> Result<(), DeviceError> {
         let of_card = |of| self.windows.flags_of_card(of);
         match word {
             WordOp::Write { at, of, offset, value } => {
@@ -230,9 +230,9 @@ impl Lowering<'_> {
         }
     }
 
-    fn window(&self, rank: u32, window: WindowId) -> Result<&Range, DeviceError> {
+    fn window(&self, rank: u32, window: WindowId) -> Result<&DeviceRange, DeviceError> {
         let window = match window {
-            WindowId::TWIN => self.windows.twin().filter(|_| rank == self.me),
+            WindowId::HOST_STAGING => self.windows.twin().filter(|_| rank == self.me),
             _ => self.windows.slots(rank),
         };
         window.ok_or(NOWHERE)

@@ -3,18 +3,18 @@
 
 use std::collections::VecDeque;
 
-use super::Enqueued;
+use super::EnqueueCounts;
 use crate::error::Error;
 use crate::lane::{Io, Port, RowSource};
 use crate::plan::RowRun;
 use crate::rows::Stores;
-use crate::schedule::{Control, Flag, Index, Place, SpanCopy, Tag, WindowId};
+use crate::schedule::{ControlLayout, Flag, Index, PutSource, SpanCopy, Tag, WindowId};
 
 /// What is to cross.
 #[derive(Debug, Default)]
-pub struct Outbox {
+pub struct NetQueue {
     /// In order.
-    pub queue: VecDeque<Leaving>,
+    pub queue: VecDeque<QueuedOp>,
     /// Bytes of the outbox that are taken.
     pub used: u64,
     /// Something was put since the rails were settled.
@@ -23,16 +23,16 @@ pub struct Outbox {
 
 /// One step, and the mark that the stream leaves when what it needs is in the outbox.
 #[derive(Debug)]
-pub struct Leaving {
+pub struct QueuedOp {
     /// The mark; what needs none has that of the step before.
     pub behind: u64,
     /// The step.
-    pub step: Step,
+    pub step: NetOp,
 }
 
 /// What a rail is asked.
 #[derive(Clone, Copy, Debug)]
-pub enum Step {
+pub enum NetOp {
     /// A span of memory of the host: of the outbox, or of the control window.
     Span { to: u32, span: SpanCopy },
     /// A span of memory of a device of this node.
@@ -47,27 +47,28 @@ pub enum Step {
     Signal { to: u32, of: u32, flag: Flag, value: u64, tag: Option<Tag> },
 }
 
-impl Step {
+impl NetOp {
     /// Puts or signals.
-    pub fn perform(self, port: &Port, notes: &[u8], done: &mut Enqueued) -> Result<(), Error> {
+    pub fn perform(self, port: &Port, notes: &[u8], done: &mut EnqueueCounts) -> Result<(), Error> {
         match self {
-            Step::Span { to, span } | Step::Straight { to, span } => {
+            NetOp::Span { to, span } | NetOp::Straight { to, span } => {
                 port.put(to, &span, &Io::default(), Stores::Cached)?;
             }
-            Step::Word { to, of, flag, value } => {
-                let (word, to_offset) = (value.to_le_bytes(), Control::flag(of, flag, port.lanes().ranks()));
-                let (from, len) = (Place::Input, word.len() as u64);
+            NetOp::Word { to, of, flag, value } => {
+                let (word, to_offset) =
+                    (value.to_le_bytes(), ControlLayout::flag(of, flag, port.lanes().ranks()));
+                let (from, len) = (PutSource::Input, word.len() as u64);
                 let span = SpanCopy { from, from_offset: 0, to: WindowId::POOL, to_offset, len };
                 port.put(to, &span, &Io { input: &word, ..Io::default() }, Stores::Cached)?;
             }
-            Step::Rows { target, run, at, row_bytes } => {
-                let outbox = Place::Window { owner: port.lanes().rank, window: WindowId::TWIN };
+            NetOp::Rows { target, run, at, row_bytes } => {
+                let outbox = PutSource::Window { owner: port.lanes().rank, window: WindowId::HOST_STAGING };
                 let len = u64::from(run.count) * row_bytes;
                 let bytes = port.source(outbox, at, Some(len), &Io::default())?;
                 put_run(port, target, run, (bytes, row_bytes))?;
             }
-            Step::Notes { target, run, row_bytes } => put_run(port, target, run, (notes, row_bytes))?,
-            Step::Signal { to, of, flag, value, tag } => {
+            NetOp::Notes { target, run, row_bytes } => put_run(port, target, run, (notes, row_bytes))?,
+            NetOp::Signal { to, of, flag, value, tag } => {
                 port.signal(to, (of, flag), value, tag.as_ref())?;
             }
         }
@@ -76,20 +77,20 @@ impl Step {
     }
 
     /// Counts it.
-    pub fn count(&self, done: &mut Enqueued) {
+    pub fn count(&self, done: &mut EnqueueCounts) {
         let bytes = match *self {
-            Step::Signal { .. } => {
+            NetOp::Signal { .. } => {
                 done.rail_signals += 1;
                 return;
             }
-            Step::Span { span, .. } => span.len,
-            Step::Straight { span, .. } => {
-                done.straight_puts += 1;
+            NetOp::Span { span, .. } => span.len,
+            NetOp::Straight { span, .. } => {
+                done.gpu_direct_puts += 1;
                 done.straight_bytes += span.len;
                 span.len
             }
-            Step::Word { value, .. } => size_of_val(&value) as u64,
-            Step::Rows { run, row_bytes, .. } | Step::Notes { run, row_bytes, .. } => {
+            NetOp::Word { value, .. } => size_of_val(&value) as u64,
+            NetOp::Rows { run, row_bytes, .. } | NetOp::Notes { run, row_bytes, .. } => {
                 u64::from(run.count + run.pad) * row_bytes
             }
         };
@@ -104,6 +105,6 @@ fn put_run(
     run: RowRun,
     (bytes, row_bytes): (&[u8], u64),
 ) -> Result<(), Error> {
-    let source = RowSource { bytes, row_bytes, rows: &[], index: Index::Straight };
+    let source = RowSource { bytes, row_bytes, rows: &[], index: Index::Contiguous };
     port.put_run(to, (window, base), run, source, Stores::Cached)
 }

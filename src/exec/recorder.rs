@@ -15,14 +15,14 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Place, Work};
+use crate::error::{NodeInfo, NodeLabel};
 use crate::lane::now;
-use crate::schedule::{Flag, Item, Level, Op};
+use crate::schedule::{Flag, FlagValue, Op, TrackOp};
 
 /// Kinds of operations, as timelines tell them apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum OpKind {
     /// Spans copied to a peer.
     Put,
     /// Rows copied to a peer, gathered on the way.
@@ -35,18 +35,18 @@ pub enum Kind {
     Reduce,
 }
 
-impl Kind {
+impl OpKind {
     /// All kinds.
-    pub const ALL: [Kind; 5] = [Kind::Put, Kind::PutRows, Kind::Signal, Kind::Wait, Kind::Reduce];
+    pub const ALL: [OpKind; 5] = [OpKind::Put, OpKind::PutRows, OpKind::Signal, OpKind::Wait, OpKind::Reduce];
 
     /// Name in timelines.
     pub const fn name(self) -> &'static str {
         match self {
-            Kind::Put => "put",
-            Kind::PutRows => "put rows",
-            Kind::Signal => "signal",
-            Kind::Wait => "wait",
-            Kind::Reduce => "reduce",
+            OpKind::Put => "put",
+            OpKind::PutRows => "put rows",
+            OpKind::Signal => "signal",
+            OpKind::Wait => "wait",
+            OpKind::Reduce => "reduce",
         }
     }
 }
@@ -55,7 +55,7 @@ impl Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
     /// What it did.
-    pub kind: Kind,
+    pub kind: OpKind,
     /// The flag that was raised or awaited.
     #[serde(with = "flag_name")]
     pub flag: Option<Flag>,
@@ -79,21 +79,21 @@ pub struct Event {
 
 impl Event {
     /// The event of an operation that began at `start` and has just ended.
-    pub fn new(item: &Item, bytes: u64, start: Instant) -> Self {
+    pub fn new(item: &TrackOp, bytes: u64, start: Instant) -> Self {
         let (kind, peer, of, flag, level) = match item.op {
-            Op::Put { to, .. } => (Kind::Put, to, to, None, Level::Call),
-            Op::PutRows { to, .. } => (Kind::PutRows, to, to, None, Level::Call),
-            Op::Signal { to, of, flag, level } => (Kind::Signal, to, of, Some(flag), level),
-            Op::Wait { from, flag, level } => (Kind::Wait, from, from, Some(flag), level),
-            Op::Reduce { .. } => (Kind::Reduce, item.track, item.track, None, Level::Call),
+            Op::Put { to, .. } => (OpKind::Put, to, to, None, FlagValue::Call),
+            Op::PutRows { to, .. } => (OpKind::PutRows, to, to, None, FlagValue::Call),
+            Op::Signal { to, of, flag, level } => (OpKind::Signal, to, of, Some(flag), level),
+            Op::Wait { from, flag, level } => (OpKind::Wait, from, from, Some(flag), level),
+            Op::Reduce { .. } => (OpKind::Reduce, item.track, item.track, None, FlagValue::Call),
         };
         let (start_ns, nanos) = since(start);
         Event {
             kind,
             flag,
             of,
-            part: if let Level::Part(part) = level { part } else { 0 },
-            licence: level == Level::LastReturn,
+            part: if let FlagValue::Part(part) = level { part } else { 0 },
+            licence: level == FlagValue::LastReturn,
             track: item.track,
             peer,
             start_ns,
@@ -110,7 +110,7 @@ impl fmt::Display for Event {
             write!(f, " {}", flag.name())?;
         }
         match self.kind {
-            Kind::Reduce => Ok(()),
+            OpKind::Reduce => Ok(()),
             _ => write!(f, " {}", self.peer),
         }
     }
@@ -118,7 +118,7 @@ impl fmt::Display for Event {
 
 /// A call that its caller timed: it encloses the operations that ran in it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Call {
+pub struct TimedCall {
     /// What the caller calls it.
     pub name: String,
     /// Begin, in nanoseconds of the monotonic clock.
@@ -127,7 +127,7 @@ pub struct Call {
     pub nanos: u64,
 }
 
-impl Call {
+impl TimedCall {
     /// Whether an operation began in this call.
     pub fn holds(&self, event: &Event) -> bool {
         (self.start_ns..self.start_ns + self.nanos).contains(&event.start_ns)
@@ -136,7 +136,7 @@ impl Call {
 
 /// What a stream of an overlap did to one chunk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Span {
+pub struct NodeSpan {
     /// The stream: "compute 0".
     pub stream: String,
     /// What it did: "experts".
@@ -153,10 +153,10 @@ pub struct Span {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Timeline {
     /// Calls, in order.
-    pub calls: Vec<Call>,
+    pub calls: Vec<TimedCall>,
     /// Nodes of overlaps, in the order in which they ended.
     #[serde(default)]
-    pub spans: Vec<Span>,
+    pub spans: Vec<NodeSpan>,
     /// Operations, in the order in which they ended.
     pub events: Vec<Event>,
 }
@@ -191,18 +191,18 @@ impl Recorder {
         let (start_ns, nanos) = since(start);
         let mut timeline = self.timeline.lock().unwrap_or_else(PoisonError::into_inner);
         if timeline.calls.len() < self.bound {
-            timeline.calls.push(Call { name: name.to_owned(), start_ns, nanos });
+            timeline.calls.push(TimedCall { name: name.to_owned(), start_ns, nanos });
         }
         done
     }
 
     /// Keeps what a stream has just done since `start`, if there is room.
-    pub fn span(&self, place: Place, start: Instant) {
+    pub fn span(&self, place: NodeInfo, start: Instant) {
         let (start_ns, nanos) = since(start);
-        let Place { work: Work { name, chunk }, stream } = place;
+        let NodeInfo { work: NodeLabel { name, chunk }, stream } = place;
         let mut timeline = self.timeline.lock().unwrap_or_else(PoisonError::into_inner);
         if timeline.spans.len() < self.bound {
-            timeline.spans.push(Span {
+            timeline.spans.push(NodeSpan {
                 stream: stream.to_string(),
                 name: name.to_owned(),
                 chunk,
@@ -266,18 +266,18 @@ mod flag_name {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Stream;
-    use crate::schedule::Slot;
+    use crate::error::StreamId;
+    use crate::schedule::OperandId;
 
     fn event(op: Op) -> Event {
-        Event::new(&Item { track: 3, op }, 7, Instant::now())
+        Event::new(&TrackOp { track: 3, op }, 7, Instant::now())
     }
 
     #[test]
     fn what_is_beyond_the_bound_is_not_kept_until_the_recorder_is_emptied() {
         let recorder = Recorder::new(2);
-        let sum = event(Op::Reduce { slot: Slot(0) });
-        let place = Place { work: Work { name: "experts", chunk: 3 }, stream: Stream::Compute(1) };
+        let sum = event(Op::Reduce { slot: OperandId(0) });
+        let place = NodeInfo { work: NodeLabel { name: "experts", chunk: 3 }, stream: StreamId::Compute(1) };
         for _ in 0..3 {
             recorder.record(sum);
             recorder.call("call", || ());
@@ -285,7 +285,7 @@ mod tests {
         }
         let taken = recorder.take();
         assert_eq!((taken.events.len(), taken.calls.len(), taken.spans.len()), (2, 2, 2));
-        let Span { stream, name, chunk, .. } = &taken.spans[0];
+        let NodeSpan { stream, name, chunk, .. } = &taken.spans[0];
         assert_eq!((stream.as_str(), name.as_str(), *chunk), ("compute 1", "experts", 3));
         assert_eq!(recorder.take(), Timeline::default());
         recorder.record(sum);
@@ -295,7 +295,7 @@ mod tests {
     #[test]
     fn a_call_holds_the_operations_in_it_and_no_others() {
         let recorder = Recorder::new(8);
-        let wait = Op::Wait { from: 1, flag: Flag::Landed, level: Level::Call };
+        let wait = Op::Wait { from: 1, flag: Flag::Landed, level: FlagValue::Call };
         let before = event(wait);
         let during = recorder.call("dispatch", || event(wait));
         let after = event(wait);
@@ -307,12 +307,12 @@ mod tests {
 
     #[test]
     fn events_are_named_by_operation_flag_and_peer() {
-        let (flag, slot) = (Flag::Landed, Slot(0));
+        let (flag, slot) = (Flag::Landed, OperandId(0));
         let names = [
             Op::Put { to: 1, slot },
             Op::PutRows { to: 2, slot },
-            Op::Signal { to: 4, of: 1, flag, level: Level::Call },
-            Op::Wait { from: 5, flag: Flag::Read, level: Level::LastReturn },
+            Op::Signal { to: 4, of: 1, flag, level: FlagValue::Call },
+            Op::Wait { from: 5, flag: Flag::Read, level: FlagValue::LastReturn },
             Op::Reduce { slot },
         ]
         .map(|op| event(op).to_string());
@@ -323,8 +323,8 @@ mod tests {
     fn a_timeline_survives_the_way_to_another_rank() {
         let recorder = Recorder::new(8);
         recorder.call("combine", || {
-            recorder.record(event(Op::Wait { from: 5, flag: Flag::Read, level: Level::LastReturn }));
-            recorder.record(event(Op::Reduce { slot: Slot(0) }));
+            recorder.record(event(Op::Wait { from: 5, flag: Flag::Read, level: FlagValue::LastReturn }));
+            recorder.record(event(Op::Reduce { slot: OperandId(0) }));
         });
         let timeline = recorder.take();
         assert!(timeline.events[0].licence && !timeline.events[1].licence);

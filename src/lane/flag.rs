@@ -17,7 +17,7 @@ use std::time::Duration;
 use rustix::thread::futex;
 
 use crate::memory::access;
-use crate::schedule::{Calls, Control, Tag};
+use crate::schedule::{Calls, ControlLayout, Tag};
 
 /// View of one flag line in mapped memory.
 #[derive(Clone, Copy, Debug)]
@@ -67,7 +67,7 @@ impl<'a> FlagLine<'a> {
     /// The tag that came with this value.
     pub fn tag(self, value: u64) -> Tag {
         let at = tag_at(value);
-        access::read(self.words[at].as_ptr().cast(), Control::TAG_BYTES);
+        access::read(self.words[at].as_ptr().cast(), ControlLayout::TAG_BYTES);
         Tag::from_words(std::array::from_fn(|i| self.words[at + i].load(Ordering::Relaxed)))
     }
 
@@ -112,7 +112,7 @@ fn fence() {
 }
 
 fn tag_at(value: u64) -> usize {
-    ((Control::TAGS + Calls::parity_of(value) * Control::TAG_BYTES) / 8) as usize
+    ((ControlLayout::TAGS + Calls::parity_of(value) * ControlLayout::TAG_BYTES) / 8) as usize
 }
 
 fn half(word: &AtomicU64, index: usize) -> &AtomicU32 {

@@ -11,26 +11,26 @@
 //!
 //! Rows for other nodes are written to scratch of this rank, and sums over their rows read scratch.
 //! So each byte of the plan is written once, on one side of the network. Between machines as many
-//! bytes are sent instead, in bare writes ([`Raw`]).
+//! bytes are sent instead, in bare writes ([`RawWrites`]).
 
 use std::sync::Arc;
 
-use super::raw::Raw;
-use super::{Port, Window};
-use crate::dtype::Wire;
+use super::raw::RawWrites;
+use super::{MappedWindow, Port};
+use crate::dtype::PartialDtype;
 use crate::error::{Error, LaneError};
-use crate::plan::{Bins, Chunk, Forward, Layout, RowRun, Term};
-use crate::rows::{Arithmetic, GroupedSum, Out, Rows, Stores};
-use crate::schedule::{Sum, WindowId};
+use crate::plan::{Bins, DispatchLayout, RelayPlan, RowBuffer, RowRun, Summand};
+use crate::rows::{Arithmetic, GroupedSum, RowKernels, Stores, SumOutput};
+use crate::schedule::{SumOperands, WindowId};
 use crate::topology::Route;
 
 /// The moves of a dispatch and its combine.
 #[derive(Clone, Copy, Debug)]
 pub struct Moves<'a> {
     /// This rank's own rows.
-    pub layout: &'a Layout,
+    pub layout: &'a DispatchLayout,
     /// The rows that it relays.
-    pub forward: &'a Forward,
+    pub forward: &'a RelayPlan,
     /// The bins that rows are counted by.
     pub bins: &'a Bins,
     /// Bytes of a row that goes out.
@@ -42,9 +42,9 @@ pub struct Moves<'a> {
     /// Per rank, where rows land in its pool.
     pub landing: &'a [u64],
     /// The sum of what comes back, each chunk where its owner offers it.
-    pub sum: Sum<'a>,
+    pub sum: SumOperands<'a>,
     /// [`RAW`](super::RAW) bytes at each rank, for what goes to other machines.
-    pub scratch: &'a Window,
+    pub scratch: &'a MappedWindow,
 }
 
 /// A call's moves, ready to run. It keeps the port alive whose windows it holds addresses of. A
@@ -54,7 +54,7 @@ pub struct Floor {
     _port: Arc<Port>,
     /// Memory that is read and written in place of other nodes' memory.
     _scratch: Scratch,
-    kernels: Rows,
+    kernels: RowKernels,
     row_bytes: usize,
     home_bytes: usize,
     input_rows: usize,
@@ -62,7 +62,7 @@ pub struct Floor {
     rows: Vec<u32>,
     home: Vec<FloorCopy>,
     /// Rows for other machines in a dispatch, and in a combine.
-    raw: [Raw; 2],
+    raw: [RawWrites; 2],
     /// Sums for other nodes, to `outbox`, one after another.
     partials: FloorSums,
     partial_bytes: usize,
@@ -94,7 +94,7 @@ struct FloorSums {
     starts: Vec<u32>,
     groups: Vec<u32>,
     group_starts: Vec<u32>,
-    wire: Wire,
+    wire: PartialDtype,
 }
 
 impl FloorSums {
@@ -109,9 +109,9 @@ impl FloorSums {
     unsafe fn take(
         &self,
         nth: usize,
-        kernels: Rows,
+        kernels: RowKernels,
         (dtype, columns): (Arithmetic, usize),
-        (out, stores): (Out, Stores),
+        (out, stores): (SumOutput, Stores),
     ) {
         let (first, last) = (self.starts[nth] as usize, self.starts[nth + 1] as usize);
         let next = self.starts.get(nth + 2).map_or(last, |&next| next as usize);
@@ -157,7 +157,7 @@ impl Port {
     pub fn floor(self: &Arc<Self>, moves: &Moves<'_>) -> Result<Floor, Error> {
         let mut scratch = Scratch::default();
         let (mut runs, mut rows) = (Vec::new(), moves.layout.rows.clone());
-        let mut raw = [(); 2].map(|()| Raw::new(self.shared_lanes(), moves.scratch.clone()));
+        let mut raw = [(); 2].map(|()| RawWrites::new(self.shared_lanes(), moves.scratch.clone()));
         self.own_runs(moves, &mut raw[0], &mut scratch, &mut runs)?;
         self.relayed_runs(moves, &mut scratch, &mut runs, &mut rows)?;
         let home = self.relayed_home(moves, &mut raw[1], &mut scratch)?;
@@ -167,7 +167,7 @@ impl Port {
             starts: sum.starts.to_vec(),
             groups: sum.groups.to_vec(),
             group_starts: sum.group_starts.to_vec(),
-            wire: if sum.groups.is_empty() { Wire::F32 } else { sum.wire },
+            wire: if sum.groups.is_empty() { PartialDtype::F32 } else { sum.wire },
         };
         let partials = &moves.forward.partials;
         let partials = FloorSums {
@@ -199,7 +199,7 @@ impl Port {
     fn own_runs(
         &self,
         moves: &Moves<'_>,
-        raw: &mut Raw,
+        raw: &mut RawWrites,
         scratch: &mut Scratch,
         runs: &mut Vec<FloorRun>,
     ) -> Result<(), Error> {
@@ -223,7 +223,7 @@ impl Port {
                     continue;
                 }
                 let offset = moves.landing[peer as usize] + u64::from(run.to_row) * moves.row_bytes;
-                let to = match self.lanes().paths().near(peer) {
+                let to = match self.lanes().paths().same_node(peer) {
                     true => self.range(peer, WindowId::POOL, offset, bytes(run))?.cast_mut(),
                     false => scratch.take(bytes(run)),
                 };
@@ -284,7 +284,7 @@ impl Port {
     fn relayed_home(
         &self,
         moves: &Moves<'_>,
-        raw: &mut Raw,
+        raw: &mut RawWrites,
         scratch: &mut Scratch,
     ) -> Result<Vec<FloorCopy>, Error> {
         let (paths, row_bytes) = (self.lanes().paths(), moves.home_bytes);
@@ -320,7 +320,7 @@ impl Port {
     /// Per owner: its chunk where it offers it, or scratch in place of returned rows.
     fn chunks_of(&self, moves: &Moves<'_>, scratch: &mut Scratch) -> Result<Vec<*const u8>, Error> {
         let sum = &moves.sum;
-        let chunk = |(owner, chunk): (u32, &Chunk)| match self.lanes().paths().near(owner) {
+        let chunk = |(owner, chunk): (u32, &RowBuffer)| match self.lanes().paths().same_node(owner) {
             true => Ok(self.range(owner, WindowId::POOL, sum.bases[owner as usize], chunk.bytes())?),
             false => Ok(scratch.take(chunk.bytes()).cast_const()),
         };
@@ -329,8 +329,8 @@ impl Port {
 }
 
 /// Points at the rows of some terms. The chunks are there as a whole.
-fn point(terms: &[Term], at: &[*const u8], chunks: &[Chunk]) -> Result<Vec<*const u8>, Error> {
-    let row = |term: &Term| {
+fn point(terms: &[Summand], at: &[*const u8], chunks: &[RowBuffer]) -> Result<Vec<*const u8>, Error> {
+    let row = |term: &Summand| {
         let chunk = &chunks[term.owner as usize];
         if term.row >= chunk.rows {
             return Err(bounds(term.row, chunk.rows));
@@ -365,7 +365,7 @@ impl Floor {
             }
         }
         self.raw[0].write();
-        Rows::fence();
+        RowKernels::fence();
     }
 
     /// Sums all tokens into `output`, `[tokens, row]`. A shorter output is left as it is.
@@ -381,16 +381,16 @@ impl Floor {
         for nth in 0..self.partials.count() {
             // SAFETY: terms were checked when this was built; the outbox has room for all, one after another.
             unsafe {
-                let out = Out::Partial(self.outbox.add(nth * self.partial_bytes));
+                let out = SumOutput::Partial(self.outbox.add(nth * self.partial_bytes));
                 self.partials.take(nth, self.kernels, row, (out, stores));
             }
         }
         self.raw[1].write();
         for (token, out) in output.chunks_exact_mut(self.home_bytes).enumerate().take(self.input_rows) {
-            let out = Out::Total(out.as_mut_ptr());
+            let out = SumOutput::Total(out.as_mut_ptr());
             // SAFETY: terms were checked when this was built; `out` is one row.
             unsafe { self.tokens.take(token, self.kernels, row, (out, stores)) };
         }
-        Rows::fence();
+        RowKernels::fence();
     }
 }

@@ -3,35 +3,35 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::rail::Rail;
-use super::wait::Patience;
+use super::rail::NetConnection;
+use super::wait::WaitLimits;
 use crate::bootstrap::Health;
 use crate::error::LaneError;
-use crate::rows::Rows;
+use crate::rows::RowKernels;
 use crate::schedule::Flag;
 use crate::topology::{NodeMap, Paths, Route};
 
 /// How a rank reaches another.
 #[derive(Clone, Debug)]
-pub enum Reach {
+pub enum PeerLane {
     /// It is this rank itself.
     Own,
     /// By loads and stores: the shm lane.
     Load,
     /// Over a wire.
-    Rail(Arc<dyn Rail>),
+    Rail(Arc<dyn NetConnection>),
     /// Not by itself: what goes there goes by a relay.
     Relayed,
 }
 
-impl Reach {
+impl PeerLane {
     /// Name of the lane, for reports and errors.
     pub fn name(&self) -> &'static str {
         match self {
-            Reach::Own => "own",
-            Reach::Load => "shm",
-            Reach::Rail(rail) => rail.lane(),
-            Reach::Relayed => "relay",
+            PeerLane::Own => "own",
+            PeerLane::Load => "shm",
+            PeerLane::Rail(rail) => rail.lane(),
+            PeerLane::Relayed => "relay",
         }
     }
 }
@@ -48,9 +48,9 @@ pub struct Lanes {
     /// How rows reach other nodes, which decides the connections.
     pub route: Route,
     /// The lane to each rank.
-    pub reach: Vec<Reach>,
+    pub reach: Vec<PeerLane>,
     /// Vector loops of this machine.
-    pub rows: Rows,
+    pub rows: RowKernels,
     /// Whether the world is alive.
     pub health: Arc<Health>,
     /// How long a live but silent rank is waited for.
@@ -69,7 +69,7 @@ impl Lanes {
     /// this rank's own relay.
     pub fn writer_of(&self, peer: u32) -> u32 {
         match self.reach.get(peer as usize) {
-            Some(Reach::Relayed) => self.paths().of(peer).relay_to(self.rank),
+            Some(PeerLane::Relayed) => self.paths().of(peer).relay_to(self.rank),
             _ => peer,
         }
     }
@@ -78,21 +78,21 @@ impl Lanes {
     /// longer if the writer itself has to wait for others first: it knows the late rank better, so
     /// its report should come first. This holds for relays, and for a rank of another node that
     /// reports its whole node.
-    pub fn patience_for(&self, peer: u32, flag: Flag) -> Patience<'_> {
+    pub fn patience_for(&self, peer: u32, flag: Flag) -> WaitLimits<'_> {
         let patience = self.patience(self.writer_of(peer));
         let waits_itself = match (self.reach.get(peer as usize), flag) {
-            (Some(Reach::Relayed | Reach::Own), _) | (Some(Reach::Rail(_)), Flag::Entry) => true,
+            (Some(PeerLane::Relayed | PeerLane::Own), _) | (Some(PeerLane::Rail(_)), Flag::Entry) => true,
             // Written by this rank's own relay.
-            (Some(Reach::Rail(_)), Flag::Landed) => self.route == Route::Pxn,
+            (Some(PeerLane::Rail(_)), Flag::Landed) => self.route == Route::Pxn,
             _ => false,
         };
         let more = if waits_itself { patience.deadline / 8 } else { Duration::ZERO };
-        Patience { deadline: patience.deadline + more, ..patience }
+        WaitLimits { deadline: patience.deadline + more, ..patience }
     }
 
     /// Limits of a wait for `peer`.
-    pub fn patience(&self, peer: u32) -> Patience<'_> {
-        Patience {
+    pub fn patience(&self, peer: u32) -> WaitLimits<'_> {
+        WaitLimits {
             health: &self.health,
             crowded: self.crowded,
             deadline: self.deadline,
@@ -113,9 +113,9 @@ impl Lanes {
         self.rails().find_map(|rail| rail.fault())
     }
 
-    fn rails(&self) -> impl Iterator<Item = &dyn Rail> {
+    fn rails(&self) -> impl Iterator<Item = &dyn NetConnection> {
         self.reach.iter().filter_map(|reach| match reach {
-            Reach::Rail(rail) => Some(rail.as_ref()),
+            PeerLane::Rail(rail) => Some(rail.as_ref()),
             _ => None,
         })
     }

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use super::port::Port;
-use super::rail::{Rail, Stuck};
-use super::wait::{self, Interrupted, NAP, Patience, Waiter};
-use super::{FlagLine, Reach};
+use super::rail::{NetConnection, SendBlocked};
+use super::wait::{self, SLEEP_INTERVAL, WaitError, WaitLimits, Waiter};
+use super::{FlagLine, PeerLane};
 use crate::bootstrap::Health;
 use crate::error::{Error, LaneError};
-use crate::rows::Rows;
+use crate::rows::RowKernels;
 use crate::schedule::Flag;
 
 impl Port {
@@ -21,7 +21,7 @@ impl Port {
     pub fn wait(&self, from: u32, flag: Flag, value: u64) -> Result<(), Error> {
         let reach = self.reach(from)?;
         let line = self.flag(from, flag)?;
-        match wait::glimpse(line, value, self.lanes.crowded) {
+        match wait::poll_once(line, value, self.lanes.crowded) {
             true => Ok(()),
             false => self.outlast(line, (from, flag), value, reach.name()),
         }
@@ -36,12 +36,12 @@ impl Port {
         lane: &'static str,
     ) -> Result<(), Error> {
         let patience = self.lanes.patience_for(from, flag);
-        wait::outlast(line, value, patience, || self.lanes.progress()).map_err(|(seen, why)| match why {
-            Interrupted::Dead(cause) => self.lanes.fault().map_or(cause.into(), Error::from),
-            Interrupted::Asked => {
+        wait::wait_slow(line, value, patience, || self.lanes.progress()).map_err(|(seen, why)| match why {
+            WaitError::Dead(cause) => self.lanes.fault().map_or(cause.into(), Error::from),
+            WaitError::Asked => {
                 LaneError::Interrupted { rank: self.lanes.rank, peer: self.lanes.writer_of(from) }.into()
             }
-            Interrupted::Late { waited } => LaneError::Deadline {
+            WaitError::Late { waited } => LaneError::Deadline {
                 rank: self.lanes.rank,
                 peer: self.lanes.writer_of(from),
                 lane,
@@ -60,9 +60,9 @@ impl Port {
     /// # Errors
     /// [`LaneError::Deadline`] if a peer takes nothing, or the world's cause.
     pub fn quiet(&self) -> Result<(), Error> {
-        Rows::fence();
+        RowKernels::fence();
         for (reach, to) in self.lanes.reach.iter().zip(0..) {
-            if let Reach::Rail(rail) = reach {
+            if let PeerLane::Rail(rail) = reach {
                 rail.flush(self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))?;
             }
         }
@@ -76,7 +76,7 @@ impl Port {
     pub fn settle(&self) -> Result<(), Error> {
         self.attend();
         for (reach, to) in self.lanes.reach.iter().zip(0..) {
-            if let Reach::Rail(rail) = reach {
+            if let PeerLane::Rail(rail) = reach {
                 rail.settle(self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))?;
             }
         }
@@ -90,7 +90,7 @@ impl Port {
     /// As [`Port::quiet`].
     #[inline]
     pub fn settle_with(&self, to: u32) -> Result<(), Error> {
-        if let Reach::Rail(_) = self.reach(to)? { self.settle() } else { Ok(()) }
+        if let PeerLane::Rail(_) = self.reach(to)? { self.settle() } else { Ok(()) }
     }
 
     /// Attends to all rails in turn until all have settled, so that none stands still while another
@@ -100,7 +100,7 @@ impl Port {
         loop {
             let (mut open, mut moved) = (None, false);
             for (reach, to) in self.lanes.reach.iter().zip(0..) {
-                if let Reach::Rail(rail) = reach
+                if let PeerLane::Rail(rail) = reach
                     && !rail.settled()
                 {
                     open = open.or(Some(to));
@@ -113,13 +113,13 @@ impl Port {
                 continue;
             }
             let waiter = waiter.get_or_insert_with(|| Waiter::new(self.lanes.patience(to)));
-            if waiter.turn(|slice| std::thread::sleep(slice.min(NAP))).is_err() {
+            if waiter.turn(|slice| std::thread::sleep(slice.min(SLEEP_INTERVAL))).is_err() {
                 return;
             }
         }
     }
 
-    pub(super) fn stuck(&self, rail: &dyn Rail, to: u32, stuck: Stuck) -> Error {
+    pub(super) fn stuck(&self, rail: &dyn NetConnection, to: u32, stuck: SendBlocked) -> Error {
         explain(rail, (self.lanes.rank, to), stuck)
     }
 }
@@ -128,16 +128,17 @@ impl Port {
 ///
 /// # Errors
 /// As [`Port::quiet`].
-pub fn flush(rail: &dyn Rail, health: &Health, deadline: Duration, rank: u32) -> Result<(), Error> {
-    let patience = Patience { health, crowded: true, awaited: rail.peer(), deadline, silent: !rail.wakes() };
+pub fn flush(rail: &dyn NetConnection, health: &Health, deadline: Duration, rank: u32) -> Result<(), Error> {
+    let patience =
+        WaitLimits { health, crowded: true, awaited: rail.peer(), deadline, silent: !rail.wakes() };
     rail.flush(patience).map_err(|stuck| explain(rail, (rank, rail.peer()), stuck))
 }
 
-fn explain(rail: &dyn Rail, (rank, peer): (u32, u32), stuck: Stuck) -> Error {
+fn explain(rail: &dyn NetConnection, (rank, peer): (u32, u32), stuck: SendBlocked) -> Error {
     match stuck.why {
-        Interrupted::Dead(cause) => rail.fault().map_or(cause.into(), Error::from),
-        Interrupted::Asked => LaneError::Interrupted { rank, peer }.into(),
-        Interrupted::Late { waited } => LaneError::Deadline {
+        WaitError::Dead(cause) => rail.fault().map_or(cause.into(), Error::from),
+        WaitError::Asked => LaneError::Interrupted { rank, peer }.into(),
+        WaitError::Late { waited } => LaneError::Deadline {
             rank,
             peer,
             lane: rail.lane(),

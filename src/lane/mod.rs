@@ -42,21 +42,21 @@ mod word;
 pub use clock::now;
 pub use flag::FlagLine;
 pub use floor::{Floor, Moves};
-pub use group::{Lanes, Reach};
+pub use group::{Lanes, PeerLane};
 pub use landing::flush;
 pub use port::Port;
 pub use rail::Counters as RailCounters;
 pub use rail::is_copied;
-pub use rail::{
-    Adapter, Card, Egress, Ground, LOOP, LoopWires, Rail, Region, Setup, Target, TcpWires, WireEnd,
-    WireOffer, Wiring,
-};
-pub use rail::{Detour, DeviceMemory, NoDmaBuf, Registration};
+pub use rail::{DeviceMemory, NoDmaBuf, NoGpuDirect, Registration};
 #[cfg(test)]
-pub use rail::{Fabric, Link, Settings, SignalMode, ring_bytes};
+pub use rail::{Fabric, LoopbackConnection, Settings, SignalMode, ring_bytes};
+pub use rail::{
+    LOOP, LinkEmulator, LoopWires, NetConnection, NetTransport, ProgressThread, Region, RemoteAddress, Setup,
+    TcpWires, VerbsEnvironment, VerbsTransport, WireEnd, WireOffer,
+};
 pub use raw::RAW;
 pub use source::{Io, RowSource};
 pub use sum::Scratch;
-pub use wait::beside_compute;
-pub use window::{Part, Window};
+pub use wait::yield_to_compute;
+pub use window::{MappedWindow, WindowPart};
 pub use word::COPY_ENGINE;

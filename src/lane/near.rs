@@ -5,13 +5,13 @@
 
 use std::ptr::NonNull;
 
-use super::{Lanes, Reach, Window};
+use super::{Lanes, MappedWindow, PeerLane};
 use crate::schedule::WindowId;
 
 /// The parts of windows that this rank reads and writes by loads and stores: its own, and its local
 /// peers'.
 #[derive(Debug)]
-pub(super) struct Near {
+pub(super) struct LocalWindows {
     ranks: u32,
     /// Per window and rank: its part, unless that is out of reach.
     parts: Vec<Option<Reached>>,
@@ -25,24 +25,24 @@ struct Reached {
 }
 
 // SAFETY: addresses of plain shared memory, which belongs to no thread; whoever reads or writes there answers for the order.
-unsafe impl Send for Near {}
+unsafe impl Send for LocalWindows {}
 // SAFETY: as above: a shared reference only hands out addresses.
-unsafe impl Sync for Near {}
+unsafe impl Sync for LocalWindows {}
 
-impl Near {
+impl LocalWindows {
     /// Addresses in the mappings of these windows, good for as long as those live.
-    pub fn new(lanes: &Lanes, windows: &[Window]) -> Self {
+    pub fn new(lanes: &Lanes, windows: &[MappedWindow]) -> Self {
         let mut parts = Vec::new();
         for window in windows {
             parts.extend((0..).zip(&lanes.reach).map(|(rank, reach)| match reach {
-                Reach::Own | Reach::Load => {
+                PeerLane::Own | PeerLane::Load => {
                     let len = window.parts.get(rank as usize)?.len;
                     Some(Reached { first: window.at(rank, 0, len).ok()?, len })
                 }
-                Reach::Rail(_) | Reach::Relayed => None,
+                PeerLane::Rail(_) | PeerLane::Relayed => None,
             }));
         }
-        Near { ranks: lanes.ranks(), parts }
+        LocalWindows { ranks: lanes.ranks(), parts }
     }
 
     /// Number of ranks.

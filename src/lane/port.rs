@@ -7,29 +7,29 @@
 
 use std::sync::Arc;
 
-use super::near::Near;
-use super::rail::{Local, Rail, Target};
+use super::near::LocalWindows;
+use super::rail::{DeviceAddress, NetConnection, RemoteAddress};
 use super::source::Checked;
-use super::{FlagLine, Io, Lanes, Part, Reach, RowSource, Window};
+use super::{FlagLine, Io, Lanes, MappedWindow, PeerLane, RowSource, WindowPart};
 use crate::error::{Error, LaneError, MemoryError};
 use crate::plan::RowRun;
 use crate::rows::Stores;
-use crate::schedule::{Control, Flag, LINE, Place, SpanCopy, Tag, WindowId};
+use crate::schedule::{ControlLayout, Flag, LINE, PutSource, SpanCopy, Tag, WindowId};
 
 /// The windows of one owner, and the lanes to reach them.
 #[derive(Debug)]
 pub struct Port {
     pub(super) lanes: Arc<Lanes>,
-    windows: Vec<Window>,
-    near: Near,
+    windows: Vec<MappedWindow>,
+    near: LocalWindows,
     /// The window whose first bytes are the owner's flags.
     flags: WindowId,
 }
 
 impl Port {
     /// A port to `windows`; `flags` names the one that begins with the flag lines.
-    pub fn new(lanes: Arc<Lanes>, windows: Vec<Window>, flags: WindowId) -> Self {
-        let near = Near::new(&lanes, &windows);
+    pub fn new(lanes: Arc<Lanes>, windows: Vec<MappedWindow>, flags: WindowId) -> Self {
+        let near = LocalWindows::new(&lanes, &windows);
         Port { lanes, windows, near, flags }
     }
 
@@ -43,13 +43,13 @@ impl Port {
     }
 
     #[inline]
-    pub(super) fn window(&self, window: WindowId) -> Result<&Window, MemoryError> {
+    pub(super) fn window(&self, window: WindowId) -> Result<&MappedWindow, MemoryError> {
         let missing = || MemoryError::OutOfBounds { peer: self.lanes.rank, offset: 0, len: 0, size: 0 };
         self.windows.get(window.0 as usize).ok_or_else(missing)
     }
 
     #[inline]
-    pub(super) fn reach(&self, to: u32) -> Result<&Reach, LaneError> {
+    pub(super) fn reach(&self, to: u32) -> Result<&PeerLane, LaneError> {
         let rank = self.lanes.rank;
         let missing = || LaneError::NoLane { rank, peer: to, missing: "no such rank in the group" };
         self.lanes.reach.get(to as usize).ok_or_else(missing)
@@ -62,16 +62,16 @@ impl Port {
     #[inline]
     pub fn source<'a>(
         &'a self,
-        place: Place,
+        place: PutSource,
         offset: u64,
         len: Option<u64>,
         io: &Io<'a>,
     ) -> Result<&'a [u8], Error> {
         let tensor = match place {
-            Place::Input => io.input,
-            Place::Notes => io.notes,
-            Place::Window { owner, window } => {
-                let rest = |part: &Part| part.len.saturating_sub(offset);
+            PutSource::Input => io.input,
+            PutSource::Notes => io.notes,
+            PutSource::Window { owner, window } => {
+                let rest = |part: &WindowPart| part.len.saturating_sub(offset);
                 let len = len.map_or_else(|| self.window(window)?.part(owner, 0, 0).map(rest), Ok)?;
                 let at = self.at(window, owner, offset, len)?;
                 // SAFETY: mapped and checked; whoever writes here has signalled, and writes again only with a licence
@@ -94,7 +94,7 @@ impl Port {
     /// credit.
     #[inline(always)]
     pub fn put(&self, to: u32, span: &SpanCopy, io: &Io<'_>, stores: Stores) -> Result<(), Error> {
-        if let Place::Window { owner, window } = span.from
+        if let PutSource::Window { owner, window } = span.from
             && self.window(window)?.of_devices
         {
             return self.put_device(to, owner, window, span);
@@ -159,11 +159,11 @@ impl Port {
         let source = self.window(window)?;
         source.part(owner, from_offset, len)?;
         let own = source.part(self.lanes.rank, 0, 0)?;
-        let from = Local { region: own.region, member: owner, offset: from_offset };
+        let from = DeviceAddress { region: own.region, member: owner, offset: from_offset };
         let target = self.window(span.to)?.target(to, to_offset, len)?;
         let missing = "one that reads memory of devices";
         let none = LaneError::NoLane { rank: self.lanes.rank, peer: to, missing };
-        let Reach::Rail(rail) = self.reach(to)? else { return Err(none.into()) };
+        let PeerLane::Rail(rail) = self.reach(to)? else { return Err(none.into()) };
         let put = rail.devices().ok_or(none)?.put_device(target, from, len, self.lanes.patience(to));
         put.map_err(|e| self.stuck(rail.as_ref(), to, e))
     }
@@ -197,11 +197,11 @@ impl Port {
         &self,
         to: u32,
         (window, offset, len): (WindowId, u64, u64),
-    ) -> Result<(&dyn Rail, Target), Error> {
+    ) -> Result<(&dyn NetConnection, RemoteAddress), Error> {
         match self.reach(to)? {
-            Reach::Rail(rail) => Ok((rail.as_ref(), self.window(window)?.target(to, offset, len)?)),
-            Reach::Own | Reach::Load => Err(self.outside(window, to, offset, len).into()),
-            Reach::Relayed => Err(self.no_wire(to).into()),
+            PeerLane::Rail(rail) => Ok((rail.as_ref(), self.window(window)?.target(to, offset, len)?)),
+            PeerLane::Own | PeerLane::Load => Err(self.outside(window, to, offset, len).into()),
+            PeerLane::Relayed => Err(self.no_wire(to).into()),
         }
     }
 
@@ -219,7 +219,7 @@ impl Port {
         value: u64,
         tag: Option<&Tag>,
     ) -> Result<(), Error> {
-        let offset = Control::flag(of, flag, self.near.ranks());
+        let offset = ControlLayout::flag(of, flag, self.near.ranks());
         let Some(at) = self.near.at(self.flags, to, offset, LINE) else {
             return self.send_signal(to, offset, (value, tag));
         };
@@ -242,7 +242,7 @@ impl Port {
         if from >= self.near.ranks() {
             return Err(MemoryError::OutOfBounds { peer: from, offset: 0, len: LINE, size: 0 });
         }
-        let offset = Control::flag(from, flag, self.near.ranks());
+        let offset = ControlLayout::flag(from, flag, self.near.ranks());
         // SAFETY: a flag line of this rank's window, checked; the window keeps its mapping alive.
         Ok(unsafe { FlagLine::new(self.at(self.flags, self.lanes.rank, offset, LINE)?) })
     }
@@ -330,7 +330,7 @@ impl Port {
 
     #[cold]
     fn outside(&self, window: WindowId, peer: u32, offset: u64, len: u64) -> MemoryError {
-        let part = |window: &Window| window.parts.get(peer as usize).map_or(0, |part| part.len);
+        let part = |window: &MappedWindow| window.parts.get(peer as usize).map_or(0, |part| part.len);
         let size = self.window(window).map_or(0, part);
         MemoryError::OutOfBounds { peer, offset, len, size }
     }

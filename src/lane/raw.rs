@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
-use super::rail::{Rail, is_copied};
-use super::{Lanes, Reach, Window};
+use super::rail::{NetConnection, is_copied};
+use super::{Lanes, MappedWindow, PeerLane};
 use crate::error::Error;
 
 /// Bytes of one write: what a rail's chunks are like.
@@ -12,23 +12,23 @@ pub const RAW: u64 = 256 << 10;
 
 /// Bare writes over the rails of a rank.
 #[derive(Debug)]
-pub struct Raw {
+pub struct RawWrites {
     lanes: Arc<Lanes>,
-    scratch: Window,
+    scratch: MappedWindow,
     /// Peer and bytes.
     out: Vec<(u32, u64)>,
 }
 
-impl Raw {
+impl RawWrites {
     /// Writes to `scratch`, [`RAW`] bytes at each rank, from this rank's part of it.
-    pub fn new(lanes: Arc<Lanes>, scratch: Window) -> Self {
-        Raw { lanes, scratch, out: Vec::new() }
+    pub fn new(lanes: Arc<Lanes>, scratch: MappedWindow) -> Self {
+        RawWrites { lanes, scratch, out: Vec::new() }
     }
 
     /// So many bytes more go to a rank. `false` if no wire to another machine leads there, and
     /// nothing will go.
     pub fn add(&mut self, to: u32, bytes: u64) -> bool {
-        let wired = matches!(&self.lanes.reach[to as usize], Reach::Rail(rail) if !is_copied(rail.lane()));
+        let wired = matches!(&self.lanes.reach[to as usize], PeerLane::Rail(rail) if !is_copied(rail.lane()));
         if wired {
             match self.out.iter_mut().find(|(peer, _)| *peer == to) {
                 Some((_, sum)) => *sum += bytes,
@@ -66,9 +66,9 @@ impl Raw {
         Ok(())
     }
 
-    fn rail(&self, to: u32) -> Option<&dyn Rail> {
+    fn rail(&self, to: u32) -> Option<&dyn NetConnection> {
         match &self.lanes.reach[to as usize] {
-            Reach::Rail(rail) => Some(rail.as_ref()),
+            PeerLane::Rail(rail) => Some(rail.as_ref()),
             _ => None,
         }
     }

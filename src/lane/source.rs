@@ -57,7 +57,7 @@ impl<'a> RowSource<'a> {
             size,
         };
         let (first, count) = (run.first as usize, run.count as usize);
-        if self.index == Index::Straight {
+        if self.index == Index::Contiguous {
             let (start, len) =
                 (first.saturating_mul(row_bytes as usize), count.saturating_mul(row_bytes as usize));
             let bytes = self.bytes.get(start..start.saturating_add(len));

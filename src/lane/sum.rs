@@ -6,10 +6,10 @@
 use std::ops::Range;
 
 use super::{Io, Port};
-use crate::dtype::Wire;
+use crate::dtype::PartialDtype;
 use crate::error::{Error, LaneError};
-use crate::rows::{Arithmetic, GroupedSum, Out, Stores};
-use crate::schedule::{Operands, Sum, Target, WindowId};
+use crate::rows::{Arithmetic, GroupedSum, Stores, SumOutput};
+use crate::schedule::{Operands, SumOperands, SumTarget, WindowId};
 
 /// Pointers to the rows of a sum. Kept from call to call.
 #[derive(Debug, Default)]
@@ -32,7 +32,7 @@ impl Port {
     pub fn sum_rows(
         &self,
         operands: &Operands<'_>,
-        (outputs, to): (Range<u32>, Target),
+        (outputs, to): (Range<u32>, SumTarget),
         dtype: Arithmetic,
         io: &mut Io<'_>,
         scratch: &mut Scratch,
@@ -43,11 +43,11 @@ impl Port {
         let columns = row_bytes / dtype.size();
         let rows = outputs.len();
         let (first, stride) = match to {
-            Target::Output if rows * row_bytes != io.output.len() => {
+            SumTarget::Output if rows * row_bytes != io.output.len() => {
                 return Err(bounds(0, rows * row_bytes, io.output.len()).into());
             }
-            Target::Output => (io.output.as_mut_ptr(), row_bytes),
-            Target::Partials { window, offset } => {
+            SumTarget::Output => (io.output.as_mut_ptr(), row_bytes),
+            SumTarget::Partials { window, offset } => {
                 let stride = columns * sum.wire.size();
                 let at = self.range(self.lanes().rank, window, offset, (rows * stride) as u64)?;
                 (at.cast_mut(), stride)
@@ -69,7 +69,7 @@ impl Port {
             let weights = (!sum.weights.is_empty()).then_some(scratch.weights.as_slice());
             let plain = [terms.len() as u32];
             let (groups, wire) = match sum.groups {
-                [] => (&plain[..], Wire::F32),
+                [] => (&plain[..], PartialDtype::F32),
                 groups => {
                     let of = |at: usize| sum.group_starts[at] as usize;
                     (&groups[of(output as usize)..of(output as usize + 1)], sum.wire)
@@ -78,8 +78,8 @@ impl Port {
             // SAFETY: `rows` rows of `stride` bytes were checked or borrowed.
             let at = unsafe { first.add(nth * stride) };
             let (out, wire) = match to {
-                Target::Output => (Out::Total(at), wire),
-                Target::Partials { .. } => (Out::Partial(at), sum.wire),
+                SumTarget::Output => (SumOutput::Total(at), wire),
+                SumTarget::Partials { .. } => (SumOutput::Partial(at), sum.wire),
             };
             // SAFETY: every row was checked, and so was the target; owners offered the rows in this call and do not
             // write them before they have this rank's word that it has read them.
@@ -128,7 +128,7 @@ impl Port {
     }
 
     /// Points at the rows of some terms.
-    fn point(&self, sum: &Sum<'_>, terms: Range<usize>, scratch: &mut Scratch) -> Result<(), Error> {
+    fn point(&self, sum: &SumOperands<'_>, terms: Range<usize>, scratch: &mut Scratch) -> Result<(), Error> {
         scratch.rows.clear();
         for term in &sum.terms[terms] {
             let chunk = &sum.chunks[term.owner as usize];
@@ -142,7 +142,7 @@ impl Port {
         Ok(())
     }
 
-    fn chunks(&self, sum: &Sum<'_>, scratch: &mut Scratch) -> Result<(), Error> {
+    fn chunks(&self, sum: &SumOperands<'_>, scratch: &mut Scratch) -> Result<(), Error> {
         scratch.chunks.clear();
         for (owner, chunk) in sum.chunks.iter().enumerate() {
             let at = match chunk.bytes() {

@@ -20,7 +20,7 @@ const TURN: Duration = Duration::from_micros(100);
 
 /// From now on this thread has short turns, if it is scheduled as threads commonly are. Where that
 /// cannot be had, it stays as it is.
-pub fn shorten() {
+pub fn request_short_timeslice() {
     if let Some(mut attributes) = attributes() {
         attributes.sched_runtime = TURN.as_nanos() as u64;
         // SAFETY: the attributes outlive the call, and say their size. 0 is this thread.
@@ -61,7 +61,7 @@ mod tests {
     #[test]
     fn turns_become_short_and_nothing_else_changes() {
         let before = attributes().expect("threads of tests have turns");
-        shorten();
+        request_short_timeslice();
         let after = attributes().expect("they still do");
         assert_eq!(
             (after.sched_policy, after.sched_flags, after.sched_nice, after.sched_priority),

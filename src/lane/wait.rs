@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::{FlagLine, turns};
 use crate::bootstrap::{Health, interrupted};
-use crate::error::{Cause, Loss};
+use crate::error::{Cause, LostReason};
 
 /// Looks at the flag alone, for about a microsecond, with a pause between them: without it the line
 /// is asked for again while its writer still needs it. Where ranks share cores, the awaited one may
@@ -27,7 +27,7 @@ const YIELDS_IN_SILENCE: u32 = 20_000;
 /// The longest time between two checks of a waiter whether the world is alive.
 const SLICE: Duration = Duration::from_millis(10);
 /// The longest sleep, if nothing wakes a thread that sleeps on a flag.
-pub(super) const NAP: Duration = Duration::from_micros(50);
+pub(super) const SLEEP_INTERVAL: Duration = Duration::from_micros(50);
 /// The longest time between two polls of a waiter that is awake. A longer gap is a stop of this
 /// process, which no other rank caused, so it does not count as waiting.
 const STRIDE: Duration = Duration::from_millis(500);
@@ -39,9 +39,9 @@ thread_local! {
 /// From now on this thread sleeps where it would pause and yield, and preempts others when it
 /// wakes. Next to threads that compute on the same cores, a thread that yields runs again only
 /// after their slices, some milliseconds.
-pub fn beside_compute() {
+pub fn yield_to_compute() {
     BESIDE_COMPUTE.set(true);
-    turns::shorten();
+    turns::request_short_timeslice();
 }
 
 /// Whether this thread is one of those.
@@ -51,7 +51,7 @@ pub(super) fn is_beside_compute() -> bool {
 
 /// How long to wait, and what ends it early.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience<'a> {
+pub struct WaitLimits<'a> {
     /// Ends the wait when the world has failed.
     pub health: &'a Health,
     /// Whether this machine has fewer cores than ranks.
@@ -66,7 +66,7 @@ pub struct Patience<'a> {
 
 /// Why a wait ended without its value.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Interrupted {
+pub enum WaitError {
     /// The world failed.
     Dead(Cause),
     /// The deadline passed.
@@ -81,7 +81,7 @@ pub enum Interrupted {
 /// State of one wait: which step of the ladder it is on.
 #[derive(Debug)]
 pub struct Waiter<'a> {
-    patience: Patience<'a>,
+    patience: WaitLimits<'a>,
     beside_compute: bool,
     turns: u32,
     waited: Duration,
@@ -91,7 +91,7 @@ pub struct Waiter<'a> {
 
 impl<'a> Waiter<'a> {
     /// A wait that has not begun to wait.
-    pub fn new(patience: Patience<'a>) -> Self {
+    pub fn new(patience: WaitLimits<'a>) -> Self {
         let beside_compute = BESIDE_COMPUTE.get();
         Waiter { patience, beside_compute, turns: 0, waited: Duration::ZERO, looked: None, absent: false }
     }
@@ -100,8 +100,8 @@ impl<'a> Waiter<'a> {
     /// last step with the longest time to sleep, and should return early when there is news.
     ///
     /// # Errors
-    /// [`Interrupted`] if the world failed, the deadline passed, or the caller asks for it.
-    pub fn turn(&mut self, sleep: impl FnOnce(Duration)) -> Result<(), Interrupted> {
+    /// [`WaitError`] if the world failed, the deadline passed, or the caller asks for it.
+    pub fn turn(&mut self, sleep: impl FnOnce(Duration)) -> Result<(), WaitError> {
         self.turns = self.turns.saturating_add(1);
         let pauses = match self.patience.crowded || self.beside_compute {
             true => PAUSES_IN_A_CROWD,
@@ -111,7 +111,7 @@ impl<'a> Waiter<'a> {
             std::hint::spin_loop();
             return Ok(());
         }
-        self.patience.health.check().map_err(Interrupted::Dead)?;
+        self.patience.health.check().map_err(WaitError::Dead)?;
         let yields = match (self.beside_compute, self.patience.silent) {
             (true, _) => 0,
             (false, true) => YIELDS_IN_SILENCE,
@@ -125,19 +125,22 @@ impl<'a> Waiter<'a> {
         let absent = self.patience.health.is_absent(self.patience.awaited);
         if std::mem::replace(&mut self.absent, absent) {
             // Ranks leave in the wake of a world that died: then the cause, which came first, is the reason.
-            self.patience.health.check().map_err(Interrupted::Dead)?;
-            return Err(Interrupted::Dead(Cause::Lost { rank: self.patience.awaited, how: Loss::Closed }));
+            self.patience.health.check().map_err(WaitError::Dead)?;
+            return Err(WaitError::Dead(Cause::Lost {
+                rank: self.patience.awaited,
+                how: LostReason::Closed,
+            }));
         }
         let now = Instant::now();
         self.waited += now.duration_since(self.looked.replace(now).unwrap_or(now)).min(STRIDE);
         let waited = self.waited;
         if waited >= self.patience.deadline {
-            return Err(Interrupted::Late { waited });
+            return Err(WaitError::Late { waited });
         }
         if interrupted() {
-            return Err(Interrupted::Asked);
+            return Err(WaitError::Asked);
         }
-        let slice = if self.patience.silent { NAP } else { SLICE };
+        let slice = if self.patience.silent { SLEEP_INTERVAL } else { SLICE };
         sleep(slice.min(self.patience.deadline - waited));
         Ok(())
     }
@@ -146,20 +149,20 @@ impl<'a> Waiter<'a> {
 /// Waits until a flag has at least `value`; `progress` is called on every turn.
 ///
 /// # Errors
-/// The value last seen, and [`Interrupted`].
+/// The value last seen, and [`WaitError`].
 pub(super) fn until(
     flag: FlagLine<'_>,
     value: u64,
-    patience: Patience<'_>,
+    patience: WaitLimits<'_>,
     progress: impl FnMut(),
-) -> Result<(), (u64, Interrupted)> {
-    if glimpse(flag, value, patience.crowded) { Ok(()) } else { outlast(flag, value, patience, progress) }
+) -> Result<(), (u64, WaitError)> {
+    if poll_once(flag, value, patience.crowded) { Ok(()) } else { wait_slow(flag, value, patience, progress) }
 }
 
 /// The first step, before anything is asked of the world: whether a flag has at least `value` now
 /// or in a moment.
 #[inline]
-pub(super) fn glimpse(flag: FlagLine<'_>, value: u64, crowded: bool) -> bool {
+pub(super) fn poll_once(flag: FlagLine<'_>, value: u64, crowded: bool) -> bool {
     for _ in 0..if crowded || BESIDE_COMPUTE.get() { LOOKS_IN_A_CROWD } else { LOOKS } {
         if flag.value() >= value {
             return true;
@@ -173,12 +176,12 @@ pub(super) fn glimpse(flag: FlagLine<'_>, value: u64, crowded: bool) -> bool {
 ///
 /// # Errors
 /// As [`until`].
-pub(super) fn outlast(
+pub(super) fn wait_slow(
     flag: FlagLine<'_>,
     value: u64,
-    patience: Patience<'_>,
+    patience: WaitLimits<'_>,
     mut progress: impl FnMut(),
-) -> Result<(), (u64, Interrupted)> {
+) -> Result<(), (u64, WaitError)> {
     let mut waiter = Waiter::new(patience);
     loop {
         let seen = flag.value();
@@ -199,12 +202,12 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     use super::*;
-    use crate::bootstrap::{Clocks, interruptible, threads};
+    use crate::bootstrap::{Timeouts, interruptible, threads};
 
     /// Waits for a rank that has left, and that raised its flag between this wait's look at the
     /// flag and its look at the absent, at the given turn.
-    fn left_behind(turn: Option<u32>) -> Result<(), (u64, Interrupted)> {
-        let mut hubs = threads(2, Clocks::default());
+    fn left_behind(turn: Option<u32>) -> Result<(), (u64, WaitError)> {
+        let mut hubs = threads(2, Timeouts::default());
         drop(hubs.pop());
         let words: [AtomicU64; 8] = Default::default();
         // SAFETY: 64 bytes, aligned to 8, that outlive the line.
@@ -212,7 +215,7 @@ mod tests {
         let deadline = Duration::from_secs(60);
         let mut turns = 0;
         let patience =
-            Patience { health: hubs[0].health(), crowded: false, deadline, awaited: 1, silent: false };
+            WaitLimits { health: hubs[0].health(), crowded: false, deadline, awaited: 1, silent: false };
         until(line, 1, patience, || {
             turns += 1;
             if Some(turns) == turn {
@@ -223,15 +226,15 @@ mod tests {
 
     #[test]
     fn a_wait_ends_when_its_user_asks_for_it_and_leaves_the_world_alive() {
-        let hubs = threads(2, Clocks::default());
+        let hubs = threads(2, Timeouts::default());
         let words: [AtomicU64; 8] = Default::default();
         // SAFETY: 64 bytes, aligned to 8, that outlive the line.
         let line = unsafe { FlagLine::new(std::ptr::NonNull::from(&words).cast()) };
         let deadline = Duration::from_secs(60);
         let patience =
-            Patience { health: hubs[0].health(), crowded: false, deadline, awaited: 1, silent: false };
+            WaitLimits { health: hubs[0].health(), crowded: false, deadline, awaited: 1, silent: false };
         let ended = interruptible(|| true, || until(line, 1, patience, || {}));
-        assert_eq!(ended, Err((0, Interrupted::Asked)));
+        assert_eq!(ended, Err((0, WaitError::Asked)));
         assert_eq!(hubs[0].health().check(), Ok(()));
     }
 
@@ -242,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_rank_that_left_without_a_word_ends_the_wait() {
-        let lost = Cause::Lost { rank: 1, how: Loss::Closed };
-        assert_eq!(left_behind(None), Err((0, Interrupted::Dead(lost))));
+        let lost = Cause::Lost { rank: 1, how: LostReason::Closed };
+        assert_eq!(left_behind(None), Err((0, WaitError::Dead(lost))));
     }
 }

@@ -3,24 +3,24 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::rail::Target;
+use super::rail::RemoteAddress;
 use crate::error::MemoryError;
-use crate::memory::Mapped;
+use crate::memory::PeerMapping;
 
 /// A window: one range of bytes at each rank of the group.
 #[derive(Clone, Debug)]
-pub struct Window {
+pub struct MappedWindow {
     /// The mapping of this node's windows; an empty one for memory of devices.
-    pub mapped: Arc<Mapped>,
+    pub mapped: Arc<PeerMapping>,
     /// Per rank of the group: where its part is.
-    pub parts: Vec<Part>,
+    pub parts: Vec<WindowPart>,
     /// It is memory of devices: cards read and write it, the processor does not.
     pub of_devices: bool,
 }
 
 /// One rank's part of a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct WindowPart {
     /// Its member of the mapping.
     pub member: u32,
     /// Number of the region at its owner, for peers that have it not mapped.
@@ -31,7 +31,7 @@ pub struct Part {
     pub len: u64,
 }
 
-impl Window {
+impl MappedWindow {
     /// Address of bytes in the part of a rank whose memory is mapped here.
     pub(super) fn at(&self, rank: u32, offset: u64, len: u64) -> Result<NonNull<u8>, MemoryError> {
         let part = self.part(rank, offset, len)?;
@@ -47,14 +47,14 @@ impl Window {
     }
 
     /// Facts that a connection needs to reach bytes in the part of a rank.
-    pub(super) fn target(&self, rank: u32, offset: u64, len: u64) -> Result<Target, MemoryError> {
+    pub(super) fn target(&self, rank: u32, offset: u64, len: u64) -> Result<RemoteAddress, MemoryError> {
         let part = self.part(rank, offset, len)?;
-        Ok(Target { region: part.region, offset: part.offset + offset })
+        Ok(RemoteAddress { region: part.region, offset: part.offset + offset })
     }
 
     /// The part of a rank, if the bytes lie inside it.
     #[inline]
-    pub(super) fn part(&self, rank: u32, offset: u64, len: u64) -> Result<&Part, MemoryError> {
+    pub(super) fn part(&self, rank: u32, offset: u64, len: u64) -> Result<&WindowPart, MemoryError> {
         let part = self.parts.get(rank as usize);
         let size = part.map_or(0, |p| p.len);
         match part {

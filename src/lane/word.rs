@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::Lanes;
-use super::wait::{Interrupted, Patience, Waiter};
+use super::wait::{WaitError, WaitLimits, Waiter};
 use crate::error::{Error, LaneError};
 use crate::schedule::Flag;
 
@@ -37,7 +37,7 @@ impl Lanes {
         word: &AtomicU64,
         look: impl FnMut() -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let patience = Patience { deadline: Duration::MAX, ..self.patience(self.rank) };
+        let patience = WaitLimits { deadline: Duration::MAX, ..self.patience(self.rank) };
         self.outlast(word, 1, (self.rank, Flag::Ready), patience, look)
     }
 
@@ -46,10 +46,10 @@ impl Lanes {
         word: &AtomicU64,
         value: u64,
         (from, flag): (u32, Flag),
-        patience: Patience<'_>,
+        patience: WaitLimits<'_>,
         mut look: impl FnMut() -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let mut waiter = Waiter::new(Patience { silent: true, ..patience });
+        let mut waiter = Waiter::new(WaitLimits { silent: true, ..patience });
         loop {
             let seen = word.load(Ordering::Acquire);
             if seen >= value {
@@ -58,9 +58,9 @@ impl Lanes {
             look()?;
             self.progress();
             waiter.turn(std::thread::sleep).map_err(|why| match why {
-                Interrupted::Dead(cause) => Error::from(cause),
-                Interrupted::Asked => LaneError::Interrupted { rank: self.rank, peer: from }.into(),
-                Interrupted::Late { waited } => {
+                WaitError::Dead(cause) => Error::from(cause),
+                WaitError::Asked => LaneError::Interrupted { rank: self.rank, peer: from }.into(),
+                WaitError::Late { waited } => {
                     let (rank, lane, flag) = (self.rank, COPY_ENGINE, flag as u32);
                     LaneError::Deadline { rank, peer: from, lane, flag, awaited: value, seen, waited }.into()
                 }

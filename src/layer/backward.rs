@@ -3,20 +3,20 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::crew::Crew;
+use super::crew::StepContext;
 use super::forward::weigh_into;
 use super::groups::Outgoing;
 use super::moe::{Plan, sources_columns};
-use super::pipeline::{self, Backward};
+use super::pipeline::{self, BackwardOps};
 use super::router::Routed;
-use super::tape::{Kept, Landed, Made, SavedShared};
-use super::values::{Held, round_into, widened};
-use super::{Chunk, MoeLayer, RowOrder, Saved, Segments, Tape};
+use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
+use super::values::{F32Rows, round_into, widened};
+use super::{MoeLayer, RowOrder, Saved, SavedChunk, Segments, Tape};
 use crate::dtype::Element;
 use crate::ep::ExpertParallel;
 use crate::error::{CallKind, Error, LayerError, PlanError};
 use crate::gate::Decision;
-use crate::overlap::{Run, Slot};
+use crate::overlap::{Handoff, Run};
 use crate::rows::Arithmetic;
 
 /// Gradients of one step.
@@ -36,7 +36,7 @@ pub struct Gradients<E> {
 
 /// What nodes work on.
 pub(super) struct Step<'s, 'm, E> {
-    crew: &'s Crew<'m>,
+    crew: &'s StepContext<'m>,
     of_out: &'s [E],
     routed: &'s Routed,
     /// How many tokens there are.
@@ -46,35 +46,35 @@ pub(super) struct Step<'s, 'm, E> {
     own: Range<usize>,
     /// How many rows this rank has for each slot, chunk after chunk.
     choices: Vec<u32>,
-    order: Slot<RowOrder>,
+    order: Handoff<RowOrder>,
     chunks: Vec<Places<E>>,
     /// By the shared expert.
-    saved: Slot<Saved>,
+    saved: Handoff<Saved>,
     /// Through the shared expert, `[tokens, hidden]`.
-    beside: Slot<Vec<f32>>,
-    of_experts: Slot<Vec<f32>>,
-    of_shared: Slot<Vec<f32>>,
+    beside: Handoff<Vec<f32>>,
+    of_experts: Handoff<Vec<f32>>,
+    of_shared: Handoff<Vec<f32>>,
 }
 
 /// What nodes leave to each other, of one chunk.
 struct Places<E> {
     tokens: Range<usize>,
-    landed: Landed,
+    landed: ReceivedChunk,
     groups: Vec<OfGroup>,
     /// Gradients of rows, where peers read them.
     of_rows: Outgoing,
     /// Gradients of tokens and of routing weights.
-    home: Slot<(Vec<E>, Vec<f32>)>,
+    home: Handoff<(Vec<E>, Vec<f32>)>,
 }
 
 /// The same, of one group of its experts.
 struct OfGroup {
     /// What they made, until the gradients of routing weights are taken of it; and what they saved.
-    made: Slot<Made>,
+    made: Handoff<GroupOutputs>,
     /// Gradients of what was combined, of all groups: the last one that is done drops them.
-    of_outputs: Slot<Arc<Held>>,
+    of_outputs: Handoff<Arc<F32Rows>>,
     /// Gradients of its rows' weights.
-    of_weights: Slot<Vec<f32>>,
+    of_weights: Handoff<Vec<f32>>,
 }
 
 impl MoeLayer {
@@ -127,12 +127,15 @@ impl MoeLayer {
 }
 
 impl<E> Places<E> {
-    fn new((tokens, kept): (Range<usize>, Kept)) -> Self {
-        let Kept { landed, made } = kept;
-        let group =
-            |made| OfGroup { made: Slot::new(made), of_outputs: Slot::empty(), of_weights: Slot::empty() };
+    fn new((tokens, kept): (Range<usize>, ChunkTape)) -> Self {
+        let ChunkTape { landed, made } = kept;
+        let group = |made| OfGroup {
+            made: Handoff::new(made),
+            of_outputs: Handoff::empty(),
+            of_weights: Handoff::empty(),
+        };
         let groups = made.into_iter().map(group).collect();
-        Places { tokens, landed, groups, of_rows: Outgoing::default(), home: Slot::empty() }
+        Places { tokens, landed, groups, of_rows: Outgoing::default(), home: Handoff::empty() }
     }
 }
 
@@ -160,10 +163,10 @@ fn choices(ep: &ExpertParallel, decision: &Decision, slices: &[Range<usize>]) ->
 
 impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     pub fn new(
-        crew: &'s Crew<'m>,
+        crew: &'s StepContext<'m>,
         of_out: &'s [E],
         routed: &'s Routed,
-        (chunks, shared): (Vec<Kept>, Option<SavedShared>),
+        (chunks, shared): (Vec<ChunkTape>, Option<SavedShared>),
         plan: &Plan,
     ) -> Result<Self, Error> {
         let slices: Vec<_> = plan.slices(routed.tokens()).collect();
@@ -179,12 +182,12 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
             slots,
             own: own.start as usize..own.end as usize,
             choices,
-            order: Slot::empty(),
+            order: Handoff::empty(),
             chunks: slices.into_iter().zip(chunks).map(Places::new).collect(),
-            saved: shared.map_or_else(Slot::empty, |SavedShared(saved)| Slot::new(saved)),
-            beside: Slot::empty(),
-            of_experts: Slot::empty(),
-            of_shared: Slot::empty(),
+            saved: shared.map_or_else(Handoff::empty, |SavedShared(saved)| Handoff::new(saved)),
+            beside: Handoff::empty(),
+            of_experts: Handoff::empty(),
+            of_shared: Handoff::empty(),
         })
     }
 
@@ -205,18 +208,18 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     }
 }
 
-impl<E: Element> Backward<Run> for Step<'_, '_, E> {
+impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
     fn combine(&self, chunk: usize, run: &Run) -> Result<(), Error> {
         let Places { tokens, landed, groups, .. } = &self.chunks[chunk];
         let of_out = &self.of_out[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
         let (rows, _) = self.crew.moves(chunk, run, |ep| ep.combine_backward(of_out, &landed.handle))?;
-        let of_outputs = Arc::new(Held::new::<E>(rows)?);
+        let of_outputs = Arc::new(F32Rows::new::<E>(rows)?);
         groups.iter().try_for_each(|group| group.of_outputs.put(Arc::clone(&of_outputs)))
     }
 
     fn sources(&self, run: &Run) -> Result<(), Error> {
         let mine: &[u8] = bytemuck::cast_slice(&self.choices);
-        let all = self.crew.gathers(run, |sources| sources.all_gather_along(mine, self.crew.one_each))?;
+        let all = self.crew.gathers(run, |sources| sources.all_gather_cached(mine, self.crew.one_each))?;
         let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
         let of_chunk = |chunk: usize| -> Vec<Vec<u32>> {
             let own = chunk * self.slots + self.own.start..chunk * self.slots + self.own.end;
@@ -246,7 +249,7 @@ impl<E: Element> Backward<Run> for Step<'_, '_, E> {
         let values = own.values(hidden);
         let (incoming, weights) =
             (&incoming.values()?[values.clone()], &landed.handle.row_weights()[own.rows.clone()]);
-        places.made.with(|Made { outputs, saved }| {
+        places.made.with(|GroupOutputs { outputs, saved }| {
             let rows = incoming.chunks_exact(hidden).zip(outputs.chunks_exact(hidden));
             let dot = |(g, y): (&[f32], &[f32])| {
                 self.crew.rows.dot_rows(Arithmetic::F32, bytemuck::cast_slice(g), bytemuck::cast_slice(y))
@@ -285,7 +288,7 @@ impl<E: Element> Backward<Run> for Step<'_, '_, E> {
         let rows = self.chunks.iter().flat_map(|Places { landed, .. }| {
             landed.groups.iter().map(|group| landed.segments(group, self.crew.hidden))
         });
-        let chunks = rows.zip(&saved).map(|(rows, saved)| Ok(Chunk { rows: rows?, saved }));
+        let chunks = rows.zip(&saved).map(|(rows, saved)| Ok(SavedChunk { rows: rows?, saved }));
         let chunks: Vec<_> = chunks.collect::<Result<_, Error>>()?;
         let order = self.order.take()?;
         self.of_experts.put(self.crew.experts.weights_backward(&chunks, &order)?)
@@ -300,7 +303,7 @@ impl<E: Element> Backward<Run> for Step<'_, '_, E> {
     fn shared_weights(&self) -> Result<(), Error> {
         let Some(shared) = self.crew.shared else { return Ok(()) };
         let saved = self.saved.take()?;
-        let chunk = Chunk { rows: self.all(), saved: &saved };
+        let chunk = SavedChunk { rows: self.all(), saved: &saved };
         let order = RowOrder::whole(chunk.rows.len());
         self.of_shared.put(shared.weights_backward(&[chunk], &order)?)
     }

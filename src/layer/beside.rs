@@ -3,11 +3,11 @@
 use super::backward::{self, Gradients};
 use super::forward::{self, Input};
 use super::moe::Plan;
-use super::pipeline::{Backward, Cut, Forward};
+use super::pipeline::{BackwardOps, ChunkCounts, ForwardOps};
 use super::{MoeLayer, Tape};
 use crate::dtype::Element;
-use crate::error::{Error, Stream, Work};
-use crate::overlap::{Body, Graph, Part, Pass, Passes, Run, Step, add_one_f_one_b};
+use crate::error::{Error, NodeLabel, StreamId};
+use crate::overlap::{Body, Direction, Graph, LayerOp, LayerStep, Passes, Run, add_one_f_one_b};
 
 /// Of the forward and of the backward pass, as errors and timelines name them.
 const MICROBATCHES: [u32; 2] = [1, 0];
@@ -20,7 +20,7 @@ impl MoeLayer {
     ///
     /// # Errors
     /// As both. If either is refused, so is the other, and the tape is used up.
-    pub fn forward_beside_backward<E: Element>(
+    pub fn combined_forward_backward<E: Element>(
         &mut self,
         input: &Input<'_, E>,
         tape: Tape,
@@ -41,8 +41,8 @@ impl MoeLayer {
             work_of(step, cut, &ahead, &back)
         });
         let combined: Vec<_> = last.forward.into_iter().collect();
-        let sum = Work { name: "sum", chunk: MICROBATCHES[0] };
-        graph.add(Stream::Compute(0), sum, &combined, |_| all(cut.chunks, |chunk| ahead.sum(chunk)));
+        let sum = NodeLabel { name: "sum", chunk: MICROBATCHES[0] };
+        graph.add(StreamId::Compute(0), sum, &combined, |_| all(cut.chunks, |chunk| ahead.sum(chunk)));
         let deadline = plan.deadline.saturating_mul(plan.chunks);
         Plan { deadline, ..plan }.run(graph, &world)?;
         let (chunks, shared) = ahead.kept()?;
@@ -54,35 +54,37 @@ impl MoeLayer {
 
 /// What a step of the two passes does.
 fn work_of<'g, E: Element>(
-    step: Step,
-    Cut { chunks, groups, .. }: Cut,
+    step: LayerStep,
+    ChunkCounts { chunks, groups, .. }: ChunkCounts,
     ahead: &'g forward::Step<'_, '_, E>,
     back: &'g backward::Step<'_, '_, E>,
 ) -> Option<Body<'g, Run>> {
     Some(match (step.pass, step.part) {
-        (Pass::Forward, Part::Before) => Box::new(|_| ahead.shared()),
-        (Pass::Forward, Part::Dispatch) => {
+        (Direction::Forward, LayerOp::Before) => Box::new(|_| ahead.shared()),
+        (Direction::Forward, LayerOp::Dispatch) => {
             Box::new(move |run| all(chunks, |chunk| ahead.dispatch(chunk, run)))
         }
-        (Pass::Forward, Part::Experts) => {
+        (Direction::Forward, LayerOp::Experts) => {
             Box::new(move |_| all(chunks, |chunk| all(groups, |group| ahead.experts(chunk, group))))
         }
-        (Pass::Forward, Part::Combine) => Box::new(move |run| all(chunks, |chunk| ahead.combine(chunk, run))),
-        (Pass::Backward, Part::Combine) => Box::new(move |run| {
+        (Direction::Forward, LayerOp::Combine) => {
+            Box::new(move |run| all(chunks, |chunk| ahead.combine(chunk, run)))
+        }
+        (Direction::Backward, LayerOp::Combine) => Box::new(move |run| {
             all(chunks, |chunk| back.combine(chunk, run))?;
             // As backward alone does it: two objects called in two orders would wait for each other, where one names the difference.
             back.sources(run)
         }),
-        (Pass::Backward, Part::Experts) => {
+        (Direction::Backward, LayerOp::Experts) => {
             Box::new(move |_| all(chunks, |chunk| all(groups, |group| back.experts(chunk, group))))
         }
-        (Pass::Backward, Part::Dispatch) => {
+        (Direction::Backward, LayerOp::Dispatch) => {
             Box::new(move |run| all(chunks, |chunk| back.dispatch(chunk, run)))
         }
-        (Pass::Backward, Part::Before) => Box::new(|_| back.shared()),
-        (Pass::WeightGradient, Part::Experts) => Box::new(|_| back.weights()),
-        (Pass::WeightGradient, Part::Before) => Box::new(|_| back.shared_weights()),
-        (Pass::WeightGradient, Part::Dispatch | Part::Combine) => return None,
+        (Direction::Backward, LayerOp::Before) => Box::new(|_| back.shared()),
+        (Direction::WeightGradient, LayerOp::Experts) => Box::new(|_| back.weights()),
+        (Direction::WeightGradient, LayerOp::Before) => Box::new(|_| back.shared_weights()),
+        (Direction::WeightGradient, LayerOp::Dispatch | LayerOp::Combine) => return None,
     })
 }
 

@@ -10,11 +10,11 @@ use super::moe::{Plan, sources_columns};
 use super::router::Losses;
 use super::{Experts, MoeLayer};
 use crate::dtype::Dtype;
-use crate::ep::{Collective, ExpertParallel};
+use crate::ep::{ExpertParallel, RowCollective};
 use crate::error::{Error, PlanError};
-use crate::gate::{Balance, Gate, GateConfig, Noise};
-use crate::overlap::{Load, SliceRule};
-use crate::plan::{ExpertMap, Order};
+use crate::gate::{BalanceLoss, Gate, GateConfig, Noise};
+use crate::overlap::{CallCost, ChunkRule};
+use crate::plan::{ExpertMap, SumOrder};
 use crate::rows::Arithmetic;
 use crate::topology::Route;
 use crate::world::Group;
@@ -28,13 +28,13 @@ pub struct MoeLayerBuilder<'g> {
     max_tokens: u32,
     map: Option<ExpertMap>,
     route: Route,
-    order: Order,
+    order: SumOrder,
     align: u32,
     router: Option<Vec<f32>>,
     experts: Box<dyn Experts>,
     shared: Option<Box<dyn Experts>>,
     losses: Losses,
-    slices: Option<SliceRule>,
+    slices: Option<ChunkRule>,
     plan: Plan,
 }
 
@@ -56,7 +56,7 @@ impl<'g> MoeLayerBuilder<'g> {
             max_tokens: 4096,
             map: None,
             route: Route::Direct,
-            order: Order::default(),
+            order: SumOrder::default(),
             align: 1,
             router: None,
             experts,
@@ -88,7 +88,7 @@ impl<'g> MoeLayerBuilder<'g> {
     }
 
     /// A loss that balances experts, over this rank's tokens; its gradient goes to the router. Default: none.
-    pub fn balance(mut self, loss: Balance) -> Self {
+    pub fn balance(mut self, loss: BalanceLoss) -> Self {
         self.losses.balance = Some(loss);
         self
     }
@@ -124,7 +124,7 @@ impl<'g> MoeLayerBuilder<'g> {
     }
 
     /// Order in which a token's rows are summed. Default: by expert id.
-    pub fn order(mut self, order: Order) -> Self {
+    pub fn order(mut self, order: SumOrder) -> Self {
         self.order = order;
         self
     }
@@ -142,7 +142,7 @@ impl<'g> MoeLayerBuilder<'g> {
     }
 
     /// In place of a number of [`chunks`](Self::chunks): as many as this rule finds for the most tokens, spread evenly over experts.
-    pub fn slices(mut self, rule: SliceRule) -> Self {
+    pub fn slices(mut self, rule: ChunkRule) -> Self {
         self.slices = Some(rule);
         self
     }
@@ -150,7 +150,7 @@ impl<'g> MoeLayerBuilder<'g> {
     /// How many transfers may be under way at once, each with memory of its own for what ranks tell each other: while rows of one are on
     /// the link, those of another are packed, placed or summed. All ranks agree on one after another, so what is refused is refused alike. Each
     /// holds what it needs of the pool until it has ended, and one that finds no room is refused, though it might have found some later. In
-    /// [`MoeLayer::forward_beside_backward`] it is one at a time. Default: 2; as many as chunks at most.
+    /// [`MoeLayer::combined_forward_backward`] it is one at a time. Default: 2; as many as chunks at most.
     pub fn transfers(mut self, transfers: u32) -> Self {
         self.plan.transfers = transfers;
         self
@@ -171,7 +171,7 @@ impl<'g> MoeLayerBuilder<'g> {
     }
 
     /// Over how many compute streams the chunks' experts, or groups of them, go round, and how many may be at it at once
-    /// ([`Rotation`](crate::overlap::Rotation)); but in [`MoeLayer::forward_beside_backward`], whose experts all have the caller's
+    /// ([`RoundRobin`](crate::overlap::RoundRobin)); but in [`MoeLayer::combined_forward_backward`], whose experts all have the caller's
     /// thread. Default: 1 and 1.
     pub fn streams(mut self, streams: u32, at_once: u32) -> Self {
         (self.plan.streams, self.plan.at_once) = (streams, at_once);
@@ -215,7 +215,7 @@ impl<'g> MoeLayerBuilder<'g> {
         let zeros = || vec![0.0; self.hidden * self.gate.experts as usize];
         let router = self.router.unwrap_or_else(zeros);
         let bytes = 4 * sources_columns(plan.chunks, movers[0].expert_map());
-        let sources = Collective::builder(group).columns(bytes).dtype(Dtype::Bytes).max_rows(1);
+        let sources = RowCollective::builder(group).columns(bytes).dtype(Dtype::Bytes).max_rows(1);
         let mut sources = sources.route(self.route).build()?;
         let one_each = sources.shares(&vec![1; group.size() as usize])?;
         static INSTANCES: AtomicU64 = AtomicU64::new(0);
@@ -241,7 +241,7 @@ impl<'g> MoeLayerBuilder<'g> {
     /// One that moves rows of a chunk at a time.
     fn mover(&self) -> Result<ExpertParallel, Error> {
         let builder = ExpertParallel::builder(self.group)?.top_k(self.gate.top_k).hidden(self.hidden);
-        let builder = builder.dtype(self.dtype).route(self.route).order(self.order).align(self.align);
+        let builder = builder.dtype(self.dtype).route(self.route).sum_order(self.order).align(self.align);
         let builder = builder.max_tokens(self.max_tokens.div_ceil(self.plan.chunks));
         let builder = match &self.map {
             Some(map) => builder.expert_map(map.clone()),
@@ -251,13 +251,13 @@ impl<'g> MoeLayerBuilder<'g> {
     }
 
     /// A step of the most tokens.
-    fn load(&self) -> Load {
+    fn load(&self) -> CallCost {
         let (tokens, k) = (self.max_tokens, self.gate.top_k);
         let row = (self.hidden as u64).saturating_mul(self.dtype.size() as u64);
         let token_bytes = row.saturating_mul(k.into());
         let rows = (u64::from(tokens) * u64::from(k)).saturating_mul(self.group.size().into());
         let expert_rows = u32::try_from(rows / u64::from(self.gate.experts.max(1))).unwrap_or(u32::MAX);
-        Load { tokens, token_bytes, expert_rows }
+        CallCost { tokens, token_bytes, expert_rows }
     }
 
     /// By which ranks find out whether they route, and are balanced, by the same settings.

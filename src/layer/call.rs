@@ -1,19 +1,19 @@
 //! Calls of experts, which are somebody else's code: what they give is looked at.
 
-use super::{Chunk, Experts, Failure, RowOrder, Saved, Segments};
-use crate::error::{Error, LayerError, Pass, Whose};
+use super::{ExpertError, Experts, RowOrder, Saved, SavedChunk, Segments};
+use crate::error::{Error, ExpertKind, ExpertPass, LayerError};
 
 /// Experts, and whose they are.
 #[derive(Clone, Copy)]
-pub(super) struct Called<'e> {
-    pub whose: Whose,
+pub(super) struct CheckedExperts<'e> {
+    pub whose: ExpertKind,
     pub experts: &'e dyn Experts,
 }
 
-impl Called<'_> {
+impl CheckedExperts<'_> {
     pub fn forward(self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Error> {
-        let (outputs, saved) = self.given(Pass::Forward, self.experts.forward(rows))?;
-        self.fits(Pass::Forward, &outputs, (rows.len(), rows.hidden))?;
+        let (outputs, saved) = self.given(ExpertPass::Forward, self.experts.forward(rows))?;
+        self.fits(ExpertPass::Forward, &outputs, (rows.len(), rows.hidden))?;
         Ok((outputs, saved))
     }
 
@@ -24,20 +24,20 @@ impl Called<'_> {
         of_outputs: Vec<f32>,
     ) -> Result<Vec<f32>, Error> {
         let of_rows = self.experts.rows_backward(rows, saved, of_outputs);
-        let of_rows = self.given(Pass::RowsBackward, of_rows)?;
-        self.fits(Pass::RowsBackward, &of_rows, (rows.len(), rows.hidden))?;
+        let of_rows = self.given(ExpertPass::RowsBackward, of_rows)?;
+        self.fits(ExpertPass::RowsBackward, &of_rows, (rows.len(), rows.hidden))?;
         Ok(of_rows)
     }
 
-    pub fn weights_backward(self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Error> {
+    pub fn weights_backward(self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Error> {
         let of_weights = self.experts.weights_backward(chunks, order);
-        let of_weights = self.given(Pass::WeightsBackward, of_weights)?;
-        self.fits(Pass::WeightsBackward, &of_weights, (self.experts.weights().len(), 1))?;
+        let of_weights = self.given(ExpertPass::WeightsBackward, of_weights)?;
+        self.fits(ExpertPass::WeightsBackward, &of_weights, (self.experts.weights().len(), 1))?;
         Ok(of_weights)
     }
 
     /// Errors of this library stay what they are; of others, what they and their sources say is kept.
-    fn given<T>(self, pass: Pass, given: Result<T, Failure>) -> Result<T, Error> {
+    fn given<T>(self, pass: ExpertPass, given: Result<T, ExpertError>) -> Result<T, Error> {
         given.map_err(|failure| {
             let failure = match failure.downcast::<Error>() {
                 Ok(error) => return *error,
@@ -51,7 +51,7 @@ impl Called<'_> {
         })
     }
 
-    fn fits(self, pass: Pass, values: &[f32], (rows, columns): (usize, usize)) -> Result<(), Error> {
+    fn fits(self, pass: ExpertPass, values: &[f32], (rows, columns): (usize, usize)) -> Result<(), Error> {
         let (whose, seen) = (self.whose, values.len());
         if seen == rows * columns {
             return Ok(());
@@ -77,13 +77,13 @@ mod tests {
         #[error("no luck")]
         struct NoLuck(#[source] std::fmt::Error);
         let experts = GroupedSwiGlu::new(0, 1, 1, Vec::new()).unwrap();
-        let called = Called { whose: Whose::Shared, experts: &experts };
-        let told = |failure: Failure| called.given::<()>(Pass::Forward, Err(failure)).unwrap_err();
+        let called = CheckedExperts { whose: ExpertKind::Shared, experts: &experts };
+        let told = |failure: ExpertError| called.given::<()>(ExpertPass::Forward, Err(failure)).unwrap_err();
         let refused = Error::Plan(PlanError::RefusedHere);
         assert_eq!(told(Box::new(refused.clone())), refused);
         assert_eq!(told(Box::new(LayerError::ForeignSaved)), LayerError::ForeignSaved.into());
         let reason = format!("no luck: {}", std::fmt::Error);
-        let (whose, pass) = (Whose::Shared, Pass::Forward);
+        let (whose, pass) = (ExpertKind::Shared, ExpertPass::Forward);
         assert_eq!(
             told(Box::new(NoLuck(std::fmt::Error))),
             LayerError::Failed { whose, pass, reason }.into()

@@ -3,28 +3,28 @@
 use std::sync::Arc;
 
 use super::MoeLayer;
-use super::call::Called;
-use crate::ep::{Collective, ExpertParallel, Shares};
-use crate::error::{Error, Whose};
-use crate::overlap::{Run, Slot};
-use crate::rows::Rows;
-use crate::world::Shared;
+use super::call::CheckedExperts;
+use crate::ep::{ExpertParallel, RowCollective, RowPartition};
+use crate::error::{Error, ExpertKind};
+use crate::overlap::{Handoff, Run};
+use crate::rows::RowKernels;
+use crate::world::WorldState;
 
 /// Who moves rows, and who computes.
-pub(super) struct Crew<'m> {
-    movers: Vec<Slot<&'m mut ExpertParallel>>,
-    sources: Slot<&'m mut Collective>,
-    pub one_each: &'m Shares,
-    pub experts: Called<'m>,
-    pub shared: Option<Called<'m>>,
+pub(super) struct StepContext<'m> {
+    exchanges: Vec<Handoff<&'m mut ExpertParallel>>,
+    sources: Handoff<&'m mut RowCollective>,
+    pub one_each: &'m RowPartition,
+    pub experts: CheckedExperts<'m>,
+    pub shared: Option<CheckedExperts<'m>>,
     pub hidden: usize,
-    pub rows: Rows,
+    pub rows: RowKernels,
 }
 
-impl<'m> Crew<'m> {
+impl<'m> StepContext<'m> {
     /// Whoever moves rows of a chunk.
-    pub fn mover(&self, chunk: usize) -> &Slot<&'m mut ExpertParallel> {
-        &self.movers[chunk % self.movers.len()]
+    pub fn mover(&self, chunk: usize) -> &Handoff<&'m mut ExpertParallel> {
+        &self.exchanges[chunk % self.exchanges.len()]
     }
 
     /// A transfer of a chunk, by a node that is halfway when all ranks have agreed on it.
@@ -42,7 +42,7 @@ impl<'m> Crew<'m> {
     pub fn gathers<R>(
         &self,
         run: &Run,
-        call: impl FnOnce(&mut Collective) -> Result<R, Error>,
+        call: impl FnOnce(&mut RowCollective) -> Result<R, Error>,
     ) -> Result<R, Error> {
         let run = run.clone();
         self.sources.with(|sources| sources.on_agreed(move || run.halfway(), |sources| call(sources)))
@@ -51,14 +51,14 @@ impl<'m> Crew<'m> {
 
 impl MoeLayer {
     /// All who take part, and the world that ends with them.
-    pub(super) fn crew(&mut self) -> (Crew<'_>, Arc<Shared>) {
-        let called = |whose, experts| Called { whose, experts };
-        let crew = Crew {
-            movers: self.movers.iter_mut().map(Slot::new).collect(),
-            sources: Slot::new(&mut self.sources),
+    pub(super) fn crew(&mut self) -> (StepContext<'_>, Arc<WorldState>) {
+        let called = |whose, experts| CheckedExperts { whose, experts };
+        let crew = StepContext {
+            exchanges: self.movers.iter_mut().map(Handoff::new).collect(),
+            sources: Handoff::new(&mut self.sources),
             one_each: &self.one_each,
-            experts: called(Whose::Routed, &*self.experts),
-            shared: self.shared.as_deref().map(|expert| called(Whose::Shared, expert)),
+            experts: called(ExpertKind::Routed, &*self.experts),
+            shared: self.shared.as_deref().map(|expert| called(ExpertKind::Shared, expert)),
             hidden: self.hidden,
             rows: self.rows,
         };

@@ -50,11 +50,11 @@ impl Segments<'_> {
 pub type Saved = Box<dyn Any + Send + Sync>;
 
 /// Why experts cannot do what they are asked for.
-pub type Failure = Box<dyn std::error::Error + Send + Sync>;
+pub type ExpertError = Box<dyn std::error::Error + Send + Sync>;
 
 /// What one call of [`forward`](Experts::forward) had, for the gradient of the weights.
 #[derive(Clone, Copy, Debug)]
-pub struct Chunk<'a> {
+pub struct SavedChunk<'a> {
     /// The rows.
     pub rows: Segments<'a>,
     /// What the experts saved.
@@ -85,7 +85,7 @@ pub trait Experts: Send + Sync {
     ///
     /// # Errors
     /// Whatever makes it impossible.
-    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Failure>;
+    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), ExpertError>;
 
     /// Gradients of the rows, `[rows, hidden]`, from those of the outputs; `saved` keeps what the gradient of the weights needs.
     ///
@@ -96,13 +96,13 @@ pub trait Experts: Send + Sync {
         rows: Segments<'_>,
         saved: &mut Saved,
         of_outputs: Vec<f32>,
-    ) -> Result<Vec<f32>, Failure>;
+    ) -> Result<Vec<f32>, ExpertError>;
 
     /// The gradient of the weights, as long as [`weights`](Experts::weights), over all chunks of a step.
     ///
     /// # Errors
     /// Whatever makes it impossible.
-    fn weights_backward(&self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Failure>;
+    fn weights_backward(&self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, ExpertError>;
 
     /// All weights, in an order of the experts' own.
     fn weights(&self) -> &[f32];

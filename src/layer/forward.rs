@@ -3,18 +3,18 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::crew::Crew;
+use super::crew::StepContext;
 use super::groups::Outgoing;
 use super::moe::{Plan, routing_of};
-use super::pipeline::{self, Forward};
+use super::pipeline::{self, ForwardOps};
 use super::router::Routed;
-use super::tape::{Kept, Landed, Made, SavedShared};
-use super::values::{Held, round_into, widened};
+use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
+use super::values::{F32Rows, round_into, widened};
 use super::{MoeLayer, Saved, Segments, Tape};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, OverlapError};
-use crate::gate::{Draw, Routing};
-use crate::overlap::{Run, Slot};
+use crate::gate::{RngKey, Routing};
+use crate::overlap::{Handoff, Run};
 
 /// One step's tokens, and what their gate is told.
 #[derive(Clone, Copy, Debug)]
@@ -23,32 +23,32 @@ pub struct Input<'a, E> {
     pub x: &'a [E],
     /// What the layer's result is added to, `[tokens, hidden]`.
     pub residual: Option<&'a [E]>,
-    /// `[experts]`, for the choice alone ([`Call::bias`](crate::gate::Call::bias)).
+    /// `[experts]`, for the choice alone ([`GateInput::bias`](crate::gate::GateInput::bias)).
     pub bias: Option<&'a [f32]>,
     /// `[tokens]`: which tokens choose; all do where it is not given.
     pub used: Option<&'a [bool]>,
     /// Whether this is a training pass, with noise.
     pub training: bool,
     /// Which random numbers.
-    pub draw: Draw,
+    pub draw: RngKey,
 }
 
 impl<'a, E> Input<'a, E> {
     /// Tokens, and nothing else.
     pub fn new(x: &'a [E]) -> Self {
-        let draw = Draw::default();
+        let draw = RngKey::default();
         Input { x, residual: None, bias: None, used: None, training: false, draw }
     }
 }
 
 /// What nodes work on.
 pub(super) struct Step<'s, 'm, E> {
-    crew: &'s Crew<'m>,
+    crew: &'s StepContext<'m>,
     input: Input<'s, E>,
     routing: Routing<'s>,
     /// The tokens as f32.
     x: &'s [f32],
-    beside: Slot<(Vec<f32>, Saved)>,
+    beside: Handoff<(Vec<f32>, Saved)>,
     chunks: Vec<Places<'s, E>>,
 }
 
@@ -56,12 +56,12 @@ pub(super) struct Step<'s, 'm, E> {
 struct Places<'s, E> {
     tokens: Range<usize>,
     /// Read by all groups of experts at once.
-    landed: OnceLock<Landed>,
+    landed: OnceLock<ReceivedChunk>,
     /// By each group.
-    made: Vec<Slot<Made>>,
+    made: Vec<Handoff<GroupOutputs>>,
     /// Where peers read.
     output: Outgoing,
-    out: Slot<&'s mut [E]>,
+    out: Handoff<&'s mut [E]>,
 }
 
 impl MoeLayer {
@@ -94,28 +94,28 @@ fn places<'s, E>(out: &'s mut [E], tokens: usize, plan: &Plan, hidden: usize) ->
     let place = |tokens: Range<usize>| {
         let (part, behind) = std::mem::take(&mut rest).split_at_mut(tokens.len() * hidden);
         rest = behind;
-        let made = (0..plan.groups).map(|_| Slot::empty()).collect();
+        let made = (0..plan.groups).map(|_| Handoff::empty()).collect();
         let (landed, output) = (OnceLock::new(), Outgoing::default());
-        Places { tokens, landed, made, output, out: Slot::new(part) }
+        Places { tokens, landed, made, output, out: Handoff::new(part) }
     };
     plan.slices(tokens).map(place).collect()
 }
 
 impl<E> Places<'_, E> {
-    fn landed(&self) -> Result<&Landed, Error> {
+    fn landed(&self) -> Result<&ReceivedChunk, Error> {
         Ok(self.landed.get().ok_or(OverlapError::SlotEmpty)?)
     }
 
-    fn kept(self) -> Option<Kept> {
+    fn kept(self) -> Option<ChunkTape> {
         let landed = self.landed.into_inner()?;
-        let made = self.made.into_iter().take(landed.groups.len()).map(Slot::into_inner);
-        Some(Kept { made: made.collect::<Option<_>>()?, landed })
+        let made = self.made.into_iter().take(landed.groups.len()).map(Handoff::into_inner);
+        Some(ChunkTape { made: made.collect::<Option<_>>()?, landed })
     }
 }
 
 impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     pub fn new(
-        crew: &'s Crew<'m>,
+        crew: &'s StepContext<'m>,
         input: &Input<'s, E>,
         routed: &'s Routed,
         out: &'s mut [E],
@@ -123,24 +123,24 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     ) -> Self {
         let chunks = places(out, routed.tokens(), plan, crew.hidden);
         let routing = routed.decision.routing();
-        Step { crew, input: *input, routing, x: &routed.x, beside: Slot::empty(), chunks }
+        Step { crew, input: *input, routing, x: &routed.x, beside: Handoff::empty(), chunks }
     }
 
     /// What is left for the gradients, once all nodes have ended.
-    pub fn kept(self) -> Result<(Vec<Kept>, Option<SavedShared>), Error> {
+    pub fn kept(self) -> Result<(Vec<ChunkTape>, Option<SavedShared>), Error> {
         let shared = self.beside.into_inner().map(|(_, saved)| SavedShared(saved));
         let kept = self.chunks.into_iter().map(Places::kept).collect::<Option<_>>();
         Ok((kept.ok_or(OverlapError::SlotEmpty)?, shared))
     }
 }
 
-impl<E: Element> Forward<Run> for Step<'_, '_, E> {
+impl<E: Element> ForwardOps<Run> for Step<'_, '_, E> {
     fn dispatch(&self, chunk: usize, run: &Run) -> Result<(), Error> {
         let Places { tokens, landed, made, .. } = &self.chunks[chunk];
         let routing = routing_of(&self.routing, tokens)?;
         let x = &self.input.x[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
         let (rows, handle) = self.crew.moves(chunk, run, |ep| ep.dispatch(x, &routing))?;
-        let here = Landed::new(Held::new::<E>(rows)?, handle, made.len() as u32);
+        let here = ReceivedChunk::new(F32Rows::new::<E>(rows)?, handle, made.len() as u32);
         landed.set(here).map_err(|_| OverlapError::SlotInUse.into())
     }
 
@@ -159,12 +159,12 @@ impl<E: Element> Forward<Run> for Step<'_, '_, E> {
         let weights = &landed.handle.row_weights()[own.rows.clone()];
         let fill = |to: &mut [E]| weigh_into(to, &outputs, weights, hidden);
         places.output.write(&landed.handle, own.values(hidden), fill)?;
-        places.made[group].put(Made { outputs, saved })
+        places.made[group].put(GroupOutputs { outputs, saved })
     }
 
     fn combine(&self, chunk: usize, run: &Run) -> Result<(), Error> {
         let places = &self.chunks[chunk];
-        let Landed { handle, .. } = places.landed()?;
+        let ReceivedChunk { handle, .. } = places.landed()?;
         self.crew.moves(chunk, run, |ep| match places.output.take()? {
             Ok(output) => places.out.with(|out| ep.combine_into(output, handle, &mut **out)),
             Err(error) => Err(ep.refuse(CallKind::Combine, Some(handle), error)),

@@ -21,7 +21,7 @@
 //!
 //! Forward, dispatches are six chunks ahead of the combine that comes next (seven are in front of the first); backward, all gradients of combine come first: their rows are kept for the gradients of
 //! weights anyhow. All ranks agree on transfers in this order, and of those that are agreed on [several](MoeLayerBuilder::transfers) are
-//! under way at once. [`MoeLayer::forward_beside_backward`] puts both passes, of two microbatches, into one graph.
+//! under way at once. [`MoeLayer::combined_forward_backward`] puts both passes, of two microbatches, into one graph.
 //!
 //! Where several compute streams share a chunk, its experts are [divided](MoeLayerBuilder::expert_groups): each group is a turn.
 //!
@@ -34,7 +34,7 @@
 //! | out | residual + combined + shared; combine sums by expert, as [`ExpertParallel::combine`](crate::ExpertParallel::combine), and rounds to the element type |
 //! | gradient of a row | of the row times its weight through the expert, rounded to the element type before rows are summed to tokens |
 //! | gradient of x | through experts (rounded to the element type) + shared expert + router |
-//! | gradient of a routing weight | `<y, g>` over 16 lanes, as [`Rows::dot`](crate::rows::Rows::dot) |
+//! | gradient of a routing weight | `<y, g>` over 16 lanes, as [`RowKernels::dot`](crate::rows::RowKernels::dot) |
 //! | gradients of weights | one product over all rows, by source rank and token |
 //!
 //! The residual passes its gradient on as it is, and is left to the caller. Gradients of the router and of the shared expert
@@ -66,7 +66,7 @@ mod values;
 
 pub use backward::Gradients;
 pub use builder::MoeLayerBuilder;
-pub use experts::{Chunk, Experts, Failure, Saved, Segments};
+pub use experts::{ExpertError, Experts, Saved, SavedChunk, Segments};
 pub use forward::Input;
 pub use moe::MoeLayer;
 pub use order::RowOrder;

@@ -4,17 +4,17 @@ use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::pipeline::Cut;
+use super::pipeline::ChunkCounts;
 use super::router::Losses;
 use super::{Experts, MoeLayerBuilder};
 use crate::dtype::Dtype;
-use crate::ep::{Collective, ExpertParallel, Shares};
-use crate::error::{Cause, Error, OverlapError, PlanError, Stream};
+use crate::ep::{ExpertParallel, RowCollective, RowPartition};
+use crate::error::{Cause, Error, OverlapError, PlanError, StreamId};
 use crate::gate::{Gate, GateConfig, Routing};
-use crate::overlap::{Graph, HostExecutor, Rotation, Run, Slices};
+use crate::overlap::{Graph, HostExecutor, RoundRobin, Run, TokenChunks};
 use crate::plan::ExpertMap;
-use crate::rows::Rows;
-use crate::world::{Group, Shared};
+use crate::rows::RowKernels;
+use crate::world::{Group, WorldState};
 
 /// A Mixture-of-Experts layer of one rank, forward and backward.
 ///
@@ -46,8 +46,8 @@ pub struct MoeLayer {
     /// Who moves rows: [`Transfers`](super::transfers::Transfers).
     pub(super) movers: Vec<ExpertParallel>,
     /// Brings everybody what each rank has for every expert in every chunk.
-    pub(super) sources: Collective,
-    pub(super) one_each: Shares,
+    pub(super) sources: RowCollective,
+    pub(super) one_each: RowPartition,
     pub(super) gate: Gate,
     pub(super) router: Vec<f32>,
     pub(super) experts: Box<dyn Experts>,
@@ -58,8 +58,8 @@ pub struct MoeLayer {
     pub(super) hidden: usize,
     pub(super) dtype: Dtype,
     pub(super) plan: Plan,
-    pub(super) rows: Rows,
-    pub(super) world: Arc<Shared>,
+    pub(super) rows: RowKernels,
+    pub(super) world: Arc<WorldState>,
     /// Tells tapes of different layers apart, within this process.
     pub(super) instance: u64,
 }
@@ -81,35 +81,35 @@ pub(super) struct Plan {
 impl Plan {
     /// The tokens of each chunk.
     pub fn slices(&self, tokens: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        let slices = Slices::new(self.chunks).of(tokens as u32);
+        let slices = TokenChunks::new(self.chunks).of(tokens as u32);
         slices.map(|tokens| tokens.start as usize..tokens.end as usize)
     }
 
     /// Into what a pass is cut.
-    pub fn cut(&self) -> Cut {
+    pub fn cut(&self) -> ChunkCounts {
         let Plan { chunks, groups, transfers, .. } = *self;
-        Cut { chunks: chunks as usize, groups: groups as usize, transfers }
+        ChunkCounts { chunks: chunks as usize, groups: groups as usize, transfers }
     }
 
     /// Whose turn it is to compute.
-    pub fn turns(&self) -> Rotation {
-        Rotation::new(self.streams, self.at_once)
+    pub fn turns(&self) -> RoundRobin {
+        RoundRobin::new(self.streams, self.at_once)
     }
 
     /// Carries out a graph. Unless all ranks were refused alike, trouble ends the `world`, so that nobody waits for this rank, nor
     /// its own transfers for others.
-    pub fn run(&self, graph: Graph<'_, Run>, world: &Shared) -> Result<(), Error> {
+    pub fn run(&self, graph: Graph<'_, Run>, world: &WorldState) -> Result<(), Error> {
         let cancel = |error: &OverlapError| {
             if refused_alike(error) {
                 return ControlFlow::Continue(());
             }
-            // What a transfer met it has told already ([`Shared::fail`]): that stays the cause.
+            // What a transfer met it has told already ([`WorldState::fail`]): that stays the cause.
             if world.hub.health().check().is_ok() {
                 world.hub.cancel(Cause::Cancelled { by: world.hub.rank() });
             }
             ControlFlow::Break(())
         };
-        let executor = HostExecutor::new().overlap(self.overlap).limit(self.deadline).on_trouble(&cancel);
+        let executor = HostExecutor::new().overlap(self.overlap).limit(self.deadline).on_error(&cancel);
         let executor = executor.recorder(world.recorder.as_deref());
         Ok(graph.run(&executor)?)
     }
@@ -118,7 +118,7 @@ impl Plan {
 /// Whether it was a transfer that all ranks were refused, with nothing moved: the world is as good as before.
 fn refused_alike(error: &OverlapError) -> bool {
     let OverlapError::Failed { at, error, .. } = error else { return false };
-    matches!(at.stream, Stream::Transfer(_))
+    matches!(at.stream, StreamId::Transfer(_))
         && matches!(**error, Error::Plan(_) | Error::Call(_) | Error::Memory(_))
 }
 

@@ -3,12 +3,12 @@
 use std::collections::VecDeque;
 
 use super::transfers::Transfers;
-use crate::error::{Error, Stream, Work};
-use crate::overlap::{Graph, Rotation};
+use crate::error::{Error, NodeLabel, StreamId};
+use crate::overlap::{Graph, RoundRobin};
 
 /// Into what a pass is cut.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Cut {
+pub(super) struct ChunkCounts {
     pub chunks: usize,
     /// Of the experts of each chunk, at most: where there are fewer, the last ones have nothing to do.
     pub groups: usize,
@@ -17,7 +17,7 @@ pub(super) struct Cut {
 }
 
 /// What the nodes of a forward pass do to a chunk. Transfers say when all ranks have agreed on them.
-pub(super) trait Forward<G>: Sync {
+pub(super) trait ForwardOps<G>: Sync {
     fn dispatch(&self, chunk: usize, run: &G) -> Result<(), Error>;
     fn shared(&self) -> Result<(), Error>;
     fn experts(&self, chunk: usize, group: usize) -> Result<(), Error>;
@@ -26,7 +26,7 @@ pub(super) trait Forward<G>: Sync {
 }
 
 /// The same of a backward pass, or to all chunks.
-pub(super) trait Backward<G>: Sync {
+pub(super) trait BackwardOps<G>: Sync {
     fn combine(&self, chunk: usize, run: &G) -> Result<(), Error>;
     /// Everybody's choices, and so the order of the rows that came by them.
     fn sources(&self, run: &G) -> Result<(), Error>;
@@ -42,15 +42,19 @@ pub(super) trait Backward<G>: Sync {
 const AHEAD: usize = 6;
 
 /// Of what is computed, but by routed experts.
-const COMPUTE: Stream = Stream::Compute(0);
+const COMPUTE: StreamId = StreamId::Compute(0);
 
-fn work(name: &'static str, chunk: usize) -> Work {
-    Work { name, chunk: chunk as u32 }
+fn work(name: &'static str, chunk: usize) -> NodeLabel {
+    NodeLabel { name, chunk: chunk as u32 }
 }
 
 /// Chunk by chunk, dispatches ahead. Sums come last, where they hold up no experts: all but the last are beside the last combine.
-pub(super) fn forward<'g, G, W: Forward<G>>(step: &'g W, cut: Cut, mut turns: Rotation) -> Graph<'g, G> {
-    let Cut { chunks, groups, transfers } = cut;
+pub(super) fn forward<'g, G, W: ForwardOps<G>>(
+    step: &'g W,
+    cut: ChunkCounts,
+    mut turns: RoundRobin,
+) -> Graph<'g, G> {
+    let ChunkCounts { chunks, groups, transfers } = cut;
     let (mut graph, mut transfers) = (Graph::new(), Transfers::new(transfers));
     let dispatch = |graph: &mut Graph<'g, G>, transfers: &mut Transfers, chunk: usize| {
         transfers.add(graph, work("dispatch", chunk), &[], move |run| step.dispatch(chunk, run))
@@ -79,8 +83,12 @@ pub(super) fn forward<'g, G, W: Forward<G>>(step: &'g W, cut: Cut, mut turns: Ro
 
 /// Gradients of combine first, so that no product waits for a way home in front of what it needs. What trains weights comes last, as it
 /// needs the rows of all chunks: it has what is left of the ways home beside it.
-pub(super) fn backward<'g, G, W: Backward<G>>(step: &'g W, cut: Cut, mut turns: Rotation) -> Graph<'g, G> {
-    let Cut { chunks, groups, transfers } = cut;
+pub(super) fn backward<'g, G, W: BackwardOps<G>>(
+    step: &'g W,
+    cut: ChunkCounts,
+    mut turns: RoundRobin,
+) -> Graph<'g, G> {
+    let ChunkCounts { chunks, groups, transfers } = cut;
     let (mut graph, mut transfers) = (Graph::new(), Transfers::new(transfers));
     let combine = |chunk| {
         let combine = move |run: &G| step.combine(chunk, run);

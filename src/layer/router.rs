@@ -5,13 +5,15 @@ use super::forward::Input;
 use super::values::widened;
 use crate::dtype::Element;
 use crate::error::{Error, PlanError};
-use crate::gate::{Balance, Call, Decision, LossInput, Noise, WeightsInput, weights_backward, z_loss};
+use crate::gate::{
+    BalanceLoss, Decision, GateInput, LossInput, Noise, WeightsInput, weights_backward, z_loss,
+};
 use crate::rows::{Matrix, product};
 
 /// Losses whose gradients go to the logits.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Losses {
-    pub balance: Option<Balance>,
+    pub balance: Option<BalanceLoss>,
     pub z: Option<f32>,
 }
 
@@ -55,7 +57,8 @@ impl MoeLayer {
         let router = Matrix::new(&self.router, hidden, experts as usize);
         product(&mut logits, Matrix::new(&x, tokens, hidden), router, false);
         let Input { bias, used, training, draw, .. } = *input;
-        let call = Call { logits: &logits, bias, used, training, draw, ..Call::default() };
+        let call =
+            GateInput { logits: &logits, bias, token_mask: used, training, draw, ..GateInput::default() };
         let decision = self.gate.route(&call)?.clone();
         let mut of_logits = vec![0.0; logits.len()];
         let top_k = decision.top_k();

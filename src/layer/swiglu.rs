@@ -16,7 +16,7 @@
 //! | from there to `weights_backward`, per row | `3 ffn + hidden` (a, dg, du, dy) |
 //! | in `weights_backward`, per row of one expert | `3 ffn + 2 hidden`, put in order |
 
-use super::{Chunk, Experts, Failure, RowOrder, Saved, Segments};
+use super::{ExpertError, Experts, RowOrder, Saved, SavedChunk, Segments};
 use crate::error::{Error, LayerError, PlanError};
 use crate::rows::{Matrix, product};
 
@@ -41,7 +41,7 @@ pub struct GroupedSwiGlu {
 }
 
 /// What a chunk keeps, `[rows, ffn]` each; after `rows_backward` the gradients of `gate` and `up` stand in their place.
-struct Kept {
+struct Activations {
     gate: Vec<f32>,
     up: Vec<f32>,
     act: Vec<f32>,
@@ -126,7 +126,7 @@ impl Experts for GroupedSwiGlu {
         self.hidden
     }
 
-    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Failure> {
+    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), ExpertError> {
         self.check(&rows)?;
         let (hidden, ffn) = (self.hidden, self.ffn);
         let zeros = |columns| vec![0.0f32; rows.len() * columns];
@@ -141,7 +141,7 @@ impl Experts for GroupedSwiGlu {
             let out = &mut out[first * hidden..][..count * hidden];
             product(out, Matrix::new(&act, count, ffn), weights.down, false);
         }
-        Ok((out, Box::new(Kept { gate, up, act: Vec::new(), of_outputs: Vec::new() })))
+        Ok((out, Box::new(Activations { gate, up, act: Vec::new(), of_outputs: Vec::new() })))
     }
 
     fn rows_backward(
@@ -149,10 +149,10 @@ impl Experts for GroupedSwiGlu {
         rows: Segments<'_>,
         saved: &mut Saved,
         of_outputs: Vec<f32>,
-    ) -> Result<Vec<f32>, Failure> {
+    ) -> Result<Vec<f32>, ExpertError> {
         self.check(&rows)?;
         let (hidden, ffn) = (self.hidden, self.ffn);
-        let kept = saved.downcast_mut::<Kept>().ok_or(LayerError::ForeignSaved)?;
+        let kept = saved.downcast_mut::<Activations>().ok_or(LayerError::ForeignSaved)?;
         kept.act = activate(&kept.gate, &kept.up);
         kept.of_outputs = of_outputs;
         let mut of_act = vec![0.0; rows.len() * ffn];
@@ -176,10 +176,10 @@ impl Experts for GroupedSwiGlu {
         Ok(of_rows)
     }
 
-    fn weights_backward(&self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Failure> {
+    fn weights_backward(&self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, ExpertError> {
         chunks.iter().try_for_each(|chunk| self.check(&chunk.rows))?;
         let (hidden, ffn) = (self.hidden, self.ffn);
-        let kept = chunks.iter().map(|chunk| chunk.saved.downcast_ref::<Kept>());
+        let kept = chunks.iter().map(|chunk| chunk.saved.downcast_ref::<Activations>());
         let kept = kept.collect::<Option<Vec<_>>>().ok_or(LayerError::ForeignSaved)?;
         let mut gradient = vec![0.0; self.weights.len()];
         let each = hidden * ffn;

@@ -2,7 +2,7 @@
 
 use super::groups::{Group, groups};
 use super::router::Routed;
-use super::values::Held;
+use super::values::F32Rows;
 use super::{Saved, Segments};
 use crate::ep::Handle;
 use crate::error::Error;
@@ -16,19 +16,19 @@ pub struct Tape {
     pub(super) instance: u64,
     /// The router's part.
     pub(super) routed: Routed,
-    pub(super) chunks: Vec<Kept>,
+    pub(super) chunks: Vec<ChunkTape>,
     pub(super) shared: Option<SavedShared>,
 }
 
 /// A chunk that experts have gone through.
-pub(super) struct Kept {
-    pub landed: Landed,
+pub(super) struct ChunkTape {
+    pub landed: ReceivedChunk,
     /// Of each of its groups.
-    pub made: Vec<Made>,
+    pub made: Vec<GroupOutputs>,
 }
 
 /// What a group of experts made of a chunk.
-pub(super) struct Made {
+pub(super) struct GroupOutputs {
     /// `[rows, hidden]`, before it was weighted.
     pub outputs: Vec<f32>,
     pub saved: Saved,
@@ -36,8 +36,8 @@ pub(super) struct Made {
 
 /// What came of a chunk's dispatch.
 #[derive(Debug)]
-pub(super) struct Landed {
-    pub rows: Held,
+pub(super) struct ReceivedChunk {
+    pub rows: F32Rows,
     pub handle: Handle,
     pub groups: Vec<Group>,
 }
@@ -45,11 +45,11 @@ pub(super) struct Landed {
 /// What the shared expert saved.
 pub(super) struct SavedShared(pub Saved);
 
-impl Landed {
+impl ReceivedChunk {
     /// For so many groups of experts at most.
-    pub fn new(rows: Held, handle: Handle, most: u32) -> Self {
+    pub fn new(rows: F32Rows, handle: Handle, most: u32) -> Self {
         let groups = groups(handle.tokens_per_expert(), handle.padded_tokens_per_expert(), most);
-        Landed { rows, handle, groups }
+        ReceivedChunk { rows, handle, groups }
     }
 
     /// As a group of experts sees it.
@@ -75,7 +75,7 @@ impl Tape {
     }
 }
 
-impl std::fmt::Debug for Kept {
+impl std::fmt::Debug for ChunkTape {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Kept").field("landed", &self.landed).finish_non_exhaustive()
     }

@@ -1,8 +1,8 @@
 //! How long a pass would take: the graph of a step, with nothing carried out.
 
-use super::pipeline::{self, Backward, Cut, Forward};
-use crate::error::{Error, Place};
-use crate::overlap::{Forecast, Graph, Rotation};
+use super::pipeline::{self, BackwardOps, ChunkCounts, ForwardOps};
+use crate::error::{Error, NodeInfo};
+use crate::overlap::{Graph, GraphTimer, RoundRobin};
 
 /// How long one pass of a layer would take, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,8 +30,8 @@ pub struct Times {
 /// assert_eq!(times.overlapped, 5 + 16 * 10 + 5);
 /// assert_eq!(times.in_turn, 16 * (5 + 10 + 5));
 /// ```
-pub fn forward_times(chunks: u32, cost: impl Fn(Place) -> u64) -> Times {
-    timed(pipeline::forward(&Timed, whole(chunks), Rotation::new(1, 1)), cost)
+pub fn forward_times(chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
+    timed(pipeline::forward(&Timed, whole(chunks), RoundRobin::new(1, 1)), cost)
 }
 
 /// The same of a backward pass: `gradient of combine`, `gradient of rows` and `gradient of dispatch` of a chunk, the `counts of sources`,
@@ -51,17 +51,17 @@ pub fn forward_times(chunks: u32, cost: impl Fn(Place) -> u64) -> Times {
 /// assert_eq!(times.overlapped, 10 + 4 * 10 + 40);
 /// assert_eq!(times.in_turn, 3 * 4 * 10 + 40);
 /// ```
-pub fn backward_times(chunks: u32, cost: impl Fn(Place) -> u64) -> Times {
-    timed(pipeline::backward(&Timed, whole(chunks), Rotation::new(1, 1)), cost)
+pub fn backward_times(chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
+    timed(pipeline::backward(&Timed, whole(chunks), RoundRobin::new(1, 1)), cost)
 }
 
 /// All experts of a chunk at once, and one transfer after another, since each has the links to itself in what it is said to take.
-fn whole(chunks: u32) -> Cut {
-    Cut { chunks: chunks as usize, groups: 1, transfers: 1 }
+fn whole(chunks: u32) -> ChunkCounts {
+    ChunkCounts { chunks: chunks as usize, groups: 1, transfers: 1 }
 }
 
-fn timed(graph: Graph<'_, ()>, cost: impl Fn(Place) -> u64) -> Times {
-    let forecast = Forecast::new(cost);
+fn timed(graph: Graph<'_, ()>, cost: impl Fn(NodeInfo) -> u64) -> Times {
+    let forecast = GraphTimer::new(cost);
     match graph.run(&forecast) {
         Ok(()) => {
             let in_turn = forecast.spans().iter().map(|span| span.end - span.begin).sum();
@@ -74,7 +74,7 @@ fn timed(graph: Graph<'_, ()>, cost: impl Fn(Place) -> u64) -> Times {
 /// Nothing is carried out.
 struct Timed;
 
-impl Forward<()> for Timed {
+impl ForwardOps<()> for Timed {
     fn dispatch(&self, _: usize, (): &()) -> Result<(), Error> {
         Ok(())
     }
@@ -92,7 +92,7 @@ impl Forward<()> for Timed {
     }
 }
 
-impl Backward<()> for Timed {
+impl BackwardOps<()> for Timed {
     fn combine(&self, _: usize, (): &()) -> Result<(), Error> {
         Ok(())
     }

@@ -17,7 +17,7 @@
 //! one that is refused is refused before anybody has begun a later one, and all that were begun before come to their end: on all ranks the
 //! same calls were made, and the next step is as good as this.
 
-use crate::error::{Error, Stream, Work};
+use crate::error::{Error, NodeLabel, StreamId};
 use crate::overlap::{Graph, Node};
 
 /// Puts transfers on streams: those of chunk `c` on stream `c` modulo how many there are.
@@ -37,11 +37,11 @@ impl Transfers {
     pub fn add<'a, G>(
         &mut self,
         graph: &mut Graph<'a, G>,
-        work: Work,
+        work: NodeLabel,
         after: &[Node],
         body: impl FnOnce(&G) -> Result<(), Error> + Send + 'a,
     ) -> Node {
-        let stream = Stream::Transfer(work.chunk % self.streams);
+        let stream = StreamId::Transfer(work.chunk % self.streams);
         let after: Vec<Node> = after.iter().copied().chain(self.last.map(Node::halfway)).collect();
         let node = graph.add(stream, work, &after, body);
         self.last = Some(node);

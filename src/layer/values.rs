@@ -28,28 +28,28 @@ pub(super) fn round_into<E: Element>(values: &[f32], to: &mut [E]) {
 }
 
 /// Received rows as f32: where they lie if they are, else a copy, and the pool has its memory back.
-pub(super) enum Held {
+pub(super) enum F32Rows {
     Landed(ExpertRows),
     Widened(Vec<f32>),
 }
 
-impl Held {
-    pub fn new<E: Element>(rows: ExpertRows) -> Result<Held, Error> {
+impl F32Rows {
+    pub fn new<E: Element>(rows: ExpertRows) -> Result<F32Rows, Error> {
         if E::DTYPE == Dtype::F32 {
-            return Ok(Held::Landed(rows));
+            return Ok(F32Rows::Landed(rows));
         }
-        Ok(Held::Widened(widened(rows.rows::<E>()?)))
+        Ok(F32Rows::Widened(widened(rows.rows::<E>()?)))
     }
 
     pub fn values(&self) -> Result<&[f32], Error> {
         match self {
-            Held::Landed(rows) => rows.rows(),
-            Held::Widened(values) => Ok(values),
+            F32Rows::Landed(rows) => rows.rows(),
+            F32Rows::Widened(values) => Ok(values),
         }
     }
 }
 
-impl std::fmt::Debug for Held {
+impl std::fmt::Debug for F32Rows {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Held").field("values", &self.values().map_or(0, <[f32]>::len)).finish()
     }

@@ -28,7 +28,7 @@ impl Extents {
     }
 
     /// Takes `len` bytes, rounded up; the offset, or the largest length that could have been had.
-    pub fn take(&mut self, len: u64) -> Result<u64, u64> {
+    pub fn alloc(&mut self, len: u64) -> Result<u64, u64> {
         let len = Self::round(len);
         if len == 0 {
             return Ok(0);
@@ -65,7 +65,7 @@ impl Extents {
     }
 
     /// Gives `len` bytes (rounded up) at `offset` back.
-    pub fn give(&mut self, offset: u64, len: u64) {
+    pub fn free(&mut self, offset: u64, len: u64) {
         let len = Self::round(len);
         if len == 0 {
             return;
@@ -125,8 +125,8 @@ mod tests {
             for (len, pick) in steps {
                 if len % 3 == 0 && !held.is_empty() {
                     let (offset, len) = held.swap_remove(pick.index(held.len()));
-                    space.give(offset, len);
-                } else if let Ok(offset) = space.take(len) {
+                    space.free(offset, len);
+                } else if let Ok(offset) = space.alloc(len) {
                     let len = Extents::round(len);
                     prop_assert!(offset % GRAIN == 0 && offset + len <= space.total());
                     for &(other, size) in &held {
@@ -137,7 +137,7 @@ mod tests {
                 prop_assert_eq!(space.used(), held.iter().map(|&(_, len)| len).sum::<u64>());
             }
             for (offset, len) in held {
-                space.give(offset, len);
+                space.free(offset, len);
             }
             prop_assert_eq!((space.largest(), space.used()), (space.total(), 0));
         }
@@ -146,14 +146,14 @@ mod tests {
     #[test]
     fn the_first_fit_is_taken_and_the_largest_announced() {
         let mut space = Extents::new(1024);
-        let a = space.take(128).unwrap();
-        let b = space.take(64).unwrap();
-        space.take(256).unwrap();
-        space.give(a, 128);
-        assert_eq!(space.take(100), Ok(0), "rounded up to the hole of 128");
+        let a = space.alloc(128).unwrap();
+        let b = space.alloc(64).unwrap();
+        space.alloc(256).unwrap();
+        space.free(a, 128);
+        assert_eq!(space.alloc(100), Ok(0), "rounded up to the hole of 128");
         assert_eq!(space.take_largest(100), (448, 128), "rounded up");
         assert_eq!(space.take_largest(u64::MAX), (576, 448));
-        space.give(b, 64);
-        assert_eq!(space.take(65), Err(64), "only the hole of 64 is left");
+        space.free(b, 64);
+        assert_eq!(space.alloc(65), Err(64), "only the hole of 64 is left");
     }
 }

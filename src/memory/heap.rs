@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Mapped, PageReport, Pool, Segment, Symmetric, shared_huge_bytes};
+use super::{PageReport, PeerMapping, Pool, Segment, SymmetricAllocator, shared_huge_bytes};
 use crate::bootstrap::Health;
 use crate::error::MemoryError;
 
@@ -20,9 +20,9 @@ pub struct HeapSizes {
 #[derive(Debug)]
 pub struct Heap {
     rank: u32,
-    mapped: Arc<Mapped>,
+    mapped: Arc<PeerMapping>,
     boundary: u64,
-    symmetric: Arc<Symmetric>,
+    symmetric: Arc<SymmetricAllocator>,
     pool: Arc<Pool>,
 }
 
@@ -45,11 +45,11 @@ impl Heap {
             }
         }
         let present: Vec<Option<&Segment>> = segments.iter().map(Option::as_ref).collect();
-        let mapped = Arc::new(Mapped::new(&present)?);
+        let mapped = Arc::new(PeerMapping::new(&present)?);
         mapped.populate(rank, 0, sizes.total)?;
         let boundary = sizes.symmetric.next_multiple_of(4096).min(sizes.total);
         let pool = Pool::new(rank, Arc::clone(&mapped), boundary, Arc::clone(health), deadline);
-        let symmetric = Symmetric::new(rank, Arc::clone(&mapped), boundary);
+        let symmetric = SymmetricAllocator::new(rank, Arc::clone(&mapped), boundary);
         Ok(Heap { rank, mapped, boundary, symmetric, pool })
     }
 
@@ -68,7 +68,7 @@ impl Heap {
     }
 
     /// The mapping of all reachable heaps, by rank.
-    pub fn mapped(&self) -> &Arc<Mapped> {
+    pub fn mapped(&self) -> &Arc<PeerMapping> {
         &self.mapped
     }
 
@@ -83,7 +83,7 @@ impl Heap {
     }
 
     /// This rank's symmetric part.
-    pub fn symmetric(&self) -> &Arc<Symmetric> {
+    pub fn symmetric(&self) -> &Arc<SymmetricAllocator> {
         &self.symmetric
     }
 

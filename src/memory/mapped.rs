@@ -9,7 +9,7 @@ use crate::error::MemoryError;
 
 /// One mapped region per member, at equal distances. Members out of reach have length 0.
 #[derive(Debug)]
-pub struct Mapped {
+pub struct PeerMapping {
     base: NonNull<u8>,
     stride: usize,
     lens: Vec<u64>,
@@ -17,11 +17,11 @@ pub struct Mapped {
 
 // SAFETY: the mapping is plain shared memory owned by this value; nothing in it depends on the thread, and every
 // access to its bytes goes through raw pointers whose users answer for their order.
-unsafe impl Send for Mapped {}
+unsafe impl Send for PeerMapping {}
 // SAFETY: as above: `&Mapped` only hands out raw pointers.
-unsafe impl Sync for Mapped {}
+unsafe impl Sync for PeerMapping {}
 
-impl Mapped {
+impl PeerMapping {
     /// Maps the segments that are present, in order.
     ///
     /// # Errors
@@ -44,7 +44,8 @@ impl Mapped {
             )
         }
         .map_err(failed("mmap", total as u64))?;
-        let mapped = Mapped { base: NonNull::new(base.cast()).unwrap_or(NonNull::dangling()), stride, lens };
+        let mapped =
+            PeerMapping { base: NonNull::new(base.cast()).unwrap_or(NonNull::dangling()), stride, lens };
         for (index, segment) in segments.iter().enumerate() {
             let Some(segment) = segment.filter(|s| !s.is_empty()) else { continue };
             let len = segment.len() as usize;
@@ -157,7 +158,7 @@ impl Mapped {
     }
 }
 
-impl Drop for Mapped {
+impl Drop for PeerMapping {
     fn drop(&mut self) {
         let total = (self.stride * self.lens.len()).max(1);
         // SAFETY: the reservation made in `new`; whoever took pointers into it holds this value alive.

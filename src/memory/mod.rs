@@ -31,13 +31,13 @@ mod symmetric;
 
 pub(crate) use extents::Extents;
 pub(crate) use heap::{Heap, HeapSizes};
-pub(crate) use mapped::Mapped;
+pub(crate) use mapped::PeerMapping;
 pub use numa::Numa;
 pub(crate) use pages::shared_huge_bytes;
 pub use pages::{PageReport, huge_pages_granted};
 pub use pinned::SharedPinned;
 pub(crate) use pinned::pin;
-pub(crate) use pool::Licence;
+pub(crate) use pool::ReleaseCheck;
 pub use pool::{Extent, Pool, PoolReport};
 pub(crate) use segment::Segment;
-pub(crate) use symmetric::{Symmetric, SymmetricExtent};
+pub(crate) use symmetric::{SymmetricAllocator, SymmetricExtent};

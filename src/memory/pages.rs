@@ -1,6 +1,6 @@
 //! Which pages the kernel really granted. Requests for huge pages are advice: only the grant counts.
 
-use super::{Mapped, Segment};
+use super::{PeerMapping, Segment};
 
 /// Bytes of shared huge pages behind the mappings of this process, as `/proc/self/smaps_rollup` tells; `None` where
 /// the kernel does not say.
@@ -18,7 +18,7 @@ fn parse(smaps: &str) -> Option<u64> {
 pub fn huge_pages_granted() -> Option<bool> {
     let segment = Segment::create("sidelane-probe", 4 << 20).ok()?;
     let before = shared_huge_bytes()?;
-    let mapped = Mapped::new(&[Some(&segment)]).ok()?;
+    let mapped = PeerMapping::new(&[Some(&segment)]).ok()?;
     mapped.populate(0, 0, segment.len()).ok()?;
     Some(shared_huge_bytes()? > before)
 }

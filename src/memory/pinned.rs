@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::{Mapped, Segment};
+use super::{PeerMapping, Segment};
 use crate::device::{Context, PinnedMemory};
 use crate::error::Error;
 
@@ -14,7 +14,7 @@ use crate::error::Error;
 ///
 /// # Errors
 /// [`DeviceError`](crate::error::DeviceError) if it cannot be pinned.
-pub fn pin(context: &Arc<Context>, mapped: &Arc<Mapped>, member: u32) -> Result<PinnedMemory, Error> {
+pub fn pin(context: &Arc<Context>, mapped: &Arc<PeerMapping>, member: u32) -> Result<PinnedMemory, Error> {
     let len = mapped.len_of(member);
     let at: NonNull<u8> = mapped.at(member, 0, len)?;
     // SAFETY: checked by `at`, and mapped as long as the value that is kept; ports refer to bytes of it only while, by
@@ -49,7 +49,7 @@ impl SharedPinned {
     }
 
     fn pin(context: &Arc<Context>, file: Segment) -> Result<Self, Error> {
-        let mapped = Arc::new(Mapped::new(&[Some(&file)])?);
+        let mapped = Arc::new(PeerMapping::new(&[Some(&file)])?);
         Ok(SharedPinned { memory: pin(context, &mapped, 0)?, file })
     }
 

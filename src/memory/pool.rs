@@ -13,21 +13,21 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Extents, Mapped, access};
+use super::{Extents, PeerMapping, access};
 use crate::bootstrap::{Health, interrupted};
 use crate::error::MemoryError;
 
 /// Knows whether all readers of a retired extent have finished.
-pub trait Licence: Send + Sync {
+pub trait ReleaseCheck: Send + Sync {
     /// Whether everybody has read what was offered in the call of this value.
-    fn granted(&self, value: u64) -> bool;
+    fn is_released(&self, value: u64) -> bool;
 }
 
 /// The pool of one rank. Shared by all who receive on it; locked for a few instructions at a time, never while
 /// waiting.
 pub struct Pool {
     rank: u32,
-    mapped: Arc<Mapped>,
+    mapped: Arc<PeerMapping>,
     member: u32,
     /// First byte of the pool in the heap.
     start: u64,
@@ -46,7 +46,7 @@ struct State {
 struct Retired {
     offset: u64,
     len: u64,
-    licence: Arc<dyn Licence>,
+    licence: Arc<dyn ReleaseCheck>,
     value: u64,
 }
 
@@ -71,7 +71,7 @@ impl Pool {
     /// The bytes from `start` to the end of `member`'s segment.
     pub(super) fn new(
         rank: u32,
-        mapped: Arc<Mapped>,
+        mapped: Arc<PeerMapping>,
         start: u64,
         health: Arc<Health>,
         deadline: Duration,
@@ -86,12 +86,12 @@ impl Pool {
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`].
-    pub fn take(self: &Arc<Self>, len: u64) -> Result<Extent, MemoryError> {
+    pub fn alloc(self: &Arc<Self>, len: u64) -> Result<Extent, MemoryError> {
         let mut since = None;
         loop {
             let mut state = self.state();
             state.reap();
-            let free = match state.extents.take(len) {
+            let free = match state.extents.alloc(len) {
                 Ok(offset) => {
                     state.live += 1;
                     return Ok(Extent { pool: Arc::clone(self), offset, len: Extents::round(len) });
@@ -128,7 +128,7 @@ impl Pool {
 
     /// Gives an extent back once all its readers have finished. Nobody waits for that: whoever next asks for memory
     /// looks whether the licence is there.
-    pub(crate) fn retire(&self, mut extent: Extent, licence: &Arc<dyn Licence>, value: u64) {
+    pub(crate) fn retire(&self, mut extent: Extent, licence: &Arc<dyn ReleaseCheck>, value: u64) {
         let (offset, len) = (extent.offset, std::mem::take(&mut extent.len));
         self.state().retired.push(Retired { offset, len, licence: Arc::clone(licence), value });
     }
@@ -190,9 +190,9 @@ impl State {
     fn reap(&mut self) {
         let extents = &mut self.extents;
         self.retired.retain(|r| {
-            let granted = r.licence.granted(r.value);
+            let granted = r.licence.is_released(r.value);
             if granted {
-                extents.give(r.offset, r.len);
+                extents.free(r.offset, r.len);
             }
             !granted
         });
@@ -237,7 +237,7 @@ impl Extent {
     /// Gives back everything behind the first `len` bytes.
     pub fn trim(&mut self, len: u64) {
         let keep = Extents::round(len).min(self.len);
-        self.pool.state().extents.give(self.offset + keep, self.len - keep);
+        self.pool.state().extents.free(self.offset + keep, self.len - keep);
         self.len = keep;
     }
 
@@ -302,7 +302,7 @@ impl Drop for Extent {
         // In a dead world a call may have ended while peers still write to what was announced: it stays reserved, until
         // the rebuilt world has a heap of its own.
         if self.pool.health.check().is_ok() {
-            state.extents.give(self.offset, self.len);
+            state.extents.free(self.offset, self.len);
         }
     }
 }

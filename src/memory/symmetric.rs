@@ -2,21 +2,21 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{Extents, Mapped};
+use super::{Extents, PeerMapping};
 use crate::error::MemoryError;
 
 /// The allocator of one rank's symmetric bytes. Collective callers take the same sizes in the same order.
 #[derive(Debug)]
-pub struct Symmetric {
+pub struct SymmetricAllocator {
     rank: u32,
-    mapped: Arc<Mapped>,
+    mapped: Arc<PeerMapping>,
     extents: Mutex<Extents>,
 }
 
-impl Symmetric {
+impl SymmetricAllocator {
     /// The first `len` bytes of `rank`'s heap.
-    pub(super) fn new(rank: u32, mapped: Arc<Mapped>, len: u64) -> Arc<Self> {
-        Arc::new(Symmetric { rank, mapped, extents: Mutex::new(Extents::new(len)) })
+    pub(super) fn new(rank: u32, mapped: Arc<PeerMapping>, len: u64) -> Arc<Self> {
+        Arc::new(SymmetricAllocator { rank, mapped, extents: Mutex::new(Extents::new(len)) })
     }
 
     /// Takes `len` bytes, as they are: whoever had them last may still be read by a slow peer.
@@ -25,7 +25,7 @@ impl Symmetric {
     /// [`MemoryError::OutOfSpace`].
     pub fn take(self: &Arc<Self>, len: u64) -> Result<SymmetricExtent, MemoryError> {
         let mut extents = self.extents.lock().unwrap_or_else(PoisonError::into_inner);
-        let offset = extents.take(len).map_err(|free| MemoryError::OutOfSpace {
+        let offset = extents.alloc(len).map_err(|free| MemoryError::OutOfSpace {
             rank: self.rank,
             asked: len,
             free,
@@ -41,7 +41,7 @@ impl Symmetric {
 /// Symmetric bytes, given back when dropped.
 #[derive(Debug)]
 pub struct SymmetricExtent {
-    space: Arc<Symmetric>,
+    space: Arc<SymmetricAllocator>,
     offset: u64,
     len: u64,
 }
@@ -64,13 +64,13 @@ impl SymmetricExtent {
     }
 
     /// The mapping of the heaps.
-    pub fn mapped(&self) -> &Arc<Mapped> {
+    pub fn mapped(&self) -> &Arc<PeerMapping> {
         &self.space.mapped
     }
 }
 
 impl Drop for SymmetricExtent {
     fn drop(&mut self) {
-        self.space.extents.lock().unwrap_or_else(PoisonError::into_inner).give(self.offset, self.len);
+        self.space.extents.lock().unwrap_or_else(PoisonError::into_inner).free(self.offset, self.len);
     }
 }

@@ -17,7 +17,7 @@ use std::ops::Range;
 /// What a call would move and compute in one piece. All ranks must say the same, whatever tokens they have, so say the most
 /// that a rank can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Load {
+pub struct CallCost {
     /// Tokens of a rank, at most.
     pub tokens: u32,
     /// Bytes that go out for a token: those of a row, times its choices.
@@ -36,7 +36,7 @@ pub struct Load {
 ///   n  =  min( sqrt(bytes / call_bytes),  expert_rows / gemm_rows,  most ),   at least 1
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SliceRule {
+pub struct ChunkRule {
     /// What a call costs however small it is, as bytes that would be sent meanwhile: `sidelane bench` tells what a small call
     /// takes, and how many bytes a second a large one moves.
     pub call_bytes: u64,
@@ -46,27 +46,27 @@ pub struct SliceRule {
     pub most: u32,
 }
 
-impl SliceRule {
+impl ChunkRule {
     /// Into how many slices a call of this load is cut: a function of its arguments, so the same on all ranks that say the
     /// same.
-    pub fn slices(&self, load: &Load) -> Slices {
+    pub fn slices(&self, load: &CallCost) -> TokenChunks {
         let bytes = u64::from(load.tokens).saturating_mul(load.token_bytes);
         let by_cost = (bytes / self.call_bytes.max(1)).isqrt();
         let by_rows = load.expert_rows / self.gemm_rows.max(1);
         let most = by_rows.min(self.most).min(load.tokens);
-        Slices::new(u32::try_from(by_cost).unwrap_or(u32::MAX).min(most))
+        TokenChunks::new(u32::try_from(by_cost).unwrap_or(u32::MAX).min(most))
     }
 }
 
 /// Slices of a rank's tokens: as many on all ranks, each as large as the others to one token. A rank with fewer tokens than
 /// slices has empty ones, and makes their calls, as its peers need it to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Slices(NonZeroU32);
+pub struct TokenChunks(NonZeroU32);
 
-impl Slices {
+impl TokenChunks {
     /// So many; 0 counts as 1.
     pub fn new(count: u32) -> Self {
-        Slices(NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
+        TokenChunks(NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
     }
 
     /// How many.
@@ -82,7 +82,7 @@ impl Slices {
 }
 
 /// Cuts local experts into at most `groups` runs of neighbours whose rows, as [`Handle`](crate::ep::Handle)s count them, are as even as can
-/// be had that way, so that several compute streams share them ([`Rotation`](super::Rotation)). Rows lie expert-major, so each group's
+/// be had that way, so that several compute streams share them ([`RoundRobin`](super::RoundRobin)). Rows lie expert-major, so each group's
 /// are one range. Experts without rows are in no group of their own; without any rows all are one.
 pub fn expert_groups(rows: &[i64], groups: u32) -> Vec<Range<usize>> {
     let total: u64 = rows.iter().map(|&rows| rows.max(0) as u64).sum();
@@ -112,10 +112,10 @@ mod tests {
 
     use super::*;
 
-    const RULE: SliceRule = SliceRule { call_bytes: 1 << 20, gemm_rows: 128, most: 8 };
+    const RULE: ChunkRule = ChunkRule { call_bytes: 1 << 20, gemm_rows: 128, most: 8 };
 
-    fn load(tokens: u32, expert_rows: u32) -> Load {
-        Load { tokens, token_bytes: 32 << 10, expert_rows }
+    fn load(tokens: u32, expert_rows: u32) -> CallCost {
+        CallCost { tokens, token_bytes: 32 << 10, expert_rows }
     }
 
     #[test]
@@ -132,7 +132,7 @@ mod tests {
     proptest! {
         #[test]
         fn slices_hold_every_token_once_and_are_even(tokens in 0..10_000u32, count in 0..40u32) {
-            let slices = Slices::new(count);
+            let slices = TokenChunks::new(count);
             let ranges: Vec<_> = slices.of(tokens).collect();
             prop_assert_eq!(ranges.len() as u32, count.max(1));
             prop_assert_eq!(ranges.iter().cloned().flatten().collect::<Vec<_>>(), (0..tokens).collect::<Vec<_>>());
@@ -146,8 +146,8 @@ mod tests {
             (tokens, token_bytes, expert_rows) in (any::<u32>(), any::<u64>(), any::<u32>()),
             (call_bytes, gemm_rows, most) in (any::<u64>(), any::<u32>(), any::<u32>()),
         ) {
-            let rule = SliceRule { call_bytes, gemm_rows, most };
-            let count = rule.slices(&Load { tokens, token_bytes, expert_rows }).count();
+            let rule = ChunkRule { call_bytes, gemm_rows, most };
+            let count = rule.slices(&CallCost { tokens, token_bytes, expert_rows }).count();
             prop_assert!(count == 1 || count <= most.min(tokens));
             prop_assert!(count == 1 || u64::from(expert_rows / count) >= u64::from(gemm_rows));
             let bytes = u128::from(tokens) * u128::from(token_bytes);

@@ -32,7 +32,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::graph::Entry;
-use super::{Executor, Graph, Place, Stream as Name, outcome};
+use super::{Executor, Graph, NodeInfo, StreamId as Name, outcome};
 use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{DeviceError, OverlapError};
 
@@ -59,7 +59,7 @@ impl StreamPool {
         };
         Ok(StreamPool {
             context: Arc::clone(context),
-            compute: make(compute.saturating_sub(1), Priority::Usual)?,
+            compute: make(compute.saturating_sub(1), Priority::Normal)?,
             transfer: make(transfer, Priority::Highest)?,
             marks: Mutex::default(),
         })
@@ -100,10 +100,10 @@ impl<'s> CudaExecutor<'s> {
 }
 
 impl Executor for CudaExecutor<'_> {
-    type Ground = Arc<Stream>;
+    type Context = Arc<Stream>;
 
     fn run(&self, graph: Graph<'_, Arc<Stream>>) -> Result<(), OverlapError> {
-        let stream = |at: Place| self.stream(at.stream).ok_or(OverlapError::NoStream { at });
+        let stream = |at: NodeInfo| self.stream(at.stream).ok_or(OverlapError::NoStream { at });
         let streams = graph.places().map(stream).collect::<Result<Vec<_>, _>>()?;
         let mut all = self.pool.marks.lock().unwrap_or_else(PoisonError::into_inner);
         let marks = Marks { all: &mut all, used: 0, context: &self.pool.context };
@@ -143,7 +143,7 @@ struct Launch<'l> {
     caller: &'l Arc<Stream>,
     marks: Marks<'l>,
     /// Streams beside the caller's that take part, each with the first node there.
-    beside: Vec<(&'l Arc<Stream>, Place)>,
+    beside: Vec<(&'l Arc<Stream>, NodeInfo)>,
 }
 
 impl<'l> Launch<'l> {
@@ -185,7 +185,7 @@ impl<'l> Launch<'l> {
     }
 
     /// Whether a node is the first on a stream beside the caller's.
-    fn enters(&mut self, stream: &'l Arc<Stream>, place: Place) -> bool {
+    fn enters(&mut self, stream: &'l Arc<Stream>, place: NodeInfo) -> bool {
         let known = ptr::eq(stream, self.caller) || self.beside.iter().any(|(one, _)| ptr::eq(*one, stream));
         if !known {
             self.beside.push((stream, place));
@@ -206,6 +206,6 @@ impl<'l> Launch<'l> {
 }
 
 /// An edge that could not be enqueued.
-fn failed(at: Place, error: DeviceError, not_begun: usize) -> OverlapError {
+fn failed(at: NodeInfo, error: DeviceError, not_begun: usize) -> OverlapError {
     OverlapError::Failed { at, error: Box::new(error.into()), not_begun }
 }

@@ -3,14 +3,14 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-use super::{Executor, Graph, Place, Stream};
+use super::{Executor, Graph, NodeInfo, StreamId};
 use crate::error::OverlapError;
 
 /// When a node would be at it, in nanoseconds from the begin of the graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
+pub struct NodeTime {
     /// The node.
-    pub at: Place,
+    pub at: NodeInfo,
     /// Its begin.
     pub begin: u64,
     /// Its end.
@@ -25,8 +25,8 @@ pub struct Span {
 /// let mut graph: Graph<'_, ()> = Graph::new();
 /// let nothing = |_: &()| Ok(());
 /// for chunk in 0..3 {
-///     let there = graph.add(Stream::Transfer(0), Work { name: "dispatch", chunk }, &[], nothing);
-///     graph.add(Stream::Compute(0), Work { name: "experts", chunk }, &[there], nothing);
+///     let there = graph.add(StreamId::Transfer(0), Work { name: "dispatch", chunk }, &[], nothing);
+///     graph.add(StreamId::Compute(0), Work { name: "experts", chunk }, &[there], nothing);
 /// }
 /// let forecast = Forecast::new(|at| if at.work.name == "dispatch" { 10 } else { 7 });
 /// graph.run(&forecast)?;
@@ -34,19 +34,19 @@ pub struct Span {
 /// # Ok::<(), sidelane::error::OverlapError>(())
 /// ```
 #[derive(Debug)]
-pub struct Forecast<F> {
+pub struct GraphTimer<F> {
     cost: F,
-    spans: RefCell<Vec<Span>>,
+    spans: RefCell<Vec<NodeTime>>,
 }
 
-impl<F: Fn(Place) -> u64> Forecast<F> {
+impl<F: Fn(NodeInfo) -> u64> GraphTimer<F> {
     /// By nanoseconds of each node.
     pub fn new(cost: F) -> Self {
-        Forecast { cost, spans: RefCell::default() }
+        GraphTimer { cost, spans: RefCell::default() }
     }
 
     /// Of the graph that was run last, in launch order.
-    pub fn spans(&self) -> Vec<Span> {
+    pub fn spans(&self) -> Vec<NodeTime> {
         self.spans.borrow().clone()
     }
 
@@ -56,18 +56,18 @@ impl<F: Fn(Place) -> u64> Forecast<F> {
     }
 }
 
-impl<F: Fn(Place) -> u64> Executor for Forecast<F> {
-    type Ground = ();
+impl<F: Fn(NodeInfo) -> u64> Executor for GraphTimer<F> {
+    type Context = ();
 
     fn run(&self, graph: Graph<'_, ()>) -> Result<(), OverlapError> {
-        let mut free: HashMap<Stream, u64> = HashMap::new();
-        let mut spans: Vec<Span> = Vec::with_capacity(graph.len());
+        let mut free: HashMap<StreamId, u64> = HashMap::new();
+        let mut spans: Vec<NodeTime> = Vec::with_capacity(graph.len());
         // Launch order: what a node waits for stands before it.
         for entry in &graph.entries {
             let free = free.entry(entry.place.stream).or_default();
             let begin = entry.after.iter().map(|edge| spans[edge.node].end).fold(*free, u64::max);
             *free = begin.saturating_add((self.cost)(entry.place));
-            spans.push(Span { at: entry.place, begin, end: *free });
+            spans.push(NodeTime { at: entry.place, begin, end: *free });
         }
         *self.spans.borrow_mut() = spans;
         Ok(())
@@ -76,7 +76,7 @@ impl<F: Fn(Place) -> u64> Executor for Forecast<F> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Rotation, Work};
+    use super::super::{NodeLabel, RoundRobin};
     use super::*;
 
     fn nothing(_: &()) -> Result<(), crate::Error> {
@@ -86,14 +86,14 @@ mod tests {
     #[test]
     fn streams_go_on_beside_each_other_and_edges_hold() {
         let mut graph = Graph::new();
-        let work = |name, chunk| Work { name, chunk };
-        let mut turns = Rotation::new(2, 1);
+        let work = |name, chunk| NodeLabel { name, chunk };
+        let mut turns = RoundRobin::new(2, 1);
         for chunk in 0..3 {
-            let there = graph.add(Stream::Transfer(0), work("d", chunk), &[], nothing);
+            let there = graph.add(StreamId::Transfer(0), work("d", chunk), &[], nothing);
             let made = turns.add(&mut graph, work("g", chunk), &[there], nothing);
-            graph.add(Stream::Transfer(1), work("c", chunk), &[made], nothing);
+            graph.add(StreamId::Transfer(1), work("c", chunk), &[made], nothing);
         }
-        let forecast = Forecast::new(|at| match at.work.name {
+        let forecast = GraphTimer::new(|at| match at.work.name {
             "d" => 4,
             "g" => 10,
             _ => 1,
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn an_empty_graph_takes_no_time() {
-        let forecast = Forecast::new(|_| 1);
+        let forecast = GraphTimer::new(|_| 1);
         Graph::new().run(&forecast).unwrap();
         assert_eq!((forecast.ns(), forecast.spans()), (0, vec![]));
     }

@@ -3,19 +3,19 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Place, Stream, Work};
+use super::{NodeInfo, NodeLabel, StreamId};
 use crate::error::{Error, OverlapError};
 
 /// Something that carries a graph out.
 pub trait Executor {
     /// What a node is given when it is its turn.
-    type Ground;
+    type Context;
 
     /// Carries it out; see [`Graph::run`].
     ///
     /// # Errors
     /// As [`Graph::run`].
-    fn run(&self, graph: Graph<'_, Self::Ground>) -> Result<(), OverlapError>;
+    fn run(&self, graph: Graph<'_, Self::Context>) -> Result<(), OverlapError>;
 }
 
 /// A node of a graph, for those that are to wait for it.
@@ -46,7 +46,7 @@ pub type Body<'a, G> = Box<dyn FnOnce(&G) -> Result<(), Error> + Send + 'a>;
 
 /// A node as executors see it.
 pub(super) struct Entry<'a, G> {
-    pub place: Place,
+    pub place: NodeInfo,
     /// Earlier nodes of other streams. Those of its own need no edge.
     pub after: Vec<Edge>,
     pub body: Body<'a, G>,
@@ -59,8 +59,8 @@ pub(super) struct Entry<'a, G> {
 ///
 /// let (arrived, mut sum) = (Slot::empty(), 0);
 /// let mut graph = Graph::new();
-/// let there = graph.add(Stream::Transfer(0), Work { name: "fetch", chunk: 0 }, &[], |_| arrived.put(vec![1, 2, 3]));
-/// graph.add(Stream::Compute(0), Work { name: "sum", chunk: 0 }, &[there], |_| {
+/// let there = graph.add(StreamId::Transfer(0), Work { name: "fetch", chunk: 0 }, &[], |_| arrived.put(vec![1, 2, 3]));
+/// graph.add(StreamId::Compute(0), Work { name: "sum", chunk: 0 }, &[there], |_| {
 ///     sum = arrived.take()?.iter().sum();
 ///     Ok(())
 /// });
@@ -71,7 +71,7 @@ pub(super) struct Entry<'a, G> {
 pub struct Graph<'a, G> {
     number: u64,
     pub(super) entries: Vec<Entry<'a, G>>,
-    foreign: Option<Place>,
+    foreign: Option<NodeInfo>,
 }
 
 impl<G> Default for Graph<'_, G> {
@@ -92,12 +92,12 @@ impl<'a, G> Graph<'a, G> {
     /// `after` have ended, or are [halfway](Node::halfway) where that is enough. A node of another graph in `after` makes [`run`](Self::run) refuse the graph.
     pub fn add(
         &mut self,
-        stream: Stream,
-        work: Work,
+        stream: StreamId,
+        work: NodeLabel,
         after: &[Node],
         body: impl FnOnce(&G) -> Result<(), Error> + Send + 'a,
     ) -> Node {
-        let place = Place { work, stream };
+        let place = NodeInfo { work, stream };
         if after.iter().any(|node| node.graph != self.number) {
             self.foreign.get_or_insert(place);
         }
@@ -120,7 +120,7 @@ impl<'a, G> Graph<'a, G> {
     }
 
     /// The nodes in launch order.
-    pub fn places(&self) -> impl Iterator<Item = Place> {
+    pub fn places(&self) -> impl Iterator<Item = NodeInfo> {
         self.entries.iter().map(|entry| entry.place)
     }
 
@@ -128,7 +128,7 @@ impl<'a, G> Graph<'a, G> {
     ///
     /// # Errors
     /// [`OverlapError`]: the first node that went wrong. No further node was begun then; all that had begun have ended.
-    pub fn run(self, executor: &impl Executor<Ground = G>) -> Result<(), OverlapError> {
+    pub fn run(self, executor: &impl Executor<Context = G>) -> Result<(), OverlapError> {
         match self.foreign {
             Some(at) => Err(OverlapError::ForeignNode { at }),
             None => executor.run(self),

@@ -1,6 +1,6 @@
 //! Overlap: compute and transfers of one rank, side by side.
 //!
-//! A [`Graph`] holds what is to be done to which chunk, in *launch order*. Every node is for a [`Stream`], which works
+//! A [`Graph`] holds what is to be done to which chunk, in *launch order*. Every node is for a [`StreamId`], which works
 //! off its nodes in that order; edges say which nodes of other streams must have ended before. An [`Executor`] carries
 //! the graph out:
 //!
@@ -16,7 +16,7 @@
 //! |---|---|---|
 //! | [`HostExecutor`] | threads that live as long as the run; one of them is the caller's | a condition that threads sleep on |
 //! | [`CudaExecutor`] | CUDA streams; compute 0 is the caller's, which waits for the others at the end | marks that streams wait for |
-//! | [`Forecast`] | what nodes are said to take | ends of nodes; nothing is carried out |
+//! | [`GraphTimer`] | what nodes are said to take | ends of nodes; nothing is carried out |
 //! | host or CUDA, overlap off | the caller's thread, or stream, alone, in launch order | nothing to wait for |
 //!
 //! **Why no order can deadlock.** An edge points to a node that was added before, as only such a node has a [`Node`] to
@@ -29,7 +29,7 @@
 //! It says so ([`Run::halfway`]), and an edge may be content with that ([`Node::halfway`]).
 //!
 //! **Same bits.** Nodes run once, after what their edges name. If each reads and writes what edges order, which
-//! [`Slot`]s watch over, results do not depend on which streams there are, or on whether there are any.
+//! [`Handoff`]s watch over, results do not depend on which streams there are, or on whether there are any.
 //!
 //! **Why no sender is blocked.** A chunk's rows land in an extent of their receiver's pool, which is that chunk's alone
 //! from its announcement until [`ExpertRows`](crate::ep::ExpertRows) of it are dropped. So whoever sends chunk 1 waits
@@ -47,12 +47,12 @@ mod outcome;
 mod rotation;
 mod slot;
 
-pub use crate::error::{Place, Stream, Work};
-pub use chunks::{Load, SliceRule, Slices, expert_groups};
+pub use crate::error::{NodeInfo, NodeLabel, StreamId};
+pub use chunks::{CallCost, ChunkRule, TokenChunks, expert_groups};
 pub use cuda::{CudaExecutor, StreamPool};
-pub use forecast::{Forecast, Span};
+pub use forecast::{GraphTimer, NodeTime};
 pub use graph::{Body, Executor, Graph, Node};
 pub use host::{HostExecutor, Run};
-pub use one_f_one_b::{Part, Pass, Passes, Step, add_one_f_one_b, one_f_one_b};
-pub use rotation::Rotation;
-pub use slot::Slot;
+pub use one_f_one_b::{Direction, LayerOp, LayerStep, Passes, add_one_f_one_b, one_f_one_b};
+pub use rotation::RoundRobin;
+pub use slot::Handoff;

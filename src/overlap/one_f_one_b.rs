@@ -12,11 +12,11 @@
 //! without waiting for those of weights.
 
 use super::graph::Body;
-use super::{Graph, Node, Stream, Work};
+use super::{Graph, Node, NodeLabel, StreamId};
 
 /// Which pass a step is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pass {
+pub enum Direction {
     /// The forward of one microbatch.
     Forward,
     /// The gradients of another's activations.
@@ -27,7 +27,7 @@ pub enum Pass {
 
 /// Which part of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum LayerOp {
     /// Whatever comes before: attention, norms, the gate, shared experts.
     Before,
     /// Tokens to experts; backward, the sum of row gradients.
@@ -40,76 +40,76 @@ pub enum Part {
 
 /// A node of the two passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
+pub struct LayerStep {
     /// Of which pass.
-    pub pass: Pass,
+    pub pass: Direction,
     /// Of which part.
-    pub part: Part,
+    pub part: LayerOp,
 }
 
-impl Step {
-    const fn of(pass: Pass, part: Part) -> Self {
-        Step { pass, part }
+impl LayerStep {
+    const fn of(pass: Direction, part: LayerOp) -> Self {
+        LayerStep { pass, part }
     }
 
     /// Its name in errors and timelines.
     pub fn name(self) -> &'static str {
         match (self.pass, self.part) {
-            (Pass::Forward, Part::Before) => "before",
-            (Pass::Forward, Part::Dispatch) => "dispatch",
-            (Pass::Forward, Part::Experts) => "experts",
-            (Pass::Forward, Part::Combine) => "combine",
-            (Pass::Backward, Part::Before) => "before backward",
-            (Pass::Backward, Part::Dispatch) => "dispatch backward",
-            (Pass::Backward, Part::Experts) => "experts backward",
-            (Pass::Backward, Part::Combine) => "combine backward",
-            (Pass::WeightGradient, Part::Before) => "before weights",
-            (Pass::WeightGradient, Part::Experts) => "experts weights",
-            (Pass::WeightGradient, Part::Dispatch | Part::Combine) => "no weights",
+            (Direction::Forward, LayerOp::Before) => "before",
+            (Direction::Forward, LayerOp::Dispatch) => "dispatch",
+            (Direction::Forward, LayerOp::Experts) => "experts",
+            (Direction::Forward, LayerOp::Combine) => "combine",
+            (Direction::Backward, LayerOp::Before) => "before backward",
+            (Direction::Backward, LayerOp::Dispatch) => "dispatch backward",
+            (Direction::Backward, LayerOp::Experts) => "experts backward",
+            (Direction::Backward, LayerOp::Combine) => "combine backward",
+            (Direction::WeightGradient, LayerOp::Before) => "before weights",
+            (Direction::WeightGradient, LayerOp::Experts) => "experts weights",
+            (Direction::WeightGradient, LayerOp::Dispatch | LayerOp::Combine) => "no weights",
         }
     }
 
-    /// Where it runs: what moves rows on [`Transfer(0)`](Stream::Transfer), the rest on [`Compute(0)`](Stream::Compute).
-    pub fn stream(self) -> Stream {
+    /// Where it runs: what moves rows on [`Transfer(0)`](StreamId::Transfer), the rest on [`Compute(0)`](StreamId::Compute).
+    pub fn stream(self) -> StreamId {
         match self.part {
-            Part::Dispatch | Part::Combine => Stream::Transfer(0),
-            Part::Before | Part::Experts => Stream::Compute(0),
+            LayerOp::Dispatch | LayerOp::Combine => StreamId::Transfer(0),
+            LayerOp::Before | LayerOp::Experts => StreamId::Compute(0),
         }
     }
 
     /// The step whose result it takes; none for the first of a pass.
-    pub fn after(self) -> Option<Step> {
-        let Step { pass, part } = self;
+    pub fn after(self) -> Option<LayerStep> {
+        let LayerStep { pass, part } = self;
         let before = match (pass, part) {
-            (Pass::Forward, Part::Before) | (Pass::Backward, Part::Combine) => return None,
-            (Pass::Forward, Part::Dispatch) => Part::Before,
-            (Pass::Forward, Part::Experts) => Part::Dispatch,
-            (Pass::Forward, Part::Combine) => Part::Experts,
-            (Pass::Backward, Part::Experts) => Part::Combine,
-            (Pass::Backward, Part::Dispatch) => Part::Experts,
-            (Pass::Backward, Part::Before) => Part::Dispatch,
-            (Pass::WeightGradient, part) => return Some(Step::of(Pass::Backward, part)),
+            (Direction::Forward, LayerOp::Before) | (Direction::Backward, LayerOp::Combine) => return None,
+            (Direction::Forward, LayerOp::Dispatch) => LayerOp::Before,
+            (Direction::Forward, LayerOp::Experts) => LayerOp::Dispatch,
+            (Direction::Forward, LayerOp::Combine) => LayerOp::Experts,
+            (Direction::Backward, LayerOp::Experts) => LayerOp::Combine,
+            (Direction::Backward, LayerOp::Dispatch) => LayerOp::Experts,
+            (Direction::Backward, LayerOp::Before) => LayerOp::Dispatch,
+            (Direction::WeightGradient, part) => return Some(LayerStep::of(Direction::Backward, part)),
         };
-        Some(Step::of(pass, before))
+        Some(LayerStep::of(pass, before))
     }
 }
 
 /// The launch order for a layer. With `early`, the gradients of what came before the layer are made before the
 /// forward's products, so that what only they need is given back sooner.
-pub fn one_f_one_b(early: bool) -> [Step; 10] {
-    use Part::{Before, Combine, Dispatch, Experts};
-    use Pass::{Backward, Forward, WeightGradient};
+pub fn one_f_one_b(early: bool) -> [LayerStep; 10] {
+    use Direction::{Backward, Forward, WeightGradient};
+    use LayerOp::{Before, Combine, Dispatch, Experts};
     let mut order = [
-        Step::of(Backward, Combine),
-        Step::of(Forward, Before),
-        Step::of(Backward, Experts),
-        Step::of(Forward, Dispatch),
-        Step::of(WeightGradient, Experts),
-        Step::of(Backward, Dispatch),
-        Step::of(Forward, Experts),
-        Step::of(Forward, Combine),
-        Step::of(Backward, Before),
-        Step::of(WeightGradient, Before),
+        LayerStep::of(Backward, Combine),
+        LayerStep::of(Forward, Before),
+        LayerStep::of(Backward, Experts),
+        LayerStep::of(Forward, Dispatch),
+        LayerStep::of(WeightGradient, Experts),
+        LayerStep::of(Backward, Dispatch),
+        LayerStep::of(Forward, Experts),
+        LayerStep::of(Forward, Combine),
+        LayerStep::of(Backward, Before),
+        LayerStep::of(WeightGradient, Before),
     ];
     if early {
         order[6..9].rotate_right(1);
@@ -127,10 +127,10 @@ pub struct Passes {
 }
 
 impl Passes {
-    fn of(self, pass: Pass) -> Option<Node> {
+    fn of(self, pass: Direction) -> Option<Node> {
         match pass {
-            Pass::Forward => self.forward,
-            Pass::Backward | Pass::WeightGradient => self.backward,
+            Direction::Forward => self.forward,
+            Direction::Backward | Direction::WeightGradient => self.backward,
         }
     }
 }
@@ -143,23 +143,23 @@ pub fn add_one_f_one_b<'a, G: 'a>(
     early: bool,
     microbatches: [u32; 2],
     behind: Passes,
-    mut body: impl FnMut(Step) -> Option<Body<'a, G>>,
+    mut body: impl FnMut(LayerStep) -> Option<Body<'a, G>>,
 ) -> Passes {
-    let mut added: Vec<(Step, Node)> = Vec::new();
+    let mut added: Vec<(LayerStep, Node)> = Vec::new();
     let mut last = behind;
     for step in one_f_one_b(early) {
         let Some(body) = body(step) else { continue };
-        let node_of = |step: Step| added.iter().find(|(one, _)| *one == step).map(|(_, node)| *node);
+        let node_of = |step: LayerStep| added.iter().find(|(one, _)| *one == step).map(|(_, node)| *node);
         // Past steps that are left out.
         let before = std::iter::successors(step.after(), |step| step.after()).find_map(node_of);
         let edges: Vec<Node> = before.or(behind.of(step.pass)).into_iter().collect();
-        let chunk = microbatches[usize::from(step.pass != Pass::Forward)];
-        let node = graph.add(step.stream(), Work { name: step.name(), chunk }, &edges, body);
+        let chunk = microbatches[usize::from(step.pass != Direction::Forward)];
+        let node = graph.add(step.stream(), NodeLabel { name: step.name(), chunk }, &edges, body);
         added.push((step, node));
         match step.pass {
-            Pass::Forward => last.forward = Some(node),
-            Pass::Backward => last.backward = Some(node),
-            Pass::WeightGradient => {}
+            Direction::Forward => last.forward = Some(node),
+            Direction::Backward => last.backward = Some(node),
+            Direction::WeightGradient => {}
         }
     }
     last

@@ -4,29 +4,29 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::graph::Body;
-use crate::error::{Error, OverlapError, Place};
+use crate::error::{Error, NodeInfo, OverlapError};
 
 /// Why a node went wrong.
-pub enum Why {
+pub enum NodeError {
     Failed(Error),
     Panicked(String),
 }
 
-impl Why {
+impl NodeError {
     /// As the error of a run.
-    pub fn at(self, at: Place, not_begun: usize) -> OverlapError {
+    pub fn at(self, at: NodeInfo, not_begun: usize) -> OverlapError {
         match self {
-            Why::Failed(error) => OverlapError::Failed { at, error: Box::new(error), not_begun },
-            Why::Panicked(message) => OverlapError::Panicked { at, message, not_begun },
+            NodeError::Failed(error) => OverlapError::Failed { at, error: Box::new(error), not_begun },
+            NodeError::Panicked(message) => OverlapError::Panicked { at, message, not_begun },
         }
     }
 }
 
 /// Does the work. A panic ends here: streams have others to wait for, and what it has half written nobody uses.
-pub fn of<G>(body: Body<'_, G>, ground: &G) -> Result<(), Why> {
+pub fn of<G>(body: Body<'_, G>, ground: &G) -> Result<(), NodeError> {
     match catch_unwind(AssertUnwindSafe(|| body(ground))) {
-        Ok(done) => done.map_err(Why::Failed),
-        Err(panic) => Err(Why::Panicked(message(panic.as_ref()))),
+        Ok(done) => done.map_err(NodeError::Failed),
+        Err(panic) => Err(NodeError::Panicked(message(panic.as_ref()))),
     }
 }
 

@@ -10,17 +10,17 @@ use crate::error::{Error, OverlapError};
 /// their word for it, and holds them to it: nodes that meet there are an error, as no edge orders them. What several read
 /// at once belongs in a [`OnceLock`](std::sync::OnceLock).
 #[derive(Debug, Default)]
-pub struct Slot<T>(Mutex<Option<T>>);
+pub struct Handoff<T>(Mutex<Option<T>>);
 
-impl<T> Slot<T> {
+impl<T> Handoff<T> {
     /// With nothing in it yet.
     pub const fn empty() -> Self {
-        Slot(Mutex::new(None))
+        Handoff(Mutex::new(None))
     }
 
     /// With a value in it: what several nodes use in turn, such as the layer that carries their transfers.
     pub const fn new(value: T) -> Self {
-        Slot(Mutex::new(Some(value)))
+        Handoff(Mutex::new(Some(value)))
     }
 
     /// Leaves a value, in place of what was there.
@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn a_value_is_taken_once() {
-        let slot = Slot::empty();
+        let slot = Handoff::empty();
         let empty = Err(OverlapError::SlotEmpty.into());
         assert_eq!(slot.take(), empty);
         slot.put(4).unwrap();
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn who_meets_another_at_a_slot_is_told_so() {
-        let slot = Slot::new(1);
+        let slot = Handoff::new(1);
         let met = slot.with(|_| slot.take());
         assert_eq!(met, Err(OverlapError::SlotInUse.into()));
         assert_eq!(slot.take(), Ok(1));

@@ -1,7 +1,7 @@
 //! The vector loops: copying, gathering and summing rows, and their way to fp8 and back.
 //!
-//! On a machine without a GPU these loops *are* the lane: a dispatch is a [`Rows::gather`] into the windows of
-//! other processes, a combine a [`Rows::grouped_sum`] over rows that lie there. Both run at the speed of memory or not
+//! On a machine without a GPU these loops *are* the lane: a dispatch is a [`RowKernels::gather`] into the windows of
+//! other processes, a combine a [`RowKernels::grouped_sum`] over rows that lie there. Both run at the speed of memory or not
 //! at all, so each loop is written once, generic over sixteen lanes, and compiled for each instruction set.
 //!
 //! ```text
@@ -18,7 +18,7 @@
 //!
 //! **Pointers.** Everything takes raw pointers, because the memory is shared with other processes: a reference
 //! to it would promise the compiler what nobody can keep. Who may touch which bytes when is the business of
-//! the schedule's signals and licences; a streaming store is covered by a signal only after [`Rows::fence`].
+//! the schedule's signals and licences; a streaming store is covered by a signal only after [`RowKernels::fence`].
 
 #![allow(
     unsafe_code,
@@ -44,9 +44,9 @@ mod avx512;
 pub use format::Arithmetic;
 pub use product::{Matrix, product};
 pub use simd::{SIMD_VARIABLE, Simd};
-pub use sum::{GroupedSum, Out};
+pub use sum::{GroupedSum, SumOutput};
 
-use crate::dtype::{RecordShape, rows_of};
+use crate::dtype::{Fp8RowShape, rows_of};
 use crate::error::PlanError;
 use simd::Set;
 use vector::Kernel;
@@ -62,7 +62,7 @@ use vector::Kernel;
 pub enum Stores {
     /// Ordinary stores: the target lands in the cache, where its reader finds it.
     Cached,
-    /// Non-temporal stores: the target goes to memory without being read first. Needs [`Rows::fence`] before a
+    /// Non-temporal stores: the target goes to memory without being read first. Needs [`RowKernels::fence`] before a
     /// signal. The portable set stores ordinarily; the sums do so too where `out` is not aligned to 64 bytes.
     Streaming,
 }
@@ -94,14 +94,14 @@ const SHORT: usize = 4 * vector::LINE;
 /// builds only, and says so: breaking that is undefined behaviour in release builds, where nothing is checked.
 /// The methods that take slices are safe and check what they need in every build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rows {
+pub struct RowKernels {
     simd: Simd,
 }
 
-impl Rows {
+impl RowKernels {
     /// The loops of this set.
-    pub const fn new(simd: Simd) -> Rows {
-        Rows { simd }
+    pub const fn new(simd: Simd) -> RowKernels {
+        RowKernels { simd }
     }
 
     /// The set in use.
@@ -113,7 +113,7 @@ impl Rows {
     ///
     /// # Safety
     ///
-    /// The [contract](Rows#contract), for `len` bytes at `src` and at `dst`. Nothing is asserted.
+    /// The [contract](RowKernels#contract), for `len` bytes at `src` and at `dst`. Nothing is asserted.
     #[inline]
     pub unsafe fn copy(&self, dst: *mut u8, src: *const u8, len: usize, stores: Stores) {
         // SAFETY: the caller answers for the pointers.
@@ -129,11 +129,11 @@ impl Rows {
     /// `src + rows[i] * row_bytes`. A source row may be named any number of times.
     ///
     /// Pass a whole run at once: while a row is copied, the next one is fetched. The pad rows behind a run are
-    /// written with [`Rows::zero`].
+    /// written with [`RowKernels::zero`].
     ///
     /// # Safety
     ///
-    /// The [contract](Rows#contract), for `row_bytes` bytes at each source row named and
+    /// The [contract](RowKernels#contract), for `row_bytes` bytes at each source row named and
     /// `rows.len() * row_bytes` bytes at `dst`. Nothing is asserted: how many rows `src` has is not known here.
     pub unsafe fn gather(
         &self,
@@ -151,7 +151,7 @@ impl Rows {
     ///
     /// # Safety
     ///
-    /// The [contract](Rows#contract), for `len` bytes at `dst`. Nothing is asserted.
+    /// The [contract](RowKernels#contract), for `len` bytes at `dst`. Nothing is asserted.
     pub unsafe fn zero(&self, dst: *mut u8, len: usize, stores: Stores) {
         // SAFETY: the caller answers for the pointer.
         unsafe { self.run(transfer::Zero { dst, len, stores }) }
@@ -174,7 +174,7 @@ impl Rows {
     ///
     /// # Safety
     ///
-    /// The [contract](Rows#contract), for `columns` elements at each row and at `out`, of the types that
+    /// The [contract](RowKernels#contract), for `columns` elements at each row and at `out`, of the types that
     /// [`GroupedSum`] names. The groups add up to at most `rows.len()` and `weights.len()`, and the wire carries
     /// `dtype`: debug builds assert all three.
     pub unsafe fn grouped_sum(&self, sum: GroupedSum<'_>) {
@@ -191,7 +191,7 @@ impl Rows {
     ///
     /// # Safety
     ///
-    /// The [contract](Rows#contract), for `columns` elements of `dtype` at `a` and at `b`, which may be the same.
+    /// The [contract](RowKernels#contract), for `columns` elements of `dtype` at `a` and at `b`, which may be the same.
     /// Nothing is asserted.
     pub unsafe fn dot(&self, dtype: Arithmetic, a: *const u8, b: *const u8, columns: usize) -> f32 {
         // SAFETY: the caller answers for the pointers.
@@ -202,14 +202,14 @@ impl Rows {
     ///
     /// # Safety
     ///
-    /// The [contract](Rows#contract), for `columns` elements of `dtype` at `row`, which is source and target at once.
+    /// The [contract](RowKernels#contract), for `columns` elements of `dtype` at `row`, which is source and target at once.
     /// Nothing is asserted.
     pub unsafe fn scale(&self, dtype: Arithmetic, row: *mut u8, weight: f32, columns: usize) {
         // SAFETY: the caller answers for the pointer.
         unsafe { self.run(gradient::Scale { dtype, row, weight, columns }) }
     }
 
-    /// [`Rows::dot`] of two rows in this process's own memory. Safe in every build: of rows of different lengths,
+    /// [`RowKernels::dot`] of two rows in this process's own memory. Safe in every build: of rows of different lengths,
     /// the columns that both have count; bytes that are no whole element are ignored.
     pub fn dot_rows(&self, dtype: Arithmetic, a: &[u8], b: &[u8]) -> f32 {
         let columns = a.len().min(b.len()) / dtype.size();
@@ -217,7 +217,7 @@ impl Rows {
         unsafe { self.dot(dtype, a.as_ptr(), b.as_ptr(), columns) }
     }
 
-    /// [`Rows::scale`] of a row in this process's own memory. Safe in every build: bytes that are no whole element
+    /// [`RowKernels::scale`] of a row in this process's own memory. Safe in every build: bytes that are no whole element
     /// stay as they are.
     pub fn scale_row(&self, dtype: Arithmetic, row: &mut [u8], weight: f32) {
         // SAFETY: the slice holds that many elements and is borrowed exclusively.
@@ -240,7 +240,7 @@ impl Rows {
     pub fn quantise(
         &self,
         dtype: Arithmetic,
-        shape: RecordShape,
+        shape: Fp8RowShape,
         rows: &[u8],
         records: &mut [u8],
     ) -> Result<(), PlanError> {
@@ -254,11 +254,11 @@ impl Rows {
     ///
     /// # Errors
     ///
-    /// As [`Rows::quantise`].
+    /// As [`RowKernels::quantise`].
     pub fn dequantise(
         &self,
         dtype: Arithmetic,
-        shape: RecordShape,
+        shape: Fp8RowShape,
         records: &[u8],
         rows: &mut [u8],
     ) -> Result<(), PlanError> {
@@ -303,7 +303,7 @@ impl Rows {
 /// Whether bytes of rows and of records are those of as many of each.
 fn check_records(
     dtype: Arithmetic,
-    shape: RecordShape,
+    shape: Fp8RowShape,
     rows: usize,
     records: usize,
 ) -> Result<(), PlanError> {

@@ -14,14 +14,14 @@
 use super::e4m3;
 use super::format::{Arithmetic, Format, with_format};
 use super::vector::{Kernel, LANES, Vector};
-use crate::dtype::RecordShape;
+use crate::dtype::Fp8RowShape;
 
-const BLOCK: usize = RecordShape::BLOCK;
+const BLOCK: usize = Fp8RowShape::BLOCK;
 
 /// Arguments of the way to records: as many rows as records, without gaps.
 pub(super) struct Quantise<'a> {
     pub(super) dtype: Arithmetic,
-    pub(super) shape: RecordShape,
+    pub(super) shape: Fp8RowShape,
     pub(super) rows: &'a [u8],
     pub(super) records: &'a mut [u8],
 }
@@ -29,7 +29,7 @@ pub(super) struct Quantise<'a> {
 /// Arguments of the way back.
 pub(super) struct Dequantise<'a> {
     pub(super) dtype: Arithmetic,
-    pub(super) shape: RecordShape,
+    pub(super) shape: Fp8RowShape,
     pub(super) records: &'a [u8],
     pub(super) rows: &'a mut [u8],
 }

@@ -22,20 +22,20 @@
 use super::Stores;
 use super::format::{Arithmetic, Bf16, F16, F32, Format, WireFormat};
 use super::vector::{Kernel, LANES, LINE, Vector};
-use crate::dtype::{PARTIAL, Wire};
+use crate::dtype::{PARTIAL, PartialDtype};
 
 /// Vectors per visit of a row: 64 columns, two lines of bf16, so that no line is touched by two visits.
 const BLOCK: usize = 4;
 
-/// The operands of [`Rows::grouped_sum`](super::Rows::grouped_sum).
+/// The operands of [`RowKernels::grouped_sum`](super::RowKernels::grouped_sum).
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedSum<'a> {
     /// Type of the rows; not of those that are [`PARTIAL`], which are in the wire's type.
     pub dtype: Arithmetic,
-    /// The type to which partial sums are rounded. One that [carries](Wire::carries) `dtype`.
-    pub wire: Wire,
+    /// The type to which partial sums are rounded. One that [carries](PartialDtype::carries) `dtype`.
+    pub wire: PartialDtype,
     /// Where the result goes, and in which type.
-    pub out: Out,
+    pub out: SumOutput,
     /// The rows of all groups, one group after another, then those of the next sum, if it is known.
     pub rows: &'a [*const u8],
     /// A weight for each row of the groups. That of a partial counts for nothing.
@@ -50,7 +50,7 @@ pub struct GroupedSum<'a> {
 
 /// Where a sum goes, and what it is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Out {
+pub enum SumOutput {
     /// The result itself, in the type of the rows.
     Total(*mut u8),
     /// A partial sum that another rank goes on with, in the wire's type.
@@ -65,7 +65,7 @@ impl Kernel for GroupedSum<'_> {
         // SAFETY: the caller answers for the rows, the weights and the target.
         unsafe {
             match (self.dtype, self.wire) {
-                (Arithmetic::Bf16, Wire::Bf16) => self.with_wire::<V, Bf16, Bf16>(),
+                (Arithmetic::Bf16, PartialDtype::Bf16) => self.with_wire::<V, Bf16, Bf16>(),
                 // No other type travels in bf16.
                 (Arithmetic::F32, _) => self.with_wire::<V, F32, F32>(),
                 (Arithmetic::Bf16, _) => self.with_wire::<V, Bf16, F32>(),
@@ -88,8 +88,8 @@ impl GroupedSum<'_> {
         // SAFETY: as the caller's.
         unsafe {
             match self.out {
-                Out::Total(out) => self.with_types::<V, F, W, F>(out),
-                Out::Partial(out) => self.with_types::<V, F, W, W>(out),
+                SumOutput::Total(out) => self.with_types::<V, F, W, F>(out),
+                SumOutput::Partial(out) => self.with_types::<V, F, W, W>(out),
             }
         }
     }

@@ -10,14 +10,14 @@ use crate::error::{BootstrapError, CallError, Error};
 /// named.
 pub(super) fn on_conditions(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
     let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
-    let mine = Sha256::digest(&options.conditions);
+    let mine = Sha256::digest(&options.job_fingerprint);
     let digests = hub.gather("world/conditions", rank, size, mine.as_slice(), deadline)?;
     let Some(differs) = digests.iter().position(|digest| *digest != digests[0]) else { return Ok(()) };
     let named = [0, differs].contains(&(rank as usize));
-    let words = if named { options.conditions.as_bytes() } else { &[] };
+    let words = if named { options.job_fingerprint.as_bytes() } else { &[] };
     let said = hub.gather("world/conditions/words", rank, size, words, deadline)?;
     let [expected, seen] = [0, differs].map(|rank| String::from_utf8_lossy(&said[rank]).into_owned());
-    Err(BootstrapError::ConditionsDiffer { rank: differs as u32, seen, expected }.into())
+    Err(BootstrapError::FingerprintsDiffer { rank: differs as u32, seen, expected }.into())
 }
 
 /// Peers check offsets against sizes that they take to be their own, and hold signals back at both
@@ -74,23 +74,23 @@ impl Failure {
 mod tests {
     use super::super::World;
     use super::*;
-    use crate::bootstrap::{self, Clocks};
+    use crate::bootstrap::{self, Timeouts};
     use crate::config::Config;
 
     #[test]
     fn ranks_under_different_conditions_do_not_make_a_world_and_all_are_told_who_differs() {
         let conditions = ["16 tokens", "16 tokens", "32 tokens"];
-        let hubs = bootstrap::threads(3, Clocks::default()).into_iter();
+        let hubs = bootstrap::threads(3, Timeouts::default()).into_iter();
         std::thread::scope(|scope| {
             let ranks: Vec<_> = hubs
                 .zip(conditions)
                 .map(|(hub, conditions)| {
-                    let options = Options { conditions: conditions.to_owned(), ..Options::default() };
+                    let options = Options { job_fingerprint: conditions.to_owned(), ..Options::default() };
                     scope.spawn(|| World::of(hub, options, "").unwrap_err())
                 })
                 .collect();
             let (seen, expected) = ("32 tokens".to_owned(), "16 tokens".to_owned());
-            let error = BootstrapError::ConditionsDiffer { rank: 2, seen, expected };
+            let error = BootstrapError::FingerprintsDiffer { rank: 2, seen, expected };
             for rank in ranks {
                 assert_eq!(rank.join().unwrap(), Error::Bootstrap(error.clone()));
             }
@@ -101,7 +101,7 @@ mod tests {
     fn ranks_with_heaps_of_different_size_do_not_make_a_world() {
         for nodes in [["a", "a"], ["a", "b"]] {
             std::thread::scope(|scope| {
-                let hubs = bootstrap::threads(2, Clocks::default()).into_iter();
+                let hubs = bootstrap::threads(2, Timeouts::default()).into_iter();
                 let ranks: Vec<_> = hubs
                     .zip(nodes)
                     .zip([1u64, 2])

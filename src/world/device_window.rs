@@ -17,9 +17,9 @@ use std::sync::Arc;
 
 use super::Group;
 use crate::bootstrap::exchange_fds;
-use crate::device::{Allocation, Context, PinnedMemory, Range, Reservation};
+use crate::device::{Allocation, Context, DeviceRange, PinnedMemory, Reservation};
 use crate::error::{BootstrapError, DeviceError, Error, MemoryError};
-use crate::memory::{Mapped, Segment, pin};
+use crate::memory::{PeerMapping, Segment, pin};
 
 /// One rank's view of the windows of all members.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub(crate) struct DeviceWindow {
 #[derive(Debug)]
 pub(crate) struct Member {
     /// Its memory, as this rank's device reaches it.
-    pub memory: Range,
+    pub memory: DeviceRange,
     /// Its words, zero at first.
     pub words: PinnedMemory,
     /// Whether its device is this rank's.
@@ -48,7 +48,7 @@ struct Own {
 /// Facts that ranks exchange about their devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-struct Said {
+struct LocalInfo {
     usable: u64,
     len: u64,
     words: u64,
@@ -57,8 +57,8 @@ struct Said {
 }
 
 /// Facts of one rank, with the identity of its device.
-struct Heard {
-    said: Said,
+struct PeerInfo {
+    said: LocalInfo,
     device: Vec<u8>,
 }
 
@@ -78,7 +78,7 @@ impl DeviceWindow {
     ) -> Result<Self, Error> {
         let me = group.rank();
         let own = ready.map_err(Error::from).and_then(|()| Own::new(context, len, words));
-        let said = Said {
+        let said = LocalInfo {
             usable: own.is_ok().into(),
             len,
             words,
@@ -86,7 +86,7 @@ impl DeviceWindow {
         };
         let heard = tell(group, context, said)?;
         let own = own?;
-        for (Heard { said: theirs, .. }, rank) in heard.iter().zip(0..) {
+        for (PeerInfo { said: theirs, .. }, rank) in heard.iter().zip(0..) {
             if theirs.usable != 1 {
                 return Err(MemoryError::NotUsable { rank }.into());
             }
@@ -109,7 +109,7 @@ impl DeviceWindow {
         group: &Group,
         context: &Arc<Context>,
         own: &Own,
-        heard: &[Heard],
+        heard: &[PeerInfo],
     ) -> Result<Vec<Option<Member>>, Error> {
         let (me, nodes) = (group.rank() as usize, group.nodes());
         let near = |peer: usize| nodes.same_node(group.rank(), peer as u32);
@@ -125,7 +125,7 @@ impl DeviceWindow {
         let reservation = Reservation::new(context, heard.len(), stride)?;
         let (device, uuid) = ([context.device()], &context.facts().uuid);
         let mut members = Vec::with_capacity(heard.len());
-        for ((fds, Heard { said, device: theirs }), rank) in received.into_iter().zip(heard).zip(0..) {
+        for ((fds, PeerInfo { said, device: theirs }), rank) in received.into_iter().zip(heard).zip(0..) {
             if !near(rank as usize) {
                 members.push(None);
                 continue;
@@ -145,7 +145,7 @@ impl DeviceWindow {
                 return Err(MemoryError::WrongSize { rank, seen, expected }.into());
             }
             let memory = reservation.map(rank as usize, memory, &device)?.part(0, said.len)?;
-            let mapped = Arc::new(Mapped::new(&[Some(words)])?);
+            let mapped = Arc::new(PeerMapping::new(&[Some(words)])?);
             mapped.populate(0, 0, words.len())?;
             let words = pin(context, &mapped, 0)?;
             members.push(Some(Member { memory, words, same_device: theirs == uuid.as_bytes() }));
@@ -169,15 +169,15 @@ impl Own {
     }
 }
 
-fn tell(group: &Group, context: &Context, said: Said) -> Result<Vec<Heard>, Error> {
+fn tell(group: &Group, context: &Context, said: LocalInfo) -> Result<Vec<PeerInfo>, Error> {
     let mut blob = bytemuck::bytes_of(&said).to_vec();
     blob.extend(context.facts().uuid.as_bytes());
     let blobs = group.gather(&blob)?;
     let read = |(blob, rank): (&Vec<u8>, u32)| {
         let (said, device) = blob
-            .split_at_checked(size_of::<Said>())
+            .split_at_checked(size_of::<LocalInfo>())
             .ok_or_else(|| BootstrapError::Malformed { peer: format!("rank {rank}") })?;
-        Ok(Heard { said: bytemuck::pod_read_unaligned(said), device: device.to_vec() })
+        Ok(PeerInfo { said: bytemuck::pod_read_unaligned(said), device: device.to_vec() })
     };
     blobs.iter().zip(0..).map(read).collect()
 }

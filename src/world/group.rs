@@ -5,9 +5,9 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::{Shared, Window, wires};
+use super::{Window, WorldState, wires};
 use crate::error::{BootstrapError, CallError, Error, LaneError, MemoryError, PlanError};
-use crate::lane::{self, Lanes, Part, Reach, Target};
+use crate::lane::{self, Lanes, PeerLane, RemoteAddress, WindowPart};
 use crate::memory::SymmetricExtent;
 use crate::topology::{NodeMap, Paths, Route};
 
@@ -15,7 +15,7 @@ use crate::topology::{NodeMap, Paths, Route};
 /// the group.
 #[derive(Debug)]
 pub struct Group {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<WorldState>,
     ranks: Vec<u32>,
     me: u32,
     name: String,
@@ -25,7 +25,7 @@ pub struct Group {
 }
 
 impl Group {
-    pub(super) fn new(shared: Arc<Shared>, ranks: &[u32]) -> Result<Self, Error> {
+    pub(super) fn new(shared: Arc<WorldState>, ranks: &[u32]) -> Result<Self, Error> {
         let bad = |rank: u32, expected| PlanError::BadParameter {
             parameter: "group rank",
             seen: rank.into(),
@@ -153,24 +153,24 @@ impl Group {
             rows: self.shared.rows,
             health: Arc::clone(self.shared.hub.health()),
             deadline: self.shared.options.clocks.deadline,
-            crowded: self.shared.crowded(),
+            crowded: self.shared.oversubscribed(),
         };
         Ok(Arc::clone(cell.get_or_init(|| Arc::new(lanes))))
     }
 
-    fn reach(&self, rank: u32, position: u32, paths: &Paths) -> Result<Reach, Error> {
+    fn reach(&self, rank: u32, position: u32, paths: &Paths) -> Result<PeerLane, Error> {
         if position == self.me {
-            return Ok(Reach::Own);
+            return Ok(PeerLane::Own);
         }
-        if paths.near(position) {
-            return Ok(Reach::Load);
+        if paths.same_node(position) {
+            return Ok(PeerLane::Load);
         }
-        if !paths.wired(position) {
-            return Ok(Reach::Relayed);
+        if !paths.needs_connection(position) {
+            return Ok(PeerLane::Relayed);
         }
         let rail = self.shared.rails.as_ref().and_then(|rails| rails.card.rail_to(rank));
         let missing = LaneError::NoLane { rank: self.me, peer: position, missing: "a wire" };
-        Ok(Reach::Rail(rail.ok_or(missing)?))
+        Ok(PeerLane::Rail(rail.ok_or(missing)?))
     }
 
     /// Takes symmetric bytes at every member; all succeed or all give them back. Collective.
@@ -216,8 +216,8 @@ impl Group {
             return Err(MemoryError::OutOfSpace { rank, asked, free, total, space, setting }.into());
         }
         let parts = answers.iter().zip(&self.ranks);
-        let parts: Vec<Part> =
-            parts.map(|(&[.., offset, _], &member)| Part { member, region: 0, offset, len }).collect();
+        let parts: Vec<WindowPart> =
+            parts.map(|(&[.., offset, _], &member)| WindowPart { member, region: 0, offset, len }).collect();
         if let Some(rails) = &self.shared.rails {
             // Signals that are messages have come, but may not have been read.
             rails.card.progress();
@@ -227,9 +227,9 @@ impl Group {
         let mut extent = taken?;
         extent.clear()?;
         self.gather(&[])?;
-        for &Part { member, region, offset, len } in &parts {
+        for &WindowPart { member, region, offset, len } in &parts {
             if let Some(rail) = self.shared.rails.as_ref().and_then(|rails| rails.card.rail_to(member)) {
-                rail.cleared(Target { region, offset }, len);
+                rail.cleared(RemoteAddress { region, offset }, len);
             }
         }
         Ok(SymmetricRange { extent, parts })
@@ -255,13 +255,13 @@ impl Group {
 #[derive(Debug)]
 pub(crate) struct SymmetricRange {
     extent: SymmetricExtent,
-    parts: Vec<Part>,
+    parts: Vec<WindowPart>,
 }
 
 impl SymmetricRange {
     /// As a window of the lanes.
-    pub(crate) fn window(&self) -> lane::Window {
-        lane::Window {
+    pub(crate) fn window(&self) -> lane::MappedWindow {
+        lane::MappedWindow {
             mapped: Arc::clone(self.extent.mapped()),
             parts: self.parts.clone(),
             of_devices: false,

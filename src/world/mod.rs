@@ -25,14 +25,14 @@ mod twin;
 mod window;
 mod wires;
 
-pub use crate::lane::{Detour, NoDmaBuf, RailCounters, Registration};
+pub use crate::lane::{NoDmaBuf, NoGpuDirect, RailCounters, Registration};
 pub use group::Group;
-pub use rails::{RailReport, Why};
+pub use rails::{NetReason, NetReport};
 pub use setup::{Options, World};
 pub use window::Window;
 
 pub(crate) use device_window::{DeviceWindow, Member};
 pub(crate) use group::SymmetricRange;
-pub(crate) use setup::Shared;
-pub(crate) use straight::Straight;
-pub(crate) use twin::Twin;
+pub(crate) use setup::WorldState;
+pub(crate) use straight::GpuDirectMemory;
+pub(crate) use twin::HostStaging;

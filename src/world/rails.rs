@@ -6,54 +6,54 @@ use super::Options;
 use super::agree::Failure;
 use super::setup::crowded;
 use crate::bootstrap::{Hub, Location};
-use crate::config::RailChoice;
+use crate::config::NetChoice;
 use crate::error::{BootstrapError, Error, LaneError, VerbsError};
 use crate::lane::{
-    Adapter, Card, Detour, DeviceMemory, Egress, Ground, LOOP, LoopWires, Region, Registration, Setup,
-    TcpWires, Wiring,
+    DeviceMemory, LOOP, LinkEmulator, LoopWires, NetTransport, NoGpuDirect, ProgressThread, Region,
+    Registration, Setup, TcpWires, VerbsEnvironment, VerbsTransport,
 };
 use crate::memory::Heap;
 use crate::topology::NodeMap;
 
 /// The connections of a rank, and the thread that serves them.
 #[derive(Debug)]
-pub(crate) struct Rails {
+pub(crate) struct NetState {
     /// Attends to all of them.
-    pub card: Card,
+    pub card: ProgressThread,
     /// Lays them.
-    pub wiring: Box<dyn Wiring>,
+    pub wiring: Box<dyn NetTransport>,
     /// The lane that was chosen.
-    pub report: RailReport,
+    pub report: NetReport,
 }
 
 /// This rank's part of a lane.
-type Opened = Result<Box<dyn Wiring>, Error>;
+type Opened = Result<Box<dyn NetTransport>, Error>;
 
 /// A lane between nodes, as it is opened.
 struct Net {
     lane: &'static str,
-    open: fn(&Place<'_>, &Card) -> Opened,
+    open: fn(&NetSelection<'_>, &ProgressThread) -> Opened,
 }
 
-/// The lanes between nodes. [`Rails::open`] says which one a world takes.
+/// The lanes between nodes. [`NetState::open`] says which one a world takes.
 const LOOP_NET: Net = Net { lane: LOOP, open: |place, card| place.segments(card) };
 const VERBS_NET: Net = Net { lane: "verbs", open: |place, card| place.cards(card) };
 const TCP_NET: Net = Net { lane: "tcp", open: |place, card| place.tcp(card) };
 
 /// Which lane joins the nodes of a world.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RailReport {
+pub struct NetReport {
     /// Name of the lane.
     pub lane: &'static str,
     /// Why it is this one.
-    pub why: Why,
+    pub why: NetReason,
     /// This rank's cards; none where the lane needs none.
     pub cards: Vec<String>,
 }
 
 /// Why a lane was chosen.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum NetReason {
     /// It was asked for (`SIDELANE_RAIL`).
     Asked,
     /// All nodes are on one machine.
@@ -69,13 +69,13 @@ pub enum Why {
     },
 }
 
-impl std::fmt::Display for Why {
+impl std::fmt::Display for NetReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Why::Asked => f.write_str("asked for"),
-            Why::OneMachine => f.write_str("all nodes are on one machine"),
-            Why::Cards => f.write_str("the nodes are on several machines, and all ranks have cards"),
-            Why::NoCards { rank, reason } => {
+            NetReason::Asked => f.write_str("asked for"),
+            NetReason::OneMachine => f.write_str("all nodes are on one machine"),
+            NetReason::Cards => f.write_str("the nodes are on several machines, and all ranks have cards"),
+            NetReason::NoCards { rank, reason } => {
                 write!(f, "the nodes are on several machines, and rank {rank} has no card: {reason}")
             }
         }
@@ -83,7 +83,7 @@ impl std::fmt::Display for Why {
 }
 
 /// Facts that the choice depends on.
-pub(super) struct Place<'a> {
+pub(super) struct NetSelection<'a> {
     /// The meeting point.
     pub hub: &'a dyn Hub,
     /// Where each rank runs.
@@ -96,41 +96,41 @@ pub(super) struct Place<'a> {
     pub options: &'a Options,
 }
 
-impl Rails {
+impl NetState {
     /// Chooses, and opens this rank's part. Collective over the world.
     ///
     /// # Errors
     /// [`LaneError::ChoicesDiffer`] if ranks ask for different lanes,
     /// [`BootstrapError::Unreachable`] if the lane does not reach all of them; what is wrong with
-    /// this rank's part of a lane that was asked for, [`LaneError::PeerLacks`] on the others.
-    pub(super) fn open(place: &Place<'_>) -> Result<Self, Error> {
-        let Place { hub, machines, heap, options, .. } = *place;
+    /// this rank's part of a lane that was asked for, [`LaneError::PeerUnsupported`] on the others.
+    pub(super) fn open(place: &NetSelection<'_>) -> Result<Self, Error> {
+        let NetSelection { hub, machines, heap, options, .. } = *place;
         let (rank, choice) = (hub.rank(), options.rail);
         place.compare()?;
         let here = &machines[rank as usize];
         let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
-        let card = Card::start(rank, Arc::clone(hub.health()), crowded(machines, rank, 2))?;
+        let card = ProgressThread::start(rank, Arc::clone(hub.health()), crowded(machines, rank, 2))?;
         let (wiring, why) = match (choice, stranger) {
-            (RailChoice::Loop, Some((rank, _))) => {
+            (NetChoice::Loop, Some((rank, _))) => {
                 return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
             }
-            (RailChoice::Loop, None) => (place.open(&LOOP_NET, &card)??, Why::Asked),
-            (RailChoice::Auto, None) => (place.open(&LOOP_NET, &card)??, Why::OneMachine),
-            _ if options.pace.is_some() => return Err(LaneError::NoPace { rank }.into()),
-            (RailChoice::Verbs, _) => (place.open(&VERBS_NET, &card)??, Why::Asked),
-            (RailChoice::Tcp, _) => (place.open(&TCP_NET, &card)??, Why::Asked),
-            (RailChoice::Auto, Some(_)) => match place.open(&VERBS_NET, &card)? {
-                Ok(wiring) => (wiring, Why::Cards),
+            (NetChoice::Loop, None) => (place.open(&LOOP_NET, &card)??, NetReason::Asked),
+            (NetChoice::Auto, None) => (place.open(&LOOP_NET, &card)??, NetReason::OneMachine),
+            _ if options.pace.is_some() => return Err(LaneError::NoLinkEmulation { rank }.into()),
+            (NetChoice::Verbs, _) => (place.open(&VERBS_NET, &card)??, NetReason::Asked),
+            (NetChoice::Tcp, _) => (place.open(&TCP_NET, &card)??, NetReason::Asked),
+            (NetChoice::Auto, Some(_)) => match place.open(&VERBS_NET, &card)? {
+                Ok(wiring) => (wiring, NetReason::Cards),
                 // What was set by hand is not set aside in silence.
                 Err(lacking) if lacking.mistake => return Err(lacking.into()),
                 Err(lacking) => {
-                    let why = Why::NoCards { rank: lacking.rank, reason: lacking.reason.clone() };
+                    let why = NetReason::NoCards { rank: lacking.rank, reason: lacking.reason.clone() };
                     (place.open(&TCP_NET, &card)??, why)
                 }
             },
         };
-        let report = RailReport { lane: wiring.lane(), why, cards: wiring.describe() };
-        let rails = Rails { card, wiring, report };
+        let report = NetReport { lane: wiring.lane(), why, cards: wiring.describe() };
+        let rails = NetState { card, wiring, report };
         rails.register(Region { mapped: Arc::clone(heap.mapped()), member: rank })?;
         Ok(rails)
     }
@@ -154,7 +154,10 @@ impl Rails {
     ///
     /// # Errors
     /// Why none does.
-    pub fn register_device(&self, memory: &DeviceMemory) -> Result<(u32, Vec<u8>, Registration), Detour> {
+    pub fn register_device(
+        &self,
+        memory: &DeviceMemory,
+    ) -> Result<(u32, Vec<u8>, Registration), NoGpuDirect> {
         let number = self.card.regions().reserve();
         let registered = self.wiring.register_device(number, memory);
         let (said, how) = registered.inspect_err(|_| self.wiring.deregister(number))?;
@@ -168,7 +171,7 @@ impl Rails {
     }
 }
 
-impl Place<'_> {
+impl NetSelection<'_> {
     /// All ranks must have asked for the same.
     fn compare(&self) -> Result<(), Error> {
         let (hub, mine) = (self.hub, self.options.rail as u8);
@@ -177,8 +180,8 @@ impl Place<'_> {
         match (0..).zip(&said).find(|(_, theirs)| theirs[..] != [mine]) {
             None => Ok(()),
             Some((peer, theirs)) => {
-                let theirs = RailChoice::ALL.into_iter().find(|&choice| theirs[..] == [choice as u8]);
-                let theirs = theirs.map_or("one that it does not know", RailChoice::name);
+                let theirs = NetChoice::ALL.into_iter().find(|&choice| theirs[..] == [choice as u8]);
+                let theirs = theirs.map_or("one that it does not know", NetChoice::name);
                 let mine = self.options.rail.name();
                 Err(LaneError::ChoicesDiffer { rank, peer, mine, theirs }.into())
             }
@@ -186,23 +189,23 @@ impl Place<'_> {
     }
 
     /// This rank's segments.
-    fn segments(&self, card: &Card) -> Opened {
-        let egress = self.options.pace.map(|pace| Arc::new(Egress::new(pace)));
+    fn segments(&self, card: &ProgressThread) -> Opened {
+        let egress = self.options.pace.map(|pace| Arc::new(LinkEmulator::new(pace)));
         let regions = Arc::clone(card.regions());
         Ok(Box::new(LoopWires::new(self.hub.rank(), regions, card.bell(), egress)?))
     }
 
     /// This rank's sockets.
-    fn tcp(&self, card: &Card) -> Opened {
-        let Place { hub, options, .. } = *self;
+    fn tcp(&self, card: &ProgressThread) -> Opened {
+        let NetSelection { hub, options, .. } = *self;
         let (health, regions) = (Arc::clone(hub.health()), Arc::clone(card.regions()));
         let wires = TcpWires::open(hub.pass()?, &options.tcp_address, options.clocks, health, regions)?;
         Ok(Box::new(wires))
     }
 
     /// This rank's network cards.
-    fn cards(&self, card: &Card) -> Opened {
-        let Place { hub, machines, options, .. } = *self;
+    fn cards(&self, card: &ProgressThread) -> Opened {
+        let NetSelection { hub, machines, options, .. } = *self;
         let rank = hub.rank();
         let here = &machines[rank as usize];
         let nth = machines[..rank as usize].iter().filter(|other| other.same_machine(here)).count() as u32;
@@ -212,14 +215,18 @@ impl Place<'_> {
         let setup = Setup { rank, nth, nodes, strict, regions, health, forecast };
         #[cfg(test)]
         if let Some(ground) = &options.stand_in {
-            return Ok(Box::new(Adapter::open(ground, setup)?));
+            return Ok(Box::new(VerbsTransport::open(ground, setup)?));
         }
-        Ok(Box::new(Adapter::open(&Ground::here()?, setup)?))
+        Ok(Box::new(VerbsTransport::open(&VerbsEnvironment::here()?, setup)?))
     }
 
     /// The lane that this rank has opened, if all ranks could. A rank that could not says so, and
     /// no rank waits for it.
-    fn open(&self, net: &Net, card: &Card) -> Result<Result<Box<dyn Wiring>, Lacking>, Error> {
+    fn open(
+        &self,
+        net: &Net,
+        card: &ProgressThread,
+    ) -> Result<Result<Box<dyn NetTransport>, Lacking>, Error> {
         let (opened, lane) = ((net.open)(self, card), net.lane);
         let (hub, deadline) = (self.hub, self.options.clocks.rendezvous);
         let (key, said) = (format!("world/rail/{lane}"), Failure::answer(&opened, is_mistake));
@@ -269,6 +276,6 @@ struct Lacking {
 impl From<Lacking> for Error {
     fn from(lacking: Lacking) -> Self {
         let Lacking { rank, reason, lane, own, .. } = lacking;
-        own.unwrap_or(LaneError::PeerLacks { rank, lane, reason }.into())
+        own.unwrap_or(LaneError::PeerUnsupported { rank, lane, reason }.into())
     }
 }

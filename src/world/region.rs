@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use super::{Group, Shared};
+use super::{Group, WorldState};
 use crate::error::{Error, MemoryError};
-use crate::lane::{self, Lanes, Part, Reach, Region};
-use crate::memory::Mapped;
+use crate::lane::{self, Lanes, PeerLane, Region, WindowPart};
+use crate::memory::PeerMapping;
 
 /// This rank's part. Peers may write to it as long as this value lives.
 #[derive(Debug)]
 pub(super) struct Registered {
-    world: Arc<Shared>,
+    world: Arc<WorldState>,
     /// None where there are no rails.
     region: Option<u32>,
 }
@@ -27,7 +27,11 @@ impl Registered {
     /// # Errors
     /// [`MemoryError::NotUsable`] if that of another cannot be registered; at that rank, what the
     /// lane says.
-    pub fn new(group: &Group, lanes: &Lanes, mapped: Arc<Mapped>) -> Result<(Self, lane::Window), Error> {
+    pub fn new(
+        group: &Group,
+        lanes: &Lanes,
+        mapped: Arc<PeerMapping>,
+    ) -> Result<(Self, lane::MappedWindow), Error> {
         let len = mapped.len_of(group.rank());
         let region = Region { mapped: Arc::clone(&mapped), member: group.rank() };
         let registered = group.shared.rails.as_ref().map(|rails| rails.register(region)).transpose();
@@ -44,12 +48,12 @@ impl Registered {
                 return Err(MemoryError::NotUsable { rank: member }.into());
             };
             let region = u32::from_le_bytes(*number);
-            if let Reach::Rail(rail) = &lanes.reach[member as usize] {
-                rail.learn(region, key)?;
+            if let PeerLane::Rail(rail) = &lanes.reach[member as usize] {
+                rail.import_region(region, key)?;
             }
-            parts.push(Part { member, region, offset: 0, len });
+            parts.push(WindowPart { member, region, offset: 0, len });
         }
-        Ok((registered, lane::Window { parts, mapped, of_devices: false }))
+        Ok((registered, lane::MappedWindow { parts, mapped, of_devices: false }))
     }
 }
 

@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::RailCounters;
-use super::rails::{Place, RailReport, Rails};
+use super::rails::{NetReport, NetSelection, NetState};
 use super::{Group, agree};
-use crate::bootstrap::{self, Clocks, Health, Hub, Identity, Location, Secret};
-use crate::config::{Config, Pace, RailChoice, TcpAddress};
+use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Timeouts};
+use crate::config::{Config, EmulatedLink, NetChoice, TcpAddress};
 use crate::error::{BootstrapError, Cause, Error, LaneError, MemoryError};
 use crate::exec::Recorder;
 use crate::memory::{Heap, HeapSizes, Pool, Segment};
-use crate::rows::{Rows, Simd};
+use crate::rows::{RowKernels, Simd};
 use crate::topology::NodeMap;
 
 /// How a world is built.
@@ -22,25 +22,25 @@ pub struct Options {
     /// Sizes of memory.
     pub config: Config,
     /// How long to wait for what.
-    pub clocks: Clocks,
+    pub clocks: Timeouts,
     /// Keep so many operations of each rank for a timeline, the first ones since the recorder was
     /// emptied; 0 keeps none and costs nothing.
     pub record: usize,
     /// The lane between nodes.
-    pub rail: RailChoice,
+    pub rail: NetChoice,
     /// The link that loop connections emulate. All ranks must choose the same.
-    pub pace: Option<Pace>,
+    pub pace: Option<EmulatedLink>,
     /// Address at which peers connect to this rank, if the lane is tcp.
     pub tcp_address: TcpAddress,
-    /// Forecast what cards will be asked for ([`World::rail_forecast`]).
+    /// Forecast what cards will be asked for ([`World::nic_forecast`]).
     pub forecast: bool,
     /// Cards that take the place of this machine's.
     #[cfg(test)]
-    pub(crate) stand_in: Option<crate::lane::Ground>,
+    pub(crate) stand_in: Option<crate::lane::VerbsEnvironment>,
     /// Settings beyond these options that all ranks must share, as text of the caller's. An example
     /// is the settings of a job whose machines are started one by one. Ranks whose text differs do
     /// not become a world.
-    pub conditions: String,
+    pub job_fingerprint: String,
 }
 
 impl Options {
@@ -49,8 +49,8 @@ impl Options {
     /// # Errors
     /// [`BootstrapError::BadVariable`].
     pub fn from_env() -> Result<Self, BootstrapError> {
-        let (config, clocks, rail) = (Config::from_env()?, Clocks::from_env()?, RailChoice::from_env()?);
-        let (pace, tcp_address) = (Pace::from_env()?, TcpAddress::from_env());
+        let (config, clocks, rail) = (Config::from_env()?, Timeouts::from_env()?, NetChoice::from_env()?);
+        let (pace, tcp_address) = (EmulatedLink::from_env()?, TcpAddress::from_env());
         Ok(Options { config, clocks, rail, pace, tcp_address, ..Options::default() })
     }
 }
@@ -58,28 +58,28 @@ impl Options {
 /// All ranks of a job, as one of them sees it.
 #[derive(Debug)]
 pub struct World {
-    shared: Arc<Shared>,
+    shared: Arc<WorldState>,
     /// For each rank its rank in the world before the rebuild; identity in a first world.
     previous: Vec<u32>,
 }
 
 /// State that groups, windows and calls share. The world lives until the last of them is gone.
-pub(crate) struct Shared {
+pub(crate) struct WorldState {
     /// The ways to other nodes; there are none where there is only one node. Dropped before the hub
     /// says goodbye: what a rank has sent is there before others hear that it has left.
-    pub(crate) rails: Option<Rails>,
+    pub(crate) rails: Option<NetState>,
     pub(crate) hub: Box<dyn Hub>,
     pub(crate) options: Options,
     pub(crate) nodes: NodeMap,
     pub(crate) heap: Heap,
-    pub(crate) rows: Rows,
+    pub(crate) rows: RowKernels,
     pub(crate) recorder: Option<Arc<Recorder>>,
     /// How many groups of the same ranks were made before: part of a group's name.
     pub(crate) groups: Mutex<HashMap<Vec<u32>, u32>>,
     machines: Vec<Location>,
 }
 
-impl std::fmt::Debug for Shared {
+impl std::fmt::Debug for WorldState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("World")
             .field("rank", &self.hub.rank())
@@ -174,7 +174,7 @@ impl World {
         previous: Option<Vec<u32>>,
     ) -> Result<Self, Error> {
         let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
-        let rows = Rows::new(Simd::from_env()?);
+        let rows = RowKernels::new(Simd::from_env()?);
         let labels = hub.gather("world/place", rank, size, &place.to_bytes(), deadline)?;
         let machines: Vec<Location> = labels
             .iter()
@@ -190,13 +190,22 @@ impl World {
             1 => None,
             _ => {
                 let (hub, nodes) = (hub.as_ref(), &nodes);
-                let place = Place { hub, machines: &machines, nodes, heap: &heap, options: &options };
-                Some(Rails::open(&place)?)
+                let place = NetSelection { hub, machines: &machines, nodes, heap: &heap, options: &options };
+                Some(NetState::open(&place)?)
             }
         };
         let recorder = (options.record > 0).then(|| Arc::new(Recorder::new(options.record)));
-        let shared =
-            Shared { rails, hub, options, nodes, heap, rows, recorder, groups: Mutex::default(), machines };
+        let shared = WorldState {
+            rails,
+            hub,
+            options,
+            nodes,
+            heap,
+            rows,
+            recorder,
+            groups: Mutex::default(),
+            machines,
+        };
         let previous = previous.unwrap_or_else(|| (0..size).collect());
         let shared = Arc::new(shared);
         shared.tell_of_own_faults();
@@ -264,17 +273,17 @@ impl World {
     }
 
     /// Which lane joins the nodes; none where there is only one node.
-    pub fn rail(&self) -> Option<&RailReport> {
+    pub fn net(&self) -> Option<&NetReport> {
         self.shared.rails.as_ref().map(|rails| &rails.report)
     }
 
     /// Requests to this rank's NICs so far; all 0 if the lane has no NICs.
-    pub fn rail_counters(&self) -> RailCounters {
+    pub fn nic_counters(&self) -> RailCounters {
         self.shared.rails.as_ref().map(|rails| rails.card.counters()).unwrap_or_default()
     }
 
     /// The same, predicted from the calls alone; all 0 without [`Options::forecast`].
-    pub fn rail_forecast(&self) -> RailCounters {
+    pub fn nic_forecast(&self) -> RailCounters {
         self.shared.rails.as_ref().map(|rails| rails.card.forecast()).unwrap_or_default()
     }
 
@@ -336,14 +345,14 @@ impl World {
     }
 }
 
-impl Shared {
+impl WorldState {
     /// A fault that only this rank's card has seen ends the world of all.
     fn tell_of_own_faults(self: &Arc<Self>) {
         let (shared, own) = (Arc::downgrade(self), self.hub.rank());
         self.hub.health().on_failure(move |cause| {
             let seen_here = match cause {
                 Cause::Protocol { .. } => true,
-                Cause::Wire { by, .. } | Cause::Card { by } => *by == own,
+                Cause::Connection { by, .. } | Cause::Nic { by } => *by == own,
                 _ => false,
             };
             if let Some(shared) = shared.upgrade().filter(|_| seen_here) {
@@ -369,7 +378,7 @@ impl Shared {
         error
     }
     /// Whether this machine has fewer cores for this process than ranks.
-    pub(crate) fn crowded(&self) -> bool {
+    pub(crate) fn oversubscribed(&self) -> bool {
         crowded(&self.machines, self.hub.rank(), 1)
     }
 

@@ -19,35 +19,39 @@ use super::Group;
 use super::region::Registered;
 use crate::device::WriteOrder;
 use crate::error::{BootstrapError, Error};
-use crate::lane::{self, Detour, DeviceMemory, Lanes, Part, Reach, Registration};
-use crate::memory::Mapped;
+use crate::lane::{self, DeviceMemory, Lanes, NoGpuDirect, PeerLane, Registration, WindowPart};
+use crate::memory::PeerMapping;
 
 /// This rank's memory, which the cards of other nodes write to, and theirs.
 #[derive(Debug)]
-pub(crate) struct Straight {
+pub(crate) struct GpuDirectMemory {
     /// As rails reach it.
-    pub window: lane::Window,
+    pub window: lane::MappedWindow,
     /// How this rank's cards know it.
     pub registration: Registration,
     _region: Registered,
 }
 
-impl Straight {
+impl GpuDirectMemory {
     /// Registers `memory` at every member, if the cards of all take it; else says why not.
     /// Collective.
     ///
     /// # Errors
     /// The world's cause; [`BootstrapError::Malformed`], [`LaneError`](crate::error::LaneError) for
     /// what makes no sense.
-    pub fn new(group: &Group, lanes: &Lanes, memory: &DeviceMemory) -> Result<Result<Self, Detour>, Error> {
+    pub fn new(
+        group: &Group,
+        lanes: &Lanes,
+        memory: &DeviceMemory,
+    ) -> Result<Result<Self, NoGpuDirect>, Error> {
         let (facts, len) = (memory.context.facts(), memory.own.len());
         let ordered = facts.write_order != WriteOrder::None || facts.flush_remote_writes;
         let several = memory.context.driver().hardware_queues() > 1;
-        let rails = group.shared.rails.as_ref().ok_or(Detour::Lane("none"));
+        let rails = group.shared.rails.as_ref().ok_or(NoGpuDirect::Lane("none"));
         let registered = match (ordered, several) {
             (true, true) => rails.and_then(|rails| rails.register_device(memory)),
-            (false, _) => Err(Detour::Unordered),
-            (_, false) => Err(Detour::OneQueue),
+            (false, _) => Err(NoGpuDirect::Unordered),
+            (_, false) => Err(NoGpuDirect::OneQueue),
         };
         let region = registered.as_ref().ok().map(|(number, ..)| Registered::of(group, *number));
         let mut said = vec![u8::from(registered.is_ok())];
@@ -57,12 +61,12 @@ impl Straight {
         }
         let heard = group.gather(&said)?;
         let (Ok((_, _, registration)), Some(region)) = (&registered, region) else {
-            return Ok(Err(registered.err().unwrap_or(Detour::Rank(group.rank()))));
+            return Ok(Err(registered.err().unwrap_or(NoGpuDirect::Rank(group.rank()))));
         };
         // Before anything is learnt: that may fail at one rank alone, which must not go on as the
         // others do then.
         if let Some((member, _)) = (0..).zip(&heard).find(|(_, blob)| blob[..] == [0]) {
-            return Ok(Err(Detour::Rank(member)));
+            return Ok(Err(NoGpuDirect::Rank(member)));
         }
         let mut parts = Vec::new();
         for (blob, member) in heard.iter().zip(0..) {
@@ -70,14 +74,14 @@ impl Straight {
                 return Err(BootstrapError::Malformed { peer: format!("rank {member}") }.into());
             };
             let region = u32::from_le_bytes(*number);
-            if let Reach::Rail(rail) = &lanes.reach[member as usize] {
-                rail.learn(region, key)?;
+            if let PeerLane::Rail(rail) = &lanes.reach[member as usize] {
+                rail.import_region(region, key)?;
             }
-            parts.push(Part { member, region, offset: 0, len });
+            parts.push(WindowPart { member, region, offset: 0, len });
         }
         // Nobody's: the processor has no business there.
-        let mapped = Arc::new(Mapped::new(&vec![None; parts.len()])?);
-        let window = lane::Window { mapped, parts, of_devices: true };
-        Ok(Ok(Straight { window, registration: *registration, _region: region }))
+        let mapped = Arc::new(PeerMapping::new(&vec![None; parts.len()])?);
+        let window = lane::MappedWindow { mapped, parts, of_devices: true };
+        Ok(Ok(GpuDirectMemory { window, registration: *registration, _region: region }))
     }
 }

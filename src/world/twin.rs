@@ -17,23 +17,23 @@ use std::sync::Arc;
 
 use super::Group;
 use super::region::Registered;
-use crate::device::{Context, Range};
+use crate::device::{Context, DeviceRange};
 use crate::error::{Error, MemoryError};
-use crate::lane::{self, Lanes, Part};
-use crate::memory::{Mapped, Segment, pin};
+use crate::lane::{self, Lanes, WindowPart};
+use crate::memory::{PeerMapping, Segment, pin};
 
 /// This rank's twin.
 #[derive(Debug)]
-pub(crate) struct Twin {
+pub(crate) struct HostStaging {
     /// The twin as this rank's device reaches it, its outbox behind the rest.
-    pub memory: Range,
+    pub memory: DeviceRange,
     /// Memory as the lane reaches it, and that of the other ranks; of a desk, its owner's port
     /// only.
-    pub window: lane::Window,
+    pub window: lane::MappedWindow,
     _region: Option<Registered>,
 }
 
-impl Twin {
+impl HostStaging {
     /// A twin of `len` bytes for every member, outboxes counted. Collective.
     ///
     /// # Errors
@@ -42,24 +42,28 @@ impl Twin {
     pub fn new(group: &Group, context: &Arc<Context>, lanes: &Lanes, len: u64) -> Result<Self, Error> {
         let (memory, mapped) = Self::pinned(group, context, len)?;
         let (region, window) = Registered::new(group, lanes, mapped)?;
-        Ok(Twin { memory, window, _region: Some(region) })
+        Ok(HostStaging { memory, window, _region: Some(region) })
     }
 
     /// A desk of `len` bytes, for this rank only. Collective: if one rank cannot have it, no rank
     /// continues.
     ///
     /// # Errors
-    /// As [`Twin::new`].
-    pub fn desk(group: &Group, context: &Arc<Context>, len: u64) -> Result<Self, Error> {
+    /// As [`HostStaging::new`].
+    pub fn planner_scratch(group: &Group, context: &Arc<Context>, len: u64) -> Result<Self, Error> {
         let (memory, mapped) = Self::pinned(group, context, len)?;
-        let part = |member| Part { member, region: 0, offset: 0, len: mapped.len_of(member) };
+        let part = |member| WindowPart { member, region: 0, offset: 0, len: mapped.len_of(member) };
         let parts = (0..group.size()).map(part).collect();
-        let window = lane::Window { mapped, parts, of_devices: false };
-        Ok(Twin { memory, window, _region: None })
+        let window = lane::MappedWindow { mapped, parts, of_devices: false };
+        Ok(HostStaging { memory, window, _region: None })
     }
 
     /// Pinned memory of this rank; an error at all ranks if one has none.
-    fn pinned(group: &Group, context: &Arc<Context>, len: u64) -> Result<(Range, Arc<Mapped>), Error> {
+    fn pinned(
+        group: &Group,
+        context: &Arc<Context>,
+        len: u64,
+    ) -> Result<(DeviceRange, Arc<PeerMapping>), Error> {
         let own = Self::pin_own(group, context, len);
         let heard = group.gather(&[u8::from(own.is_ok())])?;
         let own = own?;
@@ -69,11 +73,15 @@ impl Twin {
         }
     }
 
-    fn pin_own(group: &Group, context: &Arc<Context>, len: u64) -> Result<(Range, Arc<Mapped>), Error> {
+    fn pin_own(
+        group: &Group,
+        context: &Arc<Context>,
+        len: u64,
+    ) -> Result<(DeviceRange, Arc<PeerMapping>), Error> {
         let own = Segment::create("sidelane-twin", len.next_multiple_of(rustix::param::page_size() as u64))?;
         let mut segments = vec![None; group.size() as usize];
         segments[group.rank() as usize] = Some(&own);
-        let mapped = Arc::new(Mapped::new(&segments)?);
+        let mapped = Arc::new(PeerMapping::new(&segments)?);
         mapped.populate(group.rank(), 0, own.len())?;
         Ok((pin(context, &mapped, group.rank())?.range().clone(), mapped))
     }

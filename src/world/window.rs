@@ -9,15 +9,17 @@ use std::sync::Arc;
 
 use super::group::SymmetricRange;
 use super::region::Registered;
-use super::{Group, Shared};
+use super::{Group, WorldState};
 use crate::bootstrap::exchange_fds;
 use crate::dtype::Dtype;
 use crate::error::{Error, MemoryError, PlanError};
-use crate::exec::Host;
+use crate::exec::HostStepper;
 use crate::lane::{self, Io, Lanes, Port};
-use crate::memory::{Mapped, Segment};
+use crate::memory::{PeerMapping, Segment};
 use crate::rows::Stores;
-use crate::schedule::{Control, Flag, Item, Level, Op, Operand, Operands, Place, Slot, SpanCopy, WindowId};
+use crate::schedule::{
+    ControlLayout, Flag, FlagValue, Op, Operand, OperandId, Operands, PutSource, SpanCopy, TrackOp, WindowId,
+};
 use crate::topology::Route;
 
 /// A window's bytes, and its flags, in the port's table.
@@ -57,7 +59,7 @@ const FLAGS: WindowId = WindowId(1);
 #[derive(Debug)]
 pub struct Window {
     port: Port,
-    host: Host,
+    host: HostStepper,
     len: u64,
     barriers: u64,
     /// Per peer: the value last signalled to it.
@@ -67,7 +69,7 @@ pub struct Window {
     /// The bytes themselves: symmetric, or registered.
     _data: Data,
     /// The world lives as long as the window, because its threads receive the puts of peers.
-    _world: Arc<Shared>,
+    _world: Arc<WorldState>,
 }
 
 #[derive(Debug)]
@@ -116,7 +118,7 @@ impl Window {
         Ok(own)
     }
 
-    fn map_neighbours(group: &Group, lanes: &Lanes, own: Segment) -> Result<Mapped, Error> {
+    fn map_neighbours(group: &Group, lanes: &Lanes, own: Segment) -> Result<PeerMapping, Error> {
         use std::os::fd::AsFd;
         let me = group.rank();
         let offer = |peer: usize| lanes.nodes.same_node(me, peer as u32).then(|| vec![own.as_fd()]);
@@ -129,20 +131,20 @@ impl Window {
             segments.push(segment.filter(|_| peer != me));
         }
         segments[me as usize] = Some(own);
-        Ok(Mapped::new(&segments.iter().map(Option::as_ref).collect::<Vec<_>>())?)
+        Ok(PeerMapping::new(&segments.iter().map(Option::as_ref).collect::<Vec<_>>())?)
     }
 
     fn new(
         group: &Group,
         lanes: Arc<Lanes>,
-        data: lane::Window,
+        data: lane::MappedWindow,
         len: u64,
         owner: Data,
     ) -> Result<Self, Error> {
-        let flag_bytes = Control::flag(group.size(), Flag::Read, group.size());
+        let flag_bytes = ControlLayout::flag(group.size(), Flag::Read, group.size());
         let flags = group.take_symmetric(flag_bytes)?;
         let port = Port::new(Arc::clone(&lanes), vec![data, flags.window()], FLAGS);
-        let host = Host::new(Dtype::Bytes, group.shared.recorder.clone());
+        let host = HostStepper::new(Dtype::Bytes, group.shared.recorder.clone());
         let signalled = vec![0; group.size() as usize];
         let _world = Arc::clone(&group.shared);
         Ok(Window { port, host, len, barriers: 0, signalled, lanes, _flags: flags, _data: owner, _world })
@@ -265,21 +267,21 @@ impl Window {
     #[inline(always)]
     fn step_put(&mut self, peer: u32, offset: u64, src: &[u8]) -> Result<(), Error> {
         let len = src.len() as u64;
-        let spans = [SpanCopy { from: Place::Input, from_offset: 0, to: DATA, to_offset: offset, len }];
+        let spans = [SpanCopy { from: PutSource::Input, from_offset: 0, to: DATA, to_offset: offset, len }];
         let table = [Operand::Spans { first: 0, count: 1 }];
         let operands = Operands { table: &table, spans: &spans, ..Operands::default() };
-        self.step(peer, Op::Put { to: peer, slot: Slot(0) }, &operands, src)
+        self.step(peer, Op::Put { to: peer, slot: OperandId(0) }, &operands, src)
     }
 
     #[inline(always)]
     fn step_signal(&mut self, peer: u32, flag: Flag, value: u64) -> Result<(), Error> {
-        let signal = Op::Signal { to: peer, of: self.lanes.rank, flag, level: Level::Call };
+        let signal = Op::Signal { to: peer, of: self.lanes.rank, flag, level: FlagValue::Call };
         self.step(peer, signal, &Operands { call: value, ..Operands::default() }, &[])
     }
 
     #[inline(always)]
     fn step_wait(&mut self, peer: u32, flag: Flag, value: u64) -> Result<(), Error> {
-        let wait = Op::Wait { from: peer, flag, level: Level::Call };
+        let wait = Op::Wait { from: peer, flag, level: FlagValue::Call };
         self.step(peer, wait, &Operands { call: value, ..Operands::default() }, &[])
     }
 
@@ -287,6 +289,6 @@ impl Window {
     fn step(&mut self, track: u32, op: Op, operands: &Operands<'_>, src: &[u8]) -> Result<(), Error> {
         self.lanes.health.check()?;
         let mut io = Io { input: src, ..Io::default() };
-        self.host.step(&self.port, Item { track, op }, operands, &mut io, Stores::Cached)
+        self.host.step(&self.port, TrackOp { track, op }, operands, &mut io, Stores::Cached)
     }
 }

@@ -14,7 +14,7 @@ use super::Group;
 use super::agree::Failure;
 use crate::bootstrap::exchange_fds;
 use crate::error::{BootstrapError, Error, LaneError, MemoryError};
-use crate::lane::{Card, Rail, WireEnd, WireOffer, Wiring};
+use crate::lane::{NetConnection, NetTransport, ProgressThread, WireEnd, WireOffer};
 use crate::topology::Paths;
 
 /// Ends of this rank, by peer.
@@ -23,7 +23,7 @@ type Ends<'a> = Vec<Box<dyn WireEnd + 'a>>;
 /// Lays what wires are missing. Collective over the group.
 ///
 /// # Errors
-/// Of the lane at a rank that fails; [`LaneError::PeerLacks`] with the same words at the others.
+/// Of the lane at a rank that fails; [`LaneError::PeerUnsupported`] with the same words at the others.
 pub(super) fn lay(group: &Group, paths: &Paths) -> Result<(), Error> {
     match &group.shared.rails {
         Some(rails) => lay_by(&*rails.wiring, &rails.card, group, paths),
@@ -31,9 +31,14 @@ pub(super) fn lay(group: &Group, paths: &Paths) -> Result<(), Error> {
     }
 }
 
-fn lay_by(wiring: &dyn Wiring, card: &Card, group: &Group, paths: &Paths) -> Result<(), Error> {
+fn lay_by(
+    wiring: &dyn NetTransport,
+    card: &ProgressThread,
+    group: &Group,
+    paths: &Paths,
+) -> Result<(), Error> {
     let wanted = |&(_, (&rank, position)): &(usize, (&u32, u32))| {
-        paths.wired(position) && card.rail_to(rank).is_none()
+        paths.needs_connection(position) && card.rail_to(rank).is_none()
     };
     let members = group.ranks().iter().zip(0..).enumerate();
     let peers: Vec<(usize, u32)> = members.filter(wanted).map(|(at, (&rank, _))| (at, rank)).collect();
@@ -49,7 +54,7 @@ fn lay_by(wiring: &dyn Wiring, card: &Card, group: &Group, paths: &Paths) -> Res
         (Err(own), _) if is_own(&own) => Err(own),
         (_, Ok(Some(Failure { at, grave: true, reason })))
         | (Ok(_), Ok(Some(Failure { at, reason, .. }))) => {
-            Err(LaneError::PeerLacks { rank: group.ranks()[at], lane: wiring.lane(), reason }.into())
+            Err(LaneError::PeerUnsupported { rank: group.ranks()[at], lane: wiring.lane(), reason }.into())
         }
         (Err(seen), Ok(_)) => Err(seen),
         (Ok(joined), Ok(None)) => Ok(joined.into_iter().try_for_each(|rail| card.attach(rail))?),
@@ -76,13 +81,13 @@ fn join(
     peers: &[(usize, u32)],
     ends: Ends<'_>,
     offered: Vec<WireOffer>,
-) -> Result<Vec<Arc<dyn Rail>>, Error> {
+) -> Result<Vec<Arc<dyn NetConnection>>, Error> {
     let (mut joined, mut failed) = (Vec::new(), Ok(()));
     for ((&(_, peer), end), offered) in peers.iter().zip(ends).zip(offered) {
         let missing = "its end of a wire";
         let rail = match offered.is_empty() {
             true => Err(LaneError::NoLane { rank: own, peer, missing }.into()),
-            false => end.join(offered),
+            false => end.connect(offered),
         };
         match rail {
             Ok(rail) => joined.push(rail),
@@ -136,7 +141,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
     use std::sync::Mutex;
 
-    use super::super::rails::Rails;
+    use super::super::rails::NetState;
     use super::*;
     use crate::config::Config;
     use crate::lane::LOOP;
@@ -153,7 +158,7 @@ mod tests {
     /// The wires of a rank, of which the end to one peer may fail.
     #[derive(Debug)]
     struct Failing<'a> {
-        wires: &'a dyn Wiring,
+        wires: &'a dyn NetTransport,
         fails: Option<(u32, Step)>,
         /// Inodes of the segments of all ends.
         segments: &'a Mutex<HashSet<u64>>,
@@ -168,7 +173,7 @@ mod tests {
         LaneError::System { call: "open", errno: 24 }.into()
     }
 
-    impl Wiring for Failing<'_> {
+    impl NetTransport for Failing<'_> {
         fn lane(&self) -> &'static str {
             self.wires.lane()
         }
@@ -194,8 +199,8 @@ mod tests {
             self.end.descriptors()
         }
 
-        fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
-            if self.fails { Err(failure()) } else { self.end.join(offered) }
+        fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
+            if self.fails { Err(failure()) } else { self.end.connect(offered) }
         }
     }
 
@@ -207,7 +212,7 @@ mod tests {
         let segments = Mutex::default();
         let lay = |world: World| {
             let group = world.all().unwrap();
-            let Rails { wiring, card, .. } = group.shared.rails.as_ref().unwrap();
+            let NetState { wiring, card, .. } = group.shared.rails.as_ref().unwrap();
             let nodes = group.nodes();
             let paths = Paths::new(&nodes, Route::Direct, group.rank());
             let fails = (group.rank() == 3).then_some((0, step));
@@ -229,7 +234,7 @@ mod tests {
         for step in [Step::Open, Step::Join] {
             let (errors, _) = errors(step);
             let reason = failure().to_string();
-            let seen = Error::from(LaneError::PeerLacks { rank: 3, lane: LOOP, reason });
+            let seen = Error::from(LaneError::PeerUnsupported { rank: 3, lane: LOOP, reason });
             assert_eq!(errors, [seen.clone(), seen.clone(), seen, failure()], "{step:?}");
         }
     }

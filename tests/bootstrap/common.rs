@@ -9,7 +9,7 @@ use std::{
 };
 
 use sidelane::{
-    bootstrap::{Clocks, Hub, Identity, Launcher, Secret, connect},
+    bootstrap::{Hub, Identity, Launcher, Secret, Timeouts, connect},
     error::Cause,
 };
 
@@ -32,8 +32,8 @@ pub fn place() -> Place {
     Place { job: format!("test at {ports:?}"), ports }
 }
 
-pub fn clocks() -> Clocks {
-    Clocks { rendezvous: LONG, ..Clocks::default() }
+pub fn clocks() -> Timeouts {
+    Timeouts { rendezvous: LONG, ..Timeouts::default() }
 }
 
 pub fn identity(rank: u32, size: u32, place: &Place) -> Identity {

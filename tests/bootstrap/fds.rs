@@ -12,8 +12,8 @@ use std::{
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use sidelane::{
-    bootstrap::{Clocks, Hub, Location, exchange_fds, threads},
-    error::{BootstrapError, Cause, Loss},
+    bootstrap::{Hub, Location, Timeouts, exchange_fds, threads},
+    error::{BootstrapError, Cause, LostReason},
 };
 
 const LONG: Duration = Duration::from_secs(20);
@@ -44,7 +44,7 @@ fn every_linked_pair_reads_the_others_memory() {
     // Rank 3 takes no part, and members come in an order of their own.
     let members = [4, 0, 2, 1];
     let linked = |i: usize, j: usize| i + j != 3;
-    let seen = each(threads(5, Clocks::default()), |hub| {
+    let seen = each(threads(5, Timeouts::default()), |hub| {
         let me = members.iter().position(|&rank| rank == hub.rank())?;
         let files: Vec<_> = (0..members.len()).map(|peer| memory(&format!("{me} to {peer}"))).collect();
         let offers = |peer| linked(me, peer).then(|| vec![files[peer].as_fd(), files[me].as_fd()]);
@@ -66,7 +66,7 @@ fn every_linked_pair_reads_the_others_memory() {
 #[test]
 fn more_descriptors_than_one_packet_takes_come_in_order() {
     let counts = [600usize, 1];
-    let seen = each(threads(2, Clocks::default()), |hub| {
+    let seen = each(threads(2, Timeouts::default()), |hub| {
         let me = hub.rank() as usize;
         let pipes: Vec<_> = (0..2).map(|k| memory(&format!("{me}.{k}"))).collect();
         let offers = |_| Some((0..counts[me]).map(|k| pipes[k % 2].as_fd()).collect());
@@ -81,7 +81,7 @@ fn more_descriptors_than_one_packet_takes_come_in_order() {
 
 #[test]
 fn a_link_that_only_one_side_wants_is_an_error_for_all() {
-    let seen = each(threads(3, Clocks::default()), |hub| {
+    let seen = each(threads(3, Timeouts::default()), |hub| {
         let me = hub.rank() as usize;
         let offers = |peer: usize| (me != 2 || peer != 0).then(Vec::<BorrowedFd<'_>>::new);
         exchange_fds(&*hub, "links", &[0, 1, 2], me, &offers, LONG).map(|_| ())
@@ -96,20 +96,20 @@ fn a_link_that_only_one_side_wants_is_an_error_for_all() {
 
 #[test]
 fn a_member_that_is_lost_ends_the_exchange() {
-    let seen = each(threads(2, Clocks::default()), |hub| {
+    let seen = each(threads(2, Timeouts::default()), |hub| {
         if hub.rank() == 1 {
             hub.abandon();
             return None;
         }
         Some(exchange_fds(&*hub, "never", &[0, 1], 0, &|_| Some(vec![]), LONG).map(|_| ()))
     });
-    let lost = Cause::Lost { rank: 1, how: Loss::Closed };
+    let lost = Cause::Lost { rank: 1, how: LostReason::Closed };
     assert_eq!(seen[0], Some(Err(BootstrapError::World(lost))));
 }
 
 #[test]
 fn an_exchange_of_nothing_is_no_exchange() {
-    let seen = each(threads(2, Clocks::default()), |hub| {
+    let seen = each(threads(2, Timeouts::default()), |hub| {
         let me = hub.rank() as usize;
         let alone = exchange_fds(&*hub, &format!("alone {me}"), &[me as u32], 0, &|_| None, LONG).unwrap();
         let empty = exchange_fds(&*hub, "empty", &[0, 1], me, &|_| Some(vec![]), LONG).unwrap();
@@ -120,7 +120,7 @@ fn an_exchange_of_nothing_is_no_exchange() {
 
 #[test]
 fn threads_of_one_process_are_on_one_machine() {
-    let labels = each(threads(2, Clocks::default()), |hub| {
+    let labels = each(threads(2, Timeouts::default()), |hub| {
         let label = Location::in_node(&format!("node {}", hub.rank())).unwrap().to_bytes();
         hub.gather("place", hub.rank(), 2, &label, LONG).unwrap()
     });

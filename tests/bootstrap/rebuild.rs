@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::common::{LONG, Signal, clocks, death, each, identity, place, world};
 use sidelane::{
-    bootstrap::{Clocks, connect, threads},
-    error::{BootstrapError, Cause, Loss},
+    bootstrap::{Timeouts, connect, threads},
+    error::{BootstrapError, Cause, LostReason},
 };
 
 #[test]
@@ -18,7 +18,7 @@ fn the_survivors_meet_again_without_the_lost_rank() {
                 hub.abandon();
                 return None;
             }
-            assert_eq!(death(&*hub), Cause::Lost { rank: victim, how: Loss::Closed });
+            assert_eq!(death(&*hub), Cause::Lost { rank: victim, how: LostReason::Closed });
             let (next, old) = hub.rebuild(LONG).unwrap();
             assert_eq!((next.size(), next.epoch()), (3, 1));
             assert_eq!(old[next.rank() as usize], me);
@@ -58,7 +58,7 @@ fn a_living_world_is_rebuilt_with_everyone_and_again() {
 fn a_rank_that_comes_too_late_to_a_rebuild_is_told_that_it_is_out() {
     let place = place();
     let quick =
-        Clocks { liveness: Duration::from_millis(200), heartbeat: Duration::from_millis(20), ..clocks() };
+        Timeouts { liveness: Duration::from_millis(200), heartbeat: Duration::from_millis(20), ..clocks() };
     let hubs = each(vec![0, 1, 2], |rank| connect(&identity(rank, 3, &place), None, quick).unwrap());
     let done = Signal::default();
     let seen = each(hubs, |hub| {
@@ -109,7 +109,7 @@ fn the_last_survivor_goes_on_alone() {
             hub.abandon();
             return None;
         }
-        assert_eq!(death(&*hub), Cause::Lost { rank: 0, how: Loss::Closed });
+        assert_eq!(death(&*hub), Cause::Lost { rank: 0, how: LostReason::Closed });
         let (next, old) = hub.rebuild(LONG).unwrap();
         next.barrier("alone", 0, 1, LONG).unwrap();
         Some((next.rank(), next.size(), old))
@@ -119,14 +119,14 @@ fn the_last_survivor_goes_on_alone() {
 
 #[test]
 fn threads_rebuild_as_processes_do() {
-    let seen = each(threads(4, Clocks::default()), |hub| {
+    let seen = each(threads(4, Timeouts::default()), |hub| {
         let me = hub.rank();
         hub.barrier("start", me, 4, LONG).unwrap();
         if me == 1 {
             hub.abandon();
             return None;
         }
-        assert_eq!(death(&*hub), Cause::Lost { rank: 1, how: Loss::Closed });
+        assert_eq!(death(&*hub), Cause::Lost { rank: 1, how: LostReason::Closed });
         let (next, old) = hub.rebuild(LONG).unwrap();
         drop(hub);
         let ranks = next.gather("again", next.rank(), 3, &[me as u8], LONG).unwrap();
@@ -139,7 +139,7 @@ fn threads_rebuild_as_processes_do() {
 
 #[test]
 fn a_thread_that_comes_too_late_to_a_rebuild_is_told_that_it_is_out() {
-    let quick = Clocks { liveness: Duration::from_millis(100), ..Clocks::default() };
+    let quick = Timeouts { liveness: Duration::from_millis(100), ..Timeouts::default() };
     let done = Signal::default();
     let seen = each(threads(3, quick), |hub| {
         hub.cancel(Cause::Cancelled { by: 0 });

@@ -12,8 +12,8 @@ use std::{
 
 use crate::common::{LONG, Place, SOON, Signal, clocks, death, each, identity, place, world};
 use sidelane::{
-    bootstrap::{Clocks, Identity, LauncherPipe, Secret, connect},
-    error::{BootstrapError, Cause, Loss},
+    bootstrap::{Identity, LauncherPipe, Secret, Timeouts, connect},
+    error::{BootstrapError, Cause, LostReason},
 };
 
 #[test]
@@ -76,7 +76,7 @@ fn a_value_that_is_never_set_ends_with_the_deadline() {
 #[test]
 fn a_rendezvous_names_the_rank_that_did_not_come() {
     let place = place();
-    let clocks = Clocks { rendezvous: Duration::from_millis(700), ..clocks() };
+    let clocks = Timeouts { rendezvous: Duration::from_millis(700), ..clocks() };
     let errors = each(vec![0, 2], |rank| connect(&identity(rank, 3, &place), None, clocks).err().unwrap());
     for error in errors {
         assert!(matches!(&error, BootstrapError::Deadline { missing, .. } if *missing == [1]), "{error}");
@@ -86,7 +86,7 @@ fn a_rendezvous_names_the_rank_that_did_not_come() {
 #[test]
 fn nobody_at_the_address_is_an_error_that_names_it() {
     let place = place();
-    let clocks = Clocks { rendezvous: Duration::from_millis(200), ..clocks() };
+    let clocks = Timeouts { rendezvous: Duration::from_millis(200), ..clocks() };
     let error = connect(&identity(1, 2, &place), None, clocks).err().unwrap();
     let BootstrapError::NoRendezvous { address, .. } = &error else { panic!("{error}") };
     assert!(address.contains("127.0.0.1") && address.contains(&place.ports[0].to_string()), "{address}");
@@ -259,7 +259,7 @@ fn a_killed_rank_is_named_to_everybody_and_ends_their_waits() {
             Some((error, start.elapsed()))
         });
         for (error, after) in seen.into_iter().flatten() {
-            assert_eq!(error, BootstrapError::World(Cause::Lost { rank: victim, how: Loss::Closed }));
+            assert_eq!(error, BootstrapError::World(Cause::Lost { rank: victim, how: LostReason::Closed }));
             assert!(after < SOON, "{after:?}");
         }
     }
@@ -290,7 +290,7 @@ fn a_rank_that_panics_is_lost_and_one_that_leaves_is_not() {
     let left = || BootstrapError::Left { rank: 1, step: "needs all".into() };
     assert_eq!(seen[1], None);
     assert_eq!(seen[2], Some((left(), None)));
-    assert_eq!(seen[0], Some((left(), Some(Cause::Lost { rank: 2, how: Loss::Closed }))));
+    assert_eq!(seen[0], Some((left(), Some(Cause::Lost { rank: 2, how: LostReason::Closed }))));
 }
 
 #[test]

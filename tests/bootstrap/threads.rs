@@ -4,13 +4,13 @@ use std::{thread, time::Duration};
 
 use crate::common::{LONG, Signal, death, each};
 use sidelane::{
-    bootstrap::{Clocks, threads},
-    error::{BootstrapError, Cause, Loss},
+    bootstrap::{Timeouts, threads},
+    error::{BootstrapError, Cause, LostReason},
 };
 
 #[test]
 fn ranks_meet_and_agree() {
-    let seen = each(threads(4, Clocks::default()), |hub| {
+    let seen = each(threads(4, Timeouts::default()), |hub| {
         let me = hub.rank();
         if me == 1 {
             hub.set("colour", b"green").unwrap();
@@ -25,7 +25,7 @@ fn ranks_meet_and_agree() {
 #[test]
 fn the_deadline_of_a_step_names_the_missing_ranks() {
     let over = Signal::default();
-    let seen = each(threads(3, Clocks::default()), |hub| {
+    let seen = each(threads(3, Timeouts::default()), |hub| {
         if hub.rank() == 1 {
             over.wait_for(2);
             return None;
@@ -42,7 +42,7 @@ fn the_deadline_of_a_step_names_the_missing_ranks() {
 
 #[test]
 fn a_thread_that_panics_is_lost_and_ends_all_waits() {
-    let seen = each(threads(3, Clocks::default()), |hub| {
+    let seen = each(threads(3, Timeouts::default()), |hub| {
         let me = hub.rank();
         if me == 2 {
             let unwinding = thread::spawn(move || {
@@ -54,13 +54,13 @@ fn a_thread_that_panics_is_lost_and_ends_all_waits() {
         }
         Some(hub.gather("never", me, 3, &[], LONG).unwrap_err())
     });
-    let lost = BootstrapError::World(Cause::Lost { rank: 2, how: Loss::Closed });
+    let lost = BootstrapError::World(Cause::Lost { rank: 2, how: LostReason::Closed });
     assert_eq!(seen, [Some(lost.clone()), Some(lost), None]);
 }
 
 #[test]
 fn a_thread_that_leaves_fails_only_the_steps_that_need_it() {
-    let seen = each(threads(3, Clocks::default()), |hub| {
+    let seen = each(threads(3, Timeouts::default()), |hub| {
         let me = hub.rank();
         if me == 0 {
             return None;
@@ -76,7 +76,7 @@ fn a_thread_that_leaves_fails_only_the_steps_that_need_it() {
 
 #[test]
 fn cancel_reaches_everybody() {
-    let seen = each(threads(3, Clocks::default()), |hub| {
+    let seen = each(threads(3, Timeouts::default()), |hub| {
         if hub.rank() == 1 {
             hub.cancel(Cause::Cancelled { by: 1 });
         }

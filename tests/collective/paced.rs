@@ -4,14 +4,14 @@ use std::time::{Duration, Instant};
 
 use crate::support::{on_ranks, repeated, small, tokens};
 use half::bf16;
-use sidelane::config::{Pace, RailChoice};
+use sidelane::config::{EmulatedLink, NetChoice};
 use sidelane::error::{Error, LaneError};
 use sidelane::gate::Routing;
 use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, Options, Window, World};
 
 fn at(pace: &str) -> Options {
-    Options { pace: Pace::parse(pace), ..small() }
+    Options { pace: EmulatedLink::parse(pace), ..small() }
 }
 
 fn bytes(window: &Window, len: usize) -> Vec<u8> {
@@ -26,7 +26,7 @@ fn a_signal_is_not_seen_before_the_link_would_have_brought_it() {
     const LATENCY: Duration = Duration::from_micros(4_000);
     const LINK: Duration = Duration::from_micros(15_625 + 4_000);
     on_ranks(&[0, 1], &at("64M/4000"), |world| {
-        assert_eq!(world.rail().unwrap().lane, "paced");
+        assert_eq!(world.net().unwrap().lane, "paced");
         let mut window = world.all().unwrap().window(1 << 20).unwrap();
         let peer = 1 - world.rank();
         for round in 1..=3 {
@@ -78,7 +78,7 @@ fn a_rank_that_leaves_at_once_has_been_heard() {
 
 #[test]
 fn only_wires_within_a_machine_keep_another_links_time() {
-    let options = Options { rail: RailChoice::Tcp, ..at("1G/5") };
+    let options = Options { rail: NetChoice::Tcp, ..at("1G/5") };
     let error = World::threads_with(&[0, 1], &options).unwrap_err();
-    assert!(matches!(error, Error::Lane(LaneError::NoPace { .. })), "{error:?}");
+    assert!(matches!(error, Error::Lane(LaneError::NoLinkEmulation { .. })), "{error:?}");
 }

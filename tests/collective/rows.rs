@@ -3,11 +3,11 @@
 use crate::support::layer::{bits, nothing_is_held};
 use crate::support::{on_ranks, small};
 use half::bf16;
-use sidelane::dtype::Wire;
-use sidelane::ep::{Collective, TokenSlices};
+use sidelane::dtype::PartialDtype;
+use sidelane::ep::{RowCollective, TokenSlices};
 use sidelane::error::{CallError, Error, PlanError};
 use sidelane::gate::Routing;
-use sidelane::plan::{Order, Strategy};
+use sidelane::plan::{Strategy, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, World};
 
@@ -40,7 +40,7 @@ fn order(counts: &[usize], segments: usize) -> Vec<(usize, usize)> {
 }
 
 /// Sums of the gathered rows at `rows`, over ranks or over nodes.
-fn summed(nodes: &[u32], rows: &[usize], node_sums: Option<Wire>) -> Vec<bf16> {
+fn summed(nodes: &[u32], rows: &[usize], node_sums: Option<PartialDtype>) -> Vec<bf16> {
     let mut out = Vec::new();
     for &row in rows {
         out.extend((0..COLUMNS).map(|column| {
@@ -51,7 +51,8 @@ fn summed(nodes: &[u32], rows: &[usize], node_sums: Option<Wire>) -> Vec<bf16> {
                 Some(wire) => (0..=*nodes.iter().max().unwrap()).fold(0.0, |total, node| {
                     let mine = ranks.clone().filter(|&rank| nodes[rank] == node);
                     let partial: f32 = mine.fold(0.0, |sum, rank| sum + of(rank));
-                    total + if wire == Wire::Bf16 { bf16::from_f32(partial).to_f32() } else { partial }
+                    total
+                        + if wire == PartialDtype::Bf16 { bf16::from_f32(partial).to_f32() } else { partial }
                 }),
             };
             bf16::from_f32(total)
@@ -60,10 +61,10 @@ fn summed(nodes: &[u32], rows: &[usize], node_sums: Option<Wire>) -> Vec<bf16> {
     out
 }
 
-fn plays(world: &World, nodes: &[u32], segments: usize, route: Route, node_sums: Option<Wire>) {
+fn plays(world: &World, nodes: &[u32], segments: usize, route: Route, node_sums: Option<PartialDtype>) {
     let (group, me) = (world.all().unwrap(), world.rank() as usize);
     let counts = counts(nodes.len(), segments);
-    let builder = Collective::builder(&group).columns(COLUMNS).segments(segments as u32).route(route);
+    let builder = RowCollective::builder(&group).columns(COLUMNS).segments(segments as u32).route(route);
     let builder = builder.max_rows(16);
     let mut collective = node_sums.into_iter().fold(builder, |b, wire| b.node_sums(wire)).build().unwrap();
     let order = order(&counts, segments);
@@ -85,7 +86,7 @@ fn plays(world: &World, nodes: &[u32], segments: usize, route: Route, node_sums:
     let known = collective.shares(&all).unwrap();
     for shares in [&shares, &known] {
         world.pool().poison(0xff);
-        let rows = collective.all_gather_along(&tensor(me, counts[me], 3), shares).unwrap();
+        let rows = collective.all_gather_cached(&tensor(me, counts[me], 3), shares).unwrap();
         assert!(bits(rows.rows::<bf16>().unwrap()) == bits(&expected(3)), "{nodes:?} {segments} {route:?}");
         drop(rows);
         let have = tensor(me, order.len(), 2);
@@ -105,7 +106,7 @@ fn rows_come_by_rank_in_each_segment_and_sums_are_made_by_ascending_rank() {
     for (nodes, route) in SHAPES.into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route))) {
         on_ranks(nodes, &small(), |world| {
             for segments in [1, 2, 3] {
-                for node_sums in [None, Some(Wire::F32), Some(Wire::Bf16)] {
+                for node_sums in [None, Some(PartialDtype::F32), Some(PartialDtype::Bf16)] {
                     plays(&world, nodes, segments, route, node_sums);
                 }
             }
@@ -116,11 +117,11 @@ fn rows_come_by_rank_in_each_segment_and_sums_are_made_by_ascending_rank() {
 #[test]
 fn each_row_crosses_once_per_node_and_whole_blocks_are_handed_on() {
     on_ranks(&[0, 0, 0, 1, 1, 1, 1, 1], &small(), |world| {
-        let mut collective = Collective::builder(&world.all().unwrap()).columns(COLUMNS).build().unwrap();
+        let mut collective = RowCollective::builder(&world.all().unwrap()).columns(COLUMNS).build().unwrap();
         let (_, shares) = collective.all_gather(&tensor(0, 8, 0)).unwrap();
         let report = shares.handle().report().unwrap();
-        assert_eq!(report.traffic.put.rail, 8);
-        assert_eq!(report.moved.rail_bytes, 8 * 48);
+        assert_eq!(report.traffic.sent.rail, 8);
+        assert_eq!(report.moved.inter_node_bytes, 8 * 48);
         // A copy for each source, rank served and chunk.
         let sources = report.relayed.rows / (8 * if world.rank() < 3 { 3 } else { 5 });
         assert_eq!(report.relayed.copies, sources * 4 * if world.rank() < 3 { 3 } else { 5 });
@@ -131,7 +132,7 @@ fn each_row_crosses_once_per_node_and_whole_blocks_are_handed_on() {
 fn wrong_rows_are_refused_everywhere_and_the_next_call_works() {
     on_ranks(&[0, 0, 1], &small(), |world| {
         let group = world.all().unwrap();
-        let builder = Collective::builder(&group).columns(COLUMNS).segments(2).max_rows(4);
+        let builder = RowCollective::builder(&group).columns(COLUMNS).segments(2).max_rows(4);
         let mut collective = builder.build().unwrap();
         for wrong in [1, 6] {
             let rows = if world.rank() == 2 { wrong } else { 2 };
@@ -150,7 +151,7 @@ fn wrong_rows_are_refused_everywhere_and_the_next_call_works() {
         }
         let mine = if world.rank() == 2 { [2, 2, 4] } else { [2, 2, 2] };
         let known = collective.shares(&mine).unwrap();
-        let error = collective.all_gather_along(&tensor(0, mine[world.rank() as usize] as usize, 0), &known);
+        let error = collective.all_gather_cached(&tensor(0, mine[world.rank() as usize] as usize, 0), &known);
         assert!(matches!(error, Err(Error::Call(CallError::Disagree { what: "handle", .. }))));
         drop(known);
         let (rows, _) = collective.all_gather(&tensor(0, 4, 0)).unwrap();
@@ -162,7 +163,8 @@ fn wrong_rows_are_refused_everywhere_and_the_next_call_works() {
 fn bytes_are_gathered_and_not_summed() {
     on_ranks(&[0, 1], &small(), |world| {
         let builder = world.all().unwrap();
-        let mut collective = Collective::builder(&builder).columns(16).dtype(Dtype::Bytes).build().unwrap();
+        let mut collective =
+            RowCollective::builder(&builder).columns(16).dtype(Dtype::Bytes).build().unwrap();
         let (rows, shares) = collective.all_gather(&[world.rank() as u8; 16]).unwrap();
         assert_eq!(rows.rows::<u8>().unwrap(), [[0; 16], [1; 16]].concat());
         let error = collective.reduce_scatter::<u8>(&vec![0u8; 32], &shares).unwrap_err();
@@ -187,8 +189,9 @@ fn combine_by_rank_is_reduce_scatter_with_the_zeros_left_out() {
                     .collect()
             };
             let builder = ExpertParallel::builder(&group).unwrap().experts(experts as u32).top_k(3);
-            let builder = builder.hidden(COLUMNS).dtype(Dtype::F32).order(Order::Rank).route(Route::Pxn);
-            let mut ep = builder.strategy(Strategy::Gather).build().unwrap();
+            let builder =
+                builder.hidden(COLUMNS).dtype(Dtype::F32).sum_order(SumOrder::Rank).route(Route::Pxn);
+            let mut ep = builder.strategy(Strategy::AllGather).build().unwrap();
             let routing = Routing::new(3, ids_of(me), vec![1.0; 3 * tokens]).unwrap();
             let (rows, handle) = ep.dispatch(&vec![0.0f32; tokens * COLUMNS], &routing).unwrap();
             let y: Vec<f32> = tensor(me, rows.len() as usize, 5).iter().map(|y| y.to_f32() * 1.1).collect();
@@ -208,7 +211,7 @@ fn combine_by_rank_is_reduce_scatter_with_the_zeros_left_out() {
                 }
             }
             assert!(row.next().is_none());
-            let builder = Collective::builder(&group).columns(COLUMNS).dtype(Dtype::F32).max_rows(8);
+            let builder = RowCollective::builder(&group).columns(COLUMNS).dtype(Dtype::F32).max_rows(8);
             let mut collective = builder.build().unwrap();
             let shares = collective.shares(&vec![tokens as u32; ranks]).unwrap();
             let scattered: Vec<f32> = collective.reduce_scatter(&partials, &shares).unwrap();
@@ -248,9 +251,9 @@ fn with_token_slices_the_result_is_the_same_and_half_as_much_crosses() {
                 y[at..end].iter_mut().for_each(|y| *y = bf16::from_f32(y.to_f32() * (1.5 + expert as f32)));
                 at = end;
             }
-            let crossed = handle.report().unwrap().moved.rail_bytes;
+            let crossed = handle.report().unwrap().moved.inter_node_bytes;
             let out = ep.combine(&y, &handle).unwrap();
-            (out, crossed + handle.returned().unwrap().moved.rail_bytes)
+            (out, crossed + handle.returned().unwrap().moved.inter_node_bytes)
         };
         let (whole, all) = through(&buffer);
         let slice = slices.drop_tokens(&buffer).unwrap();

@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::support::{on_ranks, small};
 use half::bf16;
 use rustix::fs::{MemfdFlags, SealFlags};
-use sidelane::bootstrap::Clocks;
+use sidelane::bootstrap::Timeouts;
 use sidelane::error::{Error, LaneError, MemoryError};
 use sidelane::gate::Routing;
 use sidelane::topology::Route;
@@ -152,7 +152,7 @@ fn a_window_reaches_ranks_that_a_layer_of_its_group_reaches_by_relays_only() {
 
 #[test]
 fn a_silent_peer_is_named_by_the_deadline() {
-    let clocks = Clocks { deadline: Duration::from_secs(1), ..Clocks::default() };
+    let clocks = Timeouts { deadline: Duration::from_secs(1), ..Timeouts::default() };
     on_ranks(&[0, 1], &Options { clocks, ..small() }, |world| {
         let group = world.all().unwrap();
         let mut window = group.window(64).unwrap();

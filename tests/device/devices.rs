@@ -3,7 +3,9 @@
 
 use std::sync::Arc;
 
-use sidelane::device::{Allocation, Context, Driver, PinnedMemory, Priority, Range, Reservation, Stream};
+use sidelane::device::{
+    Allocation, Context, DeviceRange, Driver, PinnedMemory, Priority, Reservation, Stream,
+};
 
 /// The context of a device.
 pub fn context(device: u32) -> Arc<Context> {
@@ -15,12 +17,12 @@ pub fn context(device: u32) -> Arc<Context> {
 
 /// A stream of a device.
 pub fn stream(device: u32) -> Arc<Stream> {
-    Arc::new(Stream::new(&context(device), Priority::Usual).unwrap())
+    Arc::new(Stream::new(&context(device), Priority::Normal).unwrap())
 }
 
 /// Bytes of a device, with pinned memory to write and read them by.
 pub struct Memory {
-    range: Range,
+    range: DeviceRange,
     staging: PinnedMemory,
 }
 
@@ -35,12 +37,12 @@ impl Memory {
     }
 
     /// Its first bytes.
-    pub fn part(&self, bytes: u64) -> Range {
+    pub fn part(&self, bytes: u64) -> DeviceRange {
         self.range.part(0, bytes).unwrap()
     }
 
     /// Has a stream write these values, and gives where they lie.
-    pub fn fill<T: bytemuck::NoUninit>(&self, stream: &Stream, values: &[T]) -> Range {
+    pub fn fill<T: bytemuck::NoUninit>(&self, stream: &Stream, values: &[T]) -> DeviceRange {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         let range = self.part(bytes.len() as u64);
         self.send(stream, &range, bytes);
@@ -48,7 +50,7 @@ impl Memory {
     }
 
     /// Has a stream write these bytes to another range.
-    pub fn send(&self, stream: &Stream, to: &Range, bytes: &[u8]) {
+    pub fn send(&self, stream: &Stream, to: &DeviceRange, bytes: &[u8]) {
         self.staging.write(0, bytes).unwrap();
         let len = bytes.len() as u64;
         stream.copy(to.span(0, len).unwrap(), self.staging.range().span(0, len).unwrap()).unwrap();
@@ -57,7 +59,7 @@ impl Memory {
     }
 
     /// What a range has when the stream comes by.
-    pub fn read<T: bytemuck::Pod>(&self, stream: &Stream, from: &Range) -> Vec<T> {
+    pub fn read<T: bytemuck::Pod>(&self, stream: &Stream, from: &DeviceRange) -> Vec<T> {
         let len = from.len();
         stream.copy(self.staging.range().span(0, len).unwrap(), from.span(0, len).unwrap()).unwrap();
         stream.synchronize().unwrap();

@@ -2,14 +2,14 @@
 //! executor does not have.
 
 use half::bf16;
-use sidelane::device::Range;
-use sidelane::dtype::Wire;
+use sidelane::device::DeviceRange;
+use sidelane::dtype::PartialDtype;
 use sidelane::ep::{
     CallExecutor, Choices, ExpertParallelBuilder, ExpertRows, Feature, Handle, Place, Tensor, TensorMut,
 };
 use sidelane::error::{CallError, PlanError};
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout, Strategy};
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Group};
 
@@ -187,14 +187,14 @@ fn builder(group: &Group, executor: CallExecutor) -> ExpertParallelBuilder<'_> {
     match executor {
         CallExecutor::ConstantProgram => builder.layout(RowLayout::RankMajor).mode(slots(MAX_TOKENS)),
         CallExecutor::Planner => {
-            builder.mode(Mode::Budget { rows: 8 * MAX_TOKENS, overflow: Overflow::Error })
+            builder.mode(ReceiveMode::Budget { rows: 8 * MAX_TOKENS, overflow: Overflow::Error })
         }
         _ => builder,
     }
 }
 
-fn slots(rows: u32) -> Mode {
-    Mode::Slots { rows, overflow: Overflow::Error }
+fn slots(rows: u32) -> ReceiveMode {
+    ReceiveMode::Slots { rows, overflow: Overflow::Error }
 }
 
 #[test]
@@ -224,13 +224,13 @@ fn asked<'g>(feature: Feature, builder: ExpertParallelBuilder<'g>) -> Option<Exp
         Feature::ExpertMajor => builder.layout(RowLayout::ExpertMajor),
         Feature::RankMajor => builder.layout(RowLayout::RankMajor),
         Feature::ScarceSlots => builder.mode(slots(MAX_TOKENS - 1)),
-        Feature::OrderRank => builder.order(Order::Rank),
-        Feature::OrderNode => builder.order(Order::Node),
-        Feature::RoundedPartials => builder.order(Order::Rank).wire(Wire::Bf16),
+        Feature::OrderRank => builder.sum_order(SumOrder::Rank),
+        Feature::OrderNode => builder.sum_order(SumOrder::Node),
+        Feature::RoundedPartials => builder.sum_order(SumOrder::Rank).partial_dtype(PartialDtype::Bf16),
         Feature::Alignment => builder.align(4),
         Feature::Relays => builder.route(Route::Pxn),
-        Feature::Spans => builder.layout(RowLayout::RankMajor).route(Route::Pxn).spans(true),
-        Feature::AllGather => builder.strategy(Strategy::Gather),
+        Feature::Spans => builder.layout(RowLayout::RankMajor).route(Route::Pxn).coalesce_relays(true),
+        Feature::AllGather => builder.strategy(Strategy::AllGather),
         Feature::Fp8 => builder.fp8(true),
         Feature::WeightedCombine => builder.weighted(true),
         _ => return None,
@@ -280,7 +280,7 @@ fn called(
     feature: Feature,
     ep: &mut ExpertParallel,
     group: &Group,
-    tensors: &[Range; 3],
+    tensors: &[DeviceRange; 3],
     (rows, handle): (ExpertRows, &Handle),
 ) -> Option<Error> {
     let (x, routing) = (vec![bf16::ONE; 16], Routing::new(2, vec![0, 1], vec![1.0; 2]).unwrap());

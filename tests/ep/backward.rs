@@ -5,7 +5,7 @@ use crate::support::layer::{bits, dot};
 use crate::support::{To, Tokens, on_ranks, placement, tiny, tokens};
 use half::{bf16, f16};
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Order};
+use sidelane::plan::{ExpertMap, SumOrder};
 use sidelane::topology::{NodeMap, Route};
 use sidelane::{Element, ExpertParallel};
 
@@ -20,7 +20,7 @@ const NODES: [&[u32]; 5] = [&[0, 0, 0, 0], &[0, 1, 0, 1], &[0, 0, 0, 1], &[0, 1,
 struct Case {
     nodes: &'static [u32],
     route: Route,
-    order: Order,
+    order: SumOrder,
     align: u32,
     map: ExpertMap,
     weighted: bool,
@@ -38,10 +38,10 @@ fn cases() -> Vec<Case> {
     for (nodes, route) in NODES.into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route))) {
         let [plain, replicated] = maps(nodes.len());
         for weighted in [false, true] {
-            let case = Case { nodes, route, order: Order::Expert, align: 1, map: plain.clone(), weighted };
+            let case = Case { nodes, route, order: SumOrder::Expert, align: 1, map: plain.clone(), weighted };
             cases.push(case.clone());
-            cases.push(Case { order: Order::Rank, align: 8, map: replicated.clone(), ..case.clone() });
-            cases.push(Case { order: Order::Node, align: 3, map: replicated.clone(), ..case });
+            cases.push(Case { order: SumOrder::Rank, align: 8, map: replicated.clone(), ..case.clone() });
+            cases.push(Case { order: SumOrder::Node, align: 3, map: replicated.clone(), ..case });
         }
     }
     cases
@@ -80,9 +80,9 @@ fn terms(
                 && (source, of) == (me, token)
             {
                 let place = match case.order {
-                    Order::Expert => [0, 0],
-                    Order::Rank => [rank as u32, 0],
-                    Order::Node => [nodes.node_of(rank as u32), rank as u32],
+                    SumOrder::Expert => [0, 0],
+                    SumOrder::Rank => [rank as u32, 0],
+                    SumOrder::Node => [nodes.node_of(rank as u32), rank as u32],
                 };
                 found.push((place, ids[choice], rank, row, choice));
             }
@@ -121,7 +121,7 @@ where
         let me = world.rank() as usize;
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().expert_map(case.map.clone());
-        let builder = builder.top_k(TOP_K as u32).hidden(HIDDEN).dtype(E::DTYPE).order(case.order);
+        let builder = builder.top_k(TOP_K as u32).hidden(HIDDEN).dtype(E::DTYPE).sum_order(case.order);
         let builder = builder.align(case.align).weighted(case.weighted).route(case.route).max_tokens(16);
         let mut ep = builder.build().unwrap();
         let mine = &all[me];
@@ -217,7 +217,7 @@ fn no_bit_of_a_gradient_depends_on_nodes_or_routes_if_experts_are_summed_in_orde
         f32: To<E>,
     {
         let map = maps(nodes.len())[usize::from(replicated)].clone();
-        let many = Case { nodes, route: Route::Direct, order: Order::Expert, align: 4, map, weighted };
+        let many = Case { nodes, route: Route::Direct, order: SumOrder::Expert, align: 4, map, weighted };
         let one = gradients::<E>(&Case { nodes: &[0; 5][..nodes.len()], ..many.clone() });
         assert!(one.iter().any(|seen| !seen.is_empty()));
         for route in Route::ALL {

@@ -2,7 +2,7 @@
 
 use crate::support::{Tokens, on_ranks, tiny, tokens};
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Order};
+use sidelane::plan::{ExpertMap, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, World};
 
@@ -99,11 +99,11 @@ fn agree(seen: f32, plus: f64, minus: f64, what: &str) {
     assert!((f64::from(seen) - difference).abs() < 1e-4, "{what}: {seen}, by differences {difference}");
 }
 
-fn differentiate(nodes: &[u32], route: Route, order: Order, align: u32, weighted: bool, map: &ExpertMap) {
+fn differentiate(nodes: &[u32], route: Route, order: SumOrder, align: u32, weighted: bool, map: &ExpertMap) {
     on_ranks(nodes, &tiny(), |world| {
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().expert_map(map.clone()).route(route);
-        let builder = builder.top_k(TOP_K).hidden(HIDDEN).dtype(Dtype::F32).order(order).align(align);
+        let builder = builder.top_k(TOP_K).hidden(HIDDEN).dtype(Dtype::F32).sum_order(order).align(align);
         let ep = builder.weighted(weighted).max_tokens(16).build().unwrap();
         let me = world.rank();
         let mut layer = Layer { ep, world, weighted };
@@ -140,8 +140,8 @@ fn gradients_are_the_slopes_of_the_loss() {
     let cases = [[0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 2, 3]];
     for (nodes, route) in cases.into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route))) {
         for weighted in [false, true] {
-            differentiate(&nodes, route, Order::Expert, 1, weighted, &plain);
-            let order = if weighted { Order::Rank } else { Order::Node };
+            differentiate(&nodes, route, SumOrder::Expert, 1, weighted, &plain);
+            let order = if weighted { SumOrder::Rank } else { SumOrder::Node };
             differentiate(&nodes, route, order, 4, weighted, &replicated);
         }
     }

@@ -2,9 +2,9 @@
 
 use crate::support::{To, Tokens, on_ranks, placement, small, tokens};
 use half::{bf16, f16};
-use sidelane::dtype::Wire;
+use sidelane::dtype::PartialDtype;
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Order};
+use sidelane::plan::{ExpertMap, SumOrder};
 use sidelane::topology::{NodeMap, Route};
 use sidelane::{Dtype, Element, ExpertParallel};
 
@@ -17,11 +17,11 @@ struct Case {
     top_k: u32,
     hidden: usize,
     align: u32,
-    order: Order,
+    order: SumOrder,
     weighted: bool,
     map: Option<ExpertMap>,
     route: Route,
-    wire: Wire,
+    wire: PartialDtype,
 }
 
 impl Case {
@@ -33,11 +33,11 @@ impl Case {
             top_k,
             hidden: 24,
             align: 1,
-            order: Order::Expert,
+            order: SumOrder::Expert,
             weighted: false,
             map: None,
             route: Route::Direct,
-            wire: Wire::F32,
+            wire: PartialDtype::F32,
         }
     }
 }
@@ -51,8 +51,8 @@ fn cases() -> Vec<Case> {
         Case { nodes: vec![0, 1, 0, 1], ..plain.clone() },
         Case { nodes: vec![0, 1, 2, 3], ..plain.clone() },
         Case { align: 16, ..plain.clone() },
-        Case { align: 4, nodes: vec![0, 0, 1, 1], order: Order::Rank, ..plain.clone() },
-        Case { order: Order::Rank, weighted: true, ..plain.clone() },
+        Case { align: 4, nodes: vec![0, 0, 1, 1], order: SumOrder::Rank, ..plain.clone() },
+        Case { order: SumOrder::Rank, weighted: true, ..plain.clone() },
         Case { weighted: true, nodes: vec![0, 1, 1, 1], ..plain.clone() },
         Case { experts: 5, map: Some(replicated), nodes: vec![0, 0, 1, 1], align: 2, ..plain.clone() },
         Case { counts: vec![0; 4], ..plain.clone() },
@@ -62,21 +62,21 @@ fn cases() -> Vec<Case> {
         Case { hidden: 8, align: 32, ..Case::new(&[0], &[5], 1, 1) },
         // Rows and pads that are larger than a record of the loop lane.
         Case { hidden: 40_000, align: 3, ..Case::new(&[0, 1, 1], &[2, 1, 3], 4, 2) },
-        Case { order: Order::Node, nodes: vec![0, 1, 0, 1], ..plain.clone() },
+        Case { order: SumOrder::Node, nodes: vec![0, 1, 0, 1], ..plain.clone() },
         Case {
-            order: Order::Node,
+            order: SumOrder::Node,
             weighted: true,
             ..Case::new(&[0, 1, 1, 0, 2, 0, 1], &[9, 2, 30, 0, 5, 8, 1], 9, 5)
         },
         Case {
-            order: Order::Rank,
+            order: SumOrder::Rank,
             align: 8,
             ..Case::new(&[0, 0, 0, 1, 1, 1, 1, 1], &[33, 9, 0, 1, 4, 2, 30, 8], 19, 6)
         },
     ];
-    let narrow = direct.iter().filter(|case| case.order != Order::Expert).cloned();
+    let narrow = direct.iter().filter(|case| case.order != SumOrder::Expert).cloned();
     let direct: Vec<Case> =
-        direct.iter().cloned().chain(narrow.map(|case| Case { wire: Wire::Bf16, ..case })).collect();
+        direct.iter().cloned().chain(narrow.map(|case| Case { wire: PartialDtype::Bf16, ..case })).collect();
     let pxn = direct.iter().cloned().map(|case| Case { route: Route::Pxn, ..case });
     direct.iter().cloned().chain(pxn).collect()
 }
@@ -102,9 +102,9 @@ where
                 let slot = map.slot_for(rank as u32, tokens.ids[choice] as u32);
                 let owner = map.rank_of(slot);
                 let (group, owner) = match case.order {
-                    Order::Expert => (0, 0),
-                    Order::Rank => (owner, owner),
-                    Order::Node => (nodes.node_of(owner), owner),
+                    SumOrder::Expert => (0, 0),
+                    SumOrder::Rank => (owner, owner),
+                    SumOrder::Node => (nodes.node_of(owner), owner),
                 };
                 (group, owner, tokens.ids[choice], choice)
             })
@@ -118,7 +118,8 @@ where
                     let y: f32 = expert_of(tokens.x[token * hidden + column], expert).into();
                     partial += if case.weighted { tokens.weights[choice] * y } else { y };
                 }
-                total += if case.wire == Wire::Bf16 { bf16::from_f32(partial).to_f32() } else { partial };
+                total +=
+                    if case.wire == PartialDtype::Bf16 { bf16::from_f32(partial).to_f32() } else { partial };
             }
             out.push(total.to());
         }
@@ -156,10 +157,10 @@ where
             .hidden(case.hidden)
             .dtype(dtype)
             .align(case.align)
-            .order(case.order)
+            .sum_order(case.order)
             .weighted(case.weighted)
             .route(case.route)
-            .wire(case.wire)
+            .partial_dtype(case.wire)
             .build()
             .unwrap();
         let mine = &all[me];

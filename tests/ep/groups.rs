@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::support::{Tokens, on_ranks, placement, small, tokens};
 use half::bf16;
-use sidelane::bootstrap::Clocks;
+use sidelane::bootstrap::Timeouts;
 use sidelane::error::{Cause, Error, LaneError};
 use sidelane::gate::Routing;
 use sidelane::topology::{NodeMap, Route};
@@ -131,7 +131,7 @@ fn one_rank_works_in_two_groups_at_once() {
 #[test]
 fn a_silent_rank_is_named_by_its_place_in_the_group_and_by_its_rank_in_the_world() {
     const RANKS: [u32; 5] = [7, 0, 5, 2, 3];
-    let clocks = Clocks { deadline: Duration::from_secs(2), ..Clocks::default() };
+    let clocks = Timeouts { deadline: Duration::from_secs(2), ..Timeouts::default() };
     for route in Route::ALL {
         on_ranks(&THREE_AND_FIVE, &Options { clocks, ..small() }, |world| {
             if !RANKS.contains(&world.rank()) {

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use crate::support::{Tokens, on_ranks, tiny, tokens};
 use half::bf16;
-use sidelane::bootstrap::Clocks;
+use sidelane::bootstrap::Timeouts;
 use sidelane::ep::{ExpertRows, Handle};
-use sidelane::exec::{Event, Kind};
+use sidelane::exec::{Event, OpKind};
 use sidelane::gate::Routing;
 use sidelane::topology::{Paths, Route};
 use sidelane::{Dtype, ExpertParallel, Group, Options, World};
@@ -25,7 +25,7 @@ const WORLDS: [(&[u32], Route); 6] = [
 
 /// Whoever waits for a rank that is away says so soon.
 fn impatient() -> Options {
-    Options { clocks: Clocks { deadline: Duration::from_secs(30), ..Clocks::default() }, ..tiny() }
+    Options { clocks: Timeouts { deadline: Duration::from_secs(30), ..Timeouts::default() }, ..tiny() }
 }
 
 fn layer(group: &Group, route: Route) -> ExpertParallel {
@@ -166,7 +166,7 @@ fn others_finish_their_combine_while_their_relay_is_away() {
 /// Signals that the relay of a rank has raised since the last look: its tracks lie behind those of the rank itself.
 fn raised_by_relay(world: &World) -> usize {
     let events = world.recorder().unwrap().take().events;
-    let signal = |event: &&Event| event.kind == Kind::Signal;
+    let signal = |event: &&Event| event.kind == OpKind::Signal;
     events.iter().filter(signal).filter(|event| event.track >= world.size()).count()
 }
 
@@ -181,7 +181,8 @@ fn a_relay_hands_on_all_that_crosses_while_its_caller_is_away() {
                 let handed_on = if route == Route::Pxn { paths.sources().count() } else { 0 };
                 // Others are told that this node is here, its own caller that all are; neighbours that rows of a source
                 // have landed; its own caller, at last, that all is done.
-                let all = paths.told().count() + 1 + handed_on * (paths.locals().count() + 1) + 1;
+                let all =
+                    paths.count_receivers().count() + 1 + handed_on * (paths.local_peers().count() + 1) + 1;
                 let mine = input(world.rank(), 3);
                 let of_mine = routing(&mine);
                 let (rows, handle) = if world.rank() == away {

@@ -4,8 +4,8 @@ use crate::support::layer::{Expected, bits, play};
 use crate::support::visible::Case;
 use crate::support::{on_ranks, tiny};
 use half::{bf16, f16};
-use sidelane::dtype::Wire;
-use sidelane::plan::{ExpertMap, Order, RowLayout};
+use sidelane::dtype::PartialDtype;
+use sidelane::plan::{ExpertMap, RowLayout, SumOrder};
 use sidelane::topology::Route;
 
 fn cases() -> Vec<Case> {
@@ -25,7 +25,7 @@ fn cases() -> Vec<Case> {
         // Ranks without experts; every token to every expert.
         rank_major(&[0, 0, 0, 1, 1, 1, 1, 1], &[3, 9, 0, 1, 4, 2, 30, 8], 3, 3),
     ];
-    for order in Order::ALL {
+    for order in SumOrder::ALL {
         cases.push(Case { order, nodes: vec![0, 1, 0, 1], ..plain.clone() });
         cases.push(Case {
             order,
@@ -37,8 +37,8 @@ fn cases() -> Vec<Case> {
         cases.push(Case { order, align: 8, ..uneven.clone() });
         cases.push(Case { order, ..interleaved.clone() });
     }
-    let narrow = cases.iter().filter(|case| case.order != Order::Expert).cloned();
-    let narrow: Vec<Case> = narrow.map(|case| Case { wire: Wire::Bf16, ..case }).collect();
+    let narrow = cases.iter().filter(|case| case.order != SumOrder::Expert).cloned();
+    let narrow: Vec<Case> = narrow.map(|case| Case { wire: PartialDtype::Bf16, ..case }).collect();
     cases.extend(narrow);
     cases.iter().flat_map(|case| Route::ALL.map(|route| Case { route, ..case.clone() })).collect()
 }
@@ -101,7 +101,7 @@ fn weighted_sums(case: &Case) -> Vec<Vec<u8>> {
 
 #[test]
 fn a_layer_gives_the_same_in_either_layout_where_sums_are_exact() {
-    for rank_major in cases().into_iter().filter(|case| case.wire == Wire::F32) {
+    for rank_major in cases().into_iter().filter(|case| case.wire == PartialDtype::F32) {
         let expert_major = Case { layout: RowLayout::ExpertMajor, weighted: true, ..rank_major.clone() };
         assert_eq!(weighted_sums(&rank_major), weighted_sums(&expert_major), "{rank_major:?}");
     }

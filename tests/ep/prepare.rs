@@ -2,11 +2,11 @@
 
 use crate::support::{Tokens, on_ranks, small, tokens};
 use half::bf16;
-use sidelane::dtype::Wire;
+use sidelane::dtype::PartialDtype;
 use sidelane::ep::{ExpertParallelBuilder, Handle};
 use sidelane::error::{CallError, CallKind, Error, MemoryError, PlanError};
 use sidelane::gate::Routing;
-use sidelane::plan::{Mode, Order, Overflow, RowLayout, Strategy};
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{ExpertParallel, Group, World};
 
@@ -23,17 +23,17 @@ fn builder(group: &Group) -> ExpertParallelBuilder<'_> {
 /// Settings that change what goes with rows, where they lie, or who may have them.
 fn kinds(group: &Group) -> Vec<ExpertParallelBuilder<'_>> {
     let rank_major = || builder(group).layout(RowLayout::RankMajor);
-    let summed = || builder(group).weighted(true).order(Order::Node).wire(Wire::Bf16);
-    let budget = Mode::Budget { rows: 9, overflow: Overflow::Drop };
-    let slots = Mode::Slots { rows: 2, overflow: Overflow::Drop };
-    let spans = (group.size() > 3).then(|| rank_major().spans(true).route(Route::Pxn));
+    let summed = || builder(group).weighted(true).sum_order(SumOrder::Node).partial_dtype(PartialDtype::Bf16);
+    let budget = ReceiveMode::Budget { rows: 9, overflow: Overflow::Drop };
+    let slots = ReceiveMode::Slots { rows: 2, overflow: Overflow::Drop };
+    let spans = (group.size() > 3).then(|| rank_major().coalesce_relays(true).route(Route::Pxn));
     let each = Route::ALL.into_iter().flat_map(|route| {
         let all = [
             builder(group).align(4),
             rank_major(),
             summed(),
-            summed().strategy(Strategy::Gather),
-            rank_major().strategy(Strategy::Gather),
+            summed().strategy(Strategy::AllGather),
+            rank_major().strategy(Strategy::AllGather),
             builder(group).mode(budget),
             builder(group).mode(slots),
         ];
@@ -75,7 +75,11 @@ fn rows_that_follow_a_prepare_are_those_of_a_dispatch() {
                 let prepared = ep.prepare(&routing(&mine)).unwrap();
                 assert_eq!(said(&prepared), said(&handle), "{builder:?}");
                 let moved = prepared.report().unwrap().moved;
-                assert_eq!((moved.rows, moved.local_bytes, moved.rail_bytes), (0, 0, 0), "{builder:?}");
+                assert_eq!(
+                    (moved.rows, moved.intra_node_bytes, moved.inter_node_bytes),
+                    (0, 0, 0),
+                    "{builder:?}"
+                );
 
                 // Twice: the layout stays.
                 for _ in 0..2 {

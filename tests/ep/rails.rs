@@ -2,10 +2,10 @@
 
 use crate::support::{on_ranks, small, tokens};
 use half::bf16;
-use sidelane::config::RailChoice;
-use sidelane::dtype::Wire;
+use sidelane::config::NetChoice;
+use sidelane::dtype::PartialDtype;
 use sidelane::gate::Routing;
-use sidelane::plan::Order;
+use sidelane::plan::SumOrder;
 use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, Options};
 
@@ -23,21 +23,27 @@ struct Moved {
 }
 
 /// Rounds over the loop lane and over tcp, which carry the same bytes and bring the same bits.
-fn rail_bytes(nodes: &[u32], route: Route, order: Order, wire: Wire) -> (u64, u64) {
+fn rail_bytes(nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> (u64, u64) {
     let [over_loop, over_tcp] =
-        [RailChoice::Loop, RailChoice::Tcp].map(|rail| rounds(rail, nodes, route, order, wire));
+        [NetChoice::Loop, NetChoice::Tcp].map(|rail| rounds(rail, nodes, route, order, wire));
     assert!(over_loop == over_tcp, "{nodes:?}, {route:?}, {order:?}, {wire:?}");
     over_loop.bytes
 }
 
 /// Rounds in which every rank moves what it planned.
-fn rounds(rail: RailChoice, nodes: &[u32], route: Route, order: Order, wire: Wire) -> Moved {
+fn rounds(rail: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> Moved {
     let ranks = on_ranks(nodes, &Options { rail, ..small() }, |world| {
-        assert_eq!(world.rail().map(|rail| rail.lane), nodes.contains(&1).then_some(rail.name()));
+        assert_eq!(world.net().map(|rail| rail.lane), nodes.contains(&1).then_some(rail.name()));
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
-        let mut ep =
-            builder.dtype(Dtype::Bf16).align(4).route(route).order(order).wire(wire).build().unwrap();
+        let mut ep = builder
+            .dtype(Dtype::Bf16)
+            .align(4)
+            .route(route)
+            .sum_order(order)
+            .partial_dtype(wire)
+            .build()
+            .unwrap();
         let mine = tokens::<bf16>(u64::from(world.rank()) + 40, 19, HIDDEN, TOP_K, EXPERTS);
         let routing = Routing::new(TOP_K, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();
         let case = format!("rank {} on {nodes:?}, {route:?}, {order:?}, {wire:?}", world.rank());
@@ -48,11 +54,11 @@ fn rounds(rail: RailChoice, nodes: &[u32], route: Route, order: Order, wire: Wir
                 true => ep.start_dispatch(&mine.x, &routing).unwrap().finish().unwrap(),
             };
             let (moved, traffic) = (handle.report().unwrap().moved, handle.report().unwrap().traffic);
-            let near = traffic.put.own + traffic.put.local + traffic.handed_on;
-            assert_eq!(moved.rail_bytes, traffic.put.rail * traffic.row_bytes, "{case}");
-            assert_eq!(moved.local_bytes, near * traffic.row_bytes, "{case}");
-            assert_eq!(moved.rows, near + traffic.put.rail, "{case}");
-            assert_eq!(handle.returned().unwrap().moved.rail_bytes, 0, "nothing came home yet, {case}");
+            let near = traffic.sent.own + traffic.sent.local + traffic.relayed;
+            assert_eq!(moved.inter_node_bytes, traffic.sent.rail * traffic.row_bytes, "{case}");
+            assert_eq!(moved.intra_node_bytes, near * traffic.row_bytes, "{case}");
+            assert_eq!(moved.rows, near + traffic.sent.rail, "{case}");
+            assert_eq!(handle.returned().unwrap().moved.inter_node_bytes, 0, "nothing came home yet, {case}");
             let y = rows.to_vec::<bf16>().unwrap();
             let mut out = vec![bf16::ZERO; mine.x.len()];
             match halves {
@@ -60,7 +66,10 @@ fn rounds(rail: RailChoice, nodes: &[u32], route: Route, order: Order, wire: Wir
                 true => ep.start_combine(&y, &handle).unwrap().finish(&mut out).unwrap(),
             }
             let home = traffic.home_bytes(order, (HIDDEN * wire.size()) as u64);
-            ([moved.rail_bytes, handle.returned().unwrap().moved.rail_bytes, home], [y, out].concat())
+            (
+                [moved.inter_node_bytes, handle.returned().unwrap().moved.inter_node_bytes, home],
+                [y, out].concat(),
+            )
         });
         assert!(rounds[0] == rounds[1], "{case}");
         let [first, _] = rounds;
@@ -76,11 +85,11 @@ fn rounds(rail: RailChoice, nodes: &[u32], route: Route, order: Order, wire: Wir
 fn rails_carry_what_the_plan_says() {
     for nodes in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 0]] {
         let rails = nodes.contains(&1);
-        for (route, order) in Route::ALL.iter().flat_map(|route| Order::ALL.map(|order| (*route, order))) {
+        for (route, order) in Route::ALL.iter().flat_map(|route| SumOrder::ALL.map(|order| (*route, order))) {
             let [(there, wide), (again, narrow)] =
-                Wire::ALL.map(|wire| rail_bytes(nodes, route, order, wire));
+                PartialDtype::ALL.map(|wire| rail_bytes(nodes, route, order, wire));
             assert_eq!((there, there > 0), (again, rails));
-            let halves = rails && route == Route::Pxn && order != Order::Expert;
+            let halves = rails && route == Route::Pxn && order != SumOrder::Expert;
             assert_eq!(wide, narrow * if halves { 2 } else { 1 }, "{nodes:?}, {route:?}, {order:?}");
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::support::{Tokens, on_ranks, placement, small, tokens};
 use half::bf16;
-use sidelane::dtype::RecordShape;
+use sidelane::dtype::Fp8RowShape;
 use sidelane::error::{CallError, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, RowLayout};
@@ -34,7 +34,7 @@ fn records_land_whole_and_rows_come_home() {
     let all: Vec<Tokens<bf16>> =
         (0..).zip(COUNTS).map(|(rank, count)| tokens(rank + 40, count, HIDDEN, TOP_K, EXPERTS)).collect();
     let expected = placement(&all, TOP_K, &map, 4);
-    let shape = RecordShape::new(HIDDEN as u32);
+    let shape = Fp8RowShape::new(HIDDEN as u32);
     for (nodes, route) in
         [([0; 5], Route::Direct), ([0, 1, 0, 1, 1], Route::Direct), ([0, 1, 0, 1, 1], Route::Pxn)]
     {

@@ -6,10 +6,10 @@ use crate::support::layer::{Expected, bits, play};
 use crate::support::visible::Case;
 use crate::support::{on_ranks, small};
 use half::bf16;
-use sidelane::dtype::Wire;
+use sidelane::dtype::PartialDtype;
 use sidelane::error::{CallError, Error};
 use sidelane::gate::{Recorded, Routing};
-use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RankSets, RelayOrder, RowLayout};
+use sidelane::plan::{ExpertMap, Overflow, RankSets, ReceiveMode, RelayOrder, RowLayout, SumOrder};
 use sidelane::topology::{NodeMap, Paths, Route};
 use sidelane::{Dtype, ExpertParallel, Group, World};
 
@@ -29,21 +29,21 @@ fn shapes() -> Vec<Case> {
     ]
 }
 
-fn modes(case: &Case) -> [Mode; 4] {
+fn modes(case: &Case) -> [ReceiveMode; 4] {
     let eager = Expected::<f32>::new(case).seen.required;
     let mean = eager.iter().sum::<u32>().div_ceil(eager.len() as u32);
     let overflow = Overflow::Drop;
     [
-        Mode::Eager,
-        Mode::Budget { rows: mean, overflow },
-        Mode::Slots { rows: 3, overflow },
-        Mode::Slots { rows: case.max_tokens(), overflow },
+        ReceiveMode::Exact,
+        ReceiveMode::Budget { rows: mean, overflow },
+        ReceiveMode::Slots { rows: 3, overflow },
+        ReceiveMode::Slots { rows: case.max_tokens(), overflow },
     ]
 }
 
-fn partials() -> impl Iterator<Item = (Order, Wire)> {
-    let all = Order::ALL.into_iter().flat_map(|order| Wire::ALL.map(|wire| (order, wire)));
-    all.filter(|way| *way != (Order::Expert, Wire::Bf16))
+fn partials() -> impl Iterator<Item = (SumOrder, PartialDtype)> {
+    let all = SumOrder::ALL.into_iter().flat_map(|order| PartialDtype::ALL.map(|wire| (order, wire)));
+    all.filter(|way| *way != (SumOrder::Expert, PartialDtype::Bf16))
 }
 
 #[test]
@@ -91,10 +91,10 @@ fn recorded(rank: u32) -> Routing<'static> {
     ALL.routing(u64::from(rank * TOKENS), TOKENS).unwrap()
 }
 
-fn layer(group: &Group, spans: bool, order: Order) -> ExpertParallel {
+fn layer(group: &Group, spans: bool, order: SumOrder) -> ExpertParallel {
     let builder = ExpertParallel::builder(group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     let builder = builder.dtype(Dtype::Bf16).max_tokens(TOKENS).layout(RowLayout::RankMajor);
-    builder.route(Route::Pxn).order(order).spans(spans).build().unwrap()
+    builder.route(Route::Pxn).sum_order(order).coalesce_relays(spans).build().unwrap()
 }
 
 /// The blocks that a rank relays, by relay order: copies, rows, and the copies if blocks came in one piece.
@@ -126,7 +126,7 @@ fn predicted(nodes: &[u32], me: u32) -> [u64; 3] {
 }
 
 /// Copies and rows of what a rank handed on, and what came of it all: rows in visible order, sums, gradients.
-fn handed_on(world: &World, spans: bool, order: Order) -> ([u64; 2], Vec<Vec<u8>>) {
+fn handed_on(world: &World, spans: bool, order: SumOrder) -> ([u64; 2], Vec<Vec<u8>>) {
     let mut ep = layer(&world.all().unwrap(), spans, order);
     let routing = recorded(world.rank());
     let element = |at: u32| bf16::from_f32(f32::from_bits(at.wrapping_mul(0x9e37_79b9) >> 9 | 0x3f80_0000));
@@ -139,7 +139,7 @@ fn handed_on(world: &World, spans: bool, order: Order) -> ([u64; 2], Vec<Vec<u8>
     };
     let report = handle.report().unwrap();
     let (relayed, traffic) = (report.relayed, report.traffic);
-    assert_eq!((relayed.copies, relayed.rows), (traffic.copies, traffic.handed_on), "as planned");
+    assert_eq!((relayed.copies, relayed.rows), (traffic.copies, traffic.relayed), "as planned");
     let y = rows.to_vec::<bf16>().unwrap();
     let sums: Vec<bf16> = ep.combine(&y, &handle).unwrap();
     let (home, weights) = ep.dispatch_backward::<bf16>(&y, Some(handle.row_weights()), &handle).unwrap();
@@ -152,7 +152,7 @@ fn handed_on(world: &World, spans: bool, order: Order) -> ([u64; 2], Vec<Vec<u8>
 #[test]
 fn on_recorded_routing_relays_make_the_copies_of_relay_order_and_nothing_else_changes() {
     for nodes in [[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0, 0, 1]] {
-        for order in Order::ALL {
+        for order in SumOrder::ALL {
             let [plain, spans] = [false, true]
                 .map(|spans| on_ranks(&nodes, &small(), |world| handed_on(&world, spans, order)));
             let (mut all_copies, mut all_rows, mut all_whole) = (0, 0, 0);
@@ -176,7 +176,8 @@ fn a_rank_that_wants_no_spans_is_named() {
     on_ranks(&[0, 1], &small(), |world| {
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().experts(2).hidden(HIDDEN);
-        let builder = builder.layout(RowLayout::RankMajor).route(Route::Pxn).spans(world.rank() == 0);
+        let builder =
+            builder.layout(RowLayout::RankMajor).route(Route::Pxn).coalesce_relays(world.rank() == 0);
         let Err(Error::Call(CallError::ConfigsDiffer { what, .. })) = builder.build() else {
             panic!("ranks want different things");
         };

@@ -6,10 +6,10 @@ use crate::support::layer::{bits, play};
 use crate::support::visible::Case;
 use crate::support::{on_ranks, small};
 use half::bf16;
-use sidelane::dtype::Wire;
+use sidelane::dtype::PartialDtype;
 use sidelane::error::{CallError, Error, MemoryError, PlanError};
 use sidelane::gate::{Recorded, Routing};
-use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout, Strategy};
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, Group};
 
@@ -18,18 +18,18 @@ const SHAPES: [&[u32]; 4] = [&[0; 4], &[0, 0, 1, 1], &[0, 0, 0, 1, 1, 1, 1, 1], 
 /// Uneven numbers of tokens, none at some ranks; one choice in eight is dropped.
 fn case(nodes: &[u32]) -> Case {
     let counts: Vec<u32> = (0..nodes.len() as u32).map(|rank| [5, 0, 7, 1][rank as usize % 4]).collect();
-    Case { strategy: Strategy::Gather, ..Case::new(nodes, &counts, 2 * nodes.len() as u32 + 1, 3) }
+    Case { strategy: Strategy::AllGather, ..Case::new(nodes, &counts, 2 * nodes.len() as u32 + 1, 3) }
 }
 
 #[test]
 fn every_order_layout_and_route_sees_what_everybody_must_see() {
     for nodes in SHAPES {
-        for (route, order) in Route::ALL.into_iter().flat_map(|r| Order::ALL.map(|order| (r, order))) {
+        for (route, order) in Route::ALL.into_iter().flat_map(|r| SumOrder::ALL.map(|order| (r, order))) {
             for layout in RowLayout::ALL {
                 play::<bf16>(&Case { route, order, layout, align: 4, ..case(nodes) });
             }
             play::<f32>(&Case { route, order, weighted: true, ..case(nodes) });
-            play::<bf16>(&Case { route, order, wire: Wire::Bf16, ..case(nodes) });
+            play::<bf16>(&Case { route, order, wire: PartialDtype::Bf16, ..case(nodes) });
         }
     }
 }
@@ -47,8 +47,8 @@ fn what_is_beyond_a_budget_is_dropped_alike() {
     for (rows, layout) in [(6, RowLayout::ExpertMajor), (4, RowLayout::RankMajor), (0, RowLayout::RankMajor)]
     {
         for route in Route::ALL {
-            let mode = Mode::Budget { rows, overflow: Overflow::Drop };
-            play::<bf16>(&Case { mode, layout, route, order: Order::Node, ..case(&[0, 0, 1, 1]) });
+            let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
+            play::<bf16>(&Case { mode, layout, route, order: SumOrder::Node, ..case(&[0, 0, 1, 1]) });
         }
     }
 }
@@ -67,9 +67,16 @@ fn recorded(rank: u32) -> Routing<'static> {
     ALL.routing(u64::from(rank) * 64, 64).unwrap()
 }
 
-fn layer(group: &Group, strategy: Strategy, route: Route, order: Order) -> ExpertParallel {
+fn layer(group: &Group, strategy: Strategy, route: Route, order: SumOrder) -> ExpertParallel {
     let builder = ExpertParallel::builder(group).unwrap().experts(64).top_k(8).hidden(HIDDEN);
-    builder.dtype(Dtype::Bf16).strategy(strategy).route(route).order(order).max_tokens(64).build().unwrap()
+    builder
+        .dtype(Dtype::Bf16)
+        .strategy(strategy)
+        .route(route)
+        .sum_order(order)
+        .max_tokens(64)
+        .build()
+        .unwrap()
 }
 
 #[test]
@@ -81,7 +88,7 @@ fn on_recorded_routing_both_strategies_give_the_same_bits() {
             let x: Vec<bf16> = (0..64 * HIDDEN)
                 .map(|at| bf16::from_f32(((at * 31 + world.rank() as usize * 977) % 509) as f32 / 64.0 - 4.0))
                 .collect();
-            for (route, order) in Route::ALL.into_iter().flat_map(|r| Order::ALL.map(|order| (r, order))) {
+            for (route, order) in Route::ALL.into_iter().flat_map(|r| SumOrder::ALL.map(|order| (r, order))) {
                 let [exchange, gather] = Strategy::ALL.map(|strategy| {
                     let mut ep = layer(&group, strategy, route, order);
                     let (rows, handle) = ep.dispatch(&x, &routing).unwrap();
@@ -105,19 +112,19 @@ fn what_moved_is_what_was_planned() {
     for (nodes, route) in SHAPES.into_iter().flat_map(|n| Route::ALL.map(|route| (n, route))) {
         on_ranks(nodes, &small(), |world| {
             let group = world.all().unwrap();
-            let mut ep = layer(&group, Strategy::Gather, route, Order::Expert);
+            let mut ep = layer(&group, Strategy::AllGather, route, SumOrder::Expert);
             let routing = recorded(world.rank());
             let (rows, handle) = ep.dispatch(&vec![bf16::ONE; 64 * HIDDEN], &routing).unwrap();
             let (moved, plan) = (handle.report().unwrap().moved, handle.report().unwrap().traffic);
             let (members, ranks) = (group.nodes(), u64::from(world.size()));
             let near = members.members(members.node_of(world.rank())).len() as u64;
-            assert_eq!((plan.put.own, plan.put.local), (64, 64 * (near - 1)));
+            assert_eq!((plan.sent.own, plan.sent.local), (64, 64 * (near - 1)));
             let crosses = if route == Route::Pxn { u64::from(members.nodes()) - 1 } else { ranks - near };
-            assert_eq!(plan.put.rail, 64 * crosses, "each token to every node, or to every rank");
+            assert_eq!(plan.sent.rail, 64 * crosses, "each token to every node, or to every rank");
             assert_eq!(plan.regrouped, u64::from(rows.len()));
-            assert_eq!(moved.rail_bytes, plan.put.rail * 32);
-            let local = plan.put.own + plan.put.local + plan.handed_on + plan.regrouped;
-            assert_eq!(moved.local_bytes, local * 32);
+            assert_eq!(moved.inter_node_bytes, plan.sent.rail * 32);
+            let local = plan.sent.own + plan.sent.local + plan.relayed + plan.regrouped;
+            assert_eq!(moved.intra_node_bytes, local * 32);
         });
     }
 }
@@ -128,7 +135,7 @@ fn wrong_input_is_refused_everywhere_and_the_next_call_works() {
         on_ranks(nodes, &small(), |world| {
             let group = world.all().unwrap();
             let builder = ExpertParallel::builder(&group).unwrap().experts(8).top_k(1).hidden(8);
-            let mut ep = builder.route(route).strategy(Strategy::Gather).build().unwrap();
+            let mut ep = builder.route(route).strategy(Strategy::AllGather).build().unwrap();
             let x = vec![bf16::ONE; 2 * 8];
             let wrong = if world.rank() == 1 { 8 } else { 0 };
             let error = ep.dispatch(&x, &Routing::new(1, vec![0, wrong], vec![1.0; 2]).unwrap()).unwrap_err();
@@ -149,9 +156,9 @@ fn too_many_rows_are_the_same_error_everywhere_and_the_next_call_works() {
     on_ranks(&[0, 0, 1, 1], &small(), |world| {
         let group = world.all().unwrap();
         let build = |rows| {
-            let mode = Mode::Budget { rows, overflow: Overflow::Error };
+            let mode = ReceiveMode::Budget { rows, overflow: Overflow::Error };
             let builder = ExpertParallel::builder(&group).unwrap().experts(4).top_k(1).hidden(8).mode(mode);
-            builder.route(Route::Pxn).strategy(Strategy::Gather).build().unwrap()
+            builder.route(Route::Pxn).strategy(Strategy::AllGather).build().unwrap()
         };
         let mut ep = build(7);
         let to_one = |tokens: usize| Routing::new(1, vec![2; tokens], vec![1.0; tokens]).unwrap();
@@ -170,7 +177,7 @@ fn a_pool_without_room_for_the_rows_is_named_everywhere() {
     on_ranks(&[0, 0, 1], &small(), |world| {
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().experts(3).top_k(1).hidden(8);
-        let mut ep = builder.route(Route::Pxn).strategy(Strategy::Gather).build().unwrap();
+        let mut ep = builder.route(Route::Pxn).strategy(Strategy::AllGather).build().unwrap();
         let total = world.pool().report().total;
         // What all gather has room: 3 x 64 tokens. Their rows at rank 1 behind it have none.
         let held = (world.rank() == 1).then(|| ep.token_buffer(((total - (6 << 10)) / 16) as u32).unwrap());
@@ -189,16 +196,17 @@ fn what_only_an_exchange_can_do_is_refused_at_build() {
     on_ranks(&[0, 1], &small(), |world| {
         let group = world.all().unwrap();
         let builder =
-            || ExpertParallel::builder(&group).unwrap().experts(2).hidden(8).strategy(Strategy::Gather);
-        let slots = Mode::Slots { rows: 4, overflow: Overflow::Error };
-        let spans = builder().spans(true).layout(RowLayout::RankMajor).route(Route::Pxn);
+            || ExpertParallel::builder(&group).unwrap().experts(2).hidden(8).strategy(Strategy::AllGather);
+        let slots = ReceiveMode::Slots { rows: 4, overflow: Overflow::Error };
+        let spans = builder().coalesce_relays(true).layout(RowLayout::RankMajor).route(Route::Pxn);
         for builder in [builder().mode(slots), spans] {
             let Err(Error::Plan(PlanError::BadParameter { parameter: "strategy", .. })) = builder.build()
             else {
                 panic!("built");
             };
         }
-        let one = builder().strategy(if world.rank() == 0 { Strategy::Gather } else { Strategy::Exchange });
+        let one =
+            builder().strategy(if world.rank() == 0 { Strategy::AllGather } else { Strategy::AllToAll });
         let Err(Error::Call(CallError::ConfigsDiffer { what: "strategy", .. })) = one.build() else {
             panic!("ranks want different things");
         };
@@ -210,7 +218,7 @@ fn a_started_dispatch_that_is_dropped_ends_the_world_with_a_named_rank() {
     let errors = on_ranks(&[0, 0, 1, 1], &small(), |world| {
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().experts(4).top_k(1).hidden(8);
-        let mut ep = builder.route(Route::Pxn).strategy(Strategy::Gather).build().unwrap();
+        let mut ep = builder.route(Route::Pxn).strategy(Strategy::AllGather).build().unwrap();
         let (x, routing) = (vec![bf16::ONE; 8], Routing::new(1, vec![3], vec![1.0]).unwrap());
         if world.rank() == 2 {
             drop(ep.start_dispatch(&x, &routing).unwrap());

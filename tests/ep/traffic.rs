@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::support::{Tokens, on_ranks, small, tokens};
 use half::bf16;
 use sidelane::ep::LaneUse;
-use sidelane::exec::Kind;
+use sidelane::exec::OpKind;
 use sidelane::gate::Routing;
 use sidelane::topology::{NodeMap, Paths, Route};
 use sidelane::{Dtype, ExpertParallel, Options, World};
@@ -71,7 +71,7 @@ fn the_report_counts_exactly_the_bytes_of_the_plan() {
             let moved = handle.report().unwrap().moved;
             let expected = [local, rail, local + rail].map(|rows| rows as u64);
             assert_eq!(
-                [moved.local_bytes, moved.rail_bytes, moved.rows * ROW],
+                [moved.intra_node_bytes, moved.inter_node_bytes, moved.rows * ROW],
                 expected.map(|rows| rows * ROW)
             );
             assert!(handle.report().unwrap().kernels.is_empty());
@@ -91,8 +91,8 @@ fn the_report_tells_how_each_rank_is_reached() {
         on_ranks(&nodes, &small(), |world| {
             let mut ep = layer(&world, route);
             let paths = Paths::new(world.nodes(), route, world.rank());
-            let wired = paths.peers().filter(|&peer| paths.wired(peer)).count() as u32;
-            let near = paths.locals().count() as u32;
+            let wired = paths.peers().filter(|&peer| paths.needs_connection(peer)).count() as u32;
+            let near = paths.local_peers().count() as u32;
             let all = [("loop", wired), ("own", 1), ("relay", 7 - near - wired), ("shm", near)];
             let expected: Vec<_> = all.into_iter().filter(|&(_, ranks)| ranks > 0).collect();
             let mine = input(world.rank());
@@ -110,7 +110,7 @@ fn the_report_tells_how_each_rank_is_reached() {
 fn signals(world: &World) -> BTreeMap<u32, u64> {
     let mut sent = BTreeMap::new();
     let events = world.recorder().unwrap().take().events;
-    for event in events.iter().filter(|event| event.kind == Kind::Signal) {
+    for event in events.iter().filter(|event| event.kind == OpKind::Signal) {
         *sent.entry(event.peer).or_default() += 1;
     }
     sent
@@ -119,8 +119,11 @@ fn signals(world: &World) -> BTreeMap<u32, u64> {
 /// What the schedule says of the signals from one rank to others: (dispatch, combine), by rank.
 fn expected(nodes: &NodeMap, route: Route, me: u32) -> [BTreeMap<u32, u64>; 2] {
     let paths = Paths::new(nodes, route, me);
-    let [told, relays, sources] =
-        [paths.told().collect(), paths.relays().collect(), paths.sources().collect::<BTreeSet<u32>>()];
+    let [told, relays, sources] = [
+        paths.count_receivers().collect(),
+        paths.relays().collect(),
+        paths.sources().collect::<BTreeSet<u32>>(),
+    ];
     let is = |set: &BTreeSet<u32>, peer| u64::from(set.contains(&peer));
     // Whose landing is told by this rank: its own rows', and those that it hands on.
     let handed_on = if route == Route::Pxn { sources.len() as u64 } else { 0 };
@@ -130,7 +133,7 @@ fn expected(nodes: &NodeMap, route: Route, me: u32) -> [BTreeMap<u32, u64>; 2] {
             // Between caller and relay: begin, all are here, all is done.
             return [3 + handed_on, 3];
         }
-        if paths.near(peer) {
+        if paths.same_node(peer) {
             return [1 + 1 + handed_on, 1 + 1];
         }
         let straight = u64::from(route == Route::Direct);

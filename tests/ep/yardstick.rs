@@ -2,10 +2,10 @@
 
 use crate::support::{Tokens, on_ranks, placement, small, tokens};
 use half::bf16;
-use sidelane::dtype::Wire;
-use sidelane::ep::{ExpertOutput, ExpertRows, Handle, Yardstick};
+use sidelane::dtype::PartialDtype;
+use sidelane::ep::{ExpertOutput, ExpertRows, FloorBench, Handle};
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Order};
+use sidelane::plan::{ExpertMap, SumOrder};
 use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::{NodeMap, Route};
 use sidelane::{Dtype, ExpertParallel, Group, World};
@@ -29,11 +29,23 @@ fn all_tokens(ranks: usize) -> Vec<Tokens<bf16>> {
     (0..ranks as u64).map(|rank| tokens(rank + 7, 23, HIDDEN, TOP_K, EXPERTS)).collect()
 }
 
-fn ready<'a>(world: &World, all: &'a [Tokens<bf16>], route: Route, order: Order, wire: Wire) -> Ready<'a> {
+fn ready<'a>(
+    world: &World,
+    all: &'a [Tokens<bf16>],
+    route: Route,
+    order: SumOrder,
+    wire: PartialDtype,
+) -> Ready<'a> {
     let group = world.all().unwrap();
     let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
-    let mut ep =
-        builder.dtype(Dtype::Bf16).align(ALIGN).route(route).order(order).wire(wire).build().unwrap();
+    let mut ep = builder
+        .dtype(Dtype::Bf16)
+        .align(ALIGN)
+        .route(route)
+        .sum_order(order)
+        .partial_dtype(wire)
+        .build()
+        .unwrap();
     let mine = &all[world.rank() as usize];
     let routing = Routing::new(TOP_K, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();
     world.pool().poison(0xff);
@@ -45,7 +57,7 @@ fn ready<'a>(world: &World, all: &'a [Tokens<bf16>], route: Route, order: Order,
 
 impl Ready<'_> {
     /// The yardstick, and what is left.
-    fn measure(self) -> (Yardstick, Group, ExpertParallel, Handle) {
+    fn measure(self) -> (FloorBench, Group, ExpertParallel, Handle) {
         let Ready { group, ep, rows, y, handle, .. } = self;
         let yardstick = ep.yardstick(&group, rows, y, &handle).unwrap();
         (yardstick, group, ep, handle)
@@ -62,7 +74,7 @@ fn every_row_is_written_again_unless_a_card_writes_it() {
         for route in Route::ALL {
             on_ranks(nodes, &small(), |world| {
                 let me = world.rank() as usize;
-                let ready = ready(&world, &all, route, Order::Expert, Wire::F32);
+                let ready = ready(&world, &all, route, SumOrder::Expert, PartialDtype::F32);
                 let x: &[u8] = bytemuck::cast_slice(&ready.mine.x);
                 let before = ready.rows.to_vec::<bf16>().unwrap();
                 let (mut yardstick, group, _ep, _handle) = ready.measure();
@@ -98,8 +110,8 @@ fn sums_of_rows_that_are_here_have_the_bits_of_a_combine() {
             (ExpertMap::contiguous(EXPERTS, nodes.len() as u32).unwrap(), NodeMap::from_labels(nodes));
         for (route, order, wire) in Route::ALL
             .iter()
-            .flat_map(|route| Order::ALL.iter().map(move |order| (*route, *order)))
-            .flat_map(|(route, order)| Wire::ALL.map(|wire| (route, order, wire)))
+            .flat_map(|route| SumOrder::ALL.iter().map(move |order| (*route, *order)))
+            .flat_map(|(route, order)| PartialDtype::ALL.map(|wire| (route, order, wire)))
         {
             on_ranks(nodes, &small(), |world| {
                 let me = world.rank();

@@ -7,8 +7,8 @@ use proptest::sample::{select, subsequence};
 use proptest::test_runner::RngSeed;
 use sidelane::gate::Routing;
 use sidelane::plan::{
-    Bins, Counts, Crossing, ExpertMap, Forward, Frame, Hops, Layout, Mode, Notes, Order, Sizes, Sizing,
-    Sorted, Traffic,
+    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveMode, ReceiveSizes,
+    RelayPlan, RowMetadata, RowSizes, RowsByDistance, SortedRouting, SumOrder, Traffic,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
@@ -24,7 +24,7 @@ struct Case {
     experts: u32,
     top_k: u32,
     align: u32,
-    order: Order,
+    order: SumOrder,
     route: Route,
     /// Per rank: expert ids, `[tokens, top_k]`.
     ids: Vec<Vec<i32>>,
@@ -45,7 +45,7 @@ fn cases() -> impl Strategy<Value = Case> {
                 })
             });
         let ids = prop::collection::vec(prop::collection::vec(token, 0..20), ranks);
-        let settings = (select(vec![1, 4, 16]), select(Order::ALL.to_vec()), select(Route::ALL.to_vec()));
+        let settings = (select(vec![1, 4, 16]), select(SumOrder::ALL.to_vec()), select(Route::ALL.to_vec()));
         (labels, homes, ids, settings).prop_map(move |(labels, homes, ids, (align, order, route))| {
             let mut held = vec![Vec::new(); ranks];
             for (expert, (home, replica)) in (0..).zip(homes) {
@@ -61,42 +61,42 @@ fn cases() -> impl Strategy<Value = Case> {
 }
 
 /// What every rank plans, and what its plan says of traffic.
-fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(Layout, Traffic)> {
+fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(DispatchLayout, Traffic)> {
     let ranks = nodes.ranks();
     let bins = Bins::experts(map, case.order, nodes);
     let of = |me| Paths::new(nodes, case.route, me);
-    let sums = case.route == Route::Pxn && nodes.nodes() > 1 && case.order != Order::Expert;
-    let frame = |me| Frame {
+    let sums = case.route == Route::Pxn && nodes.nodes() > 1 && case.order != SumOrder::Expert;
+    let frame = |me| PlanContext {
         bins: &bins,
         paths: of(me),
         align: case.align,
         chunks: 3,
-        sizing: Sizing {
+        sizing: RowSizes {
             row_bytes: ROW_BYTES,
             home_bytes: ROW_BYTES,
             words_out: 1,
             words_home: 1,
             partial_bytes: sums.then_some(PARTIAL_BYTES),
         },
-        mode: Mode::Eager,
+        mode: ReceiveMode::Exact,
     };
-    let own: Vec<(Sorted, Crossing, Vec<u32>)> = (0..ranks)
+    let own: Vec<(SortedRouting, InterNodeRows, Vec<u32>)> = (0..ranks)
         .map(|me| {
-            let (mut sorted, mut crossing) = (Sorted::default(), Crossing::default());
+            let (mut sorted, mut crossing) = (SortedRouting::default(), InterNodeRows::default());
             let ids = case.ids[me as usize].clone();
             let weights = vec![1.0; ids.len()];
             let routing = Routing::new(case.top_k, ids, weights).unwrap();
-            sorted.fill(map, &bins, Notes::Weight, me, &routing).unwrap();
+            sorted.fill(map, &bins, RowMetadata::Weight, me, &routing).unwrap();
             crossing.fill(&bins, &of(me), &sorted);
             let mut words = sorted.counts.clone();
             crossing.staged(&of(me), &mut words);
             (sorted, crossing, words)
         })
         .collect();
-    let layouts: Vec<Layout> = (0..ranks)
+    let layouts: Vec<DispatchLayout> = (0..ranks)
         .map(|me| {
             let (mut counts, mut sizes, mut layout) =
-                (Counts::default(), Sizes::default(), Layout::default());
+                (Counts::default(), ReceiveSizes::default(), DispatchLayout::default());
             counts.clear(bins.count() + of(me).staged_ranks());
             (0..ranks).for_each(|source| counts.add(me, source, &own[source as usize].2));
             sizes.fill(&bins, case.align, &counts.total, None);
@@ -110,7 +110,7 @@ fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(Layout, Traffi
             let nth = of(source).relays().position(|relay| relay == me).unwrap();
             layouts[source as usize].blocks[nth].clone()
         };
-        let mut forward = Forward::default();
+        let mut forward = RelayPlan::default();
         forward.blocks.extend(of(me).sources().map(block));
         let sorted = &own[me as usize].0;
         Traffic::count(&frame(me), sorted, &layouts[me as usize], Some(&forward), &mut vec![7; 3])
@@ -140,13 +140,13 @@ fn counted(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<Traffic> {
     let relay = |source: u32, rank: u32| nodes.rail_peer(source, nodes.node_of(rank)) as usize;
     // One row of the pair, or of its pad.
     let put = |all: &mut Vec<Traffic>, source: u32, rank: u32| match relayed(source, rank) {
-        true => all[relay(source, rank)].handed_on += 1,
-        false => *hop(&mut all[source as usize].put, source, rank, nodes) += 1,
+        true => all[relay(source, rank)].relayed += 1,
+        false => *hop(&mut all[source as usize].sent, source, rank, nodes) += 1,
     };
     let (mut ranks, mut remote) = (BTreeSet::new(), BTreeSet::new());
     for &(slot, source, token) in &pairs {
         let rank = map.rank_of(slot);
-        *hop(&mut all[source as usize].wanted, source, rank, nodes) += 1;
+        *hop(&mut all[source as usize].logical, source, rank, nodes) += 1;
         put(&mut all, source, rank);
         if !nodes.same_node(source, rank) {
             ranks.insert((source, token, rank));
@@ -163,12 +163,12 @@ fn counted(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<Traffic> {
     ranks.iter().for_each(|&(source, ..)| all[source as usize].remote_ranks += 1);
     for &(source, ..) in &remote {
         all[source as usize].remote_nodes += 1;
-        all[source as usize].put.rail += u64::from(case.route == Route::Pxn);
+        all[source as usize].sent.rail += u64::from(case.route == Route::Pxn);
     }
     all
 }
 
-fn hop<'a>(hops: &'a mut Hops, source: u32, rank: u32, nodes: &NodeMap) -> &'a mut u64 {
+fn hop<'a>(hops: &'a mut RowsByDistance, source: u32, rank: u32, nodes: &NodeMap) -> &'a mut u64 {
     match (source == rank, nodes.same_node(source, rank)) {
         (true, _) => &mut hops.own,
         (_, true) => &mut hops.local,
@@ -198,7 +198,7 @@ proptest! {
 #[test]
 fn a_return_moves_a_row_per_expert_or_a_partial_per_rank_or_node() {
     let traffic = Traffic {
-        wanted: Hops { own: 5, local: 6, rail: 100 },
+        logical: RowsByDistance { own: 5, local: 6, rail: 100 },
         remote_ranks: 60,
         remote_nodes: 20,
         row_bytes: 8,
@@ -206,7 +206,7 @@ fn a_return_moves_a_row_per_expert_or_a_partial_per_rank_or_node() {
         route: Route::Pxn,
         ..Traffic::default()
     };
-    let home = |traffic: Traffic| Order::ALL.map(|order| traffic.home_bytes(order, 7));
+    let home = |traffic: Traffic| SumOrder::ALL.map(|order| traffic.home_bytes(order, 7));
     assert_eq!(home(traffic), [1000, 420, 140]);
     assert_eq!(home(Traffic { route: Route::Direct, ..traffic }), [1000; 3], "nobody sums on the way");
 }

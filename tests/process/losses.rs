@@ -90,7 +90,7 @@ fn each_rank_killed_at_any_moment_is_named_by_all_others() {
 #[test]
 fn a_rank_killed_while_all_gather_is_named_by_all_others() {
     for (victim, (nodes, route)) in cases([1, 6, 3].into_iter().zip(WORLDS), 1) {
-        let mut job = Setup::on(&nodes).route(route).strategy(Strategy::Gather).join();
+        let mut job = Setup::on(&nodes).route(route).strategy(Strategy::AllGather).join();
         set_running(&mut job, 8);
         let killed = job.kill(victim);
         let took = job.demand(others(8, victim), killed, SOON, &lost(victim));

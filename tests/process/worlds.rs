@@ -47,16 +47,16 @@ fn a_rank_maps_the_heaps_of_its_node_and_a_wire_to_each_partner_elsewhere() {
         let mut pairs = 0;
         for (rank, mine) in (0..).zip(&seen) {
             let paths = Paths::new(&map, route, rank);
-            let partners = (0..8).filter(|&peer| paths.wired(peer)).count();
-            assert_eq!(mine.heaps.len(), paths.locals().count() + 1, "rank {rank}, {route:?}: {mine:?}");
+            let partners = (0..8).filter(|&peer| paths.needs_connection(peer)).count();
+            assert_eq!(mine.heaps.len(), paths.local_peers().count() + 1, "rank {rank}, {route:?}: {mine:?}");
             assert_eq!(mine.wires.len(), partners, "rank {rank}, {route:?}: {mine:?}");
             assert_eq!((&mine.others[..], &mine.open[..]), (&[][..], &[][..]), "rank {rank}, {route:?}");
             for (peer, theirs) in (0..).zip(&seen).filter(|&(peer, _)| peer != rank) {
                 let shared = |a: &[u64], b: &[u64]| a.iter().filter(|inode| b.contains(inode)).count();
                 let common = (shared(&mine.heaps, &theirs.heaps), shared(&mine.wires, &theirs.wires));
-                let expected = match paths.near(peer) {
+                let expected = match paths.same_node(peer) {
                     true => (mine.heaps.len(), 0),
-                    false => (0, usize::from(paths.wired(peer))),
+                    false => (0, usize::from(paths.needs_connection(peer))),
                 };
                 assert_eq!(common, expected, "ranks {rank} and {peer}, {route:?}: {mine:?}, {theirs:?}");
             }

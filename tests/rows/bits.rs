@@ -9,8 +9,8 @@ use crate::common::values::{
 };
 use crate::common::{Guarded, Random, misalignment, stores};
 use proptest::prelude::*;
-use sidelane::dtype::{PARTIAL, Wire};
-use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
+use sidelane::dtype::{PARTIAL, PartialDtype};
+use sidelane::rows::{Arithmetic, GroupedSum, RowKernels, Simd, Stores, SumOutput};
 
 fn dtypes() -> impl Strategy<Value = Arithmetic> {
     prop::sample::select(&Arithmetic::ALL[..])
@@ -59,9 +59,9 @@ proptest! {
         let mut pointers: Vec<_> = sources.iter_mut().map(|row| row.ptr().cast_const()).collect();
         // Rows of a next sum, which may only be fetched.
         pointers.extend([0, 1, usize::MAX].map(ptr::without_provenance));
-        for loops in Simd::available().map(Rows::new) {
+        for loops in Simd::available().map(RowKernels::new) {
             let mut target = Guarded::new(columns * result.size(), at);
-            let out = if partial { Out::Partial(target.ptr()) } else { Out::Total(target.ptr()) };
+            let out = if partial { SumOutput::Partial(target.ptr()) } else { SumOutput::Total(target.ptr()) };
             let (rows, groups) = (&pointers[..], &groups[..]);
             // SAFETY: rows and target have the lengths said.
             unsafe { loops.grouped_sum(GroupedSum { dtype, wire, out, rows, weights, groups, columns, stores }) };
@@ -77,7 +77,7 @@ proptest! {
         let (a, b) = (any_row(&mut random, dtype, columns), any_row(&mut random, dtype, columns));
         let expected = reference_dot(dtype, &a, &b, columns);
         let (mut a, mut b) = (Guarded::holding(&a, at), Guarded::holding(&b, at / 3));
-        for rows in Simd::available().map(Rows::new) {
+        for rows in Simd::available().map(RowKernels::new) {
             // SAFETY: both rows have `columns` elements.
             let dot = unsafe { rows.dot(dtype, a.ptr(), b.ptr(), columns) };
             prop_assert_eq!(dot.to_bits(), expected.to_bits(), "{}", rows.simd());
@@ -92,7 +92,7 @@ proptest! {
         let (row, weight) = (any_row(&mut random, dtype, columns), any_f32(&mut random));
         let mut expected = Vec::new();
         (0..columns).for_each(|column| store(dtype, load(dtype, &row, column) * weight, &mut expected));
-        for rows in Simd::available().map(Rows::new) {
+        for rows in Simd::available().map(RowKernels::new) {
             let mut scaled = Guarded::holding(&row, at);
             // SAFETY: the row has `columns` elements.
             unsafe { rows.scale(dtype, scaled.ptr(), weight, columns) };
@@ -114,16 +114,16 @@ fn every_two_byte_value_sums_to_the_reference_bits_beside_special_ones() {
             let rows = [every.clone(), one.repeat(columns)];
             let pointers = [rows[0].as_ptr(), rows[1].as_ptr()];
             for weights in [None, Some(&[special, 1.0][..])] {
-                let (wire, groups) = (Wire::F32, &[2][..]);
+                let (wire, groups) = (PartialDtype::F32, &[2][..]);
                 let expected = Terms { dtype, wire, rows: &rows, weights, groups }.sum(columns, dtype);
-                for loops in Simd::available().map(Rows::new) {
+                for loops in Simd::available().map(RowKernels::new) {
                     let mut out = Guarded::new(columns * 2, 0);
                     // SAFETY: rows and target have `columns` elements.
                     unsafe {
                         loops.grouped_sum(GroupedSum {
                             dtype,
                             wire,
-                            out: Out::Total(out.ptr()),
+                            out: SumOutput::Total(out.ptr()),
                             rows: &pointers,
                             weights,
                             groups,
@@ -144,7 +144,7 @@ fn every_two_byte_value_sums_to_the_reference_bits_beside_special_ones() {
 
 /// The plain sum of one column, as its bytes.
 fn sum_of<const N: usize>(
-    rows: Rows,
+    rows: RowKernels,
     dtype: Arithmetic,
     values: &[[u8; N]],
     weights: Option<&[f32]>,
@@ -154,8 +154,8 @@ fn sum_of<const N: usize>(
     assert_eq!(N, dtype.size());
     let sum = GroupedSum {
         dtype,
-        wire: Wire::F32,
-        out: Out::Total(out.as_mut_ptr()),
+        wire: PartialDtype::F32,
+        out: SumOutput::Total(out.as_mut_ptr()),
         rows: &sources,
         weights,
         groups: &all,
@@ -170,7 +170,7 @@ fn sum_of<const N: usize>(
 #[test]
 fn a_denormal_bf16_survives_a_sum() {
     let denormal = 0x0040u16.to_ne_bytes();
-    for rows in Simd::available().map(Rows::new) {
+    for rows in Simd::available().map(RowKernels::new) {
         assert_eq!(sum_of(rows, Arithmetic::Bf16, &[denormal], None), denormal, "{}", rows.simd());
     }
 }
@@ -178,7 +178,7 @@ fn a_denormal_bf16_survives_a_sum() {
 #[test]
 fn a_sum_of_no_rows_and_of_minus_zeros_is_plus_zero() {
     let minus = (-0f32).to_ne_bytes();
-    for rows in Simd::available().map(Rows::new) {
+    for rows in Simd::available().map(RowKernels::new) {
         for values in [&[][..], &[minus], &[minus, minus]] {
             assert_eq!(sum_of(rows, Arithmetic::F32, values, None), [0; 4], "{}", rows.simd());
         }
@@ -192,7 +192,7 @@ fn a_product_is_rounded_before_it_is_added() {
     let rounded = x * x - 1.0;
     assert_ne!(rounded, x.mul_add(x, -1.0));
     let values = [-1f32, x].map(f32::to_ne_bytes);
-    for rows in Simd::available().map(Rows::new) {
+    for rows in Simd::available().map(RowKernels::new) {
         let sum = sum_of(rows, Arithmetic::F32, &values, Some(&[1.0, x]));
         assert_eq!(f32::from_ne_bytes(sum), rounded, "{}", rows.simd());
     }

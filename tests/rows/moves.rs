@@ -4,7 +4,7 @@
 
 use crate::common::{Guarded, Random, misalignment, stores};
 use proptest::prelude::*;
-use sidelane::rows::{Rows, Simd};
+use sidelane::rows::{RowKernels, Simd};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
@@ -24,11 +24,11 @@ proptest! {
             .copied()
             .collect();
         let mut source = Guarded::holding(&source, from);
-        for loops in Simd::available().map(Rows::new) {
+        for loops in Simd::available().map(RowKernels::new) {
             let mut target = Guarded::new(rows.len() * row_bytes, at);
             // SAFETY: seven source rows, and a target of as many rows as are named.
             unsafe { loops.gather(target.ptr(), source.ptr(), row_bytes, &rows, stores) };
-            Rows::fence();
+            RowKernels::fence();
             prop_assert_eq!(target.content(), &expected[..], "{}", loops.simd());
         }
     }
@@ -40,15 +40,15 @@ proptest! {
         let mut random = Random(seed);
         let content: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
         let mut source = Guarded::holding(&content, from);
-        for rows in Simd::available().map(Rows::new) {
+        for rows in Simd::available().map(RowKernels::new) {
             let mut target = Guarded::new(len, at);
             // SAFETY: `len` bytes on both sides.
             unsafe { rows.copy(target.ptr(), source.ptr(), len, stores) };
-            Rows::fence();
+            RowKernels::fence();
             prop_assert_eq!(target.content(), &content[..], "{}", rows.simd());
             // SAFETY: `len` bytes.
             unsafe { rows.zero(target.ptr(), len, stores) };
-            Rows::fence();
+            RowKernels::fence();
             prop_assert_eq!(target.content(), &vec![0; len][..], "{}", rows.simd());
         }
     }

@@ -6,12 +6,12 @@ use crate::common::values::{Terms, any_f32, any_row, carried, load, wire_type};
 use crate::common::{Guarded, Random, misalignment, stores};
 use half::bf16;
 use proptest::prelude::*;
-use sidelane::dtype::{PARTIAL, Wire};
-use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
+use sidelane::dtype::{PARTIAL, PartialDtype};
+use sidelane::rows::{Arithmetic, GroupedSum, RowKernels, Simd, Stores, SumOutput};
 
 /// Runs a sum over rows of `columns` elements; its result begins at `at` bytes from an aligned address.
 fn run(
-    loops: Rows,
+    loops: RowKernels,
     terms: &Terms<'_>,
     columns: usize,
     out: Arithmetic,
@@ -24,7 +24,11 @@ fn run(
     let sum = GroupedSum {
         dtype: terms.dtype,
         wire: terms.wire,
-        out: if out == terms.dtype { Out::Total(target.ptr()) } else { Out::Partial(target.ptr()) },
+        out: if out == terms.dtype {
+            SumOutput::Total(target.ptr())
+        } else {
+            SumOutput::Partial(target.ptr())
+        },
         rows: &rows,
         weights: terms.weights,
         groups: terms.groups,
@@ -55,7 +59,7 @@ proptest! {
         let weights: Vec<_> = (0..count).map(|_| any_f32(&mut random)).collect();
         let weights = weighted.then_some(&weights[..]);
         let here = Terms { dtype, wire, rows: &rows, weights, groups: &lengths };
-        for loops in Simd::available().map(Rows::new) {
+        for loops in Simd::available().map(RowKernels::new) {
             let (mut split_rows, mut split_weights, mut split) = (Vec::new(), Vec::new(), Vec::new());
             let mut first = 0;
             for &(len, travels) in &groups {
@@ -92,11 +96,11 @@ proptest! {
         let mut random = Random(seed);
         let rows: Vec<_> = partials.iter().map(|_| any_row(&mut random, Arithmetic::Bf16, columns)).collect();
         let groups: Vec<_> = partials.iter().map(|&partial| if partial { PARTIAL } else { 1 }).collect();
-        let (dtype, wire) = (Arithmetic::Bf16, Wire::Bf16);
+        let (dtype, wire) = (Arithmetic::Bf16, PartialDtype::Bf16);
         let marked = Terms { dtype, wire, rows: &rows, weights: None, groups: &groups };
         let ones = vec![1; groups.len()];
         let unmarked = Terms { groups: &ones, ..marked };
-        for loops in Simd::available().map(Rows::new) {
+        for loops in Simd::available().map(RowKernels::new) {
             prop_assert_eq!(
                 run(loops, &marked, columns, dtype, 0, Stores::Cached),
                 run(loops, &unmarked, columns, dtype, 0, Stores::Cached),
@@ -116,10 +120,10 @@ fn a_partial_is_rounded_to_the_nearest_bf16_and_to_even_at_a_tie() {
         for lower in [0x0000, 0x0001, 0x7fff, 0x8000, 0x8001, 0xffff] {
             let weights = [f32::from_bits(exact.to_bits() | lower), -exact];
             for groups in [&[1][..], &[1, 1]] {
-                let (dtype, wire) = (Arithmetic::Bf16, Wire::Bf16);
+                let (dtype, wire) = (Arithmetic::Bf16, PartialDtype::Bf16);
                 let terms = Terms { dtype, wire, rows: &rows, weights: Some(&weights), groups };
                 let expected = terms.sum(1, dtype);
-                for loops in Simd::available().map(Rows::new) {
+                for loops in Simd::available().map(RowKernels::new) {
                     let sum = run(loops, &terms, 1, dtype, 0, Stores::Cached);
                     assert_eq!(sum, expected, "{:#x}, {}", weights[0].to_bits(), loops.simd());
                 }
@@ -133,10 +137,10 @@ fn a_partial_that_vanishes_below_zero_leaves_the_total_plus_zero() {
     // The smallest bf16, times 2^-10: an f32 that rounds to -0 in bf16.
     let rows = [0x8001u16.to_ne_bytes().to_vec()];
     let weights = [1.0 / 1024.0];
-    for loops in Simd::available().map(Rows::new) {
+    for loops in Simd::available().map(RowKernels::new) {
         let terms = Terms {
             dtype: Arithmetic::Bf16,
-            wire: Wire::Bf16,
+            wire: PartialDtype::Bf16,
             rows: &rows,
             weights: Some(&weights),
             groups: &[1],
@@ -149,8 +153,8 @@ fn a_partial_that_vanishes_below_zero_leaves_the_total_plus_zero() {
 #[test]
 fn the_wire_decides_what_a_partial_keeps() {
     let rows = [256.0, 1.0, -256.0].map(|x| bf16::from_f32(x).to_ne_bytes().to_vec());
-    for (wire, expected) in [(Wire::F32, 1.0), (Wire::Bf16, 0.0)] {
-        for loops in Simd::available().map(Rows::new) {
+    for (wire, expected) in [(PartialDtype::F32, 1.0), (PartialDtype::Bf16, 0.0)] {
+        for loops in Simd::available().map(RowKernels::new) {
             let terms = Terms { dtype: Arithmetic::Bf16, wire, rows: &rows, weights: None, groups: &[2, 1] };
             let sum = run(loops, &terms, 1, Arithmetic::Bf16, 0, Stores::Cached);
             assert_eq!(load(Arithmetic::Bf16, &sum, 0), expected, "{wire}, {}", loops.simd());

@@ -4,9 +4,9 @@ use crate::common::Random;
 use crate::common::values::{any_f32, any_row, load, store};
 use half::{bf16, f16};
 use proptest::prelude::*;
-use sidelane::dtype::RecordShape;
+use sidelane::dtype::Fp8RowShape;
 use sidelane::error::PlanError;
-use sidelane::rows::{Arithmetic, Rows, Simd};
+use sidelane::rows::{Arithmetic, RowKernels, Simd};
 
 /// The value of a code: sign, four bits of exponent, three of mantissa; the last code of each sign is NaN.
 fn value(code: u8) -> f32 {
@@ -31,7 +31,7 @@ fn nearest(x: f32) -> u8 {
 }
 
 /// One record, as its definition reads.
-fn reference_record(dtype: Arithmetic, shape: RecordShape, row: &[u8]) -> Vec<u8> {
+fn reference_record(dtype: Arithmetic, shape: Fp8RowShape, row: &[u8]) -> Vec<u8> {
     let mut record = vec![0; shape.bytes()];
     let values: Vec<_> = (0..shape.hidden()).map(|column| load(dtype, row, column)).collect();
     for (b, block) in values.chunks(128).enumerate() {
@@ -45,7 +45,7 @@ fn reference_record(dtype: Arithmetic, shape: RecordShape, row: &[u8]) -> Vec<u8
     record
 }
 
-fn quantised(loops: Rows, dtype: Arithmetic, shape: RecordShape, rows: &[u8]) -> Vec<u8> {
+fn quantised(loops: RowKernels, dtype: Arithmetic, shape: Fp8RowShape, rows: &[u8]) -> Vec<u8> {
     let count = rows.len() / (shape.hidden() * dtype.size()).max(1);
     let mut records = vec![0xa5; count * shape.bytes()];
     loops.quantise(dtype, shape, rows, &mut records).unwrap();
@@ -55,8 +55,9 @@ fn quantised(loops: Rows, dtype: Arithmetic, shape: RecordShape, rows: &[u8]) ->
 /// The record of one row of `f32`, by every set, which agree.
 fn record(values: &[f32]) -> Vec<u8> {
     let row: Vec<u8> = values.iter().flat_map(|x| x.to_ne_bytes()).collect();
-    let shape = RecordShape::new(values.len() as u32);
-    let records = Simd::available().map(|simd| quantised(Rows::new(simd), Arithmetic::F32, shape, &row));
+    let shape = Fp8RowShape::new(values.len() as u32);
+    let records =
+        Simd::available().map(|simd| quantised(RowKernels::new(simd), Arithmetic::F32, shape, &row));
     let mut records: Vec<_> = records.collect();
     records.dedup();
     assert_eq!(records.len(), 1, "the sets differ");
@@ -64,7 +65,7 @@ fn record(values: &[f32]) -> Vec<u8> {
 }
 
 fn scale_of(record: &[u8], hidden: u32, block: usize) -> f32 {
-    load(Arithmetic::F32, &record[RecordShape::new(hidden).scales_offset()..], block)
+    load(Arithmetic::F32, &record[Fp8RowShape::new(hidden).scales_offset()..], block)
 }
 
 fn dtypes() -> impl Strategy<Value = Arithmetic> {
@@ -78,10 +79,10 @@ proptest! {
     fn every_set_quantises_like_the_reference(
         dtype in dtypes(), count in 0usize..=3, hidden in 0u32..=400, seed: u64,
     ) {
-        let (mut random, shape) = (Random(seed), RecordShape::new(hidden));
+        let (mut random, shape) = (Random(seed), Fp8RowShape::new(hidden));
         let rows: Vec<_> = (0..count).map(|_| any_row(&mut random, dtype, shape.hidden())).collect();
         let expected: Vec<_> = rows.iter().flat_map(|row| reference_record(dtype, shape, row)).collect();
-        for loops in Simd::available().map(Rows::new) {
+        for loops in Simd::available().map(RowKernels::new) {
             prop_assert_eq!(&quantised(loops, dtype, shape, &rows.concat()), &expected, "{}", loops.simd());
         }
     }
@@ -90,7 +91,7 @@ proptest! {
     fn every_set_dequantises_like_the_reference(
         dtype in dtypes(), count in 0usize..=3, hidden in 0u32..=400, seed: u64,
     ) {
-        let (mut random, shape) = (Random(seed), RecordShape::new(hidden));
+        let (mut random, shape) = (Random(seed), Fp8RowShape::new(hidden));
         let (mut records, mut expected) = (Vec::new(), Vec::new());
         for _ in 0..count {
             let mut record: Vec<_> = (0..shape.bytes()).map(|_| random.next() as u8).collect();
@@ -104,7 +105,7 @@ proptest! {
             }
             records.extend(record);
         }
-        for loops in Simd::available().map(Rows::new) {
+        for loops in Simd::available().map(RowKernels::new) {
             let mut rows = vec![0xa5; count * shape.hidden() * dtype.size()];
             loops.dequantise(dtype, shape, &records, &mut rows).unwrap();
             prop_assert_eq!(&rows, &expected, "{}", loops.simd());
@@ -145,12 +146,12 @@ fn every_two_byte_value_up_to_448_gets_the_nearest_code() {
 
 #[test]
 fn every_code_comes_back_as_itself_and_nan_as_the_canonical_one() {
-    let shape = RecordShape::new(256);
+    let shape = Fp8RowShape::new(256);
     let mut record: Vec<u8> = (0..=255).collect();
     record.extend([1f32; 2].into_iter().flat_map(f32::to_ne_bytes));
     record.resize(shape.bytes(), 0);
     for dtype in Arithmetic::ALL {
-        for loops in Simd::available().map(Rows::new) {
+        for loops in Simd::available().map(RowKernels::new) {
             let mut row = vec![0; 256 * dtype.size()];
             loops.dequantise(dtype, shape, &record, &mut row).unwrap();
             let mut expected = Vec::new();
@@ -187,7 +188,7 @@ fn the_largest_values_of_f32_have_a_scale_that_brings_them_back() {
 
 #[test]
 fn lengths_that_do_not_belong_together_are_refused_and_nothing_is_written() {
-    let (loops, shape) = (Rows::new(Simd::best()), RecordShape::new(128));
+    let (loops, shape) = (RowKernels::new(Simd::best()), Fp8RowShape::new(128));
     let refused = [
         (257, 144, PlanError::WrongShape { what: "rows", seen: 128, rows: 1, columns: 128 }),
         (512, 144, PlanError::WrongShape { what: "records", seen: 144, rows: 2, columns: 144 }),

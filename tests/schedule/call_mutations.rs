@@ -3,16 +3,16 @@
 use std::collections::BTreeMap;
 
 use sidelane_core::error::CallKind;
-use sidelane_core::plan::{Mode, Order, Overflow, RowLayout};
+use sidelane_core::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane_core::schedule::call::{
     Action, CallProgram, CallStep, Engines, Part, RankPrograms, Relays, StageId, Work,
 };
-use sidelane_core::schedule::collective::{Program, Seat, Shape};
+use sidelane_core::schedule::collective::{Program, RankView, Shape};
 use sidelane_core::topology::{Paths, Route};
 use sidelane_verify::call_mutate::{CallChange, CallMutation, ProgramId, programs_of};
 use sidelane_verify::flow;
 use sidelane_verify::prove::prove;
-use sidelane_verify::story::{CollectiveCall, CollectiveScript, Script, Story};
+use sidelane_verify::story::{CollectiveCall, CollectiveScenario, ProofScenario, UnrolledProgram};
 
 use crate::collective_proof::{call, programs as collectives, seat, with_room};
 use crate::groups::{CHUNKS, Group, engine_rounds, gathering_rounds, rounds, ways};
@@ -26,7 +26,7 @@ fn programs(group: &Group) -> RankPrograms {
     let brings_in = group.pulls && rails && (pxn || !group.straight);
     let fixed_outputs = fixed_outputs(group);
     let engines = Engines { pulls: group.pulls, brings_in, fixed_outputs, enqueues: group.enqueues };
-    RankPrograms::new(paths, CHUNKS, group.order != Order::Expert && pxn && rails, engines)
+    RankPrograms::new(paths, CHUNKS, group.order != SumOrder::Expert && pxn && rails, engines)
 }
 
 /// Outputs have one place: a return waits until its readers have finished.
@@ -139,7 +139,7 @@ impl Findings {
     fn look(
         &mut self,
         (name, program, ranks): (&str, &CallProgram, u32),
-        tell: impl Fn(CallMutation) -> Story,
+        tell: impl Fn(CallMutation) -> UnrolledProgram,
         harmless: impl Fn(&CallMutation) -> Option<&'static str>,
     ) {
         flow::check(program, program).unwrap_or_else(|lacking| panic!("{lacking}: {program}"));
@@ -197,8 +197,8 @@ fn all_of_group_found(group: Group) {
     for kind in KINDS.into_iter().filter(made) {
         for (id, program) in programs_of(&programs, kind, group.relays) {
             let tell = |mutation| {
-                let script = Script { mutation: Some((id, mutation)), ..group.script(&calls, None) };
-                Story::tell(&script).expect("a script that can be unrolled")
+                let script = ProofScenario { mutation: Some((id, mutation)), ..group.script(&calls, None) };
+                UnrolledProgram::unroll(&script).expect("a script that can be unrolled")
             };
             let name = format!("{id:?}");
             findings
@@ -237,8 +237,8 @@ fn driver_mutants_of_copy_engines_are_found() {
     all_of_group_found(Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).pulling());
     all_of_group_found(Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).pulling());
     all_of_group_found(Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).straight());
-    let budget = Mode::Budget { rows: 60, overflow: Overflow::Drop };
-    let within = (RowLayout::ExpertMajor, budget, Order::Expert);
+    let budget = ReceiveMode::Budget { rows: 60, overflow: Overflow::Drop };
+    let within = (RowLayout::ExpertMajor, budget, SumOrder::Expert);
     all_of_group_found(
         Group::new(&[0; 4], 4, 5).run((Route::Direct, Relays::Inline)).pulling().placed(within),
     );
@@ -251,8 +251,8 @@ fn driver_mutants_behind_an_all_gather_are_found() {
         let group = Group::new(&[0, 0, 1, 1], 4, 5).run(way).by_all_gather();
         let tell = |mutation| {
             let mutation = Some((ProgramId::Regroup, mutation));
-            let script = Script { mutation, ..group.script(&calls, None) };
-            Story::tell(&script).expect("a script that can be unrolled")
+            let script = ProofScenario { mutation, ..group.script(&calls, None) };
+            UnrolledProgram::unroll(&script).expect("a script that can be unrolled")
         };
         let (programs, mut findings) = (programs(&group), Findings::default());
         findings.look(("Regroup", &programs.regroup, 4), tell, |mutation| match mutation.change {
@@ -264,11 +264,11 @@ fn driver_mutants_behind_an_all_gather_are_found() {
 }
 
 /// Why a mutant of the steps of a round changes nothing that anybody could see.
-fn harmless_in_a_round(mutation: &CallMutation, program: Program, seat: &Seat) -> Option<&'static str> {
+fn harmless_in_a_round(mutation: &CallMutation, program: Program, seat: &RankView) -> Option<&'static str> {
     use Action::{Compute, Round};
     let (CallStep { action, .. }, next) = mutation.steps(&seat.skeleton(program).call);
     match (mutation.change, action, next?.action) {
-        (CallChange::Drop, Compute(Work::CopyOut), _) if !matches!(program, Program::Direct { .. }) => {
+        (CallChange::Drop, Compute(Work::CopyOut), _) if !matches!(program, Program::TwoShot { .. }) => {
             Some("the round before has left nothing")
         }
         (CallChange::Swap, Compute(Work::CopyOut), Round(_) | Compute(Work::EndRound)) => {
@@ -296,7 +296,7 @@ fn harmless_in_a_round(mutation: &CallMutation, program: Program, seat: &Seat) -
 }
 
 /// Ranks of other nodes to which the root of a broadcast puts.
-fn reached(seat: &Seat, root: u32, shape: Shape) -> impl Iterator<Item = u32> {
+fn reached(seat: &RankView, root: u32, shape: Shape) -> impl Iterator<Item = u32> {
     let (nodes, all) = (&seat.nodes, seat.nodes.nodes());
     let end = if shape == Shape::Star { all } else { all.min(2) };
     (1..end).map(move |next| nodes.rail_peer(root, (nodes.node_of(root) + next) % all))
@@ -308,13 +308,13 @@ fn driver_mutants_of_collective_rounds_are_found() {
         let seat = seat(labels, with_room(labels.len(), 512));
         let all = collectives(seat.ranks());
         let mut findings = Findings::default();
-        for &planted in all.iter().chain(&[Program::Direct { more: false }]) {
+        for &planted in all.iter().chain(&[Program::TwoShot { more: false }]) {
             let calls = rounds_around(&seat, planted, &all);
             let tell = |mutation| {
                 let (nodes, staging) = (&seat.nodes, seat.staging);
                 let mutation = Some((planted, mutation));
-                let script = CollectiveScript { nodes, staging, calls: &calls, slip: None, mutation };
-                Story::of_collectives(&script).expect("a script that can be unrolled")
+                let script = CollectiveScenario { nodes, staging, calls: &calls, slip: None, mutation };
+                UnrolledProgram::of_collectives(&script).expect("a script that can be unrolled")
             };
             let program = &seat.skeleton(planted).call;
             let name = format!("{planted:?}");
@@ -327,9 +327,9 @@ fn driver_mutants_of_collective_rounds_are_found() {
 }
 
 /// Calls of a program, and rounds in which some ranks enter it and others enter another.
-fn rounds_around(seat: &Seat, program: Program, all: &[Program]) -> Vec<CollectiveCall> {
+fn rounds_around(seat: &RankView, program: Program, all: &[Program]) -> Vec<CollectiveCall> {
     let whole = match program {
-        Program::Direct { .. } => Program::Direct { more: true },
+        Program::TwoShot { .. } => Program::TwoShot { more: true },
         other => other,
     };
     let mut calls = call(seat, whole, 4, u64::MAX);

@@ -2,14 +2,14 @@
 //! planted are found, or listed with the reason why they are none.
 
 use sidelane_core::plan::{Pipeline, PipelineStep};
-use sidelane_core::schedule::collective::{Program, Seat, Shape, Staging};
-use sidelane_core::schedule::{Flag, Level, Op};
+use sidelane_core::schedule::collective::{Program, RankView, Shape, Staging};
+use sidelane_core::schedule::{Flag, FlagValue, Op};
 use sidelane_core::topology::NodeMap;
 use sidelane_verify::check::check;
 use sidelane_verify::mutate::{Change, Mutation, mutations};
-use sidelane_verify::prove::{Fault, What, prove};
+use sidelane_verify::prove::{AccessKind, ProofFailure, prove};
 use sidelane_verify::story::{
-    CollectiveCall, CollectiveScript, CollectiveSlip, PipelineScript, PipelineSlip, Story,
+    CollectiveBug, CollectiveCall, CollectiveScenario, PipelineBug, PipelineScenario, UnrolledProgram,
 };
 
 /// Ranks by node.
@@ -26,23 +26,23 @@ const SHAPES: [&[u32]; 8] = [
 
 pub fn programs(ranks: u32) -> Vec<Program> {
     let broadcast = |root, shape| Program::Broadcast { root, shape };
-    let mut all = vec![Program::Direct { more: true }, Program::Whole, Program::Ring, Program::AllToAll];
+    let mut all = vec![Program::TwoShot { more: true }, Program::OneShot, Program::Ring, Program::AllToAll];
     all.extend([broadcast(0, Shape::Star), broadcast(ranks - 1, Shape::Chain), Program::AllGather]);
-    all.extend([Program::Landed, Program::ReduceScatter]);
+    all.extend([Program::ZeroCopy, Program::ReduceScatter]);
     all
 }
 
 /// A call of so many rounds: all but the last of them whole.
-pub fn call(seat: &Seat, program: Program, rounds: usize, last: u64) -> Vec<CollectiveCall> {
+pub fn call(seat: &RankView, program: Program, rounds: usize, last: u64) -> Vec<CollectiveCall> {
     let most = seat.most(program);
     let mut calls = vec![CollectiveCall::Round { program, len: most }; rounds - 1];
-    let program = if program.ends_in_the_next() { Program::Direct { more: false } } else { program };
+    let program = if program.ends_in_the_next() { Program::TwoShot { more: false } } else { program };
     calls.push(CollectiveCall::Round { program, len: most.min(last) });
     calls
 }
 
-pub fn seat(labels: &[u32], staging: Staging) -> Seat {
-    Seat { nodes: NodeMap::from_labels(labels), me: 0, staging }
+pub fn seat(labels: &[u32], staging: Staging) -> RankView {
+    RankView { nodes: NodeMap::from_labels(labels), me: 0, staging }
 }
 
 fn staging(ranks: usize) -> Staging {
@@ -54,11 +54,11 @@ pub fn with_room(ranks: usize, slot: u64) -> Staging {
     Staging::new(ranks as u32, ranks as u64 * slot).unwrap().with_room(ranks as u64 * (slot + 36)).unwrap()
 }
 
-fn tell(labels: &[u32], calls: &[CollectiveCall], slip: Option<CollectiveSlip>) -> Story {
+fn tell(labels: &[u32], calls: &[CollectiveCall], slip: Option<CollectiveBug>) -> UnrolledProgram {
     let nodes = NodeMap::from_labels(labels);
     let script =
-        CollectiveScript { nodes: &nodes, staging: staging(labels.len()), calls, slip, mutation: None };
-    Story::of_collectives(&script).unwrap()
+        CollectiveScenario { nodes: &nodes, staging: staging(labels.len()), calls, slip, mutation: None };
+    UnrolledProgram::of_collectives(&script).unwrap()
 }
 
 /// A program behind itself and behind every other, whole chunks and short ones; and ranks that call two things.
@@ -76,7 +76,7 @@ fn rounds(labels: &[u32]) -> Vec<CollectiveCall> {
         let programs = programs.map(|nth| all[nth]);
         calls.extend([64, u64::MAX].map(|len| CollectiveCall::Mixed { programs, len }));
     }
-    calls.extend([round(Program::Direct { more: false }, 0), round(all[3], 4), round(all[2], 4)]);
+    calls.extend([round(Program::TwoShot { more: false }, 0), round(all[3], 4), round(all[2], 4)]);
     calls.extend([round(all[7], 0), round(all[7], 4)]);
     calls
 }
@@ -110,11 +110,11 @@ fn every_rank_of_sixty_four_is_proved() {
 #[test]
 fn a_ring_of_two_hundred_and_fifty_six_ranks_counts_all_its_parts() {
     let nodes = NodeMap::from_labels(&[0; 256]);
-    let ring = Seat { nodes, me: 255, staging: staging(256) }.skeleton(Program::Ring);
-    for (step, flag) in [("sum", Flag::Landed), ("gather", Flag::Home)] {
+    let ring = RankView { nodes, me: 255, staging: staging(256) }.skeleton(Program::Ring);
+    for (step, flag) in [("sum", Flag::Landed), ("gather", Flag::Returned)] {
         let step = ring.steps.iter().find(|known| known.stage.name == step).unwrap();
         let mut ops = step.stage.items.iter().map(|item| item.op);
-        let last = Op::Wait { from: 254, flag, level: Level::Part(255) };
+        let last = Op::Wait { from: 254, flag, level: FlagValue::Part(255) };
         assert!(ops.any(|op| op == last), "{step:?}");
     }
 }
@@ -130,7 +130,7 @@ fn collectives_run_at_random() {
 #[test]
 fn every_broken_rule_of_places_is_found() {
     for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1]] {
-        for slip in CollectiveSlip::ALL {
+        for slip in CollectiveBug::ALL {
             let seen = prove(&tell(labels, &rounds(labels), Some(slip)));
             assert!(seen.is_err(), "{labels:?} {slip:?}");
         }
@@ -141,9 +141,9 @@ fn every_broken_rule_of_places_is_found() {
 #[test]
 fn sums_that_are_copied_two_entries_late_are_found() {
     for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1]] {
-        let calls = call(&seat(labels, staging(labels.len())), Program::Direct { more: true }, 4, u64::MAX);
+        let calls = call(&seat(labels, staging(labels.len())), Program::TwoShot { more: true }, 4, u64::MAX);
         prove(&tell(labels, &calls, None)).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
-        assert!(prove(&tell(labels, &calls, Some(CollectiveSlip::CopyLate))).is_err(), "{labels:?}");
+        assert!(prove(&tell(labels, &calls, Some(CollectiveBug::CopyLate))).is_err(), "{labels:?}");
     }
 }
 
@@ -151,14 +151,15 @@ fn sums_that_are_copied_two_entries_late_are_found() {
 #[test]
 fn results_that_land_in_place_are_lent_until_the_next_entry_and_no_longer() {
     for labels in SHAPES.into_iter().filter(|labels| labels.len() > 1) {
-        let calls = call(&seat(labels, staging(labels.len())), Program::Landed, 3, u64::MAX);
-        for slip in [CollectiveSlip::LandFirst, CollectiveSlip::ReadOn] {
+        let calls = call(&seat(labels, staging(labels.len())), Program::ZeroCopy, 3, u64::MAX);
+        for slip in [CollectiveBug::LandFirst, CollectiveBug::ReadOn] {
             let fault = prove(&tell(labels, &calls, Some(slip))).unwrap_err();
-            let Fault::Race { a, b, .. } = fault else { panic!("{labels:?} {slip:?}: {fault}") };
+            let ProofFailure::Race { a, b, .. } = fault else { panic!("{labels:?} {slip:?}: {fault}") };
             assert_eq!(a.rank.min(b.rank), 0, "{labels:?} {slip:?}");
             let mut what = [a.what, b.what];
-            what.sort_by_key(|what| matches!(what, What::Reads(_)));
-            let told = matches!(what, [What::Op(Op::Put { .. }, _), What::Reads("what has landed")]);
+            what.sort_by_key(|what| matches!(what, AccessKind::Reads(_)));
+            let told =
+                matches!(what, [AccessKind::Op(Op::Put { .. }, _), AccessKind::Reads("what has landed")]);
             assert!(told, "{labels:?} {slip:?}: {what:?}");
         }
     }
@@ -167,9 +168,9 @@ fn results_that_land_in_place_are_lent_until_the_next_entry_and_no_longer() {
 /// Whether what a rank puts on entering is for `to`.
 fn is_for(program: Program, nodes: &NodeMap, me: u32, to: u32) -> bool {
     match program {
-        Program::Ring | Program::Landed => false,
+        Program::Ring | Program::ZeroCopy => false,
         Program::Broadcast { root, .. } => me == root && nodes.same_node(me, to),
-        Program::Whole | Program::Direct { .. } => true,
+        Program::OneShot | Program::TwoShot { .. } => true,
         Program::AllToAll | Program::AllGather | Program::ReduceScatter => true,
     }
 }
@@ -201,7 +202,7 @@ fn harmless(mutation: &Mutation, moves: bool, program: Program, nodes: &NodeMap)
             (Op::Put { .. }, signal) if entry_alone(signal) => {
                 Some("what was put on entering is not for that rank")
             }
-            (Op::Put { .. }, Op::Signal { to, level: Level::Part(part), .. })
+            (Op::Put { .. }, Op::Signal { to, level: FlagValue::Part(part), .. })
                 if part < last && is_last(program, nodes, to) =>
             {
                 Some("that rank waits for the last part alone")
@@ -217,21 +218,21 @@ fn harmless(mutation: &Mutation, moves: bool, program: Program, nodes: &NodeMap)
         (Change::First | Change::Retrack, op, _) if entry_alone(op) => {
             Some("what was put on entering is not for that rank")
         }
-        (Change::First, Op::Signal { to, level: Level::Part(1), .. }, _)
+        (Change::First, Op::Signal { to, level: FlagValue::Part(1), .. }, _)
             if last > 1 && is_last(program, nodes, to) =>
         {
             Some("that rank waits for the last part alone")
         }
-        (Change::Drop, Op::Signal { level: Level::Part(part), .. }, _) if part < last => {
+        (Change::Drop, Op::Signal { level: FlagValue::Part(part), .. }, _) if part < last => {
             Some("the next part says it too")
         }
-        (Change::Raise, Op::Signal { level: Level::Part(part), .. }, _) if part == last => {
+        (Change::Raise, Op::Signal { level: FlagValue::Part(part), .. }, _) if part == last => {
             Some("nobody waits for a part behind the last")
         }
-        (Change::Lower, Op::Signal { level: Level::Part(1), .. }, _) if last > 1 => {
+        (Change::Lower, Op::Signal { level: FlagValue::Part(1), .. }, _) if last > 1 => {
             Some("the next part says it too")
         }
-        (Change::Lower, Op::Wait { level: Level::Part(1), .. }, _) => {
+        (Change::Lower, Op::Wait { level: FlagValue::Part(1), .. }, _) => {
             Some("no call says anything before its first part")
         }
         _ => None,
@@ -240,7 +241,7 @@ fn harmless(mutation: &Mutation, moves: bool, program: Program, nodes: &NodeMap)
 
 /// Whether what a rank puts to itself is read by this rank alone.
 fn keeps_own(program: Program) -> bool {
-    matches!(program, Program::Landed | Program::ReduceScatter)
+    matches!(program, Program::ZeroCopy | Program::ReduceScatter)
 }
 
 /// Parts that a program counts.
@@ -258,8 +259,8 @@ fn survivors(labels: &[u32], program: Program) -> (usize, Vec<String>) {
     let staging = with_room(labels.len(), 512);
     let nodes = NodeMap::from_labels(labels);
     let calls = call(&seat(labels, staging), program, 4, u64::MAX);
-    let script = CollectiveScript { nodes: &nodes, staging, calls: &calls, slip: None, mutation: None };
-    let story = Story::of_collectives(&script).unwrap();
+    let script = CollectiveScenario { nodes: &nodes, staging, calls: &calls, slip: None, mutation: None };
+    let story = UnrolledProgram::of_collectives(&script).unwrap();
     prove(&story).expect("the real program has no fault");
     let (mut found, mut wrong) = (0, Vec::new());
     for mutation in mutations(&story) {
@@ -285,10 +286,10 @@ fn every_mutant_of_a_collective_is_found() {
     }
 }
 
-fn told(pipeline: &Pipeline, parts: u64, slip: Option<PipelineSlip>) -> Story {
+fn told(pipeline: &Pipeline, parts: u64, slip: Option<PipelineBug>) -> UnrolledProgram {
     let staging = staging(pipeline.stages() as usize);
     let len = parts * staging.slot();
-    Story::of_pipeline(&PipelineScript { pipeline, staging, len, slip }).unwrap()
+    UnrolledProgram::of_pipeline(&PipelineScenario { pipeline, staging, len, slip }).unwrap()
 }
 
 fn one_forward_one_backward(stages: u32, microbatches: u32) -> Pipeline {
@@ -322,24 +323,23 @@ fn pipelines_run_at_random() {
 #[test]
 fn every_broken_rule_of_a_pipeline_is_found() {
     let pipeline = one_forward_one_backward(4, 6);
-    for (slip, parts) in
-        PipelineSlip::ALL.into_iter().flat_map(|slip| [1, 2, 3, 4].map(|parts| (slip, parts)))
+    for (slip, parts) in PipelineBug::ALL.into_iter().flat_map(|slip| [1, 2, 3, 4].map(|parts| (slip, parts)))
     {
         let seen = prove(&told(&pipeline, parts, Some(slip)));
         match slip {
             // What fits the two slots of a pair may be sent first: that is what they are for.
-            PipelineSlip::SendFirst if parts <= 2 => assert!(seen.is_ok(), "{parts}: {seen:?}"),
+            PipelineBug::SendFirst if parts <= 2 => assert!(seen.is_ok(), "{parts}: {seen:?}"),
             // Who waits first for what the other sends next waits for ever.
-            PipelineSlip::SendFirst | PipelineSlip::ReceiveFirst => {
-                assert!(matches!(seen, Err(Fault::Deadlock { .. })), "{slip:?} {parts}: {seen:?}");
+            PipelineBug::SendFirst | PipelineBug::ReceiveFirst => {
+                assert!(matches!(seen, Err(ProofFailure::Deadlock { .. })), "{slip:?} {parts}: {seen:?}");
             }
-            PipelineSlip::Unlicensed | PipelineSlip::CopyLate => assert!(seen.is_err(), "{slip:?} {parts}"),
+            PipelineBug::Unlicensed | PipelineBug::CopyLate => assert!(seen.is_err(), "{slip:?} {parts}"),
         }
     }
 }
 
 /// Why a mutant of a message changes nothing that anybody can see; `None` if it must be found. The wait for a slot, which the first parts
-/// do not have, is not among them: [`PipelineSlip::Unlicensed`] leaves it out.
+/// do not have, is not among them: [`PipelineBug::Unlicensed`] leaves it out.
 fn harmless_in_a_message(mutation: &Mutation) -> Option<&'static str> {
     match (mutation.change, mutation.item.op) {
         (Change::Lower, Op::Signal { flag: Flag::Read, .. }) => Some("the sender waits for one part more"),
@@ -392,7 +392,7 @@ fn a_gradient_that_is_awaited_before_its_output_is_sent_is_a_deadlock() {
             }
             order.insert(sent, PipelineStep::ReceiveBackward(0));
             let fault = prove(&told(&Pipeline::of(orders), 1, None)).unwrap_err();
-            assert!(matches!(fault, Fault::Deadlock { .. }), "{stages} stages, {stage}: {fault}");
+            assert!(matches!(fault, ProofFailure::Deadlock { .. }), "{stages} stages, {stage}: {fault}");
         }
     }
 }

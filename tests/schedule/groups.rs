@@ -4,14 +4,14 @@
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane_core::gate::Routing;
-use sidelane_core::plan::{ExpertMap, Mode, Order, Overflow, RowLayout, Strategy};
-use sidelane_core::schedule::Parts;
+use sidelane_core::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
+use sidelane_core::schedule::ReturnParts;
 use sidelane_core::topology::{NodeMap, Route};
-use sidelane_verify::story::{Call, Relays, Script, Slip, Story};
+use sidelane_verify::story::{Call, ProofScenario, Relays, SeededBug, UnrolledProgram};
 
-pub const ROWS: Parts = Parts { rows: true, weights: false };
-pub const WEIGHTS: Parts = Parts { rows: false, weights: true };
-pub const BOTH: Parts = Parts { rows: true, weights: true };
+pub const ROWS: ReturnParts = ReturnParts { rows: true, weights: false };
+pub const WEIGHTS: ReturnParts = ReturnParts { rows: false, weights: true };
+pub const BOTH: ReturnParts = ReturnParts { rows: true, weights: true };
 
 /// A group, its experts, and two sets of routings.
 #[derive(Clone)]
@@ -23,8 +23,8 @@ pub struct Group {
     pub route: Route,
     pub relays: Relays,
     pub layout: RowLayout,
-    pub mode: Mode,
-    pub order: Order,
+    pub mode: ReceiveMode,
+    pub order: SumOrder,
     pub spans: bool,
     pub gathers: bool,
     pub strategy: Strategy,
@@ -42,15 +42,19 @@ pub fn ways() -> impl Iterator<Item = (Route, Relays)> {
 }
 
 /// All ways in which rows can be placed: with a budget that drops some, with as many slots as are needed at most.
-pub fn placements() -> impl Iterator<Item = (RowLayout, Mode, Order)> {
+pub fn placements() -> impl Iterator<Item = (RowLayout, ReceiveMode, SumOrder)> {
     let overflow = Overflow::Drop;
-    let modes = [Mode::Eager, Mode::Budget { rows: 9, overflow }, Mode::Slots { rows: 3, overflow }];
+    let modes = [
+        ReceiveMode::Exact,
+        ReceiveMode::Budget { rows: 9, overflow },
+        ReceiveMode::Slots { rows: 3, overflow },
+    ];
     let layouts = RowLayout::ALL.into_iter().flat_map(move |layout| modes.map(|mode| (layout, mode)));
-    layouts.flat_map(|(layout, mode)| Order::ALL.map(|order| (layout, mode, order)))
+    layouts.flat_map(|(layout, mode)| SumOrder::ALL.map(|order| (layout, mode, order)))
 }
 
 /// Those in which relays may hand rows on in spans.
-pub fn placements_in_spans() -> impl Iterator<Item = (RowLayout, Mode, Order)> {
+pub fn placements_in_spans() -> impl Iterator<Item = (RowLayout, ReceiveMode, SumOrder)> {
     placements().filter(|(layout, ..)| *layout == RowLayout::RankMajor)
 }
 
@@ -80,7 +84,7 @@ impl Group {
             order,
             spans: false,
             gathers: false,
-            strategy: Strategy::Exchange,
+            strategy: Strategy::AllToAll,
             pulls: false,
             straight: false,
             enqueues: false,
@@ -115,7 +119,7 @@ impl Group {
     }
 
     /// The same group, placed in another way.
-    pub fn placed(self, (layout, mode, order): (RowLayout, Mode, Order)) -> Self {
+    pub fn placed(self, (layout, mode, order): (RowLayout, ReceiveMode, SumOrder)) -> Self {
         Group { layout, mode, order, ..self }
     }
 
@@ -125,21 +129,21 @@ impl Group {
     }
 
     /// The same group, over relays that hand rows on in spans.
-    pub fn in_spans(self, relays: Relays, placement: (RowLayout, Mode, Order)) -> Self {
+    pub fn in_spans(self, relays: Relays, placement: (RowLayout, ReceiveMode, SumOrder)) -> Self {
         Group { spans: true, ..self.run((Route::Pxn, relays)).placed(placement) }
     }
 
     /// The same group, in which every row goes to every rank, in two segments.
-    pub fn gathering(self, (route, relays): (Route, Relays), order: Order) -> Self {
+    pub fn gathering(self, (route, relays): (Route, Relays), order: SumOrder) -> Self {
         Group {
             gathers: true,
-            ..self.run((route, relays)).placed((RowLayout::ExpertMajor, Mode::Eager, order))
+            ..self.run((route, relays)).placed((RowLayout::ExpertMajor, ReceiveMode::Exact, order))
         }
     }
 
     /// The same group, whose dispatches go out by all-gather.
     pub fn by_all_gather(self) -> Self {
-        Group { strategy: Strategy::Gather, ..self }
+        Group { strategy: Strategy::AllGather, ..self }
     }
 
     /// The same group, whose rows come home by copy engines.
@@ -157,8 +161,8 @@ impl Group {
         Group { straight: true, ..self.pulling() }
     }
 
-    pub fn script<'a>(&'a self, calls: &'a [Call], slip: Option<Slip>) -> Script<'a> {
-        Script {
+    pub fn script<'a>(&'a self, calls: &'a [Call], slip: Option<SeededBug>) -> ProofScenario<'a> {
+        ProofScenario {
             nodes: &self.nodes,
             route: self.route,
             chunks: CHUNKS,
@@ -183,8 +187,8 @@ impl Group {
         }
     }
 
-    pub fn tell(&self, calls: &[Call], slip: Option<Slip>) -> Story {
-        Story::tell(&self.script(calls, slip)).unwrap()
+    pub fn tell(&self, calls: &[Call], slip: Option<SeededBug>) -> UnrolledProgram {
+        UnrolledProgram::unroll(&self.script(calls, slip)).unwrap()
     }
 }
 
@@ -223,12 +227,12 @@ pub fn dispatch(routing: usize) -> Call {
     Call::Dispatch { routing, keep: false }
 }
 
-pub fn ret(handle: usize, parts: Parts) -> Call {
+pub fn ret(handle: usize, parts: ReturnParts) -> Call {
     Call::Return { handle, parts, copied: false }
 }
 
 /// A return that fills its chunk during the call.
-pub fn copy(handle: usize, parts: Parts) -> Call {
+pub fn copy(handle: usize, parts: ReturnParts) -> Call {
     Call::Return { handle, parts, copied: true }
 }
 

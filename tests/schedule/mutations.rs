@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use sidelane_core::error::CallKind;
-use sidelane_core::plan::{Mode, Order, RowLayout};
-use sidelane_core::schedule::{Flag, Level, Op};
+use sidelane_core::plan::{ReceiveMode, RowLayout, SumOrder};
+use sidelane_core::schedule::{Flag, FlagValue, Op};
 use sidelane_core::topology::{Paths, Route};
 use sidelane_verify::check::check;
 use sidelane_verify::mutate::{Change, Mutation, mutations};
-use sidelane_verify::prove::{Fault, What, prove};
-use sidelane_verify::story::{Relays, Slip, Story};
+use sidelane_verify::prove::{AccessKind, ProofFailure, prove};
+use sidelane_verify::story::{Relays, SeededBug, UnrolledProgram};
 
 use crate::groups::{Group, engine_rounds, gathering_rounds, rounds, ways};
 
@@ -28,7 +28,7 @@ struct Mutant<'a> {
 }
 
 impl<'a> Mutant<'a> {
-    fn new(mutation: Mutation, group: &'a Group, story: &Story) -> Self {
+    fn new(mutation: Mutation, group: &'a Group, story: &UnrolledProgram) -> Self {
         let paths = Paths::new(&group.nodes, group.route, mutation.rank);
         let (moves, engines) = (mutation.moves(story), group.pulls);
         Mutant {
@@ -80,10 +80,10 @@ impl<'a> Mutant<'a> {
         let (me, change) = (self.mutation.rank, self.mutation.change);
         let parts = self.paths.route() == Route::Pxn && self.mutation.stage == "rows";
         match (flag, change) {
-            (Flag::Block, Change::Drop) if parts && level != Level::Part(crate::groups::CHUNKS) => {
+            (Flag::Block, Change::Drop) if parts && level != FlagValue::Part(crate::groups::CHUNKS) => {
                 Some("the next part says it too")
             }
-            (Flag::Block, Change::Raise) if level == Level::Part(crate::groups::CHUNKS) => {
+            (Flag::Block, Change::Raise) if level == FlagValue::Part(crate::groups::CHUNKS) => {
                 Some("nobody waits for a part behind the last")
             }
             (Flag::Landed, Change::First) if to == me => Some(ITS_RELAY_SAYS_SO),
@@ -113,7 +113,9 @@ impl<'a> Mutant<'a> {
             (Flag::Block, "headers") if kind == CallKind::CachedDispatch => {
                 Some("no header comes in such calls, and parts are awaited by themselves")
             }
-            (Flag::Block, "node entered") if self.inline && (!all || paths.locals().next().is_none()) => {
+            (Flag::Block, "node entered")
+                if self.inline && (!all || paths.local_peers().next().is_none()) =>
+            {
                 Some("its caller's thread is its own")
             }
             (Flag::Entry, "all entered") if self.inline => {
@@ -129,7 +131,7 @@ impl<'a> Mutant<'a> {
                 Some("only after a call that is refused may its relay be left behind")
             }
             (Flag::Entry, "entry" | "offer")
-                if from == me && change == Change::Lower && paths.locals().next().is_none() =>
+                if from == me && change == Change::Lower && paths.local_peers().next().is_none() =>
             {
                 Some("alone on its node, a relay that is one call behind reads its own, and that is doubled")
             }
@@ -138,12 +140,14 @@ impl<'a> Mutant<'a> {
             {
                 Some(ITS_RELAY_SAYS_SO)
             }
-            (Flag::Home, _) if from == me && self.inline => Some("its relay has ended in the same thread"),
-            (Flag::Home, "rows") => Some("what its relay still reads is headers, and those are doubled"),
-            (Flag::Home, "home") if from == me && paths.sources().next().is_none() => {
+            (Flag::Returned, _) if from == me && self.inline => {
+                Some("its relay has ended in the same thread")
+            }
+            (Flag::Returned, "rows") => Some("what its relay still reads is headers, and those are doubled"),
+            (Flag::Returned, "home") if from == me && paths.sources().next().is_none() => {
                 Some("its relay brings nothing home")
             }
-            (Flag::Home, "home")
+            (Flag::Returned, "home")
                 if from == me && change == Change::Late && paths.served_by(me).len() == 1 =>
             {
                 Some("its relay reads no chunk but its own")
@@ -159,18 +163,18 @@ const ANOTHER_RELEASES: &str =
 const ITS_RELAY_SAYS_SO: &str = "its own relay handed the rows on, and says when it is done";
 const WAITS_FIRST: &str = "one actor alone waits first: stricter, and nobody waits for it in turn";
 
-fn name(fault: &Fault) -> &'static str {
+fn name(fault: &ProofFailure) -> &'static str {
     match fault {
-        Fault::Deadlock { .. } => "deadlock",
-        Fault::Race { .. } => "race",
-        Fault::Unwritten { .. } => "unwritten",
-        Fault::WrittenTwice { .. } => "twice",
-        Fault::Overwritten { .. } => "overwritten",
-        Fault::Lost { .. } => "lost",
-        Fault::StillRaised { .. } => "still raised",
-        Fault::TwoWriters { .. } => "two writers",
-        Fault::NotMonotone { .. } => "not monotone",
-        Fault::Differs { .. } => "differs",
+        ProofFailure::Deadlock { .. } => "deadlock",
+        ProofFailure::Race { .. } => "race",
+        ProofFailure::Unwritten { .. } => "unwritten",
+        ProofFailure::WrittenTwice { .. } => "twice",
+        ProofFailure::Overwritten { .. } => "overwritten",
+        ProofFailure::Lost { .. } => "lost",
+        ProofFailure::StillRaised { .. } => "still raised",
+        ProofFailure::TwoWriters { .. } => "two writers",
+        ProofFailure::NotMonotone { .. } => "not monotone",
+        ProofFailure::Differs { .. } => "differs",
     }
 }
 
@@ -243,27 +247,27 @@ fn report(title: &str, tallies: &BTreeMap<String, Tally>) {
     assert!(found > 500, "the skeletons were mutated");
 }
 
-fn all_found(labels: &[u32], way: (Route, Relays), order: Order) {
-    let group = Group::new(labels, 4, 5).run(way).placed((RowLayout::ExpertMajor, Mode::Eager, order));
+fn all_found(labels: &[u32], way: (Route, Relays), order: SumOrder) {
+    let group = Group::new(labels, 4, 5).run(way).placed((RowLayout::ExpertMajor, ReceiveMode::Exact, order));
     let title = format!("{labels:?} {} {:?} {}", way.0.name(), way.1, order.name());
     assert_eq!(survivors(&title, &group), Vec::<String>::new());
 }
 
 #[test]
 fn every_mutant_of_two_nodes_of_two_is_found() {
-    ways().for_each(|way| all_found(&[0, 0, 1, 1], way, Order::Expert));
+    ways().for_each(|way| all_found(&[0, 0, 1, 1], way, SumOrder::Expert));
 }
 
 #[test]
 fn every_mutant_of_relays_that_sum_is_found() {
-    Relays::ALL.into_iter().for_each(|relays| all_found(&[0, 1, 1, 0], (Route::Pxn, relays), Order::Node));
-    all_found(&[0, 0, 0, 1], (Route::Pxn, Relays::Thread), Order::Rank);
+    Relays::ALL.into_iter().for_each(|relays| all_found(&[0, 1, 1, 0], (Route::Pxn, relays), SumOrder::Node));
+    all_found(&[0, 0, 0, 1], (Route::Pxn, Relays::Thread), SumOrder::Rank);
 }
 
 #[test]
 fn every_mutant_of_relays_that_copy_spans_is_found() {
-    for order in [Order::Expert, Order::Node] {
-        let placement = (RowLayout::RankMajor, Mode::Eager, order);
+    for order in [SumOrder::Expert, SumOrder::Node] {
+        let placement = (RowLayout::RankMajor, ReceiveMode::Exact, order);
         let group = Group::dense(&[0, 0, 1, 1], 4, 5).in_spans(Relays::Thread, placement);
         let title = format!("2 x 2 in spans, {}", order.name());
         assert_eq!(survivors(&title, &group), Vec::<String>::new());
@@ -273,13 +277,13 @@ fn every_mutant_of_relays_that_copy_spans_is_found() {
 #[test]
 fn every_mutant_of_all_gather_and_reduce_scatter_is_found() {
     for (labels, order) in
-        [(&[0, 0, 1, 1][..], Order::Expert), (&[0, 1, 1, 0], Order::Node), (&[0; 4], Order::Expert)]
+        [(&[0, 0, 1, 1][..], SumOrder::Expert), (&[0, 1, 1, 0], SumOrder::Node), (&[0; 4], SumOrder::Expert)]
     {
         let group = Group::new(labels, 1, 5).gathering((Route::Pxn, Relays::Thread), order);
         let title = format!("{labels:?} gathered, {}", order.name());
         assert_eq!(survivors(&title, &group), Vec::<String>::new());
     }
-    let group = Group::new(&[0, 0, 1, 1], 1, 5).gathering((Route::Direct, Relays::Inline), Order::Expert);
+    let group = Group::new(&[0, 0, 1, 1], 1, 5).gathering((Route::Direct, Relays::Inline), SumOrder::Expert);
     assert_eq!(survivors("2 x 2 gathered, direct", &group), Vec::<String>::new());
 }
 
@@ -293,8 +297,8 @@ fn dropped_copies_behind_an_all_gather_are_found() {
         assert_eq!(copies.len(), 4, "each rank copies its own rows");
         for mutation in copies {
             let fault = prove(&mutation.plant(&story)).unwrap_err();
-            let Fault::Unwritten { reader, .. } = fault else { panic!("{mutation:?}: {fault}") };
-            assert_eq!((reader.rank, reader.what), (mutation.rank, What::Reads("landed rows")));
+            let ProofFailure::Unwritten { reader, .. } = fault else { panic!("{mutation:?}: {fault}") };
+            assert_eq!((reader.rank, reader.what), (mutation.rank, AccessKind::Reads("landed rows")));
         }
     }
 }
@@ -324,23 +328,23 @@ fn every_mutant_of_engines_that_relay_is_found() {
 
 #[test]
 fn every_mutant_of_uneven_nodes_is_found() {
-    ways().for_each(|way| all_found(&[0, 0, 0, 1], way, Order::Expert));
+    ways().for_each(|way| all_found(&[0, 0, 0, 1], way, SumOrder::Expert));
 }
 
 #[test]
 fn every_mutant_of_nodes_that_interleave_is_found() {
     let away = Route::ALL.map(|route| (route, Relays::Thread));
-    away.into_iter().for_each(|way| all_found(&[0, 0, 1, 0, 1], way, Order::Expert));
+    away.into_iter().for_each(|way| all_found(&[0, 0, 1, 0, 1], way, SumOrder::Expert));
 }
 
 #[test]
 fn every_mutant_of_four_nodes_of_one_is_found() {
-    all_found(&[0, 1, 2, 3], (Route::Pxn, Relays::Thread), Order::Expert);
+    all_found(&[0, 1, 2, 3], (Route::Pxn, Relays::Thread), SumOrder::Expert);
 }
 
 #[test]
 fn every_mutant_of_one_node_of_four_is_found() {
-    all_found(&[0; 4], (Route::Direct, Relays::Inline), Order::Expert);
+    all_found(&[0; 4], (Route::Direct, Relays::Inline), SumOrder::Expert);
 }
 
 #[test]
@@ -359,18 +363,18 @@ fn harmless_mutants_change_no_outcome() {
 }
 
 /// Whether a rule of memory matters to a group.
-fn applies(slip: Slip, group: &Group) -> bool {
+fn applies(slip: SeededBug, group: &Group) -> bool {
     let paths = |rank| Paths::new(&group.nodes, group.route, rank);
     let (rails, pxn) = (paths(0).rails(), group.route == Route::Pxn);
     let any = |of: &dyn Fn(Paths) -> bool| (0..group.nodes.ranks()).any(|rank| of(paths(rank)));
     match slip {
-        Slip::OneMessage => rails,
-        Slip::StageUnasked => rails && pxn,
-        Slip::ShareOutbox => rails && pxn && group.order != Order::Expert,
-        Slip::ShareStaging => pxn && any(&|paths| paths.sources().count() > 1),
-        Slip::ShareHome => any(&|paths| paths.relays().count() > 1),
+        SeededBug::OneMessage => rails,
+        SeededBug::StageUnasked => rails && pxn,
+        SeededBug::ShareOutbox => rails && pxn && group.order != SumOrder::Expert,
+        SeededBug::ShareStaging => pxn && any(&|paths| paths.sources().count() > 1),
+        SeededBug::ShareHome => any(&|paths| paths.relays().count() > 1),
         // A relay is done before its rank goes on, so one header would do.
-        Slip::OneHeader => false,
+        SeededBug::OneHeader => false,
         _ => true,
     }
 }
@@ -378,10 +382,12 @@ fn applies(slip: Slip, group: &Group) -> bool {
 #[test]
 fn every_broken_rule_of_memory_is_found() {
     for labels in [&[0, 0, 1, 1][..], &[0, 0, 0, 1], &[0, 1, 2, 0], &[0; 4]] {
-        for (way, order) in ways().flat_map(|way| [Order::Expert, Order::Node].map(|order| (way, order))) {
+        for (way, order) in
+            ways().flat_map(|way| [SumOrder::Expert, SumOrder::Node].map(|order| (way, order)))
+        {
             let group =
-                Group::new(labels, 4, 5).run(way).placed((RowLayout::ExpertMajor, Mode::Eager, order));
-            for slip in Slip::ALL {
+                Group::new(labels, 4, 5).run(way).placed((RowLayout::ExpertMajor, ReceiveMode::Exact, order));
+            for slip in SeededBug::ALL {
                 let seen = prove(&group.tell(&rounds(), Some(slip)));
                 assert_eq!(
                     seen.is_err(),

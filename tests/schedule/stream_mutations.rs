@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use sidelane_core::error::CallKind;
 use sidelane_core::schedule::call::{Action, SlotCall, Work};
-use sidelane_core::schedule::stream::Across;
-use sidelane_core::schedule::{Item, Level, Op};
+use sidelane_core::schedule::stream::RowPath;
+use sidelane_core::schedule::{FlagValue, Op, TrackOp};
 use sidelane_core::topology::NodeMap;
 use sidelane_verify::call_mutate::{CallChange, CallMutation};
 use sidelane_verify::check::check;
@@ -14,7 +14,7 @@ use sidelane_verify::flow;
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::prove;
 use sidelane_verify::story::StreamCall::{self, Combine, Dispatch, Release};
-use sidelane_verify::story::{Step, Story, StreamScript, Streams};
+use sidelane_verify::story::{StreamScenario, Streams, UnrolledOp, UnrolledProgram};
 
 use crate::replays::{slots, thrice};
 
@@ -42,10 +42,10 @@ struct Which {
     peer: u32,
 }
 
-fn which(when: When, step: &Step) -> Which {
+fn which(when: When, step: &UnrolledOp) -> Which {
     let (act, peer) = match step.op {
         Op::Put { to, .. } => (Act::Put, to),
-        Op::Signal { of, level: Level::Nothing, .. } => (Act::SetBack, of),
+        Op::Signal { of, level: FlagValue::Reset, .. } => (Act::SetBack, of),
         Op::Signal { to, .. } => (Act::Signal, to),
         Op::Wait { from, .. } => (Act::Wait, from),
         Op::PutRows { .. } | Op::Reduce { .. } => panic!("streams have none: {step:?}"),
@@ -96,11 +96,11 @@ fn taken<T: Clone>(replay: &Replay<T>, from: usize, to: usize) -> Replay<T> {
 }
 
 /// The story with one operation of a rank moved, in every replay.
-fn moved(story: &Story, rank: u32, from: usize, to: usize) -> Story {
+fn moved(story: &UnrolledProgram, rank: u32, from: usize, to: usize) -> UnrolledProgram {
     let mut story = story.clone();
     for pair in story.calls.chunks_exact_mut(2) {
         let steps = |call: usize| pair[call][rank as usize].scenes[0].steps.iter().copied().map(Some);
-        let replay: Replay<Step> = steps(0).chain([None]).chain(steps(1)).collect();
+        let replay: Replay<UnrolledOp> = steps(0).chain([None]).chain(steps(1)).collect();
         let moved = taken(&replay, from, to);
         let mut stages = moved.split(Option::is_none).map(|steps| steps.iter().copied().flatten().collect());
         for part in pair {
@@ -110,8 +110,8 @@ fn moved(story: &Story, rank: u32, from: usize, to: usize) -> Story {
     story
 }
 
-fn tell(ranks: u32, calls: &[StreamCall]) -> Story {
-    Story::of_streams(&StreamScript {
+fn tell(ranks: u32, calls: &[StreamCall]) -> UnrolledProgram {
+    UnrolledProgram::of_streams(&StreamScenario {
         slots: slots(ranks),
         streams: Streams::One,
         across: None,
@@ -191,7 +191,7 @@ fn every_change(ranks: u32, calls: &[StreamCall]) -> usize {
     let changes = [Change::Drop, Change::DropWaits, Change::Retrack];
     for mutation in mutations(&story).into_iter().filter(|mutation| changes.contains(&mutation.change)) {
         let when = if mutation.stage == "dispatch" { When::Dispatch } else { When::Combine };
-        let step = Step { track: 0, set: 0, op: mutation.item.op, value: 0 };
+        let step = UnrolledOp { track: 0, set: 0, op: mutation.item.op, value: 0 };
         let Which { act, .. } = which(when, &step);
         let harmless = match act {
             // A release moves nothing.
@@ -233,12 +233,12 @@ fn class(mutation: &Mutation, nodes: &NodeMap) -> String {
     };
     let act = match mutation.item.op {
         Op::Put { to, .. } => format!("put {}", peer(to)),
-        Op::Signal { to, of, level: Level::Nothing, .. } if to == of => "bell back".into(),
-        Op::Signal { of, level: Level::Nothing, .. } => format!("set back {}", peer(of)),
+        Op::Signal { to, of, level: FlagValue::Reset, .. } if to == of => "bell back".into(),
+        Op::Signal { of, level: FlagValue::Reset, .. } => format!("set back {}", peer(of)),
         Op::Signal { to, of, .. } if to == of => "bell".into(),
         Op::Signal { to, of, .. } if to == mutation.rank => format!("tell of {}", peer(of)),
         Op::Signal { to, .. } => format!("signal {}", peer(to)),
-        Op::Wait { from, level: Level::Call, .. } => format!("wait rail {}", peer(from)),
+        Op::Wait { from, level: FlagValue::Call, .. } => format!("wait rail {}", peer(from)),
         Op::Wait { from, .. } if from == mutation.rank => "wait bell".into(),
         Op::Wait { from, .. } => format!("wait {}", peer(from)),
         other => panic!("streams have none: {other:?}"),
@@ -259,13 +259,13 @@ fn bound(me: u32, ranks: u32, first: Op, then: Op) -> bool {
 }
 
 /// Why a bug across nodes does no harm, if that is so.
-fn harmless(mutation: &Mutation, way: Across, ranks: u32) -> Option<&'static str> {
-    let Mutation { rank, kind, item: Item { op, .. }, change, .. } = *mutation;
-    let rings = matches!(op, Op::Signal { to, of, level: Level::Credit, .. } if to == of);
-    let of_rail = matches!(op, Op::Signal { level: Level::Call, .. });
+fn harmless(mutation: &Mutation, way: RowPath, ranks: u32) -> Option<&'static str> {
+    let Mutation { rank, kind, item: TrackOp { op, .. }, change, .. } = *mutation;
+    let rings = matches!(op, Op::Signal { to, of, level: FlagValue::Credit, .. } if to == of);
+    let of_rail = matches!(op, Op::Signal { level: FlagValue::Call, .. });
     match (change, mutation.other) {
         (Change::Swap, Some(next)) if !bound(rank, ranks, op, next) => Some("the order of the two is free"),
-        (Change::Retrack, _) if rings && way == Across::Straight => {
+        (Change::Retrack, _) if rings && way == RowPath::GpuDirect => {
             Some("what the bell follows was packed before the stage")
         }
         (Change::Drop, _) if of_rail && kind == CallKind::Dispatch => {
@@ -278,15 +278,15 @@ fn harmless(mutation: &Mutation, way: Across, ranks: u32) -> Option<&'static str
 #[test]
 fn every_bug_across_nodes_is_found_or_does_no_harm() {
     for labels in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1]] {
-        every_bug_across(labels, Across::Straight);
-        every_bug_across(labels, Across::Detour);
+        every_bug_across(labels, RowPath::GpuDirect);
+        every_bug_across(labels, RowPath::HostStaged);
     }
 }
 
-fn every_bug_across(labels: &[u32], way: Across) {
+fn every_bug_across(labels: &[u32], way: RowPath) {
     let (nodes, ranks) = (NodeMap::from_labels(labels), labels.len() as u32);
     let (calls, across) = (thrice(&[Dispatch(0), Combine(0)]), Some((&nodes, way)));
-    let script = StreamScript {
+    let script = StreamScenario {
         slots: slots(ranks),
         streams: Streams::One,
         across,
@@ -294,7 +294,7 @@ fn every_bug_across(labels: &[u32], way: Across) {
         slip: None,
         planted: None,
     };
-    let story = Story::of_streams(&script).unwrap();
+    let story = UnrolledProgram::of_streams(&script).unwrap();
     prove(&story).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
     for mutation in mutations(&story) {
@@ -326,7 +326,7 @@ fn unseen(mutation: &CallMutation, (step, next): (Action, Option<Action>)) -> Op
 #[test]
 fn driver_mutants_of_slots_are_found_by_flow_and_between_ranks() {
     let nodes = NodeMap::from_labels(&[0, 0, 1]);
-    let groups = [None, Some((&nodes, Across::Straight)), Some((&nodes, Across::Detour))];
+    let groups = [None, Some((&nodes, RowPath::GpuDirect)), Some((&nodes, RowPath::HostStaged))];
     for call in SlotCall::ALL {
         let (program, answer) =
             (call.program(), if call == SlotCall::Release { Release(0) } else { Combine(0) });
@@ -339,7 +339,7 @@ fn driver_mutants_of_slots_are_found_by_flow_and_between_ranks() {
             let unseen = unseen(&mutation, (step.action, next.map(|next| next.action)));
             println!("{call:?} {:?} {}: {lacking}; {unseen:?}", mutation.change, step.action);
             for across in groups {
-                let story = Story::of_streams(&StreamScript {
+                let story = UnrolledProgram::of_streams(&StreamScenario {
                     slots: slots(nodes.ranks()),
                     streams: Streams::One,
                     across,

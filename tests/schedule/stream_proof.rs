@@ -2,17 +2,17 @@
 //! share.
 
 use sidelane_core::error::PlanError;
-use sidelane_core::schedule::stream::Across;
+use sidelane_core::schedule::stream::RowPath;
 use sidelane_core::topology::NodeMap;
 use sidelane_verify::check::check;
-use sidelane_verify::prove::{Fault, ends, prove};
+use sidelane_verify::prove::{ProofFailure, ends, prove};
 use sidelane_verify::story::StreamCall::{self, Combine, Dispatch, Release};
-use sidelane_verify::story::{Story, StreamScript, StreamSlip, Streams};
+use sidelane_verify::story::{StreamBug, StreamScenario, Streams, UnrolledProgram};
 
 use crate::replays::{replays, slots, thrice};
 
-fn tell(ranks: u32, streams: Streams, calls: &[StreamCall], slip: Option<StreamSlip>) -> Story {
-    Story::of_streams(&StreamScript {
+fn tell(ranks: u32, streams: Streams, calls: &[StreamCall], slip: Option<StreamBug>) -> UnrolledProgram {
+    UnrolledProgram::of_streams(&StreamScenario {
         slots: slots(ranks),
         streams,
         across: None,
@@ -45,17 +45,17 @@ fn every_replay_of_every_group_is_proved() {
 
 /// Ranks by node.
 const SHAPES: [&[u32]; 5] = [&[0, 1], &[0, 0, 1], &[0, 0, 1, 1], &[0, 1, 0, 2, 1], &[0, 0, 0, 1, 1, 1, 1, 1]];
-const WAYS: [Across; 2] = [Across::Straight, Across::Detour];
+const WAYS: [RowPath; 2] = [RowPath::GpuDirect, RowPath::HostStaged];
 
 fn tell_across(
     labels: &[u32],
-    way: Across,
+    way: RowPath,
     streams: Streams,
     calls: &[StreamCall],
-    slip: Option<StreamSlip>,
-) -> Story {
+    slip: Option<StreamBug>,
+) -> UnrolledProgram {
     let (nodes, slots) = (NodeMap::from_labels(labels), slots(labels.len() as u32));
-    Story::of_streams(&StreamScript {
+    UnrolledProgram::of_streams(&StreamScenario {
         slots,
         streams,
         across: Some((&nodes, way)),
@@ -67,7 +67,7 @@ fn tell_across(
 }
 
 /// Every shape, way, and choice of streams.
-fn across() -> impl Iterator<Item = (&'static [u32], Across, Streams)> {
+fn across() -> impl Iterator<Item = (&'static [u32], RowPath, Streams)> {
     let shapes = SHAPES.into_iter().flat_map(|shape| WAYS.map(|way| (shape, way)));
     shapes.flat_map(|(shape, way)| Streams::ALL.map(|streams| (shape, way, streams)))
 }
@@ -85,7 +85,7 @@ fn every_replay_across_nodes_is_proved_straight_and_on_the_detour() {
             // awaited and one raised come with each peer, and no words of rails are bytes.
             let ranks = labels.len();
             let far = labels.iter().map(|a| labels.iter().filter(|b| a != *b).count()).sum::<usize>();
-            let per_call = 3 * ranks + if way == Across::Detour { 4 * far } else { 0 };
+            let per_call = 3 * ranks + if way == RowPath::HostStaged { 4 * far } else { 0 };
             assert_eq!(proof.operations, near.operations + calls.len() * per_call, "{title}");
             assert!(proof.pairs > near.pairs, "{title}");
         }
@@ -106,14 +106,14 @@ fn replays_across_nodes_run_at_random() {
 #[test]
 fn every_slip_of_a_caller_across_nodes_is_found() {
     for (labels, way, streams) in across().filter(|(labels, ..)| labels.len() <= 5) {
-        for slip in StreamSlip::ALL {
+        for slip in StreamBug::ALL {
             let seen = prove(&tell_across(labels, way, streams, &calls_for(slip), Some(slip)));
             // A card reads what was packed beside the stream, too, and not only copies of a stream aside.
-            let packed_ahead = slip == StreamSlip::PackAhead && way == Across::Straight;
+            let packed_ahead = slip == StreamBug::PackAhead && way == RowPath::GpuDirect;
             // Rows that come by a twin alone are brought in behind all that the rank has read by then.
             let alone = labels.iter().enumerate().all(|(at, node)| !labels[..at].contains(node));
-            let in_turn = alone && way == Across::Detour;
-            let read_late = in_turn && matches!(slip, StreamSlip::KeepSlots | StreamSlip::SumLate);
+            let in_turn = alone && way == RowPath::HostStaged;
+            let read_late = in_turn && matches!(slip, StreamBug::KeepSlots | StreamBug::SumLate);
             let found = applies(slip, streams) && !read_late || packed_ahead;
             assert_eq!(seen.is_err(), found, "{labels:?} {way:?} {streams:?} {slip:?}: {seen:?}");
         }
@@ -133,18 +133,18 @@ fn replays_run_at_random_on_words_that_are_really_set_back() {
 }
 
 /// Whether a caller can make this slip at all.
-fn applies(slip: StreamSlip, streams: Streams) -> bool {
+fn applies(slip: StreamBug, streams: Streams) -> bool {
     match slip {
-        StreamSlip::PackAhead | StreamSlip::NotReady | StreamSlip::NotArrived => streams == Streams::Aside,
+        StreamBug::PackAhead | StreamBug::NotReady | StreamBug::NotArrived => streams == Streams::Aside,
         _ => true,
     }
 }
 
 /// Calls in which it matters.
-fn calls_for(slip: StreamSlip) -> Vec<StreamCall> {
+fn calls_for(slip: StreamBug) -> Vec<StreamCall> {
     match slip {
-        StreamSlip::Share => thrice(&[Dispatch(0), Dispatch(1), Combine(0), Combine(1)]),
-        StreamSlip::Unreleased => vec![Dispatch(0), Dispatch(0), Combine(0)],
+        StreamBug::Share => thrice(&[Dispatch(0), Dispatch(1), Combine(0), Combine(1)]),
+        StreamBug::Unreleased => vec![Dispatch(0), Dispatch(0), Combine(0)],
         _ => thrice(&[Dispatch(0), Combine(0)]),
     }
 }
@@ -152,7 +152,7 @@ fn calls_for(slip: StreamSlip) -> Vec<StreamCall> {
 #[test]
 fn every_slip_of_a_caller_is_found() {
     for (ranks, streams) in [2, 3, 5, 8].into_iter().flat_map(|r| Streams::ALL.map(move |s| (r, s))) {
-        for slip in StreamSlip::ALL {
+        for slip in StreamBug::ALL {
             let seen = prove(&tell(ranks, streams, &calls_for(slip), Some(slip)));
             assert_eq!(seen.is_err(), applies(slip, streams), "{ranks} {streams:?} {slip:?}: {seen:?}");
             if let (Err(fault), 3) = (seen, ranks) {
@@ -165,13 +165,13 @@ fn every_slip_of_a_caller_is_found() {
 #[test]
 fn a_word_that_is_set_back_too_late_is_lost_in_some_random_run() {
     // What the proof says of numbers, words of 0 and 1 do: a signal that is wiped out is waited for for ever.
-    let calls = calls_for(StreamSlip::BackLate);
-    let fault = check(&tell(3, Streams::One, &calls, Some(StreamSlip::BackLate)), 0..200).unwrap_err();
-    assert!(matches!(fault, Fault::Deadlock { seen: 0, .. }), "{fault}");
+    let calls = calls_for(StreamBug::BackLate);
+    let fault = check(&tell(3, Streams::One, &calls, Some(StreamBug::BackLate)), 0..200).unwrap_err();
+    assert!(matches!(fault, ProofFailure::Deadlock { seen: 0, .. }), "{fault}");
     // And one that still stands ends a wait too early.
-    let calls = calls_for(StreamSlip::NeverBack);
-    let fault = check(&tell(3, Streams::One, &calls, Some(StreamSlip::NeverBack)), 0..200).unwrap_err();
-    assert!(matches!(fault, Fault::Differs { .. }), "{fault}");
+    let calls = calls_for(StreamBug::NeverBack);
+    let fault = check(&tell(3, Streams::One, &calls, Some(StreamBug::NeverBack)), 0..200).unwrap_err();
+    assert!(matches!(fault, ProofFailure::Differs { .. }), "{fault}");
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn a_dispatch_that_is_not_answered_and_an_answer_without_one_are_refused() {
     for calls in
         [&[Dispatch(0), Dispatch(0)][..], &[Dispatch(1), Combine(0)], &[Dispatch(0), Combine(0), Release(0)]]
     {
-        let script = StreamScript {
+        let script = StreamScenario {
             slots: slots(2),
             streams: Streams::One,
             across: None,
@@ -187,7 +187,7 @@ fn a_dispatch_that_is_not_answered_and_an_answer_without_one_are_refused() {
             slip: None,
             planted: None,
         };
-        let refused = Story::of_streams(&script).unwrap_err();
+        let refused = UnrolledProgram::of_streams(&script).unwrap_err();
         let seen = calls.len() as u64 - 1;
         assert!(
             matches!(refused, PlanError::BadParameter { parameter: "call", seen: s, .. } if s == seen),
@@ -230,7 +230,7 @@ fn every_choice(ranks: u32, microbatches: u32, queues: u32) -> (usize, usize) {
         let nth = |rank: u32| choice / orders.len().pow(rank) % orders.len();
         let chosen: Vec<Vec<StreamCall>> = (0..ranks).map(|rank| orders[nth(rank)].clone()).collect();
         let alike = chosen.iter().all(|order| queued(order, queues) == queued(&chosen[0], queues));
-        let seen = ends(&Story::of_queues(slots(ranks), &chosen).unwrap(), queues);
+        let seen = ends(&UnrolledProgram::of_queues(slots(ranks), &chosen).unwrap(), queues);
         assert_eq!(seen.is_ok(), alike, "{queues} queues, {chosen:?}: {seen:?}");
         ended += usize::from(alike);
     }
@@ -253,9 +253,9 @@ fn ranks_end_exactly_if_they_enqueue_the_calls_of_each_queue_in_one_order() {
 #[test]
 fn two_dispatches_in_different_orders_wait_for_each_other_on_one_queue() {
     let orders = [[Dispatch(0), Dispatch(1)].to_vec(), [Dispatch(1), Dispatch(0)].to_vec()];
-    let story = Story::of_queues(slots(2), &orders).unwrap();
+    let story = UnrolledProgram::of_queues(slots(2), &orders).unwrap();
     let fault = ends(&story, 1).unwrap_err();
-    assert!(matches!(fault, Fault::Deadlock { queues: 1, seen: 0, .. }), "{fault}");
+    assert!(matches!(fault, ProofFailure::Deadlock { queues: 1, seen: 0, .. }), "{fault}");
     println!("{fault}");
     ends(&story, 2).unwrap();
 }
@@ -266,7 +266,7 @@ fn one_order_ends_on_any_number_of_queues() {
         for queues in (1..=8).chain([16, 64]) {
             for (name, calls) in replays() {
                 let all = vec![calls; ranks as usize];
-                let story = Story::of_queues(slots(ranks), &all).unwrap();
+                let story = UnrolledProgram::of_queues(slots(ranks), &all).unwrap();
                 ends(&story, queues).unwrap_or_else(|fault| panic!("{ranks} ranks, {name}: {fault}"));
             }
         }
@@ -277,7 +277,7 @@ fn one_order_ends_on_any_number_of_queues() {
 #[test]
 fn one_order_ends_whichever_streams_share_a_queue_at_each_rank() {
     for queues in 1..=3 {
-        let mut story = Story::of_queues(slots(5), &vec![replays().last().unwrap().1; 5]).unwrap();
+        let mut story = UnrolledProgram::of_queues(slots(5), &vec![replays().last().unwrap().1; 5]).unwrap();
         for part in &mut story.calls[0] {
             let rank = part.rank;
             part.scenes[0]

@@ -92,11 +92,11 @@ where
     pub fn builder<'g>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
         let case = &self.case;
         let builder = ExpertParallel::builder(group).unwrap().expert_map(case.map.clone()).top_k(case.top_k);
-        let builder = builder.hidden(case.hidden).dtype(E::DTYPE).align(case.align).wire(case.wire);
-        let builder = builder.layout(case.layout).mode(case.mode).route(case.route).order(case.order);
+        let builder = builder.hidden(case.hidden).dtype(E::DTYPE).align(case.align).partial_dtype(case.wire);
+        let builder = builder.layout(case.layout).mode(case.mode).route(case.route).sum_order(case.order);
         builder
             .weighted(case.weighted)
-            .spans(case.spans)
+            .coalesce_relays(case.spans)
             .strategy(case.strategy)
             .max_tokens(case.max_tokens())
     }
@@ -212,7 +212,7 @@ where
                         let y: f32 = element::<E>(number, rank, row, column).into();
                         partial += if weighted { mine.weights[choice] * y } else { y };
                     }
-                    let narrow = case.wire == sidelane::dtype::Wire::Bf16;
+                    let narrow = case.wire == sidelane::dtype::PartialDtype::Bf16;
                     total += if narrow { half::bf16::from_f32(partial).to_f32() } else { partial };
                 }
                 total.to()

@@ -2,7 +2,8 @@
 
 use sidelane::gate::Routing;
 use sidelane::plan::{
-    Bins, Counts, Crossing, ExpertMap, Frame, Layout, Mode, Notes, Order, RowLayout, Sizes, Sizing, Sorted,
+    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveMode, ReceiveSizes,
+    RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
@@ -11,22 +12,23 @@ pub struct Placer {
     map: ExpertMap,
     nodes: NodeMap,
     bins: Bins,
-    notes: Notes,
-    sorted: Sorted,
-    crossing: Crossing,
+    notes: RowMetadata,
+    sorted: SortedRouting,
+    crossing: InterNodeRows,
     counts: Counts,
-    sizes: Sizes,
-    layout: Layout,
+    sizes: ReceiveSizes,
+    layout: DispatchLayout,
 }
 
 impl Placer {
     pub fn new(experts: u32, ranks: u32, layout: RowLayout) -> Placer {
         let map = ExpertMap::contiguous(experts, ranks).unwrap();
         let nodes = NodeMap::from_labels(&vec![0; ranks as usize]);
-        let bins = Bins::of_layout(layout, &map, Order::Expert, &nodes);
-        let notes = Notes::of(layout, Mode::Eager, false);
-        let (sorted, crossing, counts) = (Sorted::default(), Crossing::default(), Counts::default());
-        let (sizes, layout) = (Sizes::default(), Layout::default());
+        let bins = Bins::of_layout(layout, &map, SumOrder::Expert, &nodes);
+        let notes = RowMetadata::of(layout, ReceiveMode::Exact, false);
+        let (sorted, crossing, counts) =
+            (SortedRouting::default(), InterNodeRows::default(), Counts::default());
+        let (sizes, layout) = (ReceiveSizes::default(), DispatchLayout::default());
         Placer { map, nodes, bins, notes, sorted, crossing, counts, sizes, layout }
     }
 
@@ -34,7 +36,7 @@ impl Placer {
     pub fn place(&mut self, routing: &Routing<'_>) -> usize {
         let Placer { map, nodes, bins, notes, sorted, crossing, counts, sizes, layout } = self;
         let words = notes.words(routing.top_k());
-        let sizing = Sizing {
+        let sizing = RowSizes {
             row_bytes: 4096,
             home_bytes: 4096,
             words_out: words,
@@ -42,7 +44,7 @@ impl Placer {
             partial_bytes: None,
         };
         let paths = Paths::new(nodes, Route::Direct, 0);
-        let frame = Frame { bins, paths, align: 1, chunks: 4, sizing, mode: Mode::Eager };
+        let frame = PlanContext { bins, paths, align: 1, chunks: 4, sizing, mode: ReceiveMode::Exact };
         sorted.fill(map, bins, *notes, 0, routing).unwrap();
         crossing.fill(bins, &paths, sorted);
         counts.clear(bins.count());

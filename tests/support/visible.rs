@@ -1,7 +1,7 @@
 //! What every rank must see of a dispatch, in every layout and mode, found from everybody's routing at once.
 
-use sidelane::dtype::Wire;
-use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout, Strategy};
+use sidelane::dtype::PartialDtype;
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::{NodeMap, Route};
 
 /// What is dispatched, and how.
@@ -15,10 +15,10 @@ pub struct Case {
     pub hidden: usize,
     pub align: u32,
     pub layout: RowLayout,
-    pub mode: Mode,
+    pub mode: ReceiveMode,
     pub route: Route,
-    pub order: Order,
-    pub wire: Wire,
+    pub order: SumOrder,
+    pub wire: PartialDtype,
     pub weighted: bool,
     /// Relays hand rows on in spans: rows land in another order than the visible one, and an index says in which.
     pub spans: bool,
@@ -36,13 +36,13 @@ impl Case {
             hidden: 24,
             align: 1,
             layout: RowLayout::ExpertMajor,
-            mode: Mode::Eager,
+            mode: ReceiveMode::Exact,
             route: Route::Direct,
-            order: Order::Expert,
-            wire: Wire::F32,
+            order: SumOrder::Expert,
+            wire: PartialDtype::F32,
             weighted: false,
             spans: false,
-            strategy: Strategy::Exchange,
+            strategy: Strategy::AllToAll,
         }
     }
 
@@ -109,7 +109,7 @@ impl Visible {
         let mut segment: Vec<Option<Row>> = Vec::new();
         for source in 0..ids.len() {
             let mut rows = rows_from(case, ids, source, slots);
-            if let Mode::Slots { rows: room, .. } = case.mode {
+            if let ReceiveMode::Slots { rows: room, .. } = case.mode {
                 rows.drain((room as usize).min(rows.len())..).for_each(|row| self.drop_row(&row));
                 segment.extend(rows.into_iter().map(Some));
                 segment.resize((source + 1) * room as usize, None);
@@ -125,7 +125,7 @@ impl Visible {
     /// What a budget leaves.
     fn clip(&mut self, case: &Case, rank: usize) {
         self.required[rank] = self.rows[rank].len() as u32;
-        let Mode::Budget { rows: budget, .. } = case.mode else { return };
+        let ReceiveMode::Budget { rows: budget, .. } = case.mode else { return };
         let kept = self.rows[rank].len().min(budget as usize);
         for row in self.rows[rank].split_off(kept).into_iter().flatten() {
             self.drop_row(&row);
@@ -190,11 +190,11 @@ impl Visible {
                 RowLayout::RankMajor => 0,
             };
             let partial = match case.order {
-                Order::Expert => 0,
-                Order::Rank => rank as u32,
-                Order::Node => nodes.node_of(rank as u32),
+                SumOrder::Expert => 0,
+                SumOrder::Rank => rank as u32,
+                SumOrder::Node => nodes.node_of(rank as u32),
             };
-            let by_rank = case.order != Order::Expert || case.layout == RowLayout::RankMajor;
+            let by_rank = case.order != SumOrder::Expert || case.layout == RowLayout::RankMajor;
             (partial, if by_rank { rank } else { 0 }, expert, (rank, at, choice))
         };
         let mut terms: Vec<_> = self.places[source][token].iter().map(keyed).collect();
@@ -204,7 +204,7 @@ impl Visible {
 
     /// The first rank that needs more than its budget.
     pub fn over_budget(&self, case: &Case) -> Option<(u32, u32)> {
-        let Mode::Budget { rows, overflow: Overflow::Error } = case.mode else { return None };
+        let ReceiveMode::Budget { rows, overflow: Overflow::Error } = case.mode else { return None };
         (0..).zip(self.required.iter().copied()).find(|&(_, required)| required > rows)
     }
 }

@@ -7,7 +7,7 @@
 use std::fs::File;
 
 use sidelane::collective::Communicator;
-use sidelane::ep::{Collective, Handle, Shares, Tensor, TensorMut};
+use sidelane::ep::{Handle, RowCollective, RowPartition, Tensor, TensorMut};
 use sidelane::error::{CallKind, Error, PlanError};
 use sidelane::{Dtype, ExpertParallel, Group};
 
@@ -26,7 +26,7 @@ pub fn build(group: &Group) {
 
 /// A collective: of rows without elements.
 pub fn collective(group: &Group) {
-    drop(Collective::builder(group).build());
+    drop(RowCollective::builder(group).build());
 }
 
 /// A communicator: of rounds without bytes.
@@ -58,11 +58,16 @@ pub fn register(group: &Group) {
 
 /// A call of a collective, with elements that are not the rows'. Without shares no call along them
 /// can be entered: then the others hear that this rank is in another one.
-pub fn gathering(collective: &mut Collective, dtype: Dtype, shares: Option<&Shares>, call: Gathering) {
+pub fn gathering(
+    collective: &mut RowCollective,
+    dtype: Dtype,
+    shares: Option<&RowPartition>,
+    call: Gathering,
+) {
     let dtype = if dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
     let wrong = Tensor::Host { bytes: &[], dtype };
     match (shares, call) {
-        (Some(shares), Gathering::Along) => drop(collective.all_gather_along(wrong, shares)),
+        (Some(shares), Gathering::Along) => drop(collective.all_gather_cached(wrong, shares)),
         (Some(shares), Gathering::Sum) => {
             let none = TensorMut::Host { bytes: &mut [], dtype };
             drop(collective.reduce_scatter_into(wrong, shares, none));

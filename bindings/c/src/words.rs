@@ -1,8 +1,8 @@
 //! Choices as numbers. Where a field may be left out, 0 is its default.
 
 use sidelane::Dtype;
-use sidelane::dtype::Wire;
-use sidelane::plan::{Mode, Order, Overflow, RowLayout, Strategy};
+use sidelane::dtype::PartialDtype;
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::Route;
 
 use crate::fault::ArgumentError;
@@ -123,17 +123,17 @@ pub(crate) fn route(seen: u32) -> Result<Route, ArgumentError> {
     choice("route", seen, &all, "SIDELANE_ROUTE_DIRECT or _PXN")
 }
 
-pub(crate) fn order(seen: u32) -> Result<Order, ArgumentError> {
+pub(crate) fn order(seen: u32) -> Result<SumOrder, ArgumentError> {
     let all = [
-        (SIDELANE_ORDER_EXPERT, Order::Expert),
-        (SIDELANE_ORDER_RANK, Order::Rank),
-        (SIDELANE_ORDER_NODE, Order::Node),
+        (SIDELANE_ORDER_EXPERT, SumOrder::Expert),
+        (SIDELANE_ORDER_RANK, SumOrder::Rank),
+        (SIDELANE_ORDER_NODE, SumOrder::Node),
     ];
     choice("order", seen, &all, "one of SIDELANE_ORDER_EXPERT, _RANK, _NODE")
 }
 
-pub(crate) fn wire(seen: u32) -> Result<Wire, ArgumentError> {
-    let all = [(SIDELANE_WIRE_F32, Wire::F32), (SIDELANE_WIRE_BF16, Wire::Bf16)];
+pub(crate) fn wire(seen: u32) -> Result<PartialDtype, ArgumentError> {
+    let all = [(SIDELANE_WIRE_F32, PartialDtype::F32), (SIDELANE_WIRE_BF16, PartialDtype::Bf16)];
     choice("wire", seen, &all, "SIDELANE_WIRE_F32 or _BF16")
 }
 
@@ -145,17 +145,17 @@ pub(crate) fn layout(seen: u32) -> Result<RowLayout, ArgumentError> {
     choice("layout", seen, &all, "SIDELANE_LAYOUT_EXPERT_MAJOR or _RANK_MAJOR")
 }
 
-pub(crate) fn mode(seen: u32, rows: u32, overflow: u32) -> Result<Mode, ArgumentError> {
+pub(crate) fn mode(seen: u32, rows: u32, overflow: u32) -> Result<ReceiveMode, ArgumentError> {
     let overflows = [(SIDELANE_OVERFLOW_ERROR, Overflow::Error), (SIDELANE_OVERFLOW_DROP, Overflow::Drop)];
     let overflow = choice("overflow", overflow, &overflows, "SIDELANE_OVERFLOW_ERROR or _DROP")?;
     let all = [
-        (SIDELANE_MODE_EAGER, Mode::Eager),
-        (SIDELANE_MODE_BUDGET, Mode::Budget { rows, overflow }),
-        (SIDELANE_MODE_SLOTS, Mode::Slots { rows, overflow }),
+        (SIDELANE_MODE_EAGER, ReceiveMode::Exact),
+        (SIDELANE_MODE_BUDGET, ReceiveMode::Budget { rows, overflow }),
+        (SIDELANE_MODE_SLOTS, ReceiveMode::Slots { rows, overflow }),
     ];
     let mode = choice("mode", seen, &all, "one of SIDELANE_MODE_EAGER, _BUDGET, _SLOTS")?;
     match mode {
-        Mode::Eager if rows > 0 => {
+        ReceiveMode::Exact if rows > 0 => {
             let expected = "0: eager, sizes are exact";
             Err(ArgumentError::Value { what: "mode_rows", seen: rows.into(), expected })
         }
@@ -165,6 +165,6 @@ pub(crate) fn mode(seen: u32, rows: u32, overflow: u32) -> Result<Mode, Argument
 
 pub(crate) fn strategy(seen: u32) -> Result<Strategy, ArgumentError> {
     let all =
-        [(SIDELANE_STRATEGY_EXCHANGE, Strategy::Exchange), (SIDELANE_STRATEGY_GATHER, Strategy::Gather)];
+        [(SIDELANE_STRATEGY_EXCHANGE, Strategy::AllToAll), (SIDELANE_STRATEGY_GATHER, Strategy::AllGather)];
     choice("strategy", seen, &all, "SIDELANE_STRATEGY_EXCHANGE or _GATHER")
 }

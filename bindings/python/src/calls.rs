@@ -14,7 +14,7 @@ use std::sync::Arc;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::device::Range;
+use sidelane::device::DeviceRange;
 use sidelane::ep::{Choices, CombineInput, ExpertOutput, Tensor, TensorMut};
 use sidelane::error::{CallKind, PlanError};
 use sidelane::gate::Routing;
@@ -24,16 +24,16 @@ use crate::errors::{Wrong, raise};
 use crate::handle::{Handle, Shape};
 use crate::input::{Input, Rows};
 use crate::settings;
-use crate::slot::Slot;
+use crate::slot::LendingCell;
 use crate::tensor::{self, Element, Kind, Memory, Outputs, extent_of};
-use crate::world::Seat;
+use crate::world::OpenWorld;
 
 /// The choices of a dispatch.
 pub enum Chosen {
     /// Copied from memory of the host.
     Host(Routing<'static>),
     /// In memory of the device: ids, then weights.
-    Device { ranges: [Range; 2], inputs: Vec<Input> },
+    Device { ranges: [DeviceRange; 2], inputs: Vec<Input> },
 }
 
 impl Chosen {
@@ -112,8 +112,8 @@ impl Brought {
 /// An instance, as its calls, pending ones among them, have it.
 #[derive(Clone)]
 pub struct Instance {
-    pub seat: Arc<Seat>,
-    pub slot: Arc<Slot<sidelane::ExpertParallel>>,
+    pub seat: Arc<OpenWorld>,
+    pub slot: Arc<LendingCell<sidelane::ExpertParallel>>,
     pub shape: Shape,
 }
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::dtype::Wire;
-use sidelane::ep::{Collective as Gathers, CollectiveBuilder, Shares as Layout, Tensor as Sent};
+use sidelane::dtype::PartialDtype;
+use sidelane::ep::{CollectiveBuilder, RowCollective as Gathers, RowPartition as Layout, Tensor as Sent};
 
 use crate::calls::{Brought, Sums, first, unusable};
 use crate::device::Place;
@@ -14,9 +14,9 @@ use crate::handle::tensor_of;
 use crate::input::Input;
 use crate::parallel::group_of;
 use crate::settings;
-use crate::slot::Slot;
+use crate::slot::LendingCell;
 use crate::tensor::{Kind, Outputs, Tensor};
-use crate::world::Seat;
+use crate::world::OpenWorld;
 
 /// What is the same for all rows.
 #[derive(Clone)]
@@ -29,8 +29,8 @@ struct Shape {
 /// All-gather and reduce-scatter over a group of ranks.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Collective {
-    seat: Arc<Seat>,
-    slot: Arc<Slot<Gathers>>,
+    seat: Arc<OpenWorld>,
+    slot: Arc<LendingCell<Gathers>>,
     shape: Shape,
     #[pyo3(get)]
     rank: u32,
@@ -41,7 +41,7 @@ pub struct Collective {
 /// How many rows each rank has.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Shares {
-    slot: Slot<Layout>,
+    slot: LendingCell<Layout>,
     shape: Shape,
     kind: Kind,
     outputs: Outputs,
@@ -84,7 +84,7 @@ impl Collective {
 
     fn shares_of(&self, layout: Layout, kind: Kind) -> Shares {
         let (counts, rows) = (layout.counts().to_vec(), layout.rows());
-        let (slot, shape) = (Slot::new("shares", layout), self.shape.clone());
+        let (slot, shape) = (LendingCell::new("shares", layout), self.shape.clone());
         Shares { slot, shape, kind, outputs: Outputs::default(), counts, rows }
     }
 
@@ -121,7 +121,7 @@ impl Collective {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
             let builder = Gathers::builder(&members).columns(columns).dtype(dtype).segments(segments);
             let builder = builder.max_rows(max_rows).route(settings::word("route", route)?);
-            let wire = node_sums.map(|wire| settings::word::<Wire>("node_sums", wire)).transpose()?;
+            let wire = node_sums.map(|wire| settings::word::<PartialDtype>("node_sums", wire)).transpose()?;
             Ok((wire.into_iter().fold(builder, CollectiveBuilder::node_sums), dtype))
         };
         let refuse = || Gathers::builder(&members).build().map(drop);
@@ -155,7 +155,7 @@ impl Collective {
         shares: &Shares,
     ) -> PyResult<Bound<'py, PyAny>> {
         let all = self.with(rows, |rows| {
-            self.along(py, shares, |gathers, layout| gathers.all_gather_along(rows, layout))
+            self.along(py, shares, |gathers, layout| gathers.all_gather_cached(rows, layout))
         })?;
         self.all(py, all, Kind::of(rows))
     }

@@ -9,8 +9,8 @@ use bytemuck::{try_cast_slice, try_cast_slice_mut};
 use half::{bf16, f16};
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::collective::{Communicator as Group, CommunicatorBuilder, Sums};
-use sidelane::dtype::Wire;
+use sidelane::collective::{AllReduceAlgorithm, Communicator as Group, CommunicatorBuilder};
+use sidelane::dtype::PartialDtype;
 use sidelane::error::{CallKind, Error, PlanError};
 
 use crate::calls::first;
@@ -18,15 +18,15 @@ use crate::errors::Wrong;
 use crate::input::Input;
 use crate::parallel::group_of;
 use crate::settings;
-use crate::slot::Slot;
+use crate::slot::LendingCell;
 use crate::tensor::{Element, Kind, Tensor};
-use crate::world::Seat;
+use crate::world::OpenWorld;
 
 /// All-reduce, reduce-scatter, broadcast, all-to-all, all-gather and messages over a group of ranks.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Communicator {
-    seat: Arc<Seat>,
-    slot: Arc<Slot<Group>>,
+    seat: Arc<OpenWorld>,
+    slot: Arc<LendingCell<Group>>,
     #[pyo3(get)]
     rank: u32,
     #[pyo3(get)]
@@ -208,17 +208,17 @@ impl Communicator {
         let (seat, members) = (group.get().seat(), group.get().get()?);
         let set = || -> PyResult<(CommunicatorBuilder<'_>, ())> {
             let sums = match sums {
-                "direct" => Sums::Direct,
-                "ring" => Sums::Ring(Wire::F32),
-                "ring-bf16" => Sums::Ring(Wire::Bf16),
+                "direct" => AllReduceAlgorithm::Direct,
+                "ring" => AllReduceAlgorithm::Ring(PartialDtype::F32),
+                "ring-bf16" => AllReduceAlgorithm::Ring(PartialDtype::Bf16),
                 other => {
                     let why = format!("`{other}` is none of direct, ring, ring-bf16");
                     return Err(settings::wrong("sums", &why));
                 }
             };
-            let builder = Group::builder(&members).sums(sums);
+            let builder = Group::builder(&members).algorithm(sums);
             let builder = chunk.into_iter().fold(builder, CommunicatorBuilder::chunk);
-            Ok((whole.into_iter().fold(builder, CommunicatorBuilder::whole), ()))
+            Ok((whole.into_iter().fold(builder, CommunicatorBuilder::one_shot_bytes), ()))
         };
         let refuse = || Group::builder(&members).chunk(0).build().map(drop);
         let (slot, ()) = seat.build(py, "Communicator", set(), refuse, CommunicatorBuilder::build)?;
@@ -338,7 +338,7 @@ impl Communicator {
         let dtype = moved(sent.element());
         let (data, into) = (sent.slice::<u8>()?, received.bytes_mut()?);
         self.seat.call(py, &self.slot, |group| {
-            with_element!(dtype, E => group.exchange::<E>(
+            with_element!(dtype, E => group.send_receive::<E>(
                 peer,
                 try_cast_slice(data).unwrap_or_default(),
                 try_cast_slice_mut(into).unwrap_or_default(),

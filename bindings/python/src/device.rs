@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use sidelane::device::{Driver, Event, Range, Stream};
+use sidelane::device::{DeviceRange, Driver, Event, Stream};
 use sidelane::error::DeviceError;
 use sidelane::memory::Pool;
 
@@ -151,10 +151,10 @@ impl OnStream {
     ///
     /// # Errors
     /// `DeviceError` where its library says what the driver does not.
-    pub fn range(&self, what: &'static str, address: usize, bytes: usize) -> PyResult<Range> {
+    pub fn range(&self, what: &'static str, address: usize, bytes: usize) -> PyResult<DeviceRange> {
         let address = if bytes == 0 { 0 } else { address as u64 };
         // SAFETY: lent; `keep` holds it until the stream has passed its use.
-        unsafe { Range::lent(self.stream.context(), what, address, bytes as u64) }.map_err(raise)
+        unsafe { DeviceRange::from_raw(self.stream.context(), what, address, bytes as u64) }.map_err(raise)
     }
 
     /// Keeps what the stream was just given until it has passed that. What a graph may come back to

@@ -6,12 +6,12 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use sidelane::gate::{Call, Draw, GateConfig, Preset, WeightsInput, weights_backward};
+use sidelane::gate::{GateConfig, GateInput, Preset, RngKey, WeightsInput, weights_backward};
 
 use crate::errors::raise;
 use crate::input::Input;
 use crate::settings;
-use crate::slot::Slot;
+use crate::slot::LendingCell;
 use crate::tensor::{Element, Kind, Tensor};
 
 /// Names of all presets.
@@ -41,18 +41,18 @@ struct Asked {
     replay: Option<Input>,
     needed: Option<u32>,
     training: bool,
-    draw: Draw,
+    draw: RngKey,
 }
 
 impl Asked {
-    fn call(&self) -> PyResult<Call<'_>> {
-        Ok(Call {
+    fn call(&self) -> PyResult<GateInput<'_>> {
+        Ok(GateInput {
             logits: self.logits.slice()?,
             bias: self.bias.as_ref().map(Input::slice).transpose()?,
-            deviation: self.deviation.as_ref().map(Input::slice).transpose()?,
-            used: self.used.as_deref(),
+            noise_std: self.deviation.as_ref().map(Input::slice).transpose()?,
+            token_mask: self.used.as_deref(),
             replay: self.replay.as_ref().map(Input::slice).transpose()?,
-            needed: self.needed,
+            global_required: self.needed,
             training: self.training,
             draw: self.draw,
         })
@@ -67,7 +67,7 @@ fn lent(object: Option<&Bound<'_, PyAny>>, what: &'static str, element: Element)
 /// A router. Of calls of one size only the first allocates.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Gate {
-    slot: Slot<sidelane::gate::Gate>,
+    slot: LendingCell<sidelane::gate::Gate>,
     experts: usize,
     top_k: usize,
 }
@@ -80,7 +80,7 @@ impl Gate {
             pythonize::depythonize(config).map_err(|error| settings::wrong("gate", &error.to_string()))?;
         let (experts, top_k) = (config.experts as usize, config.top_k as usize);
         let gate = sidelane::gate::Gate::new(config).map_err(raise)?;
-        Ok(Gate { slot: Slot::new("gate", gate), experts, top_k })
+        Ok(Gate { slot: LendingCell::new("gate", gate), experts, top_k })
     }
 
     #[getter]
@@ -118,7 +118,7 @@ impl Gate {
             replay: lent(replay, "replay", Element::I32)?,
             needed,
             training,
-            draw: Draw { seed, step, rank },
+            draw: RngKey { seed, step, rank },
         };
         let call = asked.call()?;
         let decision = self.slot.lend(|gate| {
@@ -149,7 +149,7 @@ impl Gate {
             replay: None,
             needed: None,
             training,
-            draw: Draw { seed, step, rank },
+            draw: RngKey { seed, step, rank },
         };
         let call = asked.call()?;
         let mut noisy = vec![0.0; call.logits.len()];

@@ -4,17 +4,17 @@ use std::sync::{Arc, Weak};
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::device::Range;
+use sidelane::device::DeviceRange;
 use sidelane::ep::{ExpertRows, Report, RowIndex};
 use sidelane::memory::Pool;
 
 use crate::calls::Instance;
 use crate::device::Place;
 use crate::errors::{Wrong, raise};
-use crate::slot::Slot;
+use crate::slot::LendingCell;
 use crate::tensor::{Element, Kind, Memory, Outputs, Tensor};
 use crate::wait::{self, Interrupt};
-use crate::world::Seat;
+use crate::world::OpenWorld;
 
 /// What is the same for all rows of an `ExpertParallel`.
 #[derive(Clone)]
@@ -39,7 +39,12 @@ pub struct Shape {
 
 impl Shape {
     /// A tensor in memory of received rows, which keeps all of them.
-    fn part(&self, rows: &Arc<ExpertRows>, range: &Range, (shape, element): (&[usize], Element)) -> Tensor {
+    fn part(
+        &self,
+        rows: &Arc<ExpertRows>,
+        range: &DeviceRange,
+        (shape, element): (&[usize], Element),
+    ) -> Tensor {
         let (address, bytes) = (range.address() as usize, range.len() as usize);
         let memory = Memory::at(address, bytes, Box::new(Arc::clone(rows)), None);
         self.place.tensor(memory, shape, element)
@@ -84,9 +89,9 @@ pub fn tensor_of(
 /// The placement of one dispatch.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Handle {
-    seat: Arc<Seat>,
+    seat: Arc<OpenWorld>,
     /// Lent to calls along it.
-    pub slot: Slot<sidelane::ep::Handle>,
+    pub slot: LendingCell<sidelane::ep::Handle>,
     shape: Shape,
     kind: Kind,
     /// What was received on a device, as long as somebody has it; slots stay where they are.
@@ -107,7 +112,7 @@ impl Instance {
             seat: Arc::clone(&self.seat),
             rows: handle.rows() as usize,
             tokens: handle.tokens() as usize,
-            slot: Slot::new("handle", handle),
+            slot: LendingCell::new("handle", handle),
             shape: self.shape.clone(),
             kind,
             received: rows.map(Arc::downgrade).unwrap_or_default(),
@@ -300,7 +305,7 @@ impl Handle {
         self.on_device(py, |shape, rows| {
             let Shape { hidden, dtype, .. } = *shape;
             let row_bytes = hidden * dtype.size();
-            let sizes = |arrived: &Range| [arrived.len() as usize / row_bytes, hidden];
+            let sizes = |arrived: &DeviceRange| [arrived.len() as usize / row_bytes, hidden];
             let arrived = rows.arrivals().map(|(arrived, _)| arrived);
             Ok(arrived.map(|arrived| shape.part(rows, arrived, (&sizes(arrived), dtype.into()))))
         })

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::device::Range;
+use sidelane::device::DeviceRange;
 use sidelane::ep::{Tensor, TensorMut};
 use sidelane::error::PlanError;
 
@@ -29,7 +29,7 @@ enum Held {
     /// The stream still needs it when the call is over.
     Device {
         lent: Arc<Lent>,
-        range: Range,
+        range: DeviceRange,
     },
 }
 
@@ -128,7 +128,7 @@ impl Input {
     }
 
     /// Its memory on a device.
-    pub fn range(&self) -> Option<&Range> {
+    pub fn range(&self) -> Option<&DeviceRange> {
         match &self.held {
             Held::Host(_) => None,
             Held::Device { range, .. } => Some(range),

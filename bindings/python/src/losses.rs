@@ -5,7 +5,7 @@
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 use sidelane::error::GateError;
-use sidelane::gate::{Balance, ImportanceInput, LossInput, Preset, Totals, importance_loss, z_loss};
+use sidelane::gate::{BalanceLoss, ImportanceInput, LossInput, Preset, Totals, importance_loss, z_loss};
 
 use crate::errors::raise;
 use crate::gate::preset_of;
@@ -81,10 +81,10 @@ fn lost<'py>(
 #[pyfunction]
 fn balance<'py>(py: Python<'py>, preset: &str) -> PyResult<Bound<'py, PyAny>> {
     let preset: Preset = preset_of(preset)?;
-    Ok(pythonize::pythonize(py, &Balance::of(preset))?)
+    Ok(pythonize::pythonize(py, &BalanceLoss::of(preset))?)
 }
 
-fn balance_of(balance: &Bound<'_, PyAny>) -> PyResult<Balance> {
+fn balance_of(balance: &Bound<'_, PyAny>) -> PyResult<BalanceLoss> {
     pythonize::depythonize(balance).map_err(|error| settings::wrong("balance", &error.to_string()))
 }
 

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use sidelane::Dtype;
 use sidelane::ep::{ExpertParallelBuilder, ExpertRows};
 use sidelane::error::CallKind;
-use sidelane::plan::{ExpertMap, Mode, Overflow, RowLayout};
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout};
 
 use crate::calls::{Instance, Sums};
 use crate::device::{OnStream, Place};
@@ -94,9 +94,9 @@ impl ExpertParallel {
             let rows: RowLayout = settings::word("layout", layout)?;
             let overflow: Overflow = settings::word("overflow", overflow)?;
             let mode = match (budget, slots) {
-                (None, None) => Mode::Eager,
-                (Some(rows), None) => Mode::Budget { rows, overflow },
-                (None, Some(rows)) => Mode::Slots { rows, overflow },
+                (None, None) => ReceiveMode::Exact,
+                (Some(rows), None) => ReceiveMode::Budget { rows, overflow },
+                (None, Some(rows)) => ReceiveMode::Slots { rows, overflow },
                 (Some(_), Some(_)) => return Err(settings::wrong("slots", "not with a budget")),
             };
             let builder = blank
@@ -104,15 +104,15 @@ impl ExpertParallel {
                 .top_k(top_k)
                 .hidden(hidden)
                 .dtype(dtype)
-                .order(settings::word("order", order)?)
-                .wire(settings::word("wire", wire)?)
+                .sum_order(settings::word("order", order)?)
+                .partial_dtype(settings::word("wire", wire)?)
                 .layout(rows)
                 .route(settings::word("route", route)?)
                 .strategy(settings::word("strategy", strategy)?)
                 .align(align)
                 .max_tokens(max_tokens)
                 .weighted(weighted)
-                .spans(spans)
+                .coalesce_relays(spans)
                 .fp8(fp8)
                 .mode(mode);
             let on = OnStream::open(py, device, stream)?;
@@ -160,7 +160,7 @@ impl ExpertParallel {
     #[getter]
     fn record(&self) -> PyResult<Option<(usize, usize, usize, usize)>> {
         self.instance.slot.lend(|ep| {
-            let parts = |record: sidelane::dtype::RecordShape| {
+            let parts = |record: sidelane::dtype::Fp8RowShape| {
                 (record.hidden(), record.scales_offset(), record.scales(), record.bytes())
             };
             Ok(ep.record().map(parts))

@@ -60,19 +60,19 @@ enum State<T> {
 }
 
 /// A value that is lent to one call at a time.
-pub struct Slot<T> {
+pub struct LendingCell<T> {
     what: &'static str,
     maker: Maker,
     state: Mutex<State<T>>,
 }
 
-impl<T> Slot<T> {
+impl<T> LendingCell<T> {
     /// Holds a value; `what` it is called in errors.
     pub fn new(what: &'static str, value: T) -> Self {
-        Slot { what, maker: Maker::here(), state: Mutex::new(State::Here(value)) }
+        LendingCell { what, maker: Maker::here(), state: Mutex::new(State::Here(value)) }
     }
 
-    /// Takes the value for a call; [`Slot::put_back`] is its end.
+    /// Takes the value for a call; [`LendingCell::put_back`] is its end.
     ///
     /// # Errors
     /// `ForkedError`, `BusyError`, `ClosedError`.
@@ -109,7 +109,7 @@ impl<T> Slot<T> {
     /// Lends the value to a call.
     ///
     /// # Errors
-    /// As [`Slot::take`], and those of the call.
+    /// As [`LendingCell::take`], and those of the call.
     pub fn lend<R>(&self, call: impl FnOnce(&mut T) -> PyResult<R>) -> PyResult<R> {
         let mut value = self.take()?;
         let done = call(&mut value);
@@ -120,7 +120,7 @@ impl<T> Slot<T> {
     /// A copy of the value, for calls that need it to themselves no longer than it takes to copy it.
     ///
     /// # Errors
-    /// As [`Slot::take`].
+    /// As [`LendingCell::take`].
     pub fn get(&self) -> PyResult<T>
     where
         T: Clone,
@@ -133,7 +133,7 @@ impl<T> Slot<T> {
     }
 }
 
-impl<T: Send> Close for Slot<T> {
+impl<T: Send> Close for LendingCell<T> {
     fn close(&self) {
         let mut state = self.state();
         let next = match *state {
@@ -146,7 +146,7 @@ impl<T: Send> Close for Slot<T> {
     }
 }
 
-impl<T> Drop for Slot<T> {
+impl<T> Drop for LendingCell<T> {
     fn drop(&mut self) {
         if !self.maker.is_here() {
             // The parent's to drop: here it would say goodbye in the parent's name.

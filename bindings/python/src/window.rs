@@ -16,16 +16,16 @@ use sidelane::error::MemoryError;
 use crate::errors::{Wrong, raise};
 use crate::input::Input;
 use crate::settings;
-use crate::slot::Slot;
+use crate::slot::LendingCell;
 use crate::tensor::{Element, Memory, Tensor};
 use crate::wait::{self, Interrupt};
-use crate::world::{Group, Seat};
+use crate::world::{Group, OpenWorld};
 
 /// A tensor at every member of a group, and one signal word per pair of members.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Window {
-    seat: Arc<Seat>,
-    window: Arc<Slot<sidelane::Window>>,
+    seat: Arc<OpenWorld>,
+    window: Arc<LendingCell<sidelane::Window>>,
     local: Tensor,
     shape: Vec<usize>,
     element: Element,
@@ -89,7 +89,7 @@ impl Window {
         let window = group.seat().meeting(py, || members.register(memory))?;
         let address = mapped.as_mut_ptr() as usize;
         let local = Tensor::new(Memory::at(address, bytes, Box::new(mapped), None), shape, element);
-        let window = Arc::new(Slot::new("window", window));
+        let window = Arc::new(LendingCell::new("window", window));
         let child = Arc::downgrade(&window);
         group.seat().adopt(child);
         Ok(Window { seat: Arc::clone(group.seat()), window, local, shape: shape.to_vec(), element })

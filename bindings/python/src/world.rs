@@ -6,33 +6,33 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use sidelane::Options;
-use sidelane::bootstrap::{Clocks, Identity, Secret};
+use sidelane::bootstrap::{Identity, Secret, Timeouts};
 use sidelane::config::Config;
 
 use crate::calls::first;
 use crate::errors::{Wrong, raise};
-use crate::slot::{Close, Maker, Slot};
+use crate::slot::{Close, LendingCell, Maker};
 use crate::wait::{self, Interrupt};
 use crate::window::Window;
 
 /// A world while it is open, and what was made in it.
-pub struct Seat {
+pub struct OpenWorld {
     maker: Maker,
     world: Mutex<Option<Arc<sidelane::World>>>,
     children: Mutex<Vec<Weak<dyn Close>>>,
 }
 
 /// Worlds that the interpreter's end must close.
-static OPEN: Mutex<Vec<Weak<Seat>>> = Mutex::new(Vec::new());
+static OPEN: Mutex<Vec<Weak<OpenWorld>>> = Mutex::new(Vec::new());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Seat {
+impl OpenWorld {
     fn new(world: sidelane::World) -> Arc<Self> {
         let world = Mutex::new(Some(Arc::new(world)));
-        let seat = Arc::new(Seat { maker: Maker::here(), world, children: Mutex::default() });
+        let seat = Arc::new(OpenWorld { maker: Maker::here(), world, children: Mutex::default() });
         let mut open = lock(&OPEN);
         open.retain(|other| other.strong_count() > 0);
         open.push(Arc::downgrade(&seat));
@@ -61,7 +61,7 @@ impl Seat {
     pub fn call<O: Send, T: Send>(
         &self,
         py: Python<'_>,
-        slot: &Slot<O>,
+        slot: &LendingCell<O>,
         call: impl FnOnce(&mut O) -> Result<T, sidelane::Error> + Send,
     ) -> PyResult<T> {
         let world = self.world()?;
@@ -77,12 +77,12 @@ impl Seat {
         set: PyResult<(B, S)>,
         refuse: impl FnOnce() -> Result<(), sidelane::Error> + Send,
         build: impl FnOnce(B) -> Result<O, sidelane::Error> + Send,
-    ) -> PyResult<(Arc<Slot<O>>, S)> {
+    ) -> PyResult<(Arc<LendingCell<O>>, S)> {
         let (builder, settings) = match set {
             Ok(set) => set,
             Err(error) => return Err(first(py, self.meeting(py, refuse), error)),
         };
-        let slot = Arc::new(Slot::new(what, self.meeting(py, || build(builder))?));
+        let slot = Arc::new(LendingCell::new(what, self.meeting(py, || build(builder))?));
         let child = Arc::downgrade(&slot);
         self.adopt(child);
         Ok((slot, settings))
@@ -110,7 +110,7 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for OpenWorld {
     fn drop(&mut self) {
         if !self.maker.is_here() {
             std::mem::forget(self.world.get_mut().unwrap_or_else(PoisonError::into_inner).take());
@@ -120,7 +120,7 @@ impl Drop for Seat {
 
 /// An error in a process that was forked from one whose worlds are open: it has their connections.
 fn check_fork() -> PyResult<()> {
-    let open: Vec<Arc<Seat>> = lock(&OPEN).iter().filter_map(Weak::upgrade).collect();
+    let open: Vec<Arc<OpenWorld>> = lock(&OPEN).iter().filter_map(Weak::upgrade).collect();
     open.iter().filter(|seat| lock(&seat.world).is_some()).try_for_each(|seat| seat.maker.check("world"))
 }
 
@@ -134,7 +134,7 @@ pub fn close_all(py: Python<'_>) {
 /// All ranks of a job, as one of them sees it.
 #[pyclass(frozen, module = "sidelane")]
 pub struct World {
-    seat: Arc<Seat>,
+    seat: Arc<OpenWorld>,
 }
 
 #[pymethods]
@@ -145,11 +145,11 @@ impl World {
         check_fork()?;
         let lookup = move |name: &str| variables.get(name).cloned().or_else(|| std::env::var(name).ok());
         let world = wait::joining(py, move || {
-            let clocks = Clocks::from_vars(&lookup)?;
+            let clocks = Timeouts::from_vars(&lookup)?;
             let options = Options { config: Config::from_vars(&lookup)?, clocks, ..Options::from_env()? };
             sidelane::World::join(&Identity::from_vars(&lookup)?, Secret::from_vars(&lookup)?, options)
         })?;
-        Ok(World { seat: Seat::new(world) })
+        Ok(World { seat: OpenWorld::new(world) })
     }
 
     #[getter]
@@ -209,7 +209,7 @@ impl World {
             Wrong::Input.error("Setting", &format!("deadline: {error}"), &[("setting", "deadline".into())])
         })?;
         let next = wait::joining(py, move || world.rebuild(deadline))?;
-        Ok(World { seat: Seat::new(next) })
+        Ok(World { seat: OpenWorld::new(next) })
     }
 
     /// What the receive pool holds, in bytes.
@@ -252,13 +252,13 @@ impl World {
 /// Ordered ranks of a world.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Group {
-    seat: Arc<Seat>,
-    group: Arc<Slot<Arc<sidelane::Group>>>,
+    seat: Arc<OpenWorld>,
+    group: Arc<LendingCell<Arc<sidelane::Group>>>,
 }
 
 impl Group {
-    fn new(seat: Arc<Seat>, group: sidelane::Group) -> Self {
-        let group = Arc::new(Slot::new("group", Arc::new(group)));
+    fn new(seat: Arc<OpenWorld>, group: sidelane::Group) -> Self {
+        let group = Arc::new(LendingCell::new("group", Arc::new(group)));
         let child = Arc::downgrade(&group);
         seat.adopt(child);
         Group { seat, group }
@@ -271,7 +271,7 @@ impl Group {
     }
 
     /// Its world.
-    pub fn seat(&self) -> &Arc<Seat> {
+    pub fn seat(&self) -> &Arc<OpenWorld> {
         &self.seat
     }
 }

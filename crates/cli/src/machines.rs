@@ -88,7 +88,7 @@ pub fn cores() -> usize {
 
 /// The lane between the nodes of a world, and why it is that one; none where there is only one node.
 pub fn rail(world: &World) -> Option<(String, String)> {
-    world.rail().map(|rail| (rail.lane.to_string(), rail.why.to_string()))
+    world.net().map(|rail| (rail.lane.to_string(), rail.why.to_string()))
 }
 
 /// How many machines, and what is to be said of that of rank 0.

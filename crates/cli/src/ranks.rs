@@ -82,9 +82,9 @@ pub fn join(sizes: Sizes, conditions: String, record: usize) -> Result<World, Cl
     let mut options = Options::from_env().map_err(Error::from)?;
     options.config.heap = options.config.heap.max(sizes.heap);
     options.config.symmetric = options.config.symmetric.max(sizes.symmetric);
-    (options.record, options.conditions, options.forecast) = (record, conditions, true);
+    (options.record, options.job_fingerprint, options.forecast) = (record, conditions, true);
     World::from_env_with(options).map_err(|error| match error {
-        Error::Bootstrap(BootstrapError::ConditionsDiffer { rank, seen, expected }) => {
+        Error::Bootstrap(BootstrapError::FingerprintsDiffer { rank, seen, expected }) => {
             let differences = differences(&seen, &expected);
             usage!("rank {rank} was started under other conditions than rank 0: {differences}")
         }

@@ -15,32 +15,32 @@
 use std::ops::AddAssign;
 
 use sidelane_core::error::CallKind;
-use sidelane_core::plan::{Forward, Layout};
+use sidelane_core::plan::{DispatchLayout, RelayPlan};
 use sidelane_core::schedule::Effect;
 use sidelane_core::schedule::call::{Action, Engines, RankPrograms, Relays, Role, StageId};
 use sidelane_core::schedule::stream::StreamProgram;
-use sidelane_core::schedule::{CallerTables, Item, Op, Operands, RelayTables, Setting};
+use sidelane_core::schedule::{CallerTables, FillContext, Op, Operands, RelayTables, TrackOp};
 
 /// What one rank asks of its engines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct EngineWork {
+pub struct CopyEngineWork {
     /// Copies to ranks of the same node, and to this rank itself of what it relays.
     pub copies: u64,
     /// Bytes that these move.
     pub bytes: u64,
-    /// Calls that enqueue them, of [`AT_ONCE`](EngineWork::AT_ONCE) copies at most.
+    /// Calls that enqueue them, of [`MAX_BATCH`](CopyEngineWork::MAX_BATCH) copies at most.
     pub batches: u64,
     /// Memory operations: words written and awaited.
     pub words: u64,
-    /// Calls that enqueue these, of [`AT_ONCE`](EngineWork::AT_ONCE) at most.
+    /// Calls that enqueue these, of [`MAX_BATCH`](CopyEngineWork::MAX_BATCH) at most.
     pub lists: u64,
     /// Bytes to other nodes.
     pub card_bytes: u64,
 }
 
-impl EngineWork {
+impl CopyEngineWork {
     /// A driver takes no more copies, or memory operations, at once.
-    pub const AT_ONCE: u64 = 255;
+    pub const MAX_BATCH: u64 = 255;
 
     /// Of a dispatch, combine or release of slots.
     pub fn of_stream(program: &StreamProgram, me: u32) -> Self {
@@ -48,9 +48,9 @@ impl EngineWork {
     }
 
     /// Of the rows of a dispatch that is placed so, at a rank that relays `forward`.
-    pub fn of_dispatch(at: &Setting, layout: &Layout, forward: &Forward) -> Self {
+    pub fn of_dispatch(at: &FillContext, layout: &DispatchLayout, forward: &RelayPlan) -> Self {
         let (paths, me) = (at.paths, at.paths.me());
-        let near = |peer| paths.near(peer);
+        let near = |peer| paths.same_node(peer);
         let row_bytes = at.sizing.row_bytes;
         let mut own = CallerTables::new(paths, at.chunks);
         own.rows(at, layout, false);
@@ -73,7 +73,7 @@ impl EngineWork {
             ..Operands::default()
         };
         let programs = RankPrograms::new(paths, at.chunks, false, Engines::default());
-        let mut work = EngineWork::default();
+        let mut work = CopyEngineWork::default();
         for step in programs.own(CallKind::Dispatch, Relays::Inline).line(None) {
             // Entries and counts are the host's.
             let (operands, stage, part) = match (step.role, step.action) {
@@ -89,8 +89,8 @@ impl EngineWork {
     }
 
     /// Of operations of rank `me` that follow one another, in groups that begin with the first put behind a wait.
-    fn of_items(items: &[Item], operands: &Operands, me: u32, near: impl Fn(u32) -> bool) -> Self {
-        let (mut all, mut group, mut waited) = (EngineWork::default(), EngineWork::default(), false);
+    fn of_items(items: &[TrackOp], operands: &Operands, me: u32, near: impl Fn(u32) -> bool) -> Self {
+        let (mut all, mut group, mut waited) = (CopyEngineWork::default(), CopyEngineWork::default(), false);
         for item in items {
             match item.op {
                 Op::Put { to, slot } | Op::PutRows { to, slot } => {
@@ -127,13 +127,13 @@ impl EngineWork {
 
     /// One group, with the calls that it takes.
     fn enqueued(self) -> Self {
-        let calls = |number: u64| number.div_ceil(Self::AT_ONCE);
-        EngineWork { batches: calls(self.copies), lists: calls(self.words), ..self }
+        let calls = |number: u64| number.div_ceil(Self::MAX_BATCH);
+        CopyEngineWork { batches: calls(self.copies), lists: calls(self.words), ..self }
     }
 }
 
-impl AddAssign for EngineWork {
-    fn add_assign(&mut self, other: EngineWork) {
+impl AddAssign for CopyEngineWork {
+    fn add_assign(&mut self, other: CopyEngineWork) {
         self.copies += other.copies;
         self.bytes += other.bytes;
         self.batches += other.batches;
@@ -148,48 +148,48 @@ mod tests {
     use super::*;
     use sidelane_core::schedule::call::SlotCall;
     use sidelane_core::schedule::stream::Slots;
-    use sidelane_core::schedule::{Flag, Level, Operand, Place, Slot, SpanCopy, WindowId};
+    use sidelane_core::schedule::{Flag, FlagValue, Operand, OperandId, PutSource, SpanCopy, WindowId};
 
     /// A stage of rank 9 over spans of 16 bytes.
-    fn work(ops: &[Op], near: impl Fn(u32) -> bool) -> EngineWork {
-        let from = Place::Window { owner: 9, window: WindowId::POOL };
+    fn work(ops: &[Op], near: impl Fn(u32) -> bool) -> CopyEngineWork {
+        let from = PutSource::Window { owner: 9, window: WindowId::POOL };
         let span = SpanCopy { from, from_offset: 0, to: WindowId::POOL, to_offset: 0, len: 16 };
         let table = [Operand::Spans { first: 0, count: 1 }];
         let operands = Operands { table: &table, spans: &[span], ..Operands::default() };
-        let items: Vec<_> = ops.iter().map(|&op| Item { track: 0, op }).collect();
-        EngineWork::of_items(&items, &operands, 9, near)
+        let items: Vec<_> = ops.iter().map(|&op| TrackOp { track: 0, op }).collect();
+        CopyEngineWork::of_items(&items, &operands, 9, near)
     }
 
     fn put(to: u32) -> Op {
-        Op::Put { to, slot: Slot(0) }
+        Op::Put { to, slot: OperandId(0) }
     }
 
     fn signal(to: u32) -> Op {
-        Op::Signal { to, of: 9, flag: Flag::Landed, level: Level::Call }
+        Op::Signal { to, of: 9, flag: Flag::Landed, level: FlagValue::Call }
     }
 
     fn wait(from: u32) -> Op {
-        Op::Wait { from, flag: Flag::Landed, level: Level::Call }
+        Op::Wait { from, flag: Flag::Landed, level: FlagValue::Call }
     }
 
     #[test]
     fn a_batch_ends_where_a_copy_has_to_wait() {
         let ops = [put(0), signal(0), put(1), signal(1), wait(0), wait(1), put(2), signal(2)];
-        let EngineWork { copies, bytes, batches, words, lists, card_bytes } = work(&ops, |_| true);
+        let CopyEngineWork { copies, bytes, batches, words, lists, card_bytes } = work(&ops, |_| true);
         assert_eq!((copies, bytes, batches, words, lists, card_bytes), (3, 48, 2, 5, 2, 0));
     }
 
     #[test]
     fn what_goes_to_other_nodes_is_a_cards_and_its_signal_too() {
         let ops = [put(0), signal(0), put(5), signal(5), wait(5)];
-        let EngineWork { copies, words, card_bytes, .. } = work(&ops, |peer| peer < 5);
+        let CopyEngineWork { copies, words, card_bytes, .. } = work(&ops, |peer| peer < 5);
         assert_eq!((copies, words, card_bytes), (1, 2, 16));
     }
 
     #[test]
     fn a_driver_takes_255_at_once() {
         let ops: Vec<Op> = (0..256).map(put).chain((0..255).map(signal)).collect();
-        let EngineWork { copies, batches, words, lists, .. } = work(&ops, |_| true);
+        let CopyEngineWork { copies, batches, words, lists, .. } = work(&ops, |_| true);
         assert_eq!((copies, batches, words, lists), (256, 2, 255, 1));
     }
 
@@ -197,10 +197,10 @@ mod tests {
     fn slots_ask_for_a_copy_and_three_words_a_peer() {
         // The largest group that one list serves.
         let slots = Slots::new(86, 256, 256).unwrap();
-        let work = EngineWork::of_stream(&StreamProgram::new(SlotCall::Dispatch, slots, 3).unwrap(), 3);
+        let work = CopyEngineWork::of_stream(&StreamProgram::new(SlotCall::Dispatch, slots, 3).unwrap(), 3);
         assert_eq!((work.copies, work.batches, work.bytes), (85, 1, 85 * 256));
         assert_eq!((work.words, work.lists), (3 * 85, 1));
-        let release = EngineWork::of_stream(&StreamProgram::new(SlotCall::Release, slots, 3).unwrap(), 3);
+        let release = CopyEngineWork::of_stream(&StreamProgram::new(SlotCall::Release, slots, 3).unwrap(), 3);
         assert_eq!((release.copies, release.batches, release.words), (0, 0, 3 * 85));
     }
 }

@@ -1,7 +1,7 @@
 //! Predictions about the schedules in [`sidelane_core::schedule`]: how long they take on hardware that a file describes
-//! ([`time`]), and what they ask of copy engines ([`EngineWork`]).
+//! ([`time`]), and what they ask of copy engines ([`CopyEngineWork`]).
 
 mod engines;
 pub mod time;
 
-pub use engines::EngineWork;
+pub use engines::CopyEngineWork;

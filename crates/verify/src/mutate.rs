@@ -3,9 +3,9 @@
 //! A mutation is a bug of the *skeleton*: the same operation of one actor is changed in every call of that kind.
 
 use sidelane_core::error::CallKind;
-use sidelane_core::schedule::{Calls, Item, Level, Op};
+use sidelane_core::schedule::{Calls, FlagValue, Op, TrackOp};
 
-use crate::story::{Part, Scene, Step, Story};
+use crate::story::{ActorCall, StageRun, UnrolledOp, UnrolledProgram};
 
 /// What is done to an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,7 +44,7 @@ pub struct Mutation {
     /// Position in the scene.
     pub index: usize,
     /// The operation there, and its track.
-    pub item: Item,
+    pub item: TrackOp,
     /// For [`Change::Swap`]: the operation it changes places with.
     pub other: Option<Op>,
     /// What is done to it.
@@ -52,10 +52,10 @@ pub struct Mutation {
 }
 
 /// All single mutations of all skeletons that occur in a story.
-pub fn mutations(story: &Story) -> Vec<Mutation> {
+pub fn mutations(story: &UnrolledProgram) -> Vec<Mutation> {
     let mut all: Vec<Mutation> = Vec::new();
     for actor in 0..story.actors {
-        let mut longest: Vec<&Part> = Vec::new();
+        let mut longest: Vec<&ActorCall> = Vec::new();
         for part in story.parts_of(actor) {
             match longest.iter_mut().find(|known| known.kind == part.kind) {
                 Some(known) if known.scenes.len() < part.scenes.len() => *known = part,
@@ -72,9 +72,9 @@ pub fn mutations(story: &Story) -> Vec<Mutation> {
     all
 }
 
-fn at((actor, part): (u32, &Part), nth: usize, index: usize, all: &mut Vec<Mutation>) {
+fn at((actor, part): (u32, &ActorCall), nth: usize, index: usize, all: &mut Vec<Mutation>) {
     let scene = &part.scenes[nth];
-    let Step { track, op, .. } = scene.steps[index];
+    let UnrolledOp { track, op, .. } = scene.steps[index];
     let mut add = |change, other| {
         all.push(Mutation {
             rank: part.rank,
@@ -83,7 +83,7 @@ fn at((actor, part): (u32, &Part), nth: usize, index: usize, all: &mut Vec<Mutat
             stage: scene.name,
             scene: nth,
             index,
-            item: Item { track, op },
+            item: TrackOp { track, op },
             other,
             change,
         });
@@ -100,14 +100,14 @@ fn at((actor, part): (u32, &Part), nth: usize, index: usize, all: &mut Vec<Mutat
                 add(Change::First, None);
             }
             // A constant has no value before or behind it.
-            if !matches!(level, Level::Credit | Level::Nothing) {
+            if !matches!(level, FlagValue::Credit | FlagValue::Reset) {
                 [Change::Raise, Change::Lower].into_iter().for_each(|change| add(change, None));
             }
             add(Change::Retrack, None);
         }
         Op::Wait { level, .. } => {
             add(Change::Late, None);
-            if level != Level::Credit {
+            if level != FlagValue::Credit {
                 add(Change::Lower, None);
             }
             if !scene.steps[..index].iter().any(|step| matches!(step.op, Op::Wait { .. })) {
@@ -118,7 +118,7 @@ fn at((actor, part): (u32, &Part), nth: usize, index: usize, all: &mut Vec<Mutat
     }
 }
 
-fn next_of_track(scene: &Scene, index: usize) -> Option<usize> {
+fn next_of_track(scene: &StageRun, index: usize) -> Option<usize> {
     let track = scene.steps[index].track;
     (index + 1..scene.steps.len()).find(|&next| scene.steps[next].track == track)
 }
@@ -126,14 +126,14 @@ fn next_of_track(scene: &Scene, index: usize) -> Option<usize> {
 /// The difference to the next value: the next part's, or the next call's.
 fn one(op: Op) -> u64 {
     match op {
-        Op::Signal { level: Level::Part(_), .. } | Op::Wait { level: Level::Part(_), .. } => 1,
+        Op::Signal { level: FlagValue::Part(_), .. } | Op::Wait { level: FlagValue::Part(_), .. } => 1,
         _ => Calls::STEP,
     }
 }
 
 impl Mutation {
     /// Whether the operation moves anything in any call of a story.
-    pub fn moves(&self, story: &Story) -> bool {
+    pub fn moves(&self, story: &UnrolledProgram) -> bool {
         let parts = story.parts_of(self.actor).filter(|part| part.kind == self.kind);
         let scenes = parts.filter_map(|part| part.scenes.get(self.scene));
         let mut scenes = scenes.filter(|scene| scene.name == self.stage);
@@ -141,7 +141,7 @@ impl Mutation {
     }
 
     /// The story with this bug in it.
-    pub fn plant(&self, story: &Story) -> Story {
+    pub fn plant(&self, story: &UnrolledProgram) -> UnrolledProgram {
         let mut story = story.clone();
         for part in story.calls.iter_mut().map(|call| &mut call[self.actor as usize]) {
             if part.kind == self.kind {
@@ -151,7 +151,7 @@ impl Mutation {
         story
     }
 
-    fn change(&self, scenes: &mut [Scene]) {
+    fn change(&self, scenes: &mut [StageRun]) {
         // Of a call that ends early, the scenes are the first of a whole one.
         let Some(scene) = scenes.get_mut(self.scene).filter(|scene| scene.name == self.stage) else { return };
         let index = self.index;

@@ -60,7 +60,7 @@ fn identity() -> Result<Option<Identity>> {
 
 fn world(identity: Option<Identity>, conditions: String) -> Result<World> {
     let options = Options::from_env().map_err(sidelane::Error::from)?;
-    let options = Options { conditions, ..options };
+    let options = Options { job_fingerprint: conditions, ..options };
     Ok(match identity {
         Some(identity) => {
             let secret = Secret::from_env().map_err(sidelane::Error::from)?;

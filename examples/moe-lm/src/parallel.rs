@@ -11,9 +11,9 @@
 use std::ops::Range;
 
 use sidelane::collective::Communicator;
-use sidelane::gate::{Balance, Parts, Preset, Share};
+use sidelane::gate::{BalanceLoss, CountDivisor, Preset, TokenGroups};
 use sidelane::layer::{Experts, GroupedSwiGlu, MoeLayer};
-use sidelane::overlap::SliceRule;
+use sidelane::overlap::ChunkRule;
 use sidelane::{Dtype, Group, World};
 
 use crate::batches::Batches;
@@ -28,7 +28,7 @@ use crate::trainer::{Ranks, State};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chunks {
     /// As many as a rule finds for a layer's sizes.
-    By(SliceRule),
+    By(ChunkRule),
     /// So many.
     Number(u32),
 }
@@ -36,7 +36,7 @@ pub enum Chunks {
 impl Chunks {
     /// By figures of ranks that are processes on the cores of one machine: a dispatch or combine of one token takes as long as
     /// about 64 KiB of a large one, and a row costs an expert hardly less in products of more than 32.
-    pub const AUTO: Chunks = Chunks::By(SliceRule { call_bytes: 64 << 10, gemm_rows: 32, most: 8 });
+    pub const AUTO: Chunks = Chunks::By(ChunkRule { call_bytes: 64 << 10, gemm_rows: 32, most: 8 });
 }
 
 /// How a step is carried out, of which no bit depends.
@@ -150,12 +150,12 @@ pub fn layers<E: Experts + 'static>(
 ) -> Result<Vec<Moe>> {
     let Shape { window, width, expert_width, experts, top_k, layers, .. } = settings.shape;
     let gate = Preset::Mixtral.config(experts as u32, top_k as u32).map_err(sidelane::Error::from)?;
-    let balance = Balance {
+    let balance = BalanceLoss {
         // Of each window by itself, so that it does not depend on how windows are spread.
-        parts: Parts::Consecutive(settings.windows() as u32),
+        parts: TokenGroups::Consecutive(settings.windows() as u32),
         coefficient: settings.balance / settings.ranks as f32,
-        share: Share::OfChoices,
-        ..Balance::of(Preset::Mixtral)
+        share: CountDivisor::OfChoices,
+        ..BalanceLoss::of(Preset::Mixtral)
     };
     let layer = |_| {
         let weights = vec![0.0; GroupedSwiGlu::values(own, width, expert_width)];

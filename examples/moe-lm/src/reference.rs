@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use sidelane::World;
-use sidelane::layer::{Chunk, Experts, Failure, GroupedSwiGlu, RowOrder, Saved, Segments};
+use sidelane::layer::{ExpertError, Experts, GroupedSwiGlu, RowOrder, Saved, SavedChunk, Segments};
 
 use crate::batches::Batches;
 use crate::error::Result;
@@ -119,9 +119,9 @@ struct Came {
 }
 
 impl Came {
-    fn chunk(&self) -> Chunk<'_> {
+    fn chunk(&self) -> SavedChunk<'_> {
         let Came { rows, hidden, counts, padded, saved } = self;
-        Chunk { rows: Segments { rows, hidden: *hidden, counts, padded }, saved }
+        SavedChunk { rows: Segments { rows, hidden: *hidden, counts, padded }, saved }
     }
 }
 
@@ -143,7 +143,7 @@ impl Experts for InTurn {
         self.experts.hidden()
     }
 
-    fn forward(&self, rows: Segments<'_>) -> std::result::Result<(Vec<f32>, Saved), Failure> {
+    fn forward(&self, rows: Segments<'_>) -> std::result::Result<(Vec<f32>, Saved), ExpertError> {
         let (out, saved) = self.experts.forward(rows)?;
         Ok((out, Box::new(Left::new(Some(saved)))))
     }
@@ -153,14 +153,18 @@ impl Experts for InTurn {
         rows: Segments<'_>,
         saved: &mut Saved,
         of_outputs: Vec<f32>,
-    ) -> std::result::Result<Vec<f32>, Failure> {
+    ) -> std::result::Result<Vec<f32>, ExpertError> {
         let left = saved.downcast_mut::<Left>().and_then(|left| left.get_mut().ok()?.as_mut());
         self.experts.rows_backward(rows, left.ok_or("nothing was saved")?, of_outputs)
     }
 
-    fn weights_backward(&self, chunks: &[Chunk<'_>], _: &RowOrder) -> std::result::Result<Vec<f32>, Failure> {
+    fn weights_backward(
+        &self,
+        chunks: &[SavedChunk<'_>],
+        _: &RowOrder,
+    ) -> std::result::Result<Vec<f32>, ExpertError> {
         let mut came = self.came.lock().unwrap_or_else(PoisonError::into_inner);
-        for Chunk { rows, saved } in chunks {
+        for SavedChunk { rows, saved } in chunks {
             let left = saved.downcast_ref::<Left>().ok_or("saved by others")?;
             let saved =
                 left.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or("nothing was saved")?;
@@ -172,7 +176,7 @@ impl Experts for InTurn {
             return Ok(vec![0.0; self.weights().len()]);
         }
         let came = std::mem::take(&mut *came);
-        let chunks: Vec<Chunk<'_>> = came.iter().map(Came::chunk).collect();
+        let chunks: Vec<SavedChunk<'_>> = came.iter().map(Came::chunk).collect();
         let of_expert = |&count: &i64| count as u32;
         let counts: Vec<_> =
             came.iter().map(|came| vec![came.counts.iter().map(of_expert).collect()]).collect();

@@ -17,9 +17,9 @@ use super::{
 use crate::{
     bootstrap::{
         identity::{LauncherPipe, Secret},
-        meet::{Pass, Seat, rebuild},
+        meet::{Membership, PeerAuth, rebuild},
         os::failed,
-        watch::{Clocks, Health, Launcher, lock},
+        watch::{Health, LauncherWatch, Timeouts, lock},
         wire::{Answer, MAX_FRAME, Message},
     },
     error::{BootstrapError, Cause},
@@ -30,7 +30,7 @@ use crate::{
 pub(in crate::bootstrap) struct Job {
     pub digest: [u8; 32],
     pub secret: Secret,
-    pub clocks: Clocks,
+    pub clocks: Timeouts,
     pub launcher: Option<LauncherPipe>,
 }
 
@@ -55,12 +55,12 @@ impl TcpHub {
     pub(in crate::bootstrap) fn new(
         job: Job,
         epoch: u16,
-        seat: Seat,
+        seat: Membership,
         coordinator: Option<JoinHandle<()>>,
     ) -> Result<Self, BootstrapError> {
-        let launcher = job.launcher.map(Launcher::open).transpose()?;
+        let launcher = job.launcher.map(LauncherWatch::open).transpose()?;
         let shared = Shared::new(Arc::new(Health::new()))?;
-        let Seat { wire, rank, members, doors, standing } = seat;
+        let Membership { wire, rank, members, doors, standing } = seat;
         let link = Link { shared: shared.clone(), wire, launcher, clocks: job.clocks, rank, epoch };
         let name = format!("sidelane link {rank}");
         let link = thread::Builder::new().name(name).spawn(move || link.run());
@@ -218,9 +218,9 @@ impl Hub for TcpHub {
         rebuild(self, deadline)
     }
 
-    fn pass(&self) -> Result<Pass, BootstrapError> {
+    fn pass(&self) -> Result<PeerAuth, BootstrapError> {
         let doors = self.doors.iter().map(SocketAddr::ip).collect();
-        Ok(Pass::new(self.job.secret.clone(), self.job.digest, self.rank, self.epoch, doors))
+        Ok(PeerAuth::new(self.job.secret.clone(), self.job.digest, self.rank, self.epoch, doors))
     }
 
     fn abandon(mut self: Box<Self>) {

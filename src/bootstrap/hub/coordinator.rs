@@ -17,33 +17,33 @@ use std::{
 
 use rustix::event::PollFd;
 
-use super::store::{Caller, Delivery, Store};
+use super::store::{Delivery, Requester, Store};
 use crate::{
     bootstrap::{
-        meet::{Arrival, Lobby, Muster},
+        meet::{AuthenticatedPeer, HandshakeQueue, JoinBarrier},
         os::wait,
-        watch::{Clocks, Liveness},
-        wire::{Door, Message, Refusal, Wire},
+        watch::{Liveness, Timeouts},
+        wire::{JoinRefusal, ListenAddress, Message, MessageConnection},
     },
-    error::{BootstrapError, Cause, Loss},
+    error::{BootstrapError, Cause, LostReason},
 };
 
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);
 
 /// What a coordinator needs to begin.
-pub(in crate::bootstrap) struct Setting {
-    pub lobby: Lobby,
-    pub muster: Muster,
+pub(in crate::bootstrap) struct HubConfig {
+    pub lobby: HandshakeQueue,
+    pub muster: JoinBarrier,
     /// Ranks known absent, asked again and again.
     pub absent: Box<dyn Fn() -> Vec<u32> + Send>,
-    pub clocks: Clocks,
+    pub clocks: Timeouts,
     /// Bound of waiting for the own rank to come.
     pub until: Instant,
 }
 
 /// Gathers the ranks, then serves them until its own rank is gone.
-pub(in crate::bootstrap) fn coordinate(mut setting: Setting) {
+pub(in crate::bootstrap) fn coordinate(mut setting: HubConfig) {
     let served = assemble(&mut setting).and_then(|members| match members {
         Some(wires) => Coordinator::new(setting.lobby, setting.clocks, wires).serve(),
         None => Ok(()),
@@ -56,14 +56,14 @@ pub(in crate::bootstrap) fn coordinate(mut setting: Setting) {
 /// A member and its rank before this meeting.
 struct Admitted {
     old: u32,
-    wire: Wire,
+    wire: MessageConnection,
 }
 
 /// Waits until the meeting may begin and welcomes its members. None if it was given up.
-fn assemble(setting: &mut Setting) -> Result<Option<Vec<Admitted>>, BootstrapError> {
-    let Setting { lobby, muster, absent, until, .. } = setting;
+fn assemble(setting: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapError> {
+    let HubConfig { lobby, muster, absent, until, .. } = setting;
     let host = lobby.meeting().host;
-    let mut here: BTreeMap<u32, Arrival> = BTreeMap::new();
+    let mut here: BTreeMap<u32, AuthenticatedPeer> = BTreeMap::new();
     loop {
         let now = Instant::now();
         if let Some(members) = muster.members(&absent(), now).filter(|members| members.contains(&host)) {
@@ -83,11 +83,11 @@ fn assemble(setting: &mut Setting) -> Result<Option<Vec<Admitted>>, BootstrapErr
             let rank = arrival.hello.rank;
             if absent().contains(&rank) {
                 let epoch = lobby.meeting().epoch;
-                arrival.refuse(Refusal::Evicted(epoch));
+                arrival.refuse(JoinRefusal::Evicted(epoch));
             } else if muster.join(rank, now) {
                 here.insert(rank, arrival);
             } else {
-                arrival.refuse(Refusal::Rank);
+                arrival.refuse(JoinRefusal::Rank);
             }
         }
         for rank in here.keys().copied().collect::<Vec<_>>() {
@@ -98,7 +98,7 @@ fn assemble(setting: &mut Setting) -> Result<Option<Vec<Admitted>>, BootstrapErr
             if !gives_up && !arrival.wire.is_closed() {
                 continue;
             }
-            let missing = Refusal::Missing(muster.missing(&absent()));
+            let missing = JoinRefusal::Missing(muster.missing(&absent()));
             if rank == host || (gives_up && muster.needs_all()) {
                 here.into_values().for_each(|arrival| arrival.refuse(missing.clone()));
                 return Ok(None);
@@ -112,11 +112,11 @@ fn assemble(setting: &mut Setting) -> Result<Option<Vec<Admitted>>, BootstrapErr
 }
 
 /// Numbers the members in their old order and tells each who is there and where it listens.
-fn welcome(members: Vec<u32>, mut here: BTreeMap<u32, Arrival>) -> Vec<Admitted> {
-    let doors: Vec<Door> = members
+fn welcome(members: Vec<u32>, mut here: BTreeMap<u32, AuthenticatedPeer>) -> Vec<Admitted> {
+    let doors: Vec<ListenAddress> = members
         .iter()
         .filter_map(|old| here.get(old))
-        .map(|arrival| Door {
+        .map(|arrival| ListenAddress {
             // An address of this machine alone means nothing elsewhere.
             ip: arrival.wire.peer().filter(|ip: &IpAddr| !ip.is_loopback()),
             port: arrival.hello.port,
@@ -135,7 +135,7 @@ fn welcome(members: Vec<u32>, mut here: BTreeMap<u32, Arrival>) -> Vec<Admitted>
 
 /// How a member stands.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Standing {
+enum MemberState {
     Here,
     Left,
     Lost,
@@ -143,13 +143,13 @@ enum Standing {
 
 struct Member {
     old: u32,
-    wire: Wire,
-    standing: Standing,
+    wire: MessageConnection,
+    standing: MemberState,
 }
 
 struct Coordinator {
-    lobby: Lobby,
-    clocks: Clocks,
+    lobby: HandshakeQueue,
+    clocks: Timeouts,
     members: Vec<Member>,
     host: usize,
     store: Store,
@@ -160,12 +160,12 @@ struct Coordinator {
 }
 
 impl Coordinator {
-    fn new(lobby: Lobby, clocks: Clocks, admitted: Vec<Admitted>) -> Self {
+    fn new(lobby: HandshakeQueue, clocks: Timeouts, admitted: Vec<Admitted>) -> Self {
         let now = Instant::now();
         let host = lobby.meeting().host;
         let members: Vec<_> = admitted
             .into_iter()
-            .map(|Admitted { old, wire }| Member { old, wire, standing: Standing::Here })
+            .map(|Admitted { old, wire }| Member { old, wire, standing: MemberState::Here })
             .collect();
         Coordinator {
             lobby,
@@ -189,12 +189,12 @@ impl Coordinator {
                 self.read(rank, now);
             }
             for rank in 0..self.members.len() {
-                if self.members[rank].standing == Standing::Here && self.members[rank].wire.is_closed() {
-                    self.lose(rank, Loss::Closed);
+                if self.members[rank].standing == MemberState::Here && self.members[rank].wire.is_closed() {
+                    self.lose(rank, LostReason::Closed);
                 }
             }
             for (rank, silence) in self.liveness.expired(now) {
-                self.lose(rank, Loss::Silent(silence));
+                self.lose(rank, LostReason::Silent(silence));
             }
             if now >= self.beat {
                 self.beat = now + self.clocks.heartbeat;
@@ -203,7 +203,7 @@ impl Coordinator {
             for arrival in self.lobby.turn(now) {
                 let taken = self.members.iter().any(|member| member.old == arrival.hello.rank);
                 let epoch = self.lobby.meeting().epoch;
-                arrival.refuse(if taken { Refusal::Rank } else { Refusal::Evicted(epoch) });
+                arrival.refuse(if taken { JoinRefusal::Rank } else { JoinRefusal::Evicted(epoch) });
             }
             self.members.iter_mut().for_each(|member| member.wire.flush());
             if self.is_over(now) {
@@ -228,7 +228,7 @@ impl Coordinator {
         self.members[rank].wire.fill();
         while let Some(message) = self.members[rank].wire.next() {
             // What a lost rank still says is read, so that its connection ends in peace, and ignored.
-            if self.members[rank].standing == Standing::Here {
+            if self.members[rank].standing == MemberState::Here {
                 self.liveness.heard(rank, now);
                 self.handle(rank, message);
             }
@@ -239,12 +239,12 @@ impl Coordinator {
         let rank = from as u32;
         let deliveries = match message {
             Message::Heartbeat => return,
-            Message::Set { ticket, key, value } => self.store.set(Caller { rank, ticket }, key, value),
-            Message::Get { ticket, key } => self.store.get(Caller { rank, ticket }, key),
+            Message::Set { ticket, key, value } => self.store.set(Requester { rank, ticket }, key, value),
+            Message::Get { ticket, key } => self.store.get(Requester { rank, ticket }, key),
             Message::Gather { ticket, key, index, count, blob } => {
-                self.store.gather(Caller { rank, ticket }, key, index, count, blob)
+                self.store.gather(Requester { rank, ticket }, key, index, count, blob)
             }
-            Message::Withdraw { ticket } => self.store.withdraw(Caller { rank, ticket }),
+            Message::Withdraw { ticket } => self.store.withdraw(Requester { rank, ticket }),
             // The others went on while this process was stopped.
             Message::Dead(cause @ Cause::Evicted { rank, .. }) if rank as usize == self.host => {
                 self.evicted = true;
@@ -253,7 +253,7 @@ impl Coordinator {
             }
             Message::Dead(cause) => return self.broadcast(&Message::Dead(cause), Some(from)),
             Message::Bye => {
-                self.members[from].standing = Standing::Left;
+                self.members[from].standing = MemberState::Left;
                 self.liveness.forget(from);
                 self.broadcast(&Message::Left { rank }, None);
                 if from == self.host {
@@ -262,7 +262,7 @@ impl Coordinator {
                 self.store.leave(rank)
             }
             // No correct rank says this: it is treated as one whose connection broke.
-            _ => return self.lose(from, Loss::Closed),
+            _ => return self.lose(from, LostReason::Closed),
         };
         self.deliver(deliveries);
     }
@@ -270,17 +270,17 @@ impl Coordinator {
     fn deliver(&mut self, deliveries: Vec<Delivery>) {
         for Delivery { rank, ticket, answer } in deliveries {
             let member = &mut self.members[rank as usize];
-            if member.standing == Standing::Here {
+            if member.standing == MemberState::Here {
                 member.wire.send(&Message::Answer { ticket, answer });
             }
         }
     }
 
     /// A rank is gone: everybody is told at once, and the rank itself, should it wake up.
-    fn lose(&mut self, rank: usize, how: Loss) {
+    fn lose(&mut self, rank: usize, how: LostReason) {
         let epoch = self.lobby.meeting().epoch;
         let member = &mut self.members[rank];
-        member.standing = Standing::Lost;
+        member.standing = MemberState::Lost;
         member.wire.send(&Message::Dead(Cause::Evicted { rank: rank as u32, epoch }));
         self.liveness.forget(rank);
         self.broadcast(&Message::Dead(Cause::Lost { rank: rank as u32, how }), None);
@@ -289,18 +289,18 @@ impl Coordinator {
     fn broadcast(&mut self, message: &Message, except: Option<usize>) {
         let frame = message.encode();
         for (rank, member) in self.members.iter_mut().enumerate() {
-            if member.standing == Standing::Here && Some(rank) != except {
+            if member.standing == MemberState::Here && Some(rank) != except {
                 member.wire.send_frame(&frame);
             }
         }
     }
 
     fn is_over(&self, now: Instant) -> bool {
-        let alone = self.members.iter().all(|member| member.standing != Standing::Here);
+        let alone = self.members.iter().all(|member| member.standing != MemberState::Here);
         match self.members[self.host].standing {
-            Standing::Here => self.evicted,
-            Standing::Lost => true,
-            Standing::Left => alone || self.lingers_until.is_some_and(|until| now >= until),
+            MemberState::Here => self.evicted,
+            MemberState::Lost => true,
+            MemberState::Left => alone || self.lingers_until.is_some_and(|until| now >= until),
         }
     }
 }

@@ -21,10 +21,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use crate::{
     bootstrap::{
         os::{system, wait},
-        watch::{Clocks, Health, Launcher, Liveness, lock},
-        wire::{Answer, Message, Wire},
+        watch::{Health, LauncherWatch, Liveness, Timeouts, lock},
+        wire::{Answer, Message, MessageConnection},
     },
-    error::{BootstrapError, Cause, Loss},
+    error::{BootstrapError, Cause, LostReason},
 };
 
 /// Bound of handing the last words to the system.
@@ -101,9 +101,9 @@ impl Shared {
 /// The link thread.
 pub(super) struct Link {
     pub shared: Arc<Shared>,
-    pub wire: Wire,
-    pub launcher: Option<Launcher>,
-    pub clocks: Clocks,
+    pub wire: MessageConnection,
+    pub launcher: Option<LauncherWatch>,
+    pub clocks: Timeouts,
     pub rank: u32,
     pub epoch: u16,
 }
@@ -118,7 +118,7 @@ impl Link {
             let next = liveness.next().into_iter().fold(beat, Instant::min);
             if let Err(error) = self.wait(next) {
                 tracing::error!(%error, "the heartbeat thread ends");
-                self.fail(Cause::Lost { rank: HOST, how: Loss::Closed });
+                self.fail(Cause::Lost { rank: HOST, how: LostReason::Closed });
                 return;
             }
             let now = Instant::now();
@@ -129,7 +129,7 @@ impl Link {
             }
             if let Some(&(_, silence)) = liveness.expired(now).first() {
                 self.shared.health.note_absent(HOST);
-                self.fail(Cause::Lost { rank: HOST, how: Loss::Silent(silence) });
+                self.fail(Cause::Lost { rank: HOST, how: LostReason::Silent(silence) });
                 self.wire.send(&Message::Dead(Cause::Evicted { rank: HOST, epoch: self.epoch }));
                 self.wire.flush();
                 return;
@@ -151,7 +151,7 @@ impl Link {
     fn wait(&self, next: Instant) -> Result<(), BootstrapError> {
         let bell = PollFd::new(&self.shared.bell, PollFlags::IN);
         let mut fds = vec![self.wire.poll_fd(), bell];
-        fds.extend(self.launcher.as_ref().map(Launcher::poll_fd));
+        fds.extend(self.launcher.as_ref().map(LauncherWatch::poll_fd));
         wait(&mut fds, next)?;
         let mut count = [0; 8];
         // Empties the bell; it is empty already when something else woke this thread.
@@ -203,7 +203,7 @@ impl Link {
             self.shared.wake_callers();
         } else {
             self.shared.health.note_absent(HOST);
-            self.fail(Cause::Lost { rank: HOST, how: Loss::Closed });
+            self.fail(Cause::Lost { rank: HOST, how: LostReason::Closed });
         }
     }
 

@@ -16,12 +16,12 @@ mod threads;
 use std::{sync::Arc, time::Duration};
 
 pub(super) use client::{Job, TcpHub};
-pub(super) use coordinator::{Setting, coordinate};
+pub(super) use coordinator::{HubConfig, coordinate};
 pub(super) use link::HOST;
 pub use threads::threads;
 
 use crate::{
-    bootstrap::{meet::Pass, watch::Health},
+    bootstrap::{meet::PeerAuth, watch::Health},
     error::{BootstrapError, Cause},
 };
 
@@ -77,7 +77,7 @@ pub trait Hub: Send + Sync {
     ///
     /// # Errors
     /// [`BootstrapError::System`] if there is nothing to draw a secret from.
-    fn pass(&self) -> Result<Pass, BootstrapError>;
+    fn pass(&self) -> Result<PeerAuth, BootstrapError>;
 
     /// Goes away without a goodbye, as a killed process does. For tests.
     #[doc(hidden)]

@@ -28,12 +28,12 @@ pub(super) struct Delivery {
 
 /// Whom to answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Caller {
+pub(super) struct Requester {
     pub rank: u32,
     pub ticket: u64,
 }
 
-impl Caller {
+impl Requester {
     fn deliver(self, answer: Answer) -> Delivery {
         Delivery { rank: self.rank, ticket: self.ticket, answer }
     }
@@ -42,7 +42,7 @@ impl Caller {
 /// A contribution to a step.
 #[derive(Debug)]
 struct Part {
-    caller: Caller,
+    caller: Requester,
     blob: Vec<u8>,
 }
 
@@ -79,7 +79,7 @@ impl Step {
 pub(super) struct Store {
     size: u32,
     values: HashMap<String, Arc<Vec<u8>>>,
-    readers: HashMap<String, Vec<Caller>>,
+    readers: HashMap<String, Vec<Requester>>,
     steps: HashMap<String, Step>,
     left: BTreeSet<u32>,
 }
@@ -97,7 +97,7 @@ impl Store {
     }
 
     /// Sets a value, which may wake its readers.
-    pub(super) fn set(&mut self, caller: Caller, key: String, value: Vec<u8>) -> Vec<Delivery> {
+    pub(super) fn set(&mut self, caller: Requester, key: String, value: Vec<u8>) -> Vec<Delivery> {
         let value = Arc::new(value);
         let readers = self.readers.remove(&key).unwrap_or_default();
         let mut deliveries: Vec<_> =
@@ -108,7 +108,7 @@ impl Store {
     }
 
     /// Asks for a value, now or when it is set.
-    pub(super) fn get(&mut self, caller: Caller, key: String) -> Vec<Delivery> {
+    pub(super) fn get(&mut self, caller: Requester, key: String) -> Vec<Delivery> {
         if let Some(value) = self.values.get(&key) {
             return vec![caller.deliver(Answer::Value(value.clone()))];
         }
@@ -119,7 +119,7 @@ impl Store {
     /// Takes part in a collective step.
     pub(super) fn gather(
         &mut self,
-        caller: Caller,
+        caller: Requester,
         key: String,
         index: u32,
         count: u32,
@@ -172,7 +172,7 @@ impl Store {
     }
 
     /// A caller waits no longer.
-    pub(super) fn withdraw(&mut self, caller: Caller) -> Vec<Delivery> {
+    pub(super) fn withdraw(&mut self, caller: Requester) -> Vec<Delivery> {
         let mut waited = false;
         self.readers.retain(|_, readers| {
             waited |= readers.contains(&caller);

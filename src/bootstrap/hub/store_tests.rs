@@ -2,8 +2,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn caller(rank: u32) -> Caller {
-    Caller { rank, ticket: 100 + u64::from(rank) }
+fn caller(rank: u32) -> Requester {
+    Requester { rank, ticket: 100 + u64::from(rank) }
 }
 
 fn gather(store: &mut Store, rank: u32, count: u32) -> Vec<Delivery> {

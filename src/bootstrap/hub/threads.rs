@@ -18,20 +18,20 @@ use std::{
 use super::{
     Hub,
     client::refused,
-    store::{Caller, Delivery, Store},
+    store::{Delivery, Requester, Store},
 };
 use crate::{
     bootstrap::{
         identity::Secret,
-        meet::{Muster, Pass},
-        watch::{Clocks, Health, lock},
+        meet::{JoinBarrier, PeerAuth},
+        watch::{Health, Timeouts, lock},
         wire::{Answer, job_digest},
     },
-    error::{BootstrapError, Cause, Loss},
+    error::{BootstrapError, Cause, LostReason},
 };
 
 /// The hubs of a world whose `n` ranks are threads of this process, in order of rank.
-pub fn threads(n: u32, clocks: Clocks) -> Vec<Box<dyn Hub>> {
+pub fn threads(n: u32, clocks: Timeouts) -> Vec<Box<dyn Hub>> {
     let world = World::new(n, 0, clocks);
     (0..n).map(|rank| Box::new(ThreadHub { rank, world: world.clone() }) as Box<dyn Hub>).collect()
 }
@@ -40,7 +40,7 @@ pub fn threads(n: u32, clocks: Clocks) -> Vec<Box<dyn Hub>> {
 struct World {
     size: u32,
     epoch: u16,
-    clocks: Clocks,
+    clocks: Timeouts,
     /// Drawn when it is first asked for: threads need none among themselves.
     secret: OnceLock<Secret>,
     healths: Vec<Arc<Health>>,
@@ -52,7 +52,7 @@ struct World {
 struct Inner {
     store: Store,
     answers: HashMap<u64, Answer>,
-    muster: Muster,
+    muster: JoinBarrier,
     /// Why the world is dead, if one of the hubs said so. Known here before any rank hears of it, so that what
     /// the first to hear does next (it may leave) cannot overtake the news.
     dead: Option<Cause>,
@@ -61,9 +61,9 @@ struct Inner {
 }
 
 impl World {
-    fn new(size: u32, epoch: u16, clocks: Clocks) -> Arc<Self> {
+    fn new(size: u32, epoch: u16, clocks: Timeouts) -> Arc<Self> {
         let healths: Vec<_> = (0..size).map(|_| Arc::new(Health::new())).collect();
-        let muster = Muster::again(size, clocks.liveness * 2);
+        let muster = JoinBarrier::again(size, clocks.liveness * 2);
         let inner =
             Inner { store: Store::new(size), answers: HashMap::new(), muster, dead: None, next: None };
         let (tickets, inner, changed) = (AtomicU64::new(0), Mutex::new(inner), Condvar::new());
@@ -109,7 +109,7 @@ impl World {
 
     fn lose(&self, rank: u32) {
         self.note_absent(rank);
-        self.fail(Cause::Lost { rank, how: Loss::Closed });
+        self.fail(Cause::Lost { rank, how: LostReason::Closed });
     }
 }
 
@@ -122,10 +122,10 @@ impl ThreadHub {
     fn request(
         &self,
         deadline: Duration,
-        ask: impl FnOnce(&mut Store, Caller) -> Vec<Delivery>,
+        ask: impl FnOnce(&mut Store, Requester) -> Vec<Delivery>,
     ) -> Result<Answer, BootstrapError> {
         let world = &*self.world;
-        let caller = Caller { rank: self.rank, ticket: world.tickets.fetch_add(1, Ordering::Relaxed) };
+        let caller = Requester { rank: self.rank, ticket: world.tickets.fetch_add(1, Ordering::Relaxed) };
         let until = Instant::now() + deadline;
         let mut inner = lock(&world.inner);
         self.health().check()?;
@@ -243,7 +243,7 @@ impl Hub for ThreadHub {
         }
     }
 
-    fn pass(&self) -> Result<Pass, BootstrapError> {
+    fn pass(&self) -> Result<PeerAuth, BootstrapError> {
         let World { secret, epoch, size, .. } = &*self.world;
         let drawn = match secret.get() {
             Some(drawn) => drawn,
@@ -253,7 +253,7 @@ impl Hub for ThreadHub {
             }
         };
         let doors = vec![Ipv4Addr::LOCALHOST.into(); *size as usize];
-        Ok(Pass::new(drawn.clone(), job_digest("threads"), self.rank, *epoch, doors))
+        Ok(PeerAuth::new(drawn.clone(), job_digest("threads"), self.rank, *epoch, doors))
     }
 
     fn abandon(self: Box<Self>) {

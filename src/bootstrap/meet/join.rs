@@ -9,7 +9,9 @@ use crate::{
     bootstrap::{
         identity::{Secret, random},
         os::failed,
-        wire::{Door, Guest, Hello, Meeting, Message, PROTOCOL, Refusal, Wire},
+        wire::{
+            Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL, RendezvousId,
+        },
     },
     error::BootstrapError,
 };
@@ -20,8 +22,8 @@ const CONNECT: Duration = Duration::from_secs(1);
 const LAST_QUESTION: Duration = Duration::from_secs(1);
 
 /// A place in a world.
-pub(in crate::bootstrap) struct Seat {
-    pub wire: Wire,
+pub(in crate::bootstrap) struct Membership {
+    pub wire: MessageConnection,
     pub rank: u32,
     /// For each rank of the new world, its rank before.
     pub members: Vec<u32>,
@@ -32,19 +34,19 @@ pub(in crate::bootstrap) struct Seat {
 }
 
 /// Why there is no seat.
-pub(super) enum Miss {
+pub(super) enum JoinError {
     /// Nobody there, or somebody else, or it hung up: try again or elsewhere.
     Nobody,
     /// Of this job, and no.
-    Refused(Refusal),
+    Refused(JoinRefusal),
     /// This side failed.
     Failed(BootstrapError),
 }
 
 /// Who knocks, and how long it waits.
-pub(super) struct Knock<'a> {
+pub(super) struct JoinRequest<'a> {
     pub secret: &'a Secret,
-    pub meeting: Meeting,
+    pub meeting: RendezvousId,
     pub rank: u32,
     /// Whether other machines must reach the standing listener.
     pub beyond_loopback: bool,
@@ -56,23 +58,23 @@ pub(super) struct Knock<'a> {
     pub stop: &'a dyn Fn() -> bool,
 }
 
-impl Knock<'_> {
+impl JoinRequest<'_> {
     /// Knocks at an address.
-    pub(super) fn at(&self, address: SocketAddr) -> Result<Seat, Miss> {
+    pub(super) fn at(&self, address: SocketAddr) -> Result<Membership, JoinError> {
         let patience = self.greeted_until.saturating_duration_since(Instant::now()).min(CONNECT);
         let patience = patience.max(Duration::from_millis(1));
-        let stream = TcpStream::connect_timeout(&address, patience).map_err(|_| Miss::Nobody)?;
-        let local = stream.local_addr().map_err(|_| Miss::Nobody)?.ip();
-        let mut wire = Wire::new(stream).map_err(|_| Miss::Nobody)?;
+        let stream = TcpStream::connect_timeout(&address, patience).map_err(|_| JoinError::Nobody)?;
+        let local = stream.local_addr().map_err(|_| JoinError::Nobody)?.ip();
+        let mut wire = MessageConnection::new(stream).map_err(|_| JoinError::Nobody)?;
         let standing = self.listen(local)?;
         let port = standing.local_addr().map_err(fail("getsockname"))?.port();
 
-        let Meeting { job, size, epoch, host } = self.meeting;
-        let nonce = random().map_err(Miss::Failed)?;
+        let RendezvousId { job, size, epoch, host } = self.meeting;
+        let nonce = random().map_err(JoinError::Failed)?;
         let hello = Hello { version: PROTOCOL, job, rank: self.rank, size, epoch, host, port, nonce };
-        let guest = Guest::new(self.secret.clone(), hello);
+        let guest = Initiator::new(self.secret.clone(), hello);
         wire.send(&guest.hello());
-        let challenge = wire.await_message(self.greeted_until, self.stop).ok_or(Miss::Nobody)?;
+        let challenge = wire.await_message(self.greeted_until, self.stop).ok_or(JoinError::Nobody)?;
         let proof = guest.answer(challenge).map_err(miss)?;
         wire.trust();
         wire.send(&proof);
@@ -80,22 +82,22 @@ impl Knock<'_> {
             wire.send(&Message::Withdraw { ticket: 0 });
             wire.await_message(Instant::now() + LAST_QUESTION, &|| false)
         });
-        match verdict.ok_or(Miss::Nobody)? {
+        match verdict.ok_or(JoinError::Nobody)? {
             Message::Refused(refusal) => Err(miss(refusal)),
             Message::Welcome { rank, members, doors } => {
                 let mine = members.get(rank as usize) == Some(&self.rank);
                 if !mine || members.len() != doors.len() {
-                    return Err(Miss::Refused(Refusal::Malformed));
+                    return Err(JoinError::Refused(JoinRefusal::Malformed));
                 }
                 let doors = doors.iter().map(|door| resolve(door, address.ip())).collect();
-                Ok(Seat { wire, rank, members, doors, standing })
+                Ok(Membership { wire, rank, members, doors, standing })
             }
-            _ => Err(Miss::Refused(Refusal::Malformed)),
+            _ => Err(JoinError::Refused(JoinRefusal::Malformed)),
         }
     }
 
     /// The listener at which this rank would host a rebuild.
-    fn listen(&self, local: IpAddr) -> Result<TcpListener, Miss> {
+    fn listen(&self, local: IpAddr) -> Result<TcpListener, JoinError> {
         let ip = match (local, self.beyond_loopback && local.is_loopback()) {
             // The host's own machine is reached by its loopback address here, but not from elsewhere.
             (IpAddr::V4(_), true) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
@@ -109,18 +111,18 @@ impl Knock<'_> {
 }
 
 /// Another job, or not this protocol at all: not who is looked for.
-fn miss(refusal: Refusal) -> Miss {
+fn miss(refusal: JoinRefusal) -> JoinError {
     match refusal {
-        Refusal::OtherJob | Refusal::Malformed => Miss::Nobody,
-        refusal => Miss::Refused(refusal),
+        JoinRefusal::OtherJob | JoinRefusal::Malformed => JoinError::Nobody,
+        refusal => JoinError::Refused(refusal),
     }
 }
 
-fn fail(call: &'static str) -> impl Fn(std::io::Error) -> Miss {
-    move |error| Miss::Failed(failed(call, &error))
+fn fail(call: &'static str) -> impl Fn(std::io::Error) -> JoinError {
+    move |error| JoinError::Failed(failed(call, &error))
 }
 
 /// A door without an address is on the machine of the host.
-fn resolve(door: &Door, host: IpAddr) -> SocketAddr {
+fn resolve(door: &ListenAddress, host: IpAddr) -> SocketAddr {
     SocketAddr::new(door.ip.unwrap_or(host), door.port)
 }

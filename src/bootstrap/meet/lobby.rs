@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::bootstrap::{
     identity::{Secret, random},
-    wire::{Hello, Meeting, Message, Porter, Refusal, Wire},
+    wire::{Hello, JoinRefusal, Message, MessageConnection, RendezvousId, Responder},
 };
 
 /// Time a visitor has to prove who it is.
@@ -26,22 +26,22 @@ const MAX_VISITORS: usize = 1024;
 const REST: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
-struct Visitor {
-    wire: Wire,
-    porter: Porter,
+struct PendingHandshake {
+    wire: MessageConnection,
+    porter: Responder,
     until: Instant,
 }
 
 /// Somebody of this job.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Arrival {
+pub(in crate::bootstrap) struct AuthenticatedPeer {
     pub hello: Hello,
-    pub wire: Wire,
+    pub wire: MessageConnection,
 }
 
-impl Arrival {
+impl AuthenticatedPeer {
     /// Shows it out. What was queued is sent; a reason that does not fit the socket's buffer is lost.
-    pub(in crate::bootstrap) fn refuse(mut self, refusal: Refusal) {
+    pub(in crate::bootstrap) fn refuse(mut self, refusal: JoinRefusal) {
         self.wire.send(&Message::Refused(refusal));
         self.wire.flush();
     }
@@ -49,21 +49,21 @@ impl Arrival {
 
 /// A listener and those it has not yet let in.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Lobby {
+pub(in crate::bootstrap) struct HandshakeQueue {
     listener: TcpListener,
     secret: Secret,
-    meeting: Meeting,
-    visitors: Vec<Visitor>,
+    meeting: RendezvousId,
+    visitors: Vec<PendingHandshake>,
     rests_until: Option<Instant>,
 }
 
-impl Lobby {
+impl HandshakeQueue {
     /// Visitors come through a listener that does not block.
-    pub(super) fn new(listener: TcpListener, secret: Secret, meeting: Meeting) -> Self {
-        Lobby { listener, secret, meeting, visitors: Vec::new(), rests_until: None }
+    pub(super) fn new(listener: TcpListener, secret: Secret, meeting: RendezvousId) -> Self {
+        HandshakeQueue { listener, secret, meeting, visitors: Vec::new(), rests_until: None }
     }
 
-    pub(in crate::bootstrap) fn meeting(&self) -> &Meeting {
+    pub(in crate::bootstrap) fn meeting(&self) -> &RendezvousId {
         &self.meeting
     }
 
@@ -80,7 +80,7 @@ impl Lobby {
     }
 
     /// Lets visitors go one step on. Returns those who have proved that they belong here.
-    pub(in crate::bootstrap) fn turn(&mut self, now: Instant) -> Vec<Arrival> {
+    pub(in crate::bootstrap) fn turn(&mut self, now: Instant) -> Vec<AuthenticatedPeer> {
         self.rests_until = self.rests_until.filter(|&until| now < until);
         if self.rests_until.is_none() {
             self.accept(now);
@@ -100,9 +100,9 @@ impl Lobby {
         while self.visitors.len() < MAX_VISITORS {
             match self.listener.accept() {
                 Ok((stream, _)) => {
-                    let (Ok(wire), Ok(nonce)) = (Wire::new(stream), random()) else { continue };
-                    let porter = Porter::new(self.secret.clone(), self.meeting, nonce);
-                    self.visitors.push(Visitor { wire, porter, until: now + PATIENCE });
+                    let (Ok(wire), Ok(nonce)) = (MessageConnection::new(stream), random()) else { continue };
+                    let porter = Responder::new(self.secret.clone(), self.meeting, nonce);
+                    self.visitors.push(PendingHandshake { wire, porter, until: now + PATIENCE });
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error)
@@ -119,12 +119,12 @@ impl Lobby {
 
 /// What becomes of a visitor.
 enum Next {
-    Stays(Visitor),
-    Arrives(Arrival),
+    Stays(PendingHandshake),
+    Arrives(AuthenticatedPeer),
     Leaves,
 }
 
-impl Visitor {
+impl PendingHandshake {
     fn step(mut self, now: Instant) -> Next {
         self.wire.fill();
         while let Some(message) = self.wire.next() {
@@ -144,14 +144,14 @@ impl Visitor {
         match self.porter.admit(message) {
             Ok(hello) => {
                 self.wire.trust();
-                Next::Arrives(Arrival { hello, wire: self.wire })
+                Next::Arrives(AuthenticatedPeer { hello, wire: self.wire })
             }
             Err(refusal) => show_out(self.wire, refusal),
         }
     }
 }
 
-fn show_out(mut wire: Wire, refusal: Refusal) -> Next {
+fn show_out(mut wire: MessageConnection, refusal: JoinRefusal) -> Next {
     tracing::warn!(peer = ?wire.peer(), ?refusal, "refused at the rendezvous");
     wire.send(&Message::Refused(refusal));
     wire.flush();

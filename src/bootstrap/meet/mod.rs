@@ -17,10 +17,10 @@ mod pass;
 mod rebuild;
 mod rendezvous;
 
-pub(super) use join::Seat;
-pub(super) use lobby::{Arrival, Lobby};
-pub(super) use muster::Muster;
-pub use pass::{Pass, Reception};
+pub(super) use join::Membership;
+pub(super) use lobby::{AuthenticatedPeer, HandshakeQueue};
+pub(super) use muster::JoinBarrier;
+pub use pass::{PeerAuth, PeerListener};
 pub(super) use rebuild::rebuild;
 pub use rendezvous::connect;
 

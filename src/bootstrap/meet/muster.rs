@@ -15,22 +15,22 @@ use std::{
 
 /// The gathering of a world.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Muster {
+pub(in crate::bootstrap) struct JoinBarrier {
     size: u32,
     window: Option<Duration>,
     here: BTreeSet<u32>,
     second: Option<Instant>,
 }
 
-impl Muster {
+impl JoinBarrier {
     /// The first meeting of `size` ranks.
     pub(super) fn first(size: u32) -> Self {
-        Muster { size, window: None, here: BTreeSet::new(), second: None }
+        JoinBarrier { size, window: None, here: BTreeSet::new(), second: None }
     }
 
     /// The survivors of a world of `size` ranks meet again.
     pub(in crate::bootstrap) fn again(size: u32, window: Duration) -> Self {
-        Muster { window: Some(window), ..Muster::first(size) }
+        JoinBarrier { window: Some(window), ..JoinBarrier::first(size) }
     }
 
     /// A rank comes. False if it is here already or not of this world.
@@ -83,7 +83,7 @@ mod tests {
     #[test]
     fn the_first_meeting_waits_for_everyone() {
         let now = Instant::now();
-        let mut muster = Muster::first(3);
+        let mut muster = JoinBarrier::first(3);
         assert!(muster.join(2, now) && muster.join(0, now));
         assert!(!muster.join(2, now), "taken");
         assert!(!muster.join(3, now), "out of range");
@@ -97,7 +97,7 @@ mod tests {
     #[test]
     fn a_rebuild_begins_with_everyone_not_known_absent() {
         let now = Instant::now();
-        let mut muster = Muster::again(4, Duration::from_secs(3));
+        let mut muster = JoinBarrier::again(4, Duration::from_secs(3));
         muster.join(3, now);
         muster.join(1, now);
         assert_eq!(muster.members(&[2], now), None);
@@ -109,7 +109,7 @@ mod tests {
     fn the_window_opens_with_the_second_arrival() {
         let now = Instant::now();
         let window = Duration::from_secs(3);
-        let mut muster = Muster::again(4, window);
+        let mut muster = JoinBarrier::again(4, window);
         muster.join(1, now);
         let later = now + window * 9;
         assert_eq!(muster.members(&[], later), None, "alone, it waits");

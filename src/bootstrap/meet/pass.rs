@@ -25,12 +25,12 @@ use std::{
 use rustix::event::{PollFd, PollFlags};
 use sha2::{Digest, Sha256};
 
-use super::lobby::Lobby;
+use super::lobby::HandshakeQueue;
 use crate::{
     bootstrap::{
         identity::{Secret, random},
         os::{failed, wait},
-        wire::{Guest, Hello, Meeting, Message, PROTOCOL, Refusal, Wire},
+        wire::{Hello, Initiator, JoinRefusal, Message, MessageConnection, PROTOCOL, RendezvousId},
     },
     error::{BootstrapError, Cause},
 };
@@ -45,16 +45,16 @@ const TAKEN: u8 = 1;
 
 /// What a rank shows to others of its world.
 #[derive(Clone, Debug)]
-pub struct Pass {
+pub struct PeerAuth {
     secret: Secret,
     rank: u32,
     /// Of streams of this world; `host` stands for no rank yet.
-    meeting: Meeting,
+    meeting: RendezvousId,
     /// Where the rendezvous sees each rank.
     doors: Vec<IpAddr>,
 }
 
-impl Pass {
+impl PeerAuth {
     pub(in crate::bootstrap) fn new(
         secret: Secret,
         job: [u8; 32],
@@ -63,8 +63,8 @@ impl Pass {
         doors: Vec<IpAddr>,
     ) -> Self {
         let job = Sha256::new().chain_update(b"sidelane streams ").chain_update(job).finalize().into();
-        let meeting = Meeting { job, size: doors.len() as u32, epoch, host: rank };
-        Pass { secret, rank, meeting, doors }
+        let meeting = RendezvousId { job, size: doors.len() as u32, epoch, host: rank };
+        PeerAuth { secret, rank, meeting, doors }
     }
 
     /// This rank.
@@ -86,10 +86,10 @@ impl Pass {
     ///
     /// # Errors
     /// [`BootstrapError::System`].
-    pub fn receive(&self, listener: TcpListener) -> Result<Reception, BootstrapError> {
+    pub fn receive(&self, listener: TcpListener) -> Result<PeerListener, BootstrapError> {
         listener.set_nonblocking(true).map_err(|error| failed("fcntl", &error))?;
-        let lobby = Lobby::new(listener, self.secret.clone(), self.meeting);
-        Ok(Reception { lobby, welcomed: Vec::new(), here: BTreeMap::new() })
+        let lobby = HandshakeQueue::new(listener, self.secret.clone(), self.meeting);
+        Ok(PeerListener { lobby, welcomed: Vec::new(), here: BTreeMap::new() })
     }
 
     /// Connects to a rank of this world that listens at an address. The stream does not block. `stop` ends it early.
@@ -98,7 +98,7 @@ impl Pass {
     /// [`BootstrapError::System`] if nobody listens there, [`BootstrapError::NoRendezvous`] if nobody answers,
     /// [`BootstrapError::WrongSecret`] or [`BootstrapError::Malformed`] if it is somebody else, [`Cause::Evicted`] if the
     /// world is in another epoch.
-    pub fn knock(
+    pub fn connect(
         &self,
         host: u32,
         address: SocketAddr,
@@ -119,11 +119,11 @@ impl Pass {
         let peer = || address.to_string();
         let stream =
             TcpStream::connect_timeout(&address, CONNECT).map_err(|error| failed("connect", &error))?;
-        let mut wire = Wire::new(stream).map_err(|error| failed("fcntl", &error))?;
-        let Meeting { job, size, epoch, .. } = self.meeting;
+        let mut wire = MessageConnection::new(stream).map_err(|error| failed("fcntl", &error))?;
+        let RendezvousId { job, size, epoch, .. } = self.meeting;
         let nonce = random()?;
         let hello = Hello { version: PROTOCOL, job, rank: self.rank, size, epoch, host, port: 0, nonce };
-        let guest = Guest::new(self.secret.clone(), hello);
+        let guest = Initiator::new(self.secret.clone(), hello);
         let since = Instant::now();
         let until = since + GREETING;
         let silent = || BootstrapError::NoRendezvous { address: peer(), waited: since.elapsed() };
@@ -139,14 +139,14 @@ impl Pass {
         }
     }
 
-    fn explain(&self, refusal: Refusal, peer: String) -> BootstrapError {
+    fn explain(&self, refusal: JoinRefusal, peer: String) -> BootstrapError {
         let rank = self.rank;
         match refusal {
-            Refusal::Version(seen) => BootstrapError::Version { peer, seen, expected: PROTOCOL },
-            Refusal::WrongSecret => BootstrapError::WrongSecret { peer },
-            Refusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
-            Refusal::Rank => BootstrapError::RankRefused { rank, size: self.meeting.size },
-            Refusal::OtherJob | Refusal::Missing(_) | Refusal::Malformed => {
+            JoinRefusal::Version(seen) => BootstrapError::Version { peer, seen, expected: PROTOCOL },
+            JoinRefusal::WrongSecret => BootstrapError::WrongSecret { peer },
+            JoinRefusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
+            JoinRefusal::Rank => BootstrapError::RankRefused { rank, size: self.meeting.size },
+            JoinRefusal::OtherJob | JoinRefusal::Missing(_) | JoinRefusal::Malformed => {
                 BootstrapError::Malformed { peer }
             }
         }
@@ -155,20 +155,20 @@ impl Pass {
 
 /// Where ranks of a world come in.
 #[derive(Debug)]
-pub struct Reception {
-    lobby: Lobby,
+pub struct PeerListener {
+    lobby: HandshakeQueue,
     /// Who was let in, and has not taken its stream yet.
     welcomed: Vec<(u32, TcpStream)>,
     /// Who has come, and nobody has asked for yet.
     here: BTreeMap<u32, TcpStream>,
 }
 
-impl Reception {
+impl PeerListener {
     /// Attends to whoever is at the door, until a rank has come or a point in time. Its stream does not block.
     ///
     /// # Errors
     /// [`BootstrapError::System`].
-    pub fn admit(&mut self, rank: u32, until: Instant) -> Result<Option<TcpStream>, BootstrapError> {
+    pub fn accept(&mut self, rank: u32, until: Instant) -> Result<Option<TcpStream>, BootstrapError> {
         loop {
             let now = Instant::now();
             for arrival in self.lobby.turn(now) {
@@ -211,12 +211,12 @@ mod tests {
 
     const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-    fn pass(secret: &str, job: u8, rank: u32, epoch: u16) -> Pass {
-        Pass::new(Secret::from_bytes(secret), [job; 32], rank, epoch, vec![LOCAL; 3])
+    fn pass(secret: &str, job: u8, rank: u32, epoch: u16) -> PeerAuth {
+        PeerAuth::new(Secret::from_bytes(secret), [job; 32], rank, epoch, vec![LOCAL; 3])
     }
 
     /// Knocks at the reception of rank 0 of job 7, epoch 4, whose secret is "s".
-    fn knock(visitor: Pass, looks_for: u32) -> (Result<TcpStream, BootstrapError>, Option<TcpStream>) {
+    fn knock(visitor: PeerAuth, looks_for: u32) -> (Result<TcpStream, BootstrapError>, Option<TcpStream>) {
         let listener = TcpListener::bind((LOCAL, 0)).unwrap();
         let address = listener.local_addr().unwrap();
         let mut reception = pass("s", 7, 0, 4).receive(listener).unwrap();
@@ -224,12 +224,12 @@ mod tests {
         let _silent = TcpStream::connect(address).unwrap();
         TcpStream::connect(address).unwrap().write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         std::thread::scope(|scope| {
-            let knocking = scope.spawn(|| visitor.knock(looks_for, address, &|| false));
+            let knocking = scope.spawn(|| visitor.connect(looks_for, address, &|| false));
             let until = Instant::now() + Duration::from_secs(30);
             let mut seen = None;
             while seen.is_none() && !knocking.is_finished() && Instant::now() < until {
                 let slice = Instant::now() + Duration::from_millis(10);
-                seen = reception.admit(visitor.rank(), slice).unwrap();
+                seen = reception.accept(visitor.rank(), slice).unwrap();
             }
             (knocking.join().unwrap(), seen)
         })
@@ -255,11 +255,11 @@ mod tests {
             let knocking = scope.spawn(|| {
                 let visitor = pass("s", 7, 2, 4);
                 drop(visitor.greet(0, address, &|| false).unwrap());
-                let mut stream = visitor.knock(0, address, &|| false).unwrap();
+                let mut stream = visitor.connect(0, address, &|| false).unwrap();
                 stream.write_all(b"hello").unwrap();
             });
             let until = Instant::now() + Duration::from_secs(30);
-            let mut ours = reception.admit(2, until).unwrap().unwrap();
+            let mut ours = reception.accept(2, until).unwrap().unwrap();
             knocking.join().unwrap();
             ours.set_nonblocking(false).unwrap();
             let mut seen = Vec::new();
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn who_is_not_of_this_world_is_refused() {
-        let refused = |visitor: Pass, looks_for| {
+        let refused = |visitor: PeerAuth, looks_for| {
             let (theirs, ours) = knock(visitor, looks_for);
             assert!(ours.is_none());
             theirs.unwrap_err()

@@ -15,15 +15,15 @@ use std::{
 };
 
 use super::{
-    join::{Knock, Miss, Seat},
-    muster::Muster,
+    join::{JoinError, JoinRequest, Membership},
+    muster::JoinBarrier,
     rendezvous::{attended, host},
 };
 use crate::{
     bootstrap::{
         hub::{Hub, TcpHub},
         os::failed,
-        wire::{Meeting, Refusal},
+        wire::{JoinRefusal, RendezvousId},
     },
     error::{BootstrapError, Cause},
 };
@@ -48,10 +48,10 @@ pub(in crate::bootstrap) fn rebuild(old: &TcpHub, deadline: Duration) -> Result<
         // Leaves time for the next one, should this one never answer.
         let patience = until.saturating_duration_since(Instant::now());
         let patience = if candidates.next().is_some() { patience / 2 } else { patience };
-        let meeting = Meeting { job: old.job.digest, size: old.size, epoch, host: candidate };
+        let meeting = RendezvousId { job: old.job.digest, size: old.size, epoch, host: candidate };
         let health = old.health().clone();
         let stop = move || health.is_absent(candidate);
-        let knock = Knock {
+        let knock = JoinRequest {
             secret: &old.job.secret,
             meeting,
             rank: old.rank,
@@ -67,15 +67,15 @@ pub(in crate::bootstrap) fn rebuild(old: &TcpHub, deadline: Duration) -> Result<
         };
         match seated {
             Ok(rebuilt) => return Ok(rebuilt),
-            Err(Miss::Failed(error)) => return Err(error),
-            Err(Miss::Refused(Refusal::Evicted(epoch))) => {
+            Err(JoinError::Failed(error)) => return Err(error),
+            Err(JoinError::Refused(JoinRefusal::Evicted(epoch))) => {
                 return Err(Cause::Evicted { rank: old.rank, epoch }.into());
             }
-            Err(Miss::Refused(Refusal::Missing(_))) => {
+            Err(JoinError::Refused(JoinRefusal::Missing(_))) => {
                 let (coordinator, waited) = (candidate, start.elapsed());
                 return Err(BootstrapError::RebuildFailed { epoch, coordinator, waited });
             }
-            Err(Miss::Nobody | Miss::Refused(_)) => tried.push(candidate),
+            Err(JoinError::Nobody | JoinError::Refused(_)) => tried.push(candidate),
         }
     }
 }
@@ -93,13 +93,13 @@ fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
 }
 
 /// Hosts the meeting and takes part in it.
-fn lead(old: &TcpHub, knock: &Knock<'_>) -> Result<Rebuilt, Miss> {
-    let listener = old.standing.try_clone().map_err(|error| Miss::Failed(failed("dup", &error)))?;
-    let muster = Muster::again(old.size, old.job.clocks.liveness * 2);
+fn lead(old: &TcpHub, knock: &JoinRequest<'_>) -> Result<Rebuilt, JoinError> {
+    let listener = old.standing.try_clone().map_err(|error| JoinError::Failed(failed("dup", &error)))?;
+    let muster = JoinBarrier::again(old.size, old.job.clocks.liveness * 2);
     let health = Arc::clone(old.health());
     let absent = Box::new(move || health.absent());
     let (address, coordinator) =
-        host(listener, &old.job, knock.meeting, muster, absent, knock.until).map_err(Miss::Failed)?;
+        host(listener, &old.job, knock.meeting, muster, absent, knock.until).map_err(JoinError::Failed)?;
     let (seat, coordinator) = attended(knock.at(address), coordinator)?;
     sit(old, knock.meeting.epoch, seat, Some(coordinator))
 }
@@ -107,10 +107,10 @@ fn lead(old: &TcpHub, knock: &Knock<'_>) -> Result<Rebuilt, Miss> {
 fn sit(
     old: &TcpHub,
     epoch: u16,
-    seat: Seat,
+    seat: Membership,
     coordinator: Option<std::thread::JoinHandle<()>>,
-) -> Result<Rebuilt, Miss> {
+) -> Result<Rebuilt, JoinError> {
     let members = seat.members.clone();
-    let hub = TcpHub::new(old.job.clone(), epoch, seat, coordinator).map_err(Miss::Failed)?;
+    let hub = TcpHub::new(old.job.clone(), epoch, seat, coordinator).map_err(JoinError::Failed)?;
     Ok((Box::new(hub), members))
 }

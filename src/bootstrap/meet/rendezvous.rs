@@ -16,17 +16,17 @@ use std::{
 };
 
 use super::{
-    join::{Knock, Miss, Seat},
-    lobby::Lobby,
-    muster::Muster,
+    join::{JoinError, JoinRequest, Membership},
+    lobby::HandshakeQueue,
+    muster::JoinBarrier,
 };
 use crate::{
     bootstrap::{
-        hub::{HOST, Hub, Job, Setting, TcpHub, coordinate},
+        hub::{HOST, Hub, HubConfig, Job, TcpHub, coordinate},
         identity::{Identity, Secret},
         os::failed,
-        watch::Clocks,
-        wire::{Meeting, PROTOCOL, Refusal, job_digest},
+        watch::Timeouts,
+        wire::{JoinRefusal, PROTOCOL, RendezvousId, job_digest},
     },
     error::{BootstrapError, Cause},
 };
@@ -44,7 +44,7 @@ const PAUSE: Duration = Duration::from_millis(30);
 pub fn connect(
     identity: &Identity,
     secret: Option<Secret>,
-    clocks: Clocks,
+    clocks: Timeouts,
 ) -> Result<Box<dyn Hub>, BootstrapError> {
     let until = Instant::now() + clocks.rendezvous;
     if secret.is_none() && !identity.is_local() && !identity.insecure {
@@ -56,12 +56,12 @@ pub fn connect(
         None => Secret::of_user()?,
     };
     let job = Job { digest: job_digest(&identity.job), secret, clocks, launcher: identity.launcher_pipe };
-    let meeting = Meeting { job: job.digest, size: identity.size, epoch: 0, host: HOST };
+    let meeting = RendezvousId { job: job.digest, size: identity.size, epoch: 0, host: HOST };
     let (seat, coordinator) = match identity.rank {
         HOST => {
             let listener = bind(identity)?;
             let (address, coordinator) =
-                host(listener, &job, meeting, Muster::first(identity.size), Box::new(Vec::new), until)?;
+                host(listener, &job, meeting, JoinBarrier::first(identity.size), Box::new(Vec::new), until)?;
             let seat = seek(identity, &job, meeting, &[address], until);
             let (seat, coordinator) = attended(seat, coordinator)?;
             (seat, Some(coordinator))
@@ -75,8 +75,8 @@ pub fn connect(
 pub(super) fn host(
     listener: TcpListener,
     job: &Job,
-    meeting: Meeting,
-    muster: Muster,
+    meeting: RendezvousId,
+    muster: JoinBarrier,
     absent: Box<dyn Fn() -> Vec<u32> + Send>,
     until: Instant,
 ) -> Result<(SocketAddr, JoinHandle<()>), BootstrapError> {
@@ -87,8 +87,8 @@ pub(super) fn host(
             SocketAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
         });
     }
-    let lobby = Lobby::new(listener, job.secret.clone(), meeting);
-    let setting = Setting { lobby, muster, absent, clocks: job.clocks, until };
+    let lobby = HandshakeQueue::new(listener, job.secret.clone(), meeting);
+    let setting = HubConfig { lobby, muster, absent, clocks: job.clocks, until };
     let thread = thread::Builder::new().name("sidelane coordinator".to_owned());
     let thread = thread.spawn(move || coordinate(setting));
     Ok((address, thread.map_err(|error| failed("thread spawn", &error))?))
@@ -96,9 +96,9 @@ pub(super) fn host(
 
 /// A host without a seat waits for its coordinator, which still has to tell the others: the process may end next.
 pub(super) fn attended<E>(
-    seat: Result<Seat, E>,
+    seat: Result<Membership, E>,
     coordinator: JoinHandle<()>,
-) -> Result<(Seat, JoinHandle<()>), E> {
+) -> Result<(Membership, JoinHandle<()>), E> {
     match seat {
         Ok(seat) => Ok((seat, coordinator)),
         Err(error) => {
@@ -140,10 +140,10 @@ fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
 fn seek(
     identity: &Identity,
     job: &Job,
-    meeting: Meeting,
+    meeting: RendezvousId,
     known: &[SocketAddr],
     until: Instant,
-) -> Result<Seat, BootstrapError> {
+) -> Result<Membership, BootstrapError> {
     let start = Instant::now();
     // A job that holds one of the ports and has another secret may be a stranger's, of the same name.
     let mut foreign = None;
@@ -151,7 +151,7 @@ fn seek(
         let candidates = if known.is_empty() { candidates(identity) } else { known.to_vec() };
         for address in candidates {
             let now = Instant::now();
-            let knock = Knock {
+            let knock = JoinRequest {
                 secret: &job.secret,
                 meeting,
                 rank: identity.rank,
@@ -162,18 +162,18 @@ fn seek(
             };
             match knock.at(address) {
                 Ok(seat) => return Ok(seat),
-                Err(Miss::Nobody) => {}
-                Err(Miss::Failed(error)) => return Err(error),
-                Err(Miss::Refused(Refusal::WrongSecret)) => {
+                Err(JoinError::Nobody) => {}
+                Err(JoinError::Failed(error)) => return Err(error),
+                Err(JoinError::Refused(JoinRefusal::WrongSecret)) => {
                     foreign.get_or_insert((Instant::now(), address));
                 }
-                Err(Miss::Refused(refusal)) => return Err(explain(refusal, identity, address, start)),
+                Err(JoinError::Refused(refusal)) => return Err(explain(refusal, identity, address, start)),
             }
         }
         if let Some((since, address)) = foreign
             && since.elapsed() > GREETING
         {
-            return Err(explain(Refusal::WrongSecret, identity, address, start));
+            return Err(explain(JoinRefusal::WrongSecret, identity, address, start));
         }
         if Instant::now() + PAUSE >= until {
             let address = format!("{} (ports {})", identity.master_addr, list(&identity.ports));
@@ -203,17 +203,17 @@ fn list(ports: &[u16]) -> String {
     }
 }
 
-fn explain(refusal: Refusal, identity: &Identity, address: SocketAddr, start: Instant) -> BootstrapError {
+fn explain(refusal: JoinRefusal, identity: &Identity, address: SocketAddr, start: Instant) -> BootstrapError {
     let peer = address.to_string();
     let (rank, size) = (identity.rank, identity.size);
     match refusal {
-        Refusal::Version(seen) => BootstrapError::Version { peer, seen, expected: PROTOCOL },
-        Refusal::WrongSecret => BootstrapError::WrongSecret { peer },
-        Refusal::Rank => BootstrapError::RankRefused { rank, size },
-        Refusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
-        Refusal::Missing(missing) => {
+        JoinRefusal::Version(seen) => BootstrapError::Version { peer, seen, expected: PROTOCOL },
+        JoinRefusal::WrongSecret => BootstrapError::WrongSecret { peer },
+        JoinRefusal::Rank => BootstrapError::RankRefused { rank, size },
+        JoinRefusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
+        JoinRefusal::Missing(missing) => {
             BootstrapError::Deadline { step: "rendezvous".to_owned(), missing, waited: start.elapsed() }
         }
-        Refusal::OtherJob | Refusal::Malformed => BootstrapError::Malformed { peer },
+        JoinRefusal::OtherJob | JoinRefusal::Malformed => BootstrapError::Malformed { peer },
     }
 }

@@ -7,22 +7,22 @@ use std::{
 };
 
 use super::{
-    join::{Knock, Seat},
-    muster::Muster,
+    join::{JoinRequest, Membership},
+    muster::JoinBarrier,
     rendezvous::host,
 };
 use crate::{
     bootstrap::{
         hub::Job,
         identity::Secret,
-        watch::Clocks,
-        wire::{Meeting, Message, job_digest},
+        watch::Timeouts,
+        wire::{Message, RendezvousId, job_digest},
     },
-    error::{Cause, Loss},
+    error::{Cause, LostReason},
 };
 
 const LONG: Duration = Duration::from_secs(20);
-const CLOCKS: Clocks = Clocks {
+const CLOCKS: Timeouts = Timeouts {
     heartbeat: Duration::from_millis(40),
     liveness: Duration::from_millis(400),
     deadline: LONG,
@@ -30,19 +30,20 @@ const CLOCKS: Clocks = Clocks {
 };
 
 /// A world of hand-driven ranks.
-fn seats(size: u32) -> Vec<Seat> {
-    let meeting = Meeting { job: job_digest("test"), size, epoch: 3, host: 0 };
+fn seats(size: u32) -> Vec<Membership> {
+    let meeting = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
     let job = Job { digest: meeting.job, secret: Secret::none(), clocks: CLOCKS, launcher: None };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.set_nonblocking(true).unwrap();
     let until = Instant::now() + LONG;
-    let (address, _) = host(listener, &job, meeting, Muster::first(size), Box::new(Vec::new), until).unwrap();
+    let (address, _) =
+        host(listener, &job, meeting, JoinBarrier::first(size), Box::new(Vec::new), until).unwrap();
     thread::scope(|scope| {
         let knock = |rank| {
             let secret = &Secret::none();
             let (beyond_loopback, greeted_until) = (false, until);
             let knock =
-                Knock { secret, meeting, rank, beyond_loopback, greeted_until, until, stop: &|| false };
+                JoinRequest { secret, meeting, rank, beyond_loopback, greeted_until, until, stop: &|| false };
             knock.at(address).ok().expect("a seat")
         };
         let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || knock(rank))).collect();
@@ -51,7 +52,7 @@ fn seats(size: u32) -> Vec<Seat> {
 }
 
 /// The next message that is no heartbeat, with heartbeats of our own meanwhile. None at the end of the stream.
-fn listen(seat: &mut Seat) -> Option<Message> {
+fn listen(seat: &mut Membership) -> Option<Message> {
     let until = Instant::now() + LONG;
     while Instant::now() < until {
         seat.wire.send(&Message::Heartbeat);
@@ -72,7 +73,8 @@ fn a_silent_rank_is_named_to_the_others_and_told_when_it_wakes_up() {
     thread::scope(|scope| {
         for seat in &mut seats {
             scope.spawn(move || {
-                let Some(Message::Dead(Cause::Lost { rank: 1, how: Loss::Silent(silence) })) = listen(seat)
+                let Some(Message::Dead(Cause::Lost { rank: 1, how: LostReason::Silent(silence) })) =
+                    listen(seat)
                 else {
                     panic!("rank 1 should have been named");
                 };
@@ -99,6 +101,6 @@ fn what_no_rank_says_ends_its_membership() {
     let mut seats = seats(2);
     seats[1].wire.send(&Message::Left { rank: 0 });
     seats[1].wire.flush();
-    let lost = Message::Dead(Cause::Lost { rank: 1, how: Loss::Closed });
+    let lost = Message::Dead(Cause::Lost { rank: 1, how: LostReason::Closed });
     assert_eq!(listen(&mut seats[0]), Some(lost));
 }

@@ -7,7 +7,7 @@ use crate::error::BootstrapError;
 /// How long to wait for what. *Liveness* finds processes that are gone or stopped, in two seconds; the
 /// *deadline* ends waits for ranks that are alive but do not do their part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Clocks {
+pub struct Timeouts {
     /// Time between two heartbeats of a rank.
     pub heartbeat: Duration,
     /// Silence after which a rank is lost. With one more scheduling delay a stopped rank is named in 2 s.
@@ -18,9 +18,9 @@ pub struct Clocks {
     pub rendezvous: Duration,
 }
 
-impl Default for Clocks {
+impl Default for Timeouts {
     fn default() -> Self {
-        Clocks {
+        Timeouts {
             heartbeat: Duration::from_millis(250),
             liveness: Duration::from_millis(1750),
             deadline: Duration::from_secs(600),
@@ -29,12 +29,12 @@ impl Default for Clocks {
     }
 }
 
-impl Clocks {
+impl Timeouts {
     /// The defaults, with `SIDELANE_DEADLINE_MS`, `SIDELANE_RENDEZVOUS_MS` and `SIDELANE_LIVENESS_MS` if `lookup` knows them.
     /// The last is for ranks whose heart beats slowly: in a debugger, or under valgrind.
     pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
-        let defaults = Clocks::default();
-        Ok(Clocks {
+        let defaults = Timeouts::default();
+        Ok(Timeouts {
             deadline: millis(lookup, "SIDELANE_DEADLINE_MS", ANY)?.unwrap_or(defaults.deadline),
             rendezvous: millis(lookup, "SIDELANE_RENDEZVOUS_MS", ANY)?.unwrap_or(defaults.rendezvous),
             liveness: millis(lookup, "SIDELANE_LIVENESS_MS", FOUR_BEATS)?.unwrap_or(defaults.liveness),
@@ -42,9 +42,9 @@ impl Clocks {
         })
     }
 
-    /// [`Clocks::from_vars`] with the environment of this process.
+    /// [`Timeouts::from_vars`] with the environment of this process.
     pub fn from_env() -> Result<Self, BootstrapError> {
-        Clocks::from_vars(&|name| std::env::var(name).ok())
+        Timeouts::from_vars(&|name| std::env::var(name).ok())
     }
 }
 
@@ -72,17 +72,17 @@ mod tests {
 
     #[test]
     fn the_environment_moves_deadlines_and_is_checked() {
-        let clocks = Clocks::from_vars(&|name| (name == "SIDELANE_DEADLINE_MS").then(|| "1500".into()));
-        assert_eq!(clocks, Ok(Clocks { deadline: Duration::from_millis(1500), ..Clocks::default() }));
+        let clocks = Timeouts::from_vars(&|name| (name == "SIDELANE_DEADLINE_MS").then(|| "1500".into()));
+        assert_eq!(clocks, Ok(Timeouts { deadline: Duration::from_millis(1500), ..Timeouts::default() }));
         for bad in ["0", "-1", "ten", "", "86400001"] {
-            let seen = Clocks::from_vars(&|name| (name == "SIDELANE_RENDEZVOUS_MS").then(|| bad.into()));
+            let seen = Timeouts::from_vars(&|name| (name == "SIDELANE_RENDEZVOUS_MS").then(|| bad.into()));
             assert!(
                 matches!(seen, Err(BootstrapError::BadVariable { name: "SIDELANE_RENDEZVOUS_MS", .. })),
                 "{bad:?}: {seen:?}"
             );
         }
         let patient = |text: &'static str| {
-            Clocks::from_vars(&|name| (name == "SIDELANE_LIVENESS_MS").then(|| text.into()))
+            Timeouts::from_vars(&|name| (name == "SIDELANE_LIVENESS_MS").then(|| text.into()))
                 .map(|c| c.liveness)
         };
         assert_eq!(patient("60000"), Ok(Duration::from_secs(60)));

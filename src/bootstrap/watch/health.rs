@@ -114,8 +114,8 @@ fn word(cause: &Cause) -> u32 {
         Cause::Stalled { rank, .. } => (4, rank),
         Cause::Cancelled { by } => (5, by),
         Cause::Protocol { rank } => (6, rank),
-        Cause::Wire { rank, .. } => (7, rank),
-        Cause::Card { by } => (8, by),
+        Cause::Connection { rank, .. } => (7, rank),
+        Cause::Nic { by } => (8, by),
     };
     kind | rank << 8
 }

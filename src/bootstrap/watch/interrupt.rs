@@ -19,17 +19,17 @@ use std::time::{Duration, Instant};
 const EVERY: Duration = Duration::from_millis(20);
 
 #[derive(Clone)]
-struct Question {
+struct InterruptCheck {
     ask: Rc<dyn Fn() -> bool>,
     asked: Instant,
 }
 
 thread_local! {
-    static QUESTION: RefCell<Option<Question>> = const { RefCell::new(None) };
+    static QUESTION: RefCell<Option<InterruptCheck>> = const { RefCell::new(None) };
 }
 
 /// Puts back the question of the caller's caller, whichever way the call ends.
-struct Restore(Option<Question>);
+struct Restore(Option<InterruptCheck>);
 
 impl Drop for Restore {
     fn drop(&mut self) {
@@ -40,13 +40,13 @@ impl Drop for Restore {
 /// Makes a call whose waits in this thread end when `ask` says so. It is asked about every 20 ms while something is waited
 /// for in earnest, never in a short wait.
 pub fn interruptible<T>(ask: impl Fn() -> bool + 'static, call: impl FnOnce() -> T) -> T {
-    let question = Question { ask: Rc::new(ask), asked: Instant::now() };
+    let question = InterruptCheck { ask: Rc::new(ask), asked: Instant::now() };
     let _restore = Restore(QUESTION.replace(Some(question)));
     call()
 }
 
 /// Whether this thread brings a question: what it waits for by other means than polling, it must leave now and then to ask.
-pub(crate) fn questioned() -> bool {
+pub(crate) fn has_interrupt_check() -> bool {
     QUESTION.with_borrow(Option::is_some)
 }
 

@@ -25,12 +25,12 @@ use crate::{
 
 /// The read end of the launcher's pipe.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Launcher {
+pub(in crate::bootstrap) struct LauncherWatch {
     pipe: File,
     pid: u32,
 }
 
-impl Launcher {
+impl LauncherWatch {
     /// Opens the inherited end again, through `/proc`: the number alone is a claim of the environment, and this
     /// turns it into a descriptor of our own or an error.
     pub(in crate::bootstrap) fn open(pipe: LauncherPipe) -> Result<Self, BootstrapError> {
@@ -38,7 +38,7 @@ impl Launcher {
         let path = format!("/proc/self/fd/{}", pipe.fd);
         let file = OpenOptions::new().read(true).custom_flags(flags).open(path);
         let pipe_end = file.map_err(|error| failed("open of SIDELANE_LAUNCHER_FD", &error))?;
-        Ok(Launcher { pipe: pipe_end, pid: pipe.pid })
+        Ok(LauncherWatch { pipe: pipe_end, pid: pipe.pid })
     }
 
     pub(in crate::bootstrap) fn pid(&self) -> u32 {
@@ -72,7 +72,7 @@ mod tests {
     #[test]
     fn the_end_of_the_pipe_is_the_end_of_the_launcher() {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
-        let launcher = Launcher::open(LauncherPipe { fd: reader.as_raw_fd() as u32, pid: 7 }).unwrap();
+        let launcher = LauncherWatch::open(LauncherPipe { fd: reader.as_raw_fd() as u32, pid: 7 }).unwrap();
         assert!(!launcher.is_gone());
         rustix::io::write(&writer, b"hello").unwrap();
         assert!(!launcher.is_gone(), "what it says does not matter");
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn a_number_that_is_no_descriptor_is_an_error() {
-        let seen = Launcher::open(LauncherPipe { fd: 999_999, pid: 7 });
+        let seen = LauncherWatch::open(LauncherPipe { fd: 999_999, pid: 7 });
         assert!(matches!(seen, Err(BootstrapError::System { .. })), "{seen:?}");
     }
 }

@@ -14,10 +14,10 @@ mod interrupt;
 mod launcher;
 mod liveness;
 
-pub use clocks::Clocks;
+pub use clocks::Timeouts;
 pub use health::Health;
 pub(super) use health::lock;
 pub use interrupt::interruptible;
-pub(crate) use interrupt::{interrupted, questioned};
-pub(super) use launcher::Launcher;
+pub(crate) use interrupt::{has_interrupt_check, interrupted};
+pub(super) use launcher::LauncherWatch;
 pub(super) use liveness::Liveness;

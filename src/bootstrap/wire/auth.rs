@@ -17,7 +17,7 @@ use sha2::{Digest, Sha256};
 
 use super::{
     message::{Hello, Message, PROTOCOL},
-    parts::Refusal,
+    parts::JoinRefusal,
 };
 use crate::bootstrap::identity::Secret;
 
@@ -28,14 +28,14 @@ pub(in crate::bootstrap) fn job_digest(job: &str) -> [u8; 32] {
 
 /// The side that knocks.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Guest {
+pub(in crate::bootstrap) struct Initiator {
     secret: Secret,
     hello: Hello,
 }
 
-impl Guest {
+impl Initiator {
     pub(in crate::bootstrap) fn new(secret: Secret, hello: Hello) -> Self {
-        Guest { secret, hello }
+        Initiator { secret, hello }
     }
 
     /// What to say first.
@@ -44,25 +44,25 @@ impl Guest {
     }
 
     /// The proof that answers the host's challenge, once the host has proved itself.
-    pub(in crate::bootstrap) fn answer(&self, challenge: Message) -> Result<Message, Refusal> {
+    pub(in crate::bootstrap) fn answer(&self, challenge: Message) -> Result<Message, JoinRefusal> {
         match challenge {
-            Message::Challenge { version, .. } if version != PROTOCOL => Err(Refusal::Version(version)),
+            Message::Challenge { version, .. } if version != PROTOCOL => Err(JoinRefusal::Version(version)),
             Message::Challenge { nonce, proof, .. } => {
                 let host = transcript(&self.secret, b"host", &nonce, &self.hello);
-                host.verify_slice(&proof).map_err(|_| Refusal::WrongSecret)?;
+                host.verify_slice(&proof).map_err(|_| JoinRefusal::WrongSecret)?;
                 let guest = transcript(&self.secret, b"guest", &nonce, &self.hello);
                 Ok(Message::Proof(guest.finalize().into_bytes().into()))
             }
             // The host has proved nothing yet: believe only what leads to nothing but looking elsewhere.
-            Message::Refused(refusal @ (Refusal::Version(_) | Refusal::OtherJob)) => Err(refusal),
-            _ => Err(Refusal::Malformed),
+            Message::Refused(refusal @ (JoinRefusal::Version(_) | JoinRefusal::OtherJob)) => Err(refusal),
+            _ => Err(JoinRefusal::Malformed),
         }
     }
 }
 
 /// Which meeting a host holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::bootstrap) struct Meeting {
+pub(in crate::bootstrap) struct RendezvousId {
     pub job: [u8; 32],
     pub size: u32,
     pub epoch: u16,
@@ -71,17 +71,17 @@ pub(in crate::bootstrap) struct Meeting {
 
 /// The side that is knocked at: one of these per visitor.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Porter {
+pub(in crate::bootstrap) struct Responder {
     secret: Secret,
-    meeting: Meeting,
+    meeting: RendezvousId,
     nonce: [u8; 32],
     hello: Option<Hello>,
 }
 
-impl Porter {
+impl Responder {
     /// `nonce` must be fresh: it is what makes a recorded proof worthless.
-    pub(in crate::bootstrap) fn new(secret: Secret, meeting: Meeting, nonce: [u8; 32]) -> Self {
-        Porter { secret, meeting, nonce, hello: None }
+    pub(in crate::bootstrap) fn new(secret: Secret, meeting: RendezvousId, nonce: [u8; 32]) -> Self {
+        Responder { secret, meeting, nonce, hello: None }
     }
 
     /// Whether the hello has been heard and the proof is awaited.
@@ -90,13 +90,13 @@ impl Porter {
     }
 
     /// The challenge to a hello.
-    pub(in crate::bootstrap) fn challenge(&mut self, message: Message) -> Result<Message, Refusal> {
-        let Message::Hello(hello) = message else { return Err(Refusal::Malformed) };
+    pub(in crate::bootstrap) fn challenge(&mut self, message: Message) -> Result<Message, JoinRefusal> {
+        let Message::Hello(hello) = message else { return Err(JoinRefusal::Malformed) };
         if hello.version != PROTOCOL {
-            return Err(Refusal::Version(PROTOCOL));
+            return Err(JoinRefusal::Version(PROTOCOL));
         }
         if hello.job != self.meeting.job || hello.host != self.meeting.host {
-            return Err(Refusal::OtherJob);
+            return Err(JoinRefusal::OtherJob);
         }
         let proof = transcript(&self.secret, b"host", &self.nonce, &hello).finalize().into_bytes().into();
         self.hello = Some(hello);
@@ -104,17 +104,17 @@ impl Porter {
     }
 
     /// Who it is, proved.
-    pub(in crate::bootstrap) fn admit(self, message: Message) -> Result<Hello, Refusal> {
+    pub(in crate::bootstrap) fn admit(self, message: Message) -> Result<Hello, JoinRefusal> {
         let (Message::Proof(proof), Some(hello)) = (message, self.hello) else {
-            return Err(Refusal::Malformed);
+            return Err(JoinRefusal::Malformed);
         };
         let guest = transcript(&self.secret, b"guest", &self.nonce, &hello);
-        guest.verify_slice(&proof).map_err(|_| Refusal::WrongSecret)?;
+        guest.verify_slice(&proof).map_err(|_| JoinRefusal::WrongSecret)?;
         if hello.epoch != self.meeting.epoch {
-            return Err(Refusal::Evicted(self.meeting.epoch));
+            return Err(JoinRefusal::Evicted(self.meeting.epoch));
         }
         if hello.size != self.meeting.size || hello.rank >= hello.size {
-            return Err(Refusal::Rank);
+            return Err(JoinRefusal::Rank);
         }
         Ok(hello)
     }
@@ -145,21 +145,21 @@ pub(in crate::bootstrap) fn keyed(key: &[u8]) -> Hmac<Sha256> {
 mod tests {
     use super::*;
 
-    fn meeting() -> Meeting {
-        Meeting { job: job_digest("job"), size: 4, epoch: 7, host: 0 }
+    fn meeting() -> RendezvousId {
+        RendezvousId { job: job_digest("job"), size: 4, epoch: 7, host: 0 }
     }
 
     fn hello(nonce: u8) -> Hello {
-        let Meeting { job, size, epoch, host } = meeting();
+        let RendezvousId { job, size, epoch, host } = meeting();
         Hello { version: PROTOCOL, job, rank: 2, size, epoch, host, port: 9, nonce: [nonce; 32] }
     }
 
-    fn guest(secret: &str, nonce: u8) -> Guest {
-        Guest::new(Secret::from_bytes(secret), hello(nonce))
+    fn guest(secret: &str, nonce: u8) -> Initiator {
+        Initiator::new(Secret::from_bytes(secret), hello(nonce))
     }
 
-    fn porter(secret: &str, nonce: u8) -> Porter {
-        Porter::new(Secret::from_bytes(secret), meeting(), [nonce; 32])
+    fn porter(secret: &str, nonce: u8) -> Responder {
+        Responder::new(Secret::from_bytes(secret), meeting(), [nonce; 32])
     }
 
     #[test]
@@ -173,11 +173,11 @@ mod tests {
     fn a_wrong_secret_is_noticed_by_either_side() {
         let (guest, mut porter) = (guest("right", 1), porter("wrong", 2));
         let challenge = porter.challenge(guest.hello()).unwrap();
-        assert_eq!(guest.answer(challenge), Err(Refusal::WrongSecret));
-        let liar = Guest::new(Secret::from_bytes("right"), hello(1));
+        assert_eq!(guest.answer(challenge), Err(JoinRefusal::WrongSecret));
+        let liar = Initiator::new(Secret::from_bytes("right"), hello(1));
         let nonce = [2; 32];
         let proof = transcript(&liar.secret, b"guest", &nonce, &liar.hello).finalize().into_bytes().into();
-        assert_eq!(porter.admit(Message::Proof(proof)), Err(Refusal::WrongSecret));
+        assert_eq!(porter.admit(Message::Proof(proof)), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
@@ -186,10 +186,10 @@ mod tests {
         let recorded = guest.answer(first.challenge(guest.hello()).unwrap()).unwrap();
         let mut second = porter("s", 3);
         second.challenge(guest.hello()).unwrap();
-        assert_eq!(second.admit(recorded), Err(Refusal::WrongSecret));
+        assert_eq!(second.admit(recorded), Err(JoinRefusal::WrongSecret));
         // And a recorded challenge does not convince a guest with a fresh nonce.
         let challenge = porter("s", 2).challenge(guest.hello()).unwrap();
-        assert_eq!(self::guest("s", 8).answer(challenge), Err(Refusal::WrongSecret));
+        assert_eq!(self::guest("s", 8).answer(challenge), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
@@ -198,7 +198,7 @@ mod tests {
         let Message::Challenge { proof, .. } = porter.challenge(guest.hello()).unwrap() else {
             unreachable!()
         };
-        assert_eq!(porter.admit(Message::Proof(proof)), Err(Refusal::WrongSecret));
+        assert_eq!(porter.admit(Message::Proof(proof)), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
@@ -206,7 +206,7 @@ mod tests {
         let (guest, mut porter) = (guest("s", 1), porter("s", 2));
         let forged = Hello { rank: 3, ..hello(1) };
         let challenge = porter.challenge(Message::Hello(forged)).unwrap();
-        assert_eq!(guest.answer(challenge), Err(Refusal::WrongSecret));
+        assert_eq!(guest.answer(challenge), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
@@ -214,25 +214,28 @@ mod tests {
         let told = |change: fn(&mut Hello)| {
             let mut hello = hello(1);
             change(&mut hello);
-            let (guest, mut porter) = (Guest::new(Secret::from_bytes("s"), hello), porter("s", 2));
+            let (guest, mut porter) = (Initiator::new(Secret::from_bytes("s"), hello), porter("s", 2));
             let challenge = porter.challenge(guest.hello())?;
             porter.admit(guest.answer(challenge)?)
         };
-        assert_eq!(told(|hello| hello.version = 9), Err(Refusal::Version(PROTOCOL)));
-        assert_eq!(told(|hello| hello.job[0] ^= 1), Err(Refusal::OtherJob));
-        assert_eq!(told(|hello| hello.host = 1), Err(Refusal::OtherJob));
-        assert_eq!(told(|hello| hello.epoch = 6), Err(Refusal::Evicted(7)));
-        assert_eq!(told(|hello| hello.size = 5), Err(Refusal::Rank));
-        assert_eq!(told(|hello| hello.rank = 4), Err(Refusal::Rank));
+        assert_eq!(told(|hello| hello.version = 9), Err(JoinRefusal::Version(PROTOCOL)));
+        assert_eq!(told(|hello| hello.job[0] ^= 1), Err(JoinRefusal::OtherJob));
+        assert_eq!(told(|hello| hello.host = 1), Err(JoinRefusal::OtherJob));
+        assert_eq!(told(|hello| hello.epoch = 6), Err(JoinRefusal::Evicted(7)));
+        assert_eq!(told(|hello| hello.size = 5), Err(JoinRefusal::Rank));
+        assert_eq!(told(|hello| hello.rank = 4), Err(JoinRefusal::Rank));
         let future = Message::Challenge { version: 2, nonce: [0; 32], proof: [0; 32] };
-        assert_eq!(guest("s", 1).answer(future), Err(Refusal::Version(2)));
+        assert_eq!(guest("s", 1).answer(future), Err(JoinRefusal::Version(2)));
     }
 
     #[test]
     fn steps_out_of_order_are_malformed() {
-        assert_eq!(porter("s", 1).challenge(Message::Bye), Err(Refusal::Malformed));
-        assert_eq!(porter("s", 1).admit(Message::Proof([0; 32])), Err(Refusal::Malformed));
-        assert_eq!(guest("s", 1).answer(Message::Refused(Refusal::Evicted(3))), Err(Refusal::Malformed));
+        assert_eq!(porter("s", 1).challenge(Message::Bye), Err(JoinRefusal::Malformed));
+        assert_eq!(porter("s", 1).admit(Message::Proof([0; 32])), Err(JoinRefusal::Malformed));
+        assert_eq!(
+            guest("s", 1).answer(Message::Refused(JoinRefusal::Evicted(3))),
+            Err(JoinRefusal::Malformed)
+        );
     }
 
     #[test]

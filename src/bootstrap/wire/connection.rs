@@ -20,7 +20,7 @@ const GULP: usize = 1 << 20;
 
 /// One end of a connection. Errors and the end of the stream look the same to its user: closed.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Wire {
+pub(in crate::bootstrap) struct MessageConnection {
     stream: TcpStream,
     inbox: Inbox,
     outbox: Vec<u8>,
@@ -28,12 +28,18 @@ pub(in crate::bootstrap) struct Wire {
     closed: bool,
 }
 
-impl Wire {
-    /// Frames are small until [`Wire::trust`].
+impl MessageConnection {
+    /// Frames are small until [`MessageConnection::trust`].
     pub(in crate::bootstrap) fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
-        Ok(Wire { stream, inbox: Inbox::new(MAX_GREETING), outbox: Vec::new(), sent: 0, closed: false })
+        Ok(MessageConnection {
+            stream,
+            inbox: Inbox::new(MAX_GREETING),
+            outbox: Vec::new(),
+            sent: 0,
+            closed: false,
+        })
     }
 
     /// The other side has proved who it is: it may send long frames.
@@ -51,7 +57,7 @@ impl Wire {
         self.stream.peer_addr().ok().map(|address| address.ip().to_canonical())
     }
 
-    /// Queues a message; [`Wire::flush`] sends it.
+    /// Queues a message; [`MessageConnection::flush`] sends it.
     pub(in crate::bootstrap) fn send(&mut self, message: &Message) {
         self.send_frame(&message.encode());
     }
@@ -83,7 +89,7 @@ impl Wire {
         self.sent = 0;
     }
 
-    /// Reads what has come. Call [`Wire::next`] until it is empty before asking whether this is closed.
+    /// Reads what has come. Call [`MessageConnection::next`] until it is empty before asking whether this is closed.
     pub(in crate::bootstrap) fn fill(&mut self) {
         let mut chunk = [0; 16 << 10];
         let mut taken = 0;
@@ -149,7 +155,7 @@ impl Wire {
     }
 }
 
-impl AsFd for Wire {
+impl AsFd for MessageConnection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }

@@ -12,8 +12,8 @@
 use super::{
     frame::{Malformed, Reader, Writer},
     parts::{
-        Answer, Door, Refusal, read_answer, read_cause, read_door, read_refusal, write_answer, write_cause,
-        write_door, write_ranks, write_refusal,
+        Answer, JoinRefusal, ListenAddress, read_answer, read_cause, read_door, read_refusal, write_answer,
+        write_cause, write_door, write_ranks, write_refusal,
     },
 };
 use crate::error::Cause;
@@ -45,8 +45,8 @@ pub(in crate::bootstrap) enum Message {
     Hello(Hello),
     Challenge { version: u32, nonce: [u8; 32], proof: [u8; 32] },
     Proof([u8; 32]),
-    Refused(Refusal),
-    Welcome { rank: u32, members: Vec<u32>, doors: Vec<Door> },
+    Refused(JoinRefusal),
+    Welcome { rank: u32, members: Vec<u32>, doors: Vec<ListenAddress> },
     Heartbeat,
     Set { ticket: u64, key: String, value: Vec<u8> },
     Get { ticket: u64, key: String },

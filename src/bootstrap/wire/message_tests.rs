@@ -3,14 +3,14 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 use proptest::prelude::*;
 
 use super::*;
-use crate::error::Loss;
+use crate::error::LostReason;
 
 fn causes() -> impl Strategy<Value = Cause> {
     let time = || any::<u32>().prop_map(|ms| Duration::from_millis(ms.into()));
     prop_oneof![
-        any::<u32>().prop_map(|by| Cause::Card { by }),
-        any::<u32>().prop_map(|rank| Cause::Lost { rank, how: Loss::Closed }),
-        (any::<u32>(), time()).prop_map(|(rank, time)| Cause::Lost { rank, how: Loss::Silent(time) }),
+        any::<u32>().prop_map(|by| Cause::Nic { by }),
+        any::<u32>().prop_map(|rank| Cause::Lost { rank, how: LostReason::Closed }),
+        (any::<u32>(), time()).prop_map(|(rank, time)| Cause::Lost { rank, how: LostReason::Silent(time) }),
         any::<u32>().prop_map(|pid| Cause::LauncherGone { pid }),
         any::<(u32, u16)>().prop_map(|(rank, epoch)| Cause::Evicted { rank, epoch }),
         (any::<u32>(), any::<u32>(), time()).prop_map(|(rank, by, waited)| Cause::Stalled {
@@ -20,19 +20,19 @@ fn causes() -> impl Strategy<Value = Cause> {
         }),
         any::<u32>().prop_map(|by| Cause::Cancelled { by }),
         any::<u32>().prop_map(|rank| Cause::Protocol { rank }),
-        (any::<u32>(), any::<u32>()).prop_map(|(rank, by)| Cause::Wire { rank, by }),
+        (any::<u32>(), any::<u32>()).prop_map(|(rank, by)| Cause::Connection { rank, by }),
     ]
 }
 
-fn refusals() -> impl Strategy<Value = Refusal> {
+fn refusals() -> impl Strategy<Value = JoinRefusal> {
     prop_oneof![
-        any::<u32>().prop_map(Refusal::Version),
-        Just(Refusal::OtherJob),
-        Just(Refusal::WrongSecret),
-        Just(Refusal::Rank),
-        any::<u16>().prop_map(Refusal::Evicted),
-        any::<Vec<u32>>().prop_map(Refusal::Missing),
-        Just(Refusal::Malformed),
+        any::<u32>().prop_map(JoinRefusal::Version),
+        Just(JoinRefusal::OtherJob),
+        Just(JoinRefusal::WrongSecret),
+        Just(JoinRefusal::Rank),
+        any::<u16>().prop_map(JoinRefusal::Evicted),
+        any::<Vec<u32>>().prop_map(JoinRefusal::Missing),
+        Just(JoinRefusal::Malformed),
     ]
 }
 
@@ -53,8 +53,8 @@ fn answers() -> impl Strategy<Value = Answer> {
     ]
 }
 
-fn doors() -> impl Strategy<Value = Door> {
-    (any::<Option<IpAddr>>(), any::<u16>()).prop_map(|(ip, port)| Door { ip, port })
+fn doors() -> impl Strategy<Value = ListenAddress> {
+    (any::<Option<IpAddr>>(), any::<u16>()).prop_map(|(ip, port)| ListenAddress { ip, port })
 }
 
 fn hellos() -> impl Strategy<Value = Hello> {

@@ -15,8 +15,8 @@ mod frame;
 mod message;
 mod parts;
 
-pub(super) use auth::{Guest, Meeting, Porter, job_digest, keyed};
-pub(super) use connection::Wire;
+pub(super) use auth::{Initiator, RendezvousId, Responder, job_digest, keyed};
+pub(super) use connection::MessageConnection;
 pub(super) use frame::{MAX_FRAME, Malformed, Reader, Writer};
 pub(super) use message::{Hello, Message, PROTOCOL};
-pub(super) use parts::{Answer, Door, Refusal};
+pub(super) use parts::{Answer, JoinRefusal, ListenAddress};

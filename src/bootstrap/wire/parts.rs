@@ -3,7 +3,7 @@
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use super::frame::{Malformed, Reader, Writer};
-use crate::error::{Cause, Loss};
+use crate::error::{Cause, LostReason};
 
 /// The answer to a request to the store.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,14 +26,14 @@ pub(in crate::bootstrap) enum Answer {
 
 /// Where a rank listens. No address means: on the machine of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::bootstrap) struct Door {
+pub(in crate::bootstrap) struct ListenAddress {
     pub ip: Option<IpAddr>,
     pub port: u16,
 }
 
 /// Why somebody is not let in.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::bootstrap) enum Refusal {
+pub(in crate::bootstrap) enum JoinRefusal {
     /// The host speaks this version.
     Version(u32),
     /// The host belongs to another job, or is not who the guest believes.
@@ -55,7 +55,7 @@ pub(super) fn write_ranks(w: &mut Writer, ranks: &[u32]) {
     ranks.iter().for_each(|&rank| w.u32(rank));
 }
 
-pub(super) fn write_door(w: &mut Writer, door: &Door) {
+pub(super) fn write_door(w: &mut Writer, door: &ListenAddress) {
     match door.ip {
         None => w.u8(0),
         Some(IpAddr::V4(ip)) => {
@@ -70,46 +70,46 @@ pub(super) fn write_door(w: &mut Writer, door: &Door) {
     w.u16(door.port);
 }
 
-pub(super) fn read_door(r: &mut Reader) -> Result<Door, Malformed> {
+pub(super) fn read_door(r: &mut Reader) -> Result<ListenAddress, Malformed> {
     let ip = match r.u8()? {
         0 => None,
         4 => Some(IpAddr::from(r.array::<4>()?)),
         6 => Some(IpAddr::from(r.array::<16>()?)),
         _ => return Err(Malformed),
     };
-    Ok(Door { ip, port: r.u16()? })
+    Ok(ListenAddress { ip, port: r.u16()? })
 }
 
-pub(super) fn write_refusal(w: &mut Writer, refusal: &Refusal) {
+pub(super) fn write_refusal(w: &mut Writer, refusal: &JoinRefusal) {
     match refusal {
-        Refusal::Version(version) => {
+        JoinRefusal::Version(version) => {
             w.u8(0);
             w.u32(*version);
         }
-        Refusal::OtherJob => w.u8(1),
-        Refusal::WrongSecret => w.u8(2),
-        Refusal::Rank => w.u8(3),
-        Refusal::Evicted(epoch) => {
+        JoinRefusal::OtherJob => w.u8(1),
+        JoinRefusal::WrongSecret => w.u8(2),
+        JoinRefusal::Rank => w.u8(3),
+        JoinRefusal::Evicted(epoch) => {
             w.u8(4);
             w.u16(*epoch);
         }
-        Refusal::Missing(ranks) => {
+        JoinRefusal::Missing(ranks) => {
             w.u8(5);
             write_ranks(w, ranks);
         }
-        Refusal::Malformed => w.u8(6),
+        JoinRefusal::Malformed => w.u8(6),
     }
 }
 
-pub(super) fn read_refusal(r: &mut Reader) -> Result<Refusal, Malformed> {
+pub(super) fn read_refusal(r: &mut Reader) -> Result<JoinRefusal, Malformed> {
     Ok(match r.u8()? {
-        0 => Refusal::Version(r.u32()?),
-        1 => Refusal::OtherJob,
-        2 => Refusal::WrongSecret,
-        3 => Refusal::Rank,
-        4 => Refusal::Evicted(r.u16()?),
-        5 => Refusal::Missing(r.list(Reader::u32)?),
-        6 => Refusal::Malformed,
+        0 => JoinRefusal::Version(r.u32()?),
+        1 => JoinRefusal::OtherJob,
+        2 => JoinRefusal::WrongSecret,
+        3 => JoinRefusal::Rank,
+        4 => JoinRefusal::Evicted(r.u16()?),
+        5 => JoinRefusal::Missing(r.list(Reader::u32)?),
+        6 => JoinRefusal::Malformed,
         _ => return Err(Malformed),
     })
 }
@@ -162,11 +162,11 @@ pub(super) fn read_answer(r: &mut Reader) -> Result<Answer, Malformed> {
 
 pub(super) fn write_cause(w: &mut Writer, cause: &Cause) {
     match *cause {
-        Cause::Lost { rank, how: Loss::Closed } => {
+        Cause::Lost { rank, how: LostReason::Closed } => {
             w.u8(0);
             w.u32(rank);
         }
-        Cause::Lost { rank, how: Loss::Silent(time) } => {
+        Cause::Lost { rank, how: LostReason::Silent(time) } => {
             w.u8(1);
             w.u32(rank);
             w.u64(millis(time));
@@ -194,12 +194,12 @@ pub(super) fn write_cause(w: &mut Writer, cause: &Cause) {
             w.u8(6);
             w.u32(rank);
         }
-        Cause::Wire { rank, by } => {
+        Cause::Connection { rank, by } => {
             w.u8(7);
             w.u32(rank);
             w.u32(by);
         }
-        Cause::Card { by } => {
+        Cause::Nic { by } => {
             w.u8(8);
             w.u32(by);
         }
@@ -208,15 +208,15 @@ pub(super) fn write_cause(w: &mut Writer, cause: &Cause) {
 
 pub(super) fn read_cause(r: &mut Reader) -> Result<Cause, Malformed> {
     Ok(match r.u8()? {
-        0 => Cause::Lost { rank: r.u32()?, how: Loss::Closed },
-        1 => Cause::Lost { rank: r.u32()?, how: Loss::Silent(Duration::from_millis(r.u64()?)) },
+        0 => Cause::Lost { rank: r.u32()?, how: LostReason::Closed },
+        1 => Cause::Lost { rank: r.u32()?, how: LostReason::Silent(Duration::from_millis(r.u64()?)) },
         2 => Cause::LauncherGone { pid: r.u32()? },
         3 => Cause::Evicted { rank: r.u32()?, epoch: r.u16()? },
         4 => Cause::Stalled { rank: r.u32()?, by: r.u32()?, waited: Duration::from_millis(r.u64()?) },
         5 => Cause::Cancelled { by: r.u32()? },
         6 => Cause::Protocol { rank: r.u32()? },
-        7 => Cause::Wire { rank: r.u32()?, by: r.u32()? },
-        8 => Cause::Card { by: r.u32()? },
+        7 => Cause::Connection { rank: r.u32()?, by: r.u32()? },
+        8 => Cause::Nic { by: r.u32()? },
         _ => return Err(Malformed),
     })
 }

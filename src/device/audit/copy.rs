@@ -2,7 +2,7 @@
 
 use super::{AuditKernels, THREADS};
 use crate::device::launch::Grid;
-use crate::device::range::Span;
+use crate::device::range::ByteSpan;
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
@@ -27,7 +27,7 @@ impl AuditKernels {
     /// # Errors
     /// [`DeviceError::Lengths`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`],
     /// [`DeviceError::Call`].
-    pub fn copy(&self, stream: &Stream, to: Span<'_>, from: Span<'_>) -> Result<(), DeviceError> {
+    pub fn copy(&self, stream: &Stream, to: ByteSpan<'_>, from: ByteSpan<'_>) -> Result<(), DeviceError> {
         if to.len != from.len {
             return Err(DeviceError::Lengths { to: to.len, from: from.len });
         }

@@ -15,7 +15,7 @@ use crate::error::DeviceError;
 
 /// A hold on every multiprocessor of a device. It ends when it is released, or dropped.
 #[derive(Debug)]
-pub struct Hold {
+pub struct SmHold {
     function: Function,
     /// Whether all may end, then a word for each block: whether it runs.
     words: PinnedMemory,
@@ -24,11 +24,11 @@ pub struct Hold {
 }
 
 impl AuditKernels {
-    /// A hold to be [taken](Hold::take): one block for each multiprocessor, which leaves no shared memory to any other.
+    /// A hold to be [taken](SmHold::take): one block for each multiprocessor, which leaves no shared memory to any other.
     ///
     /// # Errors
     /// [`DeviceError::Shape`] if two such blocks fit a multiprocessor; [`DeviceError::OutOfMemory`], [`DeviceError::Call`].
-    pub fn hold(&self) -> Result<Hold, DeviceError> {
+    pub fn hold(&self) -> Result<SmHold, DeviceError> {
         let facts = self.context.facts();
         let (blocks, shared) = (facts.multiprocessors, facts.block_shared);
         self.hold.allow_shared(shared)?;
@@ -38,7 +38,7 @@ impl AuditKernels {
             return Err(DeviceError::Shape { kernel: "hold", what, given: at_once.into(), expected: "1" });
         }
         let words = PinnedMemory::new(&self.context, 8 * (blocks as usize + 1))?;
-        Ok(Hold { function: self.hold.clone(), words, blocks, shared })
+        Ok(SmHold { function: self.hold.clone(), words, blocks, shared })
     }
 
     /// Enqueues the smallest kernel there is: it writes 1 to the word.
@@ -60,7 +60,7 @@ struct Words {
     go: u64,
 }
 
-impl Hold {
+impl SmHold {
     /// Enqueues it. It runs when [`running`](Self::running) says as many as [`blocks`](Self::blocks).
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl Hold {
     }
 }
 
-impl Drop for Hold {
+impl Drop for SmHold {
     fn drop(&mut self) {
         self.release();
     }

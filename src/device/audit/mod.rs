@@ -22,8 +22,8 @@ use std::ffi::CStr;
 use std::sync::Arc;
 
 pub use blas::Blas;
-pub use cupti::{Activity, Channel, Cupti, Did};
-pub use hold::Hold;
+pub use cupti::{Activity, ActivityKind, Channel, Cupti};
+pub use hold::SmHold;
 pub use plain::PlainMemory;
 pub use product::{Product, TILE};
 

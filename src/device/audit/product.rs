@@ -2,7 +2,7 @@
 
 use super::{AuditKernels, THREADS};
 use crate::device::launch::Grid;
-use crate::device::range::{Range, Span};
+use crate::device::range::{ByteSpan, DeviceRange};
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
@@ -15,11 +15,11 @@ pub struct Product<'a> {
     /// Rows and columns of each: a multiple of [`TILE`].
     pub size: u32,
     /// The left one.
-    pub a: Span<'a>,
+    pub a: ByteSpan<'a>,
     /// The right one, by columns.
-    pub b: Span<'a>,
+    pub b: ByteSpan<'a>,
     /// The result.
-    pub out: Span<'a>,
+    pub out: ByteSpan<'a>,
 }
 
 impl Product<'_> {
@@ -29,7 +29,7 @@ impl Product<'_> {
     }
 
     /// Refuses sizes and memory that kernels cannot use; all addresses are multiples of 16 after that.
-    pub(super) fn check(&self) -> Result<[&Range; 3], DeviceError> {
+    pub(super) fn check(&self) -> Result<[&DeviceRange; 3], DeviceError> {
         const KERNEL: &str = "product";
         let (size, needed) = (self.size, Self::bytes(self.size));
         if size == 0 || !size.is_multiple_of(TILE) || size > 1 << 16 {

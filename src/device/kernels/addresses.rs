@@ -1,7 +1,7 @@
 //! Tables of addresses in memory that kernels read.
 
-use crate::device::flags::MemoryOperations;
-use crate::device::range::{Held, Range, Span};
+use crate::device::flags::MemOpBatch;
+use crate::device::range::{ByteSpan, Claims, DeviceRange};
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
@@ -10,12 +10,12 @@ use crate::error::DeviceError;
 /// It is written once; who holds it holds the memory that it names.
 #[derive(Debug)]
 pub struct Addresses {
-    pub(super) table: Range,
+    pub(super) table: DeviceRange,
     pub(super) count: u32,
     /// Bytes that every address has.
     pub(super) each: u64,
     /// Claims on what the addresses name.
-    pub(super) named: Held,
+    pub(super) named: Claims,
 }
 
 impl Addresses {
@@ -25,7 +25,7 @@ impl Addresses {
     /// # Errors
     /// [`DeviceError::TooSmall`] and [`DeviceError::Misaligned`] for the table, [`DeviceError::Misaligned`] for a span that is not at
     /// a multiple of 16 bytes, [`DeviceError::Shape`] for none or too many, [`DeviceError::NoAccess`], [`DeviceError::Call`].
-    pub fn new(stream: &Stream, table: &Range, spans: &[Span<'_>]) -> Result<Self, DeviceError> {
+    pub fn new(stream: &Stream, table: &DeviceRange, spans: &[ByteSpan<'_>]) -> Result<Self, DeviceError> {
         const KERNEL: &str = "table of addresses";
         let count = u32::try_from(spans.len()).ok().filter(|count| (1..1 << 16).contains(count));
         let given = spans.len() as u64;
@@ -40,8 +40,8 @@ impl Addresses {
                 needed,
             });
         }
-        let mut writes = MemoryOperations::with_capacity(&stream.context, spans.len() * 2);
-        let mut named = Held::default();
+        let mut writes = MemOpBatch::with_capacity(&stream.context, spans.len() * 2);
+        let mut named = Claims::default();
         for (offset, span) in (0..).step_by(8).zip(spans) {
             span.range.check_reach(stream.device())?;
             if !span.address.is_multiple_of(16) {

@@ -3,7 +3,7 @@
 use super::operands::{Operands, VECTOR, bytes};
 use super::{Kernels, THREADS};
 use crate::device::launch::Grid;
-use crate::device::range::{Span, Word};
+use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 use crate::plan::SlotShape;
@@ -16,10 +16,10 @@ pub struct Check<'a> {
     /// Number of ranks.
     pub ranks: u32,
     /// The slots that this rank received, one for each rank, one behind the other.
-    pub received: Span<'a>,
+    pub received: ByteSpan<'a>,
     /// The call of which they must be: the word that [`Kernels::pack`] counts in.
     pub counter: Word<'a, u64>,
-    /// Where a fault is written, a [`Fault`](crate::error::Fault).
+    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
     /// What the header of every slot must have.
     pub digest: u64,

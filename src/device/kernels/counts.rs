@@ -3,7 +3,7 @@
 use super::operands::{Operands, WORD, bytes};
 use super::{Kernels, THREADS};
 use crate::device::launch::Grid;
-use crate::device::range::{Span, Word};
+use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
@@ -12,7 +12,7 @@ const BINS: u32 = 32;
 
 /// What [`Kernels::counts`] reads and writes. Memory may be larger than what is named here.
 #[derive(Clone, Copy, Debug)]
-pub struct Counts<'a> {
+pub struct CountArgs<'a> {
     /// Tokens.
     pub tokens: u32,
     /// Choices of a token.
@@ -22,14 +22,14 @@ pub struct Counts<'a> {
     /// Number of ranks.
     pub ranks: u32,
     /// Choices, `i32 [tokens, top_k]`; -1 is dropped.
-    pub experts: Span<'a>,
+    pub experts: ByteSpan<'a>,
     /// The rank that this one uses for each expert, `i32 [n_experts]`.
-    pub rank_of: Span<'a>,
+    pub rank_of: ByteSpan<'a>,
     /// Choices of each expert, `u32 [n_experts]`.
-    pub per_expert: Span<'a>,
+    pub per_expert: ByteSpan<'a>,
     /// Tokens that chose an expert of each rank, `u32 [ranks]`: rows where layouts are rank-major.
-    pub per_rank: Span<'a>,
-    /// Where a fault is written: a [`Fault`](crate::error::Fault).
+    pub per_rank: ByteSpan<'a>,
+    /// Where a fault is written: a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
 }
 
@@ -54,9 +54,9 @@ impl Kernels {
     /// # Errors
     /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
     /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
-    pub fn counts(&self, stream: &Stream, counts: &Counts<'_>) -> Result<(), DeviceError> {
+    pub fn counts(&self, stream: &Stream, counts: &CountArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "counts";
-        let Counts { tokens, top_k, n_experts, ranks, .. } = *counts;
+        let CountArgs { tokens, top_k, n_experts, ranks, .. } = *counts;
         for (what, given) in [("n_experts", n_experts), ("ranks", ranks)] {
             if !(1..=i32::MAX as u32).contains(&given) {
                 let (given, expected) = (given.into(), "between 1 and 2^31 - 1");

@@ -10,7 +10,7 @@
 //! room `rows` write. The sources in `cuda/` are also built for the CPU, where tests hold them to that; docs/kernels.md has
 //! the rounding points.
 //!
-//! **Status words.** What a kernel finds wrong it writes into a word that the caller names ([`Fault`]); the first fault
+//! **Status words.** What a kernel finds wrong it writes into a word that the caller names ([`KernelFault`]); the first fault
 //! stays. A sum whose word is set writes zeros: what was computed from rows that cannot be believed never looks like a result.
 
 mod addresses;
@@ -29,18 +29,18 @@ use std::sync::Arc;
 
 pub use addresses::Addresses;
 pub use check::Check;
-pub use counts::Counts;
-pub use order::Order;
+pub use counts::CountArgs;
+pub use order::SortArgs;
 pub use pack::Pack;
-pub use regroup::Regroup;
-pub use sum::Sum;
+pub use regroup::PermuteArgs;
+pub use sum::SumArgs;
 pub use sum_choices::SumChoices;
 
 use super::context::Context;
 use super::module::{Function, Module};
 use crate::error::DeviceError;
 #[cfg(doc)]
-use crate::error::Fault;
+use crate::error::KernelFault;
 
 /// Made by `cuda/build.py`.
 const PTX: &str = concat!(include_str!("../../../cuda/kernels.ptx"), "\0");

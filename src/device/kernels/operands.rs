@@ -3,7 +3,7 @@
 use std::sync::MutexGuard;
 
 use super::addresses::Addresses;
-use crate::device::range::{Held, Span, Value, Word};
+use crate::device::range::{ByteSpan, Claims, Value, Word};
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
@@ -16,7 +16,7 @@ pub(super) const WORD: u64 = 4;
 pub(super) struct Operands<'a> {
     kernel: &'static str,
     device: u32,
-    held: MutexGuard<'a, Held>,
+    held: MutexGuard<'a, Claims>,
 }
 
 impl<'a> Operands<'a> {
@@ -28,7 +28,7 @@ impl<'a> Operands<'a> {
     pub fn span(
         &mut self,
         what: &'static str,
-        span: Span<'_>,
+        span: ByteSpan<'_>,
         needed: Option<u64>,
         align: u64,
     ) -> Result<u64, DeviceError> {
@@ -45,7 +45,7 @@ impl<'a> Operands<'a> {
     pub fn optional(
         &mut self,
         what: &'static str,
-        span: Option<Span<'_>>,
+        span: Option<ByteSpan<'_>>,
         needed: Option<u64>,
         align: u64,
     ) -> Result<u64, DeviceError> {
@@ -74,7 +74,7 @@ impl<'a> Operands<'a> {
     }
 
     /// What the launch takes over.
-    pub fn held(self) -> MutexGuard<'a, Held> {
+    pub fn held(self) -> MutexGuard<'a, Claims> {
         self.held
     }
 

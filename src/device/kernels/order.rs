@@ -3,27 +3,27 @@
 use super::operands::{Operands, WORD, bytes};
 use super::{Kernels, THREADS};
 use crate::device::launch::Grid;
-use crate::device::range::Span;
+use crate::device::range::ByteSpan;
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
 /// What [`Kernels::order`] reads and writes. Memory may be larger than what is named here.
 #[derive(Clone, Copy, Debug)]
-pub struct Order<'a> {
+pub struct SortArgs<'a> {
     /// Chosen experts, `i32 [choices]`; -1 is dropped.
-    pub experts: Span<'a>,
+    pub experts: ByteSpan<'a>,
     /// Number of choices: tokens times `top_k`, at least one.
     pub choices: u32,
     /// Choices of a token.
     pub top_k: u32,
     /// The bin of each expert, `i32 [n_experts]`.
-    pub bin_of: Span<'a>,
+    pub bin_of: ByteSpan<'a>,
     /// Number of experts.
     pub n_experts: u32,
     /// Number of bins.
     pub bins: u32,
     /// The token of each row, `i32 [choices]`: by bin, then token; -1 behind the last.
-    pub order: Span<'a>,
+    pub order: ByteSpan<'a>,
 }
 
 /// `struct Order` of the source.
@@ -40,15 +40,15 @@ struct Parameters {
 }
 
 impl Kernels {
-    /// Enqueues the sorting of choices by bin, as [`Sorted`](crate::plan::Sorted) numbers entries. What is no expert counts as
+    /// Enqueues the sorting of choices by bin, as [`SortedRouting`](crate::plan::SortedRouting) numbers entries. What is no expert counts as
     /// dropped.
     ///
     /// # Errors
     /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
     /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
-    pub fn order(&self, stream: &Stream, order: &Order<'_>) -> Result<(), DeviceError> {
+    pub fn order(&self, stream: &Stream, order: &SortArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "order";
-        let Order { choices, top_k, n_experts, bins, .. } = *order;
+        let SortArgs { choices, top_k, n_experts, bins, .. } = *order;
         let refuse = |what, given: u32, expected| {
             Err(DeviceError::Shape { kernel: KERNEL, what, given: given.into(), expected })
         };

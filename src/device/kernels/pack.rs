@@ -4,9 +4,9 @@ use super::operands::{Operands, VECTOR, WORD, bytes};
 use super::{Addresses, Kernels, THREADS};
 use crate::device::launch::Grid;
 use crate::device::module::Function;
-use crate::device::range::{Span, Word};
+use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
-use crate::dtype::RecordShape;
+use crate::dtype::Fp8RowShape;
 use crate::error::DeviceError;
 use crate::plan::SlotShape;
 
@@ -23,24 +23,24 @@ pub struct Pack<'a> {
     /// Tokens of this call, at most those of the shape.
     pub tokens: u32,
     /// Rows, `[tokens, row_bytes]` or, to fp8, `bf16 [tokens, hidden]`, at a multiple of 16 bytes.
-    pub x: Span<'a>,
+    pub x: ByteSpan<'a>,
     /// Choices, `i32 [tokens, top_k]`; -1 is dropped.
-    pub experts: Span<'a>,
+    pub experts: ByteSpan<'a>,
     /// Routing weights, `f32 [tokens, top_k]`.
-    pub weights: Span<'a>,
+    pub weights: ByteSpan<'a>,
     /// Number of experts.
     pub n_experts: u32,
     /// The rank that this one uses for each expert, `i32 [n_experts]`.
-    pub rank_of: Span<'a>,
+    pub rank_of: ByteSpan<'a>,
     /// The number of each expert at that rank, `i32 [n_experts]`.
-    pub local_of: Span<'a>,
+    pub local_of: ByteSpan<'a>,
     /// Where the slot for each rank is written: one's own straight to where it is received.
     pub slots: &'a Addresses,
     /// The row that a token has in the slot for a rank, `i32 [tokens, ranks]`, or -1: for [`Kernels::sum`].
-    pub places: Span<'a>,
+    pub places: ByteSpan<'a>,
     /// Calls so far: the launch adds one, and the new value goes into each header.
     pub counter: Word<'a, u64>,
-    /// Where a fault is written: a [`Fault`](crate::error::Fault).
+    /// Where a fault is written: a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
     /// Goes into each header.
     pub digest: u64,
@@ -82,7 +82,7 @@ impl Kernels {
         self.pack_rows(stream, pack, &self.pack, pack.shape.row_bytes(), 0)
     }
 
-    /// As [`pack`](Self::pack), but a row of a slot is the [record](RecordShape) of one: e4m3, with a scale for each block
+    /// As [`pack`](Self::pack), but a row of a slot is the [record](Fp8RowShape) of one: e4m3, with a scale for each block
     /// of 128 values, as `Rows::quantise` makes it. `x` is `bf16 [tokens, hidden]`.
     ///
     /// # Errors
@@ -94,7 +94,7 @@ impl Kernels {
         if !hidden.is_multiple_of(8) || !(1..1 << 28).contains(&hidden) {
             return refuse("hidden", hidden.into(), "a multiple of 8 below 2^28");
         }
-        if pack.shape.row_bytes() != RecordShape::new(hidden).bytes() as u64 {
+        if pack.shape.row_bytes() != Fp8RowShape::new(hidden).bytes() as u64 {
             return refuse("row_bytes", pack.shape.row_bytes(), "those of a record");
         }
         self.pack_rows(stream, pack, &self.pack_fp8, u64::from(hidden) * 2, hidden)

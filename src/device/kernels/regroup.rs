@@ -3,7 +3,7 @@
 use super::operands::{Operands, VECTOR, WORD, bytes};
 use super::{Kernels, THREADS};
 use crate::device::launch::Grid;
-use crate::device::range::{Span, Word};
+use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
@@ -13,7 +13,7 @@ const IN_FLIGHT: u64 = 4;
 
 /// What [`Kernels::regroup`] reads and writes. Memory may be larger than what is named here.
 #[derive(Clone, Copy, Debug)]
-pub struct Regroup<'a> {
+pub struct PermuteArgs<'a> {
     /// Bytes of a row, a multiple of 16.
     pub row_bytes: u64,
     /// Rows that are there.
@@ -21,12 +21,12 @@ pub struct Regroup<'a> {
     /// Rows that are made.
     pub rows: u32,
     /// `[sources, row_bytes]`, at a multiple of 16 bytes.
-    pub from: Span<'a>,
+    pub from: ByteSpan<'a>,
     /// The source of each row, `i32 [rows]`; -1 gives zeros, as pads are.
-    pub index: Span<'a>,
+    pub index: ByteSpan<'a>,
     /// `[rows, row_bytes]`, at a multiple of 16 bytes.
-    pub out: Span<'a>,
-    /// Where a fault is written: a [`Fault`](crate::error::Fault).
+    pub out: ByteSpan<'a>,
+    /// Where a fault is written: a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
 }
 
@@ -50,9 +50,9 @@ impl Kernels {
     /// # Errors
     /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
     /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
-    pub fn regroup(&self, stream: &Stream, regroup: &Regroup<'_>) -> Result<(), DeviceError> {
+    pub fn regroup(&self, stream: &Stream, regroup: &PermuteArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "regroup";
-        let Regroup { row_bytes, sources, rows, .. } = *regroup;
+        let PermuteArgs { row_bytes, sources, rows, .. } = *regroup;
         let refuse =
             |what, given, expected| Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
         if row_bytes == 0 || !row_bytes.is_multiple_of(VECTOR) || row_bytes >= 1 << 32 {

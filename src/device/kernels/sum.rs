@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::operands::{Operands, VECTOR, WORD, bytes};
 use super::{Addresses, Kernels, sums};
 use crate::device::module::{Function, Module};
-use crate::device::range::{Span, Word};
+use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
 use crate::dtype::Dtype;
 use crate::error::DeviceError;
@@ -13,7 +13,7 @@ use crate::plan::SlotShape;
 
 /// What [`Kernels::sum`] reads and writes. Memory may be larger than what is named here.
 #[derive(Clone, Copy, Debug)]
-pub struct Sum<'a> {
+pub struct SumArgs<'a> {
     /// The shape of the slots that were dispatched.
     pub shape: SlotShape,
     /// Tokens of this call, at most those of the shape.
@@ -27,11 +27,11 @@ pub struct Sum<'a> {
     /// Where the rows of each rank came home, `[max_tokens, columns]`, in the order of the slot that was packed for it.
     pub homes: &'a Addresses,
     /// What [`Kernels::pack`] wrote, `i32 [tokens, ranks]`.
-    pub places: Span<'a>,
-    /// Where a fault is written, a [`Fault`](crate::error::Fault). If it is not 0, results are zeros.
+    pub places: ByteSpan<'a>,
+    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0, results are zeros.
     pub status: Word<'a, u32>,
     /// Results, `[tokens, columns]`, at a multiple of 16 bytes.
-    pub out: Span<'a>,
+    pub out: ByteSpan<'a>,
 }
 
 /// `struct Sum` of the source.
@@ -90,7 +90,7 @@ impl Kernels {
     /// # Errors
     /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
     /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
-    pub fn sum(&self, stream: &Stream, sum: &Sum<'_>) -> Result<(), DeviceError> {
+    pub fn sum(&self, stream: &Stream, sum: &SumArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "sum";
         let function = self.sums.for_types(sum.rows, sum.dtype)?;
         let (shape, ranks) = (sum.shape, sum.homes.count);

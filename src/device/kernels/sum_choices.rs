@@ -5,9 +5,9 @@ use std::sync::Arc;
 use super::operands::{Operands, VECTOR, WORD, bytes};
 use super::{Kernels, sums};
 use crate::device::module::{Function, Module};
-use crate::device::range::{Span, Word};
+use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
-use crate::dtype::{Dtype, Wire};
+use crate::dtype::{Dtype, PartialDtype};
 use crate::error::DeviceError;
 
 /// What [`Kernels::sum_choices`] reads and writes. Memory may be larger than what is named here.
@@ -22,26 +22,26 @@ pub struct SumChoices<'a> {
     /// Type of rows and results.
     pub dtype: Dtype,
     /// The type to which the sum of each group is rounded.
-    pub wire: Wire,
+    pub wire: PartialDtype,
     /// Rows that are there.
     pub n_rows: u32,
     /// `[n_rows, columns]`, at a multiple of 16 bytes.
-    pub rows: Span<'a>,
+    pub rows: ByteSpan<'a>,
     /// The row of each choice, `i32 [tokens, top_k]`, or -1.
-    pub index: Span<'a>,
+    pub index: ByteSpan<'a>,
     /// Number of experts.
     pub n_experts: u32,
     /// The expert of each choice, `i32 [tokens, top_k]`; -1 is dropped. None where choices are in the order of the sum
     /// already, in one group.
-    pub experts: Option<Span<'a>>,
+    pub experts: Option<ByteSpan<'a>>,
     /// Routing weights, `f32 [tokens, top_k]`, for rows that have not got theirs yet.
-    pub weights: Option<Span<'a>>,
+    pub weights: Option<ByteSpan<'a>>,
     /// The group of each expert, `i32 [n_experts]`: its rank for `order = rank`, its node for `node`. None for `expert`.
-    pub group_of: Option<Span<'a>>,
-    /// Where a fault is written, a [`Fault`](crate::error::Fault). If it is not 0, results are zeros.
+    pub group_of: Option<ByteSpan<'a>>,
+    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0, results are zeros.
     pub status: Word<'a, u32>,
     /// Results, `[tokens, columns]`, at a multiple of 16 bytes.
-    pub out: Span<'a>,
+    pub out: ByteSpan<'a>,
 }
 
 /// `struct SumChoices` of the source.
@@ -143,7 +143,7 @@ impl Kernels {
             columns: sum.columns,
             n_rows: sum.n_rows,
             n_experts: sum.experts.map_or(sum.top_k, |_| sum.n_experts),
-            wire: u32::from(wire == Wire::Bf16),
+            wire: u32::from(wire == PartialDtype::Bf16),
         };
         let grid = sums::grid(stream, sum.tokens, sum.columns, dtype);
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: tokens below `tokens`,

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::bootstrap::Health;
-use crate::device::{PinnedMemory, Range};
+use crate::device::{DeviceRange, PinnedMemory};
 use crate::error::DeviceError;
 
 /// Past every value that is waited for, counted in a circle of 32 bits.
@@ -22,13 +22,13 @@ const ROUND: Duration = Duration::from_millis(1);
 
 /// The words of one rank, guarded.
 #[derive(Debug)]
-pub(super) struct Guard {
+pub(super) struct WaitBreaker {
     words: Arc<Words>,
     health: Arc<Health>,
 }
 
 /// Writer of words that the host does not reach.
-pub(super) type Beyond = Box<dyn Fn() + Send + Sync>;
+pub(super) type DeviceFlagWriter = Box<dyn Fn() + Send + Sync>;
 
 pub(super) struct Words {
     memory: PinnedMemory,
@@ -39,12 +39,12 @@ pub(super) struct Words {
     /// Words that report the failed world; the first one is read.
     status: Vec<usize>,
     dead: u64,
-    beyond: Option<Beyond>,
+    beyond: Option<DeviceFlagWriter>,
     /// Calls can be made.
     in_use: AtomicBool,
 }
 
-impl Guard {
+impl WaitBreaker {
     /// Watches the world for the words at these places. When it fails, they become the poison, and
     /// the status words `dead`.
     pub fn new(
@@ -52,7 +52,7 @@ impl Guard {
         memory: &PinnedMemory,
         (awaited, poison): (Vec<usize>, u64),
         (status, dead): (Vec<usize>, u64),
-        beyond: Option<Beyond>,
+        beyond: Option<DeviceFlagWriter>,
     ) -> Result<Self, DeviceError> {
         // All lie inside: later looks cannot fail.
         for &place in awaited.iter().chain(&status) {
@@ -67,7 +67,7 @@ impl Guard {
                 words.drain(health);
             }
         });
-        Ok(Guard { words, health: health.clone() })
+        Ok(WaitBreaker { words, health: health.clone() })
     }
 
     /// The words, which are this rank's for as long as they are needed.
@@ -86,7 +86,7 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for WaitBreaker {
     fn drop(&mut self) {
         self.words.in_use.store(false, Ordering::Release);
         // If the world is dead, somebody drains already.
@@ -137,7 +137,7 @@ impl Words {
     }
 
     /// The words as devices see them.
-    pub fn range(&self) -> &Range {
+    pub fn range(&self) -> &DeviceRange {
         self.memory.range()
     }
 

@@ -4,26 +4,26 @@
 use std::sync::Arc;
 
 use crate::device::Context;
-use crate::ep::fixed::Ground;
+use crate::ep::fixed::RowMemory;
 use crate::error::{Error, MemoryError};
 use crate::lane::{DeviceMemory, Lanes};
 use crate::topology::Route;
-use crate::world::{Detour, Group, Member, Registration, Straight, Twin};
+use crate::world::{GpuDirectMemory, Group, HostStaging, Member, NoGpuDirect, Registration};
 
 /// Path of rows between nodes. It lives as long as the exchange, because other nodes write to it.
 #[derive(Debug)]
-pub(super) enum Passage {
+pub(super) enum RowTransport {
     /// There is one node.
     None,
     /// Memory of devices, as NICs know it; and the planner's desk, where engines relay.
-    Straight(Straight, Option<Twin>),
+    Straight(GpuDirectMemory, Option<HostStaging>),
     /// Memory of the host, and why.
-    Detour(Twin, Detour),
+    Detour(HostStaging, NoGpuDirect),
 }
 
 /// Sizes that an exchange needs, equal at all ranks.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Needs {
+pub(super) struct TransportSizes {
     /// Bytes at the start of the device's memory that hold words.
     pub words: u64,
     /// Size of a desk, where a straight passage needs one.
@@ -32,7 +32,7 @@ pub(super) struct Needs {
     pub twin: u64,
 }
 
-impl Passage {
+impl RowTransport {
     /// Decides once for all members, and makes it. Collective.
     ///
     /// # Errors
@@ -43,56 +43,56 @@ impl Passage {
         context: &Arc<Context>,
         lanes: &Lanes,
         members: &[Option<Member>],
-        needs: Needs,
+        needs: TransportSizes,
     ) -> Result<Self, Error> {
         let (paths, rank) = (lanes.paths(), lanes.rank);
         if !paths.rails() {
-            return Ok(Passage::None);
+            return Ok(RowTransport::None);
         }
         let own = members.get(rank as usize).and_then(Option::as_ref);
         let own = own.ok_or(MemoryError::NotUsable { rank })?.memory.clone();
         // A relay brings home what its neighbours offer.
-        let neighbours = paths.locals().filter(|_| lanes.route == Route::Pxn);
+        let neighbours = paths.local_peers().filter(|_| lanes.route == Route::Pxn);
         let memory_of = |rank: u32| members[rank as usize].as_ref().map(|member| member.memory.clone());
         let neighbours = neighbours.filter_map(|rank| Some((rank, memory_of(rank)?))).collect();
         let context_of = Arc::clone(context);
         let memory = DeviceMemory { context: context_of, own, neighbours, rank, strict: needs.words };
-        match Straight::new(group, lanes, &memory)? {
+        match GpuDirectMemory::new(group, lanes, &memory)? {
             Ok(straight) => {
-                let desk = needs.desk.map(|len| Twin::desk(group, context, len));
-                Ok(Passage::Straight(straight, desk.transpose()?))
+                let desk = needs.desk.map(|len| HostStaging::planner_scratch(group, context, len));
+                Ok(RowTransport::Straight(straight, desk.transpose()?))
             }
             Err(detour) => {
                 tracing::info!(rank, ?detour, "rows cross by memory of the host");
-                Ok(Passage::Detour(Twin::new(group, context, lanes, needs.twin)?, detour))
+                Ok(RowTransport::Detour(HostStaging::new(group, context, lanes, needs.twin)?, detour))
             }
         }
     }
 
     /// As an exchange's windows know it.
-    pub fn ground(&self) -> Ground<'_> {
+    pub fn ground(&self) -> RowMemory<'_> {
         match self {
-            Passage::None => Ground::Near,
-            Passage::Straight(straight, desk) => {
-                Ground::Devices(&straight.window, desk.as_ref().map(|desk| &desk.window))
+            RowTransport::None => RowMemory::Near,
+            RowTransport::Straight(straight, desk) => {
+                RowMemory::Devices(&straight.window, desk.as_ref().map(|desk| &desk.window))
             }
-            Passage::Detour(twin, _) => Ground::Twin(&twin.window),
+            RowTransport::Detour(twin, _) => RowMemory::Twin(&twin.window),
         }
     }
 
     /// The host's memory from which engines bring in.
-    pub fn twin(&self) -> Option<&Twin> {
+    pub fn twin(&self) -> Option<&HostStaging> {
         match self {
-            Passage::None => None,
-            Passage::Straight(_, desk) => desk.as_ref(),
-            Passage::Detour(twin, _) => Some(twin),
+            RowTransport::None => None,
+            RowTransport::Straight(_, desk) => desk.as_ref(),
+            RowTransport::Detour(twin, _) => Some(twin),
         }
     }
 
     /// Why rows that cross go by memory of the host, if they do.
-    pub fn detour(&self) -> Option<Detour> {
+    pub fn detour(&self) -> Option<NoGpuDirect> {
         match self {
-            Passage::Detour(_, detour) => Some(*detour),
+            RowTransport::Detour(_, detour) => Some(*detour),
             _ => None,
         }
     }
@@ -100,7 +100,7 @@ impl Passage {
     /// How cards know the device's memory, if they do.
     pub fn registration(&self) -> Option<Registration> {
         match self {
-            Passage::Straight(straight, _) => Some(straight.registration),
+            RowTransport::Straight(straight, _) => Some(straight.registration),
             _ => None,
         }
     }

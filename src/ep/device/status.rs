@@ -14,7 +14,7 @@ use crate::error::{CallError, Error, MemoryError};
 /// | 4 | ranks make different calls |
 /// | 65536 | the world has failed |
 ///
-/// In fixed slots, each other value than 0 and 65536 is a [`Fault`](crate::error::Fault) that a
+/// In fixed slots, each other value than 0 and 65536 is a [`KernelFault`](crate::error::KernelFault) that a
 /// kernel has found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Status(pub u32);

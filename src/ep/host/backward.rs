@@ -3,12 +3,12 @@
 use super::buffers::{HostInput, HostOutput, HostRows};
 use super::exchange::HostExchange;
 use super::flight::{Flight, Lent, options};
-use super::handle::{HostHandle, Kept};
+use super::handle::{HostHandle, RetainedBuffer};
 use super::{Source, Target};
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::lane::Io;
 use crate::rows::Arithmetic;
-use crate::schedule::Parts;
+use crate::schedule::ReturnParts;
 
 impl HostExchange {
     /// Gradient of a dispatch, into tensors of the caller's.
@@ -18,7 +18,7 @@ impl HostExchange {
         handle: Result<&HostHandle, Error>,
         (tokens, weights): (Target<'_>, &mut [f32]),
     ) -> Result<(), Error> {
-        let parts = Parts { rows: true, weights: row_weights.is_some() };
+        let parts = ReturnParts { rows: true, weights: row_weights.is_some() };
         let mut flight = Flight::returning(CallKind::DispatchBackward, parts, false);
         let output = self.sums(&mut flight, &handle, "token gradients", tokens);
         if let Ok(handle) = handle {
@@ -57,8 +57,8 @@ impl HostExchange {
         let weighted = if self.fixed.spec.weighted { options::WEIGHTED } else { 0 };
         let mut rows = self.cached((CallKind::CombineBackward, weighted), gradients, handle)?;
         let Some(handle) = along.filter(|_| weighted != 0) else { return Ok((rows, None)) };
-        let parts = Parts { rows: false, weights: true };
-        let mut flight = Flight::returning(CallKind::WeightsHome, parts, true);
+        let parts = ReturnParts { rows: false, weights: true };
+        let mut flight = Flight::returning(CallKind::ReturnWeights, parts, true);
         let output = self.weight_gradients(&mut rows, handle).map(HostInput::Output);
         let mut weights = vec![0.0; self.choices(handle)];
         let io = Io { weights: &mut weights, ..Io::default() };
@@ -74,7 +74,7 @@ impl HostExchange {
         handle: &HostHandle,
     ) -> Result<HostOutput, Error> {
         let inner = handle.inner();
-        let Some(Kept { extent, .. }) = inner.kept.take() else {
+        let Some(RetainedBuffer { extent, .. }) = inner.kept.take() else {
             return Err(CallError::NotKept { missing: "the output of a weighted combine" }.into());
         };
         let mut output =

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::dtype::{Dtype, Element, RecordShape};
+use crate::dtype::{Dtype, Element, Fp8RowShape};
 use crate::ep::RowIndex;
 use crate::error::{Error, MemoryError};
 use crate::memory::Extent;
-use crate::plan::Chunk;
+use crate::plan::RowBuffer;
 
 /// Received rows of an instance on the host.
 #[derive(Debug)]
@@ -14,7 +14,7 @@ pub(in crate::ep) struct HostRows {
     pub extent: Extent,
     pub rows: u32,
     pub row_bytes: u64,
-    pub record: Option<RecordShape>,
+    pub record: Option<Fp8RowShape>,
     pub index: Option<Arc<RowIndex>>,
 }
 
@@ -32,7 +32,7 @@ impl HostRows {
 #[derive(Debug)]
 pub(in crate::ep) struct HostOutput {
     pub extent: Extent,
-    pub chunk: Chunk,
+    pub chunk: RowBuffer,
     pub number: u64,
     pub instance: u64,
 }

@@ -7,26 +7,28 @@ use std::sync::Arc;
 use super::buffers::HostInput;
 use super::buffers::HostOutput;
 use super::flight::{Flight, Lent, Offer};
-use super::handle::{Inner, Kept};
+use super::handle::{Inner, RetainedBuffer};
 use super::offload::HostRelay;
 use super::workspace::Workspace;
 use crate::ep::agreement::GroupCounts;
-use crate::ep::fixed::Fixed;
+use crate::ep::fixed::EpState;
 use crate::ep::relay::RelayTask;
 use crate::error::{CallError, Error, MemoryError, PlanError};
-use crate::exec::{Executor, Moved};
+use crate::exec::{Executor, TransferCounts};
 use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
-use crate::plan::{Bins, Frame, Overflow, Traffic};
+use crate::plan::{Bins, Overflow, PlanContext, Traffic};
 use crate::rows::{Arithmetic, Stores};
 use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
-use crate::schedule::{CallerTables, Operands, Parts, Refusal, RelayTables, Sum, Tag, WindowId};
+use crate::schedule::{
+    CallerTables, Operands, Refusal, RelayTables, ReturnParts, SumOperands, Tag, WindowId,
+};
 
 /// A call amid its steps: the instance it is made on, what it owns, and what the caller lends it
 /// for this half.
 pub(super) struct HostCall<'e, 'l> {
-    pub fixed: &'e mut Arc<Fixed>,
+    pub fixed: &'e mut Arc<EpState>,
     pub programs: &'e Arc<RankPrograms>,
     pub space: &'e mut Workspace,
     pub flight: &'e mut Flight,
@@ -128,7 +130,7 @@ impl HostCall<'_, '_> {
         let operands = Operands {
             runs: layout.map_or(&[], |inner| &inner.layout.runs),
             rows: layout.map_or(&[], |inner| &inner.layout.rows),
-            sum: layout.map_or(Sum::default(), |inner| inner.sum(&tables.bases, weighted)),
+            sum: layout.map_or(SumOperands::default(), |inner| inner.sum(&tables.bases, weighted)),
             ..tables.operands(*calls, self.fixed.spec.row_bytes())
         };
         host.run(&self.fixed.port, self.programs.stages.items(stage, part), &operands, &mut io, stores)
@@ -225,7 +227,7 @@ impl HostCall<'_, '_> {
     /// Publishes this rank's counts for every bin, and for every rank that relays. With fixed slots
     /// no rank reads them.
     fn publish(&mut self) -> Result<(), MemoryError> {
-        let Fixed { port, control, bins, spec, .. } = &**self.fixed;
+        let EpState { port, control, bins, spec, .. } = &**self.fixed;
         let Workspace { crossing, sorted, numbers, calls, .. } = &mut *self.space;
         let paths = self.fixed.paths();
         crossing.fill(bins, &paths, sorted);
@@ -253,7 +255,7 @@ impl HostCall<'_, '_> {
         let (inner, sizing) = (handle.inner(), fixed.sizing(self.flight.kind()));
         if self.flight.refused.is_none() {
             let bytes = sizing.extent_bytes(inner.layout.landed, inner.layout.staged);
-            match fixed.pool().take(bytes) {
+            match fixed.pool().alloc(bytes) {
                 Ok(extent) => self.flight.landing = Some(extent),
                 Err(error) => self.flight.refuse(Err(error.into())),
             }
@@ -341,7 +343,7 @@ impl HostCall<'_, '_> {
         let home = CallerTables::home_bytes(&paths, &inner.layout);
         let outbox =
             inner.forward.as_deref().map_or(0, |forward| RelayTables::outbox_bytes(&setting, forward));
-        fixed.pool().take(home + outbox)
+        fixed.pool().alloc(home + outbox)
     }
 
     fn propose(&mut self) {
@@ -390,7 +392,7 @@ impl HostCall<'_, '_> {
         let Workspace { tables, host, .. } = &mut *self.space;
         let chunk = self.flight.offer.as_ref().map_or(0, |offer| offer.chunk.offset());
         tables.bases[self.fixed.lanes.rank as usize] = chunk;
-        for peer in self.fixed.paths().locals() {
+        for peer in self.fixed.paths().local_peers() {
             tables.bases[peer as usize] = agreement.tag_of(peer)?.base;
         }
         host.take_moved();
@@ -410,7 +412,7 @@ impl HostCall<'_, '_> {
         let Some(handle) = self.lent.handle else { return };
         let setting = self.fixed.agreement(self.space.calls, self.flight.kind()).setting;
         let output = self.lent.output.as_mut();
-        let parts = if output.is_some() { self.flight.parts } else { Parts::default() };
+        let parts = if output.is_some() { self.flight.parts } else { ReturnParts::default() };
         self.flight.stores =
             self.fixed.stores(output.as_ref().map_or(0, |output| output.output.len() as u64));
         if let Some(output) = output {
@@ -424,7 +426,7 @@ impl HostCall<'_, '_> {
         let Workspace { host, sorted, numbers, calls, instance, .. } = &mut *self.space;
         let (inner, sizing) = (&mut self.flight.made, fixed.sizing(self.flight.tag.kind));
         inner.moves.moved = host.take_moved();
-        inner.moves.relayed = Moved::default();
+        inner.moves.relayed = TransferCounts::default();
         if let Some(task) = self.flight.task.take() {
             inner.moves.moved.add(task.moved);
             inner.moves.relayed = task.moved;
@@ -433,7 +435,7 @@ impl HostCall<'_, '_> {
         if let (Some(landing), false) = (&mut self.flight.landing, self.flight.keeps_room) {
             landing.trim(sizing.landing(inner.layout.landed).bytes());
         }
-        let (frame, forward) = (Frame { sizing, ..fixed.frame() }, inner.forward.as_deref());
+        let (frame, forward) = (PlanContext { sizing, ..fixed.frame() }, inner.forward.as_deref());
         inner.moves.traffic = Traffic::count(&frame, sorted, &inner.layout, forward, &mut numbers.scratch);
         inner.name(&fixed.spec, (*instance, calls.number()));
     }
@@ -451,13 +453,13 @@ impl HostCall<'_, '_> {
         let (Some(handle), Some(offer)) = (self.lent.handle, self.flight.offer.take()) else { return };
         let (inner, Offer { chunk, staging, .. }) = (handle.inner(), offer);
         let mut moved = self.space.host.take_moved();
-        moved.add(self.flight.task.take().map_or(Moved::default(), |task| task.moved));
+        moved.add(self.flight.task.take().map_or(TransferCounts::default(), |task| task.moved));
         inner.returned.store(moved);
         self.space.calls.returned();
         drop(staging);
         if self.flight.keeps_chunk {
             let licence = Arc::clone(&self.space.licence);
-            inner.kept.put(Kept { extent: chunk, licence, value: self.space.calls.value() });
+            inner.kept.put(RetainedBuffer { extent: chunk, licence, value: self.space.calls.value() });
         } else {
             self.space.retire(chunk, self.fixed.pool());
         }
@@ -465,7 +467,7 @@ impl HostCall<'_, '_> {
 
     fn adopt(&mut self) {
         let Some(map) = self.lent.map.take() else { return };
-        let mut fixed = Fixed::clone(self.fixed);
+        let mut fixed = EpState::clone(self.fixed);
         fixed.spec.map = Arc::new(map);
         fixed.bins =
             Bins::of_layout(fixed.spec.layout, &fixed.spec.map, fixed.spec.order, &fixed.lanes.nodes);
@@ -476,8 +478,8 @@ impl HostCall<'_, '_> {
 
 /// Sorts choices into bins, and drops those that find no slot.
 pub(super) fn sort(
-    fixed: &Fixed,
-    sorted: &mut crate::plan::Sorted,
+    fixed: &EpState,
+    sorted: &mut crate::plan::SortedRouting,
     routing: &Routing<'_>,
 ) -> Result<(), Error> {
     let spec = &fixed.spec;

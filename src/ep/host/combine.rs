@@ -12,7 +12,7 @@ use super::handle::HostHandle;
 use crate::error::{CallKind, Error};
 use crate::exec::Until;
 use crate::lane::Io;
-use crate::schedule::Parts;
+use crate::schedule::ReturnParts;
 
 /// A combine between its halves.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl HostExchange {
 
     /// A combine, as this instance makes it.
     pub fn combining(&self) -> Flight {
-        let parts = Parts { rows: true, weights: false };
+        let parts = ReturnParts { rows: true, weights: false };
         Flight::returning(CallKind::Combine, parts, self.fixed.spec.weighted)
     }
 

@@ -8,7 +8,7 @@ use super::gather::Gather;
 use super::handle::{HostHandle, Inner};
 use super::workspace::Workspace;
 use crate::ep::builder::Spec;
-use crate::ep::fixed::{CHUNKS, Fixed, Ground, Room};
+use crate::ep::fixed::{CHUNKS, EpState, ReceiveMemory, RowMemory};
 use crate::error::{CallError, Error};
 use crate::exec::{Until, drive};
 use crate::memory::Pool;
@@ -19,7 +19,7 @@ use crate::world::Group;
 /// An [`ExpertParallel`](crate::ExpertParallel) on the host.
 pub(in crate::ep) struct HostExchange {
     /// State that never changes, except for the expert map.
-    pub fixed: Arc<Fixed>,
+    pub fixed: Arc<EpState>,
     pub programs: Arc<RankPrograms>,
     /// State that calls reuse.
     pub space: Workspace,
@@ -31,12 +31,12 @@ impl HostExchange {
     /// Collective.
     pub fn new(group: &Group, spec: Spec) -> Result<Self, Error> {
         let gather = match spec.strategy {
-            Strategy::Exchange => None,
-            Strategy::Gather => Some(Box::new(Gather::new(group, &spec)?)),
+            Strategy::AllToAll => None,
+            Strategy::AllGather => Some(Box::new(Gather::new(group, &spec)?)),
         };
         let total = group.shared.heap.pool().total();
-        let room = Room { total, space: "pool", setting: "SIDELANE_HEAP" };
-        let (fixed, range) = Fixed::new(group, spec, room, Ground::Near)?;
+        let room = ReceiveMemory { total, space: "pool", setting: "SIDELANE_HEAP" };
+        let (fixed, range) = EpState::new(group, spec, room, RowMemory::Near)?;
         let fixed = Arc::new(fixed);
         let programs =
             RankPrograms::new(fixed.paths(), CHUNKS, fixed.partial_bytes().is_some(), Engines::default());

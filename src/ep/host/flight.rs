@@ -15,7 +15,7 @@ use crate::memory::Extent;
 use crate::plan::ExpertMap;
 use crate::rows::Stores;
 use crate::schedule::call::CallMachine;
-use crate::schedule::{Parts, Tag};
+use crate::schedule::{ReturnParts, Tag};
 
 /// Bits of the options digest.
 pub(super) mod options {
@@ -48,7 +48,7 @@ pub(in crate::ep) struct Flight {
     /// Return: what this rank brings.
     pub offer: Option<Offer>,
     /// Return: what moves.
-    pub parts: Parts,
+    pub parts: ReturnParts,
     /// Return: rows are multiplied with routing weights where they are summed.
     pub weighted: bool,
     /// Return: the chunk stays in the handle.
@@ -82,7 +82,7 @@ impl Flight {
             landing: None,
             made: Inner::default(),
             offer: None,
-            parts: Parts::default(),
+            parts: ReturnParts::default(),
             weighted: false,
             keeps_chunk: false,
             task: None,
@@ -91,7 +91,7 @@ impl Flight {
     }
 
     /// A return of these parts.
-    pub fn returning(kind: CallKind, parts: Parts, weighted: bool) -> Self {
+    pub fn returning(kind: CallKind, parts: ReturnParts, weighted: bool) -> Self {
         let bit = |on: bool, bit: u32| if on { bit } else { 0 };
         let options = bit(parts.rows, options::ROWS)
             | bit(parts.weights, options::WEIGHTS)

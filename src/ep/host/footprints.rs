@@ -8,23 +8,23 @@
 
 use std::collections::BTreeMap;
 
-use sidelane_verify::story::{Bytes, Call, Relays, Scene, Script, Slip, Story};
+use sidelane_verify::story::{Bytes, Call, ProofScenario, Relays, SeededBug, StageRun, UnrolledProgram};
 
 use crate::ep::device::planned::tests::support::{on_ranks, small};
 use crate::ep::{CombineInput, ExpertParallel, ExpertRows, Handle, Tensor};
 use crate::gate::Routing;
 use crate::lane::Port;
 use crate::memory::access::{self, Event};
-use crate::plan::{ExpertMap, Mode, Order, Overflow, RowLayout, Strategy};
-use crate::schedule::{Parts, WindowId};
+use crate::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
+use crate::schedule::{ReturnParts, WindowId};
 use crate::topology::{NodeMap, Route};
 use crate::{Dtype, World};
 
 const TOP_K: u32 = 2;
 const HIDDEN: usize = 8;
 const ROW_BYTES: u64 = 16;
-const ROWS: Parts = Parts { rows: true, weights: false };
-const BOTH: Parts = Parts { rows: true, weights: true };
+const ROWS: ReturnParts = ReturnParts { rows: true, weights: false };
+const BOTH: ReturnParts = ReturnParts { rows: true, weights: true };
 /// Calls with rows that are kept and read late, with outputs in place and copied, and calls that a
 /// rank refuses.
 const CALLS: [Call; 9] = [
@@ -50,8 +50,8 @@ struct Case {
     nodes: &'static [u32],
     route: Route,
     layout: RowLayout,
-    mode: Mode,
-    order: Order,
+    mode: ReceiveMode,
+    order: SumOrder,
     strategy: Strategy,
 }
 
@@ -76,7 +76,7 @@ fn push(places: &mut Places, name: &'static str, accesses: Accesses) {
 }
 
 /// The footprints of a rank's scenes.
-fn expected(scenes: &[Scene], places: &mut Places) {
+fn expected(scenes: &[StageRun], places: &mut Places) {
     for scene in scenes {
         let mut accesses = Accesses::new();
         scene.touches.iter().for_each(|touch| add(&mut accesses, touch.write, touch.bytes.clone()));
@@ -182,9 +182,14 @@ impl Case {
         [0, 1].map(|dropped| (0..ranks).map(|rank| routing(rank, dropped)).collect()).into()
     }
 
-    fn story(&self, routings: &[Vec<Routing<'static>>], calls: &[Call], slip: Option<Slip>) -> Story {
+    fn story(
+        &self,
+        routings: &[Vec<Routing<'static>>],
+        calls: &[Call],
+        slip: Option<SeededBug>,
+    ) -> UnrolledProgram {
         let Case { route, layout, mode, order, strategy, .. } = *self;
-        Story::tell(&Script {
+        UnrolledProgram::unroll(&ProofScenario {
             nodes: &NodeMap::from_labels(self.nodes),
             route,
             chunks: crate::ep::fixed::CHUNKS,
@@ -218,7 +223,7 @@ impl Case {
         let builder =
             ExpertParallel::builder(&group).unwrap().expert_map(self.map()).top_k(TOP_K).hidden(HIDDEN);
         let builder = builder.dtype(Dtype::Bf16).max_tokens(tokens).route(route).layout(layout);
-        let mut ep = builder.mode(mode).order(order).strategy(strategy).build().unwrap();
+        let mut ep = builder.mode(mode).sum_order(order).strategy(strategy).build().unwrap();
         let x = vec![half::bf16::ONE; tokens as usize * HIDDEN];
         let mut handles: Vec<(Option<ExpertRows>, Handle)> = Vec::new();
         let mut all = Vec::new();
@@ -290,7 +295,7 @@ impl Case {
 
     /// Makes the calls and compares the accesses of ranks with the unrolled program. Returns the
     /// first difference.
-    fn compare(&self, calls: &[Call], slip: Option<Slip>) -> Option<String> {
+    fn compare(&self, calls: &[Call], slip: Option<SeededBug>) -> Option<String> {
         let routings = self.routings();
         let story = self.story(&routings, calls, slip);
         let each = story.calls.len() / calls.len();
@@ -320,9 +325,9 @@ const CASE: Case = Case {
     nodes: &[0, 0, 0],
     route: Route::Direct,
     layout: RowLayout::ExpertMajor,
-    mode: Mode::Eager,
-    order: Order::Expert,
-    strategy: Strategy::Exchange,
+    mode: ReceiveMode::Exact,
+    order: SumOrder::Expert,
+    strategy: Strategy::AllToAll,
 };
 
 #[test]
@@ -335,21 +340,25 @@ fn steps_access_what_the_proof_assumes() {
     ] {
         for layout in RowLayout::ALL {
             let overflow = Overflow::Drop;
-            for mode in [Mode::Eager, Mode::Budget { rows: 9, overflow }, Mode::Slots { rows: 3, overflow }] {
+            for mode in [
+                ReceiveMode::Exact,
+                ReceiveMode::Budget { rows: 9, overflow },
+                ReceiveMode::Slots { rows: 3, overflow },
+            ] {
                 Case { nodes, route, layout, mode, ..CASE }.check(&CALLS);
             }
         }
-        Case { nodes, route, order: Order::Node, ..CASE }.check(&CALLS);
-        Case { nodes, route, mode: Mode::Budget { rows: 1, overflow: Overflow::Error }, ..CASE }
+        Case { nodes, route, order: SumOrder::Node, ..CASE }.check(&CALLS);
+        Case { nodes, route, mode: ReceiveMode::Budget { rows: 1, overflow: Overflow::Error }, ..CASE }
             .check(&REFUSED);
-        Case { nodes, route, strategy: Strategy::Gather, ..CASE }.check(&GATHERED);
+        Case { nodes, route, strategy: Strategy::AllGather, ..CASE }.check(&GATHERED);
     }
 }
 
 #[test]
 fn story_of_another_planner_differs() {
     let case = Case { nodes: &[0, 0, 1, 1], route: Route::Pxn, ..CASE };
-    for slip in [Slip::OnePublication, Slip::OneMessage, Slip::OneHeader, Slip::OneTag] {
+    for slip in [SeededBug::OnePublication, SeededBug::OneMessage, SeededBug::OneHeader, SeededBug::OneTag] {
         assert!(case.compare(&CALLS, Some(slip)).is_some(), "{slip:?}");
     }
 }

@@ -20,16 +20,17 @@ use super::exchange::HostExchange;
 use super::flight::Flight;
 use super::handle::Inner;
 use super::workspace::Workspace;
-use crate::dtype::Wire;
+use crate::dtype::PartialDtype;
 use crate::ep::builder::Spec;
-use crate::ep::fixed::Fixed;
+use crate::ep::fixed::EpState;
 use crate::error::{CallError, CallKind, Cause, Error};
 use crate::exec::{Executor, Until, drive};
 use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
 use crate::plan::{
-    Block, Everyone, ExpertMap, Frame, Known, Mode, Order, Regroup, RowLayout, Strategy, Traffic,
+    Block, ExpertMap, GroupRouting, LocalPermutation, PlanContext, RankRouting, ReceiveMode, RowLayout,
+    Strategy, SumOrder, Traffic,
 };
 use crate::schedule::call::{CallMachine, Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{Operand, Operands};
@@ -39,8 +40,8 @@ use crate::world::Group;
 pub(in crate::ep) struct Gather {
     /// Gathers.
     pub engine: HostExchange,
-    everyone: Everyone,
-    regroup: Regroup,
+    everyone: GroupRouting,
+    regroup: LocalPermutation,
     /// Gathered rows of each rank.
     sources: Vec<Range<u32>>,
     ids: Vec<i32>,
@@ -59,22 +60,22 @@ impl Gather {
             hidden,
             dtype,
             gathers: true,
-            strategy: Strategy::Exchange,
+            strategy: Strategy::AllToAll,
             map: Arc::new(ExpertMap::contiguous(group.size(), group.size())?),
-            order: Order::default(),
-            wire: Wire::F32,
+            order: SumOrder::default(),
+            wire: PartialDtype::F32,
             align: 1,
             weighted: false,
             layout: RowLayout::default(),
-            mode: Mode::Eager,
+            mode: ReceiveMode::Exact,
             record: None,
             ..of.clone()
         };
         let ranks = group.size() as usize;
         Ok(Gather {
             engine: HostExchange::new(group, spec)?,
-            everyone: Everyone::default(),
-            regroup: Regroup::default(),
+            everyone: GroupRouting::default(),
+            regroup: LocalPermutation::default(),
             sources: Vec::new(),
             ids: Vec::new(),
             weights: Vec::new(),
@@ -91,7 +92,7 @@ impl Gather {
     /// [`MemoryError`](crate::error::MemoryError). Those that end the world.
     pub fn regroup(
         &mut self,
-        fixed: &Fixed,
+        fixed: &EpState,
         programs: &RankPrograms,
         space: &mut Workspace,
         (flight, weights): (&mut Flight, &[f32]),
@@ -124,7 +125,7 @@ impl Gather {
 
     /// Sorts the choices of all ranks. Their senders checked them, so an error found here arose in
     /// transit.
-    fn sort(&mut self, fixed: &Fixed, words: &[u32]) -> Result<(), Cause> {
+    fn sort(&mut self, fixed: &EpState, words: &[u32]) -> Result<(), Cause> {
         let top_k = fixed.spec.top_k as usize;
         let notes = words.chunks_exact(1 + 2 * top_k);
         let broken = |rank: u32| Cause::Protocol { rank: fixed.lanes.world_ranks[rank as usize] };
@@ -156,7 +157,7 @@ impl Gather {
 
     /// Whether every rank may have its rows, and has room for them behind what it gathered,
     /// `behind` bytes. All ranks find the same. Returns the bytes of this rank's rows.
-    fn admit(&self, fixed: &Fixed, kind: CallKind, behind: u64) -> Result<u64, Error> {
+    fn admit(&self, fixed: &EpState, kind: CallKind, behind: u64) -> Result<u64, Error> {
         let (sizing, sizes) = (fixed.sizing(kind), self.everyone.sizes());
         let agreement = fixed.agreement(self.engine.space.calls, kind);
         agreement.within_budget(sizes)?;
@@ -172,13 +173,13 @@ impl Gather {
     /// The layout that an exchange would have had, and what this rank copies.
     fn place(
         &mut self,
-        fixed: &Fixed,
+        fixed: &EpState,
         space: &mut Workspace,
         kind: CallKind,
         (inner, gathered): (&mut Inner, &Inner),
     ) {
         let (sizing, me, top_k) = (fixed.sizing(kind), fixed.lanes.rank, fixed.spec.top_k);
-        let frame = Frame { sizing, ..fixed.frame() };
+        let frame = PlanContext { sizing, ..fixed.frame() };
         let Gather { everyone, regroup, sources, blocks, block_weights, .. } = self;
         inner.required.clone_from(&everyone.sizes().required);
         let words = frame.sizing.words_out as usize;
@@ -186,7 +187,7 @@ impl Gather {
         everyone.each(&frame, (top_k, fixed.spec.max_tokens), |of, known, scratch| {
             let rank = of.paths.me();
             regroup.add(of, &known, me, sources[rank as usize].start);
-            let Known { sorted, crossing, counts, sizes } = known;
+            let RankRouting { sorted, crossing, counts, sizes } = known;
             let own = (&*sorted, &*crossing);
             if rank == me {
                 inner.layout.fill(of, own, top_k, counts, sizes);
@@ -215,18 +216,18 @@ impl Gather {
         inner.moves = gathered.moves;
         let (forward, own) = (inner.forward.as_deref(), everyone.sorted(me));
         let wanted = Traffic::count(&frame, own, &inner.layout, forward, &mut space.numbers.scratch);
-        let Traffic { wanted, remote_ranks, remote_nodes, home_row_bytes, .. } = wanted;
+        let Traffic { logical: wanted, remote_ranks, remote_nodes, home_row_bytes, .. } = wanted;
         let regrouped = regroup.runs.iter().map(|run| u64::from(run.count) + u64::from(run.pad)).sum();
         let traffic = inner.moves.traffic;
         inner.moves.traffic =
-            Traffic { wanted, remote_ranks, remote_nodes, home_row_bytes, regrouped, ..traffic };
+            Traffic { logical: wanted, remote_ranks, remote_nodes, home_row_bytes, regrouped, ..traffic };
     }
 }
 
 /// A rank that has gathered the tokens of all, amid what follows.
 struct Regrouping<'e> {
     gather: &'e mut Gather,
-    fixed: &'e Fixed,
+    fixed: &'e EpState,
     programs: &'e RankPrograms,
     space: &'e mut Workspace,
     kind: CallKind,
@@ -243,7 +244,7 @@ struct Regrouping<'e> {
 impl Executor for Regrouping<'_> {
     fn run(&mut self, _: Role, stage: StageId, part: Part) -> Result<(), Error> {
         let (from, row_bytes) = (self.extent.offset(), self.fixed.sizing(self.kind).row_bytes);
-        let Regroup { runs, rows, .. } = &self.gather.regroup;
+        let LocalPermutation { runs, rows, .. } = &self.gather.regroup;
         let items = self.programs.stages.items(stage, part);
         let (me, places) = (self.fixed.lanes.rank, (from, from + self.behind));
         let table = &[Operand::regroup(me, runs.len() as u32, row_bytes, places)];

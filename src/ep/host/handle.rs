@@ -6,68 +6,68 @@ use crossbeam::atomic::AtomicCell;
 use crossbeam::queue::ArrayQueue;
 
 use super::buffers::{HostInput, HostOutput};
-use crate::dtype::Wire;
+use crate::dtype::PartialDtype;
 use crate::ep::builder::Spec;
-use crate::ep::fixed::Fixed;
-use crate::ep::notes::Received;
+use crate::ep::fixed::EpState;
+use crate::ep::notes::ReceivedMetadata;
 use crate::ep::report::{LaneUse, Report};
 use crate::error::Error;
-use crate::exec::Moved;
-use crate::memory::{Extent, Licence, Pool};
-use crate::plan::{Chunk, Forward, Layout, Traffic};
-use crate::schedule::Sum;
+use crate::exec::TransferCounts;
+use crate::memory::{Extent, Pool, ReleaseCheck};
+use crate::plan::{DispatchLayout, RelayPlan, RowBuffer, Traffic};
+use crate::schedule::SumOperands;
 
 /// Contents of a handle. Later dispatches reuse its tables.
 #[derive(Debug, Default)]
 pub(in crate::ep) struct Inner {
-    pub layout: Layout,
+    pub layout: DispatchLayout,
     /// This rank's plan as a relay. Empty with a single node.
-    pub forward: Option<Arc<Forward>>,
+    pub forward: Option<Arc<RelayPlan>>,
     /// Metadata of the received rows.
-    pub received: Received,
+    pub received: ReceivedMetadata,
     /// Which choices had no room.
     pub dropped: Vec<bool>,
     /// Rows that each rank needed.
     pub required: Vec<u32>,
     /// Memory that this rank offers in a return.
-    pub offer: Chunk,
+    pub offer: RowBuffer,
     /// Routing weights `[tokens, top_k]`; empty unless combines are weighted.
     pub weights: Vec<f32>,
     pub row_bytes: u64,
-    pub wire: Wire,
+    pub wire: PartialDtype,
     pub instance: u64,
     /// The number of the call that made it.
     pub number: u64,
     pub moves: DispatchMoves,
     /// The buffer of a call that was refused: it goes back to the caller.
-    pub refused: Left<Extent>,
+    pub refused: SharedOption<Extent>,
     /// Bytes copied because rows lay elsewhere.
     pub copied: AtomicCell<u64>,
     /// Counts of the last return.
-    pub returned: AtomicCell<Moved>,
+    pub returned: AtomicCell<TransferCounts>,
     /// The output that the gradient of a weighted combine needs.
-    pub kept: Left<Kept>,
+    pub kept: SharedOption<RetainedBuffer>,
 }
 
 /// Counts of a dispatch, and those of its plan.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::ep) struct DispatchMoves {
-    pub moved: Moved,
-    pub relayed: Moved,
+    pub moved: TransferCounts,
+    pub relayed: TransferCounts,
     pub traffic: Traffic,
 }
 
 /// Value that one call stores for the next call on a handle. Locked, because threads share handles.
 #[derive(Debug)]
-pub(in crate::ep) struct Left<T>(Mutex<Option<T>>);
+pub(in crate::ep) struct SharedOption<T>(Mutex<Option<T>>);
 
-impl<T> Default for Left<T> {
+impl<T> Default for SharedOption<T> {
     fn default() -> Self {
-        Left(Mutex::new(None))
+        SharedOption(Mutex::new(None))
     }
 }
 
-impl<T> Left<T> {
+impl<T> SharedOption<T> {
     /// Takes it, if there is anything.
     pub fn take(&self) -> Option<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
@@ -80,14 +80,14 @@ impl<T> Left<T> {
 }
 
 /// A chunk that outlives the call in which peers were offered it.
-pub(in crate::ep) struct Kept {
+pub(in crate::ep) struct RetainedBuffer {
     pub extent: Extent,
-    pub licence: Arc<dyn Licence>,
+    pub licence: Arc<dyn ReleaseCheck>,
     /// The call that offered it last.
     pub value: u64,
 }
 
-impl std::fmt::Debug for Kept {
+impl std::fmt::Debug for RetainedBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Kept").field("extent", &self.extent).field("value", &self.value).finish()
     }
@@ -96,11 +96,11 @@ impl std::fmt::Debug for Kept {
 impl Inner {
     /// The terms of this placement, with chunks at `bases`; multiplied with the routing weights if
     /// `weighted`.
-    pub fn sum<'a>(&'a self, bases: &'a [u64], weighted: bool) -> Sum<'a> {
+    pub fn sum<'a>(&'a self, bases: &'a [u64], weighted: bool) -> SumOperands<'a> {
         let layout = &self.layout;
         let (terms, starts, choices) = layout.summands();
         let (fetched, places) = layout.fetches();
-        Sum {
+        SumOperands {
             terms,
             starts,
             choices,
@@ -140,12 +140,12 @@ impl Inner {
         (self.wire, self.row_bytes) = (spec.wire, spec.row_bytes());
         (self.instance, self.number) = (instance, number);
         self.copied.store(0);
-        self.returned.store(Moved::default());
+        self.returned.store(TransferCounts::default());
     }
 
     /// Reads the metadata that came with the rows, and keeps the routing weights where combines are
     /// weighted.
-    pub fn receive(&mut self, fixed: &Fixed, words: &[u32], weights: &[f32]) {
+    pub fn receive(&mut self, fixed: &EpState, words: &[u32], weights: &[f32]) {
         let spec = &fixed.spec;
         self.weights.clear();
         if spec.weighted {
@@ -200,7 +200,7 @@ impl HostHandle {
         let inner = self.inner();
         let extent = match inner.refused.take() {
             Some(extent) => extent,
-            None => self.pool.take(inner.chunk_bytes())?,
+            None => self.pool.alloc(inner.chunk_bytes())?,
         };
         let (chunk, number, instance) = (inner.offer, inner.number, inner.instance);
         Ok(HostOutput { extent, chunk, number, instance })
@@ -211,7 +211,7 @@ impl Drop for HostHandle {
     fn drop(&mut self) {
         let inner = std::mem::take(&mut self.inner);
         drop(inner.refused.take());
-        if let Some(Kept { extent, licence, value }) = inner.kept.take() {
+        if let Some(RetainedBuffer { extent, licence, value }) = inner.kept.take() {
             self.pool.retire(extent, &licence, value);
         }
         // A full queue means that enough memory is kept for later.

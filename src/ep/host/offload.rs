@@ -14,24 +14,24 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-use crate::ep::fixed::Fixed;
+use crate::ep::fixed::EpState;
 use crate::ep::relay::{Relay, RelayCall, RelayTask};
 use crate::error::{Cause, Error, LaneError};
-use crate::exec::{Executor, Host, Moved, Until};
+use crate::exec::{Executor, HostStepper, TransferCounts, Until};
 use crate::lane::Io;
 use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
-use crate::schedule::{Item, Operands};
-use crate::world::Shared;
+use crate::schedule::{Operands, TrackOp};
+use crate::world::WorldState;
 
 /// A relay that the host steps.
 pub(in crate::ep) struct HostRelay {
     relay: Relay,
-    host: Host,
-    fixed: Arc<Fixed>,
+    host: HostStepper,
+    fixed: Arc<EpState>,
 }
 
 impl HostRelay {
-    pub fn new(fixed: &Arc<Fixed>, host: Host) -> Self {
+    pub fn new(fixed: &Arc<EpState>, host: HostStepper) -> Self {
         HostRelay { relay: Relay::new(Arc::clone(fixed)), host, fixed: Arc::clone(fixed) }
     }
 
@@ -61,7 +61,7 @@ impl HostRelay {
             // Rows are what counts, and not the messages of the first half.
             self.host.take_moved();
             let (HostRelay { relay, host, fixed }, stores) = (&mut *self, task.stores);
-            let run = &mut |items: &[Item], operands: &Operands<'_>| {
+            let run = &mut |items: &[TrackOp], operands: &Operands<'_>| {
                 host.run(&fixed.port, items, operands, &mut Io::default(), stores)
             };
             relay.drive(programs, task, run, until)?;
@@ -71,7 +71,7 @@ impl HostRelay {
     }
 
     /// Counts of moves since the last call of this function.
-    pub fn take_moved(&mut self) -> Moved {
+    pub fn take_moved(&mut self) -> TransferCounts {
         self.host.take_moved()
     }
 
@@ -82,7 +82,7 @@ impl HostRelay {
         step: impl FnOnce(&mut RelayCall<'_, '_>) -> R,
     ) -> R {
         let (HostRelay { relay, host, fixed }, stores) = (self, task.stores);
-        let run = &mut |items: &[Item], operands: &Operands<'_>| {
+        let run = &mut |items: &[TrackOp], operands: &Operands<'_>| {
             host.run(&fixed.port, items, operands, &mut Io::default(), stores)
         };
         step(&mut RelayCall { relay, programs, task, judged: None, run })
@@ -120,7 +120,7 @@ impl RelayRunner {
     pub fn send(
         &mut self,
         task: RelayTask,
-        fixed: &Arc<Fixed>,
+        fixed: &Arc<EpState>,
         programs: &Arc<RankPrograms>,
     ) -> Result<(), Error> {
         let Some(relay) = self.here.take() else { return Ok(()) };
@@ -155,7 +155,7 @@ impl Drop for RelayRunner {
 }
 
 /// Should a thread panic, its caller must not wait for it.
-pub(in crate::ep) struct CancelOnPanic<'a>(pub &'a Shared);
+pub(in crate::ep) struct CancelOnPanic<'a>(pub &'a WorldState);
 
 impl Drop for CancelOnPanic<'_> {
     fn drop(&mut self) {
@@ -167,7 +167,7 @@ impl Drop for CancelOnPanic<'_> {
 }
 
 impl RelayThread {
-    fn start(fixed: &Arc<Fixed>, programs: &Arc<RankPrograms>) -> Result<RelayThread, LaneError> {
+    fn start(fixed: &Arc<EpState>, programs: &Arc<RankPrograms>) -> Result<RelayThread, LaneError> {
         // There is one relay, so at most one task is in flight.
         let (tasks, todo) = sync_channel::<(Box<HostRelay>, RelayTask)>(1);
         let (back, done) = sync_channel(1);

@@ -5,7 +5,7 @@ use super::exchange::HostExchange;
 use super::flight::Flight;
 use super::handle::HostHandle;
 use crate::error::{CallKind, Error, PlanError};
-use crate::schedule::Parts;
+use crate::schedule::ReturnParts;
 
 impl HostExchange {
     /// In place of a call of this kind.
@@ -25,7 +25,7 @@ impl HostExchange {
             }
             CallKind::Combine => self.refuse_return(self.combining(), handle, error.clone()),
             _ => {
-                let parts = Parts { rows: true, weights: true };
+                let parts = ReturnParts { rows: true, weights: true };
                 self.refuse_return(Flight::returning(kind, parts, false), handle, error.clone())
             }
         };

@@ -8,13 +8,13 @@ use crossbeam::queue::ArrayQueue;
 use super::handle::{HostHandle, Inner};
 use super::offload::{HostRelay, RelayRunner};
 use crate::ep::agreement::GroupCounts;
-use crate::ep::fixed::{CHUNKS, Fixed};
+use crate::ep::fixed::{CHUNKS, EpState};
 use crate::ep::relay::RelayTask;
 use crate::ep::report::LaneUse;
-use crate::exec::Host;
+use crate::exec::HostStepper;
 use crate::lane::Port;
-use crate::memory::{Extent, Licence, Pool};
-use crate::plan::{Crossing, Sorted, Spans};
+use crate::memory::{Extent, Pool, ReleaseCheck};
+use crate::plan::{InterNodeRows, RelaySorter, SortedRouting};
 use crate::rows::Stores;
 use crate::schedule::{CallerTables, Calls, Flag};
 use crate::world::SymmetricRange;
@@ -27,20 +27,20 @@ pub(in crate::ep) type OnAgreed = Box<dyn FnOnce() + Send + Sync>;
 
 /// Memory that the calls of one instance use again.
 pub(in crate::ep) struct Workspace {
-    pub host: Host,
+    pub host: HostStepper,
     /// Does this rank's part for other nodes; there is none where there is only one.
     pub relay: Option<RelayRunner>,
     pub tables: CallerTables,
-    pub sorted: Sorted,
-    pub crossing: Crossing,
-    pub spans: Spans,
+    pub sorted: SortedRouting,
+    pub crossing: InterNodeRows,
+    pub spans: RelaySorter,
     pub numbers: GroupCounts,
     /// The lanes, and how many ranks each reaches.
     pub lane_use: Arc<[LaneUse]>,
     /// Weight gradients.
     pub products: Vec<f32>,
     pub calls: Calls,
-    pub licence: Arc<dyn Licence>,
+    pub licence: Arc<dyn ReleaseCheck>,
     /// Number that distinguishes handles of different instances within this process.
     pub instance: u64,
     pub spare: Arc<ArrayQueue<Inner>>,
@@ -49,17 +49,17 @@ pub(in crate::ep) struct Workspace {
 }
 
 impl Workspace {
-    pub fn new(fixed: &Arc<Fixed>, range: SymmetricRange) -> Self {
+    pub fn new(fixed: &Arc<EpState>, range: SymmetricRange) -> Self {
         static INSTANCES: AtomicU64 = AtomicU64::new(0);
         let paths = fixed.paths();
-        let readers = paths.locals().collect();
+        let readers = paths.local_peers().collect();
         Workspace {
-            host: Host::new(fixed.spec.dtype, fixed.shared.recorder.clone()),
+            host: HostStepper::new(fixed.spec.dtype, fixed.shared.recorder.clone()),
             relay: paths.rails().then(|| Self::runner(fixed)),
             tables: CallerTables::new(paths, CHUNKS),
-            sorted: Sorted::default(),
-            crossing: Crossing::default(),
-            spans: Spans::default(),
+            sorted: SortedRouting::default(),
+            crossing: InterNodeRows::default(),
+            spans: RelaySorter::default(),
             numbers: GroupCounts::new(fixed),
             lane_use: LaneUse::of(&fixed.lanes).into(),
             products: Vec::new(),
@@ -71,13 +71,13 @@ impl Workspace {
         }
     }
 
-    fn runner(fixed: &Arc<Fixed>) -> RelayRunner {
-        let host = Host::new(fixed.spec.dtype, fixed.shared.recorder.clone());
+    fn runner(fixed: &Arc<EpState>) -> RelayRunner {
+        let host = HostStepper::new(fixed.spec.dtype, fixed.shared.recorder.clone());
         RelayRunner::new(HostRelay::new(fixed, host))
     }
 
     /// Goes on with other fixed state.
-    pub fn adopt(&mut self, fixed: &Arc<Fixed>) {
+    pub fn adopt(&mut self, fixed: &Arc<EpState>) {
         self.numbers = GroupCounts::new(fixed);
         self.relay = self.relay.is_some().then(|| Self::runner(fixed));
     }
@@ -103,10 +103,10 @@ impl Workspace {
     }
 }
 
-impl Fixed {
+impl EpState {
     /// How to store what this rank, and each of its local peers, writes in a call.
     pub fn stores(&self, bytes: u64) -> Stores {
-        let members = self.paths().locals().count() as u64 + 1;
+        let members = self.paths().local_peers().count() as u64 + 1;
         Stores::of(bytes * members, self.shared.options.config.cache)
     }
 
@@ -124,8 +124,8 @@ struct Readers {
     _range: SymmetricRange,
 }
 
-impl Licence for Readers {
-    fn granted(&self, value: u64) -> bool {
+impl ReleaseCheck for Readers {
+    fn is_released(&self, value: u64) -> bool {
         self.readers
             .iter()
             .all(|&reader| self.port.flag(reader, Flag::Read).is_ok_and(|flag| flag.value() >= value))

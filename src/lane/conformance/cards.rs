@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use half::bf16;
 
-use crate::bootstrap::Clocks;
-use crate::config::{Config, RailChoice};
+use crate::bootstrap::Timeouts;
+use crate::config::{Config, NetChoice};
 use crate::error::{Cause, CompletionStatus, Error, LaneError, VerbsError};
 use crate::gate::{Pattern, synthetic};
 use crate::lane::RailCounters;
 use crate::lane::rail::{Fabric, Settings, SignalMode};
-use crate::plan::Order;
+use crate::plan::SumOrder;
 use crate::topology::Route;
 use crate::{ExpertParallel, Options, World};
 
@@ -23,8 +23,8 @@ pub(super) fn options(fabric: &Arc<Fabric>, signal: SignalMode) -> Options {
     let settings = Settings { signal, ..Settings::default() };
     Options {
         config: Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() },
-        clocks: Clocks { deadline: SHORT, ..Clocks::default() },
-        rail: RailChoice::Verbs,
+        clocks: Timeouts { deadline: SHORT, ..Timeouts::default() },
+        rail: NetChoice::Verbs,
         forecast: true,
         stand_in: Some(fabric.ground(settings)),
         ..Options::default()
@@ -46,14 +46,14 @@ pub(super) fn on_ranks<T: Send>(
 }
 
 /// A round trip of random rows: what came out of the combine.
-pub(super) fn round_trip(world: &World, route: Route, order: Order) -> Result<Vec<bf16>, Error> {
+pub(super) fn round_trip(world: &World, route: Route, order: SumOrder) -> Result<Vec<bf16>, Error> {
     const HIDDEN: usize = 64;
     let mut ep = ExpertParallel::builder(&world.all()?)?
         .experts(13)
         .top_k(4)
         .hidden(HIDDEN)
         .route(route)
-        .order(order)
+        .sum_order(order)
         .build()?;
     let routing = synthetic(Pattern::Uniform, 13, 4, 40, 7, world.rank())?;
     let x: Vec<bf16> =
@@ -71,9 +71,9 @@ pub(super) fn round_trip(world: &World, route: Route, order: Order) -> Result<Ve
 #[test]
 fn a_round_over_cards_gives_the_bits_of_one_over_the_loop_lane() {
     for nodes in [&[0, 0, 1, 1][..], &[0, 1, 0, 1, 1]] {
-        for (route, order) in Route::ALL.iter().flat_map(|route| Order::ALL.map(|order| (*route, order))) {
+        for (route, order) in Route::ALL.iter().flat_map(|route| SumOrder::ALL.map(|order| (*route, order))) {
             let looped = Options {
-                rail: RailChoice::Loop,
+                rail: NetChoice::Loop,
                 stand_in: None,
                 ..options(&Fabric::new(&["a"]), SignalMode::Write)
             };
@@ -82,9 +82,9 @@ fn a_round_over_cards_gives_the_bits_of_one_over_the_loop_lane() {
                 let fabric = Fabric::new(&["card0", "card1"]);
                 fabric.hold();
                 let seen = on_ranks(nodes, &options(&fabric, signal), |world| {
-                    assert_eq!(world.rail().unwrap().lane, "verbs");
+                    assert_eq!(world.net().unwrap().lane, "verbs");
                     let out = round_trip(&world, route, order).unwrap();
-                    let (done, told) = (world.rail_counters(), world.rail_forecast());
+                    let (done, told) = (world.nic_counters(), world.nic_forecast());
                     let exact =
                         |counters: RailCounters| RailCounters { received: 0, completions: 0, ..counters };
                     assert_eq!(exact(done), exact(told), "{nodes:?}, {route:?}, {order:?}, {signal:?}");
@@ -112,10 +112,10 @@ fn rows_of_a_token_buffer_are_read_where_they_lie_and_all_others_copied_once() {
             let mut buffer = ep.token_buffer(30).unwrap();
             buffer.rows_mut::<bf16>().unwrap().copy_from_slice(&elsewhere);
             let mut copied = |x: &[bf16]| {
-                let before = world.rail_counters();
+                let before = world.nic_counters();
                 let (rows, handle) = ep.dispatch(x, &routing).unwrap();
                 drop(rows);
-                (handle.report().unwrap().moved.rail_bytes, (world.rail_counters() - before).copied)
+                (handle.report().unwrap().moved.inter_node_bytes, (world.nic_counters() - before).copied)
             };
             let (bytes, all) = copied(&elsewhere);
             let (again, control) = copied(buffer.rows().unwrap());
@@ -131,7 +131,7 @@ fn a_card_that_falls_silent_ends_the_world_and_is_named_with_its_queue_pair_and_
     for route in Route::ALL {
         let fabric = Fabric::new(&["card0", "card1"]);
         let errors = on_ranks(&[0, 0, 1, 1], &options(&fabric, SignalMode::Write), |world| {
-            round_trip(&world, route, Order::Expert).unwrap();
+            round_trip(&world, route, SumOrder::Expert).unwrap();
             world.all().unwrap().gather(&[]).unwrap();
             if world.rank() == 0 {
                 fabric.silence("card1");
@@ -144,16 +144,16 @@ fn a_card_that_falls_silent_ends_the_world_and_is_named_with_its_queue_pair_and_
                             std::thread::yield_now();
                         }
                     });
-                    round_trip(&world, route, Order::Expert).unwrap_err()
+                    round_trip(&world, route, SumOrder::Expert).unwrap_err()
                 })
             } else {
-                round_trip(&world, route, Order::Expert).unwrap_err()
+                round_trip(&world, route, SumOrder::Expert).unwrap_err()
             }
         });
         let mut typed = 0;
         for (rank, error) in errors.iter().enumerate() {
             match error {
-                Error::World(Cause::Wire { .. }) => {}
+                Error::World(Cause::Connection { .. }) => {}
                 Error::Lane(LaneError::Verbs(VerbsError::Completion { status, peer, .. })) => {
                     assert_eq!(*status, CompletionStatus::RetriesExceeded);
                     assert_ne!(*peer as usize / 2, rank / 2, "the peer is of another node");
@@ -170,12 +170,12 @@ fn a_card_that_falls_silent_ends_the_world_and_is_named_with_its_queue_pair_and_
 fn a_card_that_vanishes_is_an_error_of_its_rank_and_ends_the_world_for_all() {
     let fabric = Fabric::new(&["card0", "card1"]);
     let errors = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
-        round_trip(&world, Route::Direct, Order::Expert).unwrap();
+        round_trip(&world, Route::Direct, SumOrder::Expert).unwrap();
         world.all().unwrap().gather(&[]).unwrap();
         if world.rank() == 0 {
             fabric.remove("card0");
         }
-        round_trip(&world, Route::Direct, Order::Expert).unwrap_err()
+        round_trip(&world, Route::Direct, SumOrder::Expert).unwrap_err()
     });
     let own = matches!(
         &errors[0],
@@ -188,7 +188,7 @@ fn a_card_that_vanishes_is_an_error_of_its_rank_and_ends_the_world_for_all() {
     );
     assert!(own, "{errors:?}");
     assert!(
-        matches!(&errors[1], Error::World(Cause::Card { by: 0 } | Cause::Wire { rank: 0, .. })),
+        matches!(&errors[1], Error::World(Cause::Nic { by: 0 } | Cause::Connection { rank: 0, .. })),
         "{errors:?}"
     );
 }
@@ -197,7 +197,7 @@ fn a_card_that_vanishes_is_an_error_of_its_rank_and_ends_the_world_for_all() {
 fn ranks_that_signal_differently_do_not_join() {
     let fabric = Fabric::new(&["card0"]);
     let ranks: Vec<_> = std::thread::scope(|scope| {
-        let hubs = crate::bootstrap::threads(2, Clocks::default()).into_iter();
+        let hubs = crate::bootstrap::threads(2, Timeouts::default()).into_iter();
         let ranks: Vec<_> = hubs
             .zip([SignalMode::Write, SignalMode::Immediate])
             .map(|(hub, signal)| {

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use super::cards::{SHORT, on_ranks, options, round_trip};
 use crate::World;
 use crate::error::{Cause, Error};
-use crate::lane::Reach;
+use crate::lane::PeerLane;
 use crate::lane::rail::{Fabric, Settings, SignalMode};
-use crate::lane::wait::Patience;
+use crate::lane::wait::WaitLimits;
 use crate::memory::Segment;
-use crate::plan::Order;
+use crate::plan::SumOrder;
 use crate::schedule::Tag;
 use crate::topology::Route;
 
@@ -53,7 +53,7 @@ fn finish(new: &World, old: Option<&World>, fabric: &Fabric) -> Option<u64> {
         // Now it leaves, and nobody answers: the put fails, and then what was posted behind it.
         fabric.flush();
         let until = Instant::now() + SHORT;
-        while old.rail_counters().failed < 2 {
+        while old.nic_counters().failed < 2 {
             fabric.give_up();
             assert!(Instant::now() < until);
             std::thread::yield_now();
@@ -67,7 +67,7 @@ fn finish(new: &World, old: Option<&World>, fabric: &Fabric) -> Option<u64> {
     window.put_signal(1 - new.rank(), 8, b"new", 1).unwrap();
     window.wait_until(1 - new.rank(), 1).unwrap();
     window.barrier().unwrap();
-    old.map(|old| old.rail_counters().failed)
+    old.map(|old| old.nic_counters().failed)
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn all_cards_of_a_rank_are_used_under_pxn() {
     let cards = vec!["card0".to_owned(), "card1".to_owned()];
     options.stand_in = Some(fabric.ground(Settings { cards, ..Settings::default() }));
     on_ranks(&[0, 0, 1, 1, 2, 2, 3, 3], &options, |world| {
-        round_trip(&world, Route::Pxn, Order::Expert).unwrap();
+        round_trip(&world, Route::Pxn, SumOrder::Expert).unwrap();
     });
     let used = ["card0", "card1"].map(|card| fabric.statistics(card).requests);
     assert!(used.iter().all(|&requests| requests > 0), "{used:?}");
@@ -201,12 +201,12 @@ fn a_flush_that_makes_progress_is_not_late() {
         let range = group.take_symmetric(3 << 20).unwrap();
         if world.rank() == 0 {
             let window = range.window();
-            let Reach::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
             let bytes = window.bytes(0).unwrap();
             let patience = lanes.patience(1);
             rail.put(window.target(1, 0, 3 << 20).unwrap(), bytes, patience).unwrap();
             let before = rail.counters().completions;
-            let end = rail.flush(Patience { deadline: Duration::from_millis(30), ..patience });
+            let end = rail.flush(WaitLimits { deadline: Duration::from_millis(30), ..patience });
             let after = rail.counters().completions;
             assert!(end.is_ok(), "{end:?}, completions {before} -> {after}");
         }
@@ -227,13 +227,13 @@ fn a_signal_that_found_no_staging_can_be_made_up_for_by_the_next() {
         let range = group.take_symmetric(64 << 10).unwrap();
         let window = range.window();
         if world.rank() == 0 {
-            let Reach::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
             let patience = lanes.patience(1);
             let line = window.target(1, 0, 64).unwrap();
             rail.signal(line, 1, None, patience).unwrap();
             rail.flush(patience).unwrap();
             fabric.silence("card1");
-            let short = Patience { deadline: Duration::from_millis(20), ..patience };
+            let short = WaitLimits { deadline: Duration::from_millis(20), ..patience };
             let data = window.target(1, 4096, 16384).unwrap();
             for len in [12288, 4032, 64] {
                 rail.put(data, &vec![1; len], short).unwrap();
@@ -304,7 +304,7 @@ fn an_ended_world_takes_no_more_bytes_of_a_source() {
         let window = range.window();
         let at = window.parts[world.rank() as usize];
         if world.rank() == 0 {
-            let Reach::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
             fabric.silence("card1");
             let target = window.target(1, 0, 4096).unwrap();
             rail.put(target, &window.bytes(0).unwrap()[..4096], lanes.patience(1)).unwrap();
@@ -317,7 +317,7 @@ fn an_ended_world_takes_no_more_bytes_of_a_source() {
             std::thread::yield_now();
         }
         if world.rank() == 0 {
-            let Reach::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
             rail.settle(lanes.patience(1)).unwrap_err();
             // The call has failed: the source is its owner's again.
             window.mapped.write(0, at.offset, &[7u8; 4096]).unwrap();

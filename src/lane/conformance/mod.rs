@@ -23,12 +23,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::rail::{Fabric, Settings, SignalMode};
-use super::{Io, Lanes, Port, Reach, RowSource};
-use crate::config::{Config, Pace, RailChoice};
+use super::{Io, Lanes, PeerLane, Port, RowSource};
+use crate::config::{Config, EmulatedLink, NetChoice};
 use crate::error::{Cause, Error, LaneError, MemoryError};
 use crate::plan::RowRun;
-use crate::rows::{Rows, Stores};
-use crate::schedule::{Flag, Index, Place, SpanCopy, Tag, WindowId};
+use crate::rows::{RowKernels, Stores};
+use crate::schedule::{Flag, Index, PutSource, SpanCopy, Tag, WindowId};
 use crate::topology::Route;
 use crate::{Options, World};
 
@@ -150,7 +150,7 @@ impl<'a> Actor<'a> {
     }
 
     fn put(&self, to: u32, offset: u64, source: &[u8], len: u64) -> Result<(), Error> {
-        let span = SpanCopy { from: Place::Input, from_offset: 0, to: DATA, to_offset: offset, len };
+        let span = SpanCopy { from: PutSource::Input, from_offset: 0, to: DATA, to_offset: offset, len };
         self.port.put(to, &span, &Io { input: source, ..Io::default() }, Stores::Streaming)
     }
 
@@ -161,7 +161,7 @@ impl<'a> Actor<'a> {
     }
 
     fn signal(&self, value: u64, tag: Option<&Tag>) -> Result<(), Error> {
-        Rows::fence();
+        RowKernels::fence();
         self.port.signal(1 - self.me, (self.me, Flag::Landed), value, tag)
     }
 
@@ -227,16 +227,16 @@ impl<'a> Actor<'a> {
 }
 
 /// A lane, and worlds of two ranks that it joins.
-const LANES: [(&str, [u32; 2], RailChoice); 4] = [
-    ("shm", [0, 0], RailChoice::Auto),
-    ("loop", [0, 1], RailChoice::Auto),
-    ("paced", [0, 1], RailChoice::Auto),
-    ("tcp", [0, 1], RailChoice::Tcp),
+const LANES: [(&str, [u32; 2], NetChoice); 4] = [
+    ("shm", [0, 0], NetChoice::Auto),
+    ("loop", [0, 1], NetChoice::Auto),
+    ("paced", [0, 1], NetChoice::Auto),
+    ("tcp", [0, 1], NetChoice::Tcp),
 ];
 
 /// For worlds that a lane joins: the paced one holds back what its short deadlines can spare.
-fn options_of(lane: &str, rail: RailChoice) -> Options {
-    let pace = (lane == "paced").then(|| Pace::parse("1G/100").unwrap());
+fn options_of(lane: &str, rail: NetChoice) -> Options {
+    let pace = (lane == "paced").then(|| EmulatedLink::parse("1G/100").unwrap());
     Options { rail, pace, ..Options::default() }
 }
 
@@ -271,7 +271,7 @@ fn the_lane_between_two_machines_conforms() {
     let config = Config { heap: 8 << 20, symmetric: 6 << 20, ..Config::default() };
     let mut world = World::from_env_with(Options { config, ..Options::from_env().unwrap() }).unwrap();
     for scenario in suite::SUITE {
-        assert_eq!((world.size(), world.rail().unwrap().lane), (2, lane.as_str()));
+        assert_eq!((world.size(), world.net().unwrap().lane), (2, lane.as_str()));
         play(scenario, &world);
         if world.health().check().is_err() {
             world = world.rebuild(scenario.deadline).unwrap();
@@ -307,11 +307,8 @@ fn verbs(signal: SignalMode) {
             fabric.hold();
         }
         let settings = Settings { signal, ..Settings::default() };
-        let options = Options {
-            rail: RailChoice::Verbs,
-            stand_in: Some(fabric.ground(settings)),
-            ..Options::default()
-        };
+        let options =
+            Options { rail: NetChoice::Verbs, stand_in: Some(fabric.ground(settings)), ..Options::default() };
         // A held card sends nothing while its rank looks elsewhere: it may be late for a short deadline.
         let patient = suite::SUITE.iter().filter(|scenario| !held || scenario.deadline == suite::LONG);
         patient.for_each(|scenario| run(scenario, [0, 1], &options));
@@ -348,7 +345,7 @@ fn all_lanes_are_in_the_suite() {
                 scope.spawn(move || {
                     let lanes = world.all().unwrap().lanes(Route::Direct).unwrap();
                     assert_eq!(lanes.reach[1 - world.rank() as usize].name(), name);
-                    assert!(matches!(lanes.reach[world.rank() as usize], Reach::Own));
+                    assert!(matches!(lanes.reach[world.rank() as usize], PeerLane::Own));
                 });
             }
         });

@@ -18,7 +18,7 @@ use half::bf16;
 use crate::config::Config;
 use crate::error::{Cause, Error};
 use crate::gate::{Pattern, Routing, synthetic};
-use crate::memory::Mapped;
+use crate::memory::PeerMapping;
 use crate::topology::Route;
 use crate::{ExpertParallel, Options, World};
 
@@ -44,7 +44,7 @@ fn late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next() {
     // Nobody dies here, and a machine that is emulated may be away for seconds.
     options.clocks.liveness = PATIENCE;
     let old = World::from_env_with(options).unwrap();
-    assert_eq!((old.size(), old.epoch(), old.rail().unwrap().lane), (RANKS, 0, "verbs"));
+    assert_eq!((old.size(), old.epoch(), old.net().unwrap().lane), (RANKS, 0, "verbs"));
     for route in Route::ALL {
         verify(&mut layer(&old, route), &old);
     }
@@ -71,7 +71,7 @@ fn late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next() {
     signs.wait("go");
     assert!(bytes(&heaps, new.rank()) == before, "something landed that nobody of this world has sent");
     let rows: u64 = layers.iter_mut().map(|layer| verify(layer, &new)).sum();
-    let failed = old.map_or(0, |old| old.rail_counters().failed);
+    let failed = old.map_or(0, |old| old.nic_counters().failed);
     println!("verified {rows} rows; requests of the old world that failed: {failed}");
     // Nobody leaves while another one still receives.
     group.gather(&[]).unwrap();
@@ -162,7 +162,7 @@ fn summed(routing: &Routing<'_>, x: &[bf16]) -> Vec<bf16> {
 }
 
 /// A rank's whole heap, flags among it.
-fn bytes(heaps: &Mapped, rank: u32) -> Vec<u8> {
+fn bytes(heaps: &PeerMapping, rank: u32) -> Vec<u8> {
     let mut bytes = vec![0; heaps.len_of(rank) as usize];
     heaps.read(rank, 0, &mut bytes).unwrap();
     bytes

@@ -9,10 +9,10 @@ use half::bf16;
 use super::cards::{SHORT, on_ranks, options};
 use crate::config::Config;
 use crate::gate::{Pattern, synthetic};
-use crate::lane::rail::{Fabric, Rail, Settings, SignalMode, Target};
-use crate::lane::wait::Patience;
-use crate::lane::{RailCounters, Reach, RowSource, Window};
-use crate::plan::{Mode, Overflow, RowLayout};
+use crate::lane::rail::{Fabric, NetConnection, RemoteAddress, Settings, SignalMode};
+use crate::lane::wait::WaitLimits;
+use crate::lane::{MappedWindow, PeerLane, RailCounters, RowSource};
+use crate::plan::{Overflow, ReceiveMode, RowLayout};
 use crate::schedule::{Index, Tag};
 use crate::topology::Route;
 use crate::{ExpertParallel, Options};
@@ -25,16 +25,16 @@ pub(super) const ROW: u64 = 64;
 
 /// One end of a rail, and a window at the other.
 pub(super) struct End<'a> {
-    pub rail: &'a dyn Rail,
-    window: &'a Window,
-    pub patience: Patience<'a>,
+    pub rail: &'a dyn NetConnection,
+    window: &'a MappedWindow,
+    pub patience: WaitLimits<'a>,
     /// Data that is sent in place, and the same bytes in memory that is not registered.
     registered: &'a [u8],
     elsewhere: &'a [u8],
 }
 
 impl End<'_> {
-    fn to(&self, offset: u64) -> Target {
+    fn to(&self, offset: u64) -> RemoteAddress {
         self.window.target(1, offset, 1).unwrap()
     }
 
@@ -107,7 +107,7 @@ pub(super) fn counted(
         if world.rank() == 0 {
             let elsewhere: Vec<u8> = (0..WINDOW - SOURCE).map(pattern).collect();
             window.mapped.write(0, part.offset + SOURCE, &elsewhere).unwrap();
-            let Reach::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
             let (rail, patience) = (rail.as_ref(), lanes.patience(1));
             let registered = &window.bytes(0).unwrap()[SOURCE as usize..];
             let end = End { rail, window: &window, patience, registered, elsewhere: &elsewhere };
@@ -231,11 +231,11 @@ fn put_and_signal(signal: SignalMode, len: usize) -> RailCounters {
             // The first signal of a word tells more than the others.
             window.signal(1, 1).unwrap();
             window.quiet().unwrap();
-            let before = world.rail_counters();
+            let before = world.nic_counters();
             window.put_signal(1, 64, &vec![7; len], 2).unwrap();
             window.quiet().unwrap();
-            let after = world.rail_counters();
-            assert_eq!(after, world.rail_forecast());
+            let after = world.nic_counters();
+            assert_eq!(after, world.nic_forecast());
             counted = after - before;
         } else {
             window.wait_until(0, 2).unwrap();
@@ -271,7 +271,7 @@ fn telling_a_partner_that_its_signals_were_taken_does_not_end_a_write_that_is_ga
         let lanes = group.lanes(Route::Direct).unwrap();
         let range = group.take_symmetric(4096).unwrap();
         let (window, peer) = (range.window(), 1 - world.rank());
-        let Reach::Rail(rail) = &lanes.reach[peer as usize] else { panic!("over a wire") };
+        let PeerLane::Rail(rail) = &lanes.reach[peer as usize] else { panic!("over a wire") };
         let patience = lanes.patience(peer);
         let to = |offset| window.target(peer, offset, 1).unwrap();
         rail.signal(to(0), 1, None, patience).unwrap();
@@ -321,7 +321,7 @@ fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool)
     on_ranks(nodes, &small(&fabric(8, false), &Settings { signal, ..Settings::default() }), |world| {
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().experts(experts).top_k(experts).hidden(HIDDEN);
-        let mode = Mode::Slots { rows: 7, overflow: Overflow::Error };
+        let mode = ReceiveMode::Slots { rows: 7, overflow: Overflow::Error };
         let mut ep =
             builder.layout(RowLayout::RankMajor).mode(mode).route(route).max_tokens(7).build().unwrap();
         // Every token goes to every rank.
@@ -332,10 +332,10 @@ fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool)
         let mut counted = RailCounters::default();
         for _ in 0..3 {
             group.gather(&[]).unwrap();
-            let before = world.rail_counters();
+            let before = world.nic_counters();
             let x = if registered { buffer.rows::<bf16>().unwrap() } else { &elsewhere };
             let (rows, handle) = ep.dispatch(x, &routing).unwrap();
-            counted = world.rail_counters() - before;
+            counted = world.nic_counters() - before;
             let used = rows.rows::<bf16>().unwrap().chunks(7 * HIDDEN);
             assert!(
                 used.len() == nodes.len()
@@ -345,7 +345,7 @@ fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool)
                     })
             );
             drop((rows, handle));
-            assert_eq!(asked(world.rail_counters()), asked(world.rail_forecast()));
+            assert_eq!(asked(world.nic_counters()), asked(world.nic_forecast()));
         }
         counted
     })

@@ -10,7 +10,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec};
 use rustix::io::Errno;
 
-use super::{Counters, Rail, Regions, system};
+use super::{Counters, NetConnection, Regions, system};
 use crate::bootstrap::Health;
 use crate::error::{Cause, LaneError};
 use crate::lane::{turns, wait};
@@ -18,14 +18,14 @@ use crate::lane::{turns, wait};
 /// The thread that receives for a rank, and sends what still waits for credit, while the rank does
 /// other things. A waiting rank serves its connections by itself.
 #[derive(Debug)]
-pub struct Card {
+pub struct ProgressThread {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
 struct Shared {
-    rails: RwLock<Vec<Arc<dyn Rail>>>,
+    rails: RwLock<Vec<Arc<dyn NetConnection>>>,
     regions: Arc<Regions>,
     health: Arc<Health>,
     bell: OwnedFd,
@@ -43,9 +43,9 @@ const IDLE_ROUNDS: u32 = 64;
 const IDLE_ROUNDS_IN_A_CROWD: u32 = 1;
 
 /// How long peers may take for what this rank sent last, when it leaves.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+const LINGER: Duration = Duration::from_millis(500);
 
-impl Card {
+impl ProgressThread {
     /// Starts the thread. It sleeps until there are rails and news; on a `crowded` machine, with
     /// fewer cores than ranks and their cards, sooner than on others.
     ///
@@ -71,7 +71,7 @@ impl Card {
             .name(format!("sidelane-card-{rank}"))
             .spawn(move || receiver.run())
             .map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
-        Ok(Card { shared, thread: Some(thread) })
+        Ok(ProgressThread { shared, thread: Some(thread) })
     }
 
     /// Memory that peers may write to.
@@ -88,8 +88,8 @@ impl Card {
     ///
     /// # Errors
     /// [`LaneError::System`].
-    pub fn attach(&self, rail: Arc<dyn Rail>) -> Result<(), LaneError> {
-        if let Some(bell) = rail.bell() {
+    pub fn attach(&self, rail: Arc<dyn NetConnection>) -> Result<(), LaneError> {
+        if let Some(bell) = rail.event_fd() {
             match epoll::add(&self.shared.bells, bell, EventData::new_u64(1), EventFlags::IN) {
                 // Rails may share a bell.
                 Ok(()) | Err(Errno::EXIST) => {}
@@ -102,7 +102,7 @@ impl Card {
     }
 
     /// The rail to a rank of the world, if there is one.
-    pub fn rail_to(&self, peer: u32) -> Option<Arc<dyn Rail>> {
+    pub fn rail_to(&self, peer: u32) -> Option<Arc<dyn NetConnection>> {
         self.shared.rails().iter().find(|rail| rail.peer() == peer).cloned()
     }
 
@@ -131,7 +131,7 @@ impl Card {
     }
 }
 
-impl Drop for Card {
+impl Drop for ProgressThread {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.ring();
@@ -140,7 +140,7 @@ impl Drop for Card {
             let _ = thread.join();
         }
         if self.shared.health.check().is_ok() && !std::thread::panicking() {
-            let until = Instant::now() + LAST_WORDS;
+            let until = Instant::now() + LINGER;
             self.shared.rails().iter().for_each(|rail| rail.leave(until));
         }
     }
@@ -151,7 +151,7 @@ impl Shared {
         let (mut idle, mut alone) = (0, true);
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
             if alone && self.beside_compute.load(Ordering::Relaxed) {
-                turns::shorten();
+                turns::request_short_timeslice();
                 alone = false;
             }
             if self.progress() {
@@ -203,7 +203,7 @@ impl Shared {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
-    fn rails(&self) -> std::sync::RwLockReadGuard<'_, Vec<Arc<dyn Rail>>> {
+    fn rails(&self) -> std::sync::RwLockReadGuard<'_, Vec<Arc<dyn NetConnection>>> {
         self.rails.read().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -10,9 +10,9 @@
 
 use std::sync::Arc;
 
-use super::{Stuck, Target};
-use crate::device::{Context, Range};
-use crate::lane::wait::Patience;
+use super::{RemoteAddress, SendBlocked};
+use crate::device::{Context, DeviceRange};
+use crate::lane::wait::WaitLimits;
 
 /// A rank's memory on its device, and that of local peers, to be registered with its cards.
 #[derive(Debug)]
@@ -20,9 +20,9 @@ pub struct DeviceMemory {
     /// The device that reaches all of it.
     pub context: Arc<Context>,
     /// This rank's, to which peers may write.
-    pub own: Range,
+    pub own: DeviceRange,
     /// Memory of local peers, as a source of puts, by position of its owner in the group.
-    pub neighbours: Vec<(u32, Range)>,
+    pub neighbours: Vec<(u32, DeviceRange)>,
     /// This rank's position in the group.
     pub rank: u32,
     /// Bytes at the start that hold flags.
@@ -65,7 +65,7 @@ pub enum NoDmaBuf {
 
 /// Why rows that cross go by memory of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Detour {
+pub enum NoGpuDirect {
     /// This lane registers memory of the host alone.
     Lane(&'static str),
     /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device
@@ -87,23 +87,23 @@ pub enum Detour {
     Rank(u32),
 }
 
-impl Detour {
+impl NoGpuDirect {
     /// In a word or two: the lane's, if it is the reason.
     pub fn name(self) -> &'static str {
         match self {
-            Detour::Lane(lane) => lane,
-            Detour::Messages => "messages",
-            Detour::Card { .. } => "card",
-            Detour::Unordered => "unordered",
-            Detour::OneQueue => "one queue",
-            Detour::Rank(_) => "another rank",
+            NoGpuDirect::Lane(lane) => lane,
+            NoGpuDirect::Messages => "messages",
+            NoGpuDirect::Card { .. } => "card",
+            NoGpuDirect::Unordered => "unordered",
+            NoGpuDirect::OneQueue => "one queue",
+            NoGpuDirect::Rank(_) => "another rank",
         }
     }
 }
 
 /// Registered memory that no processor reads: of a member of a region of this rank's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Local {
+pub struct DeviceAddress {
     /// Number of the region at this rank.
     pub region: u32,
     /// Owner of the memory, by position in the group.
@@ -119,5 +119,11 @@ pub trait DeviceRail {
     ///
     /// # Errors
     /// As [`Rail::put`](super::Rail::put).
-    fn put_device(&self, to: Target, from: Local, len: u64, patience: Patience<'_>) -> Result<(), Stuck>;
+    fn put_device(
+        &self,
+        to: RemoteAddress,
+        from: DeviceAddress,
+        len: u64,
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked>;
 }

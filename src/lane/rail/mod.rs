@@ -7,8 +7,8 @@
 //! | paced | the same, to measure with | the same, but signals come when a slower link would bring them |
 //! | tcp | any machines | records on a connection, proved to be the peer's |
 //!
-//! A [`Port`](super::Port) sees one interface: a [`Rail`] per peer takes puts to (region, offset)
-//! of the peer, and signals that become visible after them. The [`Card`] thread serves all
+//! A [`Port`](super::Port) sees one interface: a [`NetConnection`] per peer takes puts to (region, offset)
+//! of the peer, and signals that become visible after them. The [`ProgressThread`] thread serves all
 //! connections of a rank while the rank computes.
 
 mod card;
@@ -25,20 +25,20 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-pub use card::Card;
+pub use card::ProgressThread;
 pub use counters::Counters;
-pub use devices::{Detour, DeviceMemory, DeviceRail, Local, NoDmaBuf, Registration};
-pub use loopback::{Egress, LoopWires};
+pub use devices::{DeviceAddress, DeviceMemory, DeviceRail, NoDmaBuf, NoGpuDirect, Registration};
+pub use loopback::{LinkEmulator, LoopWires};
 #[cfg(test)]
-pub use loopback::{Link, ring_bytes};
+pub use loopback::{LoopbackConnection, ring_bytes};
 pub use regions::{Region, Regions};
-pub use tcp::Wires as TcpWires;
-pub use verbs::{Adapter, Ground, Setup};
+pub use tcp::TcpTransport as TcpWires;
 #[cfg(test)]
 pub use verbs::{Fabric, Settings, SignalMode};
+pub use verbs::{Setup, VerbsEnvironment, VerbsTransport};
 
 use super::RowSource;
-use super::wait::{Interrupted, Patience};
+use super::wait::{WaitError, WaitLimits};
 use crate::bootstrap::Health;
 use crate::error::{Cause, Error, LaneError};
 use crate::schedule::Tag;
@@ -58,29 +58,29 @@ pub fn is_copied(lane: &str) -> bool {
 
 /// Where bytes go: a place in a peer's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Target {
+pub struct RemoteAddress {
     /// Number of the region at the peer.
     pub region: u32,
     /// First byte in it.
     pub offset: u64,
 }
 
-impl Target {
+impl RemoteAddress {
     /// The place `len` bytes further on.
-    pub fn behind(self, len: u64) -> Target {
-        Target { offset: self.offset + len, ..self }
+    pub fn behind(self, len: u64) -> RemoteAddress {
+        RemoteAddress { offset: self.offset + len, ..self }
     }
 }
 
 /// Blocked send: the wait for credit or completion ended early.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Stuck {
+pub struct SendBlocked {
     /// Position in what was sent that had to be free or done.
     pub awaited: u64,
     /// Position reached.
     pub seen: u64,
     /// Why the wait ended.
-    pub why: Interrupted,
+    pub why: WaitError,
 }
 
 /// Offer of the peer's end of a wire, as it arrived. An empty offer says that the end could not be
@@ -107,7 +107,7 @@ impl From<Vec<u8>> for WireOffer {
 }
 
 /// Lays the wires of a rank: how a lane between nodes is opened, the same way for all of them.
-pub trait Wiring: fmt::Debug + Send + Sync {
+pub trait NetTransport: fmt::Debug + Send + Sync {
     /// Name of the lane.
     fn lane(&self) -> &'static str;
 
@@ -122,7 +122,7 @@ pub trait Wiring: fmt::Debug + Send + Sync {
     /// Of the lane, if it cannot be opened.
     fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error>;
 
-    /// Lets peers write to a region. Returns the description that they need ([`Rail::learn`]).
+    /// Lets peers write to a region. Returns the description that they need ([`NetConnection::import_region`]).
     ///
     /// # Errors
     /// Of the lane, if the memory cannot be registered.
@@ -136,8 +136,8 @@ pub trait Wiring: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// The reason why it cannot be.
-    fn register_device(&self, _: u32, _: &DeviceMemory) -> Result<(Vec<u8>, Registration), Detour> {
-        Err(Detour::Lane(self.lane()))
+    fn register_device(&self, _: u32, _: &DeviceMemory) -> Result<(Vec<u8>, Registration), NoGpuDirect> {
+        Err(NoGpuDirect::Lane(self.lane()))
     }
 
     /// The end of that.
@@ -165,7 +165,7 @@ pub trait WireEnd {
     ///
     /// # Errors
     /// Of the lane, if the peer cannot be reached or what it offered makes no sense.
-    fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error>;
+    fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error>;
 }
 
 /// One rank's end of the way to one rank of another node.
@@ -173,32 +173,32 @@ pub trait WireEnd {
 /// Puts and signals of one rail happen in the order of the calls: a signal is visible at the peer
 /// only after all puts before it have landed, and after all signals before it. Callers have checked
 /// that targets lie in their windows.
-pub trait Rail: fmt::Debug + Send + Sync {
+pub trait NetConnection: fmt::Debug + Send + Sync {
     /// Name of the lane.
     fn lane(&self) -> &'static str;
 
     /// The peer's rank in the world.
     fn peer(&self) -> u32;
 
-    /// Writes bytes to the peer. Bytes of this rank's own regions are read until [`Rail::settle`]
+    /// Writes bytes to the peer. Bytes of this rank's own regions are read until [`NetConnection::settle`]
     /// has returned; all others may be changed as soon as this returns.
     ///
     /// # Errors
-    /// [`Stuck`], if the peer takes nothing.
-    fn put(&self, to: Target, bytes: &[u8], patience: Patience<'_>) -> Result<(), Stuck>;
+    /// [`SendBlocked`], if the peer takes nothing.
+    fn put(&self, to: RemoteAddress, bytes: &[u8], patience: WaitLimits<'_>) -> Result<(), SendBlocked>;
 
     /// Writes rows, gathered by index, one after another. The caller has checked that they lie in
     /// the source.
     ///
     /// # Errors
-    /// As [`Rail::put`].
+    /// As [`NetConnection::put`].
     fn put_rows(
         &self,
-        to: Target,
+        to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: Patience<'_>,
-    ) -> Result<(), Stuck>;
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked>;
 
     /// Its operations on memory of devices, if it has any.
     fn devices(&self) -> Option<&dyn DeviceRail> {
@@ -208,14 +208,20 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// Writes zeros.
     ///
     /// # Errors
-    /// As [`Rail::put`].
-    fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck>;
+    /// As [`NetConnection::put`].
+    fn zero(&self, to: RemoteAddress, len: u64, patience: WaitLimits<'_>) -> Result<(), SendBlocked>;
 
     /// Raises a flag line of the peer.
     ///
     /// # Errors
-    /// As [`Rail::put`].
-    fn signal(&self, to: Target, value: u64, tag: Option<Tag>, patience: Patience<'_>) -> Result<(), Stuck>;
+    /// As [`NetConnection::put`].
+    fn signal(
+        &self,
+        to: RemoteAddress,
+        value: u64,
+        tag: Option<Tag>,
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked>;
 
     /// Posts everything so far, and returns whether the lane has finished reading it here.
     fn settled(&self) -> bool {
@@ -225,28 +231,28 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// Returns when everything so far is in flight and nothing of it is read here any more.
     ///
     /// # Errors
-    /// As [`Rail::put`].
-    fn settle(&self, _patience: Patience<'_>) -> Result<(), Stuck> {
+    /// As [`NetConnection::put`].
+    fn settle(&self, _patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         Ok(())
     }
 
     /// Returns when everything so far has landed.
     ///
     /// # Errors
-    /// As [`Rail::put`].
-    fn flush(&self, patience: Patience<'_>) -> Result<(), Stuck>;
+    /// As [`NetConnection::put`].
+    fn flush(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked>;
 
     /// Takes what has come and sends what can be sent, without waiting. Returns whether there was
     /// anything to do.
     fn progress(&self, health: &Health) -> bool;
 
-    /// Requests a wake-up for new work: by [`Rail::bell`], or by the peer through the event
-    /// descriptor of the [`Card`]. Returns whether there is work already.
+    /// Requests a wake-up for new work: by [`NetConnection::event_fd`], or by the peer through the event
+    /// descriptor of the [`ProgressThread`]. Returns whether there is work already.
     fn arm(&self, health: &Health) -> bool;
 
     /// A descriptor that is readable when there is something to do, if this rail has one of its
     /// own.
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
@@ -260,12 +266,12 @@ pub trait Rail: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// If that makes no sense.
-    fn learn(&self, _region: u32, _said: &[u8]) -> Result<(), LaneError> {
+    fn import_region(&self, _region: u32, _said: &[u8]) -> Result<(), LaneError> {
         Ok(())
     }
 
     /// The peer has cleared bytes of its own that flags may lie in.
-    fn cleared(&self, _from: Target, _len: u64) {}
+    fn cleared(&self, _from: RemoteAddress, _len: u64) {}
 
     /// Counts so far; all 0 if nothing is counted.
     fn counters(&self) -> Counters {

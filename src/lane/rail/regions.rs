@@ -3,17 +3,17 @@
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use super::Target;
+use super::RemoteAddress;
 use super::record::Record;
 use crate::error::MemoryError;
 use crate::lane::FlagLine;
-use crate::memory::Mapped;
+use crate::memory::PeerMapping;
 
 /// Memory that peers may write to: one member of a mapping.
 #[derive(Clone, Debug)]
 pub struct Region {
     /// The mapping.
-    pub mapped: Arc<Mapped>,
+    pub mapped: Arc<PeerMapping>,
     /// Which member: this rank's own.
     pub member: u32,
 }
@@ -103,8 +103,8 @@ impl Regions {
     ///
     /// # Errors
     /// [`MemoryError`], if there is no such line.
-    pub(super) fn grow(&self, word: Target, growth: u64) -> Result<(), MemoryError> {
-        let Target { region, offset } = word;
+    pub(super) fn grow(&self, word: RemoteAddress, growth: u64) -> Result<(), MemoryError> {
+        let RemoteAddress { region, offset } = word;
         let value = {
             let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
             let Some(Some(Region { mapped, member })) = table.get(region as usize) else { return Ok(()) };

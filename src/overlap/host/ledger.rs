@@ -5,11 +5,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{Hook, HostExecutor, Run};
-use crate::bootstrap::{interrupted, questioned};
-use crate::error::{OverlapError, Place};
+use crate::bootstrap::{has_interrupt_check, interrupted};
+use crate::error::{NodeInfo, OverlapError};
 use crate::exec::Recorder;
 use crate::overlap::graph::Edge;
-use crate::overlap::outcome::Why;
+use crate::overlap::outcome::NodeError;
 
 /// The shortest sleep of the watcher: limits below it are noticed a little late, and nobody spins.
 const SOON: Duration = Duration::from_millis(1);
@@ -17,9 +17,9 @@ const SOON: Duration = Duration::from_millis(1);
 /// How long the caller sleeps between two questions of its user's.
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
-pub struct Ledger<'h> {
-    board: Arc<Board>,
-    places: Vec<Place>,
+pub struct RunState<'h> {
+    board: Arc<SharedState>,
+    places: Vec<NodeInfo>,
     limit: Option<Duration>,
     hook: Option<&'h Hook<'h>>,
     recorder: Option<&'h Recorder>,
@@ -29,7 +29,7 @@ pub struct Ledger<'h> {
 
 /// What nodes see of it, too.
 #[derive(Debug)]
-pub struct Board {
+pub struct SharedState {
     given_up: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
@@ -48,7 +48,7 @@ struct State {
     reached: Vec<Reached>,
     begun: usize,
     /// Nodes that are at it, since when.
-    at_it: Vec<(usize, Instant)>,
+    running: Vec<(usize, Instant)>,
     /// Those that were named while they were at it: what comes of having been late is not said again.
     named: Vec<usize>,
     /// Streams that have not left.
@@ -69,7 +69,7 @@ struct Trouble {
 }
 
 /// A stream that takes part, until this is dropped.
-pub struct Leaving<'l, 'h>(&'l Ledger<'h>);
+pub struct Leaving<'l, 'h>(&'l RunState<'h>);
 
 impl Drop for Leaving<'_, '_> {
     fn drop(&mut self) {
@@ -79,7 +79,7 @@ impl Drop for Leaving<'_, '_> {
     }
 }
 
-impl Board {
+impl SharedState {
     /// Whether a node has gone wrong.
     pub fn is_given_up(&self) -> bool {
         self.given_up.load(Ordering::Relaxed)
@@ -97,15 +97,16 @@ impl Board {
     }
 }
 
-impl<'h> Ledger<'h> {
-    pub fn new(places: Vec<Place>, executor: &HostExecutor<'h>) -> Self {
+impl<'h> RunState<'h> {
+    pub fn new(places: Vec<NodeInfo>, executor: &HostExecutor<'h>) -> Self {
         let HostExecutor { limit, hook, recorder, .. } = *executor;
         let reached = vec![Reached::Nothing; places.len()];
         let (begun, at_it, named, streams, trouble) = (0, Vec::new(), Vec::new(), 0, None);
-        let state = State { reached, begun, at_it, named, streams, trouble, telling: false, over: false };
+        let state =
+            State { reached, begun, running: at_it, named, streams, trouble, telling: false, over: false };
         let (given_up, state, changed) = (AtomicBool::new(false), Mutex::new(state), Condvar::new());
-        let board = Arc::new(Board { given_up, state, changed });
-        Ledger { board, places, limit, hook, recorder, rare: Condvar::new() }
+        let board = Arc::new(SharedState { given_up, state, changed });
+        RunState { board, places, limit, hook, recorder, rare: Condvar::new() }
     }
 
     /// A stream takes part.
@@ -124,7 +125,7 @@ impl<'h> Ledger<'h> {
         state.trouble.is_none().then(|| {
             let now = Instant::now();
             state.begun += 1;
-            state.at_it.push((node, now));
+            state.running.push((node, now));
             (Run { board: Arc::clone(&self.board), node }, now)
         })
     }
@@ -139,7 +140,7 @@ impl<'h> Ledger<'h> {
 
     /// Until something has changed. A caller that brings a question asks it now and then, and gives up if it is to.
     fn sleep<'g>(&'g self, state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
-        if !questioned() {
+        if !has_interrupt_check() {
             return self.board.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         let (state, _) =
@@ -153,14 +154,14 @@ impl<'h> Ledger<'h> {
     }
 
     /// A node has ended, which began at `since`.
-    pub fn end(&self, node: usize, since: Instant, outcome: Result<(), Why>) {
+    pub fn end(&self, node: usize, since: Instant, outcome: Result<(), NodeError>) {
         if let Some(recorder) = self.recorder {
             recorder.span(self.places[node], since);
         }
         let state = self.state();
         let took = since.elapsed();
         let mut state = self.told(state);
-        state.at_it.retain(|(at_it, _)| *at_it != node);
+        state.running.retain(|(at_it, _)| *at_it != node);
         state.reached[node] = Reached::End;
         if state.named.contains(&node) {
             if let Some(Trouble { error: OverlapError::Overran { took: late_for, .. }, late }) =
@@ -198,7 +199,7 @@ impl<'h> Ledger<'h> {
                 state = self.told(state);
                 continue;
             }
-            let unnamed = state.at_it.iter().filter(|(node, _)| !state.named.contains(node));
+            let unnamed = state.running.iter().filter(|(node, _)| !state.named.contains(node));
             let oldest = unnamed.min_by_key(|(_, since)| *since);
             let oldest = oldest.map(|&(node, since)| (node, since.elapsed()));
             if let Some((node, took)) = oldest.filter(|(_, took)| *took >= limit) {

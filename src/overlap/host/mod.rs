@@ -18,17 +18,17 @@ use std::sync::Arc;
 use std::thread::{self, Scope};
 use std::time::Duration;
 
-use self::ledger::{Board, Leaving, Ledger};
+use self::ledger::{Leaving, RunState, SharedState};
 use super::graph::Entry;
-use super::{Executor, Graph, Stream, outcome};
+use super::{Executor, Graph, StreamId, outcome};
 use crate::error::OverlapError;
 use crate::exec::Recorder;
-use crate::lane::beside_compute;
+use crate::lane::yield_to_compute;
 
 /// The run that a node of the host belongs to, as that node sees it.
 #[derive(Clone, Debug)]
 pub struct Run {
-    board: Arc<Board>,
+    board: Arc<SharedState>,
     node: usize,
 }
 
@@ -50,7 +50,7 @@ type Hook<'h> = dyn Fn(&OverlapError) -> ControlFlow<()> + Sync + 'h;
 
 /// Carries graphs out on threads of the host.
 ///
-/// The caller's thread is the stream [`Compute(0)`](Stream::Compute), or the first one of the graph if that has no node: so
+/// The caller's thread is the stream [`Compute(0)`](StreamId::Compute), or the first one of the graph if that has no node: so
 /// what computes finds its thread's own things, and a caller that goes on finds all done.
 #[derive(Clone, Copy)]
 pub struct HostExecutor<'h> {
@@ -88,7 +88,7 @@ impl<'h> HostExecutor<'h> {
     /// goes wrong comes of it. By [`Continue`](ControlFlow::Continue) it lets others go on, as after a call that all ranks
     /// were refused: nodes that are at it are watched as before, and what goes wrong with one is told too; if that is the end, it is
     /// what the run returns. The hook must not panic, nor wait for nodes.
-    pub fn on_trouble(self, hook: &'h Hook<'h>) -> Self {
+    pub fn on_error(self, hook: &'h Hook<'h>) -> Self {
         HostExecutor { hook: Some(hook), ..self }
     }
 
@@ -110,15 +110,15 @@ impl fmt::Debug for HostExecutor<'_> {
 type Queue<'a> = Vec<(usize, Entry<'a, Run>)>;
 
 impl Executor for HostExecutor<'_> {
-    type Ground = Run;
+    type Context = Run;
 
     fn run(&self, graph: Graph<'_, Run>) -> Result<(), OverlapError> {
-        let ledger = Ledger::new(graph.places().collect(), self);
+        let ledger = RunState::new(graph.places().collect(), self);
         let mut queues = self.queues(graph);
         if queues.is_empty() {
             return Ok(());
         }
-        let callers = queues.iter().position(|(stream, _)| *stream == Stream::Compute(0)).unwrap_or(0);
+        let callers = queues.iter().position(|(stream, _)| *stream == StreamId::Compute(0)).unwrap_or(0);
         let (_, own) = queues.swap_remove(callers);
         thread::scope(|scope| {
             let caller = ledger.arrive();
@@ -131,8 +131,8 @@ impl Executor for HostExecutor<'_> {
                 let ledger = &ledger;
                 started = started.and_then(|()| {
                     spawn(scope, thread_name(stream), move || {
-                        if matches!(stream, Stream::Transfer(_)) {
-                            beside_compute();
+                        if matches!(stream, StreamId::Transfer(_)) {
+                            yield_to_compute();
                         }
                         work_off(ledger, queue, leaving);
                     })
@@ -150,8 +150,8 @@ impl Executor for HostExecutor<'_> {
 
 impl HostExecutor<'_> {
     /// The streams in the order of their first nodes; one for all without overlap.
-    fn queues<'a>(&self, graph: Graph<'a, Run>) -> Vec<(Stream, Queue<'a>)> {
-        let mut queues: Vec<(Stream, Queue<'a>)> = Vec::new();
+    fn queues<'a>(&self, graph: Graph<'a, Run>) -> Vec<(StreamId, Queue<'a>)> {
+        let mut queues: Vec<(StreamId, Queue<'a>)> = Vec::new();
         for (index, entry) in graph.entries.into_iter().enumerate() {
             let stream = entry.place.stream;
             match queues.iter_mut().find(|(of, _)| *of == stream || !self.overlap) {
@@ -164,10 +164,10 @@ impl HostExecutor<'_> {
 }
 
 /// Linux keeps fifteen characters of it.
-fn thread_name(stream: Stream) -> String {
+fn thread_name(stream: StreamId) -> String {
     match stream {
-        Stream::Compute(index) => format!("sidelane-comp{index}"),
-        Stream::Transfer(index) => format!("sidelane-move{index}"),
+        StreamId::Compute(index) => format!("sidelane-comp{index}"),
+        StreamId::Transfer(index) => format!("sidelane-move{index}"),
     }
 }
 
@@ -183,7 +183,7 @@ fn spawn<'s>(
 }
 
 /// The life of a stream.
-fn work_off(ledger: &Ledger<'_>, queue: Queue<'_>, _leaving: Leaving<'_, '_>) {
+fn work_off(ledger: &RunState<'_>, queue: Queue<'_>, _leaving: Leaving<'_, '_>) {
     for (index, Entry { after, body, .. }) in queue {
         let Some((run, since)) = ledger.begin(index, &after) else { return };
         let outcome = outcome::of(body, &run);

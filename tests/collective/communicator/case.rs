@@ -1,7 +1,7 @@
 //! What all of these tests share: communicators of short rounds, tensors, and what must come of them.
 
 use half::{bf16, f16};
-use sidelane::collective::{Communicator, Sums};
+use sidelane::collective::{AllReduceAlgorithm, Communicator};
 use sidelane::{Element, World};
 
 use crate::support::To;
@@ -16,10 +16,16 @@ pub const LENGTHS: [usize; 5] = [0, 1, 37, 1000, 4321];
 pub const LANDING: u64 = 32 << 10;
 
 /// Rounds of a kilobyte or two, so that small tensors take many.
-pub fn communicator(world: &World, sums: Sums) -> Communicator {
+pub fn communicator(world: &World, sums: AllReduceAlgorithm) -> Communicator {
     let group = world.all().unwrap();
     let chunk = 1024.max(128 * u64::from(world.size()));
-    Communicator::builder(&group).chunk(chunk).whole(96).landing(LANDING).sums(sums).build().unwrap()
+    Communicator::builder(&group)
+        .chunk(chunk)
+        .one_shot_bytes(96)
+        .zero_copy_bytes(LANDING)
+        .algorithm(sums)
+        .build()
+        .unwrap()
 }
 
 /// Of different sizes, so that the order of a sum shows.

@@ -1,7 +1,7 @@
 //! A rank that does not come, or gives up, is named.
 
 use sidelane::Options;
-use sidelane::collective::{Communicator, Sums};
+use sidelane::collective::{AllReduceAlgorithm, Communicator};
 use sidelane::error::{Cause, Error, LaneError};
 
 use super::case::{communicator, reduces};
@@ -13,7 +13,7 @@ fn is_named_when_late(call: impl Fn(&mut Communicator) -> Error + Sync) {
     // It bounds the rendezvous of what is built too, on a machine that may be busy.
     options.clocks.deadline = std::time::Duration::from_secs(5);
     on_ranks(&[0, 0, 1], &options, |world| {
-        let mut communicator = communicator(&world, Sums::Direct);
+        let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         if world.rank() == 2 {
             // It stays until the others have given up.
             while world.health().check().is_ok() {
@@ -32,13 +32,13 @@ fn is_named_when_late(call: impl Fn(&mut Communicator) -> Error + Sync) {
 #[test]
 fn a_rank_that_does_not_come_is_named_when_the_deadline_is_over() {
     is_named_when_late(|communicator| communicator.all_reduce(&mut [1.0f32; 500]).unwrap_err());
-    is_named_when_late(|communicator| communicator.all_to_all_landed(&[1.0f32; 900]).unwrap_err());
+    is_named_when_late(|communicator| communicator.all_to_all_zero_copy(&[1.0f32; 900]).unwrap_err());
 }
 
 /// Rank 2 gives up before this call.
 fn is_named_when_gone(call: impl Fn(&mut Communicator) -> Error + Sync) {
     on_ranks(&[0, 0, 1], &tiny(), |world| {
-        let mut communicator = communicator(&world, Sums::Direct);
+        let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         reduces::<f32>(&world, &mut communicator, 50);
         // All have their sums before one of them gives up.
         world.all().unwrap().gather(&[]).unwrap();
@@ -53,5 +53,5 @@ fn is_named_when_gone(call: impl Fn(&mut Communicator) -> Error + Sync) {
 #[test]
 fn a_rank_that_gives_up_is_named_by_all_others() {
     is_named_when_gone(|communicator| communicator.all_reduce(&mut [1.0f32; 500]).unwrap_err());
-    is_named_when_gone(|communicator| communicator.all_to_all_landed(&[1.0f32; 900]).unwrap_err());
+    is_named_when_gone(|communicator| communicator.all_to_all_zero_copy(&[1.0f32; 900]).unwrap_err());
 }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use half::{bf16, f16};
-use sidelane::collective::{Communicator, Sums};
+use sidelane::collective::{AllReduceAlgorithm, Communicator};
 use sidelane::error::{CallError, CallKind, Error, MemoryError, PlanError};
 use sidelane::{Element, Options, World};
 
@@ -29,7 +29,7 @@ where
     let mine = tensor::<E>(me, ranks * part, seed);
     let mut copied = vec![E::zeroed(); mine.len()];
     communicator.all_to_all(&mine, &mut copied).unwrap();
-    let landed = communicator.all_to_all_landed(&mine).unwrap();
+    let landed = communicator.all_to_all_zero_copy(&mine).unwrap();
     assert!(bits(landed) == bits(&parts::<E>(me, ranks, part, seed)), "{part} {:?} at rank {me}", E::DTYPE);
     assert!(bits(landed) == bits(&copied), "{part} {:?} at rank {me}", E::DTYPE);
     assert!(bits(landed).as_ptr().addr().is_multiple_of(64) || landed.is_empty());
@@ -37,7 +37,7 @@ where
 
 fn all_land(nodes: &[u32], options: &Options) {
     on_ranks(nodes, options, |world| {
-        let mut communicator = communicator(&world, Sums::Direct);
+        let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         for (seed, part) in PARTS.into_iter().enumerate() {
             lands::<u8>(&world, &mut communicator, part, seed);
             lands::<bf16>(&world, &mut communicator, part, seed + 1);
@@ -69,12 +69,12 @@ fn other_calls_and_messages_between_them_change_nothing_of_what_has_landed() {
     for nodes in [&[0, 0, 0, 0][..], &[0, 0, 1, 1], &[0, 1, 2, 2]] {
         on_ranks(nodes, &tiny(), |world| {
             let (me, pair) = (world.rank() as usize, world.rank() ^ 1);
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             for seed in 0..8 {
                 let mine = tensor::<f32>(me, 4 * 500, seed);
                 // Messages that lie unread while results land.
                 communicator.send(pair, &mine[..3]).unwrap();
-                let landed = communicator.all_to_all_landed(&mine).unwrap();
+                let landed = communicator.all_to_all_zero_copy(&mine).unwrap();
                 assert!(bits(landed) == bits(&parts::<f32>(me, 4, 500, seed)), "{seed}");
                 match seed % 4 {
                     0 => {}
@@ -97,9 +97,9 @@ fn nobody_writes_where_a_result_is_still_read() {
         let about_to_land = AtomicU32::new(0);
         on_ranks(nodes, &tiny(), |world| {
             let me = world.rank() as usize;
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             let mut tensors = [0, 1].map(|seed| tensor::<f32>(me, 4 * 2000, seed)).into_iter();
-            let landed = communicator.all_to_all_landed(&tensors.next().unwrap()).unwrap();
+            let landed = communicator.all_to_all_zero_copy(&tensors.next().unwrap()).unwrap();
             if me > 0 {
                 about_to_land.fetch_add(1, Ordering::Relaxed);
             } else {
@@ -111,7 +111,7 @@ fn nobody_writes_where_a_result_is_still_read() {
                     std::thread::yield_now();
                 }
             }
-            let landed = communicator.all_to_all_landed(&tensors.next().unwrap()).unwrap();
+            let landed = communicator.all_to_all_zero_copy(&tensors.next().unwrap()).unwrap();
             assert!(bits(landed) == bits(&parts::<f32>(me, 4, 2000, 1)), "{nodes:?}");
         });
     }
@@ -121,10 +121,10 @@ fn nobody_writes_where_a_result_is_still_read() {
 fn a_result_that_does_not_fit_is_refused_on_all_ranks_and_the_next_call_works() {
     for nodes in [&[0][..], &[0; 4], &[0, 0, 1, 1]] {
         on_ranks(nodes, &tiny(), |world| {
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             let most = LANDING as usize;
             for bytes in [most + world.size() as usize, 3 * most] {
-                let error = communicator.all_to_all_landed(&vec![1u8; bytes]).unwrap_err();
+                let error = communicator.all_to_all_zero_copy(&vec![1u8; bytes]).unwrap_err();
                 let Error::Memory(MemoryError::OutOfSpace { rank, asked, free, space: "landing", .. }) =
                     error
                 else {
@@ -132,7 +132,7 @@ fn a_result_that_does_not_fit_is_refused_on_all_ranks_and_the_next_call_works() 
                 };
                 assert_eq!((rank, asked, free), (world.rank(), bytes as u64, LANDING));
             }
-            let landed = communicator.all_to_all_landed(&vec![world.rank() as u8; most]).unwrap();
+            let landed = communicator.all_to_all_zero_copy(&vec![world.rank() as u8; most]).unwrap();
             let part = most / world.size() as usize;
             assert!(landed.iter().enumerate().all(|(at, &from)| from as usize == at / part));
         });
@@ -143,8 +143,8 @@ fn a_result_that_does_not_fit_is_refused_on_all_ranks_and_the_next_call_works() 
 fn without_room_only_nothing_lands() {
     on_ranks(&[0, 1], &tiny(), |world| {
         let mut communicator = Communicator::builder(&world.all().unwrap()).chunk(1024).build().unwrap();
-        assert_eq!(communicator.all_to_all_landed::<f32>(&[]).unwrap(), [0.0; 0]);
-        let error = communicator.all_to_all_landed(&[1.0f32; 2]).unwrap_err();
+        assert_eq!(communicator.all_to_all_zero_copy::<f32>(&[]).unwrap(), [0.0; 0]);
+        let error = communicator.all_to_all_zero_copy(&[1.0f32; 2]).unwrap_err();
         assert!(matches!(error, Error::Memory(MemoryError::OutOfSpace { total: 0, .. })), "{error}");
         reduces::<f32>(&world, &mut communicator, 77);
     });
@@ -154,12 +154,12 @@ fn without_room_only_nothing_lands() {
 fn odd_one_out(odd: impl Fn(&mut Communicator) -> Error + Sync, right: impl Fn(bool, Error) + Sync) {
     for nodes in [&[0; 4][..], &[0, 0, 1, 1]] {
         on_ranks(nodes, &tiny(), |world| {
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             lands::<f32>(&world, &mut communicator, 300, 1);
             let is_odd = world.rank() == 2;
             let error = match is_odd {
                 true => odd(&mut communicator),
-                false => communicator.all_to_all_landed(&[7.0f32; 400]).unwrap_err(),
+                false => communicator.all_to_all_zero_copy(&[7.0f32; 400]).unwrap_err(),
             };
             right(is_odd, error);
             lands::<f32>(&world, &mut communicator, 300, 2);
@@ -170,7 +170,7 @@ fn odd_one_out(odd: impl Fn(&mut Communicator) -> Error + Sync, right: impl Fn(b
 #[test]
 fn ranks_that_differ_are_told_before_anything_lands() {
     odd_one_out(
-        |c| c.all_to_all_landed(&[7.0f32; 800]).unwrap_err(),
+        |c| c.all_to_all_zero_copy(&[7.0f32; 800]).unwrap_err(),
         |odd, error| {
             let Error::Call(CallError::Disagree {
                 kind: CallKind::AllToAll,
@@ -196,7 +196,7 @@ fn ranks_that_differ_are_told_before_anything_lands() {
         |_, error| assert!(matches!(error, Error::Call(CallError::KindsDiffer { .. })), "{error}"),
     );
     odd_one_out(
-        |c| c.all_to_all_landed(&[7.0f32; 401]).unwrap_err(),
+        |c| c.all_to_all_zero_copy(&[7.0f32; 401]).unwrap_err(),
         |odd, error| match error {
             Error::Plan(PlanError::WrongShape { what: "elements to send", seen: 401, .. }) if odd => {}
             error => {
@@ -205,7 +205,7 @@ fn ranks_that_differ_are_told_before_anything_lands() {
         },
     );
     odd_one_out(
-        |c| c.all_to_all_landed(&vec![7.0f32; LANDING as usize]).unwrap_err(),
+        |c| c.all_to_all_zero_copy(&vec![7.0f32; LANDING as usize]).unwrap_err(),
         |odd, error| match error {
             Error::Memory(MemoryError::OutOfSpace { .. }) if odd => {}
             error => {

@@ -1,7 +1,7 @@
 //! Messages between two ranks come in order, or are refused on both sides.
 
 use half::bf16;
-use sidelane::collective::Sums;
+use sidelane::collective::AllReduceAlgorithm;
 use sidelane::error::{CallError, CallKind, Error, PlanError};
 use sidelane::plan::{Pipeline, PipelineStep};
 
@@ -12,7 +12,7 @@ use crate::support::{on_ranks, tiny};
 fn messages_of_a_pair_come_in_order_and_longer_ones_than_their_slots_pass_each_other() {
     for nodes in [&[0, 0, 0][..], &[0, 1, 1]] {
         on_ranks(nodes, &tiny(), |world| {
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             let (me, next, from) = (world.rank(), (world.rank() + 1) % 3, (world.rank() + 2) % 3);
             // Short ones lie unread; nobody waits.
             communicator.send(next, &tensor::<f32>(me as usize, 5, 0)).unwrap();
@@ -25,7 +25,9 @@ fn messages_of_a_pair_come_in_order_and_longer_ones_than_their_slots_pass_each_o
             if me < 2 {
                 let lens = [4000, 7];
                 let mut came = vec![bf16::ZERO; lens[1 - me as usize]];
-                communicator.exchange(1 - me, &tensor(me as usize, lens[me as usize], 3), &mut came).unwrap();
+                communicator
+                    .send_receive(1 - me, &tensor(me as usize, lens[me as usize], 3), &mut came)
+                    .unwrap();
                 assert!(came == tensor::<bf16>(1 - me as usize, lens[1 - me as usize], 3));
                 communicator.flush(1 - me).unwrap();
             }
@@ -38,7 +40,7 @@ fn messages_of_a_pair_come_in_order_and_longer_ones_than_their_slots_pass_each_o
 fn a_message_of_another_length_is_refused_on_both_sides_and_the_next_one_comes() {
     for len in [3, 3000] {
         on_ranks(&[0, 1], &tiny(), |world| {
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             if world.rank() == 0 {
                 let sent = communicator.send(1, &vec![1.0f32; len]);
                 let heard = sent.and_then(|()| communicator.flush(1));
@@ -77,10 +79,10 @@ fn a_message_of_another_length_is_refused_on_both_sides_and_the_next_one_comes()
 #[test]
 fn a_refusal_that_comes_with_a_wrong_message_is_told_by_the_next_call() {
     on_ranks(&[0, 1], &tiny(), |world| {
-        let mut communicator = communicator(&world, Sums::Direct);
+        let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         let (me, peer) = (world.rank(), 1 - world.rank());
         // So long that each hears of the refusal before all has passed.
-        let error = communicator.exchange(peer, &[1.0f32; 3000], &mut [0.0; 2000]).unwrap_err();
+        let error = communicator.send_receive(peer, &[1.0f32; 3000], &mut [0.0; 2000]).unwrap_err();
         assert!(matches!(error, Error::Call(CallError::Disagree { what: "bytes", .. })), "{error}");
         let heard = communicator.flush(peer).unwrap_err();
         let Error::Call(CallError::MessageRefused { rank, peer: by, count: 1 }) = heard else {
@@ -95,7 +97,7 @@ fn a_refusal_that_comes_with_a_wrong_message_is_told_by_the_next_call() {
 fn all_of_more_refusals_than_a_byte_counts_are_told() {
     const MESSAGES: u32 = 600;
     on_ranks(&[0, 1], &tiny(), |world| {
-        let mut communicator = communicator(&world, Sums::Direct);
+        let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         let told = |result| match result {
             Ok(()) => 0,
             Err(Error::Call(CallError::MessageRefused { count, .. })) => count,
@@ -121,7 +123,7 @@ fn a_pipeline_in_its_order_ends_with_messages_longer_than_their_slots() {
     const LEN: usize = 3000;
     for nodes in [&[0; 4][..], &[0, 0, 1, 1]] {
         on_ranks(nodes, &tiny(), |world| {
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             let me = world.rank();
             let pipeline = Pipeline::one_forward_one_backward(4, 6).unwrap();
             let (mut input, mut gradient) = (vec![0.0f32; LEN], vec![0.0f32; LEN]);
@@ -142,10 +144,10 @@ fn a_pipeline_in_its_order_ends_with_messages_longer_than_their_slots() {
                     }
                     PipelineStep::SendBackward(_) => communicator.send(me - 1, &gradient).unwrap(),
                     PipelineStep::ExchangeNext { .. } => {
-                        communicator.exchange(me + 1, &input, &mut gradient).unwrap();
+                        communicator.send_receive(me + 1, &input, &mut gradient).unwrap();
                     }
                     PipelineStep::ExchangePrevious { .. } => {
-                        communicator.exchange(me - 1, &gradient, &mut input).unwrap();
+                        communicator.send_receive(me - 1, &gradient, &mut input).unwrap();
                     }
                 }
             }

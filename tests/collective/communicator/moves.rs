@@ -2,7 +2,7 @@
 
 use half::bf16;
 use sidelane::Options;
-use sidelane::collective::Sums;
+use sidelane::collective::AllReduceAlgorithm;
 
 use super::case::{LENGTHS, SHAPES, bits, communicator, reduces, summed, tensor};
 use crate::support::{on_ranks, tiny};
@@ -11,7 +11,7 @@ use crate::support::{on_ranks, tiny};
 fn everybody_has_what_the_root_has() {
     for nodes in SHAPES {
         on_ranks(nodes, &tiny(), |world| {
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             for (root, len) in (0..world.size()).flat_map(|root| LENGTHS.map(|len| (root, len))) {
                 let mut data = tensor::<f32>(world.rank() as usize, len, 1);
                 communicator.broadcast(root, &mut data).unwrap();
@@ -30,7 +30,7 @@ fn parts_go_to_their_ranks_in_equal_and_in_any_lengths() {
     for nodes in SHAPES {
         on_ranks(nodes, &tiny(), |world| {
             let (me, ranks) = (world.rank() as usize, world.size() as usize);
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             for part in [0, 3, 700] {
                 let mine = tensor::<f32>(me, ranks * part, 2);
                 let mut came = vec![f32::NAN; ranks * part];
@@ -65,7 +65,7 @@ fn parts_go_to_their_ranks_in_equal_and_in_any_lengths() {
 fn everybody_has_the_elements_of_all() {
     for nodes in SHAPES {
         on_ranks(nodes, &tiny(), |world| {
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             for len in LENGTHS {
                 let mut came = vec![f32::NAN; world.size() as usize * len];
                 communicator.all_gather(&tensor::<f32>(world.rank() as usize, len, 4), &mut came).unwrap();
@@ -81,7 +81,7 @@ fn reduce_scatter_has_the_bits_of_its_part_of_an_all_reduce() {
     for nodes in SHAPES {
         on_ranks(nodes, &tiny(), |world| {
             let (me, ranks) = (world.rank() as usize, world.size() as usize);
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             for len in LENGTHS {
                 let mine = tensor::<bf16>(me, ranks * len, 6);
                 let (mut whole, mut part) = (mine.clone(), tensor::<bf16>(me, len, 7));
@@ -102,7 +102,7 @@ fn what_passes_the_cache_has_the_same_bits() {
     for nodes in SHAPES {
         on_ranks(nodes, &options, |world| {
             let (me, ranks) = (world.rank() as usize, world.size() as usize);
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             reduces::<f32>(&world, &mut communicator, 4321);
             let mut data = tensor::<u8>(me, 4321, 1);
             communicator.broadcast(0, &mut data).unwrap();

@@ -1,7 +1,7 @@
 //! Calls and settings that differ, or are wrong, are refused on all ranks.
 
 use half::{bf16, f16};
-use sidelane::collective::{Communicator, Sums};
+use sidelane::collective::{AllReduceAlgorithm, Communicator};
 use sidelane::error::{CallError, CallKind, Error, MemoryError, PlanError};
 
 use super::case::{communicator, reduces};
@@ -14,7 +14,7 @@ fn odd_one_out(
     right: impl Fn(u32, Error) + Sync,
 ) {
     on_ranks(nodes, &tiny(), |world| {
-        let mut communicator = communicator(&world, Sums::Direct);
+        let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         let error = match world.rank() {
             2 => odd(&mut communicator),
             _ => {
@@ -75,7 +75,7 @@ fn ranks_that_differ_are_told_on_all_ranks_and_the_next_call_works() {
 #[test]
 fn wrong_input_is_refused_where_it_is_and_told_to_the_others() {
     on_ranks(&[0, 1, 0], &tiny(), |world| {
-        let mut communicator = communicator(&world, Sums::Direct);
+        let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         let wrong = world.rank() == 1;
         let told = |error: Error| {
             assert!(matches!(error, Error::Call(CallError::PeerRefused { peer: 1, .. })), "{error}");
@@ -120,7 +120,8 @@ fn settings_that_differ_are_named() {
         let error = builder.build().unwrap_err();
         assert!(matches!(error, Error::Call(CallError::ConfigsDiffer { what: "chunk", .. })), "{error}");
         let builder = world.all().unwrap();
-        let builder = Communicator::builder(&builder).landing(if world.rank() == 1 { 2048 } else { 1024 });
+        let builder =
+            Communicator::builder(&builder).zero_copy_bytes(if world.rank() == 1 { 2048 } else { 1024 });
         let error = builder.build().unwrap_err();
         assert!(matches!(error, Error::Call(CallError::ConfigsDiffer { what: "landing", .. })), "{error}");
     });
@@ -136,7 +137,8 @@ fn chunks_and_landings_that_no_window_can_hold_are_refused() {
             };
             assert_eq!(seen, chunk);
         }
-        let error = Communicator::builder(&world.all().unwrap()).landing(u64::MAX - 64).build().unwrap_err();
+        let error =
+            Communicator::builder(&world.all().unwrap()).zero_copy_bytes(u64::MAX - 64).build().unwrap_err();
         let Error::Plan(PlanError::BadParameter { parameter: "landing", seen, .. }) = error else {
             panic!("{error}")
         };
@@ -150,7 +152,7 @@ fn chunks_and_landings_that_no_window_can_hold_are_refused() {
 #[test]
 fn rank_without_usable_input_refuses_every_kind_of_call() {
     on_ranks(&[0, 1, 0], &tiny(), |world| {
-        let mut communicator = communicator(&world, Sums::Direct);
+        let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         let (refuses, mut data) = (world.rank() == 2, vec![5.0f32; 999]);
         let refused =
             |communicator: &mut Communicator, kind| communicator.refuse(kind, PlanError::RefusedHere.into());

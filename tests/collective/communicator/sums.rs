@@ -1,8 +1,8 @@
 //! All-reduces have the bits that their order says.
 
 use half::{bf16, f16};
-use sidelane::collective::Sums;
-use sidelane::dtype::Wire;
+use sidelane::collective::AllReduceAlgorithm;
+use sidelane::dtype::PartialDtype;
 
 use super::case::{LENGTHS, SHAPES, Wide, bits, communicator, element, reduces, tensor};
 use crate::support::{To, on_ranks, tiny};
@@ -11,7 +11,7 @@ use crate::support::{To, on_ranks, tiny};
 fn sums_are_made_by_ascending_rank_wherever_ranks_are() {
     for nodes in SHAPES {
         on_ranks(nodes, &tiny(), |world| {
-            let mut communicator = communicator(&world, Sums::Direct);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             for len in LENGTHS {
                 reduces::<f32>(&world, &mut communicator, len);
                 reduces::<bf16>(&world, &mut communicator, len);
@@ -47,10 +47,10 @@ fn a_ring_adds_from_rank_to_rank_and_rounds_partial_sums_to_the_wire() {
     let wide: fn(f32) -> f32 = |sum| sum;
     let narrow: fn(f32) -> f32 = |sum| bf16::from_f32(sum).to_f32();
     for nodes in SHAPES {
-        for (wire, round_to) in [(Wire::F32, wide), (Wire::Bf16, narrow)] {
+        for (wire, round_to) in [(PartialDtype::F32, wide), (PartialDtype::Bf16, narrow)] {
             on_ranks(nodes, &tiny(), |world| {
                 let (me, ranks) = (world.rank() as usize, world.size() as usize);
-                let mut communicator = communicator(&world, Sums::Ring(wire));
+                let mut communicator = communicator(&world, AllReduceAlgorithm::Ring(wire));
                 let bytes = 1024.max(128 * ranks) / ranks / 128 * 64 * ranks;
                 for len in LENGTHS {
                     let mut data = tensor::<bf16>(me, len, 0);
@@ -58,7 +58,7 @@ fn a_ring_adds_from_rank_to_rank_and_rounds_partial_sums_to_the_wire() {
                     let right = around::<bf16>(ranks, len, bytes / 2, round_to);
                     assert!(bits(&data) == bits(&right), "{nodes:?} {wire:?} {len}");
                 }
-                if wire == Wire::F32 {
+                if wire == PartialDtype::F32 {
                     let mut data = tensor::<f32>(me, 1000, 0);
                     communicator.all_reduce(&mut data).unwrap();
                     assert!(bits(&data) == bits(&around::<f32>(ranks, 1000, bytes / 4, round_to)));

@@ -13,7 +13,8 @@ fn communicators_come_and_go_without_waiting_for_each_other() {
         let (me, ranks) = (world.rank() as usize, world.size() as usize);
         let group = world.all().unwrap();
         for seed in 0..12 {
-            let mut communicator = Communicator::builder(&group).chunk(16 << 10).whole(0).build().unwrap();
+            let mut communicator =
+                Communicator::builder(&group).chunk(16 << 10).one_shot_bytes(0).build().unwrap();
             let mut data = tensor::<f32>(me, 40_000, seed);
             communicator.all_reduce(&mut data).unwrap();
             drop(communicator);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use sidelane::device::{
-    Activity, AuditKernels, Channel, Context, CopyBatch, Cupti, Did, PinnedMemory, Stream,
+    Activity, ActivityKind, AuditKernels, Channel, Context, CopyBatch, Cupti, PinnedMemory, Stream,
 };
 use sidelane::error::DeviceError;
 
@@ -54,7 +54,7 @@ fn a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped() {
 }
 
 /// What a list has, without times, which must be in order.
-fn done(cupti: &Cupti) -> Vec<Did> {
+fn done(cupti: &Cupti) -> Vec<ActivityKind> {
     let all = cupti.recorded().unwrap();
     for Activity { start, end, .. } in &all {
         assert!(0 < *start && start <= end, "{all:?}");
@@ -91,8 +91,8 @@ fn cupti_lists_kernels_and_copies_with_the_queue_that_took_them() {
             let stream = stream(&one);
             assert_eq!(done(&cupti), [], "nothing was done");
 
-            let kernel = || Did::Kernel { name: "touch".into() };
-            let copy = |bytes, channel| Did::Copy { bytes, channel };
+            let kernel = || ActivityKind::Kernel { name: "touch".into() };
+            let copy = |bytes, channel| ActivityKind::Copy { bytes, channel };
             touch(&audit, &one, &stream, 1);
             assert_eq!(done(&cupti), [kernel()]);
             assert_eq!(done(&cupti), [], "told once");

@@ -2,14 +2,14 @@
 
 use std::ffi::c_void;
 
-use sidelane::device::{Allocation, Context, CopyBatch, PinnedMemory, Range, Reservation};
+use sidelane::device::{Allocation, Context, CopyBatch, DeviceRange, PinnedMemory, Reservation};
 use sidelane::error::DeviceError;
 use std::sync::Arc;
 
 use super::{context, fill, library, pattern, read, stream};
 
 /// Memory of a device, for the devices named.
-pub fn memory(context: &Arc<Context>, bytes: u64, devices: &[u32]) -> Range {
+pub fn memory(context: &Arc<Context>, bytes: u64, devices: &[u32]) -> DeviceRange {
     let allocation = Allocation::new(context, bytes).unwrap();
     let reservation = Reservation::new(context, 1, allocation.bytes()).unwrap();
     reservation.map(0, &allocation, devices).unwrap().part(0, bytes).unwrap()

@@ -1,15 +1,15 @@
 //! Memory of a caller's: what the driver says of an address before a kernel sees it.
 
-use sidelane::device::{PinnedMemory, Range, Stream};
+use sidelane::device::{DeviceRange, PinnedMemory, Stream};
 use sidelane::error::DeviceError;
 
 use super::copies::memory;
 use super::{context, fill, pattern, stream};
 
 /// Nothing is lent here that is not there until the streams are done.
-fn lent(device: u32, address: u64, len: u64) -> Result<Range, DeviceError> {
+fn lent(device: u32, address: u64, len: u64) -> Result<DeviceRange, DeviceError> {
     // SAFETY: as above.
-    unsafe { Range::lent(&context(device), "x", address, len) }
+    unsafe { DeviceRange::from_raw(&context(device), "x", address, len) }
 }
 
 #[test]

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sidelane::device::{Context, Driver, PinnedMemory, Priority, Range, Stream};
+use sidelane::device::{Context, DeviceRange, Driver, PinnedMemory, Priority, Stream};
 
 /// Where the stand-in lies.
 fn library() -> PathBuf {
@@ -54,7 +54,7 @@ fn pattern(len: usize, salt: u64) -> Vec<u8> {
 }
 
 /// Copies bytes to a range and waits.
-fn fill(stream: &Stream, to: &Range, bytes: &[u8]) {
+fn fill(stream: &Stream, to: &DeviceRange, bytes: &[u8]) {
     let staging = PinnedMemory::new(&context(stream.device()), bytes.len()).unwrap();
     staging.write(0, bytes).unwrap();
     let len = bytes.len() as u64;
@@ -63,7 +63,7 @@ fn fill(stream: &Stream, to: &Range, bytes: &[u8]) {
 }
 
 /// Copies a range home and waits.
-fn read(stream: &Stream, from: &Range) -> Vec<u8> {
+fn read(stream: &Stream, from: &DeviceRange) -> Vec<u8> {
     let staging = PinnedMemory::new(&context(stream.device()), from.len() as usize).unwrap();
     let whole = from.span(0, from.len()).unwrap();
     stream.copy(staging.range().span(0, from.len()).unwrap(), whole).unwrap();

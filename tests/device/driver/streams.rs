@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use sidelane::device::{Event, MemoryOperations, PinnedMemory, Range, Stream};
+use sidelane::device::{DeviceRange, Event, MemOpBatch, PinnedMemory, Stream};
 use sidelane::error::DeviceError;
 
 use super::{context, stream, until};
@@ -45,7 +45,7 @@ fn a_long_list_of_memory_operations_runs_in_its_order() {
     let context = context(2);
     let words = PinnedMemory::new(&context, 16).unwrap();
     let stream = stream(&context);
-    let mut list = MemoryOperations::with_capacity(&context, 600);
+    let mut list = MemOpBatch::with_capacity(&context, 600);
     for value in 1..=299_u64 {
         list.write(words.range().word::<u64>(0).unwrap(), value).unwrap();
         list.wait(words.range().word::<u64>(0).unwrap(), value).unwrap();
@@ -154,7 +154,7 @@ fn a_stream_that_goes_before_its_work_is_done_leaves_its_memory_in_place() {
     let words = PinnedMemory::new(&one, 24).unwrap();
     let keep = Arc::new(());
     // SAFETY: the memory is that of `words`, which lives until the streams have used it for the last time.
-    let part = unsafe { Range::of_caller(words.range().address(), 24, &[0, 1], keep.clone()) };
+    let part = unsafe { DeviceRange::of_caller(words.range().address(), 24, &[0, 1], keep.clone()) };
     let first = stream(&one);
     first.wait::<u64>(part.word(0).unwrap(), 1).unwrap();
     first.write::<u64>(part.word(16).unwrap(), 1).unwrap();

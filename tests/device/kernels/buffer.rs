@@ -1,6 +1,6 @@
 //! Memory that kernels and tests share, between guards.
 
-use sidelane::device::{Context, PinnedMemory, Range, Span, Word};
+use sidelane::device::{ByteSpan, Context, DeviceRange, PinnedMemory, Word};
 use std::sync::Arc;
 
 const GUARD: u8 = 0xa5;
@@ -11,7 +11,7 @@ pub const POISON: u8 = 0xcb;
 /// Bytes that a device reads and writes. Whatever is written beside them is noticed when they are looked at.
 pub struct Buffer {
     memory: PinnedMemory,
-    range: Range,
+    range: DeviceRange,
 }
 
 impl Buffer {
@@ -31,15 +31,15 @@ impl Buffer {
         Self::of(context, bytemuck::cast_slice(words))
     }
 
-    pub fn range(&self) -> &Range {
+    pub fn range(&self) -> &DeviceRange {
         &self.range
     }
 
-    pub fn span(&self) -> Span<'_> {
+    pub fn span(&self) -> ByteSpan<'_> {
         self.range.span(0, self.range.len()).unwrap()
     }
 
-    pub fn part(&self, offset: u64, len: u64) -> Span<'_> {
+    pub fn part(&self, offset: u64, len: u64) -> ByteSpan<'_> {
         self.range.span(offset, len).unwrap()
     }
 

@@ -2,7 +2,7 @@
 
 use bytemuck::bytes_of;
 use sidelane::device::Check;
-use sidelane::error::{DeviceError, Fault};
+use sidelane::error::{DeviceError, KernelFault};
 use sidelane::plan::{SlotHead, SlotShape};
 
 use super::buffer::Buffer;
@@ -21,7 +21,7 @@ fn good() -> Vec<SlotHead> {
 }
 
 /// What the device finds in slots with these heads, where the status is this before.
-fn check(device: &Device, heads: &[SlotHead], before: u32) -> Option<Fault> {
+fn check(device: &Device, heads: &[SlotHead], before: u32) -> Option<KernelFault> {
     let Device { context, stream, kernels } = device;
     let received = Buffer::new(context, shape().bytes() * heads.len() as u64);
     for (at, head) in (0..).step_by(shape().bytes() as usize).zip(heads) {
@@ -38,7 +38,7 @@ fn check(device: &Device, heads: &[SlotHead], before: u32) -> Option<Fault> {
     };
     kernels.check(stream, &check).unwrap();
     stream.synchronize().unwrap();
-    Fault::of(status.read::<u32>()[0])
+    KernelFault::of(status.read::<u32>()[0])
 }
 
 #[test]
@@ -48,10 +48,10 @@ fn slots_of_another_call_or_setup_are_found_and_the_first_rank_is_named() {
         |device| {
             assert_eq!(check(device, &good(), 0), None);
             for (rank, call, digest, expected) in [
-                (0, CALL - 1, DIGEST, Fault::OtherCall { rank: 0 }),
-                (17, CALL + (1 << 32), DIGEST, Fault::OtherCall { rank: 17 }),
-                (299, CALL, DIGEST ^ (1 << 63), Fault::OtherDigest { rank: 299 }),
-                (3, 0, 0, Fault::OtherDigest { rank: 3 }),
+                (0, CALL - 1, DIGEST, KernelFault::OtherCall { rank: 0 }),
+                (17, CALL + (1 << 32), DIGEST, KernelFault::OtherCall { rank: 17 }),
+                (299, CALL, DIGEST ^ (1 << 63), KernelFault::OtherDigest { rank: 299 }),
+                (3, 0, 0, KernelFault::OtherDigest { rank: 3 }),
             ] {
                 let mut heads = good();
                 heads[rank] = SlotHead { call, digest, ..heads[rank] };
@@ -60,8 +60,8 @@ fn slots_of_another_call_or_setup_are_found_and_the_first_rank_is_named() {
             let mut heads = good();
             heads[270].call += 1;
             heads[5].digest += 1;
-            assert_eq!(check(device, &heads, 0), Some(Fault::OtherDigest { rank: 5 }));
-            let earlier = Some(Fault::ExpertOutOfRange { token: 7 });
+            assert_eq!(check(device, &heads, 0), Some(KernelFault::OtherDigest { rank: 5 }));
+            let earlier = Some(KernelFault::ExpertOutOfRange { token: 7 });
             assert_eq!(check(device, &heads, 1 | 7 << 8), earlier, "the first fault stays");
         },
     );

@@ -1,8 +1,8 @@
 //! Counting rows for experts and ranks.
 
-use sidelane::device::Counts;
+use sidelane::device::CountArgs;
 use sidelane::error::DeviceError;
-use sidelane::error::Fault;
+use sidelane::error::KernelFault;
 use sidelane::plan::SlotShape;
 
 use super::buffer::{Buffer, POISON};
@@ -11,7 +11,7 @@ use super::{Device, with_kernels};
 use crate::rows_common::Random;
 
 /// Rows per expert and per rank as the device counts them, and its status.
-fn counts(device: &Device, input: &Input) -> (Vec<u32>, Vec<u32>, Option<Fault>) {
+fn counts(device: &Device, input: &Input) -> (Vec<u32>, Vec<u32>, Option<KernelFault>) {
     let Device { context, stream, kernels } = device;
     let (n_experts, ranks) = (input.map.experts(), input.map.ranks());
     let (experts, rank_of) =
@@ -19,7 +19,7 @@ fn counts(device: &Device, input: &Input) -> (Vec<u32>, Vec<u32>, Option<Fault>)
     let (per_expert, per_rank) =
         (Buffer::new(context, u64::from(n_experts) * 4), Buffer::new(context, u64::from(ranks) * 4));
     let status = Buffer::words(context, &[0_u32]);
-    let counts = Counts {
+    let counts = CountArgs {
         tokens: input.tokens,
         top_k: input.shape.top_k(),
         n_experts,
@@ -32,7 +32,7 @@ fn counts(device: &Device, input: &Input) -> (Vec<u32>, Vec<u32>, Option<Fault>)
     };
     kernels.counts(stream, &counts).unwrap();
     stream.synchronize().unwrap();
-    (per_expert.read(), per_rank.read(), Fault::of(status.read::<u32>()[0]))
+    (per_expert.read(), per_rank.read(), KernelFault::of(status.read::<u32>()[0]))
 }
 
 /// The same by the definition.
@@ -69,7 +69,7 @@ fn an_expert_that_does_not_exist_is_reported_and_counts_nowhere() {
             let mut input = Input::any(&mut Random(3), shape, (8, 4), 0, 50);
             input.experts[61] = bad;
             let (per_expert, per_rank) = reference(&input);
-            let status = Some(Fault::ExpertOutOfRange { token: 30 });
+            let status = Some(KernelFault::ExpertOutOfRange { token: 30 });
             assert_eq!(counts(device, &input), (per_expert, per_rank, status));
         }
     });
@@ -87,7 +87,7 @@ fn a_map_that_names_no_rank_is_reported_and_counts_for_its_expert_alone() {
                 input.experts[91] = 5;
                 input.misplaced = Some((5, rank));
                 let (per_expert, per_rank) = reference(&input);
-                let status = Some(Fault::RankOutOfRange { token: 45 });
+                let status = Some(KernelFault::RankOutOfRange { token: 45 });
                 assert_eq!(counts(device, &input), (per_expert, per_rank, status), "{rank}");
             }
         },
@@ -99,7 +99,7 @@ fn memory_that_is_too_small_is_refused_by_name() {
     with_kernels("kernels::counts::memory_that_is_too_small_is_refused_by_name", |device| {
         let Device { context, stream, kernels } = device;
         let memory = Buffer::new(context, 1024);
-        let good = Counts {
+        let good = CountArgs {
             tokens: 4,
             top_k: 2,
             n_experts: 6,
@@ -111,16 +111,16 @@ fn memory_that_is_too_small_is_refused_by_name() {
             status: memory.range().word(256).unwrap(),
         };
         for (counts, what, given, needed) in [
-            (Counts { experts: memory.part(0, 31), ..good }, "experts", 31, 32),
-            (Counts { rank_of: memory.part(64, 23), ..good }, "rank_of", 23, 24),
-            (Counts { per_expert: memory.part(128, 23), ..good }, "per_expert", 23, 24),
-            (Counts { per_rank: memory.part(192, 11), ..good }, "per_rank", 11, 12),
+            (CountArgs { experts: memory.part(0, 31), ..good }, "experts", 31, 32),
+            (CountArgs { rank_of: memory.part(64, 23), ..good }, "rank_of", 23, 24),
+            (CountArgs { per_expert: memory.part(128, 23), ..good }, "per_expert", 23, 24),
+            (CountArgs { per_rank: memory.part(192, 11), ..good }, "per_rank", 11, 12),
         ] {
             let expected = DeviceError::TooSmall { kernel: "counts", what, given, needed };
             assert_eq!(kernels.counts(stream, &counts), Err(expected));
         }
         for (counts, what) in
-            [(Counts { n_experts: 0, ..good }, "n_experts"), (Counts { ranks: 0, ..good }, "ranks")]
+            [(CountArgs { n_experts: 0, ..good }, "n_experts"), (CountArgs { ranks: 0, ..good }, "ranks")]
         {
             let Err(DeviceError::Shape { what: said, .. }) = kernels.counts(stream, &counts) else {
                 panic!("{what}")

@@ -36,7 +36,7 @@ fn with_kernels(test: &str, body: impl FnOnce(&Device)) {
         let driver = Driver::load(Some(&stand_in_cuda::install().unwrap().join("libcuda.so.1"))).unwrap();
         assert!(driver.is_stand_in(), "tests run without a GPU");
         let context = driver.context(0).unwrap();
-        let stream = Stream::new(&context, Priority::Usual).unwrap();
+        let stream = Stream::new(&context, Priority::Normal).unwrap();
         let kernels = Kernels::load(&context).unwrap();
         body(&Device { context, stream, kernels });
     });

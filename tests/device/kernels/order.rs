@@ -1,6 +1,6 @@
 //! The order of rows that are packed by bin.
 
-use sidelane::device::Order;
+use sidelane::device::SortArgs;
 use sidelane::error::DeviceError;
 
 use super::buffer::Buffer;
@@ -41,7 +41,7 @@ fn rows_lie_by_bin_and_then_token() {
             let bin_of: Vec<i32> = (0..experts).map(|_| (random.next() % bins) as i32).collect();
             let (list, map) = (Buffer::words(context, &experts_of), Buffer::words(context, &bin_of));
             let order = Buffer::new(context, u64::from(tokens * top_k) * 4);
-            let launch = Order {
+            let launch = SortArgs {
                 experts: list.span(),
                 choices: tokens * top_k,
                 top_k,
@@ -57,7 +57,7 @@ fn rows_lie_by_bin_and_then_token() {
                 sorted(&experts_of, top_k, &bin_of),
                 "{tokens} tokens of {top_k}"
             );
-            let refused = kernels.order(stream, &Order { choices: tokens * top_k + 1, ..launch });
+            let refused = kernels.order(stream, &SortArgs { choices: tokens * top_k + 1, ..launch });
             assert!(matches!(refused, Err(DeviceError::TooSmall { kernel: "order", .. })), "{refused:?}");
         }
     });

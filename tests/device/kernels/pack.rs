@@ -1,10 +1,10 @@
 //! Packing into slots.
 
 use sidelane::device::{Addresses, Pack};
-use sidelane::dtype::RecordShape;
-use sidelane::error::{DeviceError, Fault};
+use sidelane::dtype::Fp8RowShape;
+use sidelane::error::{DeviceError, KernelFault};
 use sidelane::plan::SlotShape;
-use sidelane::rows::{Arithmetic, Rows, Simd, Stores};
+use sidelane::rows::{Arithmetic, RowKernels, Simd, Stores};
 
 use super::buffer::Buffer;
 use super::world::Input;
@@ -19,7 +19,7 @@ pub struct Packed {
     pub slots: Vec<Vec<u8>>,
     pub places: Vec<i32>,
     pub counter: u64,
-    pub status: Option<Fault>,
+    pub status: Option<KernelFault>,
 }
 
 /// Packs on the device, after `calls` calls before.
@@ -68,7 +68,7 @@ fn packed(
         slots: slots.iter().map(Buffer::content).collect(),
         places: places.read(),
         counter: counter.read::<u64>()[0],
-        status: Fault::of(status.read::<u32>()[0]),
+        status: KernelFault::of(status.read::<u32>()[0]),
     }
 }
 
@@ -140,7 +140,7 @@ fn rows_of_a_slot_are_those_that_the_loops_of_the_host_gather() {
             let (to, from) = (rows.as_mut_ptr(), input.x.as_ptr());
             // SAFETY: all tokens are rows of `x`, and `rows` has room for each.
             unsafe {
-                Rows::new(Simd::PORTABLE).gather(to, from, 2048, &tokens, Stores::Cached);
+                RowKernels::new(Simd::PORTABLE).gather(to, from, 2048, &tokens, Stores::Cached);
             }
             assert!(!tokens.is_empty());
             assert_eq!(packed.slots[rank as usize][shape.rows_at() as usize..][..rows.len()], rows);
@@ -160,14 +160,14 @@ fn records_are_those_that_the_loops_of_the_host_make_to_the_bit() {
             (7168, 8, 8, 4),
             (64, 5, 0, 2),
         ] {
-            let record = RecordShape::new(hidden);
+            let record = Fp8RowShape::new(hidden);
             let shape = SlotShape::new(max_tokens, 2, record.bytes() as u64).unwrap();
             let mut input = Input::any(&mut random, shape, (8, ranks), 0, tokens);
             // The reference packs what the host's loops made; the device gets the rows.
             let rows: Vec<u8> =
                 (0..tokens).flat_map(|_| any_row(&mut random, Arithmetic::Bf16, hidden as usize)).collect();
             let mut records = vec![0; tokens as usize * record.bytes()];
-            Rows::new(Simd::best()).quantise(Arithmetic::Bf16, record, &rows, &mut records).unwrap();
+            RowKernels::new(Simd::best()).quantise(Arithmetic::Bf16, record, &rows, &mut records).unwrap();
             input.x = rows;
             let packed =
                 packed(device, &input, 41, |pack| device.kernels.pack_fp8(&device.stream, pack, hidden));
@@ -181,7 +181,7 @@ fn records_are_those_that_the_loops_of_the_host_make_to_the_bit() {
 fn every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale() {
     with_kernels("kernels::pack::every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale", |device| {
         // A row for each exponent of the largest value: itself, then 127 others that no larger one hides.
-        let (hidden, record) = (128, RecordShape::new(128));
+        let (hidden, record) = (128, Fp8RowShape::new(128));
         let all: Vec<u16> = (0..=u16::MAX).collect();
         let rows: Vec<u8> = (0..1024_u32)
             .flat_map(|row| {
@@ -194,7 +194,7 @@ fn every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale() {
         let mut input = Input::any(&mut Random(10), shape, (1, 1), 0, 1024);
         input.experts = vec![0; 1024];
         let mut records = vec![0; 1024 * record.bytes()];
-        Rows::new(Simd::PORTABLE).quantise(Arithmetic::Bf16, record, &rows, &mut records).unwrap();
+        RowKernels::new(Simd::PORTABLE).quantise(Arithmetic::Bf16, record, &rows, &mut records).unwrap();
         input.x = rows;
         let packed = packed(device, &input, 41, |pack| device.kernels.pack_fp8(&device.stream, pack, hidden));
         input.x = records;
@@ -212,7 +212,7 @@ fn an_expert_that_does_not_exist_is_reported_with_its_token_and_counts_as_droppe
                 let mut input = Input::any(&mut Random(4), shape, (8, 4), 0, 300);
                 (input.experts[2 * 290], input.experts[2 * 271 + 1]) = (bad, bad);
                 let packed = pack(device, &input, 6);
-                assert_eq!(packed.status, Some(Fault::ExpertOutOfRange { token: 271 }), "{bad}");
+                assert_eq!(packed.status, Some(KernelFault::ExpertOutOfRange { token: 271 }), "{bad}");
                 for rank in 0..4 {
                     assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{bad}");
                 }
@@ -233,7 +233,7 @@ fn a_map_that_names_no_rank_is_reported_with_the_first_token_and_counts_as_dropp
                 input.misplaced = Some((5, rank));
                 let token = input.experts.iter().position(|&expert| expert == 5).unwrap() as u32 / 2;
                 let packed = pack(device, &input, 6);
-                assert_eq!(packed.status, Some(Fault::RankOutOfRange { token }), "{rank}");
+                assert_eq!(packed.status, Some(KernelFault::RankOutOfRange { token }), "{rank}");
                 for rank in 0..4 {
                     assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{rank}");
                 }

@@ -1,10 +1,10 @@
 //! Sums of the rows that came home.
 
-use sidelane::device::{Addresses, Sum};
-use sidelane::dtype::{Dtype, PARTIAL, Wire};
-use sidelane::error::{DeviceError, Fault};
+use sidelane::device::{Addresses, SumArgs};
+use sidelane::dtype::{Dtype, PARTIAL, PartialDtype};
+use sidelane::error::{DeviceError, KernelFault};
 use sidelane::plan::SlotShape;
-use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
+use sidelane::rows::{Arithmetic, GroupedSum, RowKernels, Simd, Stores, SumOutput};
 
 use super::buffer::{Buffer, POISON};
 use super::world::Input;
@@ -45,7 +45,7 @@ impl Home {
     }
 
     /// What the device makes of it: the results, and the status word.
-    fn sum(&self, device: &Device) -> (Vec<u8>, Option<Fault>) {
+    fn sum(&self, device: &Device) -> (Vec<u8>, Option<KernelFault>) {
         let Device { context, stream, kernels } = device;
         let (shape, tokens) = (self.input.shape, self.input.tokens);
         let homes: Vec<Buffer> = self.rows.iter().map(|rows| Buffer::of(context, &rows.concat())).collect();
@@ -54,7 +54,7 @@ impl Home {
         let out = Buffer::new(context, u64::from(tokens * self.columns) * self.types.1.size() as u64);
         let places = Buffer::words(context, &self.places);
         let status = Buffer::words(context, &[self.status]);
-        let sum = Sum {
+        let sum = SumArgs {
             shape,
             tokens,
             columns: self.columns,
@@ -67,7 +67,7 @@ impl Home {
         };
         kernels.sum(stream, &sum).unwrap();
         stream.synchronize().unwrap();
-        (out.content(), Fault::of(status.read::<u32>()[0]))
+        (out.content(), KernelFault::of(status.read::<u32>()[0]))
     }
 
     /// The rows of a token, ranks ascending, and their groups: one of each rank.
@@ -90,14 +90,14 @@ impl Home {
         let dtype = Arithmetic::try_from(self.types.1).unwrap();
         let of = |token| {
             let (rows, groups) = self.terms(token);
-            let terms = Terms { dtype, wire: Wire::F32, rows: &rows, weights: None, groups: &groups };
+            let terms = Terms { dtype, wire: PartialDtype::F32, rows: &rows, weights: None, groups: &groups };
             terms.sum(self.columns as usize, dtype)
         };
         (0..self.input.tokens).flat_map(of).collect()
     }
 
     /// The results of the loops of the host.
-    fn of_rows(&self, loops: Rows, wire: Wire) -> Vec<u8> {
+    fn of_rows(&self, loops: RowKernels, wire: PartialDtype) -> Vec<u8> {
         let dtype = Arithmetic::try_from(self.types.1).unwrap();
         let row_bytes = self.columns as usize * dtype.size();
         let mut out = vec![0; self.input.tokens as usize * row_bytes];
@@ -107,7 +107,7 @@ impl Home {
             let sum = GroupedSum {
                 dtype,
                 wire,
-                out: Out::Total(out.as_mut_ptr()),
+                out: SumOutput::Total(out.as_mut_ptr()),
                 rows: &rows,
                 weights: None,
                 groups: &groups,
@@ -146,11 +146,11 @@ fn sums_are_those_of_the_reference_and_of_the_hosts_loops_to_the_bit() {
                     assert_eq!(status, None, "{what}");
                     assert!(seen == home.reference(), "{what}");
                     for simd in Simd::available() {
-                        for wire in Wire::ALL {
-                            let partials = types.0 != types.1 && wire != Wire::F32;
+                        for wire in PartialDtype::ALL {
+                            let partials = types.0 != types.1 && wire != PartialDtype::F32;
                             if wire.carries(types.1) && !partials {
                                 assert!(
-                                    seen == home.of_rows(Rows::new(simd), wire),
+                                    seen == home.of_rows(RowKernels::new(simd), wire),
                                     "{what}, {simd:?}, {wire}"
                                 );
                             }
@@ -188,9 +188,9 @@ fn a_status_that_is_set_gives_zeros_and_stays() {
     with_kernels("kernels::sum::a_status_that_is_set_gives_zeros_and_stays", |device| {
         let zeros = vec![0; 6 * 64];
         for (word, expected) in [
-            (1 | 77 << 8, Fault::ExpertOutOfRange { token: 77 }),
-            (2 | 3 << 8, Fault::RankOutOfRange { token: 3 }),
-            (0xff, Fault::Foreign { word: 0xff }),
+            (1 | 77 << 8, KernelFault::ExpertOutOfRange { token: 77 }),
+            (2 | 3 << 8, KernelFault::RankOutOfRange { token: 3 }),
+            (0xff, KernelFault::Foreign { word: 0xff }),
         ] {
             let mut home = believable();
             home.status = word;
@@ -208,7 +208,7 @@ fn a_place_outside_of_its_slot_gives_its_token_zeros_and_a_status() {
             let mut home = believable();
             home.places[4 * 40 + 33] = place;
             let (seen, status) = home.sum(device);
-            assert_eq!(status, Some(Fault::PlaceOutOfRange { token: 4 }));
+            assert_eq!(status, Some(KernelFault::PlaceOutOfRange { token: 4 }));
             assert_eq!(seen[4 * row_bytes..5 * row_bytes], [0; 64]);
             assert_eq!(seen[..4 * row_bytes], good.reference()[..4 * row_bytes]);
         }
@@ -227,7 +227,7 @@ fn types_that_no_kernel_sums_and_memory_that_is_too_small_are_refused() {
                 Addresses::new(stream, table.range(), &[memory.part(0, len), memory.part(64, len)]).unwrap()
             };
             let (large, small) = (homes(64), homes(63));
-            let good = Sum {
+            let good = SumArgs {
                 shape,
                 tokens: 4,
                 columns: 8,
@@ -241,21 +241,21 @@ fn types_that_no_kernel_sums_and_memory_that_is_too_small_are_refused() {
             for (rows, out) in
                 [(Dtype::Bf16, Dtype::F32), (Dtype::F16, Dtype::Bf16), (Dtype::Bytes, Dtype::Bytes)]
             {
-                let refused = kernels.sum(stream, &Sum { rows, dtype: out, ..good });
+                let refused = kernels.sum(stream, &SumArgs { rows, dtype: out, ..good });
                 assert_eq!(refused, Err(DeviceError::NoSum { rows, out }));
             }
             for (sum, what, given, needed) in [
-                (Sum { homes: &small, ..good }, "homes", 63, 64),
-                (Sum { places: memory.part(256, 31), ..good }, "places", 31, 32),
-                (Sum { out: memory.part(2048, 63), ..good }, "out", 63, 64),
+                (SumArgs { homes: &small, ..good }, "homes", 63, 64),
+                (SumArgs { places: memory.part(256, 31), ..good }, "places", 31, 32),
+                (SumArgs { out: memory.part(2048, 63), ..good }, "out", 63, 64),
             ] {
                 let expected = DeviceError::TooSmall { kernel: "sum", what, given, needed };
                 assert_eq!(kernels.sum(stream, &sum), Err(expected));
             }
             for (sum, what) in [
-                (Sum { tokens: 5, ..good }, "tokens"),
-                (Sum { columns: 9, ..good }, "columns"),
-                (Sum { columns: 0, ..good }, "columns"),
+                (SumArgs { tokens: 5, ..good }, "tokens"),
+                (SumArgs { columns: 9, ..good }, "columns"),
+                (SumArgs { columns: 0, ..good }, "columns"),
             ] {
                 let Err(DeviceError::Shape { what: said, .. }) = kernels.sum(stream, &sum) else {
                     panic!("{what}")

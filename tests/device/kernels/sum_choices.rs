@@ -1,10 +1,10 @@
 //! Sums of choices that have a row each, in all three orders.
 
 use sidelane::device::SumChoices;
-use sidelane::dtype::{Dtype, Wire};
+use sidelane::dtype::{Dtype, PartialDtype};
 use sidelane::error::DeviceError;
-use sidelane::error::Fault;
-use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
+use sidelane::error::KernelFault;
+use sidelane::rows::{Arithmetic, GroupedSum, RowKernels, Simd, Stores, SumOutput};
 
 use super::buffer::{Buffer, POISON};
 use super::{Device, with_kernels};
@@ -15,7 +15,7 @@ use crate::rows_common::values::{Terms, any_f32, any_row};
 #[derive(Clone)]
 struct Choices {
     dtype: Arithmetic,
-    wire: Wire,
+    wire: PartialDtype,
     tokens: usize,
     top_k: usize,
     columns: usize,
@@ -41,7 +41,7 @@ impl Choices {
         let rows = vec![Vec::new(); n_rows];
         Choices {
             dtype,
-            wire: Wire::F32,
+            wire: PartialDtype::F32,
             tokens,
             top_k,
             columns,
@@ -55,13 +55,13 @@ impl Choices {
         }
     }
 
-    fn of_type(&self, random: &mut Random, dtype: Arithmetic, wire: Wire) -> Self {
+    fn of_type(&self, random: &mut Random, dtype: Arithmetic, wire: PartialDtype) -> Self {
         let rows = self.rows.iter().map(|_| any_row(random, dtype, self.columns)).collect();
         Choices { dtype, wire, rows, ..self.clone() }
     }
 
     /// What the device makes of them: the results, and the status.
-    fn sum(&self, device: &Device) -> (Vec<u8>, Option<Fault>) {
+    fn sum(&self, device: &Device) -> (Vec<u8>, Option<KernelFault>) {
         let Device { context, stream, kernels } = device;
         let rows = Buffer::of(context, &self.rows.concat());
         let out = Buffer::new(context, (self.tokens * self.columns * self.dtype.size()) as u64);
@@ -87,7 +87,7 @@ impl Choices {
         };
         kernels.sum_choices(stream, &sum).unwrap();
         stream.synchronize().unwrap();
-        (out.content(), Fault::of(status.read::<u32>()[0]))
+        (out.content(), KernelFault::of(status.read::<u32>()[0]))
     }
 
     /// A token's choices in the order of their sum.
@@ -130,7 +130,7 @@ impl Choices {
                 let sum = GroupedSum {
                     dtype: self.dtype,
                     wire: self.wire,
-                    out: Out::Total(out.as_mut_ptr()),
+                    out: SumOutput::Total(out.as_mut_ptr()),
                     rows: &pointers,
                     weights: weights.as_deref(),
                     groups: &groups,
@@ -138,7 +138,7 @@ impl Choices {
                     stores: Stores::Cached,
                 };
                 // SAFETY: the rows live, and `out` has room for one.
-                unsafe { Rows::new(simd).grouped_sum(sum) };
+                unsafe { RowKernels::new(simd).grouped_sum(sum) };
                 assert!(out == expected, "{simd:?}");
             }
             all.extend(expected);
@@ -158,10 +158,10 @@ fn sums_of_all_orders_are_those_of_the_reference_and_of_the_hosts_loops_to_the_b
             {
                 let choices = Choices::any(&mut random, shape, experts);
                 for (dtype, wire) in [
-                    (Arithmetic::F32, Wire::F32),
-                    (Arithmetic::F16, Wire::F32),
-                    (Arithmetic::Bf16, Wire::F32),
-                    (Arithmetic::Bf16, Wire::Bf16),
+                    (Arithmetic::F32, PartialDtype::F32),
+                    (Arithmetic::F16, PartialDtype::F32),
+                    (Arithmetic::Bf16, PartialDtype::F32),
+                    (Arithmetic::Bf16, PartialDtype::Bf16),
                 ] {
                     for (grouped, weighted) in [(false, false), (false, true), (true, false), (true, true)] {
                         let mut choices = choices.of_type(&mut random, dtype, wire);
@@ -186,8 +186,11 @@ fn what_names_no_row_or_expert_gives_its_token_zeros_and_a_status() {
         "kernels::sum_choices::what_names_no_row_or_expert_gives_its_token_zeros_and_a_status",
         |device| {
             let mut random = Random(5);
-            let mut good =
-                Choices::any(&mut random, (4, 3, 8), 6).of_type(&mut random, Arithmetic::F32, Wire::F32);
+            let mut good = Choices::any(&mut random, (4, 3, 8), 6).of_type(
+                &mut random,
+                Arithmetic::F32,
+                PartialDtype::F32,
+            );
             good.experts = [0, 1, 2].repeat(4);
             good.index = (0..12).collect();
             good.grouped = true;
@@ -203,20 +206,20 @@ fn what_names_no_row_or_expert_gives_its_token_zeros_and_a_status() {
             for row in [13, -2, i32::MAX] {
                 let mut bad = good.clone();
                 bad.index[7] = row;
-                check(bad, Fault::IndexOutOfRange { at: 2 });
+                check(bad, KernelFault::IndexOutOfRange { at: 2 });
             }
             for expert in [6, -2, i32::MIN] {
                 let mut bad = good.clone();
                 bad.experts[8] = expert;
-                check(bad, Fault::ExpertOutOfRange { token: 2 });
+                check(bad, KernelFault::ExpertOutOfRange { token: 2 });
             }
             let mut bad = good.clone();
             (bad.group_of[5], bad.experts[6]) = (-1, 5);
-            check(bad, Fault::RankOutOfRange { token: 2 });
+            check(bad, KernelFault::RankOutOfRange { token: 2 });
 
             let mut refused = good.clone();
             refused.status = 0x0203;
-            assert_eq!(refused.sum(device), (zeros, Some(Fault::OtherCall { rank: 2 })));
+            assert_eq!(refused.sum(device), (zeros, Some(KernelFault::OtherCall { rank: 2 })));
         },
     );
 }
@@ -231,7 +234,7 @@ fn types_and_memory_that_do_not_fit_are_refused_by_name() {
             top_k: 3,
             columns: 8,
             dtype: Dtype::Bf16,
-            wire: Wire::F32,
+            wire: PartialDtype::F32,
             n_rows: 5,
             rows: memory.part(0, 80),
             index: memory.part(128, 24),
@@ -253,7 +256,11 @@ fn types_and_memory_that_do_not_fit_are_refused_by_name() {
             let expected = DeviceError::TooSmall { kernel: "sum_choices", what, given, needed };
             assert_eq!(kernels.sum_choices(stream, &sum), Err(expected));
         }
-        for (dtype, wire) in [(Dtype::F16, Wire::Bf16), (Dtype::F32, Wire::Bf16), (Dtype::Bytes, Wire::F32)] {
+        for (dtype, wire) in [
+            (Dtype::F16, PartialDtype::Bf16),
+            (Dtype::F32, PartialDtype::Bf16),
+            (Dtype::Bytes, PartialDtype::F32),
+        ] {
             let refused = kernels.sum_choices(stream, &SumChoices { dtype, wire, ..good });
             assert!(matches!(refused, Err(DeviceError::NoSum { rows, .. }) if rows == dtype));
         }
@@ -291,7 +298,7 @@ fn listed_rows_are_summed_in_the_order_of_the_list() {
                             top_k,
                             columns,
                             dtype,
-                            wire: Wire::F32,
+                            wire: PartialDtype::F32,
                             n_rows,
                             rows: all.span(),
                             index: list.span(),
@@ -315,7 +322,7 @@ fn listed_rows_are_summed_in_the_order_of_the_list() {
                         let groups = [rows.len() as u32];
                         let terms = Terms {
                             dtype: kind,
-                            wire: Wire::F32,
+                            wire: PartialDtype::F32,
                             rows: &rows,
                             weights: None,
                             groups: &groups,
@@ -327,10 +334,12 @@ fn listed_rows_are_summed_in_the_order_of_the_list() {
                     assert_eq!(sum(7, 20), (vec![0; out.content().len()], 7), "a status that is set");
                     let (_, word) = sum(0, 0);
                     let first = summands.chunks_exact(top_k as usize).position(|list| list[0] >= 0);
-                    let said = Fault::of(word);
+                    let said = KernelFault::of(word);
                     match first {
                         None => assert_eq!(said, None),
-                        Some(_) => assert!(matches!(said, Some(Fault::IndexOutOfRange { .. })), "{said:?}"),
+                        Some(_) => {
+                            assert!(matches!(said, Some(KernelFault::IndexOutOfRange { .. })), "{said:?}")
+                        }
                     }
                 }
             }

@@ -4,9 +4,9 @@ use std::panic::{catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use half::{bf16, f16};
-use sidelane::device::{Kernels, PinnedMemory, Priority, Regroup, Stream, Version};
-use sidelane::exec::Enqueued;
-use sidelane::plan::{ExpertMap, Mode, Overflow};
+use sidelane::device::{Kernels, PermuteArgs, PinnedMemory, Priority, Stream, Version};
+use sidelane::exec::EnqueueCounts;
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 use sidelane::topology::Route;
 use sidelane::{Element, World};
 use stand_in_cuda::StandIn;
@@ -42,7 +42,7 @@ fn caused(case: &Case, body: impl FnOnce()) {
     let without = || StandIn::loaded().unwrap().counters().waits_without_cause;
     let before = without();
     body();
-    if case.mode == Mode::Eager {
+    if case.mode == ReceiveMode::Exact {
         assert_eq!(without() - before, 0, "waits without a cause");
     }
 }
@@ -128,7 +128,7 @@ fn one_hardware_queue_is_enough_for_exact_sizes() {
 fn disturb(device: u32, over: &AtomicBool) {
     let context = context(device);
     while !over.load(Ordering::Relaxed) {
-        let stream = Stream::new(&context, Priority::Usual).unwrap();
+        let stream = Stream::new(&context, Priority::Normal).unwrap();
         let kernels = Kernels::load(&context).unwrap();
         let memory = Memory::new(&context, 64);
         let index = memory.fill(&stream, &[0_i32; 4]);
@@ -138,7 +138,7 @@ fn disturb(device: u32, over: &AtomicBool) {
         kernels
             .regroup(
                 &stream,
-                &Regroup {
+                &PermuteArgs {
                     row_bytes: 16,
                     sources: 4,
                     rows: 4,
@@ -205,7 +205,7 @@ fn no_seed_of_the_driver_is_seen() {
 fn beyond_a_budget_the_same_rows_are_dropped_as_on_the_host() {
     on_devices("planned::calls::beyond_a_budget_the_same_rows_are_dropped_as_on_the_host", 8, 6, || {
         for (rows, align) in [(7, 1), (24, 8), (0, 1)] {
-            let mode = Mode::Budget { rows, overflow: Overflow::Drop };
+            let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
             rounds(&Case { mode, align, ..Case::new(3, 5, 3) }, 6, rows.into());
         }
     });
@@ -214,7 +214,7 @@ fn beyond_a_budget_the_same_rows_are_dropped_as_on_the_host() {
 #[test]
 fn dispatches_are_alive_side_by_side() {
     on_devices("planned::calls::dispatches_are_alive_side_by_side", 8, 7, || {
-        for mode in [Mode::Eager, Mode::Budget { rows: 200, overflow: Overflow::Error }] {
+        for mode in [ReceiveMode::Exact, ReceiveMode::Budget { rows: 200, overflow: Overflow::Error }] {
             let case = Case { max_in_flight: 3, mode, ..Case::new(3, 5, 3) };
             on_each(&case, |rank, me| {
                 for round in 0..5 {
@@ -309,7 +309,7 @@ fn a_graph_is_replayed_with_other_tokens() {
     on_devices("planned::calls::a_graph_is_replayed_with_other_tokens", 8, 8, || {
         for overflow in [Overflow::Error, Overflow::Drop] {
             let rows = if overflow == Overflow::Drop { 9 } else { 120 };
-            let case = Case { mode: Mode::Budget { rows, overflow }, ..Case::new(3, 5, 3) };
+            let case = Case { mode: ReceiveMode::Budget { rows, overflow }, ..Case::new(3, 5, 3) };
             on_each(&case, replays);
         }
     });
@@ -377,7 +377,7 @@ fn engines_move_every_row_and_a_report_says_so() {
             let (pads, own) = if me == 1 { (3, 2 + 4) } else { (0, 3) };
             let own_copies = if me == 1 { 2 + 2 * 2 } else { 2 };
             by_sms.fetch_add(report.enqueued.copies_by_sms, Ordering::Relaxed);
-            let expected = Enqueued {
+            let expected = EnqueueCounts {
                 batches: 1,
                 copies: 2 * (4 + pads) + 2,
                 bytes: (5 + 2 * pads) * 36,
@@ -386,7 +386,7 @@ fn engines_move_every_row_and_a_report_says_so() {
                 copies_by_sms: if engines_alone { 0 } else { own_copies },
                 // A mark; that rows have landed, told and awaited.
                 memory_operations: 3,
-                ..Enqueued::default()
+                ..EnqueueCounts::default()
             };
             assert_eq!(report.enqueued, expected);
             drop((rows, handle));
@@ -399,7 +399,7 @@ fn engines_move_every_row_and_a_report_says_so() {
 #[test]
 fn memory_of_plain_calls_can_be_captured_afterwards() {
     on_devices("planned::calls::memory_of_plain_calls_can_be_captured_afterwards", 8, 21, || {
-        let mode = Mode::Budget { rows: 200, overflow: Overflow::Error };
+        let mode = ReceiveMode::Budget { rows: 200, overflow: Overflow::Error };
         let case = Case { max_in_flight: 1, mode, ..Case::new(3, 5, 3) };
         on_each(&case, |rank, me| {
             let input = |round: u64| tokens(round * 8 + me, 6, 16, 3, 5);
@@ -413,7 +413,7 @@ fn memory_of_plain_calls_can_be_captured_afterwards() {
 fn outputs_of_a_second_combine_wait_for_readers_of_the_first() {
     let name = "planned::calls::outputs_of_a_second_combine_wait_for_readers_of_the_first";
     on_devices(name, 8, 22, || {
-        for mode in [Mode::Budget { rows: 200, overflow: Overflow::Error }, Mode::Eager] {
+        for mode in [ReceiveMode::Budget { rows: 200, overflow: Overflow::Error }, ReceiveMode::Exact] {
             let case = Case { mode, ..Case::new(3, 5, 3) };
             on_each(&case, |rank, me| {
                 (0..20).for_each(|round| rank.combined_twice(&tokens(round * 8 + me, 9, 16, 3, 5)));
@@ -425,7 +425,7 @@ fn outputs_of_a_second_combine_wait_for_readers_of_the_first() {
 #[test]
 fn outputs_elsewhere_are_copied_and_counted() {
     on_devices("planned::calls::outputs_elsewhere_are_copied_and_counted", 8, 23, || {
-        for mode in [Mode::Budget { rows: 60, overflow: Overflow::Error }, Mode::Eager] {
+        for mode in [ReceiveMode::Budget { rows: 60, overflow: Overflow::Error }, ReceiveMode::Exact] {
             let case = Case { mode, ..Case::new(3, 5, 3) };
             on_each(&case, |rank, me| rank.combined_from_elsewhere(&tokens(me, 9, 16, 3, 5)));
         }

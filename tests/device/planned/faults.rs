@@ -9,7 +9,7 @@ use sidelane::device::{Graph, PinnedMemory};
 use sidelane::ep::Status;
 use sidelane::error::{CallError, Cause, DeviceError, LaneError, MemoryError, PlanError};
 use sidelane::gate::Routing;
-use sidelane::plan::{Mode, Overflow};
+use sidelane::plan::{Overflow, ReceiveMode};
 use sidelane::topology::Route;
 use sidelane::{Error, Options};
 
@@ -26,7 +26,8 @@ fn input(me: u32) -> Input<bf16> {
 }
 
 /// What the caller's thread enqueues, and what a planner does.
-const MODES: [Mode; 2] = [Mode::Eager, Mode::Budget { rows: 40, overflow: Overflow::Error }];
+const MODES: [ReceiveMode; 2] =
+    [ReceiveMode::Exact, ReceiveMode::Budget { rows: 40, overflow: Overflow::Error }];
 
 /// Waits until a rank's stream has come through all that was enqueued.
 fn drained(rank: &Rank<bf16>) {
@@ -44,7 +45,7 @@ fn missing_expert_is_refused_on_all_ranks_and_streams_go_on() {
     });
 }
 
-fn missing_expert(mode: Mode) {
+fn missing_expert(mode: ReceiveMode) {
     on_ranks(&[0, 0, 1], &small(), |world| {
         let group = world.all().unwrap();
         let mut rank = Rank::<bf16>::new(&group, &Case { mode, ..Case::across(&[0, 0, 1], 4, 2) });
@@ -78,7 +79,7 @@ fn a_tensor_of_another_shape_is_refused_on_all_ranks() {
     });
 }
 
-fn another_shape(mode: Mode) {
+fn another_shape(mode: ReceiveMode) {
     on_ranks(&[0; 2], &small(), |world| {
         let group = world.all().unwrap();
         let mut rank = Rank::<bf16>::new(&group, &Case { mode, ..Case::new(2, 4, 2) });
@@ -104,7 +105,7 @@ fn another_shape(mode: Mode) {
         let called = rank.planned.combine_into(y, &handle, target::<bf16>(&out));
         let refused = handle.returned().unwrap_err();
         // A planner's caller hears of others when it asks.
-        let heard = mode == Mode::Eager || world.rank() == 1;
+        let heard = mode == ReceiveMode::Exact || world.rank() == 1;
         assert_eq!(called.err(), heard.then(|| refused.clone()));
         match world.rank() {
             1 => assert!(matches!(refused, Error::Plan(PlanError::WrongShape { .. })), "{refused}"),
@@ -237,7 +238,7 @@ fn rank_whose_stream_hangs_is_named_after_the_deadline() {
 #[test]
 fn over_budget_every_rank_gets_the_error_that_the_host_gives() {
     on_devices("planned::faults::over_budget_every_rank_gets_the_error_that_the_host_gives", 8, 3, || {
-        let mode = Mode::Budget { rows: 6, overflow: Overflow::Error };
+        let mode = ReceiveMode::Budget { rows: 6, overflow: Overflow::Error };
         on_ranks(&[0; 3], &small(), |world| {
             let group = world.all().unwrap();
             let mut rank = Rank::<bf16>::new(&group, &Case { mode, ..Case::new(3, 4, 2) });
@@ -291,7 +292,7 @@ fn budget_on_a_device_with_one_hardware_queue_is_refused() {
             let group = world.all().unwrap();
             let stream = stream(world.rank());
             let case = Case::new(2, 4, 2);
-            let mode = Mode::Budget { rows: 20, overflow: Overflow::Error };
+            let mode = ReceiveMode::Budget { rows: 20, overflow: Overflow::Error };
             let built = case.settings::<bf16>(&group).mode(mode).on(&stream).build();
             let refused = built.map(drop).unwrap_err();
             let expected = DeviceError::SharedQueue { device: world.rank(), tried: 4 };
@@ -325,7 +326,7 @@ const WAYS: [([u32; 3], Route); 4] =
 
 /// What ends a dispatch that one rank does not make.
 fn ended_by(
-    ((nodes, route), mode): (([u32; 3], Route), Mode),
+    ((nodes, route), mode): (([u32; 3], Route), ReceiveMode),
     options: &Options,
     body: impl Fn(&mut Rank<bf16>, bool) + Sync,
 ) {
@@ -352,7 +353,7 @@ fn a_cancelled_world_ends_all_waits_of_streams() {
     });
 }
 
-fn cancelled((nodes, route): ([u32; 3], Route), mode: Mode) {
+fn cancelled((nodes, route): ([u32; 3], Route), mode: ReceiveMode) {
     let all = std::sync::Barrier::new(nodes.len());
     on_ranks(&nodes, &small(), |world| {
         let group = world.all().unwrap();
@@ -424,7 +425,7 @@ fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
     on_devices("planned::faults::a_rank_that_makes_no_call_is_named_after_the_deadline", 8, 8, || {
         let mut options = small();
         let planned = (WAYS[0], MODES[1]);
-        for (way, mode) in WAYS.map(|way| (way, Mode::Eager)).into_iter().chain([planned]) {
+        for (way, mode) in WAYS.map(|way| (way, ReceiveMode::Exact)).into_iter().chain([planned]) {
             // Who waits for a relay waits an eighth longer than the relay does: as long as ranks
             // may begin apart.
             options.clocks.deadline = Duration::from_secs(if way.1 == Route::Pxn { 12 } else { 3 });

@@ -1,10 +1,10 @@
 //! Calls across nodes: rows cross by memory of the host, and come out as on the host, to the bit.
 
 use half::bf16;
-use sidelane::exec::Enqueued;
-use sidelane::plan::{ExpertMap, Mode, Overflow};
+use sidelane::exec::EnqueueCounts;
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 use sidelane::topology::Route;
-use sidelane::world::Detour;
+use sidelane::world::NoGpuDirect;
 use stand_in_cuda::StandIn;
 
 use super::calls::{on_each, replays, rounds, some, three};
@@ -88,7 +88,7 @@ fn beyond_a_budget_the_same_rows_are_dropped_across_nodes() {
             (24, 8, Route::Pxn),
             (0, 1, Route::Pxn),
         ] {
-            let mode = Mode::Budget { rows, overflow: Overflow::Drop };
+            let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
             rounds(&Case { mode, align, route, ..Case::across(SHAPES[0], 5, 3) }, 5, rows.into());
         }
     });
@@ -97,7 +97,7 @@ fn beyond_a_budget_the_same_rows_are_dropped_across_nodes() {
 #[test]
 fn dispatches_are_alive_side_by_side_across_nodes() {
     on_devices("planned::nodes::dispatches_are_alive_side_by_side_across_nodes", 8, 7, || {
-        let modes = [Mode::Eager, Mode::Budget { rows: 200, overflow: Overflow::Error }];
+        let modes = [ReceiveMode::Exact, ReceiveMode::Budget { rows: 200, overflow: Overflow::Error }];
         for (route, mode) in Route::ALL.into_iter().flat_map(|route| modes.map(|mode| (route, mode))) {
             let case = Case { max_in_flight: 3, mode, route, ..Case::across(&[0, 1, 1], 5, 3) };
             on_each(&case, |rank, me| {
@@ -118,7 +118,8 @@ fn a_graph_is_replayed_with_other_tokens_across_nodes() {
         let budgets = [(Overflow::Error, 160), (Overflow::Drop, 9)];
         for (route, (overflow, rows)) in Route::ALL.into_iter().flat_map(|route| budgets.map(|b| (route, b)))
         {
-            let case = Case { mode: Mode::Budget { rows, overflow }, route, ..Case::across(SHAPES[0], 5, 3) };
+            let case =
+                Case { mode: ReceiveMode::Budget { rows, overflow }, route, ..Case::across(SHAPES[0], 5, 3) };
             on_each(&case, replays);
         }
     });
@@ -137,12 +138,13 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
             assert_eq!(report.kernels, ["order", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("loop", 1)]);
-            assert_eq!(report.detour, Some(Detour::Lane("loop")));
+            assert_eq!(report.detour, Some(NoGpuDirect::Lane("loop")));
             // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight; the
             // last rank pads them to 4, 4, 4 and 4. Rank 0 has experts 0 and 1.
             let (rows_out, own, own_pads) = if me == 0 { (2, 3, 0) } else { (3, 2, 4) };
             let (rows_in, pads_in) = if me == 0 { (3, 2) } else { (2, 0) };
-            let Enqueued { out_bytes, in_bytes, bytes, own_bytes, copies, .. } = report.enqueued;
+            let EnqueueCounts { staged_out_bytes: out_bytes, in_bytes, bytes, own_bytes, copies, .. } =
+                report.enqueued;
             // Weights cross from memory of the host, and come in with the rows, a copy for each
             // expert: its own rows lie between.
             assert_eq!((out_bytes, in_bytes), (rows_out * 32, (rows_in + pads_in) * 36));
@@ -175,11 +177,11 @@ fn over_relays_a_report_counts_a_token_once_for_each_node() {
             assert_eq!(report.kernels, ["regroup", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("copy engine", 1), ("loop", 1), ("relay", 1)]);
-            assert_eq!(report.detour, Some(Detour::Lane("loop")));
+            assert_eq!(report.detour, Some(NoGpuDirect::Lane("loop")));
             let first_node = me < 2;
             let (out, landed) = if first_node { (3, 16) } else { (4, 12) };
             let sent = report.enqueued;
-            assert_eq!(sent.out_bytes, out * 32, "each token once");
+            assert_eq!(sent.staged_out_bytes, out * 32, "each token once");
             // As a relay: of the block of one source, for two ranks; then weights of 2 sources, and
             // the index.
             let block = if first_node { 4 } else { 3 };

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use sidelane::device::{Graph, PinnedMemory, Range, Stream};
+use sidelane::device::{DeviceRange, Graph, PinnedMemory, Stream};
 use sidelane::ep::{
     Choices, ExpertOutput, ExpertParallelBuilder, ExpertRows, Handle, Report, Status, Tensor, TensorMut,
 };
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Mode};
+use sidelane::plan::{ExpertMap, ReceiveMode};
 use sidelane::topology::Route;
 use sidelane::{Element, Error, ExpertParallel, Group};
 
@@ -27,7 +27,7 @@ pub struct Case {
     pub hidden: usize,
     pub align: u32,
     pub max_tokens: u32,
-    pub mode: Mode,
+    pub mode: ReceiveMode,
     pub max_in_flight: u32,
 }
 
@@ -47,7 +47,7 @@ impl Case {
             hidden: 16,
             align: 1,
             max_tokens: 12,
-            mode: Mode::Eager,
+            mode: ReceiveMode::Exact,
             max_in_flight: 2,
         }
     }
@@ -85,12 +85,12 @@ pub struct Rank<E> {
 pub type Input<E> = support::Tokens<E>;
 
 /// The tensors of a dispatch: tokens, experts and weights.
-pub fn call<E: Element>([x, experts, weights]: &[Range; 3]) -> (Tensor<'_>, Choices<'_>) {
+pub fn call<E: Element>([x, experts, weights]: &[DeviceRange; 3]) -> (Tensor<'_>, Choices<'_>) {
     (Tensor::device(x, E::DTYPE), Choices::Device { experts, weights })
 }
 
 /// The tensor of a combine's sums.
-pub fn target<E: Element>(out: &Range) -> TensorMut<'_> {
+pub fn target<E: Element>(out: &DeviceRange) -> TensorMut<'_> {
     TensorMut::device(out, E::DTYPE)
 }
 
@@ -358,7 +358,7 @@ where
     }
 
     /// Writes an input to this rank's tensors.
-    pub fn put(&self, input: &Input<E>) -> [Range; 3] {
+    pub fn put(&self, input: &Input<E>) -> [DeviceRange; 3] {
         let stream = &*self.stream;
         [
             self.x.fill(stream, &input.x),
@@ -368,7 +368,7 @@ where
     }
 
     /// Writes an input to tensors of its own.
-    fn apart(&self, input: &Input<E>) -> [Range; 3] {
+    fn apart(&self, input: &Input<E>) -> [DeviceRange; 3] {
         [bits(&input.x), bits(&input.ids), bits(&input.weights)]
             .map(|bytes| Memory::new(self.stream.context(), bytes.len() as u64).fill(&self.stream, bytes))
     }

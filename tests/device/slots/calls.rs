@@ -1,7 +1,7 @@
 //! Single calls: what lands, and what comes home.
 
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Order, SlotHead};
+use sidelane::plan::{ExpertMap, SlotHead, SumOrder};
 use stand_in_cuda::StandIn;
 
 use super::on_stand_in;
@@ -23,7 +23,7 @@ fn any_partials(rank: &Rank, round: u64) -> Vec<u8> {
     (0..len).map(|_| random.next() as u8).collect()
 }
 
-fn write(rank: &Rank, to: &sidelane::device::Range, bytes: &[u8]) {
+fn write(rank: &Rank, to: &sidelane::device::DeviceRange, bytes: &[u8]) {
     let staging = sidelane::device::PinnedMemory::new(&rank.context, bytes.len()).unwrap();
     staging.write(0, bytes).unwrap();
     let len = bytes.len() as u64;
@@ -77,8 +77,8 @@ fn rows_choices_and_sums_are_those_of_the_host() {
         for case in CASES {
             on_ranks(case.ranks, &options(), |world| {
                 let mut rank = Rank::new(case, world);
-                for order in [Order::Rank, Order::Expert] {
-                    rank.ep = case.builder(&rank.group).order(order).on(&rank.stream).build().unwrap();
+                for order in [SumOrder::Rank, SumOrder::Expert] {
+                    rank.ep = case.builder(&rank.group).sum_order(order).on(&rank.stream).build().unwrap();
                     let map = ExpertMap::contiguous(case.experts, case.ranks).unwrap();
                     like_the_host(&mut rank, order, map);
                 }
@@ -94,8 +94,8 @@ fn sums_of_scattered_experts_are_those_of_the_host() {
         on_ranks(case.ranks, &options(), |world| {
             let map = ExpertMap::from_slots(5, &[vec![4, 0], vec![1, 3, 4], vec![2, 0]]).unwrap();
             let mut rank = Rank::new(case, world);
-            for order in [Order::Rank, Order::Expert] {
-                let builder = case.builder(&rank.group).expert_map(map.clone()).order(order);
+            for order in [SumOrder::Rank, SumOrder::Expert] {
+                let builder = case.builder(&rank.group).expert_map(map.clone()).sum_order(order);
                 rank.ep = builder.on(&rank.stream).build().unwrap();
                 like_the_host(&mut rank, order, map.clone());
             }
@@ -104,10 +104,10 @@ fn sums_of_scattered_experts_are_those_of_the_host() {
 }
 
 /// Rounds on host and device, compared in every byte that is seen of them.
-fn like_the_host(rank: &mut Rank, order: Order, map: ExpertMap) {
+fn like_the_host(rank: &mut Rank, order: SumOrder, map: ExpertMap) {
     let (case, me) = (rank.case, rank.me() as usize);
     let (shape, row) = (case.shape(), case.bytes(1) as usize);
-    let mut host = case.builder(&rank.group).expert_map(map).order(order).build().unwrap();
+    let mut host = case.builder(&rank.group).expert_map(map).sum_order(order).build().unwrap();
     for number in 1..=4 {
         // The host refuses weights that are no numbers, and tokens that name an expert twice.
         let mut input = case.input(number, me as u32);

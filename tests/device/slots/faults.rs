@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use sidelane::bootstrap::Clocks;
+use sidelane::bootstrap::Timeouts;
 use sidelane::error::{Cause, LaneError};
 use sidelane::{Error, Options, World};
 
@@ -46,7 +46,7 @@ fn cancelled_world_ends_stream_waits_and_every_sum_is_zero() {
 
 /// A deadline that comes soon, and later than anything that a busy machine holds up.
 pub fn impatient() -> Options {
-    let clocks = Clocks { deadline: Duration::from_secs(5), ..Clocks::default() };
+    let clocks = Timeouts { deadline: Duration::from_secs(5), ..Timeouts::default() };
     Options { clocks, ..options() }
 }
 

@@ -5,7 +5,7 @@
 use rustix::process::{Signal, getpid, kill_process};
 use sidelane::device::PinnedMemory;
 use sidelane::error::Cause;
-use sidelane::world::Detour;
+use sidelane::world::NoGpuDirect;
 use sidelane::{Error, World};
 
 use super::faults::{cancelled, impatient, silent};
@@ -28,10 +28,10 @@ fn every_slot_and_every_sum_is_right_across_nodes() {
             on_nodes(nodes, &options(), |world| {
                 let mut rank = Rank::new(case, world);
                 let [report, _] = rank.rounds(1..2, 1);
-                assert_eq!((report.detour, report.registration), (Some(Detour::Lane("loop")), None));
+                assert_eq!((report.detour, report.registration), (Some(NoGpuDirect::Lane("loop")), None));
                 let far = nodes.iter().filter(|&node| *node != nodes[rank.me() as usize]).count() as u64;
                 let slots = far * case.shape().bytes();
-                assert_eq!((report.enqueued.out_bytes, report.enqueued.in_bytes), (slots, slots));
+                assert_eq!((report.enqueued.staged_out_bytes, report.enqueued.in_bytes), (slots, slots));
                 assert_eq!((report.enqueued.rail_puts, report.enqueued.rail_signals), (far, far));
                 (2..=5).for_each(|number| calls::round(&mut rank, number));
             });

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use sidelane::device::{Context, PinnedMemory, Range, Stream};
+use sidelane::device::{Context, DeviceRange, PinnedMemory, Stream};
 use sidelane::ep::{Choices, ExpertParallelBuilder, ExpertRows, Handle, Report, Tensor, TensorMut};
-use sidelane::plan::{Mode, Overflow, RowLayout, SlotShape};
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout, SlotShape};
 use sidelane::{Dtype, Error, ExpertParallel, Group, Options, World};
 
 use super::devices::stream;
@@ -45,7 +45,7 @@ impl Case {
 
     /// The settings, on the host or, with a stream, on a device.
     pub fn builder<'g>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
-        let mode = Mode::Slots { rows: self.max_tokens, overflow: Overflow::Error };
+        let mode = ReceiveMode::Slots { rows: self.max_tokens, overflow: Overflow::Error };
         let builder = ExpertParallel::builder(group).unwrap().experts(self.experts).top_k(self.top_k);
         let builder = builder.hidden(self.hidden as usize).max_tokens(self.max_tokens);
         builder.mode(mode).layout(RowLayout::RankMajor)
@@ -90,7 +90,7 @@ impl Rank {
     }
 
     /// The bytes of memory that this rank's device reaches, once the stream has come so far.
-    pub fn read(&self, from: &Range) -> Vec<u8> {
+    pub fn read(&self, from: &DeviceRange) -> Vec<u8> {
         let staging = PinnedMemory::new(&self.context, from.len() as usize).unwrap();
         let whole = from.span(0, from.len()).unwrap();
         self.stream.copy(staging.range().span(0, from.len()).unwrap(), whole).unwrap();
@@ -156,7 +156,7 @@ pub fn experts_copy(stream: &Stream, rows: &ExpertRows, handle: &Handle) -> Resu
 }
 
 /// The tensors of a dispatch: tokens, experts and weights.
-pub fn call([x, experts, weights]: &[Range; 3]) -> (Tensor<'_>, Choices<'_>) {
+pub fn call([x, experts, weights]: &[DeviceRange; 3]) -> (Tensor<'_>, Choices<'_>) {
     (Tensor::device(x, Dtype::Bf16), Choices::Device { experts, weights })
 }
 
@@ -197,7 +197,7 @@ impl Tensors {
     }
 
     /// Tokens, experts and weights, as many as there are.
-    pub fn ranges(&self) -> [Range; 3] {
+    pub fn ranges(&self) -> [DeviceRange; 3] {
         let part = |memory: &PinnedMemory| {
             memory.range().part(0, memory.len() as u64 / u64::from(self.max) * u64::from(self.count)).unwrap()
         };
@@ -205,7 +205,7 @@ impl Tensors {
     }
 
     /// The place of so many sums.
-    pub fn out(&self) -> Range {
+    pub fn out(&self) -> DeviceRange {
         let rows = self.out.len() as u64 / u64::from(self.max);
         self.out.range().part(0, rows * u64::from(self.count)).unwrap()
     }

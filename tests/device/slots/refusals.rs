@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use sidelane::device::{Allocation, Context, PinnedMemory, Range, Reservation};
+use sidelane::device::{Allocation, Context, DeviceRange, PinnedMemory, Reservation};
 use sidelane::ep::{Tensor, TensorMut};
-use sidelane::error::{CallError, DeviceError, Fault, MemoryError, PlanError};
+use sidelane::error::{CallError, DeviceError, KernelFault, MemoryError, PlanError};
 use sidelane::{Dtype, Error, World};
 
 use super::devices::stream;
@@ -187,7 +187,7 @@ fn outputs_elsewhere_are_copied_and_counted() {
 }
 
 /// Memory of a device.
-fn mapped(context: &Arc<Context>, memory: &Arc<Allocation>, bytes: u64) -> Result<Range, DeviceError> {
+fn mapped(context: &Arc<Context>, memory: &Arc<Allocation>, bytes: u64) -> Result<DeviceRange, DeviceError> {
     Reservation::new(context, 1, memory.bytes())?.map(0, memory, &[context.device()])?.part(0, bytes)
 }
 
@@ -209,9 +209,9 @@ fn missing_expert_is_named_and_gives_zeros_at_its_rank_alone() {
             let done = rank.ep.synchronize();
             let out = content(&tensors.out);
             if rank.me() == 1 {
-                let fault = Fault::ExpertOutOfRange { token: 2 };
+                let fault = KernelFault::ExpertOutOfRange { token: 2 };
                 assert_eq!(done, Err(DeviceError::Fault { device: 1, fault }.into()));
-                assert_eq!(Fault::of(handle.status_now().0), Some(fault));
+                assert_eq!(KernelFault::of(handle.status_now().0), Some(fault));
                 assert_eq!(out[..CASE.bytes(3) as usize], vec![0; CASE.bytes(3) as usize]);
             } else {
                 assert_eq!(done, Ok(()));

@@ -4,8 +4,8 @@
 use std::sync::{Arc, Mutex};
 
 use sidelane::device::{Priority, Stream, Version};
-use sidelane::exec::Enqueued;
-use sidelane::overlap::{CudaExecutor, Graph, Stream as Name, StreamPool, Work};
+use sidelane::exec::EnqueueCounts;
+use sidelane::overlap::{CudaExecutor, Graph, NodeLabel, StreamId as Name, StreamPool};
 use stand_in_cuda::StandIn;
 
 use super::rank::{
@@ -89,7 +89,7 @@ fn batch_within_one_device_needs_sms_before_cuda_13_1() {
             rank.ep.synchronize().unwrap();
             let report = handle.report().unwrap();
             assert_eq!(report.same_device, 1);
-            let Enqueued { batches, copies, copies_by_sms, .. } = report.enqueued;
+            let EnqueueCounts { batches, copies, copies_by_sms, .. } = report.enqueued;
             assert_eq!((batches, copies, copies_by_sms), (1, 1, by_sms));
             rank.group.gather(&[]).unwrap();
             let seen = StandIn::loaded().unwrap().counters().copies_by_sms;
@@ -116,7 +116,7 @@ fn legacy_default_stream_takes_single_copies_and_reports_them() {
                 }
             }
             // A stream of its own takes batches again.
-            rank.stream = Arc::new(Stream::new(&rank.context, Priority::Usual).unwrap());
+            rank.stream = Arc::new(Stream::new(&rank.context, Priority::Normal).unwrap());
             rank.ep.set_stream(&rank.stream).unwrap();
             let [sent, _] = rank.rounds(4..6, 1).map(|report| report.enqueued);
             assert_eq!((sent.batches, sent.single_copies), (1, 0));
@@ -137,7 +137,7 @@ fn calls_are_nodes_of_a_graph_on_several_streams() {
                 let input = case.input(round, rank.me());
                 let tensors = rank.tensors(&input);
                 let call = Mutex::new((&mut rank.ep, None));
-                let work = |name| Work { name, chunk: 0 };
+                let work = |name| NodeLabel { name, chunk: 0 };
                 let mut graph = Graph::new();
                 let sent = graph.add(Name::Transfer(0), work("dispatch"), &[], |stream: &Arc<Stream>| {
                     let (ep, landed) = &mut *call.lock().unwrap();

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use sidelane::ep::Handle;
-use sidelane::plan::{ExpertMap, Mode, Overflow, RowLayout};
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout};
 use sidelane::topology::Route;
 use sidelane::{ExpertParallel, Options, World};
 
@@ -97,8 +97,8 @@ fn a_choice_without_room_is_as_good_as_not_made() {
     for group in groups() {
         let rows = loads(&group).0;
         let modes = [
-            Mode::Budget { rows, overflow: Overflow::Drop },
-            Mode::Slots { rows: 2, overflow: Overflow::Drop },
+            ReceiveMode::Budget { rows, overflow: Overflow::Drop },
+            ReceiveMode::Slots { rows: 2, overflow: Overflow::Drop },
         ];
         for case in modes.into_iter().flat_map(|mode| weighted_or_not(Case { mode, ..group.clone() })) {
             let all = Expected::<bf16>::new(&case);
@@ -109,7 +109,7 @@ fn a_choice_without_room_is_as_good_as_not_made() {
                     dropping += 1;
                 }
             }
-            let eager = Case { mode: Mode::Eager, ..case.clone() };
+            let eager = Case { mode: ReceiveMode::Exact, ..case.clone() };
             assert_eq!(steps(&case, &all), steps(&eager, &Expected::of(&eager, without)), "{case:?}");
         }
     }
@@ -126,9 +126,9 @@ fn in_the_order_of_experts_every_mode_node_map_and_route_gives_the_bits_of_one_n
             let all = Expected::<bf16>::new(&one);
             let expected = steps(&one, &all);
             let modes = [
-                Mode::Eager,
-                Mode::Budget { rows: loads(&one).1, overflow: Overflow::Error },
-                Mode::Slots { rows: one.max_tokens(), overflow: Overflow::Error },
+                ReceiveMode::Exact,
+                ReceiveMode::Budget { rows: loads(&one).1, overflow: Overflow::Error },
+                ReceiveMode::Slots { rows: one.max_tokens(), overflow: Overflow::Error },
             ];
             for nodes in [[0, 0, 0, 0, 0], [0, 1, 0, 1, 1], [0, 1, 2, 3, 4], [1, 1, 1, 1, 0]] {
                 for (mode, route) in modes.into_iter().flat_map(|m| Route::ALL.map(|r| (m, r))) {

@@ -5,8 +5,11 @@ use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::error::GateError;
-use sidelane::gate::{Call, Capacity, Choices, Draw, Gate, GateConfig, Keep, Preset, Recorded, Rule, place};
-use sidelane::plan::{Mode, Overflow, RowLayout};
+use sidelane::gate::{
+    Capacity, CapacityRule, Choices, DropPolicy, Gate, GateConfig, GateInput, Preset, Recorded, RngKey,
+    apply_capacity,
+};
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout};
 use sidelane::topology::Route;
 
 use super::equal::{steps, steps_in};
@@ -25,7 +28,7 @@ struct Decided {
 }
 
 /// Random logits through a gate.
-fn decide(config: &GateConfig, count: u32, hidden: usize, draw: Draw) -> Decided {
+fn decide(config: &GateConfig, count: u32, hidden: usize, draw: RngKey) -> Decided {
     let mut random = ChaCha8Rng::seed_from_u64(draw.seed ^ u64::from(draw.rank) << 32);
     // Experts differ in how much they are wanted, so that some are full.
     let wanted: Vec<f32> = (0..config.experts).map(|expert| 2.0 / (expert + 1) as f32).collect();
@@ -33,7 +36,8 @@ fn decide(config: &GateConfig, count: u32, hidden: usize, draw: Draw) -> Decided
         .flat_map(|_| wanted.iter().map(|w| w + random.random::<f32>() * 2.0).collect::<Vec<_>>())
         .collect();
     let mut gate = Gate::new(config.clone()).unwrap();
-    let decision = gate.route(&Call { logits: &logits, training: true, draw, ..Call::default() }).unwrap();
+    let decision =
+        gate.route(&GateInput { logits: &logits, training: true, draw, ..GateInput::default() }).unwrap();
     let x = (0..count as usize * hidden).map(|_| bf16::from_f32(random.random::<f32>() - 0.5)).collect();
     Decided {
         tokens: Tokens { x, ids: decision.experts().to_vec(), weights: decision.weights().to_vec() },
@@ -52,9 +56,15 @@ fn drawn(seed: u64) -> (Case, GateConfig, Vec<Decided>) {
     let config = presets[random.random_range(0..presets.len())].config(experts, top_k).unwrap();
     let groups = random.random_range(1..=2);
     let counts: Vec<u32> = nodes.iter().map(|_| random.random_range(0..8) * groups).collect();
-    let keeps = [Keep::Score, Keep::Position, Keep::FirstChoices, Keep::Priority, Keep::Random];
+    let keeps = [
+        DropPolicy::Score,
+        DropPolicy::Position,
+        DropPolicy::FirstChoices,
+        DropPolicy::Priority,
+        DropPolicy::Random,
+    ];
     let capacity = Capacity {
-        rule: Rule::CeilF64 { factor: [0.5, 1.0, 1.25, 2.0][random.random_range(0..4)] },
+        rule: CapacityRule::CeilF64 { factor: [0.5, 1.0, 1.25, 2.0][random.random_range(0..4)] },
         minimum: 0,
         align: 1,
         keep: keeps[random.random_range(0..keeps.len())],
@@ -68,7 +78,7 @@ fn drawn(seed: u64) -> (Case, GateConfig, Vec<Decided>) {
     let layout = layouts[random.random_range(0..layouts.len())];
     let route = Route::ALL[random.random_range(0..2)];
     let case = Case { layout, route, ..case };
-    let rank = |(rank, &count)| decide(&config, count, case.hidden, Draw { seed, step: 1, rank });
+    let rank = |(rank, &count)| decide(&config, count, case.hidden, RngKey { seed, step: 1, rank });
     let decided = (0..).zip(&counts).map(rank).collect();
     (case, config, decided)
 }
@@ -89,13 +99,13 @@ fn kept_as_the_policy_says(config: &GateConfig, decided: &Decided) {
             let by_token = tokens.clone().flat_map(|token| token * k..(token + 1) * k);
             let by_choice = (0..k).flat_map(|choice| tokens.clone().map(move |token| token * k + choice));
             let all: Vec<usize> = match capacity.keep {
-                Keep::FirstChoices => by_choice.filter(|&at| decided.choices[at] == expert).collect(),
+                DropPolicy::FirstChoices => by_choice.filter(|&at| decided.choices[at] == expert).collect(),
                 _ => by_token.filter(|&at| decided.choices[at] == expert).collect(),
             };
             let kept: Vec<usize> =
                 all.iter().copied().filter(|&at| decided.tokens.ids[at] == expert).collect();
             assert_eq!(kept.len(), all.len().min(rows), "{config:?}");
-            if matches!(capacity.keep, Keep::FirstChoices | Keep::Position) {
+            if matches!(capacity.keep, DropPolicy::FirstChoices | DropPolicy::Position) {
                 assert_eq!(kept, all[..kept.len()], "{config:?}");
             }
         }
@@ -111,10 +121,10 @@ fn a_thousand_gates_give_the_same_bits_in_every_mode_that_has_room() {
         decided.iter().for_each(|decided| kept_as_the_policy_says(&config, decided));
         let eager = Expected::of(&case, tokens(&decided));
         let (rows, overflow) = (case.max_tokens().max(1), Overflow::Error);
-        let roomy = [Mode::Budget { rows: u32::MAX, overflow }, Mode::Slots { rows, overflow }];
+        let roomy = [ReceiveMode::Budget { rows: u32::MAX, overflow }, ReceiveMode::Slots { rows, overflow }];
         let roomy = Case { mode: roomy[seed as usize % 2], ..case.clone() };
         assert_eq!(steps(&roomy, &eager), steps(&case, &eager), "seed {seed}");
-        let mode = Mode::Slots { rows: 1, overflow: Overflow::Drop };
+        let mode = ReceiveMode::Slots { rows: 1, overflow: Overflow::Drop };
         let tight = Expected::of(&Case { mode, ..case }, tokens(&decided));
         if tight.seen.dropped.concat().contains(&true) {
             slots_that_bite += 1;
@@ -133,8 +143,8 @@ fn a_padded_capacity_fills_slots_that_always_suffice() {
         let config = GateConfig { capacity: Some(Capacity { pad: true, ..capacity }), ..config };
         // A size that all ranks have in common: slots are fixed before anybody knows who has how many.
         let count = 6 * capacity.groups;
-        let mode = Mode::of_gate(&config, count).unwrap();
-        let rank = |rank| decide(&config, count, case.hidden, Draw { seed, step: 1, rank });
+        let mode = ReceiveMode::from_gate(&config, count).unwrap();
+        let rank = |rank| decide(&config, count, case.hidden, RngKey { seed, step: 1, rank });
         let decided: Vec<Decided> = (0..case.nodes.len() as u32).map(rank).collect();
         dropped += decided.iter().map(|decided| decided.dropped).sum::<usize>();
         let case =
@@ -149,13 +159,18 @@ fn a_padded_capacity_fills_slots_that_always_suffice() {
 #[test]
 fn slots_cannot_follow_the_need() {
     let config = Preset::DeepspeedTop2.config(8, 2).unwrap();
-    for rule in [Rule::Needed, Rule::Tutel { factor: 0.0 }, Rule::Tutel { factor: -1.0 }] {
+    for rule in
+        [CapacityRule::Needed, CapacityRule::Tutel { factor: 0.0 }, CapacityRule::Tutel { factor: -1.0 }]
+    {
         let capacity = config.capacity.map(|capacity| Capacity { rule, pad: true, ..capacity });
         let config = GateConfig { capacity, ..config.clone() };
-        assert!(matches!(Mode::of_gate(&config, 64), Err(GateError::Conflict { one: "capacity pad", .. })));
+        assert!(matches!(
+            ReceiveMode::from_gate(&config, 64),
+            Err(GateError::Conflict { one: "capacity pad", .. })
+        ));
     }
     let capacity = config.capacity.map(|capacity| Capacity { groups: 3, pad: true, ..capacity });
-    let error = Mode::of_gate(&GateConfig { capacity, ..config }, 64).unwrap_err();
+    let error = ReceiveMode::from_gate(&GateConfig { capacity, ..config }, 64).unwrap_err();
     assert!(matches!(error, GateError::BadNumber { parameter: "capacity groups", .. }), "{error}");
 }
 
@@ -175,27 +190,28 @@ fn the_recorded_routing_is_dropped_by_policy_or_by_index_at_every_factor() {
         .collect();
     let mut lost = Vec::new();
     for factor in [0.5, 1.0, 1.25, 2.0] {
-        let rule = Rule::CeilF64 { factor };
-        let capacity = Capacity { rule, minimum: 0, align: 1, keep: Keep::Score, groups: 1, pad: true };
+        let rule = CapacityRule::CeilF64 { factor };
+        let capacity = Capacity { rule, minimum: 0, align: 1, keep: DropPolicy::Score, groups: 1, pad: true };
         let rows = capacity.rows(TOKENS, experts, top_k, 0);
         let by_policy: Vec<Tokens<bf16>> = all
             .iter()
             .map(|Tokens { x, ids, weights }| {
                 let choices = Choices { experts, top_k, ids, scores: weights, ..Choices::default() };
-                let placed = place(&capacity, &choices).unwrap();
+                let placed = apply_capacity(&capacity, &choices).unwrap();
                 Tokens { x: x.clone(), ids: placed.ids, weights: weights.clone() }
             })
             .collect();
         let gone = |all: &[Tokens<bf16>]| all.iter().flat_map(|of| &of.ids).filter(|&&id| id < 0).count();
-        let mode = Mode::Slots { rows, overflow: Overflow::Error };
+        let mode = ReceiveMode::Slots { rows, overflow: Overflow::Error };
         let exact = Expected::of(&case, by_policy.clone());
         let slots = Case { mode, ..case.clone() };
         assert_eq!(steps_in(&small(), &slots, &exact), steps_in(&small(), &case, &exact), "factor {factor}");
         Expected::of(&slots, by_policy.clone()).holds(&small());
         let by_index = |mode| Expected::of(&Case { mode, ..case.clone() }, all.clone());
         let overflow = Overflow::Drop;
-        let slots = by_index(Mode::Slots { rows, overflow });
-        let budget = by_index(Mode::Budget { rows: (factor * f64::from(TOKENS * top_k)) as u32, overflow });
+        let slots = by_index(ReceiveMode::Slots { rows, overflow });
+        let budget =
+            by_index(ReceiveMode::Budget { rows: (factor * f64::from(TOKENS * top_k)) as u32, overflow });
         for expected in [&slots, &budget] {
             expected.holds(&small());
         }

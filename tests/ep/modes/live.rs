@@ -3,7 +3,7 @@
 use half::bf16;
 use sidelane::Options;
 use sidelane::config::Config;
-use sidelane::plan::{ExpertMap, Mode, Overflow};
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 
 use super::{groups, loads};
 use crate::support::layer::{Expected, nothing_is_held};
@@ -11,15 +11,15 @@ use crate::support::visible::Case;
 use crate::support::{on_ranks, tiny};
 
 /// Every mode, where it drops and where it does not.
-fn modes(case: &Case) -> [Mode; 5] {
+fn modes(case: &Case) -> [ReceiveMode; 5] {
     let (mean, most) = loads(case);
     let overflow = Overflow::Drop;
     [
-        Mode::Eager,
-        Mode::Budget { rows: mean, overflow },
-        Mode::Budget { rows: most, overflow },
-        Mode::Slots { rows: 2, overflow },
-        Mode::Slots { rows: case.max_tokens(), overflow },
+        ReceiveMode::Exact,
+        ReceiveMode::Budget { rows: mean, overflow },
+        ReceiveMode::Budget { rows: most, overflow },
+        ReceiveMode::Slots { rows: 2, overflow },
+        ReceiveMode::Slots { rows: case.max_tokens(), overflow },
     ]
 }
 

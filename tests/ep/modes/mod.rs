@@ -11,8 +11,8 @@ use crate::support::layer::{Expected, nothing_is_held, play};
 use crate::support::visible::Case;
 use crate::support::{Tokens, on_ranks, tiny};
 use half::{bf16, f16};
-use sidelane::dtype::{RecordShape, Wire};
-use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout};
+use sidelane::dtype::{Fp8RowShape, PartialDtype};
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::Route;
 
 /// Groups of all shapes, in both layouts, on both routes, aligned and not. Orders go round.
@@ -25,13 +25,17 @@ fn groups() -> Vec<Case> {
         Case::new(&[0, 1, 1, 0, 2, 0, 1], &[9, 2, 30, 0, 5, 8, 1], 9, 5),
         Case::new(&[0, 0, 0, 1, 1, 1, 1, 1], &[13, 9, 0, 1, 4, 2, 10, 8], 3, 3),
     ];
-    let mut orders = Order::ALL.into_iter().cycle();
+    let mut orders = SumOrder::ALL.into_iter().cycle();
     let mut groups = Vec::new();
     for case in base {
         for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
             for align in [1, 8] {
                 let order = orders.next().unwrap();
-                let wire = if align == 8 && order != Order::Expert { Wire::Bf16 } else { Wire::F32 };
+                let wire = if align == 8 && order != SumOrder::Expert {
+                    PartialDtype::Bf16
+                } else {
+                    PartialDtype::F32
+                };
                 groups.push(Case { layout, route, align, order, wire, ..case.clone() });
             }
         }
@@ -49,7 +53,7 @@ fn weighted_or_not(case: Case) -> Vec<Case> {
 
 /// Rows that the ranks of a case receive without a budget: the mean, and the most of one rank.
 fn loads(case: &Case) -> (u32, u32) {
-    let eager = Expected::<f32>::new(&Case { mode: Mode::Eager, ..case.clone() });
+    let eager = Expected::<f32>::new(&Case { mode: ReceiveMode::Exact, ..case.clone() });
     let required = &eager.seen.required;
     (required.iter().sum::<u32>().div_ceil(required.len() as u32), *required.iter().max().unwrap())
 }
@@ -64,7 +68,7 @@ fn what_lies_beyond_a_budget_does_not_land_and_counts_as_not_chosen() {
     for group in groups() {
         let (mean, most) = loads(&group);
         for rows in [0, mean, mean + mean / 4, u32::MAX] {
-            let mode = Mode::Budget { rows, overflow: Overflow::Drop };
+            let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
             for case in weighted_or_not(Case { mode, ..group.clone() }) {
                 assert!(rows < most || !any_dropped(&case));
                 dropping += u32::from(any_dropped(&case));
@@ -80,7 +84,7 @@ fn fixed_slots_take_what_fits_and_are_zero_elsewhere() {
     let mut dropping = 0;
     for group in groups() {
         for rows in [1, 3, group.max_tokens(), group.max_tokens() + 2] {
-            let mode = Mode::Slots { rows, overflow: Overflow::Drop };
+            let mode = ReceiveMode::Slots { rows, overflow: Overflow::Drop };
             for case in weighted_or_not(Case { mode, ..group.clone() }) {
                 assert!(rows < case.max_tokens() || !any_dropped(&case));
                 dropping += u32::from(any_dropped(&case));
@@ -96,11 +100,12 @@ fn rows_that_are_not_summed_land_in_every_mode() {
     for group in groups() {
         let rows = loads(&group).0;
         for mode in [
-            Mode::Eager,
-            Mode::Budget { rows, overflow: Overflow::Drop },
-            Mode::Slots { rows: 3, overflow: Overflow::Drop },
+            ReceiveMode::Exact,
+            ReceiveMode::Budget { rows, overflow: Overflow::Drop },
+            ReceiveMode::Slots { rows: 3, overflow: Overflow::Drop },
         ] {
-            let all = Expected::<u8>::new(&Case { mode, hidden: 48, wire: Wire::F32, ..group.clone() });
+            let all =
+                Expected::<u8>::new(&Case { mode, hidden: 48, wire: PartialDtype::F32, ..group.clone() });
             on_ranks(&group.nodes, &tiny(), |world| {
                 let mut ep = all.layer(&world.all().unwrap());
                 for round in 0..2 {
@@ -120,13 +125,13 @@ fn records_go_out_and_rows_come_home_in_every_mode() {
     for group in groups().into_iter().step_by(3) {
         let rows = loads(&group).0;
         for mode in [
-            Mode::Eager,
-            Mode::Budget { rows, overflow: Overflow::Drop },
-            Mode::Slots { rows: 3, overflow: Overflow::Drop },
+            ReceiveMode::Exact,
+            ReceiveMode::Budget { rows, overflow: Overflow::Drop },
+            ReceiveMode::Slots { rows: 3, overflow: Overflow::Drop },
         ] {
             for case in weighted_or_not(Case { mode, hidden: 128, ..group.clone() }) {
                 let rows = Expected::<bf16>::new(&case);
-                let record = RecordShape::new(case.hidden as u32).bytes();
+                let record = Fp8RowShape::new(case.hidden as u32).bytes();
                 on_ranks(&case.nodes, &tiny(), |world| {
                     let (group, me) = (world.all().unwrap(), world.rank() as usize);
                     let mut ep = rows.builder(&group).fp8(true).build().unwrap();

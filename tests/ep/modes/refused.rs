@@ -4,7 +4,7 @@
 use half::bf16;
 use sidelane::ep::ExpertParallelBuilder;
 use sidelane::error::{CallError, Error, PlanError};
-use sidelane::plan::{Mode, Overflow, RowLayout};
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout};
 use sidelane::{Dtype, ExpertParallel};
 
 use super::{groups, loads};
@@ -16,7 +16,7 @@ use crate::support::{on_ranks, tiny};
 fn a_call_over_budget_gets_the_same_error_everywhere_and_works_with_the_rows_required() {
     for group in groups() {
         let (mean, most) = loads(&group);
-        let budget = |rows| Mode::Budget { rows, overflow: Overflow::Error };
+        let budget = |rows| ReceiveMode::Budget { rows, overflow: Overflow::Error };
         for rows in [0, mean, most - 1] {
             let narrow = Expected::<bf16>::new(&Case { mode: budget(rows), ..group.clone() });
             // What is said is enough to make the call again, until the last rank that needs more has been named.
@@ -57,10 +57,10 @@ fn a_call_over_budget_gets_the_same_error_everywhere_and_works_with_the_rows_req
 fn a_rank_whose_slots_are_full_says_so_and_the_others_name_it() {
     for group in groups() {
         let slots = group.max_tokens() / 2;
-        let mode = Mode::Slots { rows: slots, overflow: Overflow::Error };
+        let mode = ReceiveMode::Slots { rows: slots, overflow: Overflow::Error };
         let full = Expected::<bf16>::new(&Case { mode, ..group.clone() });
         // Who has more rows for a bin than there are slots: the same rows are too many for whoever drops.
-        let drops = Mode::Slots { rows: slots, overflow: Overflow::Drop };
+        let drops = ReceiveMode::Slots { rows: slots, overflow: Overflow::Drop };
         let drops = Expected::<bf16>::new(&Case { mode: drops, ..group.clone() });
         let bad: Vec<u32> = (0..)
             .zip(&drops.seen.dropped)
@@ -130,12 +130,12 @@ fn settings_that_cannot_be_used_are_refused() {
             }
         }
     };
-    let slots = |rows| Mode::Slots { rows, overflow: Overflow::Drop };
+    let slots = |rows| ReceiveMode::Slots { rows, overflow: Overflow::Drop };
     refused("slots", built(|builder, _| builder.mode(slots(0))));
     refused("slots", built(|builder, _| builder.mode(slots(u32::MAX / 3))));
     refused("slots", built(|builder, _| builder.mode(slots(1 << 20)).align(1 << 31)));
     refused("weighted", built(|builder, _| builder.layout(RowLayout::RankMajor).weighted(true)));
-    let budget = |rows| Mode::Budget { rows, overflow: Overflow::Error };
+    let budget = |rows| ReceiveMode::Budget { rows, overflow: Overflow::Error };
     assert!(built(|builder, _| builder.mode(budget(0))).iter().all(Option::is_none));
     assert!(built(|builder, _| builder.mode(budget(u32::MAX))).iter().all(Option::is_none));
 }
@@ -151,9 +151,9 @@ fn ranks_that_choose_different_modes_are_told() {
         }
     };
     let (error, drop) = (Overflow::Error, Overflow::Drop);
-    let budget = |rows, overflow| Mode::Budget { rows, overflow };
-    let slots = |rows, overflow| Mode::Slots { rows, overflow };
-    differ("mode", built(|b, rank| b.mode(odd(rank, Mode::Eager, budget(9, drop)))));
+    let budget = |rows, overflow| ReceiveMode::Budget { rows, overflow };
+    let slots = |rows, overflow| ReceiveMode::Slots { rows, overflow };
+    differ("mode", built(|b, rank| b.mode(odd(rank, ReceiveMode::Exact, budget(9, drop)))));
     differ("mode", built(|b, rank| b.mode(odd(rank, slots(9, drop), budget(9, drop)))));
     differ("mode", built(|b, rank| b.mode(odd(rank, slots(9, drop), slots(9, error)))));
     differ("mode", built(|b, rank| b.mode(odd(rank, budget(9, drop), budget(9, error)))));

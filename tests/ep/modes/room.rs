@@ -2,8 +2,8 @@
 
 use half::bf16;
 use sidelane::Options;
-use sidelane::exec::Kind;
-use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout};
+use sidelane::exec::OpKind;
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::{NodeMap, Paths, Route};
 
 use super::{groups, loads};
@@ -15,7 +15,7 @@ use crate::support::{on_ranks, tiny};
 fn landing(case: &Case, rows: u32) -> u64 {
     let words = match (case.layout, case.mode) {
         (RowLayout::RankMajor, _) => 2 * case.top_k,
-        (RowLayout::ExpertMajor, Mode::Slots { .. }) => 2,
+        (RowLayout::ExpertMajor, ReceiveMode::Slots { .. }) => 2,
         (RowLayout::ExpertMajor, _) => 1,
     };
     let behind = (u64::from(rows) * 2 * case.hidden as u64).next_multiple_of(64);
@@ -54,11 +54,11 @@ fn what_is_announced_is_what_can_come_and_what_is_kept_is_what_came() {
         let (mean, most) = loads(&group);
         let overflow = Overflow::Drop;
         for mode in [
-            Mode::Budget { rows: 0, overflow },
-            Mode::Budget { rows: mean, overflow },
-            Mode::Budget { rows: most, overflow },
-            Mode::Slots { rows: 1, overflow },
-            Mode::Slots { rows: group.max_tokens() + 1, overflow },
+            ReceiveMode::Budget { rows: 0, overflow },
+            ReceiveMode::Budget { rows: mean, overflow },
+            ReceiveMode::Budget { rows: most, overflow },
+            ReceiveMode::Slots { rows: 1, overflow },
+            ReceiveMode::Slots { rows: group.max_tokens() + 1, overflow },
         ] {
             let all = Expected::<bf16>::new(&Case { mode, ..group.clone() });
             on_ranks(&group.nodes, &tiny(), |world| {
@@ -84,7 +84,7 @@ fn between_fixed_slots_no_counts_are_told() {
     // Two nodes of 3 and 2 ranks: a message has a tag for each member, and two counts for each bin and each rank.
     let nodes = [0, 1, 0, 1, 0];
     let case = Case { route: Route::Pxn, ..Case::new(&nodes, &[5, 7, 0, 2, 9], 10, 2) };
-    for mode in [Mode::Eager, Mode::Slots { rows: 9, overflow: Overflow::Error }] {
+    for mode in [ReceiveMode::Exact, ReceiveMode::Slots { rows: 9, overflow: Overflow::Error }] {
         for layout in RowLayout::ALL {
             let all = Expected::<bf16>::new(&Case { mode, layout, ..case.clone() });
             on_ranks(&nodes, &Options { record: 1000, ..tiny() }, |world| {
@@ -95,11 +95,14 @@ fn between_fixed_slots_no_counts_are_told() {
                 // What a rank tells for its node is on tracks of its relay, behind those of all ranks.
                 let relayed = recorder.take().events.into_iter().filter(|event| event.track >= 5);
                 let told: Vec<u64> =
-                    relayed.filter(|event| event.kind == Kind::Put).map(|event| event.bytes).collect();
+                    relayed.filter(|event| event.kind == OpKind::Put).map(|event| event.bytes).collect();
                 let paths = Paths::new(world.nodes(), Route::Pxn, world.rank());
                 let bins: u64 = if layout == RowLayout::RankMajor { 5 } else { 10 };
-                let counts = if mode == Mode::Eager { 2 * (bins + 5) * 4 } else { 0 };
-                assert_eq!(told, vec![(3u64 * 24).next_multiple_of(64) + counts; paths.told().count()]);
+                let counts = if mode == ReceiveMode::Exact { 2 * (bins + 5) * 4 } else { 0 };
+                assert_eq!(
+                    told,
+                    vec![(3u64 * 24).next_multiple_of(64) + counts; paths.count_receivers().count()]
+                );
                 drop(held);
             });
         }
@@ -111,8 +114,8 @@ fn a_block_has_room_for_every_choice_of_every_token() {
     // All experts are on the other node, and every token chooses all of them.
     let map = ExpertMap::from_slots(4, &[vec![], vec![3, 0], vec![], vec![2, 1]]).unwrap();
     let case = Case { map, route: Route::Pxn, ..Case::new(&[0, 1, 0, 1], &[21, 0, 21, 0], 4, 4) };
-    for mode in [Mode::Eager, Mode::Slots { rows: 21, overflow: Overflow::Error }] {
-        for (layout, order) in RowLayout::ALL.into_iter().flat_map(|l| Order::ALL.map(|o| (l, o))) {
+    for mode in [ReceiveMode::Exact, ReceiveMode::Slots { rows: 21, overflow: Overflow::Error }] {
+        for (layout, order) in RowLayout::ALL.into_iter().flat_map(|l| SumOrder::ALL.map(|o| (l, o))) {
             let weighted = layout == RowLayout::ExpertMajor;
             let case = Case { mode, layout, order, weighted, ..case.clone() };
             let mut all = Expected::<bf16>::new(&case).all;

@@ -1,7 +1,7 @@
 //! The yardstick of every layout and mode: on one node, all that a dispatch and its combine do.
 
 use half::bf16;
-use sidelane::plan::{Mode, Overflow, RowLayout};
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout};
 use sidelane::rows::{Arithmetic, Stores};
 
 use crate::support::layer::{Expected, bits};
@@ -12,7 +12,11 @@ use crate::support::{on_ranks, tiny};
 fn the_yardstick_moves_and_sums_what_the_calls_do() {
     let case = Case { align: 4, ..Case::new(&[0; 4], &[5, 0, 17, 3], 6, 3) };
     let overflow = Overflow::Drop;
-    for mode in [Mode::Eager, Mode::Budget { rows: 13, overflow }, Mode::Slots { rows: 3, overflow }] {
+    for mode in [
+        ReceiveMode::Exact,
+        ReceiveMode::Budget { rows: 13, overflow },
+        ReceiveMode::Slots { rows: 3, overflow },
+    ] {
         for layout in RowLayout::ALL {
             let all = Expected::<bf16>::new(&Case { mode, layout, ..case.clone() });
             on_ranks(&case.nodes, &tiny(), |world| {

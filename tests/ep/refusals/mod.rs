@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::support::{Tokens, on_ranks, placement, tokens};
 use half::bf16;
-use sidelane::bootstrap::Clocks;
+use sidelane::bootstrap::Timeouts;
 use sidelane::config::Config;
 use sidelane::ep::{CombineInput, ExpertParallelBuilder, ExpertRows, Handle};
 use sidelane::error::{CallError, Error};
@@ -36,7 +36,7 @@ const SYMMETRIC: u64 = 512 << 10;
 /// A pool of `pool` bytes; and, because a test that hangs says nothing, not too much patience.
 fn options(pool: u64) -> Options {
     let config = Config { heap: pool + SYMMETRIC, symmetric: SYMMETRIC, ..Config::default() };
-    let clocks = Clocks { deadline: Duration::from_secs(30), ..Clocks::default() };
+    let clocks = Timeouts { deadline: Duration::from_secs(30), ..Timeouts::default() };
     Options { config, clocks, ..Options::default() }
 }
 
@@ -112,7 +112,7 @@ impl Rank {
         let pool = self.world.pool();
         let (before, after) = (self.before.expect("armed"), pool.report());
         assert_eq!(PoolReport { peak: 0, ..after }, PoolReport { peak: 0, ..before });
-        let free = pool.take(after.largest_free).unwrap();
+        let free = pool.alloc(after.largest_free).unwrap();
         let bytes = free.slice::<u8>(0, after.largest_free as usize).unwrap();
         assert!(bytes.iter().all(|&byte| byte == POISON), "something landed at rank {}", self.world.rank());
         self.group.gather(&[]).unwrap();

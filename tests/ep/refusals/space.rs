@@ -4,10 +4,10 @@ use half::bf16;
 use sidelane::ep::ExpertParallelBuilder;
 use sidelane::error::{Error, MemoryError};
 use sidelane::gate::Routing;
-use sidelane::plan::Chunk;
-use sidelane::plan::{Bins, ExpertMap, Order};
+use sidelane::plan::RowBuffer;
+use sidelane::plan::{Bins, ExpertMap, SumOrder};
 use sidelane::topology::{NodeMap, Paths, Route};
-use sidelane_core::schedule::Control;
+use sidelane_core::schedule::ControlLayout;
 
 use super::{
     BAD, HIDDEN, NODES, RANKS, Rank, SYMMETRIC, TOP_K, combine, dispatch, everywhere, options, routing,
@@ -39,7 +39,8 @@ pub fn wide(rank: &Rank) -> ExpertParallelBuilder<'_> {
     let paths = Paths::new(&nodes, rank.route, rank.group.rank());
     let bytes = |experts: u32| {
         let map = ExpertMap::contiguous(experts, RANKS as u32).unwrap();
-        Control::new(&paths, &Bins::experts(&map, Order::Expert, &nodes), 64 * u64::from(TOP_K), 4).bytes()
+        ControlLayout::new(&paths, &Bins::experts(&map, SumOrder::Expert, &nodes), 64 * u64::from(TOP_K), 4)
+            .bytes()
     };
     let choices: Vec<u32> = (1..=320).map(|n| n * 128).collect();
     let experts = choices[choices.partition_point(|&experts| bytes(experts) <= SYMMETRIC / 2)];
@@ -61,7 +62,7 @@ fn large(rank: &Rank) -> sidelane::ExpertParallel {
 
 /// Bytes of `rows` rows with a word behind each.
 fn chunk_bytes(rows: u32, row_bytes: u64) -> u64 {
-    Chunk { rows, notes: rows.into(), row_bytes }.bytes()
+    RowBuffer { rows, notes: rows.into(), row_bytes }.bytes()
 }
 
 #[test]
@@ -99,7 +100,7 @@ fn a_relay_without_room_for_what_it_hands_on_is_told_alike_everywhere() {
         let mut ep = large(&rank);
         let (x, routing) = incast(if rank.world.rank() == 1 { 600 } else { 0 });
         let crowd =
-            (rank.world.rank() == RELAY).then(|| rank.world.pool().take(POOL - 600 * ROW + 64).unwrap());
+            (rank.world.rank() == RELAY).then(|| rank.world.pool().alloc(POOL - 600 * ROW + 64).unwrap());
         for in_halves in [false, true] {
             rank.arm();
             let error = dispatch(&mut ep, &x, &routing, in_halves).unwrap_err();
@@ -166,7 +167,7 @@ fn staging_that_does_not_fit_loses_no_output() {
             let mut y = handle.output().unwrap();
             y.rows_mut::<bf16>().unwrap().copy_from_slice(rows.rows().unwrap());
             let pool = rank.world.pool();
-            let crowd = rank.is_bad().then(|| pool.take(pool.report().largest_free).unwrap());
+            let crowd = rank.is_bad().then(|| pool.alloc(pool.report().largest_free).unwrap());
             for in_halves in [false, true] {
                 let mut out = vec![bf16::MAX; mine.x.len()];
                 let error = combine(&mut rank.ep, y, &handle, &mut out, in_halves).unwrap_err();
@@ -195,7 +196,7 @@ fn ranks_are_named_by_their_place_in_the_group() {
         let mine = crate::support::tokens::<bf16>(1, 9, HIDDEN, TOP_K, super::EXPERTS);
         let (rows, handle) = ep.dispatch(&mine.x, &routing(&mine)).unwrap();
         let crowd =
-            (world.rank() == 3).then(|| world.pool().take(world.pool().report().largest_free).unwrap());
+            (world.rank() == 3).then(|| world.pool().alloc(world.pool().report().largest_free).unwrap());
         let error = ep.dispatch_cached(&mine.x, &handle).unwrap_err();
         assert!(matches!(error, Error::Memory(MemoryError::OutOfSpace { rank: 0, .. })), "{error:?}");
         drop((crowd, rows));

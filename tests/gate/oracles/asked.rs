@@ -2,8 +2,8 @@
 
 use sidelane::error::GateError;
 use sidelane::gate::{
-    Call, Capacity, Decision, Divisor, Gate, GateConfig, GroupScore, Keep, Noise, Normalise, Preset, Rule,
-    Score, Select,
+    Capacity, CapacityRule, Decision, Divisor, DropPolicy, Gate, GateConfig, GateInput, GroupScore, Noise,
+    Normalize, Preset, ScoreFunction, Select,
 };
 
 use super::case::{Case, Noised, Room, Scored};
@@ -17,12 +17,12 @@ pub fn config(case: &Case) -> GateConfig {
     if let Some(score) = case.score {
         let divided = matches!(score, Scored::Sigmoid | Scored::SqrtSoftplus) && !case.sinkhorn;
         config.normalise =
-            if divided { Normalise::BeforeDrop(Divisor::SumPlus(1e-20)) } else { Normalise::Never };
+            if divided { Normalize::BeforeDrop(Divisor::SumPlus(1e-20)) } else { Normalize::Never };
         config.score = match score {
-            Scored::Softmax => Score::Softmax,
-            Scored::SoftmaxOfChosen => Score::SoftmaxOfChosen,
-            Scored::Sigmoid => Score::Sigmoid,
-            Scored::SqrtSoftplus => Score::SqrtSoftplus,
+            Scored::Softmax => ScoreFunction::Softmax,
+            Scored::SoftmaxOfChosen => ScoreFunction::SoftmaxOfChosen,
+            Scored::Sigmoid => ScoreFunction::Sigmoid,
+            Scored::SqrtSoftplus => ScoreFunction::SqrtSoftplus,
         };
     }
     if let Some(scaling) = case.scaling {
@@ -42,7 +42,7 @@ pub fn config(case: &Case) -> GateConfig {
 
 /// Megatron's preset is dropless: what its capacity is like stands here.
 fn capacity(room: &Room, preset: Option<Capacity>) -> Capacity {
-    let megatron = Rule::CeilF64 { factor: room.factor };
+    let megatron = CapacityRule::CeilF64 { factor: room.factor };
     let preset = preset.unwrap_or(Capacity {
         rule: megatron,
         minimum: 0,
@@ -52,10 +52,10 @@ fn capacity(room: &Room, preset: Option<Capacity>) -> Capacity {
         pad: room.pad,
     });
     let rule = match preset.rule {
-        _ if room.needed => Rule::Needed,
-        Rule::CeilF32 { .. } => Rule::CeilF32 { factor: room.factor },
-        Rule::Trunc { .. } => Rule::Trunc { factor: room.factor },
-        Rule::Tutel { .. } => Rule::Tutel { factor: room.factor },
+        _ if room.needed => CapacityRule::Needed,
+        CapacityRule::CeilF32 { .. } => CapacityRule::CeilF32 { factor: room.factor },
+        CapacityRule::Trunc { .. } => CapacityRule::Trunc { factor: room.factor },
+        CapacityRule::Tutel { .. } => CapacityRule::Tutel { factor: room.factor },
         _ => megatron,
     };
     Capacity {
@@ -70,10 +70,16 @@ fn capacity(room: &Room, preset: Option<Capacity>) -> Capacity {
 
 /// Capacity for choices that others made: random ones are given with their lots, of which the highest are kept.
 pub fn placed_by(case: &Case) -> Capacity {
-    let dropless =
-        Capacity { rule: Rule::Needed, minimum: 0, align: 1, keep: Keep::Position, groups: 1, pad: false };
+    let dropless = Capacity {
+        rule: CapacityRule::Needed,
+        minimum: 0,
+        align: 1,
+        keep: DropPolicy::Position,
+        groups: 1,
+        pad: false,
+    };
     let capacity = config(case).capacity.unwrap_or(dropless);
-    let keep = if capacity.keep == Keep::Random { Keep::Score } else { capacity.keep };
+    let keep = if capacity.keep == DropPolicy::Random { DropPolicy::Score } else { capacity.keep };
     Capacity { keep, ..capacity }
 }
 
@@ -90,29 +96,34 @@ pub fn route<T>(case: &Case, read: impl FnOnce(&Decision) -> T) -> Result<T, Gat
         let mut noisy = draw::noisy(case);
         if noise == Noised::AfterFirst {
             let mut gate = Gate::new(GateConfig { capacity: None, ..config.clone() })?;
-            let first = gate.route(&Call { logits: &logits, used, ..Call::default() })?;
+            let first =
+                gate.route(&GateInput { logits: &logits, token_mask: used, ..GateInput::default() })?;
             let rows = noisy.chunks_exact_mut(case.experts as usize);
             for (row, ids) in rows.zip(first.choices().chunks_exact(case.top_k as usize)) {
                 row[ids[0] as usize] = f32::MAX;
             }
         }
         let sampler = GateConfig {
-            score: Score::SoftmaxOfChosen,
-            normalise: Normalise::Never,
+            score: ScoreFunction::SoftmaxOfChosen,
+            normalise: Normalize::Never,
             capacity: None,
             ..config.clone()
         };
         let mut gate = Gate::new(sampler)?;
-        replay = Some(gate.route(&Call { logits: &noisy, used, ..Call::default() })?.choices().to_vec());
+        replay = Some(
+            gate.route(&GateInput { logits: &noisy, token_mask: used, ..GateInput::default() })?
+                .choices()
+                .to_vec(),
+        );
     }
     let mut gate = Gate::new(config)?;
-    let call = Call {
+    let call = GateInput {
         logits: &logits,
         bias: bias.as_deref(),
-        used,
+        token_mask: used,
         replay: replay.as_deref(),
         training: case.training,
-        ..Call::default()
+        ..GateInput::default()
     };
     gate.route(&call).map(read)
 }

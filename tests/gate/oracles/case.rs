@@ -79,7 +79,7 @@ pub struct Room {
     #[serde(default)]
     pub minimum: u32,
     pub align: Option<u32>,
-    pub keep: sidelane::gate::Keep,
+    pub keep: sidelane::gate::DropPolicy,
     pub local_groups: Option<u32>,
     #[serde(default)]
     pub pad: bool,

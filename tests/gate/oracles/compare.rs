@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use sidelane::gate::{Choices, Decision, Keep, Normalise, Placement, place, update_bias};
+use sidelane::gate::{Choices, Decision, DropPolicy, Normalize, PlacedChoices, apply_capacity, update_bias};
 
 use super::asked;
 use super::case::{Answer, Case};
@@ -83,7 +83,7 @@ impl Seen {
             self.compare_weights(case, judge, answer, ours);
             // Where choices or drops differ places move.
             if same && case.exact.near.is_empty() {
-                let random = case.capacity.is_some_and(|room| room.keep == Keep::Random);
+                let random = case.capacity.is_some_and(|room| room.keep == DropPolicy::Random);
                 let fits = if random {
                     // Our lots are our own: as many are kept, and they lie in the order of tokens.
                     in_token_order(case, ours.choices(), ours.slots())
@@ -104,7 +104,7 @@ impl Seen {
 
     /// Weights where both keep the same.
     fn compare_weights(&mut self, case: &Case, judge: &str, answer: &Answer, ours: &Decision) {
-        let after_drop = matches!(asked::config(case).normalise, Normalise::AfterDrop(_));
+        let after_drop = matches!(asked::config(case).normalise, Normalize::AfterDrop(_));
         for token in 0..case.tokens {
             let own = kept(row(case, token, ours.experts()), row(case, token, ours.weights()));
             let left: Vec<i32> =
@@ -145,11 +145,11 @@ impl Seen {
             scores: &answer.decide,
             ..Choices::default()
         };
-        let placed = match place(&capacity, &choices) {
+        let placed = match apply_capacity(&capacity, &choices) {
             Ok(placed) => placed,
             Err(error) => return self.faults.push(format!("{}: {error}", case.name())),
         };
-        let Placement { slots, capacity: rows, .. } = &placed;
+        let PlacedChoices { slots, capacity: rows, .. } = &placed;
         self.placed += slots.iter().filter(|&&slot| slot >= 0).count() as u64;
         self.dropped +=
             std::iter::zip(&answer.ids, slots).filter(|&(&id, &slot)| id >= 0 && slot < 0).count() as u64;

@@ -1,7 +1,10 @@
 //! Losses and their gradients, fed the exact choices.
 
 use sidelane::error::GateError;
-use sidelane::gate::{Balance, LossInput, Map, Parts, Preset, Score, Share, Totals, Unused, z_loss};
+use sidelane::gate::{
+    BalanceLoss, CountDivisor, CountedChoices, LossInput, PaddingTokens, Preset, ScoreFunction, TokenGroups,
+    Totals, z_loss,
+};
 
 use super::asked;
 use super::case::{Case, Loss, Lost};
@@ -57,23 +60,27 @@ fn ours(case: &Case, loss: &Loss, gradient: &mut [f32]) -> Result<f32, GateError
         totals: None,
     };
     let preset: Preset = case.preset.parse().expect("a preset");
-    let balance = Balance { coefficient, ..Balance::of(preset) };
+    let balance = BalanceLoss { coefficient, ..BalanceLoss::of(preset) };
     let local = case.capacity.and_then(|room| room.local_groups).unwrap_or(1);
     let balance = match loss.kind {
-        Lost::Balance => Balance { parts: Parts::Consecutive(local), ..balance },
+        Lost::Balance => BalanceLoss { parts: TokenGroups::Consecutive(local), ..balance },
         // Their own loss: where choices are free of bias, groups and replay, it is Megatron's times the choices.
         Lost::Aux if preset != Preset::Megatron => {
-            Balance { coefficient: coefficient / case.top_k as f32, ..balance }
+            BalanceLoss { coefficient: coefficient / case.top_k as f32, ..balance }
         }
-        kind => Balance {
+        kind => BalanceLoss {
             score: match asked::config(case).score {
-                Score::SoftmaxOfChosen => Score::Softmax,
+                ScoreFunction::SoftmaxOfChosen => ScoreFunction::Softmax,
                 score => score,
             },
-            map: Map::Fresh,
-            share: Share::OfChoices,
-            unused: Unused::LeftOut,
-            parts: if kind == Lost::SeqAux { Parts::Interleaved(loss.sequences) } else { Parts::Whole },
+            map: CountedChoices::Fresh,
+            share: CountDivisor::OfChoices,
+            unused: PaddingTokens::LeftOut,
+            parts: if kind == Lost::SeqAux {
+                TokenGroups::Interleaved(loss.sequences)
+            } else {
+                TokenGroups::Whole
+            },
             ..balance
         },
     };

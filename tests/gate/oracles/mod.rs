@@ -13,7 +13,7 @@ mod table;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use sidelane::gate::{Capacity, Keep, Preset, Rule};
+use sidelane::gate::{Capacity, CapacityRule, DropPolicy, Preset};
 
 use case::{Head, Run};
 use compare::Seen;
@@ -74,10 +74,11 @@ fn capacities_are_those_of_both_systems_where_their_precisions_differ() {
     let mut differ = 0;
     for (tokens, experts, factor, megatron, deepspeed) in capacities {
         let rows = |rule| {
-            let capacity = Capacity { rule, minimum: 0, align: 1, keep: Keep::Score, groups: 1, pad: false };
+            let capacity =
+                Capacity { rule, minimum: 0, align: 1, keep: DropPolicy::Score, groups: 1, pad: false };
             capacity.rows(tokens, experts, 1, 0)
         };
-        let ours = (rows(Rule::CeilF64 { factor }), rows(Rule::CeilF32 { factor }));
+        let ours = (rows(CapacityRule::CeilF64 { factor }), rows(CapacityRule::CeilF32 { factor }));
         assert_eq!(ours, (megatron, deepspeed), "{tokens} tokens, {experts} experts, factor {factor}");
         differ += u32::from(megatron != deepspeed);
     }

@@ -7,25 +7,27 @@ mod refusals;
 mod replay;
 mod sinkhorn;
 
-use sidelane::gate::{Call, Gate, GateConfig, Noise, Normalise, Score, Second, Select};
+use sidelane::gate::{
+    Gate, GateConfig, GateInput, Noise, Normalize, ScoreFunction, SecondExpertPolicy, Select,
+};
 
 /// A softmax of all, dropless.
 pub fn plain(experts: u32, top_k: u32) -> GateConfig {
     GateConfig {
         experts,
         top_k,
-        score: Score::Softmax,
+        score: ScoreFunction::Softmax,
         select: Select::Best,
         noise: Noise::None,
-        second: Second::All,
-        normalise: Normalise::Never,
+        second: SecondExpertPolicy::All,
+        normalise: Normalize::Never,
         scaling: 1.0,
         capacity: None,
     }
 }
 
 /// All scores of a call.
-pub fn scores(config: &GateConfig, call: &Call<'_>) -> Vec<f32> {
+pub fn scores(config: &GateConfig, call: &GateInput<'_>) -> Vec<f32> {
     let mut scores = vec![f32::NAN; call.logits.len()];
     Gate::new(config.clone()).unwrap().scores(call, &mut scores).unwrap();
     scores

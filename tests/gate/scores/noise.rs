@@ -2,18 +2,19 @@
 
 use sidelane::error::GateError;
 use sidelane::gate::{
-    Call, Decision, Divisor, Draw, Gate, GateConfig, Noise, Normalise, Preset, Score, Second,
+    Decision, Divisor, Gate, GateConfig, GateInput, Noise, Normalize, Preset, RngKey, ScoreFunction,
+    SecondExpertPolicy,
 };
 
 use super::{numbers, plain, scores, ulps};
 
-const DRAW: Draw = Draw { seed: 7, step: 3, rank: 1 };
+const DRAW: RngKey = RngKey { seed: 7, step: 3, rank: 1 };
 const ALL: [Noise; 4] =
     [Noise::Gumbel, Noise::GumbelAfterFirst, Noise::Jitter { eps: 0.5 }, Noise::Normal { deviation: 1.0 }];
 
-fn route(config: &GateConfig, logits: &[f32], training: bool, draw: Draw) -> Decision {
+fn route(config: &GateConfig, logits: &[f32], training: bool, draw: RngKey) -> Decision {
     let mut gate = Gate::new(config.clone()).unwrap();
-    gate.route(&Call { logits, training, draw, ..Call::default() }).unwrap().clone()
+    gate.route(&GateInput { logits, training, draw, ..GateInput::default() }).unwrap().clone()
 }
 
 #[test]
@@ -39,7 +40,7 @@ fn deepspeed_draws_while_evaluating_as_it_does_while_training() {
             (route(&config, &logits, true, DRAW), route(&config, &logits, false, DRAW));
         assert!(evaluated.dropped().any(|dropped| dropped));
         assert_eq!(evaluated.experts(), trained.experts(), "{preset}");
-        let other = route(&config, &logits, false, Draw { seed: 8, ..DRAW });
+        let other = route(&config, &logits, false, RngKey { seed: 8, ..DRAW });
         assert_ne!(evaluated.experts(), other.experts(), "{preset}");
     }
 }
@@ -49,7 +50,7 @@ fn noisy_logits_are_those_by_which_is_chosen() {
     let logits = numbers(5, 50 * 8);
     for noise in [Noise::None, Noise::Gumbel, Noise::Jitter { eps: 0.5 }, Noise::Normal { deviation: 1.0 }] {
         let config = GateConfig { noise, ..plain(8, 3) };
-        let call = Call { logits: &logits, training: true, draw: DRAW, ..Call::default() };
+        let call = GateInput { logits: &logits, training: true, draw: DRAW, ..GateInput::default() };
         let mut noisy = vec![0.0; logits.len()];
         let mut gate = Gate::new(config.clone()).unwrap();
         gate.noisy_logits(&call, &mut noisy).unwrap();
@@ -58,7 +59,7 @@ fn noisy_logits_are_those_by_which_is_chosen() {
         assert_eq!(route(&config, &logits, true, DRAW).choices(), expected.choices(), "{noise:?}");
     }
     let mut gate = Gate::new(plain(8, 3)).unwrap();
-    let short = gate.noisy_logits(&Call { logits: &logits, ..Call::default() }, &mut [0.0; 8]);
+    let short = gate.noisy_logits(&GateInput { logits: &logits, ..GateInput::default() }, &mut [0.0; 8]);
     let error = GateError::WrongShape { what: "noisy logits", seen: 8, rows: 50, columns: 8 };
     assert_eq!(short, Err(error));
 }
@@ -72,7 +73,7 @@ fn a_draw_is_the_same_again_and_does_not_depend_on_the_number_of_tokens() {
         let few = route(&config, &logits[..20 * 8], true, DRAW);
         assert_eq!(few.choices(), &all.choices()[..20 * 3], "{noise:?}");
         assert_eq!(few.weights(), &all.weights()[..20 * 3], "{noise:?}");
-        for other in [Draw { seed: 8, ..DRAW }, Draw { step: 4, ..DRAW }, Draw { rank: 2, ..DRAW }] {
+        for other in [RngKey { seed: 8, ..DRAW }, RngKey { step: 4, ..DRAW }, RngKey { rank: 2, ..DRAW }] {
             assert_ne!(route(&config, &logits, true, other).choices(), all.choices(), "{noise:?} {other:?}");
         }
     }
@@ -85,7 +86,7 @@ fn gumbel_noise_moves_the_choice_and_not_the_weights() {
         let config = GateConfig { noise, ..plain(8, 2) };
         let decision = route(&config, &logits, true, DRAW);
         let quiet = route(&plain(8, 2), &logits, false, DRAW);
-        let call = Call { logits: &logits, training: true, draw: DRAW, ..Call::default() };
+        let call = GateInput { logits: &logits, training: true, draw: DRAW, ..GateInput::default() };
         let scores = scores(&config, &call);
         assert_eq!(scores, super::scores(&plain(8, 2), &call));
         for (token, ids) in decision.experts().chunks(2).enumerate() {
@@ -119,9 +120,15 @@ fn gumbel_noise_samples_the_softmax() {
 
 /// What became of `tokens` equal logits: their sigmoids are the weights, and are turned back.
 fn noisy_logits(noise: Noise, logit: f32, deviation: Option<&[f32]>, tokens: usize) -> Vec<f64> {
-    let config = GateConfig { noise, score: Score::Sigmoid, ..plain(1, 1) };
+    let config = GateConfig { noise, score: ScoreFunction::Sigmoid, ..plain(1, 1) };
     let logits = vec![logit; tokens];
-    let call = Call { logits: &logits, deviation, training: true, draw: DRAW, ..Call::default() };
+    let call = GateInput {
+        logits: &logits,
+        noise_std: deviation,
+        training: true,
+        draw: DRAW,
+        ..GateInput::default()
+    };
     let decision = Gate::new(config).unwrap().route(&call).unwrap().clone();
     decision.weights().iter().map(|&weight| (f64::from(weight) / (1.0 - f64::from(weight))).ln()).collect()
 }
@@ -163,8 +170,8 @@ fn second_choices_are_thinned_out_by_their_weight() {
     let tokens = 10_000;
     let logits = [8f32, 2.0, 1.0].map(f32::ln).repeat(tokens);
     let config = GateConfig {
-        second: Second::Random { threshold: 0.5 },
-        normalise: Normalise::BeforeDrop(Divisor::SumPlus(0.0)),
+        second: SecondExpertPolicy::Random { threshold: 0.5 },
+        normalise: Normalize::BeforeDrop(Divisor::SumPlus(0.0)),
         ..plain(3, 2)
     };
     let thinned = route(&config, &logits, true, DRAW);

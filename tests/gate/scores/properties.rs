@@ -1,25 +1,25 @@
 //! Scores, weights and choices against f64, for any shape and scale.
 
 use proptest::prelude::*;
-use sidelane::gate::{Call, Divisor, Gate, GateConfig, GroupScore, Normalise, Score, Select};
+use sidelane::gate::{Divisor, Gate, GateConfig, GateInput, GroupScore, Normalize, ScoreFunction, Select};
 
 use super::{plain, scores, ulps};
 
-fn scores_of(score: Score, logits: &[f32]) -> Vec<f64> {
+fn scores_of(score: ScoreFunction, logits: &[f32]) -> Vec<f64> {
     let all = logits.iter().map(|&x| f64::from(x));
     match score {
-        Score::Softmax | Score::SoftmaxOfChosen => {
+        ScoreFunction::Softmax | ScoreFunction::SoftmaxOfChosen => {
             let top = all.clone().fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = all.clone().map(|x| (x - top).exp()).sum();
             all.map(|x| (x - top).exp() / sum).collect()
         }
-        Score::Sigmoid => all.map(|x| 1.0 / (1.0 + (-x).exp())).collect(),
-        Score::SqrtSoftplus => all.map(|x| (x.max(0.0) + (-x.abs()).exp().ln_1p()).sqrt()).collect(),
+        ScoreFunction::Sigmoid => all.map(|x| 1.0 / (1.0 + (-x).exp())).collect(),
+        ScoreFunction::SqrtSoftplus => all.map(|x| (x.max(0.0) + (-x.abs()).exp().ln_1p()).sqrt()).collect(),
     }
 }
 
 fn weights_of(config: &GateConfig, logits: &[f32], ids: &[i32]) -> Vec<f64> {
-    let chosen: Vec<f64> = if config.score == Score::SoftmaxOfChosen {
+    let chosen: Vec<f64> = if config.score == ScoreFunction::SoftmaxOfChosen {
         scores_of(config.score, &ids.iter().map(|&id| logits[id as usize]).collect::<Vec<_>>())
     } else {
         let all = scores_of(config.score, logits);
@@ -27,13 +27,13 @@ fn weights_of(config: &GateConfig, logits: &[f32], ids: &[i32]) -> Vec<f64> {
     };
     let sum: f64 = chosen.iter().sum();
     let divisor = match config.normalise {
-        Normalise::Never => 1.0,
-        Normalise::BeforeDrop(Divisor::SumPlus(_)) if ids.len() == 1 => 1.0,
-        Normalise::BeforeDrop(Divisor::SumPlus(more)) | Normalise::AfterDrop(Divisor::SumPlus(more)) => {
+        Normalize::Never => 1.0,
+        Normalize::BeforeDrop(Divisor::SumPlus(_)) if ids.len() == 1 => 1.0,
+        Normalize::BeforeDrop(Divisor::SumPlus(more)) | Normalize::AfterDrop(Divisor::SumPlus(more)) => {
             sum + f64::from(more)
         }
-        Normalise::BeforeDrop(Divisor::SumAtLeast(least))
-        | Normalise::AfterDrop(Divisor::SumAtLeast(least)) => sum.max(f64::from(least)),
+        Normalize::BeforeDrop(Divisor::SumAtLeast(least))
+        | Normalize::AfterDrop(Divisor::SumAtLeast(least)) => sum.max(f64::from(least)),
     };
     chosen.iter().map(|score| score / divisor * f64::from(config.scaling)).collect()
 }
@@ -70,22 +70,22 @@ fn choices(config: &GateConfig, mut keys: Vec<f32>) -> Vec<i32> {
     best(&keys, config.top_k as usize)
 }
 
-fn normalise() -> impl Strategy<Value = Normalise> {
+fn normalise() -> impl Strategy<Value = Normalize> {
     prop_oneof![
-        Just(Normalise::Never),
-        Just(Normalise::BeforeDrop(Divisor::SumPlus(1e-20))),
-        Just(Normalise::BeforeDrop(Divisor::SumPlus(0.0))),
-        Just(Normalise::BeforeDrop(Divisor::SumAtLeast(f32::EPSILON))),
-        Just(Normalise::AfterDrop(Divisor::SumAtLeast(f32::EPSILON))),
+        Just(Normalize::Never),
+        Just(Normalize::BeforeDrop(Divisor::SumPlus(1e-20))),
+        Just(Normalize::BeforeDrop(Divisor::SumPlus(0.0))),
+        Just(Normalize::BeforeDrop(Divisor::SumAtLeast(f32::EPSILON))),
+        Just(Normalize::AfterDrop(Divisor::SumAtLeast(f32::EPSILON))),
     ]
 }
 
 fn configs() -> impl Strategy<Value = GateConfig> {
     let score = prop_oneof![
-        Just(Score::Softmax),
-        Just(Score::SoftmaxOfChosen),
-        Just(Score::Sigmoid),
-        Just(Score::SqrtSoftplus),
+        Just(ScoreFunction::Softmax),
+        Just(ScoreFunction::SoftmaxOfChosen),
+        Just(ScoreFunction::Sigmoid),
+        Just(ScoreFunction::SqrtSoftplus),
     ];
     let best = (1u32..=256, 1u32..=8).prop_map(|(experts, k)| (experts, k.min(experts), Select::Best));
     let groups = (1u32..=8, 1u32..=32, 1u32..=8, 1u32..=8, 0u32..4).prop_map(|(count, size, kept, k, n)| {
@@ -122,7 +122,7 @@ proptest! {
     fn scores_and_weights_are_within_two_ulps_of_f64((config, logits) in cases()) {
         let (experts, k) = (config.experts as usize, config.top_k as usize);
         let mut gate = Gate::new(config.clone()).unwrap();
-        let call = Call { logits: &logits, ..Call::default() };
+        let call = GateInput { logits: &logits, ..GateInput::default() };
         let scores = scores(&config, &call);
         let decision = gate.route(&call).unwrap();
         prop_assert_eq!(decision.tokens() as usize, logits.len() / experts);
@@ -142,14 +142,14 @@ proptest! {
         (config, logits) in cases(), biased in any::<bool>(), seed in any::<u64>(),
     ) {
         let (experts, k) = (config.experts as usize, config.top_k as usize);
-        let biased = biased && config.score != Score::SoftmaxOfChosen;
+        let biased = biased && config.score != ScoreFunction::SoftmaxOfChosen;
         let bias = biased.then(|| super::numbers(seed, experts));
         let mut gate = Gate::new(config.clone()).unwrap();
-        let call = Call { logits: &logits, bias: bias.as_deref(), ..Call::default() };
+        let call = GateInput { logits: &logits, bias: bias.as_deref(), ..GateInput::default() };
         let scores = scores(&config, &call);
         let decision = gate.route(&call).unwrap();
         for (token, logits) in logits.chunks(experts).enumerate() {
-            let by_logits = config.score == Score::SoftmaxOfChosen || config.select == Select::Best && !biased;
+            let by_logits = config.score == ScoreFunction::SoftmaxOfChosen || config.select == Select::Best && !biased;
             let scores = &scores[token * experts..][..experts];
             let keys = match &bias {
                 Some(bias) => scores.iter().zip(bias).map(|(score, bias)| score + bias).collect(),
@@ -167,13 +167,13 @@ proptest! {
     ) {
         let select = Select::Groups { count: 8, kept: 4, by: GroupScore::SumOfBest(2) };
         let select = if grouped { select } else { Select::Best };
-        let config = GateConfig { score: Score::Sigmoid, select, ..plain(256, 8) };
+        let config = GateConfig { score: ScoreFunction::Sigmoid, select, ..plain(256, 8) };
         let steps = steps.iter().flat_map(|&step| [10f32.powi(step); 256]);
         let numbers = super::numbers(seed, steps.clone().count());
         let logits: Vec<f32> = steps.zip(numbers).map(|(step, x)| 1.0 + (x * 8.0).round() * step).collect();
         let bias: Vec<f32> =
             super::numbers(!seed, 256).iter().map(|x| (x * 4.0).round() * [0.0, 1e-6, 0.5, 1e5][size]).collect();
-        let call = Call { logits: &logits, bias: Some(&bias), ..Call::default() };
+        let call = GateInput { logits: &logits, bias: Some(&bias), ..GateInput::default() };
         let scores = scores(&config, &call);
         let mut gate = Gate::new(config.clone()).unwrap();
         let decision = gate.route(&call).unwrap();
@@ -187,10 +187,10 @@ proptest! {
     fn a_token_is_decided_alike_in_any_company((config, logits) in cases(), seed in any::<u64>()) {
         let (experts, k) = (config.experts as usize, config.top_k as usize);
         let mut gate = Gate::new(config).unwrap();
-        let all = gate.route(&Call { logits: &logits, ..Call::default() }).unwrap().clone();
+        let all = gate.route(&GateInput { logits: &logits, ..GateInput::default() }).unwrap().clone();
         if all.tokens() > 0 {
             let token = (seed % u64::from(all.tokens())) as usize;
-            let call = Call { logits: &logits[token * experts..][..experts], ..Call::default() };
+            let call = GateInput { logits: &logits[token * experts..][..experts], ..GateInput::default() };
             let alone = gate.route(&call).unwrap();
             prop_assert_eq!(alone.experts(), &all.experts()[token * k..][..k]);
             let bits = |weights: &[f32]| weights.iter().map(|weight| weight.to_bits()).collect::<Vec<_>>();
@@ -201,7 +201,7 @@ proptest! {
     #[test]
     fn dropless_choices_all_have_places((config, logits) in cases()) {
         let mut gate = Gate::new(config.clone()).unwrap();
-        let decision = gate.route(&Call { logits: &logits, training: true, ..Call::default() }).unwrap();
+        let decision = gate.route(&GateInput { logits: &logits, training: true, ..GateInput::default() }).unwrap();
         prop_assert!(decision.dropped().all(|dropped| !dropped));
         prop_assert_eq!(decision.dropped_tokens().count(), 0);
         prop_assert_eq!(decision.counts_before(), decision.counts_after());

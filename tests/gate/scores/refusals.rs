@@ -2,8 +2,8 @@
 
 use sidelane::error::GateError;
 use sidelane::gate::{
-    Call, Capacity, Divisor, Gate, GateConfig, GroupScore, Keep, Noise, Normalise, Preset, Rule, Score,
-    Second, Select,
+    Capacity, CapacityRule, Divisor, DropPolicy, Gate, GateConfig, GateInput, GroupScore, Noise, Normalize,
+    Preset, ScoreFunction, SecondExpertPolicy, Select,
 };
 
 use super::plain;
@@ -36,19 +36,22 @@ fn numbers_that_cannot_be_used_are_named() {
     }
     for threshold in [0.0, -0.5, f32::NAN] {
         assert_eq!(
-            parameter(GateConfig { second: Second::Random { threshold }, ..plain(4, 2) }),
+            parameter(GateConfig { second: SecondExpertPolicy::Random { threshold }, ..plain(4, 2) }),
             "threshold"
         );
     }
-    assert_eq!(parameter(GateConfig { second: Second::Random { threshold: 0.5 }, ..plain(4, 3) }), "top_k");
-    let divided = |divisor| GateConfig { normalise: Normalise::AfterDrop(divisor), ..plain(4, 2) };
+    assert_eq!(
+        parameter(GateConfig { second: SecondExpertPolicy::Random { threshold: 0.5 }, ..plain(4, 3) }),
+        "top_k"
+    );
+    let divided = |divisor| GateConfig { normalise: Normalize::AfterDrop(divisor), ..plain(4, 2) };
     assert_eq!(parameter(divided(Divisor::SumPlus(-1.0))), "sum plus");
     assert_eq!(parameter(divided(Divisor::SumAtLeast(0.0))), "sum at least");
     let capacity = |factor| Capacity {
-        rule: Rule::CeilF64 { factor },
+        rule: CapacityRule::CeilF64 { factor },
         minimum: 0,
         align: 1,
-        keep: Keep::Score,
+        keep: DropPolicy::Score,
         groups: 1,
         pad: false,
     };
@@ -83,10 +86,10 @@ fn settings_that_exclude_each_other_are_named() {
     for noise in [Noise::Gumbel, Noise::GumbelAfterFirst] {
         assert!(conflict(GateConfig { noise, select: sinkhorn, ..plain(4, 1) }));
         assert!(conflict(GateConfig { noise, select: groups, ..plain(4, 1) }));
-        for score in [Score::Sigmoid, Score::SqrtSoftplus] {
+        for score in [ScoreFunction::Sigmoid, ScoreFunction::SqrtSoftplus] {
             assert!(conflict(GateConfig { noise, score, ..plain(4, 1) }));
         }
-        assert!(!conflict(GateConfig { noise, score: Score::SoftmaxOfChosen, ..plain(4, 1) }));
+        assert!(!conflict(GateConfig { noise, score: ScoreFunction::SoftmaxOfChosen, ..plain(4, 1) }));
     }
     assert!(conflict(GateConfig { noise: Noise::Jitter { eps: 0.1 }, select: sinkhorn, ..plain(4, 1) }));
 }
@@ -113,12 +116,15 @@ fn logits_that_are_not_finite_are_named() {
             for (token, expert) in [(0, 0), (1, 63), (2, 31)] {
                 let mut logits = vec![0.5; 3 * 64];
                 logits[token as usize * 64 + expert as usize] = seen;
-                let error = gate.route(&Call { logits: &logits, ..Call::default() }).unwrap_err();
+                let error = gate.route(&GateInput { logits: &logits, ..GateInput::default() }).unwrap_err();
                 let GateError::NotFinite { token: t, expert: e, seen: s } = error else { panic!("{error}") };
                 assert_eq!((t, e, s.to_bits()), (token, expert, seen.to_bits()));
             }
         }
-        assert_eq!(gate.route(&Call { logits: &[0.5; 64], ..Call::default() }).unwrap().tokens(), 1);
+        assert_eq!(
+            gate.route(&GateInput { logits: &[0.5; 64], ..GateInput::default() }).unwrap().tokens(),
+            1
+        );
     }
 }
 
@@ -127,23 +133,26 @@ fn arrays_of_the_wrong_length_are_named() {
     let config = GateConfig { noise: Noise::Normal { deviation: 1.0 }, ..plain(4, 2) };
     let mut gate = Gate::new(config).unwrap();
     let logits = [0.0; 12];
-    let right = Call { logits: &logits, ..Call::default() };
+    let right = GateInput { logits: &logits, ..GateInput::default() };
     let calls = [
-        ("logits", Call { logits: &logits[..11], ..right }),
-        ("bias", Call { bias: Some(&[0.0; 5]), ..right }),
-        ("deviation", Call { deviation: Some(&[0.0; 11]), ..right }),
-        ("used", Call { used: Some(&[true; 4]), ..right }),
-        ("recorded choices", Call { replay: Some(&[0; 5]), ..right }),
+        ("logits", GateInput { logits: &logits[..11], ..right }),
+        ("bias", GateInput { bias: Some(&[0.0; 5]), ..right }),
+        ("deviation", GateInput { noise_std: Some(&[0.0; 11]), ..right }),
+        ("used", GateInput { token_mask: Some(&[true; 4]), ..right }),
+        ("recorded choices", GateInput { replay: Some(&[0; 5]), ..right }),
     ];
     for (name, call) in calls {
         let error = gate.route(&call).unwrap_err();
         assert!(matches!(error, GateError::WrongShape { what, .. } if what == name), "{name}: {error}");
     }
     for (name, call) in [
-        ("bias", Call { bias: Some(&[0.0, 0.0, f32::NAN, 0.0]), ..right }),
+        ("bias", GateInput { bias: Some(&[0.0, 0.0, f32::NAN, 0.0]), ..right }),
         (
             "deviation",
-            Call { deviation: Some(&[0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]), ..right },
+            GateInput {
+                noise_std: Some(&[0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]),
+                ..right
+            },
         ),
     ] {
         let error = gate.route(&call).unwrap_err();
@@ -156,15 +165,15 @@ fn arrays_of_the_wrong_length_are_named() {
 fn arrays_that_a_router_has_no_use_for_are_refused() {
     let bias = Some(&[0.0; 4][..]);
     for config in [
-        GateConfig { score: Score::SoftmaxOfChosen, ..plain(4, 2) },
+        GateConfig { score: ScoreFunction::SoftmaxOfChosen, ..plain(4, 2) },
         GateConfig { select: Select::Sinkhorn { tolerance: 1e-4 }, ..plain(4, 2) },
         GateConfig { noise: Noise::Gumbel, ..plain(4, 1) },
     ] {
-        let call = Call { logits: &[0.0; 4], bias, ..Call::default() };
+        let call = GateInput { logits: &[0.0; 4], bias, ..GateInput::default() };
         let error = Gate::new(config).unwrap().route(&call).unwrap_err();
         assert!(matches!(error, GateError::Conflict { one: "bias", .. }), "{error}");
     }
-    let call = Call { logits: &[0.0; 4], deviation: bias, ..Call::default() };
+    let call = GateInput { logits: &[0.0; 4], noise_std: bias, ..GateInput::default() };
     let error = Gate::new(plain(4, 2)).unwrap().route(&call).unwrap_err();
     assert!(matches!(error, GateError::Conflict { one: "deviation", .. }), "{error}");
 }

@@ -1,7 +1,7 @@
 //! Recorded choices.
 
 use sidelane::error::GateError;
-use sidelane::gate::{Call, Gate, Preset};
+use sidelane::gate::{Gate, GateInput, Preset};
 
 #[test]
 fn recorded_choices_are_kept_and_weighed_by_this_call() {
@@ -11,8 +11,8 @@ fn recorded_choices_are_kept_and_weighed_by_this_call() {
         let Ok(mut config) = preset.config(4, k) else { continue };
         config.capacity = None;
         let mut gate = Gate::new(config).unwrap();
-        let recorded = gate.route(&Call { logits: &logits, ..Call::default() }).unwrap().clone();
-        let call = Call { logits: &logits, replay: Some(recorded.choices()), ..Call::default() };
+        let recorded = gate.route(&GateInput { logits: &logits, ..GateInput::default() }).unwrap().clone();
+        let call = GateInput { logits: &logits, replay: Some(recorded.choices()), ..GateInput::default() };
         let again = gate.route(&call).unwrap();
         assert_eq!((again.experts(), again.weights()), (recorded.experts(), recorded.weights()), "{preset}");
     }
@@ -21,8 +21,11 @@ fn recorded_choices_are_kept_and_weighed_by_this_call() {
 #[test]
 fn a_recorded_choice_may_be_missing_and_the_order_stays() {
     let mut gate = Gate::new(Preset::Mixtral.config(3, 2).unwrap()).unwrap();
-    let call =
-        Call { logits: &[5.0, 1.0, 1.0, 5.0, 1.0, 1.0], replay: Some(&[-1, 2, 2, 1]), ..Call::default() };
+    let call = GateInput {
+        logits: &[5.0, 1.0, 1.0, 5.0, 1.0, 1.0],
+        replay: Some(&[-1, 2, 2, 1]),
+        ..GateInput::default()
+    };
     let decision = gate.route(&call).unwrap();
     assert_eq!(decision.experts(), [-1, 2, 2, 1]);
     assert_eq!(decision.weights(), [0.0, 1.0, 0.5, 0.5]);
@@ -34,9 +37,12 @@ fn choices_that_cannot_be_are_named() {
     let mut gate = Gate::new(Preset::Qwen3.config(3, 2).unwrap()).unwrap();
     for (ids, k, expert) in [([0, 3], 1, 3), ([-2, 0], 0, -2), ([1, 1], 1, 1)] {
         let recorded = [0, 1, ids[0], ids[1]];
-        let call = Call { logits: &[0.0; 6], replay: Some(&recorded), ..Call::default() };
+        let call = GateInput { logits: &[0.0; 6], replay: Some(&recorded), ..GateInput::default() };
         let error = GateError::BadReplay { token: 1, k, expert, experts: 3 };
         assert_eq!(gate.route(&call).unwrap_err(), error);
     }
-    assert_eq!(gate.route(&Call { logits: &[0.0; 6], ..Call::default() }).unwrap().experts(), [0, 1, 0, 1]);
+    assert_eq!(
+        gate.route(&GateInput { logits: &[0.0; 6], ..GateInput::default() }).unwrap().experts(),
+        [0, 1, 0, 1]
+    );
 }

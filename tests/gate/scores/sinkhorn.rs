@@ -1,17 +1,17 @@
 //! Sinkhorn's balancing, against the iteration written down plainly.
 
 use sidelane::error::GateError;
-use sidelane::gate::{Call, Decision, Gate, GateConfig, Score, Select};
+use sidelane::gate::{Decision, Gate, GateConfig, GateInput, ScoreFunction, Select};
 
 use super::{numbers, plain};
 
 fn config(experts: u32, top_k: u32) -> GateConfig {
-    let score = if top_k == 1 { Score::Sigmoid } else { Score::Softmax };
+    let score = if top_k == 1 { ScoreFunction::Sigmoid } else { ScoreFunction::Softmax };
     GateConfig { select: Select::Sinkhorn { tolerance: 1e-4 }, score, ..plain(experts, top_k) }
 }
 
 fn route(config: GateConfig, logits: &[f32], training: bool, used: Option<&[bool]>) -> Decision {
-    let call = Call { logits, training, used, ..Call::default() };
+    let call = GateInput { logits, training, token_mask: used, ..GateInput::default() };
     Gate::new(config).unwrap().route(&call).unwrap().clone()
 }
 
@@ -81,7 +81,7 @@ fn padding_has_no_part_in_the_balance() {
 
 #[test]
 fn logits_whose_exponential_is_too_large_are_refused() {
-    let call = Call { logits: &[0.0, 88.5], training: true, ..Call::default() };
+    let call = GateInput { logits: &[0.0, 88.5], training: true, ..GateInput::default() };
     let error = Gate::new(config(2, 1)).unwrap().route(&call).unwrap_err();
     assert!(matches!(error, GateError::BadNumber { parameter: "logit", seen: 88.5, .. }), "{error}");
     assert_eq!(route(config(2, 1), &[], true, None).tokens(), 0);

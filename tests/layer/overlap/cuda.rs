@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 
 use sidelane::Error;
 use sidelane::device::{
-    Allocation, Context, Driver, Graph as Captured, PinnedMemory, Priority, Range, Reservation, Stream,
+    Allocation, Context, DeviceRange, Driver, Graph as Captured, PinnedMemory, Priority, Reservation, Stream,
 };
 use sidelane::error::{CallError, OverlapError};
-use sidelane::overlap::{CudaExecutor, Graph, Node, Place, Rotation, Stream as Name, StreamPool, Work};
+use sidelane::overlap::{
+    CudaExecutor, Graph, Node, NodeInfo, NodeLabel, RoundRobin, StreamId as Name, StreamPool,
+};
 
 use crate::apart;
 
@@ -25,17 +27,17 @@ fn context() -> Arc<Context> {
 }
 
 fn caller(context: &Arc<Context>) -> Arc<Stream> {
-    Arc::new(Stream::new(context, Priority::Usual).unwrap())
+    Arc::new(Stream::new(context, Priority::Normal).unwrap())
 }
 
-fn memory(context: &Arc<Context>, bytes: u64) -> Range {
+fn memory(context: &Arc<Context>, bytes: u64) -> DeviceRange {
     let allocation = Allocation::new(context, bytes).unwrap();
     let reservation = Reservation::new(context, 1, allocation.bytes()).unwrap();
     reservation.map(0, &allocation, &[0]).unwrap().part(0, bytes).unwrap()
 }
 
-fn work(name: &'static str, chunk: u64) -> Work {
-    Work { name, chunk: chunk as u32 }
+fn work(name: &'static str, chunk: u64) -> NodeLabel {
+    NodeLabel { name, chunk: chunk as u32 }
 }
 
 fn pattern(round: u64) -> Vec<u8> {
@@ -47,9 +49,9 @@ fn pattern(round: u64) -> Vec<u8> {
 /// Where bytes come from, two landing places that chunks use in turn, what experts make, and where it comes home.
 struct Tensors {
     input: PinnedMemory,
-    tokens: Range,
-    landing: Range,
-    outputs: Range,
+    tokens: DeviceRange,
+    landing: DeviceRange,
+    outputs: DeviceRange,
     home: PinnedMemory,
 }
 
@@ -67,14 +69,15 @@ impl Tensors {
 
     /// Dispatch, experts and combine of each chunk as copies, behind a copy of the caller's own.
     fn enqueue(&self, executor: &CudaExecutor<'_>, caller: &Arc<Stream>, streams: u32) -> Result<(), Error> {
-        let copy = |stream: &Stream, to: (&Range, u64), from: (&Range, u64)| -> Result<(), Error> {
-            Ok(stream.copy(to.0.span(to.1 * BYTES, BYTES)?, from.0.span(from.1 * BYTES, BYTES)?)?)
-        };
+        let copy =
+            |stream: &Stream, to: (&DeviceRange, u64), from: (&DeviceRange, u64)| -> Result<(), Error> {
+                Ok(stream.copy(to.0.span(to.1 * BYTES, BYTES)?, from.0.span(from.1 * BYTES, BYTES)?)?)
+            };
         let all = CHUNKS * BYTES;
         caller.copy(self.tokens.span(0, all)?, self.input.range().span(0, all)?)?;
         let sent = memory(caller.context(), all);
         let mut graph: Graph<'_, Arc<Stream>> = Graph::new();
-        let (mut rotation, mut computed) = (Rotation::new(streams, 2), Vec::<Node>::new());
+        let (mut rotation, mut computed) = (RoundRobin::new(streams, 2), Vec::<Node>::new());
         for chunk in 0..CHUNKS {
             // The landing place is free when the experts have read it.
             let free: Vec<Node> = computed.len().checked_sub(2).map(|at| computed[at]).into_iter().collect();
@@ -211,7 +214,7 @@ fn after_a_node_that_fails_streams_are_joined_and_captures_can_be_ended() {
             graph.add(Name::Transfer(0), work("combine", 0), &[], |_| Ok(()));
             graph.run(&executor)
         };
-    let at = Place { work: work("experts", 0), stream: Name::Compute(0) };
+    let at = NodeInfo { work: work("experts", 0), stream: Name::Compute(0) };
     let failed = OverlapError::Failed { at, error: Box::new(turn()), not_begun: 1 };
     assert_eq!(run(1, true), Err(failed.clone()));
     caller.synchronize().unwrap();
@@ -234,7 +237,7 @@ fn a_stream_that_the_pool_has_not_is_named_before_anything_is_enqueued() {
             unreachable!("nothing is begun")
         });
         graph.add(stream, work("combine", 5), &[], |_: &Arc<Stream>| unreachable!("nothing is begun"));
-        let at = Place { work: work("combine", 5), stream };
+        let at = NodeInfo { work: work("combine", 5), stream };
         let refused = graph.run(&CudaExecutor::new(&pool, &caller));
         assert_eq!(refused, Err(OverlapError::NoStream { at }));
     }

@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock};
 
 use proptest::prelude::*;
-use sidelane::overlap::{Graph, HostExecutor, Node, Rotation, Run, Stream, Work};
+use sidelane::overlap::{Graph, HostExecutor, Node, NodeLabel, RoundRobin, Run, StreamId};
 
 /// A node of a random graph: its stream, and earlier nodes that it reads.
-type Shape = Vec<(Stream, Vec<usize>)>;
+type Shape = Vec<(StreamId, Vec<usize>)>;
 
 fn shapes() -> impl Strategy<Value = Shape> {
-    let stream = prop_oneof![(0..4u32).prop_map(Stream::Compute), (0..3u32).prop_map(Stream::Transfer)];
+    let stream = prop_oneof![(0..4u32).prop_map(StreamId::Compute), (0..3u32).prop_map(StreamId::Transfer)];
     let node = (stream, prop::collection::vec(any::<prop::sample::Index>(), 0..4));
     prop::collection::vec(node, 0..40).prop_map(|nodes| {
         let nodes = nodes.into_iter().enumerate();
@@ -46,7 +46,7 @@ fn run(shape: &Shape, executor: &HostExecutor<'_>) -> (Vec<u64>, Vec<Ran>) {
     for (at, ((stream, after), ran)) in shape.iter().zip(&mut ran).enumerate() {
         let edges: Vec<Node> = after.iter().map(|&before| nodes[before]).collect();
         let (clock, values) = (&clock, &values);
-        nodes.push(graph.add(*stream, Work { name: "mix", chunk: at as u32 }, &edges, move |_| {
+        nodes.push(graph.add(*stream, NodeLabel { name: "mix", chunk: at as u32 }, &edges, move |_| {
             ran.times += 1;
             ran.began = clock.fetch_add(1, Ordering::SeqCst);
             let mut value = at as u64 + 1;
@@ -92,11 +92,11 @@ fn halves(
     let (begun, changed, mut both) = (Mutex::new(false), Condvar::new(), [false; 2]);
     let [one, other] = &mut both;
     let mut graph = Graph::new();
-    let before = graph.add(Stream::Transfer(0), Work { name: "dispatch", chunk: 0 }, &[], |run| {
+    let before = graph.add(StreamId::Transfer(0), NodeLabel { name: "dispatch", chunk: 0 }, &[], |run| {
         *one = first(run, &changed, &begun);
         Ok(())
     });
-    graph.add(Stream::Transfer(1), Work { name: "dispatch", chunk: 1 }, &[before.halfway()], |_| {
+    graph.add(StreamId::Transfer(1), NodeLabel { name: "dispatch", chunk: 1 }, &[before.halfway()], |_| {
         *begun.lock().unwrap() = true;
         changed.notify_all();
         *other = true;
@@ -131,9 +131,9 @@ fn a_node_that_does_not_say_it_is_halfway_is_waited_for_to_its_end() {
 fn rotate(streams: u32, at_once: u32, together: usize) -> usize {
     let (at_it, most) = (Mutex::new((0, 0)), Condvar::new());
     let mut graph = Graph::new();
-    let mut rotation = Rotation::new(streams, at_once);
+    let mut rotation = RoundRobin::new(streams, at_once);
     for chunk in 0..12 {
-        rotation.add(&mut graph, Work { name: "experts", chunk }, &[], |_| {
+        rotation.add(&mut graph, NodeLabel { name: "experts", chunk }, &[], |_| {
             let mut now = at_it.lock().unwrap();
             now.0 += 1;
             now.1 = now.0.max(now.1);
@@ -158,12 +158,12 @@ fn of_many_streams_as_many_compute_at_once_as_may_and_no_more() {
 #[test]
 fn chunks_go_round_the_compute_streams() {
     let mut graph = Graph::new();
-    let mut rotation = Rotation::new(3, 2);
+    let mut rotation = RoundRobin::new(3, 2);
     for chunk in 0..5 {
-        rotation.add(&mut graph, Work { name: "experts", chunk }, &[], |_| Ok(()));
+        rotation.add(&mut graph, NodeLabel { name: "experts", chunk }, &[], |_| Ok(()));
     }
-    let streams: Vec<Stream> = graph.places().map(|place| place.stream).collect();
-    assert_eq!(streams, [0, 1, 2, 0, 1].map(Stream::Compute));
+    let streams: Vec<StreamId> = graph.places().map(|place| place.stream).collect();
+    assert_eq!(streams, [0, 1, 2, 0, 1].map(StreamId::Compute));
     graph.run(&HostExecutor::new()).unwrap();
 }
 
@@ -171,13 +171,13 @@ fn chunks_go_round_the_compute_streams() {
 fn the_callers_thread_is_compute_0_or_else_the_first_stream() {
     let here = std::thread::current().id();
     for (streams, callers) in [
-        ([Stream::Transfer(0), Stream::Compute(0)], [false, true]),
-        ([Stream::Transfer(0), Stream::Compute(1)], [true, false]),
+        ([StreamId::Transfer(0), StreamId::Compute(0)], [false, true]),
+        ([StreamId::Transfer(0), StreamId::Compute(1)], [true, false]),
     ] {
         let mut seen = [None; 2];
         let mut graph = Graph::new();
         for (stream, seen) in streams.into_iter().zip(&mut seen) {
-            graph.add(stream, Work { name: "look", chunk: 0 }, &[], move |_| {
+            graph.add(stream, NodeLabel { name: "look", chunk: 0 }, &[], move |_| {
                 *seen = Some(std::thread::current().id() == here);
                 Ok(())
             });

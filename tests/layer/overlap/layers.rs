@@ -3,7 +3,7 @@
 use half::bf16;
 use sidelane::ep::{ExpertRows, Handle};
 use sidelane::gate::Routing;
-use sidelane::overlap::{Graph, HostExecutor, Run, Slot, Stream, Work};
+use sidelane::overlap::{Graph, Handoff, HostExecutor, NodeLabel, Run, StreamId};
 use sidelane::{Dtype, Error, ExpertParallel, Group};
 
 use crate::support::{Tokens, on_ranks, small, tokens};
@@ -52,9 +52,9 @@ fn chunked(
         let routing = Routing::new(TOP_K, &mine.ids[choices.clone()], &mine.weights[choices]).unwrap();
         (&mine.x[from * HIDDEN..to * HIDDEN], routing)
     };
-    let ep = Slot::new(ep);
-    let landed: Vec<Slot<(ExpertRows, Handle)>> = (0..CHUNKS).map(|_| Slot::empty()).collect();
-    let done: Vec<Slot<(Vec<bf16>, Handle)>> = (0..CHUNKS).map(|_| Slot::empty()).collect();
+    let ep = Handoff::new(ep);
+    let landed: Vec<Handoff<(ExpertRows, Handle)>> = (0..CHUNKS).map(|_| Handoff::empty()).collect();
+    let done: Vec<Handoff<(Vec<bf16>, Handle)>> = (0..CHUNKS).map(|_| Handoff::empty()).collect();
     let mut home = vec![bf16::NAN; mine.x.len()];
     let mut outs: Vec<&mut [bf16]> = Vec::new();
     let mut rest = home.as_mut_slice();
@@ -66,19 +66,19 @@ fn chunked(
 
     let (ep, landed, done) = (&ep, &landed, &done);
     let mut graph = Graph::new();
-    let work = |name, chunk: usize| Work { name, chunk: chunk as u32 };
+    let work = |name, chunk: usize| NodeLabel { name, chunk: chunk as u32 };
     let dispatch = |chunk: usize| {
         move |_: &Run| {
             let (x, routing) = slice(chunk);
             ep.with(|ep| landed[chunk].put(ep.dispatch(x, &routing)?))
         }
     };
-    let transfer = Stream::Transfer(0);
+    let transfer = StreamId::Transfer(0);
     let mut arrived = graph.add(transfer, work("dispatch", 0), &[], dispatch(0));
     for (chunk, out) in outs.into_iter().enumerate() {
         let next = chunk + 1;
         let next = (next < CHUNKS).then(|| graph.add(transfer, work("dispatch", next), &[], dispatch(next)));
-        let computed = graph.add(Stream::Compute(0), work("experts", chunk), &[arrived], move |_| {
+        let computed = graph.add(StreamId::Compute(0), work("experts", chunk), &[arrived], move |_| {
             let (rows, handle) = landed[chunk].take()?;
             done[chunk].put((experts(&rows, &handle, first)?, handle))
         });

@@ -3,9 +3,11 @@
 use std::sync::Mutex;
 
 use proptest::prelude::*;
-use sidelane::overlap::{Body, Graph, HostExecutor, Passes, Run, Step, Stream, add_one_f_one_b, one_f_one_b};
+use sidelane::overlap::{
+    Body, Graph, HostExecutor, LayerStep, Passes, Run, StreamId, add_one_f_one_b, one_f_one_b,
+};
 
-fn names(order: &[Step]) -> Vec<&'static str> {
+fn names(order: &[LayerStep]) -> Vec<&'static str> {
     order.iter().map(|step| step.name()).collect()
 }
 
@@ -41,22 +43,22 @@ fn the_launch_order_is_megatrons() {
 
 #[test]
 fn each_stream_has_its_order() {
-    let on = |stream: Stream| {
-        let steps: Vec<Step> =
+    let on = |stream: StreamId| {
+        let steps: Vec<LayerStep> =
             one_f_one_b(false).into_iter().filter(|step| step.stream() == stream).collect();
         names(&steps)
     };
     let transfer = ["combine backward", "dispatch", "dispatch backward", "combine"];
-    assert_eq!(on(Stream::Transfer(0)), transfer);
+    assert_eq!(on(StreamId::Transfer(0)), transfer);
     let compute =
         ["before", "experts backward", "experts weights", "experts", "before backward", "before weights"];
-    assert_eq!(on(Stream::Compute(0)), compute);
+    assert_eq!(on(StreamId::Compute(0)), compute);
 }
 
 #[test]
 fn every_step_takes_the_result_of_an_earlier_one() {
     for order in [one_f_one_b(false), one_f_one_b(true)] {
-        let first: Vec<Step> = order.into_iter().filter(|step| step.after().is_none()).collect();
+        let first: Vec<LayerStep> = order.into_iter().filter(|step| step.after().is_none()).collect();
         assert_eq!(names(&first), ["combine backward", "before"], "one of each pass");
         for (at, step) in order.iter().enumerate() {
             assert!(step.after().is_none_or(|before| order[..at].contains(&before)), "{}", step.name());
@@ -99,10 +101,10 @@ proptest! {
         graph.run(&HostExecutor::new().overlap(overlap)).unwrap();
         let ran = log.into_inner().unwrap();
         prop_assert_eq!(ran.len(), expected.len());
-        let pass = |ran: &[(usize, Step)], wanted| {
+        let pass = |ran: &[(usize, LayerStep)], wanted| {
             ran.iter().filter(|(_, step)| step.pass == wanted).copied().collect::<Vec<_>>()
         };
-        use sidelane::overlap::Pass::{Backward, Forward, WeightGradient};
+        use sidelane::overlap::Direction::{Backward, Forward, WeightGradient};
         for wanted in [Forward, Backward, WeightGradient] {
             prop_assert_eq!(pass(&ran, wanted), pass(&expected, wanted));
         }

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use sidelane::bootstrap::interruptible;
 use sidelane::error::{GateError, OverlapError};
-use sidelane::overlap::{Graph, HostExecutor, Place, Run, Stream, Work};
+use sidelane::overlap::{Graph, HostExecutor, NodeInfo, NodeLabel, Run, StreamId};
 use sidelane::{Dtype, Error};
 
-const COMPUTE: Stream = Stream::Compute(0);
-const TRANSFER: Stream = Stream::Transfer(0);
+const COMPUTE: StreamId = StreamId::Compute(0);
+const TRANSFER: StreamId = StreamId::Transfer(0);
 
-fn work(name: &'static str, chunk: u32) -> Work {
-    Work { name, chunk }
+fn work(name: &'static str, chunk: u32) -> NodeLabel {
+    NodeLabel { name, chunk }
 }
 
 fn wrong() -> Error {
@@ -76,14 +76,14 @@ fn failing(
         begin(3);
         Ok(())
     });
-    let error = graph.run(&executor.on_trouble(&hook)).unwrap_err();
+    let error = graph.run(&executor.on_error(&hook)).unwrap_err();
     (error, begun.map(AtomicUsize::into_inner))
 }
 
 #[test]
 fn a_node_that_fails_is_named_and_no_other_begins() {
     let (error, begun) = failing(HostExecutor::new(), || Err(wrong()));
-    let at = Place { work: work("experts", 0), stream: COMPUTE };
+    let at = NodeInfo { work: work("experts", 0), stream: COMPUTE };
     assert_eq!(error, OverlapError::Failed { at, error: Box::new(wrong()), not_begun: 2 });
     assert_eq!(begun, [1, 1, 0, 0]);
     assert!(error.to_string().starts_with("experts of chunk 0 on compute 0: "), "{error}");
@@ -92,7 +92,7 @@ fn a_node_that_fails_is_named_and_no_other_begins() {
 #[test]
 fn a_node_that_panics_is_named_with_what_it_said() {
     let (error, begun) = failing(HostExecutor::new(), || panic!("{} is too many", 7));
-    let at = Place { work: work("experts", 0), stream: COMPUTE };
+    let at = NodeInfo { work: work("experts", 0), stream: COMPUTE };
     assert_eq!(error, OverlapError::Panicked { at, message: "7 is too many".into(), not_begun: 2 });
     assert_eq!(begun, [1, 1, 0, 0]);
 }
@@ -106,7 +106,7 @@ fn without_overlap_nothing_runs_behind_a_failure_either() {
         begun += 1;
         Ok(())
     });
-    let at = Place { work: work("dispatch", 0), stream: TRANSFER };
+    let at = NodeInfo { work: work("dispatch", 0), stream: TRANSFER };
     let failed = OverlapError::Failed { at, error: Box::new(wrong()), not_begun: 1 };
     assert_eq!(graph.run(&HostExecutor::new().overlap(false)), Err(failed));
     assert_eq!(begun, 0);
@@ -130,7 +130,7 @@ fn a_node_past_its_limit_is_named_while_it_is_at_it_and_returned_when_it_is_back
             Err(wrong())
         });
         graph.add(TRANSFER, work("combine", 3), &[], |_| unreachable!("it is not begun"));
-        let executor = HostExecutor::new().overlap(overlap).limit(limit).on_trouble(&hook);
+        let executor = HostExecutor::new().overlap(overlap).limit(limit).on_error(&hook);
         let Err(OverlapError::Overran { at, took, limit: allowed, not_begun }) = graph.run(&executor) else {
             panic!("it was late");
         };
@@ -164,7 +164,7 @@ fn who_is_late_after_another_who_was_no_end_is_named_too() {
             Ok(())
         });
     }
-    let error = graph.run(&HostExecutor::new().limit(limit).on_trouble(&hook)).unwrap_err();
+    let error = graph.run(&HostExecutor::new().limit(limit).on_error(&hook)).unwrap_err();
     assert!(matches!(error, OverlapError::Overran { .. }), "{error}");
     let mut heard = heard.into_inner().unwrap();
     heard.sort_by_key(|work| work.chunk);
@@ -194,7 +194,7 @@ fn refused_beside(
         there.open();
         then(run, &late)
     });
-    let error = graph.run(&HostExecutor::new().limit(limit).on_trouble(&hook)).unwrap_err();
+    let error = graph.run(&HostExecutor::new().limit(limit).on_error(&hook)).unwrap_err();
     let heard = heard.into_inner().unwrap();
     (heard.try_into().expect("both are told, once"), error)
 }
@@ -204,10 +204,10 @@ fn nobody_begins_behind_half_of_a_node_that_fails_before_it() {
     let mut graph = Graph::new();
     let before = graph.add(TRANSFER, work("dispatch", 0), &[], |_| Err(wrong()));
     let never = |_: &Run| panic!("it was not agreed on");
-    graph.add(Stream::Transfer(1), work("dispatch", 1), &[before.halfway()], never);
+    graph.add(StreamId::Transfer(1), work("dispatch", 1), &[before.halfway()], never);
     let error = graph.run(&HostExecutor::new()).unwrap_err();
     let OverlapError::Failed { at, not_begun: 1, .. } = error else { panic!("{error}") };
-    assert_eq!(at, Place { work: work("dispatch", 0), stream: TRANSFER });
+    assert_eq!(at, NodeInfo { work: work("dispatch", 0), stream: TRANSFER });
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn a_refusal_hides_nothing_worse_that_happens_beside_it() {
         panic!("bad luck")
     });
     assert!(refused(&first) && second == error, "{first} {second}");
-    let at = Place { work: work("experts", 0), stream: COMPUTE };
+    let at = NodeInfo { work: work("experts", 0), stream: COMPUTE };
     assert_eq!(error, OverlapError::Panicked { at, message: "bad luck".into(), not_begun: 0 });
 
     // It ends by nothing but the hook, which hears of it while it is at it.
@@ -260,7 +260,7 @@ fn a_node_that_waits_for_another_graph_refuses_its_graph() {
     let mut graph = Graph::new();
     graph.add(COMPUTE, work("experts", 0), &[], |_| unreachable!("nothing is begun"));
     graph.add(TRANSFER, work("combine", 4), &[foreign], |_| unreachable!("nothing is begun"));
-    let at = Place { work: work("combine", 4), stream: TRANSFER };
+    let at = NodeInfo { work: work("combine", 4), stream: TRANSFER };
     assert_eq!(graph.run(&HostExecutor::new()), Err(OverlapError::ForeignNode { at }));
 }
 
@@ -271,11 +271,11 @@ fn no_thread_is_left_behind() {
         let (all, counted) = (std::sync::Barrier::new(3), AtomicUsize::new(0));
         let mut graph = Graph::new();
         graph.add(COMPUTE, work("nothing", 0), &[], |_| Ok(()));
-        for stream in [Stream::Compute(77), Stream::Transfer(77), Stream::Transfer(78)] {
+        for stream in [StreamId::Compute(77), StreamId::Transfer(77), StreamId::Transfer(78)] {
             let (all, counted) = (&all, &counted);
             graph.add(stream, work("meet", 0), &[], move |_| {
                 all.wait();
-                if stream == Stream::Compute(77) {
+                if stream == StreamId::Compute(77) {
                     counted.store(threads(&names), Ordering::SeqCst);
                 }
                 all.wait();
@@ -315,7 +315,7 @@ fn a_caller_whose_user_has_had_enough_gives_up_while_it_waits() {
         if waits {
             graph.add(COMPUTE, work("experts", 0), &[sent], |_| unreachable!("it is not begun"));
         }
-        let executor = HostExecutor::new().on_trouble(&hook);
+        let executor = HostExecutor::new().on_error(&hook);
         let run = interruptible(|| true, || graph.run(&executor));
         assert_eq!(run, Err(OverlapError::Interrupted { not_begun: usize::from(waits) }));
     }

@@ -67,7 +67,7 @@ fn a_forward_beside_a_backward_has_the_bits_of_both() {
             let of_first = losses(&tape);
             let input = Input { residual: Some(&of_next), ..Input::new(&next) };
             let (out_of_next, tape, gradients) =
-                layer.forward_beside_backward(&input, tape, &of_out).unwrap();
+                layer.combined_forward_backward(&input, tape, &of_out).unwrap();
             let of_second = losses(&tape);
             let of_next = layer.backward(tape, &of_next_out).unwrap();
             let one = Seen { out, gradients, losses: of_first };

@@ -3,7 +3,7 @@
 use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sidelane::gate::{Balance, GateConfig, Preset};
+use sidelane::gate::{BalanceLoss, GateConfig, Preset};
 use sidelane::layer::{Gradients, GroupedSwiGlu, Input, MoeLayer, MoeLayerBuilder};
 use sidelane::plan::ExpertMap;
 use sidelane::topology::Route;
@@ -73,8 +73,8 @@ pub fn gate() -> GateConfig {
     Preset::Qwen3.config(EXPERTS, TOP_K).unwrap()
 }
 
-pub fn balance() -> Balance {
-    Balance { coefficient: COEFFICIENT, ..Balance::of(Preset::Qwen3) }
+pub fn balance() -> BalanceLoss {
+    BalanceLoss { coefficient: COEFFICIENT, ..BalanceLoss::of(Preset::Qwen3) }
 }
 
 pub fn router() -> Vec<f32> {

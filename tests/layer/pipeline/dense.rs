@@ -2,7 +2,9 @@
 
 use half::bf16;
 use sidelane::World;
-use sidelane::gate::{Call, Gate, GateConfig, LossInput, Preset, WeightsInput, weights_backward, z_loss};
+use sidelane::gate::{
+    Gate, GateConfig, GateInput, LossInput, Preset, WeightsInput, weights_backward, z_loss,
+};
 use sidelane::layer::{Experts, Segments};
 use sidelane::rows::{Matrix, product};
 
@@ -38,7 +40,7 @@ where
     let mut logits = vec![0.0; tokens * experts];
     product(&mut logits, Matrix::new(&x, tokens, HIDDEN), Matrix::new(&router, HIDDEN, experts), false);
     let mut gate = Gate::new(gate.clone()).unwrap();
-    let decision = gate.route(&Call { logits: &logits, ..Call::default() }).unwrap().clone();
+    let decision = gate.route(&GateInput { logits: &logits, ..GateInput::default() }).unwrap().clone();
     let (mut out, mut of_tokens, mut of_weights) = (Vec::new(), Vec::new(), vec![0.0f32; tokens * k]);
     let round = |value: f32| -> f32 { To::<E>::to(value).into() };
     for token in 0..tokens {

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, getpid, kill_process};
-use sidelane::error::{Cause, LayerError, OverlapError, Pass, Stream, Whose};
-use sidelane::layer::{Failure, Input, MoeLayer};
+use sidelane::error::{Cause, ExpertKind, ExpertPass, LayerError, OverlapError, StreamId};
+use sidelane::layer::{ExpertError, Input, MoeLayer};
 use sidelane::{Dtype, Error, World};
 
 use super::case::{Case, Cut, HIDDEN, Seen, WHOLE, gate, step, swiglu, tensors};
@@ -37,16 +37,16 @@ enum Fault {
 
 struct Faulty {
     fault: Fault,
-    in_pass: Pass,
+    in_pass: ExpertPass,
     calls: AtomicU32,
     world: Arc<World>,
 }
 
 impl Faulty {
     /// Whether this call is to be spoiled: gives too few values of it.
-    fn strikes(&self, pass: Pass) -> Result<bool, Failure> {
+    fn strikes(&self, pass: ExpertPass) -> Result<bool, ExpertError> {
         // Weights are asked for once in a step.
-        let nth = if pass == Pass::WeightsBackward { CALL } else { CALL + 1 };
+        let nth = if pass == ExpertPass::WeightsBackward { CALL } else { CALL + 1 };
         if pass != self.in_pass || self.calls.fetch_add(1, Ordering::Relaxed) + 1 != nth {
             return Ok(false);
         }
@@ -66,7 +66,7 @@ impl Faulty {
 }
 
 impl Meddler for Faulty {
-    fn after(&self, pass: Pass, mut values: Vec<f32>) -> Result<Vec<f32>, Failure> {
+    fn after(&self, pass: ExpertPass, mut values: Vec<f32>) -> Result<Vec<f32>, ExpertError> {
         if self.strikes(pass)? {
             values.pop();
         }
@@ -79,7 +79,7 @@ fn case(ranks: usize, cut: Cut) -> Case {
 }
 
 /// A step until something goes wrong: what the culprit's layer, or those of its peers, answer.
-fn broken_step(case: &Case, world: &Arc<World>, fault: Fault, in_pass: Pass) -> Error {
+fn broken_step(case: &Case, world: &Arc<World>, fault: Fault, in_pass: ExpertPass) -> Error {
     let (group, rank) = (world.all().unwrap(), world.rank());
     let inner = swiglu(case.held(rank));
     let builder = if rank == CULPRIT {
@@ -126,7 +126,7 @@ fn cause_of(world: &World) -> Cause {
 }
 
 /// Whether it names the fault, and the work that had it.
-fn is_of_the_fault(error: &Error, fault: Fault, pass: Pass, cut: Cut) -> bool {
+fn is_of_the_fault(error: &Error, fault: Fault, pass: ExpertPass, cut: Cut) -> bool {
     let Error::Overlap(
         OverlapError::Failed { at, .. }
         | OverlapError::Panicked { at, .. }
@@ -136,17 +136,19 @@ fn is_of_the_fault(error: &Error, fault: Fault, pass: Pass, cut: Cut) -> bool {
         return false;
     };
     let (name, chunk) = match pass {
-        Pass::Forward => ("experts", CALL),
-        Pass::RowsBackward => ("gradient of rows", CALL),
-        Pass::WeightsBackward => ("gradient of weights", 0),
+        ExpertPass::Forward => ("experts", CALL),
+        ExpertPass::RowsBackward => ("gradient of rows", CALL),
+        ExpertPass::WeightsBackward => ("gradient of weights", 0),
     };
     // Streams beside each other may come to their calls in any order.
-    let in_order = !cut.overlap || pass == Pass::WeightsBackward;
-    if at.work.name != name || !matches!(at.stream, Stream::Compute(_)) || in_order && at.work.chunk != chunk
+    let in_order = !cut.overlap || pass == ExpertPass::WeightsBackward;
+    if at.work.name != name
+        || !matches!(at.stream, StreamId::Compute(_))
+        || in_order && at.work.chunk != chunk
     {
         return false;
     }
-    let whose = Whose::Routed;
+    let whose = ExpertKind::Routed;
     match (fault, root(error)) {
         (Fault::Fails, Error::Layer(error)) => {
             *error == LayerError::Failed { whose, pass, reason: "no luck".into() }
@@ -167,7 +169,7 @@ fn is_of_the_fault(error: &Error, fault: Fault, pass: Pass, cut: Cut) -> bool {
 fn experts_that_fail_end_the_step_on_all_ranks_and_the_rebuilt_world_is_right() {
     let cut = Cut { chunks: 3, groups: 2, transfers: 2, overlap: true, streams: 2, at_once: 2, align: 1 };
     let expected = case(3, WHOLE).step::<f32>();
-    let passes = [Pass::Forward, Pass::RowsBackward, Pass::WeightsBackward];
+    let passes = [ExpertPass::Forward, ExpertPass::RowsBackward, ExpertPass::WeightsBackward];
     let faults = [Fault::TooFew, Fault::Fails, Fault::Panics, Fault::Overruns];
     let all = faults.into_iter().flat_map(|fault| passes.map(|pass| (fault, pass)));
     for (nth, (fault, pass)) in all.enumerate() {
@@ -197,8 +199,11 @@ fn threads() -> usize {
 #[test]
 #[ignore = "started by the test below, once per rank"]
 fn a_rank_of_the_world_below() {
-    let pass =
-        if std::env::var_os("SIDELANE_TEST_BACKWARD").is_some() { Pass::RowsBackward } else { Pass::Forward };
+    let pass = if std::env::var_os("SIDELANE_TEST_BACKWARD").is_some() {
+        ExpertPass::RowsBackward
+    } else {
+        ExpertPass::Forward
+    };
     let cut = Cut { chunks: 3, groups: 2, transfers: 2, overlap: true, streams: 2, at_once: 2, align: 1 };
     let world = Arc::new(World::from_env().unwrap());
     let (me, before) = (world.rank(), threads());

@@ -1,15 +1,15 @@
 //! Experts with whose calls somebody meddles.
 
-use sidelane::error::Pass;
-use sidelane::layer::{Chunk, Experts, Failure, GroupedSwiGlu, RowOrder, Saved, Segments};
+use sidelane::error::ExpertPass;
+use sidelane::layer::{ExpertError, Experts, GroupedSwiGlu, RowOrder, Saved, SavedChunk, Segments};
 
 /// What is done before a call of experts, and what becomes of its outputs or gradients.
 pub trait Meddler: Send + Sync {
-    fn before(&self, _: Pass) -> Result<(), Failure> {
+    fn before(&self, _: ExpertPass) -> Result<(), ExpertError> {
         Ok(())
     }
 
-    fn after(&self, _: Pass, values: Vec<f32>) -> Result<Vec<f32>, Failure> {
+    fn after(&self, _: ExpertPass, values: Vec<f32>) -> Result<Vec<f32>, ExpertError> {
         Ok(values)
     }
 }
@@ -29,10 +29,10 @@ impl<M: Meddler> Experts for Meddled<M> {
         self.inner.hidden()
     }
 
-    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Failure> {
-        self.by.before(Pass::Forward)?;
+    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), ExpertError> {
+        self.by.before(ExpertPass::Forward)?;
         let (outputs, saved) = self.inner.forward(rows)?;
-        Ok((self.by.after(Pass::Forward, outputs)?, saved))
+        Ok((self.by.after(ExpertPass::Forward, outputs)?, saved))
     }
 
     fn rows_backward(
@@ -40,14 +40,14 @@ impl<M: Meddler> Experts for Meddled<M> {
         rows: Segments<'_>,
         saved: &mut Saved,
         of_outputs: Vec<f32>,
-    ) -> Result<Vec<f32>, Failure> {
-        self.by.before(Pass::RowsBackward)?;
-        self.by.after(Pass::RowsBackward, self.inner.rows_backward(rows, saved, of_outputs)?)
+    ) -> Result<Vec<f32>, ExpertError> {
+        self.by.before(ExpertPass::RowsBackward)?;
+        self.by.after(ExpertPass::RowsBackward, self.inner.rows_backward(rows, saved, of_outputs)?)
     }
 
-    fn weights_backward(&self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Failure> {
-        self.by.before(Pass::WeightsBackward)?;
-        self.by.after(Pass::WeightsBackward, self.inner.weights_backward(chunks, order)?)
+    fn weights_backward(&self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, ExpertError> {
+        self.by.before(ExpertPass::WeightsBackward)?;
+        self.by.after(ExpertPass::WeightsBackward, self.inner.weights_backward(chunks, order)?)
     }
 
     fn weights(&self) -> &[f32] {

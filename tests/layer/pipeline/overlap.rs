@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use sidelane::Dtype;
-use sidelane::error::Pass;
-use sidelane::layer::{Failure, Input, MoeLayer};
+use sidelane::error::ExpertPass;
+use sidelane::layer::{ExpertError, Input, MoeLayer};
 
 use super::case::{Case, Cut, HIDDEN, Seen, WHOLE, gate, step, swiglu, tensors};
 use super::meddled::{Meddled, Meddler};
@@ -27,7 +27,7 @@ struct Waiting {
 }
 
 impl Waiting {
-    fn wait_for(&self, step: u32) -> Result<(), Failure> {
+    fn wait_for(&self, step: u32) -> Result<(), ExpertError> {
         let since = std::time::Instant::now();
         while self.rank == WAITS && self.other.load(Ordering::Acquire) < step {
             if since.elapsed() > SOON {
@@ -40,12 +40,12 @@ impl Waiting {
 }
 
 impl Meddler for Waiting {
-    fn before(&self, pass: Pass) -> Result<(), Failure> {
+    fn before(&self, pass: ExpertPass) -> Result<(), ExpertError> {
         match pass {
-            Pass::Forward if self.calls.fetch_add(1, Ordering::Relaxed) == 0 => self.wait_for(1)?,
-            Pass::Forward if self.rank != WAITS => _ = self.other.fetch_max(1, Ordering::Release),
-            Pass::WeightsBackward => self.wait_for(2)?,
-            Pass::Forward | Pass::RowsBackward => {}
+            ExpertPass::Forward if self.calls.fetch_add(1, Ordering::Relaxed) == 0 => self.wait_for(1)?,
+            ExpertPass::Forward if self.rank != WAITS => _ = self.other.fetch_max(1, Ordering::Release),
+            ExpertPass::WeightsBackward => self.wait_for(2)?,
+            ExpertPass::Forward | ExpertPass::RowsBackward => {}
         }
         Ok(())
     }
@@ -80,8 +80,8 @@ struct InPairs {
 }
 
 impl Meddler for InPairs {
-    fn before(&self, pass: Pass) -> Result<(), Failure> {
-        if pass == Pass::WeightsBackward {
+    fn before(&self, pass: ExpertPass) -> Result<(), ExpertError> {
+        if pass == ExpertPass::WeightsBackward {
             return Ok(());
         }
         let both = (self.calls.fetch_add(1, Ordering::AcqRel) | 1) + 1;

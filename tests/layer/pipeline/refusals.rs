@@ -1,9 +1,9 @@
 //! Input that one rank refuses is an error everywhere, nothing moves, and the next call works.
 
 use sidelane::error::{CallError, GateError, LayerError, OverlapError, PlanError};
-use sidelane::gate::{GateConfig, Noise, Score};
+use sidelane::gate::{GateConfig, Noise, ScoreFunction};
 use sidelane::layer::{Experts, GroupedSwiGlu, Input, MoeLayer, MoeLayerBuilder, Segments};
-use sidelane::overlap::SliceRule;
+use sidelane::overlap::ChunkRule;
 use sidelane::{Dtype, Error};
 
 use super::case::{Case, Cut, FFN, HIDDEN, WHOLE, balance, gate, step, swiglu, tensors};
@@ -62,7 +62,7 @@ fn a_step_that_finds_no_room_is_refused_on_all_ranks_and_the_next_works() {
         let before = step(&mut layer, &x, &residual, &of_out);
         let taken = (me == 0).then(|| {
             let free = world.pool().report();
-            world.pool().take(free.total - free.used - 256).unwrap()
+            world.pool().alloc(free.total - free.used - 256).unwrap()
         });
         world.all().unwrap().gather(&[]).unwrap();
         let error = layer.forward(&Input::new(&x)).unwrap_err();
@@ -90,7 +90,7 @@ fn wherever_in_a_step_room_ends_all_ranks_stop_at_the_same_call() {
         let stop = |rows: u64| {
             let taken = (me == 0).then(|| {
                 let free = world.pool().report();
-                world.pool().take(free.total - free.used - rows * 4 * HIDDEN as u64).unwrap()
+                world.pool().alloc(free.total - free.used - rows * 4 * HIDDEN as u64).unwrap()
             });
             meet();
             let ended = layer.forward(&Input::new(&x));
@@ -177,7 +177,7 @@ fn ranks_of_which_one_goes_backward_alone_and_one_beside_a_forward_are_told() {
         let error = if me == BAD {
             layer.backward(tape, &of_out).unwrap_err()
         } else {
-            layer.forward_beside_backward(&Input::new(&x), tape, &of_out).unwrap_err()
+            layer.combined_forward_backward(&Input::new(&x), tape, &of_out).unwrap_err()
         };
         let Error::Overlap(OverlapError::Failed { error, .. }) = &error else { panic!("{error}") };
         assert!(matches!(**error, Error::Call(CallError::KindsDiffer { .. })), "{error}");
@@ -230,11 +230,11 @@ fn settings_that_cannot_be_used_are_named_on_the_rank_that_has_them() {
             MoeLayer::builder(&group, gate, HIDDEN, swiglu(if bad { 3..5 } else { 0..3 }))
         };
         differ(otherwise(|gate| gate.scaling = 2.5), "gate");
-        differ(otherwise(|gate| gate.score = Score::Sigmoid), "gate");
+        differ(otherwise(|gate| gate.score = ScoreFunction::Sigmoid), "gate");
         differ(right().z_loss(if bad { 0.25 } else { 0.5 }), "losses");
         differ(if bad { right().balance(balance()) } else { right() }, "losses");
         differ(if bad { right().shared(swiglu(0..1)) } else { right() }, "shared expert");
-        let rule = SliceRule { call_bytes: 64, gemm_rows: 1, most: 2 + world.rank() };
+        let rule = ChunkRule { call_bytes: 64, gemm_rows: 1, most: 2 + world.rank() };
         differ(right().slices(rule), "chunks");
         let noisy = GateConfig { noise: Noise::Jitter { eps: 0.1 }, ..gate() };
         let experts = swiglu(if bad { 3..5 } else { 0..3 });

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use sidelane::Options;
 use sidelane::exec::Timeline;
 use sidelane::layer::{Input, Times, backward_times, forward_times};
-use sidelane::overlap::Place;
+use sidelane::overlap::NodeInfo;
 
 use super::case::{Case, Cut, WHOLE, tensors};
 use crate::support::{on_ranks, small};
@@ -19,10 +19,10 @@ fn carried_out(timeline: Timeline) -> Vec<Node> {
 }
 
 /// In the order in which they are asked for what they take: a nanosecond each.
-fn asked(times: impl Fn(&dyn Fn(Place) -> u64) -> Times) -> (Vec<Node>, Times) {
+fn asked(times: impl Fn(&dyn Fn(NodeInfo) -> u64) -> Times) -> (Vec<Node>, Times) {
     let asked = RefCell::default();
-    let cost = |at: Place| {
-        let Place { work, stream } = at;
+    let cost = |at: NodeInfo| {
+        let NodeInfo { work, stream } = at;
         let mut asked: std::cell::RefMut<'_, Vec<Node>> = RefCell::borrow_mut(&asked);
         asked.push((stream.to_string(), work.name.to_owned(), work.chunk));
         1

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use proptest::sample::{select, subsequence};
-use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout};
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::Route;
 
 use crate::support::visible::Case;
@@ -15,12 +15,12 @@ pub struct Play {
     pub chunks: u8,
 }
 
-fn modes() -> impl Strategy<Value = Mode> {
+fn modes() -> impl Strategy<Value = ReceiveMode> {
     let overflow = Overflow::Drop;
     prop_oneof![
-        Just(Mode::Eager),
-        (0..50u32).prop_map(move |rows| Mode::Budget { rows, overflow }),
-        (1..10u32).prop_map(move |rows| Mode::Slots { rows, overflow }),
+        Just(ReceiveMode::Exact),
+        (0..50u32).prop_map(move |rows| ReceiveMode::Budget { rows, overflow }),
+        (1..10u32).prop_map(move |rows| ReceiveMode::Slots { rows, overflow }),
     ]
 }
 
@@ -57,7 +57,7 @@ pub fn plays() -> impl Strategy<Value = Play> {
         let (ranks, top_k) = (nodes.len(), top_k.min(experts));
         let ids = prop::collection::vec(ids(experts, top_k), ranks);
         let how = (modes(), select(vec![1, 2, 7, 16]), 1..=4u8);
-        let ways = (select(&RowLayout::ALL[..]), select(&Route::ALL[..]), select(&Order::ALL[..]));
+        let ways = (select(&RowLayout::ALL[..]), select(&Route::ALL[..]), select(&SumOrder::ALL[..]));
         (Just(nodes), maps(experts, ranks), ids, how, ways).prop_map(
             move |(nodes, map, ids, (mode, align, chunks), (layout, route, order))| {
                 let counts: Vec<u32> = ids.iter().map(|ids| ids.len() as u32 / top_k).collect();

@@ -1,6 +1,6 @@
 //! What lands: rows and notes, each once, at all ranks.
 
-use sidelane::plan::{Mode, Notes, RankSets, RelayOrder, RowRun};
+use sidelane::plan::{RankSets, ReceiveMode, RelayOrder, RowMetadata, RowRun};
 use sidelane::topology::Route;
 
 use super::case::{Play, weight};
@@ -80,22 +80,22 @@ fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
 }
 
 /// The words that go with a row.
-fn note_of(play: &Play, notes: Notes, seen: &Visible, rank: usize, at: usize) -> Vec<u32> {
+fn note_of(play: &Play, notes: RowMetadata, seen: &Visible, rank: usize, at: usize) -> Vec<u32> {
     let k = play.case.top_k as usize;
     let Some(Row { source, choices, .. }) = &seen.rows[rank][at] else {
         return vec![0; notes.words(k as u32) as usize];
     };
     let bits = |choice: usize| weight(*source, choice).to_bits();
     match notes {
-        Notes::Weight => vec![bits(choices[0])],
-        Notes::Marked => vec![bits(choices[0]), 1],
-        Notes::Gathered => unreachable!("nothing is gathered here"),
-        Notes::Choices | Notes::Indexed => {
+        RowMetadata::Weight => vec![bits(choices[0])],
+        RowMetadata::Marked => vec![bits(choices[0]), 1],
+        RowMetadata::Gathered => unreachable!("nothing is gathered here"),
+        RowMetadata::Choices | RowMetadata::Indexed => {
             let experts = seen.local_experts(&play.case, &play.ids, rank, at);
             let mut words: Vec<u32> = experts.iter().map(|&expert| (expert + 1) as u32).collect();
             words.resize(2 * k, 0);
             choices.iter().for_each(|&choice| words[k + choice % k] = bits(choice));
-            words.extend((notes == Notes::Indexed).then_some(at as u32 + 1));
+            words.extend((notes == RowMetadata::Indexed).then_some(at as u32 + 1));
             words
         }
     }
@@ -163,6 +163,6 @@ pub fn staged_rows_lie_apart(play: &Play, placed: &Placed) {
             assert!(!std::mem::replace(&mut taken[row as usize], true), "row {row} at rank {me}");
         }
         // In a budget, rows that are dropped were counted; slots are counted whether they are used or not.
-        assert!(play.case.mode != Mode::Eager || taken.iter().all(|&taken| taken));
+        assert!(play.case.mode != ReceiveMode::Exact || taken.iter().all(|&taken| taken));
     }
 }

@@ -12,7 +12,7 @@ use self::sums::{fetches_find_their_words, sums_find_their_rows};
 use crate::support::visible::Visible;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
-use sidelane::plan::{Bins, Counts, Frame, Layout, Mode, Sizes, Sorted};
+use sidelane::plan::{Bins, Counts, DispatchLayout, PlanContext, ReceiveMode, ReceiveSizes, SortedRouting};
 use sidelane::topology::{NodeMap, Paths};
 
 fn sizes_are_told(play: &Play, seen: &Visible, placed: &Placed) {
@@ -27,7 +27,7 @@ fn sizes_are_told(play: &Play, seen: &Visible, placed: &Placed) {
             assert!(layout.begin[bin] == begin || *padded == 0);
             let segment = &seen.rows[me][begin as usize..][..*padded as usize];
             let real = match play.case.mode {
-                Mode::Slots { rows, .. } => rows as usize * play.ids.len(),
+                ReceiveMode::Slots { rows, .. } => rows as usize * play.ids.len(),
                 _ => segment.iter().flatten().count(),
             };
             assert_eq!(layout.rows_per_bin[bin], real as i64);
@@ -72,10 +72,11 @@ proptest! {
 }
 
 /// The layout of a rank that is alone with these entries: all that is known of them.
-fn alone(play: &Play, placed: &Placed, me: usize, sorted: &Sorted) -> String {
+fn alone(play: &Play, placed: &Placed, me: usize, sorted: &SortedRouting) -> String {
     let paths = placed.paths(play, me);
-    let (mut counts, mut sizes, mut layout) = (Counts::default(), Sizes::default(), Layout::default());
-    let mut crossing = sidelane::plan::Crossing::default();
+    let (mut counts, mut sizes, mut layout) =
+        (Counts::default(), ReceiveSizes::default(), DispatchLayout::default());
+    let mut crossing = sidelane::plan::InterNodeRows::default();
     crossing.fill(&placed.bins, &paths, sorted);
     let mut words = sorted.counts.clone();
     crossing.staged(&paths, &mut words);
@@ -83,7 +84,7 @@ fn alone(play: &Play, placed: &Placed, me: usize, sorted: &Sorted) -> String {
     counts.add(me as u32, me as u32, &words);
     sizes.fill(&placed.bins, 1, &counts.total, None);
     let (bins, sizing) = (&placed.bins, placed.sizing);
-    let frame = Frame { bins, paths, align: 1, chunks: 2, sizing, mode: Mode::Eager };
+    let frame = PlanContext { bins, paths, align: 1, chunks: 2, sizing, mode: ReceiveMode::Exact };
     layout.fill(&frame, (sorted, &crossing), play.case.top_k, &counts, &sizes);
     format!("{:?} {:?} {:?} {layout:?}", sorted.counts, sorted.starts, sorted.notes)
 }
@@ -97,9 +98,9 @@ proptest! {
         rooms in prop::collection::vec(0..6u32, 1..8),
     ) {
         let placed = Placed::new(&play);
-        let (mut kept, mut fresh) = (Sorted::default(), Sorted::default());
+        let (mut kept, mut fresh) = (SortedRouting::default(), SortedRouting::default());
         for (me, ids) in play.ids.iter().enumerate() {
-            let fill = |sorted: &mut Sorted, ids: &[i32]| {
+            let fill = |sorted: &mut SortedRouting, ids: &[i32]| {
                 let routing = routing(&play, me, ids);
                 sorted.fill(&play.case.map, &placed.bins, placed.notes, me as u32, &routing).unwrap();
             };

@@ -2,7 +2,8 @@
 
 use sidelane::gate::Routing;
 use sidelane::plan::{
-    Bins, Counts, Crossing, Forward, Frame, Layout, Notes, Order, RowLayout, Sizes, Sizing, Sorted, Spans,
+    Bins, Counts, DispatchLayout, InterNodeRows, PlanContext, ReceiveSizes, RelayPlan, RelaySorter,
+    RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
@@ -11,19 +12,19 @@ use super::case::{Play, weight};
 /// What one rank knows when rows begin to move.
 #[derive(Default)]
 pub struct Rank {
-    pub sorted: Sorted,
-    pub crossing: Crossing,
+    pub sorted: SortedRouting,
+    pub crossing: InterNodeRows,
     pub counts: Counts,
-    pub sizes: Sizes,
-    pub layout: Layout,
-    pub forward: Forward,
+    pub sizes: ReceiveSizes,
+    pub layout: DispatchLayout,
+    pub forward: RelayPlan,
 }
 
 pub struct Placed {
     pub nodes: NodeMap,
     pub bins: Bins,
-    pub notes: Notes,
-    pub sizing: Sizing,
+    pub notes: RowMetadata,
+    pub sizing: RowSizes,
     pub ranks: Vec<Rank>,
 }
 
@@ -42,9 +43,9 @@ impl Placed {
         let case = &play.case;
         let nodes = NodeMap::from_labels(&case.nodes);
         let bins = Bins::of_layout(case.layout, &case.map, case.order, &nodes);
-        let notes = Notes::of(case.layout, case.mode, case.spans);
-        let sums = case.order != Order::Expert && case.route == Route::Pxn && nodes.nodes() > 1;
-        let sizing = Sizing {
+        let notes = RowMetadata::of(case.layout, case.mode, case.spans);
+        let sums = case.order != SumOrder::Expert && case.route == Route::Pxn && nodes.nodes() > 1;
+        let sizing = RowSizes {
             row_bytes: 48,
             home_bytes: 48,
             words_out: notes.words(case.top_k),
@@ -104,9 +105,9 @@ impl Placed {
                 crossing.fill(bins, &paths, sorted);
             }
             let (align, chunks, sizing, mode) = (case.align, play.chunks, *sizing, case.mode);
-            let frame = Frame { bins, paths, align, chunks, sizing, mode };
+            let frame = PlanContext { bins, paths, align, chunks, sizing, mode };
             if case.spans {
-                Spans::default().arrange(&frame, (&mut *sorted, &mut *crossing), counts, sizes);
+                RelaySorter::default().arrange(&frame, (&mut *sorted, &mut *crossing), counts, sizes);
             }
             layout.fill(&frame, (sorted, crossing), case.top_k, counts, sizes);
         }
@@ -116,7 +117,7 @@ impl Placed {
     fn learn(&mut self, play: &Play) {
         for me in 0..self.ranks.len() {
             let paths = self.paths(play, me);
-            let mut forward = Forward::default();
+            let mut forward = RelayPlan::default();
             forward.spans = play.case.spans;
             for source in paths.sources() {
                 let nth = paths.of(source).relays().position(|relay| relay == me as u32).unwrap();

@@ -1,7 +1,7 @@
 //! What comes home: the summands of each token, and the words that are fetched.
 
 use sidelane::dtype::PARTIAL;
-use sidelane::plan::{RowLayout, Term};
+use sidelane::plan::{RowLayout, Summand};
 
 use super::case::Play;
 use super::landing::Index;
@@ -9,9 +9,9 @@ use super::placed::{Placed, Rank, part};
 use crate::support::visible::Visible;
 
 /// Rank and row of a summand that a relay brings home as it is, or holds itself.
-fn resolve(play: &Play, placed: &Placed, me: usize, term: Term) -> (usize, usize) {
+fn resolve(play: &Play, placed: &Placed, me: usize, term: Summand) -> (usize, usize) {
     let paths = placed.paths(play, me);
-    if paths.near(term.owner) {
+    if paths.same_node(term.owner) {
         return (term.owner as usize, term.row as usize);
     }
     let nth = paths.relays().position(|relay| relay == term.owner).unwrap();
@@ -52,7 +52,7 @@ fn sum_of(play: &Play, placed: &Placed, me: usize, token: usize) -> Vec<Vec<(usi
                 return (first..at).map(own).collect();
             }
             at += 1;
-            let Term { owner, row } = terms[first];
+            let Summand { owner, row } = terms[first];
             let nth = placed.paths(play, owner as usize).sources().position(|s| s as usize == me).unwrap();
             let forward = &placed.ranks[owner as usize].forward;
             let partials = forward.partials_from(nth);
@@ -63,7 +63,7 @@ fn sum_of(play: &Play, placed: &Placed, me: usize, token: usize) -> Vec<Vec<(usi
             let range = forward.partials.starts[partial]..forward.partials.starts[partial + 1];
             // Entries count through all blocks; the weight of each is in the note of its row.
             let terms = part(&forward.partials.terms, range).iter();
-            let found = |term: &Term| (term.owner as usize, term.row as usize, NO_CHOICE);
+            let found = |term: &Summand| (term.owner as usize, term.row as usize, NO_CHOICE);
             terms.map(found).collect()
         })
         .collect();
@@ -97,7 +97,7 @@ pub fn fetches_find_their_words(play: &Play, seen: &Visible, placed: &Placed, in
         let mut home = vec![None; play.ids[me].len()];
         for (term, &place) in fetched.iter().zip(places) {
             assert!(u64::from(term.row) < layout.chunks[term.owner as usize].notes);
-            let (rank, row) = resolve(play, placed, me, Term { row: term.row / words, ..*term });
+            let (rank, row) = resolve(play, placed, me, Summand { row: term.row / words, ..*term });
             let word = (rank, index[rank][row], (term.row % words) as usize);
             assert_eq!(home[place as usize].replace(word), None, "a word comes home once");
         }

@@ -1,20 +1,20 @@
 //! What relays do with blocks, played row by row.
 
-use sidelane::plan::{Bins, Block, Forward, Layout, Order};
+use sidelane::plan::{Bins, Block, DispatchLayout, RelayPlan, SumOrder};
 use sidelane::topology::{Paths, Route};
 
 use super::Placed;
 use super::case::Case;
 
 /// The block that `source` has for `relay`, as its own rank sees it.
-fn block<'a>(paths: &Paths, layouts: &'a [Layout], source: u32, relay: u32) -> &'a Block {
+fn block<'a>(paths: &Paths, layouts: &'a [DispatchLayout], source: u32, relay: u32) -> &'a Block {
     let nth = paths.of(source).relays().position(|r| r == relay).expect("a relay of the source");
     &layouts[source as usize].blocks[nth]
 }
 
 /// What the rank of these paths knows, once it has read the headers of its sources.
-pub fn forward(case: &Case, bins: &Bins, paths: &Paths, layouts: &[Layout]) -> Forward {
-    let mut forward = Forward::default();
+pub fn forward(case: &Case, bins: &Bins, paths: &Paths, layouts: &[DispatchLayout]) -> RelayPlan {
+    let mut forward = RelayPlan::default();
     forward.blocks.extend(paths.sources().map(|s| block(paths, layouts, s, paths.me()).clone()));
     for block in &mut forward.blocks {
         if case.route == Route::Direct {
@@ -23,7 +23,7 @@ pub fn forward(case: &Case, bins: &Bins, paths: &Paths, layouts: &[Layout]) -> F
         }
         assert!(block.is_sound(block.entries(), true));
     }
-    let sums = case.order != Order::Expert && case.route == Route::Pxn;
+    let sums = case.order != SumOrder::Expert && case.route == Route::Pxn;
     forward.fill(bins, paths.served_by(paths.me()), case.chunks, sums);
     forward
 }
@@ -72,7 +72,7 @@ pub fn handed_on(
     }
 }
 
-fn range(forward: &Forward, nth: usize, chunk: u8, member: usize) -> std::ops::Range<usize> {
+fn range(forward: &RelayPlan, nth: usize, chunk: u8, member: usize) -> std::ops::Range<usize> {
     let runs = forward.runs_of(nth, chunk, member);
     runs.start as usize..runs.end as usize
 }

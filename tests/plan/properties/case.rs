@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use proptest::sample::subsequence;
-use sidelane::plan::{Mode, Order, Overflow, RowLayout};
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::Route;
 
 /// A group and what its ranks want to send.
@@ -13,9 +13,9 @@ pub struct Case {
     pub experts: u32,
     pub top_k: u32,
     pub align: u32,
-    pub order: Order,
+    pub order: SumOrder,
     pub layout: RowLayout,
-    pub mode: Mode,
+    pub mode: ReceiveMode,
     pub route: Route,
     pub chunks: u8,
     /// Per rank: expert ids, `[tokens, top_k]`.
@@ -93,7 +93,7 @@ impl Case {
     pub fn words(&self, entry: &Entry) -> Vec<u32> {
         let bits = |e: &Entry| weight(e.source, e.choice).to_bits();
         match (self.layout, self.mode) {
-            (RowLayout::ExpertMajor, Mode::Slots { .. }) => vec![bits(entry), 1],
+            (RowLayout::ExpertMajor, ReceiveMode::Slots { .. }) => vec![bits(entry), 1],
             (RowLayout::ExpertMajor, _) => vec![bits(entry)],
             (RowLayout::RankMajor, _) => {
                 let k = self.top_k as usize;
@@ -115,9 +115,9 @@ impl Case {
         };
         let expert = if self.layout == RowLayout::RankMajor { entry.rank } else { entry.expert };
         match self.order {
-            Order::Expert => (0, 0, expert),
-            Order::Rank => (entry.rank, 0, expert),
-            Order::Node => (node(entry.rank), entry.rank, expert),
+            SumOrder::Expert => (0, 0, expert),
+            SumOrder::Rank => (entry.rank, 0, expert),
+            SumOrder::Node => (node(entry.rank), entry.rank, expert),
         }
     }
 }
@@ -192,15 +192,15 @@ pub fn cases() -> impl Strategy<Value = Case> {
         let ids = prop::collection::vec(tokens.prop_map(|tokens| tokens.concat()), ranks);
         let rest = (
             prop::sample::select(vec![1, 2, 16]),
-            prop::sample::select(Order::ALL.to_vec()),
+            prop::sample::select(SumOrder::ALL.to_vec()),
             any::<bool>(),
             prop::sample::select(Route::ALL.to_vec()),
             1..=4u8,
             prop::sample::select(RowLayout::ALL.to_vec()),
             prop_oneof![
-                2 => Just(Mode::Eager),
-                1 => (0..50u32).prop_map(|rows| Mode::Budget { rows, overflow: Overflow::Drop }),
-                1 => (0..8u32).prop_map(|rows| Mode::Slots { rows, overflow: Overflow::Drop }),
+                2 => Just(ReceiveMode::Exact),
+                1 => (0..50u32).prop_map(|rows| ReceiveMode::Budget { rows, overflow: Overflow::Drop }),
+                1 => (0..8u32).prop_map(|rows| ReceiveMode::Slots { rows, overflow: Overflow::Drop }),
             ],
         );
         (Just(labels), home, more, order, ids, rest).prop_map(

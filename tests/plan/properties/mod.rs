@@ -9,7 +9,8 @@ use proptest::prelude::*;
 use sidelane::error::PlanError;
 use sidelane::gate::Routing;
 use sidelane::plan::{
-    Bins, Counts, Crossing, ExpertMap, Forward, Frame, Layout, Notes, Order, RowLayout, Sizes, Sizing, Sorted,
+    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveSizes, RelayPlan, RowLayout,
+    RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
@@ -18,11 +19,11 @@ struct Placed {
     route: Route,
     nodes: NodeMap,
     bins: Bins,
-    sizing: Sizing,
-    sizes: Sizes,
-    sorted: Vec<Sorted>,
-    layouts: Vec<Layout>,
-    forwards: Vec<Forward>,
+    sizing: RowSizes,
+    sizes: ReceiveSizes,
+    sorted: Vec<SortedRouting>,
+    layouts: Vec<DispatchLayout>,
+    forwards: Vec<RelayPlan>,
 }
 
 impl Placed {
@@ -41,9 +42,9 @@ fn placed(case: &Case) -> Placed {
     let map = ExpertMap::from_slots(case.experts, &case.held).unwrap();
     let nodes = NodeMap::from_labels(&case.labels);
     let bins = Bins::of_layout(case.layout, &map, case.order, &nodes);
-    let notes = Notes::of(case.layout, case.mode, false);
-    let sums = case.order != Order::Expert && case.route == Route::Pxn && nodes.nodes() > 1;
-    let sizing = Sizing {
+    let notes = RowMetadata::of(case.layout, case.mode, false);
+    let sums = case.order != SumOrder::Expert && case.route == Route::Pxn && nodes.nodes() > 1;
+    let sizing = RowSizes {
         row_bytes: 48,
         home_bytes: 32,
         words_out: notes.words(case.top_k),
@@ -51,7 +52,7 @@ fn placed(case: &Case) -> Placed {
         partial_bytes: sums.then_some(64),
     };
     let paths = |rank| Paths::new(&nodes, case.route, rank);
-    let mut own = vec![(Sorted::default(), Crossing::default(), Vec::new()); case.labels.len()];
+    let mut own = vec![(SortedRouting::default(), InterNodeRows::default(), Vec::new()); case.labels.len()];
     for (me, (sorted, crossing, words)) in (0..).zip(&mut own) {
         sorted.fill(&map, &bins, notes, me, &routing(case, me)).unwrap();
         if let Some(slots) = case.mode.slots() {
@@ -62,7 +63,7 @@ fn placed(case: &Case) -> Placed {
         crossing.staged(&paths(me), words);
     }
     let published: Vec<Vec<u32>> = own.iter().map(|own| own.2.clone()).collect();
-    let (mut sizes, mut layouts) = (Sizes::default(), Vec::new());
+    let (mut sizes, mut layouts) = (ReceiveSizes::default(), Vec::new());
     for (me, (sorted, crossing, _)) in (0..).zip(&mut own) {
         let counts = match case.mode.slots() {
             Some(slots) => {
@@ -80,8 +81,8 @@ fn placed(case: &Case) -> Placed {
             crossing.fill(&bins, &paths(me), sorted);
         }
         let (align, chunks, mode) = (case.align, case.chunks, case.mode);
-        let frame = Frame { bins: &bins, paths: paths(me), align, chunks, sizing, mode };
-        let mut layout = Layout::default();
+        let frame = PlanContext { bins: &bins, paths: paths(me), align, chunks, sizing, mode };
+        let mut layout = DispatchLayout::default();
         layout.fill(&frame, (sorted, crossing), case.top_k, &counts, &sizes);
         layouts.push(layout);
     }
@@ -100,7 +101,7 @@ fn counts(paths: &Paths, published: &[Vec<u32>]) -> Counts {
     told.clear(words as u32);
     for rank in 0..paths.ranks() {
         all.add(me, rank, of(rank));
-        if paths.near(rank) {
+        if paths.same_node(rank) {
             told.add(me, rank, of(rank));
         }
     }
@@ -210,7 +211,7 @@ proptest! {
     fn placement_is_the_sorted_list(case in cases()) {
         let (reference, placed) = (Reference::new(&case), placed(&case));
         prop_assert_eq!(placed.bins.ranks(), placed.nodes.ranks());
-        prop_assert_eq!(placed.sorted.iter().map(Sorted::entries).sum::<usize>(), reference.entries.len());
+        prop_assert_eq!(placed.sorted.iter().map(SortedRouting::entries).sum::<usize>(), reference.entries.len());
         rows_land_where_they_should(&case, &reference, &placed);
         arrivals_are_described(&case, &reference, &placed);
         returns::sums_find_their_rows(&case, &reference, &placed);
@@ -229,7 +230,7 @@ proptest! {
     ) {
         let experts = 10;
         let map = ExpertMap::contiguous(experts, 3).unwrap();
-        let bins = Bins::experts(&map, Order::Expert, &NodeMap::from_labels(&[0, 0, 0]));
+        let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0, 0]));
         let mut ids: Vec<i32> = (0..tokens).flat_map(|t| (0..top_k).map(move |k| ((t + k) % experts) as i32)).collect();
         let mut weights = vec![1.0f32; ids.len()];
         // One flaw a token, so that what is expected needs no second implementation of the checks.
@@ -266,12 +267,12 @@ proptest! {
             }
         }
         let routing = Routing::new(top_k, ids, weights).unwrap();
-        let mut sorted = Sorted::default();
-        let seen = sorted.fill(&map, &bins, Notes::Weight, 1, &routing);
+        let mut sorted = SortedRouting::default();
+        let seen = sorted.fill(&map, &bins, RowMetadata::Weight, 1, &routing);
         prop_assert_eq!(seen, Err(first.unwrap().1));
 
         let good = Routing::new(1, vec![3, -1], vec![1.0, f32::NAN]).unwrap();
-        prop_assert_eq!(sorted.fill(&map, &bins, Notes::Weight, 1, &good), Ok(()), "what was refused leaves nothing behind");
+        prop_assert_eq!(sorted.fill(&map, &bins, RowMetadata::Weight, 1, &good), Ok(()), "what was refused leaves nothing behind");
         prop_assert_eq!(sorted.entries(), 1);
     }
 }

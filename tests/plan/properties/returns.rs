@@ -1,7 +1,7 @@
 //! What comes home, and whether sums and fetches find it.
 
 use sidelane::dtype::PARTIAL;
-use sidelane::plan::{Chunk, Term};
+use sidelane::plan::{RowBuffer, Summand};
 
 use super::Placed;
 use super::case::{Case, Entry, Reference};
@@ -32,7 +32,7 @@ fn partials(reference: &Reference, placed: &Placed, me: u32, relay: u32) -> Vec<
     let of = |partial: u32| {
         let terms = sums.starts[partial as usize] as usize..sums.starts[partial as usize + 1] as usize;
         terms.map(|term| {
-            let Term { owner, row } = sums.terms[term];
+            let Summand { owner, row } = sums.terms[term];
             let entry = reference.rows[owner as usize][row as usize].expect("a row, and not a pad");
             assert_eq!(home[(sums.entries[term] - before) as usize], entry, "what it is weighed by");
             entry
@@ -56,7 +56,7 @@ pub fn sums_find_their_rows(case: &Case, reference: &Reference, placed: &Placed)
         for rank in 0..case.ranks() {
             let at = rank as usize;
             let words = u64::from(placed.sizing.words_home);
-            let (held, rows, entries, row_bytes) = match (paths.near(rank), sums) {
+            let (held, rows, entries, row_bytes) = match (paths.same_node(rank), sums) {
                 (true, _) => {
                     (rank, reference.rows[at].len(), reference.rows[at].len(), placed.sizing.home_bytes)
                 }
@@ -64,14 +64,14 @@ pub fn sums_find_their_rows(case: &Case, reference: &Reference, placed: &Placed)
                 (false, true) => (me, brought[at].len(), homes[at].len(), 64),
             };
             assert_eq!(layout.held_by[at], held);
-            let chunk = Chunk { rows: rows as u32, notes: entries as u64 * words, row_bytes };
-            if paths.near(rank) || paths.relays().any(|relay| relay == rank) {
+            let chunk = RowBuffer { rows: rows as u32, notes: entries as u64 * words, row_bytes };
+            if paths.same_node(rank) || paths.relays().any(|relay| relay == rank) {
                 assert_eq!(layout.chunks[at], chunk);
             } else {
                 assert_eq!(layout.chunks[at].bytes(), 0);
             }
         }
-        let row = |term: &Term| match paths.near(term.owner) {
+        let row = |term: &Summand| match paths.same_node(term.owner) {
             true => reference.rows[term.owner as usize][term.row as usize].expect("a row, and not a pad"),
             false => homes[term.owner as usize][term.row as usize],
         };
@@ -90,8 +90,8 @@ pub fn sums_find_their_rows(case: &Case, reference: &Reference, placed: &Placed)
             let mut found: Vec<Vec<Entry>> = Vec::new();
             for group in groups {
                 if group == PARTIAL {
-                    let Term { owner, row } = *terms.next().unwrap();
-                    assert!(!paths.near(owner));
+                    let Summand { owner, row } = *terms.next().unwrap();
+                    assert!(!paths.same_node(owner));
                     choices.next();
                     found.push(brought[owner as usize][row as usize].clone());
                 } else {
@@ -104,7 +104,7 @@ pub fn sums_find_their_rows(case: &Case, reference: &Reference, placed: &Placed)
             let expected = reference.summed(case, me, token);
             let mut expected: Vec<Vec<Entry>> =
                 expected.chunk_by(|a, b| case.key(a).0 == case.key(b).0).map(<[Entry]>::to_vec).collect();
-            if case.order == sidelane::plan::Order::Expert {
+            if case.order == sidelane::plan::SumOrder::Expert {
                 expected = vec![expected.concat()];
             }
             assert_eq!(found, expected, "token {token} of rank {me} of {case:?}");
@@ -133,7 +133,7 @@ pub fn fetches_find_their_words(case: &Case, reference: &Reference, placed: &Pla
             .zip(places)
             .map(|(term, &place)| {
                 let (row, word) = ((term.row / words) as usize, term.row % words);
-                let entry = match placed.paths(me).near(term.owner) {
+                let entry = match placed.paths(me).same_node(term.owner) {
                     true => reference.rows[term.owner as usize][row].expect("a row, and not a pad"),
                     false => home(reference, placed, me, term.owner)[row],
                 };

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use sidelane::Error;
-use sidelane::error::{BootstrapError, Cause, LaneError, Loss};
+use sidelane::error::{BootstrapError, Cause, LaneError, LostReason};
 
 /// Longer than anything takes that works.
 pub const LONG: Duration = Duration::from_secs(60);
@@ -151,11 +151,11 @@ impl From<Error> for Failure {
 impl From<Cause> for Failure {
     fn from(cause: Cause) -> Self {
         match cause {
-            Cause::Lost { rank, how } => Failure::Lost { rank, silent: matches!(how, Loss::Silent(_)) },
+            Cause::Lost { rank, how } => Failure::Lost { rank, silent: matches!(how, LostReason::Silent(_)) },
             Cause::LauncherGone { pid } => Failure::LauncherGone { pid },
             Cause::Evicted { rank, epoch } => Failure::Evicted { rank, epoch },
             Cause::Stalled { rank, by, .. } => Failure::Stalled { rank, by },
-            Cause::Wire { rank, by } => Failure::Wire { rank, by, first: false },
+            Cause::Connection { rank, by } => Failure::Wire { rank, by, first: false },
             other => Failure::Other(other.to_string()),
         }
     }

@@ -148,11 +148,11 @@ impl Rank {
         let ranks = self.world.size() as usize;
         let bytes = (4 * PART * ranks) as u64;
         let mut communicator =
-            Communicator::builder(&self.world.all()?).chunk(16 << 10).landing(bytes).build()?;
+            Communicator::builder(&self.world.all()?).chunk(16 << 10).zero_copy_bytes(bytes).build()?;
         for call in 1.. {
             let of = |rank: u32| (100 * call + u64::from(rank)) as f32;
             let mine = vec![of(self.world.rank()); PART * ranks];
-            let landed = communicator.all_to_all_landed(&mine)?;
+            let landed = communicator.all_to_all_zero_copy(&mine)?;
             for (part, from) in landed.chunks_exact(PART).zip(0..) {
                 assert!(part.iter().all(|&element| element == of(from)), "call {call}");
             }
@@ -203,7 +203,7 @@ impl Rank {
     }
 
     fn name_rail(&self) -> Report {
-        let rail = self.world.rail().map(|rail| format!("{} ({})", rail.lane, rail.why));
+        let rail = self.world.net().map(|rail| format!("{} ({})", rail.lane, rail.why));
         Report::Rail(rail.unwrap_or_else(|| "none".to_owned()))
     }
 

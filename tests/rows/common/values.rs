@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use proptest::prelude::*;
-use sidelane::dtype::{PARTIAL, Wire};
+use sidelane::dtype::{PARTIAL, PartialDtype};
 use sidelane::rows::Arithmetic;
 
 use super::Random;
@@ -82,7 +82,7 @@ pub fn store(dtype: Arithmetic, x: f32, into: &mut Vec<u8>) {
 /// The operands of a sum, for the scalar reference.
 pub struct Terms<'a> {
     pub dtype: Arithmetic,
-    pub wire: Wire,
+    pub wire: PartialDtype,
     pub rows: &'a [Vec<u8>],
     pub weights: Option<&'a [f32]>,
     pub groups: &'a [u32],
@@ -118,12 +118,12 @@ impl Terms<'_> {
 }
 
 /// The type of a partial's elements.
-pub fn wire_type(wire: Wire) -> Arithmetic {
+pub fn wire_type(wire: PartialDtype) -> Arithmetic {
     Arithmetic::try_from(wire.dtype()).unwrap()
 }
 
 /// Every type of rows with every wire that carries its sums.
-pub fn carried() -> impl Strategy<Value = (Arithmetic, Wire)> {
-    let pairs = Arithmetic::ALL.into_iter().flat_map(|dtype| Wire::ALL.map(|wire| (dtype, wire)));
+pub fn carried() -> impl Strategy<Value = (Arithmetic, PartialDtype)> {
+    let pairs = Arithmetic::ALL.into_iter().flat_map(|dtype| PartialDtype::ALL.map(|wire| (dtype, wire)));
     prop::sample::select(pairs.filter(|&(dtype, wire)| wire.carries(dtype.into())).collect::<Vec<_>>())
 }

@@ -1,8 +1,8 @@
 //! Calls that are refused, and that ranks disagree about.
 
 use sidelane_verify::check::check;
-use sidelane_verify::prove::{Fault, prove};
-use sidelane_verify::story::{Call, Relays, Slip};
+use sidelane_verify::prove::{ProofFailure, prove};
+use sidelane_verify::story::{Call, Relays, SeededBug};
 
 use super::proved;
 use crate::groups::{Group, ROWS, dispatch, ret, rounds, ways};
@@ -14,13 +14,13 @@ fn what_is_doubled_is_doubled_for_refused_calls() {
     let calls: Vec<Call> = rounds().into_iter().filter(moves).collect();
     for way in ways() {
         let group = Group::new(&[0, 0, 1, 1], 1, 3).run(way);
-        for slip in [Slip::OneTag, Slip::OnePublication, Slip::OneMessage] {
+        for slip in [SeededBug::OneTag, SeededBug::OnePublication, SeededBug::OneMessage] {
             // A relay that is away goes on with the next call while its rank still reads the messages of the last.
-            let ahead = slip == Slip::OneMessage && way.1 == Relays::Thread;
+            let ahead = slip == SeededBug::OneMessage && way.1 == Relays::Thread;
             let seen = prove(&group.tell(&calls, Some(slip)));
             assert_eq!(seen.is_err(), ahead, "whoever moves rows has read tags and counts: {seen:?}");
             let fault = prove(&group.tell(&rounds(), Some(slip))).unwrap_err();
-            assert!(matches!(fault, Fault::Race { .. }), "{fault}");
+            assert!(matches!(fault, ProofFailure::Race { .. }), "{fault}");
         }
     }
 }
@@ -37,10 +37,10 @@ fn calls_that_ranks_disagree_about_are_counted_by_all() {
         check(&story, 0..30).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
 
         // Once, publications took turns by the number of dispatches: right as long as all make the same calls.
-        let slip = Some(Slip::CountDispatches);
+        let slip = Some(SeededBug::CountDispatches);
         prove(&group.tell(&alike, slip)).expect("all count the same dispatches");
         let fault = prove(&group.tell(&calls, slip)).unwrap_err();
         println!("{labels:?} {way:?}: {fault}");
-        assert!(matches!(fault, Fault::Unwritten { of: 2 | 7, .. }), "{fault}");
+        assert!(matches!(fault, ProofFailure::Unwritten { of: 2 | 7, .. }), "{fault}");
     }
 }

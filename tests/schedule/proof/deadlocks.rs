@@ -1,13 +1,13 @@
 //! Orders of launching that look natural, and stand still.
 
 use sidelane_core::schedule::Op;
-use sidelane_verify::prove::{Fault, prove};
-use sidelane_verify::story::Story;
+use sidelane_verify::prove::{ProofFailure, prove};
+use sidelane_verify::story::UnrolledProgram;
 
 use crate::groups::{self, Group};
 
 /// Each track in turn, peers rotated: what looks natural, and what hardware queues turn into a deadlock.
-fn track_after_track(story: &mut Story) {
+fn track_after_track(story: &mut UnrolledProgram) {
     let ranks = story.ranks;
     for part in story.calls.iter_mut().flatten() {
         let rank = part.rank;
@@ -24,7 +24,7 @@ fn launching_track_after_track_deadlocks_on_one_queue() {
     track_after_track(&mut story);
     let fault = prove(&story).unwrap_err();
     println!("{fault}");
-    assert!(matches!(fault, Fault::Deadlock { queues: 1, .. }), "{fault}");
+    assert!(matches!(fault, ProofFailure::Deadlock { queues: 1, .. }), "{fault}");
 }
 
 #[test]
@@ -34,5 +34,5 @@ fn waiting_first_deadlocks_when_every_rank_does() {
     for scene in story.calls.iter_mut().flatten().flat_map(|part| &mut part.scenes) {
         scene.steps.sort_by_key(|step| !matches!(step.op, Op::Wait { .. }));
     }
-    assert!(matches!(prove(&story), Err(Fault::Deadlock { .. })));
+    assert!(matches!(prove(&story), Err(ProofFailure::Deadlock { .. })));
 }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use sidelane_core::topology::Route;
 use sidelane_verify::prove::prove;
-use sidelane_verify::story::{Call, Relays, Script, Slip, Story};
+use sidelane_verify::story::{Call, ProofScenario, Relays, SeededBug, UnrolledProgram};
 
 use super::{proved, titled};
 use crate::groups::{self, Group, ROWS, copy, dispatch, placements, placements_in_spans, ret, rounds, ways};
@@ -49,7 +49,9 @@ fn sample_of_a_thousand_ranks_unrolls_three_nodes() {
     for way in Route::ALL.map(|route| (route, Relays::Thread)) {
         let (group, name) = (Group::sampled(&labels, &sample).run(way), titled("128 x 8", way));
         let start = Instant::now();
-        let story = Story::tell(&Script { sample: Some(&sample), ..group.script(&calls, None) }).unwrap();
+        let story =
+            UnrolledProgram::unroll(&ProofScenario { sample: Some(&sample), ..group.script(&calls, None) })
+                .unwrap();
         println!("{name:>27}: told in {:.0?}", start.elapsed());
         assert_eq!((story.ranks, story.actors), (1024, 48));
         proved(&name, &story);
@@ -61,10 +63,13 @@ fn a_sample_finds_what_the_whole_finds() {
     let sample = [0, 1, 2, 3, 6, 7];
     for way in ways() {
         let group = Group::new(&[0, 0, 1, 1, 2, 2, 3, 3], 2, 3).run(way);
-        for slip in Slip::ALL.map(Some).into_iter().chain([None]) {
+        for slip in SeededBug::ALL.map(Some).into_iter().chain([None]) {
             let whole = prove(&group.tell(&rounds(), slip));
-            let story =
-                Story::tell(&Script { sample: Some(&sample), ..group.script(&rounds(), slip) }).unwrap();
+            let story = UnrolledProgram::unroll(&ProofScenario {
+                sample: Some(&sample),
+                ..group.script(&rounds(), slip)
+            })
+            .unwrap();
             assert!(!story.assumed.is_empty());
             let seen = prove(&story);
             assert_eq!(seen.is_err(), whole.is_err(), "{way:?} {slip:?}: {seen:?} {whole:?}");

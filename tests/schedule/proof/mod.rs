@@ -12,9 +12,9 @@ use std::time::Instant;
 
 use sidelane_core::topology::Route;
 use sidelane_verify::prove::{Proof, prove};
-use sidelane_verify::story::{Relays, Story};
+use sidelane_verify::story::{Relays, UnrolledProgram};
 
-fn proved(name: &str, story: &Story) -> Proof {
+fn proved(name: &str, story: &UnrolledProgram) -> Proof {
     let start = Instant::now();
     let proof = prove(story).unwrap_or_else(|fault| panic!("{name}: {fault}"));
     println!(

@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use sidelane_core::schedule::{Flag, Level, Op};
+use sidelane_core::schedule::{Flag, FlagValue, Op};
 use sidelane_core::topology::Route;
 use sidelane_verify::check::check;
-use sidelane_verify::prove::Fault;
+use sidelane_verify::prove::ProofFailure;
 use sidelane_verify::story::Relays;
 
 use super::titled;
@@ -38,9 +38,9 @@ fn random_runs_see_what_the_run_in_order_sees() {
 #[test]
 fn random_runs_see_the_difference_when_a_wait_is_missing() {
     let missing: [(Route, Relays, u32, Op); 3] = [
-        (Route::Direct, Relays::Inline, 0, wait(2, Flag::Landed, Level::Call)),
-        (Route::Pxn, Relays::Thread, 1, wait(2, Flag::Landed, Level::Call)),
-        (Route::Pxn, Relays::Thread, 4, wait(2, Flag::Block, Level::Part(2))),
+        (Route::Direct, Relays::Inline, 0, wait(2, Flag::Landed, FlagValue::Call)),
+        (Route::Pxn, Relays::Thread, 1, wait(2, Flag::Landed, FlagValue::Call)),
+        (Route::Pxn, Relays::Thread, 4, wait(2, Flag::Block, FlagValue::Part(2))),
     ];
     for (route, relays, actor, wait) in missing {
         let group = Group::new(&[0, 0, 1, 1], 2, 4).run((route, relays));
@@ -49,10 +49,10 @@ fn random_runs_see_the_difference_when_a_wait_is_missing() {
         steps.for_each(|scene| scene.steps.retain(|step| step.op != wait));
         let fault = check(&story, 0..200).unwrap_err();
         println!("{} {relays:?}: {fault}", route.name());
-        assert!(matches!(fault, Fault::Differs { .. }), "{fault}");
+        assert!(matches!(fault, ProofFailure::Differs { .. }), "{fault}");
     }
 }
 
-fn wait(from: u32, flag: Flag, level: Level) -> Op {
+fn wait(from: u32, flag: Flag, level: FlagValue) -> Op {
     Op::Wait { from, flag, level }
 }

@@ -1,6 +1,6 @@
 //! Groups of every shape, in every way, layout, mode and order.
 
-use sidelane_core::plan::{Mode, Order, Overflow, RowLayout};
+use sidelane_core::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane_core::topology::Route;
 use sidelane_verify::check::check;
 use sidelane_verify::story::{Call, Relays};
@@ -115,8 +115,8 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
             check(&story, 0..3).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
             let group = Group { enqueues: false, ..group };
             // Within a budget metadata lies behind all rows that may come, and outputs have one place.
-            let budget = Mode::Budget { rows: 60, overflow: Overflow::Drop };
-            let story = group.placed((RowLayout::ExpertMajor, budget, Order::Expert)).tell(&calls, None);
+            let budget = ReceiveMode::Budget { rows: 60, overflow: Overflow::Drop };
+            let story = group.placed((RowLayout::ExpertMajor, budget, SumOrder::Expert)).tell(&calls, None);
             proved(&format!("{name}, within a budget"), &story);
         }
     }
@@ -133,7 +133,7 @@ fn all_gather_and_reduce_scatter_are_proved_and_run_at_random() {
         ("5, mixed", &[0, 1, 2, 0, 1]),
     ];
     for (name, labels) in shapes {
-        for (way, order) in ways().flat_map(|way| Order::ALL.map(|order| (way, order))) {
+        for (way, order) in ways().flat_map(|way| SumOrder::ALL.map(|order| (way, order))) {
             let group = Group::new(labels, 1, 5).gathering(way, order);
             let story = group.tell(&rounds(), None);
             let name = format!("{name} gathered, {order:?}, {}", titled("", way));
@@ -152,9 +152,11 @@ fn dispatches_by_all_gather_are_proved_and_run_at_random() {
         ("3 + 1", &[0, 0, 1, 0]),
         ("5, mixed", &[0, 1, 2, 0, 1]),
     ];
-    let budget = Mode::Budget { rows: 9, overflow: Overflow::Drop };
-    let placements =
-        [(RowLayout::ExpertMajor, Mode::Eager, Order::Expert), (RowLayout::RankMajor, budget, Order::Node)];
+    let budget = ReceiveMode::Budget { rows: 9, overflow: Overflow::Drop };
+    let placements = [
+        (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Expert),
+        (RowLayout::RankMajor, budget, SumOrder::Node),
+    ];
     for (name, labels) in shapes {
         for (way, &placement) in ways().flat_map(|way| placements.iter().map(move |placed| (way, placed))) {
             let group = Group::new(labels, 4, 5).run(way).placed(placement).by_all_gather();

@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 
 use sidelane_core::schedule::{Flag, Op};
 use sidelane_core::topology::{NodeMap, Paths};
-use sidelane_verify::story::{Call, Story};
+use sidelane_verify::story::{Call, UnrolledProgram};
 
 use crate::groups::{Group, ROWS, dispatch, ret, rounds, ways};
 
 /// What crosses from rank to rank: who signals whom which word.
-fn signals(story: &Story, call: usize) -> Vec<(u32, u32, Flag)> {
+fn signals(story: &UnrolledProgram, call: usize) -> Vec<(u32, u32, Flag)> {
     let mut all = Vec::new();
     for part in &story.calls[call] {
         for step in part.scenes.iter().flat_map(|scene| &scene.steps) {
@@ -61,14 +61,14 @@ fn nothing_crosses_but_on_wires() {
                     continue;
                 };
                 let from = paths.of(part.rank);
-                if !from.near(to) {
-                    assert!(from.wired(to), "{} {}: {} -> {to}", way.0.name(), part.rank, to);
+                if !from.same_node(to) {
+                    assert!(from.needs_connection(to), "{} {}: {} -> {to}", way.0.name(), part.rank, to);
                     used.insert((part.rank.min(to), part.rank.max(to)));
                 }
             }
         }
         let pairs = (0..8).flat_map(|a| (0..a).map(move |b| (b, a)));
-        let wires: BTreeSet<(u32, u32)> = pairs.filter(|&(a, b)| paths.of(a).wired(b)).collect();
+        let wires: BTreeSet<(u32, u32)> = pairs.filter(|&(a, b)| paths.of(a).needs_connection(b)).collect();
         assert_eq!(used, wires, "each wire has its use");
     }
 }

@@ -10,7 +10,7 @@ use super::tensor::{Source, Target, Tensor};
 use super::{border, give};
 use crate::Status;
 use crate::fault::ArgumentError;
-use crate::handles::{Kind, Seat};
+use crate::handles::{ExclusiveCell, Kind};
 
 /// Gradient of dispatch: sums row gradients to their tokens, [tokens, hidden]. Collective.
 ///
@@ -103,7 +103,7 @@ pub unsafe extern "C" fn sidelane_ep_combine_backward(
             |ep, layout, (out, gradients, weights)| {
                 let (received, home) = ep.combine_backward(gradients.lend(), layout)?;
                 weights.copy_from_slice(&home.unwrap_or_default());
-                give(Seat::new(Kind::Rows, received), out)
+                give(ExclusiveCell::new(Kind::Rows, received), out)
             },
         )
     })

@@ -2,7 +2,10 @@
 
 use std::ffi::c_char;
 
-use sidelane::gate::{Balance as Loss, LossInput as Taken, Map, Parts, Preset, Share, Totals, Unused};
+use sidelane::gate::{
+    BalanceLoss as Loss, CountDivisor, CountedChoices, LossInput as Taken, PaddingTokens, Preset,
+    TokenGroups, Totals,
+};
 
 use super::border;
 use super::gate_config::SCORES;
@@ -145,19 +148,21 @@ pub unsafe extern "C" fn sidelane_balance_loss(
     })
 }
 
-const MAPS: [(u32, Map); 3] = [
-    (SIDELANE_MAP_FIRST_CHOICES, Map::FirstChoices),
-    (SIDELANE_MAP_ALL_CHOICES, Map::AllChoices),
-    (SIDELANE_MAP_FRESH, Map::Fresh),
+const MAPS: [(u32, CountedChoices); 3] = [
+    (SIDELANE_MAP_FIRST_CHOICES, CountedChoices::FirstChoices),
+    (SIDELANE_MAP_ALL_CHOICES, CountedChoices::AllChoices),
+    (SIDELANE_MAP_FRESH, CountedChoices::Fresh),
 ];
 
-const SHARES: [(u32, Share); 2] =
-    [(SIDELANE_SHARE_OF_TOKENS, Share::OfTokens), (SIDELANE_SHARE_OF_CHOICES, Share::OfChoices)];
+const SHARES: [(u32, CountDivisor); 2] = [
+    (SIDELANE_SHARE_OF_TOKENS, CountDivisor::OfTokens),
+    (SIDELANE_SHARE_OF_CHOICES, CountDivisor::OfChoices),
+];
 
-const UNUSED: [(u32, Unused); 3] = [
-    (SIDELANE_UNUSED_LEFT_OUT, Unused::LeftOut),
-    (SIDELANE_UNUSED_ZERO, Unused::Zero),
-    (SIDELANE_UNUSED_SHARED, Unused::Shared),
+const UNUSED: [(u32, PaddingTokens); 3] = [
+    (SIDELANE_UNUSED_LEFT_OUT, PaddingTokens::LeftOut),
+    (SIDELANE_UNUSED_ZERO, PaddingTokens::Zero),
+    (SIDELANE_UNUSED_SHARED, PaddingTokens::Shared),
 ];
 
 impl Balance {
@@ -173,8 +178,8 @@ impl TryFrom<&Balance> for Loss {
     fn try_from(flat: &Balance) -> Result<Loss, Fault> {
         super::tensor::reserved("reserved field of a balance", flat.reserved)?;
         let splits = [
-            (SIDELANE_PARTS_CONSECUTIVE, Parts::Consecutive(flat.parts)),
-            (SIDELANE_PARTS_INTERLEAVED, Parts::Interleaved(flat.parts)),
+            (SIDELANE_PARTS_CONSECUTIVE, TokenGroups::Consecutive(flat.parts)),
+            (SIDELANE_PARTS_INTERLEAVED, TokenGroups::Interleaved(flat.parts)),
         ];
         let split = choice("split", flat.split, &splits, "SIDELANE_PARTS_CONSECUTIVE or _INTERLEAVED")?;
         Ok(Loss {
@@ -183,7 +188,7 @@ impl TryFrom<&Balance> for Loss {
             map: choice("map", flat.map, &MAPS, "a number of SIDELANE_MAP_...")?,
             share: choice("share", flat.share, &SHARES, "a number of SIDELANE_SHARE_...")?,
             unused: choice("unused", flat.unused, &UNUSED, "a number of SIDELANE_UNUSED_...")?,
-            parts: if flat.parts < 2 { Parts::Whole } else { split },
+            parts: if flat.parts < 2 { TokenGroups::Whole } else { split },
         })
     }
 }
@@ -191,9 +196,9 @@ impl TryFrom<&Balance> for Loss {
 impl From<&Loss> for Balance {
     fn from(loss: &Loss) -> Balance {
         let (parts, split) = match loss.parts {
-            Parts::Whole => (1, SIDELANE_PARTS_CONSECUTIVE),
-            Parts::Consecutive(parts) => (parts, SIDELANE_PARTS_CONSECUTIVE),
-            Parts::Interleaved(parts) => (parts, SIDELANE_PARTS_INTERLEAVED),
+            TokenGroups::Whole => (1, SIDELANE_PARTS_CONSECUTIVE),
+            TokenGroups::Consecutive(parts) => (parts, SIDELANE_PARTS_CONSECUTIVE),
+            TokenGroups::Interleaved(parts) => (parts, SIDELANE_PARTS_INTERLEAVED),
         };
         Balance {
             size: 0,
@@ -250,7 +255,7 @@ mod tests {
     fn every_preset_comes_back_from_its_numbers_as_it_was() {
         for preset in Preset::ALL {
             let loss = Loss::of(preset);
-            for parts in [Parts::Whole, Parts::Consecutive(3), Parts::Interleaved(4)] {
+            for parts in [TokenGroups::Whole, TokenGroups::Consecutive(3), TokenGroups::Interleaved(4)] {
                 let loss = Loss { parts, ..loss };
                 assert_eq!(Loss::try_from(&Balance::from(&loss)).unwrap(), loss, "{preset}");
             }

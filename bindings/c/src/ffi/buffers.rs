@@ -9,7 +9,7 @@ use super::objects::{Handle, Output, Rows, Tokens};
 use super::versioned::{OutStruct, versioned};
 use super::{border, close, get, give};
 use crate::Status;
-use crate::handles::{Kind, Seat};
+use crate::handles::{ExclusiveCell, Kind};
 
 /// Received rows. What it points to may be read and changed until the rows are closed. On a device
 /// all pointers are the device's, and the rows are there for what is enqueued on the layer's stream
@@ -149,7 +149,7 @@ pub unsafe extern "C" fn sidelane_handle_output(handle: *mut Handle, output: *mu
         // SAFETY: as the caller promised.
         let out = unsafe { Out::new("output", output) }?;
         let buffer = get(handle)?.lend(|layout| Ok(layout.output()?))?;
-        give(Seat::new(Kind::Output, buffer), out)
+        give(ExclusiveCell::new(Kind::Output, buffer), out)
     })
 }
 

@@ -1,8 +1,8 @@
 //! All-gather and reduce-scatter of rows: each other's gradient, by the programs that dispatch and combine are.
 
 use sidelane::Dtype;
-use sidelane::dtype::Wire;
-use sidelane::ep::{Collective as Gathers, CollectiveBuilder, ExpertRows, Shares as Layout};
+use sidelane::dtype::PartialDtype;
+use sidelane::ep::{CollectiveBuilder, ExpertRows, RowCollective as Gathers, RowPartition as Layout};
 
 use super::combine::Outputs;
 use super::memory::{Out, slice};
@@ -12,7 +12,7 @@ use super::tensor::{Source, Target, Tensor};
 use super::versioned::{OutStruct, read, versioned};
 use super::{border, close, get, give};
 use crate::fault::Fault;
-use crate::handles::{Kind, Seat};
+use crate::handles::{ExclusiveCell, Kind};
 use crate::refuse::Gathering;
 use crate::words::choice;
 use crate::{Status, refuse, words};
@@ -20,7 +20,7 @@ use crate::{Status, refuse, words};
 /// A `Collective`, and what the border has to know of it.
 #[derive(Debug)]
 pub struct CollectiveLayer {
-    seat: Seat<Gathers>,
+    seat: ExclusiveCell<Gathers>,
     dtype: Dtype,
     columns: u64,
 }
@@ -72,8 +72,8 @@ impl CollectiveOptions {
     fn apply<'g>(&self, mut builder: CollectiveBuilder<'g>) -> Result<CollectiveBuilder<'g>, Fault> {
         let sums = [
             (SIDELANE_NODE_SUMS_NONE, None),
-            (SIDELANE_NODE_SUMS_F32, Some(Wire::F32)),
-            (SIDELANE_NODE_SUMS_BF16, Some(Wire::Bf16)),
+            (SIDELANE_NODE_SUMS_F32, Some(PartialDtype::F32)),
+            (SIDELANE_NODE_SUMS_BF16, Some(PartialDtype::Bf16)),
         ];
         let sums = choice("node_sums", self.node_sums, &sums, "one of SIDELANE_NODE_SUMS_NONE, _F32, _BF16")?;
         builder = builder.columns(self.columns as usize).dtype(words::dtype(self.dtype)?);
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn sidelane_collective_build(
             Ok((out, options, options.apply(Gathers::builder(&group))?))
         };
         let (out, options, builder) = arguments().inspect_err(|_| refuse::collective(&group))?;
-        let seat = Seat::new(Kind::Collective, builder.build()?);
+        let seat = ExclusiveCell::new(Kind::Collective, builder.build()?);
         let (dtype, columns) = (words::dtype(options.dtype)?, options.columns.into());
         give(CollectiveLayer { seat, dtype, columns }, out)
     })
@@ -133,8 +133,8 @@ pub unsafe extern "C" fn sidelane_all_gather(
             let ((all, shares), mine) =
                 arguments.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, Gathering::All))?;
             let (rows, layout): (ExpertRows, Layout) = gathers.all_gather(mine.lend())?;
-            give(Seat::new(Kind::Rows, rows), all)?;
-            give(Seat::new(Kind::Shares, layout), shares)
+            give(ExclusiveCell::new(Kind::Rows, rows), all)?;
+            give(ExclusiveCell::new(Kind::Shares, layout), shares)
         })
     })
 }
@@ -153,7 +153,7 @@ pub unsafe extern "C" fn sidelane_collective_shares(
         // SAFETY: as the caller promised.
         let (out, counts) = unsafe { (Out::new("shares", shares)?, slice("counts", counts, ranks.into())?) };
         let layout = get(collective)?.seat.lend(|gathers| Ok(gathers.shares(counts)?))?;
-        give(Seat::new(Kind::Shares, layout), out)
+        give(ExclusiveCell::new(Kind::Shares, layout), out)
     })
 }
 
@@ -179,8 +179,8 @@ pub unsafe extern "C" fn sidelane_all_gather_along(
                 };
                 let (out, mine) =
                     arguments.inspect_err(|_| refuse::gathering(gathers, layer.dtype, Some(layout), call))?;
-                let rows = gathers.all_gather_along(mine.lend(), layout)?;
-                give(Seat::new(Kind::Rows, rows), out)
+                let rows = gathers.all_gather_cached(mine.lend(), layout)?;
+                give(ExclusiveCell::new(Kind::Rows, rows), out)
             })
         })
     })
@@ -256,7 +256,7 @@ pub unsafe extern "C" fn sidelane_shares_output(shares: *mut Shares, output: *mu
         // SAFETY: as the caller promised.
         let out = unsafe { Out::new("output", output) }?;
         let buffer = get(shares)?.lend(|layout| Ok(layout.output()?))?;
-        give(Seat::new(Kind::Output, buffer), out)
+        give(ExclusiveCell::new(Kind::Output, buffer), out)
     })
 }
 

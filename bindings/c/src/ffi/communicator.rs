@@ -6,8 +6,8 @@
 use bytemuck::{try_cast_slice, try_cast_slice_mut};
 use half::{bf16, f16};
 use sidelane::Dtype;
-use sidelane::collective::{Communicator as Collectives, CommunicatorBuilder, Sums};
-use sidelane::dtype::Wire;
+use sidelane::collective::{AllReduceAlgorithm, Communicator as Collectives, CommunicatorBuilder};
+use sidelane::dtype::PartialDtype;
 use sidelane::error::{CallKind, Error, PlanError};
 
 use super::memory::{Out, addresses, apart, structure};
@@ -16,7 +16,7 @@ use super::tensor::{Source, Target, Tensor, reserved};
 use super::versioned::{read, versioned};
 use super::{border, close, get, give};
 use crate::fault::Fault;
-use crate::handles::{Kind, Seat};
+use crate::handles::{ExclusiveCell, Kind};
 use crate::words::choice;
 use crate::{Status, refuse};
 
@@ -47,18 +47,18 @@ versioned!(CommunicatorOptions, "sidelane_communicator_options_t", reserved: u32
 impl CommunicatorOptions {
     fn apply<'g>(&self, builder: CommunicatorBuilder<'g>) -> Result<CommunicatorBuilder<'g>, Fault> {
         let all = [
-            (SIDELANE_SUMS_DIRECT, Sums::Direct),
-            (SIDELANE_SUMS_RING_F32, Sums::Ring(Wire::F32)),
-            (SIDELANE_SUMS_RING_BF16, Sums::Ring(Wire::Bf16)),
+            (SIDELANE_SUMS_DIRECT, AllReduceAlgorithm::Direct),
+            (SIDELANE_SUMS_RING_F32, AllReduceAlgorithm::Ring(PartialDtype::F32)),
+            (SIDELANE_SUMS_RING_BF16, AllReduceAlgorithm::Ring(PartialDtype::Bf16)),
         ];
         let sums = choice("sums", self.sums, &all, "one of SIDELANE_SUMS_DIRECT, _RING_F32, _RING_BF16")?;
         reserved("reserved", self.reserved)?;
-        let mut builder = builder.sums(sums);
+        let mut builder = builder.algorithm(sums);
         if self.chunk > 0 {
             builder = builder.chunk(self.chunk);
         }
         if self.whole > 0 {
-            builder = builder.whole(self.whole);
+            builder = builder.one_shot_bytes(self.whole);
         }
         Ok(builder)
     }
@@ -87,7 +87,7 @@ pub unsafe extern "C" fn sidelane_communicator_build(
             Ok((out, options.apply(builder)?))
         };
         let (out, builder) = arguments().inspect_err(|_| refuse::communicator(&group))?;
-        give(Seat::new(Kind::Communicator, builder.build()?), out)
+        give(ExclusiveCell::new(Kind::Communicator, builder.build()?), out)
     })
 }
 
@@ -237,7 +237,7 @@ pub unsafe extern "C" fn sidelane_communicator_exchange(
     // SAFETY: as the caller promised.
     let tensors = || unsafe { both(send, receive) };
     message(communicator, tensors, |group, (send, receive, dtype)| {
-        with_element!(dtype, E => group.exchange::<E>(
+        with_element!(dtype, E => group.send_receive::<E>(
             peer,
             try_cast_slice(send).unwrap_or_default(),
             try_cast_slice_mut(receive).unwrap_or_default(),

@@ -10,7 +10,7 @@ use super::objects::{Ep, Handle, Rows};
 use super::tensor::{Chosen, Routing, Source, Tensor};
 use super::{border, get, give};
 use crate::fault::Fault;
-use crate::handles::{Kind, Seat};
+use crate::handles::{ExclusiveCell, Kind};
 use crate::{Status, refuse};
 
 /// Sends every token to the ranks of its experts, and receives the rows of this rank's experts. Collective.
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn sidelane_ep_prepare(
         layer.seat.lend(|ep| {
             let (out, chosen) =
                 arguments.map_err(|fault| refuse::call(ep, CallKind::Prepare, None, fault))?;
-            give(Seat::new(Kind::Handle, ep.prepare(chosen.lend())?), out)
+            give(ExclusiveCell::new(Kind::Handle, ep.prepare(chosen.lend())?), out)
         })
     })
 }
@@ -94,7 +94,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_cached(
             },
             |ep, layout, (out, x)| {
                 let received = ep.dispatch_cached(x.lend(), layout)?;
-                give(Seat::new(Kind::Rows, received), out)
+                give(ExclusiveCell::new(Kind::Rows, received), out)
             },
         )
     })
@@ -132,7 +132,7 @@ impl Results {
     }
 
     pub(super) fn give(self, (rows, layout): (ExpertRows, Layout)) -> Result<(), Fault> {
-        give(Seat::new(Kind::Rows, rows), self.rows)?;
-        give(Seat::new(Kind::Handle, layout), self.handle)
+        give(ExclusiveCell::new(Kind::Rows, rows), self.rows)?;
+        give(ExclusiveCell::new(Kind::Handle, layout), self.handle)
     }
 }

@@ -1,6 +1,6 @@
 //! Routers: logits to choices.
 
-use sidelane::gate::{Call, Draw, GateConfig};
+use sidelane::gate::{GateConfig, GateInput, RngKey};
 
 use super::gate_config::RouterConfig;
 use super::losses::{Logits, truths};
@@ -11,7 +11,7 @@ use super::versioned::{OutStruct, read, versioned};
 use super::{border, close, get, give};
 use crate::Status;
 use crate::fault::Fault;
-use crate::handles::{Kind, Seat};
+use crate::handles::{ExclusiveCell, Kind};
 use crate::words::switch;
 
 /// One forward pass over the tokens of a rank. Only tokens and logits must be given. Arrays are read during the call alone.
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn sidelane_gate_build(config: *const RouterConfig, gate: 
         // SAFETY: as the caller promised.
         let (out, flat) = unsafe { (Out::new("gate", gate)?, read(config)?) };
         let router = sidelane::gate::Gate::new(GateConfig::try_from(&flat)?)?;
-        give(Seat::new(Kind::Gate, router), out)
+        give(ExclusiveCell::new(Kind::Gate, router), out)
     })
 }
 
@@ -152,26 +152,26 @@ pub extern "C" fn sidelane_gate_close(gate: *mut Gate) -> Status {
 impl GateCall {
     /// # Safety
     /// Arrays are null or as large as documented, and nobody writes to them during `'a`.
-    unsafe fn asked<'a>(&self, config: &GateConfig) -> Result<Call<'a>, Fault> {
+    unsafe fn asked<'a>(&self, config: &GateConfig) -> Result<GateInput<'a>, Fault> {
         let (tokens, GateConfig { experts, top_k, .. }) = (self.tokens, config);
         let all = Logits::new(tokens, *experts)?.elements;
         let choices = Logits::new(tokens, *top_k)?.elements;
         let has_needed = switch("has_needed", self.has_needed)?;
         // SAFETY: as the caller promised.
         let used = unsafe { optional("used", self.used, tokens) }?;
-        Ok(Call {
+        Ok(GateInput {
             // SAFETY: as the caller promised; the others likewise.
             logits: unsafe { slice("logits", self.logits, all) }?,
             // SAFETY: as above.
             bias: unsafe { optional("bias", self.bias, (*experts).into()) }?,
             // SAFETY: as above.
-            deviation: unsafe { optional("deviation", self.deviation, all) }?,
-            used: used.map(truths).transpose()?,
+            noise_std: unsafe { optional("deviation", self.deviation, all) }?,
+            token_mask: used.map(truths).transpose()?,
             // SAFETY: as above.
             replay: unsafe { optional("replay", self.replay, choices) }?,
-            needed: has_needed.then_some(self.needed),
+            global_required: has_needed.then_some(self.needed),
             training: switch("training", self.training)?,
-            draw: Draw { seed: self.seed, step: self.step, rank: self.rank },
+            draw: RngKey { seed: self.seed, step: self.step, rank: self.rank },
         })
     }
 }

@@ -3,7 +3,8 @@
 use std::ffi::c_char;
 
 use sidelane::gate::{
-    Capacity, Divisor, GateConfig, GroupScore, Keep, Noise, Normalise, Preset, Rule, Score, Second, Select,
+    Capacity, CapacityRule, Divisor, DropPolicy, GateConfig, GroupScore, Noise, Normalize, Preset,
+    ScoreFunction, SecondExpertPolicy, Select,
 };
 
 use super::border;
@@ -153,19 +154,19 @@ pub unsafe extern "C" fn sidelane_gate_preset(
     })
 }
 
-pub(super) const SCORES: [(u32, Score); 4] = [
-    (SIDELANE_SCORE_SOFTMAX, Score::Softmax),
-    (SIDELANE_SCORE_SOFTMAX_OF_CHOSEN, Score::SoftmaxOfChosen),
-    (SIDELANE_SCORE_SIGMOID, Score::Sigmoid),
-    (SIDELANE_SCORE_SQRT_SOFTPLUS, Score::SqrtSoftplus),
+pub(super) const SCORES: [(u32, ScoreFunction); 4] = [
+    (SIDELANE_SCORE_SOFTMAX, ScoreFunction::Softmax),
+    (SIDELANE_SCORE_SOFTMAX_OF_CHOSEN, ScoreFunction::SoftmaxOfChosen),
+    (SIDELANE_SCORE_SIGMOID, ScoreFunction::Sigmoid),
+    (SIDELANE_SCORE_SQRT_SOFTPLUS, ScoreFunction::SqrtSoftplus),
 ];
 
-const KEEPS: [(u32, Keep); 5] = [
-    (SIDELANE_KEEP_SCORE, Keep::Score),
-    (SIDELANE_KEEP_POSITION, Keep::Position),
-    (SIDELANE_KEEP_FIRST_CHOICES, Keep::FirstChoices),
-    (SIDELANE_KEEP_PRIORITY, Keep::Priority),
-    (SIDELANE_KEEP_RANDOM, Keep::Random),
+const KEEPS: [(u32, DropPolicy); 5] = [
+    (SIDELANE_KEEP_SCORE, DropPolicy::Score),
+    (SIDELANE_KEEP_POSITION, DropPolicy::Position),
+    (SIDELANE_KEEP_FIRST_CHOICES, DropPolicy::FirstChoices),
+    (SIDELANE_KEEP_PRIORITY, DropPolicy::Priority),
+    (SIDELANE_KEEP_RANDOM, DropPolicy::Random),
 ];
 
 impl TryFrom<&RouterConfig> for GateConfig {
@@ -193,13 +194,13 @@ impl TryFrom<&RouterConfig> for GateConfig {
         ];
         let divisor = choice("divisor", flat.divisor, &divisors, "a number of SIDELANE_DIVISOR_...")?;
         let normalises = [
-            (SIDELANE_NORMALISE_NEVER, Normalise::Never),
-            (SIDELANE_NORMALISE_BEFORE_DROP, Normalise::BeforeDrop(divisor)),
-            (SIDELANE_NORMALISE_AFTER_DROP, Normalise::AfterDrop(divisor)),
+            (SIDELANE_NORMALISE_NEVER, Normalize::Never),
+            (SIDELANE_NORMALISE_BEFORE_DROP, Normalize::BeforeDrop(divisor)),
+            (SIDELANE_NORMALISE_AFTER_DROP, Normalize::AfterDrop(divisor)),
         ];
         let second = match flat.second_threshold {
-            0.0 => Second::All,
-            threshold => Second::Random { threshold },
+            0.0 => SecondExpertPolicy::All,
+            threshold => SecondExpertPolicy::Random { threshold },
         };
         Ok(GateConfig {
             experts: flat.experts,
@@ -225,12 +226,12 @@ impl RouterConfig {
         let factor = self.capacity_factor;
         let rules = [
             (SIDELANE_CAPACITY_NONE, None),
-            (SIDELANE_CAPACITY_CEIL_F64, Some(Rule::CeilF64 { factor })),
-            (SIDELANE_CAPACITY_CEIL_F32, Some(Rule::CeilF32 { factor })),
-            (SIDELANE_CAPACITY_TRUNC, Some(Rule::Trunc { factor })),
-            (SIDELANE_CAPACITY_TUTEL, Some(Rule::Tutel { factor })),
-            (SIDELANE_CAPACITY_ROWS, Some(Rule::Rows { rows: self.capacity_rows })),
-            (SIDELANE_CAPACITY_NEEDED, Some(Rule::Needed)),
+            (SIDELANE_CAPACITY_CEIL_F64, Some(CapacityRule::CeilF64 { factor })),
+            (SIDELANE_CAPACITY_CEIL_F32, Some(CapacityRule::CeilF32 { factor })),
+            (SIDELANE_CAPACITY_TRUNC, Some(CapacityRule::Trunc { factor })),
+            (SIDELANE_CAPACITY_TUTEL, Some(CapacityRule::Tutel { factor })),
+            (SIDELANE_CAPACITY_ROWS, Some(CapacityRule::Rows { rows: self.capacity_rows })),
+            (SIDELANE_CAPACITY_NEEDED, Some(CapacityRule::Needed)),
         ];
         let rule = choice("capacity", self.capacity, &rules, "a number of SIDELANE_CAPACITY_...")?;
         let keep = choice("keep", self.keep, &KEEPS, "a number of SIDELANE_KEEP_...")?;
@@ -258,9 +259,9 @@ impl From<&GateConfig> for RouterConfig {
             Noise::Normal { deviation } => (SIDELANE_NOISE_NORMAL, deviation),
         };
         let (normalise, by) = match config.normalise {
-            Normalise::Never => (SIDELANE_NORMALISE_NEVER, Divisor::SumPlus(0.0)),
-            Normalise::BeforeDrop(by) => (SIDELANE_NORMALISE_BEFORE_DROP, by),
-            Normalise::AfterDrop(by) => (SIDELANE_NORMALISE_AFTER_DROP, by),
+            Normalize::Never => (SIDELANE_NORMALISE_NEVER, Divisor::SumPlus(0.0)),
+            Normalize::BeforeDrop(by) => (SIDELANE_NORMALISE_BEFORE_DROP, by),
+            Normalize::AfterDrop(by) => (SIDELANE_NORMALISE_AFTER_DROP, by),
         };
         let (divisor, divisor_value) = match by {
             Divisor::SumPlus(value) => (SIDELANE_DIVISOR_SUM_PLUS, value),
@@ -268,12 +269,12 @@ impl From<&GateConfig> for RouterConfig {
         };
         let (capacity, capacity_factor, capacity_rows) = match config.capacity.map(|capacity| capacity.rule) {
             None => (SIDELANE_CAPACITY_NONE, 0.0, 0),
-            Some(Rule::CeilF64 { factor }) => (SIDELANE_CAPACITY_CEIL_F64, factor, 0),
-            Some(Rule::CeilF32 { factor }) => (SIDELANE_CAPACITY_CEIL_F32, factor, 0),
-            Some(Rule::Trunc { factor }) => (SIDELANE_CAPACITY_TRUNC, factor, 0),
-            Some(Rule::Tutel { factor }) => (SIDELANE_CAPACITY_TUTEL, factor, 0),
-            Some(Rule::Rows { rows }) => (SIDELANE_CAPACITY_ROWS, 0.0, rows),
-            Some(Rule::Needed) => (SIDELANE_CAPACITY_NEEDED, 0.0, 0),
+            Some(CapacityRule::CeilF64 { factor }) => (SIDELANE_CAPACITY_CEIL_F64, factor, 0),
+            Some(CapacityRule::CeilF32 { factor }) => (SIDELANE_CAPACITY_CEIL_F32, factor, 0),
+            Some(CapacityRule::Trunc { factor }) => (SIDELANE_CAPACITY_TRUNC, factor, 0),
+            Some(CapacityRule::Tutel { factor }) => (SIDELANE_CAPACITY_TUTEL, factor, 0),
+            Some(CapacityRule::Rows { rows }) => (SIDELANE_CAPACITY_ROWS, 0.0, rows),
+            Some(CapacityRule::Needed) => (SIDELANE_CAPACITY_NEEDED, 0.0, 0),
         };
         let room = config.capacity;
         RouterConfig {
@@ -288,7 +289,11 @@ impl From<&GateConfig> for RouterConfig {
             tolerance,
             noise,
             noise_size,
-            second_threshold: if let Second::Random { threshold } = config.second { threshold } else { 0.0 },
+            second_threshold: if let SecondExpertPolicy::Random { threshold } = config.second {
+                threshold
+            } else {
+                0.0
+            },
             normalise,
             divisor,
             divisor_value,

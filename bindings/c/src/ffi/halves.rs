@@ -24,7 +24,7 @@ use super::objects::{Ep, Handle, Output, PendingCombine, PendingDispatch, Rows};
 use super::tensor::{Chosen, Routing, Source, Target, Tensor};
 use super::{border, close, get, give, retract};
 use crate::fault::Fault;
-use crate::handles::{Kind, Lease, Seat};
+use crate::handles::{ExclusiveCell, Kind, Lease};
 use crate::{Status, refuse};
 
 struct Dispatching {
@@ -86,7 +86,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_start(
 ) -> Status {
     border(|| {
         let layer = get(ep)?;
-        let mut ep = Seat::lease(&layer.seat)?;
+        let mut ep = ExclusiveCell::lease(&layer.seat)?;
         // SAFETY: as the caller promised; nothing of it is used once the cell is gone.
         let arguments = unsafe {
             Out::new("pending", pending)
@@ -100,7 +100,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_start(
             let Dispatching { ep, x, chosen } = owned.borrow_mut();
             ep.start_dispatch(x.lend(), chosen.lend()).map(Some)
         })?;
-        give(Seat::new(Kind::PendingDispatch, DispatchUnderway(cell)), out)
+        give(ExclusiveCell::new(Kind::PendingDispatch, DispatchUnderway(cell)), out)
     })
 }
 
@@ -170,8 +170,8 @@ pub unsafe extern "C" fn sidelane_ep_combine_start(
 ) -> Status {
     border(|| {
         let layer = get(ep)?;
-        let (mut ep, call) = (Seat::lease(&layer.seat)?, CallKind::Combine);
-        let layout = get(handle).and_then(|handle| Seat::lease(&handle));
+        let (mut ep, call) = (ExclusiveCell::lease(&layer.seat)?, CallKind::Combine);
+        let layout = get(handle).and_then(|handle| ExclusiveCell::lease(&handle));
         let layout = layout.map_err(|fault| refuse::call(&mut ep, call, None, fault))?;
         let (context, sums) = (layer.context.clone(), (layout.tokens().into(), layer.hidden));
         let arguments = || -> Result<_, Fault> {
@@ -187,7 +187,7 @@ pub unsafe extern "C" fn sidelane_ep_combine_start(
             let Combining { ep, layout } = owned.borrow_mut();
             given.with(|y| ep.start_combine(y, layout)).map(Some)
         })?;
-        give(Seat::new(Kind::PendingCombine, CombineUnderway { cell, context, sums }), out)
+        give(ExclusiveCell::new(Kind::PendingCombine, CombineUnderway { cell, context, sums }), out)
     })
 }
 

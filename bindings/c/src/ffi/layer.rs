@@ -15,14 +15,14 @@ use super::tensor::{ExpertMap, Source, Target, Tensor};
 use super::versioned::{OutStruct, read, versioned};
 use super::{border, get, give, retract};
 use crate::fault::{ArgumentError, Fault};
-use crate::handles::{Kind, Seat};
+use crate::handles::{ExclusiveCell, Kind};
 use crate::words::{SIDELANE_PLACE_DEVICE, SIDELANE_PLACE_HOST};
 use crate::{Status, refuse, words};
 
 /// An `ExpertParallel`, and what the border has to know of it.
 #[derive(Debug)]
 pub struct Layer {
-    pub(super) seat: Arc<Seat<ExpertParallel>>,
+    pub(super) seat: Arc<ExclusiveCell<ExpertParallel>>,
     /// Of the device of its rows; none on the host.
     pub(super) context: Option<Arc<Context>>,
     /// Of rows that are combined, and of dispatched ones that are no records.
@@ -144,15 +144,15 @@ impl EpOptions {
             .top_k(self.top_k)
             .hidden(self.hidden as usize)
             .dtype(words::dtype(self.dtype)?)
-            .order(words::order(self.order)?)
-            .wire(words::wire(self.wire)?)
+            .sum_order(words::order(self.order)?)
+            .partial_dtype(words::wire(self.wire)?)
             .route(words::route(self.route)?)
             .layout(words::layout(self.layout)?)
             .mode(words::mode(self.mode, self.mode_rows, self.overflow)?)
             .strategy(words::strategy(self.strategy)?)
             .weighted(words::switch("weighted", self.weighted)?)
             .fp8(words::switch("fp8", self.fp8)?)
-            .spans(words::switch("spans", self.spans)?);
+            .coalesce_relays(words::switch("spans", self.spans)?);
         if self.align > 0 {
             builder = builder.align(self.align);
         }
@@ -208,7 +208,7 @@ pub unsafe extern "C" fn sidelane_ep_build(
         let (sent, top_k) = (ep.record().map_or(hidden, |shape| shape.bytes() as u64), ep.top_k().into());
         let (dtype, weighted) = (words::dtype(options.dtype)?, options.weighted == 1);
         let context = stream.map(|stream| Arc::clone(stream.context()));
-        let seat = Arc::new(Seat::new(Kind::Ep, ep));
+        let seat = Arc::new(ExclusiveCell::new(Kind::Ep, ep));
         give(Layer { seat, context, dtype, hidden, sent, top_k, weighted }, out)
     })
 }
@@ -311,7 +311,7 @@ pub unsafe extern "C" fn sidelane_ep_tokens(ep: *mut Ep, count: u32, tokens: *mu
         // SAFETY: as the caller promised.
         let out = unsafe { Out::new("tokens", tokens) }?;
         let buffer = get(ep)?.seat.lend(|ep| Ok(ep.token_buffer(count)?))?;
-        give(Seat::new(Kind::Tokens, buffer), out)
+        give(ExclusiveCell::new(Kind::Tokens, buffer), out)
     })
 }
 

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use sidelane::device::{Context, Range};
+use sidelane::device::{Context, DeviceRange};
 
 use crate::fault::{ArgumentError, Fault};
 
@@ -16,18 +16,18 @@ pub unsafe fn range(
     what: &'static str,
     address: usize,
     bytes: u64,
-) -> Result<Range, Fault> {
+) -> Result<DeviceRange, Fault> {
     match (address, bytes) {
         (0, 1..) => Err(ArgumentError::Null { what }.into()),
         // Where there is nothing, the address means nothing.
         // SAFETY: no bytes.
-        (_, 0) => Ok(unsafe { Range::lent(context, what, 0, 0) }?),
+        (_, 0) => Ok(unsafe { DeviceRange::from_raw(context, what, 0, 0) }?),
         // SAFETY: as the caller promised.
-        _ => Ok(unsafe { Range::lent(context, what, address as u64, bytes) }?),
+        _ => Ok(unsafe { DeviceRange::from_raw(context, what, address as u64, bytes) }?),
     }
 }
 
 /// An address of the device's, as C has it.
-pub fn pointer<T>(range: &Range) -> *mut T {
+pub fn pointer<T>(range: &DeviceRange) -> *mut T {
     std::ptr::without_provenance_mut(range.address() as usize)
 }

@@ -5,7 +5,7 @@ use sidelane::ep::{ExpertOutput, ExpertRows, TokenBuffer};
 use super::collective::CollectiveLayer;
 use super::halves::{CombineUnderway, DispatchUnderway};
 use super::layer::Layer;
-use crate::handles::{Kind, Object, Seat};
+use crate::handles::{ExclusiveCell, Kind, Object};
 
 /// A type that C knows by name alone.
 pub trait Opaque {
@@ -103,17 +103,17 @@ macro_rules! objects {
 objects! {
     World = sidelane::World, World;
     Group = sidelane::Group, Group;
-    Window = Seat<sidelane::Window>, Window;
+    Window = ExclusiveCell<sidelane::Window>, Window;
     Ep = Layer, Ep;
-    Handle = Seat<sidelane::ep::Handle>, Handle;
-    Rows = Seat<ExpertRows>, Rows;
-    Output = Seat<ExpertOutput>, Output;
-    Tokens = Seat<TokenBuffer>, Tokens;
-    PendingDispatch = Seat<DispatchUnderway>, PendingDispatch;
-    PendingCombine = Seat<CombineUnderway>, PendingCombine;
-    Gate = Seat<sidelane::gate::Gate>, Gate;
+    Handle = ExclusiveCell<sidelane::ep::Handle>, Handle;
+    Rows = ExclusiveCell<ExpertRows>, Rows;
+    Output = ExclusiveCell<ExpertOutput>, Output;
+    Tokens = ExclusiveCell<TokenBuffer>, Tokens;
+    PendingDispatch = ExclusiveCell<DispatchUnderway>, PendingDispatch;
+    PendingCombine = ExclusiveCell<CombineUnderway>, PendingCombine;
+    Gate = ExclusiveCell<sidelane::gate::Gate>, Gate;
     Stream = sidelane::device::Stream, Stream;
     Collective = CollectiveLayer, Collective;
-    Shares = Seat<sidelane::ep::Shares>, Shares;
-    Communicator = Seat<sidelane::collective::Communicator>, Communicator;
+    Shares = ExclusiveCell<sidelane::ep::RowPartition>, Shares;
+    Communicator = ExclusiveCell<sidelane::collective::Communicator>, Communicator;
 }

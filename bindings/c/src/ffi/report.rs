@@ -3,9 +3,9 @@
 use std::ffi::c_char;
 
 use sidelane::ep::{CallExecutor, Handle as Layout, Report as Said};
-use sidelane::exec::{Enqueued, Moved};
-use sidelane::plan::Hops;
-use sidelane::world::{Detour, Registration};
+use sidelane::exec::{EnqueueCounts, TransferCounts};
+use sidelane::plan::RowsByDistance;
+use sidelane::world::{NoGpuDirect, Registration};
 
 use super::memory::short_name;
 use super::objects::Handle;
@@ -152,21 +152,29 @@ pub struct Report {
 }
 versioned!(Report, "sidelane_report_t", registration: [c_char; 16], 464);
 
-impl From<Moved> for MovedBytes {
-    fn from(moved: Moved) -> Self {
-        let Moved { local_bytes, rail_bytes, control_bytes, rows, copies, signals, summed_bytes } = moved;
+impl From<TransferCounts> for MovedBytes {
+    fn from(moved: TransferCounts) -> Self {
+        let TransferCounts {
+            intra_node_bytes: local_bytes,
+            inter_node_bytes: rail_bytes,
+            control_bytes,
+            rows,
+            copies,
+            signals,
+            summed_bytes,
+        } = moved;
         MovedBytes { local_bytes, rail_bytes, control_bytes, rows, copies, signals, summed_bytes }
     }
 }
 
-impl From<Hops> for HopRows {
-    fn from(Hops { own, local, rail }: Hops) -> Self {
+impl From<RowsByDistance> for HopRows {
+    fn from(RowsByDistance { own, local, rail }: RowsByDistance) -> Self {
         HopRows { own, local, rail }
     }
 }
 
-impl From<Enqueued> for EnqueuedWork {
-    fn from(work: Enqueued) -> Self {
+impl From<EnqueueCounts> for EnqueuedWork {
+    fn from(work: EnqueueCounts) -> Self {
         EnqueuedWork {
             batches: work.batches,
             copies: work.copies,
@@ -175,12 +183,12 @@ impl From<Enqueued> for EnqueuedWork {
             single_copies: work.single_copies,
             copies_by_sms: work.copies_by_sms,
             memory_operations: work.memory_operations,
-            out_bytes: work.out_bytes,
+            out_bytes: work.staged_out_bytes,
             in_bytes: work.in_bytes,
             rail_puts: work.rail_puts,
             rail_bytes: work.rail_bytes,
             rail_signals: work.rail_signals,
-            straight_puts: work.straight_puts,
+            straight_puts: work.gpu_direct_puts,
             straight_bytes: work.straight_bytes,
         }
     }
@@ -226,13 +234,13 @@ pub(super) fn report_of(layout: &Layout) -> Result<Report, Fault> {
     // A device's last return has a report of its own, which may have to be waited for.
     let returned = match said.executor {
         CallExecutor::HostStepper => layout.returned()?.moved,
-        _ => Moved::default(),
+        _ => TransferCounts::default(),
     };
     Ok(written(layout, &said, returned))
 }
 
 /// A report as C reads it.
-fn written(layout: &Layout, said: &Said, returned: Moved) -> Report {
+fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
     let (mut lanes, mut kernels) = ([Lane::default(); 8], [KernelName::default(); 4]);
     for (lane, used) in lanes.iter_mut().zip(&said.lanes) {
         *lane = Lane { name: short_name(used.lane), ranks: used.ranks.into() };
@@ -247,11 +255,11 @@ fn written(layout: &Layout, said: &Said, returned: Moved) -> Report {
         moved: said.moved.into(),
         relayed: said.relayed.into(),
         returned: returned.into(),
-        wanted: traffic.wanted.into(),
-        put: traffic.put.into(),
+        wanted: traffic.logical.into(),
+        put: traffic.sent.into(),
         remote_ranks: traffic.remote_ranks,
         remote_nodes: traffic.remote_nodes,
-        handed_on: traffic.handed_on,
+        handed_on: traffic.relayed,
         row_bytes: traffic.row_bytes,
         home_row_bytes: traffic.home_row_bytes,
         copied_bytes: layout.copied_bytes(),
@@ -259,7 +267,7 @@ fn written(layout: &Layout, said: &Said, returned: Moved) -> Report {
         enqueued: said.enqueued.into(),
         kernels,
         same_device: said.same_device.into(),
-        detour: short_name(said.detour.map_or("", Detour::name)),
+        detour: short_name(said.detour.map_or("", NoGpuDirect::name)),
         registration: short_name(said.registration.map_or("", Registration::name)),
     }
 }

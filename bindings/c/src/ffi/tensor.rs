@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use std::ops::Range as Addresses;
 use std::sync::Arc;
 
-use sidelane::device::{Context, Range};
+use sidelane::device::{Context, DeviceRange};
 use sidelane::ep::{self, Choices, TensorMut};
 use sidelane::error::PlanError;
 use sidelane::{Dtype, gate};
@@ -71,7 +71,7 @@ pub struct ExpertMap {
 /// A tensor of the caller's to read.
 pub enum Source<'a> {
     Host { bytes: &'a [u8], dtype: Dtype },
-    Device { range: Range, dtype: Dtype },
+    Device { range: DeviceRange, dtype: Dtype },
 }
 
 impl<'a> Source<'a> {
@@ -124,7 +124,7 @@ impl<'a> Source<'a> {
 /// A tensor of the caller's to write.
 pub enum Target<'a> {
     Host { bytes: &'a mut [u8], dtype: Dtype },
-    Device { range: Range, dtype: Dtype },
+    Device { range: DeviceRange, dtype: Dtype },
 }
 
 impl Target<'_> {
@@ -166,7 +166,7 @@ impl Target<'_> {
     }
 }
 
-fn of_device(range: &Range) -> Addresses<usize> {
+fn of_device(range: &DeviceRange) -> Addresses<usize> {
     let start = range.address() as usize;
     start..start + range.len() as usize
 }
@@ -208,7 +208,7 @@ fn check_place(context: Option<&Arc<Context>>, what: &'static str, seen: u32) ->
 /// A routing of the caller's.
 pub enum Chosen<'a> {
     Host(gate::Routing<'a>),
-    Device { experts: Range, weights: Range },
+    Device { experts: DeviceRange, weights: DeviceRange },
 }
 
 impl Chosen<'_> {

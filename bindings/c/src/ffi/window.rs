@@ -10,7 +10,7 @@ use super::memory::{Out, slice, slice_mut};
 use super::objects::{Group, Window};
 use super::{border, close, get, give};
 use crate::fault::{ArgumentError, Fault};
-use crate::handles::{Kind, Seat};
+use crate::handles::{ExclusiveCell, Kind};
 use crate::{Status, refuse};
 
 /// Memory of `len` bytes at every member of a group, and a signal word per pair of members. Collective.
@@ -26,7 +26,7 @@ pub unsafe extern "C" fn sidelane_group_window(
         let group = get(group)?;
         // SAFETY: as the caller promised.
         let out = unsafe { Out::new("window", window) }.inspect_err(|_| refuse::window(&group, len))?;
-        give(Seat::new(Kind::Window, group.window(len)?), out)
+        give(ExclusiveCell::new(Kind::Window, group.window(len)?), out)
     })
 }
 
@@ -48,7 +48,7 @@ pub unsafe extern "C" fn sidelane_group_register(
             Out::new("window", window).map_err(Fault::from).and_then(|out| Ok((out, descriptor(memory)?)))
         };
         let (out, memory) = arguments.inspect_err(|_| refuse::register(&group))?;
-        give(Seat::new(Kind::Window, group.register(memory)?), out)
+        give(ExclusiveCell::new(Kind::Window, group.register(memory)?), out)
     })
 }
 

@@ -125,7 +125,7 @@ pub unsafe extern "C" fn sidelane_world_info(world: *mut World, info: *mut World
             nodes: nodes.nodes(),
             node,
             ranks_of_node: nodes.members(node).len() as u32,
-            rail: short_name(world.rail().map_or("", |rail| rail.lane)),
+            rail: short_name(world.net().map_or("", |rail| rail.lane)),
             simd: short_name(world.simd()),
         });
         Ok(())

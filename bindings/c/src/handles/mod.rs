@@ -5,5 +5,5 @@ mod seat;
 mod table;
 
 pub use kind::{Kind, Object};
-pub use seat::{Lease, Seat};
+pub use seat::{ExclusiveCell, Lease};
 pub use table::Table;

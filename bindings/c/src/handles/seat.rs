@@ -9,13 +9,13 @@ use crate::fault::Fault;
 /// Holds an object that Rust lends exclusively. A second thread is not kept waiting, but told: the call of the first may be
 /// waiting for what the second has yet to do.
 #[derive(Debug)]
-pub struct Seat<T> {
+pub struct ExclusiveCell<T> {
     kind: Kind,
-    held: Mutex<Held<T>>,
+    held: Mutex<CellState<T>>,
 }
 
 #[derive(Debug)]
-enum Held<T> {
+enum CellState<T> {
     Here(T),
     /// Between the halves of a call, or gone for good.
     Away,
@@ -23,9 +23,9 @@ enum Held<T> {
     Broken,
 }
 
-impl<T> Seat<T> {
-    pub fn new(kind: Kind, held: T) -> Seat<T> {
-        Seat { kind, held: Mutex::new(Held::Here(held)) }
+impl<T> ExclusiveCell<T> {
+    pub fn new(kind: Kind, held: T) -> ExclusiveCell<T> {
+        ExclusiveCell { kind, held: Mutex::new(CellState::Here(held)) }
     }
 
     /// Lends the object for a call.
@@ -34,7 +34,7 @@ impl<T> Seat<T> {
     /// [`Fault::Busy`], [`Fault::Underway`], [`Fault::Broken`], and those of the call.
     pub fn lend<R>(&self, call: impl FnOnce(&mut T) -> Result<R, Fault>) -> Result<R, Fault> {
         match &mut *self.lock()? {
-            Held::Here(object) => call(object),
+            CellState::Here(object) => call(object),
             other => Err(self.missing(other)),
         }
     }
@@ -42,11 +42,11 @@ impl<T> Seat<T> {
     /// Takes the object away for good.
     ///
     /// # Errors
-    /// As [`Seat::lend`].
+    /// As [`ExclusiveCell::lend`].
     pub fn take(&self) -> Result<T, Fault> {
         let mut held = self.lock()?;
-        match std::mem::replace(&mut *held, Held::Away) {
-            Held::Here(object) => Ok(object),
+        match std::mem::replace(&mut *held, CellState::Away) {
+            CellState::Here(object) => Ok(object),
             other => {
                 let fault = self.missing(&other);
                 *held = other;
@@ -58,17 +58,17 @@ impl<T> Seat<T> {
     /// Takes the object away, until the lease ends.
     ///
     /// # Errors
-    /// As [`Seat::lend`].
-    pub fn lease(seat: &Arc<Seat<T>>) -> Result<Lease<T>, Fault> {
+    /// As [`ExclusiveCell::lend`].
+    pub fn lease(seat: &Arc<ExclusiveCell<T>>) -> Result<Lease<T>, Fault> {
         Ok(Lease { held: Some(seat.take()?), seat: Arc::clone(seat) })
     }
 
-    fn missing(&self, held: &Held<T>) -> Fault {
+    fn missing(&self, held: &CellState<T>) -> Fault {
         let kind = self.kind;
-        if matches!(held, Held::Broken) { Fault::Broken { kind } } else { Fault::Underway { kind } }
+        if matches!(held, CellState::Broken) { Fault::Broken { kind } } else { Fault::Underway { kind } }
     }
 
-    fn lock(&self) -> Result<MutexGuard<'_, Held<T>>, Fault> {
+    fn lock(&self) -> Result<MutexGuard<'_, CellState<T>>, Fault> {
         self.held.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => Fault::Busy { kind: self.kind },
             TryLockError::Poisoned(_) => Fault::Broken { kind: self.kind },
@@ -80,7 +80,7 @@ impl<T> Seat<T> {
 #[derive(Debug)]
 pub struct Lease<T> {
     held: Option<T>,
-    seat: Arc<Seat<T>>,
+    seat: Arc<ExclusiveCell<T>>,
 }
 
 const HELD: &str = "it is held until the lease ends";
@@ -102,8 +102,8 @@ impl<T> DerefMut for Lease<T> {
 impl<T> Drop for Lease<T> {
     fn drop(&mut self) {
         let held = match self.held.take() {
-            Some(object) if !std::thread::panicking() => Held::Here(object),
-            _ => Held::Broken,
+            Some(object) if !std::thread::panicking() => CellState::Here(object),
+            _ => CellState::Broken,
         };
         *self.seat.held.lock().unwrap_or_else(PoisonError::into_inner) = held;
     }
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_second_thread_is_told_and_not_kept_waiting() {
-        let seat = Seat::new(KIND, 1);
+        let seat = ExclusiveCell::new(KIND, 1);
         let told =
             seat.lend(|_| Ok(std::thread::scope(|scope| scope.spawn(|| seat.lend(|_| Ok(()))).join())));
         assert_eq!(told.unwrap().unwrap(), Err(Fault::Busy { kind: KIND }));
@@ -126,8 +126,8 @@ mod tests {
 
     #[test]
     fn what_is_leased_is_underway_until_it_comes_back() {
-        let seat = Arc::new(Seat::new(KIND, 1));
-        let mut lease = Seat::lease(&seat).unwrap();
+        let seat = Arc::new(ExclusiveCell::new(KIND, 1));
+        let mut lease = ExclusiveCell::lease(&seat).unwrap();
         assert_eq!(seat.lend(|_| Ok(())), Err(Fault::Underway { kind: KIND }));
         *lease += 1;
         drop(lease);
@@ -136,14 +136,14 @@ mod tests {
 
     #[test]
     fn after_a_panic_the_object_can_only_be_closed() {
-        let seat = Seat::new(KIND, 1);
+        let seat = ExclusiveCell::new(KIND, 1);
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             seat.lend::<()>(|_| std::panic::resume_unwind(Box::new("a bug")))
         }));
         assert!(panicked.is_err());
         assert_eq!(seat.lend(|_| Ok(())), Err(Fault::Broken { kind: KIND }));
-        let seat = Arc::new(Seat::new(KIND, 1));
-        let lease = Seat::lease(&seat).unwrap();
+        let seat = Arc::new(ExclusiveCell::new(KIND, 1));
+        let lease = ExclusiveCell::lease(&seat).unwrap();
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let _lease = lease;
             std::panic::resume_unwind(Box::new("a bug"))

@@ -18,7 +18,7 @@ pub struct Device {
 impl Device {
     pub fn new() -> Device {
         let context = Driver::open().and_then(|driver| driver.context(0)).expect("a device");
-        let own = sidelane::device::Stream::new(&context, Priority::Usual).expect("a stream");
+        let own = sidelane::device::Stream::new(&context, Priority::Normal).expect("a stream");
         let memory = PinnedMemory::new(&context, 12 * ROOM).expect("memory");
         let mut stream = null_mut();
         // SAFETY: the stream lives as long as the handle; the pointer is valid.

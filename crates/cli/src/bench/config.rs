@@ -7,10 +7,10 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sidelane::dtype::{Dtype, RecordShape, Wire};
+use sidelane::dtype::{Dtype, Fp8RowShape, PartialDtype};
 use sidelane::error::PlanError;
-use sidelane::plan::{Mode, Order, Overflow, RowLayout, Strategy};
-use sidelane::rows::{Arithmetic, Rows, Simd};
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
+use sidelane::rows::{Arithmetic, RowKernels, Simd};
 use sidelane::topology::{NodeMap, Route};
 
 use super::reference::{Number, Placement};
@@ -31,8 +31,8 @@ pub struct Config {
     pub dtype: RowType,
     pub top_k: u32,
     pub experts: u32,
-    pub order: Order,
-    pub wire: Wire,
+    pub order: SumOrder,
+    pub wire: PartialDtype,
     pub layout: RowLayout,
     pub room: Room,
     pub route: Route,
@@ -75,7 +75,7 @@ impl Config {
         config.check(rounds)?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
         let room = Room::resolve(args, &config, &routed.router)?;
-        if config.strategy == Strategy::Gather && room.mode().slots().is_some() {
+        if config.strategy == Strategy::AllGather && room.mode().slots().is_some() {
             return Err(usage!("--mode slots is for --strategy exchange"));
         }
         Ok(Config { rounds, room, ..config })
@@ -111,7 +111,7 @@ impl Config {
         if self.spans && (self.layout, self.route) != (RowLayout::RankMajor, Route::Pxn) {
             return Err(usage!("--spans is for --layout rank-major --route pxn"));
         }
-        if self.spans && self.strategy == Strategy::Gather {
+        if self.spans && self.strategy == Strategy::AllGather {
             return Err(usage!("--spans is for --strategy exchange"));
         }
         Ok(())
@@ -122,7 +122,7 @@ impl Config {
         for (option, usual) in [
             ("--dtype", self.dtype == RowType::Bf16),
             ("--layout", self.layout == RowLayout::ExpertMajor),
-            ("--order", self.order == Order::Expert),
+            ("--order", self.order == SumOrder::Expert),
             ("--mode", self.room.mode == RoomMode::Eager),
             ("--align", self.align == 1),
         ] {
@@ -163,8 +163,8 @@ impl Config {
     }
 
     /// Type of partial sums, if the order of addition makes some.
-    pub fn partials(&self) -> Option<Wire> {
-        (self.order != Order::Expert).then_some(self.wire)
+    pub fn partials(&self) -> Option<PartialDtype> {
+        (self.order != SumOrder::Expert).then_some(self.wire)
     }
 
     /// Bytes of one row that comes back.
@@ -208,12 +208,12 @@ pub struct ConditionArgs {
     pub dtype: RowType,
 
     /// Order of addition in combine: by expert, or partial sums per rank or per node first, which cross in place of rows
-    #[arg(long, default_value = "expert", value_parser = one_of(Order::ALL, Order::name))]
-    pub order: Order,
+    #[arg(long, default_value = "expert", value_parser = one_of(SumOrder::ALL, SumOrder::name))]
+    pub order: SumOrder,
 
     /// Type of partial sums; there are none with --order expert
-    #[arg(long, default_value = "f32", value_parser = one_of(Wire::ALL, Wire::name))]
-    pub wire: Wire,
+    #[arg(long, default_value = "f32", value_parser = one_of(PartialDtype::ALL, PartialDtype::name))]
+    pub wire: PartialDtype,
 
     /// Order of the received rows: a row for each expert, by expert; or one for all experts of a rank, by source
     #[arg(long, default_value = "expert-major", value_parser = one_of(RowLayout::ALL, RowLayout::name))]
@@ -343,7 +343,7 @@ impl Room {
             let other = usage!("--on-overflow is for --mode budget or slots");
             return if args.on_overflow.is_some() { Err(other) } else { Ok(Room::default()) };
         }
-        let placement = Placement::new(config, router, Mode::Eager)?;
+        let placement = Placement::new(config, router, ReceiveMode::Exact)?;
         let overflow = args.on_overflow.unwrap_or_default();
         let room = match args.mode {
             RoomMode::Slots => Self::slots(args.slots, overflow, &placement)?,
@@ -397,12 +397,12 @@ impl Room {
     }
 
     /// As the library has it.
-    pub fn mode(self) -> Mode {
+    pub fn mode(self) -> ReceiveMode {
         let (rows, overflow) = (self.rows.unwrap_or(0), self.overflow.unwrap_or_default());
         match self.mode {
-            RoomMode::Eager => Mode::Eager,
-            RoomMode::Budget => Mode::Budget { rows, overflow },
-            RoomMode::Slots => Mode::Slots { rows, overflow },
+            RoomMode::Eager => ReceiveMode::Exact,
+            RoomMode::Budget => ReceiveMode::Budget { rows, overflow },
+            RoomMode::Slots => ReceiveMode::Slots { rows, overflow },
         }
     }
 
@@ -445,8 +445,8 @@ impl RowType {
     }
 
     /// Record of a row of `hidden` elements, if rows are dispatched as records.
-    pub fn record(self, hidden: u32) -> Option<RecordShape> {
-        (self == RowType::Fp8).then(|| RecordShape::new(hidden))
+    pub fn record(self, hidden: u32) -> Option<Fp8RowShape> {
+        (self == RowType::Fp8).then(|| Fp8RowShape::new(hidden))
     }
 
     /// Bytes of a row of `hidden` elements that is dispatched, and of one that comes back.
@@ -466,15 +466,15 @@ impl RowType {
 
 /// What becomes of rows on their way to an expert, by the plain kernels whatever the library takes.
 pub struct Plain {
-    record: Option<RecordShape>,
-    kernels: Rows,
+    record: Option<Fp8RowShape>,
+    kernels: RowKernels,
 }
 
 impl Plain {
     /// Of rows of `hidden` elements.
     pub fn new(rows: RowType, hidden: u32) -> Self {
         let simd = Simd::named("portable").unwrap_or_else(|_| Simd::best());
-        Plain { record: rows.record(hidden), kernels: Rows::new(simd) }
+        Plain { record: rows.record(hidden), kernels: RowKernels::new(simd) }
     }
 
     /// These rows as they are dispatched.
@@ -512,7 +512,7 @@ impl Words {
     /// Of these conditions.
     pub fn of(config: &Config) -> Self {
         let (order, route) = (config.order.name(), config.route.name());
-        let (layout, wire) = (config.layout.name(), config.partials().map_or("none", Wire::name));
+        let (layout, wire) = (config.layout.name(), config.partials().map_or("none", PartialDtype::name));
         Words {
             ranks: shape_words(&config.ranks_per_node),
             rows: format!(
@@ -527,7 +527,7 @@ impl Words {
             ),
             schedule: format!(
                 "{}route {route}{}, layout {layout}, order {order}, wire {wire}, align {}, {}",
-                if config.strategy == Strategy::Gather { "all-gather, " } else { "" },
+                if config.strategy == Strategy::AllGather { "all-gather, " } else { "" },
                 if config.spans { " in spans" } else { "" },
                 config.align,
                 config.room.words()
@@ -541,7 +541,7 @@ mod tests {
     use std::path::PathBuf;
 
     use half::bf16;
-    use sidelane::plan::{Mode, Overflow};
+    use sidelane::plan::{Overflow, ReceiveMode};
 
     use super::*;
     use crate::command::tests::parsed;
@@ -552,7 +552,7 @@ mod tests {
     fn the_main_job_needs_no_options() {
         let args = parsed::<BenchArgs>("").unwrap().conditions;
         assert_eq!((args.nodes.nodes, args.nodes.ranks_per_node.len(), args.router.tokens), (None, 0, None));
-        assert_eq!((args.route, args.order, args.wire), (Route::Pxn, Order::Expert, Wire::F32));
+        assert_eq!((args.route, args.order, args.wire), (Route::Pxn, SumOrder::Expert, PartialDtype::F32));
         assert_eq!((args.hidden, args.dtype, args.routing), (2048, RowType::Bf16, None));
     }
 
@@ -660,8 +660,8 @@ mod tests {
     fn partial_sums_have_a_type_where_the_order_makes_some() {
         for (words, partials) in [
             ("--wire bf16", None),
-            ("--order rank", Some(Wire::F32)),
-            ("--order node --wire bf16", Some(Wire::Bf16)),
+            ("--order rank", Some(PartialDtype::F32)),
+            ("--order node --wire bf16", Some(PartialDtype::Bf16)),
         ] {
             assert_eq!(resolve(words).unwrap().partials(), partials, "{words}");
         }
@@ -773,10 +773,10 @@ mod tests {
         let budget = room("--mode budget --budget 0.5 --on-overflow drop");
         assert_eq!(
             (budget.rows, budget.mode()),
-            (Some(64), Mode::Budget { rows: 64, overflow: Overflow::Drop })
+            (Some(64), ReceiveMode::Budget { rows: 64, overflow: Overflow::Drop })
         );
         // Everybody's tokens go to the eight experts of rank 0.
-        assert_eq!(room("--mode slots").mode(), Mode::Slots { rows: 16, overflow: Overflow::Error });
+        assert_eq!(room("--mode slots").mode(), ReceiveMode::Slots { rows: 16, overflow: Overflow::Error });
         let rank_major = room("--layout rank-major --mode budget --budget 8");
         assert_eq!(rank_major.rows, Some(8 * 16), "one row per token, an eighth of all on average");
     }

@@ -129,10 +129,10 @@ impl<'c, E: Number> Layer<'c, E> {
             .mode(config.room.mode())
             .align(config.align)
             .max_tokens(config.tokens)
-            .order(config.order)
-            .wire(config.wire)
+            .sum_order(config.order)
+            .partial_dtype(config.wire)
             .route(config.route)
-            .spans(config.spans)
+            .coalesce_relays(config.spans)
             .strategy(config.strategy)
             .build()?;
         let router = Router::open(&config.routing)?;

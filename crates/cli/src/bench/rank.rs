@@ -11,19 +11,19 @@ use std::process::ExitCode;
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 use sidelane::dtype::Dtype;
-use sidelane::ep::{Handle, Yardstick};
-use sidelane::plan::{Bins, ExpertMap, Notes, Order, Strategy};
+use sidelane::ep::{FloorBench, Handle};
+use sidelane::plan::{Bins, ExpertMap, RowMetadata, Strategy, SumOrder};
 use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::{Paths, Route};
 use sidelane::world::RailCounters;
 use sidelane::{Error, ExpertParallel, Group, Window};
-use sidelane_core::schedule::Control;
+use sidelane_core::schedule::ControlLayout;
 
 use super::config::{BenchArgs, Config};
 use super::layer::{self, EVENTS, Layer, Tokens, write_trace};
 use super::peers::Field;
 use super::reference::{Number, Placement};
-use super::report::{Conditions, Crossing, First, Lanes, Pass, Report, Volume};
+use super::report::{Crossing, First, Lanes, Pass, Report, RunConfig, Volume};
 use crate::error::{CliError, wrong};
 use crate::machines::Machines;
 use crate::peers::Folder;
@@ -100,7 +100,7 @@ fn time<E: Number>(
     layer: &mut Layer<'_, E>,
     barrier: &mut Window,
     kinds: &[Kind],
-    yardstick: &mut Yardstick,
+    yardstick: &mut FloorBench,
     field: &mut Field,
     handle: &Handle,
 ) -> Result<Vec<Pair>, CliError> {
@@ -134,9 +134,9 @@ fn time<E: Number>(
 /// Whether this rank has moved in a dispatch what it had planned; if not, says so.
 fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
     let (moved, traffic) = (report.moved, report.traffic);
-    let near = traffic.put.own + traffic.put.local + traffic.handed_on + traffic.regrouped;
-    let planned = [near, traffic.put.rail].map(|rows| rows * traffic.row_bytes);
-    let seen = [moved.local_bytes, moved.rail_bytes];
+    let near = traffic.sent.own + traffic.sent.local + traffic.relayed + traffic.regrouped;
+    let planned = [near, traffic.sent.rail].map(|rows| rows * traffic.row_bytes);
+    let seen = [moved.intra_node_bytes, moved.inter_node_bytes];
     if seen != planned {
         eprintln!("sidelane: rank {rank} moved {seen:?} bytes on its node and over rails, not {planned:?}");
     }
@@ -166,8 +166,8 @@ fn report<E: Number>(
     let found = [
         u64::from(!moved_as_planned(layer.world.rank(), &dispatched)),
         layer.expected.len() as u64,
-        dispatched.moved.rail_bytes,
-        combined.moved.rail_bytes,
+        dispatched.moved.inter_node_bytes,
+        combined.moved.inter_node_bytes,
         handle.dropped().iter().filter(|&&dropped| dropped).count() as u64,
     ];
     let [strays, landed, rail, returned, dropped_choices] = layer.sum(found)?;
@@ -208,7 +208,7 @@ fn report<E: Number>(
     let cores = machines::cores();
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
     Ok(Some(Report {
-        config: Conditions { config: config.clone(), machines, cores, huge_pages_granted },
+        config: RunConfig { config: config.clone(), machines, cores, huge_pages_granted },
         verified: verdict.verified && strays == 0 && returned == came_home && exact,
         rows_verified: verdict.right,
         required_rows: handle.required_rows().iter().copied().max().unwrap_or(0),
@@ -265,7 +265,7 @@ pub struct Track<'a, E> {
     pub routing: &'a sidelane::gate::Routing<'static>,
     pub tokens: &'a Tokens<E>,
     pub out: &'a mut [E],
-    pub yardstick: &'a mut Yardstick,
+    pub yardstick: &'a mut FloorBench,
     /// Others, who take turns with us.
     pub field: &'a mut Field,
     /// Faster stores of the floor, for scattered rows and for sums.
@@ -386,7 +386,7 @@ pub fn memcpy_gbps<E>(layer: &Layer<'_, E>, barrier: &mut Window) -> Result<f64,
     const ROUNDS: usize = 7;
     let Layer { world, group, .. } = layer;
     let bytes = world.pool().report().largest_free.min(MOST);
-    let mut extent = world.pool().take(bytes)?;
+    let mut extent = world.pool().alloc(bytes)?;
     let to = extent.slice_mut::<u8>(0, bytes as usize)?;
     let from = vec![1u8; to.len()];
     let mut laps = Laps::default();
@@ -449,7 +449,7 @@ pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
         Route::Direct => 0,
     };
     let own = tokens * u64::from(config.top_k);
-    let notes = Notes::of(config.layout, config.room.mode(), config.spans);
+    let notes = RowMetadata::of(config.layout, config.room.mode(), config.spans);
     let note_bytes = u64::from(notes.words(config.top_k)) * size_of::<u32>() as u64;
     // Rows of a chunk have words behind them; rows alone have not. Alive together at most: rows and output of the
     // first dispatch, rows and output of the round, the tokens, own rows that come home and, of each rank that is relayed, the
@@ -457,25 +457,25 @@ pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let partial = u64::from(config.hidden) * config.wire.size() as u64;
     let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
     // An all-gather has a control window of its own, and all tokens lie beside the rows.
-    let (ranks, gathers) = (u64::from(config.ranks()), config.strategy == Strategy::Gather);
-    let words = u64::from(Notes::Gathered.words(config.top_k));
+    let (ranks, gathers) = (u64::from(config.ranks()), config.strategy == Strategy::AllGather);
+    let words = u64::from(RowMetadata::Gathered.words(config.top_k));
     let (gathered, gathering) = match gathers {
         true => (
             ranks * tokens * (row + 4 * words),
-            Control::new(&paths, &gather_bins(config)?, ranks * tokens, 4 * words).bytes(),
+            ControlLayout::new(&paths, &gather_bins(config)?, ranks * tokens, 4 * words).bytes(),
         ),
         false => (0, 0),
     };
     let pool = (5 * busiest + 3 * own + tokens + relayed * (tokens + own)) * row + gathered + (16 << 20);
     let bins = Bins::of_layout(config.layout, &placement.map, config.order, &nodes);
-    let symmetric = Control::new(&paths, &bins, own, note_bytes).bytes() + gathering + (4 << 20);
+    let symmetric = ControlLayout::new(&paths, &bins, own, note_bytes).bytes() + gathering + (4 << 20);
     Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })
 }
 
 /// The bins of an all-gather: a rank is one.
 fn gather_bins(config: &Config) -> Result<Bins, CliError> {
     let map = ExpertMap::contiguous(config.ranks(), config.ranks())?;
-    Ok(Bins::experts(&map, Order::Expert, &config.node_map()))
+    Ok(Bins::experts(&map, SumOrder::Expert, &config.node_map()))
 }
 
 /// Counted by the lane, and forecast from its calls; a node's ranks together.
@@ -493,7 +493,7 @@ impl Cards {
     /// Of all ranks; none where the rails are no cards. Collective: all that was sent has landed.
     pub fn of<E: Number>(layer: &Layer<'_, E>) -> Result<Option<Self>, Error> {
         let world = &layer.world;
-        let own = [world.rail_counters(), world.rail_forecast()];
+        let own = [world.nic_counters(), world.nic_forecast()];
         let blob = serde_json::to_vec(&own).expect("numbers are always JSON");
         let count = world.nodes().nodes() as usize;
         let [mut done, mut forecast] =

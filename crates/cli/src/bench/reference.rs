@@ -5,11 +5,11 @@
 
 use half::{bf16, f16};
 use sidelane::Element;
-use sidelane::dtype::Wire;
+use sidelane::dtype::PartialDtype;
 use sidelane::ep::{Handle, RowIndex};
 use sidelane::error::PlanError;
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Mode, Order, RowLayout};
+use sidelane::plan::{ExpertMap, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::NodeMap;
 
 use super::config::{Config, Plain};
@@ -244,11 +244,11 @@ impl Expected {
         let mut choices: Vec<(u32, u32, u32)> = chosen
             .map(|id| {
                 let rank = self.map.rank_of(self.map.slot_for(self.rank, id));
-                let by_rank = config.layout == RowLayout::RankMajor || config.order != Order::Expert;
+                let by_rank = config.layout == RowLayout::RankMajor || config.order != SumOrder::Expert;
                 let group = match config.order {
-                    Order::Expert => 0,
-                    Order::Rank => rank,
-                    Order::Node => self.nodes.node_of(rank),
+                    SumOrder::Expert => 0,
+                    SumOrder::Rank => rank,
+                    SumOrder::Node => self.nodes.node_of(rank),
                 };
                 (group, if by_rank { rank } else { 0 }, id)
             })
@@ -275,12 +275,12 @@ fn made<E: Number>(experts: &[u32], x: E) -> E {
 }
 
 /// From +0 in `f32`: groups first, each rounded to what partial sums are, then their sums; one rounding at the end.
-fn reference<E: Number>(terms: &[Term], partials: Option<Wire>, x: E) -> E {
+fn reference<E: Number>(terms: &[Term], partials: Option<PartialDtype>, x: E) -> E {
     let groups = terms.chunk_by(|a, b| a.group == b.group);
     let sums = groups.map(|group| group.iter().fold(0.0, |sum, row| sum + made(&row.experts, x).value()));
     let rounded = sums.map(|sum| match partials {
-        Some(Wire::Bf16) => bf16::from_f32(sum).to_f32(),
-        Some(Wire::F32) | None => sum,
+        Some(PartialDtype::Bf16) => bf16::from_f32(sum).to_f32(),
+        Some(PartialDtype::F32) | None => sum,
     });
     E::of(rounded.fold(0.0, |total, sum| total + sum))
 }
@@ -314,12 +314,12 @@ pub struct Placement {
     routings: Vec<Routing<'static>>,
     layout: RowLayout,
     align: usize,
-    mode: Mode,
+    mode: ReceiveMode,
 }
 
 impl Placement {
     /// Asks for everybody's routing.
-    pub fn new(config: &Config, router: &Router, mode: Mode) -> Result<Self, PlanError> {
+    pub fn new(config: &Config, router: &Router, mode: ReceiveMode) -> Result<Self, PlanError> {
         let ranks = 0..config.ranks();
         Ok(Placement {
             map: ExpertMap::contiguous(config.experts, config.ranks())?,
@@ -460,8 +460,8 @@ mod tests {
         let [a, b, c] = [1, 2, 3].map(|id| expert(x, id));
         let round = |sum| bf16::from_f32(sum).to_f32();
         let (wide, narrow) = ((a + b) + c, round(a + b) + round(c));
-        assert_eq!(reference(&terms, Some(Wire::F32), x), wide);
-        assert_eq!(reference(&terms, Some(Wire::Bf16), x), narrow);
+        assert_eq!(reference(&terms, Some(PartialDtype::F32), x), wide);
+        assert_eq!(reference(&terms, Some(PartialDtype::Bf16), x), narrow);
         assert_ne!(wide, narrow);
     }
 
@@ -481,7 +481,7 @@ mod tests {
     }
 
     /// Two ranks of two experts; two tokens each, of two choices.
-    fn placement(layout: RowLayout, align: usize, mode: Mode) -> Placement {
+    fn placement(layout: RowLayout, align: usize, mode: ReceiveMode) -> Placement {
         let routing = |ids: [i32; 4]| Routing::new(2, ids.to_vec(), vec![0.5; 4]).unwrap();
         let routings = vec![routing([0, 1, 1, 3]), routing([1, -1, 2, 0])];
         Placement { map: ExpertMap::contiguous(4, 2).unwrap(), routings, layout, align, mode }
@@ -500,10 +500,10 @@ mod tests {
 
     #[test]
     fn rows_lie_by_expert_or_by_source() {
-        let (seen, _) = rows(&placement(RowLayout::ExpertMajor, 3, Mode::Eager));
+        let (seen, _) = rows(&placement(RowLayout::ExpertMajor, 3, ReceiveMode::Exact));
         let [a, b, c, d, e] = [(0, 0, 0), (1, 1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 0)].map(Some);
         assert_eq!(seen, [a, b, None, c, d, e]);
-        let by_rank = placement(RowLayout::RankMajor, 1, Mode::Eager);
+        let by_rank = placement(RowLayout::RankMajor, 1, ReceiveMode::Exact);
         assert_eq!(rows(&by_rank).0, [a, d, e, b]);
         let both = by_rank.stands_for(0, Origin::default()).collect::<Vec<_>>();
         assert_eq!(both, [(0, 0), (1, 1)]);
@@ -512,9 +512,10 @@ mod tests {
     #[test]
     fn what_has_no_room_is_lost() {
         let overflow = sidelane::plan::Overflow::Drop;
-        let (seen, lost) = rows(&placement(RowLayout::ExpertMajor, 1, Mode::Budget { rows: 3, overflow }));
+        let (seen, lost) =
+            rows(&placement(RowLayout::ExpertMajor, 1, ReceiveMode::Budget { rows: 3, overflow }));
         assert_eq!((seen.len(), lost), (3, vec![(0, 1, 0), (1, 0, 0)]));
-        let slots = placement(RowLayout::ExpertMajor, 1, Mode::Slots { rows: 1, overflow });
+        let slots = placement(RowLayout::ExpertMajor, 1, ReceiveMode::Slots { rows: 1, overflow });
         let (seen, lost) = rows(&slots);
         assert_eq!(seen, [(0, 0, 0), (1, 1, 1), (0, 0, 1), (1, 0, 0)].map(Some));
         assert_eq!((lost, slots.at(0, drop).most), (vec![(0, 1, 0)], 2));

@@ -4,8 +4,8 @@ use std::fmt::Write;
 
 use comfy_table::CellAlignment;
 use serde::{Deserialize, Serialize};
-use sidelane::dtype::Wire;
-use sidelane::plan::{Hops, Order, RowLayout, Traffic};
+use sidelane::dtype::PartialDtype;
+use sidelane::plan::{RowLayout, RowsByDistance, SumOrder, Traffic};
 use sidelane::topology::Route;
 
 use super::config::{Config, RoomMode, Words};
@@ -18,7 +18,7 @@ use crate::{command, machines};
 /// Everything that is known after a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    pub config: Conditions,
+    pub config: RunConfig,
     pub verified: bool,
     pub rows_verified: u64,
     /// Of the rank that needs most.
@@ -44,7 +44,7 @@ pub struct Report {
 
 /// What was asked for, and what the machine made of it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Conditions {
+pub struct RunConfig {
     #[serde(flatten)]
     pub config: Config,
     /// How many machines the nodes are.
@@ -255,16 +255,24 @@ pub struct Dedup {
 /// What one kind of combine moves over rails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Home {
-    pub order: Order,
+    pub order: SumOrder,
     /// Type of partial sums; none where there are none.
-    pub wire: Option<Wire>,
+    pub wire: Option<PartialDtype>,
     pub bytes: u64,
 }
 
 impl Crossing {
     /// What one rank says to the others; `choices` of its tokens are on other nodes.
     pub fn words(traffic: &Traffic, choices: u64) -> [u64; 7] {
-        let Traffic { put, wanted, remote_ranks, remote_nodes, handed_on, copies, .. } = *traffic;
+        let Traffic {
+            sent: put,
+            logical: wanted,
+            remote_ranks,
+            remote_nodes,
+            relayed: handed_on,
+            copies,
+            ..
+        } = *traffic;
         [put.rail, wanted.rail, remote_ranks, remote_nodes, choices, handed_on, copies]
     }
 
@@ -272,8 +280,8 @@ impl Crossing {
     pub fn new(config: &Config, words: [u64; 7]) -> Self {
         let [rows, wanted, rank_rows, remote_nodes, expert_rows, relay_rows, relay_copies] = words;
         let all = Traffic {
-            put: Hops { rail: rows, ..Hops::default() },
-            wanted: Hops { rail: wanted, ..Hops::default() },
+            sent: RowsByDistance { rail: rows, ..RowsByDistance::default() },
+            logical: RowsByDistance { rail: wanted, ..RowsByDistance::default() },
             remote_ranks: rank_rows,
             remote_nodes,
             home_row_bytes: config.row_bytes(),
@@ -282,14 +290,14 @@ impl Crossing {
         };
         let saving = |without: u64| without as f64 / rows as f64;
         let dedup = Dedup { expert: saving(expert_rows), rank: saving(rank_rows) };
-        let wires = Wire::ALL.into_iter().filter(|wire| wire.carries(config.dtype.element()));
-        let home = |order, wire: Option<Wire>| {
+        let wires = PartialDtype::ALL.into_iter().filter(|wire| wire.carries(config.dtype.element()));
+        let home = |order, wire: Option<PartialDtype>| {
             let partial_bytes = u64::from(config.hidden) * wire.map_or(0, |wire| wire.size() as u64);
             Home { order, wire, bytes: all.home_bytes(order, partial_bytes) }
         };
-        let combine = Order::ALL.into_iter().flat_map(|order| match order {
-            Order::Expert => vec![home(order, None)],
-            Order::Rank | Order::Node => wires.clone().map(|wire| home(order, Some(wire))).collect(),
+        let combine = SumOrder::ALL.into_iter().flat_map(|order| match order {
+            SumOrder::Expert => vec![home(order, None)],
+            SumOrder::Rank | SumOrder::Node => wires.clone().map(|wire| home(order, Some(wire))).collect(),
         });
         Crossing {
             rows,
@@ -337,7 +345,7 @@ impl Crossing {
         for home in &self.combine {
             table.add_row([
                 home.order.name(),
-                home.wire.map_or("-", Wire::name),
+                home.wire.map_or("-", PartialDtype::name),
                 &volume(home.bytes),
                 if home.is_of(config) { "measured" } else { "" },
             ]);
@@ -357,8 +365,8 @@ impl Home {
 
 #[cfg(test)]
 pub mod tests {
-    use sidelane::dtype::Wire;
-    use sidelane::plan::{Order, Overflow, RowLayout};
+    use sidelane::dtype::PartialDtype;
+    use sidelane::plan::{Overflow, RowLayout, SumOrder};
     use sidelane::topology::Route;
     use sidelane::world::RailCounters;
 
@@ -402,7 +410,7 @@ pub mod tests {
     #[test]
     fn an_order_without_partial_sums_has_no_wire() {
         let mut report = sample();
-        report.config.config.order = Order::Expert;
+        report.config.config.order = SumOrder::Expert;
         assert!(report.text().contains("order expert, wire none"));
     }
 
@@ -414,14 +422,14 @@ pub mod tests {
         assert!(report.text().contains("p99") && report.text().contains("6.30 ms"));
     }
 
-    fn config(route: Route, order: Order, dtype: RowType) -> Config {
+    fn config(route: Route, order: SumOrder, dtype: RowType) -> Config {
         Config { route, order, dtype, hidden: 1000, ..sample().config.config }
     }
 
     #[test]
     fn every_order_and_wire_has_its_bytes() {
         let crossing =
-            Crossing::new(&config(Route::Pxn, Order::Node, RowType::Bf16), [20, 80, 50, 20, 80, 90, 90]);
+            Crossing::new(&config(Route::Pxn, SumOrder::Node, RowType::Bf16), [20, 80, 50, 20, 80, 90, 90]);
         let bytes: Vec<u64> = crossing.combine.iter().map(|home| home.bytes / 1000).collect();
         assert_eq!(bytes, [80 * 2, 50 * 4, 50 * 2, 20 * 4, 20 * 2]);
         assert_eq!(crossing.dedup, Some(Dedup { expert: 4.0, rank: 2.5 }));
@@ -430,14 +438,14 @@ pub mod tests {
     #[test]
     fn rows_of_other_types_have_partials_in_f32_alone() {
         let crossing =
-            Crossing::new(&config(Route::Pxn, Order::Node, RowType::F16), [20, 80, 50, 20, 80, 90, 90]);
+            Crossing::new(&config(Route::Pxn, SumOrder::Node, RowType::F16), [20, 80, 50, 20, 80, 90, 90]);
         let wires: Vec<_> = crossing.combine.iter().map(|home| home.wire).collect();
-        assert_eq!(wires, [None, Some(Wire::F32), Some(Wire::F32)]);
+        assert_eq!(wires, [None, Some(PartialDtype::F32), Some(PartialDtype::F32)]);
     }
 
     #[test]
     fn the_text_marks_what_was_measured() {
-        let config = config(Route::Pxn, Order::Node, RowType::Bf16);
+        let config = config(Route::Pxn, SumOrder::Node, RowType::Bf16);
         let text = Crossing::new(&config, [20, 80, 50, 20, 80, 90, 90]).text(&config).unwrap();
         assert!(text.contains("20 rows, for 80 (token, expert) and 50 (token, rank)"), "{text}");
         assert!(text.contains("dedup 4.0x against a row per (token, expert), 2.5x against one"), "{text}");
@@ -449,7 +457,7 @@ pub mod tests {
 
     #[test]
     fn rows_that_go_straight_save_nothing_and_come_home_as_they_are() {
-        let config = config(Route::Direct, Order::Node, RowType::Bf16);
+        let config = config(Route::Direct, SumOrder::Node, RowType::Bf16);
         let crossing = Crossing::new(&config, [80, 80, 50, 20, 80, 0, 0]);
         assert!(crossing.combine.iter().all(|home| home.bytes == 80 * 2000));
         let text = crossing.text(&config).unwrap();
@@ -459,7 +467,7 @@ pub mod tests {
 
     #[test]
     fn where_nothing_crosses_nothing_is_said() {
-        let config = config(Route::Direct, Order::Expert, RowType::Bf16);
+        let config = config(Route::Direct, SumOrder::Expert, RowType::Bf16);
         let crossing = Crossing::new(&config, [0; 7]);
         assert_eq!((crossing.dedup, crossing.text(&config)), (None, None));
     }
@@ -481,8 +489,8 @@ pub mod tests {
             dtype: RowType::Bf16,
             top_k: 8,
             experts: 64,
-            order: Order::Node,
-            wire: Wire::Bf16,
+            order: SumOrder::Node,
+            wire: PartialDtype::Bf16,
             layout: RowLayout::ExpertMajor,
             room: Room {
                 mode: RoomMode::Budget,
@@ -492,7 +500,7 @@ pub mod tests {
             },
             route: Route::Pxn,
             spans: false,
-            strategy: sidelane::plan::Strategy::Exchange,
+            strategy: sidelane::plan::Strategy::AllToAll,
             align: 1,
             backward: true,
             routing: "zipf:1.0".parse().unwrap(),
@@ -501,7 +509,7 @@ pub mod tests {
         };
         Report {
             crossing: Crossing::new(&config, [8192, 16384, 12288, 8192, 16384, 16384, 16384]),
-            config: Conditions { config, machines: 1, cores: 2, huge_pages_granted: false },
+            config: RunConfig { config, machines: 1, cores: 2, huge_pages_granted: false },
             verified: true,
             rows_verified: 32768,
             required_rows: 6000,

@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use sidelane::collective::Communicator;
-use sidelane::ep::{Collective, Shares};
+use sidelane::ep::{RowCollective, RowPartition};
 use sidelane::{Dtype, Error, Group};
 
 use crate::options::word;
@@ -55,7 +55,7 @@ pub struct Test {
     input: Vec<f32>,
     output: Vec<f32>,
     communicator: Communicator,
-    rows: Option<(Collective, Shares)>,
+    rows: Option<(RowCollective, RowPartition)>,
 }
 
 /// Any whole number, small enough that all sums are exact; others compute the same.
@@ -77,7 +77,7 @@ impl Test {
                 let columns = if share.is_multiple_of(COLUMNS) { COLUMNS } else { 4 };
                 let count = (share / columns) as u32;
                 let builder =
-                    Collective::builder(group).columns(columns).dtype(Dtype::F32).max_rows(count.max(1));
+                    RowCollective::builder(group).columns(columns).dtype(Dtype::F32).max_rows(count.max(1));
                 let mut collective = builder.build()?;
                 let shares = collective.shares(&vec![count; ranks])?;
                 Some((collective, shares))
@@ -91,7 +91,7 @@ impl Test {
             ranks,
             input: (0..given).map(|at| element(rank, at)).collect(),
             output: vec![0.0; if operation == Operation::ReduceScatter { share } else { elements }],
-            communicator: Communicator::builder(group).landing(landing).build()?,
+            communicator: Communicator::builder(group).zero_copy_bytes(landing).build()?,
             rows,
         })
     }
@@ -110,9 +110,9 @@ impl Test {
             Operation::AllReduce | Operation::Broadcast => self.reset(),
             Operation::AllToAllLanded => {
                 self.input.iter_mut().for_each(|x| *x += 1.0);
-                self.communicator.all_to_all_landed(&self.input)?;
+                self.communicator.all_to_all_zero_copy(&self.input)?;
                 self.input.iter_mut().for_each(|x| *x -= 1.0);
-                self.output.copy_from_slice(self.communicator.all_to_all_landed(&self.input)?);
+                self.output.copy_from_slice(self.communicator.all_to_all_zero_copy(&self.input)?);
                 return Ok(());
             }
             _ => self.output.fill(f32::NAN),
@@ -129,7 +129,7 @@ impl Test {
             (Operation::ReduceScatter, Some((collective, shares))) => {
                 collective.reduce_scatter_into(&self.input[..], shares, &mut self.output)
             }
-            (Operation::AllToAllLanded, _) => self.communicator.all_to_all_landed(&self.input).map(|_| ()),
+            (Operation::AllToAllLanded, _) => self.communicator.all_to_all_zero_copy(&self.input).map(|_| ()),
             (..) => self.communicator.all_to_all(&self.input, &mut self.output),
         }
     }

@@ -1,6 +1,6 @@
 //! CUDA: the three parts that must come together, each of which containers like to lose; then what the driver says.
 
-use sidelane::device::{BatchedCopies, DeviceFacts, ModuleLoading, Probe, Version, WriteOrder};
+use sidelane::device::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, Version, WriteOrder};
 use sidelane::error::DeviceError;
 
 use super::{Facts, Finding, Level, Root, bytes, find_library};
@@ -162,7 +162,7 @@ fn queues(probe: &Probe) -> Finding {
 /// An ability of devices: what it is good for, and what follows from its lack.
 struct Ability {
     what: &'static str,
-    has: fn(&DeviceFacts) -> bool,
+    has: fn(&DeviceProperties) -> bool,
     with: &'static str,
     lack: Level,
     without: &'static str,
@@ -255,8 +255,9 @@ fn devices(probe: &Probe) -> Vec<Finding> {
     findings
 }
 
-fn describe(device: &DeviceFacts) -> Finding {
-    let DeviceFacts { name, uuid, capability: (major, minor), multiprocessors, copy_engines, .. } = device;
+fn describe(device: &DeviceProperties) -> Finding {
+    let DeviceProperties { name, uuid, capability: (major, minor), multiprocessors, copy_engines, .. } =
+        device;
     let what = format!("GPU {}", device.device);
     let memory = bytes(device.memory);
     let found = format!(
@@ -279,7 +280,7 @@ fn describe(device: &DeviceFacts) -> Finding {
     }
 }
 
-fn judge(ability: &Ability, devices: &[DeviceFacts]) -> Finding {
+fn judge(ability: &Ability, devices: &[DeviceProperties]) -> Finding {
     let lacking: Vec<String> = devices
         .iter()
         .filter(|device| !(ability.has)(device))

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use sidelane::device::{BatchedCopies, DeviceFacts, ModuleLoading, Probe, Version, WriteOrder};
+use sidelane::device::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, Version, WriteOrder};
 use sidelane::error::DeviceError;
 
 use super::*;
@@ -157,8 +157,8 @@ fn each_missing_part_of_cuda_is_named() {
     assert_eq!(finding(&findings, "CUDA: devices").found, "2");
 }
 
-fn gpu(device: u32) -> DeviceFacts {
-    DeviceFacts {
+fn gpu(device: u32) -> DeviceProperties {
+    DeviceProperties {
         device,
         name: "NVIDIA H200".into(),
         uuid: "GPU-00112233-4455-6677-8899-aabbccddeeff".into(),

@@ -19,7 +19,7 @@ use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
 use sidelane_core::schedule::call::SlotCall;
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
-use sidelane_model::EngineWork;
+use sidelane_model::CopyEngineWork;
 
 use crate::bench::RowType;
 use crate::command::{self, Command};
@@ -142,7 +142,7 @@ pub struct Way {
     pub us: f64,
 }
 
-/// [`EngineWork`], perhaps of no single rank.
+/// [`CopyEngineWork`], perhaps of no single rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Asked {
     pub copies: f64,
@@ -154,10 +154,11 @@ pub struct Asked {
 }
 
 impl Way {
-    fn new(name: String, ranks: &[EngineWork], conditions: &Conditions) -> Self {
-        let mean = |of: fn(&EngineWork) -> u64| ranks.iter().map(of).sum::<u64>() as f64 / ranks.len() as f64;
-        let most = |of: fn(&EngineWork) -> u64| ranks.iter().map(of).max().unwrap_or(0) as f64;
-        let us = |work: &EngineWork| {
+    fn new(name: String, ranks: &[CopyEngineWork], conditions: &Conditions) -> Self {
+        let mean =
+            |of: fn(&CopyEngineWork) -> u64| ranks.iter().map(of).sum::<u64>() as f64 / ranks.len() as f64;
+        let most = |of: fn(&CopyEngineWork) -> u64| ranks.iter().map(of).max().unwrap_or(0) as f64;
+        let us = |work: &CopyEngineWork| {
             work.copies as f64 * conditions.per_copy + work.bytes as f64 / (conditions.speed * 1e3)
         };
         Way {
@@ -170,7 +171,7 @@ impl Way {
 }
 
 impl Asked {
-    fn of(figure: impl Fn(fn(&EngineWork) -> u64) -> f64) -> Self {
+    fn of(figure: impl Fn(fn(&CopyEngineWork) -> u64) -> f64) -> Self {
         Asked {
             copies: figure(|work| work.copies),
             bytes: figure(|work| work.bytes),
@@ -193,8 +194,8 @@ pub fn all(task: &Task) -> Result<Vec<Way>, CliError> {
             u64::from(task.decided.conditions.tokens) * task.home_bytes,
         )?;
         for (name, call) in [("dispatch", SlotCall::Dispatch), ("combine", SlotCall::Combine)] {
-            let work = |me| Ok(EngineWork::of_stream(&StreamProgram::new(call, slots, me)?, me));
-            let work: Vec<EngineWork> = (0..ranks).map(work).collect::<Result<_, CliError>>()?;
+            let work = |me| Ok(CopyEngineWork::of_stream(&StreamProgram::new(call, slots, me)?, me));
+            let work: Vec<CopyEngineWork> = (0..ranks).map(work).collect::<Result<_, CliError>>()?;
             ways.push(Way::new(format!("slots: {name}"), &work, &task.conditions));
         }
     }

@@ -3,11 +3,12 @@
 use sidelane::error::PlanError;
 use sidelane::gate::Routing;
 use sidelane::plan::{
-    Bins, Everyone, Forward, Frame, Known, Layout, Mode, Notes, Order, RowLayout, Sizing, Spans,
+    Bins, DispatchLayout, GroupRouting, PlanContext, RankRouting, ReceiveMode, RelayPlan, RelaySorter,
+    RowLayout, RowMetadata, RowSizes, SumOrder,
 };
 use sidelane::topology::{Paths, Route};
-use sidelane_core::schedule::{Control, Setting, WindowId};
-use sidelane_model::EngineWork;
+use sidelane_core::schedule::{ControlLayout, FillContext, WindowId};
+use sidelane_model::CopyEngineWork;
 
 use super::Task;
 use crate::routing::Decided;
@@ -21,13 +22,13 @@ pub fn dispatch(
     layout: RowLayout,
     route: Route,
     spans: bool,
-) -> Result<Vec<EngineWork>, PlanError> {
+) -> Result<Vec<CopyEngineWork>, PlanError> {
     let Task { decided, row_bytes, home_bytes, .. } = task;
     let Decided { map, nodes, routings, conditions } = decided;
     let (tokens, top_k) = (conditions.tokens, conditions.top_k);
-    let bins = Bins::of_layout(layout, map, Order::Expert, nodes);
-    let notes = Notes::of(layout, Mode::Eager, spans);
-    let sizing = Sizing {
+    let bins = Bins::of_layout(layout, map, SumOrder::Expert, nodes);
+    let notes = RowMetadata::of(layout, ReceiveMode::Exact, spans);
+    let sizing = RowSizes {
         row_bytes: *row_bytes,
         home_bytes: *home_bytes,
         words_out: notes.words(top_k),
@@ -35,32 +36,47 @@ pub fn dispatch(
         partial_bytes: None,
     };
     let paths = |me| Paths::new(nodes, route, me);
-    let frame = Frame { bins: &bins, paths: paths(0), align: 1, chunks: CHUNKS, sizing, mode: Mode::Eager };
-    let (mut everyone, mut layouts) = (Everyone::default(), Vec::new());
+    let frame = PlanContext {
+        bins: &bins,
+        paths: paths(0),
+        align: 1,
+        chunks: CHUNKS,
+        sizing,
+        mode: ReceiveMode::Exact,
+    };
+    let (mut everyone, mut layouts) = (GroupRouting::default(), Vec::new());
     everyone.sort(&frame, top_k, |me, sorted| {
         let routing: &Routing = &routings[me as usize];
         sorted.fill(map, &bins, notes, me, routing)
     })?;
     everyone.each(&frame, (top_k, tokens), |frame, known, _| {
-        let Known { sorted, crossing, counts, sizes } = known;
+        let RankRouting { sorted, crossing, counts, sizes } = known;
         if spans {
-            Spans::default().arrange(frame, (&mut *sorted, &mut *crossing), counts, sizes);
+            RelaySorter::default().arrange(frame, (&mut *sorted, &mut *crossing), counts, sizes);
         }
-        let mut layout = Layout::default();
+        let mut layout = DispatchLayout::default();
         layout.fill(frame, (sorted, crossing), top_k, counts, sizes);
         layouts.push(layout);
     });
-    let control = Control::new(&paths(0), &bins, u64::from(tokens) * u64::from(top_k), sizing.note_bytes());
+    let control =
+        ControlLayout::new(&paths(0), &bins, u64::from(tokens) * u64::from(top_k), sizing.note_bytes());
     let work = |me: u32| {
-        let frame = Frame { paths: paths(me), ..frame };
-        let mut forward = Forward::default();
+        let frame = PlanContext { paths: paths(me), ..frame };
+        let mut forward = RelayPlan::default();
         forward.spans = spans;
         forward.know(&frame, false, |source, nth| layouts[source as usize].blocks[nth].clone());
         // Cards reach the devices.
         let (paths, far) = (paths(me), WindowId::POOL);
-        let setting =
-            Setting { paths, control: &control, sizing, chunks: CHUNKS, parity: 0, far, fixed_rows: None };
-        EngineWork::of_dispatch(&setting, &layouts[me as usize], &forward)
+        let setting = FillContext {
+            paths,
+            control: &control,
+            sizing,
+            chunks: CHUNKS,
+            parity: 0,
+            far,
+            fixed_rows: None,
+        };
+        CopyEngineWork::of_dispatch(&setting, &layouts[me as usize], &forward)
     };
     Ok((0..nodes.ranks()).map(work).collect())
 }

@@ -25,7 +25,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use sidelane::device::{
-    Activity, AuditKernels, Channel, Context, Cupti, Did, Driver, PinnedMemory, Range, Stream,
+    Activity, ActivityKind, AuditKernels, Channel, Context, Cupti, DeviceRange, Driver, PinnedMemory, Stream,
 };
 use sidelane::error::DeviceError;
 
@@ -70,7 +70,7 @@ struct Listing<'a> {
     word: PinnedMemory,
     staging: Stream,
     ranks: Vec<Stream>,
-    plain: [Range; 2],
+    plain: [DeviceRange; 2],
 }
 
 impl<'a> Listing<'a> {
@@ -171,7 +171,7 @@ impl Listed {
     /// What was recorded, with so many marks on each side.
     pub fn of(all: &[Activity], marks: usize) -> Self {
         let is_mark = |activity: &&Activity| {
-            matches!(&activity.did, Did::Kernel { name } if name == MARK) && activity.start > 0
+            matches!(&activity.did, ActivityKind::Kernel { name } if name == MARK) && activity.start > 0
         };
         let mut seen: Vec<&Activity> = all.iter().filter(is_mark).collect();
         seen.sort_by_key(|mark| mark.start);
@@ -188,10 +188,10 @@ impl Listed {
                 continue;
             }
             match did {
-                Did::Kernel { name } => *between.kernels.entry(name.clone()).or_default() += 1,
-                Did::Copy { channel: Channel::CopyEngine, .. } => between.copies[0] += 1,
-                Did::Copy { channel: Channel::Compute, .. } => between.copies[1] += 1,
-                Did::Copy { channel: Channel::Other(_), .. } => between.copies[2] += 1,
+                ActivityKind::Kernel { name } => *between.kernels.entry(name.clone()).or_default() += 1,
+                ActivityKind::Copy { channel: Channel::CopyEngine, .. } => between.copies[0] += 1,
+                ActivityKind::Copy { channel: Channel::Compute, .. } => between.copies[1] += 1,
+                ActivityKind::Copy { channel: Channel::Other(_), .. } => between.copies[2] += 1,
             }
         }
         Listed::Between(between)
@@ -261,11 +261,11 @@ mod tests {
     use super::*;
 
     fn kernel(name: &str, start: u64, end: u64) -> Activity {
-        Activity { did: Did::Kernel { name: name.into() }, start, end }
+        Activity { did: ActivityKind::Kernel { name: name.into() }, start, end }
     }
 
     fn copy(channel: Channel, start: u64, end: u64) -> Activity {
-        Activity { did: Did::Copy { bytes: 8, channel }, start, end }
+        Activity { did: ActivityKind::Copy { bytes: 8, channel }, start, end }
     }
 
     /// Two marks on each side: packed at 20, landed at 100.

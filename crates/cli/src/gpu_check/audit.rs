@@ -16,7 +16,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sidelane::device::{AuditKernels, Context, Driver, Hold, PinnedMemory, Range, Stream, Version};
+use sidelane::device::{AuditKernels, Context, DeviceRange, Driver, PinnedMemory, SmHold, Stream, Version};
 use sidelane::error::DeviceError;
 use sidelane::exec::{Lowered, PeerWindows};
 use sidelane_core::schedule::call::{Part, SlotCall};
@@ -77,7 +77,7 @@ struct Audit<'a> {
     task: &'a Task,
     context: &'a Arc<Context>,
     kernels: AuditKernels,
-    hold: Hold,
+    hold: SmHold,
     word: PinnedMemory,
     holder: Stream,
     control: Stream,
@@ -308,7 +308,7 @@ fn content_of(from: u32, to: u32, bytes: u64) -> Vec<u8> {
 /// Windows of all ranks.
 struct Windows {
     /// What each sends from.
-    own: Vec<Range>,
+    own: Vec<DeviceRange>,
     /// Where others write, if that is memory of the host.
     host: Option<Vec<PinnedMemory>>,
     words: Vec<PinnedMemory>,
@@ -351,14 +351,14 @@ struct Seen<'a> {
 }
 
 impl PeerWindows for Seen<'_> {
-    fn slots(&self, rank: u32) -> Option<&Range> {
+    fn slots(&self, rank: u32) -> Option<&DeviceRange> {
         Some(match &self.windows.host {
             Some(host) if rank != self.me => host[rank as usize].range(),
             _ => &self.windows.own[rank as usize],
         })
     }
 
-    fn flags(&self, rank: u32) -> Option<&Range> {
+    fn flags(&self, rank: u32) -> Option<&DeviceRange> {
         Some(self.windows.words[rank as usize].range())
     }
 

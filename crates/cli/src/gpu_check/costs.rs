@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use sidelane::device::{
-    Context, CopyBatch, Driver, Graph, MemoryOperations, PinnedMemory, Range, Stream, Version,
+    Context, CopyBatch, DeviceRange, Driver, Graph, MemOpBatch, PinnedMemory, Stream, Version,
 };
 use sidelane::error::DeviceError;
 use sidelane::{Dtype, Group, World};
@@ -134,7 +134,7 @@ impl Bench<'_> {
             .map(|_| PinnedMemory::new(self.context, bytes as usize))
             .collect::<Result<Vec<_>, _>>()?;
         let same = (0..TARGETS).map(|_| allocate(self.context, bytes)).collect::<Result<Vec<_>, _>>()?;
-        let hosts: Vec<Range> = hosts.iter().map(|host| host.range().clone()).collect();
+        let hosts: Vec<DeviceRange> = hosts.iter().map(|host| host.range().clone()).collect();
         for (targets, place) in [(&hosts, "of the host"), (&same, "on the GPU")] {
             let mut batch = CopyBatch::with_capacity(self.context, TARGETS);
             for to in targets {
@@ -155,7 +155,7 @@ impl Bench<'_> {
         let there = allocate(self.context, 8)?;
         for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
             for count in COUNTS {
-                let mut list = MemoryOperations::with_capacity(self.context, count);
+                let mut list = MemOpBatch::with_capacity(self.context, count);
                 for value in 0..count as u32 {
                     list.write(range.word::<u32>(0)?, value)?;
                 }
@@ -214,8 +214,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn list(&self, turns: u32) -> Result<MemoryOperations, DeviceError> {
-        Ok(MemoryOperations::with_capacity(self.context, turns as usize * 2 + 2))
+    fn list(&self, turns: u32) -> Result<MemOpBatch, DeviceError> {
+        Ok(MemOpBatch::with_capacity(self.context, turns as usize * 2 + 2))
     }
 }
 
@@ -294,7 +294,7 @@ fn on_device(rank: &Rank, input: &Input) -> Result<Call, CliError> {
     let mut staged = rank.tensors()?;
     staged.put(input)?;
     let staged = staged.call()?;
-    let put = |from: &Range| -> Result<Range, DeviceError> {
+    let put = |from: &DeviceRange| -> Result<DeviceRange, DeviceError> {
         let there = allocate(&rank.context, from.len())?;
         rank.stream.copy(whole(&there)?, whole(from)?)?;
         Ok(there)

@@ -22,7 +22,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use sidelane::device::{
-    Allocation, Context, Driver, Event, PinnedMemory, Priority, Range, Reservation, Span, Stream,
+    Allocation, ByteSpan, Context, DeviceRange, Driver, Event, PinnedMemory, Priority, Reservation, Stream,
 };
 use sidelane::error::DeviceError;
 
@@ -30,18 +30,18 @@ use crate::error::{CliError, failed, wrong};
 
 /// A stream of its own.
 pub fn stream(context: &Arc<Context>) -> Result<Stream, DeviceError> {
-    Stream::new(context, Priority::Usual)
+    Stream::new(context, Priority::Normal)
 }
 
 /// New memory of the device.
-pub fn allocate(context: &Arc<Context>, bytes: u64) -> Result<Range, DeviceError> {
+pub fn allocate(context: &Arc<Context>, bytes: u64) -> Result<DeviceRange, DeviceError> {
     let allocation = Allocation::new(context, bytes)?;
     let reservation = Reservation::new(context, 1, allocation.bytes())?;
     reservation.map(0, &allocation, &[context.device()])?.part(0, bytes)
 }
 
 /// All of a range.
-pub fn whole(range: &Range) -> Result<Span<'_>, DeviceError> {
+pub fn whole(range: &DeviceRange) -> Result<ByteSpan<'_>, DeviceError> {
     range.span(0, range.len())
 }
 
@@ -53,7 +53,7 @@ pub fn content(memory: &PinnedMemory) -> Result<Vec<u8>, DeviceError> {
 }
 
 /// Writes to memory of the device, and waits until it is there.
-pub fn write(stream: &Stream, to: &Range, bytes: &[u8]) -> Result<(), DeviceError> {
+pub fn write(stream: &Stream, to: &DeviceRange, bytes: &[u8]) -> Result<(), DeviceError> {
     let staging = PinnedMemory::new(stream.context(), bytes.len())?;
     staging.write(0, bytes)?;
     stream.copy(to.span(0, bytes.len() as u64)?, whole(staging.range())?)?;
@@ -61,7 +61,7 @@ pub fn write(stream: &Stream, to: &Range, bytes: &[u8]) -> Result<(), DeviceErro
 }
 
 /// Reads memory of the device, once the stream has come so far.
-pub fn read(stream: &Stream, from: &Range, patience: Duration) -> Result<Vec<u8>, CliError> {
+pub fn read(stream: &Stream, from: &DeviceRange, patience: Duration) -> Result<Vec<u8>, CliError> {
     let staging = PinnedMemory::new(stream.context(), from.len() as usize)?;
     stream.copy(whole(staging.range())?, whole(from)?)?;
     finish(stream, "a copy to the host", patience)?;

@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use sidelane::device::{
-    Allocation, AuditKernels, Context, CopyBatch, Driver, Event, Graph, Kernels, MemoryOperations,
-    PinnedMemory, Reservation, Stream, Value, Version,
+    Allocation, AuditKernels, Context, CopyBatch, Driver, Event, Graph, Kernels, MemOpBatch, PinnedMemory,
+    Reservation, Stream, Value, Version,
 };
 use sidelane::error::DeviceError;
 
@@ -127,7 +127,7 @@ impl Bench<'_> {
     fn lists(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let words = self.pinned(24)?;
-        let mut list = MemoryOperations::with_capacity(self.context, 600);
+        let mut list = MemOpBatch::with_capacity(self.context, 600);
         for value in 1..=299_u32 {
             list.write(words.range().word::<u32>(0)?, value)?;
             list.wait(words.range().word::<u32>(0)?, value)?;

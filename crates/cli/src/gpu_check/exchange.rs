@@ -10,15 +10,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use half::{bf16, f16};
-use sidelane::bootstrap::Clocks;
+use sidelane::bootstrap::Timeouts;
 use sidelane::config::Config;
-use sidelane::device::{Context, Driver, Graph, PinnedMemory, Range, Stream};
+use sidelane::device::{Context, DeviceRange, Driver, Graph, PinnedMemory, Stream};
 use sidelane::ep::{
     Choices, ExpertOutput, ExpertParallelBuilder, ExpertRows, Handle, Report, Tensor, TensorMut,
 };
 use sidelane::error::DeviceError;
 use sidelane::gate::Routing;
-use sidelane::plan::{Mode, Order, Overflow, RowLayout, SlotShape};
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout, SlotShape, SumOrder};
 use sidelane::{Dtype, Element, ExpertParallel, Group, Options, World};
 
 use super::device::{Random, content, same, stream, whole};
@@ -157,7 +157,7 @@ fn on_nodes<T: Send>(
 /// Heaps for the host's side: full slots of all ranks, received and made.
 fn options(task: &Task) -> Options {
     let config = Config { heap: task.few(256 << 20, 16 << 20), symmetric: 4 << 20, ..Config::default() };
-    let clocks = Clocks { deadline: task.patience(), ..Clocks::default() };
+    let clocks = Timeouts { deadline: task.patience(), ..Timeouts::default() };
     Options { config, clocks, ..Options::default() }
 }
 
@@ -175,7 +175,7 @@ struct Host(ExpertParallel);
 
 impl Host {
     fn new(rank: &Rank) -> Result<Self, CliError> {
-        Ok(Host(rank.case.builder(&rank.group)?.dtype(rank.dtype).order(Order::Rank).build()?))
+        Ok(Host(rank.case.builder(&rank.group)?.dtype(rank.dtype).sum_order(SumOrder::Rank).build()?))
     }
 
     /// A dispatch and a combine, with these partial rows, or with the rows themselves.
@@ -358,7 +358,7 @@ impl Case {
 
     /// Settings of fixed slots, on the host or, with a stream, on a device.
     pub fn builder<'g>(&self, group: &'g Group) -> Result<ExpertParallelBuilder<'g>, sidelane::Error> {
-        let mode = Mode::Slots { rows: self.max_tokens, overflow: Overflow::Error };
+        let mode = ReceiveMode::Slots { rows: self.max_tokens, overflow: Overflow::Error };
         let builder = ExpertParallel::builder(group)?.experts(self.experts).top_k(self.top_k);
         let builder = builder.hidden(self.hidden as usize).max_tokens(self.max_tokens);
         Ok(builder.mode(mode).layout(RowLayout::RankMajor))
@@ -492,10 +492,10 @@ impl Tensors {
 
 /// Tensors of a dispatch and a combine.
 pub struct Call {
-    pub x: Range,
-    pub experts: Range,
-    pub weights: Range,
-    pub out: Range,
+    pub x: DeviceRange,
+    pub experts: DeviceRange,
+    pub weights: DeviceRange,
+    pub out: DeviceRange,
     pub dtype: Dtype,
 }
 

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use sidelane::device::{
-    AuditKernels, Blas, Context, Driver, Event, PinnedMemory, Product, Range, Stream, TILE,
+    AuditKernels, Blas, Context, DeviceRange, Driver, Event, PinnedMemory, Product, Stream, TILE,
 };
 use sidelane::error::DeviceError;
 
@@ -100,8 +100,8 @@ struct Bench<'a> {
     blas: Option<Blas>,
     size: u32,
     products: usize,
-    matrices: [Range; 3],
-    from: Range,
+    matrices: [DeviceRange; 3],
+    from: DeviceRange,
     to: PinnedMemory,
     compute: Stream,
     traffic: Stream,

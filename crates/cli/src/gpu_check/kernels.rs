@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 use half::{bf16, f16};
 use sidelane::Dtype;
 use sidelane::device::{
-    Addresses, AuditKernels, Blas, Context, Driver, Kernels, PinnedMemory, Product, Range, Stream, Sum,
+    Addresses, AuditKernels, Blas, Context, DeviceRange, Driver, Kernels, PinnedMemory, Product, Stream,
+    SumArgs,
 };
 use sidelane::plan::SlotShape;
 
@@ -95,7 +96,7 @@ impl Bench<'_> {
         finish(&self.stream, "a kernel", self.task.patience())
     }
 
-    fn put(&self, bytes: &[u8]) -> Result<Range, CliError> {
+    fn put(&self, bytes: &[u8]) -> Result<DeviceRange, CliError> {
         let range = allocate(self.context, bytes.len() as u64)?;
         device::write(&self.stream, &range, bytes)?;
         Ok(range)
@@ -119,7 +120,7 @@ impl Bench<'_> {
         let homes_at = Addresses::new(&self.stream, &table, &spans)?;
         let status = PinnedMemory::new(self.context, 8)?;
         let out = allocate(self.context, u64::from(TOKENS * columns) * dtype.size() as u64)?;
-        let sum = Sum {
+        let sum = SumArgs {
             shape,
             tokens: TOKENS,
             columns,

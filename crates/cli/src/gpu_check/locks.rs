@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use sidelane::device::{
-    AuditKernels, Context, CopyBatch, Driver, PinnedMemory, PlainMemory, Priority, Range, Stream,
+    AuditKernels, Context, CopyBatch, DeviceRange, Driver, PinnedMemory, PlainMemory, Priority, Stream,
 };
 use sidelane::error::DeviceError;
 
@@ -217,7 +217,7 @@ impl Bench {
 struct Planner {
     stream: Stream,
     batch: CopyBatch,
-    _rows: Range,
+    _rows: DeviceRange,
     _home: PinnedMemory,
 }
 

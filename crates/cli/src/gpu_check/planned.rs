@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use half::bf16;
-use sidelane::device::{Driver, Graph, PinnedMemory, Range, Stream};
+use sidelane::device::{DeviceRange, Driver, Graph, PinnedMemory, Stream};
 use sidelane::ep::{ExpertParallelBuilder, ExpertRows, Handle, Status};
 use sidelane::gate::Routing;
-use sidelane::plan::{Mode, Overflow};
+use sidelane::plan::{Overflow, ReceiveMode};
 use sidelane::{Dtype, ExpertParallel, Group, World};
 
 use super::Task;
@@ -18,11 +18,11 @@ use crate::error::CliError;
 use crate::table::volume;
 
 /// Sizes are known when they are needed, and no earlier.
-pub const EAGER: Mode = Mode::Eager;
+pub const EAGER: ReceiveMode = ReceiveMode::Exact;
 
 /// So many rows as half of a rank's choices: some are dropped.
-pub fn half(case: Case) -> Mode {
-    Mode::Budget { rows: (case.max_tokens * case.top_k / 2).max(1), overflow: Overflow::Drop }
+pub fn half(case: Case) -> ReceiveMode {
+    ReceiveMode::Budget { rows: (case.max_tokens * case.top_k / 2).max(1), overflow: Overflow::Drop }
 }
 
 /// A rank with an instance on the device and one on the host. All memory of a rank is made before its first call: see
@@ -33,10 +33,10 @@ struct Both<'t> {
     host: ExpertParallel,
     ep: ExpertParallel,
     stream: Arc<Stream>,
-    x: Range,
-    experts: Range,
-    weights: Range,
-    out: Range,
+    x: DeviceRange,
+    experts: DeviceRange,
+    weights: DeviceRange,
+    out: DeviceRange,
     /// Through which memory of the device is written and read.
     staging: PinnedMemory,
     group: Group,
@@ -51,14 +51,18 @@ struct Answer {
     out: Vec<u8>,
 }
 
-fn settings(group: &Group, case: Case, mode: Mode) -> Result<ExpertParallelBuilder<'_>, sidelane::Error> {
+fn settings(
+    group: &Group,
+    case: Case,
+    mode: ReceiveMode,
+) -> Result<ExpertParallelBuilder<'_>, sidelane::Error> {
     let builder = ExpertParallel::builder(group)?.experts(case.experts).top_k(case.top_k);
     let builder = builder.hidden(case.hidden as usize).max_tokens(case.max_tokens).dtype(Dtype::Bf16);
     Ok(builder.mode(mode))
 }
 
 impl<'t> Both<'t> {
-    fn new(task: &'t Task, case: Case, mode: Mode, world: &World) -> Result<Self, CliError> {
+    fn new(task: &'t Task, case: Case, mode: ReceiveMode, world: &World) -> Result<Self, CliError> {
         let group = world.all()?;
         let context = Driver::open()?.context(task.device)?;
         let stream = Arc::new(stream(&context)?);
@@ -107,7 +111,7 @@ impl<'t> Both<'t> {
     }
 
     /// Writes a tensor of the device.
-    fn put(&self, to: &Range, bytes: &[u8]) -> Result<Range, CliError> {
+    fn put(&self, to: &DeviceRange, bytes: &[u8]) -> Result<DeviceRange, CliError> {
         let to = to.part(0, bytes.len() as u64)?;
         self.staging.write(0, bytes)?;
         self.stream.copy(whole(&to)?, self.staging.range().span(0, to.len())?)?;
@@ -116,7 +120,7 @@ impl<'t> Both<'t> {
     }
 
     /// Reads memory of the device, once the stream has come so far.
-    fn get(&self, from: &Range, bytes: usize) -> Result<Vec<u8>, CliError> {
+    fn get(&self, from: &DeviceRange, bytes: usize) -> Result<Vec<u8>, CliError> {
         let len = bytes as u64;
         self.stream.copy(self.staging.range().span(0, len)?, from.span(0, len)?)?;
         finish(&self.stream, "a planned call", self.task.patience())?;
@@ -178,7 +182,7 @@ impl<'t> Both<'t> {
 }
 
 /// Calls of random tokens.
-pub fn plain(task: &Task, case: Case, mode: Mode, world: &World) -> Result<String, CliError> {
+pub fn plain(task: &Task, case: Case, mode: ReceiveMode, world: &World) -> Result<String, CliError> {
     let mut both = Both::new(task, case, mode, world)?;
     let me = u64::from(both.ep.rank());
     let rounds: u64 = task.few(6, 4);

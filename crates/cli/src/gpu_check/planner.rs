@@ -34,8 +34,8 @@ use rustix::net::{
     SendFlags,
 };
 use sidelane::device::{
-    Allocation, AuditKernels, Context, CopyBatch, Driver, MemoryOperations, PinnedMemory, Reservation,
-    Stream, Version,
+    Allocation, AuditKernels, Context, CopyBatch, Driver, MemOpBatch, PinnedMemory, Reservation, Stream,
+    Version,
 };
 use sidelane::error::DeviceError;
 use sidelane::memory::SharedPinned;
@@ -234,8 +234,8 @@ impl<'a> Bench<'a> {
 }
 
 /// Bells, each with the wait for its ring.
-fn bells(context: &Context, shared: &SharedPinned, rung: &mut u32) -> Result<MemoryOperations, DeviceError> {
-    let mut list = MemoryOperations::with_capacity(context, 2 * TURNS as usize);
+fn bells(context: &Context, shared: &SharedPinned, rung: &mut u32) -> Result<MemOpBatch, DeviceError> {
+    let mut list = MemOpBatch::with_capacity(context, 2 * TURNS as usize);
     let words = shared.memory().range();
     for _ in 0..TURNS {
         *rung = rung.wrapping_add(1);

@@ -13,7 +13,7 @@
 use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
-use sidelane::device::{CopyBatch, Driver, PinnedMemory, Priority, Range, Stream};
+use sidelane::device::{CopyBatch, DeviceRange, Driver, PinnedMemory, Priority, Stream};
 use sidelane::error::DeviceError;
 
 use super::Task;
@@ -64,14 +64,14 @@ pub fn case(task: &Task, sharing: Sharing) -> Result<(), CliError> {
     let words = PinnedMemory::new(&context, WORDS)?;
     words.write(0, &[0; WORDS])?;
     let caller = stream(&context)?;
-    let priority = if sharing.priorities { Priority::Highest } else { Priority::Usual };
+    let priority = if sharing.priorities { Priority::Highest } else { Priority::Normal };
     let others = (0..WAYS.len()).map(|_| Stream::new(&context, priority)).collect::<Result<Vec<_>, _>>()?;
     let (rows, elsewhere) = (allocate(&context, BYTES)?, allocate(&context, BYTES)?);
     let pinned = || PinnedMemory::new(&context, BYTES as usize);
     let (home, out, back) = (pinned()?, pinned()?, pinned()?);
     // To the GPU the first half, on the GPU the second: nobody writes the same bytes.
     let half = BYTES / 2;
-    let ways: [(&Range, &Range, u64); 3] =
+    let ways: [(&DeviceRange, &DeviceRange, u64); 3] =
         [(&elsewhere, out.range(), 0), (back.range(), &rows, 0), (&elsewhere, &rows, half)];
     let mut batches = Vec::new();
     for (to, from, at) in ways {

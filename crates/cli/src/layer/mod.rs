@@ -1,7 +1,7 @@
 //! `sidelane layer`: a whole MoE layer between real processes, transfers in turn with compute and beside it.
 //!
 //! What hides is seen where transfers cost time and no core: on wires that keep the time of a slower link
-//! ([`Pace`](sidelane::config::Pace)). Unless told otherwise, the link takes as long as the experts: then overlap saves half of the time at
+//! ([`EmulatedLink`](sidelane::config::EmulatedLink)). Unless told otherwise, the link takes as long as the experts: then overlap saves half of the time at
 //! most.
 //!
 //! ```text
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use sidelane::config::Pace;
+use sidelane::config::EmulatedLink;
 use sidelane::layer::{Experts, GroupedSwiGlu, Segments};
 
 use crate::command::Command;
@@ -134,7 +134,7 @@ pub struct Shape {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Task {
     pub shape: Shape,
-    pub pace: Option<Pace>,
+    pub pace: Option<EmulatedLink>,
     pub backward: bool,
     pub rounds: u32,
     pub json: Option<PathBuf>,
@@ -243,7 +243,7 @@ impl Task {
 
     /// What ranks find in their environment, whatever is in that of the caller.
     pub fn variables(&self) -> Vec<(String, OsString)> {
-        let words = |pace: Pace| format!("{}/{}", pace.bytes_per_second, pace.latency.as_micros());
+        let words = |pace: EmulatedLink| format!("{}/{}", pace.bytes_per_second, pace.latency.as_micros());
         vec![("SIDELANE_PACE".to_owned(), self.pace.map_or(String::new(), words).into())]
     }
 
@@ -289,7 +289,7 @@ pub enum PaceArg {
     /// Wires are as fast as they copy.
     None,
     /// This link.
-    Link(Pace),
+    Link(EmulatedLink),
 }
 
 /// Not a pace.
@@ -304,7 +304,7 @@ impl FromStr for PaceArg {
         match text {
             "even" => Ok(PaceArg::Even),
             "none" => Ok(PaceArg::None),
-            link => Pace::parse(link).map(PaceArg::Link).ok_or(BadPace),
+            link => EmulatedLink::parse(link).map(PaceArg::Link).ok_or(BadPace),
         }
     }
 }
@@ -316,7 +316,7 @@ const TRIES: u32 = 5;
 
 impl PaceArg {
     /// The link for a layer of this shape. All cores that ranks will use are at work while experts are timed.
-    pub fn resolve(self, shape: &Shape) -> Option<Pace> {
+    pub fn resolve(self, shape: &Shape) -> Option<EmulatedLink> {
         match self {
             PaceArg::None => None,
             PaceArg::Link(pace) => Some(pace),
@@ -324,7 +324,7 @@ impl PaceArg {
                 let took = experts_alone(shape).as_secs_f64();
                 let rate = shape.bytes_across() as f64 / took.max(1e-6);
                 let bytes_per_second = NonZeroU64::new(rate as u64)?;
-                Some(Pace { bytes_per_second, latency: LATENCY })
+                Some(EmulatedLink { bytes_per_second, latency: LATENCY })
             }
         }
     }

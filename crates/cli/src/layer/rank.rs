@@ -8,9 +8,11 @@ use std::time::Instant;
 use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sidelane::config::Pace;
+use sidelane::config::EmulatedLink;
 use sidelane::gate::{Gate, Preset};
-use sidelane::layer::{Chunk, Experts, Failure, GroupedSwiGlu, Input, MoeLayer, RowOrder, Saved, Segments};
+use sidelane::layer::{
+    ExpertError, Experts, GroupedSwiGlu, Input, MoeLayer, RowOrder, Saved, SavedChunk, Segments,
+};
 use sidelane::plan::ExpertMap;
 use sidelane::{Error, Group, World};
 
@@ -61,7 +63,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
         return Ok(ExitCode::SUCCESS);
     }
     // What the wires keep may also come from the environment.
-    let pace = Pace::from_env().map_err(Error::from)?;
+    let pace = EmulatedLink::from_env().map_err(Error::from)?;
     let report = Report::new(task, &world, pace, verified, &passes);
     if let Some(path) = &task.trace_out {
         write_trace(path, world.nodes(), &timelines)?;
@@ -255,7 +257,7 @@ impl Experts for Watched {
         self.inner.hidden()
     }
 
-    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Failure> {
+    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), ExpertError> {
         if self.is_idle() {
             return Ok((vec![0.0; rows.rows.len()], Box::new(())));
         }
@@ -267,14 +269,14 @@ impl Experts for Watched {
         rows: Segments<'_>,
         saved: &mut Saved,
         of_outputs: Vec<f32>,
-    ) -> Result<Vec<f32>, Failure> {
+    ) -> Result<Vec<f32>, ExpertError> {
         if self.is_idle() {
             return Ok(of_outputs);
         }
         self.watch.time(|| self.inner.rows_backward(rows, saved, of_outputs))
     }
 
-    fn weights_backward(&self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Failure> {
+    fn weights_backward(&self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, ExpertError> {
         if self.is_idle() {
             return Ok(vec![0.0; self.weights().len()]);
         }

@@ -15,8 +15,8 @@
 
 use serde::Serialize;
 use sidelane::World;
-use sidelane::config::Pace;
-use sidelane::exec::{Span, Timeline};
+use sidelane::config::EmulatedLink;
+use sidelane::exec::{NodeSpan, Timeline};
 
 use super::{Shape, Task};
 use crate::chart::{LEFT, NARROW, Times, WIDTH, legend, rect};
@@ -78,8 +78,8 @@ impl Pass {
     }
 }
 
-impl From<Pace> for Link {
-    fn from(pace: Pace) -> Self {
+impl From<EmulatedLink> for Link {
+    fn from(pace: EmulatedLink) -> Self {
         let latency_us = u64::try_from(pace.latency.as_micros()).unwrap_or(u64::MAX);
         Link { bytes_per_second: pace.bytes_per_second.get(), latency_us }
     }
@@ -87,7 +87,13 @@ impl From<Pace> for Link {
 
 impl Report {
     /// Of a forward pass and, if there is one, a backward pass.
-    pub fn new(task: &Task, world: &World, pace: Option<Pace>, verified: bool, passes: &[Pass]) -> Self {
+    pub fn new(
+        task: &Task,
+        world: &World,
+        pace: Option<EmulatedLink>,
+        verified: bool,
+        passes: &[Pass],
+    ) -> Self {
         let cores = machines::cores();
         let lane = machines::rail(world).map(|(lane, _)| lane);
         let pace = pace.filter(|_| lane.as_deref() == Some("paced")).map(Link::from);
@@ -164,7 +170,7 @@ enum Kind {
 impl Kind {
     const ALL: [Kind; 5] = [Kind::Out, Kind::Home, Kind::Rows, Kind::Weights, Kind::Other];
 
-    fn of(span: &Span) -> Kind {
+    fn of(span: &NodeSpan) -> Kind {
         match span.name.as_str() {
             "experts" | "gradient of rows" => Kind::Rows,
             "gradient of weights" | "gradient of shared weights" => Kind::Weights,
@@ -223,7 +229,7 @@ pub fn draw(shape: &Shape, timelines: &[Timeline]) -> String {
 }
 
 /// What each stream did.
-fn streams(spans: &[Span]) -> Vec<(&str, Vec<&Span>)> {
+fn streams(spans: &[NodeSpan]) -> Vec<(&str, Vec<&NodeSpan>)> {
     let mut names: Vec<&str> = spans.iter().map(|span| span.stream.as_str()).collect();
     names.sort_unstable();
     names.dedup();
@@ -231,7 +237,7 @@ fn streams(spans: &[Span]) -> Vec<(&str, Vec<&Span>)> {
     names.into_iter().map(|name| (name, of(name))).collect()
 }
 
-fn draw_span(svg: &mut Svg, scale: &Times, y: f64, span: &Span) {
+fn draw_span(svg: &mut Svg, scale: &Times, y: f64, span: &NodeSpan) {
     let (from, to) = (scale.x(span.start_ns), scale.x(span.start_ns + span.nanos));
     let (width, chunk) = ((to - from).max(NARROW), span.chunk.to_string());
     let class = Kind::of(span).class();
@@ -280,9 +286,9 @@ mod tests {
         }
     }
 
-    fn span(stream: &str, name: &str, start_us: u64, us: u64) -> Span {
+    fn span(stream: &str, name: &str, start_us: u64, us: u64) -> NodeSpan {
         let (stream, name) = (stream.to_owned(), name.to_owned());
-        Span { stream, name, chunk: 3, start_ns: 7_000_000 + start_us * 1000, nanos: us * 1000 }
+        NodeSpan { stream, name, chunk: 3, start_ns: 7_000_000 + start_us * 1000, nanos: us * 1000 }
     }
 
     #[test]

@@ -156,7 +156,7 @@ impl<'w> Pair<'w> {
 
     /// Copies and their microseconds, to memory of the same kind.
     fn copies(&self, source: &[u8], count: u32) -> Result<(u32, f64), Error> {
-        let mut extent = self.world.pool().take(source.len() as u64)?;
+        let mut extent = self.world.pool().alloc(source.len() as u64)?;
         let to = extent.slice_mut::<u8>(0, source.len())?;
         let mut copy = |count| {
             for _ in 0..count {

@@ -9,11 +9,11 @@ use clap::Args;
 use sidelane::error::PlanError;
 use sidelane::gate::{Pattern, synthetic};
 use sidelane::plan::{
-    Bins, Counts, Crossing, ExpertMap, Forward, Frame, Layout, Mode, Notes, Order, RowLayout, Sizes, Sizing,
-    Sorted,
+    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveMode, ReceiveSizes,
+    RelayPlan, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
-use sidelane_core::schedule::{CallerTables, Control, RelayTables, Setting, WindowId};
+use sidelane_core::schedule::{CallerTables, ControlLayout, FillContext, RelayTables, WindowId};
 
 use crate::chart::{self, Curve, Panel, Point, key};
 use crate::command::{self, Command};
@@ -166,22 +166,26 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
     let map = ExpertMap::contiguous(experts, ranks)?;
     let nodes = NodeMap::from_labels(&(0..ranks).map(|rank| rank / per_node).collect::<Vec<_>>());
     let routing = synthetic(Pattern::Uniform, experts, top_k, tokens, 0, 0)?;
-    let (bins, paths) = (Bins::of_layout(layout, &map, Order::Expert, &nodes), Paths::new(&nodes, route, 0));
-    let notes = Notes::of(layout, Mode::Eager, false);
-    let sizing = Sizing {
+    let (bins, paths) =
+        (Bins::of_layout(layout, &map, SumOrder::Expert, &nodes), Paths::new(&nodes, route, 0));
+    let notes = RowMetadata::of(layout, ReceiveMode::Exact, false);
+    let sizing = RowSizes {
         row_bytes: ROW,
         home_bytes: ROW,
         words_out: notes.words(top_k),
         words_home: 1,
         partial_bytes: None,
     };
-    let frame = Frame { bins: &bins, paths, align: 1, chunks: CHUNKS, sizing, mode: Mode::Eager };
-    let control = Control::new(&paths, &bins, u64::from(tokens * top_k), sizing.note_bytes());
+    let frame =
+        PlanContext { bins: &bins, paths, align: 1, chunks: CHUNKS, sizing, mode: ReceiveMode::Exact };
+    let control = ControlLayout::new(&paths, &bins, u64::from(tokens * top_k), sizing.note_bytes());
     let (chunks, far) = (CHUNKS, WindowId::POOL);
-    let setting = Setting { paths, control: &control, sizing, chunks, parity: 0, far, fixed_rows: None };
-    let (mut sorted, mut crossing, mut words) = (Sorted::default(), Crossing::default(), Vec::new());
-    let (mut counts, mut sizes, mut layout) = (Counts::default(), Sizes::default(), Layout::default());
-    let (mut forward, mut own) = (Forward::default(), CallerTables::new(paths, CHUNKS));
+    let setting = FillContext { paths, control: &control, sizing, chunks, parity: 0, far, fixed_rows: None };
+    let (mut sorted, mut crossing, mut words) =
+        (SortedRouting::default(), InterNodeRows::default(), Vec::new());
+    let (mut counts, mut sizes, mut layout) =
+        (Counts::default(), ReceiveSizes::default(), DispatchLayout::default());
+    let (mut forward, mut own) = (RelayPlan::default(), CallerTables::new(paths, CHUNKS));
     let mut relayed = RelayTables::new(paths, CHUNKS);
     let mut laps: [Vec<Duration>; 4] = Default::default();
     for _ in 0..rounds {
@@ -215,7 +219,7 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
         laps[3].push(begin.elapsed());
     }
     let [sort, place, fill, relay] = laps.map(middle);
-    let held = [sorted.held(), crossing.held(), counts.held(), layout.held(), own.held()];
+    let held = [sorted.memory_usage(), crossing.held(), counts.held(), layout.held(), own.held()];
     Ok(Cost { sort, place, fill, relay, bytes: held.iter().sum::<usize>() as u64 })
 }
 

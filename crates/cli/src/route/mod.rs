@@ -21,7 +21,7 @@ use clap::Args;
 use report::Report;
 use serde::Serialize;
 use sidelane::error::GateError;
-use sidelane::gate::{Capacity, Choices, Keep, Pattern, Routing, Rule, place};
+use sidelane::gate::{Capacity, CapacityRule, Choices, DropPolicy, Pattern, Routing, apply_capacity};
 use sidelane::plan::ExpertMap;
 use sidelane::topology::NodeMap;
 
@@ -207,11 +207,11 @@ fn different(places: &mut Vec<u32>) -> usize {
 }
 
 /// Ways of choosing whom to keep, with their names in tables. `Random` keeps as much weight as `Position`, on average.
-const WAYS: [(Keep, &str); 4] = [
-    (Keep::Score, "score"),
-    (Keep::Position, "position"),
-    (Keep::FirstChoices, "first_choices"),
-    (Keep::Priority, "priority"),
+const WAYS: [(DropPolicy, &str); 4] = [
+    (DropPolicy::Score, "score"),
+    (DropPolicy::Position, "position"),
+    (DropPolicy::FirstChoices, "first_choices"),
+    (DropPolicy::Priority, "priority"),
 ];
 
 /// What a capacity factor would cost.
@@ -245,8 +245,8 @@ impl Dropped {
         let choices = Choices { experts, top_k, ids: &ids, scores: &weights, ..Choices::default() };
         let place = |keep| {
             let groups = routings.len() as u32;
-            let rule = Rule::CeilF64 { factor };
-            place(&Capacity { rule, minimum: 0, align: 1, keep, groups, pad: false }, &choices)
+            let rule = CapacityRule::CeilF64 { factor };
+            apply_capacity(&Capacity { rule, minimum: 0, align: 1, keep, groups, pad: false }, &choices)
         };
         let mut dropped = Dropped { factor, rows: 0, choices: 0.0, lost: Vec::with_capacity(WAYS.len()) };
         for (keep, name) in WAYS {

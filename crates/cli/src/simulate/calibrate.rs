@@ -13,13 +13,13 @@
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use sidelane::ep::Yardstick;
+use sidelane::ep::FloorBench;
 use sidelane::gate::{Pattern, synthetic};
 use sidelane::plan::RowLayout;
 use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Options, World};
-use sidelane_model::time::{Card, Compute, Engines, Executor, Hardware, Host, Link};
+use sidelane_model::time::{Compute, Engines, Executor, Hardware, Host, Link, NicModel};
 
 use crate::error::{CliError, failed};
 use crate::planning::{Cost, Shape};
@@ -70,7 +70,13 @@ pub fn measure() -> Result<Hardware, CliError> {
         executor: Executor::Host,
         engines: Engines { per_copy: ns(price), rate, local_rate: rate, per_word: 0, per_call: 0 },
         link: Link { rate, load_rate: sum_rate, latency: 0 },
-        card: Card { per_node: 0, rate, per_message: ns(price), message_bytes: 65_536, latency: ns(one_way) },
+        card: NicModel {
+            per_node: 0,
+            rate,
+            per_message: ns(price),
+            message_bytes: 65_536,
+            latency: ns(one_way),
+        },
         compute: Compute { rate: sum_rate, launch: 0 },
         host: Host {
             cores,
@@ -157,7 +163,7 @@ fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, Error> {
     let mut out = x.clone();
     let (rows, handle) = ep.dispatch(&x, &routing)?;
     let mut barrier = group.window(64)?;
-    let mut yardstick: Yardstick = ep.yardstick(&group, rows, handle.output()?, &handle)?;
+    let mut yardstick: FloorBench = ep.yardstick(&group, rows, handle.output()?, &handle)?;
     let (mut copies, mut sums) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
     for _ in 0..ROUNDS {
         for (nth, stores) in [Stores::Streaming, Stores::Cached].into_iter().enumerate() {

@@ -19,7 +19,7 @@
 
 use serde::Serialize;
 use sidelane::layer::{Times, backward_times, forward_times};
-use sidelane::overlap::{Place, Slices};
+use sidelane::overlap::{NodeInfo, TokenChunks};
 use sidelane_model::time::Timing;
 
 use super::{SimulateArgs, Task, Way};
@@ -75,7 +75,7 @@ impl Pass {
     }
 
     /// Its graph, played.
-    fn times(self, slices: u32, cost: impl Fn(Place) -> u64) -> Times {
+    fn times(self, slices: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
         match self {
             Pass::Forward => forward_times(slices, cost),
             Pass::Backward => backward_times(slices, cost),
@@ -152,7 +152,7 @@ impl Parts {
 }
 
 /// What a node takes: of a slice, or of all tokens.
-fn cost(at: Place, cut: &Cut, whole: &Parts) -> u64 {
+fn cost(at: NodeInfo, cut: &Cut, whole: &Parts) -> u64 {
     let slice = || cut.slice(at.work.chunk);
     match at.work.name {
         "dispatch" => slice().dispatch.ns,
@@ -175,7 +175,7 @@ struct Cut {
 impl Cut {
     fn of(task: &Task, way: &Way, products: &Products, slices: u32) -> Result<Self, CliError> {
         let lengths: Vec<u32> =
-            Slices::new(slices).of(task.args.tokens).map(|slice| slice.len() as u32).collect();
+            TokenChunks::new(slices).of(task.args.tokens).map(|slice| slice.len() as u32).collect();
         let mut sizes: Vec<(u32, Parts)> = Vec::new();
         for &tokens in &lengths {
             if sizes.iter().all(|(known, _)| *known != tokens) {

@@ -19,9 +19,9 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use report::Report;
 use serde::Serialize;
-use sidelane::dtype::Wire;
-use sidelane::gate::{Call, Gate, Preset, Routing};
-use sidelane::plan::{ExpertMap, Order, RowLayout, SlotShape};
+use sidelane::dtype::PartialDtype;
+use sidelane::gate::{Gate, GateInput, Preset, Routing};
+use sidelane::plan::{ExpertMap, RowLayout, SlotShape, SumOrder};
 use sidelane::topology::Route;
 use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, slots};
 
@@ -110,12 +110,12 @@ pub struct SimulateArgs {
     pub route: Option<Route>,
 
     /// Order of sums; partial sums of ranks or nodes are made by relays [default: expert and, over pxn, rank and node]
-    #[arg(long, value_parser = one_of(Order::ALL, Order::name))]
-    pub order: Option<Order>,
+    #[arg(long, value_parser = one_of(SumOrder::ALL, SumOrder::name))]
+    pub order: Option<SumOrder>,
 
     /// Type in which partial sums cross [default: both]
-    #[arg(long, value_parser = one_of(Wire::ALL, Wire::name))]
-    pub wire: Option<Wire>,
+    #[arg(long, value_parser = one_of(PartialDtype::ALL, PartialDtype::name))]
+    pub wire: Option<PartialDtype>,
 
     /// In how many parts a block goes to its relay; a list compares them [default: 4]
     #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
@@ -488,7 +488,7 @@ impl Model {
         let mut gate = Gate::new(self.preset().config(experts, top_k)?)?;
         let bias = vec![0.0; experts as usize];
         let bias = (self == Model::DeepseekV3).then_some(&bias[..]);
-        let decision = gate.route(&Call { logits: &logits, bias, ..Call::default() })?;
+        let decision = gate.route(&GateInput { logits: &logits, bias, ..GateInput::default() })?;
         let (experts, weights) = (decision.experts().to_vec(), decision.weights().to_vec());
         Ok(Routing::new(top_k, experts, weights)?)
     }
@@ -499,23 +499,23 @@ impl Model {
 pub struct Way {
     pub layout: RowLayout,
     pub route: Route,
-    pub order: Order,
+    pub order: SumOrder,
     /// Of partial sums, where relays sum.
-    pub wire: Option<Wire>,
+    pub wire: Option<PartialDtype>,
     /// In how many parts blocks go, where relays hand on.
     pub chunks: Option<u8>,
 }
 
 impl Way {
     /// Whether relays sum.
-    fn sums(route: Route, order: Order) -> bool {
-        route == Route::Pxn && order != Order::Expert
+    fn sums(route: Route, order: SumOrder) -> bool {
+        route == Route::Pxn && order != SumOrder::Expert
     }
 
     /// As tables name it.
     pub fn name(&self) -> String {
         let mut name = format!("{}, {}", self.layout.name(), self.route.name());
-        if self.order != Order::Expert {
+        if self.order != SumOrder::Expert {
             name += &format!(", {} sums", self.order.name());
         }
         if let Some(wire) = self.wire {
@@ -543,15 +543,15 @@ impl Way {
             let relays = route == Route::Pxn && nodes > 1;
             let orders = match args.order {
                 Some(order) => vec![order],
-                None if relays => Order::ALL.to_vec(),
-                None => vec![Order::Expert],
+                None if relays => SumOrder::ALL.to_vec(),
+                None => vec![SumOrder::Expert],
             };
             for order in orders {
                 let sums = relays && Self::sums(route, order);
                 let wires = match args.wire {
                     _ if !sums => vec![None],
                     Some(wire) => vec![Some(wire)],
-                    None => Wire::ALL.map(Some).to_vec(),
+                    None => PartialDtype::ALL.map(Some).to_vec(),
                 };
                 let chunks = if relays { parts.iter().copied().map(Some).collect() } else { vec![None] };
                 for (&wire, &chunks) in wires.iter().flat_map(|w| chunks.iter().map(move |c| (w, c))) {

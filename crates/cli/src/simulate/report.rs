@@ -1,7 +1,7 @@
 //! What `simulate` predicts: as people read it, and its JSON, whose keys are described in `docs/simulate-json.md`.
 
 use serde::Serialize;
-use sidelane_model::time::{Hardware, Lap, Timing, Work};
+use sidelane_model::time::{Hardware, PhaseTime, RankWork, Timing};
 
 use super::layer::{self, Layered, Products};
 use super::{Beside, Conditions, Room, Task, Way};
@@ -123,7 +123,7 @@ impl Group {
         let header = ["way", "time", "busiest", "for", "roofline", "of", "copies", "near", "messages", "far"];
         let mut table = table::figures(header);
         for (name, timing) in self.calls() {
-            let mean = |of: fn(&Work) -> u64| volume(of(&timing.total) / u64::from(timing.played));
+            let mean = |of: fn(&RankWork) -> u64| volume(of(&timing.total) / u64::from(timing.played));
             table.add_row([
                 name,
                 us(timing.ns),
@@ -143,7 +143,7 @@ impl Group {
     fn laps(&self) -> String {
         let mut table = table::figures(["laps", "", "", "", "", ""]);
         for (name, timing) in self.calls() {
-            let lap = |lap: &Lap| format!("{} {}", lap.phase.name(), us(lap.ns));
+            let lap = |lap: &PhaseTime| format!("{} {}", lap.phase.name(), us(lap.ns));
             table.add_row(std::iter::once(name).chain(timing.phases.iter().map(lap)));
         }
         table.trim_fmt()

@@ -19,7 +19,7 @@ use clap::Args;
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 use sidelane::dtype::Dtype;
-use sidelane::exec::{Kind, Timeline};
+use sidelane::exec::{OpKind, Timeline};
 use sidelane::topology::NodeMap;
 
 use crate::bench::{
@@ -138,7 +138,7 @@ pub struct RankSums {
     /// Length of each call, by its name.
     pub calls_us: BTreeMap<String, f64>,
     /// The operations of each kind.
-    pub operations: BTreeMap<Kind, Sum>,
+    pub operations: BTreeMap<OpKind, Sum>,
 }
 
 /// Operations of one kind.
@@ -152,7 +152,7 @@ pub struct Sum {
 impl RankSums {
     fn of(rank: u32, node: u32, timeline: &Timeline) -> Self {
         let calls = timeline.calls.iter().map(|call| (call.name.clone(), call.nanos as f64 / 1e3));
-        let mut operations: BTreeMap<Kind, Sum> = Kind::ALL.map(|kind| (kind, Sum::default())).into();
+        let mut operations: BTreeMap<OpKind, Sum> = OpKind::ALL.map(|kind| (kind, Sum::default())).into();
         for event in &timeline.events {
             let sum = operations.entry(event.kind).or_default();
             sum.count += 1;
@@ -162,7 +162,7 @@ impl RankSums {
         RankSums { rank, node, calls_us: calls.collect(), operations }
     }
 
-    fn bytes(&self, kinds: &[Kind]) -> u64 {
+    fn bytes(&self, kinds: &[OpKind]) -> u64 {
         kinds.iter().map(|kind| self.operations[kind].bytes).sum()
     }
 }
@@ -189,14 +189,14 @@ impl Report {
     }
 
     fn sums(&self) -> String {
-        let header = ["rank", "node"].into_iter().chain(CALLS).chain(Kind::ALL.map(Kind::name));
+        let header = ["rank", "node"].into_iter().chain(CALLS).chain(OpKind::ALL.map(OpKind::name));
         let mut table = table::figures(header.chain(["moved", "summed"]).collect::<Vec<_>>());
         for rank in &self.ranks {
             let mut row = vec![rank.rank.to_string(), rank.node.to_string()];
             row.extend(CALLS.map(|name| time(rank.calls_us.get(name).copied().unwrap_or(0.0))));
-            row.extend(Kind::ALL.map(|kind| time(rank.operations[&kind].us)));
-            row.push(volume(rank.bytes(&[Kind::Put, Kind::PutRows])));
-            row.push(volume(rank.bytes(&[Kind::Reduce])));
+            row.extend(OpKind::ALL.map(|kind| time(rank.operations[&kind].us)));
+            row.push(volume(rank.bytes(&[OpKind::Put, OpKind::PutRows])));
+            row.push(volume(rank.bytes(&[OpKind::Reduce])));
             table.add_row(row);
         }
         table.trim_fmt()
@@ -227,7 +227,7 @@ impl command::Report for Report {
 
 #[cfg(test)]
 pub mod tests {
-    use sidelane::exec::{Call, Event};
+    use sidelane::exec::{Event, TimedCall};
 
     use super::*;
     use crate::command::Report as _;
@@ -240,7 +240,7 @@ pub mod tests {
         crate::bench::sample().config.config
     }
 
-    fn event(kind: Kind, nanos: u64, bytes: u64) -> Event {
+    fn event(kind: OpKind, nanos: u64, bytes: u64) -> Event {
         Event {
             kind,
             flag: None,
@@ -256,11 +256,11 @@ pub mod tests {
     }
 
     fn sample() -> Report {
-        let calls = CALLS.map(|name| Call { name: name.into(), start_ns: 0, nanos: 1_500_000 });
+        let calls = CALLS.map(|name| TimedCall { name: name.into(), start_ns: 0, nanos: 1_500_000 });
         let events = vec![
-            event(Kind::Put, 1000, 10),
-            event(Kind::PutRows, 2000, 2_000_000),
-            event(Kind::PutRows, 500, 1_000_000),
+            event(OpKind::Put, 1000, 10),
+            event(OpKind::PutRows, 2000, 2_000_000),
+            event(OpKind::PutRows, 500, 1_000_000),
         ];
         let timelines =
             [Timeline { calls: calls.into(), events, ..Timeline::default() }, Timeline::default()];
@@ -273,9 +273,9 @@ pub mod tests {
     #[test]
     fn operations_are_summed_by_rank_and_kind() {
         let report = sample();
-        assert_eq!(report.ranks[0].operations[&Kind::PutRows], Sum { count: 2, us: 2.5, bytes: 3_000_000 });
-        assert_eq!(report.ranks[0].operations[&Kind::Wait], Sum::default());
-        assert_eq!((report.ranks[1].node, report.ranks[1].operations[&Kind::PutRows]), (1, Sum::default()));
+        assert_eq!(report.ranks[0].operations[&OpKind::PutRows], Sum { count: 2, us: 2.5, bytes: 3_000_000 });
+        assert_eq!(report.ranks[0].operations[&OpKind::Wait], Sum::default());
+        assert_eq!((report.ranks[1].node, report.ranks[1].operations[&OpKind::PutRows]), (1, Sum::default()));
         let text = report.text();
         for words in [
             "8 on 2 nodes (4 + 4), 1 machine\n",
@@ -304,7 +304,7 @@ pub mod tests {
             }
             _ => Some(key.to_owned()),
         });
-        for kind in Kind::ALL {
+        for kind in OpKind::ALL {
             assert!(DOCUMENT.contains(&format!("- `{}`", kind.name())), "{kind:?}");
         }
     }

@@ -13,7 +13,7 @@
 //! lines of boxes as it needs. The picture has its own background, light or dark as the reader prefers, and is 900
 //! pixels wide.
 
-use sidelane::exec::{Event, Kind, Timeline};
+use sidelane::exec::{Event, OpKind, Timeline};
 use sidelane::topology::NodeMap;
 
 use crate::bench::{Config, Words};
@@ -185,7 +185,7 @@ impl Drawn<'_> {
             (count, _) => format!("{count} x {}: {time}", kind.name()),
         };
         rect(svg, &class(kind, width), (self.x, y, width, BOXES), &said);
-        let moves = matches!(kind, Kind::Put | Kind::PutRows);
+        let moves = matches!(kind, OpKind::Put | OpKind::PutRows);
         let peer = self.event.peer.to_string();
         if moves && self.count == 1 && width > 5.0 + 6.0 * peer.len() as f64 {
             svg.label("peer middle", self.x + width / 2.0, y + BOXES / 2.0 + 3.5, &peer);
@@ -195,21 +195,22 @@ impl Drawn<'_> {
 
 /// The kinds that occur.
 fn kinds(timelines: &[Timeline]) -> impl Iterator<Item = (String, &'static str)> {
-    let occurs =
-        |kind: &Kind| timelines.iter().flat_map(|timeline| &timeline.events).any(|event| event.kind == *kind);
-    Kind::ALL.into_iter().filter(occurs).map(|kind| {
+    let occurs = |kind: &OpKind| {
+        timelines.iter().flat_map(|timeline| &timeline.events).any(|event| event.kind == *kind)
+    };
+    OpKind::ALL.into_iter().filter(occurs).map(|kind| {
         let said = match kind {
-            Kind::Put => "put (to rank)",
-            Kind::PutRows => "put rows (to rank)",
-            Kind::Reduce => "reduce: read and sum",
-            Kind::Signal | Kind::Wait => kind.name(),
+            OpKind::Put => "put (to rank)",
+            OpKind::PutRows => "put rows (to rank)",
+            OpKind::Reduce => "reduce: read and sum",
+            OpKind::Signal | OpKind::Wait => kind.name(),
         };
         (class(kind, WIDTH), said)
     })
 }
 
 /// Wide boxes are set off from their neighbours.
-fn class(kind: Kind, width: f64) -> String {
+fn class(kind: OpKind, width: f64) -> String {
     let name = kind.name().replace(' ', "-");
     if width < 4.0 { name } else { format!("wide {name}") }
 }
@@ -217,7 +218,7 @@ fn class(kind: Kind, width: f64) -> String {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use sidelane::exec::Call;
+    use sidelane::exec::TimedCall;
     use sidelane_core::schedule::Flag;
 
     use super::*;
@@ -225,10 +226,10 @@ mod tests {
     use crate::trace::tests::config;
 
     /// One millisecond of a rank: what it does, where it begins, and how long it takes, in microseconds.
-    fn timeline(events: &[(Kind, u64, u64)]) -> Timeline {
-        let event = |&(kind, start, us): &(Kind, u64, u64)| Event {
+    fn timeline(events: &[(OpKind, u64, u64)]) -> Timeline {
+        let event = |&(kind, start, us): &(OpKind, u64, u64)| Event {
             kind,
-            flag: matches!(kind, Kind::Signal | Kind::Wait).then_some(Flag::Landed),
+            flag: matches!(kind, OpKind::Signal | OpKind::Wait).then_some(Flag::Landed),
             of: 1,
             part: 0,
             licence: false,
@@ -239,13 +240,13 @@ mod tests {
             bytes: 2_000_000,
         };
         Timeline {
-            calls: vec![Call { name: "dispatch".into(), start_ns: 5_000_000, nanos: 1_000_000 }],
+            calls: vec![TimedCall { name: "dispatch".into(), start_ns: 5_000_000, nanos: 1_000_000 }],
             events: events.iter().map(event).collect(),
             ..Timeline::default()
         }
     }
 
-    fn draw_one(events: &[(Kind, u64, u64)]) -> String {
+    fn draw_one(events: &[(OpKind, u64, u64)]) -> String {
         draw(&config(), &NodeMap::from_labels(&[0]), &[timeline(events)])
     }
 
@@ -259,8 +260,8 @@ mod tests {
     #[test]
     fn ranks_are_rows_in_order_of_their_nodes_and_operations_boxes_of_their_kind() {
         let two = [
-            timeline(&[(Kind::PutRows, 0, 500)]),
-            timeline(&[(Kind::Wait, 100, 300), (Kind::Reduce, 400, 600)]),
+            timeline(&[(OpKind::PutRows, 0, 500)]),
+            timeline(&[(OpKind::Wait, 100, 300), (OpKind::Reduce, 400, 600)]),
         ];
         let picture = draw(&config(), &NodeMap::from_labels(&["b", "a"]), &two);
         for class in ["wide put-rows", "wide wait", "wide reduce"] {
@@ -279,17 +280,24 @@ mod tests {
 
     #[test]
     fn neighbours_of_one_kind_that_are_too_narrow_are_drawn_as_one_box() {
-        let signals = draw_one(&[(Kind::Signal, 10, 0), (Kind::Signal, 10, 0), (Kind::Signal, 10, 0)]);
+        let signals = draw_one(&[(OpKind::Signal, 10, 0), (OpKind::Signal, 10, 0), (OpKind::Signal, 10, 0)]);
         assert_eq!(drawn(&signals, "signal"), 1);
         assert!(signals.contains("3 x signal"), "{signals}");
-        assert_eq!(drawn(&draw_one(&[(Kind::Signal, 10, 0), (Kind::Signal, 50, 0)]), "signal"), 2);
-        assert_eq!(drawn(&draw_one(&[(Kind::PutRows, 0, 90), (Kind::PutRows, 90, 90)]), "wide put-rows"), 2);
+        assert_eq!(drawn(&draw_one(&[(OpKind::Signal, 10, 0), (OpKind::Signal, 50, 0)]), "signal"), 2);
+        assert_eq!(
+            drawn(&draw_one(&[(OpKind::PutRows, 0, 90), (OpKind::PutRows, 90, 90)]), "wide put-rows"),
+            2
+        );
     }
 
     #[test]
     fn operations_that_overlap_take_lines_of_their_own() {
-        let events =
-            [(Kind::Put, 0, 500), (Kind::Put, 100, 100), (Kind::Put, 200, 100), (Kind::Put, 600, 100)];
+        let events = [
+            (OpKind::Put, 0, 500),
+            (OpKind::Put, 100, 100),
+            (OpKind::Put, 200, 100),
+            (OpKind::Put, 600, 100),
+        ];
         let timeline = timeline(&events);
         let lines = lines(&timeline.events);
         assert_eq!(lines.iter().map(Vec::len).collect::<Vec<_>>(), [2, 2]);
@@ -312,7 +320,7 @@ mod tests {
         ) {
             let events: Vec<_> = events
                 .iter()
-                .map(|&(kind, start, us)| (Kind::ALL[kind], start, us.min(1000 - start)))
+                .map(|&(kind, start, us)| (OpKind::ALL[kind], start, us.min(1000 - start)))
                 .collect();
             for tag in elements(&draw_one(&events)).iter().filter(|tag| tag.starts_with("rect")) {
                 let value = |name: &str| -> f64 {

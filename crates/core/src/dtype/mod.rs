@@ -2,13 +2,13 @@
 //!
 //! Moving rows needs only their width; summing rows (combine) needs their meaning. All sums are taken in
 //! `f32` from +0 and rounded once, to nearest even, when the result is stored. Partial sums between nodes have
-//! a type of their own: the [`Wire`]'s.
+//! a type of their own: the [`PartialDtype`]'s.
 
 mod record;
 mod wire;
 
-pub use record::RecordShape;
-pub use wire::{PARTIAL, Wire, rows_of};
+pub use record::Fp8RowShape;
+pub use wire::{PARTIAL, PartialDtype, rows_of};
 
 use half::{bf16, f16};
 
@@ -22,7 +22,7 @@ pub enum Dtype {
     Bf16,
     /// IEEE binary16.
     F16,
-    /// Bytes without arithmetic (fp8 with its scales, for example, as [`RecordShape`] lays them out): dispatch moves
+    /// Bytes without arithmetic (fp8 with its scales, for example, as [`Fp8RowShape`] lays them out): dispatch moves
     /// them, combine refuses.
     Bytes,
 }

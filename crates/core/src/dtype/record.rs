@@ -6,23 +6,23 @@
 //!   |   payload    |        zero        |  of values 0..128, 128..256 .. |        zero         |
 //! ```
 //!
-//! To dispatch, a record is a row of [`Dtype::Bytes`](super::Dtype::Bytes) with [`RecordShape::bytes`] columns. Who
+//! To dispatch, a record is a row of [`Dtype::Bytes`](super::Dtype::Bytes) with [`Fp8RowShape::bytes`] columns. Who
 //! reads rows of records sees two strided tensors: the payload, `[rows, hidden]`, and the scales, `[rows, scales]`, whose
 //! rows are both `bytes` apart. Everything is in the byte order of the machine.
 
 /// Where payload and scales lie in the record of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct RecordShape {
+pub struct Fp8RowShape {
     hidden: u32,
 }
 
-impl RecordShape {
+impl Fp8RowShape {
     /// Values that share a scale. The last block of a row may have fewer.
     pub const BLOCK: usize = 128;
 
     /// Records of rows of `hidden` values.
-    pub const fn new(hidden: u32) -> RecordShape {
-        RecordShape { hidden }
+    pub const fn new(hidden: u32) -> Fp8RowShape {
+        Fp8RowShape { hidden }
     }
 
     /// Values of a row, and bytes of its payload, which comes first.
@@ -32,7 +32,7 @@ impl RecordShape {
 
     /// Scales of a row.
     pub const fn scales(self) -> usize {
-        self.hidden().div_ceil(RecordShape::BLOCK)
+        self.hidden().div_ceil(Fp8RowShape::BLOCK)
     }
 
     /// First byte of the scales: a multiple of 4.
@@ -65,7 +65,7 @@ mod tests {
     #[test]
     fn payload_and_scales_lie_where_the_picture_says() {
         for (hidden, scales, scales_offset, bytes) in SHAPES {
-            let shape = RecordShape::new(hidden);
+            let shape = Fp8RowShape::new(hidden);
             assert_eq!(shape.hidden(), hidden as usize);
             assert_eq!(
                 (shape.scales(), shape.scales_offset(), shape.bytes()),
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn the_parts_of_a_record_do_not_overlap_and_waste_less_than_twenty_bytes() {
-        for shape in (0..3000).map(RecordShape::new) {
+        for shape in (0..3000).map(Fp8RowShape::new) {
             let content = shape.hidden() + 4 * shape.scales();
             assert!(shape.scales_offset() >= shape.hidden());
             assert!(shape.scales_offset() + 4 * shape.scales() <= shape.bytes());

@@ -17,7 +17,7 @@ use super::Dtype;
 /// not travel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Wire {
+pub enum PartialDtype {
     /// Partials keep all the bits of the `f32` sum.
     #[default]
     F32,
@@ -29,9 +29,9 @@ pub enum Wire {
 /// wire's type. It is added as it is, without a weight: it was weighted when it was taken.
 pub const PARTIAL: u32 = u32::MAX;
 
-impl Wire {
+impl PartialDtype {
     /// Every type.
-    pub const ALL: [Wire; 2] = [Wire::F32, Wire::Bf16];
+    pub const ALL: [PartialDtype; 2] = [PartialDtype::F32, PartialDtype::Bf16];
 
     /// Width of one element of a partial, in bytes.
     pub const fn size(self) -> usize {
@@ -41,8 +41,8 @@ impl Wire {
     /// The type of a partial's elements.
     pub const fn dtype(self) -> Dtype {
         match self {
-            Wire::F32 => Dtype::F32,
-            Wire::Bf16 => Dtype::Bf16,
+            PartialDtype::F32 => Dtype::F32,
+            PartialDtype::Bf16 => Dtype::Bf16,
         }
     }
 
@@ -50,8 +50,8 @@ impl Wire {
     /// bf16 those of bf16.
     pub const fn carries(self, dtype: Dtype) -> bool {
         match self {
-            Wire::F32 => matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16),
-            Wire::Bf16 => matches!(dtype, Dtype::Bf16),
+            PartialDtype::F32 => matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16),
+            PartialDtype::Bf16 => matches!(dtype, Dtype::Bf16),
         }
     }
 
@@ -61,7 +61,7 @@ impl Wire {
     }
 }
 
-impl std::fmt::Display for Wire {
+impl std::fmt::Display for PartialDtype {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
     }
@@ -79,18 +79,18 @@ mod tests {
     #[test]
     fn every_sum_may_travel_in_f32_and_that_of_bf16_rows_in_bf16() {
         for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
-            assert!(Wire::F32.carries(dtype));
-            assert_eq!(Wire::Bf16.carries(dtype), dtype == Dtype::Bf16);
+            assert!(PartialDtype::F32.carries(dtype));
+            assert_eq!(PartialDtype::Bf16.carries(dtype), dtype == Dtype::Bf16);
         }
-        assert!(Wire::ALL.iter().all(|wire| !wire.carries(Dtype::Bytes)), "bytes have no sums");
+        assert!(PartialDtype::ALL.iter().all(|wire| !wire.carries(Dtype::Bytes)), "bytes have no sums");
     }
 
     #[test]
     fn a_wire_is_named_like_the_type_of_its_elements() {
-        for wire in Wire::ALL {
+        for wire in PartialDtype::ALL {
             let json = serde_json::to_string(&wire).unwrap();
             assert_eq!(json, format!("\"{}\"", wire.dtype()));
-            assert_eq!(serde_json::from_str::<Wire>(&json).unwrap(), wire);
+            assert_eq!(serde_json::from_str::<PartialDtype>(&json).unwrap(), wire);
         }
     }
 

@@ -17,7 +17,7 @@ pub enum CallKind {
     /// Gradient of a combine: gradients of tokens to rows.
     CombineBackward = 5,
     /// Second half of the gradient of a weighted combine: weight gradients home.
-    WeightsHome = 6,
+    ReturnWeights = 6,
     /// Another expert map.
     ExpertMap = 7,
     /// Layout with counts, and no rows.
@@ -49,7 +49,7 @@ impl CallKind {
             CallKind::Combine,
             CallKind::DispatchBackward,
             CallKind::CombineBackward,
-            CallKind::WeightsHome,
+            CallKind::ReturnWeights,
             CallKind::ExpertMap,
             CallKind::Prepare,
             CallKind::AllReduce,

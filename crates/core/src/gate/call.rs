@@ -1,6 +1,6 @@
 //! What a router is asked.
 
-use super::{Draw, GateConfig, Noise, Score, Select};
+use super::{GateConfig, Noise, RngKey, ScoreFunction, Select};
 use crate::error::GateError;
 
 /// One forward pass over the tokens of a rank. Only the logits must be given.
@@ -11,30 +11,30 @@ use crate::error::GateError;
 /// assert!(call.bias.is_none());
 /// ```
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Call<'a> {
+pub struct GateInput<'a> {
     /// The router's logits, `[tokens, experts]`.
     pub logits: &'a [f32],
     /// `[experts]`, added to the scores for the choice alone.
     pub bias: Option<&'a [f32]>,
     /// `[tokens, experts]`: factors on the standard deviation of [`Noise::Normal`](super::Noise::Normal), 0 or more
     /// (Shazeer's noisy gate, whose deviations are learnt).
-    pub deviation: Option<&'a [f32]>,
+    pub noise_std: Option<&'a [f32]>,
     /// `[tokens]`: which tokens choose; the others are padding. All do where it is not given.
-    pub used: Option<&'a [bool]>,
+    pub token_mask: Option<&'a [bool]>,
     /// `[tokens, top_k]`: choices that were recorded, -1 for none. They stand for those that would be made; weights are made
     /// from the scores of this call.
     pub replay: Option<&'a [i32]>,
     /// The largest number of rows that any rank needs for one expert, where the capacity follows the need: all ranks must
     /// agree on it.
-    pub needed: Option<u32>,
+    pub global_required: Option<u32>,
     /// Whether this is a training pass: only then is there noise, unless it is of a kind that is always there, and are second
     /// choices thinned out and choices balanced.
     pub training: bool,
     /// Which random numbers.
-    pub draw: Draw,
+    pub draw: RngKey,
 }
 
-impl Call<'_> {
+impl GateInput<'_> {
     /// Checks all but the values of logits and recorded choices; returns the number of tokens.
     pub(super) fn check(&self, config: &GateConfig) -> Result<u32, GateError> {
         let (experts, k) = (config.experts as usize, config.top_k as usize);
@@ -47,7 +47,7 @@ impl Call<'_> {
         if let Some(bias) = self.bias {
             shape("bias", bias.len(), experts, 1)?;
             values("bias", 1, bias, |value| value.is_finite())?;
-            if config.score == Score::SoftmaxOfChosen {
+            if config.score == ScoreFunction::SoftmaxOfChosen {
                 return conflict("bias", "softmax of the chosen", "there are no scores to add it to");
             }
             if matches!(config.select, Select::Sinkhorn { .. }) {
@@ -57,14 +57,14 @@ impl Call<'_> {
                 return conflict("bias", "Gumbel noise", "it samples by the logits alone");
             }
         }
-        if let Some(deviation) = self.deviation {
+        if let Some(deviation) = self.noise_std {
             shape("deviation", deviation.len(), tokens, experts)?;
             values("deviation", experts, deviation, |value| value.is_finite() && value >= 0.0)?;
             if !matches!(config.noise, Noise::Normal { .. }) {
                 return conflict("deviation", "noise that is not normal", "it has no deviation");
             }
         }
-        self.used.map_or(Ok(()), |used| shape("used", used.len(), tokens, 1))?;
+        self.token_mask.map_or(Ok(()), |used| shape("used", used.len(), tokens, 1))?;
         self.replay.map_or(Ok(()), |ids| shape("recorded choices", ids.len(), tokens, k))?;
         Ok(count)
     }

@@ -1,7 +1,7 @@
 //! Configurations that make no sense, found before the first call.
 
 use super::top_k::PLACES;
-use super::{Divisor, GateConfig, GroupScore, Noise, Normalise, Score, Second, Select};
+use super::{Divisor, GateConfig, GroupScore, Noise, Normalize, ScoreFunction, SecondExpertPolicy, Select};
 use crate::error::GateError;
 
 impl GateConfig {
@@ -16,7 +16,7 @@ impl GateConfig {
         above_zero("scaling", self.scaling)?;
         self.select.check(self)?;
         self.noise.check(self)?;
-        if let Second::Random { threshold } = self.second {
+        if let SecondExpertPolicy::Random { threshold } = self.second {
             above_zero("threshold", threshold)?;
             number("top_k", self.top_k, 2..=2, "2 where second choices are thinned out")?;
         }
@@ -24,8 +24,8 @@ impl GateConfig {
             capacity.check()?;
         }
         match self.normalise {
-            Normalise::BeforeDrop(divisor) | Normalise::AfterDrop(divisor) => divisor.check(),
-            Normalise::Never => Ok(()),
+            Normalize::BeforeDrop(divisor) | Normalize::AfterDrop(divisor) => divisor.check(),
+            Normalize::Never => Ok(()),
         }
     }
 }
@@ -70,7 +70,7 @@ impl Noise {
         if self.samples() && config.select != Select::Best {
             return conflict("Gumbel noise", "groups", "it samples from all experts");
         }
-        if self.samples() && matches!(config.score, Score::Sigmoid | Score::SqrtSoftplus) {
+        if self.samples() && matches!(config.score, ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus) {
             return conflict("Gumbel noise", "sigmoid or sqrt-softplus", "it samples from a softmax");
         }
         Ok(())

@@ -22,7 +22,7 @@ use super::math::{LOGISTIC_ERROR, logistic_each};
 use super::score::Last;
 use super::select::Selector;
 use super::sinkhorn::Sinkhorn;
-use super::{Call, GateConfig, Score, Select};
+use super::{GateConfig, GateInput, ScoreFunction, Select};
 use crate::error::GateError;
 
 /// Chooses for one token after another; keeps its memory.
@@ -49,7 +49,7 @@ pub(super) struct Logits<'a> {
 
 impl Chooser {
     /// To be called before the first token of a call.
-    pub(super) fn begin(&mut self, config: &GateConfig, call: &Call<'_>) -> Result<(), GateError> {
+    pub(super) fn begin(&mut self, config: &GateConfig, call: &GateInput<'_>) -> Result<(), GateError> {
         let experts = config.experts as usize;
         self.keys.resize(experts, 0.0);
         let largest = |bias: &[f32]| bias.iter().fold(0f32, |most, bias| most.max(bias.abs()));
@@ -58,7 +58,7 @@ impl Chooser {
             for (token, logits) in (0..).zip(call.logits.chunks_exact(experts)) {
                 super::token::finite(token, logits)?;
             }
-            self.sinkhorn.balance(call.logits, experts, call.used, tolerance)?;
+            self.sinkhorn.balance(call.logits, experts, call.token_mask, tolerance)?;
         }
         Ok(())
     }
@@ -67,7 +67,7 @@ impl Chooser {
     pub(super) fn choose(
         &mut self,
         config: &GateConfig,
-        call: &Call<'_>,
+        call: &GateInput<'_>,
         token: usize,
         logits: Logits<'_>,
         ids: &mut [i32],
@@ -84,7 +84,7 @@ impl Chooser {
 
     fn by_scores(&mut self, config: &GateConfig, bias: Option<&[f32]>, logits: Logits<'_>, ids: &mut [i32]) {
         let Logits { weighed, parts, last, .. } = logits;
-        if config.score == Score::Sigmoid {
+        if config.score == ScoreFunction::Sigmoid {
             logistic_each(weighed, &mut self.keys);
             add(bias, &mut self.keys);
             if self.selector.choose(config.select, &self.keys, self.error, ids) {
@@ -99,7 +99,7 @@ impl Chooser {
 }
 
 /// Puts choices in the order of the exact keys of their `scores`, if it is by scores that they were chosen.
-pub(super) fn put_in_order(config: &GateConfig, call: &Call<'_>, ids: &mut [i32], scores: &mut [f64]) {
+pub(super) fn put_in_order(config: &GateConfig, call: &GateInput<'_>, ids: &mut [i32], scores: &mut [f64]) {
     if !by_scores(config, call) {
         return;
     }
@@ -117,7 +117,7 @@ pub(super) fn put_in_order(config: &GateConfig, call: &Call<'_>, ids: &mut [i32]
     }
 }
 
-fn by_scores(config: &GateConfig, call: &Call<'_>) -> bool {
+fn by_scores(config: &GateConfig, call: &GateInput<'_>) -> bool {
     let groups = matches!(config.select, Select::Groups { .. });
     call.bias.is_some() || groups && config.score.before_choice()
 }
@@ -129,7 +129,7 @@ fn add(bias: Option<&[f32]>, keys: &mut [f32]) {
 }
 
 /// The tolerance, where choices are balanced.
-fn balanced(config: &GateConfig, call: &Call<'_>) -> Option<f32> {
+fn balanced(config: &GateConfig, call: &GateInput<'_>) -> Option<f32> {
     match config.select {
         Select::Sinkhorn { tolerance } if call.training && call.replay.is_none() => Some(tolerance),
         _ => None,

@@ -17,15 +17,15 @@ pub struct GateConfig {
     /// Choices per token.
     pub top_k: u32,
     /// From logits to scores.
-    pub score: Score,
+    pub score: ScoreFunction,
     /// Which experts a token chooses.
     pub select: Select,
     /// Noise on the logits.
     pub noise: Noise,
     /// How a second choice is thinned out.
-    pub second: Second,
+    pub second: SecondExpertPolicy,
     /// Whether the weights of a token are divided by their sum.
-    pub normalise: Normalise,
+    pub normalise: Normalize,
     /// Factor on all weights, above 0 (Megatron's `moe_router_topk_scaling_factor`, which ignores 0; DeepSeek's
     /// `routed_scaling_factor`).
     pub scaling: f32,
@@ -36,7 +36,7 @@ pub struct GateConfig {
 /// From logits to scores. Scores choose, and become the weights of what is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Score {
+pub enum ScoreFunction {
     /// Softmax over all experts, then the choice.
     Softmax,
     /// The choice by logits, then softmax over the chosen.
@@ -109,7 +109,7 @@ pub enum Noise {
 /// How a token's second choice, of two, is thinned out while training, before capacity is looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Second {
+pub enum SecondExpertPolicy {
     /// All are kept.
     All,
     /// Kept with probability min(1, weight / threshold) (GShard: weights normalised, threshold 0.5).
@@ -122,7 +122,7 @@ pub enum Second {
 /// Whether and when the weights of a token are divided by their sum.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Normalise {
+pub enum Normalize {
     /// Never.
     Never,
     /// Over all choices, before any is dropped.
@@ -146,13 +146,13 @@ pub enum Divisor {
 #[serde(deny_unknown_fields)]
 pub struct Capacity {
     /// The formula.
-    pub rule: Rule,
+    pub rule: CapacityRule,
     /// Never less than this; where it is taken, it is taken as it is, aligned or not.
     pub minimum: u32,
     /// Rounded up to a multiple of this; 1 for none.
     pub align: u32,
     /// Who is kept.
-    pub keep: Keep,
+    pub keep: DropPolicy,
     /// Local groups: equal consecutive parts of the tokens, each with a capacity of its own; 1 for all together.
     pub groups: u32,
     /// Whether every expert gets exactly `capacity` rows, the unused ones zero: drop-and-pad.
@@ -162,7 +162,7 @@ pub struct Capacity {
 /// Formulas of capacity: S tokens of the group, E experts, K choices.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Rule {
+pub enum CapacityRule {
     /// `ceil(S * K / E * factor)` in f64 (Megatron).
     CeilF64 {
         /// Capacity factor.
@@ -197,7 +197,7 @@ pub enum Rule {
 /// Who is kept where an expert is full. Slots are numbered without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Keep {
+pub enum DropPolicy {
     /// The highest weights, before dropping; of equal ones, the first token. Slots in token order (Megatron and DeepSpeed `probs`).
     Score,
     /// The first tokens, whichever choice it is. Slots in token order (Megatron and DeepSpeed `position`).

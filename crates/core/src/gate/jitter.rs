@@ -5,7 +5,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::noise::factor;
 use super::random::Purpose;
-use super::{Draw, check};
+use super::{RngKey, check};
 use crate::dtype::{Dtype, Element};
 use crate::error::GateError;
 
@@ -16,7 +16,7 @@ use crate::error::GateError;
 /// # Errors
 /// [`GateError::BadNumber`] unless `eps` lies between 0 and 1, [`GateError::WrongShape`] if `x` is no multiple of `hidden`,
 /// [`GateError::NoArithmetic`] for rows of bytes. Then `x` is as it was.
-pub fn jitter<E: Element>(x: &mut [E], hidden: usize, eps: f32, draw: Draw) -> Result<(), GateError> {
+pub fn jitter<E: Element>(x: &mut [E], hidden: usize, eps: f32, draw: RngKey) -> Result<(), GateError> {
     check::share("eps", eps)?;
     if hidden == 0 || !x.len().is_multiple_of(hidden) {
         let rows = x.len().checked_div(hidden).unwrap_or(0);
@@ -42,7 +42,7 @@ fn apply<T: Copy + Into<f64>>(row: &mut [T], eps: f32, mut random: ChaCha8Rng, r
 mod tests {
     use super::*;
 
-    const DRAW: Draw = Draw { seed: 1, step: 2, rank: 3 };
+    const DRAW: RngKey = RngKey { seed: 1, step: 2, rank: 3 };
 
     #[test]
     fn values_stay_within_eps_and_do_not_depend_on_how_many_tokens_there_are() {

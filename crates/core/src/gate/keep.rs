@@ -15,14 +15,14 @@
 use std::cmp::Reverse;
 use std::mem;
 
-use super::random::{Draw, Purpose, unit};
+use super::random::{Purpose, RngKey, unit};
 use super::top_k::ordered;
-use super::{Capacity, Keep};
+use super::{Capacity, DropPolicy};
 use crate::error::GateError;
 
-/// Memory that [`keep`](Keeper::keep) uses again and again: of calls of one shape, only the first allocates.
+/// Memory that [`keep`](CapacityAssigner::keep) uses again and again: of calls of one shape, only the first allocates.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Keeper {
+pub(super) struct CapacityAssigner {
     experts: Vec<Expert>,
     /// Of choices, or of tokens.
     ranks: Vec<Rank>,
@@ -46,7 +46,7 @@ pub(super) struct Chosen<'a> {
 
 /// How much room there was, and how much would have been needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Kept {
+pub(super) struct CapacityUse {
     /// Rows per expert and local group.
     pub capacity: u32,
     /// The largest count of an expert in a local group before anything was dropped.
@@ -69,7 +69,7 @@ fn rank(score: f32, index: usize) -> Rank {
     (Reverse(ordered(score)), index)
 }
 
-impl Keeper {
+impl CapacityAssigner {
     /// Drops what is too much and numbers the rest. `need` is the largest need of others that share the capacity.
     ///
     /// # Errors
@@ -78,9 +78,9 @@ impl Keeper {
         &mut self,
         capacity: &Capacity,
         need: Option<u32>,
-        draw: Draw,
+        draw: RngKey,
         chosen: Chosen<'_>,
-    ) -> Result<Kept, GateError> {
+    ) -> Result<CapacityUse, GateError> {
         let Chosen { experts, top_k, ids, scores, slots } = chosen;
         let columns = top_k as usize;
         let tokens = ids.len() / columns;
@@ -102,36 +102,36 @@ impl Keeper {
 
         let keep = match capacity.keep {
             // Where all have room, nobody need be compared, and these are their places.
-            Keep::Score | Keep::Random | Keep::Position if required <= rows => {
-                return Ok(Kept { capacity: rows, required });
+            DropPolicy::Score | DropPolicy::Random | DropPolicy::Position if required <= rows => {
+                return Ok(CapacityUse { capacity: rows, required });
             }
             keep => keep,
         };
-        if keep == Keep::Random {
+        if keep == DropPolicy::Random {
             self.draw_lots(draw, tokens, columns);
         }
         let parts = ids.chunks_mut(elements).zip(slots.chunks_mut(elements)).zip(scores.chunks(elements));
         for (number, ((ids, slots), scores)) in parts.enumerate() {
             match keep {
-                Keep::Score => self.cross_out(rows, ids, scores),
-                Keep::Random => {
+                DropPolicy::Score => self.cross_out(rows, ids, scores),
+                DropPolicy::Random => {
                     let lots = mem::take(&mut self.lots);
                     self.cross_out(rows, ids, &lots[number * elements..]);
                     self.lots = lots;
                 }
-                Keep::Priority => self.rank_tokens(columns, scores),
-                Keep::Position | Keep::FirstChoices => {}
+                DropPolicy::Priority => self.rank_tokens(columns, scores),
+                DropPolicy::Position | DropPolicy::FirstChoices => {}
             }
             let experts = &mut self.experts;
             match keep {
-                Keep::Position | Keep::Score | Keep::Random => {
+                DropPolicy::Position | DropPolicy::Score | DropPolicy::Random => {
                     give_places(experts, rows, ids, slots, 0..ids.len());
                 }
-                Keep::FirstChoices => {
+                DropPolicy::FirstChoices => {
                     let order = (0..columns).flat_map(|k| (k..elements).step_by(columns));
                     give_places(experts, rows, ids, slots, order);
                 }
-                Keep::Priority => {
+                DropPolicy::Priority => {
                     let tokens = &self.ranks;
                     let order =
                         (0..columns).flat_map(|k| tokens.iter().map(move |rank| rank.1 * columns + k));
@@ -145,19 +145,19 @@ impl Keeper {
                 }
             }
         }
-        Ok(Kept { capacity: rows, required })
+        Ok(CapacityUse { capacity: rows, required })
     }
 
     /// As much as choices of this shape may ask for, whatever they are.
-    fn make_room(&mut self, keep: Keep, experts: usize, choices: usize, elements: usize) {
+    fn make_room(&mut self, keep: DropPolicy, experts: usize, choices: usize, elements: usize) {
         self.experts.clear();
         self.experts.resize(experts, Expert::default());
         self.ranks.clear();
-        if matches!(keep, Keep::Score | Keep::Priority | Keep::Random) {
+        if matches!(keep, DropPolicy::Score | DropPolicy::Priority | DropPolicy::Random) {
             self.ranks.reserve(elements);
         }
         self.lots.clear();
-        if keep == Keep::Random {
+        if keep == DropPolicy::Random {
             self.lots.reserve(choices);
         }
     }
@@ -191,7 +191,7 @@ impl Keeper {
     }
 
     /// One random score per choice, from the stream of its token.
-    fn draw_lots(&mut self, draw: Draw, tokens: usize, columns: usize) {
+    fn draw_lots(&mut self, draw: RngKey, tokens: usize, columns: usize) {
         self.lots.clear();
         for token in 0..tokens {
             let mut random = draw.stream(Purpose::Keep, token as u32);

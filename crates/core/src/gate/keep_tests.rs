@@ -1,14 +1,14 @@
 use super::*;
-use crate::gate::{Choices, Placement, Rule, place};
+use crate::gate::{CapacityRule, Choices, PlacedChoices, apply_capacity};
 use proptest::prelude::*;
 
-fn capacity(keep: Keep, groups: u32, rows: u32) -> Capacity {
-    Capacity { rule: Rule::Rows { rows }, minimum: 0, align: 1, keep, groups, pad: false }
+fn capacity(keep: DropPolicy, groups: u32, rows: u32) -> Capacity {
+    Capacity { rule: CapacityRule::Rows { rows }, minimum: 0, align: 1, keep, groups, pad: false }
 }
 
 /// The order in which an expert looks at those who chose it, and the order in which it numbers those it keeps.
 fn orders(
-    keep: Keep,
+    keep: DropPolicy,
     own: &[(usize, usize)],
     score: impl Fn(usize, usize) -> f32,
     columns: usize,
@@ -18,25 +18,25 @@ fn orders(
     let best = |t: usize| (0..columns).map(|k| score(t, k)).fold(f32::NEG_INFINITY, f32::max);
     // Stable sorts: what is equal stays in token order.
     match keep {
-        Keep::Position => {}
-        Keep::Score | Keep::Random => {
+        DropPolicy::Position => {}
+        DropPolicy::Score | DropPolicy::Random => {
             looked.sort_by(|a, b| score(b.0, b.1).partial_cmp(&score(a.0, a.1)).unwrap());
         }
-        Keep::FirstChoices => looked.sort_by_key(|&(_, k)| k),
-        Keep::Priority => {
+        DropPolicy::FirstChoices => looked.sort_by_key(|&(_, k)| k),
+        DropPolicy::Priority => {
             looked.sort_by(|a, b| best(b.0).partial_cmp(&best(a.0)).unwrap());
             looked.sort_by_key(|&(_, k)| k);
         }
     }
     let numbered = match keep {
-        Keep::Position | Keep::Score | Keep::Random => by_token,
-        Keep::FirstChoices | Keep::Priority => looked.clone(),
+        DropPolicy::Position | DropPolicy::Score | DropPolicy::Random => by_token,
+        DropPolicy::FirstChoices | DropPolicy::Priority => looked.clone(),
     };
     [looked, numbered]
 }
 
 /// Every expert of every group looks at every token.
-fn naive(capacity: &Capacity, choices: &Choices<'_>) -> Placement {
+fn naive(capacity: &Capacity, choices: &Choices<'_>) -> PlacedChoices {
     let columns = choices.top_k as usize;
     let tokens = choices.ids.len() / columns;
     let group = tokens / capacity.groups as usize;
@@ -47,7 +47,7 @@ fn naive(capacity: &Capacity, choices: &Choices<'_>) -> Placement {
         })
         .collect();
     let (keep, scores) = match capacity.keep {
-        Keep::Random => (Keep::Random, lots.as_slice()),
+        DropPolicy::Random => (DropPolicy::Random, lots.as_slice()),
         keep => (keep, choices.scores),
     };
     let chosen = |group_number: usize, expert: i32| -> Vec<(usize, usize)> {
@@ -61,7 +61,7 @@ fn naive(capacity: &Capacity, choices: &Choices<'_>) -> Placement {
     let required = pairs.iter().map(|&(g, e)| chosen(g, e).len()).max().unwrap() as u32;
     let need = required.max(choices.need.unwrap_or(0));
     let rows = capacity.rows(group as u32, choices.experts, choices.top_k, need);
-    let mut placed = Placement {
+    let mut placed = PlacedChoices {
         ids: vec![-1; choices.ids.len()],
         slots: vec![-1; choices.ids.len()],
         capacity: rows,
@@ -99,7 +99,13 @@ fn cases() -> impl Strategy<Value = (u32, u32, u32, Vec<i32>, Vec<f32>)> {
     })
 }
 
-const ALL: [Keep; 5] = [Keep::Score, Keep::Position, Keep::FirstChoices, Keep::Priority, Keep::Random];
+const ALL: [DropPolicy; 5] = [
+    DropPolicy::Score,
+    DropPolicy::Position,
+    DropPolicy::FirstChoices,
+    DropPolicy::Priority,
+    DropPolicy::Random,
+];
 
 proptest! {
     #[test]
@@ -110,18 +116,18 @@ proptest! {
         need in prop::option::of(0_u32..20),
         seed: u64,
     ) {
-        let draw = Draw { seed, step: 3, rank: 1 };
+        let draw = RngKey { seed, step: 3, rank: 1 };
         let choices = Choices { experts, top_k, ids: &ids, scores: &scores, need, draw };
         for keep in ALL {
-            let rule = if needed { Rule::Needed } else { Rule::Rows { rows } };
+            let rule = if needed { CapacityRule::Needed } else { CapacityRule::Rows { rows } };
             let capacity = Capacity { rule, ..capacity(keep, groups, rows) };
-            prop_assert_eq!(place(&capacity, &choices).unwrap(), naive(&capacity, &choices), "{:?}", keep);
+            prop_assert_eq!(apply_capacity(&capacity, &choices).unwrap(), naive(&capacity, &choices), "{:?}", keep);
         }
     }
 }
 
 /// Keeps with a workspace that has seen something else before.
-fn keep_again(keeper: &mut Keeper, capacity: &Capacity, choices: &Choices<'_>) -> Placement {
+fn keep_again(keeper: &mut CapacityAssigner, capacity: &Capacity, choices: &Choices<'_>) -> PlacedChoices {
     let (mut ids, mut slots) = (choices.ids.to_vec(), vec![77; choices.ids.len()]);
     let chosen = Chosen {
         experts: choices.experts,
@@ -131,12 +137,12 @@ fn keep_again(keeper: &mut Keeper, capacity: &Capacity, choices: &Choices<'_>) -
         slots: &mut slots,
     };
     let kept = keeper.keep(capacity, choices.need, choices.draw, chosen).unwrap();
-    Placement { ids, slots, capacity: kept.capacity, required: kept.required }
+    PlacedChoices { ids, slots, capacity: kept.capacity, required: kept.required }
 }
 
 #[test]
 fn a_used_workspace_remembers_nothing() {
-    let mut keeper = Keeper::default();
+    let mut keeper = CapacityAssigner::default();
     for keep in ALL.into_iter().chain(ALL) {
         for (experts, rows) in [(8, 1), (3, 0), (5, 2), (8, 100)] {
             let ids: Vec<i32> = (0..12).map(|i| i * i % experts as i32).collect();
@@ -152,9 +158,9 @@ fn a_used_workspace_remembers_nothing() {
 const IDS: [i32; 8] = [0, 1, 0, 2, 1, 0, 0, 1];
 const SCORES: [f32; 8] = [0.6, 0.3, 0.5, 0.4, 0.7, 0.2, 0.8, 0.1];
 
-fn placed(keep: Keep) -> (Vec<i32>, Vec<i32>) {
+fn placed(keep: DropPolicy) -> (Vec<i32>, Vec<i32>) {
     let choices = Choices { experts: 3, top_k: 2, ids: &IDS, scores: &SCORES, ..Choices::default() };
-    let placed = place(&capacity(keep, 1, 2), &choices).unwrap();
+    let placed = apply_capacity(&capacity(keep, 1, 2), &choices).unwrap();
     assert_eq!((placed.capacity, placed.required), (2, 4));
     (placed.ids, placed.slots)
 }
@@ -162,20 +168,20 @@ fn placed(keep: Keep) -> (Vec<i32>, Vec<i32>) {
 #[test]
 fn by_score_the_highest_stay_and_are_numbered_by_token() {
     // Expert 0: 0.6, 0.5, 0.2, 0.8; expert 1: 0.3, 0.7, 0.1.
-    assert_eq!(placed(Keep::Score), (vec![0, 1, -1, 2, 1, -1, 0, -1], vec![0, 0, -1, 0, 1, -1, 1, -1]));
+    assert_eq!(placed(DropPolicy::Score), (vec![0, 1, -1, 2, 1, -1, 0, -1], vec![0, 0, -1, 0, 1, -1, 1, -1]));
 }
 
 #[test]
 fn by_position_the_first_tokens_stay_whichever_choice_it_is() {
     let expected = (vec![0, 1, 0, 2, 1, -1, -1, -1], vec![0, 0, 1, 0, 1, -1, -1, -1]);
-    assert_eq!(placed(Keep::Position), expected);
+    assert_eq!(placed(DropPolicy::Position), expected);
 }
 
 #[test]
 fn first_choices_come_before_all_second_ones() {
     // Expert 1: token 2 first, then the second choice of token 0.
     assert_eq!(
-        placed(Keep::FirstChoices),
+        placed(DropPolicy::FirstChoices),
         (vec![0, 1, 0, 2, 1, -1, -1, -1], vec![0, 1, 1, 0, 0, -1, -1, -1])
     );
 }
@@ -183,7 +189,10 @@ fn first_choices_come_before_all_second_ones() {
 #[test]
 fn priority_goes_to_the_surest_tokens() {
     // Tokens 3, 2, 0, 1. Expert 0: 3, 0; expert 1: 2, then the second choice of token 3.
-    assert_eq!(placed(Keep::Priority), (vec![0, -1, -1, 2, 1, -1, 0, 1], vec![1, -1, -1, 0, 0, -1, 0, 1]));
+    assert_eq!(
+        placed(DropPolicy::Priority),
+        (vec![0, -1, -1, 2, 1, -1, 0, 1], vec![1, -1, -1, 0, 0, -1, 0, 1])
+    );
 }
 
 #[test]
@@ -192,13 +201,13 @@ fn lots_are_the_same_for_the_same_draw_alone() {
     let keep = |draw| {
         let choices = Choices { experts: 1, top_k: 1, ids: &ids, scores: &[0.0; 256], ..Choices::default() };
         let choices = Choices { draw, ..choices };
-        place(&capacity(Keep::Random, 1, 128), &choices).unwrap()
+        apply_capacity(&capacity(DropPolicy::Random, 1, 128), &choices).unwrap()
     };
-    let draw = Draw { seed: 1, step: 2, rank: 3 };
+    let draw = RngKey { seed: 1, step: 2, rank: 3 };
     let kept = keep(draw);
     assert_eq!(kept.ids.iter().filter(|&&id| id == 0).count(), 128);
     assert_eq!(kept, keep(draw));
-    for other in [Draw { seed: 2, ..draw }, Draw { step: 3, ..draw }, Draw { rank: 4, ..draw }] {
+    for other in [RngKey { seed: 2, ..draw }, RngKey { step: 3, ..draw }, RngKey { rank: 4, ..draw }] {
         assert_ne!(kept, keep(other), "{other:?}");
     }
 }
@@ -206,9 +215,10 @@ fn lots_are_the_same_for_the_same_draw_alone() {
 #[test]
 fn choices_that_cannot_be_placed_are_named() {
     let good = Choices { experts: 3, top_k: 2, ids: &[0, 1, 2, -1], scores: &[0.5; 4], ..Choices::default() };
-    let fails =
-        |groups, choices: &Choices<'_>| place(&capacity(Keep::Score, groups, 1), choices).unwrap_err();
-    assert!(place(&capacity(Keep::Score, 2, 1), &good).is_ok());
+    let fails = |groups, choices: &Choices<'_>| {
+        apply_capacity(&capacity(DropPolicy::Score, groups, 1), choices).unwrap_err()
+    };
+    assert!(apply_capacity(&capacity(DropPolicy::Score, 2, 1), &good).is_ok());
     let bad_number = |error| match error {
         GateError::BadNumber { parameter, .. } => parameter,
         other => panic!("{other}"),

@@ -56,19 +56,20 @@ mod token;
 mod top_k;
 
 pub use bias::update_bias;
-pub use call::Call;
+pub use call::GateInput;
 pub use config::{
-    Capacity, Divisor, GateConfig, GroupScore, Keep, Noise, Normalise, Rule, Score, Second, Select,
+    Capacity, CapacityRule, Divisor, DropPolicy, GateConfig, GroupScore, Noise, Normalize, ScoreFunction,
+    SecondExpertPolicy, Select,
 };
 pub use decision::Decision;
 pub use jitter::jitter;
 pub use losses::{
-    Balance, ImportanceInput, LossInput, Map, Parts, Share, Totals, Unused, WeightsInput, importance_loss,
-    weights_backward, z_loss,
+    BalanceLoss, CountDivisor, CountedChoices, ImportanceInput, LossInput, PaddingTokens, TokenGroups,
+    Totals, WeightsInput, importance_loss, weights_backward, z_loss,
 };
-pub use place::{Choices, Placement, place};
+pub use place::{Choices, PlacedChoices, apply_capacity};
 pub use preset::{Preset, PresetError};
-pub use random::Draw;
+pub use random::RngKey;
 pub use recorded::{Recorded, RecordedError};
 pub use residual::{Residual, ResidualGradients};
 pub use router::Gate;

@@ -5,7 +5,7 @@ use std::f64::consts::TAU;
 use rand::Rng;
 
 use super::random::{Purpose, unit};
-use super::{Draw, Noise};
+use super::{Noise, RngKey};
 
 impl Noise {
     /// Whether weights are made from the noisy logits too.
@@ -27,7 +27,7 @@ impl Noise {
     /// becomes the largest number there is.
     pub(super) fn fill(
         self,
-        draw: Draw,
+        draw: RngKey,
         token: u32,
         logits: &[f32],
         deviation: Option<&[f32]>,

@@ -1,16 +1,16 @@
 //! From the scores of choices to their weights.
 
-use super::{Divisor, Normalise};
+use super::{Divisor, Normalize};
 
-impl Normalise {
+impl Normalize {
     /// What weights are divided by before any is dropped.
     pub(super) fn before(self) -> Option<Divisor> {
-        if let Normalise::BeforeDrop(divisor) = self { Some(divisor) } else { None }
+        if let Normalize::BeforeDrop(divisor) = self { Some(divisor) } else { None }
     }
 
     /// What weights are divided by after some have been dropped.
     pub(super) fn after(self) -> Option<Divisor> {
-        if let Normalise::AfterDrop(divisor) = self { Some(divisor) } else { None }
+        if let Normalize::AfterDrop(divisor) = self { Some(divisor) } else { None }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Placing choices that somebody else made: the part of a gate that knows nothing of logits.
 
-use super::keep::{Chosen, Keeper, Kept};
-use super::{Capacity, Draw};
+use super::keep::{CapacityAssigner, CapacityUse, Chosen};
+use super::{Capacity, RngKey};
 use crate::error::GateError;
 
 /// Choices that are to be placed. `Default` has no tokens: fill in what there is.
@@ -18,13 +18,13 @@ pub struct Choices<'a> {
     pub scores: &'a [f32],
     /// The largest need of other ranks, for rules that go by need.
     pub need: Option<u32>,
-    /// Names the lots of [`Keep::Random`](super::Keep::Random).
-    pub draw: Draw,
+    /// Names the lots of [`DropPolicy::Random`](super::DropPolicy::Random).
+    pub draw: RngKey,
 }
 
 /// Choices with their places.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placement {
+pub struct PlacedChoices {
     /// `[tokens, top_k]`: the choices that are kept; -1 for the others.
     pub ids: Vec<i32>,
     /// `[tokens, top_k]`: the place of each kept choice among its expert's rows of its local group, from 0 without gaps; -1 for
@@ -56,7 +56,7 @@ pub struct Placement {
 /// As [`Capacity::check`]; [`GateError::BadNumber`] for no choices per token, or tokens that cannot be split into the
 /// local groups; [`GateError::WrongShape`] for arrays that are not `[tokens, top_k]`; [`GateError::BadChoice`] for an
 /// expert that does not exist or is named twice by a token; [`GateError::BadElement`] for a score that is not finite.
-pub fn place(capacity: &Capacity, choices: &Choices<'_>) -> Result<Placement, GateError> {
+pub fn apply_capacity(capacity: &Capacity, choices: &Choices<'_>) -> Result<PlacedChoices, GateError> {
     capacity.check()?;
     check(choices)?;
     let (mut ids, mut slots) = (choices.ids.to_vec(), vec![-1; choices.ids.len()]);
@@ -67,8 +67,9 @@ pub fn place(capacity: &Capacity, choices: &Choices<'_>) -> Result<Placement, Ga
         scores: choices.scores,
         slots: &mut slots,
     };
-    let Kept { capacity, required } = Keeper::default().keep(capacity, choices.need, choices.draw, chosen)?;
-    Ok(Placement { ids, slots, capacity, required })
+    let CapacityUse { capacity, required } =
+        CapacityAssigner::default().keep(capacity, choices.need, choices.draw, chosen)?;
+    Ok(PlacedChoices { ids, slots, capacity, required })
 }
 
 fn check(choices: &Choices<'_>) -> Result<(), GateError> {

@@ -4,7 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::{
-    Capacity, Divisor, GateConfig, GroupScore, Keep, Noise, Normalise, Rule, Score, Second, Select, check,
+    Capacity, CapacityRule, Divisor, DropPolicy, GateConfig, GroupScore, Noise, Normalize, ScoreFunction,
+    SecondExpertPolicy, Select, check,
 };
 use crate::error::GateError;
 
@@ -24,7 +25,7 @@ pub enum Preset {
     /// Megatron-Core's `TopKRouter` by default: softmax of the chosen (top-1: of all), dropless.
     Megatron,
     /// DeepSpeed's `top1gating` as its `MoE` layer calls it: random token selection, while evaluating, too, at least 4 rows. Its
-    /// `use_rts=False` is [`Keep::Position`]. `top_k` is 1.
+    /// `use_rts=False` is [`DropPolicy::Position`]. `top_k` is 1.
     DeepspeedTop1,
     /// DeepSpeed's `top2gating`: the second expert is sampled, weights are renormalised after dropping, at least 4 rows.
     /// `top_k` is 2. It samples while evaluating, too, as DeepSpeed does; its `top2_2nd_expert_sampling=False` is no noise.
@@ -116,11 +117,11 @@ impl Preset {
         let config = self.data(GateConfig {
             experts,
             top_k,
-            score: Score::Softmax,
+            score: ScoreFunction::Softmax,
             select: Select::Best,
             noise: Noise::None,
-            second: Second::All,
-            normalise: Normalise::Never,
+            second: SecondExpertPolicy::All,
+            normalise: Normalize::Never,
             scaling: 1.0,
             capacity: None,
         });
@@ -132,45 +133,49 @@ impl Preset {
     fn data(self, all: GateConfig) -> GateConfig {
         let at_least = Divisor::SumAtLeast(f32::EPSILON);
         let rows = |rule, keep| Some(Capacity { rule, minimum: 0, align: 1, keep, groups: 1, pad: false });
-        let four = |keep| rows(Rule::CeilF32 { factor: 1.0 }, keep).map(|c| Capacity { minimum: 4, ..c });
+        let four =
+            |keep| rows(CapacityRule::CeilF32 { factor: 1.0 }, keep).map(|c| Capacity { minimum: 4, ..c });
         match self {
             Preset::Megatron if all.top_k == 1 => all,
-            Preset::Megatron | Preset::Mixtral => GateConfig { score: Score::SoftmaxOfChosen, ..all },
-            Preset::DeepspeedTop1 => GateConfig { capacity: four(Keep::Random), ..all },
+            Preset::Megatron | Preset::Mixtral => GateConfig { score: ScoreFunction::SoftmaxOfChosen, ..all },
+            Preset::DeepspeedTop1 => GateConfig { capacity: four(DropPolicy::Random), ..all },
             Preset::DeepspeedTop2 => GateConfig {
                 noise: Noise::GumbelAfterFirst,
-                normalise: Normalise::AfterDrop(at_least),
-                capacity: four(Keep::FirstChoices),
+                normalise: Normalize::AfterDrop(at_least),
+                capacity: four(DropPolicy::FirstChoices),
                 ..all
             },
-            Preset::DeepspeedTopk => {
-                GateConfig { normalise: Normalise::AfterDrop(at_least), capacity: four(Keep::Score), ..all }
-            }
+            Preset::DeepspeedTopk => GateConfig {
+                normalise: Normalize::AfterDrop(at_least),
+                capacity: four(DropPolicy::Score),
+                ..all
+            },
             Preset::Gshard => GateConfig {
-                second: Second::Random { threshold: 0.5 },
-                normalise: Normalise::BeforeDrop(Divisor::SumPlus(1e-9)),
-                capacity: rows(Rule::Trunc { factor: 2.0 }, Keep::FirstChoices)
+                second: SecondExpertPolicy::Random { threshold: 0.5 },
+                normalise: Normalize::BeforeDrop(Divisor::SumPlus(1e-9)),
+                capacity: rows(CapacityRule::Trunc { factor: 2.0 }, DropPolicy::FirstChoices)
                     .map(|c| Capacity { align: 4, ..c }),
                 ..all
             },
-            Preset::Switch => {
-                GateConfig { capacity: rows(Rule::Trunc { factor: 1.25 }, Keep::Position), ..all }
-            }
+            Preset::Switch => GateConfig {
+                capacity: rows(CapacityRule::Trunc { factor: 1.25 }, DropPolicy::Position),
+                ..all
+            },
             Preset::Tutel => GateConfig {
                 // A single weight stays as it is.
-                normalise: if all.top_k == 1 { Normalise::Never } else { Normalise::BeforeDrop(at_least) },
-                capacity: rows(Rule::Tutel { factor: 1.0 }, Keep::FirstChoices),
+                normalise: if all.top_k == 1 { Normalize::Never } else { Normalize::BeforeDrop(at_least) },
+                capacity: rows(CapacityRule::Tutel { factor: 1.0 }, DropPolicy::FirstChoices),
                 ..all
             },
             Preset::DeepseekV3 => GateConfig {
-                score: Score::Sigmoid,
+                score: ScoreFunction::Sigmoid,
                 select: Select::Groups { count: 8, kept: 4, by: GroupScore::SumOfBest(2) },
-                normalise: Normalise::BeforeDrop(Divisor::SumPlus(1e-20)),
+                normalise: Normalize::BeforeDrop(Divisor::SumPlus(1e-20)),
                 scaling: 2.5,
                 ..all
             },
             // A single weight becomes 1, unlike Megatron's.
-            Preset::Qwen3 => GateConfig { normalise: Normalise::BeforeDrop(at_least), ..all },
+            Preset::Qwen3 => GateConfig { normalise: Normalize::BeforeDrop(at_least), ..all },
             Preset::Olmoe => all,
         }
     }

@@ -8,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 
 /// Which numbers: the same draw gives the same numbers, on every machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Draw {
+pub struct RngKey {
     /// Of the run.
     pub seed: u64,
     /// Of the call: forward passes that are to differ have different steps.
@@ -26,7 +26,7 @@ pub(super) enum Purpose {
     Keep = 4,
 }
 
-impl Draw {
+impl RngKey {
     /// The stream of one token.
     pub(super) fn stream(self, purpose: Purpose, token: u32) -> ChaCha8Rng {
         let mut key = [0; 32];

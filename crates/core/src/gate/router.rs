@@ -2,10 +2,10 @@
 
 use std::slice::ChunksExactMut;
 
-use super::keep::{Chosen, Keeper};
+use super::keep::{CapacityAssigner, Chosen};
 use super::normalise::weigh;
 use super::token::{Row, Tokens};
-use super::{Call, Capacity, Decision, GateConfig, Keep, Rule};
+use super::{Capacity, CapacityRule, Decision, DropPolicy, GateConfig, GateInput};
 use crate::error::GateError;
 
 /// A router with its configuration and its memory: after the first call of a size nothing is allocated.
@@ -27,12 +27,18 @@ pub struct Gate {
     chosen: Vec<f64>,
     /// Scores of the choices, rounded, `[tokens, top_k]`.
     worth: Vec<f32>,
-    keeper: Keeper,
+    keeper: CapacityAssigner,
 }
 
 /// All choices find room, in token order.
-const DROPLESS: Capacity =
-    Capacity { rule: Rule::Needed, minimum: 0, align: 1, keep: Keep::Position, groups: 1, pad: false };
+const DROPLESS: Capacity = Capacity {
+    rule: CapacityRule::Needed,
+    minimum: 0,
+    align: 1,
+    keep: DropPolicy::Position,
+    groups: 1,
+    pad: false,
+};
 
 impl Gate {
     /// A router.
@@ -42,7 +48,7 @@ impl Gate {
     pub fn new(config: GateConfig) -> Result<Gate, GateError> {
         config.check()?;
         let decision = Decision { top_k: config.top_k, ..Decision::default() };
-        let (tokens, keeper) = (Tokens::default(), Keeper::default());
+        let (tokens, keeper) = (Tokens::default(), CapacityAssigner::default());
         Ok(Gate { config, decision, tokens, keeper, chosen: Vec::new(), worth: Vec::new() })
     }
 
@@ -56,7 +62,7 @@ impl Gate {
     /// # Errors
     /// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadNumber`], [`GateError::Conflict`] and
     /// [`GateError::BadReplay`] name what is wrong with the call. Then nothing is decided, and the next call works.
-    pub fn route(&mut self, call: &Call<'_>) -> Result<&Decision, GateError> {
+    pub fn route(&mut self, call: &GateInput<'_>) -> Result<&Decision, GateError> {
         let Gate { config, decision, tokens, chosen, .. } = self;
         let count = call.check(config)?;
         let k = config.top_k as usize;
@@ -73,7 +79,7 @@ impl Gate {
     }
 
     /// The scores of all experts that weights are made from, `[tokens, experts]`, before bias and normalisation; where they are
-    /// made of the chosen alone ([`Score::SoftmaxOfChosen`](super::Score::SoftmaxOfChosen)), the softmax of all. A decision
+    /// made of the chosen alone ([`ScoreFunction::SoftmaxOfChosen`](super::ScoreFunction::SoftmaxOfChosen)), the softmax of all. A decision
     /// needs few of them, so they are made when they are asked for.
     ///
     /// ```
@@ -87,7 +93,7 @@ impl Gate {
     ///
     /// # Errors
     /// As [`route`](Gate::route), and [`GateError::WrongShape`] if `scores` has another size than the logits.
-    pub fn scores(&mut self, call: &Call<'_>, scores: &mut [f32]) -> Result<(), GateError> {
+    pub fn scores(&mut self, call: &GateInput<'_>, scores: &mut [f32]) -> Result<(), GateError> {
         let Gate { config, tokens, .. } = self;
         let rows = rows("scores", config, call, scores)?;
         tokens.make_room(config);
@@ -99,7 +105,7 @@ impl Gate {
     ///
     /// # Errors
     /// As [`route`](Gate::route), and [`GateError::WrongShape`] if `noisy` has another size than the logits.
-    pub fn noisy_logits(&mut self, call: &Call<'_>, noisy: &mut [f32]) -> Result<(), GateError> {
+    pub fn noisy_logits(&mut self, call: &GateInput<'_>, noisy: &mut [f32]) -> Result<(), GateError> {
         let Gate { config, tokens, .. } = self;
         let rows = rows("noisy logits", config, call, noisy)?;
         tokens.make_room(config);
@@ -107,7 +113,7 @@ impl Gate {
     }
 
     /// From all choices to those that are left, their weights, places and counts.
-    fn drop(&mut self, call: &Call<'_>) -> Result<(), GateError> {
+    fn drop(&mut self, call: &GateInput<'_>) -> Result<(), GateError> {
         let Gate { config, decision: of, chosen, keeper, worth, .. } = self;
         let (k, scaling, normalise) = (config.top_k as usize, config.scaling, config.normalise);
         weigh(normalise.before(), scaling, k, chosen, &of.choices, &mut of.weights);
@@ -116,7 +122,7 @@ impl Gate {
             config.second.thin(call.draw, &of.weights, &mut of.experts);
         }
         let capacity = config.capacity.as_ref().unwrap_or(&DROPLESS);
-        let worth = if capacity.keep == Keep::Priority {
+        let worth = if capacity.keep == DropPolicy::Priority {
             worth.clear();
             worth.extend(chosen.iter().map(|&score| score as f32));
             &worth[..]
@@ -125,7 +131,7 @@ impl Gate {
         };
         let (experts, top_k) = (config.experts, config.top_k);
         let chosen_by = Chosen { experts, top_k, ids: &mut of.experts, scores: worth, slots: &mut of.slots };
-        let kept = keeper.keep(capacity, call.needed, call.draw, chosen_by)?;
+        let kept = keeper.keep(capacity, call.global_required, call.draw, chosen_by)?;
         (of.capacity, of.required) = (kept.capacity, kept.required);
         if let Some(after) = normalise.after() {
             weigh(Some(after), scaling, k, chosen, &of.experts, &mut of.weights);
@@ -145,7 +151,7 @@ impl Gate {
 fn rows<'a>(
     what: &'static str,
     config: &GateConfig,
-    call: &Call<'_>,
+    call: &GateInput<'_>,
     array: &'a mut [f32],
 ) -> Result<ChunksExactMut<'a, f32>, GateError> {
     let (rows, columns) = (call.check(config)? as usize, config.experts as usize);

@@ -3,13 +3,13 @@
 //! Scores are made in f64 and rounded once, so that they are the nearest f32 but for a rare last bit; weights are made of
 //! the unrounded ones.
 
-use super::Score;
+use super::ScoreFunction;
 use super::math::{exp_each, largest, ln_1p, sum};
 
-impl Score {
+impl ScoreFunction {
     /// Whether scores are made of all experts; if not, of the chosen alone, after the choice.
     pub(super) fn before_choice(self) -> bool {
-        self != Score::SoftmaxOfChosen
+        self != ScoreFunction::SoftmaxOfChosen
     }
 
     /// Scores of all `logits`.
@@ -21,7 +21,7 @@ impl Score {
     /// Scores of all `logits` but for the last step, which is returned.
     pub(super) fn begin(self, logits: &[f32], parts: &mut [f64]) -> Last {
         match self {
-            Score::Softmax | Score::SoftmaxOfChosen => {
+            ScoreFunction::Softmax | ScoreFunction::SoftmaxOfChosen => {
                 let top = f64::from(largest(logits));
                 exp_each(
                     logits,
@@ -31,7 +31,7 @@ impl Score {
                 );
                 Last::Times(1.0 / sum(parts))
             }
-            Score::Sigmoid => {
+            ScoreFunction::Sigmoid => {
                 exp_each(
                     logits,
                     #[inline(always)]
@@ -40,7 +40,7 @@ impl Score {
                 );
                 Last::Logistic
             }
-            Score::SqrtSoftplus => {
+            ScoreFunction::SqrtSoftplus => {
                 exp_each(
                     logits,
                     #[inline(always)]
@@ -85,7 +85,13 @@ impl Last {
 }
 
 /// Scores of one token's choices, made of their `logits` alone; ids of -1 have none.
-pub(super) fn of_chosen(score: Score, logits: &[f32], ids: &[i32], spare: &mut Vec<f32>, chosen: &mut [f64]) {
+pub(super) fn of_chosen(
+    score: ScoreFunction,
+    logits: &[f32],
+    ids: &[i32],
+    spare: &mut Vec<f32>,
+    chosen: &mut [f64],
+) {
     spare.clear();
     spare.extend(ids.iter().filter(|&&id| id >= 0).map(|&id| logits[id as usize]));
     let mut left = spare.len();

@@ -9,12 +9,12 @@
 //!
 //! Only a softmax of all needs the scores of all; others are made of the chosen, and of all for whoever asks for them.
 
-use super::call::Call;
+use super::call::GateInput;
 use super::choose::{Chooser, Logits, put_in_order};
 use super::math;
 use super::score::of_chosen;
 use super::top_k::TopK;
-use super::{GateConfig, Noise, Score, replay};
+use super::{GateConfig, Noise, ScoreFunction, replay};
 use crate::error::GateError;
 
 /// Decides for one token after another; keeps its memory.
@@ -40,7 +40,7 @@ pub(super) struct Row<'a> {
 
 impl Tokens {
     /// To be called before the first token of a call.
-    pub(super) fn begin(&mut self, config: &GateConfig, call: &Call<'_>) -> Result<(), GateError> {
+    pub(super) fn begin(&mut self, config: &GateConfig, call: &GateInput<'_>) -> Result<(), GateError> {
         self.make_room(config);
         self.chooser.begin(config, call)
     }
@@ -55,7 +55,7 @@ impl Tokens {
     pub(super) fn decide(
         &mut self,
         config: &GateConfig,
-        call: &Call<'_>,
+        call: &GateInput<'_>,
         token: u32,
         row: Row<'_>,
     ) -> Result<(), GateError> {
@@ -69,12 +69,12 @@ impl Tokens {
         let noisy = &noisy[..];
         let compared = if noise == Noise::None { logits } else { noisy };
         let weighed = if noise.on_weights() { noisy } else { logits };
-        let last = (config.score == Score::Softmax).then(|| config.score.begin(weighed, parts));
+        let last = (config.score == ScoreFunction::Softmax).then(|| config.score.begin(weighed, parts));
 
         let recorded = call.replay.map(|ids| &ids[at * k..][..k]);
         recorded.map_or(Ok(()), |recorded| replay::check(token, recorded, config.experts))?;
         let mut by_keys = false;
-        if call.used.is_some_and(|used| !used[at]) {
+        if call.token_mask.is_some_and(|used| !used[at]) {
             row.ids.fill(-1);
         } else if let Some(recorded) = recorded {
             row.ids.copy_from_slice(recorded);
@@ -99,7 +99,7 @@ impl Tokens {
     pub(super) fn score(
         &mut self,
         config: &GateConfig,
-        call: &Call<'_>,
+        call: &GateInput<'_>,
         token: u32,
         scores: &mut [f32],
     ) -> Result<(), GateError> {
@@ -114,7 +114,7 @@ impl Tokens {
     pub(super) fn noisy(
         &mut self,
         config: &GateConfig,
-        call: &Call<'_>,
+        call: &GateInput<'_>,
         token: u32,
         to: &mut [f32],
     ) -> Result<(), GateError> {
@@ -125,11 +125,11 @@ impl Tokens {
     }
 
     /// Makes the noisy logits, where there is noise, and says which.
-    fn add_noise(&mut self, config: &GateConfig, call: &Call<'_>, token: u32, logits: &[f32]) -> Noise {
+    fn add_noise(&mut self, config: &GateConfig, call: &GateInput<'_>, token: u32, logits: &[f32]) -> Noise {
         let noise = config.noise.of_pass(call.training);
         if noise != Noise::None {
             let experts = config.experts as usize;
-            let deviation = call.deviation.map(|all| &all[token as usize * experts..][..experts]);
+            let deviation = call.noise_std.map(|all| &all[token as usize * experts..][..experts]);
             noise.fill(call.draw, token, logits, deviation, &mut self.noisy);
         }
         noise
@@ -137,7 +137,7 @@ impl Tokens {
 }
 
 /// The logits of a token, which are finite.
-fn logits_of<'a>(config: &GateConfig, call: &Call<'a>, token: u32) -> Result<&'a [f32], GateError> {
+fn logits_of<'a>(config: &GateConfig, call: &GateInput<'a>, token: u32) -> Result<&'a [f32], GateError> {
     let experts = config.experts as usize;
     let logits = &call.logits[token as usize * experts..][..experts];
     finite(token, logits)?;

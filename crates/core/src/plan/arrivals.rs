@@ -18,12 +18,13 @@
 
 use super::sorted::refill;
 use super::{
-    Bins, Block, Counts, Crossing, Frame, Layout, RankSets, RelayOrder, RowRun, Segment, Sizes, Sorted,
+    Bins, Block, Counts, DispatchLayout, InterNodeRows, PlanContext, RankSets, ReceiveSizes, RelayOrder,
+    RowRun, Segment, SortedRouting,
 };
 
 /// What one rank plans of arrivals, as a source, as a relay and as a receiver. Used again from call to call.
 #[derive(Clone, Debug, Default)]
-pub struct Arrivals {
+pub struct RelayPermutation {
     /// As a source: the token of each row as rows lie packed, those for neighbours by bin, then the blocks.
     pub packed: Vec<i32>,
     /// As a source, per bin: its first row as rows come home. Those of neighbours lie as they lay when they went out.
@@ -44,13 +45,18 @@ pub struct Arrivals {
 }
 
 /// Rows of a bin that are kept, from all ranks.
-fn kept(bins: &Bins, counts: &Counts, sizes: &Sizes, bin: u32) -> u32 {
+fn kept(bins: &Bins, counts: &Counts, sizes: &ReceiveSizes, bin: u32) -> u32 {
     let end = sizes.rows[bins.rank_of(bin) as usize];
     counts.total[bin as usize].min(end.saturating_sub(sizes.begin[bin as usize]))
 }
 
 /// The first arrival at a rank of the source with these segments there.
-pub fn first_of(bins: &Bins, rank: u32, segments: &[Segment], (counts, sizes): (&Counts, &Sizes)) -> u32 {
+pub fn first_of(
+    bins: &Bins,
+    rank: u32,
+    segments: &[Segment],
+    (counts, sizes): (&Counts, &ReceiveSizes),
+) -> u32 {
     let below = |(bin, segment): (u32, &Segment)| {
         let below = segment.to_row.saturating_sub(sizes.begin[bin as usize]);
         below.min(kept(bins, counts, sizes, bin))
@@ -58,10 +64,10 @@ pub fn first_of(bins: &Bins, rank: u32, segments: &[Segment], (counts, sizes): (
     bins.of(rank).zip(segments).map(below).sum()
 }
 
-impl Arrivals {
+impl RelayPermutation {
     /// As a source: puts the blocks into relay order.
-    pub fn arrange(&mut self, frame: &Frame, sorted: &Sorted, crossing: &mut Crossing) {
-        let Arrivals { sets, order, place, spare, .. } = self;
+    pub fn arrange(&mut self, frame: &PlanContext, sorted: &SortedRouting, crossing: &mut InterNodeRows) {
+        let RelayPermutation { sets, order, place, spare, .. } = self;
         for (nth, relay) in frame.paths.relays().enumerate() {
             let (rows, served) = (crossing.rows(nth), frame.paths.served_by(relay));
             let (tokens, index) = crossing.block_mut(nth);
@@ -85,12 +91,12 @@ impl Arrivals {
     }
 
     /// As a source: how rows lie packed, and where they come home.
-    pub fn pack(&mut self, frame: &Frame, sorted: &Sorted, crossing: &Crossing) {
+    pub fn pack(&mut self, frame: &PlanContext, sorted: &SortedRouting, crossing: &InterNodeRows) {
         let (bins, paths) = (frame.bins, frame.paths);
         self.packed.clear();
         self.blocks.clear();
         refill(&mut self.starts, bins.count() as usize + 1, 0);
-        for rank in (0..paths.ranks()).filter(|&rank| paths.near(rank)) {
+        for rank in (0..paths.ranks()).filter(|&rank| paths.same_node(rank)) {
             for bin in bins.of(rank) {
                 self.starts[bin as usize] = self.packed.len() as u32;
                 self.packed.extend(sorted.tokens_of(bin..bin + 1).iter().map(|&token| token as i32));
@@ -111,10 +117,10 @@ impl Arrivals {
     /// for each, in order of ranks.
     pub fn add_runs(
         &mut self,
-        frame: &Frame,
-        sorted: &Sorted,
-        layout: &mut Layout,
-        (counts, sizes): (&Counts, &Sizes),
+        frame: &PlanContext,
+        sorted: &SortedRouting,
+        layout: &mut DispatchLayout,
+        (counts, sizes): (&Counts, &ReceiveSizes),
     ) {
         layout.pack(sorted, &self.starts);
         for (&first, &packed) in layout.block_runs.iter().zip(&self.blocks) {
@@ -123,13 +129,20 @@ impl Arrivals {
             }
         }
         self.first_run = layout.runs.len() as u32;
-        for rank in (0..frame.paths.ranks()).filter(|&rank| frame.paths.near(rank)) {
+        for rank in (0..frame.paths.ranks()).filter(|&rank| frame.paths.same_node(rank)) {
             layout.runs.push(self.run_to(frame, sorted, rank, counts, sizes));
         }
     }
 
     /// As a source: the run of packed rows to the arrivals of a neighbour.
-    fn run_to(&self, frame: &Frame, sorted: &Sorted, rank: u32, counts: &Counts, sizes: &Sizes) -> RowRun {
+    fn run_to(
+        &self,
+        frame: &PlanContext,
+        sorted: &SortedRouting,
+        rank: u32,
+        counts: &Counts,
+        sizes: &ReceiveSizes,
+    ) -> RowRun {
         let bins = frame.bins.of(rank);
         let first = self.starts.get(bins.start as usize).copied().unwrap_or(0);
         let below = |bin: u32| counts.below[bin as usize].min(kept(frame.bins, counts, sizes, bin));
@@ -141,11 +154,11 @@ impl Arrivals {
     /// As a relay: the runs of one chunk of a block to the arrivals of the `member`th rank served.
     pub fn hand_on(
         &mut self,
-        frame: &Frame,
+        frame: &PlanContext,
         block: &Block,
         (served, member): (&[u32], usize),
         chunk: u8,
-        (counts, sizes): (&Counts, &Sizes),
+        (counts, sizes): (&Counts, &ReceiveSizes),
         runs: &mut Vec<RowRun>,
     ) {
         if (chunk, member) == (1, 0) {
@@ -187,7 +200,7 @@ impl Arrivals {
         bins: &Bins,
         me: u32,
         counted: &[u32],
-        (counts, sizes): (&Counts, &Sizes),
+        (counts, sizes): (&Counts, &ReceiveSizes),
     ) {
         let mut arrival: u32 = self.cursors.iter().sum();
         for ((bin, cursor), &count) in bins.of(me).zip(&mut self.cursors).zip(counted) {
@@ -231,7 +244,9 @@ fn visible(index: &mut [i32], first: u32, count: u32) -> &mut [i32] {
 mod tests {
     use super::*;
     use crate::gate::Routing;
-    use crate::plan::{Everyone, ExpertMap, Known, Mode, Notes, Order, Overflow, Sizing};
+    use crate::plan::{
+        ExpertMap, GroupRouting, Overflow, RankRouting, ReceiveMode, RowMetadata, RowSizes, SumOrder,
+    };
     use crate::topology::{NodeMap, Paths, Route};
 
     const EXPERTS: u32 = 11;
@@ -252,8 +267,8 @@ mod tests {
 
     /// What one rank plans as a source.
     struct Source {
-        own: Arrivals,
-        layout: Layout,
+        own: RelayPermutation,
+        layout: DispatchLayout,
         /// Entries that it counts, and tokens of those that are kept, per bin.
         counted: Vec<u32>,
         tokens: Vec<Vec<u32>>,
@@ -262,30 +277,30 @@ mod tests {
     #[test]
     fn every_visible_row_is_made_of_the_row_of_its_token_that_arrived() {
         for labels in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 1, 2, 0, 1]] {
-            for mode in [Mode::Eager, Mode::Budget { rows: 9, overflow: Overflow::Drop }] {
+            for mode in [ReceiveMode::Exact, ReceiveMode::Budget { rows: 9, overflow: Overflow::Drop }] {
                 [1, 4].iter().for_each(|&align| arrived(labels, mode, align));
             }
         }
     }
 
-    fn arrived(labels: &[u32], mode: Mode, align: u32) {
+    fn arrived(labels: &[u32], mode: ReceiveMode, align: u32) {
         let nodes = NodeMap::from_labels(labels);
         let map = ExpertMap::contiguous(EXPERTS, nodes.ranks()).unwrap();
-        let bins = &Bins::experts(&map, Order::Expert, &nodes);
+        let bins = &Bins::experts(&map, SumOrder::Expert, &nodes);
         let sizing =
-            Sizing { row_bytes: 16, home_bytes: 16, words_out: 1, words_home: 1, partial_bytes: None };
+            RowSizes { row_bytes: 16, home_bytes: 16, words_out: 1, words_home: 1, partial_bytes: None };
         let paths = |rank| Paths::new(&nodes, Route::Pxn, rank);
-        let frame = Frame { bins, paths: paths(0), align, chunks: 3, sizing, mode };
-        let (mut everyone, mut counted) = (Everyone::default(), Vec::new());
+        let frame = PlanContext { bins, paths: paths(0), align, chunks: 3, sizing, mode };
+        let (mut everyone, mut counted) = (GroupRouting::default(), Vec::new());
         let sorted = everyone.sort(&frame, TOP_K, |me, sorted| {
-            let filled = sorted.fill(&map, bins, Notes::Weight, me, &routing(me));
+            let filled = sorted.fill(&map, bins, RowMetadata::Weight, me, &routing(me));
             counted.push(sorted.counts.clone());
             filled
         });
         sorted.unwrap();
-        let (mut sources, mut numbers) = (Vec::new(), <(Counts, Sizes)>::default());
-        everyone.each(&frame, (TOP_K, 10), |frame, Known { sorted, crossing, counts, sizes }, _| {
-            let (mut own, mut layout) = (Arrivals::default(), Layout::default());
+        let (mut sources, mut numbers) = (Vec::new(), <(Counts, ReceiveSizes)>::default());
+        everyone.each(&frame, (TOP_K, 10), |frame, RankRouting { sorted, crossing, counts, sizes }, _| {
+            let (mut own, mut layout) = (RelayPermutation::default(), DispatchLayout::default());
             own.arrange(frame, sorted, crossing);
             own.pack(frame, sorted, crossing);
             layout.fill(frame, (&*sorted, &*crossing), TOP_K, counts, sizes);
@@ -298,7 +313,7 @@ mod tests {
         for me in 0..nodes.ranks() {
             let mut there = vec![None; sizes.rows[me as usize] as usize];
             let mut expected = vec![None; there.len()];
-            let mut own = Arrivals::default();
+            let mut own = RelayPermutation::default();
             own.begin(bins, me, sizes.rows[me as usize]);
             let mut ends: Vec<u32> = bins.of(me).map(|bin| sizes.begin[bin as usize]).collect();
             for (source, Source { own: from, layout, counted, tokens }) in (0..).zip(&sources) {
@@ -309,8 +324,8 @@ mod tests {
                         assert_eq!(before, None, "arrivals overlap");
                     }
                 };
-                if paths(me).near(source) {
-                    let nth = (0..me).filter(|&rank| paths(me).near(rank)).count();
+                if paths(me).same_node(source) {
+                    let nth = (0..me).filter(|&rank| paths(me).same_node(rank)).count();
                     let run = layout.runs[from.first_run as usize + nth];
                     arrive(&run, run.first);
                     let mine = bins.of(me).start as usize..bins.of(me).end as usize;
@@ -320,7 +335,8 @@ mod tests {
                     let nth = paths(source).relays().position(|other| other == relay).unwrap();
                     let (block, served) = (&layout.blocks[nth], paths(me).served_by(relay));
                     assert!(block.is_sound(block.entries(), false));
-                    let (mut relaying, frame) = (Arrivals::default(), Frame { paths: paths(relay), ..frame });
+                    let (mut relaying, frame) =
+                        (RelayPermutation::default(), PlanContext { paths: paths(relay), ..frame });
                     let (mut copies, mut runs) = (0, Vec::new());
                     for (chunk, member) in (1..=3).flat_map(|c| (0..served.len()).map(move |m| (c, m))) {
                         runs.clear();

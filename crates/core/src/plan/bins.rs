@@ -1,6 +1,6 @@
 //! What rows are counted by.
 
-use super::{ExpertMap, Order, RowLayout};
+use super::{ExpertMap, RowLayout, SumOrder};
 use crate::topology::NodeMap;
 
 /// The bins of a group, numbered rank by rank. In a bin, rows lie by source rank and then token:
@@ -21,12 +21,12 @@ pub struct Bins {
     in_order: Vec<u32>,
     /// Per bin: which partial sum its rows belong to.
     partial_of: Vec<u32>,
-    order: Order,
+    order: SumOrder,
 }
 
 impl Bins {
     /// The bins of a layout.
-    pub fn of_layout(layout: RowLayout, map: &ExpertMap, order: Order, nodes: &NodeMap) -> Self {
+    pub fn of_layout(layout: RowLayout, map: &ExpertMap, order: SumOrder, nodes: &NodeMap) -> Self {
         if !layout.is_per_rank() {
             return Self::experts(map, order, nodes);
         }
@@ -35,7 +35,7 @@ impl Bins {
     }
 
     /// A bin per expert slot.
-    pub fn experts(map: &ExpertMap, order: Order, nodes: &NodeMap) -> Self {
+    pub fn experts(map: &ExpertMap, order: SumOrder, nodes: &NodeMap) -> Self {
         let rank_of: Vec<u32> = (0..map.slots()).map(|slot| map.rank_of(slot)).collect();
         let mut starts: Vec<u32> = (0..map.ranks()).map(|rank| map.slots_of(rank).start).collect();
         starts.push(map.slots());
@@ -45,7 +45,7 @@ impl Bins {
     fn new(
         starts: Vec<u32>,
         rank_of: Vec<u32>,
-        order: Order,
+        order: SumOrder,
         nodes: &NodeMap,
         expert_of: impl Fn(u32) -> u32,
     ) -> Self {
@@ -91,7 +91,7 @@ impl Bins {
     }
 
     /// Order of sums.
-    pub fn order(&self) -> Order {
+    pub fn order(&self) -> SumOrder {
         self.order
     }
 }
@@ -105,10 +105,10 @@ mod tests {
         let map = ExpertMap::from_slots(4, &[vec![3], vec![1], vec![2, 0]]).unwrap();
         let nodes = NodeMap::from_labels(&[0, 1, 0]);
         let order = |order| Bins::experts(&map, order, &nodes).in_order().to_vec();
-        assert_eq!(order(Order::Expert), [3, 1, 2, 0]);
-        assert_eq!(order(Order::Rank), [0, 1, 3, 2]);
-        assert_eq!(order(Order::Node), [0, 3, 2, 1], "ranks 0 and 2 are node 0");
-        let bins = Bins::experts(&map, Order::Node, &nodes);
+        assert_eq!(order(SumOrder::Expert), [3, 1, 2, 0]);
+        assert_eq!(order(SumOrder::Rank), [0, 1, 3, 2]);
+        assert_eq!(order(SumOrder::Node), [0, 3, 2, 1], "ranks 0 and 2 are node 0");
+        let bins = Bins::experts(&map, SumOrder::Node, &nodes);
         assert_eq!((0..4).map(|bin| bins.partial_of(bin)).collect::<Vec<_>>(), [0, 1, 0, 0]);
     }
 }

@@ -10,7 +10,7 @@
 //! The entries lie by bin, as the source sorted them. So the relay puts each row straight to its final place, and knows
 //! what to bring home later: in a return, the entries of a block come home in this very order.
 
-use super::sorted::held;
+use super::sorted::vec_memory_usage;
 use super::{Bins, RowRun};
 
 /// Where the entries of one bin land.
@@ -42,7 +42,7 @@ pub struct Block {
 
 impl Block {
     pub(super) fn held(&self) -> usize {
-        held(&self.landed) + held(&self.segments) + held(&self.index)
+        vec_memory_usage(&self.landed) + vec_memory_usage(&self.segments) + vec_memory_usage(&self.index)
     }
 
     /// Number of entries.
@@ -121,13 +121,13 @@ impl Block {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{ExpertMap, Order};
+    use crate::plan::{ExpertMap, SumOrder};
     use crate::topology::NodeMap;
 
     /// Three tokens for two ranks with two bins each: token 0 for bins 0 and 3, token 1 for bin 1, token 2 for 1 and 3.
     fn block() -> (Bins, Block) {
         let map = ExpertMap::contiguous(4, 2).unwrap();
-        let bins = Bins::experts(&map, Order::Expert, &NodeMap::from_labels(&[0, 0]));
+        let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0]));
         let segment = |to_row, count, pad| Segment { to_row, count, pad };
         let segments = vec![segment(10, 1, 0), segment(20, 2, 1), segment(0, 0, 0), segment(5, 2, 3)];
         (bins, Block { rows: 3, first: 0, landed: vec![24, 16], segments, index: vec![0, 1, 2, 0, 2] })

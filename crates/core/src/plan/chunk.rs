@@ -11,7 +11,7 @@
 /// assert_eq!((chunk.notes_at(), chunk.bytes()), (192, 256));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Chunk {
+pub struct RowBuffer {
     /// Rows.
     pub rows: u32,
     /// 32-bit words behind them.
@@ -25,7 +25,7 @@ fn lines(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(64).unwrap_or(u64::MAX - 63)
 }
 
-impl Chunk {
+impl RowBuffer {
     /// From the start of the chunk to its words.
     pub fn notes_at(&self) -> u64 {
         lines(u64::from(self.rows).saturating_mul(self.row_bytes))

@@ -1,7 +1,7 @@
 //! What a rank needs to know of the others' counts, and the sizes that follow.
 
 use super::Bins;
-use super::sorted::{held, refill};
+use super::sorted::{refill, vec_memory_usage};
 use crate::topology::Paths;
 
 /// Two numbers per bin, whoever counts and however the numbers come.
@@ -28,7 +28,7 @@ pub struct Counts {
 impl Counts {
     /// Bytes that its tables hold, used or kept for the next call.
     pub fn held(&self) -> usize {
-        held(&self.below) + held(&self.total)
+        vec_memory_usage(&self.below) + vec_memory_usage(&self.total)
     }
 
     /// Forgets everything: no rank has contributed. `words` are the bins, and the ranks where rows are handed on.
@@ -82,7 +82,7 @@ fn add(sums: &mut [u32], counts: &[u32]) {
 
 /// Rows per rank, pads counted: known to every rank from the totals.
 #[derive(Clone, Debug, Default)]
-pub struct Sizes {
+pub struct ReceiveSizes {
     /// First row of each bin at its rank.
     pub begin: Vec<u32>,
     /// Rows of each rank, at most as many as there is a budget for.
@@ -93,7 +93,7 @@ pub struct Sizes {
     pub staged: Vec<u32>,
 }
 
-impl Sizes {
+impl ReceiveSizes {
     /// Sizes for these totals.
     pub fn fill(&mut self, bins: &Bins, align: u32, total: &[u32], budget: Option<u32>) {
         refill(&mut self.begin, bins.count() as usize, 0);

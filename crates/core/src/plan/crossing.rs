@@ -1,7 +1,7 @@
 //! Which tokens cross to other nodes: all that a rank can know of its blocks before the counts of others arrive.
 
-use super::sorted::{held, refill};
-use super::{Bins, Sorted};
+use super::sorted::{refill, vec_memory_usage};
+use super::{Bins, SortedRouting};
 use crate::topology::{Paths, Route};
 
 /// The tokens of each block, each once, and the row of each entry, in the order of [`Paths::relays`]. Where rows go
@@ -9,7 +9,7 @@ use crate::topology::{Paths, Route};
 ///
 /// Reused from call to call: after the first call of a size nothing is allocated.
 #[derive(Clone, Debug, Default)]
-pub struct Crossing {
+pub struct InterNodeRows {
     /// Token of each row, block after block.
     pub tokens: Vec<u32>,
     /// First of `tokens` of each block; one more than there are blocks.
@@ -24,15 +24,15 @@ pub struct Crossing {
     marks: Vec<u64>,
 }
 
-impl Crossing {
+impl InterNodeRows {
     /// Bytes that its tables hold, used or kept for the next call.
     pub fn held(&self) -> usize {
         let words = [&self.tokens, &self.starts, &self.index, &self.index_starts, &self.row_of];
-        words.map(held).iter().sum::<usize>() + held(&self.marks)
+        words.map(vec_memory_usage).iter().sum::<usize>() + vec_memory_usage(&self.marks)
     }
 
     /// Lists what crosses.
-    pub fn fill(&mut self, bins: &Bins, paths: &Paths, sorted: &Sorted) {
+    pub fn fill(&mut self, bins: &Bins, paths: &Paths, sorted: &SortedRouting) {
         self.tokens.clear();
         self.index.clear();
         refill(&mut self.starts, 1, 0);
@@ -47,7 +47,7 @@ impl Crossing {
     }
 
     /// Blocks are many where nodes are, and small: so what is looked at for each is a bit a token, not the tokens.
-    fn add(&mut self, bins: &Bins, served: &[u32], sorted: &Sorted) {
+    fn add(&mut self, bins: &Bins, served: &[u32], sorted: &SortedRouting) {
         let entries = || served.iter().map(|&rank| sorted.tokens_of(bins.of(rank)));
         let tokens_here = sorted.tokens_here() as usize;
         refill(&mut self.marks, tokens_here.div_ceil(64), 0);

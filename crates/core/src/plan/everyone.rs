@@ -4,50 +4,52 @@
 //! proof tells its stories.
 
 use super::sorted::refill;
-use super::{Block, Counts, Crossing, Forward, Frame, Layout, Sizes, Sorted};
+use super::{
+    Block, Counts, DispatchLayout, InterNodeRows, PlanContext, ReceiveSizes, RelayPlan, SortedRouting,
+};
 use crate::topology::Route;
 
 /// What every rank of a group sends. Used again from call to call.
 #[derive(Clone, Debug, Default)]
-pub struct Everyone {
+pub struct GroupRouting {
     ranks: Vec<Entries>,
     counts: Counts,
-    sizes: Sizes,
+    sizes: ReceiveSizes,
     /// Sums of the counts of lower ranks, while ranks are looked at in turn.
     below: Vec<u32>,
-    scratch: Layout,
+    scratch: DispatchLayout,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Entries {
-    sorted: Sorted,
-    crossing: Crossing,
+    sorted: SortedRouting,
+    crossing: InterNodeRows,
     counts: Vec<u32>,
 }
 
 /// What one rank knows when it places.
 #[derive(Debug)]
-pub struct Known<'a> {
+pub struct RankRouting<'a> {
     /// Its entries.
-    pub sorted: &'a mut Sorted,
+    pub sorted: &'a mut SortedRouting,
     /// What of them crosses.
-    pub crossing: &'a mut Crossing,
+    pub crossing: &'a mut InterNodeRows,
     /// The counts, as it sees them.
     pub counts: &'a mut Counts,
     /// What follows from them; the same for all ranks.
-    pub sizes: &'a Sizes,
+    pub sizes: &'a ReceiveSizes,
 }
 
-impl Everyone {
+impl GroupRouting {
     /// Takes everybody's entries, as `sort` finds them, and adds up their counts. `frame` is that of any rank.
     ///
     /// # Errors
     /// The first of `sort`.
     pub fn sort<E>(
         &mut self,
-        frame: &Frame,
+        frame: &PlanContext,
         top_k: u32,
-        mut sort: impl FnMut(u32, &mut Sorted) -> Result<(), E>,
+        mut sort: impl FnMut(u32, &mut SortedRouting) -> Result<(), E>,
     ) -> Result<(), E> {
         let (bins, ranks) = (frame.bins, frame.paths.ranks());
         self.counts.clear(bins.count() + frame.paths.staged_ranks());
@@ -69,26 +71,26 @@ impl Everyone {
     }
 
     /// Rows that land at each rank, and those that it needs. Not of fixed slots.
-    pub fn sizes(&self) -> &Sizes {
+    pub fn sizes(&self) -> &ReceiveSizes {
         &self.sizes
     }
 
     /// The entries of a rank.
-    pub fn sorted(&self, rank: u32) -> &Sorted {
+    pub fn sorted(&self, rank: u32) -> &SortedRouting {
         &self.ranks[rank as usize].sorted
     }
 
     /// Looks at all ranks in turn, each as it would place itself. Ranks have at most `max_tokens` tokens.
     pub fn each(
         &mut self,
-        frame: &Frame,
+        frame: &PlanContext,
         (top_k, max_tokens): (u32, u32),
-        mut see: impl FnMut(&Frame, Known, &mut Layout),
+        mut see: impl FnMut(&PlanContext, RankRouting, &mut DispatchLayout),
     ) {
-        let Everyone { ranks, counts, sizes, below, scratch } = self;
+        let GroupRouting { ranks, counts, sizes, below, scratch } = self;
         refill(below, counts.total.len(), 0);
         for (rank, Entries { sorted, crossing, counts: own }) in (0..).zip(ranks) {
-            let frame = Frame { paths: frame.paths.of(rank), ..*frame };
+            let frame = PlanContext { paths: frame.paths.of(rank), ..*frame };
             counts.below.clone_from(below);
             if let Some(slots) = frame.mode.slots() {
                 counts.fix(frame.bins, &frame.paths, slots, max_tokens);
@@ -98,19 +100,19 @@ impl Everyone {
             {
                 crossing.fill(frame.bins, &frame.paths, sorted);
             }
-            see(&frame, Known { sorted, crossing, counts, sizes }, scratch);
+            see(&frame, RankRouting { sorted, crossing, counts, sizes }, scratch);
             below.iter_mut().zip(&*own).for_each(|(below, count)| *below = below.saturating_add(*count));
         }
     }
 }
 
-impl Layout {
+impl DispatchLayout {
     /// What a relay is to know of this rank's block `nth`, and nothing else.
     pub fn block(
         &mut self,
-        frame: &Frame,
-        own: (&Sorted, &Crossing),
-        (counts, sizes): (&Counts, &Sizes),
+        frame: &PlanContext,
+        own: (&SortedRouting, &InterNodeRows),
+        (counts, sizes): (&Counts, &ReceiveSizes),
         nth: usize,
     ) -> Block {
         self.start(own.0);
@@ -120,9 +122,9 @@ impl Layout {
     }
 }
 
-impl Forward {
+impl RelayPlan {
     /// Takes the blocks of all sources of the rank that `frame` is of; `block` finds that of a source.
-    pub fn know(&mut self, frame: &Frame, sums: bool, mut block: impl FnMut(u32, usize) -> Block) {
+    pub fn know(&mut self, frame: &PlanContext, sums: bool, mut block: impl FnMut(u32, usize) -> Block) {
         let (paths, me) = (frame.paths, frame.paths.me());
         self.blocks.clear();
         self.weights.clear();

@@ -2,11 +2,11 @@
 //! that it brings home.
 
 use super::sorted::refill;
-use super::{Bins, Block, RowRun, Term};
+use super::{Bins, Block, RowRun, Summand};
 
 /// The blocks that one rank relays, in the order of [`Paths::sources`](crate::topology::Paths::sources).
 #[derive(Clone, Debug, Default)]
-pub struct Forward {
+pub struct RelayPlan {
     /// What each source sent.
     pub blocks: Vec<Block>,
     /// Rows are handed on in spans, not one by one: blocks lie in relay order.
@@ -29,11 +29,11 @@ pub struct Forward {
     listed: Vec<RowRun>,
 }
 
-/// The partial sums of all blocks: a token's rows on one rank ([`Order::Rank`](crate::plan::Order)) or on this node ([`Order::Node`](crate::plan::Order)).
+/// The partial sums of all blocks: a token's rows on one rank ([`SumOrder::Rank`](crate::plan::SumOrder)) or on this node ([`SumOrder::Node`](crate::plan::SumOrder)).
 #[derive(Clone, Debug, Default)]
 pub struct Partials {
     /// Summands of all partials, block after block, token after token, each in summation order.
-    pub terms: Vec<Term>,
+    pub terms: Vec<Summand>,
     /// First term of each partial; one more than there are.
     pub starts: Vec<u32>,
     /// Per term: its entry, counted through all blocks.
@@ -46,7 +46,7 @@ pub struct Partials {
     segments: Vec<(u32, u32)>,
 }
 
-impl Forward {
+impl RelayPlan {
     /// Lays out the runs of the blocks for the ranks served and, with `sums`, their partial sums.
     pub fn fill(&mut self, bins: &Bins, served: &[u32], chunks: u8, sums: bool) {
         self.rows.clear();
@@ -169,7 +169,7 @@ impl Partials {
         for row in 0..block.rows as usize {
             self.cursors[row + 1] += self.cursors[row];
         }
-        self.terms.resize(first + block.index.len(), Term::default());
+        self.terms.resize(first + block.index.len(), Summand::default());
         self.entries.resize(first + block.index.len(), 0);
         refill(&mut self.segments, bins.count() as usize, (u32::MAX, 0));
         let mut entry = 0;
@@ -183,7 +183,8 @@ impl Partials {
             let listed = &block.index[entry as usize..][..segment.count as usize];
             for (nth, &row) in (0..).zip(listed) {
                 let cursor = &mut self.cursors[row as usize];
-                self.terms[*cursor as usize] = Term { owner: bins.rank_of(bin), row: segment.to_row + nth };
+                self.terms[*cursor as usize] =
+                    Summand { owner: bins.rank_of(bin), row: segment.to_row + nth };
                 self.entries[*cursor as usize] = first_entry + entry + nth;
                 *cursor += 1;
             }
@@ -194,13 +195,13 @@ impl Partials {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{ExpertMap, Order, Segment};
+    use crate::plan::{ExpertMap, Segment, SumOrder};
     use crate::topology::NodeMap;
 
     #[test]
     fn runs_count_rows_from_the_first_of_all_blocks_and_notes_from_the_first_of_their_own() {
         let map = ExpertMap::contiguous(2, 2).unwrap();
-        let bins = Bins::experts(&map, Order::Expert, &NodeMap::from_labels(&[0, 0]));
+        let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0]));
         let block = |to_row| Block {
             rows: 2,
             first: 0,
@@ -208,7 +209,7 @@ mod tests {
             segments: vec![Segment { to_row, count: 1, pad: 0 }, Segment { to_row, count: 2, pad: 0 }],
             index: vec![1, 0, 1],
         };
-        let mut forward = Forward::default();
+        let mut forward = RelayPlan::default();
         forward.blocks.extend([block(0), block(4)]);
         forward.fill(&bins, &[0, 1], 2, false);
         assert_eq!(forward.rows, [1, 0, 1, 1, 0, 1]);
@@ -239,10 +240,12 @@ mod tests {
             segments: vec![Segment { to_row: 3, count: 1, pad: 0 }, Segment { to_row: 5, count: 2, pad: 0 }],
             index: vec![0, 0, 1],
         };
-        let term = |owner, row| Term { owner, row };
-        for (order, starts, second) in [(Order::Rank, vec![0, 1, 2, 3], 2), (Order::Node, vec![0, 2, 3], 1)] {
+        let term = |owner, row| Summand { owner, row };
+        for (order, starts, second) in
+            [(SumOrder::Rank, vec![0, 1, 2, 3], 2), (SumOrder::Node, vec![0, 2, 3], 1)]
+        {
             let bins = Bins::experts(&map, order, &nodes);
-            let mut forward = Forward::default();
+            let mut forward = RelayPlan::default();
             forward.blocks.push(block.clone());
             forward.fill(&bins, &[0, 1], 2, true);
             let Partials { terms, entries, .. } = &forward.partials;

@@ -15,12 +15,12 @@
 //! Since nothing is chosen, rows go whole: a run is a piece of the tensor itself, and nobody looks rows up.
 
 use super::sorted::refill;
-use super::{Bins, Notes, Sorted};
+use super::{Bins, RowMetadata, SortedRouting};
 use crate::gate::Routing;
 
-impl Sorted {
+impl SortedRouting {
     /// Every row of rank `me` to every rank, in as many equal segments as each rank has bins. With each goes its source
-    /// and, if they are `carried`, its choices and their weights, as [`Notes::Gathered`] says.
+    /// and, if they are `carried`, its choices and their weights, as [`RowMetadata::Gathered`] says.
     pub fn fill_gathered(&mut self, bins: &Bins, me: u32, rows: u32, carried: Option<&Routing>) {
         self.clear(bins);
         let (ranks, segments) = (bins.ranks(), bins.count() / bins.ranks());
@@ -35,7 +35,7 @@ impl Sorted {
         }
         self.choices.clone_from(&self.tokens);
         self.token_starts.extend((1..=rows).map(|row| row * ranks));
-        self.words = Notes::Gathered.words(carried.map_or(0, Routing::top_k)) as usize;
+        self.words = RowMetadata::Gathered.words(carried.map_or(0, Routing::top_k)) as usize;
         match carried {
             None => refill(&mut self.notes, rows as usize, me + 1),
             Some(routing) => {
@@ -55,17 +55,17 @@ impl Sorted {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{ExpertMap, Order};
+    use crate::plan::{ExpertMap, SumOrder};
     use crate::topology::NodeMap;
 
     fn bins(segments: u32, ranks: u32) -> Bins {
         let map = ExpertMap::contiguous(segments * ranks, ranks).unwrap();
-        Bins::experts(&map, Order::Expert, &NodeMap::from_labels(&vec![0; ranks as usize]))
+        Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&vec![0; ranks as usize]))
     }
 
     #[test]
     fn every_rank_gets_every_row_segment_by_segment() {
-        let (mut sorted, bins) = (Sorted::default(), bins(2, 3));
+        let (mut sorted, bins) = (SortedRouting::default(), bins(2, 3));
         sorted.fill_gathered(&bins, 1, 4, None);
         assert_eq!(sorted.counts, [2; 6]);
         assert_eq!(sorted.starts, [0, 2, 4, 6, 8, 10, 12]);
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn choices_are_carried_as_they_are() {
-        let (mut sorted, bins) = (Sorted::default(), bins(1, 2));
+        let (mut sorted, bins) = (SortedRouting::default(), bins(1, 2));
         let routing = Routing::new(2, vec![3, -1, 0, 2], vec![0.5, 0.25, 1.0, 0.0]).unwrap();
         sorted.fill_gathered(&bins, 0, 2, Some(&routing));
         let [half, quarter, one] = [0.5f32, 0.25, 1.0].map(f32::to_bits);
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn a_rank_without_rows_sends_none() {
-        let (mut sorted, bins) = (Sorted::default(), bins(2, 2));
+        let (mut sorted, bins) = (SortedRouting::default(), bins(2, 2));
         sorted.fill_gathered(&bins, 0, 0, None);
         assert_eq!((sorted.counts.as_slice(), sorted.entries(), sorted.tokens_here()), (&[0; 4][..], 0, 0));
     }

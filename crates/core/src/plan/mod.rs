@@ -33,28 +33,28 @@ mod sorted;
 mod spans;
 mod traffic;
 
-pub use arrivals::Arrivals;
+pub use arrivals::RelayPermutation;
 pub use arrivals::first_of;
 pub use bins::Bins;
 pub use block::{Block, Segment};
-pub use chunk::Chunk;
-pub use counts::{Counts, Sizes};
-pub use crossing::Crossing;
-pub use everyone::{Everyone, Known};
-pub use forward::{Forward, Partials};
-pub use layout::{Frame, Layout, RowRun, Term};
+pub use chunk::RowBuffer;
+pub use counts::{Counts, ReceiveSizes};
+pub use crossing::InterNodeRows;
+pub use everyone::{GroupRouting, RankRouting};
+pub use forward::{Partials, RelayPlan};
+pub use layout::{DispatchLayout, PlanContext, RowRun, Summand};
 pub use map::ExpertMap;
-pub use mode::{Mode, Overflow};
-pub use order::Order;
+pub use mode::{Overflow, ReceiveMode};
+pub use order::SumOrder;
 pub use pipeline::{Pipeline, PipelineStep};
-pub use regroup::Regroup;
+pub use regroup::LocalPermutation;
 pub use relay_order::{RankSets, RelayOrder};
-pub use sizing::{Notes, RowLayout, Sizing};
+pub use sizing::{RowLayout, RowMetadata, RowSizes};
 pub use slot::{SlotHead, SlotShape};
-pub use sorted::Sorted;
-pub use sorted::held;
-pub use spans::Spans;
-pub use traffic::{Hops, Traffic};
+pub use sorted::SortedRouting;
+pub use sorted::vec_memory_usage;
+pub use spans::RelaySorter;
+pub use traffic::{RowsByDistance, Traffic};
 
 /// How the rows of a dispatch reach the ranks of their experts. What a rank then sees, and every sum, is the same to the bit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -62,22 +62,22 @@ pub use traffic::{Hops, Traffic};
 pub enum Strategy {
     /// Each row to the ranks that its token chose, straight to its place (all-to-all).
     #[default]
-    Exchange,
+    AllToAll,
     /// Every row to every rank, its choices along with it; each rank then copies those of its experts to their places
     /// (all-gather). It moves `ranks` rows per token, whatever was chosen, and as many more as its experts get: for small
     /// groups, and top-k near or above the number of ranks.
-    Gather,
+    AllGather,
 }
 
 impl Strategy {
     /// All strategies, for error messages and tests.
-    pub const ALL: [Strategy; 2] = [Strategy::Exchange, Strategy::Gather];
+    pub const ALL: [Strategy; 2] = [Strategy::AllToAll, Strategy::AllGather];
 
     /// The name used on the command line.
     pub const fn name(self) -> &'static str {
         match self {
-            Strategy::Exchange => "exchange",
-            Strategy::Gather => "gather",
+            Strategy::AllToAll => "exchange",
+            Strategy::AllGather => "gather",
         }
     }
 }

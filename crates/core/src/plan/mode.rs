@@ -1,20 +1,20 @@
 //! How much a rank receives, and who decides it.
 
 use crate::error::GateError;
-use crate::gate::{GateConfig, Rule};
+use crate::gate::{CapacityRule, GateConfig};
 
 /// How receive memory is sized.
 ///
 /// | mode | sizes | counts |
 /// |---|---|---|
-/// | `Eager` | exact, as large as the call needs | exchanged |
+/// | `Exact` | exact, as large as the call needs | exchanged |
 /// | `Budget` | at most so many rows per rank | exchanged: all ranks see the same overflow |
 /// | `Slots` | fixed slots for each pair of ranks | none: the layout is known before the call |
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Mode {
+pub enum ReceiveMode {
     /// Exact sizes.
     #[default]
-    Eager,
+    Exact,
     /// A receive budget (Megatron's static mode): a row whose place, pads counted, is at or beyond it does not land.
     Budget {
         /// Rows per rank.
@@ -44,7 +44,7 @@ pub enum Overflow {
     Drop,
 }
 
-impl Mode {
+impl ReceiveMode {
     /// What a gate asks of the exchange where each rank has `tokens` tokens.
     ///
     /// A capacity that is padded is drop-and-pad: every rank has `capacity` rows per local group at every expert,
@@ -54,19 +54,21 @@ impl Mode {
     /// use sidelane_core::gate::{Capacity, Preset};
     /// use sidelane_core::plan::{Mode, Overflow};
     /// let mut config = Preset::Switch.config(8, 1)?;
-    /// assert_eq!(Mode::of_gate(&config, 64)?, Mode::Eager);
+    /// assert_eq!(ReceiveMode::from_gate(&config, 64)?, Mode::Exact);
     /// config.capacity = config.capacity.map(|capacity| Capacity { pad: true, ..capacity });
-    /// assert_eq!(Mode::of_gate(&config, 64)?, Mode::Slots { rows: 10, overflow: Overflow::Error });
+    /// assert_eq!(ReceiveMode::from_gate(&config, 64)?, Mode::Slots { rows: 10, overflow: Overflow::Error });
     /// # Ok::<(), sidelane_core::error::GateError>(())
     /// ```
     ///
     /// # Errors
     /// [`GateError::Conflict`] for a padded capacity that follows the need: slots are fixed before the call;
     /// [`GateError::BadNumber`] for tokens that cannot be split into the local groups.
-    pub fn of_gate(config: &GateConfig, tokens: u32) -> Result<Self, GateError> {
-        let Some(capacity) = config.capacity.filter(|capacity| capacity.pad) else { return Ok(Mode::Eager) };
-        if matches!(capacity.rule, Rule::Needed)
-            || matches!(capacity.rule, Rule::Tutel { factor } if factor <= 0.0)
+    pub fn from_gate(config: &GateConfig, tokens: u32) -> Result<Self, GateError> {
+        let Some(capacity) = config.capacity.filter(|capacity| capacity.pad) else {
+            return Ok(ReceiveMode::Exact);
+        };
+        if matches!(capacity.rule, CapacityRule::Needed)
+            || matches!(capacity.rule, CapacityRule::Tutel { factor } if factor <= 0.0)
         {
             let (one, other) = ("capacity pad", "a capacity that follows the need");
             return Err(GateError::Conflict { one, other, why: "slots are fixed before the call" });
@@ -76,13 +78,13 @@ impl Mode {
             return Err(GateError::BadNumber { parameter, seen: capacity.groups.into(), expected });
         }
         let rows = capacity.rows(tokens / capacity.groups, config.experts, config.top_k, 0);
-        Ok(Mode::Slots { rows: rows.saturating_mul(capacity.groups), overflow: Overflow::Error })
+        Ok(ReceiveMode::Slots { rows: rows.saturating_mul(capacity.groups), overflow: Overflow::Error })
     }
 
     /// The receive budget, if there is one.
     pub fn budget(self) -> Option<u32> {
         match self {
-            Mode::Budget { rows, .. } => Some(rows),
+            ReceiveMode::Budget { rows, .. } => Some(rows),
             _ => None,
         }
     }
@@ -90,7 +92,7 @@ impl Mode {
     /// The slots per source and bin, if they are fixed.
     pub fn slots(self) -> Option<u32> {
         match self {
-            Mode::Slots { rows, .. } => Some(rows),
+            ReceiveMode::Slots { rows, .. } => Some(rows),
             _ => None,
         }
     }
@@ -98,17 +100,17 @@ impl Mode {
     /// What becomes of rows for which there is no room.
     pub fn overflow(self) -> Overflow {
         match self {
-            Mode::Eager => Overflow::Error,
-            Mode::Budget { overflow, .. } | Mode::Slots { overflow, .. } => overflow,
+            ReceiveMode::Exact => Overflow::Error,
+            ReceiveMode::Budget { overflow, .. } | ReceiveMode::Slots { overflow, .. } => overflow,
         }
     }
 
     /// Numbers by which ranks find out whether they chose alike.
     pub fn words(self) -> [u64; 2] {
         match self {
-            Mode::Eager => [0, 0],
-            Mode::Budget { rows, overflow } => [1 + (overflow as u64) * 4, rows.into()],
-            Mode::Slots { rows, overflow } => [2 + (overflow as u64) * 4, rows.into()],
+            ReceiveMode::Exact => [0, 0],
+            ReceiveMode::Budget { rows, overflow } => [1 + (overflow as u64) * 4, rows.into()],
+            ReceiveMode::Slots { rows, overflow } => [2 + (overflow as u64) * 4, rows.into()],
         }
     }
 }

@@ -3,7 +3,7 @@
 /// Order in which the rows of a token are added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Order {
+pub enum SumOrder {
     /// By ascending expert id, one rounding at the end: the same bits on every lane, layout and topology.
     #[default]
     Expert,
@@ -15,31 +15,31 @@ pub enum Order {
     Node,
 }
 
-impl Order {
+impl SumOrder {
     /// All orders, for error messages and tests.
-    pub const ALL: [Order; 3] = [Order::Expert, Order::Rank, Order::Node];
+    pub const ALL: [SumOrder; 3] = [SumOrder::Expert, SumOrder::Rank, SumOrder::Node];
 
     /// The name used on the command line.
     pub const fn name(self) -> &'static str {
         match self {
-            Order::Expert => "expert",
-            Order::Rank => "rank",
-            Order::Node => "node",
+            SumOrder::Expert => "expert",
+            SumOrder::Rank => "rank",
+            SumOrder::Node => "node",
         }
     }
 
     /// Whether a token's sum is made of partial sums.
     pub const fn has_partials(self) -> bool {
-        !matches!(self, Order::Expert)
+        !matches!(self, SumOrder::Expert)
     }
 
     /// Chooses between what holds for a partial sum of each rank and what holds for one of each node. Nothing where a
     /// token's sum has no parts.
     pub fn per_partial<T>(self, of_rank: T, of_node: T) -> Option<T> {
         match self {
-            Order::Expert => None,
-            Order::Rank => Some(of_rank),
-            Order::Node => Some(of_node),
+            SumOrder::Expert => None,
+            SumOrder::Rank => Some(of_rank),
+            SumOrder::Node => Some(of_node),
         }
     }
 }

@@ -7,11 +7,11 @@
 //! ```
 
 use super::layout::segment;
-use super::{Frame, Known, RowRun};
+use super::{PlanContext, RankRouting, RowRun};
 
 /// The copies of one rank, and what goes with the rows. Used again from call to call.
 #[derive(Clone, Debug, Default)]
-pub struct Regroup {
+pub struct LocalPermutation {
     /// Runs of `rows` to the places where they belong.
     pub runs: Vec<RowRun>,
     /// What runs index into: gathered rows.
@@ -20,7 +20,7 @@ pub struct Regroup {
     pub notes: Vec<u32>,
 }
 
-impl Regroup {
+impl LocalPermutation {
     /// Forgets the last call.
     pub fn clear(&mut self) {
         self.runs.clear();
@@ -30,8 +30,8 @@ impl Regroup {
 
     /// What rank `me` copies of a source's rows, the first of which is row `first` of those gathered. `frame` and `known`
     /// are the source's.
-    pub fn add(&mut self, frame: &Frame, known: &Known, me: u32, first: u32) {
-        let Known { sorted, counts, sizes, .. } = known;
+    pub fn add(&mut self, frame: &PlanContext, known: &RankRouting, me: u32, first: u32) {
+        let RankRouting { sorted, counts, sizes, .. } = known;
         for bin in frame.bins.of(me) {
             let to = segment(frame, bin as usize, sorted, counts, sizes);
             if to.count + to.pad > 0 {

@@ -1,6 +1,6 @@
 //! Sizes of what moves, and what moves next to the rows; the row layouts, and the one place that tells them apart.
 
-use super::{Chunk, Mode};
+use super::{ReceiveMode, RowBuffer};
 
 /// Order in which a rank sees the rows that it received.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -47,7 +47,7 @@ impl RowLayout {
 /// | `Indexed` | as `Choices`; then the row + 1 that it is in visible order |
 /// | `Gathered` | the source rank + 1; if choices are carried, per choice the expert + 1, or 0 if it was dropped; then per choice its weight |
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Notes {
+pub enum RowMetadata {
     /// Expert-major.
     Weight,
     /// Expert-major in fixed slots: a mark tells a row from an unused slot.
@@ -60,39 +60,39 @@ pub enum Notes {
     Gathered,
 }
 
-impl Notes {
+impl RowMetadata {
     /// Those of a layout and a mode; `spans`: blocks are in relay order.
-    pub const fn of(layout: RowLayout, mode: Mode, spans: bool) -> Self {
+    pub const fn of(layout: RowLayout, mode: ReceiveMode, spans: bool) -> Self {
         match (layout, mode) {
-            (RowLayout::RankMajor, _) if spans => Notes::Indexed,
-            (RowLayout::RankMajor, _) => Notes::Choices,
-            (RowLayout::ExpertMajor, Mode::Slots { .. }) => Notes::Marked,
-            (RowLayout::ExpertMajor, Mode::Eager | Mode::Budget { .. }) => Notes::Weight,
+            (RowLayout::RankMajor, _) if spans => RowMetadata::Indexed,
+            (RowLayout::RankMajor, _) => RowMetadata::Choices,
+            (RowLayout::ExpertMajor, ReceiveMode::Slots { .. }) => RowMetadata::Marked,
+            (RowLayout::ExpertMajor, ReceiveMode::Exact | ReceiveMode::Budget { .. }) => RowMetadata::Weight,
         }
     }
 
     /// Words per row.
     pub const fn words(self, top_k: u32) -> u32 {
         match self {
-            Notes::Weight => 1,
-            Notes::Marked => 2,
-            Notes::Choices => 2 * top_k,
-            Notes::Indexed | Notes::Gathered => 2 * top_k + 1,
+            RowMetadata::Weight => 1,
+            RowMetadata::Marked => 2,
+            RowMetadata::Choices => 2 * top_k,
+            RowMetadata::Indexed | RowMetadata::Gathered => 2 * top_k + 1,
         }
     }
 
     /// Which layout they go with.
     pub const fn layout(self) -> RowLayout {
         match self {
-            Notes::Weight | Notes::Marked | Notes::Gathered => RowLayout::ExpertMajor,
-            Notes::Choices | Notes::Indexed => RowLayout::RankMajor,
+            RowMetadata::Weight | RowMetadata::Marked | RowMetadata::Gathered => RowLayout::ExpertMajor,
+            RowMetadata::Choices | RowMetadata::Indexed => RowLayout::RankMajor,
         }
     }
 }
 
 /// Sizes of what moves: the same in every call of one `ExpertParallel`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sizing {
+pub struct RowSizes {
     /// Bytes of one row that goes out; 0 if only what is beside it does.
     pub row_bytes: u64,
     /// Bytes of one row that comes home.
@@ -105,21 +105,21 @@ pub struct Sizing {
     pub partial_bytes: Option<u64>,
 }
 
-impl Sizing {
+impl RowSizes {
     /// What lands: `rows` rows.
-    pub fn landing(&self, rows: u32) -> Chunk {
-        Chunk { rows, notes: u64::from(rows) * u64::from(self.words_out), row_bytes: self.row_bytes }
+    pub fn landing(&self, rows: u32) -> RowBuffer {
+        RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_out), row_bytes: self.row_bytes }
     }
 
     /// What a rank offers in a return: as many rows as landed.
-    pub fn offer(&self, rows: u32) -> Chunk {
-        Chunk { rows, notes: u64::from(rows) * u64::from(self.words_home), row_bytes: self.home_bytes }
+    pub fn offer(&self, rows: u32) -> RowBuffer {
+        RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_home), row_bytes: self.home_bytes }
     }
 
     /// What comes home of a block of `entries` entries: `rows` rows, or partials where relays sum.
-    pub fn home(&self, rows: u32, entries: u32) -> Chunk {
+    pub fn home(&self, rows: u32, entries: u32) -> RowBuffer {
         let row_bytes = self.partial_bytes.unwrap_or(self.home_bytes);
-        Chunk { rows, notes: u64::from(entries) * u64::from(self.words_home), row_bytes }
+        RowBuffer { rows, notes: u64::from(entries) * u64::from(self.words_home), row_bytes }
     }
 
     /// Bytes that go out with a row.

@@ -1,6 +1,6 @@
 //! A rank's own routing, sorted by bin: all it can know before the counts of the others arrive.
 
-use super::{Bins, ExpertMap, Notes};
+use super::{Bins, ExpertMap, RowMetadata};
 use crate::error::PlanError;
 use crate::gate::Routing;
 
@@ -9,14 +9,14 @@ use crate::gate::Routing;
 ///
 /// Reused from call to call: after the first call of a size nothing is allocated.
 #[derive(Clone, Debug, Default)]
-pub struct Sorted {
+pub struct SortedRouting {
     /// Entries per bin.
     pub counts: Vec<u32>,
     /// First entry of each bin; one more than there are bins.
     pub starts: Vec<u32>,
     /// Token of each entry.
     pub tokens: Vec<u32>,
-    /// What goes with each entry: [`Notes::words`] words each.
+    /// What goes with each entry: [`RowMetadata::words`] words each.
     pub notes: Vec<u32>,
     /// Which choices, of `[tokens, top_k]`, have no entry for want of room.
     pub dropped: Vec<bool>,
@@ -48,7 +48,7 @@ struct Expert {
     named: u32,
 }
 
-impl Sorted {
+impl SortedRouting {
     /// Checks and sorts `routing` of rank `me`: a counting sort, two passes over the choices.
     ///
     /// # Errors
@@ -58,7 +58,7 @@ impl Sorted {
         &mut self,
         map: &ExpertMap,
         bins: &Bins,
-        notes: Notes,
+        notes: RowMetadata,
         me: u32,
         routing: &Routing,
     ) -> Result<(), PlanError> {
@@ -74,16 +74,16 @@ impl Sorted {
         self.count(map, notes, routing)?;
         self.dropped.resize(routing.experts().len(), false);
         match notes {
-            Notes::Choices | Notes::Indexed => self.place_ranks(routing),
-            Notes::Marked => self.place::<2>(routing),
+            RowMetadata::Choices | RowMetadata::Indexed => self.place_ranks(routing),
+            RowMetadata::Marked => self.place::<2>(routing),
             // What is gathered is chosen by nobody: `fill_gathered` notes more of it.
-            Notes::Weight | Notes::Gathered => self.place::<1>(routing),
+            RowMetadata::Weight | RowMetadata::Gathered => self.place::<1>(routing),
         }
         Ok(())
     }
 
     /// Bytes that its tables hold, used or kept for the next call.
-    pub fn held(&self) -> usize {
+    pub fn memory_usage(&self) -> usize {
         let words = [
             &self.counts,
             &self.starts,
@@ -94,8 +94,11 @@ impl Sorted {
             &self.choice_bins,
             &self.cursors,
         ];
-        let words: usize = words.into_iter().map(held).sum();
-        words + held(&self.dropped) + held(&self.experts) + held(&self.latest)
+        let words: usize = words.into_iter().map(vec_memory_usage).sum();
+        words
+            + vec_memory_usage(&self.dropped)
+            + vec_memory_usage(&self.experts)
+            + vec_memory_usage(&self.latest)
     }
 
     /// Number of entries.
@@ -176,7 +179,7 @@ impl Sorted {
         }
     }
 
-    fn count(&mut self, map: &ExpertMap, notes: Notes, routing: &Routing) -> Result<(), PlanError> {
+    fn count(&mut self, map: &ExpertMap, notes: RowMetadata, routing: &Routing) -> Result<(), PlanError> {
         let k = routing.top_k() as usize;
         let (mut entries, mut token) = (0, 0);
         for (ids, weights) in routing.experts().chunks_exact(k).zip(routing.weights().chunks_exact(k)) {
@@ -226,7 +229,7 @@ impl Sorted {
     /// How many words that is the compiler knows: where it does not, this takes half as long again.
     fn place<const WORDS: usize>(&mut self, routing: &Routing) {
         self.reserve();
-        let Sorted { tokens, choices, notes, cursors, experts, .. } = self;
+        let SortedRouting { tokens, choices, notes, cursors, experts, .. } = self;
         let (notes, _) = notes.as_chunks_mut::<WORDS>();
         let entries = tokens.len().min(notes.len());
         let (tokens, choices, notes) =
@@ -326,7 +329,7 @@ impl Sorted {
 }
 
 /// Bytes that a table has taken from the allocator.
-pub fn held<T>(table: &Vec<T>) -> usize {
+pub fn vec_memory_usage<T>(table: &Vec<T>) -> usize {
     table.capacity() * size_of::<T>()
 }
 

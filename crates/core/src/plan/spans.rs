@@ -10,13 +10,13 @@
 //! notes, sums, the rows that come home) follows by itself. So at the receiver the rows of a source lie in relay order
 //! too, not in token order; each says in its note which row it is in visible order.
 
-use super::{Bins, Counts, Crossing, Frame, RankSets, RelayOrder, Sizes, Sorted};
+use super::{Bins, Counts, InterNodeRows, PlanContext, RankSets, ReceiveSizes, RelayOrder, SortedRouting};
 
 /// Puts the blocks of one rank into relay order, rank-major.
 ///
 /// Reused from call to call: after the first call of a size nothing is allocated.
 #[derive(Clone, Debug, Default)]
-pub struct Spans {
+pub struct RelaySorter {
     sets: RankSets,
     order: RelayOrder,
     /// Per row of a block: its entry in the bin that is put in order.
@@ -27,16 +27,16 @@ pub struct Spans {
     spare: Vec<u32>,
 }
 
-impl Spans {
+impl RelaySorter {
     /// Notes at each entry which row it is in visible order, then sorts what crosses.
     ///
     /// What is dropped for want of room is dropped before: the last tokens, in whatever order they travel.
     pub fn arrange(
         &mut self,
-        frame: &Frame,
-        (sorted, crossing): (&mut Sorted, &mut Crossing),
+        frame: &PlanContext,
+        (sorted, crossing): (&mut SortedRouting, &mut InterNodeRows),
         counts: &Counts,
-        sizes: &Sizes,
+        sizes: &ReceiveSizes,
     ) {
         let (bins, paths) = (frame.bins, frame.paths);
         for bin in 0..bins.count() {
@@ -52,10 +52,10 @@ impl Spans {
         &mut self,
         bins: &Bins,
         (nth, served): (usize, &[u32]),
-        sorted: &mut Sorted,
-        crossing: &mut Crossing,
+        sorted: &mut SortedRouting,
+        crossing: &mut InterNodeRows,
     ) {
-        let Spans { sets, order, entry_of, from, spare } = self;
+        let RelaySorter { sets, order, entry_of, from, spare } = self;
         let rows = crossing.rows(nth);
         let (tokens, mut index) = crossing.block_mut(nth);
         sets.reset(served.len() as u32, rows);
@@ -91,27 +91,27 @@ impl Spans {
 mod tests {
     use super::*;
     use crate::gate::Routing;
-    use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Sizing};
+    use crate::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, RowSizes, SumOrder};
     use crate::topology::{NodeMap, Paths, Route};
 
     #[test]
     fn the_picture_in_the_documentation_is_right() {
         let nodes = NodeMap::from_labels(&[0, 1, 1]);
         let (map, paths) = (ExpertMap::contiguous(3, 3).unwrap(), Paths::new(&nodes, Route::Pxn, 0));
-        let bins = Bins::of_layout(RowLayout::RankMajor, &map, Order::Expert, &nodes);
-        let notes = Notes::of(RowLayout::RankMajor, Mode::Eager, true);
+        let bins = Bins::of_layout(RowLayout::RankMajor, &map, SumOrder::Expert, &nodes);
+        let notes = RowMetadata::of(RowLayout::RankMajor, ReceiveMode::Exact, true);
         // Tokens a to f; expert 1 is on the first rank served, expert 2 on the second.
         let ids = [-1, 2, 1, 2, -1, -1, 1, -1, 1, 2, -1, 2];
         let routing = Routing::new(2, ids.to_vec(), vec![0.5; 12]).unwrap();
-        let (mut sorted, mut crossing) = (Sorted::default(), Crossing::default());
+        let (mut sorted, mut crossing) = (SortedRouting::default(), InterNodeRows::default());
         sorted.fill(&map, &bins, notes, 0, &routing).unwrap();
         crossing.fill(&bins, &paths, &sorted);
         let counts = Counts { below: vec![0, 10, 20, 0, 0, 0], total: vec![0; 6] };
-        let sizes = Sizes { begin: vec![0; 3], ..Sizes::default() };
+        let sizes = ReceiveSizes { begin: vec![0; 3], ..ReceiveSizes::default() };
         let sizing =
-            Sizing { row_bytes: 16, home_bytes: 16, words_out: 5, words_home: 2, partial_bytes: None };
-        let frame = Frame { bins: &bins, paths, align: 1, chunks: 1, sizing, mode: Mode::Eager };
-        let mut spans = Spans::default();
+            RowSizes { row_bytes: 16, home_bytes: 16, words_out: 5, words_home: 2, partial_bytes: None };
+        let frame = PlanContext { bins: &bins, paths, align: 1, chunks: 1, sizing, mode: ReceiveMode::Exact };
+        let mut spans = RelaySorter::default();
         spans.arrange(&frame, (&mut sorted, &mut crossing), &counts, &sizes);
         assert_eq!(crossing.tokens, [3, 1, 4, 0, 5], "{{0}}, {{0, 1}}, {{0, 1}}, {{1}}, {{1}}");
         assert_eq!(crossing.index, [0, 1, 2, 1, 2, 3, 4]);

@@ -8,12 +8,12 @@
 //! An executor that counts what it moves comes to the same numbers, to the byte.
 
 use super::sorted::refill;
-use super::{Forward, Frame, Layout, Order, Sorted};
+use super::{DispatchLayout, PlanContext, RelayPlan, SortedRouting, SumOrder};
 use crate::topology::Route;
 
 /// Rows, by how far they go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Hops {
+pub struct RowsByDistance {
     /// From a rank to itself.
     pub own: u64,
     /// To other ranks of its node.
@@ -27,15 +27,15 @@ pub struct Hops {
 pub struct Traffic {
     /// (token, expert) pairs, by where the expert is: what would move if there were a row for each. Rank-major,
     /// (token, rank) pairs.
-    pub wanted: Hops,
+    pub logical: RowsByDistance,
     /// (token, rank) pairs whose rank is on another node.
     pub remote_ranks: u64,
     /// (token, node) pairs whose node is another.
     pub remote_nodes: u64,
     /// Rows that this rank puts, those of zeros included.
-    pub put: Hops,
+    pub sent: RowsByDistance,
     /// Rows that it hands on to the ranks of its node, itself among them, those of zeros included.
-    pub handed_on: u64,
+    pub relayed: u64,
     /// Copies in which it does that: one for each row or, in spans, for each span. Zeros are not copied.
     pub copies: u64,
     /// Rows that it then copies to the places of its own experts, those of zeros included: after an all-gather.
@@ -51,10 +51,10 @@ pub struct Traffic {
 impl Traffic {
     /// Counts the rows of a dispatch that was sorted and placed so, at a rank that relays `forward`. `seen` is scratch.
     pub fn count(
-        frame: &Frame,
-        sorted: &Sorted,
-        layout: &Layout,
-        forward: Option<&Forward>,
+        frame: &PlanContext,
+        sorted: &SortedRouting,
+        layout: &DispatchLayout,
+        forward: Option<&RelayPlan>,
         seen: &mut Vec<u32>,
     ) -> Self {
         const NOBODY: u32 = u32::MAX;
@@ -72,35 +72,35 @@ impl Traffic {
             let tokens = sorted.tokens_of(bins.of(rank));
             let runs = layout.runs_to(rank).map(|run| &layout.runs[run as usize]);
             let rows: u64 = runs.map(|run| u64::from(run.count) + u64::from(run.pad)).sum();
-            let hop = |hops: &mut Hops, rows| match (rank == paths.me(), paths.near(rank)) {
+            let hop = |hops: &mut RowsByDistance, rows| match (rank == paths.me(), paths.same_node(rank)) {
                 (true, _) => hops.own += rows,
                 (_, true) => hops.local += rows,
                 (_, false) => hops.rail += rows,
             };
-            hop(&mut traffic.wanted, tokens.len() as u64);
-            hop(&mut traffic.put, rows);
-            for &token in tokens.iter().filter(|_| !paths.near(rank)) {
+            hop(&mut traffic.logical, tokens.len() as u64);
+            hop(&mut traffic.sent, rows);
+            for &token in tokens.iter().filter(|_| !paths.same_node(rank)) {
                 let last = std::mem::replace(&mut seen[token as usize], rank);
                 traffic.remote_ranks += u64::from(last != rank);
                 traffic.remote_nodes += u64::from(last == NOBODY || nodes.node_of(last) != node);
             }
         }
         if route == Route::Pxn {
-            traffic.put.rail = layout.blocks.iter().map(|block| u64::from(block.rows)).sum();
+            traffic.sent.rail = layout.blocks.iter().map(|block| u64::from(block.rows)).sum();
             let blocks = forward.map_or(&[][..], |forward| &forward.blocks);
             let segments = blocks.iter().flat_map(|block| &block.segments);
-            traffic.handed_on = segments.map(|to| u64::from(to.count) + u64::from(to.pad)).sum();
-            traffic.copies = forward.map_or(0, Forward::copies);
+            traffic.relayed = segments.map(|to| u64::from(to.count) + u64::from(to.pad)).sum();
+            traffic.copies = forward.map_or(0, RelayPlan::copies);
         }
         traffic
     }
 
     /// Bytes that come home to this rank over rails in a return of this order, if a partial sum has `partial_bytes` bytes:
     /// where relays sum, one for each (token, rank) or (token, node); else a row for each (token, expert).
-    pub fn home_bytes(&self, order: Order, partial_bytes: u64) -> u64 {
+    pub fn home_bytes(&self, order: SumOrder, partial_bytes: u64) -> u64 {
         match order.per_partial(self.remote_ranks, self.remote_nodes) {
             Some(partials) if self.route == Route::Pxn => partials * partial_bytes,
-            _ => self.wanted.rail * self.home_row_bytes,
+            _ => self.logical.rail * self.home_row_bytes,
         }
     }
 }

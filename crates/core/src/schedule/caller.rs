@@ -25,7 +25,7 @@
 //! A dispatch along a known layout is the same program with fewer operands. What the rank does for others is its
 //! [`Relay`](super::Relay)'s program; "block -> me" tells that to begin, "entry(me)" and "home(me)" are its answers.
 
-use super::{Flag, Item, Level, Op, Slot};
+use super::{Flag, FlagValue, Op, OperandId, TrackOp};
 use crate::topology::{Paths, Route};
 
 /// Builds the stages of a rank's own part. Slots are numbered by what they carry, so whoever fills the operands needs
@@ -48,75 +48,80 @@ impl<'a> Caller<'a> {
     }
 
     /// Slot of the rows put to `peer` (dispatch), or pulled from it (return).
-    pub fn rows(&self, peer: u32) -> Slot {
-        Slot(peer)
+    pub fn rows(&self, peer: u32) -> OperandId {
+        OperandId(peer)
     }
 
     /// Slot of what goes with those rows (dispatch).
-    pub fn notes(&self, peer: u32) -> Slot {
-        Slot(self.paths.ranks() + peer)
+    pub fn notes(&self, peer: u32) -> OperandId {
+        OperandId(self.paths.ranks() + peer)
     }
 
     /// Slot of the header of the block for `relay` (dispatch).
-    pub fn header(&self, relay: u32) -> Slot {
-        Slot(2 * self.paths.ranks() + relay)
+    pub fn header(&self, relay: u32) -> OperandId {
+        OperandId(2 * self.paths.ranks() + relay)
     }
 
     /// Slot of chunk `chunk` (from 1) of the block for `relay` (dispatch).
-    pub fn block(&self, relay: u32, chunk: u8) -> Slot {
-        Slot(3 * self.paths.ranks() + relay * u32::from(self.chunks) + u32::from(chunk) - 1)
+    pub fn block(&self, relay: u32, chunk: u8) -> OperandId {
+        OperandId(3 * self.paths.ranks() + relay * u32::from(self.chunks) + u32::from(chunk) - 1)
     }
 
     /// Slot of the sum of rows (return).
-    pub fn sum(&self) -> Slot {
-        Slot(0)
+    pub fn sum(&self) -> OperandId {
+        OperandId(0)
     }
 
     /// Slot of the fetch of weights (return).
-    pub fn weights(&self) -> Slot {
-        Slot(1)
+    pub fn weights(&self) -> OperandId {
+        OperandId(1)
     }
 
     /// Return: rows that relays return have landed, and so has this rank's own relay finished.
-    pub(super) fn home(&self) -> Vec<Item> {
-        let home = self.paths.relays().map(|r| self.on(r, wait(r, Flag::Home, Level::Call)));
-        home.chain(self.answer(Flag::Home)).collect()
+    pub(super) fn home(&self) -> Vec<TrackOp> {
+        let home = self.paths.relays().map(|r| self.on(r, wait(r, Flag::Returned, FlagValue::Call)));
+        home.chain(self.answer(Flag::Returned)).collect()
     }
 
     /// Return: rows are summed where they lie; their owners may have the memory back.
-    pub(super) fn sum_stage(&self) -> Vec<Item> {
+    pub(super) fn sum_stage(&self) -> Vec<TrackOp> {
         let (paths, me) = (self.paths, self.paths.me());
         let sums = [self.sum(), self.weights()].map(|slot| self.on(me, Op::Reduce { slot }));
         // On the track of the sums: a signal follows the reads that it vouches for.
-        let read = paths.locals().map(|l| self.on(me, self.signal(l, Flag::Read, Level::Call)));
+        let read = paths.local_peers().map(|l| self.on(me, self.signal(l, Flag::Read, FlagValue::Call)));
         sums.into_iter().chain(read).collect()
     }
 
     /// All-gather: this rank's rows, from where they were gathered to their places. Its table has one operand.
-    pub(super) fn regroup(&self) -> Vec<Item> {
+    pub(super) fn regroup(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
-        vec![self.on(me, Op::PutRows { to: me, slot: Slot(0) })]
+        vec![self.on(me, Op::PutRows { to: me, slot: OperandId(0) })]
     }
 
     /// Behind "rows" where copy engines bring in what crossed: it lies in this rank's twin.
-    pub(super) fn bring_in(&self) -> Vec<Item> {
+    pub(super) fn bring_in(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
         vec![self.on(me, Op::Put { to: me, slot: self.rows(me) })]
     }
 
     /// In place of "sum" where copy engines read: they cannot add, so the rows that this rank sums come here first. Those of
     /// this node come while relays return the rest.
-    pub(super) fn pull(&self) -> Vec<Item> {
+    pub(super) fn pull(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
-        self.paths.locals().chain([me]).map(|p| self.on(p, Op::Put { to: me, slot: self.rows(p) })).collect()
+        self.paths
+            .local_peers()
+            .chain([me])
+            .map(|p| self.on(p, Op::Put { to: me, slot: self.rows(p) }))
+            .collect()
     }
 
     /// Behind "home": what relays have put into this rank's host staging comes last. Owners have their memory back only
     /// now, since this rank's relay reads it, too.
-    pub(super) fn pull_rest(&self) -> Vec<Item> {
+    pub(super) fn pull_rest(&self) -> Vec<TrackOp> {
         let (paths, me) = (self.paths, self.paths.me());
         let rest = paths.relays().map(|r| self.on(r, Op::Put { to: me, slot: self.rows(r) }));
-        rest.chain(paths.locals().map(|l| self.on(l, self.signal(l, Flag::Read, Level::Call)))).collect()
+        rest.chain(paths.local_peers().map(|l| self.on(l, self.signal(l, Flag::Read, FlagValue::Call))))
+            .collect()
     }
 
     /// What this rank offered in its last return, or in this one, has been read: its memory may be written again.
@@ -124,97 +129,97 @@ impl<'a> Caller<'a> {
     /// A return that fills its chunk before its entries needs this. In dispatches the entries say it too, since
     /// a rank that writes has heard the entries of all, sent after their last sums; there it only lets the pool free
     /// memory early.
-    pub(super) fn read(&self, level: Level) -> Vec<Item> {
+    pub(super) fn read(&self, level: FlagValue) -> Vec<TrackOp> {
         let read = |l| self.on(l, wait(l, Flag::Read, level));
-        self.paths.locals().map(read).collect()
+        self.paths.local_peers().map(read).collect()
     }
 
     /// Where hosts run ahead of their streams: streams say that they have reached the call, and wait for those of local peers
     /// before they read what these offer.
-    pub(super) fn ready(&self) -> Vec<Item> {
+    pub(super) fn ready(&self) -> Vec<TrackOp> {
         self.meeting(Flag::Ready)
     }
 
     /// Where hosts run ahead of their streams: hosts say that all copies and signals of the call are enqueued. Whatever a
     /// stream waits for afterwards has its cause in a queue already, and needs no other call of the driver.
-    pub(super) fn posted(&self) -> Vec<Item> {
+    pub(super) fn posted(&self) -> Vec<TrackOp> {
         self.meeting(Flag::Posted)
     }
 
     /// All ranks of the node raise a flag for each other.
-    fn meeting(&self, flag: Flag) -> Vec<Item> {
-        let raise = self.paths.locals().map(|l| self.on(l, self.signal(l, flag, Level::Call)));
-        raise.chain(self.paths.locals().map(|l| self.on(l, wait(l, flag, Level::Call)))).collect()
+    fn meeting(&self, flag: Flag) -> Vec<TrackOp> {
+        let raise = self.paths.local_peers().map(|l| self.on(l, self.signal(l, flag, FlagValue::Call)));
+        raise.chain(self.paths.local_peers().map(|l| self.on(l, wait(l, flag, FlagValue::Call)))).collect()
     }
 
     /// Everybody says what it calls and where it can receive; one that `offers` tells relays, too.
-    pub(super) fn entry(&self, offers: bool) -> Vec<Item> {
+    pub(super) fn entry(&self, offers: bool) -> Vec<TrackOp> {
         let paths = self.paths;
-        let mut items: Vec<Item> =
-            paths.locals().map(|l| self.on(l, self.signal(l, Flag::Entry, Level::Call))).collect();
+        let mut items: Vec<TrackOp> =
+            paths.local_peers().map(|l| self.on(l, self.signal(l, Flag::Entry, FlagValue::Call))).collect();
         if offers {
-            items.extend(paths.relays().map(|r| self.on(r, self.signal(r, Flag::Block, Level::Call))));
+            items.extend(paths.relays().map(|r| self.on(r, self.signal(r, Flag::Block, FlagValue::Call))));
         }
         if paths.rails() {
-            items.push(self.on(paths.me(), self.signal(paths.me(), Flag::Block, Level::Call)));
+            items.push(self.on(paths.me(), self.signal(paths.me(), Flag::Block, FlagValue::Call)));
         }
-        let heard = paths.locals().chain(paths.tellers());
-        items.extend(heard.map(|p| self.on(p, wait(p, Flag::Entry, Level::Call))));
+        let heard = paths.local_peers().chain(paths.count_senders());
+        items.extend(heard.map(|p| self.on(p, wait(p, Flag::Entry, FlagValue::Call))));
         items.extend(self.answer(Flag::Entry));
         items
     }
 
     /// Dispatch: this rank's rows go out, and those for it land.
-    pub(super) fn rows_stage(&self) -> Vec<Item> {
+    pub(super) fn rows_stage(&self) -> Vec<TrackOp> {
         let paths = self.paths;
         let mut items = Vec::new();
         // What crosses goes first: relays hand on while this rank serves its neighbours.
         for relay in paths.relays() {
             items.push(self.on(relay, Op::Put { to: relay, slot: self.header(relay) }));
-            items.push(self.on(relay, self.signal(relay, Flag::Block, Level::Call)));
+            items.push(self.on(relay, self.signal(relay, Flag::Block, FlagValue::Call)));
         }
         match paths.route() {
             Route::Pxn => {
                 for (chunk, relay) in (1..=self.chunks).flat_map(|c| paths.relays().map(move |r| (c, r))) {
                     let slot = self.block(relay, chunk);
                     items.push(self.on(relay, Op::PutRows { to: relay, slot }));
-                    items.push(self.on(relay, self.signal(relay, Flag::Block, Level::Part(chunk))));
+                    items.push(self.on(relay, self.signal(relay, Flag::Block, FlagValue::Part(chunk))));
                 }
             }
             Route::Direct => paths.relays().for_each(|relay| self.rows_to(relay, &mut items)),
         }
-        paths.locals().for_each(|local| self.rows_to(local, &mut items));
+        paths.local_peers().for_each(|local| self.rows_to(local, &mut items));
         for slot in [self.rows(paths.me()), self.notes(paths.me())] {
             items.push(self.on(paths.me(), Op::PutRows { to: paths.me(), slot }));
         }
-        items.extend(paths.peers().map(|p| self.on(p, wait(p, Flag::Landed, Level::Call))));
-        items.extend(self.answer(Flag::Home));
+        items.extend(paths.peers().map(|p| self.on(p, wait(p, Flag::Landed, FlagValue::Call))));
+        items.extend(self.answer(Flag::Returned));
         items
     }
 
-    fn rows_to(&self, peer: u32, items: &mut Vec<Item>) {
+    fn rows_to(&self, peer: u32, items: &mut Vec<TrackOp>) {
         for slot in [self.rows(peer), self.notes(peer)] {
             items.push(self.on(peer, Op::PutRows { to: peer, slot }));
         }
-        items.push(self.on(peer, self.signal(peer, Flag::Landed, Level::Call)));
+        items.push(self.on(peer, self.signal(peer, Flag::Landed, FlagValue::Call)));
     }
 
     /// The wait for a word of this rank's own relay.
-    fn answer(&self, flag: Flag) -> Option<Item> {
+    fn answer(&self, flag: Flag) -> Option<TrackOp> {
         let me = self.paths.me();
-        self.paths.rails().then(|| self.on(me, wait(me, flag, Level::Call)))
+        self.paths.rails().then(|| self.on(me, wait(me, flag, FlagValue::Call)))
     }
 
-    fn signal(&self, to: u32, flag: Flag, level: Level) -> Op {
+    fn signal(&self, to: u32, flag: Flag, level: FlagValue) -> Op {
         Op::Signal { to, of: self.paths.me(), flag, level }
     }
 
     /// The track of a peer: one per peer, and this rank's own number for what it does at home.
-    fn on(&self, peer: u32, op: Op) -> Item {
-        Item { track: peer, op }
+    fn on(&self, peer: u32, op: Op) -> TrackOp {
+        TrackOp { track: peer, op }
     }
 }
 
-pub(super) fn wait(from: u32, flag: Flag, level: Level) -> Op {
+pub(super) fn wait(from: u32, flag: Flag, level: FlagValue) -> Op {
     Op::Wait { from, flag, level }
 }

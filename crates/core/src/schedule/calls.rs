@@ -42,13 +42,13 @@ impl Calls {
         self.last_return = self.running;
     }
 
-    /// What the flags of the running call are raised to: [`Level::Call`](super::Level::Call).
+    /// What the flags of the running call are raised to: [`FlagValue::Call`](super::FlagValue::Call).
     pub fn value(&self) -> u64 {
         self.running
     }
 
     /// What peers raise their `Read` flags to, once all that was offered is read:
-    /// [`Level::LastReturn`](super::Level::LastReturn).
+    /// [`FlagValue::LastReturn`](super::FlagValue::LastReturn).
     pub fn last_return(&self) -> u64 {
         self.last_return
     }

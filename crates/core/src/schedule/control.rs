@@ -27,7 +27,7 @@ pub const LINE: u64 = 64;
 
 /// Offsets in the control window, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Control {
+pub struct ControlLayout {
     ranks: u64,
     /// Words of a publication.
     words: u64,
@@ -48,7 +48,7 @@ pub struct Control {
     note_bytes: u64,
 }
 
-impl Control {
+impl ControlLayout {
     /// For the group of these paths (of any of its ranks), these bins, and at most `max_entries` entries a rank, with
     /// `note_bytes` bytes to go with each.
     pub fn new(paths: &Paths, bins: &Bins, max_entries: u64, note_bytes: u64) -> Self {
@@ -56,12 +56,12 @@ impl Control {
         let most = |of: &dyn Fn(Paths) -> usize| {
             (0..paths.ranks()).map(|rank| of(paths.of(rank))).max().unwrap_or(0) as u64
         };
-        Control {
+        ControlLayout {
             ranks: paths.ranks().into(),
             words: u64::from(bins.count() + paths.staged_ranks()),
             members: (0..nodes.nodes()).map(|node| nodes.members(node).len()).max().unwrap_or(0) as u64,
             nodes: if paths.rails() { nodes.nodes().into() } else { 0 },
-            told: most(&|p| p.told().count()),
+            told: most(&|p| p.count_receivers().count()),
             sources: most(&|p| p.sources().count()),
             relays: most(&|p| p.relays().count()),
             served: most(&|p| p.served_by(p.me()).len()),
@@ -194,18 +194,18 @@ fn lines(bytes: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{ExpertMap, Order};
+    use crate::plan::{ExpertMap, SumOrder};
     use crate::topology::NodeMap;
 
     #[test]
     fn nothing_overlaps() {
         let nodes = NodeMap::from_labels(&[0, 0, 0, 1, 1, 1, 1, 1]);
-        let bins = Bins::experts(&ExpertMap::contiguous(20, 8).unwrap(), Order::Expert, &nodes);
+        let bins = Bins::experts(&ExpertMap::contiguous(20, 8).unwrap(), SumOrder::Expert, &nodes);
         for route in Route::ALL {
-            let control = Control::new(&Paths::new(&nodes, route, 0), &bins, 7, 4);
-            let flags = Flag::ALL.map(|flag| Control::flag(2, flag, 8));
+            let control = ControlLayout::new(&Paths::new(&nodes, route, 0), &bins, 7, 4);
+            let flags = Flag::ALL.map(|flag| ControlLayout::flag(2, flag, 8));
             assert_eq!(flags, [2, 10, 18, 26, 34, 42, 50].map(|line| line * LINE));
-            let tags = [0, 1].map(|parity| Control::tag(2, Flag::Block, 8, parity));
+            let tags = [0, 1].map(|parity| ControlLayout::tag(2, Flag::Block, 8, parity));
             assert_eq!(tags, [26 * 64 + 16, 26 * 64 + 40]);
             let both = |at: &dyn Fn(u64) -> u64| [at(0), at(1)];
             let (sources, relays) = if route == Route::Pxn { (2, 1) } else { (5, 5) };

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::{Index, Operand, Operands, Place, Slot, Sum, Target, WindowId};
-use crate::plan::{Chunk, RowRun, Term};
+use super::{Index, Operand, OperandId, Operands, PutSource, SumOperands, SumTarget, WindowId};
+use crate::plan::{RowBuffer, RowRun, Summand};
 
 /// Bytes of a rank's window.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,7 +76,7 @@ pub enum Effect {
 
 impl Operands<'_> {
     /// Copies of a put to rank `to`.
-    pub fn puts(&self, to: u32, slot: Slot) -> Vec<Effect> {
+    pub fn puts(&self, to: u32, slot: OperandId) -> Vec<Effect> {
         match self.table[slot.0 as usize] {
             Operand::Spans { first, count } => self.spans[first as usize..][..count as usize]
                 .iter()
@@ -100,7 +100,7 @@ impl Operands<'_> {
     }
 
     /// Reads of a sum at rank `me`, and the partial sums that it leaves in a window.
-    pub fn sums(&self, slot: Slot, (me, partial_bytes): (u32, u64)) -> Vec<Effect> {
+    pub fn sums(&self, slot: OperandId, (me, partial_bytes): (u32, u64)) -> Vec<Effect> {
         let sum = &self.sum;
         match self.table[slot.0 as usize] {
             Operand::SumRows { first, count, to } => {
@@ -108,7 +108,7 @@ impl Operands<'_> {
                 let terms = &sum.terms[at(first)..at(first + count)];
                 let mut effects =
                     reads(sum, terms, |chunk, row| (u64::from(row) * chunk.row_bytes, chunk.row_bytes));
-                if let Target::Partials { window, offset } = to {
+                if let SumTarget::Partials { window, offset } = to {
                     effects.push(Effect::Sums(Bytes::new(
                         me,
                         window,
@@ -126,10 +126,10 @@ impl Operands<'_> {
     }
 }
 
-fn source(from: Place, start: u64, len: u64) -> Option<Bytes> {
+fn source(from: PutSource, start: u64, len: u64) -> Option<Bytes> {
     match from {
-        Place::Input | Place::Notes => None,
-        Place::Window { owner, window } => Some(Bytes::new(owner, window, start, len)),
+        PutSource::Input | PutSource::Notes => None,
+        PutSource::Window { owner, window } => Some(Bytes::new(owner, window, start, len)),
     }
 }
 
@@ -141,14 +141,14 @@ struct Stretch {
 }
 
 /// The rows of a run, neighbours joined, and its pad.
-fn stretches(listed: &[u32], run: &RowRun, from: Place, index: Index) -> Vec<Stretch> {
+fn stretches(listed: &[u32], run: &RowRun, from: PutSource, index: Index) -> Vec<Stretch> {
     let RowRun { to_row, first, count, pad } = *run;
     let mut all: Vec<Stretch> = match (from, index) {
         // Of the call's tensors nobody but the call knows: what is read there makes no difference.
-        (Place::Input | Place::Notes, _) => {
+        (PutSource::Input | PutSource::Notes, _) => {
             return vec![Stretch { to_row, rows: count + pad, from_row: None }];
         }
-        (_, Index::Straight) => vec![Stretch { to_row, rows: count, from_row: Some(first) }],
+        (_, Index::Contiguous) => vec![Stretch { to_row, rows: count, from_row: Some(first) }],
         (_, Index::Listed) => {
             let mut next = to_row;
             let joined = listed[first as usize..][..count as usize].chunk_by(|a, b| a + 1 == *b);
@@ -165,8 +165,8 @@ fn stretches(listed: &[u32], run: &RowRun, from: Place, index: Index) -> Vec<Str
 }
 
 /// Reads of terms, neighbours joined; `at` says where one lies in its owner's chunk, and how long it is.
-fn reads(sum: &Sum, terms: &[Term], at: impl Fn(&Chunk, u32) -> (u64, u64)) -> Vec<Effect> {
-    let place = |term: &Term| {
+fn reads(sum: &SumOperands, terms: &[Summand], at: impl Fn(&RowBuffer, u32) -> (u64, u64)) -> Vec<Effect> {
+    let place = |term: &Summand| {
         let owner = term.owner as usize;
         let (start, len) = at(&sum.chunks[owner], term.row);
         (sum.held_by[owner], sum.bases[owner] + start, len)

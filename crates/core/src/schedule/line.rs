@@ -15,7 +15,7 @@ pub enum Line {
 impl Op {
     /// What performs the operation at the rank of these paths, if its host runs ahead of its stream.
     pub fn line(&self, paths: Paths<'_>) -> Line {
-        let here = |rank: u32| rank == paths.me() || paths.near(rank);
+        let here = |rank: u32| rank == paths.me() || paths.same_node(rank);
         let streams = match *self {
             Op::Put { to, .. } | Op::PutRows { to, .. } => here(to),
             Op::Signal { to, flag: Flag::Landed | Flag::Read | Flag::Ready, .. } => here(to),

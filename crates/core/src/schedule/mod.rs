@@ -37,10 +37,12 @@ pub mod stream;
 
 pub use caller::Caller;
 pub use calls::Calls;
-pub use control::{Control, LINE};
+pub use control::{ControlLayout, LINE};
 pub use effect::{Bytes, Effect};
-pub use fill::{CallerTables, Parts, RelayTables, Setting};
+pub use fill::{CallerTables, FillContext, RelayTables, ReturnParts};
 pub use line::Line;
-pub use op::{Flag, Item, Level, Op, Slot, Stage};
-pub use operands::{Index, Operand, Operands, Place, Refusal, SpanCopy, Sum, Tag, Target, WindowId};
+pub use op::{Flag, FlagValue, Op, OperandId, Stage, TrackOp};
+pub use operands::{
+    Index, Operand, Operands, PutSource, Refusal, SpanCopy, SumOperands, SumTarget, Tag, WindowId,
+};
 pub use relay::Relay;

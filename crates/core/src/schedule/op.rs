@@ -22,7 +22,7 @@ pub enum Flag {
     /// offer; carries a [`Tag`](super::Tag). From a rank to its own relay: "begin".
     Block = 3,
     /// "What I bring home to you has landed." From a rank's relay to the rank itself: "I am done."
-    Home = 4,
+    Returned = 4,
     /// "My stream has reached this call: my memory may be read as agreed." Written by the stream itself, for calls that its
     /// host enters ahead of it.
     Ready = 5,
@@ -35,7 +35,7 @@ impl Flag {
     pub const COUNT: usize = 7;
     /// All kinds, in the order of their words.
     pub const ALL: [Flag; Flag::COUNT] =
-        [Flag::Entry, Flag::Landed, Flag::Read, Flag::Block, Flag::Home, Flag::Ready, Flag::Posted];
+        [Flag::Entry, Flag::Landed, Flag::Read, Flag::Block, Flag::Returned, Flag::Ready, Flag::Posted];
 
     /// Name for errors and timelines.
     pub const fn name(self) -> &'static str {
@@ -44,7 +44,7 @@ impl Flag {
             Flag::Landed => "landed",
             Flag::Read => "read",
             Flag::Block => "block",
-            Flag::Home => "home",
+            Flag::Returned => "home",
             Flag::Ready => "ready",
             Flag::Posted => "posted",
         }
@@ -54,7 +54,7 @@ impl Flag {
 /// Which generation a flag operation means. The number itself is an operand: it grows with every call, except on a
 /// [stream](super::stream), where it is a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Level {
+pub enum FlagValue {
     /// The running call.
     Call,
     /// A part of the running call: a chunk of a block, from 1 on.
@@ -64,12 +64,12 @@ pub enum Level {
     /// On a stream: said, and not yet taken back by whoever waited for it.
     Credit,
     /// On a stream: what a rank sets a word of its own back to, once it has waited.
-    Nothing,
+    Reset,
 }
 
 /// Index into the operand table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Slot(pub u32);
+pub struct OperandId(pub u32);
 
 /// One operation of a track. Peers are positions in the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -79,17 +79,17 @@ pub enum Op {
         /// The peer (or this rank itself).
         to: u32,
         /// Which spans.
-        slot: Slot,
+        slot: OperandId,
     },
     /// Copies rows by index to runs in a peer's window: a gather on the way.
     PutRows {
         /// The peer (or this rank itself).
         to: u32,
         /// Which rows.
-        slot: Slot,
+        slot: OperandId,
     },
     /// Raises a flag word at a peer, after all earlier puts and reads of this track; or sets one back at this rank itself
-    /// ([`Level::Nothing`]).
+    /// ([`FlagValue::Reset`]).
     Signal {
         /// The peer (or this rank itself: between a rank and its own relay).
         to: u32,
@@ -98,7 +98,7 @@ pub enum Op {
         /// Which kind of word.
         flag: Flag,
         /// To which generation.
-        level: Level,
+        level: FlagValue,
     },
     /// Waits until a local flag word has at least the given generation.
     Wait {
@@ -107,18 +107,18 @@ pub enum Op {
         /// Which kind of word.
         flag: Flag,
         /// Which generation.
-        level: Level,
+        level: FlagValue,
     },
     /// Sums rows of readable windows, by index and in a fixed order.
     Reduce {
         /// Which rows.
-        slot: Slot,
+        slot: OperandId,
     },
 }
 
 /// An operation and the track it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Item {
+pub struct TrackOp {
     /// Operations of one track happen in order; tracks know of each other only through flags.
     pub track: u32,
     /// The operation.
@@ -133,22 +133,22 @@ pub struct Stage {
     pub name: &'static str,
     /// The operations in *launch order*: a linear extension by phase (own puts and signals, then waits), such that
     /// any executor may fold the tracks onto any number of in-order queues without a deadlock.
-    pub items: Vec<Item>,
+    pub items: Vec<TrackOp>,
 }
 
 impl Stage {
     /// What a rank can do at once: the half of a call that is started now and finished later.
-    pub fn start(&self) -> &[Item] {
+    pub fn start(&self) -> &[TrackOp] {
         &self.items[..self.first_wait()]
     }
 
     /// What begins with the first wait: the other half.
-    pub fn finish(&self) -> &[Item] {
+    pub fn finish(&self) -> &[TrackOp] {
         &self.items[self.first_wait()..]
     }
 
     /// One of the halves, or both.
-    pub fn part(&self, part: Part) -> &[Item] {
+    pub fn part(&self, part: Part) -> &[TrackOp] {
         match part {
             Part::Whole => &self.items,
             Part::Start => self.start(),

@@ -9,10 +9,10 @@
 //!               --> SumRows, FetchWeights             --> terms per output row: (owner, row) in a fixed order
 //! ```
 
-use super::{Flag, Level};
-use crate::dtype::Wire;
+use super::{Flag, FlagValue};
+use crate::dtype::PartialDtype;
 use crate::error::CallKind;
-use crate::plan::{Chunk, RowRun, Term};
+use crate::plan::{RowBuffer, RowRun, Summand};
 
 /// Number of a window in the table of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -25,12 +25,12 @@ impl WindowId {
     pub const CONTROL: WindowId = WindowId(1);
     /// Where the pool is memory of a device: memory of the host beside it, from which copy engines bring in. If no rail reaches
     /// the device, what crosses lands there, at the same offsets; else it is the planner's desk.
-    pub const TWIN: WindowId = WindowId(2);
+    pub const HOST_STAGING: WindowId = WindowId(2);
 }
 
 /// Where the bytes of a put come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Place {
+pub enum PutSource {
     /// The call's input tensor.
     Input,
     /// What goes with each of this rank's entries.
@@ -50,14 +50,14 @@ pub enum Index {
     /// Those that [`Operands::rows`] lists from `run.first` on.
     Listed,
     /// Those from row `run.first` on.
-    Straight,
+    Contiguous,
 }
 
 /// One span of a put: `len` bytes from (`from`, `from_offset`) here to (`to`, `to_offset`) at the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanCopy {
     /// Source.
-    pub from: Place,
+    pub from: PutSource,
     /// First byte in the source.
     pub from_offset: u64,
     /// Window at the peer.
@@ -78,7 +78,7 @@ impl SpanCopy {
 
 /// Where sums go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Target {
+pub enum SumTarget {
     /// The call's output tensor, in the type of the rows.
     Output,
     /// One of this rank's own windows, as partials in the type of the wire.
@@ -110,7 +110,7 @@ pub enum Operand {
         /// Number of runs.
         count: u32,
         /// Where the rows come from.
-        from: Place,
+        from: PutSource,
         /// Where row 0 lies there, in bytes.
         from_offset: u64,
         /// Which rows a run takes.
@@ -129,7 +129,7 @@ pub enum Operand {
         /// Number of output rows.
         count: u32,
         /// Where they go, one after another.
-        to: Target,
+        to: SumTarget,
     },
     /// Fetches one `f32` per term from behind the chunks of [`Operands::sum`] into the call's weights.
     FetchWeights,
@@ -137,12 +137,12 @@ pub enum Operand {
 
 /// What a `Reduce` reads.
 ///
-/// Each owner offers one [`Chunk`]. It lies in the pool window of `held_by[owner]`: the owner's own pool where it can be
+/// Each owner offers one [`RowBuffer`]. It lies in the pool window of `held_by[owner]`: the owner's own pool where it can be
 /// read by loads, this rank's otherwise (it was brought there).
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Sum<'a> {
+pub struct SumOperands<'a> {
     /// Summands of all output rows, output row after output row, each in summation order.
-    pub terms: &'a [Term],
+    pub terms: &'a [Summand],
     /// `starts[t]..starts[t + 1]` are the terms of output row `t`: rows + 1 entries.
     pub starts: &'a [u32],
     /// For each term, the place of its weight.
@@ -153,17 +153,17 @@ pub struct Sum<'a> {
     /// `group_starts[t]..group_starts[t + 1]` are the groups of output row `t`; empty with `groups`.
     pub group_starts: &'a [u32],
     /// Type to which the sums of groups are rounded, and in which partials travel.
-    pub wire: Wire,
+    pub wire: PartialDtype,
     /// Per owner: whose pool holds its chunk.
     pub held_by: &'a [u32],
     /// Per owner: first byte of its chunk in that pool.
     pub bases: &'a [u64],
     /// Per owner: its chunk.
-    pub chunks: &'a [Chunk],
+    pub chunks: &'a [RowBuffer],
     /// Weights that the rows are multiplied with; empty for a plain sum.
     pub weights: &'a [f32],
     /// What a fetch reads: one `f32` of each of these, behind the rows of its owner's chunk.
-    pub fetched: &'a [Term],
+    pub fetched: &'a [Summand],
     /// For each of those, its place in the caller's `[tokens, top_k]` array.
     pub places: &'a [u32],
 }
@@ -252,32 +252,32 @@ pub struct Operands<'a> {
     /// Bytes of one row of the call's tensors.
     pub row_bytes: u64,
     /// What a `Reduce` reads.
-    pub sum: Sum<'a>,
+    pub sum: SumOperands<'a>,
     /// What entry signals and offers say to each peer; empty where they say nothing.
     pub tags: &'a [Tag],
-    /// Value of [`Level::Call`](super::Level::Call): see [`Calls`](super::Calls).
+    /// Value of [`FlagValue::Call`](super::FlagValue::Call): see [`Calls`](super::Calls).
     pub call: u64,
-    /// Value of [`Level::LastReturn`](super::Level::LastReturn), of the same form.
+    /// Value of [`FlagValue::LastReturn`](super::FlagValue::LastReturn), of the same form.
     pub last_return: u64,
 }
 
 impl Operands<'_> {
     /// The value of a level in this call.
     #[inline]
-    pub fn value(&self, level: Level) -> u64 {
+    pub fn value(&self, level: FlagValue) -> u64 {
         match level {
-            Level::Call => self.call,
-            Level::Part(part) => self.call + u64::from(part),
-            Level::LastReturn => self.last_return,
-            Level::Credit => 1,
-            Level::Nothing => 0,
+            FlagValue::Call => self.call,
+            FlagValue::Part(part) => self.call + u64::from(part),
+            FlagValue::LastReturn => self.last_return,
+            FlagValue::Credit => 1,
+            FlagValue::Reset => 0,
         }
     }
 
     /// The tag that comes with a signal: with those that begin something.
     #[inline]
-    pub fn tag(&self, to: u32, flag: Flag, level: Level) -> Option<&Tag> {
-        let begins = level == Level::Call && matches!(flag, Flag::Entry | Flag::Block);
+    pub fn tag(&self, to: u32, flag: Flag, level: FlagValue) -> Option<&Tag> {
+        let begins = level == FlagValue::Call && matches!(flag, Flag::Entry | Flag::Block);
         begins.then(|| self.tags.get(to as usize)).flatten()
     }
 }

@@ -5,7 +5,7 @@
 //!   agreement  node entered  Wait block(me) , Wait entry(l)                my node is in this call
 //!                            - the relay adds up -
 //!              counts sent   Put sums -> s , Signal entry -> s             s: the ranks whose rail peer I am
-//!              all entered   Wait entry(tellers)                           every node is
+//!              all entered   Wait entry(count_senders)                           every node is
 //!              agreed        Signal entry -> me
 //!
 //!   dispatch   headers       Wait block(s)                                 s: my sources
@@ -27,7 +27,7 @@
 //! then a relay hands on while its caller is away, between the start of a call and its finish.
 
 use super::caller::wait;
-use super::{Flag, Item, Level, Op, Slot};
+use super::{Flag, FlagValue, Op, OperandId, TrackOp};
 use crate::topology::{Paths, Route};
 
 /// Builds the stages of a rank's relay. Sources are numbered by their order in [`Paths::sources`].
@@ -57,79 +57,79 @@ impl<'a> Relay<'a> {
     }
 
     /// Slot of what `source` is told.
-    pub fn message(&self, source: u32) -> Slot {
-        Slot(source)
+    pub fn message(&self, source: u32) -> OperandId {
+        OperandId(source)
     }
 
     /// Slot of what the `nth` source gets home, part `chunk` (from 1) of it.
-    pub fn home(&self, nth: u32, chunk: u8) -> Slot {
-        Slot(self.paths.ranks() + 2 * (nth * (u32::from(self.chunks) + 1) + u32::from(chunk)))
+    pub fn home(&self, nth: u32, chunk: u8) -> OperandId {
+        OperandId(self.paths.ranks() + 2 * (nth * (u32::from(self.chunks) + 1) + u32::from(chunk)))
     }
 
     /// Slot of the sums that go with it.
-    pub fn partials(&self, nth: u32, chunk: u8) -> Slot {
-        Slot(self.home(nth, chunk).0 + 1)
+    pub fn partials(&self, nth: u32, chunk: u8) -> OperandId {
+        OperandId(self.home(nth, chunk).0 + 1)
     }
 
     /// Slot of chunk `chunk` (from 1) of the `nth` source for the `member`th rank served; chunk 0: what goes with the rows.
-    pub fn rows(&self, nth: u32, chunk: u8, member: u32) -> Slot {
+    pub fn rows(&self, nth: u32, chunk: u8, member: u32) -> OperandId {
         let served = self.served().len() as u32;
         let block = nth * (u32::from(self.chunks) + 1) + u32::from(chunk);
-        Slot(self.paths.ranks() + block * served + member)
+        OperandId(self.paths.ranks() + block * served + member)
     }
 
     /// This node has entered the call.
-    pub(super) fn node_entered(&self) -> Vec<Item> {
+    pub(super) fn node_entered(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
-        let begin = self.on(me, wait(me, Flag::Block, Level::Call));
-        let entered = self.paths.locals().map(|l| self.on(l, wait(l, Flag::Entry, Level::Call)));
+        let begin = self.on(me, wait(me, Flag::Block, FlagValue::Call));
+        let entered = self.paths.local_peers().map(|l| self.on(l, wait(l, Flag::Entry, FlagValue::Call)));
         [begin].into_iter().chain(entered).collect()
     }
 
     /// Other nodes hear of it, and of what this node counts.
-    pub(super) fn counts_sent(&self) -> Vec<Item> {
+    pub(super) fn counts_sent(&self) -> Vec<TrackOp> {
         let put = |s| self.on(s, Op::Put { to: s, slot: self.message(s) });
         let signal = |s| self.on(s, self.signal(s, self.paths.me(), Flag::Entry));
-        self.paths.told().flat_map(|source| [put(source), signal(source)]).collect()
+        self.paths.count_receivers().flat_map(|source| [put(source), signal(source)]).collect()
     }
 
     /// All nodes have entered.
-    pub(super) fn all_entered(&self) -> Vec<Item> {
-        self.paths.tellers().map(|t| self.on(t, wait(t, Flag::Entry, Level::Call))).collect()
+    pub(super) fn all_entered(&self) -> Vec<TrackOp> {
+        self.paths.count_senders().map(|t| self.on(t, wait(t, Flag::Entry, FlagValue::Call))).collect()
     }
 
     /// The rank itself hears that.
-    pub(super) fn agreed(&self) -> Vec<Item> {
+    pub(super) fn agreed(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
         vec![self.on(me, self.signal(me, me, Flag::Entry))]
     }
 
     /// Sources have sent their headers, or their offers.
-    pub(super) fn headers(&self) -> Vec<Item> {
-        self.paths.sources().map(|s| self.on(s, wait(s, Flag::Block, Level::Call))).collect()
+    pub(super) fn headers(&self) -> Vec<TrackOp> {
+        self.paths.sources().map(|s| self.on(s, wait(s, Flag::Block, FlagValue::Call))).collect()
     }
 
     /// The rank itself hears that its relay has finished.
-    pub(super) fn relay_done(&self) -> Vec<Item> {
+    pub(super) fn relay_done(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
-        vec![self.on(me, self.signal(me, me, Flag::Home))]
+        vec![self.on(me, self.signal(me, me, Flag::Returned))]
     }
 
     /// Dispatch: rows of sources go to the ranks of this node.
-    pub(super) fn relay_rows(&self) -> Vec<Item> {
+    pub(super) fn relay_rows(&self) -> Vec<TrackOp> {
         let (paths, me) = (self.paths, self.paths.me());
         let mut items = Vec::new();
         if paths.route() == Route::Pxn {
             for (chunk, (nth, source)) in
                 (1..=self.chunks).flat_map(|c| (0..).zip(paths.sources()).map(move |s| (c, s)))
             {
-                items.push(self.on(source, wait(source, Flag::Block, Level::Part(chunk))));
+                items.push(self.on(source, wait(source, Flag::Block, FlagValue::Part(chunk))));
                 items.extend(self.members(source, |m| self.rows(nth, chunk, m)));
             }
             for (nth, source) in (0..).zip(paths.sources()) {
                 items.extend(self.members(source, |m| self.rows(nth, 0, m)));
                 // Its own rank last: whoever hears that knows that all others have been told.
-                let locals = paths.locals().chain([me]);
+                let locals = paths.local_peers().chain([me]);
                 items.extend(locals.map(|to| self.on(source, self.signal(to, source, Flag::Landed))));
             }
         }
@@ -137,7 +137,7 @@ impl<'a> Relay<'a> {
     }
 
     /// Return: rows of this node go back to their sources.
-    pub(super) fn return_rows(&self) -> Vec<Item> {
+    pub(super) fn return_rows(&self) -> Vec<TrackOp> {
         let (paths, me) = (self.paths, self.paths.me());
         let mut items = Vec::new();
         for chunk in 1..=if self.sums { self.chunks } else { 1 } {
@@ -148,12 +148,12 @@ impl<'a> Relay<'a> {
                 items.push(self.on(source, Op::Put { to: source, slot: self.home(nth, chunk) }));
             }
         }
-        items.extend(paths.sources().map(|source| self.on(source, self.signal(source, me, Flag::Home))));
+        items.extend(paths.sources().map(|source| self.on(source, self.signal(source, me, Flag::Returned))));
         items
     }
 
     /// Rows of a source to every rank served, from the next rank on.
-    fn members(&self, source: u32, slot: impl Fn(u32) -> Slot) -> impl Iterator<Item = Item> {
+    fn members(&self, source: u32, slot: impl Fn(u32) -> OperandId) -> impl Iterator<Item = TrackOp> {
         let (paths, served) = (self.paths, self.served());
         let first = paths.nodes().index_in_node(paths.me()) as usize + 1;
         let order = (0..served.len()).map(move |step| (first + step) % served.len());
@@ -168,11 +168,11 @@ impl<'a> Relay<'a> {
     }
 
     fn signal(&self, to: u32, of: u32, flag: Flag) -> Op {
-        Op::Signal { to, of, flag, level: Level::Call }
+        Op::Signal { to, of, flag, level: FlagValue::Call }
     }
 
     /// A track per rank that is relayed, behind those of the rank itself.
-    fn on(&self, peer: u32, op: Op) -> Item {
-        Item { track: self.paths.ranks() + peer, op }
+    fn on(&self, peer: u32, op: Op) -> TrackOp {
+        TrackOp { track: self.paths.ranks() + peer, op }
     }
 }

@@ -79,7 +79,7 @@ impl<'a> Paths<'a> {
     }
 
     /// Whether a rank is of this node.
-    pub fn near(&self, peer: u32) -> bool {
+    pub fn same_node(&self, peer: u32) -> bool {
         self.nodes.same_node(self.me, peer)
     }
 
@@ -95,37 +95,37 @@ impl<'a> Paths<'a> {
     }
 
     /// The other ranks of this node.
-    pub fn locals(&self) -> impl Iterator<Item = u32> + use<'a> {
+    pub fn local_peers(&self) -> impl Iterator<Item = u32> + use<'a> {
         let paths = *self;
-        self.peers().filter(move |&peer| paths.near(peer))
+        self.peers().filter(move |&peer| paths.same_node(peer))
     }
 
     /// The rail peers of this rank: who tells it what their nodes count.
-    pub fn tellers(&self) -> impl Iterator<Item = u32> + use<'a> {
+    pub fn count_senders(&self) -> impl Iterator<Item = u32> + use<'a> {
         let (nodes, me, own, count) = (self.nodes, self.me, self.nodes.node_of(self.me), self.nodes.nodes());
         (1..count).map(move |step| nodes.rail_peer(me, (own + step) % count))
     }
 
     /// The ranks whose rail peer this one is: whom it tells what its node counts.
-    pub fn told(&self) -> impl Iterator<Item = u32> + use<'a> {
+    pub fn count_receivers(&self) -> impl Iterator<Item = u32> + use<'a> {
         let paths = *self;
         let own = self.nodes.node_of(self.me);
-        self.peers().filter(move |&s| !paths.near(s) && paths.nodes.rail_peer(s, own) == paths.me)
+        self.peers().filter(move |&s| !paths.same_node(s) && paths.nodes.rail_peer(s, own) == paths.me)
     }
 
     /// The relays of this rank: where its blocks for other nodes go.
     pub fn relays(&self) -> impl Iterator<Item = u32> + use<'a> {
         let paths = *self;
-        let all = (self.route == Route::Direct).then(|| self.peers().filter(move |&p| !paths.near(p)));
-        let rails = (self.route == Route::Pxn).then(|| self.tellers());
+        let all = (self.route == Route::Direct).then(|| self.peers().filter(move |&p| !paths.same_node(p)));
+        let rails = (self.route == Route::Pxn).then(|| self.count_senders());
         all.into_iter().flatten().chain(rails.into_iter().flatten())
     }
 
     /// The ranks whose blocks this one takes.
     pub fn sources(&self) -> impl Iterator<Item = u32> + use<'a> {
         let paths = *self;
-        let all = (self.route == Route::Direct).then(|| self.peers().filter(move |&p| !paths.near(p)));
-        let rails = (self.route == Route::Pxn).then(|| self.told());
+        let all = (self.route == Route::Direct).then(|| self.peers().filter(move |&p| !paths.same_node(p)));
+        let rails = (self.route == Route::Pxn).then(|| self.count_receivers());
         all.into_iter().flatten().chain(rails.into_iter().flatten())
     }
 
@@ -141,7 +141,7 @@ impl<'a> Paths<'a> {
     /// By which rank the rows of this one reach `dest`: by itself on the same node.
     pub fn relay_to(&self, dest: u32) -> u32 {
         match self.route {
-            Route::Pxn if !self.near(dest) => self.nodes.rail_peer(self.me, self.nodes.node_of(dest)),
+            Route::Pxn if !self.same_node(dest) => self.nodes.rail_peer(self.me, self.nodes.node_of(dest)),
             _ => dest,
         }
     }
@@ -152,7 +152,7 @@ impl<'a> Paths<'a> {
     }
 
     /// Whether a wire to `peer` is needed.
-    pub fn wired(&self, peer: u32) -> bool {
+    pub fn needs_connection(&self, peer: u32) -> bool {
         let (mine, theirs) = (self.nodes.node_of(self.me), self.nodes.node_of(peer));
         mine != theirs
             && (self.route == Route::Direct
@@ -168,12 +168,12 @@ impl<'a> Paths<'a> {
     /// Where this rank keeps what it tells `source`: its number among those told, ascending.
     pub fn place_of_told(&self, source: u32) -> u32 {
         let own = self.nodes.node_of(self.me);
-        let told = |s: &u32| !self.near(*s) && self.nodes.rail_peer(*s, own) == self.me;
+        let told = |s: &u32| !self.same_node(*s) && self.nodes.rail_peer(*s, own) == self.me;
         (0..source).filter(told).count() as u32
     }
 
     fn blocks_go_to(&self, relay: u32) -> bool {
-        !self.near(relay) && self.relay_to(relay) == relay
+        !self.same_node(relay) && self.relay_to(relay) == relay
     }
 }
 
@@ -200,7 +200,7 @@ mod tests {
             for me in 0..map.ranks() {
                 let paths = Paths::new(&map, Route::Pxn, me);
                 assert_eq!(paths.relays().count() as u32, map.nodes() - 1);
-                for dest in paths.peers().filter(|&d| !paths.near(d)) {
+                for dest in paths.peers().filter(|&d| !paths.same_node(d)) {
                     let relay = paths.relay_to(dest);
                     assert!(paths.relays().any(|r| r == relay) && map.same_node(relay, dest));
                     assert!(paths.served_by(relay).contains(&dest));
@@ -216,12 +216,12 @@ mod tests {
                 for b in 0..map.ranks() {
                     let (of_a, of_b) = (Paths::new(map, route, a), Paths::new(map, route, b));
                     assert_eq!(of_a.relays().any(|r| r == b), of_b.sources().any(|s| s == a));
-                    assert_eq!(of_a.tellers().any(|r| r == b), of_b.told().any(|s| s == a));
+                    assert_eq!(of_a.count_senders().any(|r| r == b), of_b.count_receivers().any(|s| s == a));
                     let wired = [of_a, of_b]
                         .iter()
                         .zip([b, a])
-                        .any(|(p, other)| p.relays().chain(p.tellers()).any(|r| r == other));
-                    assert_eq!((of_a.wired(b), of_b.wired(a)), (wired, wired));
+                        .any(|(p, other)| p.relays().chain(p.count_senders()).any(|r| r == other));
+                    assert_eq!((of_a.needs_connection(b), of_b.needs_connection(a)), (wired, wired));
                 }
             }
         }
@@ -236,7 +236,7 @@ mod tests {
                 sources.sort_unstable();
                 let places: Vec<u32> = sources.iter().map(|&s| paths.of(s).place_at(relay)).collect();
                 assert_eq!(places, (0..sources.len() as u32).collect::<Vec<_>>());
-                let mut told: Vec<u32> = paths.told().collect();
+                let mut told: Vec<u32> = paths.count_receivers().collect();
                 told.sort_unstable();
                 let places: Vec<u32> = told.iter().map(|&s| paths.place_of_told(s)).collect();
                 assert_eq!(places, (0..told.len() as u32).collect::<Vec<_>>());

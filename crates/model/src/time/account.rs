@@ -28,7 +28,7 @@ pub enum Phase {
 /// What can be busy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Part {
+pub enum Resource {
     /// The host's thread; of a host executor: its cores.
     Host,
     /// Copy engines and words of streams.
@@ -43,20 +43,26 @@ pub enum Part {
     Compute,
 }
 
-impl Part {
+impl Resource {
     /// All parts.
-    pub const ALL: [Part; 6] =
-        [Part::Host, Part::Engines, Part::Link, Part::CardOut, Part::CardIn, Part::Compute];
+    pub const ALL: [Resource; 6] = [
+        Resource::Host,
+        Resource::Engines,
+        Resource::Link,
+        Resource::CardOut,
+        Resource::CardIn,
+        Resource::Compute,
+    ];
 
     /// The name in tables.
     pub const fn name(self) -> &'static str {
         match self {
-            Part::Host => "host",
-            Part::Engines => "engines",
-            Part::Link => "link",
-            Part::CardOut => "card-out",
-            Part::CardIn => "card-in",
-            Part::Compute => "compute",
+            Resource::Host => "host",
+            Resource::Engines => "engines",
+            Resource::Link => "link",
+            Resource::CardOut => "card-out",
+            Resource::CardIn => "card-in",
+            Resource::Compute => "compute",
         }
     }
 }
@@ -78,7 +84,7 @@ impl Phase {
 
 /// What one rank asks for in a call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Work {
+pub struct RankWork {
     /// Copies within the node; of a host: rows that it copies.
     pub copies: u64,
     /// Bytes of those to or from other ranks.
@@ -97,54 +103,54 @@ pub struct Work {
 
 /// A part, and for how long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Bound {
+pub struct Bottleneck {
     /// Which.
-    pub part: Part,
+    pub part: Resource,
     /// In ns.
     pub ns: u64,
 }
 
 /// A phase of a call, and how long it takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Lap {
+pub struct PhaseTime {
     /// Which.
     pub phase: Phase,
     /// In ns.
     pub ns: u64,
 }
 
-impl Bound {
+impl Bottleneck {
     /// The roofline of ranks with this work, each at a card: each part moves what it has to at its rate, all at once, and
     /// nothing has a price. No executor could be faster.
-    pub(super) fn roofline(works: &[Work], cards: &[usize], hardware: &Hardware) -> Self {
+    pub(super) fn roofline(works: &[RankWork], cards: &[usize], hardware: &Hardware) -> Self {
         let Hardware { engines, link, card, compute, host, executor, .. } = hardware;
-        let copying = |work: &Work| {
+        let copying = |work: &RankWork| {
             at_rate(work.near_bytes, engines.rate) + at_rate(work.own_bytes, engines.local_rate)
         };
-        let kernels = |work: &Work| at_rate(work.kernel_bytes, compute.rate);
-        let loads = |work: &Work| at_rate(work.loaded_bytes, link.load_rate);
-        let most = |of: &dyn Fn(&Work) -> u64| works.iter().map(of).max().unwrap_or(0);
+        let kernels = |work: &RankWork| at_rate(work.kernel_bytes, compute.rate);
+        let loads = |work: &RankWork| at_rate(work.loaded_bytes, link.load_rate);
+        let most = |of: &dyn Fn(&RankWork) -> u64| works.iter().map(of).max().unwrap_or(0);
         if *executor == Executor::Host {
             // What crosses is copied twice: by a core of who sends, and by one of who receives.
-            let once = |work: &Work| at_rate(work.far_bytes, card.rate);
-            let sends = |work: &Work| copying(work) + kernels(work) + loads(work) + once(work);
+            let once = |work: &RankWork| at_rate(work.far_bytes, card.rate);
+            let sends = |work: &RankWork| copying(work) + kernels(work) + loads(work) + once(work);
             let all = works.iter().map(|work| sends(work) + once(work)).sum::<u64>();
             let ns = match host.cores {
                 0 => most(&sends).max(all / works.len().max(1) as u64),
                 cores => all / u64::from(cores),
             };
-            return Bound { part: Part::Host, ns };
+            return Bottleneck { part: Resource::Host, ns };
         }
         let mut far = vec![0; works.len()];
         cards.iter().zip(works).for_each(|(&card, work)| far[card] += work.far_bytes);
         let far = far.into_iter().map(|bytes| at_rate(bytes, card.rate)).max().unwrap_or(0);
         let parts = [
-            (most(&copying), Part::Engines),
-            (far, Part::CardOut),
-            (most(&|work| kernels(work).max(loads(work))), Part::Compute),
+            (most(&copying), Resource::Engines),
+            (far, Resource::CardOut),
+            (most(&|work| kernels(work).max(loads(work))), Resource::Compute),
         ];
         let (ns, part) = parts.into_iter().rev().max_by_key(|&(ns, _)| ns).expect("three parts");
-        Bound { part, ns }
+        Bottleneck { part, ns }
     }
 }
 
@@ -154,22 +160,22 @@ pub struct Timing {
     /// Until the slowest rank is done, in ns.
     pub ns: u64,
     /// Phases of that rank: they add up to `ns`.
-    pub phases: Vec<Lap>,
+    pub phases: Vec<PhaseTime>,
     /// What was busy for the longest time at any rank.
-    pub busiest: Bound,
+    pub busiest: Bottleneck,
     /// By bytes alone.
-    pub roofline: Bound,
+    pub roofline: Bottleneck,
     /// Of the rank that has most, each figure by itself.
-    pub most: Work,
+    pub most: RankWork,
     /// Of all ranks played, added up.
-    pub total: Work,
+    pub total: RankWork,
     /// Ranks played.
     pub played: u32,
 }
 
-impl Work {
-    pub(super) fn each(self, other: Work, by: impl Fn(u64, u64) -> u64) -> Work {
-        Work {
+impl RankWork {
+    pub(super) fn each(self, other: RankWork, by: impl Fn(u64, u64) -> u64) -> RankWork {
+        RankWork {
             copies: by(self.copies, other.copies),
             near_bytes: by(self.near_bytes, other.near_bytes),
             own_bytes: by(self.own_bytes, other.own_bytes),

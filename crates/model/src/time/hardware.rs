@@ -35,7 +35,7 @@ pub struct Hardware {
     /// What joins the ranks of a node.
     pub link: Link,
     /// What joins nodes.
-    pub card: Card,
+    pub card: NicModel,
     /// Kernels that pack, regroup and sum; of a host: its summing cores.
     pub compute: Compute,
     /// Planning and flags.
@@ -73,7 +73,7 @@ pub struct Link {
 /// Network cards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Card {
+pub struct NicModel {
     /// Of each node; 0: one for each rank. Ranks share them in equal blocks.
     pub per_node: u32,
     /// Each way.
@@ -179,7 +179,7 @@ impl Hardware {
                 per_call: 2_300,
             },
             link: Link { rate: 380_000, load_rate: 320_000, latency: 1_000 },
-            card: Card {
+            card: NicModel {
                 per_node: 0,
                 rate: 47_000,
                 per_message: 230,

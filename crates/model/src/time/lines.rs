@@ -10,8 +10,8 @@
 //!   host     everything on the rank's thread, but what crosses          host, card
 //! ```
 
-use sidelane_core::plan::Sizing;
-use sidelane_core::schedule::{Flag, Index, Item, Op, Operand, Operands, Place, Slot, Target};
+use sidelane_core::plan::RowSizes;
+use sidelane_core::schedule::{Flag, Index, Op, Operand, OperandId, Operands, PutSource, SumTarget, TrackOp};
 use sidelane_core::topology::Paths;
 
 use super::hardware::at_rate;
@@ -32,7 +32,7 @@ struct Load {
 pub(super) struct Lines<'a> {
     hardware: &'a Hardware,
     paths: Paths<'a>,
-    sizing: Sizing,
+    sizing: RowSizes,
     program: Program,
     /// Copies or words were handed to the stream, by a call that is paid for, since the last wait.
     called: [bool; 2],
@@ -40,7 +40,7 @@ pub(super) struct Lines<'a> {
 
 impl<'a> Lines<'a> {
     /// Of the rank of these paths, where rows have these sizes.
-    pub fn new(hardware: &'a Hardware, paths: Paths<'a>, sizing: Sizing) -> Self {
+    pub fn new(hardware: &'a Hardware, paths: Paths<'a>, sizing: RowSizes) -> Self {
         Lines { hardware, paths, sizing, program: Program::default(), called: [false; 2] }
     }
 
@@ -50,8 +50,8 @@ impl<'a> Lines<'a> {
     }
 
     /// The operations of a stage, in launch order.
-    pub fn stage(&mut self, items: &[Item], operands: &Operands) {
-        for &Item { op, .. } in items {
+    pub fn stage(&mut self, items: &[TrackOp], operands: &Operands) {
+        for &TrackOp { op, .. } in items {
             match op {
                 Op::Put { to, slot } | Op::PutRows { to, slot } => self.put(operands, to, slot),
                 Op::Signal { to, of, flag, level } => {
@@ -67,10 +67,10 @@ impl<'a> Lines<'a> {
         }
     }
 
-    fn put(&mut self, operands: &Operands, to: u32, slot: Slot) {
+    fn put(&mut self, operands: &Operands, to: u32, slot: OperandId) {
         let loads = self.loads(operands, to, slot);
         for Load { from, copies, bytes, messages } in loads.into_iter().filter(|load| load.bytes > 0) {
-            if !self.paths.near(to) {
+            if !self.paths.same_node(to) {
                 self.program.work.messages += messages;
                 self.program.work.far_bytes += bytes;
                 self.hand(Line::Card, Task::Send { to, messages, bytes, rest: 0 });
@@ -93,7 +93,7 @@ impl<'a> Lines<'a> {
     }
 
     fn signal(&mut self, to: u32, flag: Flag, signal: Task) {
-        if !self.paths.near(to) {
+        if !self.paths.same_node(to) {
             return self.hand(Line::Card, signal);
         }
         let behind_copies = to != self.paths.me() && matches!(flag, Flag::Landed | Flag::Read);
@@ -113,7 +113,7 @@ impl<'a> Lines<'a> {
         }
     }
 
-    fn reduce(&mut self, operands: &Operands, slot: Slot) {
+    fn reduce(&mut self, operands: &Operands, slot: OperandId) {
         let sum = &operands.sum;
         let Operand::SumRows { first, count, to } = operands.table[slot.0 as usize] else { return };
         if count == 0 {
@@ -129,8 +129,8 @@ impl<'a> Lines<'a> {
             }
         }
         let written = match to {
-            Target::Output => home,
-            Target::Partials { .. } => self.sizing.partial_bytes.unwrap_or(home),
+            SumTarget::Output => home,
+            SumTarget::Partials { .. } => self.sizing.partial_bytes.unwrap_or(home),
         };
         self.kernel(own + u64::from(count) * written, near);
         if self.device() {
@@ -151,7 +151,7 @@ impl<'a> Lines<'a> {
     }
 
     /// What a slot moves, by the rank in whose memory it lies.
-    fn loads(&self, operands: &Operands, to: u32, slot: Slot) -> Vec<Load> {
+    fn loads(&self, operands: &Operands, to: u32, slot: OperandId) -> Vec<Load> {
         let me = self.paths.me();
         let whole = |len: u64| len.div_ceil(self.hardware.card.message_bytes);
         match operands.table[slot.0 as usize] {
@@ -159,8 +159,8 @@ impl<'a> Lines<'a> {
                 let mut loads: Vec<Load> = Vec::new();
                 for span in operands.spans[first as usize..][..count as usize].iter().filter(|s| s.len > 0) {
                     let from = match span.from {
-                        Place::Window { owner, .. } => owner,
-                        Place::Input | Place::Notes => me,
+                        PutSource::Window { owner, .. } => owner,
+                        PutSource::Input | PutSource::Notes => me,
                     };
                     if loads.last().is_none_or(|load| load.from != from) {
                         loads.push(Load { from, ..Load::default() });
@@ -174,7 +174,7 @@ impl<'a> Lines<'a> {
             }
             Operand::Rows { first, count, from, index, row_bytes, .. } => {
                 // A kernel packs rows, and leaves own ones at their place.
-                let packed = self.device() && from == Place::Input;
+                let packed = self.device() && from == PutSource::Input;
                 if packed && to == me {
                     return Vec::new();
                 }

@@ -4,9 +4,11 @@
 //! each operation is, [`Lines`] say.
 
 use sidelane_core::error::CallKind;
-use sidelane_core::plan::{Arrivals, Chunk, Forward, Sizing};
+use sidelane_core::plan::{RelayPermutation, RelayPlan, RowBuffer, RowSizes};
 use sidelane_core::schedule::call::{Action, CallStep, Engines, RankPrograms, Relays, Role, StageId, Work};
-use sidelane_core::schedule::{CallerTables, Calls, Operands, Parts, RelayTables, Setting, Sum, WindowId};
+use sidelane_core::schedule::{
+    CallerTables, Calls, FillContext, Operands, RelayTables, ReturnParts, SumOperands, WindowId,
+};
 use sidelane_core::topology::Paths;
 
 use super::Phase;
@@ -20,7 +22,7 @@ pub(super) struct Lowering<'a> {
     placed: &'a Placed,
     rank: &'a Rank,
     paths: Paths<'a>,
-    sizing: Sizing,
+    sizing: RowSizes,
     calls: Calls,
 }
 
@@ -61,7 +63,7 @@ impl<'a> Lowering<'a> {
         let (mut messages, mut relayed, mut forward) = (self.relayed(), self.relayed(), rank.forward.clone());
         messages.messages(&at, plans);
         if arrive {
-            let (frame, mut runs) = (placed.frame(self.paths.me()), Arrivals::default());
+            let (frame, mut runs) = (placed.frame(self.paths.me()), RelayPermutation::default());
             let numbers = (&rank.counts, &rank.sizes);
             relayed.hand_on(&at, &frame, (&mut forward, &mut runs), numbers, |rows| sizing.landing(rows));
         } else {
@@ -90,7 +92,7 @@ impl<'a> Lowering<'a> {
     /// Rows back to their tokens.
     pub fn combine(self) -> Program {
         let (placed, rank, at) = (self.placed, self.rank, self.setting());
-        let parts = Parts { rows: true, weights: false };
+        let parts = ReturnParts { rows: true, weights: false };
         let mut tables = CallerTables::new(self.paths, placed.chunks);
         match self.pulls() {
             true => tables.pull(&at, &rank.layout, 0),
@@ -209,10 +211,10 @@ impl<'a> Lowering<'a> {
         RelayTables::new(self.paths, self.placed.chunks)
     }
 
-    fn setting(&self) -> Setting<'a> {
+    fn setting(&self) -> FillContext<'a> {
         let Placed { control, chunks, .. } = self.placed;
         let (paths, sizing, chunks) = (self.paths, self.sizing, *chunks);
-        Setting {
+        FillContext {
             paths,
             control,
             sizing,
@@ -241,7 +243,7 @@ fn own<'t>(rank: &'t Rank, tables: &'t CallerTables, calls: Calls) -> Operands<'
         spans: &tables.spans,
         runs: &layout.runs,
         rows: &layout.rows,
-        sum: Sum { terms, starts, choices, held_by, chunks, ..Sum::default() },
+        sum: SumOperands { terms, starts, choices, held_by, chunks, ..SumOperands::default() },
         call: calls.value(),
         last_return: calls.last_return(),
         ..Operands::default()
@@ -251,8 +253,8 @@ fn own<'t>(rank: &'t Rank, tables: &'t CallerTables, calls: Calls) -> Operands<'
 /// Operands of its relay's.
 fn others<'t>(
     tables: &'t RelayTables,
-    forward: &'t Forward,
-    (held_by, chunks): (&'t [u32], &'t [Chunk]),
+    forward: &'t RelayPlan,
+    (held_by, chunks): (&'t [u32], &'t [RowBuffer]),
     calls: Calls,
 ) -> Operands<'t> {
     let (terms, starts) = (&forward.partials.terms[..], &forward.partials.starts[..]);
@@ -261,7 +263,7 @@ fn others<'t>(
         spans: &tables.spans,
         runs: &forward.runs,
         rows: &forward.rows,
-        sum: Sum { terms, starts, held_by, chunks, ..Sum::default() },
+        sum: SumOperands { terms, starts, held_by, chunks, ..SumOperands::default() },
         call: calls.value(),
         last_return: calls.last_return(),
         ..Operands::default()

@@ -7,7 +7,7 @@ use std::collections::{BinaryHeap, HashMap, VecDeque};
 
 use sidelane_core::schedule::Flag;
 
-use super::account::{Bound, Lap, Part, Phase, Timing, Work};
+use super::account::{Bottleneck, Phase, PhaseTime, RankWork, Resource, Timing};
 use super::hardware::at_rate;
 use super::ring::Ring;
 use super::task::{Line, Task};
@@ -18,7 +18,7 @@ use super::{Executor, Hardware};
 #[derive(Debug, Default)]
 pub(super) struct Program {
     pub tasks: VecDeque<Task>,
-    pub work: Work,
+    pub work: RankWork,
 }
 
 /// A word: at whom, of whom, of which kind.
@@ -82,7 +82,7 @@ pub(super) struct Machine<'a> {
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     made: u64,
     marks: Vec<Vec<(Phase, u64)>>,
-    works: Vec<Work>,
+    works: Vec<RankWork>,
 }
 
 /// Lines that each rank has of its own; cards come behind those of all ranks.
@@ -109,7 +109,7 @@ impl<'a> Machine<'a> {
             events: BinaryHeap::new(),
             made: 0,
             marks: vec![Vec::new(); ranks],
-            works: vec![Work::default(); ranks],
+            works: vec![RankWork::default(); ranks],
         }
     }
 
@@ -302,29 +302,30 @@ impl<'a> Machine<'a> {
         let ended = |rank: &u32| self.marks[*rank as usize].last().map_or(0, |&(_, at)| at);
         let slowest = ranks.clone().max_by_key(|rank| (ended(rank), Reverse(*rank))).unwrap_or(0);
         let mut before = 0;
-        let lap = |&(phase, at): &(Phase, u64)| Lap { phase, ns: at - std::mem::replace(&mut before, at) };
-        let phases: Vec<Lap> = self.marks[slowest as usize].iter().map(lap).collect();
+        let lap =
+            |&(phase, at): &(Phase, u64)| PhaseTime { phase, ns: at - std::mem::replace(&mut before, at) };
+        let phases: Vec<PhaseTime> = self.marks[slowest as usize].iter().map(lap).collect();
         let of =
             |line: Line| ranks.clone().map(|rank| self.lines[self.line(rank, line)].busy).max().unwrap_or(0);
         let served = |servers: &[Server]| servers.iter().map(|server| server.busy).max().unwrap_or(0);
         let host = if self.cores.is_empty() { of(Line::Host) } else { served(&self.cores) };
         let busy = |part| match part {
-            Part::Host => host,
-            Part::Engines => of(Line::Stream),
-            Part::Link => served(&self.links),
-            Part::CardOut => of(Line::Card),
-            Part::CardIn => served(&self.cards),
-            Part::Compute => of(Line::Compute),
+            Resource::Host => host,
+            Resource::Engines => of(Line::Stream),
+            Resource::Link => served(&self.links),
+            Resource::CardOut => of(Line::Card),
+            Resource::CardIn => served(&self.cards),
+            Resource::Compute => of(Line::Compute),
         };
-        let parts = Part::ALL.map(|part| (busy(part), part));
+        let parts = Resource::ALL.map(|part| (busy(part), part));
         let &(most, part) = parts.iter().rev().max_by_key(|(busy, _)| *busy).expect("there are parts");
         let cards = ranks.clone().map(|rank| self.card_of(rank)).collect::<Vec<_>>();
         Timing {
             ns: phases.iter().map(|lap| lap.ns).sum(),
-            busiest: Bound { part, ns: most },
-            roofline: Bound::roofline(&self.works, &cards, self.hardware),
-            most: self.works.iter().fold(Work::default(), |a, &b| a.each(b, u64::max)),
-            total: self.works.iter().fold(Work::default(), |a, &b| a.each(b, |a, b| a + b)),
+            busiest: Bottleneck { part, ns: most },
+            roofline: Bottleneck::roofline(&self.works, &cards, self.hardware),
+            most: self.works.iter().fold(RankWork::default(), |a, &b| a.each(b, u64::max)),
+            total: self.works.iter().fold(RankWork::default(), |a, &b| a.each(b, |a, b| a + b)),
             played: self.works.len() as u32,
             phases,
         }

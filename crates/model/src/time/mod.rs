@@ -43,7 +43,7 @@ mod task;
 mod tests;
 mod tracks;
 
-pub use account::{Bound, Lap, Part, Phase, Timing, Work};
-pub use hardware::{Card, Compute, Engines, Executor, Hardware, Host, Link, UnknownHardware};
+pub use account::{Bottleneck, Phase, PhaseTime, RankWork, Resource, Timing};
+pub use hardware::{Compute, Engines, Executor, Hardware, Host, Link, NicModel, UnknownHardware};
 pub use placed::{Case, Placed};
 pub use slots::slots;

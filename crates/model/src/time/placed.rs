@@ -3,10 +3,10 @@
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    Arrivals, Bins, Block, Counts, Crossing, ExpertMap, Forward, Frame, Layout, Mode, Notes, Order,
-    RowLayout, Sizes, Sizing, Sorted, Spans,
+    Bins, Block, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveMode, ReceiveSizes,
+    RelayPermutation, RelayPlan, RelaySorter, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
-use sidelane_core::schedule::Control;
+use sidelane_core::schedule::ControlLayout;
 use sidelane_core::topology::{NodeMap, Paths, Route};
 
 use super::lower::Lowering;
@@ -27,8 +27,8 @@ pub struct Case<'a> {
     pub layout: RowLayout,
     /// How rows cross.
     pub route: Route,
-    /// Order of sums: under [`Route::Pxn`] relays sum, unless it is [`Order::Expert`].
-    pub order: Order,
+    /// Order of sums: under [`Route::Pxn`] relays sum, unless it is [`SumOrder::Expert`].
+    pub order: SumOrder,
     /// In how many parts a block goes to its relay.
     pub chunks: u8,
     /// Bytes of a row that goes out, and of one that comes home.
@@ -48,8 +48,8 @@ pub struct Placed {
     pub(super) nodes: NodeMap,
     pub(super) route: Route,
     pub(super) bins: Bins,
-    pub(super) sizing: Sizing,
-    pub(super) control: Control,
+    pub(super) sizing: RowSizes,
+    pub(super) control: ControlLayout,
     pub(super) chunks: u8,
     pub(super) notes: bool,
     pub(super) hardware: Hardware,
@@ -60,18 +60,18 @@ pub struct Placed {
 /// What one rank has placed.
 #[derive(Debug)]
 pub(super) struct Rank {
-    pub layout: Layout,
-    pub forward: Forward,
+    pub layout: DispatchLayout,
+    pub forward: RelayPlan,
     pub counts: Counts,
-    pub sizes: Sizes,
+    pub sizes: ReceiveSizes,
     /// Where engines relay: the first of the layout's runs to arrivals.
     pub arrivals: Option<u32>,
 }
 
 /// What one rank sends, before anybody counts.
 struct Own {
-    sorted: Sorted,
-    crossing: Crossing,
+    sorted: SortedRouting,
+    crossing: InterNodeRows,
     words: Vec<u32>,
 }
 
@@ -94,11 +94,11 @@ impl Placed {
         let arrive = executor == Executor::Device && crosses && !case.layout.is_per_rank();
         let spans = executor == Executor::Device && crosses && case.layout.is_per_rank();
         let bins = Bins::of_layout(case.layout, case.map, case.order, &nodes);
-        let notes = Notes::of(case.layout, Mode::Eager, spans);
+        let notes = RowMetadata::of(case.layout, ReceiveMode::Exact, spans);
         let top_k = case.routings.iter().map(Routing::top_k).max().unwrap_or(1);
         let tokens = case.routings.iter().map(Routing::tokens).max().unwrap_or(0);
         let sums = crosses && case.order.has_partials();
-        let sizing = Sizing {
+        let sizing = RowSizes {
             row_bytes: case.row_bytes,
             home_bytes: case.home_bytes,
             words_out: notes.words(top_k),
@@ -106,7 +106,7 @@ impl Placed {
             partial_bytes: sums.then_some(case.partial_bytes),
         };
         let choices = u64::from(tokens) * u64::from(top_k);
-        let control = Control::new(&paths, &bins, choices, sizing.note_bytes());
+        let control = ControlLayout::new(&paths, &bins, choices, sizing.note_bytes());
         let mut placed = Placed {
             ring,
             nodes: nodes.clone(),
@@ -159,15 +159,15 @@ impl Placed {
         Paths::new(&self.nodes, self.route, me)
     }
 
-    pub(super) fn frame(&self, me: u32) -> Frame<'_> {
+    pub(super) fn frame(&self, me: u32) -> PlanContext<'_> {
         let Placed { bins, chunks, sizing, .. } = self;
         let (paths, chunks, sizing) = (self.paths(me), *chunks, *sizing);
-        Frame { bins, paths, align: 1, chunks, sizing, mode: Mode::Eager }
+        PlanContext { bins, paths, align: 1, chunks, sizing, mode: ReceiveMode::Exact }
     }
 
-    fn sorted(&self, case: &Case, notes: Notes) -> Result<Vec<Own>, PlanError> {
+    fn sorted(&self, case: &Case, notes: RowMetadata) -> Result<Vec<Own>, PlanError> {
         let sort = |(me, routing): (u32, &Routing)| {
-            let (mut sorted, mut crossing) = (Sorted::default(), Crossing::default());
+            let (mut sorted, mut crossing) = (SortedRouting::default(), InterNodeRows::default());
             sorted.fill(case.map, &self.bins, notes, me, routing)?;
             crossing.fill(&self.bins, &self.paths(me), &sorted);
             let mut words = sorted.counts.clone();
@@ -200,9 +200,9 @@ impl Placed {
         rank.sizes.fill(&self.bins, 1, &rank.counts.total, None);
         let Rank { layout, counts, sizes, arrivals, .. } = &mut rank;
         if spans {
-            Spans::default().arrange(&frame, (&mut *sorted, &mut *crossing), counts, sizes);
+            RelaySorter::default().arrange(&frame, (&mut *sorted, &mut *crossing), counts, sizes);
         }
-        let mut own = Arrivals::default();
+        let mut own = RelayPermutation::default();
         if arrive {
             own.arrange(&frame, sorted, crossing);
             own.pack(&frame, sorted, crossing);
@@ -216,12 +216,12 @@ impl Placed {
     }
 
     /// What the relay of a rank knows: the blocks of its sources, each as the rank that stands for it has it.
-    fn forward(&self, me: u32, sums: bool, spans: bool, arrive: bool) -> Forward {
+    fn forward(&self, me: u32, sums: bool, spans: bool, arrive: bool) -> RelayPlan {
         let block = |source: u32, nth: usize| -> Block {
             let (player, _) = self.ring.player(source);
             self.ranks[player as usize].layout.blocks[nth].clone()
         };
-        let mut forward = Forward::default();
+        let mut forward = RelayPlan::default();
         forward.spans = spans;
         if arrive && !sums {
             let paths = self.paths(me);
@@ -237,10 +237,10 @@ impl Placed {
 impl Rank {
     fn empty() -> Self {
         Rank {
-            layout: Layout::default(),
-            forward: Forward::default(),
+            layout: DispatchLayout::default(),
+            forward: RelayPlan::default(),
             counts: Counts::default(),
-            sizes: Sizes::default(),
+            sizes: ReceiveSizes::default(),
             arrivals: None,
         }
     }

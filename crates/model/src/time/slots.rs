@@ -4,7 +4,7 @@ use sidelane_core::error::PlanError;
 use sidelane_core::plan::SlotShape;
 use sidelane_core::schedule::call::{Action, Part, SlotCall, Work};
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
-use sidelane_core::schedule::{Item, Level, Op};
+use sidelane_core::schedule::{FlagValue, Op, TrackOp};
 
 use super::hardware::at_rate;
 use super::machine::{Machine, Program};
@@ -82,7 +82,7 @@ fn enqueued(
 
 /// One half of the stage, or both. The second ends when the stream has done all of it.
 fn move_part(program: &mut Program, stream: &StreamProgram, part: Part, me: u32, hardware: &Hardware) {
-    for Item { op, .. } in stream.stage().part(part) {
+    for TrackOp { op, .. } in stream.stage().part(part) {
         for copy in stream.copies(op) {
             program.work.copies += 1;
             program.work.near_bytes += copy.span.len;
@@ -90,7 +90,7 @@ fn move_part(program: &mut Program, stream: &StreamProgram, part: Part, me: u32,
             program.tasks.push_back(Task::Hand(Line::Stream, Box::new(task)));
         }
         let task = match *op {
-            Op::Signal { to, of, flag, level: Level::Credit } => Task::Signal { to, of, flag, value: 1 },
+            Op::Signal { to, of, flag, level: FlagValue::Credit } => Task::Signal { to, of, flag, value: 1 },
             // Nobody sees a word that is set back in the call that is timed.
             Op::Signal { .. } => Task::Busy(hardware.engines.per_word),
             Op::Wait { from, flag, .. } => Task::Wait { of: from, flag, value: 1 },

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::{Pattern, Routing, synthetic};
-use sidelane_core::plan::{ExpertMap, Order, RowLayout, SlotShape};
+use sidelane_core::plan::{ExpertMap, RowLayout, SlotShape, SumOrder};
 use sidelane_core::schedule::Flag;
 use sidelane_core::topology::Route;
 
@@ -46,7 +46,7 @@ fn group((nodes, members): (u32, u32), tokens: u32, whole: bool) -> Group {
     }
 }
 
-fn case(group: &Group, layout: RowLayout, route: Route, order: Order) -> Case<'_> {
+fn case(group: &Group, layout: RowLayout, route: Route, order: SumOrder) -> Case<'_> {
     Case {
         nodes: group.nodes,
         map: &group.map,
@@ -68,7 +68,7 @@ fn timed(group: &Group, change: impl Fn(Hardware) -> Hardware) -> Vec<(String, T
     let whole = group.routings.len() as u32 == group.map.ranks();
     for hardware in [change(h100()), change(host())].into_iter().take(if whole { 2 } else { 1 }) {
         for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
-            for order in Order::ALL {
+            for order in SumOrder::ALL {
                 let placed = Placed::new(&case(group, layout, route, order), &hardware).unwrap();
                 let title = format!("{} {} {} {}", hardware.name, layout.name(), route.name(), order.name());
                 all.push((format!("dispatch {title}"), placed.dispatch()));
@@ -137,13 +137,13 @@ fn a_core_of_its_own_sends_and_receives_beside_its_copies() {
         machine.load(me, Program { tasks: tasks.into(), ..Program::default() });
     }
     // In: a price of 100 and 10 us of bytes, beside 1 us of other work; out of the ring 10 us more, by the same core.
-    assert_eq!(machine.run().busiest, Bound { part: Part::Host, ns: 1_000 + 10_100 + 10_000 });
+    assert_eq!(machine.run().busiest, Bottleneck { part: Resource::Host, ns: 1_000 + 10_100 + 10_000 });
 }
 
 #[test]
 fn hardware_that_would_divide_by_zero_is_refused_by_name() {
     let group = group((2, 1), 4, true);
-    let case = case(&group, RowLayout::RankMajor, Route::Direct, Order::Expert);
+    let case = case(&group, RowLayout::RankMajor, Route::Direct, SumOrder::Expert);
     let refused = |change: fn(&mut Hardware)| {
         let mut hardware = h100();
         change(&mut hardware);
@@ -218,25 +218,27 @@ fn one_node_stands_exactly_for_others_that_decide_as_it_does() {
 
 #[test]
 fn copies_and_bytes_are_those_that_engines_are_counted_for() {
-    use crate::EngineWork;
-    use sidelane_core::plan::{Everyone, Forward, Frame, Known, Layout, Mode};
-    use sidelane_core::schedule::{Setting, WindowId};
+    use crate::CopyEngineWork;
+    use sidelane_core::plan::{
+        DispatchLayout, GroupRouting, PlanContext, RankRouting, ReceiveMode, RelayPlan,
+    };
+    use sidelane_core::schedule::{FillContext, WindowId};
     let group = group((2, 3), 80, true);
     for layout in RowLayout::ALL {
-        let case = Case { notes: false, ..case(&group, layout, Route::Direct, Order::Expert) };
+        let case = Case { notes: false, ..case(&group, layout, Route::Direct, SumOrder::Expert) };
         let placed = Placed::new(&case, &h100()).unwrap();
-        let frame = Frame { mode: Mode::Eager, ..placed.frame(0) };
-        let notes = sidelane_core::plan::Notes::of(layout, Mode::Eager, false);
-        let (mut everyone, mut work) = (Everyone::default(), Vec::new());
-        let sort = |me: u32, sorted: &mut sidelane_core::plan::Sorted| {
+        let frame = PlanContext { mode: ReceiveMode::Exact, ..placed.frame(0) };
+        let notes = sidelane_core::plan::RowMetadata::of(layout, ReceiveMode::Exact, false);
+        let (mut everyone, mut work) = (GroupRouting::default(), Vec::new());
+        let sort = |me: u32, sorted: &mut sidelane_core::plan::SortedRouting| {
             sorted.fill(&group.map, &placed.bins, notes, me, &group.routings[me as usize])
         };
         everyone.sort(&frame, 8, sort).unwrap();
-        everyone.each(&frame, (8, 80), |frame, Known { sorted, crossing, counts, sizes }, _| {
-            let mut layout = Layout::default();
+        everyone.each(&frame, (8, 80), |frame, RankRouting { sorted, crossing, counts, sizes }, _| {
+            let mut layout = DispatchLayout::default();
             layout.fill(frame, (sorted, crossing), 8, counts, sizes);
             let (paths, control, sizing) = (frame.paths, &placed.control, placed.sizing);
-            let setting = Setting {
+            let setting = FillContext {
                 paths,
                 control,
                 sizing,
@@ -245,10 +247,10 @@ fn copies_and_bytes_are_those_that_engines_are_counted_for() {
                 far: WindowId::POOL,
                 fixed_rows: None,
             };
-            work.push(EngineWork::of_dispatch(&setting, &layout, &Forward::default()));
+            work.push(CopyEngineWork::of_dispatch(&setting, &layout, &RelayPlan::default()));
         });
         let timing = placed.dispatch();
-        let sum = |of: fn(&EngineWork) -> u64| work.iter().map(of).sum::<u64>();
+        let sum = |of: fn(&CopyEngineWork) -> u64| work.iter().map(of).sum::<u64>();
         assert_eq!(timing.total.copies, sum(|work| work.copies), "{layout:?}");
         assert_eq!(timing.total.near_bytes, sum(|work| work.bytes), "{layout:?}");
         // Messages that count, and headers, cross beside the rows.
@@ -261,7 +263,7 @@ fn copies_and_bytes_are_those_that_engines_are_counted_for() {
 fn a_gradient_of_combine_is_a_dispatch_of_rows_alone_that_nobody_plans() {
     let group = group((2, 3), 256, true);
     for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
-        let bare = Case { notes: false, row_bytes: 2048, ..case(&group, layout, route, Order::Expert) };
+        let bare = Case { notes: false, row_bytes: 2048, ..case(&group, layout, route, SumOrder::Expert) };
         let as_home = Placed::new(&Case { row_bytes: bare.home_bytes, ..bare }, &h100()).unwrap();
         let (dispatch, gradient) =
             (as_home.dispatch(), Placed::new(&bare, &h100()).unwrap().combine_backward());
@@ -313,7 +315,7 @@ proptest! {
 #[test]
 fn one_node_stands_for_no_others_where_ranks_share_cores() {
     let one = group((2, 2), 16, false);
-    let case = case(&one, RowLayout::ExpertMajor, Route::Pxn, Order::Expert);
+    let case = case(&one, RowLayout::ExpertMajor, Route::Pxn, SumOrder::Expert);
     let refused = Placed::new(&case, &host()).unwrap_err();
     assert!(matches!(refused, PlanError::BadParameter { parameter: "routings", seen: 2, .. }), "{refused}");
     let mut hardware = host();

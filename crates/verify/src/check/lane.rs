@@ -4,7 +4,7 @@ use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use sidelane_core::schedule::WindowId;
 
-use crate::story::{Bytes, Story};
+use crate::story::{Bytes, UnrolledProgram};
 
 /// Bytes that one tag stands for: everything a schedule moves is a multiple of it.
 const PIECE: u64 = 4;
@@ -23,7 +23,7 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    pub fn new(story: &Story) -> Self {
+    pub fn new(story: &UnrolledProgram) -> Self {
         let cells = |bytes: u64| vec![0; bytes.div_ceil(PIECE) as usize];
         let windows = || [story.pool_bytes, story.control_bytes, story.pool_bytes].map(cells);
         Memory { cells: (0..story.ranks).map(|_| windows()).collect() }

@@ -6,9 +6,9 @@ use rand_chacha::ChaCha8Rng;
 use sidelane_core::schedule::Op;
 
 use super::lane::{Cell, Lane, Load, Memory, Posted, cells};
-use crate::prove::Fault;
+use crate::prove::ProofFailure;
 use crate::prove::program::Program;
-use crate::story::{Effect, Touch};
+use crate::story::{Effect, HostAccess};
 
 /// What a run ends with.
 pub(super) struct Outcome {
@@ -73,7 +73,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    pub fn play(mut self) -> Result<Outcome, Fault> {
+    pub fn play(mut self) -> Result<Outcome, ProofFailure> {
         let (mut idle, mut over) = (0, self.is_over());
         while !over {
             // Most turns move nothing. One number says whose turn it is and what it is for.
@@ -100,7 +100,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Long without luck: tries everything once, to tell bad luck from a deadlock.
-    fn unblock(&mut self) -> Result<(), Fault> {
+    fn unblock(&mut self) -> Result<(), ProofFailure> {
         let mut moved = false;
         for actor in 0..self.actors.len() {
             moved |= self.deliver(actor);
@@ -113,14 +113,14 @@ impl<'a> Machine<'a> {
     }
 
     /// The wait of the earliest call that nothing will end.
-    fn stuck(&self) -> Fault {
+    fn stuck(&self) -> ProofFailure {
         let nodes = &self.program.nodes;
         let queues = || self.actors.iter().flat_map(|actor| &actor.queues);
         let heads = queues().filter_map(|queue| queue.ops.get(queue.done));
         let op = *heads.min_by_key(|&&op| nodes[op as usize].call).expect("what is not over waits");
         let node = &nodes[op as usize];
         let queues = self.actors[node.actor as usize].queues.len() as u32;
-        Fault::Deadlock { queues, op: self.program.op_ref(op), seen: self.words[node.word()] }
+        ProofFailure::Deadlock { queues, op: self.program.op_ref(op), seen: self.words[node.word()] }
     }
 
     fn deliver(&mut self, actor: usize) -> bool {
@@ -166,7 +166,7 @@ impl<'a> Machine<'a> {
         true
     }
 
-    fn touch(&mut self, actor: usize, call: usize, index: usize, touch: &Touch) {
+    fn touch(&mut self, actor: usize, call: usize, index: usize, touch: &HostAccess) {
         let name = mix(&[actor as u64, call as u64, self.actors[actor].next as u64, index as u64]);
         for (at, cell) in cells(&touch.bytes).enumerate() {
             if touch.write {
@@ -289,7 +289,7 @@ impl<'a> Machine<'a> {
 }
 
 /// The call and the touches of a actor's scene, counted through all calls.
-fn place<'a>(program: &'a Program, actor: usize, scene: usize) -> (usize, &'a [Touch]) {
+fn place<'a>(program: &'a Program, actor: usize, scene: usize) -> (usize, &'a [HostAccess]) {
     let mut scenes = (program.story.parts_of(actor as u32))
         .flat_map(|part| part.scenes.iter().map(move |scene| (part.call, &*scene.touches)));
     scenes.nth(scene).unwrap_or((0, &[]))

@@ -21,9 +21,9 @@ use std::ops::Range;
 
 use machine::Machine;
 
-use crate::prove::Fault;
+use crate::prove::ProofFailure;
 use crate::prove::program::Program;
-use crate::story::{Part, Story};
+use crate::story::{ActorCall, UnrolledProgram};
 
 /// What was played.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,8 +37,8 @@ pub struct Checked {
 /// Plays a story once in order, and once for every seed.
 ///
 /// # Errors
-/// [`Fault::Differs`] with the first seed whose outcome is another; [`Fault::Deadlock`] if a run does not end.
-pub fn check(story: &Story, seeds: Range<u64>) -> Result<Checked, Fault> {
+/// [`ProofFailure::Differs`] with the first seed whose outcome is another; [`ProofFailure::Deadlock`] if a run does not end.
+pub fn check(story: &UnrolledProgram, seeds: Range<u64>) -> Result<Checked, ProofFailure> {
     let program = Program::new(story);
     let expected = Machine::new(&program, None).play()?;
     let mut checked = Checked::default();
@@ -46,8 +46,8 @@ pub fn check(story: &Story, seeds: Range<u64>) -> Result<Checked, Fault> {
         let seen = Machine::new(&program, Some(seed)).play()?;
         for (actor, calls) in (0..).zip(seen.outcomes.iter().zip(&expected.outcomes)) {
             if let Some(call) = calls.0.iter().zip(calls.1).position(|(seen, expected)| seen != expected) {
-                let Part { rank, role, .. } = *program.part(actor, call as u32);
-                return Err(Fault::Differs { seed, rank, role, call });
+                let ActorCall { rank, role, .. } = *program.part(actor, call as u32);
+                return Err(ProofFailure::Differs { seed, rank, role, call });
             }
         }
         checked.seeds += 1;

@@ -6,7 +6,7 @@ use sidelane_core::schedule::WindowId;
 
 use super::order::{Knowledge, touch_era};
 use super::program::Program;
-use super::{OpRef, What};
+use super::{AccessKind, OpRef};
 use crate::story::{Assumed, Bytes, Effect};
 
 /// Who accesses.
@@ -90,7 +90,11 @@ impl Access {
                     call: self.call as usize,
                     stage: scene.name,
                     index: index as usize,
-                    what: if touch.write { What::Writes(touch.what) } else { What::Reads(touch.what) },
+                    what: if touch.write {
+                        AccessKind::Writes(touch.what)
+                    } else {
+                        AccessKind::Reads(touch.what)
+                    },
                 }
             }
         }
@@ -137,7 +141,7 @@ pub(super) struct Accesses {
     pub assumed: Vec<(u32, Range<u64>)>,
 }
 
-const WINDOWS: [WindowId; 3] = [WindowId::POOL, WindowId::CONTROL, WindowId::TWIN];
+const WINDOWS: [WindowId; 3] = [WindowId::POOL, WindowId::CONTROL, WindowId::HOST_STAGING];
 
 /// Collects all accesses, by owner and window.
 pub(super) fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use sidelane_core::schedule::{Level, Op, WindowId};
+use sidelane_core::schedule::{FlagValue, Op, WindowId};
 
 use crate::story::Role;
 
@@ -21,12 +21,12 @@ pub struct OpRef {
     /// Position in the stage.
     pub index: usize,
     /// What it does.
-    pub what: What,
+    pub what: AccessKind,
 }
 
 /// What an [`OpRef`] does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum AccessKind {
     /// An operation, with the value of its flag.
     Op(Op, u64),
     /// The planner or the caller reads this.
@@ -37,7 +37,7 @@ pub enum What {
 
 /// The first thing found wrong.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Fault {
+pub enum ProofFailure {
     /// An operation waits for ever.
     #[error("deadlock on {queues} queues: {op} has {seen:#x}, and nobody raises that further")]
     Deadlock {
@@ -162,7 +162,7 @@ fn name(window: WindowId) -> &'static str {
     match window {
         WindowId::POOL => "pool",
         WindowId::CONTROL => "control window",
-        WindowId::TWIN => "twin of the pool",
+        WindowId::HOST_STAGING => "twin of the pool",
         _ => "window",
     }
 }
@@ -184,23 +184,23 @@ impl fmt::Display for Role {
     }
 }
 
-impl fmt::Display for What {
+impl fmt::Display for AccessKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            What::Op(Op::Put { to, .. }, _) => write!(f, "put to {to}"),
-            What::Op(Op::PutRows { to, .. }, _) => write!(f, "put rows to {to}"),
-            What::Op(Op::Signal { of, flag, level: Level::Nothing, .. }, value) => {
+            AccessKind::Op(Op::Put { to, .. }, _) => write!(f, "put to {to}"),
+            AccessKind::Op(Op::PutRows { to, .. }, _) => write!(f, "put rows to {to}"),
+            AccessKind::Op(Op::Signal { of, flag, level: FlagValue::Reset, .. }, value) => {
                 write!(f, "set back {} of {of}, {value:#x}", flag.name())
             }
-            What::Op(Op::Signal { to, of, flag, .. }, value) => {
+            AccessKind::Op(Op::Signal { to, of, flag, .. }, value) => {
                 write!(f, "signal {} of {of} to {to}, {value:#x}", flag.name())
             }
-            What::Op(Op::Wait { from, flag, .. }, value) => {
+            AccessKind::Op(Op::Wait { from, flag, .. }, value) => {
                 write!(f, "wait for {} of {from}, {value:#x}", flag.name())
             }
-            What::Op(Op::Reduce { .. }, _) => f.write_str("reduce"),
-            What::Reads(what) => write!(f, "reads {what}"),
-            What::Writes(what) => write!(f, "writes {what}"),
+            AccessKind::Op(Op::Reduce { .. }, _) => f.write_str("reduce"),
+            AccessKind::Reads(what) => write!(f, "reads {what}"),
+            AccessKind::Writes(what) => write!(f, "writes {what}"),
         }
     }
 }

@@ -26,9 +26,9 @@ mod pairs;
 pub(super) mod program;
 mod run;
 
-use crate::story::Story;
+use crate::story::UnrolledProgram;
 
-pub use fault::{Fault, OpRef, What};
+pub use fault::{AccessKind, OpRef, ProofFailure};
 
 use program::Program;
 
@@ -52,7 +52,7 @@ pub struct Proof {
 ///
 /// # Errors
 /// The first fault found; the same one every time.
-pub fn prove(story: &Story) -> Result<Proof, Fault> {
+pub fn prove(story: &UnrolledProgram) -> Result<Proof, ProofFailure> {
     let program = Program::new(story);
     program.check_words()?;
     let mut queues = Vec::new();
@@ -77,7 +77,7 @@ pub fn prove(story: &Story) -> Result<Proof, Fault> {
 /// Decides whether a story ends on `queues` queues per actor, in every interleaving.
 ///
 /// # Errors
-/// [`Fault::Deadlock`].
-pub fn ends(story: &Story, queues: u32) -> Result<(), Fault> {
+/// [`ProofFailure::Deadlock`].
+pub fn ends(story: &UnrolledProgram, queues: u32) -> Result<(), ProofFailure> {
     run::run(&Program::new(story), queues).map(|_| ())
 }

@@ -11,7 +11,7 @@
 //! A *lane* is a track of an actor. Both are passed on from signal to wait and through joins. Knowing that a peer has *issued* a signal, by way of
 //! another track, says nothing about what it carries: the two may overtake each other.
 
-use sidelane_core::schedule::{Level, Op};
+use sidelane_core::schedule::{FlagValue, Op};
 
 use super::program::{Node, Program};
 
@@ -109,7 +109,7 @@ impl Learner<'_> {
                 let first = signals.partition_point(|&(value, _)| value < step.value);
                 if let Some(&(_, signal)) = signals.get(first).filter(|_| step.value > 0) {
                     self.heard[at].push(signal);
-                    if self.goes_on(op) || level == Level::Credit {
+                    if self.goes_on(op) || level == FlagValue::Credit {
                         let view = self.merge(view, &[signal]);
                         self.track_views[at][step.track as usize] = Some(view);
                         self.known.op_views[op as usize][1] = view;

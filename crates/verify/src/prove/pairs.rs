@@ -3,13 +3,17 @@
 use std::cmp::Ordering;
 use std::ops::Range;
 
-use super::Fault;
+use super::ProofFailure;
 use super::access::{Access, Accesses, Version};
 use super::order::Knowledge;
 use super::program::Program;
 
 /// Checks the accesses to one window; returns the number of conflicting pairs.
-pub(super) fn check(program: &Program, known: &Knowledge, accesses: &mut Accesses) -> Result<u64, Fault> {
+pub(super) fn check(
+    program: &Program,
+    known: &Knowledge,
+    accesses: &mut Accesses,
+) -> Result<u64, ProofFailure> {
     accesses.list.sort_by_key(|access| access.start);
     let pairs = meet(program, known, accesses)?;
     written(program, accesses)?;
@@ -17,7 +21,7 @@ pub(super) fn check(program: &Program, known: &Knowledge, accesses: &mut Accesse
 }
 
 /// Sweeps over the bytes: whatever overlaps, with a write among the two, must be ordered.
-fn meet(program: &Program, known: &Knowledge, accesses: &Accesses) -> Result<u64, Fault> {
+fn meet(program: &Program, known: &Knowledge, accesses: &Accesses) -> Result<u64, ProofFailure> {
     let mut pairs = 0;
     let mut open: Vec<&Access> = Vec::new();
     for b in &accesses.list {
@@ -40,12 +44,12 @@ fn pair(
     accesses: &Accesses,
     a: &Access,
     b: &Access,
-) -> Result<(), Fault> {
+) -> Result<(), ProofFailure> {
     let (owner, window) = (accesses.owner, accesses.window);
     let bytes = a.start.max(b.start)..a.end.min(b.end);
     if a.is_part_of(b) {
         let op = a.op_ref(program);
-        return Err(Fault::WrittenTwice { a: op, b: op, owner, window, bytes });
+        return Err(ProofFailure::WrittenTwice { a: op, b: op, owner, window, bytes });
     }
     // Calls follow each other: mostly the earlier one's access comes first.
     let (first, second) = if a.call <= b.call { (a, b) } else { (b, a) };
@@ -55,33 +59,33 @@ fn pair(
         (second, first)
     } else {
         let (a, b) = (a.op_ref(program), b.op_ref(program));
-        return Err(Fault::Race { a, b, owner, window, bytes });
+        return Err(ProofFailure::Race { a, b, owner, window, bytes });
     };
     let refs = || (a.op_ref(program), b.op_ref(program));
     match (a.write && b.write, a.write, a.version.cmp(&b.version)) {
         (true, _, Ordering::Equal) => {
             let (a, b) = refs();
-            Err(Fault::WrittenTwice { a, b, owner, window, bytes })
+            Err(ProofFailure::WrittenTwice { a, b, owner, window, bytes })
         }
         (true, _, Ordering::Greater) => {
             let (write, by) = refs();
-            Err(Fault::Lost { write, by, owner, window, bytes })
+            Err(ProofFailure::Lost { write, by, owner, window, bytes })
         }
         (_, true, Ordering::Greater) => {
             let (writer, reader) = refs();
-            Err(Fault::Overwritten { writer, reader, owner, window, bytes })
+            Err(ProofFailure::Overwritten { writer, reader, owner, window, bytes })
         }
         // A call writes a byte once, so it was not there yet.
         (_, false, Ordering::Equal) => {
             let (reader, of) = (a.op_ref(program), a.version.call());
-            Err(Fault::Unwritten { reader, of, owner, window, bytes })
+            Err(ProofFailure::Unwritten { reader, of, owner, window, bytes })
         }
         _ => Ok(()),
     }
 }
 
 /// Each read finds all its bytes written by the call it belongs to.
-fn written(program: &Program, accesses: &Accesses) -> Result<(), Fault> {
+fn written(program: &Program, accesses: &Accesses) -> Result<(), ProofFailure> {
     let assumed = accesses.assumed.iter().map(|(call, bytes)| (Version::of(*call), bytes.clone()));
     let mut writes: Vec<(Version, Range<u64>)> = assumed.collect();
     writes.extend(accesses.list.iter().filter(|a| a.write).map(|a| (a.version, a.start..a.end)));
@@ -103,10 +107,13 @@ fn written(program: &Program, accesses: &Accesses) -> Result<(), Fault> {
             false => read.start..read.end.min(here.start),
         };
         if !missing.is_empty() && read.version.is_set_back() {
-            return Err(Fault::StillRaised { signal: read.op_ref(program), since: read.version.call() });
+            return Err(ProofFailure::StillRaised {
+                signal: read.op_ref(program),
+                since: read.version.call(),
+            });
         }
         if !missing.is_empty() {
-            return Err(Fault::Unwritten {
+            return Err(ProofFailure::Unwritten {
                 reader: read.op_ref(program),
                 of: read.version.call(),
                 owner: accesses.owner,

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use sidelane_core::schedule::{Flag, Op};
 
-use super::{Fault, OpRef, What};
-use crate::story::{Part, Scene, Step, Story};
+use super::{AccessKind, OpRef, ProofFailure};
+use crate::story::{ActorCall, StageRun, UnrolledOp, UnrolledProgram};
 
 /// One operation and its place.
 #[derive(Clone, Copy)]
@@ -22,7 +22,7 @@ pub(crate) struct Node {
     pub pos: u32,
     /// The flag word that it raises or awaits.
     word: Option<u32>,
-    pub step: Step,
+    pub step: UnrolledOp,
 }
 
 impl Node {
@@ -34,7 +34,7 @@ impl Node {
 
 /// All operations of a story, actor after actor, each actor's in launch order.
 pub(crate) struct Program<'a> {
-    pub story: &'a Story,
+    pub story: &'a UnrolledProgram,
     pub nodes: Vec<Node>,
     /// Per actor and scene (through all calls): its operations.
     pub scenes: Vec<Vec<Range<u32>>>,
@@ -71,7 +71,7 @@ fn lane(tracks: u32, actor: u32, track: u32) -> usize {
 }
 
 impl<'a> Program<'a> {
-    pub fn new(story: &'a Story) -> Self {
+    pub fn new(story: &'a UnrolledProgram) -> Self {
         let steps = story.calls.iter().flatten().flat_map(|part| &part.scenes).flat_map(|scene| &scene.steps);
         let tracks = steps.map(|step| step.track + 1).max().unwrap_or(0);
         let mut program =
@@ -123,7 +123,7 @@ impl<'a> Program<'a> {
         self.scenes.push(scenes);
     }
 
-    pub fn part(&self, actor: u32, call: u32) -> &'a Part {
+    pub fn part(&self, actor: u32, call: u32) -> &'a ActorCall {
         &self.story.calls[call as usize][actor as usize]
     }
 
@@ -135,7 +135,7 @@ impl<'a> Program<'a> {
     }
 
     /// The scene of an operation.
-    pub fn scene_of(&self, node: &Node) -> &'a Scene {
+    pub fn scene_of(&self, node: &Node) -> &'a StageRun {
         &self.part(node.actor, node.call).scenes[node.at.0 as usize]
     }
 
@@ -148,12 +148,12 @@ impl<'a> Program<'a> {
             call: node.call as usize,
             stage: scene.name,
             index: scene.first + node.at.1 as usize,
-            what: What::Op(node.step.op, node.step.value),
+            what: AccessKind::Op(node.step.op, node.step.value),
         }
     }
 
     /// Each word has one writing track, and grows with every signal. If its owner sets it back, it is a byte like others.
-    pub fn check_words(&self) -> Result<(), Fault> {
+    pub fn check_words(&self) -> Result<(), ProofFailure> {
         let mut last: Vec<Option<u32>> = vec![None; self.words as usize];
         for (b, node) in (0..).zip(&self.nodes) {
             let (Op::Signal { .. }, Some(word), false) = (node.step.op, node.word, node.step.sets_back())
@@ -163,10 +163,10 @@ impl<'a> Program<'a> {
             let Some(a) = last[word as usize].replace(b) else { continue };
             let before = &self.nodes[a as usize];
             if before.lane != node.lane {
-                return Err(Fault::TwoWriters { a: self.op_ref(a), b: self.op_ref(b) });
+                return Err(ProofFailure::TwoWriters { a: self.op_ref(a), b: self.op_ref(b) });
             }
             if before.step.value >= node.step.value {
-                return Err(Fault::NotMonotone { a: self.op_ref(a), b: self.op_ref(b) });
+                return Err(ProofFailure::NotMonotone { a: self.op_ref(a), b: self.op_ref(b) });
             }
         }
         Ok(())

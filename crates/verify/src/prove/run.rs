@@ -5,7 +5,7 @@
 
 use sidelane_core::schedule::Op;
 
-use super::Fault;
+use super::ProofFailure;
 use super::program::Program;
 
 struct Actor {
@@ -23,7 +23,7 @@ struct Queue {
 }
 
 /// Runs on `queues` queues per actor; returns the operations in an order in which they can happen.
-pub(super) fn run(program: &Program, queues: u32) -> Result<Vec<u32>, Fault> {
+pub(super) fn run(program: &Program, queues: u32) -> Result<Vec<u32>, ProofFailure> {
     let mut words = vec![0; program.words as usize];
     let mut blocked: Vec<Vec<(usize, usize)>> = vec![Vec::new(); program.words as usize];
     let queues = queues.max(1);
@@ -92,7 +92,7 @@ fn begin(program: &Program, actor: usize, state: &mut Actor, ready: &mut Vec<(us
 }
 
 /// The stuck wait of the earliest call: others may only follow from it.
-fn stuck(program: &Program, actors: &[Actor], words: &[u64], queues: u32) -> Fault {
+fn stuck(program: &Program, actors: &[Actor], words: &[u64], queues: u32) -> ProofFailure {
     let heads = actors
         .iter()
         .filter(|actor| actor.left > 0)
@@ -101,5 +101,5 @@ fn stuck(program: &Program, actors: &[Actor], words: &[u64], queues: u32) -> Fau
         .min_by_key(|&&op| (program.nodes[op as usize].call, program.nodes[op as usize].at, op))
         .expect("whatever is not done stands behind a wait");
     let node = &program.nodes[op as usize];
-    Fault::Deadlock { queues, op: program.op_ref(op), seen: words[node.word()] }
+    ProofFailure::Deadlock { queues, op: program.op_ref(op), seen: words[node.word()] }
 }

@@ -1,17 +1,17 @@
 //! What planners and kernels touch where engines relay.
 
-use sidelane_core::plan::{Chunk, Segment, first_of};
+use sidelane_core::plan::{RowBuffer, Segment, first_of};
 use sidelane_core::schedule::WindowId;
 
 use super::Bytes;
 use super::place::Placed;
-use super::tell::{Extent, Teller};
-use super::{Slip, Touch};
+use super::tell::{Extent, Unroller};
+use super::{HostAccess, SeededBug};
 
-impl Teller<'_> {
+impl Unroller<'_> {
     /// First row and length, pads counted, of what comes to a rank from other nodes.
     pub(super) fn far_segments(&self, me: u32, placed: &Placed) -> Vec<(u32, u32)> {
-        let far = self.ranks().filter(|&source| !self.paths(me).near(source));
+        let far = self.ranks().filter(|&source| !self.paths(me).same_node(source));
         let segments = far.flat_map(|source| self.segments_of(me, source, placed).0);
         segments.map(|segment| (segment.to_row, segment.count + segment.pad)).collect()
     }
@@ -30,7 +30,7 @@ impl Teller<'_> {
     }
 
     /// Where the index and the notes of a dispatch lie in the planner's memory of the host.
-    pub(super) fn desk(&self, landing: Chunk, ground: &Extent) -> (u64, u64) {
+    pub(super) fn desk(&self, landing: RowBuffer, ground: &Extent) -> (u64, u64) {
         let (index, end) = landing.arrivals();
         match self.script.straight {
             true => (0, (end - index).next_multiple_of(64)),
@@ -45,10 +45,10 @@ impl Teller<'_> {
         placed: &Placed,
         landed: &[(u32, u32)],
         (desk_index, desk_notes): (u64, u64),
-    ) -> Vec<Touch> {
-        let (paths, parity) = (self.paths(me), self.parity(me, Slip::OneHeader));
-        let mut touches = self.counts_read(me, paths.locals().chain([me]));
-        for source in self.ranks().filter(|&source| !paths.near(source)) {
+    ) -> Vec<HostAccess> {
+        let (paths, parity) = (self.paths(me), self.parity(me, SeededBug::OneHeader));
+        let mut touches = self.counts_read(me, paths.local_peers().chain([me]));
+        for source in self.ranks().filter(|&source| !paths.same_node(source)) {
             let relay = paths.of(source).relay_to(me);
             let at = self.control.header_in(paths.of(source).place_at(relay), parity);
             let entries = placed.layouts[source as usize].blocks[self.nth_relay(source, relay)].entries();
@@ -62,12 +62,14 @@ impl Teller<'_> {
             (desk_notes + first, rows)
         });
         let written = written.chain([(desk_index, end - index)]);
-        touches.extend(written.map(|(at, len)| self.write("twin", Bytes::new(me, WindowId::TWIN, at, len))));
+        touches.extend(
+            written.map(|(at, len)| self.write("twin", Bytes::new(me, WindowId::HOST_STAGING, at, len))),
+        );
         touches
     }
 
     /// A kernel reads the index and what has arrived, and writes the visible rows; the caller reads what goes with them.
-    pub(super) fn arrivals_regrouped(&self, me: u32, placed: &Placed, ground: &Extent) -> Vec<Touch> {
+    pub(super) fn arrivals_regrouped(&self, me: u32, placed: &Placed, ground: &Extent) -> Vec<HostAccess> {
         let (counts, sizes) = &placed.numbers;
         let landed = placed.layouts[me as usize].landed;
         let landing = self.landing(landed);
@@ -75,8 +77,8 @@ impl Teller<'_> {
         let pool = |what, at, len| self.read(what, Bytes::new(me, WindowId::POOL, at, len));
         let mut touches = Vec::new();
         for source in self.ranks() {
-            let (first, rows) = if self.paths(me).near(source) {
-                let near = (0..me).filter(|&rank| self.paths(me).near(rank)).count();
+            let (first, rows) = if self.paths(me).same_node(source) {
+                let near = (0..me).filter(|&rank| self.paths(me).same_node(rank)).count();
                 let first = placed.arrivals[source as usize] as usize;
                 let run = placed.layouts[source as usize].runs[first + near];
                 (run.to_row, run.count)

@@ -3,16 +3,16 @@
 use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
-use sidelane_core::plan::{Arrivals, Chunk, Forward, Frame};
+use sidelane_core::plan::{PlanContext, RelayPermutation, RelayPlan, RowBuffer};
 use sidelane_core::schedule::call::{Action, Role, StageId, Work};
-use sidelane_core::schedule::{Flag, Parts, RelayTables};
+use sidelane_core::schedule::{Flag, RelayTables, ReturnParts};
 
-use super::filled::{Filled, Tables};
+use super::filled::{FilledOperands, Tables};
 use super::place::Placed;
-use super::sample::Told;
-use super::tell::{Extent, Handle, Member, Teller, Until, bad};
+use super::sample::SampledCall;
+use super::tell::{Extent, Handle, Member, Unroller, Until, bad};
 use super::walk::Actor;
-use super::{Script, Slip, Touch};
+use super::{HostAccess, ProofScenario, SeededBug};
 
 /// A dispatch, or one along a known layout.
 struct Sending<'s> {
@@ -30,31 +30,31 @@ struct Sending<'s> {
 
 /// A dispatch that is told, and its memory.
 pub(super) struct Dispatched {
-    pub told: Vec<Told>,
+    pub told: Vec<SampledCall>,
     pub placed: Rc<Placed>,
     pub ground: Vec<Extent>,
 }
 
 /// One rank in a dispatch.
 struct Sender<'s, 'a> {
-    teller: &'s Teller<'a>,
+    teller: &'s Unroller<'a>,
     me: u32,
     call: &'s Sending<'s>,
-    own: Rc<Filled>,
+    own: Rc<FilledOperands>,
     /// Where copy engines bring in what landed elsewhere; what they find there first.
-    brought_in: Option<(Rc<Filled>, Vec<Touch>)>,
+    brought_in: Option<(Rc<FilledOperands>, Vec<HostAccess>)>,
     /// The relay's messages, and the rows that it passes on.
-    messages: Rc<Filled>,
-    relayed: Option<Rc<Filled>>,
+    messages: Rc<FilledOperands>,
+    relayed: Option<Rc<FilledOperands>>,
 }
 
-impl Teller<'_> {
+impl Unroller<'_> {
     pub(super) fn dispatch(
         &mut self,
         routing: usize,
         keep: bool,
         until: Until,
-    ) -> Result<Vec<Told>, PlanError> {
+    ) -> Result<Vec<SampledCall>, PlanError> {
         let Dispatched { told, placed, ground } = self.dispatched(routing, until, &[])?;
         let kept = self.leave(ground, &placed, keep);
         if until == Until::End {
@@ -81,7 +81,7 @@ impl Teller<'_> {
         Ok(Dispatched { told, placed, ground })
     }
 
-    pub(super) fn cached(&mut self, handle: usize, until: Until) -> Result<Vec<Told>, PlanError> {
+    pub(super) fn cached(&mut self, handle: usize, until: Until) -> Result<Vec<SampledCall>, PlanError> {
         let placed = Rc::clone(&self.handle(handle)?.placed);
         let ground = self.land(&placed, &[]);
         let kind = CallKind::CachedDispatch;
@@ -93,7 +93,7 @@ impl Teller<'_> {
     }
 
     /// A call in which nothing moves.
-    pub(super) fn agree(&mut self) -> Vec<Told> {
+    pub(super) fn agree(&mut self) -> Vec<SampledCall> {
         self.members.iter_mut().for_each(Member::licensed);
         let ranks = self.members.len();
         let (layouts, forwards, arrivals) = (vec![Rc::default(); ranks], Vec::new(), Vec::new());
@@ -106,20 +106,20 @@ impl Teller<'_> {
 
     /// Rank 0 enters a return, the others a dispatch. Until it has read the tags, a rank does what it would do if all
     /// made its call: so both are told, and each rank takes its part of one.
-    pub(super) fn mixed(&mut self, routing: usize, handle: usize) -> Result<Vec<Told>, PlanError> {
+    pub(super) fn mixed(&mut self, routing: usize, handle: usize) -> Result<Vec<SampledCall>, PlanError> {
         if self.handle(handle)?.kept.is_some() {
             return Err(bad("handle", handle, "one whose rows the caller does not keep"));
         }
         let before = self.members.clone();
         let mut told = self.dispatch(routing, false, Until::Tags)?;
         let dispatched = std::mem::replace(&mut self.members, before);
-        let returned = self.ret(handle, Parts { rows: true, weights: false }, false, Until::Tags)?;
+        let returned = self.ret(handle, ReturnParts { rows: true, weights: false }, false, Until::Tags)?;
         self.members.splice(1.., dispatched.into_iter().skip(1));
         told.splice(..1, returned.into_iter().take(1));
         Ok(told)
     }
 
-    fn send(&self, me: u32, call: &Sending) -> Told {
+    fn send(&self, me: u32, call: &Sending) -> SampledCall {
         // What a call is to move is known, also where it is refused: a rank that goes on moves it.
         let moves = !call.placed.forwards.is_empty();
         let sender = Sender {
@@ -134,13 +134,13 @@ impl Teller<'_> {
         self.told(me, (call.kind, call.until), &sender)
     }
 
-    fn own_rows(&self, me: u32, call: &Sending) -> Rc<Filled> {
+    fn own_rows(&self, me: u32, call: &Sending) -> Rc<FilledOperands> {
         let (layout, ground) = (&call.placed.layouts[me as usize], call.ground);
         let (mut tables, _) = self.tables(me);
         tables.tags.fill(self.tag(call.kind, call.handle, ground[me as usize].start));
         tables.landing = ground.iter().map(|extent| extent.start).collect();
         if !call.placed.forwards.is_empty() {
-            let setting = self.setting(me, self.parity(me, Slip::OneHeader));
+            let setting = self.setting(me, self.parity(me, SeededBug::OneHeader));
             tables.rows(&setting, layout, call.noted);
             if self.arrives() {
                 let first = call.placed.arrivals[me as usize];
@@ -152,7 +152,7 @@ impl Teller<'_> {
     }
 
     /// Rows that engines bring in, and the planner's accesses before.
-    fn brought_in(&self, me: u32, call: &Sending) -> (Rc<Filled>, Vec<Touch>) {
+    fn brought_in(&self, me: u32, call: &Sending) -> (Rc<FilledOperands>, Vec<HostAccess>) {
         let (layout, forward) = (&call.placed.layouts[me as usize], &call.placed.forwards[me as usize]);
         let (mut tables, _) = self.tables(me);
         tables.landing = call.ground.iter().map(|extent| extent.start).collect();
@@ -171,24 +171,24 @@ impl Teller<'_> {
     }
 
     /// The messages of a relay.
-    pub(super) fn messages(&self, me: u32, counts: bool) -> Rc<Filled> {
+    pub(super) fn messages(&self, me: u32, counts: bool) -> Rc<FilledOperands> {
         let (_, mut tables) = self.tables(me);
-        tables.messages(&self.setting(me, self.parity(me, Slip::OneMessage)), counts);
+        tables.messages(&self.setting(me, self.parity(me, SeededBug::OneMessage)), counts);
         self.filled(me, self.relayed(me, tables, &Rc::default()))
     }
 
     /// The rows that a relay passes on.
-    fn relayed_rows(&self, me: u32, call: &Sending) -> Rc<Filled> {
+    fn relayed_rows(&self, me: u32, call: &Sending) -> Rc<FilledOperands> {
         let mut forward = Rc::clone(&call.placed.forwards[me as usize]);
         let (_, mut tables) = self.tables(me);
         tables.bases = call.ground.iter().map(|extent| extent.start).collect();
-        let setting = self.setting(me, self.parity(me, Slip::OneHeader));
+        let setting = self.setting(me, self.parity(me, SeededBug::OneHeader));
         if self.arrives() {
-            let Script { align, chunks, mode, .. } = *self.script;
+            let ProofScenario { align, chunks, mode, .. } = *self.script;
             let (bins, sizing, paths) = (&self.bins, self.sizing, self.paths(me));
-            let frame = Frame { bins, paths, align, chunks, sizing, mode };
+            let frame = PlanContext { bins, paths, align, chunks, sizing, mode };
             let (counts, sizes) = &call.placed.numbers;
-            let mut runs = Arrivals::default();
+            let mut runs = RelayPermutation::default();
             let own = (Rc::make_mut(&mut forward), &mut runs);
             tables.hand_on(&setting, &frame, own, (counts, sizes), |rows| self.landing(rows));
         } else {
@@ -205,17 +205,17 @@ impl Teller<'_> {
         role: Role,
         action: Action,
         (counts, alike): (bool, bool),
-    ) -> Vec<Touch> {
+    ) -> Vec<HostAccess> {
         let paths = self.paths(me);
-        let members = || paths.locals().chain([me]);
-        let mut tags = self.tags_read(me, Flag::Entry, paths.locals());
+        let members = || paths.local_peers().chain([me]);
+        let mut tags = self.tags_read(me, Flag::Entry, paths.local_peers());
         if role == Role::Relay {
             tags.extend(self.tags_read(me, Flag::Block, [me]));
         }
         match action {
             Action::Compute(Work::Publish) if counts => self.counts_written(me),
             // A relay without sources elsewhere composes no message.
-            Action::Compute(Work::Compose) if paths.told().next().is_none() => Vec::new(),
+            Action::Compute(Work::Compose) if paths.count_receivers().next().is_none() => Vec::new(),
             Action::Compute(Work::Compose) => {
                 if counts && alike {
                     tags.extend(self.counts_read(me, members()));
@@ -247,8 +247,8 @@ impl Teller<'_> {
     }
 
     /// Tables of a relay that knows these blocks.
-    pub(super) fn relayed(&self, me: u32, tables: RelayTables, forward: &Rc<Forward>) -> Tables {
-        let mut chunks = vec![Chunk::default(); self.members.len()];
+    pub(super) fn relayed(&self, me: u32, tables: RelayTables, forward: &Rc<RelayPlan>) -> Tables {
+        let mut chunks = vec![RowBuffer::default(); self.members.len()];
         let landed = forward.blocks.first().map_or(&[][..], |block| &block.landed);
         for (&rank, &landed) in self.paths(me).served_by(me).iter().zip(landed) {
             chunks[rank as usize] = self.sizing.offer(landed);
@@ -260,7 +260,7 @@ impl Teller<'_> {
     /// `behind` bytes behind it, where relays take blocks, too.
     fn land(&mut self, placed: &Placed, behind: &[u64]) -> Vec<Extent> {
         let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
-        let held = held.filter(|_| self.script.slip == Some(Slip::AnnounceHeld));
+        let held = held.filter(|_| self.script.slip == Some(SeededBug::AnnounceHeld));
         let (mut all, arrives) = (Vec::new(), self.arrives());
         let (sizing, fixed) = (self.sizing, self.fixed_rows());
         let landing = |rows| sizing.landing(fixed.unwrap_or(rows));
@@ -269,7 +269,7 @@ impl Teller<'_> {
             if let Some(held) = &held {
                 member.pool.give(&held[me]);
             }
-            let staged = if self.script.slip == Some(Slip::StageUnasked) { 0 } else { layout.staged };
+            let staged = if self.script.slip == Some(SeededBug::StageUnasked) { 0 } else { layout.staged };
             let bytes = match arrives {
                 true => landing(layout.landed).staging() + u64::from(staged) * self.sizing.row_bytes,
                 false => self.sizing.extent_bytes(layout.landed, staged),
@@ -299,7 +299,7 @@ impl Teller<'_> {
 }
 
 impl Actor for Sender<'_, '_> {
-    fn footprint(&self, role: Role, action: Action) -> Vec<Touch> {
+    fn footprint(&self, role: Role, action: Action) -> Vec<HostAccess> {
         let Sender { teller, me, call, .. } = *self;
         match (role, action) {
             (Role::Own, Action::Compute(Work::Describe)) if call.noted => {
@@ -312,13 +312,13 @@ impl Actor for Sender<'_, '_> {
                 self.brought_in.as_ref().map_or(Vec::new(), |(_, touches)| touches.clone())
             }
             _ => {
-                let alike = call.odd.is_none_or(|odd| !teller.paths(me).near(odd));
+                let alike = call.odd.is_none_or(|odd| !teller.paths(me).same_node(odd));
                 teller.verdict(me, role, action, (teller.counted(call), alike))
             }
         }
     }
 
-    fn filled(&self, stage: StageId) -> &Rc<Filled> {
+    fn filled(&self, stage: StageId) -> &Rc<FilledOperands> {
         match stage {
             StageId::BringIn => self.brought_in.as_ref().map_or(&self.own, |(filled, _)| filled),
             StageId::NodeEntered | StageId::CountsSent | StageId::AllEntered | StageId::Agreed => {
@@ -331,7 +331,7 @@ impl Actor for Sender<'_, '_> {
         }
     }
 
-    fn end(&self) -> Vec<Touch> {
+    fn end(&self) -> Vec<HostAccess> {
         let Sender { teller, me, call, .. } = *self;
         let (layout, ground) = (&call.placed.layouts[me as usize], &call.ground[me as usize]);
         match (call.until, teller.arrives()) {

@@ -2,15 +2,15 @@
 
 use std::fmt;
 
-use sidelane_core::schedule::{Bytes, Control, Effect, Op, WindowId};
+use sidelane_core::schedule::{Bytes, ControlLayout, Effect, Op, WindowId};
 
-use super::filled::Filled;
-use super::{Scene, Step};
+use super::filled::FilledOperands;
+use super::{StageRun, UnrolledOp};
 
 /// What the slots of a scene are filled with.
 pub(super) trait Effects: fmt::Debug {
     /// What a step does, besides raising or awaiting a flag that grows.
-    fn effects(&self, step: &Step) -> Vec<Effect>;
+    fn effects(&self, step: &UnrolledOp) -> Vec<Effect>;
 
     /// The call that wrote what puts read from windows; `None`: their own.
     fn sources_of(&self) -> Option<usize> {
@@ -18,9 +18,9 @@ pub(super) trait Effects: fmt::Debug {
     }
 }
 
-impl Scene {
+impl StageRun {
     /// What `step` does, besides raising or awaiting a flag that grows.
-    pub fn effects(&self, step: &Step) -> Vec<Effect> {
+    pub fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
         self.filled.effects(step)
     }
 
@@ -30,15 +30,15 @@ impl Scene {
     }
 }
 
-impl Effects for Filled {
-    fn effects(&self, step: &Step) -> Vec<Effect> {
+impl Effects for FilledOperands {
+    fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
         let operands = self.operands();
         match step.op {
             Op::Put { to, slot } | Op::PutRows { to, slot } => operands.puts(to, slot),
             Op::Signal { to, of, flag, level } => {
-                let at = Control::tag(of, flag, self.ranks, self.tag_parity);
+                let at = ControlLayout::tag(of, flag, self.ranks, self.tag_parity);
                 let tag = operands.tag(to, flag, level);
-                tag.map(|_| Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, Control::TAG_BYTES)))
+                tag.map(|_| Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, ControlLayout::TAG_BYTES)))
                     .into_iter()
                     .collect()
             }

@@ -2,12 +2,12 @@
 
 use std::rc::Rc;
 
-use sidelane_core::plan::{Chunk, Forward, Layout};
-use sidelane_core::schedule::{CallerTables, Calls, Operands, RelayTables, Sum};
+use sidelane_core::plan::{DispatchLayout, RelayPlan, RowBuffer};
+use sidelane_core::schedule::{CallerTables, Calls, Operands, RelayTables, SumOperands};
 
 /// Tables of one program, as an executor would see them, and where its signals go.
 #[derive(Debug)]
-pub(super) struct Filled {
+pub(super) struct FilledOperands {
     pub rank: u32,
     pub ranks: u32,
     pub calls: Calls,
@@ -24,19 +24,19 @@ pub(super) struct Filled {
 pub(super) enum Tables {
     Caller {
         tables: CallerTables,
-        layout: Rc<Layout>,
+        layout: Rc<DispatchLayout>,
         row_bytes: u64,
     },
     /// With the chunk that each rank offers, and whose pool holds it: its own.
     Relay {
         tables: RelayTables,
-        forward: Rc<Forward>,
-        chunks: Vec<Chunk>,
+        forward: Rc<RelayPlan>,
+        chunks: Vec<RowBuffer>,
         held_by: Vec<u32>,
     },
 }
 
-impl Filled {
+impl FilledOperands {
     pub fn operands(&self) -> Operands<'_> {
         let (call, last_return) = (self.calls.value(), self.calls.last_return());
         match &self.tables {
@@ -49,7 +49,7 @@ impl Filled {
                     runs: &layout.runs,
                     rows: &layout.rows,
                     row_bytes: *row_bytes,
-                    sum: Sum {
+                    sum: SumOperands {
                         terms,
                         starts,
                         choices,
@@ -60,7 +60,7 @@ impl Filled {
                         chunks: &layout.chunks,
                         fetched,
                         places,
-                        ..Sum::default()
+                        ..SumOperands::default()
                     },
                     tags: &tables.tags,
                     call,
@@ -72,14 +72,14 @@ impl Filled {
                 spans: &tables.spans,
                 runs: &forward.runs,
                 rows: &forward.rows,
-                sum: Sum {
+                sum: SumOperands {
                     terms: &forward.partials.terms,
                     starts: &forward.partials.starts,
                     choices: &forward.partials.entries,
                     held_by,
                     bases: &tables.bases,
                     chunks,
-                    ..Sum::default()
+                    ..SumOperands::default()
                 },
                 call,
                 last_return,

@@ -17,29 +17,30 @@ use std::rc::Rc;
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    Bins, Chunk, Everyone, ExpertMap, Frame, Layout, Mode, Order, Regroup, RowLayout, Sizing,
+    Bins, DispatchLayout, ExpertMap, GroupRouting, LocalPermutation, PlanContext, ReceiveMode, RowBuffer,
+    RowLayout, RowSizes, SumOrder,
 };
 use sidelane_core::schedule::call::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{Operand, WindowId};
 
 use super::Bytes;
 use super::calls::Dispatched;
-use super::filled::{Filled, Tables};
-use super::sample::Told;
-use super::tell::{Extent, Teller, Until, bad, sizing};
+use super::filled::{FilledOperands, Tables};
+use super::sample::SampledCall;
+use super::tell::{Extent, Unroller, Until, bad, sizing};
 use super::touch::chunk;
 use super::walk::Actor;
-use super::{Script, Touch};
+use super::{HostAccess, ProofScenario};
 
 /// What the instance that gathers for another is to do.
-pub(super) fn gathering<'s>(script: &Script<'s>, map: &'s ExpertMap) -> Script<'s> {
-    Script {
+pub(super) fn gathering<'s>(script: &ProofScenario<'s>, map: &'s ExpertMap) -> ProofScenario<'s> {
+    ProofScenario {
         gathers: true,
         map,
         align: 1,
-        order: Order::default(),
+        order: SumOrder::default(),
         layout: RowLayout::default(),
-        mode: Mode::Eager,
+        mode: ReceiveMode::Exact,
         spans: false,
         ..script.clone()
     }
@@ -47,25 +48,25 @@ pub(super) fn gathering<'s>(script: &Script<'s>, map: &'s ExpertMap) -> Script<'
 
 /// The instance that another gathers for.
 pub(super) struct Exchange<'a> {
-    script: &'a Script<'a>,
+    script: &'a ProofScenario<'a>,
     bins: Bins,
-    sizing: Sizing,
+    sizing: RowSizes,
 }
 
 /// The copies of one rank, and what it has then.
 struct Own {
-    regroup: Regroup,
-    landing: Chunk,
+    regroup: LocalPermutation,
+    landing: RowBuffer,
 }
 
 impl<'a> Exchange<'a> {
-    pub fn new(script: &'a Script<'a>) -> Self {
+    pub fn new(script: &'a ProofScenario<'a>) -> Self {
         let bins = Bins::of_layout(script.layout, script.map, script.order, script.nodes);
         Exchange { script, bins, sizing: sizing(script) }
     }
 }
 
-impl Teller<'_> {
+impl Unroller<'_> {
     /// A dispatch by all-gather, as far as `until`: ranks may leave when they have sorted the
     /// choices. Tells the gathering dispatch, and returns what each rank does behind it.
     pub(super) fn gather(
@@ -73,14 +74,15 @@ impl Teller<'_> {
         routing: usize,
         keep: bool,
         until: Until,
-    ) -> Result<Vec<Told>, PlanError> {
+    ) -> Result<Vec<SampledCall>, PlanError> {
         let all = self.owned(routing)?;
         // A call that is refused has no room for the rows.
         let behind = all.iter().map(|own| if until == Until::End { own.landing.bytes() } else { 0 });
         let behind: Vec<u64> = behind.collect();
         let Dispatched { told, placed, ground } = self.dispatched(routing, Until::End, &behind)?;
         self.add(told);
-        let gathered: Vec<Chunk> = placed.layouts.iter().map(|layout| self.landing(layout.landed)).collect();
+        let gathered: Vec<RowBuffer> =
+            placed.layouts.iter().map(|layout| self.landing(layout.landed)).collect();
         let regroup = |((me, own), (extent, chunk))| {
             self.regrouped(me, until, &self.regrouping((me, until), own, extent, chunk))
         };
@@ -101,15 +103,15 @@ impl Teller<'_> {
     fn owned(&self, routing: usize) -> Result<Vec<Own>, PlanError> {
         let Some(Exchange { script, bins, sizing }) = &self.exchange else { return Ok(Vec::new()) };
         let set = script.routings.get(routing).ok_or(bad("set of routings", routing, "one that exists"))?;
-        let Script { map, align, chunks, mode, .. } = **script;
-        let frame = Frame { bins, paths: self.paths(0), align, chunks, sizing: *sizing, mode };
+        let ProofScenario { map, align, chunks, mode, .. } = **script;
+        let frame = PlanContext { bins, paths: self.paths(0), align, chunks, sizing: *sizing, mode };
         let top_k = set.iter().map(Routing::top_k).max().unwrap_or(1);
         let max_tokens = set.iter().map(Routing::tokens).max().unwrap_or(0);
-        let mut everyone = Everyone::default();
+        let mut everyone = GroupRouting::default();
         everyone.sort(&frame, top_k, |rank, sorted| {
             sorted.fill(map, bins, script.notes(), rank, &set[rank as usize])
         })?;
-        let own = |&rows: &u32| Own { regroup: Regroup::default(), landing: sizing.landing(rows) };
+        let own = |&rows: &u32| Own { regroup: LocalPermutation::default(), landing: sizing.landing(rows) };
         let mut all: Vec<Own> = everyone.sizes().rows.iter().map(own).collect();
         let mut first = 0;
         everyone.each(&frame, (top_k, max_tokens), |frame, known, _| {
@@ -126,14 +128,14 @@ impl Teller<'_> {
         (me, until): (u32, Until),
         own: Own,
         extent: &Extent,
-        gathered: &Chunk,
+        gathered: &RowBuffer,
     ) -> Regrouping {
         let start = extent.start + gathered.bytes();
-        let Own { regroup: Regroup { runs, rows, .. }, landing } = own;
+        let Own { regroup: LocalPermutation { runs, rows, .. }, landing } = own;
         let row_bytes = self.script.row_bytes;
         let (mut tables, _) = self.tables(me);
         tables.table = vec![Operand::regroup(me, runs.len() as u32, row_bytes, (extent.start, start))];
-        let mut layout = Layout::default();
+        let mut layout = DispatchLayout::default();
         (layout.runs, layout.rows) = (runs, rows);
         let layout = Rc::new(layout);
         let dispatch = self.call - 1;
@@ -143,7 +145,7 @@ impl Teller<'_> {
         let rows = Bytes::new(me, WindowId::POOL, start, u64::from(landing.rows) * row_bytes);
         Regrouping {
             filled: self.filled_from(Some(dispatch), me, Tables::Caller { tables, layout, row_bytes }),
-            choices: Touch { of: dispatch, ..read("choices of all", choices) },
+            choices: HostAccess { of: dispatch, ..read("choices of all", choices) },
             notes: [self.write("notes", notes.clone()), read("landed notes", notes)],
             rows: (until == Until::End).then(|| read("landed rows", rows)),
         }
@@ -152,15 +154,15 @@ impl Teller<'_> {
 
 /// One rank behind a dispatch by all-gather.
 struct Regrouping {
-    filled: Rc<Filled>,
-    choices: Touch,
-    notes: [Touch; 2],
+    filled: Rc<FilledOperands>,
+    choices: HostAccess,
+    notes: [HostAccess; 2],
     /// What the caller reads, unless the call is refused.
-    rows: Option<Touch>,
+    rows: Option<HostAccess>,
 }
 
 impl Actor for Regrouping {
-    fn footprint(&self, _: Role, action: Action) -> Vec<Touch> {
+    fn footprint(&self, _: Role, action: Action) -> Vec<HostAccess> {
         match action {
             Action::Compute(Work::SortAll) => vec![self.choices.clone()],
             Action::Compute(Work::Metadata) => self.notes.to_vec(),
@@ -168,11 +170,11 @@ impl Actor for Regrouping {
         }
     }
 
-    fn filled(&self, _: StageId) -> &Rc<Filled> {
+    fn filled(&self, _: StageId) -> &Rc<FilledOperands> {
         &self.filled
     }
 
-    fn end(&self) -> Vec<Touch> {
+    fn end(&self) -> Vec<HostAccess> {
         self.rows.iter().cloned().collect()
     }
 }

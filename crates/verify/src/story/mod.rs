@@ -15,7 +15,7 @@
 //! one every rank copies its own rows to their places. That is a call of the story of its own.
 //!
 //! An *actor* is what runs by itself: a rank, or, where its relay is [offloaded](Relays::Thread), the rank's own program and its
-//! relay's, which know each other only through flags. Slots on [streams](StreamScript) have stories of their own kind: there an
+//! relay's, which know each other only through flags. Slots on [streams](StreamScenario) have stories of their own kind: there an
 //! actor is a stream.
 
 mod arrivals;
@@ -37,23 +37,23 @@ use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
-use sidelane_core::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Strategy};
+use sidelane_core::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, Strategy, SumOrder};
 use sidelane_core::schedule::stream::Slots;
-use sidelane_core::schedule::{Level, Op, Parts};
+use sidelane_core::schedule::{FlagValue, Op, ReturnParts};
 use sidelane_core::topology::{NodeMap, Route};
 
 use crate::call_mutate::{CallMutation, ProgramId};
 
-pub use collective::{CollectiveCall, CollectiveScript, CollectiveSlip, PipelineScript, PipelineSlip};
+pub use collective::{CollectiveBug, CollectiveCall, CollectiveScenario, PipelineBug, PipelineScenario};
 pub use sidelane_core::schedule::call::Relays;
 pub use sidelane_core::schedule::{Bytes, Effect};
-pub use streams::{StreamCall, StreamScript, StreamSlip, Streams};
+pub use streams::{StreamBug, StreamCall, StreamScenario, Streams};
 
 use effect::Effects;
 
 /// What a group is to do.
 #[derive(Clone, Debug)]
-pub struct Script<'a> {
+pub struct ProofScenario<'a> {
     /// Which ranks share memory.
     pub nodes: &'a NodeMap,
     /// How rows reach other nodes.
@@ -67,7 +67,7 @@ pub struct Script<'a> {
     /// Segments start at multiples of this many rows.
     pub align: u32,
     /// Order of sums.
-    pub order: Order,
+    pub order: SumOrder,
     /// In which order a rank sees its rows.
     pub layout: RowLayout,
     /// Rows cross in relay order, and relays hand them on in spans: rank-major, over [`Route::Pxn`].
@@ -86,7 +86,7 @@ pub struct Script<'a> {
     /// With `pulls`: callers' threads enqueue, and run ahead of their streams. These are actors of their own.
     pub enqueues: bool,
     /// How much a rank receives; what does not fit is dropped.
-    pub mode: Mode,
+    pub mode: ReceiveMode,
     /// Bytes of one row: a multiple of 16.
     pub row_bytes: u64,
     /// Routings that dispatches choose from: `[set][rank]`.
@@ -99,15 +99,15 @@ pub struct Script<'a> {
     /// kind of meeting: two accesses lie in the memory of one node, and are made by ranks of two others at most.
     pub sample: Option<&'a [u32]>,
     /// A rule that whoever plans breaks: `None`, except to see that `prove` notices.
-    pub slip: Option<Slip>,
+    pub slip: Option<SeededBug>,
     /// A bug in one of the programs of each rank, for the same reason.
     pub mutation: Option<(ProgramId, CallMutation)>,
 }
 
-impl Script<'_> {
+impl ProofScenario<'_> {
     /// What goes with the rows.
-    fn notes(&self) -> Notes {
-        if self.gathers { Notes::Gathered } else { Notes::of(self.layout, self.mode, self.spans) }
+    fn notes(&self) -> RowMetadata {
+        if self.gathers { RowMetadata::Gathered } else { RowMetadata::of(self.layout, self.mode, self.spans) }
     }
 }
 
@@ -131,7 +131,7 @@ pub enum Call {
         /// The handle.
         handle: usize,
         /// What comes home.
-        parts: Parts,
+        parts: ReturnParts,
         /// Whether the rows are a tensor of the caller that is copied into the pool during the call.
         copied: bool,
     },
@@ -169,7 +169,7 @@ pub enum Call {
 
 /// Rules of memory that a planner could break. The schedule's own mutations are in [`mutate`](crate::mutate).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Slip {
+pub enum SeededBug {
     /// The chunk of a return is free again when the return ends, not when its readers have said so.
     FreeBeforeAck,
     /// The announced extent is taken from rows that the caller still holds.
@@ -194,26 +194,26 @@ pub enum Slip {
     OneTag,
 }
 
-impl Slip {
+impl SeededBug {
     /// All slips.
-    pub const ALL: [Slip; 11] = [
-        Slip::FreeBeforeAck,
-        Slip::AnnounceHeld,
-        Slip::StageUnasked,
-        Slip::ShareStaging,
-        Slip::ShareHome,
-        Slip::ShareOutbox,
-        Slip::OnePublication,
-        Slip::OneMessage,
-        Slip::OneHeader,
-        Slip::CountDispatches,
-        Slip::OneTag,
+    pub const ALL: [SeededBug; 11] = [
+        SeededBug::FreeBeforeAck,
+        SeededBug::AnnounceHeld,
+        SeededBug::StageUnasked,
+        SeededBug::ShareStaging,
+        SeededBug::ShareHome,
+        SeededBug::ShareOutbox,
+        SeededBug::OnePublication,
+        SeededBug::OneMessage,
+        SeededBug::OneHeader,
+        SeededBug::CountDispatches,
+        SeededBug::OneTag,
     ];
 }
 
 /// A read or write by the planner or the caller, between two stages.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Touch {
+pub struct HostAccess {
     /// What is read or written.
     pub what: &'static str,
     /// Where.
@@ -226,7 +226,7 @@ pub struct Touch {
 
 /// One operation, its generation resolved to a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
+pub struct UnrolledOp {
     /// Its track.
     pub track: u32,
     /// Of which set of flags its word is: 0, but for microbatches on streams, which have one each.
@@ -237,33 +237,33 @@ pub struct Step {
     pub value: u64,
 }
 
-impl Step {
+impl UnrolledOp {
     /// The value as the word itself sees it: a constant, where words do not grow.
     pub fn in_memory(&self) -> u64 {
         match self.op {
-            Op::Signal { level: Level::Nothing, .. } => 0,
-            Op::Signal { level: Level::Credit, .. } | Op::Wait { level: Level::Credit, .. } => 1,
+            Op::Signal { level: FlagValue::Reset, .. } => 0,
+            Op::Signal { level: FlagValue::Credit, .. } | Op::Wait { level: FlagValue::Credit, .. } => 1,
             _ => self.value,
         }
     }
 
     /// Whether it sets a word of its own rank back.
     pub fn sets_back(&self) -> bool {
-        matches!(self.op, Op::Signal { level: Level::Nothing, .. })
+        matches!(self.op, Op::Signal { level: FlagValue::Reset, .. })
     }
 }
 
 /// A stage, or half of one, with what happens before it.
 #[derive(Clone, Debug)]
-pub struct Scene {
+pub struct StageRun {
     /// Name of the stage; "end" after the last.
     pub name: &'static str,
     /// Position in the stage of the first operation.
     pub first: usize,
     /// What planner and caller do first, in this order.
-    pub touches: Vec<Touch>,
+    pub touches: Vec<HostAccess>,
     /// The operations, in launch order.
-    pub steps: Vec<Step>,
+    pub steps: Vec<UnrolledOp>,
     filled: Rc<dyn Effects>,
 }
 
@@ -280,7 +280,7 @@ pub enum Role {
 
 /// What one actor does in one call.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct ActorCall {
     /// The rank.
     pub rank: u32,
     /// What of the rank this is.
@@ -290,12 +290,12 @@ pub struct Part {
     /// What the rank calls.
     pub kind: CallKind,
     /// The stages, and a last scene without operations.
-    pub scenes: Vec<Scene>,
+    pub scenes: Vec<StageRun>,
 }
 
 /// A script, unrolled.
 #[derive(Clone, Debug)]
-pub struct Story {
+pub struct UnrolledProgram {
     /// Number of ranks of the group.
     pub ranks: u32,
     /// Number of actors: those of the ranks that are told, then those of their relays, if these are away and there are any.
@@ -306,7 +306,7 @@ pub struct Story {
     /// Bytes of the largest pool.
     pub pool_bytes: u64,
     /// `calls[call][actor]`.
-    pub calls: Vec<Vec<Part>>,
+    pub calls: Vec<Vec<ActorCall>>,
     /// What ranks that are not told write.
     pub assumed: Vec<Assumed>,
 }
@@ -320,13 +320,13 @@ pub struct Assumed {
     pub bytes: Bytes,
 }
 
-impl Story {
+impl UnrolledProgram {
     /// Unrolls a script.
     ///
     /// # Errors
     /// A routing that cannot be placed; [`PlanError::BadParameter`] for a handle or a set of routings that does not
     /// exist, or if nodes and experts are of groups of different size.
-    pub fn tell(script: &Script) -> Result<Story, PlanError> {
+    pub fn unroll(script: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
         tell::tell(script)
     }
 
@@ -335,7 +335,7 @@ impl Story {
     /// # Errors
     /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or release, and for nodes of
     /// another number of ranks.
-    pub fn of_streams(script: &StreamScript) -> Result<Story, PlanError> {
+    pub fn of_streams(script: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
         streams::tell(script)
     }
 
@@ -343,7 +343,7 @@ impl Story {
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] for a round that does not fit its places, and for nodes of another number of ranks.
-    pub fn of_collectives(script: &CollectiveScript) -> Result<Story, PlanError> {
+    pub fn of_collectives(script: &CollectiveScenario) -> Result<UnrolledProgram, PlanError> {
         collective::tell(script)
     }
 
@@ -351,7 +351,7 @@ impl Story {
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] for places of another number of ranks than there are stages.
-    pub fn of_pipeline(script: &PipelineScript) -> Result<Story, PlanError> {
+    pub fn of_pipeline(script: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
         collective::tell_pipeline(script)
     }
 
@@ -360,7 +360,7 @@ impl Story {
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] if there are more orders than ranks.
-    pub fn of_queues(slots: Slots, orders: &[Vec<StreamCall>]) -> Result<Story, PlanError> {
+    pub fn of_queues(slots: Slots, orders: &[Vec<StreamCall>]) -> Result<UnrolledProgram, PlanError> {
         streams::fold(slots, orders)
     }
 
@@ -370,7 +370,7 @@ impl Story {
     }
 
     /// The parts of one actor, call after call.
-    pub fn parts_of(&self, actor: u32) -> impl Iterator<Item = &Part> {
+    pub fn parts_of(&self, actor: u32) -> impl Iterator<Item = &ActorCall> {
         self.calls.iter().map(move |call| &call[actor as usize])
     }
 }

@@ -4,34 +4,37 @@ use std::rc::Rc;
 
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::Routing;
-use sidelane_core::plan::{Arrivals, Counts, Everyone, Forward, Frame, Known, Layout, Sizes, Spans};
+use sidelane_core::plan::{
+    Counts, DispatchLayout, GroupRouting, PlanContext, RankRouting, ReceiveSizes, RelayPermutation,
+    RelayPlan, RelaySorter,
+};
 
-use super::tell::{Teller, bad};
-use super::{Script, Slip};
+use super::tell::{Unroller, bad};
+use super::{ProofScenario, SeededBug};
 
 /// Where the rows of one dispatch go.
 pub(super) struct Placed {
-    pub layouts: Vec<Rc<Layout>>,
-    pub forwards: Vec<Rc<Forward>>,
+    pub layouts: Vec<Rc<DispatchLayout>>,
+    pub forwards: Vec<Rc<RelayPlan>>,
     /// Where engines relay, per rank: the first of its layout's runs to arrivals.
     pub arrivals: Vec<u32>,
     /// What everybody counts, as one rank sees it.
-    pub numbers: (Counts, Sizes),
+    pub numbers: (Counts, ReceiveSizes),
 }
 
-impl Teller<'_> {
+impl Unroller<'_> {
     /// Where everything goes, if all ranks dispatch this set of routings.
     pub(super) fn place(&self, routing: usize) -> Result<Placed, PlanError> {
-        let Script { routings, map, align, chunks, mode, spans, gathers, .. } = *self.script;
+        let ProofScenario { routings, map, align, chunks, mode, spans, gathers, .. } = *self.script;
         let set = routings.get(routing).filter(|set| set.len() == self.members.len()).ok_or(bad(
             "set of routings",
             routing,
             "one that exists, with a routing per rank",
         ))?;
         let (bins, sizing) = (&self.bins, self.sizing);
-        let frame = Frame { bins, paths: self.paths(0), align, chunks, sizing, mode };
+        let frame = PlanContext { bins, paths: self.paths(0), align, chunks, sizing, mode };
         let top_k = set.iter().map(Routing::top_k).max().unwrap_or(1);
-        let mut everyone = Everyone::default();
+        let mut everyone = GroupRouting::default();
         everyone.sort(&frame, top_k, |me, sorted| {
             let routing = &set[me as usize];
             if gathers {
@@ -43,16 +46,16 @@ impl Teller<'_> {
         let max_tokens = routings.iter().flatten().map(|routing| routing.tokens()).max().unwrap_or(0);
         let (mut layouts, mut arrivals, mut numbers) = (Vec::new(), Vec::new(), Default::default());
         everyone.each(&frame, (top_k, max_tokens), |frame, known, _| {
-            let Known { sorted, crossing, counts, sizes } = known;
-            if self.script.slip == Some(Slip::ShareStaging) {
+            let RankRouting { sorted, crossing, counts, sizes } = known;
+            if self.script.slip == Some(SeededBug::ShareStaging) {
                 counts.below[bins.count() as usize..].fill(0);
             }
             if spans {
-                Spans::default().arrange(frame, (&mut *sorted, &mut *crossing), counts, sizes);
+                RelaySorter::default().arrange(frame, (&mut *sorted, &mut *crossing), counts, sizes);
             }
             let top_k = set[frame.paths.me() as usize].top_k();
-            let mut layout = Layout::default();
-            let mut own = Arrivals::default();
+            let mut layout = DispatchLayout::default();
+            let mut own = RelayPermutation::default();
             if self.arrives() {
                 own.arrange(frame, sorted, crossing);
                 own.pack(frame, sorted, crossing);
@@ -81,11 +84,11 @@ impl Teller<'_> {
     }
 
     /// What the relay of a rank knows when it has read its headers.
-    fn forward(&self, me: u32, layouts: &[Rc<Layout>]) -> Forward {
-        let Script { align, chunks, mode, spans, gathers, .. } = *self.script;
+    fn forward(&self, me: u32, layouts: &[Rc<DispatchLayout>]) -> RelayPlan {
+        let ProofScenario { align, chunks, mode, spans, gathers, .. } = *self.script;
         let (bins, sizing, paths) = (&self.bins, self.sizing, self.paths(me));
-        let frame = Frame { bins, paths, align, chunks, sizing, mode };
-        let mut forward = Forward::default();
+        let frame = PlanContext { bins, paths, align, chunks, sizing, mode };
+        let mut forward = RelayPlan::default();
         forward.spans = spans || gathers;
         let sums = self.sizing.partial_bytes.is_some();
         if self.arrives() {

@@ -4,13 +4,13 @@ use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::schedule::call::{Action, Role, StageId, Work};
-use sidelane_core::schedule::{CallerTables, Flag, Parts, RelayTables, Tag};
+use sidelane_core::schedule::{CallerTables, Flag, RelayTables, ReturnParts, Tag};
 
-use super::filled::{Filled, Tables};
-use super::sample::Told;
-use super::tell::{Extent, Handle, Teller, Until};
+use super::filled::{FilledOperands, Tables};
+use super::sample::SampledCall;
+use super::tell::{Extent, Handle, Unroller, Until};
 use super::walk::Actor;
-use super::{Slip, Touch};
+use super::{HostAccess, SeededBug};
 
 /// Bytes where rows come home that callers' threads enqueue: more than any script here has.
 const STAGING: u64 = 1 << 20;
@@ -30,20 +30,20 @@ struct Offer {
 /// A return, as all ranks have entered it.
 struct Returning<'s> {
     handle: &'s Handle,
-    parts: Parts,
+    parts: ReturnParts,
     copied: bool,
     until: Until,
     offers: &'s [Offer],
 }
 
-impl Teller<'_> {
+impl Unroller<'_> {
     pub(super) fn ret(
         &mut self,
         handle: usize,
-        parts: Parts,
+        parts: ReturnParts,
         copied: bool,
         until: Until,
-    ) -> Result<Vec<Told>, PlanError> {
+    ) -> Result<Vec<SampledCall>, PlanError> {
         // A stream copies rows that lie elsewhere before it says that it is ready.
         let copied = copied && !self.script.enqueues;
         let found = self.handle(handle)?;
@@ -61,7 +61,7 @@ impl Teller<'_> {
             // Nobody reads what was offered in a call that was refused.
             if fixed {
                 // Its place is that of the next outputs, too.
-            } else if until < Until::End || self.script.slip == Some(Slip::FreeBeforeAck) {
+            } else if until < Until::End || self.script.slip == Some(SeededBug::FreeBeforeAck) {
                 member.pool.give(&offer.chunk);
             } else {
                 member.offered.push(offer.chunk);
@@ -109,10 +109,10 @@ impl Teller<'_> {
             true => tables.stage_rows(&at, layout, staging.start),
             false => tables.stage(&paths, layout, staging.start),
         }
-        if self.script.slip == Some(Slip::ShareHome) {
+        if self.script.slip == Some(SeededBug::ShareHome) {
             paths.relays().for_each(|relay| tables.bases[relay as usize] = staging.start);
         }
-        let shared = self.script.slip == Some(Slip::ShareOutbox);
+        let shared = self.script.slip == Some(SeededBug::ShareOutbox);
         let outbox = staging.start + if shared { 0 } else { home };
         tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), chunk.start);
         Offer { chunk, staging, outbox, tags: tables.tags, bases: tables.bases }
@@ -124,7 +124,7 @@ impl Teller<'_> {
         let (mut tables, _) = self.tables(me);
         tables.tags.clone_from(tags);
         tables.bases.clone_from(bases);
-        for near in paths.locals().chain([me]) {
+        for near in paths.local_peers().chain([me]) {
             tables.bases[near as usize] = call.offers[near as usize].chunk.start;
         }
         if self.script.pulls {
@@ -148,17 +148,17 @@ impl Teller<'_> {
 
 /// One rank in a return.
 struct Returner<'s, 'a> {
-    teller: &'s Teller<'a>,
+    teller: &'s Unroller<'a>,
     me: u32,
     call: &'s Returning<'s>,
-    own: Rc<Filled>,
+    own: Rc<FilledOperands>,
     /// The relay's messages, and the rows that it returns.
-    messages: Rc<Filled>,
-    returned: Option<Rc<Filled>>,
+    messages: Rc<FilledOperands>,
+    returned: Option<Rc<FilledOperands>>,
 }
 
 impl Returner<'_, '_> {
-    fn chunk_written(&self) -> Vec<Touch> {
+    fn chunk_written(&self) -> Vec<HostAccess> {
         let Returner { teller, me, call, .. } = *self;
         let layout = &call.handle.placed.layouts[me as usize];
         teller.chunk_written(me, layout, &call.offers[me as usize].chunk, call.parts)
@@ -166,7 +166,7 @@ impl Returner<'_, '_> {
 }
 
 impl Actor for Returner<'_, '_> {
-    fn begin(&self) -> Vec<Touch> {
+    fn begin(&self) -> Vec<HostAccess> {
         let Returner { teller, me, call, .. } = *self;
         let layout = &call.handle.placed.layouts[me as usize];
         let kept = call.handle.kept.as_ref();
@@ -178,7 +178,7 @@ impl Actor for Returner<'_, '_> {
         touches
     }
 
-    fn footprint(&self, role: Role, action: Action) -> Vec<Touch> {
+    fn footprint(&self, role: Role, action: Action) -> Vec<HostAccess> {
         let Returner { teller, me, call, .. } = *self;
         match (role, action) {
             (Role::Own, Action::Compute(Work::Offer)) if call.copied => self.chunk_written(),
@@ -189,7 +189,7 @@ impl Actor for Returner<'_, '_> {
         }
     }
 
-    fn filled(&self, stage: StageId) -> &Rc<Filled> {
+    fn filled(&self, stage: StageId) -> &Rc<FilledOperands> {
         match stage {
             StageId::NodeEntered | StageId::CountsSent | StageId::AllEntered | StageId::Agreed => {
                 &self.messages
@@ -201,7 +201,7 @@ impl Actor for Returner<'_, '_> {
         }
     }
 
-    fn end(&self) -> Vec<Touch> {
+    fn end(&self) -> Vec<HostAccess> {
         let Returner { teller, me, call, .. } = *self;
         if call.until < Until::End || !teller.script.pulls {
             return Vec::new();

@@ -21,22 +21,22 @@ use sidelane_core::error::CallKind;
 use sidelane_core::schedule::call::{CallProgram, RankPrograms, Role};
 use sidelane_core::schedule::{Flag, Op};
 
-use super::tell::{Teller, Until};
+use super::tell::{Unroller, Until};
 use super::walk::{Actor, walk};
-use super::{Bytes, Effect, Scene};
+use super::{Bytes, Effect, StageRun};
 use crate::call_mutate::{CallChange, ProgramId, programs_of};
 
 /// What one rank does in one call, as far as it is told.
-pub(super) enum Told {
+pub(super) enum SampledCall {
     /// The scenes of its actors.
-    Inside(CallKind, Vec<Vec<Scene>>),
+    Inside(CallKind, Vec<Vec<StageRun>>),
     /// What comes of it in the sample.
-    Outside(Hearsay),
+    Outside(AssumedEffects),
 }
 
 /// What an outsider does to ranks of the sample.
 #[derive(Default)]
-pub(super) struct Hearsay {
+pub(super) struct AssumedEffects {
     /// Words that it raises, and to what.
     pub raised: Vec<(Word, u64)>,
     pub written: Vec<Bytes>,
@@ -48,9 +48,9 @@ pub(super) type Word = (u32, u32, Flag);
 /// To what outsiders have raised words of the sample.
 pub(super) type Raised = HashMap<Word, u64>;
 
-impl Teller<'_> {
+impl Unroller<'_> {
     /// What a rank does in a call of this kind: its own program and, where that is another, its relay's.
-    pub(super) fn told(&self, me: u32, (kind, until): (CallKind, Until), actor: &impl Actor) -> Told {
+    pub(super) fn told(&self, me: u32, (kind, until): (CallKind, Until), actor: &impl Actor) -> SampledCall {
         let programs = self.programs(me);
         let scenes =
             self.walked(me, (&programs, &programs_of(&programs, kind, self.script.relays)), until, actor);
@@ -58,7 +58,7 @@ impl Teller<'_> {
     }
 
     /// What a rank does behind a dispatch by all-gather. Its relay does nothing.
-    pub(super) fn regrouped(&self, me: u32, until: Until, actor: &impl Actor) -> Told {
+    pub(super) fn regrouped(&self, me: u32, until: Until, actor: &impl Actor) -> SampledCall {
         let programs = self.programs(me);
         let actors = programs_of(&programs, CallKind::Dispatch, self.script.relays).len();
         let regroup = [(ProgramId::Regroup, &programs.regroup)];
@@ -74,7 +74,7 @@ impl Teller<'_> {
         (programs, all): (&RankPrograms, &[(ProgramId, &CallProgram)]),
         until: Until,
         actor: &impl Actor,
-    ) -> Vec<Vec<Scene>> {
+    ) -> Vec<Vec<StageRun>> {
         let mut scenes = Vec::new();
         for &(id, program) in all {
             let planted = self.script.mutation.filter(|(planted, _)| *planted == id).map(|(_, bug)| bug);
@@ -89,10 +89,10 @@ impl Teller<'_> {
         scenes
     }
 
-    fn known(&self, me: u32, kind: CallKind, scenes: Vec<Vec<Scene>>) -> Told {
+    fn known(&self, me: u32, kind: CallKind, scenes: Vec<Vec<StageRun>>) -> SampledCall {
         match self.inside(me) {
-            true => Told::Inside(kind, scenes),
-            false => Told::Outside(self.hearsay(scenes.iter().flatten())),
+            true => SampledCall::Inside(kind, scenes),
+            false => SampledCall::Outside(self.hearsay(scenes.iter().flatten())),
         }
     }
 
@@ -100,8 +100,8 @@ impl Teller<'_> {
         self.script.sample.is_none_or(|sample| sample.contains(&rank))
     }
 
-    fn hearsay<'s>(&self, scenes: impl Iterator<Item = &'s Scene>) -> Hearsay {
-        let mut hearsay = Hearsay::default();
+    fn hearsay<'s>(&self, scenes: impl Iterator<Item = &'s StageRun>) -> AssumedEffects {
+        let mut hearsay = AssumedEffects::default();
         for (scene, step) in scenes.flat_map(|scene| scene.steps.iter().map(move |step| (scene, step))) {
             let (Op::Put { to, .. } | Op::PutRows { to, .. } | Op::Signal { to, .. }) = step.op else {
                 continue;
@@ -122,7 +122,7 @@ impl Teller<'_> {
     }
 }
 
-impl Scene {
+impl StageRun {
     /// Without the waits for what outsiders have raised.
     pub(super) fn believe(&mut self, me: u32, raised: &Raised) {
         let comes = |word: Word, value| raised.get(&word).is_some_and(|&raised| raised >= value);

@@ -14,17 +14,19 @@ use std::rc::Rc;
 
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::Routing;
-use sidelane_core::plan::{Bins, Chunk, ExpertMap, Sizing, Strategy};
+use sidelane_core::plan::{Bins, ExpertMap, RowBuffer, RowSizes, Strategy};
 use sidelane_core::schedule::call::{Engines, RankPrograms};
-use sidelane_core::schedule::{CallerTables, Calls, Control, Parts, RelayTables, Setting, WindowId};
+use sidelane_core::schedule::{
+    CallerTables, Calls, ControlLayout, FillContext, RelayTables, ReturnParts, WindowId,
+};
 use sidelane_core::topology::{Paths, Route};
 
-use super::filled::{Filled, Tables};
+use super::filled::{FilledOperands, Tables};
 use super::gathered::{Exchange, gathering};
 use super::place::Placed;
 use super::pool::Pool;
-use super::sample::{Raised, Told};
-use super::{Assumed, Call, Part, Role, Script, Story};
+use super::sample::{Raised, SampledCall};
+use super::{ActorCall, Assumed, Call, ProofScenario, Role, UnrolledProgram};
 
 /// Epoch of all stories.
 const EPOCH: u16 = 1;
@@ -64,33 +66,33 @@ pub(super) struct Handle {
     pub kept: Option<Vec<Extent>>,
 }
 
-pub(super) struct Teller<'a> {
-    pub(super) script: &'a Script<'a>,
+pub(super) struct Unroller<'a> {
+    pub(super) script: &'a ProofScenario<'a>,
     pub(super) bins: Bins,
-    pub(super) control: Control,
-    pub(super) sizing: Sizing,
+    pub(super) control: ControlLayout,
+    pub(super) sizing: RowSizes,
     pub(super) members: Vec<Member>,
     pub(super) handles: Vec<Handle>,
     /// The call that is told next.
     pub(super) call: usize,
     /// The instance that this one gathers for.
     pub(super) exchange: Option<Exchange<'a>>,
-    calls: Vec<Vec<Part>>,
+    calls: Vec<Vec<ActorCall>>,
     outside: Raised,
     assumed: Vec<Assumed>,
 }
 
-pub(super) fn tell(script: &Script) -> Result<Story, PlanError> {
+pub(super) fn tell(script: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
     let ranks = script.nodes.ranks();
     if script.map.ranks() != ranks {
         return Err(bad("ranks of the expert map", script.map.ranks() as usize, "as many as the nodes have"));
     }
     match script.strategy {
-        Strategy::Exchange => Teller::new(script).tell(),
-        Strategy::Gather => {
+        Strategy::AllToAll => Unroller::new(script).tell(),
+        Strategy::AllGather => {
             let map = ExpertMap::contiguous(ranks, ranks)?;
             let gathering = gathering(script, &map);
-            Teller { exchange: Some(Exchange::new(script)), ..Teller::new(&gathering) }.tell()
+            Unroller { exchange: Some(Exchange::new(script)), ..Unroller::new(&gathering) }.tell()
         }
     }
 }
@@ -100,11 +102,11 @@ pub(super) fn bad(parameter: &'static str, seen: usize, expected: &'static str) 
 }
 
 /// Sizes of what moves.
-pub(super) fn sizing(script: &Script) -> Sizing {
+pub(super) fn sizing(script: &ProofScenario) -> RowSizes {
     let top_k = script.routings.iter().flatten().map(|routing| routing.top_k()).max().unwrap_or(1);
     let rails = Paths::new(script.nodes, script.route, 0).rails();
     let sums = script.order.has_partials() && script.route == Route::Pxn && rails;
-    Sizing {
+    RowSizes {
         row_bytes: script.row_bytes,
         home_bytes: script.row_bytes,
         words_out: script.notes().words(top_k),
@@ -114,8 +116,8 @@ pub(super) fn sizing(script: &Script) -> Sizing {
     }
 }
 
-impl<'a> Teller<'a> {
-    fn tell(mut self) -> Result<Story, PlanError> {
+impl<'a> Unroller<'a> {
+    fn tell(mut self) -> Result<UnrolledProgram, PlanError> {
         for (number, call) in self.script.calls.iter().enumerate() {
             self.members.iter_mut().for_each(|member| member.calls.enter());
             let gathers = self.exchange.is_some();
@@ -132,7 +134,7 @@ impl<'a> Teller<'a> {
                 Call::RefusedCached { handle } => self.cached(handle, Until::Tags)?,
                 Call::Return { handle, parts, copied } => self.ret(handle, parts, copied, Until::End)?,
                 Call::RefusedReturn { handle } => {
-                    self.ret(handle, Parts { rows: true, weights: false }, false, Until::Tags)?
+                    self.ret(handle, ReturnParts { rows: true, weights: false }, false, Until::Tags)?
                 }
                 Call::Agree => self.agree(),
                 Call::Mixed { routing, handle } => self.mixed(routing, handle)?,
@@ -142,17 +144,24 @@ impl<'a> Teller<'a> {
         let actors = self.calls.first().map_or(0, Vec::len) as u32;
         let pool_bytes = self.members.iter().map(|member| member.pool.high).max().unwrap_or(0);
         let (ranks, control_bytes) = (self.script.nodes.ranks(), self.control.bytes());
-        Ok(Story { ranks, actors, control_bytes, pool_bytes, calls: self.calls, assumed: self.assumed })
+        Ok(UnrolledProgram {
+            ranks,
+            actors,
+            control_bytes,
+            pool_bytes,
+            calls: self.calls,
+            assumed: self.assumed,
+        })
     }
 
     /// The running call is told; the next one runs.
-    pub(super) fn add(&mut self, told: Vec<Told>) {
+    pub(super) fn add(&mut self, told: Vec<SampledCall>) {
         let parts = self.parts(told);
         self.calls.push(parts);
         self.call += 1;
     }
 
-    fn new(script: &'a Script<'a>) -> Self {
+    fn new(script: &'a ProofScenario<'a>) -> Self {
         let routings = || script.routings.iter().flatten();
         let entries = |routing: &Routing| match script.gathers {
             true => routing.tokens() as usize * script.nodes.ranks() as usize,
@@ -161,9 +170,9 @@ impl<'a> Teller<'a> {
         let entries = routings().map(entries).max().unwrap_or(0);
         let bins = Bins::of_layout(script.layout, script.map, script.order, script.nodes);
         let (paths, sizing) = (Paths::new(script.nodes, script.route, 0), sizing(script));
-        Teller {
+        Unroller {
             script,
-            control: Control::new(&paths, &bins, entries as u64, sizing.note_bytes()),
+            control: ControlLayout::new(&paths, &bins, entries as u64, sizing.note_bytes()),
             bins,
             sizing,
             members: vec![Member::new(); script.nodes.ranks() as usize],
@@ -177,19 +186,19 @@ impl<'a> Teller<'a> {
     }
 
     /// The parts of all actors in the running call.
-    fn parts(&mut self, told: Vec<Told>) -> Vec<Part> {
+    fn parts(&mut self, told: Vec<SampledCall>) -> Vec<ActorCall> {
         let (mut own, mut others, call) = (Vec::new(), Vec::new(), self.call);
         for (rank, told) in (0..).zip(told) {
             match told {
-                Told::Inside(kind, all) => {
+                SampledCall::Inside(kind, all) => {
                     // No relay is offloaded where callers' threads enqueue.
                     let beside = if self.script.enqueues { Role::Transfers } else { Role::Relay };
                     for (scenes, role) in all.into_iter().zip([Role::Own, beside]) {
-                        let part = Part { rank, role, call, kind, scenes };
+                        let part = ActorCall { rank, role, call, kind, scenes };
                         if role == Role::Own { own.push(part) } else { others.push(part) }
                     }
                 }
-                Told::Outside(hearsay) => {
+                SampledCall::Outside(hearsay) => {
                     self.assumed.extend(hearsay.written.into_iter().map(|bytes| Assumed { call, bytes }));
                     self.outside.extend(hearsay.raised);
                 }
@@ -202,16 +211,21 @@ impl<'a> Teller<'a> {
         own
     }
 
-    pub(super) fn filled(&self, rank: u32, tables: Tables) -> Rc<Filled> {
+    pub(super) fn filled(&self, rank: u32, tables: Tables) -> Rc<FilledOperands> {
         self.filled_from(None, rank, tables)
     }
 
     /// With sources in windows that an earlier call wrote.
-    pub(super) fn filled_from(&self, sources_of: Option<usize>, rank: u32, tables: Tables) -> Rc<Filled> {
+    pub(super) fn filled_from(
+        &self,
+        sources_of: Option<usize>,
+        rank: u32,
+        tables: Tables,
+    ) -> Rc<FilledOperands> {
         let (ranks, calls) = (self.script.nodes.ranks(), self.members[rank as usize].calls);
         let partial_bytes = self.sizing.partial_bytes.unwrap_or(0);
         let tag_parity = self.tag_parity(rank);
-        Rc::new(Filled { rank, ranks, calls, tag_parity, partial_bytes, sources_of, tables })
+        Rc::new(FilledOperands { rank, ranks, calls, tag_parity, partial_bytes, sources_of, tables })
     }
 
     /// The programs of a rank.
@@ -238,14 +252,18 @@ impl<'a> Teller<'a> {
         (CallerTables::new(paths, chunks), RelayTables::new(paths, chunks))
     }
 
-    pub(super) fn setting(&self, me: u32, parity: u64) -> Setting<'_> {
-        Setting {
+    pub(super) fn setting(&self, me: u32, parity: u64) -> FillContext<'_> {
+        FillContext {
             paths: self.paths(me),
             control: &self.control,
             sizing: self.sizing,
             chunks: self.script.chunks,
             parity,
-            far: if self.script.pulls && !self.script.straight { WindowId::TWIN } else { WindowId::POOL },
+            far: if self.script.pulls && !self.script.straight {
+                WindowId::HOST_STAGING
+            } else {
+                WindowId::POOL
+            },
             fixed_rows: self.fixed_rows(),
         }
     }
@@ -256,7 +274,7 @@ impl<'a> Teller<'a> {
     }
 
     /// What lands at a rank if so many rows do.
-    pub(super) fn landing(&self, rows: u32) -> Chunk {
+    pub(super) fn landing(&self, rows: u32) -> RowBuffer {
         self.sizing.landing(self.fixed_rows().unwrap_or(rows))
     }
 

@@ -1,44 +1,53 @@
 //! What planners and callers touch in the windows between two stages.
 
 use sidelane_core::error::CallKind;
-use sidelane_core::plan::{Block, Chunk, Forward, Layout};
-use sidelane_core::schedule::{Control, Flag, Parts, Tag, WindowId};
+use sidelane_core::plan::{Block, DispatchLayout, RelayPlan, RowBuffer};
+use sidelane_core::schedule::{ControlLayout, Flag, ReturnParts, Tag, WindowId};
 
-use super::tell::{Extent, Teller};
-use super::{Bytes, Slip, Touch};
+use super::tell::{Extent, Unroller};
+use super::{Bytes, HostAccess, SeededBug};
 
-impl Teller<'_> {
-    pub(super) fn tags_read(&self, me: u32, flag: Flag, of: impl IntoIterator<Item = u32>) -> Vec<Touch> {
+impl Unroller<'_> {
+    pub(super) fn tags_read(
+        &self,
+        me: u32,
+        flag: Flag,
+        of: impl IntoIterator<Item = u32>,
+    ) -> Vec<HostAccess> {
         let (ranks, parity) = (self.script.nodes.ranks(), self.tag_parity(me));
-        let tag =
-            |of| self.read("tag", control(me, Control::tag(of, flag, ranks, parity), Control::TAG_BYTES));
+        let tag = |of| {
+            self.read(
+                "tag",
+                control(me, ControlLayout::tag(of, flag, ranks, parity), ControlLayout::TAG_BYTES),
+            )
+        };
         of.into_iter().map(tag).collect()
     }
 
     /// What engines brought here, which is added up then.
-    pub(super) fn home_read(&self, me: u32, start: u64, len: u64) -> Vec<Touch> {
+    pub(super) fn home_read(&self, me: u32, start: u64, len: u64) -> Vec<HostAccess> {
         vec![self.read("rows at home", Bytes::new(me, WindowId::POOL, start, len))]
     }
 
-    pub(super) fn counts_written(&self, me: u32) -> Vec<Touch> {
+    pub(super) fn counts_written(&self, me: u32) -> Vec<HostAccess> {
         vec![self.write("counts", self.publication(me, me))]
     }
 
     /// Those of these ranks of the node, in their own windows.
-    pub(super) fn counts_read(&self, me: u32, of: impl Iterator<Item = u32>) -> Vec<Touch> {
+    pub(super) fn counts_read(&self, me: u32, of: impl Iterator<Item = u32>) -> Vec<HostAccess> {
         of.map(|owner| self.read("counts", self.publication(owner, me))).collect()
     }
 
-    pub(super) fn messages_written(&self, me: u32, counts: bool) -> Vec<Touch> {
-        let (paths, parity) = (self.paths(me), self.parity(me, Slip::OneMessage));
+    pub(super) fn messages_written(&self, me: u32, counts: bool) -> Vec<HostAccess> {
+        let (paths, parity) = (self.paths(me), self.parity(me, SeededBug::OneMessage));
         let out = |source| self.control.message_out(paths.place_of_told(source), parity);
         let len = self.control.message_len(counts);
-        paths.told().map(|source| self.write("message", control(me, out(source), len))).collect()
+        paths.count_receivers().map(|source| self.write("message", control(me, out(source), len))).collect()
     }
 
     /// Those of all other nodes, with what they count or without.
-    pub(super) fn messages_read(&self, me: u32, counts: bool) -> Vec<Touch> {
-        let (nodes, parity) = (self.script.nodes, self.parity(me, Slip::OneMessage));
+    pub(super) fn messages_read(&self, me: u32, counts: bool) -> Vec<HostAccess> {
+        let (nodes, parity) = (self.script.nodes, self.parity(me, SeededBug::OneMessage));
         let len = self.control.message_len(counts);
         (0..nodes.nodes())
             .filter(|&node| node != nodes.node_of(me))
@@ -46,8 +55,8 @@ impl Teller<'_> {
             .collect()
     }
 
-    pub(super) fn headers_written(&self, me: u32, layout: &Layout) -> Vec<Touch> {
-        let parity = self.parity(me, Slip::OneHeader);
+    pub(super) fn headers_written(&self, me: u32, layout: &DispatchLayout) -> Vec<HostAccess> {
+        let parity = self.parity(me, SeededBug::OneHeader);
         let header = |(nth, block): (u32, &Block)| {
             let len = self.control.header_len(block.entries());
             self.write("header", control(me, self.control.header_out(nth, parity), len))
@@ -55,8 +64,8 @@ impl Teller<'_> {
         (0..).zip(&layout.blocks).map(header).collect()
     }
 
-    pub(super) fn headers_read(&self, me: u32, forward: &Forward) -> Vec<Touch> {
-        let (paths, parity) = (self.paths(me), self.parity(me, Slip::OneHeader));
+    pub(super) fn headers_read(&self, me: u32, forward: &RelayPlan) -> Vec<HostAccess> {
+        let (paths, parity) = (self.paths(me), self.parity(me, SeededBug::OneHeader));
         let header = |(source, block): (u32, &Block)| {
             let at = self.control.header_in(paths.of(source).place_at(me), parity);
             self.read("header", control(me, at, self.control.header_len(block.entries())))
@@ -68,12 +77,12 @@ impl Teller<'_> {
     pub(super) fn landed_read(
         &self,
         me: u32,
-        layout: &Layout,
+        layout: &DispatchLayout,
         extent: &Extent,
         of: usize,
         noted: bool,
-    ) -> Vec<Touch> {
-        let read = |what, bytes| Touch { of, ..self.read(what, bytes) };
+    ) -> Vec<HostAccess> {
+        let read = |what, bytes| HostAccess { of, ..self.read(what, bytes) };
         let (landed, place) = (self.sizing.landing(layout.landed), self.landing(layout.landed));
         let rows = Bytes::new(me, WindowId::POOL, extent.start, u64::from(landed.rows) * landed.row_bytes);
         let notes = Bytes::new(me, WindowId::POOL, extent.start + place.notes_at(), landed.notes * 4);
@@ -84,10 +93,10 @@ impl Teller<'_> {
     pub(super) fn chunk_written(
         &self,
         me: u32,
-        layout: &Layout,
+        layout: &DispatchLayout,
         extent: &Extent,
-        parts: Parts,
-    ) -> Vec<Touch> {
+        parts: ReturnParts,
+    ) -> Vec<HostAccess> {
         let pieces = chunk(me, self.sizing.offer(layout.landed), extent);
         let wanted = [parts.rows, parts.weights].into_iter().zip(pieces);
         wanted.filter(|(wanted, _)| *wanted).map(|(_, bytes)| self.write("chunk", bytes)).collect()
@@ -95,16 +104,16 @@ impl Teller<'_> {
 
     /// The publication of `owner`, where `me` looks for it.
     fn publication(&self, owner: u32, me: u32) -> Bytes {
-        let parity = self.parity(me, Slip::OnePublication);
+        let parity = self.parity(me, SeededBug::OnePublication);
         control(owner, self.control.publication(parity), u64::from(self.control.words()) * 4)
     }
 
-    pub(super) fn read(&self, what: &'static str, bytes: Bytes) -> Touch {
-        Touch { what, bytes, write: false, of: self.call }
+    pub(super) fn read(&self, what: &'static str, bytes: Bytes) -> HostAccess {
+        HostAccess { what, bytes, write: false, of: self.call }
     }
 
-    pub(super) fn write(&self, what: &'static str, bytes: Bytes) -> Touch {
-        Touch { what, bytes, write: true, of: self.call }
+    pub(super) fn write(&self, what: &'static str, bytes: Bytes) -> HostAccess {
+        HostAccess { what, bytes, write: true, of: self.call }
     }
 
     pub(super) fn tag(&self, kind: CallKind, handle: u64, base: u64) -> Tag {
@@ -112,18 +121,18 @@ impl Teller<'_> {
     }
 
     /// Which of two a rank takes in the running call; `one` is the slip of those who have but one.
-    pub(super) fn parity(&self, me: u32, one: Slip) -> u64 {
+    pub(super) fn parity(&self, me: u32, one: SeededBug) -> u64 {
         let member = &self.members[me as usize];
         match self.script.slip {
             Some(slip) if slip == one => 0,
-            Some(Slip::CountDispatches) if one == Slip::OnePublication => member.dispatches,
+            Some(SeededBug::CountDispatches) if one == SeededBug::OnePublication => member.dispatches,
             _ => member.calls.parity(),
         }
     }
 
     /// Which tags it takes.
     pub(super) fn tag_parity(&self, me: u32) -> u64 {
-        if self.script.slip == Some(Slip::OneTag) { 0 } else { self.members[me as usize].calls.parity() }
+        if self.script.slip == Some(SeededBug::OneTag) { 0 } else { self.members[me as usize].calls.parity() }
     }
 }
 
@@ -132,7 +141,7 @@ fn control(owner: u32, start: u64, len: u64) -> Bytes {
 }
 
 /// The rows of an extent, and what lies behind them.
-pub(super) fn chunk(me: u32, chunk: Chunk, extent: &Extent) -> [Bytes; 2] {
+pub(super) fn chunk(me: u32, chunk: RowBuffer, extent: &Extent) -> [Bytes; 2] {
     let (rows, behind) = (u64::from(chunk.rows) * chunk.row_bytes, extent.start + chunk.notes_at());
     [
         Bytes::new(me, WindowId::POOL, extent.start, rows),

@@ -13,28 +13,28 @@
 use std::rc::Rc;
 
 use sidelane_core::schedule::call::{Action, CallProgram, Part, RankPrograms, Role, StageId, Work};
-use sidelane_core::schedule::{Flag, Item, Level, Line, Op};
+use sidelane_core::schedule::{Flag, FlagValue, Line, Op, TrackOp};
 use sidelane_core::topology::Paths;
 
-use super::filled::Filled;
+use super::filled::FilledOperands;
 use super::tell::Until;
-use super::{Scene, Step, Touch};
+use super::{HostAccess, StageRun, UnrolledOp};
 
 /// Accesses and operands of one rank in one call. The order comes from the program.
 pub(super) trait Actor {
     /// Accesses of the caller before the call.
-    fn begin(&self) -> Vec<Touch> {
+    fn begin(&self) -> Vec<HostAccess> {
         Vec::new()
     }
 
     /// Reads and writes of a step in windows.
-    fn footprint(&self, role: Role, action: Action) -> Vec<Touch>;
+    fn footprint(&self, role: Role, action: Action) -> Vec<HostAccess>;
 
     /// Operands of a stage.
-    fn filled(&self, stage: StageId) -> &Rc<Filled>;
+    fn filled(&self, stage: StageId) -> &Rc<FilledOperands>;
 
     /// Accesses of the caller after the call.
-    fn end(&self) -> Vec<Touch>;
+    fn end(&self) -> Vec<HostAccess>;
 }
 
 /// The scenes of one program of a rank, driven as far as `until`: those of its thread and, where that enqueues, those of its
@@ -48,7 +48,7 @@ pub(super) fn walk(
     (program, role, until): (&CallProgram, Role, Until),
     enqueues: Option<Paths<'_>>,
     actor: &impl Actor,
-) -> Vec<Vec<Scene>> {
+) -> Vec<Vec<StageRun>> {
     let cut = match until {
         Until::Tags => program.cut_at(Action::Agree),
         Until::Counts => program.cut_at(Action::Admit),
@@ -62,7 +62,7 @@ pub(super) fn walk(
     // The host has come so far: what it gives the stream next comes after that.
     let mut enqueue = |lines: &mut [Scenes], me: u32| {
         enqueued += 1;
-        let (flag, level) = (Flag::Posted, Level::Part(enqueued));
+        let (flag, level) = (Flag::Posted, FlagValue::Part(enqueued));
         lines[0].word("enqueued", base, (me, Op::Signal { to: me, of: me, flag, level }));
         lines[last].word("enqueued", base, (me, Op::Wait { from: me, flag, level }));
     };
@@ -76,7 +76,7 @@ pub(super) fn walk(
             lines[0].touches.extend(actor.footprint(step.role, step.action));
             if let (Action::Compute(Work::AwaitStream), Some(paths)) = (step.action, enqueues) {
                 let me = paths.me();
-                let (from, of, flag, level) = (me, me, Flag::Ready, Level::Call);
+                let (from, of, flag, level) = (me, me, Flag::Ready, FlagValue::Call);
                 lines[last].word("reached", base, (me, Op::Signal { to: me, of, flag, level }));
                 lines[0].word("reached", base, (me, Op::Wait { from, flag, level }));
             }
@@ -90,7 +90,7 @@ pub(super) fn walk(
             continue;
         };
         // One thread: it comes to each operation when it is done with those before.
-        let line = |item: &Item| item.op.line(paths);
+        let line = |item: &TrackOp| item.op.line(paths);
         let mut first = first;
         for run in items.chunk_by(|one, next| line(one) == line(next)) {
             let at = if line(&run[0]) == Line::Stream { last } else { 0 };
@@ -112,12 +112,18 @@ pub(super) fn walk(
 /// Scenes of one actor, and what it touches before the next.
 #[derive(Default)]
 struct Scenes {
-    all: Vec<Scene>,
-    touches: Vec<Touch>,
+    all: Vec<StageRun>,
+    touches: Vec<HostAccess>,
 }
 
 impl Scenes {
-    fn stage(&mut self, stage: StageId, (part, first): (Part, usize), filled: &Rc<Filled>, steps: Vec<Step>) {
+    fn stage(
+        &mut self,
+        stage: StageId,
+        (part, first): (Part, usize),
+        filled: &Rc<FilledOperands>,
+        steps: Vec<UnrolledOp>,
+    ) {
         match self.all.last_mut() {
             // Halves with nothing between them are one stage: an executor need not join its tracks there.
             Some(scene) if part == Part::Finish && scene.name == stage.name() && self.touches.is_empty() => {
@@ -128,26 +134,32 @@ impl Scenes {
     }
 
     /// A scene of one operation on a word between a host and its stream.
-    fn word(&mut self, name: &'static str, filled: &Rc<Filled>, (track, op): (u32, Op)) {
-        self.push(name, 0, filled, steps(filled, &[Item { track, op }]));
+    fn word(&mut self, name: &'static str, filled: &Rc<FilledOperands>, (track, op): (u32, Op)) {
+        self.push(name, 0, filled, steps(filled, &[TrackOp { track, op }]));
     }
 
-    fn push(&mut self, name: &'static str, first: usize, filled: &Rc<Filled>, steps: Vec<Step>) {
+    fn push(
+        &mut self,
+        name: &'static str,
+        first: usize,
+        filled: &Rc<FilledOperands>,
+        steps: Vec<UnrolledOp>,
+    ) {
         let (touches, filled) = (std::mem::take(&mut self.touches), Rc::clone(filled) as Rc<_>);
-        self.all.push(Scene { name, first, touches, steps, filled });
+        self.all.push(StageRun { name, first, touches, steps, filled });
     }
 
-    fn end(mut self, filled: &Rc<Filled>) -> Vec<Scene> {
+    fn end(mut self, filled: &Rc<FilledOperands>) -> Vec<StageRun> {
         self.push("end", 0, filled, Vec::new());
         self.all
     }
 }
 
-fn steps(filled: &Filled, items: &[Item]) -> Vec<Step> {
+fn steps(filled: &FilledOperands, items: &[TrackOp]) -> Vec<UnrolledOp> {
     let operands = filled.operands();
     let value = |op| match op {
         Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
         _ => 0,
     };
-    items.iter().map(|&Item { track, op }| Step { track, set: 0, op, value: value(op) }).collect()
+    items.iter().map(|&TrackOp { track, op }| UnrolledOp { track, set: 0, op, value: value(op) }).collect()
 }

@@ -4,7 +4,7 @@ use moe_lm::parallel::{Chunks, Parallel, Plan};
 use moe_lm::settings::{Settings, Shape};
 use moe_lm::trainer::{Learned, Ranks, State, Trainer};
 use sidelane::World;
-use sidelane::overlap::SliceRule;
+use sidelane::overlap::ChunkRule;
 
 use crate::case::{BY_SIZE, OVERLAPPED, PLAIN, assert_same_bits, finish, in_turn, on_ranks, settings};
 
@@ -20,7 +20,7 @@ fn ranks_learn_to_the_last_bit_what_one_process_learns_in_their_place() {
         let reference = finish(in_turn(&settings));
         assert_learned(&reference.losses);
         // As by size, but by figures that cut a small model.
-        let rule = SliceRule { call_bytes: 512, gemm_rows: 4, most: 8 };
+        let rule = ChunkRule { call_bytes: 512, gemm_rows: 4, most: 8 };
         for plan in [OVERLAPPED, PLAIN, Plan { chunks: Chunks::By(rule), overlap: true }] {
             let outcomes = on_ranks(&settings, plan, finish);
             assert_eq!(outcomes.len(), ranks);

@@ -18,7 +18,7 @@ use std::ffi::{CStr, c_void};
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
-pub use records::{Activity, Channel, Did};
+pub use records::{Activity, ActivityKind, Channel};
 
 use crate::device::driver::Driver;
 use crate::device::version::Version;

@@ -8,7 +8,7 @@ use super::ffi;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Activity {
     /// What it was.
-    pub did: Did,
+    pub did: ActivityKind,
     /// When it began.
     pub start: u64,
     /// When it was done.
@@ -17,7 +17,7 @@ pub struct Activity {
 
 /// What a device does.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Did {
+pub enum ActivityKind {
     /// It ran a kernel, whoever launched it.
     Kernel {
         /// As the module has it.
@@ -52,7 +52,7 @@ pub struct Cut;
 /// # Safety
 /// The bytes are a record as CUPTI writes it, and the name that it points to is still there.
 pub unsafe fn read(bytes: &[u8]) -> Result<Option<Activity>, Cut> {
-    let copy = |bytes, channel| Did::Copy { bytes, channel: Channel::of(channel) };
+    let copy = |bytes, channel| ActivityKind::Copy { bytes, channel: Channel::of(channel) };
     // SAFETY: any bits are a number.
     let kind: u32 = unsafe { first(bytes) }?;
     Ok(match kind {
@@ -62,7 +62,7 @@ pub unsafe fn read(bytes: &[u8]) -> Result<Option<Activity>, Cut> {
             // SAFETY: null, or by the contract a string with a zero byte at its end.
             let name = (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) });
             let name = name.map_or("a kernel without a name".into(), CStr::to_string_lossy);
-            Some(Activity { did: Did::Kernel { name: name.into_owned() }, start, end })
+            Some(Activity { did: ActivityKind::Kernel { name: name.into_owned() }, start, end })
         }
         ffi::MEMCPY => {
             // SAFETY: the kind says that the record begins so; numbers.
@@ -122,10 +122,12 @@ mod tests {
     fn records_are_read_as_the_header_lays_them_out() {
         let name = c"pack".as_ptr() as u64;
         let kernel = record(200, &[(16, 5), (24, 9), (104, name)], &[(0, 10)]);
-        let did = Did::Kernel { name: "pack".into() };
+        let did = ActivityKind::Kernel { name: "pack".into() };
         assert_eq!(known(&kernel), Ok(Some(Activity { did, start: 5, end: 9 })));
         let nameless = record(200, &[(16, 5), (24, 9), (104, 0)], &[(0, 10)]);
-        let Ok(Some(Activity { did: Did::Kernel { name }, .. })) = known(&nameless) else { panic!() };
+        let Ok(Some(Activity { did: ActivityKind::Kernel { name }, .. })) = known(&nameless) else {
+            panic!()
+        };
         assert_eq!(name, "a kernel without a name");
         for (kind, at, number, channel) in [
             (1, 80, 1, Channel::Compute),
@@ -134,7 +136,7 @@ mod tests {
             (22, 88, 7, Channel::Other(7)),
         ] {
             let copy = record(96, &[(8, 921_600), (16, 1), (24, 2)], &[(0, kind), (at, number)]);
-            let did = Did::Copy { bytes: 921_600, channel };
+            let did = ActivityKind::Copy { bytes: 921_600, channel };
             assert_eq!(known(&copy), Ok(Some(Activity { did, start: 1, end: 2 })));
         }
         assert_eq!(known(&record(48, &[], &[(0, 17)])), Ok(None), "a kind that nobody asked for");

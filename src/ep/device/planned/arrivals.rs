@@ -14,9 +14,9 @@ use super::REFUSED;
 use std::sync::Arc;
 
 use super::enqueuer::{Caller, Enqueuer, Header};
-use super::shape::Bell;
+use super::shape::StreamFlag;
 use crate::error::{CallKind, Error};
-use crate::plan::{Chunk, Segment};
+use crate::plan::{RowBuffer, Segment};
 use crate::schedule::WindowId;
 
 impl Enqueuer {
@@ -34,7 +34,7 @@ impl Enqueuer {
         self.send(shape.host_order(seat), shape.order(seat), entries as u64 * 4)?;
         if let Caller::Words = self.caller {
             self.engine.settle()?;
-            self.common.ring(seat, Bell::Listed)?;
+            self.common.ring(seat, StreamFlag::Listed)?;
         }
         Ok(())
     }
@@ -43,7 +43,7 @@ impl Enqueuer {
     pub fn rewrite_notes(&mut self, seat: u32) -> Result<(), Error> {
         let (fixed, (at, _)) = (&self.common.fixed, self.common.shape.host_notes(seat));
         let bytes = fixed.sizing(CallKind::Dispatch).note_bytes();
-        for rank in (0..fixed.lanes.ranks()).filter(|&rank| fixed.paths().near(rank)) {
+        for rank in (0..fixed.lanes.ranks()).filter(|&rank| fixed.paths().same_node(rank)) {
             for bin in fixed.bins.of(rank) {
                 let to = at + u64::from(self.arrivals.starts[bin as usize]) * bytes;
                 self.common.host.write_words(to as usize, self.sorted.notes_of(bin..bin + 1))?;
@@ -53,7 +53,7 @@ impl Enqueuer {
     }
 
     /// Where the index and the notes of a dispatch lie on the desk: in the twin, if that is one, beside what lands there.
-    pub fn desk(&self, landing: Chunk) -> (u64, u64) {
+    pub fn desk(&self, landing: RowBuffer) -> (u64, u64) {
         let base = self.tables.landing[self.common.fixed.lanes.rank as usize];
         match self.common.fixed.straight() {
             true => (0, self.common.shape.desk_notes()),
@@ -62,7 +62,7 @@ impl Enqueuer {
     }
 
     /// Finds where every visible row has arrived, and writes that to the desk; and what goes with rows of other nodes.
-    pub fn find_arrivals(&mut self, landing: Chunk) -> Result<(), Error> {
+    pub fn find_arrivals(&mut self, landing: RowBuffer) -> Result<(), Error> {
         let common = Arc::clone(&self.common);
         let (desk_index, desk_notes) = self.desk(landing);
         let fixed = &common.fixed;
@@ -77,7 +77,7 @@ impl Enqueuer {
         arrivals.begin(bins, me, landing.rows);
         counted.resize(own.len(), 0);
         for source in 0..paths.ranks() {
-            if paths.near(source) {
+            if paths.same_node(source) {
                 let at = control.publication(parity) + u64::from(own.start) * 4;
                 fixed.port.read(source, WindowId::CONTROL, at, counted)?;
                 arrivals.from_neighbour(bins, me, counted, (counts, sizes));
@@ -109,13 +109,17 @@ impl Enqueuer {
                 let notes = rest.split_off(..count as usize).unwrap_or_default();
                 let at = desk_notes + u64::from(to_row) * control.note_bytes();
                 if count + pad > 0 {
-                    fixed.port.write(WindowId::TWIN, at, notes)?;
+                    fixed.port.write(WindowId::HOST_STAGING, at, notes)?;
                     pads.resize(pad as usize, 0);
-                    fixed.port.write(WindowId::TWIN, at + u64::from(count) * control.note_bytes(), pads)?;
+                    fixed.port.write(
+                        WindowId::HOST_STAGING,
+                        at + u64::from(count) * control.note_bytes(),
+                        pads,
+                    )?;
                 }
                 landed.push((to_row, count + pad));
             }
         }
-        Ok(fixed.port.write(WindowId::TWIN, desk_index, &arrivals.index)?)
+        Ok(fixed.port.write(WindowId::HOST_STAGING, desk_index, &arrivals.index)?)
     }
 }

@@ -5,16 +5,16 @@
 
 use super::dispatch::Landing;
 use super::enqueuer::Enqueuer;
-use super::shape::Bell;
+use super::shape::StreamFlag;
 use super::space::Extent;
-use crate::device::Range;
+use crate::device::DeviceRange;
 use crate::ep::host::refusing;
 use crate::ep::relay::{RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, Error};
 use crate::exec::{Executor, Packed, Until, drive};
-use crate::plan::Layout;
+use crate::plan::DispatchLayout;
 use crate::schedule::call::{CallMachine, Part, RankPrograms, Relays, Role, StageId, Work};
-use crate::schedule::{Operands, Parts, Tag};
+use crate::schedule::{Operands, ReturnParts, Tag};
 
 /// A call amid its steps.
 pub(super) struct DeviceCall<'p> {
@@ -24,7 +24,7 @@ pub(super) struct DeviceCall<'p> {
     /// Dispatch: tokens that the caller's stream announced.
     pub tokens: u32,
     /// Dispatch, where rows are packed when it is known how: the tokens.
-    pub x: Option<Range>,
+    pub x: Option<DeviceRange>,
     /// The caller's stream has come to this call: what was given back before is free.
     pub reached: bool,
     /// Combine: where outputs begin.
@@ -86,7 +86,7 @@ impl<'p> DeviceCall<'p> {
     fn stage(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
         let Enqueuer { engine, tables, kept, common, calls, scratch, .. } = &mut *self.enqueuer;
         let items = self.programs.stages.items(stage, part);
-        let layout: &Layout = &kept[self.seat as usize].layout;
+        let layout: &DispatchLayout = &kept[self.seat as usize].layout;
         let rows = stage == StageId::Rows;
         let operands = Operands {
             runs: if rows { &layout.runs } else { &[] },
@@ -109,7 +109,7 @@ impl<'p> DeviceCall<'p> {
         let kind = self.tag.kind;
         let task = self.task.get_or_insert_with(|| {
             let forward = std::mem::take(&mut kept[self.seat as usize].forward);
-            let parts = Parts { rows: !kind.places(), weights: false };
+            let parts = ReturnParts { rows: !kind.places(), weights: false };
             RelayTask { parts, ..RelayTask::new(*calls, kind, forward) }
         });
         let run = &mut |items: &[_], operands: &Operands<'_>| engine.run(items, operands, None);
@@ -136,7 +136,7 @@ impl Executor for DeviceCall<'_> {
         }
         match work {
             Work::AwaitStream => {
-                let bell = if self.tag.kind.places() { Bell::Dispatch } else { Bell::Combine };
+                let bell = if self.tag.kind.places() { StreamFlag::Dispatch } else { StreamFlag::Combine };
                 self.enqueuer.await_stream(self.seat, bell)?;
                 self.reached = true;
             }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::REFUSED;
 use super::call::DeviceCall;
 use super::enqueuer::{Caller, Enqueuer};
-use super::shape::{Bell, MemoryShape};
+use super::shape::{MemoryShape, StreamFlag};
 use crate::ep::Status;
 use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
 use crate::exec::Until;
@@ -49,7 +49,7 @@ impl Enqueuer {
             Some(_) if number == 0 => self.kept[seat as usize].status,
             Some(error) => Status::of(error),
         };
-        self.answer(seat, Bell::Combined, status)?;
+        self.answer(seat, StreamFlag::Combined, status)?;
         let enqueued = self.engine.take_enqueued();
         self.common.seats[seat as usize].tell(|told| {
             told.combined = enqueued;
@@ -79,7 +79,7 @@ impl DeviceCall<'_> {
         let Enqueuer { common, calls, tables, .. } = &mut *self.enqueuer;
         let agreement = common.fixed.agreement(*calls, CallKind::Combine);
         tables.bases[common.fixed.lanes.rank as usize] = self.base;
-        for peer in common.fixed.paths().locals() {
+        for peer in common.fixed.paths().local_peers() {
             tables.bases[peer as usize] = agreement.tag_of(peer)?.base;
         }
         Ok(())

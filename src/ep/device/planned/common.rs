@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use super::seat::Seat;
-use super::shape::{Bell, MemoryShape, Piece};
-use super::space::{Extent, Progress, Space};
+use super::seat::DispatchContext;
+use super::shape::{ByteRange, MemoryShape, StreamFlag};
+use super::space::{DevicePool, Extent, Progress};
 use crate::bootstrap::interrupted;
-use crate::device::{Kernels, PinnedMemory, Range, Regroup, Stream, Word};
+use crate::device::{DeviceRange, Kernels, PermuteArgs, PinnedMemory, Stream, Word};
 use crate::ep::CallExecutor;
-use crate::ep::fixed::Fixed;
+use crate::ep::fixed::EpState;
 use crate::error::{DeviceError, Error, PlanError};
-use crate::world::{Detour, Registration};
+use crate::world::{NoGpuDirect, Registration};
 
 /// Both know this of an exchange.
 #[derive(Debug)]
@@ -20,18 +20,18 @@ pub(super) struct Common {
     pub instance: u64,
     /// What carries its calls out.
     pub executor: CallExecutor,
-    pub fixed: Arc<Fixed>,
+    pub fixed: Arc<EpState>,
     pub shape: MemoryShape,
     /// This rank's memory, as its device reaches it.
-    pub memory: Range,
+    pub memory: DeviceRange,
     /// Memory of the host that both and the device reach.
     pub host: PinnedMemory,
-    pub seats: Vec<Seat>,
-    pub space: Arc<Space>,
+    pub seats: Vec<DispatchContext>,
+    pub space: Arc<DevicePool>,
     /// Exact sizes: how far the stream has come.
     pub progress: Option<Progress>,
     /// Why rows that cross go by memory of the host, if they do.
-    pub detour: Option<Detour>,
+    pub detour: Option<NoGpuDirect>,
     /// How cards know the device's memory, if they do.
     pub registration: Option<Registration>,
     /// The caller will enqueue no more.
@@ -44,22 +44,22 @@ pub(super) struct Common {
 
 impl Common {
     /// A bell, as the host sees it.
-    pub fn bell(&self, seat: u32, bell: Bell) -> Result<&AtomicU64, DeviceError> {
+    pub fn bell(&self, seat: u32, bell: StreamFlag) -> Result<&AtomicU64, DeviceError> {
         self.host.word(self.shape.bell(seat, bell) as usize)
     }
 
     /// A bell, as streams see it.
-    pub fn word(&self, seat: u32, bell: Bell) -> Result<Word<'_, u32>, DeviceError> {
+    pub fn word(&self, seat: u32, bell: StreamFlag) -> Result<Word<'_, u32>, DeviceError> {
         self.host.range().word(self.shape.bell(seat, bell))
     }
 
     /// A piece of the device's memory.
-    pub fn piece(&self, (offset, len): Piece) -> Result<Range, DeviceError> {
+    pub fn piece(&self, (offset, len): ByteRange) -> Result<DeviceRange, DeviceError> {
         self.memory.part(offset, len)
     }
 
     /// A piece of the host's memory, as the device sees it.
-    pub fn host_piece(&self, (offset, len): Piece) -> Result<Range, DeviceError> {
+    pub fn host_piece(&self, (offset, len): ByteRange) -> Result<DeviceRange, DeviceError> {
         self.host.range().part(offset, len)
     }
 
@@ -79,14 +79,14 @@ impl Common {
         let (out, index) = (self.piece((base, bytes))?, self.piece((base + index, end - index))?);
         Ok(kernels.regroup(
             stream,
-            &Regroup {
+            &PermuteArgs {
                 row_bytes,
                 sources: rows,
                 rows,
                 from: from.span(0, from.len())?,
                 index: index.span(0, index.len())?,
                 out: out.span(0, out.len())?,
-                status: self.word(seat, Bell::Status)?,
+                status: self.word(seat, StreamFlag::Status)?,
             },
         )?)
     }
@@ -128,7 +128,7 @@ impl Common {
     }
 
     /// Rings for the caller's stream: it goes on.
-    pub fn ring(&self, seat: u32, bell: Bell) -> Result<(), DeviceError> {
+    pub fn ring(&self, seat: u32, bell: StreamFlag) -> Result<(), DeviceError> {
         self.bell(seat, bell)?.store(1, Ordering::Release);
         Ok(())
     }

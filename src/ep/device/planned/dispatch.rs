@@ -14,14 +14,14 @@ use std::sync::Arc;
 use super::REFUSED;
 use super::call::DeviceCall;
 use super::enqueuer::{Caller, CallerStream, Enqueuer};
-use super::shape::Bell;
+use super::shape::StreamFlag;
 use super::space::Extent;
-use crate::device::Range;
+use crate::device::DeviceRange;
 use crate::ep::Status;
 use crate::error::{CallKind, Error, PlanError};
 use crate::exec::Until;
 use crate::gate::Routing;
-use crate::plan::Notes;
+use crate::plan::RowMetadata;
 use crate::schedule::call::CallMachine;
 use crate::schedule::{Tag, WindowId};
 
@@ -43,7 +43,7 @@ impl Enqueuer {
         &mut self,
         mut machine: CallMachine,
         seat: u32,
-        (tokens, x): (u32, Option<Range>),
+        (tokens, x): (u32, Option<DeviceRange>),
     ) -> Result<(), Error> {
         let programs = Arc::clone(&self.programs);
         let reached = matches!(self.caller, Caller::Words);
@@ -57,7 +57,7 @@ impl Enqueuer {
             Some(error) => call.refuse_dispatch(error)?,
         };
         self.kept[seat as usize].status = status;
-        self.answer(seat, Bell::Dispatched, status)?;
+        self.answer(seat, StreamFlag::Dispatched, status)?;
         if let Some(mut staging) = staging {
             staging.trim(0);
         }
@@ -95,7 +95,7 @@ impl DeviceCall<'_> {
         }
         let Enqueuer { common, engine, caller, .. } = enqueuer;
         match caller {
-            Caller::Words => engine.take(common.word(seat, Bell::Packed)?)?,
+            Caller::Words => engine.take(common.word(seat, StreamFlag::Packed)?)?,
             Caller::Events(CallerStream { stream, kernels, reached, done, .. }) => {
                 if let (Some(x), true) = (&self.x, packs) {
                     engine.precede(stream, done)?;
@@ -190,7 +190,7 @@ impl Enqueuer {
         let experts: &[i32] = bytemuck::cast_slice(&self.scratch.experts);
         let weights: &[f32] = bytemuck::cast_slice(&self.scratch.weights);
         let routing = Routing::new(spec.top_k, experts, weights)?;
-        Ok(self.sorted.fill(&spec.map, &fixed.bins, Notes::Weight, fixed.lanes.rank, &routing)?)
+        Ok(self.sorted.fill(&spec.map, &fixed.bins, RowMetadata::Weight, fixed.lanes.rank, &routing)?)
     }
 
     /// Says what this rank has for every bin, and keeps how its rows lie packed.

@@ -5,19 +5,19 @@ use std::sync::Arc;
 use super::REFUSED;
 use super::common::Common;
 use super::exchange::{Driver, PlannedExchange};
-use super::shape::Bell;
-use crate::device::{Context, Kernels, MemoryOperations, Order, Range, Regroup, Stream, SumChoices};
-use crate::dtype::Wire;
+use super::shape::StreamFlag;
+use crate::device::{Context, DeviceRange, Kernels, MemOpBatch, PermuteArgs, SortArgs, Stream, SumChoices};
+use crate::dtype::PartialDtype;
 use crate::ep::tensor::Tokens;
 use crate::error::{DeviceError, Error};
 
 /// What a stream does at the bells of each seat: the same in every call, so it is listed once.
 pub(super) struct Lists {
     /// Per seat, where engines relay: what comes before the packing.
-    listed: Vec<MemoryOperations>,
+    listed: Vec<MemOpBatch>,
     /// Per seat: what follows the packing, and what follows the bell of a combine.
-    packed: Vec<MemoryOperations>,
-    offered: Vec<MemoryOperations>,
+    packed: Vec<MemOpBatch>,
+    offered: Vec<MemOpBatch>,
 }
 
 impl Lists {
@@ -25,18 +25,18 @@ impl Lists {
     pub fn new(common: &Common, context: &Arc<Context>) -> Result<Self, DeviceError> {
         let (mut listed, mut packed, mut offered) = (Vec::new(), Vec::new(), Vec::new());
         for seat in 0..common.shape.word_sets() {
-            let mut list = MemoryOperations::with_capacity(context, 2);
-            list.wait(common.word(seat, Bell::Listed)?, 1)?;
-            list.write(common.word(seat, Bell::Listed)?, 0)?;
+            let mut list = MemOpBatch::with_capacity(context, 2);
+            list.wait(common.word(seat, StreamFlag::Listed)?, 1)?;
+            list.write(common.word(seat, StreamFlag::Listed)?, 0)?;
             listed.push(list);
-            let mut list = MemoryOperations::with_capacity(context, 3);
-            list.write(common.word(seat, Bell::Packed)?, 1)?;
-            list.wait(common.word(seat, Bell::Dispatched)?, 1)?;
-            list.write(common.word(seat, Bell::Dispatched)?, 0)?;
+            let mut list = MemOpBatch::with_capacity(context, 3);
+            list.write(common.word(seat, StreamFlag::Packed)?, 1)?;
+            list.wait(common.word(seat, StreamFlag::Dispatched)?, 1)?;
+            list.write(common.word(seat, StreamFlag::Dispatched)?, 0)?;
             packed.push(list);
-            let mut list = MemoryOperations::with_capacity(context, 2);
-            list.wait(common.word(seat, Bell::Combined)?, 1)?;
-            list.write(common.word(seat, Bell::Combined)?, 0)?;
+            let mut list = MemOpBatch::with_capacity(context, 2);
+            list.wait(common.word(seat, StreamFlag::Combined)?, 1)?;
+            list.write(common.word(seat, StreamFlag::Combined)?, 0)?;
             offered.push(list);
         }
         Ok(Lists { listed, packed, offered })
@@ -50,14 +50,14 @@ impl Common {
         stream: &Stream,
         kernels: &Kernels,
         seat: u32,
-        (count, experts): (u32, &Range),
+        (count, experts): (u32, &DeviceRange),
     ) -> Result<(), Error> {
         let spec = &self.fixed.spec;
         let (order, map) = (self.piece(self.shape.order(seat))?, self.piece(self.shape.map())?);
         let choices = count * spec.top_k;
         Ok(kernels.order(
             stream,
-            &Order {
+            &SortArgs {
                 experts: experts.span(0, u64::from(choices) * 4)?,
                 choices,
                 top_k: spec.top_k,
@@ -75,20 +75,20 @@ impl Common {
         stream: &Stream,
         kernels: &Kernels,
         seat: u32,
-        (count, x): (u32, &Range),
+        (count, x): (u32, &DeviceRange),
     ) -> Result<(), Error> {
         let shape = &self.shape;
         let (order, rows) = (self.piece(shape.order(seat))?, self.piece(shape.staging(seat))?);
         Ok(kernels.regroup(
             stream,
-            &Regroup {
+            &PermuteArgs {
                 row_bytes: shape.row_bytes(),
                 sources: count,
                 rows: count * self.fixed.spec.top_k,
                 from: x.span(0, x.len())?,
                 index: order.span(0, order.len())?,
                 out: rows.span(0, rows.len())?,
-                status: self.word(seat, Bell::Status)?,
+                status: self.word(seat, StreamFlag::Status)?,
             },
         )?)
     }
@@ -105,8 +105,10 @@ impl PlannedExchange {
                 stream.copy(common.host.range().span(to.0, choices)?, from.span(0, choices)?)?;
             }
         }
-        stream
-            .write(common.word(seat, Bell::Dispatch)?, tokens.map_or(REFUSED, |tokens| tokens.count) + 1)?;
+        stream.write(
+            common.word(seat, StreamFlag::Dispatch)?,
+            tokens.map_or(REFUSED, |tokens| tokens.count) + 1,
+        )?;
         if let (Driver::Planner { lists, .. }, true) = (&mut self.driver, shape.arrives()) {
             stream.operate(&mut lists.listed[seat as usize])?;
         }
@@ -139,11 +141,16 @@ impl PlannedExchange {
         if matches!(self.driver, Driver::Caller(_)) && !self.common.fixed.paths().rails() {
             return Ok(());
         }
-        Ok(self.stream.write(self.common.word(seat, Bell::Combine)?, steps + 1)?)
+        Ok(self.stream.write(self.common.word(seat, StreamFlag::Combine)?, steps + 1)?)
     }
 
     /// That rows come back, and their sums go to `out`.
-    pub(super) fn enqueue_sum(&mut self, seat: u32, tokens: u32, out: Option<&Range>) -> Result<(), Error> {
+    pub(super) fn enqueue_sum(
+        &mut self,
+        seat: u32,
+        tokens: u32,
+        out: Option<&DeviceRange>,
+    ) -> Result<(), Error> {
         let (common, stream) = (&*self.common, &*self.stream);
         let (shape, spec) = (&common.shape, &common.fixed.spec);
         if let Driver::Planner { lists, .. } = &mut self.driver {
@@ -158,7 +165,7 @@ impl PlannedExchange {
                     top_k: spec.top_k,
                     columns: spec.hidden as u32,
                     dtype: spec.dtype,
-                    wire: Wire::F32,
+                    wire: PartialDtype::F32,
                     n_rows: shape.entries() as u32,
                     rows: rows.span(0, rows.len())?,
                     index: summands.span(0, summands.len())?,
@@ -166,7 +173,7 @@ impl PlannedExchange {
                     experts: None,
                     weights: None,
                     group_of: None,
-                    status: common.word(seat, Bell::Status)?,
+                    status: common.word(seat, StreamFlag::Status)?,
                     out: out.span(0, out.len())?,
                 },
             )?;

@@ -1,7 +1,7 @@
 //! The enqueuer: does for a stream what the caller of an [`ExpertParallel`](crate::ExpertParallel) on the host does.
 //!
 //! It serves one call after the other by the programs that the host steps, too: the same releases, entries, counts and
-//! placement, the same judgment. Rows go by its stream ([`Engine`]). With several nodes it plays this rank's relay, too, at
+//! placement, the same judgment. Rows go by its stream ([`CopyEngineStepper`]). With several nodes it plays this rank's relay, too, at
 //! the places of launch order: own puts and signals, relayed rows, own waits.
 //!
 //! Two threads drive it. Where sizes are exact, the caller's own does, in the second half of each call, so no stream waits
@@ -13,15 +13,15 @@ use std::sync::atomic::Ordering;
 
 use super::call::DeviceCall;
 use super::common::Common;
-use super::shape::{Bell, Piece};
+use super::shape::{ByteRange, StreamFlag};
 use super::watch::Watch;
-use crate::device::{Event, Kernels, Range, Stream};
+use crate::device::{DeviceRange, Event, Kernels, Stream};
 use crate::ep::Status;
 use crate::ep::agreement::GroupCounts;
 use crate::ep::relay::Relay;
 use crate::error::{CallKind, Error};
-use crate::exec::{Engine, Until};
-use crate::plan::{Arrivals, Crossing, Forward, Layout, Segment, Sorted};
+use crate::exec::{CopyEngineStepper, Until};
+use crate::plan::{DispatchLayout, InterNodeRows, RelayPermutation, RelayPlan, Segment, SortedRouting};
 use crate::schedule::call::{CallMachine, RankPrograms};
 use crate::schedule::{CallerTables, Calls};
 
@@ -50,9 +50,9 @@ pub(super) struct CallerStream {
 /// What is kept of each seat.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
-    pub layout: Layout,
+    pub layout: DispatchLayout,
     /// What this rank's relay knows of it.
-    pub forward: Arc<Forward>,
+    pub forward: Arc<RelayPlan>,
     /// The number of the dispatch that made it; 0 if there is none that landed.
     pub number: u64,
     /// How that dispatch ended.
@@ -65,14 +65,14 @@ pub(super) struct Enqueuer {
     pub common: Arc<Common>,
     pub caller: Caller,
     pub programs: Arc<RankPrograms>,
-    pub engine: Engine,
+    pub engine: CopyEngineStepper,
     /// Does this rank's part for other nodes, in this thread; there is none where there is only one.
     pub relay: Option<Relay>,
     pub calls: Calls,
     pub tables: CallerTables,
-    pub sorted: Sorted,
-    pub crossing: Crossing,
-    pub arrivals: Arrivals,
+    pub sorted: SortedRouting,
+    pub crossing: InterNodeRows,
+    pub arrivals: RelayPermutation,
     pub numbers: GroupCounts,
     pub kept: Vec<Kept>,
     pub scratch: Scratch,
@@ -112,8 +112,8 @@ const LOOKS: u32 = 4096;
 
 impl Enqueuer {
     /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the device's.
-    pub fn send(&mut self, from: Piece, to: Piece, len: u64) -> Result<(), Error> {
-        let (from, to): (Range, Range) = (self.common.host_piece(from)?, self.common.piece(to)?);
+    pub fn send(&mut self, from: ByteRange, to: ByteRange, len: u64) -> Result<(), Error> {
+        let (from, to): (DeviceRange, DeviceRange) = (self.common.host_piece(from)?, self.common.piece(to)?);
         Ok(self.engine.copy(to.span(0, len)?, from.span(0, len)?)?)
     }
 
@@ -151,7 +151,7 @@ impl Enqueuer {
     ///
     /// # Errors
     /// The cause of a dead world, an interruption, or the failure of the stream.
-    pub fn await_stream(&self, seat: u32, bell: Bell) -> Result<(), Error> {
+    pub fn await_stream(&self, seat: u32, bell: StreamFlag) -> Result<(), Error> {
         let Caller::Events(CallerStream { stream, .. }) = &self.caller else { return Ok(()) };
         let word = self.common.bell(seat, bell)?;
         let mut looks = 0;
@@ -164,11 +164,11 @@ impl Enqueuer {
     }
 
     /// The call is enqueued: the caller's stream goes on behind it.
-    pub fn answer(&mut self, seat: u32, bell: Bell, status: Status) -> Result<(), Error> {
+    pub fn answer(&mut self, seat: u32, bell: StreamFlag, status: Status) -> Result<(), Error> {
         let common = Arc::clone(&self.common);
         if let Caller::Words = self.caller {
             self.engine.settle()?;
-            common.bell(seat, Bell::Status)?.store(status.0.into(), Ordering::Relaxed);
+            common.bell(seat, StreamFlag::Status)?.store(status.0.into(), Ordering::Relaxed);
         }
         // Of a world that died meanwhile the guard says so, again and again.
         common.fixed.shared.hub.health().check()?;
@@ -179,7 +179,7 @@ impl Enqueuer {
                 watch.expect(mark, awaited);
                 self.engine.precede(stream, done)?;
                 // Kernels of earlier calls may have yet to read the word.
-                stream.write(common.word(seat, Bell::Status)?, status.0)?;
+                stream.write(common.word(seat, StreamFlag::Status)?, status.0)?;
             }
         }
         Ok(())

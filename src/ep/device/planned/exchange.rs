@@ -11,11 +11,11 @@ use super::enqueue::Lists;
 use super::enqueuer::Enqueuer;
 use super::handle::{Lease, PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows};
 use super::shape::MemoryShape;
-use crate::device::{Kernels, Range, Stream};
+use crate::device::{DeviceRange, Kernels, Stream};
 use crate::ep::buffers::OutputAt;
 use crate::ep::builder::Spec;
-use crate::ep::device::guard::Guard;
-use crate::ep::device::passage::Passage;
+use crate::ep::device::guard::WaitBreaker;
+use crate::ep::device::passage::RowTransport;
 use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
 use crate::ep::{CallExecutor, Choices, CombineInput, ExpertOutput, Feature, LaneUse};
 use crate::error::{CallError, CallKind, Error, PlanError};
@@ -37,9 +37,9 @@ pub(in crate::ep) struct PlannedExchange {
     lanes: Arc<[LaneUse]>,
     /// A combine between its halves, by the caller's thread.
     returning: Option<Returning>,
-    _guards: Vec<Guard>,
+    _guards: Vec<WaitBreaker>,
     /// Other nodes write to it as long as this lives.
-    _passage: Passage,
+    _passage: RowTransport,
     _control: SymmetricRange,
 }
 
@@ -67,8 +67,8 @@ pub(super) struct Parts {
     pub stream: Arc<Stream>,
     pub kernels: Arc<Kernels>,
     pub driver: Driver,
-    pub guards: Vec<Guard>,
-    pub passage: Passage,
+    pub guards: Vec<WaitBreaker>,
+    pub passage: RowTransport,
     pub control: SymmetricRange,
 }
 
@@ -155,13 +155,13 @@ impl PlannedExchange {
     /// The call is made first, for the other ranks.
     ///
     /// # Errors
-    /// As [`PlannedDispatch::unfinished`]; [`PlanError::NotAvailable`].
+    /// As [`PlannedDispatch::finish_async`]; [`PlanError::NotAvailable`].
     pub fn unfinished_dispatch(
         &mut self,
         started: PlannedDispatch,
     ) -> Result<(PlannedRows, PlannedHandle), Error> {
         if let Driver::Planner { .. } = self.driver {
-            return started.unfinished();
+            return started.finish_async();
         }
         self.finish_dispatch(started)?;
         Feature::Capture.require(self.executor())?;
@@ -255,7 +255,7 @@ impl PlannedExchange {
         &mut self,
         handle: &PlannedHandle,
         own: Option<Error>,
-        out: Option<&Range>,
+        out: Option<&DeviceRange>,
     ) -> Result<(), Error> {
         let finished = self.finish_return(handle.seat(), handle.tokens(), out);
         let refused = finished.map_err(|error| self.common.fixed.fail(error))?;
@@ -265,7 +265,12 @@ impl PlannedExchange {
         }
     }
 
-    fn finish_return(&mut self, seat: u32, tokens: u32, out: Option<&Range>) -> Result<Option<Error>, Error> {
+    fn finish_return(
+        &mut self,
+        seat: u32,
+        tokens: u32,
+        out: Option<&DeviceRange>,
+    ) -> Result<Option<Error>, Error> {
         let mut refused = None;
         if let (Driver::Caller(enqueuer), Some(call)) = (&mut self.driver, self.returning.take()) {
             refused = enqueuer.combine(call.machine, call.seat, call.steps)?;
@@ -425,7 +430,7 @@ impl Drop for PlannedExchange {
             Driver::Caller(enqueuer) => {
                 self.common.gone.store(true, Ordering::Release);
                 if self.common.fixed.shared.hub.health().check().is_err() {
-                    enqueuer.engine.run_out(DRAIN);
+                    enqueuer.engine.await_queues(DRAIN);
                 }
             }
         }

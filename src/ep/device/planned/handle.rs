@@ -4,14 +4,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::common::Common;
-use super::seat::{Placement, Told};
-use super::shape::Bell;
+use super::seat::{ContextProgress, PlacementInfo};
+use super::shape::StreamFlag;
 use super::space::Extent;
-use crate::device::{Kernels, Range, Stream};
+use crate::device::{DeviceRange, Kernels, Stream};
 use crate::ep::{LaneUse, Report, Status};
 use crate::error::{Error, PlanError};
-use crate::exec::Enqueued;
-use crate::plan::Chunk;
+use crate::exec::EnqueueCounts;
+use crate::plan::RowBuffer;
 use crate::schedule::call::CallMachine;
 
 /// A seat, as long as anything of its dispatch is alive.
@@ -34,7 +34,7 @@ impl Drop for Lease {
 }
 
 impl Lease {
-    fn told<T>(&self, known: impl FnMut(&mut Told) -> Option<T>) -> Result<T, Error> {
+    fn told<T>(&self, known: impl FnMut(&mut ContextProgress) -> Option<T>) -> Result<T, Error> {
         let common = &self.common;
         let seat = &common.seats[self.seat as usize];
         if seat.is_captured() {
@@ -46,15 +46,15 @@ impl Lease {
     }
 
     /// A report of what was enqueued.
-    fn report(&self, enqueued: Enqueued, kernels: &[&'static str]) -> Report {
+    fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
         let (detour, registration) = (self.common.detour, self.common.registration);
         let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), self.common.executor);
         Report { executor, lanes, enqueued, kernels, detour, registration, ..Report::default() }
     }
 
     /// The status word of the seat, as devices read it.
-    fn status_word(&self) -> Result<Range, Error> {
-        Ok(self.common.host_piece((self.common.shape.bell(self.seat, Bell::Status), 4))?)
+    fn status_word(&self) -> Result<DeviceRange, Error> {
+        Ok(self.common.host_piece((self.common.shape.bell(self.seat, StreamFlag::Status), 4))?)
     }
 }
 
@@ -69,7 +69,7 @@ pub(in crate::ep) struct PlannedDispatch {
     /// Where the call is, if the caller's thread drives it.
     pub(super) machine: Option<CallMachine>,
     /// Tokens that are packed in the second half.
-    pub(super) x: Option<Range>,
+    pub(super) x: Option<DeviceRange>,
 }
 
 impl PlannedDispatch {
@@ -103,7 +103,7 @@ impl PlannedDispatch {
     ///
     /// # Errors
     /// What was wrong with this rank's input.
-    pub(super) fn unfinished(self) -> Result<(PlannedRows, PlannedHandle), Error> {
+    pub(super) fn finish_async(self) -> Result<(PlannedRows, PlannedHandle), Error> {
         if let Some(refused) = self.refused {
             return Err(refused);
         }
@@ -112,7 +112,7 @@ impl PlannedDispatch {
 
     fn land(
         lease: Arc<Lease>,
-        placement: Option<Placement>,
+        placement: Option<PlacementInfo>,
         extent: Option<Extent>,
     ) -> Result<(PlannedRows, PlannedHandle), Error> {
         let (common, seat) = (&lease.common, lease.seat);
@@ -141,11 +141,11 @@ impl PlannedDispatch {
 /// exchange's stream after the dispatch. Their memory is given back when this is dropped, to calls enqueued later.
 #[derive(Debug)]
 pub(in crate::ep) struct PlannedRows {
-    memory: Range,
-    counts: Range,
-    landing: Chunk,
+    memory: DeviceRange,
+    counts: DeviceRange,
+    landing: RowBuffer,
     /// Where engines relay: rows as they arrived, and which is which.
-    arrived: Option<(Range, Range)>,
+    arrived: Option<(DeviceRange, DeviceRange)>,
     _extent: Option<Extent>,
     _lease: Arc<Lease>,
 }
@@ -160,7 +160,7 @@ impl PlannedRows {
     ///
     /// # Errors
     /// None in practice: they lie inside their memory.
-    pub fn rows(&self) -> Result<Range, Error> {
+    pub fn rows(&self) -> Result<DeviceRange, Error> {
         Ok(self.memory.part(0, u64::from(self.landing.rows) * self.landing.row_bytes)?)
     }
 
@@ -168,18 +168,18 @@ impl PlannedRows {
     ///
     /// # Errors
     /// None in practice: they lie inside their memory.
-    pub fn weights(&self) -> Result<Range, Error> {
+    pub fn weights(&self) -> Result<DeviceRange, Error> {
         Ok(self.memory.part(self.landing.notes_at(), self.landing.notes * 4)?)
     }
 
     /// Where engines relay: rows as they arrived, and for each visible row which of them it is, `i32 [rows]`, -1 of pads. A
     /// grouped matrix product that takes an index can read them as they are; [`PlannedRows::rows`] are made of them.
-    pub fn index(&self) -> Option<(&Range, &Range)> {
+    pub fn index(&self) -> Option<(&DeviceRange, &DeviceRange)> {
         self.arrived.as_ref().map(|(rows, index)| (rows, index))
     }
 
     /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`.
-    pub fn counts(&self) -> &Range {
+    pub fn counts(&self) -> &DeviceRange {
         &self.counts
     }
 }
@@ -188,7 +188,7 @@ impl PlannedRows {
 #[derive(Debug)]
 pub(in crate::ep) struct PlannedHandle {
     lease: Arc<Lease>,
-    placement: Placement,
+    placement: PlacementInfo,
     copied: AtomicU64,
     /// The last combine.
     last: Mutex<Option<LastCombine>>,
@@ -289,13 +289,13 @@ impl PlannedHandle {
     ///
     /// # Errors
     /// None in practice.
-    pub fn status(&self) -> Result<Range, Error> {
+    pub fn status(&self) -> Result<DeviceRange, Error> {
         self.lease.status_word()
     }
 
     /// The same, for the host; what it says is sure once the stream has come by.
     pub fn status_now(&self) -> Status {
-        let word = self.lease.common.bell(self.lease.seat, Bell::Status);
+        let word = self.lease.common.bell(self.lease.seat, StreamFlag::Status);
         Status(word.map_or(0, |word| word.load(std::sync::atomic::Ordering::Acquire) as u32))
     }
 
@@ -312,7 +312,7 @@ impl PlannedHandle {
     pub fn returned(&self) -> Result<Report, Error> {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let Some(LastCombine { nth, refused }) = last else {
-            return Ok(self.lease.report(Enqueued::default(), &[]));
+            return Ok(self.lease.report(EnqueueCounts::default(), &[]));
         };
         let told = self.lease.told(|told| {
             (told.home >= nth).then(|| match &told.combine_refused {
@@ -331,7 +331,7 @@ impl PlannedHandle {
 /// What experts write.
 #[derive(Debug)]
 pub(in crate::ep) struct PlannedOutput {
-    rows: Range,
+    rows: DeviceRange,
     len: u32,
     pub(super) base: u64,
     pub(super) _extent: Option<Extent>,
@@ -350,7 +350,7 @@ impl PlannedOutput {
     }
 
     /// The rows, `[rows, hidden]`, to write to. What pad rows hold is never read.
-    pub fn rows(&self) -> &Range {
+    pub fn rows(&self) -> &DeviceRange {
         &self.rows
     }
 }

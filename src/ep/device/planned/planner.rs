@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::enqueuer::Enqueuer;
-use super::shape::Bell;
+use super::shape::StreamFlag;
 use crate::ep::host::CancelOnPanic;
 use crate::error::Error;
 
@@ -31,7 +31,7 @@ impl Planner {
         let _end = CancelOnPanic(&fixed.shared);
         if let Err(error) = self.listen() {
             let _ = fixed.fail(error);
-            self.0.engine.run_out(DRAIN);
+            self.0.engine.await_queues(DRAIN);
         }
         common.gone.store(true, Ordering::Release);
         common.seats.iter().for_each(|seat| seat.tell(|_| ()));
@@ -62,7 +62,7 @@ impl Planner {
     fn look(&mut self) -> Result<bool, Error> {
         let common = Arc::clone(&self.0.common);
         for seat in 0..common.shape.word_sets() {
-            for bell in [Bell::Dispatch, Bell::Combine] {
+            for bell in [StreamFlag::Dispatch, StreamFlag::Combine] {
                 let word = common.bell(seat, bell)?;
                 let rung = word.load(Ordering::Acquire);
                 if rung == 0 {
@@ -71,7 +71,7 @@ impl Planner {
                 word.store(0, Ordering::Relaxed);
                 let (machine, said) = (self.0.enter()?, (rung - 1) as u32);
                 match bell {
-                    Bell::Dispatch => self.0.dispatch(machine, seat, (said, None))?,
+                    StreamFlag::Dispatch => self.0.dispatch(machine, seat, (said, None))?,
                     _ => drop(self.0.combine(machine, seat, said)?),
                 }
                 if !common.seats[seat as usize].is_captured() {

@@ -7,30 +7,30 @@ use std::time::Duration;
 use super::space::Extent;
 use crate::bootstrap::{Health, interrupted};
 use crate::error::{Error, PlanError};
-use crate::exec::Enqueued;
+use crate::exec::EnqueueCounts;
 
 /// Between two looks of a thread whether the world is alive.
 const SLICE: Duration = Duration::from_millis(10);
 
 /// One seat: memory and words of a dispatch that is alive, and of the combines that follow it.
 #[derive(Debug, Default)]
-pub(super) struct Seat {
+pub(super) struct DispatchContext {
     taken: AtomicBool,
     captured: AtomicBool,
-    told: Mutex<Told>,
+    told: Mutex<ContextProgress>,
     changed: Condvar,
 }
 
 /// All that was told so far. Calls of a seat are counted from 1, dispatches and combines apart.
 #[derive(Debug, Default)]
-pub(super) struct Told {
+pub(super) struct ContextProgress {
     /// Dispatches whose placement, or refusal, is known.
     pub placed: u64,
     /// Dispatches that have landed.
     pub landed: u64,
     /// Combines that are home.
     pub home: u64,
-    pub placement: Placement,
+    pub placement: PlacementInfo,
     /// Why the last dispatch was refused.
     pub refused: Option<Error>,
     /// Why the last combine was refused.
@@ -38,14 +38,14 @@ pub(super) struct Told {
     /// Where rows of the last dispatch land, where memory is not fixed.
     pub extent: Option<Extent>,
     /// What the last dispatch asked of the planner's stream.
-    pub dispatched: Enqueued,
+    pub dispatched: EnqueueCounts,
     /// What the last combine asked of it.
-    pub combined: Enqueued,
+    pub combined: EnqueueCounts,
 }
 
 /// The placement of a dispatch, as its caller sees it.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Placement {
+pub(super) struct PlacementInfo {
     /// The number of the call that made it.
     pub number: u64,
     pub rows: u32,
@@ -55,7 +55,7 @@ pub(super) struct Placement {
     pub required: Vec<u32>,
 }
 
-impl Seat {
+impl DispatchContext {
     /// Takes the seat, if it is free.
     pub fn take(&self) -> bool {
         !self.taken.swap(true, Ordering::AcqRel)
@@ -78,7 +78,7 @@ impl Seat {
     }
 
     /// Says something, and wakes who waits for it.
-    pub fn tell(&self, say: impl FnOnce(&mut Told)) {
+    pub fn tell(&self, say: impl FnOnce(&mut ContextProgress)) {
         say(&mut self.told());
         self.changed.notify_all();
     }
@@ -92,7 +92,7 @@ impl Seat {
         &self,
         health: &Health,
         gone: &AtomicBool,
-        mut known: impl FnMut(&mut Told) -> Option<T>,
+        mut known: impl FnMut(&mut ContextProgress) -> Option<T>,
     ) -> Result<T, Error> {
         let mut told = self.told();
         loop {
@@ -110,7 +110,7 @@ impl Seat {
         }
     }
 
-    pub fn told(&self) -> MutexGuard<'_, Told> {
+    pub fn told(&self) -> MutexGuard<'_, ContextProgress> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

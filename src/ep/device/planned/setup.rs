@@ -9,24 +9,24 @@ use super::enqueue::Lists;
 use super::enqueuer::{Caller, CallerStream, Enqueuer, Kept, Scratch};
 use super::exchange::{Driver, Parts, PlannedExchange};
 use super::planner::Planner;
-use super::seat::Seat;
-use super::shape::{Bell, MemoryShape};
-use super::space::{Progress, Space};
+use super::seat::DispatchContext;
+use super::shape::{MemoryShape, StreamFlag};
+use super::space::{DevicePool, Progress};
 use super::watch::Watch;
 use crate::device::{Context, Driver as CudaDriver, Event, Kernels, PinnedMemory, Priority, Stream};
 use crate::ep::agreement::GroupCounts;
 use crate::ep::builder::Spec;
-use crate::ep::device::guard::{Guard, POISON};
+use crate::ep::device::guard::{POISON, WaitBreaker};
 use crate::ep::device::next_instance;
-use crate::ep::device::passage::{Needs, Passage};
-use crate::ep::fixed::{Fixed, Room};
+use crate::ep::device::passage::{RowTransport, TransportSizes};
+use crate::ep::fixed::{EpState, ReceiveMemory};
 use crate::ep::relay::Relay;
 use crate::ep::{CallExecutor, Status};
 use crate::error::{Error, MemoryError, PlanError};
-use crate::exec::{Engine, Ground, Near};
-use crate::plan::{Arrivals, Crossing, Sorted};
+use crate::exec::{CopyEngineStepper, DeviceMap, LocalPeer};
+use crate::plan::{InterNodeRows, RelayPermutation, SortedRouting};
 use crate::schedule::call::{Engines, RankPrograms};
-use crate::schedule::{CallerTables, Calls, Control, Flag};
+use crate::schedule::{CallerTables, Calls, ControlLayout, Flag};
 use crate::topology::{Paths, Route};
 use crate::world::{DeviceWindow, Group, Member};
 
@@ -48,7 +48,7 @@ impl PlannedExchange {
         let context = Arc::clone(stream.context());
         let lanes = group.lanes(spec.route)?;
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
-        let flags = Control::flag(0, Flag::Entry, group.size());
+        let flags = ControlLayout::flag(0, Flag::Entry, group.size());
         let words = flags + Flag::COUNT as u64 * u64::from(group.size()) * 64;
         let crossed = if lanes.paths().rails() { words } else { 0 };
         let executor = match spec.mode.budget() {
@@ -64,20 +64,20 @@ impl PlannedExchange {
         let told = group.alike(&[usable_here.as_slice(), &settings].concat());
         let (copies, kernels) = usable?;
         told?;
-        let room = Room {
+        let room = ReceiveMemory {
             total: shape.pool().1,
             space: "device heap",
             setting: "ExpertParallelBuilder::device_heap",
         };
         let window = DeviceWindow::new(group, &context, (shape.device_bytes(), words), Ok(()))?;
         let members = window.members();
-        let needs = Needs {
+        let needs = TransportSizes {
             words: shape.words().1,
             desk: shape.arrives().then(|| shape.desk_bytes()),
             twin: shape.twin_bytes(),
         };
-        let passage = Passage::find(group, &context, &lanes, &members, needs)?;
-        let (mut fixed, control) = Fixed::new(group, spec, room, passage.ground())?;
+        let passage = RowTransport::find(group, &context, &lanes, &members, needs)?;
+        let (mut fixed, control) = EpState::new(group, spec, room, passage.ground())?;
         // Within a budget, streams find rows and metadata at places that they know before the call.
         fixed.fixed_rows = fixed.spec.mode.budget();
         let fixed = Arc::new(fixed);
@@ -91,8 +91,8 @@ impl PlannedExchange {
             executor,
             memory,
             host,
-            seats: (0..shape.word_sets()).map(|_| Seat::default()).collect(),
-            space: Space::new(shape.pool().0, shape.pool().1),
+            seats: (0..shape.word_sets()).map(|_| DispatchContext::default()).collect(),
+            space: DevicePool::new(shape.pool().0, shape.pool().1),
             progress: (executor == CallExecutor::Enqueuer).then(|| Progress::new(&fixed, &words_here)),
             closing: AtomicBool::new(false),
             gone: AtomicBool::new(false),
@@ -103,34 +103,37 @@ impl PlannedExchange {
             fixed: Arc::clone(&fixed),
         });
         fill(&context, &copies, &common)?;
-        let bells = |bells: &[Bell]| -> Vec<usize> {
+        let bells = |bells: &[StreamFlag]| -> Vec<usize> {
             let of = |seat| bells.iter().map(move |&bell| shape.bell(seat, bell) as usize);
             (0..shape.word_sets()).flat_map(of).collect()
         };
         let awaited = match executor {
-            CallExecutor::Planner => bells(&[Bell::Listed, Bell::Packed, Bell::Dispatched, Bell::Combined]),
+            CallExecutor::Planner => {
+                bells(&[StreamFlag::Listed, StreamFlag::Packed, StreamFlag::Dispatched, StreamFlag::Combined])
+            }
             _ => Vec::new(),
         };
         let (health, status) =
-            (fixed.shared.hub.health(), (bells(&[Bell::Status]), Status::WORLD_FAILED.0.into()));
-        let mut guards = vec![Guard::new(health, &common.host, (awaited, POISON), status, None)?];
+            (fixed.shared.hub.health(), (bells(&[StreamFlag::Status]), Status::WORLD_FAILED.0.into()));
+        let mut guards = vec![WaitBreaker::new(health, &common.host, (awaited, POISON), status, None)?];
         if executor == CallExecutor::Enqueuer {
             // Words that grow: no value of this epoch is as large, counted in a circle.
             let poison = Calls::new(fixed.shared.hub.epoch()).value().wrapping_add(1 << 62);
-            let of =
-                |flag| (0..group.size()).map(move |rank| Control::flag(rank, flag, group.size()) as usize);
+            let of = |flag| {
+                (0..group.size()).map(move |rank| ControlLayout::flag(rank, flag, group.size()) as usize)
+            };
             let awaited = of(Flag::Landed).chain(of(Flag::Ready)).collect();
-            guards.push(Guard::new(health, &words_here, (awaited, poison), (Vec::new(), 0), None)?);
+            guards.push(WaitBreaker::new(health, &words_here, (awaited, poison), (Vec::new(), 0), None)?);
         }
-        let near = |Member { memory, words, same_device }: Member| Near { memory, words, same_device };
+        let near = |Member { memory, words, same_device }: Member| LocalPeer { memory, words, same_device };
         let ranks = members.into_iter().map(|member| member.map(near)).collect();
         let (zeros_at, zeros_len) = shape.zeros();
         let zeros = common.memory.part(zeros_at, zeros_len)?;
         let twin = passage.twin().map(|twin| (twin.memory.clone(), shape.outbox()));
         let words = passage.registration().map(|_| common.piece(shape.words())).transpose()?;
-        let ground = Ground { ranks, zeros, twin, words };
+        let ground = DeviceMap { ranks, zeros, twin, words };
         let ahead = executor == CallExecutor::Enqueuer;
-        let engine = Engine::new(&context, Arc::clone(&fixed.port), ground, copies, ahead);
+        let engine = CopyEngineStepper::new(&context, Arc::clone(&fixed.port), ground, copies, ahead);
         let kernels = Arc::new(kernels);
         let driver = match executor {
             CallExecutor::Planner => {
@@ -202,7 +205,7 @@ fn fill(context: &Arc<Context>, stream: &Stream, common: &Common) -> Result<(), 
     Ok(stream.synchronize()?)
 }
 
-fn enqueuer(common: &Arc<Common>, caller: Caller, engine: Engine) -> Enqueuer {
+fn enqueuer(common: &Arc<Common>, caller: Caller, engine: CopyEngineStepper) -> Enqueuer {
     let fixed = &common.fixed;
     let engines = Engines {
         pulls: true,
@@ -220,9 +223,9 @@ fn enqueuer(common: &Arc<Common>, caller: Caller, engine: Engine) -> Enqueuer {
         relay: fixed.paths().rails().then(|| Relay::new(Arc::clone(fixed))),
         calls: Calls::new(fixed.shared.hub.epoch()),
         tables: CallerTables::new(fixed.paths(), fixed.chunks),
-        sorted: Sorted::default(),
-        crossing: Crossing::default(),
-        arrivals: Arrivals::default(),
+        sorted: SortedRouting::default(),
+        crossing: InterNodeRows::default(),
+        arrivals: RelayPermutation::default(),
         numbers: GroupCounts::new(fixed),
         kept: (0..common.shape.word_sets()).map(|_| Kept::default()).collect(),
         scratch: Scratch::default(),

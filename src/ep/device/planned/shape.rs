@@ -22,7 +22,7 @@
 
 use crate::ep::builder::Spec;
 use crate::error::{CallKind, PlanError};
-use crate::plan::{Chunk, Sizing};
+use crate::plan::{RowBuffer, RowSizes};
 
 /// Everything begins at multiples of this.
 const GRAIN: u64 = 256;
@@ -33,7 +33,7 @@ const LINE: u64 = 64;
 
 /// Words that a stream shares with its planner, and with nobody else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Bell {
+pub(super) enum StreamFlag {
     /// The stream: ids and weights are here. The number of tokens, plus one.
     Dispatch,
     /// The planner, where engines relay: it is known how rows are to be packed.
@@ -50,7 +50,7 @@ pub(super) enum Bell {
     Status,
 }
 
-impl Bell {
+impl StreamFlag {
     pub const COUNT: u64 = 7;
 }
 
@@ -64,7 +64,7 @@ pub(super) struct MemoryShape {
     align: u64,
     /// Most experts at one rank.
     experts: u64,
-    sizing: Sizing,
+    sizing: RowSizes,
     budget: Option<u32>,
     pool: u64,
     /// Where engines relay: most rows that a rank stages.
@@ -74,7 +74,7 @@ pub(super) struct MemoryShape {
 }
 
 /// A piece of memory: offset and length in bytes.
-pub(super) type Piece = (u64, u64);
+pub(super) type ByteRange = (u64, u64);
 
 impl MemoryShape {
     /// What a bell's value counts in.
@@ -143,12 +143,12 @@ impl MemoryShape {
     }
 
     /// With a budget: what lands at most.
-    pub fn budget(&self) -> Option<Chunk> {
+    pub fn budget(&self) -> Option<RowBuffer> {
         self.budget.map(|rows| self.sizing.landing(rows))
     }
 
     /// What lands if so many rows do. With a budget, notes lie behind all of it, however many rows come.
-    pub fn landing(&self, rows: u32) -> Chunk {
+    pub fn landing(&self, rows: u32) -> RowBuffer {
         self.budget().unwrap_or_else(|| self.sizing.landing(rows))
     }
 
@@ -164,26 +164,26 @@ impl MemoryShape {
     }
 
     /// What a rank offers in a combine, for so many rows.
-    pub fn offer(&self, rows: u32) -> Chunk {
+    pub fn offer(&self, rows: u32) -> RowBuffer {
         self.sizing.offer(self.budget.unwrap_or(rows))
     }
 
     /// Flags that cards write behind rows.
-    pub fn words(&self) -> Piece {
+    pub fn words(&self) -> ByteRange {
         (0, self.words)
     }
 
-    pub fn zeros(&self) -> Piece {
+    pub fn zeros(&self) -> ByteRange {
         (behind(self.words()), round(self.align * self.row_bytes().max(self.sizing.note_bytes())))
     }
 
     /// The bin of each expert, for this rank: `i32`.
-    pub fn map(&self) -> Piece {
+    pub fn map(&self) -> ByteRange {
         (behind(self.zeros()), self.ids * 4)
     }
 
     /// Rows that a call packs, or that come home to it. Of exact sizes all seats share it.
-    pub fn staging(&self, seat: u32) -> Piece {
+    pub fn staging(&self, seat: u32) -> ByteRange {
         let at = if self.budget.is_some() { self.seat(seat) } else { behind(self.map()) };
         (at, self.entries() * self.row_bytes())
     }
@@ -199,32 +199,32 @@ impl MemoryShape {
     }
 
     /// The token of each packed row, `i32`.
-    pub fn order(&self, seat: u32) -> Piece {
+    pub fn order(&self, seat: u32) -> ByteRange {
         let own = if self.budget.is_some() { self.staging_bytes() } else { 0 };
         (self.seat(seat) + own, self.entries() * 4)
     }
 
     /// For each token its packed rows in the order of the sum, `i32 [tokens, top_k]`.
-    pub fn summands(&self, seat: u32) -> Piece {
+    pub fn summands(&self, seat: u32) -> ByteRange {
         (behind(self.order(seat)), self.entries() * 4)
     }
 
     /// Rows per local expert, then the same with pads: `i64 [2, experts]`.
-    pub fn counts(&self, seat: u32) -> Piece {
+    pub fn counts(&self, seat: u32) -> ByteRange {
         (behind(self.summands(seat)), 2 * self.experts * 8)
     }
 
     /// With a budget: where rows land.
-    pub fn rows(&self, seat: u32) -> Piece {
+    pub fn rows(&self, seat: u32) -> ByteRange {
         (behind(self.counts(seat)), self.budget.map_or(0, |rows| self.extent(rows)))
     }
 
     /// With a budget: where experts write.
-    pub fn output(&self, seat: u32) -> Piece {
+    pub fn output(&self, seat: u32) -> ByteRange {
         (behind(self.rows(seat)), self.budget.map_or(0, |rows| self.sizing.offer(rows).bytes()))
     }
 
-    pub fn pool(&self) -> Piece {
+    pub fn pool(&self) -> ByteRange {
         (self.seat(self.seats), round(self.pool))
     }
 
@@ -234,7 +234,7 @@ impl MemoryShape {
     }
 
     /// In the twin: from where rows leave. All that a rank dispatches fits.
-    pub fn outbox(&self) -> Piece {
+    pub fn outbox(&self) -> ByteRange {
         (self.device_bytes(), round(self.entries() * self.row_bytes()))
     }
 
@@ -259,42 +259,42 @@ impl MemoryShape {
     }
 
     /// Where a bell is in the host's memory.
-    pub fn bell(&self, seat: u32, bell: Bell) -> u64 {
+    pub fn bell(&self, seat: u32, bell: StreamFlag) -> u64 {
         u64::from(seat) * self.host_seat_bytes() + bell as u64 * LINE
     }
 
-    pub fn host_experts(&self, seat: u32) -> Piece {
-        let bells = round(Bell::COUNT * LINE);
-        let own = self.bell(seat, Bell::Dispatch) + bells;
+    pub fn host_experts(&self, seat: u32) -> ByteRange {
+        let bells = round(StreamFlag::COUNT * LINE);
+        let own = self.bell(seat, StreamFlag::Dispatch) + bells;
         let shared = u64::from(self.word_sets()) * bells;
         (if self.budget.is_some() { own } else { shared }, self.entries() * 4)
     }
 
-    pub fn host_weights(&self, seat: u32) -> Piece {
+    pub fn host_weights(&self, seat: u32) -> ByteRange {
         (behind(self.host_experts(seat)), self.entries() * 4)
     }
 
-    pub fn host_notes(&self, seat: u32) -> Piece {
+    pub fn host_notes(&self, seat: u32) -> ByteRange {
         (behind(self.host_weights(seat)), self.entries() * self.sizing.note_bytes())
     }
 
-    pub fn host_summands(&self, seat: u32) -> Piece {
+    pub fn host_summands(&self, seat: u32) -> ByteRange {
         (behind(self.host_notes(seat)), self.entries() * 4)
     }
 
-    pub fn host_counts(&self, seat: u32) -> Piece {
+    pub fn host_counts(&self, seat: u32) -> ByteRange {
         (behind(self.host_summands(seat)), 2 * self.experts * 8)
     }
 
     /// Where engines relay: the token of each packed row.
-    pub fn host_order(&self, seat: u32) -> Piece {
+    pub fn host_order(&self, seat: u32) -> ByteRange {
         (behind(self.host_counts(seat)), self.entries() * 4)
     }
 
     /// Size of the host's memory.
     pub fn host_bytes(&self) -> u64 {
         let shared = if self.budget.is_some() { 0 } else { self.host_array_bytes() };
-        u64::from(self.seats) * self.host_seat_bytes() + round(Bell::COUNT * LINE) + shared
+        u64::from(self.seats) * self.host_seat_bytes() + round(StreamFlag::COUNT * LINE) + shared
     }
 
     fn seat_bytes(&self) -> u64 {
@@ -305,7 +305,7 @@ impl MemoryShape {
     }
 
     fn host_seat_bytes(&self) -> u64 {
-        round(Bell::COUNT * LINE) + self.budget.map_or(0, |_| self.host_array_bytes())
+        round(StreamFlag::COUNT * LINE) + self.budget.map_or(0, |_| self.host_array_bytes())
     }
 
     fn host_array_bytes(&self) -> u64 {
@@ -318,7 +318,7 @@ fn round(bytes: u64) -> u64 {
     bytes.next_multiple_of(GRAIN)
 }
 
-fn behind((offset, len): Piece) -> u64 {
+fn behind((offset, len): ByteRange) -> u64 {
     offset + round(len)
 }
 
@@ -328,7 +328,7 @@ mod tests {
 
     fn shape(budget: Option<u32>, seats: u32, row_bytes: u64) -> MemoryShape {
         let sizing =
-            Sizing { row_bytes, home_bytes: row_bytes, words_out: 1, words_home: 0, partial_bytes: None };
+            RowSizes { row_bytes, home_bytes: row_bytes, words_out: 1, words_home: 0, partial_bytes: None };
         MemoryShape {
             seats,
             ids: 8,
@@ -380,10 +380,10 @@ mod tests {
         assert!(budget.host_experts(0) < budget.host_experts(2));
         for shape in [exact, budget] {
             let (at, len) = shape.host_order(2);
-            let words = shape.bell(shape.seatless(), Bell::Status) + LINE;
+            let words = shape.bell(shape.seatless(), StreamFlag::Status) + LINE;
             assert!(at + len <= shape.host_bytes() && words <= shape.host_bytes());
-            assert!(shape.host_experts(2).0 >= shape.bell(2, Bell::Status) + LINE);
+            assert!(shape.host_experts(2).0 >= shape.bell(2, StreamFlag::Status) + LINE);
         }
-        assert!(exact.host_experts(0).0 >= exact.bell(exact.seatless(), Bell::Status) + LINE);
+        assert!(exact.host_experts(0).0 >= exact.bell(exact.seatless(), StreamFlag::Status) + LINE);
     }
 }

@@ -18,14 +18,14 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::device::PinnedMemory;
-use crate::ep::fixed::Fixed;
+use crate::ep::fixed::EpState;
 use crate::error::DeviceError;
 use crate::memory::Extents;
-use crate::schedule::{Control, Flag};
+use crate::schedule::{ControlLayout, Flag};
 
 /// What is free, and what will be.
 #[derive(Debug)]
-pub(super) struct Space {
+pub(super) struct DevicePool {
     /// First byte of the pool in the window.
     start: u64,
     state: Mutex<State>,
@@ -39,10 +39,10 @@ struct State {
     enqueued: u64,
 }
 
-impl Space {
+impl DevicePool {
     pub fn new(start: u64, len: u64) -> Arc<Self> {
         let state = State { extents: Extents::new(len), given: Vec::with_capacity(64), enqueued: 0 };
-        Arc::new(Space { start, state: Mutex::new(state) })
+        Arc::new(DevicePool { start, state: Mutex::new(state) })
     }
 
     /// Notes that a call is enqueued: what is given back from now on, it may use.
@@ -61,7 +61,7 @@ impl Space {
         given.retain(|&(before, offset, len)| {
             let free = before < call;
             if free {
-                extents.give(offset, len);
+                extents.free(offset, len);
             }
             !free
         });
@@ -75,7 +75,7 @@ impl Space {
 
     /// A piece of `len` bytes; else the largest length that could have been had.
     pub fn take(self: &Arc<Self>, len: u64) -> Result<Extent, u64> {
-        let offset = self.state().extents.take(len)?;
+        let offset = self.state().extents.alloc(len)?;
         Ok(Extent { space: Arc::clone(self), offset, len: Extents::round(len) })
     }
 
@@ -107,9 +107,9 @@ struct Marks {
 }
 
 impl Progress {
-    pub fn new(fixed: &Fixed, words: &PinnedMemory) -> Self {
+    pub fn new(fixed: &EpState, words: &PinnedMemory) -> Self {
         let (rank, ranks) = (fixed.lanes.rank, fixed.lanes.ranks());
-        let locals = fixed.paths().locals().collect();
+        let locals = fixed.paths().local_peers().collect();
         Progress { words: words.clone(), rank, ranks, locals, marks: Mutex::default() }
     }
 
@@ -126,10 +126,10 @@ impl Progress {
     /// The call that the stream has come to, if peers have read all that was offered; and whether it is the last.
     pub fn seen(&self) -> Result<(Option<u64>, bool), DeviceError> {
         let value = |from, flag| {
-            let word = self.words.word(Control::flag(from, flag, self.ranks) as usize)?;
+            let word = self.words.word(ControlLayout::flag(from, flag, self.ranks) as usize)?;
             Ok::<_, DeviceError>(word.load(Ordering::Acquire))
         };
-        let (mark, mut marks) = (value(self.rank, Flag::Home)?, self.marks());
+        let (mark, mut marks) = (value(self.rank, Flag::Returned)?, self.marks());
         while let Some(&(_, call)) = marks.calls.front().filter(|(left, _)| *left <= mark) {
             marks.calls.pop_front();
             marks.reached = call;
@@ -150,7 +150,7 @@ impl Progress {
 /// A piece of the pool.
 #[derive(Debug)]
 pub(super) struct Extent {
-    space: Arc<Space>,
+    space: Arc<DevicePool>,
     offset: u64,
     len: u64,
 }
@@ -168,7 +168,7 @@ impl Extent {
     /// Gives back what nobody has written to or will: everything behind the first `len` bytes.
     pub fn trim(&mut self, len: u64) {
         let keep = Extents::round(len).min(self.len);
-        self.space.state().extents.give(self.offset + keep, self.len - keep);
+        self.space.state().extents.free(self.offset + keep, self.len - keep);
         self.len = keep;
     }
 
@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn what_is_given_back_is_free_for_calls_that_were_enqueued_later() {
-        let space = Space::new(4096, 256);
+        let space = DevicePool::new(4096, 256);
         space.count();
         let rows = space.take(256).unwrap();
         assert_eq!((rows.offset(), rows.len()), (4096, 256));
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn what_is_trimmed_is_free_at_once() {
-        let space = Space::new(0, 256);
+        let space = DevicePool::new(0, 256);
         let mut announced = space.announce(u64::MAX);
         announced.trim(65);
         assert_eq!(space.take(128).unwrap().offset(), 128);

@@ -23,14 +23,14 @@ use self::rank::{Case, Input, Rank};
 use self::support::{on_ranks, small, tokens};
 use super::PlannedExchange;
 use super::exchange::Driver;
-use crate::config::RailChoice;
+use crate::config::NetChoice;
 use crate::device::Stream;
 use crate::error::CallKind;
 use crate::lane::{Fabric, Settings, SignalMode};
-use crate::plan::{ExpertMap, Mode, Overflow};
+use crate::plan::{ExpertMap, Overflow, ReceiveMode};
 use crate::schedule::call::{Action, Part, Relays, StageId};
 use crate::topology::Route;
-use crate::world::{Detour, NoDmaBuf, RailCounters, Registration};
+use crate::world::{NoDmaBuf, NoGpuDirect, RailCounters, Registration};
 use crate::{Options, World};
 
 /// Runs the body on the stand-in, which sees what cards write as said.
@@ -46,13 +46,13 @@ fn on_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64)
     let fabric = Fabric::new(&["card0", "card1"]);
     let settings = Settings { signal, ..Settings::default() };
     let stand_in = Some(fabric.ground(settings));
-    let options = Options { rail: RailChoice::Verbs, stand_in, forecast: true, ..small() };
+    let options = Options { rail: NetChoice::Verbs, stand_in, forecast: true, ..small() };
     on_ranks(&case.nodes, &options, |world: World| {
         let group = world.all().unwrap();
         body(&mut Rank::new(&group, case), group.rank().into());
         group.gather(&[]).unwrap();
         let asked = |counters: RailCounters| (counters.requests, counters.packets, counters.bytes);
-        assert_eq!(asked(world.rail_counters()), asked(world.rail_forecast()));
+        assert_eq!(asked(world.nic_counters()), asked(world.nic_forecast()));
     });
     assert_eq!(fabric.leftovers(), (0, 0));
 }
@@ -67,7 +67,7 @@ fn rounds(rank: &mut Rank<bf16>, rounds: u64, seed: u64) -> u64 {
         for report in &rank.reports {
             assert_eq!(report.detour, None);
             assert_eq!(report.registration, Some(Registration::Address(NoDmaBuf::Driver)));
-            assert_eq!(report.enqueued.out_bytes, 0);
+            assert_eq!(report.enqueued.staged_out_bytes, 0);
             straight += report.enqueued.straight_bytes;
         }
     }
@@ -112,7 +112,7 @@ fn beyond_a_budget_the_same_rows_are_dropped_as_on_the_host() {
         for (route, (rows, align)) in
             Route::ALL.into_iter().flat_map(|route| [(7, 1), (24, 8), (0, 1)].map(|budget| (route, budget)))
         {
-            let mode = Mode::Budget { rows, overflow: Overflow::Drop };
+            let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
             let case = Case { mode, align, route, ..Case::across(&[0, 0, 1, 1], 5, 3) };
             on_cards(&case, SignalMode::Write, |rank, me| _ = rounds(rank, 5, me));
         }
@@ -123,14 +123,14 @@ fn beyond_a_budget_the_same_rows_are_dropped_as_on_the_host() {
 fn a_graph_is_replayed_and_dispatches_are_alive_side_by_side() {
     on_devices("a_graph_is_replayed_and_dispatches_are_alive_side_by_side", 4, "ordered", |_| {
         for (route, rows) in Route::ALL.into_iter().flat_map(|route| [(route, 160), (route, 9)]) {
-            let mode = Mode::Budget { rows, overflow: Overflow::Drop };
+            let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
             let case = Case { mode, route, max_in_flight: 3, ..Case::across(&[0, 0, 1, 1], 5, 3) };
             on_cards(&case, SignalMode::Write, |rank, me| {
                 let input = |seed: u64| tokens(10 * seed + me, 4 + me as u32, 16, 3, 5);
                 rank.all_in_flight(&[input(0), input(1), input(2)]);
                 rank.replayed(&[input(3), input(4), input(5)]);
             });
-            let eager = Case { mode: Mode::Eager, ..case };
+            let eager = Case { mode: ReceiveMode::Exact, ..case };
             on_cards(&eager, SignalMode::Write, |rank, me| {
                 let input = |seed: u64| tokens(10 * seed + me, 12, 16, 3, 5);
                 for round in 0..3 {
@@ -189,9 +189,12 @@ fn a_report_counts_what_went_straight() {
             // Experts 0 to 3 get 2, 1, 1 and 1 rows of 32 bytes from each rank: one put for each
             // expert.
             let (sent, brought) = if me == 0 { (2, 3) } else { (3, 2) };
-            assert_eq!((out.straight_puts, out.straight_bytes), (2, sent * 32));
-            assert_eq!((home.straight_puts, home.straight_bytes), (2, brought * 32));
-            assert_eq!((out.out_bytes, out.in_bytes, home.out_bytes, home.in_bytes), (0, 0, 0, 0));
+            assert_eq!((out.gpu_direct_puts, out.straight_bytes), (2, sent * 32));
+            assert_eq!((home.gpu_direct_puts, home.straight_bytes), (2, brought * 32));
+            assert_eq!(
+                (out.staged_out_bytes, out.in_bytes, home.staged_out_bytes, home.in_bytes),
+                (0, 0, 0, 0)
+            );
             // Entry and message, header and its signal, rows and weights of two experts, pads, and
             // a word.
             assert_eq!(out.rail_signals, 3);
@@ -204,8 +207,8 @@ fn a_report_counts_what_went_straight() {
 
 #[test]
 fn rows_take_the_detour_where_a_device_cannot_await_cards() {
-    let detours = [("ordered", SignalMode::Immediate, Detour::Messages)];
-    let unordered = [("unordered", SignalMode::Write, Detour::Unordered)];
+    let detours = [("ordered", SignalMode::Immediate, NoGpuDirect::Messages)];
+    let unordered = [("unordered", SignalMode::Write, NoGpuDirect::Unordered)];
     let name = "rows_take_the_detour_where_a_device_cannot_await_cards";
     let said = std::env::var("SIDELANE_STAND_IN_CARD_WRITES");
     for (writes, signal, expected) in detours.into_iter().chain(unordered) {
@@ -234,14 +237,16 @@ fn rows_go_from_device_to_device_between_two_machines() {
     // Nobody dies here, and a machine that is emulated may be away for seconds.
     options.clocks.liveness = std::time::Duration::from_secs(150);
     let world = World::from_env_with(options).unwrap();
-    let (group, lane) = (world.all().unwrap(), world.rail().unwrap().lane);
+    let (group, lane) = (world.all().unwrap(), world.net().unwrap().lane);
     assert_eq!((group.size(), lane), (4, "verbs"));
-    let budget = Mode::Budget { rows: 40, overflow: Overflow::Drop };
-    for (route, mode) in Route::ALL.into_iter().flat_map(|route| [(route, Mode::Eager), (route, budget)]) {
+    let budget = ReceiveMode::Budget { rows: 40, overflow: Overflow::Drop };
+    for (route, mode) in
+        Route::ALL.into_iter().flat_map(|route| [(route, ReceiveMode::Exact), (route, budget)])
+    {
         let case = Case { route, mode, align: 4, hidden: 256, ..Case::across(&[0, 0, 1, 1], 8, 3) };
         let mut rank = Rank::<bf16>::new(&group, &case);
         let bytes = rounds(&mut rank, ROUNDS, u64::from(group.rank()));
-        let mode = if mode == Mode::Eager { "eager" } else { "budget" };
+        let mode = if mode == ReceiveMode::Exact { "eager" } else { "budget" };
         println!("{} {mode}: {ROUNDS} rounds to the bit, {bytes} bytes straight", route.name());
         group.gather(&[]).unwrap();
     }

@@ -11,11 +11,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::device::PinnedMemory;
-use crate::ep::fixed::Fixed;
+use crate::ep::fixed::EpState;
 use crate::error::{DeviceError, Error, LaneError, PlanError};
 use crate::exec::Awaited;
 use crate::lane::COPY_ENGINE;
-use crate::schedule::{Control, Flag};
+use crate::schedule::{ControlLayout, Flag};
 
 /// Longest time between two looks.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -29,7 +29,7 @@ pub(super) struct Watch {
 
 #[derive(Debug)]
 struct Watched {
-    fixed: Arc<Fixed>,
+    fixed: Arc<EpState>,
     /// This rank's words.
     words: PinnedMemory,
     last: Mutex<Last>,
@@ -51,7 +51,7 @@ impl Watch {
     ///
     /// # Errors
     /// [`PlanError::PlannerGone`] if there is no thread for it.
-    pub fn new(fixed: &Arc<Fixed>, words: &PinnedMemory) -> Result<Self, PlanError> {
+    pub fn new(fixed: &Arc<EpState>, words: &PinnedMemory) -> Result<Self, PlanError> {
         let (fixed, words) = (Arc::clone(fixed), words.clone());
         let (last, over) = (Mutex::default(), AtomicBool::new(false));
         let watched = Arc::new(Watched { fixed, words, last, over });
@@ -100,11 +100,11 @@ impl Watched {
     fn late(&self, deadline: Duration) -> Result<Option<Error>, DeviceError> {
         let (rank, ranks) = (self.fixed.lanes.rank, self.fixed.lanes.ranks());
         let seen = |from, flag| {
-            let word = self.words.word(Control::flag(from, flag, ranks) as usize)?;
+            let word = self.words.word(ControlLayout::flag(from, flag, ranks) as usize)?;
             Ok::<_, DeviceError>(word.load(Ordering::Acquire))
         };
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if seen(rank, Flag::Home)? < last.mark {
+        if seen(rank, Flag::Returned)? < last.mark {
             return Ok(None);
         }
         let waited = last.since.get_or_insert_with(Instant::now).elapsed();

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::device::{Context, PinnedMemory, Priority, Range, Stream};
+use crate::device::{Context, DeviceRange, PinnedMemory, Priority, Stream};
 use crate::ep::device::guard::POISON;
 use crate::error::DeviceError;
 
@@ -20,9 +20,9 @@ const SILENT: Duration = Duration::from_millis(200);
 
 /// The words that cards write for one rank.
 #[derive(Debug)]
-pub(super) struct Aside {
+pub(super) struct BypassStream {
     context: Arc<Context>,
-    words: Range,
+    words: DeviceRange,
     /// Where they lie.
     awaited: Vec<u64>,
     copy: PinnedMemory,
@@ -40,11 +40,11 @@ struct Tried {
     behind: Vec<Stream>,
 }
 
-impl Aside {
+impl BypassStream {
     /// The words at these places, which are cleared.
-    pub fn new(context: &Arc<Context>, words: &Range, awaited: Vec<u64>) -> Result<Self, DeviceError> {
+    pub fn new(context: &Arc<Context>, words: &DeviceRange, awaited: Vec<u64>) -> Result<Self, DeviceError> {
         let copy = PinnedMemory::new(context, words.len() as usize)?;
-        let aside = Aside {
+        let aside = BypassStream {
             context: Arc::clone(context),
             words: words.clone(),
             awaited,
@@ -52,7 +52,7 @@ impl Aside {
             tried: Mutex::default(),
             stuck: AtomicBool::new(false),
         };
-        let stream = Stream::new(context, Priority::Usual)?;
+        let stream = Stream::new(context, Priority::Normal)?;
         aside.copy.write(0, &vec![0; aside.copy.len()])?;
         stream.copy(words.span(0, words.len())?, aside.copy.range().span(0, words.len())?)?;
         stream.synchronize()?;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::exchange::SlotExchange;
 use super::handle::SlotHandle;
-use crate::device::{Check, Pack, Range, Stream, Sum};
+use crate::device::{Check, DeviceRange, Pack, Stream, SumArgs};
 use crate::ep::buffers::OutputAt;
 use crate::ep::tensor::{Shape, Side, TensorMut, Tokens, wrong_place};
 use crate::ep::{CombineInput, ExpertOutput};
@@ -129,7 +129,7 @@ impl SlotExchange {
     }
 
     /// Where sums of the last dispatch's tokens go.
-    pub(super) fn sums<'o>(&self, out: &TensorMut<'o>) -> Result<&'o Range, Error> {
+    pub(super) fn sums<'o>(&self, out: &TensorMut<'o>) -> Result<&'o DeviceRange, Error> {
         let (rows, columns) = (self.turn.tokens.into(), self.spec.hidden);
         out.on_device("combined tokens", Shape { rows, columns, dtype: self.spec.dtype })
     }
@@ -137,7 +137,7 @@ impl SlotExchange {
     /// Sums by rank, ascending.
     fn sum(&self, stream: &Stream, out: &TensorMut<'_>) -> Result<(), Error> {
         let out = self.sums(out)?;
-        let sum = Sum {
+        let sum = SumArgs {
             shape: self.shape,
             tokens: self.turn.tokens,
             columns: self.spec.hidden as u32,

@@ -3,28 +3,28 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::aside::Aside;
+use super::aside::BypassStream;
 use super::call::{ConstantCall, Given};
 use super::handle::{Facts, SlotHandle, SlotRows};
 use super::late::late;
-use super::places::{Places, Windows};
+use super::places::{WindowLayout, Windows};
 use super::proxy::Proxy;
-use super::turn::Turn;
-use crate::device::{Addresses, Kernels, Range, Stream, Word};
+use super::turn::CallState;
+use crate::device::{Addresses, DeviceRange, Kernels, Stream, Word};
 use crate::ep::builder::Spec;
-use crate::ep::device::guard::Guard;
+use crate::ep::device::guard::WaitBreaker;
 use crate::ep::tensor::{Tensor, TensorMut, Tokens};
 use crate::ep::{Choices, CombineInput, LaneUse};
-use crate::error::{CallError, DeviceError, Error, Fault, LaneError};
-use crate::exec::{Enqueued, Lowered, Until, drive};
+use crate::error::{CallError, DeviceError, Error, KernelFault, LaneError};
+use crate::exec::{EnqueueCounts, Lowered, Until, drive};
 use crate::lane::COPY_ENGINE;
 use crate::plan::SlotShape;
 use crate::schedule::Flag;
 use crate::schedule::call::{CallProgram, SlotCall};
-use crate::world::Shared;
+use crate::world::WorldState;
 
 /// Flags that this rank awaits from each peer.
-pub(super) const FLAGS: [Flag; 2] = [Flag::Landed, Flag::Home];
+pub(super) const FLAGS: [Flag; 2] = [Flag::Landed, Flag::Returned];
 /// The status of a failed world; faults of kernels are below it.
 pub(super) const DEAD: u64 = 1 << 16;
 
@@ -40,7 +40,7 @@ pub(super) const DEAD: u64 = 1 << 16;
 /// holds the world, which does not leave. If the process exits, other ranks see it as lost.
 #[derive(Debug)]
 pub(in crate::ep) struct SlotExchange {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<WorldState>,
     pub(super) world_ranks: Vec<u32>,
     pub(super) me: u32,
     pub(super) device: u32,
@@ -48,29 +48,29 @@ pub(in crate::ep) struct SlotExchange {
     pub(super) shape: SlotShape,
     pub(super) experts: u32,
     pub(super) digest: u64,
-    pub(super) places: Places,
+    pub(super) places: WindowLayout,
     pub(super) kernels: Kernels,
     /// The rank of each expert, its number there, and the place of each token.
-    pub(super) rank_of: Range,
-    pub(super) local_of: Range,
-    pub(super) rows: Range,
-    pub(super) received: Range,
+    pub(super) rank_of: DeviceRange,
+    pub(super) local_of: DeviceRange,
+    pub(super) rows: DeviceRange,
+    pub(super) received: DeviceRange,
     /// Where slots are packed to, and where partial rows are summed from.
     pub(super) packed_at: Addresses,
     pub(super) summed_from: Addresses,
     /// By [`SlotCall`].
     pub(super) calls: [LoweredCall; 3],
-    pub(super) turn: Turn,
+    pub(super) turn: CallState,
     pub(super) dispatches: u64,
     pub(super) lanes: Vec<LaneUse>,
     pub(super) facts: Arc<Facts>,
-    pub(super) guard: Guard,
+    pub(super) guard: WaitBreaker,
     /// Peers that it awaits: by words of the host first, then by those that NICs raise in device
     /// memory.
     pub(super) awaited: Vec<u32>,
-    pub(super) aside: Option<Arc<Aside>>,
+    pub(super) aside: Option<Arc<BypassStream>>,
     /// This rank's own.
-    pub(super) memory: Range,
+    pub(super) memory: DeviceRange,
     pub(super) window: Windows,
     /// Dropped last: it sees whether a stream still uses the words.
     pub(super) proxy: Option<Proxy>,
@@ -83,12 +83,12 @@ pub(super) struct LoweredCall {
     /// The operations of its stage.
     pub stage: Lowered,
     /// Work of a call, without how copies are enqueued.
-    pub counts: Enqueued,
+    pub counts: EnqueueCounts,
 }
 
 impl LoweredCall {
     /// Work of the last call.
-    fn enqueued(&self) -> Enqueued {
+    fn enqueued(&self) -> EnqueueCounts {
         self.stage.with_copies(self.counts)
     }
 }
@@ -257,7 +257,7 @@ impl SlotExchange {
     pub fn status(&self) -> Result<(), Error> {
         self.shared.hub.health().check()?;
         let status = self.guard.status();
-        match Fault::of(status as u32) {
+        match KernelFault::of(status as u32) {
             Some(fault) => Err(DeviceError::Fault { device: self.device, fault }.into()),
             None => Ok(()),
         }

@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam::atomic::AtomicCell;
 
-use crate::device::Range;
+use crate::device::DeviceRange;
 use crate::ep::device::guard::Words;
 use crate::ep::{CallExecutor, LaneUse, Report, Status};
 use crate::error::Error;
-use crate::exec::Enqueued;
+use crate::exec::EnqueueCounts;
 use crate::plan::SlotShape;
-use crate::world::{Detour, Registration};
+use crate::world::{NoGpuDirect, Registration};
 
 /// State that all handles of an exchange share.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub(super) struct Facts {
     /// Number that distinguishes exchanges of a process.
     pub instance: u64,
     /// Where experts leave their partial rows, and how many there are.
-    pub partials: Range,
+    pub partials: DeviceRange,
     pub rows: u32,
     /// The words of the host, and the place of the status among them. No clone or range of their
     /// memory: it would count as a stream that still uses them.
@@ -27,13 +27,13 @@ pub(super) struct Facts {
     pub status: u64,
     pub lanes: Vec<LaneUse>,
     pub same_device: u32,
-    pub detour: Option<Detour>,
+    pub detour: Option<NoGpuDirect>,
     pub registration: Option<Registration>,
 }
 
 impl Facts {
     /// A report of what was enqueued, and of the kernels around it.
-    fn report(&self, enqueued: Enqueued, kernels: &[&'static str]) -> Report {
+    fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
         let Facts { same_device, detour, registration, .. } = *self;
         let (executor, lanes, kernels) =
             (CallExecutor::ConstantProgram, self.lanes.clone(), kernels.to_vec());
@@ -44,7 +44,7 @@ impl Facts {
 /// Slots as they were received.
 #[derive(Debug)]
 pub(in crate::ep) struct SlotRows {
-    pub received: Range,
+    pub received: DeviceRange,
     pub shape: SlotShape,
     pub(super) ranks: u32,
 }
@@ -63,18 +63,18 @@ pub(in crate::ep) struct SlotHandle {
     /// Which dispatch of the exchange it is.
     pub(super) nth: u64,
     tokens: u32,
-    dispatched: Enqueued,
-    combined: AtomicCell<Option<Enqueued>>,
+    dispatched: EnqueueCounts,
+    combined: AtomicCell<Option<EnqueueCounts>>,
     copied: AtomicU64,
 }
 
 impl SlotHandle {
-    pub(super) fn new(facts: Arc<Facts>, (nth, tokens): (u64, u32), dispatched: Enqueued) -> Self {
+    pub(super) fn new(facts: Arc<Facts>, (nth, tokens): (u64, u32), dispatched: EnqueueCounts) -> Self {
         let (combined, copied) = (AtomicCell::default(), AtomicU64::new(0));
         SlotHandle { facts, nth, tokens, dispatched, combined, copied }
     }
 
-    pub(super) fn combined(&self, enqueued: Enqueued) {
+    pub(super) fn combined(&self, enqueued: EnqueueCounts) {
         self.combined.store(Some(enqueued));
     }
 
@@ -110,14 +110,14 @@ impl SlotHandle {
     pub fn returned(&self) -> Report {
         match self.combined.load() {
             Some(enqueued) => self.facts.report(enqueued, &["sum"]),
-            None => self.facts.report(Enqueued::default(), &[]),
+            None => self.facts.report(EnqueueCounts::default(), &[]),
         }
     }
 
     /// The status word, for kernels. It claims the words, not their memory, so it does not count as
     /// a stream that still uses them.
-    pub fn status(&self) -> Result<Range, Error> {
-        Ok(Range::part_of(&self.facts.words, Words::range, (self.facts.status, 4))?)
+    pub fn status(&self) -> Result<DeviceRange, Error> {
+        Ok(DeviceRange::part_of(&self.facts.words, Words::range, (self.facts.status, 4))?)
     }
 
     /// The status word as the host sees it.
@@ -131,7 +131,7 @@ impl SlotHandle {
 pub(in crate::ep) struct SlotOutput {
     pub(super) facts: Arc<Facts>,
     pub(super) nth: u64,
-    pub partials: Range,
+    pub partials: DeviceRange,
 }
 
 impl SlotOutput {

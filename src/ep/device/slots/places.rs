@@ -1,6 +1,6 @@
 //! Layout of one rank's device memory, and the memory that its device reaches.
 
-use crate::device::{Addresses, PinnedMemory, Range, Span, Stream};
+use crate::device::{Addresses, ByteSpan, DeviceRange, PinnedMemory, Stream};
 use crate::error::{DeviceError, Error, PlanError};
 use crate::exec::PeerWindows;
 use crate::plan::{ExpertMap, SlotShape};
@@ -16,14 +16,14 @@ use crate::world::Member;
 ///
 /// Words exist if there are other nodes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Places {
+pub(super) struct WindowLayout {
     slots: Slots,
     ranks: u64,
     experts: u64,
     max_tokens: u64,
 }
 
-impl Places {
+impl WindowLayout {
     /// For slots of this shape, and partial rows of `home_row` bytes; on several nodes or one.
     pub fn new(
         ranks: u32,
@@ -34,7 +34,7 @@ impl Places {
         let max_tokens = u64::from(shape.max_tokens());
         let slots = Slots::new(ranks, shape.bytes(), max_tokens * home_row)?;
         let slots = if several { slots.behind_words() } else { slots };
-        Ok(Places { slots, ranks: ranks.into(), experts: experts.into(), max_tokens })
+        Ok(WindowLayout { slots, ranks: ranks.into(), experts: experts.into(), max_tokens })
     }
 
     pub fn slots(&self) -> &Slots {
@@ -87,7 +87,7 @@ impl Places {
     }
 
     /// A piece of a window.
-    pub fn part(memory: &Range, (offset, len): (u64, u64)) -> Result<Range, DeviceError> {
+    pub fn part(memory: &DeviceRange, (offset, len): (u64, u64)) -> Result<DeviceRange, DeviceError> {
         memory.part(offset, len)
     }
 }
@@ -100,8 +100,8 @@ fn after((offset, len): (u64, u64), next: u64) -> (u64, u64) {
 /// Memory that is written once.
 pub(super) struct Tables {
     /// The rank that this one uses for each expert, and the number of the expert there.
-    pub rank_of: Range,
-    pub local_of: Range,
+    pub rank_of: DeviceRange,
+    pub local_of: DeviceRange,
     /// Where slots are packed to: one's own straight to where it is received.
     pub packed_at: Addresses,
     /// Where partial rows are summed from: one's own where its experts leave them.
@@ -111,8 +111,8 @@ pub(super) struct Tables {
 impl Tables {
     /// Writes them, and waits until they are there.
     pub fn fill(
-        places: &Places,
-        memory: &Range,
+        places: &WindowLayout,
+        memory: &DeviceRange,
         map: &ExpertMap,
         me: u32,
         stream: &Stream,
@@ -121,18 +121,20 @@ impl Tables {
         let ranks: Vec<u32> = chosen.iter().map(|&slot| map.rank_of(slot)).collect();
         let local = |(&slot, &rank): (&u32, &u32)| slot - map.slots_of(rank).start;
         let locals: Vec<u32> = chosen.iter().zip(&ranks).map(local).collect();
-        let [rank_of, local_of] = [places.rank_of(), places.local_of()].map(|at| Places::part(memory, at));
+        let [rank_of, local_of] =
+            [places.rank_of(), places.local_of()].map(|at| WindowLayout::part(memory, at));
         let (rank_of, local_of) = (rank_of?, local_of?);
         let _staged = [write(stream, &rank_of, &ranks)?, write(stream, &local_of, &locals)?];
         let slots = places.slots();
-        let pick = |own: u64, other: &dyn Fn(u32) -> u64, len| -> Result<Vec<Span<'_>>, DeviceError> {
+        let pick = |own: u64, other: &dyn Fn(u32) -> u64, len| -> Result<Vec<ByteSpan<'_>>, DeviceError> {
             let at = |rank| memory.span(if rank == me { own } else { other(rank) }, len);
             (0..slots.ranks()).map(at).collect()
         };
         let packed_at = pick(slots.receive(me), &|rank| slots.send(rank), slots.slot_bytes())?;
         let summed_from = pick(slots.partial(me), &|rank| slots.home(rank), slots.home_bytes())?;
-        let packed_at = Addresses::new(stream, &Places::part(memory, places.packed_at())?, &packed_at)?;
-        let summed_from = Addresses::new(stream, &Places::part(memory, places.summed_from())?, &summed_from)?;
+        let packed_at = Addresses::new(stream, &WindowLayout::part(memory, places.packed_at())?, &packed_at)?;
+        let summed_from =
+            Addresses::new(stream, &WindowLayout::part(memory, places.summed_from())?, &summed_from)?;
         stream.write::<u64>(memory.word(places.counter().0)?, 0)?;
         stream.synchronize()?;
         Ok(Tables { rank_of, local_of, packed_at, summed_from })
@@ -140,7 +142,7 @@ impl Tables {
 }
 
 /// Copies words to the device. Their source lives until the stream has been waited for.
-fn write(stream: &Stream, to: &Range, words: &[u32]) -> Result<PinnedMemory, DeviceError> {
+fn write(stream: &Stream, to: &DeviceRange, words: &[u32]) -> Result<PinnedMemory, DeviceError> {
     let bytes: &[u8] = bytemuck::cast_slice(words);
     let staged = PinnedMemory::new(stream.context(), bytes.len())?;
     staged.write(0, bytes)?;
@@ -156,9 +158,9 @@ pub(super) struct Windows {
     /// Ranks of other nodes.
     pub far: Vec<u32>,
     /// Words by which these speak, where cards raise them in memory of the device.
-    pub card_words: Option<Range>,
+    pub card_words: Option<DeviceRange>,
     /// The host's twin, where rows cross by that.
-    pub twin: Option<Range>,
+    pub twin: Option<DeviceRange>,
 }
 
 impl Windows {
@@ -168,11 +170,11 @@ impl Windows {
 }
 
 impl PeerWindows for Windows {
-    fn slots(&self, rank: u32) -> Option<&Range> {
+    fn slots(&self, rank: u32) -> Option<&DeviceRange> {
         Some(&self.member(rank)?.memory)
     }
 
-    fn flags(&self, rank: u32) -> Option<&Range> {
+    fn flags(&self, rank: u32) -> Option<&DeviceRange> {
         Some(self.member(rank)?.words.range())
     }
 
@@ -180,11 +182,11 @@ impl PeerWindows for Windows {
         self.member(rank).is_some_and(|member| member.same_device)
     }
 
-    fn twin(&self) -> Option<&Range> {
+    fn twin(&self) -> Option<&DeviceRange> {
         self.twin.as_ref()
     }
 
-    fn flags_of_card(&self, of: u32) -> Option<&Range> {
+    fn flags_of_card(&self, of: u32) -> Option<&DeviceRange> {
         self.card_words.as_ref().filter(|_| self.far.contains(&of))
     }
 }

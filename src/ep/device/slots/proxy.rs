@@ -20,13 +20,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::ep::device::guard::Words;
-use crate::ep::device::passage::Passage;
+use crate::ep::device::passage::RowTransport;
 use crate::ep::host::CancelOnPanic;
 use crate::error::{Error, LaneError};
-use crate::exec::Crossed;
+use crate::exec::ProxyOps;
 use crate::lane::Port;
 use crate::schedule::{Calls, Flag};
-use crate::world::{Shared, SymmetricRange};
+use crate::world::{SymmetricRange, WorldState};
 
 /// Polls before the thread sleeps, because calls often follow each other closely.
 const AWAKE: u32 = 20_000;
@@ -38,33 +38,33 @@ const NAP: Duration = Duration::from_micros(50);
 /// Work of one proxy.
 #[derive(Debug)]
 pub(super) struct Work {
-    pub shared: Arc<Shared>,
+    pub shared: Arc<WorldState>,
     /// Programs that reach other nodes.
     pub port: Port,
     /// This rank's words, in memory of the host.
     pub words: Arc<Words>,
-    pub bells: Vec<Bell>,
+    pub bells: Vec<ProxyRequest>,
     /// On the detour.
     pub back: Vec<Back>,
     /// Other nodes write to it as long as this lives.
-    pub passage: Passage,
+    pub passage: RowTransport,
     /// On the detour: the flags that rails raise.
     pub _flags: Option<SymmetricRange>,
 }
 
 /// A request flag, and the program that it requests.
 #[derive(Debug)]
-pub(super) struct Bell {
+pub(super) struct ProxyRequest {
     /// Which: [`Flag::Landed`] for a dispatch, others for what answers it.
     pub rings: Flag,
     /// Its place among the words.
     pub place: usize,
-    pub crossed: Crossed,
+    pub crossed: ProxyOps,
 }
 
-impl Bell {
+impl ProxyRequest {
     /// The request to serve after so many, if its flag is set.
-    fn next(bells: &[Bell], served: Calls, is_set: impl Fn(usize) -> bool) -> Option<&Bell> {
+    fn next(bells: &[ProxyRequest], served: Calls, is_set: impl Fn(usize) -> bool) -> Option<&ProxyRequest> {
         let dispatch = is_dispatch(served.number() + 1);
         bells.iter().find(|bell| (bell.rings == Flag::Landed) == dispatch && is_set(bell.place))
     }
@@ -154,7 +154,7 @@ impl Work {
 
     /// Serves the next request in turn, if its flag is set.
     fn hear(&self, sent: &mut Calls) -> Result<bool, Error> {
-        let Some(bell) = Bell::next(&self.bells, *sent, |place| self.words.get(place) != 0) else {
+        let Some(bell) = ProxyRequest::next(&self.bells, *sent, |place| self.words.get(place) != 0) else {
             return Ok(false);
         };
         // Before anything is sent: who hears of it lets the stream ring again.
@@ -189,19 +189,19 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::exec::Crossed;
+    use crate::exec::ProxyOps;
     use crate::schedule::call::SlotCall;
-    use crate::schedule::stream::{Across, Slots, StreamProgram};
+    use crate::schedule::stream::{RowPath, Slots, StreamProgram};
     use crate::topology::NodeMap;
 
     #[test]
     fn bells_that_are_set_together_are_served_as_they_were_rung() {
         let (slots, nodes) = (Slots::new(2, 512, 256).unwrap(), NodeMap::from_labels(&[0, 1]));
-        for way in [Across::Straight, Across::Detour] {
+        for way in [RowPath::GpuDirect, RowPath::HostStaged] {
             let bells = SlotCall::ALL.map(|call| {
                 let program = StreamProgram::new(call, slots, 0).unwrap().across(&nodes, way).unwrap();
                 let rings = program.proxied().unwrap().rings;
-                Bell { rings, place: slots.flag(0, rings) as usize, crossed: Crossed::of(&program) }
+                ProxyRequest { rings, place: slots.flag(0, rings) as usize, crossed: ProxyOps::of(&program) }
             });
             // What may be set when the thread wakes, in the order in which the stream rang.
             let [landed, home, read] = [&bells[0], &bells[1], &bells[2]].map(|bell| bell.place);
@@ -210,12 +210,12 @@ mod tests {
             for rung in rung {
                 let mut set: BTreeSet<usize> = rung.iter().copied().collect();
                 for &place in &rung {
-                    let bell = Bell::next(&bells, served, |place| set.contains(&place)).unwrap();
+                    let bell = ProxyRequest::next(&bells, served, |place| set.contains(&place)).unwrap();
                     assert_eq!(bell.place, place, "after {} in {rung:?}", served.number());
                     set.remove(&place);
                     served.enter();
                 }
-                assert!(Bell::next(&bells, served, |place| set.contains(&place)).is_none());
+                assert!(ProxyRequest::next(&bells, served, |place| set.contains(&place)).is_none());
             }
         }
     }

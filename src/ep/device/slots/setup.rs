@@ -3,27 +3,27 @@
 use std::sync::Arc;
 
 use super::SlotExchange;
-use super::aside::Aside;
+use super::aside::BypassStream;
 use super::exchange::{DEAD, FLAGS, LoweredCall};
 use super::handle::Facts;
-use super::places::{Places, Tables, Windows};
-use super::proxy::{Back, Bell, Proxy, Work};
-use super::turn::Turn;
+use super::places::{Tables, WindowLayout, Windows};
+use super::proxy::{Back, Proxy, ProxyRequest, Work};
+use super::turn::CallState;
 use crate::device::{Context, Kernels, Priority, Stream};
 use crate::ep::LaneUse;
 use crate::ep::builder::Spec;
 use crate::ep::device::guard::POISON;
-use crate::ep::device::guard::{Beyond, Guard};
+use crate::ep::device::guard::{DeviceFlagWriter, WaitBreaker};
 use crate::ep::device::next_instance;
-use crate::ep::device::passage::{Needs, Passage};
+use crate::ep::device::passage::{RowTransport, TransportSizes};
 use crate::error::{Error, LaneError, MemoryError, PlanError};
-use crate::exec::{Crossed, Lowered, PeerWindows};
+use crate::exec::{Lowered, PeerWindows, ProxyOps};
 use crate::lane::{self, COPY_ENGINE, Port};
 use crate::plan::{ExpertMap, SlotShape};
 use crate::rows::Arithmetic;
 use crate::schedule::WindowId;
 use crate::schedule::call::SlotCall;
-use crate::schedule::stream::{Across, Slots, StreamProgram};
+use crate::schedule::stream::{RowPath, Slots, StreamProgram};
 use crate::topology::Route;
 use crate::world::{DeviceWindow, Group, Member, SymmetricRange};
 
@@ -39,7 +39,7 @@ impl SlotExchange {
         match all.iter().zip(group.ranks()).find(|(lacks, _)| !lacks.is_empty()) {
             Some((lacks, &rank)) => {
                 let reason = String::from_utf8_lossy(lacks).into_owned();
-                Err(LaneError::PeerLacks { rank, lane: COPY_ENGINE, reason }.into())
+                Err(LaneError::PeerUnsupported { rank, lane: COPY_ENGINE, reason }.into())
             }
             None => Ok(made),
         }
@@ -66,7 +66,7 @@ impl SlotExchange {
         let (me, ranks, nodes) = (group.rank(), group.size(), group.nodes());
         let far: Vec<u32> = (0..ranks).filter(|&peer| !nodes.same_node(me, peer)).collect();
         let several = nodes.nodes() > 1;
-        let places = Places::new(ranks, map.experts(), shape, (spec.row_bytes(), several))?;
+        let places = WindowLayout::new(ranks, map.experts(), shape, (spec.row_bytes(), several))?;
         let slots = *places.slots();
         // Whatever this rank lacks, the others hear of it where windows are compared.
         let loaded = context.driver().require_eager_loading().and_then(|()| Kernels::load(context));
@@ -77,28 +77,32 @@ impl SlotExchange {
 
         let own = members[me as usize].as_ref().ok_or(MemoryError::NotUsable { rank: me })?;
         let (kernels, memory, words) = (loaded?, own.memory.clone(), own.words.clone());
-        let stream = Stream::new(context, Priority::Usual)?;
+        let stream = Stream::new(context, Priority::Normal)?;
         let Tables { rank_of, local_of, packed_at, summed_from } =
             Tables::fill(&places, &memory, map, me, &stream)?;
-        let straight = matches!(&crossing, Some((Passage::Straight(..), ..)));
+        let straight = matches!(&crossing, Some((RowTransport::Straight(..), ..)));
         let card_words = straight.then(|| memory.part(0, slots.first())).transpose()?;
         let aside = card_words.as_ref().map(|words| {
             let awaited = far.iter().flat_map(|&peer| FLAGS.map(|flag| slots.flag(peer, flag)));
-            Aside::new(context, words, awaited.collect()).map(Arc::new)
+            BypassStream::new(context, words, awaited.collect()).map(Arc::new)
         });
         let aside = aside.transpose()?;
         let twin = crossing.as_ref().and_then(|(passage, ..)| passage.twin());
         let window = Windows { members, far: far.clone(), card_words, twin: twin.map(|t| t.memory.clone()) };
 
-        let way = if straight { Across::Straight } else { Across::Detour };
+        let way = if straight { RowPath::GpuDirect } else { RowPath::HostStaged };
         let mut bells = Vec::new();
         let mut make = |call: SlotCall| -> Result<LoweredCall, Error> {
             let program = StreamProgram::new(call, slots, me)?.across(&nodes, way)?;
             let stage = Lowered::lower(context, &program, me, &window)?;
-            let crossed = Crossed::of(&program);
+            let crossed = ProxyOps::of(&program);
             let counts = crossed.counts(stage.counts());
             let rings = program.proxied().map(|proxied| proxied.rings);
-            bells.extend(rings.map(|rings| Bell { rings, place: slots.flag(me, rings) as usize, crossed }));
+            bells.extend(rings.map(|rings| ProxyRequest {
+                rings,
+                place: slots.flag(me, rings) as usize,
+                crossed,
+            }));
             Ok(LoweredCall { program: Arc::new(call.program()), stage, counts })
         };
         let [dispatch, combine, release] = SlotCall::ALL.map(&mut make);
@@ -107,10 +111,10 @@ impl SlotExchange {
         let place = |peer| FLAGS.map(|flag| slots.flag(peer, flag) as usize);
         let by_host = (0..ranks).filter(|&peer| peer != me && !(straight && far.contains(&peer)));
         let by_host: Vec<u32> = by_host.collect();
-        let beyond = aside.clone().map(|aside| Box::new(move || aside.release()) as Beyond);
+        let beyond = aside.clone().map(|aside| Box::new(move || aside.release()) as DeviceFlagWriter);
         let (health, awaited) = (group.shared.hub.health(), by_host.iter().flat_map(|&peer| place(peer)));
         let status = (vec![places.status() as usize], DEAD);
-        let guard = Guard::new(health, &words, (awaited.collect(), POISON), status, beyond)?;
+        let guard = WaitBreaker::new(health, &words, (awaited.collect(), POISON), status, beyond)?;
         let by_card = if straight { far.clone() } else { Vec::new() };
         let back = far.iter().filter(|_| !straight).map(|&from| Back { from, words: place(from) });
         let proxy = crossing.map(|(passage, flags, port)| {
@@ -119,7 +123,7 @@ impl SlotExchange {
             Proxy::start(Work { shared, port, words, bells, back, passage, _flags: flags })
         });
         let received = memory.part(slots.receive(0), u64::from(ranks) * slots.slot_bytes())?;
-        let rows = Places::part(&memory, places.rows())?;
+        let rows = WindowLayout::part(&memory, places.rows())?;
         let partials = memory.part(slots.partial(0), u64::from(ranks) * slots.home_bytes())?;
         let peers = (0..ranks).filter(|&peer| peer != me);
         let proxy = proxy.transpose()?;
@@ -133,8 +137,8 @@ impl SlotExchange {
             status: places.status(),
             lanes: lanes.clone(),
             same_device: peers.filter(|&peer| window.same_device(peer)).count() as u32,
-            detour: of_proxy.and_then(Passage::detour),
-            registration: of_proxy.and_then(Passage::registration),
+            detour: of_proxy.and_then(RowTransport::detour),
+            registration: of_proxy.and_then(RowTransport::registration),
         });
         Ok(SlotExchange {
             shared: Arc::clone(&group.shared),
@@ -154,7 +158,7 @@ impl SlotExchange {
             packed_at,
             summed_from,
             calls,
-            turn: Turn { call: SlotCall::Dispatch, pending: None, tokens: 0 },
+            turn: CallState { call: SlotCall::Dispatch, pending: None, tokens: 0 },
             dispatches: 0,
             lanes,
             facts,
@@ -175,19 +179,19 @@ fn cross(
     context: &Arc<Context>,
     members: &[Option<Member>],
     slots: &Slots,
-) -> Result<(Passage, Option<SymmetricRange>, Port), Error> {
+) -> Result<(RowTransport, Option<SymmetricRange>, Port), Error> {
     let lanes = group.lanes(Route::Direct)?;
-    let needs = Needs { words: slots.first(), desk: None, twin: slots.bytes() };
+    let needs = TransportSizes { words: slots.first(), desk: None, twin: slots.bytes() };
     // First, needed or not: what fails at one rank alone must have nothing behind it that is collective.
     let taken = group.take_symmetric(slots.flag_bytes())?;
-    let passage = Passage::find(group, context, &lanes, members, needs)?;
+    let passage = RowTransport::find(group, context, &lanes, members, needs)?;
     let (pool, flags, twin) = match &passage {
-        Passage::None => return Err(MemoryError::NotUsable { rank: group.rank() }.into()),
-        Passage::Straight(straight, _) => (straight.window.clone(), None, None),
-        Passage::Detour(twin, _) => {
+        RowTransport::None => return Err(MemoryError::NotUsable { rank: group.rank() }.into()),
+        RowTransport::Straight(straight, _) => (straight.window.clone(), None, None),
+        RowTransport::Detour(twin, _) => {
             // Slots themselves are reached by nobody.
             let mapped = Arc::clone(&twin.window.mapped);
-            let nobodys = lane::Window { mapped, parts: Vec::new(), of_devices: true };
+            let nobodys = lane::MappedWindow { mapped, parts: Vec::new(), of_devices: true };
             (nobodys, Some(taken), Some(twin.window.clone()))
         }
     };

@@ -19,14 +19,14 @@ use std::time::{Duration, Instant};
 use stand_in_cuda::StandIn;
 
 use self::rank::{Case, Rank, content, dispatch, on_nodes, options};
-use crate::bootstrap::Clocks;
-use crate::config::RailChoice;
+use crate::bootstrap::Timeouts;
+use crate::config::NetChoice;
 use crate::device::{PinnedMemory, Priority, Stream};
 use crate::ep::Report;
 use crate::ep::device::planned::tests::{apart, devices, support};
 use crate::error::{Cause, LaneError};
 use crate::lane::{Fabric, Settings, SignalMode};
-use crate::world::{Detour, NoDmaBuf, Registration};
+use crate::world::{NoDmaBuf, NoGpuDirect, Registration};
 use crate::{Error, Options, World};
 
 const TWO_AND_TWO: [u32; 4] = [0, 0, 1, 1];
@@ -46,7 +46,7 @@ fn on_stand_in(test: &str, body: impl FnOnce()) {
 /// A world over cards that signal like this.
 fn over(fabric: &Fabric, signal: SignalMode) -> Options {
     let stand_in = Some(fabric.ground(Settings { signal, ..Settings::default() }));
-    Options { rail: RailChoice::Verbs, stand_in, ..options() }
+    Options { rail: NetChoice::Verbs, stand_in, ..options() }
 }
 
 /// Each rank on a device of its own, all over two cards; nothing of these is left.
@@ -60,7 +60,7 @@ fn on_cards(nodes: &[u32], case: Case, signal: SignalMode, body: impl Fn(Rank) +
 fn is_straight(report: &Report) {
     assert_eq!(report.detour, None);
     assert_eq!(report.registration, Some(Registration::Address(NoDmaBuf::Driver)));
-    assert_eq!((report.enqueued.out_bytes, report.enqueued.in_bytes), (0, 0));
+    assert_eq!((report.enqueued.staged_out_bytes, report.enqueued.in_bytes), (0, 0));
     assert!(report.enqueued.straight_bytes > 0);
 }
 
@@ -133,8 +133,8 @@ fn with_one_hardware_queue_slots_take_the_detour() {
     on_each(test, &[&[("CUDA_DEVICE_MAX_CONNECTIONS", "1")]], || {
         on_cards(&TWO_AND_TWO, CASE, SignalMode::Write, |mut rank| {
             let [report, _] = rank.rounds(0..10, 5);
-            assert_eq!((report.detour, report.registration), (Some(Detour::OneQueue), None));
-            dies_while_streams_wait(rank, |report| assert_eq!(report.detour, Some(Detour::OneQueue)));
+            assert_eq!((report.detour, report.registration), (Some(NoGpuDirect::OneQueue), None));
+            dies_while_streams_wait(rank, |report| assert_eq!(report.detour, Some(NoGpuDirect::OneQueue)));
         });
     });
 }
@@ -155,7 +155,7 @@ fn with_all_hardware_queues_blocked_the_cause_is_returned() {
             is_straight(&handle.report().unwrap());
             // Streams take the queues in turn.
             let word = PinnedMemory::new(&rank.context, 64).unwrap();
-            let held = [(); 2].map(|()| Stream::new(&rank.context, Priority::Usual).unwrap());
+            let held = [(); 2].map(|()| Stream::new(&rank.context, Priority::Normal).unwrap());
             held.iter().for_each(|held| held.wait(word.range().word::<u32>(0).unwrap(), 1).unwrap());
             let _ = rank.group.gather(&[]);
             let cause = Error::World(Cause::Cancelled { by: 1 });
@@ -176,7 +176,7 @@ fn with_all_hardware_queues_blocked_the_cause_is_returned() {
 fn a_silent_rank_is_found_by_words_in_memory_of_the_device() {
     on_stand_in("a_silent_rank_is_found_by_words_in_memory_of_the_device", || {
         let fabric = Fabric::new(&["card0", "card1"]);
-        let clocks = Clocks { deadline: Duration::from_secs(5), ..Clocks::default() };
+        let clocks = Timeouts { deadline: Duration::from_secs(5), ..Timeouts::default() };
         let options = Options { clocks, ..over(&fabric, SignalMode::Write) };
         // With a node for each, words in memory of devices are all there is.
         for nodes in [&TWO_AND_TWO[..], &[0, 1, 2]] {
@@ -214,7 +214,7 @@ fn slots_take_the_detour_where_a_stream_cannot_await_cards() {
     on_stand_in(test, || {
         on_cards(&[0, 0, 1, 1], CASE, SignalMode::Immediate, |mut rank| {
             let [report, _] = rank.rounds(0..20, 5);
-            assert_eq!((report.detour, report.registration), (Some(Detour::Messages), None));
+            assert_eq!((report.detour, report.registration), (Some(NoGpuDirect::Messages), None));
             assert_eq!(report.enqueued.straight_bytes, 0);
             rank.group.gather(&[]).unwrap();
         });
@@ -238,17 +238,17 @@ fn card_that_refuses_the_device_is_named_in_the_detour() {
             let [report, _] = rank.rounds(0..10, 5);
             let detour = report.detour.unwrap();
             let refused = match detour {
-                Detour::Card { dma_buf: NoDmaBuf::Driver, errno } => {
+                NoGpuDirect::Card { dma_buf: NoDmaBuf::Driver, errno } => {
                     assert_eq!(errno, rustix::io::Errno::FAULT.raw_os_error());
                     vec![1]
                 }
-                Detour::Rank(_) => vec![0],
+                NoGpuDirect::Rank(_) => vec![0],
                 other => panic!("{other:?}"),
             };
             let said = rank.group.gather(&refused).unwrap();
             let by: Vec<usize> = (0..3).filter(|&rank| said[rank] == [1]).collect();
             assert_eq!(by.len(), 1, "{said:?}");
-            assert!(refused == [1] || detour == Detour::Rank(by[0] as u32), "{detour:?}");
+            assert!(refused == [1] || detour == NoGpuDirect::Rank(by[0] as u32), "{detour:?}");
             rank.group.gather(&[]).unwrap();
         });
         assert_eq!(fabric.leftovers(), (0, 0));

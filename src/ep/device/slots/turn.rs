@@ -4,7 +4,7 @@ use crate::schedule::call::{CallMachine, SlotCall};
 
 /// The next call of an exchange.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Turn {
+pub(super) struct CallState {
     /// A dispatch, or what answers one.
     pub call: SlotCall,
     /// It stands at its half.
@@ -13,7 +13,7 @@ pub(super) struct Turn {
     pub tokens: u32,
 }
 
-impl Turn {
+impl CallState {
     /// The calls that are right now.
     pub fn name(&self) -> &'static str {
         match (self.call, self.pending) {

@@ -4,21 +4,21 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::pace::{Early, Egress, Held};
+use super::emulator::{DelayedSignal, DelayedSignals, LinkEmulator};
 use super::ring::{Read, Ring};
 use crate::bootstrap::Health;
 use crate::error::{Cause, Error};
 use crate::lane::RowSource;
 use crate::lane::clock::now;
 use crate::lane::rail::record::{CHUNK, Record};
-use crate::lane::rail::{LOOP, PACED, Rail, Regions, Stuck, Target};
-use crate::lane::wait::{self, Patience};
-use crate::memory::Mapped;
+use crate::lane::rail::{LOOP, NetConnection, PACED, Regions, RemoteAddress, SendBlocked};
+use crate::lane::wait::{self, WaitLimits};
+use crate::memory::PeerMapping;
 use crate::schedule::Tag;
 
 /// The connection to one remote peer: puts and signals out, records in.
 #[derive(Debug)]
-pub struct Link {
+pub struct LoopbackConnection {
     /// The peer's rank in the world.
     peer: u32,
     out: Mutex<Out>,
@@ -29,12 +29,12 @@ pub struct Link {
     /// The link whose time is kept, if any: then signals are held back at both ends.
     paced: Option<Paced>,
     /// The segment both rings lie in.
-    _wire: Arc<Mapped>,
+    _wire: Arc<PeerMapping>,
 }
 
 #[derive(Debug)]
 struct Paced {
-    egress: Arc<Egress>,
+    egress: Arc<LinkEmulator>,
     /// Readable when a signal that was held back is due.
     timer: Arc<OwnedFd>,
 }
@@ -52,10 +52,10 @@ struct In {
     ring: Ring,
     tail: u64,
     /// Signals that have come too early, on a paced wire.
-    held: Option<Held>,
+    held: Option<DelayedSignals>,
 }
 
-impl Link {
+impl LoopbackConnection {
     /// An end of the pair's segment. `lower` says which end: the lower rank sends on the first
     /// ring. Both ends are paced, or none.
     ///
@@ -65,19 +65,19 @@ impl Link {
     pub fn new(
         peer: u32,
         lower: bool,
-        wire: Arc<Mapped>,
+        wire: Arc<PeerMapping>,
         bell: OwnedFd,
         regions: Arc<Regions>,
-        egress: Option<Arc<Egress>>,
+        egress: Option<Arc<LinkEmulator>>,
     ) -> Result<Self, Error> {
         let first = wire.at(0, 0, Ring::STRIDE)?;
         let second = wire.at(0, Ring::STRIDE, Ring::STRIDE)?;
         let (out, inbound) = if lower { (first, second) } else { (second, first) };
         // SAFETY: both halves were checked against the mapping, which `_wire` keeps alive.
         let (out, inbound) = unsafe { (Ring::new(out), Ring::new(inbound)) };
-        let held = egress.as_ref().map(|_| Held::new()).transpose()?;
+        let held = egress.as_ref().map(|_| DelayedSignals::new()).transpose()?;
         let paced = egress.zip(held.as_ref()).map(|(egress, held)| Paced { egress, timer: held.timer() });
-        Ok(Link {
+        Ok(LoopbackConnection {
             peer,
             out: Mutex::new(Out { ring: out, head: 0, due: 0 }),
             inbound: Mutex::new(In { ring: inbound, tail: 0, held }),
@@ -89,7 +89,7 @@ impl Link {
     }
 }
 
-impl Rail for Link {
+impl NetConnection for LoopbackConnection {
     fn lane(&self) -> &'static str {
         if self.paced.is_some() { PACED } else { LOOP }
     }
@@ -98,7 +98,7 @@ impl Rail for Link {
         self.peer
     }
 
-    fn put(&self, to: Target, bytes: &[u8], patience: Patience<'_>) -> Result<(), Stuck> {
+    fn put(&self, to: RemoteAddress, bytes: &[u8], patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         let mut out = self.lock_out();
         let mut to = to;
         for chunk in bytes.chunks(CHUNK) {
@@ -114,11 +114,11 @@ impl Rail for Link {
 
     fn put_rows(
         &self,
-        to: Target,
+        to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: Patience<'_>,
-    ) -> Result<(), Stuck> {
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
         let mut to = to;
         let row_bytes = source.row_bytes as usize;
         for group in rows.chunks((CHUNK / row_bytes).max(1)) {
@@ -142,17 +142,23 @@ impl Rail for Link {
         Ok(())
     }
 
-    fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn zero(&self, to: RemoteAddress, len: u64, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         let record = Record::Zero { region: to.region, offset: to.offset, len };
         self.send(&mut self.lock_out(), record, 0, patience, |_| ())
     }
 
-    fn signal(&self, to: Target, value: u64, tag: Option<Tag>, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn signal(
+        &self,
+        to: RemoteAddress,
+        value: u64,
+        tag: Option<Tag>,
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
         let record = Record::Signal { region: to.region, offset: to.offset, value, tag };
         self.send(&mut self.lock_out(), record, 0, patience, |_| ())
     }
 
-    fn flush(&self, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn flush(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         let (ring, awaited) = {
             let out = self.lock_out();
             (out.ring, out.head)
@@ -161,7 +167,7 @@ impl Rail for Link {
         wait::until(reached, awaited, patience, || {
             self.progress(patience.health);
         })
-        .map_err(|(seen, why)| Stuck { awaited, seen, why })
+        .map_err(|(seen, why)| SendBlocked { awaited, seen, why })
     }
 
     /// Receives pending records, unless another thread is doing so.
@@ -176,7 +182,7 @@ impl Rail for Link {
                 return any;
             };
             match (&mut *held, record) {
-                (Some(held), Record::Signal { .. }) => held.keep(Early { record, due, at: *tail }),
+                (Some(held), Record::Signal { .. }) => held.keep(DelayedSignal { record, due, at: *tail }),
                 // SAFETY: a published record: its payload stays until the tail moves past it.
                 _ => match unsafe { self.regions.apply(record, payload) } {
                     Ok(()) => {}
@@ -207,10 +213,11 @@ impl Rail for Link {
     fn arm(&self, _: &Health) -> bool {
         let inbound = self.inbound.lock().unwrap_or_else(PoisonError::into_inner);
         inbound.ring.arm();
-        inbound.ring.head().value() != inbound.tail || inbound.held.as_ref().is_some_and(Held::is_due)
+        inbound.ring.head().value() != inbound.tail
+            || inbound.held.as_ref().is_some_and(DelayedSignals::is_due)
     }
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         self.paced.as_ref().map(|paced| paced.timer.as_fd())
     }
 
@@ -223,15 +230,15 @@ impl Rail for Link {
     }
 }
 
-impl Link {
+impl LoopbackConnection {
     fn send(
         &self,
         out: &mut Out,
         record: Record,
         payload: usize,
-        patience: Patience<'_>,
+        patience: WaitLimits<'_>,
         fill: impl FnOnce(*mut u8),
-    ) -> Result<(), Stuck> {
+    ) -> Result<(), SendBlocked> {
         let bytes = Ring::footprint(payload);
         let skip = Ring::skip(out.head, bytes);
         let begin = out.head + skip;
@@ -239,7 +246,7 @@ impl Link {
         wait::until(out.ring.tail(), needed, patience, || {
             self.progress(patience.health);
         })
-        .map_err(|(seen, why)| Stuck { awaited: needed, seen, why })?;
+        .map_err(|(seen, why)| SendBlocked { awaited: needed, seen, why })?;
         if skip > 0 {
             out.ring.write(out.head, Record::Skip { len: skip }, 0);
         }

@@ -14,14 +14,14 @@
 //! Credits: a sender never writes past the receiver's tail. While it waits for credit it receives
 //! its own records, so two ranks that fill each other's rings cannot block each other.
 
+mod emulator;
 mod link;
-mod pace;
 mod ring;
 mod wires;
 
+pub use emulator::LinkEmulator;
 #[cfg(test)]
-pub use link::Link;
-pub use pace::Egress;
+pub use link::LoopbackConnection;
 #[cfg(test)]
 pub use ring::ring_bytes;
 pub use wires::LoopWires;

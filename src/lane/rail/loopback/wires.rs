@@ -4,12 +4,12 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use super::link::Link;
-use super::pace::Egress;
+use super::emulator::LinkEmulator;
+use super::link::LoopbackConnection;
 use super::ring::ring_bytes;
 use crate::error::{Error, LaneError};
-use crate::lane::rail::{LOOP, PACED, Rail, Regions, WireEnd, WireOffer, Wiring, system};
-use crate::memory::{Mapped, Segment};
+use crate::lane::rail::{LOOP, NetConnection, NetTransport, PACED, Regions, WireEnd, WireOffer, system};
+use crate::memory::{PeerMapping, Segment};
 
 /// The loop wires of one rank.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub struct LoopWires {
     /// Wakes this rank's progress thread.
     bell: OwnedFd,
     /// The link whose time is kept, if any.
-    egress: Option<Arc<Egress>>,
+    egress: Option<Arc<LinkEmulator>>,
 }
 
 impl LoopWires {
@@ -31,14 +31,14 @@ impl LoopWires {
         rank: u32,
         regions: Arc<Regions>,
         bell: BorrowedFd<'_>,
-        egress: Option<Arc<Egress>>,
+        egress: Option<Arc<LinkEmulator>>,
     ) -> Result<Self, LaneError> {
         let bell = rustix::io::fcntl_dupfd_cloexec(bell, 0).map_err(system("fcntl(F_DUPFD_CLOEXEC)"))?;
         Ok(LoopWires { rank, regions, bell, egress })
     }
 }
 
-impl Wiring for LoopWires {
+impl NetTransport for LoopWires {
     fn lane(&self) -> &'static str {
         if self.egress.is_some() { PACED } else { LOOP }
     }
@@ -68,7 +68,7 @@ impl WireEnd for LoopEnd<'_> {
         [self.wires.bell.as_fd()].into_iter().chain(segment).collect()
     }
 
-    fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
+    fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
         let LoopEnd { wires: &LoopWires { rank, ref regions, ref egress, .. }, peer, made } = *self;
         let mut theirs = offered.descriptors.into_iter();
         let missing = |missing| LaneError::NoLane { rank, peer, missing };
@@ -77,9 +77,9 @@ impl WireEnd for LoopEnd<'_> {
             Some(made) => made,
             None => Segment::adopt(theirs.next().ok_or_else(|| missing("the segment of the wire"))?, peer)?,
         };
-        let mapped = Arc::new(Mapped::new(&[Some(&segment)])?);
+        let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
         mapped.populate(0, 0, segment.len())?;
         let (regions, egress) = (Arc::clone(regions), egress.clone());
-        Ok(Arc::new(Link::new(peer, rank < peer, mapped, bell, regions, egress)?))
+        Ok(Arc::new(LoopbackConnection::new(peer, rank < peer, mapped, bell, regions, egress)?))
     }
 }

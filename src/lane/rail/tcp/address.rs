@@ -2,13 +2,13 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use crate::bootstrap::Pass;
+use crate::bootstrap::PeerAuth;
 use crate::config::TcpAddress;
 use crate::error::BootstrapError;
 
 /// Addresses to listen at, and those that peers receive.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Places {
+pub struct ListenAddresses {
     /// The address to bind.
     pub bind: IpAddr,
     /// Addresses to try, in order. An unspecified one stands for that at which the rendezvous sees
@@ -16,15 +16,15 @@ pub struct Places {
     pub told: Vec<IpAddr>,
 }
 
-impl Places {
+impl ListenAddresses {
     /// Those of this rank: what was asked for; or loopback, where all ranks meet there; or all
     /// addresses of this machine.
     ///
     /// # Errors
     /// [`BootstrapError::BadVariable`] if the interface that was asked for has no address.
-    pub fn find(pass: &Pass, asked: &TcpAddress) -> Result<Places, BootstrapError> {
+    pub fn find(pass: &PeerAuth, asked: &TcpAddress) -> Result<ListenAddresses, BootstrapError> {
         match asked {
-            TcpAddress::Ip(ip) => Ok(Places { bind: *ip, told: vec![*ip] }),
+            TcpAddress::Ip(ip) => Ok(ListenAddresses { bind: *ip, told: vec![*ip] }),
             TcpAddress::Interface(name) => {
                 let of_it = |(interface, ip): (String, IpAddr)| (interface == *name).then_some(ip);
                 let ip = interfaces()?.into_iter().find_map(of_it).ok_or_else(|| {
@@ -35,11 +35,11 @@ impl Places {
                         expected,
                     }
                 })?;
-                Ok(Places { bind: ip, told: vec![ip] })
+                Ok(ListenAddresses { bind: ip, told: vec![ip] })
             }
             TcpAddress::Any if pass.is_local() => {
                 let ip = pass.seen_at(pass.rank()).unwrap_or(Ipv4Addr::LOCALHOST.into());
-                Ok(Places { bind: ip, told: vec![ip] })
+                Ok(ListenAddresses { bind: ip, told: vec![ip] })
             }
             TcpAddress::Any => {
                 // The family in which the ranks have met.
@@ -48,7 +48,7 @@ impl Places {
                     if six { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
                 let fits = |ip: &IpAddr| !ip.is_loopback() && ip.is_ipv6() == six;
                 let others = interfaces()?.into_iter().map(|(_, ip)| ip).filter(fits);
-                Ok(Places { bind, told: std::iter::once(bind).chain(others).collect() })
+                Ok(ListenAddresses { bind, told: std::iter::once(bind).chain(others).collect() })
             }
         }
     }
@@ -97,16 +97,16 @@ mod tests {
     #[test]
     fn ranks_that_meet_on_loopback_stay_there() {
         let pass = threads(2, Default::default())[1].pass().unwrap();
-        let places = Places::find(&pass, &TcpAddress::Any).unwrap();
+        let places = ListenAddresses::find(&pass, &TcpAddress::Any).unwrap();
         let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
-        assert_eq!(places, Places { bind: loopback, told: vec![loopback] });
+        assert_eq!(places, ListenAddresses { bind: loopback, told: vec![loopback] });
         assert_eq!(parse(places.to_text(80).as_bytes(), None), Some(vec![(loopback, 80).into()]));
     }
 
     #[test]
     fn an_interface_stands_for_its_address_and_a_missing_one_is_an_error() {
         let pass = threads(2, Default::default())[0].pass().unwrap();
-        let find = |name: &str| Places::find(&pass, &TcpAddress::Interface(name.to_owned()));
+        let find = |name: &str| ListenAddresses::find(&pass, &TcpAddress::Interface(name.to_owned()));
         assert_eq!(find("lo").unwrap().told, [IpAddr::from(Ipv4Addr::LOCALHOST)]);
         let error = find("no such wire").unwrap_err();
         assert!(matches!(error, BootstrapError::BadVariable { name: "SIDELANE_TCP_ADDRESS", .. }), "{error}");

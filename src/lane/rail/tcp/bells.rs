@@ -15,7 +15,7 @@ use crate::lane::rail::system;
 
 /// The sockets of a rank.
 #[derive(Debug)]
-pub struct Bells {
+pub struct Poller {
     set: OwnedFd,
     /// How often they were looked at.
     looks: AtomicU64,
@@ -24,7 +24,7 @@ pub struct Bells {
 
 /// One of them.
 #[derive(Debug)]
-pub struct Bell {
+pub struct PolledSocket {
     number: u64,
     rung: Arc<AtomicBool>,
     /// The last poll that its owner knows of.
@@ -34,21 +34,21 @@ pub struct Bell {
 /// Sockets found ready in one poll; the system offers the others first the next time.
 const AT_ONCE: usize = 16;
 
-impl Bells {
+impl Poller {
     /// # Errors
     /// [`LaneError::System`].
     pub fn new() -> Result<Self, LaneError> {
         let set = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
-        Ok(Bells { set, looks: AtomicU64::new(0), rung: RwLock::default() })
+        Ok(Poller { set, looks: AtomicU64::new(0), rung: RwLock::default() })
     }
 
     /// Listens to one more socket, until it is closed or removed.
     ///
     /// # Errors
     /// [`LaneError::System`].
-    pub fn add(&self, socket: impl AsFd) -> Result<Bell, LaneError> {
+    pub fn add(&self, socket: impl AsFd) -> Result<PolledSocket, LaneError> {
         let mut all = self.rung.write().unwrap_or_else(PoisonError::into_inner);
-        let bell = Bell { number: all.len() as u64, rung: Arc::default(), seen: AtomicU64::new(0) };
+        let bell = PolledSocket { number: all.len() as u64, rung: Arc::default(), seen: AtomicU64::new(0) };
         let data = EventData::new_u64(bell.number);
         epoll::add(&self.set, socket, data, EventFlags::IN).map_err(system("epoll_ctl"))?;
         all.push(Arc::clone(&bell.rung));
@@ -56,7 +56,7 @@ impl Bells {
     }
 
     /// Whether to ring when there is room to send, too.
-    pub fn ring_for_room(&self, socket: impl AsFd, bell: &Bell, room: bool) {
+    pub fn ring_for_room(&self, socket: impl AsFd, bell: &PolledSocket, room: bool) {
         let more = if room { EventFlags::OUT } else { EventFlags::empty() };
         // Fails only for a socket that was removed.
         let _ = epoll::modify(&self.set, socket, EventData::new_u64(bell.number), EventFlags::IN | more);
@@ -68,7 +68,7 @@ impl Bells {
     }
 
     /// Whether a socket has news. Polls all of them, if no thread has since its owner last asked.
-    pub fn rang(&self, bell: &Bell) -> bool {
+    pub fn rang(&self, bell: &PolledSocket) -> bool {
         if bell.seen.load(Ordering::Relaxed) == self.looks.load(Ordering::Relaxed) {
             self.look();
         }
@@ -92,7 +92,7 @@ impl Bells {
     }
 }
 
-impl AsFd for Bells {
+impl AsFd for Poller {
     /// Readable when one of the sockets has news.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.set.as_fd()

@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use super::outgoing::LONGEST;
 use crate::error::MemoryError;
 use crate::lane::rail::record::{HEADER, Record};
-use crate::lane::rail::{Regions, Target};
+use crate::lane::rail::{Regions, RemoteAddress};
 
 /// Bytes read ahead of the record that is received: several headers, or small puts, with one call.
 const STAGE: usize = 4096;
@@ -22,7 +22,7 @@ pub struct Inbound {
     start: usize,
     end: usize,
     /// Where the rest of the current payload goes.
-    payload: Option<(Target, usize)>,
+    payload: Option<(RemoteAddress, usize)>,
 }
 
 /// Why nothing more will come.
@@ -141,7 +141,7 @@ impl Inbound {
                 Record::Put { region, offset, len } => {
                     // All of it fits, or nothing is written.
                     regions.with(region, offset, len, |_| ())?;
-                    self.payload = (len > 0).then_some((Target { region, offset }, len as usize));
+                    self.payload = (len > 0).then_some((RemoteAddress { region, offset }, len as usize));
                 }
                 other => act(other)?,
             }

@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::bells::{Bell, Bells};
+use super::bells::{PolledSocket, Poller};
 use super::inbound::{End, Inbound};
 use super::outgoing::{LONGEST, Outgoing, PIECES};
 use crate::bootstrap::Health;
 use crate::error::{Cause, LaneError};
 use crate::lane::rail::record::Record;
-use crate::lane::rail::{Rail, Regions, Stuck, Target};
-use crate::lane::wait::{self, Patience, Waiter};
+use crate::lane::rail::{NetConnection, Regions, RemoteAddress, SendBlocked};
+use crate::lane::wait::{self, WaitLimits, Waiter};
 use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;
 
@@ -32,19 +32,19 @@ pub struct Shared {
     /// Whether the world is alive.
     pub health: Arc<Health>,
     /// Which ends have news.
-    pub bells: Arc<Bells>,
+    pub bells: Arc<Poller>,
     /// How long the rendezvous is given to say why a connection ended.
     pub grace: Duration,
 }
 
 /// An end: puts and signals out, records in.
 #[derive(Debug)]
-pub struct Link {
+pub struct TcpConnection {
     shared: Shared,
     /// The peer's rank in the world.
     peer: u32,
     socket: TcpStream,
-    bell: Bell,
+    bell: PolledSocket,
     out: Mutex<Outgoing>,
     inbound: Mutex<Inbound>,
     /// The peer's last question, and the last one that was answered.
@@ -68,14 +68,14 @@ impl Landed {
     }
 }
 
-impl Link {
+impl TcpConnection {
     /// An end of a connection whose other end is proved to be `peer`.
     ///
     /// # Errors
     /// [`LaneError::System`].
     pub fn new(peer: u32, socket: TcpStream, shared: Shared) -> Result<Self, LaneError> {
         let bell = shared.bells.add(&socket)?;
-        Ok(Link {
+        Ok(TcpConnection {
             shared,
             peer,
             socket,
@@ -90,7 +90,7 @@ impl Link {
     }
 }
 
-impl Rail for Link {
+impl NetConnection for TcpConnection {
     fn lane(&self) -> &'static str {
         "tcp"
     }
@@ -99,7 +99,7 @@ impl Rail for Link {
         self.peer
     }
 
-    fn put(&self, to: Target, bytes: &[u8], patience: Patience<'_>) -> Result<(), Stuck> {
+    fn put(&self, to: RemoteAddress, bytes: &[u8], patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.sending(|out| {
             let mut to = to;
             for chunk in bytes.chunks(LONGEST) {
@@ -114,11 +114,11 @@ impl Rail for Link {
 
     fn put_rows(
         &self,
-        to: Target,
+        to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: Patience<'_>,
-    ) -> Result<(), Stuck> {
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
         let row_bytes = source.row_bytes as usize;
         let at_once = (LONGEST / row_bytes.max(1)).min(PIECES - 1);
         let mut to = to;
@@ -145,15 +145,21 @@ impl Rail for Link {
         })
     }
 
-    fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn zero(&self, to: RemoteAddress, len: u64, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.send_header(Record::Zero { region: to.region, offset: to.offset, len }, patience)
     }
 
-    fn signal(&self, to: Target, value: u64, tag: Option<Tag>, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn signal(
+        &self,
+        to: RemoteAddress,
+        value: u64,
+        tag: Option<Tag>,
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
         self.send_header(Record::Signal { region: to.region, offset: to.offset, value, tag }, patience)
     }
 
-    fn flush(&self, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn flush(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         let mark = self.sending(|out| {
             out.asked += 1;
             let mark = out.asked;
@@ -163,7 +169,7 @@ impl Rail for Link {
         wait::until(self.landed.line(), mark, patience, || {
             self.progress(patience.health);
         })
-        .map_err(|(seen, why)| Stuck { awaited: mark, seen, why })
+        .map_err(|(seen, why)| SendBlocked { awaited: mark, seen, why })
     }
 
     /// Receives pending records, unless another thread is doing so, and sends pending ones.
@@ -185,14 +191,14 @@ impl Rail for Link {
         false
     }
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.shared.bells.as_fd())
     }
 
     fn fault(&self) -> Option<LaneError> {
         let (rank, peer) = (self.shared.rank, self.peer);
         let (_, errno) = *self.ended.get()?;
-        let caused = self.shared.health.cause() == Some(Cause::Wire { rank: peer, by: rank });
+        let caused = self.shared.health.cause() == Some(Cause::Connection { rank: peer, by: rank });
         // The system tells an error once; if it told the sender, reading finds nothing but the end. A broken pipe only
         // says that the other end closed it.
         let errno = errno.or_else(|| self.lock_out().failed.filter(|&errno| errno != Errno::PIPE));
@@ -228,14 +234,17 @@ impl Rail for Link {
     }
 }
 
-impl Link {
-    fn send_header(&self, record: Record, patience: Patience<'_>) -> Result<(), Stuck> {
+impl TcpConnection {
+    fn send_header(&self, record: Record, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.sending(|out| self.send(out, &mut [IoSlice::new(&record.to_bytes())], patience))
     }
 
     /// Sends without interruption by another thread, and answers the peer's questions that arrived
     /// meanwhile.
-    fn sending<T>(&self, send: impl FnOnce(&mut Outgoing) -> Result<T, Stuck>) -> Result<T, Stuck> {
+    fn sending<T>(
+        &self,
+        send: impl FnOnce(&mut Outgoing) -> Result<T, SendBlocked>,
+    ) -> Result<T, SendBlocked> {
         let sent = send(&mut self.lock_out());
         // Whoever found the lock taken has left its answer to this thread.
         fence(Ordering::SeqCst);
@@ -251,8 +260,8 @@ impl Link {
         &self,
         out: &mut Outgoing,
         mut pieces: &mut [IoSlice<'_>],
-        patience: Patience<'_>,
-    ) -> Result<(), Stuck> {
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
         self.pay(out);
         let len: usize = pieces.iter().map(|piece| piece.len()).sum();
         let awaited = out.sent + (out.waiting() + len) as u64;
@@ -273,7 +282,7 @@ impl Link {
                 if begun {
                     pieces.iter().for_each(|piece| out.keep(piece));
                 }
-                Stuck { awaited, seen: out.sent, why }
+                SendBlocked { awaited, seen: out.sent, why }
             })?;
         }
     }
@@ -352,7 +361,7 @@ impl Link {
     fn mourn(&self, health: &Health) {
         let over = self.ended.get().is_some_and(|(since, _)| since.elapsed() >= self.shared.grace);
         if over && health.check().is_ok() && !health.is_absent(self.peer) {
-            health.fail(Cause::Wire { rank: self.peer, by: self.shared.rank });
+            health.fail(Cause::Connection { rank: self.peer, by: self.shared.rank });
         }
     }
 

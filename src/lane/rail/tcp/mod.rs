@@ -31,7 +31,7 @@ mod link;
 mod outgoing;
 mod wires;
 
-pub use wires::Wires;
+pub use wires::TcpTransport;
 
 #[cfg(test)]
 mod tests;

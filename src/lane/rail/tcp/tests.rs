@@ -5,17 +5,17 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::bells::Bells;
-use super::link::{Link, Shared};
+use super::bells::Poller;
+use super::link::{Shared, TcpConnection};
 use super::outgoing::LONGEST;
-use super::wires::Wires;
-use crate::bootstrap::{Clocks, Health, Hub, threads};
+use super::wires::TcpTransport;
+use crate::bootstrap::{Health, Hub, Timeouts, threads};
 use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Cause, Error, LaneError};
 use crate::lane::rail::record::{HEADER, Record};
-use crate::lane::rail::{Rail, Region, Regions, Target, Wiring};
-use crate::lane::wait::{Interrupted, Patience};
-use crate::memory::{Mapped, Segment};
+use crate::lane::rail::{NetConnection, NetTransport, Region, Regions, RemoteAddress};
+use crate::lane::wait::{WaitError, WaitLimits};
+use crate::memory::{PeerMapping, Segment};
 
 const LONG: Duration = Duration::from_secs(60);
 const GRACE: Duration = Duration::from_millis(50);
@@ -24,7 +24,7 @@ const REGION: u64 = 64 << 10;
 
 /// The end of rank 0, and the stream of rank 1.
 struct Pair {
-    link: Link,
+    link: TcpConnection,
     theirs: TcpStream,
     regions: Arc<Regions>,
     hubs: Vec<Box<dyn Hub>>,
@@ -37,13 +37,13 @@ fn pair() -> Pair {
     ours.set_nonblocking(true).unwrap();
     let regions = Arc::new(Regions::default());
     let segment = Segment::create("sidelane-test", REGION).unwrap();
-    let mapped = Arc::new(Mapped::new(&[Some(&segment)]).unwrap());
+    let mapped = Arc::new(PeerMapping::new(&[Some(&segment)]).unwrap());
     regions.add(Region { mapped, member: 0 });
-    let hubs = threads(2, Clocks::default());
+    let hubs = threads(2, Timeouts::default());
     let health = Arc::clone(hubs[0].health());
-    let (bells, grace) = (Arc::new(Bells::new().unwrap()), GRACE);
+    let (bells, grace) = (Arc::new(Poller::new().unwrap()), GRACE);
     let shared = Shared { rank: 0, regions: Arc::clone(&regions), health, bells, grace };
-    Pair { link: Link::new(1, ours, shared).unwrap(), theirs, regions, hubs }
+    Pair { link: TcpConnection::new(1, ours, shared).unwrap(), theirs, regions, hubs }
 }
 
 impl Pair {
@@ -51,8 +51,8 @@ impl Pair {
         self.hubs[0].health()
     }
 
-    fn patience(&self, deadline: Duration) -> Patience<'_> {
-        Patience { health: self.health(), crowded: false, deadline, awaited: 1, silent: false }
+    fn patience(&self, deadline: Duration) -> WaitLimits<'_> {
+        WaitLimits { health: self.health(), crowded: false, deadline, awaited: 1, silent: false }
     }
 
     /// Attends to the wire until something holds.
@@ -95,7 +95,8 @@ fn records_come_out_whole_however_the_stream_is_cut() {
     let bytes: Vec<u8> = (0..20_000u32).map(|i| ((i * 7) >> 3) as u8).collect();
     for cut in [1, 63, 64, 65, 4095, 4096, 5000, 1 << 20] {
         let mut pair = pair();
-        let gone = pair.regions.add(Region { mapped: Arc::new(Mapped::new(&[None]).unwrap()), member: 0 });
+        let gone =
+            pair.regions.add(Region { mapped: Arc::new(PeerMapping::new(&[None]).unwrap()), member: 0 });
         pair.regions.remove(gone);
         let stream = [
             put(0, 64, &bytes[..10]),
@@ -147,9 +148,9 @@ fn what_no_correct_partner_sends_ends_the_world_and_names_it() {
 }
 
 /// Puts more than can be in flight to a peer that reads nothing.
-fn give_up(pair: &Pair, deadline: Duration) -> Interrupted {
+fn give_up(pair: &Pair, deadline: Duration) -> WaitError {
     let bytes = vec![7; 64 << 20];
-    let stuck = pair.link.put(Target { region: 0, offset: 0 }, &bytes, pair.patience(deadline));
+    let stuck = pair.link.put(RemoteAddress { region: 0, offset: 0 }, &bytes, pair.patience(deadline));
     let stuck = stuck.unwrap_err();
     assert!(stuck.awaited > stuck.seen && stuck.seen > 0, "{stuck:?}");
     stuck.why
@@ -158,7 +159,7 @@ fn give_up(pair: &Pair, deadline: Duration) -> Interrupted {
 #[test]
 fn a_partner_that_takes_nothing_is_waited_for_until_the_deadline() {
     let late = give_up(&pair(), Duration::from_millis(20));
-    assert!(matches!(late, Interrupted::Late { waited } if waited >= Duration::from_millis(20)), "{late:?}");
+    assert!(matches!(late, WaitError::Late { waited } if waited >= Duration::from_millis(20)), "{late:?}");
 }
 
 #[test]
@@ -167,7 +168,7 @@ fn a_dead_world_ends_the_wait_for_room_with_its_cause() {
     std::thread::scope(|scope| {
         let filling = scope.spawn(|| give_up(&pair, Duration::from_secs(600)));
         pair.health().fail(cause.clone());
-        assert_eq!(filling.join().unwrap(), Interrupted::Dead(cause));
+        assert_eq!(filling.join().unwrap(), WaitError::Dead(cause));
     });
 }
 
@@ -195,7 +196,7 @@ fn a_put_that_was_given_up_leaves_the_stream_whole() {
                 }
             }
         });
-        let to = Target { region: 0, offset: 0 };
+        let to = RemoteAddress { region: 0, offset: 0 };
         pair.link.signal(to, 5, None, pair.patience(LONG)).unwrap();
         pair.progress_until(|| reader.is_finished());
         let came = reader.join().unwrap();
@@ -241,7 +242,7 @@ fn a_wire_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and_says_
             assert!(broke.elapsed() < LONG, "in time");
         }
         assert!(broke.elapsed() >= GRACE, "others are heard first");
-        assert_eq!(health.cause(), Some(Cause::Wire { rank: 1, by: 0 }));
+        assert_eq!(health.cause(), Some(Cause::Connection { rank: 1, by: 0 }));
         let errno = if reset { rustix::io::Errno::CONNRESET.raw_os_error() } else { 0 };
         assert_eq!(link.fault(), Some(LaneError::Wire { rank: 0, peer: 1, lane: "tcp", errno }));
         // What came before counts.
@@ -253,9 +254,9 @@ fn a_wire_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and_says_
             Some(4)
         );
         // And a put does not hang.
-        let patience = Patience { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
-        let stuck = link.put(Target { region: 0, offset: 0 }, &[1; 10], patience);
-        assert!(stuck.is_ok() || matches!(stuck.unwrap_err().why, Interrupted::Dead(_)));
+        let patience = WaitLimits { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
+        let stuck = link.put(RemoteAddress { region: 0, offset: 0 }, &[1; 10], patience);
+        assert!(stuck.is_ok() || matches!(stuck.unwrap_err().why, WaitError::Dead(_)));
     }
 }
 
@@ -265,14 +266,14 @@ fn a_reset_that_the_sender_met_is_told_although_reading_finds_only_the_end() {
     rustix::net::sockopt::set_socket_linger(&theirs, Some(Duration::ZERO)).unwrap();
     drop(theirs);
     let health = hubs[0].health();
-    let patience = Patience { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
+    let patience = WaitLimits { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
     // A put that finds room reads nothing.
     let stuck = loop {
-        if let Err(stuck) = link.put(Target { region: 0, offset: 0 }, &[1; 10], patience) {
+        if let Err(stuck) = link.put(RemoteAddress { region: 0, offset: 0 }, &[1; 10], patience) {
             break stuck;
         }
     };
-    assert_eq!(stuck.why, Interrupted::Dead(Cause::Wire { rank: 1, by: 0 }));
+    assert_eq!(stuck.why, WaitError::Dead(Cause::Connection { rank: 1, by: 0 }));
     let errno = rustix::io::Errno::CONNRESET.raw_os_error();
     assert_eq!(link.fault(), Some(LaneError::Wire { rank: 0, peer: 1, lane: "tcp", errno }));
 }
@@ -288,10 +289,10 @@ fn a_wire_that_ends_because_its_partner_left_is_no_fault() {
         std::thread::park_timeout(GRACE / 10);
     }
     assert_eq!((health.check(), link.fault()), (Ok(()), None));
-    let patience = Patience { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
-    let stuck = link.put(Target { region: 0, offset: 0 }, &vec![1; 64 << 20], patience).unwrap_err();
-    let lost = Cause::Lost { rank: 1, how: crate::error::Loss::Closed };
-    assert_eq!(stuck.why, Interrupted::Dead(lost), "a wait for it ends");
+    let patience = WaitLimits { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
+    let stuck = link.put(RemoteAddress { region: 0, offset: 0 }, &vec![1; 64 << 20], patience).unwrap_err();
+    let lost = Cause::Lost { rank: 1, how: crate::error::LostReason::Closed };
+    assert_eq!(stuck.why, WaitError::Dead(lost), "a wait for it ends");
 }
 
 /// How often this thread has let go of its core because there was nothing to do.
@@ -323,7 +324,7 @@ fn leaving_waits_for_what_was_sent_last_but_not_for_a_partner_that_takes_nothing
 
 #[test]
 fn one_look_finds_all_that_have_news_and_a_socket_that_is_removed_is_silent() {
-    let bells = Bells::new().unwrap();
+    let bells = Poller::new().unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ends: Vec<_> = (0..3)
         .map(|_| {
@@ -354,13 +355,13 @@ fn one_look_finds_all_that_have_news_and_a_socket_that_is_removed_is_silent() {
 
 #[test]
 fn a_rank_that_finds_nobody_at_the_address_says_why() {
-    let clocks = Clocks { rendezvous: Duration::from_millis(100), ..Clocks::default() };
+    let clocks = Timeouts { rendezvous: Duration::from_millis(100), ..Timeouts::default() };
     let hubs = threads(2, clocks);
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let (pass, health) = (hubs[1].pass().unwrap(), Arc::clone(hubs[1].health()));
-    let wires = Wires::open(pass, &TcpAddress::Any, clocks, health, Arc::default()).unwrap();
+    let wires = TcpTransport::open(pass, &TcpAddress::Any, clocks, health, Arc::default()).unwrap();
     let offered = address.to_string().into_bytes().into();
-    let error = wires.open(0).unwrap().join(offered).unwrap_err();
+    let error = wires.open(0).unwrap().connect(offered).unwrap_err();
     let Error::Lane(LaneError::NoConnection { rank: 1, peer: 0, addresses, reason, .. }) = error else {
         panic!("{error}")
     };

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
 
-use super::address::{Places, parse};
-use super::bells::Bells;
-use super::link::{Link, Shared};
-use crate::bootstrap::{Clocks, Health, Pass, Reception};
+use super::address::{ListenAddresses, parse};
+use super::bells::Poller;
+use super::link::{Shared, TcpConnection};
+use crate::bootstrap::{Health, PeerAuth, PeerListener, Timeouts};
 use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Error, LaneError};
-use crate::lane::rail::{Rail, Regions, WireEnd, WireOffer, Wiring, system};
+use crate::lane::rail::{NetConnection, NetTransport, Regions, WireEnd, WireOffer, system};
 
 /// Offer of a rank that connects to its peer: empty, because the peer needs no address.
 const GUEST: &[u8] = b"guest";
@@ -22,28 +22,28 @@ const SLICE: Duration = Duration::from_millis(20);
 
 /// The connections of a rank.
 #[derive(Debug)]
-pub struct Wires {
-    pass: Pass,
+pub struct TcpTransport {
+    pass: PeerAuth,
     shared: Shared,
-    clocks: Clocks,
+    clocks: Timeouts,
     /// Addresses at which peers of higher rank connect.
     told: String,
-    reception: Mutex<Reception>,
+    reception: Mutex<PeerListener>,
 }
 
-impl Wires {
+impl TcpTransport {
     /// Listens for peers.
     ///
     /// # Errors
     /// [`BootstrapError::BadVariable`] if the address asked for is none of this machine.
     pub fn open(
-        pass: Pass,
+        pass: PeerAuth,
         asked: &TcpAddress,
-        clocks: Clocks,
+        clocks: Timeouts,
         health: Arc<Health>,
         regions: Arc<Regions>,
     ) -> Result<Self, Error> {
-        let places = Places::find(&pass, asked)?;
+        let places = ListenAddresses::find(&pass, asked)?;
         let failed = |call| {
             move |error: std::io::Error| LaneError::System { call, errno: error.raw_os_error().unwrap_or(0) }
         };
@@ -58,8 +58,8 @@ impl Wires {
         let told = places.to_text(listener.local_addr().map_err(failed("getsockname"))?.port());
         let reception = Mutex::new(pass.receive(listener)?);
         let (rank, grace) = (pass.rank(), clocks.liveness / 2);
-        let shared = Shared { rank, regions, health, bells: Arc::new(Bells::new()?), grace };
-        Ok(Wires { pass, shared, clocks, told, reception })
+        let shared = Shared { rank, regions, health, bells: Arc::new(Poller::new()?), grace };
+        Ok(TcpTransport { pass, shared, clocks, told, reception })
     }
 
     /// Connects to a peer of lower rank, at one of the addresses it offered.
@@ -79,7 +79,7 @@ impl Wires {
         let mut silence = None;
         while Instant::now() < until && !stop() {
             for &address in addresses {
-                match self.pass.knock(peer, address, &stop) {
+                match self.pass.connect(peer, address, &stop) {
                     Ok(stream) => return Ok(stream),
                     Err(error @ (BootstrapError::System { .. } | BootstrapError::NoRendezvous { .. })) => {
                         silence = Some(error)
@@ -98,7 +98,7 @@ impl Wires {
         loop {
             let now = Instant::now();
             let mut reception = self.reception.lock().unwrap_or_else(PoisonError::into_inner);
-            let come = reception.admit(peer, until.min(now + SLICE)).map_err(|error| match error {
+            let come = reception.accept(peer, until.min(now + SLICE)).map_err(|error| match error {
                 BootstrapError::System { call, errno } => LaneError::System { call, errno },
                 _ => LaneError::System { call: "accept", errno: 0 },
             })?;
@@ -124,7 +124,7 @@ impl Wires {
     }
 }
 
-impl Wiring for Wires {
+impl NetTransport for TcpTransport {
     fn lane(&self) -> &'static str {
         "tcp"
     }
@@ -136,7 +136,7 @@ impl Wiring for Wires {
 
 /// One end of a connection: the lower rank of a pair listens already.
 struct TcpEnd<'a> {
-    wires: &'a Wires,
+    wires: &'a TcpTransport,
     peer: u32,
 }
 
@@ -146,7 +146,7 @@ impl WireEnd for TcpEnd<'_> {
         if *peer < wires.pass.rank() { GUEST.to_vec() } else { wires.told.clone().into_bytes() }
     }
 
-    fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
+    fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
         let TcpEnd { wires, peer } = *self;
         let start = Instant::now();
         let until = start + wires.clocks.rendezvous;
@@ -166,6 +166,6 @@ impl WireEnd for TcpEnd<'_> {
             LaneError::NoConnection { rank, peer, lane, addresses, waited, reason }
         })?;
         wires.tune(&stream)?;
-        Ok(Arc::new(Link::new(peer, stream, wires.shared.clone())?))
+        Ok(Arc::new(TcpConnection::new(peer, stream, wires.shared.clone())?))
     }
 }

@@ -7,9 +7,9 @@ use super::connection::{Connection, Parts, SMALL};
 use super::device::{Device, Rights, ZEROS};
 use super::forecast::{Forecast, Rules};
 use super::gather::Bounds;
-use super::keys::{self, Theirs};
-use super::offer::Offer;
-use super::rail::Rail as CardRail;
+use super::keys::{self, RemoteRegions};
+use super::offer::ConnectionInfo;
+use super::rail::Nic as CardRail;
 use super::receiver::Receiver;
 use super::sender::{Limits, Sender};
 use super::{
@@ -19,7 +19,7 @@ use super::{
 use crate::bootstrap::Health;
 use crate::error::{Error, VerbsError};
 use crate::lane::rail::{
-    Detour, DeviceMemory, Rail, Region, Regions, Registration, WireEnd, WireOffer, Wiring,
+    DeviceMemory, NetConnection, NetTransport, NoGpuDirect, Region, Regions, Registration, WireEnd, WireOffer,
 };
 use crate::topology::NodeMap;
 
@@ -56,7 +56,7 @@ pub struct Setup {
 
 /// The library, the machine and the settings; another library and another machine in tests.
 #[derive(Clone, Debug)]
-pub struct Ground {
+pub struct VerbsEnvironment {
     /// libibverbs.
     pub library: Arc<Library>,
     /// The kernel's description of NICs.
@@ -65,7 +65,7 @@ pub struct Ground {
     pub settings: Settings,
 }
 
-impl Ground {
+impl VerbsEnvironment {
     /// This machine, with what the environment says.
     ///
     /// # Errors
@@ -74,12 +74,12 @@ impl Ground {
     pub fn here() -> Result<Self, Error> {
         let settings = Settings::from_env()?;
         let library = Library::load(settings.library.as_deref())?;
-        Ok(Ground { library, sysfs: Sysfs::default(), settings })
+        Ok(VerbsEnvironment { library, sysfs: Sysfs::default(), settings })
     }
 }
 
 /// The cards of a rank.
-pub struct Adapter {
+pub struct VerbsTransport {
     rank: u32,
     nodes: NodeMap,
     settings: Settings,
@@ -101,13 +101,13 @@ struct Half {
     device: Arc<Device>,
 }
 
-impl Adapter {
+impl VerbsTransport {
     /// Opens the cards of a rank.
     ///
     /// # Errors
     /// [`VerbsError`], if there are none or they cannot be used as the settings ask.
-    pub fn open(ground: &Ground, setup: Setup) -> Result<Self, Error> {
-        let Ground { library, sysfs, settings } = ground;
+    pub fn open(ground: &VerbsEnvironment, setup: Setup) -> Result<Self, Error> {
+        let VerbsEnvironment { library, sysfs, settings } = ground;
         let cards = CardRail::open(library, sysfs, settings, setup.nth)?;
         for card in &cards {
             if settings.signal == SignalMode::FetchAdd && !card.context.attributes().atomics {
@@ -118,7 +118,7 @@ impl Adapter {
         let devices =
             cards.into_iter().map(|card| Device::new(card).map(Arc::new)).collect::<Result<_, _>>()?;
         let Setup { rank, nodes, strict, regions, health, forecast, .. } = setup;
-        Ok(Adapter {
+        Ok(VerbsTransport {
             rank,
             nodes,
             settings: settings.clone(),
@@ -160,14 +160,14 @@ impl Adapter {
         Ok(Half { qp, block, receiver, completions, device: Arc::clone(device) })
     }
 
-    fn connect(&self, peer: u32, theirs: &Offer, half: Half) -> Result<Connection, Error> {
+    fn connect(&self, peer: u32, theirs: &ConnectionInfo, half: Half) -> Result<Connection, Error> {
         let Half { qp, block, mut receiver, completions, device } = half;
         if theirs.signal != self.settings.signal {
             let (mine, theirs) = (self.settings.signal.name(), theirs.signal.name());
             return Err(VerbsError::SignalsDiffer { peer, mine, theirs }.into());
         }
         qp.connect(&theirs.endpoint)?;
-        let mut known = Theirs::of_card(theirs.card);
+        let mut known = RemoteRegions::of_card(theirs.card);
         known.learn(peer, 0, &theirs.heap)?;
         receiver.joined(theirs.receives, theirs.granted);
         let (caps, settings) = (qp.caps(), &self.settings);
@@ -210,7 +210,7 @@ impl Adapter {
 
 /// One end of a connection, whose queue pair has no peer yet.
 struct VerbsEnd<'a> {
-    adapter: &'a Adapter,
+    adapter: &'a VerbsTransport,
     peer: u32,
     half: Half,
 }
@@ -218,7 +218,7 @@ struct VerbsEnd<'a> {
 impl WireEnd for VerbsEnd<'_> {
     fn bytes(&self) -> Vec<u8> {
         let VerbsEnd { adapter, peer, half } = self;
-        let offer = Offer {
+        let offer = ConnectionInfo {
             endpoint: half.qp.endpoint(),
             signal: adapter.settings.signal,
             card: adapter.card_for(*peer) as u8,
@@ -229,14 +229,14 @@ impl WireEnd for VerbsEnd<'_> {
         offer.to_bytes()
     }
 
-    fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
+    fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
         let VerbsEnd { adapter, peer, half } = *self;
-        let theirs = Offer::from_bytes(peer, &offered.bytes)?;
+        let theirs = ConnectionInfo::from_bytes(peer, &offered.bytes)?;
         Ok(Arc::new(adapter.connect(peer, &theirs, half)?))
     }
 }
 
-impl Wiring for Adapter {
+impl NetTransport for VerbsTransport {
     fn lane(&self) -> &'static str {
         "verbs"
     }
@@ -258,9 +258,13 @@ impl Wiring for Adapter {
         Ok(said)
     }
 
-    fn register_device(&self, number: u32, memory: &DeviceMemory) -> Result<(Vec<u8>, Registration), Detour> {
+    fn register_device(
+        &self,
+        number: u32,
+        memory: &DeviceMemory,
+    ) -> Result<(Vec<u8>, Registration), NoGpuDirect> {
         if self.settings.signal == SignalMode::Immediate {
-            return Err(Detour::Messages);
+            return Err(NoGpuDirect::Messages);
         }
         let (mut said, mut how) = (Vec::new(), Registration::DmaBuf);
         for device in &self.devices {
@@ -280,7 +284,7 @@ impl Wiring for Adapter {
     }
 }
 
-impl std::fmt::Debug for Adapter {
+impl std::fmt::Debug for VerbsTransport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Adapter").field("rank", &self.rank).field("devices", &self.devices).finish()
     }

@@ -7,17 +7,17 @@
 use super::block::Staged;
 use super::connection::{Connection, Halt, SMALL, State};
 use super::device::Source;
-use super::gather::Kept;
+use super::gather::PieceSource;
 use super::sender::Kind;
 use super::{Remote, SignalMode};
-use crate::lane::rail::Target;
+use crate::lane::rail::RemoteAddress;
 use crate::lane::rail::record::Record;
-use crate::lane::wait::Patience;
+use crate::lane::wait::WaitLimits;
 use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;
 
 impl Connection {
-    fn stage(&self, state: &mut State, len: usize, patience: Patience<'_>) -> Result<Staged, Halt> {
+    fn stage(&self, state: &mut State, len: usize, patience: WaitLimits<'_>) -> Result<Staged, Halt> {
         if let Some(staged) = state.sender.block.stage(len as u32)? {
             return Ok(staged);
         }
@@ -29,9 +29,9 @@ impl Connection {
     pub(super) fn put_bytes(
         &self,
         state: &mut State,
-        mut to: Target,
+        mut to: RemoteAddress,
         bytes: &[u8],
-        patience: Patience<'_>,
+        patience: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         if let Some(source) = self.device.source(bytes).filter(|_| bytes.len() > SMALL) {
             return self.put_in_place(state, to, source, bytes.len());
@@ -44,7 +44,7 @@ impl Connection {
             let staged = self.stage(state, head.len(), patience)?;
             fill(&staged, head);
             state.sender.counters.copied += head.len() as u64;
-            state.sender.write(remote, [staged.piece], Kept::Staged(staged.until));
+            state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
             state.sender.post()?;
             (rest, to) = (tail, to.behind(head.len() as u64));
         }
@@ -55,7 +55,7 @@ impl Connection {
     pub(super) fn put_in_place(
         &self,
         state: &mut State,
-        mut to: Target,
+        mut to: RemoteAddress,
         source: Source,
         len: usize,
     ) -> Result<(), Halt> {
@@ -64,7 +64,7 @@ impl Connection {
             let (remote, together) = self.remote(to)?;
             let room = state.sender.room(remote, 1, false);
             let part = (len - done).min(together.min(room.bytes) as usize);
-            state.sender.write(remote, [source.piece(done, part)], Kept::InPlace);
+            state.sender.write(remote, [source.piece(done, part)], PieceSource::InPlace);
             state.sender.post()?;
             (done, to) = (done + part, to.behind(part as u64));
         }
@@ -75,10 +75,10 @@ impl Connection {
     pub(super) fn gather(
         &self,
         state: &mut State,
-        mut to: Target,
+        mut to: RemoteAddress,
         (rows, source): (&[u32], RowSource<'_>),
         place: Source,
-        patience: Patience<'_>,
+        patience: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         let row_bytes = source.row_bytes as usize;
         let mut rest = rows;
@@ -95,7 +95,7 @@ impl Connection {
             let count = runs(&rest[..most]).take(room.pieces).map(<[u32]>::len).sum::<usize>();
             let (head, tail) = rest.split_at(count);
             let piece = |run: &[u32]| place.piece(run[0] as usize * row_bytes, run.len() * row_bytes);
-            state.sender.write(remote, runs(head).map(piece), Kept::InPlace);
+            state.sender.write(remote, runs(head).map(piece), PieceSource::InPlace);
             state.sender.post()?;
             (rest, to) = (tail, to.behind((count * row_bytes) as u64));
         }
@@ -106,10 +106,10 @@ impl Connection {
     pub(super) fn pack(
         &self,
         state: &mut State,
-        mut to: Target,
+        mut to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: Patience<'_>,
+        patience: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         let row_bytes = source.row_bytes as usize;
         let large = source.row_bytes > state.sender.bounds().room(true).bytes;
@@ -134,7 +134,7 @@ impl Connection {
                 unsafe { std::ptr::copy_nonoverlapping(row.as_ptr(), at, row_bytes) };
             }
             state.sender.counters.copied += len as u64;
-            state.sender.write(remote, [staged.piece], Kept::Staged(staged.until));
+            state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
             state.sender.post()?;
             (rest, to) = (tail, to.behind(len as u64));
         }
@@ -142,14 +142,14 @@ impl Connection {
     }
 
     /// Zeros, which are registered once for all.
-    pub(super) fn zeros(&self, state: &mut State, mut to: Target, len: u64) -> Result<(), Halt> {
+    pub(super) fn zeros(&self, state: &mut State, mut to: RemoteAddress, len: u64) -> Result<(), Halt> {
         let mut left = len;
         while left > 0 {
             let (remote, together) = self.remote(to)?;
             let room = state.sender.room(remote, 1, false);
             let zeros = self.device.zeros(left.min(together).min(room.bytes), room.pieces);
             let count: u64 = zeros.clone().map(|piece| u64::from(piece.len())).sum();
-            state.sender.write(remote, zeros, Kept::Always);
+            state.sender.write(remote, zeros, PieceSource::Always);
             state.sender.post()?;
             (left, to) = (left - count, to.behind(count));
         }
@@ -160,10 +160,10 @@ impl Connection {
     pub(super) fn raise(
         &self,
         state: &mut State,
-        to: Target,
+        to: RemoteAddress,
         value: u64,
         tag: Option<Tag>,
-        patience: Patience<'_>,
+        patience: WaitLimits<'_>,
     ) -> Result<bool, Halt> {
         let (remote, _) = self.remote(to)?;
         if self.signal == SignalMode::Immediate {
@@ -189,7 +189,7 @@ impl Connection {
         state: &mut State,
         to: Remote,
         words: &[u64],
-        patience: Patience<'_>,
+        patience: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         if !state.sender.ask_inside(to, words) {
             let staged = self.stage(state, size_of_val(words), patience)?;
@@ -204,11 +204,11 @@ impl Connection {
     fn number(
         &self,
         state: &mut State,
-        to: Target,
+        to: RemoteAddress,
         remote: Remote,
         value: u64,
         tag: Option<Tag>,
-        patience: Patience<'_>,
+        patience: WaitLimits<'_>,
     ) -> Result<bool, Halt> {
         if !state.receiver.may_signal(state.sender.block.granted()) {
             state.sender.post_soon();

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use super::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
 use crate::error::{Error, VerbsError};
 use crate::lane::FlagLine;
-use crate::memory::{Mapped, Segment};
+use crate::memory::{PeerMapping, Segment};
 
 /// Bytes of a receive: a record's header.
 const RECEIVE: u64 = 64;
@@ -35,7 +35,7 @@ pub struct Block {
     /// Bytes ever staged, and ever free again.
     head: u64,
     tail: u64,
-    _mapped: Arc<Mapped>,
+    _mapped: Arc<PeerMapping>,
 }
 
 // SAFETY: the pointer leads into a mapping that the block keeps; it belongs to no thread.
@@ -50,7 +50,7 @@ impl Block {
         let staging = staging.next_multiple_of(ALIGN);
         let len = RECEIVES + receives * RECEIVE + staging;
         let segment = Segment::create("sidelane-rail", len)?;
-        let mapped = Arc::new(Mapped::new(&[Some(&segment)])?);
+        let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
         let at = mapped.at(0, 0, len)?;
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
         // SAFETY: `_mapped` is dropped after the region. The partner writes one word, as an atomic; the card writes the old

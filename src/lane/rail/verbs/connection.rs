@@ -22,15 +22,15 @@ use std::time::Duration;
 use super::completion::Failed;
 use super::device::Device;
 use super::forecast::Forecast;
-use super::keys::Theirs;
+use super::keys::RemoteRegions;
 use super::receiver::Receiver;
 use super::sender::{self, RECEIVE, Sender};
-use super::signals::Sent;
+use super::signals::SignalSender;
 use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::Health;
-use crate::error::{Cause, CompletionStatus, Loss, VerbsError};
-use crate::lane::rail::{Stuck, Target};
-use crate::lane::wait::{Interrupted, Patience, Waiter};
+use crate::error::{Cause, CompletionStatus, LostReason, VerbsError};
+use crate::lane::rail::{RemoteAddress, SendBlocked};
+use crate::lane::wait::{WaitError, WaitLimits, Waiter};
 
 /// Puts of at most so many bytes are staged wherever they lie: copying costs less than to wait
 /// until they are read.
@@ -48,7 +48,7 @@ pub struct Connection {
     pub(super) chunk: u64,
     pub(super) device: Arc<Device>,
     pub(super) completions: Arc<CompletionQueue>,
-    pub(super) theirs: RwLock<Theirs>,
+    pub(super) theirs: RwLock<RemoteRegions>,
     pub(super) state: Mutex<State>,
     pub(super) health: Arc<Health>,
 }
@@ -61,7 +61,7 @@ pub struct Parts {
     pub chunk: u64,
     pub device: Arc<Device>,
     pub completions: Arc<CompletionQueue>,
-    pub theirs: Theirs,
+    pub theirs: RemoteRegions,
     pub health: Arc<Health>,
     pub sender: Sender,
     pub receiver: Receiver,
@@ -71,7 +71,7 @@ pub struct Parts {
 pub(super) struct State {
     pub(super) sender: Sender,
     pub(super) receiver: Receiver,
-    pub(super) sent: Sent,
+    pub(super) sent: SignalSender,
     /// Prediction of requests, if one was requested.
     pub(super) forecast: Option<Forecast>,
     /// Why nothing more is sent.
@@ -104,7 +104,8 @@ impl Connection {
     pub fn new(parts: Parts) -> Self {
         let Parts { me, peer, signal, chunk, device, completions, theirs, health, .. } = parts;
         let (sender, receiver, forecast) = (parts.sender, parts.receiver, parts.forecast);
-        let state = Mutex::new(State { sender, receiver, sent: Sent::default(), forecast, end: None });
+        let state =
+            Mutex::new(State { sender, receiver, sent: SignalSender::default(), forecast, end: None });
         let theirs = RwLock::new(theirs);
         Connection { me, peer, signal, chunk, device, completions, theirs, state, health }
     }
@@ -114,7 +115,7 @@ impl Connection {
     }
 
     /// Where bytes go, as the card knows it, and how many of them lie together there.
-    pub(super) fn remote(&self, to: Target) -> Result<(Remote, u64), VerbsError> {
+    pub(super) fn remote(&self, to: RemoteAddress) -> Result<(Remote, u64), VerbsError> {
         let found = self.theirs.read().unwrap_or_else(PoisonError::into_inner).find(to);
         found.ok_or(VerbsError::NoKey { peer: self.peer, region: to.region, offset: to.offset })
     }
@@ -122,9 +123,9 @@ impl Connection {
     /// Runs `act` on a rail that works; one whose peer has left takes everything and does nothing.
     pub(super) fn with(
         &self,
-        patience: Patience<'_>,
+        patience: WaitLimits<'_>,
         act: impl FnOnce(&mut State) -> Result<(), Halt>,
-    ) -> Result<(), Stuck> {
+    ) -> Result<(), SendBlocked> {
         let mut state = self.lock();
         if let Some(end) = &state.end {
             return end.clone().stuck(&state.sender);
@@ -133,10 +134,10 @@ impl Connection {
             Ok(()) => Ok(()),
             Err(Halt::Waiting(why)) => {
                 let (awaited, seen) = state.sender.progress();
-                if let Interrupted::Dead(cause) = &why {
+                if let WaitError::Dead(cause) = &why {
                     self.end(&mut state, End::Dead(cause.clone()));
                 }
-                Err(Stuck { awaited, seen, why })
+                Err(SendBlocked { awaited, seen, why })
             }
             Err(Halt::Broken(error)) => {
                 self.fail(&mut state, error, patience.health);
@@ -169,10 +170,10 @@ impl Connection {
         }
         let cause = match &error {
             VerbsError::Completion { status, .. } if status.is_remote() => {
-                Cause::Wire { rank: self.peer, by: self.me }
+                Cause::Connection { rank: self.peer, by: self.me }
             }
             VerbsError::Message { .. } => Cause::Protocol { rank: self.peer },
-            _ => Cause::Card { by: self.me },
+            _ => Cause::Nic { by: self.me },
         };
         // A card that fails does so whoever is at the other end.
         let of_partner = matches!(error, VerbsError::Completion { .. } | VerbsError::Message { .. });
@@ -239,7 +240,7 @@ impl Connection {
     pub(super) fn until<T>(
         &self,
         state: &mut State,
-        patience: Patience<'_>,
+        patience: WaitLimits<'_>,
         mut ready: impl FnMut(&mut State) -> Result<Option<T>, VerbsError>,
     ) -> Result<T, Halt> {
         let mut waiter = Waiter::new(patience);
@@ -258,9 +259,9 @@ impl Connection {
     }
 
     /// Waiting for a peer that leaves in peace is over; it is no error to have sent it something.
-    fn left_or(&self, why: Interrupted, patience: Patience<'_>) -> Halt {
+    fn left_or(&self, why: WaitError, patience: WaitLimits<'_>) -> Halt {
         match why {
-            Interrupted::Dead(Cause::Lost { rank, how: Loss::Closed })
+            WaitError::Dead(Cause::Lost { rank, how: LostReason::Closed })
                 if rank == self.peer && patience.health.check().is_ok() =>
             {
                 Halt::Left
@@ -272,7 +273,7 @@ impl Connection {
 
 /// Why an act did not come to its end.
 pub(super) enum Halt {
-    Waiting(Interrupted),
+    Waiting(WaitError),
     Broken(VerbsError),
     Left,
 }
@@ -284,12 +285,12 @@ impl From<VerbsError> for Halt {
 }
 
 impl End {
-    fn stuck(self, sender: &Sender) -> Result<(), Stuck> {
+    fn stuck(self, sender: &Sender) -> Result<(), SendBlocked> {
         let (awaited, seen) = sender.progress();
         match self {
             End::Left => Ok(()),
             End::Failed(_, cause) | End::Dead(cause) => {
-                Err(Stuck { awaited, seen, why: Interrupted::Dead(cause) })
+                Err(SendBlocked { awaited, seen, why: WaitError::Dead(cause) })
             }
         }
     }

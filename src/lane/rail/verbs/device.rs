@@ -5,12 +5,12 @@ use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::ffi::ibv_sge;
-use super::keys::Own;
-use super::rail::Rail as CardRail;
+use super::keys::LocalRegion;
+use super::rail::Nic as CardRail;
 use super::{Access, MemoryRegion, ProtectionDomain, Sge};
 use crate::error::{Error, VerbsError};
 use crate::lane::rail::Region;
-use crate::memory::{Mapped, Segment};
+use crate::memory::{PeerMapping, Segment};
 
 /// Zeros that are sent as one piece.
 pub const ZEROS: u64 = 64 << 10;
@@ -25,7 +25,7 @@ pub struct Device {
     /// Registered regions by number.
     regions: RwLock<HashMap<u32, Registered>>,
     zeros: MemoryRegion,
-    _zeros: Arc<Mapped>,
+    _zeros: Arc<PeerMapping>,
 }
 
 /// A region: this rank's part, which peers may write to, and what else of it is mapped here, which
@@ -33,7 +33,7 @@ pub struct Device {
 #[derive(Debug)]
 pub struct Registered {
     rank: u32,
-    own: Own,
+    own: LocalRegion,
     neighbours: Vec<(u32, MemoryRegion)>,
     _memory: Arc<dyn Any + Send + Sync>,
 }
@@ -42,7 +42,7 @@ impl Registered {
     /// `rank`'s own part, and those of local peers; the memory stays as long as this.
     pub fn new(
         rank: u32,
-        own: Own,
+        own: LocalRegion,
         neighbours: Vec<(u32, MemoryRegion)>,
         memory: Arc<dyn Any + Send + Sync>,
     ) -> Self {
@@ -86,7 +86,7 @@ impl Device {
     pub fn new(card: CardRail) -> Result<Self, Error> {
         let domain = ProtectionDomain::create(&card.context)?;
         let segment = Segment::create("sidelane-zeros", ZEROS)?;
-        let mapped = Arc::new(Mapped::new(&[Some(&segment)])?);
+        let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
         mapped.populate(0, 0, ZEROS)?;
         // SAFETY: nobody ever writes these bytes; the mapping is dropped after the region.
         let zeros = unsafe {
@@ -117,7 +117,7 @@ impl Device {
         let strict = rights.strict.min(len);
         let flags = if rights.atomics { theirs | Access::REMOTE_ATOMIC } else { theirs };
         let rows = if rights.relaxed { theirs | Access::RELAXED } else { theirs };
-        let mut own = Own::default();
+        let mut own = LocalRegion::default();
         for (offset, len, access) in [(0, strict, flags), (strict, len - strict, rows)] {
             if len > 0 {
                 own.pieces.push(piece(*member, offset, len, access)?);

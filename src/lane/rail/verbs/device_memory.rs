@@ -5,24 +5,24 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::device::{Device, Registered, Source};
-use super::keys::{Own, Said};
+use super::keys::{LocalRegion, RegionKeys};
 use super::{Access, MemoryRegion};
-use crate::device::{Context, DmaBuf, Range};
+use crate::device::{Context, DeviceRange, DmaBuf};
 use crate::error::VerbsError;
-use crate::lane::rail::{Detour, DeviceMemory, Local, NoDmaBuf, Registration};
+use crate::lane::rail::{DeviceAddress, DeviceMemory, NoDmaBuf, NoGpuDirect, Registration};
 
 impl Device {
     /// Registers memory of devices under a number. Returns this rank's part, for
     /// [`say`](super::keys::say).
     ///
     /// # Errors
-    /// [`Detour::Card`].
+    /// [`NoGpuDirect::Card`].
     pub fn register_device(
         &self,
         number: u32,
         memory: &DeviceMemory,
         relaxed: bool,
-    ) -> Result<(Said, Registration), Detour> {
+    ) -> Result<(RegionKeys, Registration), NoGpuDirect> {
         let DeviceMemory { context, own, neighbours, rank, strict } = memory;
         let (len, flags) = (own.len(), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
         let rows = if relaxed { flags | Access::RELAXED } else { flags };
@@ -42,9 +42,9 @@ impl Device {
             // What is said of all is what had to be said of one.
             how = if registered == Registration::DmaBuf { how } else { registered };
         }
-        let own_pieces = Own { pieces };
+        let own_pieces = LocalRegion { pieces };
         let said = own_pieces.said();
-        let keep: Vec<Range> =
+        let keep: Vec<DeviceRange> =
             std::iter::once(own).chain(neighbours.iter().map(|(_, range)| range)).cloned().collect();
         self.keep(number, Registered::new(*rank, own_pieces, others, Arc::new(keep)));
         Ok((said, how))
@@ -53,10 +53,10 @@ impl Device {
     fn register_range(
         &self,
         context: &Context,
-        range: &Range,
+        range: &DeviceRange,
         (offset, len): (u64, u64),
         access: Access,
-    ) -> Result<(MemoryRegion, Registration), Detour> {
+    ) -> Result<(MemoryRegion, Registration), NoGpuDirect> {
         let address = range.address() + offset;
         let dma_buf = match range.dma_buf(context) {
             Err(_) => NoDmaBuf::Driver,
@@ -75,7 +75,7 @@ impl Device {
             }
         };
         let at = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
-        let refused = |errno| Detour::Card { dma_buf, errno };
+        let refused = |errno| NoGpuDirect::Card { dma_buf, errno };
         let at = NonNull::new(at).ok_or(refused(rustix::io::Errno::FAULT.raw_os_error()))?;
         // SAFETY: as above; an address that nobody in the kernel knows is refused.
         match unsafe { MemoryRegion::register(&self.domain, at, len as usize, access) } {
@@ -86,7 +86,7 @@ impl Device {
     }
 
     /// `len` bytes of a device's memory as this card may read them, if they are registered.
-    pub fn device_source(&self, from: Local, len: u64) -> Option<Source> {
+    pub fn device_source(&self, from: DeviceAddress, len: u64) -> Option<Source> {
         self.piece_of(from.region, from.member, from.offset, len)
     }
 }

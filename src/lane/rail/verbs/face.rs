@@ -10,12 +10,18 @@ use super::forecast::Forecast;
 use crate::bootstrap::Health;
 use crate::error::{Cause, LaneError, VerbsError};
 use crate::lane::RowSource;
-use crate::lane::rail::{Counters, DeviceRail, Local, Rail, Stuck, Target};
-use crate::lane::wait::Patience;
+use crate::lane::rail::{Counters, DeviceAddress, DeviceRail, NetConnection, RemoteAddress, SendBlocked};
+use crate::lane::wait::WaitLimits;
 use crate::schedule::Tag;
 
 impl DeviceRail for Connection {
-    fn put_device(&self, to: Target, from: Local, len: u64, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn put_device(
+        &self,
+        to: RemoteAddress,
+        from: DeviceAddress,
+        len: u64,
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
         self.with(patience, |state| {
             if len == 0 {
                 return Ok(());
@@ -30,7 +36,7 @@ impl DeviceRail for Connection {
     }
 }
 
-impl Rail for Connection {
+impl NetConnection for Connection {
     fn lane(&self) -> &'static str {
         "verbs"
     }
@@ -39,7 +45,7 @@ impl Rail for Connection {
         self.peer
     }
 
-    fn put(&self, to: Target, bytes: &[u8], patience: Patience<'_>) -> Result<(), Stuck> {
+    fn put(&self, to: RemoteAddress, bytes: &[u8], patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.with(patience, |state| {
             if bytes.is_empty() {
                 return Ok(());
@@ -54,11 +60,11 @@ impl Rail for Connection {
 
     fn put_rows(
         &self,
-        to: Target,
+        to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: Patience<'_>,
-    ) -> Result<(), Stuck> {
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
         let registered = self.device.source(source.bytes);
         let in_place = registered.filter(|_| source.row_bytes <= self.chunk);
         self.with(patience, |state| {
@@ -79,7 +85,7 @@ impl Rail for Connection {
         Some(self)
     }
 
-    fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn zero(&self, to: RemoteAddress, len: u64, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.with(patience, |state| {
             if len == 0 {
                 return Ok(());
@@ -91,7 +97,13 @@ impl Rail for Connection {
         })
     }
 
-    fn signal(&self, to: Target, value: u64, tag: Option<Tag>, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn signal(
+        &self,
+        to: RemoteAddress,
+        value: u64,
+        tag: Option<Tag>,
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
         self.with(patience, |state| {
             let named = self.raise(state, to, value, tag, patience)?;
             if let Some(forecast) = &mut state.forecast {
@@ -109,14 +121,14 @@ impl Rail for Connection {
         state.end.is_some() || state.sender.is_settled()
     }
 
-    fn settle(&self, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn settle(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.with(patience, |state| {
             state.hurry();
             self.until(state, patience, |state| Ok(state.sender.is_settled().then_some(())))
         })
     }
 
-    fn flush(&self, patience: Patience<'_>) -> Result<(), Stuck> {
+    fn flush(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.with(patience, |state| {
             state.hurry();
             self.until(state, patience, |state| Ok(state.sender.is_done().then_some(())))
@@ -155,7 +167,7 @@ impl Rail for Connection {
         self.progress(health)
     }
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         (self.signal == SignalMode::Immediate).then(|| self.completions.as_fd())
     }
 
@@ -163,7 +175,7 @@ impl Rail for Connection {
         self.signal == SignalMode::Immediate
     }
 
-    fn learn(&self, region: u32, said: &[u8]) -> Result<(), LaneError> {
+    fn import_region(&self, region: u32, said: &[u8]) -> Result<(), LaneError> {
         let mut theirs = self.theirs.write().unwrap_or_else(PoisonError::into_inner);
         theirs.learn(self.peer, region, said)
     }
@@ -175,13 +187,13 @@ impl Rail for Connection {
     fn leave(&self, until: Instant) {
         let deadline = until.saturating_duration_since(Instant::now());
         let patience =
-            Patience { health: &self.health, crowded: true, awaited: self.peer, deadline, silent: true };
+            WaitLimits { health: &self.health, crowded: true, awaited: self.peer, deadline, silent: true };
         if let Err(stuck) = self.flush(patience) {
             tracing::debug!(rank = self.me, peer = self.peer, ?stuck, "last words were not heard");
         }
     }
 
-    fn cleared(&self, from: Target, len: u64) {
+    fn cleared(&self, from: RemoteAddress, len: u64) {
         self.lock().sent.cleared(from, len);
     }
 

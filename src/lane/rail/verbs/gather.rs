@@ -30,15 +30,15 @@ pub struct Bounds {
 
 impl Bounds {
     /// Room in a request that holds nothing yet; `staged` of what is copied.
-    pub fn room(&self, staged: bool) -> Room {
+    pub fn room(&self, staged: bool) -> RequestSpace {
         let bytes = if staged { self.bytes.min(self.staged) } else { self.bytes };
-        Room { bytes, pieces: self.pieces }
+        RequestSpace { bytes, pieces: self.pieces }
     }
 }
 
 /// Remaining room of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct RequestSpace {
     /// Bytes.
     pub bytes: u64,
     /// Pieces.
@@ -47,7 +47,7 @@ pub struct Room {
 
 /// Where pieces lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kept {
+pub enum PieceSource {
     /// In memory of others, which the lane must report as free once it has read them.
     InPlace,
     /// In the ring of staged bytes, which is free up to here once they have been read.
@@ -84,7 +84,7 @@ impl Gather {
     }
 
     /// Room for data to `to` in the gathered write; `None` if it is empty or ends elsewhere.
-    pub fn room(&self, to: Remote, staged: bool) -> Option<Room> {
+    pub fn room(&self, to: Remote, staged: bool) -> Option<RequestSpace> {
         let behind = Remote { addr: self.to.addr + self.bytes, rkey: self.to.rkey };
         if self.pieces.is_empty() || to != behind {
             return None;
@@ -93,11 +93,11 @@ impl Gather {
         if staged {
             bytes = bytes.min(Block::whole(self.bounds.staged.saturating_sub(self.staged)));
         }
-        Some(Room { bytes, pieces: self.bounds.pieces - self.pieces.len() })
+        Some(RequestSpace { bytes, pieces: self.bounds.pieces - self.pieces.len() })
     }
 
     /// Pieces for `to`, for which there is room.
-    pub fn add(&mut self, to: Remote, pieces: impl IntoIterator<Item = Sge>, kept: Kept) {
+    pub fn add(&mut self, to: Remote, pieces: impl IntoIterator<Item = Sge>, kept: PieceSource) {
         if self.pieces.is_empty() {
             (self.to, self.bytes, self.staged, self.until, self.in_place) = (to, 0, 0, None, false);
         }
@@ -106,12 +106,12 @@ impl Gather {
         let bytes: u64 = self.pieces[first..].iter().map(|piece| u64::from(piece.len())).sum();
         self.bytes += bytes;
         match kept {
-            Kept::InPlace => self.in_place = true,
-            Kept::Staged(until) => {
+            PieceSource::InPlace => self.in_place = true,
+            PieceSource::Staged(until) => {
                 self.staged += Block::staged_bytes(bytes);
                 self.until = Some(until);
             }
-            Kept::Always => {}
+            PieceSource::Always => {}
         }
     }
 }

@@ -10,27 +10,27 @@ use std::collections::HashMap;
 
 use super::{MemoryRegion, Remote};
 use crate::error::{LaneError, VerbsError};
-use crate::lane::rail::Target;
+use crate::lane::rail::RemoteAddress;
 
 /// Length, address and key of each piece of a region, as one card knows them.
-pub type Said = Vec<(u64, u64, u32)>;
+pub type RegionKeys = Vec<(u64, u64, u32)>;
 
 /// A region of this rank, as one card knows it.
 #[derive(Debug, Default)]
-pub struct Own {
+pub struct LocalRegion {
     /// In order, one behind the other.
     pub pieces: Vec<MemoryRegion>,
 }
 
-impl Own {
+impl LocalRegion {
     /// Length, address and key of each piece.
-    pub fn said(&self) -> Said {
+    pub fn said(&self) -> RegionKeys {
         self.pieces.iter().map(|piece| (piece.len(), piece.base(), piece.rkey())).collect()
     }
 }
 
 /// Description of a region for peers: one entry per NIC, all with the same pieces.
-pub fn say(cards: &[Said]) -> Vec<u8> {
+pub fn say(cards: &[RegionKeys]) -> Vec<u8> {
     let pieces = cards.first().map_or(&[][..], Vec::as_slice);
     let mut said = vec![pieces.len() as u8];
     let mut start = 0;
@@ -47,7 +47,7 @@ pub fn say(cards: &[Said]) -> Vec<u8> {
 
 /// Regions of a peer, as registered with the NIC that this rank is connected to.
 #[derive(Debug, Default)]
-pub struct Theirs {
+pub struct RemoteRegions {
     /// Which of the peer's cards it is.
     card: u8,
     regions: HashMap<u32, Vec<Piece>>,
@@ -60,10 +60,10 @@ struct Piece {
     to: Remote,
 }
 
-impl Theirs {
+impl RemoteRegions {
     /// Of a peer's card of this number.
     pub fn of_card(card: u8) -> Self {
-        Theirs { card, regions: HashMap::new() }
+        RemoteRegions { card, regions: HashMap::new() }
     }
 
     /// Takes note of what the peer says of a region.
@@ -77,7 +77,7 @@ impl Theirs {
     }
 
     /// Where bytes of a region begin, and how many lie together from there on.
-    pub fn find(&self, to: Target) -> Option<(Remote, u64)> {
+    pub fn find(&self, to: RemoteAddress) -> Option<(Remote, u64)> {
         let pieces = self.regions.get(&to.region)?;
         let piece =
             pieces.iter().find(|piece| (piece.start..piece.start + piece.len).contains(&to.offset))?;
@@ -127,19 +127,19 @@ mod tests {
 
     #[test]
     fn bytes_are_found_in_the_piece_that_holds_them_with_the_key_of_the_card() {
-        let mut theirs = Theirs::of_card(1);
+        let mut theirs = RemoteRegions::of_card(1);
         theirs.learn(3, 5, &said()).unwrap();
-        let at = |offset| theirs.find(Target { region: 5, offset });
+        let at = |offset| theirs.find(RemoteAddress { region: 5, offset });
         assert_eq!(at(0), Some((Remote { addr: 4096, rkey: 17 }, 100)));
         assert_eq!(at(99), Some((Remote { addr: 4195, rkey: 17 }, 1)));
         assert_eq!(at(100), Some((Remote { addr: 9000, rkey: 18 }, 50)));
         assert_eq!(at(150), None);
-        assert_eq!(theirs.find(Target { region: 4, offset: 0 }), None);
+        assert_eq!(theirs.find(RemoteAddress { region: 4, offset: 0 }), None);
     }
 
     #[test]
     fn what_makes_no_sense_is_refused_and_names_the_rank() {
-        let error = |said: &[u8], card| Theirs::of_card(card).learn(3, 5, said).unwrap_err();
+        let error = |said: &[u8], card| RemoteRegions::of_card(card).learn(3, 5, said).unwrap_err();
         let expected = LaneError::Verbs(VerbsError::Keys { peer: 3, region: 5 });
         assert_eq!(error(&said(), 2), expected, "no such card");
         for len in 0..said().len() {

@@ -14,7 +14,7 @@
 //!                                +--> Completion: done, or why not
 //! ```
 //!
-//! The lane is built on it. An [`Adapter`] is all NICs of a rank. A connection joins each pair of
+//! The lane is built on it. An [`VerbsTransport`] is all NICs of a rank. A connection joins each pair of
 //! ranks. It bounds the requests in flight, and its requests can be predicted.
 //!
 //! ```text
@@ -67,7 +67,7 @@ mod sysfs;
 mod tests;
 mod work;
 
-pub use adapter::{Adapter, Ground, Setup};
+pub use adapter::{Setup, VerbsEnvironment, VerbsTransport};
 pub use completion::{Completion, CompletionQueue};
 #[cfg(test)]
 pub use completion::{Done, Failed, Kind};
@@ -82,7 +82,7 @@ pub use path::Path;
 pub use port::{LinkLayer, Mtu};
 pub use queue_pair::{Caps, QueuePair, Queues};
 #[cfg(test)]
-pub use rail::Rail;
+pub use rail::Nic;
 pub use settings::{Settings, SignalMode};
 pub use sysfs::Sysfs;
 pub use work::{ChainCaps, Flags, ReceiveChain, SendChain};

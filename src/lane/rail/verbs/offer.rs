@@ -5,7 +5,7 @@ use crate::error::VerbsError;
 
 /// One end.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Offer {
+pub struct ConnectionInfo {
     /// Its queue pair. First, as it begins with the version of all this.
     pub endpoint: Endpoint,
     /// How it signals.
@@ -22,7 +22,7 @@ pub struct Offer {
 
 const FIXED: usize = Endpoint::BYTES + 18;
 
-impl Offer {
+impl ConnectionInfo {
     /// As bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = self.endpoint.to_bytes().to_vec();
@@ -51,7 +51,7 @@ impl Offer {
         let signal =
             signal.ok_or(VerbsError::EndpointField { peer, field: "signal", value: rest[0].into() })?;
         let addr = u64::from(word(6)) | u64::from(word(10)) << 32;
-        Ok(Offer {
+        Ok(ConnectionInfo {
             endpoint,
             signal,
             card: rest[1],

@@ -11,7 +11,7 @@ use crate::error::VerbsError;
 
 /// A card that a rank uses, open and ready to connect.
 #[derive(Clone, Debug)]
-pub struct Rail {
+pub struct Nic {
     /// The card.
     pub context: Arc<Context>,
     /// How its queue pairs go out.
@@ -22,7 +22,7 @@ pub struct Rail {
     pub pci_path: Option<PathBuf>,
 }
 
-impl std::fmt::Display for Rail {
+impl std::fmt::Display for Nic {
     /// For reports: which card, how it is addressed, where it sits.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Path { port, gid, gid_index, mtu, .. } = self.path;
@@ -38,7 +38,7 @@ impl std::fmt::Display for Rail {
     }
 }
 
-impl Rail {
+impl Nic {
     /// The rails of this process, which is the `nth` rank of its node: the cards that the settings
     /// name, or else the nearest one that is usable.
     ///
@@ -52,7 +52,7 @@ impl Rail {
         sysfs: &Sysfs,
         settings: &Settings,
         nth: u32,
-    ) -> Result<Vec<Rail>, VerbsError> {
+    ) -> Result<Vec<Nic>, VerbsError> {
         let (names, own) = (Context::names(library)?, sysfs.own_node());
         let distance = |name: &str| sysfs.numa_distance(own?, sysfs.numa_node(name)?);
         let candidate = |name: &str| Candidate { name: name.to_owned(), distance: distance(name) };
@@ -80,12 +80,7 @@ impl Rail {
     }
 
     /// Opens one card, if it can be used.
-    fn of(
-        library: &Arc<Library>,
-        sysfs: &Sysfs,
-        settings: &Settings,
-        card: &str,
-    ) -> Result<Rail, VerbsError> {
+    fn of(library: &Arc<Library>, sysfs: &Sysfs, settings: &Settings, card: &str) -> Result<Nic, VerbsError> {
         let context = Context::open(library, card)?;
         let (port, link) = active_port(&context, settings.port)?;
         let at = (card, port.number);
@@ -109,7 +104,7 @@ impl Rail {
             retries: settings.retries,
             rnr_retries: settings.rnr_retries,
         };
-        Ok(Rail { context, path, numa_node: sysfs.numa_node(card), pci_path: sysfs.pci_path(card) })
+        Ok(Nic { context, path, numa_node: sysfs.numa_node(card), pci_path: sysfs.pci_path(card) })
     }
 }
 

@@ -5,17 +5,17 @@ use std::sync::Arc;
 use super::block::Block;
 use super::completion::{Done, Kind};
 use super::sender::RECEIVE;
-use super::signals::Heard;
+use super::signals::SignalReceiver;
 use super::{QueuePair, ReceiveChain, Remote};
 use crate::error::VerbsError;
 use crate::lane::rail::record::Record;
-use crate::lane::rail::{Regions, Target};
+use crate::lane::rail::{Regions, RemoteAddress};
 
 /// The receive queue of one rail.
 pub struct Receiver {
     peer: u32,
     regions: Arc<Regions>,
-    heard: Heard,
+    heard: SignalReceiver,
     chain: ReceiveChain,
     /// Receives that are kept posted, here and at the peer.
     own: u64,
@@ -47,7 +47,7 @@ impl Receiver {
         Ok(Receiver {
             peer: qp.peer(),
             regions,
-            heard: Heard::default(),
+            heard: SignalReceiver::default(),
             chain,
             own: receives.into(),
             theirs: 0,
@@ -99,7 +99,7 @@ impl Receiver {
         };
         // SAFETY: a signal has no payload.
         let applied = unsafe { self.regions.apply(record, std::ptr::null()) }.is_ok();
-        applied && self.heard.learn(words[7] as u32, Target { region, offset })
+        applied && self.heard.learn(words[7] as u32, RemoteAddress { region, offset })
     }
 
     fn batch(&self) -> u64 {

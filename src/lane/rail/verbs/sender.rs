@@ -14,7 +14,7 @@
 use std::collections::VecDeque;
 
 use super::block::{Block, Staged};
-use super::gather::{Bounds, Gather, Kept, Room};
+use super::gather::{Bounds, Gather, PieceSource, RequestSpace};
 use super::{Flags, QueuePair, Remote, SendChain, Sge};
 use crate::error::{Operation, VerbsError};
 use crate::lane::rail::Counters;
@@ -113,8 +113,8 @@ impl Sender {
 
     /// Room for at least `least` bytes at `to`, which are copied first or not: in the write that is
     /// being gathered, if they lie behind it, or else in a new one.
-    pub fn room(&mut self, to: Remote, least: u64, staged: bool) -> Room {
-        let fits = |room: &Room| room.pieces > 0 && room.bytes >= least;
+    pub fn room(&mut self, to: Remote, least: u64, staged: bool) -> RequestSpace {
+        let fits = |room: &RequestSpace| room.pieces > 0 && room.bytes >= least;
         self.gather.room(to, staged).filter(fits).unwrap_or_else(|| {
             self.close();
             self.gather.bounds.room(staged)
@@ -127,7 +127,7 @@ impl Sender {
     }
 
     /// Writes pieces to `to`, for which [`Sender::room`] has said that there is room.
-    pub fn write(&mut self, to: Remote, pieces: impl IntoIterator<Item = Sge>, kept: Kept) {
+    pub fn write(&mut self, to: Remote, pieces: impl IntoIterator<Item = Sge>, kept: PieceSource) {
         self.gather.add(to, pieces, kept);
     }
 

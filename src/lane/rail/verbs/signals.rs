@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use crate::lane::rail::Target;
+use crate::lane::rail::RemoteAddress;
 
 /// Words that have a number.
 const WORDS: usize = 1 << 12;
@@ -15,7 +15,7 @@ const GROWTH: u64 = 1 << 20;
 
 /// The sender's side: what each word was raised to last.
 #[derive(Debug, Default)]
-pub struct Sent {
+pub struct SignalSender {
     last: HashMap<(u32, u64), Word>,
     numbers: u32,
 }
@@ -26,22 +26,22 @@ struct Word {
     number: Option<u32>,
 }
 
-impl Sent {
+impl SignalSender {
     /// By how much a word is to grow.
-    pub fn growth(&mut self, to: Target, value: u64) -> u64 {
+    pub fn growth(&mut self, to: RemoteAddress, value: u64) -> u64 {
         let word = self.last.entry((to.region, to.offset)).or_insert(Word { value: 0, number: None });
         value.wrapping_sub(std::mem::replace(&mut word.value, value))
     }
 
     /// Whether an immediate can say this.
-    pub fn fits(&self, to: Target, value: u64) -> bool {
+    pub fn fits(&self, to: RemoteAddress, value: u64) -> bool {
         let word = self.last.get(&(to.region, to.offset));
         word.is_some_and(|word| word.number.is_some() && value.wrapping_sub(word.value) < GROWTH)
     }
 
     /// The immediate that says this; none if it must be said at length, in a record that carries
     /// the number of the word.
-    pub fn immediate(&mut self, to: Target, value: u64) -> Result<u32, u32> {
+    pub fn immediate(&mut self, to: RemoteAddress, value: u64) -> Result<u32, u32> {
         let numbers = self.numbers as usize;
         let word = self.last.entry((to.region, to.offset)).or_insert(Word { value: 0, number: None });
         let growth = value.wrapping_sub(std::mem::replace(&mut word.value, value));
@@ -53,17 +53,17 @@ impl Sent {
                 self.numbers += 1;
                 Err(self.numbers - 1)
             }
-            None => Err(Heard::NONE),
+            None => Err(SignalReceiver::NONE),
         }
     }
 
     /// A word was raised by a record that says everything.
-    pub fn record(&mut self, to: Target, value: u64) -> u32 {
+    pub fn record(&mut self, to: RemoteAddress, value: u64) -> u32 {
         self.immediate(to, value).map_or_else(|number| number, |immediate| immediate >> 20)
     }
 
     /// The words in these bytes were cleared by their owner.
-    pub fn cleared(&mut self, from: Target, len: u64) {
+    pub fn cleared(&mut self, from: RemoteAddress, len: u64) {
         for (&(region, offset), word) in &mut self.last {
             if region == from.region && (from.offset..from.offset + len).contains(&offset) {
                 word.value = 0;
@@ -74,17 +74,17 @@ impl Sent {
 
 /// The receiver's side: which word has which number.
 #[derive(Debug, Default)]
-pub struct Heard {
-    words: Vec<Option<Target>>,
+pub struct SignalReceiver {
+    words: Vec<Option<RemoteAddress>>,
 }
 
-impl Heard {
+impl SignalReceiver {
     /// In place of a number, where they have run out.
     pub const NONE: u32 = u32::MAX;
 
     /// A word has this number from now on. `false` if no correct peer says so.
-    pub fn learn(&mut self, number: u32, word: Target) -> bool {
-        if number == Heard::NONE {
+    pub fn learn(&mut self, number: u32, word: RemoteAddress) -> bool {
+        if number == SignalReceiver::NONE {
             return true;
         }
         let at = number as usize;
@@ -99,7 +99,7 @@ impl Heard {
     }
 
     /// The word of an immediate, and by how much it has grown.
-    pub fn read(&self, immediate: u32) -> Option<(Target, u64)> {
+    pub fn read(&self, immediate: u32) -> Option<(RemoteAddress, u64)> {
         let word = self.words.get((immediate >> 20) as usize).copied().flatten()?;
         Some((word, u64::from(immediate) % GROWTH))
     }
@@ -109,13 +109,13 @@ impl Heard {
 mod tests {
     use super::*;
 
-    fn word(offset: u64) -> Target {
-        Target { region: 0, offset }
+    fn word(offset: u64) -> RemoteAddress {
+        RemoteAddress { region: 0, offset }
     }
 
     #[test]
     fn a_word_is_named_at_length_once_and_by_its_number_then() {
-        let (mut sent, mut heard) = (Sent::default(), Heard::default());
+        let (mut sent, mut heard) = (SignalSender::default(), SignalReceiver::default());
         let mut value = 0;
         for (to, next) in [
             (word(64), 7),
@@ -144,18 +144,18 @@ mod tests {
 
     #[test]
     fn words_beyond_the_numbers_are_always_named_at_length() {
-        let mut sent = Sent::default();
+        let mut sent = SignalSender::default();
         for at in 0..WORDS as u64 {
             assert_eq!(sent.immediate(word(at * 64), 1), Err(at as u32));
         }
-        assert_eq!(sent.immediate(word(1 << 40), 1), Err(Heard::NONE));
-        assert_eq!(sent.immediate(word(1 << 40), 2), Err(Heard::NONE));
-        assert!(Heard::default().learn(Heard::NONE, word(0)));
+        assert_eq!(sent.immediate(word(1 << 40), 1), Err(SignalReceiver::NONE));
+        assert_eq!(sent.immediate(word(1 << 40), 2), Err(SignalReceiver::NONE));
+        assert!(SignalReceiver::default().learn(SignalReceiver::NONE, word(0)));
     }
 
     #[test]
     fn numbers_that_no_partner_gives_are_refused() {
-        let mut heard = Heard::default();
+        let mut heard = SignalReceiver::default();
         assert!(!heard.learn(1, word(0)), "the first number is 0");
         assert!(!heard.learn(WORDS as u32, word(0)));
         assert_eq!(heard.read(5 << 20), None);
@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn a_cleared_word_grows_from_zero_again() {
-        let mut sent = Sent::default();
+        let mut sent = SignalSender::default();
         assert_eq!((sent.growth(word(64), 100), sent.growth(word(64), 105)), (100, 5));
         sent.cleared(word(0), 128);
         assert_eq!(sent.growth(word(64), 3), 3);

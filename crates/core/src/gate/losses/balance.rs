@@ -22,30 +22,30 @@ use super::gradient::{shares, shares_backward};
 use super::{finite, known, rows_of, shape};
 use crate::error::GateError;
 use crate::gate::top_k::TopK;
-use crate::gate::{Preset, Score};
+use crate::gate::{Preset, ScoreFunction};
 
 /// A loss that is least where all experts are chosen equally often, as data.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Balance {
+pub struct BalanceLoss {
     /// Factor on all.
     pub coefficient: f32,
     /// What shares are made of: the softmax of all, or scores divided by their sum.
-    pub score: Score,
+    pub score: ScoreFunction,
     /// Which choices are counted: always before any is dropped.
-    pub map: Map,
+    pub map: CountedChoices,
     /// What counts are divided by.
-    pub share: Share,
+    pub share: CountDivisor,
     /// What becomes of tokens that are not used.
-    pub unused: Unused,
+    pub unused: PaddingTokens,
     /// Parts of the tokens that are balanced each for itself; the loss is the mean of theirs.
-    pub parts: Parts,
+    pub parts: TokenGroups,
 }
 
 /// Which choices are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Map {
+pub enum CountedChoices {
     /// The first choice of each token.
     FirstChoices,
     /// All choices of each token.
@@ -57,7 +57,7 @@ pub enum Map {
 /// What counts are divided by, so that they become shares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Share {
+pub enum CountDivisor {
     /// The tokens.
     OfTokens,
     /// The tokens times `top_k`.
@@ -67,7 +67,7 @@ pub enum Share {
 /// What becomes of tokens that are not used. They are never counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Unused {
+pub enum PaddingTokens {
     /// They are not there: means are over the others. Parts with different numbers of used tokens are all divided by the mean
     /// of these numbers, as Megatron does.
     LeftOut,
@@ -80,7 +80,7 @@ pub enum Unused {
 /// How tokens are split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Parts {
+pub enum TokenGroups {
     /// All tokens together.
     Whole,
     /// So many parts, one after another.
@@ -98,7 +98,7 @@ pub struct LossInput<'a> {
     pub experts: u32,
     /// Choices per token.
     pub top_k: u32,
-    /// `[tokens, top_k]`: the choices before dropping, -1 for none. [`Map::Fresh`] needs none.
+    /// `[tokens, top_k]`: the choices before dropping, -1 for none. [`CountedChoices::Fresh`] needs none.
     pub choices: &'a [i32],
     /// `[tokens]`: which tokens count; all where it is not given.
     pub used: Option<&'a [bool]>,
@@ -127,49 +127,51 @@ pub struct LossInput<'a> {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Totals<'a> {
-    /// `[parts, experts]`, as [`Balance::counts`] gives them, summed or averaged.
+    /// `[parts, experts]`, as [`BalanceLoss::counts`] gives them, summed or averaged.
     pub counts: &'a [f64],
     /// Tokens of all parts that one of these counts is of: of all ranks, of one micro-batch. With
-    /// [`Unused::LeftOut`] those that are used.
+    /// [`PaddingTokens::LeftOut`] those that are used.
     pub tokens: f64,
 }
 
-impl Parts {
+impl TokenGroups {
     /// How many.
     pub fn count(self) -> usize {
         match self {
-            Parts::Whole => 1,
-            Parts::Consecutive(parts) | Parts::Interleaved(parts) => parts as usize,
+            TokenGroups::Whole => 1,
+            TokenGroups::Consecutive(parts) | TokenGroups::Interleaved(parts) => parts as usize,
         }
     }
 
     fn of(self, token: usize, tokens: usize) -> usize {
         match self {
-            Parts::Whole => 0,
-            Parts::Consecutive(parts) => token / (tokens / parts as usize),
-            Parts::Interleaved(parts) => token % parts as usize,
+            TokenGroups::Whole => 0,
+            TokenGroups::Consecutive(parts) => token / (tokens / parts as usize),
+            TokenGroups::Interleaved(parts) => token % parts as usize,
         }
     }
 }
 
-impl Balance {
+impl BalanceLoss {
     /// The loss that belongs to a preset, with a coefficient of 1 and all tokens in one part.
-    pub fn of(preset: Preset) -> Balance {
-        let first = Balance {
+    pub fn of(preset: Preset) -> BalanceLoss {
+        let first = BalanceLoss {
             coefficient: 1.0,
-            score: Score::Softmax,
-            map: Map::FirstChoices,
-            share: Share::OfTokens,
-            unused: Unused::Zero,
-            parts: Parts::Whole,
+            score: ScoreFunction::Softmax,
+            map: CountedChoices::FirstChoices,
+            share: CountDivisor::OfTokens,
+            unused: PaddingTokens::Zero,
+            parts: TokenGroups::Whole,
         };
-        let all = Balance { map: Map::AllChoices, unused: Unused::LeftOut, ..first };
-        let fresh = Balance { map: Map::Fresh, share: Share::OfChoices, ..all };
+        let all = BalanceLoss { map: CountedChoices::AllChoices, unused: PaddingTokens::LeftOut, ..first };
+        let fresh = BalanceLoss { map: CountedChoices::Fresh, share: CountDivisor::OfChoices, ..all };
         match preset {
             Preset::Megatron => fresh,
-            Preset::DeepseekV3 => Balance { score: Score::Sigmoid, ..fresh },
-            Preset::DeepspeedTop1 => Balance { unused: Unused::Shared, ..first },
-            Preset::DeepspeedTopk => Balance { share: Share::OfChoices, unused: Unused::Zero, ..all },
+            Preset::DeepseekV3 => BalanceLoss { score: ScoreFunction::Sigmoid, ..fresh },
+            Preset::DeepspeedTop1 => BalanceLoss { unused: PaddingTokens::Shared, ..first },
+            Preset::DeepspeedTopk => {
+                BalanceLoss { share: CountDivisor::OfChoices, unused: PaddingTokens::Zero, ..all }
+            }
             Preset::DeepspeedTop2 | Preset::Gshard | Preset::Switch | Preset::Tutel => first,
             Preset::Mixtral | Preset::Qwen3 | Preset::Olmoe => all,
         }
@@ -178,7 +180,7 @@ impl Balance {
     /// Adds the number of choices of each expert to `counts`, `[parts, experts]`: what ranks add up for [`Totals`].
     ///
     /// # Errors
-    /// As [`loss`](Balance::loss).
+    /// As [`loss`](BalanceLoss::loss).
     pub fn counts(&self, input: &LossInput<'_>, counts: &mut [f64]) -> Result<(), GateError> {
         let tokens = self.check(input)?;
         let (experts, k) = (input.experts as usize, input.top_k as usize);
@@ -187,13 +189,13 @@ impl Balance {
         for token in (0..tokens).filter(|&token| input.uses(token)) {
             let counts = &mut counts[self.parts.of(token, tokens) * experts..][..experts];
             let chosen = match self.map {
-                Map::Fresh => {
+                CountedChoices::Fresh => {
                     let logits = &input.logits[token * experts..][..experts];
                     top.of(logits, k).for_each(|expert| counts[expert as usize] += 1.0);
                     continue;
                 }
-                Map::FirstChoices => &input.choices[token * k..][..1],
-                Map::AllChoices => &input.choices[token * k..][..k],
+                CountedChoices::FirstChoices => &input.choices[token * k..][..1],
+                CountedChoices::AllChoices => &input.choices[token * k..][..k],
             };
             chosen.iter().filter(|&&id| id >= 0).for_each(|&id| counts[id as usize] += 1.0);
         }
@@ -223,12 +225,12 @@ impl Balance {
                 &own
             }
         };
-        let left_out = self.unused == Unused::LeftOut;
+        let left_out = self.unused == PaddingTokens::LeftOut;
         let here = (0..tokens).filter(|&token| !left_out || input.uses(token)).count();
         let all = input.totals.map_or(here as f64, |totals| totals.tokens) / parts as f64;
         let choices = match self.share {
-            Share::OfTokens => 1.0,
-            Share::OfChoices => f64::from(input.top_k),
+            CountDivisor::OfTokens => 1.0,
+            CountDivisor::OfChoices => f64::from(input.top_k),
         };
         if all == 0.0 {
             return Ok(0.0);
@@ -237,7 +239,7 @@ impl Balance {
 
         let (mut scores, mut share, mut d) = (vec![0.0; experts], vec![0.0; experts], vec![0.0; experts]);
         let mut sums = vec![0.0; parts * experts];
-        let takes_part = |&token: &usize| self.unused == Unused::Shared || input.uses(token);
+        let takes_part = |&token: &usize| self.unused == PaddingTokens::Shared || input.uses(token);
         for token in (0..tokens).filter(takes_part) {
             let row = token * experts..(token + 1) * experts;
             let logits = &input.logits[row.clone()];
@@ -257,7 +259,7 @@ impl Balance {
     /// Checks everything but the arrays that are written; the number of tokens. If there are any, there are no more parts.
     ///
     /// # Errors
-    /// As [`loss`](Balance::loss).
+    /// As [`loss`](BalanceLoss::loss).
     pub fn check(&self, input: &LossInput<'_>) -> Result<usize, GateError> {
         let (experts, k) = (input.experts as usize, input.top_k as usize);
         let tokens = rows_of(input.logits, experts)?;
@@ -270,7 +272,7 @@ impl Balance {
         if parts == 0 || !tokens.is_multiple_of(parts) {
             return bad("parts", parts as f64, "a divisor of the number of tokens");
         }
-        if self.map != Map::Fresh {
+        if self.map != CountedChoices::Fresh {
             shape("choices", input.choices.len(), tokens, k)?;
             known(input.choices, k, experts)?;
         }

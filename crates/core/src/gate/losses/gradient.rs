@@ -1,15 +1,15 @@
 //! Derivatives of a token's scores.
 
-use crate::gate::Score;
+use crate::gate::ScoreFunction;
 use crate::gate::math::exp;
 
-impl Score {
+impl ScoreFunction {
     /// From d/d score to d/d logit, in place. `scores` are those of all `logits`.
     pub(super) fn backward(self, logits: &[f32], scores: &[f64], d: &mut [f64]) {
         match self {
-            Score::Softmax | Score::SoftmaxOfChosen => softmax_backward(scores, d),
-            Score::Sigmoid => d.iter_mut().zip(scores).for_each(|(d, s)| *d *= s * (1.0 - s)),
-            Score::SqrtSoftplus => {
+            ScoreFunction::Softmax | ScoreFunction::SoftmaxOfChosen => softmax_backward(scores, d),
+            ScoreFunction::Sigmoid => d.iter_mut().zip(scores).for_each(|(d, s)| *d *= s * (1.0 - s)),
+            ScoreFunction::SqrtSoftplus => {
                 for ((d, s), &logit) in d.iter_mut().zip(scores).zip(logits) {
                     *d *= 0.5 / (s * (1.0 + exp(-f64::from(logit))));
                 }
@@ -28,15 +28,21 @@ pub(super) fn softmax_backward(scores: &[f64], d: &mut [f64]) {
 const MORE: f64 = 1e-20;
 
 /// Scores that add up to 1: what a softmax gives, and the others divided by their sum.
-pub(super) fn shares(score: Score, logits: &[f32], scores: &mut [f64], shares: &mut [f64]) {
+pub(super) fn shares(score: ScoreFunction, logits: &[f32], scores: &mut [f64], shares: &mut [f64]) {
     score.fill(logits, scores);
     let sum = sum_of(score, scores);
     shares.iter_mut().zip(scores).for_each(|(share, score)| *share = *score / sum);
 }
 
 /// From d/d share to d/d logit, in place.
-pub(super) fn shares_backward(score: Score, logits: &[f32], scores: &[f64], shares: &[f64], d: &mut [f64]) {
-    if matches!(score, Score::Sigmoid | Score::SqrtSoftplus) {
+pub(super) fn shares_backward(
+    score: ScoreFunction,
+    logits: &[f32],
+    scores: &[f64],
+    shares: &[f64],
+    d: &mut [f64],
+) {
+    if matches!(score, ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus) {
         let mean: f64 = d.iter().zip(shares).map(|(d, s)| d * s).sum();
         let sum = sum_of(score, scores);
         d.iter_mut().for_each(|d| *d = (*d - mean) / sum);
@@ -44,9 +50,9 @@ pub(super) fn shares_backward(score: Score, logits: &[f32], scores: &[f64], shar
     score.backward(logits, scores, d);
 }
 
-fn sum_of(score: Score, scores: &[f64]) -> f64 {
+fn sum_of(score: ScoreFunction, scores: &[f64]) -> f64 {
     match score {
-        Score::Softmax | Score::SoftmaxOfChosen => 1.0,
-        Score::Sigmoid | Score::SqrtSoftplus => scores.iter().sum::<f64>() + MORE,
+        ScoreFunction::Softmax | ScoreFunction::SoftmaxOfChosen => 1.0,
+        ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus => scores.iter().sum::<f64>() + MORE,
     }
 }

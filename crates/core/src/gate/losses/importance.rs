@@ -18,7 +18,7 @@ use std::f64::consts::{PI, SQRT_2};
 use super::gradient::softmax_backward;
 use super::{finite, known, rows_of, shape};
 use crate::error::GateError;
-use crate::gate::Score;
+use crate::gate::ScoreFunction;
 use crate::gate::math::exp;
 
 /// Keeps experts that nobody wants from being divided by.
@@ -83,7 +83,7 @@ pub fn importance_loss(
     let mut shares = vec![0.0; experts];
     let (mut importance, mut load) = (vec![0.0; experts], vec![0.0; experts]);
     for (row, _, line) in rows() {
-        Score::Softmax.fill(&input.logits[row], &mut shares);
+        ScoreFunction::Softmax.fill(&input.logits[row], &mut shares);
         for ((importance, load), share) in importance.iter_mut().zip(&mut load).zip(&shares) {
             *importance += share;
             *load += normal((share - line) / deviation);
@@ -96,7 +96,7 @@ pub fn importance_loss(
     // Both sums are slopes now.
     let mut d = vec![0.0; experts];
     for (row, last, line) in rows() {
-        Score::Softmax.fill(&input.logits[row.clone()], &mut shares);
+        ScoreFunction::Softmax.fill(&input.logits[row.clone()], &mut shares);
         let mut d_line = 0.0;
         for (e, (d, share)) in d.iter_mut().zip(&shares).enumerate() {
             let of_load = half * load[e] * density((share - line) / deviation) / deviation;

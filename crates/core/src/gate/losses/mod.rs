@@ -19,7 +19,7 @@ mod importance;
 mod weights;
 mod z;
 
-pub use balance::{Balance, LossInput, Map, Parts, Share, Totals, Unused};
+pub use balance::{BalanceLoss, CountDivisor, CountedChoices, LossInput, PaddingTokens, TokenGroups, Totals};
 pub use importance::{ImportanceInput, importance_loss};
 pub use weights::{WeightsInput, weights_backward};
 pub use z::z_loss;

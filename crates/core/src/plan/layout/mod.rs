@@ -17,8 +17,8 @@ pub(super) use runs::segment;
 
 use super::block::Block;
 use super::counts::padded;
-use super::sorted::held;
-use super::{Bins, Chunk, Counts, Crossing, Mode, Sizes, Sizing, Sorted};
+use super::sorted::vec_memory_usage;
+use super::{Bins, Counts, InterNodeRows, ReceiveMode, ReceiveSizes, RowBuffer, RowSizes, SortedRouting};
 use crate::topology::Paths;
 
 /// Rows that land next to each other: `rows[first..first + count]`, then `pad` rows of zeros, from row `to_row` on.
@@ -36,7 +36,7 @@ pub struct RowRun {
 
 /// One summand of an output row: row `row` of the chunk that `owner` offers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct Term {
+pub struct Summand {
     /// Whose chunk: the rank that made the row or, on another node, the relay that brings it home.
     pub owner: u32,
     /// Row in the chunk.
@@ -45,7 +45,7 @@ pub struct Term {
 
 /// The placement of one dispatch, as one rank sees it.
 #[derive(Clone, Debug, Default)]
-pub struct Layout {
+pub struct DispatchLayout {
     /// Tokens of this rank.
     pub tokens: u32,
     /// Choices per token.
@@ -64,18 +64,18 @@ pub struct Layout {
     /// Per block: its first run, one for each chunk.
     pub block_runs: Vec<u32>,
     /// Summands of each token, in summation order.
-    pub terms: Vec<Term>,
+    pub terms: Vec<Summand>,
     /// First term of each token; one more than there are tokens.
     pub term_starts: Vec<u32>,
     /// For each term its place in `[tokens, top_k]`.
     pub choices: Vec<u32>,
     /// Where relays sum: the summands of each token, those partials among them. Empty otherwise: then `terms` are.
-    pub sums: Vec<Term>,
+    pub sums: Vec<Summand>,
     /// First of `sums` of each token; empty with `sums`.
     pub sum_starts: Vec<u32>,
     /// For each of `sums` its place in `[tokens, top_k]`; of a partial, that of one of its rows.
     pub sum_choices: Vec<u32>,
-    /// With [`Order::Rank`](crate::plan::Order) and [`Order::Node`](crate::plan::Order): lengths of groups of summands that
+    /// With [`SumOrder::Rank`](crate::plan::SumOrder) and [`SumOrder::Node`](crate::plan::SumOrder): lengths of groups of summands that
     /// are summed first, or [`PARTIAL`](crate::dtype::PARTIAL) for one that a relay has summed. Empty otherwise.
     pub groups: Vec<u32>,
     /// First group of each token; empty with `groups`.
@@ -84,7 +84,7 @@ pub struct Layout {
     pub held_by: Vec<u32>,
     /// The chunk of each owner as this rank reads it: all its rows, or, where the chunk is brought home, this rank's rows
     /// (or partials) only.
-    pub chunks: Vec<Chunk>,
+    pub chunks: Vec<RowBuffer>,
     /// Rows that land at each rank, pads counted.
     pub sizes: Vec<u32>,
     /// Rows that this rank stages, to hand them on.
@@ -99,7 +99,7 @@ pub struct Layout {
     pub padded_per_bin: Vec<i64>,
     /// Where a row stands for several choices: what a fetch of one word per choice reads, and the places of those. Empty
     /// otherwise: then `terms` and `choices` are.
-    pub fetched: Vec<Term>,
+    pub fetched: Vec<Summand>,
     /// For each of `fetched` its place in `[tokens, top_k]`.
     pub places: Vec<u32>,
     /// Per token: where its next term goes, while terms are placed.
@@ -111,12 +111,12 @@ pub struct Layout {
     /// Per term that a relay sums: which of those that it brings.
     home_partials: Vec<u32>,
     /// Per bin: the row of the token whose fetches are placed.
-    row_of_bin: Vec<Term>,
+    row_of_bin: Vec<Summand>,
 }
 
 /// What is the same in every call of one `ExpertParallel`.
 #[derive(Clone, Copy, Debug)]
-pub struct Frame<'a> {
+pub struct PlanContext<'a> {
     /// What rows are counted by, and the order of sums.
     pub bins: &'a Bins,
     /// This rank among its nodes.
@@ -126,20 +126,20 @@ pub struct Frame<'a> {
     /// In how many parts a block goes to its relay.
     pub chunks: u8,
     /// Sizes of what moves.
-    pub sizing: Sizing,
+    pub sizing: RowSizes,
     /// How much a rank receives.
-    pub mode: Mode,
+    pub mode: ReceiveMode,
 }
 
-impl Layout {
+impl DispatchLayout {
     /// Places the sorted entries.
     pub fn fill(
         &mut self,
-        frame: &Frame,
-        (sorted, crossing): (&Sorted, &Crossing),
+        frame: &PlanContext,
+        (sorted, crossing): (&SortedRouting, &InterNodeRows),
         top_k: u32,
         counts: &Counts,
-        sizes: &Sizes,
+        sizes: &ReceiveSizes,
     ) {
         self.tokens = sorted.token_starts.len() as u32 - 1;
         self.top_k = top_k;
@@ -154,7 +154,7 @@ impl Layout {
         self.place_landed(frame, counts, sizes);
     }
 
-    fn place_landed(&mut self, frame: &Frame, counts: &Counts, sizes: &Sizes) {
+    fn place_landed(&mut self, frame: &PlanContext, counts: &Counts, sizes: &ReceiveSizes) {
         let me = frame.paths.me();
         self.landed = sizes.rows[me as usize];
         self.begin.clear();
@@ -190,11 +190,17 @@ impl Layout {
             &self.home_partials,
         ];
         let terms = [&self.terms, &self.sums, &self.fetched, &self.row_of_bin];
-        let others =
-            held(&self.runs) + held(&self.chunks) + held(&self.rows_per_bin) + held(&self.padded_per_bin);
+        let others = vec_memory_usage(&self.runs)
+            + vec_memory_usage(&self.chunks)
+            + vec_memory_usage(&self.rows_per_bin)
+            + vec_memory_usage(&self.padded_per_bin);
         let blocks: usize = self.blocks.iter().map(Block::held).sum();
-        let words: usize = words.into_iter().map(held).sum();
-        words + terms.into_iter().map(held).sum::<usize>() + others + held(&self.blocks) + blocks
+        let words: usize = words.into_iter().map(vec_memory_usage).sum();
+        words
+            + terms.into_iter().map(vec_memory_usage).sum::<usize>()
+            + others
+            + vec_memory_usage(&self.blocks)
+            + blocks
     }
 
     /// Number of ranks.

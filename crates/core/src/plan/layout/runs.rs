@@ -3,14 +3,14 @@
 use super::super::block::{Block, Segment};
 use super::super::counts::padded;
 use super::super::sorted::refill;
-use super::super::{Counts, Crossing, Sizes, Sorted};
-use super::{Frame, Layout, RowRun};
+use super::super::{Counts, InterNodeRows, ReceiveSizes, SortedRouting};
+use super::{DispatchLayout, PlanContext, RowRun};
 use crate::topology::{Paths, Route};
 
-impl Layout {
+impl DispatchLayout {
     /// Rows lie packed, those of bin `b` from row `starts[b]` on, and notes do: runs are pieces of these. Of a bin for which
     /// there was not room enough the first rows go.
-    pub fn pack(&mut self, sorted: &Sorted, starts: &[u32]) {
+    pub fn pack(&mut self, sorted: &SortedRouting, starts: &[u32]) {
         for run in self.runs.iter_mut().filter(|run| run.count > 0) {
             let bin = sorted.starts.partition_point(|&start| start <= run.first) - 1;
             run.first = starts[bin];
@@ -19,7 +19,7 @@ impl Layout {
         self.whole = true;
     }
 
-    pub(in crate::plan) fn start(&mut self, sorted: &Sorted) {
+    pub(in crate::plan) fn start(&mut self, sorted: &SortedRouting) {
         self.whole = sorted.whole;
         self.rows.clear();
         if !self.whole {
@@ -27,11 +27,17 @@ impl Layout {
         }
     }
 
-    pub(super) fn place_runs(&mut self, frame: &Frame, sorted: &Sorted, counts: &Counts, sizes: &Sizes) {
+    pub(super) fn place_runs(
+        &mut self,
+        frame: &PlanContext,
+        sorted: &SortedRouting,
+        counts: &Counts,
+        sizes: &ReceiveSizes,
+    ) {
         self.runs.clear();
         refill(&mut self.run_starts, 1, 0);
         for rank in 0..frame.bins.ranks() {
-            if frame.paths.near(rank) || frame.paths.route() == Route::Direct {
+            if frame.paths.same_node(rank) || frame.paths.route() == Route::Direct {
                 let bins = frame.bins.of(rank);
                 let first = if self.whole { sorted.starts[bins.start as usize] } else { 0 };
                 for bin in bins {
@@ -49,10 +55,10 @@ impl Layout {
     /// What each relay is told and, where it hands on, which tokens it gets.
     pub(in crate::plan) fn place_blocks(
         &mut self,
-        frame: &Frame,
-        (sorted, crossing): (&Sorted, &Crossing),
+        frame: &PlanContext,
+        (sorted, crossing): (&SortedRouting, &InterNodeRows),
         counts: &Counts,
-        sizes: &Sizes,
+        sizes: &ReceiveSizes,
     ) {
         let (paths, bins) = (frame.paths, frame.bins);
         refill(&mut self.home_rows, bins.count() as usize, 0);
@@ -104,7 +110,7 @@ impl Layout {
         if paths.route() == Route::Direct {
             return runs(relay).iter().find(|run| run.count > 0).map_or(0, |run| run.first);
         }
-        let near = (0..paths.ranks()).filter(|&rank| paths.near(rank)).flat_map(runs);
+        let near = (0..paths.ranks()).filter(|&rank| paths.same_node(rank)).flat_map(runs);
         let before = paths.relays().zip(&self.blocks).take_while(|(other, _)| *other != relay);
         near.map(|run| run.count).sum::<u32>() + before.map(|(_, block)| block.entries()).sum::<u32>()
     }
@@ -112,11 +118,11 @@ impl Layout {
 
 /// Where this rank's entries of one bin land.
 pub(in crate::plan) fn segment(
-    frame: &Frame,
+    frame: &PlanContext,
     bin: usize,
-    sorted: &Sorted,
+    sorted: &SortedRouting,
     counts: &Counts,
-    sizes: &Sizes,
+    sizes: &ReceiveSizes,
 ) -> Segment {
     let (count, below, total) = (sorted.counts[bin], counts.below[bin], counts.total[bin]);
     let (begin, rest) = (sizes.begin[bin], padded(total, frame.align) - total);

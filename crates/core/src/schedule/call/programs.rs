@@ -290,7 +290,7 @@ impl Class {
         match kind {
             CallKind::Dispatch | CallKind::Prepare => Class::Dispatch,
             CallKind::CachedDispatch | CallKind::CombineBackward => Class::Cached,
-            CallKind::Combine | CallKind::DispatchBackward | CallKind::WeightsHome => Class::Return,
+            CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights => Class::Return,
             // Ranks agree, and nothing moves: so do kinds that are not calls of an exchange.
             _ => Class::Remap,
         }

@@ -1,6 +1,6 @@
 //! The stages of a rank by name: its skeleton, built once.
 
-use crate::schedule::{Caller, Item, Level, Relay, Stage};
+use crate::schedule::{Caller, FlagValue, Relay, Stage, TrackOp};
 use crate::topology::Paths;
 
 /// A stage of a rank's skeleton.
@@ -131,7 +131,7 @@ impl Stages {
     pub fn new(paths: Paths<'_>, chunks: u8, sums: bool) -> Self {
         let (caller, relay) = (Caller::new(paths, chunks), Relay::new(paths, chunks).summing(sums));
         let items = |id| match id {
-            StageId::Release => caller.read(Level::LastReturn),
+            StageId::Release => caller.read(FlagValue::LastReturn),
             StageId::Entry => caller.entry(false),
             StageId::Offer => caller.entry(true),
             StageId::Rows => caller.rows_stage(),
@@ -142,7 +142,7 @@ impl Stages {
             StageId::Sum => caller.sum_stage(),
             StageId::Pull => caller.pull(),
             StageId::PullRest => caller.pull_rest(),
-            StageId::AllRead => caller.read(Level::Call),
+            StageId::AllRead => caller.read(FlagValue::Call),
             StageId::Regroup => caller.regroup(),
             StageId::NodeEntered => relay.node_entered(),
             StageId::CountsSent => relay.counts_sent(),
@@ -162,7 +162,7 @@ impl Stages {
     }
 
     /// The operations of a stage, or of a part of it, in launch order.
-    pub fn items(&self, id: StageId, part: Part) -> &[Item] {
+    pub fn items(&self, id: StageId, part: Part) -> &[TrackOp] {
         self.of(id).part(part)
     }
 }

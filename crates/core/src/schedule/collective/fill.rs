@@ -4,10 +4,10 @@
 use std::ops::Range;
 
 use super::skeleton::Slots;
-use super::{Program, Seat};
-use crate::dtype::{Dtype, PARTIAL, Wire};
-use crate::plan::{Chunk, Term};
-use crate::schedule::{Operand, Operands, Place, SpanCopy, Sum, Tag, Target, WindowId};
+use super::{Program, RankView};
+use crate::dtype::{Dtype, PARTIAL, PartialDtype};
+use crate::plan::{RowBuffer, Summand};
+use crate::schedule::{Operand, Operands, PutSource, SpanCopy, SumOperands, SumTarget, Tag, WindowId};
 
 /// One round of a call.
 #[derive(Clone, Copy, Debug)]
@@ -18,12 +18,12 @@ pub struct Round {
     pub parity: u64,
     /// First byte in the caller's tensor.
     pub at: u64,
-    /// Bytes of this round: at most [`Seat::most`]. Of what lands in place, of each part.
+    /// Bytes of this round: at most [`RankView::most`]. Of what lands in place, of each part.
     pub len: u64,
     /// Type of the elements.
     pub dtype: Dtype,
     /// Type of the partial sums on a ring.
-    pub wire: Wire,
+    pub wire: PartialDtype,
 }
 
 /// What a rank copies from a window to its caller.
@@ -49,14 +49,14 @@ pub struct Rounds {
     /// All-to-all, reduce-scatter: bytes of the caller's tensor that go to each rank in this round, at most a slot; without
     /// an entry, none.
     pub sends: Vec<Range<u64>>,
-    terms: Vec<Term>,
+    terms: Vec<Summand>,
     starts: Vec<u32>,
     groups: Vec<u32>,
     group_starts: Vec<u32>,
-    chunks: Vec<Chunk>,
+    chunks: Vec<RowBuffer>,
     held_by: Vec<u32>,
     bases: Vec<u64>,
-    wire: Wire,
+    wire: PartialDtype,
     /// Bytes of each sum.
     sums: Vec<u64>,
     /// This rank's share of the caller's tensor: where sums go.
@@ -84,7 +84,7 @@ impl Rounds {
             spans: &self.spans,
             tags: &self.tags,
             row_bytes: self.sums.get(step.saturating_sub(1)).copied().unwrap_or(0),
-            sum: Sum {
+            sum: SumOperands {
                 terms: &self.terms,
                 starts: &self.starts,
                 groups: &self.groups,
@@ -93,7 +93,7 @@ impl Rounds {
                 held_by: &self.held_by,
                 bases: &self.bases,
                 chunks: &self.chunks,
-                ..Sum::default()
+                ..SumOperands::default()
             },
             call,
             ..Operands::default()
@@ -101,7 +101,7 @@ impl Rounds {
     }
 
     /// Fills in a round of this rank.
-    pub fn fill(&mut self, seat: &Seat, round: &Round) {
+    pub fn fill(&mut self, seat: &RankView, round: &Round) {
         self.table.fill(Operand::Empty);
         self.spans.clear();
         self.terms.clear();
@@ -117,12 +117,12 @@ impl Rounds {
         self.wire = round.wire;
         self.share = 0..0;
         match round.program {
-            Program::Whole => self.whole(seat, round),
-            Program::Direct { .. } => self.direct(seat, round),
+            Program::OneShot => self.whole(seat, round),
+            Program::TwoShot { .. } => self.direct(seat, round),
             Program::Ring => self.ring(seat, round),
             Program::Broadcast { root, shape } => self.broadcast(seat, round, root, shape.parts()),
             Program::AllToAll => self.all_to_all(seat, round),
-            Program::Landed => self.landed(seat, round),
+            Program::ZeroCopy => self.landed(seat, round),
             Program::AllGather => self.all_gather(seat, round),
             Program::ReduceScatter => self.reduce_scatter(seat, round),
         }
@@ -135,8 +135,8 @@ impl Rounds {
 
     fn span(
         &mut self,
-        slot: crate::schedule::Slot,
-        (from, from_offset): (Place, u64),
+        slot: crate::schedule::OperandId,
+        (from, from_offset): (PutSource, u64),
         to_offset: u64,
         len: u64,
     ) {
@@ -152,26 +152,26 @@ impl Rounds {
 
     /// A row that is added, in bytes.
     fn term(&mut self, holder: u32, base: u64, row_bytes: u64) {
-        self.terms.push(Term { owner: self.chunks.len() as u32, row: 0 });
-        self.chunks.push(Chunk { rows: 1, notes: 0, row_bytes });
+        self.terms.push(Summand { owner: self.chunks.len() as u32, row: 0 });
+        self.chunks.push(RowBuffer { rows: 1, notes: 0, row_bytes });
         self.held_by.push(holder);
         self.bases.push(base);
     }
 
     /// The sum of all terms since the last one.
-    fn sum(&mut self, slot: crate::schedule::Slot, bytes: u64, to: Target) {
+    fn sum(&mut self, slot: crate::schedule::OperandId, bytes: u64, to: SumTarget) {
         let first = self.sums.len() as u32;
         self.table[slot.0 as usize] = Operand::SumRows { first, count: 1, to };
         self.starts.push(self.terms.len() as u32);
         self.sums.push(bytes);
     }
 
-    fn offer(&mut self, seat: &Seat, round: &Round) {
+    fn offer(&mut self, seat: &RankView, round: &Round) {
         let to = seat.staging.offer(round.parity);
-        self.span(Slots::OFFER, (Place::Input, round.at), to, round.len);
+        self.span(Slots::OFFER, (PutSource::Input, round.at), to, round.len);
     }
 
-    fn whole(&mut self, seat: &Seat, round: &Round) {
+    fn whole(&mut self, seat: &RankView, round: &Round) {
         let (staging, parity, len) = (&seat.staging, round.parity, round.len);
         self.offer(seat, round);
         for to in seat.far() {
@@ -185,7 +185,7 @@ impl Rounds {
         self.sum_of_all(seat, round, 0..len);
     }
 
-    fn direct(&mut self, seat: &Seat, round: &Round) {
+    fn direct(&mut self, seat: &RankView, round: &Round) {
         let (staging, parity) = (&seat.staging, round.parity);
         let share = |of| staging.share(round.len, of);
         let (mine, ranks) = (share(seat.me), seat.ranks());
@@ -197,7 +197,7 @@ impl Rounds {
         }
         self.sum_of_all(seat, round, mine.clone());
         let result = staging.result(parity) + mine.start;
-        self.span(Slots::RESULT, (Place::Input, 0), result, mine.end - mine.start);
+        self.span(Slots::RESULT, (PutSource::Input, 0), result, mine.end - mine.start);
         for to in seat.far() {
             self.span(Slots::share(to, ranks), own(seat, result), result, mine.end - mine.start);
         }
@@ -208,7 +208,7 @@ impl Rounds {
     }
 
     /// Of these bytes of the round, by ascending rank.
-    fn sum_of_all(&mut self, seat: &Seat, round: &Round, bytes: Range<u64>) {
+    fn sum_of_all(&mut self, seat: &RankView, round: &Round, bytes: Range<u64>) {
         let (staging, parity, len) = (&seat.staging, round.parity, bytes.end - bytes.start);
         for of in 0..seat.ranks() {
             let base = match seat.near(of) {
@@ -217,12 +217,12 @@ impl Rounds {
             };
             self.term(seat.holder(of), base, len);
         }
-        self.sum(Slots::sum(0, seat.ranks()), len, Target::Output);
+        self.sum(Slots::sum(0, seat.ranks()), len, SumTarget::Output);
         self.share = round.at + bytes.start..round.at + bytes.end;
     }
 
-    fn ring(&mut self, seat: &Seat, round: &Round) {
-        let Seat { me, staging, .. } = seat;
+    fn ring(&mut self, seat: &RankView, round: &Round) {
+        let RankView { me, staging, .. } = seat;
         let (me, ranks, parity) = (*me, seat.ranks(), round.parity);
         let share = |of| staging.share(round.len, of);
         self.offer(seat, round);
@@ -238,8 +238,8 @@ impl Rounds {
             self.term(me, staging.offer(parity) + start, len);
             self.groups.push(1);
             self.group_starts.push(self.groups.len() as u32);
-            let outbox = Target::Partials { window: WindowId::POOL, offset: staging.outbox(step, parity) };
-            self.sum(Slots::sum(step, ranks), len, if step + 1 < ranks { outbox } else { Target::Output });
+            let outbox = SumTarget::Partials { window: WindowId::POOL, offset: staging.outbox(step, parity) };
+            self.sum(Slots::sum(step, ranks), len, if step + 1 < ranks { outbox } else { SumTarget::Output });
             if step + 1 < ranks {
                 let from = own(seat, staging.outbox(step, parity));
                 self.span(Slots::part(step, ranks), from, staging.landing(step, parity), partial);
@@ -249,7 +249,7 @@ impl Rounds {
         self.share = round.at + mine.start..round.at + mine.end;
         self.span(
             Slots::RESULT,
-            (Place::Input, 0),
+            (PutSource::Input, 0),
             staging.result(parity) + mine.start,
             mine.end - mine.start,
         );
@@ -264,7 +264,7 @@ impl Rounds {
         }
     }
 
-    fn broadcast(&mut self, seat: &Seat, round: &Round, root: u32, parts: u8) {
+    fn broadcast(&mut self, seat: &RankView, round: &Round, root: u32, parts: u8) {
         let (offer, ranks) = (seat.staging.offer(round.parity), seat.ranks());
         if seat.me == root {
             self.offer(seat, round);
@@ -280,23 +280,23 @@ impl Rounds {
         }
     }
 
-    fn all_to_all(&mut self, seat: &Seat, round: &Round) {
+    fn all_to_all(&mut self, seat: &RankView, round: &Round) {
         let landing = seat.staging.landing(seat.me, round.parity);
         for to in seat.peers() {
             let Range { start, end } = self.sends.get(to as usize).cloned().unwrap_or_default();
-            self.span(Slots::enter(to), (Place::Input, start), landing, end - start);
+            self.span(Slots::enter(to), (PutSource::Input, start), landing, end - start);
         }
     }
 
-    fn landed(&mut self, seat: &Seat, round: &Round) {
+    fn landed(&mut self, seat: &RankView, round: &Round) {
         let place = seat.staging.in_place(seat.me, round.len);
         for to in 0..seat.ranks() {
-            let from = (Place::Input, u64::from(to) * round.len);
+            let from = (PutSource::Input, u64::from(to) * round.len);
             self.span(Slots::enter(to), from, place, round.len);
         }
     }
 
-    fn all_gather(&mut self, seat: &Seat, round: &Round) {
+    fn all_gather(&mut self, seat: &RankView, round: &Round) {
         self.offer(seat, round);
         for to in seat.far() {
             let offer = own(seat, seat.staging.offer(round.parity));
@@ -304,26 +304,26 @@ impl Rounds {
         }
     }
 
-    fn reduce_scatter(&mut self, seat: &Seat, round: &Round) {
+    fn reduce_scatter(&mut self, seat: &RankView, round: &Round) {
         self.all_to_all(seat, round);
         let (offer, parity) = (seat.staging.offer(round.parity), round.parity);
         let Range { start, end } = self.sends.get(seat.me as usize).cloned().unwrap_or_default();
-        self.span(Slots::OFFER, (Place::Input, start), offer, end - start);
+        self.span(Slots::OFFER, (PutSource::Input, start), offer, end - start);
         for of in 0..seat.ranks() {
             let base = if of == seat.me { offer } else { seat.staging.landing(of, parity) };
             self.term(seat.me, base, end - start);
         }
-        self.sum(Slots::sum(0, seat.ranks()), end - start, Target::Output);
+        self.sum(Slots::sum(0, seat.ranks()), end - start, SumTarget::Output);
         self.share = round.at..round.at + (end - start);
     }
 
     /// All-to-all: what has come from a rank in this round, for these bytes of the caller's tensor.
-    pub fn arrived(&mut self, seat: &Seat, parity: u64, from: u32, bytes: Range<u64>) {
+    pub fn arrived(&mut self, seat: &RankView, parity: u64, from: u32, bytes: Range<u64>) {
         self.copied(seat.me, seat.staging.landing(from, parity), (bytes.start, bytes.end - bytes.start));
     }
 
     /// All-gather: what a rank has for all in this round, for these bytes of the caller's tensor.
-    pub fn gathered(&mut self, seat: &Seat, parity: u64, from: u32, bytes: Range<u64>) {
+    pub fn gathered(&mut self, seat: &RankView, parity: u64, from: u32, bytes: Range<u64>) {
         let at =
             if seat.near(from) { seat.staging.offer(parity) } else { seat.staging.landing(from, parity) };
         self.copied(seat.holder(from), at, (bytes.start, bytes.end - bytes.start));
@@ -331,6 +331,6 @@ impl Rounds {
 }
 
 /// A place in this rank's own window.
-fn own(seat: &Seat, offset: u64) -> (Place, u64) {
-    (Place::Window { owner: seat.me, window: WindowId::POOL }, offset)
+fn own(seat: &RankView, offset: u64) -> (PutSource, u64) {
+    (PutSource::Window { owner: seat.me, window: WindowId::POOL }, offset)
 }

@@ -26,7 +26,7 @@
 //!
 //! **Licence.** All places are doubled by the parity of the round, and that is enough: who writes into round n + 2's has heard
 //! everybody enter n + 1, so everybody has read what it wanted of round n. It is the rule of
-//! [`Control`](super::Control) for what is doubled there.
+//! [`ControlLayout`](super::ControlLayout) for what is doubled there.
 //!
 //! There is one *room* for results that land in place, which the caller reads there until its next call, of whatever kind. So the entry is the
 //! licence: who puts has heard that everybody entered this very call, and has therefore read the result of the last one.
@@ -38,9 +38,9 @@
 //! ```
 //!
 //! **Bits.** Whole and direct add in `f32` by ascending rank from +0 and round once: the same bits, wherever ranks are. A ring
-//! adds share `s` in the order s + 1, s + 2, ... s, and rounds each partial to its [`Wire`](crate::dtype::Wire).
+//! adds share `s` in the order s + 1, s + 2, ... s, and rounds each partial to its [`PartialDtype`](crate::dtype::PartialDtype).
 //!
-//! **Messages** ([`Pair`]) have words, slots and numbers of their own, and pass collectives by.
+//! **Messages** ([`MessageChannel`]) have words, slots and numbers of their own, and pass collectives by.
 
 mod fill;
 mod pair;
@@ -48,7 +48,7 @@ mod skeleton;
 mod staging;
 
 pub use fill::{Copied, Round, Rounds};
-pub use pair::{Pair, Passing};
+pub use pair::{MessageChannel, MessagePart};
 pub use skeleton::{Program, Shape, Skeleton, Step, Tensor};
 pub use staging::Staging;
 
@@ -58,7 +58,7 @@ use crate::topology::NodeMap;
 
 /// One rank among those of a collective.
 #[derive(Clone, Debug)]
-pub struct Seat {
+pub struct RankView {
     /// Which ranks share memory.
     pub nodes: NodeMap,
     /// This rank.
@@ -67,7 +67,7 @@ pub struct Seat {
     pub staging: Staging,
 }
 
-impl Seat {
+impl RankView {
     /// Number of ranks.
     pub fn ranks(&self) -> u32 {
         self.nodes.ranks()

@@ -14,26 +14,26 @@
 
 use std::ops::Range;
 
-use super::{Copied, Seat};
-use crate::schedule::{Calls, Flag, Item, Level, Op, Place, Slot, SpanCopy, WindowId};
+use super::{Copied, RankView};
+use crate::schedule::{Calls, Flag, FlagValue, Op, OperandId, PutSource, SpanCopy, TrackOp, WindowId};
 
 /// Parts that a sender may be ahead.
 const AHEAD: u64 = 2;
 
 /// One direction between this rank and a peer: how many parts have passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pair {
+pub struct MessageChannel {
     /// The other rank.
     pub peer: u32,
     parts: Calls,
     first: u64,
 }
 
-impl Pair {
+impl MessageChannel {
     /// None yet, in a world of this epoch.
     pub fn new(peer: u32, epoch: u16) -> Self {
         let parts = Calls::new(epoch);
-        Pair { peer, parts, first: parts.value() }
+        MessageChannel { peer, parts, first: parts.value() }
     }
 
     /// Goes on to the next part.
@@ -57,31 +57,31 @@ impl Pair {
     }
 
     /// Bytes of the message that its part `nth` has.
-    pub fn part(seat: &Seat, len: u64, nth: u64) -> Range<u64> {
+    pub fn part(seat: &RankView, len: u64, nth: u64) -> Range<u64> {
         let slot = seat.staging.slot();
         (nth * slot).min(len)..((nth + 1) * slot).min(len)
     }
 
     /// Number of parts of a message.
-    pub fn parts(seat: &Seat, len: u64) -> u64 {
+    pub fn parts(seat: &RankView, len: u64) -> u64 {
         len.div_ceil(seat.staging.slot()).max(1)
     }
 
     /// The sender's wait for the slot.
-    pub fn free(&self) -> Item {
-        item(Op::Wait { from: self.peer, flag: Flag::Read, level: Level::Call })
+    pub fn free(&self) -> TrackOp {
+        item(Op::Wait { from: self.peer, flag: Flag::Read, level: FlagValue::Call })
     }
 
     /// The sender's put, and its word.
-    pub fn send(&self, seat: &Seat) -> [Item; 2] {
-        let signal = Op::Signal { to: self.peer, of: seat.me, flag: Flag::Block, level: Level::Call };
-        [item(Op::Put { to: self.peer, slot: Slot(0) }), item(signal)]
+    pub fn send(&self, seat: &RankView) -> [TrackOp; 2] {
+        let signal = Op::Signal { to: self.peer, of: seat.me, flag: Flag::Block, level: FlagValue::Call };
+        [item(Op::Put { to: self.peer, slot: OperandId(0) }), item(signal)]
     }
 
     /// What the put moves.
-    pub fn sent(&self, seat: &Seat, bytes: Range<u64>) -> SpanCopy {
+    pub fn sent(&self, seat: &RankView, bytes: Range<u64>) -> SpanCopy {
         SpanCopy {
-            from: Place::Input,
+            from: PutSource::Input,
             from_offset: bytes.start,
             to: WindowId::POOL,
             to_offset: seat.staging.pair(seat.me, self.parts.parity()),
@@ -90,46 +90,46 @@ impl Pair {
     }
 
     /// The receiver's wait.
-    pub fn receive(&self) -> Item {
-        item(Op::Wait { from: self.peer, flag: Flag::Block, level: Level::Call })
+    pub fn receive(&self) -> TrackOp {
+        item(Op::Wait { from: self.peer, flag: Flag::Block, level: FlagValue::Call })
     }
 
     /// What the receiver copies.
-    pub fn received(&self, seat: &Seat, bytes: Range<u64>) -> Copied {
+    pub fn received(&self, seat: &RankView, bytes: Range<u64>) -> Copied {
         let offset = seat.staging.pair(self.peer, self.parts.parity());
         Copied { owner: seat.me, offset, at: bytes.start, len: bytes.end - bytes.start }
     }
 
     /// The receiver's answer, which frees the slot, and says how many messages it has refused so far, modulo 256.
-    pub fn answer(&self, seat: &Seat, refused: u8) -> Item {
-        let level = if refused > 0 { Level::Part(refused) } else { Level::Call };
+    pub fn answer(&self, seat: &RankView, refused: u8) -> TrackOp {
+        let level = if refused > 0 { FlagValue::Part(refused) } else { FlagValue::Call };
         item(Op::Signal { to: self.peer, of: seat.me, flag: Flag::Read, level })
     }
 }
 
 /// One part of two messages that pass each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Passing {
+pub struct MessagePart {
     /// Whether it is of the message that this rank sends.
     pub sends: bool,
     /// Which part of its message.
     pub nth: u64,
 }
 
-impl Passing {
+impl MessagePart {
     /// The order in which a rank that has so many parts to send and so many to receive does both at once: in turn, so that
     /// never more lies unread between two ranks than there are slots.
-    pub fn both(sends: u64, receives: u64) -> impl Iterator<Item = Passing> {
+    pub fn both(sends: u64, receives: u64) -> impl Iterator<Item = MessagePart> {
         (0..sends.max(receives)).flat_map(move |nth| Self::parts(nth, sends, receives).into_iter().flatten())
     }
 
     /// The `nth` parts of both messages, where they have so many.
-    pub fn parts(nth: u64, sends: u64, receives: u64) -> [Option<Passing>; 2] {
+    pub fn parts(nth: u64, sends: u64, receives: u64) -> [Option<MessagePart>; 2] {
         [(true, sends), (false, receives)]
-            .map(|(sends, parts)| (nth < parts).then_some(Passing { sends, nth }))
+            .map(|(sends, parts)| (nth < parts).then_some(MessagePart { sends, nth }))
     }
 }
 
-fn item(op: Op) -> Item {
-    Item { track: 0, op }
+fn item(op: Op) -> TrackOp {
+    TrackOp { track: 0, op }
 }

@@ -1,17 +1,17 @@
 //! Who puts, signals and waits, in which order: built once for each program.
 
-use super::Seat;
+use super::RankView;
 use crate::error::CallKind;
 use crate::schedule::call::{CallProgram, CallShape};
-use crate::schedule::{Flag, Item, Level, Op, Slot, Stage};
+use crate::schedule::{Flag, FlagValue, Op, OperandId, Stage, TrackOp};
 
 /// A collective, as all ranks carry it out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Program {
     /// All-reduce of what fits a slot: every rank sums everything.
-    Whole,
+    OneShot,
     /// All-reduce: every rank sums its share, and all get the sums.
-    Direct {
+    TwoShot {
         /// Another round of it follows, whose entry says that the sums have landed.
         more: bool,
     },
@@ -27,7 +27,7 @@ pub enum Program {
     /// Each rank has something for each.
     AllToAll,
     /// The same, straight to its place in each rank's result.
-    Landed,
+    ZeroCopy,
     /// Each rank has something for all.
     AllGather,
     /// Each rank sums what all ranks have for it.
@@ -38,9 +38,9 @@ impl Program {
     /// The call that it is a round of.
     pub fn kind(self) -> CallKind {
         match self {
-            Program::Whole | Program::Direct { .. } | Program::Ring => CallKind::AllReduce,
+            Program::OneShot | Program::TwoShot { .. } | Program::Ring => CallKind::AllReduce,
             Program::Broadcast { .. } => CallKind::Broadcast,
-            Program::AllToAll | Program::Landed => CallKind::AllToAll,
+            Program::AllToAll | Program::ZeroCopy => CallKind::AllToAll,
             Program::AllGather => CallKind::AllGather,
             Program::ReduceScatter => CallKind::ReduceScatter,
         }
@@ -48,7 +48,7 @@ impl Program {
 
     /// Whether what it leaves for the caller has come only when the next round has been entered.
     pub fn ends_in_the_next(self) -> bool {
-        self == Program::Direct { more: true }
+        self == Program::TwoShot { more: true }
     }
 }
 
@@ -107,29 +107,29 @@ pub(super) struct Slots;
 
 impl Slots {
     /// What goes to this rank's own offer.
-    pub const OFFER: Slot = Slot(0);
+    pub const OFFER: OperandId = OperandId(0);
     /// What goes to this rank's own result.
-    pub const RESULT: Slot = Slot(1);
+    pub const RESULT: OperandId = OperandId(1);
     const FIRST: u32 = 2;
 
     /// What goes to a rank on entering or, straight to its place, when all have.
-    pub fn enter(to: u32) -> Slot {
-        Slot(Self::FIRST + to)
+    pub fn enter(to: u32) -> OperandId {
+        OperandId(Self::FIRST + to)
     }
 
     /// What goes to a rank behind the sum; on a ring, in a step of the gathering.
-    pub fn share(to: u32, ranks: u32) -> Slot {
-        Slot(Self::FIRST + ranks + to)
+    pub fn share(to: u32, ranks: u32) -> OperandId {
+        OperandId(Self::FIRST + ranks + to)
     }
 
     /// On a ring, a step's sum.
-    pub fn sum(step: u32, ranks: u32) -> Slot {
-        Slot(Self::FIRST + 2 * ranks + step)
+    pub fn sum(step: u32, ranks: u32) -> OperandId {
+        OperandId(Self::FIRST + 2 * ranks + step)
     }
 
     /// On a ring, what a step puts; of a broadcast, a part.
-    pub fn part(step: u32, ranks: u32) -> Slot {
-        Slot(Self::FIRST + 3 * ranks + step)
+    pub fn part(step: u32, ranks: u32) -> OperandId {
+        OperandId(Self::FIRST + 3 * ranks + step)
     }
 
     /// How many there are.
@@ -139,7 +139,7 @@ impl Slots {
 }
 
 /// Operations of one stage, as they come.
-struct Ops(Vec<Item>);
+struct Ops(Vec<TrackOp>);
 
 impl Ops {
     fn new() -> Self {
@@ -147,23 +147,23 @@ impl Ops {
     }
 
     fn add(mut self, op: Op) -> Self {
-        self.0.push(Item { track: 0, op });
+        self.0.push(TrackOp { track: 0, op });
         self
     }
 
-    fn put(self, to: u32, slot: Slot) -> Self {
+    fn put(self, to: u32, slot: OperandId) -> Self {
         self.add(Op::Put { to, slot })
     }
 
-    fn reduce(self, slot: Slot) -> Self {
+    fn reduce(self, slot: OperandId) -> Self {
         self.add(Op::Reduce { slot })
     }
 
-    fn signal(self, (to, of): (u32, u32), flag: Flag, level: Level) -> Self {
+    fn signal(self, (to, of): (u32, u32), flag: Flag, level: FlagValue) -> Self {
         self.add(Op::Signal { to, of, flag, level })
     }
 
-    fn wait(self, from: u32, flag: Flag, level: Level) -> Self {
+    fn wait(self, from: u32, flag: Flag, level: FlagValue) -> Self {
         self.add(Op::Wait { from, flag, level })
     }
 
@@ -180,15 +180,15 @@ impl Ops {
     }
 }
 
-impl Seat {
+impl RankView {
     /// The most bytes of a round: of what a rank has for all, or for each.
     pub fn most(&self, program: Program) -> u64 {
         match program {
-            Program::Whole | Program::AllToAll | Program::ReduceScatter => self.staging.slot(),
-            Program::Landed => self.staging.room() / u64::from(self.ranks()),
+            Program::OneShot | Program::AllToAll | Program::ReduceScatter => self.staging.slot(),
+            Program::ZeroCopy => self.staging.room() / u64::from(self.ranks()),
             // Ranks of other nodes have a slot each.
             Program::AllGather if self.nodes.nodes() > 1 => self.staging.slot(),
-            Program::Direct { .. } | Program::AllGather => self.staging.chunk(),
+            Program::TwoShot { .. } | Program::AllGather => self.staging.chunk(),
             Program::Ring => self.staging.half_chunk(),
             Program::Broadcast { .. } => self.staging.wide_offer(),
         }
@@ -197,9 +197,9 @@ impl Seat {
     /// This rank's part of a program.
     pub fn skeleton(&self, program: Program) -> Skeleton {
         let steps = match program {
-            Program::Whole => vec![self.offered(), self.summed()],
-            Program::Direct { more: true } => vec![self.offered(), self.summed(), self.shared().share()],
-            Program::Direct { more: false } => {
+            Program::OneShot => vec![self.offered(), self.summed()],
+            Program::TwoShot { more: true } => vec![self.offered(), self.summed(), self.shared().share()],
+            Program::TwoShot { more: false } => {
                 vec![self.offered(), self.summed(), self.landed_by_all(self.shared()).share()]
             }
             Program::Ring => self.ring(),
@@ -208,7 +208,7 @@ impl Seat {
                 let ops = Ops::new().each(self.peers(), |ops, to| ops.put(to, Slots::enter(to)));
                 vec![self.entered(ops)]
             }
-            Program::Landed => {
+            Program::ZeroCopy => {
                 let near = self.peers().filter(|&peer| self.near(peer));
                 // Wires carry while this rank copies.
                 let order = self.far().chain(near).chain([self.me]);
@@ -228,7 +228,7 @@ impl Seat {
 
     /// Tells everybody that this rank has entered, behind its puts, and waits for everybody.
     fn entered(&self, puts: Ops) -> Step {
-        let (flag, level) = (Flag::Entry, Level::Call);
+        let (flag, level) = (Flag::Entry, FlagValue::Call);
         puts.each(self.peers(), |ops, to| ops.signal((to, self.me), flag, level))
             .each(self.peers(), |ops, from| ops.wait(from, flag, level))
             .step("enter", Tensor::Input)
@@ -251,7 +251,7 @@ impl Seat {
 
     /// Tells everybody that these have landed, and waits for everybody's.
     fn landed_by_all(&self, puts: Ops) -> Ops {
-        let (flag, level) = (Flag::Landed, Level::Call);
+        let (flag, level) = (Flag::Landed, FlagValue::Call);
         puts.each(self.peers(), |ops, to| ops.signal((to, self.me), flag, level))
             .each(self.peers(), |ops, from| ops.wait(from, flag, level))
     }
@@ -261,12 +261,12 @@ impl Seat {
         let mut steps = vec![self.entered(Ops::new().put(me, Slots::OFFER))];
         let landed = |ops: Ops, step: u32| match step {
             0 => ops,
-            step => ops.wait(from, Flag::Landed, Level::Part(step as u8)),
+            step => ops.wait(from, Flag::Landed, FlagValue::Part(step as u8)),
         };
         for step in 0..ranks - 1 {
             let ops =
                 landed(Ops::new(), step).reduce(Slots::sum(step, ranks)).put(next, Slots::part(step, ranks));
-            let ops = ops.signal((next, me), Flag::Landed, Level::Part(step as u8 + 1));
+            let ops = ops.signal((next, me), Flag::Landed, FlagValue::Part(step as u8 + 1));
             steps.push(ops.step("step", Tensor::None));
         }
         steps.push(
@@ -275,13 +275,13 @@ impl Seat {
         let mut gather = Ops::new().put(me, Slots::RESULT);
         for step in 0..ranks - 1 {
             if step > 0 {
-                gather = gather.wait(from, Flag::Home, Level::Part(step as u8));
+                gather = gather.wait(from, Flag::Returned, FlagValue::Part(step as u8));
             }
             gather = gather.put(next, Slots::share(step, ranks));
-            gather = gather.signal((next, me), Flag::Home, Level::Part(step as u8 + 1));
+            gather = gather.signal((next, me), Flag::Returned, FlagValue::Part(step as u8 + 1));
         }
         if ranks > 1 {
-            gather = gather.wait(from, Flag::Home, Level::Part((ranks - 1) as u8));
+            gather = gather.wait(from, Flag::Returned, FlagValue::Part((ranks - 1) as u8));
         }
         steps.push(gather.step("gather", Tensor::Share));
         steps
@@ -296,7 +296,7 @@ impl Seat {
         let mut ops = Ops::new();
         match leaders.iter().position(|&leader| leader == me) {
             // Of the root all neighbours have heard.
-            None if leader != root => ops = ops.wait(leader, flag, Level::Call),
+            None if leader != root => ops = ops.wait(leader, flag, FlagValue::Call),
             None => {}
             Some(place) => {
                 let parent = if shape == Shape::Star { 0 } else { place.saturating_sub(1) };
@@ -309,24 +309,24 @@ impl Seat {
                 let first = if children.is_empty() { parts } else { 1 };
                 for part in first..=parts {
                     if me != root {
-                        ops = ops.wait(leaders[parent], flag, Level::Part(part));
+                        ops = ops.wait(leaders[parent], flag, FlagValue::Part(part));
                     }
                     let slot = Slots::part(u32::from(part) - 1, self.ranks());
                     ops = ops.each(children.iter().copied(), |ops, to| ops.put(to, slot));
                     ops = ops.each(children.iter().copied(), |ops, to| {
-                        ops.signal((to, me), flag, Level::Part(part))
+                        ops.signal((to, me), flag, FlagValue::Part(part))
                     });
                 }
                 if me != root {
                     let members = self.peers().filter(|&peer| self.near(peer));
-                    ops = ops.each(members, |ops, to| ops.signal((to, me), flag, Level::Call));
+                    ops = ops.each(members, |ops, to| ops.signal((to, me), flag, FlagValue::Call));
                 }
             }
         }
         vec![enter, ops.step("hand on", Tensor::None)]
     }
 
-    /// Of this rank's node among those of [`Seat::leaders`].
+    /// Of this rank's node among those of [`RankView::leaders`].
     pub(super) fn place(&self, root: u32) -> u32 {
         let nodes = self.nodes.nodes();
         (self.nodes.node_of(self.me) + nodes - self.nodes.node_of(root)) % nodes

@@ -1,8 +1,10 @@
 //! Operands of a rank's own part.
 
-use super::Setting;
-use crate::plan::{Chunk, Forward, Layout, held};
-use crate::schedule::{Caller, Calls, Index, Operand, Operands, Place, SpanCopy, Tag, Target, WindowId};
+use super::FillContext;
+use crate::plan::{DispatchLayout, RelayPlan, RowBuffer, vec_memory_usage};
+use crate::schedule::{
+    Caller, Calls, Index, Operand, Operands, PutSource, SpanCopy, SumTarget, Tag, WindowId,
+};
 use crate::topology::{Paths, Route};
 
 /// Operand tables of one rank's callers, used again by all calls.
@@ -24,7 +26,7 @@ pub struct CallerTables {
 
 /// Which parts of a chunk come home in a return.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Parts {
+pub struct ReturnParts {
     /// The rows, summed.
     pub rows: bool,
     /// One `f32` per row, fetched.
@@ -47,8 +49,12 @@ impl CallerTables {
 
     /// Bytes that its tables hold, used or kept for the next call.
     pub fn held(&self) -> usize {
-        let words = held(&self.bases) + held(&self.landing);
-        held(&self.table) + held(&self.spans) + held(&self.tags) + words + held(&self.landed)
+        let words = vec_memory_usage(&self.bases) + vec_memory_usage(&self.landing);
+        vec_memory_usage(&self.table)
+            + vec_memory_usage(&self.spans)
+            + vec_memory_usage(&self.tags)
+            + words
+            + vec_memory_usage(&self.landed)
     }
 
     /// Forgets the last call.
@@ -72,20 +78,20 @@ impl CallerTables {
 
     /// Dispatch: rows, to where `landing` says. With `noted`, what goes with them, too, and the headers of the blocks:
     /// once per layout, since whoever follows it later knows them. Rows of no bytes stay.
-    pub fn rows(&mut self, at: &Setting, layout: &Layout, noted: bool) {
+    pub fn rows(&mut self, at: &FillContext, layout: &DispatchLayout, noted: bool) {
         self.clear();
         let (paths, sizing) = (at.paths, at.sizing);
         let caller = Caller::new(paths, at.chunks);
-        let index = if layout.whole { Index::Straight } else { Index::Listed };
+        let index = if layout.whole { Index::Contiguous } else { Index::Listed };
         for peer in 0..paths.ranks() {
             let runs = layout.runs_to(peer);
             let (first, count) = (runs.start, runs.end - runs.start);
             let base = self.landing[peer as usize];
-            let window = if paths.near(peer) { WindowId::POOL } else { at.far };
+            let window = if paths.same_node(peer) { WindowId::POOL } else { at.far };
             let rows = Operand::Rows {
                 first,
                 count,
-                from: Place::Input,
+                from: PutSource::Input,
                 from_offset: 0,
                 index,
                 to: window,
@@ -95,9 +101,9 @@ impl CallerTables {
             let notes = Operand::Rows {
                 first,
                 count,
-                from: Place::Notes,
+                from: PutSource::Notes,
                 from_offset: 0,
-                index: Index::Straight,
+                index: Index::Contiguous,
                 to: window,
                 base: base + at.landing(layout.sizes[peer as usize]).notes_at(),
                 row_bytes: sizing.note_bytes(),
@@ -118,7 +124,7 @@ impl CallerTables {
                 self.table[caller.block(relay, chunk).0 as usize] = Operand::Rows {
                     first: layout.block_runs[nth as usize] + u32::from(chunk) - 1,
                     count: 1,
-                    from: Place::Input,
+                    from: PutSource::Input,
                     from_offset: 0,
                     index,
                     to: at.far,
@@ -131,10 +137,10 @@ impl CallerTables {
         }
     }
 
-    fn header(&mut self, at: &Setting, layout: &Layout, nth: u32, relay: u32) {
+    fn header(&mut self, at: &FillContext, layout: &DispatchLayout, nth: u32, relay: u32) {
         let first = self.spans.len() as u32;
         self.spans.push(SpanCopy {
-            from: Place::Window { owner: at.paths.me(), window: WindowId::CONTROL },
+            from: PutSource::Window { owner: at.paths.me(), window: WindowId::CONTROL },
             from_offset: at.control.header_out(nth, at.parity),
             to: WindowId::CONTROL,
             to_offset: at.control.header_in(at.paths.place_at(relay), at.parity),
@@ -146,7 +152,7 @@ impl CallerTables {
 
     /// Return, before its entry: cuts staging that begins at `start` into a place for the rows that each relay brings
     /// home. It takes [`CallerTables::home_bytes`].
-    pub fn stage(&mut self, paths: &Paths, layout: &Layout, start: u64) {
+    pub fn stage(&mut self, paths: &Paths, layout: &DispatchLayout, start: u64) {
         let mut next = start;
         for relay in paths.relays() {
             self.bases[relay as usize] = next;
@@ -158,13 +164,14 @@ impl CallerTables {
     /// place.
     pub fn offer(&mut self, paths: &Paths, tag: Tag, chunk: u64) {
         for (peer, told) in (0..).zip(&mut self.tags) {
-            *told = Tag { base: if paths.near(peer) { chunk } else { self.bases[peer as usize] }, ..tag };
+            *told =
+                Tag { base: if paths.same_node(peer) { chunk } else { self.bases[peer as usize] }, ..tag };
         }
     }
 
     /// Stage "in" of a dispatch: what sources of other nodes put into this rank's twin, rows and, with `noted`, what goes
     /// with them, to where it is to lie. Rows that lie next to each other go as one, whoever sent them.
-    pub fn bring_in(&mut self, at: &Setting, forward: &Forward, landing: Chunk, noted: bool) {
+    pub fn bring_in(&mut self, at: &FillContext, forward: &RelayPlan, landing: RowBuffer, noted: bool) {
         self.clear();
         self.landed.clear();
         let segments = forward.blocks.iter().flat_map(|block| &block.segments);
@@ -183,9 +190,9 @@ impl CallerTables {
     /// They lie on the `desk`: the index, and the notes of row 0.
     pub fn bring_notes_in(
         &mut self,
-        at: &Setting,
+        at: &FillContext,
         landed: &[(u32, u32)],
-        landing: Chunk,
+        landing: RowBuffer,
         (desk_index, desk_notes): (u64, u64),
     ) {
         self.clear();
@@ -194,7 +201,7 @@ impl CallerTables {
         let (base, (index, end)) = (self.landing[at.paths.me() as usize], landing.arrivals());
         self.join();
         self.bring(at, (desk_notes, base + landing.notes_at()), at.sizing.note_bytes());
-        let from = Place::Window { owner: at.paths.me(), window: WindowId::TWIN };
+        let from = PutSource::Window { owner: at.paths.me(), window: WindowId::HOST_STAGING };
         let (to, to_offset, len) = (WindowId::POOL, base + index, end - index);
         self.spans.push(SpanCopy { from, from_offset: desk_index, to, to_offset, len });
         self.brought(at);
@@ -211,9 +218,9 @@ impl CallerTables {
         });
     }
 
-    fn bring(&mut self, at: &Setting, (from, to): (u64, u64), bytes: u64) {
+    fn bring(&mut self, at: &FillContext, (from, to): (u64, u64), bytes: u64) {
         self.spans.extend(self.landed.iter().map(|&(first, rows)| SpanCopy {
-            from: Place::Window { owner: at.paths.me(), window: WindowId::TWIN },
+            from: PutSource::Window { owner: at.paths.me(), window: WindowId::HOST_STAGING },
             from_offset: from + u64::from(first) * bytes,
             to: WindowId::POOL,
             to_offset: to + u64::from(first) * bytes,
@@ -221,16 +228,22 @@ impl CallerTables {
         }));
     }
 
-    fn brought(&mut self, at: &Setting) {
+    fn brought(&mut self, at: &FillContext) {
         let slot = Caller::new(at.paths, at.chunks).rows(at.paths.me());
         self.table[slot.0 as usize] = Operand::Spans { first: 0, count: self.spans.len() as u32 };
     }
 
     /// Dispatch where engines relay, behind [`CallerTables::rows`]: rows for neighbours go to their arrivals, one run each, the
     /// first of which is run `first` of the layout. `landing` says how much lies before arrivals, and before what is staged.
-    pub fn to_arrivals(&mut self, at: &Setting, layout: &Layout, first: u32, landing: impl Fn(u32) -> Chunk) {
+    pub fn to_arrivals(
+        &mut self,
+        at: &FillContext,
+        layout: &DispatchLayout,
+        first: u32,
+        landing: impl Fn(u32) -> RowBuffer,
+    ) {
         let (paths, caller) = (at.paths, Caller::new(at.paths, at.chunks));
-        for (run, peer) in (first..).zip((0..paths.ranks()).filter(|&peer| paths.near(peer))) {
+        for (run, peer) in (first..).zip((0..paths.ranks()).filter(|&peer| paths.same_node(peer))) {
             let to = self.landing[peer as usize] + landing(layout.sizes[peer as usize]).bytes();
             if let Operand::Rows { first, count, base, .. } = &mut self.table[caller.rows(peer).0 as usize] {
                 (*first, *count, *base) = (run, 1, to);
@@ -248,12 +261,12 @@ impl CallerTables {
     }
 
     /// Return, before its entry: a place for the rows alone that each relay brings home. In the twin these are cut from
-    /// `home`; where rails reach the pool they are [those](Layout::home_of) in which rows are summed.
-    pub fn stage_rows(&mut self, at: &Setting, layout: &Layout, home: u64) {
+    /// `home`; where rails reach the pool they are [those](DispatchLayout::home_of) in which rows are summed.
+    pub fn stage_rows(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
         let (mut next, row_bytes) = (0, at.sizing.home_bytes);
         for (relay, block) in at.paths.relays().zip(&layout.blocks) {
             let first = match at.far {
-                WindowId::TWIN => next,
+                WindowId::HOST_STAGING => next,
                 _ => layout.home_of(&at.paths, relay),
             };
             self.bases[relay as usize] = home + u64::from(first) * row_bytes;
@@ -264,17 +277,17 @@ impl CallerTables {
     /// Stage "pull" of a return: from where each owner offers its chunk (`bases`) the rows of this rank, to `home`, where they
     /// lie as they lay when they went out. Those of other nodes have come to the twin by then, one behind the other; or are
     /// home.
-    pub fn pull(&mut self, at: &Setting, layout: &Layout, home: u64) {
+    pub fn pull(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
         self.clear();
         let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.home_bytes);
-        let in_twin = |route| at.far == WindowId::TWIN && at.paths.route() == route;
+        let in_twin = |route| at.far == WindowId::HOST_STAGING && at.paths.route() == route;
         let straight = at.paths.relays().filter(|_| in_twin(Route::Direct));
-        for peer in at.paths.locals().chain([at.paths.me()]).chain(straight) {
+        for peer in at.paths.local_peers().chain([at.paths.me()]).chain(straight) {
             let (first, runs) = (self.spans.len(), layout.runs_to(peer));
-            let (base, near) = (self.bases[peer as usize], at.paths.near(peer));
+            let (base, near) = (self.bases[peer as usize], at.paths.same_node(peer));
             let from = match near {
-                true => Place::Window { owner: peer, window: WindowId::POOL },
-                false => Place::Window { owner: at.paths.me(), window: at.far },
+                true => PutSource::Window { owner: peer, window: WindowId::POOL },
+                false => PutSource::Window { owner: at.paths.me(), window: at.far },
             };
             let mut entry = 0;
             for run in layout.runs[runs.start as usize..runs.end as usize].iter().filter(|run| run.count > 0)
@@ -300,7 +313,7 @@ impl CallerTables {
         let blocks = at.paths.relays().zip(&layout.blocks);
         for (relay, block) in blocks.filter(|_| in_twin(Route::Pxn)) {
             let (first, from_offset) = (self.spans.len() as u32, self.bases[relay as usize]);
-            let (from, to) = (Place::Window { owner: at.paths.me(), window: at.far }, WindowId::POOL);
+            let (from, to) = (PutSource::Window { owner: at.paths.me(), window: at.far }, WindowId::POOL);
             let to_offset = home + u64::from(layout.home_of(&at.paths, relay)) * row_bytes;
             let len = u64::from(block.entries()) * row_bytes;
             self.spans.push(SpanCopy { from, from_offset, to, to_offset, len });
@@ -309,17 +322,17 @@ impl CallerTables {
     }
 
     /// Stage "sum" of a return.
-    pub fn sum(&mut self, at: &Setting, layout: &Layout, parts: Parts) {
+    pub fn sum(&mut self, at: &FillContext, layout: &DispatchLayout, parts: ReturnParts) {
         self.clear();
         let caller = Caller::new(at.paths, at.chunks);
-        let rows = Operand::SumRows { first: 0, count: layout.tokens, to: Target::Output };
+        let rows = Operand::SumRows { first: 0, count: layout.tokens, to: SumTarget::Output };
         let pick = |wanted, operand| if wanted { operand } else { Operand::Empty };
         self.table[caller.sum().0 as usize] = pick(parts.rows, rows);
         self.table[caller.weights().0 as usize] = pick(parts.weights, Operand::FetchWeights);
     }
 
     /// Bytes of a return's staging: what all relays bring home.
-    pub fn home_bytes(paths: &Paths, layout: &Layout) -> u64 {
+    pub fn home_bytes(paths: &Paths, layout: &DispatchLayout) -> u64 {
         paths.relays().map(|relay| layout.chunks[relay as usize].bytes()).sum()
     }
 }

@@ -1,42 +1,42 @@
 //! Fills a skeleton's operands from a layout. Pure, and without allocation once the tables have grown.
 //!
 //! A real call (`ep`) and an unrolled one (`story`) fill their operands here, count with the same
-//! [`Calls`](super::Calls), look into the same [`Control`](super::Control) and follow the same skeletons: so far, what is
+//! [`Calls`](super::Calls), look into the same [`ControlLayout`](super::ControlLayout) and follow the same skeletons: so far, what is
 //! proved is what runs. What a story plays in its own words is the rest: when the planner and the caller touch memory,
 //! and which extent a pool gives. It takes the lowest, the hardest case; a real pool may be kinder.
 
 mod caller;
 mod relay;
 
-pub use caller::{CallerTables, Parts};
+pub use caller::{CallerTables, ReturnParts};
 pub use relay::RelayTables;
 
-use super::{Control, Index, Operand, Place, WindowId};
-use crate::plan::{Chunk, Sizing};
+use super::{ControlLayout, Index, Operand, PutSource, WindowId};
+use crate::plan::{RowBuffer, RowSizes};
 
 /// What is the same for all tables of one rank in one call.
 #[derive(Clone, Copy, Debug)]
-pub struct Setting<'a> {
+pub struct FillContext<'a> {
     /// This rank among its nodes.
     pub paths: crate::topology::Paths<'a>,
     /// Geometry of the control windows.
-    pub control: &'a Control,
+    pub control: &'a ControlLayout,
     /// Sizes of what moves.
-    pub sizing: Sizing,
+    pub sizing: RowSizes,
     /// In how many parts a block goes to its relay.
     pub chunks: u8,
     /// Which of two publications, messages and headers the call takes.
     pub parity: u64,
-    /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::TWIN) where that is memory of
+    /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::HOST_STAGING) where that is memory of
     /// a device that no rail reaches.
     pub far: WindowId,
     /// Rows that landing memory is laid out for, where that does not depend on how many come: metadata lies behind them.
     pub fixed_rows: Option<u32>,
 }
 
-impl Setting<'_> {
+impl FillContext<'_> {
     /// What lands at a rank if so many rows do.
-    pub fn landing(&self, rows: u32) -> Chunk {
+    pub fn landing(&self, rows: u32) -> RowBuffer {
         self.sizing.landing(self.fixed_rows.unwrap_or(rows))
     }
 }
@@ -48,7 +48,7 @@ impl Operand {
         if row_bytes == 0 {
             return Operand::Empty;
         }
-        let from = Place::Window { owner: me, window: WindowId::POOL };
+        let from = PutSource::Window { owner: me, window: WindowId::POOL };
         let (index, to) = (Index::Listed, WindowId::POOL);
         Operand::Rows { first: 0, count: runs, from, from_offset, index, to, base, row_bytes }
     }

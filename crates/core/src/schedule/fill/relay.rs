@@ -1,8 +1,8 @@
 //! Operands of what a rank relays.
 
-use super::{Parts, Setting};
-use crate::plan::{Arrivals, Bins, Block, Chunk, Counts, Forward, Frame, Sizes};
-use crate::schedule::{Index, Operand, Place, Relay, SpanCopy, Target, WindowId};
+use super::{FillContext, ReturnParts};
+use crate::plan::{Bins, Block, Counts, PlanContext, ReceiveSizes, RelayPermutation, RelayPlan, RowBuffer};
+use crate::schedule::{Index, Operand, PutSource, Relay, SpanCopy, SumTarget, WindowId};
 use crate::topology::{Paths, Route};
 
 /// Operand tables of one rank's relay, used again by all calls.
@@ -37,13 +37,13 @@ impl RelayTables {
     }
 
     /// Stage "told": the message to every rank that this one tells, with counts or without.
-    pub fn messages(&mut self, at: &Setting, counts: bool) {
+    pub fn messages(&mut self, at: &FillContext, counts: bool) {
         self.clear();
         let (paths, control) = (at.paths, at.control);
-        for source in paths.told() {
+        for source in paths.count_receivers() {
             let slot = Relay::new(paths, at.chunks).message(source);
             let span = SpanCopy {
-                from: Place::Window { owner: paths.me(), window: WindowId::CONTROL },
+                from: PutSource::Window { owner: paths.me(), window: WindowId::CONTROL },
                 from_offset: control.message_out(paths.place_of_told(source), at.parity),
                 to: WindowId::CONTROL,
                 to_offset: control.message_in(paths.nodes().node_of(paths.me()), at.parity),
@@ -55,7 +55,7 @@ impl RelayTables {
 
     /// Stage "forward": rows of all blocks to all ranks served, from staging, by list or in spans. With `noted`, what goes
     /// with them, too: it lies in the headers. Rows of no bytes stay.
-    pub fn forward(&mut self, at: &Setting, forward: &Forward, noted: bool) {
+    pub fn forward(&mut self, at: &FillContext, forward: &RelayPlan, noted: bool) {
         self.clear();
         let paths = at.paths;
         if paths.route() == Route::Direct {
@@ -63,7 +63,7 @@ impl RelayTables {
         }
         let (relay, served) = (Relay::new(paths, at.chunks), paths.served_by(paths.me()));
         let last = if at.sizing.row_bytes > 0 { at.chunks } else { 0 };
-        let of_rows = if forward.spans { Index::Straight } else { Index::Listed };
+        let of_rows = if forward.spans { Index::Contiguous } else { Index::Listed };
         for ((nth, source), block) in (0..).zip(paths.sources()).zip(&forward.blocks) {
             let landed = served.iter().position(|&rank| rank == paths.me()).map_or(0, |at| block.landed[at]);
             let staging = self.bases[paths.me() as usize]
@@ -74,7 +74,9 @@ impl RelayTables {
                 for chunk in if noted { 0 } else { 1 }..=last {
                     let runs = forward.runs_of(nth as usize, chunk, member as usize);
                     let (window, from_offset, index) = match chunk {
-                        0 => (WindowId::CONTROL, header + at.control.notes(block.entries()), Index::Straight),
+                        0 => {
+                            (WindowId::CONTROL, header + at.control.notes(block.entries()), Index::Contiguous)
+                        }
                         _ => (at.far, staging, of_rows),
                     };
                     let (behind, row_bytes) = match chunk {
@@ -87,7 +89,7 @@ impl RelayTables {
                     self.table[relay.rows(nth, chunk, member).0 as usize] = Operand::Rows {
                         first: runs.start,
                         count: runs.end - runs.start,
-                        from: Place::Window { owner: paths.me(), window },
+                        from: PutSource::Window { owner: paths.me(), window },
                         from_offset,
                         index,
                         to: WindowId::POOL,
@@ -103,16 +105,16 @@ impl RelayTables {
     /// how much lies before those. What goes with the rows is read where the headers are.
     pub fn hand_on(
         &mut self,
-        at: &Setting,
-        frame: &Frame,
-        (forward, arrivals): (&mut Forward, &mut Arrivals),
-        numbers: (&Counts, &Sizes),
-        landing: impl Fn(u32) -> Chunk,
+        at: &FillContext,
+        frame: &PlanContext,
+        (forward, arrivals): (&mut RelayPlan, &mut RelayPermutation),
+        numbers: (&Counts, &ReceiveSizes),
+        landing: impl Fn(u32) -> RowBuffer,
     ) {
         self.clear();
         let (paths, row_bytes) = (at.paths, at.sizing.row_bytes);
         let (relay, served, me) = (Relay::new(paths, at.chunks), paths.served_by(paths.me()), paths.me());
-        let Forward { blocks, runs, .. } = forward;
+        let RelayPlan { blocks, runs, .. } = forward;
         runs.clear();
         for ((nth, _), block) in (0..).zip(paths.sources()).zip(blocks) {
             let landed = served.iter().position(|&rank| rank == me).map_or(0, |at| block.landed[at]);
@@ -125,9 +127,9 @@ impl RelayTables {
                     self.table[relay.rows(nth, chunk, member).0 as usize] = Operand::Rows {
                         first,
                         count: runs.len() as u32 - first,
-                        from: Place::Window { owner: me, window: at.far },
+                        from: PutSource::Window { owner: me, window: at.far },
                         from_offset: staging,
-                        index: Index::Straight,
+                        index: Index::Contiguous,
                         to: WindowId::POOL,
                         base: self.bases[to as usize] + landing(block.landed[member as usize]).bytes(),
                         row_bytes,
@@ -139,7 +141,14 @@ impl RelayTables {
 
     /// Stage "bring home": the rows of every source, from wherever they lie on this node, to where the source said; or
     /// their partial sums, by way of `outbox`, which takes [`outbox_bytes`](RelayTables::outbox_bytes).
-    pub fn home(&mut self, at: &Setting, forward: &Forward, bins: &Bins, parts: Parts, outbox: u64) {
+    pub fn home(
+        &mut self,
+        at: &FillContext,
+        forward: &RelayPlan,
+        bins: &Bins,
+        parts: ReturnParts,
+        outbox: u64,
+    ) {
         self.clear();
         let relay = Relay::new(at.paths, at.chunks);
         let mut wait_at = outbox;
@@ -157,7 +166,7 @@ impl RelayTables {
                 block,
                 bins,
                 (offer, rows),
-                Parts { rows: parts.rows && summed.is_none(), ..parts },
+                ReturnParts { rows: parts.rows && summed.is_none(), ..parts },
             );
             let chunks = if summed.is_some() { at.chunks } else { 1 };
             let mut to_offset = offer;
@@ -169,9 +178,9 @@ impl RelayTables {
                     self.table[relay.partials(nth, chunk).0 as usize] = Operand::SumRows {
                         first: partials.start,
                         count: partials.len() as u32,
-                        to: Target::Partials { window: WindowId::POOL, offset: wait_at },
+                        to: SumTarget::Partials { window: WindowId::POOL, offset: wait_at },
                     };
-                    let from = Place::Window { owner: at.paths.me(), window: WindowId::POOL };
+                    let from = PutSource::Window { owner: at.paths.me(), window: WindowId::POOL };
                     let to = at.far;
                     self.spans.push(SpanCopy { from, from_offset: wait_at, to, to_offset, len });
                     (to_offset, wait_at) = (to_offset + len, wait_at + len);
@@ -183,17 +192,17 @@ impl RelayTables {
     }
 
     /// Bytes in which sums wait until they have been sent.
-    pub fn outbox_bytes(at: &Setting, forward: &Forward) -> u64 {
+    pub fn outbox_bytes(at: &FillContext, forward: &RelayPlan) -> u64 {
         at.sizing.partial_bytes.map_or(0, |bytes| u64::from(forward.partials.count()) * bytes)
     }
 
     fn home_of(
         &mut self,
-        at: &Setting,
+        at: &FillContext,
         block: &Block,
         bins: &Bins,
-        (offer, home): (u64, Chunk),
-        parts: Parts,
+        (offer, home): (u64, RowBuffer),
+        parts: ReturnParts,
     ) {
         let (row_bytes, words) = (at.sizing.home_bytes, u64::from(at.sizing.words_home) * 4);
         let (mut segments, mut entry) = (block.segments.iter(), 0);
@@ -212,7 +221,7 @@ impl RelayTables {
                 ];
                 for (_, from_offset, to_offset, len) in all.into_iter().filter(|&(part, ..)| part && n > 0) {
                     self.spans.push(SpanCopy {
-                        from: Place::Window { owner, window: WindowId::POOL },
+                        from: PutSource::Window { owner, window: WindowId::POOL },
                         from_offset: chunk + from_offset,
                         to: at.far,
                         to_offset: offer + to_offset,

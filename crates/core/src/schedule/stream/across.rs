@@ -25,21 +25,23 @@
 use super::{Slots, StreamProgram};
 use crate::error::PlanError;
 use crate::schedule::call::SlotCall;
-use crate::schedule::{Flag, Item, Level, Op, Operand, Place, Slot, SpanCopy, Stage, WindowId};
+use crate::schedule::{
+    Flag, FlagValue, Op, Operand, OperandId, PutSource, SpanCopy, Stage, TrackOp, WindowId,
+};
 use crate::topology::NodeMap;
 
 /// How rows cross between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Across {
+pub enum RowPath {
     /// From memory of a device to memory of a device, and so do the words behind them.
-    Straight,
+    GpuDirect,
     /// By the host's twins of both.
-    Detour,
+    HostStaged,
 }
 
 /// What the proxy of a rank does of one call.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Proxied {
+pub struct ProxyProgram {
     /// The stream's bell: of the words that speak of the rank itself.
     pub rings: Flag,
     /// Hears it, and takes it back.
@@ -58,7 +60,7 @@ impl StreamProgram {
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] if there are nodes for another number of ranks.
-    pub fn across(mut self, nodes: &NodeMap, way: Across) -> Result<Self, PlanError> {
+    pub fn across(mut self, nodes: &NodeMap, way: RowPath) -> Result<Self, PlanError> {
         let (me, ranks, flag) = (self.me, self.slots.ranks(), self.call.flag());
         if nodes.ranks() != ranks {
             let (parameter, expected) = ("ranks of the nodes", "the size of the group");
@@ -69,44 +71,47 @@ impl StreamProgram {
         if peers.is_empty() {
             return Ok(self);
         }
-        let detour = way == Across::Detour;
+        let detour = way == RowPath::HostStaged;
         let (mut leave, mut enter) = (Vec::new(), Vec::new());
         if detour {
             self.table.resize(3 * ranks as usize, Operand::Empty);
             for &peer in &peers {
                 self.turn_aside(peer);
             }
-            leave.extend(peers.iter().map(|peer| Op::Put { to: me, slot: Slot(ranks + peer) }));
-            enter.extend(peers.iter().rev().map(|peer| Op::Put { to: me, slot: Slot(2 * ranks + peer) }));
+            leave.extend(peers.iter().map(|peer| Op::Put { to: me, slot: OperandId(ranks + peer) }));
+            enter
+                .extend(peers.iter().rev().map(|peer| Op::Put { to: me, slot: OperandId(2 * ranks + peer) }));
         }
         let bell = match self.call {
             SlotCall::Dispatch => Flag::Landed,
-            SlotCall::Combine => Flag::Home,
+            SlotCall::Combine => Flag::Returned,
             SlotCall::Release => Flag::Read,
         };
         let word = |to, of, flag, level| Op::Signal { to, of, flag, level };
-        let rings = word(me, me, bell, Level::Credit);
+        let rings = word(me, me, bell, FlagValue::Credit);
         // What takes longest begins first.
         let stays = |op: &Op| !matches!(*op, Op::Put { to, .. } | Op::Signal { to, .. } if far(to));
         let near = self.stage.items.iter().map(|item| item.op).filter(stays);
         let ops = leave.into_iter().chain([rings]).chain(near).chain(enter);
-        self.stage.items = ops.map(|op| Item { track: 0, op }).collect();
+        self.stage.items = ops.map(|op| TrackOp { track: 0, op }).collect();
 
         let stage = |name, items| Stage { name, items };
-        let hears =
-            [Op::Wait { from: me, flag: bell, level: Level::Credit }, word(me, me, bell, Level::Nothing)];
-        let of_peer = |peer, ops: [Op; 2]| ops.map(|op| Item { track: peer, op });
+        let hears = [
+            Op::Wait { from: me, flag: bell, level: FlagValue::Credit },
+            word(me, me, bell, FlagValue::Reset),
+        ];
+        let of_peer = |peer, ops: [Op; 2]| ops.map(|op| TrackOp { track: peer, op });
         let out = peers.iter().flat_map(|&peer| {
-            let (raised, level) = if detour { (BLOCK, Level::Call) } else { (flag, Level::Credit) };
-            of_peer(peer, [Op::Put { to: peer, slot: Slot(peer) }, word(peer, me, raised, level)])
+            let (raised, level) = if detour { (BLOCK, FlagValue::Call) } else { (flag, FlagValue::Credit) };
+            of_peer(peer, [Op::Put { to: peer, slot: OperandId(peer) }, word(peer, me, raised, level)])
         });
         let back = peers.iter().rev().filter(|_| detour).flat_map(|&peer| {
-            let came = Op::Wait { from: peer, flag: BLOCK, level: Level::Call };
-            of_peer(peer, [came, word(me, peer, flag, Level::Credit)])
+            let came = Op::Wait { from: peer, flag: BLOCK, level: FlagValue::Call };
+            of_peer(peer, [came, word(me, peer, flag, FlagValue::Credit)])
         });
-        self.proxied = Some(Proxied {
+        self.proxied = Some(ProxyProgram {
             rings: bell,
-            bell: stage("bell", hears.map(|op| Item { track: 0, op }).to_vec()),
+            bell: stage("bell", hears.map(|op| TrackOp { track: 0, op }).to_vec()),
             out: stage("out", out.collect()),
             back: stage("back", back.collect()),
         });
@@ -119,9 +124,9 @@ impl StreamProgram {
         let Operand::Spans { first, count: 1 } = self.table[peer as usize] else { return };
         let crosses = &mut self.spans[first as usize];
         let SpanCopy { from, from_offset, len, .. } = *crosses;
-        let twin = Place::Window { owner: me, window: WindowId::TWIN };
-        *crosses = SpanCopy { from: twin, to: WindowId::TWIN, ..*crosses };
-        let leaves = SpanCopy { from, from_offset, to: WindowId::TWIN, to_offset: from_offset, len };
+        let twin = PutSource::Window { owner: me, window: WindowId::HOST_STAGING };
+        *crosses = SpanCopy { from: twin, to: WindowId::HOST_STAGING, ..*crosses };
+        let leaves = SpanCopy { from, from_offset, to: WindowId::HOST_STAGING, to_offset: from_offset, len };
         let lands = self.call.span(&self.slots, peer, me).to_offset;
         let enters = SpanCopy { from: twin, from_offset: lands, to: Slots::WINDOW, to_offset: lands, len };
         for (slot, span) in [(ranks + peer, leaves), (2 * ranks + peer, enters)] {
@@ -136,7 +141,7 @@ mod tests {
     use super::*;
 
     /// A program of rank 1 of 2 + 1.
-    fn program(way: Across, call: SlotCall) -> StreamProgram {
+    fn program(way: RowPath, call: SlotCall) -> StreamProgram {
         let nodes = NodeMap::from_labels(&[0, 0, 1]);
         StreamProgram::new(call, Slots::new(3, 512, 256).unwrap(), 1).unwrap().across(&nodes, way).unwrap()
     }
@@ -146,16 +151,16 @@ mod tests {
     }
 
     fn raise(to: u32, of: u32, flag: Flag) -> Op {
-        Op::Signal { to, of, flag, level: Level::Credit }
+        Op::Signal { to, of, flag, level: FlagValue::Credit }
     }
 
     #[test]
     fn a_bell_is_rung_before_anything_moves_within_the_node_and_all_words_are_awaited() {
-        let program = program(Across::Straight, SlotCall::Dispatch);
+        let program = program(RowPath::GpuDirect, SlotCall::Dispatch);
         let flag = Flag::Landed;
-        let wait = |from| Op::Wait { from, flag, level: Level::Credit };
-        let back = |of| Op::Signal { to: 1, of, flag, level: Level::Nothing };
-        let put = |to| Op::Put { to, slot: Slot(to) };
+        let wait = |from| Op::Wait { from, flag, level: FlagValue::Credit };
+        let back = |of| Op::Signal { to: 1, of, flag, level: FlagValue::Reset };
+        let put = |to| Op::Put { to, slot: OperandId(to) };
         let stream = [raise(1, 1, flag), put(0), raise(0, 1, flag), wait(0), wait(2), back(0), back(2)];
         assert_eq!(ops(program.stage()), stream.map(|op| (0, op)));
         let proxied = program.proxied().unwrap();
@@ -166,25 +171,25 @@ mod tests {
 
     #[test]
     fn on_the_detour_rows_wait_in_twins_and_words_that_cross_grow() {
-        let program = program(Across::Detour, SlotCall::Combine);
+        let program = program(RowPath::HostStaged, SlotCall::Combine);
         let stream = ops(program.stage());
         assert_eq!(
             stream[..2],
-            [Op::Put { to: 1, slot: Slot(5) }, raise(1, 1, Flag::Home)].map(|op| (0, op))
+            [Op::Put { to: 1, slot: OperandId(5) }, raise(1, 1, Flag::Returned)].map(|op| (0, op))
         );
-        assert_eq!(stream.last(), Some(&(0, Op::Put { to: 1, slot: Slot(8) })));
+        assert_eq!(stream.last(), Some(&(0, Op::Put { to: 1, slot: OperandId(8) })));
         let proxied = program.proxied().unwrap();
-        let grows = Op::Signal { to: 2, of: 1, flag: Flag::Block, level: Level::Call };
-        assert_eq!(ops(&proxied.out), [Op::Put { to: 2, slot: Slot(2) }, grows].map(|op| (2, op)));
-        let came = Op::Wait { from: 2, flag: Flag::Block, level: Level::Call };
-        assert_eq!(ops(&proxied.back), [came, raise(1, 2, Flag::Home)].map(|op| (2, op)));
+        let grows = Op::Signal { to: 2, of: 1, flag: Flag::Block, level: FlagValue::Call };
+        assert_eq!(ops(&proxied.out), [Op::Put { to: 2, slot: OperandId(2) }, grows].map(|op| (2, op)));
+        let came = Op::Wait { from: 2, flag: Flag::Block, level: FlagValue::Call };
+        assert_eq!(ops(&proxied.back), [came, raise(1, 2, Flag::Returned)].map(|op| (2, op)));
         let (operands, slots) = (program.operands(), program.slots());
         let span = |slot: usize| match operands.table[slot] {
             Operand::Spans { first, count: 1 } => operands.spans[first as usize],
             other => panic!("{other:?}"),
         };
-        let window = |window| Place::Window { owner: 1, window };
-        let (pool, twin) = (WindowId::POOL, WindowId::TWIN);
+        let window = |window| PutSource::Window { owner: 1, window };
+        let (pool, twin) = (WindowId::POOL, WindowId::HOST_STAGING);
         let copy = |from, from_offset, to, to_offset| SpanCopy {
             from: window(from),
             from_offset,
@@ -199,12 +204,12 @@ mod tests {
 
     #[test]
     fn a_release_crosses_as_a_signal_with_a_bell_of_its_own() {
-        for way in [Across::Straight, Across::Detour] {
+        for way in [RowPath::GpuDirect, RowPath::HostStaged] {
             let [combine, release] = [SlotCall::Combine, SlotCall::Release].map(|call| program(way, call));
             assert_eq!(combine.proxied().unwrap().out, release.proxied().unwrap().out);
             assert_eq!(
                 release.proxied().unwrap().bell.items[0].op,
-                Op::Wait { from: 1, flag: Flag::Read, level: Level::Credit }
+                Op::Wait { from: 1, flag: Flag::Read, level: FlagValue::Credit }
             );
             assert!(release.operands().table.iter().all(|operand| *operand == Operand::Empty));
         }
@@ -214,9 +219,9 @@ mod tests {
     fn one_node_changes_nothing_and_nodes_of_others_are_refused() {
         let slots = Slots::new(3, 512, 256).unwrap();
         let program = StreamProgram::new(SlotCall::Dispatch, slots, 0).unwrap();
-        let alone = program.clone().across(&NodeMap::from_labels(&[7, 7, 7]), Across::Detour).unwrap();
+        let alone = program.clone().across(&NodeMap::from_labels(&[7, 7, 7]), RowPath::HostStaged).unwrap();
         assert_eq!(alone, program);
-        let others = program.across(&NodeMap::from_labels(&[0, 1]), Across::Straight);
+        let others = program.across(&NodeMap::from_labels(&[0, 1]), RowPath::GpuDirect);
         assert!(matches!(others, Err(PlanError::BadParameter { seen: 2, .. })));
     }
 }

@@ -5,7 +5,7 @@
 
 use super::{Slots, StreamProgram};
 use crate::schedule::call::Part;
-use crate::schedule::{Item, Op, Operand, SpanCopy};
+use crate::schedule::{Op, Operand, SpanCopy, TrackOp};
 
 /// What a stream takes at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,7 +54,7 @@ impl StreamProgram {
     /// One half of the stage, or both. Neighbours of one kind are together; no bytes are no copy.
     pub fn pieces(&self, part: Part) -> Vec<Piece> {
         let mut pieces = Vec::new();
-        for Item { op, .. } in self.stage().part(part) {
+        for TrackOp { op, .. } in self.stage().part(part) {
             match (self.copies(op), self.word(op)) {
                 (copies, _) if !copies.is_empty() => match pieces.last_mut() {
                     Some(Piece::Copies(list)) => list.extend(copies),
@@ -101,8 +101,8 @@ impl StreamProgram {
 mod tests {
     use super::*;
     use crate::schedule::call::SlotCall;
-    use crate::schedule::stream::Across;
-    use crate::schedule::{Flag, Place};
+    use crate::schedule::stream::RowPath;
+    use crate::schedule::{Flag, PutSource};
     use crate::topology::NodeMap;
 
     #[test]
@@ -110,11 +110,11 @@ mod tests {
         let slots = Slots::new(3, 512, 256).unwrap();
         let program = StreamProgram::new(SlotCall::Combine, slots, 1).unwrap();
         let copy = |to| {
-            let from = Place::Window { owner: 1, window: Slots::WINDOW };
+            let from = PutSource::Window { owner: 1, window: Slots::WINDOW };
             let (from_offset, to_offset) = (slots.partial(to), slots.home(1));
             PeerCopy { to, span: SpanCopy { from, from_offset, to: Slots::WINDOW, to_offset, len: 256 } }
         };
-        let [home0, home1, home2] = [0, 1, 2].map(|of| slots.flag(of, Flag::Home));
+        let [home0, home1, home2] = [0, 1, 2].map(|of| slots.flag(of, Flag::Returned));
         let signals = vec![
             WordOp::Write { at: 2, of: 1, offset: home1, value: 1 },
             WordOp::Write { at: 0, of: 1, offset: home1, value: 1 },
@@ -159,7 +159,7 @@ mod tests {
     fn on_the_detour_a_bell_rings_between_two_batches_and_a_third_is_the_last() {
         let nodes = NodeMap::from_labels(&[0, 0, 1, 1]);
         let program = StreamProgram::new(SlotCall::Dispatch, Slots::new(4, 512, 256).unwrap(), 0).unwrap();
-        let program = program.across(&nodes, Across::Detour).unwrap();
+        let program = program.across(&nodes, RowPath::HostStaged).unwrap();
         let size = |pieces: Vec<Piece>| -> Vec<(usize, usize)> {
             let of = |piece: &Piece| match piece {
                 Piece::Copies(list) => (list.len(), 0),

@@ -41,7 +41,7 @@ mod enqueue;
 mod program;
 mod slots;
 
-pub use across::{Across, Proxied};
+pub use across::{ProxyProgram, RowPath};
 pub use enqueue::{PeerCopy, Piece, WordOp};
 pub use program::StreamProgram;
 pub use slots::Slots;

@@ -1,9 +1,11 @@
 //! What one rank enqueues: a stage, and operands that never change.
 
-use super::{Proxied, Slots};
+use super::{ProxyProgram, Slots};
 use crate::error::PlanError;
 use crate::schedule::call::SlotCall;
-use crate::schedule::{Flag, Item, Level, Op, Operand, Operands, Place, Slot, SpanCopy, Stage};
+use crate::schedule::{
+    Flag, FlagValue, Op, Operand, OperandId, Operands, PutSource, SpanCopy, Stage, TrackOp,
+};
 
 /// A dispatch, combine or release of one rank, built once and enqueued as often as one likes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -11,7 +13,7 @@ pub struct StreamProgram {
     pub(super) call: SlotCall,
     pub(super) me: u32,
     pub(super) stage: Stage,
-    pub(super) proxied: Option<Proxied>,
+    pub(super) proxied: Option<ProxyProgram>,
     pub(super) slots: Slots,
     pub(super) table: Vec<Operand>,
     pub(super) spans: Vec<SpanCopy>,
@@ -28,7 +30,7 @@ impl SlotCall {
 
     /// Which words peers raise, await and set back.
     pub fn flag(self) -> Flag {
-        if self == SlotCall::Dispatch { Flag::Landed } else { Flag::Home }
+        if self == SlotCall::Dispatch { Flag::Landed } else { Flag::Returned }
     }
 
     /// What a rank moves to another: from its window of slots to the other's.
@@ -38,7 +40,7 @@ impl SlotCall {
             SlotCall::Combine => (slots.partial(to), slots.home(from), slots.home_bytes()),
             SlotCall::Release => (slots.partial(to), slots.home(from), 0),
         };
-        let source = Place::Window { owner: from, window: Slots::WINDOW };
+        let source = PutSource::Window { owner: from, window: Slots::WINDOW };
         SpanCopy { from: source, from_offset, to: Slots::WINDOW, to_offset, len }
     }
 }
@@ -65,11 +67,12 @@ impl StreamProgram {
             table[peer as usize] = Operand::Spans { first: spans.len() as u32, count: 1 };
             spans.push(span);
         }
-        let puts = peers().map(|peer| Op::Put { to: peer, slot: Slot(peer) });
-        let signals = peers().map(|peer| Op::Signal { to: peer, of: me, flag, level: Level::Credit });
-        let waits = comers().map(|peer| Op::Wait { from: peer, flag, level: Level::Credit });
-        let resets = comers().map(|peer| Op::Signal { to: me, of: peer, flag, level: Level::Nothing });
-        let items = puts.chain(signals).chain(waits).chain(resets).map(|op| Item { track: 0, op }).collect();
+        let puts = peers().map(|peer| Op::Put { to: peer, slot: OperandId(peer) });
+        let signals = peers().map(|peer| Op::Signal { to: peer, of: me, flag, level: FlagValue::Credit });
+        let waits = comers().map(|peer| Op::Wait { from: peer, flag, level: FlagValue::Credit });
+        let resets = comers().map(|peer| Op::Signal { to: me, of: peer, flag, level: FlagValue::Reset });
+        let items =
+            puts.chain(signals).chain(waits).chain(resets).map(|op| TrackOp { track: 0, op }).collect();
         let stage = Stage { name: call.name(), items };
         Ok(StreamProgram { call, me, stage, proxied: None, slots, table, spans })
     }
@@ -80,7 +83,7 @@ impl StreamProgram {
     }
 
     /// What the host does of it, where there are other nodes.
-    pub fn proxied(&self) -> Option<&Proxied> {
+    pub fn proxied(&self) -> Option<&ProxyProgram> {
         self.proxied.as_ref()
     }
 
@@ -107,12 +110,12 @@ mod tests {
     fn peers_come_rotated_and_every_word_that_is_awaited_is_set_back() {
         let program = program(SlotCall::Dispatch, 4, 1);
         let ops: Vec<Op> = program.stage.items.iter().map(|item| item.op).collect();
-        let (flag, level) = (Flag::Landed, Level::Credit);
-        let expected = [2, 3, 0].map(|to| Op::Put { to, slot: Slot(to) });
+        let (flag, level) = (Flag::Landed, FlagValue::Credit);
+        let expected = [2, 3, 0].map(|to| Op::Put { to, slot: OperandId(to) });
         assert_eq!(ops[..3], expected);
         assert_eq!(ops[3..6], [2, 3, 0].map(|to| Op::Signal { to, of: 1, flag, level }));
         assert_eq!(ops[6..9], [0, 3, 2].map(|from| Op::Wait { from, flag, level }));
-        assert_eq!(ops[9..], [0, 3, 2].map(|of| Op::Signal { to: 1, of, flag, level: Level::Nothing }));
+        assert_eq!(ops[9..], [0, 3, 2].map(|of| Op::Signal { to: 1, of, flag, level: FlagValue::Reset }));
         assert_eq!((program.stage.start().len(), program.stage.finish().len()), (6, 6));
     }
 
@@ -120,8 +123,8 @@ mod tests {
     fn flags_are_constants() {
         let program = program(SlotCall::Combine, 3, 0);
         let operands = program.operands();
-        assert_eq!((operands.value(Level::Credit), operands.value(Level::Nothing)), (1, 0));
-        assert!(operands.tag(1, Flag::Home, Level::Credit).is_none(), "a stream writes words alone");
+        assert_eq!((operands.value(FlagValue::Credit), operands.value(FlagValue::Reset)), (1, 0));
+        assert!(operands.tag(1, Flag::Returned, FlagValue::Credit).is_none(), "a stream writes words alone");
     }
 
     #[test]

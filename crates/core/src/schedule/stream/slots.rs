@@ -1,7 +1,7 @@
 //! Where slots and flags lie in the windows of one microbatch: the same at every rank.
 
 use crate::error::PlanError;
-use crate::schedule::{Control, Flag, LINE, WindowId};
+use crate::schedule::{ControlLayout, Flag, LINE, WindowId};
 
 /// Geometry of two symmetric windows: slots, and flags.
 ///
@@ -110,7 +110,7 @@ impl Slots {
 
     /// The flag word of this kind that speaks of a rank, in the window of flags. 8 bytes, of which a device may use 4.
     pub fn flag(&self, of: u32, flag: Flag) -> u64 {
-        Control::flag(of, flag, self.ranks)
+        ControlLayout::flag(of, flag, self.ranks)
     }
 
     /// Room for one of each rank.
@@ -145,7 +145,7 @@ mod tests {
             let begin = [Slots::receive, Slots::send, Slots::home, Slots::partial].map(|at| at(&slots, 0));
             assert!(begin.iter().all(|at| at.is_multiple_of(Slots::ALIGN)), "{begin:?}");
             assert_eq!(slots.flag_bytes(), Flag::COUNT as u64 * 64 * u64::from(ranks));
-            assert!(slots.flag(ranks - 1, Flag::Home) < slots.flag_bytes());
+            assert!(slots.flag(ranks - 1, Flag::Returned) < slots.flag_bytes());
         }
     }
 

@@ -11,23 +11,23 @@ mod pipeline;
 use std::ops::Range;
 use std::rc::Rc;
 
-use sidelane_core::dtype::{Dtype, Wire};
+use sidelane_core::dtype::{Dtype, PartialDtype};
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::schedule::call::{Action, Work};
-use sidelane_core::schedule::collective::{self, Copied, Program, Round, Rounds, Seat, Staging};
-use sidelane_core::schedule::{Calls, Control, Flag, Item, Op, WindowId};
+use sidelane_core::schedule::collective::{self, Copied, Program, RankView, Round, Rounds, Staging};
+use sidelane_core::schedule::{Calls, ControlLayout, Flag, Op, TrackOp, WindowId};
 use sidelane_core::topology::NodeMap;
 
 use super::effect::Effects;
-use super::{Bytes, Effect, Part, Role, Scene, Step, Story, Touch};
+use super::{ActorCall, Bytes, Effect, HostAccess, Role, StageRun, UnrolledOp, UnrolledProgram};
 use crate::call_mutate::{CallChange, CallMutation};
 
 pub(super) use pipeline::tell as tell_pipeline;
-pub use pipeline::{PipelineScript, PipelineSlip};
+pub use pipeline::{PipelineBug, PipelineScenario};
 
 /// What a group is to do, all ranks in the same order.
 #[derive(Clone, Debug)]
-pub struct CollectiveScript<'a> {
+pub struct CollectiveScenario<'a> {
     /// Which ranks share memory.
     pub nodes: &'a NodeMap,
     /// Where bytes lie.
@@ -35,7 +35,7 @@ pub struct CollectiveScript<'a> {
     /// The rounds.
     pub calls: &'a [CollectiveCall],
     /// A rule that is broken: `None`, except to see that `prove` notices.
-    pub slip: Option<CollectiveSlip>,
+    pub slip: Option<CollectiveBug>,
     /// A bug in the steps of all rounds of a program, for the same reason.
     pub mutation: Option<(Program, CallMutation)>,
 }
@@ -61,7 +61,7 @@ pub enum CollectiveCall {
 
 /// Rules that could be broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CollectiveSlip {
+pub enum CollectiveBug {
     /// Places are not doubled.
     OneHalf,
     /// What has come is copied to the caller a round late.
@@ -74,14 +74,14 @@ pub enum CollectiveSlip {
     ReadOn,
 }
 
-impl CollectiveSlip {
+impl CollectiveBug {
     /// All slips.
-    pub const ALL: [CollectiveSlip; 5] = [
-        CollectiveSlip::OneHalf,
-        CollectiveSlip::CopyLate,
-        CollectiveSlip::TagsLate,
-        CollectiveSlip::LandFirst,
-        CollectiveSlip::ReadOn,
+    pub const ALL: [CollectiveBug; 5] = [
+        CollectiveBug::OneHalf,
+        CollectiveBug::CopyLate,
+        CollectiveBug::TagsLate,
+        CollectiveBug::LandFirst,
+        CollectiveBug::ReadOn,
     ];
 }
 
@@ -98,13 +98,13 @@ struct Filled {
 }
 
 impl Effects for Filled {
-    fn effects(&self, step: &Step) -> Vec<Effect> {
+    fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
         let operands = self.rounds.operands(self.step, self.call);
         match step.op {
             Op::Put { to, slot } => operands.puts(to, slot),
             Op::Signal { to, of, flag, level } => operands.tag(to, flag, level).map_or(Vec::new(), |_| {
-                let at = Control::tag(of, flag, self.ranks, Calls::parity_of(self.call));
-                vec![Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, Control::TAG_BYTES))]
+                let at = ControlLayout::tag(of, flag, self.ranks, Calls::parity_of(self.call));
+                vec![Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, ControlLayout::TAG_BYTES))]
             }),
             Op::Reduce { slot } => {
                 let partial = operands.row_bytes / self.sizes.0 * self.sizes.1;
@@ -120,7 +120,7 @@ const EPOCH: u16 = 1;
 /// Type of all elements.
 const DTYPE: Dtype = Dtype::Bf16;
 
-pub(super) fn tell(script: &CollectiveScript) -> Result<Story, PlanError> {
+pub(super) fn tell(script: &CollectiveScenario) -> Result<UnrolledProgram, PlanError> {
     let ranks = script.nodes.ranks();
     if script.staging.ranks() != ranks {
         let (parameter, expected) = ("ranks", "as many as there are places for");
@@ -128,7 +128,7 @@ pub(super) fn tell(script: &CollectiveScript) -> Result<Story, PlanError> {
     }
     let mut tellers: Vec<Teller> = (0..ranks)
         .map(|me| {
-            let seat = Seat { nodes: script.nodes.clone(), me, staging: script.staging };
+            let seat = RankView { nodes: script.nodes.clone(), me, staging: script.staging };
             let calls = Calls::new(EPOCH);
             let none = Vec::new;
             let (slip, mutation) = (script.slip, script.mutation);
@@ -139,7 +139,7 @@ pub(super) fn tell(script: &CollectiveScript) -> Result<Story, PlanError> {
     let calls =
         calls.map(|(number, call)| tellers.iter_mut().map(|teller| teller.part(number, call)).collect());
     let calls = calls.collect::<Result<_, PlanError>>()?;
-    Ok(Story {
+    Ok(UnrolledProgram {
         ranks,
         actors: ranks,
         control_bytes: Flag::COUNT as u64 * u64::from(ranks) * 64,
@@ -150,19 +150,19 @@ pub(super) fn tell(script: &CollectiveScript) -> Result<Story, PlanError> {
 }
 
 struct Teller {
-    seat: Seat,
-    slip: Option<CollectiveSlip>,
+    seat: RankView,
+    slip: Option<CollectiveBug>,
     mutation: Option<(Program, CallMutation)>,
     calls: Calls,
     /// What is touched when the next round has been entered, and the one behind it.
-    late: Vec<Touch>,
-    later: Vec<Touch>,
+    late: Vec<HostAccess>,
+    later: Vec<HostAccess>,
     /// What the caller reads in place until it enters the next round.
-    lent: Vec<Touch>,
+    lent: Vec<HostAccess>,
 }
 
 impl Teller {
-    fn part(&mut self, number: usize, call: &CollectiveCall) -> Result<Part, PlanError> {
+    fn part(&mut self, number: usize, call: &CollectiveCall) -> Result<ActorCall, PlanError> {
         let me = self.seat.me;
         let (program, len, complete) = match *call {
             CollectiveCall::Round { program, len } => (program, len, true),
@@ -177,8 +177,8 @@ impl Teller {
         }
         let sends: Vec<_> =
             (0..self.seat.ranks()).map(|to| u64::from(to) * len..(u64::from(to) + 1) * len).collect();
-        let parity = if self.slip == Some(CollectiveSlip::OneHalf) { 0 } else { self.calls.parity() };
-        let round = Round { program, parity, at: 0, len, dtype: DTYPE, wire: Wire::F32 };
+        let parity = if self.slip == Some(CollectiveBug::OneHalf) { 0 } else { self.calls.parity() };
+        let round = Round { program, parity, at: 0, len, dtype: DTYPE, wire: PartialDtype::F32 };
         let mut rounds = Rounds::new(self.seat.ranks());
         rounds.sends.clone_from(&sends);
         rounds.fill(&self.seat, &round);
@@ -189,10 +189,10 @@ impl Teller {
                 _ => {}
             }
         }
-        let copies: Vec<Touch> = rounds.copies.iter().map(|copied| read(copied, number)).collect();
+        let copies: Vec<HostAccess> = rounds.copies.iter().map(|copied| read(copied, number)).collect();
         let tags = self.tags(number);
         let filled = |step| {
-            let sizes = (DTYPE.size() as u64, Wire::F32.size() as u64);
+            let sizes = (DTYPE.size() as u64, PartialDtype::F32.size() as u64);
             let (ranks, call) = (self.seat.ranks(), self.calls.value());
             Rc::new(Filled { rounds: rounds.clone(), me, ranks, step, sizes, call })
         };
@@ -208,8 +208,8 @@ impl Teller {
         // What the round before has left for the caller.
         let mut due = std::mem::replace(&mut self.late, std::mem::take(&mut self.later));
         match self.slip {
-            Some(CollectiveSlip::LandFirst) if program == Program::Landed => put_first(&mut steps),
-            Some(CollectiveSlip::ReadOn) => due.append(&mut touches),
+            Some(CollectiveBug::LandFirst) if program == Program::ZeroCopy => put_first(&mut steps),
+            Some(CollectiveBug::ReadOn) => due.append(&mut touches),
             _ => {}
         }
         let cut = call.cut_at(Action::Agree).filter(|_| !complete);
@@ -220,18 +220,18 @@ impl Teller {
                     let value = filled.rounds.operands(nth.into(), filled.call).call;
                     let (name, touches) = (stage.name, std::mem::take(&mut touches));
                     let steps = stage.items.iter().map(|item| told(item, value)).collect();
-                    scenes.push(Scene { name, first: 0, touches, steps, filled });
+                    scenes.push(StageRun { name, first: 0, touches, steps, filled });
                 }
-                Action::Agree if self.slip == Some(CollectiveSlip::TagsLate) => {
+                Action::Agree if self.slip == Some(CollectiveBug::TagsLate) => {
                     self.late.extend(tags.iter().cloned());
                 }
                 Action::Agree => touches.extend(tags.iter().cloned()),
                 Action::Compute(Work::CopyOut) => touches.append(&mut due),
                 Action::Compute(Work::EndRound) => match self.slip {
-                    Some(CollectiveSlip::CopyLate) if program.ends_in_the_next() => {
+                    Some(CollectiveBug::CopyLate) if program.ends_in_the_next() => {
                         self.later.extend(copies.iter().cloned());
                     }
-                    Some(CollectiveSlip::CopyLate) => self.late.extend(copies.iter().cloned()),
+                    Some(CollectiveBug::CopyLate) => self.late.extend(copies.iter().cloned()),
                     _ => due.extend(copies.iter().cloned()),
                 },
                 _ => {}
@@ -240,31 +240,31 @@ impl Teller {
         if complete {
             self.late.append(&mut due);
         }
-        if program == Program::Landed && complete {
+        if program == Program::ZeroCopy && complete {
             let landed = self.landed(len, number);
             touches.push(landed.clone());
             self.lent.push(landed);
         }
-        scenes.push(Scene { name: "end", first: 0, touches, steps: Vec::new(), filled: filled(0) });
-        Ok(Part { rank: me, role: Role::Own, call: number, kind: program.kind(), scenes })
+        scenes.push(StageRun { name: "end", first: 0, touches, steps: Vec::new(), filled: filled(0) });
+        Ok(ActorCall { rank: me, role: Role::Own, call: number, kind: program.kind(), scenes })
     }
 
     /// All parts, in place.
-    fn landed(&self, part: u64, of: usize) -> Touch {
+    fn landed(&self, part: u64, of: usize) -> HostAccess {
         let Range { start, end } = self.seat.landed(part);
         let bytes = Bytes::new(self.seat.me, WindowId::POOL, start, end - start);
-        Touch { what: "what has landed", bytes, write: false, of }
+        HostAccess { what: "what has landed", bytes, write: false, of }
     }
 
     /// What everybody said on entering.
-    fn tags(&self, of: usize) -> Vec<Touch> {
-        let Seat { me, .. } = self.seat;
+    fn tags(&self, of: usize) -> Vec<HostAccess> {
+        let RankView { me, .. } = self.seat;
         let ranks = self.seat.ranks();
         let tag = |from| {
-            let at = Control::tag(from, Flag::Entry, ranks, self.calls.parity());
-            Touch {
+            let at = ControlLayout::tag(from, Flag::Entry, ranks, self.calls.parity());
+            HostAccess {
                 what: "tag",
-                bytes: Bytes::new(me, WindowId::CONTROL, at, Control::TAG_BYTES),
+                bytes: Bytes::new(me, WindowId::CONTROL, at, ControlLayout::TAG_BYTES),
                 write: false,
                 of,
             }
@@ -276,26 +276,31 @@ impl Teller {
 /// Everything that is put goes before the words and waits of the entry.
 fn put_first(steps: &mut [collective::Step]) {
     if let [enter, land] = steps {
-        let is_put = |item: &Item| matches!(item.op, Op::Put { .. });
+        let is_put = |item: &TrackOp| matches!(item.op, Op::Put { .. });
         enter.stage.items.splice(..0, land.stage.items.extract_if(.., |item| is_put(item)));
     }
 }
 
-fn read(copied: &Copied, of: usize) -> Touch {
+fn read(copied: &Copied, of: usize) -> HostAccess {
     let Copied { owner, offset, len, .. } = *copied;
-    Touch { what: "what has come", bytes: Bytes::new(owner, WindowId::POOL, offset, len), write: false, of }
+    HostAccess {
+        what: "what has come",
+        bytes: Bytes::new(owner, WindowId::POOL, offset, len),
+        write: false,
+        of,
+    }
 }
 
 /// An operation in a call of this value.
-fn told(item: &Item, call: u64) -> Step {
+fn told(item: &TrackOp, call: u64) -> UnrolledOp {
     let operands = sidelane_core::schedule::Operands { call, ..Default::default() };
     let value = match item.op {
         Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
         _ => 0,
     };
-    Step { track: item.track, set: 0, op: item.op, value }
+    UnrolledOp { track: item.track, set: 0, op: item.op, value }
 }
 
-fn part(rank: u32, call: usize, kind: CallKind, scenes: Vec<Scene>) -> Part {
-    Part { rank, role: Role::Own, call, kind, scenes }
+fn part(rank: u32, call: usize, kind: CallKind, scenes: Vec<StageRun>) -> ActorCall {
+    ActorCall { rank, role: Role::Own, call, kind, scenes }
 }

@@ -6,17 +6,17 @@ use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::plan::{Pipeline, PipelineStep};
-use sidelane_core::schedule::collective::{Pair, Passing, Seat, Staging};
-use sidelane_core::schedule::{Calls, Control, Flag, Op, Operand, Operands, SpanCopy, WindowId};
+use sidelane_core::schedule::collective::{MessageChannel, MessagePart, RankView, Staging};
+use sidelane_core::schedule::{Calls, ControlLayout, Flag, Op, Operand, Operands, SpanCopy, WindowId};
 use sidelane_core::topology::NodeMap;
 
 use super::{EPOCH, part, read, told};
 use crate::story::effect::Effects;
-use crate::story::{Bytes, Effect, Part, Scene, Step, Story, Touch};
+use crate::story::{ActorCall, Bytes, Effect, HostAccess, StageRun, UnrolledOp, UnrolledProgram};
 
 /// Which pipeline, and what passes between its stages.
 #[derive(Clone, Debug)]
-pub struct PipelineScript<'a> {
+pub struct PipelineScenario<'a> {
     /// The order of each stage.
     pub pipeline: &'a Pipeline,
     /// Where parts land.
@@ -24,12 +24,12 @@ pub struct PipelineScript<'a> {
     /// Bytes of each message.
     pub len: u64,
     /// A rule that is broken: `None`, except to see that `prove` notices.
-    pub slip: Option<PipelineSlip>,
+    pub slip: Option<PipelineBug>,
 }
 
 /// Rules that could be broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PipelineSlip {
+pub enum PipelineBug {
     /// What is sent and received at once is sent and then received.
     SendFirst,
     /// It is received and then sent.
@@ -40,14 +40,10 @@ pub enum PipelineSlip {
     CopyLate,
 }
 
-impl PipelineSlip {
+impl PipelineBug {
     /// All slips.
-    pub const ALL: [PipelineSlip; 4] = [
-        PipelineSlip::SendFirst,
-        PipelineSlip::ReceiveFirst,
-        PipelineSlip::Unlicensed,
-        PipelineSlip::CopyLate,
-    ];
+    pub const ALL: [PipelineBug; 4] =
+        [PipelineBug::SendFirst, PipelineBug::ReceiveFirst, PipelineBug::Unlicensed, PipelineBug::CopyLate];
 }
 
 /// One part of a message that a rank sends or receives.
@@ -65,34 +61,34 @@ struct Filled {
 }
 
 impl Effects for Filled {
-    fn effects(&self, step: &Step) -> Vec<Effect> {
+    fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
         let table = [Operand::Spans { first: 0, count: 1 }];
         match (step.op, self.span) {
             (Op::Put { to, slot }, Some(span)) => {
                 Operands { table: &table, spans: &[span], ..Operands::default() }.puts(to, slot)
             }
             (Op::Signal { to, of, flag: flag @ Flag::Block, .. }, _) => {
-                let at = Control::tag(of, flag, self.ranks, Calls::parity_of(step.value));
-                vec![Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, Control::TAG_BYTES))]
+                let at = ControlLayout::tag(of, flag, self.ranks, Calls::parity_of(step.value));
+                vec![Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, ControlLayout::TAG_BYTES))]
             }
             _ => Vec::new(),
         }
     }
 }
 
-pub fn tell(script: &PipelineScript) -> Result<Story, PlanError> {
+pub fn tell(script: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
     let ranks = script.pipeline.stages();
     if script.staging.ranks() != ranks {
         let (parameter, expected) = ("stages", "as many as there are places for");
         return Err(PlanError::BadParameter { parameter, seen: ranks.into(), expected });
     }
     let nodes = NodeMap::from_labels(&vec![0; ranks as usize]);
-    let seats: Vec<Seat> =
-        (0..ranks).map(|me| Seat { nodes: nodes.clone(), me, staging: script.staging }).collect();
+    let seats: Vec<RankView> =
+        (0..ranks).map(|me| RankView { nodes: nodes.clone(), me, staging: script.staging }).collect();
     let orders: Vec<Vec<Passed>> = seats.iter().map(|seat| order(script, seat)).collect();
     let sent = sent(&orders);
     let most = orders.iter().map(Vec::len).max().unwrap_or(0);
-    let mut told: Vec<Vec<Part>> =
+    let mut told: Vec<Vec<ActorCall>> =
         orders.iter().zip(&seats).map(|(order, seat)| rank(script, seat, order, &sent)).collect();
     for (parts, rank) in told.iter_mut().zip(0..) {
         parts.extend((parts.len()..most).map(|call| part(rank, call, CallKind::Unknown, Vec::new())));
@@ -100,17 +96,17 @@ pub fn tell(script: &PipelineScript) -> Result<Story, PlanError> {
     let calls = (0..most).map(|call| told.iter().map(|parts| parts[call].clone()).collect()).collect();
     let control_bytes = Flag::COUNT as u64 * u64::from(ranks) * 64;
     let pool_bytes = script.staging.bytes();
-    Ok(Story { ranks, actors: ranks, control_bytes, pool_bytes, calls, assumed: Vec::new() })
+    Ok(UnrolledProgram { ranks, actors: ranks, control_bytes, pool_bytes, calls, assumed: Vec::new() })
 }
 
 /// The parts that a stage sends and receives, in order.
-fn order(script: &PipelineScript, seat: &Seat) -> Vec<Passed> {
-    let (me, parts) = (seat.me, Pair::parts(seat, script.len));
+fn order(script: &PipelineScenario, seat: &RankView) -> Vec<Passed> {
+    let (me, parts) = (seat.me, MessageChannel::parts(seat, script.len));
     let all = |sends, peer| (0..parts).map(move |nth| Passed { sends, peer, nth }).collect::<Vec<_>>();
     let both = |peer| match script.slip {
-        Some(PipelineSlip::SendFirst) => [all(true, peer), all(false, peer)].concat(),
-        Some(PipelineSlip::ReceiveFirst) => [all(false, peer), all(true, peer)].concat(),
-        _ => Passing::both(parts, parts)
+        Some(PipelineBug::SendFirst) => [all(true, peer), all(false, peer)].concat(),
+        Some(PipelineBug::ReceiveFirst) => [all(false, peer), all(true, peer)].concat(),
+        _ => MessagePart::both(parts, parts)
             .map(|passing| Passed { sends: passing.sends, peer, nth: passing.nth })
             .collect(),
     };
@@ -140,21 +136,22 @@ fn sent(orders: &[Vec<Passed>]) -> Sent {
 }
 
 /// One rank's parts: each of a message is a call.
-fn rank(script: &PipelineScript, seat: &Seat, order: &[Passed], sent: &Sent) -> Vec<Part> {
+fn rank(script: &PipelineScenario, seat: &RankView, order: &[Passed], sent: &Sent) -> Vec<ActorCall> {
     let me = seat.me;
-    let mut pairs: HashMap<(bool, u32), (Pair, usize)> = HashMap::new();
-    let mut late: Vec<Touch> = Vec::new();
+    let mut pairs: HashMap<(bool, u32), (MessageChannel, usize)> = HashMap::new();
+    let mut late: Vec<HostAccess> = Vec::new();
     let mut parts = Vec::new();
     for (call, &Passed { sends, peer, nth }) in order.iter().enumerate() {
-        let (pair, count) = pairs.entry((sends, peer)).or_insert_with(|| (Pair::new(peer, EPOCH), 0));
+        let (pair, count) =
+            pairs.entry((sends, peer)).or_insert_with(|| (MessageChannel::new(peer, EPOCH), 0));
         pair.advance();
-        let range = Pair::part(seat, script.len, nth);
+        let range = MessageChannel::part(seat, script.len, nth);
         let scene = |name, touches, steps, span| {
             let filled = Rc::new(Filled { span, ranks: seat.nodes.ranks() });
-            Scene { name, first: 0, touches, steps, filled }
+            StageRun { name, first: 0, touches, steps, filled }
         };
         if sends {
-            let licence = pair.freed().filter(|_| script.slip != Some(PipelineSlip::Unlicensed));
+            let licence = pair.freed().filter(|_| script.slip != Some(PipelineBug::Unlicensed));
             let free = licence.map(|value| told(&pair.free(), value));
             let send = pair.send(seat).map(|item| told(&item, pair.value()));
             let span = Some(pair.sent(seat, range));
@@ -170,7 +167,7 @@ fn rank(script: &PipelineScript, seat: &Seat, order: &[Passed], sent: &Sent) -> 
             let answer = vec![told(&pair.answer(seat, 0), pair.value())];
             let mut touches = came(pair, seat, range, of);
             let before = std::mem::take(&mut late);
-            if script.slip == Some(PipelineSlip::CopyLate) {
+            if script.slip == Some(PipelineBug::CopyLate) {
                 late.append(&mut touches);
             }
             let scenes = vec![scene("receive", before, wait, None), scene("answer", touches, answer, None)];
@@ -181,8 +178,8 @@ fn rank(script: &PipelineScript, seat: &Seat, order: &[Passed], sent: &Sent) -> 
 }
 
 /// What a receiver looks at.
-fn came(pair: &Pair, seat: &Seat, range: Range<u64>, of: usize) -> Vec<Touch> {
-    let at = Control::tag(pair.peer, Flag::Block, seat.nodes.ranks(), Calls::parity_of(pair.value()));
-    let tag = Bytes::new(seat.me, WindowId::CONTROL, at, Control::TAG_BYTES);
-    vec![Touch { what: "tag", bytes: tag, write: false, of }, read(&pair.received(seat, range), of)]
+fn came(pair: &MessageChannel, seat: &RankView, range: Range<u64>, of: usize) -> Vec<HostAccess> {
+    let at = ControlLayout::tag(pair.peer, Flag::Block, seat.nodes.ranks(), Calls::parity_of(pair.value()));
+    let tag = Bytes::new(seat.me, WindowId::CONTROL, at, ControlLayout::TAG_BYTES);
+    vec![HostAccess { what: "tag", bytes: tag, write: false, of }, read(&pair.received(seat, range), of)]
 }

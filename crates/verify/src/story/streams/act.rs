@@ -5,17 +5,17 @@ use std::rc::Rc;
 
 use sidelane_core::error::PlanError;
 use sidelane_core::schedule::call::Action;
-use sidelane_core::schedule::stream::{Proxied, StreamProgram};
-use sidelane_core::schedule::{Flag, Item, Level, Op, Stage};
+use sidelane_core::schedule::stream::{ProxyProgram, StreamProgram};
+use sidelane_core::schedule::{Flag, FlagValue, Op, Stage, TrackOp};
 
 use super::filled::{Filled, value};
-use super::{Actor, StreamSlip, Streams, Teller};
+use super::{Actor, StreamBug, Streams, Teller};
 use crate::story::effect::Effects;
-use crate::story::{Part, Role, Scene, Step, Touch};
+use crate::story::{ActorCall, HostAccess, Role, StageRun, UnrolledOp};
 
 impl Teller<'_> {
     /// What all actors do in one call.
-    pub fn parts(&self, call: usize) -> Result<Vec<Part>, PlanError> {
+    pub fn parts(&self, call: usize) -> Result<Vec<ActorCall>, PlanError> {
         let kind = self.script.calls[call].call().kind();
         let (turn, aside) = (self.script.calls[call].microbatch(), self.script.streams == Streams::Aside);
         let parts = self.actors.iter().map(|&actor| {
@@ -31,7 +31,7 @@ impl Teller<'_> {
                 Actor::Out { .. } => (Role::Relay, proxied_out(call, &filled)),
                 Actor::Back { from, .. } => (Role::Relay, proxied_back(call, from, &filled)),
             };
-            Ok(Part { rank: actor.rank(), role, call, kind, scenes })
+            Ok(ActorCall { rank: actor.rank(), role, call, kind, scenes })
         });
         parts.collect()
     }
@@ -47,11 +47,12 @@ impl Teller<'_> {
 
     /// Walks the program of a call: what kernels touch, and then the steps of the stage behind that.
     /// Behind the last of them kernels are alone.
-    fn walk(&self, call: usize, filled: &Rc<Filled>) -> Vec<(Vec<Touch>, Vec<Step>)> {
+    fn walk(&self, call: usize, filled: &Rc<Filled>) -> Vec<(Vec<HostAccess>, Vec<UnrolledOp>)> {
         let (which, me) = (self.script.calls[call].call(), filled.me);
         let planted = self.script.planted.filter(|(planted, _)| *planted == which);
         let program = planted.map_or_else(|| which.program(), |(_, program)| program.clone());
-        let (mut walked, mut touches, mut steps) = (Vec::new(), self.experts(call, me), None::<Vec<Step>>);
+        let (mut walked, mut touches, mut steps) =
+            (Vec::new(), self.experts(call, me), None::<Vec<UnrolledOp>>);
         for step in program.line(None) {
             match step.action {
                 Action::Run(_, part) => {
@@ -73,7 +74,7 @@ impl Teller<'_> {
     }
 
     /// Everything, on one stream.
-    fn whole(&self, call: usize, filled: &Rc<Filled>) -> Vec<Scene> {
+    fn whole(&self, call: usize, filled: &Rc<Filled>) -> Vec<StageRun> {
         let (walked, stage) = (self.walk(call, filled), filled.program.stage().name);
         let last = walked.len() - 1;
         let scenes = walked.into_iter().enumerate().map(|(nth, (touches, steps))| {
@@ -83,10 +84,10 @@ impl Teller<'_> {
     }
 
     /// What kernels do, on a stream of their own.
-    fn kernels(&self, call: usize, filled: &Rc<Filled>) -> Vec<Scene> {
+    fn kernels(&self, call: usize, filled: &Rc<Filled>) -> Vec<StageRun> {
         let me = filled.me;
         let arrived = |of| match self.script.slip {
-            Some(StreamSlip::NotArrived) => scene("arrived", Vec::new(), Vec::new(), filled),
+            Some(StreamBug::NotArrived) => scene("arrived", Vec::new(), Vec::new(), filled),
             _ => scene("arrived", Vec::new(), vec![awaits(me, Flag::Entry, of)], filled),
         };
         let mut walked = self.walk(call, filled).into_iter().map(|(touches, _)| touches);
@@ -100,9 +101,9 @@ impl Teller<'_> {
     }
 
     /// What transfers do, on a stream of their own.
-    fn transfers(&self, call: usize, filled: &Rc<Filled>) -> Vec<Scene> {
+    fn transfers(&self, call: usize, filled: &Rc<Filled>) -> Vec<StageRun> {
         let ready =
-            (self.script.slip != Some(StreamSlip::NotReady)).then(|| awaits(filled.me, Flag::Block, call));
+            (self.script.slip != Some(StreamBug::NotReady)).then(|| awaits(filled.me, Flag::Block, call));
         let steps = self.walk(call, filled).into_iter().flat_map(|(_, steps)| steps);
         let steps = ready.into_iter().chain(steps).chain([tells(filled.me, Flag::Entry, call)]).collect();
         vec![
@@ -112,26 +113,27 @@ impl Teller<'_> {
     }
 
     /// The stage, with words set back as a slip has it.
-    fn slip(&self, call: usize, all: Vec<Step>, filled: &Rc<Filled>) -> Vec<Step> {
+    fn slip(&self, call: usize, all: Vec<UnrolledOp>, filled: &Rc<Filled>) -> Vec<UnrolledOp> {
         let step = |of: usize, op| word(filled, of, 0, op);
         if !matches!(
             self.script.slip,
-            Some(StreamSlip::NeverBack | StreamSlip::BackFirst | StreamSlip::BackLate)
+            Some(StreamBug::NeverBack | StreamBug::BackFirst | StreamBug::BackLate)
         ) {
             return all;
         }
-        let (back, mut steps): (Vec<Step>, Vec<Step>) = all.into_iter().partition(Step::sets_back);
+        let (back, mut steps): (Vec<UnrolledOp>, Vec<UnrolledOp>) =
+            all.into_iter().partition(UnrolledOp::sets_back);
         let flag = self.script.calls[call].call().flag();
         match self.script.slip {
-            Some(StreamSlip::BackFirst) => {
+            Some(StreamBug::BackFirst) => {
                 let before = self.turns.before(call, flag);
                 let back = before.iter().flat_map(|&of| back.iter().map(move |back| step(of, back.op)));
                 steps.splice(0..0, back);
             }
-            Some(StreamSlip::BackLate) => {
-                let other = if flag == Flag::Home { Flag::Landed } else { Flag::Home };
+            Some(StreamBug::BackLate) => {
+                let other = if flag == Flag::Returned { Flag::Landed } else { Flag::Returned };
                 let peers = (0..filled.program.slots().ranks()).filter(|&peer| peer != filled.me);
-                let back = |of| Op::Signal { to: filled.me, of, flag: other, level: Level::Nothing };
+                let back = |of| Op::Signal { to: filled.me, of, flag: other, level: FlagValue::Reset };
                 let before = self.turns.before(call, other);
                 steps.extend(
                     before.into_iter().flat_map(|call| peers.clone().map(move |of| step(call, back(of)))),
@@ -144,40 +146,55 @@ impl Teller<'_> {
 }
 
 /// What the proxy does of one call: hears, and puts on the rails.
-fn proxied_out(call: usize, filled: &Rc<Filled>) -> Vec<Scene> {
-    let Some(Proxied { bell, out, .. }) = filled.program.proxied() else { return Vec::new() };
+fn proxied_out(call: usize, filled: &Rc<Filled>) -> Vec<StageRun> {
+    let Some(ProxyProgram { bell, out, .. }) = filled.program.proxied() else { return Vec::new() };
     let scenes =
         [bell, out].map(|stage| scene(stage.name, Vec::new(), in_tracks(call, stage, filled), filled));
     scenes.into_iter().chain([scene("end", Vec::new(), Vec::new(), filled)]).collect()
 }
 
 /// What it does when a rail has brought what a peer sent.
-fn proxied_back(call: usize, from: u32, filled: &Rc<Filled>) -> Vec<Scene> {
-    let Some(Proxied { back, .. }) = filled.program.proxied() else { return Vec::new() };
+fn proxied_back(call: usize, from: u32, filled: &Rc<Filled>) -> Vec<StageRun> {
+    let Some(ProxyProgram { back, .. }) = filled.program.proxied() else { return Vec::new() };
     let mut steps = in_tracks(call, back, filled);
     steps.retain(|step| step.track == from);
     steps.iter_mut().for_each(|step| step.track = 0);
     vec![scene(back.name, Vec::new(), steps, filled), scene("end", Vec::new(), Vec::new(), filled)]
 }
 
-fn in_tracks(call: usize, stage: &Stage, filled: &Rc<Filled>) -> Vec<Step> {
-    stage.items.iter().map(|&Item { track, op }| word(filled, call, track, op)).collect()
+fn in_tracks(call: usize, stage: &Stage, filled: &Rc<Filled>) -> Vec<UnrolledOp> {
+    stage.items.iter().map(|&TrackOp { track, op }| word(filled, call, track, op)).collect()
 }
 
-fn word(filled: &Rc<Filled>, of: usize, track: u32, op: Op) -> Step {
+fn word(filled: &Rc<Filled>, of: usize, track: u32, op: Op) -> UnrolledOp {
     let value = if matches!(op, Op::Put { .. }) { 0 } else { value(of) };
-    Step { track, set: filled.set, op, value }
+    UnrolledOp { track, set: filled.set, op, value }
 }
 
-fn scene(name: &'static str, touches: Vec<Touch>, steps: Vec<Step>, filled: &Rc<Filled>) -> Scene {
-    Scene { name, first: 0, touches, steps, filled: Rc::clone(filled) as Rc<dyn Effects> }
+fn scene(
+    name: &'static str,
+    touches: Vec<HostAccess>,
+    steps: Vec<UnrolledOp>,
+    filled: &Rc<Filled>,
+) -> StageRun {
+    StageRun { name, first: 0, touches, steps, filled: Rc::clone(filled) as Rc<dyn Effects> }
 }
 
 /// An event of a rank's streams is over: a word that grows.
-fn tells(me: u32, flag: Flag, call: usize) -> Step {
-    Step { track: 0, set: 0, op: Op::Signal { to: me, of: me, flag, level: Level::Call }, value: value(call) }
+fn tells(me: u32, flag: Flag, call: usize) -> UnrolledOp {
+    UnrolledOp {
+        track: 0,
+        set: 0,
+        op: Op::Signal { to: me, of: me, flag, level: FlagValue::Call },
+        value: value(call),
+    }
 }
 
-fn awaits(me: u32, flag: Flag, call: usize) -> Step {
-    Step { track: 0, set: 0, op: Op::Wait { from: me, flag, level: Level::Call }, value: value(call) }
+fn awaits(me: u32, flag: Flag, call: usize) -> UnrolledOp {
+    UnrolledOp {
+        track: 0,
+        set: 0,
+        op: Op::Wait { from: me, flag, level: FlagValue::Call },
+        value: value(call),
+    }
 }

@@ -3,11 +3,11 @@
 use std::rc::Rc;
 
 use sidelane_core::schedule::stream::StreamProgram;
-use sidelane_core::schedule::{Flag, LINE, Level, Op, WindowId};
+use sidelane_core::schedule::{Flag, FlagValue, LINE, Op, WindowId};
 
 use super::turns::Turns;
 use crate::story::effect::Effects;
-use crate::story::{Bytes, Effect, Step};
+use crate::story::{Bytes, Effect, UnrolledOp};
 
 /// What the slots of one program are filled with, and where its microbatch has its windows.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ fn call_of(value: u64) -> usize {
 }
 
 impl Effects for Filled {
-    fn effects(&self, step: &Step) -> Vec<Effect> {
+    fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
         let first = u64::from(self.set) * self.program.slots().bytes();
         let shift = |to: Bytes| {
             Bytes::new(to.owner, to.window, first + to.range.start, to.range.end - to.range.start)
@@ -53,15 +53,15 @@ impl Effects for Filled {
                     other => other,
                 })
                 .collect(),
-            Op::Signal { to, of, flag, level: Level::Nothing } => {
+            Op::Signal { to, of, flag, level: FlagValue::Reset } => {
                 vec![Effect::SetsBack { word: self.word(to, of, flag), call: call_of(step.value) }]
             }
-            Op::Signal { to, of, flag, level: Level::Credit } => {
+            Op::Signal { to, of, flag, level: FlagValue::Credit } => {
                 let call = call_of(step.value);
                 let after = if of == to { self.turns.rung(call) } else { self.turns.before(call, flag) };
                 vec![Effect::Raises { word: self.word(to, of, flag), call, after }]
             }
-            Op::Wait { from, flag, level: Level::Credit } => {
+            Op::Wait { from, flag, level: FlagValue::Credit } => {
                 vec![Effect::Awaits { word: self.word(self.me, from, flag), call: call_of(step.value) }]
             }
             _ => Vec::new(),

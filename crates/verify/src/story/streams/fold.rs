@@ -20,20 +20,20 @@ use sidelane_core::schedule::{Flag, Op};
 
 use super::StreamCall;
 use crate::story::effect::Effects;
-use crate::story::{Effect, Part, Role, Scene, Step, Story};
+use crate::story::{ActorCall, Effect, Role, StageRun, UnrolledOp, UnrolledProgram};
 
 /// Signals and waits alone: what they guard is no matter here.
 #[derive(Debug)]
 struct Bare;
 
 impl Effects for Bare {
-    fn effects(&self, _: &Step) -> Vec<Effect> {
+    fn effects(&self, _: &UnrolledOp) -> Vec<Effect> {
         Vec::new()
     }
 }
 
 /// Each rank enqueues its calls in an order of its own, each microbatch on a stream of its own: a track.
-pub(in crate::story) fn fold(slots: Slots, orders: &[Vec<StreamCall>]) -> Result<Story, PlanError> {
+pub(in crate::story) fn fold(slots: Slots, orders: &[Vec<StreamCall>]) -> Result<UnrolledProgram, PlanError> {
     let parts = (0..).zip(orders).map(|(rank, order)| {
         let mut turns: HashMap<(u32, Flag), u64> = HashMap::new();
         let mut steps = Vec::new();
@@ -42,13 +42,13 @@ pub(in crate::story) fn fold(slots: Slots, orders: &[Vec<StreamCall>]) -> Result
             let turn = turns.entry((track, call.call().flag())).or_default();
             *turn += 1;
             let ops = program.stage().items.iter().map(|item| item.op);
-            let step = |op| Step { track, set: track, op, value: *turn };
+            let step = |op| UnrolledOp { track, set: track, op, value: *turn };
             steps.extend(ops.filter(|op| !matches!(op, Op::Put { .. })).map(step).filter(|s| !s.sets_back()));
         }
-        let scene = Scene { name: "queue", first: 0, touches: Vec::new(), steps, filled: Rc::new(Bare) };
-        Ok(Part { rank, role: Role::Own, call: 0, kind: CallKind::Unknown, scenes: vec![scene] })
+        let scene = StageRun { name: "queue", first: 0, touches: Vec::new(), steps, filled: Rc::new(Bare) };
+        Ok(ActorCall { rank, role: Role::Own, call: 0, kind: CallKind::Unknown, scenes: vec![scene] })
     });
-    Ok(Story {
+    Ok(UnrolledProgram {
         ranks: slots.ranks(),
         actors: orders.len() as u32,
         control_bytes: 0,

@@ -29,25 +29,25 @@ use std::rc::Rc;
 
 use sidelane_core::error::PlanError;
 use sidelane_core::schedule::call::{CallProgram, SlotCall};
-use sidelane_core::schedule::stream::{Across, Slots};
+use sidelane_core::schedule::stream::{RowPath, Slots};
 use sidelane_core::topology::NodeMap;
 use turns::Turns;
 
-use super::Story;
+use super::UnrolledProgram;
 
 /// What a group is to do on streams, all ranks in the same order.
 #[derive(Clone, Debug)]
-pub struct StreamScript<'a> {
+pub struct StreamScenario<'a> {
     /// Geometry of each microbatch's windows.
     pub slots: Slots,
     /// Which streams there are.
     pub streams: Streams,
     /// Which ranks share memory, if not all, and how rows cross.
-    pub across: Option<(&'a NodeMap, Across)>,
+    pub across: Option<(&'a NodeMap, RowPath)>,
     /// The calls.
     pub calls: &'a [StreamCall],
     /// A rule that the caller breaks: `None`, except to see that `prove` notices.
-    pub slip: Option<StreamSlip>,
+    pub slip: Option<StreamBug>,
     /// The program of such calls, in place of [theirs](SlotCall::program): `None`, except to see that
     /// `prove` notices bugs of a driver.
     pub planted: Option<(SlotCall, &'a CallProgram)>,
@@ -99,7 +99,7 @@ impl Streams {
 
 /// Rules that a caller of streams could break.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StreamSlip {
+pub enum StreamBug {
     /// Words that were awaited are not set back.
     NeverBack,
     /// Words are set back when their next call begins.
@@ -122,30 +122,30 @@ pub enum StreamSlip {
     NotArrived,
 }
 
-impl StreamSlip {
+impl StreamBug {
     /// All slips.
-    pub const ALL: [StreamSlip; 10] = [
-        StreamSlip::NeverBack,
-        StreamSlip::BackFirst,
-        StreamSlip::BackLate,
-        StreamSlip::Unreleased,
-        StreamSlip::KeepSlots,
-        StreamSlip::SumLate,
-        StreamSlip::Share,
-        StreamSlip::PackAhead,
-        StreamSlip::NotReady,
-        StreamSlip::NotArrived,
+    pub const ALL: [StreamBug; 10] = [
+        StreamBug::NeverBack,
+        StreamBug::BackFirst,
+        StreamBug::BackLate,
+        StreamBug::Unreleased,
+        StreamBug::KeepSlots,
+        StreamBug::SumLate,
+        StreamBug::Share,
+        StreamBug::PackAhead,
+        StreamBug::NotReady,
+        StreamBug::NotArrived,
     ];
 }
 
 pub(super) use fold::fold;
 
-pub(super) fn tell(script: &StreamScript) -> Result<Story, PlanError> {
+pub(super) fn tell(script: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
     let turns = Rc::new(Turns::of(script)?);
     let (ranks, sets) = (script.slots.ranks(), turns.sets);
     let teller = Teller { script, actors: Actor::all(script, sets), turns };
     let calls = (0..script.calls.len()).map(|call| teller.parts(call)).collect::<Result<_, _>>()?;
-    Ok(Story {
+    Ok(UnrolledProgram {
         ranks,
         actors: teller.actors.len() as u32,
         control_bytes: u64::from(sets) * script.slots.flag_bytes(),
@@ -167,7 +167,7 @@ enum Actor {
 }
 
 impl Actor {
-    fn all(script: &StreamScript, sets: u32) -> Vec<Actor> {
+    fn all(script: &StreamScenario, sets: u32) -> Vec<Actor> {
         let ranks = script.slots.ranks();
         let streams = match script.streams {
             Streams::One => 1,
@@ -178,7 +178,7 @@ impl Actor {
         let mut all: Vec<Actor> = of_all(streams).map(|(rank, nth)| Actor::Stream { rank, nth }).collect();
         let Some((nodes, way)) = script.across else { return all };
         all.extend(of_all(sets).map(|(rank, of)| Actor::Out { rank, of }));
-        for (rank, of) in of_all(sets).filter(|_| way == Across::Detour) {
+        for (rank, of) in of_all(sets).filter(|_| way == RowPath::HostStaged) {
             let far = (0..ranks).filter(|&from| from < nodes.ranks() && !nodes.same_node(rank, from));
             all.extend(far.map(|from| Actor::Back { rank, of, from }));
         }
@@ -192,7 +192,7 @@ impl Actor {
 }
 
 struct Teller<'a> {
-    script: &'a StreamScript<'a>,
+    script: &'a StreamScenario<'a>,
     actors: Vec<Actor>,
     turns: Rc<Turns>,
 }

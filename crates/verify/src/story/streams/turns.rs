@@ -4,7 +4,7 @@ use sidelane_core::error::PlanError;
 use sidelane_core::schedule::Flag;
 use sidelane_core::schedule::call::SlotCall;
 
-use super::{StreamCall, StreamScript, StreamSlip};
+use super::{StreamBug, StreamCall, StreamScenario};
 use crate::story::tell::bad;
 
 /// Which call follows which.
@@ -21,7 +21,7 @@ pub struct Turns {
 }
 
 impl Turns {
-    pub fn of(script: &StreamScript) -> Result<Self, PlanError> {
+    pub fn of(script: &StreamScenario) -> Result<Self, PlanError> {
         let sets = script.calls.iter().map(|call| call.microbatch() + 1).max().unwrap_or(1);
         let mut turns = Turns { sets, words: Vec::new(), calls: Vec::new(), slots_of: Vec::new() };
         let mut dispatched: Vec<Option<usize>> = vec![None; sets as usize];
@@ -29,14 +29,14 @@ impl Turns {
             let of = call.microbatch();
             let open = &mut dispatched[of as usize];
             let slots_of = match (call, *open) {
-                (StreamCall::Dispatch(_), Some(_)) if script.slip != Some(StreamSlip::Unreleased) => None,
+                (StreamCall::Dispatch(_), Some(_)) if script.slip != Some(StreamBug::Unreleased) => None,
                 (StreamCall::Dispatch(_), _) => Some(number),
                 (_, open) => open,
             };
             let expected = "dispatch and combine (or release) of each microbatch in turn";
             turns.slots_of.push(slots_of.ok_or(bad("call", number, expected))?);
             *open = slots_of.filter(|&dispatch| dispatch == number);
-            let set = if script.slip == Some(StreamSlip::Share) { 0 } else { of };
+            let set = if script.slip == Some(StreamBug::Share) { 0 } else { of };
             turns.words.push((set, call.call().flag()));
             turns.calls.push(call.call());
         }

@@ -29,7 +29,7 @@ use state::{Card, State};
 pub use tree::Tree;
 
 use super::library::Functions;
-use super::{Ground, Library, Rail, Settings, Sysfs};
+use super::{Library, Nic, Settings, Sysfs, VerbsEnvironment};
 
 /// A network of cards, each with one port.
 pub struct Fabric {
@@ -93,14 +93,14 @@ impl Fabric {
     }
 
     /// A machine that has these cards.
-    pub fn ground(&self, settings: Settings) -> Ground {
-        Ground { library: self.library(), sysfs: self.sysfs.clone(), settings }
+    pub fn ground(&self, settings: Settings) -> VerbsEnvironment {
+        VerbsEnvironment { library: self.library(), sysfs: self.sysfs.clone(), settings }
     }
 
     /// A card, open, with what the settings say.
-    pub fn rail(&self, card: &str, settings: &Settings) -> Rail {
+    pub fn rail(&self, card: &str, settings: &Settings) -> Nic {
         let settings = Settings { cards: vec![card.to_owned()], ..settings.clone() };
-        let mut rails = Rail::open(&self.library(), &self.sysfs, &settings, 0).unwrap();
+        let mut rails = Nic::open(&self.library(), &self.sysfs, &settings, 0).unwrap();
         rails.remove(0)
     }
 

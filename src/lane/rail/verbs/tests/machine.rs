@@ -8,7 +8,7 @@ use crate::lane::rail::verbs::fake::Tree;
 use crate::lane::rail::verbs::library::Functions;
 
 fn rails(fabric: &Arc<Fabric>, settings: &Settings, nth: u32) -> Result<Vec<String>, VerbsError> {
-    let rails = Rail::open(&fabric.library(), fabric.sysfs(), settings, nth)?;
+    let rails = Nic::open(&fabric.library(), fabric.sysfs(), settings, nth)?;
     Ok(rails.iter().map(|rail| rail.context.card().to_owned()).collect())
 }
 
@@ -113,6 +113,6 @@ fn what_was_asked_of_a_card_is_had_or_refused() {
     let too_large = VerbsError::MtuTooLarge { card: "a".into(), port: 1, asked: 4096, active: 1024 };
     assert_eq!(refused(Settings { mtu: Some(Mtu::B4096), ..Settings::default() }), too_large);
     let tree = Tree::new();
-    let none = Rail::open(&fabric.library(), &tree.sysfs(), &Settings::default(), 0).err();
+    let none = Nic::open(&fabric.library(), &tree.sysfs(), &Settings::default(), 0).err();
     assert_eq!(none, Some(VerbsError::NoGid { card: "a".into(), port: 1 }));
 }

@@ -38,7 +38,7 @@ struct End {
     queue: Arc<CompletionQueue>,
     region: MemoryRegion,
     domain: Arc<ProtectionDomain>,
-    rail: Rail,
+    rail: Nic,
     memory: Memory,
 }
 

@@ -14,7 +14,7 @@ fn reference_importance(x: &[f64], noise: &[f64], choices: &[i32]) -> f64 {
     let (mut importance, mut load) = (vec![0.0; E], vec![0.0; E]);
     for t in (0..T).filter(|t| choices[t * K + 1] >= 0) {
         let last = t * E + choices[t * K + 1] as usize;
-        for (e, share) in scores(Score::Softmax, &x[t * E..][..E]).into_iter().enumerate() {
+        for (e, share) in scores(ScoreFunction::Softmax, &x[t * E..][..E]).into_iter().enumerate() {
             importance[e] += share;
             load[e] += normal((share - x[last] - noise[last]) * E as f64 / f64::from(NOISE));
         }

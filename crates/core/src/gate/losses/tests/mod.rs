@@ -4,9 +4,14 @@ mod importance;
 mod weights;
 
 use super::*;
-use crate::gate::{Preset, Score};
+use crate::gate::{Preset, ScoreFunction};
 
-const SCORES: [Score; 4] = [Score::Softmax, Score::SoftmaxOfChosen, Score::Sigmoid, Score::SqrtSoftplus];
+const SCORES: [ScoreFunction; 4] = [
+    ScoreFunction::Softmax,
+    ScoreFunction::SoftmaxOfChosen,
+    ScoreFunction::Sigmoid,
+    ScoreFunction::SqrtSoftplus,
+];
 
 /// Logits from -4 to 4, all different.
 fn logits(count: usize) -> Vec<f32> {
@@ -18,14 +23,14 @@ fn wide(logits: &[f32]) -> Vec<f64> {
 }
 
 /// Scores of one token, not divided.
-fn scores(score: Score, logits: &[f64]) -> Vec<f64> {
+fn scores(score: ScoreFunction, logits: &[f64]) -> Vec<f64> {
     match score {
-        Score::Softmax | Score::SoftmaxOfChosen => {
+        ScoreFunction::Softmax | ScoreFunction::SoftmaxOfChosen => {
             let all: f64 = logits.iter().map(|x| x.exp()).sum();
             logits.iter().map(|x| x.exp() / all).collect()
         }
-        Score::Sigmoid => logits.iter().map(|x| 1.0 / (1.0 + (-x).exp())).collect(),
-        Score::SqrtSoftplus => logits.iter().map(|x| x.exp().ln_1p().sqrt()).collect(),
+        ScoreFunction::Sigmoid => logits.iter().map(|x| 1.0 / (1.0 + (-x).exp())).collect(),
+        ScoreFunction::SqrtSoftplus => logits.iter().map(|x| x.exp().ln_1p().sqrt()).collect(),
     }
 }
 
@@ -68,37 +73,37 @@ fn input(logits: &[f32]) -> LossInput<'_> {
     LossInput { logits, experts, top_k, choices: &CHOICES, used: Some(&USED), totals: None }
 }
 
-fn part_of(parts: Parts, token: usize) -> (usize, usize) {
+fn part_of(parts: TokenGroups, token: usize) -> (usize, usize) {
     match parts {
-        Parts::Whole => (0, 1),
-        Parts::Consecutive(n) => (token / (T / n as usize), n as usize),
-        Parts::Interleaved(n) => (token % n as usize, n as usize),
+        TokenGroups::Whole => (0, 1),
+        TokenGroups::Consecutive(n) => (token / (T / n as usize), n as usize),
+        TokenGroups::Interleaved(n) => (token % n as usize, n as usize),
     }
 }
 
-fn reference_counts(balance: &Balance, logits: &[f32]) -> Vec<Vec<f64>> {
+fn reference_counts(balance: &BalanceLoss, logits: &[f32]) -> Vec<Vec<f64>> {
     let mut counts = vec![vec![0.0; E]; part_of(balance.parts, 0).1];
     for t in (0..T).filter(|&t| USED[t]) {
         let mut best: Vec<usize> = (0..E).collect();
         best.sort_by(|&a, &b| logits[t * E + b].total_cmp(&logits[t * E + a]));
         let given = CHOICES[t * K..][..K].iter().map(|&id| id as usize);
         let chosen: Vec<usize> = match balance.map {
-            Map::FirstChoices => given.take(1).collect(),
-            Map::AllChoices => given.collect(),
-            Map::Fresh => best[..K].to_vec(),
+            CountedChoices::FirstChoices => given.take(1).collect(),
+            CountedChoices::AllChoices => given.collect(),
+            CountedChoices::Fresh => best[..K].to_vec(),
         };
         chosen.into_iter().for_each(|e| counts[part_of(balance.parts, t).0][e] += 1.0);
     }
     counts
 }
 
-fn reference_loss(balance: &Balance, counts: &[Vec<f64>], logits: &[f64]) -> f64 {
+fn reference_loss(balance: &BalanceLoss, counts: &[Vec<f64>], logits: &[f64]) -> f64 {
     let parts = counts.len() as f64;
     let used = USED.iter().filter(|&&used| used).count() as f64;
-    let n = if balance.unused == Unused::LeftOut { used } else { T as f64 } / parts;
-    let choices = if balance.share == Share::OfTokens { 1.0 } else { K as f64 };
+    let n = if balance.unused == PaddingTokens::LeftOut { used } else { T as f64 } / parts;
+    let choices = if balance.share == CountDivisor::OfTokens { 1.0 } else { K as f64 };
     let mut loss = 0.0;
-    for t in (0..T).filter(|&t| USED[t] || balance.unused == Unused::Shared) {
+    for t in (0..T).filter(|&t| USED[t] || balance.unused == PaddingTokens::Shared) {
         let scores = scores(balance.score, &logits[t * E..][..E]);
         let sum: f64 = scores.iter().sum();
         for e in 0..E {
@@ -113,11 +118,13 @@ fn reference_loss(balance: &Balance, counts: &[Vec<f64>], logits: &[f64]) -> f64
 fn every_balance_agrees_with_its_formula_and_its_slope() {
     let logits = logits(T * E);
     for score in SCORES {
-        for map in [Map::FirstChoices, Map::AllChoices, Map::Fresh] {
-            for share in [Share::OfTokens, Share::OfChoices] {
-                for unused in [Unused::LeftOut, Unused::Zero, Unused::Shared] {
-                    for parts in [Parts::Whole, Parts::Consecutive(3), Parts::Interleaved(4)] {
-                        let balance = Balance { coefficient: 0.75, score, map, share, unused, parts };
+        for map in [CountedChoices::FirstChoices, CountedChoices::AllChoices, CountedChoices::Fresh] {
+            for share in [CountDivisor::OfTokens, CountDivisor::OfChoices] {
+                for unused in [PaddingTokens::LeftOut, PaddingTokens::Zero, PaddingTokens::Shared] {
+                    for parts in
+                        [TokenGroups::Whole, TokenGroups::Consecutive(3), TokenGroups::Interleaved(4)]
+                    {
+                        let balance = BalanceLoss { coefficient: 0.75, score, map, share, unused, parts };
                         let what = format!("{balance:?}");
                         let counts = reference_counts(&balance, &logits);
                         let mut own = vec![0.0; counts.len() * E];
@@ -139,10 +146,14 @@ fn every_balance_agrees_with_its_formula_and_its_slope() {
 fn even_scores_cost_one_or_as_many_as_there_are_choices() {
     let even = [1.5; T * E];
     for preset in Preset::ALL {
-        let balance = Balance { coefficient: 0.5, ..Balance::of(preset) };
+        let balance = BalanceLoss { coefficient: 0.5, ..BalanceLoss::of(preset) };
         let loss = balance.loss(&LossInput { used: None, ..input(&even) }, None).unwrap();
-        let choices =
-            if balance.map == Map::AllChoices && balance.share == Share::OfTokens { 2.0 } else { 1.0 };
+        let choices = if balance.map == CountedChoices::AllChoices && balance.share == CountDivisor::OfTokens
+        {
+            2.0
+        } else {
+            1.0
+        };
         assert_close(loss, 0.5 * choices, preset.name());
     }
 }
@@ -153,13 +164,15 @@ fn what_unused_tokens_do_is_what_their_system_does() {
     let input = LossInput { logits: &zero, experts: 2, top_k: 1, choices: &[0, -1], ..LossInput::default() };
     let input = LossInput { used: Some(&[true, false]), ..input };
     let of_first = 0.5;
-    for (unused, loss, of_second) in
-        [(Unused::LeftOut, 1.0, 0.0), (Unused::Zero, 0.25, 0.0), (Unused::Shared, 0.5, 0.125)]
-    {
-        let balance = Balance { unused, ..Balance::of(Preset::Switch) };
+    for (unused, loss, of_second) in [
+        (PaddingTokens::LeftOut, 1.0, 0.0),
+        (PaddingTokens::Zero, 0.25, 0.0),
+        (PaddingTokens::Shared, 0.5, 0.125),
+    ] {
+        let balance = BalanceLoss { unused, ..BalanceLoss::of(Preset::Switch) };
         let mut gradient = [0.0; 4];
         assert_eq!(balance.loss(&input, Some(&mut gradient)), Ok(loss));
-        let first = if unused == Unused::LeftOut { of_first } else { of_first / 4.0 };
+        let first = if unused == PaddingTokens::LeftOut { of_first } else { of_first / 4.0 };
         assert_eq!(gradient, [first, -first, of_second, -of_second], "{unused:?}");
     }
 }
@@ -168,7 +181,7 @@ fn what_unused_tokens_do_is_what_their_system_does() {
 fn losses_of_ranks_that_share_their_counts_add_up_to_the_whole() {
     let logits = logits(T * E);
     for preset in [Preset::Megatron, Preset::DeepseekV3, Preset::DeepspeedTop1] {
-        let balance = Balance::of(preset);
+        let balance = BalanceLoss::of(preset);
         let whole = input(&logits);
         let mut gradient = vec![0.0; T * E];
         let loss = balance.loss(&whole, Some(&mut gradient)).unwrap();
@@ -180,7 +193,7 @@ fn losses_of_ranks_that_share_their_counts_add_up_to_the_whole() {
             ..whole
         };
         (0..2).for_each(|r| balance.counts(&rank(r), &mut counts).unwrap());
-        let tokens = if balance.unused == Unused::LeftOut { 9.0 } else { 12.0 };
+        let tokens = if balance.unused == PaddingTokens::LeftOut { 9.0 } else { 12.0 };
         let totals = Some(Totals { counts: &counts, tokens });
         let mut parts = vec![0.0; T * E];
         let own: Vec<f32> = parts
@@ -197,7 +210,7 @@ fn losses_of_ranks_that_share_their_counts_add_up_to_the_whole() {
 #[test]
 fn gradients_are_added_and_losses_without_tokens_are_nothing() {
     let logits = logits(T * E);
-    let balance = Balance::of(Preset::Megatron);
+    let balance = BalanceLoss::of(Preset::Megatron);
     let (mut once, mut twice) = (vec![0.0; T * E], vec![0.0; T * E]);
     balance.loss(&input(&logits), Some(&mut once)).unwrap();
     z_loss(0.5, &logits, E as u32, None, Some(&mut twice)).unwrap();
@@ -208,9 +221,9 @@ fn gradients_are_added_and_losses_without_tokens_are_nothing() {
     let none = LossInput { used: Some(&[false; T]), ..input(&logits) };
     let mut untouched = [0.0; T * E];
     for preset in Preset::ALL {
-        assert_eq!(Balance::of(preset).loss(&none, Some(&mut untouched)), Ok(0.0));
+        assert_eq!(BalanceLoss::of(preset).loss(&none, Some(&mut untouched)), Ok(0.0));
         let empty = LossInput { experts: 5, top_k: 2, ..LossInput::default() };
-        assert_eq!(Balance::of(preset).loss(&empty, None), Ok(0.0));
+        assert_eq!(BalanceLoss::of(preset).loss(&empty, None), Ok(0.0));
     }
     assert_eq!(z_loss(1.0, &logits, E as u32, none.used, Some(&mut untouched)), Ok(0.0));
     assert_eq!(untouched, [0.0; T * E]);
@@ -239,10 +252,10 @@ fn the_z_loss_agrees_with_its_formula_and_its_slope() {
 #[test]
 fn bad_input_is_named_and_the_gradient_left_alone() {
     let fine = logits(T * E);
-    let balance = Balance::of(Preset::Switch);
+    let balance = BalanceLoss::of(Preset::Switch);
     let mut gradient = vec![0.5; T * E];
     let mut fails =
-        |balance: Balance, input: LossInput<'_>| balance.loss(&input, Some(&mut gradient)).unwrap_err();
+        |balance: BalanceLoss, input: LossInput<'_>| balance.loss(&input, Some(&mut gradient)).unwrap_err();
     let mut bad = fine.clone();
     bad[2 * E + 3] = f32::NEG_INFINITY;
     let error = fails(balance, input(&bad));
@@ -255,15 +268,21 @@ fn bad_input_is_named_and_the_gradient_left_alone() {
         GateError::BadNumber { parameter, .. } => parameter,
         other => panic!("{other}"),
     };
-    assert_eq!(number(fails(Balance { parts: Parts::Interleaved(5), ..balance }, input(&fine))), "parts");
-    assert_eq!(number(fails(Balance { parts: Parts::Consecutive(0), ..balance }, input(&fine))), "parts");
+    assert_eq!(
+        number(fails(BalanceLoss { parts: TokenGroups::Interleaved(5), ..balance }, input(&fine))),
+        "parts"
+    );
+    assert_eq!(
+        number(fails(BalanceLoss { parts: TokenGroups::Consecutive(0), ..balance }, input(&fine))),
+        "parts"
+    );
     // As many parts as there are numbers, which no memory holds.
-    for parts in [Parts::Interleaved(u32::MAX), Parts::Consecutive(u32::MAX)] {
-        let balance = Balance { parts, ..balance };
+    for parts in [TokenGroups::Interleaved(u32::MAX), TokenGroups::Consecutive(u32::MAX)] {
+        let balance = BalanceLoss { parts, ..balance };
         assert_eq!(number(fails(balance, input(&fine))), "parts");
         assert_eq!(balance.loss(&LossInput { choices: &[], used: None, ..input(&[]) }, None), Ok(0.0));
     }
-    assert_eq!(number(fails(Balance { coefficient: f32::NAN, ..balance }, input(&fine))), "coefficient");
+    assert_eq!(number(fails(BalanceLoss { coefficient: f32::NAN, ..balance }, input(&fine))), "coefficient");
     assert_eq!(number(fails(balance, LossInput { top_k: 6, ..input(&fine) })), "top_k");
     assert_eq!(number(fails(balance, LossInput { experts: 0, ..input(&fine) })), "experts");
     let totals = Some(Totals { counts: &[1.0; E], tokens: f64::INFINITY });

@@ -1,7 +1,7 @@
 //! From weights back to logits.
 
 use super::*;
-use crate::gate::{Call, Divisor, Gate, GateConfig, Noise, Normalise, Second, Select};
+use crate::gate::{Divisor, Gate, GateConfig, GateInput, Noise, Normalize, SecondExpertPolicy, Select};
 
 /// Weights in f64, from choices and what is left of them.
 fn reference_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i32]) -> Vec<f64> {
@@ -10,7 +10,7 @@ fn reference_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i3
         let row = t * K..(t + 1) * K;
         let (choices, left) = (&choices[row.clone()], &left[row.clone()]);
         let x = &x[t * E..][..E];
-        let mut own: Vec<f64> = if config.score == Score::SoftmaxOfChosen {
+        let mut own: Vec<f64> = if config.score == ScoreFunction::SoftmaxOfChosen {
             let few: Vec<f64> = choices.iter().filter(|&&id| id >= 0).map(|&id| x[id as usize]).collect();
             let mut few = scores(config.score, &few).into_iter();
             choices.iter().map(|&id| if id < 0 { 0.0 } else { few.next().unwrap() }).collect()
@@ -19,9 +19,9 @@ fn reference_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i3
             choices.iter().map(|&id| if id < 0 { 0.0 } else { all[id as usize] }).collect()
         };
         let (set, divisor) = match config.normalise {
-            Normalise::Never => (choices, None),
-            Normalise::BeforeDrop(divisor) => (choices, Some(divisor)),
-            Normalise::AfterDrop(divisor) => (left, Some(divisor)),
+            Normalize::Never => (choices, None),
+            Normalize::BeforeDrop(divisor) => (choices, Some(divisor)),
+            Normalize::AfterDrop(divisor) => (left, Some(divisor)),
         };
         let sum: f64 = own.iter().zip(set).filter(|&(_, &id)| id >= 0).map(|(score, _)| score).sum();
         let by = match divisor {
@@ -40,14 +40,14 @@ fn reference_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i3
     weights
 }
 
-fn config(score: Score, normalise: Normalise) -> GateConfig {
+fn config(score: ScoreFunction, normalise: Normalize) -> GateConfig {
     GateConfig {
         experts: E as u32,
         top_k: K as u32,
         score,
         select: Select::Best,
         noise: Noise::None,
-        second: Second::All,
+        second: SecondExpertPolicy::All,
         normalise,
         scaling: 2.5,
         capacity: None,
@@ -59,13 +59,13 @@ fn weights_lead_back_to_the_logits_from_which_they_were_made() {
     let logits = logits(T * E);
     // Sums lie below and above 0.5.
     let divisors = [Divisor::SumPlus(1e-20), Divisor::SumPlus(0.25), Divisor::SumAtLeast(0.5)];
-    let normalised = divisors.into_iter().flat_map(|d| [Normalise::BeforeDrop(d), Normalise::AfterDrop(d)]);
+    let normalised = divisors.into_iter().flat_map(|d| [Normalize::BeforeDrop(d), Normalize::AfterDrop(d)]);
     let d_weights: Vec<f32> = (0..T * K).map(|i| (i * 5 % 7) as f32 - 2.0).collect();
-    for normalise in normalised.chain([Normalise::Never]) {
+    for normalise in normalised.chain([Normalize::Never]) {
         for score in SCORES {
             let config = config(score, normalise);
             let what = format!("{score:?}, {normalise:?}");
-            let call = Call { logits: &logits, used: Some(&USED), ..Call::default() };
+            let call = GateInput { logits: &logits, token_mask: Some(&USED), ..GateInput::default() };
             let mut gate = Gate::new(config.clone()).unwrap();
             let decision = gate.route(&call).unwrap();
             let choices = decision.choices();
@@ -100,9 +100,9 @@ fn the_weight_of_a_single_choice_moves_only_where_it_is_not_one() {
         weights_backward(&config, &input, &mut gradient).unwrap();
         gradient
     };
-    let plus = Normalise::BeforeDrop(Divisor::SumPlus(1e-20));
+    let plus = Normalize::BeforeDrop(Divisor::SumPlus(1e-20));
     // Megatron leaves the weight of a single choice as it is.
-    assert_eq!(single(Score::Sigmoid, plus), [0.0, 0.0, 0.25, 0.0, 0.0]);
-    assert_eq!(single(Score::SoftmaxOfChosen, plus), [0.0; E]);
-    assert_eq!(single(Score::Sigmoid, Normalise::AfterDrop(Divisor::SumAtLeast(1e-6))), [0.0; E]);
+    assert_eq!(single(ScoreFunction::Sigmoid, plus), [0.0, 0.0, 0.25, 0.0, 0.0]);
+    assert_eq!(single(ScoreFunction::SoftmaxOfChosen, plus), [0.0; E]);
+    assert_eq!(single(ScoreFunction::Sigmoid, Normalize::AfterDrop(Divisor::SumAtLeast(1e-6))), [0.0; E]);
 }

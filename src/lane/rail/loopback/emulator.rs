@@ -20,7 +20,7 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 
-use crate::config::Pace;
+use crate::config::EmulatedLink;
 use crate::error::LaneError;
 use crate::lane::clock::now;
 use crate::lane::rail::record::Record;
@@ -30,16 +30,16 @@ const SECOND: u64 = 1_000_000_000;
 
 /// The link that all wires of a rank send through.
 #[derive(Debug)]
-pub struct Egress {
-    pace: Pace,
+pub struct LinkEmulator {
+    pace: EmulatedLink,
     /// When it has sent all that it was given.
     free: AtomicU64,
 }
 
-impl Egress {
+impl LinkEmulator {
     /// A link that has sent nothing.
-    pub fn new(pace: Pace) -> Self {
-        Egress { pace, free: AtomicU64::new(0) }
+    pub fn new(pace: EmulatedLink) -> Self {
+        LinkEmulator { pace, free: AtomicU64::new(0) }
     }
 
     /// Gives it so many bytes more.
@@ -59,21 +59,21 @@ impl Egress {
 
 /// Signals that have come too early.
 #[derive(Debug)]
-pub struct Held {
+pub struct DelayedSignals {
     /// Readable when the first of them is due.
     timer: Arc<OwnedFd>,
-    signals: VecDeque<Early>,
+    signals: VecDeque<DelayedSignal>,
 }
 
 /// A signal, when it is due, and where it lay in the ring.
 #[derive(Clone, Copy, Debug)]
-pub struct Early {
+pub struct DelayedSignal {
     pub record: Record,
     pub due: u64,
     pub at: u64,
 }
 
-impl Held {
+impl DelayedSignals {
     /// None so far.
     ///
     /// # Errors
@@ -81,7 +81,7 @@ impl Held {
     pub fn new() -> Result<Self, LaneError> {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let timer = timerfd_create(TimerfdClockId::Monotonic, flags).map_err(system("timerfd_create"))?;
-        Ok(Held { timer: Arc::new(timer), signals: VecDeque::new() })
+        Ok(DelayedSignals { timer: Arc::new(timer), signals: VecDeque::new() })
     }
 
     /// Readable when a signal is due.
@@ -90,7 +90,7 @@ impl Held {
     }
 
     /// Keeps a signal. They are due in the order in which they come.
-    pub fn keep(&mut self, early: Early) {
+    pub fn keep(&mut self, early: DelayedSignal) {
         self.signals.push_back(early);
         if self.signals.len() == 1 {
             self.set();
@@ -98,7 +98,7 @@ impl Held {
     }
 
     /// The next signal that is due.
-    pub fn take(&mut self) -> Option<Early> {
+    pub fn take(&mut self) -> Option<DelayedSignal> {
         if self.signals.front()?.due > now() {
             return None;
         }
@@ -140,8 +140,11 @@ mod tests {
 
     #[test]
     fn what_is_sent_is_due_when_the_link_has_sent_it() {
-        let pace = Pace { bytes_per_second: NonZeroU64::new(1000).unwrap(), latency: Duration::from_secs(5) };
-        let link = Egress::new(pace);
+        let pace = EmulatedLink {
+            bytes_per_second: NonZeroU64::new(1000).unwrap(),
+            latency: Duration::from_secs(5),
+        };
+        let link = LinkEmulator::new(pace);
         let begin = now();
         link.send(200_000);
         link.send(500);
@@ -154,12 +157,12 @@ mod tests {
 
     #[test]
     fn signals_come_out_when_they_are_due_and_in_order() {
-        let mut held = Held::new().unwrap();
+        let mut held = DelayedSignals::new().unwrap();
         let record = |mark| Record::Ask { mark };
         let begin = now();
-        held.keep(Early { record: record(1), due: begin, at: 64 });
-        held.keep(Early { record: record(2), due: begin, at: 128 });
-        held.keep(Early { record: record(3), due: u64::MAX, at: 192 });
+        held.keep(DelayedSignal { record: record(1), due: begin, at: 64 });
+        held.keep(DelayedSignal { record: record(2), due: begin, at: 128 });
+        held.keep(DelayedSignal { record: record(3), due: u64::MAX, at: 192 });
         assert_eq!(held.first(), Some(64));
         assert_eq!(held.take().map(|early| early.record), Some(record(1)));
         assert!(held.is_due());
