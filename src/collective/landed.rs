@@ -25,9 +25,9 @@ impl Communicator {
     /// # use sidelane::{World, collective::Communicator};
     /// # let ranks = World::threads(2)?.into_iter().map(|world| {
     /// #     std::thread::spawn(move || -> sidelane::Result<()> {
-    /// let mut group = Communicator::builder(&world.all()?).landing(1 << 10).build()?;
+    /// let mut group = Communicator::builder(&world.all()?).zero_copy_bytes(1 << 10).build()?;
     /// let me = world.rank() as f32;
-    /// let came = group.all_to_all_landed(&[10.0 * me, 10.0 * me + 1.0])?;     // a part of one element for each of two ranks
+    /// let came = group.all_to_all_zero_copy(&[10.0 * me, 10.0 * me + 1.0])?;     // a part of one element for each of two ranks
     /// assert_eq!(came, [me, 10.0 + me]);
     /// #         Ok(())
     /// #     })
@@ -42,7 +42,7 @@ impl Communicator {
     ///
     /// ```compile_fail,E0499
     /// # fn step(group: &mut sidelane::collective::Communicator) -> sidelane::Result<()> {
-    /// let came = group.all_to_all_landed(&[1.0f32, 2.0])?;
+    /// let came = group.all_to_all_zero_copy(&[1.0f32, 2.0])?;
     /// group.all_reduce(&mut [0.0f32])?;
     /// println!("{came:?}");
     /// # Ok(())

@@ -39,11 +39,11 @@ pub struct CollectiveBuilder<'g> {
 /// all ranks.
 ///
 /// ```
-/// use sidelane::{Dtype, World, ep::Collective};
+/// use sidelane::{Dtype, World, ep::RowCollective};
 ///
 /// let ranks = World::threads(2)?.into_iter().map(|world| {
 ///     std::thread::spawn(move || -> sidelane::Result<()> {
-///         let mut rows = Collective::builder(&world.all()?).columns(4).dtype(Dtype::F32).build()?;
+///         let mut rows = RowCollective::builder(&world.all()?).columns(4).dtype(Dtype::F32).build()?;
 ///         let mine = vec![world.rank() as f32; 4 * (1 + world.rank() as usize)];      // 1 row, and 2
 ///         let (all, shares) = rows.all_gather(&mine)?;
 ///         assert_eq!(all.rows::<f32>()?, [[0.0; 4], [1.0; 4], [1.0; 4]].concat());

@@ -57,9 +57,9 @@ use crate::world::{Group, WorldState};
 /// use sidelane::device::{Driver, Priority, Stream};
 /// use sidelane::ep::{Choices, Tensor, TensorMut};
 /// use sidelane::{Dtype, ExpertParallel, World};
-/// # fn layer([x, experts, weights, out]: [sidelane::device::Range; 4]) -> sidelane::Result<()> {
+/// # fn layer([x, experts, weights, out]: [sidelane::device::DeviceRange; 4]) -> sidelane::Result<()> {
 /// let world = World::from_env()?;
-/// let stream = Arc::new(Stream::new(&Driver::open()?.context(0)?, Priority::Usual)?);
+/// let stream = Arc::new(Stream::new(&Driver::open()?.context(0)?, Priority::Normal)?);
 /// let mut ep = ExpertParallel::builder(&world.all()?)?
 ///     .experts(64).top_k(8).hidden(2048).dtype(Dtype::Bf16).on(&stream).build()?;
 /// let choices = Choices::Device { experts: &experts, weights: &weights };

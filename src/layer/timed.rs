@@ -18,10 +18,10 @@ pub struct Times {
 ///
 /// ```
 /// use sidelane::layer::forward_times;
-/// use sidelane::overlap::Place;
+/// use sidelane::overlap::NodeInfo;
 ///
 /// // Experts that take as long as both transfers: all of these hide but the first and the last.
-/// let cost = |at: Place| match at.work.name {
+/// let cost = |at: NodeInfo| match at.work.name {
 ///     "dispatch" | "combine" => 5,
 ///     "experts" => 10,
 ///     _ => 0,
@@ -39,10 +39,10 @@ pub fn forward_times(chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
 ///
 /// ```
 /// use sidelane::layer::backward_times;
-/// use sidelane::overlap::Place;
+/// use sidelane::overlap::NodeInfo;
 ///
 /// // Gradients of weights have the last ways home beside them.
-/// let cost = |at: Place| match at.work.name {
+/// let cost = |at: NodeInfo| match at.work.name {
 ///     "gradient of combine" | "gradient of rows" | "gradient of dispatch" => 10,
 ///     "gradient of weights" => 40,
 ///     _ => 0,

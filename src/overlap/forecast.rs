@@ -20,15 +20,15 @@ pub struct NodeTime {
 /// Times graphs by what their nodes would take.
 ///
 /// ```
-/// use sidelane::overlap::{Forecast, Graph, Stream, Work};
+/// use sidelane::overlap::{Graph, GraphTimer, NodeLabel, StreamId};
 ///
 /// let mut graph: Graph<'_, ()> = Graph::new();
 /// let nothing = |_: &()| Ok(());
 /// for chunk in 0..3 {
-///     let there = graph.add(StreamId::Transfer(0), Work { name: "dispatch", chunk }, &[], nothing);
-///     graph.add(StreamId::Compute(0), Work { name: "experts", chunk }, &[there], nothing);
+///     let there = graph.add(StreamId::Transfer(0), NodeLabel { name: "dispatch", chunk }, &[], nothing);
+///     graph.add(StreamId::Compute(0), NodeLabel { name: "experts", chunk }, &[there], nothing);
 /// }
-/// let forecast = Forecast::new(|at| if at.work.name == "dispatch" { 10 } else { 7 });
+/// let forecast = GraphTimer::new(|at| if at.work.name == "dispatch" { 10 } else { 7 });
 /// graph.run(&forecast)?;
 /// assert_eq!(forecast.ns(), 3 * 10 + 7);
 /// # Ok::<(), sidelane::error::OverlapError>(())

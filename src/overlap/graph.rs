@@ -55,12 +55,12 @@ pub(super) struct Entry<'a, G> {
 /// Work in launch order, which borrows what it works on. `G` is what the [`Executor`] gives to nodes.
 ///
 /// ```
-/// use sidelane::overlap::{Graph, HostExecutor, Slot, Stream, Work};
+/// use sidelane::overlap::{Graph, Handoff, HostExecutor, NodeLabel, StreamId};
 ///
-/// let (arrived, mut sum) = (Slot::empty(), 0);
+/// let (arrived, mut sum) = (Handoff::empty(), 0);
 /// let mut graph = Graph::new();
-/// let there = graph.add(StreamId::Transfer(0), Work { name: "fetch", chunk: 0 }, &[], |_| arrived.put(vec![1, 2, 3]));
-/// graph.add(StreamId::Compute(0), Work { name: "sum", chunk: 0 }, &[there], |_| {
+/// let there = graph.add(StreamId::Transfer(0), NodeLabel { name: "fetch", chunk: 0 }, &[], |_| arrived.put(vec![1, 2, 3]));
+/// graph.add(StreamId::Compute(0), NodeLabel { name: "sum", chunk: 0 }, &[there], |_| {
 ///     sum = arrived.take()?.iter().sum();
 ///     Ok(())
 /// });
