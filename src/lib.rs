@@ -35,14 +35,58 @@ pub mod error;
 pub mod exec;
 mod lane;
 pub mod layer;
+#[doc(hidden)]
 pub mod memory;
 pub mod overlap;
+// For the program and the tests of this repository: no promises are made about it.
+#[doc(hidden)]
 pub mod rows;
 pub mod world;
 
-pub use sidelane_core::{dtype, gate, plan, topology};
-
 pub(crate) use sidelane_core::schedule;
+
+/// Element types of rows and of partial sums.
+pub mod dtype {
+    #[doc(inline)]
+    pub use sidelane_core::dtype::{Fp8RowShape, PartialDtype};
+
+    #[doc(hidden)]
+    pub use sidelane_core::dtype::*;
+}
+
+/// Router decisions, by the rules of Megatron, DeepSpeed, DeepSeek-V3, Mixtral and others. Losses and
+/// synthetic routing are in `sidelane_core::gate`.
+pub mod gate {
+    #[doc(inline)]
+    pub use sidelane_core::gate::{
+        BalanceLoss, Capacity, CapacityRule, Choices, Decision, DropPolicy, Gate, GateConfig, GateInput,
+        GroupScore, Noise, Normalize, Preset, Recorded, RngKey, Routing, ScoreFunction, SecondExpertPolicy,
+        Select,
+    };
+
+    #[doc(hidden)]
+    pub use sidelane_core::gate::*;
+}
+
+/// What a layer is asked for: expert maps, row layouts, receive modes, orders of sums; and what it moves.
+pub mod plan {
+    #[doc(inline)]
+    pub use sidelane_core::plan::{
+        ExpertMap, Overflow, ReceiveMode, RowLayout, RowsByDistance, Strategy, SumOrder, Traffic,
+    };
+
+    #[doc(hidden)]
+    pub use sidelane_core::plan::*;
+}
+
+/// Nodes, and the way of rows between them.
+pub mod topology {
+    #[doc(inline)]
+    pub use sidelane_core::topology::{NodeMap, Route};
+
+    #[doc(hidden)]
+    pub use sidelane_core::topology::*;
+}
 
 pub use dtype::{Dtype, Element};
 pub use ep::ExpertParallel;

@@ -45,9 +45,20 @@ mod os;
 mod watch;
 mod wire;
 
-pub use descriptors::{Location, exchange_fds};
+pub use descriptors::Location;
+pub use identity::{Identity, Secret};
+pub use watch::{Timeouts, interruptible};
+
+// For the program and the tests of this repository: no promises are made about it.
+#[doc(hidden)]
+pub use descriptors::exchange_fds;
+#[doc(hidden)]
 pub use hub::{Hub, threads};
-pub use identity::{Identity, Launcher, LauncherPipe, Secret};
+#[doc(hidden)]
+pub use identity::{Launcher, LauncherPipe};
+#[doc(hidden)]
 pub use meet::{PeerAuth, PeerListener, connect};
-pub use watch::{Health, Timeouts, interruptible};
+#[doc(hidden)]
+pub use watch::Health;
+
 pub(crate) use watch::{has_interrupt_check, interrupted};

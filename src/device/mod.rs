@@ -57,24 +57,38 @@ mod stream;
 mod version;
 
 pub use allocation::Allocation;
+pub use context::Context;
+pub use driver::Driver;
+pub use event::Event;
+pub use graph::Graph;
+pub use pinned::PinnedMemory;
+pub use range::DeviceRange;
+pub use stream::{Priority, Stream};
+
+// For the program and the tests of this repository: no promises are made about it.
+#[doc(hidden)]
 pub use audit::{
     Activity, ActivityKind, AuditKernels, Blas, Channel, Cupti, PlainMemory, Product, SmHold, TILE,
 };
-pub use context::Context;
+#[doc(hidden)]
 pub use copies::CopyBatch;
+#[doc(hidden)]
 pub use dma_buf::DmaBuf;
-pub use driver::Driver;
-pub use event::Event;
+#[doc(hidden)]
 pub use flags::MemOpBatch;
-pub use graph::Graph;
+#[doc(hidden)]
 pub use kernels::{Addresses, Check, CountArgs, Kernels, Pack, PermuteArgs, SortArgs, SumArgs, SumChoices};
+#[doc(hidden)]
 pub use launch::{Grid, Parameters};
+#[doc(hidden)]
 pub use module::{Function, Module};
-pub use pinned::PinnedMemory;
+#[doc(hidden)]
 pub use probe::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrder};
-pub use range::{ByteSpan, DeviceRange, Value, Word};
+#[doc(hidden)]
+pub use range::{ByteSpan, Value, Word};
+#[doc(hidden)]
 pub use reservation::Reservation;
-pub use stream::{Priority, Stream};
+#[doc(hidden)]
 pub use version::Version;
 
 /// Calls a function of the table and turns what it returns into a result. The caller writes `unsafe` and says why.

@@ -53,11 +53,14 @@ pub use builder::ExpertParallelBuilder;
 pub use collective::{CollectiveBuilder, RowCollective, RowPartition};
 pub use device::Status;
 pub use features::Feature;
+// For the program and the tests of this repository: no promises are made about it.
+#[doc(hidden)]
 pub use floor::FloorBench;
 pub use handle::Handle;
 pub use index::RowIndex;
 pub use parallel::ExpertParallel;
 pub use pending::{PendingCombine, PendingDispatch};
+#[doc(hidden)]
 pub use records::Strided;
 pub use report::{CallExecutor, LaneUse, Report};
 pub use slices::TokenSlices;

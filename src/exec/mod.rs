@@ -17,13 +17,19 @@ mod lowered;
 mod outbox;
 mod recorder;
 
+#[doc(hidden)]
 pub use crate::lane::now;
 pub use chrome::write_chrome_trace;
 pub(crate) use crossed::ProxyOps;
+// For the program and the tests of this repository: no promises are made about it.
+#[doc(hidden)]
 pub use drive::{Executor, Until, drive};
 pub(crate) use engine::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed};
 pub use enqueued::EnqueueCounts;
 pub(crate) use host::HostStepper;
 pub use host::TransferCounts;
+#[doc(hidden)]
 pub use lowered::{Lowered, PeerWindows};
-pub use recorder::{Event, NodeSpan, OpKind, Recorder, TimedCall, Timeline};
+#[doc(hidden)]
+pub use recorder::{Event, NodeSpan, OpKind, TimedCall};
+pub use recorder::{Recorder, Timeline};

@@ -72,4 +72,6 @@ pub use moe::MoeLayer;
 pub use order::RowOrder;
 pub use swiglu::GroupedSwiGlu;
 pub use tape::Tape;
+// For the program and the tests of this repository: no promises are made about it.
+#[doc(hidden)]
 pub use timed::{Times, backward_times, forward_times};

@@ -32,12 +32,18 @@ mod symmetric;
 pub(crate) use extents::Extents;
 pub(crate) use heap::{Heap, HeapSizes};
 pub(crate) use mapped::PeerMapping;
+// For the program and the tests of this repository: no promises are made about it.
+#[doc(hidden)]
 pub use numa::Numa;
 pub(crate) use pages::shared_huge_bytes;
+#[doc(hidden)]
 pub use pages::{PageReport, huge_pages_granted};
+#[doc(hidden)]
 pub use pinned::SharedPinned;
 pub(crate) use pinned::pin;
+#[doc(hidden)]
+pub use pool::Extent;
 pub(crate) use pool::ReleaseCheck;
-pub use pool::{Extent, Pool, PoolReport};
+pub use pool::{Pool, PoolReport};
 pub(crate) use segment::Segment;
 pub(crate) use symmetric::{SymmetricAllocator, SymmetricExtent};

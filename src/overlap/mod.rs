@@ -48,11 +48,17 @@ mod rotation;
 mod slot;
 
 pub use crate::error::{NodeInfo, NodeLabel, StreamId};
-pub use chunks::{CallCost, ChunkRule, TokenChunks, expert_groups};
+pub use chunks::{ChunkRule, TokenChunks};
 pub use cuda::{CudaExecutor, StreamPool};
-pub use forecast::{GraphTimer, NodeTime};
 pub use graph::{Body, Executor, Graph, Node};
 pub use host::{HostExecutor, Run};
 pub use one_f_one_b::{Direction, LayerOp, LayerStep, Passes, add_one_f_one_b, one_f_one_b};
-pub use rotation::RoundRobin;
 pub use slot::Handoff;
+
+// For the program and the tests of this repository: no promises are made about it.
+#[doc(hidden)]
+pub use chunks::{CallCost, expert_groups};
+#[doc(hidden)]
+pub use forecast::{GraphTimer, NodeTime};
+#[doc(hidden)]
+pub use rotation::RoundRobin;

@@ -25,7 +25,9 @@ mod twin;
 mod window;
 mod wires;
 
-pub use crate::lane::{NoDmaBuf, NoGpuDirect, RailCounters, Registration};
+#[doc(hidden)]
+pub use crate::lane::NoDmaBuf;
+pub use crate::lane::{NoGpuDirect, RailCounters, Registration};
 pub use group::Group;
 pub use rails::{NetReason, NetReport};
 pub use setup::{Options, World};
