@@ -29,6 +29,7 @@ use crate::error::BootstrapError;
 /// What joins nodes (`SIDELANE_RAIL`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum NetChoice {
     /// Loop if all ranks are on one machine; otherwise verbs if all ranks have cards, and tcp if not.
     #[default]
@@ -104,6 +105,7 @@ impl EmulatedLink {
 
 /// Where partners connect to this rank over the tcp lane (`SIDELANE_TCP_ADDRESS`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum TcpAddress {
     /// At all addresses of this machine; at loopback, if the ranks meet there.
     #[default]

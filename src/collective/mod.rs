@@ -73,6 +73,7 @@ use crate::world::WorldState;
 /// How an all-reduce adds up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum AllReduceAlgorithm {
     /// In `f32` by ascending rank from +0, rounded once: the same bits on every lane and for every
     /// number of nodes. Each rank sums its share, so `ranks - members` shares leave a rank of a

@@ -15,6 +15,7 @@ use crate::error::DeviceError;
 
 /// How urgent the work of a stream is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Priority {
     /// Before other streams, as far as the device can.
     Highest,

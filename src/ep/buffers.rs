@@ -238,6 +238,7 @@ impl ExpertOutput {
 /// Rows that a rank brings into a combine or a gradient: the output buffer of a handle, or any
 /// tensor, which is copied once.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum CombineInput<'a> {
     /// The buffer of [`Handle::output`](super::Handle::output): nothing is copied.
     Output(ExpertOutput),

@@ -85,6 +85,7 @@ fn registration<S: serde::Serializer>(of: &Option<Registration>, to: S) -> Resul
 
 /// A lane and the number of ranks that it reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct LaneUse {
     /// `own`, `shm`, `loop`, `copy engine`, or `relay`: of ranks that are reached through others.
     pub lane: &'static str,

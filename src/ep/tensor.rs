@@ -38,6 +38,7 @@ impl std::fmt::Display for Place {
 
 /// A tensor that a call reads.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum Tensor<'a> {
     /// In memory of the host.
     Host {
@@ -105,6 +106,7 @@ impl<'a, E: Element, const N: usize> From<&'a [E; N]> for Tensor<'a> {
 
 /// A tensor that a call writes.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum TensorMut<'a> {
     /// In memory of the host.
     Host {
@@ -165,6 +167,7 @@ impl<'a, E: Element, const N: usize> From<&'a mut [E; N]> for TensorMut<'a> {
 
 /// The experts that a rank's tokens chose, with their weights.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum Choices<'a> {
     /// Known to the host.
     Host(&'a Routing<'a>),

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 /// Meeting the other ranks of the job failed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum BootstrapError {
     /// The environment does not say who this process is.
     #[error(

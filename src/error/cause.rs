@@ -4,6 +4,7 @@ use std::time::Duration;
 
 /// How a rank was found to be gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub enum LostReason {
     /// Its connection closed: the process ended.
     Closed,
@@ -23,6 +24,7 @@ impl std::fmt::Display for LostReason {
 /// The first thing that went wrong in a world. It is sticky: every wait ends with it, every new call is
 /// refused with it, until a rebuild.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum Cause {
     /// Another rank is gone.
     #[error("rank {rank} is lost: {how}")]

@@ -2,6 +2,7 @@
 
 /// What a work request asked for. Known to whoever numbered it: the card does not tell when it fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub enum Operation {
     /// RDMA write.
     Write,
@@ -29,6 +30,7 @@ impl std::fmt::Display for Operation {
 
 /// Why a work request failed: the statuses of libibverbs that a reliable connection can end with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum CompletionStatus {
     /// `IBV_WC_LOC_LEN_ERR`.
     #[error("local length error: the message does not fit what was posted")]

@@ -5,6 +5,7 @@ use crate::dtype::Dtype;
 
 /// A GPU could not be used, or did not do what it was asked to.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum DeviceError {
     /// libcuda is not there.
     #[error(

@@ -2,6 +2,7 @@
 
 /// The meaning of a status word that is not 0. Numbers of tokens and ranks are the lower 24 bits of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum KernelFault {
     /// A choice is neither an expert nor -1. It counts as dropped; a sum of choices gives its token zeros.
     #[error("token {token} names an expert that does not exist")]

@@ -9,6 +9,7 @@ const REACH: &str = "can these addresses be reached (SIDELANE_TCP_ADDRESS)?";
 
 /// Bytes or signals could not be moved, or did not come.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum LaneError {
     /// A wait passed its deadline while the peer is alive.
     #[error(

@@ -2,6 +2,7 @@
 
 /// Which experts of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+#[non_exhaustive]
 pub enum ExpertKind {
     /// Those that tokens are routed to.
     Routed,
@@ -23,6 +24,7 @@ pub enum ExpertPass {
 /// Experts did not do their part, or a layer is used wrongly. That they panicked or took too long is an
 /// [`OverlapError`](super::OverlapError).
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum LayerError {
     /// Experts gave an error.
     #[error("{whose:?} experts, {pass:?}: {reason}")]

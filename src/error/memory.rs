@@ -2,6 +2,7 @@
 
 /// Memory could not be had, or an address lies outside its window.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum MemoryError {
     /// The heap of a rank has no room left.
     #[error(

@@ -44,6 +44,7 @@ pub use verbs::VerbsError;
 
 /// Any error of the library.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum Error {
     /// Meeting the other ranks failed.
     #[error(transparent)]

@@ -7,6 +7,7 @@ use super::Error;
 
 /// A queue that works off nodes in their order, beside other queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[non_exhaustive]
 pub enum StreamId {
     /// One of those that compute: products, sums of what lies on this rank.
     Compute(u32),
@@ -50,6 +51,7 @@ impl fmt::Display for NodeInfo {
 
 /// A graph of work was not carried out. It names the node where that began; nodes that failed because of it are not told.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum OverlapError {
     /// A node returned an error.
     #[error("{at}: {error} ({not_begun} nodes were not begun because of it)")]

@@ -2,6 +2,7 @@
 
 /// An instruction set was asked for by name and cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum SimdError {
     /// No set has this name.
     #[error("no instruction set is called {name:?}: portable, avx2 and avx512 are")]

@@ -9,6 +9,7 @@ use super::{CompletionStatus, Operation};
 
 /// A network card could not be used, or did not do what it was asked to.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum VerbsError {
     /// libibverbs is not there.
     #[error(

@@ -21,6 +21,7 @@ use crate::rows::Arithmetic;
 
 /// Gradients of one step.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Gradients<E> {
     /// Of the tokens, `[tokens, hidden]`. That of the residual is what came in.
     pub x: Vec<E>,

@@ -16,6 +16,7 @@ use super::{Graph, Node, NodeLabel, StreamId};
 
 /// Which pass a step is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Direction {
     /// The forward of one microbatch.
     Forward,
@@ -27,6 +28,7 @@ pub enum Direction {
 
 /// Which part of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LayerOp {
     /// Whatever comes before: attention, norms, the gate, shared experts.
     Before,

@@ -42,6 +42,7 @@ const TCP_NET: Net = Net { lane: "tcp", open: |place, card| place.tcp(card) };
 
 /// Which lane joins the nodes of a world.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NetReport {
     /// Name of the lane.
     pub lane: &'static str,
@@ -53,6 +54,7 @@ pub struct NetReport {
 
 /// Why a lane was chosen.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum NetReason {
     /// It was asked for (`SIDELANE_RAIL`).
     Asked,

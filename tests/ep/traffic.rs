@@ -98,7 +98,8 @@ fn the_report_tells_how_each_rank_is_reached() {
             let mine = input(world.rank());
             let (_, handle) = ep.dispatch(&mine.x, &routing(&mine)).unwrap();
             for seen in [&handle.report().unwrap().lanes[..], ep.lanes()] {
-                let mut seen: Vec<_> = seen.iter().map(|&LaneUse { lane, ranks }| (lane, ranks)).collect();
+                let mut seen: Vec<_> =
+                    seen.iter().map(|&LaneUse { lane, ranks, .. }| (lane, ranks)).collect();
                 seen.sort_unstable();
                 assert_eq!(seen, expected);
             }

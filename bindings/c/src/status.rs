@@ -112,8 +112,8 @@ impl From<&Error> for Status {
             Error::Gate(_) => Status::SIDELANE_ERROR_GATE,
             Error::Plan(_) => Status::SIDELANE_ERROR_PLAN,
             Error::Call(_) => Status::SIDELANE_ERROR_CALL,
-            // No call of this face runs a graph.
-            Error::Overlap(_) | Error::Layer(_) => Status::SIDELANE_ERROR_INTERNAL,
+            // No call of this face runs a graph or a layer.
+            _ => Status::SIDELANE_ERROR_INTERNAL,
         }
     }
 }

@@ -17,6 +17,7 @@ use crate::error::{CallError, Error, MemoryError};
 /// In fixed slots, each other value than 0 and 65536 is a [`KernelFault`](crate::error::KernelFault) that a
 /// kernel has found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Status(pub u32);
 
 impl Status {

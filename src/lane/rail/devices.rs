@@ -31,6 +31,7 @@ pub struct DeviceMemory {
 
 /// How cards know memory of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Registration {
     /// By a descriptor (dma-buf).
     DmaBuf,
@@ -65,6 +66,7 @@ pub enum NoDmaBuf {
 
 /// Why rows that cross go by memory of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum NoGpuDirect {
     /// This lane registers memory of the host alone.
     Lane(&'static str),

@@ -73,6 +73,7 @@ impl CallKind {
 
 /// A collective call is not the same on every rank, or is used wrongly.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum CallError {
     /// Another rank is in another call.
     #[error("call {call}: rank {rank} is in {mine:?}, rank {peer} in {theirs:?}")]

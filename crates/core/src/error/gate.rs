@@ -4,6 +4,7 @@ use crate::dtype::Dtype;
 
 /// What a gate refuses: a configuration, a call, or the arrays of one. Nothing is decided then, nothing is written.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum GateError {
     /// A logit that is not finite.
     #[error("token {token}, expert {expert}: the logit is {seen}")]

@@ -5,6 +5,7 @@ use crate::dtype::Dtype;
 /// The input of a call is wrong. Every rank of the group gets an error for that call, nothing is moved, and the
 /// world stays usable.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
 pub enum PlanError {
     /// An expert id that does not exist.
     #[error("token {token}, choice {k}: expert {expert} is out of range (0..{experts}, or -1 for dropped)")]

@@ -7,6 +7,7 @@ use super::Routing;
 ///
 /// It belongs to its [`Gate`](super::Gate), which fills it anew with each call.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct Decision {
     pub(super) top_k: u32,
     pub(super) choices: Vec<i32>,

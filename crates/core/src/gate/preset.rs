@@ -21,6 +21,7 @@ use crate::error::GateError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Preset {
     /// Megatron-Core's `TopKRouter` by default: softmax of the chosen (top-1: of all), dropless.
     Megatron,

@@ -17,6 +17,7 @@ use crate::error::PlanError;
 
 /// The recorded decisions of a router, one after another.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Recorded {
     experts: Option<u32>,
     top_k: u32,
