@@ -78,7 +78,7 @@ pub enum BootstrapError {
     },
     /// A rank that is not of this job, or came twice.
     #[error(
-        "rank {rank} of {size} was refused at the rendezvous: it is out of range, or another process has it, or this process joined before"
+        "rank {rank} of {size} was refused at the rendezvous: another process has it, or this process joined before, or machines disagree about the number of ranks"
     )]
     RankRefused {
         /// The rank.

@@ -226,8 +226,7 @@ pub struct Programs {
 }
 
 /// What the programs over MPI include.
-const SHARED: (&str, &str) =
-    ("line.h", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/line.h")));
+const SHARED: (&str, &str) = ("line.h", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/line.h")));
 
 /// A usual way to do it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

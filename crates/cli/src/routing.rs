@@ -194,7 +194,7 @@ fn read(path: &Path) -> Result<String, CliError> {
 }
 
 /// The recording, as [`Recorded`](sidelane::gate::Recorded) reads it. Part of the program, which so needs no file.
-pub const TEXT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/routing.jsonl"));
+pub const TEXT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/data/routing.jsonl"));
 
 /// Its experts, and the default of all routing.
 pub const EXPERTS: u32 = 64;
@@ -231,7 +231,7 @@ mod tests {
         }
     }
 
-    const PAGE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/README.md"));
+    const PAGE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/data/README.md"));
     const TOKENS: u32 = 4096;
     const RANKS: u32 = 8;
     const NODES: u32 = 2;

@@ -19,14 +19,8 @@ use crate::peers::{self, Folder, PeerPass, Programs, Unavailable, compared};
 use crate::table;
 
 const LAYER: Programs = Programs {
-    c: (
-        "all_to_all_v.c",
-        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/all_to_all_v.c")),
-    ),
-    python: (
-        "all_to_all.py",
-        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/all_to_all.py")),
-    ),
+    c: ("all_to_all_v.c", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/all_to_all_v.c"))),
+    python: ("all_to_all.py", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/all_to_all.py"))),
 };
 
 /// Those that run, where they were asked for. Only rank 0 knows them.

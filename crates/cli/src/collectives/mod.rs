@@ -211,14 +211,8 @@ fn time(
 }
 
 const PROGRAMS: Programs = Programs {
-    c: (
-        "collectives.c",
-        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/collectives.c")),
-    ),
-    python: (
-        "collectives.py",
-        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/collectives.py")),
-    ),
+    c: ("collectives.c", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/collectives.c"))),
+    python: ("collectives.py", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/collectives.py"))),
 };
 
 /// Added to the number of a run: write what comes out.

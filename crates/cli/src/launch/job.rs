@@ -32,6 +32,7 @@ use sidelane::memory::Numa;
 use signal_hook::consts::{SIGCHLD, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
+use super::guard::Guard;
 use super::{Meeting, Part, Place, places};
 use crate::error::CliError;
 
@@ -80,7 +81,8 @@ impl Job {
         let lifeline = Lifeline::new().map_err(CliError::prepare("open a pipe to the ranks"))?;
         let (meeting, places) = self.meeting(&lifeline)?;
         let taggers = self.tag.then(Taggers::new);
-        let ranks = Ranks::start(&places, &meeting, self, taggers.as_ref())?;
+        let mut guard = Guard::start(self.grace)?;
+        let ranks = Ranks::start(&places, &meeting, self, (&mut guard, taggers.as_ref()))?;
         let outcome = self.watch(ranks, &inbox);
         if let Some(taggers) = taggers {
             taggers.finish(self.grace);
@@ -180,7 +182,7 @@ impl Ranks {
         places: &[Place],
         meeting: &Meeting,
         Job { command, env, bind, .. }: &Job,
-        taggers: Option<&Taggers>,
+        (guard, taggers): (&mut Guard, Option<&Taggers>),
     ) -> Result<Self, CliError> {
         let mut ranks = Ranks { running: Vec::with_capacity(places.len()) };
         let (binder, here) = (bind.binder(), places.len() as u32);
@@ -204,7 +206,9 @@ impl Ranks {
             if let Some(taggers) = taggers {
                 taggers.follow(place.rank, &mut child);
             }
+            let followed = guard.follow(&child);
             ranks.running.push((place, child));
+            followed?;
         }
         Ok(ranks)
     }

@@ -3,7 +3,8 @@
 //! Programs find each other through torchrun's variable names, so what runs here runs under torchrun as well.
 //! The launcher stays only to pass signals on, to say which rank failed and how, and to leave nobody behind. It
 //! can die, too: every rank holds the read end of a pipe ([`lifeline`]) that ends with the launcher, and reports
-//! that itself. A parent-death signal would take a rank's chance to say why it ended.
+//! that itself. A parent-death signal would take a rank's chance to say why it ended. So ranks that do not end are
+//! killed later, by a process that stays ([`guard`]).
 //!
 //! Which part of a job this machine runs.
 //!
@@ -17,6 +18,7 @@
 //! No launcher knows another, so what one launcher would draw for all ranks is said by the user: the meeting point, and
 //! the secret, through the environment.
 
+mod guard;
 mod job;
 
 use std::ffi::OsString;
@@ -44,6 +46,11 @@ impl Command for LaunchArgs {
     /// Ends as the first failing rank did.
     fn run(self) -> Result<ExitCode, CliError> {
         self.job()?.run().map(|outcome| ExitCode::from(outcome.exit_code()))
+    }
+
+    /// The process that ends ranks when their launcher is gone.
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        guard::watch(task)
     }
 }
 
