@@ -9,9 +9,9 @@ readonly TARGET="${CARGO_TARGET_DIR:-target}"
 readonly TORCH="$PWD/target/torch"
 
 # Parts of the full run, and the seconds that each takes on two cores after the quick gate.
-readonly PARTS=(worlds testbed trainer fuzz oracles python peers)
+readonly PARTS=(worlds testbed trainer fuzz oracles python peers packages)
 declare -rA PART_SECONDS=(
-    [worlds]=300 [testbed]=420 [trainer]=420 [fuzz]=90 [oracles]=330 [python]=480 [peers]=330
+    [worlds]=300 [testbed]=420 [trainer]=420 [fuzz]=90 [oracles]=330 [python]=480 [peers]=330 [packages]=300
 )
 
 step() { printf '\n== %4d s: %s\n' "$SECONDS" "$*"; }
@@ -171,6 +171,12 @@ part_peers() {
     install openmpi-bin libopenmpi-dev ucx-utils
     torch
     SIDELANE_NEED_PEERS=1 SIDELANE_PYTHON="$TORCH/bin/python" cargo test --no-fail-fast --test cli
+}
+
+# Each package is built from what would be published.
+part_packages() {
+    step "packages: the crates as they would be published"
+    cargo publish --workspace --dry-run --allow-dirty
 }
 
 # Prints a path prefix and the parts that it asks for, by lines of the table in CONTRIBUTING.md.

@@ -67,7 +67,10 @@ pub use driver::Driver;
 pub use event::Event;
 pub use flags::MemOpBatch;
 pub use graph::Graph;
-pub use kernels::{Addresses, Check, CountArgs, Kernels, Pack, PermuteArgs, SortArgs, SumArgs, SumChoices};
+pub use kernels::{
+    Addresses, Check, CountArgs, DotScale, FetchWeights, Kernels, Pack, PermuteArgs, SortArgs, SumArgs,
+    SumChoices,
+};
 pub use launch::{Grid, Parameters};
 pub use module::{Function, Module};
 pub use pinned::PinnedMemory;

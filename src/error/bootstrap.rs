@@ -77,7 +77,7 @@ pub enum BootstrapError {
     },
     /// A rank that is not of this job, or came twice.
     #[error(
-        "rank {rank} of {size} was refused at the rendezvous: it is out of range, or another process has it, or this process joined before"
+        "rank {rank} of {size} was refused at the rendezvous: another process has it, or this process joined before, or machines disagree about the number of ranks"
     )]
     RankRefused {
         /// The rank.
@@ -123,7 +123,7 @@ pub enum BootstrapError {
         /// What was expected.
         expected: String,
     },
-    /// Ranks of one job were started under different conditions ([`Options::job_fingerprint`](crate::Options::job_fingerprint)).
+    /// Ranks of one job were started under different conditions ([`Options::conditions`](crate::Options::conditions)).
     #[error("rank {rank} was started under other conditions than rank 0: {seen:?}, not {expected:?}")]
     FingerprintsDiffer {
         /// The first rank that differs from rank 0.

@@ -117,7 +117,7 @@ fn sidelane() -> &'static Path {
     PROGRAM.get_or_init(|| {
         let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         cargo.current_dir(Path::new(PACKAGE).join("../.."));
-        cargo.args(["test", "--no-run", "--package", "sidelane", "--test", "cli"]);
+        cargo.args(["test", "--no-run", "--package", "sidelane-cli", "--test", "cli"]);
         let output = cargo.args(["--message-format", "json"]).output().expect("cargo runs");
         let messages = succeeded(&output, "cargo test --no-run");
         let ours =
