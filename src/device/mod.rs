@@ -77,7 +77,10 @@ pub use dma_buf::DmaBuf;
 #[doc(hidden)]
 pub use flags::MemOpBatch;
 #[doc(hidden)]
-pub use kernels::{Addresses, Check, CountArgs, Kernels, Pack, PermuteArgs, SortArgs, SumArgs, SumChoices};
+pub use kernels::{
+    Addresses, Check, CountArgs, DotScale, FetchWeights, Kernels, Pack, PermuteArgs, SortArgs, SumArgs,
+    SumChoices,
+};
 #[doc(hidden)]
 pub use launch::{Grid, Parameters};
 #[doc(hidden)]

@@ -12,7 +12,7 @@ use crate::memory::Extent;
 use crate::plan::SlotShape;
 
 /// Received rows, `[rows, hidden]`: expert-major (local expert, source rank, token), rank-major
-/// (source rank, token), in [coalesce_relays](super::ExpertParallelBuilder::coalesce_relays) as the
+/// (source rank, token), in [spans](super::ExpertParallelBuilder::spans) as the
 /// [`index`](ExpertRows::index) says. Pad rows are zero, and on the host unused slots, too.
 ///
 /// Their memory is given back when this is dropped: on a device, to calls that are enqueued later.
@@ -128,7 +128,7 @@ impl ExpertRows {
     }
 
     /// In fp8: the values of each row, `[len, hidden]`, one every
-    /// [`Fp8RowShape::bytes`](crate::dtype::Fp8RowShape::bytes).
+    /// [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].
@@ -137,7 +137,7 @@ impl ExpertRows {
     }
 
     /// In fp8: the scales of each row, one every
-    /// [`Fp8RowShape::bytes`](crate::dtype::Fp8RowShape::bytes).
+    /// [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].
@@ -204,6 +204,18 @@ impl ExpertOutput {
     /// As [`ExpertOutput::rows_mut`].
     pub fn weights_mut(&mut self) -> Result<&mut [f32], Error> {
         Ok(self.host_mut()?.weights_mut()?)
+    }
+
+    /// On a device, one `f32` per row, to write to: gradients of row weights.
+    ///
+    /// # Errors
+    /// As [`ExpertOutput::range`]; [`CallError::NotKept`] in fixed slots.
+    pub fn weights(&self) -> Result<DeviceRange, Error> {
+        match &self.0 {
+            OutputAt::Host(_) => Err(wrong_place("an output buffer", Side::Device)),
+            OutputAt::Planned(output) => output.weights(),
+            OutputAt::Slots(_) => Err(CallError::NotKept { missing: "row weights" }.into()),
+        }
     }
 
     /// The rows on a device, `[len, hidden]`, to write to. In fixed slots,

@@ -34,6 +34,9 @@ pub(super) struct EpState {
     /// Rows that landing memory is laid out for, where that does not depend on how many come:
     /// metadata lies behind them.
     pub fixed_rows: Option<u32>,
+    /// Callers' threads enqueue on devices: metadata lands in memory of its handle and not behind the
+    /// rows, and weights return as rows do.
+    pub enqueues: bool,
 }
 
 /// Where rows are that come from other nodes, or go there.
@@ -92,9 +95,20 @@ impl EpState {
         windows.extend(twin.cloned());
         let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
         let shared = Arc::clone(&group.shared);
-        let (chunks, fixed_rows) = (CHUNKS, None);
-        let fixed =
-            EpState { shared, lanes, port, control, spec, bins, chunks, room, far, on_devices, fixed_rows };
+        let fixed = EpState {
+            shared,
+            lanes,
+            port,
+            control,
+            spec,
+            bins,
+            chunks: CHUNKS,
+            room,
+            far,
+            on_devices,
+            fixed_rows: None,
+            enqueues: false,
+        };
         Ok((fixed, range))
     }
 
@@ -115,9 +129,14 @@ impl EpState {
         }
     }
 
-    /// Sizes of what moves in a call of this kind.
+    /// Sizes of what moves in a call of this kind. Where callers' threads enqueue, weights return as
+    /// rows do, four bytes each.
     pub fn sizing(&self, kind: CallKind) -> RowSizes {
-        self.spec.sizing(kind, self.partial_bytes())
+        let sizing = self.spec.sizing(kind, self.partial_bytes());
+        match self.enqueues && kind == CallKind::ReturnWeights {
+            true => RowSizes { home_bytes: 4, words_home: 0, ..sizing },
+            false => sizing,
+        }
     }
 
     /// Whether engines hand rows on: each rank then has [`Arrivals`](crate::plan::Arrivals) behind
@@ -133,17 +152,20 @@ impl EpState {
 
     /// Memory of so many landed rows.
     pub fn landing(&self, rows: u32) -> RowBuffer {
-        self.sizing(CallKind::Dispatch).landing(self.fixed_rows.unwrap_or(rows))
+        let landing = self.sizing(CallKind::Dispatch).landing(self.fixed_rows.unwrap_or(rows));
+        if self.enqueues { landing.without_notes() } else { landing }
     }
 
     /// Bytes in which `rows` rows can land with all memory behind them: `staged` rows to relay, or
-    /// arrivals.
+    /// arrivals. Where metadata has memory of its own and nothing else lands, that.
     pub fn extent_bytes(&self, kind: CallKind, rows: u32, staged: u32) -> u64 {
         let sizing = self.sizing(kind);
-        if !self.arrives() {
-            return sizing.extent_bytes(rows, staged);
+        match (self.enqueues, self.arrives()) {
+            (true, _) if sizing.row_bytes == 0 => u64::from(rows) * sizing.note_bytes(),
+            (_, true) => self.landing(rows).staging().saturating_add(u64::from(staged) * sizing.row_bytes),
+            (true, false) => self.landing(rows).bytes(),
+            (false, false) => sizing.extent_bytes(rows, staged),
         }
-        self.landing(rows).staging().saturating_add(u64::from(staged) * sizing.row_bytes)
     }
 
     /// The most that this rank can receive: as many rows as there are slots (of these `sizes`) or a
@@ -163,10 +185,12 @@ impl EpState {
         self.extent_bytes(kind, rows, blocks.saturating_mul(tokens))
     }
 
-    /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves.
+    /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves. Copy
+    /// engines cannot.
     pub fn partial_bytes(&self) -> Option<u64> {
         let (spec, paths) = (&self.spec, self.paths());
-        let sums = spec.order.has_partials() && paths.route() == Route::Pxn && paths.rails();
+        let relays = paths.route() == Route::Pxn && paths.rails() && !self.on_devices;
+        let sums = spec.order.has_partials() && relays;
         sums.then(|| (spec.hidden * spec.wire.size()) as u64)
     }
 
@@ -180,6 +204,7 @@ impl EpState {
             parity: calls.parity(),
             far: self.far,
             fixed_rows: self.fixed_rows,
+            notes: None,
         };
         CallAgreement { fixed: self, setting, calls }
     }

@@ -150,9 +150,11 @@ impl ExpertParallel {
         }
     }
 
-    /// Fixed slots on a device: enqueues the next calls on another stream of the device. The caller
-    /// orders the streams by events. [`synchronize`](ExpertParallel::synchronize) then waits for
-    /// that stream.
+    /// Exact sizes and fixed slots on a device: enqueues the next calls on another stream of the
+    /// device. With exact sizes they come behind all that the stream before has been given by now;
+    /// what is given to it later must not use rows or outputs that are given back. In fixed slots the
+    /// caller orders the streams by events. [`synchronize`](ExpertParallel::synchronize) then waits
+    /// for the new stream.
     ///
     /// # Errors
     /// [`DeviceError::OtherDevice`](crate::error::DeviceError) for a stream of another device, and
@@ -165,7 +167,8 @@ impl ExpertParallel {
                 *of_calls = Arc::clone(stream);
                 Ok(())
             }
-            _ => Ok(Feature::Streams.require(self.executor())?),
+            InstanceAt::Planned(ep) => ep.set_stream(stream),
+            InstanceAt::Host(_) => Ok(Feature::Streams.require(CallExecutor::HostStepper)?),
         }
     }
 
@@ -320,9 +323,18 @@ impl ExpertParallel {
         x: impl Into<Tensor<'a>>,
         handle: &Handle,
     ) -> Result<ExpertRows, Error> {
-        let ep = self.host_mut(Feature::CachedDispatch)?;
-        let rows = ep.cached((CallKind::CachedDispatch, 0), x.into().on_host("tokens"), handle.on_host())?;
-        Ok(ExpertRows(RowsAt::Host(rows)))
+        Feature::CachedDispatch.require(self.executor())?;
+        let (x, kind, foreign) = (x.into(), CallKind::CachedDispatch, self.foreign(handle));
+        Ok(ExpertRows(match (&mut self.at, &handle.0) {
+            (InstanceAt::Host(ep), _) => {
+                RowsAt::Host(ep.cached((kind, 0), x.on_host("tokens"), handle.on_host())?)
+            }
+            (InstanceAt::Planned(ep), HandleAt::Planned(handle)) => {
+                RowsAt::Planned(Box::new(ep.cached(kind, x, handle)?))
+            }
+            (InstanceAt::Planned(ep), _) => return Err(ep.refuse(kind, None, foreign)),
+            (InstanceAt::Slots { .. }, _) => return Err(foreign),
+        }))
     }
 
     /// The layout of a dispatch, and what goes with its rows; no row moves. Collective.
@@ -336,7 +348,12 @@ impl ExpertParallel {
     /// # Errors
     /// As [`ExpertParallel::dispatch`].
     pub fn prepare<'a>(&mut self, choices: impl Into<Choices<'a>>) -> Result<Handle, Error> {
-        let handle = self.host_mut(Feature::CachedDispatch)?.prepare(choices.into().on_host())?;
+        let choices = choices.into();
+        if let InstanceAt::Planned(ep) = &mut self.at {
+            Feature::CachedDispatch.require(ep.executor())?;
+            return Ok(Handle(HandleAt::Planned(ep.prepare(choices)?)));
+        }
+        let handle = self.host_mut(Feature::CachedDispatch)?.prepare(choices.on_host())?;
         Ok(Handle(HandleAt::Host(handle)))
     }
 
@@ -449,27 +466,41 @@ impl ExpertParallel {
     ) -> Result<(Vec<E>, Option<Vec<f32>>), Error> {
         let tokens = handle.tokens() as usize;
         let mut out = vec![E::zeroed(); tokens * self.spec.hidden];
-        let mut weights = vec![0.0; row_weight_gradients.map_or(0, |_| tokens * self.spec.top_k as usize)];
-        self.dispatch_backward_into(row_gradients, row_weight_gradients, handle, &mut out, &mut weights)?;
-        Ok((out, row_weight_gradients.map(|_| weights)))
+        let mut weights = row_weight_gradients.map(|_| vec![0.0_f32; tokens * self.spec.top_k as usize]);
+        let (of_rows, home) = (row_weight_gradients.map(Tensor::from), weights.as_mut().map(TensorMut::from));
+        self.dispatch_backward_into(row_gradients, of_rows, handle, &mut out, home)?;
+        Ok((out, weights))
     }
 
-    /// As [`ExpertParallel::dispatch_backward`], into tensors of the caller's. Without
-    /// `row_weight_gradients`, `weights` is empty.
+    /// As [`ExpertParallel::dispatch_backward`], into tensors of the caller's: `weights` is
+    /// `f32 [tokens, top_k]`, if there are `row_weight_gradients`, `f32 [rows]`. On a device the
+    /// gradients are there for what is enqueued next.
     ///
     /// # Errors
     /// As [`ExpertParallel::combine`].
     pub fn dispatch_backward_into<'a, 'o>(
         &mut self,
         row_gradients: impl Into<CombineInput<'a>>,
-        row_weight_gradients: Option<&[f32]>,
+        row_weight_gradients: Option<Tensor<'_>>,
         handle: &Handle,
         tokens: impl Into<TensorMut<'o>>,
-        weights: &mut [f32],
+        weights: Option<TensorMut<'_>>,
     ) -> Result<(), Error> {
-        let rows = (row_gradients.into().on_host(), row_weight_gradients);
-        let out = (tokens.into().on_host("token gradients"), weights);
-        self.host_mut(Feature::Gradients)?.dispatch_backward(rows, handle.on_host(), out)
+        Feature::Gradients.require(self.executor())?;
+        let (rows, tokens, foreign) = (row_gradients.into(), tokens.into(), self.foreign(handle));
+        match (&mut self.at, &handle.0) {
+            (InstanceAt::Host(ep), _) => {
+                let of_rows = row_weight_gradients.map(|given| given.numbers("row weight gradients"));
+                let weights = weights.map_or(Ok(&mut [][..]), |out| out.numbers("weight gradients"));
+                let out = (tokens.on_host("token gradients"), weights);
+                ep.dispatch_backward((rows.on_host(), of_rows), handle.on_host(), out)
+            }
+            (InstanceAt::Planned(ep), HandleAt::Planned(handle)) => {
+                ep.dispatch_backward((rows, row_weight_gradients), handle, (tokens, weights))
+            }
+            (InstanceAt::Planned(ep), _) => Err(ep.refuse(CallKind::DispatchBackward, None, foreign)),
+            (InstanceAt::Slots { .. }, _) => Err(foreign),
+        }
     }
 
     /// Gradient of [`ExpertParallel::combine`]: brings token gradients (`[tokens, hidden]`) to the
@@ -485,9 +516,41 @@ impl ExpertParallel {
         gradients: impl Into<Tensor<'a>>,
         handle: &Handle,
     ) -> Result<(ExpertRows, Option<Vec<f32>>), Error> {
-        let ep = self.host_mut(Feature::Gradients)?;
-        let (rows, weights) = ep.combine_backward(gradients.into().on_host("tokens"), handle.on_host())?;
-        Ok((ExpertRows(RowsAt::Host(rows)), weights))
+        let choices = handle.tokens() as usize * self.spec.top_k as usize;
+        let mut weights = self.spec.weighted.then(|| vec![0.0_f32; choices]);
+        let rows = self.combine_backward_into(gradients, handle, weights.as_mut().map(TensorMut::from))?;
+        Ok((rows, weights))
+    }
+
+    /// As [`ExpertParallel::combine_backward`]; weight gradients of a weighted combine go to a tensor
+    /// of the caller's, `f32 [tokens, top_k]`, if there is one. On a device they are there for what
+    /// is enqueued next.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::combine_backward`].
+    pub fn combine_backward_into<'a>(
+        &mut self,
+        gradients: impl Into<Tensor<'a>>,
+        handle: &Handle,
+        weights: Option<TensorMut<'_>>,
+    ) -> Result<ExpertRows, Error> {
+        Feature::Gradients.require(self.executor())?;
+        let (gradients, kind, foreign) = (gradients.into(), CallKind::CombineBackward, self.foreign(handle));
+        if weights.is_some() && !self.spec.weighted {
+            let unweighted = CallError::NotKept { missing: "weights: combines are not weighted" };
+            return Err(self.refuse(kind, Some(handle), unweighted.into()));
+        }
+        Ok(ExpertRows(match (&mut self.at, &handle.0) {
+            (InstanceAt::Host(ep), _) => {
+                let weights = weights.map(|out| out.numbers("weight gradients"));
+                RowsAt::Host(ep.combine_backward(gradients.on_host("tokens"), handle.on_host(), weights)?)
+            }
+            (InstanceAt::Planned(ep), HandleAt::Planned(handle)) => {
+                RowsAt::Planned(Box::new(ep.combine_backward(gradients, handle, weights)?))
+            }
+            (InstanceAt::Planned(ep), _) => return Err(ep.refuse(kind, None, foreign)),
+            (InstanceAt::Slots { .. }, _) => return Err(foreign),
+        }))
     }
 
     /// Moves experts to other ranks: the dispatches that follow go by this map. What the ranks hold

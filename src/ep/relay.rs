@@ -10,7 +10,7 @@ use super::agreement::GroupCounts;
 use super::fixed::EpState;
 use crate::error::{CallError, CallKind, Cause, Error, PlanError};
 use crate::exec::{Executor, TransferCounts, Until, drive};
-use crate::plan::{RelayPermutation, RelayPlan, RowBuffer};
+use crate::plan::{Counts, ReceiveSizes, RelayPermutation, RelayPlan, RowBuffer};
 use crate::rows::Stores;
 use crate::schedule::call::{CallMachine, Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
@@ -180,13 +180,13 @@ impl Relay {
     }
 
     /// Fills the operands by which rows are relayed; engines do so in runs, which are found first.
-    fn fill_rows(&mut self, task: &mut RelayTask, judged: Option<&GroupCounts>) {
+    fn fill_rows(&mut self, task: &mut RelayTask, judged: Option<(&Counts, &ReceiveSizes)>) {
         let (fixed, kind) = (&self.fixed, task.kind);
         let setting = fixed.agreement(task.calls, kind).setting;
         if !fixed.arrives() {
             return self.tables.forward(&setting, &task.forward, kind.places());
         }
-        let GroupCounts { counts, sizes, .. } = judged.unwrap_or(&self.numbers);
+        let (counts, sizes) = judged.unwrap_or((&self.numbers.counts, &self.numbers.sizes));
         if let Some(forward) = Arc::get_mut(&mut task.forward) {
             let rows = (forward, &mut self.arrivals);
             self.tables.hand_on(&setting, &fixed.frame(), rows, (counts, sizes), |rows| fixed.landing(rows));
@@ -242,8 +242,8 @@ pub(super) struct RelayCall<'r, 'f> {
     pub relay: &'r mut Relay,
     pub programs: &'r RankPrograms,
     pub task: &'r mut RelayTask,
-    /// Counts of its rank, where one thread judges for both; else the relay judges for itself.
-    pub judged: Option<&'r GroupCounts>,
+    /// Counts that its rank knows, where one thread judges for both; else the relay judges for itself.
+    pub judged: Option<(&'r Counts, &'r ReceiveSizes)>,
     /// Runs the operations of a stage.
     pub run: &'r mut Run<'f>,
 }

@@ -14,7 +14,7 @@
 use super::builder::Spec;
 use crate::device::DeviceRange;
 use crate::dtype::{Dtype, Element};
-use crate::error::{DeviceError, Error, PlanError};
+use crate::error::{DeviceError, Error, MemoryError, PlanError};
 use crate::gate::Routing;
 
 /// Where an instance has its rows.
@@ -77,6 +77,13 @@ impl<'a> Tensor<'a> {
         }
     }
 
+    /// Numbers of 32 bits on the host.
+    pub(super) fn numbers(self, what: &'static str) -> Result<&'a [f32], Error> {
+        let (bytes, seen) = self.on_host(what)?;
+        numbers_of(what, seen)?;
+        Ok(bytemuck::try_cast_slice(bytes).map_err(|_| misaligned(bytes))?)
+    }
+
     /// The memory on a device, if it is `rows` rows of `columns` elements of this type.
     pub(super) fn on_device(self, what: &'static str, shape: Shape) -> Result<&'a DeviceRange, Error> {
         match self {
@@ -136,6 +143,14 @@ impl<'a> TensorMut<'a> {
             TensorMut::Host { bytes, dtype } => Ok((bytes, dtype)),
             TensorMut::Device { .. } => Err(wrong_place(what, Side::Host)),
         }
+    }
+
+    /// Numbers of 32 bits on the host.
+    pub(super) fn numbers(self, what: &'static str) -> Result<&'a mut [f32], Error> {
+        let (bytes, seen) = self.on_host(what)?;
+        numbers_of(what, seen)?;
+        let error = misaligned(bytes);
+        Ok(bytemuck::try_cast_slice_mut(bytes).map_err(|_| error)?)
     }
 
     /// The memory on a device, if it has this shape.
@@ -241,18 +256,17 @@ impl Shape {
     }
 }
 
-/// Tensors of a dispatch on a device, checked against each other and against the settings.
+/// Choices of so many tokens on a device, checked against each other and against the settings.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tokens<'a> {
-    pub count: u32,
-    pub x: &'a DeviceRange,
+pub(super) struct Chosen<'a> {
+    pub tokens: u32,
     pub experts: &'a DeviceRange,
     pub weights: &'a DeviceRange,
 }
 
-impl<'a> Tokens<'a> {
+impl<'a> Chosen<'a> {
     /// There are as many tokens as have choices.
-    pub fn check(spec: &Spec, x: Tensor<'a>, choices: Choices<'a>) -> Result<Self, Error> {
+    pub fn check(spec: &Spec, choices: Choices<'a>) -> Result<Self, Error> {
         let (experts, weights) = choices.on_device()?;
         let row = u64::from(spec.top_k) * 4;
         let rows = experts.len() / row;
@@ -265,13 +279,44 @@ impl<'a> Tokens<'a> {
                 return Err(DeviceError::Misaligned { what, value: range.address(), align: 4 }.into());
             }
         }
-        let x = x.on_device("tokens", Shape { rows, columns: spec.hidden, dtype: spec.dtype })?;
-        let count = u32::try_from(rows).unwrap_or(u32::MAX);
-        if count > spec.max_tokens {
-            return Err(PlanError::TooManyTokens { tokens: count, max: spec.max_tokens }.into());
+        let tokens = u32::try_from(rows).unwrap_or(u32::MAX);
+        if tokens > spec.max_tokens {
+            return Err(PlanError::TooManyTokens { tokens, max: spec.max_tokens }.into());
         }
-        Ok(Tokens { count, x, experts, weights })
+        Ok(Chosen { tokens, experts, weights })
     }
+}
+
+/// Tensors of a dispatch on a device, checked likewise.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tokens<'a> {
+    pub count: u32,
+    pub x: &'a DeviceRange,
+    pub experts: &'a DeviceRange,
+    pub weights: &'a DeviceRange,
+}
+
+impl<'a> Tokens<'a> {
+    /// There are as many tokens as have choices.
+    pub fn check(spec: &Spec, x: Tensor<'a>, choices: Choices<'a>) -> Result<Self, Error> {
+        let Chosen { tokens: count, experts, weights } = Chosen::check(spec, choices)?;
+        let shape = Shape { rows: count.into(), columns: spec.hidden, dtype: spec.dtype };
+        Ok(Tokens { count, x: x.on_device("tokens", shape)?, experts, weights })
+    }
+
+    /// Their choices.
+    pub fn chosen(&self) -> Chosen<'a> {
+        Chosen { tokens: self.count, experts: self.experts, weights: self.weights }
+    }
+}
+
+fn numbers_of(what: &'static str, seen: Dtype) -> Result<(), PlanError> {
+    let expected = Dtype::F32;
+    if seen == expected { Ok(()) } else { Err(PlanError::WrongDtype { what, seen, expected }) }
+}
+
+fn misaligned(bytes: &[u8]) -> MemoryError {
+    MemoryError::Misaligned { address: bytes.as_ptr() as usize, align: align_of::<f32>() }
 }
 
 /// Which of the two places is meant.

@@ -124,7 +124,7 @@ pub enum BootstrapError {
         /// What was expected.
         expected: String,
     },
-    /// Ranks of one job were started under different conditions ([`Options::job_fingerprint`](crate::Options::job_fingerprint)).
+    /// Ranks of one job were started under different conditions ([`Options::conditions`](crate::Options::conditions)).
     #[error("rank {rank} was started under other conditions than rank 0: {seen:?}, not {expected:?}")]
     FingerprintsDiffer {
         /// The first rank that differs from rank 0.

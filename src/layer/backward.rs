@@ -274,9 +274,10 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
         }
         let mut of_tokens = vec![E::zeroed(); tokens.len() * self.crew.hidden];
         let mut of_choices = vec![0.0; tokens.len() * self.routed.decision.top_k() as usize];
-        let (to, weights) = ((&mut of_tokens[..], &mut of_choices[..]), Some(&of_weights[..]));
+        let (to, weights) = (&mut of_tokens[..], Some(of_weights.as_slice().into()));
+        let choices = Some((&mut of_choices[..]).into());
         self.crew.moves(chunk, run, |ep| match output {
-            Ok(output) => ep.dispatch_backward_into(output, weights, handle, to.0, to.1),
+            Ok(output) => ep.dispatch_backward_into(output, weights, handle, to, choices),
             Err(error) => Err(ep.refuse(CallKind::DispatchBackward, Some(handle), error)),
         })?;
         home.put((of_tokens, of_choices))

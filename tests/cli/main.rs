@@ -12,6 +12,7 @@ mod machines;
 mod network;
 mod peers;
 mod perf;
+mod refusals;
 mod route;
 mod simulate;
 mod trace;

@@ -15,7 +15,7 @@ use sidelane_verify::prove::prove;
 use sidelane_verify::story::{CollectiveCall, CollectiveScenario, ProofScenario, UnrolledProgram};
 
 use crate::collective_proof::{call, programs as collectives, seat, with_room};
-use crate::groups::{CHUNKS, Group, engine_rounds, gathering_rounds, rounds, ways};
+use crate::groups::{CHUNKS, Group, gathering_rounds, rounds_of, ways};
 
 const KINDS: [CallKind; 4] =
     [CallKind::Dispatch, CallKind::CachedDispatch, CallKind::Combine, CallKind::ExpertMap];
@@ -45,13 +45,21 @@ fn harmless(
         CallChange::Drop => dropped(step, kind, group),
         CallChange::Swap => swapped(step, next?, kind, group),
         CallChange::GoOn { .. } if kind == CallKind::ExpertMap => Some("nothing moves in such calls"),
+        // That it has sums where others have an error, no byte tells. Where ranks disagree, rank 0 goes on alone.
+        CallChange::GoOn { rank: 1.. } if kind == CallKind::Combine && group.enqueues && !rails(group) => {
+            Some("what was offered is free when the streams of all ranks have come by")
+        }
         CallChange::GoOn { .. } => None,
     }
 }
 
+fn rails(group: &Group) -> bool {
+    Paths::new(&group.nodes, group.route, 0).rails()
+}
+
 fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
     let inline = group.relays == Relays::Inline;
-    let rails = Paths::new(&group.nodes, group.route, 0).rails();
+    let rails = rails(group);
     match step.action {
         Action::Run(StageId::Release, _) if kind != CallKind::Combine => {
             Some("who writes in a dispatch has heard the entry of every rank, sent after its last sum")
@@ -189,11 +197,12 @@ fn all_found(labels: &[u32], way: (Route, Relays)) {
 
 fn all_of_group_found(group: Group) {
     let title = format!("{} nodes {:?} {:?}", group.nodes.nodes(), group.route, group.relays);
-    let calls = if group.pulls { engine_rounds() } else { rounds() };
+    let calls = rounds_of(&group);
     let (programs, ranks) = (programs(&group), group.nodes.ranks());
     let mut findings = Findings::default();
-    // No engine makes a dispatch along a known layout.
-    let made = |kind: &CallKind| !(group.pulls && *kind == CallKind::CachedDispatch);
+    // No planner makes a dispatch along a known layout.
+    let planned = group.pulls && !group.enqueues;
+    let made = |kind: &CallKind| !(planned && *kind == CallKind::CachedDispatch);
     for kind in KINDS.into_iter().filter(made) {
         for (id, program) in programs_of(&programs, kind, group.relays) {
             let tell = |mutation| {

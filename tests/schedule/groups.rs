@@ -241,6 +241,30 @@ pub fn pairs(n: usize) -> Vec<Call> {
     (0..n).flat_map(|round| [dispatch(0), ret(round, ROWS)]).collect()
 }
 
+/// Of those rounds what callers' threads make that enqueue: rows and weights come home in calls of their own, and no rows
+/// are kept.
+pub fn enqueued_rounds() -> Vec<Call> {
+    let made = rounds().into_iter().flat_map(|call| match call {
+        Call::Dispatch { routing, .. } => vec![dispatch(routing)],
+        Call::Return { handle, parts, copied } if parts == BOTH => {
+            [ROWS, WEIGHTS].map(|parts| Call::Return { handle, parts, copied }).to_vec()
+        }
+        other => vec![other],
+    });
+    // At last rows land where a call in which nothing moves has freed those before.
+    let last = [Call::Agree, dispatch(0), Call::Agree, Call::Cached { handle: 9 }];
+    made.chain(last).collect()
+}
+
+/// The calls that a group makes in its way.
+pub fn rounds_of(group: &Group) -> Vec<Call> {
+    match (group.enqueues, group.pulls) {
+        (true, _) => enqueued_rounds(),
+        (_, true) => engine_rounds(),
+        _ => rounds(),
+    }
+}
+
 /// Of those rounds what planners make: no cached dispatches, rows alone come home, and none are kept.
 pub fn engine_rounds() -> Vec<Call> {
     let made = rounds().into_iter().filter(|call| !matches!(call, Call::Cached { .. }));

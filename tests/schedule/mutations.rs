@@ -11,7 +11,7 @@ use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{AccessKind, ProofFailure, prove};
 use sidelane_verify::story::{Relays, SeededBug, UnrolledProgram};
 
-use crate::groups::{Group, engine_rounds, gathering_rounds, rounds, ways};
+use crate::groups::{Group, enqueued_rounds, gathering_rounds, rounds, rounds_of, ways};
 
 /// A mutation, and what its harm depends on.
 struct Mutant<'a> {
@@ -92,7 +92,6 @@ impl<'a> Mutant<'a> {
             }
             (Flag::Ready, Change::Retrack) => Some("its stream has done all that was before"),
             (Flag::Read, Change::Raise) if self.ahead => Some(ANOTHER_RELEASES),
-            (Flag::Posted, Change::Raise | Change::Retrack) => Some(FOR_CAUSES),
             (Flag::Landed, Change::Raise | Change::Retrack) if to == me && self.engines => {
                 Some(ITS_RELAY_SAYS_SO)
             }
@@ -107,6 +106,12 @@ impl<'a> Mutant<'a> {
         match (flag, stage) {
             (Flag::Posted, "posted") => Some(FOR_CAUSES),
             (Flag::Read, "release") if self.ahead => Some(ANOTHER_RELEASES),
+            (Flag::Ready, "reached") if kind == CallKind::ExpertMap && paths.rails() => {
+                Some("calls that take memory await their stream")
+            }
+            (Flag::Ready, "reached") if kind == CallKind::ExpertMap && change == Change::Late => {
+                Some("memory is taken in the calls that follow")
+            }
             (Flag::Read, _) if sends => Some(
                 "whoever writes in a dispatch has heard the entry of every rank, sent after its last sum",
             ),
@@ -199,7 +204,7 @@ struct Tally {
 }
 
 fn survivors(title: &str, group: &Group) -> Vec<String> {
-    let calls = if group.pulls { engine_rounds() } else { rounds() };
+    let calls = rounds_of(group);
     let story = group.tell(&calls, None);
     prove(&story).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
@@ -207,9 +212,7 @@ fn survivors(title: &str, group: &Group) -> Vec<String> {
     // No program says when a stream gets its work, nor that it rings: that is what it is to be enqueued.
     let of_programs = |mutation: &Mutation| {
         let rings = mutation.stage == "reached" && matches!(mutation.item.op, Op::Signal { .. });
-        // Engines make no dispatch along a known layout.
-        let made = !(group.enqueues && mutation.kind == CallKind::CachedDispatch);
-        mutation.stage != "enqueued" && !rings && made
+        mutation.stage != "enqueued" && !rings
     };
     for mutation in mutations(&story).into_iter().filter(of_programs) {
         let tally = tallies.entry(class(&mutation)).or_default();
@@ -375,6 +378,7 @@ fn applies(slip: SeededBug, group: &Group) -> bool {
         SeededBug::ShareHome => any(&|paths| paths.relays().count() > 1),
         // A relay is done before its rank goes on, so one header would do.
         SeededBug::OneHeader => false,
+        SeededBug::TakeUnread => group.enqueues,
         _ => true,
     }
 }
@@ -399,5 +403,16 @@ fn every_broken_rule_of_memory_is_found() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn memory_that_a_stream_has_yet_to_read_is_no_landing() {
+    for (labels, found) in [(&[0; 4][..], true), (&[0, 0, 1, 1], false)] {
+        let group = Group::new(labels, 4, 5).run((Route::Direct, Relays::Inline)).enqueuing();
+        let seen = prove(&group.tell(&enqueued_rounds(), Some(SeededBug::TakeUnread)));
+        // Over several nodes a call awaits its stream before it takes memory.
+        assert_eq!(seen.is_err(), found, "{labels:?}: {seen:?}");
+        assert!(!found || matches!(seen, Err(ProofFailure::Race { .. })), "{seen:?}");
     }
 }

@@ -44,6 +44,14 @@ impl Chosen {
             Chosen::Device { ranges: [experts, weights], .. } => Choices::Device { experts, weights },
         }
     }
+
+    /// What a stream may still read when the call is over.
+    pub fn inputs(&self) -> &[Input] {
+        match self {
+            Chosen::Host(_) => &[],
+            Chosen::Device { inputs, .. } => inputs,
+        }
+    }
 }
 
 /// The inputs of a dispatch.
@@ -56,11 +64,7 @@ pub struct Tokens {
 impl Tokens {
     /// What a stream may still read when the call is over.
     pub fn inputs(&self) -> impl Iterator<Item = &Input> {
-        let chosen: &[Input] = match &self.chosen {
-            Chosen::Host(_) => &[],
-            Chosen::Device { inputs, .. } => &inputs[..],
-        };
-        chosen.iter().chain([&self.x.input])
+        self.chosen.inputs().iter().chain([&self.x.input])
     }
 }
 
@@ -206,17 +210,38 @@ impl Instance {
         (tokens, kind): (usize, Kind),
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Sums<'py>> {
-        let Shape { hidden, dtype, place, .. } = &self.shape;
-        let shape = [tokens, *hidden];
+        let Shape { hidden, dtype, .. } = self.shape;
+        self.target(py, ("out", kind), ([tokens, hidden], dtype), out)
+    }
+
+    /// Gradients of the weights of a dispatch's choices, likewise.
+    pub fn choices<'py>(
+        &self,
+        py: Python<'py>,
+        (tokens, kind): (usize, Kind),
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Sums<'py>> {
+        self.target(py, ("weights_out", kind), ([tokens, self.shape.top_k], Dtype::F32), out)
+    }
+
+    /// A tensor of this shape to write to: the caller's, or a new one.
+    fn target<'py>(
+        &self,
+        py: Python<'py>,
+        (what, kind): (&'static str, Kind),
+        (shape, dtype): ([usize; 2], Dtype),
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Sums<'py>> {
+        let place = &self.shape.place;
         let tensor = match (out, place) {
             (Some(out), _) => out.clone(),
-            (None, Place::Host(_)) => return Ok(Sums::new_on_host(shape, *dtype, kind)),
-            (None, Place::Device(on)) if kind == Kind::Torch => on.torch_empty(py, shape, (*dtype).into())?,
+            (None, Place::Host(_)) => return Ok(Sums::new_on_host(shape, dtype, kind)),
+            (None, Place::Device(on)) if kind == Kind::Torch => on.torch_empty(py, shape, dtype.into())?,
             (None, Place::Device(_)) => {
-                return Err(settings::wrong("out", "needed on a device, but for tensors of torch"));
+                return Err(settings::wrong(what, "needed on a device, but for tensors of torch"));
             }
         };
-        let rows = place.borrow(&tensor, "out")?.columns(*hidden)?.writable()?.rows()?;
+        let rows = place.borrow(&tensor, what)?.columns(shape[1])?.writable()?.rows()?;
         let torch = if out.is_none() { place.on().cloned() } else { None };
         Ok(Sums::InTensor { rows, tensor, torch })
     }
@@ -224,7 +249,7 @@ impl Instance {
 
 /// A tensor that sums are written to.
 pub enum Sums<'py> {
-    /// A new one on the host. Rows are multiples of 16 bytes.
+    /// A new one on the host, in whole words.
     OnHost { words: Vec<u64>, shape: [usize; 2], dtype: Dtype, kind: Kind },
     /// One of the caller's library; with a stream, made for this call.
     InTensor { rows: Rows, tensor: Bound<'py, PyAny>, torch: Option<Arc<crate::device::OnStream>> },
@@ -240,8 +265,9 @@ impl<'py> Sums<'py> {
     /// As a call writes them.
     pub fn tensor_mut(&mut self) -> TensorMut<'_> {
         match self {
-            Sums::OnHost { words, dtype, .. } => {
-                TensorMut::Host { bytes: bytemuck::cast_slice_mut(words), dtype: *dtype }
+            Sums::OnHost { words, shape, dtype, .. } => {
+                let len = shape[0] * shape[1] * dtype.size();
+                TensorMut::Host { bytes: &mut bytemuck::cast_slice_mut(words)[..len], dtype: *dtype }
             }
             Sums::InTensor { rows, .. } => rows.tensor_mut(),
         }

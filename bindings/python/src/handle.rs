@@ -1,6 +1,6 @@
 //! Received rows, and handles: what a dispatch leaves to the calls that follow it.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
@@ -75,7 +75,7 @@ enum Part {
     Rows,
 }
 
-/// Received rows as a tensor.
+/// Rows received on the host as a tensor.
 pub fn tensor_of(
     rows: ExpertRows,
     (columns, dtype): (usize, Dtype),
@@ -94,8 +94,8 @@ pub struct Handle {
     pub slot: LendingCell<sidelane::ep::Handle>,
     shape: Shape,
     kind: Kind,
-    /// What was received on a device, as long as somebody has it; slots stay where they are.
-    received: Weak<ExpertRows>,
+    /// What was received on a device last, as long as somebody has it; slots stay where they are.
+    received: Mutex<Weak<ExpertRows>>,
     _slots: Option<Arc<ExpertRows>>,
     /// Output buffers that Python has.
     pub outputs: Outputs,
@@ -115,7 +115,7 @@ impl Instance {
             slot: LendingCell::new("handle", handle),
             shape: self.shape.clone(),
             kind,
-            received: rows.map(Arc::downgrade).unwrap_or_default(),
+            received: Mutex::new(rows.map(Arc::downgrade).unwrap_or_default()),
             _slots: self.shape.slots.and(rows.cloned()),
             outputs: Outputs::default(),
         }
@@ -128,17 +128,37 @@ impl Instance {
         (rows, handle): (ExpertRows, sidelane::ep::Handle),
         kind: Kind,
     ) -> PyResult<(Bound<'py, PyAny>, Handle)> {
-        let (shape, sent) = (&self.shape, self.shape.sent);
+        let (tensor, rows) = self.rows_of(rows, self.shape.sent)?;
+        Ok((kind.give(py, tensor)?, self.handle(handle, rows.as_ref(), kind)))
+    }
+
+    /// What came along a handle, in rows of so many elements of this type.
+    pub fn received_along<'py>(
+        &self,
+        py: Python<'py>,
+        (rows, handle): (ExpertRows, &Handle),
+        kind: Kind,
+        row: (usize, Dtype),
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (tensor, rows) = self.rows_of(rows, row)?;
+        if let Some(rows) = rows {
+            *handle.received.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&rows);
+        }
+        kind.give(py, tensor)
+    }
+
+    /// Received rows as a tensor; on a device, with what keeps them.
+    fn rows_of(&self, rows: ExpertRows, row: (usize, Dtype)) -> PyResult<(Tensor, Option<Arc<ExpertRows>>)> {
+        let shape = &self.shape;
         if let Some(pool) = shape.place.pool() {
-            let handle = self.handle(handle, None, kind);
-            return Ok((kind.give(py, tensor_of(rows, sent, Some(pool))?)?, handle));
+            return Ok((tensor_of(rows, row, Some(pool))?, None));
         }
         let (range, rows) = (rows.range().map_err(raise)?, Arc::new(rows));
         let tensor = match shape.slots(&rows, Part::Rows)? {
             Some(tensor) => tensor,
-            None => shape.part(&rows, &range, (&[rows.len() as usize, sent.0], sent.1.into())),
+            None => shape.part(&rows, &range, (&[rows.len() as usize, row.0], row.1.into())),
         };
-        Ok((kind.give(py, tensor)?, self.handle(handle, Some(&rows), kind)))
+        Ok((tensor, Some(rows)))
     }
 }
 
@@ -153,7 +173,8 @@ impl Handle {
             return Ok(None);
         }
         self.seat.world()?;
-        let received = self.received.upgrade().ok_or_else(|| {
+        let received = self.received.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+        let received = received.ok_or_else(|| {
             let message =
                 "the rows of this dispatch are gone, and what came with them: ask while you have them";
             Wrong::Closed.error("RowsGone", message, &[])

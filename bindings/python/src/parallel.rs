@@ -4,15 +4,15 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::ep::{ExpertParallelBuilder, ExpertRows};
+use sidelane::ep::ExpertParallelBuilder;
 use sidelane::error::CallKind;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout};
 
 use crate::calls::{Instance, Sums};
 use crate::device::{OnStream, Place};
 use crate::errors::raise;
-use crate::handle::{Handle, Shape, tensor_of};
-use crate::input::Input;
+use crate::handle::{Handle, Shape};
+use crate::input::{Input, Rows};
 use crate::pending::{PendingCombine, PendingDispatch};
 use crate::settings;
 use crate::tensor::{Element, Kind, Tensor};
@@ -208,7 +208,11 @@ impl ExpertParallel {
         weights: &Bound<'_, PyAny>,
     ) -> PyResult<Handle> {
         let handle = match self.instance.chosen(experts, weights) {
-            Ok(chosen) => self.instance.call(py, |ep| ep.prepare(chosen.choices()))?,
+            Ok(chosen) => {
+                let done = self.instance.call(py, |ep| ep.prepare(chosen.choices()));
+                self.instance.shape.place.keep(chosen.inputs());
+                done?
+            }
             Err(error) => return Err(self.instance.refuse(py, CallKind::Prepare, None, error)),
         };
         Ok(self.instance.handle(handle, None, Kind::of(weights)))
@@ -232,12 +236,16 @@ impl ExpertParallel {
         x: &Bound<'py, PyAny>,
         handle: &Handle,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let sent = self.instance.shape.sent;
-        let tokens = self.instance.rows(x, "x", sent.0);
-        let rows = self.instance.along(py, (CallKind::CachedDispatch, handle), tokens, |ep, x, handle| {
-            ep.dispatch_cached(x.tensor(), handle)
-        })?;
-        self.rows(py, rows, Kind::of(x), sent)
+        let (sent, call) = (self.instance.shape.sent, (CallKind::CachedDispatch, handle));
+        let tokens = match self.instance.rows(x, "x", sent.0) {
+            Ok(tokens) => tokens,
+            Err(error) => return Err(self.instance.refuse(py, call.0, Some(handle), error)),
+        };
+        let done = self
+            .instance
+            .along(py, call, Ok(&tokens), |ep, x, handle| ep.dispatch_cached(x.tensor(), handle));
+        self.instance.shape.place.keep([&tokens.input]);
+        self.instance.received_along(py, (done?, handle), Kind::of(x), sent)
     }
 
     /// Sums the rows of each token: [tokens, hidden]. `y` is `handle.output()`, used in place, or
@@ -304,53 +312,69 @@ impl ExpertParallel {
     }
 
     /// Gradient of `dispatch`: of tokens [tokens, hidden] and, if those of the row weights are
-    /// given, of weights [tokens, top_k].
-    #[pyo3(signature = (row_gradients, handle, row_weight_gradients=None))]
+    /// given, of weights [tokens, top_k]. A device needs `out` and `weights_out`, but for tensors of
+    /// torch.
+    #[pyo3(signature = (row_gradients, handle, row_weight_gradients=None, out=None, weights_out=None))]
     fn dispatch_backward<'py>(
         &self,
         py: Python<'py>,
         row_gradients: &Bound<'py, PyAny>,
         handle: &Handle,
         row_weight_gradients: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+        weights_out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
-        let weights = row_weight_gradients
-            .map(|weights| Input::new(weights, "row_weight_gradients").and_then(|w| w.of(Element::F32)))
-            .transpose();
-        let brought = self.instance.brought(row_gradients, handle, "row_gradients");
-        let (brought, weights) = match weights {
-            Ok(weights) => (brought, weights),
-            Err(error) => (Err(error), None),
+        let (instance, call) = (&self.instance, (CallKind::DispatchBackward, handle));
+        let tokens = (handle.tokens, Kind::of(row_gradients));
+        let look = || {
+            let what = "row_weight_gradients";
+            let words = |given| instance.shape.place.borrow(given, what)?.of(Element::F32)?.rows();
+            let weights = row_weight_gradients.map(words).transpose()?;
+            let brought = instance.brought(row_gradients, handle, "row_gradients")?;
+            let home = weights.is_some().then(|| instance.choices(py, tokens, weights_out)).transpose()?;
+            Ok((brought, weights, instance.sums(py, tokens, out)?, home))
         };
-        let weights = weights.as_ref().map(Input::slice::<f32>).transpose()?;
-        let Shape { hidden, dtype, top_k, .. } = self.instance.shape;
-        let kind = Kind::of(row_gradients);
-        let mut sums = Sums::new_on_host([handle.tokens, hidden], dtype, kind);
-        let mut of_choices = vec![0.0; weights.map_or(0, |_| handle.tokens * top_k)];
-        let (target, of_weights) = (sums.tensor_mut(), &mut of_choices);
-        let call = (CallKind::DispatchBackward, handle);
-        self.instance.along(py, call, brought, |ep, brought, handle| {
+        let (brought, weights, mut sums, mut home) =
+            look().map_err(|error| instance.refuse(py, call.0, Some(handle), error))?;
+        let (target, of_rows) = (sums.tensor_mut(), weights.as_ref().map(Rows::tensor));
+        let of_choices = home.as_mut().map(Sums::tensor_mut);
+        let done = instance.along(py, call, Ok(&brought), |ep, brought, handle| {
             let again = || handle.output();
-            brought.lend(again, |rows| ep.dispatch_backward_into(rows, weights, handle, target, of_weights))
-        })?;
-        Ok((sums.give(py)?, weights.map(|_| self.choices(py, of_choices, kind)).transpose()?))
+            brought.lend(again, |rows| ep.dispatch_backward_into(rows, of_rows, handle, target, of_choices))
+        });
+        let given = weights.iter().map(|rows| &rows.input).chain([&brought.rows.input]);
+        let written = sums.input().into_iter().chain(home.as_ref().and_then(Sums::input));
+        instance.shape.place.keep(given.chain(written));
+        done?;
+        Ok((sums.give(py)?, home.map(|home| home.give(py)).transpose()?))
     }
 
     /// Gradient of `combine`: of rows [rows, hidden] and, of a weighted one, of weights [tokens,
-    /// top_k].
+    /// top_k], for which a device needs `weights_out`, but for tensors of torch.
+    #[pyo3(signature = (gradients, handle, weights_out=None))]
     fn combine_backward<'py>(
         &self,
         py: Python<'py>,
         gradients: &Bound<'py, PyAny>,
         handle: &Handle,
+        weights_out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
-        let Shape { hidden, dtype, .. } = self.instance.shape;
-        let (kind, tokens) = (Kind::of(gradients), self.instance.rows(gradients, "gradients", hidden));
-        let call = (CallKind::CombineBackward, handle);
-        let (rows, weights) = self.instance.along(py, call, tokens, |ep, gradients, handle| {
-            ep.combine_backward(gradients.tensor(), handle)
-        })?;
-        let weights = weights.map(|weights| self.choices(py, weights, kind)).transpose()?;
-        Ok((self.rows(py, rows, kind, (hidden, dtype))?, weights))
+        let (instance, call) = (&self.instance, (CallKind::CombineBackward, handle));
+        let Shape { hidden, dtype, .. } = instance.shape;
+        let kind = Kind::of(gradients);
+        let look = || {
+            let tokens = instance.rows(gradients, "gradients", hidden)?;
+            let wanted = || instance.choices(py, (handle.tokens, kind), weights_out);
+            Ok((tokens, self.weighted.then(wanted).transpose()?))
+        };
+        let (tokens, mut home) = look().map_err(|error| instance.refuse(py, call.0, Some(handle), error))?;
+        let of_choices = home.as_mut().map(Sums::tensor_mut);
+        let done = instance.along(py, call, Ok(&tokens), |ep, gradients, handle| {
+            ep.combine_backward_into(gradients.tensor(), handle, of_choices)
+        });
+        instance.shape.place.keep(home.as_ref().and_then(Sums::input).into_iter().chain([&tokens.input]));
+        let rows = instance.received_along(py, (done?, handle), kind, (hidden, dtype))?;
+        Ok((rows, home.map(|home| home.give(py)).transpose()?))
     }
 
     /// Makes records of tokens for a dispatch in fp8: [tokens, record] of uint8.
@@ -376,26 +400,6 @@ impl ExpertParallel {
         format!(
             "sidelane.ExpertParallel(rank={rank}, size={size}, top_k={top_k}, hidden={hidden}, place={place})"
         )
-    }
-}
-
-impl ExpertParallel {
-    /// Rows that came along a handle, which is of the host.
-    fn rows<'py>(
-        &self,
-        py: Python<'py>,
-        rows: ExpertRows,
-        kind: Kind,
-        row: (usize, Dtype),
-    ) -> PyResult<Bound<'py, PyAny>> {
-        kind.give(py, tensor_of(rows, row, self.instance.shape.place.pool())?)
-    }
-
-    /// Gradients of choices.
-    fn choices<'py>(&self, py: Python<'py>, weights: Vec<f32>, kind: Kind) -> PyResult<Bound<'py, PyAny>> {
-        let top_k = self.instance.shape.top_k;
-        let rows = weights.len() / top_k;
-        kind.give(py, Tensor::of(weights, &[rows, top_k], Element::F32))
     }
 }
 

@@ -56,6 +56,125 @@ def check_rows_and_sums_are_those_of_the_host(world):
             assert (handle.status, handle.copied_bytes) == (0, 0)
 
 
+def check_steps_of_training_are_those_of_the_host(world):
+    for weighted, route in ((False, "direct"), (True, "direct"), (True, "pxn")):
+        of, me, device = case(world.size, dtype=torch.bfloat16), world.rank, Device(world.rank)
+        planned, host = exchanges(world, of, device, weighted=weighted, route=route)
+        room = lambda like: device.tensor(torch.full_like(like, float("nan")))  # noqa: E731
+        there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+        sums = host.combine(experts(there), expected)
+        x, ids, weights = sent(of, me, device)
+        rows, handle = planned.dispatch(x, ids, weights)
+        same(device.read_sums(planned, planned.combine(device.tensor(experts(there)), handle, room(sums))), sums)
+        # Other tokens along the same layout, and along one that was made before its tokens.
+        again = of.x[me] * 3
+        layout = planned.prepare(ids, weights)
+        for along in (handle, layout):
+            came = planned.dispatch_cached(device.tensor(again), along)
+            same(device.read(came), host.dispatch_cached(again, expected))
+            same(device.read(along.row_weights), expected.row_weights)
+        del came, layout
+        gradients, of_choices = host.combine_backward(again, expected)
+        home = room(of.weights[me]) if weighted else None
+        back, given = planned.combine_backward(device.tensor(again), handle, home)
+        same(device.read(back), gradients)
+        assert given is home
+        if weighted:
+            same(device.read_sums(planned, home), of_choices)
+        of_rows, of_weights = experts(gradients), torch.arange(expected.rows) / 3.0
+        tokens, choices = host.dispatch_backward(of_rows, expected, of_weights)
+        y, out, home = device.borrowed(handle.output()), room(tokens), room(choices)
+        y.write(of_rows)
+        assert planned.dispatch_backward(y, handle, device.tensor(of_weights), out, home) == (out, home)
+        same(device.read_sums(planned, out), tokens)
+        same(device.read_sums(planned, home), choices)
+        out = room(tokens)
+        assert planned.dispatch_backward(device.tensor(of_rows), handle, out=out) == (out, None)
+        same(device.read_sums(planned, out), tokens)
+
+
+def check_gradients_need_room_on_a_device(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    planned, _ = exchanges(world, of, device, weighted=True)
+    rows, handle = planned.dispatch(*sent(of, me, device))
+    planned.combine(rows, handle, device.tensor(torch.zeros_like(of.x[me])))
+    assert raised(lambda: planned.dispatch_backward(rows, handle)).setting == "out"
+    x = device.tensor(of.x[me])
+    assert raised(lambda: planned.combine_backward(x, handle)).setting == "weights_out"
+    short = device.tensor(torch.zeros(3))
+    expected = ("PlanError", "WrongShape") if me == 0 else ("CallError", "PeerRefused")
+    given = short if me == 0 else device.tensor(torch.zeros(handle.rows))
+    out, home = device.tensor(torch.zeros_like(of.x[me])), device.tensor(torch.zeros_like(of.weights[me]))
+    assert refused(lambda: planned.dispatch_backward(rows, handle, given, out, home)) == expected
+    planned.synchronize()
+
+
+def check_torch_differentiates_calls_on_a_device(world):
+    """Both passes of torch's functions, on tensors that stand for torch's own."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from sidelane.autograd import _Combine, _Dispatch
+
+    class OfTorch(OnDevice):
+        requires_grad = False
+
+        def detach(self):
+            return self
+
+        contiguous = detach
+
+        def new_empty(self, *shape, dtype=None):
+            return on_host(*shape, dtype=dtype)
+
+    on_host, of, me, here = torch.empty, case(world.size), world.rank, Device(world.rank)
+
+    def of_torch(tensor):
+        tensor.__class__ = OfTorch
+        return tensor
+
+    def empty(shape, **named):
+        if "device" not in named:
+            return on_host(shape, **named)
+        return of_torch(here.tensor(torch.full(tuple(shape), float("nan"), dtype=named["dtype"])))
+
+    for weighted in (False, True):
+        planned, host = exchanges(world, of, here, weighted=weighted)
+        there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+        sums = host.combine(there, expected)
+        rows_back, choices = host.combine_backward(sums, expected)
+        there_weights = expected.row_weights
+        words = there_weights * 3
+        tokens, of_weights = host.dispatch_backward(rows_back, expected, None if weighted else words)
+        current = SimpleNamespace(cuda_stream=here.stream)
+        cuda = {"is_available": lambda: True, "current_device": lambda: me, "current_stream": lambda number: current}
+        sent_here = [of_torch(tensor) for tensor in sent(of, me, here)]
+        out, back = SimpleNamespace(needs_input_grad=[False, True, False, True]), SimpleNamespace()
+        with (
+            mock.patch.multiple(torch.cuda, **cuda),
+            mock.patch.object(torch, "empty", empty),
+            mock.patch.object(torch, "from_dlpack", lambda lent: of_torch(here.borrowed(lent))),
+            mock.patch.object(torch.autograd.graph, "increment_version", lambda tensor: None),
+            torch.no_grad(),
+        ):
+            rows, row_weights, ticket, handle = _Dispatch.forward(out, planned, *sent_here)
+            same(row_weights.read(), there_weights)
+            y = handle.output()
+            y.write(there)
+            same(_Combine.forward(back, planned, handle, y, ticket, sent_here[2]).read(), sums)
+            g = of_torch(here.tensor(sums))
+            _, _, gradients, _, of_choices = _Combine.backward(back, g)
+            same(gradients.read(), rows_back)
+            if weighted:
+                same(of_choices.read(), choices)
+            given = of_torch(here.tensor(words))
+            _, of_x, _, of_routing = _Dispatch.backward(out, gradients, given, None, None)
+            same(of_x.read(), tokens)
+            assert (of_routing is None) == weighted
+            if not weighted:
+                same(of_routing.read(), of_weights)
+
+
 def check_reports_say_what_was_enqueued(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     planned, _ = exchanges(world, of, device)
@@ -252,15 +371,18 @@ def check_a_stream_that_is_none_is_a_buffer_error(world):
 def check_what_a_place_does_not_have_is_refused_by_name(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     planned, host = exchanges(world, of, device)
+    within, _ = exchanges(world, of, device, budget=100)
     sent_here = sent(of, me, device)
     rows, handle = planned.dispatch(*sent_here)
     host_rows, layout = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+    some, placed = within.dispatch(*sent_here)
+    out = device.tensor(torch.zeros_like(of.x[me]))
     for call in (
-        lambda: planned.prepare(*sent_here[1:]),
-        lambda: planned.dispatch_cached(sent_here[0], handle),
+        lambda: within.prepare(*sent_here[1:]),
+        lambda: within.dispatch_cached(sent_here[0], placed),
+        lambda: within.dispatch_backward(some, placed, out=out),
+        lambda: within.combine_backward(sent_here[0], placed),
         lambda: planned.release(handle),
-        lambda: planned.dispatch_backward(rows, handle),
-        lambda: planned.combine_backward(sent_here[0], handle),
         lambda: host.release(layout),
         lambda: host.start_dispatch(of.x[me], of.ids[me], of.weights[me]).unfinished(),
     ):

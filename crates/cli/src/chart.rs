@@ -1,4 +1,4 @@
-//! Curves between logarithmic axes: what all pictures of figures by size have in common.
+//! What pictures have in common: curves between logarithmic axes, and timelines of boxes that say what they are.
 
 use crate::svg::{Attribute, Style, Svg, round};
 

@@ -35,7 +35,6 @@ pub trait Report: Serialize {
     /// Version of the JSON: it grows when a key changes its meaning or goes.
     const SCHEMA: u32 = 1;
 
-    /// As people read it.
     fn text(&self) -> String;
 
     /// Whether all that was checked is right.
@@ -68,7 +67,6 @@ pub fn draw(path: &Option<PathBuf>, text: impl FnOnce() -> String) -> Result<(),
     path.as_ref().map_or(Ok(()), |path| write(path, &text()))
 }
 
-/// Writes a file.
 pub fn write(path: &Path, text: &str) -> Result<(), CliError> {
     std::fs::write(path, text).map_err(|source| failed!("cannot write {path:?}: {source}"))
 }
@@ -133,13 +131,24 @@ pub mod tests {
         Line::try_parse_from(words).map(|line: Line<A>| line.args)
     }
 
-    /// Asserts that a page names exactly the keys of these reports, a line each between backquotes. `shared` gives the
-    /// name under which the page has a key, or none where it is another page's.
-    pub fn assert_page<R: Report>(page: &str, reports: &[R], shared: impl Fn(&str) -> Option<String>) {
+    /// The text of a page of `docs`.
+    pub fn page(name: &str) -> String {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/");
+        std::fs::read_to_string(format!("{path}{name}")).unwrap()
+    }
+
+    /// Asserts that a page names exactly the keys of these reports, a line each between backquotes.
+    pub fn assert_page(name: &str, reports: &[impl Report]) {
+        assert_page_with(name, reports, |key| Some(key.to_owned()));
+    }
+
+    /// The same; `shared` gives the name under which the page has a key, or none where it is another page's.
+    pub fn assert_page_with(name: &str, reports: &[impl Report], shared: impl Fn(&str) -> Option<String>) {
         let mut written = BTreeSet::new();
         for report in reports {
             collect(&serde_json::from_str(&report.json()).unwrap(), "", &mut written);
         }
+        let page = page(name);
         let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
         let documented: BTreeSet<String> = rows.map(|(key, _)| key.to_owned()).collect();
         assert_eq!(documented, written.iter().filter_map(|key| shared(key)).collect());

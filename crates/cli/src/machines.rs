@@ -34,7 +34,7 @@ impl Machines {
     }
 
     /// The first rank of each machine.
-    pub fn leaders(&self) -> Vec<u32> {
+    fn leaders(&self) -> Vec<u32> {
         let ranks = (0..).zip(&self.0);
         (0..self.count() as u32)
             .filter_map(|machine| ranks.clone().find(|&(_, &at)| at == machine).map(|(rank, _)| rank))

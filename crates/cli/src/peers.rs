@@ -1,15 +1,14 @@
-//! Others that are measured beside us: what can go wrong with them, and what is said of one that cannot run.
+//! Others that are measured beside us: programs of `benches/peers`, a process for each rank, over MPI or torch's gloo.
+//!
+//! They are told what to do by files of a [`Folder`] and by a socket to each process; its README has the protocol.
 
-use std::fs;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::stats::{ratio_of_medians, summary};
-use crate::table::time;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use sidelane::Group;
@@ -17,6 +16,8 @@ use tempfile::TempDir;
 
 use crate::error::{CliError, failed};
 use crate::ranks;
+use crate::stats::{ratio_of_medians, summary};
+use crate::table::time;
 
 /// One that could not run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,7 +33,6 @@ impl Unavailable {
         Unavailable { name: name.into(), why: why.to_string(), install: install.into() }
     }
 
-    /// As people read it.
     pub fn text(&self) -> String {
         let Unavailable { name, why, install } = self;
         format!("{name} did not run: {why}; to have it: {install}")
@@ -75,7 +75,7 @@ impl Contender {
     /// Starts the processes. They come later.
     pub fn start(way: Way, programs: &Programs, folder: &Folder, ranks: u32) -> Result<Self, CliError> {
         let (socket, log) = (folder.path().join("socket"), folder.path().join(way.log(folder)));
-        let failed = |source| failed!("cannot listen at {path:?}: {source}", path = socket.clone());
+        let failed = |source| failed!("cannot listen at {socket:?}: {source}");
         let listener = UnixListener::bind(&socket).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let mut contender = Contender {
@@ -118,17 +118,14 @@ impl Contender {
             let ended = self.children.iter_mut().find_map(|child| child.try_wait().ok().flatten());
             if let Some(status) = ended {
                 return Err(failed!(
-                    "{program} ended with {status}: {last}",
-                    program = self.program(),
-                    last = self.way.complaint(&self.log)
+                    "{} ended with {status}: {}",
+                    self.way.name(),
+                    self.way.complaint(&self.log)
                 ));
             }
             if self.since.elapsed() >= ARRIVAL {
-                let (ranks, seconds) = (self.lines.len(), ARRIVAL.as_secs());
-                return Err(failed!(
-                    "{came} of {ranks} processes of {program} have come after {seconds} s",
-                    program = self.program()
-                ));
+                let (program, ranks, seconds) = (self.way.name(), self.lines.len(), ARRIVAL.as_secs());
+                return Err(failed!("{came} of {ranks} processes of {program} have come after {seconds} s"));
             }
             if Instant::now() >= until {
                 return Ok(false);
@@ -188,15 +185,8 @@ impl Contender {
     }
 
     fn answer(&self, rank: usize, source: io::Error) -> CliError {
-        failed!(
-            "process {rank} of {program} does not answer as it should: {source}; its last words: {last}",
-            program = self.program(),
-            last = self.way.complaint(&self.log)
-        )
-    }
-
-    fn program(&self) -> String {
-        self.way.name().to_owned()
+        let (program, last) = (self.way.name(), self.way.complaint(&self.log));
+        failed!("process {rank} of {program} does not answer as it should: {source}; its last words: {last}")
     }
 }
 
@@ -238,7 +228,6 @@ pub enum Way {
 impl Way {
     pub const ALL: [Way; 2] = [Way::Mpi, Way::Gloo];
 
-    /// The word for it.
     pub fn name(self) -> &'static str {
         match self {
             Way::Mpi => "mpi",
@@ -246,7 +235,6 @@ impl Way {
         }
     }
 
-    /// How to get it.
     pub fn install(self) -> &'static str {
         match self {
             Way::Mpi => "apt install openmpi-bin libopenmpi-dev",
@@ -260,7 +248,7 @@ impl Way {
     }
 
     /// What it complains of there: mpirun says much after the complaint of a process, Python much before it.
-    pub fn complaint(self, log: &Path) -> String {
+    fn complaint(self, log: &Path) -> String {
         let text = std::fs::read(log).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
@@ -347,8 +335,7 @@ pub struct Folder {
 impl Folder {
     /// Makes one, for as long as it is held.
     pub fn make() -> Result<TempDir, CliError> {
-        let failed =
-            |source| failed!("cannot make a folder in {path:?}: {source}", path = std::env::temp_dir());
+        let failed = |source| failed!("cannot make a folder in {:?}: {source}", std::env::temp_dir());
         tempfile::Builder::new().prefix("sidelane-peers-").tempdir().map_err(failed)
     }
 
@@ -463,7 +450,7 @@ fn arrival(
 }
 
 /// What one took for one kind of call.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PeerPass {
     pub p50_us: f64,
     pub max_us: f64,
@@ -474,7 +461,6 @@ pub struct PeerPass {
 }
 
 impl PeerPass {
-    /// Of the same rounds.
     pub fn new(theirs_us: &[f64], ours_us: &[f64]) -> Self {
         let (seen, times) = (summary(theirs_us), ratio_of_medians(theirs_us, ours_us));
         PeerPass {

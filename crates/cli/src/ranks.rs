@@ -92,6 +92,13 @@ pub fn join(sizes: Sizes, conditions: String, record: usize) -> Result<World, Cl
     })
 }
 
+/// What all ranks tell. Collective.
+pub fn tell_all<T: Serialize + DeserializeOwned>(group: &Group, own: &T) -> Result<Vec<T>, CliError> {
+    let json = serde_json::to_vec(own).expect("names and numbers are always JSON");
+    let all = group.gather(&json)?;
+    all.iter().map(|told| serde_json::from_slice(told).map_err(CliError::told)).collect()
+}
+
 /// Whether all ranks say so. Collective.
 pub fn all_say(group: &Group, so: bool) -> Result<bool, Error> {
     Ok(group.gather(&[u8::from(so)])?.iter().all(|said| said == &[1]))

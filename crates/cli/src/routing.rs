@@ -42,7 +42,7 @@ impl Routed {
                 let experts = experts.or(recorded.experts()).unwrap_or(EXPERTS);
                 recorded
                     .require(Some(experts), top_k)
-                    .map_err(|error| usage!("routing {routing}: {error}", routing = source.clone()))?;
+                    .map_err(|error| usage!("routing {source}: {error}"))?;
                 (experts, recorded.top_k())
             }
             Router::Drawn(_) => (experts.unwrap_or(EXPERTS), top_k.unwrap_or(TOP_K)),
@@ -63,7 +63,7 @@ pub enum Source {
 impl Source {
     /// What is meant where `--routing` is not given: the recording, or a pattern if the recording has not as many
     /// experts or choices as the options say.
-    pub fn default_for(experts: Option<u32>, top_k: Option<u32>) -> Self {
+    fn default_for(experts: Option<u32>, top_k: Option<u32>) -> Self {
         let fits =
             experts.is_none_or(|experts| experts == EXPERTS) && top_k.is_none_or(|top_k| top_k == TOP_K);
         if fits { Source::Recorded } else { Source::Pattern(Pattern::Zipf(1.0)) }
@@ -174,8 +174,7 @@ impl Router {
             Source::Recorded => Cow::Borrowed(TEXT),
             Source::File(path) => Cow::Owned(read(path)?),
         };
-        let recorded = Recorded::parse(&text)
-            .map_err(|source| usage!("routing {routing}: {source}", routing = routing.clone()))?;
+        let recorded = Recorded::parse(&text).map_err(|source| usage!("routing {routing}: {source}"))?;
         Ok(Router::Recorded(recorded))
     }
 
@@ -190,11 +189,13 @@ impl Router {
 }
 
 fn read(path: &Path) -> Result<String, CliError> {
-    std::fs::read_to_string(path).map_err(|source| usage!("cannot read the routing file {path:?}: {source} (other than files: recorded, uniform, zipf:S, incast)", path = path.to_owned()))
+    std::fs::read_to_string(path).map_err(|source| usage!(
+            "cannot read the routing file {path:?}: {source} (other than files: recorded, uniform, zipf:S, incast)"
+        ))
 }
 
 /// The recording, as [`Recorded`](sidelane::gate::Recorded) reads it. Part of the program, which so needs no file.
-pub const TEXT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/data/routing.jsonl"));
+const TEXT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/data/routing.jsonl"));
 
 /// Its experts, and the default of all routing.
 pub const EXPERTS: u32 = 64;

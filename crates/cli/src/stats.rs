@@ -17,7 +17,7 @@ use sidelane::{Error, Group};
 use crate::machines::Machines;
 
 /// From this many rounds on a 99th percentile rests on at least ten rounds beyond it.
-pub const ROUNDS_FOR_P99: usize = 1000;
+const ROUNDS_FOR_P99: usize = 1000;
 
 /// What rounds of one kind took.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -89,7 +89,6 @@ fn median(samples: &mut [f64]) -> f64 {
 pub struct Laps(Vec<[u64; 2]>);
 
 impl Laps {
-    /// Times one lap.
     pub fn time<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let begin = now();
         let done = work();

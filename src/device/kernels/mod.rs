@@ -16,6 +16,7 @@
 mod addresses;
 mod check;
 mod counts;
+mod gradients;
 mod operands;
 mod order;
 mod pack;
@@ -30,6 +31,7 @@ use std::sync::Arc;
 pub use addresses::Addresses;
 pub use check::Check;
 pub use counts::CountArgs;
+pub use gradients::{DotScale, FetchWeights};
 pub use order::SortArgs;
 pub use pack::Pack;
 pub use regroup::PermuteArgs;
@@ -59,6 +61,7 @@ pub struct Kernels {
     sums_of_choices: sum_choices::Functions,
     regroup: Function,
     counts: Function,
+    gradients: gradients::Functions,
 }
 
 impl Kernels {
@@ -78,6 +81,7 @@ impl Kernels {
             sums_of_choices: sum_choices::Functions::of(&module)?,
             regroup: module.function(c"regroup")?,
             counts: module.function(c"counts")?,
+            gradients: gradients::Functions::of(&module)?,
         })
     }
 }

@@ -10,17 +10,25 @@ use crate::lane::Io;
 use crate::rows::Arithmetic;
 use crate::schedule::ReturnParts;
 
+/// Numbers of rows, if there are any, as the caller brought them.
+type Numbers<'a> = Option<Result<&'a [f32], Error>>;
+
 impl HostExchange {
     /// Gradient of a dispatch, into tensors of the caller's.
     pub fn dispatch_backward(
         &mut self,
-        (rows, row_weights): (Result<HostInput<'_>, Error>, Option<&[f32]>),
+        (rows, row_weights): (Result<HostInput<'_>, Error>, Numbers<'_>),
         handle: Result<&HostHandle, Error>,
-        (tokens, weights): (Target<'_>, &mut [f32]),
+        (tokens, weights): (Target<'_>, Result<&mut [f32], Error>),
     ) -> Result<(), Error> {
         let parts = ReturnParts { rows: true, weights: row_weights.is_some() };
         let mut flight = Flight::returning(CallKind::DispatchBackward, parts, false);
         let output = self.sums(&mut flight, &handle, "token gradients", tokens);
+        let row_weights = row_weights.and_then(|given| given.map_err(|error| flight.refuse(Err(error))).ok());
+        let weights = weights.unwrap_or_else(|error| {
+            flight.refuse(Err(error));
+            &mut []
+        });
         if let Ok(handle) = handle {
             flight.refuse(self.check_weights(row_weights, weights, handle));
         }
@@ -52,18 +60,23 @@ impl HostExchange {
         &mut self,
         gradients: Source<'_>,
         handle: Result<&HostHandle, Error>,
-    ) -> Result<(HostRows, Option<Vec<f32>>), Error> {
+        weights: Option<Result<&mut [f32], Error>>,
+    ) -> Result<HostRows, Error> {
         let along = handle.as_ref().ok().copied();
         let weighted = if self.fixed.spec.weighted { options::WEIGHTED } else { 0 };
         let mut rows = self.cached((CallKind::CombineBackward, weighted), gradients, handle)?;
-        let Some(handle) = along.filter(|_| weighted != 0) else { return Ok((rows, None)) };
+        let Some(handle) = along.filter(|_| weighted != 0) else { return Ok(rows) };
         let parts = ReturnParts { rows: false, weights: true };
         let mut flight = Flight::returning(CallKind::ReturnWeights, parts, true);
-        let output = self.weight_gradients(&mut rows, handle).map(HostInput::Output);
-        let mut weights = vec![0.0; self.choices(handle)];
-        let io = Io { weights: &mut weights, ..Io::default() };
-        self.ret(&mut flight, output, Ok(handle), Lent { output: Some(io), ..Lent::default() })?;
-        Ok((rows, Some(weights)))
+        let weights = weights.and_then(|weights| weights.map_err(|error| flight.refuse(Err(error))).ok());
+        let (what, expected) = ("weight gradients", self.choices(handle));
+        if let Some(seen) = weights.as_ref().map(|weights| weights.len()).filter(|&seen| seen != expected) {
+            flight.refuse(Err(PlanError::WrongShape { what, seen, rows: expected, columns: 1 }.into()));
+        }
+        let y = self.weight_gradients(&mut rows, handle).map(HostInput::Output);
+        let output = weights.map(|weights| Io { weights, ..Io::default() });
+        self.ret(&mut flight, y, Ok(handle), Lent { output, ..Lent::default() })?;
+        Ok(rows)
     }
 
     /// Multiplies gradient rows with their weights, after `<y, g>` has been taken of each; leaves

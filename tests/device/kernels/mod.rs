@@ -7,6 +7,7 @@
 mod buffer;
 mod check;
 mod counts;
+mod gradients;
 mod order;
 mod pack;
 mod regroup;

@@ -21,7 +21,7 @@ pub fn on_each(case: &Case, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
     on_each_of::<bf16>(case, body);
 }
 
-fn on_each_of<E: Element + Into<f32>>(case: &Case, body: impl Fn(&mut Rank<E>, u64) + Sync)
+pub fn on_each_of<E: Element + Into<f32>>(case: &Case, body: impl Fn(&mut Rank<E>, u64) + Sync)
 where
     f32: To<E>,
 {
@@ -379,7 +379,7 @@ fn engines_move_every_row_and_a_report_says_so() {
             by_sms.fetch_add(report.enqueued.copies_by_sms, Ordering::Relaxed);
             let expected = EnqueueCounts {
                 batches: 1,
-                copies: 2 * (4 + pads) + 2,
+                copies: 2 * (4 + pads) + 3,
                 bytes: (5 + 2 * pads) * 36,
                 own_bytes: own * 36,
                 single_copies: 0,

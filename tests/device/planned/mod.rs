@@ -9,6 +9,7 @@ mod faults;
 mod nodes;
 mod processes;
 pub mod rank;
+mod training;
 
 use crate::apart::{Settings, each_with_kernels};
 use crate::{devices, support};

@@ -150,7 +150,7 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
             assert_eq!((out_bytes, in_bytes), (rows_out * 32, (rows_in + pads_in) * 36));
             assert_eq!((bytes, own_bytes), ((own + own_pads) * 36, (own + own_pads) * 36));
             let pads = if own_pads > 0 { 2 } else { 0 };
-            assert_eq!(copies, 2 + 2 * (2 + pads) + 2 * 2 + 2, "out, own rows and pads, in, and two lists");
+            assert_eq!(copies, 2 + 2 * (2 + pads) + 2 * 2 + 3, "out, own rows and pads, in, and lists");
             // Entry and message, header and its signal, rows and weights of two experts, landed.
             assert_eq!((report.enqueued.rail_signals, report.enqueued.rail_puts), (3, 6));
             assert_eq!(report.enqueued.copies_by_sms, 0);

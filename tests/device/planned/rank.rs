@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use sidelane::device::{DeviceRange, Graph, PinnedMemory, Stream};
+use sidelane::dtype::PartialDtype;
 use sidelane::ep::{
     Choices, ExpertOutput, ExpertParallelBuilder, ExpertRows, Handle, Report, Status, Tensor, TensorMut,
 };
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, ReceiveMode};
+use sidelane::plan::{ExpertMap, ReceiveMode, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Element, Error, ExpertParallel, Group};
 
@@ -29,6 +30,9 @@ pub struct Case {
     pub max_tokens: u32,
     pub mode: ReceiveMode,
     pub max_in_flight: u32,
+    pub order: SumOrder,
+    pub wire: PartialDtype,
+    pub weighted: bool,
 }
 
 impl Case {
@@ -49,12 +53,16 @@ impl Case {
             max_tokens: 12,
             mode: ReceiveMode::Exact,
             max_in_flight: 2,
+            order: SumOrder::Expert,
+            wire: PartialDtype::F32,
+            weighted: false,
         }
     }
 
     pub fn settings<'g, E: Element>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
         let builder = ExpertParallel::builder(group).unwrap().expert_map(self.map.clone()).top_k(self.top_k);
         let builder = builder.hidden(self.hidden).dtype(E::DTYPE).align(self.align);
+        let builder = builder.sum_order(self.order).partial_dtype(self.wire).weighted(self.weighted);
         builder.max_tokens(self.max_tokens).mode(self.mode).route(self.route)
     }
 
@@ -140,7 +148,7 @@ where
     }
 
     /// What stands in row `row` of this rank's outputs, made of what came.
-    fn expert(&self, nth: usize, value: E) -> E {
+    pub fn expert(&self, nth: usize, value: E) -> E {
         (value.into() * (1.0 + nth as f32 / 64.0) + self.planned.rank() as f32 / 8.0).to()
     }
 

@@ -167,7 +167,13 @@ fn a_refused_gradient_writes_to_neither_of_its_outputs() {
         let of_rows = vec![1.0; landed + usize::from(rank.is_bad())];
         let error = rank
             .ep
-            .dispatch_backward_into(&given, Some(&of_rows), &handle, &mut tokens, &mut weights)
+            .dispatch_backward_into(
+                &given,
+                Some((&of_rows).into()),
+                &handle,
+                &mut tokens,
+                Some((&mut weights).into()),
+            )
             .unwrap_err();
         let (what, seen) = ("row weight gradients", landed + 1);
         told(rank, error, PlanError::WrongShape { what, seen, rows: landed, columns: 1 });

@@ -7,7 +7,8 @@ use sidelane_verify::story::{Call, Relays};
 
 use super::{proved, titled};
 use crate::groups::{
-    Group, ROWS, copy, dispatch, gathering_rounds, placements, placements_in_spans, ret, rounds, ways,
+    Group, ROWS, copy, dispatch, enqueued_rounds, gathering_rounds, placements, placements_in_spans, ret,
+    rounds, ways,
 };
 
 #[test]
@@ -110,9 +111,11 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
             check(&story, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
             // The same by callers' threads that run ahead of their streams.
             let group = Group { enqueues: true, ..group };
-            let (story, ahead) = (group.tell(&calls, None), format!("{name}, enqueued"));
-            proved(&ahead, &story);
-            check(&story, 0..3).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
+            for calls in [&calls[..], &enqueued_rounds()] {
+                let (story, ahead) = (group.tell(calls, None), format!("{name}, enqueued"));
+                proved(&ahead, &story);
+                check(&story, 0..3).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
+            }
             let group = Group { enqueues: false, ..group };
             // Within a budget metadata lies behind all rows that may come, and outputs have one place.
             let budget = ReceiveMode::Budget { rows: 60, overflow: Overflow::Drop };

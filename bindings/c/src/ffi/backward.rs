@@ -57,6 +57,8 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
                 Ok((given.used()?, from, home, weights))
             },
             |ep, layout, (given, from, mut home, weights)| {
+                let weights = from.is_some().then(|| weights.into());
+                let from = from.map(Into::into);
                 Ok(given.with(|y| ep.dispatch_backward_into(y, from, layout, home.lend(), weights))?)
             },
         )
@@ -98,11 +100,11 @@ pub unsafe extern "C" fn sidelane_ep_combine_backward(
                 // SAFETY: as the caller promised.
                 let weights = unsafe { slice_mut("weight gradients", weight_gradients, choices) }?;
                 apart(("gradients", gradients.addresses()), ("weight gradients", addresses(weights)))?;
-                Ok((out, gradients, weights))
+                Ok((out, gradients, layer.weighted.then_some(weights)))
             },
             |ep, layout, (out, gradients, weights)| {
-                let (received, home) = ep.combine_backward(gradients.lend(), layout)?;
-                weights.copy_from_slice(&home.unwrap_or_default());
+                let weights = weights.map(Into::into);
+                let received = ep.combine_backward_into(gradients.lend(), layout, weights)?;
                 give(ExclusiveCell::new(Kind::Rows, received), out)
             },
         )

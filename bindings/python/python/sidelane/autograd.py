@@ -11,6 +11,9 @@ Gradients of tokens and weights are those of the library: sums in its order, so 
 made of collective calls, in the reverse order of the forward pass; as graphs are alike on all ranks, so are the orders. A
 rank whose experts got no row takes part like any other: its combine hangs on its dispatch by a *ticket*, an empty tensor
 that goes from one to the other, so that no gradient is left out because nothing was computed in between.
+
+Tensors lie where the instance has its rows: on the host, or on a GPU with exact sizes, where all calls of both passes are
+enqueued, and torch's streams wait for them as they do for each other's tensors.
 """
 
 from __future__ import annotations
@@ -66,8 +69,6 @@ def dispatch(ep: ExpertParallel, x: Tensor, experts: Tensor, weights: Tensor) ->
     """Sends every token to the ranks of its experts. Collective. See :meth:`ExpertParallel.dispatch`."""
     if ep.record is not None:
         raise ValueError("dispatch in fp8 has no gradient: use ExpertParallel.dispatch")
-    if ep.device is not None:
-        raise ValueError(f"gradients are not available on {ep.place}: use an ExpertParallel on the host")
     weights = weights.float()
     rows, row_weights, ticket, handle = _Dispatch.apply(ep, x.reshape(-1, x.shape[-1]), experts, weights)
     return Routed(rows, row_weights, handle, ticket, weights, x.shape)

@@ -1,7 +1,7 @@
 //! One rank's layer: its place in the world, its tokens, and the check of everything that comes out, bit by bit. What
 //! is measured or recorded is made on it.
 //!
-//! One round as every rank's recorder sees it.
+//! A recorded round, as every rank's recorder sees it:
 //!
 //! ```text
 //!   barrier | dispatch | experts | combine |     experts: their outputs are known, so they are only copied
@@ -74,7 +74,6 @@ impl<E: Number> Tokens<E> {
         Ok(Tokens { buffer, tokens: Some(x) })
     }
 
-    /// Sends them.
     pub fn dispatch(
         &self,
         ep: &mut ExpertParallel,
@@ -86,12 +85,10 @@ impl<E: Number> Tokens<E> {
         }
     }
 
-    /// What is sent.
     pub fn sent(&self) -> Result<&[u8], Error> {
         Ok(self.buffer.rows::<u8>()?)
     }
 
-    /// The tokens.
     pub fn x(&self) -> Result<&[E], Error> {
         match &self.tokens {
             Some(tokens) => Ok(tokens),
@@ -208,7 +205,7 @@ impl<'c, E: Number> Layer<'c, E> {
         Ok(())
     }
 
-    pub fn check_tokens(&mut self) {
+    fn check_tokens(&mut self) {
         self.right += self.expected.right_tokens(self.config, &self.out);
         self.compared += u64::from(self.config.tokens);
     }
@@ -295,9 +292,7 @@ pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeli
 
 /// What all ranks recorded, on the clock of rank 0's machine, which this one's is `offset` behind.
 pub fn share(group: &Group, timeline: Timeline, offset: i64) -> Result<Vec<Timeline>, CliError> {
-    let json = serde_json::to_vec(&moved(timeline, offset)).expect("names and numbers are always JSON");
-    let all = group.gather(&json)?;
-    all.iter().map(|blob| serde_json::from_slice(blob).map_err(CliError::told)).collect()
+    ranks::tell_all(group, &moved(timeline, offset))
 }
 
 /// A timeline on another clock.

@@ -19,8 +19,10 @@ mod rank;
 mod reference;
 mod report;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::Args;
 use rank::Task;
 
 use crate::command::Command;
@@ -28,13 +30,41 @@ use crate::error::CliError;
 use crate::peers::Folder;
 use crate::ranks;
 
-pub use config::{BenchArgs, ConditionArgs, Config, RowType, Words};
+pub use config::{ConditionArgs, Config, RowType, Words};
 pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
 pub use rank::sizes;
 pub use reference::Number;
 
 #[cfg(test)]
 pub use report::tests::sample;
+
+/// Time dispatch and combine between processes of one machine or several, verified and against a floor
+#[derive(Args)]
+pub struct BenchArgs {
+    #[command(flatten)]
+    pub conditions: ConditionArgs,
+
+    /// Time the backward passes as well
+    #[arg(long)]
+    pub backward: bool,
+
+    /// Rounds to time; from 1000 on p99 is reported [default: what fits into half a minute]
+    #[arg(long, value_name = "N")]
+    pub rounds: Option<u32>,
+
+    /// Take turns with others that do the same the usual way, over MPI and over torch's gloo, if they are installed: rows
+    /// by expert, bf16, on one machine
+    #[arg(long, conflicts_with = "master")]
+    pub peers: bool,
+
+    /// Write the report as JSON, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+
+    /// Write one round as a Chrome trace, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub trace_out: Option<PathBuf>,
+}
 
 impl Command for BenchArgs {
     const NAME: &'static str = "bench";

@@ -10,7 +10,7 @@
 //!   once:   w --> rows, out: each rank compares its own, bit by bit
 //! ```
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use sidelane::Group;
 
 use super::rank::Kind;
@@ -44,7 +44,6 @@ pub struct Seen<'a> {
     pub rows: &'a [u8],
     /// What the experts made of them.
     pub y: &'a [u8],
-    /// Sums.
     pub out: &'a [u8],
 }
 
@@ -99,14 +98,13 @@ impl Field {
 }
 
 /// Those that ran and those that could not. Keys are described in `docs/bench-json.md`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Peers {
     pub ran: Vec<PeerReport>,
     pub absent: Vec<Unavailable>,
 }
 
-/// One that ran.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PeerReport {
     pub name: String,
     /// What it says that it is.
@@ -123,7 +121,6 @@ impl Peers {
         self.ran.iter().all(|peer| peer.same)
     }
 
-    /// As people read it.
     pub fn text(&self) -> String {
         let mut text = String::new();
         if !self.ran.is_empty() {

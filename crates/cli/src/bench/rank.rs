@@ -1,8 +1,6 @@
 //! What every rank of a measurement does: check, time, check again; rank 0 reports.
 //!
-//! The timed calls, each beside its floor.
-//!
-//! Real and floor alternate round by round in the same processes, and take turns in going first, so that a busy moment
+//! Each call is timed beside its floor. Real and floor alternate round by round in the same processes, and take turns in going first, so that a busy moment
 //! of the machine or a throttled core meets both alike.
 
 use std::path::PathBuf;
@@ -16,23 +14,22 @@ use sidelane::plan::{Bins, ExpertMap, RowMetadata, Strategy, SumOrder};
 use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::{Paths, Route};
 use sidelane::world::RailCounters;
-use sidelane::{Error, ExpertParallel, Group, Window};
+use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
 
-use super::config::{BenchArgs, Config};
-use super::layer::{self, EVENTS, Layer, Tokens, write_trace};
+use super::BenchArgs;
+use super::config::Config;
+use super::layer::{self, EVENTS, Layer, write_trace};
 use super::peers::Field;
 use super::reference::{Number, Placement};
 use super::report::{Crossing, First, Lanes, Pass, Report, RunConfig, Volume};
 use crate::error::{CliError, wrong};
-use crate::machines::Machines;
 use crate::peers::Folder;
-use crate::ranks::Sizes;
+use crate::ranks::{self, Sizes};
 use crate::routing::Router;
 use crate::stats::Laps;
-use crate::{command, machines, ranks};
+use crate::{command, machines};
 
-/// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let report = match task.config.dtype.element() {
         Dtype::F32 => run::<f32>(task),
@@ -104,31 +101,19 @@ fn time<E: Number>(
     field: &mut Field,
     handle: &Handle,
 ) -> Result<Vec<Pair>, CliError> {
-    let config = layer.config;
-    let mut track = Track {
-        ep: &mut layer.ep,
-        barrier,
-        machines: &layer.machines,
-        config,
-        routing: &layer.routing,
-        tokens: &layer.tokens,
-        out: &mut layer.out,
-        yardstick,
-        field,
-        stores: [Stores::Streaming, Stores::Cached],
-        handle,
-        moved: false,
-    };
-    track.choose_stores(&layer.group, kinds)?;
+    let (config, rank) = (layer.config, layer.world.rank());
+    let stores = [Stores::Streaming, Stores::Cached];
+    let mut track = Track { layer, barrier, yardstick, field, stores, handle, moved: false };
+    track.choose_stores(kinds)?;
     let mut pairs = vec![Pair::default(); kinds.len()];
-    let bar = command::progress(layer.world.rank(), config.rounds.into());
+    let bar = command::progress(rank, config.rounds.into());
     for round in 0..config.rounds {
         track.round(kinds, &mut pairs, round % 2 == 1)?;
         bar.inc(1);
     }
     bar.finish_and_clear();
     track.barrier.barrier()?;
-    if track.moved { Err(moved(layer.world.rank())) } else { Ok(pairs) }
+    if track.moved { Err(moved(rank)) } else { Ok(pairs) }
 }
 
 /// Whether this rank has moved in a dispatch what it had planned; if not, says so.
@@ -256,27 +241,21 @@ pub struct Pair {
     pub floor: Laps,
 }
 
-/// What all rounds use.
-pub struct Track<'a, E> {
-    pub ep: &'a mut ExpertParallel,
-    pub barrier: &'a mut Window,
-    pub machines: &'a Machines,
-    pub config: &'a Config,
-    pub routing: &'a sidelane::gate::Routing<'static>,
-    pub tokens: &'a Tokens<E>,
-    pub out: &'a mut [E],
-    pub yardstick: &'a mut FloorBench,
+struct Track<'a, 'c, E> {
+    layer: &'a mut Layer<'c, E>,
+    barrier: &'a mut Window,
+    yardstick: &'a mut FloorBench,
     /// Others, who take turns with us.
-    pub field: &'a mut Field,
+    field: &'a mut Field,
     /// Faster stores of the floor, for scattered rows and for sums.
-    pub stores: [Stores; 2],
+    stores: [Stores; 2],
     /// Handle of a dispatch that stays alive: combines and backward calls follow it.
-    pub handle: &'a Handle,
+    handle: &'a Handle,
     /// Whether a real call did not get the yardstick's memory: then its floor has not been measured.
-    pub moved: bool,
+    moved: bool,
 }
 
-impl<E: Number> Track<'_, E> {
+impl<E: Number> Track<'_, '_, E> {
     /// One round of all kinds: ours and the floor, then the others.
     pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), CliError> {
         kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| {
@@ -304,28 +283,27 @@ impl<E: Number> Track<'_, E> {
 
     /// The real call, in the yardstick's memory.
     fn real(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
+        let Layer { ep, tokens, routing, out, .. } = &mut *self.layer;
         match kind {
             Kind::Dispatch => {
                 drop(self.yardstick.lend_rows());
                 self.barrier.barrier()?;
-                let (rows, _) = laps.time(|| self.tokens.dispatch(self.ep, self.routing))?;
+                let (rows, _) = laps.time(|| tokens.dispatch(ep, routing))?;
                 self.moved |= self.yardstick.keep_rows(rows).is_err();
             }
             Kind::CombineBackward => {
                 drop(self.yardstick.lend_rows());
                 self.barrier.barrier()?;
-                let x = self.tokens.x()?;
-                let (rows, _) = laps.time(|| self.ep.combine_backward(x, self.handle))?;
+                let x = tokens.x()?;
+                let (rows, _) = laps.time(|| ep.combine_backward(x, self.handle))?;
                 self.moved |= self.yardstick.keep_rows(rows).is_err();
             }
             Kind::Combine | Kind::DispatchBackward => {
                 let y = self.yardstick.lend_output().map_or_else(|| self.handle.output(), Ok)?;
                 self.barrier.barrier()?;
                 match kind {
-                    Kind::Combine => laps.time(|| self.ep.combine_into(y, self.handle, &mut *self.out))?,
-                    _ => laps.time(|| {
-                        self.ep.dispatch_backward_into(y, None, self.handle, &mut *self.out, &mut [])
-                    })?,
+                    Kind::Combine => laps.time(|| ep.combine_into(y, self.handle, &mut **out))?,
+                    _ => laps.time(|| ep.dispatch_backward_into(y, None, self.handle, &mut **out, None))?,
                 }
                 // Once all are here, all have read it, and it is free again.
                 self.barrier.barrier()?;
@@ -338,13 +316,13 @@ impl<E: Number> Track<'_, E> {
     fn floor(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         self.barrier.barrier()?;
         let [scatter, sum] = self.stores;
-        let (floor, dtype) = (&mut *self.yardstick, Arithmetic::try_from(self.config.dtype.element())?);
+        let (floor, dtype) = (&mut *self.yardstick, Arithmetic::try_from(self.layer.config.dtype.element())?);
         let input = match kind {
-            Kind::CombineBackward => bytemuck::cast_slice(self.tokens.x()?),
-            _ => self.tokens.sent()?,
+            Kind::CombineBackward => bytemuck::cast_slice(self.layer.tokens.x()?),
+            _ => self.layer.tokens.sent()?,
         };
         if kind.sums() {
-            let out = bytemuck::cast_slice_mut(self.out);
+            let out = bytemuck::cast_slice_mut(&mut self.layer.out);
             laps.time(|| floor.combine(dtype, out, sum));
         } else {
             laps.time(|| floor.dispatch(input, scatter));
@@ -353,10 +331,10 @@ impl<E: Number> Track<'_, E> {
     }
 
     /// Finds the faster stores for the floor: a few rounds of each, as they will be timed, decided alike on all ranks.
-    pub fn choose_stores(&mut self, group: &Group, kinds: &[Kind]) -> Result<[Stores; 2], Error> {
+    fn choose_stores(&mut self, kinds: &[Kind]) -> Result<(), Error> {
         const MOST: usize = 15;
         // Where rounds are few they are slow, and choosing must not take longer than they do.
-        let count = MOST.min(self.config.rounds as usize).max(1);
+        let count = MOST.min(self.layer.config.rounds as usize).max(1);
         for &kind in kinds {
             let at = usize::from(kind.sums());
             let mut best = f64::INFINITY;
@@ -366,7 +344,7 @@ impl<E: Number> Track<'_, E> {
                 for _ in 0..count {
                     self.lap(kind, &mut pair, false)?;
                 }
-                let mut rounds = pair.floor.rounds(group, self.machines)?;
+                let mut rounds = pair.floor.rounds(&self.layer.group, &self.layer.machines)?;
                 rounds.sort_unstable_by(f64::total_cmp);
                 if rounds[count / 2] < best {
                     best = rounds[count / 2];
@@ -375,7 +353,7 @@ impl<E: Number> Track<'_, E> {
                 }
             }
         }
-        Ok(self.stores)
+        Ok(())
     }
 }
 
@@ -479,7 +457,7 @@ fn gather_bins(config: &Config) -> Result<Bins, CliError> {
 }
 
 /// Counted by the lane, and forecast from its calls; a node's ranks together.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Cards {
     /// Per node: what was done.
     pub done: Vec<RailCounters>,
@@ -513,7 +491,6 @@ impl Cards {
         Ok(any.then_some(Cards { done, forecast, exact }))
     }
 
-    /// For the table.
     pub fn text(&self) -> String {
         let sum: RailCounters = self.done.iter().copied().sum();
         let verdict = if self.exact { "as forecast" } else { "NOT AS FORECAST" };

@@ -1,18 +1,19 @@
 //! Whether what arrived is right, bit by bit, by a reference that knows nothing of the library's placement.
 //!
-//! Which row every rank must see where, found from everybody's routing at once. The library finds the same from sums of
+//! Which row every rank must see where is found from everybody's routing at once. The library finds the same from sums of
 //! counts; nothing of that is used here.
 
 use half::{bf16, f16};
 use sidelane::Element;
-use sidelane::dtype::PartialDtype;
+use sidelane::dtype::{Fp8RowShape, PartialDtype};
 use sidelane::ep::{Handle, RowIndex};
 use sidelane::error::PlanError;
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, ReceiveMode, RowLayout, SumOrder};
+use sidelane::rows::{Arithmetic, RowKernels, Simd};
 use sidelane::topology::NodeMap;
 
-use super::config::{Config, Plain};
+use super::config::{Config, RowType};
 use crate::routing::Router;
 
 /// What one rank should see.
@@ -289,6 +290,38 @@ fn same<E: Number>(a: &[E], b: &[E]) -> bool {
     bytemuck::cast_slice::<E, u8>(a) == bytemuck::cast_slice::<E, u8>(b)
 }
 
+/// What becomes of rows on their way to an expert, by the plain kernels whatever the library takes.
+pub struct Plain {
+    record: Option<Fp8RowShape>,
+    kernels: RowKernels,
+}
+
+impl Plain {
+    /// Of rows of `hidden` elements.
+    pub fn new(rows: RowType, hidden: u32) -> Self {
+        let simd = Simd::named("portable").unwrap_or_else(|_| Simd::best());
+        Plain { record: rows.record(hidden), kernels: RowKernels::new(simd) }
+    }
+
+    /// These rows as they are dispatched.
+    pub fn sent<E: Number>(&self, rows: &[E]) -> Result<Vec<u8>, PlanError> {
+        let bytes: &[u8] = bytemuck::cast_slice(rows);
+        let Some(shape) = self.record else { return Ok(bytes.to_vec()) };
+        let mut records = vec![0; rows.len() / shape.hidden() * shape.bytes()];
+        self.kernels.quantise(Arithmetic::try_from(E::DTYPE)?, shape, bytes, &mut records)?;
+        Ok(records)
+    }
+
+    /// Rows that were dispatched, as an expert takes them.
+    pub fn seen<E: Number>(&self, sent: &[u8]) -> Result<Vec<E>, PlanError> {
+        let Some(shape) = self.record else { return Ok(bytemuck::allocation::pod_collect_to_vec(sent)) };
+        let mut rows = vec![E::of(0.0); sent.len() / shape.bytes() * shape.hidden()];
+        let bytes = bytemuck::cast_slice_mut(&mut rows);
+        self.kernels.dequantise(Arithmetic::try_from(E::DTYPE)?, shape, sent, bytes)?;
+        Ok(rows)
+    }
+}
+
 /// Whose token a row is, and the first choice of the token that it stands for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
@@ -330,7 +363,6 @@ impl Placement {
         })
     }
 
-    /// Number of ranks.
     pub fn ranks(&self) -> u32 {
         self.routings.len() as u32
     }
@@ -341,7 +373,7 @@ impl Placement {
     }
 
     /// The choices of a token that lie on `rank`, with their expert slots.
-    pub fn choices_on(&self, rank: u32, source: u32, token: u32) -> impl Iterator<Item = (u32, u32)> {
+    fn choices_on(&self, rank: u32, source: u32, token: u32) -> impl Iterator<Item = (u32, u32)> {
         let slots = self.map.slots_of(rank);
         let ids = (0..).zip(self.routings[source as usize].experts_of(token));
         ids.filter_map(move |(choice, &id)| {
@@ -351,7 +383,7 @@ impl Placement {
     }
 
     /// The choices that a row on `rank` stands for, with their expert slots.
-    pub fn stands_for(&self, rank: u32, row: Origin) -> impl Iterator<Item = (u32, u32)> {
+    fn stands_for(&self, rank: u32, row: Origin) -> impl Iterator<Item = (u32, u32)> {
         let all = self.layout == RowLayout::RankMajor;
         let choices = self.choices_on(rank, row.source, row.token);
         choices.filter(move |&(choice, _)| all || choice == row.choice)
@@ -452,6 +484,18 @@ fn mix(mut z: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_are_seen_as_they_are_unless_they_are_records() {
+        let row: Vec<bf16> = (0..32).map(|i| bf16::from_f32(i as f32 * 1.07)).collect();
+        let seen = |rows| {
+            let plain = Plain::new(rows, 32);
+            plain.seen::<bf16>(&plain.sent(&row).unwrap()).unwrap()
+        };
+        assert_eq!(seen(RowType::Bf16), row);
+        assert_ne!(seen(RowType::Fp8), row, "e4m3 has three bits of a fraction");
+        assert_eq!((seen(RowType::Fp8)[0], seen(RowType::Fp8).len()), (bf16::ZERO, 32));
+    }
 
     #[test]
     fn partial_sums_are_rounded_before_they_are_added() {

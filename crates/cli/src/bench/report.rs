@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use comfy_table::CellAlignment;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use sidelane::dtype::PartialDtype;
 use sidelane::plan::{RowLayout, RowsByDistance, SumOrder, Traffic};
 use sidelane::topology::Route;
@@ -16,7 +16,7 @@ use crate::table::{self, time, volume};
 use crate::{command, machines};
 
 /// Everything that is known after a run.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     pub config: RunConfig,
     pub verified: bool,
@@ -43,7 +43,7 @@ pub struct Report {
 }
 
 /// What was asked for, and what the machine made of it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunConfig {
     #[serde(flatten)]
     pub config: Config,
@@ -56,14 +56,14 @@ pub struct RunConfig {
 }
 
 /// The first calls of a world: what later ones find touched, they touch.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct First {
     pub dispatch_us: f64,
     pub combine_us: f64,
 }
 
 /// Which lane the hops took; none where there was no such hop.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Lanes {
     pub local: Option<String>,
     pub rail: Option<String>,
@@ -72,19 +72,19 @@ pub struct Lanes {
 }
 
 /// One kind of call.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Pass {
     pub p50_us: f64,
     pub p99_us: Option<f64>,
     pub max_us: f64,
-    pub bytes_landed: u64,
-    pub bytes_rail: u64,
-    pub bytes_rail_logical: u64,
-    pub gbps: f64,
-    pub floor_us: f64,
-    pub share_of_floor: f64,
-    pub share_low: f64,
-    pub share_high: f64,
+    bytes_landed: u64,
+    bytes_rail: u64,
+    bytes_rail_logical: u64,
+    gbps: f64,
+    floor_us: f64,
+    share_of_floor: f64,
+    share_low: f64,
+    share_high: f64,
 }
 
 /// What all ranks together did in one call.
@@ -118,7 +118,7 @@ impl Pass {
     }
 
     /// Speed of the floor: a slow floor flatters, so it is shown beside memcpy.
-    pub fn floor_gbps(&self) -> f64 {
+    fn floor_gbps(&self) -> f64 {
         gbps(self.bytes_landed, self.floor_us)
     }
 }
@@ -227,16 +227,16 @@ fn figures(report: &Report) -> String {
 }
 
 /// Rows of all ranks in one dispatch.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Crossing {
     /// What crosses, zeros included.
     pub rows: u64,
     /// What would cross with a row for each (token, expert), or for each (token, rank).
     pub expert_rows: u64,
-    pub rank_rows: u64,
+    rank_rows: u64,
     /// Rows that relays hand on, zeros included, and the copies in which they do.
-    pub relay_rows: u64,
-    pub relay_copies: u64,
+    relay_rows: u64,
+    relay_copies: u64,
     /// How many times less crosses; none if nothing does.
     pub dedup: Option<Dedup>,
     /// What comes home in a combine, for every order and wire that these rows can have.
@@ -244,7 +244,7 @@ pub struct Crossing {
 }
 
 /// By how much sharing saves.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Dedup {
     /// Against a row for each (token, expert).
     pub expert: f64,
@@ -253,7 +253,7 @@ pub struct Dedup {
 }
 
 /// What one kind of combine moves over rails.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Home {
     pub order: SumOrder,
     /// Type of partial sums; none where there are none.
@@ -366,15 +366,16 @@ impl Home {
 #[cfg(test)]
 pub mod tests {
     use sidelane::dtype::PartialDtype;
-    use sidelane::plan::{Overflow, RowLayout, SumOrder};
+    use sidelane::plan::SumOrder;
     use sidelane::topology::Route;
     use sidelane::world::RailCounters;
 
     use super::*;
-    use crate::bench::config::{Room, RoomMode, RowType};
+    use crate::bench::config::RowType;
+    use crate::bench::config::tests::resolve;
     use crate::bench::peers::PeerReport;
     use crate::command::Report as _;
-    use crate::command::tests::assert_page;
+    use crate::command::tests::assert_page_with;
     use crate::peers::{PeerPass, Unavailable};
 
     #[test]
@@ -472,8 +473,6 @@ pub mod tests {
         assert_eq!((crossing.dedup, crossing.text(&config)), (None, None));
     }
 
-    const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/bench-json.md"));
-
     /// A report in which every key is present.
     pub fn sample() -> Report {
         let pass = Pass::of_rounds(
@@ -481,32 +480,10 @@ pub mod tests {
             &[5580.0, 5400.0, 5760.0],
             Volume { landed: 134_217_728, rail: 33_554_432, rail_logical: 67_108_864 },
         );
-        let config = Config {
-            nodes: 2,
-            ranks_per_node: vec![4, 4],
-            tokens: 512,
-            hidden: 2048,
-            dtype: RowType::Bf16,
-            top_k: 8,
-            experts: 64,
-            order: SumOrder::Node,
-            wire: PartialDtype::Bf16,
-            layout: RowLayout::ExpertMajor,
-            room: Room {
-                mode: RoomMode::Budget,
-                budget: Some(1.25),
-                rows: Some(5120),
-                overflow: Some(Overflow::Drop),
-            },
-            route: Route::Pxn,
-            spans: false,
-            strategy: sidelane::plan::Strategy::AllToAll,
-            align: 1,
-            backward: true,
-            routing: "zipf:1.0".parse().unwrap(),
-            rounds: 3,
-            seed: 0,
-        };
+        let config = resolve(
+            "--order node --wire bf16 --mode budget --budget 1.25 --on-overflow drop --routing zipf:1.0 --backward \
+             --rounds 3",
+        );
         Report {
             crossing: Crossing::new(&config, [8192, 16384, 12288, 8192, 16384, 16384, 16384]),
             config: RunConfig { config, machines: 1, cores: 2, huge_pages_granted: false },
@@ -551,7 +528,7 @@ pub mod tests {
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
         const PASSES: [&str; 4] = ["dispatch", "combine", "dispatch_backward", "combine_backward"];
-        assert_page(DOCUMENT, &[sample()], |key| {
+        assert_page_with("bench-json.md", &[sample()], |key| {
             Some(match key.split_once('.') {
                 Some((pass, below)) if PASSES.contains(&pass) => format!("PASS.{below}"),
                 _ => key.to_owned(),

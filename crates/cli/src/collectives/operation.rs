@@ -8,7 +8,6 @@ use sidelane::{Dtype, Error, Group};
 
 use crate::options::word;
 
-/// A collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Operation {
@@ -27,7 +26,6 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// As tables have it.
     pub fn name(self) -> String {
         match self {
             Operation::AllToAllLanded => "all-to-all, landed".to_owned(),
@@ -139,7 +137,6 @@ impl Test {
         &self.output
     }
 
-    /// Whether it is right.
     pub fn is_right(&self) -> bool {
         let Test { rank, ranks, .. } = *self;
         let share = self.output.len() / ranks;

@@ -108,7 +108,7 @@ pub struct Facts {
 
 impl Facts {
     /// Asks the kernel, the environment and the CUDA driver.
-    pub fn of_this_process() -> Self {
+    fn of_this_process() -> Self {
         let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
         Facts {
             usable_cores: crate::machines::cores(),
@@ -227,7 +227,6 @@ impl Root {
         self.list(path).iter().filter(|name| name.strip_prefix(prefix).is_some_and(is_number)).count()
     }
 
-    /// Whether a path exists.
     pub fn has(&self, path: impl AsRef<Path>) -> bool {
         self.join(path).exists()
     }

@@ -75,6 +75,7 @@ pub fn dispatch(
             parity: 0,
             far,
             fixed_rows: None,
+            notes: None,
         };
         CopyEngineWork::of_dispatch(&setting, &layouts[me as usize], &forward)
     };

@@ -13,8 +13,6 @@
 //! CUPTI is somebody else's library inside the driver, so this is a part of its own: what it does to this process, it does to
 //! nothing else.
 //!
-//! What a list by CUPTI is worth, and what is in it.
-//!
 //! ```text
 //!   touch touch .. |  kernels, copies  | .. touch touch      marks: as many before as behind
 //!               packed              landed
@@ -149,7 +147,7 @@ const MARK: &str = "touch";
 
 /// One list.
 #[derive(Debug, PartialEq)]
-pub enum Listed {
+enum Listed {
     /// There is none.
     No(DeviceError),
     /// It lacks marks that ran, or when.
@@ -160,7 +158,7 @@ pub enum Listed {
 
 /// What began before landed and ended after packed, or at a time that CUPTI does not know.
 #[derive(Debug, Default, PartialEq)]
-pub struct Between {
+struct Between {
     /// How many there are of each name.
     kernels: BTreeMap<String, usize>,
     /// Copies by the queue that took them: of engines, of multiprocessors, other.
@@ -198,7 +196,7 @@ impl Listed {
     }
 
     /// Of a copy that SMs do: it must look like one.
-    pub fn judge_control(&self) -> (State, String) {
+    fn judge_control(&self) -> (State, String) {
         match self {
             Listed::No(_) => (State::Skipped, format!("not seen: {self}")),
             Listed::Unmarked { .. } => (State::Void, self.to_string()),

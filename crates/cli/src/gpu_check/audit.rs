@@ -8,8 +8,8 @@
 //!
 //! Everything is allocated before the hold and freed behind it, since calls that wait for the context would wait for the hold.
 //!
-//! A dispatch of ranks that are streams of one context, from packed to landed: the program of an exchange ([`StreamProgram`]) as the
-//! library lowers it, with its kernels left out. What it packs lies there before.
+//! What is audited is a dispatch of ranks that are streams of one context, from packed to landed: the program of an exchange
+//! ([`StreamProgram`]) as the library lowers it, with its kernels left out. What it packs lies there before.
 //!
 //! Ranks share a context since of several processes the GPU would take turns: what is done to one would not touch the others.
 

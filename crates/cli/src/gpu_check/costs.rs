@@ -12,7 +12,7 @@ use sidelane::{Dtype, Group, World};
 use super::Task;
 use super::device::{Samples, Timer, allocate, stream, whole};
 use super::exchange::{Call, Case, Input, Rank, experts_copy, on_ranks};
-use super::report::{About, Checks, Time};
+use super::report::{About, Checks, STAND_IN, Time};
 use crate::error::CliError;
 
 /// Bytes of copies: a slot of a small batch; sizes around which a copy costs more than its price;
@@ -25,7 +25,6 @@ const COUNTS: [usize; 4] = [1, 8, 64, 255];
 const PLACES: u64 = 8;
 const TARGETS: usize = 7;
 const NVLINK: Option<&str> = Some("the same to other GPUs, over NVLink");
-const STAND_IN: &str = "nothing: the stand-in's times are not a GPU's";
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;

@@ -1,11 +1,9 @@
-//! Memory of the device and what is in it.
+//! What all checks use of the device: its memory, its clock, and NVIDIA's libraries.
 //!
-//! Times by the device's own clock.
-//!
-//! Work is enqueued behind a wait for the host, which lets it go when all of it is there: what is timed is the device, not how
+//! To be timed, work is enqueued behind a wait for the host, which lets it go when all of it is there: what is timed is the device, not how
 //! fast the host enqueues. How fast that was is timed beside it.
 //!
-//! NVIDIA's libraries in packages of Python: wheels put them where the loader does not look.
+//! Packages of Python (wheels) put NVIDIA's libraries where the loader does not look.
 //!
 //! ```text
 //!   site-packages / nvidia / cublas, cuda_cupti, cu13 ... / lib / libcublas.so.12
@@ -83,7 +81,7 @@ pub fn until(
     while !done()? {
         let waited = start.elapsed();
         if waited > patience {
-            return Err(failed!("{what} did not end within {waited:?}", what = what.to_owned()));
+            return Err(failed!("{what} did not end within {waited:?}"));
         }
         std::thread::yield_now();
     }

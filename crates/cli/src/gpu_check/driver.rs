@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use sidelane::device::{
-    Allocation, AuditKernels, Context, CopyBatch, Driver, Event, Graph, Kernels, MemOpBatch, PinnedMemory,
-    Reservation, Stream, Value, Version,
+    Allocation, AuditKernels, Context, CopyBatch, DeviceRange, Driver, Event, Graph, Kernels, MemOpBatch,
+    PinnedMemory, Reservation, Stream, Value, Version,
 };
 use sidelane::error::DeviceError;
 
@@ -84,19 +84,13 @@ impl Bench<'_> {
 
     fn flags(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
-        let (from, to, word) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(8)?);
-        let there = allocate(self.context, BYTES as u64)?;
+        let trip = Trip::new(self.context)?;
+        let Trip { from, there, to, .. } = &trip;
         let rounds = self.task.few(200, 20);
-        for round in 1..=rounds {
-            let bytes = Random(round).bytes(BYTES);
-            from.write(0, &bytes)?;
-            stream.copy(whole(&there)?, whole(from.range())?)?;
-            stream.copy(whole(to.range())?, whole(&there)?)?;
-            stream.write::<u64>(word.range().word(0)?, round)?;
-            until("a flag", self.task.patience(), || Ok(word.word(0)?.load(Ordering::Acquire) == round))?;
-            same(format!("round {round}"), &content(&to)?, &bytes)?;
-        }
-        self.finish(stream)?;
+        trip.check(self, rounds, || {
+            stream.copy(whole(there)?, whole(from.range())?)?;
+            stream.copy(whole(to.range())?, whole(there)?)
+        })?;
         Ok(format!("{rounds} rounds of 1 MiB to the GPU and back"))
     }
 
@@ -165,11 +159,10 @@ impl Bench<'_> {
 
     fn batches(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
-        let (from, to, word) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(8)?);
-        let there = allocate(self.context, BYTES as u64)?;
-        let mut random = Random(1);
-        let (mut away, mut home) =
-            (CopyBatch::with_capacity(self.context, 600), CopyBatch::with_capacity(self.context, 600));
+        let trip = Trip::new(self.context)?;
+        let Trip { from, there, to, .. } = &trip;
+        let batch = || CopyBatch::with_capacity(self.context, 600);
+        let (mut random, mut away, mut home) = (Random(1), batch(), batch());
         let mut at = 0;
         while at < BYTES as u64 {
             let len = (random.next() % 4096 + 1).min(BYTES as u64 - at);
@@ -177,18 +170,12 @@ impl Bench<'_> {
             home.push(to.range().span(at, len)?, there.span(at, len)?)?;
             at += len;
         }
-        let rounds = self.task.few(50, 5);
-        for round in 1..=rounds {
-            let bytes = Random(round << 8).bytes(BYTES);
-            from.write(0, &bytes)?;
+        let (rounds, copies) = (self.task.few(50, 5), away.len());
+        trip.check(self, rounds, || {
             stream.copy_batch(&mut away)?;
-            stream.copy_batch(&mut home)?;
-            stream.write::<u64>(word.range().word(0)?, round)?;
-            until("a flag", self.task.patience(), || Ok(word.word(0)?.load(Ordering::Acquire) == round))?;
-            same(format!("round {round}"), &content(&to)?, &bytes)?;
-        }
-        self.finish(stream)?;
-        Ok(format!("{rounds} rounds of {} copies of odd sizes, each way", away.len()))
+            stream.copy_batch(&mut home)
+        })?;
+        Ok(format!("{rounds} rounds of {copies} copies of odd sizes, each way"))
     }
 
     fn graphs(&self) -> Result<String, CliError> {
@@ -230,5 +217,41 @@ impl Bench<'_> {
         let seen = device::read(stream, &other.part(0, BYTES as u64)?, self.task.patience())?;
         same("what was imported", &seen, &bytes)?;
         Ok(format!("{} MiB, mapped twice", made.bytes() >> 20))
+    }
+}
+
+/// Memory of the host, of the GPU, and of the host again; and a word that says that all came.
+struct Trip {
+    from: PinnedMemory,
+    there: DeviceRange,
+    to: PinnedMemory,
+    word: PinnedMemory,
+}
+
+impl Trip {
+    fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        let pinned = |bytes| PinnedMemory::new(context, bytes);
+        let (from, to, word) = (pinned(BYTES)?, pinned(BYTES)?, pinned(8)?);
+        Ok(Trip { from, there: allocate(context, BYTES as u64)?, to, word })
+    }
+
+    /// Has bytes go there and back again and again; the word follows them, and they are compared when it is seen.
+    fn check(
+        &self,
+        bench: &Bench<'_>,
+        rounds: u64,
+        mut enqueue: impl FnMut() -> Result<(), DeviceError>,
+    ) -> Result<(), CliError> {
+        let [stream, _] = &bench.streams;
+        for round in 1..=rounds {
+            let bytes = Random(round).bytes(BYTES);
+            self.from.write(0, &bytes)?;
+            enqueue()?;
+            stream.write::<u64>(self.word.range().word(0)?, round)?;
+            let seen = || Ok(self.word.word(0)?.load(Ordering::Acquire) == round);
+            until("a flag", bench.task.patience(), seen)?;
+            same(format!("round {round}"), &content(&self.to)?, &bytes)?;
+        }
+        bench.finish(stream)
     }
 }

@@ -1,8 +1,6 @@
 //! `ExpertParallel` on one GPU, its ranks as threads or as processes, against the same calls on the host: rows, choices,
 //! weights, counts and sums to the bit.
 //!
-//! One rank: an instance in fixed slots, its input, and the memory of that.
-//!
 //! Ranks share the context of their GPU, and memory that is freed waits for all that the context does: for the streams of
 //! peers that wait for this rank. So a rank makes its memory before the first call and keeps it until the last.
 
@@ -22,10 +20,9 @@ use sidelane::plan::{Overflow, ReceiveMode, RowLayout, SlotShape, SumOrder};
 use sidelane::{Dtype, Element, ExpertParallel, Group, Options, World};
 
 use super::device::{Random, content, same, stream, whole};
-use super::kernels::any;
-use super::planned;
+use super::kernels::{any, any_rows};
 use super::report::{About, Checks, State};
-use super::{GpuCheckArgs, Part, Task};
+use super::{GpuCheckArgs, Part, Task, planned};
 use crate::command::Command;
 use crate::error::{CliError, failed};
 use crate::launch::{Bind, Job};
@@ -162,40 +159,43 @@ fn options(task: &Task) -> Options {
 }
 
 /// What the host makes of an input.
-struct Answer {
-    /// Slot by slot: rows, experts, weights.
-    rows: Vec<u8>,
-    experts: Vec<i32>,
-    weights: Vec<f32>,
-    out: Vec<u8>,
+pub struct Answer {
+    /// Of received rows.
+    pub rows: Vec<u8>,
+    pub experts: Vec<i32>,
+    pub weights: Vec<f32>,
+    /// Of each expert, without pads and with them.
+    pub counts: Vec<i64>,
+    pub dropped: Vec<bool>,
+    /// Outputs of the experts, and their sums.
+    pub made: Vec<u8>,
+    pub out: Vec<u8>,
 }
 
 /// The host's side of a rank.
-struct Host(ExpertParallel);
+pub struct Host(pub ExpertParallel);
 
 impl Host {
     fn new(rank: &Rank) -> Result<Self, CliError> {
-        Ok(Host(rank.case.builder(&rank.group)?.dtype(rank.dtype).sum_order(SumOrder::Rank).build()?))
+        let builder = rank.case.builder(&rank.group, rank.case.slots())?;
+        Ok(Host(builder.dtype(rank.dtype).sum_order(SumOrder::Rank).build()?))
     }
 
-    /// A dispatch and a combine, with these partial rows, or with the rows themselves.
-    fn answer<E: Element>(
-        &mut self,
-        case: Case,
-        input: &Input,
-        partials: Option<&[u8]>,
-    ) -> Result<Answer, CliError> {
+    /// A dispatch and a combine, with any outputs of the experts that follow from `seed`, or with the rows themselves.
+    pub fn answer<E: Element>(&mut self, input: &Input, seed: Option<u64>) -> Result<Answer, CliError> {
         let x: Vec<E> = bytemuck::pod_collect_to_vec(&input.rows);
-        let routing = Routing::new(case.top_k, input.experts.as_slice(), input.weights.as_slice())
+        let routing = Routing::new(self.0.top_k(), input.experts.as_slice(), input.weights.as_slice())
             .map_err(sidelane::Error::from)?;
         let (rows, handle) = self.0.dispatch(&x, &routing)?;
-        let seen = bytemuck::cast_slice::<E, u8>(rows.rows()?).to_vec();
-        let (experts, weights) = (handle.row_experts().to_vec(), handle.row_weights().to_vec());
+        let rows = bytemuck::cast_slice::<E, u8>(rows.rows()?).to_vec();
+        let made = seed.map_or_else(|| rows.clone(), |seed| any_rows(seed ^ 1 << 40, E::DTYPE, rows.len()));
         let mut y = handle.output()?;
-        let target = y.rows_mut::<E>()?;
-        bytemuck::cast_slice_mut::<E, u8>(target).copy_from_slice(partials.unwrap_or(&seen));
-        let out: Vec<E> = self.0.combine(y, &handle)?;
-        Ok(Answer { rows: seen, experts, weights, out: bytemuck::cast_slice(&out).to_vec() })
+        bytemuck::cast_slice_mut::<E, u8>(y.rows_mut()?).copy_from_slice(&made);
+        let (experts, weights) = (handle.row_experts().to_vec(), handle.row_weights().to_vec());
+        let counts = [handle.tokens_per_expert(), handle.padded_tokens_per_expert()].concat();
+        let dropped = handle.dropped().to_vec();
+        let out = bytemuck::cast_slice(&self.0.combine::<E>(y, &handle)?).to_vec();
+        Ok(Answer { rows, experts, weights, counts, dropped, made, out })
     }
 }
 
@@ -210,17 +210,14 @@ pub fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<Strin
     for round in 1..=rounds {
         let seed = round << 8 | u64::from(me);
         let input = case.input(E::DTYPE, seed, case.tokens(seed));
-        let mut random = Random(seed ^ 1 << 40);
-        let elements = case.ranks * case.max_tokens * case.hidden;
-        let partials: Vec<u8> = (0..elements).flat_map(|_| any(&mut random, E::DTYPE)).collect();
-        let answer = host.answer::<E>(case, &input, Some(&partials))?;
+        let answer = host.answer::<E>(&input, Some(seed))?;
 
         tensors.put(&input)?;
         let call = tensors.call()?;
         let (rows, handle) = call.dispatch(&mut rank.ep)?;
         let received = rank.received(&rows)?;
         compare(&rank, &rows, &received, &answer)?;
-        let y = rank.leave(&handle, &partials)?;
+        let y = rank.leave(&handle, &answer.made)?;
         call.combine(&mut rank.ep, y, &handle)?;
         rank.ep.synchronize()?;
         same(format!("sums at rank {me}"), &tensors.sums()?[..answer.out.len()], &answer.out)?;
@@ -272,7 +269,7 @@ pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CliError>
     let rounds = task.few(10, 5);
     for round in 1..=rounds {
         let input = input(round);
-        let answer = host.answer::<bf16>(case, &input, None)?;
+        let answer = host.answer::<bf16>(&input, None)?;
         tensors.put(&input)?;
         layer.launch(&rank.stream)?;
         rank.ep.synchronize()?;
@@ -284,7 +281,7 @@ pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CliError>
 /// Two instances, of which one starts a dispatch before the other has enqueued its combine.
 pub fn turns(task: &Task, case: Case, world: &World) -> Result<String, CliError> {
     let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
-    let mut other = case.builder(&rank.group)?.on(&rank.stream).build()?;
+    let mut other = case.builder(&rank.group, case.slots())?.on(&rank.stream).build()?;
     let mut host = Host::new(&rank)?;
     let (mut first, mut second) = (rank.tensors()?, rank.tensors()?);
     let me = u64::from(rank.ep.rank());
@@ -307,7 +304,7 @@ pub fn turns(task: &Task, case: Case, world: &World) -> Result<String, CliError>
         ep.synchronize()?;
         other.check()?;
         for (input, tensors) in inputs.iter().zip([&first, &second]) {
-            let answer = host.answer::<bf16>(case, input, None)?;
+            let answer = host.answer::<bf16>(input, None)?;
             let seen = tensors.sums()?;
             same(format!("round {round} at rank {me}"), &seen[..answer.out.len()], &answer.out)?;
         }
@@ -356,16 +353,24 @@ impl Case {
         (Random(seed ^ 0x7a).next() % u64::from(self.max_tokens + 1)) as u32
     }
 
-    /// Settings of fixed slots, on the host or, with a stream, on a device.
-    pub fn builder<'g>(&self, group: &'g Group) -> Result<ExpertParallelBuilder<'g>, sidelane::Error> {
-        let mode = ReceiveMode::Slots { rows: self.max_tokens, overflow: Overflow::Error };
+    /// Fixed slots for all tokens of each source.
+    pub fn slots(&self) -> ReceiveMode {
+        ReceiveMode::Slots { rows: self.max_tokens, overflow: Overflow::Error }
+    }
+
+    /// Settings on the host or, with a stream, on a device.
+    pub fn builder<'g>(
+        &self,
+        group: &'g Group,
+        mode: ReceiveMode,
+    ) -> Result<ExpertParallelBuilder<'g>, sidelane::Error> {
         let builder = ExpertParallel::builder(group)?.experts(self.experts).top_k(self.top_k);
-        let builder = builder.hidden(self.hidden as usize).max_tokens(self.max_tokens);
-        Ok(builder.mode(mode).layout(RowLayout::RankMajor))
+        let builder = builder.hidden(self.hidden as usize).max_tokens(self.max_tokens).mode(mode);
+        Ok(if mode == self.slots() { builder.layout(RowLayout::RankMajor) } else { builder })
     }
 
     /// A slot of these rows.
-    fn slot(&self, dtype: Dtype) -> Result<SlotShape, sidelane::Error> {
+    fn slot_shape(&self, dtype: Dtype) -> Result<SlotShape, sidelane::Error> {
         Ok(SlotShape::new(self.max_tokens, self.top_k, self.bytes(dtype, 1))?)
     }
 
@@ -392,8 +397,8 @@ impl Rank {
         let group = world.all()?;
         let context = Driver::open().and_then(|driver| driver.context(device))?;
         let stream = Arc::new(stream(&context)?);
-        let ep = case.builder(&group)?.dtype(dtype).on(&stream).build()?;
-        let slots = u64::from(case.ranks) * case.slot(dtype)?.bytes();
+        let ep = case.builder(&group, case.slots())?.dtype(dtype).on(&stream).build()?;
+        let slots = u64::from(case.ranks) * case.slot_shape(dtype)?.bytes();
         let staging = PinnedMemory::new(&context, slots as usize)?;
         Ok(Rank { case, dtype, group, context, ep, stream, staging })
     }
@@ -422,7 +427,7 @@ impl Rank {
     }
 
     /// Writes partial rows to a handle's output buffer, no more bytes than slots have, and waits until they are there.
-    pub fn leave(&self, handle: &Handle, partials: &[u8]) -> Result<ExpertOutput, CliError> {
+    fn leave(&self, handle: &Handle, partials: &[u8]) -> Result<ExpertOutput, CliError> {
         let (y, len) = (handle.output()?, partials.len() as u64);
         self.staging.write(0, partials)?;
         self.stream.copy(y.range()?.span(0, len)?, self.staging.range().span(0, len)?)?;
@@ -462,7 +467,6 @@ pub struct Tensors {
 }
 
 impl Tensors {
-    /// Writes an input.
     pub fn put(&mut self, input: &Input) -> Result<(), DeviceError> {
         self.rows.write(0, &input.rows)?;
         self.experts.write(0, bytemuck::cast_slice(&input.experts))?;
@@ -506,13 +510,11 @@ impl Call {
         (Tensor::device(x, *dtype), Choices::Device { experts, weights })
     }
 
-    /// Enqueues a dispatch.
     pub fn dispatch(&self, ep: &mut ExpertParallel) -> Result<(ExpertRows, Handle), sidelane::Error> {
         let (x, choices) = self.input();
         ep.dispatch(x, choices)
     }
 
-    /// Enqueues a combine.
     pub fn combine(
         &self,
         ep: &mut ExpertParallel,

@@ -17,7 +17,7 @@ use sidelane::error::DeviceError;
 
 use super::Task;
 use super::device::{self, Random, allocate, stream, until, whole};
-use super::report::{About, Checks};
+use super::report::{About, Checks, STAND_IN};
 use crate::error::CliError;
 
 /// Bytes of one copy, and copies of one burst.
@@ -70,7 +70,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         };
         let size = bench.size;
         let told = format!("bf16 {size} x {size}, by {}: {tflops:.0} TFLOP/s{moved}", bench.by());
-        let shows = if stand_in { "nothing: the stand-in's times are not a GPU's" } else { shows };
+        let shows = if stand_in { STAND_IN } else { shows };
         let open =
             (beside != Beside::Nothing).then_some("transfers over NVLink, which are several times faster");
         checks.measured(About::new(what, shows).open(open), &found.product, told)?;

@@ -194,6 +194,12 @@ fn name(dtype: Dtype) -> &'static str {
     }
 }
 
+/// Elements of so many bytes.
+pub fn any_rows(seed: u64, dtype: Dtype, bytes: usize) -> Vec<u8> {
+    let mut random = Random(seed);
+    (0..bytes / dtype.size()).flat_map(|_| any(&mut random, dtype)).collect()
+}
+
 /// An element: special, any bits, or one whose sums round and tie.
 pub fn any(random: &mut Random, dtype: Dtype) -> Vec<u8> {
     let bits = random.next();

@@ -36,7 +36,12 @@ pub enum Call {
     Launches,
 }
 
-const ALL: [Call; 4] = [Call::Free, Call::Load, Call::FreeHost, Call::Launches];
+const ALL: [(Call, &str); 4] = [
+    (Call::Free, "cuMemFree"),
+    (Call::Load, "cuModuleLoadData"),
+    (Call::FreeHost, "cuMemFreeHost"),
+    (Call::Launches, "4,000 launches on the stream that waits"),
+];
 
 /// More than the launch queue of a stream holds.
 const LAUNCHES: u64 = 4000;
@@ -58,21 +63,10 @@ const DONE: u64 = 128;
 const TOUCHED: u64 = 192;
 const WORDS: usize = 256;
 
-impl Call {
-    fn name(self) -> &'static str {
-        match self {
-            Call::Free => "cuMemFree",
-            Call::Load => "cuModuleLoadData",
-            Call::FreeHost => "cuMemFreeHost",
-            Call::Launches => "4,000 launches on the stream that waits",
-        }
-    }
-}
-
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    for call in ALL {
+    for (call, name) in ALL {
         let about = About::new(
-            call.name(),
+            name,
             "whether another thread's batch of copies and word pass beside it while a stream waits",
         );
         ask(task, checks, about, Case::Lock(call), None)?;

@@ -56,46 +56,6 @@ use crate::error::CliError;
 use crate::options::word;
 use crate::ranks;
 
-impl command::Command for GpuCheckArgs {
-    const NAME: &'static str = "gpu-check";
-
-    /// Runs all parts.
-    fn run(self) -> Result<ExitCode, CliError> {
-        command::claim(&self.json)?;
-        let probe = probe(self.device)?;
-        let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
-        let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(asked).collect();
-        let rows = run_parts(&Task::of(&self), &chosen, self.minutes)?;
-        command::finish(&Report::new(&self, &probe, rows), &self.json)
-    }
-
-    /// Runs one part, or one rank of one, and tells its rows.
-    fn rank(task: &str) -> Result<ExitCode, CliError> {
-        let task: Task = ranks::task(task)?;
-        let mut checks = Checks::new(task.part);
-        let done = match task.part {
-            Part::Driver => driver::run(&task, &mut checks),
-            Part::Kernels => kernels::run(&task, &mut checks),
-            Part::Locks => locks::run(&task, &mut checks),
-            Part::Queues => queues::run(&task, &mut checks),
-            Part::Case => blocking::case(&task),
-            Part::Exchange => exchange::threads(&task, &mut checks),
-            Part::Processes => exchange::processes(&task, &mut checks),
-            Part::Rank => exchange::rank(&task, &mut checks),
-            Part::Audit => audit::run(&task, &mut checks),
-            Part::Activity => activity::run(&task, &mut checks),
-            Part::Interference => interference::run(&task, &mut checks),
-            Part::Planner => planner::run(&task, &mut checks),
-            Part::Helper => planner::main(&task),
-            Part::Costs => costs::run(&task, &mut checks),
-        };
-        if let Err(error) = done {
-            checks.failed("to its end", &error)?;
-        }
-        Ok(if checks.all_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-    }
-}
-
 /// The driver, if it is there, new enough, and has the device.
 fn probe(device: u32) -> Result<sidelane::device::Probe, DeviceError> {
     let driver = Driver::open()?;
@@ -148,6 +108,46 @@ pub struct GpuCheckArgs {
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+}
+
+impl command::Command for GpuCheckArgs {
+    const NAME: &'static str = "gpu-check";
+
+    /// Runs all parts.
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(&self.json)?;
+        let probe = probe(self.device)?;
+        let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
+        let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(asked).collect();
+        let rows = run_parts(&Task::of(&self), &chosen, self.minutes)?;
+        command::finish(&Report::new(&self, &probe, rows), &self.json)
+    }
+
+    /// Runs one part, or one rank of one, and tells its rows.
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        let task: Task = ranks::task(task)?;
+        let mut checks = Checks::new(task.part);
+        let done = match task.part {
+            Part::Driver => driver::run(&task, &mut checks),
+            Part::Kernels => kernels::run(&task, &mut checks),
+            Part::Locks => locks::run(&task, &mut checks),
+            Part::Queues => queues::run(&task, &mut checks),
+            Part::Case => blocking::case(&task),
+            Part::Exchange => exchange::threads(&task, &mut checks),
+            Part::Processes => exchange::processes(&task, &mut checks),
+            Part::Rank => exchange::rank(&task, &mut checks),
+            Part::Audit => audit::run(&task, &mut checks),
+            Part::Activity => activity::run(&task, &mut checks),
+            Part::Interference => interference::run(&task, &mut checks),
+            Part::Planner => planner::run(&task, &mut checks),
+            Part::Helper => planner::main(&task),
+            Part::Costs => costs::run(&task, &mut checks),
+        };
+        if let Err(error) = done {
+            checks.failed("to its end", &error)?;
+        }
+        Ok(if checks.all_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
 }
 
 fn minutes(text: &str) -> Result<f64, String> {
@@ -210,7 +210,7 @@ pub struct Task {
 }
 
 /// The default of [`Task::case_seconds`].
-pub const CASE_SECONDS: u64 = 10;
+const CASE_SECONDS: u64 = 10;
 
 fn usual_case_seconds() -> u64 {
     CASE_SECONDS

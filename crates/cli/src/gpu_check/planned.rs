@@ -5,15 +5,13 @@ use std::sync::Arc;
 
 use half::bf16;
 use sidelane::device::{DeviceRange, Driver, Graph, PinnedMemory, Stream};
-use sidelane::ep::{ExpertParallelBuilder, ExpertRows, Handle, Status};
-use sidelane::gate::Routing;
+use sidelane::ep::{ExpertRows, Handle, Status};
 use sidelane::plan::{Overflow, ReceiveMode};
 use sidelane::{Dtype, ExpertParallel, Group, World};
 
 use super::Task;
-use super::device::{Random, allocate, equal, finish, same, stream, whole};
-use super::exchange::{Call, Case, Input, experts_copy};
-use super::kernels::any;
+use super::device::{allocate, equal, finish, same, stream, whole};
+use super::exchange::{Answer, Call, Case, Host, Input, experts_copy};
 use crate::error::CliError;
 use crate::table::volume;
 
@@ -26,11 +24,11 @@ pub fn half(case: Case) -> ReceiveMode {
 }
 
 /// A rank with an instance on the device and one on the host. All memory of a rank is made before its first call: see
-/// [`Rank`](super::rank::Rank).
+/// [`Rank`](super::exchange::Rank).
 struct Both<'t> {
     task: &'t Task,
     case: Case,
-    host: ExpertParallel,
+    host: Host,
     ep: ExpertParallel,
     stream: Arc<Stream>,
     x: DeviceRange,
@@ -42,35 +40,17 @@ struct Both<'t> {
     group: Group,
 }
 
-/// What the host makes of an input.
-struct Answer {
-    rows: Vec<u8>,
-    weights: Vec<f32>,
-    counts: Vec<i64>,
-    dropped: Vec<bool>,
-    out: Vec<u8>,
-}
-
-fn settings(
-    group: &Group,
-    case: Case,
-    mode: ReceiveMode,
-) -> Result<ExpertParallelBuilder<'_>, sidelane::Error> {
-    let builder = ExpertParallel::builder(group)?.experts(case.experts).top_k(case.top_k);
-    let builder = builder.hidden(case.hidden as usize).max_tokens(case.max_tokens).dtype(Dtype::Bf16);
-    Ok(builder.mode(mode))
-}
-
 impl<'t> Both<'t> {
     fn new(task: &'t Task, case: Case, mode: ReceiveMode, world: &World) -> Result<Self, CliError> {
         let group = world.all()?;
         let context = Driver::open()?.context(task.device)?;
         let stream = Arc::new(stream(&context)?);
-        let host = settings(&group, case, mode)?.build()?;
+        let settings = || Ok::<_, CliError>(case.builder(&group, mode)?.dtype(Dtype::Bf16));
+        let host = Host(settings()?.build()?);
         // Rows of two calls, each with more than a rank's share of all choices.
         let choices = case.max_tokens * case.top_k;
         let pool = 6 * (case.bytes(Dtype::Bf16, choices) + u64::from(choices) * 64 + (1 << 16));
-        let ep = settings(&group, case, mode)?.on(&stream).device_heap(pool).build()?;
+        let ep = settings()?.on(&stream).device_heap(pool).build()?;
         let (tokens, choices) = (case.bytes(Dtype::Bf16, case.max_tokens), u64::from(choices) * 4);
         Ok(Both {
             task,
@@ -85,29 +65,6 @@ impl<'t> Both<'t> {
             stream,
             group,
         })
-    }
-
-    /// A dispatch and a combine on the host, with these outputs of the experts, or with the rows themselves.
-    fn answer(
-        &mut self,
-        input: &Input,
-        outputs: impl FnOnce(usize) -> Option<Vec<u8>>,
-    ) -> Result<(Answer, Vec<u8>), CliError> {
-        let x: Vec<bf16> = bytemuck::pod_collect_to_vec(&input.rows);
-        let routing = Routing::new(self.case.top_k, input.experts.as_slice(), input.weights.as_slice())
-            .map_err(sidelane::Error::from)?;
-        let (rows, handle) = self.host.dispatch(&x, &routing)?;
-        let seen = rows.rows::<bf16>()?;
-        let rows = bytemuck::cast_slice::<bf16, u8>(seen).to_vec();
-        let made = outputs(rows.len()).unwrap_or_else(|| rows.clone());
-        let mut y = handle.output()?;
-        let target = y.rows_mut::<bf16>()?;
-        bytemuck::cast_slice_mut::<bf16, u8>(target).copy_from_slice(&made);
-        let counts = [handle.tokens_per_expert(), handle.padded_tokens_per_expert()].concat();
-        let (weights, dropped) = (handle.row_weights().to_vec(), handle.dropped().to_vec());
-        let out: Vec<bf16> = self.host.combine(y, &handle)?;
-        let out = bytemuck::cast_slice(&out).to_vec();
-        Ok((Answer { rows, weights, counts, dropped, out }, made))
     }
 
     /// Writes a tensor of the device.
@@ -144,15 +101,13 @@ impl<'t> Both<'t> {
     fn round(&mut self, seed: u64) -> Result<u64, CliError> {
         let me = self.ep.rank();
         let input = self.case.input(Dtype::Bf16, seed, self.case.tokens(seed));
-        let mut random = Random(seed ^ 1 << 40);
-        let mut any_rows = |len: usize| (0..len / 2).flat_map(|_| any(&mut random, Dtype::Bf16)).collect();
-        let (answer, made) = self.answer(&input, |len| Some(any_rows(len)))?;
+        let answer = self.host.answer::<bf16>(&input, Some(seed))?;
 
         let call = self.call(&input)?;
         let (rows, handle) = call.dispatch(&mut self.ep)?;
         self.compare(&answer, &rows, &handle)?;
         let y = handle.output()?;
-        self.put(y.range()?, &made)?;
+        self.put(y.range()?, &answer.made)?;
         call.combine(&mut self.ep, y, &handle)?;
         handle.returned()?;
         same(format!("sums at rank {me}"), &self.get(&call.out, answer.out.len())?, &answer.out)?;
@@ -166,8 +121,8 @@ impl<'t> Both<'t> {
         let host = bytemuck::cast_slice(&answer.counts);
         same(format!("counts told at rank {me}"), bytemuck::cast_slice(&counts), host)?;
         same(format!("counts at rank {me}"), &self.get(&rows.counts()?, host.len())?, host)?;
-        let dropped = handle.dropped().iter().map(|&dropped| dropped.into()).collect::<Vec<u8>>();
-        let expected = answer.dropped.iter().map(|&dropped| dropped.into()).collect::<Vec<u8>>();
+        let bytes = |dropped: &[bool]| dropped.iter().map(|&dropped| dropped.into()).collect::<Vec<u8>>();
+        let (dropped, expected) = (bytes(handle.dropped()), bytes(&answer.dropped));
         same(format!("dropped choices at rank {me}"), &dropped, &expected)?;
         let weights = bytemuck::cast_slice(&answer.weights);
         same(format!("weights at rank {me}"), &self.get(&rows.weights()?, weights.len())?, weights)?;
@@ -210,7 +165,7 @@ pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CliError>
     let rounds = task.few(10, 5);
     for round in 1..=rounds {
         let input = input(round);
-        let (answer, _) = both.answer(&input, |_| None)?;
+        let answer = both.host.answer::<bf16>(&input, None)?;
         both.call(&input)?;
         layer.launch(&both.stream)?;
         let seen = both.get(&both.out, answer.out.len())?;

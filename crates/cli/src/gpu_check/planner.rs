@@ -13,8 +13,6 @@
 //! planner whom that stream waits for, nothing goes on: then a watch lets the stream go by a word
 //! of the host, and the row is wrong.
 //!
-//! A planner in small, wherever it runs.
-//!
 //! ```text
 //!   shared memory of the host     | bell | ring | touched |   | rows ...
 //! ```
@@ -41,7 +39,7 @@ use sidelane::error::DeviceError;
 use sidelane::memory::SharedPinned;
 
 use super::device::{Random, Timer, finish, same, stream, write};
-use super::report::{About, Checks, State};
+use super::report::{About, Checks, STAND_IN, State};
 use super::{Part, Task, spawn};
 use crate::error::{CliError, failed};
 
@@ -229,7 +227,7 @@ impl<'a> Bench<'a> {
     }
 
     fn shows(&self, shows: &'static str) -> &'static str {
-        if self.stand_in { "nothing: the stand-in's times are not a GPU's" } else { shows }
+        if self.stand_in { STAND_IN } else { shows }
     }
 }
 
@@ -246,8 +244,8 @@ fn bells(context: &Context, shared: &SharedPinned, rung: &mut u32) -> Result<Mem
 }
 
 /// Where the words lie, a line each, and how much room they have.
-pub const BELL: u64 = 0;
-pub const RING: u64 = 64;
+const BELL: u64 = 0;
+const RING: u64 = 64;
 pub const TOUCHED: u64 = 128;
 pub const WORDS: u64 = 4096;
 
@@ -286,7 +284,7 @@ impl Planner {
     }
 
     /// Serves bells until it is over.
-    pub fn serve(&mut self, mut over: impl FnMut() -> bool) -> Result<(), DeviceError> {
+    fn serve(&mut self, mut over: impl FnMut() -> bool) -> Result<(), DeviceError> {
         let mut looks = 0_u32;
         loop {
             let rung = self.words.word(BELL as usize)?.load(Ordering::Acquire) as u32;

@@ -1,18 +1,12 @@
 //! One job from start to end: all ranks succeed, or the first failure ends it.
 //!
-//! Ranks stay near their memory: each on processors of one NUMA node.
-//!
-//! Memory lies where its first writer runs. A rank that the kernel moves to another node reads and writes its heap, and its
+//! Ranks stay near their memory, each on processors of one NUMA node: memory lies where its first writer runs. A rank that the kernel moves to another node reads and writes its heap, and its
 //! neighbours read it, through the link between them for the rest of the job.
 //!
-//! The pipe by which ranks notice the death of their launcher.
-//!
-//! Only the launcher holds the write end, and nobody ever writes: when the launcher ends, however it ends, the
+//! Ranks notice the death of their launcher by a pipe. Only the launcher holds the write end, and nobody ever writes: when the launcher ends, however it ends, the
 //! kernel closes the pipe and every reader sees its end. Nothing has to be polled and no signal can be lost.
 //!
-//! Signals as a queue of events, so that the launcher has one place where it waits.
-//!
-//! SIGHUP is left alone: under `nohup` it stays ignored, and otherwise it ends the launcher, which the ranks notice.
+//! Signals become a queue of events, so that the launcher has one place where it waits. SIGHUP is left alone: under `nohup` it stays ignored, and otherwise it ends the launcher, which the ranks notice.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -273,14 +267,14 @@ pub enum Bind {
 }
 
 /// What is to be had, for ranks that are started one after another.
-pub struct Binder {
+struct Binder {
     numa: Numa,
     allowed: CpuSet,
 }
 
 impl Bind {
     /// Nothing, where there is nothing to choose.
-    pub fn binder(self) -> Option<Binder> {
+    fn binder(self) -> Option<Binder> {
         match self {
             Bind::Numa => Some(Binder { numa: Numa::here(), allowed: sched_getaffinity(None).ok()? }),
             Bind::None => None,
@@ -334,7 +328,7 @@ pub enum Event {
 }
 
 /// The queue. Signals that come before [`Inbox::next`] is called wait in it.
-pub struct Inbox {
+struct Inbox {
     events: Receiver<Event>,
     handle: Handle,
 }
@@ -383,14 +377,13 @@ pub struct Taggers {
 }
 
 impl Taggers {
-    /// None yet.
     pub fn new() -> Self {
         let (running, ended) = channel();
         Taggers { running, ended }
     }
 
     /// Copies both outputs of a child that was spawned with pipes.
-    pub fn follow(&self, rank: u32, child: &mut Child) {
+    fn follow(&self, rank: u32, child: &mut Child) {
         if let Some(out) = child.stdout.take() {
             self.copy(rank, out, io::stdout());
         }

@@ -16,8 +16,8 @@ use sidelane::layer::{
 use sidelane::plan::ExpertMap;
 use sidelane::{Error, Group, World};
 
-use super::report::{Pass, Report};
-use super::{Shape, Task, report};
+use super::report::{self, Pass, Report};
+use super::{Shape, Task};
 use crate::bench::{EVENTS, write_trace};
 use crate::error::CliError;
 use crate::machines::Machines;
@@ -48,7 +48,6 @@ struct Taken {
     experts: Vec<u64>,
 }
 
-/// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let record = if task.records() { EVENTS } else { 0 };
     let world = ranks::join(task.shape.sizes(), task.conditions(), record)?;
@@ -214,7 +213,7 @@ pub struct Watch {
 
 impl Watch {
     /// From now on experts give zeros at once, or work.
-    pub fn idle(&self, idle: bool) {
+    fn idle(&self, idle: bool) {
         self.idle.store(idle, Ordering::Relaxed);
     }
 
@@ -232,13 +231,12 @@ impl Watch {
 }
 
 /// Experts under watch.
-pub struct Watched {
+struct Watched {
     inner: GroupedSwiGlu,
     watch: Arc<Watch>,
 }
 
 impl Watched {
-    /// These, by this watch.
     pub fn new(inner: GroupedSwiGlu, watch: Arc<Watch>) -> Self {
         Watched { inner, watch }
     }

@@ -188,7 +188,7 @@ pub fn fill(position: u32, bytes: u64) -> Vec<u8> {
 
 /// Makes them those of the put with this number.
 #[inline]
-pub fn stamp(bytes: &mut [u8], put: u64) {
+fn stamp(bytes: &mut [u8], put: u64) {
     let at = bytes.len().saturating_sub(STAMP);
     let end = &mut bytes[at..];
     end.copy_from_slice(&put.to_le_bytes()[..end.len()]);
@@ -203,7 +203,7 @@ pub fn poison(position: u32, bytes: u64, put: u64) -> Vec<u8> {
 }
 
 /// Whether these bytes are what the put with this number leaves.
-pub fn is_put(seen: &[u8], position: u32, put: u64) -> bool {
+fn is_put(seen: &[u8], position: u32, put: u64) -> bool {
     let mut expected = fill(position, seen.len() as u64);
     stamp(&mut expected, put);
     seen == expected

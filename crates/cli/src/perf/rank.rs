@@ -1,11 +1,10 @@
 //! What every rank does: measure where it is one of the pair, and wait for the figures where it is not.
 //!
-//! The same put over UCX: `ucx_perftest -t ucp_put_lat`, two processes of this machine, for one run at a time.
-//!
-//! It times half a round trip of a put whose last byte the other side polls; ours has a signal of its own behind the put, which
+//! With `--peers` it takes turns with the same put over UCX: `ucx_perftest -t ucp_put_lat`, two processes of this machine, for one run at a time. It times half a round trip of a put whose last byte the other side polls; ours has a signal of its own behind the put, which
 //! may fall asleep. Runs of both take turns, so that a busy moment of the machine meets both.
 
 use std::io::{self, Read};
+use std::mem::take;
 use std::net::TcpListener;
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -14,15 +13,14 @@ use rustix::event::{Timespec, poll};
 use sidelane::topology::Route;
 use sidelane::{Group, World};
 
-use super::measure::{Found, Pair};
-use super::report::{Beside, Conditions, End, PairReport, Report, RunReport};
-use super::{Run, Task, Test, report};
+use super::measure::Pair;
+use super::report::{self, Beside, Conditions, End, PairReport, Report, RunReport};
+use super::{Run, Task, Test};
 use crate::error::{CliError, failed};
-use crate::machines::Machines;
+use crate::machines::{self, Machines};
 use crate::peers::{Unavailable, start};
-use crate::{command, machines, ranks};
+use crate::{command, ranks};
 
-/// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let world = ranks::join(task.sizes(), task.conditions(), 0)?;
     let Some(report) = measure(task, &world)? else { return Ok(ExitCode::SUCCESS) };
@@ -43,10 +41,8 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
         let mut pair = if own { Some(Pair::open(world, ends, task.most())?) } else { None };
         for &run in &task.runs {
             let found = pair.as_mut().map(|pair| pair.run(task.test, run, copied)).transpose()?;
-            let found = found.map(|found| serde_json::to_vec(&found).expect("numbers are always JSON"));
-            let all = group.gather(&found.unwrap_or_default())?;
-            let told = |rank: u32| serde_json::from_slice(&all[rank as usize]).map_err(CliError::told);
-            let (first, second): (Found, Found) = (told(ends.0)?, told(ends.1)?);
+            let mut all = ranks::tell_all(&group, &found.unwrap_or_default())?;
+            let (first, second) = (take(&mut all[ends.0 as usize]), take(&mut all[ends.1 as usize]));
             let turns = match task.peers && absent.is_none() {
                 true => take_turns(&group, pair.as_mut(), task.test, run)?,
                 false => Turns::default(),
@@ -103,8 +99,7 @@ fn take_turns(all: &Group, mut pair: Option<&mut Pair<'_>>, test: Test, run: Run
                 Err(why) => absent = Some(Unavailable::new(NAME, &why, INSTALL)),
             }
         }
-        let told = all.gather(&serde_json::to_vec(&absent).expect("words are always JSON"))?;
-        let absent: Option<Unavailable> = serde_json::from_slice(&told[0]).map_err(CliError::told)?;
+        let absent = ranks::tell_all(all, &absent)?.swap_remove(0);
         if absent.is_some() {
             return Ok(Turns { beside: None, absent });
         }
@@ -116,10 +111,8 @@ fn take_turns(all: &Group, mut pair: Option<&mut Pair<'_>>, test: Test, run: Run
     Ok(Turns { beside, absent: None })
 }
 
-/// Its name.
-pub const NAME: &str = "ucx";
-/// How to get it.
-pub const INSTALL: &str = "apt install ucx-utils";
+const NAME: &str = "ucx";
+const INSTALL: &str = "apt install ucx-utils";
 
 const PROGRAM: &str = "ucx_perftest";
 /// The longest time of a run.
@@ -132,7 +125,7 @@ const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
 
 /// Median of half a round trip, in microseconds.
-pub fn put_lat(run: Run) -> Result<f64, CliError> {
+fn put_lat(run: Run) -> Result<f64, CliError> {
     let failed = |source| failed!("cannot run {PROGRAM}: {source}");
     let port = free_port().map_err(failed)?.to_string();
     let mut silent = Command::new(PROGRAM);
@@ -157,7 +150,7 @@ pub fn put_lat(run: Run) -> Result<f64, CliError> {
                 }
                 let text = String::from_utf8_lossy(&output.stderr);
                 let last = text.lines().next_back().unwrap_or("nothing was said").to_owned();
-                return Err(failed!("{PROGRAM} ended with {status}: {last}", status = output.status));
+                return Err(failed!("{PROGRAM} ended with {}: {last}", output.status));
             }
         }
     }
@@ -173,7 +166,7 @@ fn run_out(client: &mut Command) -> Result<Output, CliError> {
             break status;
         }
         if begun.elapsed() >= PATIENCE {
-            return Err(failed!("{PROGRAM} has not ended after {seconds} s", seconds = PATIENCE.as_secs()));
+            return Err(failed!("{PROGRAM} has not ended after {} s", PATIENCE.as_secs()));
         }
         let _ = poll(&mut [], Some(&LOOK));
     };

@@ -7,8 +7,6 @@
 //!            \--> Drops   what each way of dropping loses, factor by factor              table, curves
 //! ```
 //!
-//! What a capacity would drop, by each way of choosing whom.
-//!
 //! How many choices are dropped is decided by the counts alone; whom it hits is decided by the way: the highest weights
 //! lose least weight, the first tokens leave the last ones empty.
 
@@ -29,21 +27,6 @@ use crate::command::{self, Command};
 use crate::error::CliError;
 use crate::options::{NodeArgs, RouterArgs};
 use crate::routing::{Decided, Source};
-
-impl Command for RouteArgs {
-    const NAME: &'static str = "route";
-
-    fn run(self) -> Result<ExitCode, CliError> {
-        let task = Task::resolve(&self)?;
-        command::claim(self.json.iter().chain(&self.svg))?;
-        let report = Report::new(&task)?;
-        if self.svg.is_some() {
-            let curves = task.curves()?;
-            command::draw(&self.svg, || report::draw(&report, &task.decided.map, &curves))?;
-        }
-        command::finish(&report, &self.json)
-    }
-}
 
 /// Show how a router loads experts, ranks and nodes, and what it would lose to a capacity
 #[derive(Args)]
@@ -75,6 +58,21 @@ pub struct RouteArgs {
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+}
+
+impl Command for RouteArgs {
+    const NAME: &'static str = "route";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        let task = Task::resolve(&self)?;
+        command::claim(self.json.iter().chain(&self.svg))?;
+        let report = Report::new(&task)?;
+        if self.svg.is_some() {
+            let curves = task.curves()?;
+            command::draw(&self.svg, || report::draw(&report, &task.decided.map, &curves))?;
+        }
+        command::finish(&report, &self.json)
+    }
 }
 
 /// Where the curves of the picture begin, end, and by how much they step.
@@ -157,7 +155,6 @@ impl Spread {
     }
 }
 
-/// Everything that is counted.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Loads {
     pub experts: Load,

@@ -44,12 +44,12 @@ pub struct Layered {
     pub slices: u32,
     pub pass: Pass,
     /// Of all tokens at once, alone.
-    pub experts_ns: u64,
+    experts_ns: u64,
     /// The same.
-    pub transfers_ns: u64,
+    transfers_ns: u64,
     /// Of slices, one after another.
-    pub sliced_ns: u64,
-    pub overlapped_ns: u64,
+    sliced_ns: u64,
+    overlapped_ns: u64,
     /// What overlap saves over all tokens at once, one after another, of the shorter of experts and transfers.
     pub hidden: f64,
     /// What takes longest of what overlaps: `experts`, or what is busiest in transfers.

@@ -31,29 +31,6 @@ use crate::error::{CliError, usage};
 use crate::options::{at_most, one_of};
 use crate::routing::{Routed, Router, Share, Source};
 
-impl Command for SimulateArgs {
-    const NAME: &'static str = "simulate";
-
-    /// Measures the machine if asked to, or times.
-    fn run(self) -> Result<ExitCode, CliError> {
-        command::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
-        if self.calibrate.is_some() {
-            let hardware = calibrate::measure()?;
-            let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
-            command::draw(&self.calibrate, || {
-                figures
-                    + "
-"
-            })?;
-            command::print(&calibrate::words_of(&hardware))?;
-            return Ok(ExitCode::SUCCESS);
-        }
-        let report = Report::new(&Task::resolve(&self)?)?;
-        command::draw(&self.svg, || report::draw(&report))?;
-        command::finish(&report, &self.json)
-    }
-}
-
 /// Predict the times of dispatch and combine on a machine that is described, from the schedules that would run there
 #[derive(Args, Clone)]
 pub struct SimulateArgs {
@@ -139,7 +116,7 @@ pub struct SimulateArgs {
 
     /// Play every rank of a group of more than 64, not one node that stands for all
     #[arg(long)]
-    pub all_ranks: bool,
+    all_ranks: bool,
 
     /// Draws random logits and synthetic routing [default: 0]
     #[arg(long)]
@@ -155,11 +132,34 @@ pub struct SimulateArgs {
 
     /// Most ranks of the picture
     #[arg(long, value_name = "R", default_value_t = 1024, requires = "svg")]
-    pub up_to: u32,
+    up_to: u32,
 
     /// Measure this machine instead, and write its figures
     #[arg(long, value_name = "FILE", exclusive = true)]
-    pub calibrate: Option<PathBuf>,
+    calibrate: Option<PathBuf>,
+}
+
+impl Command for SimulateArgs {
+    const NAME: &'static str = "simulate";
+
+    /// Measures the machine if asked to, or times.
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
+        if self.calibrate.is_some() {
+            let hardware = calibrate::measure()?;
+            let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
+            command::draw(&self.calibrate, || {
+                figures
+                    + "
+"
+            })?;
+            command::print(&calibrate::words_of(&hardware))?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        let report = Report::new(&Task::resolve(&self)?)?;
+        command::draw(&self.svg, || report::draw(&report))?;
+        command::finish(&report, &self.json)
+    }
 }
 
 /// How receive memory is sized.
@@ -178,7 +178,6 @@ pub enum Beside {
     Counts,
 }
 
-/// What was looked at.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
     pub model: Model,
@@ -216,7 +215,6 @@ const MOST_EXPERTS: u32 = 1 << 14;
 const MOST_VALUES: u32 = 1 << 28;
 
 impl<'a> Task<'a> {
-    /// From the command line.
     pub fn resolve(args: &'a SimulateArgs) -> Result<Self, CliError> {
         let layer = args.preset.layer();
         let hardware = hardware(&args.hardware)?;
@@ -260,9 +258,8 @@ impl<'a> Task<'a> {
                 "--slices is for a machine whose copies take no core, with exact sizes (--mode eager)"
             ));
         }
-        if args.slices.iter().any(|&slices| slices > args.tokens) {
-            return Err(usage!("--slices must be between 1 and {most}", most = args.tokens));
-        }
+        let slices = args.slices.iter().copied().max().unwrap_or(1);
+        at_most(&[("--slices", slices, args.tokens)])?;
         if let Some(option) = no_option_of_slots(args) {
             return Err(usage!(
                 "--mode slots has one way for one group, and slots are full whatever the routing: {option} says nothing there"
@@ -365,7 +362,6 @@ impl Group<'_> {
         rows.into_iter().max().unwrap_or(0)
     }
 
-    /// Placed for one way.
     pub fn placed(&self, way: &Way) -> Result<Placed, CliError> {
         let Task { conditions, hardware, row_bytes, home_bytes, .. } = self.task;
         let partial = way.wire.map_or(4, |wire| wire.size() as u64);
@@ -512,7 +508,6 @@ impl Way {
         route == Route::Pxn && order != SumOrder::Expert
     }
 
-    /// As tables name it.
     pub fn name(&self) -> String {
         let mut name = format!("{}, {}", self.layout.name(), self.route.name());
         if self.order != SumOrder::Expert {
@@ -564,4 +559,4 @@ impl Way {
 }
 
 /// As everywhere in the library.
-pub const DEFAULT_CHUNKS: u8 = 4;
+const DEFAULT_CHUNKS: u8 = 4;

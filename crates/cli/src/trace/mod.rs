@@ -25,27 +25,11 @@ use sidelane::topology::NodeMap;
 use crate::bench::{
     CALLS, ConditionArgs, Config, EVENTS, Layer, Number, Verdict, Words, record, sizes, write_trace,
 };
-use crate::command::Command;
+use crate::command::{self, Command};
 use crate::error::CliError;
 use crate::machines::{self, Machines};
-use crate::ranks::Sizes;
+use crate::ranks::{self, Sizes};
 use crate::table::{self, time, volume};
-use crate::{command, ranks};
-
-impl Command for TraceArgs {
-    const NAME: &'static str = "trace";
-
-    fn run(self) -> Result<ExitCode, CliError> {
-        let task = Task::resolve(&self)?;
-        let machines = &self.conditions.machines;
-        machines.claim([&self.out].into_iter().chain(&self.svg).chain(&self.json))?;
-        ranks::start(Self::NAME, &task.config.ranks_per_node, machines, &task, Vec::new())
-    }
-
-    fn rank(task: &str) -> Result<ExitCode, CliError> {
-        main(&ranks::task(task)?)
-    }
-}
 
 /// Record a dispatch and a combine of all ranks as a timeline that opens in Perfetto
 #[derive(Args)]
@@ -64,6 +48,21 @@ pub struct TraceArgs {
     /// Write the sums of each rank as JSON
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+}
+
+impl Command for TraceArgs {
+    const NAME: &'static str = "trace";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        let task = Task::resolve(&self)?;
+        let machines = &self.conditions.machines;
+        machines.claim([&self.out].into_iter().chain(&self.svg).chain(&self.json))?;
+        ranks::start(Self::NAME, &task.config.ranks_per_node, machines, &task, Vec::new())
+    }
+
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        main(&ranks::task(task)?)
+    }
 }
 
 /// Everything a rank needs to know, and every rank the same.
@@ -90,7 +89,6 @@ impl Task {
     }
 }
 
-/// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     match task.config.dtype.element() {
         Dtype::F32 => run::<f32>(task),
@@ -130,13 +128,12 @@ pub struct Report {
     pub trace: PathBuf,
 }
 
-/// What one rank did.
 #[derive(Debug, Serialize)]
 pub struct RankSums {
     pub rank: u32,
     pub node: u32,
     /// Length of each call, by its name.
-    pub calls_us: BTreeMap<String, f64>,
+    calls_us: BTreeMap<String, f64>,
     /// The operations of each kind.
     pub operations: BTreeMap<OpKind, Sum>,
 }
@@ -231,9 +228,7 @@ pub mod tests {
 
     use super::*;
     use crate::command::Report as _;
-    use crate::command::tests::assert_page;
-
-    const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/trace.md"));
+    use crate::command::tests::{assert_page_with, page};
 
     /// Eight ranks on two nodes.
     pub fn config() -> Config {
@@ -297,7 +292,7 @@ pub mod tests {
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json_and_every_kind() {
-        assert_page(DOCUMENT, &[sample()], |key| match key.split('.').collect::<Vec<_>>()[..] {
+        assert_page_with("trace.md", &[sample()], |key| match key.split('.').collect::<Vec<_>>()[..] {
             ["config", _, ..] => None,
             ["ranks", "operations", _, ref below @ ..] => {
                 Some([&["ranks", "operations", "KIND"], below].concat().join("."))
@@ -305,7 +300,7 @@ pub mod tests {
             _ => Some(key.to_owned()),
         });
         for kind in OpKind::ALL {
-            assert!(DOCUMENT.contains(&format!("- `{}`", kind.name())), "{kind:?}");
+            assert!(page("trace.md").contains(&format!("- `{}`", kind.name())), "{kind:?}");
         }
     }
 }

@@ -31,6 +31,11 @@ impl RowBuffer {
         lines(u64::from(self.rows).saturating_mul(self.row_bytes))
     }
 
+    /// The rows alone.
+    pub fn without_notes(self) -> RowBuffer {
+        RowBuffer { notes: 0, ..self }
+    }
+
     /// Where engines relay, behind what lands: as many arrivals as rows, then for each row which of them it is. From the start of
     /// the chunk to that index, and to its end.
     pub fn arrivals(&self) -> (u64, u64) {

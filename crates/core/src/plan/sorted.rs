@@ -125,21 +125,19 @@ impl SortedRouting {
         &self.notes[at(bins.start)..at(bins.end)]
     }
 
-    /// For each token the rows of its entries, where those of bin `b` lie from row `starts[b]` on: `[tokens, top_k]`, in the
-    /// order of the sum, -1 behind the last.
-    pub fn summands(&mut self, bins: &Bins, top_k: u32, starts: &[u32], rows: &mut Vec<i32>) {
-        let tokens = self.tokens_here() as usize;
-        refill(rows, tokens * top_k as usize, -1);
-        let mut cursors = std::mem::take(&mut self.cursors);
-        refill(&mut cursors, tokens, 0);
-        for &bin in bins.in_order() {
-            for (&token, row) in self.tokens_of(bin..bin + 1).iter().zip(starts[bin as usize]..) {
-                let cursor = &mut cursors[token as usize];
-                rows[(token * top_k + *cursor) as usize] = row as i32;
-                *cursor += 1;
+    /// For each choice, `[tokens, top_k]`, the row of its entry, where those of bin `b` lie from row `starts[b]` on; and
+    /// the place of its bin in the order of the sum. -1 where there is no entry.
+    pub fn places(&self, bins: &Bins, top_k: u32, starts: &[u32], [rows, order]: [&mut Vec<i32>; 2]) {
+        let choices = self.tokens_here() as usize * top_k as usize;
+        refill(rows, choices, -1);
+        refill(order, choices, -1);
+        for (place, &bin) in (0..).zip(bins.in_order()) {
+            let bin = bin as usize;
+            let entries = self.starts[bin] as usize..self.starts[bin + 1] as usize;
+            for (&choice, row) in self.choices[entries].iter().zip(starts[bin]..) {
+                (rows[choice as usize], order[choice as usize]) = (row as i32, place);
             }
         }
-        self.cursors = cursors;
     }
 
     /// Leaves no entries and no tokens, as for an empty routing.

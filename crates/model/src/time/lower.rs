@@ -222,6 +222,7 @@ impl<'a> Lowering<'a> {
             parity: self.calls.parity(),
             far: WindowId::POOL,
             fixed_rows: None,
+            notes: None,
         }
     }
 }

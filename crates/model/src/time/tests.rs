@@ -246,6 +246,7 @@ fn copies_and_bytes_are_those_that_engines_are_counted_for() {
                 parity: 0,
                 far: WindowId::POOL,
                 fixed_rows: None,
+                notes: None,
             };
             work.push(CopyEngineWork::of_dispatch(&setting, &layout, &RelayPlan::default()));
         });

@@ -1,6 +1,6 @@
 //! What planners and kernels touch where engines relay.
 
-use sidelane_core::plan::{RowBuffer, Segment, first_of};
+use sidelane_core::plan::{Segment, first_of};
 use sidelane_core::schedule::WindowId;
 
 use super::Bytes;
@@ -30,21 +30,27 @@ impl Unroller<'_> {
     }
 
     /// Where the index and the notes of a dispatch lie in the planner's memory of the host.
-    pub(super) fn desk(&self, landing: RowBuffer, ground: &Extent) -> (u64, u64) {
-        let (index, end) = landing.arrivals();
+    pub(super) fn desk(&self, me: u32, landed: u32, ground: &Extent, handle: usize) -> (u64, u64) {
+        let (index, end) = self.landing(landed).arrivals();
         match self.script.straight {
             true => (0, (end - index).next_multiple_of(64)),
-            false => (ground.start, ground.start + landing.notes_at()),
+            false => (ground.start, self.rows_setting(me, 0, handle).notes_at(ground.start, landed)),
         }
     }
 
-    /// A planner reads headers and counts, and writes to its desk the index and what goes with rows of other nodes.
+    /// A host writes to its desk where rows arrive.
+    pub(super) fn index_written(&self, me: u32, placed: &Placed, desk_index: u64) -> HostAccess {
+        let (index, end) = self.landing(placed.layouts[me as usize].landed).arrivals();
+        self.write("twin", Bytes::new(me, WindowId::HOST_STAGING, desk_index, end - index))
+    }
+
+    /// To know that it reads headers and counts; and it writes what goes with rows of other nodes.
     pub(super) fn arrivals_found(
         &self,
         me: u32,
         placed: &Placed,
         landed: &[(u32, u32)],
-        (desk_index, desk_notes): (u64, u64),
+        desk_notes: u64,
     ) -> Vec<HostAccess> {
         let (paths, parity) = (self.paths(me), self.parity(me, SeededBug::OneHeader));
         let mut touches = self.counts_read(me, paths.local_peers().chain([me]));
@@ -55,20 +61,17 @@ impl Unroller<'_> {
             let header = Bytes::new(relay, WindowId::CONTROL, at, self.control.header_len(entries));
             touches.push(self.read("header", header));
         }
-        let landing = self.landing(placed.layouts[me as usize].landed);
-        let (index, end) = landing.arrivals();
         let written = landed.iter().map(|&(first, rows)| {
             let [first, rows] = [first, rows].map(|rows| u64::from(rows) * self.sizing.note_bytes());
             (desk_notes + first, rows)
         });
-        let written = written.chain([(desk_index, end - index)]);
         touches.extend(
             written.map(|(at, len)| self.write("twin", Bytes::new(me, WindowId::HOST_STAGING, at, len))),
         );
         touches
     }
 
-    /// A kernel reads the index and what has arrived, and writes the visible rows; the caller reads what goes with them.
+    /// A kernel reads the index and what has arrived, and writes the visible rows.
     pub(super) fn arrivals_regrouped(&self, me: u32, placed: &Placed, ground: &Extent) -> Vec<HostAccess> {
         let (counts, sizes) = &placed.numbers;
         let landed = placed.layouts[me as usize].landed;
@@ -94,8 +97,6 @@ impl Unroller<'_> {
         }
         let (index, end) = landing.arrivals();
         touches.push(pool("index", ground.start + index, end - index));
-        let notes = self.sizing.landing(landed).notes;
-        touches.push(pool("landed notes", ground.start + landing.notes_at(), notes * 4));
         let rows = Bytes::new(me, WindowId::POOL, ground.start, u64::from(landed) * row_bytes);
         touches.push(self.write("visible rows", rows));
         touches

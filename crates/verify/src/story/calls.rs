@@ -18,6 +18,8 @@ use super::{HostAccess, ProofScenario, SeededBug};
 struct Sending<'s> {
     kind: CallKind,
     handle: u64,
+    /// Whose layout it is, or will be; and the call that brings metadata.
+    layout_of: (usize, usize),
     /// Rows are placed anew: with headers, and metadata beside the rows.
     noted: bool,
     until: Until,
@@ -73,20 +75,23 @@ impl Unroller<'_> {
     ) -> Result<Dispatched, PlanError> {
         self.members.iter_mut().for_each(|member| member.dispatches += 1);
         let placed = Rc::new(self.place(routing)?);
-        let ground = self.land(&placed, behind);
+        let ground = self.land(&placed, behind, true);
         let handle = self.members[0].calls.number();
         let (kind, odd) = (CallKind::Dispatch, (until == Until::Tags).then_some(0));
-        let sending = Sending { kind, handle, noted: true, until, placed: &placed, ground: &ground, odd };
+        let (layout_of, noted) = ((self.handles.len(), self.call), true);
+        let sending =
+            Sending { kind, handle, layout_of, noted, until, placed: &placed, ground: &ground, odd };
         let told = self.ranks().map(|me| self.send(me, &sending)).collect();
         Ok(Dispatched { told, placed, ground })
     }
 
     pub(super) fn cached(&mut self, handle: usize, until: Until) -> Result<Vec<SampledCall>, PlanError> {
-        let placed = Rc::clone(&self.handle(handle)?.placed);
-        let ground = self.land(&placed, &[]);
+        let Handle { call, placed, .. } = self.handle(handle)?.clone();
+        let ground = self.land(&placed, &[], false);
         let kind = CallKind::CachedDispatch;
-        let (placed, handle) = (&*placed, handle as u64);
-        let sending = Sending { kind, handle, noted: false, until, placed, ground: &ground, odd: None };
+        let (placed, layout_of, handle) = (&*placed, (handle, call), handle as u64);
+        let (noted, odd) = (false, None);
+        let sending = Sending { kind, handle, layout_of, noted, until, placed, ground: &ground, odd };
         let told = self.ranks().map(|me| self.send(me, &sending)).collect();
         self.leave(ground, placed, false);
         Ok(told)
@@ -100,7 +105,8 @@ impl Unroller<'_> {
         let placed = Placed { layouts, forwards, arrivals, numbers: Default::default() };
         let (kind, until, ground) = (CallKind::ExpertMap, Until::Tags, vec![0..0; ranks]);
         let (placed, ground) = (&placed, &ground[..]);
-        let sending = Sending { kind, handle: 0, noted: false, until, placed, ground, odd: None };
+        let (layout_of, noted, odd) = ((0, 0), false, None);
+        let sending = Sending { kind, handle: 0, layout_of, noted, until, placed, ground, odd };
         self.ranks().map(|me| self.send(me, &sending)).collect()
     }
 
@@ -140,7 +146,7 @@ impl Unroller<'_> {
         tables.tags.fill(self.tag(call.kind, call.handle, ground[me as usize].start));
         tables.landing = ground.iter().map(|extent| extent.start).collect();
         if !call.placed.forwards.is_empty() {
-            let setting = self.setting(me, self.parity(me, SeededBug::OneHeader));
+            let setting = self.rows_setting(me, self.parity(me, SeededBug::OneHeader), call.layout_of.0);
             tables.rows(&setting, layout, call.noted);
             if self.arrives() {
                 let first = call.placed.arrivals[me as usize];
@@ -156,15 +162,18 @@ impl Unroller<'_> {
         let (layout, forward) = (&call.placed.layouts[me as usize], &call.placed.forwards[me as usize]);
         let (mut tables, _) = self.tables(me);
         tables.landing = call.ground.iter().map(|extent| extent.start).collect();
-        let (setting, landing) = (self.setting(me, 0), self.landing(layout.landed));
+        let (setting, rows) = (self.rows_setting(me, 0, call.layout_of.0), layout.landed);
         let mut touches = Vec::new();
         if self.arrives() {
-            let landed: Vec<_> = self.far_segments(me, call.placed);
-            let desk = self.desk(landing, &call.ground[me as usize]);
-            tables.bring_notes_in(&setting, &landed, landing, desk);
-            touches = self.arrivals_found(me, call.placed, &landed, desk);
+            let landed = if call.noted { self.far_segments(me, call.placed) } else { Vec::new() };
+            let desk = self.desk(me, rows, &call.ground[me as usize], call.layout_of.0);
+            tables.bring_notes_in(&setting, &landed, rows, desk);
+            if call.noted {
+                touches = self.arrivals_found(me, call.placed, &landed, desk.1);
+            }
+            touches.push(self.index_written(me, call.placed, desk.0));
         } else {
-            tables.bring_in(&setting, forward, landing, call.noted);
+            tables.bring_in(&setting, forward, rows, call.noted);
         }
         let (layout, row_bytes) = (Rc::clone(layout), self.script.row_bytes);
         (self.filled(me, Tables::Caller { tables, layout, row_bytes }), touches)
@@ -257,24 +266,30 @@ impl Unroller<'_> {
     }
 
     /// After the release: takes extents of the exact size at every rank. What lands has room for
-    /// `behind` bytes behind it, where relays take blocks, too.
-    fn land(&mut self, placed: &Placed, behind: &[u64]) -> Vec<Extent> {
+    /// `behind` bytes behind it, where relays take blocks, too. A host that runs ahead frees nothing unless the call
+    /// `counts`.
+    fn land(&mut self, placed: &Placed, behind: &[u64], counts: bool) -> Vec<Extent> {
         let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
         let held = held.filter(|_| self.script.slip == Some(SeededBug::AnnounceHeld));
-        let (mut all, arrives) = (Vec::new(), self.arrives());
-        let (sizing, fixed) = (self.sizing, self.fixed_rows());
-        let landing = |rows| sizing.landing(fixed.unwrap_or(rows));
+        let (mut all, arrives, enqueues) = (Vec::new(), self.arrives(), self.script.enqueues);
+        let frees = counts || !enqueues || self.paths(0).rails();
+        let landings: Vec<RowBuffer> =
+            placed.layouts.iter().map(|layout| self.landing(layout.landed)).collect();
         for (me, (member, layout)) in self.members.iter_mut().zip(&placed.layouts).enumerate() {
-            member.licensed();
+            if frees {
+                member.licensed();
+            }
+            let landing = landings[me];
             if let Some(held) = &held {
                 member.pool.give(&held[me]);
             }
             let staged = if self.script.slip == Some(SeededBug::StageUnasked) { 0 } else { layout.staged };
             let bytes = match arrives {
-                true => landing(layout.landed).staging() + u64::from(staged) * self.sizing.row_bytes,
+                true => landing.staging() + u64::from(staged) * self.sizing.row_bytes,
+                false if enqueues => landing.bytes(),
                 false => self.sizing.extent_bytes(layout.landed, staged),
             };
-            let behind = landing(layout.landed).bytes() + behind.get(me).copied().unwrap_or(0);
+            let behind = landing.bytes() + behind.get(me).copied().unwrap_or(0);
             all.push(member.pool.take(bytes.max(behind)));
         }
         all
@@ -282,15 +297,16 @@ impl Unroller<'_> {
 
     /// What was staged is free again. The caller gives the landed rows back, or keeps them.
     fn leave(&mut self, ground: Vec<Extent>, placed: &Placed, keep: bool) -> Option<Vec<Extent>> {
-        let (mut kept, arrives) = (Vec::new(), self.arrives());
-        let (sizing, fixed) = (self.sizing, self.fixed_rows());
-        for ((member, extent), layout) in self.members.iter_mut().zip(ground).zip(&placed.layouts) {
+        let (mut kept, arrives, reads) = (Vec::new(), self.arrives(), self.reads_late());
+        let landings: Vec<RowBuffer> =
+            placed.layouts.iter().map(|layout| self.landing(layout.landed)).collect();
+        for ((member, extent), landing) in self.members.iter_mut().zip(ground).zip(landings) {
             match keep {
                 true => {
-                    let landing = sizing.landing(fixed.unwrap_or(layout.landed));
                     let len = if arrives { landing.arrivals().1 } else { landing.bytes() };
                     kept.push(member.pool.keep(&extent, extent.start..extent.start + len));
                 }
+                false if reads => member.offered.push(extent),
                 false => member.pool.give(&extent),
             }
         }
@@ -334,12 +350,18 @@ impl Actor for Sender<'_, '_> {
     fn end(&self) -> Vec<HostAccess> {
         let Sender { teller, me, call, .. } = *self;
         let (layout, ground) = (&call.placed.layouts[me as usize], &call.ground[me as usize]);
-        match (call.until, teller.arrives()) {
-            // What is gathered is no caller's: what follows reads it.
-            (Until::End, _) if teller.exchange.is_some() => Vec::new(),
-            (Until::End, true) => teller.arrivals_regrouped(me, call.placed, ground),
-            (Until::End, false) => teller.landed_read(me, layout, ground, teller.call, call.noted),
-            _ => Vec::new(),
+        // What is gathered is no caller's: what follows reads it. In calls that are no dispatches nothing lands.
+        if call.until < Until::End || teller.exchange.is_some() {
+            return Vec::new();
         }
+        let mut touches = match teller.arrives() {
+            true => teller.arrivals_regrouped(me, call.placed, ground),
+            false => vec![teller.landed_read(me, layout, ground, teller.call)],
+        };
+        // Where it lies with the handle, metadata is read along a known layout, too.
+        if call.noted || teller.script.enqueues {
+            touches.push(teller.notes_read(me, layout, ground, call.layout_of));
+        }
+        touches
     }
 }

@@ -174,6 +174,8 @@ pub enum SeededBug {
     FreeBeforeAck,
     /// The announced extent is taken from rows that the caller still holds.
     AnnounceHeld,
+    /// A host that runs ahead takes memory that its stream has yet to read.
+    TakeUnread,
     /// Room is asked for the rows that land, and not for the blocks that are taken behind them.
     StageUnasked,
     /// A relay takes the blocks of all its sources in one place.
@@ -196,9 +198,10 @@ pub enum SeededBug {
 
 impl SeededBug {
     /// All slips.
-    pub const ALL: [SeededBug; 11] = [
+    pub const ALL: [SeededBug; 12] = [
         SeededBug::FreeBeforeAck,
         SeededBug::AnnounceHeld,
+        SeededBug::TakeUnread,
         SeededBug::StageUnasked,
         SeededBug::ShareStaging,
         SeededBug::ShareHome,

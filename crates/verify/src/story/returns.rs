@@ -3,8 +3,9 @@
 use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
+use sidelane_core::plan::RowSizes;
 use sidelane_core::schedule::call::{Action, Role, StageId, Work};
-use sidelane_core::schedule::{CallerTables, Flag, RelayTables, ReturnParts, Tag};
+use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, Tag};
 
 use super::filled::{FilledOperands, Tables};
 use super::sample::SampledCall;
@@ -18,6 +19,8 @@ const STAGING: u64 = 1 << 20;
 /// Contribution of a rank to a return.
 struct Offer {
     chunk: Extent,
+    /// Where in it what returns begins.
+    base: u64,
     /// For what relays bring home and, behind it, for sums that are to be sent; or for rows that engines bring.
     staging: Extent,
     /// Where sums wait.
@@ -30,6 +33,7 @@ struct Offer {
 /// A return, as all ranks have entered it.
 struct Returning<'s> {
     handle: &'s Handle,
+    number: usize,
     parts: ReturnParts,
     copied: bool,
     until: Until,
@@ -49,11 +53,12 @@ impl Unroller<'_> {
         let found = self.handle(handle)?;
         let known = found.clone();
         found.kept = None;
-        let offers: Vec<Offer> = self.ranks().map(|me| self.offer(me, handle, &known, copied)).collect();
-        let call = Returning { handle: &known, parts, copied, until, offers: &offers };
+        let offers: Vec<Offer> =
+            self.ranks().map(|me| self.offer(me, handle, &known, (parts, copied))).collect();
+        let call = Returning { handle: &known, number: handle, parts, copied, until, offers: &offers };
         let bring = |me| self.told(me, (CallKind::Combine, until), &self.returner(me, &call));
         let told = self.ranks().map(bring).collect();
-        let fixed = self.fixed_rows().is_some();
+        let (fixed, reads) = (self.fixed_rows().is_some(), self.reads_late());
         for (member, offer) in self.members.iter_mut().zip(offers) {
             if !self.script.enqueues {
                 member.pool.give(&offer.staging);
@@ -61,7 +66,7 @@ impl Unroller<'_> {
             // Nobody reads what was offered in a call that was refused.
             if fixed {
                 // Its place is that of the next outputs, too.
-            } else if until < Until::End || self.script.slip == Some(SeededBug::FreeBeforeAck) {
+            } else if until < Until::End && !reads || self.script.slip == Some(SeededBug::FreeBeforeAck) {
                 member.pool.give(&offer.chunk);
             } else {
                 member.offered.push(offer.chunk);
@@ -74,17 +79,27 @@ impl Unroller<'_> {
     }
 
     /// Takes the memory of a return, around the release.
-    fn offer(&mut self, me: u32, number: usize, handle: &Handle, copied: bool) -> Offer {
-        let paths = self.paths(me);
+    fn offer(
+        &mut self,
+        me: u32,
+        number: usize,
+        handle: &Handle,
+        (parts, copied): (ReturnParts, bool),
+    ) -> Offer {
+        let (paths, reads) = (self.paths(me), self.reads_late());
         let layout = &handle.placed.layouts[me as usize];
         let fixed = self.fixed_rows();
-        let size = self.sizing.offer(fixed.unwrap_or(layout.landed)).bytes();
+        let offered = self.sizing.offer(fixed.unwrap_or(layout.landed));
+        let size = offered.bytes();
         let home = CallerTables::home_bytes(&paths, layout);
-        let at = self.setting(me, 0);
+        let at = self.return_setting(me, parts);
         let wait = RelayTables::outbox_bytes(&at, &handle.placed.forwards[me as usize]);
         let member = &mut self.members[me as usize];
         if let Some(kept) = &handle.kept {
-            member.pool.give(&kept[me as usize]);
+            match reads {
+                true => member.offered.push(kept[me as usize].clone()),
+                false => member.pool.give(&kept[me as usize]),
+            }
         }
         let chunk = if fixed.is_some() {
             // Within a budget outputs have one place, which experts write before the call.
@@ -104,7 +119,7 @@ impl Unroller<'_> {
             true => member.staging.get_or_insert_with(|| member.pool.take(STAGING)).clone(),
             false => member.pool.take(home + wait + pulled),
         };
-        let (at, (mut tables, _)) = (self.setting(me, 0), self.tables(me));
+        let (at, (mut tables, _)) = (self.return_setting(me, parts), self.tables(me));
         match self.script.pulls {
             true => tables.stage_rows(&at, layout, staging.start),
             false => tables.stage(&paths, layout, staging.start),
@@ -114,8 +129,22 @@ impl Unroller<'_> {
         }
         let shared = self.script.slip == Some(SeededBug::ShareOutbox);
         let outbox = staging.start + if shared { 0 } else { home };
-        tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), chunk.start);
-        Offer { chunk, staging, outbox, tags: tables.tags, bases: tables.bases }
+        // Engines bring weights home as rows of four bytes.
+        let behind = if self.script.pulls && !parts.rows { offered.notes_at() } else { 0 };
+        let base = chunk.start + behind;
+        tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), base);
+        Offer { chunk, base, staging, outbox, tags: tables.tags, bases: tables.bases }
+    }
+
+    /// What is the same for all operands of a return.
+    fn return_setting(&self, me: u32, parts: ReturnParts) -> FillContext<'_> {
+        let setting = self.setting(me, 0);
+        match self.script.pulls && !parts.rows {
+            true => {
+                FillContext { sizing: RowSizes { home_bytes: 4, words_home: 0, ..setting.sizing }, ..setting }
+            }
+            false => setting,
+        }
     }
 
     fn returner<'s>(&'s self, me: u32, call: &'s Returning<'s>) -> Returner<'s, 's> {
@@ -125,21 +154,24 @@ impl Unroller<'_> {
         tables.tags.clone_from(tags);
         tables.bases.clone_from(bases);
         for near in paths.local_peers().chain([me]) {
-            tables.bases[near as usize] = call.offers[near as usize].chunk.start;
+            tables.bases[near as usize] = call.offers[near as usize].base;
         }
+        let setting = self.return_setting(me, call.parts);
         if self.script.pulls {
-            tables.pull(&self.setting(me, 0), layout, staging.start);
+            tables.pull(&setting, layout, staging.start);
         } else {
-            tables.sum(&self.setting(me, 0), layout, call.parts);
+            tables.sum(&setting, layout, call.parts);
         }
         let row_bytes = self.script.row_bytes;
         let own = self.filled(me, Tables::Caller { tables, layout: Rc::clone(layout), row_bytes });
         let returned = paths.rails().then(|| {
             let forward = &call.handle.placed.forwards[me as usize];
             let (_, mut tables) = self.tables(me);
-            tables.bases = call.offers.iter().map(|offer| offer.chunk.start).collect();
+            tables.bases = call.offers.iter().map(|offer| offer.base).collect();
             tables.offers = call.offers.iter().map(|offer| offer.tags[me as usize].base).collect();
-            tables.home(&self.setting(me, 0), forward, &self.bins, call.parts, *outbox);
+            let parts =
+                if self.script.pulls { ReturnParts { rows: true, weights: false } } else { call.parts };
+            tables.home(&setting, forward, &self.bins, parts, *outbox);
             self.filled(me, self.relayed(me, tables, forward))
         });
         Returner { teller: self, me, call, own, messages: self.messages(me, false), returned }
@@ -171,7 +203,9 @@ impl Actor for Returner<'_, '_> {
         let layout = &call.handle.placed.layouts[me as usize];
         let kept = call.handle.kept.as_ref();
         let mut touches = kept.map_or(Vec::new(), |kept| {
-            teller.landed_read(me, layout, &kept[me as usize], call.handle.call, true)
+            let (kept, of) = (&kept[me as usize], call.handle.call);
+            let notes = teller.notes_read(me, layout, kept, (call.number, of));
+            vec![teller.landed_read(me, layout, kept, of), notes]
         });
         // Experts write their outputs before the call; what lies elsewhere is copied amid it.
         touches.extend(if call.copied { Vec::new() } else { self.chunk_written() });
@@ -207,6 +241,7 @@ impl Actor for Returner<'_, '_> {
             return Vec::new();
         }
         let terms = call.handle.placed.layouts[me as usize].terms.len() as u64;
-        teller.home_read(me, call.offers[me as usize].staging.start, terms * teller.sizing.home_bytes)
+        let row_bytes = teller.return_setting(me, call.parts).sizing.home_bytes;
+        teller.home_read(me, call.offers[me as usize].staging.start, terms * row_bytes)
     }
 }

@@ -26,10 +26,13 @@ use super::gathered::{Exchange, gathering};
 use super::place::Placed;
 use super::pool::Pool;
 use super::sample::{Raised, SampledCall};
-use super::{ActorCall, Assumed, Call, ProofScenario, Role, UnrolledProgram};
+use super::{ActorCall, Assumed, Call, ProofScenario, Role, SeededBug, UnrolledProgram};
 
 /// Epoch of all stories.
 const EPOCH: u16 = 1;
+/// Handles that may be alive where metadata lies with them, and bytes of it: more than any script here has.
+const SEATS: u64 = 8;
+const NOTES: u64 = 1 << 14;
 
 pub(super) type Extent = Range<u64>;
 
@@ -48,9 +51,10 @@ pub(super) enum Until {
 #[derive(Clone)]
 pub(super) struct Member {
     pub calls: Calls,
-    /// Dispatches alone: see [`Slip::CountDispatches`].
+    /// Dispatches alone: see [`SeededBug::CountDispatches`].
     pub dispatches: u64,
     pub pool: Pool,
+    /// What peers may be reading or, where callers' threads enqueue, what their streams may be using.
     pub offered: Vec<Extent>,
     /// The one place of outputs, where there is a budget on a device.
     pub output: Option<Extent>,
@@ -175,7 +179,7 @@ impl<'a> Unroller<'a> {
             control: ControlLayout::new(&paths, &bins, entries as u64, sizing.note_bytes()),
             bins,
             sizing,
-            members: vec![Member::new(); script.nodes.ranks() as usize],
+            members: vec![Member::new(script.enqueues); script.nodes.ranks() as usize],
             handles: Vec::new(),
             call: 0,
             exchange: None,
@@ -265,7 +269,14 @@ impl<'a> Unroller<'a> {
                 WindowId::POOL
             },
             fixed_rows: self.fixed_rows(),
+            notes: None,
         }
+    }
+
+    /// The same for rows along the layout of a handle.
+    pub(super) fn rows_setting(&self, me: u32, parity: u64, handle: usize) -> FillContext<'_> {
+        let notes = self.script.enqueues.then_some(handle as u64 % SEATS * NOTES);
+        FillContext { notes, ..self.setting(me, parity) }
     }
 
     /// Rows that landing memory is laid out for, where engines move rows within a budget.
@@ -275,7 +286,13 @@ impl<'a> Unroller<'a> {
 
     /// What lands at a rank if so many rows do.
     pub(super) fn landing(&self, rows: u32) -> RowBuffer {
-        self.sizing.landing(self.fixed_rows().unwrap_or(rows))
+        let landing = self.sizing.landing(self.fixed_rows().unwrap_or(rows));
+        if self.script.enqueues { landing.without_notes() } else { landing }
+    }
+
+    /// Whether streams may be using memory that their hosts have given back.
+    pub(super) fn reads_late(&self) -> bool {
+        self.script.enqueues && self.script.slip != Some(SeededBug::TakeUnread)
     }
 
     /// Whether engines relay.
@@ -297,18 +314,22 @@ impl<'a> Unroller<'a> {
 }
 
 impl Member {
-    fn new() -> Self {
+    fn new(enqueues: bool) -> Self {
+        let mut pool = Pool::default();
+        if enqueues {
+            pool.take(SEATS * NOTES);
+        }
         Member {
             calls: Calls::new(EPOCH),
             dispatches: 0,
-            pool: Pool::default(),
+            pool,
             offered: Vec::new(),
             output: None,
             staging: None,
         }
     }
 
-    /// The readers of what was offered have said so: it is free.
+    /// The readers of what was offered have said so, and the stream has come by: it is free.
     pub fn licensed(&mut self) {
         for extent in std::mem::take(&mut self.offered) {
             self.pool.give(&extent);

@@ -73,21 +73,30 @@ impl Unroller<'_> {
         paths.sources().zip(&forward.blocks).map(header).collect()
     }
 
-    /// Landed rows and, where they came along, what goes with them.
+    /// Rows that landed in a call.
     pub(super) fn landed_read(
         &self,
         me: u32,
         layout: &DispatchLayout,
         extent: &Extent,
         of: usize,
-        noted: bool,
-    ) -> Vec<HostAccess> {
-        let read = |what, bytes| HostAccess { of, ..self.read(what, bytes) };
-        let (landed, place) = (self.sizing.landing(layout.landed), self.landing(layout.landed));
-        let rows = Bytes::new(me, WindowId::POOL, extent.start, u64::from(landed.rows) * landed.row_bytes);
-        let notes = Bytes::new(me, WindowId::POOL, extent.start + place.notes_at(), landed.notes * 4);
-        let notes = noted.then(|| read("landed notes", notes));
-        [read("landed rows", rows)].into_iter().chain(notes).collect()
+    ) -> HostAccess {
+        let bytes_of_rows = u64::from(layout.landed) * self.sizing.row_bytes;
+        let rows = Bytes::new(me, WindowId::POOL, extent.start, bytes_of_rows);
+        HostAccess { of, ..self.read("landed rows", rows) }
+    }
+
+    /// What goes with the rows that landed along the layout of a handle, in a call.
+    pub(super) fn notes_read(
+        &self,
+        me: u32,
+        layout: &DispatchLayout,
+        extent: &Extent,
+        (handle, of): (usize, usize),
+    ) -> HostAccess {
+        let at = self.rows_setting(me, 0, handle).notes_at(extent.start, layout.landed);
+        let notes = Bytes::new(me, WindowId::POOL, at, self.sizing.landing(layout.landed).notes * 4);
+        HostAccess { of, ..self.read("landed notes", notes) }
     }
 
     pub(super) fn chunk_written(

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use super::enqueuer::{Caller, Enqueuer, Header};
 use super::shape::StreamFlag;
 use crate::error::{CallKind, Error};
-use crate::plan::{RowBuffer, Segment};
+use crate::plan::Segment;
 use crate::schedule::WindowId;
 
 impl Enqueuer {
@@ -53,28 +53,32 @@ impl Enqueuer {
     }
 
     /// Where the index and the notes of a dispatch lie on the desk: in the twin, if that is one, beside what lands there.
-    pub fn desk(&self, landing: RowBuffer) -> (u64, u64) {
+    pub fn desk(&self, seat: u32) -> (u64, u64) {
         let base = self.tables.landing[self.common.fixed.lanes.rank as usize];
-        match self.common.fixed.straight() {
-            true => (0, self.common.shape.desk_notes()),
-            false => (base, base + landing.notes_at()),
+        let shape = &self.common.shape;
+        match (self.common.fixed.straight(), shape.budget()) {
+            (true, _) => (0, shape.desk_notes()),
+            (false, Some(landing)) => (base, base + landing.notes_at()),
+            (false, None) => (base, shape.notes(seat).0),
         }
     }
 
-    /// Finds where every visible row has arrived, and writes that to the desk; and what goes with rows of other nodes.
-    pub fn find_arrivals(&mut self, landing: RowBuffer) -> Result<(), Error> {
+    /// Finds where every visible row has arrived, which the seat keeps; and writes to the desk what goes with rows of other
+    /// nodes.
+    pub fn find_arrivals(&mut self, seat: u32) -> Result<(), Error> {
         let common = Arc::clone(&self.common);
-        let (desk_index, desk_notes) = self.desk(landing);
+        let (_, desk_notes) = self.desk(seat);
         let fixed = &common.fixed;
         let (paths, me, control, parity) =
             (fixed.paths(), fixed.lanes.rank, &fixed.control, self.calls.parity());
         let (bins, own) = (&fixed.bins, fixed.bins.of(me));
-        let Enqueuer { arrivals, numbers, scratch, .. } = self;
+        let Enqueuer { arrivals, numbers, scratch, kept, .. } = self;
+        let kept = &mut kept[seat as usize];
         let (counts, sizes) = (&numbers.counts, &numbers.sizes);
         let (landed, Header { segments, listed, weights, pads, counted }) =
             (&mut scratch.landed, &mut scratch.header);
         landed.clear();
-        arrivals.begin(bins, me, landing.rows);
+        arrivals.begin(bins, me, common.shape.landing(kept.layout.landed).rows);
         counted.resize(own.len(), 0);
         for source in 0..paths.ranks() {
             if paths.same_node(source) {
@@ -120,6 +124,7 @@ impl Enqueuer {
                 landed.push((to_row, count + pad));
             }
         }
-        Ok(fixed.port.write(WindowId::HOST_STAGING, desk_index, &arrivals.index)?)
+        kept.index.clone_from(&arrivals.index);
+        Ok(())
     }
 }

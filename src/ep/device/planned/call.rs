@@ -106,14 +106,18 @@ impl<'p> DeviceCall<'p> {
     fn relay(&mut self, step: impl FnOnce(&mut RelayCall<'_, '_>) -> Result<(), Error>) -> Result<(), Error> {
         let Enqueuer { relay, engine, kept, calls, numbers, .. } = &mut *self.enqueuer;
         let Some(relay) = relay else { return Ok(()) };
-        let kind = self.tag.kind;
+        let (kind, kept) = (self.tag.kind, &mut kept[self.seat as usize]);
         let task = self.task.get_or_insert_with(|| {
-            let forward = std::mem::take(&mut kept[self.seat as usize].forward);
+            let forward = std::mem::take(&mut kept.forward);
             let parts = ReturnParts { rows: !kind.places(), weights: false };
             RelayTask { parts, ..RelayTask::new(*calls, kind, forward) }
         });
+        let judged = match kind.places() {
+            true => (&numbers.counts, &numbers.sizes),
+            false => (&kept.numbers.0, &kept.numbers.1),
+        };
         let run = &mut |items: &[_], operands: &Operands<'_>| engine.run(items, operands, None);
-        step(&mut RelayCall { relay, programs: self.programs, task, judged: Some(numbers), run })
+        step(&mut RelayCall { relay, programs: self.programs, task, judged: Some(judged), run })
     }
 }
 
@@ -143,6 +147,8 @@ impl Executor for DeviceCall<'_> {
             Work::Sort => self.sort(),
             Work::Publish => self.publish()?,
             Work::Announce => self.announce(),
+            Work::Take => self.take()?,
+            Work::Landings => self.landings()?,
             Work::Judge => {
                 let Enqueuer { common, calls, numbers, .. } = &mut *self.enqueuer;
                 common.fixed.agreement(*calls, self.tag.kind).judge(numbers)?;

@@ -1,4 +1,4 @@
-//! A combine, as the enqueuer serves it.
+//! A return, as the enqueuer serves it: a combine, the gradient of a dispatch, or the return of weight gradients.
 //!
 //! ```text
 //!   caller's stream    experts write | bell |        wait                                  | sum | ...
@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Copy engines cannot add. So each rank pulls the rows of its own tokens home, run by run, to where they lay packed when
-//! they went out; then its stream adds them up, a token's rows in ascending order of experts.
+//! they went out; then its stream adds them up, in the order of the instance. Weight gradients return as rows of four bytes.
 
 use std::sync::Arc;
 
@@ -22,19 +22,20 @@ use crate::schedule::call::CallMachine;
 use crate::schedule::{Refusal, Tag};
 
 impl Enqueuer {
-    /// Serves a combine of a seat; outputs lie at `steps` steps in this rank's memory.
+    /// Serves a return of this kind for a seat; outputs lie at `steps` steps in this rank's memory.
     ///
     /// # Errors
     /// Those that end the world. A refusal is told, and returned.
-    pub fn combine(
+    pub fn ret(
         &mut self,
         mut machine: CallMachine,
-        seat: u32,
-        steps: u32,
+        (kind, seat): (CallKind, u32),
+        (steps, options): (u32, u32),
     ) -> Result<Option<Error>, Error> {
         let (programs, number) = (Arc::clone(&self.programs), self.kept[seat as usize].number);
         let reached = matches!(self.caller, Caller::Words);
-        let mut call = DeviceCall { reached, ..DeviceCall::new(self, &programs, CallKind::Combine, seat) };
+        let mut call = DeviceCall { reached, ..DeviceCall::new(self, &programs, kind, seat) };
+        call.tag.options |= options;
         call.base = u64::from(steps) * MemoryShape::STEP;
         call.refused = match (steps, number) {
             (REFUSED, _) => Some(PlanError::RefusedHere.into()),
@@ -68,7 +69,7 @@ impl DeviceCall<'_> {
         if self.tag.refusal == Refusal::None {
             let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
             let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging(self.seat).0);
-            let setting = common.fixed.agreement(*calls, CallKind::Combine).setting;
+            let setting = common.fixed.agreement(*calls, self.tag.kind).setting;
             tables.stage_rows(&setting, layout, home);
             tables.offer(&common.fixed.paths(), self.tag, self.base);
         }
@@ -77,7 +78,7 @@ impl DeviceCall<'_> {
     /// Reads where the outputs of this node's ranks lie.
     pub fn bases(&mut self) -> Result<(), MemoryError> {
         let Enqueuer { common, calls, tables, .. } = &mut *self.enqueuer;
-        let agreement = common.fixed.agreement(*calls, CallKind::Combine);
+        let agreement = common.fixed.agreement(*calls, self.tag.kind);
         tables.bases[common.fixed.lanes.rank as usize] = self.base;
         for peer in common.fixed.paths().local_peers() {
             tables.bases[peer as usize] = agreement.tag_of(peer)?.base;
@@ -89,6 +90,6 @@ impl DeviceCall<'_> {
     pub fn fill_pull(&mut self) {
         let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
         let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging(self.seat).0);
-        tables.pull(&common.fixed.agreement(*calls, CallKind::Combine).setting, layout, home);
+        tables.pull(&common.fixed.agreement(*calls, self.tag.kind).setting, layout, home);
     }
 }

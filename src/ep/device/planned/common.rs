@@ -7,10 +7,12 @@ use super::seat::DispatchContext;
 use super::shape::{ByteRange, MemoryShape, StreamFlag};
 use super::space::{DevicePool, Extent, Progress};
 use crate::bootstrap::interrupted;
-use crate::device::{DeviceRange, Kernels, PermuteArgs, PinnedMemory, Stream, Word};
+use crate::device::{ByteSpan, DeviceRange, Kernels, PermuteArgs, PinnedMemory, Stream, Word};
 use crate::ep::CallExecutor;
 use crate::ep::fixed::EpState;
-use crate::error::{DeviceError, Error, PlanError};
+use crate::error::{CallKind, DeviceError, Error, PlanError};
+use crate::plan::DispatchLayout;
+use crate::schedule::{Calls, FillContext};
 use crate::world::{NoGpuDirect, Registration};
 
 /// Both know this of an exchange.
@@ -58,6 +60,11 @@ impl Common {
         self.memory.part(offset, len)
     }
 
+    /// The same, for one call of the driver.
+    pub fn span(&self, (offset, len): ByteRange) -> Result<ByteSpan<'_>, DeviceError> {
+        self.memory.span(offset, len)
+    }
+
     /// A piece of the host's memory, as the device sees it.
     pub fn host_piece(&self, (offset, len): ByteRange) -> Result<DeviceRange, DeviceError> {
         self.host.range().part(offset, len)
@@ -89,6 +96,25 @@ impl Common {
                 status: self.word(seat, StreamFlag::Status)?,
             },
         )?)
+    }
+
+    /// What is the same for all operands by which rows go out in a call of this kind for a seat.
+    pub fn rows_setting(&self, calls: Calls, (kind, seat): (CallKind, u32)) -> FillContext<'_> {
+        let notes = self.fixed.enqueues.then(|| self.shape.notes(seat).0);
+        FillContext { notes, ..self.fixed.agreement(calls, kind).setting }
+    }
+
+    /// Gives back what of an extent this layout does not need. What is staged behind the rows is this rank's as long as the
+    /// extent that is returned.
+    pub fn trim(&self, extent: &mut Extent, layout: &DispatchLayout) -> Option<Extent> {
+        let (chunk, staged) = (self.shape.landing(layout.landed), u64::from(layout.staged));
+        let (kept, used) = match (self.shape.arrives(), self.fixed.straight()) {
+            (true, true) => (chunk.arrivals().1, chunk.staging() + staged * self.shape.row_bytes()),
+            (true, false) => (chunk.arrivals().1, 0),
+            (false, _) => (chunk.bytes(), 0),
+        };
+        extent.trim(kept.max(used));
+        (used > kept).then(|| extent.split(kept))
     }
 
     /// Exact sizes: the stream leaves this mark when it has come to the call that runs.

@@ -7,13 +7,13 @@
 //! ```
 //!
 //! Rows lie packed as [`Sorted`](crate::plan::Sorted) numbers entries: by bin, then token. So what goes from here to one
-//! expert is one run, and moves as one copy to its final place.
+//! expert is one run, and moves as one copy to its final place. A layout that is prepared is a dispatch of rows without bytes.
 
 use std::sync::Arc;
 
 use super::REFUSED;
 use super::call::DeviceCall;
-use super::enqueuer::{Caller, CallerStream, Enqueuer};
+use super::enqueuer::{Caller, CallerStream, Enqueuer, Kept, Scratch};
 use super::shape::StreamFlag;
 use super::space::Extent;
 use crate::device::DeviceRange;
@@ -28,27 +28,26 @@ use crate::schedule::{Tag, WindowId};
 /// Where this rank lets others write.
 #[derive(Debug)]
 pub(super) struct Landing {
-    base: u64,
-    len: u64,
+    pub base: u64,
+    pub len: u64,
     /// Memory of the pool; none where it is fixed.
-    extent: Option<Extent>,
+    pub extent: Option<Extent>,
 }
 
 impl Enqueuer {
-    /// Serves the dispatch of a seat.
+    /// Serves the dispatch of a seat, or the layout of one.
     ///
     /// # Errors
     /// Those that end the world. What is refused is told.
     pub fn dispatch(
         &mut self,
         mut machine: CallMachine,
-        seat: u32,
+        (kind, seat): (CallKind, u32),
         (tokens, x): (u32, Option<DeviceRange>),
     ) -> Result<(), Error> {
         let programs = Arc::clone(&self.programs);
         let reached = matches!(self.caller, Caller::Words);
-        let mut call =
-            DeviceCall { x, reached, ..DeviceCall::new(self, &programs, CallKind::Dispatch, seat) };
+        let mut call = DeviceCall { x, reached, ..DeviceCall::new(self, &programs, kind, seat) };
         call.tokens = tokens;
         let refusal = call.drive(&mut machine, Until::End)?;
         let staging = call.staging.take();
@@ -89,7 +88,7 @@ impl DeviceCall<'_> {
     fn await_packed(&mut self, placed: bool) -> Result<(), Error> {
         let (seat, enqueuer) = (self.seat, &mut *self.enqueuer);
         // Of a call that is refused the caller's thread packs nothing.
-        let packs = matches!(enqueuer.caller, Caller::Words) || self.x.is_some() && placed;
+        let packs = matches!(enqueuer.caller, Caller::Words) || placed;
         if enqueuer.common.shape.arrives() && packs {
             enqueuer.list(seat, self.tokens, placed)?;
         }
@@ -118,42 +117,52 @@ impl DeviceCall<'_> {
     }
 
     pub fn announce(&mut self) {
-        let landing = self.refused.is_none().then(|| self.enqueuer.announce(self.seat));
+        let landing = self.refused.is_none().then(|| self.enqueuer.announce(self.tag.kind, self.seat));
         let (base, handle) = landing.as_ref().map_or((0, 0), |landing| (landing.base, landing.len));
         self.landing = landing;
         self.say(Tag { base, handle, ..self.tag });
     }
 
-    /// Tells the caller where rows land, and fills the operands by which they do.
+    /// Tells the caller where rows land, if that is new, and fills the operands by which they do.
     pub fn fill_rows(&mut self) -> Result<(), Error> {
-        let seat = self.seat;
-        self.enqueuer.kept[seat as usize].number = self.enqueuer.calls.number();
-        self.await_packed(true)?;
-        self.staging = self.landing.take().and_then(|landing| self.enqueuer.tell_placement(seat, landing));
-        self.enqueuer.send_tables(seat, self.tokens, true)?;
-        let Enqueuer { common, calls, tables, kept, arrivals, .. } = &mut *self.enqueuer;
-        let (setting, shape) = (common.fixed.agreement(*calls, CallKind::Dispatch).setting, &common.shape);
-        let layout = &kept[seat as usize].layout;
-        tables.rows(&setting, layout, true);
+        let (seat, noted) = (self.seat, self.tag.kind.places());
+        if noted {
+            self.enqueuer.kept[seat as usize].number = self.enqueuer.calls.number();
+            self.await_packed(true)?;
+            self.staging =
+                self.landing.take().and_then(|landing| self.enqueuer.tell_placement(seat, landing));
+            self.enqueuer.send_tables(seat, self.tokens, true)?;
+        }
+        let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
+        let (setting, shape) = (common.rows_setting(*calls, (self.tag.kind, seat)), &common.shape);
+        let Kept { layout, first_run, .. } = &kept[seat as usize];
+        tables.rows(&setting, layout, noted);
         if shape.arrives() {
-            tables.to_arrivals(&setting, layout, arrivals.first_run, |rows| shape.landing(rows));
+            tables.to_arrivals(&setting, layout, *first_run, |rows| shape.landing(rows));
         }
         Ok(())
     }
 
     /// Fills the operands by which what crossed is brought in.
     pub fn fill_bring_in(&mut self) -> Result<(), Error> {
-        let (seat, enqueuer) = (self.seat as usize, &mut *self.enqueuer);
-        let landing = enqueuer.common.shape.landing(enqueuer.kept[seat].layout.landed);
-        if enqueuer.common.shape.arrives() {
-            enqueuer.find_arrivals(landing)?;
+        let (kind, seat, enqueuer) = (self.tag.kind, self.seat, &mut *self.enqueuer);
+        let arrives = enqueuer.common.shape.arrives();
+        enqueuer.scratch.landed.clear();
+        if arrives && kind.places() {
+            enqueuer.find_arrivals(seat)?;
         }
-        let desk = enqueuer.desk(landing);
-        let Enqueuer { common, calls, tables, scratch, .. } = enqueuer;
-        let setting = common.fixed.agreement(*calls, CallKind::Dispatch).setting;
+        let desk = enqueuer.desk(seat);
+        let Enqueuer { common, calls, tables, scratch, kept, .. } = enqueuer;
+        let (setting, kept) = (common.rows_setting(*calls, (kind, seat)), &kept[seat as usize]);
+        let rows = kept.layout.landed;
         match &self.task {
-            _ if common.shape.arrives() => tables.bring_notes_in(&setting, &scratch.landed, landing, desk),
-            Some(task) => tables.bring_in(&setting, &task.forward, landing, true),
+            _ if arrives => {
+                if setting.sizing.row_bytes > 0 {
+                    common.fixed.port.write(WindowId::HOST_STAGING, desk.0, &kept.index)?;
+                }
+                tables.bring_notes_in(&setting, &scratch.landed, rows, desk);
+            }
+            Some(task) => tables.bring_in(&setting, &task.forward, rows, kind.places()),
             None => {}
         }
         Ok(())
@@ -208,10 +217,13 @@ impl Enqueuer {
         Ok(common.host.write_words(notes as usize, &self.sorted.notes)?)
     }
 
-    fn announce(&self, seat: u32) -> Landing {
+    fn announce(&self, kind: CallKind, seat: u32) -> Landing {
         let common = &self.common;
-        if common.shape.budget().is_some() {
-            let (base, len) = common.shape.rows(seat);
+        if common.shape.budget().is_some() || kind == CallKind::Prepare {
+            let (base, len) = match kind {
+                CallKind::Prepare => common.shape.notes(seat),
+                _ => common.shape.rows(seat),
+            };
             return Landing { base, len, extent: None };
         }
         let extent = common.space.announce(common.fixed.most_bytes(CallKind::Dispatch, &self.numbers.sizes));
@@ -236,11 +248,14 @@ impl Enqueuer {
             self.rewrite_notes(seat)?;
         }
         let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
-        let layout = &mut self.kept[seat as usize].layout;
+        let Kept { layout, first_run, numbers, .. } = &mut self.kept[seat as usize];
         layout.fill(&frame, (&self.sorted, &self.crossing), top_k, counts, sizes);
         if fixed.arrives() {
             self.arrivals.add_runs(&frame, &self.sorted, layout, (counts, sizes));
             self.scratch.starts.clone_from(&self.arrivals.starts);
+            *first_run = self.arrivals.first_run;
+            numbers.0.clone_from(counts);
+            numbers.1.clone_from(sizes);
         } else {
             layout.pack(&self.sorted, &self.scratch.starts);
             // Relays bring home rows one behind the other, without those that were dropped.
@@ -259,17 +274,8 @@ impl Enqueuer {
     fn tell_placement(&mut self, seat: u32, landing: Landing) -> Option<Extent> {
         let common = Arc::clone(&self.common);
         let (layout, number) = (&self.kept[seat as usize].layout, self.calls.number());
-        let (chunk, staged) = (common.shape.landing(layout.landed), u64::from(layout.staged));
-        let (kept, used) = match (common.shape.arrives(), common.fixed.straight()) {
-            (true, true) => (chunk.arrivals().1, chunk.staging() + staged * common.shape.row_bytes()),
-            (true, false) => (chunk.arrivals().1, 0),
-            (false, _) => (chunk.bytes(), 0),
-        };
-        let (mut extent, mut staging) = (landing.extent, None);
-        if let Some(extent) = &mut extent {
-            extent.trim(kept.max(used));
-            staging = (used > kept).then(|| extent.split(kept));
-        }
+        let mut extent = landing.extent;
+        let staging = extent.as_mut().and_then(|extent| common.trim(extent, layout));
         common.seats[seat as usize].tell(|told| {
             let placement = &mut told.placement;
             (placement.number, placement.rows) = (number, layout.landed);
@@ -289,23 +295,37 @@ impl Enqueuer {
         let common = Arc::clone(&self.common);
         let (fixed, shape) = (&common.fixed, &common.shape);
         let (top_k, layout) = (fixed.spec.top_k, &self.kept[seat as usize].layout);
-        let (summands, counts) = (&mut self.scratch.summands, &mut self.scratch.counts);
+        let Scratch { places, sums, counts, starts, .. } = &mut self.scratch;
         counts.clear();
         if placed {
-            self.sorted.summands(&fixed.bins, top_k, &self.scratch.starts, summands);
+            self.sorted.places(&fixed.bins, top_k, starts, [places, sums]);
             counts.extend_from_slice(&layout.rows_per_bin);
             counts.extend_from_slice(&layout.padded_per_bin);
         } else {
-            summands.clear();
             let tokens = if tokens == REFUSED { 0 } else { tokens };
-            summands.resize(tokens.min(fixed.spec.max_tokens) as usize * top_k as usize, -1);
+            let choices = tokens.min(fixed.spec.max_tokens) as usize * top_k as usize;
+            for words in [&mut *places, sums] {
+                words.clear();
+                words.resize(choices, -1);
+            }
             counts.resize(2 * fixed.bins.of(fixed.lanes.rank).len(), 0);
         }
-        let [summands, counts] = [bytemuck::cast_slice(summands), bytemuck::cast_slice::<i64, u32>(counts)];
-        let lens = [summands, counts].map(|words: &[u32]| words.len() as u64 * 4);
-        common.host.write_words(shape.host_summands(seat).0 as usize, summands)?;
-        common.host.write_words(shape.host_counts(seat).0 as usize, counts)?;
-        self.send(shape.host_summands(seat), shape.summands(seat), lens[0])?;
-        self.send(shape.host_counts(seat), shape.counts(seat), lens[1])
+        let choices = places.len() as u64 * 4;
+        let counted: &[u32] = bytemuck::cast_slice(counts);
+        let len = counted.len() as u64 * 4;
+        let [places, sums]: [&[u32]; 2] = [bytemuck::cast_slice(places), bytemuck::cast_slice(sums)];
+        for (words, (at, _)) in [
+            (places, shape.host_places(seat)),
+            (sums, shape.host_sums(seat)),
+            (counted, shape.host_counts(seat)),
+        ] {
+            common.host.write_words(at as usize, words)?;
+        }
+        self.send(shape.host_places(seat), shape.places(seat), choices)?;
+        self.send(shape.host_sums(seat), shape.sums(seat), choices)?;
+        if fixed.spec.weighted {
+            self.send(shape.host_weights(seat), shape.weights(seat), choices)?;
+        }
+        self.send(shape.host_counts(seat), shape.counts(seat), len)
     }
 }

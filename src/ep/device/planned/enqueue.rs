@@ -5,11 +5,14 @@ use std::sync::Arc;
 use super::REFUSED;
 use super::common::Common;
 use super::exchange::{Driver, PlannedExchange};
+use super::handle::{PlannedOutput, PlannedRows};
 use super::shape::StreamFlag;
-use crate::device::{Context, DeviceRange, Kernels, MemOpBatch, PermuteArgs, SortArgs, Stream, SumChoices};
-use crate::dtype::PartialDtype;
-use crate::ep::tensor::Tokens;
-use crate::error::{DeviceError, Error};
+use crate::device::{
+    Context, DeviceRange, DotScale, FetchWeights, Kernels, MemOpBatch, PermuteArgs, SortArgs, Stream,
+    SumChoices,
+};
+use crate::ep::tensor::Chosen;
+use crate::error::{CallKind, DeviceError, Error};
 
 /// What a stream does at the bells of each seat: the same in every call, so it is listed once.
 pub(super) struct Lists {
@@ -95,30 +98,36 @@ impl Common {
 }
 
 impl PlannedExchange {
-    /// That tokens go, or, without any, that the call is refused; and that rows come.
-    pub(super) fn enqueue_dispatch(&mut self, seat: u32, tokens: Option<Tokens<'_>>) -> Result<(), Error> {
+    /// That choices go, with their tokens or before those, or, without any, that the call is refused; and that rows come.
+    pub(super) fn enqueue_dispatch(
+        &mut self,
+        seat: u32,
+        brought: Option<(Chosen<'_>, Option<&DeviceRange>)>,
+    ) -> Result<(), Error> {
         let (common, stream) = (&*self.common, &*self.stream);
         let (shape, spec) = (&common.shape, &common.fixed.spec);
-        if let Some(Tokens { count, experts, weights, .. }) = tokens {
-            let choices = u64::from(count) * u64::from(spec.top_k) * 4;
+        if let Some((Chosen { tokens, experts, weights }, _)) = brought {
+            let choices = u64::from(tokens) * u64::from(spec.top_k) * 4;
             for (from, to) in [(experts, shape.host_experts(seat)), (weights, shape.host_weights(seat))] {
                 stream.copy(common.host.range().span(to.0, choices)?, from.span(0, choices)?)?;
             }
         }
         stream.write(
             common.word(seat, StreamFlag::Dispatch)?,
-            tokens.map_or(REFUSED, |tokens| tokens.count) + 1,
+            brought.map_or(REFUSED, |(chosen, _)| chosen.tokens) + 1,
         )?;
         if let (Driver::Planner { lists, .. }, true) = (&mut self.driver, shape.arrives()) {
             stream.operate(&mut lists.listed[seat as usize])?;
         }
-        let packs = tokens.filter(|tokens| tokens.count > 0);
-        if let (Some(Tokens { count, x, experts, .. }), false) = (packs, self.packs_when_placed()) {
+        let packs = brought.filter(|(chosen, _)| chosen.tokens > 0);
+        if let (Some((Chosen { tokens, experts, .. }, x)), false) = (packs, self.packs_when_placed()) {
             // Where engines relay, the planner has said the order.
             if !shape.arrives() {
-                common.order(stream, &self.kernels, seat, (count, experts))?;
+                common.order(stream, &self.kernels, seat, (tokens, experts))?;
             }
-            common.pack(stream, &self.kernels, seat, (count, x))?;
+            if let Some(x) = x {
+                common.pack(stream, &self.kernels, seat, (tokens, x))?;
+            }
         }
         let Driver::Planner { lists, .. } = &mut self.driver else { return Ok(()) };
         stream.operate(&mut lists.packed[seat as usize])?;
@@ -135,19 +144,19 @@ impl PlannedExchange {
         self.common.shape.arrives() && matches!(self.driver, Driver::Caller(_))
     }
 
-    /// That outputs may be read, which lie so many `steps` into this rank's memory. On one node the caller's thread runs ahead:
-    /// nobody hears of it but the streams of its peers.
-    pub(super) fn enqueue_offer(&self, seat: u32, steps: u32) -> Result<(), Error> {
+    /// That the stream has come to a call along a known layout. In a return, outputs may be read, which lie so many `steps`
+    /// into this rank's memory. On one node the caller's thread runs ahead: nobody hears of it but the streams of its peers.
+    pub(super) fn enqueue_reached(&self, seat: u32, steps: u32) -> Result<(), Error> {
         if matches!(self.driver, Driver::Caller(_)) && !self.common.fixed.paths().rails() {
             return Ok(());
         }
         Ok(self.stream.write(self.common.word(seat, StreamFlag::Combine)?, steps + 1)?)
     }
 
-    /// That rows come back, and their sums go to `out`.
-    pub(super) fn enqueue_sum(
+    /// That what returned goes to `out`: sums of rows, or weight gradients.
+    pub(super) fn enqueue_returned(
         &mut self,
-        seat: u32,
+        (kind, seat): (CallKind, u32),
         tokens: u32,
         out: Option<&DeviceRange>,
     ) -> Result<(), Error> {
@@ -156,28 +165,55 @@ impl PlannedExchange {
         if let Driver::Planner { lists, .. } = &mut self.driver {
             stream.operate(&mut lists.offered[seat as usize])?;
         }
-        if let Some(out) = out.filter(|_| tokens > 0) {
-            let (rows, summands) = (common.piece(shape.staging(seat))?, common.piece(shape.summands(seat))?);
-            self.kernels.sum_choices(
-                stream,
-                &SumChoices {
-                    tokens,
-                    top_k: spec.top_k,
-                    columns: spec.hidden as u32,
-                    dtype: spec.dtype,
-                    wire: PartialDtype::F32,
-                    n_rows: shape.entries() as u32,
-                    rows: rows.span(0, rows.len())?,
-                    index: summands.span(0, summands.len())?,
-                    n_experts: spec.map.experts(),
-                    experts: None,
-                    weights: None,
-                    group_of: None,
-                    status: common.word(seat, StreamFlag::Status)?,
-                    out: out.span(0, out.len())?,
-                },
-            )?;
+        let Some(out) = out.filter(|_| tokens > 0) else { return Ok(()) };
+        let (rows, index) = (common.span(shape.staging(seat))?, common.span(shape.places(seat))?);
+        let (n_rows, top_k) = (shape.entries() as u32, spec.top_k);
+        let (status, out) = (common.word(seat, StreamFlag::Status)?, out.span(0, out.len())?);
+        if kind == CallKind::ReturnWeights {
+            let fetch = FetchWeights { choices: tokens * top_k, n_rows, from: rows, index, status, out };
+            return Ok(self.kernels.fetch_weights(stream, &fetch)?);
         }
-        Ok(())
+        let weights = common.span(shape.weights(seat))?;
+        let groups = common.span(shape.groups())?;
+        Ok(self.kernels.sum_choices(
+            stream,
+            &SumChoices {
+                tokens,
+                top_k,
+                columns: spec.hidden as u32,
+                dtype: spec.dtype,
+                wire: spec.wire,
+                n_rows,
+                rows,
+                index,
+                n_experts: common.fixed.bins.count(),
+                experts: Some(common.span(shape.sums(seat))?),
+                weights: (spec.weighted && kind == CallKind::Combine).then_some(weights),
+                group_of: spec.order.has_partials().then_some(groups),
+                status,
+                out,
+            },
+        )?)
+    }
+
+    /// That gradients of a weighted combine are multiplied with the weights of their rows, after `<y, g>` was taken of each.
+    pub(super) fn enqueue_products(&self, y: &PlannedOutput, gradients: &PlannedRows) -> Result<(), Error> {
+        let (spec, rows) = (&self.common.fixed.spec, gradients.len());
+        if rows == 0 {
+            return Ok(());
+        }
+        let (g, weights, products) = (gradients.rows()?, gradients.weights()?, y.weights()?);
+        Ok(self.kernels.dot_scale(
+            &self.stream,
+            &DotScale {
+                rows,
+                columns: spec.hidden as u32,
+                dtype: spec.dtype,
+                y: y.rows().span(0, y.rows().len())?,
+                gradients: g.span(0, g.len())?,
+                weights: weights.span(0, weights.len())?,
+                products: products.span(0, products.len())?,
+            },
+        )?)
     }
 }

@@ -19,9 +19,11 @@ use crate::device::{DeviceRange, Event, Kernels, Stream};
 use crate::ep::Status;
 use crate::ep::agreement::GroupCounts;
 use crate::ep::relay::Relay;
-use crate::error::{CallKind, Error};
+use crate::error::{CallKind, DeviceError, Error};
 use crate::exec::{CopyEngineStepper, Until};
-use crate::plan::{DispatchLayout, InterNodeRows, RelayPermutation, RelayPlan, Segment, SortedRouting};
+use crate::plan::{
+    Counts, DispatchLayout, InterNodeRows, ReceiveSizes, RelayPermutation, RelayPlan, Segment, SortedRouting,
+};
 use crate::schedule::call::{CallMachine, RankPrograms};
 use crate::schedule::{CallerTables, Calls};
 
@@ -53,6 +55,11 @@ pub(super) struct Kept {
     pub layout: DispatchLayout,
     /// What this rank's relay knows of it.
     pub forward: Arc<RelayPlan>,
+    /// Where engines relay: what all ranks count, the layout's first run to arrivals, and the arrival
+    /// of each visible row.
+    pub numbers: (Counts, ReceiveSizes),
+    pub first_run: u32,
+    pub index: Vec<i32>,
     /// The number of the dispatch that made it; 0 if there is none that landed.
     pub number: u64,
     /// How that dispatch ended.
@@ -87,7 +94,9 @@ pub(super) struct Scratch {
     pub starts: Vec<u32>,
     /// What goes with each packed row.
     pub notes: Vec<u32>,
-    pub summands: Vec<i32>,
+    /// Per choice: its packed row, and the place of its bin in the order of the sum.
+    pub places: Vec<i32>,
+    pub sums: Vec<i32>,
     pub counts: Vec<i64>,
     /// Rows that came from other nodes: first row, and how many.
     pub landed: Vec<(u32, u32)>,
@@ -135,7 +144,7 @@ impl Enqueuer {
         let mut machine = self.enter()?;
         if let Caller::Events(CallerStream { stream, reached, .. }) = &self.caller {
             reached.record(stream)?;
-            // What comes back lies where sums before may still be reading.
+            // What comes back lies where sums before may still be reading; what goes out is packed.
             if !kind.places() {
                 self.engine.follow(reached)?;
                 self.common.started(self.engine.awaited().0);
@@ -145,6 +154,15 @@ impl Enqueuer {
         let programs = Arc::clone(&self.programs);
         DeviceCall::new(self, &programs, kind, seat).drive(&mut machine, Until::Half)?;
         Ok(machine)
+    }
+
+    /// Goes on with another stream of the caller's, behind the one before.
+    pub fn follow(&mut self, next: &Arc<Stream>) -> Result<(), DeviceError> {
+        if let Caller::Events(CallerStream { stream, done, .. }) = &mut self.caller {
+            next.join(stream, done)?;
+            *stream = Arc::clone(next);
+        }
+        Ok(())
     }
 
     /// Waits until the caller's stream has rung. A planner has heard it before.

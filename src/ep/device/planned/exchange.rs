@@ -10,13 +10,12 @@ use super::common::Common;
 use super::enqueue::Lists;
 use super::enqueuer::Enqueuer;
 use super::handle::{Lease, PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows};
-use super::shape::MemoryShape;
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::ep::buffers::OutputAt;
 use crate::ep::builder::Spec;
 use crate::ep::device::guard::WaitBreaker;
 use crate::ep::device::passage::RowTransport;
-use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
+use crate::ep::tensor::{Chosen, Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
 use crate::ep::{CallExecutor, Choices, CombineInput, ExpertOutput, Feature, LaneUse};
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::schedule::call::CallMachine;
@@ -35,7 +34,7 @@ pub(in crate::ep) struct PlannedExchange {
     /// All dispatches.
     dispatches: u64,
     lanes: Arc<[LaneUse]>,
-    /// A combine between its halves, by the caller's thread.
+    /// A return between its halves, by the caller's thread.
     returning: Option<Returning>,
     _guards: Vec<WaitBreaker>,
     /// Other nodes write to it as long as this lives.
@@ -51,11 +50,30 @@ pub(super) enum Driver {
     Planner { thread: Option<JoinHandle<()>>, lists: Lists },
 }
 
-/// A combine that was started.
+/// A return that was started.
 struct Returning {
     machine: CallMachine,
-    seat: u32,
+    what: Return,
     steps: u32,
+    /// The output, if something needs it behind this call.
+    kept: Option<PlannedOutput>,
+}
+
+/// A kind of return.
+#[derive(Clone, Copy)]
+pub(super) struct Return {
+    pub kind: CallKind,
+    /// All ranks must choose alike.
+    pub options: u32,
+    /// The output is needed behind the call.
+    pub keeps: bool,
+}
+
+impl Return {
+    /// One after which outputs are given back.
+    pub fn of(kind: CallKind) -> Self {
+        Return { kind, options: 0, keeps: false }
+    }
 }
 
 /// How long streams of a dead world are waited for when the exchange goes.
@@ -98,6 +116,25 @@ impl PlannedExchange {
         &self.stream
     }
 
+    /// Exact sizes: enqueues the next calls on another stream of the device, behind all that the one before has been given.
+    /// Calls then go on as if on one stream: what shares memory with them stays in order.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream).
+    pub fn set_stream(&mut self, stream: &Arc<Stream>) -> Result<(), Error> {
+        let executor = self.executor();
+        Feature::Streams.require(executor)?;
+        stream.require_context(self.stream.context())?;
+        let Driver::Caller(enqueuer) = &mut self.driver else { return Ok(()) };
+        // An event of a stream that is captured would not be one of this stream's.
+        if stream.is_capturing()? || self.stream.is_capturing()? {
+            return Ok(Feature::Capture.require(executor)?);
+        }
+        enqueuer.follow(stream)?;
+        self.stream = Arc::clone(stream);
+        Ok(())
+    }
+
     /// What carries its calls out.
     pub fn executor(&self) -> CallExecutor {
         self.common.executor
@@ -130,7 +167,19 @@ impl PlannedExchange {
     /// ranks wait. [`DeviceError`](crate::error::DeviceError) ends the world. Bad input is reported by
     /// [`PlannedDispatch::finish`], on all ranks.
     pub fn start_dispatch(&mut self, x: Tensor<'_>, choices: Choices<'_>) -> Result<PlannedDispatch, Error> {
-        self.begin_dispatch(Tokens::check(&self.common.fixed.spec, x, choices))
+        let tokens = Tokens::check(&self.common.fixed.spec, x, choices);
+        self.begin_placing(CallKind::Dispatch, tokens.map(|tokens| (tokens.chosen(), Some(tokens.x))))
+    }
+
+    /// The layout of a dispatch, whose tokens come later.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::prepare`](crate::ExpertParallel::prepare).
+    pub fn prepare(&mut self, choices: Choices<'_>) -> Result<PlannedHandle, Error> {
+        let chosen = Chosen::check(&self.common.fixed.spec, choices);
+        let mut started = self.begin_placing(CallKind::Prepare, chosen.map(|chosen| (chosen, None)))?;
+        self.serve(&mut started)?;
+        started.prepared()
     }
 
     /// Waits until all ranks have said how many rows they have: not for the rows. Work on them can be enqueued then.
@@ -139,16 +188,22 @@ impl PlannedExchange {
     /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch).
     pub fn finish_dispatch(
         &mut self,
-        started: PlannedDispatch,
+        mut started: PlannedDispatch,
     ) -> Result<(PlannedRows, PlannedHandle), Error> {
+        self.serve(&mut started)?;
+        started.finish()
+    }
+
+    /// Second half of a call that places rows, if the caller's thread drives it.
+    fn serve(&mut self, started: &mut PlannedDispatch) -> Result<(), Error> {
         let (common, lease) = (&self.common, &started.lease);
         if let (Driver::Caller(enqueuer), Some(machine)) = (&mut self.driver, started.machine) {
             let tokens = if started.refused.is_some() { REFUSED } else { lease.tokens };
-            let served = enqueuer.dispatch(machine, lease.seat, (tokens, started.x.clone()));
+            let served = enqueuer.dispatch(machine, (started.kind, lease.seat), (tokens, started.x.take()));
             served.map_err(|error| common.fixed.fail(error))?;
             common.served.fetch_add(1, Ordering::Relaxed);
         }
-        started.finish()
+        Ok(())
     }
 
     /// With a budget: goes on without waiting. Of exact sizes this is refused: rows have no place before their number is known.
@@ -168,7 +223,12 @@ impl PlannedExchange {
         Err(PlanError::RefusedHere.into())
     }
 
-    fn begin_dispatch(&mut self, tokens: Result<Tokens<'_>, Error>) -> Result<PlannedDispatch, Error> {
+    /// First half of a call of this kind that places rows, of choices and, if they go along, their tokens.
+    fn begin_placing(
+        &mut self,
+        kind: CallKind,
+        brought: Result<(Chosen<'_>, Option<&DeviceRange>), Error>,
+    ) -> Result<PlannedDispatch, Error> {
         self.common.fixed.shared.hub.health().check()?;
         self.refuse_capture()?;
         let captured = self.stream.is_capturing()?;
@@ -176,9 +236,9 @@ impl PlannedExchange {
         let seats = common.shape.seats();
         let free = (0..seats).find(|&seat| common.seats[seat as usize].take());
         let seat = free.ok_or(CallError::TooManyInFlight { max: seats })?;
-        let (tokens, refused) =
-            tokens.map_or_else(|error| (None, Some(error)), |tokens| (Some(tokens), None));
-        let count = tokens.map_or(0, |tokens| tokens.count);
+        let (brought, refused) =
+            brought.map_or_else(|error| (None, Some(error)), |brought| (Some(brought), None));
+        let count = brought.map_or(0, |(chosen, _)| chosen.tokens);
         let (dispatches, _) = &mut self.calls[seat as usize];
         *dispatches += 1;
         self.dispatches += 1;
@@ -186,19 +246,19 @@ impl PlannedExchange {
         let lanes = Arc::clone(&self.lanes);
         let lease = Arc::new(Lease { common, seat, nth, call, tokens: count, lanes });
         self.begin(seat, captured)?;
-        self.enqueue_dispatch(seat, tokens).map_err(|error| self.common.fixed.fail(error))?;
-        let machine = self.start(CallKind::Dispatch, seat)?;
-        let x = tokens
-            .filter(|tokens| tokens.count > 0 && self.packs_when_placed())
-            .map(|tokens| tokens.x.clone());
+        self.enqueue_dispatch(seat, brought).map_err(|error| self.common.fixed.fail(error))?;
+        let machine = self.start(kind, seat)?;
+        let x = brought
+            .filter(|(chosen, _)| chosen.tokens > 0 && self.packs_when_placed())
+            .and_then(|(_, x)| x.cloned());
         let shape = &self.common.shape;
         let late = shape.arrives() && shape.budget().is_none();
         let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));
-        Ok(PlannedDispatch { lease, refused, regroups, machine, x })
+        Ok(PlannedDispatch { lease, kind, refused, regroups, machine, x })
     }
 
     /// Drives a call to its half, if the caller's thread does.
-    fn start(&mut self, kind: CallKind, seat: u32) -> Result<Option<CallMachine>, Error> {
+    pub(super) fn start(&mut self, kind: CallKind, seat: u32) -> Result<Option<CallMachine>, Error> {
         let Driver::Caller(enqueuer) = &mut self.driver else { return Ok(None) };
         Ok(Some(enqueuer.start(kind, seat).map_err(|error| self.common.fixed.fail(error))?))
     }
@@ -228,26 +288,44 @@ impl PlannedExchange {
         unfit: Option<Error>,
     ) -> Result<Option<Error>, Error> {
         self.refuse_capture()?;
-        let lease = match self.own(handle) {
-            Ok(lease) => lease,
-            Err(foreign) => return Err(self.refuse(CallKind::Combine, None, foreign)),
-        };
+        if let Err(foreign) = self.own(handle) {
+            return Err(self.refuse(CallKind::Combine, None, foreign));
+        }
         let output = Kernels::sum_choices_names(self.common.fixed.spec.dtype)
             .map_err(Error::from)
             .and_then(|_| self.output(y, handle));
+        let what = Return { keeps: self.common.fixed.spec.weighted, ..Return::of(CallKind::Combine) };
+        self.offer(what, handle, output, unfit)
+    }
+
+    /// First half of a return, unless something `unfit` refuses it. Returns why it is refused, if it is.
+    pub(super) fn offer(
+        &mut self,
+        what: Return,
+        handle: &PlannedHandle,
+        output: Result<PlannedOutput, Error>,
+        unfit: Option<Error>,
+    ) -> Result<Option<Error>, Error> {
         let (output, refused) =
             output.map_or_else(|error| (None, Some(error)), |output| (Some(output), None));
-        let refused = refused.or(unfit);
+        let (seat, refused) = (handle.seat(), refused.or(unfit));
         let steps = match &output {
-            Some(output) if refused.is_none() => (output.base / MemoryShape::STEP) as u32,
+            Some(output) if refused.is_none() => output.steps(what.kind),
             _ => REFUSED,
         };
-        let nth = self.offer(&lease, output, steps)?;
-        handle.combines(nth, refused.clone());
+        let captured = self.stream.is_capturing()?;
+        let (_, returns) = &mut self.calls[seat as usize];
+        *returns += 1;
+        let nth = *returns;
+        self.begin(seat, captured)?;
+        // What is not kept is given back as of this call: no earlier one may use it.
+        let kept = output.filter(|_| what.keeps);
+        self.enqueue_return(what, seat, steps, kept)?;
+        handle.returns(nth, what.kind, refused.clone());
         Ok(refused)
     }
 
-    /// Second half: the sums of the rows that came back. `own` is why this rank refused the call.
+    /// Second half of a combine: the sums of the rows that came back. `own` is why this rank refused the call.
     ///
     /// # Errors
     /// `own`, or the refusal of another rank, which the caller's thread hears; a planner's caller asks its handle.
@@ -257,31 +335,50 @@ impl PlannedExchange {
         own: Option<Error>,
         out: Option<&DeviceRange>,
     ) -> Result<(), Error> {
-        let finished = self.finish_return(handle.seat(), handle.tokens(), out);
-        let refused = finished.map_err(|error| self.common.fixed.fail(error))?;
+        if let Some(output) = self.finish_return((handle.seat(), handle.tokens()), own, out)? {
+            handle.keep(output);
+        }
+        Ok(())
+    }
+
+    /// Second half of a return: what came back goes to `out`. `own` is why this rank refused the call. Returns the output, if
+    /// it was to be kept.
+    ///
+    /// # Errors
+    /// As [`PlannedExchange::finish_combine`].
+    pub(super) fn finish_return(
+        &mut self,
+        (seat, tokens): (u32, u32),
+        own: Option<Error>,
+        out: Option<&DeviceRange>,
+    ) -> Result<Option<PlannedOutput>, Error> {
+        let finished = self.serve_return(seat, tokens, out);
+        let (refused, kept) = finished.map_err(|error| self.common.fixed.fail(error))?;
         match (refused, own) {
             (None | Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => Err(own),
-            (refused, _) => refused.map_or(Ok(()), Err),
+            (refused, _) => refused.map_or(Ok(kept), Err),
         }
     }
 
-    fn finish_return(
+    fn serve_return(
         &mut self,
         seat: u32,
         tokens: u32,
         out: Option<&DeviceRange>,
-    ) -> Result<Option<Error>, Error> {
-        let mut refused = None;
+    ) -> Result<(Option<Error>, Option<PlannedOutput>), Error> {
+        let (mut refused, mut kept, mut kind) = (None, None, CallKind::Combine);
         if let (Driver::Caller(enqueuer), Some(call)) = (&mut self.driver, self.returning.take()) {
-            refused = enqueuer.combine(call.machine, call.seat, call.steps)?;
+            let Returning { machine, what, steps, .. } = call;
+            refused = enqueuer.ret(machine, (what.kind, seat), (steps, what.options))?;
+            (kept, kind) = (call.kept, what.kind);
             self.common.served.fetch_add(1, Ordering::Relaxed);
         }
-        self.enqueue_sum(seat, tokens, out)?;
-        Ok(refused)
+        self.enqueue_returned((kind, seat), tokens, out)?;
+        Ok((refused, kept))
     }
 
     /// Calls of exact sizes are not captured: a graph would replay them with the words of this call.
-    fn refuse_capture(&self) -> Result<(), Error> {
+    pub(super) fn refuse_capture(&self) -> Result<(), Error> {
         match self.driver {
             Driver::Caller(_) if self.stream.is_capturing()? => {
                 Ok(Feature::Capture.require(self.executor())?)
@@ -291,7 +388,7 @@ impl PlannedExchange {
     }
 
     /// The output that a caller brings, or one that its rows are copied to.
-    fn output(&self, y: CombineInput<'_>, handle: &PlannedHandle) -> Result<PlannedOutput, Error> {
+    pub(super) fn output(&self, y: CombineInput<'_>, handle: &PlannedHandle) -> Result<PlannedOutput, Error> {
         let tensor = match y {
             CombineInput::Output(ExpertOutput(OutputAt::Planned(output))) => {
                 let (seen, expected) = (output.lease.call, handle.call());
@@ -321,19 +418,27 @@ impl PlannedExchange {
         if let Err(captured) = self.refuse_capture() {
             return captured;
         }
-        let refused = match (call, handle.filter(|handle| handle.instance() == self.instance())) {
-            (CallKind::Combine, Some(handle)) => self.own(handle).and_then(|lease| {
-                let nth = self.offer(&lease, None, REFUSED)?;
-                handle.combines(nth, Some(error.clone()));
-                self.finish_combine(handle, Some(error.clone()), None)
-            }),
-            (CallKind::Combine, None) => self.refuse_without_seat(),
-            (CallKind::Dispatch, _) => {
-                let started = self.begin_dispatch(Err(error.clone()));
-                return match started.and_then(|started| self.finish_dispatch(started)) {
-                    Err(refusal) => refusal,
-                    Ok(_) => error,
-                };
+        let handle = handle.filter(|handle| handle.instance() == self.instance());
+        let refused = match (call, handle) {
+            (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, Some(handle)) => {
+                let (what, refusal) = (Return::of(call), Err(error.clone()));
+                self.own(handle)
+                    .and_then(|()| self.offer(what, handle, refusal, None))
+                    .and_then(|own| self.finish_return((handle.seat(), handle.tokens()), own, None).map(drop))
+            }
+            (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, None) => {
+                self.refuse_without_seat(call)
+            }
+            (CallKind::Dispatch | CallKind::Prepare, _) => {
+                let started = self.begin_placing(call, Err(error.clone()));
+                started.and_then(|mut started| {
+                    self.serve(&mut started)?;
+                    started.placed().map(drop)
+                })
+            }
+            (CallKind::CachedDispatch | CallKind::CombineBackward, handle) => {
+                let seat = handle.map_or(self.common.shape.seatless(), PlannedHandle::seat);
+                self.along((call, seat), 0, Err(error.clone())).map(drop)
             }
             // There is no other call on devices: every rank refuses it by itself.
             _ => Ok(()),
@@ -341,8 +446,8 @@ impl PlannedExchange {
         refused.err().unwrap_or(error)
     }
 
-    /// Enters a combine for which this rank has no layout, to refuse it.
-    fn refuse_without_seat(&mut self) -> Result<(), Error> {
+    /// Enters a return for which this rank has no layout, to refuse it.
+    fn refuse_without_seat(&mut self, kind: CallKind) -> Result<(), Error> {
         self.common.fixed.shared.hub.health().check()?;
         // A graph would refuse again with every launch.
         if self.stream.is_capturing()? {
@@ -350,8 +455,8 @@ impl PlannedExchange {
         }
         let seat = self.common.shape.seatless();
         self.begin(seat, false)?;
-        self.enqueue_return(seat, REFUSED)?;
-        self.finish_return(seat, 0, None).map_err(|error| self.common.fixed.fail(error))?;
+        self.enqueue_return(Return::of(kind), seat, REFUSED, None)?;
+        self.serve_return(seat, 0, None).map_err(|error| self.common.fixed.fail(error))?;
         Ok(())
     }
 
@@ -363,39 +468,32 @@ impl PlannedExchange {
         Ok(self.common.fixed.shared.hub.health().check()?)
     }
 
-    /// The seat of a handle of this exchange.
-    fn own(&self, handle: &PlannedHandle) -> Result<Arc<Lease>, Error> {
+    /// Whether a handle is one of this exchange.
+    pub(super) fn own(&self, handle: &PlannedHandle) -> Result<(), Error> {
         self.common.fixed.shared.hub.health().check()?;
         let (seen, expected) = (handle.instance(), self.instance());
         if seen != expected {
             return Err(CallError::ForeignHandle { seen, expected }.into());
         }
-        Ok(Arc::clone(handle.lease()))
+        Ok(())
     }
 
-    /// Enqueues a combine, and says which of the seat's it is.
-    fn offer(&mut self, lease: &Lease, y: Option<PlannedOutput>, steps: u32) -> Result<u64, Error> {
-        let captured = self.stream.is_capturing()?;
-        let (_, combines) = &mut self.calls[lease.seat as usize];
-        *combines += 1;
-        let nth = *combines;
-        self.begin(lease.seat, captured)?;
-        // Given back as of this call: no earlier one may use it.
-        drop(y);
-        self.enqueue_return(lease.seat, steps)?;
-        Ok(nth)
-    }
-
-    /// Enqueues the first half of a combine.
-    fn enqueue_return(&mut self, seat: u32, steps: u32) -> Result<(), Error> {
-        self.enqueue_offer(seat, steps).map_err(|error| self.common.fixed.fail(error))?;
-        let started = self.start(CallKind::Combine, seat)?;
-        self.returning = started.map(|machine| Returning { machine, seat, steps });
+    /// Enqueues the first half of a return.
+    fn enqueue_return(
+        &mut self,
+        what: Return,
+        seat: u32,
+        steps: u32,
+        kept: Option<PlannedOutput>,
+    ) -> Result<(), Error> {
+        self.enqueue_reached(seat, steps).map_err(|error| self.common.fixed.fail(error))?;
+        let started = self.start(what.kind, seat)?;
+        self.returning = started.map(|machine| Returning { machine, what, steps, kept });
         Ok(())
     }
 
     /// Counts a call that the planner will count as served: none of a seat that is a graph's.
-    fn begin(&self, seat: u32, captured: bool) -> Result<(), Error> {
+    pub(super) fn begin(&self, seat: u32, captured: bool) -> Result<(), Error> {
         let kept = &self.common.seats[seat as usize];
         match (captured, kept.is_captured()) {
             (true, false) => {

@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::common::Common;
 use super::seat::{ContextProgress, PlacementInfo};
-use super::shape::StreamFlag;
+use super::shape::{MemoryShape, StreamFlag};
 use super::space::Extent;
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::ep::{LaneUse, Report, Status};
-use crate::error::{Error, PlanError};
+use crate::error::{CallKind, Error, PlanError};
 use crate::exec::EnqueueCounts;
 use crate::plan::RowBuffer;
 use crate::schedule::call::CallMachine;
@@ -62,6 +62,7 @@ impl Lease {
 #[derive(Debug)]
 pub(in crate::ep) struct PlannedDispatch {
     pub(super) lease: Arc<Lease>,
+    pub(super) kind: CallKind,
     /// What is wrong with this rank's input.
     pub(super) refused: Option<Error>,
     /// What puts rows into visible order, once it is known where they are.
@@ -80,6 +81,29 @@ impl PlannedDispatch {
     /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). After those that leave the world usable the stream
     /// goes on with no rows, and the status word says why.
     pub(super) fn finish(self) -> Result<(PlannedRows, PlannedHandle), Error> {
+        let (placement, extent) = self.placed()?;
+        if let (Some((stream, kernels)), Some(extent)) = (&self.regroups, &extent) {
+            let (common, place) = (&self.lease.common, (self.lease.seat, extent.offset(), placement.rows));
+            common.regroup(stream, kernels, place).map_err(|error| common.fixed.fail(error))?;
+        }
+        let rows = PlannedRows::new(&self.lease, placement.rows, extent)?;
+        Ok((rows, PlannedHandle::new(self.lease, placement)))
+    }
+
+    /// The layout alone: no rows came.
+    ///
+    /// # Errors
+    /// As [`PlannedDispatch::finish`].
+    pub(super) fn prepared(self) -> Result<PlannedHandle, Error> {
+        let (placement, _) = self.placed()?;
+        Ok(PlannedHandle::new(self.lease, placement))
+    }
+
+    /// Waits until it is known how the call went: the placement, and where rows land if memory is not fixed.
+    ///
+    /// # Errors
+    /// As [`PlannedDispatch::finish`].
+    pub(super) fn placed(&self) -> Result<(PlacementInfo, Option<Extent>), Error> {
         let nth = self.lease.nth;
         let told = self.lease.told(|told| {
             (told.placed >= nth).then(|| match told.refused.take() {
@@ -87,15 +111,10 @@ impl PlannedDispatch {
                 None => Ok((told.placement.clone(), told.extent.take())),
             })
         })?;
-        let (placement, extent) = match (told, self.refused) {
-            (Err(Error::Plan(PlanError::RefusedHere)), Some(own)) => return Err(own),
-            (told, _) => told?,
-        };
-        if let (Some((stream, kernels)), Some(extent)) = (self.regroups, &extent) {
-            let (common, place) = (&self.lease.common, (self.lease.seat, extent.offset(), placement.rows));
-            common.regroup(&stream, &kernels, place).map_err(|error| common.fixed.fail(error))?;
+        match (told, &self.refused) {
+            (Err(Error::Plan(PlanError::RefusedHere)), Some(own)) => Err(own.clone()),
+            (told, _) => told,
         }
-        Self::land(self.lease, Some(placement), extent)
     }
 
     /// With a budget: goes on without waiting. How many rows come stands on the device
@@ -107,33 +126,8 @@ impl PlannedDispatch {
         if let Some(refused) = self.refused {
             return Err(refused);
         }
-        Self::land(self.lease, None, None)
-    }
-
-    fn land(
-        lease: Arc<Lease>,
-        placement: Option<PlacementInfo>,
-        extent: Option<Extent>,
-    ) -> Result<(PlannedRows, PlannedHandle), Error> {
-        let (common, seat) = (&lease.common, lease.seat);
-        let landed = placement.as_ref().map_or(0, |placement| placement.rows);
-        let shape = &common.shape;
-        let landing = shape.landing(landed);
-        let base = extent.as_ref().map_or(shape.rows(seat).0, Extent::offset);
-        let counts = common.piece(shape.counts(seat))?;
-        let memory = common.piece((base, landing.bytes()))?;
-        let arrived = match shape.arrives() {
-            true => {
-                let (index, end) = shape.landing(landed).arrivals();
-                let at = landing.bytes();
-                Some((common.piece((base + at, index - at))?, common.piece((base + index, end - index))?))
-            }
-            false => None,
-        };
-        let lease_of_rows = Arc::clone(&lease);
-        let rows = PlannedRows { memory, counts, landing, arrived, _extent: extent, _lease: lease_of_rows };
-        let (placement, copied, last) = (placement.unwrap_or_default(), AtomicU64::new(0), Mutex::default());
-        Ok((rows, PlannedHandle { placement, lease, copied, last }))
+        let rows = PlannedRows::new(&self.lease, 0, None)?;
+        Ok((rows, PlannedHandle::new(self.lease, PlacementInfo::default())))
     }
 }
 
@@ -142,6 +136,7 @@ impl PlannedDispatch {
 #[derive(Debug)]
 pub(in crate::ep) struct PlannedRows {
     memory: DeviceRange,
+    weights: DeviceRange,
     counts: DeviceRange,
     landing: RowBuffer,
     /// Where engines relay: rows as they arrived, and which is which.
@@ -151,6 +146,28 @@ pub(in crate::ep) struct PlannedRows {
 }
 
 impl PlannedRows {
+    /// Rows of a layout, where this extent lies; with a budget, in their one place.
+    pub(super) fn new(lease: &Arc<Lease>, landed: u32, extent: Option<Extent>) -> Result<Self, Error> {
+        let (common, seat) = (&lease.common, lease.seat);
+        let shape = &common.shape;
+        let landing = shape.landing(landed);
+        let base = extent.as_ref().map_or(shape.rows(seat).0, Extent::offset);
+        let weights = match shape.budget() {
+            Some(_) => (base + landing.notes_at(), landing.notes * 4),
+            None => (shape.notes(seat).0, u64::from(landed) * 4),
+        };
+        let (memory, weights) = (common.piece((base, landing.bytes()))?, common.piece(weights)?);
+        let arrived = match shape.arrives() {
+            true => {
+                let (at, (index, end)) = (landing.bytes(), landing.arrivals());
+                Some((common.piece((base + at, index - at))?, common.piece((base + index, end - index))?))
+            }
+            false => None,
+        };
+        let (counts, lease) = (common.piece(shape.counts(seat))?, Arc::clone(lease));
+        Ok(PlannedRows { memory, weights, counts, landing, arrived, _extent: extent, _lease: lease })
+    }
+
     /// Number of rows; with a budget, as many as it has.
     pub fn len(&self) -> u32 {
         self.landing.rows
@@ -169,7 +186,7 @@ impl PlannedRows {
     /// # Errors
     /// None in practice: they lie inside their memory.
     pub fn weights(&self) -> Result<DeviceRange, Error> {
-        Ok(self.memory.part(self.landing.notes_at(), self.landing.notes * 4)?)
+        Ok(self.weights.clone())
     }
 
     /// Where engines relay: rows as they arrived, and for each visible row which of them it is, `i32 [rows]`, -1 of pads. A
@@ -190,20 +207,38 @@ pub(in crate::ep) struct PlannedHandle {
     lease: Arc<Lease>,
     placement: PlacementInfo,
     copied: AtomicU64,
-    /// The last combine.
-    last: Mutex<Option<LastCombine>>,
+    /// The last return.
+    last: Mutex<Option<LastReturn>>,
+    /// The output of a weighted combine, which its gradient needs.
+    kept: Mutex<Option<PlannedOutput>>,
 }
 
-/// The combine that answers for a handle.
+/// The return that answers for a handle.
 #[derive(Clone, Debug)]
-struct LastCombine {
-    /// Which combine of the seat it is.
+struct LastReturn {
+    /// Which return of the seat it is.
     nth: u64,
+    kind: CallKind,
     /// Why this rank refused it.
     refused: Option<Error>,
 }
 
 impl PlannedHandle {
+    pub(super) fn new(lease: Arc<Lease>, placement: PlacementInfo) -> Self {
+        let copied = AtomicU64::new(0);
+        PlannedHandle { lease, placement, copied, last: Mutex::default(), kept: Mutex::default() }
+    }
+
+    /// Keeps the output of a weighted combine.
+    pub(super) fn keep(&self, output: PlannedOutput) {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).replace(output);
+    }
+
+    /// Takes it.
+    pub(super) fn take_kept(&self) -> Option<PlannedOutput> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
     /// The number of its instance.
     pub fn instance(&self) -> u64 {
         self.lease.common.instance
@@ -221,9 +256,9 @@ impl PlannedHandle {
         self.lease.call
     }
 
-    /// That this combine was enqueued.
-    pub(super) fn combines(&self, nth: u64, refused: Option<Error>) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(LastCombine { nth, refused });
+    /// That this return was enqueued.
+    pub(super) fn returns(&self, nth: u64, kind: CallKind, refused: Option<Error>) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(LastReturn { nth, kind, refused });
     }
 
     pub(super) fn count_copied(&self, bytes: u64) {
@@ -281,7 +316,8 @@ impl PlannedHandle {
             }
         };
         let rows = common.piece((base, u64::from(offer.rows) * offer.row_bytes))?;
-        Ok(PlannedOutput { rows, len: offer.rows, base, _extent: extent, lease: Arc::clone(&self.lease) })
+        let (len, lease) = (offer.rows, Arc::clone(&self.lease));
+        Ok(PlannedOutput { rows, len, base, _extent: extent, lease })
     }
 
     /// How the last call of this dispatch or its combines ended at this rank: a [`Status`] of 32 bits, for kernels. It is
@@ -308,10 +344,10 @@ impl PlannedHandle {
         Ok(self.lease.report(enqueued, kernels))
     }
 
-    /// How the last combine went. With a planner, waits until its rows are back, though not for their sums.
+    /// How the last return went. With a planner, waits until its rows are back, though not for their sums.
     pub fn returned(&self) -> Result<Report, Error> {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some(LastCombine { nth, refused }) = last else {
+        let Some(LastReturn { nth, kind, refused }) = last else {
             return Ok(self.lease.report(EnqueueCounts::default(), &[]));
         };
         let told = self.lease.told(|told| {
@@ -324,7 +360,11 @@ impl PlannedHandle {
             (Err(Error::Plan(PlanError::RefusedHere)), Some(own)) => return Err(own),
             (told, _) => told?,
         };
-        Ok(self.lease.report(enqueued, Kernels::sum_choices_names(self.lease.common.fixed.spec.dtype)?))
+        let kernels = match kind {
+            CallKind::ReturnWeights => &["fetch_weights"],
+            _ => Kernels::sum_choices_names(self.lease.common.fixed.spec.dtype)?,
+        };
+        Ok(self.lease.report(enqueued, kernels))
     }
 }
 
@@ -333,8 +373,8 @@ impl PlannedHandle {
 pub(in crate::ep) struct PlannedOutput {
     rows: DeviceRange,
     len: u32,
-    pub(super) base: u64,
-    pub(super) _extent: Option<Extent>,
+    base: u64,
+    _extent: Option<Extent>,
     pub(super) lease: Arc<Lease>,
 }
 
@@ -352,5 +392,25 @@ impl PlannedOutput {
     /// The rows, `[rows, hidden]`, to write to. What pad rows hold is never read.
     pub fn rows(&self) -> &DeviceRange {
         &self.rows
+    }
+
+    /// Gradients of row weights, `f32 [rows]`, to write to.
+    ///
+    /// # Errors
+    /// None in practice: they lie inside their memory.
+    pub fn weights(&self) -> Result<DeviceRange, Error> {
+        let offer = self.offer();
+        Ok(self.lease.common.piece((self.base + offer.notes_at(), offer.notes * 4))?)
+    }
+
+    /// What peers may read.
+    fn offer(&self) -> RowBuffer {
+        self.lease.common.shape.offer(self.len)
+    }
+
+    /// Where in this rank's memory what returns in a call of this kind begins, in steps.
+    pub(super) fn steps(&self, kind: CallKind) -> u32 {
+        let behind = if kind == CallKind::ReturnWeights { self.offer().notes_at() } else { 0 };
+        ((self.base + behind) / MemoryShape::STEP) as u32
     }
 }

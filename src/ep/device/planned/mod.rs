@@ -18,8 +18,8 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `setup`, `exchange`, `enqueue`, `handle` | how an instance is made; what its caller calls, enqueues and holds |
-//! | `enqueuer`, `call`, `dispatch`, `combine` | steps of the programs of [`schedule`](crate::schedule), with the engine of [`exec`](crate::exec) |
+//! | `setup`, `exchange`, `along`, `enqueue`, `handle` | how an instance is made; what its caller calls, enqueues and holds |
+//! | `enqueuer`, `call`, `dispatch`, `cached`, `combine` | steps of the programs of [`schedule`](crate::schedule), with the engine of [`exec`](crate::exec) |
 //! | `arrivals` | further work of the enqueuer where copy engines relay |
 //! | `watch` | deadlines for what streams of exact sizes await |
 //! | `planner`, `apart` | with a budget: the thread, and a stream that the caller's cannot hold up |
@@ -53,8 +53,10 @@
 //! stretch of visible rows that no local peer interrupts. Under `pxn` they are the runs of a block in relay order, and a kernel
 //! puts what arrived into visible order. [`Enqueued`](crate::exec::Enqueued) counts all of them.
 
+mod along;
 mod apart;
 mod arrivals;
+mod cached;
 mod call;
 mod combine;
 mod common;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::enqueuer::Enqueuer;
 use super::shape::StreamFlag;
 use crate::ep::host::CancelOnPanic;
-use crate::error::Error;
+use crate::error::{CallKind, Error};
 
 /// Looks at the bells before the thread sleeps between two: calls often follow each other closely.
 const AWAKE: u32 = 20_000;
@@ -71,8 +71,10 @@ impl Planner {
                 word.store(0, Ordering::Relaxed);
                 let (machine, said) = (self.0.enter()?, (rung - 1) as u32);
                 match bell {
-                    StreamFlag::Dispatch => self.0.dispatch(machine, seat, (said, None))?,
-                    _ => drop(self.0.combine(machine, seat, said)?),
+                    StreamFlag::Dispatch => {
+                        self.0.dispatch(machine, (CallKind::Dispatch, seat), (said, None))?
+                    }
+                    _ => drop(self.0.ret(machine, (CallKind::Combine, seat), (said, 0))?),
                 }
                 if !common.seats[seat as usize].is_captured() {
                     common.served.fetch_add(1, Ordering::Relaxed);

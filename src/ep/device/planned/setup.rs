@@ -80,6 +80,7 @@ impl PlannedExchange {
         let (mut fixed, control) = EpState::new(group, spec, room, passage.ground())?;
         // Within a budget, streams find rows and metadata at places that they know before the call.
         fixed.fixed_rows = fixed.spec.mode.budget();
+        fixed.enqueues = executor == CallExecutor::Enqueuer;
         let fixed = Arc::new(fixed);
         let own = members[group.rank() as usize].as_ref();
         let nowhere = MemoryError::NotUsable { rank: group.rank() };
@@ -191,16 +192,33 @@ fn prepare(
     Ok((copies, kernels))
 }
 
-/// Writes what never changes: zeros for pads, and the bin of each expert; and words that nobody has raised.
+/// Writes what never changes: zeros for pads, and words that nobody has raised.
 fn fill(context: &Arc<Context>, stream: &Stream, common: &Common) -> Result<(), Error> {
-    let (shape, fixed) = (&common.shape, &common.fixed);
-    let (map, rank) = (&fixed.spec.map, fixed.lanes.rank);
-    let bins: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(rank, expert)).collect();
-    let (zeros, of_experts) = (shape.zeros().1.max(shape.words().1), shape.map().1);
-    let source = PinnedMemory::new(context, (zeros + of_experts) as usize)?;
-    source.write_words(zeros as usize, &bins)?;
-    for (from, (to, len)) in [(0, shape.words()), (0, shape.zeros()), (zeros, shape.map())] {
-        stream.copy(common.memory.span(to, len)?, source.range().span(from, len)?)?;
+    let shape = &common.shape;
+    let zeros = PinnedMemory::new(context, shape.zeros().1.max(shape.words().1) as usize)?;
+    for (to, len) in [shape.words(), shape.zeros()] {
+        stream.copy(common.memory.span(to, len)?, zeros.range().span(0, len)?)?;
+    }
+    stream.synchronize()?;
+    write_map(context, stream, common, &common.fixed)
+}
+
+/// Writes what follows from the expert map: the bin of each expert, and the partial sum of each bin.
+fn write_map(
+    context: &Arc<Context>,
+    stream: &Stream,
+    common: &Common,
+    EpState { spec, bins, lanes, .. }: &EpState,
+) -> Result<(), Error> {
+    let (shape, map) = (&common.shape, &spec.map);
+    let slots: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(lanes.rank, expert)).collect();
+    let partials: Vec<u32> = bins.in_order().iter().map(|&bin| bins.partial_of(bin)).collect();
+    let source = PinnedMemory::new(context, (shape.map().1 + shape.groups().1) as usize)?;
+    let mut from = 0;
+    for (words, (to, len)) in [(&slots, shape.map()), (&partials, shape.groups())] {
+        source.write_words(from, words)?;
+        stream.copy(common.memory.span(to, len)?, source.range().span(from as u64, len)?)?;
+        from += len as usize;
     }
     Ok(stream.synchronize()?)
 }

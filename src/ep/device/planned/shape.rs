@@ -2,18 +2,19 @@
 //!
 //! ```text
 //!   memory of the device
-//!     exact sizes          | words | zeros | map | staging | seat 0 | seat 1 | ...  |  pool: rows and outputs |
-//!     a budget             | words | zeros | map | seat 0 | seat 1 | ...  |
+//!     exact sizes          | words | zeros | map | groups | staging | seat 0 | seat 1 | ...  |  pool: rows and outputs |
+//!     a budget             | words | zeros | map | groups | seat 0 | seat 1 | ...  |
 //!   staging                packed rows of a dispatch, rows that come home in a combine
-//!   a seat                 | order | summands | counts |       with a budget: | staging | .. | rows that land | outputs |
+//!   a seat                 | order | places | sums | weights | counts |
+//!                          exact sizes: | notes |        a budget: | staging | .. | rows that land | outputs |
 //!
 //!   Calls of exact sizes take turns on the caller's stream, so one staging is enough, and a handle keeps permutations
-//!   alone. A graph's calls have a place each for good.
+//!   and the weights of its rows. A graph's calls have a place each for good.
 //!
 //!   memory of the host
 //!     exact sizes          | words of seat 0 | 1 | ... | words of no seat | arrays |
 //!     a budget             | words of seat 0 | arrays | words of seat 1 | arrays | ... | words of no seat |
-//!   arrays                 | experts | weights | notes | summands | counts | order |
+//!   arrays                 | experts | weights | notes | places | sums | counts | order |
 //!
 //!   with several nodes: words of the device that cards write, and one of
 //!   the device's twin      | as memory of the device | outbox: rows on their way to other nodes |    where no card reaches it
@@ -59,11 +60,15 @@ impl StreamFlag {
 pub(super) struct MemoryShape {
     seats: u32,
     ids: u64,
+    bins: u64,
+    ranks: u64,
     max_tokens: u64,
     top_k: u64,
     align: u64,
     /// Most experts at one rank.
     experts: u64,
+    /// Combines multiply rows with their weights.
+    weighted: bool,
     sizing: RowSizes,
     budget: Option<u32>,
     pool: u64,
@@ -86,10 +91,13 @@ impl MemoryShape {
         MemoryShape {
             seats,
             ids: spec.map.experts().into(),
+            bins: spec.map.slots().into(),
+            ranks: spec.map.ranks().into(),
             max_tokens: spec.max_tokens.into(),
             top_k: spec.top_k.into(),
             align: spec.align.into(),
             experts: (0..spec.map.ranks()).map(slots).max().unwrap_or(0),
+            weighted: spec.weighted,
             sizing: spec.sizing(CallKind::Dispatch, None),
             budget: spec.mode.budget(),
             pool: if spec.mode.budget().is_some() { 0 } else { pool.min(MOST) },
@@ -104,10 +112,12 @@ impl MemoryShape {
     /// [`PlanError::BadParameter`] for more bytes than any device has.
     pub fn check(&self) -> Result<(), PlanError> {
         let landing = u128::from(self.budget.unwrap_or(0)) + u128::from(self.staged.unwrap_or(0));
-        let rows = landing + u128::from(self.entries() + self.align + self.ids + self.experts);
+        let rows = landing + u128::from(self.entries() + self.align + self.ids + self.bins + self.experts);
         // A row, its note and its numbers, all of them a few times.
         let bytes = 4 * u128::from(self.row_bytes() + self.sizing.note_bytes() + 8 + GRAIN);
-        let all = rows.saturating_mul(bytes).saturating_mul(u128::from(self.seats) + 2);
+        let notes = u128::from(self.notes_bytes()) + u128::from(GRAIN);
+        let all = rows.saturating_mul(bytes).saturating_add(notes);
+        let all = all.saturating_mul(u128::from(self.seats) + 2);
         if all <= MOST.into() {
             return Ok(());
         }
@@ -147,9 +157,10 @@ impl MemoryShape {
         self.budget.map(|rows| self.sizing.landing(rows))
     }
 
-    /// What lands if so many rows do. With a budget, notes lie behind all of it, however many rows come.
+    /// What lands if so many rows do. With a budget, notes lie behind all of it, however many rows come. Of exact sizes
+    /// they are the handle's.
     pub fn landing(&self, rows: u32) -> RowBuffer {
-        self.budget().unwrap_or_else(|| self.sizing.landing(rows))
+        self.budget().unwrap_or_else(|| self.sizing.landing(rows).without_notes())
     }
 
     /// Bytes that must lie where `rows` rows land, and behind them: arrivals and their index, then what is staged.
@@ -182,16 +193,21 @@ impl MemoryShape {
         (behind(self.zeros()), self.ids * 4)
     }
 
+    /// The partial sum of each bin, by its place in the order of the sum: `i32`.
+    pub fn groups(&self) -> ByteRange {
+        (behind(self.map()), self.bins * 4)
+    }
+
     /// Rows that a call packs, or that come home to it. Of exact sizes all seats share it.
     pub fn staging(&self, seat: u32) -> ByteRange {
-        let at = if self.budget.is_some() { self.seat(seat) } else { behind(self.map()) };
+        let at = if self.budget.is_some() { self.seat(seat) } else { behind(self.groups()) };
         (at, self.entries() * self.row_bytes())
     }
 
     /// First byte of a seat.
     fn seat(&self, seat: u32) -> u64 {
         let shared = if self.budget.is_some() { 0 } else { self.staging_bytes() };
-        behind(self.map()) + shared + u64::from(seat) * self.seat_bytes()
+        behind(self.groups()) + shared + u64::from(seat) * self.seat_bytes()
     }
 
     fn staging_bytes(&self) -> u64 {
@@ -204,19 +220,42 @@ impl MemoryShape {
         (self.seat(seat) + own, self.entries() * 4)
     }
 
-    /// For each token its packed rows in the order of the sum, `i32 [tokens, top_k]`.
-    pub fn summands(&self, seat: u32) -> ByteRange {
+    /// The packed row of each choice, `i32 [tokens, top_k]`, or -1.
+    pub fn places(&self, seat: u32) -> ByteRange {
         (behind(self.order(seat)), self.entries() * 4)
+    }
+
+    /// The place of each choice's bin in the order of the sum, `i32 [tokens, top_k]`, or -1.
+    pub fn sums(&self, seat: u32) -> ByteRange {
+        (behind(self.places(seat)), self.entries() * 4)
+    }
+
+    /// Where combines are weighted: routing weights, `f32 [tokens, top_k]`.
+    pub fn weights(&self, seat: u32) -> ByteRange {
+        (behind(self.sums(seat)), self.weight_bytes())
+    }
+
+    fn weight_bytes(&self) -> u64 {
+        if self.weighted { self.entries() * 4 } else { 0 }
     }
 
     /// Rows per local expert, then the same with pads: `i64 [2, experts]`.
     pub fn counts(&self, seat: u32) -> ByteRange {
-        (behind(self.summands(seat)), 2 * self.experts * 8)
+        (behind(self.weights(seat)), 2 * self.experts * 8)
+    }
+
+    /// Of exact sizes: the routing weight of each row that landed, `f32`.
+    pub fn notes(&self, seat: u32) -> ByteRange {
+        (behind(self.counts(seat)), self.notes_bytes())
+    }
+
+    fn notes_bytes(&self) -> u64 {
+        if self.budget.is_some() { 0 } else { self.most_rows() * self.sizing.note_bytes() }
     }
 
     /// With a budget: where rows land.
     pub fn rows(&self, seat: u32) -> ByteRange {
-        (behind(self.counts(seat)), self.budget.map_or(0, |rows| self.extent(rows)))
+        (behind(self.notes(seat)), self.budget.map_or(0, |rows| self.extent(rows)))
     }
 
     /// With a budget: where experts write.
@@ -255,7 +294,9 @@ impl MemoryShape {
 
     /// Rows that may land, pads counted; memory of none cannot be pinned.
     fn most_rows(&self) -> u64 {
-        self.budget.map_or(self.pool / self.row_bytes().max(1), u64::from).max(1)
+        let chosen = self.ranks.saturating_mul(self.max_tokens * self.top_k.min(self.experts));
+        let most = chosen.saturating_add(self.experts.saturating_mul(self.align - 1));
+        self.budget.map_or(most.min(self.pool / self.row_bytes().max(1)), u64::from).max(1)
     }
 
     /// Where a bell is in the host's memory.
@@ -278,12 +319,16 @@ impl MemoryShape {
         (behind(self.host_weights(seat)), self.entries() * self.sizing.note_bytes())
     }
 
-    pub fn host_summands(&self, seat: u32) -> ByteRange {
+    pub fn host_places(&self, seat: u32) -> ByteRange {
         (behind(self.host_notes(seat)), self.entries() * 4)
     }
 
+    pub fn host_sums(&self, seat: u32) -> ByteRange {
+        (behind(self.host_places(seat)), self.entries() * 4)
+    }
+
     pub fn host_counts(&self, seat: u32) -> ByteRange {
-        (behind(self.host_summands(seat)), 2 * self.experts * 8)
+        (behind(self.host_sums(seat)), 2 * self.experts * 8)
     }
 
     /// Where engines relay: the token of each packed row.
@@ -301,7 +346,8 @@ impl MemoryShape {
         let landing = self.budget.map_or(0, |rows| round(self.extent(rows)));
         let output = self.budget.map_or(0, |rows| round(self.sizing.offer(rows).bytes()));
         let rows = self.budget.map_or(0, |_| self.staging_bytes());
-        rows + 2 * round(self.entries() * 4) + round(2 * self.experts * 8) + landing + output
+        let permutations = 3 * round(self.entries() * 4) + round(self.weight_bytes());
+        rows + permutations + round(2 * self.experts * 8) + round(self.notes_bytes()) + landing + output
     }
 
     fn host_seat_bytes(&self) -> u64 {
@@ -309,7 +355,7 @@ impl MemoryShape {
     }
 
     fn host_array_bytes(&self) -> u64 {
-        let arrays = 4 * round(self.entries() * 4) + round(self.entries() * self.sizing.note_bytes());
+        let arrays = 5 * round(self.entries() * 4) + round(self.entries() * self.sizing.note_bytes());
         arrays + round(2 * self.experts * 8)
     }
 }
@@ -332,10 +378,13 @@ mod tests {
         MemoryShape {
             seats,
             ids: 8,
+            bins: 8,
+            ranks: 4,
             max_tokens: 64,
             top_k: 4,
             align: 1,
             experts: 2,
+            weighted: true,
             sizing,
             budget,
             pool: 1 << 20,
@@ -351,8 +400,9 @@ mod tests {
                 - shape(budget, 3, row_bytes).device_bytes()
         };
         assert_eq!((seat(None, 512), seat(Some(256), 512)), (0, 0), "memory grows by a seat");
-        assert_eq!(shape(None, 2, 512).seat_bytes(), 2 * 64 * 4 * 4 + 256);
-        assert_eq!(shape(None, 2, 8192).seat_bytes(), shape(None, 2, 512).seat_bytes());
+        // Four permutations of 64 tokens with 4 choices, and a word for each of at most 4 * 64 * 2 rows.
+        assert_eq!(shape(None, 2, 512).seat_bytes(), 4 * 64 * 4 * 4 + 256 + 512 * 4);
+        assert_eq!(shape(None, 2, 1024).seat_bytes(), shape(None, 2, 512).seat_bytes());
         assert!(shape(Some(256), 2, 512).seat_bytes() > 64 * 4 * 512);
     }
 
@@ -360,10 +410,11 @@ mod tests {
     fn pieces_lie_behind_each_other() {
         for budget in [None, Some(256)] {
             let shape = shape(budget, 2, 512);
-            let mut pieces = vec![shape.zeros(), shape.map(), shape.staging(0)];
+            let mut pieces = vec![shape.zeros(), shape.map(), shape.groups(), shape.staging(0)];
             for seat in 0..2 {
                 pieces.extend(budget.filter(|_| seat > 0).map(|_| shape.staging(seat)));
-                pieces.extend([shape.order(seat), shape.summands(seat), shape.counts(seat)]);
+                pieces.extend([shape.order(seat), shape.places(seat), shape.sums(seat)]);
+                pieces.extend([shape.weights(seat), shape.counts(seat), shape.notes(seat)]);
                 pieces.extend(budget.map(|_| shape.rows(seat)));
                 pieces.extend(budget.map(|_| shape.output(seat)));
             }

@@ -9,6 +9,7 @@
 //!   remap      release  propose  entry  AGREE  adopt
 //!   round      fill  entry  AGREE  /  copy out  further stages  end  copy out                  of a collective
 //!   enqueued   dispatch: AWAIT STREAM  sort ..  rows..  posted  ..rows     return: ready..  /  Offer ..  ..ready  pull
+//!              cached: take  entry .. rows..  posted  ..rows
 //!   slots      pack  rows..  /  ..rows  check     partials  home..  /  ..home  sum     home (a release)
 //!   relay      node entered  compose  counts sent  all entered  AGREE  judge  ADMIT  agreed
 //!              headers  learn  fill  relay rows, or return rows  relay done

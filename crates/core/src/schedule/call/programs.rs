@@ -75,15 +75,21 @@ impl CallShape {
             Compute(Work::Report),
             Compute(Work::Metadata),
         ];
-        let moves =
-            if self.engines.enqueues { Run(StageId::Posted, Whole) } else { Run(StageId::Rows, Finish) };
-        self.with_relay(self.own(&own), Class::Dispatch, (Run(StageId::Entry, Finish), Some(moves)))
+        self.with_relay(self.own(&own), Class::Dispatch, (Run(StageId::Entry, Finish), Some(self.moves())))
     }
 
     /// Dispatch along a known layout, and the gradient of combine.
     pub fn cached(&self) -> CallProgram {
-        let own = [
-            Run(StageId::Release, Whole),
+        let mut own = Vec::new();
+        // A host that runs ahead takes memory that nobody reads any more. Over rails it lists what arrives in memory of
+        // its own, which calls before may be reading.
+        if self.rails {
+            own.push(Compute(Work::AwaitStream));
+        }
+        if self.rails || !self.engines.enqueues {
+            own.push(Run(StageId::Release, Whole));
+        }
+        own.extend([
             Compute(Work::Take),
             Run(StageId::Entry, Start),
             Compute(Work::StartRelay),
@@ -93,16 +99,18 @@ impl CallShape {
             Compute(Work::Landings),
             Compute(Work::FillRows),
             Run(StageId::Rows, Start),
+            Run(StageId::Posted, Whole),
             Run(StageId::Rows, Finish),
             Compute(Work::FillBringIn),
             Run(StageId::BringIn, Whole),
             Compute(Work::JoinRelay),
-        ];
-        self.with_relay(
-            self.own(&own),
-            Class::Cached,
-            (Run(StageId::Entry, Finish), Some(Run(StageId::Rows, Finish))),
-        )
+        ]);
+        self.with_relay(self.own(&own), Class::Cached, (Run(StageId::Entry, Finish), Some(self.moves())))
+    }
+
+    /// The step of a dispatch before which a relay passes rows on.
+    fn moves(&self) -> Action {
+        if self.engines.enqueues { Run(StageId::Posted, Whole) } else { Run(StageId::Rows, Finish) }
     }
 
     /// Combine, the gradient of dispatch, and the return of weight gradients.
@@ -147,6 +155,7 @@ impl CallShape {
     /// A new expert map: ranks agree, and nothing moves.
     pub fn remap(&self) -> CallProgram {
         let own = [
+            Compute(Work::AwaitStream),
             Run(StageId::Release, Whole),
             Compute(Work::Propose),
             Run(StageId::Entry, Start),
@@ -451,6 +460,15 @@ mod tests {
         assert_eq!(
             enqueued.ret().to_string(),
             "ready.. / Offer offer.. ..offer Agree! TellAgreed Bases ..ready FillPull pull home pull rest Retire"
+        );
+        assert_eq!(
+            enqueued.cached().to_string(),
+            "Take entry.. ..entry Agree! TellAgreed Landings FillRows rows.. posted ..rows"
+        );
+        assert_eq!(
+            CallShape { engines, ..INLINE }.cached().to_string(),
+            "AwaitStream release Take entry.. [ node entered Compose counts sent all entered Bases agreed ] ..entry \
+             Agree! TellAgreed Landings FillRows rows.. [ headers FillRelay relay rows relay done ] posted ..rows"
         );
         let offloaded = CallShape { relays: Relays::Thread, ..INLINE };
         assert_eq!(

@@ -105,7 +105,7 @@ impl CallerTables {
                 from_offset: 0,
                 index: Index::Contiguous,
                 to: window,
-                base: base + at.landing(layout.sizes[peer as usize]).notes_at(),
+                base: at.notes_at(base, layout.sizes[peer as usize]),
                 row_bytes: sizing.note_bytes(),
             };
             if sizing.row_bytes > 0 {
@@ -171,39 +171,43 @@ impl CallerTables {
 
     /// Stage "in" of a dispatch: what sources of other nodes put into this rank's twin, rows and, with `noted`, what goes
     /// with them, to where it is to lie. Rows that lie next to each other go as one, whoever sent them.
-    pub fn bring_in(&mut self, at: &FillContext, forward: &RelayPlan, landing: RowBuffer, noted: bool) {
+    pub fn bring_in(&mut self, at: &FillContext, forward: &RelayPlan, landed: u32, noted: bool) {
         self.clear();
         self.landed.clear();
         let segments = forward.blocks.iter().flat_map(|block| &block.segments);
         self.landed.extend(segments.map(|s| (s.to_row, s.count + s.pad)));
         let base = self.landing[at.paths.me() as usize];
         self.join();
-        self.bring(at, (base, base), at.sizing.row_bytes);
+        if at.sizing.row_bytes > 0 {
+            self.bring(at, (base, base), at.sizing.row_bytes);
+        }
         if noted {
-            let notes = base + landing.notes_at();
+            let notes = at.notes_at(base, landed);
             self.bring(at, (notes, notes), at.sizing.note_bytes());
         }
         self.brought(at);
     }
 
-    /// The same where rows go to arrivals: of `landed`, first rows and how many follow, what goes with them; and the index.
-    /// They lie on the `desk`: the index, and the notes of row 0.
+    /// The same where rows go to arrivals: of `landed`, first rows and how many follow, what goes with them; and, with
+    /// `rows` rows, their index. They lie on the `desk`: the index, and the notes of row 0.
     pub fn bring_notes_in(
         &mut self,
         at: &FillContext,
         landed: &[(u32, u32)],
-        landing: RowBuffer,
+        rows: u32,
         (desk_index, desk_notes): (u64, u64),
     ) {
         self.clear();
         self.landed.clear();
         self.landed.extend_from_slice(landed);
-        let (base, (index, end)) = (self.landing[at.paths.me() as usize], landing.arrivals());
+        let (base, (index, end)) = (self.landing[at.paths.me() as usize], at.landing(rows).arrivals());
         self.join();
-        self.bring(at, (desk_notes, base + landing.notes_at()), at.sizing.note_bytes());
-        let from = PutSource::Window { owner: at.paths.me(), window: WindowId::HOST_STAGING };
-        let (to, to_offset, len) = (WindowId::POOL, base + index, end - index);
-        self.spans.push(SpanCopy { from, from_offset: desk_index, to, to_offset, len });
+        self.bring(at, (desk_notes, at.notes_at(base, rows)), at.sizing.note_bytes());
+        if at.sizing.row_bytes > 0 {
+            let from = PutSource::Window { owner: at.paths.me(), window: WindowId::HOST_STAGING };
+            let (to, to_offset, len) = (WindowId::POOL, base + index, end - index);
+            self.spans.push(SpanCopy { from, from_offset: desk_index, to, to_offset, len });
+        }
         self.brought(at);
     }
 

@@ -27,17 +27,25 @@ pub struct FillContext<'a> {
     pub chunks: u8,
     /// Which of two publications, messages and headers the call takes.
     pub parity: u64,
-    /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::HOST_STAGING) where that is memory of
+    /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::TWIN) where that is memory of
     /// a device that no rail reaches.
     pub far: WindowId,
     /// Rows that landing memory is laid out for, where that does not depend on how many come: metadata lies behind them.
     pub fixed_rows: Option<u32>,
+    /// Where metadata lands, if not behind the rows: the same place at every rank.
+    pub notes: Option<u64>,
 }
 
 impl FillContext<'_> {
     /// What lands at a rank if so many rows do.
     pub fn landing(&self, rows: u32) -> RowBuffer {
-        self.sizing.landing(self.fixed_rows.unwrap_or(rows))
+        let landing = self.sizing.landing(self.fixed_rows.unwrap_or(rows));
+        if self.notes.is_some() { landing.without_notes() } else { landing }
+    }
+
+    /// Where metadata of so many rows lands that lie at `base`.
+    pub fn notes_at(&self, base: u64, rows: u32) -> u64 {
+        self.notes.unwrap_or(base + self.landing(rows).notes_at())
     }
 }
 

@@ -102,7 +102,7 @@ impl RelayTables {
     }
 
     /// Stage "forward" where engines hand on: rows of all blocks, in runs, to the arrivals of all ranks served. `landing` says
-    /// how much lies before those. What goes with the rows is read where the headers are.
+    /// how much lies before those. What goes with the rows is read where the headers are. Rows of no bytes stay.
     pub fn hand_on(
         &mut self,
         at: &FillContext,
@@ -116,6 +116,9 @@ impl RelayTables {
         let (relay, served, me) = (Relay::new(paths, at.chunks), paths.served_by(paths.me()), paths.me());
         let RelayPlan { blocks, runs, .. } = forward;
         runs.clear();
+        if row_bytes == 0 {
+            return;
+        }
         for ((nth, _), block) in (0..).zip(paths.sources()).zip(blocks) {
             let landed = served.iter().position(|&rank| rank == me).map_or(0, |at| block.landed[at]);
             let staging =

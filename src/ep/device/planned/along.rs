@@ -1,0 +1,164 @@
+//! Calls along a handle that bring rows: dispatches along its layout, and the gradients.
+
+use std::sync::atomic::Ordering;
+
+use super::exchange::{Driver, PlannedExchange, Return};
+use super::handle::{PlannedHandle, PlannedOutput, PlannedRows};
+use super::space::Extent;
+use crate::device::{DeviceRange, Kernels};
+use crate::dtype::Dtype;
+use crate::ep::tensor::{Shape, Tensor, TensorMut};
+use crate::ep::{CombineInput, Feature};
+use crate::error::{CallError, CallKind, Error, PlanError};
+
+/// Option of a gradient of dispatch: weight gradients return behind it.
+const WITH_WEIGHTS: u32 = 1 << 31;
+
+impl PlannedExchange {
+    /// Enqueues that rows go along the layout of a handle, and that they come. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch_cached`](crate::ExpertParallel::dispatch_cached).
+    pub fn cached(
+        &mut self,
+        kind: CallKind,
+        x: Tensor<'_>,
+        handle: &PlannedHandle,
+    ) -> Result<PlannedRows, Error> {
+        self.refuse_capture()?;
+        if let Err(foreign) = self.own(handle) {
+            return Err(self.refuse(kind, None, foreign));
+        }
+        let x = x.on_device("tokens", self.tokens_shape(handle.tokens()));
+        let extent = self.along((kind, handle.seat()), handle.tokens(), x)?;
+        let (common, place) = (&self.common, (handle.seat(), extent.offset(), handle.rows()));
+        if common.shape.arrives() {
+            let regrouped = common.regroup(&self.stream, &self.kernels, place);
+            regrouped.map_err(|error| common.fixed.fail(error))?;
+        }
+        PlannedRows::new(handle.lease(), handle.rows(), Some(extent))
+    }
+
+    /// Makes a call of this kind along the layout of a seat: where rows land.
+    pub(super) fn along(
+        &mut self,
+        (kind, seat): (CallKind, u32),
+        tokens: u32,
+        x: Result<&DeviceRange, Error>,
+    ) -> Result<Extent, Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        let (x, refused) = x.map_or_else(|error| (None, Some(error)), |x| (Some(x), None));
+        self.begin(seat, false)?;
+        let fail = |error| self.common.fixed.fail(error);
+        if let Some(x) = x.filter(|_| tokens > 0) {
+            self.common.pack(&self.stream, &self.kernels, seat, (tokens, x)).map_err(fail)?;
+        }
+        self.enqueue_reached(seat, 0).map_err(fail)?;
+        let machine = self.start(kind, seat)?;
+        let (Driver::Caller(enqueuer), Some(machine)) = (&mut self.driver, machine) else {
+            Feature::CachedDispatch.require(self.executor())?;
+            return Err(PlanError::RefusedHere.into());
+        };
+        let landed = enqueuer.cached(machine, (kind, seat), refused);
+        self.common.served.fetch_add(1, Ordering::Relaxed);
+        landed.map_err(|error| self.common.fixed.fail(error))?
+    }
+
+    /// Enqueues that gradients of rows return and their sums go to `tokens`; with `of_rows`, one gradient for the weight of
+    /// each row, those return, too, to `weights`. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch_backward_into`](crate::ExpertParallel::dispatch_backward_into).
+    pub fn dispatch_backward(
+        &mut self,
+        (rows, of_rows): (CombineInput<'_>, Option<Tensor<'_>>),
+        handle: &PlannedHandle,
+        (tokens, weights): (TensorMut<'_>, Option<TensorMut<'_>>),
+    ) -> Result<(), Error> {
+        self.refuse_capture()?;
+        if let Err(foreign) = self.own(handle) {
+            return Err(self.refuse(CallKind::DispatchBackward, None, foreign));
+        }
+        let sums = tokens.on_device("token gradients", self.tokens_shape(handle.tokens()));
+        let keeps = of_rows.is_some();
+        let checked = self.weights(of_rows, handle, weights.as_ref());
+        let output = Kernels::sum_choices_names(self.common.fixed.spec.dtype)
+            .map_err(Error::from)
+            .and_then(|_| self.output(rows, handle));
+        let unfit = sums.as_ref().err().or(checked.as_ref().err()).cloned();
+        let (sums, (of_rows, home)) = (sums.ok(), checked.unwrap_or_default());
+        if let (Some(from), Ok(output), None) = (of_rows, &output, &unfit) {
+            let behind = output.weights()?;
+            self.stream.copy(behind.span(0, from.len())?, from.span(0, from.len())?)?;
+        }
+        let options = if keeps { WITH_WEIGHTS } else { 0 };
+        let what = Return { kind: CallKind::DispatchBackward, options, keeps };
+        let own = self.offer(what, handle, output, unfit)?;
+        let kept = self.finish_return((handle.seat(), handle.tokens()), own, sums)?;
+        let home = kept.map(|output| self.weights_home(handle, (Ok(output), false), None, home));
+        home.transpose().map(drop)
+    }
+
+    /// Tensors of weight gradients, of rows and of choices: both or none, unless there are no choices.
+    fn weights<'t>(
+        &self,
+        of_rows: Option<Tensor<'t>>,
+        handle: &PlannedHandle,
+        of_choices: Option<&'t TensorMut<'_>>,
+    ) -> Result<(Option<&'t DeviceRange>, Option<&'t DeviceRange>), Error> {
+        let words = |rows: u64| Shape { rows, columns: 1, dtype: Dtype::F32 };
+        let rows = of_rows.map(|given| given.on_device("row weight gradients", words(handle.rows().into())));
+        let all = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
+        let expected = if of_rows.is_some() { all } else { 0 };
+        let choices = of_choices.map(|out| out.on_device("weight gradients", words(expected)));
+        let (rows, choices) = (rows.transpose()?, choices.transpose()?);
+        if expected > 0 && choices.is_none() {
+            let (what, rows) = ("weight gradients", expected as usize);
+            return Err(PlanError::WrongShape { what, seen: 0, rows, columns: 1 }.into());
+        }
+        Ok((rows, choices))
+    }
+
+    /// Enqueues that gradients of token sums go to the rows that were summed. Those of a weighted combine are multiplied with
+    /// the weights of the rows, and weight gradients return to `weights`. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::combine_backward_into`](crate::ExpertParallel::combine_backward_into).
+    pub fn combine_backward(
+        &mut self,
+        gradients: Tensor<'_>,
+        handle: &PlannedHandle,
+        weights: Option<TensorMut<'_>>,
+    ) -> Result<PlannedRows, Error> {
+        let rows = self.cached(CallKind::CombineBackward, gradients, handle)?;
+        if !self.common.fixed.spec.weighted {
+            return Ok(rows);
+        }
+        let lacking = CallError::NotKept { missing: "the output of a weighted combine" };
+        let output = handle.take_kept().ok_or(Error::from(lacking));
+        if let Ok(output) = &output {
+            self.enqueue_products(output, &rows).map_err(|error| self.common.fixed.fail(error))?;
+        }
+        let choices = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
+        let words = Shape { rows: choices, columns: 1, dtype: Dtype::F32 };
+        let home = weights.as_ref().map(|weights| weights.on_device("weight gradients", words)).transpose();
+        let unfit = home.as_ref().err().cloned();
+        // Whoever asks for the gradient again finds the output.
+        let kept = self.weights_home(handle, (output, true), unfit, home.ok().flatten())?;
+        kept.into_iter().for_each(|output| handle.keep(output));
+        Ok(rows)
+    }
+
+    /// Enqueues that what lies behind the rows of an output returns to the choices. Returns the output, if it is to be kept.
+    fn weights_home(
+        &mut self,
+        handle: &PlannedHandle,
+        (output, keeps): (Result<PlannedOutput, Error>, bool),
+        unfit: Option<Error>,
+        home: Option<&DeviceRange>,
+    ) -> Result<Option<PlannedOutput>, Error> {
+        let what = Return { keeps, ..Return::of(CallKind::ReturnWeights) };
+        let own = self.offer(what, handle, output, unfit)?;
+        self.finish_return((handle.seat(), handle.tokens()), own, home)
+    }
+}

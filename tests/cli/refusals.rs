@@ -1,0 +1,111 @@
+//! Command lines that no command can carry out: refused with status 2 and a reason, before anything is started.
+
+use std::process::Command;
+
+/// A command line, and words of the reason.
+const REFUSED: &[(&str, &[&str])] = &[
+    ("bench --route relay", &["direct", "pxn"]),
+    ("bench --layout token-major", &["expert-major", "rank-major"]),
+    ("bench --mode static", &["eager", "budget", "slots"]),
+    ("bench --on-overflow wait", &["drop", "error"]),
+    ("bench --order token", &["expert", "rank", "node"]),
+    ("bench --wire f16", &["f32", "bf16"]),
+    ("bench --dtype bytes", &["bf16", "f16", "f32", "fp8"]),
+    ("bench --routing zipf:x", &["uniform", "incast", "zipf:S"]),
+    ("bench --routing unifrom", &["\"unifrom\"", "(other than files: recorded, uniform, zipf:S, incast)"]),
+    (
+        "bench --routing recorded --experts 32",
+        &["routing recorded: num_experts is 64 in the recording, but 32 was asked for"],
+    ),
+    ("bench --spans", &["--spans is for --layout rank-major --route pxn"]),
+    ("bench --spans --layout rank-major --route direct", &["--spans is for --layout rank-major --route pxn"]),
+    ("bench --order rank --wire bf16 --dtype f16", &["--wire bf16 is for rows of bf16, and these are f16"]),
+    ("bench --hidden 7", &["a row of 7 x bf16 has 14 bytes: it must be a multiple of 16"]),
+    ("bench --experts 4", &["--top-k is 8, but there are only 4 experts"]),
+    ("bench --nodes 3 --ranks-per-node 1,2", &["--ranks-per-node lists 2 nodes, but --nodes is 3"]),
+    ("bench --tokens 0", &["--tokens must be at least 1"]),
+    ("bench --hidden 0", &["--hidden must be at least 1"]),
+    ("bench --experts 0", &["--experts must be at least 1"]),
+    ("bench --top-k 0", &["--top-k must be at least 1"]),
+    ("bench --align 0", &["--align must be at least 1"]),
+    ("bench --rounds 0", &["--rounds must be at least 1"]),
+    (
+        "bench --tokens 16 --routing incast --mode budget --budget 1",
+        &["128 rows", "rank 0 needs 1024", "--budget 8 has room"],
+    ),
+    ("bench --tokens 16 --routing incast --mode slots --slots 15", &["--slots 16 has room"]),
+    ("bench --budget 2", &["--budget is for --mode budget"]),
+    ("bench --slots 2", &["--slots is for --mode slots"]),
+    ("bench --on-overflow drop", &["--on-overflow is for --mode budget or slots"]),
+    ("bench --mode slots --budget 2", &["--budget is for --mode budget"]),
+    ("bench --mode budget --budget -1", &["--budget -1 is not a positive number"]),
+    ("launch --nodes 0 --ranks-per-node 4 -- true", &["--nodes must be at least 1"]),
+    ("launch --ranks-per-node 4,0 -- true", &["--ranks-per-node must be at least 1"]),
+    ("launch --nodes 4294967295 --ranks-per-node 4294967295 -- true", &["are too many: at most 65536"]),
+    ("launch --ranks-per-node 4294967295,4294967295 -- true", &["are too many: at most 65536"]),
+    ("layer --chunks 0", &["--chunks must be between 1 and 1024"]),
+    ("layer --experts 3", &["one for each of 2 ranks at least, and --top-k (4) at most"]),
+    (
+        "layer --hidden 1048576 --ffn 1048576",
+        &["weights of a rank's --experts must be between 1 and 2147483648"],
+    ),
+    (
+        "layer --tokens 1048576 --hidden 4096",
+        &["--tokens x --top-k x --hidden must be between 1 and 2147483648"],
+    ),
+    ("layer --nodes 0", &["--nodes must be at least 1"]),
+    (
+        "layer --nodes 1 --ranks-per-node 2 --pace 1G/10",
+        &["--pace is for wires between nodes of one machine"],
+    ),
+    ("perf put-lat --nodes 1", &["a job of one rank has no pair"]),
+    ("perf put-lat --nodes 1 --ranks-per-node 2 --pairs all", &["--pairs all is for two nodes or more"]),
+    ("perf put-lat --peer 0", &["--peer is rank 0 itself"]),
+    ("perf put-lat --peer 2", &["--peer is 2, but the job has 2 ranks, counted from 0"]),
+    ("perf put-bw --peers", &["--peers is for put-lat between the ranks of one node"]),
+    ("perf put-lat --peers --ranks-per-node 1,1", &["--peers is for put-lat between the ranks of one node"]),
+    ("perf put-lat --iterations 0", &["--iterations must be at least 1"]),
+    ("perf signal --sizes 8", &["--sizes means nothing for signal"]),
+    ("perf signal --svg x", &["--svg means nothing for signal"]),
+    ("perf put-lat --nodes 0", &["--nodes must be at least 1"]),
+    ("planning --ranks 12 --rounds 1", &["--ranks 12 is more than a node of 8, and no multiple of it"]),
+    ("route --tokens 0", &["--tokens must be at least 1"]),
+    ("route --experts 4 --top-k 5", &["top_k = 5"]),
+    ("route --top-k 65 --random", &["top_k = 65"]),
+    ("route --factors 0", &["capacity factor = 0"]),
+    ("route --factors=-1", &["capacity factor = -1"]),
+    ("route --factors 1,0", &["capacity factor = 0"]),
+    ("route /nowhere.jsonl", &["/nowhere.jsonl"]),
+    ("route --nodes 3 --ranks-per-node 3,5", &["--ranks-per-node lists 2 nodes"]),
+    ("route --random uniform", &["cannot be used with"]),
+];
+
+fn assert_refused(line: &str, words: &[&str]) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+    let ended = command.args(line.split_whitespace()).current_dir(std::env::temp_dir()).output().unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!((ended.status.code(), ended.stdout.len()), (Some(2), 0), "{line}: {said}");
+    for word in words {
+        assert!(said.contains(word), "{line}: {word:?} in {said}");
+    }
+}
+
+#[test]
+fn impossible_command_lines_are_refused_with_a_reason() {
+    for (line, words) in REFUSED {
+        assert_refused(line, words);
+    }
+}
+
+#[test]
+fn options_that_contradict_the_routing_file_are_refused() {
+    let path = std::env::temp_dir().join(format!("sidelane-refusals-{}.jsonl", std::process::id()));
+    let file = path.display();
+    let token = "{\"topk_ids\":[3,0],\"topk_weights\":[0.5,0.5]}\n";
+    std::fs::write(&path, format!("{{\"type\":\"meta\",\"num_experts\":4,\"top_k\":2}}\n{token}")).unwrap();
+    assert_refused(&format!("bench --routing {file} --experts 64"), &["num_experts"]);
+    assert_refused(&format!("bench --routing {file} --top-k 8"), &["top_k"]);
+    std::fs::write(&path, token).unwrap();
+    assert_refused(&format!("bench --routing {file} --experts 3"), &["line 1: expert 3 is out of range"]);
+    std::fs::remove_file(path).unwrap();
+}

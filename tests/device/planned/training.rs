@@ -1,0 +1,427 @@
+//! Steps of training: rows along known layouts, and the gradients, as on the host to the bit.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use half::{bf16, f16};
+use sidelane::device::{DeviceRange, PinnedMemory, Priority, Stream};
+use sidelane::dtype::PartialDtype;
+use sidelane::ep::{Choices, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
+use sidelane::error::{CallError, CallKind, PlanError};
+use sidelane::gate::Routing;
+use sidelane::plan::{ExpertMap, SumOrder};
+use sidelane::topology::Route;
+use sidelane::{Dtype, Element, Error, World};
+use stand_in_cuda::StandIn;
+
+use super::calls::{on_each_of, some};
+use super::on_devices;
+use super::rank::{Case, Input, Rank, call, target};
+use crate::devices::{Memory, stream};
+use crate::support::layer::bits;
+use crate::support::{To, on_ranks, small, tokens};
+
+/// What a step has to bring, and what experts make of it. All of it is the host's.
+struct Step<E> {
+    input: Input<E>,
+    /// Other tokens of the same choices, and gradients of the sums.
+    again: Vec<E>,
+    gradients: Vec<E>,
+    /// What experts make: of rows, and of gradients.
+    y: Vec<E>,
+    of_rows: Vec<E>,
+    of_weights: Vec<f32>,
+    /// What comes back.
+    sums: Vec<E>,
+    rows_again: Vec<E>,
+    of_sums: Vec<E>,
+    of_combine: Option<Vec<f32>>,
+    of_tokens: Vec<E>,
+    of_choices: Vec<f32>,
+    row_weights: Vec<f32>,
+}
+
+impl<E: Element + Into<f32>> Rank<E>
+where
+    f32: To<E>,
+{
+    /// A step on the host.
+    fn expected(&mut self, seed: u64, count: u32) -> Step<E> {
+        let Case { top_k, hidden, .. } = self.case;
+        let experts = self.case.map.experts();
+        let input: Input<E> = tokens(seed, count, hidden, top_k, experts);
+        let [again, gradients] = [1, 2].map(|n| tokens(seed + n * 997, count, hidden, top_k, experts).x);
+        let routing = Routing::new(top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
+        let (rows, handle) = self.host.dispatch(&input.x, &routing).unwrap();
+        let made = |rank: &Self, rows: &[E]| -> Vec<E> {
+            rows.iter().enumerate().map(|(at, &value)| rank.expert(at / hidden, value)).collect()
+        };
+        let y = made(self, rows.rows().unwrap());
+        let sums = self.host.combine(&y, &handle).unwrap();
+        let rows_again = self.host.dispatch_cached(&again, &handle).unwrap().to_vec().unwrap();
+        let (back, of_combine) = self.host.combine_backward(&gradients, &handle).unwrap();
+        let of_sums: Vec<E> = back.to_vec().unwrap();
+        let of_rows = made(self, &of_sums);
+        let of_weights: Vec<f32> = (0..handle.rows()).map(|row| row as f32 / 3.0 - seed as f32).collect();
+        let home = self.host.dispatch_backward(&of_rows, Some(&of_weights), &handle).unwrap();
+        let row_weights = handle.row_weights().to_vec();
+        let (of_tokens, of_choices) = (home.0, home.1.unwrap());
+        Step {
+            input,
+            again,
+            gradients,
+            y,
+            of_rows,
+            of_weights,
+            sums,
+            rows_again,
+            of_sums,
+            of_combine,
+            of_tokens,
+            of_choices,
+            row_weights,
+        }
+    }
+
+    /// Memory of the device with this content.
+    fn lent<T: bytemuck::NoUninit>(&self, content: &[T]) -> DeviceRange {
+        let len = (size_of_val(content) as u64).max(16);
+        Memory::new(self.stream.context(), len).fill(&self.stream, content)
+    }
+
+    /// What lies there when the stream comes to it.
+    fn seen<T: bytemuck::Pod>(&self, range: &DeviceRange) -> Vec<T> {
+        self.rows.read(&self.stream, range)
+    }
+
+    /// Room for as many elements, full of something else.
+    fn room<T: bytemuck::NoUninit>(&self, like: &[T]) -> DeviceRange {
+        self.lent(&vec![0xcb_u8; size_of_val(like)])
+    }
+
+    fn same_rows(&self, rows: &ExpertRows, expected: &[E], step: &Step<E>, what: &str) {
+        let landed = rows.range().unwrap();
+        assert_eq!(bits(&self.seen::<E>(&landed)), bits(expected), "{what}");
+        let weights = rows.weights().unwrap();
+        assert_eq!(bits(&self.seen::<f32>(&weights)), bits(&step.row_weights), "weights of {what}");
+    }
+
+    fn output(&self, handle: &Handle, content: &[E]) -> ExpertOutput {
+        let y = handle.output().unwrap();
+        self.rows.send(&self.stream, y.range().unwrap(), bits(content));
+        y
+    }
+
+    /// The forward pass on the device; its rows are given back.
+    fn forward(&mut self, step: &Step<E>) -> Handle {
+        let tensors = [bits(&step.input.x), bits(&step.input.ids), bits(&step.input.weights)];
+        let tensors = tensors.map(|bytes| self.lent(bytes));
+        let (x, choices) = call::<E>(&tensors);
+        let (_, handle) = self.planned.dispatch(x, choices).unwrap();
+        let (y, out) = (self.output(&handle, &step.y), self.room(&step.sums));
+        self.planned.combine_into(y, &handle, target::<E>(&out)).unwrap();
+        assert_eq!(bits(&self.seen::<E>(&out)), bits(&step.sums), "sums");
+        handle
+    }
+
+    /// The same tokens again, and others, along the layout.
+    fn again(&mut self, step: &Step<E>, handle: &Handle) {
+        let x = self.lent(&step.again);
+        let rows = self.planned.dispatch_cached(Tensor::device(&x, E::DTYPE), handle).unwrap();
+        self.same_rows(&rows, &step.rows_again, step, "rows along a layout");
+    }
+
+    /// The backward pass on the device: twice, and the second time as on the host.
+    fn backward(&mut self, step: &Step<E>, handle: &Handle) {
+        let g = self.lent(&step.gradients);
+        let home = step.of_combine.as_ref().map(|weights| self.room(weights));
+        for _ in 0..2 {
+            let weights = home.as_ref().map(|home| TensorMut::device(home, Dtype::F32));
+            let gradients = Tensor::device(&g, E::DTYPE);
+            let rows = self.planned.combine_backward_into(gradients, handle, weights).unwrap();
+            self.same_rows(&rows, &step.of_sums, step, "gradients of rows");
+        }
+        if let (Some(home), Some(expected)) = (&home, &step.of_combine) {
+            assert_eq!(bits(&self.seen::<f32>(home)), bits(expected), "gradients of weights");
+        }
+        let (of_rows, of_weights) = (self.output(handle, &step.of_rows), self.lent(&step.of_weights));
+        let (x, home) = (self.room(&step.of_tokens), self.room(&step.of_choices));
+        let weights = Some(TensorMut::device(&home, Dtype::F32));
+        let given = Some(Tensor::device(&of_weights, Dtype::F32));
+        let planned = &mut self.planned;
+        planned.dispatch_backward_into(of_rows, given, handle, target::<E>(&x), weights).unwrap();
+        assert_eq!(bits(&self.seen::<E>(&x)), bits(&step.of_tokens), "gradients of tokens");
+        assert_eq!(bits(&self.seen::<f32>(&home)), bits(&step.of_choices), "gradients of choices");
+        // Without weights, and with rows that lie elsewhere.
+        let (elsewhere, x) = (self.lent(&step.of_rows), self.room(&step.of_tokens));
+        let y = Tensor::device(&elsewhere, E::DTYPE);
+        self.planned.dispatch_backward_into(y, None, handle, target::<E>(&x), None).unwrap();
+        assert_eq!(bits(&self.seen::<E>(&x)), bits(&step.of_tokens), "the same without weights");
+    }
+
+    /// A layout whose tokens come later.
+    fn prepared(&mut self, step: &Step<E>) {
+        let [experts, weights] = [bits(&step.input.ids), bits(&step.input.weights)].map(|b| self.lent(b));
+        let choices = Choices::Device { experts: &experts, weights: &weights };
+        let handle = self.planned.prepare(choices).unwrap();
+        assert_eq!(handle.rows() as usize, step.row_weights.len());
+        self.again(step, &handle);
+    }
+}
+
+/// Steps of random tokens, each rank with a number of its own: `alive` of them at a time.
+fn steps<E: Element + Into<f32>>(case: &Case, rounds: u64, seed: u64)
+where
+    f32: To<E>,
+{
+    let case = Case { max_in_flight: 3, ..case.clone() };
+    on_each_of::<E>(&case, |rank, me| {
+        for round in seed * 1000..seed * 1000 + rounds {
+            let of = |nth: u64| round * 64 + nth * 8 + me;
+            let all: Vec<Step<E>> = (0..2).map(|nth| rank.expected(of(nth), some(&case, of(nth)))).collect();
+            let handles: Vec<Handle> = all.iter().map(|step| rank.forward(step)).collect();
+            rank.prepared(&all[0]);
+            for (step, handle) in all.iter().zip(&handles) {
+                rank.again(step, handle);
+            }
+            for (step, handle) in all.iter().zip(&handles).rev() {
+                rank.backward(step, handle);
+            }
+        }
+    });
+}
+
+#[test]
+fn steps_on_one_node_are_those_of_the_host() {
+    on_devices("planned::training::steps_on_one_node_are_those_of_the_host", 8, 31, || {
+        let replicated = ExpertMap::from_slots(5, &[vec![4, 0], vec![1], vec![2, 4, 3], vec![0]]).unwrap();
+        steps::<bf16>(&Case::new(1, 3, 2), 2, 1);
+        for case in [
+            Case::new(4, 6, 3),
+            Case { align: 16, ..Case::new(4, 6, 3) },
+            Case { map: replicated, ..Case::new(4, 6, 3) },
+        ] {
+            steps::<bf16>(&case, 3, 2);
+        }
+        steps::<f32>(&Case::new(2, 5, 4), 1, 3);
+        steps::<f16>(&Case::new(2, 5, 4), 1, 4);
+    });
+}
+
+#[test]
+fn steps_across_nodes_are_those_of_the_host() {
+    on_devices("planned::training::steps_across_nodes_are_those_of_the_host", 8, 32, || {
+        for route in Route::ALL {
+            for nodes in [&[0, 0, 1, 1][..], &[0, 1, 2, 0, 1]] {
+                let case = Case { route, align: 2, ..Case::across(nodes, 6, 3) };
+                steps::<bf16>(&case, 2, 5);
+            }
+        }
+    });
+}
+
+#[test]
+fn steps_go_on_with_one_hardware_queue() {
+    on_devices("planned::training::steps_go_on_with_one_hardware_queue", 1, 33, || {
+        let small = |nodes: &[u32], route| {
+            let case = Case::across(nodes, 3, 2);
+            Case { hidden: 8, max_tokens: 6, route, ..case }
+        };
+        steps::<bf16>(&small(&[0; 3], Route::Direct), 20, 6);
+        steps::<bf16>(&small(&[0, 0, 1], Route::Pxn), 10, 7);
+    });
+}
+
+#[test]
+fn gradients_of_weighted_combines_are_those_of_the_host() {
+    on_devices("planned::training::gradients_of_weighted_combines_are_those_of_the_host", 8, 34, || {
+        for (nodes, route) in
+            [(&[0; 4][..], Route::Direct), (&[0, 0, 1, 1], Route::Direct), (&[0, 1, 0], Route::Pxn)]
+        {
+            let case = Case { weighted: true, route, ..Case::across(nodes, 6, 3) };
+            steps::<bf16>(&case, 2, 8);
+            steps::<f32>(&Case { hidden: 12, align: 4, ..case }, 1, 9);
+        }
+    });
+}
+
+#[test]
+fn orders_by_rank_and_node_are_those_of_the_host() {
+    on_devices("planned::training::orders_by_rank_and_node_are_those_of_the_host", 8, 35, || {
+        let mixed = ExpertMap::from_slots(6, &[vec![5, 0], vec![1, 4], vec![3], vec![2]]).unwrap();
+        for (order, wire) in [
+            (SumOrder::Rank, PartialDtype::F32),
+            (SumOrder::Node, PartialDtype::F32),
+            (SumOrder::Node, PartialDtype::Bf16),
+        ] {
+            for (nodes, route) in
+                [(&[0; 4][..], Route::Direct), (&[0, 1, 1, 0], Route::Direct), (&[0, 0, 1, 1], Route::Pxn)]
+            {
+                let case = Case { order, wire, route, ..Case::across(nodes, 6, 4) };
+                let weighted = Case { map: mixed.clone(), weighted: true, ..case.clone() };
+                steps::<bf16>(&case, 1, 10);
+                steps::<bf16>(&weighted, 1, 11);
+            }
+        }
+    });
+}
+
+/// Each refusal is seen by all ranks, loses nothing, and leaves the world usable.
+#[test]
+fn what_one_rank_cannot_bring_is_refused_on_all() {
+    on_devices("planned::training::what_one_rank_cannot_bring_is_refused_on_all", 8, 36, || {
+        for (nodes, route) in
+            [(&[0; 3][..], Route::Direct), (&[0, 0, 1], Route::Direct), (&[0, 1, 0], Route::Pxn)]
+        {
+            let case = Case { weighted: true, route, max_in_flight: 3, ..Case::across(nodes, 6, 3) };
+            on_each_of::<bf16>(&case, |rank, me| {
+                let step = rank.expected(40 + me, 5);
+                let handle = rank.forward(&step);
+                let bad = me == 1;
+                let told = |error: Error, own: &str| match bad {
+                    true => assert!(error.to_string().contains(own), "{error}"),
+                    false => assert!(
+                        matches!(error, Error::Call(CallError::PeerRefused { peer: 1, .. })),
+                        "{error}"
+                    ),
+                };
+                let dtype = if bad { Dtype::F16 } else { Dtype::Bf16 };
+                let x = rank.lent(&step.again);
+                told(rank.planned.dispatch_cached(Tensor::device(&x, dtype), &handle).unwrap_err(), "f16");
+                let gradients = Tensor::device(&x, dtype);
+                told(rank.planned.combine_backward(gradients, &handle).map(drop).unwrap_err(), "f16");
+                let (words, out) = (rank.lent(&step.of_weights), rank.room(&step.of_tokens));
+                let short = rank.lent(&[0.0_f32; 3]);
+                let given = Some(Tensor::device(if bad { &short } else { &words }, Dtype::F32));
+                let (y, home) = (handle.output().unwrap(), rank.room(&step.of_choices));
+                let weights = Some(TensorMut::device(&home, Dtype::F32));
+                let planned = &mut rank.planned;
+                let refused =
+                    planned.dispatch_backward_into(y, given, &handle, target::<bf16>(&out), weights);
+                told(refused.unwrap_err(), "row weight gradients");
+                assert!(rank.seen::<u8>(&out).iter().all(|&byte| byte == 0), "sums of a refused gradient");
+                let mut ids = step.input.ids.clone();
+                ids[4] = if bad { 6 } else { -1 };
+                let [ids, weights] = [bits(&ids), bits(&step.input.weights)].map(|bytes| rank.lent(bytes));
+                let choices = Choices::Device { experts: &ids, weights: &weights };
+                told(rank.planned.prepare(choices).map(drop).unwrap_err(), "expert 6");
+                // A rank that has nothing to bring says so in place of each call.
+                for kind in [
+                    CallKind::Prepare,
+                    CallKind::CachedDispatch,
+                    CallKind::CombineBackward,
+                    CallKind::DispatchBackward,
+                ] {
+                    if bad {
+                        let own: Error = PlanError::TooManyTokens { tokens: 9, max: 8 }.into();
+                        let along = (kind != CallKind::CombineBackward).then_some(&handle);
+                        assert_eq!(rank.planned.refuse(kind, along, own.clone()), own);
+                        continue;
+                    }
+                    let (g, choices) = (
+                        Tensor::device(&x, Dtype::Bf16),
+                        Choices::Device { experts: &ids, weights: &weights },
+                    );
+                    let planned = &mut rank.planned;
+                    let refused = match kind {
+                        CallKind::Prepare => planned.prepare(choices).map(drop),
+                        CallKind::CachedDispatch => planned.dispatch_cached(g, &handle).map(drop),
+                        CallKind::CombineBackward => {
+                            planned.combine_backward_into(g, &handle, None).map(drop)
+                        }
+                        _ => {
+                            let y = handle.output().unwrap();
+                            planned.dispatch_backward_into(y, None, &handle, target::<bf16>(&out), None)
+                        }
+                    };
+                    told(refused.unwrap_err(), "");
+                }
+                // A host handle is no handle of this instance.
+                let host = rank.host.prepare(&Routing::new(3, vec![0, 1, 2], vec![1.0; 3]).unwrap()).unwrap();
+                let along = if bad { &host } else { &handle };
+                told(
+                    rank.planned.dispatch_cached(Tensor::device(&x, Dtype::Bf16), along).unwrap_err(),
+                    "handle",
+                );
+                rank.again(&step, &handle);
+                rank.backward(&step, &handle);
+            });
+        }
+    });
+}
+
+/// An output that was never made cannot be multiplied with.
+#[test]
+fn gradient_of_a_weighted_combine_that_was_not_made_is_refused() {
+    let test = "planned::training::gradient_of_a_weighted_combine_that_was_not_made_is_refused";
+    on_devices(test, 8, 37, || {
+        on_each_of::<bf16>(&Case { weighted: true, ..Case::new(3, 6, 3) }, |rank, me| {
+            let step = rank.expected(70 + me, 4);
+            let (_, handle) = rank.dispatch(&step.input).unwrap();
+            let g = rank.lent(&step.gradients);
+            let gradients = Tensor::device(&g, Dtype::Bf16);
+            let refused = rank.planned.combine_backward_into(gradients, &handle, None).unwrap_err();
+            assert!(matches!(refused, Error::Call(CallError::NotKept { .. })), "{refused}");
+            drop(handle);
+            let handle = rank.forward(&step);
+            rank.backward(&step, &handle);
+        });
+    });
+}
+
+/// The host runs ahead: a whole step is enqueued while its stream waits for this very thread.
+#[test]
+fn a_backward_pass_is_enqueued_without_a_wait_for_the_stream() {
+    let test = "planned::training::a_backward_pass_is_enqueued_without_a_wait_for_the_stream";
+    on_devices(test, 1, 38, || {
+        // The driver stays until it has been asked.
+        let _driver = stream(0);
+        let case = Case { weighted: true, ..Case::new(3, 6, 3) };
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            let (rank, me) = (&mut Rank::<bf16>::new(&group, &case), u64::from(group.rank()));
+            let step = rank.expected(90 + me, 6);
+            let handle = rank.forward(&step);
+            let (g, of_rows) = (rank.lent(&step.gradients), rank.lent(&step.of_rows));
+            let (x, home) = (rank.room(&step.of_tokens), rank.room(&step.of_choices));
+            let of_weights = rank.lent(&step.of_weights);
+            let gate = PinnedMemory::new(rank.stream.context(), 8).unwrap();
+            rank.stream.wait(gate.range().word::<u32>(0).unwrap(), 1).unwrap();
+            let planned = &mut rank.planned;
+            let rows = planned.combine_backward_into(Tensor::device(&g, Dtype::Bf16), &handle, None).unwrap();
+            let given = Some(Tensor::device(&of_weights, Dtype::F32));
+            let weights = Some(TensorMut::device(&home, Dtype::F32));
+            let y = Tensor::device(&of_rows, Dtype::Bf16);
+            planned.dispatch_backward_into(y, given, &handle, target::<bf16>(&x), weights).unwrap();
+            assert_eq!(rank.stream.is_done(), Ok(false));
+            gate.word(0).unwrap().store(1, Ordering::Release);
+            rank.same_rows(&rows, &step.of_sums, &step, "gradients of rows");
+            assert_eq!(bits(&rank.seen::<bf16>(&x)), bits(&step.of_tokens), "gradients of tokens");
+            assert_eq!(bits(&rank.seen::<f32>(&home)), bits(&step.of_choices), "gradients of choices");
+        });
+        let without = StandIn::loaded().unwrap().counters().waits_without_cause;
+        assert_eq!(without, 3, "this thread's word at each rank, and no other");
+    });
+}
+
+/// Calls take turns on two streams; each new one comes behind what the other was given.
+#[test]
+fn calls_change_streams_and_stay_in_order() {
+    on_devices("planned::training::calls_change_streams_and_stay_in_order", 8, 39, || {
+        for (nodes, route) in [(&[0; 3][..], Route::Direct), (&[0, 0, 1], Route::Pxn)] {
+            let case = Case { route, ..Case::across(nodes, 6, 3) };
+            on_each_of::<bf16>(&case, |rank, me| {
+                let other = Arc::new(Stream::new(rank.stream.context(), Priority::Normal).unwrap());
+                let streams = [Arc::clone(&rank.stream), other];
+                for (seed, next) in (0..6_u64).zip(streams.iter().cycle().skip(1)) {
+                    let step = rank.expected(seed * 64 + me, some(&case, seed + me));
+                    let handle = rank.forward(&step);
+                    rank.planned.set_stream(next).unwrap();
+                    rank.stream = Arc::clone(next);
+                    rank.again(&step, &handle);
+                    rank.backward(&step, &handle);
+                }
+            });
+        }
+    });
+}
