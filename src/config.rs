@@ -1,24 +1,6 @@
-//! The settings of a world: one table, read from the environment once.
+//! Settings of a world, read from the environment once.
 //!
-//! | variable | meaning | default |
-//! |---|---|---|
-//! | `SIDELANE_HEAP` | bytes of each rank's heap; suffixes K, M, G | 256M |
-//! | `SIDELANE_SYMMETRIC` | of these, for control and callers' windows | 32M |
-//! | `SIDELANE_CACHE` | size of the cache that ranks share: calls that write more than a quarter of it write past it | last-level cache, as the system tells |
-//! | `SIDELANE_SIMD` | `portable`, `avx2` or `avx512` | the best there is |
-//! | `SIDELANE_DEADLINE_MS` | how long a live but silent rank is waited for | 600000 |
-//! | `SIDELANE_RENDEZVOUS_MS` | how long ranks are waited for at start | 60000 |
-//! | `SIDELANE_LIVENESS_MS` | silence after which a rank is taken for lost: longer in a debugger or under valgrind | 1750 |
-//! | `SIDELANE_SECRET`, `SIDELANE_SECRET_FILE` | the job's secret | none: loopback only |
-//! | `SIDELANE_INSECURE` | `1`: listen beyond this machine without a secret | 0 |
-//! | `SIDELANE_PORT` | the rendezvous port | `MASTER_PORT` + 1 upwards |
-//! | `SIDELANE_JOB`, `SIDELANE_LAUNCHER_FD`, `SIDELANE_LAUNCHER_PID` | a launcher's: the job's name, and the pipe that ends with it | none |
-//! | `SIDELANE_RAIL` | what joins nodes: `auto`, `verbs`, `tcp`, `loop` ([`NetChoice`]) | auto |
-//! | `SIDELANE_PACE` | for tests and benchmarks: wires within a machine keep the time of a slower link, as bytes per second, `/`, microseconds: `2G/5` ([`EmulatedLink`]) | none |
-//! | `SIDELANE_VERBS_*`, `SIDELANE_IBVERBS` | cards, ports, addresses, timeouts: see `docs/verbs.md` | found out |
-//! | `SIDELANE_CUDA` | path of the CUDA driver's library | libcuda.so.1, as the loader finds it |
-//! | `SIDELANE_TCP_ADDRESS` | where partners connect to this rank: an address of this machine, or an interface | all addresses; loopback, if the ranks meet there |
-//! | `SIDELANE_NODE` | splits one machine into load domains: ranks with equal values share memory | empty |
+//! `docs/environment.md` has a table of all variables, with their defaults.
 
 use std::net::IpAddr;
 use std::num::NonZeroU64;
@@ -26,7 +8,7 @@ use std::time::Duration;
 
 use crate::error::BootstrapError;
 
-/// What joins nodes (`SIDELANE_RAIL`).
+/// What joins nodes (`SIDELANE_NET`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -61,14 +43,14 @@ impl NetChoice {
     /// # Errors
     /// [`BootstrapError::BadVariable`].
     pub fn from_env() -> Result<Self, BootstrapError> {
-        let Ok(value) = std::env::var("SIDELANE_RAIL") else { return Ok(NetChoice::Auto) };
+        let Ok(value) = std::env::var("SIDELANE_NET") else { return Ok(NetChoice::Auto) };
         let found = Self::ALL.into_iter().find(|choice| choice.name() == value);
-        let (name, expected) = ("SIDELANE_RAIL", "auto, verbs, tcp, loop");
+        let (name, expected) = ("SIDELANE_NET", "auto, verbs, tcp, loop");
         found.ok_or(BootstrapError::BadVariable { name, value, expected })
     }
 }
 
-/// A link whose time the wires within a machine keep (`SIDELANE_PACE`), so that what hides behind compute can be measured
+/// A link whose time the wires within a machine keep (`SIDELANE_EMULATED_LINK`), so that what hides behind compute can be measured
 /// where there is no such link. Bytes move at once; signals come when the link would have brought them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct EmulatedLink {
@@ -91,14 +73,14 @@ impl EmulatedLink {
     /// # Errors
     /// [`BootstrapError::BadVariable`].
     pub fn from_env() -> Result<Option<Self>, BootstrapError> {
-        let value = std::env::var("SIDELANE_PACE").unwrap_or_default();
+        let value = std::env::var("SIDELANE_EMULATED_LINK").unwrap_or_default();
         if value.is_empty() {
             return Ok(None);
         }
         let expected = "bytes per second (K, M, G), a slash and microseconds";
         match Self::parse(&value) {
             Some(pace) => Ok(Some(pace)),
-            None => Err(BootstrapError::BadVariable { name: "SIDELANE_PACE", value, expected }),
+            None => Err(BootstrapError::BadVariable { name: "SIDELANE_EMULATED_LINK", value, expected }),
         }
     }
 }
@@ -161,6 +143,9 @@ impl Config {
     /// # Errors
     /// [`BootstrapError::BadVariable`], [`BootstrapError::NoRoomForRows`].
     pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
+        if let Some((name, new)) = RENAMED.into_iter().find(|(name, _)| lookup(name).is_some()) {
+            return Err(BootstrapError::RenamedVariable { name, new });
+        }
         let mut config = Config::default();
         for (name, field) in [
             ("SIDELANE_HEAP", &mut config.heap),
@@ -194,6 +179,17 @@ impl Config {
     }
 }
 
+/// Variables that have other names now. One that is set would do nothing, so it is an error.
+const RENAMED: [(&str, &str); 7] = [
+    ("SIDELANE_RAIL", "SIDELANE_NET"),
+    ("SIDELANE_PACE", "SIDELANE_EMULATED_LINK"),
+    ("SIDELANE_CUDA", "SIDELANE_CUDA_LIBRARY"),
+    ("SIDELANE_IBVERBS", "SIDELANE_IBVERBS_LIBRARY"),
+    ("SIDELANE_CUPTI", "SIDELANE_CUPTI_LIBRARY"),
+    ("SIDELANE_VERBS_CARD", "SIDELANE_VERBS_NICS"),
+    ("SIDELANE_VERBS_RELAXED", "SIDELANE_VERBS_RELAXED_ORDERING"),
+];
+
 /// Reads a number of bytes with an optional suffix K, M or G.
 pub(crate) fn parse_bytes(text: &str) -> Option<u64> {
     let text = text.trim();
@@ -223,6 +219,13 @@ mod tests {
         assert_eq!(config.heap, 2 << 30);
         let seen = Config::from_vars(&|name| (name == "SIDELANE_HEAP").then(|| "12 apples".to_owned()));
         assert!(matches!(seen, Err(BootstrapError::BadVariable { name: "SIDELANE_HEAP", .. })));
+    }
+
+    #[test]
+    fn old_name_of_a_variable_is_refused_by_its_new_one() {
+        let seen =
+            Config::from_vars(&|name| (name == "SIDELANE_RAIL").then(|| "tcp".to_owned())).unwrap_err();
+        assert_eq!(seen.to_string(), "SIDELANE_RAIL is now SIDELANE_NET");
     }
 
     #[test]

@@ -20,12 +20,12 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Loads `libcuda.so.1`, or what `SIDELANE_CUDA` names, and starts it. Never panics, whatever is found.
+    /// Loads `libcuda.so.1`, or what `SIDELANE_CUDA_LIBRARY` names, and starts it. Never panics, whatever is found.
     ///
     /// # Errors
     /// [`DeviceError::NoLibrary`], [`DeviceError::MissingSymbol`], [`DeviceError::Init`], [`DeviceError::TooOld`].
     pub fn open() -> Result<Self, DeviceError> {
-        let path = std::env::var_os("SIDELANE_CUDA").filter(|path| !path.is_empty());
+        let path = std::env::var_os("SIDELANE_CUDA_LIBRARY").filter(|path| !path.is_empty());
         Self::load(path.as_deref().map(Path::new))
     }
 

@@ -12,7 +12,7 @@ use crate::memory::Extent;
 use crate::plan::SlotShape;
 
 /// Received rows, `[rows, hidden]`: expert-major (local expert, source rank, token), rank-major
-/// (source rank, token), in [spans](super::ExpertParallelBuilder::spans) as the
+/// (source rank, token), in [coalesce_relays](super::ExpertParallelBuilder::coalesce_relays) as the
 /// [`index`](ExpertRows::index) says. Pad rows are zero, and on the host unused slots, too.
 ///
 /// Their memory is given back when this is dropped: on a device, to calls that are enqueued later.
@@ -128,7 +128,7 @@ impl ExpertRows {
     }
 
     /// In fp8: the values of each row, `[len, hidden]`, one every
-    /// [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
+    /// [`Fp8RowShape::bytes`](crate::dtype::Fp8RowShape::bytes).
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].
@@ -137,7 +137,7 @@ impl ExpertRows {
     }
 
     /// In fp8: the scales of each row, one every
-    /// [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
+    /// [`Fp8RowShape::bytes`](crate::dtype::Fp8RowShape::bytes).
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].

@@ -11,6 +11,14 @@ pub enum BootstrapError {
         "no launcher's variables found: set RANK and WORLD_SIZE, or start with `sidelane launch`, torchrun, srun or mpirun"
     )]
     NoEnvironment,
+    /// An environment variable has another name now.
+    #[error("{name} is now {new}")]
+    RenamedVariable {
+        /// The variable that is set.
+        name: &'static str,
+        /// Its name now.
+        new: &'static str,
+    },
     /// An environment variable has a value that cannot be used.
     #[error("environment variable {name}={value:?}: expected {expected}")]
     BadVariable {
@@ -124,7 +132,7 @@ pub enum BootstrapError {
         /// What was expected.
         expected: String,
     },
-    /// Ranks of one job were started under different conditions ([`Options::conditions`](crate::Options::conditions)).
+    /// Ranks of one job were started under different conditions ([`Options::job_fingerprint`](crate::Options::job_fingerprint)).
     #[error("rank {rank} was started under other conditions than rank 0: {seen:?}, not {expected:?}")]
     FingerprintsDiffer {
         /// The first rank that differs from rank 0.

@@ -9,7 +9,7 @@ use crate::dtype::Dtype;
 pub enum DeviceError {
     /// libcuda is not there.
     #[error(
-        "cannot load {library}: {reason} (install NVIDIA's driver; in a container --gpus all with the NVIDIA container toolkit; or set SIDELANE_CUDA to its path)"
+        "cannot load {library}: {reason} (install NVIDIA's driver; in a container --gpus all with the NVIDIA container toolkit; or set SIDELANE_CUDA_LIBRARY to its path)"
     )]
     NoLibrary {
         /// What was to be loaded.
@@ -47,7 +47,7 @@ pub enum DeviceError {
     },
     /// CUPTI is not there.
     #[error(
-        "no CUPTI: {library}: {reason} (a CUDA toolkit has it in extras/CUPTI/lib64, PyPI as nvidia-cuda-cupti; set LD_LIBRARY_PATH, or SIDELANE_CUPTI to its path)"
+        "no CUPTI: {library}: {reason} (a CUDA toolkit has it in extras/CUPTI/lib64, PyPI as nvidia-cuda-cupti; set LD_LIBRARY_PATH, or SIDELANE_CUPTI_LIBRARY to its path)"
     )]
     NoCupti {
         /// What was to be loaded.

@@ -60,9 +60,9 @@ pub enum LaneError {
         /// What it says.
         reason: String,
     },
-    /// The time of a slower link was to be kept (`SIDELANE_PACE`) by wires that have a time of their own.
+    /// The time of a slower link was to be kept (`SIDELANE_EMULATED_LINK`) by wires that have a time of their own.
     #[error(
-        "rank {rank}: SIDELANE_PACE is for wires within one machine (the loop lane), which does not join these nodes"
+        "rank {rank}: SIDELANE_EMULATED_LINK is for wires within one machine (the loop lane), which does not join these nodes"
     )]
     NoLinkEmulation {
         /// This rank.
@@ -105,7 +105,7 @@ pub enum LaneError {
     },
     /// Ranks ask for different lanes.
     #[error(
-        "rank {rank} asks for the {mine} lane between nodes, rank {peer} for {theirs}: set SIDELANE_RAIL alike"
+        "rank {rank} asks for the {mine} lane between nodes, rank {peer} for {theirs}: set SIDELANE_NET alike"
     )]
     ChoicesDiffer {
         /// This rank (in the world).

@@ -13,7 +13,7 @@ use super::{CompletionStatus, Operation};
 pub enum VerbsError {
     /// libibverbs is not there.
     #[error(
-        "cannot load {library}: {reason} (install libibverbs1 and ibverbs-providers, elsewhere rdma-core, or set SIDELANE_IBVERBS to its path)"
+        "cannot load {library}: {reason} (install libibverbs1 and ibverbs-providers, elsewhere rdma-core, or set SIDELANE_IBVERBS_LIBRARY to its path)"
     )]
     NoLibrary {
         /// What was to be loaded.
@@ -47,7 +47,7 @@ pub enum VerbsError {
     )]
     NoCard,
     /// A card that was named is not there.
-    #[error("no card {card} (SIDELANE_VERBS_CARD): this machine has {present:?}")]
+    #[error("no card {card} (SIDELANE_VERBS_NICS): this machine has {present:?}")]
     NoSuchCard {
         /// Its name.
         card: String,
@@ -178,7 +178,7 @@ pub enum VerbsError {
     },
     /// There is no way from our address to the partner's.
     #[error(
-        "card {card}: no route from GID {gid} to GID {remote} of rank {peer}: {} (both cards must be in networks that reach each other; choose others with SIDELANE_VERBS_CARD or SIDELANE_VERBS_GID_INDEX)",
+        "card {card}: no route from GID {gid} to GID {remote} of rank {peer}: {} (both cards must be in networks that reach each other; choose others with SIDELANE_VERBS_NICS or SIDELANE_VERBS_GID_INDEX)",
         text(*errno)
     )]
     NoRoute {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::rail::NetConnection;
+use super::net::NetConnection;
 use super::wait::WaitLimits;
 use crate::bootstrap::Health;
 use crate::error::LaneError;

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use super::net::{NetConnection, SendBlocked};
 use super::port::Port;
-use super::rail::{NetConnection, SendBlocked};
 use super::wait::{self, SLEEP_INTERVAL, WaitError, WaitLimits, Waiter};
 use super::{FlagLine, PeerLane};
 use crate::bootstrap::Health;

@@ -29,8 +29,8 @@ mod floor;
 mod group;
 mod landing;
 mod near;
+mod net;
 mod port;
-mod rail;
 mod raw;
 mod source;
 mod sum;
@@ -44,16 +44,16 @@ pub use flag::FlagLine;
 pub use floor::{Floor, Moves};
 pub use group::{Lanes, PeerLane};
 pub use landing::flush;
-pub use port::Port;
-pub use rail::Counters as RailCounters;
-pub use rail::is_copied;
-pub use rail::{DeviceMemory, NoDmaBuf, NoGpuDirect, Registration};
+pub use net::Counters as RailCounters;
+pub use net::is_copied;
+pub use net::{DeviceMemory, NoDmaBuf, NoGpuDirect, Registration};
 #[cfg(test)]
-pub use rail::{Fabric, LoopbackConnection, Settings, SignalMode, ring_bytes};
-pub use rail::{
+pub use net::{Fabric, LoopbackConnection, Settings, SignalMode, ring_bytes};
+pub use net::{
     LOOP, LinkEmulator, LoopWires, NetConnection, NetTransport, ProgressThread, Region, RemoteAddress, Setup,
     TcpWires, VerbsEnvironment, VerbsTransport, WireEnd, WireOffer,
 };
+pub use port::Port;
 pub use raw::RAW;
 pub use source::{Io, RowSource};
 pub use sum::Scratch;

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::near::LocalWindows;
-use super::rail::{DeviceAddress, NetConnection, RemoteAddress};
+use super::net::{DeviceAddress, NetConnection, RemoteAddress};
 use super::source::Checked;
 use super::{FlagLine, Io, Lanes, MappedWindow, PeerLane, RowSource, WindowPart};
 use crate::error::{Error, LaneError, MemoryError};

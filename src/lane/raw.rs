@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::rail::{NetConnection, is_copied};
+use super::net::{NetConnection, is_copied};
 use super::{Lanes, MappedWindow, PeerLane};
 use crate::error::Error;
 

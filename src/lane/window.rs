@@ -3,7 +3,7 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::rail::RemoteAddress;
+use super::net::RemoteAddress;
 use crate::error::MemoryError;
 use crate::memory::PeerMapping;
 

@@ -31,7 +31,8 @@ pub(super) fn on_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
     let said = hub.gather("world/sizes", rank, size, bytemuck::cast_slice(&mine), deadline)?;
     for (blob, peer) in said.iter().zip(0..) {
         let theirs = bytemuck::try_pod_read_unaligned::<[u64; 4]>(blob).unwrap_or_default();
-        let names = ["SIDELANE_HEAP", "SIDELANE_SYMMETRIC", "SIDELANE_PACE", "SIDELANE_PACE"];
+        let names =
+            ["SIDELANE_HEAP", "SIDELANE_SYMMETRIC", "SIDELANE_EMULATED_LINK", "SIDELANE_EMULATED_LINK"];
         for ((what, mine), theirs) in names.into_iter().zip(mine).zip(theirs) {
             if mine != theirs {
                 return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());

@@ -56,7 +56,7 @@ pub struct NetReport {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NetReason {
-    /// It was asked for (`SIDELANE_RAIL`).
+    /// It was asked for (`SIDELANE_NET`).
     Asked,
     /// All nodes are on one machine.
     OneMachine,

@@ -78,7 +78,7 @@ fn a_lane_that_was_asked_for_and_cannot_be_had_is_an_error_that_says_what_is_mis
         assert!(!output.status.success());
         String::from_utf8(output.stderr).unwrap()
     };
-    let missing = run("verbs", "SIDELANE_IBVERBS", "/nowhere/libibverbs.so");
+    let missing = run("verbs", "SIDELANE_IBVERBS_LIBRARY", "/nowhere/libibverbs.so");
     assert!(missing.contains("cannot load /nowhere/libibverbs.so"), "{missing}");
     let wrong = run("verbs", "SIDELANE_VERBS_CHUNK", "banana");
     assert!(wrong.contains("SIDELANE_VERBS_CHUNK") && wrong.contains("banana"), "{wrong}");

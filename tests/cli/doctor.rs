@@ -14,7 +14,7 @@ fn doctor_with(options: &[&str], variables: &[(&str, &str)]) -> Output {
 /// What is found about `what` with the stand-in driver in the place of a real one.
 fn stand_in(variables: &[(&str, &str)]) -> impl Fn(&str) -> (String, String) {
     let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
-    let mut all = vec![("SIDELANE_CUDA", library.to_str().unwrap())];
+    let mut all = vec![("SIDELANE_CUDA_LIBRARY", library.to_str().unwrap())];
     all.extend(variables);
     let output = doctor_with(&["--json"], &all);
     assert!(output.status.success(), "{output:?}");
@@ -53,8 +53,8 @@ fn each_finding_in_json_says_what_it_means_and_each_problem_what_to_do() {
 #[test]
 fn a_drivers_abilities_are_found_by_asking_it() {
     let found = stand_in(&[
-        ("SIDELANE_STAND_IN_DEVICES", "3"),
-        ("SIDELANE_STAND_IN_PEERS", "0,1|2"),
+        ("SIDELANE_FAKE_CUDA_DEVICES", "3"),
+        ("SIDELANE_FAKE_CUDA_PEERS", "0,1|2"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         ("CUDA_MODULE_LOADING", "EAGER"),
     ]);
@@ -70,19 +70,19 @@ fn a_drivers_abilities_are_found_by_asking_it() {
 
 #[test]
 fn what_an_old_driver_cannot_do_is_said_and_one_that_shows_no_gpu_is_reported() {
-    let found = stand_in(&[("SIDELANE_STAND_IN_DRIVER", "12040"), ("CUDA_MODULE_LOADING", "LAZY")]);
+    let found = stand_in(&[("SIDELANE_FAKE_CUDA_DRIVER", "12040"), ("CUDA_MODULE_LOADING", "LAZY")]);
     assert_eq!(found("CUDA: device heap"), ("warn".into(), "refused".into()));
     assert_eq!(found("CUDA: batched copies"), ("note".into(), "none".into()));
     assert_eq!(found("CUDA: kernel loading"), ("warn".into(), "lazy".into()));
-    let (level, text) = stand_in(&[("SIDELANE_STAND_IN_DRIVER", "11080")])("CUDA: start");
+    let (level, text) = stand_in(&[("SIDELANE_FAKE_CUDA_DRIVER", "11080")])("CUDA: start");
     assert!(level == "warn" && text.contains("12.0") && text.contains("11.8"), "{text}");
-    let (level, text) = stand_in(&[("SIDELANE_STAND_IN_DEVICES", "0")])("CUDA: start");
+    let (level, text) = stand_in(&[("SIDELANE_FAKE_CUDA_DEVICES", "0")])("CUDA: start");
     assert!(level == "warn" && text.contains("cuInit failed with 100 (CUDA_ERROR_NO_DEVICE)"), "{text}");
 }
 
 #[test]
 fn a_library_that_is_no_driver_is_reported() {
-    let output = doctor_with(&[], &[("SIDELANE_CUDA", "libc.so.6")]);
+    let output = doctor_with(&[], &[("SIDELANE_CUDA_LIBRARY", "libc.so.6")]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success() && text.contains("cuInit"), "{text}");
 }

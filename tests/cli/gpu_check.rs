@@ -8,12 +8,12 @@ use serde_json::Value;
 fn gpu_check(options: &[&str], variables: &[(&str, &str)]) -> Output {
     let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("gpu-check").args(options).env("SIDELANE_CUDA", library);
+    command.arg("gpu-check").args(options).env("SIDELANE_CUDA_LIBRARY", library);
     command.envs(variables.iter().copied()).output().unwrap()
 }
 
 /// A driver that has all that rows ask for.
-const WHOLE: (&str, &str) = ("SIDELANE_STAND_IN_DRIVER", "13010");
+const WHOLE: (&str, &str) = ("SIDELANE_FAKE_CUDA_DRIVER", "13010");
 
 /// The bound of a case: what stands still for so long blocks. Tests wait for it.
 const CASE_SECONDS: u64 = 3;
@@ -33,11 +33,11 @@ fn part(part: &str, variables: &[(&str, &str)]) -> Vec<Value> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
     command
         .args(["rank", "gpu-check", &task.to_string()])
-        .env("SIDELANE_CUDA", directory.join("libcuda.so.1"));
-    command.env("SIDELANE_STAND_IN_KERNELS", kernels).env("SIDELANE_STAND_IN_DEVICES", "1");
+        .env("SIDELANE_CUDA_LIBRARY", directory.join("libcuda.so.1"));
+    command.env("SIDELANE_FAKE_CUDA_KERNELS", kernels).env("SIDELANE_FAKE_CUDA_DEVICES", "1");
     command.env("CUDA_MODULE_LOADING", "EAGER").env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
-    command.env("SIDELANE_STAND_IN_DRIVER", WHOLE.1);
-    command.env_remove("SIDELANE_CUPTI").env_remove("SIDELANE_SITE_PACKAGES");
+    command.env("SIDELANE_FAKE_CUDA_DRIVER", WHOLE.1);
+    command.env_remove("SIDELANE_CUPTI_LIBRARY").env_remove("SIDELANE_SITE_PACKAGES");
     let output = command.envs(variables.iter().copied()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{output:?}"))).collect()
@@ -62,9 +62,9 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
         &["--quick", "--size", "128", "--case-seconds", "3", "--json", file.to_str().unwrap()],
         &[
             WHOLE,
-            ("SIDELANE_STAND_IN_KERNELS", kernels.to_str().unwrap()),
-            ("SIDELANE_STAND_IN_DEVICES", "1"),
-            ("SIDELANE_CUPTI", cupti().to_str().unwrap()),
+            ("SIDELANE_FAKE_CUDA_KERNELS", kernels.to_str().unwrap()),
+            ("SIDELANE_FAKE_CUDA_DEVICES", "1"),
+            ("SIDELANE_CUPTI_LIBRARY", cupti().to_str().unwrap()),
         ],
     );
     let text = String::from_utf8_lossy(&output.stdout);
@@ -153,14 +153,14 @@ const PARTS: &str =
 #[test]
 fn what_is_missing_is_said_and_nothing_runs() {
     for (options, variables, code, words) in [
-        (&[][..], ("SIDELANE_CUDA", "no-such-library.so"), 1, "cannot load no-such-library.so"),
-        (&[], ("SIDELANE_CUDA", "libc.so.6"), 1, "libc.so.6 has no cuInit"),
-        (&[], ("SIDELANE_STAND_IN_DEVICES", "0"), 1, "CUDA_ERROR_NO_DEVICE"),
-        (&[], ("SIDELANE_STAND_IN_DRIVER", "12040"), 1, "gpu-check needs a driver for CUDA 12.5"),
-        (&["--device", "3"], ("SIDELANE_STAND_IN_DEVICES", "2"), 1, "no device 3: the driver shows 2"),
-        (&["--size", "100"], ("SIDELANE_STAND_IN_DEVICES", "1"), 2, "not a multiple of 128"),
-        (&["--part", "lock"], ("SIDELANE_STAND_IN_DEVICES", "1"), 2, PARTS),
-        (&["--minutes", "0"], ("SIDELANE_STAND_IN_DEVICES", "1"), 2, "not above 0"),
+        (&[][..], ("SIDELANE_CUDA_LIBRARY", "no-such-library.so"), 1, "cannot load no-such-library.so"),
+        (&[], ("SIDELANE_CUDA_LIBRARY", "libc.so.6"), 1, "libc.so.6 has no cuInit"),
+        (&[], ("SIDELANE_FAKE_CUDA_DEVICES", "0"), 1, "CUDA_ERROR_NO_DEVICE"),
+        (&[], ("SIDELANE_FAKE_CUDA_DRIVER", "12040"), 1, "gpu-check needs a driver for CUDA 12.5"),
+        (&["--device", "3"], ("SIDELANE_FAKE_CUDA_DEVICES", "2"), 1, "no device 3: the driver shows 2"),
+        (&["--size", "100"], ("SIDELANE_FAKE_CUDA_DEVICES", "1"), 2, "not a multiple of 128"),
+        (&["--part", "lock"], ("SIDELANE_FAKE_CUDA_DEVICES", "1"), 2, PARTS),
+        (&["--minutes", "0"], ("SIDELANE_FAKE_CUDA_DEVICES", "1"), 2, "not above 0"),
     ] {
         let output = gpu_check(options, &[variables]);
         let said = String::from_utf8_lossy(&output.stderr);
@@ -178,7 +178,7 @@ fn states(rows: &[Value]) -> Vec<(&str, &str)> {
 #[test]
 fn a_list_by_cupti_has_no_kernel_between_packed_and_landed_unless_the_driver_runs_one() {
     let cupti = cupti();
-    let cupti = ("SIDELANE_CUPTI", cupti.to_str().unwrap());
+    let cupti = ("SIDELANE_CUPTI_LIBRARY", cupti.to_str().unwrap());
     let (control, host, same) = (
         "control: plain copy on the GPU",
         "4 ranks, 0.9 MB to pinned windows of the host",
@@ -195,7 +195,7 @@ fn a_list_by_cupti_has_no_kernel_between_packed_and_landed_unless_the_driver_run
     }
 
     // A driver that heeds no wish, and copies by a kernel of its own.
-    let planted = part("activity", &[cupti, ("SIDELANE_STAND_IN_COPY_KERNELS", "1")]);
+    let planted = part("activity", &[cupti, ("SIDELANE_FAKE_CUDA_COPY_KERNELS", "1")]);
     assert_eq!(states(&planted), [(control, "right"), (host, "right"), (same, "wrong")]);
     assert_eq!(
         planted[2]["found"],
@@ -207,8 +207,11 @@ fn a_list_by_cupti_has_no_kernel_between_packed_and_landed_unless_the_driver_run
 fn without_cupti_one_row_says_so_and_nothing_is_wrong() {
     for (variables, words) in [
         (&[][..], "not seen: no CUPTI: libcupti: "),
-        (&[("SIDELANE_CUPTI", "/nowhere/libcupti.so.12")], "not seen: no CUPTI: /nowhere/libcupti.so.12: "),
-        (&[("SIDELANE_CUPTI", "libc.so.6")], "not seen: libc.so.6 has no cuptiGetVersion"),
+        (
+            &[("SIDELANE_CUPTI_LIBRARY", "/nowhere/libcupti.so.12")],
+            "not seen: no CUPTI: /nowhere/libcupti.so.12: ",
+        ),
+        (&[("SIDELANE_CUPTI_LIBRARY", "libc.so.6")], "not seen: libc.so.6 has no cuptiGetVersion"),
     ] {
         let rows = part("activity", variables);
         assert_eq!(states(&rows), [("list of kernels by CUPTI", "skipped")]);
@@ -219,7 +222,7 @@ fn without_cupti_one_row_says_so_and_nothing_is_wrong() {
 
 #[test]
 fn ranks_as_processes_are_left_out_where_the_gpu_takes_one_process() {
-    let rows = part("processes", &[("SIDELANE_STAND_IN_COMPUTE_MODE", "3")]);
+    let rows = part("processes", &[("SIDELANE_FAKE_CUDA_COMPUTE_MODE", "3")]);
     assert_eq!(states(&rows), [("ranks as processes", "skipped")]);
     assert!(rows[0]["found"].as_str().unwrap().contains("compute mode allows one process"), "{rows:?}");
 }
@@ -230,7 +233,7 @@ fn a_part_that_dies_costs_its_own_rows_alone() {
     let file = std::env::temp_dir().join(format!("sidelane-gpu-check-none-{}.json", std::process::id()));
     let output = gpu_check(
         &["--quick", "--size", "128", "--json", file.to_str().unwrap()],
-        &[("SIDELANE_STAND_IN_DEVICES", "1"), ("SIDELANE_STAND_IN_KERNELS", "")],
+        &[("SIDELANE_FAKE_CUDA_DEVICES", "1"), ("SIDELANE_FAKE_CUDA_KERNELS", "")],
     );
     let json = std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{error}: {output:?}"));
     let report: Value = serde_json::from_str(&json).unwrap();
@@ -261,7 +264,7 @@ fn lock_test_answers_passes_on_a_driver_without_locks() {
 
 #[test]
 fn lock_test_answers_blocks_for_each_call_of_a_driver_with_locks() {
-    let settings = [("SIDELANE_STAND_IN_LOCKS", "1"), ("SIDELANE_STAND_IN_LAUNCH_QUEUE", "64")];
+    let settings = [("SIDELANE_FAKE_CUDA_LOCKS", "1"), ("SIDELANE_FAKE_CUDA_LAUNCH_QUEUE", "64")];
     let rows = part("locks", &settings);
     assert_eq!(answers(&rows), CALLS.map(|call| (call, "blocks")));
     assert!(rows[0]["found"].as_str().unwrap().contains("the call itself waits for the stream"), "{rows:#?}");
@@ -284,15 +287,17 @@ fn queue_test_answers_blocks_where_streams_share_a_queue() {
     let shared = ["blocks", "blocks", "passes", "passes", "passes", "passes"];
     assert_eq!(answers(&rows), QUEUES.into_iter().zip(shared).collect::<Vec<_>>());
     // Priorities with queues of their own; copies of a direction in a queue that all streams share.
-    let by_priority = part("queues", &[("SIDELANE_STAND_IN_PRIORITY_QUEUES", "1")]);
+    let by_priority = part("queues", &[("SIDELANE_FAKE_CUDA_PRIORITY_QUEUES", "1")]);
     let shared = ["blocks", "passes", "passes", "passes", "passes", "passes"];
     assert_eq!(answers(&by_priority), QUEUES.into_iter().zip(shared).collect::<Vec<_>>());
 }
 
 #[test]
 fn queue_test_names_the_direction_whose_copies_share_a_queue() {
-    let rows =
-        part("queues", &[("SIDELANE_STAND_IN_PRIORITY_QUEUES", "1"), ("SIDELANE_STAND_IN_COPY_QUEUES", "1")]);
+    let rows = part(
+        "queues",
+        &[("SIDELANE_FAKE_CUDA_PRIORITY_QUEUES", "1"), ("SIDELANE_FAKE_CUDA_COPY_QUEUES", "1")],
+    );
     assert_eq!(answers(&rows), QUEUES.map(|what| (what, "blocks")));
     // With one queue for each priority the word behind that copy holds up the other streams' words,
     // too.
@@ -305,7 +310,7 @@ fn queue_test_names_the_direction_whose_copies_share_a_queue() {
 #[test]
 fn rows_that_need_a_newer_driver_are_skipped_and_name_both_versions() {
     let same = ["4 ranks, 0.9 MB to the same GPU, in batches", "4 ranks, 16 KiB to the same GPU, in batches"];
-    let rows = part("audit", &[("SIDELANE_STAND_IN_DRIVER", "13000")]);
+    let rows = part("audit", &[("SIDELANE_FAKE_CUDA_DRIVER", "13000")]);
     let skipped: Vec<_> = rows.iter().filter(|row| row["state"] == "skipped").collect();
     assert_eq!(skipped.iter().map(|row| row["what"].as_str().unwrap()).collect::<Vec<_>>(), same);
     for row in skipped {
@@ -313,7 +318,7 @@ fn rows_that_need_a_newer_driver_are_skipped_and_name_both_versions() {
         assert_eq!(row["found"], needs);
     }
     assert!(rows.iter().all(|row| row["state"] != "wrong"), "{rows:#?}");
-    let rows = part("driver", &[("SIDELANE_STAND_IN_DRIVER", "12060")]);
+    let rows = part("driver", &[("SIDELANE_FAKE_CUDA_DRIVER", "12060")]);
     let batches = rows.iter().find(|row| row["what"] == "batches of copies").unwrap();
     assert_eq!(batches["state"], "skipped");
     assert!(batches["found"].as_str().unwrap().contains("needs CUDA 12.8, and the driver is for CUDA 12.6"));
@@ -338,8 +343,11 @@ fn report(options: &[&str], variables: &[(&str, &str)]) -> Value {
     let file = folder.path().join("report.json");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
     let kernels = stand_in_cuda::kernels(&source).unwrap();
-    let usual =
-        [WHOLE, ("SIDELANE_STAND_IN_KERNELS", kernels.to_str().unwrap()), ("SIDELANE_STAND_IN_DEVICES", "1")];
+    let usual = [
+        WHOLE,
+        ("SIDELANE_FAKE_CUDA_KERNELS", kernels.to_str().unwrap()),
+        ("SIDELANE_FAKE_CUDA_DEVICES", "1"),
+    ];
     let options = [&["--quick", "--size", "128", "--json", file.to_str().unwrap()], options].concat();
     let output = gpu_check(&options, &[&usual, variables].concat());
     let json = std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{error}: {output:?}"));
@@ -373,7 +381,7 @@ fn part_that_runs_when_the_minutes_are_over_is_ended() {
     // Its first case stands still for longer than that.
     let report = report(
         &["--part", "locks", "--minutes", "0.1", "--case-seconds", "600"],
-        &[("SIDELANE_STAND_IN_LOCKS", "1")],
+        &[("SIDELANE_FAKE_CUDA_LOCKS", "1")],
     );
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(states(rows), [("to its end", "skipped")]);

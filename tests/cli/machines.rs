@@ -10,7 +10,7 @@ use serde_json::Value;
 /// The program, with nothing in its environment that would tell it how to meet.
 fn sidelane(words: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    for name in ["SECRET", "SECRET_FILE", "INSECURE", "JOB", "PORT", "RAIL"] {
+    for name in ["SECRET", "SECRET_FILE", "INSECURE", "JOB", "PORT", "NET"] {
         command.env_remove(format!("SIDELANE_{name}"));
     }
     command.args(words).current_dir(std::env::temp_dir());
@@ -118,7 +118,7 @@ fn environment(master: &str, options: &[&str], given: &[(&str, &str)]) -> Output
     sidelane.args(options).envs(given.iter().copied());
     let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $SIDELANE_NODE \
                   $MASTER_ADDR $MASTER_PORT $SIDELANE_JOB ${SIDELANE_SECRET-none} ${SIDELANE_PORT-none} \
-                  ${SIDELANE_RAIL-none}";
+                  ${SIDELANE_NET-none}";
     sidelane.args(["--", "sh", "-c", script]).output().unwrap()
 }
 

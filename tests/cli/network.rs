@@ -32,11 +32,11 @@ fn start(network: &Network, machine: usize, rounds: &str) -> Machine {
     let words = "bench --nodes 2 --ranks-per-node 2 --tokens 64 --hidden 1024 --rounds";
     program.args(words.split(' ')).args([rounds, "--node-rank", &machine.to_string()]);
     program.args(["--master", &format!("{}:{PORT}", Network::ADDRESSES[0])]);
-    for name in ["SECRET_FILE", "INSECURE", "JOB", "PORT", "RAIL", "TCP_ADDRESS", "NODE"] {
+    for name in ["SECRET_FILE", "INSECURE", "JOB", "PORT", "NET", "TCP_ADDRESS", "NODE"] {
         program.env_remove(format!("SIDELANE_{name}"));
     }
     // Whatever cards this machine has, they are not in the namespaces.
-    program.env("SIDELANE_IBVERBS", "/nowhere/libibverbs.so.1");
+    program.env("SIDELANE_IBVERBS_LIBRARY", "/nowhere/libibverbs.so.1");
     program.env("SIDELANE_SECRET", "a secret of this test alone").current_dir(std::env::temp_dir());
     let mut launcher = program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a launcher");
     let out = collect(launcher.stdout.take().expect("a pipe"));

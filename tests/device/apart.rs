@@ -42,7 +42,7 @@ pub fn each_with_kernels(test: &str, runs: &[Settings<'_>], body: impl FnOnce())
     let (library, driver) = (stand_in_cuda::kernels(&source).unwrap(), stand_in_cuda::install().unwrap());
     let usual = [
         ("LD_LIBRARY_PATH", driver.to_str().unwrap()),
-        ("SIDELANE_STAND_IN_KERNELS", library.to_str().unwrap()),
+        ("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap()),
         ("CUDA_MODULE_LOADING", "EAGER"),
     ];
     let runs: Vec<_> = runs.iter().map(|settings| [&usual, *settings].concat()).collect();

@@ -64,10 +64,10 @@ fn job(ranks: u32, seed: u64) -> Job {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kernels.cu");
     let library = stand_in_cuda::kernels(&source).unwrap();
     Setup::new(ranks)
-        .var("SIDELANE_STAND_IN_KERNELS", library.display())
+        .var("SIDELANE_FAKE_CUDA_KERNELS", library.display())
         .var("CUDA_MODULE_LOADING", "EAGER")
         .var(PLANNED, "1")
-        .var("SIDELANE_STAND_IN_SEED", seed)
+        .var("SIDELANE_FAKE_CUDA_SEED", seed)
         .join()
 }
 

@@ -36,7 +36,7 @@ fn every_row_lands_and_comes_home_over_tcp() {
     ];
     for (nodes, route) in cases(all, 3) {
         let ranks = nodes.len() as u32;
-        let mut job = Setup::on(nodes).route(route).var("SIDELANE_RAIL", "tcp").join();
+        let mut job = Setup::on(nodes).route(route).var("SIDELANE_NET", "tcp").join();
         demand_rail(&mut job, ranks, "tcp (asked for)");
         job.verify(0..ranks, 12);
         job.end(0..ranks);
@@ -48,7 +48,7 @@ fn a_rank_that_dies_or_leaves_is_named_and_the_others_meet_again() {
     let all =
         [(2, Route::Direct, true), (0, Route::Pxn, true), (5, Route::Pxn, true), (6, Route::Direct, false)];
     for (victim, route, killed) in cases(all, 1) {
-        let mut job = Setup::on(&TWO_BY_FOUR).route(route).var("SIDELANE_RAIL", "tcp").join();
+        let mut job = Setup::on(&TWO_BY_FOUR).route(route).var("SIDELANE_NET", "tcp").join();
         job.verify(0..8, 2);
         job.start_round((0..8).filter(|&rank| killed || rank != victim));
         job.finish_round(others(8, victim));
@@ -76,7 +76,7 @@ fn a_rank_that_dies_or_leaves_is_named_and_the_others_meet_again() {
 fn ranks_that_leave_as_soon_as_they_are_done_have_told_the_others_everything() {
     let thrice = Route::ALL.into_iter().flat_map(|route| [route; 3]);
     for route in cases(thrice, 3) {
-        let mut job = Setup::on(&TWO_BY_FOUR).route(route).var("SIDELANE_RAIL", "tcp").join();
+        let mut job = Setup::on(&TWO_BY_FOUR).route(route).var("SIDELANE_NET", "tcp").join();
         job.verify(0..8, 1);
         job.tell(0..8, Command::LastRound);
         job.verified(0..8, 1);
@@ -86,7 +86,7 @@ fn ranks_that_leave_as_soon_as_they_are_done_have_told_the_others_everything() {
 
 #[test]
 fn a_wire_that_is_reset_while_all_ranks_live_ends_the_world_by_name_and_it_is_built_again() {
-    let mut job = Setup::on(&TWO_BY_TWO).var("SIDELANE_RAIL", "tcp").join();
+    let mut job = Setup::on(&TWO_BY_TWO).var("SIDELANE_NET", "tcp").join();
     job.verify(0..4, 2);
     job.tell([1], Command::ResetWires);
     job.demand([1], Instant::now(), SOON, &Report::Reset(2));
@@ -112,7 +112,7 @@ fn a_wire_that_is_reset_while_all_ranks_live_ends_the_world_by_name_and_it_is_bu
 
 #[test]
 fn an_address_that_is_none_of_this_machine_is_an_error_on_every_rank() {
-    let setup = Setup::on(&TWO_BY_TWO).var("SIDELANE_RAIL", "tcp");
+    let setup = Setup::on(&TWO_BY_TWO).var("SIDELANE_NET", "tcp");
     let mut job = setup.var_of(2, "SIDELANE_TCP_ADDRESS", "203.0.113.7").start();
     for (rank, heard) in job.hear(0..4) {
         let Report::Failed(Failure::Other(words)) = heard.said else {
@@ -133,7 +133,7 @@ fn machines_without_anything_better_are_joined_by_tcp() {
     let Some(network) = Network::new() else { return };
     for route in cases(Route::ALL, 1) {
         // Whatever cards this machine has.
-        let setup = across(&network).var("SIDELANE_IBVERBS", "/nowhere/libibverbs.so.1");
+        let setup = across(&network).var("SIDELANE_IBVERBS_LIBRARY", "/nowhere/libibverbs.so.1");
         let mut job = setup.route(route).join();
         job.tell(0..4, Command::NameRail);
         let why = "tcp (the nodes are on several machines, and rank 0 has no card: cannot load /nowhere/";
@@ -157,7 +157,7 @@ fn the_interface_of_the_wires_can_be_named() {
 #[test]
 fn the_loop_lane_between_machines_is_refused_on_every_rank() {
     let Some(network) = Network::new() else { return };
-    let mut job = across(&network).var("SIDELANE_RAIL", "loop").start();
+    let mut job = across(&network).var("SIDELANE_NET", "loop").start();
     for (rank, heard) in job.hear(0..4) {
         let Report::Failed(Failure::Other(words)) = heard.said else {
             panic!("rank {rank}: {:?}", heard.said)

@@ -12,7 +12,7 @@ use sidelane_core::topology::{Paths, Route};
 use sidelane_verify::call_mutate::{CallChange, CallMutation, ProgramId, programs_of};
 use sidelane_verify::flow;
 use sidelane_verify::prove::prove;
-use sidelane_verify::story::{CollectiveCall, CollectiveScenario, ProofScenario, UnrolledProgram};
+use sidelane_verify::unroll::{CollectiveCall, CollectiveScenario, ProofScenario, UnrolledProgram};
 
 use crate::collective_proof::{call, programs as collectives, seat, with_room};
 use crate::groups::{CHUNKS, Group, gathering_rounds, rounds_of, ways};

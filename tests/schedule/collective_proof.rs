@@ -8,7 +8,7 @@ use sidelane_core::topology::NodeMap;
 use sidelane_verify::check::check;
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{AccessKind, ProofFailure, prove};
-use sidelane_verify::story::{
+use sidelane_verify::unroll::{
     CollectiveBug, CollectiveCall, CollectiveScenario, PipelineBug, PipelineScenario, UnrolledProgram,
 };
 

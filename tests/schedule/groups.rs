@@ -7,7 +7,7 @@ use sidelane_core::gate::Routing;
 use sidelane_core::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane_core::schedule::ReturnParts;
 use sidelane_core::topology::{NodeMap, Route};
-use sidelane_verify::story::{Call, ProofScenario, Relays, SeededBug, UnrolledProgram};
+use sidelane_verify::unroll::{Call, ProofScenario, Relays, SeededBug, UnrolledProgram};
 
 pub const ROWS: ReturnParts = ReturnParts { rows: true, weights: false };
 pub const WEIGHTS: ReturnParts = ReturnParts { rows: false, weights: true };

@@ -9,7 +9,7 @@ use sidelane_core::topology::{Paths, Route};
 use sidelane_verify::check::check;
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{AccessKind, ProofFailure, prove};
-use sidelane_verify::story::{Relays, SeededBug, UnrolledProgram};
+use sidelane_verify::unroll::{Relays, SeededBug, UnrolledProgram};
 
 use crate::groups::{Group, enqueued_rounds, gathering_rounds, rounds, rounds_of, ways};
 

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 use sidelane_core::schedule::stream::Slots;
-use sidelane_verify::story::StreamCall::{self, Combine, Dispatch, Release};
+use sidelane_verify::unroll::StreamCall::{self, Combine, Dispatch, Release};
 
 /// Geometry whose slots do not fill their places.
 pub fn slots(ranks: u32) -> Slots {

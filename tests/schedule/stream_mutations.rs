@@ -13,8 +13,8 @@ use sidelane_verify::check::check;
 use sidelane_verify::flow;
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::prove;
-use sidelane_verify::story::StreamCall::{self, Combine, Dispatch, Release};
-use sidelane_verify::story::{StreamScenario, Streams, UnrolledOp, UnrolledProgram};
+use sidelane_verify::unroll::StreamCall::{self, Combine, Dispatch, Release};
+use sidelane_verify::unroll::{StreamScenario, Streams, UnrolledOp, UnrolledProgram};
 
 use crate::replays::{slots, thrice};
 

@@ -6,8 +6,8 @@ use sidelane_core::schedule::stream::RowPath;
 use sidelane_core::topology::NodeMap;
 use sidelane_verify::check::check;
 use sidelane_verify::prove::{ProofFailure, ends, prove};
-use sidelane_verify::story::StreamCall::{self, Combine, Dispatch, Release};
-use sidelane_verify::story::{StreamBug, StreamScenario, Streams, UnrolledProgram};
+use sidelane_verify::unroll::StreamCall::{self, Combine, Dispatch, Release};
+use sidelane_verify::unroll::{StreamBug, StreamScenario, Streams, UnrolledProgram};
 
 use crate::replays::{replays, slots, thrice};
 

@@ -70,7 +70,7 @@ def give_back(at: int) -> None:
 
 @cache
 def driver() -> ctypes.CDLL:
-    library = ctypes.CDLL(os.environ["SIDELANE_CUDA"])
+    library = ctypes.CDLL(os.environ["SIDELANE_CUDA_LIBRARY"])
     call(library.cuInit, 0)
     return library
 

@@ -11,4 +11,4 @@ pub mod check;
 pub mod flow;
 pub mod mutate;
 pub mod prove;
-pub mod story;
+pub mod unroll;

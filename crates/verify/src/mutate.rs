@@ -5,7 +5,7 @@
 use sidelane_core::error::CallKind;
 use sidelane_core::schedule::{Calls, FlagValue, Op, TrackOp};
 
-use crate::story::{ActorCall, StageRun, UnrolledOp, UnrolledProgram};
+use crate::unroll::{ActorCall, StageRun, UnrolledOp, UnrolledProgram};
 
 /// What is done to an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

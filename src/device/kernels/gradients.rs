@@ -56,7 +56,7 @@ pub struct FetchWeights<'a> {
     pub from: ByteSpan<'a>,
     /// The row of each choice, `i32 [choices]`, or -1.
     pub index: ByteSpan<'a>,
-    /// Where a fault is written, a [`Fault`](crate::error::Fault). If it is not 0, results are zeros.
+    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0, results are zeros.
     pub status: Word<'a, u32>,
     /// The number of each choice, `f32 [choices]`.
     pub out: ByteSpan<'a>,

@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 
-use sidelane_verify::story::{Bytes, Call, ProofScenario, Relays, SeededBug, StageRun, UnrolledProgram};
+use sidelane_verify::unroll::{Bytes, Call, ProofScenario, Relays, SeededBug, StageRun, UnrolledProgram};
 
 use crate::ep::device::planned::tests::support::{on_ranks, small};
 use crate::ep::{CombineInput, ExpertParallel, ExpertRows, Handle, Tensor};

@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 
 use super::requests::{DATA, End, ROW, SOURCE, asked, counted, fabric, pattern};
-use crate::lane::rail::{Settings, SignalMode};
+use crate::lane::net::{Settings, SignalMode};
 use crate::schedule::Tag;
 
 /// A step of a rank that puts this and that.

@@ -12,7 +12,7 @@ use crate::config::{Config, NetChoice};
 use crate::error::{Cause, CompletionStatus, Error, LaneError, VerbsError};
 use crate::gate::{Pattern, synthetic};
 use crate::lane::RailCounters;
-use crate::lane::rail::{Fabric, Settings, SignalMode};
+use crate::lane::net::{Fabric, Settings, SignalMode};
 use crate::plan::SumOrder;
 use crate::topology::Route;
 use crate::{ExpertParallel, Options, World};

@@ -8,7 +8,7 @@ use super::cards::{SHORT, on_ranks, options, round_trip};
 use crate::World;
 use crate::error::{Cause, Error};
 use crate::lane::PeerLane;
-use crate::lane::rail::{Fabric, Settings, SignalMode};
+use crate::lane::net::{Fabric, Settings, SignalMode};
 use crate::lane::wait::WaitLimits;
 use crate::memory::Segment;
 use crate::plan::SumOrder;

@@ -22,7 +22,7 @@ mod wire;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::rail::{Fabric, Settings, SignalMode};
+use super::net::{Fabric, Settings, SignalMode};
 use super::{Io, Lanes, PeerLane, Port, RowSource};
 use crate::config::{Config, EmulatedLink, NetChoice};
 use crate::error::{Cause, Error, LaneError, MemoryError};
@@ -267,7 +267,7 @@ fn play(scenario: &Scenario, world: &World) {
 #[test]
 #[ignore = "needs two processes that find each other by the environment"]
 fn the_lane_between_two_machines_conforms() {
-    let lane = std::env::var("SIDELANE_RAIL").expect("the lane that is asked for");
+    let lane = std::env::var("SIDELANE_NET").expect("the lane that is asked for");
     let config = Config { heap: 8 << 20, symmetric: 6 << 20, ..Config::default() };
     let mut world = World::from_env_with(Options { config, ..Options::from_env().unwrap() }).unwrap();
     for scenario in suite::SUITE {

@@ -9,7 +9,7 @@ use half::bf16;
 use super::cards::{SHORT, on_ranks, options};
 use crate::config::Config;
 use crate::gate::{Pattern, synthetic};
-use crate::lane::rail::{Fabric, NetConnection, RemoteAddress, Settings, SignalMode};
+use crate::lane::net::{Fabric, NetConnection, RemoteAddress, Settings, SignalMode};
 use crate::lane::wait::WaitLimits;
 use crate::lane::{MappedWindow, PeerLane, RailCounters, RowSource};
 use crate::plan::{Overflow, ReceiveMode, RowLayout};

@@ -10,7 +10,7 @@ use crate::bootstrap::Health;
 use crate::config::NetChoice;
 use crate::error::{Cause, Error};
 use crate::lane::Io;
-use crate::lane::rail::{NetConnection, RemoteAddress, SendBlocked};
+use crate::lane::net::{NetConnection, RemoteAddress, SendBlocked};
 use crate::lane::wait::{WaitError, WaitLimits};
 use crate::lane::{LoopbackConnection, MappedWindow, Port, WindowPart, ring_bytes};
 use crate::memory::{PeerMapping, Segment};

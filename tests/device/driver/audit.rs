@@ -22,7 +22,7 @@ fn kernels() -> PathBuf {
 fn a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped() {
     apart(
         "driver::audit::a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped",
-        &[("SIDELANE_STAND_IN_KERNELS", kernels().to_str().unwrap()), ("CUDA_MODULE_LOADING", "EAGER")],
+        &[("SIDELANE_FAKE_CUDA_KERNELS", kernels().to_str().unwrap()), ("CUDA_MODULE_LOADING", "EAGER")],
         || {
             let context = context(0);
             let audit = AuditKernels::load(&context).unwrap();
@@ -77,10 +77,10 @@ fn cupti_lists_kernels_and_copies_with_the_queue_that_took_them() {
     apart(
         "driver::audit::cupti_lists_kernels_and_copies_with_the_queue_that_took_them",
         &[
-            ("SIDELANE_STAND_IN_KERNELS", kernels().to_str().unwrap()),
+            ("SIDELANE_FAKE_CUDA_KERNELS", kernels().to_str().unwrap()),
             // The wish of a batch counts from here on.
-            ("SIDELANE_STAND_IN_DRIVER", "13010"),
-            ("SIDELANE_CUPTI", cupti.to_str().unwrap()),
+            ("SIDELANE_FAKE_CUDA_DRIVER", "13010"),
+            ("SIDELANE_CUPTI_LIBRARY", cupti.to_str().unwrap()),
         ],
         || {
             let cupti = Cupti::open(&driver()).unwrap();
@@ -135,7 +135,7 @@ fn a_cupti_whose_records_are_not_known_is_refused_by_its_version() {
     let library = stand_in_cuda::install().unwrap().join("libcupti.so.12").to_str().unwrap().to_owned();
     apart(
         "driver::audit::a_cupti_whose_records_are_not_known_is_refused_by_its_version",
-        &[("SIDELANE_CUPTI", &library), ("SIDELANE_STAND_IN_CUPTI", "17")],
+        &[("SIDELANE_CUPTI_LIBRARY", &library), ("SIDELANE_FAKE_CUDA_CUPTI", "17")],
         || {
             let refused = DeviceError::OldCupti { library: library.clone(), version: 17, needed: 18 };
             assert_eq!(Cupti::open(&driver()).unwrap_err(), refused);
@@ -148,13 +148,13 @@ fn without_cupti_it_is_said_what_is_missing() {
     each(
         "driver::audit::without_cupti_it_is_said_what_is_missing",
         &[
-            &[("SIDELANE_CUPTI", "/nonexistent/libcupti.so.12")],
-            &[("SIDELANE_CUPTI", "libc.so.6")],
-            &[("SIDELANE_CUPTI", "")],
+            &[("SIDELANE_CUPTI_LIBRARY", "/nonexistent/libcupti.so.12")],
+            &[("SIDELANE_CUPTI_LIBRARY", "libc.so.6")],
+            &[("SIDELANE_CUPTI_LIBRARY", "")],
         ],
         || {
             let error = Cupti::open(&driver()).unwrap_err();
-            match std::env::var("SIDELANE_CUPTI").unwrap().as_str() {
+            match std::env::var("SIDELANE_CUPTI_LIBRARY").unwrap().as_str() {
                 "libc.so.6" => {
                     let (library, symbol) = ("libc.so.6".into(), "cuptiGetVersion");
                     assert_eq!(error, DeviceError::MissingSymbol { library, symbol });
@@ -163,7 +163,10 @@ fn without_cupti_it_is_said_what_is_missing() {
                     let DeviceError::NoCupti { library, .. } = &error else { panic!("{error:?}") };
                     assert_eq!(library, if path.is_empty() { "libcupti" } else { path });
                     let said = error.to_string();
-                    assert!(said.starts_with("no CUPTI: ") && said.contains("SIDELANE_CUPTI"), "{said}");
+                    assert!(
+                        said.starts_with("no CUPTI: ") && said.contains("SIDELANE_CUPTI_LIBRARY"),
+                        "{said}"
+                    );
                 }
             }
         },

@@ -50,7 +50,7 @@ fn a_kernel_gets_the_parameters_that_it_takes_and_no_others() {
     let (_folder, library) = kernels("parameters");
     apart(
         "driver::modules::a_kernel_gets_the_parameters_that_it_takes_and_no_others",
-        &[("SIDELANE_STAND_IN_KERNELS", &library)],
+        &[("SIDELANE_FAKE_CUDA_KERNELS", &library)],
         || {
             let context = context(0);
             let stream = super::stream(&context);
@@ -102,7 +102,7 @@ fn a_multiprocessor_runs_as_many_blocks_as_threads_and_shared_memory_allow() {
     let (_folder, library) = kernels("blocks");
     apart(
         "driver::modules::a_multiprocessor_runs_as_many_blocks_as_threads_and_shared_memory_allow",
-        &[("SIDELANE_STAND_IN_KERNELS", &library)],
+        &[("SIDELANE_FAKE_CUDA_KERNELS", &library)],
         || {
             let context = context(0);
             let scale = Module::load(&context, "pack", PTX).unwrap().function(c"scale").unwrap();

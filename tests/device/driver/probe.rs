@@ -16,7 +16,7 @@ fn a_library_that_is_missing_is_an_error_with_its_name() {
     let DeviceError::NoLibrary { library, reason } = &error else { panic!("{error:?}") };
     assert_eq!(library, "/nonexistent/libcuda.so.1");
     assert!(reason.contains("nonexistent"), "{reason}");
-    assert!(error.to_string().contains("SIDELANE_CUDA"), "{error}");
+    assert!(error.to_string().contains("SIDELANE_CUDA_LIBRARY"), "{error}");
 }
 
 #[test]
@@ -31,8 +31,8 @@ fn the_devices_of_a_driver_are_described() {
     apart(
         "driver::probe::the_devices_of_a_driver_are_described",
         &[
-            ("SIDELANE_STAND_IN_DEVICES", "4"),
-            ("SIDELANE_STAND_IN_PEERS", "0,1|2,3"),
+            ("SIDELANE_FAKE_CUDA_DEVICES", "4"),
+            ("SIDELANE_FAKE_CUDA_PEERS", "0,1|2,3"),
             ("CUDA_DEVICE_MAX_CONNECTIONS", "2"),
             ("CUDA_MODULE_LOADING", "EAGER"),
         ],
@@ -67,12 +67,12 @@ fn several_processes_may_use_a_device_in_the_default_compute_mode_alone() {
     each(
         "driver::probe::several_processes_may_use_a_device_in_the_default_compute_mode_alone",
         &[
-            &[("SIDELANE_STAND_IN_COMPUTE_MODE", "0")],
-            &[("SIDELANE_STAND_IN_COMPUTE_MODE", "2")],
-            &[("SIDELANE_STAND_IN_COMPUTE_MODE", "3")],
+            &[("SIDELANE_FAKE_CUDA_COMPUTE_MODE", "0")],
+            &[("SIDELANE_FAKE_CUDA_COMPUTE_MODE", "2")],
+            &[("SIDELANE_FAKE_CUDA_COMPUTE_MODE", "3")],
         ],
         || {
-            let shared = std::env::var("SIDELANE_STAND_IN_COMPUTE_MODE").unwrap() == "0";
+            let shared = std::env::var("SIDELANE_FAKE_CUDA_COMPUTE_MODE").unwrap() == "0";
             assert_eq!(driver().device(0).unwrap().several_processes, shared);
         },
     );
@@ -82,7 +82,7 @@ fn several_processes_may_use_a_device_in_the_default_compute_mode_alone() {
 fn a_driver_of_cuda_13_takes_batches_in_its_own_form() {
     apart(
         "driver::probe::a_driver_of_cuda_13_takes_batches_in_its_own_form",
-        &[("SIDELANE_STAND_IN_DRIVER", "13000")],
+        &[("SIDELANE_FAKE_CUDA_DRIVER", "13000")],
         || {
             assert_eq!(driver().probe().unwrap().batched_copies, BatchedCopies::Second);
             super::copies::scatter(701);
@@ -94,7 +94,7 @@ fn a_driver_of_cuda_13_takes_batches_in_its_own_form() {
 fn a_driver_that_is_too_old_is_named_with_the_version_it_takes() {
     apart(
         "driver::probe::a_driver_that_is_too_old_is_named_with_the_version_it_takes",
-        &[("SIDELANE_STAND_IN_DRIVER", "12040")],
+        &[("SIDELANE_FAKE_CUDA_DRIVER", "12040")],
         || {
             use sidelane::device::{CopyBatch, Reservation};
             assert_eq!(driver().probe().unwrap().batched_copies, BatchedCopies::None);
@@ -116,7 +116,7 @@ fn a_driver_that_is_too_old_is_named_with_the_version_it_takes() {
 fn a_driver_older_than_cuda_12_is_refused() {
     apart(
         "driver::probe::a_driver_older_than_cuda_12_is_refused",
-        &[("SIDELANE_STAND_IN_DRIVER", "11080")],
+        &[("SIDELANE_FAKE_CUDA_DRIVER", "11080")],
         || {
             let seen = Driver::load(Some(&super::library())).map(|_| ());
             let old =

@@ -33,7 +33,7 @@ struct Device {
 fn with_kernels(test: &str, body: impl FnOnce(&Device)) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kernels.cu");
     let library = stand_in_cuda::kernels(&source).unwrap();
-    crate::apart::apart(test, &[("SIDELANE_STAND_IN_KERNELS", library.to_str().unwrap())], || {
+    crate::apart::apart(test, &[("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap())], || {
         let driver = Driver::load(Some(&stand_in_cuda::install().unwrap().join("libcuda.so.1"))).unwrap();
         assert!(driver.is_stand_in(), "tests run without a GPU");
         let context = driver.context(0).unwrap();

@@ -154,10 +154,10 @@ fn disturb(device: u32, over: &AtomicBool) {
 
 #[test]
 fn exact_sizes_go_on_while_other_threads_free_load_and_launch() {
-    let locks = ("SIDELANE_STAND_IN_LOCKS", "1");
-    let full = ("SIDELANE_STAND_IN_LAUNCH_QUEUE", "24");
+    let locks = ("SIDELANE_FAKE_CUDA_LOCKS", "1");
+    let full = ("SIDELANE_FAKE_CUDA_LAUNCH_QUEUE", "24");
     let lazy = ("CUDA_MODULE_LOADING", "LAZY");
-    let copies = ("SIDELANE_STAND_IN_COPY_QUEUES", "1");
+    let copies = ("SIDELANE_FAKE_CUDA_COPY_QUEUES", "1");
     for (queues, settings) in
         [(1, [locks, full, lazy]), (8, [locks, full, lazy]), (32, [locks, copies, lazy])]
     {
@@ -192,10 +192,10 @@ fn eight_ranks_go_on_for_many_rounds() {
 #[test]
 fn no_seed_of_the_driver_is_seen() {
     // Each process has one seed.
-    let seeds = if std::env::var_os("SIDELANE_STAND_IN_SEED").is_some() { 0..1 } else { 0..12 };
+    let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..12 };
     for seed in seeds {
         on_devices("planned::calls::no_seed_of_the_driver_is_seen", 3 + seed as u32 % 3, seed, || {
-            let seed = std::env::var("SIDELANE_STAND_IN_SEED").unwrap().parse().unwrap();
+            let seed = std::env::var("SIDELANE_FAKE_CUDA_SEED").unwrap().parse().unwrap();
             rounds(&Case { align: 2, ..Case::new(3, 4, 2) }, 8, seed);
         });
     }
@@ -317,7 +317,7 @@ fn a_graph_is_replayed_with_other_tokens() {
 
 #[test]
 fn ranks_of_one_device_are_built_while_the_driver_locks() {
-    let settings = [("SIDELANE_STAND_IN_LOCKS", "1")];
+    let settings = [("SIDELANE_FAKE_CUDA_LOCKS", "1")];
     on_settings(
         "planned::calls::ranks_of_one_device_are_built_while_the_driver_locks",
         &[&settings],

@@ -22,14 +22,14 @@ fn on_devices(test: &str, queues: u32, seed: u64, body: impl FnOnce()) {
 
 /// The same once for each version of the driver.
 fn on_drivers(test: &str, versions: &[&'static str], queues: u32, seed: u64, body: impl FnOnce()) {
-    let runs: Vec<_> = versions.iter().map(|&version| [("SIDELANE_STAND_IN_DRIVER", version)]).collect();
+    let runs: Vec<_> = versions.iter().map(|&version| [("SIDELANE_FAKE_CUDA_DRIVER", version)]).collect();
     on_settings(test, &runs.iter().map(<[_; 1]>::as_slice).collect::<Vec<_>>(), (queues, seed), body);
 }
 
 /// The same once for each of these settings.
 fn on_settings(test: &str, runs: &[Settings<'_>], (queues, seed): (u32, u64), body: impl FnOnce()) {
     let (queues, seed) = (queues.to_string(), seed.to_string());
-    let usual: Settings<'_> = &[("CUDA_DEVICE_MAX_CONNECTIONS", &queues), ("SIDELANE_STAND_IN_SEED", &seed)];
+    let usual: Settings<'_> = &[("CUDA_DEVICE_MAX_CONNECTIONS", &queues), ("SIDELANE_FAKE_CUDA_SEED", &seed)];
     let runs: Vec<_> = runs.iter().map(|settings| [usual, *settings].concat()).collect();
     each_with_kernels(test, &runs.iter().map(Vec::as_slice).collect::<Vec<_>>(), body);
 }

@@ -61,14 +61,14 @@ fn relays_of_engines_go_on_for_hundreds_of_rounds() {
 #[test]
 fn no_seed_of_the_driver_is_seen_across_nodes() {
     // Each process has one seed.
-    let seeds = if std::env::var_os("SIDELANE_STAND_IN_SEED").is_some() { 0..1 } else { 0..8 };
+    let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..8 };
     for seed in seeds {
         on_devices(
             "planned::nodes::no_seed_of_the_driver_is_seen_across_nodes",
             3 + seed as u32 % 3,
             seed,
             || {
-                let seed = std::env::var("SIDELANE_STAND_IN_SEED").unwrap().parse().unwrap();
+                let seed = std::env::var("SIDELANE_FAKE_CUDA_SEED").unwrap().parse().unwrap();
                 for route in Route::ALL {
                     rounds(&Case { align: 2, route, ..Case::across(&[0, 1, 0], 4, 2) }, 6, seed);
                 }

@@ -9,7 +9,7 @@ use super::{on_each, on_stand_in};
 #[test]
 fn a_graph_of_a_whole_layer_is_replayed_with_other_tokens() {
     let case = Case { ranks: 3, experts: 7, top_k: 2, hidden: 16, max_tokens: 4 };
-    let seeds = |seed, queues| [("SIDELANE_STAND_IN_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)];
+    let seeds = |seed, queues| [("SIDELANE_FAKE_CUDA_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)];
     let runs = [seeds("0", "8"), seeds("1", "1")];
     on_each(
         "slots::graphs::a_graph_of_a_whole_layer_is_replayed_with_other_tokens",

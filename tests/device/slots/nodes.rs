@@ -41,7 +41,7 @@ fn every_slot_and_every_sum_is_right_across_nodes() {
 
 #[test]
 fn hundreds_of_rounds_hold_on_one_hardware_queue_and_on_eight() {
-    let run = |seed, queues| [("SIDELANE_STAND_IN_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)];
+    let run = |seed, queues| [("SIDELANE_FAKE_CUDA_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)];
     let runs = [run("0", "1"), run("1", "8")];
     let test = "slots::nodes::hundreds_of_rounds_hold_on_one_hardware_queue_and_on_eight";
     on_each(test, &[&runs[0], &runs[1]], || {

@@ -264,7 +264,7 @@ fn refused(test: &str, settings: Settings<'_>, max_tokens: u32, expected: impl F
 #[test]
 fn devices_that_do_not_reach_each_other_are_refused() {
     let test = "slots::refusals::devices_that_do_not_reach_each_other_are_refused";
-    refused(test, &[("SIDELANE_STAND_IN_PEERS", "0|1")], 4, |error| {
+    refused(test, &[("SIDELANE_FAKE_CUDA_PEERS", "0|1")], 4, |error| {
         matches!(error, Error::Device(DeviceError::Call { call: "cuMemSetAccess", .. }))
     });
 }
@@ -274,7 +274,7 @@ fn a_device_without_so_much_memory_is_refused() {
     let test = "slots::refusals::a_device_without_so_much_memory_is_refused";
     refused(
         test,
-        &[("SIDELANE_STAND_IN_MEMORY", "4194304")],
+        &[("SIDELANE_FAKE_CUDA_MEMORY", "4194304")],
         100_000,
         |error| matches!(error, Error::Device(DeviceError::OutOfMemory { bytes, .. }) if *bytes > 4 << 20),
     );
@@ -283,7 +283,7 @@ fn a_device_without_so_much_memory_is_refused() {
 #[test]
 fn driver_too_old_for_flags_beside_mapped_memory_is_refused() {
     let test = "slots::refusals::driver_too_old_for_flags_beside_mapped_memory_is_refused";
-    refused(test, &[("SIDELANE_STAND_IN_DRIVER", "12040")], 4, |error| matches!(error, Error::Device(_)));
+    refused(test, &[("SIDELANE_FAKE_CUDA_DRIVER", "12040")], 4, |error| matches!(error, Error::Device(_)));
 }
 
 #[test]
@@ -296,7 +296,7 @@ fn kernels_that_are_loaded_at_their_first_launch_are_refused() {
 #[test]
 fn what_one_rank_lacks_the_others_are_told() {
     let test = "slots::refusals::what_one_rank_lacks_the_others_are_told";
-    on_each(test, &[&[("SIDELANE_STAND_IN_MEMORY", "67108864")]], || {
+    on_each(test, &[&[("SIDELANE_FAKE_CUDA_MEMORY", "67108864")]], || {
         on_ranks(2, &options(), |world| {
             // A device is asked for what it has not, on one rank alone: the other one has nothing
             // against it.
@@ -320,7 +320,7 @@ fn hog(context: &Arc<Context>) -> Arc<Allocation> {
 #[test]
 fn without_batches_copies_are_reported_as_single_ones() {
     let test = "slots::refusals::without_batches_copies_are_reported_as_single_ones";
-    on_each(test, &[&[("SIDELANE_STAND_IN_DRIVER", "12060")]], || {
+    on_each(test, &[&[("SIDELANE_FAKE_CUDA_DRIVER", "12060")]], || {
         on_ranks(2, &options(), |world| {
             let mut rank = Rank::new(CASE, world);
             for report in rank.rounds(5..6, 1) {

@@ -17,7 +17,7 @@ use super::{on_each, on_stand_in};
 const UNDER_WAY: usize = 20;
 
 fn many_rounds(test: &str, queues: &str, case: Case, number: u64) {
-    let run = |seed| [("SIDELANE_STAND_IN_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)];
+    let run = |seed| [("SIDELANE_FAKE_CUDA_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)];
     let runs = ["0", "1", "2"].map(run);
     on_each(test, &runs.each_ref().map(|run| &run[..]), || {
         on_ranks(case.ranks, &options(), |world| _ = Rank::new(case, world).rounds(0..number, UNDER_WAY));
@@ -76,7 +76,7 @@ fn two_instances_take_turns_in_any_common_order() {
 #[test]
 fn batch_within_one_device_needs_sms_before_cuda_13_1() {
     let case = Case { ranks: 2, experts: 4, top_k: 2, hidden: 16, max_tokens: 3 };
-    let drivers = ["12080", "13000", "13010"].map(|version| [("SIDELANE_STAND_IN_DRIVER", version)]);
+    let drivers = ["12080", "13000", "13010"].map(|version| [("SIDELANE_FAKE_CUDA_DRIVER", version)]);
     let test = "slots::rounds::batch_within_one_device_needs_sms_before_cuda_13_1";
     on_each(test, &[&drivers[0], &drivers[1], &drivers[2]], || {
         on_ranks(case.ranks, &options(), |world| {

@@ -113,7 +113,7 @@ impl Tensors {
 /// Seeds of what the rules leave open, and numbers of hardware queues.
 fn each(test: &str, body: impl FnOnce()) {
     let runs = [("0", "8"), ("1", "8"), ("2", "2"), ("3", "1")]
-        .map(|(seed, queues)| [("SIDELANE_STAND_IN_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)]);
+        .map(|(seed, queues)| [("SIDELANE_FAKE_CUDA_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)]);
     apart::each(test, &runs.each_ref().map(|run| run.as_slice()), body);
 }
 

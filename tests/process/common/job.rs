@@ -148,7 +148,7 @@ impl Setup {
             .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
             .stdout(Stdio::null())
             .stderr(stderr.try_clone().expect("a second handle"));
-        let foreign = ["PORT", "LAUNCHER_FD", "SECRET_FILE", "SIMD", "RAIL", "TCP_ADDRESS"];
+        let foreign = ["PORT", "LAUNCHER_FD", "SECRET_FILE", "SIMD", "NET", "TCP_ADDRESS"];
         for name in foreign.map(|name| format!("SIDELANE_{name}")) {
             program.env_remove(name);
         }

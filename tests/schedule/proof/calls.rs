@@ -2,7 +2,7 @@
 
 use sidelane_verify::check::check;
 use sidelane_verify::prove::{ProofFailure, prove};
-use sidelane_verify::story::{Call, Relays, SeededBug};
+use sidelane_verify::unroll::{Call, Relays, SeededBug};
 
 use super::proved;
 use crate::groups::{Group, ROWS, dispatch, ret, rounds, ways};

@@ -2,7 +2,7 @@
 
 use sidelane_core::schedule::Op;
 use sidelane_verify::prove::{ProofFailure, prove};
-use sidelane_verify::story::UnrolledProgram;
+use sidelane_verify::unroll::UnrolledProgram;
 
 use crate::groups::{self, Group};
 

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use sidelane_core::topology::Route;
 use sidelane_verify::prove::prove;
-use sidelane_verify::story::{Call, ProofScenario, Relays, SeededBug, UnrolledProgram};
+use sidelane_verify::unroll::{Call, ProofScenario, Relays, SeededBug, UnrolledProgram};
 
 use super::{proved, titled};
 use crate::groups::{self, Group, ROWS, copy, dispatch, placements, placements_in_spans, ret, rounds, ways};

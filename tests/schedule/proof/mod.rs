@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use sidelane_core::topology::Route;
 use sidelane_verify::prove::{Proof, prove};
-use sidelane_verify::story::{Relays, UnrolledProgram};
+use sidelane_verify::unroll::{Relays, UnrolledProgram};
 
 fn proved(name: &str, story: &UnrolledProgram) -> Proof {
     let start = Instant::now();

@@ -6,7 +6,7 @@ use sidelane_core::schedule::{Flag, FlagValue, Op};
 use sidelane_core::topology::Route;
 use sidelane_verify::check::check;
 use sidelane_verify::prove::ProofFailure;
-use sidelane_verify::story::Relays;
+use sidelane_verify::unroll::Relays;
 
 use super::titled;
 use crate::groups::{Group, rounds, ways};

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use sidelane_core::schedule::{Flag, Op};
 use sidelane_core::topology::{NodeMap, Paths};
-use sidelane_verify::story::{Call, UnrolledProgram};
+use sidelane_verify::unroll::{Call, UnrolledProgram};
 
 use crate::groups::{Group, ROWS, dispatch, ret, rounds, ways};
 

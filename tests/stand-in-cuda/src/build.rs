@@ -19,7 +19,7 @@ const FLAGS: [&str; 8] = [
     "-fPIC",
 ];
 
-/// Builds a CUDA source that keeps to what C and CUDA have in common, and gives the library that `SIDELANE_STAND_IN_KERNELS`
+/// Builds a CUDA source that keeps to what C and CUDA have in common, and gives the library that `SIDELANE_FAKE_CUDA_KERNELS`
 /// names. It is built once for each content of the source's folder, next to the test program that calls this.
 pub fn kernels(source: &Path) -> io::Result<PathBuf> {
     let program = env::current_exe()?;

@@ -1,6 +1,6 @@
 //! Modules and kernels: the PTX says which there are, a library built for the CPU runs them.
 //!
-//! For an entry `NAME` the library (`SIDELANE_STAND_IN_KERNELS`) exports
+//! For an entry `NAME` the library (`SIDELANE_FAKE_CUDA_KERNELS`) exports
 //! `void NAME_launch(unsigned grid[3], unsigned block[3], void **params)`, where `params` is as in `cuLaunchKernel`.
 
 use std::collections::BTreeMap;
@@ -99,7 +99,7 @@ fn library() -> Result<Option<&'static Library>> {
     let open = |path| {
         // SAFETY: a library of kernels, built for this; its constructors do nothing.
         unsafe { Library::new(path) }.map_err(|error| {
-            eprintln!("stand-in libcuda: SIDELANE_STAND_IN_KERNELS: {error}");
+            eprintln!("stand-in libcuda: SIDELANE_FAKE_CUDA_KERNELS: {error}");
             Code::SHARED_OBJECT_INIT_FAILED
         })
     };

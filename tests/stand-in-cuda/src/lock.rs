@@ -1,4 +1,4 @@
-//! The lock of the driver in this process (`SIDELANE_STAND_IN_LOCKS`): calls that wait for the
+//! The lock of the driver in this process (`SIDELANE_FAKE_CUDA_LOCKS`): calls that wait for the
 //! device hold it meanwhile.
 //!
 //! ```text

@@ -8,8 +8,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let directory = stand_in_cuda::install()?;
     let kernels = stand_in_cuda::kernels(&std::fs::canonicalize(Path::new(&source))?)?;
     println!("LD_LIBRARY_PATH={}", directory.display());
-    println!("SIDELANE_CUDA={}", directory.join("libcuda.so.1").display());
-    println!("SIDELANE_STAND_IN_KERNELS={}", kernels.display());
+    println!("SIDELANE_CUDA_LIBRARY={}", directory.join("libcuda.so.1").display());
+    println!("SIDELANE_FAKE_CUDA_KERNELS={}", kernels.display());
     println!("CUDA_MODULE_LOADING=EAGER");
     Ok(())
 }

@@ -3,8 +3,8 @@
 //! ```text
 //!                           copies of a stream                  everything else of it
 //!   usual                   its one queue                       its one queue
-//!   SIDELANE_STAND_IN_COPY_QUEUES      one queue for each direction        its one queue
-//!   SIDELANE_STAND_IN_PRIORITY_QUEUES                                      of those of its priority
+//!   SIDELANE_FAKE_CUDA_COPY_QUEUES      one queue for each direction        its one queue
+//!   SIDELANE_FAKE_CUDA_PRIORITY_QUEUES                                      of those of its priority
 //! ```
 
 use std::collections::BTreeMap;

@@ -72,22 +72,22 @@ impl Settings {
             return Err(format!("CUDA_DEVICE_MAX_CONNECTIONS is {queues}, not in 1..=32"));
         }
         Ok(Settings {
-            seed: number("SIDELANE_STAND_IN_SEED", 0)?,
-            devices: number("SIDELANE_STAND_IN_DEVICES", 8)?,
+            seed: number("SIDELANE_FAKE_CUDA_SEED", 0)?,
+            devices: number("SIDELANE_FAKE_CUDA_DEVICES", 8)?,
             queues,
-            memory: number("SIDELANE_STAND_IN_MEMORY", 8 << 30)?,
-            version: number("SIDELANE_STAND_IN_DRIVER", 12080)?,
-            peers: text("SIDELANE_STAND_IN_PEERS")?.map(|t| sets(&t)).transpose()?,
+            memory: number("SIDELANE_FAKE_CUDA_MEMORY", 8 << 30)?,
+            version: number("SIDELANE_FAKE_CUDA_DRIVER", 12080)?,
+            peers: text("SIDELANE_FAKE_CUDA_PEERS")?.map(|t| sets(&t)).transpose()?,
             eager: text("CUDA_MODULE_LOADING")?.is_some_and(|mode| mode == "EAGER"),
-            kernels: text("SIDELANE_STAND_IN_KERNELS")?.map(PathBuf::from),
-            compute_mode: number("SIDELANE_STAND_IN_COMPUTE_MODE", 0)?,
-            copy_kernels: number("SIDELANE_STAND_IN_COPY_KERNELS", 0)? != 0,
-            cupti: number("SIDELANE_STAND_IN_CUPTI", 23)?,
-            card_writes: number("SIDELANE_STAND_IN_CARD_WRITES", CardWrites::Ordered)?,
-            locks: number("SIDELANE_STAND_IN_LOCKS", 0)? != 0,
-            launch_queue: number("SIDELANE_STAND_IN_LAUNCH_QUEUE", 0)?,
-            copy_queues: number("SIDELANE_STAND_IN_COPY_QUEUES", 0)?,
-            priority_queues: number("SIDELANE_STAND_IN_PRIORITY_QUEUES", 0)? != 0,
+            kernels: text("SIDELANE_FAKE_CUDA_KERNELS")?.map(PathBuf::from),
+            compute_mode: number("SIDELANE_FAKE_CUDA_COMPUTE_MODE", 0)?,
+            copy_kernels: number("SIDELANE_FAKE_CUDA_COPY_KERNELS", 0)? != 0,
+            cupti: number("SIDELANE_FAKE_CUDA_CUPTI", 23)?,
+            card_writes: number("SIDELANE_FAKE_CUDA_CARD_WRITES", CardWrites::Ordered)?,
+            locks: number("SIDELANE_FAKE_CUDA_LOCKS", 0)? != 0,
+            launch_queue: number("SIDELANE_FAKE_CUDA_LAUNCH_QUEUE", 0)?,
+            copy_queues: number("SIDELANE_FAKE_CUDA_COPY_QUEUES", 0)?,
+            priority_queues: number("SIDELANE_FAKE_CUDA_PRIORITY_QUEUES", 0)? != 0,
         })
     }
 
@@ -124,7 +124,7 @@ fn number<T: FromStr>(name: &str, otherwise: T) -> Result<T, String> {
 /// `0,1|2,3`: two sets of two.
 fn sets(text: &str) -> Result<Vec<Vec<usize>>, String> {
     let device = |text: &str| {
-        text.trim().parse().map_err(|_| format!("SIDELANE_STAND_IN_PEERS: {text:?} is no device"))
+        text.trim().parse().map_err(|_| format!("SIDELANE_FAKE_CUDA_PEERS: {text:?} is no device"))
     };
     text.split('|').map(|set| set.split(',').map(device).collect()).collect()
 }

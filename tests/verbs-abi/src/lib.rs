@@ -16,7 +16,7 @@
 
 #[cfg(test)]
 #[allow(dead_code, reason = "declarations are compared, not used")]
-#[path = "../../../src/lane/rail/verbs/ffi/mod.rs"]
+#[path = "../../../src/lane/net/verbs/ffi/mod.rs"]
 mod ffi;
 #[cfg(test)]
 mod table;

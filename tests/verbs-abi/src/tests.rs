@@ -8,11 +8,11 @@ use crate::table::{Row, rows};
 
 /// The library's own source.
 const SOURCE: [&str; 5] = [
-    include_str!("../../../src/lane/rail/verbs/ffi/completion.rs"),
-    include_str!("../../../src/lane/rail/verbs/ffi/device.rs"),
-    include_str!("../../../src/lane/rail/verbs/ffi/memory.rs"),
-    include_str!("../../../src/lane/rail/verbs/ffi/queue_pair.rs"),
-    include_str!("../../../src/lane/rail/verbs/ffi/work.rs"),
+    include_str!("../../../src/lane/net/verbs/ffi/completion.rs"),
+    include_str!("../../../src/lane/net/verbs/ffi/device.rs"),
+    include_str!("../../../src/lane/net/verbs/ffi/memory.rs"),
+    include_str!("../../../src/lane/net/verbs/ffi/queue_pair.rs"),
+    include_str!("../../../src/lane/net/verbs/ffi/work.rs"),
 ];
 
 #[test]

@@ -42,7 +42,7 @@ fn random_bytes_come_to_a_status_and_never_to_a_crash() {
     alone.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
     alone.env("SIDELANE_HEAP", "8M").env("SIDELANE_SYMMETRIC", "4M");
     // So little that no size which is asked for can be had by waiting.
-    common::with_devices(&mut alone).env("SIDELANE_STAND_IN_MEMORY", "67108864");
+    common::with_devices(&mut alone).env("SIDELANE_FAKE_CUDA_MEMORY", "67108864");
     let output = alone.output().expect("it starts");
     let text =
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);

@@ -101,7 +101,7 @@ fn identity(probe: &Probe, module: Option<&str>) -> Finding {
             WHAT,
             format!("stand-in for CUDA {version} ({library})"),
             "This is no driver and there is no GPU: tests load it to check the host's side.",
-            "Nothing in a test. Otherwise unset SIDELANE_CUDA, and look at LD_LIBRARY_PATH.",
+            "Nothing in a test. Otherwise unset SIDELANE_CUDA_LIBRARY, and look at LD_LIBRARY_PATH.",
         );
     }
     let module = module.map_or_else(String::new, |module| format!("{module}, "));

@@ -46,7 +46,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         Err(error) => {
             let shows = "nothing: the audit by a hold asks the same, and does without CUPTI";
             let about = About::new("list of kernels by CUPTI", shows);
-            let hint = device::hint("SIDELANE_CUPTI", "nvidia/cuda_cupti");
+            let hint = device::hint("SIDELANE_CUPTI_LIBRARY", "nvidia/cuda_cupti");
             return checks.tell(about, State::Skipped, format!("not seen: {error}; {hint}"), None);
         }
     };

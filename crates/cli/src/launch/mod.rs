@@ -45,7 +45,7 @@ and Sidelane's own:
   SIDELANE_PORT          where the ranks meet
   SIDELANE_SECRET        proves membership, drawn anew for each job
   SIDELANE_JOB           name of a job across machines
-  SIDELANE_RAIL          what --rail says
+  SIDELANE_NET          what --rail says
   SIDELANE_LAUNCHER_FD   read end of a pipe that ends when the launcher does
   SIDELANE_LAUNCHER_PID  process id of the launcher
 
@@ -130,7 +130,7 @@ pub struct MachineArgs {
     #[arg(long, value_name = "HOST[:PORT]", requires = "node_rank", help_heading = "Machines")]
     pub master: Option<Master>,
 
-    /// The lane between nodes: sets SIDELANE_RAIL [default: what the environment says]
+    /// The lane between nodes: sets SIDELANE_NET [default: what the environment says]
     #[arg(long, value_enum, help_heading = "Machines")]
     pub rail: Option<Rail>,
 
@@ -187,7 +187,7 @@ impl MachineArgs {
     /// What the ranks find in their environment.
     pub fn variables(&self) -> Vec<(String, OsString)> {
         let rail = self.rail.and_then(|rail| rail.to_possible_value());
-        rail.map(|rail| ("SIDELANE_RAIL".to_owned(), rail.get_name().into())).into_iter().collect()
+        rail.map(|rail| ("SIDELANE_NET".to_owned(), rail.get_name().into())).into_iter().collect()
     }
 }
 
@@ -409,7 +409,7 @@ mod tests {
     fn the_rail_goes_to_the_ranks_only_if_it_was_named() {
         assert_eq!(MachineArgs::default().variables(), []);
         let args = MachineArgs { rail: Some(Rail::Loop), ..MachineArgs::default() };
-        assert_eq!(args.variables(), [("SIDELANE_RAIL".to_owned(), "loop".into())]);
+        assert_eq!(args.variables(), [("SIDELANE_NET".to_owned(), "loop".into())]);
     }
 
     #[test]

@@ -240,7 +240,7 @@ impl Task {
     /// What ranks find in their environment, whatever is in that of the caller.
     pub fn variables(&self) -> Vec<(String, OsString)> {
         let words = |pace: EmulatedLink| format!("{}/{}", pace.bytes_per_second, pace.latency.as_micros());
-        vec![("SIDELANE_PACE".to_owned(), self.pace.map_or(String::new(), words).into())]
+        vec![("SIDELANE_EMULATED_LINK".to_owned(), self.pace.map_or(String::new(), words).into())]
     }
 
     /// Whether a step is kept, to be written or drawn.
@@ -364,9 +364,9 @@ mod tests {
     fn half_of_what_two_ranks_send_crosses() {
         let task = resolve("--tokens 8 --chunks 8 --hidden 16 --top-k 4 --pace 1G/10");
         assert_eq!(task.shape.bytes_across(), 2 * (8 * 4 / 2) * 32);
-        assert_eq!(task.variables(), [("SIDELANE_PACE".to_owned(), "1073741824/10".into())]);
+        assert_eq!(task.variables(), [("SIDELANE_EMULATED_LINK".to_owned(), "1073741824/10".into())]);
         // Nothing crosses on one node.
-        let none = [("SIDELANE_PACE".to_owned(), "".into())];
+        let none = [("SIDELANE_EMULATED_LINK".to_owned(), "".into())];
         assert_eq!(resolve("--nodes 1 --ranks-per-node 2").variables(), none);
     }
 

@@ -4,7 +4,7 @@ use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use sidelane_core::schedule::WindowId;
 
-use crate::story::{Bytes, UnrolledProgram};
+use crate::unroll::{Bytes, UnrolledProgram};
 
 /// Bytes that one tag stands for: everything a schedule moves is a multiple of it.
 const PIECE: u64 = 4;

@@ -8,7 +8,7 @@ use sidelane_core::schedule::Op;
 use super::lane::{Cell, Lane, Load, Memory, Posted, cells};
 use crate::prove::ProofFailure;
 use crate::prove::program::Program;
-use crate::story::{Effect, HostAccess};
+use crate::unroll::{Effect, HostAccess};
 
 /// What a run ends with.
 pub(super) struct Outcome {

@@ -23,7 +23,7 @@ use machine::Machine;
 
 use crate::prove::ProofFailure;
 use crate::prove::program::Program;
-use crate::story::{ActorCall, UnrolledProgram};
+use crate::unroll::{ActorCall, UnrolledProgram};
 
 /// What was played.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

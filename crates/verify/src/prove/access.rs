@@ -7,7 +7,7 @@ use sidelane_core::schedule::WindowId;
 use super::order::{Knowledge, touch_era};
 use super::program::Program;
 use super::{AccessKind, OpRef};
-use crate::story::{Assumed, Bytes, Effect};
+use crate::unroll::{Assumed, Bytes, Effect};
 
 /// Who accesses.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use sidelane_core::schedule::{FlagValue, Op, WindowId};
 
-use crate::story::Role;
+use crate::unroll::Role;
 
 /// One operation, or one touch of the planner or the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -26,7 +26,7 @@ mod pairs;
 pub(super) mod program;
 mod run;
 
-use crate::story::UnrolledProgram;
+use crate::unroll::UnrolledProgram;
 
 pub use fault::{AccessKind, OpRef, ProofFailure};
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use sidelane_core::schedule::{Flag, Op};
 
 use super::{AccessKind, OpRef, ProofFailure};
-use crate::story::{ActorCall, StageRun, UnrolledOp, UnrolledProgram};
+use crate::unroll::{ActorCall, StageRun, UnrolledOp, UnrolledProgram};
 
 /// One operation and its place.
 #[derive(Clone, Copy)]

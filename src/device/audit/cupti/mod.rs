@@ -30,7 +30,7 @@ use records::Cut;
 const NAMES: [&str; 2] = ["libcupti.so.12", "libcupti.so.13"];
 
 /// The variable with a path.
-const VARIABLE: &str = "SIDELANE_CUPTI";
+const VARIABLE: &str = "SIDELANE_CUPTI_LIBRARY";
 
 /// The records that are asked for.
 const KINDS: [u32; 3] = [ffi::CONCURRENT_KERNEL, ffi::MEMCPY, ffi::MEMCPY2];
@@ -48,7 +48,7 @@ impl Cupti {
     /// What the loader is asked for.
     pub const NAMES: [&str; 2] = NAMES;
 
-    /// Loads what `SIDELANE_CUPTI` names, or `libcupti.so.12` or `.13`, and has it write records of kernels and copies from now
+    /// Loads what `SIDELANE_CUPTI_LIBRARY` names, or `libcupti.so.12` or `.13`, and has it write records of kernels and copies from now
     /// on, best before there is a context. With the stand-in driver of the tests only the variable counts.
     ///
     /// # Errors

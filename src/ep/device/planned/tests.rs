@@ -36,7 +36,7 @@ use crate::{Options, World};
 /// Runs the body on the stand-in, which sees what cards write as said.
 fn on_devices(test: &str, seed: u64, card_writes: &str, body: impl FnOnce(Arc<Stream>)) {
     let (test, seed) = (format!("ep::device::planned::tests::{test}"), seed.to_string());
-    let variables = [("SIDELANE_STAND_IN_SEED", &*seed), ("SIDELANE_STAND_IN_CARD_WRITES", card_writes)];
+    let variables = [("SIDELANE_FAKE_CUDA_SEED", &*seed), ("SIDELANE_FAKE_CUDA_CARD_WRITES", card_writes)];
     // The driver stays until it has been asked what it did.
     apart::each_with_kernels(&test, &[&variables], || body(stream(0)));
 }
@@ -95,7 +95,7 @@ fn rows_go_from_device_to_device_as_on_the_host_to_the_bit() {
 
 #[test]
 fn no_seed_of_the_driver_is_seen_on_the_way() {
-    let seeds = if std::env::var_os("SIDELANE_STAND_IN_SEED").is_some() { 0..1 } else { 0..6 };
+    let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..6 };
     for seed in seeds {
         on_devices("no_seed_of_the_driver_is_seen_on_the_way", seed, "ordered", |_| {
             for route in Route::ALL {
@@ -210,7 +210,7 @@ fn rows_take_the_detour_where_a_device_cannot_await_cards() {
     let detours = [("ordered", SignalMode::Immediate, NoGpuDirect::Messages)];
     let unordered = [("unordered", SignalMode::Write, NoGpuDirect::Unordered)];
     let name = "rows_take_the_detour_where_a_device_cannot_await_cards";
-    let said = std::env::var("SIDELANE_STAND_IN_CARD_WRITES");
+    let said = std::env::var("SIDELANE_FAKE_CUDA_CARD_WRITES");
     for (writes, signal, expected) in detours.into_iter().chain(unordered) {
         if said.as_ref().is_ok_and(|said| said != writes) {
             continue;

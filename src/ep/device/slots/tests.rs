@@ -40,7 +40,7 @@ fn on_each(test: &str, runs: &[&[(&str, &str)]], body: impl FnOnce()) {
 }
 
 fn on_stand_in(test: &str, body: impl FnOnce()) {
-    on_each(test, &[&[("SIDELANE_STAND_IN_CARD_WRITES", "ordered")]], body);
+    on_each(test, &[&[("SIDELANE_FAKE_CUDA_CARD_WRITES", "ordered")]], body);
 }
 
 /// A world over cards that signal like this.
@@ -68,9 +68,9 @@ fn is_straight(report: &Report) {
 fn slots_go_from_device_to_device_for_hundreds_of_rounds() {
     let run = |seed, queues, writes| {
         [
-            ("SIDELANE_STAND_IN_SEED", seed),
+            ("SIDELANE_FAKE_CUDA_SEED", seed),
             ("CUDA_DEVICE_MAX_CONNECTIONS", queues),
-            ("SIDELANE_STAND_IN_CARD_WRITES", writes),
+            ("SIDELANE_FAKE_CUDA_CARD_WRITES", writes),
         ]
     };
     let runs = [run("0", "8", "ordered"), run("1", "2", "flushed")];
@@ -86,7 +86,7 @@ fn slots_go_from_device_to_device_for_hundreds_of_rounds() {
                 rank.group.gather(&[]).unwrap();
             });
         }
-        let flushed = std::env::var("SIDELANE_STAND_IN_CARD_WRITES").is_ok_and(|writes| writes == "flushed");
+        let flushed = std::env::var("SIDELANE_FAKE_CUDA_CARD_WRITES").is_ok_and(|writes| writes == "flushed");
         assert_eq!(StandIn::loaded().unwrap().counters().flushes > 0, flushed);
     });
 }

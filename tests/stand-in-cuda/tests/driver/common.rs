@@ -71,7 +71,7 @@ pub fn plainly() -> [Settings<'static>; 1] {
 
 /// Runs that differ in the seed.
 pub fn seeds(n: u64) -> Vec<Settings<'static>> {
-    (0..n).map(|seed| vec![("SIDELANE_STAND_IN_SEED", seed.to_string())]).collect()
+    (0..n).map(|seed| vec![("SIDELANE_FAKE_CUDA_SEED", seed.to_string())]).collect()
 }
 
 /// Polls until the condition holds, and panics if it does not.

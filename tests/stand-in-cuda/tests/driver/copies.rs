@@ -137,7 +137,7 @@ fn a_copy_that_nothing_needs_runs_in_the_end() {
 
 #[test]
 fn copies_that_sms_would_run_are_counted() {
-    let runs = ["12080", "13000", "13010"].map(|version| vec![("SIDELANE_STAND_IN_DRIVER", version.into())]);
+    let runs = ["12080", "13000", "13010"].map(|version| vec![("SIDELANE_FAKE_CUDA_DRIVER", version.into())]);
     apart("copies::copies_that_sms_would_run_are_counted", &runs, || {
         let stand_in = start(0);
         // Before CUDA 13.1 the wish of a batch counts for nothing.

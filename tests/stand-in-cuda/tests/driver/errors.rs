@@ -19,7 +19,7 @@ fn without_initialisation_or_context_calls_say_so() {
 
 #[test]
 fn without_devices_the_driver_says_so() {
-    let none = vec![("SIDELANE_STAND_IN_DEVICES", "0".to_owned())];
+    let none = vec![("SIDELANE_FAKE_CUDA_DEVICES", "0".to_owned())];
     apart("errors::without_devices_the_driver_says_so", &[none], || {
         assert_eq!(cu!(cuInit(0)), CUresult::CUDA_ERROR_NO_DEVICE);
     });

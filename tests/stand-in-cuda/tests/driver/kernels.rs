@@ -39,7 +39,7 @@ pub fn library(name: &str) -> Vec<(&'static str, String)> {
     fs::write(&source, SOURCE).unwrap();
     let done = Command::new("cc").args(["-shared", "-fPIC", "-O1", "-o"]).arg(&built).arg(&source).status();
     assert!(done.unwrap().success());
-    vec![("SIDELANE_STAND_IN_KERNELS", built.to_str().unwrap().to_owned())]
+    vec![("SIDELANE_FAKE_CUDA_KERNELS", built.to_str().unwrap().to_owned())]
 }
 
 fn with(mut settings: Settings<'static>, name: &'static str, value: &str) -> [Settings<'static>; 1] {
@@ -87,7 +87,7 @@ fn a_kernel_runs_in_stream_order_with_its_parameters() {
 
 #[test]
 fn kernels_and_shapes_that_cannot_be_are_refused() {
-    let settings = with(library("refused"), "SIDELANE_STAND_IN_DRIVER", "12050");
+    let settings = with(library("refused"), "SIDELANE_FAKE_CUDA_DRIVER", "12050");
     apart("kernels::kernels_and_shapes_that_cannot_be_are_refused", &settings, || {
         start(0);
         let module = module();

@@ -118,7 +118,7 @@ fn memory_of_another_device_needs_peer_access() {
 
 #[test]
 fn devices_that_do_not_reach_each_other_are_refused() {
-    let islands = vec![("SIDELANE_STAND_IN_PEERS", "0,1|2,3".to_owned())];
+    let islands = vec![("SIDELANE_FAKE_CUDA_PEERS", "0,1|2,3".to_owned())];
     apart("memory::devices_that_do_not_reach_each_other_are_refused", &[islands], || {
         start(0);
         let reaches = |a, b| made(|out| ok!(cuDeviceCanAccessPeer(out, a, b)));
@@ -165,7 +165,7 @@ fn mapping_is_refused_where_it_makes_no_sense() {
 
 #[test]
 fn a_device_runs_out_of_memory() {
-    let small = vec![("SIDELANE_STAND_IN_MEMORY", (2 * GRANULARITY).to_string())];
+    let small = vec![("SIDELANE_FAKE_CUDA_MEMORY", (2 * GRANULARITY).to_string())];
     apart("memory::a_device_runs_out_of_memory", &[small], || {
         start(0);
         let first = created(0, GRANULARITY, true);

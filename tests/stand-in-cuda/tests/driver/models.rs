@@ -82,7 +82,7 @@ fn others_pass_beside(call: impl FnOnce(sys::CUstream) + Send) -> bool {
     passed
 }
 
-const LOCKS: &str = "SIDELANE_STAND_IN_LOCKS";
+const LOCKS: &str = "SIDELANE_FAKE_CUDA_LOCKS";
 
 #[test]
 fn freed_memory_holds_the_lock_until_the_device_is_drained() {
@@ -109,7 +109,7 @@ fn loaded_code_holds_the_lock_until_the_device_is_drained() {
     });
 }
 
-const ROOM: &str = "SIDELANE_STAND_IN_LAUNCH_QUEUE";
+const ROOM: &str = "SIDELANE_FAKE_CUDA_LAUNCH_QUEUE";
 
 /// Enqueues writes behind a wait, from another thread; how many are taken before that has to wait,
 /// if it has to.
@@ -171,7 +171,7 @@ fn who_waits_for_room_in_a_queue_holds_the_lock() {
     });
 }
 
-const COPY_QUEUES: &str = "SIDELANE_STAND_IN_COPY_QUEUES";
+const COPY_QUEUES: &str = "SIDELANE_FAKE_CUDA_COPY_QUEUES";
 
 #[test]
 fn copies_of_a_direction_share_a_queue_apart_from_compute() {
@@ -239,7 +239,7 @@ fn batch_over_queues_of_all_directions_lands_before_the_word_behind_it() {
     });
 }
 
-const PRIORITY_QUEUES: &str = "SIDELANE_STAND_IN_PRIORITY_QUEUES";
+const PRIORITY_QUEUES: &str = "SIDELANE_FAKE_CUDA_PRIORITY_QUEUES";
 
 #[test]
 fn streams_of_another_priority_pass_where_priorities_have_queues() {
@@ -262,7 +262,7 @@ fn streams_of_another_priority_pass_where_priorities_have_queues() {
 
 #[test]
 fn words_in_memory_of_other_devices_are_refused_from_cuda_13_1_on() {
-    let runs = ["12080", "13000", "13010"].map(|version| vec![("SIDELANE_STAND_IN_DRIVER", version.into())]);
+    let runs = ["12080", "13000", "13010"].map(|version| vec![("SIDELANE_FAKE_CUDA_DRIVER", version.into())]);
     apart("models::words_in_memory_of_other_devices_are_refused_from_cuda_13_1_on", &runs, || {
         start(0);
         let one = use_device(1);

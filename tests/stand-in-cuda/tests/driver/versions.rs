@@ -6,7 +6,7 @@ use crate::common::*;
 use crate::ok;
 
 fn driver(version: i32) -> Settings<'static> {
-    vec![("SIDELANE_STAND_IN_DRIVER", version.to_string())]
+    vec![("SIDELANE_FAKE_CUDA_DRIVER", version.to_string())]
 }
 
 const NAME: &std::ffi::CStr = c"cuMemcpyBatchAsync";

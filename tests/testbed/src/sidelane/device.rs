@@ -24,7 +24,7 @@ pub struct Straight {
 pub fn device(machine: usize) -> String {
     let start = command(machine, 2, "launch --tag", Cards::First, CALM);
     format!(
-        "export SIDELANE_STAND_IN_KERNELS={KERNELS} CUDA_MODULE_LOADING=EAGER && {start} -- \
+        "export SIDELANE_FAKE_CUDA_KERNELS={KERNELS} CUDA_MODULE_LOADING=EAGER && {start} -- \
          sidelane-tests --ignored --nocapture --exact {TEST}"
     )
 }

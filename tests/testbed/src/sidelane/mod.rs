@@ -48,9 +48,9 @@ impl Cards {
     /// What ranks are told.
     fn variable(self) -> &'static str {
         match self {
-            Self::First => "SIDELANE_VERBS_CARD=rxe0",
-            Self::Second => "SIDELANE_VERBS_CARD=rxe1",
-            Self::Both => "SIDELANE_VERBS_CARD=rxe0,rxe1",
+            Self::First => "SIDELANE_VERBS_NICS=rxe0",
+            Self::Second => "SIDELANE_VERBS_NICS=rxe1",
+            Self::Both => "SIDELANE_VERBS_NICS=rxe0,rxe1",
         }
     }
 }

@@ -27,7 +27,7 @@ pub struct FillContext<'a> {
     pub chunks: u8,
     /// Which of two publications, messages and headers the call takes.
     pub parity: u64,
-    /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::TWIN) where that is memory of
+    /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::HOST_STAGING) where that is memory of
     /// a device that no rail reaches.
     pub far: WindowId,
     /// Rows that landing memory is laid out for, where that does not depend on how many come: metadata lies behind them.

@@ -1,0 +1,382 @@
+//! One rank's end of the connection to one rank of another node.
+
+use std::io::IoSlice;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use super::bells::{PolledSocket, Poller};
+use super::inbound::{End, Inbound};
+use super::outgoing::{LONGEST, Outgoing, PIECES};
+use crate::bootstrap::Health;
+use crate::error::{Cause, LaneError};
+use crate::lane::net::record::Record;
+use crate::lane::net::{NetConnection, Regions, RemoteAddress, SendBlocked};
+use crate::lane::wait::{self, WaitLimits, Waiter};
+use crate::lane::{FlagLine, RowSource};
+use crate::schedule::Tag;
+
+/// State that all connections of a rank share.
+#[derive(Clone, Debug)]
+pub struct Shared {
+    /// This rank.
+    pub rank: u32,
+    /// Where peers may write.
+    pub regions: Arc<Regions>,
+    /// Whether the world is alive.
+    pub health: Arc<Health>,
+    /// Which ends have news.
+    pub bells: Arc<Poller>,
+    /// How long the rendezvous is given to say why a connection ended.
+    pub grace: Duration,
+}
+
+/// An end: puts and signals out, records in.
+#[derive(Debug)]
+pub struct TcpConnection {
+    shared: Shared,
+    /// The peer's rank in the world.
+    peer: u32,
+    socket: TcpStream,
+    bell: PolledSocket,
+    out: Mutex<Outgoing>,
+    inbound: Mutex<Inbound>,
+    /// The peer's last question, and the last one that was answered.
+    owed: AtomicU64,
+    paid: AtomicU64,
+    /// The last question of ours that the peer has answered.
+    landed: Landed,
+    /// When the connection ended, and how.
+    ended: OnceLock<(Instant, Option<Errno>)>,
+}
+
+/// A flag line of this process alone.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Landed([AtomicU64; 8]);
+
+impl Landed {
+    fn line(&self) -> FlagLine<'_> {
+        // SAFETY: 64 aligned bytes of atomics that live as long as the line, and are used as nothing else.
+        unsafe { FlagLine::new(NonNull::from(&self.0).cast()) }
+    }
+}
+
+impl TcpConnection {
+    /// An end of a connection whose other end is proved to be `peer`.
+    ///
+    /// # Errors
+    /// [`LaneError::System`].
+    pub fn new(peer: u32, socket: TcpStream, shared: Shared) -> Result<Self, LaneError> {
+        let bell = shared.bells.add(&socket)?;
+        Ok(TcpConnection {
+            shared,
+            peer,
+            socket,
+            bell,
+            out: Mutex::default(),
+            inbound: Mutex::default(),
+            owed: AtomicU64::new(0),
+            paid: AtomicU64::new(0),
+            landed: Landed::default(),
+            ended: OnceLock::new(),
+        })
+    }
+}
+
+impl NetConnection for TcpConnection {
+    fn lane(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn peer(&self) -> u32 {
+        self.peer
+    }
+
+    fn put(&self, to: RemoteAddress, bytes: &[u8], patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.sending(|out| {
+            let mut to = to;
+            for chunk in bytes.chunks(LONGEST) {
+                let len = chunk.len() as u64;
+                let header = Record::Put { region: to.region, offset: to.offset, len }.to_bytes();
+                self.send(out, &mut [IoSlice::new(&header), IoSlice::new(chunk)], patience)?;
+                to = to.behind(len);
+            }
+            Ok(())
+        })
+    }
+
+    fn put_rows(
+        &self,
+        to: RemoteAddress,
+        rows: &[u32],
+        source: RowSource<'_>,
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
+        let row_bytes = source.row_bytes as usize;
+        let at_once = (LONGEST / row_bytes.max(1)).min(PIECES - 1);
+        let mut to = to;
+        if at_once == 0 {
+            for &row in rows {
+                self.put(to, source.row(row), patience)?;
+                to = to.behind(source.row_bytes);
+            }
+            return Ok(());
+        }
+        self.sending(|out| {
+            for group in rows.chunks(at_once) {
+                let len = group.len() as u64 * source.row_bytes;
+                let header = Record::Put { region: to.region, offset: to.offset, len }.to_bytes();
+                let mut pieces = [IoSlice::new(&[]); PIECES];
+                pieces[0] = IoSlice::new(&header);
+                for (piece, &row) in pieces[1..].iter_mut().zip(group) {
+                    *piece = IoSlice::new(source.row(row));
+                }
+                self.send(out, &mut pieces[..=group.len()], patience)?;
+                to = to.behind(len);
+            }
+            Ok(())
+        })
+    }
+
+    fn zero(&self, to: RemoteAddress, len: u64, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.send_header(Record::Zero { region: to.region, offset: to.offset, len }, patience)
+    }
+
+    fn signal(
+        &self,
+        to: RemoteAddress,
+        value: u64,
+        tag: Option<Tag>,
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
+        self.send_header(Record::Signal { region: to.region, offset: to.offset, value, tag }, patience)
+    }
+
+    fn flush(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        let mark = self.sending(|out| {
+            out.asked += 1;
+            let mark = out.asked;
+            self.send(out, &mut [IoSlice::new(&Record::Ask { mark }.to_bytes())], patience)?;
+            Ok(mark)
+        })?;
+        wait::until(self.landed.line(), mark, patience, || {
+            self.progress(patience.health);
+        })
+        .map_err(|(seen, why)| SendBlocked { awaited: mark, seen, why })
+    }
+
+    /// Receives pending records, unless another thread is doing so, and sends pending ones.
+    fn progress(&self, health: &Health) -> bool {
+        if self.ended.get().is_some() {
+            self.mourn(health);
+            return false;
+        }
+        if !self.shared.bells.rang(&self.bell) {
+            return false;
+        }
+        let news = self.receive(health);
+        self.tidy();
+        news
+    }
+
+    /// Keeps the event descriptor readable while there is work.
+    fn arm(&self, _: &Health) -> bool {
+        false
+    }
+
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.shared.bells.as_fd())
+    }
+
+    fn fault(&self) -> Option<LaneError> {
+        let (rank, peer) = (self.shared.rank, self.peer);
+        let (_, errno) = *self.ended.get()?;
+        let caused = self.shared.health.cause() == Some(Cause::Connection { rank: peer, by: rank });
+        // The system tells an error once; if it told the sender, reading finds nothing but the end. A broken pipe only
+        // says that the other end closed it.
+        let errno = errno.or_else(|| self.lock_out().failed.filter(|&errno| errno != Errno::PIPE));
+        let errno = errno.map_or(0, Errno::raw_os_error);
+        caused.then_some(LaneError::Wire { rank, peer, lane: self.lane(), errno })
+    }
+
+    /// Data that the peer has not read yet would be lost with the socket, if unread data from it
+    /// lies here.
+    fn leave(&self, until: Instant) {
+        let health = &self.shared.health;
+        let mark = {
+            let mut out = self.lock_out();
+            out.asked += 1;
+            let mark = out.asked;
+            out.keep(&Record::Ask { mark }.to_bytes());
+            mark
+        };
+        self.tidy();
+        while self.landed.line().value() < mark
+            && self.ended.get().is_none()
+            && health.check().is_ok()
+            && !health.is_absent(self.peer)
+        {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let room = self.lock_out().wants_room();
+            self.await_socket(left.min(Duration::from_millis(10)), room);
+            self.progress(health);
+        }
+    }
+}
+
+impl TcpConnection {
+    fn send_header(&self, record: Record, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.sending(|out| self.send(out, &mut [IoSlice::new(&record.to_bytes())], patience))
+    }
+
+    /// Sends without interruption by another thread, and answers the peer's questions that arrived
+    /// meanwhile.
+    fn sending<T>(
+        &self,
+        send: impl FnOnce(&mut Outgoing) -> Result<T, SendBlocked>,
+    ) -> Result<T, SendBlocked> {
+        let sent = send(&mut self.lock_out());
+        // Whoever found the lock taken has left its answer to this thread.
+        fence(Ordering::SeqCst);
+        if self.owed.load(Ordering::Relaxed) != self.paid.load(Ordering::Relaxed) || sent.is_err() {
+            self.tidy();
+        }
+        sent
+    }
+
+    /// Sends a record. Waits for room, and receives meanwhile. A wait that ends in the middle of
+    /// the record leaves the rest of it in the outbox; one that ends before has sent nothing.
+    fn send(
+        &self,
+        out: &mut Outgoing,
+        mut pieces: &mut [IoSlice<'_>],
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
+        self.pay(out);
+        let len: usize = pieces.iter().map(|piece| piece.len()).sum();
+        let awaited = out.sent + (out.waiting() + len) as u64;
+        let mut begun = false;
+        let mut waiter = Waiter::new(patience);
+        loop {
+            let sent = if out.empty(&self.socket) { out.offer(&self.socket, pieces) } else { 0 };
+            IoSlice::advance_slices(&mut pieces, sent);
+            if pieces.is_empty() {
+                return Ok(());
+            }
+            begun |= sent > 0;
+            if sent > 0 {
+                continue;
+            }
+            self.progress(patience.health);
+            waiter.turn(|slice| self.await_socket(slice, out.failed.is_none())).map_err(|why| {
+                if begun {
+                    pieces.iter().for_each(|piece| out.keep(piece));
+                }
+                SendBlocked { awaited, seen: out.sent, why }
+            })?;
+        }
+    }
+
+    /// Answers what the peer last asked: all that came before it has landed.
+    fn pay(&self, out: &mut Outgoing) {
+        let owed = self.owed.load(Ordering::Relaxed);
+        if self.paid.swap(owed, Ordering::Relaxed) != owed {
+            out.keep(&Record::Answer { mark: owed }.to_bytes());
+        }
+    }
+
+    /// Sends answers and what else waits, without waiting, unless another thread is sending.
+    fn tidy(&self) {
+        loop {
+            fence(Ordering::SeqCst);
+            let Ok(mut out) = self.out.try_lock() else { return };
+            // A partner that asks and does not take the answers gets the last one only.
+            let empty = out.empty(&self.socket);
+            if empty {
+                self.pay(&mut out);
+            }
+            out.empty(&self.socket);
+            let waits = out.wants_room();
+            if waits != out.rings_for_room {
+                out.rings_for_room = waits;
+                self.shared.bells.ring_for_room(&self.socket, &self.bell, waits);
+            }
+            drop(out);
+            fence(Ordering::SeqCst);
+            if waits || !empty || self.owed.load(Ordering::Relaxed) == self.paid.load(Ordering::Relaxed) {
+                return;
+            }
+        }
+    }
+
+    fn receive(&self, health: &Health) -> bool {
+        let Ok(mut inbound) = self.inbound.try_lock() else { return false };
+        let regions = &self.shared.regions;
+        let taken = inbound.take(&self.socket, regions, |record| match record {
+            Record::Zero { .. } | Record::Signal { .. } => {
+                // SAFETY: neither of them has a payload.
+                unsafe { regions.apply(record, std::ptr::null()) }.map_err(End::from)
+            }
+            Record::Ask { mark } => {
+                self.owed.store(mark, Ordering::Relaxed);
+                Ok(())
+            }
+            Record::Answer { mark } => {
+                self.landed.line().raise(mark, None);
+                Ok(())
+            }
+            Record::Put { .. } | Record::Skip { .. } => Err(End::Nonsense),
+        });
+        match taken {
+            Ok(any) => return any,
+            Err(End::Closed) => self.end(None),
+            Err(End::Failed(errno)) => self.end(Some(errno)),
+            Err(End::Nonsense) => {
+                self.end(None);
+                health.fail(Cause::Protocol { rank: self.peer });
+            }
+        }
+        true
+    }
+
+    /// Nothing more will come.
+    fn end(&self, errno: Option<Errno>) {
+        self.ended.get_or_init(|| (Instant::now(), errno));
+        // A socket that has ended would ring for ever.
+        self.shared.bells.remove(&self.socket);
+    }
+
+    /// The connection has ended. The rendezvous knows better why, and is to be heard first: a peer
+    /// may have left, or died.
+    fn mourn(&self, health: &Health) {
+        let over = self.ended.get().is_some_and(|(since, _)| since.elapsed() >= self.shared.grace);
+        if over && health.check().is_ok() && !health.is_absent(self.peer) {
+            health.fail(Cause::Connection { rank: self.peer, by: self.shared.rank });
+        }
+    }
+
+    /// Sleeps until the socket has news, or room if that is wanted.
+    fn await_socket(&self, slice: Duration, room: bool) {
+        if self.ended.get().is_some() {
+            // It would never sleep again.
+            return std::thread::park_timeout(slice);
+        }
+        let slice = Timespec { tv_sec: slice.as_secs() as i64, tv_nsec: slice.subsec_nanos().into() };
+        let room = if room { PollFlags::OUT } else { PollFlags::empty() };
+        let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::IN | room)], Some(&slice));
+    }
+
+    fn lock_out(&self) -> MutexGuard<'_, Outgoing> {
+        self.out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,291 @@
+//! All cards of a rank: what registers memory with them, and joins their queue pairs to peers'.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::block::Block;
+use super::connection::{Connection, Parts, SMALL};
+use super::device::{Device, Rights, ZEROS};
+use super::forecast::{Forecast, Rules};
+use super::gather::Bounds;
+use super::keys::{self, RemoteRegions};
+use super::nic::Nic as CardRail;
+use super::offer::ConnectionInfo;
+use super::receiver::Receiver;
+use super::sender::{Limits, Sender};
+use super::{
+    Caps, ChainCaps, CompletionQueue, Library, MemoryRegion, QueuePair, Queues, SendChain, Settings,
+    SignalMode, Sysfs,
+};
+use crate::bootstrap::Health;
+use crate::error::{Error, VerbsError};
+use crate::lane::net::{
+    DeviceMemory, NetConnection, NetTransport, NoGpuDirect, Region, Regions, Registration, WireEnd, WireOffer,
+};
+use crate::topology::NodeMap;
+
+/// Requests that one queue pair may have in flight.
+const REQUESTS: u32 = 256;
+/// Requests per doorbell.
+const BATCH: usize = 16;
+/// Pieces per request: more are not granted together with so many requests everywhere.
+const PIECES: u32 = 30;
+/// Receives that are kept posted where signals are messages.
+const RECEIVES: u32 = 256;
+/// Bytes of a signal, tag and all, that travel inside a request where the card takes them.
+const INSIDE: u32 = 24;
+/// Chunks that may be staged for one peer.
+const STAGED: u64 = 4;
+
+/// Settings of a rank for its NICs.
+pub struct Setup {
+    /// The rank (in the world).
+    pub rank: u32,
+    /// Which rank of its machine it is.
+    pub nth: u32,
+    /// Which ranks are on which node.
+    pub nodes: NodeMap,
+    /// Bytes at the start of the heap that hold flags and what goes with them.
+    pub strict: u64,
+    /// Regions that peers may write to, where this rank does it for them.
+    pub regions: Arc<Regions>,
+    /// Whether the world is alive.
+    pub health: Arc<Health>,
+    /// Whether rails forecast what they ask of their cards.
+    pub forecast: bool,
+}
+
+/// The library, the machine and the settings; another library and another machine in tests.
+#[derive(Clone, Debug)]
+pub struct VerbsEnvironment {
+    /// libibverbs.
+    pub library: Arc<Library>,
+    /// The kernel's description of NICs.
+    pub sysfs: Sysfs,
+    /// Settings of the environment.
+    pub settings: Settings,
+}
+
+impl VerbsEnvironment {
+    /// This machine, with what the environment says.
+    ///
+    /// # Errors
+    /// [`BootstrapError::BadVariable`](crate::error::BootstrapError::BadVariable),
+    /// [`VerbsError::NoLibrary`], [`VerbsError::MissingSymbol`].
+    pub fn here() -> Result<Self, Error> {
+        let settings = Settings::from_env()?;
+        let library = Library::load(settings.library.as_deref())?;
+        Ok(VerbsEnvironment { library, sysfs: Sysfs::default(), settings })
+    }
+}
+
+/// The cards of a rank.
+pub struct VerbsTransport {
+    rank: u32,
+    nodes: NodeMap,
+    settings: Settings,
+    devices: Vec<Arc<Device>>,
+    strict: u64,
+    relaxed: bool,
+    regions: Arc<Regions>,
+    health: Arc<Health>,
+    forecast: bool,
+    /// Description of the first region, for peers.
+    heap: Mutex<Vec<u8>>,
+}
+
+struct Half {
+    qp: QueuePair,
+    block: Block,
+    receiver: Receiver,
+    completions: Arc<CompletionQueue>,
+    device: Arc<Device>,
+}
+
+impl VerbsTransport {
+    /// Opens the cards of a rank.
+    ///
+    /// # Errors
+    /// [`VerbsError`], if there are none or they cannot be used as the settings ask.
+    pub fn open(ground: &VerbsEnvironment, setup: Setup) -> Result<Self, Error> {
+        let VerbsEnvironment { library, sysfs, settings } = ground;
+        let cards = CardRail::open(library, sysfs, settings, setup.nth)?;
+        for card in &cards {
+            if settings.signal == SignalMode::FetchAdd && !card.context.attributes().atomics {
+                return Err(VerbsError::NoAtomics { card: card.context.card().to_owned() }.into());
+            }
+        }
+        let can_relax = cards.iter().all(|card| MemoryRegion::can_relax(&card.context));
+        let devices =
+            cards.into_iter().map(|card| Device::new(card).map(Arc::new)).collect::<Result<_, _>>()?;
+        let Setup { rank, nodes, strict, regions, health, forecast, .. } = setup;
+        Ok(VerbsTransport {
+            rank,
+            nodes,
+            settings: settings.clone(),
+            devices,
+            strict,
+            relaxed: settings.relaxed.unwrap_or(can_relax),
+            regions,
+            health,
+            forecast,
+            heap: Mutex::default(),
+        })
+    }
+
+    /// Both ranks of a pair take the same rail, if both have as many. Peers of one rank are on
+    /// different nodes, or at different places of a node.
+    fn card_for(&self, peer: u32) -> usize {
+        let place = |rank: u32| {
+            let node = self.nodes.node_of(rank);
+            let at = self.nodes.members(node).iter().position(|&member| member == rank);
+            (node as usize, at.unwrap_or(0))
+        };
+        let ((node, at), (its_node, its_at)) = (place(self.rank), place(peer));
+        (node + its_node + (at + its_at) / 2) % self.devices.len()
+    }
+
+    fn half(&self, peer: u32) -> Result<Half, Error> {
+        let device = &self.devices[self.card_for(peer)];
+        let attributes = device.card.context.attributes();
+        let receives = if self.settings.signal == SignalMode::Immediate { RECEIVES } else { 0 };
+        let (sends, receives) = (REQUESTS.min(attributes.requests), receives.min(attributes.requests));
+        let completions = CompletionQueue::create(&device.card.context, sends + receives)?;
+        let caps =
+            Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
+        let queues = Queues { send: &completions, receive: &completions };
+        let qp = QueuePair::create(&device.domain, queues, caps, &device.card.path, peer)?;
+        let staging = (STAGED * self.settings.chunk).min(self.settings.in_flight);
+        let block = Block::new(&device.domain, receives.into(), staging)?;
+        let receiver = Receiver::new(&qp, &block, receives, Arc::clone(&self.regions))?;
+        Ok(Half { qp, block, receiver, completions, device: Arc::clone(device) })
+    }
+
+    fn connect(&self, peer: u32, theirs: &ConnectionInfo, half: Half) -> Result<Connection, Error> {
+        let Half { qp, block, mut receiver, completions, device } = half;
+        if theirs.signal != self.settings.signal {
+            let (mine, theirs) = (self.settings.signal.name(), theirs.signal.name());
+            return Err(VerbsError::SignalsDiffer { peer, mine, theirs }.into());
+        }
+        qp.connect(&theirs.endpoint)?;
+        let mut known = RemoteRegions::of_card(theirs.card);
+        known.learn(peer, 0, &theirs.heap)?;
+        receiver.joined(theirs.receives, theirs.granted);
+        let (caps, settings) = (qp.caps(), &self.settings);
+        let sges = caps.send_sges.min(PIECES) as usize;
+        let requests = caps.sends.min(REQUESTS);
+        let mtu = device.card.path.mtu.min(theirs.endpoint.mtu).bytes().into();
+        let chain =
+            SendChain::new(ChainCaps { requests: BATCH, sges, inline: caps.inline.min(INSIDE) as usize });
+        let limits = Limits { requests: requests.into(), bytes: settings.in_flight, batch: BATCH, mtu };
+        let bounds = Bounds { bytes: settings.chunk, pieces: sges, staged: block.staging() / 2 };
+        let rules = Rules {
+            chunk: settings.chunk,
+            staged: block.staging() / 2,
+            small: SMALL as u64,
+            pieces: sges,
+            zeros: ZEROS,
+            batch: BATCH as u64,
+            mtu,
+            signal: settings.signal,
+        };
+        Ok(Connection::new(Parts {
+            me: self.rank,
+            peer,
+            signal: settings.signal,
+            chunk: settings.chunk,
+            device,
+            completions,
+            theirs: known,
+            health: Arc::clone(&self.health),
+            sender: Sender::new(qp, block, chain, limits, bounds),
+            receiver,
+            forecast: self.forecast.then(|| Forecast::new(rules)),
+        }))
+    }
+
+    fn heap(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.heap.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One end of a connection, whose queue pair has no peer yet.
+struct VerbsEnd<'a> {
+    adapter: &'a VerbsTransport,
+    peer: u32,
+    half: Half,
+}
+
+impl WireEnd for VerbsEnd<'_> {
+    fn bytes(&self) -> Vec<u8> {
+        let VerbsEnd { adapter, peer, half } = self;
+        let offer = ConnectionInfo {
+            endpoint: half.qp.endpoint(),
+            signal: adapter.settings.signal,
+            card: adapter.card_for(*peer) as u8,
+            receives: half.receiver.posted(),
+            granted: half.block.granted_at(),
+            heap: adapter.heap().clone(),
+        };
+        offer.to_bytes()
+    }
+
+    fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
+        let VerbsEnd { adapter, peer, half } = *self;
+        let theirs = ConnectionInfo::from_bytes(peer, &offered.bytes)?;
+        Ok(Arc::new(adapter.connect(peer, &theirs, half)?))
+    }
+}
+
+impl NetTransport for VerbsTransport {
+    fn lane(&self) -> &'static str {
+        "verbs"
+    }
+
+    fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error> {
+        Ok(Box::new(VerbsEnd { adapter: self, peer, half: self.half(peer)? }))
+    }
+
+    fn register(&self, number: u32, region: &Region) -> Result<Vec<u8>, Error> {
+        // Flags lie in the heap only.
+        let strict = if number == 0 { self.strict } else { 0 };
+        let atomics = self.settings.signal == SignalMode::FetchAdd;
+        let rights = Rights { strict, atomics, relaxed: self.relaxed };
+        let each = self.devices.iter().map(|device| device.register(number, region, rights));
+        let said = keys::say(&each.collect::<Result<Vec<_>, _>>()?);
+        if number == 0 {
+            self.heap().clone_from(&said);
+        }
+        Ok(said)
+    }
+
+    fn register_device(
+        &self,
+        number: u32,
+        memory: &DeviceMemory,
+    ) -> Result<(Vec<u8>, Registration), NoGpuDirect> {
+        if self.settings.signal == SignalMode::Immediate {
+            return Err(NoGpuDirect::Messages);
+        }
+        let (mut said, mut how) = (Vec::new(), Registration::DmaBuf);
+        for device in &self.devices {
+            let (pieces, registered) = device.register_device(number, memory, self.relaxed)?;
+            said.push(pieces);
+            how = if registered == Registration::DmaBuf { how } else { registered };
+        }
+        Ok((keys::say(&said), how))
+    }
+
+    fn deregister(&self, number: u32) {
+        self.devices.iter().for_each(|device| device.deregister(number));
+    }
+
+    fn describe(&self) -> Vec<String> {
+        self.devices.iter().map(|device| device.card.to_string()).collect()
+    }
+}
+
+impl std::fmt::Debug for VerbsTransport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Adapter").field("rank", &self.rank).field("devices", &self.devices).finish()
+    }
+}

@@ -1,0 +1,95 @@
+//! Network cards: libibverbs behind a safe, typed interface.
+//!
+//! The NIC reads and writes memory that was registered for it. The processor posts requests and
+//! polls completions. Everything is loaded at run time: without the library or a NIC there is a
+//! typed error, never a panic.
+//!
+//! ```text
+//!   Settings, Sysfs --> Rail: a card of this rank, open, and how its queue pairs go out
+//!
+//!   Library --> Context --+--> ProtectionDomain --+--> MemoryRegion --> Sge, Remote
+//!   (table of  (an open   |                       +--> QueuePair <-- SendChain, ReceiveChain
+//!   functions)  card)     +--> CompletionQueue -------^    |
+//!                                |                         +--> Endpoint: to the partner and back
+//!                                +--> Completion: done, or why not
+//! ```
+//!
+//! The lane is built on it. An [`VerbsTransport`] is all NICs of a rank. A connection joins each pair of
+//! ranks. It bounds the requests in flight, and its requests can be predicted.
+//!
+//! ```text
+//!   Adapter --+--> Device     a card, and the memory registered with it: keys that partners are told (keys, offer)
+//!             +--> Connection (the Rail)
+//!                    +--> Gather     puts that travel together            Block: staging, receives
+//!                    +--> Sender     requests: asked, posted, done
+//!                    +--> Receiver   signals that come as messages        Sent, Heard: words and their numbers (signals)
+//!                    +--> Forecast   what all this comes to
+//! ```
+//!
+//! Each object keeps those alive that it was made from, so any order of drops is right. A call that
+//! fails during a drop is traced, because no caller could act on it.
+//!
+//! The module `library` gives the reason for own declarations instead of a crate for verbs.
+
+mod adapter;
+mod asks;
+mod block;
+mod chain;
+mod choose;
+mod completion;
+mod connection;
+mod context;
+mod device;
+mod device_memory;
+mod endpoint;
+mod errno;
+mod face;
+#[cfg(test)]
+mod fake;
+mod ffi;
+mod forecast;
+mod gather;
+mod gid;
+mod keys;
+mod library;
+mod memory;
+mod nic;
+mod offer;
+mod path;
+mod port;
+mod queue_pair;
+mod receiver;
+mod sender;
+mod settings;
+mod signals;
+mod sysfs;
+#[cfg(test)]
+mod tests;
+mod work;
+
+pub use adapter::{Setup, VerbsEnvironment, VerbsTransport};
+pub use completion::{Completion, CompletionQueue};
+#[cfg(test)]
+pub use completion::{Done, Failed, Kind};
+pub use context::Context;
+pub use endpoint::Endpoint;
+#[cfg(test)]
+pub use fake::Fabric;
+pub use library::Library;
+pub use memory::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
+#[cfg(test)]
+pub use nic::Nic;
+pub use path::Path;
+#[cfg(test)]
+pub use port::{LinkLayer, Mtu};
+pub use queue_pair::{Caps, QueuePair, Queues};
+pub use settings::{Settings, SignalMode};
+pub use sysfs::Sysfs;
+pub use work::{ChainCaps, Flags, ReceiveChain, SendChain};
+
+/// Says that something could not be destroyed.
+fn trace_failure(card: &str, call: &str, answer: i32) {
+    if let Err(errno) = errno::status(answer) {
+        tracing::warn!(card, call, errno, "a card's object could not be destroyed");
+    }
+}

@@ -1,0 +1,308 @@
+//! Settings of the verbs lane, read from the environment once. `docs/verbs.md` has the table of
+//! variables, with defaults and reasons.
+
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use super::port::Mtu;
+use crate::config::parse_bytes;
+use crate::error::BootstrapError;
+
+/// How a signal travels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SignalMode {
+    /// A write of the flag's line, behind the data.
+    Write,
+    /// An atomic addition, behind the data.
+    FetchAdd,
+    /// A number that comes with the data's last write.
+    Immediate,
+}
+
+impl SignalMode {
+    /// All ways.
+    pub const ALL: [SignalMode; 3] = [SignalMode::Write, SignalMode::FetchAdd, SignalMode::Immediate];
+
+    /// Its name in the environment.
+    pub const fn name(self) -> &'static str {
+        match self {
+            SignalMode::Write => "write",
+            SignalMode::FetchAdd => "fetch-add",
+            SignalMode::Immediate => "immediate",
+        }
+    }
+}
+
+/// The table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Where libibverbs lies, if not where the loader looks.
+    pub library: Option<PathBuf>,
+    /// The cards to use, one rail each; empty: the nearest.
+    pub cards: Vec<String>,
+    /// The port of each card; none: the first that is active.
+    pub port: Option<u8>,
+    /// Place of the address in the port's table.
+    pub gid_index: Option<u8>,
+    /// Place of the partition key.
+    pub pkey_index: u16,
+    /// Lane of InfiniBand switches, priority on Ethernet.
+    pub service_level: u8,
+    /// DSCP and ECN of RoCE v2.
+    pub traffic_class: u8,
+    /// An answer may take 4.096 us * 2^timeout.
+    pub timeout: u8,
+    /// How often what is not answered is sent again.
+    pub retries: u8,
+    /// How often what meets no receive is sent again; 7 is for ever.
+    pub rnr_retries: u8,
+    /// The largest packet; none: the port's.
+    pub mtu: Option<Mtu>,
+    /// Bytes of one write.
+    pub chunk: u64,
+    /// Bytes in flight to one peer.
+    pub in_flight: u64,
+    /// How a signal travels.
+    pub signal: SignalMode,
+    /// Whether data may pass data; none: where libibverbs knows how.
+    pub relaxed: Option<bool>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            library: None,
+            cards: Vec::new(),
+            port: None,
+            gid_index: None,
+            pkey_index: 0,
+            service_level: 0,
+            traffic_class: 0,
+            timeout: 14,
+            retries: 6,
+            rnr_retries: 7,
+            mtu: None,
+            chunk: 256 << 10,
+            in_flight: 4 << 20,
+            signal: SignalMode::Write,
+            relaxed: None,
+        }
+    }
+}
+
+/// A chunk is a length of 32 bits in a work request, and worth its request.
+const CHUNKS: RangeInclusive<u64> = 4 << 10..=1 << 30;
+
+impl Settings {
+    /// The defaults, changed by what `lookup` knows. A variable that is set to nothing is not set.
+    ///
+    /// # Errors
+    /// [`BootstrapError::BadVariable`].
+    pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
+        let vars = Vars(lookup);
+        let usual = Settings::default();
+        let chunk = vars.bytes("SIDELANE_VERBS_CHUNK", CHUNKS, "bytes, 4K to 1G")?.unwrap_or(usual.chunk);
+        let in_flight =
+            vars.bytes("SIDELANE_VERBS_IN_FLIGHT", chunk..=u64::MAX, "bytes, at least SIDELANE_VERBS_CHUNK")?;
+        Ok(Settings {
+            library: vars.text("SIDELANE_IBVERBS_LIBRARY").map(PathBuf::from),
+            cards: vars.cards()?,
+            port: vars.number("SIDELANE_VERBS_PORT", 1..=254, "a port, from 1")?,
+            gid_index: vars.number(
+                "SIDELANE_VERBS_GID_INDEX",
+                0..=255,
+                "a place in the port's table, 0 to 255",
+            )?,
+            pkey_index: vars
+                .number("SIDELANE_VERBS_PKEY_INDEX", 0..=u16::MAX, "a place in the port's table, 0 to 65535")?
+                .unwrap_or(usual.pkey_index),
+            service_level: vars
+                .number("SIDELANE_VERBS_SERVICE_LEVEL", 0..=15, "0 to 15")?
+                .unwrap_or(usual.service_level),
+            traffic_class: vars
+                .number("SIDELANE_VERBS_TRAFFIC_CLASS", 0..=255, "0 to 255")?
+                .unwrap_or(usual.traffic_class),
+            timeout: vars.number("SIDELANE_VERBS_TIMEOUT", 0..=31, "0 to 31")?.unwrap_or(usual.timeout),
+            retries: vars.number("SIDELANE_VERBS_RETRIES", 0..=7, "0 to 7")?.unwrap_or(usual.retries),
+            rnr_retries: vars
+                .number("SIDELANE_VERBS_RNR_RETRIES", 0..=7, "0 to 7")?
+                .unwrap_or(usual.rnr_retries),
+            mtu: vars.mtu()?,
+            chunk,
+            in_flight: in_flight.unwrap_or(usual.in_flight.max(chunk)),
+            signal: vars.signal()?.unwrap_or(usual.signal),
+            relaxed: vars.number("SIDELANE_VERBS_RELAXED_ORDERING", 0..=1, "0 or 1")?.map(|n: u8| n == 1),
+        })
+    }
+
+    /// From this process's environment.
+    ///
+    /// # Errors
+    /// As [`Settings::from_vars`].
+    pub fn from_env() -> Result<Self, BootstrapError> {
+        Self::from_vars(&|name| std::env::var(name).ok())
+    }
+}
+
+struct Vars<'a>(&'a dyn Fn(&str) -> Option<String>);
+
+impl Vars<'_> {
+    fn text(&self, name: &str) -> Option<String> {
+        (self.0)(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
+    }
+
+    fn read<T>(
+        &self,
+        name: &'static str,
+        expected: &'static str,
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> Result<Option<T>, BootstrapError> {
+        let Some(value) = self.text(name) else { return Ok(None) };
+        match parse(&value) {
+            Some(parsed) => Ok(Some(parsed)),
+            None => Err(BootstrapError::BadVariable { name, value, expected }),
+        }
+    }
+
+    fn number<N: FromStr + PartialOrd>(
+        &self,
+        name: &'static str,
+        range: RangeInclusive<N>,
+        expected: &'static str,
+    ) -> Result<Option<N>, BootstrapError> {
+        self.read(name, expected, |value| value.parse().ok().filter(|n| range.contains(n)))
+    }
+
+    fn bytes(
+        &self,
+        name: &'static str,
+        range: RangeInclusive<u64>,
+        expected: &'static str,
+    ) -> Result<Option<u64>, BootstrapError> {
+        self.read(name, expected, |value| parse_bytes(value).filter(|n| range.contains(n)))
+    }
+
+    fn cards(&self) -> Result<Vec<String>, BootstrapError> {
+        let list = |value: &str| {
+            let cards: Vec<String> = value.split(',').map(|card| card.trim().to_owned()).collect();
+            let twice = |at: usize| cards[..at].contains(&cards[at]);
+            let bad = (0..cards.len()).any(|at| cards[at].is_empty() || twice(at));
+            (!bad).then_some(cards)
+        };
+        let expected = "names of cards with commas between, each once";
+        Ok(self.read("SIDELANE_VERBS_NICS", expected, list)?.unwrap_or_default())
+    }
+
+    fn mtu(&self) -> Result<Option<Mtu>, BootstrapError> {
+        let expected = "256, 512, 1024, 2048 or 4096";
+        self.read("SIDELANE_VERBS_MTU", expected, |value| {
+            let bytes: u32 = value.parse().ok()?;
+            Mtu::ALL.into_iter().find(|mtu| mtu.bytes() == bytes)
+        })
+    }
+
+    fn signal(&self) -> Result<Option<SignalMode>, BootstrapError> {
+        self.read("SIDELANE_VERBS_SIGNAL", "write, fetch-add or immediate", |value| {
+            SignalMode::ALL.into_iter().find(|mode| mode.name() == value)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(vars: &[(&str, &str)]) -> Result<Settings, BootstrapError> {
+        Settings::from_vars(&|name| {
+            vars.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn every_variable_is_in_the_documentation() {
+        let (code, docs) = (include_str!("settings.rs"), include_str!("../../../../docs/verbs.md"));
+        let quoted = code.split('"').filter(|text| {
+            text.starts_with("SIDELANE_") && text.bytes().all(|b| b == b'_' || b.is_ascii_uppercase())
+        });
+        let mut names: Vec<&str> = quoted.collect();
+        names.sort_unstable();
+        names.dedup();
+        assert!(names.len() > 10, "{names:?}");
+        for name in names.into_iter().filter(|name| *name != "SIDELANE_") {
+            assert!(docs.contains(&format!("| `{name}` |")), "{name}");
+        }
+    }
+
+    #[test]
+    fn every_variable_is_read() {
+        let settings = read(&[
+            ("SIDELANE_IBVERBS_LIBRARY", "/opt/libibverbs.so"),
+            ("SIDELANE_VERBS_NICS", "mlx5_1, mlx5_0"),
+            ("SIDELANE_VERBS_PORT", "2"),
+            ("SIDELANE_VERBS_GID_INDEX", "3"),
+            ("SIDELANE_VERBS_PKEY_INDEX", "300"),
+            ("SIDELANE_VERBS_SERVICE_LEVEL", "5"),
+            ("SIDELANE_VERBS_TRAFFIC_CLASS", "106"),
+            ("SIDELANE_VERBS_TIMEOUT", "18"),
+            ("SIDELANE_VERBS_RETRIES", "6"),
+            ("SIDELANE_VERBS_RNR_RETRIES", "1"),
+            ("SIDELANE_VERBS_MTU", "1024"),
+            ("SIDELANE_VERBS_CHUNK", "64K"),
+            ("SIDELANE_VERBS_IN_FLIGHT", "1M"),
+            ("SIDELANE_VERBS_SIGNAL", "immediate"),
+            ("SIDELANE_VERBS_RELAXED_ORDERING", "0"),
+        ]);
+        let expected = Settings {
+            library: Some("/opt/libibverbs.so".into()),
+            cards: vec!["mlx5_1".into(), "mlx5_0".into()],
+            port: Some(2),
+            gid_index: Some(3),
+            pkey_index: 300,
+            service_level: 5,
+            traffic_class: 106,
+            timeout: 18,
+            retries: 6,
+            rnr_retries: 1,
+            mtu: Some(Mtu::B1024),
+            chunk: 64 << 10,
+            in_flight: 1 << 20,
+            signal: SignalMode::Immediate,
+            relaxed: Some(false),
+        };
+        assert_eq!(settings, Ok(expected));
+        assert_eq!(read(&[("SIDELANE_VERBS_NICS", " ")]), Ok(Settings::default()));
+    }
+
+    #[test]
+    fn a_bad_value_is_an_error_that_names_its_variable() {
+        for (name, value) in [
+            ("SIDELANE_VERBS_NICS", "mlx5_0,,mlx5_1"),
+            ("SIDELANE_VERBS_NICS", "mlx5_0,mlx5_0"),
+            ("SIDELANE_VERBS_PORT", "0"),
+            ("SIDELANE_VERBS_GID_INDEX", "256"),
+            ("SIDELANE_VERBS_PKEY_INDEX", "-1"),
+            ("SIDELANE_VERBS_SERVICE_LEVEL", "16"),
+            ("SIDELANE_VERBS_TRAFFIC_CLASS", "0x6a"),
+            ("SIDELANE_VERBS_TIMEOUT", "32"),
+            ("SIDELANE_VERBS_RETRIES", "8"),
+            ("SIDELANE_VERBS_RNR_RETRIES", "8"),
+            ("SIDELANE_VERBS_MTU", "1500"),
+            ("SIDELANE_VERBS_CHUNK", "1K"),
+            ("SIDELANE_VERBS_CHUNK", "2G"),
+            ("SIDELANE_VERBS_IN_FLIGHT", "64K"),
+            ("SIDELANE_VERBS_SIGNAL", "flag"),
+            ("SIDELANE_VERBS_RELAXED_ORDERING", "2"),
+        ] {
+            let seen = read(&[(name, value)]);
+            let right = matches!(&seen, Err(BootstrapError::BadVariable { name: n, value: v, .. }) if *n == name && v == value);
+            assert!(right, "{name}={value}: {seen:?}");
+        }
+    }
+
+    #[test]
+    fn a_large_chunk_raises_what_may_be_under_way() {
+        let settings = read(&[("SIDELANE_VERBS_CHUNK", "16M")]).unwrap();
+        assert_eq!((settings.chunk, settings.in_flight), (16 << 20, 16 << 20));
+    }
+}
