@@ -1203,7 +1203,8 @@ sidelane_status_t sidelane_stream_borrow(uint32_t device, void *cuda_stream, sid
 // closed. NULL is nothing.
 sidelane_status_t sidelane_stream_close(sidelane_stream_t *stream);
 
-// Fixed slots on a device: enqueues the next calls on another stream of the device. The caller
+// Exact sizes and fixed slots on a device: enqueues the next calls on another stream of the device.
+// With exact sizes they come behind all that the stream before was given; in fixed slots the caller
 // orders the streams by events. Local. Other layers refuse it by name.
 sidelane_status_t sidelane_ep_set_stream(sidelane_ep_t *ep, sidelane_stream_t *stream);
 
@@ -1378,7 +1379,7 @@ sidelane_status_t sidelane_ep_release(sidelane_ep_t *ep, sidelane_handle_t *hand
 //
 // Row gradients are `output` or `rows`, as for sidelane_ep_combine(). With `row_weight_gradients` (one per received row or,
 // rank-major, per row and choice: as many as `row_weights` of the handle) those come home, too: `weight_gradients` is
-// [tokens, top_k], 0 for dropped choices. Without, both are NULL.
+// [tokens, top_k], 0 for dropped choices. Without, both are NULL. On a device both are addresses there, at multiples of 16 bytes.
 //
 // The caller's word: as sidelane_ep_combine().
 sidelane_status_t sidelane_ep_dispatch_backward(sidelane_ep_t *ep,
@@ -1392,7 +1393,7 @@ sidelane_status_t sidelane_ep_dispatch_backward(sidelane_ep_t *ep,
 // Gradient of combine: brings token gradients, [tokens, hidden], to the rows that were summed. Collective.
 //
 // If the layer is weighted, rows are multiplied with their weight, and `weight_gradients`, [tokens, top_k], gets the
-// gradients of the weights; otherwise it is NULL.
+// gradients of the weights; otherwise it is NULL. On a device it is an address there, at a multiple of 16 bytes.
 //
 // The caller's word: as sidelane_ep_combine().
 sidelane_status_t sidelane_ep_combine_backward(sidelane_ep_t *ep,

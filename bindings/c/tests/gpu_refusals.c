@@ -169,19 +169,51 @@ static void dispatches(void) {
 
 // What exact sizes do not have is refused by name at every rank, whatever else is wrong.
 static void calls_that_are_not_there(void) {
-    sidelane_handle_t *handle, *prepared;
+    sidelane_handle_t *handle;
     sidelane_output_t *output;
-    sidelane_rows_t *rows;
-    REFUSED_ON_BOTH(sidelane_ep_prepare(ep, rank == 1 ? NULL : &routing, &prepared), SIDELANE_ERROR_ARGUMENT,
-                    "routing is NULL", SIDELANE_ERROR_PLAN, "(enqueuer): cached dispatch");
-    REFUSED(sidelane_ep_set_stream(ep, stream), SIDELANE_ERROR_PLAN, "calls on several streams");
     dispatched(&handle, &output);
     REFUSED(sidelane_ep_release(ep, handle), SIDELANE_ERROR_PLAN, "release without combine");
-    REFUSED_ON_BOTH(sidelane_ep_combine_backward(ep, rank == 1 ? NULL : &tx, handle, &rows, NULL), SIDELANE_ERROR_ARGUMENT,
-                    "gradients is NULL", SIDELANE_ERROR_PLAN, "(enqueuer): gradients");
     CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
     CHECK(sidelane_handle_returned(handle, NULL));
     CHECK(sidelane_handle_close(handle));
+    a_round_works();
+}
+
+// Rows along a layout and both gradients, and what one rank cannot bring to them.
+static void gradients(void) {
+    sidelane_handle_t *handle;
+    sidelane_output_t *output;
+    sidelane_rows_t *rows;
+    REFUSED_ON_BOTH(sidelane_ep_prepare(ep, rank == 1 ? NULL : &routing, &handle), SIDELANE_ERROR_ARGUMENT,
+                    "routing is NULL", SIDELANE_ERROR_CALL, "rank 1");
+    CHECK(sidelane_ep_set_stream(ep, stream));
+    CHECK(sidelane_ep_prepare(ep, &routing, &handle));
+    CHECK(sidelane_ep_dispatch_cached(ep, &tx, handle, &rows));
+    experts(rows, handle, &output);
+    CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
+    CHECK(sidelane_ep_synchronize(ep));
+    sums_are_right();
+    REFUSED_ON_BOTH(sidelane_ep_combine_backward(ep, rank == 1 ? NULL : &tx, handle, &rows, NULL), SIDELANE_ERROR_ARGUMENT,
+                    "gradients is NULL", SIDELANE_ERROR_CALL, "rank 1");
+    CHECK(sidelane_ep_combine_backward(ep, &tx, handle, &rows, NULL));
+    experts(rows, handle, &output);
+    sidelane_handle_info_t layout = {.size = sizeof layout};
+    CHECK(sidelane_handle_info(handle, &layout));
+    float ones[64], home[TOKENS * TOP_K];
+    for (int i = 0; i < 64; i++) ones[i] = 1;
+    CUdeviceptr of_rows, of_choices;
+    CUDA(cuMemAlloc(&of_rows, sizeof ones));
+    CUDA(cuMemAlloc(&of_choices, sizeof home));
+    CUDA(cuMemcpyHtoD(of_rows, ones, sizeof ones));
+    REQUIRE(layout.rows <= 64);
+    CHECK(sidelane_ep_dispatch_backward(ep, output, NULL, (float *)of_rows, handle, &out, (float *)of_choices));
+    CHECK(sidelane_ep_synchronize(ep));
+    sums_are_right();
+    CUDA(cuMemcpyDtoH(home, of_choices, sizeof home));
+    for (int i = 0; i < TOKENS * TOP_K; i++) REQUIRE(home[i] == 1);
+    CHECK(sidelane_handle_close(handle));
+    CUDA(cuMemFree(of_rows));
+    CUDA(cuMemFree(of_choices));
     a_round_works();
 }
 
@@ -347,6 +379,7 @@ int main(void) {
     a_round_works();
     dispatches();
     calls_that_are_not_there();
+    gradients();
     combines();
     calls_in_slots();
     a_pending_call_that_is_closed();

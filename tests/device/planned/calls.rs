@@ -1,6 +1,6 @@
 //! Calls that go well.
 
-use std::panic::{catch_unwind, resume_unwind};
+use std::panic::{UnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use half::{bf16, f16};
@@ -123,8 +123,20 @@ fn one_hardware_queue_is_enough_for_exact_sizes() {
     });
 }
 
-/// What the rest of a program may do beside: it takes memory and gives it back, loads kernels and launches them for the first
+/// Runs the body beside what the rest of a program may do: it takes memory and gives it back, loads kernels and launches them for the first
 /// time. Each of these calls waits for the device, and keeps all other threads' calls out meanwhile.
+pub fn disturbed(body: impl FnOnce() + UnwindSafe) {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let over = &over;
+        let noise: Vec<_> = (0..2).map(|device| scope.spawn(move || disturb(device, over))).collect();
+        let done = catch_unwind(body);
+        over.store(true, Ordering::Relaxed);
+        noise.into_iter().for_each(|thread| thread.join().unwrap());
+        done.unwrap_or_else(|panic| resume_unwind(panic));
+    });
+}
+
 fn disturb(device: u32, over: &AtomicBool) {
     let context = context(device);
     while !over.load(Ordering::Relaxed) {
@@ -167,16 +179,7 @@ fn exact_sizes_go_on_while_other_threads_free_load_and_launch() {
             (queues, 11),
             || {
                 let case = Case { hidden: 8, max_tokens: 6, ..Case::new(3, 4, 2) };
-                let over = AtomicBool::new(false);
-                std::thread::scope(|scope| {
-                    let over = &over;
-                    let noise: Vec<_> =
-                        (0..2).map(|device| scope.spawn(move || disturb(device, over))).collect();
-                    let done = catch_unwind(|| rounds(&case, 40, 6));
-                    over.store(true, Ordering::Relaxed);
-                    noise.into_iter().for_each(|thread| thread.join().unwrap());
-                    done.unwrap_or_else(|panic| resume_unwind(panic));
-                });
+                disturbed(|| rounds(&case, 40, 6));
             },
         );
     }

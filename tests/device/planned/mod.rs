@@ -9,6 +9,7 @@ mod faults;
 mod nodes;
 mod processes;
 pub mod rank;
+pub mod step;
 mod training;
 
 use crate::apart::{Settings, each_with_kernels};

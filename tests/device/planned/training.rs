@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use half::{bf16, f16};
-use sidelane::device::{DeviceRange, PinnedMemory, Priority, Stream};
+use sidelane::device::{PinnedMemory, Priority, Stream};
 use sidelane::dtype::PartialDtype;
-use sidelane::ep::{Choices, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
+use sidelane::ep::{Choices, Tensor, TensorMut};
 use sidelane::error::{CallError, CallKind, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, SumOrder};
@@ -14,162 +14,14 @@ use sidelane::topology::Route;
 use sidelane::{Dtype, Element, Error, World};
 use stand_in_cuda::StandIn;
 
-use super::calls::{on_each_of, some};
-use super::on_devices;
-use super::rank::{Case, Input, Rank, call, target};
-use crate::devices::{Memory, stream};
+use super::calls::{disturbed, on_each_of, some};
+use super::rank::{Case, Rank, target};
+use super::{on_devices, on_settings};
+use crate::devices::stream;
 use crate::support::layer::bits;
-use crate::support::{To, on_ranks, small, tokens};
+use crate::support::{To, on_ranks, small};
 
-/// What a step has to bring, and what experts make of it. All of it is the host's.
-struct Step<E> {
-    input: Input<E>,
-    /// Other tokens of the same choices, and gradients of the sums.
-    again: Vec<E>,
-    gradients: Vec<E>,
-    /// What experts make: of rows, and of gradients.
-    y: Vec<E>,
-    of_rows: Vec<E>,
-    of_weights: Vec<f32>,
-    /// What comes back.
-    sums: Vec<E>,
-    rows_again: Vec<E>,
-    of_sums: Vec<E>,
-    of_combine: Option<Vec<f32>>,
-    of_tokens: Vec<E>,
-    of_choices: Vec<f32>,
-    row_weights: Vec<f32>,
-}
-
-impl<E: Element + Into<f32>> Rank<E>
-where
-    f32: To<E>,
-{
-    /// A step on the host.
-    fn expected(&mut self, seed: u64, count: u32) -> Step<E> {
-        let Case { top_k, hidden, .. } = self.case;
-        let experts = self.case.map.experts();
-        let input: Input<E> = tokens(seed, count, hidden, top_k, experts);
-        let [again, gradients] = [1, 2].map(|n| tokens(seed + n * 997, count, hidden, top_k, experts).x);
-        let routing = Routing::new(top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
-        let (rows, handle) = self.host.dispatch(&input.x, &routing).unwrap();
-        let made = |rank: &Self, rows: &[E]| -> Vec<E> {
-            rows.iter().enumerate().map(|(at, &value)| rank.expert(at / hidden, value)).collect()
-        };
-        let y = made(self, rows.rows().unwrap());
-        let sums = self.host.combine(&y, &handle).unwrap();
-        let rows_again = self.host.dispatch_cached(&again, &handle).unwrap().to_vec().unwrap();
-        let (back, of_combine) = self.host.combine_backward(&gradients, &handle).unwrap();
-        let of_sums: Vec<E> = back.to_vec().unwrap();
-        let of_rows = made(self, &of_sums);
-        let of_weights: Vec<f32> = (0..handle.rows()).map(|row| row as f32 / 3.0 - seed as f32).collect();
-        let home = self.host.dispatch_backward(&of_rows, Some(&of_weights), &handle).unwrap();
-        let row_weights = handle.row_weights().to_vec();
-        let (of_tokens, of_choices) = (home.0, home.1.unwrap());
-        Step {
-            input,
-            again,
-            gradients,
-            y,
-            of_rows,
-            of_weights,
-            sums,
-            rows_again,
-            of_sums,
-            of_combine,
-            of_tokens,
-            of_choices,
-            row_weights,
-        }
-    }
-
-    /// Memory of the device with this content.
-    fn lent<T: bytemuck::NoUninit>(&self, content: &[T]) -> DeviceRange {
-        let len = (size_of_val(content) as u64).max(16);
-        Memory::new(self.stream.context(), len).fill(&self.stream, content)
-    }
-
-    /// What lies there when the stream comes to it.
-    fn seen<T: bytemuck::Pod>(&self, range: &DeviceRange) -> Vec<T> {
-        self.rows.read(&self.stream, range)
-    }
-
-    /// Room for as many elements, full of something else.
-    fn room<T: bytemuck::NoUninit>(&self, like: &[T]) -> DeviceRange {
-        self.lent(&vec![0xcb_u8; size_of_val(like)])
-    }
-
-    fn same_rows(&self, rows: &ExpertRows, expected: &[E], step: &Step<E>, what: &str) {
-        let landed = rows.range().unwrap();
-        assert_eq!(bits(&self.seen::<E>(&landed)), bits(expected), "{what}");
-        let weights = rows.weights().unwrap();
-        assert_eq!(bits(&self.seen::<f32>(&weights)), bits(&step.row_weights), "weights of {what}");
-    }
-
-    fn output(&self, handle: &Handle, content: &[E]) -> ExpertOutput {
-        let y = handle.output().unwrap();
-        self.rows.send(&self.stream, y.range().unwrap(), bits(content));
-        y
-    }
-
-    /// The forward pass on the device; its rows are given back.
-    fn forward(&mut self, step: &Step<E>) -> Handle {
-        let tensors = [bits(&step.input.x), bits(&step.input.ids), bits(&step.input.weights)];
-        let tensors = tensors.map(|bytes| self.lent(bytes));
-        let (x, choices) = call::<E>(&tensors);
-        let (_, handle) = self.planned.dispatch(x, choices).unwrap();
-        let (y, out) = (self.output(&handle, &step.y), self.room(&step.sums));
-        self.planned.combine_into(y, &handle, target::<E>(&out)).unwrap();
-        assert_eq!(bits(&self.seen::<E>(&out)), bits(&step.sums), "sums");
-        handle
-    }
-
-    /// The same tokens again, and others, along the layout.
-    fn again(&mut self, step: &Step<E>, handle: &Handle) {
-        let x = self.lent(&step.again);
-        let rows = self.planned.dispatch_cached(Tensor::device(&x, E::DTYPE), handle).unwrap();
-        self.same_rows(&rows, &step.rows_again, step, "rows along a layout");
-    }
-
-    /// The backward pass on the device: twice, and the second time as on the host.
-    fn backward(&mut self, step: &Step<E>, handle: &Handle) {
-        let g = self.lent(&step.gradients);
-        let home = step.of_combine.as_ref().map(|weights| self.room(weights));
-        for _ in 0..2 {
-            let weights = home.as_ref().map(|home| TensorMut::device(home, Dtype::F32));
-            let gradients = Tensor::device(&g, E::DTYPE);
-            let rows = self.planned.combine_backward_into(gradients, handle, weights).unwrap();
-            self.same_rows(&rows, &step.of_sums, step, "gradients of rows");
-        }
-        if let (Some(home), Some(expected)) = (&home, &step.of_combine) {
-            assert_eq!(bits(&self.seen::<f32>(home)), bits(expected), "gradients of weights");
-        }
-        let (of_rows, of_weights) = (self.output(handle, &step.of_rows), self.lent(&step.of_weights));
-        let (x, home) = (self.room(&step.of_tokens), self.room(&step.of_choices));
-        let weights = Some(TensorMut::device(&home, Dtype::F32));
-        let given = Some(Tensor::device(&of_weights, Dtype::F32));
-        let planned = &mut self.planned;
-        planned.dispatch_backward_into(of_rows, given, handle, target::<E>(&x), weights).unwrap();
-        assert_eq!(bits(&self.seen::<E>(&x)), bits(&step.of_tokens), "gradients of tokens");
-        assert_eq!(bits(&self.seen::<f32>(&home)), bits(&step.of_choices), "gradients of choices");
-        // Without weights, and with rows that lie elsewhere.
-        let (elsewhere, x) = (self.lent(&step.of_rows), self.room(&step.of_tokens));
-        let y = Tensor::device(&elsewhere, E::DTYPE);
-        self.planned.dispatch_backward_into(y, None, handle, target::<E>(&x), None).unwrap();
-        assert_eq!(bits(&self.seen::<E>(&x)), bits(&step.of_tokens), "the same without weights");
-    }
-
-    /// A layout whose tokens come later.
-    fn prepared(&mut self, step: &Step<E>) {
-        let [experts, weights] = [bits(&step.input.ids), bits(&step.input.weights)].map(|b| self.lent(b));
-        let choices = Choices::Device { experts: &experts, weights: &weights };
-        let handle = self.planned.prepare(choices).unwrap();
-        assert_eq!(handle.rows() as usize, step.row_weights.len());
-        self.again(step, &handle);
-    }
-}
-
-/// Steps of random tokens, each rank with a number of its own: `alive` of them at a time.
+/// Steps of random tokens, each rank with a number of its own.
 fn steps<E: Element + Into<f32>>(case: &Case, rounds: u64, seed: u64)
 where
     f32: To<E>,
@@ -177,16 +29,11 @@ where
     let case = Case { max_in_flight: 3, ..case.clone() };
     on_each_of::<E>(&case, |rank, me| {
         for round in seed * 1000..seed * 1000 + rounds {
-            let of = |nth: u64| round * 64 + nth * 8 + me;
-            let all: Vec<Step<E>> = (0..2).map(|nth| rank.expected(of(nth), some(&case, of(nth)))).collect();
-            let handles: Vec<Handle> = all.iter().map(|step| rank.forward(step)).collect();
-            rank.prepared(&all[0]);
-            for (step, handle) in all.iter().zip(&handles) {
-                rank.again(step, handle);
-            }
-            for (step, handle) in all.iter().zip(&handles).rev() {
-                rank.backward(step, handle);
-            }
+            let of = |nth: u64| {
+                let seed = round * 64 + nth * 8 + me;
+                (seed, some(&case, seed))
+            };
+            rank.steps([of(0), of(1)]);
         }
     });
 }
@@ -264,6 +111,40 @@ fn orders_by_rank_and_node_are_those_of_the_host() {
             }
         }
     });
+}
+
+#[test]
+fn no_seed_of_the_driver_is_seen_in_a_step() {
+    // Each process has one seed.
+    let seeds = if std::env::var_os("SIDELANE_STAND_IN_SEED").is_some() { 0..1 } else { 0..6 };
+    for seed in seeds {
+        let test = "planned::training::no_seed_of_the_driver_is_seen_in_a_step";
+        on_devices(test, 3 + seed as u32 % 3, seed, || {
+            let seed = std::env::var("SIDELANE_STAND_IN_SEED").unwrap().parse().unwrap();
+            for (nodes, route) in
+                [(&[0; 3][..], Route::Direct), (&[0, 1, 0], Route::Direct), (&[0, 1, 0], Route::Pxn)]
+            {
+                steps::<bf16>(
+                    &Case { align: 2, weighted: true, route, ..Case::across(nodes, 4, 2) },
+                    3,
+                    seed,
+                );
+            }
+        });
+    }
+}
+
+#[test]
+fn steps_go_on_while_other_threads_free_load_and_launch() {
+    let test = "planned::training::steps_go_on_while_other_threads_free_load_and_launch";
+    let (locks, lazy) = (("SIDELANE_STAND_IN_LOCKS", "1"), ("CUDA_MODULE_LOADING", "LAZY"));
+    let full = ("SIDELANE_STAND_IN_LAUNCH_QUEUE", "24");
+    for queues in [1, 32] {
+        on_settings(test, &[&[locks, full, lazy]], (queues, 12), || {
+            let case = Case { hidden: 8, max_tokens: 6, weighted: true, ..Case::new(3, 4, 2) };
+            disturbed(|| steps::<bf16>(&case, 8, 7));
+        });
+    }
 }
 
 /// Each refusal is seen by all ranks, loses nothing, and leaves the world usable.

@@ -4,7 +4,7 @@ use sidelane::error::CallKind;
 
 use super::along::along;
 use super::combine::Outputs;
-use super::memory::{Out, addresses, apart, optional, slice_mut};
+use super::memory::{Out, apart};
 use super::objects::{Ep, Handle, Output, Rows};
 use super::tensor::{Source, Target, Tensor};
 use super::{border, give};
@@ -16,7 +16,7 @@ use crate::handles::{ExclusiveCell, Kind};
 ///
 /// Row gradients are `output` or `rows`, as for sidelane_ep_combine(). With `row_weight_gradients` (one per received row or,
 /// rank-major, per row and choice: as many as `row_weights` of the handle) those come home, too: `weight_gradients` is
-/// [tokens, top_k], 0 for dropped choices. Without, both are NULL.
+/// [tokens, top_k], 0 for dropped choices. Without, both are NULL. On a device both are addresses there, at multiples of 16 bytes.
 ///
 /// The caller's word: as sidelane_ep_combine().
 #[unsafe(no_mangle)]
@@ -36,29 +36,43 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
             |layer, layout| {
                 let (context, tokens) = (layer.context.as_ref(), layout.tokens().into());
                 // SAFETY: as the caller promised.
-                let given = unsafe { Outputs::read(context, "rows", layer.landed(layout), (output, rows)) }?;
+                let brought =
+                    unsafe { Outputs::read(context, "rows", layer.landed(layout), (output, rows)) }?;
                 let shape = (tokens, layer.hidden);
                 // SAFETY: as the caller promised.
                 let home = unsafe { Target::read(context, "token gradients", token_gradients, shape) }?;
-                let words = layout.row_weights().len() as u64;
+                // On a device, where rows are expert-major, each has one.
+                let words = match context {
+                    None => layout.row_weights().len() as u64,
+                    Some(_) => layout.rows().into(),
+                };
+                let given = |at| Tensor::numbers(at, words, context.is_some());
+                let numbers = (!row_weight_gradients.is_null()).then(|| given(row_weight_gradients));
                 // SAFETY: as the caller promised.
-                let from = unsafe { optional("row weight gradients", row_weight_gradients, words) }?;
-                let choices = if from.is_some() { tokens * layer.top_k } else { 0 };
+                let read = |numbers: Tensor| unsafe {
+                    Source::read(context, "row weight gradients", &numbers, (Some(words), 1))
+                };
+                let from = numbers.map(read).transpose()?;
+                let choices = tokens * layer.top_k;
+                let to =
+                    from.is_some().then(|| Tensor::numbers(weight_gradients, choices, context.is_some()));
                 // SAFETY: as the caller promised.
-                let weights = unsafe { slice_mut("weight gradients", weight_gradients, choices) }?;
+                let write = |numbers: Tensor| unsafe {
+                    Target::read(context, "weight gradients", &numbers, (choices, 1))
+                };
+                let weights = to.map(write).transpose()?;
                 let rows_written = ("token gradients", home.addresses());
-                let weights_written = ("weight gradients", addresses(weights));
-                let weights_read = ("row weight gradients", addresses(from.unwrap_or_default()));
-                given.apart_from(rows_written.clone())?;
-                given.apart_from(weights_written.clone())?;
+                let weights_written = ("weight gradients", weights.as_ref().map_or(0..0, Target::addresses));
+                let weights_read = ("row weight gradients", from.as_ref().map_or(0..0, Source::addresses));
+                brought.apart_from(rows_written.clone())?;
+                brought.apart_from(weights_written.clone())?;
                 apart(rows_written.clone(), weights_written.clone())?;
                 apart(weights_read.clone(), rows_written)?;
                 apart(weights_read, weights_written)?;
-                Ok((given.used()?, from, home, weights))
+                Ok((brought.used()?, from, home, weights))
             },
-            |ep, layout, (given, from, mut home, weights)| {
-                let weights = from.is_some().then(|| weights.into());
-                let from = from.map(Into::into);
+            |ep, layout, (given, from, mut home, mut weights)| {
+                let (from, weights) = (from.as_ref().map(Source::lend), weights.as_mut().map(Target::lend));
                 Ok(given.with(|y| ep.dispatch_backward_into(y, from, layout, home.lend(), weights))?)
             },
         )
@@ -68,7 +82,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
 /// Gradient of combine: brings token gradients, [tokens, hidden], to the rows that were summed. Collective.
 ///
 /// If the layer is weighted, rows are multiplied with their weight, and `weight_gradients`, [tokens, top_k], gets the
-/// gradients of the weights; otherwise it is NULL.
+/// gradients of the weights; otherwise it is NULL. On a device it is an address there, at a multiple of 16 bytes.
 ///
 /// The caller's word: as sidelane_ep_combine().
 #[unsafe(no_mangle)]
@@ -96,14 +110,20 @@ pub unsafe extern "C" fn sidelane_ep_combine_backward(
                     let seen = weight_gradients.addr() as u64;
                     return Err(ArgumentError::Value { what, seen, expected }.into());
                 }
-                let choices = if layer.weighted { tokens * layer.top_k } else { 0 };
+                let (context, choices) = (layer.context.as_ref(), tokens * layer.top_k);
+                let to =
+                    layer.weighted.then(|| Tensor::numbers(weight_gradients, choices, context.is_some()));
                 // SAFETY: as the caller promised.
-                let weights = unsafe { slice_mut("weight gradients", weight_gradients, choices) }?;
-                apart(("gradients", gradients.addresses()), ("weight gradients", addresses(weights)))?;
-                Ok((out, gradients, layer.weighted.then_some(weights)))
+                let write = |numbers: Tensor| unsafe {
+                    Target::read(context, "weight gradients", &numbers, (choices, 1))
+                };
+                let weights = to.map(write).transpose()?;
+                let written = weights.as_ref().map_or(0..0, Target::addresses);
+                apart(("gradients", gradients.addresses()), ("weight gradients", written))?;
+                Ok((out, gradients, weights))
             },
-            |ep, layout, (out, gradients, weights)| {
-                let weights = weights.map(Into::into);
+            |ep, layout, (out, gradients, mut weights)| {
+                let weights = weights.as_mut().map(Target::lend);
                 let received = ep.combine_backward_into(gradients.lend(), layout, weights)?;
                 give(ExclusiveCell::new(Kind::Rows, received), out)
             },

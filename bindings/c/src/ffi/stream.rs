@@ -46,7 +46,8 @@ pub extern "C" fn sidelane_stream_close(stream: *mut Stream) -> Status {
     close(stream)
 }
 
-/// Fixed slots on a device: enqueues the next calls on another stream of the device. The caller
+/// Exact sizes and fixed slots on a device: enqueues the next calls on another stream of the device.
+/// With exact sizes they come behind all that the stream before was given; in fixed slots the caller
 /// orders the streams by events. Local. Other layers refuse it by name.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_ep_set_stream(ep: *mut Ep, stream: *mut Stream) -> Status {

@@ -17,7 +17,7 @@ use sidelane::{Dtype, gate};
 use super::lent;
 use super::memory::{addresses, slice, slice_mut, structure};
 use crate::fault::{ArgumentError, Fault};
-use crate::words::{self, SIDELANE_PLACE_DEVICE, SIDELANE_PLACE_HOST};
+use crate::words::{self, SIDELANE_DTYPE_F32, SIDELANE_PLACE_DEVICE, SIDELANE_PLACE_HOST};
 
 /// A row-major matrix `[rows, columns]`, its rows without gaps. It is the caller's memory. On the
 /// host it is read or written during the call alone, unless a function says otherwise. On a device
@@ -172,6 +172,13 @@ fn of_device(range: &DeviceRange) -> Addresses<usize> {
 }
 
 impl Tensor {
+    /// So many numbers of 32 bits, on the layer's device or on the host.
+    pub fn numbers(data: *const f32, rows: u64, on_device: bool) -> Tensor {
+        let place = if on_device { SIDELANE_PLACE_DEVICE } else { SIDELANE_PLACE_HOST };
+        let (data, dtype) = (data.cast_mut().cast(), SIDELANE_DTYPE_F32);
+        Tensor { data, rows, columns: 1, dtype, place }
+    }
+
     /// Its type, and how many bytes it has, if it lies where the layer's tensors do, is of this
     /// shape and aligned to its elements.
     fn extent(

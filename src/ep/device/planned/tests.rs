@@ -9,6 +9,9 @@ pub(in crate::ep) mod devices;
 #[allow(dead_code, reason = "tests of other lanes use the rest")]
 #[path = "../../../../tests/device/planned/rank.rs"]
 mod rank;
+#[allow(dead_code, reason = "tests of other lanes use the rest")]
+#[path = "../../../../tests/device/planned/step.rs"]
+mod step;
 #[path = "../../../../tests/support/mod.rs"]
 pub(in crate::ep) mod support;
 
@@ -89,6 +92,22 @@ fn rows_go_from_device_to_device_as_on_the_host_to_the_bit() {
             {
                 on_cards(&case, signal, |rank, me| assert!(rounds(rank, 5, me) > 0));
             }
+        }
+    });
+}
+
+#[test]
+fn steps_of_training_go_from_device_to_device_as_on_the_host() {
+    on_devices("steps_of_training_go_from_device_to_device_as_on_the_host", 7, "ordered", |_| {
+        for (route, weighted) in Route::ALL.into_iter().flat_map(|route| [(route, false), (route, true)]) {
+            let case = Case::across(&[0, 1, 2, 0, 1], 11, 3);
+            let case = Case { hidden: 8, align: 2, max_in_flight: 3, route, weighted, ..case };
+            on_cards(&case, SignalMode::Write, |rank, me| {
+                for round in 0..3 {
+                    let seed = |nth: u64| 64 * round + 8 * nth + me;
+                    rank.steps([(seed(0), 1 + (seed(0) % 9) as u32), (seed(1), 12)]);
+                }
+            });
         }
     });
 }

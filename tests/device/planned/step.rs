@@ -1,0 +1,172 @@
+//! A step of training of one rank, made on the host, and compared on the device in everything that is seen of it.
+
+use sidelane::device::DeviceRange;
+use sidelane::ep::{Choices, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
+use sidelane::gate::Routing;
+use sidelane::{Dtype, Element};
+
+use super::devices::Memory;
+use super::rank::{Case, Input, Rank, call, target};
+use super::support::layer::bits;
+use super::support::{To, tokens};
+
+/// What a step has to bring, and what experts make of it. All of it is the host's.
+pub struct Step<E> {
+    pub input: Input<E>,
+    /// Other tokens of the same choices, and gradients of the sums.
+    pub again: Vec<E>,
+    pub gradients: Vec<E>,
+    /// What experts make: of rows, and of gradients.
+    pub y: Vec<E>,
+    pub of_rows: Vec<E>,
+    pub of_weights: Vec<f32>,
+    /// What comes back.
+    pub sums: Vec<E>,
+    pub rows_again: Vec<E>,
+    pub of_sums: Vec<E>,
+    pub of_combine: Option<Vec<f32>>,
+    pub of_tokens: Vec<E>,
+    pub of_choices: Vec<f32>,
+    pub row_weights: Vec<f32>,
+}
+
+impl<E: Element + Into<f32>> Rank<E>
+where
+    f32: To<E>,
+{
+    /// A step on the host.
+    pub fn expected(&mut self, seed: u64, count: u32) -> Step<E> {
+        let Case { top_k, hidden, .. } = self.case;
+        let experts = self.case.map.experts();
+        let input: Input<E> = tokens(seed, count, hidden, top_k, experts);
+        let [again, gradients] = [1, 2].map(|n| tokens(seed + n * 997, count, hidden, top_k, experts).x);
+        let routing = Routing::new(top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
+        let (rows, handle) = self.host.dispatch(&input.x, &routing).unwrap();
+        let made = |rank: &Self, rows: &[E]| -> Vec<E> {
+            rows.iter().enumerate().map(|(at, &value)| rank.expert(at / hidden, value)).collect()
+        };
+        let y = made(self, rows.rows().unwrap());
+        let sums = self.host.combine(&y, &handle).unwrap();
+        let rows_again = self.host.dispatch_cached(&again, &handle).unwrap().to_vec().unwrap();
+        let (back, of_combine) = self.host.combine_backward(&gradients, &handle).unwrap();
+        let of_sums: Vec<E> = back.to_vec().unwrap();
+        let of_rows = made(self, &of_sums);
+        let of_weights: Vec<f32> = (0..handle.rows()).map(|row| row as f32 / 3.0 - seed as f32).collect();
+        let home = self.host.dispatch_backward(&of_rows, Some(&of_weights), &handle).unwrap();
+        let row_weights = handle.row_weights().to_vec();
+        let (of_tokens, of_choices) = (home.0, home.1.unwrap());
+        Step {
+            input,
+            again,
+            gradients,
+            y,
+            of_rows,
+            of_weights,
+            sums,
+            rows_again,
+            of_sums,
+            of_combine,
+            of_tokens,
+            of_choices,
+            row_weights,
+        }
+    }
+
+    /// Memory of the device with this content.
+    pub fn lent<T: bytemuck::NoUninit>(&self, content: &[T]) -> DeviceRange {
+        let len = (size_of_val(content) as u64).max(16);
+        Memory::new(self.stream.context(), len).fill(&self.stream, content)
+    }
+
+    /// What lies there when the stream comes to it.
+    pub fn seen<T: bytemuck::Pod>(&self, range: &DeviceRange) -> Vec<T> {
+        self.rows.read(&self.stream, range)
+    }
+
+    /// Room for as many elements, full of something else.
+    pub fn room<T: bytemuck::NoUninit>(&self, like: &[T]) -> DeviceRange {
+        self.lent(&vec![0xcb_u8; size_of_val(like)])
+    }
+
+    pub fn same_rows(&self, rows: &ExpertRows, expected: &[E], step: &Step<E>, what: &str) {
+        let landed = rows.range().unwrap();
+        assert_eq!(bits(&self.seen::<E>(&landed)), bits(expected), "{what}");
+        let weights = rows.weights().unwrap();
+        assert_eq!(bits(&self.seen::<f32>(&weights)), bits(&step.row_weights), "weights of {what}");
+    }
+
+    pub fn output(&self, handle: &Handle, content: &[E]) -> ExpertOutput {
+        let y = handle.output().unwrap();
+        self.rows.send(&self.stream, y.range().unwrap(), bits(content));
+        y
+    }
+
+    /// The forward pass on the device; its rows are given back.
+    pub fn forward(&mut self, step: &Step<E>) -> Handle {
+        let tensors = [bits(&step.input.x), bits(&step.input.ids), bits(&step.input.weights)];
+        let tensors = tensors.map(|bytes| self.lent(bytes));
+        let (x, choices) = call::<E>(&tensors);
+        let (_, handle) = self.planned.dispatch(x, choices).unwrap();
+        let (y, out) = (self.output(&handle, &step.y), self.room(&step.sums));
+        self.planned.combine_into(y, &handle, target::<E>(&out)).unwrap();
+        assert_eq!(bits(&self.seen::<E>(&out)), bits(&step.sums), "sums");
+        handle
+    }
+
+    /// The same tokens again, and others, along the layout.
+    pub fn again(&mut self, step: &Step<E>, handle: &Handle) {
+        let x = self.lent(&step.again);
+        let rows = self.planned.dispatch_cached(Tensor::device(&x, E::DTYPE), handle).unwrap();
+        self.same_rows(&rows, &step.rows_again, step, "rows along a layout");
+    }
+
+    /// The backward pass on the device: twice, and the second time as on the host.
+    pub fn backward(&mut self, step: &Step<E>, handle: &Handle) {
+        let g = self.lent(&step.gradients);
+        let home = step.of_combine.as_ref().map(|weights| self.room(weights));
+        for _ in 0..2 {
+            let weights = home.as_ref().map(|home| TensorMut::device(home, Dtype::F32));
+            let gradients = Tensor::device(&g, E::DTYPE);
+            let rows = self.planned.combine_backward_into(gradients, handle, weights).unwrap();
+            self.same_rows(&rows, &step.of_sums, step, "gradients of rows");
+        }
+        if let (Some(home), Some(expected)) = (&home, &step.of_combine) {
+            assert_eq!(bits(&self.seen::<f32>(home)), bits(expected), "gradients of weights");
+        }
+        let (of_rows, of_weights) = (self.output(handle, &step.of_rows), self.lent(&step.of_weights));
+        let (x, home) = (self.room(&step.of_tokens), self.room(&step.of_choices));
+        let weights = Some(TensorMut::device(&home, Dtype::F32));
+        let given = Some(Tensor::device(&of_weights, Dtype::F32));
+        let planned = &mut self.planned;
+        planned.dispatch_backward_into(of_rows, given, handle, target::<E>(&x), weights).unwrap();
+        assert_eq!(bits(&self.seen::<E>(&x)), bits(&step.of_tokens), "gradients of tokens");
+        assert_eq!(bits(&self.seen::<f32>(&home)), bits(&step.of_choices), "gradients of choices");
+        // Without weights, and with rows that lie elsewhere.
+        let (elsewhere, x) = (self.lent(&step.of_rows), self.room(&step.of_tokens));
+        let y = Tensor::device(&elsewhere, E::DTYPE);
+        self.planned.dispatch_backward_into(y, None, handle, target::<E>(&x), None).unwrap();
+        assert_eq!(bits(&self.seen::<E>(&x)), bits(&step.of_tokens), "the same without weights");
+    }
+
+    /// A layout whose tokens come later.
+    pub fn prepared(&mut self, step: &Step<E>) {
+        let [experts, weights] = [bits(&step.input.ids), bits(&step.input.weights)].map(|b| self.lent(b));
+        let choices = Choices::Device { experts: &experts, weights: &weights };
+        let handle = self.planned.prepare(choices).unwrap();
+        assert_eq!(handle.rows() as usize, step.row_weights.len());
+        self.again(step, &handle);
+    }
+
+    /// Two steps of random tokens that are alive at a time, and a layout whose tokens come later.
+    pub fn steps(&mut self, [one, two]: [(u64, u32); 2]) {
+        let all = [one, two].map(|(seed, count)| self.expected(seed, count));
+        let handles = [&all[0], &all[1]].map(|step| self.forward(step));
+        self.prepared(&all[0]);
+        for (step, handle) in all.iter().zip(&handles) {
+            self.again(step, handle);
+        }
+        for (step, handle) in all.iter().zip(&handles).rev() {
+            self.backward(step, handle);
+        }
+    }
+}
