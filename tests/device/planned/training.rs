@@ -116,11 +116,11 @@ fn orders_by_rank_and_node_are_those_of_the_host() {
 #[test]
 fn no_seed_of_the_driver_is_seen_in_a_step() {
     // Each process has one seed.
-    let seeds = if std::env::var_os("SIDELANE_STAND_IN_SEED").is_some() { 0..1 } else { 0..6 };
+    let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..6 };
     for seed in seeds {
         let test = "planned::training::no_seed_of_the_driver_is_seen_in_a_step";
         on_devices(test, 3 + seed as u32 % 3, seed, || {
-            let seed = std::env::var("SIDELANE_STAND_IN_SEED").unwrap().parse().unwrap();
+            let seed = std::env::var("SIDELANE_FAKE_CUDA_SEED").unwrap().parse().unwrap();
             for (nodes, route) in
                 [(&[0; 3][..], Route::Direct), (&[0, 1, 0], Route::Direct), (&[0, 1, 0], Route::Pxn)]
             {
@@ -137,8 +137,8 @@ fn no_seed_of_the_driver_is_seen_in_a_step() {
 #[test]
 fn steps_go_on_while_other_threads_free_load_and_launch() {
     let test = "planned::training::steps_go_on_while_other_threads_free_load_and_launch";
-    let (locks, lazy) = (("SIDELANE_STAND_IN_LOCKS", "1"), ("CUDA_MODULE_LOADING", "LAZY"));
-    let full = ("SIDELANE_STAND_IN_LAUNCH_QUEUE", "24");
+    let (locks, lazy) = (("SIDELANE_FAKE_CUDA_LOCKS", "1"), ("CUDA_MODULE_LOADING", "LAZY"));
+    let full = ("SIDELANE_FAKE_CUDA_LAUNCH_QUEUE", "24");
     for queues in [1, 32] {
         on_settings(test, &[&[locks, full, lazy]], (queues, 12), || {
             let case = Case { hidden: 8, max_tokens: 6, weighted: true, ..Case::new(3, 4, 2) };
