@@ -3,14 +3,15 @@
 //! Start at [`World`]: a job's ranks as one of them sees it. Build an [`ExpertParallel`] on a [`Group`] of them, then
 //! `dispatch`, let your experts work, and `combine`. [`Window`] is the one-sided face underneath.
 //!
-//! The rooms, from those that know nothing to those that use them all:
+//! The modules, from those that know nothing to those that use them all. The first four are pure, and come from
+//! `sidelane-core`:
 //!
 //! | module | what is in it |
 //! |---|---|
 //! | [`error`], [`config`], [`dtype`], [`topology`] | words that everybody uses |
 //! | [`gate`] | router decisions: [`Routing`](gate::Routing), synthetic and recorded |
 //! | [`plan`] | from routing and counts to placement; pure |
-//! //! | [`bootstrap`] | meeting, authentication, liveness, descriptors, rebuild |
+//! | [`bootstrap`] | meeting, authentication, liveness, descriptors, rebuild |
 //! | [`device`] | CUDA: what the driver and its GPUs can do; memory, streams, memory operations, modules |
 //! | [`memory`] | heaps, windows, the receive pool |
 //! | [`rows`] | the vector loops; matrix products |

@@ -235,7 +235,7 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Kernels read and write 16 bytes at a time.
+    /// Kernels read and write rows 16 bytes at a time.
     const ALIGN: u64 = 16;
 
     /// Checks so many bytes of this type.
@@ -255,7 +255,9 @@ impl Shape {
     /// Checks memory of a device, its alignment among the rest.
     fn check_range(&self, what: &'static str, range: &DeviceRange, dtype: Dtype) -> Result<(), Error> {
         self.check(what, range.len(), dtype)?;
-        let (value, align) = (range.address(), Self::ALIGN);
+        // Rows that are shorter are moved by elements.
+        let row_bytes = (self.columns * self.dtype.size()) as u64;
+        let (value, align) = (range.address(), Self::ALIGN.min(row_bytes.max(1)));
         if !value.is_multiple_of(align) {
             return Err(DeviceError::Misaligned { what, value, align }.into());
         }

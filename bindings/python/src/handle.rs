@@ -354,7 +354,11 @@ impl Handle {
     /// A buffer `[rows, hidden]`, in fixed slots of a device `[ranks, max_tokens, hidden]`, that a
     /// combine takes without a copy. Its contents are undefined.
     fn output<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let output = self.slot.lend(|handle| handle.output().map_err(raise))?;
+        // On a device this may wait until the stream and peers have read earlier outputs.
+        let output = self.slot.lend(|handle| match &self.shape.place {
+            Place::Host(_) => handle.output().map_err(raise),
+            Place::Device(_) => wait::call(py, &*self.seat.world()?, Interrupt::Ends, || handle.output()),
+        })?;
         let Shape { hidden, dtype, place, .. } = &self.shape;
         let rows = output.len() as usize;
         let memory = self.outputs.add(output, place)?;

@@ -217,9 +217,12 @@ fn rank_whose_stream_hangs_is_named_after_the_deadline() {
             if world.rank() == 1 {
                 stream.wait(gate.range().word::<u32>(0).unwrap(), 1).unwrap();
             }
+            // The caller is calls ahead: the deadline is that of the first whose words are missing.
             let out = rank.out.part(160);
-            let y = handle.output().unwrap();
-            rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
+            for _ in 0..3 {
+                let y = handle.output().unwrap();
+                rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
+            }
             let since = Instant::now();
             let cause = loop {
                 match world.health().check() {
@@ -230,6 +233,29 @@ fn rank_whose_stream_hangs_is_named_after_the_deadline() {
             };
             assert!(matches!(cause, Cause::Stalled { rank: 1, by, .. } if by != 1), "{cause}");
             gate.word(0).unwrap().store(1, Ordering::Release);
+            drained(&rank);
+        });
+    });
+}
+
+#[test]
+fn bad_argument_of_a_call_that_planners_lack_enqueues_nothing() {
+    on_devices("planned::faults::bad_argument_of_a_call_that_planners_lack_enqueues_nothing", 8, 29, || {
+        on_ranks(&[0; 2], &small(), |world| {
+            let group = world.all().unwrap();
+            let mut rank = Rank::<bf16>::new(&group, &Case { mode: MODES[1], ..Case::new(2, 4, 2) });
+            let mine = input(world.rank());
+            let (_, handle) = rank.dispatch(&mine).unwrap();
+            if world.rank() == 1 {
+                let of_the_host = sidelane::ep::Tensor::from(&mine.x[..]);
+                rank.planned.dispatch_cached(of_the_host, &handle).map(drop).unwrap_err();
+                rank.planned.combine_backward_into(of_the_host, &handle, None).map(drop).unwrap_err();
+            }
+            let out = rank.out.part(160);
+            let y = handle.output().unwrap();
+            rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
+            drop(handle);
+            rank.round(&mine);
             drained(&rank);
         });
     });

@@ -103,7 +103,8 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, ep: ExpertParallel, handle: Handle, y: Tensor, _ticket: Tensor, _weights: Tensor) -> Tensor:
         copied = handle.copied_bytes
         tokens = ep.combine(y.detach().contiguous(), handle)
-        if handle.copied_bytes == copied:
+        # Without rows nothing is copied, whatever memory `y` is in.
+        if y.numel() and handle.copied_bytes == copied:
             torch.autograd.graph.increment_version(y)
         ctx.ep, ctx.handle = ep, handle
         return tokens

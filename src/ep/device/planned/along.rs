@@ -95,7 +95,7 @@ impl PlannedExchange {
         let what = Return { kind: CallKind::DispatchBackward, options, keeps };
         let own = self.offer(what, handle, output, unfit)?;
         let kept = self.finish_return((handle.seat(), handle.tokens()), own, sums)?;
-        let home = kept.map(|output| self.weights_home(handle, (Ok(output), false), None, home));
+        let home = kept.map(|output| self.weights_home(handle, (Ok(output), false), home));
         home.transpose().map(drop)
     }
 
@@ -130,21 +130,25 @@ impl PlannedExchange {
         handle: &PlannedHandle,
         weights: Option<TensorMut<'_>>,
     ) -> Result<PlannedRows, Error> {
-        let rows = self.cached(CallKind::CombineBackward, gradients, handle)?;
         if !self.common.fixed.spec.weighted {
-            return Ok(rows);
+            return self.cached(CallKind::CombineBackward, gradients, handle);
         }
+        let choices = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
+        let words = Shape { rows: choices, columns: 1, dtype: Dtype::F32 };
+        let home = weights.as_ref().map(|weights| weights.on_device("weight gradients", words)).transpose();
+        // Refused before the first of two calls, so the output of the combine is still there.
+        let home = match home {
+            Ok(home) => home,
+            Err(unfit) => return Err(self.refuse(CallKind::CombineBackward, Some(handle), unfit)),
+        };
+        let rows = self.cached(CallKind::CombineBackward, gradients, handle)?;
         let lacking = CallError::NotKept { missing: "the output of a weighted combine" };
         let output = handle.take_kept().ok_or(Error::from(lacking));
         if let Ok(output) = &output {
             self.enqueue_products(output, &rows).map_err(|error| self.common.fixed.fail(error))?;
         }
-        let choices = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
-        let words = Shape { rows: choices, columns: 1, dtype: Dtype::F32 };
-        let home = weights.as_ref().map(|weights| weights.on_device("weight gradients", words)).transpose();
-        let unfit = home.as_ref().err().cloned();
         // Whoever asks for the gradient again finds the output.
-        let kept = self.weights_home(handle, (output, true), unfit, home.ok().flatten())?;
+        let kept = self.weights_home(handle, (output, true), home)?;
         kept.into_iter().for_each(|output| handle.keep(output));
         Ok(rows)
     }
@@ -154,11 +158,10 @@ impl PlannedExchange {
         &mut self,
         handle: &PlannedHandle,
         (output, keeps): (Result<PlannedOutput, Error>, bool),
-        unfit: Option<Error>,
         home: Option<&DeviceRange>,
     ) -> Result<Option<PlannedOutput>, Error> {
         let what = Return { keeps, ..Return::of(CallKind::ReturnWeights) };
-        let own = self.offer(what, handle, output, unfit)?;
+        let own = self.offer(what, handle, output, None)?;
         self.finish_return((handle.seat(), handle.tokens()), own, home)
     }
 }

@@ -418,6 +418,17 @@ impl PlannedExchange {
         if let Err(captured) = self.refuse_capture() {
             return captured;
         }
+        let feature = match call {
+            CallKind::Prepare | CallKind::CachedDispatch => Some(Feature::CachedDispatch),
+            CallKind::CombineBackward | CallKind::DispatchBackward | CallKind::ReturnWeights => {
+                Some(Feature::Gradients)
+            }
+            _ => None,
+        };
+        // An executor without the call has no words for it: its planner would serve another call.
+        if feature.is_some_and(|feature| !feature.is_served_by(self.executor())) {
+            return error;
+        }
         let handle = handle.filter(|handle| handle.instance() == self.instance());
         let refused = match (call, handle) {
             (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, Some(handle)) => {
