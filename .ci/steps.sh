@@ -170,7 +170,7 @@ part_python() {
     step "package for Python, with torch and Megatron-core, built as users build it"
     torch
     "$TORCH/bin/pip" install --quiet --disable-pip-version-check --force-reinstall --no-deps ./bindings/python
-    "$TORCH/bin/pip" install --quiet --disable-pip-version-check pytest numpy
+    "$TORCH/bin/pip" install --quiet --disable-pip-version-check pytest numpy cloudpickle
     SIDELANE_NEED_TORCH=1 SIDELANE_NEED_MEGATRON=1 SIDELANE_NEED_DEVICES=1 \
         "$TORCH/bin/python" -m pytest -q -rs bindings/python
 }

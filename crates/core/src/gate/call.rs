@@ -6,8 +6,8 @@ use crate::error::GateError;
 /// One forward pass over the tokens of a rank. Only the logits must be given.
 ///
 /// ```
-/// use sidelane_core::gate::Call;
-/// let call = Call { logits: &[0.5, 1.0, -2.0, 0.0], training: true, ..Call::default() };
+/// use sidelane_core::gate::GateInput;
+/// let call = GateInput { logits: &[0.5, 1.0, -2.0, 0.0], training: true, ..GateInput::default() };
 /// assert!(call.bias.is_none());
 /// ```
 #[derive(Clone, Copy, Debug, Default)]

@@ -39,13 +39,13 @@ pub struct PlacedChoices {
 /// Which choices are kept, and where they go.
 ///
 /// ```
-/// use sidelane_core::gate::{Capacity, Choices, Keep, Rule, place};
+/// use sidelane_core::gate::{Capacity, CapacityRule, Choices, DropPolicy, apply_capacity};
 ///
 /// let capacity =
-///     Capacity { rule: Rule::Rows { rows: 2 }, minimum: 0, align: 1, keep: Keep::Score, groups: 1, pad: false };
+///     Capacity { rule: CapacityRule::Rows { rows: 2 }, minimum: 0, align: 1, keep: DropPolicy::Score, groups: 1, pad: false };
 /// let choices =
 ///     Choices { experts: 4, top_k: 1, ids: &[3, 3, 0, 3], scores: &[0.5, 0.4, 0.9, 0.7], ..Choices::default() };
-/// let placed = place(&capacity, &choices)?;
+/// let placed = apply_capacity(&capacity, &choices)?;
 /// assert_eq!(placed.ids, [3, -1, 0, 3]);
 /// assert_eq!(placed.slots, [0, -1, 0, 1]);
 /// assert_eq!((placed.capacity, placed.required), (2, 3));

@@ -11,9 +11,9 @@ use crate::error::GateError;
 /// A router with its configuration and its memory: after the first call of a size nothing is allocated.
 ///
 /// ```
-/// use sidelane_core::gate::{Call, Gate, Preset};
+/// use sidelane_core::gate::{Gate, GateInput, Preset};
 /// let mut gate = Gate::new(Preset::Mixtral.config(4, 2)?)?;
-/// let decision = gate.route(&Call { logits: &[0.0, 2.0, 1.0, 2.0], ..Call::default() })?;
+/// let decision = gate.route(&GateInput { logits: &[0.0, 2.0, 1.0, 2.0], ..GateInput::default() })?;
 /// assert_eq!(decision.experts(), [1, 3]);
 /// assert_eq!(decision.weights(), [0.5, 0.5]);
 /// # Ok::<(), sidelane_core::error::GateError>(())
@@ -83,10 +83,10 @@ impl Gate {
     /// needs few of them, so they are made when they are asked for.
     ///
     /// ```
-    /// # use sidelane_core::gate::{Call, Gate, Preset};
+    /// # use sidelane_core::gate::{Gate, GateInput, Preset};
     /// let mut gate = Gate::new(Preset::Qwen3.config(2, 1)?)?;
     /// let mut scores = [0.0; 4];
-    /// gate.scores(&Call { logits: &[1.0, 1.0, 2.0, 2.0], ..Call::default() }, &mut scores)?;
+    /// gate.scores(&GateInput { logits: &[1.0, 1.0, 2.0, 2.0], ..GateInput::default() }, &mut scores)?;
     /// assert_eq!(scores, [0.5; 4]);
     /// # Ok::<(), sidelane_core::error::GateError>(())
     /// ```

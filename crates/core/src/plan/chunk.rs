@@ -7,7 +7,7 @@
 /// ```
 ///
 /// ```
-/// let chunk = sidelane_core::plan::Chunk { rows: 3, notes: 5, row_bytes: 48 };
+/// let chunk = sidelane_core::plan::RowBuffer { rows: 3, notes: 5, row_bytes: 48 };
 /// assert_eq!((chunk.notes_at(), chunk.bytes()), (192, 256));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

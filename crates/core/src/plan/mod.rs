@@ -1,7 +1,7 @@
 //! From routing and counts to placement: where every row goes, by arithmetic alone.
 //!
 //! ```text
-//!   routing (mine)  --Sorted-->  rows by bin, counts[bins]     before anything is known of others
+//!   routing (mine)  --SortedRouting-->  rows by bin, counts[bins]     before anything is known of others
 //!                                   |
 //!                                   v  exchanged: sums of counts
 //!   below[bins], total[bins]  --Layout-->  runs per destination, blocks per relay, terms per token, sizes of every rank

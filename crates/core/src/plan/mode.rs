@@ -52,11 +52,11 @@ impl ReceiveMode {
     ///
     /// ```
     /// use sidelane_core::gate::{Capacity, Preset};
-    /// use sidelane_core::plan::{Mode, Overflow};
+    /// use sidelane_core::plan::{Overflow, ReceiveMode};
     /// let mut config = Preset::Switch.config(8, 1)?;
-    /// assert_eq!(ReceiveMode::from_gate(&config, 64)?, Mode::Exact);
+    /// assert_eq!(ReceiveMode::from_gate(&config, 64)?, ReceiveMode::Exact);
     /// config.capacity = config.capacity.map(|capacity| Capacity { pad: true, ..capacity });
-    /// assert_eq!(ReceiveMode::from_gate(&config, 64)?, Mode::Slots { rows: 10, overflow: Overflow::Error });
+    /// assert_eq!(ReceiveMode::from_gate(&config, 64)?, ReceiveMode::Slots { rows: 10, overflow: Overflow::Error });
     /// # Ok::<(), sidelane_core::error::GateError>(())
     /// ```
     ///

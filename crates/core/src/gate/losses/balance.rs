@@ -109,9 +109,9 @@ pub struct LossInput<'a> {
 /// Counts that take the place of the own ones. The loss is then the own tokens' part of the whole: ranks add theirs up.
 ///
 /// ```
-/// use sidelane_core::gate::{Balance, LossInput, Preset, Totals};
+/// use sidelane_core::gate::{BalanceLoss, LossInput, Preset, Totals};
 /// // Megatron's global variant: counts are the average over micro-batches so far.
-/// let balance = Balance::of(Preset::Megatron);
+/// let balance = BalanceLoss::of(Preset::Megatron);
 /// let batches = [[0.5, 0.0, 1.0, 2.0], [3.0, 0.0, 1.0, 0.5]];
 /// let mut sums = [0.0; 2];
 /// for (batch, logits) in (1..).zip(&batches) {

@@ -3,7 +3,7 @@
 //! ```text
 //!   logits --+--> scores --> choices, weights --> exchange, experts --> loss of the model
 //!            |       |                 |                                        |
-//!            |       +--> Balance      +<------- d weight [T,K] ----------------+
+//!            |       +--> BalanceLoss  +<------- d weight [T,K] ----------------+
 //!            |              |          | weights_backward
 //!            +--> z_loss, importance_loss
 //!                    |      |          |
