@@ -51,9 +51,11 @@ fn two_launchers_run_one_bench_that_rank_0_reports() {
     let [a, b] = run_nodes("bench", &SMALL, [&json[0], &json[1]]);
     assert!(a.status.success() && b.status.success(), "{}{}", text(&a.stderr), text(&b.stderr));
     let told = text(&a.stdout);
-    for words in
-        ["4 on 2 nodes (2 + 2), 1 machine, ", "rail loop (all nodes are on one machine)", "bit-exact"]
-    {
+    for words in [
+        "4 on 2 nodes (2 + 2), 1 machine, ",
+        "between nodes loop (all nodes are on one machine)",
+        "bit-exact",
+    ] {
         assert!(told.contains(words), "{words:?} in\n{told}");
     }
     assert_eq!(text(&b.stdout), "");
