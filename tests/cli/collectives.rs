@@ -19,7 +19,7 @@ fn run(words: &[&str]) -> (Option<i32>, Value, String) {
 #[test]
 fn every_collective_is_right_between_processes_of_one_node_and_of_two() {
     for shape in
-        [&["--ranks-per-node=3"][..], &["--ranks-per-node=2,1"], &["--ranks-per-node=2,1", "--rail=tcp"]]
+        [&["--ranks-per-node=3"][..], &["--ranks-per-node=2,1"], &["--ranks-per-node=2,1", "--net=tcp"]]
     {
         let (code, report, told) = run(&[shape, &["--sizes=48,3145728", "--rounds=2"]].concat());
         assert_eq!((code, &report["verified"]), (Some(0), &Value::Bool(true)), "{told}");
