@@ -49,7 +49,7 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("launch --ranks-per-node 4,0 -- true", &["--ranks-per-node must be at least 1"]),
     ("launch --nodes 4294967295 --ranks-per-node 4294967295 -- true", &["are too many: at most 65536"]),
     ("launch --ranks-per-node 4294967295,4294967295 -- true", &["are too many: at most 65536"]),
-    ("layer --chunks 0", &["--chunks must be between 1 and 1024"]),
+    ("layer --token-chunks 0", &["--token-chunks must be between 1 and 1024"]),
     ("layer --experts 3", &["one for each of 2 ranks at least, and --top-k (4) at most"]),
     (
         "layer --hidden 1048576 --ffn 1048576",
@@ -61,8 +61,8 @@ const REFUSED: &[(&str, &[&str])] = &[
     ),
     ("layer --nodes 0", &["--nodes must be at least 1"]),
     (
-        "layer --nodes 1 --ranks-per-node 2 --pace 1G/10",
-        &["--pace is for wires between nodes of one machine"],
+        "layer --nodes 1 --ranks-per-node 2 --link 1G/10",
+        &["--link is for wires between nodes of one machine"],
     ),
     ("perf put-lat --nodes 1", &["a job of one rank has no pair"]),
     ("perf put-lat --nodes 1 --ranks-per-node 2 --pairs all", &["--pairs all is for two nodes or more"]),
