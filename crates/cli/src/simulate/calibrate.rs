@@ -70,7 +70,7 @@ pub fn measure() -> Result<Hardware, CliError> {
         executor: Executor::Host,
         engines: Engines { per_copy: ns(price), rate, local_rate: rate, per_word: 0, per_call: 0 },
         link: Link { rate, load_rate: sum_rate, latency: 0 },
-        card: NicModel {
+        nic: NicModel {
             per_node: 0,
             rate,
             per_message: ns(price),
