@@ -97,7 +97,7 @@ step_bench() {
     "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 5 --ranks-per-node 2,2 --route direct \
         --backward --align 16
     "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 5 --ranks-per-node 2,2 --strategy all-gather
-    "$TARGET/debug/sidelane" route
+    "$TARGET/debug/sidelane" routing
     "$TARGET/debug/examples/one_sided"
 }
 

@@ -1,4 +1,4 @@
-//! `sidelane simulate` and `sidelane planning` as a user sees them: lines, files and refusals.
+//! `sidelane simulate` and `sidelane plan-bench` as a user sees them: lines, files and refusals.
 
 use std::process::{Command, Output};
 
@@ -128,8 +128,8 @@ fn what_makes_no_sense_is_refused_as_a_wrong_command_line() {
         ("simulate --route direct --relay-parts 4", "--relay-parts"),
         ("simulate --tokens 1048576 --experts 16384", "--tokens x --experts"),
         ("simulate --tokens 1048576 --top-k 8 --nodes 512 --all-ranks", "--top-k of all ranks"),
-        ("planning --ranks 12", "--ranks 12"),
-        ("planning --top-k 300", "--top-k"),
+        ("plan-bench --ranks 12", "--ranks 12"),
+        ("plan-bench --top-k 300", "--top-k"),
     ] {
         let output = sidelane(line);
         assert_eq!(output.status.code(), Some(2), "{line}: {}", text(&output.stderr));
@@ -139,8 +139,8 @@ fn what_makes_no_sense_is_refused_as_a_wrong_command_line() {
 }
 
 #[test]
-fn planning_has_a_line_for_each_group_and_route() {
-    let output = sidelane("planning --ranks 8,16 --tokens 64 --rounds 3");
+fn plan_bench_has_a_line_for_each_group_and_route() {
+    let output = sidelane("plan-bench --ranks 8,16 --tokens 64 --rounds 3");
     let told = text(&output.stdout);
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!(

@@ -22,7 +22,7 @@ use sidelane::{Dtype, Error, ExpertParallel, Options, World};
 use sidelane_model::time::{Compute, Engines, Executor, Hardware, Host, Link, NicModel};
 
 use crate::error::{CliError, failed};
-use crate::planning::{Cost, Shape};
+use crate::plan_bench::{Cost, Shape};
 
 /// Tokens of each rank where loops are measured, choices of each, and experts of each rank.
 const TOKENS: u32 = 512;
@@ -226,7 +226,7 @@ fn planning() -> Result<(f64, f64, f64), Error> {
         let (experts, per_node) = (ranks * TOP_K, ranks);
         let (route, layout) = (Route::Direct, RowLayout::ExpertMajor);
         let shape = Shape { tokens: MANY, top_k: TOP_K, experts, ranks, per_node, route, layout };
-        crate::planning::measure(&shape, ROUNDS)
+        crate::plan_bench::measure(&shape, ROUNDS)
     };
     let (few, many) = (cost(8)?, cost(128)?);
     let bins = |ranks: u32| f64::from(ranks * (TOP_K + 1));
