@@ -53,7 +53,7 @@ fn two_launchers_run_one_bench_that_rank_0_reports() {
     let told = text(&a.stdout);
     for words in [
         "4 on 2 nodes (2 + 2), 1 machine, ",
-        "between nodes loop (all nodes are on one machine)",
+        "between nodes loopback (all nodes are on one machine)",
         "bit-exact",
     ] {
         assert!(told.contains(words), "{words:?} in\n{told}");
@@ -164,7 +164,7 @@ fn a_part_that_is_none_is_refused_before_anything_starts() {
         (&["--node-rank", "1"], "--master"),
         (&["--master", "127.0.0.1"], "--node-rank"),
         (&["--node-rank", "0", "--master", "a:b"], "HOST:PORT"),
-        (&["--net", "wire"], "[possible values: auto, verbs, tcp, loop]"),
+        (&["--net", "wire"], "[possible values: auto, verbs, tcp, loopback]"),
     ] {
         for command in ["bench", "launch"] {
             let mut sidelane = sidelane(&[command, "--nodes", "2", "--ranks-per-node", "1"]);

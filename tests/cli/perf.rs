@@ -32,7 +32,7 @@ fn line<'t>(told: &'t str, begin: &str) -> Vec<&'t str> {
 fn every_test_has_its_figures_on_one_node_and_on_two() {
     let shapes = [
         ("--nodes 1 --ranks-per-node 2", "shm, route direct"),
-        ("--nodes 2", "loop (all nodes are on one machine)"),
+        ("--nodes 2", "loopback (all nodes are on one machine)"),
     ];
     for (shape, lane) in shapes {
         for (test, sizes, columns) in
@@ -106,7 +106,7 @@ fn the_report_and_the_picture_are_written_by_rank_0() {
         assert!(run["bandwidth"]["memcpy_mib_s"].is_null() && run["latency"].is_null(), "{run}");
     }
     let picture = std::fs::read_to_string(&svg.0).unwrap();
-    assert!(picture.starts_with("<svg ") && picture.contains("lane loop"), "{picture}");
+    assert!(picture.starts_with("<svg ") && picture.contains("lane loopback"), "{picture}");
 }
 
 #[test]

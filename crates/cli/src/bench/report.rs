@@ -389,7 +389,7 @@ pub mod tests {
             "8 on 2 nodes (4 + 4), 1 machine, 2 cores, small pages",
             "zipf:1.0, 64 experts, top-8, seed 0",
             "route pxn, layout expert-major, sum order node, partials bf16, align 1",
-            "within nodes shm, between nodes loop (all nodes are on one machine)",
+            "within nodes shm, between nodes loopback (all nodes are on one machine)",
             "verified: 32768 rows bit-exact",
             "6.20 ms",
             "6.40 ms",
@@ -499,7 +499,7 @@ pub mod tests {
             first_call: FirstCall { dispatch_us: 7300.0, combine_us: 7400.0 },
             lanes: Lanes {
                 intra_node: Some("shm".into()),
-                inter_node: Some("loop".into()),
+                inter_node: Some("loopback".into()),
                 inter_node_reason: Some("all nodes are on one machine".into()),
             },
             nics: Some(Nics {

@@ -142,14 +142,14 @@ pub struct MachineArgs {
 /// What `--net` names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Net {
-    /// loop on one machine; otherwise verbs where there are cards, and tcp where not
+    /// loopback on one machine; otherwise verbs where there are cards, and tcp where not
     Auto,
     /// RDMA cards
     Verbs,
     /// Sockets
     Tcp,
     /// Rings in memory: pretends nodes on one machine
-    Loop,
+    Loopback,
 }
 
 /// The node of a job that this machine is.
@@ -408,8 +408,8 @@ mod tests {
     #[test]
     fn the_rail_goes_to_the_ranks_only_if_it_was_named() {
         assert_eq!(MachineArgs::default().variables(), []);
-        let args = MachineArgs { net: Some(Net::Loop), ..MachineArgs::default() };
-        assert_eq!(args.variables(), [("SIDELANE_NET".to_owned(), "loop".into())]);
+        let args = MachineArgs { net: Some(Net::Loopback), ..MachineArgs::default() };
+        assert_eq!(args.variables(), [("SIDELANE_NET".to_owned(), "loopback".into())]);
     }
 
     #[test]

@@ -36,7 +36,7 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
     let (mut pairs, mut absent) = (Vec::new(), None);
     for &ends in &task.pairs {
         let mut report = describe(world, ends);
-        let copied = ["shm", "loop"].contains(&report.lane.as_str()) && task.test == Test::PutBw;
+        let copied = ["shm", "loopback"].contains(&report.lane.as_str()) && task.test == Test::PutBw;
         let own = [ends.0, ends.1].contains(&world.rank());
         let mut pair = if own { Some(Pair::open(world, ends, task.most())?) } else { None };
         for &run in &task.runs {

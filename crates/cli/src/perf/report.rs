@@ -422,7 +422,7 @@ pub mod tests {
             pairs: vec![PairReport {
                 from: end(0, 0),
                 to: end(2, 1),
-                lane: "loop".into(),
+                lane: "loopback".into(),
                 lane_reason: Some("all nodes are on one machine".into()),
                 runs: vec![run(8, 0.01), run(1 << 20, 100.0)],
             }],
@@ -467,7 +467,7 @@ pub mod tests {
             "put-lat: half the round trip",
             "4 on 2 nodes (2 + 2), 1 machine, 2 cores",
             "rank 0 (node 0) and rank 2 (node 1)",
-            "loop (all nodes are on one machine), route direct",
+            "loopback (all nodes are on one machine), route direct",
             "verified: ",
             "typical [us]",
             "5.00",
