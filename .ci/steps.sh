@@ -93,11 +93,11 @@ step_bench() {
     step "the main job, in small"
     "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 20
     "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 20 --ranks-per-node 8
-    "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 5 --ranks-per-node 3,5 --order node --wire bf16
+    "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 5 --ranks-per-node 3,5 --sum-order node --partial-dtype bf16
     "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 5 --ranks-per-node 2,2 --route direct \
         --backward --align 16
-    "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 5 --ranks-per-node 2,2 --strategy gather
-    "$TARGET/debug/sidelane" route
+    "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 5 --ranks-per-node 2,2 --strategy all-gather
+    "$TARGET/debug/sidelane" routing
     "$TARGET/debug/examples/one_sided"
 }
 
@@ -175,9 +175,9 @@ part_python() {
         "$TORCH/bin/python" -m pytest -q -rs bindings/python
 }
 
-# The third of the peers is torch.
+# The third of the baselines is torch.
 part_peers() {
-    step "peers: MPI, UCX and torch beside the program"
+    step "baselines: MPI, UCX and torch beside the program"
     install openmpi-bin libopenmpi-dev ucx-utils
     torch
     SIDELANE_NEED_PEERS=1 SIDELANE_PYTHON="$TORCH/bin/python" cargo test --no-fail-fast --test cli

@@ -13,7 +13,7 @@ use crate::error::BootstrapError;
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum NetChoice {
-    /// Loop if all ranks are on one machine; otherwise verbs if all ranks have cards, and tcp if not.
+    /// Loopback if all ranks are on one machine; otherwise verbs if all ranks have cards, and tcp if not.
     #[default]
     Auto,
     /// Shared segments between ranks of one machine that act as different nodes.
@@ -32,7 +32,7 @@ impl NetChoice {
     pub const fn name(self) -> &'static str {
         match self {
             NetChoice::Auto => "auto",
-            NetChoice::Loop => "loop",
+            NetChoice::Loop => "loopback",
             NetChoice::Verbs => "verbs",
             NetChoice::Tcp => "tcp",
         }
@@ -45,7 +45,7 @@ impl NetChoice {
     pub fn from_env() -> Result<Self, BootstrapError> {
         let Ok(value) = std::env::var("SIDELANE_NET") else { return Ok(NetChoice::Auto) };
         let found = Self::ALL.into_iter().find(|choice| choice.name() == value);
-        let (name, expected) = ("SIDELANE_NET", "auto, verbs, tcp, loop");
+        let (name, expected) = ("SIDELANE_NET", "auto, verbs, tcp, loopback");
         found.ok_or(BootstrapError::BadVariable { name, value, expected })
     }
 }

@@ -3,7 +3,7 @@
  *   tokens --copy--> by (rank, expert) --MPI_Alltoallv--> by (source, expert) --copy--> by (expert, source)
  *   tokens <--sum--- by (rank, expert) <--MPI_Alltoallv-- by (source, expert) <--copy-- by (expert, source)
  *
- * A peer of `sidelane bench --peers`, which compiles it, starts it with mpirun and tells every process over a socket what
+ * A baseline of `sidelane bench --baselines`, which compiles it, starts it with mpirun and tells every process over a socket what
  * to do next; README.md has the protocol. Between rounds a process sleeps in read(2) and costs no core.
  */
 #include "line.h"

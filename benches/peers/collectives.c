@@ -1,6 +1,6 @@
 /* All-reduce, broadcast, all-to-all, all-gather and reduce-scatter over MPI.
  *
- * A peer of `sidelane collectives --peers`, which compiles it, starts it with mpirun and tells every process over a socket
+ * A baseline of `sidelane collectives --baselines`, which compiles it, starts it with mpirun and tells every process over a socket
  * which to do next; README.md has the protocol. Between rounds a process sleeps in read(2) and costs no core.
  */
 #include "line.h"

@@ -173,7 +173,7 @@ pub enum BootstrapError {
         expected: u32,
     },
     /// A rank sits on another machine, which the lane that was asked for does not reach.
-    #[error("rank {rank} is on another machine than rank {me}: the loop lane does not reach it")]
+    #[error("rank {rank} is on another machine than rank {me}: the loopback lane does not reach it")]
     Unreachable {
         /// This rank.
         me: u32,

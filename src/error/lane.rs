@@ -62,7 +62,7 @@ pub enum LaneError {
     },
     /// The time of a slower link was to be kept (`SIDELANE_EMULATED_LINK`) by wires that have a time of their own.
     #[error(
-        "rank {rank}: SIDELANE_EMULATED_LINK is for wires within one machine (the loop lane), which does not join these nodes"
+        "rank {rank}: SIDELANE_EMULATED_LINK is for wires within one machine (the loopback lane), which does not join these nodes"
     )]
     NoLinkEmulation {
         /// This rank.

@@ -68,10 +68,10 @@ fn a_budget_that_is_too_small_is_refused_before_anything_starts() {
 
 #[test]
 fn a_lane_that_was_asked_for_and_cannot_be_had_is_an_error_that_says_what_is_missing() {
-    let run = |rail: &str, name: &str, value: &str| {
+    let run = |net: &str, name: &str, value: &str| {
         let output = Command::new(env!("CARGO_BIN_EXE_sidelane"))
             .args(["bench", "--nodes", "2", "--ranks-per-node", "1", "--tokens", "16", "--hidden", "64"])
-            .args(["--rounds", "2", "--rail", rail])
+            .args(["--rounds", "2", "--net", net])
             .env(name, value)
             .output()
             .unwrap();

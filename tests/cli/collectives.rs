@@ -19,7 +19,7 @@ fn run(words: &[&str]) -> (Option<i32>, Value, String) {
 #[test]
 fn every_collective_is_right_between_processes_of_one_node_and_of_two() {
     for shape in
-        [&["--ranks-per-node=3"][..], &["--ranks-per-node=2,1"], &["--ranks-per-node=2,1", "--rail=tcp"]]
+        [&["--ranks-per-node=3"][..], &["--ranks-per-node=2,1"], &["--ranks-per-node=2,1", "--net=tcp"]]
     {
         let (code, report, told) = run(&[shape, &["--sizes=48,3145728", "--rounds=2"]].concat());
         assert_eq!((code, &report["verified"]), (Some(0), &Value::Bool(true)), "{told}");
@@ -33,14 +33,14 @@ fn every_collective_is_right_between_processes_of_one_node_and_of_two() {
 #[test]
 fn others_that_are_installed_have_the_same_bits() {
     let needed = std::env::var_os("SIDELANE_NEED_PEERS").is_some();
-    let (code, report, told) = run(&["--ranks-per-node=2", "--sizes=4K,512K", "--rounds=3", "--peers"]);
+    let (code, report, told) = run(&["--ranks-per-node=2", "--sizes=4K,512K", "--rounds=3", "--baselines"]);
     assert_eq!(code, Some(0), "{told}");
-    let absent = report["absent"].as_array().unwrap().len();
+    let absent = report["unavailable"].as_array().unwrap().len();
     assert!(absent == 0 || !needed, "{told}");
     for run in report["runs"].as_array().unwrap() {
-        let peers = run["peers"].as_array().unwrap();
-        assert_eq!(peers.len(), 2 - absent, "{told}");
-        assert!(peers.iter().all(|peer| peer["same"] == true), "{told}");
+        let baselines = run["baselines"].as_array().unwrap();
+        assert_eq!(baselines.len(), 2 - absent, "{told}");
+        assert!(baselines.iter().all(|one| one["bitwise_equal"] == true), "{told}");
     }
 }
 

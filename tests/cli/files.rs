@@ -15,13 +15,13 @@ fn a_file_that_cannot_be_written_is_named_before_anything_is_measured() {
         "layer --ranks-per-node 1 --json",
         "layer --ranks-per-node 1 --trace-out",
         "layer --ranks-per-node 1 --svg",
-        "planning --svg",
-        "route --json",
-        "route --svg",
+        "plan-bench --svg",
+        "routing --json",
+        "routing --svg",
         "simulate --json",
         "simulate --svg",
         "simulate --calibrate",
-        "engines --json",
+        "copy-engines --json",
     ];
     for line in lines {
         let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
@@ -37,6 +37,6 @@ fn a_file_that_cannot_be_written_is_named_before_anything_is_measured() {
 fn asking_whether_a_file_can_be_written_leaves_none_behind() {
     let file = std::env::temp_dir().join(format!("sidelane-files-{}.json", std::process::id()));
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    let ended = command.args(["engines", "--top-k", "9999", "--json"]).arg(&file).output().unwrap();
+    let ended = command.args(["copy-engines", "--top-k", "9999", "--json"]).arg(&file).output().unwrap();
     assert!(!ended.status.success() && !file.exists());
 }

@@ -81,7 +81,7 @@ fn ranks_of_a_job_share_one_secret_and_two_ports_that_the_next_job_does_not() {
 
 #[test]
 fn tags_name_the_rank_of_each_line() {
-    let output = run(&["--ranks-per-node", "2", "--tag"], "echo out; printf err >&2");
+    let output = run(&["--ranks-per-node", "2", "--tag-output"], "echo out; printf err >&2");
     assert_eq!(lines(&output.stdout), ["[0] out", "[1] out"].map(str::to_owned).into());
     assert_eq!(lines(&output.stderr), ["[0] err", "[1] err"].map(str::to_owned).into());
 }

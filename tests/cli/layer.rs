@@ -21,14 +21,15 @@ fn file(name: &str) -> std::path::PathBuf {
     std::env::temp_dir().join(format!("sidelane-layer-{process}-{call}-{name}"))
 }
 
-const SMALL: &str = "--tokens 48 --hidden 64 --ffn 32 --experts 6 --top-k 2 --chunks 5 --rounds 2 --backward";
+const SMALL: &str =
+    "--tokens 48 --hidden 64 --ffn 32 --experts 6 --top-k 2 --token-chunks 5 --rounds 2 --backward";
 
 #[test]
 fn overlapped_steps_have_the_bits_of_steps_in_turn_on_every_lane() {
     for (shape, lane, pace) in [
-        ("--pace 64M/200", "paced", true),
-        ("--pace even", "paced", true),
-        ("--pace none --ranks-per-node 1,2", "loop", false),
+        ("--link 64M/200", "paced", true),
+        ("--link even", "paced", true),
+        ("--link none --ranks-per-node 1,2", "loopback", false),
         ("--nodes 1 --ranks-per-node 2", "shm", false),
     ] {
         let json = file("report.json");
@@ -41,12 +42,12 @@ fn overlapped_steps_have_the_bits_of_steps_in_turn_on_every_lane() {
         let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
         std::fs::remove_file(json).unwrap();
         assert_eq!(report["verified"], true, "{shape}");
-        assert_eq!(!report["config"]["pace"].is_null(), pace, "{shape}");
+        assert_eq!(!report["config"]["emulated_link"].is_null(), pace, "{shape}");
         for direction in ["forward", "backward"] {
             let of = |key: &str| report[direction][key].as_f64().unwrap();
             let shorter = of("experts_us").min(of("transfers_us"));
-            let hidden = (of("in_turn_us") - of("overlapped_us")) / shorter;
-            assert!((of("hidden") - hidden).abs() < 1e-9, "{shape}: {}", report[direction]);
+            let hidden = (of("sequential_us") - of("overlapped_us")) / shorter;
+            assert!((of("hidden_share") - hidden).abs() < 1e-9, "{shape}: {}", report[direction]);
         }
     }
 }
@@ -89,16 +90,16 @@ fn beside(spans: &Spans, others: &Spans) -> usize {
 
 #[test]
 fn a_step_is_written_as_a_trace_with_experts_beside_transfers() {
-    let (transfers, experts) = traced("--pace 64M/200");
+    let (transfers, experts) = traced("--link 64M/200");
     assert!(beside(&experts, &transfers) > 0, "no transfer beside experts");
 }
 
 #[test]
 fn as_many_transfers_are_under_way_at_once_as_may_be() {
     // Rows of a chunk are on the wire for some 20 ms.
-    let (one_by_one, _) = traced("--pace 64K/200 --transfers 1");
+    let (one_by_one, _) = traced("--link 64K/200 --transfers 1");
     assert_eq!(beside(&one_by_one, &one_by_one), 0);
-    let (transfers, _) = traced("--pace 64K/200 --transfers 2");
+    let (transfers, _) = traced("--link 64K/200 --transfers 2");
     assert!(beside(&transfers, &transfers) > transfers.len() / 2, "{transfers:?}");
 }
 
@@ -106,12 +107,12 @@ fn as_many_transfers_are_under_way_at_once_as_may_be() {
 fn what_is_no_layer_is_refused_before_a_rank_is_started() {
     for (line, words) in [
         ("--experts 3", "3 experts: there must be one for each of 2 ranks at least, and --top-k (4) at most"),
-        ("--chunks 0", "--chunks must be between 1 and 1024"),
-        ("--tokens 8", "--chunks must be between 1 and 8"),
-        ("--chunks 4 --transfers 5", "--transfers must be between 1 and 4"),
+        ("--token-chunks 0", "--token-chunks must be between 1 and 1024"),
+        ("--tokens 8", "--token-chunks must be between 1 and 8"),
+        ("--token-chunks 4 --transfers 5", "--transfers must be between 1 and 4"),
         ("--hidden 12", "rows of 12 x bf16 are no multiple of 16 bytes"),
-        ("--nodes 1 --ranks-per-node 2 --pace 1G/10", "--pace is for wires between nodes of one machine"),
-        ("--pace fast", "bytes per second"),
+        ("--nodes 1 --ranks-per-node 2 --link 1G/10", "--link is for wires between nodes of one machine"),
+        ("--link fast", "bytes per second"),
     ] {
         let output = layer(line);
         assert_eq!(output.status.code(), Some(2), "{line}");

@@ -51,9 +51,11 @@ fn two_launchers_run_one_bench_that_rank_0_reports() {
     let [a, b] = run_nodes("bench", &SMALL, [&json[0], &json[1]]);
     assert!(a.status.success() && b.status.success(), "{}{}", text(&a.stderr), text(&b.stderr));
     let told = text(&a.stdout);
-    for words in
-        ["4 on 2 nodes (2 + 2), 1 machine, ", "rail loop (all nodes are on one machine)", "bit-exact"]
-    {
+    for words in [
+        "4 on 2 nodes (2 + 2), 1 machine, ",
+        "between nodes loopback (all nodes are on one machine)",
+        "bit-exact",
+    ] {
         assert!(told.contains(words), "{words:?} in\n{told}");
     }
     assert_eq!(text(&b.stdout), "");
@@ -137,7 +139,7 @@ fn a_launcher_starts_the_ranks_of_its_node_alone_and_says_what_all_launchers_say
 #[test]
 fn what_is_given_in_the_environment_is_left_as_it_is() {
     let given = [("SIDELANE_SECRET", "hush"), ("SIDELANE_JOB", "j"), ("SIDELANE_PORT", "4711")];
-    let seen = lines(&environment("node0:4000", &["--rail", "tcp"], &given));
+    let seen = lines(&environment("node0:4000", &["--net", "tcp"], &given));
     let shared = "node0 4000 j hush 4711 tcp";
     assert_eq!(seen, [format!("1/3 0/2 1 1 {shared}"), format!("2/3 1/2 1 1 {shared}")].into());
 }
@@ -162,7 +164,7 @@ fn a_part_that_is_none_is_refused_before_anything_starts() {
         (&["--node-rank", "1"], "--master"),
         (&["--master", "127.0.0.1"], "--node-rank"),
         (&["--node-rank", "0", "--master", "a:b"], "HOST:PORT"),
-        (&["--rail", "wire"], "[possible values: auto, verbs, tcp, loop]"),
+        (&["--net", "wire"], "[possible values: auto, verbs, tcp, loopback]"),
     ] {
         for command in ["bench", "launch"] {
             let mut sidelane = sidelane(&[command, "--nodes", "2", "--ranks-per-node", "1"]);

@@ -2,8 +2,8 @@
 
 mod bench;
 mod collectives;
+mod copy_engines;
 mod doctor;
-mod engines;
 mod files;
 mod gpu_check;
 mod launch;
@@ -13,6 +13,6 @@ mod network;
 mod peers;
 mod perf;
 mod refusals;
-mod route;
+mod routing;
 mod simulate;
 mod trace;

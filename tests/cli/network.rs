@@ -79,9 +79,11 @@ fn bench_runs_between_machines_and_every_row_is_right() {
     let Some(network) = Network::new() else { return };
     let [(well, told, complaints), (well_too, nothing, more)] = both(&network, "5").map(Machine::end);
     assert!(well && well_too, "{complaints}{more}");
-    for words in
-        ["2 machines", "rail tcp (the nodes are on several machines, and rank 0 has no card: ", "bit-exact"]
-    {
+    for words in [
+        "2 machines",
+        "between nodes tcp (the nodes are on several machines, and rank 0 has no card: ",
+        "bit-exact",
+    ] {
         assert!(told.contains(words), "{words:?} in\n{told}");
     }
     assert_eq!(nothing, "");

@@ -12,7 +12,7 @@ fn run(words: &[&str], path: Option<&str>) -> (Value, String) {
     let folder = tempfile::tempdir().unwrap();
     let json = folder.path().join("report.json");
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.args(words).args(["--peers", "--json"]).arg(&json).env("TMPDIR", folder.path());
+    command.args(words).args(["--baselines", "--json"]).arg(&json).env("TMPDIR", folder.path());
     if let Some(path) = path {
         command.env("PATH", path).env_remove("SIDELANE_PYTHON");
     }
@@ -31,13 +31,14 @@ const PERF: [&str; 5] = ["perf", "put-lat", "--sizes=8", "--iterations=200", "--
 #[test]
 fn what_is_not_installed_is_named_with_what_to_install_and_ours_is_measured_all_the_same() {
     let (report, text) = run(&[&BENCH[..], &["--ranks-per-node=2"]].concat(), Some("/nowhere"));
-    assert_eq!(report["peers"]["ran"].as_array().unwrap().len(), 0);
-    let absent = |nth: usize, key: &str| report["peers"]["absent"][nth][key].as_str().unwrap().to_owned();
-    assert_eq!((absent(0, "name"), absent(0, "why")), ("mpi".into(), "there is no mpicc".into()));
-    assert_eq!((absent(1, "name"), absent(1, "why")), ("gloo".into(), "there is no python3".into()));
+    assert_eq!(report["baselines"]["results"].as_array().unwrap().len(), 0);
+    let absent =
+        |nth: usize, key: &str| report["baselines"]["unavailable"][nth][key].as_str().unwrap().to_owned();
+    assert_eq!((absent(0, "name"), absent(0, "reason")), ("mpi".into(), "there is no mpicc".into()));
+    assert_eq!((absent(1, "name"), absent(1, "reason")), ("gloo".into(), "there is no python3".into()));
     assert!(report["verified"] == true && text.contains("openmpi-bin"), "{text}");
     let (report, text) = run(&PERF, Some("/nowhere"));
-    assert_eq!(report["absent"]["why"], "there is no ucx_perftest");
+    assert_eq!(report["unavailable"]["reason"], "there is no ucx_perftest");
     assert!(report["verified"] == true && text.contains("ucx-utils"), "{text}");
 }
 
@@ -47,18 +48,18 @@ fn what_is_installed_computes_the_same_bits_in_as_many_rounds_on_one_node_and_on
     let needed = std::env::var_os("SIDELANE_NEED_PEERS").is_some();
     for shape in ["--ranks-per-node=2", "--ranks-per-node=1,1"] {
         let (report, text) = run(&[&BENCH[..], &[shape]].concat(), None);
-        let ran = report["peers"]["ran"].as_array().unwrap();
+        let ran = report["baselines"]["results"].as_array().unwrap();
         assert!(ran.len() == 2 || !needed, "{text}");
-        for peer in ran {
-            assert_eq!(peer["same"], true, "{text}");
-            assert!(peer["dispatch"]["times"].as_f64() > Some(0.0), "{text}");
+        for baseline in ran {
+            assert_eq!(baseline["bitwise_equal"], true, "{text}");
+            assert!(baseline["dispatch"]["speedup"].as_f64() > Some(0.0), "{text}");
         }
     }
     let (report, text) = run(&PERF, None);
-    let beside = &report["pairs"][0]["runs"][0]["beside"];
-    assert!(beside.is_object() || !needed, "{text}");
-    if beside.is_object() {
-        let turns = |key: &str| beside[key].as_array().unwrap().len();
+    let baseline = &report["pairs"][0]["runs"][0]["baseline"];
+    assert!(baseline.is_object() || !needed, "{text}");
+    if baseline.is_object() {
+        let turns = |key: &str| baseline[key].as_array().unwrap().len();
         assert_eq!((turns("ours_us"), turns("theirs_us")), (9, 9));
     }
 }
@@ -67,7 +68,7 @@ fn what_is_installed_computes_the_same_bits_in_as_many_rounds_on_one_node_and_on
 fn a_run_that_is_interrupted_leaves_nothing_behind() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.args(&BENCH[..5]).args(["--rounds=1000000", "--ranks-per-node=2", "--peers"]);
+    command.args(&BENCH[..5]).args(["--rounds=1000000", "--ranks-per-node=2", "--baselines"]);
     command.env("TMPDIR", folder.path()).env("PATH", "/nowhere").env_remove("SIDELANE_PYTHON");
     let mut bench = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let until = Instant::now() + Duration::from_secs(60);
@@ -89,12 +90,12 @@ fn conditions_that_others_do_not_have_are_refused_before_anything_starts() {
     for (words, option) in [
         (["bench", "--layout", "rank-major"], "--layout"),
         (["bench", "--dtype", "f32"], "--dtype"),
-        (["bench", "--order", "node"], "--order"),
+        (["bench", "--sum-order", "node"], "--sum-order"),
         (["bench", "--experts", "60"], "share evenly"),
         (["perf", "signal", "--ranks-per-node=2"], "put-lat"),
     ] {
         let output =
-            Command::new(env!("CARGO_BIN_EXE_sidelane")).args(words).arg("--peers").output().unwrap();
+            Command::new(env!("CARGO_BIN_EXE_sidelane")).args(words).arg("--baselines").output().unwrap();
         let told = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.code() == Some(2) && told.contains(option), "{words:?}: {told}");
     }

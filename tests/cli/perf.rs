@@ -32,11 +32,11 @@ fn line<'t>(told: &'t str, begin: &str) -> Vec<&'t str> {
 fn every_test_has_its_figures_on_one_node_and_on_two() {
     let shapes = [
         ("--nodes 1 --ranks-per-node 2", "shm, route direct"),
-        ("--nodes 2", "loop (all nodes are on one machine)"),
+        ("--nodes 2", "loopback (all nodes are on one machine)"),
     ];
     for (shape, lane) in shapes {
         for (test, sizes, columns) in
-            [("put-lat", &["8", "4K"][..], 7), ("put-bw", &["8", "4K"], 7), ("exchange", &["8", "4K"], 5)]
+            [("put-lat", &["8", "4K"][..], 7), ("put-bw", &["8", "4K"], 7), ("put-bibw", &["8", "4K"], 5)]
         {
             let told = told(&format!("{test} {shape} --sizes 8,4096 --iterations 20 --warmup 2"));
             for words in [lane, "verified: what was received last", "1 machine"] {
@@ -95,7 +95,7 @@ fn a_peer_of_the_own_node_is_measured_while_others_wait() {
 #[test]
 fn the_report_and_the_picture_are_written_by_rank_0() {
     let (json, svg) = (Scratch::new("report.json"), Scratch::new("report.svg"));
-    told(&format!("exchange --sizes 1..16 --iterations 10 --json {} --svg {}", json.path(), svg.path()));
+    told(&format!("put-bibw --sizes 1..16 --iterations 10 --json {} --svg {}", json.path(), svg.path()));
     let report = json.json();
     let runs = report["pairs"][0]["runs"].as_array().unwrap();
     let sizes: Vec<u64> = runs.iter().map(|run| run["bytes"].as_u64().unwrap()).collect();
@@ -106,7 +106,7 @@ fn the_report_and_the_picture_are_written_by_rank_0() {
         assert!(run["bandwidth"]["memcpy_mib_s"].is_null() && run["latency"].is_null(), "{run}");
     }
     let picture = std::fs::read_to_string(&svg.0).unwrap();
-    assert!(picture.starts_with("<svg ") && picture.contains("lane loop"), "{picture}");
+    assert!(picture.starts_with("<svg ") && picture.contains("lane loopback"), "{picture}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! `sidelane simulate` and `sidelane planning` as a user sees them: lines, files and refusals.
+//! `sidelane simulate` and `sidelane plan-bench` as a user sees them: lines, files and refusals.
 
 use std::process::{Command, Output};
 
@@ -28,7 +28,12 @@ fn report(line: &str, name: &str) -> Value {
 }
 
 fn ways(report: &Value) -> Vec<&str> {
-    report["groups"][0]["ways"].as_array().unwrap().iter().map(|way| way["name"].as_str().unwrap()).collect()
+    report["groups"][0]["variants"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|way| way["name"].as_str().unwrap())
+        .collect()
 }
 
 const SMALL: &str = "--nodes 2 --ranks-per-node 2 --tokens 32 --hidden 128";
@@ -43,11 +48,11 @@ fn what_is_left_open_is_compared_and_what_is_asked_for_is_not() {
     {
         assert!(found.contains(&way), "{way} in {found:?}");
     }
-    let one = "--route pxn --order node --wire bf16 --layout rank-major --chunks 1,4";
+    let one = "--route pxn --sum-order node --partial-dtype bf16 --layout rank-major --relay-parts 1,4";
     let some = report(&format!("{SMALL} {one}"), "one");
     assert_eq!(
         ways(&some),
-        ["rank-major, pxn, node sums in bf16, 1 chunks", "rank-major, pxn, node sums in bf16"]
+        ["rank-major, pxn, node sums in bf16, 1 parts", "rank-major, pxn, node sums in bf16"]
     );
 }
 
@@ -55,11 +60,11 @@ fn what_is_left_open_is_compared_and_what_is_asked_for_is_not() {
 fn a_machine_may_be_described_by_a_file_and_faster_cards_take_less_time() {
     let mut known = report(SMALL, "known");
     let path = file("hardware.json");
-    known["hardware"]["card"]["rate"] = 1_000.into();
+    known["hardware"]["nic"]["rate"] = 1_000.into();
     std::fs::write(&path, known["hardware"].to_string()).unwrap();
     let slow = report(&format!("{SMALL} --hardware {}", path.display()), "slow");
     std::fs::remove_file(path).unwrap();
-    let time = |report: &Value| report["groups"][0]["ways"][0]["dispatch"]["ns"].as_u64().unwrap();
+    let time = |report: &Value| report["groups"][0]["variants"][0]["dispatch"]["ns"].as_u64().unwrap();
     assert!(time(&slow) > time(&known));
 }
 
@@ -67,23 +72,23 @@ fn a_machine_may_be_described_by_a_file_and_faster_cards_take_less_time() {
 fn a_machine_that_would_divide_by_zero_is_refused_as_a_wrong_command_line() {
     let mut known = report(SMALL, "whole");
     let path = file("nothing.json");
-    known["hardware"]["card"]["message_bytes"] = 0.into();
+    known["hardware"]["nic"]["message_bytes"] = 0.into();
     std::fs::write(&path, known["hardware"].to_string()).unwrap();
     let output = sidelane(&format!("simulate {SMALL} --hardware {}", path.display()));
     std::fs::remove_file(path).unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output.stderr).contains("card.message_bytes = 0"), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("nic.message_bytes = 0"), "{}", text(&output.stderr));
 }
 
 #[test]
 fn groups_of_more_than_64_ranks_are_one_node_for_all_and_the_picture_has_them() {
     let svg = file("picture.svg");
-    let line = format!("{SMALL} --route direct --layout rank-major --svg {} --up-to 256", svg.display());
+    let line = format!("{SMALL} --route direct --layout rank-major --svg {} --max-ranks 256", svg.display());
     let report = report(&line, "large");
     let groups = report["groups"].as_array().unwrap();
     assert_eq!(groups.len(), 8, "1 to 128 nodes");
-    let last = &groups[7]["ways"][0]["dispatch"];
-    assert_eq!((groups[7]["ranks"].as_u64(), last["played"].as_u64()), (Some(256), Some(2)));
+    let last = &groups[7]["variants"][0]["dispatch"];
+    assert_eq!((groups[7]["ranks"].as_u64(), last["simulated_ranks"].as_u64()), (Some(256), Some(2)));
     assert!(std::fs::read_to_string(&svg).unwrap().starts_with("<svg"));
     std::fs::remove_file(svg).unwrap();
 }
@@ -110,21 +115,21 @@ fn what_makes_no_sense_is_refused_as_a_wrong_command_line() {
         ("simulate --mode slots", "--nodes 1"),
         ("simulate --mode slots --nodes 1 --svg unwritten.svg", "--svg"),
         ("simulate --mode slots --nodes 1 --layout rank-major", "--layout"),
-        ("simulate --mode slots --nodes 1 --weights rows", "--weights"),
+        ("simulate --mode slots --nodes 1 --metadata-with rows", "--metadata-with"),
         ("simulate --mode slots --nodes 1 --routing uniform", "--routing"),
         ("simulate --hidden 7", "a multiple of 16"),
         ("simulate --route relay", "pxn"),
-        ("simulate --preset gpt", "deepseek_v3"),
-        ("simulate --chunks 0", "--chunks"),
-        ("simulate --tflops 300", "--slices"),
-        ("simulate --tokens 16 --slices 1,17", "--slices"),
-        ("simulate --nodes 1 --wire f32", "--wire"),
-        ("simulate --order expert --wire bf16", "--wire"),
-        ("simulate --route direct --chunks 4", "--chunks"),
+        ("simulate --model gpt", "deepseek_v3"),
+        ("simulate --relay-parts 0", "--relay-parts"),
+        ("simulate --tflops 300", "--token-chunks"),
+        ("simulate --tokens 16 --token-chunks 1,17", "--token-chunks"),
+        ("simulate --nodes 1 --partial-dtype f32", "--partial-dtype"),
+        ("simulate --sum-order expert --partial-dtype bf16", "--partial-dtype"),
+        ("simulate --route direct --relay-parts 4", "--relay-parts"),
         ("simulate --tokens 1048576 --experts 16384", "--tokens x --experts"),
         ("simulate --tokens 1048576 --top-k 8 --nodes 512 --all-ranks", "--top-k of all ranks"),
-        ("planning --ranks 12", "--ranks 12"),
-        ("planning --top-k 300", "--top-k"),
+        ("plan-bench --ranks 12", "--ranks 12"),
+        ("plan-bench --top-k 300", "--top-k"),
     ] {
         let output = sidelane(line);
         assert_eq!(output.status.code(), Some(2), "{line}: {}", text(&output.stderr));
@@ -134,8 +139,8 @@ fn what_makes_no_sense_is_refused_as_a_wrong_command_line() {
 }
 
 #[test]
-fn planning_has_a_line_for_each_group_and_route() {
-    let output = sidelane("planning --ranks 8,16 --tokens 64 --rounds 3");
+fn plan_bench_has_a_line_for_each_group_and_route() {
+    let output = sidelane("plan-bench --ranks 8,16 --tokens 64 --rounds 3");
     let told = text(&output.stdout);
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!(
@@ -146,24 +151,24 @@ fn planning_has_a_line_for_each_group_and_route() {
 }
 
 #[test]
-fn a_layer_in_slices_takes_less_time_than_in_turn_and_no_less_than_its_longer_half() {
+fn a_layer_in_chunks_takes_less_time_than_in_turn_and_no_less_than_its_longer_half() {
     let large = "--nodes 2 --ranks-per-node 2 --tokens 2048 --hidden 4096 --layout rank-major --route direct";
-    let report = report(&format!("{large} --slices 1,4 --tflops 300"), "layer");
-    let ways = report["layer"]["ways"].as_array().unwrap();
+    let report = report(&format!("{large} --token-chunks 1,4 --tflops 300"), "layer");
+    let ways = report["layer"]["variants"].as_array().unwrap();
     let passes: Vec<_> = ways.iter().map(|way| way["pass"].as_str().unwrap()).collect();
     assert_eq!(passes, ["forward", "backward", "forward", "backward"]);
     for way in ways {
         let of = |key: &str| way[key].as_u64().unwrap();
-        assert!(of("overlapped_ns") <= of("sliced_ns"), "{way}");
+        assert!(of("overlapped_ns") <= of("sequential_ns"), "{way}");
         assert!(of("overlapped_ns") >= of("experts_ns").max(of("transfers_ns")), "{way}");
     }
-    // In one slice only the expert of all tokens goes on beside a transfer.
-    assert!(ways[0]["hidden"].as_f64() < ways[2]["hidden"].as_f64(), "{ways:?}");
+    // In one chunk only the expert of all tokens goes on beside a transfer.
+    assert!(ways[0]["hidden_share"].as_f64() < ways[2]["hidden_share"].as_f64(), "{ways:?}");
 }
 
 #[test]
-fn cores_that_copy_are_no_machine_for_slices() {
-    let output = sidelane("simulate --ranks-per-node 2 --tokens 32 --mode slots --nodes 1 --slices 2");
+fn cores_that_copy_are_no_machine_for_chunks() {
+    let output = sidelane("simulate --ranks-per-node 2 --tokens 32 --mode slots --nodes 1 --token-chunks 2");
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("whose copies take no core"), "{}", text(&output.stderr));
 }

@@ -162,7 +162,7 @@ fn a_silent_peer_is_named_by_the_deadline() {
             else {
                 panic!("{error:?}");
             };
-            assert_eq!(lane, "loop");
+            assert_eq!(lane, "loopback");
             window.signal(1, 1).unwrap();
         } else {
             while window.wait_until(0, 1).is_err() {}

@@ -60,7 +60,7 @@ fn cases() -> Vec<Case> {
         // The smallest row there is, in two-byte elements; every token to every expert.
         Case { hidden: 8, ..Case::new(&[0, 1, 0, 1], &[4, 3, 0, 9], 3, 3) },
         Case { hidden: 8, align: 32, ..Case::new(&[0], &[5], 1, 1) },
-        // Rows and pads that are larger than a record of the loop lane.
+        // Rows and pads that are larger than a record of the loopback lane.
         Case { hidden: 40_000, align: 3, ..Case::new(&[0, 1, 1], &[2, 1, 3], 4, 2) },
         Case { order: SumOrder::Node, nodes: vec![0, 1, 0, 1], ..plain.clone() },
         Case {

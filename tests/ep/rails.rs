@@ -22,7 +22,7 @@ struct Moved {
     bits: Vec<Vec<bf16>>,
 }
 
-/// Rounds over the loop lane and over tcp, which carry the same bytes and bring the same bits.
+/// Rounds over the loopback lane and over tcp, which carry the same bytes and bring the same bits.
 fn rail_bytes(nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> (u64, u64) {
     let [over_loop, over_tcp] =
         [NetChoice::Loop, NetChoice::Tcp].map(|rail| rounds(rail, nodes, route, order, wire));

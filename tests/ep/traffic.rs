@@ -93,7 +93,7 @@ fn the_report_tells_how_each_rank_is_reached() {
             let paths = Paths::new(world.nodes(), route, world.rank());
             let wired = paths.peers().filter(|&peer| paths.needs_connection(peer)).count() as u32;
             let near = paths.local_peers().count() as u32;
-            let all = [("loop", wired), ("own", 1), ("relay", 7 - near - wired), ("shm", near)];
+            let all = [("loopback", wired), ("own", 1), ("relay", 7 - near - wired), ("shm", near)];
             let expected: Vec<_> = all.into_iter().filter(|&(_, ranks)| ranks > 0).collect();
             let mine = input(world.rank());
             let (_, handle) = ep.dispatch(&mine.x, &routing(&mine)).unwrap();

@@ -157,7 +157,7 @@ fn the_interface_of_the_wires_can_be_named() {
 #[test]
 fn the_loop_lane_between_machines_is_refused_on_every_rank() {
     let Some(network) = Network::new() else { return };
-    let mut job = across(&network).var("SIDELANE_NET", "loop").start();
+    let mut job = across(&network).var("SIDELANE_NET", "loopback").start();
     for (rank, heard) in job.hear(0..4) {
         let Report::Failed(Failure::Other(words)) = heard.said else {
             panic!("rank {rank}: {:?}", heard.said)

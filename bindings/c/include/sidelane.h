@@ -360,7 +360,7 @@ typedef struct {
     uint32_t node;
     // Ranks of that node.
     uint32_t ranks_of_node;
-    // The lane that joins the nodes, "loop", "verbs" or "tcp"; empty where there is one node.
+    // The lane that joins the nodes, "loopback", "verbs" or "tcp"; empty where there is one node.
     char rail[16];
     // The instruction set in use.
     char simd[16];

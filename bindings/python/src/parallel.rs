@@ -54,7 +54,7 @@ impl ExpertParallel {
     #[new]
     #[pyo3(signature = (
         group, *, experts=None, top_k=1, hidden, dtype=None, expert_map=None, order="expert", wire="f32",
-        layout="expert-major", route="direct", strategy="exchange", align=1, max_tokens=4096, weighted=false,
+        layout="expert-major", route="direct", strategy="all-to-all", align=1, max_tokens=4096, weighted=false,
         spans=false, fp8=false, budget=None, slots=None, overflow="error", device=None, stream=None,
         max_in_flight=None, device_heap=None
     ))]

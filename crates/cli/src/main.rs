@@ -4,8 +4,8 @@ mod bench;
 mod chart;
 mod collectives;
 mod command;
+mod copy_engines;
 mod doctor;
-mod engines;
 mod error;
 mod gpu_check;
 mod launch;
@@ -14,7 +14,7 @@ mod machines;
 mod options;
 mod peers;
 mod perf;
-mod planning;
+mod plan_bench;
 mod ranks;
 mod route;
 mod routing;
@@ -70,10 +70,10 @@ commands! {
     // What ranks do and when.
     Trace: trace::TraceArgs,
     // What routers ask of ranks and of copy engines, how long a machine would take, what operands cost.
-    Route: route::RouteArgs,
-    Engines: engines::EnginesArgs,
+    Routing: route::RoutingArgs,
+    CopyEngines: copy_engines::CopyEnginesArgs,
     Simulate: simulate::SimulateArgs,
-    Planning: planning::PlanningArgs,
+    PlanBench: plan_bench::PlanBenchArgs,
     // Ranks, what the machine offers, what a GPU does.
     Launch: launch::LaunchArgs,
     Doctor: doctor::DoctorArgs,

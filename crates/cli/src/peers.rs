@@ -23,19 +23,19 @@ use crate::table::time;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unavailable {
     pub name: String,
-    pub why: String,
+    pub reason: String,
     pub install: String,
 }
 
 impl Unavailable {
     /// The peer of this name, which could be had in this way.
     pub fn new(name: &str, why: &CliError, install: &str) -> Self {
-        Unavailable { name: name.into(), why: why.to_string(), install: install.into() }
+        Unavailable { name: name.into(), reason: why.to_string(), install: install.into() }
     }
 
     pub fn text(&self) -> String {
-        let Unavailable { name, why, install } = self;
-        format!("{name} did not run: {why}; to have it: {install}")
+        let Unavailable { name, reason, install } = self;
+        format!("{name} did not run: {reason}; to have it: {install}")
     }
 }
 
@@ -451,32 +451,32 @@ fn arrival(
 
 /// What one took for one kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct PeerPass {
+pub struct BaselinePass {
     pub p50_us: f64,
     pub max_us: f64,
     /// By what factor ours is faster: median by median.
-    pub times: f64,
-    pub times_low: f64,
-    pub times_high: f64,
+    pub speedup: f64,
+    pub speedup_low: f64,
+    pub speedup_high: f64,
 }
 
-impl PeerPass {
+impl BaselinePass {
     pub fn new(theirs_us: &[f64], ours_us: &[f64]) -> Self {
-        let (seen, times) = (summary(theirs_us), ratio_of_medians(theirs_us, ours_us));
-        PeerPass {
+        let (seen, speedup) = (summary(theirs_us), ratio_of_medians(theirs_us, ours_us));
+        BaselinePass {
             p50_us: seen.p50,
             max_us: seen.max,
-            times: times.value,
-            times_low: times.low,
-            times_high: times.high,
+            speedup: speedup.value,
+            speedup_low: speedup.low,
+            speedup_high: speedup.high,
         }
     }
 
     /// For tables: the middle, the longest, and by what factor ours is faster.
     pub fn cells(self, digits: usize) -> [String; 3] {
-        let PeerPass { p50_us, max_us, times, times_low, times_high } = self;
-        let times = format!("{times:.digits$} ({times_low:.digits$}-{times_high:.digits$})");
-        [time(p50_us), time(max_us), times]
+        let BaselinePass { p50_us, max_us, speedup, speedup_low, speedup_high } = self;
+        let speedup = format!("{speedup:.digits$} ({speedup_low:.digits$}-{speedup_high:.digits$})");
+        [time(p50_us), time(max_us), speedup]
     }
 }
 
@@ -500,8 +500,8 @@ mod tests {
 
     #[test]
     fn ratios_are_theirs_by_ours_of_the_same_rounds() {
-        let pass = PeerPass::new(&[30.0, 10.0, 20.0], &[6.0, 2.0, 4.0]);
+        let pass = BaselinePass::new(&[30.0, 10.0, 20.0], &[6.0, 2.0, 4.0]);
         assert_eq!((pass.p50_us, pass.max_us), (20.0, 30.0));
-        assert_eq!((pass.times_low, pass.times, pass.times_high), (5.0, 5.0, 5.0));
+        assert_eq!((pass.speedup_low, pass.speedup, pass.speedup_high), (5.0, 5.0, 5.0));
     }
 }

@@ -46,7 +46,7 @@ pub fn start(
         env: [machines.variables(), variables].concat(),
         bind: machines.bind,
         grace: Duration::from_secs(5),
-        tag: false,
+        tag_output: false,
     };
     Ok(ExitCode::from(job.run()?.exit_code()))
 }
@@ -64,7 +64,7 @@ pub fn task<T: DeserializeOwned>(json: &str) -> Result<T, CliError> {
         .map_err(|source| usage!("the task of a rank is not what `sidelane` writes: {source}"))
 }
 
-/// What a rank's complaint begins with, as the lines of `launch --tag` do: all ranks share one screen.
+/// What a rank's complaint begins with, as the lines of `launch --tag-output` do: all ranks share one screen.
 pub fn tag() -> String {
     std::env::var("RANK").map(|rank| format!("[{rank}] ")).unwrap_or_default()
 }
@@ -138,9 +138,11 @@ mod tests {
 
     #[test]
     fn only_what_differs_is_said() {
-        let here = conditions("bench", &json!({ "tokens": 16, "room": { "mode": "eager" }, "hidden": 64 }));
-        let there = conditions("bench", &json!({ "tokens": 32, "room": { "mode": "slots" }, "hidden": 64 }));
-        assert_eq!(differences(&there, &here), r#"mode "slots", not "eager", tokens 32, not 16"#);
+        let here =
+            conditions("bench", &json!({ "tokens": 16, "receive": { "mode": "exact" }, "hidden": 64 }));
+        let there =
+            conditions("bench", &json!({ "tokens": 32, "receive": { "mode": "slots" }, "hidden": 64 }));
+        assert_eq!(differences(&there, &here), r#"mode "slots", not "exact", tokens 32, not 16"#);
         let of = |command| conditions(command, &1);
         assert_eq!(differences(&of("trace"), &of("bench")), r#"command "trace", not "bench""#);
     }

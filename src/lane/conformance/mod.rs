@@ -229,7 +229,7 @@ impl<'a> Actor<'a> {
 /// A lane, and worlds of two ranks that it joins.
 const LANES: [(&str, [u32; 2], NetChoice); 4] = [
     ("shm", [0, 0], NetChoice::Auto),
-    ("loop", [0, 1], NetChoice::Auto),
+    ("loopback", [0, 1], NetChoice::Auto),
     ("paced", [0, 1], NetChoice::Auto),
     ("tcp", [0, 1], NetChoice::Tcp),
 ];
@@ -291,7 +291,7 @@ fn the_shm_lane_conforms() {
 
 #[test]
 fn the_loop_lane_conforms() {
-    conforms("loop");
+    conforms("loopback");
 }
 
 #[test]

@@ -14,6 +14,7 @@ pub struct Counters {
     /// Bytes that the requests carried.
     pub bytes: u64,
     /// Of these, bytes that were copied before the card read them.
+    #[serde(rename = "copied_bytes")]
     pub copied: u64,
     /// Completions of receives.
     pub received: u64,

@@ -47,7 +47,7 @@ use crate::schedule::Tag;
 /// ([`Pace`]).
 ///
 /// [`Pace`]: crate::config::Pace
-pub const LOOP: &str = "loop";
+pub const LOOP: &str = "loopback";
 /// See [`LOOP`].
 pub const PACED: &str = "paced";
 

@@ -1,4 +1,4 @@
-//! Ranks of several nodes on the detour: rows go by pinned memory of the host, since the loop lane
+//! Ranks of several nodes on the detour: rows go by pinned memory of the host, since the loopback lane
 //! reaches no device. Straight they go in the library's own tests, which have cards that are not
 //! there.
 
@@ -28,7 +28,7 @@ fn every_slot_and_every_sum_is_right_across_nodes() {
             on_nodes(nodes, &options(), |world| {
                 let mut rank = Rank::new(case, world);
                 let [report, _] = rank.rounds(1..2, 1);
-                assert_eq!((report.detour, report.registration), (Some(NoGpuDirect::Lane("loop")), None));
+                assert_eq!((report.detour, report.registration), (Some(NoGpuDirect::Lane("loopback")), None));
                 let far = nodes.iter().filter(|&node| *node != nodes[rank.me() as usize]).count() as u64;
                 let slots = far * case.shape().bytes();
                 assert_eq!((report.enqueued.staged_out_bytes, report.enqueued.in_bytes), (slots, slots));
@@ -77,7 +77,7 @@ fn released_dispatch_returns_nothing_and_the_next_one_follows() {
 fn a_silent_rank_of_another_node_is_named_by_the_deadline() {
     on_stand_in("slots::nodes::a_silent_rank_of_another_node_is_named_by_the_deadline", || {
         on_nodes(&TWO_AND_TWO, &impatient(), |world| {
-            silent(CASE, 3, world, |me| if me == 2 { "copy engine" } else { "loop" });
+            silent(CASE, 3, world, |me| if me == 2 { "copy engine" } else { "loopback" });
         });
     });
 }

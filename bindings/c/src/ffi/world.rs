@@ -48,7 +48,7 @@ pub struct WorldInfo {
     pub node: u32,
     /// Ranks of that node.
     pub ranks_of_node: u32,
-    /// The lane that joins the nodes, "loop", "verbs" or "tcp"; empty where there is one node.
+    /// The lane that joins the nodes, "loopback", "verbs" or "tcp"; empty where there is one node.
     pub rail: [c_char; 16],
     /// The instruction set in use.
     pub simd: [c_char; 16],

@@ -160,7 +160,7 @@ class ExpertParallel:
         wire: Literal["f32", "bf16"] = "f32",
         layout: Literal["expert-major", "rank-major"] = "expert-major",
         route: Literal["direct", "pxn"] = "direct",
-        strategy: Literal["exchange", "gather"] = "exchange",
+        strategy: Literal["all-to-all", "all-gather"] = "all-to-all",
         align: int = 1,
         max_tokens: int = 4096,
         weighted: bool = False,

@@ -33,7 +33,7 @@ def launch(
     """Calls ``function(*args)`` in ``ranks`` new processes, as ranks of one job; returns the results by rank.
 
     ``sidelane.init()`` in them finds that job. With ``nodes``, equal parts of the ranks act as nodes of their own,
-    joined by the loop lane. ``env`` has further variables. The function may be one of a notebook: what cannot be
+    joined by the loopback lane. ``env`` has further variables. The function may be one of a notebook: what cannot be
     imported travels by value. Processes are spawned; ``start="forkserver"`` forks them from multiprocessing's server,
     which never joins a world. That is faster where ``multiprocessing.set_forkserver_preload`` names modules that take
     seconds to import.

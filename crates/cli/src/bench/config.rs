@@ -26,12 +26,12 @@ pub struct Config {
     pub dtype: RowType,
     pub top_k: u32,
     pub experts: u32,
-    pub order: SumOrder,
-    pub wire: PartialDtype,
+    pub sum_order: SumOrder,
+    pub partial_dtype: PartialDtype,
     pub layout: RowLayout,
-    pub room: Room,
+    pub receive: ReceiveConfig,
     pub route: Route,
-    pub spans: bool,
+    pub coalesce_relays: bool,
     pub strategy: Strategy,
     pub align: u32,
     pub backward: bool,
@@ -54,12 +54,12 @@ impl Config {
             dtype: args.dtype,
             top_k: share.top_k,
             experts: share.experts,
-            order: args.order,
-            wire: args.wire,
+            sum_order: args.sum_order,
+            partial_dtype: args.partial_dtype,
             layout: args.layout,
-            room: Room::default(),
+            receive: ReceiveConfig::default(),
             route: args.route,
-            spans: args.spans,
+            coalesce_relays: args.coalesce_relays,
             strategy: args.strategy,
             align: args.align,
             backward,
@@ -69,11 +69,11 @@ impl Config {
         };
         config.check(rounds)?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
-        let room = Room::resolve(args, &config, &routed.router)?;
-        if config.strategy == Strategy::AllGather && room.mode().slots().is_some() {
-            return Err(usage!("--mode slots is for --strategy exchange"));
+        let receive = ReceiveConfig::resolve(args, &config, &routed.router)?;
+        if config.strategy == Strategy::AllGather && receive.mode().slots().is_some() {
+            return Err(usage!("--mode slots is for --strategy all-to-all"));
         }
-        Ok(Config { rounds, room, ..config })
+        Ok(Config { rounds, receive, ..config })
     }
 
     fn check(&self, rounds: Option<u32>) -> Result<(), CliError> {
@@ -83,7 +83,7 @@ impl Config {
             ("--align", self.align),
             ("--rounds", rounds.unwrap_or(1)),
         ])?;
-        let Config { hidden, top_k, experts, wire, layout, route, .. } = *self;
+        let Config { hidden, top_k, experts, partial_dtype: wire, layout, route, .. } = *self;
         let (dtype, bytes) = (self.dtype.element(), self.row_bytes());
         if !bytes.is_multiple_of(UNIT) {
             return Err(usage!(
@@ -94,29 +94,29 @@ impl Config {
             return Err(usage!("--top-k is {top_k}, but there are only {experts} experts"));
         }
         if !wire.carries(dtype) {
-            return Err(usage!("--wire {wire} is for rows of {wire}, and these are {dtype}"));
+            return Err(usage!("--partial-dtype {wire} is for rows of {wire}, and these are {dtype}"));
         }
-        if self.spans && (layout, route) != (RowLayout::RankMajor, Route::Pxn) {
-            return Err(usage!("--spans is for --layout rank-major --route pxn"));
+        if self.coalesce_relays && (layout, route) != (RowLayout::RankMajor, Route::Pxn) {
+            return Err(usage!("--coalesce-relays is for --layout rank-major --route pxn"));
         }
-        if self.spans && self.strategy == Strategy::AllGather {
-            return Err(usage!("--spans is for --strategy exchange"));
+        if self.coalesce_relays && self.strategy == Strategy::AllGather {
+            return Err(usage!("--coalesce-relays is for --strategy all-to-all"));
         }
         Ok(())
     }
 
     /// Whether others can do the same.
-    pub fn check_peers(&self) -> Result<(), CliError> {
+    pub fn check_baselines(&self) -> Result<(), CliError> {
         for (option, usual) in [
             ("--dtype", self.dtype == RowType::Bf16),
             ("--layout", self.layout == RowLayout::ExpertMajor),
-            ("--order", self.order == SumOrder::Expert),
-            ("--mode", self.room.mode == RoomMode::Eager),
+            ("--sum-order", self.sum_order == SumOrder::Expert),
+            ("--mode", self.receive.mode == ReceiveKind::Exact),
             ("--align", self.align == 1),
         ] {
             if !usual {
                 return Err(usage!(
-                    "{option} is not for --peers: they move bf16 rows by expert, as many as there are, and add them up by expert"
+                    "{option} is not for --baselines: they move bf16 rows by expert, as many as there are, and add them up by expert"
                 ));
             }
         }
@@ -124,7 +124,9 @@ impl Config {
         if experts.is_multiple_of(ranks) {
             Ok(())
         } else {
-            Err(usage!("--peers need a number of experts that {ranks} ranks can share evenly, not {experts}"))
+            Err(usage!(
+                "--baselines need a number of experts that {ranks} ranks can share evenly, not {experts}"
+            ))
         }
     }
 
@@ -151,7 +153,7 @@ impl Config {
 
     /// Type of partial sums, if the order of addition makes some.
     pub fn partials(&self) -> Option<PartialDtype> {
-        (self.order != SumOrder::Expert).then_some(self.wire)
+        (self.sum_order != SumOrder::Expert).then_some(self.partial_dtype)
     }
 
     /// Bytes of one row that comes back.
@@ -196,11 +198,11 @@ pub struct ConditionArgs {
 
     /// Order of addition in combine: by expert, or partial sums per rank or per node first, which cross in place of rows
     #[arg(long, default_value = "expert", value_parser = one_of(SumOrder::ALL, SumOrder::name))]
-    pub order: SumOrder,
+    pub sum_order: SumOrder,
 
-    /// Type of partial sums; there are none with --order expert
+    /// Type of partial sums; there are none with --sum-order expert
     #[arg(long, default_value = "f32", value_parser = one_of(PartialDtype::ALL, PartialDtype::name))]
-    pub wire: PartialDtype,
+    pub partial_dtype: PartialDtype,
 
     /// Order of the received rows: a row for each expert, by expert; or one for all experts of a rank, by source
     #[arg(long, default_value = "expert-major", value_parser = one_of(RowLayout::ALL, RowLayout::name))]
@@ -208,7 +210,7 @@ pub struct ConditionArgs {
 
     /// How receive memory is sized
     #[arg(long, value_enum, default_value_t)]
-    pub mode: RoomMode,
+    pub mode: ReceiveKind,
 
     /// Rows that a rank may receive: this factor of tokens x top-k or, rank-major, of the (token, rank) rows that a rank
     /// receives on average
@@ -229,11 +231,11 @@ pub struct ConditionArgs {
 
     /// Let relays copy spans of rows, not rows one by one, as a copy engine would: for --layout rank-major --route pxn
     #[arg(long)]
-    pub spans: bool,
+    pub coalesce_relays: bool,
 
     /// Way of rows to the ranks of their experts: each to those that its token chose, or every token to every rank, which
     /// copies what is for its experts
-    #[arg(long, default_value = "exchange", value_parser = one_of(Strategy::ALL, Strategy::name))]
+    #[arg(long, default_value = "all-to-all", value_parser = one_of(Strategy::ALL, Strategy::name))]
     pub strategy: Strategy,
 
     /// Start and pad the rows of each expert to a multiple of this many rows
@@ -262,10 +264,10 @@ fn overflow(what: Overflow) -> &'static str {
 /// What `--mode` names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum RoomMode {
+pub enum ReceiveKind {
     /// As much as a call needs
     #[default]
-    Eager,
+    Exact,
     /// At most --budget
     Budget,
     /// Fixed slots for each source, and no counts are exchanged
@@ -274,8 +276,8 @@ pub enum RoomMode {
 
 /// How receive memory is sized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Room {
-    pub mode: RoomMode,
+pub struct ReceiveConfig {
+    pub mode: ReceiveKind,
     /// What a rank may receive, by what it receives on average.
     pub budget: Option<f64>,
     /// That in rows, or the slots of each source.
@@ -284,31 +286,31 @@ pub struct Room {
     pub overflow: Option<Overflow>,
 }
 
-impl Room {
+impl ReceiveConfig {
     /// From the command line and what the routing needs.
     ///
     /// # Errors
     /// Options of another mode; room that the routing overflows, unless what is too much is dropped.
     pub fn resolve(args: &ConditionArgs, config: &Config, router: &Router) -> Result<Self, CliError> {
         for (option, given, mode) in [
-            ("--budget", args.budget.is_some(), RoomMode::Budget),
-            ("--slots", args.slots.is_some(), RoomMode::Slots),
+            ("--budget", args.budget.is_some(), ReceiveKind::Budget),
+            ("--slots", args.slots.is_some(), ReceiveKind::Slots),
         ] {
             if given && args.mode != mode {
                 return Err(usage!("{option} is for --mode {}", word(&mode)));
             }
         }
-        if args.mode == RoomMode::Eager {
+        if args.mode == ReceiveKind::Exact {
             let other = usage!("--on-overflow is for --mode budget or slots");
-            return if args.on_overflow.is_some() { Err(other) } else { Ok(Room::default()) };
+            return if args.on_overflow.is_some() { Err(other) } else { Ok(ReceiveConfig::default()) };
         }
         let placement = Placement::new(config, router, ReceiveMode::Exact)?;
         let overflow = args.on_overflow.unwrap_or_default();
-        let room = match args.mode {
-            RoomMode::Slots => Self::slots(args.slots, overflow, &placement)?,
+        let sized = match args.mode {
+            ReceiveKind::Slots => Self::slots(args.slots, overflow, &placement)?,
             _ => Self::budget(args.budget.unwrap_or(1.0), overflow, config, &placement)?,
         };
-        Ok(Room { mode: args.mode, overflow: Some(overflow), ..room })
+        Ok(ReceiveConfig { mode: args.mode, overflow: Some(overflow), ..sized })
     }
 
     fn slots(asked: Option<u32>, overflow: Overflow, placement: &Placement) -> Result<Self, CliError> {
@@ -320,7 +322,7 @@ impl Room {
                 "--slots {slots} are too few: --slots {most} has room for all, or let rows be dropped with --on-overflow drop"
             ));
         }
-        Ok(Room { rows: Some(slots), ..Room::default() })
+        Ok(ReceiveConfig { rows: Some(slots), ..ReceiveConfig::default() })
     }
 
     fn budget(
@@ -352,16 +354,16 @@ impl Room {
                 "--budget {factor} is {rows} rows, but rank {rank} needs {required}: --budget {enough} has room for all, or let rows be dropped with --on-overflow drop"
             ));
         }
-        Ok(Room { budget: Some(factor), rows: Some(rows), ..Room::default() })
+        Ok(ReceiveConfig { budget: Some(factor), rows: Some(rows), ..ReceiveConfig::default() })
     }
 
     /// As the library has it.
     pub fn mode(self) -> ReceiveMode {
         let (rows, overflow) = (self.rows.unwrap_or(0), self.overflow.unwrap_or_default());
         match self.mode {
-            RoomMode::Eager => ReceiveMode::Exact,
-            RoomMode::Budget => ReceiveMode::Budget { rows, overflow },
-            RoomMode::Slots => ReceiveMode::Slots { rows, overflow },
+            ReceiveKind::Exact => ReceiveMode::Exact,
+            ReceiveKind::Budget => ReceiveMode::Budget { rows, overflow },
+            ReceiveKind::Slots => ReceiveMode::Slots { rows, overflow },
         }
     }
 
@@ -372,11 +374,11 @@ impl Room {
             _ => "",
         };
         match (self.mode, self.budget) {
-            (RoomMode::Eager, _) => "eager".to_owned(),
-            (RoomMode::Budget, factor) => {
+            (ReceiveKind::Exact, _) => "exact".to_owned(),
+            (ReceiveKind::Budget, factor) => {
                 format!("budget {} ({rows} rows per rank{overflow})", factor.unwrap_or(0.0))
             }
-            (RoomMode::Slots, _) => format!("slots ({rows} per source and bin{overflow})"),
+            (ReceiveKind::Slots, _) => format!("slots ({rows} per source and bin{overflow})"),
         }
     }
 }
@@ -437,17 +439,17 @@ pub struct Words {
 impl Words {
     pub fn of(config: &Config) -> Self {
         let Config { tokens, hidden, dtype, routing, experts, top_k, seed, align, .. } = config;
-        let (order, route) = (config.order.name(), config.route.name());
+        let (order, route) = (config.sum_order.name(), config.route.name());
         let (layout, wire) = (config.layout.name(), config.partials().map_or("none", PartialDtype::name));
         Words {
             ranks: shape_words(&config.ranks_per_node),
             rows: format!("{tokens} tokens per rank, hidden {hidden}, {}", dtype.name()),
             routing: format!("{routing}, {experts} experts, top-{top_k}, seed {seed}"),
             schedule: format!(
-                "{}route {route}{}, layout {layout}, order {order}, wire {wire}, align {align}, {}",
+                "{}route {route}{}, layout {layout}, sum order {order}, partials {wire}, align {align}, {}",
                 if config.strategy == Strategy::AllGather { "all-gather, " } else { "" },
-                if config.spans { " in spans" } else { "" },
-                config.room.words()
+                if config.coalesce_relays { " in spans" } else { "" },
+                config.receive.words()
             ),
         }
     }
@@ -468,7 +470,10 @@ pub mod tests {
     fn the_main_job_needs_no_options() {
         let args = parsed::<BenchArgs>("").unwrap().conditions;
         assert_eq!((args.nodes.nodes, args.nodes.ranks_per_node.len(), args.router.tokens), (None, 0, None));
-        assert_eq!((args.route, args.order, args.wire), (Route::Pxn, SumOrder::Expert, PartialDtype::F32));
+        assert_eq!(
+            (args.route, args.sum_order, args.partial_dtype),
+            (Route::Pxn, SumOrder::Expert, PartialDtype::F32)
+        );
         assert_eq!((args.hidden, args.dtype, args.routing), (2048, RowType::Bf16, None));
     }
 
@@ -533,9 +538,9 @@ pub mod tests {
     #[test]
     fn partial_sums_have_a_type_where_the_order_makes_some() {
         for (words, partials) in [
-            ("--wire bf16", None),
-            ("--order rank", Some(PartialDtype::F32)),
-            ("--order node --wire bf16", Some(PartialDtype::Bf16)),
+            ("--partial-dtype bf16", None),
+            ("--sum-order rank", Some(PartialDtype::F32)),
+            ("--sum-order node --partial-dtype bf16", Some(PartialDtype::Bf16)),
         ] {
             assert_eq!(resolve(words).partials(), partials, "{words}");
         }
@@ -576,11 +581,15 @@ pub mod tests {
 
     #[test]
     fn a_configuration_survives_the_way_to_a_rank() {
-        let config = resolve("--nodes 2 --ranks-per-node 3,5 --order node --wire bf16 --routing incast");
+        let config =
+            resolve("--nodes 2 --ranks-per-node 3,5 --sum-order node --partial-dtype bf16 --routing incast");
         let json = serde_json::to_string(&config).unwrap();
-        for words in
-            [r#""layout":"expert-major""#, r#""route":"pxn""#, r#""order":"node""#, r#""wire":"bf16""#]
-        {
+        for words in [
+            r#""layout":"expert-major""#,
+            r#""route":"pxn""#,
+            r#""sum_order":"node""#,
+            r#""partial_dtype":"bf16""#,
+        ] {
             assert!(json.contains(words), "{json}");
         }
         assert_eq!(serde_json::from_str::<Config>(&json).unwrap(), config);
@@ -597,8 +606,8 @@ pub mod tests {
 
     #[test]
     fn room_is_resolved_to_rows_by_what_the_routing_needs() {
-        let room = |words: &str| resolve(&format!("--tokens 16 --routing incast {words}")).room;
-        assert_eq!(room(""), Room::default());
+        let room = |words: &str| resolve(&format!("--tokens 16 --routing incast {words}")).receive;
+        assert_eq!(room(""), ReceiveConfig::default());
         let budget = room("--mode budget --budget 0.5 --on-overflow drop");
         assert_eq!(
             (budget.rows, budget.mode()),

@@ -123,13 +123,13 @@ impl<'c, E: Number> Layer<'c, E> {
             .dtype(config.dtype.element())
             .fp8(config.dtype.record(config.hidden).is_some())
             .layout(config.layout)
-            .mode(config.room.mode())
+            .mode(config.receive.mode())
             .align(config.align)
             .max_tokens(config.tokens)
-            .sum_order(config.order)
-            .partial_dtype(config.wire)
+            .sum_order(config.sum_order)
+            .partial_dtype(config.partial_dtype)
             .route(config.route)
-            .coalesce_relays(config.spans)
+            .coalesce_relays(config.coalesce_relays)
             .strategy(config.strategy)
             .build()?;
         let router = Router::open(&config.routing)?;

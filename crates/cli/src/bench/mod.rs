@@ -55,7 +55,7 @@ pub struct BenchArgs {
     /// Take turns with others that do the same the usual way, over MPI and over torch's gloo, if they are installed: rows
     /// by expert, bf16, on one machine
     #[arg(long, conflicts_with = "master")]
-    pub peers: bool,
+    pub baselines: bool,
 
     /// Write the report as JSON, on the machine of rank 0
     #[arg(long, value_name = "FILE")]
@@ -74,8 +74,8 @@ impl Command for BenchArgs {
         let machines = &self.conditions.machines;
         machines.claim(self.json.iter().chain(&self.trace_out))?;
         // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
-        let folder = self.peers.then(Folder::make).transpose()?;
-        task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
+        let folder = self.baselines.then(Folder::make).transpose()?;
+        task.baselines = folder.as_ref().map(|folder| folder.path().to_owned());
         ranks::start(Self::NAME, &task.config.ranks_per_node, machines, &task, Vec::new())
     }
 

@@ -1,6 +1,6 @@
-//! The same calls done the usual way by others, beside ours: `bench --peers`.
+//! The same calls done the usual way by others, beside ours: `bench --baselines`.
 //!
-//! A peer is a program of `benches/peers` with as many processes as there are ranks. They stay for the whole measurement
+//! A baseline is a program of `benches/peers` with as many processes as there are ranks. They stay for the whole measurement
 //! and take turns with us, round by round, so that a busy moment of the machine meets both; who is not at work sleeps.
 //! Rank 0 says whose turn it is, once all ranks are done and the others wait in the barrier that begins the next round.
 //!
@@ -15,7 +15,7 @@ use sidelane::Group;
 
 use super::rank::Kind;
 use crate::error::CliError;
-use crate::peers::{self, Folder, PeerPass, Programs, Unavailable, compared};
+use crate::peers::{self, BaselinePass, Folder, Programs, Unavailable, compared};
 use crate::table;
 
 const LAYER: Programs = Programs {
@@ -85,55 +85,55 @@ impl Field {
     }
 
     /// What was found, beside our own rounds: those of dispatch, and of combine. None if nobody was asked for.
-    pub fn report(&self, real_us: [&[f64]; 2]) -> Option<Peers> {
+    pub fn report(&self, real_us: [&[f64]; 2]) -> Option<Baselines> {
         let others = self.others.as_ref()?;
         let ran = others.running.iter().zip(&self.same).zip(&self.rounds_us);
-        let ran = ran.map(|((contender, &same), rounds_us)| {
-            let [dispatch, combine] = [0, 1].map(|nth| PeerPass::new(&rounds_us[nth], real_us[nth]));
+        let ran = ran.map(|((contender, &bitwise_equal), rounds_us)| {
+            let [dispatch, combine] = [0, 1].map(|nth| BaselinePass::new(&rounds_us[nth], real_us[nth]));
             let (name, version) = (contender.way.name().to_owned(), contender.version.clone());
-            PeerReport { name, version, same, dispatch, combine }
+            BaselineReport { name, version, bitwise_equal, dispatch, combine }
         });
-        Some(Peers { ran: ran.collect(), absent: others.absent.clone() })
+        Some(Baselines { results: ran.collect(), unavailable: others.absent.clone() })
     }
 }
 
 /// Those that ran and those that could not. Keys are described in `docs/bench-json.md`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Peers {
-    pub ran: Vec<PeerReport>,
-    pub absent: Vec<Unavailable>,
+pub struct Baselines {
+    pub results: Vec<BaselineReport>,
+    pub unavailable: Vec<Unavailable>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct PeerReport {
+pub struct BaselineReport {
     pub name: String,
     /// What it says that it is.
     pub version: String,
     /// Whether its rows and sums are ours, bit by bit.
-    pub same: bool,
-    pub dispatch: PeerPass,
-    pub combine: PeerPass,
+    pub bitwise_equal: bool,
+    pub dispatch: BaselinePass,
+    pub combine: BaselinePass,
 }
 
-impl Peers {
+impl Baselines {
     /// Whether all that ran have computed what we have.
     pub fn all_same(&self) -> bool {
-        self.ran.iter().all(|peer| peer.same)
+        self.results.iter().all(|baseline| baseline.bitwise_equal)
     }
 
     pub fn text(&self) -> String {
         let mut text = String::new();
-        if !self.ran.is_empty() {
+        if !self.results.is_empty() {
             let header =
-                ["peer", "dispatch", "max", "x ours (95%)", "combine", "max", "x ours (95%)", "result"];
+                ["baseline", "dispatch", "max", "x ours (95%)", "combine", "max", "x ours (95%)", "result"];
             let mut table = table::figures(header);
-            for PeerReport { version, same, dispatch, combine, .. } in &self.ran {
+            for BaselineReport { version, bitwise_equal, dispatch, combine, .. } in &self.results {
                 let figures = [dispatch.cells(1), combine.cells(1)].concat();
-                table.add_row([vec![version.clone()], figures, vec![compared(*same)]].concat());
+                table.add_row([vec![version.clone()], figures, vec![compared(*bitwise_equal)]].concat());
             }
             text = table.trim_fmt() + "\n";
         }
-        self.absent.iter().fold(text, |text, peer| text + &peer.text() + "\n")
+        self.unavailable.iter().fold(text, |text, one| text + &one.text() + "\n")
     }
 }
 
@@ -144,23 +144,23 @@ mod tests {
 
     #[test]
     fn the_text_says_who_ran_who_did_not_and_who_computed_something_else() {
-        let pass = PeerPass::new(&[34_000.0; 3], &[4000.0; 3]);
-        let ran = |same| PeerReport {
+        let pass = BaselinePass::new(&[34_000.0; 3], &[4000.0; 3]);
+        let ran = |bitwise_equal| BaselineReport {
             name: "mpi".into(),
             version: "Open MPI v4".into(),
-            same,
+            bitwise_equal,
             dispatch: pass,
             combine: pass,
         };
         let absent = Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch");
-        let peers = Peers { ran: vec![ran(true)], absent: vec![absent] };
-        let text = peers.text();
+        let baselines = Baselines { results: vec![ran(true)], unavailable: vec![absent] };
+        let text = baselines.text();
         for words in
             ["Open MPI v4", "34.0 ms", "8.5 (8.5-8.5)", "same bits", "there is no python3", "pip install"]
         {
             assert!(text.contains(words), "{words:?} in\n{text}");
         }
-        let wrong = Peers { ran: vec![ran(true), ran(false)], absent: Vec::new() };
-        assert!(peers.all_same() && !wrong.all_same() && wrong.text().contains("NOT THE SAME"));
+        let wrong = Baselines { results: vec![ran(true), ran(false)], unavailable: Vec::new() };
+        assert!(baselines.all_same() && !wrong.all_same() && wrong.text().contains("NOT THE SAME"));
     }
 }

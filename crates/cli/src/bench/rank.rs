@@ -22,7 +22,7 @@ use super::config::Config;
 use super::layer::{self, EVENTS, Layer, write_trace};
 use super::peers::Field;
 use super::reference::{Number, Placement};
-use super::report::{Crossing, First, Lanes, Pass, Report, RunConfig, Volume};
+use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
 use crate::error::{CliError, wrong};
 use crate::peers::Folder;
 use crate::ranks::{self, Sizes};
@@ -45,10 +45,10 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
     let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, task.conditions()?, record)?;
     let (rows, handle) = layer.dispatch_and_check()?;
     let y = layer.experts(&rows)?;
-    let received = if task.peers.is_some() { rows.rows::<u8>()?.to_vec() } else { Vec::new() };
+    let received = if task.baselines.is_some() { rows.rows::<u8>()?.to_vec() } else { Vec::new() };
     drop(rows);
     layer.combine_and_check(&y, &handle)?;
-    let mut field = match &task.peers {
+    let mut field = match &task.baselines {
         Some(folder) => layer.challenge(&Folder::at(folder), &received, &y)?,
         None => Field::default(),
     };
@@ -156,8 +156,8 @@ fn report<E: Number>(
         handle.dropped().iter().filter(|&&dropped| dropped).count() as u64,
     ];
     let [strays, landed, rail, returned, dropped_choices] = layer.sum(found)?;
-    let words = Crossing::words(&dispatched.traffic, layer.expected.crossing_choices());
-    let crossing = Crossing::new(config, layer.sum(words)?);
+    let words = InterNode::words(&dispatched.traffic, layer.expected.crossing_choices());
+    let crossing = InterNode::new(config, layer.sum(words)?);
     let came_home = crossing.combine_bytes(config);
     let verdict = layer.verdict()?;
     let (mut passes, mut rounds) = (Vec::new(), Vec::new());
@@ -178,8 +178,8 @@ fn report<E: Number>(
         rounds.push(real);
     }
     let first = |laps: &Laps| -> Result<f64, CliError> { Ok(laps.rounds(&layer.group, &layer.machines)?[0]) };
-    let first = First { dispatch_us: first(&layer.dispatches)?, combine_us: first(&layer.combines)? };
-    let cards = Cards::of(layer)?;
+    let first = FirstCall { dispatch_us: first(&layer.dispatches)?, combine_us: first(&layer.combines)? };
+    let nics = Nics::of(layer)?;
     if layer.world.rank() != 0 {
         return Ok(None);
     }
@@ -188,7 +188,7 @@ fn report<E: Number>(
     }
     let local = layer.ep.lanes().iter().any(|used| used.lane == "shm").then(|| "shm".to_owned());
     let (rail, rail_reason) = machines::rail(&layer.world).unzip();
-    let exact = cards.as_ref().is_none_or(|cards| cards.exact);
+    let exact = nics.as_ref().is_none_or(|nics| nics.exact);
     let machines = layer.machines.count();
     let cores = machines::cores();
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
@@ -199,15 +199,15 @@ fn report<E: Number>(
         required_rows: handle.required_rows().iter().copied().max().unwrap_or(0),
         dropped_choices,
         memcpy_gbps,
-        first,
-        lanes: Lanes { local, rail, rail_reason },
-        cards,
-        crossing,
+        first_call: first,
+        lanes: Lanes { intra_node: local, inter_node: rail, inter_node_reason: rail_reason },
+        nics,
+        inter_node: crossing,
         dispatch: passes[0],
         combine: passes[1],
         dispatch_backward: passes.get(2).copied(),
         combine_backward: passes.get(3).copied(),
-        peers: field.report([&rounds[0], &rounds[1]]),
+        baselines: field.report([&rounds[0], &rounds[1]]),
     }))
 }
 
@@ -387,7 +387,7 @@ pub struct Task {
     pub json: Option<PathBuf>,
     pub trace_out: Option<PathBuf>,
     /// The folder of others that take turns with us.
-    pub peers: Option<PathBuf>,
+    pub baselines: Option<PathBuf>,
     pub sizes: Sizes,
 }
 
@@ -395,19 +395,19 @@ impl Task {
     /// From the command line. Who starts the ranks makes the folder of others.
     pub fn resolve(args: &BenchArgs) -> Result<Self, CliError> {
         let config = Config::resolve(&args.conditions, args.backward, args.rounds)?;
-        if args.peers {
-            config.check_peers()?;
+        if args.baselines {
+            config.check_baselines()?;
         }
         let sizes = sizes(&config)?;
         let (json, trace_out) = (args.json.clone(), args.trace_out.clone());
-        Ok(Task { config, json, trace_out, peers: None, sizes })
+        Ok(Task { config, json, trace_out, baselines: None, sizes })
     }
 
     /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
     pub fn conditions(&self) -> Result<String, CliError> {
         let mut conditions = self.config.conditions()?;
         conditions["trace_out"] = self.trace_out.is_some().into();
-        conditions["peers"] = self.peers.is_some().into();
+        conditions["baselines"] = self.baselines.is_some().into();
         Ok(ranks::conditions("bench", &conditions))
     }
 }
@@ -415,7 +415,7 @@ impl Task {
 /// Room for the calls of a round beside a dispatch that stays alive, for the busiest rank.
 pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let router = Router::open(&config.routing)?;
-    let placement = Placement::new(config, &router, config.room.mode())?;
+    let placement = Placement::new(config, &router, config.receive.mode())?;
     let rows = (0..config.ranks()).map(|rank| placement.at(rank, drop).rows.len() as u64);
     let busiest = rows.max().unwrap_or(0);
     let (nodes, tokens) = (config.node_map(), u64::from(config.tokens));
@@ -427,12 +427,12 @@ pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
         Route::Direct => 0,
     };
     let own = tokens * u64::from(config.top_k);
-    let notes = RowMetadata::of(config.layout, config.room.mode(), config.spans);
+    let notes = RowMetadata::of(config.layout, config.receive.mode(), config.coalesce_relays);
     let note_bytes = u64::from(notes.words(config.top_k)) * size_of::<u32>() as u64;
     // Rows of a chunk have words behind them; rows alone have not. Alive together at most: rows and output of the
     // first dispatch, rows and output of the round, the tokens, own rows that come home and, of each rank that is relayed, the
     // rows that wait to be handed on or the sums that wait to be brought home.
-    let partial = u64::from(config.hidden) * config.wire.size() as u64;
+    let partial = u64::from(config.hidden) * config.partial_dtype.size() as u64;
     let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
     // An all-gather has a control window of its own, and all tokens lie beside the rows.
     let (ranks, gathers) = (u64::from(config.ranks()), config.strategy == Strategy::AllGather);
@@ -445,7 +445,7 @@ pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
         false => (0, 0),
     };
     let pool = (5 * busiest + 3 * own + tokens + relayed * (tokens + own)) * row + gathered + (16 << 20);
-    let bins = Bins::of_layout(config.layout, &placement.map, config.order, &nodes);
+    let bins = Bins::of_layout(config.layout, &placement.map, config.sum_order, &nodes);
     let symmetric = ControlLayout::new(&paths, &bins, own, note_bytes).bytes() + gathering + (4 << 20);
     Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })
 }
@@ -458,16 +458,16 @@ fn gather_bins(config: &Config) -> Result<Bins, CliError> {
 
 /// Counted by the lane, and forecast from its calls; a node's ranks together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Cards {
+pub struct Nics {
     /// Per node: what was done.
-    pub done: Vec<RailCounters>,
+    pub measured: Vec<RailCounters>,
     /// Per node: what was to be done.
-    pub forecast: Vec<RailCounters>,
+    pub predicted: Vec<RailCounters>,
     /// Whether requests, packets and bytes are as forecast. Doorbells are more where a queue was full.
     pub exact: bool,
 }
 
-impl Cards {
+impl Nics {
     /// Of all ranks; none where the rails are no cards. Collective: all that was sent has landed.
     pub fn of<E: Number>(layer: &Layer<'_, E>) -> Result<Option<Self>, Error> {
         let world = &layer.world;
@@ -488,12 +488,12 @@ impl Cards {
         };
         let exact = done.iter().zip(&forecast).all(same);
         let any = done.iter().any(|done| done.requests > 0);
-        Ok(any.then_some(Cards { done, forecast, exact }))
+        Ok(any.then_some(Nics { measured: done, predicted: forecast, exact }))
     }
 
     pub fn text(&self) -> String {
-        let sum: RailCounters = self.done.iter().copied().sum();
-        let verdict = if self.exact { "as forecast" } else { "NOT AS FORECAST" };
+        let sum: RailCounters = self.measured.iter().copied().sum();
+        let verdict = if self.exact { "as predicted" } else { "NOT AS PREDICTED" };
         let RailCounters { requests, doorbells, packets, .. } = sum;
         format!("{requests} work requests, {doorbells} doorbells, {packets} packets, {verdict}")
     }

@@ -43,7 +43,7 @@ pub struct Expected {
 impl Expected {
     /// For one rank, from the routing of all.
     pub fn new(config: &Config, router: &Router, rank: u32) -> Result<Self, PlanError> {
-        let placement = Placement::new(config, router, config.room.mode())?;
+        let placement = Placement::new(config, router, config.receive.mode())?;
         let (own, k) = (placement.routing(rank), config.top_k as usize);
         let (mut dropped, mut required) = (vec![false; own.experts().len()], Vec::new());
         let mut rows = Vec::new();
@@ -245,8 +245,8 @@ impl Expected {
         let mut choices: Vec<(u32, u32, u32)> = chosen
             .map(|id| {
                 let rank = self.map.rank_of(self.map.slot_for(self.rank, id));
-                let by_rank = config.layout == RowLayout::RankMajor || config.order != SumOrder::Expert;
-                let group = match config.order {
+                let by_rank = config.layout == RowLayout::RankMajor || config.sum_order != SumOrder::Expert;
+                let group = match config.sum_order {
                     SumOrder::Expert => 0,
                     SumOrder::Rank => rank,
                     SumOrder::Node => self.nodes.node_of(rank),

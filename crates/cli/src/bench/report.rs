@@ -8,9 +8,9 @@ use sidelane::dtype::PartialDtype;
 use sidelane::plan::{RowLayout, RowsByDistance, SumOrder, Traffic};
 use sidelane::topology::Route;
 
-use super::config::{Config, RoomMode, Words};
-use super::peers::Peers;
-use super::rank::Cards;
+use super::config::{Config, ReceiveKind, Words};
+use super::peers::Baselines;
+use super::rank::Nics;
 use crate::stats::{ratio_of_medians, summary};
 use crate::table::{self, time, volume};
 use crate::{command, machines};
@@ -26,11 +26,11 @@ pub struct Report {
     /// Of all ranks.
     pub dropped_choices: u64,
     pub memcpy_gbps: f64,
-    pub first: First,
+    pub first_call: FirstCall,
     pub lanes: Lanes,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub cards: Option<Cards>,
-    pub crossing: Crossing,
+    pub nics: Option<Nics>,
+    pub inter_node: InterNode,
     pub dispatch: Pass,
     pub combine: Pass,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -39,7 +39,7 @@ pub struct Report {
     pub combine_backward: Option<Pass>,
     /// Others that took turns with us, if they were asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub peers: Option<Peers>,
+    pub baselines: Option<Baselines>,
 }
 
 /// What was asked for, and what the machine made of it.
@@ -57,7 +57,7 @@ pub struct RunConfig {
 
 /// The first calls of a world: what later ones find touched, they touch.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct First {
+pub struct FirstCall {
     pub dispatch_us: f64,
     pub combine_us: f64,
 }
@@ -65,10 +65,10 @@ pub struct First {
 /// Which lane the hops took; none where there was no such hop.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Lanes {
-    pub local: Option<String>,
-    pub rail: Option<String>,
+    pub intra_node: Option<String>,
+    pub inter_node: Option<String>,
     /// Why it is this one.
-    pub rail_reason: Option<String>,
+    pub inter_node_reason: Option<String>,
 }
 
 /// One kind of call.
@@ -78,8 +78,8 @@ pub struct Pass {
     pub p99_us: Option<f64>,
     pub max_us: f64,
     bytes_landed: u64,
-    bytes_rail: u64,
-    bytes_rail_logical: u64,
+    bytes_inter_node: u64,
+    bytes_inter_node_logical: u64,
     gbps: f64,
     floor_us: f64,
     share_of_floor: f64,
@@ -107,8 +107,8 @@ impl Pass {
             p99_us: real.p99,
             max_us: real.max,
             bytes_landed: volume.landed,
-            bytes_rail: volume.rail,
-            bytes_rail_logical: volume.rail_logical,
+            bytes_inter_node: volume.rail,
+            bytes_inter_node_logical: volume.rail_logical,
             gbps: gbps(volume.landed, real.p50),
             floor_us: floor.p50,
             share_of_floor: share.value,
@@ -146,8 +146,8 @@ impl command::Report for Report {
             (true, rows) => format!("verified: {rows} rows bit-exact"),
             (false, rows) => format!("NOT VERIFIED: only {rows} rows are bit-exact"),
         };
-        let room = match report.config.config.room.mode {
-            RoomMode::Eager => String::new(),
+        let room = match report.config.config.receive.mode {
+            ReceiveKind::Exact => String::new(),
             _ => format!(
                 ", {} choices dropped, {} rows needed at most by a rank",
                 report.dropped_choices, report.required_rows
@@ -155,17 +155,21 @@ impl command::Report for Report {
         };
         let place =
             if report.config.machines == 1 { "on the same machine" } else { "on all machines together" };
-        let First { dispatch_us, combine_us } = report.first;
+        let FirstCall { dispatch_us, combine_us } = report.first_call;
         let first = format!("first calls: dispatch {}, combine {}", time(dispatch_us), time(combine_us));
         let memcpy = format!("memcpy: {:.1} GB/s {place}; {first}", report.memcpy_gbps);
         let crossing =
-            report.crossing.text(&report.config.config).map_or(String::new(), |text| text + "\n\n");
-        let peers = report.peers.as_ref().map_or(String::new(), |peers| peers.text() + "\n");
-        format!("{}\n{verdict}{room}\n\n{}\n\n{peers}{crossing}{memcpy}", conditions(report), figures(report))
+            report.inter_node.text(&report.config.config).map_or(String::new(), |text| text + "\n\n");
+        let baselines = report.baselines.as_ref().map_or(String::new(), |baselines| baselines.text() + "\n");
+        format!(
+            "{}\n{verdict}{room}\n\n{}\n\n{baselines}{crossing}{memcpy}",
+            conditions(report),
+            figures(report)
+        )
     }
 
     fn is_right(&self) -> bool {
-        self.verified && self.peers.as_ref().is_none_or(Peers::all_same)
+        self.verified && self.baselines.as_ref().is_none_or(Baselines::all_same)
     }
 }
 
@@ -185,15 +189,15 @@ fn conditions(report: &Report) -> String {
         (
             "lanes",
             format!(
-                "local {}, rail {}{}",
-                lane(&lanes.local),
-                lane(&lanes.rail),
-                table::because(&lanes.rail_reason)
+                "within nodes {}, between nodes {}{}",
+                lane(&lanes.intra_node),
+                lane(&lanes.inter_node),
+                table::because(&lanes.inter_node_reason)
             ),
         ),
         ("rounds", conditions.config.rounds.to_string()),
     ];
-    lines.extend(report.cards.as_ref().map(|cards| ("cards", cards.text())));
+    lines.extend(report.nics.as_ref().map(|nics| ("NICs", nics.text())));
     table::head(&lines)
 }
 
@@ -203,7 +207,7 @@ fn figures(report: &Report) -> String {
         "p50",
         if report.dispatch.p99_us.is_some() { "p99" } else { "max" },
         "landed",
-        "rail",
+        "inter-node",
         "GB/s",
         "floor",
         "floor GB/s",
@@ -216,7 +220,7 @@ fn figures(report: &Report) -> String {
             time(pass.p50_us),
             time(pass.p99_us.unwrap_or(pass.max_us)),
             volume(pass.bytes_landed),
-            volume(pass.bytes_rail),
+            volume(pass.bytes_inter_node),
             format!("{:.1}", pass.gbps),
             time(pass.floor_us),
             format!("{:.1}", pass.floor_gbps()),
@@ -228,7 +232,7 @@ fn figures(report: &Report) -> String {
 
 /// Rows of all ranks in one dispatch.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Crossing {
+pub struct InterNode {
     /// What crosses, zeros included.
     pub rows: u64,
     /// What would cross with a row for each (token, expert), or for each (token, rank).
@@ -255,13 +259,13 @@ pub struct Dedup {
 /// What one kind of combine moves over rails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Home {
-    pub order: SumOrder,
+    pub sum_order: SumOrder,
     /// Type of partial sums; none where there are none.
-    pub wire: Option<PartialDtype>,
+    pub partial_dtype: Option<PartialDtype>,
     pub bytes: u64,
 }
 
-impl Crossing {
+impl InterNode {
     /// What one rank says to the others; `choices` of its tokens are on other nodes.
     pub fn words(traffic: &Traffic, choices: u64) -> [u64; 7] {
         let Traffic {
@@ -293,13 +297,13 @@ impl Crossing {
         let wires = PartialDtype::ALL.into_iter().filter(|wire| wire.carries(config.dtype.element()));
         let home = |order, wire: Option<PartialDtype>| {
             let partial_bytes = u64::from(config.hidden) * wire.map_or(0, |wire| wire.size() as u64);
-            Home { order, wire, bytes: all.home_bytes(order, partial_bytes) }
+            Home { sum_order: order, partial_dtype: wire, bytes: all.home_bytes(order, partial_bytes) }
         };
         let combine = SumOrder::ALL.into_iter().flat_map(|order| match order {
             SumOrder::Expert => vec![home(order, None)],
             SumOrder::Rank | SumOrder::Node => wires.clone().map(|wire| home(order, Some(wire))).collect(),
         });
-        Crossing {
+        InterNode {
             rows,
             expert_rows,
             rank_rows,
@@ -318,7 +322,7 @@ impl Crossing {
 
     /// The rows and what they save, and the combine of every order; nothing if nothing crosses.
     pub fn text(&self, config: &Config) -> Option<String> {
-        let Crossing { rows, expert_rows, rank_rows, .. } = self;
+        let InterNode { rows, expert_rows, rank_rows, .. } = self;
         let Dedup { expert, rank } = self.dedup?;
         let mut text = format!(
             "between nodes: {rows} rows, for {expert_rows} (token, expert) and {rank_rows} (token, rank)\n"
@@ -329,7 +333,7 @@ impl Crossing {
         );
         if config.route == Route::Pxn {
             let (relayed, copies) = (self.relay_rows, self.relay_copies);
-            let how = if config.spans { "spans" } else { "row by row" };
+            let how = if config.coalesce_relays { "spans" } else { "row by row" };
             let _ = writeln!(text, "relays hand on {relayed} rows in {copies} copies ({how})");
         }
         if config.route == Route::Direct {
@@ -340,12 +344,12 @@ impl Crossing {
             let _ = write!(text, "combine brings a row home for each (token, {of}), in every order");
             return Some(text);
         }
-        let mut table = table::new(["combine", "wire", "rail", ""]);
+        let mut table = table::new(["combine", "partials", "inter-node", ""]);
         text.push('\n');
         for home in &self.combine {
             table.add_row([
-                home.order.name(),
-                home.wire.map_or("-", PartialDtype::name),
+                home.sum_order.name(),
+                home.partial_dtype.map_or("-", PartialDtype::name),
                 &volume(home.bytes),
                 if home.is_of(config) { "measured" } else { "" },
             ]);
@@ -359,7 +363,7 @@ impl Crossing {
 
 impl Home {
     fn is_of(&self, config: &Config) -> bool {
-        (self.order, self.wire) == (config.order, config.partials())
+        (self.sum_order, self.partial_dtype) == (config.sum_order, config.partials())
     }
 }
 
@@ -373,10 +377,10 @@ pub mod tests {
     use super::*;
     use crate::bench::config::RowType;
     use crate::bench::config::tests::resolve;
-    use crate::bench::peers::PeerReport;
+    use crate::bench::peers::BaselineReport;
     use crate::command::Report as _;
     use crate::command::tests::assert_page_with;
-    use crate::peers::{PeerPass, Unavailable};
+    use crate::peers::{BaselinePass, Unavailable};
 
     #[test]
     fn the_text_holds_conditions_verdict_figures_and_memcpy() {
@@ -384,8 +388,8 @@ pub mod tests {
         for words in [
             "8 on 2 nodes (4 + 4), 1 machine, 2 cores, small pages",
             "zipf:1.0, 64 experts, top-8, seed 0",
-            "route pxn, layout expert-major, order node, wire bf16, align 1",
-            "local shm, rail loop (all nodes are on one machine)",
+            "route pxn, layout expert-major, sum order node, partials bf16, align 1",
+            "within nodes shm, between nodes loopback (all nodes are on one machine)",
             "verified: 32768 rows bit-exact",
             "6.20 ms",
             "6.40 ms",
@@ -411,8 +415,8 @@ pub mod tests {
     #[test]
     fn an_order_without_partial_sums_has_no_wire() {
         let mut report = sample();
-        report.config.config.order = SumOrder::Expert;
-        assert!(report.text().contains("order expert, wire none"));
+        report.config.config.sum_order = SumOrder::Expert;
+        assert!(report.text().contains("sum order expert, partials none"));
     }
 
     #[test]
@@ -424,13 +428,13 @@ pub mod tests {
     }
 
     fn config(route: Route, order: SumOrder, dtype: RowType) -> Config {
-        Config { route, order, dtype, hidden: 1000, ..sample().config.config }
+        Config { route, sum_order: order, dtype, hidden: 1000, ..sample().config.config }
     }
 
     #[test]
     fn every_order_and_wire_has_its_bytes() {
         let crossing =
-            Crossing::new(&config(Route::Pxn, SumOrder::Node, RowType::Bf16), [20, 80, 50, 20, 80, 90, 90]);
+            InterNode::new(&config(Route::Pxn, SumOrder::Node, RowType::Bf16), [20, 80, 50, 20, 80, 90, 90]);
         let bytes: Vec<u64> = crossing.combine.iter().map(|home| home.bytes / 1000).collect();
         assert_eq!(bytes, [80 * 2, 50 * 4, 50 * 2, 20 * 4, 20 * 2]);
         assert_eq!(crossing.dedup, Some(Dedup { expert: 4.0, rank: 2.5 }));
@@ -439,15 +443,15 @@ pub mod tests {
     #[test]
     fn rows_of_other_types_have_partials_in_f32_alone() {
         let crossing =
-            Crossing::new(&config(Route::Pxn, SumOrder::Node, RowType::F16), [20, 80, 50, 20, 80, 90, 90]);
-        let wires: Vec<_> = crossing.combine.iter().map(|home| home.wire).collect();
+            InterNode::new(&config(Route::Pxn, SumOrder::Node, RowType::F16), [20, 80, 50, 20, 80, 90, 90]);
+        let wires: Vec<_> = crossing.combine.iter().map(|home| home.partial_dtype).collect();
         assert_eq!(wires, [None, Some(PartialDtype::F32), Some(PartialDtype::F32)]);
     }
 
     #[test]
     fn the_text_marks_what_was_measured() {
         let config = config(Route::Pxn, SumOrder::Node, RowType::Bf16);
-        let text = Crossing::new(&config, [20, 80, 50, 20, 80, 90, 90]).text(&config).unwrap();
+        let text = InterNode::new(&config, [20, 80, 50, 20, 80, 90, 90]).text(&config).unwrap();
         assert!(text.contains("20 rows, for 80 (token, expert) and 50 (token, rank)"), "{text}");
         assert!(text.contains("dedup 4.0x against a row per (token, expert), 2.5x against one"), "{text}");
         assert!(text.contains("relays hand on 90 rows in 90 copies (row by row)"), "{text}");
@@ -459,7 +463,7 @@ pub mod tests {
     #[test]
     fn rows_that_go_straight_save_nothing_and_come_home_as_they_are() {
         let config = config(Route::Direct, SumOrder::Node, RowType::Bf16);
-        let crossing = Crossing::new(&config, [80, 80, 50, 20, 80, 0, 0]);
+        let crossing = InterNode::new(&config, [80, 80, 50, 20, 80, 0, 0]);
         assert!(crossing.combine.iter().all(|home| home.bytes == 80 * 2000));
         let text = crossing.text(&config).unwrap();
         assert!(text.contains("dedup 1.0x against a row per (token, expert), 0.6x against one"), "{text}");
@@ -469,7 +473,7 @@ pub mod tests {
     #[test]
     fn where_nothing_crosses_nothing_is_said() {
         let config = config(Route::Direct, SumOrder::Expert, RowType::Bf16);
-        let crossing = Crossing::new(&config, [0; 7]);
+        let crossing = InterNode::new(&config, [0; 7]);
         assert_eq!((crossing.dedup, crossing.text(&config)), (None, None));
     }
 
@@ -481,48 +485,49 @@ pub mod tests {
             Volume { landed: 134_217_728, rail: 33_554_432, rail_logical: 67_108_864 },
         );
         let config = resolve(
-            "--order node --wire bf16 --mode budget --budget 1.25 --on-overflow drop --routing zipf:1.0 --backward \
+            "--sum-order node --partial-dtype bf16 --mode budget --budget 1.25 --on-overflow drop --routing zipf:1.0 --backward \
              --rounds 3",
         );
         Report {
-            crossing: Crossing::new(&config, [8192, 16384, 12288, 8192, 16384, 16384, 16384]),
+            inter_node: InterNode::new(&config, [8192, 16384, 12288, 8192, 16384, 16384, 16384]),
             config: RunConfig { config, machines: 1, cores: 2, huge_pages_granted: false },
             verified: true,
             rows_verified: 32768,
             required_rows: 6000,
             dropped_choices: 880,
             memcpy_gbps: 9.1,
-            first: First { dispatch_us: 7300.0, combine_us: 7400.0 },
+            first_call: FirstCall { dispatch_us: 7300.0, combine_us: 7400.0 },
             lanes: Lanes {
-                local: Some("shm".into()),
-                rail: Some("loop".into()),
-                rail_reason: Some("all nodes are on one machine".into()),
+                intra_node: Some("shm".into()),
+                inter_node: Some("loopback".into()),
+                inter_node_reason: Some("all nodes are on one machine".into()),
             },
-            cards: Some(Cards {
-                done: vec![RailCounters {
+            nics: Some(Nics {
+                measured: vec![RailCounters {
                     requests: 12,
                     doorbells: 3,
                     packets: 40,
                     ..RailCounters::default()
                 }],
-                forecast: vec![RailCounters::default()],
+                predicted: vec![RailCounters::default()],
                 exact: true,
             }),
             dispatch: pass,
             combine: pass,
             dispatch_backward: Some(pass),
             combine_backward: Some(pass),
-            peers: Some(peers()),
+            baselines: Some(baselines()),
         }
     }
 
     /// Somebody who ran, and somebody who did not.
-    fn peers() -> Peers {
-        let pass = PeerPass::new(&[34_000.0, 30_000.0, 36_000.0], &[6200.0, 6000.0, 6400.0]);
+    fn baselines() -> Baselines {
+        let pass = BaselinePass::new(&[34_000.0, 30_000.0, 36_000.0], &[6200.0, 6000.0, 6400.0]);
         let (name, version) = ("mpi".to_owned(), "Open MPI v4".to_owned());
-        let ran = vec![PeerReport { name, version, same: true, dispatch: pass, combine: pass }];
-        let [name, why, install] = ["gloo", "there is no python3", "pip install torch"].map(str::to_owned);
-        Peers { ran, absent: vec![Unavailable { name, why, install }] }
+        let results =
+            vec![BaselineReport { name, version, bitwise_equal: true, dispatch: pass, combine: pass }];
+        let [name, reason, install] = ["gloo", "there is no python3", "pip install torch"].map(str::to_owned);
+        Baselines { results, unavailable: vec![Unavailable { name, reason, install }] }
     }
 
     #[test]

@@ -23,7 +23,7 @@ use crate::error::{CliError, usage};
 use crate::launch::MachineArgs;
 use crate::machines::{self, Machines};
 use crate::options::{NodeArgs, at_least_one};
-use crate::peers::{Field, Folder, PeerPass, Programs, Unavailable, compared};
+use crate::peers::{BaselinePass, Field, Folder, Programs, Unavailable, compared};
 use crate::perf::{Bytes, Sizes};
 use crate::stats::{Laps, summary};
 use crate::{ranks, table};
@@ -48,7 +48,7 @@ pub struct CollectivesArgs {
 
     /// Take turns with Open MPI and torch's gloo, if they are installed, on one machine
     #[arg(long, conflicts_with = "master")]
-    pub peers: bool,
+    pub baselines: bool,
 
     /// Write the report as JSON, on the machine of rank 0
     #[arg(long, value_name = "FILE")]
@@ -65,8 +65,8 @@ impl Command for CollectivesArgs {
         let mut task = Task::resolve(&self)?;
         self.machines.claim(&self.json)?;
         // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
-        let folder = self.peers.then(Folder::make).transpose()?;
-        task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
+        let folder = self.baselines.then(Folder::make).transpose()?;
+        task.baselines = folder.as_ref().map(|folder| folder.path().to_owned());
         ranks::start(Self::NAME, &task.ranks_per_node, &self.machines, &task, Vec::new())
     }
 
@@ -84,7 +84,7 @@ pub struct Task {
     pub ranks_per_node: Vec<u32>,
     pub runs: Vec<Run>,
     /// The folder by which others are told what to do.
-    pub peers: Option<PathBuf>,
+    pub baselines: Option<PathBuf>,
     pub json: Option<PathBuf>,
 }
 
@@ -114,12 +114,12 @@ impl Task {
         });
         let runs: Vec<Run> = runs.collect();
         let count = runs.len();
-        if args.peers && count > MOST_BESIDE {
+        if args.baselines && count > MOST_BESIDE {
             return Err(usage!(
-                "--peers: {count} operations and sizes are more than the {MOST_BESIDE} that others can be told"
+                "--baselines: {count} operations and sizes are more than the {MOST_BESIDE} that others can be told"
             ));
         }
-        Ok(Task { runs, peers: None, json: args.json.clone(), ranks_per_node })
+        Ok(Task { runs, baselines: None, json: args.json.clone(), ranks_per_node })
     }
 
     /// What all ranks must have in common. Only rank 0 writes files.
@@ -140,7 +140,7 @@ fn main(task: &Task) -> Result<ExitCode, CliError> {
     let world = ranks::join(task.sizes(), task.conditions(), 0)?;
     let group = world.all()?;
     let machines = Machines::of(&group)?;
-    let folder = task.peers.as_deref().map(Folder::at);
+    let folder = task.baselines.as_deref().map(Folder::at);
     let mut others =
         folder.as_ref().map(|folder| others(&group, task, folder)).transpose()?.unwrap_or_default();
     let mut barrier = group.window(0)?;
@@ -164,11 +164,12 @@ fn main(task: &Task) -> Result<ExitCode, CliError> {
         test.check()?;
         verified &= ranks::all_say(&group, test.is_right())?;
         let ours = laps.rounds(&group, &machines)?;
-        let beside = others.running.iter().zip(same).zip(&laps_us).map(|((contender, same), theirs)| {
-            let (name, version) = (contender.way.name().to_owned(), contender.version.clone());
-            Beside { name, version, same, times: PeerPass::new(theirs, &ours) }
-        });
-        runs.push(RunReport::new(run, &ours, beside.collect()));
+        let baselines =
+            others.running.iter().zip(same).zip(&laps_us).map(|((contender, bitwise_equal), theirs)| {
+                let (name, version) = (contender.way.name().to_owned(), contender.version.clone());
+                BaselineReport { name, version, bitwise_equal, timing: BaselinePass::new(theirs, &ours) }
+            });
+        runs.push(RunReport::new(run, &ours, baselines.collect()));
         bar.inc(1);
     }
     bar.finish_and_clear();
@@ -177,7 +178,7 @@ fn main(task: &Task) -> Result<ExitCode, CliError> {
     }
     let ranks_per_node = task.ranks_per_node.clone();
     let config = Conditions { ranks_per_node, machines: machines.count(), cores: machines::cores() };
-    command::finish(&Report { config, verified, runs, absent: others.absent.clone() }, &task.json)
+    command::finish(&Report { config, verified, runs, unavailable: others.absent.clone() }, &task.json)
 }
 
 /// Times rounds of ours and of others, in turn.
@@ -228,7 +229,7 @@ pub struct Report {
     /// Whether all results were right.
     pub verified: bool,
     pub runs: Vec<RunReport>,
-    pub absent: Vec<Unavailable>,
+    pub unavailable: Vec<Unavailable>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -246,25 +247,25 @@ pub struct RunReport {
     pub rounds: usize,
     pub p50_us: f64,
     pub max_us: f64,
-    pub peers: Vec<Beside>,
+    pub baselines: Vec<BaselineReport>,
 }
 
 /// Another, in the same rounds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Beside {
+pub struct BaselineReport {
     pub name: String,
     /// What it says that it is.
     pub version: String,
     /// Whether its result is ours, bit by bit.
-    pub same: bool,
-    pub times: PeerPass,
+    pub bitwise_equal: bool,
+    pub timing: BaselinePass,
 }
 
 impl RunReport {
-    pub fn new(run: Run, rounds_us: &[f64], peers: Vec<Beside>) -> Self {
+    pub fn new(run: Run, rounds_us: &[f64], baselines: Vec<BaselineReport>) -> Self {
         let seen = summary(rounds_us);
         let Run { operation, bytes, .. } = run;
-        RunReport { operation, bytes, rounds: rounds_us.len(), p50_us: seen.p50, max_us: seen.max, peers }
+        RunReport { operation, bytes, rounds: rounds_us.len(), p50_us: seen.p50, max_us: seen.max, baselines }
     }
 }
 
@@ -279,7 +280,8 @@ impl command::Report for Report {
         let machines = machines::words(*machines);
         let mut text =
             format!("{ranks} ranks ({of} by node), f32, {machines} with {cores} cores; {verified}\n\n");
-        let mut table = table::figures("operation|size|p50|max|peer|p50|max|x ours (95%)|result".split('|'));
+        let mut table =
+            table::figures("operation|size|p50|max|baseline|p50|max|x ours (95%)|result".split('|'));
         for run in &self.runs {
             let ours = [
                 run.operation.name(),
@@ -287,21 +289,25 @@ impl command::Report for Report {
                 table::time(run.p50_us),
                 table::time(run.max_us),
             ];
-            if run.peers.is_empty() {
+            if run.baselines.is_empty() {
                 table.add_row(ours.to_vec());
             }
-            for peer in &run.peers {
-                let theirs =
-                    [vec![peer.version.clone()], peer.times.cells(2).to_vec(), vec![compared(peer.same)]];
+            for baseline in &run.baselines {
+                let theirs = [
+                    vec![baseline.version.clone()],
+                    baseline.timing.cells(2).to_vec(),
+                    vec![compared(baseline.bitwise_equal)],
+                ];
                 table.add_row([ours.to_vec(), theirs.concat()].concat());
             }
         }
         text += &(table.trim_fmt() + "\n");
-        self.absent.iter().fold(text, |text, peer| text + &peer.text() + "\n")
+        self.unavailable.iter().fold(text, |text, one| text + &one.text() + "\n")
     }
 
     fn is_right(&self) -> bool {
-        self.verified && self.runs.iter().flat_map(|run| &run.peers).all(|peer| peer.same)
+        self.verified
+            && self.runs.iter().flat_map(|run| &run.baselines).all(|baseline| baseline.bitwise_equal)
     }
 }
 
@@ -314,13 +320,14 @@ mod tests {
 
     fn sample() -> Report {
         let run = Run { operation: Operation::AllReduce, bytes: 4096, rounds: 3 };
-        let times = PeerPass::new(&[30.0, 10.0, 20.0], &[6.0, 2.0, 4.0]);
-        let beside = Beside { name: "mpi".into(), version: "Open MPI v4".into(), same: true, times };
+        let timing = BaselinePass::new(&[30.0, 10.0, 20.0], &[6.0, 2.0, 4.0]);
+        let baseline =
+            BaselineReport { name: "mpi".into(), version: "Open MPI v4".into(), bitwise_equal: true, timing };
         Report {
             config: Conditions { ranks_per_node: vec![2, 1], machines: 1, cores: 2 },
             verified: true,
-            runs: vec![RunReport::new(run, &[6.0, 2.0, 4.0], vec![beside])],
-            absent: vec![Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch")],
+            runs: vec![RunReport::new(run, &[6.0, 2.0, 4.0], vec![baseline])],
+            unavailable: vec![Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch")],
         }
     }
 
@@ -344,7 +351,7 @@ mod tests {
             assert!(text.contains(words), "{words:?} in\n{text}");
         }
         let mut wrong = sample();
-        wrong.runs[0].peers[0].same = false;
+        wrong.runs[0].baselines[0].bitwise_equal = false;
         assert!(sample().is_right() && !wrong.is_right() && wrong.text().contains("NOT THE SAME"));
     }
 }

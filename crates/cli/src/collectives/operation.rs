@@ -18,7 +18,7 @@ pub enum Operation {
     /// Elements of each rank for each
     AllToAll,
     /// The same, read where it lands
-    AllToAllLanded,
+    AllToAllZeroCopy,
     /// Elements of all ranks for all
     AllGather,
     /// Sums of all ranks, a share for each
@@ -28,7 +28,7 @@ pub enum Operation {
 impl Operation {
     pub fn name(self) -> String {
         match self {
-            Operation::AllToAllLanded => "all-to-all, landed".to_owned(),
+            Operation::AllToAllZeroCopy => "all-to-all, zero-copy".to_owned(),
             other => word(&other),
         }
     }
@@ -38,7 +38,7 @@ impl Operation {
         match self {
             Operation::AllReduce => 0,
             Operation::Broadcast => 1,
-            Operation::AllToAll | Operation::AllToAllLanded => 2,
+            Operation::AllToAll | Operation::AllToAllZeroCopy => 2,
             Operation::AllGather => 3,
             Operation::ReduceScatter => 4,
         }
@@ -82,7 +82,7 @@ impl Test {
             }
             _ => None,
         };
-        let landing = if operation == Operation::AllToAllLanded { 4 * elements as u64 } else { 0 };
+        let landing = if operation == Operation::AllToAllZeroCopy { 4 * elements as u64 } else { 0 };
         Ok(Test {
             operation,
             rank,
@@ -106,7 +106,7 @@ impl Test {
     pub fn check(&mut self) -> Result<(), Error> {
         match self.operation {
             Operation::AllReduce | Operation::Broadcast => self.reset(),
-            Operation::AllToAllLanded => {
+            Operation::AllToAllZeroCopy => {
                 self.input.iter_mut().for_each(|x| *x += 1.0);
                 self.communicator.all_to_all_zero_copy(&self.input)?;
                 self.input.iter_mut().for_each(|x| *x -= 1.0);
@@ -127,7 +127,9 @@ impl Test {
             (Operation::ReduceScatter, Some((collective, shares))) => {
                 collective.reduce_scatter_into(&self.input[..], shares, &mut self.output)
             }
-            (Operation::AllToAllLanded, _) => self.communicator.all_to_all_zero_copy(&self.input).map(|_| ()),
+            (Operation::AllToAllZeroCopy, _) => {
+                self.communicator.all_to_all_zero_copy(&self.input).map(|_| ())
+            }
             (..) => self.communicator.all_to_all(&self.input, &mut self.output),
         }
     }
@@ -144,7 +146,9 @@ impl Test {
         let right = |at: usize| match self.operation {
             Operation::AllReduce => sum(at),
             Operation::Broadcast => element(0, at),
-            Operation::AllToAll | Operation::AllToAllLanded => element(at / share, rank * share + at % share),
+            Operation::AllToAll | Operation::AllToAllZeroCopy => {
+                element(at / share, rank * share + at % share)
+            }
             Operation::AllGather => element(at / share, at % share),
             Operation::ReduceScatter => sum(rank * self.output.len() + at),
         };

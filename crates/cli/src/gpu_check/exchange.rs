@@ -81,7 +81,7 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             env: Vec::new(),
             bind: Bind::None,
             grace: Duration::from_secs(5),
-            tag: false,
+            tag_output: false,
         };
         let code = job.run()?.exit_code();
         if code != 0 {

@@ -45,7 +45,7 @@ pub struct Job {
     /// How long the others may take to end after a failure or a signal.
     pub grace: Duration,
     /// Whether lines of output begin with the rank.
-    pub tag: bool,
+    pub tag_output: bool,
 }
 
 /// How a job ended.
@@ -74,7 +74,7 @@ impl Job {
         let inbox = Inbox::open().map_err(CliError::prepare("listen for signals"))?;
         let lifeline = Lifeline::new().map_err(CliError::prepare("open a pipe to the ranks"))?;
         let (meeting, places) = self.meeting(&lifeline)?;
-        let taggers = self.tag.then(Taggers::new);
+        let taggers = self.tag_output.then(Taggers::new);
         let mut guard = Guard::start(self.grace)?;
         let ranks = Ranks::start(&places, &meeting, self, (&mut guard, taggers.as_ref()))?;
         let outcome = self.watch(ranks, &inbox);

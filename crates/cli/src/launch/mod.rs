@@ -45,7 +45,7 @@ and Sidelane's own:
   SIDELANE_PORT          where the ranks meet
   SIDELANE_SECRET        proves membership, drawn anew for each job
   SIDELANE_JOB           name of a job across machines
-  SIDELANE_NET          what --rail says
+  SIDELANE_NET          what --net says
   SIDELANE_LAUNCHER_FD   read end of a pipe that ends when the launcher does
   SIDELANE_LAUNCHER_PID  process id of the launcher
 
@@ -54,7 +54,7 @@ the same SIDELANE_SECRET or SIDELANE_SECRET_FILE on each machine, or SIDELANE_IN
 
 Examples:
   sidelane launch --nodes 2 --ranks-per-node 4 -- ./train --steps 100
-  sidelane launch --ranks-per-node 3,5 --tag -- python train.py
+  sidelane launch --ranks-per-node 3,5 --tag-output -- python train.py
   sidelane launch --nodes 2 --ranks-per-node 4 --master node0 --node-rank 1 -- ./train    # the other machine: 0";
 
 /// Start ranks as processes of this machine, or of one machine of several
@@ -75,7 +75,7 @@ pub struct LaunchArgs {
 
     /// Begin each line of a rank's output with its number
     #[arg(long)]
-    tag: bool,
+    tag_output: bool,
 
     #[command(flatten)]
     machines: MachineArgs,
@@ -104,8 +104,8 @@ impl LaunchArgs {
     pub fn job(self) -> Result<Job, CliError> {
         let nodes = node_sizes(self.nodes, &self.ranks_per_node)?;
         let (part, env) = (self.machines.part(&nodes)?, self.machines.variables());
-        let (bind, grace, tag) = (self.machines.bind, self.grace, self.tag);
-        Ok(Job { nodes, part, command: self.command, env, bind, grace, tag })
+        let (bind, grace, tag_output) = (self.machines.bind, self.grace, self.tag_output);
+        Ok(Job { nodes, part, command: self.command, env, bind, grace, tag_output })
     }
 }
 
@@ -132,24 +132,24 @@ pub struct MachineArgs {
 
     /// The lane between nodes: sets SIDELANE_NET [default: what the environment says]
     #[arg(long, value_enum, help_heading = "Machines")]
-    pub rail: Option<Rail>,
+    pub net: Option<Net>,
 
     /// Processors of each rank
     #[arg(long, value_enum, default_value_t, help_heading = "Machines")]
     pub bind: Bind,
 }
 
-/// What `--rail` names.
+/// What `--net` names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Rail {
-    /// loop on one machine; otherwise verbs where there are cards, and tcp where not
+pub enum Net {
+    /// loopback on one machine; otherwise verbs where there are cards, and tcp where not
     Auto,
     /// RDMA cards
     Verbs,
     /// Sockets
     Tcp,
     /// Rings in memory: pretends nodes on one machine
-    Loop,
+    Loopback,
 }
 
 /// The node of a job that this machine is.
@@ -186,8 +186,8 @@ impl MachineArgs {
 
     /// What the ranks find in their environment.
     pub fn variables(&self) -> Vec<(String, OsString)> {
-        let rail = self.rail.and_then(|rail| rail.to_possible_value());
-        rail.map(|rail| ("SIDELANE_NET".to_owned(), rail.get_name().into())).into_iter().collect()
+        let net = self.net.and_then(|net| net.to_possible_value());
+        net.map(|net| ("SIDELANE_NET".to_owned(), net.get_name().into())).into_iter().collect()
     }
 }
 
@@ -408,8 +408,8 @@ mod tests {
     #[test]
     fn the_rail_goes_to_the_ranks_only_if_it_was_named() {
         assert_eq!(MachineArgs::default().variables(), []);
-        let args = MachineArgs { rail: Some(Rail::Loop), ..MachineArgs::default() };
-        assert_eq!(args.variables(), [("SIDELANE_NET".to_owned(), "loop".into())]);
+        let args = MachineArgs { net: Some(Net::Loopback), ..MachineArgs::default() };
+        assert_eq!(args.variables(), [("SIDELANE_NET".to_owned(), "loopback".into())]);
     }
 
     #[test]

@@ -34,8 +34,8 @@ use crate::ranks::{self, Sizes};
 const EXAMPLES: &str = "\
 Examples:
   sidelane layer                                      # two ranks, a link as fast as the experts
-  sidelane layer --pace 1G/10 --backward              # 1 GiB/s, 10 us
-  sidelane layer --pace none --nodes 1 --ranks-per-node 2";
+  sidelane layer --link 1G/10 --backward              # 1 GiB/s, 10 us
+  sidelane layer --link none --nodes 1 --ranks-per-node 2";
 
 /// Time a MoE layer with its transfers in turn with the experts and beside them, and how much of them hides
 #[derive(Args)]
@@ -50,7 +50,7 @@ pub struct LayerArgs {
     /// The link between nodes of one machine: `even` (as fast as the experts), `none` (copies), or bytes per second, a slash
     /// and microseconds
     #[arg(long, value_name = "even|none|RATE/US", default_value = "even")]
-    pub pace: PaceArg,
+    pub link: LinkArg,
 
     /// Time gradients as well
     #[arg(long)]
@@ -118,7 +118,7 @@ pub struct Shape {
 
     /// Into how many chunks tokens are cut
     #[arg(long, value_name = "N", default_value_t = 32)]
-    pub chunks: u32,
+    pub token_chunks: u32,
 
     /// Transfers under way at once [default: 2, or 1 where there is but one chunk]
     #[arg(long, value_name = "N")]
@@ -133,7 +133,7 @@ pub struct Shape {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Task {
     pub shape: Shape,
-    pub pace: Option<EmulatedLink>,
+    pub emulated_link: Option<EmulatedLink>,
     pub backward: bool,
     pub rounds: u32,
     pub json: Option<PathBuf>,
@@ -155,10 +155,10 @@ impl Shape {
     }
 
     pub fn words(&self) -> String {
-        let Shape { tokens, hidden, ffn, experts, top_k, chunks, .. } = self;
+        let Shape { tokens, hidden, ffn, experts, top_k, token_chunks, .. } = self;
         let transfers = self.transfers();
         format!(
-            "{tokens} tokens a rank in {chunks} chunks, {transfers} under way at once, rows of {hidden} x bf16, {experts} experts of {ffn}, top-{top_k}"
+            "{tokens} tokens a rank in {token_chunks} chunks, {transfers} under way at once, rows of {hidden} x bf16, {experts} experts of {ffn}, top-{top_k}"
         )
     }
 
@@ -189,8 +189,8 @@ impl Shape {
             ("--ffn", self.ffn, 1 << 20),
             ("--top-k", self.top_k, 1 << 10),
             ("--experts", self.experts, 1 << 14),
-            ("--chunks", self.chunks, self.tokens.clamp(1, 1 << 10)),
-            ("--transfers", self.transfers(), self.chunks),
+            ("--token-chunks", self.token_chunks, self.tokens.clamp(1, 1 << 10)),
+            ("--transfers", self.transfers(), self.token_chunks),
         ];
         at_most(&sizes)?;
         let (hidden, ffn) = (u64::from(self.hidden), u64::from(self.ffn));
@@ -219,28 +219,28 @@ impl Task {
     /// From the command line. Experts are timed here where the link is to be as fast as they are.
     pub fn resolve(args: &LayerArgs) -> Result<Self, CliError> {
         let ranks_per_node = args.nodes.sizes()?;
-        let transfers = args.shape.transfers.or(Some(args.shape.chunks.min(2)));
+        let transfers = args.shape.transfers.or(Some(args.shape.token_chunks.min(2)));
         let shape = Shape { ranks_per_node, transfers, ..args.shape.clone() };
         shape.check()?;
         // Between machines, and within a node, transfers take what they take.
         let wires = shape.ranks_per_node.len() > 1 && args.machines.node_rank.is_none();
-        let pace = match args.pace {
-            PaceArg::Link(_) if !wires => {
+        let emulated_link = match args.link {
+            LinkArg::Link(_) if !wires => {
                 return Err(usage!(
-                    "--pace is for wires between nodes of one machine: two nodes or more, without --node-rank"
+                    "--link is for wires between nodes of one machine: two nodes or more, without --node-rank"
                 ));
             }
-            pace if wires => pace.resolve(&shape),
+            link if wires => link.resolve(&shape),
             _ => None,
         };
         let (json, trace_out, svg) = (args.json.clone(), args.trace_out.clone(), args.svg.clone());
-        Ok(Task { shape, pace, backward: args.backward, rounds: args.rounds, json, trace_out, svg })
+        Ok(Task { shape, emulated_link, backward: args.backward, rounds: args.rounds, json, trace_out, svg })
     }
 
     /// What ranks find in their environment, whatever is in that of the caller.
     pub fn variables(&self) -> Vec<(String, OsString)> {
-        let words = |pace: EmulatedLink| format!("{}/{}", pace.bytes_per_second, pace.latency.as_micros());
-        vec![("SIDELANE_EMULATED_LINK".to_owned(), self.pace.map_or(String::new(), words).into())]
+        let words = |link: EmulatedLink| format!("{}/{}", link.bytes_per_second, link.latency.as_micros());
+        vec![("SIDELANE_EMULATED_LINK".to_owned(), self.emulated_link.map_or(String::new(), words).into())]
     }
 
     /// Whether a step is kept, to be written or drawn.
@@ -250,11 +250,11 @@ impl Task {
 
     /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
     pub fn conditions(&self) -> String {
-        let Task { shape, pace, backward, rounds, .. } = self;
+        let Task { shape, emulated_link, backward, rounds, .. } = self;
         ranks::conditions(
             "layer",
             &serde_json::json!({
-                "shape": shape, "pace": pace, "backward": backward, "rounds": rounds, "records": self.records(),
+                "shape": shape, "emulated_link": emulated_link, "backward": backward, "rounds": rounds, "records": self.records(),
             }),
         )
     }
@@ -271,14 +271,14 @@ pub fn sample() -> Shape {
         ffn: 16,
         experts: 8,
         top_k: 2,
-        chunks: 4,
+        token_chunks: 4,
         transfers: Some(2),
         seed: 0,
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PaceArg {
+pub enum LinkArg {
     /// Transfers take as long as the experts.
     Even,
     /// Wires are as fast as they copy.
@@ -287,15 +287,15 @@ pub enum PaceArg {
     Link(EmulatedLink),
 }
 
-impl FromStr for PaceArg {
+impl FromStr for LinkArg {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text {
-            "even" => Ok(PaceArg::Even),
-            "none" => Ok(PaceArg::None),
+            "even" => Ok(LinkArg::Even),
+            "none" => Ok(LinkArg::None),
             link => EmulatedLink::parse(link)
-                .map(PaceArg::Link)
+                .map(LinkArg::Link)
                 .ok_or("`even`, `none`, or bytes per second (K, M, G), a slash and microseconds"),
         }
     }
@@ -306,13 +306,13 @@ const LATENCY: Duration = Duration::from_micros(10);
 /// Of these the best: other work only ever adds.
 const TRIES: u32 = 5;
 
-impl PaceArg {
+impl LinkArg {
     /// The link for a layer of this shape. All cores that ranks will use are at work while experts are timed.
     pub fn resolve(self, shape: &Shape) -> Option<EmulatedLink> {
         match self {
-            PaceArg::None => None,
-            PaceArg::Link(pace) => Some(pace),
-            PaceArg::Even => {
+            LinkArg::None => None,
+            LinkArg::Link(link) => Some(link),
+            LinkArg::Even => {
                 let took = experts_alone(shape).as_secs_f64();
                 let rate = shape.bytes_across() as f64 / took.max(1e-6);
                 let bytes_per_second = NonZeroU64::new(rate as u64)?;
@@ -327,7 +327,7 @@ fn experts_alone(shape: &Shape) -> Duration {
     let ranks: u32 = shape.ranks_per_node.iter().sum();
     let (hidden, ffn) = (shape.hidden as usize, shape.ffn as usize);
     let local = shape.experts.div_ceil(ranks) as usize;
-    let chunks = shape.chunks as usize;
+    let chunks = shape.token_chunks as usize;
     let rows = ((u64::from(shape.tokens) * u64::from(shape.top_k)) as usize).div_ceil(chunks);
     // The first experts have what is left over.
     let counts: Vec<i64> = (0..local).map(|nth| ((rows + local - 1 - nth) / local) as i64).collect();
@@ -362,7 +362,7 @@ mod tests {
 
     #[test]
     fn half_of_what_two_ranks_send_crosses() {
-        let task = resolve("--tokens 8 --chunks 8 --hidden 16 --top-k 4 --pace 1G/10");
+        let task = resolve("--tokens 8 --token-chunks 8 --hidden 16 --top-k 4 --link 1G/10");
         assert_eq!(task.shape.bytes_across(), 2 * (8 * 4 / 2) * 32);
         assert_eq!(task.variables(), [("SIDELANE_EMULATED_LINK".to_owned(), "1073741824/10".into())]);
         // Nothing crosses on one node.
@@ -371,11 +371,11 @@ mod tests {
     }
 
     #[test]
-    fn a_pace_is_even_none_or_a_link() {
-        assert_eq!("even".parse::<PaceArg>().unwrap(), PaceArg::Even);
-        assert_eq!("none".parse::<PaceArg>().unwrap(), PaceArg::None);
-        let PaceArg::Link(pace) = "1G/10".parse().unwrap() else { panic!() };
-        assert_eq!((pace.bytes_per_second.get(), pace.latency), (1 << 30, Duration::from_micros(10)));
-        assert!("fast".parse::<PaceArg>().is_err());
+    fn a_link_is_even_none_or_a_rate() {
+        assert_eq!("even".parse::<LinkArg>().unwrap(), LinkArg::Even);
+        assert_eq!("none".parse::<LinkArg>().unwrap(), LinkArg::None);
+        let LinkArg::Link(link) = "1G/10".parse().unwrap() else { panic!() };
+        assert_eq!((link.bytes_per_second.get(), link.latency), (1 << 30, Duration::from_micros(10)));
+        assert!("fast".parse::<LinkArg>().is_err());
     }
 }

@@ -62,8 +62,8 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
         return Ok(ExitCode::SUCCESS);
     }
     // What the wires keep may also come from the environment.
-    let pace = EmulatedLink::from_env().map_err(Error::from)?;
-    let report = Report::new(task, &world, pace, verified, &passes);
+    let link = EmulatedLink::from_env().map_err(Error::from)?;
+    let report = Report::new(task, &world, link, verified, &passes);
     if let Some(path) = &task.trace_out {
         write_trace(path, world.nodes(), &timelines)?;
     }
@@ -174,7 +174,7 @@ impl<'a> Rank<'a> {
 
 /// A layer whose weights all ranks draw alike.
 fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Result<MoeLayer, CliError> {
-    let Shape { tokens, hidden, ffn, experts, top_k, chunks, seed, .. } = task.shape;
+    let Shape { tokens, hidden, ffn, experts, top_k, token_chunks, seed, .. } = task.shape;
     let map = ExpertMap::contiguous(experts, group.size()).map_err(Error::from)?;
     let (hidden, ffn, local) = (hidden as usize, ffn as usize, map.slots_of(group.rank()).len());
     let mut random = stream(seed, 0);
@@ -188,7 +188,7 @@ fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Resul
     let builder = MoeLayer::builder(group, gate.config().clone(), hidden, watched).router(router);
     Ok(builder
         .max_tokens(tokens)
-        .chunks(chunks)
+        .chunks(token_chunks)
         .transfers(task.shape.transfers())
         .overlap(overlap)
         .build()?)

@@ -43,7 +43,7 @@ pub struct Conditions {
     pub shape: Shape,
     pub rounds: u32,
     pub lane: Option<String>,
-    pub pace: Option<Link>,
+    pub emulated_link: Option<Link>,
     /// Of the machine of rank 0.
     pub cores: usize,
 }
@@ -62,26 +62,26 @@ pub struct Pass {
     experts_us: f64,
     /// With experts that do nothing.
     transfers_us: f64,
-    in_turn_us: f64,
+    sequential_us: f64,
     overlapped_us: f64,
     /// What overlap saves, of the shorter of experts and transfers.
-    pub hidden: f64,
+    pub hidden_share: f64,
 }
 
 impl Pass {
     /// From what rounds took.
     pub fn of_rounds(experts: &[f64], transfers: &[f64], in_turn: &[f64], overlapped: &[f64]) -> Self {
-        let [experts_us, transfers_us, in_turn_us, overlapped_us] =
+        let [experts_us, transfers_us, sequential_us, overlapped_us] =
             [experts, transfers, in_turn, overlapped].map(|rounds| summary(rounds).p50);
-        let hidden = (in_turn_us - overlapped_us) / experts_us.min(transfers_us);
-        Pass { experts_us, transfers_us, in_turn_us, overlapped_us, hidden }
+        let hidden_share = (sequential_us - overlapped_us) / experts_us.min(transfers_us);
+        Pass { experts_us, transfers_us, sequential_us, overlapped_us, hidden_share }
     }
 }
 
 impl From<EmulatedLink> for Link {
-    fn from(pace: EmulatedLink) -> Self {
-        let latency_us = u64::try_from(pace.latency.as_micros()).unwrap_or(u64::MAX);
-        Link { bytes_per_second: pace.bytes_per_second.get(), latency_us }
+    fn from(link: EmulatedLink) -> Self {
+        let latency_us = u64::try_from(link.latency.as_micros()).unwrap_or(u64::MAX);
+        Link { bytes_per_second: link.bytes_per_second.get(), latency_us }
     }
 }
 
@@ -90,14 +90,15 @@ impl Report {
     pub fn new(
         task: &Task,
         world: &World,
-        pace: Option<EmulatedLink>,
+        link: Option<EmulatedLink>,
         verified: bool,
         passes: &[Pass],
     ) -> Self {
         let cores = machines::cores();
         let lane = machines::rail(world).map(|(lane, _)| lane);
-        let pace = pace.filter(|_| lane.as_deref() == Some("paced")).map(Link::from);
-        let config = Conditions { shape: task.shape.clone(), rounds: task.rounds, lane, pace, cores };
+        let emulated_link = link.filter(|_| lane.as_deref() == Some("paced")).map(Link::from);
+        let config =
+            Conditions { shape: task.shape.clone(), rounds: task.rounds, lane, emulated_link, cores };
         Report { config, verified, forward: passes[0], backward: passes.get(1).copied() }
     }
 }
@@ -109,8 +110,8 @@ shorter of the two; 1 is all of it.";
 impl command::Report for Report {
     /// Conditions, and a line for each direction.
     fn text(&self) -> String {
-        let Conditions { shape, rounds, lane, pace, cores } = &self.config;
-        let link = match pace {
+        let Conditions { shape, rounds, lane, emulated_link, cores } = &self.config;
+        let link = match emulated_link {
             Some(Link { bytes_per_second, latency_us }) => {
                 format!(", at {} a second and {latency_us} us", table::volume(*bytes_per_second))
             }
@@ -119,11 +120,13 @@ impl command::Report for Report {
         let lane = lane.as_deref().unwrap_or("shm");
         let mut table = table::figures(["", "experts", "transfers", "in turn", "overlapped", "hidden"]);
         for (name, pass) in [("forward", Some(self.forward)), ("backward", self.backward)] {
-            let Some(Pass { experts_us, transfers_us, in_turn_us, overlapped_us, hidden }) = pass else {
+            let Some(Pass { experts_us, transfers_us, sequential_us, overlapped_us, hidden_share }) = pass
+            else {
                 continue;
             };
-            let times = [experts_us, transfers_us, in_turn_us, overlapped_us].map(table::time);
-            table.add_row(std::iter::once(name.to_owned()).chain(times).chain([format!("{hidden:.2}")]));
+            let times = [experts_us, transfers_us, sequential_us, overlapped_us].map(table::time);
+            table
+                .add_row(std::iter::once(name.to_owned()).chain(times).chain([format!("{hidden_share:.2}")]));
         }
         let bits = if self.verified { "the same bits in turn and overlapped" } else { "DIFFERENT BITS" };
         format!(
@@ -230,15 +233,15 @@ mod tests {
 
     fn sample() -> Report {
         let shape = shape();
-        let pace = Some(Link { bytes_per_second: 1 << 30, latency_us: 10 });
-        let config = Conditions { shape, rounds: 3, lane: Some("paced".into()), pace, cores: 2 };
+        let emulated_link = Some(Link { bytes_per_second: 1 << 30, latency_us: 10 });
+        let config = Conditions { shape, rounds: 3, lane: Some("paced".into()), emulated_link, cores: 2 };
         let forward = Pass::of_rounds(&[90.0, 100.0, 110.0], &[120.0; 3], &[240.0; 3], &[150.0; 3]);
         Report { config, verified: true, forward, backward: Some(forward) }
     }
 
     #[test]
     fn hidden_is_what_is_saved_of_the_shorter_part() {
-        assert_eq!(sample().forward.hidden, 0.9);
+        assert_eq!(sample().forward.hidden_share, 0.9);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //!   put-lat, signal   a: put n, signal n ----> b: waits for n        a times both ways and halves
 //!                     a: waits for n <-------- b: put n, signal n
 //!   put-bw            a: put put put ... quiet | put put put ... quiet | ...        a times each window
-//!   exchange          both: put put put ... signal k, wait for k of the other, quiet | ...
+//!   put-bibw          both: put put put ... signal k, wait for k of the other, quiet | ...
 //! ```
 //!
 //! All puts of a window have the same bytes and go to the same place, so it does not matter which of them lands last;
@@ -69,7 +69,7 @@ impl<'w> Pair<'w> {
             let windows = self.streams(test, &mut source, run)?;
             if self.me == 0 {
                 let floor = if memcpy { Some(self.copies(&source, iterations)?) } else { None };
-                let directions = if test == Test::Exchange { 2 } else { 1 };
+                let directions = if test == Test::PutBibw { 2 } else { 1 };
                 found.bandwidth = Some(Bandwidth::of(bytes * directions, &windows, floor));
             }
         }
@@ -120,7 +120,7 @@ impl<'w> Pair<'w> {
             stamp(source, number as u64);
             let begin = Instant::now();
             match test {
-                Test::Exchange => self.exchange(source, count)?,
+                Test::PutBibw => self.exchange(source, count)?,
                 _ if self.me == 0 => self.stream(source, count)?,
                 _ => {}
             }
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn every_test_finds_its_figures_and_verifies_what_came() {
         let run = |bytes, iterations, warmup| Run { bytes, iterations, warmup };
-        for test in [Test::PutLat, Test::PutBw, Test::Exchange, Test::Signal] {
+        for test in [Test::PutLat, Test::PutBw, Test::PutBibw, Test::Signal] {
             let bytes = if test == Test::Signal { [0; 3] } else { [8, 1, 4096] };
             let runs = [run(bytes[0], 20, 3), run(bytes[1], 1, 0), run(bytes[2], 7, 1)];
             let found = on_two(test, &runs);

@@ -39,7 +39,7 @@ pub enum Test {
     /// Half the round trip of a signal alone
     Signal,
     /// Streams of puts in both directions at once
-    Exchange,
+    PutBibw,
 }
 
 /// Several pairs.
@@ -79,7 +79,7 @@ pub struct PerfArgs {
 
     /// Take turns with ucx_perftest, if it is installed: put-lat between two ranks of one node
     #[arg(long, conflicts_with_all = ["master", "pairs", "nodes", "peer"])]
-    pub peers: bool,
+    pub baselines: bool,
 
     #[command(flatten)]
     pub nodes: NodeArgs<2, 1>,
@@ -124,7 +124,7 @@ impl Test {
             Test::PutLat => "half the round trip of a put with its signal",
             Test::PutBw => "a stream of puts",
             Test::Signal => "half the round trip of a signal",
-            Test::Exchange => "streams of puts in both directions at once",
+            Test::PutBibw => "streams of puts in both directions at once",
         }
     }
 
@@ -200,7 +200,7 @@ pub struct Task {
     pub matrix: bool,
     pub runs: Vec<Run>,
     /// Whether another takes turns with us.
-    pub peers: bool,
+    pub baselines: bool,
     pub json: Option<PathBuf>,
     pub svg: Option<PathBuf>,
 }
@@ -216,11 +216,13 @@ pub struct Run {
 impl Task {
     pub fn resolve(args: &PerfArgs) -> Result<Self, CliError> {
         let mut ranks_per_node = args.nodes.sizes()?;
-        if args.peers && args.nodes.ranks_per_node.is_empty() {
+        if args.baselines && args.nodes.ranks_per_node.is_empty() {
             ranks_per_node = vec![2];
         }
-        if args.peers && (args.test != Test::PutLat || ranks_per_node.len() > 1) {
-            return Err(usage!("--peers is for put-lat between the ranks of one node: --ranks-per-node 2"));
+        if args.baselines && (args.test != Test::PutLat || ranks_per_node.len() > 1) {
+            return Err(usage!(
+                "--baselines is for put-lat between the ranks of one node: --ranks-per-node 2"
+            ));
         }
         let matrix = args.pairs.is_some();
         let pairs =
@@ -235,7 +237,7 @@ impl Task {
             pairs,
             matrix,
             runs: sizes(args, matrix)?.iter().map(run).collect(),
-            peers: args.peers,
+            baselines: args.baselines,
             json: args.json.clone(),
             svg: args.svg.clone(),
             ranks_per_node,
@@ -250,7 +252,7 @@ impl Task {
         let Task { test, ranks_per_node, pairs, .. } = self;
         let conditions = json!({
             "test": test, "ranks_per_node": ranks_per_node, "pairs": pairs,
-            "sizes": sizes, "iterations": iterations, "warmup": warmup, "peers": self.peers,
+            "sizes": sizes, "iterations": iterations, "warmup": warmup, "baselines": self.baselines,
         });
         ranks::conditions("perf", &conditions)
     }
@@ -392,7 +394,7 @@ mod tests {
         let runs = resolve("put-lat --sizes 8,4M").runs;
         assert_eq!(runs[0], Run { bytes: 8, iterations: 1000, warmup: 100 });
         assert_eq!(runs[1], Run { bytes: 4 << 20, iterations: 64, warmup: 7 });
-        let runs = resolve("exchange --sizes 8,4M --iterations 7 --warmup 0").runs;
+        let runs = resolve("put-bibw --sizes 8,4M --iterations 7 --warmup 0").runs;
         assert!(runs.iter().all(|run| (run.iterations, run.warmup) == (7, 0)));
         assert_eq!(resolve("signal").runs, [Run { bytes: 0, iterations: 1000, warmup: 100 }]);
     }

@@ -1,6 +1,6 @@
 //! What every rank does: measure where it is one of the pair, and wait for the figures where it is not.
 //!
-//! With `--peers` it takes turns with the same put over UCX: `ucx_perftest -t ucp_put_lat`, two processes of this machine, for one run at a time. It times half a round trip of a put whose last byte the other side polls; ours has a signal of its own behind the put, which
+//! With `--baselines` it takes turns with the same put over UCX: `ucx_perftest -t ucp_put_lat`, two processes of this machine, for one run at a time. It times half a round trip of a put whose last byte the other side polls; ours has a signal of its own behind the put, which
 //! may fall asleep. Runs of both take turns, so that a busy moment of the machine meets both.
 
 use std::io::{self, Read};
@@ -14,7 +14,7 @@ use sidelane::topology::Route;
 use sidelane::{Group, World};
 
 use super::measure::Pair;
-use super::report::{self, Beside, Conditions, End, PairReport, Report, RunReport};
+use super::report::{self, BaselineReport, Conditions, End, PairReport, Report, RunReport};
 use super::{Run, Task, Test};
 use crate::error::{CliError, failed};
 use crate::machines::{self, Machines};
@@ -36,18 +36,18 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
     let (mut pairs, mut absent) = (Vec::new(), None);
     for &ends in &task.pairs {
         let mut report = describe(world, ends);
-        let copied = ["shm", "loop"].contains(&report.lane.as_str()) && task.test == Test::PutBw;
+        let copied = ["shm", "loopback"].contains(&report.lane.as_str()) && task.test == Test::PutBw;
         let own = [ends.0, ends.1].contains(&world.rank());
         let mut pair = if own { Some(Pair::open(world, ends, task.most())?) } else { None };
         for &run in &task.runs {
             let found = pair.as_mut().map(|pair| pair.run(task.test, run, copied)).transpose()?;
             let mut all = ranks::tell_all(&group, &found.unwrap_or_default())?;
             let (first, second) = (take(&mut all[ends.0 as usize]), take(&mut all[ends.1 as usize]));
-            let turns = match task.peers && absent.is_none() {
+            let turns = match task.baselines && absent.is_none() {
                 true => take_turns(&group, pair.as_mut(), task.test, run)?,
                 false => Turns::default(),
             };
-            report.runs.push(RunReport { beside: turns.beside, ..RunReport::new(run, first, &second) });
+            report.runs.push(RunReport { baseline: turns.baseline, ..RunReport::new(run, first, &second) });
             absent = turns.absent.or(absent);
             bar.inc(1);
         }
@@ -64,7 +64,7 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
         route: Route::Direct.name().to_owned(),
         matrix: task.matrix,
     };
-    Ok((world.rank() == 0).then_some(Report { config, verified, pairs, absent }))
+    Ok((world.rank() == 0).then_some(Report { config, verified, pairs, unavailable: absent }))
 }
 
 /// A pair without figures.
@@ -83,7 +83,7 @@ const TURNS: usize = 9;
 #[derive(Default)]
 struct Turns {
     /// On rank 0.
-    pub beside: Option<Beside>,
+    pub baseline: Option<BaselineReport>,
     /// Why there were none, on all ranks: nobody is asked again.
     pub absent: Option<Unavailable>,
 }
@@ -101,14 +101,14 @@ fn take_turns(all: &Group, mut pair: Option<&mut Pair<'_>>, test: Test, run: Run
         }
         let absent = ranks::tell_all(all, &absent)?.swap_remove(0);
         if absent.is_some() {
-            return Ok(Turns { beside: None, absent });
+            return Ok(Turns { baseline: None, absent });
         }
         if let Some(pair) = &mut pair {
             ours_us.extend(pair.run(test, run, false)?.latency.map(|latency| latency.p50_us));
         }
     }
-    let beside = (all.rank() == 0).then(|| Beside::new(NAME, ours_us, theirs_us));
-    Ok(Turns { beside, absent: None })
+    let baseline = (all.rank() == 0).then(|| BaselineReport::new(NAME, ours_us, theirs_us));
+    Ok(Turns { baseline, absent: None })
 }
 
 const NAME: &str = "ucx";

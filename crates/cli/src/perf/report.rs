@@ -33,7 +33,7 @@ pub struct Report {
     pub pairs: Vec<PairReport>,
     /// One that was to take turns with us, and could not.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub absent: Option<Unavailable>,
+    pub unavailable: Option<Unavailable>,
 }
 
 /// What was measured, and where.
@@ -79,20 +79,20 @@ pub struct RunReport {
     pub bandwidth: Option<Bandwidth>,
     /// Of one that took turns with us.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub beside: Option<Beside>,
+    pub baseline: Option<BaselineReport>,
 }
 
 /// Medians of runs in turn with another.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Beside {
+pub struct BaselineReport {
     pub name: String,
     /// Of each turn.
     pub ours_us: Vec<f64>,
     pub theirs_us: Vec<f64>,
     /// By what factor ours is faster: median by median.
-    pub times: f64,
-    pub times_low: f64,
-    pub times_high: f64,
+    pub speedup: f64,
+    pub speedup_low: f64,
+    pub speedup_high: f64,
 }
 
 /// Half round trips.
@@ -126,12 +126,12 @@ impl Latency {
     }
 }
 
-impl Beside {
+impl BaselineReport {
     /// Of at least one turn.
     pub fn new(name: &str, ours_us: Vec<f64>, theirs_us: Vec<f64>) -> Self {
         let times = ratio_of_medians(&theirs_us, &ours_us);
-        let (times, times_low, times_high) = (times.value, times.low, times.high);
-        Beside { name: name.into(), ours_us, theirs_us, times, times_low, times_high }
+        let (speedup, speedup_low, speedup_high) = (times.value, times.low, times.high);
+        BaselineReport { name: name.into(), ours_us, theirs_us, speedup, speedup_low, speedup_high }
     }
 }
 
@@ -160,7 +160,7 @@ impl RunReport {
     /// From what both ranks have found: the first one timed.
     pub fn new(run: Run, first: Found, second: &Found) -> Self {
         let verified = first.verified && second.verified;
-        RunReport { run, verified, latency: first.latency, bandwidth: first.bandwidth, beside: None }
+        RunReport { run, verified, latency: first.latency, bandwidth: first.bandwidth, baseline: None }
     }
 }
 
@@ -192,7 +192,7 @@ impl command::Report for Report {
 /// A line for each size that another took turns in; or why it could not.
 fn beside(report: &Report) -> String {
     let runs = report.pairs.iter().flat_map(|pair| &pair.runs);
-    let others: Vec<_> = runs.filter_map(|run| Some((run.run.bytes, run.beside.as_ref()?))).collect();
+    let others: Vec<_> = runs.filter_map(|run| Some((run.run.bytes, run.baseline.as_ref()?))).collect();
     let mut text = String::new();
     if !others.is_empty() {
         let mut table =
@@ -200,14 +200,18 @@ fn beside(report: &Report) -> String {
         for (bytes, other) in others {
             let [theirs, ours] =
                 [&other.theirs_us, &other.ours_us].map(|us| format!("{:.3}", summary(us).p50));
-            let Beside { name, times, times_low, times_high, .. } = other;
-            let ratio = format!("{times:.2} ({times_low:.2}-{times_high:.2})");
+            let BaselineReport { name, speedup, speedup_low, speedup_high, .. } = other;
+            let ratio = format!("{speedup:.2} ({speedup_low:.2}-{speedup_high:.2})");
             let turns = other.ours_us.len().to_string();
             table.add_row([Bytes(bytes).to_string(), name.clone(), turns, theirs, ours, ratio]);
         }
         text = format!("\n\n{}", table.trim_fmt());
     }
-    report.absent.iter().fold(text, |text, peer| text + "\n\n" + &peer.text())
+    report.unavailable.iter().fold(text, |text, one| {
+        text + "
+
+" + &one.text()
+    })
 }
 
 fn head(report: &Report) -> String {
@@ -399,8 +403,9 @@ pub mod tests {
             let bandwidth =
                 (!test.is_latency()).then(|| Bandwidth::of(bytes, &windows, Some((10, us / 2.0))));
             let run = Run { bytes, iterations: 1000, warmup: 100 };
-            let beside = test.is_latency().then(|| Beside::new("ucx", vec![us, 2.0 * us], vec![us; 2]));
-            RunReport { run, verified: true, latency, bandwidth, beside }
+            let baseline =
+                test.is_latency().then(|| BaselineReport::new("ucx", vec![us, 2.0 * us], vec![us; 2]));
+            RunReport { run, verified: true, latency, bandwidth, baseline }
         };
         let end = |rank, node| End { rank, node };
         Report {
@@ -417,13 +422,13 @@ pub mod tests {
             pairs: vec![PairReport {
                 from: end(0, 0),
                 to: end(2, 1),
-                lane: "loop".into(),
+                lane: "loopback".into(),
                 lane_reason: Some("all nodes are on one machine".into()),
                 runs: vec![run(8, 0.01), run(1 << 20, 100.0)],
             }],
-            absent: Some(Unavailable {
+            unavailable: Some(Unavailable {
                 name: "ucx".into(),
-                why: "there is no ucx_perftest".into(),
+                reason: "there is no ucx_perftest".into(),
                 install: "apt install ucx-utils".into(),
             }),
         }
@@ -462,7 +467,7 @@ pub mod tests {
             "put-lat: half the round trip",
             "4 on 2 nodes (2 + 2), 1 machine, 2 cores",
             "rank 0 (node 0) and rank 2 (node 1)",
-            "loop (all nodes are on one machine), route direct",
+            "loopback (all nodes are on one machine), route direct",
             "verified: ",
             "typical [us]",
             "5.00",
@@ -518,7 +523,7 @@ pub mod tests {
 
     #[test]
     fn every_picture_is_well_formed_and_every_point_lies_between_the_axes() {
-        for test in [Test::PutLat, Test::PutBw, Test::Exchange] {
+        for test in [Test::PutLat, Test::PutBw, Test::PutBibw] {
             for runs in 1..=2 {
                 let mut report = sample(test);
                 report.pairs[0].runs.truncate(runs);

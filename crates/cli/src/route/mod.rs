@@ -1,4 +1,4 @@
-//! `sidelane route`: what a router's decisions ask of experts, ranks and nodes, and what a capacity would cost.
+//! `sidelane routing`: what a router's decisions ask of experts, ranks and nodes, and what a capacity would cost.
 //!
 //! No rank is started and no row is moved: everything here follows from the decisions alone.
 //!
@@ -30,7 +30,7 @@ use crate::routing::{Decided, Source};
 
 /// Show how a router loads experts, ranks and nodes, and what it would lose to a capacity
 #[derive(Args)]
-pub struct RouteArgs {
+pub struct RoutingArgs {
     /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a file of JSON lines
     /// with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts or --top-k differ from it]
     #[arg(value_name = "recorded|PATTERN|FILE")]
@@ -60,8 +60,8 @@ pub struct RouteArgs {
     pub json: Option<PathBuf>,
 }
 
-impl Command for RouteArgs {
-    const NAME: &'static str = "route";
+impl Command for RoutingArgs {
+    const NAME: &'static str = "routing";
 
     fn run(self) -> Result<ExitCode, CliError> {
         let task = Task::resolve(&self)?;
@@ -86,7 +86,7 @@ pub struct Task {
 
 impl Task {
     /// From the command line and what the recording or the routing file says.
-    pub fn resolve(args: &RouteArgs) -> Result<Self, CliError> {
+    pub fn resolve(args: &RoutingArgs) -> Result<Self, CliError> {
         let zipf = args.random.then_some(Source::Pattern(Pattern::Zipf(1.0)));
         let decided = args.router.decide(args.nodes.sizes()?, &zipf.or(args.routing.clone()))?;
         Ok(Task { decided, factors: args.factors.clone() })
@@ -225,7 +225,7 @@ pub struct Dropped {
 /// What is lost by one way of choosing whom to keep.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Lost {
-    pub keep: String,
+    pub policy: String,
     /// Share of the weights.
     pub weight: f64,
     /// Share of the tokens that have no choice left.
@@ -251,7 +251,7 @@ impl Dropped {
             dropped.rows = placed.capacity;
             dropped.choices = share(&ids, &placed.ids, |_| 1.0);
             dropped.lost.push(Lost {
-                keep: name.to_owned(),
+                policy: name.to_owned(),
                 weight: share(&ids, &placed.ids, |choice| weights[choice].into()),
                 tokens: emptied(&ids, &placed.ids, top_k as usize),
             });
@@ -316,7 +316,7 @@ mod tests {
         // Five choices of two experts; three tokens x 2 / 2 x 0.5: two rows each.
         let dropped = Dropped::at(0.5, 2, &[routing]).unwrap();
         assert_eq!((dropped.rows, dropped.choices), (2, 0.2));
-        let lost: Vec<_> = dropped.lost.iter().map(|lost| (lost.keep.as_str(), lost.weight)).collect();
+        let lost: Vec<_> = dropped.lost.iter().map(|lost| (lost.policy.as_str(), lost.weight)).collect();
         assert_eq!(
             lost,
             [

@@ -1,4 +1,4 @@
-//! What `route` has seen: as people read it, and its JSON, whose keys are described in `docs/route-json.md`.
+//! What `routing` has seen: as people read it, and its JSON, whose keys are described in `docs/routing-json.md`.
 //!
 //! The terminal shows load per expert as bars: a column for each expert, a band of columns for as many as fit.
 //!
@@ -82,7 +82,7 @@ impl Report {
 
     fn drops(&self) -> String {
         let ways = self.capacity.first().into_iter().flat_map(|dropped| &dropped.lost);
-        let names = ways.map(|lost| lost.keep.replace('_', " "));
+        let names = ways.map(|lost| lost.policy.replace('_', " "));
         let names =
             names.enumerate().map(|(n, name)| if n == 0 { format!("weight by {name}") } else { name });
         let header = ["capacity factor", "rows", "choices dropped"].map(str::to_owned).into_iter();
@@ -266,7 +266,7 @@ fn axes(svg: &mut Svg, curves: &[Dropped]) {
 /// Choices, and the weights of each way; with a legend.
 fn lines(svg: &mut Svg, curves: &[Dropped]) {
     let mut x = LEFT;
-    let names = curves[0].lost.iter().map(|lost| format!("weight: {}", lost.keep.replace('_', " ")));
+    let names = curves[0].lost.iter().map(|lost| format!("weight: {}", lost.policy.replace('_', " ")));
     for (n, name) in ["choices".to_owned()].into_iter().chain(names).enumerate() {
         let share = |dropped: &Dropped| if n == 0 { dropped.choices } else { dropped.lost[n - 1].weight };
         let class = format!("c{n}");
@@ -290,7 +290,7 @@ pub mod tests {
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
         let report = Report::new(&resolve("")).unwrap();
-        assert_page("route-json.md", &[report]);
+        assert_page("routing-json.md", &[report]);
     }
 
     #[test]
@@ -302,7 +302,7 @@ pub mod tests {
         assert!(report.capacity[1].lost.iter().all(|lost| (lost.weight, lost.tokens) == (0.0, 0.0)));
         let [score, position, ..] = &report.capacity[0].lost[..] else { panic!("several ways") };
         assert!(score.weight < position.weight, "{score:?} {position:?}");
-        assert_eq!((score.keep.as_str(), position.tokens), ("score", 0.5));
+        assert_eq!((score.policy.as_str(), position.tokens), ("score", 0.5));
     }
 
     #[test]

@@ -22,7 +22,7 @@ use sidelane::{Dtype, Error, ExpertParallel, Options, World};
 use sidelane_model::time::{Compute, Engines, Executor, Hardware, Host, Link, NicModel};
 
 use crate::error::{CliError, failed};
-use crate::planning::{Cost, Shape};
+use crate::plan_bench::{Cost, Shape};
 
 /// Tokens of each rank where loops are measured, choices of each, and experts of each rank.
 const TOKENS: u32 = 512;
@@ -70,7 +70,7 @@ pub fn measure() -> Result<Hardware, CliError> {
         executor: Executor::Host,
         engines: Engines { per_copy: ns(price), rate, local_rate: rate, per_word: 0, per_call: 0 },
         link: Link { rate, load_rate: sum_rate, latency: 0 },
-        card: NicModel {
+        nic: NicModel {
             per_node: 0,
             rate,
             per_message: ns(price),
@@ -226,7 +226,7 @@ fn planning() -> Result<(f64, f64, f64), Error> {
         let (experts, per_node) = (ranks * TOP_K, ranks);
         let (route, layout) = (Route::Direct, RowLayout::ExpertMajor);
         let shape = Shape { tokens: MANY, top_k: TOP_K, experts, ranks, per_node, route, layout };
-        crate::planning::measure(&shape, ROUNDS)
+        crate::plan_bench::measure(&shape, ROUNDS)
     };
     let (few, many) = (cost(8)?, cost(128)?);
     let bins = |ranks: u32| f64::from(ranks * (TOP_K + 1));

@@ -1,7 +1,7 @@
-//! A whole layer, forward and backward: transfers of slices of the tokens beside the experts' products.
+//! A whole layer, forward and backward: transfers of chunks of the tokens beside the experts' products.
 //!
 //! ```text
-//!   slices --Placed--> dispatch, combine, gradients of one slice --\
+//!   chunks --Placed--> dispatch, combine, gradients of one chunk --\
 //!                                                                   +--> the layer's graphs, each node with its time --> overlapped
 //!   rows of the busiest rank x products / rate --------------------/
 //! ```
@@ -9,7 +9,7 @@
 //! | | forward | backward |
 //! |---|---|---|
 //! | out | dispatch | gradient of combine: a dispatch along the layout that is there, rows as they come home |
-//! | experts, of a slice | three products | gradients of rows: three |
+//! | experts, of a chunk | three products | gradients of rows: three |
 //! | home | combine | gradient of dispatch: a combine |
 //! | of all tokens at once | shared expert | gradients of weights: three for experts, six for the shared one |
 //!
@@ -22,7 +22,7 @@ use sidelane::layer::{Times, backward_times, forward_times};
 use sidelane::overlap::{NodeInfo, TokenChunks};
 use sidelane_model::time::Timing;
 
-use super::{SimulateArgs, Task, Way};
+use super::{SimulateArgs, Task, Variant};
 use crate::error::CliError;
 use crate::table;
 
@@ -37,21 +37,21 @@ pub struct Products {
     pub tflops: u32,
 }
 
-/// One way, in so many slices, one pass. Times in ns.
+/// One way, in so many chunks, one pass. Times in ns.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Layered {
-    pub way: String,
-    pub slices: u32,
+    pub variant: String,
+    pub token_chunks: u32,
     pub pass: Pass,
     /// Of all tokens at once, alone.
     experts_ns: u64,
     /// The same.
     transfers_ns: u64,
-    /// Of slices, one after another.
-    sliced_ns: u64,
+    /// Of chunks, one after another.
+    sequential_ns: u64,
     overlapped_ns: u64,
     /// What overlap saves over all tokens at once, one after another, of the shorter of experts and transfers.
-    pub hidden: f64,
+    pub hidden_share: f64,
     /// What takes longest of what overlaps: `experts`, or what is busiest in transfers.
     pub limit: &'static str,
 }
@@ -75,10 +75,10 @@ impl Pass {
     }
 
     /// Its graph, played.
-    fn times(self, slices: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
+    fn times(self, chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
         match self {
-            Pass::Forward => forward_times(slices, cost),
-            Pass::Backward => backward_times(slices, cost),
+            Pass::Forward => forward_times(chunks, cost),
+            Pass::Backward => backward_times(chunks, cost),
         }
     }
 }
@@ -86,7 +86,7 @@ impl Pass {
 impl Products {
     /// Of the options, and else of the model.
     pub fn of(args: &SimulateArgs) -> Self {
-        let layer = args.preset.layer();
+        let layer = args.model.layer();
         let ffn = args.ffn.unwrap_or(layer.ffn);
         Products { ffn, shared_ffn: layer.shared_ffn, tflops: args.tflops }
     }
@@ -110,7 +110,7 @@ struct Parts {
 }
 
 impl Parts {
-    fn of(task: &Task, way: &Way, products: &Products) -> Result<Self, CliError> {
+    fn of(task: &Task, way: &Variant, products: &Products) -> Result<Self, CliError> {
         let group = task.group(task.conditions.nodes)?;
         let placed = group.placed(way)?;
         let hidden = task.conditions.hidden;
@@ -147,18 +147,18 @@ impl Parts {
     fn busiest(&self, pass: Pass) -> &'static str {
         let [out, home] = self.ways(pass);
         let longer = if out.ns > home.ns { out } else { home };
-        longer.busiest.part.name()
+        longer.bottleneck.part.name()
     }
 }
 
-/// What a node takes: of a slice, or of all tokens.
+/// What a node takes: of a chunk, or of all tokens.
 fn cost(at: NodeInfo, cut: &Cut, whole: &Parts) -> u64 {
-    let slice = || cut.slice(at.work.chunk);
+    let chunk = || cut.chunk(at.work.chunk);
     match at.work.name {
-        "dispatch" => slice().dispatch.ns,
-        "gradient of combine" => slice().combine_backward.ns,
-        "combine" | "gradient of dispatch" => slice().combine.ns,
-        "experts" | "gradient of rows" => slice().experts,
+        "dispatch" => chunk().dispatch.ns,
+        "gradient of combine" => chunk().combine_backward.ns,
+        "combine" | "gradient of dispatch" => chunk().combine.ns,
+        "experts" | "gradient of rows" => chunk().experts,
         "gradient of weights" => whole.experts,
         "shared expert" | "gradient of shared rows" | "gradient of shared weights" => whole.shared,
         // Sums, and the counts of sources.
@@ -166,16 +166,16 @@ fn cost(at: NodeInfo, cut: &Cut, whole: &Parts) -> u64 {
     }
 }
 
-/// A step in slices: pieces of those that are a token longer than others, and of those others.
+/// A step in chunks: pieces of those that are a token longer than others, and of those others.
 struct Cut {
     lengths: Vec<u32>,
     sizes: Vec<(u32, Parts)>,
 }
 
 impl Cut {
-    fn of(task: &Task, way: &Way, products: &Products, slices: u32) -> Result<Self, CliError> {
+    fn of(task: &Task, way: &Variant, products: &Products, chunks: u32) -> Result<Self, CliError> {
         let lengths: Vec<u32> =
-            TokenChunks::new(slices).of(task.args.tokens).map(|slice| slice.len() as u32).collect();
+            TokenChunks::new(chunks).of(task.args.tokens).map(|chunk| chunk.len() as u32).collect();
         let mut sizes: Vec<(u32, Parts)> = Vec::new();
         for &tokens in &lengths {
             if sizes.iter().all(|(known, _)| *known != tokens) {
@@ -187,47 +187,47 @@ impl Cut {
     }
 
     /// Pieces of one of them.
-    fn slice(&self, nth: u32) -> &Parts {
+    fn chunk(&self, nth: u32) -> &Parts {
         let tokens = self.lengths[nth as usize];
         let (_, parts) =
             self.sizes.iter().find(|(known, _)| *known == tokens).expect("every length was placed");
         parts
     }
 
-    fn slices(&self) -> u32 {
+    fn chunks(&self) -> u32 {
         self.lengths.len() as u32
     }
 }
 
 impl Layered {
-    fn new(way: &Way, pass: Pass, whole: &Parts, cut: &Cut) -> Self {
-        let slices = cut.slices();
-        let times = pass.times(slices, |at| cost(at, cut, whole));
+    fn new(way: &Variant, pass: Pass, whole: &Parts, cut: &Cut) -> Self {
+        let chunks = cut.chunks();
+        let times = pass.times(chunks, |at| cost(at, cut, whole));
         let (experts_ns, transfers_ns) = (whole.compute(pass), whole.transfers(pass));
         let saved = (experts_ns + transfers_ns) as f64 - times.overlapped as f64;
-        let of_slices: u64 = (0..slices).map(|nth| cut.slice(nth).transfers(pass)).sum();
+        let of_chunks: u64 = (0..chunks).map(|nth| cut.chunk(nth).transfers(pass)).sum();
         Layered {
-            way: way.name(),
-            slices,
+            variant: way.name(),
+            token_chunks: chunks,
             pass,
             experts_ns,
             transfers_ns,
-            sliced_ns: times.in_turn,
+            sequential_ns: times.in_turn,
             overlapped_ns: times.overlapped,
-            hidden: saved / experts_ns.min(transfers_ns).max(1) as f64,
-            limit: if experts_ns > of_slices { "experts" } else { cut.slice(0).busiest(pass) },
+            hidden_share: saved / experts_ns.min(transfers_ns).max(1) as f64,
+            limit: if experts_ns > of_chunks { "experts" } else { cut.chunk(0).busiest(pass) },
         }
     }
 }
 
-/// All ways, in all numbers of slices that are asked for, both passes.
+/// All ways, in all numbers of chunks that are asked for, both passes.
 pub fn all(task: &Task) -> Result<Vec<Layered>, CliError> {
     let products = Products::of(task.args);
     let mut found = Vec::new();
-    for way in Way::all(task.args, task.conditions.nodes) {
+    for way in Variant::all(task.args, task.conditions.nodes) {
         let whole = Parts::of(task, &way, &products)?;
-        for &slices in &task.args.slices {
-            let cut = Cut::of(task, &way, &products, slices)?;
+        for &chunks in &task.args.token_chunks {
+            let cut = Cut::of(task, &way, &products, chunks)?;
             found.extend(Pass::BOTH.map(|pass| Layered::new(&way, pass, &whole, &cut)));
         }
     }
@@ -237,20 +237,29 @@ pub fn all(task: &Task) -> Result<Vec<Layered>, CliError> {
 /// A line for each.
 pub fn text(products: &Products, layers: &[Layered]) -> String {
     let header =
-        ["layer", "pass", "slices", "experts", "transfers", "in slices", "overlapped", "hidden", "limit"];
+        ["layer", "pass", "chunks", "experts", "transfers", "in chunks", "overlapped", "hidden", "limit"];
     let mut table = table::figures(header);
     let us = |ns: u64| table::time(ns as f64 / 1e3);
     for one in layers {
-        let Layered { way, slices, pass, experts_ns, transfers_ns, sliced_ns, overlapped_ns, .. } = one;
+        let Layered {
+            variant,
+            token_chunks,
+            pass,
+            experts_ns,
+            transfers_ns,
+            sequential_ns,
+            overlapped_ns,
+            ..
+        } = one;
         table.add_row([
-            way.clone(),
+            variant.clone(),
             pass.name().to_owned(),
-            slices.to_string(),
+            token_chunks.to_string(),
             us(*experts_ns),
             us(*transfers_ns),
-            us(*sliced_ns),
+            us(*sequential_ns),
             us(*overlapped_ns),
-            format!("{:.2}", one.hidden),
+            format!("{:.2}", one.hidden_share),
             one.limit.to_owned(),
         ]);
     }
@@ -258,7 +267,7 @@ pub fn text(products: &Products, layers: &[Layered]) -> String {
     let shared =
         if *shared_ffn > 0 { format!(", one of {shared_ffn} for all tokens") } else { String::new() };
     format!(
-        "{}\n\nExperts of {ffn}{shared}, at {tflops} TFLOP/s. In slices: one after another. Hidden: what overlap saves over all tokens at once,\n\
+        "{}\n\nExperts of {ffn}{shared}, at {tflops} TFLOP/s. In chunks: one after another. Hidden: what overlap saves over all tokens at once,\n\
          one after another, of the shorter of experts and transfers.",
         table.trim_fmt()
     )
@@ -270,29 +279,29 @@ mod tests {
     use crate::simulate::report::tests::report;
 
     const FEW: &str =
-        "--nodes 2 --ranks-per-node 2 --hidden 1024 --layout rank-major --route pxn --order expert";
+        "--nodes 2 --ranks-per-node 2 --hidden 1024 --layout rank-major --route pxn --sum-order expert";
 
-    /// Forward and backward of so many tokens in so many slices.
-    fn layered(preset: &str, tokens: u32, slices: u32) -> [Layered; 2] {
-        let report = report(&format!("{FEW} --preset {preset} --tokens {tokens} --slices {slices}"));
-        report.layer.unwrap().ways.try_into().unwrap()
+    /// Forward and backward of so many tokens in so many chunks.
+    fn layered(preset: &str, tokens: u32, chunks: u32) -> [Layered; 2] {
+        let report = report(&format!("{FEW} --model {preset} --tokens {tokens} --token-chunks {chunks}"));
+        report.layer.unwrap().variants.try_into().unwrap()
     }
 
     #[test]
     fn a_pass_of_which_nothing_overlaps_takes_what_its_parts_add_up_to() {
         for preset in ["mixtral", "deepseek_v3"] {
             for pass in layered(preset, 512, 1) {
-                assert_eq!(pass.sliced_ns, pass.experts_ns + pass.transfers_ns, "{pass:?}");
+                assert_eq!(pass.sequential_ns, pass.experts_ns + pass.transfers_ns, "{pass:?}");
             }
         }
         // Without a shared expert: gradients of weights are half of what experts do backward, and those of all tokens at once.
         let ([_, whole], [_, in_turn]) = (layered("mixtral", 512, 1), layered("mixtral", 512, 4));
-        let [_, slice] = layered("mixtral", 128, 1);
-        let of_slices = 4 * (slice.transfers_ns + slice.experts_ns / 2);
-        assert_eq!(in_turn.sliced_ns, of_slices + whole.experts_ns / 2);
-        // Of 5 tokens in 2 slices: 2 and 3.
-        let [one, other] = [2, 3].map(|tokens| layered("mixtral", tokens, 1)[0].sliced_ns);
-        assert_eq!(layered("mixtral", 5, 2)[0].sliced_ns, one + other);
+        let [_, chunk] = layered("mixtral", 128, 1);
+        let of_chunks = 4 * (chunk.transfers_ns + chunk.experts_ns / 2);
+        assert_eq!(in_turn.sequential_ns, of_chunks + whole.experts_ns / 2);
+        // Of 5 tokens in 2 chunks: 2 and 3.
+        let [one, other] = [2, 3].map(|tokens| layered("mixtral", tokens, 1)[0].sequential_ns);
+        assert_eq!(layered("mixtral", 5, 2)[0].sequential_ns, one + other);
     }
 
     #[test]
@@ -302,6 +311,6 @@ mod tests {
         assert_eq!(backward.experts_ns, 2 * forward.experts_ns);
         assert!(backward.transfers_ns < forward.transfers_ns, "{forward:?} {backward:?}");
         assert!(backward.overlapped_ns >= backward.experts_ns.max(backward.transfers_ns), "{backward:?}");
-        assert!(backward.overlapped_ns < backward.sliced_ns, "{backward:?}");
+        assert!(backward.overlapped_ns < backward.sequential_ns, "{backward:?}");
     }
 }

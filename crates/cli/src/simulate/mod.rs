@@ -36,7 +36,7 @@ use crate::routing::{Routed, Router, Share, Source};
 pub struct SimulateArgs {
     /// Model whose experts, choices, row and router are taken
     #[arg(long, value_enum, default_value_t = Model::DeepseekV3)]
-    pub preset: Model,
+    pub model: Model,
 
     /// A machine that is known (h100-cx7, h200-cx7, h800-400g), or a file as --calibrate writes it
     #[arg(long, value_name = "NAME|FILE", default_value = "h100-cx7")]
@@ -75,43 +75,43 @@ pub struct SimulateArgs {
     pub routing: Option<Source>,
 
     /// Exact sizes, or fixed slots on a stream (rank-major, one node; full whatever the routing)
-    #[arg(long, value_enum, default_value_t = Room::Eager)]
-    pub mode: Room,
+    #[arg(long, value_enum, default_value_t = ReceiveKind::Exact)]
+    pub mode: ReceiveKind,
 
     /// Order of received rows [default: both]
     #[arg(long, value_parser = one_of(RowLayout::ALL, RowLayout::name))]
     pub layout: Option<RowLayout>,
 
-    /// Way of rows to other nodes [default: both]
+    /// Route of rows to other nodes [default: both]
     #[arg(long, value_parser = one_of(Route::ALL, Route::name))]
     pub route: Option<Route>,
 
     /// Order of sums; partial sums of ranks or nodes are made by relays [default: expert and, over pxn, rank and node]
     #[arg(long, value_parser = one_of(SumOrder::ALL, SumOrder::name))]
-    pub order: Option<SumOrder>,
+    pub sum_order: Option<SumOrder>,
 
     /// Type in which partial sums cross [default: both]
     #[arg(long, value_parser = one_of(PartialDtype::ALL, PartialDtype::name))]
-    pub wire: Option<PartialDtype>,
+    pub partial_dtype: Option<PartialDtype>,
 
     /// In how many parts a block goes to its relay; a list compares them [default: 4]
     #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
-    pub chunks: Vec<u8>,
+    pub relay_parts: Vec<u8>,
 
     /// How weights and choices go: as copies beside the rows, or with the counts [default: rows]
     #[arg(long, value_enum)]
-    pub weights: Option<Beside>,
+    pub metadata_with: Option<MetadataWith>,
 
-    /// Time a whole layer, forward and backward, its tokens in so many slices: transfers beside the experts; a list compares them
+    /// Time a whole layer, forward and backward, its tokens in so many chunks: transfers beside the experts; a list compares them
     #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub slices: Vec<u32>,
+    pub token_chunks: Vec<u32>,
 
-    /// Width of an expert, with --slices [default: the model's]
-    #[arg(long, value_name = "F", requires = "slices", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    /// Width of an expert, with --token-chunks [default: the model's]
+    #[arg(long, value_name = "F", requires = "token_chunks", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub ffn: Option<u32>,
 
-    /// TFLOP/s of the experts' products, with --slices: 600 is six tenths of what an H100 is sold with, of bf16
-    #[arg(long, value_name = "X", default_value_t = 600, requires = "slices", value_parser = clap::value_parser!(u32).range(1..))]
+    /// TFLOP/s of the experts' products, with --token-chunks: 600 is six tenths of what an H100 is sold with, of bf16
+    #[arg(long, value_name = "X", default_value_t = 600, requires = "token_chunks", value_parser = clap::value_parser!(u32).range(1..))]
     pub tflops: u32,
 
     /// Play every rank of a group of more than 64, not one node that stands for all
@@ -126,13 +126,13 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 
-    /// Draw times by number of ranks, in powers of two of nodes up to --up-to
+    /// Draw times by number of ranks, in powers of two of nodes up to --max-ranks
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
 
     /// Most ranks of the picture
     #[arg(long, value_name = "R", default_value_t = 1024, requires = "svg")]
-    up_to: u32,
+    max_ranks: u32,
 
     /// Measure this machine instead, and write its figures
     #[arg(long, value_name = "FILE", exclusive = true)]
@@ -165,15 +165,15 @@ impl Command for SimulateArgs {
 /// How receive memory is sized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Room {
-    Eager,
+pub enum ReceiveKind {
+    Exact,
     Slots,
 }
 
 /// How what goes with rows moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Beside {
+pub enum MetadataWith {
     Rows,
     Counts,
 }
@@ -190,8 +190,8 @@ pub struct Conditions {
     pub tokens: u32,
     pub hidden: u32,
     pub dtype: RowType,
-    pub mode: Room,
-    pub weights: Beside,
+    pub mode: ReceiveKind,
+    pub metadata_with: MetadataWith,
     pub seed: u64,
 }
 
@@ -216,7 +216,7 @@ const MOST_VALUES: u32 = 1 << 28;
 
 impl<'a> Task<'a> {
     pub fn resolve(args: &'a SimulateArgs) -> Result<Self, CliError> {
-        let layer = args.preset.layer();
+        let layer = args.model.layer();
         let hardware = hardware(&args.hardware)?;
         let ranks = args.nodes.saturating_mul(args.ranks_per_node);
         let options = [
@@ -248,36 +248,37 @@ impl<'a> Task<'a> {
         let hidden = args.hidden.unwrap_or(layer.hidden);
         let (row_bytes, home_bytes) = args.dtype.bytes(hidden);
         let one_device_node = args.nodes == 1 && hardware.executor == Executor::Device;
-        if args.mode == Room::Slots && !one_device_node {
+        if args.mode == ReceiveKind::Slots && !one_device_node {
             return Err(usage!(
                 "--mode slots is timed on one node (--nodes 1) of a machine with copy engines"
             ));
         }
-        if !args.slices.is_empty() && (hosted(&hardware) || args.mode == Room::Slots) {
+        if !args.token_chunks.is_empty() && (hosted(&hardware) || args.mode == ReceiveKind::Slots) {
             return Err(usage!(
-                "--slices is for a machine whose copies take no core, with exact sizes (--mode eager)"
+                "--token-chunks is for a machine whose copies take no core, with exact sizes (--mode exact)"
             ));
         }
-        let slices = args.slices.iter().copied().max().unwrap_or(1);
-        at_most(&[("--slices", slices, args.tokens)])?;
+        let chunks = args.token_chunks.iter().copied().max().unwrap_or(1);
+        at_most(&[("--token-chunks", chunks, args.tokens)])?;
         if let Some(option) = no_option_of_slots(args) {
             return Err(usage!(
-                "--mode slots has one way for one group, and slots are full whatever the routing: {option} says nothing there"
+                "--mode slots has one way for one group, and slots are full whatever the routing: {option} has no effect there"
             ));
         }
-        if args.mode == Room::Eager {
-            let ways = Way::all(args, args.nodes);
-            if args.wire.is_some() && ways.iter().all(|way| way.wire.is_none()) {
-                let why = "relays sum over --route pxn, between several nodes, in --order rank or node";
-                return Err(usage!("--wire says nothing here: {why}"));
+        if args.mode == ReceiveKind::Exact {
+            let ways = Variant::all(args, args.nodes);
+            if args.partial_dtype.is_some() && ways.iter().all(|way| way.partial_dtype.is_none()) {
+                let why = "relays sum over --route pxn, between several nodes, in --sum-order rank or node";
+                return Err(usage!("--partial-dtype has no effect here: {why}"));
             }
-            if !args.chunks.is_empty() && ways.iter().all(|way| way.chunks.is_none()) {
+            if !args.relay_parts.is_empty() && ways.iter().all(|way| way.relay_parts.is_none()) {
                 let why = "blocks go to relays over --route pxn, between several nodes";
-                return Err(usage!("--chunks says nothing here: {why}"));
+                return Err(usage!("--relay-parts has no effect here: {why}"));
             }
         }
-        let &SimulateArgs { nodes, ranks_per_node, tokens, dtype, mode, preset: model, .. } = args;
-        let (weights, seed) = (args.weights.unwrap_or(Beside::Rows), args.seed.unwrap_or(0));
+        let &SimulateArgs { nodes, ranks_per_node, tokens, dtype, mode, model, .. } = args;
+        let (metadata_with, seed) =
+            (args.metadata_with.unwrap_or(MetadataWith::Rows), args.seed.unwrap_or(0));
         let routing = args.routing.clone();
         let conditions = Conditions {
             model,
@@ -290,7 +291,7 @@ impl<'a> Task<'a> {
             hidden,
             dtype,
             mode,
-            weights,
+            metadata_with,
             seed,
         };
         Ok(Task { args, conditions, hardware, router, row_bytes, home_bytes })
@@ -305,7 +306,7 @@ impl<'a> Task<'a> {
 
     /// Numbers of nodes that the picture has: powers of two.
     pub fn nodes_of_picture(&self) -> impl Iterator<Item = u32> + use<> {
-        let most = if self.args.svg.is_some() { self.args.up_to.min(MOST_RANKS) } else { 0 };
+        let most = if self.args.svg.is_some() { self.args.max_ranks.min(MOST_RANKS) } else { 0 };
         let each = self.conditions.ranks_per_node;
         (0..32).map(|power| 1 << power).take_while(move |nodes| nodes * each <= most)
     }
@@ -362,9 +363,9 @@ impl Group<'_> {
         rows.into_iter().max().unwrap_or(0)
     }
 
-    pub fn placed(&self, way: &Way) -> Result<Placed, CliError> {
+    pub fn placed(&self, way: &Variant) -> Result<Placed, CliError> {
         let Task { conditions, hardware, row_bytes, home_bytes, .. } = self.task;
-        let partial = way.wire.map_or(4, |wire| wire.size() as u64);
+        let partial = way.partial_dtype.map_or(4, |wire| wire.size() as u64);
         Ok(Placed::new(
             &Case {
                 nodes: self.nodes,
@@ -372,12 +373,12 @@ impl Group<'_> {
                 routings: &self.routings,
                 layout: way.layout,
                 route: way.route,
-                order: way.order,
-                chunks: way.chunks.unwrap_or(DEFAULT_CHUNKS),
+                order: way.sum_order,
+                chunks: way.relay_parts.unwrap_or(DEFAULT_CHUNKS),
                 row_bytes: *row_bytes,
                 home_bytes: *home_bytes,
                 partial_bytes: u64::from(conditions.hidden) * partial,
-                notes: conditions.weights == Beside::Rows,
+                notes: conditions.metadata_with == MetadataWith::Rows,
             },
             hardware,
         )?)
@@ -396,14 +397,14 @@ fn no_option_of_slots(args: &SimulateArgs) -> Option<&'static str> {
         ("--experts", args.experts.is_some()),
         ("--layout", args.layout.is_some()),
         ("--route", args.route.is_some()),
-        ("--order", args.order.is_some()),
-        ("--wire", args.wire.is_some()),
-        ("--chunks", !args.chunks.is_empty()),
-        ("--weights", args.weights.is_some()),
+        ("--sum-order", args.sum_order.is_some()),
+        ("--partial-dtype", args.partial_dtype.is_some()),
+        ("--relay-parts", !args.relay_parts.is_empty()),
+        ("--metadata-with", args.metadata_with.is_some()),
         ("--seed", args.seed.is_some()),
         ("--all-ranks", args.all_ranks),
     ];
-    let slots = args.mode == Room::Slots;
+    let slots = args.mode == ReceiveKind::Slots;
     given.into_iter().find(|&(_, given)| slots && given).map(|(option, _)| option)
 }
 
@@ -492,17 +493,17 @@ impl Model {
 
 /// One way of rows out and home.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Way {
+pub struct Variant {
     pub layout: RowLayout,
     pub route: Route,
-    pub order: SumOrder,
+    pub sum_order: SumOrder,
     /// Of partial sums, where relays sum.
-    pub wire: Option<PartialDtype>,
+    pub partial_dtype: Option<PartialDtype>,
     /// In how many parts blocks go, where relays hand on.
-    pub chunks: Option<u8>,
+    pub relay_parts: Option<u8>,
 }
 
-impl Way {
+impl Variant {
     /// Whether relays sum.
     fn sums(route: Route, order: SumOrder) -> bool {
         route == Route::Pxn && order != SumOrder::Expert
@@ -510,47 +511,53 @@ impl Way {
 
     pub fn name(&self) -> String {
         let mut name = format!("{}, {}", self.layout.name(), self.route.name());
-        if self.order != SumOrder::Expert {
-            name += &format!(", {} sums", self.order.name());
+        if self.sum_order != SumOrder::Expert {
+            name += &format!(", {} sums", self.sum_order.name());
         }
-        if let Some(wire) = self.wire {
+        if let Some(wire) = self.partial_dtype {
             name += &format!(" in {}", wire.name());
         }
-        if let Some(chunks) = self.chunks.filter(|&chunks| chunks != DEFAULT_CHUNKS) {
-            name += &format!(", {chunks} chunks");
+        if let Some(chunks) = self.relay_parts.filter(|&chunks| chunks != DEFAULT_CHUNKS) {
+            name += &format!(", {chunks} parts");
         }
         name
     }
 
     /// All that are asked for, where there are so many nodes.
-    pub fn all(args: &SimulateArgs, nodes: u32) -> Vec<Way> {
+    pub fn all(args: &SimulateArgs, nodes: u32) -> Vec<Variant> {
         let layouts = args.layout.map_or(RowLayout::ALL.to_vec(), |layout| vec![layout]);
         let mut routes = args.route.map_or(Route::ALL.to_vec(), |route| vec![route]);
         if nodes == 1 {
             // Nothing crosses: all routes are one.
             routes = vec![args.route.unwrap_or_default()];
         }
-        let parts = if args.chunks.is_empty() { &[DEFAULT_CHUNKS][..] } else { &args.chunks };
+        let parts = if args.relay_parts.is_empty() { &[DEFAULT_CHUNKS][..] } else { &args.relay_parts };
         let mut ways = Vec::new();
         for (layout, &route) in
             layouts.iter().flat_map(|&layout| routes.iter().map(move |route| (layout, route)))
         {
             let relays = route == Route::Pxn && nodes > 1;
-            let orders = match args.order {
+            let orders = match args.sum_order {
                 Some(order) => vec![order],
                 None if relays => SumOrder::ALL.to_vec(),
                 None => vec![SumOrder::Expert],
             };
             for order in orders {
                 let sums = relays && Self::sums(route, order);
-                let wires = match args.wire {
+                let wires = match args.partial_dtype {
                     _ if !sums => vec![None],
                     Some(wire) => vec![Some(wire)],
                     None => PartialDtype::ALL.map(Some).to_vec(),
                 };
                 let chunks = if relays { parts.iter().copied().map(Some).collect() } else { vec![None] };
                 for (&wire, &chunks) in wires.iter().flat_map(|w| chunks.iter().map(move |c| (w, c))) {
-                    ways.push(Way { layout, route, order, wire, chunks });
+                    ways.push(Variant {
+                        layout,
+                        route,
+                        sum_order: order,
+                        partial_dtype: wire,
+                        relay_parts: chunks,
+                    });
                 }
             }
         }

@@ -4,7 +4,7 @@ use serde::Serialize;
 use sidelane_model::time::{Hardware, PhaseTime, RankWork, Timing};
 
 use super::layer::{self, Layered, Products};
-use super::{Beside, Conditions, Room, Task, Way};
+use super::{Conditions, MetadataWith, ReceiveKind, Task, Variant};
 use crate::chart::{self, Curve, Panel, Point, key};
 use crate::error::CliError;
 use crate::table::{self, time, volume};
@@ -24,7 +24,7 @@ pub struct Report {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Layer {
     pub products: Products,
-    pub ways: Vec<Layered>,
+    pub variants: Vec<Layered>,
 }
 
 /// All ways of one group.
@@ -32,7 +32,7 @@ pub struct Layer {
 pub struct Group {
     pub nodes: u32,
     pub ranks: u32,
-    pub ways: Vec<Timed>,
+    pub variants: Vec<Timed>,
 }
 
 /// One way, there and back.
@@ -40,7 +40,7 @@ pub struct Group {
 pub struct Timed {
     pub name: String,
     /// `None`: fixed slots.
-    pub way: Option<Way>,
+    pub variant: Option<Variant>,
     pub dispatch: Timing,
     pub combine: Timing,
 }
@@ -59,24 +59,24 @@ impl Report {
         let groups = sizes.iter().map(group).collect::<Result<_, _>>()?;
         bar.finish_and_clear();
         let ways = layer::all(task)?;
-        let layer = (!ways.is_empty()).then(|| Layer { products: Products::of(task.args), ways });
+        let layer = (!ways.is_empty()).then(|| Layer { products: Products::of(task.args), variants: ways });
         Ok(Report { config: task.conditions.clone(), hardware: task.hardware.clone(), groups, layer })
     }
 }
 
 const NOTES: &str = "\
-Predicted by a model, not measured. Busiest is what was busy longest at any rank; the roofline is bytes at their rates, all at
+Predicted by a model, not measured. The bottleneck is what was busy longest at any rank; the roofline is bytes at their rates, all at
 once. Copies and messages are those of the rank that has most, bytes are means. Laps are those of the slowest rank.";
 
 fn rates(hardware: &Hardware) -> String {
     let gb = |rate: u64| rate as f64 / 1e3;
-    let Hardware { engines, link, card, compute, .. } = hardware;
+    let Hardware { engines, link, nic, compute, .. } = hardware;
     format!(
-        "copies {} us + {} GB/s, link {} GB/s, card {} GB/s, memory {} GB/s",
+        "copies {} us + {} GB/s, link {} GB/s, NIC {} GB/s, memory {} GB/s",
         engines.per_copy as f64 / 1e3,
         gb(engines.rate),
         gb(link.rate),
-        gb(card.rate),
+        gb(nic.rate),
         gb(compute.rate),
     )
 }
@@ -96,43 +96,55 @@ impl Conditions {
 impl Group {
     fn new(task: &Task, nodes: u32) -> Result<Self, CliError> {
         let ranks = nodes * task.conditions.ranks_per_node;
-        if task.conditions.mode == Room::Slots {
+        if task.conditions.mode == ReceiveKind::Slots {
             let [dispatch, combine] = task.slots()?;
-            let slots = Timed { name: "slots".to_owned(), way: None, dispatch, combine };
-            return Ok(Group { nodes, ranks, ways: vec![slots] });
+            let slots = Timed { name: "slots".to_owned(), variant: None, dispatch, combine };
+            return Ok(Group { nodes, ranks, variants: vec![slots] });
         }
         let group = task.group(nodes)?;
-        let timed = |way: Way| {
+        let timed = |way: Variant| {
             let placed = group.placed(&way)?;
             let (dispatch, combine) = (placed.dispatch(), placed.combine());
-            Ok(Timed { name: way.name(), way: Some(way), dispatch, combine })
+            Ok(Timed { name: way.name(), variant: Some(way), dispatch, combine })
         };
-        let ways = Way::all(task.args, nodes).into_iter().map(timed).collect::<Result<_, CliError>>()?;
-        Ok(Group { nodes, ranks, ways })
+        let ways = Variant::all(task.args, nodes).into_iter().map(timed).collect::<Result<_, CliError>>()?;
+        Ok(Group { nodes, ranks, variants: ways })
     }
 
     fn calls(&self) -> impl Iterator<Item = (String, &Timing)> {
-        self.ways.iter().flat_map(|Timed { name, dispatch, combine, .. }| {
+        self.variants.iter().flat_map(|Timed { name, dispatch, combine, .. }| {
             [(format!("{name}: dispatch"), dispatch), (format!("{name}: combine"), combine)]
         })
     }
 
     fn times(&self) -> String {
-        let header = ["way", "time", "busiest", "for", "roofline", "of", "copies", "near", "messages", "far"];
+        let header = [
+            "variant",
+            "time",
+            "bottleneck",
+            "for",
+            "roofline",
+            "of",
+            "copies",
+            "intra-node",
+            "messages",
+            "inter-node",
+        ];
         let mut table = table::figures(header);
         for (name, timing) in self.calls() {
-            let mean = |of: fn(&RankWork) -> u64| volume(of(&timing.total) / u64::from(timing.played));
+            let mean =
+                |of: fn(&RankWork) -> u64| volume(of(&timing.total) / u64::from(timing.simulated_ranks));
             table.add_row([
                 name,
                 us(timing.ns),
-                timing.busiest.part.name().to_owned(),
-                us(timing.busiest.ns),
+                timing.bottleneck.part.name().to_owned(),
+                us(timing.bottleneck.ns),
                 us(timing.roofline.ns),
                 timing.roofline.part.name().to_owned(),
-                timing.most.copies.to_string(),
-                mean(|work| work.near_bytes + work.own_bytes),
-                timing.most.messages.to_string(),
-                mean(|work| work.far_bytes),
+                timing.max.copies.to_string(),
+                mean(|work| work.intra_node_bytes + work.self_bytes),
+                timing.max.messages.to_string(),
+                mean(|work| work.inter_node_bytes),
             ]);
         }
         table.trim_fmt()
@@ -155,26 +167,26 @@ fn us(ns: u64) -> String {
 impl command::Report for Report {
     /// Conditions, a line for each way, and where the time goes.
     fn text(&self) -> String {
-        let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, weights, mode, .. } =
+        let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, metadata_with, mode, .. } =
             &self.config;
         let group = &self.groups[0];
-        let played = group.ways.first().map_or(0, |timed| timed.dispatch.played);
+        let played = group.variants.first().map_or(0, |timed| timed.dispatch.simulated_ranks);
         let how = if played == group.ranks { "every one played" } else { "one node played, for all" };
-        let beside = match (mode, weights) {
-            (Room::Slots, _) => "weights and choices in the slot",
-            (Room::Eager, Beside::Rows) => "weights and choices as copies beside them",
-            (Room::Eager, Beside::Counts) => "weights and choices with the counts",
+        let beside = match (mode, metadata_with) {
+            (ReceiveKind::Slots, _) => "weights and choices in the slot",
+            (ReceiveKind::Exact, MetadataWith::Rows) => "weights and choices as copies beside them",
+            (ReceiveKind::Exact, MetadataWith::Counts) => "weights and choices with the counts",
         };
         let decided = match mode {
-            Room::Slots => format!("slots     {tokens} tokens of each rank to each, top-{top_k}"),
-            Room::Eager => format!("routing   {}", self.config.routing_words()),
+            ReceiveKind::Slots => format!("slots     {tokens} tokens of each rank to each, top-{top_k}"),
+            ReceiveKind::Exact => format!("routing   {}", self.config.routing_words()),
         };
         let shape = match nodes {
             1 => format!("{ranks_per_node} on one node"),
             _ => format!("{} on {nodes} nodes of {ranks_per_node}", group.ranks),
         };
         let layer =
-            self.layer.as_ref().map(|layer| format!("\n\n{}", layer::text(&layer.products, &layer.ways)));
+            self.layer.as_ref().map(|layer| format!("\n\n{}", layer::text(&layer.products, &layer.variants)));
         let layer = layer.unwrap_or_default();
         format!(
             "{decided}\nranks     {}, {how}\nrows      {hidden} x {}, {beside}\nhardware  {}: {}\n\n{}\n\n{}\n\n{NOTES}{layer}",
@@ -201,11 +213,12 @@ pub fn draw(report: &Report) -> String {
     let mut groups: Vec<_> = report.groups.iter().collect();
     groups.sort_by_key(|group| group.ranks);
     // Ways of the largest group: all that there are. One that is not in a smaller group has no point there.
-    let names: Vec<&str> =
-        groups.last().map_or(Vec::new(), |group| group.ways.iter().map(|timed| &timed.name[..]).collect());
+    let names: Vec<&str> = groups
+        .last()
+        .map_or(Vec::new(), |group| group.variants.iter().map(|timed| &timed.name[..]).collect());
     let points = |of: &str, ns: fn(&Timed) -> u64| -> Vec<Point> {
         let timed = groups.iter().filter_map(|group| {
-            let timed = group.ways.iter().find(|timed| timed.name == of)?;
+            let timed = group.variants.iter().find(|timed| timed.name == of)?;
             Some((group.ranks, ns(timed) as f64 / 1e3))
         });
         let point = |(ranks, us): (u32, f64)| Point {
@@ -256,16 +269,17 @@ pub mod tests {
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
-        let report = report("--nodes 2 --ranks-per-node 2 --tokens 16 --hidden 128 --slices 2");
+        let report = report("--nodes 2 --ranks-per-node 2 --tokens 16 --hidden 128 --token-chunks 2");
         assert_page("simulate-json.md", &[report]);
     }
 
     #[test]
     fn every_way_has_a_point_for_each_group_that_has_it() {
-        let report = report("--nodes 2 --ranks-per-node 2 --tokens 8 --hidden 128 --svg unused --up-to 8");
+        let report =
+            report("--nodes 2 --ranks-per-node 2 --tokens 8 --hidden 128 --svg unused --max-ranks 8");
         let tags = elements(&draw(&report));
         let count = |name: &str| tags.iter().filter(|tag| tag.starts_with(name)).count();
-        let ways = report.groups.iter().map(|group| group.ways.len());
+        let ways = report.groups.iter().map(|group| group.variants.len());
         assert_eq!(report.groups.iter().map(|group| group.nodes).collect::<Vec<_>>(), [2, 1, 4]);
         assert_eq!((count("polyline"), count("circle")), (24, 2 * ways.sum::<usize>()));
     }

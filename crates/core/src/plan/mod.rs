@@ -58,15 +58,14 @@ pub use traffic::{RowsByDistance, Traffic};
 
 /// How the rows of a dispatch reach the ranks of their experts. What a rank then sees, and every sum, is the same to the bit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Strategy {
     /// Each row to the ranks that its token chose, straight to its place (all-to-all).
     #[default]
-    #[serde(rename = "exchange")]
     AllToAll,
     /// Every row to every rank, its choices along with it; each rank then copies those of its experts to their places
     /// (all-gather). It moves `ranks` rows per token, whatever was chosen, and as many more as its experts get: for small
     /// groups, and top-k near or above the number of ranks.
-    #[serde(rename = "gather")]
     AllGather,
 }
 
@@ -77,8 +76,8 @@ impl Strategy {
     /// The name used on the command line, in JSON and by Python.
     pub const fn name(self) -> &'static str {
         match self {
-            Strategy::AllToAll => "exchange",
-            Strategy::AllGather => "gather",
+            Strategy::AllToAll => "all-to-all",
+            Strategy::AllGather => "all-gather",
         }
     }
 }

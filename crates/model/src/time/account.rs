@@ -36,9 +36,9 @@ pub enum Resource {
     /// What a rank takes in from its node.
     Link,
     /// Cards, out.
-    CardOut,
+    NicOut,
     /// Cards, in.
-    CardIn,
+    NicIn,
     /// Kernels.
     Compute,
 }
@@ -49,8 +49,8 @@ impl Resource {
         Resource::Host,
         Resource::Engines,
         Resource::Link,
-        Resource::CardOut,
-        Resource::CardIn,
+        Resource::NicOut,
+        Resource::NicIn,
         Resource::Compute,
     ];
 
@@ -60,8 +60,8 @@ impl Resource {
             Resource::Host => "host",
             Resource::Engines => "engines",
             Resource::Link => "link",
-            Resource::CardOut => "card-out",
-            Resource::CardIn => "card-in",
+            Resource::NicOut => "nic-out",
+            Resource::NicIn => "nic-in",
             Resource::Compute => "compute",
         }
     }
@@ -88,13 +88,13 @@ pub struct RankWork {
     /// Copies within the node; of a host: rows that it copies.
     pub copies: u64,
     /// Bytes of those to or from other ranks.
-    pub near_bytes: u64,
+    pub intra_node_bytes: u64,
     /// Bytes of those within its own memory.
-    pub own_bytes: u64,
+    pub self_bytes: u64,
     /// Messages of its card.
     pub messages: u64,
     /// Bytes of those.
-    pub far_bytes: u64,
+    pub inter_node_bytes: u64,
     /// Bytes that kernels read and write, neighbours' apart.
     pub kernel_bytes: u64,
     /// Bytes that kernels read of neighbours.
@@ -123,16 +123,16 @@ impl Bottleneck {
     /// The roofline of ranks with this work, each at a card: each part moves what it has to at its rate, all at once, and
     /// nothing has a price. No executor could be faster.
     pub(super) fn roofline(works: &[RankWork], cards: &[usize], hardware: &Hardware) -> Self {
-        let Hardware { engines, link, card, compute, host, executor, .. } = hardware;
+        let Hardware { engines, link, nic, compute, host, executor, .. } = hardware;
         let copying = |work: &RankWork| {
-            at_rate(work.near_bytes, engines.rate) + at_rate(work.own_bytes, engines.local_rate)
+            at_rate(work.intra_node_bytes, engines.rate) + at_rate(work.self_bytes, engines.local_rate)
         };
         let kernels = |work: &RankWork| at_rate(work.kernel_bytes, compute.rate);
         let loads = |work: &RankWork| at_rate(work.loaded_bytes, link.load_rate);
         let most = |of: &dyn Fn(&RankWork) -> u64| works.iter().map(of).max().unwrap_or(0);
         if *executor == Executor::Host {
             // What crosses is copied twice: by a core of who sends, and by one of who receives.
-            let once = |work: &RankWork| at_rate(work.far_bytes, card.rate);
+            let once = |work: &RankWork| at_rate(work.inter_node_bytes, nic.rate);
             let sends = |work: &RankWork| copying(work) + kernels(work) + loads(work) + once(work);
             let all = works.iter().map(|work| sends(work) + once(work)).sum::<u64>();
             let ns = match host.cores {
@@ -142,11 +142,11 @@ impl Bottleneck {
             return Bottleneck { part: Resource::Host, ns };
         }
         let mut far = vec![0; works.len()];
-        cards.iter().zip(works).for_each(|(&card, work)| far[card] += work.far_bytes);
-        let far = far.into_iter().map(|bytes| at_rate(bytes, card.rate)).max().unwrap_or(0);
+        cards.iter().zip(works).for_each(|(&card, work)| far[card] += work.inter_node_bytes);
+        let far = far.into_iter().map(|bytes| at_rate(bytes, nic.rate)).max().unwrap_or(0);
         let parts = [
             (most(&copying), Resource::Engines),
-            (far, Resource::CardOut),
+            (far, Resource::NicOut),
             (most(&|work| kernels(work).max(loads(work))), Resource::Compute),
         ];
         let (ns, part) = parts.into_iter().rev().max_by_key(|&(ns, _)| ns).expect("three parts");
@@ -162,25 +162,25 @@ pub struct Timing {
     /// Phases of that rank: they add up to `ns`.
     pub phases: Vec<PhaseTime>,
     /// What was busy for the longest time at any rank.
-    pub busiest: Bottleneck,
+    pub bottleneck: Bottleneck,
     /// By bytes alone.
     pub roofline: Bottleneck,
     /// Of the rank that has most, each figure by itself.
-    pub most: RankWork,
+    pub max: RankWork,
     /// Of all ranks played, added up.
     pub total: RankWork,
     /// Ranks played.
-    pub played: u32,
+    pub simulated_ranks: u32,
 }
 
 impl RankWork {
     pub(super) fn each(self, other: RankWork, by: impl Fn(u64, u64) -> u64) -> RankWork {
         RankWork {
             copies: by(self.copies, other.copies),
-            near_bytes: by(self.near_bytes, other.near_bytes),
-            own_bytes: by(self.own_bytes, other.own_bytes),
+            intra_node_bytes: by(self.intra_node_bytes, other.intra_node_bytes),
+            self_bytes: by(self.self_bytes, other.self_bytes),
             messages: by(self.messages, other.messages),
-            far_bytes: by(self.far_bytes, other.far_bytes),
+            inter_node_bytes: by(self.inter_node_bytes, other.inter_node_bytes),
             kernel_bytes: by(self.kernel_bytes, other.kernel_bytes),
             loaded_bytes: by(self.loaded_bytes, other.loaded_bytes),
         }

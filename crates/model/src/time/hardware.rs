@@ -35,7 +35,7 @@ pub struct Hardware {
     /// What joins the ranks of a node.
     pub link: Link,
     /// What joins nodes.
-    pub card: NicModel,
+    pub nic: NicModel,
     /// Kernels that pack, regroup and sum; of a host: its summing cores.
     pub compute: Compute,
     /// Planning and flags.
@@ -132,14 +132,14 @@ impl Hardware {
     /// # Errors
     /// [`PlanError::BadParameter`] with the first figure that is not so.
     pub fn check(&self) -> Result<(), PlanError> {
-        let Hardware { engines, link, card, compute, host, .. } = self;
+        let Hardware { engines, link, nic, compute, host, .. } = self;
         let divide = [
             ("engines.rate", engines.rate),
             ("engines.local_rate", engines.local_rate),
             ("link.rate", link.rate),
             ("link.load_rate", link.load_rate),
-            ("card.rate", card.rate),
-            ("card.message_bytes", card.message_bytes),
+            ("nic.rate", nic.rate),
+            ("nic.message_bytes", nic.message_bytes),
             ("compute.rate", compute.rate),
         ];
         let prices = [
@@ -147,8 +147,8 @@ impl Hardware {
             ("engines.per_word", engines.per_word),
             ("engines.per_call", engines.per_call),
             ("link.latency", link.latency),
-            ("card.per_message", card.per_message),
-            ("card.latency", card.latency),
+            ("nic.per_message", nic.per_message),
+            ("nic.latency", nic.latency),
             ("compute.launch", compute.launch),
             ("host.signal", host.signal),
             ("host.latency", host.latency),
@@ -179,7 +179,7 @@ impl Hardware {
                 per_call: 2_300,
             },
             link: Link { rate: 380_000, load_rate: 320_000, latency: 1_000 },
-            card: NicModel {
+            nic: NicModel {
                 per_node: 0,
                 rate: 47_000,
                 per_message: 230,

@@ -72,14 +72,14 @@ impl<'a> Lines<'a> {
         for Load { from, copies, bytes, messages } in loads.into_iter().filter(|load| load.bytes > 0) {
             if !self.paths.same_node(to) {
                 self.program.work.messages += messages;
-                self.program.work.far_bytes += bytes;
+                self.program.work.inter_node_bytes += bytes;
                 self.hand(Line::Card, Task::Send { to, messages, bytes, rest: 0 });
                 continue;
             }
             self.program.work.copies += copies;
             match from == to {
-                true => self.program.work.own_bytes += bytes,
-                false => self.program.work.near_bytes += bytes,
+                true => self.program.work.self_bytes += bytes,
+                false => self.program.work.intra_node_bytes += bytes,
             }
             let copy = Task::Copy { from, to, copies, bytes };
             match self.device() {
@@ -153,7 +153,7 @@ impl<'a> Lines<'a> {
     /// What a slot moves, by the rank in whose memory it lies.
     fn loads(&self, operands: &Operands, to: u32, slot: OperandId) -> Vec<Load> {
         let me = self.paths.me();
-        let whole = |len: u64| len.div_ceil(self.hardware.card.message_bytes);
+        let whole = |len: u64| len.div_ceil(self.hardware.nic.message_bytes);
         match operands.table[slot.0 as usize] {
             Operand::Spans { first, count } => {
                 let mut loads: Vec<Load> = Vec::new();

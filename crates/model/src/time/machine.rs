@@ -236,10 +236,10 @@ impl<'a> Machine<'a> {
         messages: u64,
         (bytes, rest): (u64, u64),
     ) {
-        let card = self.hardware.card;
+        let nic = self.hardware.nic;
         // Pieces add up to the time of the whole.
-        let moves = at_rate(bytes + rest, card.rate) - at_rate(rest, card.rate);
-        let prices = messages * card.per_message;
+        let moves = at_rate(bytes + rest, nic.rate) - at_rate(rest, nic.rate);
+        let prices = messages * nic.per_message;
         // On the host into the ring by a core, and out of it by another: there is nothing to copy before it is full.
         let (end, comes) = match self.hardware.executor {
             Executor::Host => {
@@ -269,11 +269,11 @@ impl<'a> Machine<'a> {
     fn signal(&mut self, line: usize, now: u64, me: u32, (to, of, flag): Word, value: u64) {
         let (player, by) = self.ring.player(to);
         let word = (player, self.ring.turned_back(of, by), flag);
-        let Hardware { host, link, card, .. } = self.hardware;
+        let Hardware { host, link, nic, .. } = self.hardware;
         let ns = self.per_word(line);
         let said = self.on_core(me, now, ns);
         let seen = match self.kind(line) {
-            Line::Card => said.max(self.arrived.get(&(me, to)).copied().unwrap_or(0)) + card.latency,
+            Line::Card => said.max(self.arrived.get(&(me, to)).copied().unwrap_or(0)) + nic.latency,
             Line::Host => said + host.latency,
             Line::Stream | Line::Compute => said + link.latency,
         };
@@ -291,7 +291,7 @@ impl<'a> Machine<'a> {
     /// What a word costs the line that raises it or finds it raised.
     fn per_word(&self, line: usize) -> u64 {
         match self.kind(line) {
-            Line::Card => self.hardware.card.per_message,
+            Line::Card => self.hardware.nic.per_message,
             Line::Host => self.hardware.host.signal,
             Line::Stream | Line::Compute => self.hardware.engines.per_word,
         }
@@ -313,8 +313,8 @@ impl<'a> Machine<'a> {
             Resource::Host => host,
             Resource::Engines => of(Line::Stream),
             Resource::Link => served(&self.links),
-            Resource::CardOut => of(Line::Card),
-            Resource::CardIn => served(&self.cards),
+            Resource::NicOut => of(Line::Card),
+            Resource::NicIn => served(&self.cards),
             Resource::Compute => of(Line::Compute),
         };
         let parts = Resource::ALL.map(|part| (busy(part), part));
@@ -322,11 +322,11 @@ impl<'a> Machine<'a> {
         let cards = ranks.clone().map(|rank| self.card_of(rank)).collect::<Vec<_>>();
         Timing {
             ns: phases.iter().map(|lap| lap.ns).sum(),
-            busiest: Bottleneck { part, ns: most },
+            bottleneck: Bottleneck { part, ns: most },
             roofline: Bottleneck::roofline(&self.works, &cards, self.hardware),
-            most: self.works.iter().fold(RankWork::default(), |a, &b| a.each(b, u64::max)),
+            max: self.works.iter().fold(RankWork::default(), |a, &b| a.each(b, u64::max)),
             total: self.works.iter().fold(RankWork::default(), |a, &b| a.each(b, |a, b| a + b)),
-            played: self.works.len() as u32,
+            simulated_ranks: self.works.len() as u32,
             phases,
         }
     }
@@ -357,7 +357,7 @@ impl<'a> Machine<'a> {
 
 /// Cards of a node.
 fn per_node(ring: Ring, hardware: &Hardware) -> u32 {
-    match hardware.card.per_node {
+    match hardware.nic.per_node {
         0 => ring.members,
         cards => cards.min(ring.members),
     }

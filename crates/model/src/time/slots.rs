@@ -19,7 +19,7 @@ use super::{Hardware, Phase, Timing};
 /// use sidelane_model::time::slots;
 ///
 /// let [dispatch, _] = slots(8, SlotShape::new(128, 8, 7168 * 2)?, 7168 * 2, &"h100-cx7".parse()?)?;
-/// assert_eq!(dispatch.most.copies, 7);
+/// assert_eq!(dispatch.max.copies, 7);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
@@ -85,7 +85,7 @@ fn move_part(program: &mut Program, stream: &StreamProgram, part: Part, me: u32,
     for TrackOp { op, .. } in stream.stage().part(part) {
         for copy in stream.copies(op) {
             program.work.copies += 1;
-            program.work.near_bytes += copy.span.len;
+            program.work.intra_node_bytes += copy.span.len;
             let task = Task::Copy { from: me, to: copy.to, copies: 1, bytes: copy.span.len };
             program.tasks.push_back(Task::Hand(Line::Stream, Box::new(task)));
         }

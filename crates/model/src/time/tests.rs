@@ -20,7 +20,7 @@ fn host() -> Hardware {
         "name": "host", "executor": "host",
         "engines": {"per_copy": 50, "rate": 10000, "local_rate": 10000, "per_word": 0, "per_call": 0},
         "link": {"rate": 10000, "load_rate": 8000, "latency": 100},
-        "card": {"per_node": 0, "rate": 8000, "per_message": 100, "message_bytes": 65536, "latency": 100},
+        "nic": {"per_node": 0, "rate": 8000, "per_message": 100, "message_bytes": 65536, "latency": 100},
         "compute": {"rate": 8000, "launch": 0},
         "host": {"cores": 2, "signal": 50, "latency": 100, "sort": 10000, "place": 5000, "per_bin": 2000}
     }"#;
@@ -96,15 +96,15 @@ fn alone(nodes: u32, task: Task, line: Line) -> u64 {
 
 #[test]
 fn a_single_copy_takes_its_price_its_bytes_and_the_latency() {
-    let Hardware { engines, link, card, host, .. } = h100();
+    let Hardware { engines, link, nic, host, .. } = h100();
     let bytes = 38_000_000;
     let copy = Task::Copy { from: 0, to: 1, copies: 1, bytes };
     let word = engines.per_word + link.latency + host.signal;
     assert_eq!(alone(1, copy, Line::Stream), engines.per_copy + bytes * 1000 / engines.rate + word);
     let message = Task::Send { to: 1, messages: 3, bytes: 47_000_000, rest: 0 };
-    let word = card.per_message + card.latency + host.signal;
+    let word = nic.per_message + nic.latency + host.signal;
     // The word's own message overlaps with nothing: it stands behind the bytes on the card.
-    assert_eq!(alone(2, message, Line::Card), 3 * card.per_message + 1_000_000 + word);
+    assert_eq!(alone(2, message, Line::Card), 3 * nic.per_message + 1_000_000 + word);
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn a_core_of_its_own_sends_and_receives_beside_its_copies() {
         machine.load(me, Program { tasks: tasks.into(), ..Program::default() });
     }
     // In: a price of 100 and 10 us of bytes, beside 1 us of other work; out of the ring 10 us more, by the same core.
-    assert_eq!(machine.run().busiest, Bottleneck { part: Resource::Host, ns: 1_000 + 10_100 + 10_000 });
+    assert_eq!(machine.run().bottleneck, Bottleneck { part: Resource::Host, ns: 1_000 + 10_100 + 10_000 });
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn hardware_that_would_divide_by_zero_is_refused_by_name() {
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(refused(|h| h.card.message_bytes = 0), ("card.message_bytes", 0));
+    assert_eq!(refused(|h| h.nic.message_bytes = 0), ("nic.message_bytes", 0));
     assert_eq!(refused(|h| h.link.rate = 0), ("link.rate", 0));
     assert_eq!(refused(|h| h.compute.rate = 0), ("compute.rate", 0));
     assert_eq!(refused(|h| h.engines.per_copy = u64::MAX), ("engines.per_copy", u64::MAX));
@@ -178,7 +178,7 @@ fn every_way_ends_and_its_phases_add_up_above_the_roofline() {
                 timing.ns >= timing.roofline.ns && timing.roofline.ns > 0,
                 "{shape:?} {title}: {timing:?}"
             );
-            assert_eq!(timing.played, shape.0 * shape.1);
+            assert_eq!(timing.simulated_ranks, shape.0 * shape.1);
         }
     }
 }
@@ -196,7 +196,7 @@ fn one_node_that_stands_for_all_takes_as_long_as_all_played() {
     for ((title, whole), (_, one)) in timed(&whole, |h| h).into_iter().zip(timed(&one, |h| h)) {
         let ratio = one.ns as f64 / whole.ns as f64;
         assert!((0.93..=1.01).contains(&ratio), "{title}: {} of {}", one.ns, whole.ns);
-        assert_eq!((whole.played, one.played), (32, 4));
+        assert_eq!((whole.simulated_ranks, one.simulated_ranks), (32, 4));
     }
 }
 
@@ -211,7 +211,7 @@ fn one_node_stands_exactly_for_others_that_decide_as_it_does() {
     };
     let whole = Group { nodes: 4, map: one.map.clone(), routings: (0..8).map(turned).collect() };
     for ((title, whole), (_, one)) in timed(&whole, |h| h).into_iter().zip(timed(&one, |h| h)) {
-        assert_eq!((whole.most, whole.roofline), (one.most, one.roofline), "{title}");
+        assert_eq!((whole.max, whole.roofline), (one.max, one.roofline), "{title}");
         assert_eq!(whole.ns, one.ns, "{title}");
     }
 }
@@ -253,10 +253,10 @@ fn copies_and_bytes_are_those_that_engines_are_counted_for() {
         let timing = placed.dispatch();
         let sum = |of: fn(&CopyEngineWork) -> u64| work.iter().map(of).sum::<u64>();
         assert_eq!(timing.total.copies, sum(|work| work.copies), "{layout:?}");
-        assert_eq!(timing.total.near_bytes, sum(|work| work.bytes), "{layout:?}");
+        assert_eq!(timing.total.intra_node_bytes, sum(|work| work.bytes), "{layout:?}");
         // Messages that count, and headers, cross beside the rows.
-        let beside = timing.total.far_bytes - sum(|work| work.card_bytes);
-        assert!(beside > 0 && beside < timing.total.far_bytes / 20, "{layout:?}: {beside}");
+        let beside = timing.total.inter_node_bytes - sum(|work| work.card_bytes);
+        assert!(beside > 0 && beside < timing.total.inter_node_bytes / 20, "{layout:?}: {beside}");
     }
 }
 
@@ -272,11 +272,16 @@ fn a_gradient_of_combine_is_a_dispatch_of_rows_alone_that_nobody_plans() {
         // Whatever the type in which rows went out.
         assert_eq!(gradient, as_home.combine_backward(), "{title}");
         let moved = |timing: &Timing| {
-            [timing.total.copies, timing.total.near_bytes, timing.total.own_bytes, timing.total.kernel_bytes]
+            [
+                timing.total.copies,
+                timing.total.intra_node_bytes,
+                timing.total.self_bytes,
+                timing.total.kernel_bytes,
+            ]
         };
         assert_eq!(moved(&gradient), moved(&dispatch), "{title}");
         // Messages tell that a node is there, without counts.
-        assert!(gradient.total.far_bytes <= dispatch.total.far_bytes, "{title}");
+        assert!(gradient.total.inter_node_bytes <= dispatch.total.inter_node_bytes, "{title}");
         let choices = 256 * 8;
         let host = h100().host;
         assert!(gradient.ns + (host.sort + host.place) * choices / 1000 / 2 < dispatch.ns, "{title}");
@@ -294,7 +299,7 @@ proptest! {
             match which {
                 0 => h.engines.rate += h.engines.rate * by / 10,
                 1 => h.link.rate += h.link.rate * by / 10,
-                2 => h.card.rate += h.card.rate * by / 10,
+                2 => h.nic.rate += h.nic.rate * by / 10,
                 3 => h.compute.rate += h.compute.rate * by / 10,
                 _ => h.engines.per_copy = h.engines.per_copy * 10 / (10 + by),
             }

@@ -1,4 +1,4 @@
-//! Loop connections that emulate a slower link.
+//! Loopback connections that emulate a slower link.
 //!
 //! Overlap is worth measuring where transfers cost time and no core. Between emulated nodes of one
 //! machine they cost the opposite: a copy, done at once by a core. Here bytes still move at once,

@@ -1,4 +1,4 @@
-//! The loop lane: the interface of a NIC, between emulated nodes of one machine.
+//! The loopback lane: the interface of a NIC, between emulated nodes of one machine.
 //!
 //! A NIC offers one-sided operations: the sender names a region, an offset and bytes, and the
 //! receiver's processor takes no part. Here the connection is one shared segment per pair of ranks,

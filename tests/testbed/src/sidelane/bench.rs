@@ -48,14 +48,14 @@ struct Seen {
     verified: bool,
     rows_verified: u64,
     lanes: Lanes,
-    cards: OfCards,
+    nics: OfNics,
 }
 
 /// What the lane says that it asked of the cards.
 #[derive(Debug, Deserialize)]
-struct OfCards {
+struct OfNics {
     /// Per node.
-    done: [Asked; 2],
+    measured: [Asked; 2],
     /// Whether that is what its calls should come to.
     exact: bool,
 }
@@ -84,7 +84,7 @@ struct Config {
 
 #[derive(Debug, Deserialize)]
 struct Lanes {
-    rail: Option<String>,
+    inter_node: Option<String>,
 }
 
 impl Bench {
@@ -98,14 +98,14 @@ impl Bench {
     pub fn run(&self, bed: &Bed, deadline: Deadline) -> Result<Counted> {
         let before = [bed.counters(0)?, bed.counters(1)?];
         let seen: Seen = report(bed, deadline, |machine| self.command(machine, Cards::First, CALM))?;
-        let asked = seen.config.route == self.route.name() && seen.lanes.rail.as_deref() == Some(LANE);
-        if !(asked && seen.verified && seen.rows_verified > 0 && seen.cards.exact) {
+        let asked = seen.config.route == self.route.name() && seen.lanes.inter_node.as_deref() == Some(LANE);
+        if !(asked && seen.verified && seen.rows_verified > 0 && seen.nics.exact) {
             return Err(Error::NotVerified { program: "bench", seen: format!("{seen:?}") });
         }
         let mut counted = Counted { rows: seen.rows_verified, requests: 0, packets: 0 };
         for (machine, before) in before.iter().enumerate() {
             let card = bed.counters(machine)?.since(before);
-            let [own, other] = [machine, 1 - machine].map(|machine| &seen.cards.done[machine]);
+            let [own, other] = [machine, 1 - machine].map(|machine| &seen.nics.measured[machine]);
             // Soft-RoCE acknowledges each request once, and nothing in between: a chunk is 64 packets at most.
             let expected = own.packets + other.requests;
             if card.sent() != expected || card.again() > 0 {

@@ -22,7 +22,7 @@ pub struct Straight {
 
 /// The ranks of one machine.
 pub fn device(machine: usize) -> String {
-    let start = command(machine, 2, "launch --tag", Cards::First, CALM);
+    let start = command(machine, 2, "launch --tag-output", Cards::First, CALM);
     format!(
         "export SIDELANE_FAKE_CUDA_KERNELS={KERNELS} CUDA_MODULE_LOADING=EAGER && {start} -- \
          sidelane-tests --ignored --nocapture --exact {TEST}"

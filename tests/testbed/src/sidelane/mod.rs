@@ -63,7 +63,7 @@ fn command(machine: usize, ranks_per_node: u32, what: &str, cards: Cards, patien
     let (master, cards) = (master(), cards.variable());
     format!(
         "SIDELANE_SECRET=testbed {cards} {patience} exec sidelane {what} --nodes 2 \
-         --ranks-per-node {ranks_per_node} --node-rank {machine} --master {master} --rail {LANE}"
+         --ranks-per-node {ranks_per_node} --node-rank {machine} --master {master} --net {LANE}"
     )
 }
 

@@ -30,7 +30,7 @@ pub struct Seen {
 
 /// The ranks of one machine, on the second card: they meet over the wire of the first.
 pub fn rebuilt(machine: usize) -> String {
-    let start = command(machine, 2, "launch --tag", Cards::Second, STOIC);
+    let start = command(machine, 2, "launch --tag-output", Cards::Second, STOIC);
     format!(
         "rm -rf {SIGNS} && mkdir {SIGNS} && export SIDELANE_TEST_SIGNS={SIGNS} && {start} -- \
          sidelane-tests --ignored --nocapture --exact {TEST}"

@@ -1,4 +1,4 @@
-//! `sidelane route` as a user sees it: bars, tables and files.
+//! `sidelane routing` as a user sees it: bars, tables and files.
 
 use std::process::{Command, Output};
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 fn route(line: &str) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("route").args(line.split_whitespace()).current_dir(std::env::temp_dir());
+    command.arg("routing").args(line.split_whitespace()).current_dir(std::env::temp_dir());
     command.output().unwrap()
 }
 

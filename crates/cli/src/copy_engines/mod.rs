@@ -1,10 +1,10 @@
-//! `sidelane engines`: what a dispatch asks of copy engines, way by way, counted from the schedules that would run.
+//! `sidelane copy-engines`: what a dispatch asks of copy engines, way by way, counted from the schedules that would run.
 //!
-//! No rank is started and no row is moved. Times are arithmetic: a price per copy and a speed, which the command line names.
+//! No rank is started and no row is moved. Times are arithmetic: a price per copy and a rate, which the command line names.
 //!
 //! ```text
 //!   decisions of all ranks --> Plan   layouts, blocks in the order of tokens or of relays
-//!                                \--> EngineWork of every rank --> mean, most, time
+//!                                \--> CopyEngineWork of every rank --> mean, max, time
 //! ```
 
 mod plan;
@@ -31,7 +31,7 @@ use crate::table::{self, time, volume};
 
 /// Count what a dispatch asks of copy engines: copies, bytes and memory operations, and a time by arithmetic
 #[derive(Args)]
-pub struct EnginesArgs {
+pub struct CopyEnginesArgs {
     /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a file of JSON lines
     /// with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts or --top-k differ from it]
     #[arg(value_name = "recorded|PATTERN|FILE")]
@@ -53,19 +53,19 @@ pub struct EnginesArgs {
 
     /// Price of a copy in microseconds, however small; by default what was published of an H100
     #[arg(long, value_name = "US", default_value_t = 2.3, value_parser = positive)]
-    pub per_copy: f64,
+    pub copy_us: f64,
 
     /// Speed of a long copy in GB/s; by default what was published of NVLink on an H100
     #[arg(long, value_name = "GB/S", default_value_t = 380.0, value_parser = positive)]
-    pub speed: f64,
+    pub copy_gbps: f64,
 
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
 
-impl Command for EnginesArgs {
-    const NAME: &'static str = "engines";
+impl Command for CopyEnginesArgs {
+    const NAME: &'static str = "copy-engines";
 
     fn run(self) -> Result<ExitCode, CliError> {
         command::claim(&self.json)?;
@@ -88,8 +88,8 @@ pub struct Conditions {
     pub hidden: u32,
     pub dtype: RowType,
     /// Microseconds of a copy, however small, and GB/s of a long one.
-    pub per_copy: f64,
-    pub speed: f64,
+    pub copy_us: f64,
+    pub copy_gbps: f64,
 }
 
 /// Decisions, and what a row is.
@@ -103,8 +103,8 @@ pub struct Task {
 
 impl Task {
     /// From the command line and what the recording or the routing file says.
-    pub fn resolve(args: &EnginesArgs) -> Result<Self, CliError> {
-        let &EnginesArgs { hidden, dtype, per_copy, speed, .. } = args;
+    pub fn resolve(args: &CopyEnginesArgs) -> Result<Self, CliError> {
+        let &CopyEnginesArgs { hidden, dtype, copy_us, copy_gbps, .. } = args;
         let decided = args.router.decide(args.nodes.sizes()?, &args.routing)?;
         at_least_one(&[("--hidden", hidden)])?;
         let (row_bytes, home_bytes) = dtype.bytes(hidden);
@@ -112,7 +112,8 @@ impl Task {
             let (parameter, expected) = ("row bytes", "a multiple of 16");
             return Err(PlanError::BadParameter { parameter, seen, expected }.into());
         }
-        let conditions = Conditions { decided: decided.conditions.clone(), hidden, dtype, per_copy, speed };
+        let conditions =
+            Conditions { decided: decided.conditions.clone(), hidden, dtype, copy_us, copy_gbps };
         Ok(Task { decided, conditions, row_bytes, home_bytes })
     }
 
@@ -131,12 +132,12 @@ const HEAD: u64 = 64;
 
 /// What one way asks of engines.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Way {
+pub struct Variant {
     pub name: String,
     /// Of one rank, on average.
     pub mean: Asked,
     /// Of the rank that asks for most, each by itself.
-    pub most: Asked,
+    pub max: Asked,
     /// Microseconds of the engines of the rank that needs most, one copy after another.
     pub us: f64,
 }
@@ -147,23 +148,23 @@ pub struct Asked {
     pub copies: f64,
     pub bytes: f64,
     pub batches: f64,
-    pub words: f64,
-    pub lists: f64,
-    pub card_bytes: f64,
+    pub memory_ops: f64,
+    pub memory_op_batches: f64,
+    pub nic_bytes: f64,
 }
 
-impl Way {
+impl Variant {
     fn new(name: String, ranks: &[CopyEngineWork], conditions: &Conditions) -> Self {
         let mean =
             |of: fn(&CopyEngineWork) -> u64| ranks.iter().map(of).sum::<u64>() as f64 / ranks.len() as f64;
         let most = |of: fn(&CopyEngineWork) -> u64| ranks.iter().map(of).max().unwrap_or(0) as f64;
         let us = |work: &CopyEngineWork| {
-            work.copies as f64 * conditions.per_copy + work.bytes as f64 / (conditions.speed * 1e3)
+            work.copies as f64 * conditions.copy_us + work.bytes as f64 / (conditions.copy_gbps * 1e3)
         };
-        Way {
+        Variant {
             name,
             mean: Asked::of(mean),
-            most: Asked::of(most),
+            max: Asked::of(most),
             us: ranks.iter().map(us).fold(0.0, f64::max),
         }
     }
@@ -175,15 +176,15 @@ impl Asked {
             copies: figure(|work| work.copies),
             bytes: figure(|work| work.bytes),
             batches: figure(|work| work.batches),
-            words: figure(|work| work.words),
-            lists: figure(|work| work.lists),
-            card_bytes: figure(|work| work.card_bytes),
+            memory_ops: figure(|work| work.words),
+            memory_op_batches: figure(|work| work.lists),
+            nic_bytes: figure(|work| work.card_bytes),
         }
     }
 }
 
 /// All ways that this group has: slots on one node; rows that are planned, straight or through relays.
-pub fn all(task: &Task) -> Result<Vec<Way>, CliError> {
+pub fn all(task: &Task) -> Result<Vec<Variant>, CliError> {
     let mut ways = Vec::new();
     let ranks = task.decided.nodes.ranks();
     if task.decided.nodes.nodes() == 1 {
@@ -195,7 +196,7 @@ pub fn all(task: &Task) -> Result<Vec<Way>, CliError> {
         for (name, call) in [("dispatch", SlotCall::Dispatch), ("combine", SlotCall::Combine)] {
             let work = |me| Ok(CopyEngineWork::of_stream(&StreamProgram::new(call, slots, me)?, me));
             let work: Vec<CopyEngineWork> = (0..ranks).map(work).collect::<Result<_, CliError>>()?;
-            ways.push(Way::new(format!("slots: {name}"), &work, &task.conditions));
+            ways.push(Variant::new(format!("slots: {name}"), &work, &task.conditions));
         }
     }
     for layout in RowLayout::ALL {
@@ -208,7 +209,7 @@ pub fn all(task: &Task) -> Result<Vec<Way>, CliError> {
         }
         for (route, spans, how) in planned {
             let work = plan::dispatch(task, layout, route, spans)?;
-            ways.push(Way::new(format!("{}, {how}", layout.name()), &work, &task.conditions));
+            ways.push(Variant::new(format!("{}, {how}", layout.name()), &work, &task.conditions));
         }
     }
     Ok(ways)
@@ -219,8 +220,8 @@ pub struct Report {
     pub config: Conditions,
     /// Bytes of a row that goes out, and of one that comes home.
     pub row_bytes: u64,
-    pub home_bytes: u64,
-    pub ways: Vec<Way>,
+    pub combine_row_bytes: u64,
+    pub variants: Vec<Variant>,
 }
 
 impl Report {
@@ -228,8 +229,8 @@ impl Report {
         Ok(Report {
             config: task.conditions.clone(),
             row_bytes: task.row_bytes,
-            home_bytes: task.home_bytes,
-            ways: all(task)?,
+            combine_row_bytes: task.home_bytes,
+            variants: all(task)?,
         })
     }
 }
@@ -237,22 +238,23 @@ impl Report {
 impl command::Report for Report {
     /// Conditions, and a line for each way.
     fn text(&self) -> String {
-        let Conditions { decided, hidden, dtype, per_copy, speed } = &self.config;
+        let Conditions { decided, hidden, dtype, copy_us, copy_gbps } = &self.config;
         let routing::Conditions { routing, experts, top_k, ranks_per_node, tokens, .. } = decided;
-        let mut table =
-            table::figures("way|copies|bytes each|batches|words|lists|engines|cards|time".split('|'));
-        for Way { name, mean, most, us } in &self.ways {
+        let mut table = table::figures(
+            "variant|copies|bytes each|batches|memory ops|their batches|engines|NICs|time".split('|'),
+        );
+        for Variant { name, mean, max, us } in &self.variants {
             let of = if mean.copies > 0.0 { mean.bytes / mean.copies } else { 0.0 };
             let count = |figure: f64| format!("{figure:.0}");
             table.add_row([
                 name.clone(),
-                count(most.copies),
+                count(max.copies),
                 volume(of as u64),
-                count(most.batches),
-                count(most.words),
-                count(most.lists),
+                count(max.batches),
+                count(max.memory_ops),
+                count(max.memory_op_batches),
                 volume(mean.bytes as u64),
-                volume(mean.card_bytes as u64),
+                volume(mean.nic_bytes as u64),
                 time(*us),
             ]);
         }
@@ -260,9 +262,9 @@ impl command::Report for Report {
             "routing   {routing}, {experts} experts, top-{top_k}, {tokens} tokens a rank\n\
              ranks     {}\n\
              rows      {hidden} x {}\n\
-             time      {per_copy} us a copy and {speed} GB/s, as given: not measured\n\n\
+             time      {copy_us} us a copy and {copy_gbps} GB/s, as given: not measured\n\n\
              {}\n\n\
-             Copies, batches, words (memory operations) and lists (of them) are those of the rank that has most; bytes are\n\
+             Copies, memory operations and batches of either are those of the rank that has most; bytes are\n\
              means. Times are of the engines of one rank alone, one copy after another. Own rows are moved by none.",
             shape_words(ranks_per_node),
             dtype.name(),
@@ -280,6 +282,6 @@ mod tests {
     fn the_document_names_exactly_the_keys_of_the_json() {
         let report =
             Report::new(&Task::resolve(&parsed("--tokens 8 --hidden 32").unwrap()).unwrap()).unwrap();
-        assert_page("engines-json.md", &[report]);
+        assert_page("copy-engines-json.md", &[report]);
     }
 }

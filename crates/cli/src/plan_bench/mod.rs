@@ -1,4 +1,4 @@
-//! `sidelane planning`: what one rank's operands cost to make, in time and memory, by number of ranks.
+//! `sidelane plan-bench`: what one rank's operands cost to make, in time and memory, by number of ranks.
 
 use std::hint::black_box;
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ use crate::table::{self, time, volume};
 
 /// Measure what a rank's own part of a dispatch costs to plan, and what its tables hold, by number of ranks
 #[derive(Args)]
-pub struct PlanningArgs {
+pub struct PlanBenchArgs {
     /// Numbers of ranks
     #[arg(long, value_name = "R[,R..]", value_delimiter = ',', default_values_t = [8, 16, 32, 64, 128, 256, 512],
           value_parser = clap::value_parser!(u32).range(1..=4096))]
@@ -61,8 +61,8 @@ struct Row {
     cost: Cost,
 }
 
-impl Command for PlanningArgs {
-    const NAME: &'static str = "planning";
+impl Command for PlanBenchArgs {
+    const NAME: &'static str = "plan-bench";
 
     fn run(self) -> Result<ExitCode, CliError> {
         command::claim(&self.svg)?;
@@ -73,7 +73,7 @@ impl Command for PlanningArgs {
     }
 }
 
-fn rows(args: &PlanningArgs) -> Result<Vec<Row>, CliError> {
+fn rows(args: &PlanBenchArgs) -> Result<Vec<Row>, CliError> {
     let bar = command::progress(0, 2 * args.ranks.len() as u64).with_message("groups");
     let mut rows = Vec::new();
     for (&ranks, route) in args.ranks.iter().flat_map(|ranks| Route::ALL.map(|route| (ranks, route))) {
@@ -81,7 +81,7 @@ fn rows(args: &PlanningArgs) -> Result<Vec<Row>, CliError> {
         if !ranks.is_multiple_of(per_node) {
             return Err(usage!("--ranks {ranks} is more than a node of {per_node}, and no multiple of it"));
         }
-        let &PlanningArgs { tokens, top_k, layout, rounds, .. } = args;
+        let &PlanBenchArgs { tokens, top_k, layout, rounds, .. } = args;
         // As many as DeepSeek-V3 has, and no rank without one.
         let experts = ranks.max(256);
         let shape = Shape { tokens, top_k, experts, ranks, per_node, route, layout };
@@ -92,7 +92,7 @@ fn rows(args: &PlanningArgs) -> Result<Vec<Row>, CliError> {
     Ok(rows)
 }
 
-fn text(args: &PlanningArgs, rows: &[Row]) -> String {
+fn text(args: &PlanBenchArgs, rows: &[Row]) -> String {
     let header = ["ranks", "experts", "route", "sort", "place", "fill", "together", "relay", "tables"];
     let mut table = table::figures(header);
     for Row { shape, cost } in rows {
@@ -108,7 +108,7 @@ fn text(args: &PlanningArgs, rows: &[Row]) -> String {
             volume(cost.bytes),
         ]);
     }
-    let PlanningArgs { tokens, top_k, layout, rounds, ranks_per_node, .. } = args;
+    let PlanBenchArgs { tokens, top_k, layout, rounds, ranks_per_node, .. } = args;
     format!(
         "{tokens} tokens, top-{top_k}, {}, uniform routing, nodes of {ranks_per_node} ranks, middle of {rounds} rounds\n\n{}\n\n\
          Sort: a rank's own routing by bin, before counts are exchanged. Place: sums of counts, and the layout that follows.\n\
@@ -246,7 +246,7 @@ type Figure = fn(&Cost) -> f64;
 type Said<'a> = &'a dyn Fn(f64) -> String;
 
 /// The picture of all groups.
-fn draw(args: &PlanningArgs, rows: &[Row]) -> String {
+fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
     let curves = |of: Figure, said: Said<'_>| {
         Route::ALL
             .iter()
@@ -265,7 +265,7 @@ fn draw(args: &PlanningArgs, rows: &[Row]) -> String {
     let tables = |bytes: f64| volume(bytes as u64);
     let title = "What a rank's operands cost, by number of ranks";
     svg::picture(SIZE, title, chart::CURVES, |svg| {
-        let PlanningArgs { tokens, top_k, layout, ranks_per_node, .. } = args;
+        let PlanBenchArgs { tokens, top_k, layout, ranks_per_node, .. } = args;
         let conditions =
             format!("{tokens} tokens, top-{top_k}, {}, nodes of {ranks_per_node} ranks", layout.name());
         svg.label("quiet", 16.0, 43.0, &conditions);

@@ -1,4 +1,4 @@
-//! `sidelane engines` as a user sees it: a line for each way, files and refusals.
+//! `sidelane copy-engines` as a user sees it: a line for each way, files and refusals.
 
 use std::process::{Command, Output};
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 fn engines(line: &str) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("engines").args(line.split_whitespace()).current_dir(std::env::temp_dir());
+    command.arg("copy-engines").args(line.split_whitespace()).current_dir(std::env::temp_dir());
     command.output().unwrap()
 }
 
@@ -25,15 +25,15 @@ fn report(line: &str, file: &str) -> Value {
 }
 
 fn most(report: &Value, way: &str, figure: &str) -> f64 {
-    let ways = report["ways"].as_array().unwrap();
+    let ways = report["variants"].as_array().unwrap();
     let way = ways.iter().find(|found| found["name"] == way).unwrap_or_else(|| panic!("{way} in {ways:?}"));
-    way["most"][figure].as_f64().unwrap()
+    way["max"][figure].as_f64().unwrap()
 }
 
 #[test]
 fn slots_of_eight_ranks_are_seven_copies_and_a_list() {
     let report = report("--nodes 1 --tokens 128 --experts 256 uniform", "slots");
-    let figures = ["copies", "batches", "words", "lists", "card_bytes"];
+    let figures = ["copies", "batches", "memory_ops", "memory_op_batches", "nic_bytes"];
     for way in ["slots: dispatch", "slots: combine"] {
         assert_eq!(figures.map(|figure| most(&report, way, figure)), [7.0, 1.0, 21.0, 1.0, 0.0], "{way}");
     }
@@ -45,7 +45,7 @@ fn slots_of_eight_ranks_are_seven_copies_and_a_list() {
 #[test]
 fn rows_by_expert_are_a_copy_for_each_expert_and_rows_by_rank_one_for_each_rank() {
     let report = report("--nodes 1 --tokens 512 --experts 256 --hidden 64 uniform", "one-node");
-    let figures = ["copies", "batches", "words"];
+    let figures = ["copies", "batches", "memory_ops"];
     let by_expert = figures.map(|figure| most(&report, "expert-major, direct", figure));
     assert_eq!(by_expert, [7.0 * 32.0, 1.0, 14.0]);
     let by_rank = figures.map(|figure| most(&report, "rank-major, direct", figure));
@@ -57,7 +57,7 @@ fn spans_are_fewer_copies_of_the_same_bytes() {
     let report = report("--tokens 2048 --experts 256 --hidden 64 uniform", "spans");
     let [rows, spans] = ["rank-major, pxn, token order", "rank-major, pxn, relay order"];
     assert_eq!(most(&report, rows, "bytes"), most(&report, spans, "bytes"));
-    assert_eq!(most(&report, rows, "card_bytes"), most(&report, spans, "card_bytes"));
+    assert_eq!(most(&report, rows, "nic_bytes"), most(&report, spans, "nic_bytes"));
     assert!(most(&report, rows, "copies") > 10.0 * most(&report, spans, "copies"));
 }
 
@@ -66,7 +66,7 @@ fn the_text_has_a_line_for_each_way_and_says_what_was_not_measured() {
     let output = engines("--tokens 64");
     let told = text(&output.stdout);
     assert!(output.status.success(), "{}", text(&output.stderr));
-    for words in ["16 on 2 nodes (8 + 8)", "rank-major, pxn, relay order", "not measured", "cards"] {
+    for words in ["16 on 2 nodes (8 + 8)", "rank-major, pxn, relay order", "not measured", "NICs"] {
         assert!(told.contains(words), "{words:?} in\n{told}");
     }
     assert!(!told.contains("slots"), "slots are for one node:\n{told}");
@@ -76,7 +76,7 @@ fn the_text_has_a_line_for_each_way_and_says_what_was_not_measured() {
 fn what_makes_no_sense_is_refused_as_a_wrong_command_line() {
     for (line, said) in [
         ("--tokens 0", "--tokens"),
-        ("--speed 0", "above 0"),
+        ("--copy-gbps 0", "above 0"),
         ("--hidden 7 --nodes 1", "a multiple of 16"),
         ("/nowhere/routing.jsonl", "/nowhere/routing.jsonl"),
     ] {
