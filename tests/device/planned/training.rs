@@ -170,7 +170,14 @@ fn what_one_rank_cannot_bring_is_refused_on_all() {
                 let x = rank.lent(&step.again);
                 told(rank.planned.dispatch_cached(Tensor::device(&x, dtype), &handle).unwrap_err(), "f16");
                 let gradients = Tensor::device(&x, dtype);
-                told(rank.planned.combine_backward(gradients, &handle).map(drop).unwrap_err(), "f16");
+                let refused = rank.planned.combine_backward_into(gradients, &handle, None);
+                told(refused.map(drop).unwrap_err(), "f16");
+                // Refused before the output of the combine is used up: `again` needs it.
+                let (few, all) = (rank.room(&[0.0_f32; 3]), rank.room(&step.of_choices));
+                let weights = TensorMut::device(if bad { &few } else { &all }, Dtype::F32);
+                let gradients = Tensor::device(&x, Dtype::Bf16);
+                let refused = rank.planned.combine_backward_into(gradients, &handle, Some(weights));
+                told(refused.map(drop).unwrap_err(), "weight gradients");
                 let (words, out) = (rank.lent(&step.of_weights), rank.room(&step.of_tokens));
                 let short = rank.lent(&[0.0_f32; 3]);
                 let given = Some(Tensor::device(if bad { &short } else { &words }, Dtype::F32));
