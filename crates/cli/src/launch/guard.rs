@@ -1,21 +1,23 @@
 //! A process that outlives the launcher, however that ends, and leaves no rank behind.
 //!
-//! Ranks that joined a world notice the end of their launcher by a pipe, and report why they end. Other programs do not. So
-//! the launcher tells this process the number of each rank, and its end is the end of that input. Then the ranks may end by
-//! themselves for as long as after a failure, and those that still run are killed with all that they started.
+//! Ranks that joined a world notice the end of their launcher by a pipe, and report why they end. Other
+//! programs do not. The guard reads from the launcher: "done" once all ranks have ended, or nothing at
+//! all if the launcher is killed. Then the processes of its ranks may end by themselves for as long as
+//! after a failure, and those that still run are killed.
 //!
-//! ```text
-//!   launcher --- "4711\n" ---> guard: a descriptor of process 4711, which no later process can be mistaken for
-//! ```
+//! The guard finds them by `SIDELANE_LAUNCHER_PID` in their environment, which their children inherit. So
+//! no rank is unguarded between its start and a message about it: the input ends only when the launcher is
+//! gone and the last rank that it started runs its own program, because both hold the other end till then.
 
-use std::io::{self, Write};
+use std::fs;
+use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::LaunchArgs;
 use crate::command::Command as _;
@@ -28,10 +30,13 @@ pub struct Guard {
     input: Option<ChildStdin>,
 }
 
+/// What the launcher says when no rank is left to guard.
+const DONE: &str = "done";
+
 impl Guard {
     /// Starts the process, for ranks that may run on for `grace`.
     pub fn start(grace: Duration) -> Result<Self, CliError> {
-        let command = ranks::again(LaunchArgs::NAME, &grace)?;
+        let command = ranks::again(LaunchArgs::NAME, &(grace, std::process::id()))?;
         let mut guard = Command::new(&command[0]);
         guard.args(&command[1..]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         // Ctrl-C at a terminal is for the launcher.
@@ -40,65 +45,73 @@ impl Guard {
         let input = process.stdin.take();
         Ok(Guard { process, input })
     }
-
-    /// Tells it of a rank.
-    pub fn follow(&mut self, rank: &Child) -> Result<(), CliError> {
-        let said = self.input.as_mut().map_or(Ok(()), |input| writeln!(input, "{}", rank.id()));
-        said.map_err(CliError::prepare("tell the guard of a rank"))
-    }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        drop(self.input.take());
+        if let Some(mut input) = self.input.take() {
+            // A guard that is gone has nothing left to be told.
+            let _ = input.write_all(DONE.as_bytes());
+        }
         // Fails only for a child that was reaped already.
         let _ = self.process.wait();
     }
 }
 
-/// A rank, which leads a process group.
-struct Rank {
-    leader: Pid,
-    process: OwnedFd,
-}
-
 /// The guard's life.
 pub fn watch(task: &str) -> Result<ExitCode, CliError> {
-    let grace: Duration = ranks::task(task)?;
-    let mut ranks = Vec::new();
-    for line in io::stdin().lines() {
-        let line = line.map_err(CliError::prepare("read what the launcher tells"))?;
-        let Some(leader) = line.parse().ok().and_then(Pid::from_raw) else { continue };
-        // One that is gone already needs no guard.
-        if let Ok(process) = pidfd_open(leader, PidfdFlags::empty()) {
-            ranks.push(Rank { leader, process });
-        }
+    let (grace, launcher): (Duration, u32) = ranks::task(task)?;
+    let mut said = String::new();
+    io::stdin().read_to_string(&mut said).map_err(CliError::prepare("read what the launcher tells"))?;
+    if said == DONE {
+        return Ok(ExitCode::SUCCESS);
     }
     let until = Instant::now() + grace;
     loop {
+        let processes = started_by(launcher);
+        if processes.is_empty() {
+            return Ok(ExitCode::SUCCESS);
+        }
         let left = until.saturating_duration_since(Instant::now());
-        let ended = ended(&ranks, left).map_err(CliError::prepare("wait for ranks"))?;
-        let mut ended = ended.into_iter();
-        ranks.retain(|_| !ended.next().unwrap_or(false));
-        if ranks.is_empty() || left.is_zero() {
-            break;
+        if left.is_zero() {
+            for process in &processes {
+                // One that ended meanwhile needs no signal.
+                let _ = pidfd_send_signal(process, Signal::KILL);
+            }
+            // A process may start another before it is killed, so the guard looks again.
+            await_all(&processes, Duration::from_secs(1))?;
+        } else {
+            await_all(&processes, left)?;
         }
     }
-    for rank in &ranks {
-        // Its leader runs, so the number is still that of its group.
-        let _ = kill_process_group(rank.leader, Signal::KILL);
-    }
-    Ok(ExitCode::SUCCESS)
 }
 
-/// Waits until a rank has ended, at most so long; says of each whether it has.
-fn ended(ranks: &[Rank], patience: Duration) -> io::Result<Vec<bool>> {
-    let mut polled: Vec<PollFd<'_>> =
-        ranks.iter().map(|rank| PollFd::new(&rank.process, PollFlags::IN)).collect();
-    let patience = Timespec::try_from(patience).map_err(io::Error::other)?;
-    match poll(&mut polled, Some(&patience)) {
-        Err(rustix::io::Errno::INTR) => {}
-        polled => drop(polled?),
+/// Running processes that have this launcher in their environment. Descriptors name them, so that no later
+/// process of the same number is mistaken for one.
+fn started_by(launcher: u32) -> Vec<OwnedFd> {
+    let variable = format!("SIDELANE_LAUNCHER_PID={launcher}");
+    let is_rank = |pid: Pid| {
+        let environment = fs::read(format!("/proc/{}/environ", pid.as_raw_nonzero())).unwrap_or_default();
+        environment.split(|&byte| byte == 0).any(|entry| entry == variable.as_bytes())
+    };
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let pids = numbers.filter_map(Pid::from_raw);
+    // The descriptor first: what the environment says is then said of this process.
+    let open = pids.filter_map(|pid| Some((pid, pidfd_open(pid, PidfdFlags::empty()).ok()?)));
+    open.filter(|(pid, _)| is_rank(*pid)).map(|(_, process)| process).collect()
+}
+
+/// Waits until one of the processes after another has ended, at most so long in all.
+fn await_all(processes: &[OwnedFd], patience: Duration) -> Result<(), CliError> {
+    let until = Instant::now() + patience;
+    for process in processes {
+        let left = Timespec::try_from(until.saturating_duration_since(Instant::now()));
+        let left = left.map_err(io::Error::other).map_err(CliError::prepare("wait for ranks"))?;
+        match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(CliError::prepare("wait for ranks")(error.into())),
+        }
     }
-    Ok(polled.iter().map(|rank| !rank.revents().is_empty()).collect())
+    Ok(())
 }

@@ -75,8 +75,8 @@ impl Job {
         let lifeline = Lifeline::new().map_err(CliError::prepare("open a pipe to the ranks"))?;
         let (meeting, places) = self.meeting(&lifeline)?;
         let taggers = self.tag_output.then(Taggers::new);
-        let mut guard = Guard::start(self.grace)?;
-        let ranks = Ranks::start(&places, &meeting, self, (&mut guard, taggers.as_ref()))?;
+        let _guard = Guard::start(self.grace)?;
+        let ranks = Ranks::start(&places, &meeting, self, taggers.as_ref())?;
         let outcome = self.watch(ranks, &inbox);
         if let Some(taggers) = taggers {
             taggers.finish(self.grace);
@@ -176,7 +176,7 @@ impl Ranks {
         places: &[Place],
         meeting: &Meeting,
         Job { command, env, bind, .. }: &Job,
-        (guard, taggers): (&mut Guard, Option<&Taggers>),
+        taggers: Option<&Taggers>,
     ) -> Result<Self, CliError> {
         let mut ranks = Ranks { running: Vec::with_capacity(places.len()) };
         let (binder, here) = (bind.binder(), places.len() as u32);
@@ -200,9 +200,7 @@ impl Ranks {
             if let Some(taggers) = taggers {
                 taggers.follow(place.rank, &mut child);
             }
-            let followed = guard.follow(&child);
             ranks.running.push((place, child));
-            followed?;
         }
         Ok(ranks)
     }
