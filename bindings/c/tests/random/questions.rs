@@ -34,8 +34,10 @@ pub fn strangers(numbers: [u64; 4]) -> Vec<Status> {
     let mut of_shares = Struct::empty::<SharesInfo>();
     let mut statuses = Vec::new();
     for number in numbers {
-        // All kinds of places, generations and objects.
-        for number in [number, number >> 8, number & 0x0f00_0000_0000_0fff, number & 0x0fff] {
+        // Of places in use: generations that are never reached, and kinds that there are not. The kind, generation
+        // and place of a living object, met by chance, would be its handle.
+        let of_places = [number & 0x0f00_0000_0000_0fff | 1 << 55, number & 0x0fff | 0xf << 60];
+        for number in [number, number >> 8, number & 0x0fff].into_iter().chain(of_places) {
             let stranger = number as usize;
             // SAFETY: a number that is no handle is refused before anything is looked at.
             let refused = unsafe {
