@@ -104,7 +104,7 @@ class _Combine(torch.autograd.Function):
         copied = handle.copied_bytes
         tokens = ep.combine(y.detach().contiguous(), handle)
         # Without rows nothing is copied, whatever memory `y` is in.
-        if y.numel() and handle.copied_bytes == copied:
+        if y.shape[0] and handle.copied_bytes == copied:
             torch.autograd.graph.increment_version(y)
         ctx.ep, ctx.handle = ep, handle
         return tokens
