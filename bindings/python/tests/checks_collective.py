@@ -23,7 +23,7 @@ def check_rows_of_all_come_by_rank_and_sums_go_home(world):
             all_, shares = rows.all_gather(mine)
             same(all_, everything)
             assert (shares.counts, shares.rows) == (list(range(world.size)), len(everything))
-            assert shares.report()["traffic"]["wanted"]["own"] == len(mine)
+            assert shares.report()["traffic"]["logical"]["own"] == len(mine)
             # In the buffer that peers read, and from anywhere.
             out = shares.output()
             out.copy_(everything)

@@ -213,10 +213,10 @@ def check_the_report_is_what_moved(world):
     ep = built(world, of)
     rows, handle = ep.dispatch(of.x[me], of.ids[me], of.weights[me])
     report = handle.report()
-    wanted = report["traffic"]["wanted"]
+    wanted = report["traffic"]["logical"]
     assert sum(wanted.values()) == int((of.ids[me] >= 0).sum())
-    put = report["traffic"]["put"]
-    assert report["moved"]["local_bytes"] == (put["own"] + put["local"]) * of.hidden * 4
+    put = report["traffic"]["sent"]
+    assert report["moved"]["intra_node_bytes"] == (put["own"] + put["local"]) * of.hidden * 4
     assert sum(ranks for _, ranks in ep.lanes) == world.size
     ep.combine(rows.clone(), handle)
 
