@@ -996,13 +996,13 @@ const char *sidelane_last_message(void);
 //
 // `options` may be NULL. A process of its own for each rank: a child that was forked afterwards is refused.
 //
-// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 sidelane_status_t sidelane_world_from_env(const sidelane_world_options_t *options,
                                           sidelane_world_t **world);
 
 // Says what a world is.
 //
-// The caller's word: `info` is NULL, or as large as its size says.
+// The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_world_info(sidelane_world_t *world, sidelane_world_info_t *info);
 
 // Whether the world is alive: SIDELANE_OK, or SIDELANE_ERROR_WORLD and the cause.
@@ -1014,14 +1014,14 @@ sidelane_status_t sidelane_world_cancel(sidelane_world_t *world);
 // The survivors' next world, after this one has died. Collective among those that are left. The old world and what was made
 // from it stay readable until they are closed.
 //
-// The caller's word: `rebuilt` is NULL or valid.
+// The caller guarantees: `rebuilt` is NULL or valid.
 sidelane_status_t sidelane_world_rebuild(sidelane_world_t *world,
                                          uint64_t deadline_ms,
                                          sidelane_world_t **rebuilt);
 
 // For each of `ranks` ranks, its rank in the world before the rebuild.
 //
-// The caller's word: `previous` is NULL, or `ranks` numbers may be written there.
+// The caller guarantees: `previous` is NULL, or `ranks` numbers may be written there.
 sidelane_status_t sidelane_world_previous_ranks(sidelane_world_t *world, uint32_t *previous, uint32_t ranks);
 
 // Closes the handle. This rank leaves the world when everything made from it is closed, too. NULL is nothing.
@@ -1029,7 +1029,7 @@ sidelane_status_t sidelane_world_close(sidelane_world_t *world);
 
 // A group of `count` ranks of the world, in this order. Collective among them; without ranks (NULL and 0), of all.
 //
-// The caller's word: `ranks` is NULL or points to `count` numbers; `group` is NULL or valid.
+// The caller guarantees: `ranks` is NULL or points to `count` numbers; `group` is NULL or valid.
 sidelane_status_t sidelane_world_group(sidelane_world_t *world,
                                        const uint32_t *ranks,
                                        uint32_t count,
@@ -1037,7 +1037,7 @@ sidelane_status_t sidelane_world_group(sidelane_world_t *world,
 
 // Says what a group is.
 //
-// The caller's word: `info` is NULL, or as large as its size says.
+// The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_group_info(sidelane_group_t *group, sidelane_group_info_t *info);
 
 // Closes the handle. What was built on the group goes on. NULL is nothing.
@@ -1045,14 +1045,14 @@ sidelane_status_t sidelane_group_close(sidelane_group_t *group);
 
 // Memory of `len` bytes at every member of a group, and a signal word per pair of members. Collective.
 //
-// The caller's word: `window` is NULL or valid.
+// The caller guarantees: `window` is NULL or valid.
 sidelane_status_t sidelane_group_window(sidelane_group_t *group, uint64_t len, sidelane_window_t **window);
 
 // Makes the caller's own memory a window: `memory` is the descriptor of a memfd that is sealed against shrinking (memfd_create(),
 // ftruncate(), fcntl(F_ADD_SEALS, F_SEAL_SHRINK)), of one size at all members. It is duplicated: the caller's stays the caller's, and so do
 // its mappings, in which what peers put is seen. Collective.
 //
-// The caller's word: `window` is NULL or valid; `memory` is an open descriptor, or -1.
+// The caller guarantees: `window` is NULL or valid; `memory` is an open descriptor, or -1.
 sidelane_status_t sidelane_group_register(sidelane_group_t *group,
                                           int32_t memory,
                                           sidelane_window_t **window);
@@ -1060,7 +1060,7 @@ sidelane_status_t sidelane_group_register(sidelane_group_t *group,
 // Writes `len` bytes to `offset` of the part of `peer`. When it returns, `src` may be changed; the bytes may not have
 // landed.
 //
-// The caller's word: `src` is NULL or points to `len` bytes.
+// The caller guarantees: `src` is NULL or points to `len` bytes.
 sidelane_status_t sidelane_window_put(sidelane_window_t *window,
                                       uint32_t peer,
                                       uint64_t offset,
@@ -1069,7 +1069,7 @@ sidelane_status_t sidelane_window_put(sidelane_window_t *window,
 
 // As sidelane_window_put(), then sidelane_window_signal().
 //
-// The caller's word: as sidelane_window_put().
+// The caller guarantees: as sidelane_window_put().
 sidelane_status_t sidelane_window_put_signal(sidelane_window_t *window,
                                              uint32_t peer,
                                              uint64_t offset,
@@ -1093,12 +1093,12 @@ sidelane_status_t sidelane_window_barrier(sidelane_window_t *window);
 
 // Copies `len` bytes of this rank's own part to `into`.
 //
-// The caller's word: `into` is NULL, or `len` bytes may be written there.
+// The caller guarantees: `into` is NULL, or `len` bytes may be written there.
 sidelane_status_t sidelane_window_read(sidelane_window_t *window, uint64_t offset, void *into, uint64_t len);
 
 // Copies `len` bytes to this rank's own part.
 //
-// The caller's word: `from` is NULL or points to `len` bytes.
+// The caller guarantees: `from` is NULL or points to `len` bytes.
 sidelane_status_t sidelane_window_write(sidelane_window_t *window,
                                         uint64_t offset,
                                         const void *from,
@@ -1110,7 +1110,7 @@ sidelane_status_t sidelane_window_close(sidelane_window_t *window);
 // The router of a system or model: megatron, deepspeed_top1, deepspeed_top2, deepspeed_topk, gshard, switch, tutel,
 // deepseek_v3, mixtral, qwen3, olmoe.
 //
-// The caller's word: `preset` is NULL or a text; `config` is NULL, or as large as its size says.
+// The caller guarantees: `preset` is NULL or a text; `config` is NULL, or as large as its size says.
 sidelane_status_t sidelane_gate_preset(const char *preset,
                                        uint32_t experts,
                                        uint32_t top_k,
@@ -1118,19 +1118,19 @@ sidelane_status_t sidelane_gate_preset(const char *preset,
 
 // A router. Local.
 //
-// The caller's word: `config` is NULL, or as large as its size says; `gate` is NULL or valid.
+// The caller guarantees: `config` is NULL, or as large as its size says; `gate` is NULL or valid.
 sidelane_status_t sidelane_gate_build(const sidelane_gate_config_t *config, sidelane_gate_t **gate);
 
 // Decides for all tokens of a call. Local.
 //
-// The caller's word: `call` and `decision` are NULL, or as large as their size says; arrays are NULL or as large as documented.
+// The caller guarantees: `call` and `decision` are NULL, or as large as their size says; arrays are NULL or as large as documented.
 sidelane_status_t sidelane_gate_route(sidelane_gate_t *gate,
                                       const sidelane_gate_call_t *call,
                                       sidelane_decision_t *decision);
 
 // The logits that choose in a call, noise and all, to `noisy`, [tokens, experts]. Local.
 //
-// The caller's word: as sidelane_gate_route(); nobody else uses `noisy` meanwhile.
+// The caller guarantees: as sidelane_gate_route(); nobody else uses `noisy` meanwhile.
 sidelane_status_t sidelane_gate_noisy_logits(sidelane_gate_t *gate,
                                              const sidelane_gate_call_t *call,
                                              float *noisy);
@@ -1141,13 +1141,13 @@ sidelane_status_t sidelane_gate_close(sidelane_gate_t *gate);
 // The loss that belongs to the router of a system or model (names as of sidelane_gate_preset()), with a coefficient of 1 and all
 // tokens together.
 //
-// The caller's word: `preset` is NULL or a text; `balance` is NULL, or as large as its size says.
+// The caller guarantees: `preset` is NULL or a text; `balance` is NULL, or as large as its size says.
 sidelane_status_t sidelane_balance_preset(const char *preset,
                                           sidelane_balance_t *balance);
 
 // Adds the number of choices of each expert to `counts`, [parts, experts]: what ranks add up for `total_counts`.
 //
-// The caller's word: structs are NULL, or as large as their sizes say; arrays are NULL or as large as documented.
+// The caller guarantees: structs are NULL, or as large as their sizes say; arrays are NULL or as large as documented.
 sidelane_status_t sidelane_balance_counts(const sidelane_balance_t *balance,
                                           const sidelane_balance_input_t *input,
                                           double *counts);
@@ -1155,7 +1155,7 @@ sidelane_status_t sidelane_balance_counts(const sidelane_balance_t *balance,
 // The loss, to `loss`. Its gradient is added to `d_logits`, [tokens, experts], unless that is NULL. Without tokens it is 0. What a
 // system divides it by besides (ranks that share it, micro-batches) belongs into the coefficient.
 //
-// The caller's word: as sidelane_balance_counts(); `loss` is NULL or valid, and nobody else uses `d_logits` meanwhile.
+// The caller guarantees: as sidelane_balance_counts(); `loss` is NULL or valid, and nobody else uses `d_logits` meanwhile.
 sidelane_status_t sidelane_balance_loss(const sidelane_balance_t *balance,
                                         const sidelane_balance_input_t *input,
                                         float *loss,
@@ -1164,7 +1164,7 @@ sidelane_status_t sidelane_balance_loss(const sidelane_balance_t *balance,
 // `coefficient` times the mean over tokens of (ln of the sum of e^logit)^2, to `loss`. Tokens that are not `used` ([tokens], 1 for
 // those that count; or NULL) are left out. The gradient is added to `d_logits`, [tokens, experts], unless that is NULL.
 //
-// The caller's word: `loss` is NULL or valid; arrays are NULL or as large as documented, and nobody else uses `d_logits`
+// The caller guarantees: `loss` is NULL or valid; arrays are NULL or as large as documented, and nobody else uses `d_logits`
 // meanwhile.
 sidelane_status_t sidelane_z_loss(float coefficient,
                                   const float *logits,
@@ -1177,7 +1177,7 @@ sidelane_status_t sidelane_z_loss(float coefficient,
 // The loss that keeps importance and load even where noise chooses (Shazeer's, as Tutel has it), to `loss`. The gradient to the clean
 // logits is added to `d_logits`, [tokens, experts], unless that is NULL.
 //
-// The caller's word: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
+// The caller guarantees: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
 sidelane_status_t sidelane_importance_loss(const sidelane_importance_input_t *input,
                                            float *loss,
                                            float *d_logits);
@@ -1185,7 +1185,7 @@ sidelane_status_t sidelane_importance_loss(const sidelane_importance_input_t *in
 // Adds the gradient of the logits to `d_logits`, [tokens, experts]: back from that of the routing weights, as combine's or dispatch's
 // gradient brings it, through scaling, normalisation and scores of this gate. Choices have no gradient.
 //
-// The caller's word: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
+// The caller guarantees: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
 sidelane_status_t sidelane_gate_weights_backward(sidelane_gate_t *gate,
                                                  const sidelane_weights_input_t *input,
                                                  float *d_logits);
@@ -1194,7 +1194,7 @@ sidelane_status_t sidelane_gate_weights_backward(sidelane_gate_t *gate,
 // for the legacy default stream. Loads the driver, and uses the device's primary context, as the
 // CUDA runtime does. Local.
 //
-// The caller's word: `cuda_stream` is NULL or a stream, which is not destroyed before the handle,
+// The caller guarantees: `cuda_stream` is NULL or a stream, which is not destroyed before the handle,
 // every layer that uses it and every dispatch of these are closed or finished; `stream` is NULL or
 // valid.
 sidelane_status_t sidelane_stream_borrow(uint32_t device, void *cuda_stream, sidelane_stream_t **stream);
@@ -1230,7 +1230,7 @@ sidelane_status_t sidelane_ep_check(sidelane_ep_t *ep);
 // The stream must be idle, or become so by itself: it is tried. Kernels must be loaded early: set
 // CUDA_MODULE_LOADING=EAGER before the program starts.
 //
-// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 sidelane_status_t sidelane_ep_build(sidelane_group_t *group,
                                     const sidelane_ep_options_t *options,
                                     const sidelane_expert_map_t *expert_map,
@@ -1238,27 +1238,27 @@ sidelane_status_t sidelane_ep_build(sidelane_group_t *group,
 
 // Says what a layer is.
 //
-// The caller's word: `info` is NULL, or as large as its size says.
+// The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_ep_info(sidelane_ep_t *ep, sidelane_ep_info_t *info);
 
 // Moves experts to other ranks: the dispatches that follow go by this map. What ranks hold of the experts is the caller's to
 // move. Collective; no handle of the layer may be open.
 //
-// The caller's word: `expert_map` is NULL or valid.
+// The caller guarantees: `expert_map` is NULL or valid.
 sidelane_status_t sidelane_ep_set_expert_map(sidelane_ep_t *ep,
                                              const sidelane_expert_map_t *expert_map);
 
 // Makes records of tokens, [tokens, hidden] to [tokens, record_bytes] of SIDELANE_DTYPE_BYTES: what a layer with fp8
 // dispatches. Local.
 //
-// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else writes to them meanwhile.
+// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no other thread writes to them during the call.
 sidelane_status_t sidelane_ep_quantise(sidelane_ep_t *ep,
                                        const sidelane_tensor_t *tokens,
                                        const sidelane_tensor_t *records);
 
 // A buffer of `count` rows to dispatch that network cards read in place; a tensor may lie in it. Local.
 //
-// The caller's word: `tokens` is NULL or valid.
+// The caller guarantees: `tokens` is NULL or valid.
 sidelane_status_t sidelane_ep_tokens(sidelane_ep_t *ep, uint32_t count, sidelane_tokens_t **tokens);
 
 // Closes the layer. Rows, outputs and handles that are open stay as they are. On a device it waits
@@ -1276,7 +1276,7 @@ sidelane_status_t sidelane_ep_close(sidelane_ep_t *ep);
 // the counts of all ranks, which give the sizes; in fixed slots nobody waits, and a call that is
 // refused is not enqueued and can be made again.
 //
-// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and
+// The caller guarantees: pointers are NULL or valid; tensors and arrays are as large as they say, and
 // nobody writes to them meanwhile.
 sidelane_status_t sidelane_ep_dispatch(sidelane_ep_t *ep,
                                        const sidelane_tensor_t *x,
@@ -1288,7 +1288,7 @@ sidelane_status_t sidelane_ep_dispatch(sidelane_ep_t *ep,
 // No row moves. Collective. sidelane_ep_dispatch_cached() brings rows along it, as often as there
 // are tokens for this routing, and takes the memory for them. The handle is the caller's to close.
 //
-// The caller's word: as sidelane_ep_dispatch().
+// The caller guarantees: as sidelane_ep_dispatch().
 sidelane_status_t sidelane_ep_prepare(sidelane_ep_t *ep,
                                       const sidelane_routing_t *routing,
                                       sidelane_handle_t **handle);
@@ -1296,7 +1296,7 @@ sidelane_status_t sidelane_ep_prepare(sidelane_ep_t *ep,
 // Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective. `x` has as many tokens as that
 // dispatch.
 //
-// The caller's word: as sidelane_ep_dispatch().
+// The caller guarantees: as sidelane_ep_dispatch().
 sidelane_status_t sidelane_ep_dispatch_cached(sidelane_ep_t *ep,
                                               const sidelane_tensor_t *x,
                                               sidelane_handle_t *handle,
@@ -1304,14 +1304,14 @@ sidelane_status_t sidelane_ep_dispatch_cached(sidelane_ep_t *ep,
 
 // Says how the rows of a dispatch lie.
 //
-// The caller's word: `info` is NULL, or as large as its size says.
+// The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_handle_info(sidelane_handle_t *handle, sidelane_handle_info_t *info);
 
 // How the last call along the handle ended at this rank: the status word as the host sees it now.
 // It is final once the stream has passed the call. On the host it is SIDELANE_CALL_OK: calls
 // return their errors there.
 //
-// The caller's word: `status` is NULL or valid.
+// The caller guarantees: `status` is NULL or valid.
 sidelane_status_t sidelane_handle_status(sidelane_handle_t *handle, uint32_t *status);
 
 // Closes the handle. Rows and outputs of it that are open stay as they are. On a device the
@@ -1320,7 +1320,7 @@ sidelane_status_t sidelane_handle_close(sidelane_handle_t *handle);
 
 // Says where received rows lie.
 //
-// The caller's word: `info` is NULL, or as large as its size says.
+// The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_rows_info(sidelane_rows_t *rows, sidelane_rows_info_t *info);
 
 // Closes rows: their memory goes back to the receive pool, and on a device to calls that are
@@ -1331,12 +1331,12 @@ sidelane_status_t sidelane_rows_close(sidelane_rows_t *rows);
 // Local. On the host, after a combine that was refused, this is the buffer of that combine, as it
 // was.
 //
-// The caller's word: `output` is NULL or valid.
+// The caller guarantees: `output` is NULL or valid.
 sidelane_status_t sidelane_handle_output(sidelane_handle_t *handle, sidelane_output_t **output);
 
 // Says where experts are to write.
 //
-// The caller's word: `info` is NULL, or as large as its size says.
+// The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_output_info(sidelane_output_t *output, sidelane_output_info_t *info);
 
 // Closes an output that was not used up. NULL is nothing.
@@ -1344,7 +1344,7 @@ sidelane_status_t sidelane_output_close(sidelane_output_t *output);
 
 // Says where tokens are to be written.
 //
-// The caller's word: `info` is NULL, or as large as its size says.
+// The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_tokens_info(sidelane_tokens_t *tokens, sidelane_tokens_info_t *info);
 
 // Closes a buffer of tokens. NULL is nothing.
@@ -1362,7 +1362,7 @@ sidelane_status_t sidelane_tokens_close(sidelane_tokens_t *tokens);
 // with this rank's own arguments is said here, and sidelane_handle_returned() says how the call
 // went on all ranks. A combine that was refused leaves zeros where `out` has room for them.
 //
-// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else
+// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and nobody else
 // uses them meanwhile.
 sidelane_status_t sidelane_ep_combine(sidelane_ep_t *ep,
                                       sidelane_output_t *output,
@@ -1381,7 +1381,7 @@ sidelane_status_t sidelane_ep_release(sidelane_ep_t *ep, sidelane_handle_t *hand
 // rank-major, per row and choice: as many as `row_weights` of the handle) those come home, too: `weight_gradients` is
 // [tokens, top_k], 0 for dropped choices. Without, both are NULL. On a device both are addresses there, at multiples of 16 bytes.
 //
-// The caller's word: as sidelane_ep_combine().
+// The caller guarantees: as sidelane_ep_combine().
 sidelane_status_t sidelane_ep_dispatch_backward(sidelane_ep_t *ep,
                                                 sidelane_output_t *output,
                                                 const sidelane_tensor_t *rows,
@@ -1395,7 +1395,7 @@ sidelane_status_t sidelane_ep_dispatch_backward(sidelane_ep_t *ep,
 // If the layer is weighted, rows are multiplied with their weight, and `weight_gradients`, [tokens, top_k], gets the
 // gradients of the weights; otherwise it is NULL. On a device it is an address there, at a multiple of 16 bytes.
 //
-// The caller's word: as sidelane_ep_combine().
+// The caller guarantees: as sidelane_ep_combine().
 sidelane_status_t sidelane_ep_combine_backward(sidelane_ep_t *ep,
                                                const sidelane_tensor_t *gradients,
                                                sidelane_handle_t *handle,
@@ -1409,7 +1409,7 @@ sidelane_status_t sidelane_ep_combine_backward(sidelane_ep_t *ep,
 // Input that the library refuses is reported by the second half, on all ranks. In fixed slots on a
 // device it is refused here, at this rank alone, and the call can be made again.
 //
-// The caller's word: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they
+// The caller guarantees: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they
 // are until the dispatch is finished or closed.
 sidelane_status_t sidelane_ep_dispatch_start(sidelane_ep_t *ep,
                                              const sidelane_tensor_t *x,
@@ -1420,7 +1420,7 @@ sidelane_status_t sidelane_ep_dispatch_start(sidelane_ep_t *ep,
 // for those that come here. A device waits for the counts alone, and in fixed slots nobody waits:
 // rows are there for what is enqueued next. Collective. `pending` is used up.
 //
-// The caller's word: `rows` and `handle` are NULL or valid.
+// The caller guarantees: `rows` and `handle` are NULL or valid.
 sidelane_status_t sidelane_dispatch_finish(sidelane_pending_dispatch_t *pending,
                                            sidelane_rows_t **rows,
                                            sidelane_handle_t **handle);
@@ -1431,7 +1431,7 @@ sidelane_status_t sidelane_dispatch_finish(sidelane_pending_dispatch_t *pending,
 // have no such sizes: the call is then finished as far as the other ranks see it, and refused here
 // by name.
 //
-// The caller's word: as sidelane_dispatch_finish().
+// The caller guarantees: as sidelane_dispatch_finish().
 sidelane_status_t sidelane_dispatch_unfinished(sidelane_pending_dispatch_t *pending,
                                                sidelane_rows_t **rows,
                                                sidelane_handle_t **handle);
@@ -1440,7 +1440,7 @@ sidelane_status_t sidelane_dispatch_unfinished(sidelane_pending_dispatch_t *pend
 // Until it is finished layer and handle take no other call, and on the host what this rank does
 // for other nodes is done in a thread of its own.
 //
-// The caller's word: as sidelane_ep_combine().
+// The caller guarantees: as sidelane_ep_combine().
 sidelane_status_t sidelane_ep_combine_start(sidelane_ep_t *ep,
                                             sidelane_output_t *output,
                                             const sidelane_tensor_t *rows,
@@ -1452,7 +1452,7 @@ sidelane_status_t sidelane_ep_combine_start(sidelane_ep_t *ep,
 // `pending` is used up. If `out` cannot be used, the other ranks get their sums and this one gets
 // none.
 //
-// The caller's word: as sidelane_ep_combine().
+// The caller guarantees: as sidelane_ep_combine().
 sidelane_status_t sidelane_combine_finish(sidelane_pending_combine_t *pending, const sidelane_tensor_t *out);
 
 // Closes a dispatch that will not be finished: the other ranks cannot go on, so the world ends,
@@ -1466,19 +1466,19 @@ sidelane_status_t sidelane_pending_combine_close(sidelane_pending_combine_t *pen
 // Says how the bytes of a dispatch went. On a device with a planner it waits until the rows have
 // landed.
 //
-// The caller's word: `report` is NULL, or as large as its size says.
+// The caller guarantees: `report` is NULL, or as large as its size says.
 sidelane_status_t sidelane_handle_report(sidelane_handle_t *handle, sidelane_report_t *report);
 
 // Says how the last combine or gradient along the handle went. On a device with a planner it waits
 // until the rows are back, though not for their sums, and returns the refusal of the call, on
 // whatever rank: its sums are zeros then. Ask before another combine along the handle is enqueued.
 //
-// The caller's word: `report` is NULL (then nothing is written), or as large as its size says.
+// The caller guarantees: `report` is NULL (then nothing is written), or as large as its size says.
 sidelane_status_t sidelane_handle_returned(sidelane_handle_t *handle, sidelane_report_t *report);
 
 // Builds a collective on a group. Collective.
 //
-// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 sidelane_status_t sidelane_collective_build(sidelane_group_t *group,
                                             const sidelane_collective_options_t *options,
                                             sidelane_collective_t **collective);
@@ -1486,7 +1486,7 @@ sidelane_status_t sidelane_collective_build(sidelane_group_t *group,
 // Everybody's rows, by rank, from this rank's, [rows, columns]; ranks may have different numbers of them, none too. They tell each
 // other how many: the shares. Collective. Both results are the caller's to close.
 //
-// The caller's word: pointers are NULL or valid; `mine` is as large as it says, and nobody writes to it meanwhile.
+// The caller guarantees: pointers are NULL or valid; `mine` is as large as it says, and no other thread writes to it during the call.
 sidelane_status_t sidelane_all_gather(sidelane_collective_t *collective,
                                       const sidelane_tensor_t *mine,
                                       sidelane_rows_t **all,
@@ -1494,7 +1494,7 @@ sidelane_status_t sidelane_all_gather(sidelane_collective_t *collective,
 
 // Shares that all ranks know beforehand: `counts`, [ranks], the same on all. Local: nothing is exchanged.
 //
-// The caller's word: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
+// The caller guarantees: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
 sidelane_status_t sidelane_collective_shares(sidelane_collective_t *collective,
                                              const uint32_t *counts,
                                              uint32_t ranks,
@@ -1502,7 +1502,7 @@ sidelane_status_t sidelane_collective_shares(sidelane_collective_t *collective,
 
 // Everybody's rows, where all know their shares: ranks need not tell each other. Collective.
 //
-// The caller's word: as sidelane_all_gather().
+// The caller guarantees: as sidelane_all_gather().
 sidelane_status_t sidelane_all_gather_along(sidelane_collective_t *collective,
                                             const sidelane_tensor_t *mine,
                                             sidelane_shares_t *shares,
@@ -1514,7 +1514,7 @@ sidelane_status_t sidelane_all_gather_along(sidelane_collective_t *collective,
 // Either `output`, the buffer of sidelane_shares_output(), which is used up, or `all`, a tensor anywhere, which is copied once;
 // the other is NULL. If an argument cannot be used, `output` stays open.
 //
-// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else uses them meanwhile.
+// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no other thread uses them during the call.
 sidelane_status_t sidelane_reduce_scatter(sidelane_collective_t *collective,
                                           sidelane_output_t *output,
                                           const sidelane_tensor_t *all,
@@ -1526,17 +1526,17 @@ sidelane_status_t sidelane_collective_close(sidelane_collective_t *collective);
 
 // Says how many rows each rank has.
 //
-// The caller's word: `info` is NULL, or as large as its size says.
+// The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_shares_info(sidelane_shares_t *shares, sidelane_shares_info_t *info);
 
 // A buffer for rows of all ranks that a reduce-scatter takes without a copy. Local.
 //
-// The caller's word: `output` is NULL or valid.
+// The caller guarantees: `output` is NULL or valid.
 sidelane_status_t sidelane_shares_output(sidelane_shares_t *shares, sidelane_output_t **output);
 
 // Says how the rows of an all-gather went.
 //
-// The caller's word: `report` is NULL, or as large as its size says.
+// The caller guarantees: `report` is NULL, or as large as its size says.
 sidelane_status_t sidelane_shares_report(sidelane_shares_t *shares, sidelane_report_t *report);
 
 // Closes shares. NULL is nothing.
@@ -1544,50 +1544,50 @@ sidelane_status_t sidelane_shares_close(sidelane_shares_t *shares);
 
 // Builds a communicator on a group; `options` may be NULL. Collective.
 //
-// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 sidelane_status_t sidelane_communicator_build(sidelane_group_t *group,
                                               const sidelane_communicator_options_t *options,
                                               sidelane_communicator_t **communicator);
 
 // Sums `data` over all ranks, element by element, in place. Collective; as many elements on all ranks.
 //
-// The caller's word: pointers are NULL or valid; the tensor is as large as it says, and nobody else uses it meanwhile.
+// The caller guarantees: pointers are NULL or valid; the tensor is as large as it says, and no other thread uses it during the call.
 sidelane_status_t sidelane_communicator_all_reduce(sidelane_communicator_t *communicator,
                                                    const sidelane_tensor_t *data);
 
 // `data` of rank `root` becomes that of all. Collective; as many elements on all ranks.
 //
-// The caller's word: as sidelane_communicator_all_reduce().
+// The caller guarantees: as sidelane_communicator_all_reduce().
 sidelane_status_t sidelane_communicator_broadcast(sidelane_communicator_t *communicator,
                                                   uint32_t root,
                                                   const sidelane_tensor_t *data);
 
 // Sums part r of `send`, which has an equal part for each rank, over all ranks into `receive` of rank r. Collective.
 //
-// The caller's word: as sidelane_communicator_all_reduce(), of both tensors.
+// The caller guarantees: as sidelane_communicator_all_reduce(), of both tensors.
 sidelane_status_t sidelane_communicator_reduce_scatter(sidelane_communicator_t *communicator,
                                                        const sidelane_tensor_t *send,
                                                        const sidelane_tensor_t *receive);
 
 // Part r of `send` goes to rank r; part s of `receive` is from rank s. Both have an equal part for each rank. Collective.
 //
-// The caller's word: as sidelane_communicator_reduce_scatter().
+// The caller guarantees: as sidelane_communicator_reduce_scatter().
 sidelane_status_t sidelane_communicator_all_to_all(sidelane_communicator_t *communicator,
                                                    const sidelane_tensor_t *send,
                                                    const sidelane_tensor_t *receive);
 
 // `send` of rank s becomes part s of `receive`, on all. Collective; as many elements on all ranks.
 //
-// The caller's word: as sidelane_communicator_reduce_scatter().
+// The caller guarantees: as sidelane_communicator_reduce_scatter().
 sidelane_status_t sidelane_communicator_all_gather(sidelane_communicator_t *communicator,
                                                    const sidelane_tensor_t *send,
                                                    const sidelane_tensor_t *receive);
 
 // Sends `data` to a rank, whose sidelane_communicator_receive() of as many elements takes it. Messages of a pair keep their
 // order. Returns when all is on its way; `data` may then be changed. At most two chunks lie unread at the receiver: more waits
-// until it comes. What is wrong with this rank's arguments is told here alone.
+// until it comes. Wrong arguments of this rank are reported here alone.
 //
-// The caller's word: as sidelane_communicator_all_reduce().
+// The caller guarantees: as sidelane_communicator_all_reduce().
 sidelane_status_t sidelane_communicator_send(sidelane_communicator_t *communicator,
                                              uint32_t peer,
                                              const sidelane_tensor_t *data);
@@ -1595,14 +1595,14 @@ sidelane_status_t sidelane_communicator_send(sidelane_communicator_t *communicat
 // Receives the next message of a rank, which must have as many elements of this type: otherwise it is dropped, and both
 // ranks are told.
 //
-// The caller's word: as sidelane_communicator_all_reduce().
+// The caller guarantees: as sidelane_communicator_all_reduce().
 sidelane_status_t sidelane_communicator_receive(sidelane_communicator_t *communicator,
                                                 uint32_t peer,
                                                 const sidelane_tensor_t *data);
 
 // Sends to a rank and receives from it, at once: where both do, neither waits for the other to receive first.
 //
-// The caller's word: as sidelane_communicator_reduce_scatter().
+// The caller guarantees: as sidelane_communicator_reduce_scatter().
 sidelane_status_t sidelane_communicator_exchange(sidelane_communicator_t *communicator,
                                                  uint32_t peer,
                                                  const sidelane_tensor_t *send,

@@ -34,7 +34,7 @@ pub fn communicator(group: &Group) {
     drop(Communicator::builder(group).chunk(0).build());
 }
 
-/// A call of a communicator. Returns what the caller is told, as [`call`].
+/// A call of a communicator. Returns the error for the caller, as [`call`].
 pub fn communication(communicator: &mut Communicator, kind: CallKind, fault: Fault) -> Fault {
     told(communicator.refuse(kind, PlanError::RefusedHere.into()), fault)
 }

@@ -80,7 +80,7 @@ static void messages(void) {
     REFUSED(sidelane_communicator_send(group, next, NULL), SIDELANE_ERROR_ARGUMENT, "data is NULL");
 }
 
-// One rank makes the mistake, all others are told, and nobody's tensors change.
+// One rank makes the mistake, all ranks get an error, and no tensor changes.
 static void mistakes(void) {
     float data[8] = {1, 1, 1, 1, 1, 1, 1, 1}, into[8] = {2, 2, 2, 2, 2, 2, 2, 2};
     sidelane_tensor_t good = floats(data, 8), other = floats(into, 8), wrong;

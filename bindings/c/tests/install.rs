@@ -48,7 +48,7 @@ fn compiled(name: &str, flags: &[String]) -> PathBuf {
     program
 }
 
-/// Runs the example as ranks. Whoever links a shared library in a folder of his own says where it lies.
+/// Runs the example as ranks. A program that links a shared library in its own folder names that folder.
 fn adds_up(program: &Path) {
     let mut job = launch(1, 2);
     let out = run(job.env("LD_LIBRARY_PATH", prefix().join("lib")).arg(program));

@@ -45,7 +45,7 @@ impl Chosen {
         }
     }
 
-    /// What a stream may still read when the call is over.
+    /// Memory that a stream may still read after the call.
     pub fn inputs(&self) -> &[Input] {
         match self {
             Chosen::Host(_) => &[],
@@ -62,7 +62,7 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// What a stream may still read when the call is over.
+    /// Memory that a stream may still read after the call.
     pub fn inputs(&self) -> impl Iterator<Item = &Input> {
         self.chosen.inputs().iter().chain([&self.x.input])
     }

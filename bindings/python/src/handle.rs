@@ -94,7 +94,7 @@ pub struct Handle {
     pub slot: LendingCell<sidelane::ep::Handle>,
     shape: Shape,
     kind: Kind,
-    /// What was received on a device last, as long as somebody has it; slots stay where they are.
+    /// Rows that landed on a device last, while a user holds them; slots stay in place.
     received: Mutex<Weak<ExpertRows>>,
     _slots: Option<Arc<ExpertRows>>,
     /// Output buffers that Python has.
@@ -132,7 +132,7 @@ impl Instance {
         Ok((kind.give(py, tensor)?, self.handle(handle, rows.as_ref(), kind)))
     }
 
-    /// What came along a handle, in rows of so many elements of this type.
+    /// Rows that landed along a handle, of so many elements of this type.
     pub fn received_along<'py>(
         &self,
         py: Python<'py>,

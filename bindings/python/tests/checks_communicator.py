@@ -97,7 +97,7 @@ def check_tensors_that_cannot_be_used_are_refused_on_all_ranks(world):
             assert me == 0 and error.kind == kind and words in str(error), error
         except sidelane.CallError as error:
             assert me != 0 and (error.kind, error.peer) == ("PeerRefused", 0), error
-        assert np.array_equal(good, before), "nobody's tensor changes"
+        assert np.array_equal(good, before), "no tensor changes"
     for call, kind in [
         (lambda: group.broadcast(good, n), "BadParameter"),
         (lambda: group.send(me, good), "BadParameter"),

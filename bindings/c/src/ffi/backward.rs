@@ -18,7 +18,7 @@ use crate::handles::{ExclusiveCell, Kind};
 /// rank-major, per row and choice: as many as `row_weights` of the handle) those come home, too: `weight_gradients` is
 /// [tokens, top_k], 0 for dropped choices. Without, both are NULL. On a device both are addresses there, at multiples of 16 bytes.
 ///
-/// The caller's word: as sidelane_ep_combine().
+/// The caller guarantees: as sidelane_ep_combine().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
     ep: *mut Ep,
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
 /// If the layer is weighted, rows are multiplied with their weight, and `weight_gradients`, [tokens, top_k], gets the
 /// gradients of the weights; otherwise it is NULL. On a device it is an address there, at a multiple of 16 bytes.
 ///
-/// The caller's word: as sidelane_ep_combine().
+/// The caller guarantees: as sidelane_ep_combine().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_combine_backward(
     ep: *mut Ep,

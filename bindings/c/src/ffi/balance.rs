@@ -95,7 +95,7 @@ versioned!(BalanceInput, "sidelane_balance_input_t", top_k: u32);
 /// The loss that belongs to the router of a system or model (names as of sidelane_gate_preset()), with a coefficient of 1 and all
 /// tokens together.
 ///
-/// The caller's word: `preset` is NULL or a text; `balance` is NULL, or as large as its size says.
+/// The caller guarantees: `preset` is NULL or a text; `balance` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_balance_preset(preset: *const c_char, balance: *mut Balance) -> Status {
     border(|| {
@@ -109,7 +109,7 @@ pub unsafe extern "C" fn sidelane_balance_preset(preset: *const c_char, balance:
 
 /// Adds the number of choices of each expert to `counts`, [parts, experts]: what ranks add up for `total_counts`.
 ///
-/// The caller's word: structs are NULL, or as large as their sizes say; arrays are NULL or as large as documented.
+/// The caller guarantees: structs are NULL, or as large as their sizes say; arrays are NULL or as large as documented.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_balance_counts(
     balance: *const Balance,
@@ -130,7 +130,7 @@ pub unsafe extern "C" fn sidelane_balance_counts(
 /// The loss, to `loss`. Its gradient is added to `d_logits`, [tokens, experts], unless that is NULL. Without tokens it is 0. What a
 /// system divides it by besides (ranks that share it, micro-batches) belongs into the coefficient.
 ///
-/// The caller's word: as sidelane_balance_counts(); `loss` is NULL or valid, and nobody else uses `d_logits` meanwhile.
+/// The caller guarantees: as sidelane_balance_counts(); `loss` is NULL or valid, and nobody else uses `d_logits` meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_balance_loss(
     balance: *const Balance,

@@ -99,7 +99,7 @@ fn shape(bytes: u64, rows: u32) -> (u64, u64) {
 
 /// Says where received rows lie.
 ///
-/// The caller's word: `info` is NULL, or as large as its size says.
+/// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_rows_info(rows: *mut Rows, info: *mut RowsInfo) -> Status {
     border(|| {
@@ -142,7 +142,7 @@ pub extern "C" fn sidelane_rows_close(rows: *mut Rows) -> Status {
 /// Local. On the host, after a combine that was refused, this is the buffer of that combine, as it
 /// was.
 ///
-/// The caller's word: `output` is NULL or valid.
+/// The caller guarantees: `output` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_handle_output(handle: *mut Handle, output: *mut *mut Output) -> Status {
     border(|| {
@@ -155,7 +155,7 @@ pub unsafe extern "C" fn sidelane_handle_output(handle: *mut Handle, output: *mu
 
 /// Says where experts are to write.
 ///
-/// The caller's word: `info` is NULL, or as large as its size says.
+/// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_output_info(output: *mut Output, info: *mut OutputInfo) -> Status {
     border(|| {
@@ -181,7 +181,7 @@ pub extern "C" fn sidelane_output_close(output: *mut Output) -> Status {
 
 /// Says where tokens are to be written.
 ///
-/// The caller's word: `info` is NULL, or as large as its size says.
+/// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_tokens_info(tokens: *mut Tokens, info: *mut TokensInfo) -> Status {
     border(|| {

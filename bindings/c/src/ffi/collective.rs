@@ -90,7 +90,7 @@ impl CollectiveOptions {
 
 /// Builds a collective on a group. Collective.
 ///
-/// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+/// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_collective_build(
     group: *mut Group,
@@ -114,7 +114,7 @@ pub unsafe extern "C" fn sidelane_collective_build(
 /// Everybody's rows, by rank, from this rank's, [rows, columns]; ranks may have different numbers of them, none too. They tell each
 /// other how many: the shares. Collective. Both results are the caller's to close.
 ///
-/// The caller's word: pointers are NULL or valid; `mine` is as large as it says, and nobody writes to it meanwhile.
+/// The caller guarantees: pointers are NULL or valid; `mine` is as large as it says, and no other thread writes to it during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_all_gather(
     collective: *mut Collective,
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn sidelane_all_gather(
 
 /// Shares that all ranks know beforehand: `counts`, [ranks], the same on all. Local: nothing is exchanged.
 ///
-/// The caller's word: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
+/// The caller guarantees: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_collective_shares(
     collective: *mut Collective,
@@ -159,7 +159,7 @@ pub unsafe extern "C" fn sidelane_collective_shares(
 
 /// Everybody's rows, where all know their shares: ranks need not tell each other. Collective.
 ///
-/// The caller's word: as sidelane_all_gather().
+/// The caller guarantees: as sidelane_all_gather().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_all_gather_along(
     collective: *mut Collective,
@@ -192,7 +192,7 @@ pub unsafe extern "C" fn sidelane_all_gather_along(
 /// Either `output`, the buffer of sidelane_shares_output(), which is used up, or `all`, a tensor anywhere, which is copied once;
 /// the other is NULL. If an argument cannot be used, `output` stays open.
 ///
-/// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else uses them meanwhile.
+/// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no other thread uses them during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_reduce_scatter(
     collective: *mut Collective,
@@ -233,7 +233,7 @@ pub extern "C" fn sidelane_collective_close(collective: *mut Collective) -> Stat
 
 /// Says how many rows each rank has.
 ///
-/// The caller's word: `info` is NULL, or as large as its size says.
+/// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_shares_info(shares: *mut Shares, info: *mut SharesInfo) -> Status {
     border(|| {
@@ -249,7 +249,7 @@ pub unsafe extern "C" fn sidelane_shares_info(shares: *mut Shares, info: *mut Sh
 
 /// A buffer for rows of all ranks that a reduce-scatter takes without a copy. Local.
 ///
-/// The caller's word: `output` is NULL or valid.
+/// The caller guarantees: `output` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_shares_output(shares: *mut Shares, output: *mut *mut Output) -> Status {
     border(|| {
@@ -262,7 +262,7 @@ pub unsafe extern "C" fn sidelane_shares_output(shares: *mut Shares, output: *mu
 
 /// Says how the rows of an all-gather went.
 ///
-/// The caller's word: `report` is NULL, or as large as its size says.
+/// The caller guarantees: `report` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_shares_report(shares: *mut Shares, report: *mut Report) -> Status {
     border(|| {

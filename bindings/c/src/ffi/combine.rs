@@ -27,7 +27,7 @@ use crate::fault::{ArgumentError, Fault};
 /// with this rank's own arguments is said here, and sidelane_handle_returned() says how the call
 /// went on all ranks. A combine that was refused leaves zeros where `out` has room for them.
 ///
-/// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else
+/// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and nobody else
 /// uses them meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_combine(

@@ -66,7 +66,7 @@ impl CommunicatorOptions {
 
 /// Builds a communicator on a group; `options` may be NULL. Collective.
 ///
-/// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+/// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_communicator_build(
     group: *mut Group,
@@ -93,7 +93,7 @@ pub unsafe extern "C" fn sidelane_communicator_build(
 
 /// Sums `data` over all ranks, element by element, in place. Collective; as many elements on all ranks.
 ///
-/// The caller's word: pointers are NULL or valid; the tensor is as large as it says, and nobody else uses it meanwhile.
+/// The caller guarantees: pointers are NULL or valid; the tensor is as large as it says, and no other thread uses it during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_communicator_all_reduce(
     communicator: *mut Communicator,
@@ -111,7 +111,7 @@ pub unsafe extern "C" fn sidelane_communicator_all_reduce(
 
 /// `data` of rank `root` becomes that of all. Collective; as many elements on all ranks.
 ///
-/// The caller's word: as sidelane_communicator_all_reduce().
+/// The caller guarantees: as sidelane_communicator_all_reduce().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_communicator_broadcast(
     communicator: *mut Communicator,
@@ -130,7 +130,7 @@ pub unsafe extern "C" fn sidelane_communicator_broadcast(
 
 /// Sums part r of `send`, which has an equal part for each rank, over all ranks into `receive` of rank r. Collective.
 ///
-/// The caller's word: as sidelane_communicator_all_reduce(), of both tensors.
+/// The caller guarantees: as sidelane_communicator_all_reduce(), of both tensors.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_communicator_reduce_scatter(
     communicator: *mut Communicator,
@@ -149,7 +149,7 @@ pub unsafe extern "C" fn sidelane_communicator_reduce_scatter(
 
 /// Part r of `send` goes to rank r; part s of `receive` is from rank s. Both have an equal part for each rank. Collective.
 ///
-/// The caller's word: as sidelane_communicator_reduce_scatter().
+/// The caller guarantees: as sidelane_communicator_reduce_scatter().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_communicator_all_to_all(
     communicator: *mut Communicator,
@@ -168,7 +168,7 @@ pub unsafe extern "C" fn sidelane_communicator_all_to_all(
 
 /// `send` of rank s becomes part s of `receive`, on all. Collective; as many elements on all ranks.
 ///
-/// The caller's word: as sidelane_communicator_reduce_scatter().
+/// The caller guarantees: as sidelane_communicator_reduce_scatter().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_communicator_all_gather(
     communicator: *mut Communicator,
@@ -187,9 +187,9 @@ pub unsafe extern "C" fn sidelane_communicator_all_gather(
 
 /// Sends `data` to a rank, whose sidelane_communicator_receive() of as many elements takes it. Messages of a pair keep their
 /// order. Returns when all is on its way; `data` may then be changed. At most two chunks lie unread at the receiver: more waits
-/// until it comes. What is wrong with this rank's arguments is told here alone.
+/// until it comes. Wrong arguments of this rank are reported here alone.
 ///
-/// The caller's word: as sidelane_communicator_all_reduce().
+/// The caller guarantees: as sidelane_communicator_all_reduce().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_communicator_send(
     communicator: *mut Communicator,
@@ -208,7 +208,7 @@ pub unsafe extern "C" fn sidelane_communicator_send(
 /// Receives the next message of a rank, which must have as many elements of this type: otherwise it is dropped, and both
 /// ranks are told.
 ///
-/// The caller's word: as sidelane_communicator_all_reduce().
+/// The caller guarantees: as sidelane_communicator_all_reduce().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_communicator_receive(
     communicator: *mut Communicator,
@@ -226,7 +226,7 @@ pub unsafe extern "C" fn sidelane_communicator_receive(
 
 /// Sends to a rank and receives from it, at once: where both do, neither waits for the other to receive first.
 ///
-/// The caller's word: as sidelane_communicator_reduce_scatter().
+/// The caller guarantees: as sidelane_communicator_reduce_scatter().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_communicator_exchange(
     communicator: *mut Communicator,

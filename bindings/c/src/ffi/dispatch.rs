@@ -22,7 +22,7 @@ use crate::{Status, refuse};
 /// the counts of all ranks, which give the sizes; in fixed slots nobody waits, and a call that is
 /// refused is not enqueued and can be made again.
 ///
-/// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and
+/// The caller guarantees: pointers are NULL or valid; tensors and arrays are as large as they say, and
 /// nobody writes to them meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_dispatch(
@@ -49,7 +49,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch(
 /// No row moves. Collective. sidelane_ep_dispatch_cached() brings rows along it, as often as there
 /// are tokens for this routing, and takes the memory for them. The handle is the caller's to close.
 ///
-/// The caller's word: as sidelane_ep_dispatch().
+/// The caller guarantees: as sidelane_ep_dispatch().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_prepare(
     ep: *mut Ep,
@@ -75,7 +75,7 @@ pub unsafe extern "C" fn sidelane_ep_prepare(
 /// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective. `x` has as many tokens as that
 /// dispatch.
 ///
-/// The caller's word: as sidelane_ep_dispatch().
+/// The caller guarantees: as sidelane_ep_dispatch().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_dispatch_cached(
     ep: *mut Ep,

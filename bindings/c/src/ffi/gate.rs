@@ -72,7 +72,7 @@ versioned!(Decision, "sidelane_decision_t", required: u32);
 
 /// A router. Local.
 ///
-/// The caller's word: `config` is NULL, or as large as its size says; `gate` is NULL or valid.
+/// The caller guarantees: `config` is NULL, or as large as its size says; `gate` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_gate_build(config: *const RouterConfig, gate: *mut *mut Gate) -> Status {
     border(|| {
@@ -85,7 +85,7 @@ pub unsafe extern "C" fn sidelane_gate_build(config: *const RouterConfig, gate: 
 
 /// Decides for all tokens of a call. Local.
 ///
-/// The caller's word: `call` and `decision` are NULL, or as large as their size says; arrays are NULL or as large as documented.
+/// The caller guarantees: `call` and `decision` are NULL, or as large as their size says; arrays are NULL or as large as documented.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_gate_route(
     gate: *mut Gate,
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn sidelane_gate_route(
 
 /// The logits that choose in a call, noise and all, to `noisy`, [tokens, experts]. Local.
 ///
-/// The caller's word: as sidelane_gate_route(); nobody else uses `noisy` meanwhile.
+/// The caller guarantees: as sidelane_gate_route(); nobody else uses `noisy` meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_gate_noisy_logits(
     gate: *mut Gate,

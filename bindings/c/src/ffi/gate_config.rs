@@ -137,7 +137,7 @@ versioned!(RouterConfig, "sidelane_gate_config_t", pad: u32);
 /// The router of a system or model: megatron, deepspeed_top1, deepspeed_top2, deepspeed_topk, gshard, switch, tutel,
 /// deepseek_v3, mixtral, qwen3, olmoe.
 ///
-/// The caller's word: `preset` is NULL or a text; `config` is NULL, or as large as its size says.
+/// The caller guarantees: `preset` is NULL or a text; `config` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_gate_preset(
     preset: *const c_char,

@@ -25,7 +25,7 @@ versioned!(GroupInfo, "sidelane_group_info_t", node: u32);
 
 /// A group of `count` ranks of the world, in this order. Collective among them; without ranks (NULL and 0), of all.
 ///
-/// The caller's word: `ranks` is NULL or points to `count` numbers; `group` is NULL or valid.
+/// The caller guarantees: `ranks` is NULL or points to `count` numbers; `group` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_world_group(
     world: *mut World,
@@ -43,7 +43,7 @@ pub unsafe extern "C" fn sidelane_world_group(
 
 /// Says what a group is.
 ///
-/// The caller's word: `info` is NULL, or as large as its size says.
+/// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_group_info(group: *mut Group, info: *mut GroupInfo) -> Status {
     border(|| {

@@ -75,7 +75,7 @@ pub struct CombineUnderway {
 /// Input that the library refuses is reported by the second half, on all ranks. In fixed slots on a
 /// device it is refused here, at this rank alone, and the call can be made again.
 ///
-/// The caller's word: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they
+/// The caller guarantees: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they
 /// are until the dispatch is finished or closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_dispatch_start(
@@ -108,7 +108,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_start(
 /// for those that come here. A device waits for the counts alone, and in fixed slots nobody waits:
 /// rows are there for what is enqueued next. Collective. `pending` is used up.
 ///
-/// The caller's word: `rows` and `handle` are NULL or valid.
+/// The caller guarantees: `rows` and `handle` are NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_dispatch_finish(
     pending: *mut PendingDispatch,
@@ -128,7 +128,7 @@ pub unsafe extern "C" fn sidelane_dispatch_finish(
 /// have no such sizes: the call is then finished as far as the other ranks see it, and refused here
 /// by name.
 ///
-/// The caller's word: as sidelane_dispatch_finish().
+/// The caller guarantees: as sidelane_dispatch_finish().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_dispatch_unfinished(
     pending: *mut PendingDispatch,
@@ -159,7 +159,7 @@ fn end(
 /// Until it is finished layer and handle take no other call, and on the host what this rank does
 /// for other nodes is done in a thread of its own.
 ///
-/// The caller's word: as sidelane_ep_combine().
+/// The caller guarantees: as sidelane_ep_combine().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_combine_start(
     ep: *mut Ep,
@@ -196,7 +196,7 @@ pub unsafe extern "C" fn sidelane_ep_combine_start(
 /// `pending` is used up. If `out` cannot be used, the other ranks get their sums and this one gets
 /// none.
 ///
-/// The caller's word: as sidelane_ep_combine().
+/// The caller guarantees: as sidelane_ep_combine().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_combine_finish(pending: *mut PendingCombine, out: *const Tensor) -> Status {
     border(|| {

@@ -60,7 +60,7 @@ versioned!(HandleInfo, "sidelane_handle_info_t", status: *const u32, 144);
 
 /// Says how the rows of a dispatch lie.
 ///
-/// The caller's word: `info` is NULL, or as large as its size says.
+/// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_handle_info(handle: *mut Handle, info: *mut HandleInfo) -> Status {
     border(|| {
@@ -102,7 +102,7 @@ pub unsafe extern "C" fn sidelane_handle_info(handle: *mut Handle, info: *mut Ha
 /// It is final once the stream has passed the call. On the host it is SIDELANE_CALL_OK: calls
 /// return their errors there.
 ///
-/// The caller's word: `status` is NULL or valid.
+/// The caller guarantees: `status` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_handle_status(handle: *mut Handle, status: *mut u32) -> Status {
     border(|| {

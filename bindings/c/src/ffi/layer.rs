@@ -182,7 +182,7 @@ impl EpOptions {
 /// The stream must be idle, or become so by itself: it is tried. Kernels must be loaded early: set
 /// CUDA_MODULE_LOADING=EAGER before the program starts.
 ///
-/// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+/// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_build(
     group: *mut Group,
@@ -215,7 +215,7 @@ pub unsafe extern "C" fn sidelane_ep_build(
 
 /// Says what a layer is.
 ///
-/// The caller's word: `info` is NULL, or as large as its size says.
+/// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_info(ep: *mut Ep, info: *mut EpInfo) -> Status {
     border(|| {
@@ -253,7 +253,7 @@ pub unsafe extern "C" fn sidelane_ep_info(ep: *mut Ep, info: *mut EpInfo) -> Sta
 /// Moves experts to other ranks: the dispatches that follow go by this map. What ranks hold of the experts is the caller's to
 /// move. Collective; no handle of the layer may be open.
 ///
-/// The caller's word: `expert_map` is NULL or valid.
+/// The caller guarantees: `expert_map` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_set_expert_map(ep: *mut Ep, expert_map: *const ExpertMap) -> Status {
     border(|| {
@@ -271,7 +271,7 @@ pub unsafe extern "C" fn sidelane_ep_set_expert_map(ep: *mut Ep, expert_map: *co
 /// Makes records of tokens, [tokens, hidden] to [tokens, record_bytes] of SIDELANE_DTYPE_BYTES: what a layer with fp8
 /// dispatches. Local.
 ///
-/// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else writes to them meanwhile.
+/// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no other thread writes to them during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_quantise(
     ep: *mut Ep,
@@ -304,7 +304,7 @@ pub unsafe extern "C" fn sidelane_ep_quantise(
 
 /// A buffer of `count` rows to dispatch that network cards read in place; a tensor may lie in it. Local.
 ///
-/// The caller's word: `tokens` is NULL or valid.
+/// The caller guarantees: `tokens` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_tokens(ep: *mut Ep, count: u32, tokens: *mut *mut Tokens) -> Status {
     border(|| {

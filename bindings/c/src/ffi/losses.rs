@@ -16,7 +16,7 @@ use crate::fault::{ArgumentError, Fault};
 /// `coefficient` times the mean over tokens of (ln of the sum of e^logit)^2, to `loss`. Tokens that are not `used` ([tokens], 1 for
 /// those that count; or NULL) are left out. The gradient is added to `d_logits`, [tokens, experts], unless that is NULL.
 ///
-/// The caller's word: `loss` is NULL or valid; arrays are NULL or as large as documented, and nobody else uses `d_logits`
+/// The caller guarantees: `loss` is NULL or valid; arrays are NULL or as large as documented, and nobody else uses `d_logits`
 /// meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_z_loss(
@@ -67,7 +67,7 @@ versioned!(ImportanceInput, "sidelane_importance_input_t", coefficient: f32);
 /// The loss that keeps importance and load even where noise chooses (Shazeer's, as Tutel has it), to `loss`. The gradient to the clean
 /// logits is added to `d_logits`, [tokens, experts], unless that is NULL.
 ///
-/// The caller's word: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
+/// The caller guarantees: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_importance_loss(
     input: *const ImportanceInput,
@@ -118,7 +118,7 @@ versioned!(WeightsInput, "sidelane_weights_input_t", tokens: u64);
 /// Adds the gradient of the logits to `d_logits`, [tokens, experts]: back from that of the routing weights, as combine's or dispatch's
 /// gradient brings it, through scaling, normalisation and scores of this gate. Choices have no gradient.
 ///
-/// The caller's word: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
+/// The caller guarantees: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_gate_weights_backward(
     gate: *mut Gate,

@@ -197,7 +197,7 @@ impl From<EnqueueCounts> for EnqueuedWork {
 /// Says how the bytes of a dispatch went. On a device with a planner it waits until the rows have
 /// landed.
 ///
-/// The caller's word: `report` is NULL, or as large as its size says.
+/// The caller guarantees: `report` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_handle_report(handle: *mut Handle, report: *mut Report) -> Status {
     border(|| {
@@ -214,7 +214,7 @@ pub unsafe extern "C" fn sidelane_handle_report(handle: *mut Handle, report: *mu
 /// until the rows are back, though not for their sums, and returns the refusal of the call, on
 /// whatever rank: its sums are zeros then. Ask before another combine along the handle is enqueued.
 ///
-/// The caller's word: `report` is NULL (then nothing is written), or as large as its size says.
+/// The caller guarantees: `report` is NULL (then nothing is written), or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_handle_returned(handle: *mut Handle, report: *mut Report) -> Status {
     border(|| {

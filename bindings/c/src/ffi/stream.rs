@@ -13,7 +13,7 @@ use crate::Status;
 /// for the legacy default stream. Loads the driver, and uses the device's primary context, as the
 /// CUDA runtime does. Local.
 ///
-/// The caller's word: `cuda_stream` is NULL or a stream, which is not destroyed before the handle,
+/// The caller guarantees: `cuda_stream` is NULL or a stream, which is not destroyed before the handle,
 /// every layer that uses it and every dispatch of these are closed or finished; `stream` is NULL or
 /// valid.
 #[unsafe(no_mangle)]

@@ -15,7 +15,7 @@ use crate::{Status, refuse};
 
 /// Memory of `len` bytes at every member of a group, and a signal word per pair of members. Collective.
 ///
-/// The caller's word: `window` is NULL or valid.
+/// The caller guarantees: `window` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_group_window(
     group: *mut Group,
@@ -34,7 +34,7 @@ pub unsafe extern "C" fn sidelane_group_window(
 /// ftruncate(), fcntl(F_ADD_SEALS, F_SEAL_SHRINK)), of one size at all members. It is duplicated: the caller's stays the caller's, and so do
 /// its mappings, in which what peers put is seen. Collective.
 ///
-/// The caller's word: `window` is NULL or valid; `memory` is an open descriptor, or -1.
+/// The caller guarantees: `window` is NULL or valid; `memory` is an open descriptor, or -1.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_group_register(
     group: *mut Group,
@@ -66,7 +66,7 @@ unsafe fn descriptor(memory: i32) -> Result<OwnedFd, ArgumentError> {
 /// Writes `len` bytes to `offset` of the part of `peer`. When it returns, `src` may be changed; the bytes may not have
 /// landed.
 ///
-/// The caller's word: `src` is NULL or points to `len` bytes.
+/// The caller guarantees: `src` is NULL or points to `len` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_window_put(
     window: *mut Window,
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn sidelane_window_put(
 
 /// As sidelane_window_put(), then sidelane_window_signal().
 ///
-/// The caller's word: as sidelane_window_put().
+/// The caller guarantees: as sidelane_window_put().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_window_put_signal(
     window: *mut Window,
@@ -127,7 +127,7 @@ pub extern "C" fn sidelane_window_barrier(window: *mut Window) -> Status {
 
 /// Copies `len` bytes of this rank's own part to `into`.
 ///
-/// The caller's word: `into` is NULL, or `len` bytes may be written there.
+/// The caller guarantees: `into` is NULL, or `len` bytes may be written there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_window_read(
     window: *mut Window,
@@ -144,7 +144,7 @@ pub unsafe extern "C" fn sidelane_window_read(
 
 /// Copies `len` bytes to this rank's own part.
 ///
-/// The caller's word: `from` is NULL or points to `len` bytes.
+/// The caller guarantees: `from` is NULL or points to `len` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_window_write(
     window: *mut Window,

@@ -88,7 +88,7 @@ impl WorldOptions {
 ///
 /// `options` may be NULL. A process of its own for each rank: a child that was forked afterwards is refused.
 ///
-/// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+/// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_world_from_env(
     options: *const WorldOptions,
@@ -108,7 +108,7 @@ pub unsafe extern "C" fn sidelane_world_from_env(
 
 /// Says what a world is.
 ///
-/// The caller's word: `info` is NULL, or as large as its size says.
+/// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_world_info(world: *mut World, info: *mut WorldInfo) -> Status {
     border(|| {
@@ -150,7 +150,7 @@ pub extern "C" fn sidelane_world_cancel(world: *mut World) -> Status {
 /// The survivors' next world, after this one has died. Collective among those that are left. The old world and what was made
 /// from it stay readable until they are closed.
 ///
-/// The caller's word: `rebuilt` is NULL or valid.
+/// The caller guarantees: `rebuilt` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_world_rebuild(
     world: *mut World,
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn sidelane_world_rebuild(
 
 /// For each of `ranks` ranks, its rank in the world before the rebuild.
 ///
-/// The caller's word: `previous` is NULL, or `ranks` numbers may be written there.
+/// The caller guarantees: `previous` is NULL, or `ranks` numbers may be written there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_world_previous_ranks(
     world: *mut World,
