@@ -39,6 +39,8 @@ impl Guard {
         let command = ranks::again(LaunchArgs::NAME, &(grace, std::process::id()))?;
         let mut guard = Command::new(&command[0]);
         guard.args(&command[1..]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        // A launcher may be a rank of another. That one's guard must leave this process to its work.
+        guard.env_remove("SIDELANE_LAUNCHER_PID");
         // Ctrl-C at a terminal is for the launcher.
         let process = guard.process_group(0).spawn();
         let mut process = process.map_err(CliError::prepare("start the guard of the ranks"))?;
