@@ -1,7 +1,7 @@
 //! Bootstrap: how the ranks of a job meet, agree on things, share descriptors, and notice that one is gone.
 //!
 //! ```text
-//!   Identity (who am I: torchrun, SLURM, Open MPI, sidelane)      Secret      Clocks
+//!   Identity (who am I: torchrun, SLURM, Open MPI, sidelane)      Secret      Timeouts
 //!        └──────────────── connect ── or, for ranks that are threads: threads ─┘
 //!                             │
 //!                            Hub ── set, get, gather, barrier       a rendezvous, not a data path
@@ -16,21 +16,13 @@
 //! closed connection names its rank at once, a silent one within two seconds. Nothing here is on the path of a
 //! dispatch: it serves to build worlds, to end them, and to build them again.
 //!
-//! | variable | meaning |
-//! |---|---|
-//! | `SIDELANE_SECRET`, `SIDELANE_SECRET_FILE` | the job's [`Secret`] |
-//! | `SIDELANE_INSECURE=1` | do without one beyond loopback |
-//! | `SIDELANE_PORT` | the one port of the rendezvous, instead of 16 candidates |
-//! | `SIDELANE_JOB` | the job's name |
-//! | `SIDELANE_NODE` | splits a machine into nodes ([`Location`]) |
-//! | `SIDELANE_DEADLINE_MS`, `SIDELANE_RENDEZVOUS_MS` | two of the [`Timeouts`] |
-//! | `SIDELANE_LAUNCHER_FD`, `SIDELANE_LAUNCHER_PID` | a pipe whose end is the end of the launcher |
+//! `docs/environment.md` has a table of the variables.
 
 // The map: each folder knows only those below it, but for two: a hub can be rebuilt, which is a meeting, and its
 // coordinator keeps the door of the meeting that made it.
 //
 //   descriptors   which ranks are of one machine, and how they hand each other descriptors
-//   meet          rendezvous and rebuild: from processes to the seats of a world
+//   meet          rendezvous and rebuild: from processes to the members of a world
 //   hub           a world while it lives: store, coordinator, link; or threads
 //   watch         who is silent, whether the launcher is there, the one word of health, the clocks
 //   wire          proofs, messages, frames, a connection that never blocks

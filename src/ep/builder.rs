@@ -302,7 +302,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// ranks chose differently, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank
     /// has no room for the control window. [`DeviceError`](crate::error::DeviceError) where the
     /// device lacks something, kernels are loaded lazily, or one hardware queue is all there is;
-    /// [`LaneError::PeerLacks`](crate::error::LaneError) or
+    /// [`LaneError::PeerUnsupported`](crate::error::LaneError) or
     /// [`MemoryError::NotUsable`](crate::error::MemoryError) on the other ranks.
     pub fn build(mut self) -> Result<ExpertParallel, Error> {
         self.spec.record = self.fp8.then(|| Fp8RowShape::new(self.spec.hidden as u32));

@@ -139,7 +139,7 @@ impl EpState {
         }
     }
 
-    /// Whether engines hand rows on: each rank then has [`Arrivals`](crate::plan::Arrivals) behind
+    /// Whether engines hand rows on: each rank then has [`RelayPermutation`](crate::plan::RelayPermutation) behind
     /// its rows.
     pub fn arrives(&self) -> bool {
         self.on_devices && self.spec.route == Route::Pxn

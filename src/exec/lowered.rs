@@ -11,7 +11,7 @@
 //!
 //! Copies of a batch run in any order, so a flag is never one of them. While a stream is captured
 //! into a graph, and on the legacy default stream, the copies are single ones: the driver takes no
-//! batch there. What crosses to other nodes is not the stream's ([`Crossed`](super::Crossed)).
+//! batch there. What crosses to other nodes is not the stream's ([`ProxyOps`](super::ProxyOps)).
 
 use std::sync::Arc;
 

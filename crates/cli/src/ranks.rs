@@ -104,7 +104,7 @@ pub fn all_say(group: &Group, so: bool) -> Result<bool, Error> {
     Ok(group.gather(&[u8::from(so)])?.iter().all(|said| said == &[1]))
 }
 
-/// The conditions of a command, as [`sidelane::Options::conditions`] wants them. The program itself is one: two versions
+/// The conditions of a command, as [`sidelane::Options::job_fingerprint`] wants them. The program itself is one: two versions
 /// may mean different things by the same words.
 pub fn conditions(command: &str, conditions: &impl Serialize) -> String {
     let program = format!("{} ({})", env!("CARGO_PKG_VERSION"), env!("SIDELANE_COMMIT"));

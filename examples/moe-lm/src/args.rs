@@ -131,7 +131,7 @@ impl Arguments {
     }
 
     /// What all ranks must have in common: what is trained on what, and when they meet. See
-    /// [`Options::conditions`](sidelane::Options::conditions).
+    /// [`Options::job_fingerprint`](sidelane::Options::job_fingerprint).
     pub fn conditions(&self, settings: &Settings, batches: &Batches) -> String {
         json!({
             "moe-lm": env!("CARGO_PKG_VERSION"),

@@ -44,9 +44,9 @@ use crate::error::{Cause, Error, LaneError};
 use crate::schedule::Tag;
 
 /// Names of the lanes between "nodes" of one machine: as fast as it copies, and as slow as a link
-/// ([`Pace`]).
+/// ([`EmulatedLink`]).
 ///
-/// [`Pace`]: crate::config::Pace
+/// [`EmulatedLink`]: crate::config::EmulatedLink
 pub const LOOP: &str = "loopback";
 /// See [`LOOP`].
 pub const PACED: &str = "paced";

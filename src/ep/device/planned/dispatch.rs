@@ -6,7 +6,7 @@
 //!   its stream                                            wait packed | runs, pads, notes | landed -> peers
 //! ```
 //!
-//! Rows lie packed as [`Sorted`](crate::plan::Sorted) numbers entries: by bin, then token. So what goes from here to one
+//! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then token. So what goes from here to one
 //! expert is one run, and moves as one copy to its final place. A layout that is prepared is a dispatch of rows without bytes.
 
 use std::sync::Arc;

@@ -51,7 +51,7 @@
 //! rows in memory of the device. So NICs write a word behind the rows into the device's memory, and the stream awaits that
 //! word. Host-staged copies out are one batch for each signal to another node. Under `direct`, copies in are one for each
 //! stretch of visible rows that no local peer interrupts. Under `pxn` they are the runs of a block in relay order, and a kernel
-//! puts what arrived into visible order. [`Enqueued`](crate::exec::Enqueued) counts all of them.
+//! puts what arrived into visible order. [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
 
 mod along;
 mod apart;
