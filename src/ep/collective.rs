@@ -331,7 +331,7 @@ impl RowCollective {
         Ok(ExpertRows(RowsAt::Host(rows)))
     }
 
-    /// As [`ExpertParallel::on_agreed`].
+    /// As [`ExpertParallel::on_agreed`](crate::ExpertParallel::on_agreed).
     pub(crate) fn on_agreed<R>(
         &mut self,
         agreed: impl FnOnce() + Send + Sync + 'static,

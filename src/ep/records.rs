@@ -40,7 +40,7 @@ impl HostRows {
     /// are.
     ///
     /// # Errors
-    /// As [`ExpertRows::rows`].
+    /// As [`ExpertRows::rows`](crate::ep::ExpertRows::rows).
     pub fn payload(&self) -> Result<Option<Strided<'_, u8>>, MemoryError> {
         let Some(shape) = self.record else { return Ok(None) };
         let (rows, columns) = (self.rows as usize, shape.hidden());
@@ -51,7 +51,7 @@ impl HostRows {
     /// Their scales, `[rows, hidden / 128]`: a value is its code times the scale of its block.
     ///
     /// # Errors
-    /// As [`ExpertRows::rows`].
+    /// As [`ExpertRows::rows`](crate::ep::ExpertRows::rows).
     pub fn scales(&self) -> Result<Option<Strided<'_, f32>>, MemoryError> {
         let Some(shape) = self.record else { return Ok(None) };
         let (rows, columns, stride) = (self.rows as usize, shape.scales(), shape.bytes() / 4);

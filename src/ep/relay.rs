@@ -1,5 +1,5 @@
 //! A rank's work for others: in the thread of its caller, of its planner, or in one of its own
-//! ([`offload`](super::offload)).
+//! (`ep::host::offload`).
 //!
 //! A relay performs the steps of its program ([`RelayCall`]). Its driver supplies the executor of
 //! its operations ([`Run`]): the host stepper, or a planner's engine.

@@ -206,7 +206,7 @@ impl Port {
     }
 
     /// Raises the flag at `to` that speaks of rank `of`, after all earlier puts and reads of this
-    /// rank. Puts with streaming stores need [`Rows::fence`](crate::rows::Rows::fence) first: no
+    /// rank. Puts with streaming stores need [`RowKernels::fence`](crate::rows::RowKernels::fence) first: no
     /// store orders them, and where there are none a fence would only cost time.
     ///
     /// # Errors

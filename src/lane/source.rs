@@ -5,8 +5,8 @@ use crate::error::LaneError;
 use crate::plan::RowRun;
 use crate::schedule::Index;
 
-/// The caller's tensors of one run: where [`Place::Input`](crate::schedule::Place::Input) and
-/// [`Place::Notes`](crate::schedule::Place::Notes) read and a sum writes.
+/// The caller's tensors of one run: where [`PutSource::Input`](crate::schedule::PutSource::Input) and
+/// [`PutSource::Notes`](crate::schedule::PutSource::Notes) read and a sum writes.
 #[derive(Debug, Default)]
 pub struct Io<'a> {
     /// Rows that are dispatched.

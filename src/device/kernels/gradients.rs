@@ -96,7 +96,7 @@ impl Functions {
 
 impl Kernels {
     /// Enqueues the gradients of a weighted combine at the rank of its experts: `<y, g>` of each row, in the order of
-    /// [`Rows::dot_rows`](crate::rows::Rows::dot_rows), then `g` times the weight of the row, rounded.
+    /// [`RowKernels::dot_rows`](crate::rows::RowKernels::dot_rows), then `g` times the weight of the row, rounded.
     ///
     /// # Errors
     /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],

@@ -1,6 +1,6 @@
 //! State of one call from its first step to its last, and the tensors that the caller lends it.
 //!
-//! An instance has three parts. What never changes is its [`Fixed`](super::fixed::Fixed) state and
+//! An instance has three parts. What never changes is its [`EpState`](super::super::fixed::EpState) state and
 //! its programs; what calls use again, one after the other, is its
 //! [`Workspace`](super::workspace::Workspace); the rest is a `Flight`.
 

@@ -117,10 +117,10 @@ pub struct DeviceAddress {
 /// A rail that reads memory of devices.
 pub trait DeviceRail {
     /// Writes bytes of a device's memory to the peer. They are read until
-    /// [`Rail::settle`](super::Rail::settle) has returned.
+    /// [`NetConnection::settle`](super::NetConnection::settle) has returned.
     ///
     /// # Errors
-    /// As [`Rail::put`](super::Rail::put).
+    /// As [`NetConnection::put`](super::NetConnection::put).
     fn put_device(
         &self,
         to: RemoteAddress,

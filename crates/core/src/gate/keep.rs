@@ -38,7 +38,7 @@ pub(super) struct Chosen<'a> {
     pub top_k: u32,
     /// `[tokens, top_k]`, -1 for none; what is dropped becomes -1. No token names an expert twice.
     pub ids: &'a mut [i32],
-    /// `[tokens, top_k]`, no NaN: by these [`Keep::Score`] and [`Keep::Priority`] decide.
+    /// `[tokens, top_k]`, no NaN: by these [`DropPolicy::Score`] and [`DropPolicy::Priority`] decide.
     pub scores: &'a [f32],
     /// `[tokens, top_k]`: filled with the places, -1 where there is none.
     pub slots: &'a mut [i32],

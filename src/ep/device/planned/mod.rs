@@ -27,17 +27,17 @@
 //!
 //! **Exact sizes.** The caller's thread enqueues in the second half of a call, and whatever a stream
 //! waits for is enqueued by then. So no stream waits for a thread that has yet to call the driver.
-//! [`exec::Engine`](crate::exec::Engine) has the order. Calls take turns on the caller's stream, so
+//! [`exec::Engine`](crate::exec::CopyEngineStepper) has the order. Calls take turns on the caller's stream, so
 //! handles share one staging memory.
 //!
 //! **A budget.** A graph may replay the call, when no thread of the caller's is there. A stream and
 //! its planner share words of the host's memory. One side sets a word and the other takes it back.
 //! Values that grow are the planners' alone. So what a stream does for a call never changes, and a
-//! graph can replay it with other tokens ([`Mode::Budget`](crate::plan::Mode)).
+//! graph can replay it with other tokens ([`ReceiveMode::Budget`](crate::plan::ReceiveMode)).
 //!
 //! **Other nodes.** If the NICs of all ranks read and write their devices' memory
 //! ([`Registration`](crate::world::Registration)), rows go from device to device. Otherwise they are staged in pinned memory
-//! of the host on both sides, and [`Detour`](crate::world::Detour) gives the reason. The enqueuer posts the puts and does this
+//! of the host on both sides, and [`NoGpuDirect`](crate::world::NoGpuDirect) gives the reason. The enqueuer posts the puts and does this
 //! rank's part as a relay. This table counts the copies of a row, by engines (`e`), by NICs (`r`) and by kernels (`k`):
 //!
 //! | route | own node | other node, dispatch | other node, combine | floor |

@@ -47,7 +47,7 @@ pub(super) enum StreamFlag {
     Combine,
     /// The planner: rows are home.
     Combined,
-    /// The planner: how the last call ended; see [`Status`](super::Status).
+    /// The planner: how the last call ended; see [`Status`](crate::ep::Status).
     Status,
 }
 

@@ -108,7 +108,7 @@ impl SlotExchange {
     /// before the second half runs meanwhile.
     ///
     /// # Errors
-    /// [`CallError::OutOfTurn`], [`PlanError`], and [`DeviceError`](crate::error::DeviceError) for
+    /// [`CallError::OutOfTurn`], [`PlanError`](crate::error::PlanError), and [`DeviceError`] for
     /// tensors of another shape, misaligned or out of reach: nothing was enqueued, and the call can
     /// be made again. The reason of the world's failure.
     pub fn start_dispatch(

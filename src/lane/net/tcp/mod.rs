@@ -22,7 +22,7 @@
 //!
 //! *Ends.* A wire that ends while its peer has left, or is known to be lost, is no fault. Otherwise
 //! the rendezvous is given a moment to say what happened to the peer; if it hears that all are
-//! well, it is the wire that broke ([`Cause::Wire`](crate::error::Cause::Wire)).
+//! well, it is the wire that broke ([`Cause::Connection`](crate::error::Cause::Connection)).
 
 mod address;
 mod bells;
