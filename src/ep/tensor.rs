@@ -255,9 +255,10 @@ impl Shape {
     /// Checks memory of a device, its alignment among the rest.
     fn check_range(&self, what: &'static str, range: &DeviceRange, dtype: Dtype) -> Result<(), Error> {
         self.check(what, range.len(), dtype)?;
-        // Rows that are shorter are moved by elements.
-        let row_bytes = (self.columns * self.dtype.size()) as u64;
-        let (value, align) = (range.address(), Self::ALIGN.min(row_bytes.max(1)));
+        let element = self.dtype.size() as u64;
+        // Kernels read and write numbers of rows one at a time.
+        let align = if self.columns == 1 { element } else { Self::ALIGN };
+        let value = range.address();
         if !value.is_multiple_of(align) {
             return Err(DeviceError::Misaligned { what, value, align }.into());
         }
