@@ -3,6 +3,7 @@
 use std::io::Read;
 use std::net::TcpListener;
 use std::process::{Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Outcome of all ranks.
 #[derive(Debug)]
@@ -20,13 +21,26 @@ impl Outcome {
     }
 }
 
+/// A master port for one job: the first of a run of ports that no connection takes by chance.
+///
+/// Ranks look at this port and at those after it, and know each other by the job's name. Linux gives
+/// connections ports from 32768 on: a master's port among those could be mistaken for a wire's.
+pub fn master_port() -> u16 {
+    static JOBS: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let job = std::process::id().wrapping_mul(7).wrapping_add(JOBS.fetch_add(1, Ordering::Relaxed));
+        let port = 10_000 + (job % 680) as u16 * 33;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
 /// Runs an ignored test of this program as the ranks of one world. `nodes` are sizes of nodes, all on
 /// this machine.
 pub fn run_ranks(nodes: &[u32], test: &str, variables: &[(&str, &str)]) -> Outcome {
     let program = std::env::current_exe().expect("this program");
-    // Ranks look at this port and those after it, and know each other by the job's name.
-    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    let port = free.expect("a free port").port().min(u16::MAX - 32);
+    let port = master_port();
     let (mut heard, said) = std::io::pipe().expect("a pipe");
     let (world, mut ranks): (u32, _) = (nodes.iter().sum(), Vec::new());
     for (node, &size) in nodes.iter().enumerate() {

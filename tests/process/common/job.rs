@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};
-use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command as Program, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -19,6 +18,7 @@ use sidelane::topology::Route;
 use super::network::Network;
 use super::rank::{MARK, ROUTE, STRATEGY};
 use super::{Command, LONG, Report};
+use crate::support::processes::master_port;
 
 /// The test of this program that serves a job.
 const RANK_TEST: &str = "rank_obeys_its_job";
@@ -106,9 +106,7 @@ impl Setup {
     /// Starts the ranks; their first report says whether they have joined.
     pub fn start(self) -> Job {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        // Ranks look at this port and those after it, and know each other by the job's name.
-        let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-        let port = free.expect("a free port").port().min(u16::MAX - 32);
+        let port = master_port();
         let (tell, heard) = channel();
         let ranks = self.ranks.iter().map(|&rank| (rank, self.spawn(rank, port, tell.clone()))).collect();
         Job { ranks, heard, _turn: turn }
