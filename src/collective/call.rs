@@ -31,7 +31,7 @@ impl CallSpec {
             refusal: if refused { Refusal::Input } else { Refusal::None },
             options: self.dtype as u32 | self.option << 8,
             handle: self.bytes.unwrap_or(0),
-            base: 0,
+            ..Tag::default()
         }
     }
 }

@@ -378,7 +378,7 @@ fn applies(slip: SeededBug, group: &Group) -> bool {
         SeededBug::ShareHome => any(&|paths| paths.relays().count() > 1),
         // A relay is done before its rank goes on, so one header would do.
         SeededBug::OneHeader => false,
-        SeededBug::TakeUnread => group.enqueues,
+        SeededBug::TakeUnread | SeededBug::OwnContext => group.enqueues,
         _ => true,
     }
 }
@@ -414,5 +414,16 @@ fn memory_that_a_stream_has_yet_to_read_is_no_landing() {
         // Over several nodes a call awaits its stream before it takes memory.
         assert_eq!(seen.is_err(), found, "{labels:?}: {seen:?}");
         assert!(!found || matches!(seen, Err(ProofFailure::Race { .. })), "{seen:?}");
+    }
+}
+
+#[test]
+fn metadata_goes_to_the_context_that_the_peer_named() {
+    for labels in [&[0; 4][..], &[0, 0, 1, 1]] {
+        let group = Group::new(labels, 4, 5).run((Route::Direct, Relays::Inline)).enqueuing();
+        let calls = enqueued_rounds();
+        assert_eq!(prove(&group.tell(&calls, None)).map(drop), Ok(()), "{labels:?}");
+        let seen = prove(&group.tell(&calls, Some(SeededBug::OwnContext)));
+        assert!(seen.is_err(), "{labels:?}: {seen:?}");
     }
 }

@@ -332,8 +332,8 @@ fn more_memory_than_can_be_counted_is_refused_on_all_ranks() {
     on_devices("planned::faults::more_memory_than_can_be_counted_is_refused_on_all_ranks", 8, 20, || {
         on_ranks(&[0, 1], &small(), |world| {
             let group = world.all().unwrap();
-            let settings = Case::new(2, 4, 2).settings::<bf16>(&group).max_tokens(1 << 28);
-            let built = settings.on(&stream(world.rank())).max_in_flight(u32::MAX).build();
+            let settings = Case::new(2, 4, 2).settings::<bf16>(&group).hidden(1 << 12).max_tokens(1 << 28);
+            let built = settings.on(&stream(world.rank())).max_in_flight(65_534).build();
             let refused = built.map(drop).unwrap_err();
             assert!(
                 matches!(

@@ -68,6 +68,37 @@ fn steps_across_nodes_are_those_of_the_host() {
 }
 
 #[test]
+fn ranks_drop_handles_in_any_order() {
+    on_devices("planned::training::ranks_drop_handles_in_any_order", 8, 36, || {
+        for (nodes, route) in
+            [(&[0; 3][..], Route::Direct), (&[0, 1, 0], Route::Direct), (&[0, 1, 0, 1], Route::Pxn)]
+        {
+            let case = Case { weighted: true, route, max_in_flight: 3, ..Case::across(nodes, 4, 2) };
+            on_each_of::<bf16>(&case, |rank, me| {
+                let mut kept = Vec::new();
+                for round in 0..6 {
+                    let seed = round * 64 + me;
+                    let step = rank.expected(seed, some(&case, seed));
+                    let handle = rank.forward(&step);
+                    kept.push((step, handle));
+                    if kept.len() == 3 {
+                        // Another one at each rank: from now on their contexts differ.
+                        kept.remove((me as usize + round as usize) % 3);
+                        let (step, handle) = kept.remove(me as usize % 2);
+                        rank.planned.synchronize().unwrap();
+                        drop((step, handle));
+                    }
+                }
+                let step = rank.expected(me, some(&case, me));
+                let handle = rank.forward(&step);
+                rank.again(&step, &handle);
+                rank.backward(&step, &handle);
+            });
+        }
+    });
+}
+
+#[test]
 fn steps_go_on_with_one_hardware_queue() {
     on_devices("planned::training::steps_go_on_with_one_hardware_queue", 1, 33, || {
         let small = |nodes: &[u32], route| {

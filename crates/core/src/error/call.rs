@@ -4,7 +4,7 @@ use crate::dtype::Dtype;
 
 /// What a rank was doing in a collective call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-#[repr(u16)]
+#[repr(u8)]
 pub enum CallKind {
     /// Dispatch with counts.
     Dispatch = 1,
@@ -42,7 +42,7 @@ pub enum CallKind {
 
 impl CallKind {
     /// The kind with this number.
-    pub fn from_code(code: u16) -> CallKind {
+    pub fn from_code(code: u8) -> CallKind {
         [
             CallKind::Dispatch,
             CallKind::CachedDispatch,
@@ -61,7 +61,7 @@ impl CallKind {
             CallKind::ReduceScatter,
         ]
         .into_iter()
-        .find(|&kind| kind as u16 == code)
+        .find(|&kind| kind as u8 == code)
         .unwrap_or(CallKind::Unknown)
     }
 

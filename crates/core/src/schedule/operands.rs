@@ -178,6 +178,8 @@ pub struct Tag {
     pub kind: CallKind,
     /// Whether the sender can go on; if not, nothing may move on any rank.
     pub refusal: Refusal,
+    /// Which of the sender's dispatch contexts the call uses: metadata lands there. Ranks need not agree on it.
+    pub context: u16,
     /// Digest of the options of this call.
     pub options: u32,
     /// Number of the dispatch whose layout is used; for a dispatch with counts, the bytes that may be written from `base`
@@ -215,16 +217,17 @@ impl Refusal {
 impl Tag {
     /// As three words, for a flag line or a wire.
     pub fn to_words(self) -> [u64; 3] {
-        let head =
-            u64::from(self.kind as u16) | u64::from(self.refusal as u8) << 16 | u64::from(self.options) << 32;
+        let choice = u64::from(self.kind as u8) | u64::from(self.refusal as u8) << 8;
+        let head = choice | u64::from(self.context) << 16 | u64::from(self.options) << 32;
         [head, self.handle, self.base]
     }
 
     /// From three words. Anything unknown reads as a kind or refusal that no correct rank agrees with.
     pub fn from_words([head, handle, base]: [u64; 3]) -> Self {
         Tag {
-            kind: CallKind::from_code(head as u16),
-            refusal: Refusal::from_code((head >> 16) as u8),
+            kind: CallKind::from_code(head as u8),
+            refusal: Refusal::from_code((head >> 8) as u8),
+            context: (head >> 16) as u16,
             options: (head >> 32) as u32,
             handle,
             base,
@@ -234,7 +237,7 @@ impl Tag {
 
 impl Default for Tag {
     fn default() -> Self {
-        Tag { kind: CallKind::Unknown, refusal: Refusal::None, options: 0, handle: 0, base: 0 }
+        Tag { kind: CallKind::Unknown, refusal: Refusal::None, context: 0, options: 0, handle: 0, base: 0 }
     }
 }
 

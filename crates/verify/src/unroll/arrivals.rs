@@ -34,7 +34,7 @@ impl Unroller<'_> {
         let (index, end) = self.landing(landed).arrivals();
         match self.script.straight {
             true => (0, (end - index).next_multiple_of(64)),
-            false => (ground.start, self.rows_setting(me, 0, handle).notes_at(ground.start, landed)),
+            false => (ground.start, self.rows_setting(me, 0, handle).notes_at(me, ground.start, landed)),
         }
     }
 

@@ -176,6 +176,8 @@ pub enum SeededBug {
     AnnounceHeld,
     /// A host that runs ahead takes memory that its stream has yet to read.
     TakeUnread,
+    /// A host that runs ahead takes its own dispatch context for that of its peers.
+    OwnContext,
     /// Room is asked for the rows that land, and not for the blocks that are taken behind them.
     StageUnasked,
     /// A relay takes the blocks of all its sources in one place.
@@ -198,10 +200,11 @@ pub enum SeededBug {
 
 impl SeededBug {
     /// All slips.
-    pub const ALL: [SeededBug; 12] = [
+    pub const ALL: [SeededBug; 13] = [
         SeededBug::FreeBeforeAck,
         SeededBug::AnnounceHeld,
         SeededBug::TakeUnread,
+        SeededBug::OwnContext,
         SeededBug::StageUnasked,
         SeededBug::ShareStaging,
         SeededBug::ShareHome,

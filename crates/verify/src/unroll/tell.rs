@@ -79,6 +79,8 @@ pub(super) struct Unroller<'a> {
     pub(super) handles: Vec<Handle>,
     /// The call that is told next.
     pub(super) call: usize,
+    /// Where metadata of each handle lands at each rank, where engines move rows of exact sizes.
+    notes: Vec<Vec<u64>>,
     /// The instance that this one gathers for.
     pub(super) exchange: Option<Exchange<'a>>,
     calls: Vec<Vec<ActorCall>>,
@@ -181,6 +183,7 @@ impl<'a> Unroller<'a> {
             sizing,
             members: vec![Member::new(script.enqueues); script.nodes.ranks() as usize],
             handles: Vec::new(),
+            notes: (0..SEATS).map(|seat| script.notes_of(seat)).collect(),
             call: 0,
             exchange: None,
             calls: Vec::new(),
@@ -275,7 +278,8 @@ impl<'a> Unroller<'a> {
 
     /// The same for rows along the layout of a handle.
     pub(super) fn rows_setting(&self, me: u32, parity: u64, handle: usize) -> FillContext<'_> {
-        let notes = self.script.enqueues.then_some(handle as u64 % SEATS * NOTES);
+        let context = if self.script.has_own_contexts() { handle + me as usize } else { handle };
+        let notes = self.script.enqueues.then(|| &*self.notes[context % SEATS as usize]);
         FillContext { notes, ..self.setting(me, parity) }
     }
 
@@ -310,6 +314,20 @@ impl<'a> Unroller<'a> {
 
     pub(super) fn ranks(&self) -> Range<u32> {
         0..self.script.nodes.ranks()
+    }
+}
+
+impl ProofScenario<'_> {
+    /// Whether a rank takes its own dispatch context for that of its peers.
+    fn has_own_contexts(&self) -> bool {
+        self.slip == Some(SeededBug::OwnContext)
+    }
+
+    /// Where metadata lands at each rank, for handle `seat`; with own contexts, where a rank of that context believes it does.
+    fn notes_of(&self, seat: u64) -> Vec<u64> {
+        // Ranks number their contexts apart.
+        let shift = |rank: u32| if self.has_own_contexts() { 0 } else { u64::from(rank) };
+        (0..self.nodes.ranks()).map(|rank| (seat + shift(rank)) % SEATS * NOTES).collect()
     }
 }
 

@@ -94,7 +94,7 @@ impl Unroller<'_> {
         extent: &Extent,
         (handle, of): (usize, usize),
     ) -> HostAccess {
-        let at = self.rows_setting(me, 0, handle).notes_at(extent.start, layout.landed);
+        let at = self.rows_setting(me, 0, handle).notes_at(me, extent.start, layout.landed);
         let notes = Bytes::new(me, WindowId::POOL, at, self.sizing.landing(layout.landed).notes * 4);
         HostAccess { of, ..self.read("landed notes", notes) }
     }

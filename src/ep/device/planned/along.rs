@@ -12,7 +12,7 @@ use crate::ep::{CombineInput, Feature};
 use crate::error::{CallError, CallKind, Error, PlanError};
 
 /// Option of a gradient of dispatch: weight gradients return behind it.
-const WITH_WEIGHTS: u32 = 1 << 31;
+const WITH_WEIGHTS: u32 = 1;
 
 impl PlannedExchange {
     /// Enqueues that rows go along the layout of a handle, and that they come. Collective.

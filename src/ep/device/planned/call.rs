@@ -52,7 +52,7 @@ impl<'p> DeviceCall<'p> {
             x: None,
             reached: false,
             base: 0,
-            tag: Tag { kind, options: seat, ..Tag::default() },
+            tag: Tag { kind, context: seat as u16, ..Tag::default() },
             refused: None,
             landing: None,
             staging: None,

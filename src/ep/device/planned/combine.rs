@@ -35,7 +35,7 @@ impl Enqueuer {
         let (programs, number) = (Arc::clone(&self.programs), self.kept[seat as usize].number);
         let reached = matches!(self.caller, Caller::Words);
         let mut call = DeviceCall { reached, ..DeviceCall::new(self, &programs, kind, seat) };
-        call.tag.options |= options;
+        call.tag.options = options;
         call.base = u64::from(steps) * MemoryShape::STEP;
         call.refused = match (steps, number) {
             (REFUSED, _) => Some(PlanError::RefusedHere.into()),

@@ -98,9 +98,9 @@ impl Common {
         )?)
     }
 
-    /// What is the same for all operands by which rows go out in a call of this kind for a seat.
-    pub fn rows_setting(&self, calls: Calls, (kind, seat): (CallKind, u32)) -> FillContext<'_> {
-        let notes = self.fixed.enqueues.then(|| self.shape.notes(seat).0);
+    /// What is the same for all operands by which rows go out in a call of this kind, whose metadata lands at these places.
+    pub fn rows_setting<'a>(&'a self, calls: Calls, kind: CallKind, notes: &'a [u64]) -> FillContext<'a> {
+        let notes = self.fixed.enqueues.then_some(notes);
         FillContext { notes, ..self.fixed.agreement(calls, kind).setting }
     }
 

@@ -18,7 +18,7 @@ use super::shape::StreamFlag;
 use super::space::Extent;
 use crate::device::DeviceRange;
 use crate::ep::Status;
-use crate::error::{CallKind, Error, PlanError};
+use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::exec::Until;
 use crate::gate::Routing;
 use crate::plan::RowMetadata;
@@ -133,12 +133,39 @@ impl DeviceCall<'_> {
                 self.landing.take().and_then(|landing| self.enqueuer.tell_placement(seat, landing));
             self.enqueuer.send_tables(seat, self.tokens, true)?;
         }
-        let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
-        let (setting, shape) = (common.rows_setting(*calls, (self.tag.kind, seat)), &common.shape);
+        self.find_notes(noted)?;
+        let Enqueuer { common, calls, tables, kept, notes_at, .. } = &mut *self.enqueuer;
+        let (setting, shape) = (common.rows_setting(*calls, self.tag.kind, notes_at), &common.shape);
         let Kept { layout, first_run, .. } = &kept[seat as usize];
         tables.rows(&setting, layout, noted);
         if shape.arrives() {
             tables.to_arrivals(&setting, layout, *first_run, |rows| shape.landing(rows));
+        }
+        Ok(())
+    }
+
+    /// Finds where metadata lands: here, and at peers, whose entries name the contexts that they use, if it goes there.
+    fn find_notes(&mut self, noted: bool) -> Result<(), Error> {
+        let (kind, rank) = (self.tag.kind, self.enqueuer.common.fixed.lanes.rank);
+        let Enqueuer { common, calls, notes_at, .. } = &mut *self.enqueuer;
+        notes_at[rank as usize] = common.shape.notes(self.seat).0;
+        let agreement = common.fixed.agreement(*calls, kind);
+        for peer in (0..common.fixed.lanes.ranks()).filter(|&peer| noted && peer != rank) {
+            let (theirs, seats) = (agreement.tag_of(peer)?.context, common.shape.seats());
+            if u32::from(theirs) >= seats {
+                let (call, what, mine) = (calls.number(), "dispatch contexts", seats.into());
+                return Err(CallError::Disagree {
+                    call,
+                    kind,
+                    what,
+                    rank,
+                    peer,
+                    mine,
+                    theirs: theirs.into(),
+                }
+                .into());
+            }
+            notes_at[peer as usize] = common.shape.notes(theirs.into()).0;
         }
         Ok(())
     }
@@ -152,8 +179,8 @@ impl DeviceCall<'_> {
             enqueuer.find_arrivals(seat)?;
         }
         let desk = enqueuer.desk(seat);
-        let Enqueuer { common, calls, tables, scratch, kept, .. } = enqueuer;
-        let (setting, kept) = (common.rows_setting(*calls, (kind, seat)), &kept[seat as usize]);
+        let Enqueuer { common, calls, tables, scratch, kept, notes_at, .. } = enqueuer;
+        let (setting, kept) = (common.rows_setting(*calls, kind, notes_at), &kept[seat as usize]);
         let rows = kept.layout.landed;
         match &self.task {
             _ if arrives => {

@@ -82,6 +82,8 @@ pub(super) struct Enqueuer {
     pub arrivals: RelayPermutation,
     pub numbers: GroupCounts,
     pub kept: Vec<Kept>,
+    /// Per rank: where metadata of the call's rows lands.
+    pub notes_at: Vec<u64>,
     pub scratch: Scratch,
 }
 

@@ -165,9 +165,10 @@ fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
 
 /// Refuses settings that no planner can use.
 fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
-    if seats == 0 {
-        let (parameter, expected) = ("max_in_flight", "at least 1");
-        return Err(PlanError::BadParameter { parameter, seen: 0, expected }.into());
+    // Tags number the contexts in 16 bits, and one more is for calls without any.
+    if !(1..u32::from(u16::MAX)).contains(&seats) {
+        let (parameter, expected) = ("max_in_flight", "between 1 and 65534");
+        return Err(PlanError::BadParameter { parameter, seen: seats.into(), expected }.into());
     }
     Ok(Kernels::sum_choices_names(spec.dtype).map(drop)?)
 }
@@ -246,6 +247,7 @@ fn enqueuer(common: &Arc<Common>, caller: Caller, engine: CopyEngineStepper) -> 
         arrivals: RelayPermutation::default(),
         numbers: GroupCounts::new(fixed),
         kept: (0..common.shape.word_sets()).map(|_| Kept::default()).collect(),
+        notes_at: vec![0; fixed.lanes.ranks() as usize],
         scratch: Scratch::default(),
     }
 }

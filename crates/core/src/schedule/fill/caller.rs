@@ -105,7 +105,7 @@ impl CallerTables {
                 from_offset: 0,
                 index: Index::Contiguous,
                 to: window,
-                base: at.notes_at(base, layout.sizes[peer as usize]),
+                base: at.notes_at(peer, base, layout.sizes[peer as usize]),
                 row_bytes: sizing.note_bytes(),
             };
             if sizing.row_bytes > 0 {
@@ -182,7 +182,7 @@ impl CallerTables {
             self.bring(at, (base, base), at.sizing.row_bytes);
         }
         if noted {
-            let notes = at.notes_at(base, landed);
+            let notes = at.notes_at(at.paths.me(), base, landed);
             self.bring(at, (notes, notes), at.sizing.note_bytes());
         }
         self.brought(at);
@@ -202,7 +202,8 @@ impl CallerTables {
         self.landed.extend_from_slice(landed);
         let (base, (index, end)) = (self.landing[at.paths.me() as usize], at.landing(rows).arrivals());
         self.join();
-        self.bring(at, (desk_notes, at.notes_at(base, rows)), at.sizing.note_bytes());
+        let notes = at.notes_at(at.paths.me(), base, rows);
+        self.bring(at, (desk_notes, notes), at.sizing.note_bytes());
         if at.sizing.row_bytes > 0 {
             let from = PutSource::Window { owner: at.paths.me(), window: WindowId::HOST_STAGING };
             let (to, to_offset, len) = (WindowId::POOL, base + index, end - index);

@@ -32,8 +32,8 @@ pub struct FillContext<'a> {
     pub far: WindowId,
     /// Rows that landing memory is laid out for, where that does not depend on how many come: metadata lies behind them.
     pub fixed_rows: Option<u32>,
-    /// Where metadata lands, if not behind the rows: the same place at every rank.
-    pub notes: Option<u64>,
+    /// Where metadata lands at each rank, if not behind the rows.
+    pub notes: Option<&'a [u64]>,
 }
 
 impl FillContext<'_> {
@@ -43,9 +43,9 @@ impl FillContext<'_> {
         if self.notes.is_some() { landing.without_notes() } else { landing }
     }
 
-    /// Where metadata of so many rows lands that lie at `base`.
-    pub fn notes_at(&self, base: u64, rows: u32) -> u64 {
-        self.notes.unwrap_or(base + self.landing(rows).notes_at())
+    /// Where metadata lands at a rank whose rows, so many, land at `base`.
+    pub fn notes_at(&self, rank: u32, base: u64, rows: u32) -> u64 {
+        self.notes.map_or_else(|| base + self.landing(rows).notes_at(), |notes| notes[rank as usize])
     }
 }
 
