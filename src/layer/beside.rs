@@ -1,7 +1,8 @@
 //! Two microbatches at once: the forward pass of one beside the backward pass of another.
 
 use super::backward::{self, Gradients};
-use super::forward::{self, Input};
+use super::forward;
+use super::input::Input;
 use super::moe::Plan;
 use super::pipeline::{BackwardOps, ChunkCounts, ForwardOps};
 use super::{MoeLayer, Tape};

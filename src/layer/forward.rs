@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 
 use super::crew::StepContext;
 use super::groups::Outgoing;
+use super::input::Input;
 use super::moe::{Plan, routing_of};
 use super::pipeline::{self, ForwardOps};
 use super::router::Routed;
@@ -13,33 +14,8 @@ use super::values::{F32Rows, round_into, widened};
 use super::{MoeLayer, Saved, Segments, Tape};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, OverlapError};
-use crate::gate::{RngKey, Routing};
+use crate::gate::Routing;
 use crate::overlap::{Handoff, Run};
-
-/// One step's tokens, and what their gate is told.
-#[derive(Clone, Copy, Debug)]
-pub struct Input<'a, E> {
-    /// The tokens, `[tokens, hidden]`; there may be none.
-    pub x: &'a [E],
-    /// What the layer's result is added to, `[tokens, hidden]`.
-    pub residual: Option<&'a [E]>,
-    /// `[experts]`, for the choice alone ([`GateInput::bias`](crate::gate::GateInput::bias)).
-    pub bias: Option<&'a [f32]>,
-    /// `[tokens]`: which tokens choose; all do where it is not given.
-    pub used: Option<&'a [bool]>,
-    /// Whether this is a training pass, with noise.
-    pub training: bool,
-    /// Which random numbers.
-    pub draw: RngKey,
-}
-
-impl<'a, E> Input<'a, E> {
-    /// Tokens, and nothing else.
-    pub fn new(x: &'a [E]) -> Self {
-        let draw = RngKey::default();
-        Input { x, residual: None, bias: None, used: None, training: false, draw }
-    }
-}
 
 /// What nodes work on.
 pub(super) struct Step<'s, 'm, E> {

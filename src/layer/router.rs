@@ -1,7 +1,7 @@
 //! The router's part of a step: from tokens to choices, and back.
 
 use super::MoeLayer;
-use super::forward::Input;
+use super::input::Input;
 use super::values::widened;
 use crate::dtype::Element;
 use crate::error::{Error, PlanError};

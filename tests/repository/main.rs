@@ -1,6 +1,7 @@
 //! Rules that the files of this repository keep.
 
 mod features;
+mod imports;
 mod module_layering;
 mod pages;
 mod parts;

@@ -45,7 +45,7 @@ const CRATES: [(&str, &[&str]); 5] = [
     ("crates/cli", &["sidelane", "sidelane-core", "sidelane-model"]),
 ];
 
-fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
+pub fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {

@@ -6,8 +6,8 @@
 
 use super::Target;
 use super::buffers::{HostInput, check_tensor};
-use super::exchange::HostExchange;
-use super::flight::{Flight, Lent, UnfinishedCall};
+use super::exchange::{HostExchange, UnfinishedCall};
+use super::flight::{Flight, Lent};
 use super::handle::HostHandle;
 use crate::error::{CallKind, Error};
 use crate::exec::Until;

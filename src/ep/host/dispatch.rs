@@ -3,8 +3,8 @@
 use super::Source;
 use super::buffers::{HostRows, check_tensor};
 use super::call::sort;
-use super::exchange::HostExchange;
-use super::flight::{Flight, Lent, UnfinishedCall};
+use super::exchange::{HostExchange, UnfinishedCall};
+use super::flight::{Flight, Lent};
 use super::handle::HostHandle;
 use crate::error::{CallKind, Error, PlanError};
 use crate::exec::Until;

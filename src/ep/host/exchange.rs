@@ -9,7 +9,7 @@ use super::handle::{HostHandle, Inner};
 use super::workspace::Workspace;
 use crate::ep::builder::Spec;
 use crate::ep::fixed::{CHUNKS, EpState, ReceiveMemory, RowMemory};
-use crate::error::{CallError, Error};
+use crate::error::{CallError, Cause, Error};
 use crate::exec::{Until, drive};
 use crate::memory::Pool;
 use crate::plan::Strategy;
@@ -105,5 +105,39 @@ impl std::fmt::Debug for HostExchange {
             .field("rank", &self.fixed.lanes.rank)
             .field("spec", self.spec())
             .finish()
+    }
+}
+
+/// A call that was started, and that the other ranks wait for: dropped before it is finished, it
+/// ends the world.
+#[derive(Debug)]
+pub(in crate::ep) struct UnfinishedCall<'a> {
+    ep: &'a mut HostExchange,
+    finishing: bool,
+}
+
+impl<'a> UnfinishedCall<'a> {
+    pub fn new(ep: &'a mut HostExchange) -> Self {
+        UnfinishedCall { ep, finishing: false }
+    }
+
+    /// To make the second half.
+    pub fn finish(&mut self) -> &mut HostExchange {
+        self.finishing = true;
+        self.ep
+    }
+}
+
+impl Drop for UnfinishedCall<'_> {
+    fn drop(&mut self) {
+        if !self.finishing {
+            let hub = &self.ep.fixed.shared.hub;
+            hub.cancel(Cause::Cancelled { by: hub.rank() });
+            // The relay finds the world failed, and comes back.
+            self.ep.space.join_relay();
+            if let Some(gather) = &mut self.ep.gather {
+                gather.engine.space.join_relay();
+            }
+        }
     }
 }

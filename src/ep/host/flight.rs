@@ -5,10 +5,9 @@
 //! [`Workspace`](super::workspace::Workspace); the rest is a `Flight`.
 
 use super::buffers::HostInput;
-use super::exchange::HostExchange;
 use super::handle::{HostHandle, Inner};
 use crate::ep::relay::RelayTask;
-use crate::error::{CallKind, Cause, Error, PlanError};
+use crate::error::{CallKind, Error, PlanError};
 use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
@@ -140,38 +139,4 @@ pub(in crate::ep) struct Lent<'l> {
     pub output: Option<Io<'l>>,
     /// The new expert map.
     pub map: Option<ExpertMap>,
-}
-
-/// A call that was started, and that the other ranks wait for: dropped before it is finished, it
-/// ends the world.
-#[derive(Debug)]
-pub(in crate::ep) struct UnfinishedCall<'a> {
-    ep: &'a mut HostExchange,
-    finishing: bool,
-}
-
-impl<'a> UnfinishedCall<'a> {
-    pub fn new(ep: &'a mut HostExchange) -> Self {
-        UnfinishedCall { ep, finishing: false }
-    }
-
-    /// To make the second half.
-    pub fn finish(&mut self) -> &mut HostExchange {
-        self.finishing = true;
-        self.ep
-    }
-}
-
-impl Drop for UnfinishedCall<'_> {
-    fn drop(&mut self) {
-        if !self.finishing {
-            let hub = &self.ep.fixed.shared.hub;
-            hub.cancel(Cause::Cancelled { by: hub.rank() });
-            // The relay finds the world failed, and comes back.
-            self.ep.space.join_relay();
-            if let Some(gather) = &mut self.ep.gather {
-                gather.engine.space.join_relay();
-            }
-        }
-    }
 }

@@ -47,6 +47,7 @@ mod collective;
 mod communicator;
 
 mod along;
+mod kinds;
 mod lent;
 mod memory;
 mod objects;

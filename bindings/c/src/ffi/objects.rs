@@ -1,11 +1,6 @@
-//! What C sees of an object, a name, and what it is in Rust.
+//! Names by which C knows objects. What each stands for is in `kinds`.
 
-use sidelane::ep::{ExpertOutput, ExpertRows, TokenBuffer};
-
-use super::collective::CollectiveLayer;
-use super::halves::{CombineUnderway, DispatchUnderway};
-use super::layer::Layer;
-use crate::handles::{ExclusiveCell, Kind, Object};
+use crate::handles::Object;
 
 /// A type that C knows by name alone.
 pub trait Opaque {
@@ -86,34 +81,4 @@ pub struct Communicator {
 /// How many rows each rank has, and so where they lie among those of all.
 pub struct Shares {
     _opaque: [u8; 0],
-}
-
-/// Name in C, object, kind.
-macro_rules! objects {
-    ($($name:ident = $object:ty, $kind:ident;)*) => {$(
-        impl Opaque for $name {
-            type Object = $object;
-        }
-        impl Object for $object {
-            const KIND: Kind = Kind::$kind;
-        }
-    )*};
-}
-
-objects! {
-    World = sidelane::World, World;
-    Group = sidelane::Group, Group;
-    Window = ExclusiveCell<sidelane::Window>, Window;
-    Ep = Layer, Ep;
-    Handle = ExclusiveCell<sidelane::ep::Handle>, Handle;
-    Rows = ExclusiveCell<ExpertRows>, Rows;
-    Output = ExclusiveCell<ExpertOutput>, Output;
-    Tokens = ExclusiveCell<TokenBuffer>, Tokens;
-    PendingDispatch = ExclusiveCell<DispatchUnderway>, PendingDispatch;
-    PendingCombine = ExclusiveCell<CombineUnderway>, PendingCombine;
-    Gate = ExclusiveCell<sidelane::gate::Gate>, Gate;
-    Stream = sidelane::device::Stream, Stream;
-    Collective = CollectiveLayer, Collective;
-    Shares = ExclusiveCell<sidelane::ep::RowPartition>, Shares;
-    Communicator = ExclusiveCell<sidelane::collective::Communicator>, Communicator;
 }

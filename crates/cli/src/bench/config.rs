@@ -455,6 +455,29 @@ impl Words {
     }
 }
 
+/// One kind of call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Dispatch,
+    Combine,
+    DispatchBackward,
+    CombineBackward,
+}
+
+impl Kind {
+    /// What is timed, in phases: the calls of one share a place for rows, which may be of another type in the next.
+    pub fn phases(backward: bool) -> &'static [[Kind; 2]] {
+        const ALL: [[Kind; 2]; 2] =
+            [[Kind::Dispatch, Kind::Combine], [Kind::DispatchBackward, Kind::CombineBackward]];
+        if backward { &ALL } else { &ALL[..1] }
+    }
+
+    /// Whether rows are summed; otherwise they are scattered.
+    pub fn sums(self) -> bool {
+        matches!(self, Kind::Combine | Kind::DispatchBackward)
+    }
+}
+
 #[cfg(test)]
 pub mod tests {
     use std::path::PathBuf;

@@ -13,7 +13,7 @@
 use serde::Serialize;
 use sidelane::Group;
 
-use super::rank::Kind;
+use super::config::Kind;
 use crate::error::CliError;
 use crate::peers::{self, BaselinePass, Folder, Programs, Unavailable, compared};
 use crate::table;

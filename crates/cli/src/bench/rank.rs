@@ -18,7 +18,7 @@ use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
 
 use super::BenchArgs;
-use super::config::Config;
+use super::config::{Config, Kind};
 use super::layer::{self, EVENTS, Layer, write_trace};
 use super::peers::Field;
 use super::reference::{Number, Placement};
@@ -209,29 +209,6 @@ fn report<E: Number>(
         combine_backward: passes.get(3).copied(),
         baselines: field.report([&rounds[0], &rounds[1]]),
     }))
-}
-
-/// One kind of call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    Dispatch,
-    Combine,
-    DispatchBackward,
-    CombineBackward,
-}
-
-impl Kind {
-    /// What is timed, in phases: the calls of one share a place for rows, which may be of another type in the next.
-    pub fn phases(backward: bool) -> &'static [[Kind; 2]] {
-        const ALL: [[Kind; 2]; 2] =
-            [[Kind::Dispatch, Kind::Combine], [Kind::DispatchBackward, Kind::CombineBackward]];
-        if backward { &ALL } else { &ALL[..1] }
-    }
-
-    /// Whether rows are summed; otherwise they are scattered.
-    pub fn sums(self) -> bool {
-        matches!(self, Kind::Combine | Kind::DispatchBackward)
-    }
 }
 
 /// Laps of one kind of call.

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
-use super::report::{About, Answer, Checks, Row};
+use super::report::{About, Answer, Checks};
 use super::{Part, Process, Task};
 use crate::command;
 use crate::error::{CliError, failed};
@@ -144,32 +144,4 @@ impl Watch {
             (self.moved.elapsed() > self.bound).then_some(Answer::Blocks)
         }
     }
-}
-
-/// Meaning of all answers together for streams that wait.
-pub fn conclusions(rows: &[Row]) -> Vec<String> {
-    let of = |part: Part| rows.iter().filter(move |row| row.part == part && row.answer.is_some());
-    let blocked = |part: Part| -> Vec<&str> {
-        of(part).filter(|row| row.answer == Some(Answer::Blocks)).map(|row| row.what.as_str()).collect()
-    };
-    let mut said = Vec::new();
-    if of(Part::Locks).next().is_some() {
-        said.push(match &blocked(Part::Locks)[..] {
-            [] => "Locks: all pass. Threads may call the driver while a stream of their process waits.".to_owned(),
-            blocked => format!(
-                "Locks: a driver call blocks other threads while a stream waits ({}). A thread of the same process cannot end such a wait by calls of the driver: the helper process is needed.",
-                blocked.join("; ")
-            ),
-        });
-    }
-    if of(Part::Queues).next().is_some() {
-        said.push(match &blocked(Part::Queues)[..] {
-            [] => "Queues: all pass. A stream that waits holds up no copies of other streams.".to_owned(),
-            blocked => format!(
-                "Queues: a stream that waits holds up copies of other streams ({}). There every cause must be enqueued before its wait.",
-                blocked.join("; ")
-            ),
-        });
-    }
-    said
 }

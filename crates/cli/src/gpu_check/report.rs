@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use sidelane::device::{Probe, Version};
 
-use super::{GpuCheckArgs, Part, blocking};
+use super::{GpuCheckArgs, Part};
 use crate::error::CliError;
 use crate::options::word;
 use crate::stats::{self, Summary};
@@ -62,7 +62,7 @@ impl Report {
             correct,
             audited,
             holds: correct && !void && !probe.stand_in,
-            conclusions: blocking::conclusions(&rows),
+            conclusions: conclusions(&rows),
             rows,
         }
     }
@@ -322,6 +322,34 @@ impl Checks {
 
 fn emit(row: &Row) -> Result<(), CliError> {
     command::print(&serde_json::to_string(row).expect("texts and numbers are always JSON"))
+}
+
+/// Meaning of all answers together for streams that wait.
+fn conclusions(rows: &[Row]) -> Vec<String> {
+    let of = |part: Part| rows.iter().filter(move |row| row.part == part && row.answer.is_some());
+    let blocked = |part: Part| -> Vec<&str> {
+        of(part).filter(|row| row.answer == Some(Answer::Blocks)).map(|row| row.what.as_str()).collect()
+    };
+    let mut said = Vec::new();
+    if of(Part::Locks).next().is_some() {
+        said.push(match &blocked(Part::Locks)[..] {
+            [] => "Locks: all pass. Threads may call the driver while a stream of their process waits.".to_owned(),
+            blocked => format!(
+                "Locks: a driver call blocks other threads while a stream waits ({}). A thread of the same process cannot end such a wait by calls of the driver: the helper process is needed.",
+                blocked.join("; ")
+            ),
+        });
+    }
+    if of(Part::Queues).next().is_some() {
+        said.push(match &blocked(Part::Queues)[..] {
+            [] => "Queues: all pass. A stream that waits holds up no copies of other streams.".to_owned(),
+            blocked => format!(
+                "Queues: a stream that waits holds up copies of other streams ({}). There every cause must be enqueued before its wait.",
+                blocked.join("; ")
+            ),
+        });
+    }
+    said
 }
 
 #[cfg(test)]

@@ -4,8 +4,7 @@ use sidelane_core::plan::{Segment, first_of};
 use sidelane_core::schedule::WindowId;
 
 use super::Bytes;
-use super::place::Placed;
-use super::tell::{Extent, Unroller};
+use super::state::{Extent, Placed, Unroller};
 use super::{HostAccess, SeededBug};
 
 impl Unroller<'_> {

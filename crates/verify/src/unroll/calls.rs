@@ -8,9 +8,7 @@ use sidelane_core::schedule::call::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{Flag, RelayTables, ReturnParts};
 
 use super::filled::{FilledOperands, Tables};
-use super::place::Placed;
-use super::sample::SampledCall;
-use super::tell::{Extent, Handle, Member, Unroller, Until, bad};
+use super::state::{Extent, Handle, Member, Placed, SampledCall, Unroller, Until, bad};
 use super::walk::Actor;
 use super::{HostAccess, ProofScenario, SeededBug};
 

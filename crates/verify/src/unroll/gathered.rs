@@ -17,8 +17,8 @@ use std::rc::Rc;
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    Bins, DispatchLayout, ExpertMap, GroupRouting, LocalPermutation, PlanContext, ReceiveMode, RowBuffer,
-    RowLayout, RowSizes, SumOrder,
+    DispatchLayout, ExpertMap, GroupRouting, LocalPermutation, PlanContext, ReceiveMode, RowBuffer,
+    RowLayout, SumOrder,
 };
 use sidelane_core::schedule::call::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{Operand, WindowId};
@@ -26,8 +26,7 @@ use sidelane_core::schedule::{Operand, WindowId};
 use super::Bytes;
 use super::calls::Dispatched;
 use super::filled::{FilledOperands, Tables};
-use super::sample::SampledCall;
-use super::tell::{Extent, Unroller, Until, bad, sizing};
+use super::state::{Exchange, Extent, SampledCall, Unroller, Until, bad};
 use super::touch::chunk;
 use super::walk::Actor;
 use super::{HostAccess, ProofScenario};
@@ -46,24 +45,10 @@ pub(super) fn gathering<'s>(script: &ProofScenario<'s>, map: &'s ExpertMap) -> P
     }
 }
 
-/// The instance that another gathers for.
-pub(super) struct Exchange<'a> {
-    script: &'a ProofScenario<'a>,
-    bins: Bins,
-    sizing: RowSizes,
-}
-
 /// The copies of one rank, and what it has then.
 struct Own {
     regroup: LocalPermutation,
     landing: RowBuffer,
-}
-
-impl<'a> Exchange<'a> {
-    pub fn new(script: &'a ProofScenario<'a>) -> Self {
-        let bins = Bins::of_layout(script.layout, script.map, script.order, script.nodes);
-        Exchange { script, bins, sizing: sizing(script) }
-    }
 }
 
 impl Unroller<'_> {

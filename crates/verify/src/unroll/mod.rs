@@ -28,6 +28,7 @@ mod place;
 mod pool;
 mod returns;
 mod sample;
+mod state;
 mod streams;
 mod tell;
 mod touch;

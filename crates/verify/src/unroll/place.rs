@@ -5,22 +5,11 @@ use std::rc::Rc;
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    Counts, DispatchLayout, GroupRouting, PlanContext, RankRouting, ReceiveSizes, RelayPermutation,
-    RelayPlan, RelaySorter,
+    DispatchLayout, GroupRouting, PlanContext, RankRouting, RelayPermutation, RelayPlan, RelaySorter,
 };
 
-use super::tell::{Unroller, bad};
+use super::state::{Placed, Unroller, bad};
 use super::{ProofScenario, SeededBug};
-
-/// Where the rows of one dispatch go.
-pub(super) struct Placed {
-    pub layouts: Vec<Rc<DispatchLayout>>,
-    pub forwards: Vec<Rc<RelayPlan>>,
-    /// Where engines relay, per rank: the first of its layout's runs to arrivals.
-    pub arrivals: Vec<u32>,
-    /// What everybody counts, as one rank sees it.
-    pub numbers: (Counts, ReceiveSizes),
-}
 
 impl Unroller<'_> {
     /// Where everything goes, if all ranks dispatch this set of routings.

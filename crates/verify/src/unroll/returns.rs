@@ -8,8 +8,7 @@ use sidelane_core::schedule::call::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, Tag};
 
 use super::filled::{FilledOperands, Tables};
-use super::sample::SampledCall;
-use super::tell::{Extent, Handle, Unroller, Until};
+use super::state::{Extent, Handle, SampledCall, Unroller, Until};
 use super::walk::Actor;
 use super::{HostAccess, SeededBug};
 

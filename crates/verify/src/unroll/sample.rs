@@ -15,38 +15,14 @@
 //! node and are made by ranks of two others at most; so, in a group of equal nodes, three whole nodes show every kind of
 //! meeting. Not shown is that nobody waits in a circle that runs through outsiders.
 
-use std::collections::HashMap;
-
 use sidelane_core::error::CallKind;
+use sidelane_core::schedule::Op;
 use sidelane_core::schedule::call::{CallProgram, RankPrograms, Role};
-use sidelane_core::schedule::{Flag, Op};
 
-use super::tell::{Unroller, Until};
+use super::state::{AssumedEffects, Raised, SampledCall, Unroller, Until, Word};
 use super::walk::{Actor, walk};
-use super::{Bytes, Effect, StageRun};
+use super::{Effect, StageRun};
 use crate::call_mutate::{CallChange, ProgramId, programs_of};
-
-/// What one rank does in one call, as far as it is told.
-pub(super) enum SampledCall {
-    /// The scenes of its actors.
-    Inside(CallKind, Vec<Vec<StageRun>>),
-    /// What comes of it in the sample.
-    Outside(AssumedEffects),
-}
-
-/// What an outsider does to ranks of the sample.
-#[derive(Default)]
-pub(super) struct AssumedEffects {
-    /// Words that it raises, and to what.
-    pub raised: Vec<(Word, u64)>,
-    pub written: Vec<Bytes>,
-}
-
-/// A flag word: at whom, of whom, of which kind.
-pub(super) type Word = (u32, u32, Flag);
-
-/// To what outsiders have raised words of the sample.
-pub(super) type Raised = HashMap<Word, u64>;
 
 impl Unroller<'_> {
     /// What a rank does in a call of this kind: its own program and, where that is another, its relay's.

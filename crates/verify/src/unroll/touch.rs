@@ -4,7 +4,7 @@ use sidelane_core::error::CallKind;
 use sidelane_core::plan::{Block, DispatchLayout, RelayPlan, RowBuffer};
 use sidelane_core::schedule::{ControlLayout, Flag, ReturnParts, Tag, WindowId};
 
-use super::tell::{Extent, Unroller};
+use super::state::{Extent, Unroller};
 use super::{Bytes, HostAccess, SeededBug};
 
 impl Unroller<'_> {

@@ -17,7 +17,7 @@ use sidelane_core::schedule::{Flag, FlagValue, Line, Op, TrackOp};
 use sidelane_core::topology::Paths;
 
 use super::filled::FilledOperands;
-use super::tell::Until;
+use super::state::Until;
 use super::{HostAccess, StageRun, UnrolledOp};
 
 /// Accesses and operands of one rank in one call. The order comes from the program.

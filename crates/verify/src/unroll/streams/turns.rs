@@ -5,7 +5,7 @@ use sidelane_core::schedule::Flag;
 use sidelane_core::schedule::call::SlotCall;
 
 use super::{StreamBug, StreamCall, StreamScenario};
-use crate::unroll::tell::bad;
+use crate::unroll::state::bad;
 
 /// Which call follows which.
 #[derive(Debug)]

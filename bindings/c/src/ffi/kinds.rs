@@ -1,0 +1,42 @@
+//! What each name in C stands for.
+
+use sidelane::ep::{ExpertOutput, ExpertRows, TokenBuffer};
+
+use super::collective::CollectiveLayer;
+use super::halves::{CombineUnderway, DispatchUnderway};
+use super::layer::Layer;
+use super::objects::{
+    Collective, Communicator, Ep, Gate, Group, Handle, Opaque, Output, PendingCombine, PendingDispatch, Rows,
+    Shares, Stream, Tokens, Window, World,
+};
+use crate::handles::{ExclusiveCell, Kind, Object};
+
+/// Name in C, object, kind.
+macro_rules! objects {
+    ($($name:ident = $object:ty, $kind:ident;)*) => {$(
+        impl Opaque for $name {
+            type Object = $object;
+        }
+        impl Object for $object {
+            const KIND: Kind = Kind::$kind;
+        }
+    )*};
+}
+
+objects! {
+    World = sidelane::World, World;
+    Group = sidelane::Group, Group;
+    Window = ExclusiveCell<sidelane::Window>, Window;
+    Ep = Layer, Ep;
+    Handle = ExclusiveCell<sidelane::ep::Handle>, Handle;
+    Rows = ExclusiveCell<ExpertRows>, Rows;
+    Output = ExclusiveCell<ExpertOutput>, Output;
+    Tokens = ExclusiveCell<TokenBuffer>, Tokens;
+    PendingDispatch = ExclusiveCell<DispatchUnderway>, PendingDispatch;
+    PendingCombine = ExclusiveCell<CombineUnderway>, PendingCombine;
+    Gate = ExclusiveCell<sidelane::gate::Gate>, Gate;
+    Stream = sidelane::device::Stream, Stream;
+    Collective = CollectiveLayer, Collective;
+    Shares = ExclusiveCell<sidelane::ep::RowPartition>, Shares;
+    Communicator = ExclusiveCell<sidelane::collective::Communicator>, Communicator;
+}
