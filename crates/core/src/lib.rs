@@ -1,8 +1,9 @@
 //! The pure part of Sidelane: what could run on paper.
 //!
-//! Nothing here opens a file, reads a clock, starts a thread or holds unsafe code. The library `sidelane` carries out what
-//! this crate plans; `sidelane-verify` proves it, and `sidelane-model` predicts how long it takes. Most users need
-//! `sidelane` alone, which exports what they need of this.
+//! Nothing here opens a file, reads a clock, starts a thread or holds unsafe code. The library
+//! `sidelane` runs the plans of this crate, `sidelane-verify` proves them, and `sidelane-model`
+//! predicts their time. Most users need `sidelane` alone, which exports the public part of this
+//! crate.
 //!
 //! | module | contents |
 //! |---|---|

@@ -1,8 +1,8 @@
 //! Element types of the rows that move.
 //!
-//! Moving rows needs only their width; summing rows (combine) needs their meaning. All sums are taken in
-//! `f32` from +0 and rounded once, to nearest even, when the result is stored. Partial sums between nodes have
-//! a type of their own: the [`PartialDtype`]'s.
+//! Moving rows needs only their width; summing rows (combine) needs their meaning. All sums are
+//! taken in `f32` from +0 and rounded once, to nearest even, when the result is stored. Partial
+//! sums between nodes travel in a type of their own, the [`PartialDtype`].
 
 mod record;
 mod wire;
@@ -22,8 +22,8 @@ pub enum Dtype {
     Bf16,
     /// IEEE binary16.
     F16,
-    /// Bytes without arithmetic (fp8 with its scales, for example, as [`Fp8RowShape`] lays them out): dispatch moves
-    /// them, combine refuses.
+    /// Bytes without arithmetic (fp8 with its scales, for example, as [`Fp8RowShape`] lays them
+    /// out): dispatch moves them, and combine refuses them.
     Bytes,
 }
 

@@ -6,9 +6,10 @@
 //!   |   payload    |        zero        |  of values 0..128, 128..256 .. |        zero         |
 //! ```
 //!
-//! To dispatch, a record is a row of [`Dtype::Bytes`](super::Dtype::Bytes) with [`Fp8RowShape::bytes`] columns. Who
-//! reads rows of records sees two strided tensors: the payload, `[rows, hidden]`, and the scales, `[rows, scales]`, whose
-//! rows are both `bytes` apart. Everything is in the byte order of the machine.
+//! To dispatch, a record is a row of [`Dtype::Bytes`](super::Dtype::Bytes) with
+//! [`Fp8RowShape::bytes`] columns. A reader of such rows sees two strided tensors: the payload,
+//! `[rows, hidden]`, and the scales, `[rows, scales]`, whose rows are both `bytes` apart.
+//! Everything is in the byte order of the machine.
 
 /// Where payload and scales lie in the record of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,7 +41,8 @@ impl Fp8RowShape {
         self.hidden().next_multiple_of(size_of::<f32>())
     }
 
-    /// Bytes of a record, and from one to the next: a multiple of 16, like every row that is dispatched.
+    /// Bytes of a record, and from one to the next: a multiple of 16, like every row that is
+    /// dispatched.
     pub const fn bytes(self) -> usize {
         (self.scales_offset() + self.scales() * size_of::<f32>()).next_multiple_of(16)
     }

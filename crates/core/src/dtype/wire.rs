@@ -8,25 +8,28 @@
 //!                   token of node 0   =   round( +0 + wire(partial of 0) + wire(partial of 1) )
 //! ```
 //!
-//! The partial of node 0 stays where it is and is rounded to the wire's type all the same: a result that depends
-//! on which ranks are neighbours could not be reproduced on another machine.
+//! The partial of node 0 stays where it is and is rounded to the wire's type all the same.
+//! Otherwise a result would depend on which ranks share a node, and no other machine could
+//! reproduce it.
 
 use super::Dtype;
 
-/// The type in which partial sums travel between nodes, and to which every partial is rounded, also one that does
-/// not travel.
+/// The type in which partial sums travel between nodes. Every partial is rounded to it, also one
+/// that does not travel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PartialDtype {
     /// Partials keep all the bits of the `f32` sum.
     #[default]
     F32,
-    /// Partials are rounded to bf16: half the bytes, one more rounding each. For rows of bf16 alone.
+    /// Partials are rounded to bf16: half the bytes, one more rounding each. For rows of bf16
+    /// alone.
     Bf16,
 }
 
-/// A word among the lengths of groups, in place of a length: this group is one row that holds a partial sum, in the
-/// wire's type. It is added as it is, without a weight: it was weighted when it was taken.
+/// Takes the place of a length among the lengths of groups: this group is one row that holds a
+/// partial sum, in the wire's type. It is added as it is, without a weight, because its summands
+/// were weighted already.
 pub const PARTIAL: u32 = u32::MAX;
 
 impl PartialDtype {
@@ -46,8 +49,8 @@ impl PartialDtype {
         }
     }
 
-    /// Whether partial sums of rows of `dtype` may travel so: in `f32` those of every type with arithmetic, in
-    /// bf16 those of bf16.
+    /// Whether partial sums of rows of `dtype` may travel in this type. `f32` suits every type with
+    /// arithmetic, bf16 suits rows of bf16.
     pub const fn carries(self, dtype: Dtype) -> bool {
         match self {
             PartialDtype::F32 => matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16),

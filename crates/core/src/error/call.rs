@@ -12,11 +12,11 @@ pub enum CallKind {
     CachedDispatch = 2,
     /// Sum of rows back to their tokens.
     Combine = 3,
-    /// Gradient of dispatch: sum of row gradients, weight gradients home.
+    /// Gradient of dispatch: sum of row gradients, weight gradients returned.
     DispatchBackward = 4,
     /// Gradient of a combine: gradients of tokens to rows.
     CombineBackward = 5,
-    /// Second half of the gradient of a weighted combine: weight gradients home.
+    /// Second half of the gradient of a weighted combine: weight gradients returned.
     ReturnWeights = 6,
     /// Another expert map.
     ExpertMap = 7,
@@ -86,7 +86,7 @@ pub enum CallError {
         peer: u32,
         /// What this rank calls.
         mine: CallKind,
-        /// What the other calls.
+        /// The call that the other ranks made.
         theirs: CallKind,
     },
     /// Another rank uses another handle, or other options of the same call.
@@ -124,10 +124,11 @@ pub enum CallError {
     PeerRefused {
         /// Number of the call.
         call: u64,
-        /// Whose input.
+        /// The rank whose input was refused.
         peer: u32,
     },
-    /// A rank would receive more rows than its budget: nothing moved on any rank, and every rank gets this error.
+    /// A rank would receive more rows than its budget: nothing moved on any rank, and every rank
+    /// gets this error.
     #[error("call {call}: rank {rank} needs {required} rows, its budget is {budget}")]
     OverBudget {
         /// Number of the call.
@@ -178,9 +179,9 @@ pub enum CallError {
     /// A call of an instance in fixed slots on a device, which takes its calls in turns.
     #[error("{call} is not next: {expected} is")]
     OutOfTurn {
-        /// What was called.
+        /// The call that was made.
         call: &'static str,
-        /// What is next.
+        /// The call that is next.
         expected: &'static str,
     },
     /// As many dispatches are alive on a device as there is memory for.
@@ -192,12 +193,13 @@ pub enum CallError {
         /// How many may be.
         max: u32,
     },
-    /// A rank that messages were sent to wanted others: of another length or type. They were dropped there.
+    /// A rank expected other messages than this rank sent, of another length or type. It dropped
+    /// them.
     #[error("rank {peer} refused {count} messages of rank {rank}: it wanted others")]
     MessageRefused {
         /// This rank.
         rank: u32,
-        /// Who refused.
+        /// The rank that refused.
         peer: u32,
         /// How many, since this rank heard of it last.
         count: u32,

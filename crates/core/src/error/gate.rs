@@ -2,7 +2,8 @@
 
 use crate::dtype::Dtype;
 
-/// What a gate refuses: a configuration, a call, or the arrays of one. Nothing is decided then, nothing is written.
+/// What a gate refuses: a configuration, a call, or the arrays of one. Then the gate decides
+/// nothing and writes nothing.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
 pub enum GateError {

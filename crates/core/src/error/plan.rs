@@ -2,8 +2,8 @@
 
 use crate::dtype::Dtype;
 
-/// The input of a call is wrong. Every rank of the group gets an error for that call, nothing is moved, and the
-/// world stays usable.
+/// The input of a call is wrong. Every rank of the group gets an error for that call, nothing is
+/// moved, and the world stays usable.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -75,10 +75,11 @@ pub enum PlanError {
         /// Type expected.
         expected: Dtype,
     },
-    /// A tensor, a handle or a question that belongs to the other place: the host instead of a device, or the reverse.
+    /// A tensor, handle or query that belongs to the other kind of memory: host instead of device,
+    /// or the reverse.
     #[error("{what}: of {seen}, expected of {expected}")]
     WrongPlace {
-        /// Which tensor, or what was asked.
+        /// The tensor, or the query.
         what: &'static str,
         /// Its place.
         seen: &'static str,
@@ -117,13 +118,14 @@ pub enum PlanError {
     /// The planner of an instance serves no more, or a thread of it could not be started.
     #[error("the planner's thread is gone")]
     PlannerGone,
-    /// A thread that waits for a planner or for memory was asked to end (`bootstrap::interruptible`).
+    /// A thread that waits for a planner or for memory was asked to end
+    /// (`bootstrap::interruptible`).
     #[error("the wait for a planner or for memory was interrupted by its caller")]
     Interrupted,
     /// The expert map does not fit the group.
     #[error("expert map: {problem} (expert {expert}, rank {rank})")]
     BadMap {
-        /// What is wrong.
+        /// The reason.
         problem: &'static str,
         /// The expert.
         expert: u32,

@@ -1,12 +1,14 @@
-//! Balance without a loss: experts that were chosen too often lose a little bias, the others gain it.
+//! Balance without a loss: experts that were chosen too often lose a little bias, the others gain
+//! it.
 
 use crate::error::GateError;
 
 /// One step: `bias += rate * sign(mean(counts) - counts)`.
 ///
-/// `bias` and `counts` are `[experts]`. Counts are those of a whole batch: the caller sums [`counts_after`] over
-/// micro-batches and ranks, so that all ranks keep the same bias. As in Megatron these are choices that are left after dropping, of
-/// tokens that are used, of training passes alone, and each pass once: one that recomputes activations is not counted again.
+/// `bias` and `counts` are `[experts]`. Counts are those of a whole batch: the caller sums
+/// [`counts_after`] over micro-batches and ranks, so that all ranks keep the same bias. As in
+/// Megatron, they count the choices left after dropping, of used tokens, in training passes alone.
+/// A pass that recomputes activations is not counted again.
 ///
 /// [`counts_after`]: super::Decision::counts_after
 ///
@@ -18,8 +20,8 @@ use crate::error::GateError;
 /// ```
 ///
 /// # Errors
-/// [`GateError::WrongShape`] if the lengths differ, [`GateError::BadNumber`] if `rate` is negative or not finite; the bias
-/// is left as it was.
+/// [`GateError::WrongShape`] if the lengths differ, [`GateError::BadNumber`] if `rate` is negative
+/// or not finite; the bias is left as it was.
 pub fn update_bias(bias: &mut [f32], counts: &[u64], rate: f32) -> Result<(), GateError> {
     if bias.len() != counts.len() {
         let (seen, rows) = (counts.len(), bias.len());

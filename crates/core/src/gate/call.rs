@@ -1,4 +1,4 @@
-//! What a router is asked.
+//! Input of a router.
 
 use super::{GateConfig, Noise, RngKey, ScoreFunction, Select};
 use crate::error::GateError;
@@ -16,19 +16,20 @@ pub struct GateInput<'a> {
     pub logits: &'a [f32],
     /// `[experts]`, added to the scores for the choice alone.
     pub bias: Option<&'a [f32]>,
-    /// `[tokens, experts]`: factors on the standard deviation of [`Noise::Normal`](super::Noise::Normal), 0 or more
-    /// (Shazeer's noisy gate, whose deviations are learnt).
+    /// `[tokens, experts]`: factors on the standard deviation of
+    /// [`Noise::Normal`](super::Noise::Normal), 0 or more (Shazeer's noisy gate, whose deviations
+    /// are learnt).
     pub noise_std: Option<&'a [f32]>,
     /// `[tokens]`: which tokens choose; the others are padding. All do where it is not given.
     pub token_mask: Option<&'a [bool]>,
-    /// `[tokens, top_k]`: choices that were recorded, -1 for none. They stand for those that would be made; weights are made
-    /// from the scores of this call.
+    /// `[tokens, top_k]`: recorded choices, -1 for none. They replace the router's own choices;
+    /// weights come from the scores of this call.
     pub replay: Option<&'a [i32]>,
-    /// The largest number of rows that any rank needs for one expert, where the capacity follows the need: all ranks must
-    /// agree on it.
+    /// The largest number of rows that any rank needs for one expert, for a capacity that follows
+    /// the need. All ranks must pass the same number.
     pub global_required: Option<u32>,
-    /// Whether this is a training pass: only then is there noise, unless it is of a kind that is always there, and are second
-    /// choices thinned out and choices balanced.
+    /// Whether this is a training pass. Only then does the router add noise (unless its kind always
+    /// applies), thin out second choices and balance choices.
     pub training: bool,
     /// Which random numbers.
     pub draw: RngKey,

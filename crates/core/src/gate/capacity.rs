@@ -1,7 +1,8 @@
 //! How many rows an expert takes from a local group of tokens.
 //!
-//! Every system rounds in its own way and its own precision. A product that is a whole number on paper (100 tokens, one
-//! expert, factor 1.1) comes out as 111 in f64 and as 110 in f32, so each formula keeps its order of operations.
+//! Every system rounds in its own way and its own precision. A product that is a whole number on
+//! paper (100 tokens, one expert, factor 1.1) comes out as 111 in f64 and as 110 in f32, so each
+//! formula keeps its order of operations.
 //!
 //! ```text
 //!   formula --+-- above the minimum: up to a multiple of align --+--> rows of an expert and local group
@@ -40,11 +41,13 @@ impl Capacity {
         Ok(())
     }
 
-    /// Rows per expert for a local group of `tokens` tokens; `need` is the largest count that any expert has in any
-    /// group, here or at ranks that share the capacity. A number beyond `u32` is `u32::MAX`.
+    /// Rows per expert for a local group of `tokens` tokens; `need` is the largest count that any
+    /// expert has in any group, here or at ranks that share the capacity. A number beyond `u32` is
+    /// `u32::MAX`.
     ///
-    /// A formula may give more rows than there are tokens: then nothing is dropped. [`CapacityRule::Needed`] with a single choice
-    /// gives at most `tokens`, aligned or not, as DeepSpeed does.
+    /// A formula may give more rows than there are tokens: then nothing is dropped.
+    /// [`CapacityRule::Needed`] with a single choice gives at most `tokens`, aligned or not, as
+    /// DeepSpeed does.
     pub fn rows(&self, tokens: u32, experts: u32, top_k: u32, need: u32) -> u32 {
         let (s, e, k) = (f64::from(tokens), f64::from(experts), f64::from(top_k));
         // Casts from floats saturate, and make 0 of NaN: no experts, no rows.
@@ -91,7 +94,8 @@ mod tests {
             assert_eq!(rows(CapacityRule::CeilF64 { factor }, 100, 1, 1), f64_rows);
             assert_eq!(rows(CapacityRule::CeilF32 { factor }, 100, 1, 1), f32_rows);
         }
-        // Megatron multiplies tokens by choices before it divides; DeepSpeed multiplies the factor by them.
+        // Megatron multiplies tokens by choices before it divides; DeepSpeed multiplies the factor
+        // by them.
         assert_eq!(rows(CapacityRule::CeilF64 { factor: 1.25 }, 4096, 64, 8), 640);
         assert_eq!(rows(CapacityRule::CeilF32 { factor: 1.25 }, 4096, 64, 8), 640);
         assert_eq!(rows(CapacityRule::CeilF64 { factor: 1.0 }, 10, 4, 2), 5);

@@ -8,8 +8,8 @@ impl GateConfig {
     /// Checks all that can be known before a call; [`Gate::new`](super::Gate::new) does.
     ///
     /// # Errors
-    /// [`GateError::BadNumber`] names the first number that cannot be used, [`GateError::Conflict`] two settings that
-    /// exclude each other.
+    /// [`GateError::BadNumber`] names the first number that cannot be used, [`GateError::Conflict`]
+    /// two settings that exclude each other.
     pub fn check(&self) -> Result<(), GateError> {
         number("experts", self.experts, 1..=PLACES, "1 to 2^20")?;
         number("top_k", self.top_k, 1..=self.experts, "1 to the number of experts")?;

@@ -1,4 +1,4 @@
-//! What the experts of a token are compared by.
+//! Keys by which a token's experts are compared.
 //!
 //! | keys | where |
 //! |---|---|
@@ -6,8 +6,8 @@
 //! | scores, plus bias | with a bias, or in groups |
 //! | Sinkhorn's | while it balances |
 //!
-//! Scores are made in f64, which takes longer than all else. Of sigmoids many have to be compared, and few will be chosen, so
-//! rough ones are compared first:
+//! Computing scores in f64 takes longer than all else. Many sigmoids have to be compared and few
+//! are chosen, so rough ones are compared first:
 //!
 //! ```text
 //!   rough keys, off by at most e
@@ -28,7 +28,7 @@ use crate::error::GateError;
 /// Chooses for one token after another; keeps its memory.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Chooser {
-    /// What is compared, `[experts]`.
+    /// Keys to compare, `[experts]`.
     keys: Vec<f32>,
     /// How much rough keys are off, at most.
     error: f32,
@@ -63,7 +63,8 @@ impl Chooser {
         Ok(())
     }
 
-    /// Fills `ids` with what a token chooses, best first; by rough keys, best first but for what lies close together.
+    /// Fills `ids` with a token's choices, best first. By rough keys, choices that lie close
+    /// together may be out of order.
     pub(super) fn choose(
         &mut self,
         config: &GateConfig,
@@ -98,7 +99,7 @@ impl Chooser {
     }
 }
 
-/// Puts choices in the order of the exact keys of their `scores`, if it is by scores that they were chosen.
+/// Sorts choices by the exact keys of their `scores`, if scores chose them.
 pub(super) fn put_in_order(config: &GateConfig, call: &GateInput<'_>, ids: &mut [i32], scores: &mut [f64]) {
     if !by_scores(config, call) {
         return;

@@ -1,4 +1,4 @@
-//! What a router decides by, as data: every difference between the systems people train with is a field.
+//! Configuration of a router, as data: every difference between training systems is a field.
 //!
 //! ```text
 //!   logits [T,E] --noise--> --score--> s [T,E] --(+ bias), groups--> choices [T,K] --normalise, scale--> weights [T,K]
@@ -26,14 +26,14 @@ pub struct GateConfig {
     pub second: SecondExpertPolicy,
     /// Whether the weights of a token are divided by their sum.
     pub normalise: Normalize,
-    /// Factor on all weights, above 0 (Megatron's `moe_router_topk_scaling_factor`, which ignores 0; DeepSeek's
-    /// `routed_scaling_factor`).
+    /// Factor on all weights, above 0 (Megatron's `moe_router_topk_scaling_factor`, which ignores
+    /// 0; DeepSeek's `routed_scaling_factor`).
     pub scaling: f32,
-    /// Room per expert, and who is dropped; `None`: dropless.
+    /// Room per expert, and which choices are dropped; `None`: dropless.
     pub capacity: Option<Capacity>,
 }
 
-/// From logits to scores. Scores choose, and become the weights of what is chosen.
+/// Function from logits to scores. Scores choose, and become the weights of the chosen experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreFunction {
@@ -47,8 +47,9 @@ pub enum ScoreFunction {
     SqrtSoftplus,
 }
 
-/// Which experts a token chooses: always by falling score (plus bias, where there is one); of equal ones, the first. Scores
-/// are compared exactly where they stand alone, and in f32 with a bias or in groups.
+/// Which experts a token chooses: always by falling score (plus bias, where there is one); of equal
+/// ones, the first. Scores are compared exactly where they stand alone, and in f32 with a bias or
+/// in groups.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Select {
@@ -60,18 +61,18 @@ pub enum Select {
         count: u32,
         /// Groups that are kept.
         kept: u32,
-        /// What a group is worth.
+        /// Score of a group.
         by: GroupScore,
     },
-    /// The best after Sinkhorn's balancing of tokens against experts; while not training, the best. Weights are made from
-    /// the scores as ever (Megatron: sigmoid for top-1, softmax otherwise).
+    /// The best after Sinkhorn's balancing of tokens against experts; while not training, the best.
+    /// Weights come from the scores as otherwise (Megatron: sigmoid for top-1, softmax otherwise).
     Sinkhorn {
         /// Mean change of the experts' factors at which the iteration ends.
         tolerance: f32,
     },
 }
 
-/// What a group of experts is worth.
+/// Score of a group of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupScore {
@@ -81,38 +82,40 @@ pub enum GroupScore {
     Best,
 }
 
-/// Noise, while training alone unless it says otherwise. Jitter of the router's *input* is a function of its own, applied before the logits are made.
+/// Noise, while training alone unless it says otherwise. Jitter of the router's *input* is a
+/// separate function, applied before the logits are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Noise {
     /// None.
     None,
-    /// Gumbel noise on all logits for the choice alone: experts are sampled, weights are those of the clean logits
-    /// (DeepSpeed top-1 `RSample`).
+    /// Gumbel noise on all logits for the choice alone: experts are sampled, weights are those of
+    /// the clean logits (DeepSpeed top-1 `RSample`).
     Gumbel,
-    /// The first choice is the best; the others are sampled with Gumbel noise among what is left, while evaluating, too
-    /// (DeepSpeed top-2; GShard `sampling`).
+    /// The first choice is the best; the others are sampled with Gumbel noise among what is left,
+    /// also while evaluating (DeepSpeed top-2; GShard `sampling`).
     GumbelAfterFirst,
     /// Logits times a factor drawn from 1 - eps to 1 + eps (Switch as in FastMoE).
     Jitter {
         /// Largest relative change.
         eps: f32,
     },
-    /// Normal noise added to the logits, for choice and weights (Tutel: `gate_noise / experts`; where the caller brings
-    /// a standard deviation per logit, times that: Shazeer's noisy gate).
+    /// Normal noise added to the logits, for choice and weights (Tutel: `gate_noise / experts`;
+    /// where the caller brings a standard deviation per logit, times that: Shazeer's noisy gate).
     Normal {
         /// Standard deviation.
         deviation: f32,
     },
 }
 
-/// How a token's second choice, of two, is thinned out while training, before capacity is looked at.
+/// How a token's second choice, of two, is thinned out while training, before the capacity applies.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SecondExpertPolicy {
     /// All are kept.
     All,
-    /// Kept with probability min(1, weight / threshold) (GShard: weights normalised, threshold 0.5).
+    /// Kept with probability min(1, weight / threshold) (GShard: weights normalised, threshold
+    /// 0.5).
     Random {
         /// Weight from which on it is always kept.
         threshold: f32,
@@ -151,9 +154,10 @@ pub struct Capacity {
     pub minimum: u32,
     /// Rounded up to a multiple of this; 1 for none.
     pub align: u32,
-    /// Who is kept.
+    /// Choices that are kept.
     pub keep: DropPolicy,
-    /// Local groups: equal consecutive parts of the tokens, each with a capacity of its own; 1 for all together.
+    /// Local groups: equal consecutive parts of the tokens, each with a capacity of its own; 1 for
+    /// all together.
     pub groups: u32,
     /// Whether every expert gets exactly `capacity` rows, the unused ones zero: drop-and-pad.
     pub pad: bool,
@@ -178,8 +182,8 @@ pub enum CapacityRule {
         /// Capacity factor.
         factor: f64,
     },
-    /// `K * trunc(factor * ceil(S / E))`; 0: as many as needed; below 0: as many as needed, but at most that of its
-    /// absolute value (Tutel).
+    /// `K * trunc(factor * ceil(S / E))`; 0: as many as needed; below 0: as many as needed, but at
+    /// most that of its absolute value (Tutel).
     Tutel {
         /// Capacity factor.
         factor: f64,
@@ -189,23 +193,28 @@ pub enum CapacityRule {
         /// Rows.
         rows: u32,
     },
-    /// As many as the fullest expert needs: nothing is dropped. The largest need of other ranks can be given with the call
-    /// (DeepSpeed `drop_tokens=False`).
+    /// As many as the fullest expert needs: nothing is dropped. The largest need of other ranks can
+    /// be given with the call (DeepSpeed `drop_tokens=False`).
     Needed,
 }
 
-/// Who is kept where an expert is full. Slots are numbered without gaps.
+/// Choices that are kept where an expert is full. Slots are numbered without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DropPolicy {
-    /// The highest weights, before dropping; of equal ones, the first token. Slots in token order (Megatron and DeepSpeed `probs`).
+    /// The highest weights, before dropping; of equal ones, the first token. Slots in token order
+    /// (Megatron and DeepSpeed `probs`).
     Score,
-    /// The first tokens, whichever choice it is. Slots in token order (Megatron and DeepSpeed `position`).
+    /// The first tokens, whichever choice it is. Slots in token order (Megatron and DeepSpeed
+    /// `position`).
     Position,
-    /// All first choices in token order, then all second ones. Slots in that order (DeepSpeed top-2, GShard, Tutel).
+    /// All first choices in token order, then all second ones. Slots in that order (DeepSpeed
+    /// top-2, GShard, Tutel).
     FirstChoices,
-    /// As `FirstChoices`, but tokens come by falling highest score, before weights are normalised (Tutel's batch-prioritised routing).
+    /// As `FirstChoices`, but tokens come by falling highest score, before weights are normalised
+    /// (Tutel's batch-prioritised routing).
     Priority,
-    /// Drawn at random, while evaluating, too. Slots in token order (DeepSpeed's random token selection).
+    /// Drawn at random, also while evaluating. Slots in token order (DeepSpeed's random token
+    /// selection).
     Random,
 }

@@ -1,9 +1,9 @@
-//! What a router decided.
+//! Decision of a router.
 
 use super::Routing;
 
-/// The choices of all tokens of a call and what became of them. Arrays `[tokens, top_k]` are row-major; a token's choices
-/// come best first.
+/// The choices of all tokens of a call, before and after dropping. Arrays `[tokens, top_k]` are
+/// row-major; a token's choices come best first.
 ///
 /// It belongs to its [`Gate`](super::Gate), which fills it anew with each call.
 #[derive(Clone, Debug, Default)]
@@ -40,12 +40,12 @@ impl Decision {
         self.top_k
     }
 
-    /// What was chosen, `[tokens, top_k]`, before any choice was dropped; -1 for tokens that do not count.
+    /// Choices before dropping, `[tokens, top_k]`; -1 for tokens that do not count.
     pub fn choices(&self) -> &[i32] {
         &self.choices
     }
 
-    /// What is left of the choices, `[tokens, top_k]`: expert ids, or -1.
+    /// Choices after dropping, `[tokens, top_k]`: expert ids, or -1.
     pub fn experts(&self) -> &[i32] {
         &self.experts
     }
@@ -75,18 +75,20 @@ impl Decision {
         (0..).zip(rows).filter(move |&(_, row)| lost(row)).map(|(token, _)| token)
     }
 
-    /// Place of each choice among the rows of its expert and local group, `[tokens, top_k]`, from 0 without gaps; -1 where
-    /// there is none.
+    /// Place of each choice among the rows of its expert and local group, `[tokens, top_k]`, from 0
+    /// without gaps; -1 where there is none.
     pub fn slots(&self) -> &[i32] {
         &self.slots
     }
 
-    /// Rows per expert and local group: the capacity, or, dropless, as many as the fullest expert needs.
+    /// Rows per expert and local group: the capacity or, for a dropless gate, the need of the
+    /// fullest expert.
     pub fn capacity(&self) -> u32 {
         self.capacity
     }
 
-    /// The capacity that would have dropped nothing: the largest count of an expert in a local group.
+    /// The capacity that would have dropped nothing: the largest count of an expert in a local
+    /// group.
     pub fn required(&self) -> u32 {
         self.required
     }

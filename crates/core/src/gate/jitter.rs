@@ -9,13 +9,13 @@ use super::{RngKey, check};
 use crate::dtype::{Dtype, Element};
 use crate::error::GateError;
 
-/// Multiplies each value of `x`, `[tokens, hidden]`, by a factor drawn from 1 - `eps` to 1 + `eps`: what Switch, Megatron
-/// (`moe_input_jitter_eps`) and DeepSpeed (`Jitter`) do with the tokens that the router sees while training. The experts get
-/// them as they were.
+/// Multiplies each value of `x`, `[tokens, hidden]`, by a factor drawn from 1 - `eps` to 1 + `eps`:
+/// as Switch, Megatron (`moe_input_jitter_eps`) and DeepSpeed (`Jitter`) do with the router's input
+/// while training. The experts get the unchanged tokens.
 ///
 /// # Errors
-/// [`GateError::BadNumber`] unless `eps` lies between 0 and 1, [`GateError::WrongShape`] if `x` is no multiple of `hidden`,
-/// [`GateError::NoArithmetic`] for rows of bytes. Then `x` is as it was.
+/// [`GateError::BadNumber`] unless `eps` lies between 0 and 1, [`GateError::WrongShape`] if `x` is
+/// no multiple of `hidden`, [`GateError::NoArithmetic`] for rows of bytes. Then `x` is unchanged.
 pub fn jitter<E: Element>(x: &mut [E], hidden: usize, eps: f32, draw: RngKey) -> Result<(), GateError> {
     check::share("eps", eps)?;
     if hidden == 0 || !x.len().is_multiple_of(hidden) {

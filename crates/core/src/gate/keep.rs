@@ -1,6 +1,7 @@
-//! Who is kept where an expert is full, and which place each kept choice has among its expert's rows.
+//! Choices that a full expert keeps, and the place of each kept choice among its expert's rows.
 //!
-//! Local groups are placed one after another, each with the same capacity C, and slots 0..C per expert.
+//! Local groups are placed one after another, each with the same capacity C, and slots 0..C per
+//! expert.
 //!
 //! ```text
 //!   Position              t0 t1 t2 .., each with all its choices       places go to the first C of an expert
@@ -9,8 +10,8 @@
 //!   Score, Random         all but the C best of an expert are crossed out; then as Position
 //! ```
 //!
-//! Time is linear in tokens x choices, however many experts there are (`Priority` sorts the tokens besides): the best are
-//! found by selection, and only experts that somebody chose are touched.
+//! Time is linear in tokens x choices, however many experts there are (`Priority` sorts the tokens
+//! besides): selection finds the best, and only chosen experts are touched.
 
 use std::cmp::Reverse;
 use std::mem;
@@ -20,7 +21,8 @@ use super::top_k::ordered;
 use super::{Capacity, DropPolicy};
 use crate::error::GateError;
 
-/// Memory that [`keep`](CapacityAssigner::keep) uses again and again: of calls of one shape, only the first allocates.
+/// Memory that [`keep`](CapacityAssigner::keep) reuses: of calls of one shape, only the first
+/// allocates.
 #[derive(Clone, Debug, Default)]
 pub(super) struct CapacityAssigner {
     experts: Vec<Expert>,
@@ -30,15 +32,16 @@ pub(super) struct CapacityAssigner {
     lots: Vec<f32>,
 }
 
-/// What is to be placed.
+/// Choices to place.
 pub(super) struct Chosen<'a> {
     /// Experts.
     pub experts: u32,
     /// Choices per token.
     pub top_k: u32,
-    /// `[tokens, top_k]`, -1 for none; what is dropped becomes -1. No token names an expert twice.
+    /// `[tokens, top_k]`, -1 for none; dropped choices become -1. No token names an expert twice.
     pub ids: &'a mut [i32],
-    /// `[tokens, top_k]`, no NaN: by these [`DropPolicy::Score`] and [`DropPolicy::Priority`] decide.
+    /// `[tokens, top_k]`, no NaN: scores by which [`DropPolicy::Score`] and
+    /// [`DropPolicy::Priority`] decide.
     pub scores: &'a [f32],
     /// `[tokens, top_k]`: filled with the places, -1 where there is none.
     pub slots: &'a mut [i32],
@@ -70,10 +73,12 @@ fn rank(score: f32, index: usize) -> Rank {
 }
 
 impl CapacityAssigner {
-    /// Drops what is too much and numbers the rest. `need` is the largest need of others that share the capacity.
+    /// Drops the excess and numbers the rest. `need` is the largest need of other ranks that share
+    /// the capacity.
     ///
     /// # Errors
-    /// [`GateError::BadNumber`] if the tokens cannot be split into the capacity's local groups; then nothing has changed.
+    /// [`GateError::BadNumber`] if the tokens cannot be split into the capacity's local groups;
+    /// then nothing has changed.
     pub(super) fn keep(
         &mut self,
         capacity: &Capacity,
@@ -101,7 +106,7 @@ impl CapacityAssigner {
         let rows = capacity.rows(group as u32, experts, top_k, required.max(need.unwrap_or(0)));
 
         let keep = match capacity.keep {
-            // Where all have room, nobody need be compared, and these are their places.
+            // All experts have room, so nothing is compared, and these are the places.
             DropPolicy::Score | DropPolicy::Random | DropPolicy::Position if required <= rows => {
                 return Ok(CapacityUse { capacity: rows, required });
             }
@@ -242,7 +247,8 @@ fn named(id: i32) -> Option<usize> {
     usize::try_from(id).ok()
 }
 
-/// The next place of its expert for each choice, in the order given; -1 for no choice, and where all are taken.
+/// The next place at its expert for each choice, in the given order. -1 for no choice, and when all
+/// places are taken.
 fn give_places(
     experts: &mut [Expert],
     rows: u32,

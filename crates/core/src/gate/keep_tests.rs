@@ -6,7 +6,8 @@ fn capacity(keep: DropPolicy, groups: u32, rows: u32) -> Capacity {
     Capacity { rule: CapacityRule::Rows { rows }, minimum: 0, align: 1, keep, groups, pad: false }
 }
 
-/// The order in which an expert looks at those who chose it, and the order in which it numbers those it keeps.
+/// The order in which an expert considers the tokens that chose it, and the order in which it
+/// numbers those that it keeps.
 fn orders(
     keep: DropPolicy,
     own: &[(usize, usize)],
@@ -16,7 +17,7 @@ fn orders(
     let by_token = own.to_vec();
     let mut looked = own.to_vec();
     let best = |t: usize| (0..columns).map(|k| score(t, k)).fold(f32::NEG_INFINITY, f32::max);
-    // Stable sorts: what is equal stays in token order.
+    // Stable sorts: equal keys stay in token order.
     match keep {
         DropPolicy::Position => {}
         DropPolicy::Score | DropPolicy::Random => {

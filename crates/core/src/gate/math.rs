@@ -1,8 +1,10 @@
-//! Exponential and logarithm of our own: the same bits on every machine, in vectors as wide as the machine has.
+//! Exponential and logarithm of our own: the same bits on every machine, in the widest vectors of
+//! the machine.
 //!
-//! Both are off by less than 2^-25 of their value, half an ulp of f32 at most, before it is rounded to that. Numbers are f64;
-//! the polynomial that an exponential ends with is so small beside what it is added to that f32 will do, twice as many at a
-//! time. Nothing is fused, and what is added up is added in an order of its own, so that width does not matter.
+//! Both are off by less than 2^-25 of their value, half an ulp of f32 at most, before it is rounded
+//! to that. Numbers are f64; the polynomial at the end of an exponential is so small next to its
+//! other summand that f32 suffices, with twice as many lanes. Nothing is fused and every sum has a
+//! fixed order, so the vector width does not matter.
 
 use std::f64::consts::{LN_2, LOG2_E};
 use std::ops::{Add, Mul};
@@ -10,8 +12,8 @@ use std::ops::{Add, Mul};
 use fearless_simd::prelude::*;
 use fearless_simd::{Level, Simd, dispatch, f32x8, f32x16, f64x8, mask32x16};
 
-/// Added to a number and taken off again, it leaves the nearest integer; the low bits of the sum are that integer plus
-/// the bias of an f64's exponent.
+/// Added to a number and taken off again, it leaves the nearest integer; the low bits of the sum
+/// are that integer plus the bias of an f64's exponent.
 const ROUND: f64 = 6_755_399_441_055_744.0 + 1023.0;
 
 /// As [`ROUND`], for f32.

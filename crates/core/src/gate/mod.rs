@@ -1,5 +1,5 @@
-//! From the logits of a router to a [`Routing`], as the systems do that people train with. Pure: no memory but its own, no
-//! I/O.
+//! From the logits of a router to a [`Routing`], as known training systems do it. Pure: no memory
+//! but its own, no I/O.
 //!
 //! ```text
 //!   x [T,H] --(jitter)--> your matrix product --> logits [T,E]
@@ -16,15 +16,15 @@
 //!                         bias' = bias + rate * sign(mean - counts)            after each batch, over all ranks
 //! ```
 //!
-//! A [`GateConfig`] says how each step is done, a [`Preset`] is the configuration of a known system, a [`Gate`] carries it
-//! out and keeps its memory: of calls of one size only the first allocates.
+//! A [`GateConfig`] describes each step, a [`Preset`] is the configuration of a known system, and a
+//! [`Gate`] runs it and keeps its memory: of calls of one size only the first allocates.
 //!
-//! **Bits.** The same call gives the same bits on every machine: sums have a fixed order, exponentials are our own, and
-//! random numbers are named by (seed, step, purpose, rank, token). Scores and weights are made in f64 and rounded once.
-//! Of equal scores the first expert wins.
+//! **Bits.** The same call gives the same bits on every machine: sums have a fixed order,
+//! exponentials are our own, and random numbers are named by (seed, step, purpose, rank, token).
+//! Scores and weights are made in f64 and rounded once. Of equal scores the first expert wins.
 //!
-//! Where there is no model, two sources stand in: [`synthetic()`] draws decisions from a [`Pattern`], [`Recorded`] replays
-//! those of a real one.
+//! Two sources replace a model: [`synthetic()`] draws decisions from a [`Pattern`], [`Recorded`]
+//! replays those of a real one.
 
 mod bias;
 mod call;

@@ -23,8 +23,8 @@ impl Noise {
         matches!(self, Noise::Gumbel | Noise::GumbelAfterFirst)
     }
 
-    /// Writes the noisy logits of one token; `deviation`: a factor per expert on normal noise. What would be infinite
-    /// becomes the largest number there is.
+    /// Writes the noisy logits of one token; `deviation`: a factor per expert on normal noise.
+    /// Infinite results become the largest finite number.
     pub(super) fn fill(
         self,
         draw: RngKey,

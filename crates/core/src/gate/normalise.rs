@@ -26,8 +26,8 @@ impl Divisor {
     }
 }
 
-/// Weights of all choices, `[tokens, top_k]`: scores, divided by those of their token and scaled, rounded once; 0 where the
-/// id is -1.
+/// Weights of all choices, `[tokens, top_k]`: scores, divided by those of their token and scaled,
+/// rounded once; 0 where the id is -1.
 pub(super) fn weigh(
     divisor: Option<Divisor>,
     scaling: f32,

@@ -1,4 +1,4 @@
-//! Placing choices that somebody else made: the part of a gate that knows nothing of logits.
+//! Places choices of another router: the part of a gate that knows no logits.
 
 use super::keep::{CapacityAssigner, CapacityUse, Chosen};
 use super::{Capacity, RngKey};
@@ -13,8 +13,8 @@ pub struct Choices<'a> {
     pub top_k: u32,
     /// `[tokens, top_k]`: the experts chosen, -1 for none; a token names each expert at most once.
     pub ids: &'a [i32],
-    /// `[tokens, top_k]`: what each choice is worth where the best are kept, as the system compares it: Megatron its
-    /// weights, DeepSpeed and Tutel scores that are not normalised.
+    /// `[tokens, top_k]`: values of choices for policies that keep the best. Megatron compares its
+    /// weights, DeepSpeed and Tutel compare unnormalised scores.
     pub scores: &'a [f32],
     /// The largest need of other ranks, for rules that go by need.
     pub need: Option<u32>,
@@ -27,8 +27,8 @@ pub struct Choices<'a> {
 pub struct PlacedChoices {
     /// `[tokens, top_k]`: the choices that are kept; -1 for the others.
     pub ids: Vec<i32>,
-    /// `[tokens, top_k]`: the place of each kept choice among its expert's rows of its local group, from 0 without gaps; -1 for
-    /// the others.
+    /// `[tokens, top_k]`: the place of each kept choice among its expert's rows of its local group,
+    /// from 0 without gaps; -1 for the others.
     pub slots: Vec<i32>,
     /// Rows per expert and local group.
     pub capacity: u32,
@@ -53,9 +53,10 @@ pub struct PlacedChoices {
 /// ```
 ///
 /// # Errors
-/// As [`Capacity::check`]; [`GateError::BadNumber`] for no choices per token, or tokens that cannot be split into the
-/// local groups; [`GateError::WrongShape`] for arrays that are not `[tokens, top_k]`; [`GateError::BadChoice`] for an
-/// expert that does not exist or is named twice by a token; [`GateError::BadElement`] for a score that is not finite.
+/// As [`Capacity::check`]; [`GateError::BadNumber`] for no choices per token, or tokens that cannot
+/// be split into the local groups; [`GateError::WrongShape`] for arrays that are not
+/// `[tokens, top_k]`; [`GateError::BadChoice`] for an expert that does not exist or is named twice
+/// by a token; [`GateError::BadElement`] for a score that is not finite.
 pub fn apply_capacity(capacity: &Capacity, choices: &Choices<'_>) -> Result<PlacedChoices, GateError> {
     capacity.check()?;
     check(choices)?;

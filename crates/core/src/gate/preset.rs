@@ -9,8 +9,8 @@ use super::{
 };
 use crate::error::GateError;
 
-/// A system or a model whose router is known. What a user of the system sets there has its default value here; change the
-/// [`GateConfig`] to set it otherwise.
+/// A system or a model whose router is known. Settings of the system have its default values here;
+/// change the [`GateConfig`] to set others.
 ///
 /// ```
 /// use sidelane_core::gate::{Gate, Preset};
@@ -25,23 +25,29 @@ use crate::error::GateError;
 pub enum Preset {
     /// Megatron-Core's `TopKRouter` by default: softmax of the chosen (top-1: of all), dropless.
     Megatron,
-    /// DeepSpeed's `top1gating` as its `MoE` layer calls it: random token selection, while evaluating, too, at least 4 rows. Its
-    /// `use_rts=False` is [`DropPolicy::Position`]. `top_k` is 1.
+    /// DeepSpeed's `top1gating` as its `MoE` layer calls it: random token selection, also while
+    /// evaluating, at least 4 rows. Its `use_rts=False` is [`DropPolicy::Position`]. `top_k` is 1.
     DeepspeedTop1,
-    /// DeepSpeed's `top2gating`: the second expert is sampled, weights are renormalised after dropping, at least 4 rows.
-    /// `top_k` is 2. It samples while evaluating, too, as DeepSpeed does; its `top2_2nd_expert_sampling=False` is no noise.
+    /// DeepSpeed's `top2gating`: the second expert is sampled, weights are renormalised after
+    /// dropping, at least 4 rows. `top_k` is 2. Like DeepSpeed, it samples also while evaluating;
+    /// its `top2_2nd_expert_sampling=False` is no noise.
     DeepspeedTop2,
-    /// DeepSpeed's `topkgating`: the highest scores are kept, weights are renormalised after dropping, at least 4 rows.
+    /// DeepSpeed's `topkgating`: the highest scores are kept, weights are renormalised after
+    /// dropping, at least 4 rows.
     DeepspeedTopk,
-    /// GShard's algorithm 1 (Lepikhin and others, 2020): the second expert is kept at random by its weight, twice the even
-    /// share of rows, a multiple of 4 as in the authors' code. `top_k` is 2. One local group: set `capacity.groups`.
+    /// GShard's algorithm 1 (Lepikhin and others, 2020): the second expert is kept at random by its
+    /// weight, twice the even share of rows, a multiple of 4 as in the authors' code. `top_k` is 2.
+    /// One local group: set `capacity.groups`.
     Gshard,
-    /// Switch Transformer (Fedus and others, 2021): one expert, a quarter more than the even share of rows. Its jitter of
-    /// the input is [`jitter`](super::jitter()), with an eps of 0.01. `top_k` is 1.
+    /// Switch Transformer (Fedus and others, 2021): one expert, a quarter more than the even share
+    /// of rows. Its jitter of the input is [`jitter`](super::jitter()), with an eps of 0.01.
+    /// `top_k` is 1.
     Switch,
-    /// Tutel's `top_k_routing`: weights normalised before dropping, first choices first, capacity factor 1.
+    /// Tutel's `top_k_routing`: weights normalised before dropping, first choices first, capacity
+    /// factor 1.
     Tutel,
-    /// DeepSeek-V3: sigmoid, bias for the choice, 4 of 8 groups by the sum of their best two, weights times 2.5, dropless.
+    /// DeepSeek-V3: sigmoid, bias for the choice, 4 of 8 groups by the sum of their best two,
+    /// weights times 2.5, dropless.
     DeepseekV3,
     /// Mixtral: softmax of the chosen, dropless.
     Mixtral,
@@ -58,7 +64,7 @@ pub enum Preset {
      deepseek_v3, mixtral, qwen3, olmoe"
 )]
 pub struct PresetError {
-    /// What was given.
+    /// The given text.
     pub seen: String,
 }
 

@@ -1,7 +1,8 @@
-//! Random numbers that anybody can draw again.
+//! Random numbers that any rank can draw again.
 //!
-//! Each token has a stream of its own, named by (seed, step, purpose, rank, token): what one token draws depends neither on
-//! how many tokens there are nor on who draws it, so that a run repeats and ranks can draw for each other.
+//! Each token has a stream of its own, named by (seed, step, purpose, rank, token): the draws of a
+//! token depend neither on the number of tokens nor on the drawing rank. So a run repeats, and
+//! ranks can draw for each other.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -13,7 +14,7 @@ pub struct RngKey {
     pub seed: u64,
     /// Of the call: forward passes that are to differ have different steps.
     pub step: u64,
-    /// Of whoever owns the tokens.
+    /// The rank that owns the tokens.
     pub rank: u32,
 }
 

@@ -7,8 +7,9 @@
 //! {"topk_ids":[45,57,46,17,42,22,29,47],"topk_weights":[0.25,0.22,0.16,0.13,0.06,0.06,0.06,0.06]}
 //! ```
 //!
-//! The first line may describe the rest; other keys are ignored. What the file says about itself, what its lines
-//! hold and what the caller expects must agree: a silently truncated or misread file would measure something else.
+//! The first line may describe the rest; other keys are ignored. The description, the lines and the
+//! caller's expectation must agree: a silently truncated or misread file would measure something
+//! else.
 
 use serde::Deserialize;
 
@@ -30,14 +31,14 @@ pub struct Recorded {
 /// A recording that cannot be used. Lines count from 1.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RecordedError {
-    /// Not what a line should be.
+    /// Not a valid line.
     #[error("line {line}, column {column}: {problem}")]
     Malformed {
         /// The line.
         line: usize,
         /// Where in the line.
         column: usize,
-        /// What is wrong.
+        /// The reason.
         problem: String,
     },
     /// A line has too few or too many ids or weights.
@@ -75,9 +76,9 @@ pub enum RecordedError {
     Contradiction {
         /// Experts or top-k.
         what: &'static str,
-        /// What the recording says.
+        /// The value in the recording.
         file: u32,
-        /// What the caller wants.
+        /// The value that the caller wants.
         wanted: u32,
     },
     /// No tokens at all.
@@ -98,7 +99,7 @@ struct Token {
 }
 
 impl Recorded {
-    /// Reads a whole recording. Blank lines count but say nothing.
+    /// Reads a whole recording. Blank lines count as lines and are skipped.
     ///
     /// # Errors
     /// [`RecordedError`], naming the first line that is wrong.
@@ -156,7 +157,7 @@ impl Recorded {
         Ok(())
     }
 
-    /// Whether the file fits what the caller was asked for; `None` leaves the choice to the file.
+    /// Whether the file matches the caller's request; `None` accepts the file's number.
     ///
     /// # Errors
     /// [`RecordedError::Contradiction`] or [`RecordedError::OutOfRange`].
@@ -179,7 +180,7 @@ impl Recorded {
         }
     }
 
-    /// Number of experts, if the file says so.
+    /// Number of experts, if the file states it.
     pub fn experts(&self) -> Option<u32> {
         self.experts
     }
@@ -194,8 +195,8 @@ impl Recorded {
         self.ids.len() / self.top_k as usize
     }
 
-    /// `tokens` tokens from `first` on; after the last one the recording begins again. With T tokens per rank,
-    /// rank r starts at r * T.
+    /// `tokens` tokens from `first` on; after the last one the recording begins again. With T
+    /// tokens per rank, rank r starts at r * T.
     ///
     /// # Errors
     /// None that a parsed recording can cause.

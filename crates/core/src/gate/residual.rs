@@ -1,4 +1,4 @@
-//! Residual experts (PR-MoE): a dense MLP beside the routed experts, mixed per token.
+//! Residual experts (PR-MoE): a dense MLP next to the routed experts, mixed per token.
 //!
 //! ```text
 //!   (c0, c1) = softmax of two logits, in f64, each rounded to f32
@@ -11,14 +11,14 @@ use super::math::exp;
 use crate::dtype::{Dtype, Element};
 use crate::error::GateError;
 
-/// What is mixed: rows of `E`, and two logits for each.
+/// Inputs of the mix: rows of `E`, and two logits for each.
 #[derive(Clone, Copy, Debug)]
 pub struct Residual<'a, E> {
     /// `[tokens, 2]`: for the routed experts, for the MLP.
     pub logits: &'a [f32],
-    /// `[tokens, hidden]`: what the routed experts made; zero for tokens that were dropped.
+    /// `[tokens, hidden]`: output of the routed experts; zero for dropped tokens.
     pub moe: &'a [E],
-    /// `[tokens, hidden]`: what the MLP made.
+    /// `[tokens, hidden]`: output of the MLP.
     pub mlp: &'a [E],
 }
 
@@ -45,7 +45,8 @@ impl<E: Element> Residual<'_, E> {
     /// ```
     ///
     /// # Errors
-    /// [`GateError::WrongShape`], [`GateError::NotFinite`] for a logit, [`GateError::NoArithmetic`] for rows of bytes.
+    /// [`GateError::WrongShape`], [`GateError::NotFinite`] for a logit, [`GateError::NoArithmetic`]
+    /// for rows of bytes.
     pub fn combine(&self, y: &mut [E]) -> Result<(), GateError> {
         self.check(&[("y", y.len())])?;
         match E::DTYPE {

@@ -8,7 +8,8 @@ use super::token::{Row, Tokens};
 use super::{Capacity, CapacityRule, Decision, DropPolicy, GateConfig, GateInput};
 use crate::error::GateError;
 
-/// A router with its configuration and its memory: after the first call of a size nothing is allocated.
+/// A router with its configuration and its memory: after the first call of a size nothing is
+/// allocated.
 ///
 /// ```
 /// use sidelane_core::gate::{Gate, GateInput, Preset};
@@ -52,7 +53,7 @@ impl Gate {
         Ok(Gate { config, decision, tokens, keeper, chosen: Vec::new(), worth: Vec::new() })
     }
 
-    /// By what it decides.
+    /// Noise generator, by the step that it serves.
     pub fn config(&self) -> &GateConfig {
         &self.config
     }
@@ -60,8 +61,9 @@ impl Gate {
     /// Decides for all tokens of `call`.
     ///
     /// # Errors
-    /// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadNumber`], [`GateError::Conflict`] and
-    /// [`GateError::BadReplay`] name what is wrong with the call. Then nothing is decided, and the next call works.
+    /// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadNumber`],
+    /// [`GateError::Conflict`] and [`GateError::BadReplay`] name what is wrong with the call. Then
+    /// the gate decides nothing, and the next call works.
     pub fn route(&mut self, call: &GateInput<'_>) -> Result<&Decision, GateError> {
         let Gate { config, decision, tokens, chosen, .. } = self;
         let count = call.check(config)?;
@@ -78,9 +80,10 @@ impl Gate {
         Ok(&self.decision)
     }
 
-    /// The scores of all experts that weights are made from, `[tokens, experts]`, before bias and normalisation; where they are
-    /// made of the chosen alone ([`ScoreFunction::SoftmaxOfChosen`](super::ScoreFunction::SoftmaxOfChosen)), the softmax of all. A decision
-    /// needs few of them, so they are made when they are asked for.
+    /// The scores of all experts, `[tokens, experts]`, before bias and normalization. Where weights
+    /// come from the chosen experts alone
+    /// ([`ScoreFunction::SoftmaxOfChosen`](super::ScoreFunction::SoftmaxOfChosen)), the softmax of
+    /// all. A decision needs few of them, so they are computed on request.
     ///
     /// ```
     /// # use sidelane_core::gate::{Gate, GateInput, Preset};
@@ -92,7 +95,8 @@ impl Gate {
     /// ```
     ///
     /// # Errors
-    /// As [`route`](Gate::route), and [`GateError::WrongShape`] if `scores` has another size than the logits.
+    /// As [`route`](Gate::route), and [`GateError::WrongShape`] if `scores` has another size than
+    /// the logits.
     pub fn scores(&mut self, call: &GateInput<'_>, scores: &mut [f32]) -> Result<(), GateError> {
         let Gate { config, tokens, .. } = self;
         let rows = rows("scores", config, call, scores)?;
@@ -100,11 +104,12 @@ impl Gate {
         (0..).zip(rows).try_for_each(|(token, row)| tokens.score(config, call, token, row))
     }
 
-    /// The logits of `call` with their noise, `[tokens, experts]`: those that choose, and where the noise is on the weights
-    /// those that weigh. Without noise they are the logits as they are.
+    /// The logits of `call` with their noise, `[tokens, experts]`: the logits that choose experts
+    /// and, if the noise enters the weights, give weights. Without noise they equal the logits.
     ///
     /// # Errors
-    /// As [`route`](Gate::route), and [`GateError::WrongShape`] if `noisy` has another size than the logits.
+    /// As [`route`](Gate::route), and [`GateError::WrongShape`] if `noisy` has another size than
+    /// the logits.
     pub fn noisy_logits(&mut self, call: &GateInput<'_>, noisy: &mut [f32]) -> Result<(), GateError> {
         let Gate { config, tokens, .. } = self;
         let rows = rows("noisy logits", config, call, noisy)?;

@@ -26,7 +26,8 @@ impl<'a> Routing<'a> {
     ///
     /// # Errors
     /// [`PlanError::WrongShape`] if the arrays differ in length or are no multiple of `top_k`;
-    /// [`PlanError::BadParameter`] if `top_k` is 0. Ids are checked by the call that uses the routing.
+    /// [`PlanError::BadParameter`] if `top_k` is 0. Ids are checked by the call that uses the
+    /// routing.
     pub fn new(
         top_k: u32,
         experts: impl Into<Cow<'a, [i32]>>,

@@ -1,7 +1,7 @@
 //! From the logits of one token to its scores.
 //!
-//! Scores are made in f64 and rounded once, so that they are the nearest f32 but for a rare last bit; weights are made of
-//! the unrounded ones.
+//! Scores are made in f64 and rounded once, so they are the nearest f32 but for a rare last bit.
+//! Weights come from the unrounded scores.
 
 use super::ScoreFunction;
 use super::math::{exp_each, largest, ln_1p, sum};

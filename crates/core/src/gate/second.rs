@@ -4,7 +4,8 @@ use super::random::{Purpose, unit};
 use super::{RngKey, SecondExpertPolicy};
 
 impl SecondExpertPolicy {
-    /// Takes away second choices, of two, with the probability that their `weights` leave. Both arrays are `[tokens, 2]`.
+    /// Drops the second of two choices with the probability that the `weights` leave. Both arrays
+    /// are `[tokens, 2]`.
     pub(super) fn thin(self, draw: RngKey, weights: &[f32], ids: &mut [i32]) {
         let SecondExpertPolicy::Random { threshold } = self else { return };
         for (token, (weights, ids)) in (0..).zip(weights.chunks_exact(2).zip(ids.chunks_exact_mut(2))) {

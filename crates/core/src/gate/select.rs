@@ -23,8 +23,9 @@ pub(super) struct Selector {
 }
 
 impl Selector {
-    /// Fills `ids` with the best by key, best first. Whether these are the best, if in another order, by any other keys that
-    /// differ by less than `error`, which must exceed 2^-20 of the largest.
+    /// Fills `ids` with the best by key, best first. Returns whether they stay the best, perhaps in
+    /// another order, under any keys that differ by less than `error`. `error` must exceed 2^-20 of
+    /// the largest key.
     pub(super) fn choose(&mut self, select: Select, keys: &[f32], error: f32, ids: &mut [i32]) -> bool {
         let Select::Groups { count, kept, by } = select else {
             let clear = self.top_k.find(keys, ids.len(), 2.0 * error);

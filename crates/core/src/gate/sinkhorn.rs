@@ -1,4 +1,5 @@
-//! Sinkhorn's balancing: factors for tokens and experts, in turn, until all tokens and all experts weigh the same.
+//! Sinkhorn's balancing: factors for tokens and experts, in turn, until all tokens and all experts
+//! weigh the same.
 //!
 //! ```text
 //!   cost = e^logits [T,E];  to begin with, every expert's factor is 1
@@ -7,8 +8,8 @@
 //!   keys = cost * factor of the token * factor of the expert
 //! ```
 //!
-//! All in f64. It ends after [`ROUNDS`] in any case, and what has been reached by then is used: the choice needs an order,
-//! not a fixed point.
+//! All in f64. It ends after [`ROUNDS`] in any case and uses the result so far: the choice needs an
+//! order, not a fixed point.
 
 use super::math::{exp_each, sum};
 use crate::error::GateError;
@@ -34,7 +35,8 @@ pub(super) struct Sinkhorn {
 }
 
 impl Sinkhorn {
-    /// Finds the factors for finite `logits`, `[tokens, experts]`; tokens that are not `used` have no part in it.
+    /// Finds the factors for finite `logits`, `[tokens, experts]`; tokens that are not `used` do
+    /// not count.
     ///
     /// # Errors
     /// [`GateError::BadNumber`] if a logit is above 88.

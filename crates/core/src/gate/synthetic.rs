@@ -1,8 +1,9 @@
 //! Routing without a router: decisions drawn from a named pattern.
 //!
-//! A measurement needs routing that anybody can draw again. Each token has a random stream of its own, named by
-//! (seed, rank, token): the decisions of one token depend neither on how many tokens there are nor on who draws
-//! them, so every rank can also draw the routing of its peers and know what must arrive.
+//! A measurement needs routing that every rank can draw again. Each token has a random stream of
+//! its own, named by (seed, rank, token): its decisions depend neither on the number of tokens nor
+//! on the drawing rank. So every rank can draw the routing of its peers and know the rows that must
+//! arrive.
 
 use std::fmt;
 use std::str::FromStr;
@@ -27,8 +28,9 @@ use crate::error::PlanError;
 pub enum Pattern {
     /// All experts alike.
     Uniform,
-    /// The n-th most popular expert is chosen in proportion to n^-s. Which expert is the n-th is a permutation
-    /// drawn from the seed: busy experts spread over the ranks, as they do in trained models.
+    /// The n-th most popular expert is chosen in proportion to n^-s. Which expert is the n-th is a
+    /// permutation drawn from the seed: busy experts spread over the ranks, as they do in trained
+    /// models.
     Zipf(f64),
     /// All tokens of all ranks want the same eighth of the experts, those of the first ranks.
     Incast,
@@ -40,7 +42,7 @@ pub enum Pattern {
     "`{seen}` is no routing pattern: uniform, incast, or zipf:S with S a number from 0 up, as in zipf:1.0"
 )]
 pub struct PatternError {
-    /// What was given.
+    /// The given text.
     pub seen: String,
 }
 
@@ -90,11 +92,12 @@ impl Pattern {
     }
 }
 
-/// The decisions of one rank's router: `tokens` tokens, each with `top_k` distinct experts out of `experts`, and
-/// weights that are positive and sum to exactly 1.
+/// The decisions of one rank's router: `tokens` tokens, each with `top_k` distinct experts out of
+/// `experts`, and weights that are positive and sum to exactly 1.
 ///
 /// # Errors
-/// [`PlanError::BadParameter`] unless `top_k` lies between 1 and `experts`, and `experts` is a valid number.
+/// [`PlanError::BadParameter`] unless `top_k` lies between 1 and `experts`, and `experts` is a
+/// valid number.
 pub fn synthetic(
     pattern: Pattern,
     experts: u32,
@@ -147,8 +150,8 @@ fn choose(popularity: &[f64], count: u32, random: &mut ChaCha8Rng, ids: &mut Vec
     }
 }
 
-/// Cuts 1 at random into `parts` positive pieces, largest first, as a router lists them. Pieces are multiples of
-/// 2^-24: their sum is exact in f32, in any order.
+/// Cuts 1 at random into `parts` positive pieces, largest first, as a router lists them. Pieces are
+/// multiples of 2^-24: their sum is exact in f32, in any order.
 fn split_one(parts: u32, random: &mut ChaCha8Rng, weights: &mut Vec<f32>) {
     const GRAINS: u32 = 1 << 24;
     let mine = weights.len();

@@ -7,7 +7,8 @@
 //!      keys: one of them, or Sinkhorn's -> choices ----+     (or recorded ones)
 //! ```
 //!
-//! Only a softmax of all needs the scores of all; others are made of the chosen, and of all for whoever asks for them.
+//! Only a softmax of all needs the scores of all experts. Other scores are computed for the chosen
+//! experts, and for all on request.
 
 use super::call::GateInput;
 use super::choose::{Chooser, Logits, put_in_order};
@@ -30,7 +31,7 @@ pub(super) struct Tokens {
     chooser: Chooser,
 }
 
-/// What is decided for one token.
+/// The decision for one token.
 pub(super) struct Row<'a> {
     /// `[top_k]`.
     pub(super) ids: &'a mut [i32],

@@ -21,7 +21,8 @@ pub(super) const PLACES: u32 = 1 << PLACE_BITS;
 /// Keys that are compared with the bound together.
 const BLOCK: usize = 64;
 
-/// As many candidates are put in order by counting, for each, those that are better; more are sorted.
+/// As many candidates are put in order by counting, for each, those that are better; more are
+/// sorted.
 const FEW: usize = 32;
 
 /// Finds the best of a row; keeps its memory.
@@ -34,13 +35,15 @@ pub(super) struct TopK {
 }
 
 impl TopK {
-    /// The places of the `k` best of `keys`, best first. From `k` to [`PLACES`] keys, none NaN; -0 and +0 are equal.
+    /// The places of the `k` best of `keys`, best first. From `k` to [`PLACES`] keys, none NaN; -0
+    /// and +0 are equal.
     pub(super) fn of(&mut self, keys: &[f32], k: usize) -> impl Iterator<Item = u32> + '_ {
         self.find(keys, k, 0.0);
         self.places()
     }
 
-    /// Finds the `k` best of `keys`; whether each of them is more than `gap` above each of the others.
+    /// Finds the `k` best of `keys`; whether each of them is more than `gap` above each of the
+    /// others.
     pub(super) fn find(&mut self, keys: &[f32], k: usize, gap: f32) -> bool {
         for list in [&mut self.candidates, &mut self.best] {
             list.clear();
@@ -61,7 +64,8 @@ impl TopK {
         self.best.iter().map(|&packed| place(packed))
     }
 
-    /// Leaves the best by falling value: all that are not more than the gap below the k-th, and perhaps more.
+    /// Leaves the best by falling value: all that lie at most the gap below the k-th, and perhaps
+    /// more.
     #[inline(always)]
     fn put_in_order<S: Simd>(&mut self, simd: S, keys: &[f32], k: usize, gap: f32) {
         reaching(simd, keys, bound(simd, keys, k) - gap, &mut self.candidates);
@@ -174,8 +178,8 @@ impl Iterator for Bits {
     }
 }
 
-/// From 1 up to 2: grows with the key and, of equal keys, falls with the place. A float, because two instructions put two
-/// of them in order.
+/// From 1 up to 2: grows with the key and, of equal keys, falls with the place. A float, because
+/// two instructions sort two of them.
 #[inline(always)]
 fn pack(key: f32, at: u32) -> f64 {
     f64::from_bits(1023 << 52 | u64::from(ordered(key)) << PLACE_BITS | u64::from(!at % PLACES))

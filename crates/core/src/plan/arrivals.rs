@@ -1,8 +1,9 @@
-//! Rows that copy engines hand on: where they arrive, and how they come into visible order.
+//! Rows that copy engines relay: where they arrive, and how they come into visible order.
 //!
-//! A relay that copies rows one by one can put each straight to its final place. A copy engine copies runs. So, where engines
-//! relay, a block lies in relay order ([`RelayOrder`]), and each rank has *arrivals* behind its rows: what a source has for it
-//! lies there together, and a kernel makes the visible rows of it by an index.
+//! A relay that copies single rows can put each at its final place. A copy engine copies runs. So,
+//! where engines relay, a block lies in relay order ([`RelayOrder`]), and each rank has *arrivals*
+//! behind its rows: the rows of a source lie there together, and a kernel gathers the visible rows
+//! from them by an index.
 //!
 //! ```text
 //!   block of s, for the node of l     0 1 2 3 4 5 ...          in relay order: the rows for l are few runs
@@ -12,9 +13,10 @@
 //!   visible rows at l              | expert 0: rank 0 1 .. s ..| expert 1 ...        row = arrivals[index]; -1: a pad
 //! ```
 //!
-//! Source s begins at as many arrivals as lower ranks have *entries* at l. Whoever needs that number knows it: s from its
-//! counts, the relay from the header of s, l from all of them. So nothing more is said than for rows that go straight, and
-//! there are no more arrivals than visible rows.
+//! The arrivals of source s begin after as many as lower ranks have *entries* at l. Each rank that
+//! needs this number knows it: s from its counts, the relay from the header of s, l from all
+//! counts. So nothing more is sent than for direct rows, and there are no more arrivals than
+//! visible rows.
 
 use super::sorted::refill;
 use super::{
@@ -22,12 +24,15 @@ use super::{
     RowRun, Segment, SortedRouting,
 };
 
-/// What one rank plans of arrivals, as a source, as a relay and as a receiver. Used again from call to call.
+/// Arrivals that one rank plans as a source, as a relay and as a receiver. Reused from call to
+/// call.
 #[derive(Clone, Debug, Default)]
 pub struct RelayPermutation {
-    /// As a source: the token of each row as rows lie packed, those for neighbours by bin, then the blocks.
+    /// As a source: the token of each row as rows lie packed, those for local peers by bin, then
+    /// the blocks.
     pub packed: Vec<i32>,
-    /// As a source, per bin: its first row as rows come home. Those of neighbours lie as they lay when they went out.
+    /// As a source, per bin: the first row of the returned rows. Rows of local peers return in the
+    /// order in which they left.
     pub starts: Vec<u32>,
     /// As a source: the first packed row of each block.
     pub blocks: Vec<u32>,
@@ -90,7 +95,7 @@ impl RelayPermutation {
         }
     }
 
-    /// As a source: how rows lie packed, and where they come home.
+    /// As a source: how rows lie packed, and where they return.
     pub fn pack(&mut self, frame: &PlanContext, sorted: &SortedRouting, crossing: &InterNodeRows) {
         let (bins, paths) = (frame.bins, frame.paths);
         self.packed.clear();
@@ -113,8 +118,8 @@ impl RelayPermutation {
         }
     }
 
-    /// As a source: makes the runs of a layout those of packed rows. Behind them come the runs to the arrivals of neighbours, one
-    /// for each, in order of ranks.
+    /// As a source: turns the runs of a layout into runs of packed rows. Behind them come the runs
+    /// to the arrivals of local peers, one for each, in order of ranks.
     pub fn add_runs(
         &mut self,
         frame: &PlanContext,
@@ -134,7 +139,7 @@ impl RelayPermutation {
         }
     }
 
-    /// As a source: the run of packed rows to the arrivals of a neighbour.
+    /// As a source: the run of packed rows to the arrivals of a local peer.
     fn run_to(
         &self,
         frame: &PlanContext,
@@ -194,7 +199,8 @@ impl RelayPermutation {
         refill(&mut self.cursors, bins.of(me).len(), 0);
     }
 
-    /// As a receiver: the next source is a neighbour that counts so many entries for each bin of this rank.
+    /// As a receiver: the next source is a local peer, with these counts of entries for each bin of
+    /// this rank.
     pub fn from_neighbour(
         &mut self,
         bins: &Bins,
@@ -214,8 +220,8 @@ impl RelayPermutation {
         }
     }
 
-    /// As a receiver: the next source is of another node. `listed` are the rows, of `rows` in its block, of its entries here,
-    /// segment after segment.
+    /// As a receiver: the next source is on another node. `listed` are the rows, of `rows` in its
+    /// block, of its entries here, segment after segment.
     pub fn from_far(&mut self, rows: u32, listed: &[u32], segments: &[Segment]) {
         let first: u32 = self.cursors.iter().sum();
         refill(&mut self.place, rows as usize + 1, 0);
@@ -265,7 +271,7 @@ mod tests {
         Routing::new(TOP_K, ids, weights).unwrap()
     }
 
-    /// What one rank plans as a source.
+    /// Plan of one rank as a source.
     struct Source {
         own: RelayPermutation,
         layout: DispatchLayout,

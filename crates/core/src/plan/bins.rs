@@ -10,7 +10,7 @@ use crate::topology::NodeMap;
 ///   rank-major     a bin per rank           (source rank, token)
 /// ```
 ///
-/// All of placement is said in bins, so it does not know what they stand for.
+/// Placement knows only bins, never what they stand for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bins {
     /// First bin of each rank; one more than there are ranks.
@@ -85,7 +85,8 @@ impl Bins {
         &self.in_order
     }
 
-    /// Which partial sum the rows of a bin belong to: those of one partial follow each other in the order of the sum.
+    /// Which partial sum the rows of a bin belong to: those of one partial follow each other in the
+    /// order of the sum.
     pub fn partial_of(&self, bin: u32) -> u32 {
         self.partial_of[bin as usize]
     }

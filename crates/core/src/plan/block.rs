@@ -1,4 +1,4 @@
-//! Blocks: what a rank sends to one relay, described so that the relay needs to know nothing else.
+//! Blocks: what a rank sends to one relay, described so that the relay needs no other information.
 //!
 //! ```text
 //!   header   rows | entries | first row in staging | landed rows per rank served | segment per bin served | row of each entry | note of each entry
@@ -7,8 +7,8 @@
 //!   entries of bin b   rows 0 2 3 7 ...  ->  rows to_row, to_row + 1, ... of the rank of b, then the pad
 //! ```
 //!
-//! The entries lie by bin, as the source sorted them. So the relay puts each row straight to its final place, and knows
-//! what to bring home later: in a return, the entries of a block come home in this very order.
+//! The entries lie by bin, as the source sorted them. So the relay puts each row at its final place
+//! and knows what to return later: a return brings back the entries of a block in this very order.
 
 use super::sorted::vec_memory_usage;
 use super::{Bins, RowRun};
@@ -56,8 +56,8 @@ impl Block {
         at(chunk - 1)..at(chunk)
     }
 
-    /// The runs of one chunk to the `member`th rank served; their entries count from the first of the block, plus
-    /// `first`. The pad comes with the last chunk.
+    /// The runs of one chunk to the `member`th rank served; their entries count from the first of
+    /// the block, plus `first`. The pad comes with the last chunk.
     pub fn runs(
         &self,
         bins: &Bins,
@@ -85,8 +85,8 @@ impl Block {
         }
     }
 
-    /// A run of entries as the longest spans of rows that lie next to each other in the block; `first` is then a row. The
-    /// last span has the pad.
+    /// A run of entries as the longest spans of rows that lie next to each other in the block;
+    /// `first` is then a row. The last span has the pad.
     pub fn spans(&self, run: RowRun, spans: &mut Vec<RowRun>) {
         let RowRun { mut to_row, first, count, pad } = run;
         let listed = &self.index[first as usize..][..count as usize];
@@ -101,8 +101,8 @@ impl Block {
         }
     }
 
-    /// Whether the header of a source makes sense: `entries` of them, each of a row that exists, those of a bin in the order of
-    /// the block if they are to be `ordered`.
+    /// Whether the header of a source is valid: it has `entries` entries, each names an existing
+    /// row, and those of a bin follow the order of the block if `ordered`.
     pub fn is_sound(&self, entries: u32, ordered: bool) -> bool {
         let counted: u64 = self.segments.iter().map(|segment| u64::from(segment.count)).sum();
         if counted != u64::from(entries) || self.index.len() != entries as usize {
@@ -124,7 +124,8 @@ mod tests {
     use crate::plan::{ExpertMap, SumOrder};
     use crate::topology::NodeMap;
 
-    /// Three tokens for two ranks with two bins each: token 0 for bins 0 and 3, token 1 for bin 1, token 2 for 1 and 3.
+    /// Three tokens for two ranks with two bins each: token 0 for bins 0 and 3, token 1 for bin 1,
+    /// token 2 for 1 and 3.
     fn block() -> (Bins, Block) {
         let map = ExpertMap::contiguous(4, 2).unwrap();
         let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0]));

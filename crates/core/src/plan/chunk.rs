@@ -1,6 +1,7 @@
-//! Rows that are offered or brought home, and what goes with them, in one piece of memory.
+//! Rows that are offered or returned, and their metadata, in one piece of memory.
 
-/// A chunk: `rows` rows of `row_bytes` bytes, then, on a cache line of their own, `notes` words.
+/// A chunk: `rows` rows of `row_bytes` bytes, then, from the next cache line on, `notes` words of
+/// metadata.
 ///
 /// ```text
 ///   | row 0 | row 1 | ... | to 64 | note 0 | note 1 | ... | to 64 |
@@ -20,7 +21,7 @@ pub struct RowBuffer {
     pub row_bytes: u64,
 }
 
-/// In whole lines. What is more than can be is as much as can be: it fits nowhere.
+/// In whole lines. Saturates: a size beyond the limit fits nowhere.
 fn lines(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(64).unwrap_or(u64::MAX - 63)
 }
@@ -36,15 +37,15 @@ impl RowBuffer {
         RowBuffer { notes: 0, ..self }
     }
 
-    /// Where engines relay, behind what lands: as many arrivals as rows, then for each row which of them it is. From the start of
-    /// the chunk to that index, and to its end.
+    /// Where engines relay, behind the landing rows: as many arrivals as rows, then the arrival of
+    /// each row. From the start of the chunk to that index, and to its end.
     pub fn arrivals(&self) -> (u64, u64) {
         let rows = u64::from(self.rows);
         let index = lines(self.bytes().saturating_add(rows.saturating_mul(self.row_bytes)));
         (index, index.saturating_add(rows * 4))
     }
 
-    /// Where engines relay, behind the arrivals and their index: to the start of what is staged.
+    /// Where engines relay, behind the arrivals and their index: offset of the staged rows.
     pub fn staging(&self) -> u64 {
         lines(self.arrivals().1)
     }

@@ -1,22 +1,24 @@
-//! What a rank needs to know of the others' counts, and the sizes that follow.
+//! What a rank needs to know of the other ranks' counts, and the sizes that follow from them.
 
 use super::Bins;
 use super::sorted::{refill, vec_memory_usage};
 use crate::topology::Paths;
 
-/// Two numbers per bin, whoever counts and however the numbers come.
+/// Two numbers per bin, for every way of counting.
 ///
 /// ```text
 ///   below[b]   rows from ranks that precede this one in the group
 ///   total[b]   rows from all ranks
 /// ```
 ///
-/// Both are sums, so they can be added up on the way: each rank of a node adds up its neighbours' counts, and what
-/// another node counts comes as two vectors, the sum over its members that precede this rank *in group order* and its
-/// total (*directed sums*). That is right for nodes of any size, however they interleave.
+/// Both are sums, so they can be added up on the way. Each rank of a node adds up the counts of its
+/// local peers. The counts of another node come as two vectors (*directed sums*): the sum over its
+/// members that precede this rank *in group order*, and its total. That is right for nodes of any
+/// size, however they interleave.
 ///
-/// Where rows are handed on, a word per rank follows those of the bins: the rows that it stages. So they find their place
-/// there by the same arithmetic, and no rank has to hold room for the worst case.
+/// Where rows are relayed, a word per rank follows those of the bins: the number of rows that it
+/// stages. So these rows find their place by the same arithmetic, and no rank has to hold room for
+/// the worst case.
 #[derive(Clone, Debug, Default)]
 pub struct Counts {
     /// Per bin: rows from ranks below this one.
@@ -31,13 +33,14 @@ impl Counts {
         vec_memory_usage(&self.below) + vec_memory_usage(&self.total)
     }
 
-    /// Forgets everything: no rank has contributed. `words` are the bins, and the ranks where rows are handed on.
+    /// Forgets everything: no rank has contributed. `words` is the number of bins, plus the number
+    /// of ranks where rows are relayed.
     pub fn clear(&mut self, words: u32) {
         refill(&mut self.below, words as usize, 0);
         refill(&mut self.total, words as usize, 0);
     }
 
-    /// Adds what a rank sends, as rank `me` needs it.
+    /// Adds the counts of a rank, as rank `me` needs them.
     pub fn add(&mut self, me: u32, source: u32, counts: &[u32]) {
         if source < me {
             add(&mut self.below, counts);
@@ -45,8 +48,8 @@ impl Counts {
         add(&mut self.total, counts);
     }
 
-    /// What all ranks have where slots are fixed: `rows` in every bin from every rank; to hand on, from every source as many
-    /// as it may have tokens, or as there are slots for them.
+    /// Counts of all ranks with fixed slots: `rows` in every bin from every rank. To relay, every
+    /// source has as many rows as it may have tokens, or as there are slots for them.
     pub fn fix(&mut self, bins: &Bins, paths: &Paths, rows: u32, max_tokens: u32) {
         self.below.clear();
         self.total.clear();
@@ -66,7 +69,7 @@ impl Counts {
         }
     }
 
-    /// Adds what a node sends.
+    /// Adds the counts of a node.
     pub fn add_node(&mut self, below: &[u32], total: &[u32]) {
         add(&mut self.below, below);
         add(&mut self.total, total);
@@ -119,8 +122,8 @@ impl ReceiveSizes {
         self.staged.get(rank as usize).copied().unwrap_or(0)
     }
 
-    /// How many rows of whoever counted so a bin has room for: what lies beyond a budget is the end of each bin, and every
-    /// rank finds its own part of it.
+    /// How many rows of this contributor a bin has room for. Rows beyond a budget are the end of
+    /// each bin, and every rank finds its own part of it.
     pub fn room(&self, bins: &Bins, counts: &Counts, bin: u32) -> u32 {
         let first = self.begin[bin as usize].saturating_add(counts.below[bin as usize]);
         self.rows[bins.rank_of(bin) as usize].saturating_sub(first)

@@ -1,11 +1,12 @@
-//! Which tokens cross to other nodes: all that a rank can know of its blocks before the counts of others arrive.
+//! Tokens that cross to other nodes: the part of its blocks that a rank knows before the counts of
+//! others arrive.
 
 use super::sorted::{refill, vec_memory_usage};
 use super::{Bins, SortedRouting};
 use crate::topology::{Paths, Route};
 
-/// The tokens of each block, each once, and the row of each entry, in the order of [`Paths::relays`]. Where rows go
-/// straight, every entry is a row of its own and nothing is listed.
+/// The tokens of each block, each once, and the row of each entry, in the order of
+/// [`Paths::relays`]. On the direct route every entry is a row of its own and nothing is listed.
 ///
 /// Reused from call to call: after the first call of a size nothing is allocated.
 #[derive(Clone, Debug, Default)]
@@ -46,7 +47,8 @@ impl InterNodeRows {
         }
     }
 
-    /// Blocks are many where nodes are, and small: so what is looked at for each is a bit a token, not the tokens.
+    /// Many nodes mean many small blocks, so each block looks at a bit per token, not at the
+    /// tokens.
     fn add(&mut self, bins: &Bins, served: &[u32], sorted: &SortedRouting) {
         let entries = || served.iter().map(|&rank| sorted.tokens_of(bins.of(rank)));
         let tokens_here = sorted.tokens_here() as usize;
@@ -93,7 +95,8 @@ impl InterNodeRows {
         (&mut self.tokens[tokens], &mut self.index[index])
     }
 
-    /// Writes, per rank, how many rows this rank puts into its staging. Empty where nothing is staged.
+    /// Writes, per rank, how many rows this rank puts into its staging. Empty where nothing is
+    /// staged.
     pub fn staged(&self, paths: &Paths, into: &mut Vec<u32>) {
         into.resize(into.len() + paths.staged_ranks() as usize, 0);
         let first = into.len() - paths.staged_ranks() as usize;

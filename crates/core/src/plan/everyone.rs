@@ -1,7 +1,8 @@
-//! Placement by a rank that knows what everybody sends: it finds what others would tell it, and their layouts too.
+//! Placement by a rank that knows the routing of all ranks: it computes the counts that others
+//! would send it, and their layouts, too.
 //!
-//! So it is after an all-gather, which brings the choices along; so it is where sizes are agreed on beforehand; and so the
-//! proof tells its stories.
+//! An all-gather needs this, since it brings the choices along. So do sizes that are agreed on
+//! beforehand, and the proof's unrolled programs.
 
 use super::sorted::refill;
 use super::{
@@ -27,7 +28,7 @@ struct Entries {
     counts: Vec<u32>,
 }
 
-/// What one rank knows when it places.
+/// Knowledge of one rank when it places.
 #[derive(Debug)]
 pub struct RankRouting<'a> {
     /// Its entries.
@@ -41,7 +42,8 @@ pub struct RankRouting<'a> {
 }
 
 impl GroupRouting {
-    /// Takes everybody's entries, as `sort` finds them, and adds up their counts. `frame` is that of any rank.
+    /// Takes the entries of all ranks, as `sort` finds them, and adds up their counts. `frame` is
+    /// that of any rank.
     ///
     /// # Errors
     /// The first of `sort`.
@@ -63,7 +65,7 @@ impl GroupRouting {
             crossing.fill(bins, &paths, sorted);
             counts.clone_from(&sorted.counts);
             crossing.staged(&paths, counts);
-            // As the first rank sees it: nobody is below.
+            // As the first rank sees it: no rank is below.
             self.counts.add(0, rank, counts);
         }
         self.sizes.fill(bins, frame.align, &self.counts.total, frame.mode.budget());
@@ -80,7 +82,8 @@ impl GroupRouting {
         &self.ranks[rank as usize].sorted
     }
 
-    /// Looks at all ranks in turn, each as it would place itself. Ranks have at most `max_tokens` tokens.
+    /// Visits all ranks in turn, each as it would place itself. Ranks have at most `max_tokens`
+    /// tokens.
     pub fn each(
         &mut self,
         frame: &PlanContext,
@@ -107,7 +110,7 @@ impl GroupRouting {
 }
 
 impl DispatchLayout {
-    /// What a relay is to know of this rank's block `nth`, and nothing else.
+    /// The part of this rank's block `nth` that a relay is sent.
     pub fn block(
         &mut self,
         frame: &PlanContext,
@@ -123,7 +126,8 @@ impl DispatchLayout {
 }
 
 impl RelayPlan {
-    /// Takes the blocks of all sources of the rank that `frame` is of; `block` finds that of a source.
+    /// Takes the blocks of all sources of the rank that `frame` is of; `block` finds that of a
+    /// source.
     pub fn know(&mut self, frame: &PlanContext, sums: bool, mut block: impl FnMut(u32, usize) -> Block) {
         let (paths, me) = (frame.paths, frame.paths.me());
         self.blocks.clear();

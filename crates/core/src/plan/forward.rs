@@ -1,27 +1,28 @@
-//! What a relay knows of one dispatch: the blocks of its sources, the runs in which it hands their rows on, and the sums
-//! that it brings home.
+//! A relay's knowledge of one dispatch: the blocks of its sources, the runs that relay their rows,
+//! and the sums that it returns.
 
 use super::sorted::refill;
 use super::{Bins, Block, RowRun, Summand};
 
-/// The blocks that one rank relays, in the order of [`Paths::sources`](crate::topology::Paths::sources).
+/// The blocks that one rank relays, in the order of
+/// [`Paths::sources`](crate::topology::Paths::sources).
 #[derive(Clone, Debug, Default)]
 pub struct RelayPlan {
     /// What each source sent.
     pub blocks: Vec<Block>,
-    /// Rows are handed on in spans, not one by one: blocks lie in relay order.
+    /// Rows are relayed in spans, not one by one: blocks lie in relay order.
     pub spans: bool,
-    /// Routing weight of each entry of each block; empty unless relays weigh what they sum.
+    /// Routing weight of each entry of each block; empty unless relays weight their sums.
     pub weights: Vec<f32>,
-    /// What runs index into: for each entry of each block its row in the block. Spans are rows of the block themselves:
-    /// empty then.
+    /// Rows that runs index into: for each entry of each block its row in the block. Empty for
+    /// spans, which are rows of the block themselves.
     pub rows: Vec<u32>,
-    /// All runs: for each block, chunk and rank served. Chunk 0 stands for what goes with the rows: all entries, counted
-    /// from the first of the block.
+    /// All runs: for each block, chunk and rank served. Chunk 0 stands for the row metadata: all
+    /// entries, counted from the first of the block.
     pub runs: Vec<RowRun>,
     /// First run of each (block, chunk from 0 on, rank served); one more than there are.
     starts: Vec<u32>,
-    /// What a relay sums; empty where it brings rows home as they are.
+    /// Sums of a relay; empty where it returns rows unchanged.
     pub partials: Partials,
     served: usize,
     chunks: u8,
@@ -29,7 +30,9 @@ pub struct RelayPlan {
     listed: Vec<RowRun>,
 }
 
-/// The partial sums of all blocks: a token's rows on one rank ([`SumOrder::Rank`](crate::plan::SumOrder)) or on this node ([`SumOrder::Node`](crate::plan::SumOrder)).
+/// The partial sums of all blocks: a token's rows on one rank
+/// ([`SumOrder::Rank`](crate::plan::SumOrder)) or on this node
+/// ([`SumOrder::Node`](crate::plan::SumOrder)).
 #[derive(Clone, Debug, Default)]
 pub struct Partials {
     /// Summands of all partials, block after block, token after token, each in summation order.
@@ -159,8 +162,8 @@ impl Partials {
         }
     }
 
-    /// Places the entries of a block by row and then in the order of the sum; afterwards `cursors` say where the terms of
-    /// each row end.
+    /// Places the entries of a block by row and then in the order of the sum; afterwards `cursors`
+    /// say where the terms of each row end.
     fn place(&mut self, block: &Block, bins: &Bins, served: &[u32], first_entry: u32) {
         let first = self.terms.len();
         refill(&mut self.cursors, block.rows as usize + 1, 0);

@@ -8,19 +8,22 @@
 //!                       every rank   a | c d | g   ||   b | e f | h
 //! ```
 //!
-//! It is a dispatch whose rows have no choice: the bins are the segments of each rank, and a token is an entry of one bin at
-//! every rank. So it is carried out by the programs of dispatch, over relays that take each row once for their node; and the
-//! way back along its layout, which sums what all ranks have for a row by ascending rank, is reduce-scatter.
+//! It is a dispatch whose rows have no choice: the bins are the segments of each rank, and a token
+//! is an entry of one bin at every rank. So the programs of dispatch run it, over relays that take
+//! each row once for their node. The return along its layout sums the rows of all ranks by
+//! ascending rank: it is reduce-scatter.
 //!
-//! Since nothing is chosen, rows go whole: a run is a piece of the tensor itself, and nobody looks rows up.
+//! No rank chooses rows, so they travel whole: a run is a piece of the tensor itself, without any
+//! index.
 
 use super::sorted::refill;
 use super::{Bins, RowMetadata, SortedRouting};
 use crate::gate::Routing;
 
 impl SortedRouting {
-    /// Every row of rank `me` to every rank, in as many equal segments as each rank has bins. With each goes its source
-    /// and, if they are `carried`, its choices and their weights, as [`RowMetadata::Gathered`] says.
+    /// Every row of rank `me` to every rank, in as many equal segments as each rank has bins. Each
+    /// carries its source and, if `carried`, its choices and their weights, as
+    /// [`RowMetadata::Gathered`] says.
     pub fn fill_gathered(&mut self, bins: &Bins, me: u32, rows: u32, carried: Option<&Routing>) {
         self.clear(bins);
         let (ranks, segments) = (bins.ranks(), bins.count() / bins.ranks());

@@ -2,10 +2,11 @@
 
 use crate::error::PlanError;
 
-/// Expert -> (rank, local slot). Contiguous blocks by default; may be permuted, and experts may be replicated.
+/// Expert -> (rank, local slot). Contiguous blocks by default; may be permuted, and experts may be
+/// replicated.
 ///
-/// Slots are numbered rank by rank: those of rank 0 first. Which replica a rank uses is a fixed rule,
-/// (source rank + expert id) mod (number of replicas), so no rank has to be asked.
+/// Slots are numbered rank by rank: those of rank 0 first. Which replica a rank uses is a fixed
+/// rule, (source rank + expert id) mod (number of replicas), so no rank has to ask another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpertMap {
     experts: u32,
@@ -45,8 +46,8 @@ impl ExpertMap {
     /// From the experts that each rank holds, in the order of its local slots.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] without experts, [`PlanError::BadMap`] if an id is out of range, an expert is
-    /// held by nobody, or twice by one rank.
+    /// [`PlanError::BadParameter`] without experts, [`PlanError::BadMap`] if an id is out of range,
+    /// no rank holds an expert, or one rank holds it twice.
     pub fn from_slots(experts: u32, held: &[Vec<u32>]) -> Result<Self, PlanError> {
         if experts == 0 || experts > i32::MAX as u32 {
             return Err(PlanError::BadParameter {

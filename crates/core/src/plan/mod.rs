@@ -7,9 +7,10 @@
 //!   below[bins], total[bins]  --Layout-->  runs per destination, blocks per relay, terms per token, sizes of every rank
 //! ```
 //!
-//! A *bin* is what rows are counted by: an *expert slot*, one copy of an expert at one rank, or, rank-major, a rank; bins
-//! are numbered rank by rank. What a sender needs of the others is two numbers per bin: the rows that lower ranks send there, and the rows of
-//! all. The visible order of rows at a rank is (local expert, source rank, token) or (source rank, token), on every route.
+//! A *bin* is the unit that rows are counted by: an *expert slot*, one copy of an expert at one
+//! rank, or, rank-major, a rank. Bins are numbered rank by rank. A sender needs two numbers per bin
+//! from the others: the rows that lower ranks send there, and the rows of all. The visible order of
+//! rows at a rank is (local expert, source rank, token) or (source rank, token), on every route.
 
 mod arrivals;
 mod bins;
@@ -56,16 +57,18 @@ pub use sorted::vec_memory_usage;
 pub use spans::RelaySorter;
 pub use traffic::{RowsByDistance, Traffic};
 
-/// How the rows of a dispatch reach the ranks of their experts. What a rank then sees, and every sum, is the same to the bit.
+/// How the rows of a dispatch reach the ranks of their experts. The received rows and every sum are
+/// the same to the bit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Strategy {
-    /// Each row to the ranks that its token chose, straight to its place (all-to-all).
+    /// Each row to the ranks that its token chose, directly to its place (all-to-all).
     #[default]
     AllToAll,
-    /// Every row to every rank, its choices along with it; each rank then copies those of its experts to their places
-    /// (all-gather). It moves `ranks` rows per token, whatever was chosen, and as many more as its experts get: for small
-    /// groups, and top-k near or above the number of ranks.
+    /// Every row to every rank, its choices along with it; each rank then copies those of its
+    /// experts to their places (all-gather). It moves `ranks` rows per token, independent of the
+    /// choices, and as many more as its experts get. It suits small groups, and a top-k near or
+    /// above the number of ranks.
     AllGather,
 }
 

@@ -1,4 +1,4 @@
-//! How much a rank receives, and who decides it.
+//! Number of rows that a rank receives, and what determines it.
 
 use crate::error::GateError;
 use crate::gate::{CapacityRule, GateConfig};
@@ -15,15 +15,16 @@ pub enum ReceiveMode {
     /// Exact sizes.
     #[default]
     Exact,
-    /// A receive budget (Megatron's static mode): a row whose place, pads counted, is at or beyond it does not land.
+    /// A receive budget (Megatron's static mode): a row whose place, pads counted, is at or beyond
+    /// it does not land.
     Budget {
         /// Rows per rank.
         rows: u32,
         /// What becomes of a call that needs more.
         overflow: Overflow,
     },
-    /// Fixed slots: each source has `rows` of them in every bin of every rank (drop-and-pad; with as many slots as a rank
-    /// has tokens, rank-major slots are dropless). Unused slots are zero.
+    /// Fixed slots: each source has `rows` of them in every bin of every rank (drop-and-pad; with
+    /// as many slots as a rank has tokens, rank-major slots are dropless). Unused slots are zero.
     Slots {
         /// Rows per source and expert or, rank-major, per source.
         rows: u32,
@@ -36,19 +37,21 @@ pub enum ReceiveMode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Overflow {
-    /// Nothing moves. Over budget, every rank gets the same error, which says how many rows are required; where slots are
-    /// full, the rank that would fill them says so, and the others name it.
+    /// Nothing moves. Over budget, every rank gets the same error with the number of required rows.
+    /// Where slots are full, the rank that would overfill them says so, and the others name it.
     #[default]
     Error,
-    /// The last rows of a bin are dropped: they count as choices of -1, and the handle has their mask.
+    /// The last rows of a bin are dropped: they count as choices of -1, and the handle has their
+    /// mask.
     Drop,
 }
 
 impl ReceiveMode {
-    /// What a gate asks of the exchange where each rank has `tokens` tokens.
+    /// Receive mode that a gate needs where each rank has `tokens` tokens.
     ///
-    /// A capacity that is padded is drop-and-pad: every rank has `capacity` rows per local group at every expert,
-    /// unused ones zero, and no counts are exchanged; what the gate keeps always fits. Otherwise sizes are exact.
+    /// A capacity that is padded is drop-and-pad: every rank has `capacity` rows per local group at
+    /// every expert, unused ones zero, and no counts are exchanged; the rows that the gate keeps
+    /// always fit. Otherwise sizes are exact.
     ///
     /// ```
     /// use sidelane_core::gate::{Capacity, Preset};
@@ -61,8 +64,8 @@ impl ReceiveMode {
     /// ```
     ///
     /// # Errors
-    /// [`GateError::Conflict`] for a padded capacity that follows the need: slots are fixed before the call;
-    /// [`GateError::BadNumber`] for tokens that cannot be split into the local groups.
+    /// [`GateError::Conflict`] for a padded capacity that follows the need: slots are fixed before
+    /// the call; [`GateError::BadNumber`] for tokens that cannot be split into the local groups.
     pub fn from_gate(config: &GateConfig, tokens: u32) -> Result<Self, GateError> {
         let Some(capacity) = config.capacity.filter(|capacity| capacity.pad) else {
             return Ok(ReceiveMode::Exact);
@@ -105,7 +108,7 @@ impl ReceiveMode {
         }
     }
 
-    /// Numbers by which ranks find out whether they chose alike.
+    /// Numbers by which ranks check that they chose the same mode.
     pub fn words(self) -> [u64; 2] {
         match self {
             ReceiveMode::Exact => [0, 0],

@@ -1,17 +1,18 @@
-//! Orders of sums: descriptors that placement asks, and the one place that tells them apart.
+//! Orders of sums: descriptors that placement queries, and the one place that distinguishes them.
 
 /// Order in which the rows of a token are added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SumOrder {
-    /// By ascending expert id, one rounding at the end: the same bits on every lane, layout and topology.
+    /// By ascending expert id, one rounding at the end: the same bits on every lane, layout and
+    /// topology.
     #[default]
     Expert,
-    /// Per rank by ascending expert id, then the ranks' partial sums (kept in `f32`) by ascending rank. Depends on
-    /// the expert map.
+    /// Per rank by ascending expert id, then the ranks' partial sums (kept in `f32`) by ascending
+    /// rank. Depends on the expert map.
     Rank,
-    /// Per node by ascending rank and expert id, then the nodes' partial sums (kept in `f32`) by ascending node. Depends
-    /// on the expert map and on which ranks share a node.
+    /// Per node by ascending rank and expert id, then the nodes' partial sums (kept in `f32`) by
+    /// ascending node. Depends on the expert map and on which ranks share a node.
     Node,
 }
 
@@ -33,8 +34,8 @@ impl SumOrder {
         !matches!(self, SumOrder::Expert)
     }
 
-    /// Chooses between what holds for a partial sum of each rank and what holds for one of each node. Nothing where a
-    /// token's sum has no parts.
+    /// Chooses between the value for partial sums per rank and that for partial sums per node.
+    /// `None` where a token's sum has no parts.
     pub fn per_partial<T>(self, of_rank: T, of_node: T) -> Option<T> {
         match self {
             SumOrder::Expert => None,

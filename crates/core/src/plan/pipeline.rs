@@ -1,4 +1,5 @@
-//! The order in which the stages of a pipeline compute, send and receive: one forward, one backward (1F1B).
+//! The order in which the stages of a pipeline compute, send and receive: one forward, one backward
+//! (1F1B).
 //!
 //! ```text
 //!   4 stages, 6 microbatches          F: forward   B: backward   x: send and receive at once
@@ -9,14 +10,15 @@
 //!   stage 3               >F0 B0x F1 B1x F2 B2x ...
 //! ```
 //!
-//! A stage first goes ahead by as many microbatches as there are stages behind it, then takes one forward and one backward in
-//! turn. It is Megatron's order: in between, each stage hands its output on *while* it receives the gradient of an earlier one
-//! ([`PipelineStep::ExchangeNext`]). That matters: two stages that first send and then receive wait for each other for ever
-//! as soon as a message does not fit what may lie unread between them. In this order they do not, whatever fits.
+//! A stage first goes ahead by as many microbatches as there are stages behind it, then takes one
+//! forward and one backward in turn. It is Megatron's order: in between, each stage sends its
+//! output *while* it receives the gradient of an earlier one ([`PipelineStep::ExchangeNext`]). Two
+//! stages that first send and then receive would wait for each other forever as soon as a message
+//! exceeds the unread space between them. In this order they never do.
 
 use crate::error::PlanError;
 
-/// What a stage does next. Numbers are microbatches.
+/// The next step of a stage. Numbers are microbatches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PipelineStep {
     /// Receives the input of a microbatch from the stage before.
@@ -33,16 +35,16 @@ pub enum PipelineStep {
     SendBackward(u32),
     /// To the next stage an output, from it a gradient, at once.
     ExchangeNext {
-        /// Whose output is sent.
+        /// Microbatch of the output that is sent.
         send: u32,
-        /// Whose gradient is received.
+        /// Microbatch of the gradient that is received.
         receive: u32,
     },
     /// To the stage before a gradient, from it an input, at once.
     ExchangePrevious {
-        /// Whose gradient is sent.
+        /// Microbatch of the gradient that is sent.
         send: u32,
-        /// Whose input is received.
+        /// Microbatch of the input that is received.
         receive: u32,
     },
 }
@@ -71,7 +73,8 @@ impl Pipeline {
     /// So many microbatches through so many stages.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] without stages, and for more than 2^24 microbatches over all stages.
+    /// [`PlanError::BadParameter`] without stages, and for more than 2^24 microbatches over all
+    /// stages.
     pub fn one_forward_one_backward(stages: u32, microbatches: u32) -> Result<Self, PlanError> {
         if stages == 0 {
             let (parameter, expected) = ("stages", "at least 1");
@@ -88,7 +91,7 @@ impl Pipeline {
         Ok(Pipeline { stages: (0..stages).map(order).collect() })
     }
 
-    /// These orders, one for each stage: also one that nobody should follow, to see what comes of it.
+    /// These orders, one for each stage. They may be bad ones, to show the deadlock that follows.
     pub fn of(stages: Vec<Vec<PipelineStep>>) -> Self {
         Pipeline { stages }
     }
@@ -104,7 +107,7 @@ impl Pipeline {
     }
 }
 
-/// Which neighbours a stage has.
+/// The stages next to a stage.
 struct Order {
     first: bool,
     last: bool,

@@ -1,4 +1,4 @@
-//! From gathered rows to the visible order: which of everybody's rows a rank copies, and where to.
+//! From gathered rows to the visible order: which gathered rows a rank copies, and where to.
 //!
 //! ```text
 //!   gathered   | rows of rank 0 | rows of rank 1 | ...
@@ -9,14 +9,14 @@
 use super::layout::segment;
 use super::{PlanContext, RankRouting, RowRun};
 
-/// The copies of one rank, and what goes with the rows. Used again from call to call.
+/// The copies of one rank, and the metadata of its rows. Reused from call to call.
 #[derive(Clone, Debug, Default)]
 pub struct LocalPermutation {
     /// Runs of `rows` to the places where they belong.
     pub runs: Vec<RowRun>,
     /// What runs index into: gathered rows.
     pub rows: Vec<u32>,
-    /// What goes with each of `rows`.
+    /// Metadata of each of `rows`.
     pub notes: Vec<u32>,
 }
 
@@ -28,8 +28,8 @@ impl LocalPermutation {
         self.notes.clear();
     }
 
-    /// What rank `me` copies of a source's rows, the first of which is row `first` of those gathered. `frame` and `known`
-    /// are the source's.
+    /// Copies of rank `me` from the rows of one source, whose first row is row `first` of the
+    /// gathered ones. `frame` and `known` are the source's.
     pub fn add(&mut self, frame: &PlanContext, known: &RankRouting, me: u32, first: u32) {
         let RankRouting { sorted, counts, sizes, .. } = known;
         for bin in frame.bins.of(me) {
@@ -43,7 +43,7 @@ impl LocalPermutation {
         }
     }
 
-    /// Writes what goes with the rows, `words` words each, to where it belongs; zero in pads.
+    /// Writes the row metadata, `words` words each, to its place; zero in pads.
     pub fn write_notes(&self, words: usize, to: &mut [u32]) {
         to.fill(0);
         for run in &self.runs {

@@ -1,9 +1,10 @@
 //! In which order the rows of a block lie, so that a copy engine can hand them on.
 //!
-//! A token for several ranks of a remote node crosses once, to one of them, the *relay*, in the *block* of its source;
-//! the relay hands rows on to the ranks of its node. A copy engine cannot gather: it copies *spans*, consecutive rows
-//! of the block to consecutive rows at one rank, and each copy has its price. So the sender sorts the block by the
-//! *set* of ranks that a row goes to, and the sets along a reflected Gray code, in which neighbours differ in one rank:
+//! A token for several ranks of a remote node crosses once, to one of them, the *relay*, in the
+//! *block* of its source; the relay copies the rows to the ranks of its node. A copy engine cannot
+//! gather: it copies *spans*, consecutive rows of the block to consecutive rows at one rank, and
+//! each copy has its price. So the sender sorts the block by the *set* of ranks that a row goes to,
+//! and the sets along a reflected Gray code, in which adjacent sets differ in one rank:
 //!
 //! ```text
 //!    token order               sets as numbers           relay order
@@ -18,16 +19,17 @@
 //!                 2+3+3 = 8                 3+2+1 = 6                 2+1+1 = 4 copies
 //! ```
 //!
-//! Leaving rows out never adds a span, so the number of spans is bounded by the sets that there are, however many
-//! tokens come: 2^(n-1) for n ranks, half of what sets sorted as numbers need, and the least that any order of all
-//! sets needs.
+//! Leaving rows out never adds a span, so the number of possible sets bounds the number of spans,
+//! for any number of tokens: 2^(n-1) for n ranks, half of what sets sorted as numbers need, and the
+//! least that any order of all sets needs.
 
 use std::ops::Range;
 
 use super::sorted::refill;
 use super::{Block, RowRun};
 
-/// For each row of a block, the set of ranks of the node that it goes to. Ranks count from 0 in the node.
+/// For each row of a block, the set of ranks of the node that it goes to. Ranks count from 0 in the
+/// node.
 ///
 /// ```
 /// let mut sets = sidelane_core::plan::RankSets::new(3);
@@ -55,7 +57,8 @@ impl RankSets {
         refill(&mut self.bits, words, 0);
     }
 
-    /// Adds a row that goes to `ranks`. One may stand there several times: a token may want several of its experts.
+    /// Adds a row that goes to `ranks`. A rank may be listed several times: a token may want
+    /// several of its experts.
     ///
     /// # Panics
     /// If the node has no such rank.
@@ -95,16 +98,19 @@ impl RankSets {
 /// Reused from call to call: after the first call of a size nothing is allocated.
 #[derive(Clone, Debug, Default)]
 pub struct RelayOrder {
-    /// For each row of the block, which of the given rows it is. Rows with equal sets keep their order.
+    /// For each row of the block, the index of the given row. Rows with equal sets keep their
+    /// order.
     pub rows: Vec<u32>,
-    /// Spans to all ranks of the node, by rank and then row: the longest runs of block rows that go to it.
+    /// Spans to all ranks of the node, by rank and then row: the longest runs of block rows that go
+    /// to it.
     ///
-    /// `first` is a row of the block. `to_row` counts from the first row that this block has at the rank, where its
-    /// rows lie one after another in the order of the block. There are no pads.
+    /// `first` is a row of the block. `to_row` counts from the first row that this block has at the
+    /// rank, where its rows lie one after another in the order of the block. There are no pads.
     pub spans: Vec<RowRun>,
     /// First span of each rank; one more than there are ranks.
     pub span_starts: Vec<u32>,
-    /// Place of each given row's set in the Gray code, `[rows, words]`, most significant word first.
+    /// Place of each given row's set in the Gray code, `[rows, words]`, most significant word
+    /// first.
     places: Vec<u64>,
     /// `rows` in the making.
     spare: Vec<u32>,
@@ -119,8 +125,8 @@ struct Cursor {
 }
 
 impl RelayOrder {
-    /// Sorts the rows with these sets into relay order and cuts it into spans. What is sorted already stays as it is:
-    /// a relay that is told the sets of a block finds the spans of its sender.
+    /// Sorts the rows with these sets into relay order and cuts it into spans. Sorted rows stay as
+    /// they are: a relay that receives the sets of a block finds the spans of its sender.
     pub fn fill(&mut self, sets: &RankSets) {
         self.rows.clear();
         self.rows.extend(0..sets.rows() as u32);
@@ -138,7 +144,8 @@ impl RelayOrder {
         self.span_starts[rank as usize]..self.span_starts[rank as usize + 1]
     }
 
-    /// Copies that hand on the block if it comes in `chunks` chunks: a span goes on with each chunk that brings rows of it.
+    /// Copies that relay the block if it comes in `chunks` chunks: a span goes on with each chunk
+    /// that brings rows of it.
     pub fn copies(&self, chunks: u8) -> u64 {
         let rows = self.rows.len() as u32;
         let parts =
@@ -225,8 +232,8 @@ fn parities(mut word: u64) -> u64 {
     word
 }
 
-/// Calls `at(row, before, now)` for each row of the block whose set differs from the one before it. Before the first
-/// row and behind the last one lies the empty set.
+/// Calls `at(row, before, now)` for each row of the block whose set differs from the one before it.
+/// Before the first row and behind the last one lies the empty set.
 fn changes(rows: &[u32], sets: &RankSets, mut at: impl FnMut(u32, &[u64], &[u64])) {
     let mut before: &[u64] = &[];
     for (row, &given) in (0..).zip(rows) {

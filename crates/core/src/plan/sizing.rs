@@ -1,4 +1,4 @@
-//! Sizes of what moves, and what moves next to the rows; the row layouts, and the one place that tells them apart.
+//! Sizes of rows and their metadata; the row layouts, and the one place that distinguishes them.
 
 use super::{ReceiveMode, RowBuffer};
 
@@ -6,11 +6,13 @@ use super::{ReceiveMode, RowBuffer};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RowLayout {
-    /// (local expert, source rank, token): a row for each choice of a token, as grouped GEMMs take them.
+    /// (local expert, source rank, token): a row for each choice of a token, as grouped GEMMs need
+    /// them.
     #[default]
     ExpertMajor,
-    /// (source rank, token): one row for each token that chose any of the rank's experts, with its choices beside it
-    /// (DeepEP's layout). What experts make of a row is summed by the caller, so one row goes back.
+    /// (source rank, token): one row for each token that chose any of the rank's experts, with its
+    /// choices as metadata (DeepEP's layout). The caller sums the experts' outputs of a row, so one
+    /// row returns.
     RankMajor,
 }
 
@@ -37,7 +39,7 @@ impl RowLayout {
     }
 }
 
-/// What goes with each row, in 32-bit words behind the rows. Zero in pads and unused slots.
+/// Metadata of each row, in 32-bit words behind the rows. Zero in pads and unused slots.
 ///
 /// | | words |
 /// |---|---|
@@ -93,13 +95,13 @@ impl RowMetadata {
 /// Sizes of what moves: the same in every call of one `ExpertParallel`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowSizes {
-    /// Bytes of one row that goes out; 0 if only what is beside it does.
+    /// Bytes of one row that is sent; 0 if only its metadata is.
     pub row_bytes: u64,
-    /// Bytes of one row that comes home.
+    /// Bytes of one returned row.
     pub home_bytes: u64,
     /// Words that go out with a row.
     pub words_out: u32,
-    /// Words that come home with it: one per choice that it stands for.
+    /// Words that return with a row: one per choice that it stands for.
     pub words_home: u32,
     /// Bytes of a partial sum, where relays sum.
     pub partial_bytes: Option<u64>,
@@ -111,12 +113,12 @@ impl RowSizes {
         RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_out), row_bytes: self.row_bytes }
     }
 
-    /// What a rank offers in a return: as many rows as landed.
+    /// Memory that a rank offers in a return: as many rows as landed.
     pub fn offer(&self, rows: u32) -> RowBuffer {
         RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_home), row_bytes: self.home_bytes }
     }
 
-    /// What comes home of a block of `entries` entries: `rows` rows, or partials where relays sum.
+    /// Memory that a block of `entries` entries returns: `rows` rows, or partials where relays sum.
     pub fn home(&self, rows: u32, entries: u32) -> RowBuffer {
         let row_bytes = self.partial_bytes.unwrap_or(self.home_bytes);
         RowBuffer { rows, notes: u64::from(entries) * u64::from(self.words_home), row_bytes }
@@ -127,7 +129,7 @@ impl RowSizes {
         u64::from(self.words_out) * 4
     }
 
-    /// Bytes in which `rows` rows can land and, behind them, `staged` rows be taken to hand them on.
+    /// Bytes in which `rows` rows can land and, behind them, `staged` rows can wait to be relayed.
     pub fn extent_bytes(&self, rows: u32, staged: u32) -> u64 {
         self.landing(rows).bytes().saturating_add(u64::from(staged) * self.row_bytes)
     }

@@ -1,4 +1,5 @@
-//! Rank-major slots: what one rank sends to another where nothing is counted, in one piece of a size known before the call.
+//! Rank-major slots: the rows from one rank to another where nothing is counted, in one piece of a
+//! size known before the call.
 //!
 //! ```text
 //!   0      64                     experts_at        weights_at                      rows_at                    bytes
@@ -6,14 +7,15 @@
 //!   |      | of 64 bytes         | [max_tokens, K]  | [max_tokens, K]  | whole rows |       rows, then zeros      |
 //! ```
 //!
-//! Row `i` of a slot is a token of the source that has an expert at the destination: once, however many it has there. Its
-//! `experts[i]` are local numbers of the destination in the order of its choices, -1 for those that are elsewhere, and its
-//! `weights[i]` stand beside them. Rows are in token order. What is not used is written: rows of zeros, experts of -1,
-//! weights of 0.
+//! Row `i` of a slot is a token of the source with an expert at the destination. It appears once,
+//! however many of its experts are there. Its `experts[i]` are local numbers of the destination in
+//! the order of its choices, -1 for those at other ranks, and `weights[i]` are their weights. Rows
+//! are in token order. Unused parts are written, too: rows of zeros, experts of -1, weights of 0.
 //!
-//! The header takes whole rows, so the slots of a rank, one behind the other, are one tensor `[ranks * slot_rows,
-//! row_bytes]`. There is a row for every token, so nothing is ever dropped, and a slot moves as one put of constant size: no
-//! count, no planner, nothing that a captured graph could not hold.
+//! The header takes whole rows, so the consecutive slots of a rank are one tensor
+//! `[ranks * slot_rows, row_bytes]`. There is a row for every token, so no row is ever dropped, and
+//! a slot moves as one put of constant size: without counts or a planner, so a captured graph can
+//! hold it.
 
 use crate::error::PlanError;
 
@@ -55,11 +57,12 @@ pub struct SlotShape {
 }
 
 impl SlotShape {
-    /// Slots for sources of at most `max_tokens` tokens with `top_k` choices each, and rows of `row_bytes` bytes.
+    /// Slots for sources of at most `max_tokens` tokens with `top_k` choices each, and rows of
+    /// `row_bytes` bytes.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] for a zero, for rows that are no multiple of 16 bytes, and for slots of 2^31 choices or
-    /// rows or 2^63 bytes.
+    /// [`PlanError::BadParameter`] for a zero, for rows that are no multiple of 16 bytes, and for
+    /// slots of 2^31 choices or rows or 2^63 bytes.
     pub fn new(max_tokens: u32, top_k: u32, row_bytes: u64) -> Result<Self, PlanError> {
         let bad = |parameter, seen, expected| PlanError::BadParameter { parameter, seen, expected };
         let most = i32::MAX as u32;

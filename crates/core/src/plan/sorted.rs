@@ -4,8 +4,8 @@ use super::{Bins, ExpertMap, RowMetadata};
 use crate::error::PlanError;
 use crate::gate::Routing;
 
-/// The entries of one rank, by bin and then token: one for each choice or, rank-major, for each rank that a token
-/// reaches.
+/// The entries of one rank, by bin and then token: one for each choice or, rank-major, for each
+/// rank that a token reaches.
 ///
 /// Reused from call to call: after the first call of a size nothing is allocated.
 #[derive(Clone, Debug, Default)]
@@ -16,21 +16,23 @@ pub struct SortedRouting {
     pub starts: Vec<u32>,
     /// Token of each entry.
     pub tokens: Vec<u32>,
-    /// What goes with each entry: [`RowMetadata::words`] words each.
+    /// Metadata of each entry: [`RowMetadata::words`] words each.
     pub notes: Vec<u32>,
     /// Which choices, of `[tokens, top_k]`, have no entry for want of room.
     pub dropped: Vec<bool>,
-    /// Place of each entry among the `[tokens, top_k]` choices; rank-major, of the first that it stands for.
+    /// Place of each entry among the `[tokens, top_k]` choices; rank-major, of the first that it
+    /// stands for.
     pub(super) choices: Vec<u32>,
     /// Entries of all tokens before each token; one more than there are tokens.
     pub(super) token_starts: Vec<u32>,
     /// Rank-major: bin of each choice, [`NONE`] where there is none.
     pub(super) choice_bins: Vec<u32>,
-    /// Every token has an entry at every rank, and notes are the same for all: one for each token.
+    /// Every token has an entry at every rank, and all ranks get the same notes: one for each
+    /// token.
     pub(super) whole: bool,
     pub(super) words: usize,
-    /// Per expert: its bin for this rank, its number there, and the last token that named it, plus one, which finds
-    /// doubles.
+    /// Per expert: its bin for this rank, its number there, and the last token that named it, plus
+    /// one, to find duplicates.
     experts: Vec<Expert>,
     /// Per bin: where its next entry goes.
     cursors: Vec<u32>,
@@ -52,8 +54,9 @@ impl SortedRouting {
     /// Checks and sorts `routing` of rank `me`: a counting sort, two passes over the choices.
     ///
     /// # Errors
-    /// [`PlanError::ExpertOutOfRange`], [`PlanError::ExpertTwice`], [`PlanError::NanWeight`]: the first found in
-    /// token order. What was sorted before is lost, but may be filled again.
+    /// [`PlanError::ExpertOutOfRange`], [`PlanError::ExpertTwice`], [`PlanError::NanWeight`]: the
+    /// first found in token order. The previous contents are lost, but the memory may be filled
+    /// again.
     pub fn fill(
         &mut self,
         map: &ExpertMap,
@@ -76,7 +79,7 @@ impl SortedRouting {
         match notes {
             RowMetadata::Choices | RowMetadata::Indexed => self.place_ranks(routing),
             RowMetadata::Marked => self.place::<2>(routing),
-            // What is gathered is chosen by nobody: `fill_gathered` notes more of it.
+            // Gathered rows have no choices: `fill_gathered` notes their sources.
             RowMetadata::Weight | RowMetadata::Gathered => self.place::<1>(routing),
         }
         Ok(())
@@ -116,7 +119,7 @@ impl SortedRouting {
         &self.tokens[self.starts[bins.start as usize] as usize..self.starts[bins.end as usize] as usize]
     }
 
-    /// What goes with the entries for these bins: all bins of a rank, if every row goes to every rank.
+    /// Metadata of the entries for these bins: all bins of a rank, if every row goes to every rank.
     pub fn notes_of(&self, bins: std::ops::Range<u32>) -> &[u32] {
         if self.whole {
             return &self.notes;
@@ -125,8 +128,9 @@ impl SortedRouting {
         &self.notes[at(bins.start)..at(bins.end)]
     }
 
-    /// For each choice, `[tokens, top_k]`, the row of its entry, where those of bin `b` lie from row `starts[b]` on; and
-    /// the place of its bin in the order of the sum. -1 where there is no entry.
+    /// For each choice, `[tokens, top_k]`, the row of its entry, where those of bin `b` lie from
+    /// row `starts[b]` on; and the place of its bin in the order of the sum. -1 where there is no
+    /// entry.
     pub fn places(&self, bins: &Bins, top_k: u32, starts: &[u32], [rows, order]: [&mut Vec<i32>; 2]) {
         let choices = self.tokens_here() as usize * top_k as usize;
         refill(rows, choices, -1);
@@ -154,7 +158,7 @@ impl SortedRouting {
         self.whole = false;
     }
 
-    /// Notes at each entry of a bin which row it is in visible order, from row `first` on.
+    /// Notes at each entry of a bin its row in visible order, from row `first` on.
     pub(super) fn number(&mut self, bin: u32, first: u32) {
         let words = self.words;
         let entries = self.starts[bin as usize] as usize..self.starts[bin as usize + 1] as usize;
@@ -164,7 +168,8 @@ impl SortedRouting {
         }
     }
 
-    /// Puts the entries of a bin in another order: the nth becomes what entry `from[n]` of the bin was.
+    /// Puts the entries of a bin in another order: the nth becomes what entry `from[n]` of the bin
+    /// was.
     pub(super) fn permute(&mut self, bin: u32, from: &[u32], spare: &mut Vec<u32>) {
         let first = self.starts[bin as usize] as usize;
         for (table, words) in [(&mut self.tokens, 1), (&mut self.choices, 1), (&mut self.notes, self.words)] {
@@ -279,8 +284,8 @@ impl SortedRouting {
         }
     }
 
-    /// Keeps at most the first `room(bin)` entries of each bin; the choices of the others are marked as dropped. Returns
-    /// whether any was.
+    /// Keeps at most the first `room(bin)` entries of each bin; the choices of the others are
+    /// marked as dropped. Returns whether any was.
     pub fn keep(&mut self, top_k: u32, room: impl Fn(u32) -> u32) -> bool {
         let kept = |bin: usize, count: u32| count.min(room(bin as u32));
         if self.counts.iter().enumerate().all(|(bin, &count)| kept(bin, count) == count) {

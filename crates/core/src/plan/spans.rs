@@ -6,9 +6,9 @@
 //!                  to 1   a b   e f   two copies          to 1     b e a f        one copy
 //! ```
 //!
-//! The entries for each rank served are put into the order of the block, and everything that follows them (placement,
-//! notes, sums, the rows that come home) follows by itself. So at the receiver the rows of a source lie in relay order
-//! too, not in token order; each says in its note which row it is in visible order.
+//! The entries for each rank served are sorted into the order of the block. Placement, metadata,
+//! sums and returned rows all follow the entries. So at the receiver the rows of a source lie in
+//! relay order, too, not in token order; the note of each row gives its row in visible order.
 
 use super::{Bins, Counts, InterNodeRows, PlanContext, RankSets, ReceiveSizes, RelayOrder, SortedRouting};
 
@@ -28,9 +28,10 @@ pub struct RelaySorter {
 }
 
 impl RelaySorter {
-    /// Notes at each entry which row it is in visible order, then sorts what crosses.
+    /// Notes the visible row at each entry, then sorts the rows that cross.
     ///
-    /// What is dropped for want of room is dropped before: the last tokens, in whatever order they travel.
+    /// Rows without room are dropped before: the last tokens, independent of the order in which
+    /// rows travel.
     pub fn arrange(
         &mut self,
         frame: &PlanContext,

@@ -1,11 +1,11 @@
-//! What a dispatch moves and what a return would bring home, counted from the plan of one rank.
+//! Traffic of a dispatch and of its return, counted from the plan of one rank.
 //!
 //! ```text
 //!   wanted   a row for each (token, expert)    to itself | to its node | to other nodes
 //!   put      what the route makes of it        to itself | to its node | over rails ---> handed on, by the relay there
 //! ```
 //!
-//! An executor that counts what it moves comes to the same numbers, to the byte.
+//! An executor's own count equals these numbers, to the byte.
 
 use super::sorted::refill;
 use super::{DispatchLayout, PlanContext, RelayPlan, SortedRouting, SumOrder};
@@ -25,8 +25,8 @@ pub struct RowsByDistance {
 /// The rows of one dispatch at one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Traffic {
-    /// (token, expert) pairs, by where the expert is: what would move if there were a row for each. Rank-major,
-    /// (token, rank) pairs.
+    /// (token, expert) pairs, by where the expert is: the rows that would move without merging.
+    /// Rank-major, (token, rank) pairs.
     pub logical: RowsByDistance,
     /// (token, rank) pairs whose rank is on another node.
     pub remote_ranks: u64,
@@ -34,22 +34,23 @@ pub struct Traffic {
     pub remote_nodes: u64,
     /// Rows that this rank puts, those of zeros included.
     pub sent: RowsByDistance,
-    /// Rows that it hands on to the ranks of its node, itself among them, those of zeros included.
+    /// Rows that it relays to the ranks of its node, itself included, with rows of zeros.
     pub relayed: u64,
-    /// Copies in which it does that: one for each row or, in spans, for each span. Zeros are not copied.
+    /// Copies that relay them: one for each row or, in spans, for each span. Zeros are not copied.
     pub copies: u64,
-    /// Rows that it then copies to the places of its own experts, those of zeros included: after an all-gather.
+    /// Rows that it then copies to its own experts, after an all-gather, with rows of zeros.
     pub regrouped: u64,
     /// Bytes of a row that goes out.
     pub row_bytes: u64,
-    /// Bytes of a row that comes home.
+    /// Bytes of a returned row.
     pub home_row_bytes: u64,
-    /// How rows cross, and so what comes home.
+    /// How rows cross, which determines what returns.
     pub route: Route,
 }
 
 impl Traffic {
-    /// Counts the rows of a dispatch that was sorted and placed so, at a rank that relays `forward`. `seen` is scratch.
+    /// Counts the rows of this sorted and placed dispatch, at a rank that relays `forward`. `seen`
+    /// is scratch.
     pub fn count(
         frame: &PlanContext,
         sorted: &SortedRouting,
@@ -95,8 +96,9 @@ impl Traffic {
         traffic
     }
 
-    /// Bytes that come home to this rank over rails in a return of this order, if a partial sum has `partial_bytes` bytes:
-    /// where relays sum, one for each (token, rank) or (token, node); else a row for each (token, expert).
+    /// Bytes that return to this rank over the net in a return of this order, if a partial sum has
+    /// `partial_bytes` bytes: where relays sum, one partial for each (token, rank) or (token,
+    /// node); else a row for each (token, expert).
     pub fn home_bytes(&self, order: SumOrder, partial_bytes: u64) -> u64 {
         match order.per_partial(self.remote_ranks, self.remote_nodes) {
             Some(partials) if self.route == Route::Pxn => partials * partial_bytes,

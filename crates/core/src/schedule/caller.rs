@@ -1,4 +1,4 @@
-//! What a rank does itself in a call: its own rows, and its own waits.
+//! A rank's own part of a call: its own rows, and its own waits.
 //!
 //! ```text
 //!   dispatch   release   Wait read(l)                                   local peers have read what I offered last
@@ -19,17 +19,18 @@
 //!              ready     Signal ready -> l , Wait ready(l)                return on one node: of streams, around the entry
 //! ```
 //!
-//! Where no rail reaches the memory that rows are in, they cross to its *twin* in the host's memory, and a dispatch ends
-//! with a stage more: "bring in", Put twin -> me.
+//! Where no net reaches the memory of the rows, they cross to its *twin*, staging in host memory. A
+//! dispatch then ends with one more stage: "bring in", Put twin -> me.
 //!
-//! A dispatch along a known layout is the same program with fewer operands. What the rank does for others is its
-//! [`Relay`](super::Relay)'s program; "block -> me" tells that to begin, "entry(me)" and "home(me)" are its answers.
+//! A dispatch along a known layout is the same program with fewer operands. The rank's work for
+//! others is the program of its [`Relay`](super::Relay): "block -> me" starts it, "entry(me)" and
+//! "home(me)" are its answers.
 
 use super::{Flag, FlagValue, Op, OperandId, TrackOp};
 use crate::topology::{Paths, Route};
 
-/// Builds the stages of a rank's own part. Slots are numbered by what they carry, so whoever fills the operands needs
-/// no search.
+/// Builds the stages of a rank's own part. Slots are numbered by their contents, so filling the
+/// operands needs no search.
 #[derive(Clone, Copy, Debug)]
 pub struct Caller<'a> {
     paths: Paths<'a>,
@@ -52,7 +53,7 @@ impl<'a> Caller<'a> {
         OperandId(peer)
     }
 
-    /// Slot of what goes with those rows (dispatch).
+    /// Slot of the metadata of those rows (dispatch).
     pub fn notes(&self, peer: u32) -> OperandId {
         OperandId(self.paths.ranks() + peer)
     }
@@ -92,20 +93,22 @@ impl<'a> Caller<'a> {
         sums.into_iter().chain(read).collect()
     }
 
-    /// All-gather: this rank's rows, from where they were gathered to their places. Its table has one operand.
+    /// All-gather: this rank's rows, from where they were gathered to their places. Its table has
+    /// one operand.
     pub(super) fn regroup(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
         vec![self.on(me, Op::PutRows { to: me, slot: OperandId(0) })]
     }
 
-    /// Behind "rows" where copy engines bring in what crossed: it lies in this rank's twin.
+    /// Behind "rows" where copy engines bring in the rows that crossed: these lie in this rank's
+    /// twin.
     pub(super) fn bring_in(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
         vec![self.on(me, Op::Put { to: me, slot: self.rows(me) })]
     }
 
-    /// In place of "sum" where copy engines read: they cannot add, so the rows that this rank sums come here first. Those of
-    /// this node come while relays return the rest.
+    /// Replaces "sum" where copy engines read: they cannot add, so the rows that this rank sums
+    /// come here first. Those of this node come while relays return the rest.
     pub(super) fn pull(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
         self.paths
@@ -115,8 +118,8 @@ impl<'a> Caller<'a> {
             .collect()
     }
 
-    /// Behind "home": what relays have put into this rank's host staging comes last. Owners have their memory back only
-    /// now, since this rank's relay reads it, too.
+    /// Behind "home": the rows that relays put into this rank's host staging come last. Owners may
+    /// reuse their memory only now, since this rank's relay reads it, too.
     pub(super) fn pull_rest(&self) -> Vec<TrackOp> {
         let (paths, me) = (self.paths, self.paths.me());
         let rest = paths.relays().map(|r| self.on(r, Op::Put { to: me, slot: self.rows(r) }));
@@ -124,24 +127,26 @@ impl<'a> Caller<'a> {
             .collect()
     }
 
-    /// What this rank offered in its last return, or in this one, has been read: its memory may be written again.
+    /// The memory that this rank offered in its last return, or in this one, has been read and may
+    /// be written again.
     ///
-    /// A return that fills its chunk before its entries needs this. In dispatches the entries say it too, since
-    /// a rank that writes has heard the entries of all, sent after their last sums; there it only lets the pool free
-    /// memory early.
+    /// A return that fills its chunk before its entries needs this stage. In dispatches the entries
+    /// imply it: a writer has heard the entries of all ranks, which they sent after their last
+    /// sums. There it only lets the pool free memory early.
     pub(super) fn read(&self, level: FlagValue) -> Vec<TrackOp> {
         let read = |l| self.on(l, wait(l, Flag::Read, level));
         self.paths.local_peers().map(read).collect()
     }
 
-    /// Where hosts run ahead of their streams: streams say that they have reached the call, and wait for those of local peers
-    /// before they read what these offer.
+    /// Where hosts run ahead of their streams: streams say that they have reached the call, and
+    /// wait for those of local peers before they read the memory that these offer.
     pub(super) fn ready(&self) -> Vec<TrackOp> {
         self.meeting(Flag::Ready)
     }
 
-    /// Where hosts run ahead of their streams: hosts say that all copies and signals of the call are enqueued. Whatever a
-    /// stream waits for afterwards has its cause in a queue already, and needs no other call of the driver.
+    /// Where hosts run ahead of their streams: hosts say that all copies and signals of the call
+    /// are enqueued. Then the cause of every later wait of a stream is in a queue already, and
+    /// needs no further driver call.
     pub(super) fn posted(&self) -> Vec<TrackOp> {
         self.meeting(Flag::Posted)
     }
@@ -152,7 +157,8 @@ impl<'a> Caller<'a> {
         raise.chain(self.paths.local_peers().map(|l| self.on(l, wait(l, flag, FlagValue::Call)))).collect()
     }
 
-    /// Everybody says what it calls and where it can receive; one that `offers` tells relays, too.
+    /// Every rank sends the name of its call and where it can receive. One that `offers` also
+    /// informs relays.
     pub(super) fn entry(&self, offers: bool) -> Vec<TrackOp> {
         let paths = self.paths;
         let mut items: Vec<TrackOp> =
@@ -173,7 +179,7 @@ impl<'a> Caller<'a> {
     pub(super) fn rows_stage(&self) -> Vec<TrackOp> {
         let paths = self.paths;
         let mut items = Vec::new();
-        // What crosses goes first: relays hand on while this rank serves its neighbours.
+        // Rows that cross go first: relays copy while this rank serves its local peers.
         for relay in paths.relays() {
             items.push(self.on(relay, Op::Put { to: relay, slot: self.header(relay) }));
             items.push(self.on(relay, self.signal(relay, Flag::Block, FlagValue::Call)));
@@ -214,7 +220,7 @@ impl<'a> Caller<'a> {
         Op::Signal { to, of: self.paths.me(), flag, level }
     }
 
-    /// The track of a peer: one per peer, and this rank's own number for what it does at home.
+    /// The track of a peer: one per peer; this rank's own number stands for its local work.
     fn on(&self, peer: u32, op: Op) -> TrackOp {
         TrackOp { track: peer, op }
     }

@@ -1,7 +1,8 @@
 //! How a rank counts its calls, and what hangs on the count.
 //!
-//! There is one count for all kinds of calls, because every rank enters every call: also one that is refused, and one in
-//! which ranks find that they do not make the same. A count of dispatches alone would drift apart there.
+//! There is one count for all kinds of calls, because every rank enters every call, also a refused
+//! one, and one in which ranks find that their calls differ. A count of dispatches alone would
+//! drift apart there.
 
 /// The calls one rank has entered on one `ExpertParallel`.
 ///
@@ -19,7 +20,8 @@ pub struct Calls {
     last_return: u64,
 }
 
-/// Bits of a value that count the parts of a call. Above them: 40 bits for the number of the call, 16 for the epoch.
+/// Bits of a value that count the parts of a call. Above them: 40 bits for the number of the call,
+/// 16 for the epoch.
 const PART_BITS: u32 = 8;
 const NUMBER_BITS: u32 = 40;
 
@@ -37,12 +39,13 @@ impl Calls {
         self.running += Self::STEP;
     }
 
-    /// The running call has let peers read this rank's memory: they will say so with its value.
+    /// The running call let peers read this rank's memory: they will confirm with its value.
     pub fn returned(&mut self) {
         self.last_return = self.running;
     }
 
-    /// What the flags of the running call are raised to: [`FlagValue::Call`](super::FlagValue::Call).
+    /// Value to which the running call raises its flags:
+    /// [`FlagValue::Call`](super::FlagValue::Call).
     pub fn value(&self) -> u64 {
         self.running
     }

@@ -11,12 +11,14 @@
 //!                   | row of each entry: u32 | note of each entry |
 //! ```
 //!
-//! A rank writes its *publication* once per dispatch, and its neighbours read it there. A *message* tells a rank of
-//! another node what this node counts; a *header* tells a relay what lies in a block. All are doubled by the parity of the
-//! call: that is their licence, and it costs nothing. A call that is refused ends at its entries, so a fast rank may
-//! signal its next entry while a slow one has yet to read the last tag; and a relay in a thread of its own may tell of the
-//! next call while a rank has yet to read the last message. With two of everything in turn it cannot: by entry n + 2
-//! everybody has entered n + 1, and so has read n. ([`Calls`](super::Calls) says why it is not the parity of the dispatch.)
+//! A rank writes its *publication* once per dispatch, and local peers read it there. A *message*
+//! carries this node's counts to a rank of another node; a *header* describes the contents of a
+//! block to a relay. All are doubled by the parity of the call: this grants the write at no cost. A
+//! refused call ends at its entries, so a fast rank may signal its next entry while a slow one has
+//! yet to read the last tag. A relay in a thread of its own may send the next call's message while
+//! a rank has yet to read the last one. With two places in turn neither overwrites the other: by
+//! entry n + 2 all ranks have entered n + 1, and so have read n. ([`Calls`](super::Calls) explains
+//! why it is not the parity of the dispatch.)
 
 use super::Flag;
 use crate::plan::Bins;
@@ -34,7 +36,7 @@ pub struct ControlLayout {
     /// Most members of a node.
     members: u64,
     nodes: u64,
-    /// Most ranks that one rank tells, relays for, and has relays.
+    /// The most ranks that one rank sends counts to, relays for, and has as relays.
     told: u64,
     sources: u64,
     relays: u64,
@@ -42,15 +44,15 @@ pub struct ControlLayout {
     served: u64,
     /// Most bins: all there are, so that experts may move to other ranks.
     served_bins: u64,
-    /// Entries of a block that is handed on; none where rows go straight.
+    /// Entries of a block that is relayed; none on the direct route.
     block_entries: u64,
     max_entries: u64,
     note_bytes: u64,
 }
 
 impl ControlLayout {
-    /// For the group of these paths (of any of its ranks), these bins, and at most `max_entries` entries a rank, with
-    /// `note_bytes` bytes to go with each.
+    /// For the group of these paths (of any of its ranks), these bins, and at most `max_entries`
+    /// entries a rank, with `note_bytes` bytes of metadata each.
     pub fn new(paths: &Paths, bins: &Bins, max_entries: u64, note_bytes: u64) -> Self {
         let nodes = paths.nodes();
         let most = |of: &dyn Fn(Paths) -> usize| {
@@ -102,7 +104,8 @@ impl ControlLayout {
         self.publication(0) + 2 * lines(self.words * 4) + self.nth(node, parity, self.message_bytes())
     }
 
-    /// Where a rank composes its message to the `place`th rank that it tells ([`Paths::place_of_told`]).
+    /// Where a rank composes its message to the `place`th rank that it sends counts to
+    /// ([`Paths::place_of_told`]).
     pub fn message_out(&self, place: u32, parity: u64) -> u64 {
         self.message_in(self.nodes as u32, 0) + self.nth(place, parity, self.message_bytes())
     }
@@ -122,7 +125,8 @@ impl ControlLayout {
         self.words as u32
     }
 
-    /// In a message, behind the tags of the members in order: sums over those that precede who is told.
+    /// In a message, behind the tags of the members in order: sums over those that precede the
+    /// receiving rank.
     pub fn below(&self) -> u64 {
         lines(self.members * Self::TAG_BYTES)
     }
@@ -150,12 +154,12 @@ impl ControlLayout {
         lines(self.segments() + self.served_bins * 12)
     }
 
-    /// In a header of `entries` entries: what goes with each.
+    /// In a header of `entries` entries: the metadata of each.
     pub fn notes(&self, entries: u32) -> u64 {
         lines(self.index() + u64::from(entries) * 4)
     }
 
-    /// Size of a header: with `entries` entries, or, where rows are not handed on, with none of their particulars.
+    /// Size of a header: with `entries` entries, or, on the direct route, without them.
     pub fn header_len(&self, entries: u32) -> u64 {
         match self.block_entries {
             0 => self.index(),

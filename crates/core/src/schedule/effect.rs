@@ -8,7 +8,7 @@ use crate::plan::{RowBuffer, RowRun, Summand};
 /// Bytes of a rank's window.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bytes {
-    /// Whose window.
+    /// Owner of the window.
     pub owner: u32,
     /// Which window.
     pub window: WindowId,
@@ -28,8 +28,8 @@ impl Bytes {
 pub enum Effect {
     /// Bytes from here (or from the call's tensors) to a window.
     Copy {
-        /// Source in a window of this rank or of its node, of the same length; `None` for the call's tensors and for
-        /// zeros.
+        /// Source in a window of this rank or of its node, of the same length; `None` for the
+        /// call's tensors and for zeros.
         from: Option<Bytes>,
         /// Destination.
         to: Bytes,
@@ -140,11 +140,11 @@ struct Stretch {
     from_row: Option<u32>,
 }
 
-/// The rows of a run, neighbours joined, and its pad.
+/// The rows of a run, adjacent ones joined, and its pad.
 fn stretches(listed: &[u32], run: &RowRun, from: PutSource, index: Index) -> Vec<Stretch> {
     let RowRun { to_row, first, count, pad } = *run;
     let mut all: Vec<Stretch> = match (from, index) {
-        // Of the call's tensors nobody but the call knows: what is read there makes no difference.
+        // Only the call knows its own tensors, so reads there make no difference.
         (PutSource::Input | PutSource::Notes, _) => {
             return vec![Stretch { to_row, rows: count + pad, from_row: None }];
         }
@@ -164,7 +164,8 @@ fn stretches(listed: &[u32], run: &RowRun, from: PutSource, index: Index) -> Vec
     all
 }
 
-/// Reads of terms, neighbours joined; `at` says where one lies in its owner's chunk, and how long it is.
+/// Reads of terms, adjacent ones joined; `at` gives the place and length of one in its owner's
+/// chunk.
 fn reads(sum: &SumOperands, terms: &[Summand], at: impl Fn(&RowBuffer, u32) -> (u64, u64)) -> Vec<Effect> {
     let place = |term: &Summand| {
         let owner = term.owner as usize;

@@ -1,8 +1,9 @@
 //! One schedule, several interpreters.
 //!
-//! A dispatch or a combine is a *program*: operations in ordered tracks, grouped in stages. It is built once (the
-//! skeleton: who signals whom, in which order; what a rank does itself by [`Caller`], what it does for others by
-//! [`Relay`]), filled per call (the [`Operands`]: which bytes), and read by interpreters that do not know each other:
+//! A dispatch or a combine is a *program*: operations in ordered tracks, grouped in stages. It is
+//! built once (the skeleton: signals and their order; [`Caller`] builds a rank's own part,
+//! [`Relay`] its work for others), filled per call (the [`Operands`]: which bytes), and read by
+//! independent interpreters:
 //!
 //! ```text
 //!                    skeleton (built once)  +  operands (per call)
@@ -15,9 +16,9 @@
 //!                    written once       contract            and cards
 //! ```
 //!
-//! Because a schedule has no branches and every flag word is monotone with one writer, no operation can disable
-//! another. One greedy run therefore decides deadlock-freedom for every interleaving, and the happens-before order
-//! is unique: that is what makes `prove` a proof rather than a sample.
+//! Because a schedule has no branches and every flag word is monotone with one writer, no operation
+//! can disable another. One greedy run therefore decides deadlock-freedom for every interleaving,
+//! and the happens-before order is unique: so `prove` is a proof rather than a sample.
 //!
 //! The operation set stays this small. A new feature is a new plan, not a new operation.
 

@@ -4,27 +4,29 @@ use super::call::Part;
 
 /// Which of its flag words at a peer a rank writes.
 ///
-/// At every rank there is one word of each kind for every rank of the group: a cache line each, one writer, values that
-/// only grow. A word is named by the rank it speaks *of*, which is its writer in all kinds but one. On a
-/// [stream](super::stream) words do not grow: there a word has two writers, who take turns.
+/// At every rank there is one word of each kind for every rank of the group: a cache line each, one
+/// writer, values that only grow. A word is named by the rank it speaks *of*, which is its writer
+/// in all kinds but one. On a [stream](super::stream) words do not grow: there a word has two
+/// writers, which take turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Flag {
-    /// "I am in this call, this is what I call, and this is where you may write": carries a [`Tag`](super::Tag). From a
-    /// rank of another node: "my node is in this call, and here is what it counts". From a rank's relay to the rank
-    /// itself: "I have heard everybody".
+    /// "I am in this call, this is what I call, and this is where you may write": carries a
+    /// [`Tag`](super::Tag). From a rank of another node: "my node is in this call, and here is what
+    /// it counts". From a rank's relay to the rank itself: "I have heard all ranks".
     Entry = 0,
-    /// "The rows of this source have landed at you." Written by the source on its own node, and by whoever relays the
-    /// source elsewhere.
+    /// "The rows of this source have landed at you." Written by the source on its own node, and by
+    /// the source's relay elsewhere.
     Landed = 1,
     /// "I have read what you offered: its memory is yours again."
     Read = 2,
-    /// "This part of my block has landed at you, who relay it": part 0 is the header or, where nothing is sent, the
-    /// offer; carries a [`Tag`](super::Tag). From a rank to its own relay: "begin".
+    /// "This part of my block has landed at you, its relay": part 0 is the header or, where nothing
+    /// is sent, the offer; carries a [`Tag`](super::Tag). From a rank to its own relay: "begin".
     Block = 3,
-    /// "What I bring home to you has landed." From a rank's relay to the rank itself: "I am done."
+    /// "The rows that I return to you have landed." From a rank's relay to the rank itself: "I am
+    /// done."
     Returned = 4,
-    /// "My stream has reached this call: my memory may be read as agreed." Written by the stream itself, for calls that its
-    /// host enters ahead of it.
+    /// "My stream has reached this call: my memory may be read as agreed." Written by the stream
+    /// itself, for calls that its host enters ahead of it.
     Ready = 5,
     /// "My copies and signals of this call are enqueued." From host to host.
     Posted = 6,
@@ -51,19 +53,20 @@ impl Flag {
     }
 }
 
-/// Which generation a flag operation means. The number itself is an operand: it grows with every call, except on a
-/// [stream](super::stream), where it is a constant.
+/// The generation that a flag operation means. The number itself is an operand: it grows with every
+/// call, except on a [stream](super::stream), where it is a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FlagValue {
     /// The running call.
     Call,
     /// A part of the running call: a chunk of a block, from 1 on.
     Part(u8),
-    /// The last call that let peers read this rank's memory (0 before the first): the licence to reuse it.
+    /// The last call that let peers read this rank's memory (0 before the first): the release that
+    /// allows to reuse it.
     LastReturn,
-    /// On a stream: said, and not yet taken back by whoever waited for it.
+    /// On a stream: signaled, and not yet reset by the waiting rank.
     Credit,
-    /// On a stream: what a rank sets a word of its own back to, once it has waited.
+    /// On a stream: the value to which a rank resets a word of its own once it has waited.
     Reset,
 }
 
@@ -74,7 +77,8 @@ pub struct OperandId(pub u32);
 /// One operation of a track. Peers are positions in the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
-    /// Copies spans from here, or from memory of this node, to a peer's windows. An empty operand moves nothing.
+    /// Copies spans from here, or from memory of this node, to a peer's windows. An empty operand
+    /// moves nothing.
     Put {
         /// The peer (or this rank itself).
         to: u32,
@@ -88,12 +92,12 @@ pub enum Op {
         /// Which rows.
         slot: OperandId,
     },
-    /// Raises a flag word at a peer, after all earlier puts and reads of this track; or sets one back at this rank itself
-    /// ([`FlagValue::Reset`]).
+    /// Raises a flag word at a peer, after all earlier puts and reads of this track; or resets one
+    /// at this rank itself ([`FlagValue::Reset`]).
     Signal {
         /// The peer (or this rank itself: between a rank and its own relay).
         to: u32,
-        /// Of whom it speaks.
+        /// The rank that it speaks of.
         of: u32,
         /// Which kind of word.
         flag: Flag,
@@ -102,7 +106,7 @@ pub enum Op {
     },
     /// Waits until a local flag word has at least the given generation.
     Wait {
-        /// Of whom the word speaks.
+        /// The rank that the word speaks of.
         from: u32,
         /// Which kind of word.
         flag: Flag,
@@ -125,19 +129,20 @@ pub struct TrackOp {
     pub op: Op,
 }
 
-/// Operations between two steps of whoever plans. All of a stage is complete before the planner goes on, and the
-/// planner fills the operands of the next stage from what the waits of this one brought.
+/// Operations between two planning steps. A stage completes before the planner continues, and the
+/// planner fills the operands of the next stage from the tags that the waits of this one received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stage {
-    /// What the stage is for, in timelines and faults.
+    /// Purpose of the stage, in timelines and faults.
     pub name: &'static str,
-    /// The operations in *launch order*: a linear extension by phase (own puts and signals, then waits), such that
-    /// any executor may fold the tracks onto any number of in-order queues without a deadlock.
+    /// The operations in *launch order*: a linear extension by phase (own puts and signals, then
+    /// waits), such that any executor may fold the tracks onto any number of in-order queues
+    /// without a deadlock.
     pub items: Vec<TrackOp>,
 }
 
 impl Stage {
-    /// What a rank can do at once: the half of a call that is started now and finished later.
+    /// One half of a call's concurrent work: the part that is started now and finished later.
     pub fn start(&self) -> &[TrackOp] {
         &self.items[..self.first_wait()]
     }

@@ -1,7 +1,7 @@
-//! What a skeleton is filled with per call.
+//! Operands that fill a skeleton in each call.
 //!
-//! Operands borrow from tables that live as long as the handle of a dispatch: rows by index, runs, terms. A call
-//! that reuses a handle fills in bases and tags only. Nothing here allocates.
+//! Operands borrow from tables that live as long as the handle of a dispatch: rows by index, runs,
+//! terms. A call that reuses a handle fills in bases and tags only. Nothing here allocates.
 //!
 //! ```text
 //!   table[slot] --> Spans { first, count }            --> spans[first..]   window/offset -> window/offset
@@ -23,8 +23,9 @@ impl WindowId {
     pub const POOL: WindowId = WindowId(0);
     /// Flags, publications, messages and headers of one `ExpertParallel`.
     pub const CONTROL: WindowId = WindowId(1);
-    /// Where the pool is memory of a device: memory of the host beside it, from which copy engines bring in. If no rail reaches
-    /// the device, what crosses lands there, at the same offsets; else it is the planner's desk.
+    /// Where the pool is device memory: host memory next to it, from which copy engines bring rows
+    /// in. If no net reaches the device, crossing rows land there, at the same offsets; otherwise
+    /// it is the planner's scratch.
     pub const HOST_STAGING: WindowId = WindowId(2);
 }
 
@@ -33,11 +34,11 @@ impl WindowId {
 pub enum PutSource {
     /// The call's input tensor.
     Input,
-    /// What goes with each of this rank's entries.
+    /// Metadata of each of this rank's entries.
     Notes,
     /// A window of this rank or of one of its node.
     Window {
-        /// Whose.
+        /// The owner.
         owner: u32,
         /// Which.
         window: WindowId,
@@ -53,7 +54,8 @@ pub enum Index {
     Contiguous,
 }
 
-/// One span of a put: `len` bytes from (`from`, `from_offset`) here to (`to`, `to_offset`) at the peer.
+/// One span of a put: `len` bytes from (`from`, `from_offset`) here to (`to`, `to_offset`) at the
+/// peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanCopy {
     /// Source.
@@ -131,14 +133,15 @@ pub enum Operand {
         /// Where they go, one after another.
         to: SumTarget,
     },
-    /// Fetches one `f32` per term from behind the chunks of [`Operands::sum`] into the call's weights.
+    /// Fetches one `f32` per term from behind the chunks of [`Operands::sum`] into the call's
+    /// weights.
     FetchWeights,
 }
 
 /// What a `Reduce` reads.
 ///
-/// Each owner offers one [`RowBuffer`]. It lies in the pool window of `held_by[owner]`: the owner's own pool where it can be
-/// read by loads, this rank's otherwise (it was brought there).
+/// Each owner offers one [`RowBuffer`]. It lies in the pool window of `held_by[owner]`: the owner's
+/// own pool where it can be read by loads, this rank's otherwise (it was copied there).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SumOperands<'a> {
     /// Summands of all output rows, output row after output row, each in summation order.
@@ -147,14 +150,15 @@ pub struct SumOperands<'a> {
     pub starts: &'a [u32],
     /// For each term, the place of its weight.
     pub choices: &'a [u32],
-    /// Lengths of groups of consecutive terms that are summed first, all output rows after one another, or
-    /// [`PARTIAL`](crate::dtype::PARTIAL); empty for plain sums.
+    /// Lengths of groups of consecutive terms that are summed first, all output rows after one
+    /// another, or [`PARTIAL`](crate::dtype::PARTIAL); empty for plain sums.
     pub groups: &'a [u32],
-    /// `group_starts[t]..group_starts[t + 1]` are the groups of output row `t`; empty with `groups`.
+    /// `group_starts[t]..group_starts[t + 1]` are the groups of output row `t`; empty with
+    /// `groups`.
     pub group_starts: &'a [u32],
     /// Type to which the sums of groups are rounded, and in which partials travel.
     pub wire: PartialDtype,
-    /// Per owner: whose pool holds its chunk.
+    /// Per owner: the rank whose pool holds its chunk.
     pub held_by: &'a [u32],
     /// Per owner: first byte of its chunk in that pool.
     pub bases: &'a [u64],
@@ -162,7 +166,7 @@ pub struct SumOperands<'a> {
     pub chunks: &'a [RowBuffer],
     /// Weights that the rows are multiplied with; empty for a plain sum.
     pub weights: &'a [f32],
-    /// What a fetch reads: one `f32` of each of these, behind the rows of its owner's chunk.
+    /// Words that a fetch reads: one `f32` of each of these, behind the rows of its owner's chunk.
     pub fetched: &'a [Summand],
     /// For each of those, its place in the caller's `[tokens, top_k]` array.
     pub places: &'a [u32],
@@ -170,8 +174,8 @@ pub struct SumOperands<'a> {
 
 /// What an entry signal says: which call this is, and where the receiver may write or read.
 ///
-/// It lies in the flag's own cache line, so calls without a count exchange are checked too: a rank that calls
-/// something else is found before any result is visible.
+/// It lies in the flag's own cache line, so calls without a count exchange are checked, too: a rank
+/// with another call is found before any result is visible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tag {
     /// Which call.
@@ -182,11 +186,12 @@ pub struct Tag {
     pub context: u16,
     /// Digest of the options of this call.
     pub options: u32,
-    /// Number of the dispatch whose layout is used; for a dispatch with counts, the bytes that may be written from `base`
-    /// on. With [`Refusal::Space`]: the bytes asked for.
+    /// Number of the dispatch whose layout is used; for a dispatch with counts, the bytes that may
+    /// be written from `base` on. With [`Refusal::Space`]: the requested bytes.
     pub handle: u64,
-    /// First byte in the sender's pool window: a licence to write there (dispatches, rows that are put home) or the
-    /// chunk to read (shared memory). With [`Refusal::Space`]: the bytes that were free.
+    /// First byte in the sender's pool window: a grant to write there (dispatches, rows that are
+    /// returned by puts) or the chunk to read (shared memory). With [`Refusal::Space`]: the free
+    /// bytes.
     pub base: u64,
 }
 
@@ -222,7 +227,8 @@ impl Tag {
         [head, self.handle, self.base]
     }
 
-    /// From three words. Anything unknown reads as a kind or refusal that no correct rank agrees with.
+    /// From three words. Anything unknown reads as a kind or refusal that no correct rank agrees
+    /// with.
     pub fn from_words([head, handle, base]: [u64; 3]) -> Self {
         Tag {
             kind: CallKind::from_code(head as u8),
@@ -256,7 +262,7 @@ pub struct Operands<'a> {
     pub row_bytes: u64,
     /// What a `Reduce` reads.
     pub sum: SumOperands<'a>,
-    /// What entry signals and offers say to each peer; empty where they say nothing.
+    /// Tags of entry signals and offers to each peer; empty where there are none.
     pub tags: &'a [Tag],
     /// Value of [`FlagValue::Call`](super::FlagValue::Call): see [`Calls`](super::Calls).
     pub call: u64,

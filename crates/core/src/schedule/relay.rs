@@ -1,5 +1,5 @@
-//! What a rank does for others: it tells other nodes what its own counts, hands on what crosses, brings home what
-//! was summed or read here.
+//! A rank's work for others: it sends its counts to other nodes, relays the rows that cross, and
+//! returns rows that it summed or read here.
 //!
 //! ```text
 //!   agreement  node entered  Wait block(me) , Wait entry(l)                my node is in this call
@@ -19,12 +19,14 @@
 //!   both       relay done    Signal home -> me
 //! ```
 //!
-//! "Done" is a stage of its own, behind the join of all tracks: whoever hears it knows that this relay reads nobody's
-//! memory any more. The rank then tells its neighbours that what they offered has been read.
+//! "Done" is a stage of its own, behind the join of all tracks: it says that this relay reads no
+//! rank's memory any more. The rank then signals its local peers that the memory that they offered
+//! has been read.
 //!
-//! The two programs of a rank know each other only through flags, so they may run in one thread, one after the other
-//! at the places that the launch order gives (own puts and signals, then what is relayed, then own waits), or in two:
-//! then a relay hands on while its caller is away, between the start of a call and its finish.
+//! The two programs of a rank interact only through flags. So they may run in one thread,
+//! interleaved in launch order (own puts and signals, then relayed operations, then own waits), or
+//! in two. With two, a relay copies rows while its caller is busy elsewhere, between the start of a
+//! call and its finish.
 
 use super::caller::wait;
 use super::{Flag, FlagValue, Op, OperandId, TrackOp};
@@ -44,7 +46,7 @@ impl<'a> Relay<'a> {
         Relay { paths, chunks, sums: false }
     }
 
-    /// One that sums what it brings home: partials go in `chunks` parts, too.
+    /// One that sums the rows that it returns: partials go in `chunks` parts, too.
     pub fn summing(self, sums: bool) -> Self {
         Relay { sums, ..self }
     }
@@ -56,12 +58,12 @@ impl<'a> Relay<'a> {
         ranks + sources * parts * served.max(2)
     }
 
-    /// Slot of what `source` is told.
+    /// Slot of the message to `source`.
     pub fn message(&self, source: u32) -> OperandId {
         OperandId(source)
     }
 
-    /// Slot of what the `nth` source gets home, part `chunk` (from 1) of it.
+    /// Slot of the rows returned to the `nth` source, part `chunk` (from 1) of them.
     pub fn home(&self, nth: u32, chunk: u8) -> OperandId {
         OperandId(self.paths.ranks() + 2 * (nth * (u32::from(self.chunks) + 1) + u32::from(chunk)))
     }
@@ -71,7 +73,8 @@ impl<'a> Relay<'a> {
         OperandId(self.home(nth, chunk).0 + 1)
     }
 
-    /// Slot of chunk `chunk` (from 1) of the `nth` source for the `member`th rank served; chunk 0: what goes with the rows.
+    /// Slot of chunk `chunk` (from 1) of the `nth` source for the `member`th rank served; chunk 0:
+    /// the row metadata.
     pub fn rows(&self, nth: u32, chunk: u8, member: u32) -> OperandId {
         let served = self.served().len() as u32;
         let block = nth * (u32::from(self.chunks) + 1) + u32::from(chunk);
@@ -128,7 +131,7 @@ impl<'a> Relay<'a> {
             }
             for (nth, source) in (0..).zip(paths.sources()) {
                 items.extend(self.members(source, |m| self.rows(nth, 0, m)));
-                // Its own rank last: whoever hears that knows that all others have been told.
+                // Its own rank last: its signal implies that all others have been sent theirs.
                 let locals = paths.local_peers().chain([me]);
                 items.extend(locals.map(|to| self.on(source, self.signal(to, source, Flag::Landed))));
             }

@@ -9,7 +9,8 @@ pub struct NodeMap {
 }
 
 impl NodeMap {
-    /// Groups ranks by label: equal labels, one node. Nodes are numbered in order of first appearance.
+    /// Groups ranks by label: equal labels, one node. Nodes are numbered in order of first
+    /// appearance.
     pub fn from_labels<L: PartialEq>(labels: &[L]) -> Self {
         let mut firsts: Vec<usize> = Vec::new();
         let mut map = NodeMap { node_of: Vec::new(), index_in_node: Vec::new(), members: Vec::new() };
@@ -62,8 +63,8 @@ impl NodeMap {
         self.node_of(a) == self.node_of(b)
     }
 
-    /// The rail peer of `source` in `node`: member (index of the source in its own node) mod (size of `node`).
-    /// With nodes of different size several sources share one rail peer.
+    /// The rail peer of `source` in `node`: member (index of the source in its own node) mod (size
+    /// of `node`). With nodes of different size several sources share one rail peer.
     pub fn rail_peer(&self, source: u32, node: u32) -> u32 {
         let members = self.members(node);
         members[self.index_in_node(source) as usize % members.len()]

@@ -1,4 +1,4 @@
-//! Who hands what to whom: the paths of one group under one route.
+//! The paths of one group under one route: senders, relays and receivers.
 //!
 //! ```text
 //!   direct    s ------------------------------> d          every rank of another node is its own relay
@@ -8,8 +8,9 @@
 //!   sums      the rail peer of s in each node tells s what that node counts, on both routes
 //! ```
 //!
-//! A *relay* of `s` takes the block that `s` has for the ranks it *serves*, and hands on. Under `pxn` it serves its
-//! whole node; under `direct` it serves itself. What is said of relays therefore holds for both routes.
+//! A *relay* of `s` takes the block that `s` has for the ranks it *serves*, and copies its rows to
+//! them. Under `pxn` it serves its whole node; under `direct` it serves itself. So statements about
+//! relays hold for both routes.
 
 use super::NodeMap;
 
@@ -17,11 +18,11 @@ use super::NodeMap;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Route {
-    /// From the source straight to the destination.
+    /// Directly from the source to the destination.
     #[default]
     Direct,
-    /// Once per remote node, to the rail peer there, which hands on within its node (NCCL's PXN, DeepEP's internode
-    /// dispatch).
+    /// Once per remote node, to the rail peer there, which relays within its node (NCCL's PXN,
+    /// DeepEP's internode dispatch).
     Pxn,
 }
 
@@ -38,8 +39,8 @@ impl Route {
     }
 }
 
-/// The paths of one rank. Ranks are positions in the group; whoever is enumerated is enumerated from the next rank (or
-/// node) on, so that not all begin with the same one.
+/// The paths of one rank. Ranks are positions in the group; enumerations begin with the next rank
+/// (or node), so that ranks do not all begin with the same one.
 #[derive(Clone, Copy, Debug)]
 pub struct Paths<'a> {
     nodes: &'a NodeMap,
@@ -100,13 +101,13 @@ impl<'a> Paths<'a> {
         self.peers().filter(move |&peer| paths.same_node(peer))
     }
 
-    /// The rail peers of this rank: who tells it what their nodes count.
+    /// The rail peers of this rank: they send it the counts of their nodes.
     pub fn count_senders(&self) -> impl Iterator<Item = u32> + use<'a> {
         let (nodes, me, own, count) = (self.nodes, self.me, self.nodes.node_of(self.me), self.nodes.nodes());
         (1..count).map(move |step| nodes.rail_peer(me, (own + step) % count))
     }
 
-    /// The ranks whose rail peer this one is: whom it tells what its node counts.
+    /// The ranks whose rail peer this one is: it sends them the counts of its node.
     pub fn count_receivers(&self) -> impl Iterator<Item = u32> + use<'a> {
         let paths = *self;
         let own = self.nodes.node_of(self.me);
@@ -146,7 +147,7 @@ impl<'a> Paths<'a> {
         }
     }
 
-    /// How many ranks may have to stage rows that they hand on: all, or none where rows go straight.
+    /// How many ranks may have to stage rows to relay: all, or none on the direct route.
     pub fn staged_ranks(&self) -> u32 {
         if self.route == Route::Pxn && self.rails() { self.ranks() } else { 0 }
     }
@@ -160,12 +161,13 @@ impl<'a> Paths<'a> {
                 || self.nodes.rail_peer(peer, mine) == self.me)
     }
 
-    /// Where `relay` keeps what it takes from this rank: this one's number among the relay's sources, ascending.
+    /// Where `relay` keeps this rank's rows: this one's number among the relay's sources,
+    /// ascending.
     pub fn place_at(&self, relay: u32) -> u32 {
         (0..self.me).filter(|&other| self.of(other).blocks_go_to(relay)).count() as u32
     }
 
-    /// Where this rank keeps what it tells `source`: its number among those told, ascending.
+    /// Where this rank keeps its message to `source`: its number among the receivers, ascending.
     pub fn place_of_told(&self, source: u32) -> u32 {
         let own = self.nodes.node_of(self.me);
         let told = |s: &u32| !self.same_node(*s) && self.nodes.rail_peer(*s, own) == self.me;

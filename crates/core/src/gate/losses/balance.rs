@@ -1,6 +1,7 @@
 //! The loss that keeps experts evenly loaded.
 //!
-//! All systems have the same one, up to what they put into it. N tokens, E experts, K choices per token:
+//! All systems use the same formula, with different inputs. N tokens, E experts, K choices per
+//! token:
 //!
 //! ```text
 //!   loss = coefficient * E * sum over experts e of  count_e / (N or K N)  *  (sum over tokens t of share_te) / N
@@ -68,8 +69,8 @@ pub enum CountDivisor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PaddingTokens {
-    /// They are not there: means are over the others. Parts with different numbers of used tokens are all divided by the mean
-    /// of these numbers, as Megatron does.
+    /// They do not exist: means are over the other tokens. As in Megatron, parts with different
+    /// numbers of used tokens are all divided by the mean of these numbers.
     LeftOut,
     /// Their shares are zero: means are over all tokens.
     Zero,
@@ -89,7 +90,7 @@ pub enum TokenGroups {
     Interleaved(u32),
 }
 
-/// What a loss is taken of.
+/// Input of a loss.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LossInput<'a> {
     /// `[tokens, experts]`.
@@ -98,15 +99,18 @@ pub struct LossInput<'a> {
     pub experts: u32,
     /// Choices per token.
     pub top_k: u32,
-    /// `[tokens, top_k]`: the choices before dropping, -1 for none. [`CountedChoices::Fresh`] needs none.
+    /// `[tokens, top_k]`: the choices before dropping, -1 for none. [`CountedChoices::Fresh`] needs
+    /// none.
     pub choices: &'a [i32],
     /// `[tokens]`: which tokens count; all where it is not given.
     pub used: Option<&'a [bool]>,
-    /// Counts of more than these tokens: of all ranks that balance together, of several micro-batches.
+    /// Counts of more than these tokens: of all ranks that balance together, of several
+    /// micro-batches.
     pub totals: Option<Totals<'a>>,
 }
 
-/// Counts that take the place of the own ones. The loss is then the own tokens' part of the whole: ranks add theirs up.
+/// Counts that replace the rank's own. The loss is then the own tokens' part of the whole: ranks
+/// add their parts up.
 ///
 /// ```
 /// use sidelane_core::gate::{BalanceLoss, LossInput, Preset, Totals};
@@ -177,7 +181,8 @@ impl BalanceLoss {
         }
     }
 
-    /// Adds the number of choices of each expert to `counts`, `[parts, experts]`: what ranks add up for [`Totals`].
+    /// Adds the number of choices of each expert to `counts`, `[parts, experts]`: ranks add these
+    /// up for [`Totals`].
     ///
     /// # Errors
     /// As [`loss`](BalanceLoss::loss).
@@ -205,9 +210,9 @@ impl BalanceLoss {
     /// The loss; its gradient is added to `gradient`, `[tokens, experts]`. Without tokens it is 0.
     ///
     /// # Errors
-    /// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadChoice`], and [`GateError::BadNumber`] for tokens
-    /// that cannot be split into the parts, more choices than experts, a coefficient or totals that are not finite. Then the
-    /// gradient is as it was.
+    /// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadChoice`], and
+    /// [`GateError::BadNumber`] for tokens that cannot be split into the parts, more choices than
+    /// experts, a coefficient or totals that are not finite. Then the gradient is unchanged.
     pub fn loss(&self, input: &LossInput<'_>, mut gradient: Option<&mut [f32]>) -> Result<f32, GateError> {
         let tokens = self.check(input)?;
         let experts = input.experts as usize;
@@ -256,7 +261,8 @@ impl BalanceLoss {
         Ok((factor * sum) as f32)
     }
 
-    /// Checks everything but the arrays that are written; the number of tokens. If there are any, there are no more parts.
+    /// Checks everything but the output arrays and returns the number of tokens. If there are
+    /// tokens, there are at most as many parts.
     ///
     /// # Errors
     /// As [`loss`](BalanceLoss::loss).

@@ -27,7 +27,7 @@ pub(super) fn softmax_backward(scores: &[f64], d: &mut [f64]) {
 /// Added to the sum of scores before they are divided by it (Megatron).
 const MORE: f64 = 1e-20;
 
-/// Scores that add up to 1: what a softmax gives, and the others divided by their sum.
+/// Scores that add up to 1: those of a softmax, and others divided by their sum.
 pub(super) fn shares(score: ScoreFunction, logits: &[f32], scores: &mut [f64], shares: &mut [f64]) {
     score.fill(logits, scores);
     let sum = sum_of(score, scores);

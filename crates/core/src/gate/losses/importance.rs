@@ -1,7 +1,7 @@
 //! The loss that keeps importance and load even, where noise chooses.
 //!
-//! Shazeer's two losses (2017) as Tutel has them (`load_importance_loss`). T tokens, E experts, K choices, noise of standard
-//! deviation d = `noise` / E on the logits that choose:
+//! Shazeer's two losses (2017) as in Tutel (`load_importance_loss`). T tokens, E experts, K
+//! choices, noise of standard deviation d = `noise` / E on the logits that choose:
 //!
 //! ```text
 //!   p_te    = softmax of the clean logits
@@ -21,29 +21,29 @@ use crate::error::GateError;
 use crate::gate::ScoreFunction;
 use crate::gate::math::exp;
 
-/// Keeps experts that nobody wants from being divided by.
+/// Avoids a division by zero for experts that no token wants.
 const EPSILON: f64 = 1e-10;
 
-/// What the loss is taken of.
+/// Input of the loss.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ImportanceInput<'a> {
     /// `[tokens, experts]`, without noise.
     pub logits: &'a [f32],
-    /// `[tokens, experts]`: those that chose ([`Gate::noisy_logits`](crate::gate::Gate::noisy_logits)); the clean ones where
-    /// it is not given.
+    /// `[tokens, experts]`: the logits that chose
+    /// ([`Gate::noisy_logits`](crate::gate::Gate::noisy_logits)). Without them, the clean logits.
     pub noisy: Option<&'a [f32]>,
     /// Experts, 2 at least.
     pub experts: u32,
     /// Choices per token.
     pub top_k: u32,
-    /// `[tokens, top_k]`: the choices before dropping. Tokens whose last one is -1 have no part in it.
+    /// `[tokens, top_k]`: the choices before dropping. Tokens whose last one is -1 do not count.
     pub choices: &'a [i32],
     /// Tutel's `gate_noise`, above 0: the standard deviation of the noise times the experts.
     pub noise: f32,
 }
 
-/// The loss; its gradient to the clean logits, of which the noisy ones are a sum, is added to `gradient`, `[tokens, experts]`.
-/// No tokens, no loss.
+/// The loss. Its gradient with respect to the clean logits, of which the noisy ones are a sum, is
+/// added to `gradient`, `[tokens, experts]`. Without tokens there is no loss.
 ///
 /// ```
 /// use sidelane_core::gate::{ImportanceInput, importance_loss};
@@ -58,9 +58,9 @@ pub struct ImportanceInput<'a> {
 /// ```
 ///
 /// # Errors
-/// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadChoice`], and [`GateError::BadNumber`] for fewer than
-/// two experts, no choices or more than experts, a noise that is not above 0, a coefficient that is not finite. Then the
-/// gradient is as it was.
+/// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadChoice`], and
+/// [`GateError::BadNumber`] for fewer than two experts, no choices or more than experts, a noise
+/// that is not above 0, a coefficient that is not finite. Then the gradient is unchanged.
 pub fn importance_loss(
     coefficient: f32,
     input: &ImportanceInput<'_>,

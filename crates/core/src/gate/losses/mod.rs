@@ -1,4 +1,4 @@
-//! What a router is trained by: losses on its logits, and the way back from the weights of choices.
+//! Losses on a router's logits, and the gradient from the weights of choices to the logits.
 //!
 //! ```text
 //!   logits --+--> scores --> choices, weights --> exchange, experts --> loss of the model
@@ -10,8 +10,9 @@
 //!                    +------+----------+--> d logit [T,E]: all of them add to one array
 //! ```
 //!
-//! Sums are taken in f64, in the order of tokens and experts, and rounded once: results repeat bit for bit. What a system
-//! divides a loss by besides (ranks that share it, micro-batches) belongs into its coefficient.
+//! Sums are taken in f64, in the order of tokens and experts, and rounded once: results repeat bit
+//! for bit. Further divisors of a system (ranks that share a loss, micro-batches) belong into the
+//! coefficient.
 
 mod balance;
 mod gradient;

@@ -6,27 +6,30 @@ use crate::error::GateError;
 use crate::gate::score::of_chosen;
 use crate::gate::{Divisor, GateConfig};
 
-/// What a router decided, and how the loss changes with the weights that it gave.
+/// A router's decision, and how the loss changes with its weights.
 #[derive(Clone, Copy, Debug)]
 pub struct WeightsInput<'a> {
-    /// `[tokens, experts]`: the logits of which the weights were made. Where noise goes into the weights too, these are the
-    /// noisy ones ([`Gate::noisy_logits`](crate::gate::Gate::noisy_logits)); the clean ones have the same gradient where noise is added, and that times the factor where it
-    /// multiplies.
+    /// `[tokens, experts]`: the logits behind the weights. If noise enters the weights, too, these
+    /// are the noisy logits ([`Gate::noisy_logits`](crate::gate::Gate::noisy_logits)). The clean
+    /// logits then have the same gradient, times the factor if the noise multiplies.
     pub logits: &'a [f32],
-    /// `[tokens, top_k]`: the choices before dropping ([`Decision::choices`](crate::gate::Decision::choices)).
+    /// `[tokens, top_k]`: the choices before dropping
+    /// ([`Decision::choices`](crate::gate::Decision::choices)).
     pub choices: &'a [i32],
-    /// `[tokens, top_k]`: those that are left ([`Decision::experts`](crate::gate::Decision::experts)).
+    /// `[tokens, top_k]`: the choices after dropping
+    /// ([`Decision::experts`](crate::gate::Decision::experts)).
     pub experts: &'a [i32],
     /// `[tokens, top_k]`: d loss / d weight; what stands at a dropped choice counts for nothing.
     pub d_weights: &'a [f32],
 }
 
-/// Adds d loss / d logit to `gradient`, `[tokens, experts]`: back through scaling, normalisation (before or after dropping, as
-/// the weights were made) and scores. Choices themselves have no gradient, and neither has the bias.
+/// Adds d loss / d logit to `gradient`, `[tokens, experts]`: back through scaling, normalisation
+/// (before or after dropping, as the weights were made) and scores. Neither the choices nor the
+/// bias have a gradient.
 ///
 /// # Errors
-/// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadChoice`], and what [`GateConfig::check`] finds. Then
-/// the gradient is as it was.
+/// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadChoice`], and the errors of
+/// [`GateConfig::check`]. Then the gradient is unchanged.
 pub fn weights_backward(
     config: &GateConfig,
     input: &WeightsInput<'_>,
@@ -80,7 +83,8 @@ pub fn weights_backward(
 }
 
 impl Divisor {
-    /// From d/d (score / divisor) to d/d score, in place, where the divisor is that of the choices `ids`.
+    /// From d/d (score / divisor) to d/d score, in place, where the divisor is that of the choices
+    /// `ids`.
     fn backward(self, scores: &[f64], ids: &[i32], d: &mut [f64]) {
         let divisor = self.of(scores, ids);
         let moves = match self {

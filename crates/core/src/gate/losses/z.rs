@@ -4,9 +4,10 @@ use super::{finite, rows_of, shape};
 use crate::error::GateError;
 use crate::gate::math::{exp, largest};
 
-/// `coefficient * mean over tokens of (ln of the sum of e^logit)^2` (ST-MoE; Megatron's `moe_z_loss_coeff`, divided by the
-/// ranks that share the tokens). `logits` are `[tokens, experts]`; tokens that are not `used`, `[tokens]`, count neither in
-/// the sum nor in the mean. The gradient is added to `gradient`, `[tokens, experts]`. No tokens, no loss.
+/// `coefficient * mean over tokens of (ln of the sum of e^logit)^2` (ST-MoE; Megatron's
+/// `moe_z_loss_coeff`, divided by the ranks that share the tokens). `logits` are
+/// `[tokens, experts]`; tokens that are not `used`, `[tokens]`, count neither in the sum nor in the
+/// mean. The gradient is added to `gradient`, `[tokens, experts]`. Without tokens there is no loss.
 ///
 /// ```
 /// let mut gradient = [0.0; 2];
@@ -17,8 +18,8 @@ use crate::gate::math::{exp, largest};
 /// ```
 ///
 /// # Errors
-/// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadNumber`] for a coefficient that is not finite, or
-/// no experts. Then the gradient is as it was.
+/// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadNumber`] for a coefficient
+/// that is not finite, or no experts. Then the gradient is unchanged.
 pub fn z_loss(
     coefficient: f32,
     logits: &[f32],

@@ -8,7 +8,8 @@
 //!              ^ begin[p] + below[p]: where this rank's rows of bin p land
 //! ```
 //!
-//! The pad is written by the last source that has rows for the bin, so no kernel clears anything at the landing.
+//! The pad is written by the last source that has rows for the bin, so no kernel clears anything at
+//! the landing.
 
 mod runs;
 mod terms;
@@ -21,7 +22,8 @@ use super::sorted::vec_memory_usage;
 use super::{Bins, Counts, InterNodeRows, ReceiveMode, ReceiveSizes, RowBuffer, RowSizes, SortedRouting};
 use crate::topology::Paths;
 
-/// Rows that land next to each other: `rows[first..first + count]`, then `pad` rows of zeros, from row `to_row` on.
+/// Rows that land side by side: `rows[first..first + count]`, then `pad` rows of zeros, from row
+/// `to_row` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct RowRun {
     /// First row at the destination.
@@ -37,7 +39,8 @@ pub struct RowRun {
 /// One summand of an output row: row `row` of the chunk that `owner` offers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Summand {
-    /// Whose chunk: the rank that made the row or, on another node, the relay that brings it home.
+    /// Owner of the chunk: the rank that made the row or, on another node, the relay that returns
+    /// it.
     pub owner: u32,
     /// Row in the chunk.
     pub row: u32,
@@ -50,10 +53,11 @@ pub struct DispatchLayout {
     pub tokens: u32,
     /// Choices per token.
     pub top_k: u32,
-    /// What runs index into: the token of each entry by destination bin, then the tokens of each block. Empty if rows go
-    /// `whole`.
+    /// Rows that runs index into: the token of each entry by destination bin, then the tokens of
+    /// each block. Empty if rows go `whole`.
     pub rows: Vec<u32>,
-    /// Runs are pieces of the source itself: every row goes to every rank, with one note a row; or rows lie packed.
+    /// Runs are pieces of the source itself: every row goes to every rank, with one note per row;
+    /// or rows lie packed.
     pub whole: bool,
     /// Runs to all destinations, by destination, then those of the blocks, chunk by chunk.
     pub runs: Vec<RowRun>,
@@ -69,21 +73,25 @@ pub struct DispatchLayout {
     pub term_starts: Vec<u32>,
     /// For each term its place in `[tokens, top_k]`.
     pub choices: Vec<u32>,
-    /// Where relays sum: the summands of each token, those partials among them. Empty otherwise: then `terms` are.
+    /// Where relays sum: the summands of each token, including those partials. Empty otherwise:
+    /// then `terms` are.
     pub sums: Vec<Summand>,
     /// First of `sums` of each token; empty with `sums`.
     pub sum_starts: Vec<u32>,
     /// For each of `sums` its place in `[tokens, top_k]`; of a partial, that of one of its rows.
     pub sum_choices: Vec<u32>,
-    /// With [`SumOrder::Rank`](crate::plan::SumOrder) and [`SumOrder::Node`](crate::plan::SumOrder): lengths of groups of summands that
-    /// are summed first, or [`PARTIAL`](crate::dtype::PARTIAL) for one that a relay has summed. Empty otherwise.
+    /// With [`SumOrder::Rank`](crate::plan::SumOrder) and
+    /// [`SumOrder::Node`](crate::plan::SumOrder): lengths of groups of summands that are summed
+    /// first, or [`PARTIAL`](crate::dtype::PARTIAL) for one that a relay has summed. Empty
+    /// otherwise.
     pub groups: Vec<u32>,
     /// First group of each token; empty with `groups`.
     pub group_starts: Vec<u32>,
-    /// Whose memory holds the chunk of each owner when it is summed: its own where this rank can read it.
+    /// Rank whose memory holds the chunk of each owner when it is summed: the owner itself where
+    /// this rank can read its memory.
     pub held_by: Vec<u32>,
-    /// The chunk of each owner as this rank reads it: all its rows, or, where the chunk is brought home, this rank's rows
-    /// (or partials) only.
+    /// The chunk of each owner as this rank reads it: all its rows or, where the chunk is returned,
+    /// only this rank's rows (or partials).
     pub chunks: Vec<RowBuffer>,
     /// Rows that land at each rank, pads counted.
     pub sizes: Vec<u32>,
@@ -97,14 +105,14 @@ pub struct DispatchLayout {
     pub rows_per_bin: Vec<i64>,
     /// Per local bin: rows, pad counted.
     pub padded_per_bin: Vec<i64>,
-    /// Where a row stands for several choices: what a fetch of one word per choice reads, and the places of those. Empty
-    /// otherwise: then `terms` and `choices` are.
+    /// Where a row stands for several choices: what a fetch of one word per choice reads, and the
+    /// places of those. Empty otherwise: then `terms` and `choices` are.
     pub fetched: Vec<Summand>,
     /// For each of `fetched` its place in `[tokens, top_k]`.
     pub places: Vec<u32>,
     /// Per token: where its next term goes, while terms are placed.
     cursors: Vec<u32>,
-    /// Per bin: its first row in the chunk in which its rows come home.
+    /// Per bin: its first row in the chunk of returned rows.
     home_rows: Vec<u32>,
     /// Per term: the partial sum it belongs to.
     partials: Vec<u32>,
@@ -114,7 +122,7 @@ pub struct DispatchLayout {
     row_of_bin: Vec<Summand>,
 }
 
-/// What is the same in every call of one `ExpertParallel`.
+/// Constants of all calls of one `ExpertParallel`.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanContext<'a> {
     /// What rows are counted by, and the order of sums.

@@ -8,8 +8,8 @@ use super::{DispatchLayout, PlanContext, RowRun};
 use crate::topology::{Paths, Route};
 
 impl DispatchLayout {
-    /// Rows lie packed, those of bin `b` from row `starts[b]` on, and notes do: runs are pieces of these. Of a bin for which
-    /// there was not room enough the first rows go.
+    /// Rows and notes lie packed, those of bin `b` from row `starts[b]` on: runs are pieces of
+    /// these. Of a bin without enough room the first rows are sent.
     pub fn pack(&mut self, sorted: &SortedRouting, starts: &[u32]) {
         for run in self.runs.iter_mut().filter(|run| run.count > 0) {
             let bin = sorted.starts.partition_point(|&start| start <= run.first) - 1;
@@ -52,7 +52,7 @@ impl DispatchLayout {
         }
     }
 
-    /// What each relay is told and, where it hands on, which tokens it gets.
+    /// Counts that each relay is sent and, where it relays rows, the tokens that it gets.
     pub(in crate::plan) fn place_blocks(
         &mut self,
         frame: &PlanContext,
@@ -100,8 +100,9 @@ impl DispatchLayout {
         self.run_starts[rank as usize]..self.run_starts[rank as usize + 1]
     }
 
-    /// The first row of those that a relay brings home, where rows come home to where they lay packed: rows for that rank; or,
-    /// of blocks, in which a token lay packed once, behind the rows of neighbours and the blocks of relays before it.
+    /// The first of the rows that a relay returns, where rows return to the places where they lay
+    /// packed. These are rows for that rank or, with blocks, which pack a token once, rows behind
+    /// those of local peers and of the blocks of relays before it.
     pub fn home_of(&self, paths: &Paths, relay: u32) -> u32 {
         let runs = |rank| {
             let runs = self.runs_to(rank);

@@ -1,4 +1,5 @@
-//! Where sums and fetches find what comes home: terms per token, in the order of the sum, and words per choice.
+//! Where sums and fetches find returned rows: terms per token, in the order of the sum, and words
+//! per choice.
 
 use super::super::sorted::{NONE, refill};
 use super::super::{Counts, InterNodeRows, ReceiveSizes, RowBuffer, SortedRouting};
@@ -34,7 +35,8 @@ impl DispatchLayout {
         let DispatchLayout { terms, choices, partials, cursors, home_rows, .. } = self;
         let (terms, choices, partials) = (&mut terms[..], &mut choices[..], &mut partials[..]);
         let cursors = &mut cursors[..];
-        // Bin by bin in the order of the sum: so each token's terms come out in it, and nothing is compared.
+        // Bin by bin in the order of the sum: each token's terms come out in that order without a
+        // comparison.
         for bin in bins.in_order().iter().map(|&bin| bin as usize) {
             let owner = paths.relay_to(bins.rank_of(bin as u32));
             let (entries, partial) =
@@ -83,7 +85,8 @@ impl DispatchLayout {
         }
     }
 
-    /// Relays sum row after row of the block, and a row's groups in the order of the sum: so both count alike.
+    /// Relays sum the block row by row, and a row's groups in the order of the sum, so relay and
+    /// source count alike.
     fn number_partials(&mut self, frame: &PlanContext, crossing: &InterNodeRows) {
         refill(&mut self.home_partials, self.terms.len(), 0);
         for ((nth, relay), block) in frame.paths.relays().enumerate().zip(&self.blocks) {
@@ -144,8 +147,8 @@ impl DispatchLayout {
         }
     }
 
-    /// Summands of each token, their starts, and their choices, as they are summed: where relays sum, partials among
-    /// them.
+    /// Summands of each token, their starts, and their choices, in the order of the sum; where
+    /// relays sum, including partials.
     pub fn summands(&self) -> (&[Summand], &[u32], &[u32]) {
         match self.sum_starts.is_empty() {
             true => (&self.terms, &self.term_starts, &self.choices),
@@ -153,7 +156,7 @@ impl DispatchLayout {
         }
     }
 
-    /// What a fetch of one word per choice reads, and the places of those.
+    /// The rows that a fetch of one word per choice reads, and the places of the words.
     pub fn fetches(&self) -> (&[Summand], &[u32]) {
         match self.fetched.is_empty() {
             true => (&self.terms, &self.choices),

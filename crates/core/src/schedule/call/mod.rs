@@ -1,5 +1,5 @@
-//! The call as data: which stages a rank runs, what it computes between them, and where a call may
-//! end early.
+//! The call as data: the stages that a rank runs, its work between them, and the points where a
+//! call may end early.
 //!
 //! ```text
 //!   dispatch   sort  release  publish  announce  entry..  /  ..entry  AGREE  judge  ADMIT  place  describe  fill
@@ -16,13 +16,13 @@
 //! ```
 //!
 //! A [`CallProgram`] is a straight line of [`CallStep`]s. A driver is a loop over it: the host
-//! stepper, the thread of an offloaded relay and the proof step the same [`CallMachine`], so what
-//! is proved is also *when* planners touch memory.
+//! stepper, the thread of an offloaded relay and the proof step the same [`CallMachine`], so the
+//! proof also covers *when* planners touch memory.
 //!
 //! **Refusal is no branch.** A rank that refuses its input runs the same steps with empty operands
-//! and says so in its tag. Only [`Action::Agree`] and [`Action::Admit`] may cut a call short. Both
-//! judge bytes that all ranks hold, so all ranks cut at the same step. A [`Cut`] names what remains
-//! to be done; a program with n cuts is n + 1 straight lines.
+//! and sets a flag in its tag. Only [`Action::Agree`] and [`Action::Admit`] may cut a call short.
+//! Both judge bytes that all ranks hold, so all ranks cut at the same step. A [`Cut`] names the
+//! remaining steps; a program with n cuts is n + 1 straight lines.
 //!
 //! **Relays.** A rank's relay has steps of its own. [`CallProgram::weave`] splices them between the
 //! rank's own signals and its own waits where one thread plays both; it then drops the relay's
@@ -70,7 +70,7 @@ pub enum Action {
     Compute(Work),
     /// Compares the tags of all ranks. Cuts the call if a rank refuses or makes another call.
     Agree,
-    /// Checks that every rank has room for what it receives. Cuts the call if one has not.
+    /// Checks that every rank has room for its rows. Cuts the call if one has not.
     Admit,
 }
 
@@ -139,17 +139,17 @@ pub enum Work {
     PlaceAll,
     /// Collective: fills the operands of all stages of a round.
     FillRound,
-    /// Collective: copies what is due to the caller's tensor.
+    /// Collective: copies the part that is due to the caller's tensor.
     CopyOut,
-    /// Collective: what the round has left for the caller is due.
+    /// Collective: the round's result for the caller is due.
     EndRound,
     /// Slots: packs this rank's rows into a slot for each rank.
     Pack,
-    /// Slots: compares the headers of what landed with what they must be.
+    /// Slots: compares the headers of landed slots with the expected ones.
     Check,
     /// Slots: brings the experts' partial rows to where they are sent from, if they lie elsewhere.
     Partials,
-    /// Slots: sums the partial rows that came home.
+    /// Slots: sums the returned partial rows.
     Sum,
 }
 
@@ -162,7 +162,7 @@ pub struct Cut {
     pub tail: Box<[CallStep]>,
 }
 
-/// The steps of one kind of call at one rank: a straight line, with the places where it may be cut.
+/// The steps of one kind of call at one rank: a straight line, with the points where it may be cut.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallProgram {
     steps: Box<[CallStep]>,
@@ -171,7 +171,8 @@ pub struct CallProgram {
 }
 
 impl CallProgram {
-    /// A program of these steps, whose second half begins at `half`, with its cuts in the order of steps.
+    /// A program of these steps, whose second half begins at `half`, with its cuts in the order of
+    /// steps.
     pub fn new(steps: Vec<CallStep>, half: u16, cuts: Vec<Cut>) -> Self {
         CallProgram { steps: steps.into(), half, cuts: cuts.into() }
     }

@@ -40,7 +40,7 @@ pub struct Engines {
     pub fixed_outputs: bool,
     /// The caller's thread enqueues, and may run ahead of its stream. A dispatch awaits the stream,
     /// since it needs the choices. So does a return where relays write to this rank's memory.
-    /// Elsewhere streams tell each other that they are [`Ready`](StageId::Ready).
+    /// Elsewhere streams signal each other that they are [`Ready`](StageId::Ready).
     pub enqueues: bool,
 }
 
@@ -81,8 +81,8 @@ impl CallShape {
     /// Dispatch along a known layout, and the gradient of combine.
     pub fn cached(&self) -> CallProgram {
         let mut own = Vec::new();
-        // A host that runs ahead takes memory that nobody reads any more. Over rails it lists what arrives in memory of
-        // its own, which calls before may be reading.
+        // A host that runs ahead allocates memory without readers. Over the net it lists arrivals
+        // in separate memory, which earlier calls may still read.
         if self.rails {
             own.push(Compute(Work::AwaitStream));
         }
@@ -117,7 +117,8 @@ impl CallShape {
     pub fn ret(&self) -> CallProgram {
         let reached = if self.rails { Compute(Work::AwaitStream) } else { Run(StageId::Ready, Start) };
         let mut own = vec![reached];
-        // A host that runs ahead frees nothing in a return, and its readers are ready when they have read.
+        // A host that runs ahead frees nothing in a return, and its readers are ready when they
+        // have read.
         if self.rails || !self.engines.enqueues {
             own.push(Run(StageId::Release, Whole));
         }
@@ -195,8 +196,8 @@ impl CallShape {
         }
     }
 
-    /// A round of a collective with so many stages. What a round leaves for the caller may be
-    /// copied out only when the next one has been entered.
+    /// A round of a collective with this number of stages. The caller's part of a round may be
+    /// copied out only when the next round has been entered.
     pub fn round(stages: u8, ends_in_the_next: bool) -> CallProgram {
         let mut actions = vec![Compute(Work::FillRound), Action::Round(0), Agree];
         let half = actions.len();
@@ -223,8 +224,8 @@ impl CallShape {
         let steps: Vec<_> =
             actions.iter().filter(wanted).map(|&action| CallStep { role: Role::Own, action }).collect();
         let ends_start = |step: &CallStep| match step.action {
-            // Its stream is on the way to the call: what the caller's thread does begins with the
-            // second half.
+            // The stream is still on its way to the call: the work of the caller's thread begins
+            // with the second half.
             action if self.engines.enqueues => action != Run(StageId::Ready, Start),
             action => matches!(action, Run(_, Finish)),
         };
@@ -242,14 +243,14 @@ impl CallShape {
     }
 }
 
-/// Calls in fixed slots, where nobody counts.
+/// Calls in fixed slots, without counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotCall {
     /// Packed slots to their ranks.
     Dispatch,
-    /// Partial rows home.
+    /// Partial rows return.
     Combine,
-    /// In place of a combine: nothing comes home.
+    /// Replaces a combine: nothing returns.
     Release,
 }
 
@@ -336,7 +337,7 @@ pub struct RankPrograms {
     pub stages: Stages,
     /// Programs of an offloaded relay.
     pub relay: CallPrograms,
-    /// The rank's own, with what it relays.
+    /// The rank's own program, with the one that it relays.
     inline: CallPrograms,
     /// The rank's own, without.
     offloaded: CallPrograms,
@@ -361,7 +362,7 @@ impl RankPrograms {
         }
     }
 
-    /// Puts another program in the place of the rank's own for calls of this kind, with what it relays.
+    /// Replaces the rank's own program for calls of this kind, with its relay program.
     pub fn replace(&mut self, kind: CallKind, program: CallProgram) {
         self.inline.all[Class::of(kind) as usize] = program;
     }
@@ -400,7 +401,7 @@ fn relay(judge: &[Action], moves: &[Action]) -> CallProgram {
     program(actions.into_iter().map(step).collect(), half, |_| vec![agreed])
 }
 
-/// A program whose cuts leave `tail` to be done.
+/// A program whose cuts leave the steps of `tail`.
 fn program(steps: Vec<CallStep>, half: usize, tail: impl Fn(usize) -> Vec<CallStep>) -> CallProgram {
     let cuts = |&at: &usize| matches!(steps[at].action, Agree | Admit);
     let cuts = (0..steps.len()).filter(cuts).map(|at| Cut { at: at as u16, tail: tail(at).into() });
@@ -411,10 +412,11 @@ impl CallProgram {
     /// Puts the steps of a relay between this rank's own signals and its own waits, for one thread
     /// that plays both.
     ///
-    /// Inline is the launch order of a stage (own puts and signals, what is relayed, own waits) carried on to the whole
-    /// call. The first half of the relay goes before the step that `hears` other ranks, the second
-    /// before the one that `moves` rows here. Without such a step the call moves nothing, and the relay has no second
-    /// half. The relay's verdict goes: the rank's own comes right behind what the relay heard.
+    /// Inline extends the launch order of a stage (own puts and signals, relayed operations, own
+    /// waits) to the whole call. The first half of the relay goes before the step that `hears`
+    /// other ranks, the second before the one that `moves` rows here. Without such a step the call
+    /// moves nothing, and the relay has no second half. The relay's agreement step is left out: the
+    /// rank's own follows right behind the counts that the relay received.
     pub fn weave(&self, relay: CallProgram, (hears, moves): (Action, Option<Action>)) -> CallProgram {
         let heard_alone = |step: &&CallStep| !matches!(step.action, Agree | Admit | Compute(Work::Judge));
         let (heard, moved) = relay.steps.split_at(relay.half());

@@ -11,15 +11,15 @@ pub enum StageId {
     Release,
     /// Dispatch and agreement: sends this rank's tag, waits for those of all.
     Entry,
-    /// Return: as [`StageId::Entry`], and tells relays where returned rows go.
+    /// Return: as [`StageId::Entry`], and sends relays the addresses of returned rows.
     Offer,
     /// Dispatch: puts the rows, waits for those that land here.
     Rows,
     /// Dispatch, behind [`StageId::Rows`]: copy engines bring in what landed in host staging.
     BringIn,
-    /// Enqueued dispatch: hosts of this node tell each other that all they move is enqueued.
+    /// Enqueued dispatch: hosts of this node signal each other that all their copies are enqueued.
     Posted,
-    /// Enqueued return: streams of this node tell each other that they have reached the call.
+    /// Enqueued return: streams of this node signal each other that they have reached the call.
     Ready,
     /// Return: waits until relays have returned their rows. Slots have no relays: there the stage
     /// puts partial rows, and waits for those that come here.
@@ -29,8 +29,8 @@ pub enum StageId {
     /// Return, in place of [`StageId::Sum`]: copy engines pull rows of this node here, since they
     /// cannot add.
     Pull,
-    /// Return, behind [`StageId::Home`]: copy engines pull what relays returned; owners have their
-    /// memory back.
+    /// Return, behind [`StageId::Home`]: copy engines pull the rows that relays returned; owners
+    /// may reuse their memory.
     PullRest,
     /// Return, where outputs have one place: waits until readers have read what this call offered.
     AllRead,
@@ -42,7 +42,7 @@ pub enum StageId {
     CountsSent,
     /// Relay: waits until all nodes have entered.
     AllEntered,
-    /// Relay: tells its own rank that it has heard all nodes.
+    /// Relay: signals its own rank that it has heard all nodes.
     Agreed,
     /// Relay: waits for headers, or offers, of its sources.
     Headers,
@@ -50,7 +50,7 @@ pub enum StageId {
     RelayRows,
     /// Relay, return: sends rows of this node back.
     ReturnRows,
-    /// Relay: tells its own rank that it reads nobody's memory any more.
+    /// Relay: signals its own rank that it reads no rank's memory any more.
     RelayDone,
 }
 

@@ -1,5 +1,5 @@
-//! Which bytes: the operands of one round, and what a rank copies to its caller at the end. Nothing is allocated once the
-//! tables have grown.
+//! The operands of one round, and the bytes that a rank copies to its caller at the end. Nothing is
+//! allocated once the tables have grown.
 
 use std::ops::Range;
 
@@ -26,10 +26,10 @@ pub struct Round {
     pub wire: PartialDtype,
 }
 
-/// What a rank copies from a window to its caller.
+/// A copy from a window to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copied {
-    /// Whose window: this rank's or a neighbour's.
+    /// Owner of the window: this rank or a local peer.
     pub owner: u32,
     /// First byte there.
     pub offset: u64,
@@ -44,10 +44,10 @@ pub struct Copied {
 pub struct Rounds {
     table: Vec<Operand>,
     spans: Vec<SpanCopy>,
-    /// What each peer is told on entering.
+    /// Tag that each peer is sent on entry.
     pub tags: Vec<Tag>,
-    /// All-to-all, reduce-scatter: bytes of the caller's tensor that go to each rank in this round, at most a slot; without
-    /// an entry, none.
+    /// All-to-all, reduce-scatter: bytes of the caller's tensor that go to each rank in this round,
+    /// at most a slot; without an entry, none.
     pub sends: Vec<Range<u64>>,
     terms: Vec<Summand>,
     starts: Vec<u32>,
@@ -61,9 +61,9 @@ pub struct Rounds {
     sums: Vec<u64>,
     /// This rank's share of the caller's tensor: where sums go.
     pub share: Range<u64>,
-    /// What is copied at the end.
+    /// Copies at the end.
     pub copies: Vec<Copied>,
-    /// What is copied when the next round has been entered: see [`Program::ends_in_the_next`].
+    /// Copies when the next round has been entered: see [`Program::ends_in_the_next`].
     pub due: Vec<Copied>,
 }
 
@@ -128,7 +128,7 @@ impl Rounds {
         }
     }
 
-    /// The stages of the round are over: what it has left for the caller is due.
+    /// The stages of the round are over: its result for the caller is due.
     pub fn end(&mut self) {
         self.due.append(&mut self.copies);
     }
@@ -322,7 +322,8 @@ impl Rounds {
         self.copied(seat.me, seat.staging.landing(from, parity), (bytes.start, bytes.end - bytes.start));
     }
 
-    /// All-gather: what a rank has for all in this round, for these bytes of the caller's tensor.
+    /// All-gather: a rank's bytes for all others in this round, from these bytes of the caller's
+    /// tensor.
     pub fn gathered(&mut self, seat: &RankView, parity: u64, from: u32, bytes: Range<u64>) {
         let at =
             if seat.near(from) { seat.staging.offer(parity) } else { seat.staging.landing(from, parity) };

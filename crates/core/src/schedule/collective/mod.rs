@@ -1,8 +1,9 @@
 //! Collectives: all-reduce, broadcast, all-to-all and messages between two ranks, as programs.
 //!
-//! A call goes in *rounds*, each of at most a chunk of bytes (of a broadcast three, as one rank alone has any), so that what is
-//! staged stays in the caches and memory is bounded. Every round begins alike: each rank puts what it can, tells every other that it has entered, with a tag that says
-//! what it calls, and waits for all of them. Only then does anybody look at what was put.
+//! A call goes in *rounds*, each of at most a chunk of bytes (of a broadcast three, as one rank
+//! alone has any), so that staged bytes stay in the caches and memory is bounded. Every round
+//! begins alike: each rank puts the bytes that it can, signals its entry to every other rank with a
+//! tag that names its call, and waits for all of them. Only then does any rank read those bytes.
 //!
 //! ```text
 //!   whole       enter: own vector -> own offer, other nodes' landings      | sum: all vectors                 small ones
@@ -18,18 +19,21 @@
 //!   all-gather  enter: own chunk -> own offer, other nodes' landings
 //! ```
 //!
-//! At the end, unless what it wants has landed in its place, a rank copies to its caller what it wants ([`Copied`]): from the memory of its neighbours, where these left it,
-//! and from its own, where ranks of other nodes put it.
+//! At the end, unless its result has landed in place, a rank copies the result to its caller
+//! ([`Copied`]): from the memory of local peers, where these left it, and from its own, where ranks
+//! of other nodes put it.
 //!
-//! Sums of a round of direct that is not the last are copied when the next round has been entered: by then they have landed. They are
-//! written behind an entry, not before one as all else is, so they may be read until the one after the next.
+//! In a two-shot call, the sums of a round other than the last are copied when the next round has
+//! been entered: by then they have landed. They are written after an entry, unlike all other bytes,
+//! so ranks may read them until the entry after the next.
 //!
-//! **Licence.** All places are doubled by the parity of the round, and that is enough: who writes into round n + 2's has heard
-//! everybody enter n + 1, so everybody has read what it wanted of round n. It is the rule of
-//! [`ControlLayout`](super::ControlLayout) for what is doubled there.
+//! **Write grants.** All places are doubled by the parity of the round, and that is enough. A rank
+//! that writes into the place of round n + 2 has heard all ranks enter n + 1, so all have read
+//! their bytes of round n. [`ControlLayout`](super::ControlLayout) follows the same rule.
 //!
-//! There is one *room* for results that land in place, which the caller reads there until its next call, of whatever kind. So the entry is the
-//! licence: who puts has heard that everybody entered this very call, and has therefore read the result of the last one.
+//! Results that land in place have one *room*, which the caller reads until its next call of any
+//! kind. So the entry is the write grant: a rank that puts has heard all ranks enter this very
+//! call, so all have read the result of the last one.
 //!
 //! ```text
 //!   rank 0   enter n | put -> 1, 2, word | all words | reads its result ........... | enter n + 1 | put -> 1, 2
@@ -37,10 +41,12 @@
 //!                                                                                       0 may not put yet  ^
 //! ```
 //!
-//! **Bits.** Whole and direct add in `f32` by ascending rank from +0 and round once: the same bits, wherever ranks are. A ring
-//! adds share `s` in the order s + 1, s + 2, ... s, and rounds each partial to its [`PartialDtype`](crate::dtype::PartialDtype).
+//! **Bits.** One-shot and two-shot calls add in `f32` by ascending rank from +0 and round once: the
+//! same bits, wherever ranks are. A ring adds share `s` in the order s + 1, s + 2, ... s, and
+//! rounds each partial to its [`PartialDtype`](crate::dtype::PartialDtype).
 //!
-//! **Messages** ([`MessageChannel`]) have words, slots and numbers of their own, and pass collectives by.
+//! **Messages** ([`MessageChannel`]) have flags, slots and numbers of their own, independent of
+//! collectives.
 
 mod fill;
 mod pair;
@@ -63,7 +69,7 @@ pub struct RankView {
     pub nodes: NodeMap,
     /// This rank.
     pub me: u32,
-    /// Where bytes lie, at every rank alike.
+    /// Placement of bytes, at every rank alike.
     pub staging: Staging,
 }
 
@@ -73,12 +79,13 @@ impl RankView {
         self.nodes.ranks()
     }
 
-    /// Where the parts of all ranks, of so many bytes each, have landed in place when a call is over.
+    /// Where the parts of all ranks, of this many bytes each, have landed in place at the end of a
+    /// call.
     pub fn landed(&self, part: u64) -> Range<u64> {
         self.staging.in_place(0, part)..self.staging.in_place(self.ranks(), part)
     }
 
-    /// All others, rotated, so that no rank is everybody's first.
+    /// All others, rotated, so that ranks do not all begin with the same one.
     fn peers(&self) -> impl Iterator<Item = u32> + use<> {
         let (me, ranks) = (self.me, self.ranks());
         (1..ranks).map(move |step| (me + step) % ranks)
@@ -93,7 +100,7 @@ impl RankView {
         self.nodes.same_node(self.me, peer)
     }
 
-    /// In whose window this rank finds what a rank has for it.
+    /// The window in which this rank finds the bytes that a rank has for it.
     fn holder(&self, of: u32) -> u32 {
         if self.near(of) { of } else { self.me }
     }
@@ -106,7 +113,8 @@ impl RankView {
         (self.me + self.ranks() - steps % self.ranks()) % self.ranks()
     }
 
-    /// Of each node the rank that a root's chunk comes to, the root's node and the root itself first.
+    /// Of each node the rank that a root's chunk comes to, the root's node and the root itself
+    /// first.
     fn leaders(&self, root: u32) -> Vec<u32> {
         let (nodes, first) = (self.nodes.nodes(), self.nodes.node_of(root));
         (0..nodes).map(|step| self.nodes.rail_peer(root, (first + step) % nodes)).collect()

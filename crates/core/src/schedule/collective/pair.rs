@@ -9,8 +9,9 @@
 //!   read  <------------------------------------------------------- Signal  read = n, and how many were refused
 //! ```
 //!
-//! Each ordered pair of ranks has two slots at the receiver, and numbers its parts: so messages of a pair are matched in the
-//! order in which they are sent, and a sender is at most two parts ahead. A message of no bytes has one part.
+//! Each ordered pair of ranks has two slots at the receiver, and numbers its parts: so a pair's
+//! messages match in the order of sending, and a sender is at most two parts ahead. A message of no
+//! bytes has one part.
 
 use std::ops::Range;
 
@@ -46,12 +47,12 @@ impl MessageChannel {
         self.parts.value()
     }
 
-    /// The part whose slot the running one takes, if there is one.
+    /// The part whose slot the running part reuses, if there is one.
     pub fn freed(&self) -> Option<u64> {
         self.value().checked_sub(AHEAD * Calls::STEP).filter(|&value| value > self.first)
     }
 
-    /// The part before the running one whose answer nobody has heard, if there is one.
+    /// The part before the running one whose answer has not been heard, if there is one.
     pub fn last(&self) -> Option<u64> {
         Some(self.value()).filter(|&value| value > self.first)
     }
@@ -78,7 +79,7 @@ impl MessageChannel {
         [item(Op::Put { to: self.peer, slot: OperandId(0) }), item(signal)]
     }
 
-    /// What the put moves.
+    /// Bytes that the put moves.
     pub fn sent(&self, seat: &RankView, bytes: Range<u64>) -> SpanCopy {
         SpanCopy {
             from: PutSource::Input,
@@ -94,13 +95,14 @@ impl MessageChannel {
         item(Op::Wait { from: self.peer, flag: Flag::Block, level: FlagValue::Call })
     }
 
-    /// What the receiver copies.
+    /// Bytes that the receiver copies.
     pub fn received(&self, seat: &RankView, bytes: Range<u64>) -> Copied {
         let offset = seat.staging.pair(self.peer, self.parts.parity());
         Copied { owner: seat.me, offset, at: bytes.start, len: bytes.end - bytes.start }
     }
 
-    /// The receiver's answer, which frees the slot, and says how many messages it has refused so far, modulo 256.
+    /// The receiver's answer, which frees the slot, and carries the number of messages that it has
+    /// refused so far, modulo 256.
     pub fn answer(&self, seat: &RankView, refused: u8) -> TrackOp {
         let level = if refused > 0 { FlagValue::Part(refused) } else { FlagValue::Call };
         item(Op::Signal { to: self.peer, of: seat.me, flag: Flag::Read, level })
@@ -117,8 +119,8 @@ pub struct MessagePart {
 }
 
 impl MessagePart {
-    /// The order in which a rank that has so many parts to send and so many to receive does both at once: in turn, so that
-    /// never more lies unread between two ranks than there are slots.
+    /// The order in which a rank sends and receives these numbers of parts at once: in turn, so
+    /// that no more parts lie unread between two ranks than there are slots.
     pub fn both(sends: u64, receives: u64) -> impl Iterator<Item = MessagePart> {
         (0..sends.max(receives)).flat_map(move |nth| Self::parts(nth, sends, receives).into_iter().flatten())
     }

@@ -1,4 +1,4 @@
-//! Who puts, signals and waits, in which order: built once for each program.
+//! The order of puts, signals and waits: built once for each program.
 
 use super::RankView;
 use crate::error::CallKind;
@@ -12,7 +12,7 @@ pub enum Program {
     OneShot,
     /// All-reduce: every rank sums its share, and all get the sums.
     TwoShot {
-        /// Another round of it follows, whose entry says that the sums have landed.
+        /// Another round of the call follows, whose entry says that the sums have landed.
         more: bool,
     },
     /// All-reduce from rank to rank.
@@ -26,7 +26,7 @@ pub enum Program {
     },
     /// Each rank has something for each.
     AllToAll,
-    /// The same, straight to its place in each rank's result.
+    /// The same, directly to its place in each rank's result.
     ZeroCopy,
     /// Each rank has something for all.
     AllGather,
@@ -46,7 +46,7 @@ impl Program {
         }
     }
 
-    /// Whether what it leaves for the caller has come only when the next round has been entered.
+    /// Whether its result for the caller has come only when the next round has been entered.
     pub fn ends_in_the_next(self) -> bool {
         self == Program::TwoShot { more: true }
     }
@@ -89,11 +89,11 @@ pub enum Tensor {
 pub struct Step {
     /// The operations.
     pub stage: Stage,
-    /// What they read or write besides windows.
+    /// Memory besides windows that they read or write.
     pub tensor: Tensor,
 }
 
-/// A rank's part of a collective. After the first stage all ranks compare what they called.
+/// A rank's part of a collective. After the first stage all ranks compare their calls.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skeleton {
     /// The stages.
@@ -106,18 +106,18 @@ pub struct Skeleton {
 pub(super) struct Slots;
 
 impl Slots {
-    /// What goes to this rank's own offer.
+    /// Bytes for this rank's own offer.
     pub const OFFER: OperandId = OperandId(0);
-    /// What goes to this rank's own result.
+    /// Bytes for this rank's own result.
     pub const RESULT: OperandId = OperandId(1);
     const FIRST: u32 = 2;
 
-    /// What goes to a rank on entering or, straight to its place, when all have.
+    /// Bytes for a rank on entry or, if they land in place, when all have entered.
     pub fn enter(to: u32) -> OperandId {
         OperandId(Self::FIRST + to)
     }
 
-    /// What goes to a rank behind the sum; on a ring, in a step of the gathering.
+    /// Bytes for a rank after the sum; on a ring, in a step of the gathering.
     pub fn share(to: u32, ranks: u32) -> OperandId {
         OperandId(Self::FIRST + ranks + to)
     }
@@ -127,7 +127,7 @@ impl Slots {
         OperandId(Self::FIRST + 2 * ranks + step)
     }
 
-    /// On a ring, what a step puts; of a broadcast, a part.
+    /// On a ring, the bytes of a step; of a broadcast, a part.
     pub fn part(step: u32, ranks: u32) -> OperandId {
         OperandId(Self::FIRST + 3 * ranks + step)
     }
@@ -181,7 +181,7 @@ impl Ops {
 }
 
 impl RankView {
-    /// The most bytes of a round: of what a rank has for all, or for each.
+    /// The most bytes of a round: of those that a rank has for all, or for each.
     pub fn most(&self, program: Program) -> u64 {
         match program {
             Program::OneShot | Program::AllToAll | Program::ReduceScatter => self.staging.slot(),
@@ -226,7 +226,7 @@ impl RankView {
         Skeleton { steps, call }
     }
 
-    /// Tells everybody that this rank has entered, behind its puts, and waits for everybody.
+    /// Signals this rank's entry to all others, behind its puts, and waits for theirs.
     fn entered(&self, puts: Ops) -> Step {
         let (flag, level) = (Flag::Entry, FlagValue::Call);
         puts.each(self.peers(), |ops, to| ops.signal((to, self.me), flag, level))
@@ -249,7 +249,7 @@ impl RankView {
         own.each(self.far(), |ops, to| ops.put(to, Slots::share(to, ranks)))
     }
 
-    /// Tells everybody that these have landed, and waits for everybody's.
+    /// Signals all others that these puts have landed, and waits for their signals.
     fn landed_by_all(&self, puts: Ops) -> Ops {
         let (flag, level) = (Flag::Landed, FlagValue::Call);
         puts.each(self.peers(), |ops, to| ops.signal((to, self.me), flag, level))
@@ -295,7 +295,7 @@ impl RankView {
         let leader = leaders[self.place(root) as usize];
         let mut ops = Ops::new();
         match leaders.iter().position(|&leader| leader == me) {
-            // Of the root all neighbours have heard.
+            // All local peers have heard the root.
             None if leader != root => ops = ops.wait(leader, flag, FlagValue::Call),
             None => {}
             Some(place) => {
@@ -305,7 +305,7 @@ impl RankView {
                     Shape::Star => &[],
                     Shape::Chain => leaders.get(place + 1..place + 2).unwrap_or_default(),
                 };
-                // Who hands nothing on waits for the last part alone.
+                // A rank that relays nothing waits for the last part alone.
                 let first = if children.is_empty() { parts } else { 1 };
                 for part in first..=parts {
                     if me != root {

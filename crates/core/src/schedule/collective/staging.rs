@@ -5,9 +5,11 @@
 //!                     a chunk   a chunk   a slot for each step   a slot each
 //! ```
 //!
-//! On entering, others write to landings alone: so a root's offer may go on over its result and outbox, whatever the others call.
+//! On entry, other ranks write to landings alone. So a root's offer may extend over its result and
+//! outbox, whatever the others call.
 //!
-//! In the *room* results land in place, part behind part: it is as large as is asked for, and there is one for all rounds.
+//! Results land in place in the *room*, part behind part. It is as large as requested, and there is
+//! one for all rounds.
 
 use std::ops::Range;
 
@@ -27,10 +29,12 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// For so many ranks, with chunks of at most `chunk` bytes, and no room for results that land in place.
+    /// For this number of ranks, with chunks of at most `chunk` bytes, and no room for results that
+    /// land in place.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] if that is less than 128 bytes a rank, or a window is larger than 64 bits can say.
+    /// [`PlanError::BadParameter`] if that is less than 128 bytes a rank, or a window is larger
+    /// than 64 bits can say.
     pub fn new(ranks: u32, chunk: u64) -> Result<Self, PlanError> {
         let bad = |expected| PlanError::BadParameter { parameter: "chunk", seen: chunk, expected };
         let slot = chunk / u64::from(ranks.max(1)) / LINE * LINE;
@@ -43,7 +47,7 @@ impl Staging {
         Ok(Staging { ranks, slot, room: 0 })
     }
 
-    /// With room for results of so many bytes, and what is missing to a whole line.
+    /// With room for results of this many bytes, rounded up to a whole line.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] if a window is then larger than 64 bits can say.
@@ -78,12 +82,14 @@ impl Staging {
         self.slot / 2 / LINE * LINE * u64::from(self.ranks)
     }
 
-    /// The most bytes of a round in which one rank alone has something: its offer goes on over result and outbox.
+    /// The most bytes of a round in which one rank alone has something: its offer extends over
+    /// result and outbox.
     pub fn wide_offer(&self) -> u64 {
         3 * self.chunk()
     }
 
-    /// The bytes that a rank sums of `len`: equal shares of whole lines, of which the last may be shorter, or empty.
+    /// The bytes that a rank sums of `len`: equal shares of whole lines, of which the last may be
+    /// shorter, or empty.
     pub fn share(&self, len: u64, rank: u32) -> Range<u64> {
         let width = len.div_ceil(self.ranks.into()).next_multiple_of(LINE);
         let at = |nth: u32| (width * u64::from(nth)).min(len);
@@ -109,12 +115,12 @@ impl Staging {
         (parity & 1) * 4 * self.chunk()
     }
 
-    /// What a rank has for all.
+    /// Bytes that a rank has for all.
     pub fn offer(&self, parity: u64) -> u64 {
         self.half(parity)
     }
 
-    /// What a rank puts here; on a ring, what comes in step `of`.
+    /// Bytes that a rank puts here; on a ring, those of step `of`.
     pub fn landing(&self, of: u32, parity: u64) -> u64 {
         self.half(parity) + 3 * self.chunk() + u64::from(of) * self.slot
     }

@@ -14,17 +14,17 @@ pub struct CallerTables {
     pub table: Vec<Operand>,
     /// Spans of `Put`s.
     pub spans: Vec<SpanCopy>,
-    /// What the entry signal says to each peer, and the offer to each relay.
+    /// Tags of the entry signal to each peer, and the offer to each relay.
     pub tags: Vec<Tag>,
     /// Per owner: where its chunk lies when it is summed.
     pub bases: Vec<u64>,
-    /// Per rank: where rows land there. What it hands on it takes behind them.
+    /// Per rank: where rows land there. Rows that it relays land behind them.
     pub landing: Vec<u64>,
-    /// Rows of this rank's twin that have landed: first row, and how many.
+    /// Landed rows of this rank's twin: first row, and how many.
     landed: Vec<(u32, u32)>,
 }
 
-/// Which parts of a chunk come home in a return.
+/// Parts of a chunk that a return brings back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReturnParts {
     /// The rows, summed.
@@ -63,7 +63,7 @@ impl CallerTables {
         self.spans.clear();
     }
 
-    /// What the running call fills into a skeleton, but for runs, rows and sums.
+    /// Constants of the running call, apart from runs, rows and sums.
     pub fn operands(&self, calls: Calls, row_bytes: u64) -> Operands<'_> {
         Operands {
             table: &self.table,
@@ -76,8 +76,9 @@ impl CallerTables {
         }
     }
 
-    /// Dispatch: rows, to where `landing` says. With `noted`, what goes with them, too, and the headers of the blocks:
-    /// once per layout, since whoever follows it later knows them. Rows of no bytes stay.
+    /// Dispatch: rows, to where `landing` says. With `noted`, also their metadata and the headers
+    /// of the blocks: once per layout, since later calls along it know them. Rows of zero bytes are
+    /// not sent.
     pub fn rows(&mut self, at: &FillContext, layout: &DispatchLayout, noted: bool) {
         self.clear();
         let (paths, sizing) = (at.paths, at.sizing);
@@ -150,8 +151,8 @@ impl CallerTables {
         self.table[slot.0 as usize] = Operand::Spans { first, count: 1 };
     }
 
-    /// Return, before its entry: cuts staging that begins at `start` into a place for the rows that each relay brings
-    /// home. It takes [`CallerTables::home_bytes`].
+    /// Return, before its entry: splits the staging that begins at `start` into places for the rows
+    /// that each relay returns. It takes [`CallerTables::home_bytes`].
     pub fn stage(&mut self, paths: &Paths, layout: &DispatchLayout, start: u64) {
         let mut next = start;
         for relay in paths.relays() {
@@ -160,8 +161,8 @@ impl CallerTables {
         }
     }
 
-    /// Return, stage "entry": neighbours are told where this rank's chunk lies, relays where this rank's rows have their
-    /// place.
+    /// Return, stage "entry": sends local peers the place of this rank's chunk, and relays the
+    /// places of this rank's rows.
     pub fn offer(&mut self, paths: &Paths, tag: Tag, chunk: u64) {
         for (peer, told) in (0..).zip(&mut self.tags) {
             *told =
@@ -169,8 +170,9 @@ impl CallerTables {
         }
     }
 
-    /// Stage "in" of a dispatch: what sources of other nodes put into this rank's twin, rows and, with `noted`, what goes
-    /// with them, to where it is to lie. Rows that lie next to each other go as one, whoever sent them.
+    /// Stage "in" of a dispatch: copies the rows that sources of other nodes put into this rank's
+    /// twin and, with `noted`, their metadata to their places. Adjacent rows of different sources
+    /// go as one copy.
     pub fn bring_in(&mut self, at: &FillContext, forward: &RelayPlan, landed: u32, noted: bool) {
         self.clear();
         self.landed.clear();
@@ -188,8 +190,9 @@ impl CallerTables {
         self.brought(at);
     }
 
-    /// The same where rows go to arrivals: of `landed`, first rows and how many follow, what goes with them; and, with
-    /// `rows` rows, their index. They lie on the `desk`: the index, and the notes of row 0.
+    /// The same where rows go to arrivals: the metadata of `landed` (first rows and how many
+    /// follow) and, with `rows` rows, their index. Index and notes (of row 0 on) lie in the planner
+    /// scratch `desk`.
     pub fn bring_notes_in(
         &mut self,
         at: &FillContext,
@@ -238,8 +241,9 @@ impl CallerTables {
         self.table[slot.0 as usize] = Operand::Spans { first: 0, count: self.spans.len() as u32 };
     }
 
-    /// Dispatch where engines relay, behind [`CallerTables::rows`]: rows for neighbours go to their arrivals, one run each, the
-    /// first of which is run `first` of the layout. `landing` says how much lies before arrivals, and before what is staged.
+    /// Dispatch where engines relay, behind [`CallerTables::rows`]: rows for local peers go to
+    /// their arrivals, one run each, the first of which is run `first` of the layout. `landing`
+    /// gives the bytes before arrivals, and before staged rows.
     pub fn to_arrivals(
         &mut self,
         at: &FillContext,
@@ -265,8 +269,9 @@ impl CallerTables {
         }
     }
 
-    /// Return, before its entry: a place for the rows alone that each relay brings home. In the twin these are cut from
-    /// `home`; where rails reach the pool they are [those](DispatchLayout::home_of) in which rows are summed.
+    /// Return, before its entry: a place for the rows alone that each relay returns. In the twin
+    /// these are cut from `home`; where the net reaches the pool they are
+    /// [those](DispatchLayout::home_of) in which rows are summed.
     pub fn stage_rows(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
         let (mut next, row_bytes) = (0, at.sizing.home_bytes);
         for (relay, block) in at.paths.relays().zip(&layout.blocks) {
@@ -279,9 +284,9 @@ impl CallerTables {
         }
     }
 
-    /// Stage "pull" of a return: from where each owner offers its chunk (`bases`) the rows of this rank, to `home`, where they
-    /// lie as they lay when they went out. Those of other nodes have come to the twin by then, one behind the other; or are
-    /// home.
+    /// Stage "pull" of a return: copies this rank's rows from where each owner offers its chunk
+    /// (`bases`) to `home`, in the order in which they left. Those of other nodes have come to the
+    /// twin by then, one behind the other, or have returned already.
     pub fn pull(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
         self.clear();
         let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.home_bytes);
@@ -314,7 +319,7 @@ impl CallerTables {
             let (first, count) = (first as u32, (self.spans.len() - first) as u32);
             self.table[caller.rows(peer).0 as usize] = Operand::Spans { first, count };
         }
-        // Blocks come home as they are, behind the rows of neighbours.
+        // Blocks return unchanged, behind the rows of local peers.
         let blocks = at.paths.relays().zip(&layout.blocks);
         for (relay, block) in blocks.filter(|_| in_twin(Route::Pxn)) {
             let (first, from_offset) = (self.spans.len() as u32, self.bases[relay as usize]);
@@ -336,7 +341,7 @@ impl CallerTables {
         self.table[caller.weights().0 as usize] = pick(parts.weights, Operand::FetchWeights);
     }
 
-    /// Bytes of a return's staging: what all relays bring home.
+    /// Bytes of a return's staging: the rows that all relays return.
     pub fn home_bytes(paths: &Paths, layout: &DispatchLayout) -> u64 {
         paths.relays().map(|relay| layout.chunks[relay as usize].bytes()).sum()
     }

@@ -1,9 +1,11 @@
-//! Fills a skeleton's operands from a layout. Pure, and without allocation once the tables have grown.
+//! Fills a skeleton's operands from a layout. Pure, and without allocation once the tables have
+//! grown.
 //!
 //! A real call (`ep`) and an unrolled one (`story`) fill their operands here, count with the same
-//! [`Calls`](super::Calls), look into the same [`ControlLayout`](super::ControlLayout) and follow the same skeletons: so far, what is
-//! proved is what runs. What a story plays in its own words is the rest: when the planner and the caller touch memory,
-//! and which extent a pool gives. It takes the lowest, the hardest case; a real pool may be kinder.
+//! [`Calls`](super::Calls), look into the same [`ControlLayout`](super::ControlLayout) and follow
+//! the same skeletons: so far, the proof covers the code that runs. The unrolled program models the
+//! rest itself: when the planner and the caller touch memory, and which extent a pool gives. It
+//! takes the lowest, the hardest case; a real pool may be kinder.
 
 mod caller;
 mod relay;
@@ -14,7 +16,7 @@ pub use relay::RelayTables;
 use super::{ControlLayout, Index, Operand, PutSource, WindowId};
 use crate::plan::{RowBuffer, RowSizes};
 
-/// What is the same for all tables of one rank in one call.
+/// Constants of all tables of one rank in one call.
 #[derive(Clone, Copy, Debug)]
 pub struct FillContext<'a> {
     /// This rank among its nodes.
@@ -27,10 +29,12 @@ pub struct FillContext<'a> {
     pub chunks: u8,
     /// Which of two publications, messages and headers the call takes.
     pub parity: u64,
-    /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::HOST_STAGING) where that is memory of
-    /// a device that no rail reaches.
+    /// The window in which crossing rows land: the pool, or its
+    /// [twin](crate::schedule::WindowId::HOST_STAGING) where the pool is device memory that no net
+    /// reaches.
     pub far: WindowId,
-    /// Rows that landing memory is laid out for, where that does not depend on how many come: metadata lies behind them.
+    /// Rows that landing memory is laid out for, where that does not depend on how many come:
+    /// metadata lies behind them.
     pub fixed_rows: Option<u32>,
     /// Where metadata lands at each rank, if not behind the rows.
     pub notes: Option<&'a [u64]>,

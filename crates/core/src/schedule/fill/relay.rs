@@ -1,4 +1,4 @@
-//! Operands of what a rank relays.
+//! Operands of a rank's relay work.
 
 use super::{FillContext, ReturnParts};
 use crate::plan::{Bins, Block, Counts, PlanContext, ReceiveSizes, RelayPermutation, RelayPlan, RowBuffer};
@@ -36,7 +36,8 @@ impl RelayTables {
         self.spans.clear();
     }
 
-    /// Stage "told": the message to every rank that this one tells, with counts or without.
+    /// Stage "told": the message to every rank that this one sends counts to, with counts or
+    /// without.
     pub fn messages(&mut self, at: &FillContext, counts: bool) {
         self.clear();
         let (paths, control) = (at.paths, at.control);
@@ -53,8 +54,9 @@ impl RelayTables {
         }
     }
 
-    /// Stage "forward": rows of all blocks to all ranks served, from staging, by list or in spans. With `noted`, what goes
-    /// with them, too: it lies in the headers. Rows of no bytes stay.
+    /// Stage "forward": rows of all blocks to all ranks served, from staging, by list or in spans.
+    /// With `noted`, also their metadata, which lies in the headers. Rows of zero bytes are not
+    /// sent.
     pub fn forward(&mut self, at: &FillContext, forward: &RelayPlan, noted: bool) {
         self.clear();
         let paths = at.paths;
@@ -101,8 +103,9 @@ impl RelayTables {
         }
     }
 
-    /// Stage "forward" where engines hand on: rows of all blocks, in runs, to the arrivals of all ranks served. `landing` says
-    /// how much lies before those. What goes with the rows is read where the headers are. Rows of no bytes stay.
+    /// Stage "forward" where engines relay: rows of all blocks, in runs, to the arrivals of all
+    /// ranks served. `landing` gives the bytes before those. The metadata is read from the headers.
+    /// Rows of zero bytes are not sent.
     pub fn hand_on(
         &mut self,
         at: &FillContext,
@@ -142,8 +145,9 @@ impl RelayTables {
         }
     }
 
-    /// Stage "bring home": the rows of every source, from wherever they lie on this node, to where the source said; or
-    /// their partial sums, by way of `outbox`, which takes [`outbox_bytes`](RelayTables::outbox_bytes).
+    /// Stage "bring home": the rows of every source, from where they lie on this node, to the place
+    /// that the source named; or their partial sums, through `outbox`, which takes
+    /// [`outbox_bytes`](RelayTables::outbox_bytes).
     pub fn home(
         &mut self,
         at: &FillContext,

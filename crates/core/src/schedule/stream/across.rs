@@ -1,4 +1,5 @@
-//! Slots across nodes: what goes there leaves the stream for a *proxy*, a thread of the host beside it.
+//! Slots across nodes: rows for other nodes leave the stream for a *proxy*, a host thread next to
+//! it.
 //!
 //! ```text
 //!   rank s, stream          s, proxy                                      d, proxy            rank d, stream
@@ -15,12 +16,14 @@
 //!                                                                                                     Put twin -> receive[s]
 //! ```
 //!
-//! A *bell* is a word between a stream and its own proxy, a rank's own: `landed[me]` for a dispatch, `home[me]` for a combine,
-//! `read[me]` for a release. Like all words of a stream it is a constant, so a graph can ring it. Words that cross on the
-//! detour are those of rails, which grow: the proxies count.
+//! A *request flag* is a word between a stream and its own proxy, a rank's own word: `landed[me]`
+//! for a dispatch, `home[me]` for a combine, `read[me]` for a release. Like all words of a stream
+//! it is a constant, so a graph can set it. Words that cross on the host-staged path are those of
+//! nets, which grow: the proxies count.
 //!
-//! No other licences are needed than on one node, because a signal still says that its rows have landed, and so that they have
-//! been read where they came from: `home[d]`, heard by `s`, says that `s` may pack `send[d]`, and ring, again.
+//! The grants of one node suffice, because a signal still says that its rows have landed, and so
+//! that they have been read at their source: `home[d]`, heard by `s`, says that `s` may pack
+//! `send[d]`, and set the request flag, again.
 
 use super::{Slots, StreamProgram};
 use crate::error::PlanError;
@@ -39,24 +42,26 @@ pub enum RowPath {
     HostStaged,
 }
 
-/// What the proxy of a rank does of one call.
+/// The proxy's part of one call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProxyProgram {
-    /// The stream's bell: of the words that speak of the rank itself.
+    /// The stream's request flag: among the words that speak of the rank itself.
     pub rings: Flag,
     /// Hears it, and takes it back.
     pub bell: Stage,
     /// Then: puts and signals, a track for each peer.
     pub out: Stage,
-    /// Beside all that, on the detour: tells the stream what has come, a track for each peer.
+    /// Concurrent with all that, on the host-staged path: signals the stream which rows have come,
+    /// a track for each peer.
     pub back: Stage,
 }
 
-/// The word by which a rail says that what it brought to a twin has landed.
+/// The word by which a net says that its rows have landed in host staging.
 const BLOCK: Flag = Flag::Block;
 
 impl StreamProgram {
-    /// The same in a group of several nodes: what goes to other nodes is the proxy's. Unchanged if there is one node.
+    /// The same in a group of several nodes: the proxy moves the rows for other nodes. Unchanged if
+    /// there is one node.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] if there are nodes for another number of ranks.
@@ -118,7 +123,7 @@ impl StreamProgram {
         Ok(self)
     }
 
-    /// What goes to a peer goes by the twins, and so does what comes from it.
+    /// Rows to and from a peer go through host staging.
     fn turn_aside(&mut self, peer: u32) {
         let (me, ranks) = (self.me, self.slots.ranks());
         let Operand::Spans { first, count: 1 } = self.table[peer as usize] else { return };

@@ -1,13 +1,13 @@
 //! A program as a stream takes it: batches of copies, and lists of memory operations.
 //!
-//! A device has no order among the copies of a batch, so a flag is never one of them. The stream has done a batch
-//! before it begins the list behind it, which it works through in order.
+//! A device has no order among the copies of a batch, so a flag is never one of them. The stream
+//! completes a batch before it begins the list behind it, which it processes in order.
 
 use super::{Slots, StreamProgram};
 use crate::schedule::call::Part;
 use crate::schedule::{Op, Operand, SpanCopy, TrackOp};
 
-/// What a stream takes at once.
+/// Operations that a stream takes at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Piece {
     /// Copies, which may run in any order.
@@ -19,7 +19,7 @@ pub enum Piece {
 /// One copy of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerCopy {
-    /// At whom the target lies: a peer, or this rank, whose twin is one of the two then.
+    /// The rank of the target: a peer, or this rank if its host staging is one of the two.
     pub to: u32,
     /// Source and target, in windows of slots ([`Slots::WINDOW`]) and in this rank's twin.
     pub span: SpanCopy,
@@ -30,9 +30,9 @@ pub struct PeerCopy {
 pub enum WordOp {
     /// Writes a word, behind everything that the stream did before.
     Write {
-        /// At whom: a peer, or this rank.
+        /// The rank of the flag: a peer, or this rank.
         at: u32,
-        /// Of whom it speaks.
+        /// The rank that the word speaks of.
         of: u32,
         /// First byte.
         offset: u64,
@@ -41,7 +41,7 @@ pub enum WordOp {
     },
     /// Waits until a word of this rank is at least so much.
     Wait {
-        /// Of whom it speaks.
+        /// The rank that the word speaks of.
         of: u32,
         /// First byte.
         offset: u64,
@@ -51,7 +51,8 @@ pub enum WordOp {
 }
 
 impl StreamProgram {
-    /// One half of the stage, or both. Neighbours of one kind are together; no bytes are no copy.
+    /// One half of the stage, or both. Adjacent operations of one kind are together; a put of zero
+    /// bytes is no copy.
     pub fn pieces(&self, part: Part) -> Vec<Piece> {
         let mut pieces = Vec::new();
         for TrackOp { op, .. } in self.stage().part(part) {

@@ -1,8 +1,10 @@
-//! Slots on a stream: a dispatch and a combine that a CUDA stream carries out alone, and that a graph can hold.
+//! Slots on a stream: a dispatch and a combine that a CUDA stream runs alone, and that a graph can
+//! hold.
 //!
-//! Every rank has a fixed slot at every other, rank-major. Nobody counts and nobody plans, so every address,
-//! every size and every flag value is a constant. Kernels do what needs arithmetic. Experts are the
-//! caller's. The program of a call ([`SlotCall`](crate::schedule::call::SlotCall)) says when the others run:
+//! Every rank has a fixed slot at every other, rank-major. No rank counts or plans, so every
+//! address, every size and every flag value is a constant. Kernels do the arithmetic. The caller
+//! runs the experts. The program of a call ([`SlotCall`](crate::schedule::call::SlotCall)) states
+//! when the others run:
 //!
 //! ```text
 //!   rank s                                               rank d
@@ -19,8 +21,8 @@
 //!   sum: own partial[s], home[p] -> tokens
 //! ```
 //!
-//! Flags have a credit of one: a word is raised to 1, awaited, and set back by its owner. No other words are needed,
-//! because dispatch and combine take turns, and so each signal is the licence of what comes next:
+//! Flags have a credit of one: a word is raised to 1, awaited, and reset by its owner. No other
+//! words are needed: dispatch and combine alternate, so each signal grants the next write:
 //!
 //! ```text
 //!   home of p, heard by s      p's experts have read receive[s]      s may put its next rows there
@@ -29,12 +31,14 @@
 //!                              p has set its home[s] back            s may raise it again
 //! ```
 //!
-//! Between nodes a stream moves nothing: there a thread of the host does it, whom the stream rings ([`StreamProgram::across`]).
+//! Between nodes a stream moves nothing: a host thread does, at the stream's request
+//! ([`StreamProgram::across`]).
 //!
-//! A dispatch that no combine follows is ended by a release: the combine without its puts.
-//! Several microbatches may be under way, each with windows and flags of its own. **All ranks enqueue calls in the same
-//! order.** Streams may share a hardware queue, where a blocked wait blocks what stands behind it: two ranks that enqueue
-//! two dispatches in different orders then wait for each other for ever.
+//! A dispatch that no combine follows is ended by a release: the combine without its puts. Several
+//! microbatches may be in flight, each with windows and flags of its own. **All ranks enqueue calls
+//! in the same order.** Streams may share a hardware queue, where a blocked wait blocks later
+//! operations: two ranks that enqueue two dispatches in different orders then wait for each other
+//! forever.
 
 mod across;
 mod enqueue;

@@ -1,4 +1,4 @@
-//! What one rank enqueues: a stage, and operands that never change.
+//! Operations that one rank enqueues: a stage, and operands that never change.
 
 use super::{ProxyProgram, Slots};
 use crate::error::PlanError;
@@ -33,7 +33,7 @@ impl SlotCall {
         if self == SlotCall::Dispatch { Flag::Landed } else { Flag::Returned }
     }
 
-    /// What a rank moves to another: from its window of slots to the other's.
+    /// A rank's put to another: from its window of slots to the other's.
     pub(super) fn span(self, slots: &Slots, from: u32, to: u32) -> SpanCopy {
         let (from_offset, to_offset, len) = match self {
             SlotCall::Dispatch => (slots.send(to), slots.receive(from), slots.slot_bytes()),
@@ -46,9 +46,9 @@ impl SlotCall {
 }
 
 impl StreamProgram {
-    /// What rank `me` enqueues for a call. A dispatch moves `send[d]` here to `receive[me]` at `d`, and a
-    /// combine `partial[p]` here to `home[me]` at `p`. A combine and a release say, too, that all slots
-    /// have been read.
+    /// Operations that rank `me` enqueues for a call. A dispatch moves `send[d]` here to
+    /// `receive[me]` at `d`, and a combine `partial[p]` here to `home[me]` at `p`. A combine and a
+    /// release say, too, that all slots have been read.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] if the group has no rank `me`.
@@ -58,7 +58,8 @@ impl StreamProgram {
             let (parameter, expected) = ("rank", "one of the group");
             return Err(PlanError::BadParameter { parameter, seen: me.into(), expected });
         }
-        // Rotated, so that no rank is everybody's first; waits are in the order in which peers come to this rank.
+        // Rotated, so that ranks do not all begin with the same one; waits are in the order in
+        // which peers come to this rank.
         let peers = || (1..ranks).map(|step| (me + step) % ranks);
         let comers = || peers().rev();
         let (mut table, mut spans) = (vec![Operand::Empty; ranks as usize], Vec::new());
@@ -82,12 +83,12 @@ impl StreamProgram {
         &self.stage
     }
 
-    /// What the host does of it, where there are other nodes.
+    /// The host's part of it, with several nodes.
     pub fn proxied(&self) -> Option<&ProxyProgram> {
         self.proxied.as_ref()
     }
 
-    /// What the stages' operations move: the same in every call.
+    /// Bytes that the stages' operations move: the same in every call.
     pub fn operands(&self) -> Operands<'_> {
         Operands { table: &self.table, spans: &self.spans, ..Operands::default() }
     }

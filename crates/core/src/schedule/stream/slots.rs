@@ -11,8 +11,9 @@ use crate::schedule::{ControlLayout, Flag, LINE, WindowId};
 ///   flags   | words of Control::flag, a cache line each |
 /// ```
 ///
-/// A kernel indexes all four by rank. So each has a place for the rank itself, though two of them stay empty: own rows are
-/// packed straight to `receive[me]`, own partial rows are summed in `partial[me]`.
+/// A kernel indexes all four by rank. So each has a place for the rank itself, though two of them
+/// stay empty: own rows are packed straight to `receive[me]`, own partial rows are summed in
+/// `partial[me]`.
 ///
 /// ```
 /// use sidelane_core::schedule::stream::Slots;
@@ -38,11 +39,12 @@ impl Slots {
     /// Each of the four begins at a multiple of so many bytes, as whatever a device allocates does.
     pub const ALIGN: u64 = 256;
 
-    /// For a group of `ranks` ranks: `slot_bytes` for all rows that one rank sends another, with what goes along, and
-    /// `home_bytes` for the partial rows that come back for them.
+    /// For a group of `ranks` ranks: `slot_bytes` for all rows that one rank sends another, with
+    /// their metadata, and `home_bytes` for the returned partial rows.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] for no ranks, for sizes that are no multiple of 16 bytes, or beyond 64 bits together.
+    /// [`PlanError::BadParameter`] for no ranks, for sizes that are no multiple of 16 bytes, or
+    /// beyond 64 bits together.
     pub fn new(ranks: u32, slot_bytes: u64, home_bytes: u64) -> Result<Self, PlanError> {
         let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
         if ranks == 0 {
@@ -58,7 +60,8 @@ impl Slots {
         Ok(Slots { first: 0, ranks, slot_bytes, home_bytes })
     }
 
-    /// The same, behind room for the flag words: where cards write rows to memory of a device, they raise flags there, too.
+    /// The same, behind room for the flag words: NICs that write rows to device memory raise flags
+    /// there, too.
     pub fn behind_words(self) -> Self {
         Slots { first: self.flag_bytes().next_multiple_of(Self::ALIGN), ..self }
     }
@@ -78,7 +81,7 @@ impl Slots {
         self.slot_bytes
     }
 
-    /// Bytes of what comes home for one slot.
+    /// Bytes of the returned rows of one slot.
     pub fn home_bytes(&self) -> u64 {
         self.home_bytes
     }
@@ -93,7 +96,7 @@ impl Slots {
         self.all(self.slot_bytes) + self.receive(destination)
     }
 
-    /// Where partial rows of `peer` come home.
+    /// Where partial rows of `peer` return.
     pub fn home(&self, peer: u32) -> u64 {
         self.first + 2 * self.all(self.slot_bytes) + u64::from(peer) * self.home_bytes
     }
@@ -108,7 +111,8 @@ impl Slots {
         self.first + 2 * self.all(self.slot_bytes) + 2 * self.all(self.home_bytes)
     }
 
-    /// The flag word of this kind that speaks of a rank, in the window of flags. 8 bytes, of which a device may use 4.
+    /// The flag word of this kind that speaks of a rank, in the window of flags. 8 bytes, of which
+    /// a device may use 4.
     pub fn flag(&self, of: u32, flag: Flag) -> u64 {
         ControlLayout::flag(of, flag, self.ranks)
     }

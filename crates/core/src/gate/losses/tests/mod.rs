@@ -1,4 +1,5 @@
-//! Against plain f64 with the standard library's functions; gradients against central differences of it.
+//! Against plain f64 with the standard library's functions; gradients against central differences
+//! of it.
 
 mod importance;
 mod weights;

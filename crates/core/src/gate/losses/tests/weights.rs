@@ -3,7 +3,7 @@
 use super::*;
 use crate::gate::{Divisor, Gate, GateConfig, GateInput, Noise, Normalize, SecondExpertPolicy, Select};
 
-/// Weights in f64, from choices and what is left of them.
+/// Weights in f64, from the choices before and after dropping.
 fn reference_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i32]) -> Vec<f64> {
     let mut weights = vec![0.0; choices.len()];
     for t in 0..choices.len() / K {
