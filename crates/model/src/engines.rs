@@ -1,16 +1,18 @@
-//! What the copy engines of a device are asked for by a call: the steps of its program, counted.
+//! The requests of a call to the copy engines of a device: the steps of its program, counted.
 //!
-//! A copy engine neither gathers nor adds. So rows of the call's own tensors are packed by a kernel first, in the order in
-//! which they leave, and each run of them is one copy; what a relay hands on lies in a block, and each stretch of it is one.
-//! A stage goes to one stream in groups, each a batch of copies and a list of memory operations behind it:
+//! A copy engine neither gathers nor adds. So a kernel first packs rows of the call's own tensors
+//! in the order in which they leave, and each run of them is one copy. Relayed rows lie in a block,
+//! and each stretch of it is one copy. A stage goes to one stream in groups, each a batch of copies
+//! and a list of memory operations behind it:
 //!
 //! ```text
 //!   stage    Put a  Signal a  Put b  Signal b  Wait a  Wait b  Put c  Signal c
 //!   stream   | batch: a b | list: signal a, signal b, wait a, wait b | batch: c | list: signal c |
 //! ```
 //!
-//! Not counted are kernels, own rows (the kernel that packs leaves them at their place) and what goes with the rows (it
-//! comes with the counts, by way of the host). What goes to other nodes is a card's: of that only bytes are counted.
+//! Not counted are kernels, own rows (the packing kernel leaves them in place) and row metadata (it
+//! comes with the counts, through the host). NICs move rows to other nodes: of these only bytes are
+//! counted.
 
 use std::ops::AddAssign;
 
@@ -21,10 +23,10 @@ use sidelane_core::schedule::call::{Action, Engines, RankPrograms, Relays, Role,
 use sidelane_core::schedule::stream::StreamProgram;
 use sidelane_core::schedule::{CallerTables, FillContext, Op, Operands, RelayTables, TrackOp};
 
-/// What one rank asks of its engines.
+/// Requests of one rank to its engines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyEngineWork {
-    /// Copies to ranks of the same node, and to this rank itself of what it relays.
+    /// Copies to ranks of the same node, and to this rank itself of relayed rows.
     pub copies: u64,
     /// Bytes that these move.
     pub bytes: u64,
@@ -88,7 +90,8 @@ impl CopyEngineWork {
         work
     }
 
-    /// Of operations of rank `me` that follow one another, in groups that begin with the first put behind a wait.
+    /// Groups of consecutive operations of rank `me`. A group begins with the first put behind a
+    /// wait.
     fn of_items(items: &[TrackOp], operands: &Operands, me: u32, near: impl Fn(u32) -> bool) -> Self {
         let (mut all, mut group, mut waited) = (CopyEngineWork::default(), CopyEngineWork::default(), false);
         for item in items {
@@ -112,7 +115,7 @@ impl CopyEngineWork {
                         group.bytes += bytes;
                     }
                 }
-                // A card's signal goes with its rows.
+                // A NIC's signal goes with its rows.
                 Op::Signal { to, .. } => group.words += u64::from(near(to)),
                 Op::Wait { .. } => {
                     group.words += 1;

@@ -92,7 +92,7 @@ impl CallMutation {
     }
 }
 
-/// Plants a bug in the rank's own program for calls of this kind, with what it relays.
+/// Plants a bug in the rank's own program for calls of this kind, with its relay.
 pub fn plant(programs: &mut RankPrograms, kind: CallKind, bug: CallMutation) {
     let program = bug.plant(programs.own(kind, Relays::Inline));
     programs.replace(kind, program);

@@ -2,9 +2,9 @@
 //! it needs.
 //!
 //! `prove` orders accesses to windows between ranks. Within a rank a step also needs values that
-//! lie in no window: a verdict, a layout, operands. Here each step names those it needs and those
-//! it gives, and each kind of call what it owes its caller. A program that lacks one is named
-//! before anything is unrolled.
+//! lie in no window: an agreement, a layout, operands. Here each step names the values that it
+//! needs and gives, and each kind of call names those that it owes its caller. A program without
+//! one of them is named before anything is unrolled.
 
 use std::fmt;
 
@@ -80,16 +80,16 @@ pub enum Value {
     Done,
     /// Collective: this stage of the round is over.
     Stage(u8),
-    /// Collective: what the round has left for the caller is known.
+    /// Collective: the round's result for the caller is known.
     Due,
-    /// Collective: the caller has what the round has left.
+    /// Collective: the caller has the round's result.
     Copied,
 }
 
-/// A step, or the caller, lacks a value.
+/// A step, or the caller, misses a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lacking {
-    /// The step; nothing where the call ends without what it owes.
+    /// The step; `None` where the call ends without a value that it owes.
     pub step: Option<CallStep>,
     /// The value.
     pub value: Value,
@@ -104,11 +104,11 @@ impl fmt::Display for Lacking {
     }
 }
 
-/// Checks that every step of a program finds what it needs, and that the call ends with all that `whole`, a
-/// well-formed program of the same call, ends with.
+/// Checks that every step of a program finds the values that it needs, and that the call ends with
+/// all values of `whole`, a well-formed program of the same call.
 ///
 /// # Errors
-/// The first step that lacks a value.
+/// The first step that misses a value.
 pub fn check(program: &CallProgram, whole: &CallProgram) -> Result<(), Lacking> {
     let given = flow(program, whole)?;
     let lacking = flow(whole, whole)?.into_iter().find(|value| !given.contains(value));
@@ -139,7 +139,7 @@ fn flow(program: &CallProgram, whole: &CallProgram) -> Result<Vec<(Role, Value)>
             }
         }
         let due = given.contains(&(step.role, Value::Due));
-        // Copies of what an earlier round has left say nothing of this one.
+        // Copies of an earlier round's result say nothing of this round.
         given.extend(given_by(whole, &step).into_iter().filter(|(_, value)| due || *value != Value::Copied));
     }
     Ok(given)

@@ -1,13 +1,14 @@
 //! Plants one bug in a story: what `prove` is worth is how many of them it finds.
 //!
-//! A mutation is a bug of the *skeleton*: the same operation of one actor is changed in every call of that kind.
+//! A mutation is a bug of the *skeleton*: the same operation of one actor is changed in every call
+//! of that kind.
 
 use sidelane_core::error::CallKind;
 use sidelane_core::schedule::{Calls, FlagValue, Op, TrackOp};
 
 use crate::unroll::{ActorCall, StageRun, UnrolledOp, UnrolledProgram};
 
-/// What is done to an operation.
+/// Change of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Change {
     /// It is left out.
@@ -16,7 +17,7 @@ pub enum Change {
     Swap,
     /// A signal goes before everything of its track in the stage.
     First,
-    /// A wait goes to the very end of the call, behind what it guards.
+    /// A wait goes to the very end of the call, behind the operations that it guards.
     Late,
     /// The value of its flag is one call more; of a part, one part more.
     Raise,
@@ -31,7 +32,7 @@ pub enum Change {
 /// One planted bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mutation {
-    /// Whose skeleton: a rank's.
+    /// The rank of the skeleton.
     pub rank: u32,
     /// The actor that follows it.
     pub actor: u32,
@@ -47,7 +48,7 @@ pub struct Mutation {
     pub item: TrackOp,
     /// For [`Change::Swap`]: the operation it changes places with.
     pub other: Option<Op>,
-    /// What is done to it.
+    /// The change.
     pub change: Change,
 }
 

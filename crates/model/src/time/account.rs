@@ -9,7 +9,7 @@ use super::{Executor, Hardware};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Phase {
-    /// Sorting, counts of everybody, placement; of a combine: everybody is there.
+    /// Sorting, the counts of all ranks, placement; of a combine: all ranks have entered.
     Plan,
     /// Rows are packed: what of it does not hide behind planning.
     Pack,
@@ -17,9 +17,9 @@ pub enum Phase {
     Move,
     /// Rows that arrived come into visible order.
     Regroup,
-    /// What crosses comes home, summed by relays or not.
+    /// Crossing rows return, summed by relays or not.
     Home,
-    /// Rows are pulled from neighbours.
+    /// Rows are pulled from local peers.
     Pull,
     /// Rows are summed.
     Sum,
@@ -33,11 +33,11 @@ pub enum Resource {
     Host,
     /// Copy engines and words of streams.
     Engines,
-    /// What a rank takes in from its node.
+    /// Bytes that a rank receives from its node.
     Link,
-    /// Cards, out.
+    /// NICs, out.
     NicOut,
-    /// Cards, in.
+    /// NICs, in.
     NicIn,
     /// Kernels.
     Compute,
@@ -82,7 +82,7 @@ impl Phase {
     }
 }
 
-/// What one rank asks for in a call.
+/// Work of one rank in a call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RankWork {
     /// Copies within the node; of a host: rows that it copies.
@@ -91,13 +91,13 @@ pub struct RankWork {
     pub intra_node_bytes: u64,
     /// Bytes of those within its own memory.
     pub self_bytes: u64,
-    /// Messages of its card.
+    /// Messages of its NIC.
     pub messages: u64,
     /// Bytes of those.
     pub inter_node_bytes: u64,
-    /// Bytes that kernels read and write, neighbours' apart.
+    /// Bytes that kernels read and write, without those of local peers.
     pub kernel_bytes: u64,
-    /// Bytes that kernels read of neighbours.
+    /// Bytes that kernels read from local peers.
     pub loaded_bytes: u64,
 }
 
@@ -120,8 +120,8 @@ pub struct PhaseTime {
 }
 
 impl Bottleneck {
-    /// The roofline of ranks with this work, each at a card: each part moves what it has to at its rate, all at once, and
-    /// nothing has a price. No executor could be faster.
+    /// The roofline of ranks with this work, each at a NIC: each part moves its bytes at its rate,
+    /// all at once, at no fixed cost. No executor could be faster.
     pub(super) fn roofline(works: &[RankWork], cards: &[usize], hardware: &Hardware) -> Self {
         let Hardware { engines, link, nic, compute, host, executor, .. } = hardware;
         let copying = |work: &RankWork| {
@@ -131,7 +131,7 @@ impl Bottleneck {
         let loads = |work: &RankWork| at_rate(work.loaded_bytes, link.load_rate);
         let most = |of: &dyn Fn(&RankWork) -> u64| works.iter().map(of).max().unwrap_or(0);
         if *executor == Executor::Host {
-            // What crosses is copied twice: by a core of who sends, and by one of who receives.
+            // Crossing bytes are copied twice: by a core of the sender, and by one of the receiver.
             let once = |work: &RankWork| at_rate(work.inter_node_bytes, nic.rate);
             let sends = |work: &RankWork| copying(work) + kernels(work) + loads(work) + once(work);
             let all = works.iter().map(|work| sends(work) + once(work)).sum::<u64>();
@@ -161,7 +161,7 @@ pub struct Timing {
     pub ns: u64,
     /// Phases of that rank: they add up to `ns`.
     pub phases: Vec<PhaseTime>,
-    /// What was busy for the longest time at any rank.
+    /// The part that was busy longest at any rank.
     pub bottleneck: Bottleneck,
     /// By bytes alone.
     pub roofline: Bottleneck,

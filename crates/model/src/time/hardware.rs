@@ -1,17 +1,17 @@
-//! What a machine is made of, as data.
+//! Parts of a machine, as data.
 
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use sidelane_core::error::PlanError;
 
-/// Who carries the schedule out.
+/// The executor of the schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Executor {
     /// Cores of the host copy and sum; what crosses is copied into a ring and out of it.
     Host,
-    /// Copy engines move rows in a node and cards between nodes; kernels pack and sum.
+    /// Copy engines move rows in a node and NICs between nodes; kernels pack and sum.
     Device,
 }
 
@@ -28,7 +28,7 @@ pub enum Executor {
 pub struct Hardware {
     /// Its name.
     pub name: String,
-    /// Who carries schedules out.
+    /// Executors of schedules.
     pub executor: Executor,
     /// Copy engines; of a host: its copying cores.
     pub engines: Engines,
@@ -62,15 +62,15 @@ pub struct Engines {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Link {
-    /// What one rank can take in.
+    /// Rate at which one rank can receive.
     pub rate: u64,
-    /// What kernels of one rank read of its neighbours.
+    /// Rate at which kernels of one rank read from its local peers.
     pub load_rate: u64,
     /// From the last byte, or a word, to its being seen.
     pub latency: u64,
 }
 
-/// Network cards.
+/// NICs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NicModel {
@@ -96,7 +96,7 @@ pub struct Compute {
     pub launch: u64,
 }
 
-/// What the host does beside.
+/// The host's concurrent work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Host {
@@ -118,16 +118,17 @@ pub struct Host {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{seen}` is no machine known here: h100-cx7, h200-cx7, h800-400g")]
 pub struct UnknownHardware {
-    /// What was given.
+    /// The given text.
     pub seen: String,
 }
 
 impl Hardware {
-    /// Names of the machines known here. Their figures are published ones; `docs/performance.md` has the source of each.
+    /// Names of the machines known here. Their figures are published ones; `docs/performance.md`
+    /// has the source of each.
     pub const NAMES: [&str; 3] = ["h100-cx7", "h200-cx7", "h800-400g"];
 
-    /// Whether calls can be timed on it: nothing that bytes are divided by is 0, no price is above a second (or, where they
-    /// are picoseconds, a millisecond), and a machine has 65,536 cores at most.
+    /// Whether calls can be timed on it: no divisor of bytes is 0, no price is above a second (or,
+    /// where they are picoseconds, a millisecond), and a machine has 65,536 cores at most.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] with the first figure that is not so.

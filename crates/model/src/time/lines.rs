@@ -106,7 +106,8 @@ impl<'a> Lines<'a> {
         }
     }
 
-    /// The host's call that enqueues a batch of copies (0) or a list of words (1): one until the next wait.
+    /// The host's call that enqueues a batch of copies (0) or a list of words (1): one until the
+    /// next wait.
     fn call(&mut self, which: usize) {
         if !std::mem::replace(&mut self.called[which], true) {
             self.busy(self.hardware.engines.per_call);
@@ -138,7 +139,8 @@ impl<'a> Lines<'a> {
         }
     }
 
-    /// A kernel that reads and writes so many bytes of its own memory, and reads so many of neighbours; on the host, a loop.
+    /// A kernel that reads and writes this many bytes of its own memory, and reads this many of
+    /// local peers; on the host, a loop.
     pub fn kernel(&mut self, bytes: u64, loaded: u64) {
         let Hardware { compute, link, .. } = self.hardware;
         self.program.work.kernel_bytes += bytes;
@@ -150,7 +152,7 @@ impl<'a> Lines<'a> {
         }
     }
 
-    /// What a slot moves, by the rank in whose memory it lies.
+    /// Bytes of a slot, by the rank in whose memory they lie.
     fn loads(&self, operands: &Operands, to: u32, slot: OperandId) -> Vec<Load> {
         let me = self.paths.me();
         let whole = |len: u64| len.div_ceil(self.hardware.nic.message_bytes);

@@ -1,7 +1,7 @@
 //! From a call's stages and operands to the tasks of its ranks.
 //!
-//! The order is that of the call's program, with what is relayed woven in. So the planner of a device performs it, too. What
-//! each operation is, [`Lines`] say.
+//! The order is that of the call's program, with the relay's operations interleaved. So the planner
+//! of a device performs it, too. [`Lines`] define each operation.
 
 use sidelane_core::error::CallKind;
 use sidelane_core::plan::{RelayPermutation, RelayPlan, RowBuffer, RowSizes};
@@ -44,13 +44,15 @@ impl<'a> Lowering<'a> {
         self.out(CallKind::Dispatch)
     }
 
-    /// Gradients of tokens to the rows that were summed: along the layout that is there, with nothing beside them.
+    /// Gradients of tokens to the rows that were summed: along the existing layout, without
+    /// metadata.
     pub fn combine_backward(mut self) -> Program {
         self.sizing.row_bytes = self.sizing.home_bytes;
         self.out(CallKind::CombineBackward)
     }
 
-    /// A dispatch; one that places has its choices sorted, counted and placed first, and metadata moves, too.
+    /// A dispatch; one that places has its choices sorted, counted and placed first, and metadata
+    /// moves, too.
     fn out(self, kind: CallKind) -> Program {
         let (placed, rank, at, sizing) = (self.placed, self.rank, self.setting(), self.sizing);
         let (plans, arrive) = (kind.places(), rank.arrivals.is_some());
@@ -127,7 +129,8 @@ impl<'a> Lowering<'a> {
         let engines = Engines { pulls: self.pulls(), ..Engines::default() };
         let programs = RankPrograms::new(self.paths, self.placed.chunks, sums, engines);
         let mut lines = self.lines();
-        // What a token needs of planning alone decides which rows are packed; engines that relay need the placement first.
+        // Only a token's own planning decides which rows are packed; engines that relay need the
+        // placement first.
         let program = programs.own(kind, Relays::Inline);
         let goes_out = program.steps().iter().any(|step| step.action == Action::Compute(Work::FillRows));
         let late = kind.places() && self.rank.arrivals.is_some();
@@ -159,7 +162,7 @@ impl<'a> Lowering<'a> {
         lines
     }
 
-    /// What the host plans between two stages, and where phases end.
+    /// The host's planning between two stages, and the ends of phases.
     fn plan(&self, lines: &mut Lines, work: Work, late: bool) {
         let (placed, host) = (self.placed, &self.placed.hardware.host);
         match work {
@@ -184,7 +187,7 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// A kernel packs what goes out, on a device; on the host rows leave from where they are.
+    /// On a device a kernel packs the rows to send; on the host rows leave from where they are.
     fn pack(&self, lines: &mut Lines) {
         let packed = if lines.device() { 2 * self.packed_bytes() } else { 0 };
         lines.kernel(packed, 0);
@@ -198,7 +201,7 @@ impl<'a> Lowering<'a> {
     /// Bytes that a kernel packs, to leave; on the host rows leave from where they are.
     fn packed_bytes(&self) -> u64 {
         let runs = &self.rank.layout.runs;
-        // Runs to arrivals are those of neighbours once more.
+        // Runs to arrivals repeat those of local peers.
         let once = self.rank.arrivals.map_or(runs.len(), |first| first as usize);
         runs[..once].iter().map(|run| u64::from(run.count)).sum::<u64>() * self.sizing.row_bytes
     }
@@ -227,7 +230,7 @@ impl<'a> Lowering<'a> {
     }
 }
 
-/// What the slots of a call's stages are filled with.
+/// Operands of the slots of a call's stages.
 struct Filled<'t> {
     own: Operands<'t>,
     messages: Operands<'t>,

@@ -1,6 +1,7 @@
 //! Lines at work, event by event.
 //!
-//! Events are taken in order of time, and of their making where times are equal: the same in every run.
+//! Events are processed in order of time, and in order of creation where times are equal: the same
+//! in every run.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
@@ -14,14 +15,14 @@ use super::task::{Line, Task};
 use super::tracks::Tracks;
 use super::{Executor, Hardware};
 
-/// What one rank does: the tasks of its host, and what all its lines are asked for.
+/// Work of one rank: the tasks of its host, and the requests to all its lines.
 #[derive(Debug, Default)]
 pub(super) struct Program {
     pub tasks: VecDeque<Task>,
     pub work: RankWork,
 }
 
-/// A word: at whom, of whom, of which kind.
+/// A word: its rank, the rank that it speaks of, and its kind.
 type Word = (u32, u32, Flag);
 
 /// Something that happens.
@@ -31,9 +32,11 @@ enum Event {
     Free(usize),
     /// A word is raised.
     Raise(Word, u64),
-    /// The bytes of a copy come to the link of a rank: its line has been in it since `began`, until `end` at least.
+    /// The bytes of a copy come to the link of a rank: its line has been in it since `began`, until
+    /// `end` at least.
     Near { line: usize, to: u32, ns: u64, began: u64, end: u64 },
-    /// What a rank sent comes to the card of another, the last of it not before `end`; on the host, to a core there.
+    /// Bytes of a rank reach another rank's NIC (on the host, a core), the last of them not before
+    /// `end`.
     Far { from: u32, to: u32, ns: u64, end: u64 },
 }
 
@@ -49,7 +52,7 @@ struct State {
     busy: u64,
 }
 
-/// One side of a link or card, or a core: whoever comes first is served first.
+/// One side of a link or NIC, or a core: first come, first served.
 #[derive(Clone, Copy, Debug, Default)]
 struct Server {
     free: u64,
@@ -57,8 +60,8 @@ struct Server {
 }
 
 impl Server {
-    /// Serves for so long, behind whoever came before `now`; returns when it has. Asked when the work is there, never ahead,
-    /// since it would stand idle until then for others.
+    /// Serves for this long, after all requests that came before `now`; returns the end. Called
+    /// when the work is there, never ahead, since the server would idle until then.
     fn serve(&mut self, now: u64, ns: u64) -> u64 {
         self.free = self.free.max(now) + ns;
         self.busy += ns;
@@ -85,7 +88,7 @@ pub(super) struct Machine<'a> {
     works: Vec<RankWork>,
 }
 
-/// Lines that each rank has of its own; cards come behind those of all ranks.
+/// Lines of each rank alone; NICs come behind those of all ranks.
 const OWN: usize = 3;
 
 impl<'a> Machine<'a> {
@@ -113,7 +116,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Gives a rank what it has to do.
+    /// Adds work to a rank.
     pub fn load(&mut self, rank: u32, program: Program) {
         self.works[rank as usize] = program.work;
         let line = self.line(rank, Line::Host);
@@ -147,7 +150,7 @@ impl<'a> Machine<'a> {
         self.timing()
     }
 
-    /// Does what a line has next, until it is occupied or has nothing to do.
+    /// Runs the next tasks of a line, until it is occupied or has no task.
     fn step(&mut self, line: usize, now: u64) {
         while let Some((me, task)) = self.lines[line].tasks.pop() {
             match task {
@@ -240,7 +243,8 @@ impl<'a> Machine<'a> {
         // Pieces add up to the time of the whole.
         let moves = at_rate(bytes + rest, nic.rate) - at_rate(rest, nic.rate);
         let prices = messages * nic.per_message;
-        // On the host into the ring by a core, and out of it by another: there is nothing to copy before it is full.
+        // On the host one core copies into the ring and another out of it: there is nothing to copy
+        // out before the ring has bytes.
         let (end, comes) = match self.hardware.executor {
             Executor::Host => {
                 let end = self.on_core(me, now, prices + moves);
@@ -288,7 +292,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// What a word costs the line that raises it or finds it raised.
+    /// The cost of a word for the line that raises it or finds it raised.
     fn per_word(&self, line: usize) -> u64 {
         match self.kind(line) {
             Line::Card => self.hardware.nic.per_message,
@@ -355,7 +359,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Cards of a node.
+/// NICs of a node.
 fn per_node(ring: Ring, hardware: &Hardware) -> u32 {
     match hardware.nic.per_node {
         0 => ring.members,

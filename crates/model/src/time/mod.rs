@@ -1,4 +1,5 @@
-//! The time interpreter: the same schedules and operands against a model of links, cards and engines.
+//! The time interpreter: the same schedules and operands against a model of links, NICs and
+//! engines.
 //!
 //! ```text
 //!   routings --Placed--> layouts, forwards --the same skeletons and tables as in a real call--> tasks of every rank
@@ -8,7 +9,7 @@
 //!                                                                  Timing: phases, what is busiest, roofline, counts
 //! ```
 //!
-//! **What a rank is.** A few *lines*, each of which does one task after the other and may wait for words:
+//! **A rank.** A few *lines*, each of which does one task after the other and may wait for words:
 //!
 //! ```text
 //!   host      plans, enqueues, posts, signals, waits               (the host executor also copies and sums here, on a core)
@@ -17,18 +18,21 @@
 //!   card      what crosses: bytes / rate + a price a message       shared by the ranks that share the card
 //! ```
 //!
-//! Bytes also pass the receiver's side of the link or card, first come first served; a copy holds its engine until its last
-//! byte is there, a card goes on. A signal follows the bytes of its track. A single copy therefore takes its price, the
-//! latency and bytes / rate, exactly.
+//! Bytes also pass the receiver's side of the link or NIC, first come, first served. A copy holds
+//! its engine until its last byte has arrived; a NIC continues with its next task. A signal follows
+//! the bytes of its track. A single copy therefore takes its price, the latency and bytes / rate,
+//! exactly.
 //!
-//! **How large a group.** Every rank is played where all routings are given. Where those of one node are, that node stands
-//! for all: rank i of node v does at the same time what rank i of the first node does, with nodes counted from its own, so a
-//! signal of the first node's rank to node v is also what node -v says to the first (`ring.rs`). Programs are alike
-//! by construction, since [`Paths`](sidelane_core::topology::Paths) enumerates from the next node on; what is taken for granted is
-//! that the *routing* is as well: true of balanced routing up to chance, and untrue of routing that prefers some nodes. A
-//! test holds the two against each other.
+//! **Large groups.** If the routings of all ranks are given, every rank is simulated. If those of
+//! one node are given, that node represents all: rank i of node v acts at the same time as rank i
+//! of the first node, with nodes counted from its own. So a signal of the first node's rank to node
+//! v is also the signal of node -v to the first (`ring.rs`). Programs are alike by construction,
+//! since [`Paths`](sidelane_core::topology::Paths) enumerates from the next node on. The model
+//! assumes that the *routing* is alike, too: true of balanced routing up to chance, and false for
+//! routing that prefers some nodes. A test compares the two.
 //!
-//! **What is not in it.** Congestion inside the network, other traffic, clocks that differ, stragglers, the caller's experts.
+//! **Not modeled.** Congestion inside the network, other traffic, clocks that differ, stragglers,
+//! the caller's experts.
 
 mod account;
 mod hardware;

@@ -1,4 +1,4 @@
-//! What is timed, placed: the layouts and blocks of the ranks that are played.
+//! Placement for the time model: the layouts and blocks of the simulated ranks.
 
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::Routing;
@@ -14,7 +14,7 @@ use super::machine::{Machine, Program};
 use super::ring::Ring;
 use super::{Executor, Hardware, Timing};
 
-/// A dispatch and its combine: what is asked.
+/// A dispatch and its combine: the shape of the question.
 #[derive(Clone, Copy, Debug)]
 pub struct Case<'a> {
     /// Number of nodes, of equal size; ranks are numbered node by node.
@@ -31,13 +31,14 @@ pub struct Case<'a> {
     pub order: SumOrder,
     /// In how many parts a block goes to its relay.
     pub chunks: u8,
-    /// Bytes of a row that goes out, and of one that comes home.
+    /// Bytes of a row that is sent, and of a returned one.
     pub row_bytes: u64,
-    /// Bytes of a row that comes home.
+    /// Bytes of a returned row.
     pub home_bytes: u64,
     /// Bytes of a partial sum, as it crosses.
     pub partial_bytes: u64,
-    /// Whether what goes with the rows (weights, choices) moves with them; else it comes with the counts.
+    /// Whether row metadata (weights, choices) moves with the rows; otherwise it comes with the
+    /// counts.
     pub notes: bool,
 }
 
@@ -57,7 +58,7 @@ pub struct Placed {
     pub(super) ranks: Vec<Rank>,
 }
 
-/// What one rank has placed.
+/// Placement of one rank.
 #[derive(Debug)]
 pub(super) struct Rank {
     pub layout: DispatchLayout,
@@ -68,7 +69,7 @@ pub(super) struct Rank {
     pub arrivals: Option<u32>,
 }
 
-/// What one rank sends, before anybody counts.
+/// Rows that one rank sends, before any counts arrive.
 struct Own {
     sorted: SortedRouting,
     crossing: InterNodeRows,
@@ -79,9 +80,10 @@ impl Placed {
     /// Places a case as the executor of a machine would.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] unless there is a routing for every rank or, where ranks do not share the cores of a host, for
-    /// every rank of one node, nodes and ranks have the same share of ranks and experts, and rows are a multiple of 16 bytes; whatever is wrong with a routing, or
-    /// with the [`Hardware`](Hardware::check).
+    /// [`PlanError::BadParameter`] unless there is a routing for every rank or, where ranks do not
+    /// share the cores of a host, for every rank of one node, nodes and ranks have the same share
+    /// of ranks and experts, and rows are a multiple of 16 bytes; and every error of a routing or
+    /// of the [`Hardware`](Hardware::check).
     pub fn new(case: &Case, hardware: &Hardware) -> Result<Self, PlanError> {
         hardware.check()?;
         let executor = hardware.executor;
@@ -90,7 +92,8 @@ impl Placed {
         let nodes = NodeMap::from_labels(&labels);
         let paths = Paths::new(&nodes, case.route, 0);
         let crosses = case.route == Route::Pxn && paths.rails();
-        // Engines that relay expert-major rows copy them to arrivals; rank-major, blocks are in relay order.
+        // Engines that relay expert-major rows copy them to arrivals; rank-major, blocks are in
+        // relay order.
         let arrive = executor == Executor::Device && crosses && !case.layout.is_per_rank();
         let spans = executor == Executor::Device && crosses && case.layout.is_per_rank();
         let bins = Bins::of_layout(case.layout, case.map, case.order, &nodes);
@@ -136,13 +139,14 @@ impl Placed {
         self.timed(Lowering::dispatch)
     }
 
-    /// Times a combine: rows back to their tokens. The gradient of a dispatch is the same, with a word more for each row, of its weight.
+    /// Times a combine: rows back to their tokens. The gradient of a dispatch is the same, with one
+    /// more word for each row, its weight.
     pub fn combine(&self) -> Timing {
         self.timed(Lowering::combine)
     }
 
-    /// Times the gradient of a combine: those of tokens to the rows that were summed, along the layout of the dispatch, in rows as they
-    /// come home. Nothing is counted or placed.
+    /// Times the gradient of a combine: those of tokens to the rows that were summed, along the
+    /// layout of the dispatch, in rows as they return. Nothing is counted or placed.
     pub fn combine_backward(&self) -> Timing {
         self.timed(Lowering::combine_backward)
     }
@@ -215,7 +219,8 @@ impl Placed {
         rank
     }
 
-    /// What the relay of a rank knows: the blocks of its sources, each as the rank that stands for it has it.
+    /// Knowledge of a rank's relay: the blocks of its sources, each as the rank that represents it
+    /// has it.
     fn forward(&self, me: u32, sums: bool, spans: bool, arrive: bool) -> RelayPlan {
         let block = |source: u32, nth: usize| -> Block {
             let (player, _) = self.ring.player(source);

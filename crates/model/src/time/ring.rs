@@ -22,7 +22,8 @@ impl Ring {
         if self.whole { self.ranks() } else { self.members }
     }
 
-    /// Who is played for a rank, and by how many nodes the group is turned for it.
+    /// The simulated rank that represents a rank, and the number of nodes by which the group is
+    /// rotated for it.
     pub fn player(&self, rank: u32) -> (u32, u32) {
         match self.whole {
             true => (rank, 0),
@@ -35,7 +36,8 @@ impl Ring {
         (rank + self.ranks() - by * self.members) % self.ranks()
     }
 
-    /// Numbers of all ranks' equal shares of a table, as the rank that `rank` stands for has them, `by` nodes on.
+    /// Indices of all ranks' equal shares of a table, as the rank that represents `rank` has them,
+    /// `by` nodes further.
     pub fn turned<T: Copy>(&self, table: &[T], by: u32) -> impl Iterator<Item = T> {
         let shift = table.len() / self.nodes as usize * by as usize;
         let (last, first) = table.split_at(table.len() - shift);

@@ -12,7 +12,8 @@ use super::ring::Ring;
 use super::task::{Line, Task};
 use super::{Hardware, Phase, Timing};
 
-/// Times a dispatch and a combine of `ranks` ranks of one node, whose slots have this shape; rows come home in `home_bytes`.
+/// Times a dispatch and a combine of `ranks` ranks of one node, whose slots have this shape;
+/// returned rows take `home_bytes`.
 ///
 /// ```
 /// use sidelane_core::plan::SlotShape;
@@ -24,8 +25,8 @@ use super::{Hardware, Phase, Timing};
 /// ```
 ///
 /// # Errors
-/// [`PlanError::BadParameter`] for a group or sizes that slots cannot have, or [hardware](Hardware::check) that nothing is
-/// timed on.
+/// [`PlanError::BadParameter`] for an invalid group or size of slots, or for
+/// [hardware](Hardware::check) that cannot be timed.
 pub fn slots(
     ranks: u32,
     shape: SlotShape,
@@ -35,7 +36,8 @@ pub fn slots(
     hardware.check()?;
     let slots = Slots::new(ranks, shape.bytes(), u64::from(shape.max_tokens()) * home_bytes)?;
     let rows = u64::from(shape.max_tokens()) * u64::from(ranks);
-    // Packed: tokens are read, all slots written. Summed: a partial of each rank is read, tokens written.
+    // Packed: tokens are read, all slots written. Summed: a partial of each rank is read, tokens
+    // written.
     let packed = (u64::from(shape.max_tokens()) + rows) * shape.row_bytes();
     let summed = (rows + u64::from(shape.max_tokens())) * home_bytes;
     let ring = Ring { nodes: 1, members: ranks, whole: true };
@@ -91,7 +93,7 @@ fn move_part(program: &mut Program, stream: &StreamProgram, part: Part, me: u32,
         }
         let task = match *op {
             Op::Signal { to, of, flag, level: FlagValue::Credit } => Task::Signal { to, of, flag, value: 1 },
-            // Nobody sees a word that is set back in the call that is timed.
+            // No rank sees a word that is reset in the timed call.
             Op::Signal { .. } => Task::Busy(hardware.engines.per_word),
             Op::Wait { from, flag, .. } => Task::Wait { of: from, flag, value: 1 },
             Op::Put { .. } | Op::PutRows { .. } | Op::Reduce { .. } => continue,

@@ -34,7 +34,7 @@ struct Group {
     routings: Vec<Routing<'static>>,
 }
 
-/// Everybody draws; or the first node does.
+/// All ranks draw, or the first node does.
 fn group((nodes, members): (u32, u32), tokens: u32, whole: bool) -> Group {
     let (experts, ranks) = (4 * nodes * members, nodes * members);
     let drawn = if whole { ranks } else { members };
@@ -62,7 +62,8 @@ fn case(group: &Group, layout: RowLayout, route: Route, order: SumOrder) -> Case
     }
 }
 
-/// All ways of a group, on both executors, if it is one for a host: dispatch, combine and its gradient.
+/// All variants of a group, on both executors where the host can run it: dispatch, combine and its
+/// gradient.
 fn timed(group: &Group, change: impl Fn(Hardware) -> Hardware) -> Vec<(String, Timing)> {
     let mut all = Vec::new();
     let whole = group.routings.len() as u32 == group.map.ranks();
@@ -103,7 +104,7 @@ fn a_single_copy_takes_its_price_its_bytes_and_the_latency() {
     assert_eq!(alone(1, copy, Line::Stream), engines.per_copy + bytes * 1000 / engines.rate + word);
     let message = Task::Send { to: 1, messages: 3, bytes: 47_000_000, rest: 0 };
     let word = nic.per_message + nic.latency + host.signal;
-    // The word's own message overlaps with nothing: it stands behind the bytes on the card.
+    // The word's own message overlaps with nothing: it queues behind the bytes on the NIC.
     assert_eq!(alone(2, message, Line::Card), 3 * nic.per_message + 1_000_000 + word);
 }
 
@@ -112,7 +113,8 @@ fn a_link_serves_others_until_a_copy_comes_to_it() {
     let hardware = h100();
     let mut machine = Machine::new(Ring { nodes: 1, members: 3, whole: true }, &hardware);
     let bytes = 3_800_000;
-    // Prices of ten copies are paid by the engine before their bytes come; one copy of another rank comes meanwhile.
+    // Prices of ten copies are paid by the engine before their bytes come; one copy of another rank
+    // arrives meanwhile.
     for (me, copies) in [(0, 10), (1, 1)] {
         let copy = Task::Copy { from: me, to: 2, copies, bytes };
         let signal = Task::Signal { to: 2, of: me, flag: Flag::Landed, value: 1 };
@@ -122,7 +124,8 @@ fn a_link_serves_others_until_a_copy_comes_to_it() {
     }
     let wait = Task::Wait { of: 1, flag: Flag::Landed, value: 1 };
     machine.load(2, Program { tasks: [wait, Task::Mark(Phase::Move)].into(), ..Program::default() });
-    // Ten prices and 10 us of bytes each: nobody waits for the other, as 2.3 + 10 us are before 23.
+    // Ten prices and 10 us of bytes each: neither waits for the other, as 2.3 + 10 us are
+    // before 23.
     assert_eq!(machine.run().ns, 23_000 + 10_000 + hardware.engines.per_word);
 }
 
@@ -136,7 +139,8 @@ fn a_core_of_its_own_sends_and_receives_beside_its_copies() {
         let tasks = [send(1 - me), Task::Busy(1_000), Task::Join(Line::Card), Task::Mark(Phase::Move)];
         machine.load(me, Program { tasks: tasks.into(), ..Program::default() });
     }
-    // In: a price of 100 and 10 us of bytes, beside 1 us of other work; out of the ring 10 us more, by the same core.
+    // In: a price of 100 and 10 us of bytes, concurrent with 1 us of other work; out of the ring 10
+    // us more, by the same core.
     assert_eq!(machine.run().bottleneck, Bottleneck { part: Resource::Host, ns: 1_000 + 10_100 + 10_000 });
 }
 
@@ -254,7 +258,7 @@ fn copies_and_bytes_are_those_that_engines_are_counted_for() {
         let sum = |of: fn(&CopyEngineWork) -> u64| work.iter().map(of).sum::<u64>();
         assert_eq!(timing.total.copies, sum(|work| work.copies), "{layout:?}");
         assert_eq!(timing.total.intra_node_bytes, sum(|work| work.bytes), "{layout:?}");
-        // Messages that count, and headers, cross beside the rows.
+        // Messages with counts, and headers, cross next to the rows.
         let beside = timing.total.inter_node_bytes - sum(|work| work.card_bytes);
         assert!(beside > 0 && beside < timing.total.inter_node_bytes / 20, "{layout:?}: {beside}");
     }
@@ -280,7 +284,7 @@ fn a_gradient_of_combine_is_a_dispatch_of_rows_alone_that_nobody_plans() {
             ]
         };
         assert_eq!(moved(&gradient), moved(&dispatch), "{title}");
-        // Messages tell that a node is there, without counts.
+        // Messages say that a node has entered, without counts.
         assert!(gradient.total.inter_node_bytes <= dispatch.total.inter_node_bytes, "{title}");
         let choices = 256 * 8;
         let host = h100().host;

@@ -4,16 +4,16 @@ use std::collections::{HashMap, VecDeque};
 
 use super::task::Task;
 
-/// What a line has to do: in the order in which it was handed over, but for a card, which takes turns with its partners as its
+/// Tasks of a line: in order of submission. A NIC takes turns among its connected peers as its
 /// queue pairs do, a piece each.
 #[derive(Debug, Default)]
 pub(super) struct Tracks {
-    /// By rank and partner; all tasks of other lines are one.
+    /// By rank and peer; all tasks of other lines are one.
     tracks: HashMap<(u32, u32), VecDeque<Task>>,
     turns: VecDeque<(u32, u32)>,
 }
 
-/// Bytes that a card sends to one partner before it turns to the next.
+/// Bytes that a NIC sends to one peer before it turns to the next.
 const PIECE: u64 = 256 << 10;
 
 impl Tracks {
@@ -25,7 +25,7 @@ impl Tracks {
         tasks.push_back(task);
     }
 
-    /// The next task or piece of one, and for whom.
+    /// The next task or piece of one, and its peer.
     pub fn pop(&mut self) -> Option<(u32, Task)> {
         let track = self.turns.pop_front()?;
         let tasks = self.tracks.get_mut(&track).expect("a turn is a track's");

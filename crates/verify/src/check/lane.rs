@@ -1,4 +1,4 @@
-//! Windows, and what is under way to them.
+//! Windows, and the operations in flight to them.
 
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
@@ -45,7 +45,7 @@ pub(super) fn cells(bytes: &Bytes) -> impl Iterator<Item = Cell> + use<> {
     range.map(move |index| Cell { owner, window, index: index as usize })
 }
 
-/// What a piece carries.
+/// Contents of a piece.
 #[derive(Clone, Copy)]
 pub(super) enum Load {
     /// A tag.
@@ -54,7 +54,7 @@ pub(super) enum Load {
     From(Cell),
 }
 
-/// Under way on one track.
+/// In flight on one track.
 #[derive(Clone)]
 pub(super) enum Posted {
     Piece {
@@ -100,7 +100,7 @@ impl Lane {
         let mut pick = random.random_range(0..self.posted.len());
         if matches!(self.posted[pick], Posted::Signal { .. }) {
             let pieces = self.posted[..pick].iter().filter(|p| matches!(p, Posted::Piece { .. })).count();
-            // A signal waits for what was put before it; of several signals the oldest is next.
+            // A signal waits for earlier puts; of several signals the oldest is next.
             pick = match pieces {
                 0 => 0,
                 _ => {

@@ -10,7 +10,7 @@ use crate::prove::ProofFailure;
 use crate::prove::program::Program;
 use crate::unroll::{Effect, HostAccess};
 
-/// What a run ends with.
+/// Result of a run.
 pub(super) struct Outcome {
     /// Per actor and call: what planner, caller and sums have seen.
     pub outcomes: Vec<Vec<u64>>,
@@ -45,7 +45,7 @@ struct Queue {
     done: usize,
     /// Pieces that the sum at the head has yet to read.
     reading: Option<Vec<(usize, Cell)>>,
-    /// What it has read so far, summed up with regard to place but not to time.
+    /// Tags that it has read so far, summed up with regard to place but not to time.
     seen: u64,
 }
 
@@ -76,7 +76,7 @@ impl<'a> Machine<'a> {
     pub fn play(mut self) -> Result<Outcome, ProofFailure> {
         let (mut idle, mut over) = (0, self.is_over());
         while !over {
-            // Most turns move nothing. One number says whose turn it is and what it is for.
+            // Most turns move nothing. One number selects the actor and its operation.
             let drawn: u64 = self.random.random();
             let actor = (((drawn >> 32) * self.actors.len() as u64) >> 32) as usize;
             let (turn, delivers) = ((drawn % 8) as u32, drawn & 8 == 0);
@@ -99,7 +99,7 @@ impl<'a> Machine<'a> {
             .all(|(actor, scenes)| actor.left == 0 && actor.next == scenes.len())
     }
 
-    /// Long without luck: tries everything once, to tell bad luck from a deadlock.
+    /// No progress for long: tries everything once, to distinguish bad luck from a deadlock.
     fn unblock(&mut self) -> Result<(), ProofFailure> {
         let mut moved = false;
         for actor in 0..self.actors.len() {
@@ -142,7 +142,7 @@ impl<'a> Machine<'a> {
         self.begin(actor) || self.step(actor, queue)
     }
 
-    /// Joins the tracks, lets planner and caller touch what they touch, and begins the next scene.
+    /// Joins the tracks, runs the accesses of planner and caller, and begins the next scene.
     fn begin(&mut self, actor: usize) -> bool {
         let state = &mut self.actors[actor];
         let scenes = &self.program.scenes[actor];

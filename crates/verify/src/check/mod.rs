@@ -1,6 +1,7 @@
-//! Plays a story at random, against what the lanes promise and nothing more.
+//! Runs an unrolled program at random, under the guarantees of the lanes and no more.
 //!
-//! `prove` rests on the lanes' contract; here the contract is acted out. Memory holds a tag for every four bytes:
+//! `prove` rests on the lanes' contract; this module simulates it. Memory holds a tag for every
+//! four bytes:
 //!
 //! ```text
 //!   put      its pieces land one by one, in any order, at any later time; its source is read as late as the stage join
@@ -10,7 +11,7 @@
 //!   actors   each at its own speed, on one queue, on several, or on one per track
 //! ```
 //!
-//! Whatever the seed, every actor must have seen the same tags, call by call, as when everything happens in order.
+//! With every seed, each actor must have seen the same tags, call by call, as in an ordered run.
 
 #![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]
 
@@ -25,7 +26,7 @@ use crate::prove::ProofFailure;
 use crate::prove::program::Program;
 use crate::unroll::{ActorCall, UnrolledProgram};
 
-/// What was played.
+/// Size of the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Checked {
     /// Random runs.
@@ -37,7 +38,8 @@ pub struct Checked {
 /// Plays a story once in order, and once for every seed.
 ///
 /// # Errors
-/// [`ProofFailure::Differs`] with the first seed whose outcome is another; [`ProofFailure::Deadlock`] if a run does not end.
+/// [`ProofFailure::Differs`] with the first seed whose outcome differs; [`ProofFailure::Deadlock`]
+/// if a run does not end.
 pub fn check(story: &UnrolledProgram, seeds: Range<u64>) -> Result<Checked, ProofFailure> {
     let program = Program::new(story);
     let expected = Machine::new(&program, None).play()?;

@@ -1,4 +1,4 @@
-//! Every access of a story to every window, with what is known where it happens.
+//! Every access of an unrolled program to every window, with the knowledge at that point.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::program::Program;
 use super::{AccessKind, OpRef};
 use crate::unroll::{Assumed, Bytes, Effect};
 
-/// Who accesses.
+/// The actor.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Who {
     /// An operation.
@@ -23,11 +23,12 @@ pub(super) enum Who {
 enum How {
     /// At once, when it is issued.
     Here,
-    /// By a lane, at any time until the next signal of its track is visible: a write to another rank.
+    /// By a lane, at any time until the next signal of its track is visible: a write to another
+    /// rank.
     Late,
     /// By a lane, with the signal it belongs to: a tag that another rank is sent.
     Signalled,
-    /// By a lane, at any time until its stage is over: what a write to another rank reads.
+    /// By a lane, at any time until its stage is over: the read side of a write to another rank.
     Source,
 }
 
@@ -47,7 +48,7 @@ pub(super) struct Access {
     track: Option<u32>,
     lane: Option<u32>,
     pos: u32,
-    /// What is known when it begins, and when it ends: more, if it is a wait.
+    /// Knowledge when it begins, and when it ends: more, if it is a wait.
     begun: u32,
     view: u32,
 }
@@ -56,7 +57,8 @@ impl Access {
     /// Whether this access is over before `other` begins.
     #[inline]
     pub fn before(&self, other: &Access, known: &Knowledge) -> bool {
-        // A wait looks at its word from the beginning on, and may take what still stands there for its own signal.
+        // A wait polls its word from the beginning on, and may take an older value there for its
+        // own signal.
         let view = known.view(if self.version.is_set_back() { other.begun } else { other.view });
         if self.lane.is_some_and(|lane| view.landed[lane as usize] > self.pos) {
             return true;
@@ -101,7 +103,7 @@ impl Access {
     }
 }
 
-/// A state of bytes: what a call writes there or, behind that, a flag word that it has set back.
+/// A state of bytes: written by a call or, behind that, a flag word that the call has reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Version(u32);
 

@@ -10,7 +10,7 @@ use crate::unroll::Role;
 /// One operation, or one touch of the planner or the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpRef {
-    /// Whose.
+    /// The owner.
     pub rank: u32,
     /// What of the rank does it.
     pub role: Role,
@@ -20,7 +20,7 @@ pub struct OpRef {
     pub stage: &'static str,
     /// Position in the stage.
     pub index: usize,
-    /// What it does.
+    /// The access.
     pub what: AccessKind,
 }
 
@@ -55,7 +55,7 @@ pub enum ProofFailure {
         a: OpRef,
         /// The other.
         b: OpRef,
-        /// Whose window.
+        /// Owner of the window.
         owner: u32,
         /// Which window.
         window: WindowId,
@@ -69,7 +69,7 @@ pub enum ProofFailure {
         reader: OpRef,
         /// The call that should have written them.
         of: usize,
-        /// Whose window.
+        /// Owner of the window.
         owner: u32,
         /// Which window.
         window: WindowId,
@@ -83,7 +83,7 @@ pub enum ProofFailure {
         a: OpRef,
         /// The other.
         b: OpRef,
-        /// Whose window.
+        /// Owner of the window.
         owner: u32,
         /// Which window.
         window: WindowId,
@@ -97,7 +97,7 @@ pub enum ProofFailure {
         writer: OpRef,
         /// The reader that came too late.
         reader: OpRef,
-        /// Whose window.
+        /// Owner of the window.
         owner: u32,
         /// Which window.
         window: WindowId,
@@ -111,14 +111,15 @@ pub enum ProofFailure {
         write: OpRef,
         /// The write that undoes it.
         by: OpRef,
-        /// Whose window.
+        /// Owner of the window.
         owner: u32,
         /// Which window.
         window: WindowId,
         /// The bytes.
         bytes: Range<u64>,
     },
-    /// A flag word that does not grow is raised while it stands: a wait may take its last signal for this one.
+    /// A flag word that does not grow is raised while it is set: a wait may take its last signal
+    /// for this one.
     #[error("still raised: {signal} finds what call {since} said, which nobody has set back")]
     StillRaised {
         /// The signal.
@@ -149,7 +150,7 @@ pub enum ProofFailure {
     Differs {
         /// The seed.
         seed: u64,
-        /// Whose outcome differs.
+        /// The actor whose outcome differs.
         rank: u32,
         /// What of the rank saw it.
         role: Role,

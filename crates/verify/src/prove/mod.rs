@@ -1,21 +1,27 @@
-//! Proves a story: it ends, no two accesses race, and every byte that is read was written once, by its own call.
+//! Proves an unrolled program: it ends, no two accesses race, and every byte that is read was
+//! written once, by its own call.
 //!
-//! Schedules have no branches, and flags are monotone with one writer, so no operation disables another. Then
+//! Schedules have no branches, and flags are monotone with one writer, so no operation disables
+//! another. Then
 //!
-//! 1. *one* greedy run decides deadlock-freedom for every interleaving ([`QUEUES`] says for which hardware);
-//! 2. a wait for a value follows exactly the writer's first signal of that value or more, so happens-before is one
-//!    relation, the same in every run, and every two accesses to the same bytes can be looked up in it;
+//! 1. *one* greedy run decides deadlock-freedom for every interleaving ([`QUEUES`] says for which
+//!    hardware);
+//! 2. a wait for a value follows exactly the writer's first signal of that value or more, so
+//!    happens-before is one relation, the same in every run, and every two accesses to the same
+//!    bytes can be looked up in it;
 //! 3. if all are ordered, every legal interleaving reads the same bytes.
 //!
-//! Words that [do not grow](sidelane_core::schedule::stream) are proved as if they did, by the number of the call in place of 1, and as bytes:
-//! a signal writes them and must find them set back, a wait reads them and must find its own call's signal, setting back
-//! writes them once more. If all of these are ordered, the constants do what the numbers do. For take the first wait, in any
-//! run, that ends by another call's signal. All that it follows went as in the proof; so an earlier signal had been
-//! taken back when this wait began, and a later one was sent by a rank that had heard of the end of this wait.
+//! Words that [do not grow](sidelane_core::schedule::stream) are proved as if they did, by the
+//! number of the call in place of 1, and as bytes. A signal writes them and must find them reset, a
+//! wait reads them and must find its own call's signal, and a reset writes them once more. If all
+//! of these are ordered, the constants work like the numbers. To see this, take the first wait, in
+//! any run, that ends by another call's signal. All earlier events went as in the proof. So an
+//! earlier signal had been reset when this wait began, and a later one was sent by a rank that had
+//! heard of the end of this wait.
 //!
-//! What this rests on is the lanes' contract: a put to a peer lands at any time between its issue and the moment the
-//! next signal of its track is visible; the signals of a track become visible in order, each with its tag.
-//! [`check`](crate::check) plays that contract at random.
+//! The proof assumes the lanes' contract: a put to a peer lands at any time between its issue and
+//! the moment the next signal of its track is visible; the signals of a track become visible in
+//! order, each with its tag. [`check`](crate::check) simulates that contract at random.
 
 #![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]
 
@@ -35,7 +41,7 @@ use program::Program;
 /// Numbers of in-order queues onto which tracks are folded; 0 stands for a queue per track.
 pub const QUEUES: [u32; 4] = [1, 2, 8, 0];
 
-/// What was looked at.
+/// Size of the proof.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Proof {
     /// Operations of all ranks and calls.

@@ -1,21 +1,22 @@
 //! Happens-before, exactly.
 //!
-//! A put to a peer is *issued* in track order, but it *lands* only some time before the next signal of its track is
-//! visible. So one actor can know two things of another:
+//! A put to a peer is *issued* in track order, but it *lands* only some time before the next signal
+//! of its track is visible. So one actor can know two things of another:
 //!
 //! ```text
 //!   era[actor]     touches and operations before this era are done there    (stage joins, passed on by signals)
 //!   landed[lane]   puts before this position of the track have landed       (only by waiting for its signals)
 //! ```
 //!
-//! A *lane* is a track of an actor. Both are passed on from signal to wait and through joins. Knowing that a peer has *issued* a signal, by way of
-//! another track, says nothing about what it carries: the two may overtake each other.
+//! A *lane* is a track of an actor. Both are passed on from signal to wait and through joins.
+//! Knowing that a peer has *issued* a signal, by way of another track, says nothing about its
+//! bytes: the two may overtake each other.
 
 use sidelane_core::schedule::{FlagValue, Op};
 
 use super::program::{Node, Program};
 
-/// What is known at some moment by some actor.
+/// Knowledge of some actor at some moment.
 #[derive(Clone)]
 pub(super) struct View {
     /// Per actor: eras known to be over.
@@ -24,7 +25,8 @@ pub(super) struct View {
     pub landed: Vec<u32>,
 }
 
-/// What is known where: views are shared, since most operations know what their stage began with.
+/// Knowledge at each point. Views are shared, since most operations know what their stage began
+/// with.
 pub(super) struct Knowledge {
     views: Vec<View>,
     /// Per actor and scene: the view its touches and operations begin with.
@@ -138,7 +140,7 @@ impl Learner<'_> {
         }
     }
 
-    /// A view that also knows what these signals tell.
+    /// A view that also contains the knowledge of these signals.
     fn merge(&mut self, view: u32, signals: &[u32]) -> u32 {
         let mut merged = self.known.views[view as usize].clone();
         for &signal in signals {

@@ -1,4 +1,5 @@
-//! A story as flat arrays: operations numbered, scenes as ranges of them, flag words and lanes as indices.
+//! An unrolled program as flat arrays: operations numbered, scenes as ranges of them, flag words
+//! and lanes as indices.
 
 use std::ops::Range;
 
@@ -42,7 +43,7 @@ pub(crate) struct Program<'a> {
     pub tracks: u32,
     /// Number of lanes.
     pub lanes: u32,
-    /// Number of flag words that anybody raises or awaits.
+    /// Number of flag words that are raised or awaited.
     pub words: u32,
 }
 
@@ -88,7 +89,7 @@ impl<'a> Program<'a> {
         program
     }
 
-    /// The place of a flag word: of which set, at whom, of whom, of which kind.
+    /// The index of a flag word: its set, its rank, the rank that it speaks of, its kind.
     fn word(&self, (set, at, of): (u32, u32, u32), flag: Flag) -> usize {
         let ranks = self.story.ranks as usize;
         ((set as usize * ranks + at as usize) * ranks + of as usize) * Flag::COUNT + flag as usize
@@ -127,7 +128,7 @@ impl<'a> Program<'a> {
         &self.story.calls[call as usize][actor as usize]
     }
 
-    /// Per rank: whether its program is told.
+    /// Per rank: whether its program is unrolled.
     pub fn told(&self) -> Vec<bool> {
         let mut told = vec![false; self.story.ranks as usize];
         self.story.calls.iter().flatten().for_each(|part| told[part.rank as usize] = true);
@@ -152,7 +153,8 @@ impl<'a> Program<'a> {
         }
     }
 
-    /// Each word has one writing track, and grows with every signal. If its owner sets it back, it is a byte like others.
+    /// Each word has one writing track, and grows with every signal. If its owner resets it, it is
+    /// a byte like others.
     pub fn check_words(&self) -> Result<(), ProofFailure> {
         let mut last: Vec<Option<u32>> = vec![None; self.words as usize];
         for (b, node) in (0..).zip(&self.nodes) {

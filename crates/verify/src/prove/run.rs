@@ -1,7 +1,8 @@
-//! One greedy run: decides deadlock-freedom for every interleaving, because no operation disables another.
+//! One greedy run: decides deadlock-freedom for every interleaving, because no operation disables
+//! another.
 //!
-//! The tracks of an actor are folded onto in-order queues (track mod Q); what stands behind a blocked wait is blocked
-//! with it. A scene begins when all operations of the scene before it are done.
+//! The tracks of an actor are folded onto in-order queues (track mod Q); a blocked wait blocks the
+//! operations behind it. A scene begins when all operations of the scene before it are done.
 
 use sidelane_core::schedule::Op;
 

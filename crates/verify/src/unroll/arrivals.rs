@@ -15,7 +15,8 @@ impl Unroller<'_> {
         segments.map(|segment| (segment.to_row, segment.count + segment.pad)).collect()
     }
 
-    /// What the header of a source of another node says of the rows for a rank: segments, and rows of the block.
+    /// Contents of the header of a source on another node about the rows for a rank: segments, and
+    /// rows of the block.
     fn segments_of<'p>(&self, me: u32, source: u32, placed: &'p Placed) -> (&'p [Segment], &'p [u32]) {
         let relay = self.paths(source).relay_to(me);
         let block = &placed.layouts[source as usize].blocks[self.nth_relay(source, relay)];
@@ -43,7 +44,7 @@ impl Unroller<'_> {
         self.write("twin", Bytes::new(me, WindowId::HOST_STAGING, desk_index, end - index))
     }
 
-    /// To know that it reads headers and counts; and it writes what goes with rows of other nodes.
+    /// Reads headers and counts to know that, and writes the metadata of rows from other nodes.
     pub(super) fn arrivals_found(
         &self,
         me: u32,

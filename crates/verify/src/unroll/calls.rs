@@ -16,19 +16,20 @@ use super::{HostAccess, ProofScenario, SeededBug};
 struct Sending<'s> {
     kind: CallKind,
     handle: u64,
-    /// Whose layout it is, or will be; and the call that brings metadata.
+    /// The call of the layout, existing or coming; and the call that brings metadata.
     layout_of: (usize, usize),
-    /// Rows are placed anew: with headers, and metadata beside the rows.
+    /// Rows are placed anew: with headers, and metadata next to the rows.
     noted: bool,
     until: Until,
     placed: &'s Placed,
-    /// Memory that each rank takes: for the rows that land and their metadata, behind it for the blocks that it relays.
+    /// Memory that each rank takes: for the rows that land and their metadata, behind it for the
+    /// blocks that it relays.
     ground: &'s [Extent],
     /// The rank that makes another call.
     odd: Option<u32>,
 }
 
-/// A dispatch that is told, and its memory.
+/// An unrolled dispatch, and its memory.
 pub(super) struct Dispatched {
     pub told: Vec<SampledCall>,
     pub placed: Rc<Placed>,
@@ -41,7 +42,8 @@ struct Sender<'s, 'a> {
     me: u32,
     call: &'s Sending<'s>,
     own: Rc<FilledOperands>,
-    /// Where copy engines bring in what landed elsewhere; what they find there first.
+    /// Where copy engines bring in the rows that landed elsewhere; the bytes that they find there
+    /// first.
     brought_in: Option<(Rc<FilledOperands>, Vec<HostAccess>)>,
     /// The relay's messages, and the rows that it passes on.
     messages: Rc<FilledOperands>,
@@ -108,8 +110,8 @@ impl Unroller<'_> {
         self.ranks().map(|me| self.send(me, &sending)).collect()
     }
 
-    /// Rank 0 enters a return, the others a dispatch. Until it has read the tags, a rank does what it would do if all
-    /// made its call: so both are told, and each rank takes its part of one.
+    /// Rank 0 enters a return, the others a dispatch. Until it has read the tags, a rank acts as if
+    /// all made its call. So both calls are unrolled, and each rank takes its part of one.
     pub(super) fn mixed(&mut self, routing: usize, handle: usize) -> Result<Vec<SampledCall>, PlanError> {
         if self.handle(handle)?.kept.is_some() {
             return Err(bad("handle", handle, "one whose rows the caller does not keep"));
@@ -124,7 +126,8 @@ impl Unroller<'_> {
     }
 
     fn send(&self, me: u32, call: &Sending) -> SampledCall {
-        // What a call is to move is known, also where it is refused: a rank that goes on moves it.
+        // A call's transfers are known, also where it is refused: a rank that continues performs
+        // them.
         let moves = !call.placed.forwards.is_empty();
         let sender = Sender {
             teller: self,
@@ -204,8 +207,8 @@ impl Unroller<'_> {
         self.filled(me, self.relayed(me, tables, &forward))
     }
 
-    /// What a relay and its rank read and write on the way to a verdict, in any call. `counts`: its rank counts; `alike`:
-    /// so do its local peers.
+    /// Reads and writes of a relay and its rank until they agree, in any call. `counts`: its rank
+    /// counts; `alike`: so do its local peers.
     pub(super) fn verdict(
         &self,
         me: u32,
@@ -263,9 +266,9 @@ impl Unroller<'_> {
         Tables::Relay { tables, forward: Rc::clone(forward), chunks, held_by: self.ranks().collect() }
     }
 
-    /// After the release: takes extents of the exact size at every rank. What lands has room for
-    /// `behind` bytes behind it, where relays take blocks, too. A host that runs ahead frees nothing unless the call
-    /// `counts`.
+    /// After the release: takes extents of the exact size at every rank. Landing memory has room
+    /// for `behind` more bytes, where relays take blocks, too. A host that runs ahead frees nothing
+    /// unless the call `counts`.
     fn land(&mut self, placed: &Placed, behind: &[u64], counts: bool) -> Vec<Extent> {
         let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
         let held = held.filter(|_| self.script.slip == Some(SeededBug::AnnounceHeld));
@@ -293,7 +296,7 @@ impl Unroller<'_> {
         all
     }
 
-    /// What was staged is free again. The caller gives the landed rows back, or keeps them.
+    /// Frees the staged memory. The caller gives the landed rows back, or keeps them.
     fn leave(&mut self, ground: Vec<Extent>, placed: &Placed, keep: bool) -> Option<Vec<Extent>> {
         let (mut kept, arrives, reads) = (Vec::new(), self.arrives(), self.reads_late());
         let landings: Vec<RowBuffer> =
@@ -348,7 +351,8 @@ impl Actor for Sender<'_, '_> {
     fn end(&self) -> Vec<HostAccess> {
         let Sender { teller, me, call, .. } = *self;
         let (layout, ground) = (&call.placed.layouts[me as usize], &call.ground[me as usize]);
-        // What is gathered is no caller's: what follows reads it. In calls that are no dispatches nothing lands.
+        // Gathered rows are not the caller's: the following step reads them. Calls other than
+        // dispatches land no rows.
         if call.until < Until::End || teller.exchange.is_some() {
             return Vec::new();
         }

@@ -1,4 +1,4 @@
-//! What one operation does to the windows.
+//! Effect of one operation on the windows.
 
 use std::fmt;
 
@@ -7,9 +7,9 @@ use sidelane_core::schedule::{Bytes, ControlLayout, Effect, Op, WindowId};
 use super::filled::FilledOperands;
 use super::{StageRun, UnrolledOp};
 
-/// What the slots of a scene are filled with.
+/// Operands of the slots of a scene.
 pub(super) trait Effects: fmt::Debug {
-    /// What a step does, besides raising or awaiting a flag that grows.
+    /// Effect of a step, besides raising or awaiting a flag that grows.
     fn effects(&self, step: &UnrolledOp) -> Vec<Effect>;
 
     /// The call that wrote what puts read from windows; `None`: their own.

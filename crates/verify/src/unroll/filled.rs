@@ -1,4 +1,4 @@
-//! What the slots of one program are filled with in one call.
+//! Operands of the slots of one program in one call.
 
 use std::rc::Rc;
 
@@ -27,7 +27,7 @@ pub(super) enum Tables {
         layout: Rc<DispatchLayout>,
         row_bytes: u64,
     },
-    /// With the chunk that each rank offers, and whose pool holds it: its own.
+    /// With the chunk that each rank offers, and the rank whose pool holds it: its own.
     Relay {
         tables: RelayTables,
         forward: Rc<RelayPlan>,

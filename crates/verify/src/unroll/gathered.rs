@@ -31,7 +31,7 @@ use super::touch::chunk;
 use super::walk::Actor;
 use super::{HostAccess, ProofScenario};
 
-/// What the instance that gathers for another is to do.
+/// Work of the instance that gathers for another.
 pub(super) fn gathering<'s>(script: &ProofScenario<'s>, map: &'s ExpertMap) -> ProofScenario<'s> {
     ProofScenario {
         gathers: true,
@@ -53,7 +53,7 @@ struct Own {
 
 impl Unroller<'_> {
     /// A dispatch by all-gather, as far as `until`: ranks may leave when they have sorted the
-    /// choices. Tells the gathering dispatch, and returns what each rank does behind it.
+    /// choices. Unrolls the gathering dispatch, and returns each rank's next steps.
     pub(super) fn gather(
         &mut self,
         routing: usize,
@@ -142,7 +142,7 @@ struct Regrouping {
     filled: Rc<FilledOperands>,
     choices: HostAccess,
     notes: [HostAccess; 2],
-    /// What the caller reads, unless the call is refused.
+    /// Reads of the caller, unless the call is refused.
     rows: Option<HostAccess>,
 }
 

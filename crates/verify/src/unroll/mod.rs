@@ -1,4 +1,5 @@
-//! A *story*: what a whole group does over consecutive calls, unrolled from the functions that the real calls use.
+//! An *unrolled program*: the operations of a whole group over consecutive calls, built from the
+//! functions that the real calls use.
 //!
 //! ```text
 //!   script: nodes, route, experts, routings, calls
@@ -8,15 +9,16 @@
 //!                                  ^ planner, caller     ^ a join of all tracks lies between two scenes
 //! ```
 //!
-//! *Touches* are what the planner and the caller read and write in the windows between two stages. No executor runs
-//! them, but they are what the licences are for, so `prove` orders them like any other access.
+//! *Touches* are the reads and writes of the planner and the caller in the windows between two
+//! stages. No executor runs them, but the write grants protect them, so `prove` orders them like
+//! any other access.
 //!
-//! A script of dispatches by all-gather tells the calls of the instance that gathers. Behind each
-//! one every rank copies its own rows to their places. That is a call of the story of its own.
+//! A scenario of dispatches by all-gather unrolls the calls of the instance that gathers. Behind
+//! each one every rank copies its own rows to their places. That copy is a call of its own here.
 //!
-//! An *actor* is what runs by itself: a rank, or, where its relay is [offloaded](Relays::Thread), the rank's own program and its
-//! relay's, which know each other only through flags. Slots on [streams](StreamScenario) have stories of their own kind: there an
-//! actor is a stream.
+//! An *actor* runs by itself. It is a rank or, where its relay is [offloaded](Relays::Thread), the
+//! rank's own program or its relay's, which interact only through flags. Slots on
+//! [streams](StreamScenario) have unrolled programs of their own kind, where an actor is a stream.
 
 mod arrivals;
 mod calls;
@@ -52,7 +54,7 @@ pub use streams::{StreamBug, StreamCall, StreamScenario, Streams};
 
 use effect::Effects;
 
-/// What a group is to do.
+/// The calls of a group.
 #[derive(Clone, Debug)]
 pub struct ProofScenario<'a> {
     /// Which ranks share memory.
@@ -71,20 +73,23 @@ pub struct ProofScenario<'a> {
     pub order: SumOrder,
     /// In which order a rank sees its rows.
     pub layout: RowLayout,
-    /// Rows cross in relay order, and relays hand them on in spans: rank-major, over [`Route::Pxn`].
+    /// Rows cross in relay order, and relays copy them in spans: rank-major, over [`Route::Pxn`].
     pub spans: bool,
-    /// Every row goes to every rank, in as many segments as a rank has experts; of the routings only the number of tokens
-    /// counts, and that they go along.
+    /// Every row goes to every rank, in as many segments as a rank has experts. Of the routings
+    /// only the number of tokens counts, and whether they travel along.
     pub gathers: bool,
     /// How dispatches go out. By all-gather, the calls are dispatches of an instance that gathers
     /// for the one of this script, and what every rank copies behind each is a call of the story.
     pub strategy: Strategy,
-    /// Copy engines move rows within nodes, and rails reach twins of the pools alone. Engines read what is offered in a
-    /// return, too, which they cannot add: rows come home first.
+    /// Copy engines move rows within nodes, and nets reach only the host staging of the pools.
+    /// Engines also read the memory that a return offers; they cannot add, so the rows return
+    /// first.
     pub pulls: bool,
-    /// With `pulls`: rails reach the pools themselves, and there are no twins but the planners' desks.
+    /// With `pulls`: nets reach the pools themselves, and the only host memory is the planners'
+    /// scratch.
     pub straight: bool,
-    /// With `pulls`: callers' threads enqueue, and run ahead of their streams. These are actors of their own.
+    /// With `pulls`: callers' threads enqueue, and run ahead of their streams. These are actors of
+    /// their own.
     pub enqueues: bool,
     /// How much a rank receives; what does not fit is dropped.
     pub mode: ReceiveMode,
@@ -94,19 +99,21 @@ pub struct ProofScenario<'a> {
     pub routings: &'a [Vec<Routing<'a>>],
     /// The calls.
     pub calls: &'a [Call],
-    /// Whose programs are told; `None`: everybody's. The others are taken at their word: that they put what their programs
-    /// say, where and in the call in which they say it, and raise the flags that they are to raise. Whoever waits for them
-    /// learns nothing from it, so what is proved of a sample holds in the group. Three whole nodes of equal ones show every
-    /// kind of meeting: two accesses lie in the memory of one node, and are made by ranks of two others at most.
+    /// Ranks whose programs are unrolled; `None`: all ranks. The others are assumed to follow their
+    /// programs: they put the bytes that their programs name, where and in the call in which they
+    /// name them, and raise the flags that they are to raise. A wait for them gives no knowledge,
+    /// so a proof of a sample holds in the group. Three whole nodes of equal ones show every kind
+    /// of conflict: two accesses lie in the memory of one node, and are made by ranks of two others
+    /// at most.
     pub sample: Option<&'a [u32]>,
-    /// A rule that whoever plans breaks: `None`, except to see that `prove` notices.
+    /// A rule that the planner breaks: `None`, except to see that `prove` notices.
     pub slip: Option<SeededBug>,
     /// A bug in one of the programs of each rank, for the same reason.
     pub mutation: Option<(ProgramId, CallMutation)>,
 }
 
 impl ProofScenario<'_> {
-    /// What goes with the rows.
+    /// Row metadata.
     fn notes(&self) -> RowMetadata {
         if self.gathers { RowMetadata::Gathered } else { RowMetadata::of(self.layout, self.mode, self.spans) }
     }
@@ -131,23 +138,26 @@ pub enum Call {
     Return {
         /// The handle.
         handle: usize,
-        /// What comes home.
+        /// Returned rows.
         parts: ReturnParts,
-        /// Whether the rows are a tensor of the caller that is copied into the pool during the call.
+        /// Whether the rows are a tensor of the caller that is copied into the pool during the
+        /// call.
         copied: bool,
     },
-    /// A dispatch whose input some rank refuses: every rank leaves when it has read what all count.
+    /// A dispatch whose input some rank refuses: every rank leaves when it has read the counts of
+    /// all.
     RefusedDispatch {
         /// Which set of routings.
         routing: usize,
     },
-    /// A dispatch by all-gather that lacks room for the rows of some rank: every rank leaves when
-    /// it has sorted the choices of all.
+    /// A dispatch by all-gather without room for the rows of some rank: every rank leaves when it
+    /// has sorted the choices of all.
     RefusedRegroup {
         /// Which set of routings.
         routing: usize,
     },
-    /// A dispatch along a known layout whose input some rank refuses: every rank leaves when it has read the tags.
+    /// A dispatch along a known layout whose input some rank refuses: every rank leaves when it has
+    /// read the tags.
     RefusedCached {
         /// The handle.
         handle: usize,
@@ -159,7 +169,8 @@ pub enum Call {
     },
     /// Ranks agree on something, and nothing moves.
     Agree,
-    /// Ranks disagree: rank 0 enters a return, the others a dispatch. Every rank leaves when it has read the tags.
+    /// Ranks disagree: rank 0 enters a return, the others a dispatch. Every rank leaves when it has
+    /// read the tags.
     Mixed {
         /// Which set of routings.
         routing: usize,
@@ -168,7 +179,8 @@ pub enum Call {
     },
 }
 
-/// Rules of memory that a planner could break. The schedule's own mutations are in [`mutate`](crate::mutate).
+/// Rules of memory that a planner could break. The schedule's own mutations are in
+/// [`mutate`](crate::mutate).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SeededBug {
     /// The chunk of a return is free again when the return ends, not when its readers have said so.
@@ -183,9 +195,9 @@ pub enum SeededBug {
     StageUnasked,
     /// A relay takes the blocks of all its sources in one place.
     ShareStaging,
-    /// All relays bring home to one place.
+    /// All relays return rows to one place.
     ShareHome,
-    /// Sums wait to be sent where others come home.
+    /// Sums wait to be sent where others return rows.
     ShareOutbox,
     /// Publications are not doubled.
     OnePublication,
@@ -193,7 +205,8 @@ pub enum SeededBug {
     OneMessage,
     /// Headers are not doubled.
     OneHeader,
-    /// Publications are doubled by the parity of the dispatch, which ranks that made another call do not count.
+    /// Publications are doubled by the parity of the dispatch, which ranks with another call do not
+    /// count.
     CountDispatches,
     /// Tags are not doubled.
     OneTag,
@@ -221,7 +234,7 @@ impl SeededBug {
 /// A read or write by the planner or the caller, between two stages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostAccess {
-    /// What is read or written.
+    /// Bytes that are read or written.
     pub what: &'static str,
     /// Where.
     pub bytes: Bytes,
@@ -277,15 +290,15 @@ pub struct StageRun {
 /// What an actor is to its rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The rank itself, with all that nobody else does for it.
+    /// The rank itself, with all steps that no other actor runs for it.
     Own,
-    /// What it relays, in a thread of its own.
+    /// Its relayed operations, in a thread of their own.
     Relay,
-    /// What it transfers, on a stream of its own.
+    /// Its transfers, on a stream of their own.
     Transfers,
 }
 
-/// What one actor does in one call.
+/// Work of one actor in one call.
 #[derive(Clone, Debug)]
 pub struct ActorCall {
     /// The rank.
@@ -294,7 +307,7 @@ pub struct ActorCall {
     pub role: Role,
     /// Position of the call in the story.
     pub call: usize,
-    /// What the rank calls.
+    /// The rank's call.
     pub kind: CallKind,
     /// The stages, and a last scene without operations.
     pub scenes: Vec<StageRun>,
@@ -305,8 +318,8 @@ pub struct ActorCall {
 pub struct UnrolledProgram {
     /// Number of ranks of the group.
     pub ranks: u32,
-    /// Number of actors: those of the ranks that are told, then those of their relays, if these are away and there are any.
-    /// Of a story of streams: see [`Streams`].
+    /// Number of actors: those of the unrolled ranks, then those of their relays, if these have
+    /// threads. For unrolled streams: see [`Streams`].
     pub actors: u32,
     /// Bytes of the control windows.
     pub control_bytes: u64,
@@ -314,7 +327,7 @@ pub struct UnrolledProgram {
     pub pool_bytes: u64,
     /// `calls[call][actor]`.
     pub calls: Vec<Vec<ActorCall>>,
-    /// What ranks that are not told write.
+    /// Writes of assumed ranks.
     pub assumed: Vec<Assumed>,
 }
 
@@ -331,8 +344,8 @@ impl UnrolledProgram {
     /// Unrolls a script.
     ///
     /// # Errors
-    /// A routing that cannot be placed; [`PlanError::BadParameter`] for a handle or a set of routings that does not
-    /// exist, or if nodes and experts are of groups of different size.
+    /// A routing that cannot be placed; [`PlanError::BadParameter`] for a handle or a set of
+    /// routings that does not exist, or if nodes and experts are of groups of different size.
     pub fn unroll(script: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
         tell::tell(script)
     }
@@ -340,8 +353,8 @@ impl UnrolledProgram {
     /// Unrolls a script of slots on streams.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or release, and for nodes of
-    /// another number of ranks.
+    /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or
+    /// release, and for nodes of another number of ranks.
     pub fn of_streams(script: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
         streams::tell(script)
     }
@@ -349,7 +362,8 @@ impl UnrolledProgram {
     /// Unrolls rounds of collectives.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] for a round that does not fit its places, and for nodes of another number of ranks.
+    /// [`PlanError::BadParameter`] for a round that does not fit its places, and for nodes of
+    /// another number of ranks.
     pub fn of_collectives(script: &CollectiveScenario) -> Result<UnrolledProgram, PlanError> {
         collective::tell(script)
     }
@@ -362,8 +376,8 @@ impl UnrolledProgram {
         collective::tell_pipeline(script)
     }
 
-    /// What ranks enqueue on streams, each in an order of its own, one stream for each microbatch: for
-    /// [`ends`](crate::prove::ends), since nothing is said of what is moved.
+    /// Operations that ranks enqueue on streams, each in an order of its own, one stream for each
+    /// microbatch. Input for [`ends`](crate::prove::ends), since it names no moved bytes.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] if there are more orders than ranks.

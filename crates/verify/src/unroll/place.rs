@@ -72,7 +72,7 @@ impl Unroller<'_> {
         self.paths(source).relays().take_while(|&other| other != relay).count()
     }
 
-    /// What the relay of a rank knows when it has read its headers.
+    /// Knowledge of a rank's relay when it has read its headers.
     fn forward(&self, me: u32, layouts: &[Rc<DispatchLayout>]) -> RelayPlan {
         let ProofScenario { align, chunks, mode, spans, gathers, .. } = *self.script;
         let (bins, sizing, paths) = (&self.bins, self.sizing, self.paths(me));

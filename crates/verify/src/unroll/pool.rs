@@ -1,4 +1,5 @@
-//! A small first-fit allocator, so that memory in a story is reused as soon as the rules allow: the hard case.
+//! A small first-fit allocator, so that unrolled memory is reused as soon as the rules allow: the
+//! hard case.
 
 use std::ops::Range;
 
@@ -11,8 +12,8 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    /// The lowest gap of `bytes`. A real rank announces its largest free extent; which one makes no difference to
-    /// the order of accesses, and the lowest is reused most.
+    /// The lowest gap of `bytes`. A real rank announces its largest free extent; the choice does
+    /// not change the order of accesses, and the lowest gap is reused most.
     pub fn take(&mut self, bytes: u64) -> Range<u64> {
         let bytes = bytes.next_multiple_of(64);
         let mut start = 0;

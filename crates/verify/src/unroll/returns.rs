@@ -12,7 +12,7 @@ use super::state::{Extent, Handle, SampledCall, Unroller, Until};
 use super::walk::Actor;
 use super::{HostAccess, SeededBug};
 
-/// Bytes where rows come home that callers' threads enqueue: more than any script here has.
+/// Bytes for returned rows that callers' threads enqueue: more than any scenario here has.
 const STAGING: u64 = 1 << 20;
 
 /// Contribution of a rank to a return.
@@ -20,7 +20,8 @@ struct Offer {
     chunk: Extent,
     /// Where in it what returns begins.
     base: u64,
-    /// For what relays bring home and, behind it, for sums that are to be sent; or for rows that engines bring.
+    /// For rows that relays return and, behind them, for sums that are to be sent; or for rows that
+    /// engines bring.
     staging: Extent,
     /// Where sums wait.
     outbox: u64,
@@ -62,7 +63,7 @@ impl Unroller<'_> {
             if !self.script.enqueues {
                 member.pool.give(&offer.staging);
             }
-            // Nobody reads what was offered in a call that was refused.
+            // No rank reads the memory that a refused call offered.
             if fixed {
                 // Its place is that of the next outputs, too.
             } else if until < Until::End && !reads || self.script.slip == Some(SeededBug::FreeBeforeAck) {
@@ -114,7 +115,7 @@ impl Unroller<'_> {
         };
         let pulled = if self.script.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
         let staging = match self.script.enqueues {
-            // All calls have one place for rows that come home.
+            // All calls return rows to one place.
             true => member.staging.get_or_insert_with(|| member.pool.take(STAGING)).clone(),
             false => member.pool.take(home + wait + pulled),
         };
@@ -128,14 +129,14 @@ impl Unroller<'_> {
         }
         let shared = self.script.slip == Some(SeededBug::ShareOutbox);
         let outbox = staging.start + if shared { 0 } else { home };
-        // Engines bring weights home as rows of four bytes.
+        // Engines return weights as rows of four bytes.
         let behind = if self.script.pulls && !parts.rows { offered.notes_at() } else { 0 };
         let base = chunk.start + behind;
         tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), base);
         Offer { chunk, base, staging, outbox, tags: tables.tags, bases: tables.bases }
     }
 
-    /// What is the same for all operands of a return.
+    /// Constants of all operands of a return.
     fn return_setting(&self, me: u32, parts: ReturnParts) -> FillContext<'_> {
         let setting = self.setting(me, 0);
         match self.script.pulls && !parts.rows {

@@ -1,7 +1,7 @@
-//! A story of some ranks of a group that is too large to be told as a whole.
+//! Unrolled program of some ranks of a group that is too large to unroll.
 //!
-//! The programs of the ranks in the sample are told in full. The others are taken at their word: that they do what their
-//! programs say, in the call in which they say it.
+//! The programs of the ranks in the sample are unrolled in full. The others are assumed to follow
+//! their programs, in the calls in which these name each step.
 //!
 //! ```text
 //!   an outsider's signal to the sample   awaited no more: it comes; and whoever awaited it learns nothing from it
@@ -10,10 +10,11 @@
 //!   what the sample does to outsiders    is not looked at
 //! ```
 //!
-//! So an order of two accesses is found from fewer signals than there are, never from more: what is proved of the sample
-//! is true of the whole group, as far as the outsiders keep their word. Two accesses that meet lie in the memory of one
-//! node and are made by ranks of two others at most; so, in a group of equal nodes, three whole nodes show every kind of
-//! meeting. Not shown is that nobody waits in a circle that runs through outsiders.
+//! So the order of two accesses is derived from fewer signals than there are, never from more: a
+//! proof of the sample holds for the whole group, as far as the assumption holds. Two conflicting
+//! accesses lie in the memory of one node and are made by ranks of two others at most. So, in a
+//! group of equal nodes, three whole nodes show every kind of conflict. Not shown is the absence of
+//! a circle of waits that runs through assumed ranks.
 
 use sidelane_core::error::CallKind;
 use sidelane_core::schedule::Op;
@@ -25,7 +26,7 @@ use super::{Effect, StageRun};
 use crate::call_mutate::{CallChange, ProgramId, programs_of};
 
 impl Unroller<'_> {
-    /// What a rank does in a call of this kind: its own program and, where that is another, its relay's.
+    /// Work of a rank in a call of this kind: its own program and, if separate, its relay's.
     pub(super) fn told(&self, me: u32, (kind, until): (CallKind, Until), actor: &impl Actor) -> SampledCall {
         let programs = self.programs(me);
         let scenes =
@@ -33,7 +34,7 @@ impl Unroller<'_> {
         self.known(me, kind, scenes)
     }
 
-    /// What a rank does behind a dispatch by all-gather. Its relay does nothing.
+    /// Work of a rank behind a dispatch by all-gather. Its relay has none.
     pub(super) fn regrouped(&self, me: u32, until: Until, actor: &impl Actor) -> SampledCall {
         let programs = self.programs(me);
         let actors = programs_of(&programs, CallKind::Dispatch, self.script.relays).len();

@@ -70,7 +70,7 @@ impl<'a> Unroller<'a> {
         })
     }
 
-    /// The running call is told; the next one runs.
+    /// The running call is unrolled; the next one runs.
     pub(super) fn add(&mut self, told: Vec<SampledCall>) {
         let parts = self.parts(told);
         self.calls.push(parts);

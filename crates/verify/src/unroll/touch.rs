@@ -45,7 +45,7 @@ impl Unroller<'_> {
         paths.count_receivers().map(|source| self.write("message", control(me, out(source), len))).collect()
     }
 
-    /// Those of all other nodes, with what they count or without.
+    /// Those of all other nodes, with or without their counts.
     pub(super) fn messages_read(&self, me: u32, counts: bool) -> Vec<HostAccess> {
         let (nodes, parity) = (self.script.nodes, self.parity(me, SeededBug::OneMessage));
         let len = self.control.message_len(counts);
@@ -86,7 +86,7 @@ impl Unroller<'_> {
         HostAccess { of, ..self.read("landed rows", rows) }
     }
 
-    /// What goes with the rows that landed along the layout of a handle, in a call.
+    /// Metadata of the rows that landed along the layout of a handle, in a call.
     pub(super) fn notes_read(
         &self,
         me: u32,
@@ -129,7 +129,8 @@ impl Unroller<'_> {
         Tag { kind, handle, base, ..Tag::default() }
     }
 
-    /// Which of two a rank takes in the running call; `one` is the slip of those who have but one.
+    /// Which of two places a rank takes in the running call; `one` is the seeded bug of a rank with
+    /// one place.
     pub(super) fn parity(&self, me: u32, one: SeededBug) -> u64 {
         let member = &self.members[me as usize];
         match self.script.slip {

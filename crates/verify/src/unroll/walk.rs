@@ -7,8 +7,9 @@
 //!   inline    release | publish | entry.. | node entered .. agreed | ..entry | agree, judge, describe | rows.. | ..
 //! ```
 //!
-//! The order comes from the [program](sidelane_core::schedule::call) that the real call follows. What planners touch in windows
-//! between two stages is the footprint of the steps between them.
+//! The order comes from the [program](sidelane_core::schedule::call) that the real call follows.
+//! The accesses of planners in windows between two stages are the footprint of the steps between
+//! them.
 
 use std::rc::Rc;
 
@@ -37,12 +38,12 @@ pub(super) trait Actor {
     fn end(&self) -> Vec<HostAccess>;
 }
 
-/// The scenes of one program of a rank, driven as far as `until`: those of its thread and, where that enqueues, those of its
-/// stream.
+/// The scenes of one program of a rank, driven as far as `until`: those of its thread and, where
+/// that enqueues, those of its stream.
 ///
-/// A stream begins what it is given when it is given it, or later. Before each stage of the stream stands a wait for the
-/// host, which has come so far; the host waits for the stream in one step alone. What the caller does with rows, kernels do
-/// on the stream.
+/// A stream begins an operation when it is enqueued, or later. Before each stage of the stream
+/// stands a wait for the host, which has come so far; the host waits for the stream in one step
+/// alone. Kernels on the stream do the caller's work on rows.
 pub(super) fn walk(
     programs: &RankPrograms,
     (program, role, until): (&CallProgram, Role, Until),
@@ -59,7 +60,7 @@ pub(super) fn walk(
     let last = lines.len() - 1;
     let base = actor.filled(StageId::Release);
     let mut enqueued = 0;
-    // The host has come so far: what it gives the stream next comes after that.
+    // The host has come so far: its next operations on the stream come after that.
     let mut enqueue = |lines: &mut [Scenes], me: u32| {
         enqueued += 1;
         let (flag, level) = (Flag::Posted, FlagValue::Part(enqueued));
@@ -109,7 +110,7 @@ pub(super) fn walk(
     lines.into_iter().map(|line| line.end(base)).collect()
 }
 
-/// Scenes of one actor, and what it touches before the next.
+/// Scenes of one actor, and its accesses before the next.
 #[derive(Default)]
 struct Scenes {
     all: Vec<StageRun>,
@@ -125,7 +126,8 @@ impl Scenes {
         steps: Vec<UnrolledOp>,
     ) {
         match self.all.last_mut() {
-            // Halves with nothing between them are one stage: an executor need not join its tracks there.
+            // Halves with nothing between them are one stage: an executor need not join its tracks
+            // there.
             Some(scene) if part == Part::Finish && scene.name == stage.name() && self.touches.is_empty() => {
                 scene.steps.extend(steps);
             }

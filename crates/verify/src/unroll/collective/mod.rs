@@ -25,7 +25,7 @@ use crate::call_mutate::{CallChange, CallMutation};
 pub(super) use pipeline::tell as tell_pipeline;
 pub use pipeline::{PipelineBug, PipelineScenario};
 
-/// What a group is to do, all ranks in the same order.
+/// The calls of a group, all ranks in the same order.
 #[derive(Clone, Debug)]
 pub struct CollectiveScenario<'a> {
     /// Which ranks share memory.
@@ -154,10 +154,10 @@ struct Teller {
     slip: Option<CollectiveBug>,
     mutation: Option<(Program, CallMutation)>,
     calls: Calls,
-    /// What is touched when the next round has been entered, and the one behind it.
+    /// Accesses when the next round has been entered, and the one behind it.
     late: Vec<HostAccess>,
     later: Vec<HostAccess>,
-    /// What the caller reads in place until it enters the next round.
+    /// Bytes that the caller reads in place until it enters the next round.
     lent: Vec<HostAccess>,
 }
 
@@ -205,7 +205,7 @@ impl Teller {
         let complete = complete || goes_on;
         let mut touches = std::mem::take(&mut self.lent);
         let mut scenes = Vec::new();
-        // What the round before has left for the caller.
+        // The previous round's result for the caller.
         let mut due = std::mem::replace(&mut self.late, std::mem::take(&mut self.later));
         match self.slip {
             Some(CollectiveBug::LandFirst) if program == Program::ZeroCopy => put_first(&mut steps),
@@ -256,7 +256,7 @@ impl Teller {
         HostAccess { what: "what has landed", bytes, write: false, of }
     }
 
-    /// What everybody said on entering.
+    /// Tags of all ranks on entry.
     fn tags(&self, of: usize) -> Vec<HostAccess> {
         let RankView { me, .. } = self.seat;
         let ranks = self.seat.ranks();

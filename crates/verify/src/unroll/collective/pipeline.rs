@@ -30,7 +30,7 @@ pub struct PipelineScenario<'a> {
 /// Rules that could be broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PipelineBug {
-    /// What is sent and received at once is sent and then received.
+    /// Concurrent send and receive, run as a send and then a receive.
     SendFirst,
     /// It is received and then sent.
     ReceiveFirst,
@@ -177,7 +177,7 @@ fn rank(script: &PipelineScenario, seat: &RankView, order: &[Passed], sent: &Sen
     parts
 }
 
-/// What a receiver looks at.
+/// Reads of a receiver.
 fn came(pair: &MessageChannel, seat: &RankView, range: Range<u64>, of: usize) -> Vec<HostAccess> {
     let at = ControlLayout::tag(pair.peer, Flag::Block, seat.nodes.ranks(), Calls::parity_of(pair.value()));
     let tag = Bytes::new(seat.me, WindowId::CONTROL, at, ControlLayout::TAG_BYTES);

@@ -1,4 +1,5 @@
-//! What each actor of a rank does in one call: scenes, and the steps of the stage with the slips that a caller can make.
+//! Work of each actor of a rank in one call: scenes, and the steps of the stage with the seeded
+//! bugs of a caller.
 
 use std::mem::take;
 use std::rc::Rc;
@@ -45,8 +46,8 @@ impl Teller<'_> {
         Ok(Rc::new(Filled { program, me, set, turns: Rc::clone(&self.turns) }))
     }
 
-    /// Walks the program of a call: what kernels touch, and then the steps of the stage behind that.
-    /// Behind the last of them kernels are alone.
+    /// Walks the program of a call: the accesses of kernels, and then the steps of the stage behind
+    /// them. After the last stage there are only kernels.
     fn walk(&self, call: usize, filled: &Rc<Filled>) -> Vec<(Vec<HostAccess>, Vec<UnrolledOp>)> {
         let (which, me) = (self.script.calls[call].call(), filled.me);
         let planted = self.script.planted.filter(|(planted, _)| *planted == which);
@@ -145,7 +146,7 @@ impl Teller<'_> {
     }
 }
 
-/// What the proxy does of one call: hears, and puts on the rails.
+/// Work of the proxy in one call: waits, and puts over the net.
 fn proxied_out(call: usize, filled: &Rc<Filled>) -> Vec<StageRun> {
     let Some(ProxyProgram { bell, out, .. }) = filled.program.proxied() else { return Vec::new() };
     let scenes =
@@ -153,7 +154,7 @@ fn proxied_out(call: usize, filled: &Rc<Filled>) -> Vec<StageRun> {
     scenes.into_iter().chain([scene("end", Vec::new(), Vec::new(), filled)]).collect()
 }
 
-/// What it does when a rail has brought what a peer sent.
+/// Its work when the net has brought a peer's rows.
 fn proxied_back(call: usize, from: u32, filled: &Rc<Filled>) -> Vec<StageRun> {
     let Some(ProxyProgram { back, .. }) = filled.program.proxied() else { return Vec::new() };
     let mut steps = in_tracks(call, back, filled);

@@ -1,4 +1,4 @@
-//! What one step of a stream does to the windows, flag words included.
+//! Effect of one step of a stream on the windows, flag words included.
 
 use std::rc::Rc;
 
@@ -9,7 +9,7 @@ use super::turns::Turns;
 use crate::unroll::effect::Effects;
 use crate::unroll::{Bytes, Effect, UnrolledOp};
 
-/// What the slots of one program are filled with, and where its microbatch has its windows.
+/// Operands of the slots of one program, and where its microbatch has its windows.
 #[derive(Debug)]
 pub struct Filled {
     pub program: StreamProgram,

@@ -6,10 +6,11 @@
 //!                                              ^ rank 0 signals b behind its wait for a, rank 1 signals a behind this one
 //! ```
 //!
-//! If all ranks enqueue in one order, nobody waits for ever, whatever streams share a queue, at each rank. For take the first
-//! call in that order that is not over everywhere: all that stands before it is done, so each rank has enqueued and done its
-//! puts and signals, which come before its waits. If two ranks differ, take the first place in a queue where they do: each waits
-//! there for what the other has behind its own wait.
+//! If all ranks enqueue in one order, no rank waits forever, whatever streams share a queue at each
+//! rank. To see this, take the first call in that order that is not over everywhere. All earlier
+//! calls are done, so each rank has enqueued and run its puts and signals, which come before its
+//! waits. If two ranks differ, take the first place in a queue where they do: each waits there for
+//! an operation that the other has behind its own wait.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -22,7 +23,7 @@ use super::StreamCall;
 use crate::unroll::effect::Effects;
 use crate::unroll::{ActorCall, Effect, Role, StageRun, UnrolledOp, UnrolledProgram};
 
-/// Signals and waits alone: what they guard is no matter here.
+/// Signals and waits alone: the bytes that they guard do not matter here.
 #[derive(Debug)]
 struct Bare;
 
@@ -32,7 +33,8 @@ impl Effects for Bare {
     }
 }
 
-/// Each rank enqueues its calls in an order of its own, each microbatch on a stream of its own: a track.
+/// Each rank enqueues its calls in an order of its own, each microbatch on a stream of its own: a
+/// track.
 pub(in crate::unroll) fn fold(
     slots: Slots,
     orders: &[Vec<StreamCall>],

@@ -19,7 +19,7 @@ impl Teller<'_> {
         }
     }
 
-    /// What a step of a call reads and writes. A check reads no bytes but those that experts read
+    /// Reads and writes of a step of a call. A check reads no bytes but those that experts read
     /// behind it.
     pub fn touches(&self, work: Work, call: usize, me: u32) -> Vec<HostAccess> {
         let (slots, slip) = (self.script.slots, self.script.slip);
@@ -41,7 +41,7 @@ impl Teller<'_> {
         }
     }
 
-    /// What a slip has kernels do at the end of a call.
+    /// Accesses that a seeded bug adds to kernels at the end of a call.
     pub fn slipped(&self, call: usize, me: u32) -> Vec<HostAccess> {
         match (self.script.slip, self.script.calls[call].call()) {
             (Some(StreamBug::SumLate), SlotCall::Dispatch) => {
@@ -71,7 +71,7 @@ impl Teller<'_> {
         (0..slots.ranks()).map(slot).collect()
     }
 
-    /// What came home is summed, with the partial rows of this rank itself.
+    /// Sums the returned rows with the partial rows of this rank itself.
     fn sum(&self, call: usize, me: u32) -> Vec<HostAccess> {
         let (slots, bytes) = (self.script.slots, self.script.slots.home_bytes());
         let read = |what, at| self.touch(what, false, call, (me, at), bytes);

@@ -7,7 +7,8 @@
 //!   release    the caller has read receive           |        signals, waits, words set back
 //! ```
 //!
-//! Kernels may lie [aside](Streams::Aside). Then two events join the streams, told as words that grow:
+//! Kernels may run [aside](Streams::Aside). Then two events join the streams, modeled as words that
+//! grow:
 //!
 //! ```text
 //!   kernels      pack | ready            arrived | experts | ready            arrived | sum
@@ -15,9 +16,11 @@
 //! ```
 
 //!
-//! Between nodes there are proxies, too: for each microbatch of a rank one that puts on rails, and, on the detour, one for each
-//! peer of another node that tells what has come. Each takes the calls in their order, whenever the stream rings, as a real proxy
-//! does. That is one thread for all of these; apart they are in no order that it does not keep.
+//! Between nodes there are proxies, too: for each microbatch of a rank one that puts over the net
+//! and, on the host-staged path, one for each peer of another node that signals arrivals. Each
+//! takes the calls in their order, at the stream's requests, as a real proxy does. A real proxy is
+//! one thread for all of these; as separate actors they have no order that the thread would not
+//! keep.
 
 mod act;
 mod filled;
@@ -35,7 +38,7 @@ use turns::Turns;
 
 use super::UnrolledProgram;
 
-/// What a group is to do on streams, all ranks in the same order.
+/// The calls of a group on streams, all ranks in the same order.
 #[derive(Clone, Debug)]
 pub struct StreamScenario<'a> {
     /// Geometry of each microbatch's windows.
@@ -48,8 +51,8 @@ pub struct StreamScenario<'a> {
     pub calls: &'a [StreamCall],
     /// A rule that the caller breaks: `None`, except to see that `prove` notices.
     pub slip: Option<StreamBug>,
-    /// The program of such calls, in place of [theirs](SlotCall::program): `None`, except to see that
-    /// `prove` notices bugs of a driver.
+    /// The program of these calls, in place of [theirs](SlotCall::program): `None`, except to see
+    /// that `prove` notices bugs of a driver.
     pub planted: Option<(SlotCall, &'a CallProgram)>,
 }
 
@@ -58,7 +61,7 @@ pub struct StreamScenario<'a> {
 pub enum StreamCall {
     /// Packed slots to their ranks.
     Dispatch(u32),
-    /// Partial rows home: the turn after a dispatch.
+    /// Partial rows return: the turn after a dispatch.
     Combine(u32),
     /// In place of a combine.
     Release(u32),
@@ -110,7 +113,7 @@ pub enum StreamBug {
     Unreleased,
     /// The caller still reads its slots when the combine is over.
     KeepSlots,
-    /// What came home is summed after the next dispatch.
+    /// The returned rows are summed after the next dispatch.
     SumLate,
     /// All microbatches have the same windows and flags.
     Share,
@@ -162,7 +165,7 @@ enum Actor {
     Stream { rank: u32, nth: u32 },
     /// The proxy of a microbatch: hears the stream, and puts on rails.
     Out { rank: u32, of: u32 },
-    /// On the detour: tells the stream what has come from a rank.
+    /// On the host-staged path: signals the stream that a rank's rows have come.
     Back { rank: u32, of: u32, from: u32 },
 }
 

@@ -14,9 +14,9 @@ pub struct Turns {
     pub sets: u32,
     /// Per call: its windows and flags, and its words.
     pub words: Vec<(u32, Flag)>,
-    /// Per call: what it is, which decides whose bell it rings.
+    /// Per call: its kind, which decides whose request flag it sets.
     calls: Vec<SlotCall>,
-    /// Per call: the dispatch whose slots it has; itself, if it is one.
+    /// Per call: the dispatch whose slots it uses; itself, if it is one.
     pub slots_of: Vec<usize>,
 }
 
@@ -57,7 +57,7 @@ impl Turns {
         self.next(call, flag, (0..call).rev())
     }
 
-    /// The call before this one that rings the same bell.
+    /// The previous call that sets the same request flag.
     pub fn rung(&self, call: usize) -> Option<usize> {
         let same = |other: &usize| (self.words[*other].0, self.calls[*other]);
         (0..call).rev().find(|other| same(other) == same(&call))
