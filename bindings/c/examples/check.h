@@ -1,4 +1,5 @@
-// What the examples and tests do when a call fails: say so and end. The other ranks hear of it from the library.
+// Reaction of the examples and tests to a failed call: print the message and exit. The library
+// informs the other ranks.
 #ifndef CHECK_H
 #define CHECK_H
 

@@ -1,4 +1,5 @@
-// What the example and the tests with devices do when a call of CUDA's driver fails, and how they get memory of a device.
+// Helpers of the example and the tests with devices: reaction to a failed call of CUDA's driver,
+// and memory of a device.
 #ifndef GPU_H
 #define GPU_H
 
@@ -15,7 +16,7 @@
         }                                                                                          \
     } while (0)
 
-// Memory of the device, with what the host has.
+// Device memory with a copy of the host's bytes.
 static inline CUdeviceptr on_device(const void *from, size_t bytes) {
     CUdeviceptr at;
     CUDA(cuMemAlloc(&at, bytes));

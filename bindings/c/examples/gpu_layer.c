@@ -1,5 +1,5 @@
-// One MoE layer on a GPU, in f32 and in whole numbers, so that every result is known exactly: with
-// exact sizes, which the caller's thread lays out; then in fixed slots, which the stream carries out
+// One MoE layer on a GPU, in f32 and in whole numbers, so that every result is known exactly: first
+// with exact sizes, which the caller's thread lays out; then in fixed slots, which the stream runs
 // alone.
 //
 //   x [T, H] --dispatch--> rows of my experts --times (e + 1)--> output --combine--> [T, H]   exact sizes
@@ -34,7 +34,7 @@ static void received(sidelane_rows_t *rows, sidelane_handle_t *handle, sidelane_
     CHECK(sidelane_output_info(*output, to));
 }
 
-// Every token comes home as itself, times a factor.
+// Every token returns as itself, times a factor.
 static void verify(CUdeviceptr out, uint64_t tokens, float (*factor)(const int32_t *chosen)) {
     CUDA(cuMemcpyDtoH(y, out, tokens * ROW));
     for (uint64_t t = 0; t < tokens; t++) {
@@ -65,7 +65,8 @@ static void exact(sidelane_group_t *group, sidelane_stream_t *stream, CUstream c
     experts_of_a_rank = info.local_experts;
 
     for (int round = 0; round < 3; round++) {
-        // Enqueued; then sizes are asked for, which come from all ranks. Rows are on their way meanwhile.
+        // Enqueued. The query of the sizes, which come from all ranks, follows while rows are in
+        // flight.
         sidelane_pending_dispatch_t *dispatching = NULL;
         sidelane_rows_t *rows = NULL;
         sidelane_handle_t *handle = NULL;
@@ -136,7 +137,7 @@ static void slots(sidelane_group_t *group, sidelane_stream_t *stream, CUstream c
     CHECK(sidelane_ep_info(ep, &info));
     REQUIRE(strcmp(info.executor, "constant-program") == 0);
 
-    // Nothing here waits for the device: what a graph could hold.
+    // No call here waits for the device, so a graph could hold them.
     sidelane_report_t out_way = {.size = sizeof out_way}, back = {.size = sizeof back};
     for (int round = 0; round < 3; round++) {
         sidelane_rows_t *rows = NULL;

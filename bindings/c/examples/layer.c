@@ -1,9 +1,12 @@
-// One MoE layer, forward and backward, in f32 and in whole numbers, so that every result is known exactly.
+// One MoE layer, forward and backward, in f32 and in whole numbers, so that every result is known
+// exactly.
 //
-//   x [T, H] --gate--> routing --dispatch--> rows of my experts --times (e + 1)--> combine --> [T, H]
+//   x [T, H] --gate--> routing --dispatch--> rows of my experts --times (e + 1)--> combine --> [T,
+//   H]
 //   dx       <-------------- dispatch_backward <-- times (e + 1) <-- combine_backward <-- dy
 //
-// Twice: in whole calls with experts that write into the output buffer, and in halves between which one may compute.
+// Twice: in whole calls with experts that write into the output buffer, and in halves with
+// computation between them.
 //
 //   sidelane launch --nodes 2 --ranks-per-node 2 -- ./layer
 
@@ -15,7 +18,8 @@ enum { EXPERTS = 8, TOP_K = 2, HIDDEN = 8, MOST = 32 };
 
 static float factor(uint32_t expert) { return (float)(expert + 1); }
 
-// What experts make of the rows: each row times its expert's factor. `first` is the first expert of this rank.
+// The experts' function: each row times its expert's factor. `first` is the first expert of this
+// rank.
 static void experts(const sidelane_handle_info_t *layout, uint32_t first, const float *rows, float *out) {
     for (uint64_t e = 0, row = 0; e < layout->local_experts; e++) {
         for (int64_t n = 0; n < layout->tokens_per_expert[e]; n++, row++) {
@@ -96,7 +100,8 @@ int main(void) {
     CHECK(sidelane_ep_combine(ep, output, NULL, handle, &ty));
     verify(&decision.routing, x, y);
 
-    // Gradients; the weights' come home, too: here each row says its own weight, so every choice gets its own.
+    // Gradients, with those of the weights. Each row contributes its own weight, so every choice
+    // gets its own.
     CHECK(sidelane_ep_combine_backward(ep, &tdy, handle, &gradients, NULL));
     CHECK(sidelane_rows_info(gradients, &in));
     CHECK(sidelane_handle_output(handle, &output));

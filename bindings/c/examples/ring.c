@@ -3,7 +3,7 @@
 //   step 0 .. n-2     my part goes right, what comes from the left is added to mine      (reduce-scatter)
 //   step n-1 .. 2n-3  finished parts go round                                            (all-gather)
 //
-// Each step has an inbox of its own, so nobody overwrites what a neighbour still reads.
+// Each step has an inbox of its own, so no rank overwrites bytes that its neighbor still reads.
 //
 //   sidelane launch --ranks-per-node 4 -- ./ring
 

@@ -1,12 +1,13 @@
-// Sidelane from C: worlds, one-sided windows, expert-parallel dispatch and combine, collectives, the gate.
+// Sidelane from C: worlds, one-sided windows, expert-parallel dispatch and combine, collectives,
+// the gate.
 //
-// A layer has its rows on the host, or on a GPU and its calls on a stream of yours: the stream in
-// its options says which. The functions are the same. On a device they enqueue, and results are
-// there for what you enqueue next.
+// A layer has its rows on the host, or on a GPU with its calls on a stream of yours, if its options
+// name one. The functions are the same. On a device they enqueue, and results are there for the
+// operations that you enqueue next.
 //
-// Every call returns a status; sidelane_last_message() says in a sentence what is wrong. Handles
-// are tickets and no addresses: they may be closed in any order, and one that was closed is
-// refused, not followed. Structs that begin with `size` may grow: set it to sizeof, and all that
+// Every call returns a status; sidelane_last_message() describes the error in a sentence. Handles
+// are tickets, not addresses: they may be closed in any order, and a closed one is refused, not
+// dereferenced. Structs that begin with `size` may grow: set it to sizeof, and every field that
 // you do not use to 0. Calls on one object come one after another; a second thread gets
 // SIDELANE_ERROR_BUSY. docs/from-c.md shows whole programs.
 //
@@ -82,7 +83,8 @@
 // trunc(S * factor / E) (GShard, Switch).
 #define SIDELANE_CAPACITY_TRUNC 3
 
-// K * trunc(factor * ceil(S / E)); 0: as needed; below 0: as needed, but at most that of its absolute value (Tutel).
+// K * trunc(factor * ceil(S / E)); 0: as needed; below 0: as needed, but at most that of its
+// absolute value (Tutel).
 #define SIDELANE_CAPACITY_TUTEL 4
 
 // `capacity_rows`.
@@ -166,13 +168,14 @@
 // Bytes without arithmetic: dispatch moves them, combine refuses.
 #define SIDELANE_DTYPE_BYTES 3
 
-// Rows go from the source straight to the destination.
+// Rows go directly from the source to the destination.
 #define SIDELANE_ROUTE_DIRECT 0
 
-// Rows go once per remote node, to the rail peer there, which hands on within its node.
+// Rows go once per remote node, to the rail peer there, which relays them within its node.
 #define SIDELANE_ROUTE_PXN 1
 
-// A token's rows are summed by ascending expert id: the same bits on every lane, layout and topology.
+// A token's rows are summed by ascending expert id: the same bits on every lane, layout and
+// topology.
 #define SIDELANE_ORDER_EXPERT 0
 
 // Per rank, then the ranks' partial sums by ascending rank.
@@ -220,7 +223,7 @@
 // Memory that the layer's device reaches: its own, or pinned memory of the host.
 #define SIDELANE_PLACE_DEVICE 1
 
-// The call did what it was asked for.
+// The call succeeded.
 #define SIDELANE_CALL_OK 0
 
 // This rank's input was refused: nothing moved, and sums are zeros.
@@ -238,7 +241,7 @@
 // The world has failed.
 #define SIDELANE_CALL_WORLD_FAILED 65536
 
-// What a call came to. `sidelane_last_message()` says it in a sentence.
+// Outcome of a call. `sidelane_last_message()` describes it in a sentence.
 enum sidelane_status_t
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
   : int32_t
@@ -246,7 +249,8 @@ enum sidelane_status_t
  {
     // Done.
     SIDELANE_OK = 0,
-    // An argument cannot be used: a null pointer, an unknown number, a struct of an unknown size, a wrong shape.
+    // An argument is invalid: a null pointer, an unknown number, a struct of an unknown size, a
+    // wrong shape.
     SIDELANE_ERROR_ARGUMENT = 1,
     // A handle was closed, is of another kind, or was never given.
     SIDELANE_ERROR_HANDLE = 2,
@@ -254,12 +258,13 @@ enum sidelane_status_t
     SIDELANE_ERROR_BUSY = 3,
     // This process was forked from one that uses the library.
     SIDELANE_ERROR_FORKED = 4,
-    // A bug of the library: it is caught, and the object that was in use can only be closed. The worlds of this process are
-    // cancelled, as far as their handles are open, so that no other rank waits for this one.
+    // A bug of the library: it is caught, and the object that was in use can only be closed. The
+    // worlds of this process with open handles are cancelled, so that no other rank waits for this
+    // one.
     SIDELANE_ERROR_INTERNAL = 5,
     // The ranks did not meet.
     SIDELANE_ERROR_BOOTSTRAP = 16,
-    // The world is dead: a rank is lost, or somebody cancelled. Rebuild it.
+    // The world has failed: a rank is lost, or a rank cancelled it. Rebuild it.
     SIDELANE_ERROR_WORLD = 17,
     // Memory could not be had, or an access lies outside its window.
     SIDELANE_ERROR_MEMORY = 18,
@@ -320,7 +325,7 @@ typedef struct sidelane_shares_t sidelane_shares_t;
 // A CUDA stream of the caller's, and the device it is of.
 typedef struct sidelane_stream_t sidelane_stream_t;
 
-// Tokens that network cards read in place.
+// Tokens that NICs read in place.
 typedef struct sidelane_tokens_t sidelane_tokens_t;
 
 // Memory that the ranks of a group write to each other.
@@ -329,8 +334,8 @@ typedef struct sidelane_window_t sidelane_window_t;
 // All ranks of a job, as this process sees them.
 typedef struct sidelane_world_t sidelane_world_t;
 
-// How a world is joined. What is 0 is taken from the environment, or is the default; heap and symmetric must be equal on
-// all ranks.
+// Options of joining a world. A 0 is replaced by the environment's value or the default. heap and
+// symmetric must be equal on all ranks.
 typedef struct {
     // sizeof(sidelane_world_options_t).
     size_t size;
@@ -344,7 +349,7 @@ typedef struct {
     uint64_t rendezvous_ms;
 } sidelane_world_options_t;
 
-// What a world is.
+// Description of a world.
 typedef struct {
     // sizeof(sidelane_world_info_t).
     size_t size;
@@ -366,7 +371,7 @@ typedef struct {
     char simd[16];
 } sidelane_world_info_t;
 
-// What a group is.
+// Description of a group.
 typedef struct {
     // sizeof(sidelane_group_info_t).
     size_t size;
@@ -426,13 +431,14 @@ typedef struct {
     uint32_t capacity_align;
     // Local groups: equal parts of the tokens with a capacity each; 1 for all together.
     uint32_t capacity_groups;
-    // Who is kept: SIDELANE_KEEP_...
+    // Choices that a full expert keeps: SIDELANE_DROP_...
     uint32_t keep;
     // 1: every expert gets exactly its capacity in rows, unused ones zero.
     uint32_t pad;
 } sidelane_gate_config_t;
 
-// One forward pass over the tokens of a rank. Only tokens and logits must be given. Arrays are read during the call alone.
+// One forward pass over the tokens of a rank. Only tokens and logits are required. Arrays are read
+// during the call alone.
 typedef struct {
     // sizeof(sidelane_gate_call_t).
     size_t size;
@@ -458,12 +464,13 @@ typedef struct {
     uint32_t training;
     // 1: `needed` counts.
     uint32_t has_needed;
-    // The largest number of rows that any rank needs for one expert, where the capacity follows the need.
+    // The largest number of rows that any rank needs for one expert, for a capacity that follows
+    // the need.
     uint32_t needed;
 } sidelane_gate_call_t;
 
-// The choices of this rank's tokens, two arrays `[tokens, top_k]`. An id of -1 is a dropped choice.
-// It is the caller's memory, as that of a tensor.
+// The choices of this rank's tokens, two arrays `[tokens, top_k]`. An id of -1 is a dropped
+// choice. The memory is the caller's, like that of a tensor.
 typedef struct {
     // Expert ids.
     const int32_t *experts;
@@ -477,13 +484,13 @@ typedef struct {
     uint32_t place;
 } sidelane_routing_t;
 
-// What a router decided. It may be read until the gate's next call, or until the gate is closed.
+// Decision of a router. It may be read until the gate's next call, or until the gate is closed.
 typedef struct {
     // sizeof(sidelane_decision_t).
     size_t size;
     // Experts that are left (-1: dropped) and their weights, to dispatch by.
     sidelane_routing_t routing;
-    // What was chosen, [tokens, top_k], before any choice was dropped.
+    // Choices, [tokens, top_k], before dropping.
     const int32_t *choices;
     // Place of each choice among the rows of its expert, [tokens, top_k]; -1 where there is none.
     const int32_t *slots;
@@ -497,8 +504,8 @@ typedef struct {
     uint32_t required;
 } sidelane_decision_t;
 
-// A loss that is least where all experts are chosen equally often, as data. Begin with that of a preset
-// (sidelane_balance_preset()) and change what differs.
+// A loss that is least where all experts are chosen equally often, as data. Begin with that of a
+// preset (sidelane_balance_preset()) and change the fields that differ.
 typedef struct {
     // sizeof(sidelane_balance_t).
     size_t size;
@@ -520,7 +527,7 @@ typedef struct {
     uint32_t reserved;
 } sidelane_balance_t;
 
-// What the loss is taken of. Arrays are read during the call alone.
+// Input of the loss. Arrays are read during the call alone.
 typedef struct {
     // sizeof(sidelane_balance_input_t).
     size_t size;
@@ -528,12 +535,13 @@ typedef struct {
     const float *logits;
     // Tokens.
     uint64_t tokens;
-    // [tokens, top_k]: the choices before dropping, -1 for none. SIDELANE_MAP_FRESH needs none: NULL.
+    // [tokens, top_k]: the choices before dropping, -1 for none. SIDELANE_MAP_FRESH needs none:
+    // NULL.
     const int32_t *choices;
     // [tokens]: 1 for tokens that count; or NULL, if all do.
     const uint8_t *used;
-    // [parts, experts]: counts of more than these tokens, as sidelane_balance_counts() gives them, summed or averaged; or NULL. The
-    // loss is then the own tokens' part of the whole.
+    // [parts, experts]: counts of more than these tokens, as sidelane_balance_counts() gives them,
+    // summed or averaged; or NULL. The loss is then the part of this rank's tokens.
     const double *total_counts;
     // How many tokens one of these counts is of, all parts together.
     double total_tokens;
@@ -543,15 +551,16 @@ typedef struct {
     uint32_t top_k;
 } sidelane_balance_input_t;
 
-// What the importance loss is taken of. Arrays are read during the call alone.
+// Input of the importance loss. Arrays are read during the call alone.
 typedef struct {
     // sizeof(sidelane_importance_input_t).
     size_t size;
     // The router's logits without noise, [tokens, experts].
     const float *logits;
-    // Those that chose, as sidelane_gate_noisy_logits() gives them, [tokens, experts]; NULL: the clean ones did.
+    // The logits that chose experts, as sidelane_gate_noisy_logits() gives them, [tokens,
+    // experts]; NULL: the clean logits chose.
     const float *noisy;
-    // [tokens, top_k]: the choices before dropping. Tokens whose last one is -1 have no part in it.
+    // [tokens, top_k]: the choices before dropping. Tokens whose last one is -1 do not count.
     const int32_t *choices;
     // Tokens.
     uint64_t tokens;
@@ -565,24 +574,27 @@ typedef struct {
     float coefficient;
 } sidelane_importance_input_t;
 
-// What a router decided, and how the loss changes with the weights that it gave. Arrays are read during the call alone.
+// A router's decision, and how the loss changes with its weights. Arrays are read during the call
+// alone.
 typedef struct {
     // sizeof(sidelane_weights_input_t).
     size_t size;
-    // The logits of which the weights were made, [tokens, experts]: noisy ones where noise goes into the weights, too.
+    // The logits behind the weights, [tokens, experts]: noisy ones if noise enters the weights,
+    // too.
     const float *logits;
     // [tokens, top_k]: the choices before dropping (sidelane_decision_t.choices).
     const int32_t *choices;
     // [tokens, top_k]: those that are left (sidelane_decision_t.routing.experts).
     const int32_t *experts;
-    // [tokens, top_k]: the loss by each weight. What stands at a dropped choice counts for nothing.
+    // [tokens, top_k]: the loss by each weight. The value at a dropped choice is ignored.
     const float *d_weights;
     // Tokens.
     uint64_t tokens;
 } sidelane_weights_input_t;
 
-// Settings of a layer: all ranks must choose alike. 0 is the default of everything but `experts`,
-// `top_k` and `hidden`. A setting that a layer on a device does not have is refused by name.
+// Settings of a layer: all ranks must pass the same. 0 is the default of every field but
+// `experts`, `top_k` and `hidden`. A layer on a device refuses settings that it does not have, by
+// name.
 typedef struct {
     // sizeof(sidelane_ep_options_t).
     size_t size;
@@ -618,17 +630,17 @@ typedef struct {
     uint32_t weighted;
     // 1: dispatch sends records of e4m3 values and scales, which sidelane_ep_quantise() makes.
     uint32_t fp8;
-    // 1: relays hand on in few large copies (rank-major over pxn).
+    // 1: relays copy rows in few large copies (rank-major over pxn).
     uint32_t spans;
-    // Device, exact sizes or a budget: dispatches that may be alive at once. With a budget each has
-    // memory for all rows it may send. Default: 64, and 2 with a budget.
+    // Device, exact sizes or a budget: dispatches that may be alive at once. With a budget each
+    // has memory for all rows it may send. Default: 64, and 2 with a budget.
     uint32_t max_in_flight;
     // Rows lie on the device of this stream, and calls go on the stream. NULL: rows lie on the
     // host.
     sidelane_stream_t *stream;
     // Device, exact sizes: bytes of the device's memory in which dispatches receive and experts
-    // write. In a group of several nodes whose NICs do not reach the device, as much memory of the
-    // host is pinned, too. Default: 256 MiB.
+    // write. In a group of several nodes whose NICs do not reach the device, as much host memory
+    // is pinned, too. Default: 256 MiB.
     uint64_t device_heap;
 } sidelane_ep_options_t;
 
@@ -644,7 +656,7 @@ typedef struct {
     uint32_t experts;
 } sidelane_expert_map_t;
 
-// What a layer is.
+// Description of a layer.
 typedef struct {
     // sizeof(sidelane_ep_info_t).
     size_t size;
@@ -664,7 +676,7 @@ typedef struct {
     uint32_t dtype;
     // With fp8: scales of a record; 0 otherwise.
     uint32_t record_scales;
-    // With fp8: bytes of a record, which are the columns of what is dispatched; 0 otherwise.
+    // With fp8: bytes of a record, which are the columns of dispatched rows; 0 otherwise.
     uint64_t record_bytes;
     // With fp8: where in a record the scales begin, in bytes.
     uint64_t record_scales_offset;
@@ -694,9 +706,9 @@ typedef struct {
     uint32_t place;
 } sidelane_tensor_t;
 
-// The layout of a dispatch. What it points to may be read until the handle is closed, by the host,
-// but for `status`. Where there is nothing, the count is 0: so it is for sizes that stay on the
-// device.
+// The layout of a dispatch. The host may read the memory behind the pointers, except `status`,
+// until the handle is closed. Empty arrays have a count of 0, as have arrays whose sizes stay on
+// the device.
 typedef struct {
     // sizeof(sidelane_handle_info_t).
     size_t size;
@@ -735,22 +747,22 @@ typedef struct {
     const uint32_t *required_rows;
     // Ranks.
     uint64_t ranks;
-    // Device: how the last call along the handle ended at this rank, for kernels: a word of
-    // SIDELANE_CALL_..., written before the stream goes on. In fixed slots, values between
-    // SIDELANE_CALL_OK and SIDELANE_CALL_WORLD_FAILED are what a kernel has found;
-    // sidelane_ep_check() says it.
+    // Device: outcome of the last call along the handle at this rank, for kernels: a word of
+    // SIDELANE_CALL_..., written before the stream continues. In fixed slots, values between
+    // SIDELANE_CALL_OK and SIDELANE_CALL_WORLD_FAILED are errors found by a kernel;
+    // sidelane_ep_check() returns them.
     const uint32_t *status;
 } sidelane_handle_info_t;
 
-// Received rows. What it points to may be read and changed until the rows are closed. On a device
-// all pointers are the device's, and the rows are there for what is enqueued on the layer's stream
-// behind the dispatch.
+// Received rows. The memory behind the pointers may be read and changed until the rows are closed.
+// On a device all pointers are device addresses, and the rows are there for operations that are
+// enqueued on the layer's stream behind the dispatch.
 //
 // In fixed slots on a device, a slot of each rank, by rank, lies at `data`. A slot begins with its
-// header: uint32_t rows that are used, uint32_t tokens of the source; at `slot_experts_at` the
-// local expert of each row and choice, int32_t [max_tokens, top_k], -1 for those that are
-// elsewhere; at `slot_weights_at` their weights, float. At `slot_rows_at` the rows begin,
-// [max_tokens, hidden]. What is not used is zero, experts -1.
+// header: uint32_t used rows, uint32_t tokens of the source; at `slot_experts_at` the local expert
+// of each row and choice, int32_t [max_tokens, top_k], -1 for those at other ranks; at
+// `slot_weights_at` their weights, float. At `slot_rows_at` the rows begin, [max_tokens, hidden].
+// Unused parts are zero, unused experts -1.
 typedef struct {
     // sizeof(sidelane_rows_info_t).
     size_t size;
@@ -818,13 +830,13 @@ typedef struct {
     uint64_t ranks;
 } sidelane_lane_t;
 
-// What a rank moved.
+// Traffic of a rank.
 typedef struct {
     // Bytes of rows copied or put within the node, own rows included.
     uint64_t local_bytes;
     // Bytes of rows put to other nodes.
     uint64_t rail_bytes;
-    // Bytes of messages, headers, and what goes with the rows.
+    // Bytes of messages, headers, and row metadata.
     uint64_t control_bytes;
     // Rows copied, zeros included.
     uint64_t rows;
@@ -846,13 +858,13 @@ typedef struct {
     uint64_t rail;
 } sidelane_hops_t;
 
-// What a stream, and rails beside it, were asked to do.
+// Requests to a stream, and to nets next to it.
 typedef struct {
     // Calls that enqueued a batch of copies.
     uint64_t batches;
     // Copies, in batches or one by one.
     uint64_t copies;
-    // Bytes of rows and of what goes with them, zeros included.
+    // Bytes of rows and of their metadata, zeros included.
     uint64_t bytes;
     // Of these, bytes that stayed at this rank.
     uint64_t own_bytes;
@@ -874,7 +886,7 @@ typedef struct {
     uint64_t rail_bytes;
     // Signals over rails.
     uint64_t rail_signals;
-    // Of the puts, those of rows that cards read from memory of a device and wrote to that of
+    // Puts by GPUDirect among them: NICs read rows from device memory and wrote them to that of
     // another.
     uint64_t straight_puts;
     // Their bytes.
@@ -887,8 +899,8 @@ typedef struct {
     char name[32];
 } sidelane_kernel_name_t;
 
-// How the bytes of one call went at this rank: of a dispatch, or of a return. The host counts what
-// it moved, a device what its stream was asked to do; the other fields are zero.
+// Bytes of one call at this rank: of a dispatch, or of a return. The host counts the bytes that it
+// moved, a device the requests to its stream; the other fields are zero.
 typedef struct {
     // sizeof(sidelane_report_t).
     size_t size;
@@ -898,7 +910,7 @@ typedef struct {
     sidelane_moved_t moved;
     // Host: the part of it that this rank relayed.
     sidelane_moved_t relayed;
-    // Host: what it moved in the last combine or gradient along the handle; 0 before the first.
+    // Host: traffic of the last combine or gradient along the handle; 0 before the first.
     sidelane_moved_t returned;
     // As planned: a row for each (token, expert) or, rank-major, each (token, rank).
     sidelane_hops_t wanted;
@@ -908,33 +920,35 @@ typedef struct {
     uint64_t remote_ranks;
     // (token, node) pairs whose node is another.
     uint64_t remote_nodes;
-    // As planned: rows that this rank hands on to the ranks of its node.
+    // As planned: rows that this rank relays to the ranks of its node.
     uint64_t handed_on;
     // Bytes of a row that goes out.
     uint64_t row_bytes;
-    // Bytes of a row that comes home.
+    // Bytes of a returned row.
     uint64_t home_row_bytes;
-    // Bytes that combines and gradients along the handle copied, because rows did not lie in an output of it.
+    // Bytes that combines and gradients along the handle copied, because rows did not lie in one
+    // of its outputs.
     uint64_t copied_bytes;
     // What carried the call out: as in sidelane_ep_info_t.
     char executor[24];
-    // Device: what the stream was asked to do.
+    // Device: requests to the stream.
     sidelane_enqueued_t enqueued;
     // Device: kernels that ran on the stream before rows were packed, or after they had landed.
     sidelane_kernel_name_t kernels[4];
     // Device, fixed slots: other ranks on this rank's own device.
     uint64_t same_device;
-    // Device: why rows between nodes are staged in memory of the host, if they are: the lane that
-    // registers memory of the host alone, "messages" (signals are), "card" (it does not take the
-    // device's memory), "unordered" (the device sees no order of what cards write), "one queue"
-    // (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
+    // Device: why rows between nodes are staged in host memory, if they are: the lane that
+    // registers host memory alone, "messages" (signals are messages), "card" (the NIC does not
+    // take the device's memory), "unordered" (the device sees no order in the NICs' writes), "one
+    // queue" (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
     char detour[16];
-    // Device: how cards know the device's memory, where rows between nodes go straight from it and
-    // to it: "dma-buf" or "address".
+    // Device: how NICs address device memory where rows between nodes move by GPUDirect: "dma-buf"
+    // or "address".
     char registration[16];
 } sidelane_report_t;
 
-// Settings of a collective: all ranks must choose alike. 0 is the default of everything but `columns`.
+// Settings of a collective: all ranks must pass the same. 0 is the default of every field but
+// `columns`.
 typedef struct {
     // sizeof(sidelane_collective_options_t).
     size_t size;
@@ -942,17 +956,20 @@ typedef struct {
     uint32_t columns;
     // Their type: SIDELANE_DTYPE_... Bytes can be gathered, but not summed.
     uint32_t dtype;
-    // In how many equal parts the rows of a rank come: gathered rows lie by part and then by rank. Default: 1.
+    // Number of equal parts in which the rows of a rank come: gathered rows lie by part and then
+    // by rank. Default: 1.
     uint32_t segments;
     // The most rows of a rank. Default: 4096.
     uint32_t max_rows;
-    // How rows reach other nodes: SIDELANE_ROUTE_... With SIDELANE_ROUTE_PXN each crosses once per node.
+    // How rows reach other nodes: SIDELANE_ROUTE_... With SIDELANE_ROUTE_PXN each crosses once per
+    // node.
     uint32_t route;
     // Whether nodes sum first, over SIDELANE_ROUTE_PXN: SIDELANE_NODE_SUMS_...
     uint32_t node_sums;
 } sidelane_collective_options_t;
 
-// How many rows each rank has, and so where they lie among those of all. It may be read until the shares are closed.
+// Number of rows of each rank, and so the place of its rows among all. It may be read until the
+// shares are closed.
 typedef struct {
     // sizeof(sidelane_shares_info_t).
     size_t size;
@@ -964,13 +981,15 @@ typedef struct {
     uint64_t rows;
 } sidelane_shares_info_t;
 
-// Settings of a communicator: all ranks must choose alike. 0 is the default of everything.
+// Settings of a communicator: all ranks must pass the same. 0 is the default of every field.
 typedef struct {
     // sizeof(sidelane_communicator_options_t).
     size_t size;
-    // Bytes of a round. The communicator takes about ten times as much of SIDELANE_SYMMETRIC. Default: 512 KiB.
+    // Bytes of a round. The communicator takes about ten times as much of SIDELANE_SYMMETRIC.
+    // Default: 512 KiB.
     uint64_t chunk;
-    // All-reduces of at most so many bytes are summed whole by every rank, with the same bits. Default: 16 KiB.
+    // All-reduces of at most this many bytes are one-shot: every rank sums them whole, with the
+    // same bits. Default: 16 KiB.
     uint64_t whole;
     // How an all-reduce adds up: SIDELANE_SUMS_...
     uint32_t sums;
@@ -988,19 +1007,21 @@ const char *sidelane_version(void);
 // The name of a status, as "SIDELANE_ERROR_PLAN"; "unknown status" if it is none.
 const char *sidelane_status_name(int32_t status);
 
-// What the last call on this thread that did not return SIDELANE_OK had to say, in a sentence. It may be read until the
-// next such call on this thread. Never NULL.
+// Message of the last call on this thread that did not return SIDELANE_OK, in a sentence. It may
+// be read until the next such call on this thread. Never NULL.
 const char *sidelane_last_message(void);
 
-// Joins the job that the environment describes (sidelane launch, torchrun, SLURM, Open MPI). Collective over the job.
+// Joins the job that the environment describes (sidelane launch, torchrun, SLURM, Open MPI).
+// Collective over the job.
 //
-// `options` may be NULL. A process of its own for each rank: a child that was forked afterwards is refused.
+// `options` may be NULL. Each rank needs its own process: a child that was forked afterwards is
+// refused.
 //
 // The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 sidelane_status_t sidelane_world_from_env(const sidelane_world_options_t *options,
                                           sidelane_world_t **world);
 
-// Says what a world is.
+// Describes a world.
 //
 // The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_world_info(sidelane_world_t *world, sidelane_world_info_t *info);
@@ -1011,8 +1032,8 @@ sidelane_status_t sidelane_world_check(sidelane_world_t *world);
 // Ends the world on every rank: all waits and calls end with an error that names this rank.
 sidelane_status_t sidelane_world_cancel(sidelane_world_t *world);
 
-// The survivors' next world, after this one has died. Collective among those that are left. The old world and what was made
-// from it stay readable until they are closed.
+// The survivors' next world, after this one has failed. Collective among the survivors. The old
+// world and its objects stay readable until they are closed.
 //
 // The caller guarantees: `rebuilt` is NULL or valid.
 sidelane_status_t sidelane_world_rebuild(sidelane_world_t *world,
@@ -1024,10 +1045,12 @@ sidelane_status_t sidelane_world_rebuild(sidelane_world_t *world,
 // The caller guarantees: `previous` is NULL, or `ranks` numbers may be written there.
 sidelane_status_t sidelane_world_previous_ranks(sidelane_world_t *world, uint32_t *previous, uint32_t ranks);
 
-// Closes the handle. This rank leaves the world when everything made from it is closed, too. NULL is nothing.
+// Closes the handle. This rank leaves the world when every object made from it is closed, too.
+// NULL is a no-op.
 sidelane_status_t sidelane_world_close(sidelane_world_t *world);
 
-// A group of `count` ranks of the world, in this order. Collective among them; without ranks (NULL and 0), of all.
+// A group of `count` ranks of the world, in this order. Collective among them. Without ranks (NULL
+// and 0), of all ranks.
 //
 // The caller guarantees: `ranks` is NULL or points to `count` numbers; `group` is NULL or valid.
 sidelane_status_t sidelane_world_group(sidelane_world_t *world,
@@ -1035,30 +1058,32 @@ sidelane_status_t sidelane_world_group(sidelane_world_t *world,
                                        uint32_t count,
                                        sidelane_group_t **group);
 
-// Says what a group is.
+// Describes a group.
 //
 // The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_group_info(sidelane_group_t *group, sidelane_group_info_t *info);
 
-// Closes the handle. What was built on the group goes on. NULL is nothing.
+// Closes the handle. Objects built on the group stay valid. NULL is a no-op.
 sidelane_status_t sidelane_group_close(sidelane_group_t *group);
 
-// Memory of `len` bytes at every member of a group, and a signal word per pair of members. Collective.
+// Memory of `len` bytes at every member of a group, and a signal word per pair of members.
+// Collective.
 //
 // The caller guarantees: `window` is NULL or valid.
 sidelane_status_t sidelane_group_window(sidelane_group_t *group, uint64_t len, sidelane_window_t **window);
 
-// Makes the caller's own memory a window: `memory` is the descriptor of a memfd that is sealed against shrinking (memfd_create(),
-// ftruncate(), fcntl(F_ADD_SEALS, F_SEAL_SHRINK)), of one size at all members. It is duplicated: the caller's stays the caller's, and so do
-// its mappings, in which what peers put is seen. Collective.
+// Makes the caller's own memory a window. `memory` is the descriptor of a memfd that is sealed
+// against shrinking (memfd_create(), ftruncate(), fcntl(F_ADD_SEALS, F_SEAL_SHRINK)), of one size
+// at all members. The call duplicates it: the caller keeps its descriptor and its mappings, which
+// show the peers' puts. Collective.
 //
 // The caller guarantees: `window` is NULL or valid; `memory` is an open descriptor, or -1.
 sidelane_status_t sidelane_group_register(sidelane_group_t *group,
                                           int32_t memory,
                                           sidelane_window_t **window);
 
-// Writes `len` bytes to `offset` of the part of `peer`. When it returns, `src` may be changed; the bytes may not have
-// landed.
+// Writes `len` bytes to `offset` of the part of `peer`. When it returns, `src` may be changed; the
+// bytes may not have landed.
 //
 // The caller guarantees: `src` is NULL or points to `len` bytes.
 sidelane_status_t sidelane_window_put(sidelane_window_t *window,
@@ -1077,10 +1102,12 @@ sidelane_status_t sidelane_window_put_signal(sidelane_window_t *window,
                                              uint64_t len,
                                              uint64_t value);
 
-// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow, from 1 on.
+// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow,
+// from 1 on.
 sidelane_status_t sidelane_window_signal(sidelane_window_t *window, uint32_t peer, uint64_t value);
 
-// Waits until the word that `peer` raises here is at least `value`: all that it put here before is visible then.
+// Waits until the word that `peer` raises here is at least `value`: then all its earlier puts are
+// visible.
 sidelane_status_t sidelane_window_wait(sidelane_window_t *window,
                                        uint32_t peer,
                                        uint64_t value);
@@ -1088,7 +1115,7 @@ sidelane_status_t sidelane_window_wait(sidelane_window_t *window,
 // Returns when everything that this rank has put or signalled so far has landed.
 sidelane_status_t sidelane_window_quiet(sidelane_window_t *window);
 
-// Returns when all members are here; what they put before has landed then. Collective.
+// Returns when all members have entered. Then their earlier puts have landed. Collective.
 sidelane_status_t sidelane_window_barrier(sidelane_window_t *window);
 
 // Copies `len` bytes of this rank's own part to `into`.
@@ -1107,10 +1134,11 @@ sidelane_status_t sidelane_window_write(sidelane_window_t *window,
 // Closes the window. Its bytes at this rank are free then. NULL is nothing.
 sidelane_status_t sidelane_window_close(sidelane_window_t *window);
 
-// The router of a system or model: megatron, deepspeed_top1, deepspeed_top2, deepspeed_topk, gshard, switch, tutel,
-// deepseek_v3, mixtral, qwen3, olmoe.
+// The router of a system or model: megatron, deepspeed_top1, deepspeed_top2, deepspeed_topk,
+// gshard, switch, tutel, deepseek_v3, mixtral, qwen3, olmoe.
 //
-// The caller guarantees: `preset` is NULL or a text; `config` is NULL, or as large as its size says.
+// The caller guarantees: `preset` is NULL or a text; `config` is NULL, or as large as its size
+// says.
 sidelane_status_t sidelane_gate_preset(const char *preset,
                                        uint32_t experts,
                                        uint32_t top_k,
@@ -1123,14 +1151,15 @@ sidelane_status_t sidelane_gate_build(const sidelane_gate_config_t *config, side
 
 // Decides for all tokens of a call. Local.
 //
-// The caller guarantees: `call` and `decision` are NULL, or as large as their size says; arrays are NULL or as large as documented.
+// The caller guarantees: `call` and `decision` are NULL, or as large as their size says; arrays
+// are NULL or as large as documented.
 sidelane_status_t sidelane_gate_route(sidelane_gate_t *gate,
                                       const sidelane_gate_call_t *call,
                                       sidelane_decision_t *decision);
 
 // The logits that choose in a call, noise and all, to `noisy`, [tokens, experts]. Local.
 //
-// The caller guarantees: as sidelane_gate_route(); nobody else uses `noisy` meanwhile.
+// The caller guarantees: as sidelane_gate_route(); no other thread uses `noisy` meanwhile.
 sidelane_status_t sidelane_gate_noisy_logits(sidelane_gate_t *gate,
                                              const sidelane_gate_call_t *call,
                                              float *noisy);
@@ -1138,34 +1167,40 @@ sidelane_status_t sidelane_gate_noisy_logits(sidelane_gate_t *gate,
 // Closes the gate. NULL is nothing.
 sidelane_status_t sidelane_gate_close(sidelane_gate_t *gate);
 
-// The loss that belongs to the router of a system or model (names as of sidelane_gate_preset()), with a coefficient of 1 and all
-// tokens together.
+// The loss that belongs to the router of a system or model (names as of sidelane_gate_preset()),
+// with a coefficient of 1 and all tokens together.
 //
-// The caller guarantees: `preset` is NULL or a text; `balance` is NULL, or as large as its size says.
+// The caller guarantees: `preset` is NULL or a text; `balance` is NULL, or as large as its size
+// says.
 sidelane_status_t sidelane_balance_preset(const char *preset,
                                           sidelane_balance_t *balance);
 
-// Adds the number of choices of each expert to `counts`, [parts, experts]: what ranks add up for `total_counts`.
+// Adds the number of choices of each expert to `counts`, [parts, experts]: ranks add these up for
+// `total_counts`.
 //
-// The caller guarantees: structs are NULL, or as large as their sizes say; arrays are NULL or as large as documented.
+// The caller guarantees: structs are NULL, or as large as their sizes say; arrays are NULL or as
+// large as documented.
 sidelane_status_t sidelane_balance_counts(const sidelane_balance_t *balance,
                                           const sidelane_balance_input_t *input,
                                           double *counts);
 
-// The loss, to `loss`. Its gradient is added to `d_logits`, [tokens, experts], unless that is NULL. Without tokens it is 0. What a
-// system divides it by besides (ranks that share it, micro-batches) belongs into the coefficient.
+// Writes the loss to `loss`. Its gradient is added to `d_logits`, [tokens, experts], unless that
+// is NULL. Without tokens the loss is 0. Further divisors of a system (ranks that share a loss,
+// micro-batches) belong into the coefficient.
 //
-// The caller guarantees: as sidelane_balance_counts(); `loss` is NULL or valid, and nobody else uses `d_logits` meanwhile.
+// The caller guarantees: as sidelane_balance_counts(); `loss` is NULL or valid, and no other
+// thread uses `d_logits` meanwhile.
 sidelane_status_t sidelane_balance_loss(const sidelane_balance_t *balance,
                                         const sidelane_balance_input_t *input,
                                         float *loss,
                                         float *d_logits);
 
-// `coefficient` times the mean over tokens of (ln of the sum of e^logit)^2, to `loss`. Tokens that are not `used` ([tokens], 1 for
-// those that count; or NULL) are left out. The gradient is added to `d_logits`, [tokens, experts], unless that is NULL.
+// `coefficient` times the mean over tokens of (ln of the sum of e^logit)^2, to `loss`. Tokens with
+// a 0 in `used` ([tokens], or NULL) do not count. The gradient is added to `d_logits`, [tokens,
+// experts], unless that is NULL.
 //
-// The caller guarantees: `loss` is NULL or valid; arrays are NULL or as large as documented, and nobody else uses `d_logits`
-// meanwhile.
+// The caller guarantees: `loss` is NULL or valid; arrays are NULL or as large as documented, and
+// no other thread uses `d_logits` meanwhile.
 sidelane_status_t sidelane_z_loss(float coefficient,
                                   const float *logits,
                                   uint64_t tokens,
@@ -1174,16 +1209,18 @@ sidelane_status_t sidelane_z_loss(float coefficient,
                                   float *loss,
                                   float *d_logits);
 
-// The loss that keeps importance and load even where noise chooses (Shazeer's, as Tutel has it), to `loss`. The gradient to the clean
-// logits is added to `d_logits`, [tokens, experts], unless that is NULL.
+// Writes the loss that balances importance and load of a noisy gate (Shazeer's, as in Tutel) to
+// `loss`. The gradient to the clean logits is added to `d_logits`, [tokens, experts], unless that
+// is NULL.
 //
 // The caller guarantees: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
 sidelane_status_t sidelane_importance_loss(const sidelane_importance_input_t *input,
                                            float *loss,
                                            float *d_logits);
 
-// Adds the gradient of the logits to `d_logits`, [tokens, experts]: back from that of the routing weights, as combine's or dispatch's
-// gradient brings it, through scaling, normalisation and scores of this gate. Choices have no gradient.
+// Adds the gradient of the logits to `d_logits`, [tokens, experts]. It goes back from the gradient
+// of the routing weights, which the gradients of combine and dispatch return, through scaling,
+// normalization and scores of this gate. Choices have no gradient.
 //
 // The caller guarantees: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
 sidelane_status_t sidelane_gate_weights_backward(sidelane_gate_t *gate,
@@ -1194,27 +1231,28 @@ sidelane_status_t sidelane_gate_weights_backward(sidelane_gate_t *gate,
 // for the legacy default stream. Loads the driver, and uses the device's primary context, as the
 // CUDA runtime does. Local.
 //
-// The caller guarantees: `cuda_stream` is NULL or a stream, which is not destroyed before the handle,
-// every layer that uses it and every dispatch of these are closed or finished; `stream` is NULL or
-// valid.
+// The caller guarantees: `cuda_stream` is NULL or a stream, which is not destroyed before the
+// handle, every layer that uses it and every dispatch of these are closed or finished; `stream` is
+// NULL or valid.
 sidelane_status_t sidelane_stream_borrow(uint32_t device, void *cuda_stream, sidelane_stream_t **stream);
 
 // Closes the handle; the stream stays the caller's. Layers that use it keep it until they are
 // closed. NULL is nothing.
 sidelane_status_t sidelane_stream_close(sidelane_stream_t *stream);
 
-// Exact sizes and fixed slots on a device: enqueues the next calls on another stream of the device.
-// With exact sizes they come behind all that the stream before was given; in fixed slots the caller
-// orders the streams by events. Local. Other layers refuse it by name.
+// Exact sizes and fixed slots on a device: enqueues the next calls on another stream of the
+// device. With exact sizes they come behind all operations on the previous stream; in fixed slots
+// the caller orders the streams by events. Local. Other layers refuse it by name.
 sidelane_status_t sidelane_ep_set_stream(sidelane_ep_t *ep, sidelane_stream_t *stream);
 
-// Waits until everything in the layer's stream is done, and says how it went: SIDELANE_OK, the
-// reason of the world's failure, or what a kernel has found. If a live rank is silent for longer
-// than the world's deadline, the world ends. On the host there is nothing to wait for.
+// Waits until all operations in the layer's stream are done, and returns their outcome:
+// SIDELANE_OK, the reason of the world's failure, or an error found by a kernel. If a live rank is
+// silent for longer than the world's deadline, the world ends. On the host there is nothing to
+// wait for.
 sidelane_status_t sidelane_ep_synchronize(sidelane_ep_t *ep);
 
-// What is known to be wrong, without waiting: SIDELANE_OK, the reason of the world's failure, or
-// what a kernel has found. Local.
+// Known errors, without waiting: SIDELANE_OK, the reason of the world's failure, or an error found
+// by a kernel. Local.
 sidelane_status_t sidelane_ep_check(sidelane_ep_t *ep);
 
 // Builds a layer on a group. Collective. `expert_map` may be NULL: experts in contiguous blocks.
@@ -1236,48 +1274,50 @@ sidelane_status_t sidelane_ep_build(sidelane_group_t *group,
                                     const sidelane_expert_map_t *expert_map,
                                     sidelane_ep_t **ep);
 
-// Says what a layer is.
+// Describes a layer.
 //
 // The caller guarantees: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_ep_info(sidelane_ep_t *ep, sidelane_ep_info_t *info);
 
-// Moves experts to other ranks: the dispatches that follow go by this map. What ranks hold of the experts is the caller's to
-// move. Collective; no handle of the layer may be open.
+// Moves experts to other ranks: later dispatches use this map. The caller moves the experts'
+// weights. Collective; no handle of the layer may be open.
 //
 // The caller guarantees: `expert_map` is NULL or valid.
 sidelane_status_t sidelane_ep_set_expert_map(sidelane_ep_t *ep,
                                              const sidelane_expert_map_t *expert_map);
 
-// Makes records of tokens, [tokens, hidden] to [tokens, record_bytes] of SIDELANE_DTYPE_BYTES: what a layer with fp8
-// dispatches. Local.
+// Quantizes tokens, [tokens, hidden], to records, [tokens, record_bytes] of SIDELANE_DTYPE_BYTES:
+// the rows that a layer with fp8 dispatches. Local.
 //
-// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no other thread writes to them during the call.
+// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
+// other thread writes to them during the call.
 sidelane_status_t sidelane_ep_quantise(sidelane_ep_t *ep,
                                        const sidelane_tensor_t *tokens,
                                        const sidelane_tensor_t *records);
 
-// A buffer of `count` rows to dispatch that network cards read in place; a tensor may lie in it. Local.
+// A buffer of `count` rows to dispatch, which NICs read in place; a tensor may lie in it. Local.
 //
 // The caller guarantees: `tokens` is NULL or valid.
 sidelane_status_t sidelane_ep_tokens(sidelane_ep_t *ep, uint32_t count, sidelane_tokens_t **tokens);
 
-// Closes the layer. Rows, outputs and handles that are open stay as they are. On a device it waits
-// until a planner has served what was enqueued. Graphs that hold its calls must have drained,
-// and are not launched again. Its memory is free as soon as the stream is idle in a later build or
-// close. NULL is nothing.
+// Closes the layer. Open rows, outputs and handles stay valid. On a device it waits until the
+// planner has served all enqueued calls. Graphs that hold its calls must have drained, and must
+// not be launched again. Its memory is freed by a later build or close that finds the stream idle.
+// NULL is a no-op.
 sidelane_status_t sidelane_ep_close(sidelane_ep_t *ep);
 
-// Sends every token to the ranks of its experts, and receives the rows of this rank's experts. Collective.
+// Sends every token to the ranks of its experts, and receives the rows of this rank's experts.
+// Collective.
 //
 // `x` is [tokens, hidden], of records with fp8 [tokens, record_bytes]. Both results are the
 // caller's to close.
 //
-// On a device the call is enqueued, and the rows are there for what is enqueued next. It waits for
-// the counts of all ranks, which give the sizes; in fixed slots nobody waits, and a call that is
-// refused is not enqueued and can be made again.
+// On a device the call is enqueued, and the rows are there for later operations on the stream. The
+// call waits for the counts of all ranks, which give the sizes. In fixed slots it does not wait; a
+// refused call is not enqueued and can be made again.
 //
-// The caller guarantees: pointers are NULL or valid; tensors and arrays are as large as they say, and
-// nobody writes to them meanwhile.
+// The caller guarantees: pointers are NULL or valid; tensors and arrays are as large as they say,
+// and no other thread writes to them meanwhile.
 sidelane_status_t sidelane_ep_dispatch(sidelane_ep_t *ep,
                                        const sidelane_tensor_t *x,
                                        const sidelane_routing_t *routing,
@@ -1293,8 +1333,8 @@ sidelane_status_t sidelane_ep_prepare(sidelane_ep_t *ep,
                                       const sidelane_routing_t *routing,
                                       sidelane_handle_t **handle);
 
-// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective. `x` has as many tokens as that
-// dispatch.
+// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective. `x` has as
+// many tokens as that dispatch.
 //
 // The caller guarantees: as sidelane_ep_dispatch().
 sidelane_status_t sidelane_ep_dispatch_cached(sidelane_ep_t *ep,
@@ -1350,7 +1390,7 @@ sidelane_status_t sidelane_tokens_info(sidelane_tokens_t *tokens, sidelane_token
 // Closes a buffer of tokens. NULL is nothing.
 sidelane_status_t sidelane_tokens_close(sidelane_tokens_t *tokens);
 
-// Brings expert outputs back to their tokens and sums them into `out`, [tokens, hidden]. Collective.
+// Returns expert outputs to their tokens and sums them into `out`, [tokens, hidden]. Collective.
 //
 // Either `output`, the buffer of sidelane_handle_output(), which peers read in place and which is
 // used up, or `rows`, a tensor [rows, hidden] anywhere in the place of the layer, which is copied
@@ -1358,28 +1398,29 @@ sidelane_status_t sidelane_tokens_close(sidelane_tokens_t *tokens);
 // error that leaves the world usable, sidelane_handle_output() on the host gives its buffer again,
 // as it was.
 //
-// On a device the call is enqueued, and `out` is there for what is enqueued next. What is wrong
-// with this rank's own arguments is said here, and sidelane_handle_returned() says how the call
-// went on all ranks. A combine that was refused leaves zeros where `out` has room for them.
+// On a device the call is enqueued, and `out` is there for later operations on the stream. Errors
+// of this rank's own arguments are returned here; sidelane_handle_returned() returns the outcome
+// on all ranks. A refused combine leaves zeros where `out` has room for them.
 //
-// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and nobody else
-// uses them meanwhile.
+// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
+// other thread uses them meanwhile.
 sidelane_status_t sidelane_ep_combine(sidelane_ep_t *ep,
                                       sidelane_output_t *output,
                                       const sidelane_tensor_t *rows,
                                       sidelane_handle_t *handle,
                                       const sidelane_tensor_t *out);
 
-// Fixed slots on a device, instead of a combine: what was received has been read, and nothing
+// Fixed slots on a device, instead of a combine: the received rows have been read, and nothing
 // returns. NULL for `handle` is the last dispatch. Collective. Other layers refuse it by name:
 // their dispatches need no combine.
 sidelane_status_t sidelane_ep_release(sidelane_ep_t *ep, sidelane_handle_t *handle);
 
 // Gradient of dispatch: sums row gradients to their tokens, [tokens, hidden]. Collective.
 //
-// Row gradients are `output` or `rows`, as for sidelane_ep_combine(). With `row_weight_gradients` (one per received row or,
-// rank-major, per row and choice: as many as `row_weights` of the handle) those come home, too: `weight_gradients` is
-// [tokens, top_k], 0 for dropped choices. Without, both are NULL. On a device both are addresses there, at multiples of 16 bytes.
+// Row gradients are `output` or `rows`, as for sidelane_ep_combine(). With `row_weight_gradients`
+// (one per received row or, rank-major, per row and choice: as many as `row_weights` of the
+// handle) those return, too: `weight_gradients` is [tokens, top_k], 0 for dropped choices. Without
+// them, both are NULL. On a device both are device addresses, at multiples of 16 bytes.
 //
 // The caller guarantees: as sidelane_ep_combine().
 sidelane_status_t sidelane_ep_dispatch_backward(sidelane_ep_t *ep,
@@ -1390,10 +1431,12 @@ sidelane_status_t sidelane_ep_dispatch_backward(sidelane_ep_t *ep,
                                                 const sidelane_tensor_t *token_gradients,
                                                 float *weight_gradients);
 
-// Gradient of combine: brings token gradients, [tokens, hidden], to the rows that were summed. Collective.
+// Gradient of combine: brings token gradients, [tokens, hidden], to the rows that were summed.
+// Collective.
 //
-// If the layer is weighted, rows are multiplied with their weight, and `weight_gradients`, [tokens, top_k], gets the
-// gradients of the weights; otherwise it is NULL. On a device it is an address there, at a multiple of 16 bytes.
+// If the layer is weighted, rows are multiplied with their weight, and `weight_gradients`,
+// [tokens, top_k], gets the gradients of the weights; otherwise it is NULL. On a device it is a
+// device address, at a multiple of 16 bytes.
 //
 // The caller guarantees: as sidelane_ep_combine().
 sidelane_status_t sidelane_ep_combine_backward(sidelane_ep_t *ep,
@@ -1409,16 +1452,16 @@ sidelane_status_t sidelane_ep_combine_backward(sidelane_ep_t *ep,
 // Input that the library refuses is reported by the second half, on all ranks. In fixed slots on a
 // device it is refused here, at this rank alone, and the call can be made again.
 //
-// The caller guarantees: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they
-// are until the dispatch is finished or closed.
+// The caller guarantees: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as
+// they are until the dispatch is finished or closed.
 sidelane_status_t sidelane_ep_dispatch_start(sidelane_ep_t *ep,
                                              const sidelane_tensor_t *x,
                                              const sidelane_routing_t *routing,
                                              sidelane_pending_dispatch_t **pending);
 
 // Second half of a dispatch. The host waits for the counts of all ranks, moves the rows, and waits
-// for those that come here. A device waits for the counts alone, and in fixed slots nobody waits:
-// rows are there for what is enqueued next. Collective. `pending` is used up.
+// for its own rows. A device waits for the counts alone, and in fixed slots not at all: rows are
+// there for later operations on the stream. Collective. `pending` is consumed.
 //
 // The caller guarantees: `rows` and `handle` are NULL or valid.
 sidelane_status_t sidelane_dispatch_finish(sidelane_pending_dispatch_t *pending,
@@ -1448,9 +1491,9 @@ sidelane_status_t sidelane_ep_combine_start(sidelane_ep_t *ep,
                                             sidelane_pending_combine_t **pending);
 
 // Second half of a combine, into `out`, [tokens, hidden]. The host waits until all ranks offer
-// their rows, and sums; on a device the sums are there for what is enqueued next. Collective.
-// `pending` is used up. If `out` cannot be used, the other ranks get their sums and this one gets
-// none.
+// their rows, and sums; on a device the sums are there for later operations on the stream.
+// Collective. `pending` is consumed. If `out` is invalid, the other ranks get their sums and this
+// one gets none.
 //
 // The caller guarantees: as sidelane_ep_combine().
 sidelane_status_t sidelane_combine_finish(sidelane_pending_combine_t *pending, const sidelane_tensor_t *out);
@@ -1483,16 +1526,19 @@ sidelane_status_t sidelane_collective_build(sidelane_group_t *group,
                                             const sidelane_collective_options_t *options,
                                             sidelane_collective_t **collective);
 
-// Everybody's rows, by rank, from this rank's, [rows, columns]; ranks may have different numbers of them, none too. They tell each
-// other how many: the shares. Collective. Both results are the caller's to close.
+// Gathers the rows of all ranks, by rank, from this rank's, [rows, columns]. Ranks may have
+// different numbers of rows, or none, and exchange these numbers: the shares. Collective. The
+// caller closes both results.
 //
-// The caller guarantees: pointers are NULL or valid; `mine` is as large as it says, and no other thread writes to it during the call.
+// The caller guarantees: pointers are NULL or valid; `mine` is as large as it says, and no other
+// thread writes to it during the call.
 sidelane_status_t sidelane_all_gather(sidelane_collective_t *collective,
                                       const sidelane_tensor_t *mine,
                                       sidelane_rows_t **all,
                                       sidelane_shares_t **shares);
 
-// Shares that all ranks know beforehand: `counts`, [ranks], the same on all. Local: nothing is exchanged.
+// Shares that all ranks know beforehand: `counts`, [ranks], the same on all. Local: nothing is
+// exchanged.
 //
 // The caller guarantees: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
 sidelane_status_t sidelane_collective_shares(sidelane_collective_t *collective,
@@ -1500,7 +1546,7 @@ sidelane_status_t sidelane_collective_shares(sidelane_collective_t *collective,
                                              uint32_t ranks,
                                              sidelane_shares_t **shares);
 
-// Everybody's rows, where all know their shares: ranks need not tell each other. Collective.
+// Gathers the rows of all ranks when all know the shares, so no counts are exchanged. Collective.
 //
 // The caller guarantees: as sidelane_all_gather().
 sidelane_status_t sidelane_all_gather_along(sidelane_collective_t *collective,
@@ -1508,13 +1554,16 @@ sidelane_status_t sidelane_all_gather_along(sidelane_collective_t *collective,
                                             sidelane_shares_t *shares,
                                             sidelane_rows_t **all);
 
-// Sums over all ranks of this rank's rows, to `sums`, [rows of this rank, columns]: from what each rank has for everybody, [rows of
-// all, columns], laid out as an all-gather along these shares lays it. Collective.
+// Sums over all ranks of this rank's rows, to `sums`, [rows of this rank, columns]: from each
+// rank's rows for all ranks, [rows of all, columns], in the layout of an all-gather along these
+// shares. Collective.
 //
-// Either `output`, the buffer of sidelane_shares_output(), which is used up, or `all`, a tensor anywhere, which is copied once;
-// the other is NULL. If an argument cannot be used, `output` stays open.
+// Either `output`, the buffer of sidelane_shares_output(), which is consumed, or `all`, a tensor
+// anywhere, which is copied once; the other is NULL. If an argument is invalid, `output` stays
+// open.
 //
-// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no other thread uses them during the call.
+// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
+// other thread uses them during the call.
 sidelane_status_t sidelane_reduce_scatter(sidelane_collective_t *collective,
                                           sidelane_output_t *output,
                                           const sidelane_tensor_t *all,
@@ -1549,9 +1598,11 @@ sidelane_status_t sidelane_communicator_build(sidelane_group_t *group,
                                               const sidelane_communicator_options_t *options,
                                               sidelane_communicator_t **communicator);
 
-// Sums `data` over all ranks, element by element, in place. Collective; as many elements on all ranks.
+// Sums `data` over all ranks, element by element, in place. Collective; all ranks have the same
+// number of elements.
 //
-// The caller guarantees: pointers are NULL or valid; the tensor is as large as it says, and no other thread uses it during the call.
+// The caller guarantees: pointers are NULL or valid; the tensor is as large as it says, and no
+// other thread uses it during the call.
 sidelane_status_t sidelane_communicator_all_reduce(sidelane_communicator_t *communicator,
                                                    const sidelane_tensor_t *data);
 
@@ -1562,14 +1613,16 @@ sidelane_status_t sidelane_communicator_broadcast(sidelane_communicator_t *commu
                                                   uint32_t root,
                                                   const sidelane_tensor_t *data);
 
-// Sums part r of `send`, which has an equal part for each rank, over all ranks into `receive` of rank r. Collective.
+// Sums part r of `send`, which has an equal part for each rank, over all ranks into `receive` of
+// rank r. Collective.
 //
 // The caller guarantees: as sidelane_communicator_all_reduce(), of both tensors.
 sidelane_status_t sidelane_communicator_reduce_scatter(sidelane_communicator_t *communicator,
                                                        const sidelane_tensor_t *send,
                                                        const sidelane_tensor_t *receive);
 
-// Part r of `send` goes to rank r; part s of `receive` is from rank s. Both have an equal part for each rank. Collective.
+// Part r of `send` goes to rank r; part s of `receive` is from rank s. Both have an equal part for
+// each rank. Collective.
 //
 // The caller guarantees: as sidelane_communicator_reduce_scatter().
 sidelane_status_t sidelane_communicator_all_to_all(sidelane_communicator_t *communicator,
@@ -1583,24 +1636,26 @@ sidelane_status_t sidelane_communicator_all_gather(sidelane_communicator_t *comm
                                                    const sidelane_tensor_t *send,
                                                    const sidelane_tensor_t *receive);
 
-// Sends `data` to a rank, whose sidelane_communicator_receive() of as many elements takes it. Messages of a pair keep their
-// order. Returns when all is on its way; `data` may then be changed. At most two chunks lie unread at the receiver: more waits
-// until it comes. Wrong arguments of this rank are reported here alone.
+// Sends `data` to a rank, which receives it by sidelane_communicator_receive() with as many
+// elements. Messages of a pair keep their order. Returns when all bytes are in flight; `data` may
+// then be changed. At most two chunks lie unread at the receiver: a longer message waits for it.
+// Only this rank gets an error for its own wrong arguments.
 //
 // The caller guarantees: as sidelane_communicator_all_reduce().
 sidelane_status_t sidelane_communicator_send(sidelane_communicator_t *communicator,
                                              uint32_t peer,
                                              const sidelane_tensor_t *data);
 
-// Receives the next message of a rank, which must have as many elements of this type: otherwise it is dropped, and both
-// ranks are told.
+// Receives the next message of a rank, which must have as many elements of this type: otherwise it
+// is dropped, and both ranks get an error.
 //
 // The caller guarantees: as sidelane_communicator_all_reduce().
 sidelane_status_t sidelane_communicator_receive(sidelane_communicator_t *communicator,
                                                 uint32_t peer,
                                                 const sidelane_tensor_t *data);
 
-// Sends to a rank and receives from it, at once: where both do, neither waits for the other to receive first.
+// Sends to a rank and receives from it, concurrently: if both do so, neither waits for the other
+// to receive first.
 //
 // The caller guarantees: as sidelane_communicator_reduce_scatter().
 sidelane_status_t sidelane_communicator_exchange(sidelane_communicator_t *communicator,

@@ -1,4 +1,4 @@
-//! Why the border refuses a call, or what the library said to it.
+//! Reasons why the FFI boundary refuses a call, and errors of the library.
 
 use sidelane::error::{DeviceError, GateError, MemoryError, PlanError};
 
@@ -20,7 +20,7 @@ pub enum ArgumentError {
         what: &'static str,
         /// Where it points.
         address: usize,
-        /// What the type asks for.
+        /// Alignment that the type needs.
         align: usize,
     },
     /// A descriptor that cannot be duplicated.
@@ -50,7 +50,7 @@ pub enum ArgumentError {
         name: &'static str,
         /// What its first field says.
         seen: usize,
-        /// What it is here.
+        /// Size of the struct in this library.
         expected: usize,
     },
     /// A struct of a later version that asks for something.
@@ -89,7 +89,7 @@ pub enum ArgumentError {
         /// Columns that would be right.
         expected_columns: u64,
     },
-    /// What is read and what is written overlap.
+    /// The memory that is read and the memory that is written overlap.
     #[error("{one} and {other} overlap: what is written must lie apart from what is read")]
     Overlap {
         /// The first.
@@ -114,32 +114,32 @@ pub enum HandleError {
     /// No handle at all.
     #[error("the handle of a {expected} is NULL")]
     Null {
-        /// What was to be given.
+        /// The expected kind.
         expected: Kind,
     },
-    /// A number that this library has given to nobody.
+    /// A number that this library never gave out.
     #[error("{seen:#x} is not a handle: a {expected} was expected")]
     Foreign {
-        /// What was given.
+        /// The given handle.
         seen: u64,
-        /// What was to be given.
+        /// The expected kind.
         expected: Kind,
     },
     /// A handle of another kind of object.
     #[error("this is the handle of a {seen}, a {expected} was expected")]
     WrongKind {
-        /// What was given.
+        /// The given kind.
         seen: Kind,
-        /// What was to be given.
+        /// The expected kind.
         expected: Kind,
     },
     /// A handle that is no longer valid.
     #[error("this {kind} was closed, or used up by an earlier call")]
     Closed {
-        /// What it was.
+        /// The former kind.
         kind: Kind,
     },
-    /// As many handles are open as can be told apart.
+    /// All handles that can be distinguished are open.
     #[error("{open} handles are open: close some first")]
     TooMany {
         /// How many.
@@ -147,7 +147,7 @@ pub enum HandleError {
     },
 }
 
-/// Why a call did not do what it was asked for.
+/// Reason why a call failed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Fault {
     /// An argument cannot be used.
@@ -159,19 +159,19 @@ pub enum Fault {
     /// Another thread is in a call on the same object.
     #[error("another thread is in a call on this {kind}: calls on one object come one after another")]
     Busy {
-        /// What it is.
+        /// Kind of the object.
         kind: Kind,
     },
     /// The object is between the halves of a call.
     #[error("this {kind} is in a call that was started: finish that first")]
     Underway {
-        /// What it is.
+        /// Kind of the object.
         kind: Kind,
     },
     /// An earlier call on the object ended in a bug of the library.
     #[error("an earlier call on this {kind} ended in a bug of the library: it can only be closed")]
     Broken {
-        /// What it is.
+        /// Kind of the object.
         kind: Kind,
     },
     /// The process is the child of one that uses the library.
@@ -187,10 +187,10 @@ pub enum Fault {
     /// A bug of the library.
     #[error("a bug of the library, please report it: {said}")]
     Panicked {
-        /// What it said.
+        /// The panic's message.
         said: String,
     },
-    /// What the library says.
+    /// The library's error.
     #[error(transparent)]
     Library(#[from] sidelane::Error),
 }

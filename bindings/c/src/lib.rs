@@ -7,15 +7,18 @@
 //!   status, message           <--+--- error or panic: a number and a sentence <--- Result
 //! ```
 //!
-//! **Unsafe code lives in the room `ffi` alone**, and that room is in this package rather than in the library: who writes
-//! Rust neither builds it nor exports its symbols, and what C can do is what the library's public face can do.
+//! **Unsafe code lives in the module `ffi` alone**, and that module is in this package rather than
+//! in the library. So a Rust program neither builds it nor exports its symbols, and C can do
+//! exactly what the library's public API can do.
 //!
-//! **A handle is a ticket and no address.** It names a place in a table, the place's generation and the kind of object. So a
-//! handle that was closed, that is of another kind or that was never given is found out and said, whatever is passed. An
-//! object lives as long as something made from it needs it: handles may be closed in any order.
+//! **A handle is a ticket and no address.** It names a place in a table, the place's generation and
+//! the kind of object. So every call detects a handle that was closed, is of another kind or was
+//! never given, and names the error. An object lives as long as something made from it needs it:
+//! handles may be closed in any order.
 //!
-//! **Bad input of a collective call is refused on all ranks**, as in Rust: a rank whose arguments the border refuses still
-//! enters the call, so that the others get an error and do not wait (`refuse`).
+//! **Bad input of a collective call is refused on all ranks**, as in Rust: a rank whose arguments
+//! the FFI boundary refuses still enters the call, so that the others get an error and do not wait
+//! (`refuse`).
 
 mod fault;
 mod ffi;

@@ -1,8 +1,9 @@
-//! Whose handles these are.
+//! The process that owns the handles.
 //!
-//! `fork` copies memory and one thread of many: the child has neither the threads that keep a world alive nor a rank of its
-//! own, and its locks may be held by nobody. So the process that is given the first handle owns them all, and every call
-//! asks first whether it is in that process. The question takes no lock.
+//! `fork` copies memory and one thread of many: the child has neither the threads that keep a world
+//! alive nor a rank of its own, and its locks may stay locked forever. So the process that gets the
+//! first handle owns them all, and every call first checks that it runs in that process. The check
+//! takes no lock.
 
 use std::process;
 use std::sync::atomic::{AtomicU32, Ordering};

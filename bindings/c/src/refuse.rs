@@ -1,8 +1,8 @@
 //! Enters a collective call only to refuse it.
 //!
-//! When the border cannot use an argument, the other ranks are in the call already, or will be. So
-//! this rank enters it, too, and the library refuses it: all ranks get an error, nothing moves, and
-//! the next call works. The caller is told what the border found.
+//! When the FFI boundary finds an invalid argument, the other ranks are in the call already, or
+//! will be. So this rank enters it, too, and the library refuses it: all ranks get an error,
+//! nothing moves, and the next call works. The caller gets the boundary's error.
 
 use std::fs::File;
 
@@ -13,8 +13,8 @@ use sidelane::{Dtype, ExpertParallel, Group};
 
 use crate::fault::Fault;
 
-/// A call of a layer, along a handle if there is one. Returns what the caller is told: `fault`, or
-/// what ended the world meanwhile.
+/// A call of a layer, along a handle if there is one. Returns the caller's error: `fault`, or the
+/// failure of the world meanwhile.
 pub fn call(ep: &mut ExpertParallel, kind: CallKind, handle: Option<&Handle>, fault: Fault) -> Fault {
     told(ep.refuse(kind, handle, PlanError::RefusedHere.into()), fault)
 }

@@ -1,17 +1,18 @@
-//! What a call comes to, as a number.
+//! Outcome of a call, as a number.
 
 use sidelane::Error;
 
 use crate::fault::Fault;
 
-/// What a call came to. `sidelane_last_message()` says it in a sentence.
+/// Outcome of a call. `sidelane_last_message()` describes it in a sentence.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(non_camel_case_types, clippy::upper_case_acronyms, reason = "they are C's names")]
 pub enum Status {
     /// Done.
     SIDELANE_OK = 0,
-    /// An argument cannot be used: a null pointer, an unknown number, a struct of an unknown size, a wrong shape.
+    /// An argument is invalid: a null pointer, an unknown number, a struct of an unknown size, a
+    /// wrong shape.
     SIDELANE_ERROR_ARGUMENT = 1,
     /// A handle was closed, is of another kind, or was never given.
     SIDELANE_ERROR_HANDLE = 2,
@@ -19,12 +20,13 @@ pub enum Status {
     SIDELANE_ERROR_BUSY = 3,
     /// This process was forked from one that uses the library.
     SIDELANE_ERROR_FORKED = 4,
-    /// A bug of the library: it is caught, and the object that was in use can only be closed. The worlds of this process are
-    /// cancelled, as far as their handles are open, so that no other rank waits for this one.
+    /// A bug of the library: it is caught, and the object that was in use can only be closed. The
+    /// worlds of this process with open handles are cancelled, so that no other rank waits for this
+    /// one.
     SIDELANE_ERROR_INTERNAL = 5,
     /// The ranks did not meet.
     SIDELANE_ERROR_BOOTSTRAP = 16,
-    /// The world is dead: a rank is lost, or somebody cancelled. Rebuild it.
+    /// The world has failed: a rank is lost, or a rank cancelled it. Rebuild it.
     SIDELANE_ERROR_WORLD = 17,
     /// Memory could not be had, or an access lies outside its window.
     SIDELANE_ERROR_MEMORY = 18,

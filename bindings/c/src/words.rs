@@ -16,12 +16,13 @@ pub const SIDELANE_DTYPE_F32: u32 = 2;
 /// Bytes without arithmetic: dispatch moves them, combine refuses.
 pub const SIDELANE_DTYPE_BYTES: u32 = 3;
 
-/// Rows go from the source straight to the destination.
+/// Rows go directly from the source to the destination.
 pub const SIDELANE_ROUTE_DIRECT: u32 = 0;
-/// Rows go once per remote node, to the rail peer there, which hands on within its node.
+/// Rows go once per remote node, to the rail peer there, which relays them within its node.
 pub const SIDELANE_ROUTE_PXN: u32 = 1;
 
-/// A token's rows are summed by ascending expert id: the same bits on every lane, layout and topology.
+/// A token's rows are summed by ascending expert id: the same bits on every lane, layout and
+/// topology.
 pub const SIDELANE_ORDER_EXPERT: u32 = 0;
 /// Per rank, then the ranks' partial sums by ascending rank.
 pub const SIDELANE_ORDER_RANK: u32 = 1;
@@ -60,7 +61,7 @@ pub const SIDELANE_PLACE_HOST: u32 = 0;
 /// Memory that the layer's device reaches: its own, or pinned memory of the host.
 pub const SIDELANE_PLACE_DEVICE: u32 = 1;
 
-/// The call did what it was asked for.
+/// The call succeeded.
 pub const SIDELANE_CALL_OK: u32 = 0;
 /// This rank's input was refused: nothing moved, and sums are zeros.
 pub const SIDELANE_CALL_REFUSED: u32 = 1;

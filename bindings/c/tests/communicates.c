@@ -1,4 +1,4 @@
-// Collectives and messages between ranks, and what is refused of them.
+// Collectives and messages between ranks, and their refusals.
 
 #include "refused.h"
 
@@ -47,7 +47,7 @@ static void sums_and_copies(void) {
     CHECK(sidelane_communicator_all_reduce(group, &all));
     for (uint64_t i = 0; i < ranks * N; i++) REQUIRE(data[i] == sum(i) && parts[i] == data[i]);
 
-    // Part r goes to rank r; a part of mine is full of what says so.
+    // Part r goes to rank r; each element of a part names its source and destination.
     for (uint64_t i = 0; i < ranks * N; i++) data[i] = (float)(100 * rank + i / N);
     CHECK(sidelane_communicator_all_to_all(group, &all, &gathered));
     for (uint64_t i = 0; i < ranks * N; i++) REQUIRE(parts[i] == (float)(100 * (i / N) + rank));

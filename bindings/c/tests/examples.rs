@@ -87,8 +87,8 @@ fn the_programs_of_the_guide_compile_and_run() {
     }
 }
 
-/// Invalid accesses, values that nobody wrote, and memory that nobody can free any more, in the library or at its border;
-/// of the program that does wrong not the last, since it forks: the child has lost its parent's threads.
+/// Invalid accesses, uninitialized values and leaked memory, in the library or at its boundary. The
+/// program that tests errors may leak, since it forks: the child has lost its parent's threads.
 #[test]
 fn valgrind_finds_nothing() {
     if Command::new("valgrind").arg("--version").output().is_err() {

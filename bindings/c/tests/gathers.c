@@ -1,4 +1,5 @@
-// All-gather and reduce-scatter between four ranks, and a window of memory that the program made itself.
+// All-gather and reduce-scatter between four ranks, and a window of memory that the program made
+// itself.
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -34,7 +35,7 @@ static void gathered(sidelane_rows_t *all) {
     CHECK(sidelane_rows_close(all));
 }
 
-// Everybody sums what everybody gathered: each row comes home as often as there are ranks.
+// All ranks sum the gathered rows of all: each row returns as many times as there are ranks.
 static void summed(sidelane_shares_t *shares, sidelane_output_t *output, const sidelane_tensor_t *all) {
     float sums[MOST * COLUMNS] = {0};
     sidelane_tensor_t home = tensor(sums, rank);
@@ -80,7 +81,7 @@ static void rows_of_all(void) {
     REFUSED_ON_BOTH(sidelane_reduce_scatter(rows, NULL, &elsewhere, shares, rank == 1 ? NULL : &home), SIDELANE_ERROR_ARGUMENT,
                     "sums is NULL", SIDELANE_ERROR_CALL, "input of rank 1 was refused");
 
-    // What all know beforehand nobody tells.
+    // Shares that all ranks know are not exchanged.
     CHECK(sidelane_collective_shares(rows, info.counts, ranks, &known));
     REFUSED(sidelane_collective_shares(rows, info.counts, ranks - 1, &known), SIDELANE_ERROR_PLAN, "counts");
     CHECK(sidelane_all_gather_along(rows, &given, known, &all));

@@ -21,7 +21,8 @@ static sidelane_tensor_t tensor(CUdeviceptr at) {
                                .place = SIDELANE_PLACE_DEVICE};
 }
 
-// Launches the graph with other tokens and other choices: each comes home as often as `times` says of its choices.
+// Launches the graph with other tokens and other choices: each returns as often as `times` says for
+// its choices.
 static void replayed(CUgraphExec graph, float (*times)(const int32_t *)) {
     for (int round = 0; round < 4; round++) {
         for (int i = 0; i < TOKENS * HIDDEN; i++) x[i] = (float)(1000 * round + 100 * rank + i);

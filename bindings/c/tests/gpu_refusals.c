@@ -1,5 +1,5 @@
-// What a C program with devices can do wrong, on two ranks: each time a status and a sentence, and
-// the next call works.
+// Mistakes of a C program with devices, on two ranks: each gives a status and a message, and the
+// next call works.
 
 #include <string.h>
 
@@ -60,7 +60,7 @@ static void sums_are_right(void) {
     for (int i = 0; i < TOKENS * HIDDEN; i++) REQUIRE(y[i] == 2 * x[i]);
 }
 
-// What it is all for: whatever was refused before, a dispatch and a combine work.
+// The purpose: after all these refusals, a dispatch and a combine work.
 static void a_round_works(void) {
     sidelane_handle_t *handle;
     sidelane_output_t *output;
@@ -80,7 +80,7 @@ static void streams(void) {
     REFUSED(sidelane_stream_close((sidelane_stream_t *)world), SIDELANE_ERROR_HANDLE, "a sidelane_stream_t was expected");
 }
 
-// One rank has no stream to build with, or settings that it cannot use: both are told.
+// One rank has no stream to build with, or settings that it cannot use: both get an error.
 static void builds(void) {
     sidelane_ep_options_t options = good();
     if (rank == 1) options.stream = (sidelane_stream_t *)world;
@@ -107,7 +107,8 @@ static void builds(void) {
     CHECK(sidelane_ep_build(group, &few, NULL, &slots));
 }
 
-// Tensors of one rank that the device cannot use: that rank is told at once, the other when it asks.
+// Tensors of one rank that the device cannot use: that rank gets the error at once, the other when
+// it queries.
 static void dispatches(void) {
     sidelane_pending_dispatch_t *dispatching;
     sidelane_rows_t *rows;
@@ -179,7 +180,7 @@ static void calls_that_are_not_there(void) {
     a_round_works();
 }
 
-// Rows along a layout and both gradients, and what one rank cannot bring to them.
+// Rows along a layout and both gradients, with invalid arguments of one rank.
 static void gradients(void) {
     sidelane_handle_t *handle;
     sidelane_output_t *output;
@@ -285,7 +286,7 @@ static void combines(void) {
     a_round_works();
 }
 
-// Nobody waits for a call that was refused: it is made again.
+// No rank waits for a refused call: it is made again.
 static void calls_in_slots(void) {
     sidelane_pending_dispatch_t *dispatching, *second;
     sidelane_pending_combine_t *combining;

@@ -66,7 +66,7 @@ fn the_library_exports_what_the_header_declares_and_nothing_else() {
     assert_eq!(exported, declared);
 }
 
-/// Cargo puts it beside the tests.
+/// Cargo puts it next to the tests.
 fn sidelane_c_library() -> PathBuf {
     let test = std::env::current_exe().expect("a path");
     let library = test.with_file_name("libsidelane_c.so");

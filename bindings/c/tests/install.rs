@@ -1,4 +1,4 @@
-//! The files that `install.sh` installs: what they are, and a program that is built against each.
+//! The files that `install.sh` installs: their contents, and a program that is built against each.
 
 mod common;
 
@@ -30,7 +30,8 @@ fn run(command: &mut Command) -> String {
     succeeded(&output, &format!("{command:?}"))
 }
 
-/// Says whether a tool is missing, which ends a test that needs it, unless the environment asks for the tool.
+/// Returns whether a tool is missing, which ends a test that needs it, unless the environment
+/// requires the tool.
 fn lacks(tool: &str) -> bool {
     let missing = Command::new(tool).arg("--version").output().is_err();
     if missing {
@@ -48,7 +49,8 @@ fn compiled(name: &str, flags: &[String]) -> PathBuf {
     program
 }
 
-/// Runs the example as ranks. A program that links a shared library in its own folder names that folder.
+/// Runs the example as ranks. A program that links a shared library in its own folder names that
+/// folder.
 fn adds_up(program: &Path) {
     let mut job = launch(1, 2);
     let out = run(job.env("LD_LIBRARY_PATH", prefix().join("lib")).arg(program));

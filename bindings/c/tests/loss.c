@@ -1,4 +1,5 @@
-// A rank is lost: the wait of the others ends and names it, every call after that says so, and the survivors go on.
+// A rank is lost: the other ranks' waits end and name it, every later call repeats the error, and
+// the survivors continue.
 
 #include <string.h>
 #include <unistd.h>

@@ -1,4 +1,5 @@
-// What a router is trained by: losses with their gradients, held against numbers that can be told by hand. No world is needed.
+// Losses of a router and their gradients, compared with numbers that can be derived by hand. No
+// world is needed.
 
 #include <math.h>
 #include <string.h>
@@ -9,7 +10,7 @@ uint32_t rank;
 
 static int near(double seen, double expected) { return fabs(seen - expected) < 1e-6; }
 
-// Two tokens, two experts, even logits: whoever is chosen, shares are halves.
+// Two tokens, two experts, even logits: for every choice, the shares are halves.
 static void balance(void) {
     static const float even[4] = {0, 0, 0, 0};
     static const int32_t first[2] = {0, 0};

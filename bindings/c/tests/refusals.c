@@ -1,4 +1,5 @@
-// What a C program can do wrong, on two ranks: each time a status and a sentence, on every rank, and the next call works.
+// Mistakes of a C program, on two ranks: each gives a status and a message, on every rank, and the
+// next call works.
 
 #include <pthread.h>
 #include <stddef.h>
@@ -28,7 +29,7 @@ static sidelane_ep_options_t good(void) {
         .hidden = HIDDEN, .dtype = SIDELANE_DTYPE_F32, .max_tokens = 16};
 }
 
-// What it is all for: whatever was refused before, a dispatch and a combine work.
+// The purpose: after all these refusals, a dispatch and a combine work.
 static void a_round_works(void) {
     sidelane_rows_t *rows;
     sidelane_handle_t *handle;
@@ -141,7 +142,7 @@ static void ranks_that_build_differently(void) {
     a_round_works();
 }
 
-// What the host does not have is refused by name at every rank.
+// Features that the host lacks are refused by name at every rank.
 static void calls_that_are_not_there(void) {
     sidelane_pending_dispatch_t *dispatching;
     sidelane_rows_t *rows;
@@ -304,7 +305,7 @@ static void combines(void) {
         CHECK(sidelane_handle_output(handle, &output));
         CHECK(sidelane_output_close(foreign));
     }
-    // What is summed must lie apart from the sums.
+    // The summands must lie apart from the sums.
     sidelane_tensor_t inside = {.data = y, .rows = info.rows, .columns = HIDDEN, .dtype = SIDELANE_DTYPE_F32};
     if (rank == 1) {
         static float room[64 * HIDDEN];

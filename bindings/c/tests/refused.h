@@ -1,4 +1,4 @@
-// What a test of refusals holds calls against.
+// Expected results of calls in tests of refusals.
 #ifndef REFUSED_H
 #define REFUSED_H
 
@@ -21,7 +21,7 @@ extern uint32_t rank;
         }                                                                                          \
     } while (0)
 
-// One rank makes the mistake, the other is told.
+// One rank makes the mistake, the other gets its error.
 #define REFUSED_ON_BOTH(call, status_1, words_1, status_0, words_0)                                \
     REFUSED(call, rank == 1 ? (status_1) : (status_0), rank == 1 ? (words_1) : (words_0))
 

@@ -14,9 +14,10 @@ use crate::handles::{ExclusiveCell, Kind};
 
 /// Gradient of dispatch: sums row gradients to their tokens, [tokens, hidden]. Collective.
 ///
-/// Row gradients are `output` or `rows`, as for sidelane_ep_combine(). With `row_weight_gradients` (one per received row or,
-/// rank-major, per row and choice: as many as `row_weights` of the handle) those come home, too: `weight_gradients` is
-/// [tokens, top_k], 0 for dropped choices. Without, both are NULL. On a device both are addresses there, at multiples of 16 bytes.
+/// Row gradients are `output` or `rows`, as for sidelane_ep_combine(). With `row_weight_gradients`
+/// (one per received row or, rank-major, per row and choice: as many as `row_weights` of the
+/// handle) those return, too: `weight_gradients` is [tokens, top_k], 0 for dropped choices. Without
+/// them, both are NULL. On a device both are device addresses, at multiples of 16 bytes.
 ///
 /// The caller guarantees: as sidelane_ep_combine().
 #[unsafe(no_mangle)]
@@ -79,10 +80,12 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
     })
 }
 
-/// Gradient of combine: brings token gradients, [tokens, hidden], to the rows that were summed. Collective.
+/// Gradient of combine: brings token gradients, [tokens, hidden], to the rows that were summed.
+/// Collective.
 ///
-/// If the layer is weighted, rows are multiplied with their weight, and `weight_gradients`, [tokens, top_k], gets the
-/// gradients of the weights; otherwise it is NULL. On a device it is an address there, at a multiple of 16 bytes.
+/// If the layer is weighted, rows are multiplied with their weight, and `weight_gradients`,
+/// [tokens, top_k], gets the gradients of the weights; otherwise it is NULL. On a device it is a
+/// device address, at a multiple of 16 bytes.
 ///
 /// The caller guarantees: as sidelane_ep_combine().
 #[unsafe(no_mangle)]

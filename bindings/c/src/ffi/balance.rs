@@ -1,4 +1,5 @@
-//! The loss that keeps experts evenly loaded, as numbers: each field of Rust's `Balance`, laid flat.
+//! The loss that keeps experts evenly loaded, as numbers: each field of Rust's `Balance`,
+//! flattened.
 
 use std::ffi::c_char;
 
@@ -40,8 +41,8 @@ pub const SIDELANE_PARTS_CONSECUTIVE: u32 = 0;
 /// Token t is of part t mod `parts`.
 pub const SIDELANE_PARTS_INTERLEAVED: u32 = 1;
 
-/// A loss that is least where all experts are chosen equally often, as data. Begin with that of a preset
-/// (sidelane_balance_preset()) and change what differs.
+/// A loss that is least where all experts are chosen equally often, as data. Begin with that of a
+/// preset (sidelane_balance_preset()) and change the fields that differ.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Balance {
@@ -66,7 +67,7 @@ pub struct Balance {
 }
 versioned!(Balance, "sidelane_balance_t", reserved: u32);
 
-/// What the loss is taken of. Arrays are read during the call alone.
+/// Input of the loss. Arrays are read during the call alone.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BalanceInput {
@@ -76,12 +77,13 @@ pub struct BalanceInput {
     pub logits: *const f32,
     /// Tokens.
     pub tokens: u64,
-    /// [tokens, top_k]: the choices before dropping, -1 for none. SIDELANE_MAP_FRESH needs none: NULL.
+    /// [tokens, top_k]: the choices before dropping, -1 for none. SIDELANE_MAP_FRESH needs none:
+    /// NULL.
     pub choices: *const i32,
     /// [tokens]: 1 for tokens that count; or NULL, if all do.
     pub used: *const u8,
-    /// [parts, experts]: counts of more than these tokens, as sidelane_balance_counts() gives them, summed or averaged; or NULL. The
-    /// loss is then the own tokens' part of the whole.
+    /// [parts, experts]: counts of more than these tokens, as sidelane_balance_counts() gives them,
+    /// summed or averaged; or NULL. The loss is then the part of this rank's tokens.
     pub total_counts: *const f64,
     /// How many tokens one of these counts is of, all parts together.
     pub total_tokens: f64,
@@ -92,10 +94,11 @@ pub struct BalanceInput {
 }
 versioned!(BalanceInput, "sidelane_balance_input_t", top_k: u32);
 
-/// The loss that belongs to the router of a system or model (names as of sidelane_gate_preset()), with a coefficient of 1 and all
-/// tokens together.
+/// The loss that belongs to the router of a system or model (names as of sidelane_gate_preset()),
+/// with a coefficient of 1 and all tokens together.
 ///
-/// The caller guarantees: `preset` is NULL or a text; `balance` is NULL, or as large as its size says.
+/// The caller guarantees: `preset` is NULL or a text; `balance` is NULL, or as large as its size
+/// says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_balance_preset(preset: *const c_char, balance: *mut Balance) -> Status {
     border(|| {
@@ -107,9 +110,11 @@ pub unsafe extern "C" fn sidelane_balance_preset(preset: *const c_char, balance:
     })
 }
 
-/// Adds the number of choices of each expert to `counts`, [parts, experts]: what ranks add up for `total_counts`.
+/// Adds the number of choices of each expert to `counts`, [parts, experts]: ranks add these up for
+/// `total_counts`.
 ///
-/// The caller guarantees: structs are NULL, or as large as their sizes say; arrays are NULL or as large as documented.
+/// The caller guarantees: structs are NULL, or as large as their sizes say; arrays are NULL or as
+/// large as documented.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_balance_counts(
     balance: *const Balance,
@@ -127,10 +132,12 @@ pub unsafe extern "C" fn sidelane_balance_counts(
     })
 }
 
-/// The loss, to `loss`. Its gradient is added to `d_logits`, [tokens, experts], unless that is NULL. Without tokens it is 0. What a
-/// system divides it by besides (ranks that share it, micro-batches) belongs into the coefficient.
+/// Writes the loss to `loss`. Its gradient is added to `d_logits`, [tokens, experts], unless that
+/// is NULL. Without tokens the loss is 0. Further divisors of a system (ranks that share a loss,
+/// micro-batches) belong into the coefficient.
 ///
-/// The caller guarantees: as sidelane_balance_counts(); `loss` is NULL or valid, and nobody else uses `d_logits` meanwhile.
+/// The caller guarantees: as sidelane_balance_counts(); `loss` is NULL or valid, and no other
+/// thread uses `d_logits` meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_balance_loss(
     balance: *const Balance,
@@ -226,7 +233,7 @@ impl BalanceInput {
     }
 
     /// # Safety
-    /// Arrays are null or as large as documented, and nobody writes to them during `'a`.
+    /// Arrays are null or as large as documented, and no one writes to them during `'a`.
     unsafe fn taken<'a>(&self, parts: u64) -> Result<Taken<'a>, Fault> {
         let (logits, choices) = (self.logits()?, Logits::new(self.tokens, self.top_k)?.elements);
         let choices = if self.choices.is_null() { 0 } else { choices };

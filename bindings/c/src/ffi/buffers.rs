@@ -1,4 +1,4 @@
-//! What experts read and write, and tokens that cards read in place.
+//! Memory that experts read and write, and tokens that NICs read in place.
 
 use std::ffi::c_void;
 use std::ptr::null;
@@ -11,15 +11,15 @@ use super::{border, close, get, give};
 use crate::Status;
 use crate::handles::{ExclusiveCell, Kind};
 
-/// Received rows. What it points to may be read and changed until the rows are closed. On a device
-/// all pointers are the device's, and the rows are there for what is enqueued on the layer's stream
-/// behind the dispatch.
+/// Received rows. The memory behind the pointers may be read and changed until the rows are closed.
+/// On a device all pointers are device addresses, and the rows are there for operations that are
+/// enqueued on the layer's stream behind the dispatch.
 ///
 /// In fixed slots on a device, a slot of each rank, by rank, lies at `data`. A slot begins with its
-/// header: uint32_t rows that are used, uint32_t tokens of the source; at `slot_experts_at` the
-/// local expert of each row and choice, int32_t [max_tokens, top_k], -1 for those that are
-/// elsewhere; at `slot_weights_at` their weights, float. At `slot_rows_at` the rows begin,
-/// [max_tokens, hidden]. What is not used is zero, experts -1.
+/// header: uint32_t used rows, uint32_t tokens of the source; at `slot_experts_at` the local expert
+/// of each row and choice, int32_t [max_tokens, top_k], -1 for those at other ranks; at
+/// `slot_weights_at` their weights, float. At `slot_rows_at` the rows begin, [max_tokens, hidden].
+/// Unused parts are zero, unused experts -1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct RowsInfo {

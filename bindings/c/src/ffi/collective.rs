@@ -1,4 +1,5 @@
-//! All-gather and reduce-scatter of rows: each other's gradient, by the programs that dispatch and combine are.
+//! All-gather and reduce-scatter of rows: each other's gradient, run by the programs of dispatch
+//! and combine.
 
 use sidelane::Dtype;
 use sidelane::dtype::PartialDtype;
@@ -17,7 +18,7 @@ use crate::refuse::Gathering;
 use crate::words::choice;
 use crate::{Status, refuse, words};
 
-/// A `Collective`, and what the border has to know of it.
+/// A `Collective`, and what the FFI boundary needs to know of it.
 #[derive(Debug)]
 pub struct CollectiveLayer {
     seat: ExclusiveCell<Gathers>,
@@ -32,7 +33,8 @@ pub const SIDELANE_NODE_SUMS_F32: u32 = 1;
 /// Likewise, and what crosses is rounded to bf16.
 pub const SIDELANE_NODE_SUMS_BF16: u32 = 2;
 
-/// Settings of a collective: all ranks must choose alike. 0 is the default of everything but `columns`.
+/// Settings of a collective: all ranks must pass the same. 0 is the default of every field but
+/// `columns`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CollectiveOptions {
@@ -42,18 +44,21 @@ pub struct CollectiveOptions {
     pub columns: u32,
     /// Their type: SIDELANE_DTYPE_... Bytes can be gathered, but not summed.
     pub dtype: u32,
-    /// In how many equal parts the rows of a rank come: gathered rows lie by part and then by rank. Default: 1.
+    /// Number of equal parts in which the rows of a rank come: gathered rows lie by part and then
+    /// by rank. Default: 1.
     pub segments: u32,
     /// The most rows of a rank. Default: 4096.
     pub max_rows: u32,
-    /// How rows reach other nodes: SIDELANE_ROUTE_... With SIDELANE_ROUTE_PXN each crosses once per node.
+    /// How rows reach other nodes: SIDELANE_ROUTE_... With SIDELANE_ROUTE_PXN each crosses once per
+    /// node.
     pub route: u32,
     /// Whether nodes sum first, over SIDELANE_ROUTE_PXN: SIDELANE_NODE_SUMS_...
     pub node_sums: u32,
 }
 versioned!(CollectiveOptions, "sidelane_collective_options_t", node_sums: u32);
 
-/// How many rows each rank has, and so where they lie among those of all. It may be read until the shares are closed.
+/// Number of rows of each rank, and so the place of its rows among all. It may be read until the
+/// shares are closed.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct SharesInfo {
@@ -111,10 +116,12 @@ pub unsafe extern "C" fn sidelane_collective_build(
     })
 }
 
-/// Everybody's rows, by rank, from this rank's, [rows, columns]; ranks may have different numbers of them, none too. They tell each
-/// other how many: the shares. Collective. Both results are the caller's to close.
+/// Gathers the rows of all ranks, by rank, from this rank's, [rows, columns]. Ranks may have
+/// different numbers of rows, or none, and exchange these numbers: the shares. Collective. The
+/// caller closes both results.
 ///
-/// The caller guarantees: pointers are NULL or valid; `mine` is as large as it says, and no other thread writes to it during the call.
+/// The caller guarantees: pointers are NULL or valid; `mine` is as large as it says, and no other
+/// thread writes to it during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_all_gather(
     collective: *mut Collective,
@@ -139,7 +146,8 @@ pub unsafe extern "C" fn sidelane_all_gather(
     })
 }
 
-/// Shares that all ranks know beforehand: `counts`, [ranks], the same on all. Local: nothing is exchanged.
+/// Shares that all ranks know beforehand: `counts`, [ranks], the same on all. Local: nothing is
+/// exchanged.
 ///
 /// The caller guarantees: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
 #[unsafe(no_mangle)]
@@ -157,7 +165,7 @@ pub unsafe extern "C" fn sidelane_collective_shares(
     })
 }
 
-/// Everybody's rows, where all know their shares: ranks need not tell each other. Collective.
+/// Gathers the rows of all ranks when all know the shares, so no counts are exchanged. Collective.
 ///
 /// The caller guarantees: as sidelane_all_gather().
 #[unsafe(no_mangle)]
@@ -186,13 +194,16 @@ pub unsafe extern "C" fn sidelane_all_gather_along(
     })
 }
 
-/// Sums over all ranks of this rank's rows, to `sums`, [rows of this rank, columns]: from what each rank has for everybody, [rows of
-/// all, columns], laid out as an all-gather along these shares lays it. Collective.
+/// Sums over all ranks of this rank's rows, to `sums`, [rows of this rank, columns]: from each
+/// rank's rows for all ranks, [rows of all, columns], in the layout of an all-gather along these
+/// shares. Collective.
 ///
-/// Either `output`, the buffer of sidelane_shares_output(), which is used up, or `all`, a tensor anywhere, which is copied once;
-/// the other is NULL. If an argument cannot be used, `output` stays open.
+/// Either `output`, the buffer of sidelane_shares_output(), which is consumed, or `all`, a tensor
+/// anywhere, which is copied once; the other is NULL. If an argument is invalid, `output` stays
+/// open.
 ///
-/// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no other thread uses them during the call.
+/// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
+/// other thread uses them during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_reduce_scatter(
     collective: *mut Collective,

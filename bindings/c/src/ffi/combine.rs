@@ -15,7 +15,7 @@ use super::{TABLE, border, get, retract};
 use crate::Status;
 use crate::fault::{ArgumentError, Fault};
 
-/// Brings expert outputs back to their tokens and sums them into `out`, [tokens, hidden]. Collective.
+/// Returns expert outputs to their tokens and sums them into `out`, [tokens, hidden]. Collective.
 ///
 /// Either `output`, the buffer of sidelane_handle_output(), which peers read in place and which is
 /// used up, or `rows`, a tensor [rows, hidden] anywhere in the place of the layer, which is copied
@@ -23,12 +23,12 @@ use crate::fault::{ArgumentError, Fault};
 /// error that leaves the world usable, sidelane_handle_output() on the host gives its buffer again,
 /// as it was.
 ///
-/// On a device the call is enqueued, and `out` is there for what is enqueued next. What is wrong
-/// with this rank's own arguments is said here, and sidelane_handle_returned() says how the call
-/// went on all ranks. A combine that was refused leaves zeros where `out` has room for them.
+/// On a device the call is enqueued, and `out` is there for later operations on the stream. Errors
+/// of this rank's own arguments are returned here; sidelane_handle_returned() returns the outcome
+/// on all ranks. A refused combine leaves zeros where `out` has room for them.
 ///
-/// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and nobody else
-/// uses them meanwhile.
+/// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
+/// other thread uses them meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_combine(
     ep: *mut Ep,
@@ -55,7 +55,7 @@ pub unsafe extern "C" fn sidelane_ep_combine(
     })
 }
 
-/// Fixed slots on a device, instead of a combine: what was received has been read, and nothing
+/// Fixed slots on a device, instead of a combine: the received rows have been read, and nothing
 /// returns. NULL for `handle` is the last dispatch. Collective. Other layers refuse it by name:
 /// their dispatches need no combine.
 #[unsafe(no_mangle)]
@@ -70,7 +70,7 @@ pub extern "C" fn sidelane_ep_release(ep: *mut Ep, handle: *mut Handle) -> Statu
     })
 }
 
-/// What the caller brings to a combine or a gradient.
+/// The caller's input of a combine or a gradient.
 pub(super) struct Outputs<'a> {
     output: *mut Output,
     rows: Option<Source<'a>>,
@@ -96,7 +96,7 @@ impl<'a> Outputs<'a> {
     ) -> Result<Outputs<'a>, Fault> {
         let rows = match (output.is_null(), rows.is_null()) {
             (false, true) => {
-                // Whatever else is wrong, a handle that cannot be used is found before the output is used up.
+                // Finds an unusable handle before the output is consumed, whatever else is wrong.
                 TABLE.get::<<Output as Opaque>::Object>(output.addr() as u64)?;
                 None
             }
@@ -112,7 +112,7 @@ impl<'a> Outputs<'a> {
         Ok(Outputs { output, rows, what })
     }
 
-    /// That what is written, by its name and its addresses, lies apart from it.
+    /// Checks that written memory, given by name and addresses, lies apart from it.
     pub(super) fn apart_from(&self, written: (&'static str, Addresses<usize>)) -> Result<(), Fault> {
         apart((self.what, self.rows.as_ref().map_or(0..0, Source::addresses)), written)
     }

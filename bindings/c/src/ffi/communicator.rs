@@ -1,7 +1,7 @@
 //! Collectives and messages of a group, on tensors of the host.
 //!
-//! A tensor may have any shape: what counts is how many elements it has. Elements of other types are bytes, which can be moved
-//! and not summed.
+//! A tensor may have any shape: only its number of elements counts. Elements of other types are
+//! bytes, which can be moved and not summed.
 
 use bytemuck::{try_cast_slice, try_cast_slice_mut};
 use half::{bf16, f16};
@@ -27,15 +27,17 @@ pub const SIDELANE_SUMS_RING_F32: u32 = 1;
 /// Likewise, with partial sums that are rounded to bf16: for elements of that type.
 pub const SIDELANE_SUMS_RING_BF16: u32 = 2;
 
-/// Settings of a communicator: all ranks must choose alike. 0 is the default of everything.
+/// Settings of a communicator: all ranks must pass the same. 0 is the default of every field.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CommunicatorOptions {
     /// sizeof(sidelane_communicator_options_t).
     pub size: usize,
-    /// Bytes of a round. The communicator takes about ten times as much of SIDELANE_SYMMETRIC. Default: 512 KiB.
+    /// Bytes of a round. The communicator takes about ten times as much of SIDELANE_SYMMETRIC.
+    /// Default: 512 KiB.
     pub chunk: u64,
-    /// All-reduces of at most so many bytes are summed whole by every rank, with the same bits. Default: 16 KiB.
+    /// All-reduces of at most this many bytes are one-shot: every rank sums them whole, with the
+    /// same bits. Default: 16 KiB.
     pub whole: u64,
     /// How an all-reduce adds up: SIDELANE_SUMS_...
     pub sums: u32,
@@ -91,9 +93,11 @@ pub unsafe extern "C" fn sidelane_communicator_build(
     })
 }
 
-/// Sums `data` over all ranks, element by element, in place. Collective; as many elements on all ranks.
+/// Sums `data` over all ranks, element by element, in place. Collective; all ranks have the same
+/// number of elements.
 ///
-/// The caller guarantees: pointers are NULL or valid; the tensor is as large as it says, and no other thread uses it during the call.
+/// The caller guarantees: pointers are NULL or valid; the tensor is as large as it says, and no
+/// other thread uses it during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_communicator_all_reduce(
     communicator: *mut Communicator,
@@ -128,7 +132,8 @@ pub unsafe extern "C" fn sidelane_communicator_broadcast(
     )
 }
 
-/// Sums part r of `send`, which has an equal part for each rank, over all ranks into `receive` of rank r. Collective.
+/// Sums part r of `send`, which has an equal part for each rank, over all ranks into `receive` of
+/// rank r. Collective.
 ///
 /// The caller guarantees: as sidelane_communicator_all_reduce(), of both tensors.
 #[unsafe(no_mangle)]
@@ -147,7 +152,8 @@ pub unsafe extern "C" fn sidelane_communicator_reduce_scatter(
     })
 }
 
-/// Part r of `send` goes to rank r; part s of `receive` is from rank s. Both have an equal part for each rank. Collective.
+/// Part r of `send` goes to rank r; part s of `receive` is from rank s. Both have an equal part for
+/// each rank. Collective.
 ///
 /// The caller guarantees: as sidelane_communicator_reduce_scatter().
 #[unsafe(no_mangle)]
@@ -185,9 +191,10 @@ pub unsafe extern "C" fn sidelane_communicator_all_gather(
     })
 }
 
-/// Sends `data` to a rank, whose sidelane_communicator_receive() of as many elements takes it. Messages of a pair keep their
-/// order. Returns when all is on its way; `data` may then be changed. At most two chunks lie unread at the receiver: more waits
-/// until it comes. Wrong arguments of this rank are reported here alone.
+/// Sends `data` to a rank, which receives it by sidelane_communicator_receive() with as many
+/// elements. Messages of a pair keep their order. Returns when all bytes are in flight; `data` may
+/// then be changed. At most two chunks lie unread at the receiver: a longer message waits for it.
+/// Only this rank gets an error for its own wrong arguments.
 ///
 /// The caller guarantees: as sidelane_communicator_all_reduce().
 #[unsafe(no_mangle)]
@@ -205,8 +212,8 @@ pub unsafe extern "C" fn sidelane_communicator_send(
     )
 }
 
-/// Receives the next message of a rank, which must have as many elements of this type: otherwise it is dropped, and both
-/// ranks are told.
+/// Receives the next message of a rank, which must have as many elements of this type: otherwise it
+/// is dropped, and both ranks get an error.
 ///
 /// The caller guarantees: as sidelane_communicator_all_reduce().
 #[unsafe(no_mangle)]
@@ -224,7 +231,8 @@ pub unsafe extern "C" fn sidelane_communicator_receive(
     )
 }
 
-/// Sends to a rank and receives from it, at once: where both do, neither waits for the other to receive first.
+/// Sends to a rank and receives from it, concurrently: if both do so, neither waits for the other
+/// to receive first.
 ///
 /// The caller guarantees: as sidelane_communicator_reduce_scatter().
 #[unsafe(no_mangle)]
@@ -257,7 +265,8 @@ pub extern "C" fn sidelane_communicator_close(communicator: *mut Communicator) -
     close(communicator)
 }
 
-/// Runs an expression with the Rust type of a row type. Its slices are aligned to their elements, but for those of none.
+/// Runs an expression with the Rust type of a row type. Its slices are aligned to their elements,
+/// unless they are empty.
 macro_rules! with_element {
     ($dtype:expr, $element:ident => $call:expr) => {
         match $dtype {
@@ -343,7 +352,7 @@ unsafe fn both<'a>(
     send: *const Tensor,
     receive: *const Tensor,
 ) -> Result<(&'a [u8], &'a mut [u8], Dtype), Fault> {
-    // SAFETY: as the caller promised; what is read and what is written are compared before either is used.
+    // SAFETY: as the caller promised; read and written memory are compared before either is used.
     let ((sent, expected), (received, seen)) =
         unsafe { (source("send", send)?, target("receive", receive)?) };
     if seen != expected {

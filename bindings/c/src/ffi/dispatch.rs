@@ -13,17 +13,18 @@ use crate::fault::Fault;
 use crate::handles::{ExclusiveCell, Kind};
 use crate::{Status, refuse};
 
-/// Sends every token to the ranks of its experts, and receives the rows of this rank's experts. Collective.
+/// Sends every token to the ranks of its experts, and receives the rows of this rank's experts.
+/// Collective.
 ///
 /// `x` is [tokens, hidden], of records with fp8 [tokens, record_bytes]. Both results are the
 /// caller's to close.
 ///
-/// On a device the call is enqueued, and the rows are there for what is enqueued next. It waits for
-/// the counts of all ranks, which give the sizes; in fixed slots nobody waits, and a call that is
-/// refused is not enqueued and can be made again.
+/// On a device the call is enqueued, and the rows are there for later operations on the stream. The
+/// call waits for the counts of all ranks, which give the sizes. In fixed slots it does not wait; a
+/// refused call is not enqueued and can be made again.
 ///
-/// The caller guarantees: pointers are NULL or valid; tensors and arrays are as large as they say, and
-/// nobody writes to them meanwhile.
+/// The caller guarantees: pointers are NULL or valid; tensors and arrays are as large as they say,
+/// and no other thread writes to them meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_dispatch(
     ep: *mut Ep,
@@ -72,8 +73,8 @@ pub unsafe extern "C" fn sidelane_ep_prepare(
     })
 }
 
-/// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective. `x` has as many tokens as that
-/// dispatch.
+/// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective. `x` has as
+/// many tokens as that dispatch.
 ///
 /// The caller guarantees: as sidelane_ep_dispatch().
 #[unsafe(no_mangle)]
@@ -100,7 +101,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_cached(
     })
 }
 
-/// What is dispatched, and whither.
+/// Input of a dispatch, and its destination.
 ///
 /// # Safety
 /// As [`Source::read`] and [`Routing::read`].

@@ -14,7 +14,8 @@ use crate::fault::Fault;
 use crate::handles::{ExclusiveCell, Kind};
 use crate::words::switch;
 
-/// One forward pass over the tokens of a rank. Only tokens and logits must be given. Arrays are read during the call alone.
+/// One forward pass over the tokens of a rank. Only tokens and logits are required. Arrays are read
+/// during the call alone.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct GateCall {
@@ -42,12 +43,13 @@ pub struct GateCall {
     pub training: u32,
     /// 1: `needed` counts.
     pub has_needed: u32,
-    /// The largest number of rows that any rank needs for one expert, where the capacity follows the need.
+    /// The largest number of rows that any rank needs for one expert, for a capacity that follows
+    /// the need.
     pub needed: u32,
 }
 versioned!(GateCall, "sidelane_gate_call_t", needed: u32);
 
-/// What a router decided. It may be read until the gate's next call, or until the gate is closed.
+/// Decision of a router. It may be read until the gate's next call, or until the gate is closed.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Decision {
@@ -55,7 +57,7 @@ pub struct Decision {
     pub size: usize,
     /// Experts that are left (-1: dropped) and their weights, to dispatch by.
     pub routing: Routing,
-    /// What was chosen, [tokens, top_k], before any choice was dropped.
+    /// Choices, [tokens, top_k], before dropping.
     pub choices: *const i32,
     /// Place of each choice among the rows of its expert, [tokens, top_k]; -1 where there is none.
     pub slots: *const i32,
@@ -85,7 +87,8 @@ pub unsafe extern "C" fn sidelane_gate_build(config: *const RouterConfig, gate: 
 
 /// Decides for all tokens of a call. Local.
 ///
-/// The caller guarantees: `call` and `decision` are NULL, or as large as their size says; arrays are NULL or as large as documented.
+/// The caller guarantees: `call` and `decision` are NULL, or as large as their size says; arrays
+/// are NULL or as large as documented.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_gate_route(
     gate: *mut Gate,
@@ -123,7 +126,7 @@ pub unsafe extern "C" fn sidelane_gate_route(
 
 /// The logits that choose in a call, noise and all, to `noisy`, [tokens, experts]. Local.
 ///
-/// The caller guarantees: as sidelane_gate_route(); nobody else uses `noisy` meanwhile.
+/// The caller guarantees: as sidelane_gate_route(); no other thread uses `noisy` meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_gate_noisy_logits(
     gate: *mut Gate,
@@ -151,7 +154,7 @@ pub extern "C" fn sidelane_gate_close(gate: *mut Gate) -> Status {
 
 impl GateCall {
     /// # Safety
-    /// Arrays are null or as large as documented, and nobody writes to them during `'a`.
+    /// Arrays are null or as large as documented, and no one writes to them during `'a`.
     unsafe fn asked<'a>(&self, config: &GateConfig) -> Result<GateInput<'a>, Fault> {
         let (tokens, GateConfig { experts, top_k, .. }) = (self.tokens, config);
         let all = Logits::new(tokens, *experts)?.elements;

@@ -1,4 +1,4 @@
-//! What a router decides by, as numbers: each field of Rust's `GateConfig`, laid flat.
+//! Configuration of a router, as numbers: each field of Rust's `GateConfig`, flattened.
 
 use std::ffi::c_char;
 
@@ -61,7 +61,8 @@ pub const SIDELANE_CAPACITY_CEIL_F64: u32 = 1;
 pub const SIDELANE_CAPACITY_CEIL_F32: u32 = 2;
 /// trunc(S * factor / E) (GShard, Switch).
 pub const SIDELANE_CAPACITY_TRUNC: u32 = 3;
-/// K * trunc(factor * ceil(S / E)); 0: as needed; below 0: as needed, but at most that of its absolute value (Tutel).
+/// K * trunc(factor * ceil(S / E)); 0: as needed; below 0: as needed, but at most that of its
+/// absolute value (Tutel).
 pub const SIDELANE_CAPACITY_TUTEL: u32 = 4;
 /// `capacity_rows`.
 pub const SIDELANE_CAPACITY_ROWS: u32 = 5;
@@ -127,17 +128,18 @@ pub struct RouterConfig {
     pub capacity_align: u32,
     /// Local groups: equal parts of the tokens with a capacity each; 1 for all together.
     pub capacity_groups: u32,
-    /// Who is kept: SIDELANE_KEEP_...
+    /// Choices that a full expert keeps: SIDELANE_DROP_...
     pub keep: u32,
     /// 1: every expert gets exactly its capacity in rows, unused ones zero.
     pub pad: u32,
 }
 versioned!(RouterConfig, "sidelane_gate_config_t", pad: u32);
 
-/// The router of a system or model: megatron, deepspeed_top1, deepspeed_top2, deepspeed_topk, gshard, switch, tutel,
-/// deepseek_v3, mixtral, qwen3, olmoe.
+/// The router of a system or model: megatron, deepspeed_top1, deepspeed_top2, deepspeed_topk,
+/// gshard, switch, tutel, deepseek_v3, mixtral, qwen3, olmoe.
 ///
-/// The caller guarantees: `preset` is NULL or a text; `config` is NULL, or as large as its size says.
+/// The caller guarantees: `preset` is NULL or a text; `config` is NULL, or as large as its size
+/// says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_gate_preset(
     preset: *const c_char,

@@ -6,7 +6,7 @@ use super::versioned::{OutStruct, versioned};
 use super::{border, close, get, give};
 use crate::Status;
 
-/// What a group is.
+/// Description of a group.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct GroupInfo {
@@ -23,7 +23,8 @@ pub struct GroupInfo {
 }
 versioned!(GroupInfo, "sidelane_group_info_t", node: u32);
 
-/// A group of `count` ranks of the world, in this order. Collective among them; without ranks (NULL and 0), of all.
+/// A group of `count` ranks of the world, in this order. Collective among them. Without ranks (NULL
+/// and 0), of all ranks.
 ///
 /// The caller guarantees: `ranks` is NULL or points to `count` numbers; `group` is NULL or valid.
 #[unsafe(no_mangle)]
@@ -41,7 +42,7 @@ pub unsafe extern "C" fn sidelane_world_group(
     })
 }
 
-/// Says what a group is.
+/// Describes a group.
 ///
 /// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
@@ -57,7 +58,7 @@ pub unsafe extern "C" fn sidelane_group_info(group: *mut Group, info: *mut Group
     })
 }
 
-/// Closes the handle. What was built on the group goes on. NULL is nothing.
+/// Closes the handle. Objects built on the group stay valid. NULL is a no-op.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_group_close(group: *mut Group) -> Status {
     close(group)

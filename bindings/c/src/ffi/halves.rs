@@ -6,8 +6,8 @@
 //!   finish   the second half; the layer goes back to its seat
 //! ```
 //!
-//! Rust's halves borrow the layer. C has nowhere to keep a borrow, so owner and borrower live in one cell. When the cell is
-//! dropped, finished or not, what it leased goes back.
+//! Rust's halves borrow the layer. C has nowhere to keep a borrow, so owner and borrower live in
+//! one cell. When the cell is dropped, finished or not, the leased objects go back.
 
 use std::sync::Arc;
 
@@ -75,8 +75,8 @@ pub struct CombineUnderway {
 /// Input that the library refuses is reported by the second half, on all ranks. In fixed slots on a
 /// device it is refused here, at this rank alone, and the call can be made again.
 ///
-/// The caller guarantees: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they
-/// are until the dispatch is finished or closed.
+/// The caller guarantees: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as
+/// they are until the dispatch is finished or closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_dispatch_start(
     ep: *mut Ep,
@@ -105,8 +105,8 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_start(
 }
 
 /// Second half of a dispatch. The host waits for the counts of all ranks, moves the rows, and waits
-/// for those that come here. A device waits for the counts alone, and in fixed slots nobody waits:
-/// rows are there for what is enqueued next. Collective. `pending` is used up.
+/// for its own rows. A device waits for the counts alone, and in fixed slots not at all: rows are
+/// there for later operations on the stream. Collective. `pending` is consumed.
 ///
 /// The caller guarantees: `rows` and `handle` are NULL or valid.
 #[unsafe(no_mangle)]
@@ -150,7 +150,7 @@ fn end(
 ) -> Result<(), Fault> {
     let DispatchUnderway(mut cell) = retract(pending)?.take()?;
     let received = cell.with_dependent_mut(|_, started| started.take().map(half));
-    // The layer goes back; the others have what they wait for, whatever the results.
+    // Returns the layer. The other ranks have what they wait for, whatever the results.
     drop(cell);
     received.map_or(Ok(()), |received| results?.give(received?))
 }
@@ -192,9 +192,9 @@ pub unsafe extern "C" fn sidelane_ep_combine_start(
 }
 
 /// Second half of a combine, into `out`, [tokens, hidden]. The host waits until all ranks offer
-/// their rows, and sums; on a device the sums are there for what is enqueued next. Collective.
-/// `pending` is used up. If `out` cannot be used, the other ranks get their sums and this one gets
-/// none.
+/// their rows, and sums; on a device the sums are there for later operations on the stream.
+/// Collective. `pending` is consumed. If `out` is invalid, the other ranks get their sums and this
+/// one gets none.
 ///
 /// The caller guarantees: as sidelane_ep_combine().
 #[unsafe(no_mangle)]
@@ -208,7 +208,8 @@ pub unsafe extern "C" fn sidelane_combine_finish(pending: *mut PendingCombine, o
             match out {
                 Ok(mut out) => Ok(started.finish(out.lend())?),
                 Err(fault) => {
-                    // Too late to refuse: this rank does its part, and what it has no place for is left.
+                    // Too late to refuse: this rank does its part, and drops the sums that it has
+                    // no place for.
                     started.finish(TensorMut::Host { bytes: &mut [], dtype: Dtype::Bytes }).ok();
                     Err(fault)
                 }

@@ -7,9 +7,9 @@ use super::versioned::{OutStruct, versioned};
 use super::{border, close, get};
 use crate::Status;
 
-/// The layout of a dispatch. What it points to may be read until the handle is closed, by the host,
-/// but for `status`. Where there is nothing, the count is 0: so it is for sizes that stay on the
-/// device.
+/// The layout of a dispatch. The host may read the memory behind the pointers, except `status`,
+/// until the handle is closed. Empty arrays have a count of 0, as have arrays whose sizes stay on
+/// the device.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct HandleInfo {
@@ -50,10 +50,10 @@ pub struct HandleInfo {
     pub required_rows: *const u32,
     /// Ranks.
     pub ranks: u64,
-    /// Device: how the last call along the handle ended at this rank, for kernels: a word of
-    /// SIDELANE_CALL_..., written before the stream goes on. In fixed slots, values between
-    /// SIDELANE_CALL_OK and SIDELANE_CALL_WORLD_FAILED are what a kernel has found;
-    /// sidelane_ep_check() says it.
+    /// Device: outcome of the last call along the handle at this rank, for kernels: a word of
+    /// SIDELANE_CALL_..., written before the stream continues. In fixed slots, values between
+    /// SIDELANE_CALL_OK and SIDELANE_CALL_WORLD_FAILED are errors found by a kernel;
+    /// sidelane_ep_check() returns them.
     pub status: *const u32,
 }
 versioned!(HandleInfo, "sidelane_handle_info_t", status: *const u32, 144);

@@ -19,7 +19,7 @@ use crate::handles::{ExclusiveCell, Kind};
 use crate::words::{SIDELANE_PLACE_DEVICE, SIDELANE_PLACE_HOST};
 use crate::{Status, refuse, words};
 
-/// An `ExpertParallel`, and what the border has to know of it.
+/// An `ExpertParallel`, and what the FFI boundary needs to know of it.
 #[derive(Debug)]
 pub struct Layer {
     pub(super) seat: Arc<ExclusiveCell<ExpertParallel>>,
@@ -34,8 +34,9 @@ pub struct Layer {
     pub(super) weighted: bool,
 }
 
-/// Settings of a layer: all ranks must choose alike. 0 is the default of everything but `experts`,
-/// `top_k` and `hidden`. A setting that a layer on a device does not have is refused by name.
+/// Settings of a layer: all ranks must pass the same. 0 is the default of every field but
+/// `experts`, `top_k` and `hidden`. A layer on a device refuses settings that it does not have, by
+/// name.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct EpOptions {
@@ -73,22 +74,22 @@ pub struct EpOptions {
     pub weighted: u32,
     /// 1: dispatch sends records of e4m3 values and scales, which sidelane_ep_quantise() makes.
     pub fp8: u32,
-    /// 1: relays hand on in few large copies (rank-major over pxn).
+    /// 1: relays copy rows in few large copies (rank-major over pxn).
     pub spans: u32,
-    /// Device, exact sizes or a budget: dispatches that may be alive at once. With a budget each has
-    /// memory for all rows it may send. Default: 64, and 2 with a budget.
+    /// Device, exact sizes or a budget: dispatches that may be alive at once. With a budget each
+    /// has memory for all rows it may send. Default: 64, and 2 with a budget.
     pub max_in_flight: u32,
     /// Rows lie on the device of this stream, and calls go on the stream. NULL: rows lie on the
     /// host.
     pub stream: *mut Stream,
     /// Device, exact sizes: bytes of the device's memory in which dispatches receive and experts
-    /// write. In a group of several nodes whose NICs do not reach the device, as much memory of the
-    /// host is pinned, too. Default: 256 MiB.
+    /// write. In a group of several nodes whose NICs do not reach the device, as much host memory
+    /// is pinned, too. Default: 256 MiB.
     pub device_heap: u64,
 }
 versioned!(EpOptions, "sidelane_ep_options_t", device_heap: u64, 80);
 
-/// What a layer is.
+/// Description of a layer.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct EpInfo {
@@ -110,7 +111,7 @@ pub struct EpInfo {
     pub dtype: u32,
     /// With fp8: scales of a record; 0 otherwise.
     pub record_scales: u32,
-    /// With fp8: bytes of a record, which are the columns of what is dispatched; 0 otherwise.
+    /// With fp8: bytes of a record, which are the columns of dispatched rows; 0 otherwise.
     pub record_bytes: u64,
     /// With fp8: where in a record the scales begin, in bytes.
     pub record_scales_offset: u64,
@@ -126,7 +127,7 @@ pub struct EpInfo {
 versioned!(EpInfo, "sidelane_ep_info_t", executor: [c_char; 24], 56);
 
 impl Layer {
-    /// Shape of rows that are brought home: rows that landed, and their elements. On a device the
+    /// Shape of rows that are returned: number of landed rows, and their elements. On a device the
     /// library alone knows how many there are.
     pub(super) fn landed(&self, layout: &Layout) -> (Option<u64>, u64) {
         (self.context.is_none().then(|| layout.rows().into()), self.hidden)
@@ -213,7 +214,7 @@ pub unsafe extern "C" fn sidelane_ep_build(
     })
 }
 
-/// Says what a layer is.
+/// Describes a layer.
 ///
 /// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
@@ -250,8 +251,8 @@ pub unsafe extern "C" fn sidelane_ep_info(ep: *mut Ep, info: *mut EpInfo) -> Sta
     })
 }
 
-/// Moves experts to other ranks: the dispatches that follow go by this map. What ranks hold of the experts is the caller's to
-/// move. Collective; no handle of the layer may be open.
+/// Moves experts to other ranks: later dispatches use this map. The caller moves the experts'
+/// weights. Collective; no handle of the layer may be open.
 ///
 /// The caller guarantees: `expert_map` is NULL or valid.
 #[unsafe(no_mangle)]
@@ -268,10 +269,11 @@ pub unsafe extern "C" fn sidelane_ep_set_expert_map(ep: *mut Ep, expert_map: *co
     })
 }
 
-/// Makes records of tokens, [tokens, hidden] to [tokens, record_bytes] of SIDELANE_DTYPE_BYTES: what a layer with fp8
-/// dispatches. Local.
+/// Quantizes tokens, [tokens, hidden], to records, [tokens, record_bytes] of SIDELANE_DTYPE_BYTES:
+/// the rows that a layer with fp8 dispatches. Local.
 ///
-/// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no other thread writes to them during the call.
+/// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
+/// other thread writes to them during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_quantise(
     ep: *mut Ep,
@@ -302,7 +304,7 @@ pub unsafe extern "C" fn sidelane_ep_quantise(
     })
 }
 
-/// A buffer of `count` rows to dispatch that network cards read in place; a tensor may lie in it. Local.
+/// A buffer of `count` rows to dispatch, which NICs read in place; a tensor may lie in it. Local.
 ///
 /// The caller guarantees: `tokens` is NULL or valid.
 #[unsafe(no_mangle)]
@@ -315,10 +317,10 @@ pub unsafe extern "C" fn sidelane_ep_tokens(ep: *mut Ep, count: u32, tokens: *mu
     })
 }
 
-/// Closes the layer. Rows, outputs and handles that are open stay as they are. On a device it waits
-/// until a planner has served what was enqueued. Graphs that hold its calls must have drained,
-/// and are not launched again. Its memory is free as soon as the stream is idle in a later build or
-/// close. NULL is nothing.
+/// Closes the layer. Open rows, outputs and handles stay valid. On a device it waits until the
+/// planner has served all enqueued calls. Graphs that hold its calls must have drained, and must
+/// not be launched again. Its memory is freed by a later build or close that finds the stream idle.
+/// NULL is a no-op.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_ep_close(ep: *mut Ep) -> Status {
     border(|| {

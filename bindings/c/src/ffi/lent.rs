@@ -1,5 +1,5 @@
-//! Memory of a device that is the caller's: the driver looks its addresses up, and nobody follows
-//! them here.
+//! Device memory of the caller: the driver looks its addresses up, and no code here dereferences
+//! them.
 
 use std::sync::Arc;
 
@@ -19,8 +19,7 @@ pub unsafe fn range(
 ) -> Result<DeviceRange, Fault> {
     match (address, bytes) {
         (0, 1..) => Err(ArgumentError::Null { what }.into()),
-        // Where there is nothing, the address means nothing.
-        // SAFETY: no bytes.
+        // An empty range may have any address. SAFETY: no bytes.
         (_, 0) => Ok(unsafe { DeviceRange::from_raw(context, what, 0, 0) }?),
         // SAFETY: as the caller promised.
         _ => Ok(unsafe { DeviceRange::from_raw(context, what, address as u64, bytes) }?),

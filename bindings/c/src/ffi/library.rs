@@ -1,4 +1,4 @@
-//! The library itself: its version, and what it said last.
+//! The library itself: its version, and its last message.
 
 use std::ffi::c_char;
 
@@ -16,8 +16,8 @@ pub extern "C" fn sidelane_status_name(status: i32) -> *const c_char {
     Status::from_code(status).map_or(c"unknown status", Status::name).as_ptr()
 }
 
-/// What the last call on this thread that did not return SIDELANE_OK had to say, in a sentence. It may be read until the
-/// next such call on this thread. Never NULL.
+/// Message of the last call on this thread that did not return SIDELANE_OK, in a sentence. It may
+/// be read until the next such call on this thread. Never NULL.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_last_message() -> *const c_char {
     message::last()

@@ -1,4 +1,5 @@
-//! What a router is trained by, beside its balance: two more losses on its logits, and the way back from the weights of choices.
+//! Losses of a router besides its balance: two more losses on its logits, and the gradient from the
+//! weights of choices to the logits.
 //!
 //! All gradients are added to one array, [tokens, experts].
 
@@ -13,11 +14,12 @@ use super::{border, get};
 use crate::Status;
 use crate::fault::{ArgumentError, Fault};
 
-/// `coefficient` times the mean over tokens of (ln of the sum of e^logit)^2, to `loss`. Tokens that are not `used` ([tokens], 1 for
-/// those that count; or NULL) are left out. The gradient is added to `d_logits`, [tokens, experts], unless that is NULL.
+/// `coefficient` times the mean over tokens of (ln of the sum of e^logit)^2, to `loss`. Tokens with
+/// a 0 in `used` ([tokens], or NULL) do not count. The gradient is added to `d_logits`, [tokens,
+/// experts], unless that is NULL.
 ///
-/// The caller guarantees: `loss` is NULL or valid; arrays are NULL or as large as documented, and nobody else uses `d_logits`
-/// meanwhile.
+/// The caller guarantees: `loss` is NULL or valid; arrays are NULL or as large as documented, and
+/// no other thread uses `d_logits` meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_z_loss(
     coefficient: f32,
@@ -39,7 +41,7 @@ pub unsafe extern "C" fn sidelane_z_loss(
     })
 }
 
-/// What the importance loss is taken of. Arrays are read during the call alone.
+/// Input of the importance loss. Arrays are read during the call alone.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ImportanceInput {
@@ -47,9 +49,10 @@ pub struct ImportanceInput {
     pub size: usize,
     /// The router's logits without noise, [tokens, experts].
     pub logits: *const f32,
-    /// Those that chose, as sidelane_gate_noisy_logits() gives them, [tokens, experts]; NULL: the clean ones did.
+    /// The logits that chose experts, as sidelane_gate_noisy_logits() gives them, [tokens,
+    /// experts]; NULL: the clean logits chose.
     pub noisy: *const f32,
-    /// [tokens, top_k]: the choices before dropping. Tokens whose last one is -1 have no part in it.
+    /// [tokens, top_k]: the choices before dropping. Tokens whose last one is -1 do not count.
     pub choices: *const i32,
     /// Tokens.
     pub tokens: u64,
@@ -64,8 +67,9 @@ pub struct ImportanceInput {
 }
 versioned!(ImportanceInput, "sidelane_importance_input_t", coefficient: f32);
 
-/// The loss that keeps importance and load even where noise chooses (Shazeer's, as Tutel has it), to `loss`. The gradient to the clean
-/// logits is added to `d_logits`, [tokens, experts], unless that is NULL.
+/// Writes the loss that balances importance and load of a noisy gate (Shazeer's, as in Tutel) to
+/// `loss`. The gradient to the clean logits is added to `d_logits`, [tokens, experts], unless that
+/// is NULL.
 ///
 /// The caller guarantees: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
@@ -96,27 +100,30 @@ pub unsafe extern "C" fn sidelane_importance_loss(
     })
 }
 
-/// What a router decided, and how the loss changes with the weights that it gave. Arrays are read during the call alone.
+/// A router's decision, and how the loss changes with its weights. Arrays are read during the call
+/// alone.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct WeightsInput {
     /// sizeof(sidelane_weights_input_t).
     pub size: usize,
-    /// The logits of which the weights were made, [tokens, experts]: noisy ones where noise goes into the weights, too.
+    /// The logits behind the weights, [tokens, experts]: noisy ones if noise enters the weights,
+    /// too.
     pub logits: *const f32,
     /// [tokens, top_k]: the choices before dropping (sidelane_decision_t.choices).
     pub choices: *const i32,
     /// [tokens, top_k]: those that are left (sidelane_decision_t.routing.experts).
     pub experts: *const i32,
-    /// [tokens, top_k]: the loss by each weight. What stands at a dropped choice counts for nothing.
+    /// [tokens, top_k]: the loss by each weight. The value at a dropped choice is ignored.
     pub d_weights: *const f32,
     /// Tokens.
     pub tokens: u64,
 }
 versioned!(WeightsInput, "sidelane_weights_input_t", tokens: u64);
 
-/// Adds the gradient of the logits to `d_logits`, [tokens, experts]: back from that of the routing weights, as combine's or dispatch's
-/// gradient brings it, through scaling, normalisation and scores of this gate. Choices have no gradient.
+/// Adds the gradient of the logits to `d_logits`, [tokens, experts]. It goes back from the gradient
+/// of the routing weights, which the gradients of combine and dispatch return, through scaling,
+/// normalization and scores of this gate. Choices have no gradient.
 ///
 /// The caller guarantees: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
@@ -174,7 +181,7 @@ pub unsafe fn gradient<'a>(at: *mut f32, shape: Logits) -> Result<Option<&'a mut
     Ok(Some(unsafe { slice_mut("d_logits", at, shape.elements) }?))
 }
 
-/// Bytes of 0 and 1 as what they mean.
+/// Bytes of 0 and 1 as booleans.
 pub fn truths(bytes: &[u8]) -> Result<&[bool], ArgumentError> {
     bytemuck::checked::try_cast_slice(bytes).map_err(|_| {
         let seen = bytes.iter().find(|&&byte| byte > 1).copied().unwrap_or_default().into();

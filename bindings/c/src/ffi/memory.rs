@@ -1,7 +1,8 @@
 //! Pointers of the caller's, as Rust sees memory.
 //!
-//! What can be seen of a pointer is checked: that it is not null, that it is aligned, that its length is one that memory can
-//! have. That the memory is there, and that nobody else writes to it meanwhile, is the caller's word: each function says so.
+//! Each function checks a pointer as far as possible: it is not null, it is aligned, and its length
+//! is possible. The caller guarantees that the memory exists and that no other thread writes to it
+//! meanwhile: each function documents this.
 
 use std::ffi::{CStr, c_char};
 use std::ops::Range;
@@ -29,7 +30,8 @@ impl<T> Out<T> {
 /// `len` elements to read.
 ///
 /// # Safety
-/// Unless `at` is null or misaligned: `len` elements of `T` lie there, and nobody writes to them during `'a`.
+/// Unless `at` is null or misaligned: `len` elements of `T` lie there, and no one writes to them
+/// during `'a`.
 pub unsafe fn slice<'a, T>(what: &'static str, at: *const T, len: u64) -> Result<&'a [T], ArgumentError> {
     let Some((at, len)) = extent(what, at.cast_mut(), len)? else { return Ok(&[]) };
     // SAFETY: not null, aligned, of a size that memory can have; the rest is the caller's promise.
@@ -39,7 +41,7 @@ pub unsafe fn slice<'a, T>(what: &'static str, at: *const T, len: u64) -> Result
 /// `len` elements to write.
 ///
 /// # Safety
-/// As [`slice`], and nobody else reads or writes them during `'a`.
+/// As [`slice`], and no one else reads or writes them during `'a`.
 pub unsafe fn slice_mut<'a, T>(
     what: &'static str,
     at: *mut T,
@@ -76,7 +78,7 @@ pub unsafe fn structure<T: Copy>(what: &'static str, at: *const T) -> Result<T, 
 /// A text that ends with a zero byte.
 ///
 /// # Safety
-/// Unless `at` is null, such a text lies there, and nobody writes to it during `'a`.
+/// Unless `at` is null, such a text lies there, and no one writes to it during `'a`.
 pub unsafe fn text<'a>(what: &'static str, at: *const c_char) -> Result<&'a str, ArgumentError> {
     if at.is_null() {
         return Err(ArgumentError::Null { what });
@@ -94,7 +96,7 @@ pub fn short_name<const SIZE: usize>(text: &str) -> [c_char; SIZE] {
     field
 }
 
-/// That what is written lies apart from what is read: each by its name and its addresses.
+/// Checks that written memory lies apart from read memory. Both are given by name and addresses.
 pub fn apart(read: (&'static str, Range<usize>), written: (&'static str, Range<usize>)) -> Result<(), Fault> {
     let ((one, a), (other, b)) = (read, written);
     if a.is_empty() || b.is_empty() || a.end <= b.start || b.end <= a.start {
@@ -138,7 +140,8 @@ mod tests {
     fn null_misaligned_and_endless_memory_is_refused_by_name() {
         let numbers = [0_u32; 4];
         let at = numbers.as_ptr();
-        // SAFETY: what is made a slice is there; everything else is refused before it is looked at.
+        // SAFETY: every slice is made of existing memory; anything else is refused before it is
+        // read.
         unsafe {
             assert_eq!(slice("x", at, 4), Ok(&numbers[..]));
             assert_eq!(slice::<u32>("x", std::ptr::null(), 0), Ok(&[][..]));

@@ -1,8 +1,8 @@
 //! The border: what C calls, and the only room with unsafe code.
 //!
-//! Every function is one call of [`border`], which asks whose process this is, catches panics, and turns the outcome into a
-//! status and a sentence. Inside, pointers become slices at once ([`memory`], [`versioned`], [`tensor`]), and everything
-//! after that is safe code.
+//! Every function is one call of [`border`], which checks the process, catches panics, and turns
+//! the outcome into a status and a sentence. Inside, pointers become slices at once ([`memory`],
+//! [`versioned`], [`tensor`]), and everything after that is safe code.
 #![allow(unsafe_code, reason = "pointers and symbols of C")]
 
 // The header keeps this order, and so a reader's: what comes first is needed first.
@@ -95,9 +95,9 @@ static TABLE: Table = Table::new();
 /// Makes a call from C: nothing unwinds out of it.
 fn border(call: impl FnOnce() -> Result<(), Fault>) -> Status {
     let caught = || {
-        // What a panic left behind is behind a lock that is poisoned then.
+        // State that a panic left behind is behind a lock that is poisoned then.
         catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| {
-            // The call may have been collective: nobody is to wait for the rest of it.
+            // The call may have been collective: no other rank may wait for the rest of it.
             TABLE.all::<sidelane::World>().iter().for_each(|world| world.cancel());
             Err(Fault::Panicked { said: said(&*panic) })
         })
@@ -134,7 +134,7 @@ fn retract<T: Opaque>(handle: *mut T) -> Result<Arc<T::Object>, Fault> {
     Ok(TABLE.remove(handle.addr() as u64)?)
 }
 
-/// Takes a handle back for good. Without one there is nothing to do.
+/// Closes a handle. Without one this is a no-op.
 fn close(handle: *mut impl Opaque) -> Status {
     border(|| if handle.is_null() { Ok(()) } else { retract(handle).map(drop) })
 }

@@ -4,7 +4,7 @@ use crate::handles::Object;
 
 /// A type that C knows by name alone.
 pub trait Opaque {
-    /// What it stands for.
+    /// The object that it stands for.
     type Object: Object;
 }
 
@@ -43,7 +43,7 @@ pub struct Output {
     _opaque: [u8; 0],
 }
 
-/// Tokens that network cards read in place.
+/// Tokens that NICs read in place.
 pub struct Tokens {
     _opaque: [u8; 0],
 }

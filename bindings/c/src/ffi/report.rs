@@ -14,7 +14,7 @@ use super::{border, get};
 use crate::Status;
 use crate::fault::Fault;
 
-/// What a rank moved.
+/// Traffic of a rank.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MovedBytes {
@@ -22,7 +22,7 @@ pub struct MovedBytes {
     pub local_bytes: u64,
     /// Bytes of rows put to other nodes.
     pub rail_bytes: u64,
-    /// Bytes of messages, headers, and what goes with the rows.
+    /// Bytes of messages, headers, and row metadata.
     pub control_bytes: u64,
     /// Rows copied, zeros included.
     pub rows: u64,
@@ -57,7 +57,7 @@ pub struct Lane {
     pub ranks: u64,
 }
 
-/// What a stream, and rails beside it, were asked to do.
+/// Requests to a stream, and to nets next to it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct EnqueuedWork {
@@ -65,7 +65,7 @@ pub struct EnqueuedWork {
     pub batches: u64,
     /// Copies, in batches or one by one.
     pub copies: u64,
-    /// Bytes of rows and of what goes with them, zeros included.
+    /// Bytes of rows and of their metadata, zeros included.
     pub bytes: u64,
     /// Of these, bytes that stayed at this rank.
     pub own_bytes: u64,
@@ -87,7 +87,7 @@ pub struct EnqueuedWork {
     pub rail_bytes: u64,
     /// Signals over rails.
     pub rail_signals: u64,
-    /// Of the puts, those of rows that cards read from memory of a device and wrote to that of
+    /// Puts by GPUDirect among them: NICs read rows from device memory and wrote them to that of
     /// another.
     pub straight_puts: u64,
     /// Their bytes.
@@ -102,8 +102,8 @@ pub struct KernelName {
     pub name: [c_char; 32],
 }
 
-/// How the bytes of one call went at this rank: of a dispatch, or of a return. The host counts what
-/// it moved, a device what its stream was asked to do; the other fields are zero.
+/// Bytes of one call at this rank: of a dispatch, or of a return. The host counts the bytes that it
+/// moved, a device the requests to its stream; the other fields are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Report {
@@ -115,7 +115,7 @@ pub struct Report {
     pub moved: MovedBytes,
     /// Host: the part of it that this rank relayed.
     pub relayed: MovedBytes,
-    /// Host: what it moved in the last combine or gradient along the handle; 0 before the first.
+    /// Host: traffic of the last combine or gradient along the handle; 0 before the first.
     pub returned: MovedBytes,
     /// As planned: a row for each (token, expert) or, rank-major, each (token, rank).
     pub wanted: HopRows,
@@ -125,29 +125,30 @@ pub struct Report {
     pub remote_ranks: u64,
     /// (token, node) pairs whose node is another.
     pub remote_nodes: u64,
-    /// As planned: rows that this rank hands on to the ranks of its node.
+    /// As planned: rows that this rank relays to the ranks of its node.
     pub handed_on: u64,
     /// Bytes of a row that goes out.
     pub row_bytes: u64,
-    /// Bytes of a row that comes home.
+    /// Bytes of a returned row.
     pub home_row_bytes: u64,
-    /// Bytes that combines and gradients along the handle copied, because rows did not lie in an output of it.
+    /// Bytes that combines and gradients along the handle copied, because rows did not lie in one
+    /// of its outputs.
     pub copied_bytes: u64,
     /// What carried the call out: as in sidelane_ep_info_t.
     pub executor: [c_char; 24],
-    /// Device: what the stream was asked to do.
+    /// Device: requests to the stream.
     pub enqueued: EnqueuedWork,
     /// Device: kernels that ran on the stream before rows were packed, or after they had landed.
     pub kernels: [KernelName; 4],
     /// Device, fixed slots: other ranks on this rank's own device.
     pub same_device: u64,
-    /// Device: why rows between nodes are staged in memory of the host, if they are: the lane that
-    /// registers memory of the host alone, "messages" (signals are), "card" (it does not take the
-    /// device's memory), "unordered" (the device sees no order of what cards write), "one queue"
-    /// (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
+    /// Device: why rows between nodes are staged in host memory, if they are: the lane that
+    /// registers host memory alone, "messages" (signals are messages), "card" (the NIC does not
+    /// take the device's memory), "unordered" (the device sees no order in the NICs' writes), "one
+    /// queue" (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
     pub detour: [c_char; 16],
-    /// Device: how cards know the device's memory, where rows between nodes go straight from it and
-    /// to it: "dma-buf" or "address".
+    /// Device: how NICs address device memory where rows between nodes move by GPUDirect: "dma-buf"
+    /// or "address".
     pub registration: [c_char; 16],
 }
 versioned!(Report, "sidelane_report_t", registration: [c_char; 16], 464);

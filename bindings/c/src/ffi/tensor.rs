@@ -1,5 +1,4 @@
-//! Tensors and routings of the caller's. These structs are what they are for good: they have no
-//! size field.
+//! Tensors and routings of the caller. These structs never change: they have no size field.
 //!
 //! The layer says where its tensors must lie, and each struct says where it does. Memory of the
 //! host becomes a slice; an address of a device is looked up by the driver. A struct that names the
@@ -37,8 +36,8 @@ pub struct Tensor {
     pub place: u32,
 }
 
-/// The choices of this rank's tokens, two arrays `[tokens, top_k]`. An id of -1 is a dropped choice.
-/// It is the caller's memory, as that of a tensor.
+/// The choices of this rank's tokens, two arrays `[tokens, top_k]`. An id of -1 is a dropped
+/// choice. The memory is the caller's, like that of a tensor.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Routing {
@@ -79,8 +78,8 @@ impl<'a> Source<'a> {
     /// many as it says.
     ///
     /// # Safety
-    /// `at` and `data` are null or point to what the struct says. Nobody writes there during `'a`;
-    /// on a device, until everything that is enqueued with the tensor is done.
+    /// `at` and `data` are null or point to the memory that the struct describes. No one writes
+    /// there during `'a`; on a device, until all operations enqueued with the tensor are done.
     pub unsafe fn read(
         context: Option<&Arc<Context>>,
         what: &'static str,
@@ -129,7 +128,7 @@ pub enum Target<'a> {
 
 impl Target<'_> {
     /// # Safety
-    /// As [`Source::read`], and nobody else reads it either.
+    /// As [`Source::read`], and no one else reads it either.
     pub unsafe fn read(
         context: Option<&Arc<Context>>,
         what: &'static str,

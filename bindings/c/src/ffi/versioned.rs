@@ -18,7 +18,8 @@ const MOST: usize = 4096;
 /// A struct whose first field is its size.
 ///
 /// # Safety
-/// It is `repr(C)`, begins with a `usize`, every bit pattern of it is a value, and it has no padding at its end.
+/// It is `repr(C)`, begins with a `usize`, every bit pattern of it is a value, and it has no
+/// padding at its end.
 pub unsafe trait Versioned: Copy {
     /// Its name in C.
     const NAME: &str;
@@ -26,7 +27,8 @@ pub unsafe trait Versioned: Copy {
     const SIZES: &[usize];
 }
 
-/// Name in C, last field and its type: today's struct ends with it. The sizes of versions before, if there were any.
+/// Name in C, last field and its type: the current struct ends with it. The sizes of earlier
+/// versions, if there were any.
 macro_rules! versioned {
     ($type:ident, $name:literal, $last:ident: $last_type:ty $(, $earlier:literal)*) => {
         const _: () = assert!(
@@ -45,7 +47,8 @@ pub(super) use versioned;
 /// Reads a struct of the caller's.
 ///
 /// # Safety
-/// Unless `at` is null or misaligned, so many bytes lie there as its first field says, if these are at most 4096.
+/// Unless `at` is null or misaligned, as many bytes lie there as its first field says, if these are
+/// at most 4096.
 pub unsafe fn read<T: Versioned>(at: *const T) -> Result<T, ArgumentError> {
     // SAFETY: as the caller promised.
     let size = unsafe { said_size(at) }?;
@@ -78,7 +81,8 @@ impl<T: Versioned> OutStruct<T> {
         Ok(OutStruct { at, size })
     }
 
-    /// Writes what the caller's version knows, and zeros behind what this one knows. The size stays the caller's.
+    /// Writes the fields that the caller's version knows, and zeros behind those that this one
+    /// knows. The size stays the caller's.
     pub fn write(self, value: T) {
         let (skip, known) = (size_of::<usize>(), self.size.min(size_of::<T>()));
         // SAFETY: `new` was promised `size` bytes; T is at least as large as its first field.
@@ -90,7 +94,7 @@ impl<T: Versioned> OutStruct<T> {
     }
 }
 
-/// What the first field says, if a version is of that size or may be.
+/// The size in the first field, if a version has it or may have it.
 ///
 /// # Safety
 /// Unless `at` is null or misaligned, a size lies there.

@@ -1,7 +1,7 @@
 //! One-sided windows.
 //!
-//! Puts to one peer are visible to it after a later signal from the same rank to the same peer; nothing else is ordered. Who
-//! may write where and when is the callers' agreement.
+//! Puts to one peer are visible to it after a later signal from the same rank to the same peer;
+//! nothing else is ordered. The callers agree on the permissions to write.
 
 use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -13,7 +13,8 @@ use crate::fault::{ArgumentError, Fault};
 use crate::handles::{ExclusiveCell, Kind};
 use crate::{Status, refuse};
 
-/// Memory of `len` bytes at every member of a group, and a signal word per pair of members. Collective.
+/// Memory of `len` bytes at every member of a group, and a signal word per pair of members.
+/// Collective.
 ///
 /// The caller guarantees: `window` is NULL or valid.
 #[unsafe(no_mangle)]
@@ -30,9 +31,10 @@ pub unsafe extern "C" fn sidelane_group_window(
     })
 }
 
-/// Makes the caller's own memory a window: `memory` is the descriptor of a memfd that is sealed against shrinking (memfd_create(),
-/// ftruncate(), fcntl(F_ADD_SEALS, F_SEAL_SHRINK)), of one size at all members. It is duplicated: the caller's stays the caller's, and so do
-/// its mappings, in which what peers put is seen. Collective.
+/// Makes the caller's own memory a window. `memory` is the descriptor of a memfd that is sealed
+/// against shrinking (memfd_create(), ftruncate(), fcntl(F_ADD_SEALS, F_SEAL_SHRINK)), of one size
+/// at all members. The call duplicates it: the caller keeps its descriptor and its mappings, which
+/// show the peers' puts. Collective.
 ///
 /// The caller guarantees: `window` is NULL or valid; `memory` is an open descriptor, or -1.
 #[unsafe(no_mangle)]
@@ -63,8 +65,8 @@ unsafe fn descriptor(memory: i32) -> Result<OwnedFd, ArgumentError> {
     unsafe { BorrowedFd::borrow_raw(memory) }.try_clone_to_owned().map_err(|_| unusable(()))
 }
 
-/// Writes `len` bytes to `offset` of the part of `peer`. When it returns, `src` may be changed; the bytes may not have
-/// landed.
+/// Writes `len` bytes to `offset` of the part of `peer`. When it returns, `src` may be changed; the
+/// bytes may not have landed.
 ///
 /// The caller guarantees: `src` is NULL or points to `len` bytes.
 #[unsafe(no_mangle)]
@@ -101,13 +103,15 @@ pub unsafe extern "C" fn sidelane_window_put_signal(
     })
 }
 
-/// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow, from 1 on.
+/// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow,
+/// from 1 on.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_window_signal(window: *mut Window, peer: u32, value: u64) -> Status {
     border(|| get(window)?.lend(|window| Ok(window.signal(peer, value)?)))
 }
 
-/// Waits until the word that `peer` raises here is at least `value`: all that it put here before is visible then.
+/// Waits until the word that `peer` raises here is at least `value`: then all its earlier puts are
+/// visible.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_window_wait(window: *mut Window, peer: u32, value: u64) -> Status {
     border(|| get(window)?.lend(|window| Ok(window.wait_until(peer, value)?)))
@@ -119,7 +123,7 @@ pub extern "C" fn sidelane_window_quiet(window: *mut Window) -> Status {
     border(|| get(window)?.lend(|window| Ok(window.quiet()?)))
 }
 
-/// Returns when all members are here; what they put before has landed then. Collective.
+/// Returns when all members have entered. Then their earlier puts have landed. Collective.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_window_barrier(window: *mut Window) -> Status {
     border(|| get(window)?.lend(|window| Ok(window.barrier()?)))

@@ -12,8 +12,8 @@ use super::{border, close, get, give};
 use crate::Status;
 use crate::fault::ArgumentError;
 
-/// How a world is joined. What is 0 is taken from the environment, or is the default; heap and symmetric must be equal on
-/// all ranks.
+/// Options of joining a world. A 0 is replaced by the environment's value or the default. heap and
+/// symmetric must be equal on all ranks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct WorldOptions {
@@ -30,7 +30,7 @@ pub struct WorldOptions {
 }
 versioned!(WorldOptions, "sidelane_world_options_t", rendezvous_ms: u64);
 
-/// What a world is.
+/// Description of a world.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct WorldInfo {
@@ -84,9 +84,11 @@ impl WorldOptions {
     }
 }
 
-/// Joins the job that the environment describes (sidelane launch, torchrun, SLURM, Open MPI). Collective over the job.
+/// Joins the job that the environment describes (sidelane launch, torchrun, SLURM, Open MPI).
+/// Collective over the job.
 ///
-/// `options` may be NULL. A process of its own for each rank: a child that was forked afterwards is refused.
+/// `options` may be NULL. Each rank needs its own process: a child that was forked afterwards is
+/// refused.
 ///
 /// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 #[unsafe(no_mangle)]
@@ -106,7 +108,7 @@ pub unsafe extern "C" fn sidelane_world_from_env(
     })
 }
 
-/// Says what a world is.
+/// Describes a world.
 ///
 /// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
@@ -147,8 +149,8 @@ pub extern "C" fn sidelane_world_cancel(world: *mut World) -> Status {
     })
 }
 
-/// The survivors' next world, after this one has died. Collective among those that are left. The old world and what was made
-/// from it stay readable until they are closed.
+/// The survivors' next world, after this one has failed. Collective among the survivors. The old
+/// world and its objects stay readable until they are closed.
 ///
 /// The caller guarantees: `rebuilt` is NULL or valid.
 #[unsafe(no_mangle)]
@@ -191,7 +193,8 @@ pub unsafe extern "C" fn sidelane_world_previous_ranks(
     })
 }
 
-/// Closes the handle. This rank leaves the world when everything made from it is closed, too. NULL is nothing.
+/// Closes the handle. This rank leaves the world when every object made from it is closed, too.
+/// NULL is a no-op.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_world_close(world: *mut World) -> Status {
     close(world)

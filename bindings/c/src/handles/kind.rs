@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What a handle stands for. The number is part of every handle.
+/// Kinds of objects that handles stand for. The number is part of every handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -20,7 +20,7 @@ pub enum Kind {
     Rows,
     /// What experts write into.
     Output,
-    /// Tokens that network cards read in place.
+    /// Tokens that NICs read in place.
     Tokens,
     /// A dispatch that was started.
     PendingDispatch,
@@ -85,7 +85,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// What a handle may stand for.
+/// Objects that handles may stand for.
 pub trait Object: Send + Sync + 'static {
     /// Which kind it is.
     const KIND: Kind;

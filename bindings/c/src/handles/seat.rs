@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use super::Kind;
 use crate::fault::Fault;
 
-/// Holds an object that Rust lends exclusively. A second thread is not kept waiting, but told: the call of the first may be
-/// waiting for what the second has yet to do.
+/// Holds an object that Rust lends exclusively. A second thread gets an error at once: the call of
+/// the first may be waiting for a later action of the second.
 #[derive(Debug)]
 pub struct ExclusiveCell<T> {
     kind: Kind,
@@ -76,7 +76,7 @@ impl<T> ExclusiveCell<T> {
     }
 }
 
-/// An object that is away from its seat, to which it goes back when this is dropped.
+/// An object that is out of its cell. Dropping this puts it back.
 #[derive(Debug)]
 pub struct Lease<T> {
     held: Option<T>,

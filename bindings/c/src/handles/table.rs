@@ -107,7 +107,7 @@ impl Table {
 
     fn object<T: Object>(place: &Place, generation: u32, ticket: u64) -> Result<Arc<T>, HandleError> {
         let expected = T::KIND;
-        // The distance counts in a circle: what is ahead was not given yet.
+        // The distance counts in a circle: generations ahead were not given yet.
         match place.generation.wrapping_sub(generation) {
             0 => {}
             1..0x8000_0000 => return Err(HandleError::Closed { kind: expected }),

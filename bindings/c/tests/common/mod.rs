@@ -20,7 +20,7 @@ const FLAGS: [&str; 8] =
 pub enum Linked {
     Shared,
     Static,
-    /// As [`Linked::Shared`], and with CUDA's driver: the stand-in.
+    /// As [`Linked::Shared`], and with CUDA's driver: the fake.
     WithDriver,
 }
 
@@ -51,7 +51,7 @@ pub fn compiled(source: &Path, name: &str, linked: Linked) -> PathBuf {
     program
 }
 
-/// Where cargo puts this package's libraries: beside the tests.
+/// Folder of this package's libraries: next to the tests.
 pub fn libraries() -> PathBuf {
     let test = env::current_exe().expect("a path");
     let folder = test.parent().expect("a folder").to_owned();
@@ -83,7 +83,7 @@ pub fn launch(nodes: u32, ranks_per_node: u32) -> Command {
     command
 }
 
-/// Gives a program devices: the stand-in driver, with kernels to run.
+/// Gives a program devices: the fake driver, with kernels to run.
 pub fn with_devices(command: &mut Command) -> &mut Command {
     let source = Path::new(PACKAGE).join("../../cuda/kernels.cu");
     command.env("LD_LIBRARY_PATH", stand_in_cuda::install().expect("a driver"));

@@ -1,4 +1,5 @@
-// What the programs here use of NVIDIA's cuda.h, for machines without a toolkit: the same types, names and symbols.
+// The part of NVIDIA's cuda.h that the programs here use, for machines without a toolkit: the same
+// types, names and symbols.
 #ifndef CUDA_H
 #define CUDA_H
 

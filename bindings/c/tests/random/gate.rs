@@ -44,7 +44,8 @@ pub fn losses(spoilt: &Spoilt) -> Vec<Status> {
     let mut noised = Struct::empty::<ImportanceInput>();
     let (mut loss, mut gradient, mut counts) = (0.0, [0.0; 8], [0.0; 64]);
     let number = |nth: usize| spoilt.words.get(nth).map_or(0, |&(_, word)| word);
-    // SAFETY: the arrays are as large as is said: 64 counts are more than any number of parts that two tokens have.
+    // SAFETY: the arrays have the documented sizes: 64 counts are more than any number of parts
+    // that two tokens have.
     unsafe {
         let input: &mut BalanceInput = &mut *of_balance.at();
         let tokens = if number(4) % 3 == 2 { 0 } else { 2 };

@@ -1,8 +1,8 @@
 //! Random bytes at the border: each call comes to a status, and the world stays alive.
 //!
-//! Structs are spoilt in some words, mostly by small numbers, so that some calls are made; handles get random numbers and those of other
-//! objects. What the caller must not lie about, that memory is as long as it says, is true here. SIDELANE_RANDOM_SECONDS says
-//! for how long (3).
+//! Structs are spoilt in some words, mostly by small numbers, so that some calls are made; handles
+//! get random numbers and those of other objects. The caller's guarantee, that memory is as long as
+//! declared, holds here. SIDELANE_RANDOM_SECONDS sets the duration (3).
 #![allow(unsafe_code, reason = "the functions are C's")]
 
 mod collective;
@@ -68,7 +68,8 @@ fn in_a_world_of_one() {
     // So that this is no test of refusals alone.
     let lacks = || counts.iter().any(|count| count.get() == 0) && Instant::now() < end + PATIENCE;
     while Instant::now() < end || lacks() {
-        // Another seed each time; nothing simpler is sought, as a world that ended fails whatever comes next.
+        // Another seed each time; failures are not simplified, as a failed world fails every later
+        // call.
         let config =
             Config { cases: 32, failure_persistence: None, max_shrink_iters: 0, ..Config::default() };
         let mut runner = TestRunner::new(config);

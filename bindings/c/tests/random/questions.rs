@@ -1,4 +1,4 @@
-//! What is asked: of objects that are there, in structs of any size, and of handles that nobody gave.
+//! Queries: of existing objects, in structs of any size, and of handles that were never given.
 
 use std::ffi::c_char;
 use std::ptr::{null, null_mut};
@@ -15,7 +15,8 @@ pub fn infos(world: *mut World, group: *mut Group, spoilt: &Spoilt) -> Vec<Statu
     let mut balance = Struct::new::<Balance>(&[], spoilt);
     let name: Vec<c_char> = spoilt.words.iter().map(|&(_, word)| word as c_char).chain([0]).collect();
     let (experts, top_k) = spoilt.words.first().map_or((8, 2), |&(place, word)| (word, place as u32));
-    // SAFETY: the structs are as large as any size that is read or written; the name ends with a zero.
+    // SAFETY: the structs are as large as every size that is read or written; the name ends with a
+    // zero.
     unsafe {
         vec![
             sidelane_world_info(world, of_world.at()),
@@ -28,14 +29,14 @@ pub fn infos(world: *mut World, group: *mut Group, spoilt: &Spoilt) -> Vec<Statu
     }
 }
 
-/// Handles that nobody gave.
+/// Handles that were never given.
 pub fn strangers(numbers: [u64; 4]) -> Vec<Status> {
     let mut info = Struct::empty::<HandleInfo>();
     let mut of_shares = Struct::empty::<SharesInfo>();
     let mut statuses = Vec::new();
     for number in numbers {
-        // Of places in use: generations that are never reached, and kinds that there are not. The kind, generation
-        // and place of a living object, met by chance, would be its handle.
+        // Of places in use: generations that are never reached, and kinds that do not exist. The
+        // kind, generation and place of a living object, guessed by chance, would be its handle.
         let of_places = [number & 0x0f00_0000_0000_0fff | 1 << 55, number & 0x0fff | 0xf << 60];
         for number in [number, number >> 8, number & 0x0fff].into_iter().chain(of_places) {
             let stranger = number as usize;

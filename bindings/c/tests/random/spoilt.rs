@@ -11,7 +11,7 @@ pub const ROOM: usize = 1 << 16;
 /// What becomes of a struct that is good.
 #[derive(Clone, Debug)]
 pub struct Spoilt {
-    /// What it says of its size; 0: its own.
+    /// Its declared size; 0: its own.
     pub size: u64,
     /// Words that are others.
     pub words: Vec<(usize, u32)>,

@@ -84,9 +84,9 @@ pub enum CallError {
         rank: u32,
         /// The other.
         peer: u32,
-        /// What this rank calls.
+        /// The call of this rank.
         mine: CallKind,
-        /// The call that the other ranks made.
+        /// The call of the other rank.
         theirs: CallKind,
     },
     /// Another rank uses another handle, or other options of the same call.

@@ -16,8 +16,8 @@ impl Capacity {
     /// Whether the numbers make sense.
     ///
     /// # Errors
-    /// [`GateError::BadNumber`]: a factor that is not finite, or not above 0 where the formula gives that no meaning;
-    /// `align` or `groups` of 0.
+    /// [`GateError::BadNumber`]: a factor that is not finite, or not above 0 for a formula that
+    /// needs this; `align` or `groups` of 0.
     pub fn check(&self) -> Result<(), GateError> {
         let bad = |parameter, seen, expected| Err(GateError::BadNumber { parameter, seen, expected });
         match self.rule {

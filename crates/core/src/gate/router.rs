@@ -53,7 +53,7 @@ impl Gate {
         Ok(Gate { config, decision, tokens, keeper, chosen: Vec::new(), worth: Vec::new() })
     }
 
-    /// Noise generator, by the step that it serves.
+    /// Configuration of the router.
     pub fn config(&self) -> &GateConfig {
         &self.config
     }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use sidelane_core::error::PlanError;
 
-/// The executor of the schedule.
+/// Executors of schedules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Executor {
@@ -28,7 +28,7 @@ pub enum Executor {
 pub struct Hardware {
     /// Its name.
     pub name: String,
-    /// Executors of schedules.
+    /// The executor of the schedule.
     pub executor: Executor,
     /// Copy engines; of a host: its copying cores.
     pub engines: Engines,
@@ -96,7 +96,7 @@ pub struct Compute {
     pub launch: u64,
 }
 
-/// The host's concurrent work.
+/// Costs of the host's work next to the engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Host {

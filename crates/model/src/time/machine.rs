@@ -88,7 +88,7 @@ pub(super) struct Machine<'a> {
     works: Vec<RankWork>,
 }
 
-/// Lines of each rank alone; NICs come behind those of all ranks.
+/// Number of lines of each rank. The lines of NICs come behind those of all ranks.
 const OWN: usize = 3;
 
 impl<'a> Machine<'a> {
