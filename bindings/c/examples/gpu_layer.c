@@ -130,7 +130,7 @@ static void slots(sidelane_group_t *group, sidelane_stream_t *stream, CUstream c
     sidelane_ep_t *ep = NULL;
     sidelane_ep_options_t options = {.size = sizeof options, .experts = EXPERTS, .top_k = TOP_K, .hidden = HIDDEN,
                                      .dtype = SIDELANE_DTYPE_F32, .max_tokens = MOST, .stream = stream,
-                                     .mode = SIDELANE_MODE_SLOTS, .mode_rows = MOST, .order = SIDELANE_ORDER_RANK,
+                                     .mode = SIDELANE_MODE_SLOTS, .mode_rows = MOST, .sum_order = SIDELANE_ORDER_RANK,
                                      .layout = SIDELANE_LAYOUT_RANK_MAJOR};
     CHECK(sidelane_ep_build(group, &options, NULL, &ep));
     sidelane_ep_info_t info = {.size = sizeof info};

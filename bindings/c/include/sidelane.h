@@ -57,13 +57,13 @@
 #define SIDELANE_NOISE_NORMAL 4
 
 // Weights are not divided by their sum.
-#define SIDELANE_NORMALISE_NEVER 0
+#define SIDELANE_NORMALIZE_NEVER 0
 
 // Over all choices, before any is dropped.
-#define SIDELANE_NORMALISE_BEFORE_DROP 1
+#define SIDELANE_NORMALIZE_BEFORE_DROP 1
 
 // Over the choices that are left.
-#define SIDELANE_NORMALISE_AFTER_DROP 2
+#define SIDELANE_NORMALIZE_AFTER_DROP 2
 
 // Weights are divided by their sum plus `divisor_value`.
 #define SIDELANE_DIVISOR_SUM_PLUS 0
@@ -94,19 +94,19 @@
 #define SIDELANE_CAPACITY_NEEDED 6
 
 // The highest weights are kept.
-#define SIDELANE_KEEP_SCORE 0
+#define SIDELANE_DROP_SCORE 0
 
 // The first tokens are kept.
-#define SIDELANE_KEEP_POSITION 1
+#define SIDELANE_DROP_POSITION 1
 
 // All first choices in token order, then all second ones.
-#define SIDELANE_KEEP_FIRST_CHOICES 2
+#define SIDELANE_DROP_FIRST_CHOICES 2
 
-// As SIDELANE_KEEP_FIRST_CHOICES, but tokens come by falling highest score.
-#define SIDELANE_KEEP_PRIORITY 3
+// As SIDELANE_DROP_FIRST_CHOICES, but tokens come by falling highest score.
+#define SIDELANE_DROP_PRIORITY 3
 
 // Drawn at random.
-#define SIDELANE_KEEP_RANDOM 4
+#define SIDELANE_DROP_RANDOM 4
 
 // The first choice of each token is counted.
 #define SIDELANE_MAP_FIRST_CHOICES 0
@@ -148,13 +148,13 @@
 #define SIDELANE_NODE_SUMS_BF16 2
 
 // By ascending rank, rounded once: the same bits on every lane and for every number of nodes.
-#define SIDELANE_SUMS_DIRECT 0
+#define SIDELANE_ALGORITHM_DIRECT 0
 
 // From rank to rank, for many nodes; partial sums keep all bits of the f32 sum.
-#define SIDELANE_SUMS_RING_F32 1
+#define SIDELANE_ALGORITHM_RING_F32 1
 
 // Likewise, with partial sums that are rounded to bf16: for elements of that type.
-#define SIDELANE_SUMS_RING_BF16 2
+#define SIDELANE_ALGORITHM_RING_BF16 2
 
 // bfloat16: the upper half of a binary32.
 #define SIDELANE_DTYPE_BF16 0
@@ -185,10 +185,10 @@
 #define SIDELANE_ORDER_NODE 2
 
 // Partial sums keep all bits of the f32 sum.
-#define SIDELANE_WIRE_F32 0
+#define SIDELANE_PARTIAL_F32 0
 
 // Partial sums are rounded to bf16.
-#define SIDELANE_WIRE_BF16 1
+#define SIDELANE_PARTIAL_BF16 1
 
 // Rows lie by (local expert, source rank, token).
 #define SIDELANE_LAYOUT_EXPERT_MAJOR 0
@@ -197,7 +197,7 @@
 #define SIDELANE_LAYOUT_RANK_MAJOR 1
 
 // Receive memory is as large as the call needs.
-#define SIDELANE_MODE_EAGER 0
+#define SIDELANE_MODE_EXACT 0
 
 // A rank receives at most `mode_rows` rows.
 #define SIDELANE_MODE_BUDGET 1
@@ -212,10 +212,10 @@
 #define SIDELANE_OVERFLOW_DROP 1
 
 // Each row goes to the ranks that its token chose.
-#define SIDELANE_STRATEGY_EXCHANGE 0
+#define SIDELANE_STRATEGY_ALL_TO_ALL 0
 
 // Every row goes to every rank, which copies those of its experts: for small groups.
-#define SIDELANE_STRATEGY_GATHER 1
+#define SIDELANE_STRATEGY_ALL_GATHER 1
 
 // Memory of the host.
 #define SIDELANE_PLACE_HOST 0
@@ -366,7 +366,7 @@ typedef struct {
     // Ranks of that node.
     uint32_t ranks_of_node;
     // The lane that joins the nodes, "loopback", "verbs" or "tcp"; empty where there is one node.
-    char rail[16];
+    char net[16];
     // The instruction set in use.
     char simd[16];
 } sidelane_world_info_t;
@@ -411,8 +411,8 @@ typedef struct {
     float noise_size;
     // Above 0: a second choice is kept with probability min(1, weight / this) while training.
     float second_threshold;
-    // When weights are divided by their sum: SIDELANE_NORMALISE_...
-    uint32_t normalise;
+    // When weights are divided by their sum: SIDELANE_NORMALIZE_...
+    uint32_t normalize;
     // By what: SIDELANE_DIVISOR_...
     uint32_t divisor;
     // And with which number.
@@ -607,9 +607,9 @@ typedef struct {
     // Their type: SIDELANE_DTYPE_...
     uint32_t dtype;
     // Order in which a token's rows are summed: SIDELANE_ORDER_...
-    uint32_t order;
-    // Type of partial sums: SIDELANE_WIRE_...
-    uint32_t wire;
+    uint32_t sum_order;
+    // Type of partial sums: SIDELANE_PARTIAL_...
+    uint32_t partial_dtype;
     // How rows reach other nodes: SIDELANE_ROUTE_...
     uint32_t route;
     // How received rows lie: SIDELANE_LAYOUT_...
@@ -628,10 +628,10 @@ typedef struct {
     uint32_t max_tokens;
     // 1: combine multiplies each row with its routing weight.
     uint32_t weighted;
-    // 1: dispatch sends records of e4m3 values and scales, which sidelane_ep_quantise() makes.
+    // 1: dispatch sends records of e4m3 values and scales, which sidelane_ep_quantize() makes.
     uint32_t fp8;
     // 1: relays copy rows in few large copies (rank-major over pxn).
-    uint32_t spans;
+    uint32_t coalesce_relays;
     // Device, exact sizes or a budget: dispatches that may be alive at once. With a budget each
     // has memory for all rows it may send. Default: 64, and 2 with a budget.
     uint32_t max_in_flight;
@@ -833,9 +833,9 @@ typedef struct {
 // Traffic of a rank.
 typedef struct {
     // Bytes of rows copied or put within the node, own rows included.
-    uint64_t local_bytes;
+    uint64_t intra_node_bytes;
     // Bytes of rows put to other nodes.
-    uint64_t rail_bytes;
+    uint64_t inter_node_bytes;
     // Bytes of messages, headers, and row metadata.
     uint64_t control_bytes;
     // Rows copied, zeros included.
@@ -877,7 +877,7 @@ typedef struct {
     uint64_t memory_operations;
     // Bytes that left the device by memory of the host, on the way to other nodes; not among
     // `bytes`.
-    uint64_t out_bytes;
+    uint64_t staged_out_bytes;
     // Bytes that came in by memory of the host, zeros included; not among `bytes`.
     uint64_t in_bytes;
     // Puts on rails.
@@ -888,7 +888,7 @@ typedef struct {
     uint64_t rail_signals;
     // Puts by GPUDirect among them: NICs read rows from device memory and wrote them to that of
     // another.
-    uint64_t straight_puts;
+    uint64_t gpu_direct_puts;
     // Their bytes.
     uint64_t straight_bytes;
 } sidelane_enqueued_t;
@@ -913,15 +913,15 @@ typedef struct {
     // Host: traffic of the last combine or gradient along the handle; 0 before the first.
     sidelane_moved_t returned;
     // As planned: a row for each (token, expert) or, rank-major, each (token, rank).
-    sidelane_hops_t wanted;
+    sidelane_hops_t logical;
     // As planned: rows that this rank puts, those of zeros included.
-    sidelane_hops_t put;
+    sidelane_hops_t sent;
     // (token, rank) pairs whose rank is on another node.
     uint64_t remote_ranks;
     // (token, node) pairs whose node is another.
     uint64_t remote_nodes;
     // As planned: rows that this rank relays to the ranks of its node.
-    uint64_t handed_on;
+    uint64_t relayed_rows;
     // Bytes of a row that goes out.
     uint64_t row_bytes;
     // Bytes of a returned row.
@@ -938,7 +938,7 @@ typedef struct {
     // Device, fixed slots: other ranks on this rank's own device.
     uint64_t same_device;
     // Device: why rows between nodes are staged in host memory, if they are: the lane that
-    // registers host memory alone, "messages" (signals are messages), "card" (the NIC does not
+    // registers host memory alone, "messages" (signals are messages), "nic" (the NIC does not
     // take the device's memory), "unordered" (the device sees no order in the NICs' writes), "one
     // queue" (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
     char detour[16];
@@ -990,9 +990,9 @@ typedef struct {
     uint64_t chunk;
     // All-reduces of at most this many bytes are one-shot: every rank sums them whole, with the
     // same bits. Default: 16 KiB.
-    uint64_t whole;
-    // How an all-reduce adds up: SIDELANE_SUMS_...
-    uint32_t sums;
+    uint64_t one_shot_bytes;
+    // How an all-reduce adds up: SIDELANE_ALGORITHM_...
+    uint32_t algorithm;
     // 0.
     uint32_t reserved;
 } sidelane_communicator_options_t;
@@ -1260,7 +1260,7 @@ sidelane_status_t sidelane_ep_check(sidelane_ep_t *ep);
 // With a stream in the options, rows lie on its device. The mode chooses what carries the calls
 // out:
 //
-//   SIDELANE_MODE_EAGER            the caller's thread enqueues: expert-major rows, sums by expert
+//   SIDELANE_MODE_EXACT            the caller's thread enqueues: expert-major rows, sums by expert
 //   SIDELANE_MODE_BUDGET           a planner thread does: the same rows and sums
 //   SIDELANE_MODE_SLOTS            a constant program: rank-major rows, sums by rank, `mode_rows`
 //                                  equal to `max_tokens`
@@ -1291,7 +1291,7 @@ sidelane_status_t sidelane_ep_set_expert_map(sidelane_ep_t *ep,
 //
 // The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
 // other thread writes to them during the call.
-sidelane_status_t sidelane_ep_quantise(sidelane_ep_t *ep,
+sidelane_status_t sidelane_ep_quantize(sidelane_ep_t *ep,
                                        const sidelane_tensor_t *tokens,
                                        const sidelane_tensor_t *records);
 

@@ -30,9 +30,9 @@ pub const SIDELANE_ORDER_RANK: u32 = 1;
 pub const SIDELANE_ORDER_NODE: u32 = 2;
 
 /// Partial sums keep all bits of the f32 sum.
-pub const SIDELANE_WIRE_F32: u32 = 0;
+pub const SIDELANE_PARTIAL_F32: u32 = 0;
 /// Partial sums are rounded to bf16.
-pub const SIDELANE_WIRE_BF16: u32 = 1;
+pub const SIDELANE_PARTIAL_BF16: u32 = 1;
 
 /// Rows lie by (local expert, source rank, token).
 pub const SIDELANE_LAYOUT_EXPERT_MAJOR: u32 = 0;
@@ -40,7 +40,7 @@ pub const SIDELANE_LAYOUT_EXPERT_MAJOR: u32 = 0;
 pub const SIDELANE_LAYOUT_RANK_MAJOR: u32 = 1;
 
 /// Receive memory is as large as the call needs.
-pub const SIDELANE_MODE_EAGER: u32 = 0;
+pub const SIDELANE_MODE_EXACT: u32 = 0;
 /// A rank receives at most `mode_rows` rows.
 pub const SIDELANE_MODE_BUDGET: u32 = 1;
 /// Each source has `mode_rows` slots per expert (rank-major: per rank); counts are not exchanged.
@@ -52,9 +52,9 @@ pub const SIDELANE_OVERFLOW_ERROR: u32 = 0;
 pub const SIDELANE_OVERFLOW_DROP: u32 = 1;
 
 /// Each row goes to the ranks that its token chose.
-pub const SIDELANE_STRATEGY_EXCHANGE: u32 = 0;
+pub const SIDELANE_STRATEGY_ALL_TO_ALL: u32 = 0;
 /// Every row goes to every rank, which copies those of its experts: for small groups.
-pub const SIDELANE_STRATEGY_GATHER: u32 = 1;
+pub const SIDELANE_STRATEGY_ALL_GATHER: u32 = 1;
 
 /// Memory of the host.
 pub const SIDELANE_PLACE_HOST: u32 = 0;
@@ -124,18 +124,18 @@ pub(crate) fn route(seen: u32) -> Result<Route, ArgumentError> {
     choice("route", seen, &all, "SIDELANE_ROUTE_DIRECT or _PXN")
 }
 
-pub(crate) fn order(seen: u32) -> Result<SumOrder, ArgumentError> {
+pub(crate) fn sum_order(seen: u32) -> Result<SumOrder, ArgumentError> {
     let all = [
         (SIDELANE_ORDER_EXPERT, SumOrder::Expert),
         (SIDELANE_ORDER_RANK, SumOrder::Rank),
         (SIDELANE_ORDER_NODE, SumOrder::Node),
     ];
-    choice("order", seen, &all, "one of SIDELANE_ORDER_EXPERT, _RANK, _NODE")
+    choice("sum_order", seen, &all, "one of SIDELANE_ORDER_EXPERT, _RANK, _NODE")
 }
 
-pub(crate) fn wire(seen: u32) -> Result<PartialDtype, ArgumentError> {
-    let all = [(SIDELANE_WIRE_F32, PartialDtype::F32), (SIDELANE_WIRE_BF16, PartialDtype::Bf16)];
-    choice("wire", seen, &all, "SIDELANE_WIRE_F32 or _BF16")
+pub(crate) fn partial_dtype(seen: u32) -> Result<PartialDtype, ArgumentError> {
+    let all = [(SIDELANE_PARTIAL_F32, PartialDtype::F32), (SIDELANE_PARTIAL_BF16, PartialDtype::Bf16)];
+    choice("partial_dtype", seen, &all, "SIDELANE_PARTIAL_F32 or _BF16")
 }
 
 pub(crate) fn layout(seen: u32) -> Result<RowLayout, ArgumentError> {
@@ -150,11 +150,11 @@ pub(crate) fn mode(seen: u32, rows: u32, overflow: u32) -> Result<ReceiveMode, A
     let overflows = [(SIDELANE_OVERFLOW_ERROR, Overflow::Error), (SIDELANE_OVERFLOW_DROP, Overflow::Drop)];
     let overflow = choice("overflow", overflow, &overflows, "SIDELANE_OVERFLOW_ERROR or _DROP")?;
     let all = [
-        (SIDELANE_MODE_EAGER, ReceiveMode::Exact),
+        (SIDELANE_MODE_EXACT, ReceiveMode::Exact),
         (SIDELANE_MODE_BUDGET, ReceiveMode::Budget { rows, overflow }),
         (SIDELANE_MODE_SLOTS, ReceiveMode::Slots { rows, overflow }),
     ];
-    let mode = choice("mode", seen, &all, "one of SIDELANE_MODE_EAGER, _BUDGET, _SLOTS")?;
+    let mode = choice("mode", seen, &all, "one of SIDELANE_MODE_EXACT, _BUDGET, _SLOTS")?;
     match mode {
         ReceiveMode::Exact if rows > 0 => {
             let expected = "0: eager, sizes are exact";
@@ -165,7 +165,9 @@ pub(crate) fn mode(seen: u32, rows: u32, overflow: u32) -> Result<ReceiveMode, A
 }
 
 pub(crate) fn strategy(seen: u32) -> Result<Strategy, ArgumentError> {
-    let all =
-        [(SIDELANE_STRATEGY_EXCHANGE, Strategy::AllToAll), (SIDELANE_STRATEGY_GATHER, Strategy::AllGather)];
-    choice("strategy", seen, &all, "SIDELANE_STRATEGY_EXCHANGE or _GATHER")
+    let all = [
+        (SIDELANE_STRATEGY_ALL_TO_ALL, Strategy::AllToAll),
+        (SIDELANE_STRATEGY_ALL_GATHER, Strategy::AllGather),
+    ];
+    choice("strategy", seen, &all, "SIDELANE_STRATEGY_ALL_TO_ALL or _ALL_GATHER")
 }

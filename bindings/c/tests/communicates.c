@@ -119,13 +119,13 @@ int main(void) {
     CHECK(sidelane_group_info(all, &me));
     rank = me.rank, ranks = me.ranks;
 
-    sidelane_communicator_options_t options = {.size = sizeof options, .chunk = 64 << 10, .whole = 1 << 10};
+    sidelane_communicator_options_t options = {.size = sizeof options, .chunk = 64 << 10, .one_shot_bytes = 1 << 10};
     sidelane_communicator_options_t wrong = options;
-    wrong.sums = rank == 1 ? 3 : 0;
-    REFUSED_ON_BOTH(sidelane_communicator_build(all, &wrong, &group), SIDELANE_ERROR_ARGUMENT, "sums = 3",
+    wrong.algorithm = rank == 1 ? 3 : 0;
+    REFUSED_ON_BOTH(sidelane_communicator_build(all, &wrong, &group), SIDELANE_ERROR_ARGUMENT, "algorithm = 3",
                     SIDELANE_ERROR_CALL, "can be used");
-    for (uint32_t sums = SIDELANE_SUMS_DIRECT; sums <= SIDELANE_SUMS_RING_F32; sums++) {
-        options.sums = sums;
+    for (uint32_t algorithm = SIDELANE_ALGORITHM_DIRECT; algorithm <= SIDELANE_ALGORITHM_RING_F32; algorithm++) {
+        options.algorithm = algorithm;
         CHECK(sidelane_communicator_build(all, &options, &group));
         sums_and_copies();
         messages();

@@ -63,7 +63,7 @@ static void rows_of_all(void) {
     for (uint32_t of = 0; of < ranks; of++) REQUIRE(info.counts[of] == of);
     sidelane_report_t report = {.size = sizeof report};
     CHECK(sidelane_shares_report(shares, &report));
-    REQUIRE(report.wanted.own == rank && report.row_bytes == COLUMNS * sizeof(float));
+    REQUIRE(report.logical.own == rank && report.row_bytes == COLUMNS * sizeof(float));
 
     // In the buffer that peers read, and from anywhere.
     sidelane_output_t *output;

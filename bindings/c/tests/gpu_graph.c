@@ -116,7 +116,7 @@ int main(void) {
                                    .weights = (float *)on_device(weights, sizeof weights), .tokens = TOKENS, .top_k = TOP_K,
                                    .place = SIDELANE_PLACE_DEVICE};
     sidelane_ep_options_t budget = {.mode = SIDELANE_MODE_BUDGET, .mode_rows = BUDGET};
-    sidelane_ep_options_t slots = {.mode = SIDELANE_MODE_SLOTS, .mode_rows = TOKENS, .order = SIDELANE_ORDER_RANK,
+    sidelane_ep_options_t slots = {.mode = SIDELANE_MODE_SLOTS, .mode_rows = TOKENS, .sum_order = SIDELANE_ORDER_RANK,
                                    .layout = SIDELANE_LAYOUT_RANK_MAJOR};
     in_a_graph(budget, chosen);
     in_a_graph(slots, ranks_of);

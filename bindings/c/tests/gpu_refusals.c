@@ -99,7 +99,7 @@ static void builds(void) {
     CHECK(sidelane_ep_build(group, &options, NULL, &ep));
     sidelane_ep_options_t few = good();
     few.max_in_flight = 0, few.device_heap = 0;
-    few.mode = SIDELANE_MODE_SLOTS, few.layout = SIDELANE_LAYOUT_RANK_MAJOR, few.order = SIDELANE_ORDER_RANK;
+    few.mode = SIDELANE_MODE_SLOTS, few.layout = SIDELANE_LAYOUT_RANK_MAJOR, few.sum_order = SIDELANE_ORDER_RANK;
     few.max_tokens = TOKENS, few.mode_rows = rank == 1 ? TOKENS - 1 : TOKENS;
     REFUSED_ON_BOTH(sidelane_ep_build(group, &few, NULL, &slots), SIDELANE_ERROR_PLAN, "fewer slots than tokens",
                     SIDELANE_ERROR_CALL, "whether their settings can be used");

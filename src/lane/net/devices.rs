@@ -95,7 +95,7 @@ impl NoGpuDirect {
         match self {
             NoGpuDirect::Lane(lane) => lane,
             NoGpuDirect::Messages => "messages",
-            NoGpuDirect::Card { .. } => "card",
+            NoGpuDirect::Card { .. } => "nic",
             NoGpuDirect::Unordered => "unordered",
             NoGpuDirect::OneQueue => "one queue",
             NoGpuDirect::Rank(_) => "another rank",

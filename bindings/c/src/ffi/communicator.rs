@@ -21,11 +21,11 @@ use crate::words::choice;
 use crate::{Status, refuse};
 
 /// By ascending rank, rounded once: the same bits on every lane and for every number of nodes.
-pub const SIDELANE_SUMS_DIRECT: u32 = 0;
+pub const SIDELANE_ALGORITHM_DIRECT: u32 = 0;
 /// From rank to rank, for many nodes; partial sums keep all bits of the f32 sum.
-pub const SIDELANE_SUMS_RING_F32: u32 = 1;
+pub const SIDELANE_ALGORITHM_RING_F32: u32 = 1;
 /// Likewise, with partial sums that are rounded to bf16: for elements of that type.
-pub const SIDELANE_SUMS_RING_BF16: u32 = 2;
+pub const SIDELANE_ALGORITHM_RING_BF16: u32 = 2;
 
 /// Settings of a communicator: all ranks must pass the same. 0 is the default of every field.
 #[repr(C)]
@@ -38,9 +38,9 @@ pub struct CommunicatorOptions {
     pub chunk: u64,
     /// All-reduces of at most this many bytes are one-shot: every rank sums them whole, with the
     /// same bits. Default: 16 KiB.
-    pub whole: u64,
-    /// How an all-reduce adds up: SIDELANE_SUMS_...
-    pub sums: u32,
+    pub one_shot_bytes: u64,
+    /// How an all-reduce adds up: SIDELANE_ALGORITHM_...
+    pub algorithm: u32,
     /// 0.
     pub reserved: u32,
 }
@@ -49,18 +49,23 @@ versioned!(CommunicatorOptions, "sidelane_communicator_options_t", reserved: u32
 impl CommunicatorOptions {
     fn apply<'g>(&self, builder: CommunicatorBuilder<'g>) -> Result<CommunicatorBuilder<'g>, Fault> {
         let all = [
-            (SIDELANE_SUMS_DIRECT, AllReduceAlgorithm::Direct),
-            (SIDELANE_SUMS_RING_F32, AllReduceAlgorithm::Ring(PartialDtype::F32)),
-            (SIDELANE_SUMS_RING_BF16, AllReduceAlgorithm::Ring(PartialDtype::Bf16)),
+            (SIDELANE_ALGORITHM_DIRECT, AllReduceAlgorithm::Direct),
+            (SIDELANE_ALGORITHM_RING_F32, AllReduceAlgorithm::Ring(PartialDtype::F32)),
+            (SIDELANE_ALGORITHM_RING_BF16, AllReduceAlgorithm::Ring(PartialDtype::Bf16)),
         ];
-        let sums = choice("sums", self.sums, &all, "one of SIDELANE_SUMS_DIRECT, _RING_F32, _RING_BF16")?;
+        let algorithm = choice(
+            "algorithm",
+            self.algorithm,
+            &all,
+            "one of SIDELANE_ALGORITHM_DIRECT, _RING_F32, _RING_BF16",
+        )?;
         reserved("reserved", self.reserved)?;
-        let mut builder = builder.algorithm(sums);
+        let mut builder = builder.algorithm(algorithm);
         if self.chunk > 0 {
             builder = builder.chunk(self.chunk);
         }
-        if self.whole > 0 {
-            builder = builder.one_shot_bytes(self.whole);
+        if self.one_shot_bytes > 0 {
+            builder = builder.one_shot_bytes(self.one_shot_bytes);
         }
         Ok(builder)
     }

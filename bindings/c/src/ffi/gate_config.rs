@@ -42,11 +42,11 @@ pub const SIDELANE_NOISE_JITTER: u32 = 3;
 pub const SIDELANE_NOISE_NORMAL: u32 = 4;
 
 /// Weights are not divided by their sum.
-pub const SIDELANE_NORMALISE_NEVER: u32 = 0;
+pub const SIDELANE_NORMALIZE_NEVER: u32 = 0;
 /// Over all choices, before any is dropped.
-pub const SIDELANE_NORMALISE_BEFORE_DROP: u32 = 1;
+pub const SIDELANE_NORMALIZE_BEFORE_DROP: u32 = 1;
 /// Over the choices that are left.
-pub const SIDELANE_NORMALISE_AFTER_DROP: u32 = 2;
+pub const SIDELANE_NORMALIZE_AFTER_DROP: u32 = 2;
 
 /// Weights are divided by their sum plus `divisor_value`.
 pub const SIDELANE_DIVISOR_SUM_PLUS: u32 = 0;
@@ -70,15 +70,15 @@ pub const SIDELANE_CAPACITY_ROWS: u32 = 5;
 pub const SIDELANE_CAPACITY_NEEDED: u32 = 6;
 
 /// The highest weights are kept.
-pub const SIDELANE_KEEP_SCORE: u32 = 0;
+pub const SIDELANE_DROP_SCORE: u32 = 0;
 /// The first tokens are kept.
-pub const SIDELANE_KEEP_POSITION: u32 = 1;
+pub const SIDELANE_DROP_POSITION: u32 = 1;
 /// All first choices in token order, then all second ones.
-pub const SIDELANE_KEEP_FIRST_CHOICES: u32 = 2;
-/// As SIDELANE_KEEP_FIRST_CHOICES, but tokens come by falling highest score.
-pub const SIDELANE_KEEP_PRIORITY: u32 = 3;
+pub const SIDELANE_DROP_FIRST_CHOICES: u32 = 2;
+/// As SIDELANE_DROP_FIRST_CHOICES, but tokens come by falling highest score.
+pub const SIDELANE_DROP_PRIORITY: u32 = 3;
 /// Drawn at random.
-pub const SIDELANE_KEEP_RANDOM: u32 = 4;
+pub const SIDELANE_DROP_RANDOM: u32 = 4;
 
 /// A router, as data. Begin with a preset (sidelane_gate_preset()) and change what differs.
 #[repr(C)]
@@ -108,8 +108,8 @@ pub struct RouterConfig {
     pub noise_size: f32,
     /// Above 0: a second choice is kept with probability min(1, weight / this) while training.
     pub second_threshold: f32,
-    /// When weights are divided by their sum: SIDELANE_NORMALISE_...
-    pub normalise: u32,
+    /// When weights are divided by their sum: SIDELANE_NORMALIZE_...
+    pub normalize: u32,
     /// By what: SIDELANE_DIVISOR_...
     pub divisor: u32,
     /// And with which number.
@@ -164,11 +164,11 @@ pub(super) const SCORES: [(u32, ScoreFunction); 4] = [
 ];
 
 const KEEPS: [(u32, DropPolicy); 5] = [
-    (SIDELANE_KEEP_SCORE, DropPolicy::Score),
-    (SIDELANE_KEEP_POSITION, DropPolicy::Position),
-    (SIDELANE_KEEP_FIRST_CHOICES, DropPolicy::FirstChoices),
-    (SIDELANE_KEEP_PRIORITY, DropPolicy::Priority),
-    (SIDELANE_KEEP_RANDOM, DropPolicy::Random),
+    (SIDELANE_DROP_SCORE, DropPolicy::Score),
+    (SIDELANE_DROP_POSITION, DropPolicy::Position),
+    (SIDELANE_DROP_FIRST_CHOICES, DropPolicy::FirstChoices),
+    (SIDELANE_DROP_PRIORITY, DropPolicy::Priority),
+    (SIDELANE_DROP_RANDOM, DropPolicy::Random),
 ];
 
 impl TryFrom<&RouterConfig> for GateConfig {
@@ -196,9 +196,9 @@ impl TryFrom<&RouterConfig> for GateConfig {
         ];
         let divisor = choice("divisor", flat.divisor, &divisors, "a number of SIDELANE_DIVISOR_...")?;
         let normalises = [
-            (SIDELANE_NORMALISE_NEVER, Normalize::Never),
-            (SIDELANE_NORMALISE_BEFORE_DROP, Normalize::BeforeDrop(divisor)),
-            (SIDELANE_NORMALISE_AFTER_DROP, Normalize::AfterDrop(divisor)),
+            (SIDELANE_NORMALIZE_NEVER, Normalize::Never),
+            (SIDELANE_NORMALIZE_BEFORE_DROP, Normalize::BeforeDrop(divisor)),
+            (SIDELANE_NORMALIZE_AFTER_DROP, Normalize::AfterDrop(divisor)),
         ];
         let second = match flat.second_threshold {
             0.0 => SecondExpertPolicy::All,
@@ -212,10 +212,10 @@ impl TryFrom<&RouterConfig> for GateConfig {
             noise: choice("noise", flat.noise, &noises, "a number of SIDELANE_NOISE_...")?,
             second,
             normalise: choice(
-                "normalise",
-                flat.normalise,
+                "normalize",
+                flat.normalize,
                 &normalises,
-                "a number of SIDELANE_NORMALISE_...",
+                "a number of SIDELANE_NORMALIZE_...",
             )?,
             scaling: flat.scaling,
             capacity: flat.room()?,
@@ -236,7 +236,7 @@ impl RouterConfig {
             (SIDELANE_CAPACITY_NEEDED, Some(CapacityRule::Needed)),
         ];
         let rule = choice("capacity", self.capacity, &rules, "a number of SIDELANE_CAPACITY_...")?;
-        let keep = choice("keep", self.keep, &KEEPS, "a number of SIDELANE_KEEP_...")?;
+        let keep = choice("keep", self.keep, &KEEPS, "a number of SIDELANE_DROP_...")?;
         let pad = switch("pad", self.pad)?;
         let (minimum, align, groups) = (self.capacity_minimum, self.capacity_align, self.capacity_groups);
         Ok(rule.map(|rule| Capacity { rule, minimum, align, keep, groups, pad }))
@@ -260,10 +260,10 @@ impl From<&GateConfig> for RouterConfig {
             Noise::Jitter { eps } => (SIDELANE_NOISE_JITTER, eps),
             Noise::Normal { deviation } => (SIDELANE_NOISE_NORMAL, deviation),
         };
-        let (normalise, by) = match config.normalise {
-            Normalize::Never => (SIDELANE_NORMALISE_NEVER, Divisor::SumPlus(0.0)),
-            Normalize::BeforeDrop(by) => (SIDELANE_NORMALISE_BEFORE_DROP, by),
-            Normalize::AfterDrop(by) => (SIDELANE_NORMALISE_AFTER_DROP, by),
+        let (normalize, by) = match config.normalise {
+            Normalize::Never => (SIDELANE_NORMALIZE_NEVER, Divisor::SumPlus(0.0)),
+            Normalize::BeforeDrop(by) => (SIDELANE_NORMALIZE_BEFORE_DROP, by),
+            Normalize::AfterDrop(by) => (SIDELANE_NORMALIZE_AFTER_DROP, by),
         };
         let (divisor, divisor_value) = match by {
             Divisor::SumPlus(value) => (SIDELANE_DIVISOR_SUM_PLUS, value),
@@ -296,7 +296,7 @@ impl From<&GateConfig> for RouterConfig {
             } else {
                 0.0
             },
-            normalise,
+            normalize,
             divisor,
             divisor_value,
             scaling: config.scaling,

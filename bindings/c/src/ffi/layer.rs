@@ -51,9 +51,9 @@ pub struct EpOptions {
     /// Their type: SIDELANE_DTYPE_...
     pub dtype: u32,
     /// Order in which a token's rows are summed: SIDELANE_ORDER_...
-    pub order: u32,
-    /// Type of partial sums: SIDELANE_WIRE_...
-    pub wire: u32,
+    pub sum_order: u32,
+    /// Type of partial sums: SIDELANE_PARTIAL_...
+    pub partial_dtype: u32,
     /// How rows reach other nodes: SIDELANE_ROUTE_...
     pub route: u32,
     /// How received rows lie: SIDELANE_LAYOUT_...
@@ -72,10 +72,10 @@ pub struct EpOptions {
     pub max_tokens: u32,
     /// 1: combine multiplies each row with its routing weight.
     pub weighted: u32,
-    /// 1: dispatch sends records of e4m3 values and scales, which sidelane_ep_quantise() makes.
+    /// 1: dispatch sends records of e4m3 values and scales, which sidelane_ep_quantize() makes.
     pub fp8: u32,
     /// 1: relays copy rows in few large copies (rank-major over pxn).
-    pub spans: u32,
+    pub coalesce_relays: u32,
     /// Device, exact sizes or a budget: dispatches that may be alive at once. With a budget each
     /// has memory for all rows it may send. Default: 64, and 2 with a budget.
     pub max_in_flight: u32,
@@ -145,15 +145,15 @@ impl EpOptions {
             .top_k(self.top_k)
             .hidden(self.hidden as usize)
             .dtype(words::dtype(self.dtype)?)
-            .sum_order(words::order(self.order)?)
-            .partial_dtype(words::wire(self.wire)?)
+            .sum_order(words::sum_order(self.sum_order)?)
+            .partial_dtype(words::partial_dtype(self.partial_dtype)?)
             .route(words::route(self.route)?)
             .layout(words::layout(self.layout)?)
             .mode(words::mode(self.mode, self.mode_rows, self.overflow)?)
             .strategy(words::strategy(self.strategy)?)
             .weighted(words::switch("weighted", self.weighted)?)
             .fp8(words::switch("fp8", self.fp8)?)
-            .coalesce_relays(words::switch("spans", self.spans)?);
+            .coalesce_relays(words::switch("coalesce_relays", self.coalesce_relays)?);
         if self.align > 0 {
             builder = builder.align(self.align);
         }
@@ -175,7 +175,7 @@ impl EpOptions {
 /// With a stream in the options, rows lie on its device. The mode chooses what carries the calls
 /// out:
 ///
-///   SIDELANE_MODE_EAGER            the caller's thread enqueues: expert-major rows, sums by expert
+///   SIDELANE_MODE_EXACT            the caller's thread enqueues: expert-major rows, sums by expert
 ///   SIDELANE_MODE_BUDGET           a planner thread does: the same rows and sums
 ///   SIDELANE_MODE_SLOTS            a constant program: rank-major rows, sums by rank, `mode_rows`
 ///                                  equal to `max_tokens`
@@ -275,7 +275,7 @@ pub unsafe extern "C" fn sidelane_ep_set_expert_map(ep: *mut Ep, expert_map: *co
 /// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
 /// other thread writes to them during the call.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sidelane_ep_quantise(
+pub unsafe extern "C" fn sidelane_ep_quantize(
     ep: *mut Ep,
     tokens: *const Tensor,
     records: *const Tensor,

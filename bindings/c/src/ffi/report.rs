@@ -19,9 +19,9 @@ use crate::fault::Fault;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MovedBytes {
     /// Bytes of rows copied or put within the node, own rows included.
-    pub local_bytes: u64,
+    pub intra_node_bytes: u64,
     /// Bytes of rows put to other nodes.
-    pub rail_bytes: u64,
+    pub inter_node_bytes: u64,
     /// Bytes of messages, headers, and row metadata.
     pub control_bytes: u64,
     /// Rows copied, zeros included.
@@ -78,7 +78,7 @@ pub struct EnqueuedWork {
     pub memory_operations: u64,
     /// Bytes that left the device by memory of the host, on the way to other nodes; not among
     /// `bytes`.
-    pub out_bytes: u64,
+    pub staged_out_bytes: u64,
     /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
     pub in_bytes: u64,
     /// Puts on rails.
@@ -89,7 +89,7 @@ pub struct EnqueuedWork {
     pub rail_signals: u64,
     /// Puts by GPUDirect among them: NICs read rows from device memory and wrote them to that of
     /// another.
-    pub straight_puts: u64,
+    pub gpu_direct_puts: u64,
     /// Their bytes.
     pub straight_bytes: u64,
 }
@@ -118,15 +118,15 @@ pub struct Report {
     /// Host: traffic of the last combine or gradient along the handle; 0 before the first.
     pub returned: MovedBytes,
     /// As planned: a row for each (token, expert) or, rank-major, each (token, rank).
-    pub wanted: HopRows,
+    pub logical: HopRows,
     /// As planned: rows that this rank puts, those of zeros included.
-    pub put: HopRows,
+    pub sent: HopRows,
     /// (token, rank) pairs whose rank is on another node.
     pub remote_ranks: u64,
     /// (token, node) pairs whose node is another.
     pub remote_nodes: u64,
     /// As planned: rows that this rank relays to the ranks of its node.
-    pub handed_on: u64,
+    pub relayed_rows: u64,
     /// Bytes of a row that goes out.
     pub row_bytes: u64,
     /// Bytes of a returned row.
@@ -143,7 +143,7 @@ pub struct Report {
     /// Device, fixed slots: other ranks on this rank's own device.
     pub same_device: u64,
     /// Device: why rows between nodes are staged in host memory, if they are: the lane that
-    /// registers host memory alone, "messages" (signals are messages), "card" (the NIC does not
+    /// registers host memory alone, "messages" (signals are messages), "nic" (the NIC does not
     /// take the device's memory), "unordered" (the device sees no order in the NICs' writes), "one
     /// queue" (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
     pub detour: [c_char; 16],
@@ -156,15 +156,15 @@ versioned!(Report, "sidelane_report_t", registration: [c_char; 16], 464);
 impl From<TransferCounts> for MovedBytes {
     fn from(moved: TransferCounts) -> Self {
         let TransferCounts {
-            intra_node_bytes: local_bytes,
-            inter_node_bytes: rail_bytes,
+            intra_node_bytes,
+            inter_node_bytes,
             control_bytes,
             rows,
             copies,
             signals,
             summed_bytes,
         } = moved;
-        MovedBytes { local_bytes, rail_bytes, control_bytes, rows, copies, signals, summed_bytes }
+        MovedBytes { intra_node_bytes, inter_node_bytes, control_bytes, rows, copies, signals, summed_bytes }
     }
 }
 
@@ -184,12 +184,12 @@ impl From<EnqueueCounts> for EnqueuedWork {
             single_copies: work.single_copies,
             copies_by_sms: work.copies_by_sms,
             memory_operations: work.memory_operations,
-            out_bytes: work.staged_out_bytes,
+            staged_out_bytes: work.staged_out_bytes,
             in_bytes: work.in_bytes,
             rail_puts: work.rail_puts,
             rail_bytes: work.rail_bytes,
             rail_signals: work.rail_signals,
-            straight_puts: work.gpu_direct_puts,
+            gpu_direct_puts: work.gpu_direct_puts,
             straight_bytes: work.straight_bytes,
         }
     }
@@ -256,11 +256,11 @@ fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
         moved: said.moved.into(),
         relayed: said.relayed.into(),
         returned: returned.into(),
-        wanted: traffic.logical.into(),
-        put: traffic.sent.into(),
+        logical: traffic.logical.into(),
+        sent: traffic.sent.into(),
         remote_ranks: traffic.remote_ranks,
         remote_nodes: traffic.remote_nodes,
-        handed_on: traffic.relayed,
+        relayed_rows: traffic.relayed,
         row_bytes: traffic.row_bytes,
         home_row_bytes: traffic.home_row_bytes,
         copied_bytes: layout.copied_bytes(),

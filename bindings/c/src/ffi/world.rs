@@ -49,7 +49,7 @@ pub struct WorldInfo {
     /// Ranks of that node.
     pub ranks_of_node: u32,
     /// The lane that joins the nodes, "loopback", "verbs" or "tcp"; empty where there is one node.
-    pub rail: [c_char; 16],
+    pub net: [c_char; 16],
     /// The instruction set in use.
     pub simd: [c_char; 16],
 }
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn sidelane_world_info(world: *mut World, info: *mut World
             nodes: nodes.nodes(),
             node,
             ranks_of_node: nodes.members(node).len() as u32,
-            rail: short_name(world.net().map_or("", |rail| rail.lane)),
+            net: short_name(world.net().map_or("", |net| net.lane)),
             simd: short_name(world.simd()),
         });
         Ok(())
