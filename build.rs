@@ -1,12 +1,13 @@
-//! Tells the program what it was built from: `doctor` prints it.
-//! Needs nothing: without git or a checkout the commit reads "unknown".
+//! Embeds the program's commit and target, which `doctor` prints. Needs nothing: without git or a
+//! checkout the commit reads "unknown".
 
 use std::path::Path;
 use std::process::Command;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    // The log of HEAD changes with every commit and checkout; HEAD itself names a branch and does not.
+    // The log of HEAD changes with every commit and checkout; HEAD itself names a branch and stays
+    // the same.
     if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]).filter(|log| Path::new(log).exists()) {
         println!("cargo:rerun-if-changed={log}");
     }

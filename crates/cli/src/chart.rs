@@ -1,4 +1,4 @@
-//! What pictures have in common: curves between logarithmic axes, and timelines of boxes that say what they are.
+//! Common parts of pictures: curves between logarithmic axes, and timelines of labeled boxes.
 
 use crate::svg::{Attribute, Style, Svg, round};
 
@@ -10,7 +10,7 @@ pub struct Curve {
     pub points: Vec<Point>,
 }
 
-/// A figure, and what is said to whoever points at it.
+/// A figure, and its label under the pointer.
 pub struct Point {
     pub at: (f64, f64),
     pub said: String,
@@ -89,7 +89,7 @@ pub fn curve(svg: &mut Svg, class: &str, places: impl Iterator<Item = (f64, f64)
     svg.element("polyline", &[("class", &class), ("points", &path.join(" "))], |_| {});
 }
 
-/// What a colour stands for.
+/// Meaning of a color.
 pub fn key(svg: &mut Svg, class: &str, name: &str, (x, y): (f64, f64)) {
     svg.line(&format!("curve {class}"), (x, y), (x + 22.0, y));
     svg.label("quiet", x + 28.0, y + 4.0, name);
@@ -170,7 +170,7 @@ impl Times {
     }
 }
 
-/// As few digits as tell marks apart.
+/// As few digits as distinguish marks.
 fn mark_text(ns: u64, step: u64) -> String {
     if ns == 0 {
         return "0".into();
@@ -180,7 +180,7 @@ fn mark_text(ns: u64, step: u64) -> String {
     format!("{:.digits$} {name}", ns as f64 / unit as f64)
 }
 
-/// A rectangle (x, y, width, height) that says what it is when the mouse is over it.
+/// A rectangle (x, y, width, height) with a label under the pointer.
 pub fn rect(svg: &mut Svg, class: &str, (x, y, width, height): (f64, f64, f64, f64), said: &str) {
     let (x, width) = (round(x), round(width));
     let place: [Attribute<'_>; 5] =
@@ -188,7 +188,7 @@ pub fn rect(svg: &mut Svg, class: &str, (x, y, width, height): (f64, f64, f64, f
     svg.element("rect", &place, |svg| svg.element("title", &[], |svg| svg.text(said)));
 }
 
-/// Kinds of boxes, by class and in words, beside each other.
+/// Kinds of boxes, by class and in words, side by side.
 pub fn legend<'a>(svg: &mut Svg, y: f64, kinds: impl Iterator<Item = (String, &'a str)>) {
     const SIDE: f64 = 11.0;
     let mut x = LEFT;

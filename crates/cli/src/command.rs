@@ -30,7 +30,7 @@ pub trait Command: clap::Args {
     }
 }
 
-/// What a command has found. Its JSON is described on a page of `docs`.
+/// Result of a command. A page of `docs` describes its JSON.
 pub trait Report: Serialize {
     /// Version of the JSON: it grows when a key changes its meaning or goes.
     const SCHEMA: u32 = 1;
@@ -87,7 +87,7 @@ pub fn complain(text: &str) {
     let _ = io::stderr().lock().write_all(format!("{text}\n").as_bytes());
 }
 
-/// Finds out whether files can be written, before there is anything to lose. One that was not there is not there afterwards.
+/// Checks that files can be written, before there are results to lose. New files are removed again.
 pub fn claim<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), CliError> {
     for path in paths {
         let there = path.exists();
@@ -101,7 +101,8 @@ pub fn claim<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), Cli
     Ok(())
 }
 
-/// A bar over so much work, drawn by rank 0 on standard error if that is a terminal: there is nothing in logs and pipes.
+/// A progress bar over this much work, drawn by rank 0 on standard error if that is a terminal:
+/// logs and pipes get none.
 pub fn progress(rank: u32, work: u64) -> ProgressBar {
     if rank != 0 || !io::stderr().is_terminal() {
         return ProgressBar::hidden();
@@ -142,7 +143,7 @@ pub mod tests {
         assert_page_with(name, reports, |key| Some(key.to_owned()));
     }
 
-    /// The same; `shared` gives the name under which the page has a key, or none where it is another page's.
+    /// The same; `shared` maps a key to its name on the page, or to none where another page has it.
     pub fn assert_page_with(name: &str, reports: &[impl Report], shared: impl Fn(&str) -> Option<String>) {
         let mut written = BTreeSet::new();
         for report in reports {

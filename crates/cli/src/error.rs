@@ -1,4 +1,4 @@
-//! How the program fails, and the exit status that says so.
+//! Failures of the program, and their exit statuses.
 
 use std::ffi::OsString;
 use std::io;
@@ -6,15 +6,15 @@ use std::process::ExitCode;
 
 use sidelane::error::{DeviceError, GateError, PlanError};
 
-/// Any error that ends the program. A command says what is wrong in its own words, by `usage!`,
-/// `wrong!` and `failed!`, so that a new command adds nothing here.
+/// Any error that ends the program. A command words its errors itself, by `usage!`, `wrong!` and
+/// `failed!`, so that a new command adds nothing here.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     /// Options or conditions that cannot be met: status 2, as clap has it.
     #[error("{0}")]
     Usage(String),
 
-    /// A result that is not what it must be: status 1.
+    /// A wrong result: status 1.
     #[error("{0}")]
     Wrong(String),
 
@@ -65,7 +65,7 @@ impl CliError {
         move |source| failed!("cannot {what}: {source}")
     }
 
-    /// What a process of this program wrote is not what it should write.
+    /// A process of this program wrote invalid JSON.
     pub fn told(source: serde_json::Error) -> CliError {
         failed!("what a rank tells is not what `sidelane` writes: {source}")
     }
@@ -85,7 +85,7 @@ impl From<GateError> for CliError {
     }
 }
 
-/// What the driver of a GPU refuses is the library's to say.
+/// The library words refusals of a GPU's driver.
 impl From<DeviceError> for CliError {
     fn from(error: DeviceError) -> Self {
         CliError::Library(error.into())

@@ -43,9 +43,9 @@ impl Machines {
 
     /// What to add to this rank's clock to get that of rank 0, in the unit of `now`. Collective.
     ///
-    /// Rank 0 asks the first rank of each machine what time it is and takes the answer to be that of the middle of
-    /// question and answer; of many answers the quickest errs least, and by at most half its time. Clocks drift: what
-    /// was found holds for seconds, not for minutes.
+    /// Rank 0 asks the first rank of each machine for its time and assigns the answer to the middle
+    /// of the round trip. Of many answers the quickest has the least error, at most half its round
+    /// trip. Clocks drift: a result holds for seconds, not for minutes.
     pub fn clock_offset(&self, group: &Group, now: impl Fn() -> u64) -> Result<i64, Error> {
         const QUESTIONS: u64 = 64;
         if self.count() == 1 {
@@ -86,12 +86,13 @@ pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// The lane between the nodes of a world, and why it is that one; none where there is only one node.
+/// The lane between the nodes of a world, and the reason of the choice; none if there is only one
+/// node.
 pub fn rail(world: &World) -> Option<(String, String)> {
     world.net().map(|rail| (rail.lane.to_string(), rail.why.to_string()))
 }
 
-/// How many machines, and what is to be said of that of rank 0.
+/// Number of machines, and a description of that of rank 0.
 pub fn with_host(count: usize, host: &str) -> String {
     match count {
         1 => format!("{}, {host}", words(1)),

@@ -31,7 +31,7 @@ use clap::{Parser, Subcommand};
 use crate::command::Command;
 use crate::error::{CliError, usage};
 
-/// MoE expert-parallel dispatch and combine that run beside the compute.
+/// MoE expert-parallel dispatch and combine that run concurrently with the compute.
 #[derive(Parser)]
 #[command(name = "sidelane", version, arg_required_else_help = true)]
 struct Cli {
@@ -62,19 +62,20 @@ macro_rules! commands {
 }
 
 commands! {
-    // How long dispatch and combine take between processes, and a whole layer, and collectives, and what they are made of.
+    // Measurements: dispatch and combine between processes, a whole layer, collectives, and their
+    // parts.
     Bench: bench::BenchArgs,
     Layer: layer::LayerArgs,
     Collectives: collectives::CollectivesArgs,
     Perf: perf::PerfArgs,
     // What ranks do and when.
     Trace: trace::TraceArgs,
-    // What routers ask of ranks and of copy engines, how long a machine would take, what operands cost.
+    // Models: load of ranks and copy engines by routers, predicted times, cost of operands.
     Routing: route::RoutingArgs,
     CopyEngines: copy_engines::CopyEnginesArgs,
     Simulate: simulate::SimulateArgs,
     PlanBench: plan_bench::PlanBenchArgs,
-    // Ranks, what the machine offers, what a GPU does.
+    // Tools: ranks, the machine, a GPU.
     Launch: launch::LaunchArgs,
     Doctor: doctor::DoctorArgs,
     GpuCheck: gpu_check::GpuCheckArgs,

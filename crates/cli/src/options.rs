@@ -1,4 +1,5 @@
-//! Options that several commands have, each in one place: where ranks are, what a router decides, and what options may say.
+//! Options that several commands have, each in one place: placement of ranks, decisions of a
+//! router, and values of options.
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
@@ -29,14 +30,14 @@ impl<const NODES: u32, const RANKS: u32> NodeArgs<NODES, RANKS> {
     }
 }
 
-/// What a router decides; for `TOKENS` where nothing is said.
+/// Decisions of a router; with `TOKENS` tokens by default.
 #[derive(Args, Clone, Debug)]
 pub struct RouterArgs<const TOKENS: u32> {
-    /// Number of experts [default: 64, or what the routing file says]
+    /// Number of experts [default: 64, or from the routing file]
     #[arg(long, value_name = "E")]
     pub experts: Option<u32>,
 
-    /// Experts that each token chooses [default: 8, or what the routing file says]
+    /// Experts that each token chooses [default: 8, or from the routing file]
     #[arg(long, value_name = "K")]
     pub top_k: Option<u32>,
 
@@ -55,8 +56,8 @@ impl<const TOKENS: u32> RouterArgs<TOKENS> {
         Decided::new(ranks_per_node, routed, share)
     }
 
-    /// What was asked for, completed by what the recording or the routing file says. Says so where a pattern is drawn since
-    /// nothing was asked for and the recording does not fit.
+    /// The requested routing, completed from the recording or the routing file. Prints a note when
+    /// it draws a pattern because no routing was requested and the recording does not fit.
     pub fn resolve(&self, asked: &Option<Source>) -> Result<(Routed, Share), CliError> {
         let routed = Routed::resolve(asked.clone(), self.experts, self.top_k)?;
         let Routed { experts, top_k, .. } = routed;

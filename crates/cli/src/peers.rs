@@ -1,6 +1,7 @@
-//! Others that are measured beside us: programs of `benches/peers`, a process for each rank, over MPI or torch's gloo.
+//! Baselines that are measured next to us: programs of `benches/peers`, a process for each rank,
+//! over MPI or torch's gloo.
 //!
-//! They are told what to do by files of a [`Folder`] and by a socket to each process; its README has the protocol.
+//! Files of a [`Folder`] and a socket to each process instruct them; its README has the protocol.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -39,7 +40,7 @@ impl Unavailable {
     }
 }
 
-/// Starts a program; a missing one is told apart.
+/// Starts a program; a missing one is a distinct error.
 pub fn start(command: &mut Command) -> Result<Child, CliError> {
     let program = command.get_program().to_string_lossy().into_owned();
     command.spawn().map_err(|source| match source.kind() {
@@ -48,11 +49,12 @@ pub fn start(command: &mut Command) -> Result<Child, CliError> {
     })
 }
 
-/// The longest time in which all processes of a peer come: interpreters that load much, more of them than cores.
+/// The longest time for all processes of a baseline to start: interpreters that load much, more of
+/// them than cores.
 const ARRIVAL: Duration = Duration::from_secs(180);
 /// The longest time of a call.
 const CALL: Duration = Duration::from_secs(60);
-/// The longest time for processes to end once they were told.
+/// The longest time for processes to end after the request.
 const PARTING: Duration = Duration::from_secs(10);
 /// Between two looks at processes that have not come or not gone.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
@@ -60,7 +62,7 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// All processes of one peer.
 pub struct Contender {
     pub way: Way,
-    /// What it says that it is.
+    /// Version that it reports.
     pub version: String,
     children: Vec<Child>,
     listener: UnixListener,
@@ -191,7 +193,7 @@ impl Contender {
 }
 
 impl Drop for Contender {
-    /// They end as their sockets do; who does not is ended.
+    /// Processes end when their sockets do; the others are killed.
     fn drop(&mut self) {
         self.lines.clear();
         let until = Instant::now() + PARTING;
@@ -206,7 +208,7 @@ impl Drop for Contender {
     }
 }
 
-/// What the processes run: names and texts.
+/// Programs of the processes: names and texts.
 #[derive(Clone, Copy)]
 pub struct Programs {
     /// Over MPI.
@@ -215,7 +217,7 @@ pub struct Programs {
     pub python: (&'static str, &'static str),
 }
 
-/// What the programs over MPI include.
+/// Files that the programs over MPI include.
 const SHARED: (&str, &str) = ("line.h", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/line.h")));
 
 /// A usual way to do it.
@@ -242,12 +244,12 @@ impl Way {
         }
     }
 
-    /// Where its processes write what they have to say.
+    /// Log file of its processes.
     pub fn log(self, folder: &Folder) -> PathBuf {
         folder.path().join(format!("{}.log", self.name()))
     }
 
-    /// What it complains of there: mpirun says much after the complaint of a process, Python much before it.
+    /// Error in the log: mpirun prints much after the message of a process, Python much before it.
     fn complaint(self, log: &Path) -> String {
         let text = std::fs::read(log).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
@@ -259,7 +261,8 @@ impl Way {
         line.unwrap_or("nothing was said").to_owned()
     }
 
-    /// Starts its processes. Those that run are among the children even if not all could be started.
+    /// Starts its processes. Those that run are among the children even if not all could be
+    /// started.
     pub fn spawn(
         self,
         programs: &Programs,
@@ -272,7 +275,8 @@ impl Way {
                 let program = compile(programs.c, folder)?;
                 let mut command = Command::new("mpirun");
                 command.args(["-n", &ranks.to_string()]).arg(program).arg(folder.path());
-                // More ranks than cores, and as whoever we are: Open MPI wants to be told, by names of old and new.
+                // More ranks than cores, and as any user: Open MPI needs options for both, by old
+                // and new names.
                 command.envs([
                     ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
                     ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"),
@@ -303,7 +307,7 @@ impl Way {
     }
 }
 
-/// Makes the program over MPI, with all that this processor can do: so are those who would use it.
+/// Compiles the program over MPI, with all abilities of this processor, as its users would.
 fn compile((name, text): (&str, &str), folder: &Folder) -> Result<PathBuf, CliError> {
     for (name, text) in [(name, text), SHARED] {
         folder.put(name, text.as_bytes())?;
@@ -327,7 +331,8 @@ fn run(mut command: Command, log: File) -> Result<Child, CliError> {
     start(command.stdin(Stdio::null()).stdout(log).stderr(errors))
 }
 
-/// One folder for all ranks. The program that starts them makes it and has it removed, however they end.
+/// One folder for all ranks. The program that starts them makes it and has it removed, however they
+/// end.
 pub struct Folder {
     path: PathBuf,
 }
@@ -359,8 +364,8 @@ impl Folder {
         Ok(ranks::all_say(group, same)?)
     }
 
-    /// Whether what this rank's peer has written under these names is this. Takes it away, so that the next one's cannot be
-    /// taken for it.
+    /// Whether this rank's peer has written these bytes under these names. Removes them, so that
+    /// the next files cannot be mistaken for them.
     fn same(&self, rank: u32, results: &[(&str, &[u8])]) -> Result<bool, CliError> {
         let mut same = true;
         for &(name, expected) in results {
@@ -385,7 +390,8 @@ pub struct Field {
 }
 
 impl Field {
-    /// Starts whoever is there; `ready` tells each of them on rank 0, and `came` all ranks. Collective.
+    /// Starts the installed baselines; `ready` instructs each of them on rank 0, and `came` runs on
+    /// all ranks. Collective.
     pub fn open(
         group: &Group,
         programs: &Programs,
@@ -418,8 +424,8 @@ pub fn compared(same: bool) -> String {
     if same { "same bits" } else { "NOT THE SAME" }.to_owned()
 }
 
-/// Waits until a peer has come and is ready, or cannot come: then it is absent. Collective: all ranks learn which, and none
-/// waits for another for long, as who is silent is taken for lost.
+/// Waits until a baseline is ready, or cannot start: then it is absent. Collective: all ranks learn
+/// the outcome, and none waits long for another, since a silent rank counts as lost.
 fn arrival(
     group: &Group,
     way: Way,
@@ -449,7 +455,7 @@ fn arrival(
     }
 }
 
-/// What one took for one kind of call.
+/// Times of one baseline for one kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct BaselinePass {
     pub p50_us: f64,

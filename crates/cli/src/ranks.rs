@@ -1,11 +1,11 @@
-//! This program as the ranks of a job, and what they have in common.
+//! This program as the ranks of a job, and their common parts.
 //!
 //! ```text
 //!   command --> task (JSON) --launch--> the same program, once per rank: `rank COMMAND TASK` --> join the others
 //! ```
 //!
-//! Each machine reads its own command line and its own routing file. The ranks compare what came of it when they meet,
-//! before anything is measured, and name the rank and the options that differ.
+//! Each machine reads its own command line and its own routing file. The ranks compare the results
+//! when they meet, before any measurement, and name the rank and the options that differ.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -30,8 +30,8 @@ pub struct RankArgs {
     pub task: String,
 }
 
-/// Runs this program once per rank of this machine, with the given task and more variables in its environment, until the
-/// last one has ended.
+/// Runs this program once per rank of this machine, with the given task and more variables in its
+/// environment, until the last one has ended.
 pub fn start(
     command: &str,
     ranks_per_node: &[u32],
@@ -58,13 +58,13 @@ pub fn again(command: &str, task: &impl Serialize) -> Result<Vec<OsString>, CliE
     Ok(vec![program.into(), "rank".into(), command.into(), json.into()])
 }
 
-/// What such a process is told to do.
+/// Task of such a process.
 pub fn task<T: DeserializeOwned>(json: &str) -> Result<T, CliError> {
     serde_json::from_str(json)
         .map_err(|source| usage!("the task of a rank is not what `sidelane` writes: {source}"))
 }
 
-/// What a rank's complaint begins with, as the lines of `launch --tag-output` do: all ranks share one screen.
+/// Prefix of a rank's error, as of lines of `launch --tag-output`: all ranks share one screen.
 pub fn tag() -> String {
     std::env::var("RANK").map(|rank| format!("[{rank}] ")).unwrap_or_default()
 }
@@ -76,8 +76,8 @@ pub struct Sizes {
     pub symmetric: u64,
 }
 
-/// Joins the ranks that were started under the same conditions, with a heap of at least these sizes. A recorder keeps
-/// `record` operations, none if that is 0.
+/// Joins the ranks that were started under the same conditions, with a heap of at least these
+/// sizes. A recorder keeps `record` operations; 0 means no recorder.
 pub fn join(sizes: Sizes, conditions: String, record: usize) -> Result<World, CliError> {
     let mut options = Options::from_env().map_err(Error::from)?;
     options.config.heap = options.config.heap.max(sizes.heap);
@@ -92,20 +92,20 @@ pub fn join(sizes: Sizes, conditions: String, record: usize) -> Result<World, Cl
     })
 }
 
-/// What all ranks tell. Collective.
+/// Gathers a value of every rank. Collective.
 pub fn tell_all<T: Serialize + DeserializeOwned>(group: &Group, own: &T) -> Result<Vec<T>, CliError> {
     let json = serde_json::to_vec(own).expect("names and numbers are always JSON");
     let all = group.gather(&json)?;
     all.iter().map(|told| serde_json::from_slice(told).map_err(CliError::told)).collect()
 }
 
-/// Whether all ranks say so. Collective.
+/// Whether the condition holds on all ranks. Collective.
 pub fn all_say(group: &Group, so: bool) -> Result<bool, Error> {
     Ok(group.gather(&[u8::from(so)])?.iter().all(|said| said == &[1]))
 }
 
-/// The conditions of a command, as [`sidelane::Options::job_fingerprint`] wants them. The program itself is one: two versions
-/// may mean different things by the same words.
+/// The conditions of a command, as [`sidelane::Options::job_fingerprint`] needs them. The program
+/// itself is one: two versions may interpret the same words differently.
 pub fn conditions(command: &str, conditions: &impl Serialize) -> String {
     let program = format!("{} ({})", env!("CARGO_PKG_VERSION"), env!("SIDELANE_COMMIT"));
     json!({ "sidelane": program, "command": command, "conditions": conditions }).to_string()

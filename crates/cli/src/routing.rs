@@ -1,9 +1,10 @@
-//! Where the routing of a command comes from, and of how many experts and choices it is: the recording that the program
-//! carries, a pattern that every rank can draw, or a file that every rank can read.
+//! Source of a command's routing, and its numbers of experts and choices: the recording that the
+//! program carries, a pattern that every rank can draw, or a file that every rank can read.
 //!
-//! A measurement that names none replays the recording: what a trained router decided, token by token.
-//! A pattern draws every token for itself. A router reads text: neighbouring tokens want the same experts, and no law
-//! says how busy an expert is. `data/README.md` tells how the recording was made, and its figures.
+//! A measurement without a source replays the recording: the decisions of a trained router, token
+//! by token. A pattern draws every token for itself. A router reads text: adjacent tokens want the
+//! same experts, and no formula predicts the load of an expert. `data/README.md` explains how the
+//! recording was made, and gives its figures.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -20,7 +21,7 @@ use sidelane::topology::NodeMap;
 use crate::error::{CliError, usage};
 use crate::launch::node_labels;
 
-/// A source and what it is asked for.
+/// A source and the requested numbers.
 pub struct Routed {
     pub source: Source,
     pub router: Router,
@@ -29,7 +30,7 @@ pub struct Routed {
 }
 
 impl Routed {
-    /// What was asked for, completed by what the source says, then by what the program carries.
+    /// The requested routing, completed from the source, then from the recording of the program.
     pub fn resolve(
         asked: Option<Source>,
         experts: Option<u32>,
@@ -61,8 +62,8 @@ pub enum Source {
 }
 
 impl Source {
-    /// What is meant where `--routing` is not given: the recording, or a pattern if the recording has not as many
-    /// experts or choices as the options say.
+    /// The default of `--routing`: the recording, or a pattern if the recording has not as many
+    /// experts or choices as the options require.
     fn default_for(experts: Option<u32>, top_k: Option<u32>) -> Self {
         let fits =
             experts.is_none_or(|experts| experts == EXPERTS) && top_k.is_none_or(|top_k| top_k == TOP_K);
@@ -135,7 +136,7 @@ pub struct Decided {
     pub routings: Vec<Routing<'static>>,
 }
 
-/// What was decided, and for whom.
+/// The decisions, and their shape.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
     pub routing: Source,
@@ -194,7 +195,8 @@ fn read(path: &Path) -> Result<String, CliError> {
         ))
 }
 
-/// The recording, as [`Recorded`](sidelane::gate::Recorded) reads it. Part of the program, which so needs no file.
+/// The recording, as [`Recorded`](sidelane::gate::Recorded) reads it. It is part of the program,
+/// which needs no file for it.
 const TEXT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/data/routing.jsonl"));
 
 /// Its experts, and the default of all routing.

@@ -1,13 +1,15 @@
 //! From rounds to figures.
 //!
-//! Times of rounds are skewed and have outliers, so the middle is a median and nothing assumes a distribution.
-//! The interval of a ratio of medians comes from resampling rounds (percentile bootstrap): a resample draws whole
-//! rounds, real time and floor time together, because a busy moment of the machine slows both.
+//! Times of rounds are skewed and have outliers, so the center is a median and no method assumes a
+//! distribution. The interval of a ratio of medians comes from resampling rounds (percentile
+//! bootstrap): a resample draws whole rounds, real time and floor time together, because a busy
+//! moment of the machine slows both.
 //!
 //! Times of rounds: a round begins when the first rank begins and ends when the slowest ends.
 //!
-//! Clocks of different machines are not compared: there a round takes as long as on the machine on which it takes longest.
-//! A round follows a barrier, so no machine begins more than a signal's way later than another.
+//! Clocks of different machines are not compared: there a round takes as long as on the machine on
+//! which it takes longest. A round follows a barrier, so no machine begins later than another by
+//! more than the latency of a signal.
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -53,8 +55,8 @@ pub fn summary(samples: &[f64]) -> Summary {
     }
 }
 
-/// Median of `above` by median of `below`, two samples of the same rounds. The interval is drawn from a fixed
-/// seed: the same samples give the same figures.
+/// Median of `above` by median of `below`, two samples of the same rounds. The interval is drawn
+/// from a fixed seed: the same samples give the same figures.
 pub fn ratio_of_medians(above: &[f64], below: &[f64]) -> Ratio {
     const RESAMPLES: usize = 2000;
     assert_eq!(above.len(), below.len(), "two samples of the same rounds");

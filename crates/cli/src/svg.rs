@@ -1,5 +1,5 @@
-//! A writer of SVG: whatever is written with it is well-formed. And the one look of all pictures: a sheet of paper, light
-//! or dark as the reader prefers.
+//! A writer of well-formed SVG, with the common look of all pictures: a sheet of paper, light or
+//! dark as the reader prefers.
 
 use std::fmt::{Display, Write};
 
@@ -67,7 +67,7 @@ impl Svg {
         svg.0
     }
 
-    /// An element and what is in it, which may be nothing.
+    /// An element and its contents, which may be empty.
     pub fn element(&mut self, name: &str, attributes: &[Attribute<'_>], inside: impl FnOnce(&mut Svg)) {
         let _ = write!(self.0, "<{name}");
         for (name, value) in attributes {
@@ -112,8 +112,8 @@ fn escape(text: &str) -> String {
 pub mod tests {
     use super::*;
 
-    /// The elements of a document, each as it is opened; panics unless every element is closed in order, every value is
-    /// quoted, and every `&` begins an entity.
+    /// The elements of a document, each as it is opened; panics unless every element is closed in
+    /// order, every value is quoted, and every `&` begins an entity.
     pub fn elements(document: &str) -> Vec<String> {
         let (mut open, mut seen, mut rest) = (Vec::new(), Vec::new(), document.trim_end());
         while let Some(begin) = rest.find('<') {

@@ -29,7 +29,7 @@ pub fn figures(header: impl Into<Row>) -> Table {
     table
 }
 
-/// What a report begins with: a line for each condition.
+/// Head of a report: a line for each condition.
 pub fn head(lines: &[(&str, String)]) -> String {
     lines.iter().map(|(key, value)| format!("{key:<10}{value}\n")).collect()
 }

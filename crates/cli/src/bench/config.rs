@@ -1,6 +1,8 @@
-//! Every condition of a measurement, resolved: what was given, what the routing file says, what is the default.
+//! Every condition of a measurement, resolved: from the command line, from the routing file, or the
+//! default.
 //!
-//! The program resolves once and hands the result to every rank that it starts; ranks of other machines are compared.
+//! The program resolves once and hands the result to every rank that it starts; ranks of other
+//! machines are compared.
 
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -41,8 +43,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// From the command line and what the recording or the routing file says. Without a number of rounds as many as take
-    /// half a minute.
+    /// From the command line and the recording or routing file. Without a number of rounds, as many
+    /// as take half a minute.
     pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, CliError> {
         let ranks_per_node = args.nodes.sizes()?;
         let (routed, share) = args.router.resolve(&args.routing)?;
@@ -130,7 +132,8 @@ impl Config {
         }
     }
 
-    /// What all ranks must have in common: all this, and what the routing file holds.
+    /// Conditions that all ranks must have in common: all these, and the contents of the routing
+    /// file.
     pub fn conditions(&self) -> Result<Value, CliError> {
         let mut conditions = serde_json::to_value(self).expect("strings, numbers and lists are always JSON");
         conditions["routing_file"] = self.routing.digest()?.into();
@@ -166,8 +169,9 @@ impl Config {
         self.dtype.bytes(self.hidden).0
     }
 
-    /// As many rounds as take about half a minute on a slow laptop, at most enough for a p99, rounded down to one
-    /// digit. A function of the conditions alone: the same command runs the same rounds everywhere.
+    /// As many rounds as take about half a minute on a slow laptop, at most enough for a p99,
+    /// rounded down to one digit. A function of the conditions alone: the same command runs the
+    /// same rounds everywhere.
     fn rounds_in_budget(&self) -> u32 {
         const BUDGET_BYTES: u64 = 200_000_000_000;
         let passes = if self.backward { 8 } else { 4 };
@@ -196,7 +200,8 @@ pub struct ConditionArgs {
     #[arg(long, value_enum, default_value_t = RowType::Bf16)]
     pub dtype: RowType,
 
-    /// Order of addition in combine: by expert, or partial sums per rank or per node first, which cross in place of rows
+    /// Summation order of combine: by expert, or partial sums per rank or per node first, which
+    /// cross in place of rows
     #[arg(long, default_value = "expert", value_parser = one_of(SumOrder::ALL, SumOrder::name))]
     pub sum_order: SumOrder,
 
@@ -204,7 +209,8 @@ pub struct ConditionArgs {
     #[arg(long, default_value = "f32", value_parser = one_of(PartialDtype::ALL, PartialDtype::name))]
     pub partial_dtype: PartialDtype,
 
-    /// Order of the received rows: a row for each expert, by expert; or one for all experts of a rank, by source
+    /// Order of the received rows: a row for each expert, by expert; or one row for all experts of
+    /// a rank, by source
     #[arg(long, default_value = "expert-major", value_parser = one_of(RowLayout::ALL, RowLayout::name))]
     pub layout: RowLayout,
 
@@ -212,12 +218,13 @@ pub struct ConditionArgs {
     #[arg(long, value_enum, default_value_t)]
     pub mode: ReceiveKind,
 
-    /// Rows that a rank may receive: this factor of tokens x top-k or, rank-major, of the (token, rank) rows that a rank
-    /// receives on average
+    /// Budget of received rows: this factor times tokens x top-k or, rank-major, times the (token,
+    /// rank) rows that a rank receives on average
     #[arg(long, value_name = "FACTOR", required_if_eq("mode", "budget"), allow_negative_numbers = true)]
     pub budget: Option<f64>,
 
-    /// Slots of each source for each expert or, rank-major, for each rank [default: what the routing needs at most]
+    /// Slots of each source for each expert or, rank-major, for each rank [default: the routing's
+    /// largest need]
     #[arg(long, value_name = "N")]
     pub slots: Option<u32>,
 
@@ -225,16 +232,18 @@ pub struct ConditionArgs {
     #[arg(long, value_parser = one_of(OVERFLOWS, overflow))]
     on_overflow: Option<Overflow>,
 
-    /// Way of rows to other nodes: a row for each expert, or one for each node, which a rank there hands on
+    /// Route of rows to other nodes: direct, a row for each expert; or pxn, one row for each node,
+    /// which a rank there relays
     #[arg(long, default_value = "pxn", value_parser = one_of(Route::ALL, Route::name))]
     pub route: Route,
 
-    /// Let relays copy spans of rows, not rows one by one, as a copy engine would: for --layout rank-major --route pxn
+    /// Let relays copy spans of rows instead of single rows, as a copy engine would: for --layout
+    /// rank-major --route pxn
     #[arg(long)]
     pub coalesce_relays: bool,
 
-    /// Way of rows to the ranks of their experts: each to those that its token chose, or every token to every rank, which
-    /// copies what is for its experts
+    /// Dispatch algorithm: send each row to its chosen ranks, or every token to every rank, which
+    /// copies the rows of its experts
     #[arg(long, default_value = "all-to-all", value_parser = one_of(Strategy::ALL, Strategy::name))]
     pub strategy: Strategy,
 
@@ -242,8 +251,9 @@ pub struct ConditionArgs {
     #[arg(long, value_name = "ROWS", default_value_t = 1)]
     pub align: u32,
 
-    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a file of JSON lines
-    /// with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts or --top-k differ from it]
+    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
+    /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts
+    /// or --top-k differ from it]
     #[arg(long, value_name = "recorded|PATTERN|FILE")]
     pub routing: Option<Source>,
 
@@ -278,7 +288,7 @@ pub enum ReceiveKind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ReceiveConfig {
     pub mode: ReceiveKind,
-    /// What a rank may receive, by what it receives on average.
+    /// Limit on received rows, relative to the average.
     pub budget: Option<f64>,
     /// That in rows, or the slots of each source.
     pub rows: Option<u32>,
@@ -287,10 +297,10 @@ pub struct ReceiveConfig {
 }
 
 impl ReceiveConfig {
-    /// From the command line and what the routing needs.
+    /// From the command line and the needs of the routing.
     ///
     /// # Errors
-    /// Options of another mode; room that the routing overflows, unless what is too much is dropped.
+    /// Options of another mode; too little room for the routing, unless excess rows are dropped.
     pub fn resolve(args: &ConditionArgs, config: &Config, router: &Router) -> Result<Self, CliError> {
         for (option, given, mode) in [
             ("--budget", args.budget.is_some(), ReceiveKind::Budget),
@@ -636,7 +646,7 @@ pub mod tests {
             (budget.rows, budget.mode()),
             (Some(64), ReceiveMode::Budget { rows: 64, overflow: Overflow::Drop })
         );
-        // Everybody's tokens go to the eight experts of rank 0.
+        // All tokens go to the eight experts of rank 0.
         assert_eq!(room("--mode slots").mode(), ReceiveMode::Slots { rows: 16, overflow: Overflow::Error });
         let rank_major = room("--layout rank-major --mode budget --budget 8");
         assert_eq!(rank_major.rows, Some(8 * 16), "one row per token, an eighth of all on average");

@@ -1,5 +1,5 @@
-//! One rank's layer: its place in the world, its tokens, and the check of everything that comes out, bit by bit. What
-//! is measured or recorded is made on it.
+//! One rank's layer: its place in the world, its tokens, and the check of all results, bit by bit.
+//! Measurements and recordings run on it.
 //!
 //! A recorded round, as every rank's recorder sees it:
 //!
@@ -9,8 +9,8 @@
 //!
 //! Times of all ranks are on the clock of rank 0's machine.
 //!
-//! Rounds differ, most of all where ranks share cores. Several are recorded and the one of median length is kept, so that
-//! a timeline shows what is usual.
+//! Rounds differ, most of all where ranks share cores. Several are recorded and the one of median
+//! length is kept, so that a timeline shows a usual round.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -53,9 +53,9 @@ pub struct Layer<'c, E> {
     wrong: u64,
 }
 
-/// The tokens of a rank, and what is dispatched of them.
+/// The tokens of a rank, and its dispatched rows.
 pub struct Tokens<E> {
-    /// What is sent: tokens, or records of fp8. Cards read it in place.
+    /// The dispatched rows: tokens, or records of fp8. NICs read them in place.
     buffer: TokenBuffer,
     /// The tokens, where records are sent.
     tokens: Option<Vec<E>>,
@@ -105,7 +105,8 @@ pub struct Verdict {
 }
 
 impl<'c, E: Number> Layer<'c, E> {
-    /// Joins the ranks that were started under the same conditions. A recorder keeps `record` operations, none if that is 0.
+    /// Joins the ranks that were started under the same conditions. A recorder keeps `record`
+    /// operations; 0 means no recorder.
     pub fn join(
         config: &'c Config,
         sizes: Sizes,
@@ -161,7 +162,8 @@ impl<'c, E: Number> Layer<'c, E> {
         self.world.pool().poison(0xff);
         self.group.gather(&[])?;
         let (rows, handle) = self.dispatches.time(|| self.tokens.dispatch(&mut self.ep, &self.routing))?;
-        // Who is done must not take a core from who is not: checks are long.
+        // Checks are long: a rank that is done sleeps here, so that it takes no core from the
+        // others.
         self.group.gather(&[])?;
         self.expected.arrange(rows.index());
         self.check_rows(&rows, &handle)?;
@@ -183,7 +185,7 @@ impl<'c, E: Number> Layer<'c, E> {
         Ok(())
     }
 
-    /// What the experts of this rank make of its rows.
+    /// Outputs of this rank's experts for its rows.
     pub fn experts(&self, rows: &ExpertRows) -> Result<Vec<E>, CliError> {
         let seen = rows.rows::<u8>()?;
         Ok(self.expected.experts(self.config, seen).map_err(Error::from)?)
@@ -226,7 +228,8 @@ impl<'c, E: Number> Layer<'c, E> {
         Ok(rows)
     }
 
-    /// Starts others on the same tokens, once these rows and sums are known to be right. Collective.
+    /// Starts the baselines on the same tokens, once these rows and sums are known to be right.
+    /// Collective.
     pub fn challenge(&self, folder: &Folder, rows: &[u8], y: &[E]) -> Result<Field, CliError> {
         let Config { tokens, hidden, top_k, experts, .. } = *self.config;
         let seen = Seen {
@@ -262,8 +265,8 @@ pub const EVENTS: usize = 1 << 16;
 /// Names of the calls of a round.
 pub const CALLS: [&str; 3] = ["dispatch", "experts", "combine"];
 
-/// Runs rounds with outputs `y` of the experts, checks the last, and tells every rank what all of them did in a usual
-/// one. Empty timelines if the layer has no recorder.
+/// Runs rounds with outputs `y` of the experts, checks the last, and sends every rank the timelines
+/// of all in a usual one. Empty timelines if the layer has no recorder.
 pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeline>, CliError> {
     const ROUNDS: usize = 15;
     let Some(recorder) = layer.world.recorder().cloned() else {
@@ -277,7 +280,8 @@ pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeli
         recorder.take();
         let (rows, handle) = laps.time(|| round(layer, y, &recorder))?;
         timelines.push(recorder.take());
-        // Who is done must not take a core from who is not: checks are long.
+        // Checks are long: a rank that is done sleeps here, so that it takes no core from the
+        // others.
         barrier.barrier()?;
         if number == ROUNDS {
             layer.check_rows(&rows, &handle)?;
@@ -318,7 +322,7 @@ fn round<E: Number>(
     Ok((rows, handle))
 }
 
-/// Writes what was recorded as a Chrome trace.
+/// Writes the recording as a Chrome trace.
 pub fn write_trace(path: &Path, nodes: &NodeMap, timelines: &[Timeline]) -> Result<(), CliError> {
     let write = || {
         let mut file = BufWriter::new(File::create(path)?);

@@ -1,8 +1,10 @@
-//! `sidelane bench`: dispatch and combine between real processes, checked bit by bit and held against a floor.
+//! `sidelane bench`: dispatch and combine between real processes, checked bit by bit and compared
+//! with a floor.
 //!
-//! A figure without its conditions is worth nothing, so everything that decides it is resolved once
-//! ([`config::Config`]), handed to every rank, and printed with the result ([`report::Report`]). The floor is
-//! measured round by round beside the real thing, so that both see the same machine ([`stats`](crate::stats)).
+//! A figure means nothing without its conditions, so all conditions are resolved once
+//! ([`config::Config`]), handed to every rank, and printed with the result ([`report::Report`]).
+//! The floor is measured round by round in turn with the real calls, so that both see the same
+//! state of the machine ([`stats`](crate::stats)).
 //!
 //! ```text
 //!   bench --> Task --launch--> rank 0 .. n-1:  dispatch, check | combine, check | rounds: real, floor, real, ... | check
@@ -10,7 +12,8 @@
 //!                                rank 0: table, JSON, trace
 //! ```
 //!
-//! The ranks of `sidelane trace` are started in the same way and make the same calls, on the same [`Layer`].
+//! The ranks of `sidelane trace` are started in the same way and make the same calls, on the same
+//! [`Layer`].
 
 mod config;
 mod layer;
@@ -38,7 +41,8 @@ pub use reference::Number;
 #[cfg(test)]
 pub use report::tests::sample;
 
-/// Time dispatch and combine between processes of one machine or several, verified and against a floor
+/// Time dispatch and combine between processes of one machine or several, verified and compared
+/// with a floor
 #[derive(Args)]
 pub struct BenchArgs {
     #[command(flatten)]
@@ -52,8 +56,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N")]
     pub rounds: Option<u32>,
 
-    /// Take turns with others that do the same the usual way, over MPI and over torch's gloo, if they are installed: rows
-    /// by expert, bf16, on one machine
+    /// Take turns with baselines, over MPI and over torch's gloo, if they are installed: rows by
+    /// expert, bf16, on one machine
     #[arg(long, conflicts_with = "master")]
     pub baselines: bool,
 

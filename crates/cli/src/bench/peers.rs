@@ -1,8 +1,9 @@
-//! The same calls done the usual way by others, beside ours: `bench --baselines`.
+//! Baselines: the same calls over other libraries: `bench --baselines`.
 //!
-//! A baseline is a program of `benches/peers` with as many processes as there are ranks. They stay for the whole measurement
-//! and take turns with us, round by round, so that a busy moment of the machine meets both; who is not at work sleeps.
-//! Rank 0 says whose turn it is, once all ranks are done and the others wait in the barrier that begins the next round.
+//! A baseline is a program of `benches/peers` with as many processes as there are ranks. They stay
+//! for the whole measurement and take turns with Sidelane, round by round, so that a busy moment of
+//! the machine meets both. Processes sleep while it is not their turn. Rank 0 starts each turn once
+//! all ranks are done and the others wait in the barrier that begins the next round.
 //!
 //! ```text
 //!   all ranks --> Folder: shape, ids, x, y          rank 0 --> Contender: the processes, a socket to each
@@ -32,7 +33,7 @@ pub struct Field {
     rounds_us: Vec<[Vec<f64>; 2]>,
 }
 
-/// What the ranks know of a layer, and what came out of it.
+/// Arrays of a layer that the ranks know, and its results.
 pub struct Seen<'a> {
     /// Five words.
     pub shape: [u32; 5],
@@ -42,13 +43,13 @@ pub struct Seen<'a> {
     pub x: &'a [u8],
     /// Rows as they were received.
     pub rows: &'a [u8],
-    /// What the experts made of them.
+    /// Outputs of the experts.
     pub y: &'a [u8],
     pub out: &'a [u8],
 }
 
 impl Field {
-    /// Starts whoever is there, and compares what each computes with what was seen here. Collective.
+    /// Starts the installed baselines, and compares their results with those seen here. Collective.
     pub fn open(group: &Group, folder: &Folder, seen: &Seen<'_>) -> Result<Self, CliError> {
         let rank = group.rank();
         if rank == 0 {
@@ -58,7 +59,7 @@ impl Field {
         folder.put(&format!("x.{rank}"), seen.x)?;
         folder.put(&format!("y.{rank}"), seen.y)?;
         let mut same = Vec::new();
-        // One call of each kind, and the files that tell what came out.
+        // One call of each kind, and the files with the results.
         let ready = |contender: &mut peers::Contender| {
             b"dcw".iter().try_for_each(|&command| contender.call(command).map(drop))
         };
@@ -70,7 +71,8 @@ impl Field {
         Ok(Field { others: Some(others), same, rounds_us })
     }
 
-    /// One round of each, where they have such a call. Runs on rank 0; the others have nobody to ask.
+    /// One round of each, where they have such a call. Runs on rank 0; the other ranks have no
+    /// baselines.
     pub fn lap(&mut self, kind: Kind) -> Result<(), CliError> {
         let (nth, command) = match kind {
             Kind::Dispatch => (0, b'd'),
@@ -84,7 +86,7 @@ impl Field {
         Ok(())
     }
 
-    /// What was found, beside our own rounds: those of dispatch, and of combine. None if nobody was asked for.
+    /// Results, next to our own rounds: those of dispatch, and of combine. None without baselines.
     pub fn report(&self, real_us: [&[f64]; 2]) -> Option<Baselines> {
         let others = self.others.as_ref()?;
         let ran = others.running.iter().zip(&self.same).zip(&self.rounds_us);
@@ -107,7 +109,7 @@ pub struct Baselines {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct BaselineReport {
     pub name: String,
-    /// What it says that it is.
+    /// Version that it reports.
     pub version: String,
     /// Whether its rows and sums are ours, bit by bit.
     pub bitwise_equal: bool,

@@ -1,7 +1,8 @@
 //! What every rank of a measurement does: check, time, check again; rank 0 reports.
 //!
-//! Each call is timed beside its floor. Real and floor alternate round by round in the same processes, and take turns in going first, so that a busy moment
-//! of the machine or a throttled core meets both alike.
+//! Each call is timed with its floor. Real and floor alternate round by round in the same
+//! processes, and take turns in going first, so that a busy moment of the machine or a throttled
+//! core meets both alike.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -56,8 +57,9 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
     if task.config.backward {
         layer.backward_and_check(&y, &handle)?;
     }
-    // Once all are here, all have read what was offered, and the pool is empty. Then the output lies below the rows:
-    // whenever these are dropped, the next dispatch lands in the same place.
+    // Once all ranks are here, all have read the offered rows, and the pool is empty. Then the
+    // output lies below the rows: whenever these are dropped, the next dispatch lands in the same
+    // place.
     layer.group.gather(&[])?;
     let mut barrier = layer.group.window(0)?;
     let memcpy = memcpy_gbps(&layer, &mut barrier)?;
@@ -116,7 +118,7 @@ fn time<E: Number>(
     if track.moved { Err(moved(rank)) } else { Ok(pairs) }
 }
 
-/// Whether this rank has moved in a dispatch what it had planned; if not, says so.
+/// Whether this rank has moved in a dispatch the planned bytes; if not, prints the difference.
 fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
     let (moved, traffic) = (report.moved, report.traffic);
     let near = traffic.sent.own + traffic.sent.local + traffic.relayed + traffic.regrouped;
@@ -222,13 +224,13 @@ struct Track<'a, 'c, E> {
     layer: &'a mut Layer<'c, E>,
     barrier: &'a mut Window,
     yardstick: &'a mut FloorBench,
-    /// Others, who take turns with us.
+    /// Baselines, which take turns with us.
     field: &'a mut Field,
     /// Faster stores of the floor, for scattered rows and for sums.
     stores: [Stores; 2],
     /// Handle of a dispatch that stays alive: combines and backward calls follow it.
     handle: &'a Handle,
-    /// Whether a real call did not get the yardstick's memory: then its floor has not been measured.
+    /// Whether a real call got other memory than the floor's: then its floor has not been measured.
     moved: bool,
 }
 
@@ -237,14 +239,15 @@ impl<E: Number> Track<'_, '_, E> {
     pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), CliError> {
         kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| {
             self.lap(kind, pair, floor_first)?;
-            // Who is done must not start others while we are at work: they would take a core from us.
+            // A rank that is done must not start baselines while others measure: they would take a
+            // core from those.
             self.barrier.barrier()?;
             self.field.lap(kind)
         })
     }
 
-    /// One round of one kind: real and floor, in this order or the other. Each is run twice and timed the second time, so
-    /// that it finds the caches as it left them itself, not as the other did.
+    /// One round of one kind: real and floor, in this order or the other. Each is run twice and
+    /// timed the second time, so that it finds the caches in the state that it left itself.
     fn lap(&mut self, kind: Kind, pair: &mut Pair, floor_first: bool) -> Result<(), Error> {
         for floor in [floor_first, !floor_first] {
             if floor {
@@ -307,7 +310,8 @@ impl<E: Number> Track<'_, '_, E> {
         Ok(())
     }
 
-    /// Finds the faster stores for the floor: a few rounds of each, as they will be timed, decided alike on all ranks.
+    /// Finds the faster stores for the floor: a few rounds of each, as they will be timed, decided
+    /// alike on all ranks.
     fn choose_stores(&mut self, kinds: &[Kind]) -> Result<(), Error> {
         const MOST: usize = 15;
         // Where rounds are few they are slow, and choosing must not take longer than they do.
@@ -334,8 +338,8 @@ impl<E: Number> Track<'_, '_, E> {
     }
 }
 
-/// Speed of memcpy, all ranks at once, from private memory to where rows land, as much as the cache does not hold: 10^9
-/// bytes per second.
+/// Speed of memcpy, all ranks at once, from private memory to where rows land, as much as the cache
+/// does not hold: 10^9 bytes per second.
 pub fn memcpy_gbps<E>(layer: &Layer<'_, E>, barrier: &mut Window) -> Result<f64, Error> {
     const MOST: u64 = 32 << 20;
     const ROUNDS: usize = 7;
@@ -369,7 +373,7 @@ pub struct Task {
 }
 
 impl Task {
-    /// From the command line. Who starts the ranks makes the folder of others.
+    /// From the command line. The program that starts the ranks makes the folder of the baselines.
     pub fn resolve(args: &BenchArgs) -> Result<Self, CliError> {
         let config = Config::resolve(&args.conditions, args.backward, args.rounds)?;
         if args.baselines {
@@ -380,7 +384,8 @@ impl Task {
         Ok(Task { config, json, trace_out, baselines: None, sizes })
     }
 
-    /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
+    /// Conditions that all ranks must have in common. Only rank 0 writes files, but all ranks
+    /// record for it.
     pub fn conditions(&self) -> Result<String, CliError> {
         let mut conditions = self.config.conditions()?;
         conditions["trace_out"] = self.trace_out.is_some().into();
@@ -389,7 +394,7 @@ impl Task {
     }
 }
 
-/// Room for the calls of a round beside a dispatch that stays alive, for the busiest rank.
+/// Room for the calls of a round next to a dispatch that stays alive, for the busiest rank.
 pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let router = Router::open(&config.routing)?;
     let placement = Placement::new(config, &router, config.receive.mode())?;
@@ -406,12 +411,13 @@ pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let own = tokens * u64::from(config.top_k);
     let notes = RowMetadata::of(config.layout, config.receive.mode(), config.coalesce_relays);
     let note_bytes = u64::from(notes.words(config.top_k)) * size_of::<u32>() as u64;
-    // Rows of a chunk have words behind them; rows alone have not. Alive together at most: rows and output of the
-    // first dispatch, rows and output of the round, the tokens, own rows that come home and, of each rank that is relayed, the
-    // rows that wait to be handed on or the sums that wait to be brought home.
+    // Rows of a chunk have words behind them; other rows have none. Alive together at most: rows
+    // and output of the first dispatch, rows and output of the round, the tokens, own returned rows
+    // and, of each relayed rank, the rows that wait to be relayed or the sums that wait to be
+    // returned.
     let partial = u64::from(config.hidden) * config.partial_dtype.size() as u64;
     let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
-    // An all-gather has a control window of its own, and all tokens lie beside the rows.
+    // An all-gather has a control window of its own, and all tokens lie next to the rows.
     let (ranks, gathers) = (u64::from(config.ranks()), config.strategy == Strategy::AllGather);
     let words = u64::from(RowMetadata::Gathered.words(config.top_k));
     let (gathered, gathering) = match gathers {
@@ -436,16 +442,16 @@ fn gather_bins(config: &Config) -> Result<Bins, CliError> {
 /// Counted by the lane, and forecast from its calls; a node's ranks together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Nics {
-    /// Per node: what was done.
+    /// Per node: measured counters.
     pub measured: Vec<RailCounters>,
-    /// Per node: what was to be done.
+    /// Per node: predicted counters.
     pub predicted: Vec<RailCounters>,
-    /// Whether requests, packets and bytes are as forecast. Doorbells are more where a queue was full.
+    /// Whether requests, packets and bytes match the prediction. A full queue rings more doorbells.
     pub exact: bool,
 }
 
 impl Nics {
-    /// Of all ranks; none where the rails are no cards. Collective: all that was sent has landed.
+    /// Of all ranks; none where the net has no NICs. Collective: all sent bytes have landed.
     pub fn of<E: Number>(layer: &Layer<'_, E>) -> Result<Option<Self>, Error> {
         let world = &layer.world;
         let own = [world.nic_counters(), world.nic_forecast()];

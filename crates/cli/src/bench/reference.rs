@@ -1,7 +1,8 @@
-//! Whether what arrived is right, bit by bit, by a reference that knows nothing of the library's placement.
+//! Whether the arrived rows are right, bit by bit, by a reference that knows nothing of the
+//! library's placement.
 //!
-//! Which row every rank must see where is found from everybody's routing at once. The library finds the same from sums of
-//! counts; nothing of that is used here.
+//! The rows and places that every rank must see are computed from the routing of all ranks at once.
+//! The library computes the same from sums of counts; none of that code is used here.
 
 use half::{bf16, f16};
 use sidelane::Element;
@@ -16,7 +17,7 @@ use sidelane::topology::NodeMap;
 use super::config::{Config, RowType};
 use crate::routing::Router;
 
-/// What one rank should see.
+/// Rows that one rank should see.
 pub struct Expected {
     /// Origin of each received row; `None` is a pad or an unused slot.
     rows: Vec<Option<Origin>>,
@@ -106,7 +107,8 @@ impl Expected {
         })
     }
 
-    /// Rows lie as the index says, or in visible order. One that is no permutation will not match what arrived.
+    /// Rows lie as the index says, or in visible order. An index that is no permutation will not
+    /// match.
     pub fn arrange(&mut self, index: Option<&RowIndex>) {
         let plain: Vec<u32> = (0..self.rows.len() as u32).collect();
         let now = index.map_or(&plain[..], RowIndex::visible);
@@ -142,7 +144,7 @@ impl Expected {
         handle.dropped() == self.dropped && handle.required_rows() == self.required
     }
 
-    /// Number of dispatched rows that are bitwise right, with what goes with them.
+    /// Number of dispatched rows that are bitwise right, with their metadata.
     pub fn right_rows<E: Number>(&self, config: &Config, rows: &[u8], handle: &Handle) -> u64 {
         let (weights, local) = (handle.row_weights(), handle.row_experts());
         if weights.len() != self.weights.len() || local.len() != self.local.len() {
@@ -200,8 +202,9 @@ impl Expected {
         right
     }
 
-    /// Applies the experts of this rank to rows that were dispatched. Rank-major, what they make of a row is added up from
-    /// +0 in `f32` by ascending expert, and rounded once. Pads become NaN: nobody may read them.
+    /// Applies the experts of this rank to rows that were dispatched. Rank-major, their outputs of
+    /// a row are added up from +0 in `f32` by ascending expert, and rounded once. Pads become NaN:
+    /// no call may read them.
     pub fn experts<E: Number>(&self, config: &Config, rows: &[u8]) -> Result<Vec<E>, PlanError> {
         let mut y = self.plain.seen::<E>(rows)?;
         for (row, ids) in y.chunks_exact_mut(config.hidden as usize).zip(&self.experts) {
@@ -224,12 +227,12 @@ impl Expected {
         right.count() as u64
     }
 
-    /// Gradients of the weights of received rows that are told apart by what they were.
+    /// Gradients of the weights of received rows, distinguishable by their routing weights.
     pub fn weight_gradients(&self) -> Vec<f32> {
         self.weights.iter().map(|weight| weight * 2.0).collect()
     }
 
-    /// Whether these came home: twice each weight, zero where a choice was dropped.
+    /// Whether these returned: twice each weight, zero where a choice was dropped.
     pub fn right_weights(&self, home: &[f32]) -> bool {
         let pairs = self.routing.experts().iter().zip(self.routing.weights());
         home.len() == self.routing.experts().len()
@@ -275,7 +278,8 @@ fn made<E: Number>(experts: &[u32], x: E) -> E {
     E::of(experts.iter().fold(0.0, |sum, &id| sum + expert(x, id).value()))
 }
 
-/// From +0 in `f32`: groups first, each rounded to what partial sums are, then their sums; one rounding at the end.
+/// From +0 in `f32`: groups first, each rounded to the type of partial sums, then their sums; one
+/// rounding at the end.
 fn reference<E: Number>(terms: &[Term], partials: Option<PartialDtype>, x: E) -> E {
     let groups = terms.chunk_by(|a, b| a.group == b.group);
     let sums = groups.map(|group| group.iter().fold(0.0, |sum, row| sum + made(&row.experts, x).value()));
@@ -322,7 +326,7 @@ impl Plain {
     }
 }
 
-/// Whose token a row is, and the first choice of the token that it stands for.
+/// Source of a row's token, and the first choice of the token that it stands for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
     pub source: u32,
@@ -351,7 +355,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// Asks for everybody's routing.
+    /// Computes the routing of all ranks.
     pub fn new(config: &Config, router: &Router, mode: ReceiveMode) -> Result<Self, PlanError> {
         let ranks = 0..config.ranks();
         Ok(Placement {
@@ -389,7 +393,7 @@ impl Placement {
         choices.filter(move |&(choice, _)| all || choice == row.choice)
     }
 
-    /// The rows of a rank; `lost` is told of those for which there is no room.
+    /// The rows of a rank; `lost` is called for rows without room.
     pub fn at(&self, rank: u32, mut lost: impl FnMut(Origin)) -> Place {
         let slots = self.map.slots_of(rank);
         // Rank-major there is one bin, and one row stands for all choices of a token.
@@ -460,7 +464,8 @@ impl Number for f16 {
     }
 }
 
-/// The row of a token, appended to `row`: values in [-2, 2) that differ in every rank, token and column.
+/// The row of a token, appended to `row`: values in [-2, 2) that differ in every rank, token and
+/// column.
 pub fn fill<E: Number>(row: &mut Vec<E>, seed: u64, rank: u32, token: u32, hidden: u32) {
     let mut state = mix(seed ^ u64::from(rank) << 40 ^ u64::from(token));
     row.extend((0..hidden).map(|_| {
@@ -469,7 +474,7 @@ pub fn fill<E: Number>(row: &mut Vec<E>, seed: u64, rank: u32, token: u32, hidde
     }));
 }
 
-/// What expert `expert` makes of an element: enough to tell experts apart in a sum.
+/// Output of expert `expert` for an element: different enough to distinguish experts in a sum.
 pub fn expert<E: Number>(element: E, expert: u32) -> E {
     E::of(element.value() * (1.0 + expert as f32 / 64.0))
 }

@@ -42,7 +42,7 @@ pub struct Report {
     pub baselines: Option<Baselines>,
 }
 
-/// What was asked for, and what the machine made of it.
+/// Conditions of the run, and properties of the machine.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunConfig {
     #[serde(flatten)]
@@ -51,7 +51,8 @@ pub struct RunConfig {
     pub machines: usize,
     /// Of the machine of rank 0.
     pub cores: usize,
-    /// On the machine of rank 0. Read from the mapping: what the kernel granted, not what was asked for.
+    /// On the machine of rank 0. Read from the mapping: the pages that the kernel granted, not
+    /// those that were requested.
     pub huge_pages_granted: bool,
 }
 
@@ -98,7 +99,8 @@ pub struct Volume {
 }
 
 impl Pass {
-    /// From the slowest rank's time of each round, in microseconds, and the floor's of the same rounds.
+    /// From the slowest rank's time of each round, in microseconds, and the floor's of the same
+    /// rounds.
     pub fn of_rounds(real_us: &[f64], floor_us: &[f64], volume: Volume) -> Self {
         let (real, floor) = (summary(real_us), summary(floor_us));
         let share = ratio_of_medians(floor_us, real_us);
@@ -117,7 +119,7 @@ impl Pass {
         }
     }
 
-    /// Speed of the floor: a slow floor flatters, so it is shown beside memcpy.
+    /// Speed of the floor. A slow floor flatters, so the report shows memcpy, too.
     fn floor_gbps(&self) -> f64 {
         gbps(self.bytes_landed, self.floor_us)
     }
@@ -139,7 +141,7 @@ impl Report {
 }
 
 impl command::Report for Report {
-    /// Conditions, verdict, figures, and the speed of memcpy beside them.
+    /// Conditions, verdict, figures, and the speed of memcpy.
     fn text(&self) -> String {
         let report = self;
         let verdict = match (report.verified, report.rows_verified) {
@@ -238,12 +240,12 @@ pub struct InterNode {
     /// What would cross with a row for each (token, expert), or for each (token, rank).
     pub expert_rows: u64,
     rank_rows: u64,
-    /// Rows that relays hand on, zeros included, and the copies in which they do.
+    /// Rows that relays copy, zeros included, and the number of copies.
     relay_rows: u64,
     relay_copies: u64,
     /// How many times less crosses; none if nothing does.
     pub dedup: Option<Dedup>,
-    /// What comes home in a combine, for every order and wire that these rows can have.
+    /// Bytes that a combine returns, for every sum order and partial type that these rows can have.
     pub combine: Vec<Home>,
 }
 
@@ -256,7 +258,7 @@ pub struct Dedup {
     pub rank: f64,
 }
 
-/// What one kind of combine moves over rails.
+/// Bytes that one kind of combine moves over the net.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Home {
     pub sum_order: SumOrder,
@@ -266,7 +268,7 @@ pub struct Home {
 }
 
 impl InterNode {
-    /// What one rank says to the others; `choices` of its tokens are on other nodes.
+    /// One rank's contribution; `choices` of its tokens are on other nodes.
     pub fn words(traffic: &Traffic, choices: u64) -> [u64; 7] {
         let Traffic {
             sent: put,
@@ -314,13 +316,13 @@ impl InterNode {
         }
     }
 
-    /// What the combine of these conditions moves.
+    /// Bytes that the combine of these conditions moves.
     pub fn combine_bytes(&self, config: &Config) -> u64 {
         let measured = self.combine.iter().find(|home| home.is_of(config));
         measured.map_or(0, |home| home.bytes)
     }
 
-    /// The rows and what they save, and the combine of every order; nothing if nothing crosses.
+    /// The rows and their savings, and the combine of every order; empty if nothing crosses.
     pub fn text(&self, config: &Config) -> Option<String> {
         let InterNode { rows, expert_rows, rank_rows, .. } = self;
         let Dedup { expert, rank } = self.dedup?;
@@ -520,7 +522,7 @@ pub mod tests {
         }
     }
 
-    /// Somebody who ran, and somebody who did not.
+    /// A baseline that ran, and one that did not.
     fn baselines() -> Baselines {
         let pass = BaselinePass::new(&[34_000.0, 30_000.0, 36_000.0], &[6200.0, 6000.0, 6400.0]);
         let (name, version) = ("mpi".to_owned(), "Open MPI v4".to_owned());

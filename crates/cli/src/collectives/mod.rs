@@ -1,7 +1,9 @@
-//! `sidelane collectives`: all-reduce, broadcast, all-to-all, all-gather and reduce-scatter between real processes, checked, and
-//! beside others who do the same. An all-to-all is measured twice: copied to the caller, and read where it lands.
+//! `sidelane collectives`: all-reduce, broadcast, all-to-all, all-gather and reduce-scatter between
+//! real processes, checked, and compared with baselines. An all-to-all is measured twice: copied to
+//! the caller, and read where it lands.
 //!
-//! Elements are small whole numbers in f32, so sums are exact in any order, and whoever is right has the same bits.
+//! Elements are small whole numbers in f32, so sums are exact in any order, and all right results
+//! have the same bits.
 //!
 //! ```text
 //!   for each size and operation:  check ours | w: theirs, compared by each rank | rounds: ours, MPI's, gloo's, ours, ...
@@ -28,14 +30,16 @@ use crate::perf::{Bytes, Sizes};
 use crate::stats::{Laps, summary};
 use crate::{ranks, table};
 
-/// Time all-reduce, broadcast, all-to-all, all-gather and reduce-scatter between processes, verified
+/// Time all-reduce, broadcast, all-to-all, all-gather and reduce-scatter between processes,
+/// verified
 #[derive(Args)]
 pub struct CollectivesArgs {
     /// What to measure: a list [default: all]
     #[arg(long, value_enum, value_delimiter = ',', value_name = "OPERATION,..")]
     pub operations: Vec<Operation>,
 
-    /// Bytes of the larger tensor of a rank: a list, or all powers of two in a range; suffixes K, M, G [default: 4K,16M]
+    /// Bytes of the larger tensor of a rank: a list, or all powers of two in a range; suffixes K,
+    /// M, G [default: 4K,16M]
     #[arg(long, value_name = "SIZE,..|FROM..TO")]
     pub sizes: Option<Sizes>,
 
@@ -75,7 +79,7 @@ impl Command for CollectivesArgs {
     }
 }
 
-/// Runs that others can be told apart.
+/// Number of runs that file names can distinguish.
 const MOST_BESIDE: usize = 128;
 
 /// Everything a rank needs to know, and every rank the same.
@@ -83,7 +87,7 @@ const MOST_BESIDE: usize = 128;
 pub struct Task {
     pub ranks_per_node: Vec<u32>,
     pub runs: Vec<Run>,
-    /// The folder by which others are told what to do.
+    /// The folder with the instructions of the baselines.
     pub baselines: Option<PathBuf>,
     pub json: Option<PathBuf>,
 }
@@ -128,7 +132,8 @@ impl Task {
         ranks::conditions("collectives", &conditions)
     }
 
-    /// Room for what is gathered or given to be summed, twice, for the windows, and for what lands in one and in that of the run before.
+    /// Room, twice, for gathered or summed bytes, for the windows, and for results that land in
+    /// place, those of the run before included.
     pub fn sizes(&self) -> ranks::Sizes {
         let most = self.runs.iter().map(|run| run.bytes).max().unwrap_or(0);
         let symmetric = ((32 << 20) + 2 * most).next_multiple_of(2 << 20);
@@ -196,7 +201,7 @@ fn time(
         test.reset();
         barrier.barrier()?;
         laps.time(|| test.call())?;
-        // Who is done must not take a core from who is not: others sleep then too.
+        // A rank that is done must not take a core from the others. Baselines sleep then, too.
         barrier.barrier()?;
         for (contender, laps) in others.running.iter_mut().zip(&mut *laps_us) {
             laps.push(contender.lap(nth)?);
@@ -213,7 +218,8 @@ const PROGRAMS: Programs = Programs {
 /// Added to the number of a run: write what comes out.
 const WRITE: u8 = MOST_BESIDE as u8;
 
-/// Others that do the same, in turn with us. They are told by the protocol of `benches/peers`; see its README. Collective.
+/// Runs the baselines in turn with our calls, by the protocol of `benches/peers`; see its README.
+/// Collective.
 fn others(group: &Group, task: &Task, folder: &Folder) -> Result<Field, CliError> {
     if group.rank() == 0 {
         let words = task.runs.iter().flat_map(|run| [run.operation.number(), run.bytes as u32]);
@@ -254,7 +260,7 @@ pub struct RunReport {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct BaselineReport {
     pub name: String,
-    /// What it says that it is.
+    /// Version that it reports.
     pub version: String,
     /// Whether its result is ours, bit by bit.
     pub bitwise_equal: bool,

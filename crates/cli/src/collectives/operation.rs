@@ -1,4 +1,4 @@
-//! What is measured, on which numbers, and what must come of it.
+//! Measured operations, their numbers, and their expected results.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -45,7 +45,8 @@ impl Operation {
     }
 }
 
-/// One operation on tensors of one size. The larger tensor of a rank has `elements`, the smaller, where there is one, a share.
+/// One operation on tensors of one size. The larger tensor of a rank has `elements`, the smaller,
+/// where there is one, a share.
 pub struct Test {
     operation: Operation,
     rank: usize,
@@ -65,7 +66,7 @@ fn element(rank: usize, at: usize) -> f32 {
 const COLUMNS: usize = 1024;
 
 impl Test {
-    /// Takes what it needs. Collective.
+    /// Allocates its windows and tensors. Collective.
     pub fn new(operation: Operation, elements: usize, group: &Group) -> Result<Self, Error> {
         let (rank, ranks) = (group.rank() as usize, group.size() as usize);
         let share = elements / ranks;
@@ -94,15 +95,15 @@ impl Test {
         })
     }
 
-    /// Puts the tensors back to what they were, where a call changes its input.
+    /// Restores the tensors, where a call changes its input.
     pub fn reset(&mut self) {
         if matches!(self.operation, Operation::AllReduce | Operation::Broadcast) {
             self.output.copy_from_slice(&self.input);
         }
     }
 
-    /// One call on fresh tensors, of which all that comes is in [`Test::output`] then: nothing of an earlier call is left there.
-    /// Collective.
+    /// One call on fresh tensors. All of its results are in [`Test::output`] then, and none of an
+    /// earlier call. Collective.
     pub fn check(&mut self) -> Result<(), Error> {
         match self.operation {
             Operation::AllReduce | Operation::Broadcast => self.reset(),

@@ -1,6 +1,8 @@
-//! `sidelane copy-engines`: what a dispatch asks of copy engines, way by way, counted from the schedules that would run.
+//! `sidelane copy-engines`: requests of a dispatch to copy engines, per variant, counted from the
+//! schedules that would run.
 //!
-//! No rank is started and no row is moved. Times are arithmetic: a price per copy and a rate, which the command line names.
+//! No rank is started and no row is moved. Times are arithmetic: a price per copy and a rate, which
+//! the command line names.
 //!
 //! ```text
 //!   decisions of all ranks --> Plan   layouts, blocks in the order of tokens or of relays
@@ -29,11 +31,13 @@ use crate::options::{NodeArgs, RouterArgs, at_least_one};
 use crate::routing::{self, Decided, Source};
 use crate::table::{self, time, volume};
 
-/// Count what a dispatch asks of copy engines: copies, bytes and memory operations, and a time by arithmetic
+/// Count the requests of a dispatch to copy engines: copies, bytes and memory operations, and a
+/// time by arithmetic
 #[derive(Args)]
 pub struct CopyEnginesArgs {
-    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a file of JSON lines
-    /// with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts or --top-k differ from it]
+    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
+    /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts
+    /// or --top-k differ from it]
     #[arg(value_name = "recorded|PATTERN|FILE")]
     pub routing: Option<Source>,
 
@@ -51,11 +55,11 @@ pub struct CopyEnginesArgs {
     #[arg(long, value_enum, default_value_t = RowType::Bf16)]
     pub dtype: RowType,
 
-    /// Price of a copy in microseconds, however small; by default what was published of an H100
+    /// Price of a copy in microseconds, however small; by default the published figure of an H100
     #[arg(long, value_name = "US", default_value_t = 2.3, value_parser = positive)]
     pub copy_us: f64,
 
-    /// Speed of a long copy in GB/s; by default what was published of NVLink on an H100
+    /// Speed of a long copy in GB/s; by default the published figure of NVLink on an H100
     #[arg(long, value_name = "GB/S", default_value_t = 380.0, value_parser = positive)]
     pub copy_gbps: f64,
 
@@ -92,17 +96,17 @@ pub struct Conditions {
     pub copy_gbps: f64,
 }
 
-/// Decisions, and what a row is.
+/// Decisions, and the shape of a row.
 pub struct Task {
     pub decided: Decided,
     pub conditions: Conditions,
-    /// Bytes of a row that goes out, and of one that comes home.
+    /// Bytes of a row that is sent, and of a returned one.
     pub row_bytes: u64,
     pub home_bytes: u64,
 }
 
 impl Task {
-    /// From the command line and what the recording or the routing file says.
+    /// From the command line and the recording or routing file.
     pub fn resolve(args: &CopyEnginesArgs) -> Result<Self, CliError> {
         let &CopyEnginesArgs { hidden, dtype, copy_us, copy_gbps, .. } = args;
         let decided = args.router.decide(args.nodes.sizes()?, &args.routing)?;
@@ -117,7 +121,8 @@ impl Task {
         Ok(Task { decided, conditions, row_bytes, home_bytes })
     }
 
-    /// Bytes of a slot for all tokens: their rows and, in as many rows as it needs, a header of their choices.
+    /// Bytes of a slot for all tokens: their rows and, in as many rows as it needs, a header of
+    /// their choices.
     fn slot_bytes(&self) -> u64 {
         let routing::Conditions { tokens, top_k, .. } = self.decided.conditions;
         let header = HEAD + u64::from(tokens) * u64::from(top_k) * CHOICE;
@@ -127,10 +132,10 @@ impl Task {
 
 /// Bytes of an expert id and a weight.
 const CHOICE: u64 = 8;
-/// Bytes of what a slot says of itself.
+/// Bytes of a slot's description of itself.
 const HEAD: u64 = 64;
 
-/// What one way asks of engines.
+/// Requests of one variant to the engines.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Variant {
     pub name: String,
@@ -183,7 +188,7 @@ impl Asked {
     }
 }
 
-/// All ways that this group has: slots on one node; rows that are planned, straight or through relays.
+/// All variants of this group: slots on one node; planned rows, direct or through relays.
 pub fn all(task: &Task) -> Result<Vec<Variant>, CliError> {
     let mut ways = Vec::new();
     let ranks = task.decided.nodes.ranks();
@@ -218,7 +223,7 @@ pub fn all(task: &Task) -> Result<Vec<Variant>, CliError> {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     pub config: Conditions,
-    /// Bytes of a row that goes out, and of one that comes home.
+    /// Bytes of a row that is sent, and of a returned one.
     pub row_bytes: u64,
     pub combine_row_bytes: u64,
     pub variants: Vec<Variant>,

@@ -1,4 +1,5 @@
-//! Places a dispatch for all ranks at once, as each would place it, and counts what each asks of its engines.
+//! Places a dispatch for all ranks at once, as each would place it, and counts the requests of each
+//! to its engines.
 
 use sidelane::error::PlanError;
 use sidelane::gate::Routing;
@@ -65,7 +66,7 @@ pub fn dispatch(
         let mut forward = RelayPlan::default();
         forward.spans = spans;
         forward.know(&frame, false, |source, nth| layouts[source as usize].blocks[nth].clone());
-        // Cards reach the devices.
+        // NICs reach the devices.
         let (paths, far) = (paths(me), WindowId::POOL);
         let setting = FillContext {
             paths,
@@ -110,7 +111,7 @@ mod tests {
         }
     }
 
-    /// Rows of the engines of a rank and of its card, counted token by token.
+    /// Rows of the engines of a rank and of its NIC, counted token by token.
     fn rows(task: &Task, layout: RowLayout, route: Route, me: u32) -> [u64; 2] {
         let (nodes, mut engines, mut cards) = (&task.decided.nodes, 0, 0);
         let tokens = || 0..task.decided.conditions.tokens;

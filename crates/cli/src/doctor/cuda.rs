@@ -1,11 +1,11 @@
-//! CUDA: the three parts that must come together, each of which containers like to lose; then what the driver says.
+//! CUDA: its three parts, each of which containers often lack; then the driver's report.
 
 use sidelane::device::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, Version, WriteOrder};
 use sidelane::error::DeviceError;
 
 use super::{Facts, Finding, Level, Root, bytes, find_library};
 
-/// What the driver says, without a look at the machine around it.
+/// The driver's report, without a look at the machine around it.
 pub fn of_probe(probe: &Probe) -> Vec<Finding> {
     said(probe, None)
 }
@@ -77,7 +77,7 @@ fn module_version(text: &str) -> String {
     first.split_whitespace().find(number).unwrap_or(first).to_owned()
 }
 
-/// What the driver says of all devices alike, of each, and of what each can do.
+/// The driver's report on all devices alike, on each, and on the abilities of each.
 fn said(probe: &Probe, module: Option<&str>) -> Vec<Finding> {
     let mut findings = vec![identity(probe, module)];
     if probe.version < Version::MAPPED_FLAGS {
@@ -159,7 +159,7 @@ fn queues(probe: &Probe) -> Finding {
     }
 }
 
-/// An ability of devices: what it is good for, and what follows from its lack.
+/// An ability of devices: its use, and the effect of its absence.
 struct Ability {
     what: &'static str,
     has: fn(&DeviceProperties) -> bool,

@@ -107,7 +107,8 @@ fn count_ranges(list: &str) -> Option<usize> {
         .sum()
 }
 
-/// What shared segments get. A setting is a promise: fragmented memory may refuse it, so a segment is asked for.
+/// Pages that shared segments get. A setting is only a promise, which fragmented memory may break,
+/// so a real segment is allocated.
 pub fn huge_pages(root: &Root, facts: &Facts) -> Finding {
     const WHAT: &str = "huge pages (shared)";
     const SETTING: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
@@ -206,7 +207,7 @@ pub fn locked_memory(facts: &Facts, has_cards: bool) -> Finding {
 
 const CLASS: &str = "/sys/class/infiniband";
 
-/// One port of a card, as the kernel describes it.
+/// One port of a NIC, as the kernel describes it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Port {
     card: String,
@@ -216,7 +217,7 @@ pub struct Port {
     rate: String,
 }
 
-/// All ports of all cards.
+/// All ports of all NICs.
 pub fn ports(root: &Root) -> Vec<Port> {
     let cards = root.list(CLASS).into_iter();
     cards

@@ -1,8 +1,10 @@
-//! `sidelane doctor`: what this machine offers, what that means for Sidelane, and what to do about it.
+//! `sidelane doctor`: properties of this machine, their effect on Sidelane, and what to do about
+//! them.
 //!
-//! Nothing is changed: a report must be safe to run anywhere. The one thing it loads is the CUDA driver, if there is
-//! one, since nobody else knows what it can do; it makes no context and takes no memory of a GPU. Detection reads files
-//! below a [`Root`] and facts about the process ([`Facts`]), so that tests can lay out a machine of their own.
+//! It changes nothing: a report must be safe to run anywhere. It loads only the CUDA driver, if
+//! there is one, since no other source knows the driver's abilities; it makes no context and
+//! allocates no GPU memory. Detection reads files below a [`Root`] and facts about the process
+//! ([`Facts`]), so that tests can lay out a machine of their own.
 
 mod cuda;
 mod host;
@@ -98,11 +100,12 @@ pub struct Facts {
     pub usable_cores: usize,
     pub locked_memory: Option<u64>,
     pub open_files: Option<u64>,
-    /// Whether a segment that asked for huge pages got them; `None` if the kernel does not tell.
+    /// Whether a segment that asked for huge pages got them; `None` if the kernel does not report
+    /// it.
     pub huge_pages: Option<bool>,
     /// Directories of `LD_LIBRARY_PATH`.
     pub library_path: Vec<PathBuf>,
-    /// What the CUDA driver says, or why it does not.
+    /// The CUDA driver's report, or the reason why there is none.
     pub cuda: Result<Probe, DeviceError>,
 }
 
@@ -144,7 +147,7 @@ impl Level {
     }
 }
 
-/// What was looked at, what was found, what it means, and what to do.
+/// Subject, finding, meaning, and advice.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     pub what: String,
@@ -192,7 +195,7 @@ pub fn bytes(count: u64) -> String {
     format!("{} {}", number.strip_suffix(".0").unwrap_or(&number), UNITS[unit])
 }
 
-/// Reads small files of /sys, /proc, /etc and /dev. What is not there or not readable is simply not found.
+/// Reads small files of /sys, /proc, /etc and /dev. Missing and unreadable files count as absent.
 pub struct Root(PathBuf);
 
 impl Root {
@@ -251,7 +254,7 @@ fn directories(root: &Root, facts: &Facts) -> Vec<PathBuf> {
     facts.library_path.iter().cloned().chain(configured.chain(USUAL).map(PathBuf::from)).collect()
 }
 
-/// What was found on the left, what it means on the right.
+/// Findings on the left, their meanings on the right.
 fn rows(findings: &[Finding]) -> String {
     let mut table = table::new(["", "what", "found", "what it means, and what to do"]);
     for finding in findings {

@@ -1,13 +1,14 @@
 //! A process that outlives the launcher, however that ends, and leaves no rank behind.
 //!
-//! Ranks that joined a world notice the end of their launcher by a pipe, and report why they end. Other
-//! programs do not. The guard reads from the launcher: "done" once all ranks have ended, or nothing at
-//! all if the launcher is killed. Then the processes of its ranks may end by themselves for as long as
-//! after a failure, and those that still run are killed.
+//! Ranks that joined a world notice the end of their launcher by a pipe, and report why they end.
+//! Other programs do not. The guard reads from the launcher: "done" once all ranks have ended, or
+//! an end of input if the launcher is killed. Then the processes of its ranks may end by themselves
+//! for as long as after a failure, and those that still run are killed.
 //!
-//! The guard finds them by `SIDELANE_LAUNCHER_PID` in their environment, which their children inherit. So
-//! no rank is unguarded between its start and a message about it: the input ends only when the launcher is
-//! gone and the last rank that it started runs its own program, because both hold the other end till then.
+//! The guard finds them by `SIDELANE_LAUNCHER_PID` in their environment, which their children
+//! inherit. So no rank is unguarded between its start and a message about it: the input ends only
+//! when the launcher is gone and the last rank that it started runs its own program, because both
+//! hold the other end until then.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -30,7 +31,7 @@ pub struct Guard {
     input: Option<ChildStdin>,
 }
 
-/// What the launcher says when no rank is left to guard.
+/// The launcher's message when no rank is left to guard.
 const DONE: &str = "done";
 
 impl Guard {
@@ -39,7 +40,7 @@ impl Guard {
         let command = ranks::again(LaunchArgs::NAME, &(grace, std::process::id()))?;
         let mut guard = Command::new(&command[0]);
         guard.args(&command[1..]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-        // A launcher may be a rank of another. That one's guard must leave this process to its work.
+        // A launcher may be a rank of another launcher, whose guard must not kill this process.
         guard.env_remove("SIDELANE_LAUNCHER_PID");
         // Ctrl-C at a terminal is for the launcher.
         let process = guard.process_group(0).spawn();
@@ -52,7 +53,7 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         if let Some(mut input) = self.input.take() {
-            // A guard that is gone has nothing left to be told.
+            // A guard that has ended needs no message.
             let _ = input.write_all(DONE.as_bytes());
         }
         // Fails only for a child that was reaped already.
@@ -88,8 +89,8 @@ pub fn watch(task: &str) -> Result<ExitCode, CliError> {
     }
 }
 
-/// Running processes that have this launcher in their environment. Descriptors name them, so that no later
-/// process of the same number is mistaken for one.
+/// Running processes that have this launcher in their environment. Descriptors name them, so that
+/// no later process of the same number is mistaken for one.
 fn started_by(launcher: u32) -> Vec<OwnedFd> {
     let variable = format!("SIDELANE_LAUNCHER_PID={launcher}");
     let is_rank = |pid: Pid| {
@@ -99,7 +100,7 @@ fn started_by(launcher: u32) -> Vec<OwnedFd> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     let pids = numbers.filter_map(Pid::from_raw);
-    // The descriptor first: what the environment says is then said of this process.
+    // The descriptor first: then the environment is that of this very process.
     let open = pids.filter_map(|pid| Some((pid, pidfd_open(pid, PidfdFlags::empty()).ok()?)));
     open.filter(|(pid, _)| is_rank(*pid)).map(|(_, process)| process).collect()
 }

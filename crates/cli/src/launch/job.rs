@@ -1,12 +1,16 @@
 //! One job from start to end: all ranks succeed, or the first failure ends it.
 //!
-//! Ranks stay near their memory, each on processors of one NUMA node: memory lies where its first writer runs. A rank that the kernel moves to another node reads and writes its heap, and its
-//! neighbours read it, through the link between them for the rest of the job.
+//! Ranks stay near their memory, each on processors of one NUMA node: memory lies where its first
+//! writer runs. A rank that the kernel moves to another node reads and writes its heap, and its
+//! local peers read it, through the link between them for the rest of the job.
 //!
-//! Ranks notice the death of their launcher by a pipe. Only the launcher holds the write end, and nobody ever writes: when the launcher ends, however it ends, the
-//! kernel closes the pipe and every reader sees its end. Nothing has to be polled and no signal can be lost.
+//! Ranks notice the death of their launcher by a pipe. Only the launcher holds the write end, and
+//! it never writes. When the launcher ends, in whatever way, the kernel closes the pipe and every
+//! reader sees its end. So no rank needs to poll, and no signal can be lost.
 //!
-//! Signals become a queue of events, so that the launcher has one place where it waits. SIGHUP is left alone: under `nohup` it stays ignored, and otherwise it ends the launcher, which the ranks notice.
+//! Signals become a queue of events, so that the launcher has one place where it waits. SIGHUP is
+//! left alone: under `nohup` it stays ignored, and otherwise it ends the launcher, which the ranks
+//! notice.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -38,7 +42,7 @@ pub struct Job {
     pub part: Option<Part>,
     /// Program and arguments of every rank.
     pub command: Vec<OsString>,
-    /// Variables beside those that the launcher sets; they win.
+    /// Variables besides those that the launcher sets; they take precedence.
     pub env: Vec<(String, OsString)>,
     /// Which processors ranks get.
     pub bind: Bind,
@@ -58,7 +62,8 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// 0 if all ranks exited with 0; otherwise as a shell would report the signal or the first failure.
+    /// 0 if all ranks exited with 0; otherwise as a shell would report the signal or the first
+    /// failure.
     pub fn exit_code(&self) -> u8 {
         match (self.stopped, self.failed) {
             (Some(signal), _) => 128 + signal.as_raw() as u8,
@@ -107,7 +112,7 @@ impl Job {
                     outcome.stopped = Some(signal);
                     ranks.signal(signal);
                 }
-                // The grace is over, or whoever stopped the job has no more patience.
+                // The grace period is over, or the user stops the job a second time.
                 Event::Stop(_) | Event::Elapsed => {
                     let killed: Vec<u32> = ranks.kill().iter().map(|place| place.rank).collect();
                     eprintln!("sidelane: killed {}", list(&killed));
@@ -144,7 +149,7 @@ pub struct End {
 }
 
 impl End {
-    /// What a shell would report: the exit status, or 128 and the signal.
+    /// Status that a shell would report: the exit status, or 128 and the signal.
     pub fn code(&self) -> u8 {
         let code = self.status.code().or(self.status.signal().map(|signal| 128 + signal));
         code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1)
@@ -164,8 +169,8 @@ impl fmt::Display for End {
 
 /// Ranks that were started. Those still alive when this is dropped are killed.
 ///
-/// Each rank leads a process group of its own: what a rank starts is signalled with it, and Ctrl-C at a terminal
-/// reaches a rank once, through the launcher.
+/// Each rank leads a process group of its own: its children are signaled with it, and Ctrl-C at a
+/// terminal reaches a rank once, through the launcher.
 pub struct Ranks {
     running: Vec<(Place, Child)>,
 }
@@ -218,23 +223,24 @@ impl Ranks {
                 ended.push(End { place: *place, status });
                 false
             }
-            // An error would mean that somebody else reaped our child; nobody does.
+            // An error would mean that another reaper took our child; there is none.
             _ => true,
         });
         ended
     }
 
-    /// Sends a signal to each running rank and to what it started.
+    /// Sends a signal to each running rank and to its children.
     pub fn signal(&self, signal: Signal) {
         for (_, child) in &self.running {
-            // Not yet reaped, so the number is still that of our child; a group that is gone is no error.
+            // Not yet reaped, so the number is still that of our child. A group that has ended is
+            // no error.
             if let Some(leader) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
                 let _ = kill_process_group(leader, signal);
             }
         }
     }
 
-    /// Kills what still runs and waits for it. Returns who it was.
+    /// Kills the running ranks and waits for them. Returns these ranks.
     pub fn kill(&mut self) -> Vec<Place> {
         self.signal(Signal::KILL);
         self.running
@@ -264,14 +270,14 @@ pub enum Bind {
     None,
 }
 
-/// What is to be had, for ranks that are started one after another.
+/// Available processors, for ranks that are started one after another.
 struct Binder {
     numa: Numa,
     allowed: CpuSet,
 }
 
 impl Bind {
-    /// Nothing, where there is nothing to choose.
+    /// `None` where there is no choice.
     fn binder(self) -> Option<Binder> {
         match self {
             Bind::Numa => Some(Binder { numa: Numa::here(), allowed: sched_getaffinity(None).ok()? }),
@@ -281,8 +287,8 @@ impl Bind {
 }
 
 impl Binder {
-    /// Starts the `nth` of `ranks` on its share: a process begins with the processors of the thread that starts it. Where the kernel
-    /// refuses, it runs anywhere.
+    /// Starts the `nth` of `ranks` on its share: a process inherits the processors of the thread
+    /// that starts it. Where the kernel refuses, it runs anywhere.
     pub fn start<T>(&self, nth: u32, ranks: u32, start: impl FnOnce() -> T) -> T {
         let allowed = |cpu: u32| (cpu as usize) < CpuSet::MAX_CPU && self.allowed.is_set(cpu as usize);
         let Some(share) = self.numa.share(allowed, nth, ranks) else { return start() };
@@ -315,11 +321,11 @@ impl Lifeline {
     }
 }
 
-/// What the launcher waits for.
+/// Events that the launcher waits for.
 pub enum Event {
     /// A child may have ended.
     Child,
-    /// Somebody wants the job to end.
+    /// A signal asks the job to end.
     Stop(Signal),
     /// Neither came in time.
     Elapsed,
@@ -404,8 +410,8 @@ impl Taggers {
         });
     }
 
-    /// Waits until all that the ranks wrote is copied. A process that a rank left behind may keep its output open:
-    /// it is not waited for longer than `patience`.
+    /// Waits until all output of the ranks is copied. A process that a rank left behind may keep
+    /// its output open: the wait ends after `patience`.
     pub fn finish(self, patience: Duration) {
         drop(self.running);
         let deadline = Instant::now() + patience;
@@ -413,7 +419,7 @@ impl Taggers {
     }
 }
 
-/// Hands on whole lines, tagged; a last line without its newline gets one.
+/// Copies whole lines, tagged; a last line without its newline gets one.
 fn copy_lines(rank: u32, mut from: impl BufRead, mut emit: impl FnMut(&[u8])) {
     let tag = format!("[{rank}] ").into_bytes();
     let mut line = tag.clone();

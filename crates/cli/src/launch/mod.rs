@@ -1,20 +1,22 @@
 //! `sidelane launch`: ranks as processes of this machine, which may be one of several.
 //!
-//! Programs find each other through torchrun's variable names, so what runs here runs under torchrun as well.
-//! The launcher stays only to pass signals on, to say which rank failed and how, and to leave nobody behind. It
-//! can die, too: every rank holds the read end of a pipe ([`job`]) that ends with the launcher, and reports
-//! that itself. A parent-death signal would take a rank's chance to say why it ended. So ranks that do not end are
-//! killed later, by a process that stays ([`guard`]).
+//! Programs find each other through torchrun's variable names, so every program that runs here runs
+//! under torchrun as well. The launcher stays only to forward signals, to report which rank failed
+//! and how, and to leave no process behind. It can die, too: every rank holds the read end of a
+//! pipe ([`job`]) that ends with the launcher, and reports that itself. A parent-death signal would
+//! end a rank before it could report why. So ranks that do not end are killed later, by a process
+//! that stays ([`guard`]).
 //!
-//! One command per machine starts one job; each says how the whole looks, and which node of it this machine is.
+//! One command per machine starts one job; each describes the whole job, and names this machine's
+//! node.
 //!
 //! ```text
 //!   machine a   sidelane bench --nodes 2 --ranks-per-node 4 --master a --node-rank 0     ranks 0 to 3; rank 0 is met
 //!   machine b   sidelane bench --nodes 2 --ranks-per-node 4 --master a --node-rank 1     ranks 4 to 7
 //! ```
 //!
-//! No launcher knows another, so what one launcher would draw for all ranks is said by the user: the meeting point, and
-//! the secret, through the environment.
+//! No launcher knows another. So the user gives the values that one launcher would draw for all
+//! ranks, the meeting point and the secret, through the environment.
 
 mod guard;
 mod job;
@@ -125,12 +127,12 @@ pub struct MachineArgs {
     #[arg(long, value_name = "I", requires = "master", help_heading = "Machines")]
     pub node_rank: Option<u32>,
 
-    /// Where rank 0 is met: the machine of node 0. The ranks take the first of the 16 ports after this one that is free
-    /// there, or SIDELANE_PORT [default port: 29500]
+    /// Address of rank 0: the machine of node 0. The ranks take the first of the 16 ports after
+    /// this one that is free there, or SIDELANE_PORT [default port: 29500]
     #[arg(long, value_name = "HOST[:PORT]", requires = "node_rank", help_heading = "Machines")]
     pub master: Option<Master>,
 
-    /// The lane between nodes: sets SIDELANE_NET [default: what the environment says]
+    /// The lane between nodes: sets SIDELANE_NET [default: from the environment]
     #[arg(long, value_enum, help_heading = "Machines")]
     pub net: Option<Net>,
 
@@ -142,9 +144,9 @@ pub struct MachineArgs {
 /// What `--net` names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Net {
-    /// loopback on one machine; otherwise verbs where there are cards, and tcp where not
+    /// loopback on one machine; otherwise verbs if there are NICs, and tcp if not
     Auto,
-    /// RDMA cards
+    /// RDMA NICs
     Verbs,
     /// Sockets
     Tcp,
@@ -169,7 +171,8 @@ pub struct Master {
 }
 
 impl MachineArgs {
-    /// The part of a job with nodes of these sizes that this machine runs; none if it runs the whole job.
+    /// The part of a job with nodes of these sizes that this machine runs; none if it runs the
+    /// whole job.
     pub fn part(&self, nodes: &[u32]) -> Result<Option<Part>, CliError> {
         let (Some(node), Some(master)) = (self.node_rank, &self.master) else { return Ok(None) };
         let count = nodes.len();
@@ -184,7 +187,7 @@ impl MachineArgs {
         if self.node_rank.unwrap_or(0) == 0 { command::claim(paths) } else { Ok(()) }
     }
 
-    /// What the ranks find in their environment.
+    /// Environment of the ranks.
     pub fn variables(&self) -> Vec<(String, OsString)> {
         let net = self.net.and_then(|net| net.to_possible_value());
         net.map(|net| ("SIDELANE_NET".to_owned(), net.get_name().into())).into_iter().collect()
@@ -282,7 +285,8 @@ pub struct Place {
 impl Meeting {
     /// All ranks on this machine. Draws a name and a secret, and finds two free ports.
     ///
-    /// The ports are free now; the handshake of the ranks notices if somebody else took one meanwhile.
+    /// The ports are free now; the handshake of the ranks detects if another process took one
+    /// meanwhile.
     pub fn here(lifeline: &Lifeline) -> Result<Self, CliError> {
         let (master_port, port) = free_ports().map_err(CliError::prepare("find a free port"))?;
         let job = format!("sidelane-{}", random_hex::<4>()?);
@@ -293,8 +297,8 @@ impl Meeting {
         Ok(meeting)
     }
 
-    /// Ranks on several machines, these of them here. What all machines must say alike is given, or follows from the
-    /// port; the secret is in the environment.
+    /// Ranks on several machines, and those of this one. Values that all machines must share are
+    /// given, or follow from the port; the secret is in the environment.
     ///
     /// # Errors
     /// Where the ranks would refuse to meet without one.

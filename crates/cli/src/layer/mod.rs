@@ -1,8 +1,9 @@
-//! `sidelane layer`: a whole MoE layer between real processes, transfers in turn with compute and beside it.
+//! `sidelane layer`: a whole MoE layer between real processes, transfers in turn with compute and
+//! concurrent with it.
 //!
-//! What hides is seen where transfers cost time and no core: on wires that keep the time of a slower link
-//! ([`EmulatedLink`](sidelane::config::EmulatedLink)). Unless told otherwise, the link takes as long as the experts: then overlap saves half of the time at
-//! most.
+//! Overlap shows where transfers cost time and no core: on connections that emulate a slower link
+//! ([`EmulatedLink`](sidelane::config::EmulatedLink)). By default, the link takes as long as the
+//! experts: then overlap saves half of the time at most.
 //!
 //! ```text
 //!   layer --> Task --launch--> rank 0 .. n-1:  check | rounds: transfers alone, in turn, overlapped, ... | trace
@@ -37,7 +38,8 @@ Examples:
   sidelane layer --link 1G/10 --backward              # 1 GiB/s, 10 us
   sidelane layer --link none --nodes 1 --ranks-per-node 2";
 
-/// Time a MoE layer with its transfers in turn with the experts and beside them, and how much of them hides
+/// Time a MoE layer with its transfers before and during its experts, and how much of them the
+/// experts hide
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct LayerArgs {
@@ -47,8 +49,8 @@ pub struct LayerArgs {
     #[command(flatten)]
     pub shape: Shape,
 
-    /// The link between nodes of one machine: `even` (as fast as the experts), `none` (copies), or bytes per second, a slash
-    /// and microseconds
+    /// The link between nodes of one machine: `even` (as fast as the experts), `none` (copies), or
+    /// bytes per second, a slash and microseconds
     #[arg(long, value_name = "even|none|RATE/US", default_value = "even")]
     pub link: LinkArg,
 
@@ -90,7 +92,7 @@ impl Command for LayerArgs {
     }
 }
 
-/// What a layer is made of.
+/// Shape of a layer.
 #[derive(Args, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shape {
     #[arg(skip)]
@@ -120,7 +122,7 @@ pub struct Shape {
     #[arg(long, value_name = "N", default_value_t = 32)]
     pub token_chunks: u32,
 
-    /// Transfers under way at once [default: 2, or 1 where there is but one chunk]
+    /// Transfers in flight at once [default: 2, or 1 if there is only one chunk]
     #[arg(long, value_name = "N")]
     pub transfers: Option<u32>,
 
@@ -149,7 +151,7 @@ impl Shape {
         self.ranks_per_node.iter().sum()
     }
 
-    /// How many transfers are under way at once.
+    /// Number of transfers in flight at once.
     pub fn transfers(&self) -> u32 {
         self.transfers.unwrap_or(1)
     }
@@ -166,15 +168,16 @@ impl Shape {
         2 * u64::from(self.hidden)
     }
 
-    /// Bytes that a rank of the first node sends to other nodes in a balanced step: rows of its tokens, and rows of others on
-    /// their way home.
+    /// Bytes that a rank of the first node sends to other nodes in a balanced step: rows of its
+    /// tokens, and returned rows of others.
     fn bytes_across(&self) -> u64 {
         let (ranks, near) = (u64::from(self.ranks()), u64::from(self.ranks_per_node[0]));
         let rows = u64::from(self.tokens) * u64::from(self.top_k);
         2 * rows * self.row_bytes() * (ranks - near) / ranks
     }
 
-    /// Room for two layers, each with rows and their gradients alive, when a rank has thrice its share.
+    /// Room for two layers, each with rows and their gradients alive, when a rank has three times
+    /// its share.
     pub fn sizes(&self) -> Sizes {
         let rows = u64::from(self.tokens) * u64::from(self.top_k) * u64::from(self.ranks().min(3));
         let symmetric = 64 << 20;
@@ -222,7 +225,7 @@ impl Task {
         let transfers = args.shape.transfers.or(Some(args.shape.token_chunks.min(2)));
         let shape = Shape { ranks_per_node, transfers, ..args.shape.clone() };
         shape.check()?;
-        // Between machines, and within a node, transfers take what they take.
+        // Transfers between machines and within a node are not emulated.
         let wires = shape.ranks_per_node.len() > 1 && args.machines.node_rank.is_none();
         let emulated_link = match args.link {
             LinkArg::Link(_) if !wires => {
@@ -248,7 +251,8 @@ impl Task {
         self.trace_out.is_some() || self.svg.is_some()
     }
 
-    /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
+    /// Conditions that all ranks must have in common. Only rank 0 writes files, but all ranks
+    /// record for it.
     pub fn conditions(&self) -> String {
         let Task { shape, emulated_link, backward, rounds, .. } = self;
         ranks::conditions(
@@ -307,7 +311,8 @@ const LATENCY: Duration = Duration::from_micros(10);
 const TRIES: u32 = 5;
 
 impl LinkArg {
-    /// The link for a layer of this shape. All cores that ranks will use are at work while experts are timed.
+    /// The link for a layer of this shape. All cores that ranks will use are at work while experts
+    /// are timed.
     pub fn resolve(self, shape: &Shape) -> Option<EmulatedLink> {
         match self {
             LinkArg::None => None,
@@ -322,14 +327,15 @@ impl LinkArg {
     }
 }
 
-/// How long the experts of a rank take for a balanced step, chunk by chunk, of all ranks of this machine at once.
+/// How long the experts of a rank take for a balanced step, chunk by chunk, of all ranks of this
+/// machine at once.
 fn experts_alone(shape: &Shape) -> Duration {
     let ranks: u32 = shape.ranks_per_node.iter().sum();
     let (hidden, ffn) = (shape.hidden as usize, shape.ffn as usize);
     let local = shape.experts.div_ceil(ranks) as usize;
     let chunks = shape.token_chunks as usize;
     let rows = ((u64::from(shape.tokens) * u64::from(shape.top_k)) as usize).div_ceil(chunks);
-    // The first experts have what is left over.
+    // The first experts get the remainder.
     let counts: Vec<i64> = (0..local).map(|nth| ((rows + local - 1 - nth) / local) as i64).collect();
     let weights = vec![0.01; GroupedSwiGlu::values(local, hidden, ffn)];
     let Ok(experts) = GroupedSwiGlu::new(local, hidden, ffn, weights) else { return Duration::ZERO };

@@ -31,7 +31,7 @@ pub enum Kind {
     Transfers,
     /// One after another.
     InTurn,
-    /// Beside each other.
+    /// Concurrent.
     Overlapped,
 }
 
@@ -39,7 +39,7 @@ impl Kind {
     const ALL: [Kind; 3] = [Kind::Transfers, Kind::InTurn, Kind::Overlapped];
 }
 
-/// What one direction of a step took, of this rank.
+/// Time of one direction of a step at this rank.
 #[derive(Default)]
 struct Taken {
     /// By kind.
@@ -61,7 +61,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     if world.rank() != 0 {
         return Ok(ExitCode::SUCCESS);
     }
-    // What the wires keep may also come from the environment.
+    // The emulated link may also come from the environment.
     let link = EmulatedLink::from_env().map_err(Error::from)?;
     let report = Report::new(task, &world, link, verified, &passes);
     if let Some(path) = &task.trace_out {
@@ -172,7 +172,7 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// A layer whose weights all ranks draw alike.
+/// A layer with the same random weights on all ranks.
 fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Result<MoeLayer, CliError> {
     let Shape { tokens, hidden, ffn, experts, top_k, token_chunks, seed, .. } = task.shape;
     let map = ExpertMap::contiguous(experts, group.size()).map_err(Error::from)?;

@@ -1,6 +1,7 @@
-//! What was found, and its JSON. Keys are described in `docs/layer-json.md`.
+//! Results, and their JSON. `docs/layer-json.md` describes the keys.
 //!
-//! The picture shows one overlapped step at a glance: the streams of every rank, one below the other, time from left to right.
+//! The picture shows one overlapped step at a glance: the streams of every rank, one below the
+//! other, time from left to right.
 //!
 //! ```text
 //!   title, conditions
@@ -36,7 +37,7 @@ pub struct Report {
     pub backward: Option<Pass>,
 }
 
-/// What was measured, and where.
+/// Measured layer and machine.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
     #[serde(flatten)]
@@ -48,7 +49,7 @@ pub struct Conditions {
     pub cores: usize,
 }
 
-/// The link whose time wires kept.
+/// The emulated link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Link {
     pub bytes_per_second: u64,
@@ -143,7 +144,7 @@ impl command::Report for Report {
 }
 
 const TOP: f64 = 74.0;
-/// Height of a stream, and what is between ranks.
+/// Height of a stream, and the gap between ranks.
 const STREAM: f64 = 22.0;
 const GAP: f64 = 22.0;
 
@@ -160,7 +161,7 @@ const STYLE: Style = Style {
 .out { fill: #3f83dd; } .home { fill: #1f9e99; } .other { fill: #6b747e; }",
 };
 
-/// What is done to a chunk: its rule in the style, how it is said, and the spans that do it; the last one has all others.
+/// Work on a chunk: its rule in the style, its words, and its spans; the last entry has all others.
 const KINDS: [(&str, &str, &[&str]); 5] = [
     ("out", "to experts", &["dispatch", "gradient of combine"]),
     ("home", "home, summed", &["combine", "gradient of dispatch"]),

@@ -7,8 +7,9 @@
 //!   put-bibw          both: put put put ... signal k, wait for k of the other, quiet | ...
 //! ```
 //!
-//! All puts of a window have the same bytes and go to the same place, so it does not matter which of them lands last;
-//! windows are numbered. Before a run the receiver's memory is poisoned, and after it compared: neither is timed.
+//! All puts of a window have the same bytes and go to the same place, so it does not matter which
+//! of them lands last; windows are numbered. The receiver's memory is poisoned before a run and
+//! compared after it: neither is timed.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -24,12 +25,12 @@ use super::{Run, Test};
 /// A stream is cut into so many windows, each ended by a quiet: the fastest is the peak.
 const WINDOWS: u32 = 5;
 
-/// What one rank of a pair has found in a run.
+/// Results of one rank of a pair in a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Found {
     pub latency: Option<Latency>,
     pub bandwidth: Option<Bandwidth>,
-    /// Whether what it received last is what the other put last.
+    /// Whether the bytes received last are those that the other rank put last.
     pub verified: bool,
 }
 
@@ -50,7 +51,8 @@ impl<'w> Pair<'w> {
         Ok(Pair { world, window: group.window(bytes)?, me: group.rank(), said: 0 })
     }
 
-    /// One run. With `memcpy`, a stream is followed by as many copies of the same bytes within the first rank.
+    /// One run. With `memcpy`, the first rank copies the same bytes within itself as often after a
+    /// stream.
     pub fn run(&mut self, test: Test, run: Run, memcpy: bool) -> Result<Found, Error> {
         let Run { bytes, iterations, warmup } = run;
         let mut source = fill(self.me, bytes);
@@ -80,8 +82,9 @@ impl<'w> Pair<'w> {
         Ok(found)
     }
 
-    /// Half of each round trip, in microseconds; of the second rank the time is that in between, and nobody asks. A trip ends
-    /// when the next one has been put on its way: the clock, which is a good part of the shortest, is looked at meanwhile.
+    /// Half of each round trip, in microseconds. The second rank returns the time in between, which
+    /// is not used. A trip ends when the next one is in flight: reading the clock, a good part of
+    /// the shortest trip, overlaps with it.
     fn round_trips(&mut self, source: &mut [u8], count: u32) -> Result<Vec<f64>, Error> {
         let mut looks = Vec::with_capacity(count as usize + 1);
         let (first, last) = (self.said + 1, self.said + u64::from(count));
@@ -100,7 +103,8 @@ impl<'w> Pair<'w> {
         Ok(looks.windows(2).map(|trip| (trip[1] - trip[0]).as_secs_f64() * 1e6 / 2.0).collect())
     }
 
-    /// A put and its signal, or a signal if there is nothing to put. What is put is stamped for the next one then.
+    /// A put and its signal, or a signal if there is nothing to put. Then stamps the bytes for the
+    /// next put.
     fn say(&mut self, source: &mut [u8]) -> Result<(), Error> {
         let other = 1 - self.me;
         self.said += 1;
@@ -112,7 +116,8 @@ impl<'w> Pair<'w> {
         Ok(())
     }
 
-    /// Puts of each timed window, and its microseconds. The windows are numbered from 1; what warms up is number 0.
+    /// Puts of each timed window, and its microseconds. The windows are numbered from 1; warm-up is
+    /// number 0.
     fn streams(&mut self, test: Test, source: &mut [u8], run: Run) -> Result<Vec<(u32, f64)>, Error> {
         let mut windows = Vec::new();
         let counts = [run.warmup].into_iter().chain(shares(run.iterations));
@@ -194,7 +199,7 @@ fn stamp(bytes: &mut [u8], put: u64) {
     end.copy_from_slice(&put.to_le_bytes()[..end.len()]);
 }
 
-/// Bytes of which none is what the put with this number would leave.
+/// Bytes that all differ from those of the put with this number.
 pub fn poison(position: u32, bytes: u64, put: u64) -> Vec<u8> {
     let mut wrong = fill(position, bytes);
     stamp(&mut wrong, put);
@@ -202,7 +207,7 @@ pub fn poison(position: u32, bytes: u64, put: u64) -> Vec<u8> {
     wrong
 }
 
-/// Whether these bytes are what the put with this number leaves.
+/// Whether these are the bytes of the put with this number.
 fn is_put(seen: &[u8], position: u32, put: u64) -> bool {
     let mut expected = fill(position, seen.len() as u64);
     stamp(&mut expected, put);

@@ -1,7 +1,8 @@
 //! `sidelane perf`: latency and bandwidth between two ranks, over the one-sided face alone.
 //!
-//! What a dispatch is made of, one thing at a time, in the tables that users of perftest know. Nothing here knows a lane:
-//! what is measured is what a program sees that calls [`Window`](sidelane::Window), a wait that falls asleep included.
+//! Parts of a dispatch, one at a time, in the tables that users of perftest know. No code here
+//! knows a lane: the figures are those of a program that calls [`Window`](sidelane::Window),
+//! including waits that fall asleep.
 //!
 //! ```text
 //!   rank a ----- put, signal ----> rank b      a pair has a group and a window of its own
@@ -28,7 +29,7 @@ use crate::launch::MachineArgs;
 use crate::options::{NodeArgs, at_least_one};
 use crate::ranks;
 
-/// What is measured.
+/// Measured operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Test {
@@ -69,7 +70,8 @@ pub struct PerfArgs {
     #[arg(long, value_name = "SIZE,..|FROM..TO")]
     pub sizes: Option<Sizes>,
 
-    /// The rank that rank 0 is measured with [default: the first one of node 1, or rank 1 if there is only one node]
+    /// The rank that rank 0 exchanges with [default: the first one of node 1, or rank 1 if there is
+    /// only one node]
     #[arg(long, value_name = "RANK")]
     pub peer: Option<u32>,
 
@@ -84,7 +86,8 @@ pub struct PerfArgs {
     #[command(flatten)]
     pub nodes: NodeArgs<2, 1>,
 
-    /// Round trips, or puts in each direction, that are timed for each size [default: by size, at most 1000 or 5000]
+    /// Round trips, or puts in each direction, that are timed for each size [default: by size, at
+    /// most 1000 or 5000]
     #[arg(long, value_name = "N")]
     pub iterations: Option<u32>,
 
@@ -138,7 +141,7 @@ impl Test {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sizes(pub Vec<u64>);
 
-/// The largest put: windows and what is put into them lie in memory.
+/// The largest put: windows and the bytes to put lie in memory.
 const MOST: u64 = 1 << 30;
 
 impl FromStr for Sizes {
@@ -194,7 +197,7 @@ impl fmt::Display for Bytes {
 pub struct Task {
     pub test: Test,
     pub ranks_per_node: Vec<u32>,
-    /// Who is measured with whom, one pair after the other.
+    /// Pairs of ranks, measured one after the other.
     pub pairs: Vec<(u32, u32)>,
     /// Whether they are all pairs of nodes.
     pub matrix: bool,

@@ -1,7 +1,9 @@
-//! What every rank does: measure where it is one of the pair, and wait for the figures where it is not.
+//! Work of every rank: measure as one of the pair, or else wait for the figures.
 //!
-//! With `--baselines` it takes turns with the same put over UCX: `ucx_perftest -t ucp_put_lat`, two processes of this machine, for one run at a time. It times half a round trip of a put whose last byte the other side polls; ours has a signal of its own behind the put, which
-//! may fall asleep. Runs of both take turns, so that a busy moment of the machine meets both.
+//! With `--baselines` it takes turns with the same put over UCX: `ucx_perftest -t ucp_put_lat`, two
+//! processes of this machine, for one run at a time. It times half a round trip of a put whose last
+//! byte the other side polls; ours has a signal of its own behind the put, which may fall asleep.
+//! Runs of both take turns, so that a busy moment of the machine meets both.
 
 use std::io::{self, Read};
 use std::mem::take;
@@ -79,16 +81,16 @@ fn describe(world: &World, (from, to): (u32, u32)) -> PairReport {
 /// An odd number: its median is one of them.
 const TURNS: usize = 9;
 
-/// What is known after turns of one size.
+/// Results after turns of one size.
 #[derive(Default)]
 struct Turns {
     /// On rank 0.
     pub baseline: Option<BaselineReport>,
-    /// Why there were none, on all ranks: nobody is asked again.
+    /// Why there were none, on all ranks: later sizes skip it.
     pub absent: Option<Unavailable>,
 }
 
-/// Runs of ours and of `ucx_perftest` in turn. Collective: who waits for the other's turn is asleep on a socket.
+/// Runs of ours and of `ucx_perftest` in turn. Collective: the waiting side sleeps on a socket.
 fn take_turns(all: &Group, mut pair: Option<&mut Pair<'_>>, test: Test, run: Run) -> Result<Turns, CliError> {
     let (mut ours_us, mut theirs_us) = (Vec::new(), Vec::new());
     for _ in 0..TURNS {
@@ -144,7 +146,8 @@ fn put_lat(run: Run) -> Result<f64, CliError> {
             (true, None) => return Err(failed!("{PROGRAM} printed {printed:?}, where figures should be")),
             (false, _) => {
                 let _ = poll(&mut [], Some(&PAUSE));
-                // A server that was reached ends with its client; one that still runs may not have listened yet.
+                // A connected server ends with its client; one that still runs may not have
+                // listened yet.
                 if matches!(server.0.try_wait(), Ok(None)) && begun.elapsed() < READY {
                     continue;
                 }
@@ -156,7 +159,8 @@ fn put_lat(run: Run) -> Result<f64, CliError> {
     }
 }
 
-/// Runs a client to its end: what it prints fits into a pipe. One that goes on for too long is killed.
+/// Runs a client to its end: its output fits into a pipe. A client that runs for too long is
+/// killed.
 fn run_out(client: &mut Command) -> Result<Output, CliError> {
     let failed = |source| failed!("cannot run {PROGRAM}: {source}");
     client.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -185,7 +189,7 @@ fn median(printed: &str) -> Option<f64> {
     figures.split(',').nth(at)?.parse().ok()
 }
 
-/// One that nobody listened at a moment ago.
+/// A port without a listener a moment ago.
 fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }

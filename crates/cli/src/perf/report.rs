@@ -36,7 +36,7 @@ pub struct Report {
     pub unavailable: Option<Unavailable>,
 }
 
-/// What was measured, and where.
+/// Measured operation and machine.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
     pub test: Test,
@@ -136,7 +136,8 @@ impl BaselineReport {
 }
 
 impl Bandwidth {
-    /// Of windows of (puts, microseconds), where `bytes` move with each put; beside copies of so many and so long.
+    /// Figures of windows of (puts, microseconds), where `bytes` move with each put; next to copies
+    /// of the same number and size.
     pub fn of(bytes: u64, windows: &[(u32, f64)], memcpy: Option<(u32, f64)>) -> Self {
         let speed = |puts: u64, us: f64| mib_s(bytes * puts, us);
         let (puts, us) =

@@ -1,4 +1,4 @@
-//! `sidelane plan-bench`: what one rank's operands cost to make, in time and memory, by number of ranks.
+//! `sidelane plan-bench`: the cost of one rank's operands, in time and memory, by number of ranks.
 
 use std::hint::black_box;
 use std::path::PathBuf;
@@ -22,7 +22,8 @@ use crate::options::one_of;
 use crate::svg;
 use crate::table::{self, time, volume};
 
-/// Measure what a rank's own part of a dispatch costs to plan, and what its tables hold, by number of ranks
+/// Measure the time to plan a rank's own part of a dispatch, and the memory of its tables, by
+/// number of ranks
 #[derive(Args)]
 pub struct PlanBenchArgs {
     /// Numbers of ranks
@@ -136,11 +137,11 @@ pub struct Shape {
 pub struct Cost {
     /// A rank's own routing by bin.
     pub sort: f64,
-    /// Counts of everybody added up, and the layout.
+    /// The sum of all ranks' counts, and the layout.
     pub place: f64,
     /// Operands of the rank's own program.
     pub fill: f64,
-    /// What it hands on, if blocks of its sources are like its own: runs and operands.
+    /// Its relayed rows, if blocks of its sources are like its own: runs and operands.
     pub relay: f64,
     /// What all these tables hold.
     pub bytes: u64,
@@ -207,7 +208,7 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
 
         let begin = Instant::now();
         counts.clear(words.len() as u32);
-        // What a rank adds up: its neighbours' counts, and a message of each other node.
+        // Counts that a rank adds up: those of its local peers, and a message of each other node.
         (0..per_node).for_each(|source| counts.add(0, source, &words));
         (1..nodes.nodes()).for_each(|_| counts.add_node(&[], black_box(&words)));
         sizes.fill(&bins, 1, &counts.total, None);
@@ -241,7 +242,7 @@ const SIZE: (f64, f64) = (760.0, 380.0);
 const TOP: f64 = 92.0;
 const BOTTOM: f64 = 316.0;
 
-/// What a panel shows, and how that is said.
+/// Figure of a panel, and its words.
 type Figure = fn(&Cost) -> f64;
 type Said<'a> = &'a dyn Fn(f64) -> String;
 
@@ -298,7 +299,7 @@ mod tests {
                 parsed(&format!("--ranks 4,16 --tokens 64 --rounds 1 --layout {}", layout.name())).unwrap();
             let rows = rows(&args).unwrap();
             assert_eq!(rows.len(), 4);
-            // What crosses through relays is held beside what goes straight, and is handed on by somebody.
+            // Rows through relays are held in addition to direct ones, and need a relay.
             assert!(rows[3].cost.bytes > rows[2].cost.bytes && rows[3].cost.relay > 0.0);
             assert!(text(&args, &rows).contains(" pxn "), "{}", text(&args, &rows));
             let tags = elements(&draw(&args, &rows));

@@ -1,4 +1,5 @@
-//! `sidelane routing`: what a router's decisions ask of experts, ranks and nodes, and what a capacity would cost.
+//! `sidelane routing`: load of experts, ranks and nodes by a router's decisions, and the cost of a
+//! capacity.
 //!
 //! No rank is started and no row is moved: everything here follows from the decisions alone.
 //!
@@ -7,8 +8,8 @@
 //!            \--> Drops   what each way of dropping loses, factor by factor              table, curves
 //! ```
 //!
-//! How many choices are dropped is decided by the counts alone; whom it hits is decided by the way: the highest weights
-//! lose least weight, the first tokens leave the last ones empty.
+//! The counts alone decide how many choices are dropped; the policy decides which. Keeping the
+//! highest weights loses the least weight; keeping the first tokens drops the last ones.
 
 mod report;
 
@@ -28,11 +29,12 @@ use crate::error::CliError;
 use crate::options::{NodeArgs, RouterArgs};
 use crate::routing::{Decided, Source};
 
-/// Show how a router loads experts, ranks and nodes, and what it would lose to a capacity
+/// Show how a router loads experts, ranks and nodes, and how many choices a capacity would drop
 #[derive(Args)]
 pub struct RoutingArgs {
-    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a file of JSON lines
-    /// with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts or --top-k differ from it]
+    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
+    /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts
+    /// or --top-k differ from it]
     #[arg(value_name = "recorded|PATTERN|FILE")]
     pub routing: Option<Source>,
 
@@ -85,19 +87,19 @@ pub struct Task {
 }
 
 impl Task {
-    /// From the command line and what the recording or the routing file says.
+    /// From the command line and the recording or routing file.
     pub fn resolve(args: &RoutingArgs) -> Result<Self, CliError> {
         let zipf = args.random.then_some(Source::Pattern(Pattern::Zipf(1.0)));
         let decided = args.router.decide(args.nodes.sizes()?, &zipf.or(args.routing.clone()))?;
         Ok(Task { decided, factors: args.factors.clone() })
     }
 
-    /// What the factors of the table would cost.
+    /// Costs of the factors in the table.
     pub fn table(&self) -> Result<Vec<Dropped>, CliError> {
         self.factors.iter().map(|&factor| self.dropped(factor)).collect()
     }
 
-    /// What the factors of the picture would cost.
+    /// Costs of the factors in the picture.
     pub fn curves(&self) -> Result<Vec<Dropped>, CliError> {
         let (first, last, step) = CURVES;
         (first..=last).map(|n| self.dropped(f64::from(n) * step)).collect()
@@ -203,7 +205,8 @@ fn different(places: &mut Vec<u32>) -> usize {
     places.len()
 }
 
-/// Ways of choosing whom to keep, with their names in tables. `Random` keeps as much weight as `Position`, on average.
+/// Policies of dropping, with their names in tables. `Random` keeps as much weight as `Position`,
+/// on average.
 const WAYS: [(DropPolicy, &str); 4] = [
     (DropPolicy::Score, "score"),
     (DropPolicy::Position, "position"),
@@ -211,7 +214,7 @@ const WAYS: [(DropPolicy, &str); 4] = [
     (DropPolicy::Priority, "priority"),
 ];
 
-/// What a capacity factor would cost.
+/// Costs of a capacity factor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Dropped {
     pub factor: f64,
@@ -222,7 +225,7 @@ pub struct Dropped {
     pub lost: Vec<Lost>,
 }
 
-/// What is lost by one way of choosing whom to keep.
+/// Losses of one drop policy.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Lost {
     pub policy: String,

@@ -1,6 +1,7 @@
-//! What `routing` has seen: as people read it, and its JSON, whose keys are described in `docs/routing-json.md`.
+//! Report of `routing`: as people read it, and its JSON. `docs/routing-json.md` describes the keys.
 //!
-//! The terminal shows load per expert as bars: a column for each expert, a band of columns for as many as fit.
+//! The terminal shows load per expert as bars: a column for each expert, a band of columns for as
+//! many as fit.
 //!
 //! ```text
 //!    2.1x |  █
@@ -106,7 +107,7 @@ impl Report {
 }
 
 impl Conditions {
-    /// Where decisions come from, and who has them.
+    /// Source of the decisions, and their number.
     pub fn words(&self) -> [String; 2] {
         let Conditions { routing, experts, top_k, seed, tokens, .. } = self;
         [
@@ -116,7 +117,7 @@ impl Conditions {
     }
 }
 
-/// Two digits; none where there is nothing.
+/// Two digits; empty without a share.
 fn percent(share: f64) -> String {
     if share == 0.0 { "-".into() } else { format!("{:.2}%", share * 100.0) }
 }
@@ -157,7 +158,7 @@ fn bar_lines(choices: &[u64]) -> String {
     text
 }
 
-/// What a column shows in a line, counted from below. The least load that is not zero is seen.
+/// The character of a column in a line, counted from below. The least load above zero is visible.
 fn piece(load: u64, most: u64, line: usize) -> char {
     let eighths = (load * (LINES * 8) as u64).div_ceil(most.max(1)) as usize;
     EIGHTHS[eighths.saturating_sub(line * 8).min(8)]
@@ -190,7 +191,7 @@ const STYLE: Style = Style {
 .c3 { stroke: #1f9e99; } .c4 { stroke: #e0579f; }",
 };
 
-/// The picture of a report, with what the factors of its curves would cost.
+/// The picture of a report, with the costs of the factors of its curves.
 pub fn draw(report: &Report, map: &ExpertMap, curves: &[Dropped]) -> String {
     svg::picture((WIDTH, HEIGHT), "Load of the experts, and what a capacity drops", STYLE, |svg| {
         let [routing, ranks] = report.config.words();

@@ -1,4 +1,5 @@
-//! Figures of this machine, for the time interpreter: what bare copies, bare sums, words and planning cost, all cores at work.
+//! Figures of this machine, for the time interpreter: costs of bare copies, bare sums, words and
+//! planning, with all cores at work.
 //!
 //! ```text
 //!   rows of 64 bytes, rows of 16 KiB     bare loops of a dispatch      price of a row, rate of a copy
@@ -7,8 +8,8 @@
 //!   4096 tokens, top-8                   sort, place                   price of a choice
 //! ```
 //!
-//! Loops are the yardstick's, which know no flags, counts or placement: so what the interpreter adds to them is its own
-//! prediction, and a measurement of real calls judges it.
+//! The loops are those of the floor, which know no flags, counts or placement. The rest is the
+//! interpreter's prediction, which a measurement of real calls checks.
 
 use std::time::{Duration, Instant};
 
@@ -49,7 +50,8 @@ pub fn measure() -> Result<Hardware, CliError> {
     let ranks = cores.max(2);
     let [small, large] = [loops(ranks, HIDDEN[0])?, loops(ranks, HIDDEN[1])?];
     let bytes = |hidden: u32| f64::from(hidden) * 2.0;
-    // Two equations, time = rows * price + bytes / rate, where cores take turns if there are more ranks than these.
+    // Two equations, time = rows * price + bytes / rate, where cores take turns if there are more
+    // ranks than these.
     let turns = f64::from(ranks) / f64::from(cores);
     let per_row = |loops: &Loops| loops.copy / turns / loops.rows;
     let per_byte = (per_row(&large) - per_row(&small)) / (bytes(HIDDEN[1]) - bytes(HIDDEN[0]));
@@ -89,7 +91,7 @@ pub fn measure() -> Result<Hardware, CliError> {
     })
 }
 
-/// What was found, in a few lines.
+/// Results in a few lines.
 pub fn words_of(hardware: &Hardware) -> String {
     let Hardware { engines, compute, host, .. } = hardware;
     let gb = |rate: u64| rate as f64 / 1e3;
@@ -120,7 +122,7 @@ fn ps(seconds: f64) -> u64 {
     (seconds * 1e12).round() as u64
 }
 
-/// What the machine can do: other work only ever adds.
+/// Speed of the machine: other work only adds time.
 fn least(times: &[Duration]) -> f64 {
     times.iter().min().copied().unwrap_or_default().as_secs_f64()
 }
@@ -140,7 +142,7 @@ fn on_all<T: Send>(
 /// Bare loops of a dispatch and its combine between so many ranks, one for each core.
 fn loops(ranks: u32, hidden: u32) -> Result<Loops, Error> {
     let mut options = Options::default();
-    // Rows that land, outputs, and as much again for what is announced.
+    // Landed rows, outputs, and as much again for announced rows.
     let landed = u64::from(TOKENS * TOP_K) * u64::from(hidden) * 2;
     options.config.heap = (8 * landed).max(64 << 20);
     let worlds = World::threads_with(&vec![0; ranks as usize], &options)?;

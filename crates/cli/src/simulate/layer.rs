@@ -1,4 +1,5 @@
-//! A whole layer, forward and backward: transfers of chunks of the tokens beside the experts' products.
+//! A whole layer, forward and backward: transfers of token chunks concurrent with the experts'
+//! products.
 //!
 //! ```text
 //!   chunks --Placed--> dispatch, combine, gradients of one chunk --\
@@ -13,9 +14,10 @@
 //! | home | combine | gradient of dispatch: a combine |
 //! | of all tokens at once | shared expert | gradients of weights: three for experts, six for the shared one |
 //!
-//! The graphs are those that [`MoeLayer`](sidelane::layer::MoeLayer) runs, their order included. Not in them: that copies and products
-//! read the same memory, the launches of the experts' kernels, sums outside of transfers, and what is small beside rows: gradients of
-//! routing weights on their way home, and the counts of sources.
+//! The graphs are those that [`MoeLayer`](sidelane::layer::MoeLayer) runs, their order included.
+//! Not in them: that copies and products read the same memory, the launches of the experts'
+//! kernels, sums outside of transfers, and traffic that is small next to rows: returned gradients
+//! of routing weights, and the counts of sources.
 
 use serde::Serialize;
 use sidelane::layer::{Times, backward_times, forward_times};
@@ -50,9 +52,10 @@ pub struct Layered {
     /// Of chunks, one after another.
     sequential_ns: u64,
     overlapped_ns: u64,
-    /// What overlap saves over all tokens at once, one after another, of the shorter of experts and transfers.
+    /// What overlap saves over all tokens at once, one after another, of the shorter of experts and
+    /// transfers.
     pub hidden_share: f64,
-    /// What takes longest of what overlaps: `experts`, or what is busiest in transfers.
+    /// The busiest of the overlapping parts: `experts`, or the busiest part of transfers.
     pub limit: &'static str,
 }
 
@@ -131,7 +134,7 @@ impl Parts {
         }
     }
 
-    /// Rows out, and rows home.
+    /// Rows out, and returned rows.
     fn ways(&self, pass: Pass) -> [&Timing; 2] {
         match pass {
             Pass::Forward => [&self.dispatch, &self.combine],
@@ -143,7 +146,7 @@ impl Parts {
         self.ways(pass).iter().map(|timing| timing.ns).sum()
     }
 
-    /// What is busiest in the longer of the two.
+    /// The busiest part of the longer of the two.
     fn busiest(&self, pass: Pass) -> &'static str {
         let [out, home] = self.ways(pass);
         let longer = if out.ns > home.ns { out } else { home };
@@ -151,7 +154,7 @@ impl Parts {
     }
 }
 
-/// What a node takes: of a chunk, or of all tokens.
+/// Time of a node: of a chunk, or of all tokens.
 fn cost(at: NodeInfo, cut: &Cut, whole: &Parts) -> u64 {
     let chunk = || cut.chunk(at.work.chunk);
     match at.work.name {
@@ -294,7 +297,8 @@ mod tests {
                 assert_eq!(pass.sequential_ns, pass.experts_ns + pass.transfers_ns, "{pass:?}");
             }
         }
-        // Without a shared expert: gradients of weights are half of what experts do backward, and those of all tokens at once.
+        // Without a shared expert: gradients of weights are half of the experts' backward work, and
+        // cover all tokens at once.
         let ([_, whole], [_, in_turn]) = (layered("mixtral", 512, 1), layered("mixtral", 512, 4));
         let [_, chunk] = layered("mixtral", 128, 1);
         let of_chunks = 4 * (chunk.transfers_ns + chunk.experts_ns / 2);

@@ -1,5 +1,5 @@
-//! `sidelane simulate`: how long a dispatch and a combine would take on a machine that is described, by the schedules that
-//! would run there (`sidelane_model::time`).
+//! `sidelane simulate`: how long a dispatch and a combine would take on a described machine, by the
+//! schedules that would run there (`sidelane_model::time`).
 //!
 //! ```text
 //!   model, routing, ranks --> Placed for each way --\
@@ -31,10 +31,11 @@ use crate::error::{CliError, usage};
 use crate::options::{at_most, one_of};
 use crate::routing::{Routed, Router, Share, Source};
 
-/// Predict the times of dispatch and combine on a machine that is described, from the schedules that would run there
+/// Predict the times of dispatch and combine on a described machine, from the schedules that would
+/// run there
 #[derive(Args, Clone)]
 pub struct SimulateArgs {
-    /// Model whose experts, choices, row and router are taken
+    /// Model whose experts, choices, row and router are used
     #[arg(long, value_enum, default_value_t = Model::DeepseekV3)]
     pub model: Model,
 
@@ -58,19 +59,20 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "H")]
     pub hidden: Option<u32>,
 
-    /// Number of experts [default: the model's, or what the routing file says]
+    /// Number of experts [default: the model's, or from the routing file]
     #[arg(long, value_name = "E")]
     pub experts: Option<u32>,
 
-    /// Experts that each token chooses [default: the model's, or what the routing file says]
+    /// Experts that each token chooses [default: the model's, or from the routing file]
     #[arg(long, value_name = "K")]
     pub top_k: Option<u32>,
 
-    /// Type of an element; fp8 goes out as records with scales, and bf16 comes home
+    /// Type of an element; fp8 is sent as records with scales, and bf16 returns
     #[arg(long, value_enum, default_value_t = RowType::Bf16)]
     pub dtype: RowType,
 
-    /// Where decisions come from: recorded, uniform, zipf:S, incast, or a file [default: the model's router, on random logits]
+    /// Source of decisions: recorded, uniform, zipf:S, incast, or a file [default: the model's
+    /// router, on random logits]
     #[arg(long, value_name = "recorded|PATTERN|FILE")]
     pub routing: Option<Source>,
 
@@ -86,7 +88,8 @@ pub struct SimulateArgs {
     #[arg(long, value_parser = one_of(Route::ALL, Route::name))]
     pub route: Option<Route>,
 
-    /// Order of sums; partial sums of ranks or nodes are made by relays [default: expert and, over pxn, rank and node]
+    /// Order of sums; relays make partial sums of ranks or nodes [default: expert and, over pxn,
+    /// rank and node]
     #[arg(long, value_parser = one_of(SumOrder::ALL, SumOrder::name))]
     pub sum_order: Option<SumOrder>,
 
@@ -98,11 +101,13 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
     pub relay_parts: Vec<u8>,
 
-    /// How weights and choices go: as copies beside the rows, or with the counts [default: rows]
+    /// How weights and choices travel: as copies next to the rows, or with the counts [default:
+    /// rows]
     #[arg(long, value_enum)]
     pub metadata_with: Option<MetadataWith>,
 
-    /// Time a whole layer, forward and backward, its tokens in so many chunks: transfers beside the experts; a list compares them
+    /// Time a whole layer, forward and backward, with its tokens in this many chunks: transfers
+    /// overlap with the experts; a list compares them
     #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub token_chunks: Vec<u32>,
 
@@ -110,7 +115,8 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "F", requires = "token_chunks", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub ffn: Option<u32>,
 
-    /// TFLOP/s of the experts' products, with --token-chunks: 600 is six tenths of what an H100 is sold with, of bf16
+    /// TFLOP/s of the experts' products, with --token-chunks: 600 is six tenths of the bf16 peak of
+    /// an H100
     #[arg(long, value_name = "X", default_value_t = 600, requires = "token_chunks", value_parser = clap::value_parser!(u32).range(1..))]
     pub tflops: u32,
 
@@ -170,7 +176,7 @@ pub enum ReceiveKind {
     Slots,
 }
 
-/// How what goes with rows moves.
+/// How row metadata moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MetadataWith {
@@ -311,7 +317,7 @@ impl<'a> Task<'a> {
         (0..32).map(|power| 1 << power).take_while(move |nodes| nodes * each <= most)
     }
 
-    /// What so many nodes decide and who holds their experts, to be timed one way after the other.
+    /// Decisions and expert placement of this number of nodes, to time one variant after the other.
     pub fn group(&self, nodes: u32) -> Result<Group<'_>, CliError> {
         let Conditions { experts, top_k, ranks_per_node, tokens, seed, .. } = self.conditions;
         let ranks = nodes * ranks_per_node;
@@ -345,8 +351,8 @@ pub struct Group<'a> {
 }
 
 impl Group<'_> {
-    /// Rows of the rank that experts give most to. Where one node stands for all, rank i of every node has what ranks i have of
-    /// the first node's tokens.
+    /// Rows of the busiest rank. Where one node represents all, rank i of every node has the rows
+    /// of all ranks i from the first node's tokens.
     pub fn busiest_rows(&self) -> u64 {
         let mut rows = vec![0; self.routings.len()];
         let experts = (0..).zip(&self.routings).flat_map(|(source, routing)| {
@@ -474,8 +480,8 @@ impl Model {
         self.preset().name()
     }
 
-    /// What the model's router decides for one rank whose logits are random, and about normal: all experts alike, in the long
-    /// run.
+    /// Decisions of the model's router for one rank whose logits are random, and about normal: all
+    /// experts are alike, in the long run.
     pub fn routing(self, share: Share, rank: u32) -> Result<Routing<'static>, CliError> {
         let Share { experts, top_k, tokens, seed } = share;
         let mut random = ChaCha8Rng::seed_from_u64(seed);
@@ -491,7 +497,7 @@ impl Model {
     }
 }
 
-/// One way of rows out and home.
+/// One variant of sending and returning rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Variant {
     pub layout: RowLayout,
@@ -499,7 +505,7 @@ pub struct Variant {
     pub sum_order: SumOrder,
     /// Of partial sums, where relays sum.
     pub partial_dtype: Option<PartialDtype>,
-    /// In how many parts blocks go, where relays hand on.
+    /// Number of parts of blocks, where relays copy.
     pub relay_parts: Option<u8>,
 }
 

@@ -1,4 +1,5 @@
-//! What `simulate` predicts: as people read it, and its JSON, whose keys are described in `docs/simulate-json.md`.
+//! Predictions of `simulate`: as people read them, and their JSON. `docs/simulate-json.md`
+//! describes the keys.
 
 use serde::Serialize;
 use sidelane_model::time::{Hardware, PhaseTime, RankWork, Timing};
@@ -20,7 +21,7 @@ pub struct Report {
     pub layer: Option<Layer>,
 }
 
-/// Transfers beside experts.
+/// Transfers that overlap with experts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Layer {
     pub products: Products,
@@ -212,7 +213,7 @@ const LINE: f64 = 17.0;
 pub fn draw(report: &Report) -> String {
     let mut groups: Vec<_> = report.groups.iter().collect();
     groups.sort_by_key(|group| group.ranks);
-    // Ways of the largest group: all that there are. One that is not in a smaller group has no point there.
+    // All variants of the largest group. One that a smaller group lacks has no point there.
     let names: Vec<&str> = groups
         .last()
         .map_or(Vec::new(), |group| group.variants.iter().map(|timed| &timed.name[..]).collect());

@@ -1,7 +1,7 @@
 //! `sidelane trace`: a dispatch and a combine of all ranks, operation by operation.
 //!
-//! The ranks are those of `bench`: processes that make the same calls on the same conditions. Each hands over what its
-//! recorder saw, and rank 0 writes it for three kinds of reading:
+//! The ranks are those of `bench`: processes that make the same calls on the same conditions. Each
+//! sends its recording, and rank 0 writes it in three forms:
 //!
 //! ```text
 //!   trace --> Task --launch--> rank 0 .. n-1:  dispatch, check | combine, check | record rounds | check
@@ -37,7 +37,8 @@ pub struct TraceArgs {
     #[command(flatten)]
     pub conditions: ConditionArgs,
 
-    /// Write the timeline as a Chrome trace, on the machine of rank 0: open it in https://ui.perfetto.dev
+    /// Write the timeline as a Chrome trace, on the machine of rank 0: open it in
+    /// https://ui.perfetto.dev
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
 

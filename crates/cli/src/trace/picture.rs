@@ -9,9 +9,9 @@
 //!          legend
 //! ```
 //!
-//! The host steps one operation at a time, but tracks may run side by side: where operations overlap, a rank gets as many
-//! lines of boxes as it needs. The picture has its own background, light or dark as the reader prefers, and is 900
-//! pixels wide.
+//! The host steps one operation at a time, but tracks may run side by side: where operations
+//! overlap, a rank gets as many lines of boxes as it needs. The picture has its own background,
+//! light or dark as the reader prefers, and is 900 pixels wide.
 
 use sidelane::exec::{Event, OpKind, Timeline};
 use sidelane::topology::NodeMap;
@@ -136,7 +136,8 @@ impl Row<'_> {
         for (line, index) in self.lines.iter().zip(0..) {
             let y = self.y + CALLS + BOXES * f64::from(index);
             let mut boxes = boxes(line, scale);
-            // The narrow ones on top, or they would be hidden; and of these what moves bytes, as it takes longer.
+            // The narrow ones on top, or they would be hidden; and of these the transfers, which
+            // take longer.
             boxes.sort_by_key(|drawn| (drawn.width < NARROW, drawn.event.bytes > 0));
             for drawn in &boxes {
                 drawn.draw(svg, y);
@@ -145,7 +146,7 @@ impl Row<'_> {
     }
 }
 
-/// One operation, or several neighbours of one kind that are too narrow to be told apart.
+/// One operation, or several adjacent ones of one kind that are too narrow to distinguish.
 struct Drawn<'a> {
     event: &'a Event,
     count: u32,
@@ -209,7 +210,7 @@ fn kinds(timelines: &[Timeline]) -> impl Iterator<Item = (String, &'static str)>
     })
 }
 
-/// Wide boxes are set off from their neighbours.
+/// Wide boxes are set off from adjacent ones.
 fn class(kind: OpKind, width: f64) -> String {
     let name = kind.name().replace(' ', "-");
     if width < 4.0 { name } else { format!("wide {name}") }
@@ -225,7 +226,7 @@ mod tests {
     use crate::svg::tests::elements;
     use crate::trace::tests::config;
 
-    /// One millisecond of a rank: what it does, where it begins, and how long it takes, in microseconds.
+    /// One millisecond of a rank: operation, start and duration, in microseconds.
     fn timeline(events: &[(OpKind, u64, u64)]) -> Timeline {
         let event = |&(kind, start, us): &(OpKind, u64, u64)| Event {
             kind,
