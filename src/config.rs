@@ -13,12 +13,13 @@ use crate::error::BootstrapError;
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum NetChoice {
-    /// Loopback if all ranks are on one machine; otherwise verbs if all ranks have cards, and tcp if not.
+    /// Loopback if all ranks are on one machine; otherwise verbs if all ranks have NICs, and tcp if
+    /// not.
     #[default]
     Auto,
     /// Shared segments between ranks of one machine that act as different nodes.
     Loop,
-    /// Network cards, by libibverbs.
+    /// NICs, by libibverbs.
     Verbs,
     /// Connections between any machines.
     Tcp,
@@ -50,11 +51,12 @@ impl NetChoice {
     }
 }
 
-/// A link whose time the wires within a machine keep (`SIDELANE_EMULATED_LINK`), so that what hides behind compute can be measured
-/// where there is no such link. Bytes move at once; signals come when the link would have brought them.
+/// A link that connections within a machine emulate (`SIDELANE_EMULATED_LINK`), so that overlap
+/// with compute can be measured without such a link. Bytes move at once; signals come when the link
+/// would have delivered them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct EmulatedLink {
-    /// What a rank sends in a second, to all others together.
+    /// Bytes that a rank sends per second, to all others together.
     pub bytes_per_second: NonZeroU64,
     /// From the last byte sent to the signal seen.
     pub latency: Duration,
@@ -85,7 +87,7 @@ impl EmulatedLink {
     }
 }
 
-/// Where partners connect to this rank over the tcp lane (`SIDELANE_TCP_ADDRESS`).
+/// Address at which connected peers reach this rank over the tcp lane (`SIDELANE_TCP_ADDRESS`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TcpAddress {
@@ -99,7 +101,7 @@ pub enum TcpAddress {
 }
 
 impl TcpAddress {
-    /// From this process's environment. Whether there is such an address or interface is seen when it is used.
+    /// From this process's environment. The first use checks that the address or interface exists.
     pub fn from_env() -> Self {
         let value = std::env::var("SIDELANE_TCP_ADDRESS").unwrap_or_default();
         match value.parse() {

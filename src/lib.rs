@@ -1,9 +1,10 @@
-//! Sidelane: MoE expert-parallel dispatch and combine that run beside the compute.
+//! Sidelane: MoE expert-parallel dispatch and combine that run concurrently with the compute.
 //!
-//! Start at [`World`]: a job's ranks as one of them sees it. Build an [`ExpertParallel`] on a [`Group`] of them, then
-//! `dispatch`, let your experts work, and `combine`. [`Window`] is the one-sided face underneath.
+//! Start at [`World`]: a job's ranks as one of them sees it. Build an [`ExpertParallel`] on a
+//! [`Group`] of them, then `dispatch`, run your experts, and `combine`. [`Window`] is the one-sided
+//! API underneath.
 //!
-//! The modules, from those that know nothing to those that use them all. The first four are pure, and come from
+//! The modules, from the lowest to the highest. The first four are pure, and come from
 //! `sidelane-core`:
 //!
 //! | module | what is in it |
@@ -55,8 +56,8 @@ pub mod dtype {
     pub use sidelane_core::dtype::*;
 }
 
-/// Router decisions, by the rules of Megatron, DeepSpeed, DeepSeek-V3, Mixtral and others. Losses and
-/// synthetic routing are in `sidelane_core::gate`.
+/// Router decisions, by the rules of Megatron, DeepSpeed, DeepSeek-V3, Mixtral and others. Losses
+/// and synthetic routing are in `sidelane_core::gate`.
 pub mod gate {
     #[doc(inline)]
     pub use sidelane_core::gate::{
@@ -69,7 +70,7 @@ pub mod gate {
     pub use sidelane_core::gate::*;
 }
 
-/// What a layer is asked for: expert maps, row layouts, receive modes, orders of sums; and what it moves.
+/// Settings of a layer: expert maps, row layouts, receive modes, orders of sums; and its traffic.
 pub mod plan {
     #[doc(inline)]
     pub use sidelane_core::plan::{

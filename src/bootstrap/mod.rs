@@ -1,4 +1,4 @@
-//! Bootstrap: how the ranks of a job meet, agree on things, share descriptors, and notice that one is gone.
+//! Bootstrap: how the ranks of a job meet, agree, share descriptors, and detect that one is gone.
 //!
 //! ```text
 //!   Identity (who am I: torchrun, SLURM, Open MPI, sidelane)      Secret      Timeouts
@@ -12,14 +12,14 @@
 //!                 exchange_fds (hub, members)                       descriptors within one machine
 //! ```
 //!
-//! Rank 0 hosts a coordinator; every rank keeps one connection to it, on which heartbeats run both ways. A
-//! closed connection names its rank at once, a silent one within two seconds. Nothing here is on the path of a
-//! dispatch: it serves to build worlds, to end them, and to build them again.
+//! Rank 0 hosts a coordinator; every rank keeps one connection to it, on which heartbeats run both
+//! ways. A closed connection names its rank at once, a silent one within two seconds. No dispatch
+//! depends on it: it serves to build worlds, to end them, and to rebuild them.
 //!
 //! `docs/environment.md` has a table of the variables.
 
-// The map: each folder knows only those below it, but for two: a hub can be rebuilt, which is a meeting, and its
-// coordinator keeps the door of the meeting that made it.
+// The module map: each folder knows only those below it, with two exceptions. A hub can be rebuilt,
+// which is a rendezvous, and its coordinator keeps the listener of the rendezvous that made it.
 //
 //   descriptors   which ranks are of one machine, and how they hand each other descriptors
 //   meet          rendezvous and rebuild: from processes to the members of a world

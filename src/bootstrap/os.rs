@@ -14,7 +14,8 @@ use crate::error::BootstrapError;
 
 /// Waits until a descriptor is ready or the time has come. Being interrupted counts as ready.
 pub(super) fn wait(fds: &mut [PollFd<'_>], until: Instant) -> Result<(), BootstrapError> {
-    // Rounded up to a millisecond, so that a wait does not end just before its time, again and again.
+    // Rounded up to a millisecond, so that a wait does not end just before its time, again and
+    // again.
     let left = until.saturating_duration_since(Instant::now()) + Duration::from_micros(999);
     let left = Duration::from_millis(left.as_millis().try_into().unwrap_or(u64::MAX));
     let left = Timespec::try_from(left).ok();

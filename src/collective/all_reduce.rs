@@ -8,8 +8,9 @@ use crate::rows::{Arithmetic, Stores};
 use crate::schedule::collective::{Program, Round};
 
 impl Communicator {
-    /// Sums `data` over all ranks, element by element, in place: see [`AllReduceAlgorithm`] for the order. NaN is
-    /// canonical. Collective; `data` has the same number of elements on all ranks, perhaps none.
+    /// Sums `data` over all ranks, element by element, in place: see [`AllReduceAlgorithm`] for the
+    /// order. NaN is canonical. Collective; `data` has the same number of elements on all ranks,
+    /// perhaps none.
     ///
     /// # Errors
     /// On every rank, before any rank's `data` changes: [`PlanError`] for wrong input
@@ -36,7 +37,7 @@ impl Communicator {
         if let Err(error) = carried {
             return Err(self.enter_refused(call, program, error.into()));
         }
-        // What is written has just been read.
+        // The written bytes have just been read.
         let stores = Stores::Cached;
         let mut tensors = Tensors { input: None, output: bytemuck::cast_slice_mut(data), stores };
         let mut at = 0;
@@ -58,8 +59,8 @@ impl Communicator {
 
     /// Sums part `r` of `send`, `[ranks, n]`, over all ranks into `receive`, `[n]`, of rank `r`: by
     /// ascending rank, rounded once, with the bits of the same part of an
-    /// [`all_reduce`](Self::all_reduce) by [`AllReduceAlgorithm::Direct`]. Collective, with the same `n` on all
-    /// ranks, perhaps 0.
+    /// [`all_reduce`](Self::all_reduce) by [`AllReduceAlgorithm::Direct`]. Collective, with the
+    /// same `n` on all ranks, perhaps 0.
     ///
     /// Ranks meet once for each `chunk / ranks` bytes of a part, and each byte is staged.
     ///

@@ -131,8 +131,8 @@ impl Communicator {
         }
     }
 
-    /// Enters the `nth` round, and tells each rank how much it gets in all, and the longest part
-    /// that this rank sends to any other.
+    /// Enters the `nth` round, and sends each rank its total bytes, and the length of the longest
+    /// part that this rank sends to any other.
     fn enter_all_to_all(
         &mut self,
         call: CallSpec,

@@ -6,7 +6,7 @@ use crate::dtype::Element;
 use crate::error::{CallKind, Error, PlanError};
 use crate::schedule::collective::{Program, Round, Shape};
 
-/// From so many bytes on, what goes to three nodes or more goes from leader to leader.
+/// From this many bytes on, a broadcast to three or more nodes goes from leader to leader.
 const CHAIN: u64 = 64 << 10;
 
 impl Communicator {

@@ -61,8 +61,8 @@ impl<'g> CommunicatorBuilder<'g> {
         self
     }
 
-    /// Algorithm of all-reduces. Default: [`AllReduceAlgorithm::Direct`] for every size, because its bits depend
-    /// on the inputs only.
+    /// Algorithm of all-reduces. Default: [`AllReduceAlgorithm::Direct`] for every size, because
+    /// its bits depend on the inputs only.
     pub fn algorithm(mut self, sums: AllReduceAlgorithm) -> Self {
         self.sums = sums;
         self

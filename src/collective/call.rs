@@ -42,7 +42,7 @@ pub(super) struct Tensors<'a> {
     pub input: Option<&'a [u8]>,
     /// Incoming data.
     pub output: &'a mut [u8],
-    /// How that is written, or what goes out straight to its place.
+    /// Stores for the tensor, or for parts that land in place.
     pub stores: Stores,
 }
 
@@ -84,7 +84,7 @@ impl Executor for RoundCall<'_, '_> {
         let Some(tensors) = tensors else { return Ok(()) };
         let share = group.rounds.share.start as usize..group.rounds.share.end as usize;
         let tensor = skeleton.steps[usize::from(nth)].tensor;
-        // All but the caller's tensor, and what is made of it, is in the cache.
+        // All but the caller's tensor, and the results made of it, is in the cache.
         let stores = if tensor == Tensor::Input { tensors.stores } else { Stores::Cached };
         let mut io = match tensor {
             Tensor::None => Io::default(),
@@ -128,10 +128,10 @@ impl Executor for RoundCall<'_, '_> {
 }
 
 impl Communicator {
-    /// Enters a collective call that this rank cannot make, because it has nothing usable to bring, so that the other
-    /// ranks hear of it and do not wait. They get [`PeerRefused`](CallError::PeerRefused), nobody's tensors change, and the
-    /// next call works. Messages have nothing to enter. Returns the error to report here: `error`, or the one that ended
-    /// the world meanwhile.
+    /// Enters a collective call with unusable arguments of this rank, so that the other ranks hear
+    /// of it and do not wait. They get [`PeerRefused`](CallError::PeerRefused), no tensor changes,
+    /// and the next call works. Messages need no entry. Returns the error to report here: `error`,
+    /// or the one that ended the world meanwhile.
     pub fn refuse(&mut self, kind: CallKind, error: Error) -> Error {
         let call = CallSpec { kind, dtype: Dtype::Bytes, option: 0, bytes: None };
         self.enter_refused(call, Program::AllToAll, error)
@@ -154,7 +154,7 @@ impl Communicator {
         Round { program: Program::AllToAll, parity: 0, at: 0, len: 0, dtype, wire }
     }
 
-    /// One round, from its entry to what is copied to the caller.
+    /// One round, from its entry to the copies to the caller.
     pub(super) fn round(
         &mut self,
         call: CallSpec,
@@ -212,7 +212,7 @@ impl Communicator {
         drive(&mut machine, &skeleton.call, &mut call, Until::End).map(drop)
     }
 
-    /// Copies what is due to the caller.
+    /// Copies the due bytes to the caller.
     fn copy_all(&mut self, tensors: &mut Tensors<'_>) -> Result<(), Error> {
         for copied in &self.rounds.due {
             self.copy(copied, tensors.output, tensors.stores)?;

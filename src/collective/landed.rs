@@ -1,4 +1,4 @@
-//! Elements of each rank for each, straight to their places.
+//! Elements of each rank for each, directly to their places.
 
 use super::Communicator;
 use super::call::{CallSpec, Tensors};
@@ -12,14 +12,14 @@ impl Communicator {
     /// Part `r` of `send` goes to rank `r`; part `s` of the result came from rank `s`. Both are
     /// `[ranks, n]`, with the same `n` on all ranks. Collective.
     ///
-    /// Use it for large tensors: every rank writes its parts straight to the place where they are
-    /// read, and each byte is copied once. The price is a second meeting, so
+    /// Use it for large tensors: every rank writes its parts directly to the place where they are
+    /// read, and each byte is copied once. This needs a second synchronization, so
     /// [`Communicator::all_to_all`] is faster for small ones. On one node of two cores the limit is
     /// 64 KiB with eight ranks, and 256 KiB with two.
     ///
     /// The result lies in this rank's window, which has room for one
-    /// ([`CommunicatorBuilder::zero_copy_bytes`](super::CommunicatorBuilder::zero_copy_bytes)). It borrows the
-    /// communicator: others may write there again when this rank makes its next call.
+    /// ([`CommunicatorBuilder::zero_copy_bytes`](super::CommunicatorBuilder::zero_copy_bytes)). It
+    /// borrows the communicator: others may write there again when this rank makes its next call.
     ///
     /// ```
     /// # use sidelane::{World, collective::Communicator};

@@ -2,8 +2,8 @@
 //!
 //! A rank may leave a call while local peers still copy from its memory. It may leave a message
 //! while up to two unread parts, or the receiver's last answers, are still in flight; no sender
-//! waits for those. So a communicator that is dropped tells all others that it is done, behind
-//! everything that it has sent them. Its windows live until all of them have told it the same.
+//! waits for those. So a dropped communicator signals all others that it is done, behind all its
+//! earlier messages. Its windows live until all of them have signaled the same.
 //!
 //! ```text
 //!   rank 0   send to 2, drop: done -> 1, 2          | held ...                      ... held | free
@@ -45,7 +45,8 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         let me = self.seat.me;
         for &peer in &self.held.others {
-            // Who cannot be told is gone, and the world with it: nothing is given back then.
+            // A rank that cannot be reached is gone, and the world with it: then no memory is given
+            // back.
             let _ = self.port.signal(peer, (me, Flag::Returned), DONE, None);
         }
         let pool = self.world.heap.pool();

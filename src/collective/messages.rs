@@ -9,10 +9,10 @@ use crate::schedule::collective::{MessageChannel, MessagePart};
 use crate::schedule::{Calls, Flag, Operand, Operands, SpanCopy, Tag, TrackOp};
 
 impl Communicator {
-    /// Sends `data` to a rank, whose [`receive`](Communicator::receive) of the same number of
-    /// elements takes it. Messages of a pair match in order. The call returns when all of it is in
-    /// flight, and `data` may then change. At most two slots lie unread at the receiver, so a
-    /// longer message waits for the receiver.
+    /// Sends `data` to a rank, which must [`receive`](Communicator::receive) the same number of
+    /// elements. Messages of a pair match in order. The call returns when all of it is in flight,
+    /// and `data` may then change. At most two slots lie unread at the receiver, so a longer
+    /// message waits for the receiver.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] for this rank itself or a rank that does not exist;

@@ -33,8 +33,8 @@
 //! [`CommunicatorBuilder::one_shot_bytes`]), which saves a round trip.
 //!
 //! **In place.** An all-to-all by rounds writes each byte twice. If the window has room for the
-//! whole result ([`CommunicatorBuilder::zero_copy_bytes`]), each byte is written once, in one round, and
-//! read where it landed:
+//! whole result ([`CommunicatorBuilder::zero_copy_bytes`]), each byte is written once, in one
+//! round, and read where it landed:
 //!
 //! ```text
 //!   all_to_all          parts -> windows | entry | copy, parts -> windows | entry | copy ...       chunk / ranks bytes of a part each time

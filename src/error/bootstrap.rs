@@ -6,7 +6,7 @@ use std::time::Duration;
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
 pub enum BootstrapError {
-    /// The environment does not say who this process is.
+    /// The environment does not identify this process.
     #[error(
         "no launcher's variables found: set RANK and WORLD_SIZE, or start with `sidelane launch`, torchrun, srun or mpirun"
     )]
@@ -60,7 +60,7 @@ pub enum BootstrapError {
         /// What to set it to.
         hint: &'static str,
     },
-    /// Nobody answered at the rendezvous.
+    /// No answer at the rendezvous.
     #[error("nobody of this job answered at {address} within {} ms", waited.as_millis())]
     NoRendezvous {
         /// Where it was looked for.
@@ -115,7 +115,7 @@ pub enum BootstrapError {
     Deadline {
         /// The key of the step.
         step: String,
-        /// Who has not come (positions in the group), where known.
+        /// The missing ranks (positions in the group), where known.
         missing: Vec<u32>,
         /// How long it was waited for.
         waited: Duration,
@@ -125,14 +125,15 @@ pub enum BootstrapError {
     Disagree {
         /// The step.
         step: String,
-        /// Who differs.
+        /// The rank that differs.
         rank: u32,
-        /// What it said.
+        /// Its value.
         seen: String,
-        /// What was expected.
+        /// The expected value.
         expected: String,
     },
-    /// Ranks of one job were started under different conditions ([`Options::job_fingerprint`](crate::Options::job_fingerprint)).
+    /// Ranks of one job were started with different settings
+    /// ([`Options::job_fingerprint`](crate::Options::job_fingerprint)).
     #[error("rank {rank} was started under other conditions than rank 0: {seen:?}, not {expected:?}")]
     FingerprintsDiffer {
         /// The first rank that differs from rank 0.
@@ -145,7 +146,7 @@ pub enum BootstrapError {
     /// A rank left the world in peace while a step needed it.
     #[error("rank {rank} left the world: step {step:?} cannot be completed")]
     Left {
-        /// Who left.
+        /// The rank that left.
         rank: u32,
         /// The key of the step.
         step: String,
@@ -185,7 +186,7 @@ pub enum BootstrapError {
     RebuildFailed {
         /// The epoch that was to begin.
         epoch: u16,
-        /// Who should have gathered them.
+        /// The rank of the coordinator.
         coordinator: u32,
         /// How long it was waited for.
         waited: Duration,

@@ -21,7 +21,7 @@ impl std::fmt::Display for LostReason {
     }
 }
 
-/// The first thing that went wrong in a world. It is sticky: every wait ends with it, every new call is
+/// The first failure of a world. It is sticky: every wait ends with it, and every new call is
 /// refused with it, until a rebuild.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
@@ -61,7 +61,7 @@ pub enum Cause {
     /// A rank called cancel on its world, or left the world while others were in a call.
     #[error("cancelled by rank {by}")]
     Cancelled {
-        /// Who cancelled.
+        /// The rank that cancelled.
         by: u32,
     },
     /// A wire between two ranks broke, although both may live.
@@ -72,7 +72,7 @@ pub enum Cause {
         /// The rank that noticed.
         by: u32,
     },
-    /// The network card of a rank failed, although the rank lives.
+    /// The NIC of a rank failed, although the rank lives.
     #[error("the network card of rank {by} failed")]
     Nic {
         /// The rank.

@@ -1,12 +1,13 @@
-//! What a card says of a work request that it did not do.
+//! A NIC's report of a failed work request.
 
-/// What a work request asked for. Known to whoever numbered it: the card does not tell when it fails.
+/// Operation of a work request. The sender knows it by the request's number: the NIC does not
+/// report it on failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub enum Operation {
     /// RDMA write.
     Write,
-    /// RDMA write that takes one of the partner's receives.
+    /// RDMA write that takes one of the peer's receives.
     WriteImmediate,
     /// Atomic addition.
     FetchAdd,
@@ -85,7 +86,7 @@ pub enum CompletionStatus {
 }
 
 impl CompletionStatus {
-    /// Whether it is the partner, or the way to it, that failed.
+    /// Whether the peer, or the path to it, failed.
     pub fn is_remote(self) -> bool {
         use CompletionStatus as S;
         matches!(

@@ -1,9 +1,9 @@
-//! Errors of the device room: the driver, what a GPU lacks, and what a call was refused for.
+//! Errors of the module `device`: the driver, missing abilities of a GPU, and refused calls.
 
 use super::KernelFault;
 use crate::dtype::Dtype;
 
-/// A GPU could not be used, or did not do what it was asked to.
+/// A GPU is unusable, or did not do what it was asked to.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
 pub enum DeviceError {
@@ -12,23 +12,23 @@ pub enum DeviceError {
         "cannot load {library}: {reason} (install NVIDIA's driver; in a container --gpus all with the NVIDIA container toolkit; or set SIDELANE_CUDA_LIBRARY to its path)"
     )]
     NoLibrary {
-        /// What was to be loaded.
+        /// The library to load.
         library: String,
-        /// What the loader says.
+        /// Message of the loader.
         reason: String,
     },
-    /// What was loaded is not the library that it was taken for, or not all of it.
+    /// The loaded library is another one, or incomplete.
     #[error("{library} has no {symbol}: it is another library, or one that is too old")]
     MissingSymbol {
-        /// What was loaded.
+        /// The loaded library.
         library: String,
-        /// What it lacks.
+        /// The missing symbol.
         symbol: &'static str,
     },
     /// The driver does not start.
     #[error("{library}: cuInit failed with {code} ({name}){}", init_advice(*code))]
     Init {
-        /// What was loaded.
+        /// The loaded library.
         library: String,
         /// The driver's code.
         code: u32,
@@ -38,7 +38,7 @@ pub enum DeviceError {
     /// This driver is too old for something.
     #[error("{feature} needs a driver for CUDA {needed}, this one is for {version}: update the driver")]
     TooOld {
-        /// What was asked for.
+        /// The requested feature.
         feature: &'static str,
         /// The CUDA version of the driver.
         version: String,
@@ -50,9 +50,9 @@ pub enum DeviceError {
         "no CUPTI: {library}: {reason} (a CUDA toolkit has it in extras/CUPTI/lib64, PyPI as nvidia-cuda-cupti; set LD_LIBRARY_PATH, or SIDELANE_CUPTI_LIBRARY to its path)"
     )]
     NoCupti {
-        /// What was to be loaded.
+        /// The library to load.
         library: String,
-        /// What the loader says.
+        /// Message of the loader.
         reason: String,
     },
     /// CUPTI's records have another layout than those that are read.
@@ -60,11 +60,11 @@ pub enum DeviceError {
         "{library} is version {version} of CUPTI, and its records are read from {needed} on: take that of CUDA 12 or 13"
     )]
     OldCupti {
-        /// What was loaded.
+        /// The loaded library.
         library: String,
         /// Its version, by CUPTI's own count.
         version: u32,
-        /// The first whose records are read.
+        /// The first version whose records are read.
         needed: u32,
     },
     /// CUPTI's list is not whole.
@@ -86,7 +86,7 @@ pub enum DeviceError {
     Unsupported {
         /// The device.
         device: u32,
-        /// What was asked for.
+        /// The requested feature.
         feature: &'static str,
     },
     /// The device has not so much memory free.
@@ -128,7 +128,7 @@ pub enum DeviceError {
     /// Something belongs to another device than the one it is used with.
     #[error("a {what} of device {found} is used with device {expected}")]
     OtherDevice {
-        /// What it is: a stream, an event, a function.
+        /// Kind of the object: a stream, an event, a function.
         what: &'static str,
         /// Where it belongs.
         found: u32,
@@ -146,7 +146,7 @@ pub enum DeviceError {
         "{what} at {address:#x} is not memory of device {device}, nor pinned: pass what cudaMalloc or cudaHostAlloc gave"
     )]
     UnknownMemory {
-        /// What is said to lie there.
+        /// The memory that should lie there.
         what: &'static str,
         /// Where.
         address: u64,
@@ -160,7 +160,7 @@ pub enum DeviceError {
         what: &'static str,
         /// Where.
         address: u64,
-        /// The device whose memory it is.
+        /// The device that owns the memory.
         found: u32,
         /// The device it is for.
         expected: u32,
@@ -189,7 +189,7 @@ pub enum DeviceError {
     /// An address or a length is not aligned as the operation asks.
     #[error("{what} {value:#x} is not a multiple of {align}")]
     Misaligned {
-        /// What is not aligned.
+        /// The misaligned argument.
         what: &'static str,
         /// Its value.
         value: u64,
@@ -227,7 +227,7 @@ pub enum DeviceError {
     /// Something that no copy engine does.
     #[error("copy engines cannot {operation}")]
     NoEngine {
-        /// What was asked for.
+        /// The requested operation.
         operation: &'static str,
     },
     /// A stream's wait holds up the streams that are to end it.
@@ -245,7 +245,7 @@ pub enum DeviceError {
     Descriptor {
         /// The call.
         call: &'static str,
-        /// What it handed out.
+        /// The returned descriptor.
         descriptor: i32,
     },
     /// The driver's compiler refused a module.
@@ -259,7 +259,7 @@ pub enum DeviceError {
         code: u32,
         /// Its name.
         name: String,
-        /// What the compiler says.
+        /// Message of the compiler.
         log: String,
     },
     /// A module has no such function.
@@ -270,7 +270,7 @@ pub enum DeviceError {
         /// The function.
         function: String,
     },
-    /// A parameter block that is not what a function takes.
+    /// A parameter block that does not match a function's parameters.
     #[error("{function} was given {}, and takes {}", parameter(*index, *given), parameter(*index, *taken))]
     Parameters {
         /// The function.
@@ -287,14 +287,14 @@ pub enum DeviceError {
     Launch {
         /// The function.
         function: String,
-        /// What is out of bounds.
+        /// The argument out of bounds.
         what: &'static str,
-        /// What was asked for.
+        /// The requested number.
         asked: u64,
         /// The limit.
         limit: u64,
     },
-    /// Memory that is smaller than what a kernel reads or writes there.
+    /// Memory that is smaller than a kernel's reads or writes there.
     #[error("{kernel}: {what} has {given} bytes, {needed} are needed")]
     TooSmall {
         /// The kernel.
@@ -326,12 +326,12 @@ pub enum DeviceError {
         /// Type of the results.
         out: Dtype,
     },
-    /// A kernel found something wrong: what was computed since is worth nothing.
+    /// A kernel found an error: results computed since are worthless.
     #[error("device {device}: {fault}")]
     Fault {
         /// The device.
         device: u32,
-        /// What it found.
+        /// The error.
         fault: KernelFault,
     },
     /// Kernels are loaded at their first launch, which locks the context.

@@ -1,17 +1,19 @@
 //! What kernels find wrong.
 
-/// The meaning of a status word that is not 0. Numbers of tokens and ranks are the lower 24 bits of them.
+/// The meaning of a status word that is not 0. Numbers of tokens and ranks keep their lower 24
+/// bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
 pub enum KernelFault {
-    /// A choice is neither an expert nor -1. It counts as dropped; a sum of choices gives its token zeros.
+    /// A choice is neither an expert nor -1. It counts as dropped; a sum of choices gives its token
+    /// zeros.
     #[error("token {token} names an expert that does not exist")]
     ExpertOutOfRange {
         /// The token; for pack the first one.
         token: u32,
     },
-    /// The map has an expert at a rank that does not exist. The choice counts as dropped; a sum of choices gives its token
-    /// zeros.
+    /// The map has an expert at a rank that does not exist. The choice counts as dropped; a sum of
+    /// choices gives its token zeros.
     #[error("the expert map has an expert of token {token} at a rank that does not exist")]
     RankOutOfRange {
         /// The token that chose it; for pack the first one.
@@ -29,19 +31,21 @@ pub enum KernelFault {
         /// The first such rank.
         rank: u32,
     },
-    /// Sum: a place lies outside of its slot. The results of the token are zeros, those of others may be sums.
+    /// Sum: a place lies outside of its slot. The results of the token are zeros, those of others
+    /// may be sums.
     #[error("a place of token {token} lies outside of its slot")]
     PlaceOutOfRange {
         /// The token.
         token: u32,
     },
-    /// Regroup and sums of choices: an index names a row that does not exist. The row, or the results of the token, are zeros.
+    /// Regroup and sums of choices: an index names a row that does not exist. The row, or the
+    /// results of the token, are zeros.
     #[error("an index names a row that does not exist, for row or token {at}")]
     IndexOutOfRange {
         /// The row that was to be made, or the token.
         at: u32,
     },
-    /// A word that no kernel writes: set by somebody else.
+    /// A word that no kernel writes: another writer set it.
     #[error("the status word was set to {word:#x}")]
     Foreign {
         /// The word.

@@ -32,7 +32,8 @@ pub enum LaneError {
         /// How long it was waited for.
         waited: Duration,
     },
-    /// The waiting thread's user asked for an end ([`interruptible`](crate::bootstrap::interruptible)).
+    /// The waiting thread's user asked to stop
+    /// ([`interruptible`](crate::bootstrap::interruptible)).
     #[error("rank {rank}: the wait for rank {peer} was interrupted by its caller")]
     Interrupted {
         /// This rank (in its group).
@@ -47,7 +48,7 @@ pub enum LaneError {
         rank: u32,
         /// The peer.
         peer: u32,
-        /// What is missing.
+        /// The missing part.
         missing: &'static str,
     },
     /// Another rank cannot use the lane that was chosen.
@@ -57,10 +58,11 @@ pub enum LaneError {
         rank: u32,
         /// The lane.
         lane: &'static str,
-        /// What it says.
+        /// Its message.
         reason: String,
     },
-    /// The time of a slower link was to be kept (`SIDELANE_EMULATED_LINK`) by wires that have a time of their own.
+    /// A slower link was to be emulated (`SIDELANE_EMULATED_LINK`) on connections that have a
+    /// latency of their own.
     #[error(
         "rank {rank}: SIDELANE_EMULATED_LINK is for wires within one machine (the loopback lane), which does not join these nodes"
     )]
@@ -114,7 +116,7 @@ pub enum LaneError {
         peer: u32,
         /// What this rank asks for.
         mine: &'static str,
-        /// What the other asks for.
+        /// The other rank's choice.
         theirs: &'static str,
     },
     /// The source of a put is not as long as the operand says.
@@ -127,7 +129,7 @@ pub enum LaneError {
         /// Bytes there.
         size: u64,
     },
-    /// A network card could not do its part.
+    /// A NIC failed.
     #[error(transparent)]
     Verbs(#[from] VerbsError),
     /// A system call failed.

@@ -21,7 +21,7 @@ pub enum ExpertPass {
     WeightsBackward,
 }
 
-/// Experts did not do their part, or a layer is used wrongly. That they panicked or took too long is an
+/// Experts failed, or a layer is used wrongly. Panics and timeouts of experts are an
 /// [`OverlapError`](super::OverlapError).
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
@@ -33,7 +33,7 @@ pub enum LayerError {
         whose: ExpertKind,
         /// In what.
         pass: ExpertPass,
-        /// What they say.
+        /// Their message.
         reason: String,
     },
     /// Experts gave too few values, or too many.

@@ -9,7 +9,7 @@ pub enum MemoryError {
         "rank {rank}: {asked} bytes asked, largest free extent of the {space} is {free} of {total}: raise {setting}"
     )]
     OutOfSpace {
-        /// Whose memory.
+        /// Owner of the memory.
         rank: u32,
         /// Bytes asked for.
         asked: u64,
@@ -25,7 +25,7 @@ pub enum MemoryError {
     /// An access outside a window.
     #[error("offset {offset} + {len} bytes is outside the window of rank {peer} ({size} bytes)")]
     OutOfBounds {
-        /// Whose window.
+        /// Owner of the window.
         peer: u32,
         /// First byte of the access.
         offset: u64,
@@ -45,7 +45,7 @@ pub enum MemoryError {
         me: u32,
         /// The rank that differs.
         rank: u32,
-        /// What it asked for.
+        /// The requested size.
         seen: u64,
         /// What this rank asked for.
         expected: u64,
@@ -53,21 +53,21 @@ pub enum MemoryError {
     /// A shared segment can still be resized by its owner: an access could fault.
     #[error("the segment of rank {rank} is not sealed against {missing}")]
     NotSealed {
-        /// Whose segment.
+        /// Owner of the segment.
         rank: u32,
         /// The missing seal.
         missing: &'static str,
     },
-    /// Another rank's memory cannot be registered; it has been told why.
+    /// Another rank's memory cannot be registered; that rank has the reason.
     #[error("the memory of rank {rank} cannot be registered: see its own error")]
     NotUsable {
-        /// Whose memory.
+        /// Owner of the memory.
         rank: u32,
     },
     /// A segment has another size than its owner said.
     #[error("the segment of rank {rank} has {seen} bytes, {expected} were announced")]
     WrongSize {
-        /// Whose segment.
+        /// Owner of the segment.
         rank: u32,
         /// Size found.
         seen: u64,

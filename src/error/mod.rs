@@ -1,6 +1,7 @@
 //! Every error of the library: one enum per layer, data in fields, no strings glued together.
 //!
-//! This room knows nothing of the others, so each of them can name its faults without knowing who is above.
+//! This module does not depend on others, so each of them can name its faults without knowing the
+//! modules above.
 //!
 //! | enum | raised by |
 //! |---|---|
@@ -73,7 +74,7 @@ pub enum Error {
     /// Ranks disagree about a call, or a call is used wrongly.
     #[error(transparent)]
     Call(#[from] CallError),
-    /// Work that ran beside other work was not carried out.
+    /// Work that ran concurrently with other work failed.
     #[error(transparent)]
     Overlap(#[from] OverlapError),
     /// Experts did not do their part, or a layer is used wrongly.

@@ -1,11 +1,11 @@
-//! Work that ran beside other work: which part of it went wrong, and where.
+//! Concurrent work: the part that failed, and its place.
 
 use std::fmt;
 use std::time::Duration;
 
 use super::Error;
 
-/// A queue that works off nodes in their order, beside other queues.
+/// A queue that runs nodes in their order, concurrently with other queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 #[non_exhaustive]
 pub enum StreamId {
@@ -24,10 +24,10 @@ impl fmt::Display for StreamId {
     }
 }
 
-/// What a node does, for people.
+/// A node's work, for people.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct NodeLabel {
-    /// What is done: "dispatch", "experts".
+    /// The work: "dispatch", "experts".
     pub name: &'static str,
     /// To which chunk.
     pub chunk: u32,
@@ -36,7 +36,7 @@ pub struct NodeLabel {
 /// A node, as errors and timelines name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct NodeInfo {
-    /// What it does.
+    /// Its work.
     pub work: NodeLabel,
     /// Where.
     pub stream: StreamId,
@@ -49,7 +49,8 @@ impl fmt::Display for NodeInfo {
     }
 }
 
-/// A graph of work was not carried out. It names the node where that began; nodes that failed because of it are not told.
+/// A graph failed. The error names the first node that failed; later failures that follow from it
+/// are not reported.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
 pub enum OverlapError {
@@ -64,12 +65,12 @@ pub enum OverlapError {
         /// Nodes that were not begun.
         not_begun: usize,
     },
-    /// A node panicked. What it wrote to may be half written.
+    /// A node panicked. Its outputs may be half written.
     #[error("{at} panicked: {message} ({not_begun} nodes were not begun because of it)")]
     Panicked {
         /// Which.
         at: NodeInfo,
-        /// What it said.
+        /// The panic's message.
         message: String,
         /// Nodes that were not begun.
         not_begun: usize,
@@ -82,14 +83,15 @@ pub enum OverlapError {
     Overran {
         /// Which.
         at: NodeInfo,
-        /// How long it took; how long so far, where it is still at it.
+        /// Its duration; so far, if it is still running.
         took: Duration,
         /// How long it may take.
         limit: Duration,
         /// Nodes that were not begun.
         not_begun: usize,
     },
-    /// The user of the caller's thread asked to stop ([`interruptible`](crate::bootstrap::interruptible)).
+    /// The user of the caller's thread asked to stop
+    /// ([`interruptible`](crate::bootstrap::interruptible)).
     #[error("interrupted ({not_begun} nodes were not begun because of it)")]
     Interrupted {
         /// Nodes that were not begun.
@@ -98,7 +100,7 @@ pub enum OverlapError {
     /// A thread that the run needs could not be started.
     #[error("the thread {name} could not be started: errno {errno}")]
     NoThread {
-        /// What it was to be called.
+        /// The name of the thread.
         name: String,
         /// Why.
         errno: i32,
@@ -115,7 +117,8 @@ pub enum OverlapError {
         /// Which.
         at: NodeInfo,
     },
-    /// A node looked for what another was to leave, and it is not there: an edge is missing, or it was taken already.
+    /// A node looked for another node's value, and found none: an edge is missing, or the value was
+    /// taken already.
     #[error("there is nothing in the slot: no edge leads here from the node that fills it, or it was taken")]
     SlotEmpty,
     /// Two nodes are at a slot at once: no edge orders them.

@@ -1,4 +1,4 @@
-//! Errors of the verbs lane: the library, the cards, and what a card says of a request.
+//! Errors of the verbs lane: the library, the NICs, and a NIC's report of a request.
 
 use std::io;
 use std::net::Ipv6Addr;
@@ -7,7 +7,7 @@ use rustix::io::Errno;
 
 use super::{CompletionStatus, Operation};
 
-/// A network card could not be used, or did not do what it was asked to.
+/// A NIC is unusable, or did not do what it was asked to.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
 pub enum VerbsError {
@@ -16,17 +16,17 @@ pub enum VerbsError {
         "cannot load {library}: {reason} (install libibverbs1 and ibverbs-providers, elsewhere rdma-core, or set SIDELANE_IBVERBS_LIBRARY to its path)"
     )]
     NoLibrary {
-        /// What was to be loaded.
+        /// The library to load.
         library: String,
-        /// What the loader says.
+        /// Message of the loader.
         reason: String,
     },
-    /// What was loaded is not libibverbs.
+    /// The loaded library is not libibverbs.
     #[error("{library} has no {symbol}: it is not libibverbs 1.1 or newer")]
     MissingSymbol {
-        /// What was loaded.
+        /// The loaded library.
         library: String,
-        /// What it lacks.
+        /// The missing symbol.
         symbol: &'static str,
     },
     /// This libibverbs is too old for something that was asked for.
@@ -34,50 +34,50 @@ pub enum VerbsError {
         "{feature} needs {symbol}, which this libibverbs does not have: install rdma-core {since} or newer"
     )]
     TooOld {
-        /// What was asked for.
+        /// The requested feature.
         feature: &'static str,
-        /// What is missing.
+        /// The missing symbol.
         symbol: &'static str,
         /// The first version that has it.
         since: &'static str,
     },
-    /// No card.
+    /// No NIC.
     #[error(
         "no RDMA card on this machine (if there is one: load its driver and ib_uverbs; in a container pass --device=/dev/infiniband)"
     )]
     NoCard,
-    /// A card that was named is not there.
+    /// A named NIC does not exist.
     #[error("no card {card} (SIDELANE_VERBS_NICS): this machine has {present:?}")]
     NoSuchCard {
         /// Its name.
         card: String,
-        /// The cards that are there.
+        /// The existing NICs.
         present: Vec<String>,
     },
-    /// A card cannot be opened.
+    /// A NIC cannot be opened.
     #[error("cannot open card {card}: {}{}", text(*errno), open_advice(*errno))]
     Open {
-        /// The card.
+        /// The NIC.
         card: String,
         /// The errno.
         errno: i32,
     },
-    /// A card has no port of this number.
+    /// A NIC has no port of this number.
     #[error("card {card} has no port {port} (SIDELANE_VERBS_PORT): its ports are 1 to {ports}")]
     NoSuchPort {
-        /// The card.
+        /// The NIC.
         card: String,
         /// The port.
         port: u8,
         /// How many it has.
         ports: u8,
     },
-    /// No port of a card, or not the one asked for, carries traffic.
+    /// No port of a NIC, or not the requested one, carries traffic.
     #[error(
         "card {card}, port {port} is {state} (check the cable, the switch and, for InfiniBand, that a subnet manager runs)"
     )]
     PortDown {
-        /// The card.
+        /// The NIC.
         card: String,
         /// The port; the first one if none was asked for.
         port: u8,
@@ -89,7 +89,7 @@ pub enum VerbsError {
         "card {card}, port {port} has no GID that can route: give its network interface an IPv4 or IPv6 address, so that RoCE v2 has one"
     )]
     NoGid {
-        /// The card.
+        /// The NIC.
         card: String,
         /// The port.
         port: u8,
@@ -97,7 +97,7 @@ pub enum VerbsError {
     /// The GID that was asked for is empty.
     #[error("card {card}, port {port} has no GID of index {index} (SIDELANE_VERBS_GID_INDEX)")]
     NoSuchGid {
-        /// The card.
+        /// The NIC.
         card: String,
         /// The port.
         port: u8,
@@ -109,7 +109,7 @@ pub enum VerbsError {
         "card {card}, port {port} sends packets of {active} bytes now, SIDELANE_VERBS_MTU asks for {asked}"
     )]
     MtuTooLarge {
-        /// The card.
+        /// The NIC.
         card: String,
         /// The port.
         port: u8,
@@ -121,7 +121,7 @@ pub enum VerbsError {
     /// Memory cannot be registered.
     #[error("card {card} cannot register {bytes} bytes: {}{}", text(*errno), register_advice(*errno))]
     Register {
-        /// The card.
+        /// The NIC.
         card: String,
         /// How many bytes.
         bytes: u64,
@@ -138,32 +138,32 @@ pub enum VerbsError {
         /// Size of the region.
         size: u64,
     },
-    /// A partner's description of its queue pair speaks another version.
+    /// A peer's description of its queue pair has another version.
     #[error("rank {peer} speaks version {seen} of the verbs lane, this rank {expected}: build both alike")]
     EndpointVersion {
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
         /// Its version.
         seen: u8,
         /// Ours.
         expected: u8,
     },
-    /// A partner's description of its queue pair is no such thing.
+    /// A peer's description of its queue pair has a wrong length.
     #[error("rank {peer} described its queue pair in {seen} bytes, expected {expected}")]
     EndpointLength {
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
         /// Bytes that came.
         seen: usize,
         /// Bytes of a description.
         expected: usize,
     },
-    /// A partner's description of its queue pair holds a value that cannot be.
+    /// A peer's description of its queue pair holds an impossible value.
     #[error("rank {peer} described its queue pair with {field} = {value:#x}, which cannot be")]
     EndpointField {
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
-        /// What is wrong.
+        /// The wrong field.
         field: &'static str,
         /// Its value.
         value: u32,
@@ -171,32 +171,32 @@ pub enum VerbsError {
     /// One end is InfiniBand, the other Ethernet.
     #[error("card {card} cannot talk to the card of rank {peer}: one is InfiniBand, the other Ethernet")]
     LinkLayers {
-        /// Our card.
+        /// This rank's NIC.
         card: String,
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
     },
-    /// There is no way from our address to the partner's.
+    /// There is no route from our address to the peer's.
     #[error(
         "card {card}: no route from GID {gid} to GID {remote} of rank {peer}: {} (both cards must be in networks that reach each other; choose others with SIDELANE_VERBS_NICS or SIDELANE_VERBS_GID_INDEX)",
         text(*errno)
     )]
     NoRoute {
-        /// Our card.
+        /// This rank's NIC.
         card: String,
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
         /// Our address.
         gid: Ipv6Addr,
-        /// The partner's.
+        /// The peer's address.
         remote: Ipv6Addr,
         /// The errno.
         errno: i32,
     },
-    /// Fetch-add was asked for, and a card has none.
+    /// Fetch-add was requested, and a NIC has none.
     #[error("card {card} has no fetch-add: choose another SIDELANE_VERBS_SIGNAL")]
     NoAtomics {
-        /// The card.
+        /// The NIC.
         card: String,
     },
     /// Two ranks signal in different ways.
@@ -204,35 +204,35 @@ pub enum VerbsError {
         "rank {peer} signals by {theirs}, this rank by {mine}: set SIDELANE_VERBS_SIGNAL alike on all ranks"
     )]
     SignalsDiffer {
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
         /// Our way.
         mine: &'static str,
         /// Its way.
         theirs: &'static str,
     },
-    /// What a partner told of a region makes no sense.
+    /// A peer's description of a region is invalid.
     #[error("rank {peer} told keys of its region {region} that cannot be")]
     Keys {
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
         /// The region.
         region: u32,
     },
-    /// A partner has told no key for a place.
+    /// A peer has sent no key for a place.
     #[error("rank {peer} has told no key for byte {offset} of its region {region}")]
     NoKey {
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
         /// The region.
         region: u32,
         /// The byte.
         offset: u64,
     },
-    /// A partner sent a message that no correct partner sends.
+    /// A peer sent a message that no correct peer sends.
     #[error("rank {peer} sent a message that no correct rank sends")]
     Message {
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
     },
     /// A request is larger than its chain was made for.
@@ -245,18 +245,18 @@ pub enum VerbsError {
         /// How many there may be.
         limit: usize,
     },
-    /// A card refused work requests.
+    /// A NIC refused work requests.
     #[error(
         "card {card}, queue pair {queue_pair} to rank {peer}: {call} took {taken} work requests, then refused: {}{}",
         text(*errno),
         post_advice(*errno)
     )]
     Post {
-        /// The card.
+        /// The NIC.
         card: String,
         /// Its queue pair.
         queue_pair: u32,
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
         /// Which queue.
         call: &'static str,
@@ -270,23 +270,23 @@ pub enum VerbsError {
         "card {card}, queue pair {queue_pair} to rank {peer}: {operation} failed: {status} (vendor error {vendor:#x})"
     )]
     Completion {
-        /// The card.
+        /// The NIC.
         card: String,
         /// Its queue pair.
         queue_pair: u32,
-        /// The partner (in the world).
+        /// The peer (in the world).
         peer: u32,
-        /// What failed, as the number of the work request tells.
+        /// The failed operation, by the number of the work request.
         operation: Operation,
         /// Why.
         status: CompletionStatus,
-        /// What the card's maker says about it.
+        /// The vendor's error code.
         vendor: u32,
     },
     /// A queue pair went into its error state without a work request of this side.
     #[error("card {card}, queue pair {queue_pair}: {event}")]
     QueuePairLost {
-        /// The card.
+        /// The NIC.
         card: String,
         /// Its queue pair.
         queue_pair: u32,
@@ -296,19 +296,19 @@ pub enum VerbsError {
     /// More completions came than the completion queue holds.
     #[error("card {card}: a completion queue overflowed")]
     QueueOverflow {
-        /// The card.
+        /// The NIC.
         card: String,
     },
-    /// A card is gone.
+    /// A NIC is gone.
     #[error("card {card} is gone: its driver reports a fatal error (see dmesg)")]
     CardLost {
-        /// The card.
+        /// The NIC.
         card: String,
     },
     /// Another call failed.
     #[error("card {card}: {call} failed: {}", text(*errno))]
     Call {
-        /// The card.
+        /// The NIC.
         card: String,
         /// The call.
         call: &'static str,

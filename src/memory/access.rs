@@ -1,4 +1,4 @@
-//! What a thread reads and writes in mapped memory outside of stages. Unit tests compare it with the
+//! A thread's reads and writes in mapped memory outside of stages. Unit tests compare it with the
 //! footprints that the proof orders.
 //!
 //! Elsewhere than in unit tests nothing is recorded.
@@ -45,7 +45,7 @@ mod log {
     pub(crate) enum Event {
         /// Bytes that were read or written.
         Access { at: usize, len: u64, write: bool },
-        /// A stage, or its second half, begins or ends. What it accesses are its operations.
+        /// A stage, or its second half, begins or ends. Its accesses are its operations.
         Stage { name: &'static str, begins: bool },
     }
 
@@ -58,7 +58,7 @@ mod log {
         LOG.set(Some(Vec::new()));
     }
 
-    /// What was recorded since [`begin`].
+    /// Records since [`begin`].
     pub(crate) fn take() -> Vec<Event> {
         LOG.take().unwrap_or_default()
     }

@@ -1,7 +1,7 @@
 //! The offset allocator: which bytes of a space are free. Pure.
 //!
-//! Free ranges are kept sorted by offset and joined with their neighbours; an allocation takes the first that fits.
-//! Two equal sequences of calls give equal offsets.
+//! Free ranges are kept sorted by offset and joined with adjacent ones; an allocation takes the
+//! first that fits. Two equal sequences of calls give equal offsets.
 
 /// All sizes and offsets are multiples of this: a cache line, and the widest vector store.
 pub const GRAIN: u64 = 64;
@@ -46,8 +46,8 @@ impl Extents {
         Ok(offset)
     }
 
-    /// Takes the largest free range, or the first `most` bytes of it if that is less: (offset, length), (0, 0) if there
-    /// is none.
+    /// Takes the largest free range, or the first `most` bytes of it if that is less: (offset,
+    /// length), (0, 0) if there is none.
     pub fn take_largest(&mut self, most: u64) -> (u64, u64) {
         let Some(index) = (0..self.free.len()).max_by_key(|&i| (self.free[i].1, u64::MAX - self.free[i].0))
         else {
@@ -96,7 +96,7 @@ impl Extents {
         self.used
     }
 
-    /// Most bytes ever taken at once.
+    /// The most bytes ever allocated at once.
     pub fn peak(&self) -> u64 {
         self.peak
     }

@@ -1,4 +1,4 @@
-//! The heap of a rank and those of its neighbours.
+//! The heap of a rank and those of its local peers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,11 +12,11 @@ use crate::error::MemoryError;
 pub struct HeapSizes {
     /// Symmetric part: control windows and callers' windows (`SIDELANE_SYMMETRIC`).
     pub symmetric: u64,
-    /// The whole heap; what is not symmetric is the pool (`SIDELANE_HEAP`).
+    /// The whole heap; the part that is not symmetric is the pool (`SIDELANE_HEAP`).
     pub total: u64,
 }
 
-/// One rank's heap, with the heaps of its node mapped beside it.
+/// One rank's heap, with the heaps of its node mapped next to it.
 #[derive(Debug)]
 pub struct Heap {
     rank: u32,
@@ -27,11 +27,12 @@ pub struct Heap {
 }
 
 impl Heap {
-    /// Maps the heaps of all ranks that are present (`segments`, by rank) and touches this rank's own, so that no
-    /// call pays for first page faults.
+    /// Maps the heaps of all ranks that are present (`segments`, by rank) and touches this rank's
+    /// own, so that no call pays for first page faults.
     ///
     /// # Errors
-    /// [`MemoryError::System`], [`MemoryError::WrongSize`] if a neighbour's segment is not `sizes.total` long.
+    /// [`MemoryError::System`], [`MemoryError::WrongSize`] if a local peer's segment is not
+    /// `sizes.total` long.
     pub(crate) fn new(
         rank: u32,
         sizes: HeapSizes,
@@ -53,9 +54,9 @@ impl Heap {
         Ok(Heap { rank, mapped, boundary, symmetric, pool })
     }
 
-    /// Touches the beginning of a neighbour's pool, `bytes` of it or all there is, where extents are taken from first: its
-    /// owner has touched the memory, which so lies near it, and this only learns the way there. Nothing of ranks of other
-    /// nodes.
+    /// Touches the beginning of a local peer's pool, `bytes` of it or the whole, where extents are
+    /// allocated first. Its owner has touched the memory, so the pages lie near the owner, and this
+    /// call only maps them. No-op for ranks of other nodes.
     ///
     /// # Errors
     /// [`MemoryError::System`].
@@ -87,7 +88,7 @@ impl Heap {
         &self.symmetric
     }
 
-    /// What the kernel granted for this process's shared memory.
+    /// The pages that the kernel granted for this process's shared memory.
     pub fn pages(&self) -> PageReport {
         PageReport { bytes: self.mapped.len_of(self.rank), huge: shared_huge_bytes() }
     }

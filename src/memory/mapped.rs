@@ -15,8 +15,9 @@ pub struct PeerMapping {
     lens: Vec<u64>,
 }
 
-// SAFETY: the mapping is plain shared memory owned by this value; nothing in it depends on the thread, and every
-// access to its bytes goes through raw pointers whose users answer for their order.
+// SAFETY: the mapping is plain shared memory owned by this value; nothing in it depends on the
+// thread, and every access to its bytes goes through raw pointers whose users guarantee their
+// order.
 unsafe impl Send for PeerMapping {}
 // SAFETY: as above: `&Mapped` only hands out raw pointers.
 unsafe impl Sync for PeerMapping {}
@@ -49,7 +50,8 @@ impl PeerMapping {
         for (index, segment) in segments.iter().enumerate() {
             let Some(segment) = segment.filter(|s| !s.is_empty()) else { continue };
             let len = segment.len() as usize;
-            // SAFETY: the target range lies inside our own reservation, `len <= stride`, and nothing uses it yet.
+            // SAFETY: the target range lies inside our own reservation, `len <= stride`, and no
+            // code uses it yet.
             unsafe {
                 rustix::mm::mmap(
                     mapped.base.as_ptr().add(index * stride).cast(),
@@ -61,7 +63,8 @@ impl PeerMapping {
                 )
             }
             .map_err(failed("mmap(MAP_FIXED)", len as u64))?;
-            // SAFETY: advice on the range just mapped; it changes no contents. Refusal is not an error.
+            // SAFETY: advice on the range just mapped; it changes no contents. Refusal is not an
+            // error.
             let _ = unsafe {
                 rustix::mm::madvise(
                     mapped.base.as_ptr().add(index * stride).cast(),
@@ -100,7 +103,7 @@ impl PeerMapping {
 
     /// Copies `out.len()` elements from a member's bytes at `offset`.
     ///
-    /// The caller answers for order: whoever wrote them must have signalled before.
+    /// The caller guarantees the order: the writer of the bytes must have signaled before.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -108,12 +111,14 @@ impl PeerMapping {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(out);
         let from = self.at(member, offset, bytes.len() as u64)?;
         access::read(from.as_ptr(), bytes.len() as u64);
-        // SAFETY: `at` checked the source; the destination is an exclusive slice of the same length.
+        // SAFETY: `at` checked the source; the destination is an exclusive slice of the same
+        // length.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
 
-    /// Copies elements to a member's bytes at `offset`. The caller answers for the licence to write there.
+    /// Copies elements to a member's bytes at `offset`. The caller must have the grant to write
+    /// there.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -121,14 +126,15 @@ impl PeerMapping {
         let bytes: &[u8] = bytemuck::cast_slice(from);
         let to = self.at(member, offset, bytes.len() as u64)?;
         access::write(to.as_ptr(), bytes.len() as u64);
-        // SAFETY: `at` checked the destination; the source is a slice of the same length, and a caller's slice cannot
-        // overlap the mapping except through extents it owns exclusively.
+        // SAFETY: `at` checked the destination; the source is a slice of the same length, and a
+        // caller's slice cannot overlap the mapping except through extents it owns exclusively.
         unsafe { std::ptr::copy(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         Ok(())
     }
 
-    /// Touches a range so that no later access pays for its first page fault. Where the kernel cannot do it in one
-    /// call (before 5.14), each page is touched by reading and writing back a byte.
+    /// Touches a range so that no later access pays for its first page fault. Where the kernel
+    /// cannot do it in one call (before 5.14), each page is touched by reading and writing back a
+    /// byte.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`]; [`MemoryError::System`] if memory has run out.
@@ -143,7 +149,8 @@ impl PeerMapping {
             Ok(()) => Ok(()),
             Err(rustix::io::Errno::INVAL) => {
                 for step in (0..end - start).step_by(page as usize) {
-                    // SAFETY: inside the range checked above; an atomic add of 0 changes nothing others see.
+                    // SAFETY: inside the range checked above; an atomic add of 0 changes nothing
+                    // others see.
                     unsafe { std::sync::atomic::AtomicU8::from_ptr(at.as_ptr().add(step as usize)) }
                         .fetch_add(0, std::sync::atomic::Ordering::Relaxed);
                 }
@@ -161,7 +168,8 @@ impl PeerMapping {
 impl Drop for PeerMapping {
     fn drop(&mut self) {
         let total = (self.stride * self.lens.len()).max(1);
-        // SAFETY: the reservation made in `new`; whoever took pointers into it holds this value alive.
+        // SAFETY: the reservation made in `new`; every user of pointers into it holds this value
+        // alive.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), total) };
     }
 }

@@ -1,7 +1,8 @@
 //! Memory that other ranks can reach.
 //!
-//! Every rank owns one *heap*: a sealed memfd, registered once. The ranks of a node map each other's heaps into one
-//! reservation of address space, so that an address is arithmetic: `base + index * stride + offset`.
+//! Every rank owns one *heap*: a sealed memfd, registered once. The ranks of a node map each
+//! other's heaps into one reservation of address space, so that addresses are computed:
+//! `base + index * stride + offset`.
 //!
 //! ```text
 //!   reservation of rank 1      | heap of 0        | heap of 1 (own)  | heap of 2        |
@@ -9,12 +10,13 @@
 //!   one heap                   | symmetric: control windows, callers' windows | pool: rows, outputs, staging |
 //! ```
 //!
-//! *Symmetric* memory is allocated collectively and keeps flags and what every rank has alike. The *pool* is local:
-//! a rank announces what is free with its counts, others write there, and it trims the extent to the exact size.
-//! So nobody reserves for the worst case, and ranks may free in any order.
+//! *Symmetric* memory is allocated collectively, for flags and for arrays of equal size at every
+//! rank. The *pool* is local: a rank announces free memory with its counts, others write there, and
+//! it trims the extent to the exact size. So no rank reserves for the worst case, and ranks may
+//! free in any order.
 //!
-//! This room maps and hands out; it never decides who may write. Its addresses are always checked against the
-//! mapping before a pointer leaves it.
+//! This module maps and allocates; it never decides which rank may write. It checks every address
+//! against the mapping before a pointer leaves it.
 
 #![allow(unsafe_code, reason = "mapping memory and viewing it as typed slices cannot be said in safe Rust")]
 

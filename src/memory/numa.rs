@@ -19,7 +19,7 @@ pub struct Numa {
 }
 
 impl Numa {
-    /// Those of this machine. None where the kernel says nothing of them.
+    /// Nodes of this machine. None where the kernel reports none.
     pub fn here() -> Self {
         Numa::below("/sys/devices/system/node")
     }
@@ -45,8 +45,9 @@ impl Numa {
         nodes.next().is_none().then_some(*node)
     }
 
-    /// Processors for the `nth` of `ranks`, of those that are `allowed`: of one node or, where there are more nodes than ranks, of
-    /// several. Nothing if one node has them all, or one rank may have all nodes.
+    /// Processors for the `nth` of `ranks`, among the `allowed` ones: of one node or, with more
+    /// nodes than ranks, of several. Empty if one node has them all, or one rank may have all
+    /// nodes.
     pub fn share(&self, allowed: impl Fn(u32) -> bool, nth: u32, ranks: u32) -> Option<Vec<u32>> {
         let own = |(_, own): &(u32, Vec<u32>)| own.iter().copied().filter(|&cpu| allowed(cpu)).collect();
         let mut nodes: Vec<Vec<u32>> = self.nodes.iter().map(own).collect();

@@ -1,9 +1,10 @@
-//! Which pages the kernel really granted. Requests for huge pages are advice: only the grant counts.
+//! The pages that the kernel really granted. Requests for huge pages are advice: only the grant
+//! counts.
 
 use super::{PeerMapping, Segment};
 
-/// Bytes of shared huge pages behind the mappings of this process, as `/proc/self/smaps_rollup` tells; `None` where
-/// the kernel does not say.
+/// Bytes of shared huge pages behind the mappings of this process, from `/proc/self/smaps_rollup`;
+/// `None` where the kernel does not report them.
 pub fn shared_huge_bytes() -> Option<u64> {
     parse(&std::fs::read_to_string("/proc/self/smaps_rollup").ok()?)
 }
@@ -14,7 +15,8 @@ fn parse(smaps: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Asks for a small heap on huge pages and looks whether it got them. `None` where that cannot be told.
+/// Requests a small heap on huge pages and checks whether it got them. `None` where the kernel does
+/// not report it.
 pub fn huge_pages_granted() -> Option<bool> {
     let segment = Segment::create("sidelane-probe", 4 << 20).ok()?;
     let before = shared_huge_bytes()?;
@@ -23,7 +25,7 @@ pub fn huge_pages_granted() -> Option<bool> {
     Some(shared_huge_bytes()? > before)
 }
 
-/// What a heap got.
+/// Pages that a heap got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageReport {
     /// Bytes of the heap.

@@ -1,7 +1,8 @@
 //! The receive pool of a rank: rows that arrive, combine buffers, staging.
 //!
-//! The pool is local. What others may write to is *announced*: the largest free extent (or what a dispatch needs at
-//! most) is reserved, its place and size go out with the counts, and once the counts of all are known it is trimmed to what is needed.
+//! The pool is local. Memory for writes of others is *announced*. A rank reserves the largest free
+//! extent (or the largest need of a dispatch), sends its place and size with the counts, and trims
+//! it to the exact size once the counts of all are known.
 //!
 //! ```text
 //!   announce          | used |.............. announced ..............|
@@ -19,12 +20,12 @@ use crate::error::MemoryError;
 
 /// Knows whether all readers of a retired extent have finished.
 pub trait ReleaseCheck: Send + Sync {
-    /// Whether everybody has read what was offered in the call of this value.
+    /// Whether all ranks have read the memory that was offered in the call of this value.
     fn is_released(&self, value: u64) -> bool;
 }
 
-/// The pool of one rank. Shared by all who receive on it; locked for a few instructions at a time, never while
-/// waiting.
+/// The pool of one rank. All receivers share it; it is locked for a few instructions at a time,
+/// never during a wait.
 pub struct Pool {
     rank: u32,
     mapped: Arc<PeerMapping>,
@@ -50,14 +51,14 @@ struct Retired {
     value: u64,
 }
 
-/// What a pool holds. All sizes in bytes.
+/// Contents of a pool. All sizes in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct PoolReport {
     /// Size of the pool.
     pub total: u64,
-    /// Taken: rows, outputs and staging alive, and what is retired.
+    /// Allocated: live rows, outputs and staging, and retired extents.
     pub used: u64,
-    /// Most ever taken at once.
+    /// The most bytes ever allocated at once.
     pub peak: u64,
     /// Largest extent that could be announced now.
     pub largest_free: u64,
@@ -81,8 +82,8 @@ impl Pool {
         Arc::new(Pool { rank, mapped, member: rank, start, health, deadline, state })
     }
 
-    /// Reserves `len` bytes. Where they are missing only because peers have not finished reading what was offered to
-    /// them, waits for these: they need nothing more of this rank for that.
+    /// Reserves `len` bytes. If they are missing only because peers have not finished reading
+    /// offered memory, waits for these peers: they need no further action of this rank.
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`].
@@ -117,7 +118,8 @@ impl Pool {
         }
     }
 
-    /// Reserves the largest free extent, or `most` bytes of it if that is less, for others to write to. It may be empty.
+    /// Reserves the largest free extent, or `most` bytes of it if that is less, for others to write
+    /// to. It may be empty.
     pub(crate) fn announce(self: &Arc<Self>, most: u64) -> Extent {
         let mut state = self.state();
         state.reap();
@@ -126,8 +128,8 @@ impl Pool {
         Extent { pool: Arc::clone(self), offset, len }
     }
 
-    /// Gives an extent back once all its readers have finished. Nobody waits for that: whoever next asks for memory
-    /// looks whether the licence is there.
+    /// Gives an extent back once all its readers have finished. No thread waits for that: the next
+    /// allocation checks whether the readers have released it.
     pub(crate) fn retire(&self, mut extent: Extent, licence: &Arc<dyn ReleaseCheck>, value: u64) {
         let (offset, len) = (extent.offset, std::mem::take(&mut extent.len));
         self.state().retired.push(Retired { offset, len, licence: Arc::clone(licence), value });
@@ -148,7 +150,7 @@ impl Pool {
         self.state().extents.total()
     }
 
-    /// What the pool holds now.
+    /// Current contents of the pool.
     pub fn report(&self) -> PoolReport {
         let mut state = self.state();
         state.reap();
@@ -162,8 +164,8 @@ impl Pool {
         }
     }
 
-    /// Fills everything that is free with one byte: tests use it to show that pads and sums never rest on what lay
-    /// there before.
+    /// Fills all free memory with one byte. Tests use it to show that pads and sums never depend on
+    /// old contents.
     pub fn poison(&self, byte: u8) {
         let mut state = self.state();
         state.reap();
@@ -174,14 +176,16 @@ impl Pool {
                 return;
             }
             if let Ok(at) = self.mapped.at(self.member, self.start + offset, len) {
-                // SAFETY: a free extent of our own pool, checked by `at`; the lock keeps it free meanwhile.
+                // SAFETY: a free extent of our own pool, checked by `at`; the lock keeps it free
+                // meanwhile.
                 unsafe { std::ptr::write_bytes(at.as_ptr(), byte, len as usize) };
             }
         }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // The state is consistent between any two statements that can panic: a poisoned lock is still usable.
+        // The state is consistent between any two statements that can panic: a poisoned lock is
+        // still usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -253,15 +257,16 @@ impl Extent {
 
     /// `count` elements from byte `offset` on.
     ///
-    /// The library hands out an extent only when everybody who was licensed to write to it has signalled, and
-    /// licenses nobody while it is handed out: so the slice is nobody else's.
+    /// The library hands out an extent only when all ranks with a write grant have signaled, and
+    /// grants no writes while it is handed out. So no one else uses the slice.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`], [`MemoryError::Misaligned`].
     pub fn slice<T: bytemuck::Pod>(&self, offset: u64, count: usize) -> Result<&[T], MemoryError> {
         let at = self.at::<T>(offset, count)?;
         access::read(at.as_ptr().cast(), (count * size_of::<T>()) as u64);
-        // SAFETY: `at` checked bounds and alignment; T is plain data; no writer is licensed (see above).
+        // SAFETY: `at` checked bounds and alignment; T is plain data; no rank has a write grant
+        // (see above).
         Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), count) })
     }
 
@@ -276,8 +281,8 @@ impl Extent {
     ) -> Result<&mut [T], MemoryError> {
         let at = self.at::<T>(offset, count)?;
         access::write(at.as_ptr().cast(), (count * size_of::<T>()) as u64);
-        // SAFETY: as in `slice`; the extent is borrowed exclusively, and peers read it only after it was offered,
-        // which takes it away from its holder.
+        // SAFETY: as in `slice`; the extent is borrowed exclusively, and peers read it only after
+        // it was offered, which takes it from its holder.
         Ok(unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), count) })
     }
 
@@ -299,8 +304,8 @@ impl Drop for Extent {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.live -= 1;
-        // In a dead world a call may have ended while peers still write to what was announced: it stays reserved, until
-        // the rebuilt world has a heap of its own.
+        // In a failed world a call may have ended while peers still write to announced memory. It
+        // stays reserved until the rebuilt world has a heap of its own.
         if self.pool.health.check().is_ok() {
             state.extents.free(self.offset, self.len);
         }

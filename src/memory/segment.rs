@@ -1,4 +1,4 @@
-//! Sealed shared memory: a memfd that nobody can shrink under those who have mapped it.
+//! Sealed shared memory: a memfd that no process can shrink while others map it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -14,7 +14,8 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Creates `len` bytes of zeroed shared memory, sealed against resizing. Nothing is touched yet.
+    /// Creates `len` bytes of zeroed shared memory, sealed against resizing. No page is touched
+    /// yet.
     ///
     /// # Errors
     /// [`MemoryError::System`] with the call that failed.
@@ -30,8 +31,8 @@ impl Segment {
         Ok(Segment { fd, len })
     }
 
-    /// Takes a descriptor that came from `rank`, or from a caller: it must be sealed against shrinking, or a later
-    /// access could fault.
+    /// Takes a descriptor that came from `rank`, or from a caller: it must be sealed against
+    /// shrinking, or a later access could fault.
     ///
     /// # Errors
     /// [`MemoryError::NotSealed`], [`MemoryError::System`] if it is no memfd.

@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::{Extents, PeerMapping};
 use crate::error::MemoryError;
 
-/// The allocator of one rank's symmetric bytes. Collective callers take the same sizes in the same order.
+/// The allocator of one rank's symmetric bytes. Collective callers take the same sizes in the same
+/// order.
 #[derive(Debug)]
 pub struct SymmetricAllocator {
     rank: u32,
@@ -19,7 +20,8 @@ impl SymmetricAllocator {
         Arc::new(SymmetricAllocator { rank, mapped, extents: Mutex::new(Extents::new(len)) })
     }
 
-    /// Takes `len` bytes, as they are: whoever had them last may still be read by a slow peer.
+    /// Allocates `len` bytes with their old contents: a slow peer may still read the previous array
+    /// there.
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`].
@@ -52,7 +54,8 @@ impl SymmetricExtent {
         self.offset
     }
 
-    /// Clears the bytes. Every peer must have finished with what lay here before, and none know of them yet.
+    /// Clears the bytes. Every peer must have finished with the previous array here, and no peer
+    /// knows the new one yet.
     ///
     /// # Errors
     /// None in practice: the extent lies inside its heap.

@@ -7,10 +7,10 @@
 //!              mapped at equal distances, for my device    mapped, and pinned, by everybody
 //! ```
 //!
-//! Rows lie in the memory, flags in the words. A GPU's write of a word comes after everything that
-//! its stream did before, wherever the word lies; in memory of the host the *host* can reach it as
-//! well: it sees what is missing, and can end a wait when a rank is lost, without a stream of its
-//! own that might stand behind the very wait.
+//! Rows lie in the memory, flags in the words. A GPU writes a word after all earlier work of its
+//! stream, wherever the word lies. In host memory the *host* can reach the word as well: it sees
+//! missing signals, and can end a wait when a rank is lost. It needs no stream of its own for that,
+//! which might queue behind the very wait.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -68,7 +68,7 @@ impl DeviceWindow {
     /// still takes part, so the other ranks learn of it.
     ///
     /// # Errors
-    /// [`MemoryError::SizesDiffer`]; [`DeviceError`] at the rank whose device lacks something, or
+    /// [`MemoryError::SizesDiffer`]; [`DeviceError`] at the rank whose device lacks an ability, or
     /// does not reach that of another, and [`MemoryError::NotUsable`] at the others.
     pub(crate) fn new(
         group: &Group,

@@ -175,9 +175,9 @@ impl Group {
 
     /// Takes symmetric bytes at every member; all succeed or all give them back. Collective.
     ///
-    /// The windows of a layer that is gone are held until its peers have said that they are done
-    /// with them. If there is no room, all members are here, so they have: the second try finds
-    /// what is really free.
+    /// The windows of a dropped layer are held until its peers have signaled that they are done
+    /// with them. If there is no room, all members are here, so they have signaled: the second try
+    /// finds the really free memory.
     pub(crate) fn take_symmetric(&self, len: u64) -> Result<SymmetricRange, Error> {
         let first = self.try_symmetric(len);
         if let Err(Error::Memory(MemoryError::OutOfSpace { .. })) = first {
@@ -200,7 +200,7 @@ impl Group {
             Err(MemoryError::OutOfSpace { free, total, .. }) => [len, 0, *free, *total],
             Err(_) => [len, 0, 0, 0],
         };
-        // What this rank sent to a range that lay here before has landed before anybody clears it.
+        // This rank's earlier puts to this range have landed before any rank clears it.
         self.flush_rails()?;
         let mut answers = Vec::new();
         for (blob, &member) in self.gather(bytemuck::cast_slice(&said))?.iter().zip(&self.ranks) {

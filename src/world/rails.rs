@@ -48,7 +48,7 @@ pub struct NetReport {
     pub lane: &'static str,
     /// Why it is this one.
     pub why: NetReason,
-    /// This rank's cards; none where the lane needs none.
+    /// This rank's NICs; empty where the lane needs none.
     pub cards: Vec<String>,
 }
 
@@ -60,9 +60,9 @@ pub enum NetReason {
     Asked,
     /// All nodes are on one machine.
     OneMachine,
-    /// They are on several, and all ranks have cards.
+    /// They are on several, and all ranks have NICs.
     Cards,
-    /// They are on several, and a rank has no card that it could use.
+    /// They are on several, and a rank has no usable NIC.
     NoCards {
         /// The rank.
         rank: u32,
@@ -103,8 +103,8 @@ impl NetState {
     ///
     /// # Errors
     /// [`LaneError::ChoicesDiffer`] if ranks ask for different lanes,
-    /// [`BootstrapError::Unreachable`] if the lane does not reach all of them; what is wrong with
-    /// this rank's part of a lane that was asked for, [`LaneError::PeerUnsupported`] on the others.
+    /// [`BootstrapError::Unreachable`] if the lane does not reach all of them; the error of this
+    /// rank's part of a requested lane, [`LaneError::PeerUnsupported`] on the others.
     pub(super) fn open(place: &NetSelection<'_>) -> Result<Self, Error> {
         let NetSelection { hub, machines, heap, options, .. } = *place;
         let (rank, choice) = (hub.rank(), options.rail);
@@ -123,7 +123,7 @@ impl NetState {
             (NetChoice::Tcp, _) => (place.open(&TCP_NET, &card)??, NetReason::Asked),
             (NetChoice::Auto, Some(_)) => match place.open(&VERBS_NET, &card)? {
                 Ok(wiring) => (wiring, NetReason::Cards),
-                // What was set by hand is not set aside in silence.
+                // A setting of the user is never ignored silently.
                 Err(lacking) if lacking.mistake => return Err(lacking.into()),
                 Err(lacking) => {
                     let why = NetReason::NoCards { rank: lacking.rank, reason: lacking.reason.clone() };
@@ -152,7 +152,7 @@ impl NetState {
         }
     }
 
-    /// The same of memory of a device, for cards that reach it; and how it was registered.
+    /// The same for device memory, for NICs that reach it; and how it was registered.
     ///
     /// # Errors
     /// Why none does.
@@ -205,7 +205,7 @@ impl NetSelection<'_> {
         Ok(Box::new(wires))
     }
 
-    /// This rank's network cards.
+    /// This rank's NICs.
     fn cards(&self, card: &ProgressThread) -> Opened {
         let NetSelection { hub, machines, options, .. } = *self;
         let rank = hub.rank();
@@ -222,8 +222,8 @@ impl NetSelection<'_> {
         Ok(Box::new(VerbsTransport::open(&VerbsEnvironment::here()?, setup)?))
     }
 
-    /// The lane that this rank has opened, if all ranks could. A rank that could not says so, and
-    /// no rank waits for it.
+    /// The lane that this rank has opened, if all ranks could. A rank that could not reports it,
+    /// and no rank waits for it.
     fn open(
         &self,
         net: &Net,

@@ -25,8 +25,8 @@ impl Registered {
     /// equally long. Collective.
     ///
     /// # Errors
-    /// [`MemoryError::NotUsable`] if that of another cannot be registered; at that rank, what the
-    /// lane says.
+    /// [`MemoryError::NotUsable`] if that of another rank cannot be registered; at that rank, the
+    /// lane's error.
     pub fn new(
         group: &Group,
         lanes: &Lanes,

@@ -32,12 +32,12 @@ pub struct Options {
     pub pace: Option<EmulatedLink>,
     /// Address at which peers connect to this rank, if the lane is tcp.
     pub tcp_address: TcpAddress,
-    /// Forecast what cards will be asked for ([`World::nic_forecast`]).
+    /// Predict the requests to NICs ([`World::nic_forecast`]).
     pub forecast: bool,
-    /// Cards that take the place of this machine's.
+    /// NICs that replace this machine's.
     #[cfg(test)]
     pub(crate) stand_in: Option<crate::lane::VerbsEnvironment>,
-    /// Settings beyond these options that all ranks must share, as text of the caller's. An example
+    /// Settings beyond these options that all ranks must share, as text of the caller. An example
     /// is the settings of a job whose machines are started one by one. Ranks whose text differs do
     /// not become a world.
     pub job_fingerprint: String,
@@ -65,8 +65,8 @@ pub struct World {
 
 /// State that groups, windows and calls share. The world lives until the last of them is gone.
 pub(crate) struct WorldState {
-    /// The ways to other nodes; there are none where there is only one node. Dropped before the hub
-    /// says goodbye: what a rank has sent is there before others hear that it has left.
+    /// The net to other nodes; none with only one node. Dropped before the hub leaves, so that a
+    /// rank's bytes arrive before others hear that it has left.
     pub(crate) rails: Option<NetState>,
     pub(crate) hub: Box<dyn Hub>,
     pub(crate) options: Options,
@@ -152,7 +152,7 @@ impl World {
                     Err(error) => errors.push(error),
                 }
             }
-            // Who was left by another rank is not why.
+            // A rank that was left by another is not the reason.
             let left = |error: &Error| matches!(error, Error::Bootstrap(BootstrapError::Left { .. }));
             match errors.into_iter().min_by_key(left) {
                 Some(error) => Err(error),
@@ -337,7 +337,7 @@ impl World {
     pub fn rebuild(&self, deadline: Duration) -> Result<World, Error> {
         let (hub, previous) = self.shared.hub.rebuild(deadline)?;
         if let (Some(rails), Err(cause)) = (&self.shared.rails, self.shared.hub.health().check()) {
-            // The old world may be kept; what was under way in it must not meet the next one.
+            // The old world may be kept; its bytes in flight must not reach the next one.
             rails.card.stop(&cause);
         }
         let place = &self.shared.machines[self.rank() as usize];
@@ -346,7 +346,7 @@ impl World {
 }
 
 impl WorldState {
-    /// A fault that only this rank's card has seen ends the world of all.
+    /// A fault that only this rank's NIC has seen ends the world of all.
     fn tell_of_own_faults(self: &Arc<Self>) {
         let (shared, own) = (Arc::downgrade(self), self.hub.rank());
         self.hub.health().on_failure(move |cause| {

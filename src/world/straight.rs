@@ -22,19 +22,19 @@ use crate::error::{BootstrapError, Error};
 use crate::lane::{self, DeviceMemory, Lanes, NoGpuDirect, PeerLane, Registration, WindowPart};
 use crate::memory::PeerMapping;
 
-/// This rank's memory, which the cards of other nodes write to, and theirs.
+/// This rank's memory, which the NICs of other nodes write to, and theirs.
 #[derive(Debug)]
 pub(crate) struct GpuDirectMemory {
     /// As rails reach it.
     pub window: lane::MappedWindow,
-    /// How this rank's cards know it.
+    /// How this rank's NICs address it.
     pub registration: Registration,
     _region: Registered,
 }
 
 impl GpuDirectMemory {
-    /// Registers `memory` at every member, if the cards of all take it; else says why not.
-    /// Collective.
+    /// Registers `memory` at every member, if the NICs of all take it; otherwise returns the
+    /// reason. Collective.
     ///
     /// # Errors
     /// The world's cause; [`BootstrapError::Malformed`], [`LaneError`](crate::error::LaneError) for
@@ -79,7 +79,7 @@ impl GpuDirectMemory {
             }
             parts.push(WindowPart { member, region, offset: 0, len });
         }
-        // Nobody's: the processor has no business there.
+        // Not mapped for any rank: the processor never accesses it.
         let mapped = Arc::new(PeerMapping::new(&vec![None; parts.len()])?);
         let window = lane::MappedWindow { mapped, parts, of_devices: true };
         Ok(Ok(GpuDirectMemory { window, registration: *registration, _region: region }))

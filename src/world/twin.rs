@@ -1,5 +1,5 @@
-//! The host's twin of a device's memory: staging for rows that cross between nodes where no NIC
-//! reaches the device.
+//! Host staging of a device's memory: for rows that cross between nodes where no NIC reaches the
+//! device.
 //!
 //! ```text
 //!   device      | memory, as its peers of the node reach it |
@@ -8,10 +8,10 @@
 //!                  ^ rails                                    | rails
 //! ```
 //!
-//! Rows from other nodes land in the twin at the offset where they belong on the device, under the
-//! same write grant. So nothing is placed twice, and a copy in covers all adjacent rows. Outgoing
-//! rows wait in the outbox. Where NICs reach the device, a small twin is the *desk* of a planner:
-//! memory that it writes for its own device.
+//! Rows from other nodes land in the staging at the offset where they belong on the device, under
+//! the same write grant. So no row is placed twice, and a copy in covers all adjacent rows.
+//! Outgoing rows wait in the outbox. Where NICs reach the device, a small staging is the *scratch*
+//! of a planner: memory that it writes for its own device.
 
 use std::sync::Arc;
 
@@ -22,10 +22,10 @@ use crate::error::{Error, MemoryError};
 use crate::lane::{self, Lanes, WindowPart};
 use crate::memory::{PeerMapping, Segment, pin};
 
-/// This rank's twin.
+/// This rank's staging.
 #[derive(Debug)]
 pub(crate) struct HostStaging {
-    /// The twin as this rank's device reaches it, its outbox behind the rest.
+    /// The staging as this rank's device reaches it, its outbox behind the rest.
     pub memory: DeviceRange,
     /// Memory as the lane reaches it, and that of the other ranks; of a desk, its owner's port
     /// only.
@@ -34,11 +34,11 @@ pub(crate) struct HostStaging {
 }
 
 impl HostStaging {
-    /// A twin of `len` bytes for every member, outboxes counted. Collective.
+    /// Staging of `len` bytes for every member, outboxes included. Collective.
     ///
     /// # Errors
     /// [`MemoryError`](crate::error::MemoryError), [`DeviceError`](crate::error::DeviceError), or
-    /// what a lane says, if it cannot be had, pinned or registered.
+    /// the lane's error, if it cannot be allocated, pinned or registered.
     pub fn new(group: &Group, context: &Arc<Context>, lanes: &Lanes, len: u64) -> Result<Self, Error> {
         let (memory, mapped) = Self::pinned(group, context, len)?;
         let (region, window) = Registered::new(group, lanes, mapped)?;

@@ -1,8 +1,8 @@
 //! The one-sided face: memory that the ranks of a group write to each other.
 //!
 //! Each call is a schedule of one or two operations, stepped by the same executor as a dispatch;
-//! bounds are checked before anything is posted. Which operations these are is known when the
-//! library is compiled: what is left of a put to a rank of this node is its checks and its stores.
+//! bounds are checked before anything is posted. The operations are known at compile time: a put to
+//! a rank of this node compiles to its checks and its stores.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -194,8 +194,8 @@ impl Window {
         self.port.settle_with(peer)
     }
 
-    /// Notes the value of a signal: a lower one than before would be overlooked, or undo what was
-    /// said.
+    /// Notes the value of a signal: a lower one than before would be overlooked, or undo the
+    /// earlier signal.
     #[inline]
     fn rise(&mut self, peer: u32, value: u64) -> Result<(), Error> {
         if let Some(last) = self.signalled.get_mut(peer as usize) {

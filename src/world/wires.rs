@@ -23,7 +23,8 @@ type Ends<'a> = Vec<Box<dyn WireEnd + 'a>>;
 /// Lays what wires are missing. Collective over the group.
 ///
 /// # Errors
-/// Of the lane at a rank that fails; [`LaneError::PeerUnsupported`] with the same words at the others.
+/// Of the lane at a rank that fails; [`LaneError::PeerUnsupported`] with the same words at the
+/// others.
 pub(super) fn lay(group: &Group, paths: &Paths) -> Result<(), Error> {
     match &group.shared.rails {
         Some(rails) => lay_by(&*rails.wiring, &rails.card, group, paths),
@@ -48,7 +49,7 @@ fn lay_by(
         false => pass_bytes(group, &peers, opened.as_deref().unwrap_or_default()),
     };
     let joined = opened.and_then(|ends| join(group.shared.hub.rank(), &peers, ends, offered?));
-    // Nobody sends before all ends are joined, and all learn of it if one is not.
+    // No rank sends before all ends are joined, and all learn of it if one is not.
     let answers = group.gather(&Failure::answer(&joined, is_own));
     match (joined, answers.as_deref().map(Failure::named)) {
         (Err(own), _) if is_own(&own) => Err(own),

@@ -10,9 +10,9 @@ use crate::{
     error::BootstrapError,
 };
 
-/// The place of a process. Two processes share a *machine* if the same kernel runs them, in one network
-/// namespace (through which descriptors are passed), for one user. They share a *node* if they were not told to
-/// act as different nodes, too.
+/// The place of a process. Two processes share a *machine* if the same kernel runs them, in one
+/// network namespace (through which descriptors are passed), for one user. They share a *node*
+/// unless `SIDELANE_NODE` makes them act as different nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Location {
     boot: String,
@@ -22,8 +22,8 @@ pub struct Location {
 }
 
 impl Location {
-    /// The place of this process. `SIDELANE_NODE` splits a machine into nodes: ranks with different values act
-    /// as if they were on different machines, although descriptors can still be passed.
+    /// The place of this process. `SIDELANE_NODE` splits a machine into nodes: ranks with different
+    /// values act as if they were on different machines, although descriptors can still be passed.
     pub fn here() -> Result<Self, BootstrapError> {
         Location::in_node(&std::env::var("SIDELANE_NODE").unwrap_or_default())
     }

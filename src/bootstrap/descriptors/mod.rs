@@ -7,10 +7,12 @@
 //!   pair i<j:  j connects to i, each proves that it was in the gather, both check the other's user
 //! ```
 //!
-//! Abstract names are visible to every user of the machine, so a name proves nothing: the nonce does, which went
-//! through the hub alone. A stranger that connects is shown out, and nobody waits for it.
+//! Abstract names are visible to every user of the machine, so a name proves nothing: the nonce
+//! does, which went through the hub alone. A stranger's connection is closed, and no member waits
+//! for it.
 //!
-//! Which ranks are of one machine, their [`Location`]s say; the conversation of a pair is in `passing`.
+//! The [`Location`]s decide which ranks are on one machine; the conversation of a pair is in
+//! `passing`.
 
 mod location;
 mod passing;
@@ -48,12 +50,12 @@ const SLICE: Duration = Duration::from_millis(20);
 const BACKLOG: i32 = 4096;
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
-/// Exchanges descriptors among `members`, ranks of `hub` of which `members[me]` is this one. Collective: all of
-/// them call it with the same key and the same members in the same order.
+/// Exchanges descriptors among `members`, ranks of `hub` of which `members[me]` is this one.
+/// Collective: all of them call it with the same key and the same members in the same order.
 ///
-/// `offers(i)` are the descriptors for member `i`, or None if this pair is not linked; both sides of a pair must
-/// say the same about that. Returns what each member offered, empty where not linked. Linked members must run
-/// on one machine, for one user.
+/// `offers(i)` are the descriptors for member `i`, or None if this pair is not linked; both sides
+/// of a pair must agree. Returns what each member offered, empty where not linked. Linked members
+/// must run on one machine, for one user.
 pub fn exchange_fds<'fd>(
     hub: &dyn Hub,
     key: &str,
@@ -86,7 +88,7 @@ pub fn exchange_fds<'fd>(
     table.run(start, deadline)
 }
 
-/// What a member tells the others over the hub.
+/// Message of a member to the others over the hub.
 struct Notice {
     name: [u8; 16],
     nonce: [u8; 32],
@@ -144,7 +146,7 @@ fn agree(key: &str, members: &[u32], notices: &[Notice]) -> Result<(), Bootstrap
     Ok(())
 }
 
-/// The exchange of one member, after all know whom to talk to.
+/// The exchange of one member, after all know their peers.
 struct Table<'a, 'fd> {
     hub: &'a dyn Hub,
     members: &'a [u32],
@@ -212,7 +214,7 @@ impl<'fd> Table<'_, 'fd> {
         match connect(&socket, &self.notices[peer].address()?) {
             Ok(()) => {}
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
-            // The name is known and nobody listens there: in this place there is no such process.
+            // The name is known but has no listener: there is no such process in this place.
             Err(Errno::CONNREFUSED) => {
                 self.hub.health().check()?;
                 return Err(BootstrapError::Unreachable {
@@ -239,7 +241,8 @@ impl<'fd> Table<'_, 'fd> {
         }
     }
 
-    /// Listens to who has connected: a member that is awaited becomes a pair, a stranger is shown out.
+    /// Reads from new connections: an awaited member becomes a pair, a stranger's connection is
+    /// closed.
     fn hear(
         &self,
         visitor: OwnedFd,

@@ -1,4 +1,5 @@
-//! One pair of ranks that hand each other descriptors: a conversation over a Unix socket that never blocks.
+//! One pair of ranks that pass descriptors to each other: a conversation over a Unix socket that
+//! never blocks.
 //!
 //! ```text
 //!   connector   hello (index, proof) ──►            acceptor
@@ -6,8 +7,8 @@
 //!               descriptors, at most 253 a packet ◄──►
 //! ```
 //!
-//! Sockets are of the packet kind: each receive is one packet, so descriptors and bytes cannot be mixed up. One thing they
-//! do not promise: see [`until_the_end`].
+//! Sockets are of the packet kind: each receive is one packet, so descriptors and bytes cannot be
+//! mixed up. They lack one guarantee: see [`until_the_end`].
 
 use std::{
     collections::VecDeque,
@@ -34,7 +35,7 @@ use crate::{
 /// Descriptors that the kernel passes in one packet.
 const PER_PACKET: usize = 253;
 
-/// What both sides of a pair know: the exchange, and who talks to whom.
+/// Knowledge of both sides of a pair: the exchange, sender and receiver.
 #[derive(Clone, Copy)]
 pub(super) struct Exchange<'a> {
     pub key: &'a str,
@@ -42,7 +43,8 @@ pub(super) struct Exchange<'a> {
 }
 
 impl Exchange<'_> {
-    /// Proof of the member `from` towards the member `to`, who drew the nonce and told it over the hub.
+    /// Proof of the member `from` for the member `to`, which drew the nonce and sent it over the
+    /// hub.
     fn mac(&self, nonce: &[u8; 32], from: usize, to: usize) -> impl Mac {
         let mut mac = keyed(nonce);
         mac.update(b"sidelane descriptors ");
@@ -60,7 +62,7 @@ impl Exchange<'_> {
         packet
     }
 
-    /// Who says this hello to the member `to`, if it is proved.
+    /// The member that says this hello to the member `to`, if it is proved.
     pub(super) fn caller(&self, packet: &[u8], nonce: &[u8; 32], to: usize) -> Option<usize> {
         let (index, proof) = packet.split_first_chunk::<4>()?;
         let from = u32::from_le_bytes(*index) as usize;
@@ -79,9 +81,10 @@ pub(super) enum Packet {
     Gone,
 }
 
-/// Asks again where `ask` met the end of a conversation (0 bytes). Linux looks for a packet first and whether the other side
-/// has closed second: a side that speaks and closes in between is reported as gone, its last words unread. Once it has
-/// closed nothing more can come, so the second answer stands.
+/// Repeats `ask` when it met the end of a conversation (0 bytes). Linux looks for a packet first
+/// and for a closed peer second. So a peer that sends and closes in between is reported as gone,
+/// with its last packet unread. Once it has closed no more packets can come, so the second answer
+/// is final.
 fn until_the_end<T>(mut ask: impl FnMut() -> Result<(usize, T), Errno>) -> Result<(usize, T), Errno> {
     match ask() {
         Ok((0, _)) => ask(),
@@ -140,7 +143,7 @@ pub(super) struct Pair<'fd> {
 }
 
 impl<'fd> Pair<'fd> {
-    /// Says `greeting`, hears `expects` if there is something to expect, and only then hands over `offer` and
+    /// Sends `greeting`, receives `expects` if it is not empty, and only then sends `offer` and
     /// takes `awaited` descriptors.
     pub(super) fn new(
         peer: usize,
@@ -154,7 +157,7 @@ impl<'fd> Pair<'fd> {
         Pair { peer, received: Vec::new(), socket, greeting: Some(greeting), expects, offer, awaited }
     }
 
-    /// What to wait for. None when there is nothing left to do.
+    /// Event to wait for. None at the end.
     pub(super) fn poll_fd(&self) -> Option<PollFd<'_>> {
         let mut flags = PollFlags::empty();
         flags.set(PollFlags::IN, self.expects.is_some() || self.received.len() < self.awaited);
@@ -198,7 +201,7 @@ impl<'fd> Pair<'fd> {
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
             match sendmsg(&self.socket, &[IoSlice::new(&[0])], &mut control, flags) {
                 Ok(_) => drop(self.offer.drain(..some.len())),
-                // Too many descriptors under way: room comes when others take theirs.
+                // Too many descriptors in flight: there is room when others take theirs.
                 Err(Errno::AGAIN | Errno::INTR | Errno::TOOMANYREFS) => return Ok(Progress::Waiting),
                 Err(Errno::PIPE | Errno::CONNRESET) => return Ok(Progress::Gone),
                 Err(errno) => return Err(system("sendmsg", errno)),

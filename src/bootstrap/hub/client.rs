@@ -51,7 +51,7 @@ pub(in crate::bootstrap) struct TcpHub {
 }
 
 impl TcpHub {
-    /// Sits down in the world of an epoch. `coordinator` is the thread that hosts it, where that is ours.
+    /// Joins the world of an epoch. `coordinator` is the thread that hosts it, if it is ours.
     pub(in crate::bootstrap) fn new(
         job: Job,
         epoch: u16,
@@ -113,7 +113,7 @@ impl TcpHub {
                 return Ok(Answer::Missing(Vec::new()));
             }
             if now >= until {
-                // The coordinator knows who is missing.
+                // The coordinator knows the missing ranks.
                 withdrawn = true;
                 until = now + self.job.clocks.liveness;
                 state.outgoing.extend(Message::Withdraw { ticket }.encode());
@@ -135,8 +135,8 @@ impl TcpHub {
     }
 }
 
-/// The error for an answer that is none. Steps fail in the wake of a world that dies, when the first ranks to hear
-/// of it leave: then the cause of death is the error.
+/// The error for a failed answer. Steps also fail because a world has failed and the first ranks to
+/// hear of it have left: then the world's cause is the error.
 pub(super) fn refused(health: &Health, answer: Answer, step: &str, waited: Duration) -> BootstrapError {
     if let Err(cause) = health.check() {
         return cause.into();
@@ -209,7 +209,8 @@ impl Hub for TcpHub {
     }
 
     fn cancel(&self, cause: Cause) {
-        // Told before it is known here: whoever sees the failure may end this process next.
+        // Sent before it is recorded here: a caller that sees the failure may end this process
+        // next.
         self.shared.post(&Message::Dead(cause.clone()));
         self.shared.health.fail(cause);
     }

@@ -6,8 +6,8 @@
 //!              └──────────────────────────────────────────────┘
 //! ```
 //!
-//! It lives as long as the connection of its own rank, so a rank 0 that dies takes it along, and everybody
-//! sees that as the end of a stream. After a clean leave of its own rank it lingers for the others.
+//! It lives as long as the connection of its own rank. So it ends with a rank 0 that dies, and all
+//! ranks see the end of a stream. After a clean leave of its own rank it lingers for the others.
 
 use std::{
     collections::BTreeMap,
@@ -31,7 +31,7 @@ use crate::{
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// What a coordinator needs to begin.
+/// Inputs of a coordinator.
 pub(in crate::bootstrap) struct HubConfig {
     pub lobby: HandshakeQueue,
     pub muster: JoinBarrier,
@@ -72,7 +72,7 @@ fn assemble(setting: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapE
         if now >= *until && !here.contains_key(&host) {
             return Ok(None);
         }
-        // Who is absent may change without any of these descriptors knowing: hence the slice.
+        // Ranks may become absent without an event on any of these descriptors: hence the slice.
         let slice = now + Duration::from_millis(50);
         let next = lobby.next().into_iter().chain(muster.closes()).fold(slice, Instant::min);
         let wires = here.values().map(|arrival| arrival.wire.poll_fd());
@@ -111,7 +111,7 @@ fn assemble(setting: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapE
     }
 }
 
-/// Numbers the members in their old order and tells each who is there and where it listens.
+/// Numbers the members in their old order and sends each the list of members and their addresses.
 fn welcome(members: Vec<u32>, mut here: BTreeMap<u32, AuthenticatedPeer>) -> Vec<Admitted> {
     let doors: Vec<ListenAddress> = members
         .iter()
@@ -184,7 +184,7 @@ impl Coordinator {
         loop {
             let ready = self.wait()?;
             let now = Instant::now();
-            // All that is pending is read before anybody is judged by the clock.
+            // Reads all pending messages before the clock declares a member lost.
             for rank in ready {
                 self.read(rank, now);
             }
@@ -212,7 +212,7 @@ impl Coordinator {
         }
     }
 
-    /// Waits for something to do. Returns the members whose connection has something to say.
+    /// Waits for an event. Returns the members whose connection has a message.
     fn wait(&self) -> Result<Vec<usize>, BootstrapError> {
         let next = [self.liveness.next(), self.lobby.next(), self.lingers_until];
         let next = next.into_iter().flatten().fold(self.beat, Instant::min);
@@ -227,7 +227,7 @@ impl Coordinator {
     fn read(&mut self, rank: usize, now: Instant) {
         self.members[rank].wire.fill();
         while let Some(message) = self.members[rank].wire.next() {
-            // What a lost rank still says is read, so that its connection ends in peace, and ignored.
+            // Messages of a lost rank are read and ignored, so that its connection ends cleanly.
             if self.members[rank].standing == MemberState::Here {
                 self.liveness.heard(rank, now);
                 self.handle(rank, message);
@@ -261,7 +261,7 @@ impl Coordinator {
                 }
                 self.store.leave(rank)
             }
-            // No correct rank says this: it is treated as one whose connection broke.
+            // No correct rank sends this: it is treated like a broken connection.
             _ => return self.lose(from, LostReason::Closed),
         };
         self.deliver(deliveries);
@@ -276,7 +276,8 @@ impl Coordinator {
         }
     }
 
-    /// A rank is gone: everybody is told at once, and the rank itself, should it wake up.
+    /// A rank is gone: all others get a message at once, and so does the rank itself, should it
+    /// wake up.
     fn lose(&mut self, rank: usize, how: LostReason) {
         let epoch = self.lobby.meeting().epoch;
         let member = &mut self.members[rank];

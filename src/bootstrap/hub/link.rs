@@ -6,8 +6,8 @@
 //!                          Health ◄── end of the launcher's pipe
 //! ```
 //!
-//! One thread owns the socket, so callers never block in it: they put a frame into [`Shared`], ring, and sleep on
-//! a condition variable that an answer or any failure wakes.
+//! One thread owns the socket, so callers never block in it: they put a frame into [`Shared`], wake
+//! the thread, and sleep on a condition variable that an answer or any failure wakes.
 
 use std::{
     collections::HashMap,
@@ -46,7 +46,7 @@ pub(super) enum End {
 pub(super) struct State {
     pub outgoing: Vec<u8>,
     pub answers: HashMap<u64, Option<Answer>>,
-    /// The coordinator has left in peace: nobody answers any more.
+    /// The coordinator has left cleanly: no more answers come.
     pub closed: bool,
     end: Option<End>,
 }
@@ -74,7 +74,7 @@ impl Shared {
         Ok(shared)
     }
 
-    /// Wakes the link thread. It only fails when the bell is ringing already.
+    /// Wakes the link thread. It only fails when a wake-up is pending already.
     pub(super) fn ring(&self) {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
@@ -85,13 +85,13 @@ impl Shared {
         self.ring();
     }
 
-    /// Tells the link thread to end.
+    /// Requests the end of the link thread.
     pub(super) fn end(&self, end: End) {
         lock(&self.state).end = Some(end);
         self.ring();
     }
 
-    /// Taking the lock first makes sure that nobody is between looking and falling asleep.
+    /// With the lock taken, no thread is between its check and its sleep.
     fn wake_callers(&self) {
         drop(lock(&self.state));
         self.changed.notify_all();
@@ -122,7 +122,8 @@ impl Link {
                 return;
             }
             let now = Instant::now();
-            // After a long sleep of this process the socket says what the others made of it: read before judging.
+            // After a long sleep of this process the socket has the others' verdict: read it before
+            // using the clock.
             self.read(&mut liveness, now);
             if self.wire.is_closed() {
                 return self.closed();
@@ -154,14 +155,15 @@ impl Link {
         fds.extend(self.launcher.as_ref().map(LauncherWatch::poll_fd));
         wait(&mut fds, next)?;
         let mut count = [0; 8];
-        // Empties the bell; it is empty already when something else woke this thread.
+        // Clears the wake-up; there is none when another event woke this thread.
         let _ = rustix::io::read(&self.shared.bell, &mut count);
         Ok(())
     }
 
     fn read(&mut self, liveness: &mut Liveness, now: Instant) {
         self.wire.fill();
-        // Looked at after that: ranks leave when they see the launcher's end, so what they say of it comes later.
+        // Read after that: ranks leave when they see the launcher's end, so their messages about it
+        // come later.
         self.look_at_launcher();
         let mut answered = false;
         while let Some(message) = self.wire.next() {
@@ -169,7 +171,7 @@ impl Link {
             match message {
                 Message::Heartbeat => {}
                 Message::Answer { ticket, answer } => {
-                    // Nobody waits for the answer to a request that was given up.
+                    // No caller waits for the answer to an abandoned request.
                     if let Some(slot) = lock(&self.shared.state).answers.get_mut(&ticket) {
                         *slot = Some(answer);
                         answered = true;

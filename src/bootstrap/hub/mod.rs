@@ -1,11 +1,12 @@
-//! The hub: what the ranks of a world say to each other while it lives.
+//! The hub: messages between the ranks of a world during its life.
 //!
 //! ```text
 //!   Hub ─┬─ client (TcpHub) ── link ═══ TCP ═══ coordinator ── store      ranks that are processes
 //!        └─ threads ──────────────────────────────────────────┘           ranks that are threads of one
 //! ```
 //!
-//! The store decides everything and knows neither sockets nor time, so both kinds of world behave alike.
+//! The store makes all decisions and knows neither sockets nor time, so both kinds of world behave
+//! alike.
 
 mod client;
 mod coordinator;
@@ -27,8 +28,8 @@ use crate::{
 
 /// A rank's connection to its world.
 ///
-/// Dropping a hub leaves in peace, which is no failure: only a step that needs the rank fails. A hub dropped by
-/// an unwinding thread counts as lost.
+/// Dropping a hub is a clean leave, not a failure: only steps that need the rank fail. A hub
+/// dropped by an unwinding thread counts as lost.
 pub trait Hub: Send + Sync {
     /// This rank.
     fn rank(&self) -> u32;
@@ -45,9 +46,9 @@ pub trait Hub: Send + Sync {
     /// The value of a key, when it is set.
     fn get(&self, key: &str, deadline: Duration) -> Result<Vec<u8>, BootstrapError>;
 
-    /// All-gather among `count` participants: number `index` contributes `blob`, all get all blobs in order of
-    /// index. A key serves one step; the step succeeds for all its participants or fails for all, and is
-    /// dropped then. Together the blobs must stay below 64 MiB.
+    /// All-gather among `count` participants: number `index` contributes `blob`, all get all blobs
+    /// in order of index. A key serves one step; the step succeeds for all its participants or
+    /// fails for all, and is dropped then. Together the blobs must stay below 64 MiB.
     fn gather(
         &self,
         key: &str,
@@ -68,15 +69,15 @@ pub trait Hub: Send + Sync {
     /// Ends the world on every rank with this cause.
     fn cancel(&self, cause: Cause);
 
-    /// Meets the survivors in the next epoch. Returns its hub and, for each of its ranks, the rank in this one. A
-    /// world that still lives is cancelled first. All survivors must call it; one that does not come within a
-    /// short time after the others is left behind.
+    /// Meets the survivors in the next epoch. Returns its hub and, for each of its ranks, the rank
+    /// in this one. A live world is cancelled first. All survivors must call it; one that does not
+    /// come within a short time after the others is left behind.
     fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
 
     /// What this rank shows to others of its world on streams of their own.
     ///
     /// # Errors
-    /// [`BootstrapError::System`] if there is nothing to draw a secret from.
+    /// [`BootstrapError::System`] if there is no source of randomness for a secret.
     fn pass(&self) -> Result<PeerAuth, BootstrapError>;
 
     /// Goes away without a goodbye, as a killed process does. For tests.

@@ -1,12 +1,13 @@
-//! The key-value store and the collective steps of a world: a state machine without sockets, threads or time.
+//! The key-value store and the collective steps of a world: a state machine without sockets,
+//! threads or time.
 //!
 //! ```text
 //!   request (rank, ticket) ──► Store ──► deliveries (rank, ticket, answer), at once or when the last one came
 //! ```
 //!
-//! A collective step succeeds for everybody or fails for everybody: when one participant gives up, the others
-//! learn who was missing instead of waiting for a step that cannot be completed any more. A step that failed
-//! is remembered until all its participants have been told.
+//! A collective step succeeds for all participants or fails for all. When one gives up, the others
+//! get the missing ranks instead of waiting for a step that cannot complete any more. A failed step
+//! is remembered until all its participants have their error.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -26,7 +27,7 @@ pub(super) struct Delivery {
     pub answer: Answer,
 }
 
-/// Whom to answer.
+/// Recipient of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Requester {
     pub rank: u32,
@@ -50,7 +51,7 @@ struct Part {
 #[derive(Debug)]
 struct Step {
     parts: Vec<Option<Part>>,
-    /// Why it failed, and who has been told.
+    /// The failure, and the ranks that have received it.
     failed: Option<(Answer, BTreeSet<u32>)>,
 }
 
@@ -59,7 +60,7 @@ impl Step {
         (0u32..).zip(&self.parts).filter(|(_, part)| part.is_none()).map(|(index, _)| index).collect()
     }
 
-    /// Fails for all who wait; the rest is told when it comes.
+    /// Fails for all waiting ranks; the others get the failure when they come.
     fn fail(&mut self, answer: Answer) -> Vec<Delivery> {
         let mut told = BTreeSet::new();
         let mut deliveries = Vec::new();

@@ -1,8 +1,8 @@
 //! Ranks that are threads of one process: the same store, under a mutex instead of a coordinator.
 //!
-//! The liveness of a thread is the life of its hub: dropped, it has left; dropped while its thread unwinds, it is
-//! lost. Deadlines, cancel and rebuild are as between processes, so that a test with threads tests the same
-//! behaviour.
+//! A thread is alive while its hub exists: a dropped hub has left; a hub dropped by an unwinding
+//! thread is lost. Deadlines, cancel and rebuild are as between processes, so that a test with
+//! threads tests the same behaviour.
 
 use std::{
     collections::HashMap,
@@ -36,7 +36,7 @@ pub fn threads(n: u32, clocks: Timeouts) -> Vec<Box<dyn Hub>> {
     (0..n).map(|rank| Box::new(ThreadHub { rank, world: world.clone() }) as Box<dyn Hub>).collect()
 }
 
-/// What the hubs of one epoch share.
+/// State that the hubs of one epoch share.
 struct World {
     size: u32,
     epoch: u16,
@@ -53,8 +53,8 @@ struct Inner {
     store: Store,
     answers: HashMap<u64, Answer>,
     muster: JoinBarrier,
-    /// Why the world is dead, if one of the hubs said so. Known here before any rank hears of it, so that what
-    /// the first to hear does next (it may leave) cannot overtake the news.
+    /// The failure of the world, if one of the hubs reported it. Set before any rank hears of it,
+    /// so that the next action of the first to hear (it may leave) cannot overtake the news.
     dead: Option<Cause>,
     /// The next epoch and its members, once the survivors have met.
     next: Option<(Arc<World>, Vec<u32>)>,
@@ -81,7 +81,7 @@ impl World {
             let sleeper = Arc::downgrade(&world);
             health.on_failure(move |_| {
                 if let Some(world) = sleeper.upgrade() {
-                    // With the lock nobody is between looking and falling asleep.
+                    // With the lock taken, no thread is between its check and its sleep.
                     drop(lock(&world.inner));
                     world.changed.notify_all();
                 }

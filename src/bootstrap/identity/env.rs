@@ -1,4 +1,4 @@
-//! The variables of the launchers: which of them say what, and what a value must look like.
+//! Variables of the launchers: their meanings, and the format of their values.
 
 use std::net::Ipv4Addr;
 
@@ -55,7 +55,7 @@ impl Vars<'_> {
     pub(super) fn torchrun(&self) -> Result<Identity, BootstrapError> {
         let launched = self.text("SIDELANE_JOB");
         let master_addr = self.address("the address of rank 0")?;
-        // The run id is often "none": address and port tell such runs apart.
+        // The run id is often "none": address and port distinguish such runs.
         let (run, port) = (self.text("TORCHELASTIC_RUN_ID"), self.text("MASTER_PORT"));
         let run = format!("{}@{master_addr}:{}", run.unwrap_or_default(), port.unwrap_or_default());
         Ok(Identity {

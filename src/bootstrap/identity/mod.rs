@@ -1,4 +1,4 @@
-//! Identity: who this process is, as its launcher says, and what it knows that strangers do not.
+//! Identity: this process as its launcher describes it, and its secret.
 //!
 //! ```text
 //!   env      the launchers' variables, read and checked
@@ -13,8 +13,9 @@
 //! | Open MPI | OMPI_COMM_WORLD_RANK | MASTER_ADDR, or loopback if all ranks are local | from the job's name |
 //! | SLURM | SLURM_PROCID | MASTER_ADDR, or the first host | from the job's name |
 //!
-//! The order is that of the table: torchrun runs under srun and mpirun runs inside SLURM allocations, and the inner
-//! launcher is right. SIDELANE_PORT and MASTER_PORT overrule a derived port everywhere.
+//! The order is that of the table: torchrun runs under srun and mpirun runs inside SLURM
+//! allocations, and the inner launcher applies. SIDELANE_PORT and MASTER_PORT overrule a derived
+//! port everywhere.
 
 mod env;
 mod secret;
@@ -28,7 +29,7 @@ pub(super) use secret::random;
 use crate::error::BootstrapError;
 use env::Vars;
 
-/// Who started this process.
+/// Launcher of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
     /// torchrun, or anything that sets RANK and WORLD_SIZE.
@@ -41,7 +42,7 @@ pub enum Launcher {
     Sidelane,
 }
 
-/// The pipe whose end says that the launcher is gone.
+/// The pipe whose end signals that the launcher is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LauncherPipe {
     /// Number of the inherited read end.
@@ -50,7 +51,7 @@ pub struct LauncherPipe {
     pub pid: u32,
 }
 
-/// Who this process is among the ranks of its job, and where they meet.
+/// Identity of this process among the ranks of its job, and their meeting point.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// This rank.
@@ -63,7 +64,7 @@ pub struct Identity {
     pub local_size: Option<u32>,
     /// Name of the job: jobs with different names never join each other.
     pub job: String,
-    /// Who says all this.
+    /// Source of these values.
     pub source: Launcher,
     /// Where rank 0 listens.
     pub master_addr: String,
@@ -105,8 +106,8 @@ impl Identity {
         Identity::from_vars(&|name| std::env::var(name).ok())
     }
 
-    /// Whether all ranks meet through this machine's loopback interface: all of them run here, or the address is
-    /// a loopback address.
+    /// Whether all ranks meet through this machine's loopback interface: all of them run here, or
+    /// the address is a loopback address.
     pub fn is_local(&self) -> bool {
         self.local_size == Some(self.size) || self.literal_loopback().is_some()
     }
@@ -116,8 +117,8 @@ impl Identity {
         self.literal_loopback().unwrap_or(Ipv4Addr::LOCALHOST.into())
     }
 
-    /// A name that merely resolves to a loopback address does not count: hosts like to give their own name one,
-    /// and the other machines then resolve it to something else.
+    /// A name that merely resolves to a loopback address does not count: hosts often map their own
+    /// name to one, and the other machines then resolve it to something else.
     fn literal_loopback(&self) -> Option<IpAddr> {
         if self.master_addr == "localhost" {
             return Some(Ipv4Addr::LOCALHOST.into());
@@ -144,7 +145,7 @@ impl Identity {
 }
 
 impl Identity {
-    /// What the launchers have in common, before it is filled in.
+    /// Common values of all launchers, before any is filled in.
     fn blank() -> Self {
         Identity {
             rank: 0,

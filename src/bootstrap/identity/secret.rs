@@ -14,7 +14,8 @@ use crate::error::BootstrapError;
 /// Bytes of a drawn secret.
 const DRAWN: usize = 32;
 
-/// Key of the job: whoever knows it may join. It is never sent, only proved (see the module `wire::auth`).
+/// Key of the job: every process with the key may join. It is never sent, only proved (see the
+/// module `wire::auth`).
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Vec<u8>);
 
@@ -29,8 +30,9 @@ impl Secret {
         Ok(Secret(random::<DRAWN>()?.to_vec()))
     }
 
-    /// The secret of `SIDELANE_SECRET`, or of the file that `SIDELANE_SECRET_FILE` names. None if neither is set.
-    /// 64 hexadecimal digits are read as 256 bits, other text as itself without trailing white space.
+    /// The secret of `SIDELANE_SECRET`, or of the file that `SIDELANE_SECRET_FILE` names. None if
+    /// neither is set. 64 hexadecimal digits are read as 256 bits, other text as itself without
+    /// trailing white space.
     pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, BootstrapError> {
         if let Some(text) = lookup("SIDELANE_SECRET") {
             return Secret::from_text(&text).map(Some).ok_or(BootstrapError::BadVariable {
@@ -53,13 +55,14 @@ impl Secret {
         Secret::from_vars(&|name| std::env::var(name).ok())
     }
 
-    /// The secret in hexadecimal digits: what a launcher that drew a [`Secret::random`] sets `SIDELANE_SECRET` to.
+    /// The secret in hexadecimal digits: what a launcher that drew a [`Secret::random`] sets
+    /// `SIDELANE_SECRET` to.
     pub fn to_hex(&self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// The key of this user on this machine, for jobs of one machine that were given no secret: only
-    /// processes of this user can read it, so none of another user takes a seat or learns a row.
+    /// The key of this user on this machine, for jobs of one machine without a secret. Only
+    /// processes of this user can read it, so no process of another user can join or read a row.
     ///
     /// It lies in the first of `/run/user/UID`, `/dev/shm` and `/tmp` where this user may write. No
     /// variable chooses the folder: ranks of one job may have been started by different launchers.

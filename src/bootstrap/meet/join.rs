@@ -1,4 +1,4 @@
-//! Joining a meeting: the guest's side of a connection, from the first byte to a seat.
+//! Joining a rendezvous: the guest's side of a connection, from the first byte to its rank.
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream},
@@ -18,7 +18,7 @@ use crate::{
 
 /// Bound of one attempt to connect.
 const CONNECT: Duration = Duration::from_secs(1);
-/// Bound of asking who is missing.
+/// Bound of the query for missing ranks.
 const LAST_QUESTION: Duration = Duration::from_secs(1);
 
 /// A place in a world.
@@ -33,9 +33,9 @@ pub(in crate::bootstrap) struct Membership {
     pub standing: TcpListener,
 }
 
-/// Why there is no seat.
+/// Reason why a guest cannot join.
 pub(super) enum JoinError {
-    /// Nobody there, or somebody else, or it hung up: try again or elsewhere.
+    /// No process, another process, or a closed connection: try again or elsewhere.
     Nobody,
     /// Of this job, and no.
     Refused(JoinRefusal),
@@ -43,7 +43,7 @@ pub(super) enum JoinError {
     Failed(BootstrapError),
 }
 
-/// Who knocks, and how long it waits.
+/// The joining rank, and its waiting time.
 pub(super) struct JoinRequest<'a> {
     pub secret: &'a Secret,
     pub meeting: RendezvousId,
@@ -99,7 +99,8 @@ impl JoinRequest<'_> {
     /// The listener at which this rank would host a rebuild.
     fn listen(&self, local: IpAddr) -> Result<TcpListener, JoinError> {
         let ip = match (local, self.beyond_loopback && local.is_loopback()) {
-            // The host's own machine is reached by its loopback address here, but not from elsewhere.
+            // The host's own machine is reached by its loopback address here, but not from
+            // elsewhere.
             (IpAddr::V4(_), true) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
             (IpAddr::V6(_), true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
             (local, false) => local,
@@ -110,7 +111,7 @@ impl JoinRequest<'_> {
     }
 }
 
-/// Another job, or not this protocol at all: not who is looked for.
+/// Another job, or another protocol: not the wanted host.
 fn miss(refusal: JoinRefusal) -> JoinError {
     match refusal {
         JoinRefusal::OtherJob | JoinRefusal::Malformed => JoinError::Nobody,

@@ -1,4 +1,4 @@
-//! Where visitors wait until they have proved who they are.
+//! Where pending connections wait until they are authenticated.
 //!
 //! ```text
 //!   listener ──► visitor: Hello, Challenge, Proof ──► arrival (rank, wire)
@@ -18,7 +18,7 @@ use crate::bootstrap::{
     wire::{Hello, JoinRefusal, Message, MessageConnection, RendezvousId, Responder},
 };
 
-/// Time a visitor has to prove who it is.
+/// Time limit of an authentication.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Visitors at a time; more wait in the listener's queue.
 const MAX_VISITORS: usize = 1024;
@@ -32,7 +32,7 @@ struct PendingHandshake {
     until: Instant,
 }
 
-/// Somebody of this job.
+/// An authenticated rank of this job.
 #[derive(Debug)]
 pub(in crate::bootstrap) struct AuthenticatedPeer {
     pub hello: Hello,
@@ -40,7 +40,8 @@ pub(in crate::bootstrap) struct AuthenticatedPeer {
 }
 
 impl AuthenticatedPeer {
-    /// Shows it out. What was queued is sent; a reason that does not fit the socket's buffer is lost.
+    /// Closes the connection. Queued bytes are sent; a reason that does not fit the socket's buffer
+    /// is lost.
     pub(in crate::bootstrap) fn refuse(mut self, refusal: JoinRefusal) {
         self.wire.send(&Message::Refused(refusal));
         self.wire.flush();
@@ -79,7 +80,7 @@ impl HandshakeQueue {
         self.visitors.iter().map(|visitor| visitor.until).chain(self.rests_until).min()
     }
 
-    /// Lets visitors go one step on. Returns those who have proved that they belong here.
+    /// Advances the pending handshakes by one step. Returns the authenticated peers.
     pub(in crate::bootstrap) fn turn(&mut self, now: Instant) -> Vec<AuthenticatedPeer> {
         self.rests_until = self.rests_until.filter(|&until| now < until);
         if self.rests_until.is_none() {

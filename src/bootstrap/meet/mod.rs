@@ -8,7 +8,7 @@
 //!   pass       ranks that have met, on streams of their own
 //! ```
 //!
-//! The coordinator of the new world runs the host's side; who has a seat gets a hub.
+//! The coordinator of the new world runs the host's side; each member gets a hub.
 
 mod join;
 mod lobby;

@@ -1,11 +1,12 @@
-//! Who has come to a meeting, and when it may begin: a state machine without sockets, told the time.
+//! The ranks that have come to a rendezvous, and when it may begin: a state machine without
+//! sockets, which gets the time from its caller.
 //!
 //! ```text
 //!   first meeting   begins when all `size` ranks are here
 //!   rebuild         begins when everyone not known absent is here, or a short window after the second came
 //! ```
 //!
-//! The window is for ranks that died without anybody knowing. It opens with the second arrival: a rank alone
+//! The window is for ranks that died unnoticed. It opens with the second arrival: a rank alone
 //! never concludes that it is the only one left.
 
 use std::{
@@ -50,12 +51,13 @@ impl JoinBarrier {
         }
     }
 
-    /// Whether the meeting is over for all when one gives up: without that one it could never begin.
+    /// Whether the rendezvous is over for all when one rank gives up: without that one it could
+    /// never begin.
     pub(in crate::bootstrap) fn needs_all(&self) -> bool {
         self.window.is_none()
     }
 
-    /// Who has not come, of those not known absent.
+    /// The ranks that have not come, without those known to be absent.
     pub(in crate::bootstrap) fn missing(&self, absent: &[u32]) -> Vec<u32> {
         (0..self.size).filter(|rank| !self.here.contains(rank) && !absent.contains(rank)).collect()
     }

@@ -1,4 +1,4 @@
-//! Streams of their own: two ranks of a world prove to each other who they are on another connection.
+//! Authenticated streams: two ranks of a world authenticate each other on another connection.
 //!
 //! ```text
 //!   one rank: Reception                      the other: Pass::knock
@@ -9,11 +9,12 @@
 //!                      ◄──── one byte ────   from here on the stream is the ranks' own
 //! ```
 //!
-//! The byte says that the other rank has not given up meanwhile: it has bounds on how long it waits for a Welcome, and
-//! none behind it. A stream without that byte is nobody's.
+//! The byte says that the other rank has not given up meanwhile: its wait for a Welcome is bounded,
+//! and no wait comes after it. A stream without that byte is dropped.
 //!
-//! The handshake is that of the rendezvous, under a name that no rendezvous has: what is said here convinces nobody
-//! there. Strangers, ranks of other jobs and ranks of earlier epochs are shown out, and nobody waits for them.
+//! The handshake is that of the rendezvous, under a name that no rendezvous has, so its messages
+//! prove nothing there. The connections of strangers, of other jobs and of earlier epochs are
+//! closed, and no rank waits for them.
 
 use std::{
     collections::BTreeMap,
@@ -37,13 +38,13 @@ use crate::{
 
 /// Bound of one attempt to connect.
 const CONNECT: Duration = Duration::from_secs(1);
-/// Bound of one handshake: a stranger that accepts and says nothing costs this much.
+/// Bound of one handshake: a stranger that accepts and stays silent costs this much.
 const GREETING: Duration = Duration::from_secs(2);
 
-/// What a rank says that was welcomed, and takes the stream.
+/// Message of a welcomed rank that takes the stream.
 const TAKEN: u8 = 1;
 
-/// What a rank shows to others of its world.
+/// A rank's proof of identity for others of its world.
 #[derive(Clone, Debug)]
 pub struct PeerAuth {
     secret: Secret,
@@ -92,12 +93,13 @@ impl PeerAuth {
         Ok(PeerListener { lobby, welcomed: Vec::new(), here: BTreeMap::new() })
     }
 
-    /// Connects to a rank of this world that listens at an address. The stream does not block. `stop` ends it early.
+    /// Connects to a rank of this world that listens at an address. The stream does not block.
+    /// `stop` ends it early.
     ///
     /// # Errors
-    /// [`BootstrapError::System`] if nobody listens there, [`BootstrapError::NoRendezvous`] if nobody answers,
-    /// [`BootstrapError::WrongSecret`] or [`BootstrapError::Malformed`] if it is somebody else, [`Cause::Evicted`] if the
-    /// world is in another epoch.
+    /// [`BootstrapError::System`] if there is no listener, [`BootstrapError::NoRendezvous`] if no
+    /// answer comes, [`BootstrapError::WrongSecret`] or [`BootstrapError::Malformed`] if it is
+    /// another process, [`Cause::Evicted`] if the world is in another epoch.
     pub fn connect(
         &self,
         host: u32,
@@ -157,14 +159,15 @@ impl PeerAuth {
 #[derive(Debug)]
 pub struct PeerListener {
     lobby: HandshakeQueue,
-    /// Who was let in, and has not taken its stream yet.
+    /// Ranks that were let in, and have not taken their streams yet.
     welcomed: Vec<(u32, TcpStream)>,
-    /// Who has come, and nobody has asked for yet.
+    /// Ranks that have come, and have not been requested yet.
     here: BTreeMap<u32, TcpStream>,
 }
 
 impl PeerListener {
-    /// Attends to whoever is at the door, until a rank has come or a point in time. Its stream does not block.
+    /// Serves pending connections until a rank has come or until a deadline. Its stream does not
+    /// block.
     ///
     /// # Errors
     /// [`BootstrapError::System`].
@@ -188,7 +191,8 @@ impl PeerListener {
         }
     }
 
-    /// Who was let in takes its stream, or has given it up. Nothing behind the one byte is read: it is for others.
+    /// A welcomed rank takes its stream, or has given it up. Bytes behind the one byte are left for
+    /// the stream's user.
     fn hear(&mut self) {
         for (from, mut stream) in std::mem::take(&mut self.welcomed) {
             let mut said = [0];
@@ -215,12 +219,12 @@ mod tests {
         PeerAuth::new(Secret::from_bytes(secret), [job; 32], rank, epoch, vec![LOCAL; 3])
     }
 
-    /// Knocks at the reception of rank 0 of job 7, epoch 4, whose secret is "s".
+    /// Connects to the reception of rank 0 of job 7, epoch 4, whose secret is "s".
     fn knock(visitor: PeerAuth, looks_for: u32) -> (Result<TcpStream, BootstrapError>, Option<TcpStream>) {
         let listener = TcpListener::bind((LOCAL, 0)).unwrap();
         let address = listener.local_addr().unwrap();
         let mut reception = pass("s", 7, 0, 4).receive(listener).unwrap();
-        // They do not know who they are, and are in nobody's way.
+        // They are unauthenticated, and block no rank.
         let _silent = TcpStream::connect(address).unwrap();
         TcpStream::connect(address).unwrap().write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         std::thread::scope(|scope| {

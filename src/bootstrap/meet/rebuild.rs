@@ -5,9 +5,10 @@
 //!   epoch e+1           0 ◄─── 1 ◄─── 2          the lowest rank not known lost hosts; old order is kept
 //! ```
 //!
-//! The old world's connections stay up meanwhile, so a rank that dies during the rebuild is noticed. A world that
-//! a network failure cuts in two can become two worlds of the same epoch: ranks cannot tell a cut from a death.
-//! Who wants to exclude that compares the size of the new world with what it needs.
+//! The old world's connections stay open meanwhile, so a rank that dies during the rebuild is
+//! noticed. A world that a network failure splits in two can become two worlds of the same epoch:
+//! ranks cannot distinguish a split from a death. A program that must exclude this compares the
+//! size of the new world with the size that it needs.
 
 use std::{
     sync::Arc,

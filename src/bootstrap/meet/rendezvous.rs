@@ -6,8 +6,8 @@
 //!   rank k        knock  knock ──► its handshake proves that this is the job
 //! ```
 //!
-//! A launcher's own store sits on the master port, and other jobs may sit on the ports after it, so no port is
-//! believed: the handshake says whether it is the right one.
+//! A launcher's own store sits on the master port, and other jobs may sit on the ports after it, so
+//! no port is trusted: the handshake finds the right one.
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs},
@@ -31,16 +31,16 @@ use crate::{
     error::{BootstrapError, Cause},
 };
 
-/// Bound of the challenge of one candidate: a stranger that accepts and says nothing costs this much. So long, too, a rank
-/// looks on behind a job of another secret.
+/// Bound of the challenge of one candidate: a stranger that accepts and stays silent costs this
+/// much. A rank also looks beyond a job with another secret for so long.
 const GREETING: Duration = Duration::from_secs(2);
 /// Pause between two rounds over the candidates.
 const PAUSE: Duration = Duration::from_millis(30);
 
 /// Meets the other ranks of the job over TCP.
 ///
-/// Without a secret only loopback addresses are used, and the key of this user, so that processes of other users
-/// are refused; unless the identity does without (`SIDELANE_INSECURE=1`).
+/// Without a secret only loopback addresses are used, and the key of this user, so that processes
+/// of other users are refused; unless the identity does without (`SIDELANE_INSECURE=1`).
 pub fn connect(
     identity: &Identity,
     secret: Option<Secret>,
@@ -94,7 +94,8 @@ pub(super) fn host(
     Ok((address, thread.map_err(|error| failed("thread spawn", &error))?))
 }
 
-/// A host without a seat waits for its coordinator, which still has to tell the others: the process may end next.
+/// A host that cannot join waits for its coordinator, which still has messages for the others: the
+/// process may end next.
 pub(super) fn attended<E>(
     seat: Result<Membership, E>,
     coordinator: JoinHandle<()>,
@@ -145,7 +146,8 @@ fn seek(
     until: Instant,
 ) -> Result<Membership, BootstrapError> {
     let start = Instant::now();
-    // A job that holds one of the ports and has another secret may be a stranger's, of the same name.
+    // A job that holds one of the ports and has another secret may be another user's, with the same
+    // name.
     let mut foreign = None;
     loop {
         let candidates = if known.is_empty() { candidates(identity) } else { known.to_vec() };

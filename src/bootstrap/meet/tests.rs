@@ -1,4 +1,5 @@
-//! A meeting whose guests are wires that the test drives by hand, so that a rank can fall silent and wake up.
+//! A rendezvous whose guests are connections that the test drives by hand, so that a rank can fall
+//! silent and wake up.
 
 use std::{
     net::TcpListener,
@@ -51,7 +52,8 @@ fn seats(size: u32) -> Vec<Membership> {
     })
 }
 
-/// The next message that is no heartbeat, with heartbeats of our own meanwhile. None at the end of the stream.
+/// The next message that is no heartbeat, while this side sends heartbeats. None at the end of the
+/// stream.
 fn listen(seat: &mut Membership) -> Option<Message> {
     let until = Instant::now() + LONG;
     while Instant::now() < until {

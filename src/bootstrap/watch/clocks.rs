@@ -4,13 +4,14 @@ use std::time::Duration;
 
 use crate::error::BootstrapError;
 
-/// How long to wait for what. *Liveness* finds processes that are gone or stopped, in two seconds; the
-/// *deadline* ends waits for ranks that are alive but do not do their part.
+/// Time limits. *Liveness* finds processes that are gone or stopped, in two seconds; the *deadline*
+/// ends waits for ranks that are alive but do not do their part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeouts {
     /// Time between two heartbeats of a rank.
     pub heartbeat: Duration,
-    /// Silence after which a rank is lost. With one more scheduling delay a stopped rank is named in 2 s.
+    /// Silence after which a rank is lost. With one more scheduling delay a stopped rank is named
+    /// in 2 s.
     pub liveness: Duration,
     /// Default bound of a wait for a living rank.
     pub deadline: Duration,
@@ -30,8 +31,9 @@ impl Default for Timeouts {
 }
 
 impl Timeouts {
-    /// The defaults, with `SIDELANE_DEADLINE_MS`, `SIDELANE_RENDEZVOUS_MS` and `SIDELANE_LIVENESS_MS` if `lookup` knows them.
-    /// The last is for ranks whose heart beats slowly: in a debugger, or under valgrind.
+    /// The defaults, with `SIDELANE_DEADLINE_MS`, `SIDELANE_RENDEZVOUS_MS` and
+    /// `SIDELANE_LIVENESS_MS` if `lookup` has them. The last is for ranks with slow heartbeats: in
+    /// a debugger, or under valgrind.
     pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
         let defaults = Timeouts::default();
         Ok(Timeouts {
@@ -49,7 +51,7 @@ impl Timeouts {
 }
 
 const ANY: (u64, &str) = (1, "milliseconds, 1 to 86400000");
-/// Less silence than four heartbeats tells nothing.
+/// Silence of less than four heartbeats means nothing.
 const FOUR_BEATS: (u64, &str) = (1000, "milliseconds, 1000 to 86400000");
 
 fn millis(

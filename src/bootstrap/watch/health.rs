@@ -1,8 +1,8 @@
 //! Whether the world is alive: one word to look at, one cause to report.
 //!
-//! Waits all over the library look at [`Health`] between two looks at what they wait for, so looking must cost
-//! one load. The word is sticky and the first cause wins: a dying world produces a shower of secondary
-//! failures, and only the first one says what happened.
+//! All waits of the library poll [`Health`] between two polls of their own flag, so a poll must
+//! cost one load. The word is sticky and the first cause wins: a failing world produces many
+//! secondary failures, and only the first one is the reason.
 
 use std::{
     collections::BTreeSet,
@@ -34,8 +34,8 @@ impl Health {
         Health::default()
     }
 
-    /// The status word: 0 while the world lives. Otherwise the low byte is the kind of the cause, the bits
-    /// above it the rank the cause names.
+    /// The status word: 0 while the world is healthy. Otherwise the low byte is the kind of the
+    /// cause, the bits above it the rank the cause names.
     #[inline]
     pub fn status(&self) -> u32 {
         self.status.load(Ordering::Acquire)
@@ -60,15 +60,15 @@ impl Health {
         }
         self.status.store(word, Ordering::Release);
         if let Some(cause) = self.cause.get() {
-            // Watchers are taken out before they are called, so that one may come back to this object.
+            // Watchers are taken out before they are called, so that one may use this object again.
             let watchers = std::mem::take(&mut *lock(&self.watchers));
             watchers.iter().for_each(|watcher| watcher(cause));
         }
         true
     }
 
-    /// Calls `watcher` once when the world dies; at once if it is dead. For whoever sleeps on something that
-    /// a dead world will never deliver.
+    /// Calls `watcher` once when the world fails; at once if it has failed. For threads that sleep
+    /// on events which a failed world will never deliver.
     pub fn on_failure(&self, watcher: impl Fn(&Cause) + Send + Sync + 'static) {
         {
             let mut watchers = lock(&self.watchers);
@@ -87,8 +87,8 @@ impl Health {
         lock(&self.absent).iter().copied().collect()
     }
 
-    /// Whether a rank is known to be lost or to have left. Leaving alone does not make a world dead: whoever
-    /// waits for that rank asks here.
+    /// Whether a rank is known to be lost or to have left. A rank that leaves does not fail the
+    /// world: waits for that rank query this.
     pub fn is_absent(&self, rank: u32) -> bool {
         lock(&self.absent).contains(&rank)
     }
@@ -105,7 +105,7 @@ impl fmt::Debug for Health {
     }
 }
 
-/// What the status word says about a cause: kind in the low byte, rank above.
+/// Encoding of a cause in the status word: kind in the low byte, rank above.
 fn word(cause: &Cause) -> u32 {
     let (kind, rank) = match *cause {
         Cause::Lost { rank, .. } => (1, rank),
@@ -120,8 +120,8 @@ fn word(cause: &Cause) -> u32 {
     kind | rank << 8
 }
 
-/// A lock that a panicking holder cannot take from the others: what the mutexes of this room guard is whole
-/// after each statement.
+/// A lock that survives a panicking holder: the state behind the mutexes of this module is
+/// consistent after each statement.
 pub(in crate::bootstrap) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,21 +1,22 @@
 //! Ending the waits of one thread because its user asks for it.
 //!
-//! A program that embeds the library may learn that its user has had enough (Ctrl-C) only by asking, in the thread that
-//! waits. So the thread brings its question along, and long waits ask it now and then:
+//! A program that embeds the library may learn of its user's interrupt (Ctrl-C) only by a check in
+//! the waiting thread. So the thread registers its check, and long waits run it now and then:
 //!
 //! ```text
 //!   interruptible(ask, || ep.dispatch(..))
 //!        wait: pause, yield, sleep --ask()?--> sleep --ask()?--> true: the wait ends with LaneError::Interrupted
 //! ```
 //!
-//! A collective call that ends so ends the world, as its peers cannot go on; [`Window::wait_until`](crate::Window::wait_until)
-//! may be called again. Threads that bring no question, those of relays among them, are asked nothing.
+//! A collective call that ends this way ends the world, since its peers cannot continue;
+//! [`Window::wait_until`](crate::Window::wait_until) may be called again. Threads without a check,
+//! such as those of relays, run none.
 
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-/// The longest time between two questions, beside the length of a sleep.
+/// The longest time between two checks, besides the length of a sleep.
 const EVERY: Duration = Duration::from_millis(20);
 
 #[derive(Clone)]
@@ -37,15 +38,15 @@ impl Drop for Restore {
     }
 }
 
-/// Makes a call whose waits in this thread end when `ask` says so. It is asked about every 20 ms while something is waited
-/// for in earnest, never in a short wait.
+/// Runs a call whose waits in this thread end when `ask` requests it. Long waits call `ask` about
+/// every 20 ms, short waits never.
 pub fn interruptible<T>(ask: impl Fn() -> bool + 'static, call: impl FnOnce() -> T) -> T {
     let question = InterruptCheck { ask: Rc::new(ask), asked: Instant::now() };
     let _restore = Restore(QUESTION.replace(Some(question)));
     call()
 }
 
-/// Whether this thread brings a question: what it waits for by other means than polling, it must leave now and then to ask.
+/// Whether this thread has a check. Waits that do not poll must wake up now and then to run it.
 pub(crate) fn has_interrupt_check() -> bool {
     QUESTION.with_borrow(Option::is_some)
 }

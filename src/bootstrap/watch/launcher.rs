@@ -1,13 +1,14 @@
 //! Noticing that the launcher is gone.
 //!
-//! A launcher keeps the write end of a pipe that its ranks inherit the read end of. However it dies, the kernel
-//! closes its end, and every rank reads the end of the stream at once.
+//! A launcher keeps the write end of a pipe, and its ranks inherit the read end. In every kind of
+//! death, the kernel closes the write end, and each rank reads the end of the stream at once.
 //!
-//! The inherited number itself stays as it is: open, and not closed on exec. To change it, its number would have to
-//! be believed to be a descriptor that nobody else owns, which is unsafe code and this room has none; the number
-//! is but a claim of the environment. So programs that a rank starts inherit the read end, too. That is harmless:
-//! they hold no write end, so the stream still ends with the launcher, and one that is told the number, because
-//! the environment is passed on, can watch the launcher just as its parent does.
+//! The inherited number itself stays as it is: open, and not closed on exec. A change would have to
+//! trust the number to be a descriptor without another owner. That is unsafe code, and this module
+//! has none; the number is only a claim of the environment. So programs that a rank starts inherit
+//! the read end, too. That is harmless: they hold no write end, so the stream still ends with the
+//! launcher. A program that inherits the environment can watch the launcher just as its parent
+//! does.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
@@ -31,8 +32,8 @@ pub(in crate::bootstrap) struct LauncherWatch {
 }
 
 impl LauncherWatch {
-    /// Opens the inherited end again, through `/proc`: the number alone is a claim of the environment, and this
-    /// turns it into a descriptor of our own or an error.
+    /// Opens the inherited end again, through `/proc`: the number alone is a claim of the
+    /// environment, and this turns it into a descriptor of our own or an error.
     pub(in crate::bootstrap) fn open(pipe: LauncherPipe) -> Result<Self, BootstrapError> {
         let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits() as i32;
         let path = format!("/proc/self/fd/{}", pipe.fd);
@@ -49,7 +50,7 @@ impl LauncherWatch {
         PollFd::new(&self.pipe, PollFlags::IN)
     }
 
-    /// Whether the stream has ended. What a launcher writes is read and ignored.
+    /// Whether the stream has ended. Bytes from the launcher are read and ignored.
     pub(in crate::bootstrap) fn is_gone(&self) -> bool {
         let mut buffer = [0; 64];
         loop {

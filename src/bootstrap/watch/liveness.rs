@@ -1,12 +1,13 @@
-//! Who has been silent for too long: a clockless state machine, told the time.
+//! Finds ranks that have been silent for too long: a state machine without a clock, which gets the
+//! time from its caller.
 //!
 //! ```text
 //!   heard(k) ──► last[k] = now            expired(now): now - last[k] >= limit  ──► k is silent
 //!   looked ... gap ... looked             the observer slept: the gap counts for nobody
 //! ```
 //!
-//! A stopped process that wakes up finds every clock far ahead. It must not blame the others for *its* sleep,
-//! so time during which the observer did not look is no silence.
+//! A stopped process that wakes up finds every clock far ahead. Its own sleep must not count as the
+//! others' silence, so time in which the observer did not look is no silence.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,8 @@ pub(in crate::bootstrap) struct Liveness {
 }
 
 impl Liveness {
-    /// Watches `peers` peers, all heard `now`. An observer that is awake looks at least every `heartbeat`.
+    /// Watches `peers` peers, all heard `now`. An observer that is awake looks at least every
+    /// `heartbeat`.
     pub(in crate::bootstrap) fn new(
         peers: usize,
         heartbeat: Duration,
@@ -45,12 +47,13 @@ impl Liveness {
         }
     }
 
-    /// The observer looks, after it has read all that was pending. Returns who has been silent for how long;
-    /// each is named once.
+    /// Checks all peers, after the observer has read all pending messages. Returns the silent peers
+    /// and the length of their silence; each is returned once.
     pub(in crate::bootstrap) fn expired(&mut self, now: Instant) -> Vec<(usize, Duration)> {
         let gap = now.saturating_duration_since(self.looked);
         self.looked = now;
-        // Only what goes beyond the stride: an observer that is merely slow must still notice silence.
+        // Counts only the time beyond the stride: an observer that is merely slow must still notice
+        // silence.
         let slept = gap.saturating_sub(self.stride);
         let mut silent = Vec::new();
         for (peer, slot) in self.last.iter_mut().enumerate() {
@@ -106,7 +109,8 @@ mod tests {
         assert_eq!(liveness.expired(start + BEAT), []);
         let woken = start + Duration::from_secs(60);
         assert_eq!(liveness.expired(woken), [], "the gap is no silence of others");
-        // Awake again: who stays silent is named after the limit, less a stride and the silence before the sleep.
+        // Awake again: a peer that stays silent is returned after the limit, less a stride and the
+        // silence before the sleep.
         let mut named = Vec::new();
         for step in 1..=8 {
             let now = woken + BEAT * step;

@@ -1,4 +1,4 @@
-//! Watching: whether everybody is still there, and what the world is told when somebody is not.
+//! Watching: whether all ranks are alive, and the cause of the world's failure if one is not.
 //!
 //! ```text
 //!   a peer falls silent    liveness ┐

@@ -1,4 +1,5 @@
-//! Proving that both sides know the job's secret, without sending it. No sockets here: messages in, messages out.
+//! Proof that both sides know the job's secret, without sending it. No sockets here: messages in,
+//! messages out.
 //!
 //! ```text
 //!   guest                                        host
@@ -7,10 +8,10 @@
 //!     Proof { HMAC(secret, "guest" | h | Hello) }  ────►
 //! ```
 //!
-//! Fresh nonces of both sides make a recorded exchange useless (*replay*); different roles make a proof useless
-//! when it is sent back to who made it (*reflection*); the whole Hello is under the proof, so rank, size,
-//! epoch, job, host and version are too. This keeps strangers out. It does not hide what ranks then say, nor does
-//! it defend against who can alter packets on the wire.
+//! Fresh nonces of both sides make a recorded exchange useless (*replay*); different roles make a
+//! proof useless when it is sent back to its maker (*reflection*). The proof covers the whole
+//! Hello, so also rank, size, epoch, job, host and version. This keeps strangers out. It neither
+//! encrypts later messages nor defends against an attacker who can alter packets on the network.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
@@ -53,7 +54,8 @@ impl Initiator {
                 let guest = transcript(&self.secret, b"guest", &nonce, &self.hello);
                 Ok(Message::Proof(guest.finalize().into_bytes().into()))
             }
-            // The host has proved nothing yet: believe only what leads to nothing but looking elsewhere.
+            // The host has proved nothing yet: accept only answers that make this rank look
+            // elsewhere.
             Message::Refused(refusal @ (JoinRefusal::Version(_) | JoinRefusal::OtherJob)) => Err(refusal),
             _ => Err(JoinRefusal::Malformed),
         }
@@ -103,7 +105,7 @@ impl Responder {
         Ok(Message::Challenge { version: PROTOCOL, nonce: self.nonce, proof })
     }
 
-    /// Who it is, proved.
+    /// The authenticated rank.
     pub(in crate::bootstrap) fn admit(self, message: Message) -> Result<Hello, JoinRefusal> {
         let (Message::Proof(proof), Some(hello)) = (message, self.hello) else {
             return Err(JoinRefusal::Malformed);
@@ -130,7 +132,8 @@ fn transcript(secret: &Secret, role: &[u8], nonce: &[u8; 32], hello: &Hello) -> 
     mac
 }
 
-/// HMAC-SHA256 under a key of any length. A longer key than a block is hashed first, as RFC 2104 says.
+/// HMAC-SHA256 under a key of any length. A longer key than a block is hashed first, as RFC 2104
+/// says.
 pub(in crate::bootstrap) fn keyed(key: &[u8]) -> Hmac<Sha256> {
     let mut block = [0; 64];
     if key.len() <= block.len() {

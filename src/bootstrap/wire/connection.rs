@@ -42,12 +42,13 @@ impl MessageConnection {
         })
     }
 
-    /// The other side has proved who it is: it may send long frames.
+    /// The other side is authenticated: it may send long frames.
     pub(in crate::bootstrap) fn trust(&mut self) {
         self.inbox.set_limit(MAX_FRAME);
     }
 
-    /// The stream itself, for what is not messages. None if it has ended or something of messages is still on its way.
+    /// The stream itself, for bytes other than messages. None if it has ended or a part of a
+    /// message is still in flight.
     pub(in crate::bootstrap) fn into_stream(self) -> Option<TcpStream> {
         (!self.closed && self.is_flushed() && self.inbox.is_empty()).then_some(self.stream)
     }
@@ -81,7 +82,8 @@ impl MessageConnection {
                 Ok(written) => self.sent += written,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                // What the other side wrote before it closed is still to be read: reading will find the end.
+                // Bytes that the other side wrote before it closed are still to be read: reading
+                // will find the end.
                 Err(_) => break,
             }
         }
@@ -89,7 +91,8 @@ impl MessageConnection {
         self.sent = 0;
     }
 
-    /// Reads what has come. Call [`MessageConnection::next`] until it is empty before asking whether this is closed.
+    /// Reads what has come. Call [`MessageConnection::next`] until it is empty before asking
+    /// whether this is closed.
     pub(in crate::bootstrap) fn fill(&mut self) {
         let mut chunk = [0; 16 << 10];
         let mut taken = 0;
@@ -130,7 +133,8 @@ impl MessageConnection {
         PollFd::new(&self.stream, PollFlags::IN | output)
     }
 
-    /// Waits for the next message until a point in time or until `stop` says so. None: it did not come.
+    /// Waits for the next message until a deadline or until `stop` returns true. None: it did not
+    /// come.
     pub(in crate::bootstrap) fn await_message(
         &mut self,
         until: Instant,

@@ -4,11 +4,12 @@
 //!   | length: u32 | body: length bytes |      little endian; the length is bounded before a byte is stored
 //! ```
 //!
-//! Everything here reads what a stranger may have written: no length is believed, nothing panics.
+//! All code here reads bytes that a stranger may have written: it trusts no length, and never
+//! panics.
 
-/// Longest frame between ranks that have proved who they are.
+/// Longest frame between authenticated ranks.
 pub(in crate::bootstrap) const MAX_FRAME: usize = 64 << 20;
-/// Longest frame of somebody who has not.
+/// Longest frame of an unauthenticated peer.
 pub(super) const MAX_GREETING: usize = 4 << 10;
 
 /// Bytes that no correct peer sends.
@@ -63,7 +64,8 @@ impl Inbox {
         Ok(Some(&self.bytes[body..body + length]))
     }
 
-    /// Drops what was given out; done when a frame is incomplete, so once per read and not once per frame.
+    /// Drops the consumed bytes. It runs when a frame is incomplete, so once per read and not once
+    /// per frame.
     fn compact(&mut self) {
         self.bytes.drain(..self.start);
         self.start = 0;

@@ -1,4 +1,4 @@
-//! What ranks say to a coordinator and what it says to them.
+//! Messages of ranks to a coordinator, and its messages to them.
 //!
 //! ```text
 //!   guest   Hello ──────────►                      host      (module `auth`)
@@ -21,7 +21,7 @@ use crate::error::Cause;
 /// Version of everything in this file.
 pub(in crate::bootstrap) const PROTOCOL: u32 = 1;
 
-/// Who knocks, for what, and where it listens itself.
+/// The joining rank, its purpose, and its own listening address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::bootstrap) struct Hello {
     pub version: u32,
@@ -32,7 +32,7 @@ pub(in crate::bootstrap) struct Hello {
     pub size: u32,
     /// The epoch that is to begin.
     pub epoch: u16,
-    /// Whom the guest believes to be the host.
+    /// The rank that the guest believes to be the host.
     pub host: u32,
     /// Port of the guest's standing listener.
     pub port: u16,

@@ -1,4 +1,4 @@
-//! The wire: what is said between ranks, and how it becomes bytes on a connection.
+//! Connections: messages between ranks, and their bytes.
 //!
 //! ```text
 //!   auth         proves that both sides know the secret: messages in, messages out
@@ -7,7 +7,7 @@
 //!   connection   a TCP stream that never blocks
 //! ```
 //!
-//! Nothing here knows what a message is good for.
+//! This module does not know what messages are for.
 
 mod auth;
 mod connection;

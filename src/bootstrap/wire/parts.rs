@@ -31,12 +31,12 @@ pub(in crate::bootstrap) struct ListenAddress {
     pub port: u16,
 }
 
-/// Why somebody is not let in.
+/// Reason why a guest is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::bootstrap) enum JoinRefusal {
     /// The host speaks this version.
     Version(u32),
-    /// The host belongs to another job, or is not who the guest believes.
+    /// The host belongs to another job, or is not the rank that the guest expects.
     OtherJob,
     /// The proof is wrong.
     WrongSecret,
