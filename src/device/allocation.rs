@@ -16,8 +16,8 @@ use crate::error::DeviceError;
 const POSIX: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-/// Physical memory of a device: made here, or imported by its descriptor. It has no address until it is mapped into a
-/// [`Reservation`](super::Reservation).
+/// Physical memory of a device: made here, or imported by its descriptor. It has no address until
+/// it is mapped into a [`Reservation`](super::Reservation).
 #[derive(Debug)]
 pub struct Allocation {
     context: Arc<Context>,
@@ -41,12 +41,12 @@ impl Allocation {
             let kind = CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
             call!(library, device, cuMemGetAllocationGranularity(&raw mut bytes, &raw const properties, kind))
         }?;
-        // What is no granularity is answered like the smallest one.
+        // Anything but a granularity counts as the smallest one.
         Ok((bytes as u64).max(1))
     }
 
-    /// Memory of the context's device: at least `bytes`, rounded up to its granularity. It can be exported, and network
-    /// cards can reach it where the device has that.
+    /// Memory of the context's device: at least `bytes`, rounded up to its granularity. It can be
+    /// exported, and NICs can reach it where the device supports that.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`], [`DeviceError::Unsupported`], [`DeviceError::Call`].
@@ -72,7 +72,8 @@ impl Allocation {
         Ok(Arc::new(Allocation { context: context.clone(), handle, bytes }))
     }
 
-    /// Memory that another process exported, on whatever device it lies; its owner says how many bytes it has.
+    /// Memory that another process exported, on whatever device it lies; its owner gives its number
+    /// of bytes.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`], [`DeviceError::Call`].
@@ -120,7 +121,7 @@ impl Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         let _entered = self.context.enter();
-        // SAFETY: made or imported once; what is mapped holds this value.
+        // SAFETY: made or imported once; mappings hold this value.
         let _ = unsafe { (self.context.library().functions.cuMemRelease)(self.handle) };
     }
 }
@@ -130,7 +131,7 @@ pub(super) fn owned(call: &'static str, descriptor: c_int) -> Result<OwnedFd, De
     if descriptor < 0 {
         return Err(DeviceError::Descriptor { call, descriptor });
     }
-    // SAFETY: opened for the caller of the driver, which nobody else knows.
+    // SAFETY: opened for this call of the driver; no one else knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
 

@@ -21,8 +21,9 @@ const _: () = assert!(size_of::<CopyAttributes>() == 24);
 impl CopyAttributes {
     /// Sources are read in the order of the stream (`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`), and
     /// engines are preferred to SMs (`CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`). From CUDA 13.1
-    /// on ([`Version::OVERLAP_HINT`](super::version::Version::OVERLAP_HINT)) the hint decides who
-    /// copies within one device. Older drivers ignore it: SMs make those copies.
+    /// on ([`Version::OVERLAP_HINT`](super::version::Version::OVERLAP_HINT)) the hint decides
+    /// whether engines or SMs copy within one device. Older drivers ignore it: SMs make those
+    /// copies.
     pub const BESIDE_COMPUTE: CopyAttributes =
         CopyAttributes { source_order: 1, source_hint: NO_HINT, target_hint: NO_HINT, flags: 1 };
 }
@@ -33,8 +34,8 @@ const NO_HINT: sys::CUmemLocation =
 
 type Addresses = *mut sys::CUdeviceptr;
 
-/// `cuMemcpyBatchAsync` as CUDA 12.8 defines it: targets, sources, sizes, count, attributes, first copy of each
-/// attribute, number of attributes, the copy that failed, stream.
+/// `cuMemcpyBatchAsync` as CUDA 12.8 defines it: targets, sources, sizes, count, attributes, first
+/// copy of each attribute, number of attributes, the copy that failed, stream.
 pub type First = unsafe extern "C" fn(
     Addresses,
     Addresses,

@@ -11,7 +11,8 @@ use super::library::Library;
 use super::probe::DeviceProperties;
 use crate::error::DeviceError;
 
-/// The primary context of a device, retained: the one that the CUDA runtime, and so torch, uses too.
+/// The primary context of a device, retained: the one that the CUDA runtime, and so torch, uses
+/// too.
 #[derive(Debug)]
 pub struct Context {
     driver: Driver,
@@ -57,19 +58,19 @@ impl Context {
         &self.driver.library
     }
 
-    /// Whether both are one context of the driver. The primary context of a device is another one
-    /// once somebody has reset the device.
+    /// Whether both are one context of the driver. A reset of the device makes another primary
+    /// context.
     pub(super) fn is_same(&self, other: &Context) -> bool {
         self.raw == other.raw
     }
 
-    /// Refuses what the device has not.
+    /// Refuses a feature that the device lacks.
     pub(super) fn require(&self, has: bool, feature: &'static str) -> Result<(), DeviceError> {
         if has { Ok(()) } else { Err(DeviceError::Unsupported { device: self.device(), feature }) }
     }
 
-    /// Makes this context the thread's current one until the guard is dropped. A thread of the caller's gets its own
-    /// one back; a thread that works in this context alone pays one question.
+    /// Makes this context the thread's current one until the guard is dropped. The caller's thread
+    /// gets its own context back; a thread that works in this context alone pays one query.
     pub(super) fn enter(&self) -> Result<Entered<'_>, DeviceError> {
         enter(self.library(), self.device(), self.raw)
     }
@@ -79,7 +80,7 @@ impl Context {
         let (library, device) = (self.library(), Some(self.device()));
         let _entered = self.enter()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: fills the handle; whoever named the stream answers for it.
+        // SAFETY: fills the handle; the caller guarantees that the stream is valid.
         unsafe { call!(library, device, cuStreamGetCtx(stream, &raw mut raw)) }?;
         if raw == self.raw {
             return Ok(Owner::This);
@@ -95,7 +96,7 @@ impl Context {
         })
     }
 
-    /// Bytes of the device's memory that nobody has taken.
+    /// Free bytes of the device's memory.
     ///
     /// # Errors
     /// [`DeviceError::Call`].
@@ -127,7 +128,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: what was retained; everything that was made in it holds this value.
+        // SAFETY: the retained context; all objects made in it hold this value.
         let _ = unsafe { (self.driver.library.functions.cuDevicePrimaryCtxRelease_v2)(self.handle) };
     }
 }
@@ -161,7 +162,7 @@ fn enter(library: &Library, device: u32, raw: sys::CUcontext) -> Result<Entered<
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         if let Some(before) = self.before {
-            // SAFETY: what was current before, or none.
+            // SAFETY: the previously current context, or none.
             let _ = unsafe { (self.library.functions.cuCtxSetCurrent)(before) };
         }
     }

@@ -43,8 +43,8 @@ impl Stream {
     /// default stream: see [`takes_batches`](Self::takes_batches).
     ///
     /// # Errors
-    /// [`DeviceError::TooOld`], [`DeviceError::Capturing`], [`DeviceError::OtherDevice`] for a batch of another device,
-    /// [`DeviceError::Batch`], [`DeviceError::Call`].
+    /// [`DeviceError::TooOld`], [`DeviceError::Capturing`], [`DeviceError::OtherDevice`] for a
+    /// batch of another device, [`DeviceError::Batch`], [`DeviceError::Call`].
     pub fn copy_batch(&self, batch: &mut CopyBatch) -> Result<(), DeviceError> {
         let library = self.library();
         let Some(function) = library.batch else {
@@ -67,8 +67,9 @@ impl Stream {
             let (to, from, sizes) = (to.as_mut_ptr(), from.as_mut_ptr(), sizes.as_mut_ptr());
             let (mut attributes, mut first) = (CopyAttributes::BESIDE_COMPUTE, 0);
             let (attributes, first) = (&raw mut attributes, &raw mut first);
-            // SAFETY: lists of `count` entries of bytes that the device may use, and that stay until the stream is
-            // done; the driver reads the lists and the one set of attributes during the call.
+            // SAFETY: lists of `count` entries of bytes that the device may use, and that stay
+            // until the stream is done; the driver reads the lists and the one set of attributes
+            // during the call.
             let code = unsafe {
                 match function {
                     BatchCopy::First(copy) => {

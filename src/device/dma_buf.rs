@@ -1,4 +1,4 @@
-//! Descriptors of device memory that the kernel, and so a network card, can reach.
+//! Descriptors of device memory that the kernel, and so a NIC, can reach.
 
 use std::ffi::c_int;
 use std::os::fd::OwnedFd;
@@ -14,7 +14,7 @@ use crate::error::DeviceError;
 /// A descriptor of whole pages around a range.
 #[derive(Debug)]
 pub struct DmaBuf {
-    /// The descriptor, to be registered with a card.
+    /// The descriptor, to register with a NIC.
     pub descriptor: OwnedFd,
     /// Where in it the range begins.
     pub offset: u64,
@@ -26,7 +26,8 @@ impl DeviceRange {
     /// The pages around this range as a dma-buf.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`], [`DeviceError::NoAccess`], [`DeviceError::Descriptor`], [`DeviceError::Call`].
+    /// [`DeviceError::Unsupported`], [`DeviceError::NoAccess`], [`DeviceError::Descriptor`],
+    /// [`DeviceError::Call`].
     pub fn dma_buf(&self, context: &Context) -> Result<DmaBuf, DeviceError> {
         const CALL: &str = "cuMemGetHandleForAddressRange";
         context.require(
@@ -41,7 +42,7 @@ impl DeviceRange {
         let _entered = context.enter()?;
         let mut descriptor: c_int = -1;
         let kind = CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
-        // SAFETY: addresses of memory that is there; fills the number of a descriptor that becomes ours.
+        // SAFETY: addresses of existing memory; fills the number of a descriptor that becomes ours.
         unsafe {
             let (library, device) = (context.library(), Some(context.device()));
             let out = (&raw mut descriptor).cast();

@@ -20,10 +20,12 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Loads `libcuda.so.1`, or what `SIDELANE_CUDA_LIBRARY` names, and starts it. Never panics, whatever is found.
+    /// Loads `libcuda.so.1`, or the library that `SIDELANE_CUDA_LIBRARY` names, and initializes it.
+    /// Never panics, whatever it finds.
     ///
     /// # Errors
-    /// [`DeviceError::NoLibrary`], [`DeviceError::MissingSymbol`], [`DeviceError::Init`], [`DeviceError::TooOld`].
+    /// [`DeviceError::NoLibrary`], [`DeviceError::MissingSymbol`], [`DeviceError::Init`],
+    /// [`DeviceError::TooOld`].
     pub fn open() -> Result<Self, DeviceError> {
         let path = std::env::var_os("SIDELANE_CUDA_LIBRARY").filter(|path| !path.is_empty());
         Self::load(path.as_deref().map(Path::new))
@@ -42,7 +44,7 @@ impl Driver {
         self.library.version
     }
 
-    /// Whether this is the stand-in that tests load in place of a driver.
+    /// Whether this is the fake that tests load in place of a driver.
     pub fn is_stand_in(&self) -> bool {
         self.library.stand_in
     }
@@ -58,7 +60,7 @@ impl Driver {
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
-    /// What one device is and can do.
+    /// Properties and abilities of one device.
     ///
     /// # Errors
     /// [`DeviceError::NoSuchDevice`], [`DeviceError::Call`].
@@ -89,7 +91,8 @@ impl Driver {
         })
     }
 
-    /// Refuses lazy loading of kernels: where streams wait for each other, a first launch in between can wait for ever.
+    /// Refuses lazy loading of kernels: where streams wait for each other, a first launch in
+    /// between can wait forever.
     ///
     /// # Errors
     /// [`DeviceError::LazyLoading`], [`DeviceError::Call`].
@@ -100,14 +103,14 @@ impl Driver {
         }
     }
 
-    /// Hardware queues that streams of a device are folded on, as the environment has it (`CUDA_DEVICE_MAX_CONNECTIONS`; 8 if
-    /// not set).
+    /// Hardware queues that streams of a device are folded on, from the environment
+    /// (`CUDA_DEVICE_MAX_CONNECTIONS`; 8 if not set).
     pub fn hardware_queues(&self) -> u32 {
         queues(std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().as_deref())
     }
 
-    /// Runs something whose calls do not spoil captures of other threads, nor are refused for them. It must make none that would
-    /// change what they capture. Behind it this thread is as it was.
+    /// Runs driver calls that neither invalidate other threads' captures nor are refused because of
+    /// them. They must not change what those capture. Afterwards this thread's mode is restored.
     pub fn beside_captures<T>(&self, run: impl FnOnce() -> T) -> T {
         let mut mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: takes the mode, and puts the one before in its place.

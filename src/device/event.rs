@@ -82,7 +82,8 @@ impl Event {
         Ok(true)
     }
 
-    /// Time from another mark to this one, by the device's clock. Both are [timed](Self::timed) and have been reached.
+    /// Time from another mark to this one, by the device's clock. Both are [timed](Self::timed) and
+    /// have been reached.
     ///
     /// # Errors
     /// [`DeviceError::Call`], also for marks that are not.

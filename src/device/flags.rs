@@ -1,8 +1,8 @@
 //! Memory operations: a stream writes a word, or waits until a word is written.
 //!
-//! A write comes after everything that the stream did before, for whoever sees it, other devices and the host
-//! included. A wait ends when the word is at or past the value, counted in a circle: a generation may wrap. It has no
-//! deadline, and the driver does not know what it waits for.
+//! A write comes after all earlier work of the stream, for every observer, other devices and the
+//! host included. A wait ends when the word is at or past the value, counted in a circle: a
+//! generation may wrap. It has no deadline, and the driver does not know what it waits for.
 
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUstreamBatchMemOpType_enum as Kind;
@@ -16,7 +16,7 @@ use crate::error::DeviceError;
 
 /// `CU_STREAM_WAIT_VALUE_GEQ`.
 const AT_OR_PAST: u32 = 0;
-/// `CU_STREAM_WAIT_VALUE_FLUSH`: what cards wrote before the word is visible behind the wait.
+/// `CU_STREAM_WAIT_VALUE_FLUSH`: bytes that NICs wrote before the word are visible behind the wait.
 const FLUSHED: u32 = 1 << 30;
 /// `CU_STREAM_WRITE_VALUE_DEFAULT`: behind a fence for the whole system.
 const FENCED: u32 = 0;
@@ -36,7 +36,8 @@ impl Stream {
         let (library, device) = (self.library(), Some(self.device()));
         let (address, value) = (word.address, value.into());
         let _entered = self.context.enter()?;
-        // SAFETY: an aligned word that the device may write, and that stays until the stream is done.
+        // SAFETY: an aligned word that the device may write, and that stays until the stream is
+        // done.
         unsafe {
             if wide {
                 call!(library, device, cuStreamWriteValue64_v2(self.raw, address, value, FENCED))
@@ -54,8 +55,9 @@ impl Stream {
         self.wait_as(word, value, AT_OR_PAST)
     }
 
-    /// Enqueues a wait for a word that a network card writes into memory of the device, behind data: what is enqueued from now
-    /// on sees that data. Where the device does not see a card's writes in order, the wait makes them visible.
+    /// Enqueues a wait for a word that a NIC writes into device memory after data: later operations
+    /// see that data. Where the device does not see a NIC's writes in order, the wait makes them
+    /// visible.
     ///
     /// # Errors
     /// As [`Stream::wait`]; [`DeviceError::Unsupported`] if the device can do neither.
@@ -93,8 +95,8 @@ impl Stream {
         let _entered = self.context.enter()?;
         for part in list.operations.chunks_mut(AT_ONCE) {
             let (first, count) = (part.as_mut_ptr(), part.len() as u32);
-            // SAFETY: aligned words that the device may use, and that stay until the stream is done; the driver reads
-            // the list during the call.
+            // SAFETY: aligned words that the device may use, and that stay until the stream is
+            // done; the driver reads the list during the call.
             unsafe {
                 call!(self.library(), Some(self.device()), cuStreamBatchMemOp_v2(self.raw, count, first, 0))
             }?;
@@ -107,7 +109,7 @@ impl Stream {
 pub struct MemOpBatch {
     device: u32,
     wide: bool,
-    /// How it waits for what a card writes, if it can.
+    /// How it waits for a NIC's writes, if it can.
     card_wait: Result<u32, DeviceError>,
     operations: Vec<sys::CUstreamBatchMemOpParams>,
     held: Claims,
@@ -150,10 +152,11 @@ impl MemOpBatch {
         self.wait_as(word, value, AT_OR_PAST)
     }
 
-    /// Adds a wait for a word that a network card writes: see [`Stream::wait_for_card`].
+    /// Adds a wait for a word that a NIC writes: see [`Stream::wait_for_card`].
     ///
     /// # Errors
-    /// As [`MemOpBatch::wait`]; [`DeviceError::Unsupported`] if the device does not see what cards write in order.
+    /// As [`MemOpBatch::wait`]; [`DeviceError::Unsupported`] if the device does not see NICs'
+    /// writes in order.
     pub fn wait_for_card<T: Value>(&mut self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
         let how = self.card_wait.clone()?;
         self.wait_as(word, value, how)
@@ -209,7 +212,8 @@ impl std::fmt::Debug for MemOpBatch {
     }
 }
 
-/// How to wait for a word that a card writes, so that what it wrote before is visible behind the wait.
+/// How to wait for a word that a NIC writes, so that its earlier writes are visible behind the
+/// wait.
 fn card_wait(context: &Context) -> Result<u32, DeviceError> {
     let facts = context.facts();
     if facts.write_order != WriteOrder::None {

@@ -1,9 +1,10 @@
 //! The driver's functions: one table of plain function pointers, filled at run time.
 //!
-//! The types are those of `cudarc::driver::sys`, which bindgen made from NVIDIA's header: the compiler compares each
-//! line of the table with the binding of the same name. Two things are ours. A function that is missing is an error
-//! with its name, where cudarc's panics at the first call. And a result is a plain number ([`Code`]): cudarc reads
-//! it into an enum of the codes that its header knows, so that a code of a newer driver would be undefined behaviour.
+//! The types are those of `cudarc::driver::sys`, which bindgen made from NVIDIA's header: the
+//! compiler compares each line of the table with the binding of the same name. Two things are ours.
+//! A function that is missing is an error with its name, where cudarc's panics at the first call.
+//! And a result is a plain number ([`Code`]): cudarc reads it into an enum of the codes that its
+//! header knows, so that a code of a newer driver would be undefined behaviour.
 
 #![allow(non_snake_case, reason = "the names of C, so that its manual applies")]
 
@@ -13,7 +14,7 @@ use cudarc::driver::sys;
 
 use crate::error::DeviceError;
 
-/// What a function of the driver returns; 0 is success.
+/// Result of a driver function; 0 is success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Code(pub u32);
@@ -57,7 +58,7 @@ macro_rules! functions {
 }
 
 functions! {
-    /// What the room calls, all of it in every driver for CUDA 12.
+    /// The functions that this module calls, all of them in every driver for CUDA 12.
     cuDeviceGetCount(*mut c_int);
     cuDeviceGet(*mut sys::CUdevice, c_int);
     cuDeviceGetName(*mut c_char, c_int, sys::CUdevice);

@@ -1,6 +1,7 @@
-//! Graphs: what was enqueued once, to be run as often as one likes.
+//! Graphs: enqueued once, run any number of times.
 //!
-//! Addresses, sizes and values of flags are constants in a graph. So only what is the same in every call can be captured.
+//! Addresses, sizes and values of flags are constants in a graph. So only operations that are the
+//! same in every call can be captured.
 
 use std::sync::Arc;
 
@@ -21,11 +22,12 @@ pub struct Graph {
     held: Claims,
 }
 
-// SAFETY: a graph may be used from any thread; launches of one graph are put in order by the driver.
+// SAFETY: a graph may be used from any thread; the driver orders the launches of one graph.
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Captures what `enqueue` enqueues in the stream, which runs nothing of it. Nothing else may be enqueued there meanwhile.
+    /// Captures the operations that `enqueue` enqueues in the stream, which does not run them. No
+    /// other thread may enqueue there meanwhile.
     ///
     /// # Errors
     /// What `enqueue` answers; [`DeviceError::Call`].
@@ -53,7 +55,7 @@ impl Graph {
             _ => Ok(()),
         };
         if !graph.is_null() {
-            // SAFETY: handed out above; what was instantiated does not need it.
+            // SAFETY: handed out above; the instance does not need it.
             let _ = unsafe { (library.functions.cuGraphDestroy)(graph) };
         }
         enqueued?;
@@ -75,7 +77,7 @@ impl Graph {
         let mut held = stream.held();
         held.add_all(&self.held);
         let _entered = self.context.enter()?;
-        // SAFETY: both live, and the stream holds what the graph uses.
+        // SAFETY: both live, and the stream holds the memory that the graph uses.
         unsafe { call!(self.context.library(), Some(expected), cuGraphLaunch(self.raw, stream.raw)) }
     }
 }
@@ -83,7 +85,7 @@ impl Graph {
 impl Drop for Graph {
     fn drop(&mut self) {
         let _entered = self.context.enter();
-        // SAFETY: made here; the driver finishes launches that are under way.
+        // SAFETY: made here; the driver finishes running launches.
         let _ = unsafe { (self.context.library().functions.cuGraphExecDestroy)(self.raw) };
     }
 }

@@ -1,4 +1,4 @@
-//! Launching kernels with parameters that were compared with what they take.
+//! Launches of kernels, whose parameters are compared with the kernel's own list.
 
 use std::ffi::c_void;
 use std::sync::MutexGuard;
@@ -17,7 +17,7 @@ pub struct Grid {
     pub blocks: [u32; 3],
     /// Threads of a block along x, y and z.
     pub threads: [u32; 3],
-    /// Bytes of shared memory that a block gets beside what the kernel declares.
+    /// Bytes of dynamic shared memory of a block, in addition to the kernel's static ones.
     pub shared: u32,
 }
 
@@ -82,14 +82,16 @@ impl Parameters {
 }
 
 impl Function {
-    /// Enqueues a launch. Number and sizes of the parameters and the shape are compared with what the kernel and the
-    /// device take.
+    /// Enqueues a launch. Number and sizes of the parameters and the shape are compared with what
+    /// the kernel and the device take.
     ///
     /// # Safety
-    /// The parameters mean to the kernel what the caller thinks, and with them it stays inside the spans given.
+    /// The parameters have the meaning that the caller assumes, and with them the kernel stays
+    /// inside the given spans.
     ///
     /// # Errors
-    /// [`DeviceError::Parameters`], [`DeviceError::Launch`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::Parameters`], [`DeviceError::Launch`], [`DeviceError::OtherDevice`],
+    /// [`DeviceError::Call`].
     pub unsafe fn launch(
         &self,
         stream: &Stream,
@@ -107,12 +109,13 @@ impl Function {
         let mut pointers: Vec<*const c_void> = parameters.values.iter().map(address).collect();
         let mut held = stream.held();
         held.add_all(&parameters.held);
-        // SAFETY: a pointer to each value, whose sizes were compared; what they mean is in the contract.
+        // SAFETY: a pointer to each value, whose sizes were compared; the contract covers their
+        // meaning.
         unsafe { self.enqueue(stream, held, grid, &mut pointers) }
     }
 
-    /// Enqueues a launch of a kernel that takes one struct, without allocating. `held` is the stream's, with claims on all
-    /// that the struct names.
+    /// Enqueues a launch of a kernel that takes one struct, without allocating. `held` is the
+    /// stream's list, with claims on all memory that the struct names.
     ///
     /// # Safety
     /// As [`launch`](Self::launch), for the memory that the struct names.
@@ -128,13 +131,14 @@ impl Function {
     ) -> Result<(), DeviceError> {
         self.check_parameters(std::iter::once(size_of::<T>() as u64))?;
         let mut pointers = [std::ptr::from_ref(parameters).cast::<c_void>()];
-        // SAFETY: a pointer to the one value, whose size was compared; what it means is in the contract.
+        // SAFETY: a pointer to the one value, whose size was compared; the contract covers its
+        // meaning.
         unsafe { self.enqueue(stream, held, grid, &mut pointers) }
     }
 
     /// # Safety
-    /// There is a pointer for each parameter of the kernel, to a value of its size, and `held` has claims on all memory that
-    /// the values name.
+    /// There is a pointer for each parameter of the kernel, to a value of its size, and `held` has
+    /// claims on all memory that the values name.
     unsafe fn enqueue(
         &self,
         stream: &Stream,
@@ -153,7 +157,7 @@ impl Function {
         let _entered = context.enter()?;
         let Grid { blocks: [bx, by, bz], threads: [tx, ty, tz], shared } = grid;
         let (values, none) = (pointers.as_mut_ptr().cast(), std::ptr::null_mut());
-        // SAFETY: the driver copies the values during the call; what they mean is in the contract.
+        // SAFETY: the driver copies the values during the call; the contract covers their meaning.
         unsafe {
             call!(
                 library,

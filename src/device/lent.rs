@@ -1,8 +1,9 @@
-//! Tensors of a caller's: an address that somebody else vouches for, and what the driver says of it.
+//! Tensors of a caller: foreign addresses, and the driver's report on them.
 //!
-//! A pointer of another library is the one thing that a kernel would take unseen. So before it becomes a [`DeviceRange`], the driver
-//! is asked whose memory it is: memory of the host that nobody pinned, and memory of another device, are refused with a reason
-//! where a kernel would fault, and with it the whole context.
+//! A pointer of another library is the one argument that a kernel would use unchecked. So before it
+//! becomes a [`DeviceRange`], the driver is asked for its owner. Host memory that is not pinned,
+//! and memory of another device, are refused with a reason; a kernel would fault, and with it the
+//! whole context.
 
 use std::ffi::c_int;
 use std::sync::{Arc, OnceLock};
@@ -19,8 +20,8 @@ const HOST: u32 = 1;
 const DEVICE: u32 = 2;
 
 impl DeviceRange {
-    /// Memory of a caller's for kernels and copies of this device: its own, or pinned memory of the host. `what` it is called in errors.
-    /// Streams keep no claim on it.
+    /// Memory of a caller for kernels and copies of this device: the device's own, or pinned host
+    /// memory. `what` is its name in errors. Streams keep no claim on it.
     ///
     /// # Safety
     /// It stays there until everything that is enqueued with the range is done.
@@ -48,7 +49,8 @@ impl DeviceRange {
                 }
             }
         }
-        // Streams hold each claim once: that of all lent memory is one, and claims nothing.
+        // Streams hold each claim once. All foreign memory shares one claim, which keeps nothing
+        // alive.
         static NOTHING: OnceLock<Claim> = OnceLock::new();
         let keep = NOTHING.get_or_init(|| Arc::new(()));
         Ok(DeviceRange::new(Arc::clone(keep), Reach::Devices([device].into()), address, len))
@@ -64,7 +66,8 @@ impl Context {
         let (mut kind, mut device): (u32, c_int) = (0, -1);
         let mut answers = [(&raw mut kind).cast(), (&raw mut device).cast()];
         let _entered = self.enter()?;
-        // SAFETY: fills as many numbers as are asked for, of these types; it looks at no byte of the memory.
+        // SAFETY: fills as many numbers as requested, of these types; it reads no byte of the
+        // memory.
         unsafe {
             let (which, answers) = (which.as_mut_ptr(), answers.as_mut_ptr());
             call!(self.library(), Some(self.device()), cuPointerGetAttributes(2, which, answers, address))

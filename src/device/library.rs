@@ -1,7 +1,7 @@
-//! libcuda, loaded at run time and asked what it is before anything is done with it.
+//! libcuda, loaded at run time, and checked before any other call.
 //!
-//! It is loaded here and not by cudarc, whose loader tries seventeen names in an order that hides a `libcuda.so.1`
-//! behind any `libcuda.so`, takes no path, and panics when there is none.
+//! It is loaded here and not by cudarc, whose loader tries seventeen names in an order that hides a
+//! `libcuda.so.1` behind any `libcuda.so`, takes no path, and panics when there is none.
 
 use std::error::Error;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -13,7 +13,7 @@ use super::functions::{Code, Functions};
 use super::version::Version;
 use crate::error::DeviceError;
 
-/// What the dynamic loader is asked for if nothing else is named.
+/// Default name for the dynamic loader.
 const USUAL: &str = "libcuda.so.1";
 
 /// A symbol that only the driver made for tests has.
@@ -28,7 +28,7 @@ type ErrorName = unsafe extern "C" fn(u32, *mut *const c_char) -> Code;
 pub struct Library {
     pub functions: Functions,
     pub version: Version,
-    /// What was loaded: a path, or the name that the loader was asked for.
+    /// The loaded library: a path, or a name for the loader.
     pub name: String,
     /// Whether this is the driver made for tests.
     pub stand_in: bool,
@@ -40,15 +40,17 @@ pub struct Library {
 }
 
 impl Library {
-    /// Loads the library that `path` names, or what the loader finds, and starts it.
+    /// Loads the library that `path` names, or the one that the loader finds, and initializes it.
     ///
     /// # Errors
-    /// [`DeviceError::NoLibrary`], [`DeviceError::MissingSymbol`], [`DeviceError::Init`], [`DeviceError::TooOld`].
+    /// [`DeviceError::NoLibrary`], [`DeviceError::MissingSymbol`], [`DeviceError::Init`],
+    /// [`DeviceError::TooOld`].
     pub fn load(path: Option<&Path>) -> Result<Self, DeviceError> {
         let path = path.unwrap_or(Path::new(USUAL));
         let name = path.display().to_string();
-        // SAFETY: this runs the library's initialisers. Whoever names another path answers for what lies there, as
-        // with LD_LIBRARY_PATH; the driver's own may run at any time.
+        // SAFETY: this runs the library's initialisers. A user who names another path is
+        // responsible for that library, as with LD_LIBRARY_PATH; the driver's own may run at any
+        // time.
         let loaded = unsafe { libloading::Library::new(path) }.map_err(|error| {
             // The loader's own words are in the source.
             let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
@@ -115,8 +117,8 @@ impl Library {
     /// A function by its name and the version that its form is of.
     pub fn address(&self, name: &CStr, version: Version) -> Option<*mut c_void> {
         let (mut found, mut status) = (std::ptr::null_mut(), u32::MAX);
-        // SAFETY: the name ends with a zero byte; the rest is filled. The status is an enum of the header, which is
-        // read as a number here since a newer driver may know more of them.
+        // SAFETY: the name ends with a zero byte; the rest is filled. The status is an enum of the
+        // header, which is read as a number here since a newer driver may know more of them.
         let code = unsafe {
             let status = (&raw mut status).cast();
             (self.functions.cuGetProcAddress_v2)(name.as_ptr(), &raw mut found, version.0, 0, status)
@@ -150,7 +152,8 @@ pub fn too_old(feature: &'static str, version: Version, needed: Version) -> Devi
 }
 
 /// # Safety
-/// The symbol, if it is there, is of type `T`, which is a function pointer, and the library is never unloaded.
+/// The symbol, if it exists, is of type `T`, which is a function pointer, and the library is never
+/// unloaded.
 pub unsafe fn symbol<T: Copy>(
     library: &libloading::Library,
     name: &str,
@@ -163,7 +166,8 @@ pub unsafe fn symbol<T: Copy>(
 
 fn text(error_name: ErrorName, code: Code) -> String {
     let mut text = std::ptr::null();
-    // SAFETY: fills the pointer with a string that lives as long as the library, or leaves it, or sets it to null.
+    // SAFETY: fills the pointer with a string that lives as long as the library, or leaves it, or
+    // sets it to null.
     let known = unsafe { error_name(code.0, &raw mut text) } == Code::SUCCESS && !text.is_null();
     if !known {
         return "unknown to this driver".to_owned();

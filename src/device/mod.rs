@@ -1,4 +1,4 @@
-//! CUDA: what the driver and its devices can do, and the few things that Sidelane asks of them.
+//! CUDA: abilities of the driver and its devices, and the few calls that Sidelane makes.
 //!
 //! ```text
 //!   Driver ── probe: data, which `sidelane doctor` puts in words
@@ -18,18 +18,20 @@
 //!         └─ dma_buf()         ── a descriptor that a network card can register
 //! ```
 //!
-//! **Checked before posted.** Addresses are types: a [`ByteSpan`] and a [`Word`] lie in their [`DeviceRange`], a word is aligned,
-//! and a stream takes only what its device may reach. A stream keeps what it uses alive until it has been seen to have
-//! drained: work that is under way never meets memory that is gone.
+//! **Checked before posted.** Addresses are types: a [`ByteSpan`] and a [`Word`] lie in their
+//! [`DeviceRange`], a word is aligned, and a stream takes only what its device may reach. A stream
+//! keeps the memory that it uses alive until a check has found it drained: running work never
+//! accesses freed memory.
 //!
-//! **What is loaded.** `libcuda.so.1` at run time, never at build time, and no toolkit ever: without a driver
-//! everything else works, and [`Driver::open`] says what is missing. Of `cudarc` only the `sys` types are used, with
-//! feature `cuda-12050`; what is newer comes by `cuGetProcAddress`. Its own loader and its `result` and `safe` layers
-//! are not: they panic where a library or a symbol is missing, know no memory operations, batches, mapped memory and
-//! dma-bufs, and record events around each access to a buffer, which symmetric memory must not have. A program may use
-//! `cudarc` beside this, with the same `cuda-*` feature (two of them do not compile).
+//! **Loading.** `libcuda.so.1` at run time, never at build time, and no toolkit ever: without a
+//! driver all other parts work, and [`Driver::open`] names the missing part. Of `cudarc` only the
+//! `sys` types are used, with feature `cuda-12050`; newer functions come by `cuGetProcAddress`. Its
+//! own loader and its `result` and `safe` layers are not used. They panic where a library or a
+//! symbol is missing, have no memory operations, batches, mapped memory and dma-bufs, and record
+//! events around each access to a buffer, which symmetric memory must not have. A program may use
+//! `cudarc`, too, with the same `cuda-*` feature (two of them do not compile).
 //!
-//! **Panics** there are none: an answer that makes no sense is a [`DeviceError`](crate::error::DeviceError).
+//! **No panics**: an invalid answer of the driver is a [`DeviceError`](crate::error::DeviceError).
 
 #![allow(unsafe_code, reason = "the driver is C")]
 
@@ -94,7 +96,8 @@ pub use reservation::Reservation;
 #[doc(hidden)]
 pub use version::Version;
 
-/// Calls a function of the table and turns what it returns into a result. The caller writes `unsafe` and says why.
+/// Calls a function of the table and turns its code into a result. The caller writes `unsafe` and
+/// its reason.
 macro_rules! call {
     ($library:expr, $device:expr, $name:ident($($arg:expr),* $(,)?)) => {
         $library.check(stringify!($name), $device, ($library.functions.$name)($($arg),*))

@@ -16,7 +16,7 @@ use super::library::{Library, too_old};
 use super::version::Version;
 use crate::error::DeviceError;
 
-/// Room for what the compiler says.
+/// Room for the compiler's message.
 const LOG: usize = 16 << 10;
 
 /// A loaded module.
@@ -36,7 +36,7 @@ impl Module {
     /// Compiles PTX for the device; `name` is for errors.
     ///
     /// # Errors
-    /// [`DeviceError::Module`] with what the compiler says, [`DeviceError::Call`].
+    /// [`DeviceError::Module`] with the compiler's message, [`DeviceError::Call`].
     pub fn load(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Arc<Self>, DeviceError> {
         let library = context.library();
         let _entered = context.enter()?;
@@ -46,8 +46,9 @@ impl Module {
         // The size stands in the place of a pointer.
         let mut values = [log.as_mut_ptr().cast::<c_void>(), std::ptr::without_provenance_mut(LOG - 1)];
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a text with a zero byte at its end, and as many values as options; fills the handle, and the log up to
-        // the size, so that its last byte stays zero. Unloaded when the value is dropped.
+        // SAFETY: a text with a zero byte at its end, and as many values as options; fills the
+        // handle, and the log up to the size, so that its last byte stays zero. Unloaded when the
+        // value is dropped.
         let code = unsafe {
             let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
             (library.functions.cuModuleLoadDataEx)(&raw mut raw, ptx.as_ptr().cast(), count, options, values)
@@ -75,7 +76,8 @@ impl Module {
         let (library, device) = (self.context.library(), Some(self.context.device()));
         let _entered = self.context.enter()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a name with a zero byte at its end; fills the handle, which lives as long as the module.
+        // SAFETY: a name with a zero byte at its end; fills the handle, which lives as long as the
+        // module.
         let code = unsafe { (library.functions.cuModuleGetFunction)(&raw mut raw, self.raw, name.as_ptr()) };
         let name = name.to_string_lossy().into_owned();
         if code == Code::NOT_FOUND {
@@ -97,7 +99,8 @@ impl Module {
 impl Drop for Module {
     fn drop(&mut self) {
         let _entered = self.context.enter();
-        // SAFETY: loaded here; functions hold this value, and so do streams until they are seen to be done.
+        // SAFETY: loaded here; functions hold this value, and so do streams until a check finds
+        // them done.
         let _ = unsafe { (self.context.library().functions.cuModuleUnload)(self.raw) };
     }
 }
@@ -115,7 +118,7 @@ pub struct Function {
 }
 
 impl Function {
-    /// Lets launches ask for so many bytes of shared memory, which may be more than they can without asking.
+    /// Lets launches use this much shared memory, which may exceed the default limit.
     ///
     /// # Errors
     /// [`DeviceError::Call`].

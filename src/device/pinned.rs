@@ -1,4 +1,4 @@
-//! Memory of the host that devices reach: where a stream and a thread tell each other things.
+//! Host memory that devices reach: streams and threads exchange flags and arguments there.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -11,14 +11,15 @@ use super::context::Context;
 use super::range::{DeviceRange, Reach};
 use crate::error::DeviceError;
 
-/// `PORTABLE | DEVICEMAP`, the same numbers for allocating and registering: all contexts, with an address for devices.
+/// `PORTABLE | DEVICEMAP`, the same numbers for allocating and registering: all contexts, with an
+/// address for devices.
 const FOR_ALL_DEVICES: u32 = 1 | 2;
 
 /// Pinned memory of the host. Clones are the same memory.
 ///
-/// Devices write into it whenever they like: it is read and written by atomic accesses only, never seen as a slice of
-/// plain bytes. When it is given back, the driver waits for what its context is doing: not the time for a stream that
-/// waits for a flag.
+/// Devices write into it whenever they like: it is read and written by atomic accesses only, never
+/// seen as a slice of plain bytes. When it is given back, the driver waits for what its context is
+/// doing: so no stream may be waiting for a flag then.
 #[derive(Clone, Debug)]
 pub struct PinnedMemory {
     pinned: Arc<Pinned>,
@@ -41,17 +42,17 @@ impl PinnedMemory {
         library.check_memory(CALL, device, len as u64, code)?;
         let nothing = DeviceError::OutOfMemory { device, call: CALL, bytes: len as u64 };
         let address = NonNull::new(address.cast::<u8>()).ok_or(nothing)?;
-        // SAFETY: just allocated with this size; nobody else knows it.
+        // SAFETY: just allocated with this size; no one else knows it.
         unsafe { address.write_bytes(0, len) };
         drop(entered);
         Self::of(Pinned { context: context.clone(), address, len, owner: Owner::Driver })
     }
 
-    /// Pins memory that is there, such as a shared segment.
+    /// Pins existing memory, such as a shared segment.
     ///
     /// # Safety
-    /// While `keep` lives, `len` bytes at `address` are mapped. Nobody holds a reference to any of them, other than to atomics,
-    /// while a device may write it, or whoever has what is returned does.
+    /// While `keep` lives, `len` bytes at `address` are mapped. While a device or a holder of the
+    /// returned value may write the bytes, references to them are references to atomics only.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`], [`DeviceError::OutOfMemory`], [`DeviceError::Call`].
@@ -95,12 +96,12 @@ impl PinnedMemory {
         &self.range
     }
 
-    /// Whether anybody but this value has a claim on it: clones and ranges of it, and streams that use it and have not been
-    /// seen to be done.
+    /// Whether there are other claims on it: clones and ranges of it, and streams that use it and
+    /// have not been found done.
     pub fn is_claimed(&self) -> bool {
         // Two claims are this value's own: the memory, and the range as devices see it.
         let claimed = Arc::strong_count(&self.pinned) > 2;
-        // Who sees that nobody has sees what they wrote.
+        // Seeing no other claim implies seeing the writes of former holders.
         fence(Ordering::Acquire);
         claimed
     }
@@ -115,8 +116,8 @@ impl PinnedMemory {
         self.len() == 0
     }
 
-    /// The word at `offset`, for the host. What a stream wrote before it wrote the word is there for whoever has seen
-    /// the word by an acquiring load.
+    /// The word at `offset`, for the host. An acquiring load of the word makes the stream's earlier
+    /// writes visible.
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`], [`DeviceError::Misaligned`].
@@ -126,7 +127,8 @@ impl PinnedMemory {
             let value = address.addr() as u64;
             return Err(DeviceError::Misaligned { what: "the address of a word", value, align: 8 });
         }
-        // SAFETY: eight aligned bytes inside the memory, which stays as long as `self`; accessed as atomics only.
+        // SAFETY: eight aligned bytes inside the memory, which stays as long as `self`; accessed as
+        // atomics only.
         Ok(unsafe { &*address })
     }
 
@@ -188,7 +190,7 @@ impl PinnedMemory {
     }
 }
 
-/// Who gives the memory back.
+/// Owner that frees the memory.
 enum Owner {
     Driver,
     Caller(#[expect(dead_code, reason = "held, not read")] Arc<dyn Any + Send + Sync>),
@@ -211,7 +213,8 @@ impl Drop for Pinned {
         let functions = &self.context.library().functions;
         let _entered = self.context.enter();
         let address: *mut c_void = self.address.as_ptr().cast();
-        // SAFETY: allocated or registered once; streams that use it hold this value until they are seen to be done.
+        // SAFETY: allocated or registered once; streams that use it hold this value until a check
+        // finds them done.
         let _ = unsafe {
             match self.owner {
                 Owner::Driver => (functions.cuMemFreeHost)(address),

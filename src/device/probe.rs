@@ -1,4 +1,4 @@
-//! What the driver and its devices can do, as data: `sidelane doctor` says what each of it means.
+//! Abilities of the driver and its devices, as data: `sidelane doctor` explains each of them.
 
 use std::ffi::{CStr, c_char, c_int};
 
@@ -38,11 +38,11 @@ pub enum BatchedCopies {
     Second,
 }
 
-/// Whether what a network card has written into a device's memory is seen in order by its readers.
+/// Whether readers see a NIC's writes into device memory in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WriteOrder {
-    /// By nobody: a flush is needed.
+    /// No reader does: a flush is needed.
     None,
     /// By the device itself.
     Owner,
@@ -53,9 +53,9 @@ pub enum WriteOrder {
 /// All findings.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Probe {
-    /// What was loaded.
+    /// The loaded library.
     pub library: String,
-    /// Whether it is the stand-in of the tests.
+    /// Whether it is the fake driver of the tests.
     pub stand_in: bool,
     /// The newest CUDA version that the driver can do.
     pub version: Version,
@@ -94,12 +94,13 @@ impl Probe {
     }
 }
 
-/// What the driver makes of `CUDA_DEVICE_MAX_CONNECTIONS`: 1 to 32, and 8 by default.
+/// Hardware queues that the driver makes of `CUDA_DEVICE_MAX_CONNECTIONS`: 1 to 32, and 8 by
+/// default.
 pub(super) fn queues(value: Option<&str>) -> u32 {
     value.and_then(|text| text.trim().parse().ok()).filter(|n| (1..=32).contains(n)).unwrap_or(8)
 }
 
-/// What one device is and can do.
+/// Properties and abilities of one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceProperties {
     /// Its number in the driver's order.
@@ -114,7 +115,7 @@ pub struct DeviceProperties {
     pub multiprocessors: u32,
     /// Bytes of memory.
     pub memory: u64,
-    /// Copies that can run at once, in different directions, beside kernels.
+    /// Copies that can run at once, in different directions, concurrently with kernels.
     pub copy_engines: u32,
     /// Memory operations on words of 64 bits.
     pub wide_memory_operations: bool,
@@ -126,11 +127,11 @@ pub struct DeviceProperties {
     pub descriptors: bool,
     /// Memory that can be handed to another machine of one NVLink domain.
     pub fabric: bool,
-    /// Network cards can reach the device's memory.
+    /// NICs can reach the device's memory.
     pub direct_rdma: bool,
     /// Also memory that is mapped to reserved addresses.
     pub direct_rdma_mapped: bool,
-    /// In which order a card's writes are seen.
+    /// The order in which a NIC's writes are seen.
     pub write_order: WriteOrder,
     /// Memory can be handed to the kernel as a dma-buf.
     pub dma_buf: bool,
@@ -194,7 +195,7 @@ impl DeviceProperties {
     }
 }
 
-/// A driver that is older than an attribute does not know it; the device then lacks what it stands for.
+/// A driver that is older than an attribute does not know it; the device then counts as without it.
 fn attribute_of(
     library: &Library,
     device: u32,

@@ -1,4 +1,4 @@
-//! Addresses that a device can use, as types: what was checked once needs no check where it is posted.
+//! Addresses that a device can use, as types: a checked address needs no check when it is posted.
 
 use std::any::Any;
 use std::marker::PhantomData;
@@ -30,8 +30,8 @@ impl DeviceRange {
         DeviceRange { keep, reach, address, len }
     }
 
-    /// Memory of somebody else, such as a tensor of the caller's: `len` bytes at a device's `address`, which
-    /// `devices` may reach. Whatever `keep` is, it is dropped when no stream needs the memory any longer.
+    /// Memory of another owner, such as a caller's tensor: `len` bytes at a device's `address`,
+    /// which `devices` may reach. `keep` is dropped when no stream needs the memory any longer.
     ///
     /// # Safety
     /// While `keep` lives, the memory is there, and those devices may read and write it.
@@ -161,7 +161,7 @@ impl<T> Word<'_, T> {
     }
 }
 
-/// What a memory operation writes or waits for: `u32` or `u64`.
+/// Type that a memory operation writes or waits for: `u32` or `u64`.
 pub trait Value: Copy + Into<u64> + sealed::Sealed {}
 
 impl Value for u32 {}
@@ -173,7 +173,7 @@ mod sealed {
     impl Sealed for u64 {}
 }
 
-/// Claims on memory that work under way needs, each once.
+/// Claims on memory that running work needs, each once.
 #[derive(Default)]
 pub(super) struct Claims(Vec<Claim>);
 

@@ -28,15 +28,16 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// Reserves `members * stride` bytes of addresses. A stride is a multiple of [`Allocation::granularity`].
+    /// Reserves `members * stride` bytes of addresses. A stride is a multiple of
+    /// [`Allocation::granularity`].
     ///
     /// # Errors
-    /// [`DeviceError::Misaligned`], [`DeviceError::TooOld`], [`DeviceError::Unsupported`], [`DeviceError::OutOfMemory`],
-    /// [`DeviceError::Call`].
+    /// [`DeviceError::Misaligned`], [`DeviceError::TooOld`], [`DeviceError::Unsupported`],
+    /// [`DeviceError::OutOfMemory`], [`DeviceError::Call`].
     pub fn new(context: &Arc<Context>, members: usize, stride: u64) -> Result<Arc<Self>, DeviceError> {
         const CALL: &str = "cuMemAddressReserve";
         let library = context.library();
-        // What is mapped holds flags.
+        // Mapped memory holds flags.
         if library.version < Version::MAPPED_FLAGS {
             let feature = "stream memory operations on mapped memory";
             return Err(too_old(feature, library.version, Version::MAPPED_FLAGS));
@@ -78,12 +79,12 @@ impl Reservation {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Maps a member's memory to its place, for `devices` of this process to read and write. It is unmapped, and its
-    /// place free again, when the last claim on the range is gone.
+    /// Maps a member's memory to its place, for `devices` of this process to read and write. It is
+    /// unmapped, and its place free again, when the last claim on the range is gone.
     ///
     /// # Errors
-    /// [`DeviceError::NoSuchMember`], [`DeviceError::Taken`], [`DeviceError::OutOfRange`] for memory larger than the
-    /// stride, [`DeviceError::Call`].
+    /// [`DeviceError::NoSuchMember`], [`DeviceError::Taken`], [`DeviceError::OutOfRange`] for
+    /// memory larger than the stride, [`DeviceError::Call`].
     pub fn map(
         self: &Arc<Self>,
         member: usize,
@@ -112,7 +113,7 @@ impl Reservation {
             flags: CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
         let access: Vec<_> = devices.iter().map(describe).collect();
-        // SAFETY: what was just mapped, and a list of so many entries.
+        // SAFETY: the new mapping, and a list of this many entries.
         unsafe {
             call!(library, device, cuMemSetAccess(address, len as usize, access.as_ptr(), access.len()))
         }?;
@@ -129,7 +130,8 @@ impl Drop for Reservation {
     }
 }
 
-/// Memory at its place. Dropped in this order: unmapped, then its claims on the memory and on the addresses.
+/// Memory at its place. Dropped in this order: unmapped, then its claims on the memory and on the
+/// addresses.
 #[derive(Debug)]
 struct Mapping {
     _allocation: Arc<Allocation>,
@@ -144,7 +146,8 @@ impl Drop for Mapping {
         let Reservation { context, taken, .. } = &*self.reservation;
         let mut taken = taken.lock().unwrap_or_else(PoisonError::into_inner);
         let _entered = context.enter();
-        // SAFETY: mapped with this size; streams that use it hold this value until they have been seen to be done.
+        // SAFETY: mapped with this size; streams that use it hold this value until a check finds
+        // them done.
         let code = unsafe { (context.library().functions.cuMemUnmap)(self.address, self.len as usize) };
         // A place that is still mapped stays taken.
         taken[self.member] = code != super::functions::Code::SUCCESS;

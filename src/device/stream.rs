@@ -32,11 +32,11 @@ const LEGACY: usize = 1;
 /// The handle of the calling thread's own default stream (`CU_STREAM_PER_THREAD`).
 const PER_THREAD: usize = 2;
 
-/// A stream. What is enqueued runs in order; enqueueing does not wait for it.
+/// A stream. Its operations run in order; enqueueing does not wait for them.
 ///
-/// It holds claims on the memory it uses until it is seen to be done: by [`is_done`](Self::is_done) or
-/// [`synchronize`](Self::synchronize). What was captured into a graph is out of its sight: whoever replays the graph
-/// keeps the ranges.
+/// It holds claims on the memory it uses until [`is_done`](Self::is_done) or
+/// [`synchronize`](Self::synchronize) finds it done. It does not track captured graphs: the code
+/// that replays a graph keeps the ranges.
 #[derive(Debug)]
 pub struct Stream {
     pub(super) context: Arc<Context>,
@@ -70,13 +70,15 @@ impl Stream {
         Ok(Stream { context: context.clone(), raw, own: true, held: Mutex::default() })
     }
 
-    /// A stream of the caller's, such as torch's `current_stream().cuda_stream`; null is the legacy default stream.
+    /// A stream of the caller, such as torch's `current_stream().cuda_stream`; null is the legacy
+    /// default stream.
     ///
     /// # Safety
     /// The handle stays valid until the value is dropped.
     ///
     /// # Errors
-    /// [`DeviceError::OtherDevice`], [`DeviceError::OtherContext`], [`DeviceError::PerThreadStream`], [`DeviceError::Call`].
+    /// [`DeviceError::OtherDevice`], [`DeviceError::OtherContext`],
+    /// [`DeviceError::PerThreadStream`], [`DeviceError::Call`].
     pub unsafe fn borrow(context: &Arc<Context>, handle: *mut c_void) -> Result<Self, DeviceError> {
         if handle.addr() == PER_THREAD {
             return Err(DeviceError::PerThreadStream);
@@ -120,7 +122,8 @@ impl Stream {
         self.raw.addr() <= LEGACY
     }
 
-    /// Whether everything that was enqueued is done. Not to be asked of a stream that is being captured.
+    /// Whether all enqueued operations are done. Must not be called for a stream that is being
+    /// captured.
     ///
     /// # Errors
     /// [`DeviceError::Call`], also for the failure of something that was enqueued.
@@ -137,8 +140,8 @@ impl Stream {
         Ok(true)
     }
 
-    /// Blocks until everything that was enqueued is done. There is no deadline: a stream that waits for a flag waits
-    /// until the flag is written.
+    /// Blocks until all enqueued operations are done. There is no deadline: a stream that waits for
+    /// a flag waits until the flag is written.
     ///
     /// # Errors
     /// [`DeviceError::Call`], also for the failure of something that was enqueued.
@@ -157,7 +160,7 @@ impl Stream {
         synchronized
     }
 
-    /// Whether what is enqueued now goes into a graph.
+    /// Whether new operations go into a graph.
     ///
     /// # Errors
     /// [`DeviceError::Call`].
@@ -172,7 +175,7 @@ impl Stream {
         Ok(status != 0)
     }
 
-    /// What is enqueued from now on waits for what was before the event was recorded, on whatever device that is.
+    /// Later operations wait for those before the event's record, on whatever device.
     ///
     /// # Errors
     /// [`DeviceError::Call`].
@@ -182,8 +185,9 @@ impl Stream {
         unsafe { call!(self.library(), Some(self.device()), cuStreamWaitEvent(self.raw, event.raw, 0)) }
     }
 
-    /// What is enqueued from now on waits for all that `other` has now, by the mark `at`. This stream takes over the claims of the
-    /// other: they are done with when it is, and a graph that it captures holds them.
+    /// Later operations wait for all current ones of `other`, by the mark `at`. This stream takes
+    /// over the claims of the other and drops them when it is done; a graph that it captures holds
+    /// them.
     ///
     /// # Errors
     /// As [`Event::record`] and [`wait_event`](Self::wait_event).
@@ -207,8 +211,9 @@ impl Stream {
         self.context.library()
     }
 
-    /// The memory of these ranges stays until the stream is seen to be done. Refuses what its device cannot reach. The
-    /// guard is kept until the work is enqueued: an idle stream that is asked meanwhile would let go of the claims.
+    /// The memory of these ranges stays until a check finds the stream done. Refuses memory that
+    /// its device cannot reach. The caller keeps the guard until the work is enqueued: a check of
+    /// an idle stream would drop the claims meanwhile.
     pub(super) fn hold(&self, ranges: &[&DeviceRange]) -> Result<MutexGuard<'_, Claims>, DeviceError> {
         ranges.iter().try_for_each(|range| range.check_reach(self.device()))?;
         let mut held = self.held();
@@ -234,7 +239,7 @@ impl Drop for Stream {
         }
         if self.own {
             let _entered = self.context.enter();
-            // SAFETY: made here; the driver finishes what is enqueued and then frees it.
+            // SAFETY: made here; the driver finishes the enqueued operations and then frees it.
             let _ = unsafe { (self.library().functions.cuStreamDestroy_v2)(self.raw) };
         }
     }

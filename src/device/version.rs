@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 pub struct Version(pub i32);
 
 impl Version {
-    /// The oldest driver that the room works with: from here on every function of its table is there.
+    /// The oldest supported driver: from here on every function of the module's table exists.
     pub const OLDEST: Version = Version(12000);
     /// Sizes of a kernel's parameters can be asked.
     pub const PARAMETERS: Version = Version(12040);

@@ -50,8 +50,9 @@ impl<'a> FlagLine<'a> {
                 word.store(value, Ordering::Relaxed);
             }
         }
-        // In one order with the look at the sleepers: either these see the value or this sees them (Dekker). An exchange in place
-        // of both would ask for the line only when all stores before it are done.
+        // Sequentially consistent with the check for sleepers: either these see the value or this
+        // thread sees them (Dekker). An exchange in place of both would request the line only after
+        // all earlier stores.
         self.words[0].store(value, Ordering::Release);
         fence();
         if self.sleepers().load(Ordering::Relaxed) != 0 {

@@ -43,12 +43,12 @@ pub struct Moves<'a> {
     pub landing: &'a [u64],
     /// The sum of what comes back, each chunk where its owner offers it.
     pub sum: SumOperands<'a>,
-    /// [`RAW`](super::RAW) bytes at each rank, for what goes to other machines.
+    /// [`RAW`](super::RAW) bytes at each rank, for traffic to other machines.
     pub scratch: &'a MappedWindow,
 }
 
-/// A call's moves, ready to run. It keeps the port alive whose windows it holds addresses of. A
-/// caller that runs it must hold the extents it was built from exclusively.
+/// A call's moves, ready to run. It keeps the port alive, since it holds addresses of the port's
+/// windows. A caller that runs it must exclusively hold the extents that it was built from.
 #[derive(Debug)]
 pub struct Floor {
     _port: Arc<Port>,
@@ -143,7 +143,8 @@ impl Scratch {
     }
 }
 
-// SAFETY: the pointers lead into mappings, and into scratch that belongs to the floor; none belongs to a thread.
+// SAFETY: the pointers lead into mappings, and into scratch that belongs to the floor; none belongs
+// to a thread.
 unsafe impl Send for Floor {}
 
 impl Port {
@@ -265,7 +266,8 @@ impl Port {
                         if row >= block.rows {
                             return Err(bounds(row, block.rows));
                         }
-                        // SAFETY: both rows were checked; nobody writes them, as the caller promises.
+                        // SAFETY: both rows were checked; no one writes them, as the caller
+                        // promises.
                         unsafe {
                             let (to, from) =
                                 (staged.add(row as usize * row_bytes), landed.add(at * row_bytes));
@@ -352,7 +354,8 @@ impl Floor {
             return;
         }
         for run in &self.runs {
-            // SAFETY: targets and row indices were checked when this was built, or belong to it; `input` holds all tokens.
+            // SAFETY: targets and row indices were checked when this was built, or belong to it;
+            // `input` holds all tokens.
             unsafe {
                 self.kernels.gather(
                     run.to,
@@ -379,7 +382,8 @@ impl Floor {
         }
         let row = (dtype, self.home_bytes / dtype.size());
         for nth in 0..self.partials.count() {
-            // SAFETY: terms were checked when this was built; the outbox has room for all, one after another.
+            // SAFETY: terms were checked when this was built; the outbox has room for all, one
+            // after another.
             unsafe {
                 let out = SumOutput::Partial(self.outbox.add(nth * self.partial_bytes));
                 self.partials.take(nth, self.kernels, row, (out, stores));

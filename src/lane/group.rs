@@ -20,7 +20,7 @@ pub enum PeerLane {
     Load,
     /// Over a wire.
     Rail(Arc<dyn NetConnection>),
-    /// Not by itself: what goes there goes by a relay.
+    /// Only through a relay.
     Relayed,
 }
 

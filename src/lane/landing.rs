@@ -83,8 +83,8 @@ impl Port {
         Ok(())
     }
 
-    /// [`Port::settle`], if what was put went to this rank alone: stores have read their sources
-    /// when they return.
+    /// [`Port::settle`], if all puts went to this rank alone: stores have read their sources when
+    /// they return.
     ///
     /// # Errors
     /// As [`Port::quiet`].

@@ -1,7 +1,7 @@
 //! Addresses of local peers' windows: one look-up from (window, rank) to an address.
 //!
-//! A put of a few bytes takes less time than a cache line from core to core, so on its way there is
-//! nothing but this table, made once, in place of those of the group, the window and its mapping.
+//! A put of a few bytes takes less time than a cache line from core to core, so its path has only
+//! this table, made once, in place of those of the group, the window and its mapping.
 
 use std::ptr::NonNull;
 
@@ -24,7 +24,8 @@ struct Reached {
     len: u64,
 }
 
-// SAFETY: addresses of plain shared memory, which belongs to no thread; whoever reads or writes there answers for the order.
+// SAFETY: addresses of plain shared memory, which belongs to no thread; its readers and writers
+// guarantee the order.
 unsafe impl Send for LocalWindows {}
 // SAFETY: as above: a shared reference only hands out addresses.
 unsafe impl Sync for LocalWindows {}

@@ -74,8 +74,8 @@ impl Port {
                 let rest = |part: &WindowPart| part.len.saturating_sub(offset);
                 let len = len.map_or_else(|| self.window(window)?.part(owner, 0, 0).map(rest), Ok)?;
                 let at = self.at(window, owner, offset, len)?;
-                // SAFETY: mapped and checked; whoever writes here has signalled, and writes again only with a licence
-                // that this rank gives after it has read.
+                // SAFETY: mapped and checked; the writer has signaled, and writes again only with a
+                // grant that this rank gives after it has read.
                 return Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), len as usize) });
             }
         };
@@ -206,8 +206,9 @@ impl Port {
     }
 
     /// Raises the flag at `to` that speaks of rank `of`, after all earlier puts and reads of this
-    /// rank. Puts with streaming stores need [`RowKernels::fence`](crate::rows::RowKernels::fence) first: no
-    /// store orders them, and where there are none a fence would only cost time.
+    /// rank. Puts with streaming stores need [`RowKernels::fence`](crate::rows::RowKernels::fence)
+    /// first: no ordinary store orders them. Without streaming stores the fence would only cost
+    /// time.
     ///
     /// # Errors
     /// As [`Port::put`].

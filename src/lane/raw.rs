@@ -7,7 +7,7 @@ use super::net::{NetConnection, is_copied};
 use super::{Lanes, MappedWindow, PeerLane};
 use crate::error::Error;
 
-/// Bytes of one write: what a rail's chunks are like.
+/// Bytes of one write: like the chunks of a connection.
 pub const RAW: u64 = 256 << 10;
 
 /// Bare writes over the rails of a rank.

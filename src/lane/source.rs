@@ -5,8 +5,8 @@ use crate::error::LaneError;
 use crate::plan::RowRun;
 use crate::schedule::Index;
 
-/// The caller's tensors of one run: where [`PutSource::Input`](crate::schedule::PutSource::Input) and
-/// [`PutSource::Notes`](crate::schedule::PutSource::Notes) read and a sum writes.
+/// The caller's tensors of one run: where [`PutSource::Input`](crate::schedule::PutSource::Input)
+/// and [`PutSource::Notes`](crate::schedule::PutSource::Notes) read and a sum writes.
 #[derive(Debug, Default)]
 pub struct Io<'a> {
     /// Rows that are dispatched.
@@ -28,7 +28,7 @@ pub struct RowSource<'a> {
     pub row_bytes: u64,
     /// Which rows, for all runs of a call.
     pub rows: &'a [u32],
-    /// Whether runs look there, or count rows straight.
+    /// Whether runs use an index, or count consecutive rows.
     pub index: Index,
 }
 

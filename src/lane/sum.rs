@@ -81,8 +81,8 @@ impl Port {
                 SumTarget::Output => (SumOutput::Total(at), wire),
                 SumTarget::Partials { .. } => (SumOutput::Partial(at), sum.wire),
             };
-            // SAFETY: every row was checked, and so was the target; owners offered the rows in this call and do not
-            // write them before they have this rank's word that it has read them.
+            // SAFETY: every row was checked, and so was the target; owners offered the rows in this
+            // call and do not write them before they have this rank's word that it has read them.
             unsafe {
                 self.lanes().rows.grouped_sum(GroupedSum {
                     dtype,
@@ -120,8 +120,8 @@ impl Port {
                 return Err(bounds(place as usize, 1, places).into());
             };
             let at = chunk.notes_at() as usize + term.row as usize * 4;
-            // SAFETY: the words lie behind the rows inside the chunk that `chunks` checked; `row` is below their
-            // number; unaligned reads ask for nothing else.
+            // SAFETY: the words lie behind the rows inside the chunk that `chunks` checked; `row`
+            // is below their number; unaligned reads need no more.
             *to = unsafe { scratch.chunks[owner].add(at).cast::<f32>().read_unaligned() };
         }
         Ok(())

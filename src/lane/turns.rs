@@ -41,7 +41,8 @@ fn attributes() -> Option<libc::sched_attr> {
         sched_deadline: 0,
         sched_period: 0,
     };
-    // SAFETY: no more than `size` bytes are written, and all of them may have any value. 0 is this thread.
+    // SAFETY: no more than `size` bytes are written, and all of them may have any value. 0 is this
+    // thread.
     let got = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
     let by_turns = [libc::SCHED_OTHER, libc::SCHED_BATCH].contains(&(attributes.sched_policy as i32));
     (got == 0 && by_turns).then_some(attributes)

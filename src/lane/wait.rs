@@ -121,10 +121,11 @@ impl<'a> Waiter<'a> {
             std::thread::yield_now();
             return Ok(());
         }
-        // What it did before it left may still be on its way: it is looked for once more.
+        // Its last signals before it left may still be in flight: poll once more.
         let absent = self.patience.health.is_absent(self.patience.awaited);
         if std::mem::replace(&mut self.absent, absent) {
-            // Ranks leave in the wake of a world that died: then the cause, which came first, is the reason.
+            // Ranks leave after their world has failed: then the cause, which came first, is the
+            // reason.
             self.patience.health.check().map_err(WaitError::Dead)?;
             return Err(WaitError::Dead(Cause::Lost {
                 rank: self.patience.awaited,

@@ -14,7 +14,7 @@ pub struct MappedWindow {
     pub mapped: Arc<PeerMapping>,
     /// Per rank of the group: where its part is.
     pub parts: Vec<WindowPart>,
-    /// It is memory of devices: cards read and write it, the processor does not.
+    /// It is device memory: NICs access it, the processor does not.
     pub of_devices: bool,
 }
 

@@ -27,9 +27,10 @@ pub struct Gradients<E> {
     pub x: Vec<E>,
     /// Of the router's weights, `[hidden, experts]`, by this rank's tokens.
     pub router: Vec<f32>,
-    /// Of this rank's experts, as [`Experts::weights`](super::Experts::weights), by the tokens that come to it: those of all
-    /// ranks, or, where an expert has replicas, of the ranks that are sent to this one ([`ExpertMap::slot_for`](crate::plan::ExpertMap::slot_for)). A trainer adds
-    /// those of replicas over their ranks.
+    /// Of this rank's experts, as [`Experts::weights`](super::Experts::weights), from the tokens
+    /// that this rank receives: those of all ranks or, where an expert has replicas, of the ranks
+    /// that use this replica ([`ExpertMap::slot_for`](crate::plan::ExpertMap::slot_for)). A trainer
+    /// adds those of replicas over their ranks.
     pub experts: Vec<f32>,
     /// Of the shared expert, by this rank's tokens; empty if there is none.
     pub shared: Vec<f32>,
@@ -70,17 +71,18 @@ struct Places<E> {
 
 /// The same, of one group of its experts.
 struct OfGroup {
-    /// What they made, until the gradients of routing weights are taken of it; and what they saved.
+    /// Outputs of the experts, until the gradients of routing weights are computed; and their saved
+    /// values.
     made: Handoff<GroupOutputs>,
-    /// Gradients of what was combined, of all groups: the last one that is done drops them.
+    /// Gradients of the combined rows, of all groups: the last group that is done drops them.
     of_outputs: Handoff<Arc<F32Rows>>,
     /// Gradients of its rows' weights.
     of_weights: Handoff<Vec<f32>>,
 }
 
 impl MoeLayer {
-    /// Gradients of one forward pass from that of its output, `[tokens, hidden]`, those of its losses included. Collective: ranks
-    /// bring their tapes in the same order.
+    /// Gradients of one forward pass from that of its output, `[tokens, hidden]`, those of its
+    /// losses included. Collective: ranks bring their tapes in the same order.
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`LayerError::ForeignTape`].
@@ -140,7 +142,8 @@ impl<E> Places<E> {
     }
 }
 
-/// What nodes have made when all have ended: gradients of tokens but through the router, of routing weights, of weights.
+/// Results of the nodes when all have ended: gradients of tokens but through the router, of routing
+/// weights, of weights.
 pub(super) struct Whole {
     of_x: Vec<f32>,
     of_weights: Vec<f32>,
@@ -235,7 +238,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
                 }
             }
         }
-        // To those who compute a group is a chunk.
+        // A group is a chunk to the code that computes it.
         let pieces = self.chunks.iter().zip(&counts).flat_map(|(places, counts)| {
             places.landed.groups.iter().map(move |group| (group.counts_of(counts), group.padded()))
         });

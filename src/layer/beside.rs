@@ -1,4 +1,4 @@
-//! Two microbatches at once: the forward pass of one beside the backward pass of another.
+//! Two microbatches at once: the forward pass of one concurrent with the backward pass of another.
 
 use super::backward::{self, Gradients};
 use super::forward;
@@ -14,10 +14,12 @@ use crate::overlap::{Body, Direction, Graph, LayerOp, LayerStep, Passes, Run, ad
 const MICROBATCHES: [u32; 2] = [1, 0];
 
 impl MoeLayer {
-    /// One microbatch forward, as [`forward`](Self::forward), and the tape of another backward, as [`backward`](Self::backward), to the
-    /// same bits: while rows of one move, the other computes, in the order of [`one_f_one_b`](crate::overlap::one_f_one_b). There is no need for chunks
-    /// then; where there are, each step goes through all of them, and has the deadline of one so many times.
-    /// [Streams](super::MoeLayerBuilder::streams) do not apply: all experts are the caller's thread's. Collective.
+    /// One microbatch forward, as [`forward`](Self::forward), and the tape of another backward, as
+    /// [`backward`](Self::backward), to the same bits: while rows of one move, the other computes,
+    /// in the order of [`one_f_one_b`](crate::overlap::one_f_one_b). This needs no chunks; with
+    /// chunks, each step goes through all of them, and its deadline is that of one times their
+    /// number. [Streams](super::MoeLayerBuilder::streams) do not apply: the caller's thread runs
+    /// all experts. Collective.
     ///
     /// # Errors
     /// As both. If either is refused, so is the other, and the tape is used up.
@@ -53,7 +55,7 @@ impl MoeLayer {
     }
 }
 
-/// What a step of the two passes does.
+/// Work of a step of the two passes.
 fn work_of<'g, E: Element>(
     step: LayerStep,
     ChunkCounts { chunks, groups, .. }: ChunkCounts,
@@ -73,7 +75,8 @@ fn work_of<'g, E: Element>(
         }
         (Direction::Backward, LayerOp::Combine) => Box::new(move |run| {
             all(chunks, |chunk| back.combine(chunk, run))?;
-            // As backward alone does it: two objects called in two orders would wait for each other, where one names the difference.
+            // As in backward alone: two objects that are called in different orders would wait for
+            // each other, while one object reports the difference.
             back.sources(run)
         }),
         (Direction::Backward, LayerOp::Experts) => {

@@ -19,7 +19,8 @@ use crate::rows::Arithmetic;
 use crate::topology::Route;
 use crate::world::Group;
 
-/// Settings of a [`MoeLayer`]. All ranks must choose alike, but for weights, overlap, streams, groups of experts and the deadline.
+/// Settings of a [`MoeLayer`]. All ranks must pass the same, except weights, overlap, streams,
+/// groups of experts and the deadline.
 pub struct MoeLayerBuilder<'g> {
     group: &'g Group,
     gate: GateConfig,
@@ -87,13 +88,15 @@ impl<'g> MoeLayerBuilder<'g> {
         self
     }
 
-    /// A loss that balances experts, over this rank's tokens; its gradient goes to the router. Default: none.
+    /// A loss that balances experts, over this rank's tokens; its gradient goes to the router.
+    /// Default: none.
     pub fn balance(mut self, loss: BalanceLoss) -> Self {
         self.losses.balance = Some(loss);
         self
     }
 
-    /// The coefficient of the loss that keeps logits small, [`z_loss`](crate::gate::z_loss). Default: none.
+    /// The coefficient of the loss that keeps logits small, [`z_loss`](crate::gate::z_loss).
+    /// Default: none.
     pub fn z_loss(mut self, coefficient: f32) -> Self {
         self.losses.z = Some(coefficient);
         self
@@ -135,52 +138,60 @@ impl<'g> MoeLayerBuilder<'g> {
         self
     }
 
-    /// Into how many chunks a step's tokens are cut, as even as can be; each is dispatched and combined by itself. Default: 1.
+    /// Number of chunks of a step's tokens, as even as possible; each is dispatched and combined by
+    /// itself. Default: 1.
     pub fn chunks(mut self, chunks: u32) -> Self {
         (self.plan.chunks, self.slices) = (chunks, None);
         self
     }
 
-    /// In place of a number of [`chunks`](Self::chunks): as many as this rule finds for the most tokens, spread evenly over experts.
+    /// Replaces a number of [`chunks`](Self::chunks): as many as this rule computes for the most
+    /// tokens, spread evenly over experts.
     pub fn slices(mut self, rule: ChunkRule) -> Self {
         self.slices = Some(rule);
         self
     }
 
-    /// How many transfers may be under way at once, each with memory of its own for what ranks tell each other: while rows of one are on
-    /// the link, those of another are packed, placed or summed. All ranks agree on one after another, so what is refused is refused alike. Each
-    /// holds what it needs of the pool until it has ended, and one that finds no room is refused, though it might have found some later. In
-    /// [`MoeLayer::combined_forward_backward`] it is one at a time. Default: 2; as many as chunks at most.
+    /// Number of transfers in flight at once, each with control memory of its own: while rows of
+    /// one are on the link, those of another are packed, placed or summed. All ranks agree on one
+    /// after another, so all refuse the same one. Each holds its memory of the pool until it has
+    /// ended. A transfer without room is refused, though there might have been room later. In
+    /// [`MoeLayer::combined_forward_backward`] it is one at a time. Default: 2; as many as chunks
+    /// at most.
     pub fn transfers(mut self, transfers: u32) -> Self {
         self.plan.transfers = transfers;
         self
     }
 
-    /// Whether transfers go on beside compute, in threads of their own; else the same is done one after another in the caller's. Default: on.
+    /// Whether transfers run concurrently with compute, in threads of their own; otherwise the
+    /// caller's thread runs the same steps one after another. Default: on.
     pub fn overlap(mut self, overlap: bool) -> Self {
         self.plan.overlap = overlap;
         self
     }
 
-    /// Into how many groups of neighbours the experts of a chunk are divided, as even by rows as can be
-    /// ([`expert_groups`](crate::overlap::expert_groups)): each is a turn on the compute streams, so that
-    /// [several](Self::streams) share a chunk. Gradients of weights are made in one piece, in whose order only experts know. Default: 1.
+    /// Number of groups of adjacent experts in a chunk, as even by rows as possible
+    /// ([`expert_groups`](crate::overlap::expert_groups)): each is a turn on the compute streams,
+    /// so that [several](Self::streams) share a chunk. Gradients of weights are computed in one
+    /// piece, in an order that the experts choose. Default: 1.
     pub fn expert_groups(mut self, groups: u32) -> Self {
         self.plan.groups = groups;
         self
     }
 
-    /// Over how many compute streams the chunks' experts, or groups of them, go round, and how many may be at it at once
-    /// ([`RoundRobin`](crate::overlap::RoundRobin)); but in [`MoeLayer::combined_forward_backward`], whose experts all have the caller's
-    /// thread. Default: 1 and 1.
+    /// Number of compute streams among which the chunks' experts, or groups of them, rotate, and
+    /// how many may run at once ([`RoundRobin`](crate::overlap::RoundRobin)).
+    /// [`MoeLayer::combined_forward_backward`] runs all experts on the caller's thread. Default: 1
+    /// and 1.
     pub fn streams(mut self, streams: u32, at_once: u32) -> Self {
         (self.plan.streams, self.plan.at_once) = (streams, at_once);
         self
     }
 
-    /// How long experts may take for a chunk, or a transfer for one, beside those that are [under way](Self::transfers) before it. Default: a little longer than the deadline of the world, by
-    /// which transfers name whom they wait for. The world ends when it has passed; experts that are at it still are waited for, as no
-    /// thread can be ended from outside.
+    /// Time limit of experts for a chunk, or of a transfer, not counting those [in
+    /// flight](Self::transfers) before it. Default: a little longer than the deadline of the world,
+    /// at which transfers name the missing ranks. The world ends when it has passed. Experts that
+    /// still run are waited for, since no thread can be ended from outside.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.plan.deadline = deadline;
         self
@@ -191,7 +202,8 @@ impl<'g> MoeLayerBuilder<'g> {
     /// # Errors
     /// [`GateError`](crate::error::GateError) and [`PlanError`] if a setting cannot be used,
     /// [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks chose differently,
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control windows.
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control
+    /// windows.
     pub fn build(mut self) -> Result<MoeLayer, Error> {
         if let Some(rule) = &self.slices {
             self.plan.chunks = rule.slices(&self.load()).count();
@@ -201,7 +213,8 @@ impl<'g> MoeLayerBuilder<'g> {
         self.plan.transfers = self.plan.transfers.clamp(1, self.plan.chunks.max(1));
         let checked = self.check();
         let (group, plan) = (self.group, self.plan);
-        // A rank with bad settings still takes part in the comparison: the others are told, not left waiting.
+        // A rank with bad settings still takes part in the comparison: the others get an error
+        // instead of waiting.
         let settings = [
             ("whether their settings can be used (1: yes)", checked.is_ok().into()),
             ("chunks", plan.chunks.into()),
@@ -262,7 +275,7 @@ impl<'g> MoeLayerBuilder<'g> {
 
     /// By which ranks find out whether they route, and are balanced, by the same settings.
     fn digest(&self) -> u64 {
-        // Debug tells every field, and floats to the bit but for the payload of a NaN.
+        // Debug output shows every field, and floats to the bit except the payload of a NaN.
         let digest = Sha256::digest(format!("{:?} {:?}", self.gate, self.losses));
         digest.iter().take(8).fold(0, |word, &byte| word << 8 | u64::from(byte))
     }

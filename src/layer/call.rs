@@ -1,9 +1,9 @@
-//! Calls of experts, which are somebody else's code: what they give is looked at.
+//! Calls of experts, which are foreign code: their results are checked.
 
 use super::{ExpertError, Experts, RowOrder, Saved, SavedChunk, Segments};
 use crate::error::{Error, ExpertKind, ExpertPass, LayerError};
 
-/// Experts, and whose they are.
+/// Experts, and their kind.
 #[derive(Clone, Copy)]
 pub(super) struct CheckedExperts<'e> {
     pub whose: ExpertKind,
@@ -36,7 +36,8 @@ impl CheckedExperts<'_> {
         Ok(of_weights)
     }
 
-    /// Errors of this library stay what they are; of others, what they and their sources say is kept.
+    /// Errors of this library keep their type; of others, their messages and those of their sources
+    /// are kept.
     fn given<T>(self, pass: ExpertPass, given: Result<T, ExpertError>) -> Result<T, Error> {
         given.map_err(|failure| {
             let failure = match failure.downcast::<Error>() {

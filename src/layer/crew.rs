@@ -1,4 +1,4 @@
-//! What the nodes of a pass work with, whichever pass it is.
+//! Context of the nodes of a pass, for both passes.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::overlap::{Handoff, Run};
 use crate::rows::RowKernels;
 use crate::world::WorldState;
 
-/// Who moves rows, and who computes.
+/// The objects that move rows, and those that compute.
 pub(super) struct StepContext<'m> {
     exchanges: Vec<Handoff<&'m mut ExpertParallel>>,
     sources: Handoff<&'m mut RowCollective>,
@@ -22,7 +22,7 @@ pub(super) struct StepContext<'m> {
 }
 
 impl<'m> StepContext<'m> {
-    /// Whoever moves rows of a chunk.
+    /// The object that moves rows of a chunk.
     pub fn mover(&self, chunk: usize) -> &Handoff<&'m mut ExpertParallel> {
         &self.exchanges[chunk % self.exchanges.len()]
     }
@@ -50,7 +50,7 @@ impl<'m> StepContext<'m> {
 }
 
 impl MoeLayer {
-    /// All who take part, and the world that ends with them.
+    /// All participants, and the world that ends with them.
     pub(super) fn crew(&mut self) -> (StepContext<'_>, Arc<WorldState>) {
         let called = |whose, experts| CheckedExperts { whose, experts };
         let crew = StepContext {

@@ -1,10 +1,11 @@
-//! What a layer asks of its experts.
+//! Interface of a layer to its experts.
 
 use std::any::Any;
 
 use super::RowOrder;
 
-/// The rows of all experts of one rank, `[rows, hidden]`: expert after expert, each with pads behind where the layer aligns.
+/// The rows of all experts of one rank, `[rows, hidden]`: expert after expert, each with pads
+/// behind where the layer aligns.
 #[derive(Clone, Copy, Debug)]
 pub struct Segments<'a> {
     /// The rows, pads (zeros) counted.
@@ -49,30 +50,34 @@ impl Segments<'_> {
 /// What experts keep from a forward pass for the gradients.
 pub type Saved = Box<dyn Any + Send + Sync>;
 
-/// Why experts cannot do what they are asked for.
+/// Reason why experts failed.
 pub type ExpertError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What one call of [`forward`](Experts::forward) had, for the gradient of the weights.
+/// Inputs and outputs of one call of [`forward`](Experts::forward), for the gradient of the
+/// weights.
 #[derive(Clone, Copy, Debug)]
 pub struct SavedChunk<'a> {
     /// The rows.
     pub rows: Segments<'a>,
-    /// What the experts saved.
+    /// Values that the experts saved.
     pub saved: &'a Saved,
 }
 
 /// The experts of one rank, as a layer uses them.
 ///
-/// A layer may cut its tokens into chunks, and their rows by groups of experts, where those of other groups have none: `forward` and
-/// `rows_backward` are called once per group of a chunk, `weights_backward` once for
-/// all, after them. So that results do not depend on how tokens are cut, an output row must be made of its own row and the weights
-/// alone, in whatever company it comes; and the gradient of the weights be summed in the order that [`RowOrder`] gives.
+/// A layer may cut its tokens into chunks, and their rows by groups of experts; experts of other
+/// groups have no rows then: `forward` and `rows_backward` are called once per group of a chunk,
+/// `weights_backward` once for all, after them. Results must not depend on the cuts. So an output
+/// row must depend on its own row and the weights alone, whichever rows come with it, and the
+/// gradient of the weights must be summed in the order of [`RowOrder`].
 /// [`GroupedSwiGlu`](super::GroupedSwiGlu) does it so.
 ///
-/// Outputs are not weighted: the layer multiplies them with the routing weights. Calls come from several threads, one after another; those of
-/// `forward` and of `rows_backward` for different chunks or groups several at once, where a layer is to have
-/// [several at it](super::MoeLayerBuilder::streams). A call that fails, panics or returns another number of values ends the
-/// world: an [`Error`](crate::Error) that it gives stays that, others become a [`LayerError`](crate::error::LayerError).
+/// Outputs are not weighted: the layer multiplies them with the routing weights. Calls come from
+/// several threads, one after another; those of `forward` and of `rows_backward` for different
+/// chunks or groups also concurrently, if a layer has [several
+/// streams](super::MoeLayerBuilder::streams). A call that fails, panics or returns another number
+/// of values ends the world: an [`Error`](crate::Error) stays one, other errors become a
+/// [`LayerError`](crate::error::LayerError).
 pub trait Experts: Send + Sync {
     /// How many experts there are.
     fn count(&self) -> usize;
@@ -80,14 +85,15 @@ pub trait Experts: Send + Sync {
     /// Elements of a row that they take and give. A layer of another width is not built.
     fn hidden(&self) -> usize;
 
-    /// Outputs, `[rows, hidden]`, and what the gradients need besides the rows, which the layer keeps. What pad rows become is
-    /// never read.
+    /// Outputs, `[rows, hidden]`, and the values that the gradients need besides the rows, which
+    /// the layer keeps. Outputs of pad rows are never read.
     ///
     /// # Errors
     /// Whatever makes it impossible.
     fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), ExpertError>;
 
-    /// Gradients of the rows, `[rows, hidden]`, from those of the outputs; `saved` keeps what the gradient of the weights needs.
+    /// Gradients of the rows, `[rows, hidden]`, from those of the outputs; `saved` keeps the values
+    /// that the gradient of the weights needs.
     ///
     /// # Errors
     /// Whatever makes it impossible.
@@ -98,7 +104,8 @@ pub trait Experts: Send + Sync {
         of_outputs: Vec<f32>,
     ) -> Result<Vec<f32>, ExpertError>;
 
-    /// The gradient of the weights, as long as [`weights`](Experts::weights), over all chunks of a step.
+    /// The gradient of the weights, as long as [`weights`](Experts::weights), over all chunks of a
+    /// step.
     ///
     /// # Errors
     /// Whatever makes it impossible.

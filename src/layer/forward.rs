@@ -41,14 +41,17 @@ struct Places<'s, E> {
 }
 
 impl MoeLayer {
-    /// One forward pass: `residual + combined + shared`, `[tokens, hidden]`, and what its gradients need. Collective.
+    /// One forward pass: `residual + combined + shared`, `[tokens, hidden]`, and the tape for its
+    /// gradients. Collective.
     ///
     /// # Errors
-    /// On every rank, with nothing moved and the next call as good as this: [`PlanError`](crate::error::PlanError) or
-    /// [`GateError`](crate::error::GateError) where the input is wrong, and on the others, by
-    /// [`OverlapError::Failed`], [`CallError::PeerRefused`](crate::error::CallError); likewise
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank lacks room. What ends the world is an [`OverlapError`] that names work and chunk,
-    /// and holds the [`LayerError`](crate::error::LayerError), [`LaneError`](crate::error::LaneError) or
+    /// On every rank, with no rows moved and the layer still usable:
+    /// [`PlanError`](crate::error::PlanError) or [`GateError`](crate::error::GateError) where the
+    /// input is wrong, and on the others, by [`OverlapError::Failed`],
+    /// [`CallError::PeerRefused`](crate::error::CallError); likewise
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank lacks room. A failure that
+    /// ends the world is an [`OverlapError`] that names work and chunk, and holds the
+    /// [`LayerError`](crate::error::LayerError), [`LaneError`](crate::error::LaneError) or
     /// [`Cause`](crate::error::Cause).
     pub fn forward<E: Element>(&mut self, input: &Input<'_, E>) -> Result<(Vec<E>, Tape), Error> {
         let routed = match self.route(input) {
@@ -102,7 +105,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
         Step { crew, input: *input, routing, x: &routed.x, beside: Handoff::empty(), chunks }
     }
 
-    /// What is left for the gradients, once all nodes have ended.
+    /// The values for the gradients, once all nodes have ended.
     pub fn kept(self) -> Result<(Vec<ChunkTape>, Option<SavedShared>), Error> {
         let shared = self.beside.into_inner().map(|(_, saved)| SavedShared(saved));
         let kept = self.chunks.into_iter().map(Places::kept).collect::<Option<_>>();

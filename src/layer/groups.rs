@@ -6,7 +6,7 @@
 //!   the last, as experts see it:   | e3 e3 | e4 |,   counts 0 0 0 2 1
 //! ```
 //!
-//! So a group is to experts what a chunk is: rows for some of them, and none for the others.
+//! So a group is like a chunk to experts: rows for some of them, and none for the others.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -70,12 +70,14 @@ impl Group {
     }
 }
 
-/// What a chunk sends home: memory that is asked for when the first of its groups is done, and in which each writes its own rows.
+/// Output memory of a chunk: allocated when the first of its groups is done; each group writes its
+/// own rows.
 #[derive(Debug, Default)]
 pub(super) struct Outgoing(Mutex<Option<Result<ExpertOutput, Error>>>);
 
 impl Outgoing {
-    /// Lets a group write. If there is no room nobody does: what [`take`](Self::take) gives tells all ranks.
+    /// Lets a group write. Without room no group does: the result of [`take`](Self::take) tells all
+    /// ranks.
     pub fn write<E: Element>(
         &self,
         handle: &Handle,

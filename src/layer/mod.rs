@@ -1,4 +1,5 @@
-//! A whole MoE layer: gate, dispatch, experts, combine; forward and backward, with transfers beside the compute.
+//! A whole MoE layer: gate, dispatch, experts, combine; forward and backward, with transfers
+//! concurrent with the compute.
 //!
 //! ```text
 //!   x [T,H] --+--> router x w --> Gate --> choices, weights                     residual [T,H]
@@ -9,7 +10,7 @@
 //!             +--> shared expert: all tokens ------------------------------------->+
 //! ```
 //!
-//! The same work is one [graph](crate::overlap) forward and one backward, whether it is overlapped or not:
+//! The same work is one [graph](crate::overlap) forward and one backward, with or without overlap:
 //!
 //! ```text
 //!   forward    transfer   |d0| |d1| |d2| |c0| |c1| |c2|             d dispatch, c combine of chunks 0, 1, 2
@@ -19,14 +20,18 @@
 //!              compute    |sh'| |g0'| |g1'| |g2'| |w|               g' gradients of rows, w of weights: beside what is left of d'; sh' both of the shared expert
 //! ```
 //!
-//! Forward, dispatches are six chunks ahead of the combine that comes next (seven are in front of the first); backward, all gradients of combine come first: their rows are kept for the gradients of
-//! weights anyhow. All ranks agree on transfers in this order, and of those that are agreed on [several](MoeLayerBuilder::transfers) are
-//! under way at once. [`MoeLayer::combined_forward_backward`] puts both passes, of two microbatches, into one graph.
+//! Forward, dispatches are six chunks ahead of the combine that comes next (seven are in front of
+//! the first); backward, all gradients of combine come first: the gradients of weights need their
+//! rows anyway. All ranks agree on transfers in this order, and
+//! [several](MoeLayerBuilder::transfers) agreed ones are in flight at once.
+//! [`MoeLayer::combined_forward_backward`] puts both passes, of two microbatches, into one graph.
 //!
-//! Where several compute streams share a chunk, its experts are [divided](MoeLayerBuilder::expert_groups): each group is a turn.
+//! Where several compute streams share a chunk, its experts are
+//! [divided](MoeLayerBuilder::expert_groups): each group is a turn.
 //!
-//! **Bits** do not depend on chunks, groups, transfers at once, streams, or overlap: rows of experts and of
-//! combine know nothing of each other, and weight gradients are summed in [one order](RowOrder). Sums are f32:
+//! **Bits** do not depend on chunks, groups, transfers at once, streams, or overlap: rows of
+//! experts and of combine are independent, and weight gradients are summed in [one
+//! order](RowOrder). Sums are f32:
 //!
 //! | result | order, each from the left |
 //! |---|---|
@@ -37,14 +42,17 @@
 //! | gradient of a routing weight | `<y, g>` over 16 lanes, as [`RowKernels::dot`](crate::rows::RowKernels::dot) |
 //! | gradients of weights | one product over all rows, by source rank and token |
 //!
-//! The residual passes its gradient on as it is, and is left to the caller. Gradients of the router and of the shared expert
-//! are of this rank's tokens: a trainer adds those of its ranks. Those of an expert are of all ranks' tokens, but those of a
-//! replica of the ranks that are sent to it alone: a trainer adds those of an expert's replicas over their ranks.
+//! The gradient of the residual is the output's, and is left to the caller. Gradients of the router
+//! and of the shared expert are of this rank's tokens: a trainer adds those of its ranks. Those of
+//! an expert are of all ranks' tokens. Those of a replica are of the ranks that use it: a trainer
+//! adds those of an expert's replicas over their ranks.
 //!
-//! **Faults.** Input that one rank refuses is an error on every rank, nothing moves, and the next call works. Experts that fail,
-//! panic, give rows of another shape or exceed the deadline, and lost peers, end the world: every rank has a typed error, no thread
-//! is left behind, and after [`World::rebuild`](crate::World::rebuild) a new layer goes on. A thread cannot be ended from outside: experts that
-//! never return hold up their own rank, whose peers have their error at the deadline; its own comes when the experts have returned.
+//! **Faults.** Input that one rank refuses is an error on every rank, no rows move, and the next
+//! call works. Experts that fail, panic, give rows of another shape or exceed the deadline, and
+//! lost peers, end the world: every rank has a typed error, no thread is left behind, and after
+//! [`World::rebuild`](crate::World::rebuild) a new layer continues. A thread cannot be ended from
+//! outside: experts that never return block their own rank. Its peers get their error at the
+//! deadline, its own comes when the experts have returned.
 
 mod backward;
 mod beside;

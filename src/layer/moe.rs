@@ -43,9 +43,9 @@ use crate::world::{Group, WorldState};
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 pub struct MoeLayer {
-    /// Who moves rows: [`Transfers`](super::transfers::Transfers).
+    /// The objects that move rows: [`Transfers`](super::transfers::Transfers).
     pub(super) movers: Vec<ExpertParallel>,
-    /// Brings everybody what each rank has for every expert in every chunk.
+    /// Gathers each rank's row counts for every expert in every chunk.
     pub(super) sources: RowCollective,
     pub(super) one_each: RowPartition,
     pub(super) gate: Gate,
@@ -60,7 +60,7 @@ pub struct MoeLayer {
     pub(super) plan: Plan,
     pub(super) rows: RowKernels,
     pub(super) world: Arc<WorldState>,
-    /// Tells tapes of different layers apart, within this process.
+    /// Distinguishes tapes of different layers within this process.
     pub(super) instance: u64,
 }
 
@@ -70,7 +70,7 @@ pub(super) struct Plan {
     pub chunks: u32,
     /// Of the experts of a chunk.
     pub groups: u32,
-    /// Under way at once.
+    /// In flight at once.
     pub transfers: u32,
     pub overlap: bool,
     pub streams: u32,
@@ -85,25 +85,26 @@ impl Plan {
         slices.map(|tokens| tokens.start as usize..tokens.end as usize)
     }
 
-    /// Into what a pass is cut.
+    /// Chunks of a pass.
     pub fn cut(&self) -> ChunkCounts {
         let Plan { chunks, groups, transfers, .. } = *self;
         ChunkCounts { chunks: chunks as usize, groups: groups as usize, transfers }
     }
 
-    /// Whose turn it is to compute.
+    /// Turns of compute streams.
     pub fn turns(&self) -> RoundRobin {
         RoundRobin::new(self.streams, self.at_once)
     }
 
-    /// Carries out a graph. Unless all ranks were refused alike, trouble ends the `world`, so that nobody waits for this rank, nor
-    /// its own transfers for others.
+    /// Runs a graph. Unless all ranks were refused alike, an error ends the `world`, so that no
+    /// rank waits for this one, nor its own transfers for others.
     pub fn run(&self, graph: Graph<'_, Run>, world: &WorldState) -> Result<(), Error> {
         let cancel = |error: &OverlapError| {
             if refused_alike(error) {
                 return ControlFlow::Continue(());
             }
-            // What a transfer met it has told already ([`WorldState::fail`]): that stays the cause.
+            // A transfer's failure is recorded already ([`WorldState::fail`]): that stays the
+            // cause.
             if world.hub.health().check().is_ok() {
                 world.hub.cancel(Cause::Cancelled { by: world.hub.rank() });
             }
@@ -115,21 +116,22 @@ impl Plan {
     }
 }
 
-/// Whether it was a transfer that all ranks were refused, with nothing moved: the world is as good as before.
+/// Whether all ranks were refused the same transfer, with no rows moved: the world stays usable.
 fn refused_alike(error: &OverlapError) -> bool {
     let OverlapError::Failed { at, error, .. } = error else { return false };
     matches!(at.stream, StreamId::Transfer(_))
         && matches!(**error, Error::Plan(_) | Error::Call(_) | Error::Memory(_))
 }
 
-/// Elements of what a rank says about its choices: a word for each slot in each chunk, to whole rows of 16 bytes.
+/// Elements of a rank's message about its choices: a word for each slot in each chunk, rounded up
+/// to whole rows of 16 bytes.
 pub(super) fn sources_columns(chunks: u32, map: &ExpertMap) -> usize {
     (chunks as usize * map.slots() as usize).next_multiple_of(4)
 }
 
 impl MoeLayer {
-    /// Starts to describe one: its gate says how many experts there are and how many a token chooses; `experts` are those of this
-    /// rank.
+    /// Starts to describe one: its gate has the number of experts and of choices per token;
+    /// `experts` are those of this rank.
     pub fn builder<'g>(
         group: &'g Group,
         gate: GateConfig,

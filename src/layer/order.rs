@@ -1,7 +1,8 @@
-//! The one order of rows in which gradients of weights are summed, however tokens were cut into chunks.
+//! The one order of rows in which gradients of weights are summed, independent of chunks.
 //!
-//! Rows of a chunk lie by (expert, source rank, token). Chunks are consecutive tokens of each source, so the rows of one expert,
-//! put together as below, are by (source rank, token) again, as without chunks:
+//! Rows of a chunk lie by (expert, source rank, token). Chunks are consecutive tokens of each
+//! source, so the rows of one expert, put together as below, are by (source rank, token) again, as
+//! without chunks:
 //!
 //! ```text
 //!   chunk 0   | e0: s0 s0 s1 | e1: s1 |          chunk 1   | e0: s0 s1 | e1: s0 s1 |
@@ -24,8 +25,8 @@ pub struct RowOrder {
 }
 
 impl RowOrder {
-    /// From how many rows each source has for each expert in each chunk, `[chunks, sources, experts]`, and the lengths of the
-    /// experts' segments with pads, per chunk.
+    /// From the numbers of rows of each source for each expert in each chunk,
+    /// `[chunks, sources, experts]`, and the lengths of the experts' segments with pads, per chunk.
     ///
     /// # Panics
     /// If a chunk has fewer sources or experts than the first.
@@ -60,7 +61,8 @@ impl RowOrder {
         self.runs[expert].iter().map(|run| run.rows).sum()
     }
 
-    /// The rows of an expert in order, `[rows, columns]`, from those that chunks have, `[rows, columns]` each.
+    /// The rows of an expert in order, `[rows, columns]`, from those of the chunks,
+    /// `[rows, columns]` each.
     pub fn gather<'a>(
         &self,
         expert: usize,

@@ -1,4 +1,4 @@
-//! The order of both passes: one for the step that is carried out and for the one that is only timed.
+//! The order of both passes: one for the step that runs and for the one that is only timed.
 
 use std::collections::VecDeque;
 
@@ -6,17 +6,18 @@ use super::transfers::Transfers;
 use crate::error::{Error, NodeLabel, StreamId};
 use crate::overlap::{Graph, RoundRobin};
 
-/// Into what a pass is cut.
+/// Chunks of a pass.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ChunkCounts {
     pub chunks: usize,
-    /// Of the experts of each chunk, at most: where there are fewer, the last ones have nothing to do.
+    /// Groups of the experts of each chunk, at most: with fewer experts, the last groups are empty.
     pub groups: usize,
-    /// Under way at once.
+    /// In flight at once.
     pub transfers: u32,
 }
 
-/// What the nodes of a forward pass do to a chunk. Transfers say when all ranks have agreed on them.
+/// Work of the nodes of a forward pass on a chunk. Transfers report when all ranks have agreed on
+/// them.
 pub(super) trait ForwardOps<G>: Sync {
     fn dispatch(&self, chunk: usize, run: &G) -> Result<(), Error>;
     fn shared(&self) -> Result<(), Error>;
@@ -28,7 +29,7 @@ pub(super) trait ForwardOps<G>: Sync {
 /// The same of a backward pass, or to all chunks.
 pub(super) trait BackwardOps<G>: Sync {
     fn combine(&self, chunk: usize, run: &G) -> Result<(), Error>;
-    /// Everybody's choices, and so the order of the rows that came by them.
+    /// The choices of all ranks, and so the order of the rows that came by them.
     fn sources(&self, run: &G) -> Result<(), Error>;
     fn shared(&self) -> Result<(), Error>;
     fn experts(&self, chunk: usize, group: usize) -> Result<(), Error>;
@@ -37,18 +38,20 @@ pub(super) trait BackwardOps<G>: Sync {
     fn shared_weights(&self) -> Result<(), Error>;
 }
 
-/// How many dispatches are in front of the combine of the chunk that experts are at. Where transfers take as long as experts, a combine
-/// that is late holds up what is behind it, which ranks agree on later: this much may be late before experts have nothing to do.
+/// Number of dispatches in front of the combine of the chunk that experts compute. Where transfers
+/// take as long as experts, a late combine delays the transfers behind it. This many may be late
+/// before experts run out of work.
 const AHEAD: usize = 6;
 
-/// Of what is computed, but by routed experts.
+/// Of all computation except routed experts.
 const COMPUTE: StreamId = StreamId::Compute(0);
 
 fn work(name: &'static str, chunk: usize) -> NodeLabel {
     NodeLabel { name, chunk: chunk as u32 }
 }
 
-/// Chunk by chunk, dispatches ahead. Sums come last, where they hold up no experts: all but the last are beside the last combine.
+/// Chunk by chunk, dispatches ahead. Sums come last, where they delay no experts: all but the last
+/// run concurrently with the last combine.
 pub(super) fn forward<'g, G, W: ForwardOps<G>>(
     step: &'g W,
     cut: ChunkCounts,
@@ -81,8 +84,9 @@ pub(super) fn forward<'g, G, W: ForwardOps<G>>(
     graph
 }
 
-/// Gradients of combine first, so that no product waits for a way home in front of what it needs. What trains weights comes last, as it
-/// needs the rows of all chunks: it has what is left of the ways home beside it.
+/// Gradients of combine come first, so that no product waits for a return in front of its input.
+/// Gradients of weights come last, since they need the rows of all chunks: they overlap with the
+/// remaining returns.
 pub(super) fn backward<'g, G, W: BackwardOps<G>>(
     step: &'g W,
     cut: ChunkCounts,
@@ -98,7 +102,7 @@ pub(super) fn backward<'g, G, W: BackwardOps<G>>(
     let sources = work("counts of sources", 0);
     let mut before_weights = vec![transfers.add(&mut graph, sources, &[], |run| step.sources(run))];
     let beside = graph.add(COMPUTE, work("gradient of shared rows", 0), &[], |_| step.shared());
-    // Until the first gradients have come there is nothing else to do.
+    // Until the first gradients have come there is no other work.
     turns.add(&mut graph, work("gradient of shared weights", 0), &[beside], |_| step.shared_weights());
     for (chunk, landed) in landing.into_iter().enumerate() {
         let name = "gradient of rows";

@@ -17,7 +17,7 @@ pub(super) struct Losses {
     pub z: Option<f32>,
 }
 
-/// What the router made of the tokens.
+/// Decisions of the router for the tokens.
 #[derive(Debug)]
 pub(super) struct Routed {
     /// The tokens, `[tokens, hidden]`.
@@ -75,7 +75,8 @@ impl MoeLayer {
         Ok(Routed { x, logits, decision, balance, z, of_logits })
     }
 
-    /// From the gradient of routing weights, `[tokens, top_k]`, to those of the tokens, `[tokens, hidden]`, and of the router.
+    /// From the gradient of routing weights, `[tokens, top_k]`, to those of the tokens,
+    /// `[tokens, hidden]`, and of the router.
     pub(super) fn route_backward(
         &self,
         routed: &Routed,

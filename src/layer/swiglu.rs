@@ -7,8 +7,9 @@
 //!   dw1 = x' dg   dw3 = x' du       dw2 = a' dy                                                 weights_backward
 //! ```
 //!
-//! All in f32. A row's bits depend on the row and the weights alone ([`product`](crate::rows::product)). Weight gradients are one product per
-//! expert over its rows of all chunks, so nothing is summed in parts; what that costs is memory:
+//! All in f32. A row's bits depend on the row and the weights alone
+//! ([`product`](crate::rows::product)). Weight gradients are one product per expert over its rows
+//! of all chunks, so no sum is split; the price is memory:
 //!
 //! | held | values |
 //! |---|---|
@@ -40,7 +41,8 @@ pub struct GroupedSwiGlu {
     weights: Vec<f32>,
 }
 
-/// What a chunk keeps, `[rows, ffn]` each; after `rows_backward` the gradients of `gate` and `up` stand in their place.
+/// Saved values of a chunk, `[rows, ffn]` each; after `rows_backward` the gradients of `gate` and
+/// `up` replace them.
 struct Activations {
     gate: Vec<f32>,
     up: Vec<f32>,
@@ -61,7 +63,8 @@ impl GroupedSwiGlu {
         experts * 3 * hidden * ffn
     }
 
-    /// From weights: per expert `w1` and `w3`, `[hidden, ffn]`, and `w2`, `[ffn, hidden]`. Their gradient has the same order.
+    /// From weights: per expert `w1` and `w3`, `[hidden, ffn]`, and `w2`, `[ffn, hidden]`. Their
+    /// gradient has the same order.
     ///
     /// # Errors
     /// [`PlanError::WrongShape`] if there are not [`values`](Self::values) weights.

@@ -1,4 +1,4 @@
-//! What a forward pass leaves to the backward pass.
+//! Tape of a forward pass for the backward pass.
 
 use super::groups::{Group, groups};
 use super::router::Routed;
@@ -8,9 +8,11 @@ use crate::ep::Handle;
 use crate::error::Error;
 use crate::gate::Decision;
 
-/// One forward pass, kept for its gradients. Several may be alive, and go backward in any order, the same on all ranks.
+/// One forward pass, kept for its gradients. Several may be alive, and go backward in any order,
+/// the same on all ranks.
 ///
-/// Rows of f32 stay in the receive pool until the tape is used up or dropped; others are kept widened, outside of it.
+/// Rows of f32 stay in the receive pool until the tape is consumed or dropped; others are kept
+/// widened, outside of it.
 #[derive(Debug)]
 pub struct Tape {
     pub(super) instance: u64,
@@ -27,7 +29,7 @@ pub(super) struct ChunkTape {
     pub made: Vec<GroupOutputs>,
 }
 
-/// What a group of experts made of a chunk.
+/// Outputs of a group of experts for a chunk.
 pub(super) struct GroupOutputs {
     /// `[rows, hidden]`, before it was weighted.
     pub outputs: Vec<f32>,
@@ -42,7 +44,7 @@ pub(super) struct ReceivedChunk {
     pub groups: Vec<Group>,
 }
 
-/// What the shared expert saved.
+/// Values that the shared expert saved.
 pub(super) struct SavedShared(pub Saved);
 
 impl ReceivedChunk {
@@ -59,7 +61,8 @@ impl ReceivedChunk {
 }
 
 impl Tape {
-    /// What the gate decided for this rank's tokens. Its counts are what balances a bias ([`update_bias`](crate::gate::update_bias)).
+    /// The gate's decision for this rank's tokens. Its counts balance a bias
+    /// ([`update_bias`](crate::gate::update_bias)).
     pub fn decision(&self) -> &Decision {
         &self.routed.decision
     }

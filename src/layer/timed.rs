@@ -7,14 +7,15 @@ use crate::overlap::{Graph, GraphTimer, RoundRobin};
 /// How long one pass of a layer would take, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Times {
-    /// With transfers beside compute.
+    /// With transfers concurrent with compute.
     pub overlapped: u64,
     /// One piece of work after another.
     pub in_turn: u64,
 }
 
-/// How long a forward pass of so many chunks would take on one compute stream, with one transfer under way at a time, if each node of it took as long as `cost` says: `dispatch`,
-/// `combine`, `experts` and `sum` of a chunk, and the `shared expert`. It is asked in launch order.
+/// Time of a forward pass of this many chunks on one compute stream, with one transfer in flight at
+/// a time, if each node took the time that `cost` returns: `dispatch`, `combine`, `experts` and
+/// `sum` of a chunk, and the `shared expert`. It is called in launch order.
 ///
 /// ```
 /// use sidelane::layer::forward_times;
@@ -34,8 +35,9 @@ pub fn forward_times(chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
     timed(pipeline::forward(&Timed, whole(chunks), RoundRobin::new(1, 1)), cost)
 }
 
-/// The same of a backward pass: `gradient of combine`, `gradient of rows` and `gradient of dispatch` of a chunk, the `counts of sources`,
-/// `gradient of weights`, `gradient of shared rows` and `gradient of shared weights`.
+/// The same of a backward pass: `gradient of combine`, `gradient of rows` and
+/// `gradient of dispatch` of a chunk, the `counts of sources`, `gradient of weights`,
+/// `gradient of shared rows` and `gradient of shared weights`.
 ///
 /// ```
 /// use sidelane::layer::backward_times;
@@ -55,7 +57,8 @@ pub fn backward_times(chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
     timed(pipeline::backward(&Timed, whole(chunks), RoundRobin::new(1, 1)), cost)
 }
 
-/// All experts of a chunk at once, and one transfer after another, since each has the links to itself in what it is said to take.
+/// All experts of a chunk at once, and one transfer after another, since the given times assume
+/// that each has the links to itself.
 fn whole(chunks: u32) -> ChunkCounts {
     ChunkCounts { chunks: chunks as usize, groups: 1, transfers: 1 }
 }

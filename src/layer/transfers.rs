@@ -1,8 +1,9 @@
-//! Transfers: several under way at once, agreed on one after another.
+//! Transfers: several in flight at once, agreed on one after another.
 //!
-//! A transfer is on the link for a part of its time only. Before, ranks tell each other what they have, and rows are packed; behind it they
-//! are placed or summed; and whoever was late, everybody else has waited for it. One after another, the link has nothing to do meanwhile.
-//! So chunks go round several streams, each with an [`ExpertParallel`](crate::ExpertParallel) of its own:
+//! A transfer is on the link for a part of its time only. Before, ranks exchange counts, and rows
+//! are packed; afterwards they are placed or summed; and all ranks wait for the latest. One
+//! transfer after another would leave the link idle meanwhile. So chunks rotate among several
+//! streams, each with an [`ExpertParallel`](crate::ExpertParallel) of its own:
 //!
 //! ```text
 //!   one at a time   transfer 0   |m0|==========|m1|==========|m2|==========|        m ranks agree, rows are packed
@@ -13,9 +14,10 @@
 //!   link            --------------|============================================
 //! ```
 //!
-//! **Ranks agree in launch order.** A transfer begins when all ranks have agreed on the one before it, whatever stream that is on. So
-//! one that is refused is refused before anybody has begun a later one, and all that were begun before come to their end: on all ranks the
-//! same calls were made, and the next step is as good as this.
+//! **Ranks agree in launch order.** A transfer begins when all ranks have agreed on the one before
+//! it, on whatever stream that is. So a refused transfer is refused before any rank has begun a
+//! later one, and all earlier ones complete: all ranks have made the same calls, and the next step
+//! works.
 
 use crate::error::{Error, NodeLabel, StreamId};
 use crate::overlap::{Graph, Node};
@@ -33,7 +35,8 @@ impl Transfers {
         Transfers { streams: streams.max(1), last: None }
     }
 
-    /// Adds a node to the graph, which is [halfway](Node::halfway) when all ranks have agreed on it; `after` as in [`Graph::add`].
+    /// Adds a node to the graph, which is [halfway](Node::halfway) when all ranks have agreed on
+    /// it; `after` as in [`Graph::add`].
     pub fn add<'a, G>(
         &mut self,
         graph: &mut Graph<'a, G>,

@@ -5,17 +5,19 @@
 //! | token slice | a rank's tokens | one pair for each slice, smaller | those of the whole: a token's sum knows nothing of other tokens |
 //! | expert group | this rank's experts | none: the rows of all have landed | those of the whole: products of different experts |
 //!
-//! A dispatch for each *group of experts*, by routings with the other choices dropped, needs no new call either, but a
-//! token's sum would be rounded once for each group, so the bits are others. *Source groups*, for experts that begin
-//! when some ranks' rows are here, would need a dispatch that is finished rank by rank: its program waits for all ranks
-//! in one stage, as placement needs everybody's counts anyhow; and expert-major rows of one source lie in as many
-//! pieces as there are experts. A token slice brings rows of all sources for a whole product. So neither is offered.
+//! A dispatch for each *group of experts*, by routings with the other choices dropped, needs no new
+//! call either, but a token's sum would be rounded once for each group, which changes the bits.
+//! *Source groups*, for experts that begin when some ranks' rows have arrived, would need a
+//! dispatch that finishes rank by rank: its program waits for all ranks in one stage, since
+//! placement needs the counts of all ranks anyway; and expert-major rows of one source lie in as
+//! many pieces as there are experts. A token slice brings rows of all sources for a whole product.
+//! So neither is offered.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
 
-/// What a call would move and compute in one piece. All ranks must say the same, whatever tokens they have, so say the most
-/// that a rank can have.
+/// Cost of a call in one piece. All ranks must pass the same, independent of their tokens, so pass
+/// the most that a rank can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallCost {
     /// Tokens of a rank, at most.
@@ -28,17 +30,17 @@ pub struct CallCost {
 
 /// When a call is worth cutting.
 ///
-/// With `n` slices, transfers and products of equal length `T` in all take about `T + T / n + n c`, if each slice costs `c`
-/// beside what moves: what cannot overlap is the first transfer and the cost. That is least at `n = sqrt(T / c)`. Time is
-/// counted in bytes that a rank sends in it, so
+/// With `n` slices, transfers and products of equal length `T` in all take about `T + T / n + n c`,
+/// if each slice has a fixed cost `c`: only the first transfer and the fixed costs cannot overlap.
+/// That is least at `n = sqrt(T / c)`. Time is counted in bytes that a rank sends in it, so
 ///
 /// ```text
 ///   n  =  min( sqrt(bytes / call_bytes),  expert_rows / gemm_rows,  most ),   at least 1
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkRule {
-    /// What a call costs however small it is, as bytes that would be sent meanwhile: `sidelane bench` tells what a small call
-    /// takes, and how many bytes a second a large one moves.
+    /// Fixed cost of a call, as the bytes that could be sent in that time: `sidelane bench` shows
+    /// the time of a small call, and the bytes per second of a large one.
     pub call_bytes: u64,
     /// Rows below which an expert's product is not done sooner for having fewer of them.
     pub gemm_rows: u32,
@@ -47,8 +49,8 @@ pub struct ChunkRule {
 }
 
 impl ChunkRule {
-    /// Into how many slices a call of this load is cut: a function of its arguments, so the same on all ranks that say the
-    /// same.
+    /// Number of slices of a call of this cost: a function of its arguments, so the same on all
+    /// ranks that pass the same.
     pub fn slices(&self, load: &CallCost) -> TokenChunks {
         let bytes = u64::from(load.tokens).saturating_mul(load.token_bytes);
         let by_cost = (bytes / self.call_bytes.max(1)).isqrt();
@@ -58,8 +60,9 @@ impl ChunkRule {
     }
 }
 
-/// Slices of a rank's tokens: as many on all ranks, each as large as the others to one token. A rank with fewer tokens than
-/// slices has empty ones, and makes their calls, as its peers need it to.
+/// Slices of a rank's tokens: the same number on all ranks, of sizes that differ by at most one
+/// token. A rank with fewer tokens than slices has empty ones, and makes their calls, as its peers
+/// need it to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenChunks(NonZeroU32);
 
@@ -81,8 +84,9 @@ impl TokenChunks {
     }
 }
 
-/// Cuts local experts into at most `groups` runs of neighbours whose rows, as [`Handle`](crate::ep::Handle)s count them, are as even as can
-/// be had that way, so that several compute streams share them ([`RoundRobin`](super::RoundRobin)). Rows lie expert-major, so each group's
+/// Cuts local experts into at most `groups` runs of adjacent experts whose rows, as
+/// [`Handle`](crate::ep::Handle)s count them, are as even as possible, so that several compute
+/// streams share them ([`RoundRobin`](super::RoundRobin)). Rows lie expert-major, so each group's
 /// are one range. Experts without rows are in no group of their own; without any rows all are one.
 pub fn expert_groups(rows: &[i64], groups: u32) -> Vec<Range<usize>> {
     let total: u64 = rows.iter().map(|&rows| rows.max(0) as u64).sum();
@@ -90,7 +94,7 @@ pub fn expert_groups(rows: &[i64], groups: u32) -> Vec<Range<usize>> {
     let (mut cut, mut begin, mut so_far, mut made) = (Vec::new(), 0, 0, 1);
     for (expert, &count) in rows.iter().enumerate() {
         so_far += count.max(0) as u64;
-        // Behind the expert whose rows reach the group's share.
+        // After the expert whose rows fill the group's share.
         if count > 0 && so_far >= target(made) {
             cut.push(begin..expert + 1);
             begin = expert + 1;

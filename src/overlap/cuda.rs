@@ -23,10 +23,10 @@
 //! any stream: the node first gives it the stream
 //! ([`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream)).
 //!
-//! **Errors** of a node are those of enqueueing. What was enqueued before one is joined
+//! **Errors** of a node are those of enqueueing. Operations enqueued before one are joined
 //! nevertheless, so that the caller's stream stays in order, and a capture can be ended. There is
-//! no limit here: whether a stream ever ends is for
-//! [`ExpertParallel::synchronize`](crate::ExpertParallel::synchronize) to see.
+//! no time limit here: [`ExpertParallel::synchronize`](crate::ExpertParallel::synchronize) checks
+//! whether a stream ends.
 
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -36,15 +36,15 @@ use super::{Executor, Graph, NodeInfo, StreamId as Name, outcome};
 use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{DeviceError, OverlapError};
 
-/// Streams of a device for graphs, beside the caller's. Transfers are as urgent as the device can
-/// have it: they are short to launch and long to run, and should not stand behind products.
+/// Streams of a device for graphs, in addition to the caller's. Transfers have the highest priority
+/// of the device: they are short to launch and long to run, and should not queue behind products.
 #[derive(Debug)]
 pub struct StreamPool {
     context: Arc<Context>,
     /// Those behind compute 0, which is the caller's.
     compute: Vec<Arc<Stream>>,
     transfer: Vec<Arc<Stream>>,
-    /// Who enqueues a graph has them all.
+    /// One enqueued graph uses them all.
     marks: Mutex<Vec<Event>>,
 }
 
@@ -76,8 +76,8 @@ pub struct CudaExecutor<'s> {
 }
 
 impl<'s> CudaExecutor<'s> {
-    /// Beside a stream of the caller's, of the same device. A pool serves one graph at a time:
-    /// others wait while it is enqueued, and their nodes stand behind its nodes on the pool's
+    /// In addition to a caller's stream of the same device. A pool serves one graph at a time:
+    /// others wait while it is enqueued, and their nodes queue behind its nodes on the pool's
     /// streams.
     pub fn new(pool: &'s StreamPool, caller: &'s Arc<Stream>) -> Self {
         CudaExecutor { pool, caller, overlap: true }
@@ -142,7 +142,7 @@ impl Marks<'_> {
 struct Launch<'l> {
     caller: &'l Arc<Stream>,
     marks: Marks<'l>,
-    /// Streams beside the caller's that take part, each with the first node there.
+    /// The used streams besides the caller's, each with its first node.
     beside: Vec<(&'l Arc<Stream>, NodeInfo)>,
 }
 
@@ -157,7 +157,7 @@ impl<'l> Launch<'l> {
             let before = entry.after.iter().map(|edge| edge.node);
             before.for_each(|before| awaited[before] |= !ptr::eq(streams[before], stream));
         }
-        // What is beside the caller's stream begins behind what is in that now.
+        // The other streams begin after the current work of the caller's stream.
         let first = entries.iter().zip(streams).find(|(_, stream)| !ptr::eq(**stream, self.caller));
         let begin = first.map(|(first, _)| {
             self.marks.record(self.caller).map_err(|error| failed(first.place, error, entries.len()))
@@ -184,7 +184,7 @@ impl<'l> Launch<'l> {
         Ok(())
     }
 
-    /// Whether a node is the first on a stream beside the caller's.
+    /// Whether a node is the first on a stream other than the caller's.
     fn enters(&mut self, stream: &'l Arc<Stream>, place: NodeInfo) -> bool {
         let known = ptr::eq(stream, self.caller) || self.beside.iter().any(|(one, _)| ptr::eq(*one, stream));
         if !known {

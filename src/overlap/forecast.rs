@@ -1,4 +1,4 @@
-//! What a graph would take, if each node took as long as it is said to: nothing is carried out.
+//! Predicted time of a graph, from given times of its nodes: no node runs.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use super::{Executor, Graph, NodeInfo, StreamId};
 use crate::error::OverlapError;
 
-/// When a node would be at it, in nanoseconds from the begin of the graph.
+/// When a node would run, in nanoseconds from the beginning of the graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeTime {
     /// The node.
@@ -62,7 +62,7 @@ impl<F: Fn(NodeInfo) -> u64> Executor for GraphTimer<F> {
     fn run(&self, graph: Graph<'_, ()>) -> Result<(), OverlapError> {
         let mut free: HashMap<StreamId, u64> = HashMap::new();
         let mut spans: Vec<NodeTime> = Vec::with_capacity(graph.len());
-        // Launch order: what a node waits for stands before it.
+        // Launch order: a node comes after the nodes that it waits for.
         for entry in &graph.entries {
             let free = free.entry(entry.place.stream).or_default();
             let begin = entry.after.iter().map(|edge| spans[edge.node].end).fold(*free, u64::max);

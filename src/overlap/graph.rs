@@ -1,4 +1,4 @@
-//! The graph: what is to be done, where, and after what.
+//! The graph: work, its place, and its dependencies.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,7 +8,7 @@ use crate::error::{Error, OverlapError};
 
 /// Something that carries a graph out.
 pub trait Executor {
-    /// What a node is given when it is its turn.
+    /// Argument of a node when it runs.
     type Context;
 
     /// Carries it out; see [`Graph::run`].
@@ -26,8 +26,9 @@ pub struct Node {
 }
 
 impl Node {
-    /// The same, for those that wait only until it is halfway ([`Run::halfway`](super::Run::halfway)). Where nodes cannot say
-    /// so, and where they do not, it is waited for to its end.
+    /// The same, for nodes that wait only until it is halfway
+    /// ([`Run::halfway`](super::Run::halfway)). If it does not report that, they wait until its
+    /// end.
     pub fn halfway(self) -> Node {
         Node { edge: Edge { halfway: true, ..self.edge }, ..self }
     }
@@ -52,7 +53,7 @@ pub(super) struct Entry<'a, G> {
     pub body: Body<'a, G>,
 }
 
-/// Work in launch order, which borrows what it works on. `G` is what the [`Executor`] gives to nodes.
+/// Work in launch order, which borrows its data. `G` is what the [`Executor`] gives to nodes.
 ///
 /// ```
 /// use sidelane::overlap::{Graph, Handoff, HostExecutor, NodeLabel, StreamId};
@@ -88,8 +89,9 @@ impl<'a, G> Graph<'a, G> {
         Graph { number, entries: Vec::new(), foreign: None }
     }
 
-    /// Adds a node behind all others in launch order. It begins when the node before it on its stream and all nodes of
-    /// `after` have ended, or are [halfway](Node::halfway) where that is enough. A node of another graph in `after` makes [`run`](Self::run) refuse the graph.
+    /// Adds a node behind all others in launch order. It begins when the node before it on its
+    /// stream and all nodes of `after` have ended, or are [halfway](Node::halfway) where the edge
+    /// says so. A node of another graph in `after` makes [`run`](Self::run) refuse the graph.
     pub fn add(
         &mut self,
         stream: StreamId,
@@ -114,7 +116,7 @@ impl<'a, G> Graph<'a, G> {
         self.entries.len()
     }
 
-    /// Whether there is nothing to do.
+    /// Whether there is no work.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -127,7 +129,8 @@ impl<'a, G> Graph<'a, G> {
     /// Carries all of it out.
     ///
     /// # Errors
-    /// [`OverlapError`]: the first node that went wrong. No further node was begun then; all that had begun have ended.
+    /// [`OverlapError`]: the first node that failed. No further node was begun then; all that had
+    /// begun have ended.
     pub fn run(self, executor: &impl Executor<Context = G>) -> Result<(), OverlapError> {
         match self.foreign {
             Some(at) => Err(OverlapError::ForeignNode { at }),

@@ -1,15 +1,15 @@
-//! Two microbatches at once: a layer's forward of one beside its backward of another ("1F1B"), in Megatron's launch
-//! order.
+//! Two microbatches at once: a layer's forward of one concurrent with its backward of another
+//! ("1F1B"), in Megatron's launch order.
 //!
 //! ```text
 //!   transfer 0   combine' b |  dispatch f   dispatch' b |  combine f                        ' gradient   " weight gradient
 //!   compute 0    before f   |  experts' b   experts" b  experts f | before' b   before" b
 //! ```
 //!
-//! While rows of one microbatch move, the other computes, at no cost of smaller products. The order is that of
-//! Megatron-core's combined schedule (`overlap_moe_expert_parallel_comm`). Its nodes of one microbatch wait for each
-//! other in launch order, by a single event; here a node waits for the one whose result it takes, so gradients set out
-//! without waiting for those of weights.
+//! While rows of one microbatch move, the other computes, at no cost of smaller products. The order
+//! is that of Megatron-core's combined schedule (`overlap_moe_expert_parallel_comm`). Its nodes of
+//! one microbatch wait for each other in launch order, by a single event; here a node waits for the
+//! one whose result it takes, so gradients leave without waiting for those of weights.
 
 use super::graph::Body;
 use super::{Graph, Node, NodeLabel, StreamId};
@@ -71,7 +71,8 @@ impl LayerStep {
         }
     }
 
-    /// Where it runs: what moves rows on [`Transfer(0)`](StreamId::Transfer), the rest on [`Compute(0)`](StreamId::Compute).
+    /// Its stream: transfers on [`Transfer(0)`](StreamId::Transfer), the rest on
+    /// [`Compute(0)`](StreamId::Compute).
     pub fn stream(self) -> StreamId {
         match self.part {
             LayerOp::Dispatch | LayerOp::Combine => StreamId::Transfer(0),
@@ -79,7 +80,7 @@ impl LayerStep {
         }
     }
 
-    /// The step whose result it takes; none for the first of a pass.
+    /// The step whose result it takes; `None` for the first of a pass.
     pub fn after(self) -> Option<LayerStep> {
         let LayerStep { pass, part } = self;
         let before = match (pass, part) {
@@ -96,8 +97,8 @@ impl LayerStep {
     }
 }
 
-/// The launch order for a layer. With `early`, the gradients of what came before the layer are made before the
-/// forward's products, so that what only they need is given back sooner.
+/// The launch order for a layer. With `early`, the gradients of the layers before are computed
+/// before the forward's products, so that memory that only they need is freed sooner.
 pub fn one_f_one_b(early: bool) -> [LayerStep; 10] {
     use Direction::{Backward, Forward, WeightGradient};
     use LayerOp::{Before, Combine, Dispatch, Experts};
@@ -137,9 +138,9 @@ impl Passes {
     }
 }
 
-/// Adds a layer's two passes to a graph, behind those of the layers before. `microbatches` are the numbers of the forward
-/// one and of the backward one, `body` gives each step its work; a step without work is left out, and so is a whole pass
-/// at the beginning and at the end of a pipeline.
+/// Adds a layer's two passes to a graph, behind those of the layers before. `microbatches` are the
+/// numbers of the forward one and of the backward one, `body` returns the work of each step; a step
+/// without work is left out, and so is a whole pass at the beginning and at the end of a pipeline.
 pub fn add_one_f_one_b<'a, G: 'a>(
     graph: &mut Graph<'a, G>,
     early: bool,

@@ -22,7 +22,8 @@ impl NodeError {
     }
 }
 
-/// Does the work. A panic ends here: streams have others to wait for, and what it has half written nobody uses.
+/// Runs the work. A panic ends here: streams have other nodes to wait for, and half-written results
+/// are never used.
 pub fn of<G>(body: Body<'_, G>, ground: &G) -> Result<(), NodeError> {
     match catch_unwind(AssertUnwindSafe(|| body(ground))) {
         Ok(done) => done.map_err(NodeError::Failed),

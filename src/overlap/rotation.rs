@@ -3,7 +3,8 @@
 use super::{Graph, Node, NodeLabel, StreamId};
 use crate::error::Error;
 
-/// Puts nodes on compute streams in turn, and lets each wait for the one `at_once` before it: "GEMM i waits for GEMM i - 2".
+/// Puts nodes on compute streams in turn, and lets each wait for the one `at_once` before it: "GEMM
+/// i waits for GEMM i - 2".
 ///
 /// ```text
 ///   3 streams, 2 at once      compute 0   |-- g0 --|  |-- g3 --|
@@ -12,8 +13,9 @@ use crate::error::Error;
 ///                                                   ^ waits for g0, although its stream is free
 /// ```
 ///
-/// Two at once hide each other's beginning and end; more would only take cores, or SMs, from those that others wait
-/// for. With as many streams as may run at once, the streams themselves are the bound.
+/// Two at once hide each other's beginning and end; more would only take cores, or SMs, from the
+/// nodes that others wait for. With as many streams as may run at once, the streams themselves are
+/// the bound.
 #[derive(Debug)]
 pub struct RoundRobin {
     streams: u32,

@@ -1,4 +1,4 @@
-//! Slots: what a node leaves to later ones.
+//! Handoffs: a value that a node leaves to later ones.
 
 use std::sync::{Mutex, PoisonError, TryLockError};
 
@@ -6,9 +6,10 @@ use crate::error::{Error, OverlapError};
 
 /// A value that passes from node to node along edges.
 ///
-/// Rust lets no two nodes borrow a thing that one of them changes, since it does not see the edges between them. A slot takes
-/// their word for it, and holds them to it: nodes that meet there are an error, as no edge orders them. What several read
-/// at once belongs in a [`OnceLock`](std::sync::OnceLock).
+/// Rust lets no two nodes borrow a value that one of them changes, since it does not see the edges
+/// between them. A handoff allows it and checks it: concurrent access is an error, since then no
+/// edge orders the nodes. A value that several nodes read at once belongs in a
+/// [`OnceLock`](std::sync::OnceLock).
 #[derive(Debug, Default)]
 pub struct Handoff<T>(Mutex<Option<T>>);
 
@@ -18,12 +19,13 @@ impl<T> Handoff<T> {
         Handoff(Mutex::new(None))
     }
 
-    /// With a value in it: what several nodes use in turn, such as the layer that carries their transfers.
+    /// With a value in it that several nodes use in turn, such as the layer that runs their
+    /// transfers.
     pub const fn new(value: T) -> Self {
         Handoff(Mutex::new(Some(value)))
     }
 
-    /// Leaves a value, in place of what was there.
+    /// Leaves a value, in place of the present one.
     ///
     /// # Errors
     /// [`OverlapError::SlotInUse`].
@@ -50,7 +52,7 @@ impl<T> Handoff<T> {
         self.at(|place| work(place.as_mut().ok_or(OverlapError::SlotEmpty)?))
     }
 
-    /// What is left when all is done.
+    /// The value that is left at the end.
     pub fn into_inner(self) -> Option<T> {
         self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
@@ -58,7 +60,7 @@ impl<T> Handoff<T> {
     fn at<R>(&self, work: impl FnOnce(&mut Option<T>) -> Result<R, Error>) -> Result<R, Error> {
         match self.0.try_lock() {
             Ok(mut place) => work(&mut place),
-            // Whoever panicked here was named by the run.
+            // The run has reported the panic that poisoned this.
             Err(TryLockError::Poisoned(place)) => work(&mut place.into_inner()),
             Err(TryLockError::WouldBlock) => Err(OverlapError::SlotInUse.into()),
         }

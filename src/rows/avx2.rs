@@ -101,7 +101,7 @@ impl Vector for Avx2 {
 
     #[inline(always)]
     unsafe fn copy_line<const STREAM: bool>(dst: *mut u8, src: *const u8) {
-        // SAFETY: the caller answers for the CPU features, 64 bytes on both sides and the alignment.
+        // SAFETY: the caller guarantees the CPU features, 64 bytes on both sides and the alignment.
         unsafe {
             let (low, high) = (_mm256_loadu_si256(src.cast()), _mm256_loadu_si256(src.add(32).cast()));
             store::<STREAM>(low, dst);

@@ -6,14 +6,15 @@
 //!   s 1111 111      NaN; there are no infinities
 //! ```
 //!
-//! Both directions are free of branches and of tables, so that the compiler makes vectors of their loops.
+//! Both directions are free of branches and of tables, so that the compiler vectorizes their loops.
 
 /// The largest value.
 pub(super) const MAX: f32 = 448.0;
 
 const NAN: u32 = 0x7f;
 
-/// Half a step above [`MAX`]: up to here it is the nearest value, also at the tie, for its mantissa is even.
+/// Half a step above [`MAX`]: up to here it is the nearest value, also at the tie, for its mantissa
+/// is even.
 const LIMIT: f32 = 464.0;
 
 /// Exponents of `f32` are biased by so much more.
@@ -28,7 +29,8 @@ const SMALLEST_NORMAL: f32 = 1.0 / 64.0;
 /// `f32` from here to twice as much are 2^-9 apart, like the values below [`SMALLEST_NORMAL`].
 const STEPS: f32 = 16384.0;
 
-/// The nearest code, ties to even. NaN, infinities and what lies beyond 464 become NaN: `0x7f`, without a sign.
+/// The nearest code, ties to even. NaN, infinities and values beyond 464 become NaN: `0x7f`,
+/// without a sign.
 #[inline(always)]
 pub(super) fn encode(x: f32) -> u8 {
     let (sign, magnitude) = (x.to_bits() >> 24 & 0x80, x.abs());
@@ -36,7 +38,7 @@ pub(super) fn encode(x: f32) -> u8 {
     let odd = bits >> DROPPED & 1;
     let rounded = bits.wrapping_add((1 << (DROPPED - 1)) - 1 + odd) >> DROPPED;
     let normal = rounded.wrapping_sub(BIAS << 3);
-    // The addition rounds: what is left above STEPS is the number of steps.
+    // The addition rounds: the excess over STEPS is the number of steps.
     let small = (magnitude + STEPS).to_bits().wrapping_sub(STEPS.to_bits());
     let code = if magnitude < SMALLEST_NORMAL { small } else { normal };
     (if magnitude <= LIMIT { sign | code } else { NAN }) as u8

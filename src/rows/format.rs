@@ -4,8 +4,8 @@ use super::vector::{LANES, LINE, Vector};
 use crate::dtype::Dtype;
 use crate::error::PlanError;
 
-/// An element type with arithmetic: every [`Dtype`] but [`Dtype::Bytes`], so that a loop cannot be asked to
-/// sum what has no sum.
+/// An element type with arithmetic: every [`Dtype`] but [`Dtype::Bytes`], so that no loop sums
+/// elements without arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Arithmetic {
     /// IEEE binary32.
@@ -73,13 +73,13 @@ macro_rules! with_format {
 }
 pub(super) use with_format;
 
-/// An element type at compile time. `lanes` below 16 is the end of a row: the lanes beyond it read as +0 and
-/// are not written.
+/// An element type at compile time. `lanes` below 16 is the end of a row: the lanes beyond it read
+/// as +0 and are not written.
 ///
 /// # Safety
 ///
-/// Of every method: the CPU has the set of `V`; the pointer is good for `lanes` elements, and aligned as
-/// [`Vector`] asks if `STREAM`. `STREAM` is for whole vectors only.
+/// Of every method: the CPU has the set of `V`; the pointer is good for `lanes` elements, and
+/// aligned as [`Vector`] requires if `STREAM`. `STREAM` is for whole vectors only.
 pub(super) trait Format {
     /// Bytes of an element.
     const BYTES: usize;

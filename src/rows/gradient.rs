@@ -1,4 +1,4 @@
-//! What the backward of a weighted combine needs: `<y, g>` for the weights, `w * g` for the rows.
+//! Loops for the backward of a weighted combine: `<y, g>` for the weights, `w * g` for the rows.
 //!
 //! The order of a dot product is part of its result, so it is fixed for every instruction set:
 //!
@@ -43,8 +43,8 @@ impl Dot {
     #[inline(always)]
     unsafe fn of<V: Vector, F: Format>(&self) -> f32 {
         let whole = self.columns / LANES * LANES;
-        // SAFETY: each step stays within `columns`. Short vectors are padded with +0, whose products leave
-        // the other lanes alone and these ones as they are: a lane is never -0.
+        // SAFETY: each step stays within `columns`. Short vectors are padded with +0, whose
+        // products leave the other lanes alone and these ones as they are: a lane is never -0.
         unsafe {
             let mut sum = V::splat(0.0);
             for column in (0..whole).step_by(LANES) {

@@ -1,8 +1,9 @@
 //! The vector loops: copying, gathering and summing rows, and their way to fp8 and back.
 //!
-//! On a machine without a GPU these loops *are* the lane: a dispatch is a [`RowKernels::gather`] into the windows of
-//! other processes, a combine a [`RowKernels::grouped_sum`] over rows that lie there. Both run at the speed of memory or not
-//! at all, so each loop is written once, generic over sixteen lanes, and compiled for each instruction set.
+//! On a machine without a GPU these loops *are* the lane: a dispatch is a [`RowKernels::gather`]
+//! into the windows of other processes, a combine a [`RowKernels::grouped_sum`] over rows that lie
+//! there. Both must run at the speed of memory, so each loop is written once, generic over sixteen
+//! lanes, and compiled for each instruction set.
 //!
 //! ```text
 //!   Simd::from_env()?  ->  Rows::new(simd)  ->  gather, sums ...     one branch per call,
@@ -10,15 +11,16 @@
 //!                                        portable   avx2   avx512
 //! ```
 //!
-//! **Bits.** Every set gives the same bits. Sums are taken in `f32`, in the order of the rows, from +0; a product
-//! is rounded before it is added; nothing is fused and denormals are kept; one rounding to nearest even when
-//! the result is stored, and one of each partial sum where these travel in bf16; any NaN is stored as the one
-//! quiet NaN (`0x7fc00000`, `0x7fc0`, `0x7e00`). This takes the thread's floating-point mode to be the one Rust
-//! assumes: round to nearest, no flushing.
+//! **Bits.** Every set gives the same bits. Sums are taken in `f32`, in the order of the rows, from
+//! +0; a product is rounded before it is added; nothing is fused and denormals are kept; one
+//! rounding to nearest even when the result is stored, and one of each partial sum where these
+//! travel in bf16; any NaN is stored as the one quiet NaN (`0x7fc00000`, `0x7fc0`, `0x7e00`). This
+//! requires the thread's floating-point mode that Rust assumes: round to nearest, no flushing.
 //!
-//! **Pointers.** Everything takes raw pointers, because the memory is shared with other processes: a reference
-//! to it would promise the compiler what nobody can keep. Who may touch which bytes when is the business of
-//! the schedule's signals and licences; a streaming store is covered by a signal only after [`RowKernels::fence`].
+//! **Pointers.** All loops take raw pointers, because the memory is shared with other processes: a
+//! reference would promise the compiler exclusivity that no process can guarantee. The schedule's
+//! signals and write grants order the accesses; a streaming store is covered by a signal only after
+//! [`RowKernels::fence`].
 
 #![allow(
     unsafe_code,
@@ -62,14 +64,16 @@ use vector::Kernel;
 pub enum Stores {
     /// Ordinary stores: the target lands in the cache, where its reader finds it.
     Cached,
-    /// Non-temporal stores: the target goes to memory without being read first. Needs [`RowKernels::fence`] before a
-    /// signal. The portable set stores ordinarily; the sums do so too where `out` is not aligned to 64 bytes.
+    /// Non-temporal stores: the target goes to memory without being read first. Needs
+    /// [`RowKernels::fence`] before a signal. The portable set stores ordinarily; the sums do so
+    /// too where `out` is not aligned to 64 bytes.
     Streaming,
 }
 
 impl Stores {
-    /// For `bytes` that the ranks of a node write together. Past the cache once they are a good part of it: each line is then
-    /// written without being read first. What is less stays in the cache, where it is read next.
+    /// For `bytes` that the ranks of a node write together. Streaming once they are a good part of
+    /// the cache: each line is then written without being read first. Fewer bytes stay in the
+    /// cache, where they are read next.
     pub fn of(bytes: u64, cache: u64) -> Self {
         if bytes > cache / 4 { Stores::Streaming } else { Stores::Cached }
     }
@@ -84,15 +88,15 @@ const SHORT: usize = 4 * vector::LINE;
 ///
 /// The same for every method that takes pointers, besides what its own `Safety` section says:
 ///
-/// * What is read is readable and initialised, what is written is writable, for the whole call. A length of
-///   zero touches nothing, and any pointer will do for it.
-/// * Nobody writes the sources meanwhile, nobody reads or writes the targets. Sources and targets of one call
-///   do not overlap; sources may overlap each other.
+/// * Sources are readable and initialized, targets are writable, for the whole call. A length of
+///   zero accesses no memory, and allows any pointer.
+/// * No one writes the sources meanwhile, and no one reads or writes the targets. Sources and
+///   targets of one call do not overlap; sources may overlap each other.
 /// * No pointer needs an alignment.
 ///
-/// A loop cannot check pointers, in any build. Where lengths contradict each other, a method asserts in debug
-/// builds only, and says so: breaking that is undefined behaviour in release builds, where nothing is checked.
-/// The methods that take slices are safe and check what they need in every build.
+/// A loop cannot check pointers, in any build. Where lengths contradict each other, a method
+/// asserts in debug builds only, and documents it: in release builds this is unchecked undefined
+/// behavior. The methods that take slices are safe and check their lengths in every build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowKernels {
     simd: Simd,
@@ -113,7 +117,8 @@ impl RowKernels {
     ///
     /// # Safety
     ///
-    /// The [contract](RowKernels#contract), for `len` bytes at `src` and at `dst`. Nothing is asserted.
+    /// The [contract](RowKernels#contract), for `len` bytes at `src` and at `dst`. Nothing is
+    /// asserted.
     #[inline]
     pub unsafe fn copy(&self, dst: *mut u8, src: *const u8, len: usize, stores: Stores) {
         // SAFETY: the caller answers for the pointers.
@@ -128,13 +133,14 @@ impl RowKernels {
     /// Gathers rows: target row `i`, at `dst + i * row_bytes`, becomes source row `rows[i]`, at
     /// `src + rows[i] * row_bytes`. A source row may be named any number of times.
     ///
-    /// Pass a whole run at once: while a row is copied, the next one is fetched. The pad rows behind a run are
-    /// written with [`RowKernels::zero`].
+    /// Pass a whole run at once: while a row is copied, the next one is fetched. The pad rows
+    /// behind a run are written with [`RowKernels::zero`].
     ///
     /// # Safety
     ///
     /// The [contract](RowKernels#contract), for `row_bytes` bytes at each source row named and
-    /// `rows.len() * row_bytes` bytes at `dst`. Nothing is asserted: how many rows `src` has is not known here.
+    /// `rows.len() * row_bytes` bytes at `dst`. Nothing is asserted: the number of rows of `src` is
+    /// not known here.
     pub unsafe fn gather(
         &self,
         dst: *mut u8,
@@ -164,19 +170,20 @@ impl RowKernels {
     ///   out[c]   = round(+0 + group + group + ...)              f32, in order; one rounding, at the end
     /// ```
     ///
-    /// Without weights the elements themselves are added. `wire` rounds to the [wire's type](GroupedSum::wire): not at
-    /// all for `f32`. A group that was summed elsewhere takes part as one row of [`PARTIAL`](crate::dtype::PARTIAL) sums; where it was summed
-    /// does not change a bit of the result.
+    /// Without weights the elements themselves are added. `wire` rounds to the [wire's
+    /// type](GroupedSum::wire): not at all for `f32`. A group that was summed elsewhere takes part
+    /// as one row of [`PARTIAL`](crate::dtype::PARTIAL) sums; the place of its summation does not
+    /// change a bit of the result.
     ///
-    /// One group of all rows is the plain sum; a group for each rank or node is combine with `order = rank` or
-    /// `node`. No rows, no groups and empty groups give +0. Rows beyond the groups are not read but fetched, as rows of
-    /// `dtype`: name those of the next sum there.
+    /// One group of all rows is the plain sum; a group for each rank or node is combine with
+    /// `order = rank` or `node`. No rows, no groups and empty groups give +0. Rows beyond the
+    /// groups are not summed but prefetched, as rows of `dtype`: name those of the next sum there.
     ///
     /// # Safety
     ///
-    /// The [contract](RowKernels#contract), for `columns` elements at each row and at `out`, of the types that
-    /// [`GroupedSum`] names. The groups add up to at most `rows.len()` and `weights.len()`, and the wire carries
-    /// `dtype`: debug builds assert all three.
+    /// The [contract](RowKernels#contract), for `columns` elements at each row and at `out`, of the
+    /// types that [`GroupedSum`] names. The groups add up to at most `rows.len()` and
+    /// `weights.len()`, and the wire carries `dtype`: debug builds assert all three.
     pub unsafe fn grouped_sum(&self, sum: GroupedSum<'_>) {
         debug_assert!(sum.wire.carries(sum.dtype.into()));
         debug_assert!(rows_of(sum.groups) <= sum.rows.len());
@@ -185,14 +192,14 @@ impl RowKernels {
         unsafe { self.run(sum) }
     }
 
-    /// `<a, b>` over `columns` columns, in `f32` and in a fixed order: lane `j` of 16 adds the rounded products
-    /// of columns `j`, `j + 16`, ... from +0; then lanes are folded by halves (8, 4, 2, 1). NaN is canonical.
-    /// No columns give +0.
+    /// `<a, b>` over `columns` columns, in `f32` and in a fixed order: lane `j` of 16 adds the
+    /// rounded products of columns `j`, `j + 16`, ... from +0; then lanes are folded by halves (8,
+    /// 4, 2, 1). NaN is canonical. No columns give +0.
     ///
     /// # Safety
     ///
-    /// The [contract](RowKernels#contract), for `columns` elements of `dtype` at `a` and at `b`, which may be the same.
-    /// Nothing is asserted.
+    /// The [contract](RowKernels#contract), for `columns` elements of `dtype` at `a` and at `b`,
+    /// which may be the same. Nothing is asserted.
     pub unsafe fn dot(&self, dtype: Arithmetic, a: *const u8, b: *const u8, columns: usize) -> f32 {
         // SAFETY: the caller answers for the pointers.
         unsafe { self.run(gradient::Dot { dtype, a, b, columns }) }
@@ -202,41 +209,44 @@ impl RowKernels {
     ///
     /// # Safety
     ///
-    /// The [contract](RowKernels#contract), for `columns` elements of `dtype` at `row`, which is source and target at once.
-    /// Nothing is asserted.
+    /// The [contract](RowKernels#contract), for `columns` elements of `dtype` at `row`, which is
+    /// source and target at once. Nothing is asserted.
     pub unsafe fn scale(&self, dtype: Arithmetic, row: *mut u8, weight: f32, columns: usize) {
         // SAFETY: the caller answers for the pointer.
         unsafe { self.run(gradient::Scale { dtype, row, weight, columns }) }
     }
 
-    /// [`RowKernels::dot`] of two rows in this process's own memory. Safe in every build: of rows of different lengths,
-    /// the columns that both have count; bytes that are no whole element are ignored.
+    /// [`RowKernels::dot`] of two rows in this process's own memory. Safe in every build: of rows
+    /// of different lengths, the columns that both have count; bytes that are no whole element are
+    /// ignored.
     pub fn dot_rows(&self, dtype: Arithmetic, a: &[u8], b: &[u8]) -> f32 {
         let columns = a.len().min(b.len()) / dtype.size();
         // SAFETY: both slices hold `columns` elements.
         unsafe { self.dot(dtype, a.as_ptr(), b.as_ptr(), columns) }
     }
 
-    /// [`RowKernels::scale`] of a row in this process's own memory. Safe in every build: bytes that are no whole element
-    /// stay as they are.
+    /// [`RowKernels::scale`] of a row in this process's own memory. Safe in every build: bytes that
+    /// are no whole element stay as they are.
     pub fn scale_row(&self, dtype: Arithmetic, row: &mut [u8], weight: f32) {
         // SAFETY: the slice holds that many elements and is borrowed exclusively.
         unsafe { self.scale(dtype, row.as_mut_ptr(), weight, row.len() / dtype.size()) }
     }
 
-    /// Rows of `dtype` to fp8 records: e4m3 with an `f32` scale for each block of 128 values, laid out as `shape` says.
+    /// Rows of `dtype` to fp8 records: e4m3 with an `f32` scale for each block of 128 values, laid
+    /// out as `shape` says.
     ///
     /// ```text
     ///   scale  =  max(amax / 448, 2^-126)       amax: the largest |x| of the block that is finite
     ///   code   =  e4m3(x * (1 / scale))         f32, f32, then the nearest code, ties to even
     /// ```
     ///
-    /// NaN and infinities become NaN (`0x7f`). Bytes of a record that hold neither code nor scale become zero.
+    /// NaN and infinities become NaN (`0x7f`). Bytes of a record that hold neither code nor scale
+    /// become zero.
     ///
     /// # Errors
     ///
-    /// [`PlanError::WrongShape`] if `rows` is not `[n, hidden]` or `records` not `[n, shape.bytes()]`: then nothing is
-    /// written.
+    /// [`PlanError::WrongShape`] if `rows` is not `[n, hidden]` or `records` not
+    /// `[n, shape.bytes()]`: then nothing is written.
     pub fn quantise(
         &self,
         dtype: Arithmetic,
@@ -250,7 +260,8 @@ impl RowKernels {
         Ok(())
     }
 
-    /// Fp8 records back to rows of `dtype`: the `f32` product of code and scale, one rounding, canonical NaN.
+    /// Fp8 records back to rows of `dtype`: the `f32` product of code and scale, one rounding,
+    /// canonical NaN.
     ///
     /// # Errors
     ///
@@ -268,8 +279,8 @@ impl RowKernels {
         Ok(())
     }
 
-    /// Orders streaming stores of this thread before whatever it stores next, a signal above all. Needed once
-    /// after any number of calls with [`Stores::Streaming`], and by the thread that made them.
+    /// Orders streaming stores of this thread before its next stores, above all a signal. Needed
+    /// once after any number of calls with [`Stores::Streaming`], and by the thread that made them.
     pub fn fence() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: every x86-64 CPU has SSE.

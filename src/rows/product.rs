@@ -1,8 +1,9 @@
 //! Matrix products, of which a row has the same bits in whatever company it comes.
 //!
-//! The arithmetic is that of the crate `gemm`. A product there takes other paths, with other bits, where a matrix has few
-//! rows, few elements, or a depth that is cut into blocks by the number of its rows. None of that may show: tokens of a layer come
-//! in chunks of any size. So a product is made in slices of its depth, each of one block, and of not too few rows:
+//! The arithmetic is that of the crate `gemm`. A product there takes other paths, with other bits,
+//! where a matrix has few rows, few elements, or a depth that is cut into blocks by the number of
+//! its rows. None of that may change the bits: tokens of a layer come in chunks of any size. So a
+//! product is computed in slices of its depth, each of one block, and of not too few rows:
 //!
 //! ```text
 //!   out [m, n]  =  a[:, 0..512] b[0..512, :]  +  a[:, 512..1024] b[512..1024, :]  +  ..        fused multiply-adds, by rising depth
@@ -48,8 +49,9 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// `out = a b`, or `out += a b` if it is to `add`; `out` is `[rows of a, columns of b]`. Each element is summed by rising depth, so
-/// a row of `out` depends on its row of `a` and on `b` alone, as long as `a` is not a transpose.
+/// `out = a b`, or `out += a b` if it is to `add`; `out` is `[rows of a, columns of b]`. Each
+/// element is summed by rising depth, so a row of `out` depends on its row of `a` and on `b` alone,
+/// as long as `a` is not a transpose.
 ///
 /// ```
 /// use sidelane::rows::{Matrix, product};
@@ -85,9 +87,10 @@ fn slices(out: &mut [f32], a: Matrix<'_>, b: Matrix<'_>, add: bool) {
         let depth = DEPTH.min(a.columns - first);
         let a = a.values.as_ptr().wrapping_add(first * a.strides().1);
         let b = b.values.as_ptr().wrapping_add(first * b.strides().0);
-        // `gemm` computes columns: what it is given is the transpose of it all.
-        // SAFETY: `product` has checked the shapes, `Matrix::new` that the values are there: row, column and depth below `n`, `m`
-        // and `depth` stay within `b`, `a` and `out` by these strides. `out` is borrowed exclusively.
+        // `gemm` computes columns: so it gets the transpose of the whole product. SAFETY: `product`
+        // has checked the shapes, `Matrix::new` that the values are there: row, column and depth
+        // below `n`, `m` and `depth` stay within `b`, `a` and `out` by these strides. `out` is
+        // borrowed exclusively.
         unsafe {
             product(
                 n,

@@ -7,9 +7,10 @@
 //!   x'     =  code * scale                     f32, then one rounding to the type of the row
 //! ```
 //!
-//! The lower bound is the smallest scale whose reciprocal is a number; blocks of zeros have it too. (Training codes bound
-//! `amax` at 1e-4 or 1e-10 for the same reason, and lose rows that are merely small.) A value that is not finite becomes
-//! NaN and hurts nobody else: it does not count for the scale.
+//! The lower bound is the smallest scale whose reciprocal is a number; blocks of zeros have it too.
+//! (Training codes bound `amax` at 1e-4 or 1e-10 for the same reason, and lose rows that are merely
+//! small.) A value that is not finite becomes NaN and affects no other value: it does not count for
+//! the scale.
 
 use super::e4m3;
 use super::format::{Arithmetic, Format, with_format};
@@ -113,7 +114,8 @@ impl Dequantise<'_> {
 /// The scale of a block.
 #[inline(always)]
 fn scale(values: &[f32; BLOCK]) -> f32 {
-    // Magnitudes are ordered like their bits, and whole numbers may be compared in any order: in vectors.
+    // Magnitudes are ordered like their bits, and whole numbers may be compared in any order: in
+    // vectors.
     let mut amax = 0;
     for x in values {
         let magnitude = x.abs().to_bits();

@@ -1,15 +1,16 @@
 //! Which instruction set the loops use: decided once, then carried as a value.
 //!
-//! A [`Simd`] cannot be built for a set the CPU lacks, so whoever holds one needs no further check, and the
-//! loops below it pay nothing for detection. A forced set that is missing is an error, never a quiet fallback:
-//! a run that claims to have tested `avx512` has.
+//! A [`Simd`] cannot be built for a set the CPU lacks, so a holder of one needs no further check,
+//! and the loops below it pay nothing for detection. A forced set that is missing is an error,
+//! never a quiet fallback: a run that claims to have tested `avx512` has.
 
 use std::env;
 use std::ffi::OsStr;
 
 use crate::error::SimdError;
 
-/// The environment variable that forces a set: `portable`, `avx2` or `avx512`. Unset or empty: the best one.
+/// The environment variable that forces a set: `portable`, `avx2` or `avx512`. Unset or empty: the
+/// best one.
 pub const SIMD_VARIABLE: &str = "SIDELANE_SIMD";
 
 /// An instruction set this CPU is known to have.

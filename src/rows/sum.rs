@@ -10,21 +10,22 @@
 //!   out     ------[====]---------->   canonical NaN, one rounding, one store
 //! ```
 //!
-//! Columns are the outer loop and rows the inner one: the sums never leave the registers, each row is read
-//! once, the target is written once. A plain sum is the case of one group. That costs no bits: a sum that
-//! starts from +0 is never -0, so adding it to +0 changes nothing. A partial that was stored elsewhere is as good as
-//! one taken here: beyond the wire's rounding, storing changes at most the sign of a zero and the kind of a NaN, and
-//! neither shows in the total.
+//! Columns are the outer loop and rows the inner one: the sums never leave the registers, each row
+//! is read once, the target is written once. A plain sum is the case of one group. That costs no
+//! bits: a sum that starts from +0 is never -0, so adding it to +0 changes nothing. A partial that
+//! was stored elsewhere is as good as one taken here: beyond the wire's rounding, storing changes
+//! at most the sign of a zero and the kind of a NaN, and neither shows in the total.
 //!
-//! Rows lie scattered, each shorter than what a hardware prefetcher needs to get going. So the rows of the next sum
-//! can be named behind those of this one: they are fetched, column by column, while these are added.
+//! Rows lie scattered, each too short for a hardware prefetcher. So the rows of the next sum can be
+//! named behind those of this one: they are fetched, column by column, while these are added.
 
 use super::Stores;
 use super::format::{Arithmetic, Bf16, F16, F32, Format, WireFormat};
 use super::vector::{Kernel, LANES, LINE, Vector};
 use crate::dtype::{PARTIAL, PartialDtype};
 
-/// Vectors per visit of a row: 64 columns, two lines of bf16, so that no line is touched by two visits.
+/// Vectors per visit of a row: 64 columns, two lines of bf16, so that no line is touched by two
+/// visits.
 const BLOCK: usize = 4;
 
 /// The operands of [`RowKernels::grouped_sum`](super::RowKernels::grouped_sum).
@@ -32,7 +33,8 @@ const BLOCK: usize = 4;
 pub struct GroupedSum<'a> {
     /// Type of the rows; not of those that are [`PARTIAL`], which are in the wire's type.
     pub dtype: Arithmetic,
-    /// The type to which partial sums are rounded. One that [carries](PartialDtype::carries) `dtype`.
+    /// The type to which partial sums are rounded. One that [carries](PartialDtype::carries)
+    /// `dtype`.
     pub wire: PartialDtype,
     /// Where the result goes, and in which type.
     pub out: SumOutput,
@@ -40,7 +42,8 @@ pub struct GroupedSum<'a> {
     pub rows: &'a [*const u8],
     /// A weight for each row of the groups. That of a partial counts for nothing.
     pub weights: Option<&'a [f32]>,
-    /// Lengths of consecutive groups of `rows`, or [`PARTIAL`] for one row that holds the sum of a group.
+    /// Lengths of consecutive groups of `rows`, or [`PARTIAL`] for one row that holds the sum of a
+    /// group.
     pub groups: &'a [u32],
     /// Elements of each row and of the result.
     pub columns: usize,
@@ -48,7 +51,7 @@ pub struct GroupedSum<'a> {
     pub stores: Stores,
 }
 
-/// Where a sum goes, and what it is there.
+/// Target of a sum, and its type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SumOutput {
     /// The result itself, in the type of the rows.
@@ -77,8 +80,9 @@ impl Kernel for GroupedSum<'_> {
 
 /// The types of a sum are `F` for its rows, `W` for the wire, `O` for the result.
 ///
-/// Each function demands what its caller does: the CPU has the set of `V`; `columns` elements are readable at
-/// every row and writable at `out`; the groups cover the rows; there is a weight for every row.
+/// Each function has its caller's requirements: the CPU has the set of `V`; `columns` elements are
+/// readable at every row and writable at `out`; the groups cover the rows; there is a weight for
+/// every row.
 impl GroupedSum<'_> {
     /// # Safety
     ///
@@ -143,7 +147,8 @@ impl GroupedSum<'_> {
         }
     }
 
-    /// Sums `N` vectors of columns, of which only a single one (`N == 1`) may have fewer than 16 lanes.
+    /// Sums `N` vectors of columns, of which only a single one (`N == 1`) may have fewer than 16
+    /// lanes.
     ///
     /// # Safety
     ///
@@ -212,7 +217,8 @@ impl GroupedSum<'_> {
 ///
 /// # Safety
 ///
-/// The CPU has the set of `V`; the vector's elements, of which only a block of one has fewer than 16, are readable.
+/// The CPU has the set of `V`; the vector's elements, of which only a block of one has fewer than
+/// 16, are readable.
 #[inline(always)]
 unsafe fn read<V: Vector, F: Format, const N: usize>(row: *const u8, n: usize, lanes: usize) -> V {
     // SAFETY: as the caller's.
@@ -226,7 +232,8 @@ unsafe fn read<V: Vector, F: Format, const N: usize>(row: *const u8, n: usize, l
 ///
 /// # Safety
 ///
-/// The CPU has the set of `V`; the block's elements are writable at `out`, which is aligned to a line if `STREAM`.
+/// The CPU has the set of `V`; the block's elements are writable at `out`, which is aligned to a
+/// line if `STREAM`.
 #[inline(always)]
 unsafe fn write<V: Vector, O: Format, const STREAM: bool, const N: usize>(
     block: [V; N],

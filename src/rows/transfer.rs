@@ -5,12 +5,14 @@
 //!                     ^ multiple of 64: whole lines, which alone may stream
 //! ```
 //!
-//! A streaming store sends a whole line to memory without first reading it: half the traffic of an ordinary
-//! store to a line that is not cached. It pays when the targets together are larger than the cache.
+//! A streaming store sends a whole line to memory without first reading it: half the traffic of an
+//! ordinary store to a line that is not cached. It pays when the targets together are larger than
+//! the cache.
 //!
-//! The source row after the one being copied is fetched meanwhile, line for line: the hardware cannot guess
-//! where it lies. A dispatch gathers run after run, so a source row is read once for each of its targets: from
-//! the cache where the whole source fits, from memory top-k times where it does not.
+//! The source row after the one being copied is prefetched meanwhile, line by line: the hardware
+//! cannot predict its address. A dispatch gathers run after run, so a source row is read once for
+//! each of its targets: from the cache where the whole source fits, from memory top-k times where
+//! it does not.
 
 use super::Stores;
 use super::vector::{Kernel, LINE, Vector};
@@ -87,15 +89,16 @@ impl Kernel for Gather<'_> {
 impl Gather<'_> {
     /// # Safety
     ///
-    /// The CPU has the set of `V`; every target row is writable, every source row named is readable.
+    /// The CPU has the set of `V`; every target row is writable, every source row named is
+    /// readable.
     #[inline(always)]
     unsafe fn gather<V: Vector, const STREAM: bool>(&self) {
         let address = |row: u32| self.src.wrapping_add(row as usize * self.row_bytes);
         for (i, &row) in self.rows.iter().enumerate() {
-            // Behind the last row there is nothing to fetch but that row itself.
+            // Behind the last row there is only that row itself to prefetch.
             let next = self.rows.get(i + 1).copied().unwrap_or(row);
-            // SAFETY: target rows are consecutive, so row `i` lies in the range the caller answers for, as it does
-            // for the source row.
+            // SAFETY: target rows are consecutive, so row `i` lies in the range that the caller
+            // guarantees, and so does the source row.
             unsafe {
                 let dst = self.dst.add(i * self.row_bytes);
                 copy::<V, STREAM>(dst, address(row), self.row_bytes, address(next));
@@ -104,8 +107,8 @@ impl Gather<'_> {
     }
 }
 
-/// Bytes before the first whole line of a target, and the whole lines after them. Ordinary stores take any
-/// alignment: they have no head.
+/// Bytes before the first whole line of a target, and the whole lines after them. Ordinary stores
+/// take any alignment: they have no head.
 #[inline(always)]
 fn cut<const STREAM: bool>(dst: *mut u8, len: usize) -> (usize, usize) {
     let head = if STREAM { dst.addr().wrapping_neg() % LINE } else { 0 }.min(len);
@@ -116,8 +119,8 @@ fn cut<const STREAM: bool>(dst: *mut u8, len: usize) -> (usize, usize) {
 ///
 /// # Safety
 ///
-/// The CPU has the set of `V`; `len` bytes are readable at `src`, writable at `dst`, and do not overlap. `next`
-/// may be anything.
+/// The CPU has the set of `V`; `len` bytes are readable at `src`, writable at `dst`, and do not
+/// overlap. `next` may be anything.
 #[inline(always)]
 unsafe fn copy<V: Vector, const STREAM: bool>(dst: *mut u8, src: *const u8, len: usize, next: *const u8) {
     let (head, lines) = cut::<STREAM>(dst, len);

@@ -8,9 +8,9 @@
 //!  portable   avx2   avx512          [f32; 16]   two ymm   one zmm
 //! ```
 //!
-//! Every set has the same 16 lanes, so the loops cut rows at the same columns and the fixed order of a dot
-//! product falls out by itself. An operation on lanes is one IEEE operation on each lane; nothing here may
-//! fuse, flush or reorder, which is why all sets agree bit for bit.
+//! Every set has the same 16 lanes, so the loops cut rows at the same columns and the fixed order
+//! of a dot product follows by itself. An operation on lanes is one IEEE operation on each lane;
+//! nothing here may fuse, flush or reorder, which is why all sets agree bit for bit.
 
 /// Lanes of a vector.
 pub(super) const LANES: usize = 16;
@@ -22,9 +22,9 @@ pub(super) const LINE: usize = 64;
 ///
 /// # Safety
 ///
-/// Every method requires that the CPU has the set. Pointers need no alignment, except the target of a
-/// streaming store (`STREAM`), which is aligned to what is stored: 64 bytes for a line or `f32` lanes, 32 bytes
-/// for two-byte lanes. Sources are readable and targets writable for as many bytes.
+/// Every method requires that the CPU has the set. Pointers need no alignment, except the target of
+/// a streaming store (`STREAM`), which is aligned to the stored size: 64 bytes for a line or `f32`
+/// lanes, 32 bytes for two-byte lanes. Sources are readable and targets writable for as many bytes.
 pub(super) trait Vector: Copy {
     /// The same value in every lane.
     unsafe fn splat(value: f32) -> Self;
@@ -34,7 +34,8 @@ pub(super) trait Vector: Copy {
     unsafe fn mul(self, other: Self) -> Self;
     /// NaN of any sign and payload becomes `0x7fc0_0000`; other lanes stay.
     unsafe fn canonical(self) -> Self;
-    /// Rounds to bf16, to nearest even, and stays in `f32`. NaN lanes must be canonical: it is integer arithmetic.
+    /// Rounds to bf16, to nearest even, and stays in `f32`. NaN lanes must be canonical: it is
+    /// integer arithmetic.
     unsafe fn round_bf16(self) -> Self;
 
     /// Reads 64 bytes.
@@ -61,14 +62,15 @@ pub(super) trait Vector: Copy {
 
 /// A loop that can be run on any set: its arguments in a struct, its body generic over [`Vector`].
 pub(super) trait Kernel {
-    /// What it returns.
+    /// Its result.
     type Output;
 
     /// Runs it.
     ///
     /// # Safety
     ///
-    /// The CPU has the set of `V`, and the kernel's own demands on its pointers hold. Implementations are
-    /// `inline(always)`, so that the body is compiled inside the function that enables the set.
+    /// The CPU has the set of `V`, and the kernel's own demands on its pointers hold.
+    /// Implementations are `inline(always)`, so that the body is compiled inside the function that
+    /// enables the set.
     unsafe fn run<V: Vector>(self) -> Self::Output;
 }

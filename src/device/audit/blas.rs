@@ -1,4 +1,5 @@
-//! cuBLAS, if it is there: the products that real layers are made of. Loaded at run time; four of its functions.
+//! cuBLAS, if it is installed: the products of real layers. Loaded at run time; four of its
+//! functions.
 
 use std::ffi::{c_int, c_void};
 use std::mem::ManuallyDrop;
@@ -11,7 +12,7 @@ use crate::device::library::symbol;
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
-/// What the loader is asked for, the newest first.
+/// Names for the loader, the newest first.
 const NAMES: [&str; 3] = ["libcublas.so.13", "libcublas.so.12", "libcublas.so.11"];
 
 /// What cuBLAS itself loads, from the same release. Wheels have it in the same folder, where the
@@ -32,7 +33,8 @@ type Handle = *mut c_void;
 type Create = unsafe extern "C" fn(*mut Handle) -> c_int;
 type Destroy = unsafe extern "C" fn(Handle) -> c_int;
 type SetStream = unsafe extern "C" fn(Handle, *mut c_void) -> c_int;
-/// `cublasGemmEx`: handle; operations on a and b; m, n, k; alpha; a, its type and pitch; b; beta; c; type of the sums; algorithm.
+/// `cublasGemmEx`: handle; operations on a and b; m, n, k; alpha; a, its type and pitch; b; beta;
+/// c; type of the sums; algorithm.
 type Gemm = unsafe extern "C" fn(
     Handle,
     c_int,
@@ -69,11 +71,11 @@ pub struct Blas {
 }
 
 impl Blas {
-    /// What the loader is asked for, the newest first.
+    /// Names for the loader, the newest first.
     pub const NAMES: [&str; 3] = NAMES;
 
-    /// Loads what `SIDELANE_CUBLAS` names, else what the loader finds, else the first of these
-    /// files that loads; `None` if there is none.
+    /// Loads the library that `SIDELANE_CUBLAS` names, else the one that the loader finds, else the
+    /// first of these files that loads. `None` if there is none.
     ///
     /// # Errors
     /// [`DeviceError::MissingSymbol`], [`DeviceError::Call`] with cuBLAS's status.
@@ -96,7 +98,8 @@ impl Blas {
         let mut handle = std::ptr::null_mut();
         {
             let _entered = context.enter()?;
-            // SAFETY: fills the handle, in the current context; destroyed when the value is dropped.
+            // SAFETY: fills the handle, in the current context; destroyed when the value is
+            // dropped.
             let status = unsafe { create(&raw mut handle) };
             check("cublasCreate", context, status)?;
         }
@@ -112,8 +115,9 @@ impl Blas {
     /// Enqueues a product.
     ///
     /// # Errors
-    /// [`DeviceError::Shape`], [`DeviceError::TooSmall`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
-    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`] with cuBLAS's status.
+    /// [`DeviceError::Shape`], [`DeviceError::TooSmall`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`] with cuBLAS's
+    /// status.
     pub fn product(&self, stream: &Stream, product: &Product<'_>) -> Result<(), DeviceError> {
         let (found, expected) = (stream.device(), self.context.device());
         if found != expected {
@@ -128,9 +132,9 @@ impl Blas {
         let (one, zero) = (1.0_f32, 0.0_f32);
         let (one, zero) = ((&raw const one).cast(), (&raw const zero).cast());
         let (a, b, out) = (product.a.address, product.b.address, product.out.address);
-        // By columns, as cuBLAS has it, the result is transposed: b comes first.
-        // SAFETY: matrices of `size * size` elements, which were checked and stay until the stream is done; the factors are
-        // read during the call.
+        // In cuBLAS' column order the result is transposed: b comes first. SAFETY: matrices of
+        // `size * size` elements, which were checked and stay until the stream is done; the factors
+        // are read during the call.
         let status = unsafe {
             (self.gemm)(
                 self.handle,
@@ -158,13 +162,13 @@ impl Blas {
     }
 }
 
-/// Loads a file, and before it what lies beside it that it needs.
+/// Loads a file and, before it, its dependencies in the same folder.
 fn open(path: &Path) -> Option<(String, libloading::Library)> {
     let beside = path.file_name()?.to_str()?.replace(BESIDE.0, BESIDE.1);
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     // SAFETY: the library's initialisers may run at any time.
     let first = folder.and_then(|folder| unsafe { libloading::Library::new(folder.join(beside)) }.ok());
-    // Never unloaded: the loader gives it to whoever asks for its name.
+    // Never unloaded: the loader returns it for its name from now on.
     std::mem::forget(first);
     // SAFETY: as above.
     let loaded = unsafe { libloading::Library::new(path) }.ok()?;

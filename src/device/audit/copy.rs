@@ -6,7 +6,7 @@ use crate::device::range::ByteSpan;
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
-/// What the kernel moves at once.
+/// Bytes that the kernel moves at once.
 const VECTOR: u64 = 16;
 
 /// Blocks that a multiprocessor has at work.
@@ -25,8 +25,8 @@ impl AuditKernels {
     /// Enqueues a copy by multiprocessors, of whole vectors of 16 bytes that do not overlap.
     ///
     /// # Errors
-    /// [`DeviceError::Lengths`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`],
-    /// [`DeviceError::Call`].
+    /// [`DeviceError::Lengths`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
+    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn copy(&self, stream: &Stream, to: ByteSpan<'_>, from: ByteSpan<'_>) -> Result<(), DeviceError> {
         if to.len != from.len {
             return Err(DeviceError::Lengths { to: to.len, from: from.len });
@@ -44,7 +44,8 @@ impl AuditKernels {
         let blocks = vectors.div_ceil(THREADS.into()).min(at_work.into()) as u32;
         let operands = Operands { to: to.address, from: from.address, vectors };
         let held = stream.hold(&[to.range, from.range])?;
-        // SAFETY: the struct is the one of the source, and the kernel moves as many vectors as both spans have.
+        // SAFETY: the struct is the one of the source, and the kernel moves as many vectors as both
+        // spans have.
         unsafe { self.copy.launch_struct(stream, held, Grid::line(blocks, THREADS), &operands) }
     }
 }

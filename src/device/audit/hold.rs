@@ -1,7 +1,7 @@
 //! The launches of `cuda/hold.cu`.
 //!
-//! All that a block needs is there before it is launched: calls that wait for the whole context (memory that is freed, modules
-//! that are loaded) would wait for the hold, too, which waits for the host.
+//! All resources of a block exist before it is launched. Calls that wait for the whole context
+//! (freeing memory, loading modules) would wait for the hold, too, which waits for the host.
 
 use std::sync::atomic::Ordering;
 
@@ -24,10 +24,12 @@ pub struct SmHold {
 }
 
 impl AuditKernels {
-    /// A hold to be [taken](SmHold::take): one block for each multiprocessor, which leaves no shared memory to any other.
+    /// A hold to be [taken](SmHold::take): one block for each SM, which leaves no shared memory for
+    /// others.
     ///
     /// # Errors
-    /// [`DeviceError::Shape`] if two such blocks fit a multiprocessor; [`DeviceError::OutOfMemory`], [`DeviceError::Call`].
+    /// [`DeviceError::Shape`] if two such blocks fit a multiprocessor;
+    /// [`DeviceError::OutOfMemory`], [`DeviceError::Call`].
     pub fn hold(&self) -> Result<SmHold, DeviceError> {
         let facts = self.context.facts();
         let (blocks, shared) = (facts.multiprocessors, facts.block_shared);
@@ -61,7 +63,8 @@ struct Words {
 }
 
 impl SmHold {
-    /// Enqueues it. It runs when [`running`](Self::running) says as many as [`blocks`](Self::blocks).
+    /// Enqueues it. It runs when [`running`](Self::running) returns as many as
+    /// [`blocks`](Self::blocks).
     ///
     /// # Errors
     /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
@@ -73,7 +76,8 @@ impl SmHold {
         let words = Words { arrived: memory.address() + 8, go: memory.address() };
         let held = stream.hold(&[memory])?;
         let grid = Grid { shared: self.shared, ..Grid::line(self.blocks, THREADS) };
-        // SAFETY: the struct is the one of the source: a word that is read, and behind it one for each block.
+        // SAFETY: the struct is the one of the source: a word that is read, and behind it one for
+        // each block.
         unsafe { self.function.launch_struct(stream, held, grid, &words) }
     }
 

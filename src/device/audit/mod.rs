@@ -1,4 +1,5 @@
-//! What audits and times a GPU: kernels that hold multiprocessors, copy, and compute, beside which rows must move.
+//! Audits and timings of a GPU: kernels that hold SMs, copy, and compute, concurrently with which
+//! rows must move.
 //!
 //! ```text
 //!   hold      | every multiprocessor, until the host says so |      what completes meanwhile needed none of them
@@ -8,8 +9,8 @@
 //!   cupti     what the device did, as NVIDIA's library lists it     nothing may be in it that nobody launched
 //! ```
 //!
-//! A module of its own: nobody but `sidelane gpu-check` loads it. It shows what holds on the GPU at hand, once; nothing in the
-//! library depends on it.
+//! A module of its own: only `sidelane gpu-check` loads it. It shows facts about one GPU, once; no
+//! part of the library depends on it.
 
 mod blas;
 mod copy;
@@ -48,10 +49,12 @@ pub struct AuditKernels {
 }
 
 impl AuditKernels {
-    /// Has the driver compile them. It needs a driver for CUDA 12.5 or later, and a device of compute capability 8.0 or later.
+    /// Has the driver compile them. It needs a driver for CUDA 12.5 or later, and a device of
+    /// compute capability 8.0 or later.
     ///
     /// # Errors
-    /// [`DeviceError::Module`], [`DeviceError::NoFunction`], [`DeviceError::TooOld`], [`DeviceError::Call`].
+    /// [`DeviceError::Module`], [`DeviceError::NoFunction`], [`DeviceError::TooOld`],
+    /// [`DeviceError::Call`].
     pub fn load(context: &Arc<Context>) -> Result<Self, DeviceError> {
         let text = CStr::from_bytes_with_nul(PTX.as_bytes()).unwrap_or_default();
         let module = Module::load(context, "sidelane-audit", text)?;

@@ -10,7 +10,7 @@ use crate::device::context::Context;
 use crate::error::DeviceError;
 
 /// Memory by `cuMemAlloc`. Dropping it calls `cuMemFree`, which waits for all work of the device:
-/// that is what it is for here.
+/// its purpose here.
 #[derive(Debug)]
 pub struct PlainMemory {
     context: Arc<Context>,
@@ -38,7 +38,7 @@ impl PlainMemory {
     pub fn free(mut self) -> Result<(), DeviceError> {
         let address = std::mem::take(&mut self.address);
         let _entered = self.context.enter()?;
-        // SAFETY: allocated once, and forgotten by the value: nobody else has the address.
+        // SAFETY: allocated once, and forgotten by the value: no one else has the address.
         unsafe { call!(self.context.library(), Some(self.context.device()), cuMemFree_v2(address)) }
     }
 }
@@ -47,7 +47,7 @@ impl Drop for PlainMemory {
     fn drop(&mut self) {
         if self.address != 0 {
             let _entered = self.context.enter();
-            // SAFETY: allocated once; nobody else has the address.
+            // SAFETY: allocated once; no one else has the address.
             let _ = unsafe { (self.context.library().functions.cuMemFree_v2)(self.address) };
         }
     }

@@ -28,7 +28,8 @@ impl Product<'_> {
         u64::from(size) * u64::from(size) * 2
     }
 
-    /// Refuses sizes and memory that kernels cannot use; all addresses are multiples of 16 after that.
+    /// Refuses sizes and memory that kernels cannot use; all addresses are multiples of 16 after
+    /// that.
     pub(super) fn check(&self) -> Result<[&DeviceRange; 3], DeviceError> {
         const KERNEL: &str = "product";
         let (size, needed) = (self.size, Self::bytes(self.size));
@@ -63,16 +64,16 @@ impl AuditKernels {
     /// Enqueues a product by our own kernel: tensor cores, `f32` sums in their order, one rounding.
     ///
     /// # Errors
-    /// [`DeviceError::Shape`], [`DeviceError::TooSmall`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
-    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::Shape`], [`DeviceError::TooSmall`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn product(&self, stream: &Stream, product: &Product<'_>) -> Result<(), DeviceError> {
         let ranges = product.check()?;
         let Product { size, a, b, out } = *product;
         let operands = Operands { a: a.address, b: b.address, out: out.address, size, unused: 0 };
         let held = stream.hold(&ranges)?;
         let grid = Grid { blocks: [size / TILE, size / TILE, 1], ..Grid::line(1, THREADS) };
-        // SAFETY: the struct is the one of the source; the kernel stays inside of `size * size` elements of each, which were
-        // checked.
+        // SAFETY: the struct is the one of the source; the kernel stays inside of `size * size`
+        // elements of each, which were checked.
         unsafe { self.product.launch_struct(stream, held, grid, &operands) }
     }
 }

@@ -5,26 +5,30 @@ use crate::device::range::{ByteSpan, Claims, DeviceRange};
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
-/// A table of addresses, one for each rank, in memory of the device: where slots are packed to, or rows come home.
+/// A table of addresses, one for each rank, in memory of the device: targets of packed slots, or of
+/// returned rows.
 ///
-/// It is written once; who holds it holds the memory that it names.
+/// It is written once; each clone holds the memory that it names.
 #[derive(Debug)]
 pub struct Addresses {
     pub(super) table: DeviceRange,
     pub(super) count: u32,
     /// Bytes that every address has.
     pub(super) each: u64,
-    /// Claims on what the addresses name.
+    /// Claims on the named memory.
     pub(super) named: Claims,
 }
 
 impl Addresses {
-    /// Has `stream` write the addresses of `spans` to `table`, eight bytes each. Launches behind it in the stream may use the
-    /// table; other streams must come after it. Nobody else may write to `table` while this value lives.
+    /// Has `stream` write the addresses of `spans` to `table`, eight bytes each. Later launches in
+    /// the stream may use the table; other streams must be ordered after it. No one else may write
+    /// to `table` while this value lives.
     ///
     /// # Errors
-    /// [`DeviceError::TooSmall`] and [`DeviceError::Misaligned`] for the table, [`DeviceError::Misaligned`] for a span that is not at
-    /// a multiple of 16 bytes, [`DeviceError::Shape`] for none or too many, [`DeviceError::NoAccess`], [`DeviceError::Call`].
+    /// [`DeviceError::TooSmall`] and [`DeviceError::Misaligned`] for the table,
+    /// [`DeviceError::Misaligned`] for a span that is not at a multiple of 16 bytes,
+    /// [`DeviceError::Shape`] for none or too many, [`DeviceError::NoAccess`],
+    /// [`DeviceError::Call`].
     pub fn new(stream: &Stream, table: &DeviceRange, spans: &[ByteSpan<'_>]) -> Result<Self, DeviceError> {
         const KERNEL: &str = "table of addresses";
         let count = u32::try_from(spans.len()).ok().filter(|count| (1..1 << 16).contains(count));

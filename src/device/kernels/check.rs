@@ -8,7 +8,7 @@ use crate::device::stream::Stream;
 use crate::error::DeviceError;
 use crate::plan::SlotShape;
 
-/// What [`Kernels::check`] reads. Memory may be larger than what is named here.
+/// Inputs of [`Kernels::check`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct Check<'a> {
     /// The shape of the slots.
@@ -21,7 +21,7 @@ pub struct Check<'a> {
     pub counter: Word<'a, u64>,
     /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
-    /// What the header of every slot must have.
+    /// The expected digest in the header of every slot.
     pub digest: u64,
 }
 
@@ -39,12 +39,13 @@ struct Parameters {
 }
 
 impl Kernels {
-    /// Enqueues a comparison of the heads of received slots with this rank's digest and counter: rows of another call, or of
-    /// ranks that were set up otherwise, must not be believed. It must run before the sources may write their next slots.
+    /// Enqueues a comparison of the heads of received slots with this rank's digest and counter:
+    /// rows of another call, or of ranks with other settings, must not be used. It must run before
+    /// the sources may write their next slots.
     ///
     /// # Errors
-    /// [`DeviceError::TooSmall`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`],
-    /// [`DeviceError::Call`].
+    /// [`DeviceError::TooSmall`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
+    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn check(&self, stream: &Stream, check: &Check<'_>) -> Result<(), DeviceError> {
         let received = bytes([check.ranks.into(), check.shape.bytes()]);
         let mut operands = Operands::of("check", stream);
@@ -57,7 +58,8 @@ impl Kernels {
             ranks: check.ranks,
             unused: 0,
         };
-        // SAFETY: the struct is the one of the source. The kernel reads heads of as many slots as were checked.
+        // SAFETY: the struct is the one of the source. The kernel reads the heads of the checked
+        // slots only.
         unsafe { self.check.launch_struct(stream, operands.held(), Grid::line(1, THREADS), &parameters) }
     }
 }

@@ -10,7 +10,7 @@ use crate::error::DeviceError;
 /// Experts, or ranks, that a block counts for: `WARP` in the source.
 const BINS: u32 = 32;
 
-/// What [`Kernels::counts`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::counts`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct CountArgs<'a> {
     /// Tokens.
@@ -52,8 +52,8 @@ impl Kernels {
     /// Enqueues counting: how many rows this rank's tokens are for each expert, and for each rank.
     ///
     /// # Errors
-    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
-    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn counts(&self, stream: &Stream, counts: &CountArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "counts";
         let CountArgs { tokens, top_k, n_experts, ranks, .. } = *counts;
@@ -77,8 +77,8 @@ impl Kernels {
             ranks,
         };
         let grid = Grid::line(n_experts.div_ceil(BINS) + ranks.div_ceil(BINS), THREADS);
-        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: tokens below `tokens`, and
-        // every expert and rank is compared before it is used.
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // tokens below `tokens`, and every expert and rank is compared before it is used.
         unsafe { self.counts.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }

@@ -14,7 +14,7 @@ use crate::error::DeviceError;
 /// Blocks that a multiprocessor has at work.
 const BLOCKS_AT_WORK: u32 = 8;
 
-/// What [`Kernels::dot_scale`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::dot_scale`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct DotScale<'a> {
     /// Rows.
@@ -45,7 +45,8 @@ struct DotScaleParameters {
     columns: u32,
 }
 
-/// What [`Kernels::fetch_weights`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::fetch_weights`]. Memory may be larger than the sizes named
+/// here.
 #[derive(Clone, Copy, Debug)]
 pub struct FetchWeights<'a> {
     /// Number of choices: tokens times `top_k`.
@@ -56,7 +57,8 @@ pub struct FetchWeights<'a> {
     pub from: ByteSpan<'a>,
     /// The row of each choice, `i32 [choices]`, or -1.
     pub index: ByteSpan<'a>,
-    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0, results are zeros.
+    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0,
+    /// results are zeros.
     pub status: Word<'a, u32>,
     /// The number of each choice, `f32 [choices]`.
     pub out: ByteSpan<'a>,
@@ -95,12 +97,14 @@ impl Functions {
 }
 
 impl Kernels {
-    /// Enqueues the gradients of a weighted combine at the rank of its experts: `<y, g>` of each row, in the order of
-    /// [`RowKernels::dot_rows`](crate::rows::RowKernels::dot_rows), then `g` times the weight of the row, rounded.
+    /// Enqueues the gradients of a weighted combine at the rank of its experts: `<y, g>` of each
+    /// row, in the order of [`RowKernels::dot_rows`](crate::rows::RowKernels::dot_rows), then `g`
+    /// times the weight of the row, rounded.
     ///
     /// # Errors
-    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
-    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`],
+    /// [`DeviceError::Misaligned`], [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`],
+    /// [`DeviceError::Call`].
     pub fn dot_scale(&self, stream: &Stream, dot: &DotScale<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "dot_scale";
         let DotScale { rows, columns, dtype, .. } = *dot;
@@ -125,12 +129,13 @@ impl Kernels {
         // As many threads for a row as it takes vectors to have 16 elements.
         let threads = u64::from(rows) * dtype.size() as u64;
         let grid = grid(stream, threads);
-        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: rows below `rows`, and
-        // columns, which are whole vectors, below `columns`.
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // rows below `rows`, and columns, which are whole vectors, below `columns`.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 
-    /// Enqueues that choices get the numbers of their rows: zero for one without a row, and for all if the status word is set.
+    /// Enqueues the copy of row numbers to choices: zero for a choice without a row, and for all if
+    /// the status word is set.
     ///
     /// # Errors
     /// As [`Kernels::dot_scale`].
@@ -154,8 +159,8 @@ impl Kernels {
             n_rows,
         };
         let grid = grid(stream, choices.into());
-        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: choices below `choices`,
-        // and every index is compared with `n_rows` before it is used.
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // choices below `choices`, and every index is compared with `n_rows` before it is used.
         unsafe { self.gradients.fetch.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }

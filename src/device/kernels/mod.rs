@@ -6,12 +6,13 @@
 //!                               `------------------------> sum <-- homes <==copy engines=================
 //! ```
 //!
-//! They are compute, not communication: optional, listed where used, and what they write is bit for bit what the loops of the
-//! room `rows` write. The sources in `cuda/` are also built for the CPU, where tests hold them to that; docs/kernels.md has
-//! the rounding points.
+//! They are compute, not communication: optional, listed where used, and with the same output bits
+//! as the loops of the module `rows`. The sources in `cuda/` are also built for the CPU, where
+//! tests check that; docs/kernels.md has the rounding points.
 //!
-//! **Status words.** What a kernel finds wrong it writes into a word that the caller names ([`KernelFault`]); the first fault
-//! stays. A sum whose word is set writes zeros: what was computed from rows that cannot be believed never looks like a result.
+//! **Status words.** A kernel writes an error that it finds into a word that the caller names
+//! ([`KernelFault`]); the first fault stays. A sum whose word is set writes zeros: a result of
+//! invalid rows never looks valid.
 
 mod addresses;
 mod check;
@@ -65,10 +66,12 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Has the driver compile them. It needs a driver for CUDA 12.5 or later, and a device of compute capability 8.0 or later.
+    /// Has the driver compile them. It needs a driver for CUDA 12.5 or later, and a device of
+    /// compute capability 8.0 or later.
     ///
     /// # Errors
-    /// [`DeviceError::Module`], [`DeviceError::NoFunction`], [`DeviceError::TooOld`], [`DeviceError::Call`].
+    /// [`DeviceError::Module`], [`DeviceError::NoFunction`], [`DeviceError::TooOld`],
+    /// [`DeviceError::Call`].
     pub fn load(context: &Arc<Context>) -> Result<Self, DeviceError> {
         let text = CStr::from_bytes_with_nul(PTX.as_bytes()).unwrap_or_default();
         let module = Module::load(context, "sidelane", text)?;

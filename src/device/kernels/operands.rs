@@ -73,7 +73,7 @@ impl<'a> Operands<'a> {
         Ok(addresses.table.address())
     }
 
-    /// What the launch takes over.
+    /// Claims for the launch.
     pub fn held(self) -> MutexGuard<'a, Claims> {
         self.held
     }

@@ -7,7 +7,7 @@ use crate::device::range::ByteSpan;
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
-/// What [`Kernels::order`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::order`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct SortArgs<'a> {
     /// Chosen experts, `i32 [choices]`; -1 is dropped.
@@ -40,19 +40,19 @@ struct Parameters {
 }
 
 impl Kernels {
-    /// Enqueues the sorting of choices by bin, as [`SortedRouting`](crate::plan::SortedRouting) numbers entries. What is no expert counts as
-    /// dropped.
+    /// Enqueues the sorting of choices by bin, as [`SortedRouting`](crate::plan::SortedRouting)
+    /// numbers entries. Invalid experts count as dropped.
     ///
     /// # Errors
-    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
-    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn order(&self, stream: &Stream, order: &SortArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "order";
         let SortArgs { choices, top_k, n_experts, bins, .. } = *order;
         let refuse = |what, given: u32, expected| {
             Err(DeviceError::Shape { kernel: KERNEL, what, given: given.into(), expected })
         };
-        // Four passes of a block's threads are added to what is looked at.
+        // Four passes of a block's threads are added to the checked range.
         if !(1..1 << 31).contains(&choices) {
             return refuse("choices", choices, "between 1 and 2^31 - 1");
         }
@@ -73,8 +73,9 @@ impl Kernels {
             n_experts,
             unused: 0,
         };
-        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: choices below `choices`,
-        // experts are compared before they are used, and no more rows are written than there are choices.
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // choices below `choices`, experts are compared before they are used, and no more rows are
+        // written than there are choices.
         unsafe { self.order.launch_struct(stream, operands.held(), Grid::line(bins, THREADS), &parameters) }
     }
 }

@@ -15,7 +15,8 @@ const KERNEL: &str = "pack";
 /// Rows of a slot that one block writes, at most: `PART_ROWS` in the source.
 const PART_ROWS: u32 = 512;
 
-/// What [`Kernels::pack`] and [`Kernels::pack_fp8`] read and write. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::pack`] and [`Kernels::pack_fp8`]. Memory may be larger than the
+/// sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct Pack<'a> {
     /// The shape of every slot.
@@ -34,9 +35,10 @@ pub struct Pack<'a> {
     pub rank_of: ByteSpan<'a>,
     /// The number of each expert at that rank, `i32 [n_experts]`.
     pub local_of: ByteSpan<'a>,
-    /// Where the slot for each rank is written: one's own straight to where it is received.
+    /// Target of the slot for each rank: the own slot goes directly to where it is received.
     pub slots: &'a Addresses,
-    /// The row that a token has in the slot for a rank, `i32 [tokens, ranks]`, or -1: for [`Kernels::sum`].
+    /// The row that a token has in the slot for a rank, `i32 [tokens, ranks]`, or -1: for
+    /// [`Kernels::sum`].
     pub places: ByteSpan<'a>,
     /// Calls so far: the launch adds one, and the new value goes into each header.
     pub counter: Word<'a, u64>,
@@ -72,22 +74,24 @@ struct Parameters {
 }
 
 impl Kernels {
-    /// Enqueues the packing of this rank's rows into slots, in one launch: rows in token order, one for each rank that a
-    /// token chose; headers; zeros in what is not used. Sources and targets must not overlap.
+    /// Enqueues the packing of this rank's rows into slots, in one launch: rows in token order, one
+    /// for each rank that a token chose; headers; zeros in the unused parts. Sources and targets
+    /// must not overlap.
     ///
     /// # Errors
-    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
-    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn pack(&self, stream: &Stream, pack: &Pack<'_>) -> Result<(), DeviceError> {
         self.pack_rows(stream, pack, &self.pack, pack.shape.row_bytes(), 0)
     }
 
-    /// As [`pack`](Self::pack), but a row of a slot is the [record](Fp8RowShape) of one: e4m3, with a scale for each block
-    /// of 128 values, as `Rows::quantise` makes it. `x` is `bf16 [tokens, hidden]`.
+    /// As [`pack`](Self::pack), but a row of a slot is the [record](Fp8RowShape) of one: e4m3, with
+    /// a scale for each block of 128 values, as `Rows::quantise` makes it. `x` is
+    /// `bf16 [tokens, hidden]`.
     ///
     /// # Errors
-    /// As [`pack`](Self::pack). [`DeviceError::Shape`] also if the rows of the shape are not the records of `hidden` values, or
-    /// these not whole vectors of 16 bytes.
+    /// As [`pack`](Self::pack). [`DeviceError::Shape`] also if the rows of the shape are not the
+    /// records of `hidden` values, or these not whole vectors of 16 bytes.
     pub fn pack_fp8(&self, stream: &Stream, pack: &Pack<'_>, hidden: u32) -> Result<(), DeviceError> {
         let refuse =
             |what, given, expected| Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
@@ -146,13 +150,14 @@ impl Kernels {
             ranks,
             hidden,
         };
-        // Two blocks for each multiprocessor, or as many as it takes for each to have a part it can hold.
+        // Two blocks for each multiprocessor, or as many as needed for parts that a block can hold.
         let blocks = stream.context.facts().multiprocessors.saturating_mul(2);
         let parts =
             blocks.div_ceil(ranks).min(shape.max_tokens()).max(shape.max_tokens().div_ceil(PART_ROWS));
         let grid = Grid { blocks: [parts, ranks, 1], ..Grid::line(1, THREADS) };
-        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: tokens below `tokens`,
-        // rows below `max_tokens`, experts below `n_experts`, ranks below `ranks`, and every id is compared before it is used.
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // tokens below `tokens`, rows below `max_tokens`, experts below `n_experts`, ranks below
+        // `ranks`, and every id is compared before it is used.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }

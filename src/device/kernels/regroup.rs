@@ -7,11 +7,12 @@ use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 
-/// Blocks that a multiprocessor has at work, and vectors that a thread moves at a time: `IN_FLIGHT` in the source.
+/// Blocks that run on an SM at once, and vectors that a thread moves at a time: `IN_FLIGHT` in the
+/// source.
 const BLOCKS_AT_WORK: u32 = 8;
 const IN_FLIGHT: u64 = 4;
 
-/// What [`Kernels::regroup`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::regroup`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct PermuteArgs<'a> {
     /// Bytes of a row, a multiple of 16.
@@ -44,12 +45,12 @@ struct Parameters {
 }
 
 impl Kernels {
-    /// Enqueues the gathering of rows: `out[i] = from[index[i]]`. Where no kernel is wanted, a grouped matrix product that takes
-    /// a row index does without it.
+    /// Enqueues the gathering of rows: `out[i] = from[index[i]]`. A grouped matrix product that
+    /// takes a row index does not need this kernel.
     ///
     /// # Errors
-    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
-    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn regroup(&self, stream: &Stream, regroup: &PermuteArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "regroup";
         let PermuteArgs { row_bytes, sources, rows, .. } = *regroup;
@@ -76,8 +77,8 @@ impl Kernels {
         let needed = (u64::from(rows) * (row_bytes / VECTOR)).div_ceil(u64::from(THREADS) * IN_FLIGHT);
         let at_work = stream.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK).clamp(1, 1 << 16);
         let blocks = needed.clamp(1, at_work.into()) as u32;
-        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: rows below `rows`, and
-        // every index is compared with `sources` before it is used.
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // rows below `rows`, and every index is compared with `sources` before it is used.
         unsafe {
             self.regroup.launch_struct(stream, operands.held(), Grid::line(blocks, THREADS), &parameters)
         }

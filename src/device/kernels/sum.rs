@@ -11,7 +11,7 @@ use crate::dtype::Dtype;
 use crate::error::DeviceError;
 use crate::plan::SlotShape;
 
-/// What [`Kernels::sum`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::sum`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct SumArgs<'a> {
     /// The shape of the slots that were dispatched.
@@ -20,15 +20,17 @@ pub struct SumArgs<'a> {
     pub tokens: u32,
     /// Elements of a row.
     pub columns: u32,
-    /// Type of the rows that came home: that of the results, or `f32`.
+    /// Type of the returned rows: that of the results, or `f32`.
     pub rows: Dtype,
     /// Type of the results.
     pub dtype: Dtype,
-    /// Where the rows of each rank came home, `[max_tokens, columns]`, in the order of the slot that was packed for it.
+    /// The returned rows of each rank, `[max_tokens, columns]`, in the order of the slot that was
+    /// packed for it.
     pub homes: &'a Addresses,
     /// What [`Kernels::pack`] wrote, `i32 [tokens, ranks]`.
     pub places: ByteSpan<'a>,
-    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0, results are zeros.
+    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0,
+    /// results are zeros.
     pub status: Word<'a, u32>,
     /// Results, `[tokens, columns]`, at a multiple of 16 bytes.
     pub out: ByteSpan<'a>,
@@ -82,14 +84,16 @@ impl Functions {
 }
 
 impl Kernels {
-    /// Enqueues the sums of combine with `order = rank`: for each token the rows that its ranks sent home, ranks ascending, in
-    /// `f32` from +0, with one rounding. A token without rows gets zeros.
+    /// Enqueues the sums of combine with `order = rank`: for each token the rows that its ranks
+    /// returned, ranks ascending, in `f32` from +0, with one rounding. A token without rows gets
+    /// zeros.
     ///
     /// If the status word is set, all results are zeros.
     ///
     /// # Errors
-    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
-    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`],
+    /// [`DeviceError::Misaligned`], [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`],
+    /// [`DeviceError::Call`].
     pub fn sum(&self, stream: &Stream, sum: &SumArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "sum";
         let function = self.sums.for_types(sum.rows, sum.dtype)?;
@@ -115,8 +119,9 @@ impl Kernels {
         };
         // A launch has one block at least.
         let grid = sums::grid(stream, sum.tokens, sum.columns, sum.dtype);
-        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: tokens below `tokens`,
-        // columns below `columns`, ranks below `ranks`, and every place is compared before it is used.
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // tokens below `tokens`, columns below `columns`, ranks below `ranks`, and every place is
+        // compared before it is used.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }

@@ -10,7 +10,7 @@ use crate::device::stream::Stream;
 use crate::dtype::{Dtype, PartialDtype};
 use crate::error::DeviceError;
 
-/// What [`Kernels::sum_choices`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::sum_choices`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct SumChoices<'a> {
     /// Tokens.
@@ -31,14 +31,16 @@ pub struct SumChoices<'a> {
     pub index: ByteSpan<'a>,
     /// Number of experts.
     pub n_experts: u32,
-    /// The expert of each choice, `i32 [tokens, top_k]`; -1 is dropped. None where choices are in the order of the sum
-    /// already, in one group.
+    /// The expert of each choice, `i32 [tokens, top_k]`; -1 is dropped. None where choices are in
+    /// the order of the sum already, in one group.
     pub experts: Option<ByteSpan<'a>>,
     /// Routing weights, `f32 [tokens, top_k]`, for rows that have not got theirs yet.
     pub weights: Option<ByteSpan<'a>>,
-    /// The group of each expert, `i32 [n_experts]`: its rank for `order = rank`, its node for `node`. None for `expert`.
+    /// The group of each expert, `i32 [n_experts]`: its rank for `order = rank`, its node for
+    /// `node`. None for `expert`.
     pub group_of: Option<ByteSpan<'a>>,
-    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0, results are zeros.
+    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0,
+    /// results are zeros.
     pub status: Word<'a, u32>,
     /// Results, `[tokens, columns]`, at a multiple of 16 bytes.
     pub out: ByteSpan<'a>,
@@ -95,13 +97,15 @@ impl Kernels {
         }
     }
 
-    /// Enqueues the sums of combine where every choice has a row of its own, in `f32` from +0: the rows of a group by
-    /// ascending expert, each times its weight, rounded, then added; the groups, rounded to the wire's type, ascending; one
-    /// rounding at the end. A token without rows gets zeros, and all do if the status word is set.
+    /// Enqueues the sums of combine where every choice has a row of its own, in `f32` from +0: the
+    /// rows of a group by ascending expert, each times its weight, rounded, then added; the groups,
+    /// rounded to the wire's type, ascending; one rounding at the end. A token without rows gets
+    /// zeros, and all do if the status word is set.
     ///
     /// # Errors
-    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
-    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`],
+    /// [`DeviceError::Misaligned`], [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`],
+    /// [`DeviceError::Call`].
     pub fn sum_choices(&self, stream: &Stream, sum: &SumChoices<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "sum_choices";
         let (dtype, wire) = (sum.dtype, sum.wire);
@@ -146,8 +150,9 @@ impl Kernels {
             wire: u32::from(wire == PartialDtype::Bf16),
         };
         let grid = sums::grid(stream, sum.tokens, sum.columns, dtype);
-        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: tokens below `tokens`,
-        // columns below `columns`, and every expert and index is compared before it is used.
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // tokens below `tokens`, columns below `columns`, and every expert and index is compared
+        // before it is used.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }

@@ -1,4 +1,4 @@
-//! What the launches of both kinds of sums share: blocks for tokens and parts of rows.
+//! Common parts of both kinds of sums: blocks for tokens and parts of rows.
 
 use super::THREADS;
 use super::operands::VECTOR;
@@ -24,7 +24,8 @@ pub(super) fn check_columns(kernel: &'static str, columns: u32, out: Dtype) -> R
     Ok(())
 }
 
-/// A block for each token and part of a row, or as many as the device has at work; one if there are no tokens.
+/// A block for each token and part of a row, or as many as the device runs at once; one if there
+/// are no tokens.
 pub(super) fn grid(stream: &Stream, tokens: u32, columns: u32, out: Dtype) -> Grid {
     let across = (columns / elements(out)).div_ceil(THREADS).clamp(1, 1 << 15);
     let at_work = stream.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK);

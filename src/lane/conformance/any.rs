@@ -1,5 +1,4 @@
-//! Any puts and signals, over cards that are fast and slow: the same bytes land, by the same work
-//! requests.
+//! Any puts and signals, over fast and slow NICs: the same bytes land, by the same work requests.
 
 use proptest::prelude::*;
 
@@ -79,8 +78,8 @@ fn perform(steps: &[Step], end: &End<'_>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// Little staging, so that a card which is slow makes its sender wait again and again, in the
-    /// middle of a write, too.
+    /// Little staging, so that a slow NIC makes its sender wait often, also in the middle of a
+    /// write.
     #[test]
     fn how_many_requests_come_of_some_calls_does_not_depend_on_how_fast_the_card_is(
         steps in steps(),

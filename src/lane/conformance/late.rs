@@ -50,7 +50,7 @@ fn finish(new: &World, old: Option<&World>, fabric: &Fabric) -> Option<u64> {
     let group = new.all().unwrap();
     let mut window = group.window(4096).unwrap();
     if let Some(old) = old {
-        // Now it leaves, and nobody answers: the put fails, and then what was posted behind it.
+        // Now it leaves, and no peer answers: the put fails, and then the requests behind it.
         fabric.flush();
         let until = Instant::now() + SHORT;
         while old.nic_counters().failed < 2 {

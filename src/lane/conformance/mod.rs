@@ -258,7 +258,7 @@ fn play(scenario: &Scenario, world: &World) {
         let place = (scenario.name, actor.lane, actor.me, number, act);
         assert_eq!(actor.verdict(actor.act(*act, &group)), *expected, "{place:?}");
     }
-    // Nobody leaves while the other still looks.
+    // No rank leaves while the other still reads.
     let _ = group.gather(&[]);
 }
 
@@ -299,7 +299,7 @@ fn the_paced_lane_conforms() {
     conforms("paced");
 }
 
-/// The suite over cards without hardware, which execute at once, or only when their sender looks.
+/// The suite over NICs without hardware, which execute at once, or only when their sender polls.
 fn verbs(signal: SignalMode) {
     for held in [false, true] {
         let fabric = Fabric::new(&["card0"]);
@@ -309,7 +309,7 @@ fn verbs(signal: SignalMode) {
         let settings = Settings { signal, ..Settings::default() };
         let options =
             Options { rail: NetChoice::Verbs, stand_in: Some(fabric.ground(settings)), ..Options::default() };
-        // A held card sends nothing while its rank looks elsewhere: it may be late for a short deadline.
+        // A held NIC sends only while its rank polls: it may be late for a short deadline.
         let patient = suite::SUITE.iter().filter(|scenario| !held || scenario.deadline == suite::LONG);
         patient.for_each(|scenario| run(scenario, [0, 1], &options));
         assert_eq!(fabric.leftovers(), (0, 0));

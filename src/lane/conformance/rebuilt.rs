@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Ranks 0 and 2 keep the old world, whose queue pairs are in error then; ranks 1 and 3 drop it,
-//! and theirs are gone.
+//! and theirs no longer exist.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -41,7 +41,7 @@ fn late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next() {
     let signs = Signs(std::env::var_os("SIDELANE_TEST_SIGNS").expect("the folder of signs").into());
     let config = Config { heap: 32 << 20, symmetric: 4 << 20, ..Config::default() };
     let mut options = Options { config, ..Options::from_env().unwrap() };
-    // Nobody dies here, and a machine that is emulated may be away for seconds.
+    // No rank dies here, and an emulated machine may be unresponsive for seconds.
     options.clocks.liveness = PATIENCE;
     let old = World::from_env_with(options).unwrap();
     assert_eq!((old.size(), old.epoch(), old.net().unwrap().lane), (RANKS, 0, "verbs"));
@@ -73,7 +73,7 @@ fn late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next() {
     let rows: u64 = layers.iter_mut().map(|layer| verify(layer, &new)).sum();
     let failed = old.map_or(0, |old| old.nic_counters().failed);
     println!("verified {rows} rows; requests of the old world that failed: {failed}");
-    // Nobody leaves while another one still receives.
+    // No rank leaves while another one still receives.
     group.gather(&[]).unwrap();
 }
 

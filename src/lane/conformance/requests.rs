@@ -1,5 +1,5 @@
-//! How many work requests come of some puts and a signal: exactly, by the rail's own count, by its
-//! forecast and by the card's.
+//! The exact number of work requests for some puts and a signal: by the connection's own count, by
+//! its forecast and by the NIC's count.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,7 +17,7 @@ use crate::schedule::{Index, Tag};
 use crate::topology::Route;
 use crate::{ExpertParallel, Options};
 
-/// Bytes of the window: a flag's line, what lands, and, from `SOURCE` on, what is sent.
+/// Bytes of the window: a flag's line, landed bytes and, from `SOURCE` on, sent bytes.
 const WINDOW: u64 = 1 << 20;
 pub(super) const DATA: u64 = 64;
 pub(super) const SOURCE: u64 = WINDOW / 2;
@@ -72,8 +72,7 @@ fn scattered(count: usize) -> Vec<u32> {
     (0..count as u32).map(|row| 2 * (row * 7 % 61)).collect()
 }
 
-/// Cards that take `pieces` pieces to a request and, if `held`, execute only when they are looked
-/// at.
+/// NICs that take `pieces` pieces per request and, if `held`, execute only when they are polled.
 pub(super) fn fabric(pieces: u32, held: bool) -> Arc<Fabric> {
     let fabric = Fabric::new(&["card0"]);
     fabric.change("card0", |card| card.sges = pieces);
@@ -208,7 +207,7 @@ fn a_write_that_is_gathered_ends_with_a_chunk_a_signal_and_a_settling() {
     let settings = Settings { chunk: 4096, signal: SignalMode::Immediate, ..Settings::default() };
     let (all, _) = counted(&fabric(8, false), settings, |end| {
         end.put(0, 96, false);
-        // Two chunks in all: the first takes what it can.
+        // Two chunks in all: the first is as long as possible.
         end.put(96, 8096, true);
         end.signal(2, None);
         end.put(8192, 100, false);
@@ -228,7 +227,7 @@ fn put_and_signal(signal: SignalMode, len: usize) -> RailCounters {
         let mut window = world.all().unwrap().window(1 << 20).unwrap();
         let mut counted = RailCounters::default();
         if world.rank() == 0 {
-            // The first signal of a word tells more than the others.
+            // The first signal of a word carries more than the others.
             window.signal(1, 1).unwrap();
             window.quiet().unwrap();
             let before = world.nic_counters();
@@ -282,7 +281,7 @@ fn telling_a_partner_that_its_signals_were_taken_does_not_end_a_write_that_is_ga
         }
         group.gather(&[]).unwrap();
         if world.rank() == 1 {
-            // With the first one a quarter of the receives: then there is something to tell.
+            // With the first one a quarter of the receives: then there is a count to report.
             for value in 2..=64 {
                 rail.signal(to(0), value, None, patience).unwrap();
             }
@@ -358,9 +357,10 @@ fn a_dispatch_into_fixed_slots_is_as_many_requests_to_a_partner_as_its_puts_and_
     {
         for tokens in [1, 3, 7] {
             let immediate = signal == SignalMode::Immediate;
-            // That this node is here, and the signal; the header of the block, and the signal with its tag.
+            // This node's entry, and the signal; the header of the block, and the signal with its
+            // tag.
             let before = if immediate { 1 + 2 } else { 2 + 3 };
-            // Rows with the zeros of unused slots; what goes with them with its zeros; the signal.
+            // Rows with the zeros of unused slots; their metadata with its zeros; the signal.
             let slot = if immediate { 1 + 1 } else { 1 + 1 + 1 };
             // Rows of each chunk that has any, and its signal: the relay makes the zeros.
             let chunks = if immediate { CHUNKS } else { CHUNKS.min(tokens) + CHUNKS };

@@ -55,8 +55,8 @@ fn a_dead_world_ends_the_wait_for_credit_with_its_cause() {
     });
 }
 
-/// Runs `attack` at rank 0 with a port that is wrong about the windows of rank 1, on another node:
-/// its card must refuse.
+/// Runs `attack` at rank 0 with a port that has wrong windows of rank 1, on another node: its NIC
+/// must refuse.
 fn refused(attack: impl Fn(&Actor, Port) + Sync) {
     for rail in [NetChoice::Loop, NetChoice::Tcp] {
         refused_over(rail, &attack);

@@ -46,8 +46,8 @@ const IDLE_ROUNDS_IN_A_CROWD: u32 = 1;
 const LINGER: Duration = Duration::from_millis(500);
 
 impl ProgressThread {
-    /// Starts the thread. It sleeps until there are rails and news; on a `crowded` machine, with
-    /// fewer cores than ranks and their cards, sooner than on others.
+    /// Starts the thread. It sleeps until there are connections and events; on an `oversubscribed`
+    /// machine, with fewer cores than ranks and their progress threads, sooner than on others.
     ///
     /// # Errors
     /// [`LaneError::System`].
@@ -79,7 +79,7 @@ impl ProgressThread {
         &self.shared.regions
     }
 
-    /// The descriptor by which peers wake this card.
+    /// The descriptor by which peers wake this thread.
     pub fn bell(&self) -> BorrowedFd<'_> {
         self.shared.bell.as_fd()
     }
@@ -91,7 +91,7 @@ impl ProgressThread {
     pub fn attach(&self, rail: Arc<dyn NetConnection>) -> Result<(), LaneError> {
         if let Some(bell) = rail.event_fd() {
             match epoll::add(&self.shared.bells, bell, EventData::new_u64(1), EventFlags::IN) {
-                // Rails may share a bell.
+                // Connections may share an event descriptor.
                 Ok(()) | Err(Errno::EXIST) => {}
                 Err(errno) => return Err(system("epoll_ctl")(errno)),
             }
@@ -106,8 +106,8 @@ impl ProgressThread {
         self.shared.rails().iter().find(|rail| rail.peer() == peer).cloned()
     }
 
-    /// Takes what has come over all rails. A thread next to compute sleeps when there is nothing,
-    /// until the card has news for it: from now on the card cuts in as it does.
+    /// Receives from all connections. A thread next to compute sleeps without events until the NIC
+    /// signals one: from now on the NIC interrupts.
     pub fn progress(&self) {
         if wait::is_beside_compute() {
             self.shared.beside_compute.store(true, Ordering::Relaxed);
@@ -135,7 +135,7 @@ impl Drop for ProgressThread {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.ring();
-        // The card itself may be the last to let go of a world, when it has found a fault.
+        // This thread itself may be the last to drop a world, when it has found a fault.
         if let Some(thread) = self.thread.take().filter(|t| t.thread().id() != std::thread::current().id()) {
             let _ = thread.join();
         }

@@ -5,7 +5,7 @@
 pub struct Counters {
     /// Work requests posted to the send queue.
     pub requests: u64,
-    /// Doorbells: times that the NIC was told of new requests.
+    /// Doorbells: notifications of the NIC about new requests.
     pub doorbells: u64,
     /// Completions of sends.
     pub completions: u64,
@@ -13,13 +13,13 @@ pub struct Counters {
     pub packets: u64,
     /// Bytes that the requests carried.
     pub bytes: u64,
-    /// Of these, bytes that were copied before the card read them.
+    /// Of these, bytes that were copied before the NIC read them.
     #[serde(rename = "copied_bytes")]
     pub copied: u64,
     /// Completions of receives.
     pub received: u64,
-    /// Completions that said a request had failed: the first fault of a rail, and what was in
-    /// flight behind it. Late requests of a failed world end here.
+    /// Completions of failed requests: the first fault of a connection, and the requests in flight
+    /// behind it. Late requests of a failed world end here.
     pub failed: u64,
 }
 

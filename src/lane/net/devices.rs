@@ -1,4 +1,4 @@
-//! Memory of devices on rails: whether a card reads and writes it by itself, and why not.
+//! Device memory on nets: whether a NIC accesses it directly, and why not.
 //!
 //! ```text
 //!   driver gives a descriptor (dma-buf) -- card's library takes it --> registered by descriptor
@@ -14,7 +14,7 @@ use super::{RemoteAddress, SendBlocked};
 use crate::device::{Context, DeviceRange};
 use crate::lane::wait::WaitLimits;
 
-/// A rank's memory on its device, and that of local peers, to be registered with its cards.
+/// A rank's memory on its device, and that of local peers, to be registered with its NICs.
 #[derive(Debug)]
 pub struct DeviceMemory {
     /// The device that reaches all of it.
@@ -29,7 +29,7 @@ pub struct DeviceMemory {
     pub strict: u64,
 }
 
-/// How cards know memory of a device.
+/// How NICs address device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Registration {
@@ -57,7 +57,7 @@ pub enum NoDmaBuf {
     Driver,
     /// libibverbs is too old to take one.
     Library,
-    /// The card's driver refused it.
+    /// The NIC's driver refused it.
     Card {
         /// Its answer.
         errno: i32,
@@ -73,19 +73,20 @@ pub enum NoGpuDirect {
     /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device
     /// awaits.
     Messages,
-    /// The card takes the device's memory neither by a descriptor nor by its address.
+    /// The NIC takes the device's memory neither by a descriptor nor by its address.
     Card {
         /// Why not by a descriptor.
         dma_buf: NoDmaBuf,
         /// Its answer for the address.
         errno: i32,
     },
-    /// The device sees what cards write in no order, and its streams cannot wait until it is there.
+    /// The device sees NICs' writes in no order, and its streams cannot wait until they have
+    /// landed.
     Unordered,
-    /// The device takes all streams from one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`):
-    /// nothing would get past a stream that waits for what a card writes, to end its wait.
+    /// The device takes all streams from one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`): no
+    /// operation could pass a stream that waits for a NIC's write, to end its wait.
     OneQueue,
-    /// The device or the card of another rank (of the group) is why.
+    /// The device or the NIC of another rank (of the group) is the reason.
     Rank(u32),
 }
 

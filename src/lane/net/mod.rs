@@ -7,9 +7,9 @@
 //! | paced | the same, to measure with | the same, but signals come when a slower link would bring them |
 //! | tcp | any machines | records on a connection, proved to be the peer's |
 //!
-//! A [`Port`](super::Port) sees one interface: a [`NetConnection`] per peer takes puts to (region, offset)
-//! of the peer, and signals that become visible after them. The [`ProgressThread`] thread serves all
-//! connections of a rank while the rank computes.
+//! A [`Port`](super::Port) sees one interface: a [`NetConnection`] per peer takes puts to (region,
+//! offset) of the peer, and signals that become visible after them. The [`ProgressThread`] thread
+//! serves all connections of a rank while the rank computes.
 
 mod card;
 mod counters;
@@ -51,7 +51,7 @@ pub const LOOP: &str = "loopback";
 /// See [`LOOP`].
 pub const PACED: &str = "paced";
 
-/// Whether a lane joins nodes of one machine, where what it moves is copied by the cores.
+/// Whether a lane joins nodes of one machine, so that the cores copy its bytes.
 pub fn is_copied(lane: &str) -> bool {
     [LOOP, PACED].contains(&lane)
 }
@@ -75,7 +75,7 @@ impl RemoteAddress {
 /// Blocked send: the wait for credit or completion ended early.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SendBlocked {
-    /// Position in what was sent that had to be free or done.
+    /// Position in the sent bytes that had to be free or done.
     pub awaited: u64,
     /// Position reached.
     pub seen: u64,
@@ -94,7 +94,7 @@ pub struct WireOffer {
 }
 
 impl WireOffer {
-    /// Whether there is nothing in it.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty() && self.descriptors.is_empty()
     }
@@ -122,7 +122,8 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
     /// Of the lane, if it cannot be opened.
     fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error>;
 
-    /// Lets peers write to a region. Returns the description that they need ([`NetConnection::import_region`]).
+    /// Lets peers write to a region. Returns the description that they need
+    /// ([`NetConnection::import_region`]).
     ///
     /// # Errors
     /// Of the lane, if the memory cannot be registered.
@@ -164,7 +165,7 @@ pub trait WireEnd {
     /// Joins the two ends, now that the peer has offered its own. Collective over the pair.
     ///
     /// # Errors
-    /// Of the lane, if the peer cannot be reached or what it offered makes no sense.
+    /// Of the lane, if the peer cannot be reached or its offer is invalid.
     fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error>;
 }
 
@@ -180,8 +181,8 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     /// The peer's rank in the world.
     fn peer(&self) -> u32;
 
-    /// Writes bytes to the peer. Bytes of this rank's own regions are read until [`NetConnection::settle`]
-    /// has returned; all others may be changed as soon as this returns.
+    /// Writes bytes to the peer. Bytes of this rank's own regions are read until
+    /// [`NetConnection::settle`] has returned; all others may be changed as soon as this returns.
     ///
     /// # Errors
     /// [`SendBlocked`], if the peer takes nothing.
@@ -246,8 +247,8 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     /// anything to do.
     fn progress(&self, health: &Health) -> bool;
 
-    /// Requests a wake-up for new work: by [`NetConnection::event_fd`], or by the peer through the event
-    /// descriptor of the [`ProgressThread`]. Returns whether there is work already.
+    /// Requests a wake-up for new work: by [`NetConnection::event_fd`], or by the peer through the
+    /// event descriptor of the [`ProgressThread`]. Returns whether there is work already.
     fn arm(&self, health: &Health) -> bool;
 
     /// A descriptor that is readable when there is something to do, if this rail has one of its
@@ -262,7 +263,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
         true
     }
 
-    /// Takes note of what the peer says of a region of its own.
+    /// Takes note of the peer's description of a region of its own.
     ///
     /// # Errors
     /// If that makes no sense.

@@ -32,7 +32,7 @@ impl Regions {
         table.len() as u32 - 1
     }
 
-    /// A number for memory that cards alone write to.
+    /// A number for memory that only NICs write.
     pub fn reserve(&self) -> u32 {
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
         table.push(None);
@@ -49,7 +49,7 @@ impl Regions {
         }
     }
 
-    /// Does what a record asks.
+    /// Performs the operation of a record.
     ///
     /// # Safety
     /// `payload` must be readable for the length of a `Put` record.
@@ -73,7 +73,8 @@ impl Regions {
                 if line.as_ptr().align_offset(64) != 0 {
                     return Err(MemoryError::Misaligned { address: line.as_ptr() as usize, align: 64 });
                 }
-                // SAFETY: an aligned line inside its region; the region table is locked, which keeps the mapping alive.
+                // SAFETY: an aligned line inside its region; the region table is locked, which
+                // keeps the mapping alive.
                 unsafe { FlagLine::new(line) }.raise(value, tag.as_ref());
                 Ok(())
             })?,

@@ -1,4 +1,4 @@
-//! What all streams of a run know: how far nodes are, which are at it since when, and what went wrong.
+//! Shared state of all streams of a run: progress of nodes, running nodes since when, and failures.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,8 @@ use crate::exec::Recorder;
 use crate::overlap::graph::Edge;
 use crate::overlap::outcome::NodeError;
 
-/// The shortest sleep of the watcher: limits below it are noticed a little late, and nobody spins.
+/// The shortest sleep of the watcher: limits below it are noticed a little late, and no thread
+/// spins.
 const SOON: Duration = Duration::from_millis(1);
 
 /// How long the caller sleeps between two questions of its user's.
@@ -47,16 +48,17 @@ enum Reached {
 struct State {
     reached: Vec<Reached>,
     begun: usize,
-    /// Nodes that are at it, since when.
+    /// Running nodes, since when.
     running: Vec<(usize, Instant)>,
-    /// Those that were named while they were at it: what comes of having been late is not said again.
+    /// Nodes that were reported while they ran: errors that follow from their lateness are not
+    /// reported again.
     named: Vec<usize>,
     /// Streams that have not left.
     streams: usize,
     trouble: Option<Trouble>,
     /// The hook is hearing of it.
     telling: bool,
-    /// It is over for others too: what goes wrong from now on comes of it.
+    /// The run has ended for others too: later errors follow from that.
     over: bool,
 }
 
@@ -64,7 +66,7 @@ struct State {
 #[derive(Debug)]
 struct Trouble {
     error: OverlapError,
-    /// The node that took too long, and is still at it.
+    /// The node that took too long, and still runs.
     late: Option<usize>,
 }
 
@@ -115,7 +117,8 @@ impl<'h> RunState<'h> {
         Leaving(self)
     }
 
-    /// Waits until a node can begin, and says to whom and when it did; none begins once something went wrong.
+    /// Waits until a node can begin, and returns its argument and its start; none begins after a
+    /// failure.
     pub fn begin(&self, node: usize, after: &[Edge]) -> Option<(Run, Instant)> {
         let mut state = self.state();
         let needed = |edge: &Edge| if edge.halfway { Reached::Half } else { Reached::End };
@@ -138,7 +141,8 @@ impl<'h> RunState<'h> {
         }
     }
 
-    /// Until something has changed. A caller that brings a question asks it now and then, and gives up if it is to.
+    /// Waits for a change. A caller with an interrupt check runs it now and then, and gives up on
+    /// its request.
     fn sleep<'g>(&'g self, state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
         if !has_interrupt_check() {
             return self.board.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -190,7 +194,8 @@ impl<'h> RunState<'h> {
         self.trouble(self.told(self.state()), error, None);
     }
 
-    /// Looks whether nodes take too long, until it is over for others too, or there is nothing more to look at.
+    /// Checks whether nodes take too long, until the run has ended for others too, or no node is
+    /// left to check.
     pub fn watch(&self) {
         let Some(limit) = self.limit else { return };
         let mut state = self.state();
@@ -209,7 +214,7 @@ impl<'h> RunState<'h> {
                 state = self.state();
                 continue;
             }
-            // What begins meanwhile has its time up later, so nobody has to say that it began.
+            // A node that begins meanwhile times out later, so its begin needs no wake-up.
             let left = limit - oldest.map_or(Duration::ZERO, |(_, took)| took);
             let waited = self.rare.wait_timeout(state, left.max(SOON));
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -227,7 +232,7 @@ impl<'h> RunState<'h> {
         OverlapError::Overran { at: self.places[node], took, limit, not_begun }
     }
 
-    /// Notes it, and tells the hook, which is hearing of nothing else.
+    /// Records the error, and calls the hook, unless that is in a call.
     fn trouble(&self, mut state: MutexGuard<'_, State>, error: OverlapError, late: Option<usize>) {
         if state.over {
             return;
@@ -247,7 +252,7 @@ impl<'h> RunState<'h> {
         self.rare.notify_all();
     }
 
-    /// Once the hook has heard what it is being told.
+    /// Once the hook has returned.
     fn told<'g>(&self, state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
         self.board.changed.wait_while(state, |state| state.telling).unwrap_or_else(PoisonError::into_inner)
     }

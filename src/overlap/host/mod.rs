@@ -7,8 +7,9 @@
 //!   (a watcher,    where there is a limit: asleep until the node that is longest at it has had its time)
 //! ```
 //!
-//! Threads are scoped: none outlives the run, whatever happens in it. They cannot be killed, so a node that takes too long is
-//! named when its time is up, to the hook, and returned as an error when it has come back.
+//! Threads are scoped: none outlives the run, whatever happens in it. They cannot be killed, so a
+//! node that takes too long is reported to the hook at its deadline, and returned as an error when
+//! it has ended.
 
 mod ledger;
 
@@ -33,25 +34,27 @@ pub struct Run {
 }
 
 impl Run {
-    /// Whether a node has gone wrong meanwhile, so that what this one makes will not be used. A long one may look, and end.
+    /// Whether another node has failed meanwhile, so that this node's results will not be used. A
+    /// long node may check this, and end.
     pub fn is_given_up(&self) -> bool {
         self.board.is_given_up()
     }
 
-    /// Lets nodes begin that wait for no more than that this one is [halfway](super::Node::halfway). What comes behind that is
-    /// beside them.
+    /// Lets nodes begin that wait only until this one is [halfway](super::Node::halfway). The rest
+    /// of this node is concurrent with them.
     pub fn halfway(&self) {
         self.board.halfway(self.node);
     }
 }
 
-/// Who hears at once that a run is given up, and says whether others do.
+/// Called at once when a run is abandoned; returns whether other nodes end by themselves.
 type Hook<'h> = dyn Fn(&OverlapError) -> ControlFlow<()> + Sync + 'h;
 
 /// Carries graphs out on threads of the host.
 ///
-/// The caller's thread is the stream [`Compute(0)`](StreamId::Compute), or the first one of the graph if that has no node: so
-/// what computes finds its thread's own things, and a caller that goes on finds all done.
+/// The caller's thread is the stream [`Compute(0)`](StreamId::Compute), or the first one of the
+/// graph if that has no node: so compute nodes find their thread's own state, and all work is done
+/// when the caller continues.
 #[derive(Clone, Copy)]
 pub struct HostExecutor<'h> {
     overlap: bool,
@@ -72,7 +75,8 @@ impl<'h> HostExecutor<'h> {
         HostExecutor { overlap: true, limit: None, hook: None, recorder: None }
     }
 
-    /// Without overlap, the same graph runs in launch order on the caller's thread: to the same bits.
+    /// Without overlap, the same graph runs in launch order on the caller's thread: to the same
+    /// bits.
     pub fn overlap(self, overlap: bool) -> Self {
         HostExecutor { overlap, ..self }
     }
@@ -82,18 +86,19 @@ impl<'h> HostExecutor<'h> {
         HostExecutor { limit: Some(limit), ..self }
     }
 
-    /// Who hears that a run is given up, at the moment when that is known: while nodes are still at it, on any
-    /// thread. An owner that has nodes which wait for other ranks, or others that wait for it, cancels its
-    /// [`World`](crate::World) here: all these waits end then, and so [`Break`](ControlFlow::Break) is what it answers: what else
-    /// goes wrong comes of it. By [`Continue`](ControlFlow::Continue) it lets others go on, as after a call that all ranks
-    /// were refused: nodes that are at it are watched as before, and what goes wrong with one is told too; if that is the end, it is
-    /// what the run returns. The hook must not panic, nor wait for nodes.
+    /// Hook that is called when a run is abandoned, at once, while nodes still run, on any thread.
+    /// If nodes wait for other ranks, or other ranks for them, the hook cancels its
+    /// [`World`](crate::World): all these waits end, and it returns [`Break`](ControlFlow::Break),
+    /// since later errors follow from that. With [`Continue`](ControlFlow::Continue) the others go
+    /// on, as after a call that all ranks were refused: running nodes are watched as before, and
+    /// the hook is called for their errors, too. If one of these ends the run, the run returns it.
+    /// The hook must not panic, nor wait for nodes.
     pub fn on_error(self, hook: &'h Hook<'h>) -> Self {
         HostExecutor { hook: Some(hook), ..self }
     }
 
-    /// Keeps when each node ran, such as in [`World::recorder`](crate::World::recorder), so that a timeline shows them beside
-    /// what moves.
+    /// Records when each node ran, for example in [`World::recorder`](crate::World::recorder), so
+    /// that a timeline shows them next to the transfers.
     pub fn recorder(self, recorder: Option<&'h Recorder>) -> Self {
         HostExecutor { recorder, ..self }
     }
@@ -106,7 +111,7 @@ impl fmt::Debug for HostExecutor<'_> {
     }
 }
 
-/// A stream with its nodes: their places in launch order, and what they do.
+/// A stream with its nodes: their places in launch order, and their work.
 type Queue<'a> = Vec<(usize, Entry<'a, Run>)>;
 
 impl Executor for HostExecutor<'_> {

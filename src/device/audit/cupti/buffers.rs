@@ -1,5 +1,5 @@
-//! Buffers that CUPTI fills. It asks for them and gives them back on threads of its own, by callbacks that take no argument of
-//! ours: so they lie in a static, until somebody reads them.
+//! Buffers that CUPTI fills. It asks for them and gives them back on threads of its own, by
+//! callbacks that take no argument of ours: so they lie in a static until they are read.
 
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
@@ -25,7 +25,7 @@ pub fn take() -> Vec<Filled> {
 /// As [`Request`](super::ffi::Request) says: three places for results.
 pub unsafe extern "C" fn request(buffer: *mut *mut u8, size: *mut usize, records: *mut usize) {
     let words = Box::into_raw(vec![0_u64; WORDS].into_boxed_slice());
-    // SAFETY: by the contract; whoever gets the buffer gives it back to `complete`.
+    // SAFETY: by the contract; the receiver of the buffer gives it back to `complete`.
     unsafe {
         buffer.write(words.cast());
         size.write(WORDS * 8);
@@ -34,7 +34,8 @@ pub unsafe extern "C" fn request(buffer: *mut *mut u8, size: *mut usize, records
 }
 
 /// # Safety
-/// As [`Complete`](super::ffi::Complete) says: the buffer is from [`request`], and nobody uses it any more.
+/// As [`Complete`](super::ffi::Complete) says: the buffer is from [`request`], and no code uses it
+/// any more.
 pub unsafe extern "C" fn complete(
     _context: *mut c_void,
     _stream: u32,

@@ -1,7 +1,9 @@
-//! What is used of CUPTI's header: the first fields of three records, a few numbers, and the functions.
+//! The used part of CUPTI's header: the first fields of three records, a few numbers, and the
+//! functions.
 //!
-//! A record grows at its end with each version, and has another name then. What is declared here lies at the same place in all
-//! of them, from CUDA 12.1 on: `tests/cupti-abi` compares it with the headers of several.
+//! A record grows at its end with each version, and has another name then. The declared fields lie
+//! at the same place in all of them, from CUDA 12.1 on: `tests/cupti-abi` compares it with the
+//! headers of several.
 
 use std::ffi::{c_char, c_void};
 
@@ -15,15 +17,15 @@ pub const MEMCPY2: u32 = 22;
 pub const SUCCESS: u32 = 0;
 /// There is no further record in a buffer.
 pub const MAX_LIMIT_REACHED: u32 = 12;
-/// A flush gives also what is not complete.
+/// A flush also returns incomplete buffers.
 pub const FLUSH_FORCED: u32 = 1;
 
-/// Work for the multiprocessors, and what the driver does with it.
+/// Work for the SMs, and the driver's work for it.
 pub const CHANNEL_COMPUTE: u32 = 1;
 /// Work for a copy engine.
 pub const CHANNEL_ASYNC_MEMCPY: u32 = 2;
 
-/// The first version whose records are known to have all of this: that of CUDA 12.1.
+/// The first version whose records are known to have all of these fields: that of CUDA 12.1.
 pub const OLDEST: u32 = 18;
 
 /// The beginning of `CUpti_ActivityKernel9` and its successors.
@@ -67,7 +69,7 @@ pub struct MemcpyPtoP {
 
 /// CUPTI asks for a buffer: where it begins, its bytes, the most records (0: as many as fit).
 pub type Request = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
-/// CUPTI gives one back: two that mean nothing any more, where it begins, its bytes, bytes of records.
+/// CUPTI gives one back: two obsolete arguments, its address, its bytes, bytes of records.
 pub type Complete = unsafe extern "C" fn(*mut c_void, u32, *mut u8, usize, usize);
 
 macro_rules! functions {
@@ -82,7 +84,8 @@ macro_rules! functions {
             /// Gives the name of the first that is missing.
             ///
             /// # Safety
-            /// The library is CUPTI, or something with the same symbols of the same types, and is never unloaded.
+            /// The library is CUPTI, or a library with the same symbols of the same types, and is
+            /// never unloaded.
             pub unsafe fn from(library: &libloading::Library) -> Result<Self, &'static str> {
                 Ok(Functions {
                     $( $name: {

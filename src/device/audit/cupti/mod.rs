@@ -1,4 +1,5 @@
-//! CUPTI, NVIDIA's library for tools: a list of what the device did, kernels of the driver's own among it.
+//! CUPTI, NVIDIA's library for tools: a list of the device's work, including the driver's own
+//! kernels.
 //!
 //! ```text
 //!   Cupti::open ---- from here on CUPTI writes records -----------------------------> dropped
@@ -6,8 +7,8 @@
 //!   recorded() ----------+-- flushed, walked, read (records) --> Vec<Activity>
 //! ```
 //!
-//! Loaded at run time, like the driver, and by nobody but `sidelane gpu-check`. It is the old interface, without subscribers,
-//! that all versions for CUDA 12 and 13 have.
+//! Loaded at run time, like the driver, and only by `sidelane gpu-check`. It is the old interface,
+//! without subscribers, that all versions for CUDA 12 and 13 have.
 
 mod buffers;
 mod ffi;
@@ -26,7 +27,7 @@ use crate::error::DeviceError;
 use buffers::Filled;
 use records::Cut;
 
-/// What the loader is asked for, by the driver's version: a newer CUPTI does not work with an older driver.
+/// Names for the loader, by the driver's version: a newer CUPTI does not work with an older driver.
 const NAMES: [&str; 2] = ["libcupti.so.12", "libcupti.so.13"];
 
 /// The variable with a path.
@@ -35,7 +36,8 @@ const VARIABLE: &str = "SIDELANE_CUPTI_LIBRARY";
 /// The records that are asked for.
 const KINDS: [u32; 3] = [ffi::CONCURRENT_KERNEL, ffi::MEMCPY, ffi::MEMCPY2];
 
-/// CUPTI, writing records until it is dropped. One at a time in a process: its buffers are the process's.
+/// CUPTI, writing records until it is dropped. One at a time in a process: its buffers are the
+/// process's.
 pub struct Cupti {
     functions: ffi::Functions,
     name: String,
@@ -45,15 +47,16 @@ pub struct Cupti {
 }
 
 impl Cupti {
-    /// What the loader is asked for.
+    /// Names for the loader.
     pub const NAMES: [&str; 2] = NAMES;
 
-    /// Loads what `SIDELANE_CUPTI_LIBRARY` names, or `libcupti.so.12` or `.13`, and has it write records of kernels and copies from now
-    /// on, best before there is a context. With the stand-in driver of the tests only the variable counts.
+    /// Loads the library that `SIDELANE_CUPTI_LIBRARY` names, or `libcupti.so.12` or `.13`. From
+    /// now on it writes records of kernels and copies; call this before there is a context. With
+    /// the fake driver of the tests only the variable counts.
     ///
     /// # Errors
-    /// [`DeviceError::NoCupti`], [`DeviceError::MissingSymbol`], [`DeviceError::OldCupti`], [`DeviceError::Call`] with CUPTI's
-    /// code.
+    /// [`DeviceError::NoCupti`], [`DeviceError::MissingSymbol`], [`DeviceError::OldCupti`],
+    /// [`DeviceError::Call`] with CUPTI's code.
     pub fn open(driver: &Driver) -> Result<Self, DeviceError> {
         Self::open_with(driver, &[])
     }
@@ -94,8 +97,8 @@ impl Cupti {
 
     fn load(path: &Path) -> Result<Self, DeviceError> {
         let name = path.display().to_string();
-        // SAFETY: this runs the library's initialisers. Whoever names a path answers for what lies there; CUPTI's may run at
-        // any time.
+        // SAFETY: this runs the library's initialisers. A user who names a path is responsible for
+        // that library; CUPTI's may run at any time.
         let loaded = unsafe { libloading::Library::new(path) }.map_err(|error| {
             let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
             DeviceError::NoCupti { library: name.clone(), reason }
@@ -125,7 +128,7 @@ impl Cupti {
         Ok(cupti)
     }
 
-    /// What was loaded: a path, or the name that the loader was asked for.
+    /// The loaded library: a path, or a name for the loader.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -135,13 +138,13 @@ impl Cupti {
         self.version
     }
 
-    /// What the device did since the last call, in the order in which it began. It has everything that was done when this was
-    /// called; of the rest there may be records without times.
+    /// The device's work since the last call, in order of begin. It includes all work that was done
+    /// at the call; unfinished work may have records without times.
     ///
     /// # Errors
     /// [`DeviceError::LostRecords`], [`DeviceError::Call`] with CUPTI's code.
     pub fn recorded(&self) -> Result<Vec<Activity>, DeviceError> {
-        // What is complete first, then what is not.
+        // Complete buffers first, then incomplete ones.
         for flag in [0, ffi::FLUSH_FORCED] {
             // SAFETY: takes any number; buffers come by the callbacks.
             let code = unsafe { (self.functions.cuptiActivityFlushAll)(flag) };
@@ -169,7 +172,8 @@ impl Cupti {
         let (mut record, mut cut) = (std::ptr::null_mut::<c_void>(), 0);
         loop {
             let buffer = filled.words.as_mut_ptr().cast::<u8>();
-            // SAFETY: a buffer that CUPTI filled, with as many bytes as it said; it looks at the record before, if there is one.
+            // SAFETY: a buffer that CUPTI filled, with this many bytes; it reads the previous
+            // record, if there is one.
             let code =
                 unsafe { (self.functions.cuptiActivityGetNextRecord)(buffer, filled.valid, &raw mut record) };
             if code == ffi::MAX_LIMIT_REACHED {

@@ -4,10 +4,11 @@ use std::ffi::CStr;
 
 use super::ffi;
 
-/// Something that the device did. Times are nanoseconds of one clock, both 0 where CUPTI does not know them.
+/// An activity of the device. Times are nanoseconds of one clock, both 0 where CUPTI does not know
+/// them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Activity {
-    /// What it was.
+    /// Its kind.
     pub did: ActivityKind,
     /// When it began.
     pub start: u64,
@@ -15,10 +16,10 @@ pub struct Activity {
     pub end: u64,
 }
 
-/// What a device does.
+/// Kinds of activities.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ActivityKind {
-    /// It ran a kernel, whoever launched it.
+    /// A kernel, of any launcher.
     Kernel {
         /// As the module has it.
         name: String,
@@ -35,7 +36,7 @@ pub enum ActivityKind {
 /// Which kind of queue of the hardware took the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channel {
-    /// One for kernels. What copies there may be multiprocessors, or the copy engine beside them.
+    /// A copy within a device. SMs may make it, or the copy engine next to them.
     Compute,
     /// That of a copy engine.
     CopyEngine,
@@ -43,7 +44,7 @@ pub enum Channel {
     Other(u32),
 }
 
-/// What cannot be read: the record goes on behind what was filled.
+/// The unreadable part: the record extends beyond the filled bytes.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Cut;
 

@@ -50,7 +50,7 @@ impl LinkEmulator {
         let _ = self.free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, later);
     }
 
-    /// When what it was given so far is there.
+    /// When the bytes so far arrive.
     pub fn arrival(&self) -> u64 {
         let latency = u64::try_from(self.pace.latency.as_nanos()).unwrap_or(u64::MAX);
         self.free.load(Ordering::Relaxed).max(now()).saturating_add(latency)
@@ -149,7 +149,7 @@ mod tests {
         link.send(200_000);
         link.send(500);
         let first = link.arrival();
-        // Longer than any machine holds this thread up: 200 seconds and a half on the link, five on the way.
+        // Longer than any delay of this thread: 200.5 seconds on the link, five of latency.
         assert!((begin + 205_500_000_000..=now() + 205_500_000_000).contains(&first));
         link.send(1000);
         assert_eq!(link.arrival(), first + SECOND);

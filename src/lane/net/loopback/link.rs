@@ -24,9 +24,9 @@ pub struct LoopbackConnection {
     out: Mutex<Out>,
     inbound: Mutex<In>,
     regions: Arc<Regions>,
-    /// Wakes the peer's card.
+    /// Wakes the peer's progress thread.
     bell: OwnedFd,
-    /// The link whose time is kept, if any: then signals are held back at both ends.
+    /// The emulated link, if any: then signals are delayed at both ends.
     paced: Option<Paced>,
     /// The segment both rings lie in.
     _wire: Arc<PeerMapping>,
@@ -103,7 +103,8 @@ impl NetConnection for LoopbackConnection {
         let mut to = to;
         for chunk in bytes.chunks(CHUNK) {
             let record = Record::Put { region: to.region, offset: to.offset, len: chunk.len() as u64 };
-            // SAFETY: `send` gives room for `chunk.len()` bytes that nobody else uses before they are published.
+            // SAFETY: `send` gives room for `chunk.len()` bytes that no one else uses before they
+            // are published.
             self.send(&mut out, record, chunk.len(), patience, |to| unsafe {
                 std::ptr::copy_nonoverlapping(chunk.as_ptr(), to, chunk.len());
             })?;
@@ -129,7 +130,8 @@ impl NetConnection for LoopbackConnection {
                 let record = Record::Put { region: to.region, offset: to.offset, len: len as u64 };
                 self.send(&mut self.lock_out(), record, len, patience, |mut to| {
                     for row in group.iter().map(|&row| source.row(row)) {
-                        // SAFETY: `send` gives room for `len` bytes: one row after another fills them.
+                        // SAFETY: `send` gives room for `len` bytes: one row after another fills
+                        // them.
                         unsafe {
                             std::ptr::copy_nonoverlapping(row.as_ptr(), to, row_bytes);
                             to = to.add(row_bytes);
@@ -209,7 +211,7 @@ impl NetConnection for LoopbackConnection {
         any
     }
 
-    /// Asks the peer to wake this rank's card with its next record.
+    /// Asks the peer to wake this rank's progress thread with its next record.
     fn arm(&self, _: &Health) -> bool {
         let inbound = self.inbound.lock().unwrap_or_else(PoisonError::into_inner);
         inbound.ring.arm();
@@ -256,13 +258,13 @@ impl LoopbackConnection {
         out.head = begin + bytes;
         out.ring.head().raise(out.head, None);
         if out.ring.should_ring() {
-            // A full counter means that the card has been woken already.
+            // A full counter means that the thread has been woken already.
             let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         }
         Ok(())
     }
 
-    /// Through the link whose time is kept: when what follows is due.
+    /// Through the emulated link: when the following record is due.
     fn pass(&self, record: Record) -> u64 {
         let Some(Paced { egress, .. }) = &self.paced else { return 0 };
         match record {

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Positions count bytes since the beginning and never wrap; their remainder is the place. A record
-//! never straddles the end: a *skip* fills what is left.
+//! never straddles the end: a *skip* fills the rest.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
@@ -46,8 +46,9 @@ pub struct Ring {
     at: NonNull<u8>,
 }
 
-// SAFETY: a ring is shared memory whose protocol (one producer, one consumer, published by release stores) is what
-// makes it usable from several threads and processes; `Link` keeps each end behind a lock.
+// SAFETY: a ring is shared memory whose protocol (one producer, one consumer, published by release
+// stores) is what makes it usable from several threads and processes; `Link` keeps each end behind
+// a lock.
 unsafe impl Send for Ring {}
 
 impl Ring {
@@ -119,7 +120,8 @@ impl Ring {
         let at = self.data(head);
         let mut words = record.to_words();
         words[DUE] = due;
-        // SAFETY: the producer has credit for the record, which does not straddle the end; headers are aligned to 64.
+        // SAFETY: the producer has credit for the record, which does not straddle the end; headers
+        // are aligned to 64.
         unsafe { at.cast::<[u64; 8]>().write(words) };
         // SAFETY: the payload follows its header inside the ring.
         unsafe { at.add(HEADER) }

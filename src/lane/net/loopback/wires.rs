@@ -18,7 +18,7 @@ pub struct LoopWires {
     regions: Arc<Regions>,
     /// Wakes this rank's progress thread.
     bell: OwnedFd,
-    /// The link whose time is kept, if any.
+    /// The emulated link, if any.
     egress: Option<Arc<LinkEmulator>>,
 }
 

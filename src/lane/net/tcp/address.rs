@@ -1,4 +1,4 @@
-//! Where peers connect to: which addresses this rank listens at, and how it says so.
+//! Listening addresses of this rank, and their encoding.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -17,7 +17,7 @@ pub struct ListenAddresses {
 }
 
 impl ListenAddresses {
-    /// Those of this rank: what was asked for; or loopback, where all ranks meet there; or all
+    /// Those of this rank: the configured address; or loopback, if all ranks meet there; or all
     /// addresses of this machine.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Receiving: headers through a small stage, payloads straight to where they belong.
+//! Receiving: headers through a small stage, payloads directly to their places.
 
 use std::io::IoSliceMut;
 use std::os::fd::AsFd;
@@ -90,13 +90,14 @@ impl Inbound {
             Some((target, left)) => {
                 regions.with(target.region, target.offset, left as u64, |to| match to {
                     Some(to) => {
-                        // SAFETY: checked against its region, which stays mapped meanwhile; the sender has a licence to
-                        // write there, so nobody else reads or writes these bytes now.
+                        // SAFETY: checked against its region, which stays mapped meanwhile; the
+                        // sender has a grant to write there, so no one else reads or writes these
+                        // bytes now.
                         let payload = unsafe { std::slice::from_raw_parts_mut(to.as_ptr(), left) };
                         let read = rustix::io::readv(&socket, &mut [IoSliceMut::new(payload), ahead]);
                         read.map(|read| (left + room, read, read.min(left)))
                     }
-                    // A region that its owner has let go of: its bytes are thrown away from the stage.
+                    // A region that its owner has dropped: its bytes are discarded from the stage.
                     None => rustix::io::readv(&socket, &mut [ahead]).map(|read| (room, read, 0)),
                 })?
             }
@@ -108,7 +109,7 @@ impl Inbound {
         Ok((room, read))
     }
 
-    /// Works off what is staged.
+    /// Processes the staged bytes.
     fn digest(
         &mut self,
         regions: &Regions,
@@ -123,7 +124,8 @@ impl Inbound {
                 }
                 regions.with(target.region, target.offset, len as u64, |to| {
                     if let Some(to) = to {
-                        // SAFETY: the target was checked against its region; the stage is not part of any.
+                        // SAFETY: the target was checked against its region; the stage is not part
+                        // of any.
                         unsafe { std::ptr::copy_nonoverlapping(staged.as_ptr(), to.as_ptr(), len) };
                     }
                 })?;

@@ -63,13 +63,14 @@ struct Landed([AtomicU64; 8]);
 
 impl Landed {
     fn line(&self) -> FlagLine<'_> {
-        // SAFETY: 64 aligned bytes of atomics that live as long as the line, and are used as nothing else.
+        // SAFETY: 64 aligned bytes of atomics that live as long as the line, and are only used as
+        // atomics.
         unsafe { FlagLine::new(NonNull::from(&self.0).cast()) }
     }
 }
 
 impl TcpConnection {
-    /// An end of a connection whose other end is proved to be `peer`.
+    /// An end of a connection whose other end is authenticated as `peer`.
     ///
     /// # Errors
     /// [`LaneError::System`].
@@ -199,8 +200,8 @@ impl NetConnection for TcpConnection {
         let (rank, peer) = (self.shared.rank, self.peer);
         let (_, errno) = *self.ended.get()?;
         let caused = self.shared.health.cause() == Some(Cause::Connection { rank: peer, by: rank });
-        // The system tells an error once; if it told the sender, reading finds nothing but the end. A broken pipe only
-        // says that the other end closed it.
+        // The system reports an error once; if it reported it to the sender, reading finds only the
+        // end. A broken pipe only says that the other end closed it.
         let errno = errno.or_else(|| self.lock_out().failed.filter(|&errno| errno != Errno::PIPE));
         let errno = errno.map_or(0, Errno::raw_os_error);
         caused.then_some(LaneError::Wire { rank, peer, lane: self.lane(), errno })
@@ -246,7 +247,7 @@ impl TcpConnection {
         send: impl FnOnce(&mut Outgoing) -> Result<T, SendBlocked>,
     ) -> Result<T, SendBlocked> {
         let sent = send(&mut self.lock_out());
-        // Whoever found the lock taken has left its answer to this thread.
+        // A thread that found the lock taken has left its answer to this thread.
         fence(Ordering::SeqCst);
         if self.owed.load(Ordering::Relaxed) != self.paid.load(Ordering::Relaxed) || sent.is_err() {
             self.tidy();
@@ -287,7 +288,7 @@ impl TcpConnection {
         }
     }
 
-    /// Answers what the peer last asked: all that came before it has landed.
+    /// Answers the peer's last request: all earlier bytes have landed.
     fn pay(&self, out: &mut Outgoing) {
         let owed = self.owed.load(Ordering::Relaxed);
         if self.paid.swap(owed, Ordering::Relaxed) != owed {
@@ -300,7 +301,7 @@ impl TcpConnection {
         loop {
             fence(Ordering::SeqCst);
             let Ok(mut out) = self.out.try_lock() else { return };
-            // A partner that asks and does not take the answers gets the last one only.
+            // A peer that sends requests without reading the answers gets the last one only.
             let empty = out.empty(&self.socket);
             if empty {
                 self.pay(&mut out);

@@ -1,5 +1,5 @@
-//! The tcp lane: the interface of a network card over sockets, for machines without one, and for
-//! tests with partitions.
+//! The tcp lane: the interface of a NIC over sockets, for machines without one, and for tests with
+//! partitions.
 //!
 //! One connection per pair of peers carries records both ways. The receiver writes for the sender,
 //! after it has checked each target, and raises the flags itself.
@@ -13,9 +13,9 @@
 //! ```
 //!
 //! *Credits* are TCP's own window. A sender that finds no room receives meanwhile, so two ranks
-//! that fill each other's way cannot block each other. Nothing is packed: rows go from where they
-//! lie to the socket, and from the socket to where they belong. What a sender had to give up in the
-//! middle of a record goes to an outbox, so that the stream stays whole.
+//! that fill each other's window cannot block each other. Rows are not packed: they go from their
+//! place to the socket, and from the socket to their target. The rest of a record that a sender
+//! gave up in the middle goes to an outbox, so that the stream stays whole.
 //!
 //! *Identity* is proved as at the rendezvous, with the job's secret. The proof covers job, epoch
 //! and ranks.

@@ -6,7 +6,8 @@ use std::net::TcpStream;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 
-/// Longest payload of a record: what a sender may have to keep that gives up in the middle of one.
+/// Longest payload of a record: the most that a sender must keep when it gives up in the middle of
+/// one.
 pub const LONGEST: usize = 1 << 20;
 /// Most pieces of a record, the header counted.
 pub const PIECES: usize = 256;
@@ -77,7 +78,7 @@ impl Outgoing {
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return 0,
-                // What the partner wrote before is still to be read: reading will find the end.
+                // The peer's earlier bytes are still to be read: reading will find the end.
                 Err(errno) => self.failed = Some(errno),
             }
         }

@@ -67,7 +67,7 @@ impl Pair {
 
     fn seen(&self, offset: u64, len: u64) -> Vec<u8> {
         let copy = |at: Option<std::ptr::NonNull<u8>>| {
-            // SAFETY: checked against the region; nobody writes there now.
+            // SAFETY: checked against the region; no one writes there now.
             unsafe { std::slice::from_raw_parts(at.unwrap().as_ptr(), len as usize) }.to_vec()
         };
         self.regions.with(0, offset, len, copy).unwrap()
@@ -102,7 +102,7 @@ fn records_come_out_whole_however_the_stream_is_cut() {
             put(0, 64, &bytes[..10]),
             put(0, 100, &bytes),
             put(0, 99, &[]),
-            // Under way when its owner let go of the region.
+            // In flight when its owner dropped the region.
             put(gone, 1 << 40, &bytes),
             header(Record::Zero { region: 0, offset: 200, len: 50 }),
             put(0, 30_000, &bytes[..5]),

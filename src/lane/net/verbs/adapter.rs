@@ -1,4 +1,5 @@
-//! All cards of a rank: what registers memory with them, and joins their queue pairs to peers'.
+//! All NICs of a rank: registers memory with them, and connects their queue pairs to those of
+//! peers.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -31,7 +32,7 @@ const BATCH: usize = 16;
 const PIECES: u32 = 30;
 /// Receives that are kept posted where signals are messages.
 const RECEIVES: u32 = 256;
-/// Bytes of a signal, tag and all, that travel inside a request where the card takes them.
+/// Bytes of a signal, with its tag, that travel inside a request where the NIC takes them.
 const INSIDE: u32 = 24;
 /// Chunks that may be staged for one peer.
 const STAGED: u64 = 4;
@@ -44,13 +45,13 @@ pub struct Setup {
     pub nth: u32,
     /// Which ranks are on which node.
     pub nodes: NodeMap,
-    /// Bytes at the start of the heap that hold flags and what goes with them.
+    /// Bytes at the start of the heap that hold flags and their tags.
     pub strict: u64,
     /// Regions that peers may write to, where this rank does it for them.
     pub regions: Arc<Regions>,
     /// Whether the world is alive.
     pub health: Arc<Health>,
-    /// Whether rails forecast what they ask of their cards.
+    /// Whether connections predict their requests to NICs.
     pub forecast: bool,
 }
 
@@ -66,7 +67,7 @@ pub struct VerbsEnvironment {
 }
 
 impl VerbsEnvironment {
-    /// This machine, with what the environment says.
+    /// This machine, with the environment's settings.
     ///
     /// # Errors
     /// [`BootstrapError::BadVariable`](crate::error::BootstrapError::BadVariable),
@@ -78,7 +79,7 @@ impl VerbsEnvironment {
     }
 }
 
-/// The cards of a rank.
+/// The NICs of a rank.
 pub struct VerbsTransport {
     rank: u32,
     nodes: NodeMap,
@@ -102,7 +103,7 @@ struct Half {
 }
 
 impl VerbsTransport {
-    /// Opens the cards of a rank.
+    /// Opens the NICs of a rank.
     ///
     /// # Errors
     /// [`VerbsError`], if there are none or they cannot be used as the settings ask.

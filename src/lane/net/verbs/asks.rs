@@ -1,5 +1,5 @@
-//! From puts and signals to requests: what lies where the card can read it goes in place, all else
-//! is staged.
+//! From puts and signals to requests: bytes that the NIC can read go in place, all others are
+//! staged.
 //!
 //! A put is cut where the write that is being gathered is full, or where the peer's memory ends,
 //! and each part travels with that write or begins the next.
@@ -51,7 +51,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Bytes that the card reads where they lie.
+    /// Bytes that the NIC reads in place.
     pub(super) fn put_in_place(
         &self,
         state: &mut State,
@@ -87,7 +87,7 @@ impl Connection {
             let room = state.sender.room(remote, source.row_bytes, false);
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             if most == 0 {
-                // A row that lies in two pieces of the partner's region.
+                // A row that lies in two pieces of the peer's region.
                 self.put_bytes(state, to, source.row(first), patience)?;
                 (rest, to) = (others, to.behind(source.row_bytes));
                 continue;
@@ -156,7 +156,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Raises a word. Returns whether its number was enough to say so.
+    /// Raises a word. Returns whether its number sufficed for that.
     pub(super) fn raise(
         &self,
         state: &mut State,
@@ -183,7 +183,7 @@ impl Connection {
         Ok(false)
     }
 
-    /// Words of a flag's line: inside the request if the card takes them there, else staged.
+    /// Words of a flag's line: inside the request if the NIC takes them there, else staged.
     fn write_words(
         &self,
         state: &mut State,
@@ -227,7 +227,7 @@ impl Connection {
             return Ok(true);
         }
         state.sender.close();
-        // Only once there is room for it is it counted: who waited in vain may signal again.
+        // Counted only once there is room for it: a sender whose wait failed may signal again.
         let staged = self.stage(state, 64, patience)?;
         state.receiver.signals();
         let record = Record::Signal { region: to.region, offset: to.offset, value, tag };

@@ -53,8 +53,9 @@ impl Block {
         let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
         let at = mapped.at(0, 0, len)?;
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
-        // SAFETY: `_mapped` is dropped after the region. The partner writes one word, as an atomic; the card writes the old
-        // value, which nobody reads, and receives, which are read after their completions only.
+        // SAFETY: `_mapped` is dropped after the region. The peer writes one word, as an atomic.
+        // The NIC writes the old value, which is never read, and receives, which are read after
+        // their completions only.
         let region = unsafe { MemoryRegion::register(domain, at, len as usize, access) }?;
         Ok(Block { region, receives, staging, at, head: 0, tail: 0, _mapped: mapped })
     }
@@ -91,7 +92,8 @@ impl Block {
     /// Contents of a receive. Its completion must have been seen.
     pub fn received(&self, number: u64) -> [u64; 8] {
         let offset = self.receive_at(number);
-        // SAFETY: inside the block, aligned to 8; the card writes it before the completion and not again before it is posted.
+        // SAFETY: inside the block, aligned to 8; the NIC writes it before the completion and not
+        // again before it is posted.
         unsafe { self.at.as_ptr().add(offset as usize).cast::<[u64; 8]>().read_volatile() }
     }
 
@@ -134,7 +136,7 @@ impl Block {
         self.staging
     }
 
-    /// Bytes up to here have been read by the card.
+    /// Bytes up to here have been read by the NIC.
     pub fn staged_until(&mut self, until: u64) {
         self.tail = until;
     }

@@ -54,7 +54,7 @@ pub struct Chain<R> {
     sges: Vec<ibv_sge>,
     stride: usize,
     limit: usize,
-    /// Requests at the front that a card has taken.
+    /// Requests at the front that a NIC has taken.
     taken: usize,
 }
 
@@ -119,7 +119,7 @@ impl<R: Request> Chain<R> {
         if self.len() == 0 { ptr::null_mut() } else { unsafe { requests.add(self.taken) } }
     }
 
-    /// Says that the card refused from `bad` on; null if it took all. Returns how many it took.
+    /// Records that the NIC refused from `bad` on; null if it took all. Returns how many it took.
     pub fn settle(&mut self, bad: *const R) -> usize {
         let waiting = self.requests[self.taken..].iter();
         let taken = waiting.take_while(|&request| !ptr::eq(request, bad)).count();

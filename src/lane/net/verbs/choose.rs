@@ -10,7 +10,7 @@
 
 use crate::error::VerbsError;
 
-/// A card that could be used.
+/// A usable NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
     /// Its name.
@@ -20,7 +20,7 @@ pub struct Candidate {
     pub distance: Option<u32>,
 }
 
-/// The places in `cards` of those that a rank uses, one per rail. `nth` is its rank on its node:
+/// Indices in `cards` of the NICs that a rank uses, one per rail. `nth` is its rank on its node:
 /// ranks that are bound to NUMA nodes in blocks of equal size, or not at all, then spread evenly.
 ///
 /// # Errors

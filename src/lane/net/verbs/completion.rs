@@ -1,8 +1,8 @@
 //! Completion queues: the NIC reports work requests as done, or the reason of a failure.
 //!
-//! The completion of a failed request tells its number, its queue pair and a status, and nothing
-//! else: the other fields are not written. So the number alone identifies the request, and
-//! [`Completion::outcome`] does not offer the rest.
+//! The completion of a failed request contains its number, its queue pair and a status; the other
+//! fields are not written. So the number alone identifies the request, and [`Completion::outcome`]
+//! does not offer the rest.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::{self, NonNull};
@@ -96,7 +96,7 @@ impl CompletionQueue {
         }
     }
 
-    /// The card.
+    /// The NIC.
     pub fn context(&self) -> &Arc<Context> {
         &self.channel.context
     }
@@ -122,7 +122,8 @@ impl AsFd for CompletionQueue {
 impl Drop for CompletionQueue {
     fn drop(&mut self) {
         let context = self.context();
-        // SAFETY: queue pairs that use it kept it alive, so none is left; all events were acknowledged.
+        // SAFETY: queue pairs that use it kept it alive, so none is left; all events were
+        // acknowledged.
         let answer = unsafe { (context.functions().destroy_cq)(self.raw.as_ptr()) };
         super::trace_failure(context.card(), "ibv_destroy_cq", answer);
     }
@@ -151,7 +152,8 @@ impl Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // SAFETY: its queue is destroyed before it, being dropped as a field after the queue's own drop.
+        // SAFETY: its queue is destroyed before it, being dropped as a field after the queue's own
+        // drop.
         let answer = unsafe { (self.context.functions().destroy_comp_channel)(self.raw.as_ptr()) };
         super::trace_failure(self.context.card(), "ibv_destroy_comp_channel", answer);
     }

@@ -114,13 +114,13 @@ impl Connection {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where bytes go, as the card knows it, and how many of them lie together there.
+    /// Target address of bytes, as the NIC knows it, and how many of them lie together there.
     pub(super) fn remote(&self, to: RemoteAddress) -> Result<(Remote, u64), VerbsError> {
         let found = self.theirs.read().unwrap_or_else(PoisonError::into_inner).find(to);
         found.ok_or(VerbsError::NoKey { peer: self.peer, region: to.region, offset: to.offset })
     }
 
-    /// Runs `act` on a rail that works; one whose peer has left takes everything and does nothing.
+    /// Runs `act` on a working connection; one whose peer has left accepts every call as a no-op.
     pub(super) fn with(
         &self,
         patience: WaitLimits<'_>,
@@ -150,8 +150,7 @@ impl Connection {
         }
     }
 
-    /// Nothing more is sent. What is in flight must not be read by the card once its memory is
-    /// someone else's.
+    /// Sends no more. The NIC must not read bytes in flight once their memory belongs to others.
     pub(super) fn end(&self, state: &mut State, end: End) {
         if state.end.is_some() {
             return;
@@ -175,7 +174,7 @@ impl Connection {
             VerbsError::Message { .. } => Cause::Protocol { rank: self.peer },
             _ => Cause::Nic { by: self.me },
         };
-        // A card that fails does so whoever is at the other end.
+        // A NIC fails whichever peer is at the other end.
         let of_partner = matches!(error, VerbsError::Completion { .. } | VerbsError::Message { .. });
         if of_partner && health.is_absent(self.peer) {
             self.end(state, End::Left);
@@ -213,7 +212,7 @@ impl Connection {
                 match completion.outcome() {
                     Err(failed) => {
                         state.sender.counters.failed += 1;
-                        // What is flushed tells only that something else went wrong.
+                        // A flushed request only shows that another one failed.
                         let flushed = |failed: &Failed| failed.status == CompletionStatus::Flushed;
                         if fault.as_ref().is_none_or(|(_, first)| flushed(first) && !flushed(&failed)) {
                             fault = Some((id, failed));
@@ -236,7 +235,7 @@ impl Connection {
         }
     }
 
-    /// Steps until `ready` says so.
+    /// Steps until `ready` holds.
     pub(super) fn until<T>(
         &self,
         state: &mut State,
@@ -249,7 +248,7 @@ impl Connection {
                 return Ok(value);
             }
             if self.step(state)? {
-                // Who moves on is not silent.
+                // A rank that makes progress is not silent.
                 waiter = Waiter::new(patience);
             } else {
                 let turned = waiter.turn(|slice| std::thread::sleep(slice.min(NAP)));

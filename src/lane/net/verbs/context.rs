@@ -1,4 +1,4 @@
-//! An open card: what it can do, its ports, and news of it.
+//! An open NIC: its abilities, its ports, and its events.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -18,7 +18,7 @@ use super::ffi::{
 use super::port::Port;
 use crate::error::VerbsError;
 
-/// An open card.
+/// An open NIC.
 #[derive(Debug)]
 pub struct Context {
     raw: NonNull<ibv_context>,
@@ -52,7 +52,7 @@ pub struct Attributes {
 }
 
 impl Context {
-    /// Opens a card by its name.
+    /// Opens a NIC by its name.
     ///
     /// # Errors
     /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`], [`VerbsError::Open`],
@@ -77,7 +77,7 @@ impl Context {
         Ok(Arc::new(context))
     }
 
-    /// The names of all cards, in the library's order.
+    /// The names of all NICs, in the library's order.
     ///
     /// # Errors
     /// [`VerbsError::NoCard`], [`VerbsError::Call`].
@@ -86,7 +86,7 @@ impl Context {
         Ok(list.iter().map(|device| list.name(device)).collect())
     }
 
-    /// The card's name.
+    /// The NIC's name.
     pub fn card(&self) -> &str {
         &self.card
     }
@@ -113,8 +113,8 @@ impl Context {
         Ok(Port::of(number, &attr))
     }
 
-    /// Reads the news of the card; to be called now and then, or when [`as_fd`](AsFd::as_fd) has
-    /// something to read.
+    /// Reads the NIC's events; to be called now and then, or when [`as_fd`](AsFd::as_fd) is
+    /// readable.
     ///
     /// # Errors
     /// [`VerbsError::CardLost`], [`VerbsError::QueuePairLost`], [`VerbsError::QueueOverflow`]. A
@@ -139,7 +139,8 @@ impl Context {
     fn judge(&self, event: &ibv_async_event) -> Result<(), VerbsError> {
         let card = self.card.clone();
         let lost = |event_of: &ibv_async_event, event| {
-            // SAFETY: this kind of event is about a queue pair, which lives until the event is acknowledged.
+            // SAFETY: this kind of event is about a queue pair, which lives until the event is
+            // acknowledged.
             let queue_pair = unsafe { (*event_of.element.qp).qp_num };
             VerbsError::QueuePairLost { card: card.clone(), queue_pair, event }
         };
@@ -179,7 +180,7 @@ impl Context {
 }
 
 impl AsFd for Context {
-    /// Readable when there is news of the card.
+    /// Readable when the NIC has events.
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the context is open and owns this descriptor.
         unsafe { BorrowedFd::borrow_raw((*self.raw.as_ptr()).async_fd) }
@@ -220,7 +221,7 @@ impl Attributes {
     }
 }
 
-/// The library's list of cards.
+/// The library's list of NICs.
 struct List<'a> {
     library: &'a Library,
     devices: NonNull<*mut ibv_device>,
@@ -255,7 +256,8 @@ impl<'a> List<'a> {
 
 impl Drop for List<'_> {
     fn drop(&mut self) {
-        // SAFETY: the list came from this library and is not used again; a device that is open outlives it.
+        // SAFETY: the list came from this library and is not used again; a device that is open
+        // outlives it.
         unsafe { (self.library.functions.free_device_list)(self.devices.as_ptr()) }
     }
 }

@@ -1,4 +1,4 @@
-//! A card that a rank uses, and the memory that is registered with it.
+//! A NIC that a rank uses, and the memory that is registered with it.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -15,10 +15,10 @@ use crate::memory::{PeerMapping, Segment};
 /// Zeros that are sent as one piece.
 pub const ZEROS: u64 = 64 << 10;
 
-/// One card of a rank.
+/// One NIC of a rank.
 #[derive(Debug)]
 pub struct Device {
-    /// The card, its port and its address.
+    /// The NIC, its port and its address.
     pub card: CardRail,
     /// Limits of its queue pairs.
     pub domain: Arc<ProtectionDomain>,
@@ -62,7 +62,7 @@ impl Source {
     /// A piece of them.
     pub fn piece(&self, offset: usize, len: usize) -> Sge {
         debug_assert!(offset + len <= self.len);
-        // What is outside its region is refused by the card.
+        // The NIC refuses addresses outside the region.
         Sge(ibv_sge { addr: self.address + offset as u64, length: len as u32, lkey: self.lkey })
     }
 }
@@ -70,7 +70,7 @@ impl Source {
 /// How peers may use a region: the first bytes are strictly ordered, the others may be relaxed.
 #[derive(Clone, Copy, Debug)]
 pub struct Rights {
-    /// Bytes at the start that hold flags and what goes with them.
+    /// Bytes at the start that hold flags and their tags.
     pub strict: u64,
     /// Whether additions are allowed there.
     pub atomics: bool,
@@ -79,7 +79,7 @@ pub struct Rights {
 }
 
 impl Device {
-    /// Makes a card ready for registering.
+    /// Makes a NIC ready for registering.
     ///
     /// # Errors
     /// [`VerbsError`], [`MemoryError`](crate::error::MemoryError).
@@ -88,7 +88,7 @@ impl Device {
         let segment = Segment::create("sidelane-zeros", ZEROS)?;
         let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
         mapped.populate(0, 0, ZEROS)?;
-        // SAFETY: nobody ever writes these bytes; the mapping is dropped after the region.
+        // SAFETY: no one ever writes these bytes; the mapping is dropped after the region.
         let zeros = unsafe {
             MemoryRegion::register(&domain, mapped.at(0, 0, ZEROS)?, ZEROS as usize, Access::empty())
         }?;
@@ -109,8 +109,8 @@ impl Device {
         let Region { mapped, member } = region;
         let piece = |member: u32, offset: u64, len: u64, access| -> Result<MemoryRegion, Error> {
             let at = mapped.at(member, offset, len)?;
-            // SAFETY: the region keeps the mapping; its bytes are shared memory that is only ever reached by pointers, under
-            // the schedule's licences.
+            // SAFETY: the region keeps the mapping; its bytes are shared memory that is only ever
+            // reached by pointers, under the schedule's write grants.
             Ok(unsafe { MemoryRegion::register(&self.domain, at, len as usize, access) }?)
         };
         let (len, theirs) = (mapped.len_of(*member), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
@@ -137,7 +137,7 @@ impl Device {
         self.regions.write().unwrap_or_else(PoisonError::into_inner).insert(number, registered);
     }
 
-    /// Bytes of a member of a region as this card may read them, if they are registered as one
+    /// Bytes of a member of a region as this NIC may read them, if they are registered as one
     /// piece.
     pub(super) fn piece_of(&self, number: u32, member: u32, offset: u64, len: u64) -> Option<Source> {
         let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
@@ -162,7 +162,7 @@ impl Device {
         drop(gone);
     }
 
-    /// Bytes as this card may read them, if they are registered.
+    /// Bytes as this NIC may read them, if they are registered.
     pub fn source(&self, bytes: &[u8]) -> Option<Source> {
         let (address, len) = (bytes.as_ptr().addr() as u64, bytes.len());
         let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
@@ -182,7 +182,7 @@ impl Device {
         (0..whole).filter_map(move |nth| self.zeros.sge(0, (len - nth * ZEROS).min(ZEROS) as u32).ok())
     }
 
-    /// Whether the card is well.
+    /// Whether the NIC works.
     ///
     /// # Errors
     /// [`VerbsError::CardLost`] and its like.

@@ -1,4 +1,4 @@
-//! Memory of GPUs, registered with a card: by a descriptor where there is one, else by its address.
+//! GPU memory, registered with a NIC: by a descriptor where there is one, else by its address.
 
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
@@ -39,7 +39,7 @@ impl Device {
             let whole = (0, range.len());
             let (piece, registered) = self.register_range(context, range, whole, Access::empty())?;
             others.push((*member, piece));
-            // What is said of all is what had to be said of one.
+            // All are reported with the weakest registration of one.
             how = if registered == Registration::DmaBuf { how } else { registered };
         }
         let own_pieces = LocalRegion { pieces };
@@ -62,8 +62,8 @@ impl Device {
             Err(_) => NoDmaBuf::Driver,
             Ok(DmaBuf { descriptor, offset: first, .. }) => {
                 let (fd, at) = (descriptor.as_fd(), first + offset);
-                // SAFETY: the range is kept with the registration; no processor reads or writes it, and its device does under
-                // the schedule's licences.
+                // SAFETY: the range is kept with the registration; no processor reads or writes it,
+                // and its device does under the schedule's write grants.
                 let region = unsafe {
                     MemoryRegion::register_dmabuf(&self.domain, fd, at, len as usize, address, access)
                 };
@@ -77,7 +77,7 @@ impl Device {
         let at = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
         let refused = |errno| NoGpuDirect::Card { dma_buf, errno };
         let at = NonNull::new(at).ok_or(refused(rustix::io::Errno::FAULT.raw_os_error()))?;
-        // SAFETY: as above; an address that nobody in the kernel knows is refused.
+        // SAFETY: as above; the kernel refuses an address that it does not know.
         match unsafe { MemoryRegion::register(&self.domain, at, len as usize, access) } {
             Ok(region) => Ok((region, Registration::Address(dma_buf))),
             Err(VerbsError::Register { errno, .. }) => Err(refused(errno)),
@@ -85,7 +85,7 @@ impl Device {
         }
     }
 
-    /// `len` bytes of a device's memory as this card may read them, if they are registered.
+    /// `len` bytes of a device's memory as this NIC may read them, if they are registered.
     pub fn device_source(&self, from: DeviceAddress, len: u64) -> Option<Source> {
         self.piece_of(from.region, from.member, from.offset, len)
     }

@@ -28,7 +28,7 @@ pub struct Endpoint {
     pub mtu: Mtu,
     /// Atomics of its peer that it keeps answers for.
     pub atomics_in: u8,
-    /// Number of the queue pair on its card.
+    /// Number of the queue pair on its NIC.
     pub queue_pair: u32,
     /// Number of the first packet it sends.
     pub first_packet: u32,

@@ -142,7 +142,7 @@ impl NetConnection for Connection {
             Err(TryLockError::WouldBlock) => return false,
         };
         if state.end.is_some() {
-            // What was under way is over: it is counted, and has no effect.
+            // The requests in flight are over: they are counted, and have no effect.
             let _ = self.complete(&mut state);
             return false;
         }
@@ -200,7 +200,7 @@ impl NetConnection for Connection {
     fn counters(&self) -> Counters {
         let mut state = self.lock();
         if self.health.check().is_err() {
-            // Nobody attends to the wires of a dead world any more.
+            // No progress thread serves the connections of a failed world any more.
             let _ = self.complete(&mut state);
         }
         state.sender.counters

@@ -211,7 +211,7 @@ impl Forecast {
         }
     }
 
-    /// A doorbell for what is held back.
+    /// A doorbell for the held requests.
     fn post(&mut self) {
         self.counters.doorbells += u64::from(self.held > 0);
         self.counters.completions = self.counters.doorbells;

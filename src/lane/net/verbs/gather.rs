@@ -29,7 +29,7 @@ pub struct Bounds {
 }
 
 impl Bounds {
-    /// Room in a request that holds nothing yet; `staged` of what is copied.
+    /// Space in an empty request; `staged` for copied bytes.
     pub fn room(&self, staged: bool) -> RequestSpace {
         let bytes = if staged { self.bytes.min(self.staged) } else { self.bytes };
         RequestSpace { bytes, pieces: self.pieces }
@@ -52,7 +52,7 @@ pub enum PieceSource {
     InPlace,
     /// In the ring of staged bytes, which is free up to here once they have been read.
     Staged(u64),
-    /// In memory that is always the card's.
+    /// In memory that the NIC can always read.
     Always,
 }
 

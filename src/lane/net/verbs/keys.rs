@@ -12,10 +12,10 @@ use super::{MemoryRegion, Remote};
 use crate::error::{LaneError, VerbsError};
 use crate::lane::net::RemoteAddress;
 
-/// Length, address and key of each piece of a region, as one card knows them.
+/// Length, address and key of each piece of a region, as one NIC knows them.
 pub type RegionKeys = Vec<(u64, u64, u32)>;
 
-/// A region of this rank, as one card knows it.
+/// A region of this rank, as one NIC knows it.
 #[derive(Debug, Default)]
 pub struct LocalRegion {
     /// In order, one behind the other.
@@ -48,7 +48,7 @@ pub fn say(cards: &[RegionKeys]) -> Vec<u8> {
 /// Regions of a peer, as registered with the NIC that this rank is connected to.
 #[derive(Debug, Default)]
 pub struct RemoteRegions {
-    /// Which of the peer's cards it is.
+    /// Number of the peer's NIC.
     card: u8,
     regions: HashMap<u32, Vec<Piece>>,
 }
@@ -61,12 +61,12 @@ struct Piece {
 }
 
 impl RemoteRegions {
-    /// Of a peer's card of this number.
+    /// Of a peer's NIC of this number.
     pub fn of_card(card: u8) -> Self {
         RemoteRegions { card, regions: HashMap::new() }
     }
 
-    /// Takes note of what the peer says of a region.
+    /// Takes note of the peer's description of a region.
     ///
     /// # Errors
     /// [`VerbsError::Keys`] if it makes no sense.

@@ -1,19 +1,19 @@
 //! libibverbs, loaded at run time: a table of its functions.
 //!
-//! Loaded, not linked, so that one build runs on machines with and without cards, as NCCL and UCX
+//! Loaded, not linked, so that one build runs on machines with and without NICs, as NCCL and UCX
 //! do. A crate that links would make the library a condition of starting: `rdma-sys` (0.3.0) links
-//! and needs the system's headers to build. The published `ibverbs` (0.9.2) links too, and cannot
-//! do what this lane is made of: it has sends and receives, but neither RDMA write nor immediates
-//! nor atomics, and does not let one reach the queue pair below.
+//! and needs the system's headers to build. The published `ibverbs` (0.9.2) links too, and lacks
+//! the operations of this lane: it has sends and receives, but neither RDMA write nor immediates
+//! nor atomics, and gives no access to the queue pair below.
 //!
 //! The table is plain function pointers, so a test can fill it with functions of its own.
 //!
 //! **Forks.** `ibv_fork_init` is not called. It matters where a process forks while private memory
 //! is registered, on kernels before 5.12: the parent's next write then goes to a fresh copy of the
-//! page, and the card still reads the old one. The heap is shared memory, which is never copied;
-//! the library itself never forks. A program that does so with registered buffers of its own, on
-//! such a kernel, sets `RDMAV_FORK_SAFE=1`, which libibverbs reads itself. To call it here would
-//! make the pages of those buffers vanish from the children, local peers on the page included.
+//! page, and the NIC still reads the old one. The heap is shared memory, which is never copied; the
+//! library itself never forks. A program that does so with registered buffers of its own, on such a
+//! kernel, sets `RDMAV_FORK_SAFE=1`, which libibverbs reads itself. A call here would remove the
+//! pages of those buffers from the children, including other data on the same pages.
 
 use std::error::Error;
 use std::ffi::{c_char, c_int, c_void};
@@ -114,19 +114,21 @@ impl Library {
     pub fn load(path: Option<&Path>) -> Result<Arc<Self>, VerbsError> {
         let path = path.unwrap_or(Path::new(USUAL));
         let name = path.display().to_string();
-        // SAFETY: this runs the library's initialisers. Whoever names another path answers for what lies there, as
-        // with LD_LIBRARY_PATH; libibverbs' own only reads the environment.
+        // SAFETY: this runs the library's initialisers. A user who names another path is
+        // responsible for that library, as with LD_LIBRARY_PATH; libibverbs' own only reads the
+        // environment.
         let loaded = unsafe { libloading::Library::new(path) }.map_err(|error| {
             // The loader's own words are in the source.
             let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
             VerbsError::NoLibrary { library: name.clone(), reason }
         })?;
-        // SAFETY: as above; the types are those of libibverbs' headers, which `tests/verbs-abi` compares.
+        // SAFETY: as above; the types are those of libibverbs' headers, which `tests/verbs-abi`
+        // compares.
         let functions = unsafe { Functions::from(&loaded, &name) }?;
         Ok(Arc::new(Library { functions, _loaded: Some(loaded) }))
     }
 
-    /// A stand-in.
+    /// A fake.
     #[cfg(test)]
     pub fn of(functions: Functions) -> Arc<Self> {
         Arc::new(Library { functions, _loaded: None })

@@ -24,7 +24,7 @@ unsafe impl Send for ProtectionDomain {}
 unsafe impl Sync for ProtectionDomain {}
 
 impl ProtectionDomain {
-    /// A new domain of a card.
+    /// A new domain of a NIC.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -35,7 +35,7 @@ impl ProtectionDomain {
         Ok(Arc::new(ProtectionDomain { raw, context: Arc::clone(context) }))
     }
 
-    /// The card.
+    /// The NIC.
     pub fn context(&self) -> &Arc<Context> {
         &self.context
     }
@@ -58,19 +58,18 @@ bitflags::bitflags! {
     /// others never.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Access: u32 {
-        /// The card may write what its own queue pairs receive.
+        /// The NIC may write received messages of its own queue pairs.
         const LOCAL_WRITE = IBV_ACCESS_LOCAL_WRITE;
         /// Others may write; asks for `LOCAL_WRITE`.
         const REMOTE_WRITE = IBV_ACCESS_REMOTE_WRITE;
         /// Others may add; asks for `LOCAL_WRITE`.
         const REMOTE_ATOMIC = IBV_ACCESS_REMOTE_ATOMIC;
-        /// Writes may pass each other on the way from the card to memory. For data; never for
-        /// flags.
+        /// Writes may pass each other between the NIC and memory. For data; never for flags.
         const RELAXED = IBV_ACCESS_RELAXED_ORDERING;
     }
 }
 
-/// Memory that a card reads and writes by itself.
+/// Memory that a NIC accesses directly.
 #[derive(Debug)]
 pub struct MemoryRegion {
     raw: NonNull<ibv_mr>,
@@ -101,7 +100,7 @@ impl Sge {
 /// A place in a peer's registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remote {
-    /// Address, as the peer's card knows it.
+    /// Address, as the peer's NIC knows it.
     pub addr: u64,
     /// The key of the region.
     pub rkey: u32,
@@ -148,8 +147,8 @@ impl MemoryRegion {
     }
 
     /// Registers `len` bytes at `offset` of a dma-buf: memory of a device, such as a GPU. `iova` is
-    /// its address for work requests, here and remote; any number will do that has the same offset
-    /// within a page.
+    /// its address for work requests, here and remote; any number with the same offset within a
+    /// page.
     ///
     /// # Safety
     /// As [`MemoryRegion::register`], wherever the same memory is mapped.

@@ -1,4 +1,4 @@
-//! Network cards: libibverbs behind a safe, typed interface.
+//! NICs: libibverbs behind a safe, typed interface.
 //!
 //! The NIC reads and writes memory that was registered for it. The processor posts requests and
 //! polls completions. Everything is loaded at run time: without the library or a NIC there is a
@@ -14,8 +14,8 @@
 //!                                +--> Completion: done, or why not
 //! ```
 //!
-//! The lane is built on it. An [`VerbsTransport`] is all NICs of a rank. A connection joins each pair of
-//! ranks. It bounds the requests in flight, and its requests can be predicted.
+//! The lane is built on it. An [`VerbsTransport`] is all NICs of a rank. A connection joins each
+//! pair of ranks. It bounds the requests in flight, and its requests can be predicted.
 //!
 //! ```text
 //!   Adapter --+--> Device     a card, and the memory registered with it: keys that partners are told (keys, offer)

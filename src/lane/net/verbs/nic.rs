@@ -1,4 +1,4 @@
-//! From the machine's cards to a rank's rails: discovered, chosen, opened.
+//! From the machine's NICs to a rank's: discovered, chosen, opened.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,21 +9,21 @@ use super::port::{LinkLayer, Port, PortState};
 use super::{Context, Library, Path, Settings, Sysfs};
 use crate::error::VerbsError;
 
-/// A card that a rank uses, open and ready to connect.
+/// A NIC that a rank uses, open and ready to connect.
 #[derive(Clone, Debug)]
 pub struct Nic {
-    /// The card.
+    /// The NIC.
     pub context: Arc<Context>,
     /// How its queue pairs go out.
     pub path: Path,
     /// The NUMA node it is near to.
     pub numa_node: Option<u32>,
-    /// Its path in the PCI tree; none for a soft card.
+    /// Its path in the PCI tree; none for a soft NIC.
     pub pci_path: Option<PathBuf>,
 }
 
 impl std::fmt::Display for Nic {
-    /// For reports: which card, how it is addressed, where it sits.
+    /// For reports: the NIC, its address, its place.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Path { port, gid, gid_index, mtu, .. } = self.path;
         let address = gid.to_ipv4_mapped().map_or_else(|| gid.to_string(), |address| address.to_string());
@@ -39,12 +39,12 @@ impl std::fmt::Display for Nic {
 }
 
 impl Nic {
-    /// The rails of this process, which is the `nth` rank of its node: the cards that the settings
-    /// name, or else the nearest one that is usable.
+    /// The NICs of this process, which is the `nth` rank of its node: those that the settings name,
+    /// or else the nearest usable one.
     ///
     /// # Errors
-    /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`]; what is wrong with a card that is named,
-    /// or, if none is usable, with the first: [`VerbsError::Open`], [`VerbsError::PortDown`],
+    /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`]; the error of a named NIC or, if none is
+    /// usable, of the first: [`VerbsError::Open`], [`VerbsError::PortDown`],
     /// [`VerbsError::NoSuchPort`], [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`],
     /// [`VerbsError::MtuTooLarge`].
     pub fn open(
@@ -79,7 +79,7 @@ impl Nic {
         }
     }
 
-    /// Opens one card, if it can be used.
+    /// Opens one NIC, if it is usable.
     fn of(library: &Arc<Library>, sysfs: &Sysfs, settings: &Settings, card: &str) -> Result<Nic, VerbsError> {
         let context = Context::open(library, card)?;
         let (port, link) = active_port(&context, settings.port)?;

@@ -10,7 +10,7 @@ pub struct ConnectionInfo {
     pub endpoint: Endpoint,
     /// How it signals.
     pub signal: SignalMode,
-    /// Which of its cards it uses.
+    /// Number of the rank's NIC.
     pub card: u8,
     /// Receives that it keeps posted.
     pub receives: u32,

@@ -5,14 +5,14 @@ use super::ffi::{
     IBV_MTU_4096, IBV_PORT_ACTIVE, IBV_PORT_ARMED, IBV_PORT_DOWN, IBV_PORT_INIT, ibv_port_attr,
 };
 
-/// A port of a card, as it was when asked.
+/// A port of a NIC, as of the query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Port {
     /// Its number, from 1.
     pub number: u8,
     /// Whether it carries traffic.
     pub state: PortState,
-    /// Its network; `None` where the card does not say (iWARP).
+    /// Its network; `None` where the NIC does not report it (iWARP).
     pub link: Option<LinkLayer>,
     /// Its address within an InfiniBand subnet; 0 on Ethernet.
     pub lid: u16,

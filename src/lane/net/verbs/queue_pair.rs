@@ -1,4 +1,4 @@
-//! Queue pairs: reliable connections between two cards.
+//! Queue pairs: reliable connections between two NICs.
 //!
 //! ```text
 //!   create --> init: receives may be posted --connect(partner)--> ready to receive, ready to send --error--> error
@@ -103,7 +103,7 @@ impl QueuePair {
         Ok(this)
     }
 
-    /// Drivers refuse what they cannot give inside a request instead of giving less: then without.
+    /// Drivers refuse an inline size that they cannot give instead of giving less: then without.
     fn allocate(
         domain: &Arc<ProtectionDomain>,
         queues: Queues<'_>,
@@ -142,7 +142,7 @@ impl QueuePair {
         attr.pkey_index = self.path.pkey_index;
         attr.port_num = self.path.port;
         attr.qp_access_flags = ffi::IBV_ACCESS_REMOTE_WRITE;
-        // Some drivers refuse what their card does not have.
+        // Some drivers refuse features that their NIC lacks.
         if self.context().attributes().atomics {
             attr.qp_access_flags |= ffi::IBV_ACCESS_REMOTE_ATOMIC;
         }
@@ -212,13 +212,13 @@ impl QueuePair {
         attr.timeout = self.path.timeout;
         attr.retry_cnt = self.path.retries;
         attr.rnr_retry = self.path.rnr_retries;
-        // No more than the partner keeps answers for.
+        // At most the number of answers that the peer keeps.
         attr.max_rd_atomic = ATOMICS.min(self.context().attributes().atomics_out).min(partner.atomics_in);
         let mask = ffi::IBV_QP_SQ_PSN | ffi::IBV_QP_TIMEOUT | ffi::IBV_QP_RETRY_CNT;
         self.modify(attr, mask | ffi::IBV_QP_RNR_RETRY | ffi::IBV_QP_MAX_QP_RD_ATOMIC)
     }
 
-    /// Ends the connection: what is in flight is flushed, nothing of the peer is taken any more.
+    /// Ends the connection: requests in flight are flushed, no more messages of the peer are taken.
     /// Does not wait for it.
     ///
     /// # Errors
@@ -262,8 +262,9 @@ impl QueuePair {
         }
         let first = std::mem::replace(&mut bad, ptr::null_mut());
         let answer = match post {
-            // SAFETY: the queue pair lives. The chain is linked, and stays as it is while the driver copies it. What
-            // its pieces name is registered, which promises that the card may read it, or else the card refuses.
+            // SAFETY: the queue pair lives. The chain is linked, and stays as it is while the
+            // driver copies it. The memory of its pieces is registered, so the NIC may read it;
+            // otherwise the NIC refuses.
             Some(post) => errno::status(unsafe { post(self.raw.as_ptr(), first, &mut bad) }),
             None => Err(Errno::NOSYS.raw_os_error()),
         };
@@ -280,7 +281,7 @@ impl QueuePair {
         })
     }
 
-    /// The error of a request of this queue pair. What it was is known by its number.
+    /// The error of a request of this queue pair, identified by its number.
     pub fn failure(&self, operation: Operation, failed: Failed) -> VerbsError {
         VerbsError::Completion {
             card: self.context().card().to_owned(),

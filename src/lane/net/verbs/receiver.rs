@@ -1,4 +1,4 @@
-//! Signals that come as messages: receives, what they bring, and the credit for them.
+//! Signals that come as messages: receives, their contents, and the credit for them.
 
 use std::sync::Arc;
 
@@ -20,7 +20,8 @@ pub struct Receiver {
     /// Receives that are kept posted, here and at the peer.
     own: u64,
     theirs: u64,
-    /// Receives taken and posted again; what the peer knows of it; where it wants to know.
+    /// Receives taken and posted again; the number that the peer knows; the place where it wants
+    /// it.
     taken: u64,
     told: u64,
     grant_to: Remote,
@@ -68,7 +69,7 @@ impl Receiver {
         (self.theirs, self.grant_to) = (receives.into(), grant_to);
     }
 
-    /// Takes what a receive has brought, and posts it again.
+    /// Takes the contents of a receive, and posts it again.
     ///
     /// # Errors
     /// [`VerbsError::Message`] if no correct peer sends it, [`VerbsError::Post`].

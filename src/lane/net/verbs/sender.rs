@@ -1,15 +1,14 @@
-//! The send queue of one rail: what is asked for, what the card has, what is done.
+//! The send queue of one connection: queued, posted and completed requests.
 //!
 //! ```text
 //!   put --> gathered --> asked ------------> posted ------------> done
 //!           one write       queue, pieces       flights: one per doorbell, with the bytes and the staging it frees
 //! ```
 //!
-//! Requests wait in a queue of our own, so that nothing the card holds can overflow: a post takes
-//! no more than there is room for, in requests and in bytes in flight. They are posted in batches,
-//! one doorbell each, and only the last of a batch makes a completion. The last write is held back
-//! until something says that it is complete: the put or the signal that comes next may travel with
-//! it ([`Gather`]).
+//! Requests wait in a queue of our own, so that no queue of the NIC can overflow: a post takes only
+//! as many as fit, in requests and in bytes in flight. They are posted in batches, one doorbell
+//! each, and only the last of a batch makes a completion. The last write is held back until it is
+//! known to be complete: the next put or signal may travel with it ([`Gather`]).
 
 use std::collections::VecDeque;
 
@@ -174,7 +173,7 @@ impl Sender {
     }
 
     /// Asks for a write of words that travel inside the request, behind everything so far. `false`
-    /// if the card does not take so many.
+    /// if the NIC does not take this many.
     pub fn ask_inside(&mut self, to: Remote, words: &[u64]) -> bool {
         let mut inside = [0; 3];
         let Some(place) = inside.get_mut(..words.len()) else { return false };
@@ -217,8 +216,7 @@ impl Sender {
         self.post_soon();
     }
 
-    /// Posts what is due and what fills a batch, as far as there is room. Returns whether it posted
-    /// anything.
+    /// Posts due requests and full batches, as far as there is room. Returns whether it posted any.
     ///
     /// # Errors
     /// [`VerbsError::Post`].
@@ -286,7 +284,7 @@ impl Sender {
         }
     }
 
-    /// The card has done a request, and so all before it.
+    /// The NIC has completed a request, and so all earlier ones.
     pub fn complete(&mut self, id: u64) {
         self.done = self.done.max((id >> 2) + 1);
         self.counters.completions += 1;

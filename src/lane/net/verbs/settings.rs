@@ -39,9 +39,9 @@ impl SignalMode {
 pub struct Settings {
     /// Where libibverbs lies, if not where the loader looks.
     pub library: Option<PathBuf>,
-    /// The cards to use, one rail each; empty: the nearest.
+    /// The NICs to use, one rail each; empty: the nearest.
     pub cards: Vec<String>,
-    /// The port of each card; none: the first that is active.
+    /// The port of each NIC; none: the first active one.
     pub port: Option<u8>,
     /// Place of the address in the port's table.
     pub gid_index: Option<u8>,
@@ -53,7 +53,7 @@ pub struct Settings {
     pub traffic_class: u8,
     /// An answer may take 4.096 us * 2^timeout.
     pub timeout: u8,
-    /// How often what is not answered is sent again.
+    /// Number of retries of unanswered requests.
     pub retries: u8,
     /// How often what meets no receive is sent again; 7 is for ever.
     pub rnr_retries: u8,

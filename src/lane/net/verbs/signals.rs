@@ -82,7 +82,7 @@ impl SignalReceiver {
     /// In place of a number, where they have run out.
     pub const NONE: u32 = u32::MAX;
 
-    /// A word has this number from now on. `false` if no correct peer says so.
+    /// A word has this number from now on. `false` if no correct peer sends that.
     pub fn learn(&mut self, number: u32, word: RemoteAddress) -> bool {
         if number == SignalReceiver::NONE {
             return true;

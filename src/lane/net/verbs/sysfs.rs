@@ -17,8 +17,8 @@ use rustix::thread::{CpuSet, sched_getaffinity};
 use super::gid::{Gid, GidType};
 use crate::memory::Numa;
 
-/// The tree below a root: `/sys`, or one that a test laid out. What is not there or not readable is
-/// simply not known.
+/// The tree below a root: `/sys`, or one that a test laid out. Missing and unreadable files count
+/// as unknown.
 #[derive(Clone, Debug)]
 pub struct Sysfs {
     root: PathBuf,
@@ -51,12 +51,12 @@ impl Sysfs {
         numbered(&dir.join("gids"), "").into_iter().filter_map(gid).collect()
     }
 
-    /// The NUMA node that a card is near to.
+    /// The nearest NUMA node of a NIC.
     pub fn numa_node(&self, card: &str) -> Option<u32> {
         read(&self.card(card).join("device/numa_node"))?.parse().ok()
     }
 
-    /// A card's path in the PCI tree: bridges, then its own address.
+    /// A NIC's path in the PCI tree: bridges, then its own address.
     pub fn pci_path(&self, card: &str) -> Option<PathBuf> {
         self.card(card).join("device").canonicalize().ok()
     }

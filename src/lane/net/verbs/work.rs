@@ -42,7 +42,7 @@ pub struct SendChain {
     caps: ChainCaps,
 }
 
-// SAFETY: what its pointers point at is its own, or memory that only cards touch.
+// SAFETY: its pointers point to its own memory, or to memory that only NICs access.
 unsafe impl Send for SendChain {}
 
 impl SendChain {
@@ -86,7 +86,7 @@ impl SendChain {
         };
         place.copy_from_slice(bytes);
         let addr = place.as_mut_ptr().expose_provenance() as u64;
-        // The card copies it when it is posted, and asks for no key.
+        // The NIC copies it when it is posted, and needs no key.
         let piece = Sge(ibv_sge { addr, length: bytes.len() as u32, lkey: 0 });
         let mut request = request(wr_id, IBV_WR_RDMA_WRITE, rdma(to), flags);
         request.send_flags |= IBV_SEND_INLINE;
@@ -111,7 +111,7 @@ impl SendChain {
         self.chain.push(request, sges)
     }
 
-    /// Adds to an aligned word of 8 bytes in the peer's memory; what it was before comes to `old`,
+    /// Adds to an aligned word of 8 bytes in the peer's memory; its previous value comes to `old`,
     /// 8 bytes here.
     ///
     /// # Errors

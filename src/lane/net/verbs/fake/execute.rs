@@ -173,7 +173,7 @@ impl State {
         }
         let (queue, frees) = (pair.send, std::mem::take(&mut pair.unsignalled));
         let opcode = match (status, job.opcode) {
-            // What a card leaves in a failed completion means nothing.
+            // The other fields of a failed completion are meaningless.
             (1.., _) => u32::MAX,
             (_, ffi::IBV_WR_SEND) => ffi::IBV_WC_SEND,
             (_, ffi::IBV_WR_ATOMIC_FETCH_AND_ADD) => ffi::IBV_WC_FETCH_ADD,
@@ -223,12 +223,12 @@ impl State {
 // SAFETY: all zero is a value of this plain structure.
 const EMPTY: ibv_wc = unsafe { std::mem::zeroed() };
 
-/// Writes as a card does: whole words where they are aligned, so that others may look at them
+/// Writes as a NIC does: whole words where they are aligned, so that other threads may read them
 /// meanwhile.
 fn place(to: *mut u8, bytes: &[u8]) {
     let (words, rest) = bytes.as_chunks::<8>();
     if !to.addr().is_multiple_of(8) {
-        // SAFETY: the region has room for them, and nobody holds a reference to it.
+        // SAFETY: the region has room for them, and no one holds a reference to it.
         return unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
     }
     for (at, word) in words.iter().enumerate() {

@@ -1,10 +1,10 @@
-//! Cards without hardware: a stand-in for libibverbs in this process, for tests.
+//! NICs without hardware: a fake of libibverbs in this process, for tests.
 //!
-//! A [`Fabric`] is a network of cards. Its library fills the same table as the real one, so
-//! everything above is what runs with cards: contexts, domains, keys with bounds and rights, queue
+//! A [`Fabric`] is a network of NICs. Its library fills the same table as the real one, so all code
+//! above is the code that runs with NICs: contexts, domains, keys with bounds and rights, queue
 //! pairs and their states, completions, credit for receives, queues that are full. Writes are
 //! copies, done when they are posted, or, while the fabric is [held](Fabric::hold), one at a time
-//! when their sender polls: so nothing can rely on instant execution.
+//! when their sender polls: so no code can rely on instant execution.
 //!
 //! ```text
 //!   table    the C functions: find the fabric behind an object, translate
@@ -12,8 +12,8 @@
 //!   execute  what a card does with a request
 //! ```
 //!
-//! Faults: a card that falls [silent](Fabric::silence), whose peers' retries end when the test says
-//! so ([`give_up`](Fabric::give_up)), and a card that is [removed](Fabric::remove).
+//! Faults: a NIC that falls [silent](Fabric::silence), whose peers' retries end on the test's
+//! request ([`give_up`](Fabric::give_up)), and a NIC that is [removed](Fabric::remove).
 
 mod execute;
 mod state;
@@ -31,13 +31,13 @@ pub use tree::Tree;
 use super::library::Functions;
 use super::{Library, Nic, Settings, Sysfs, VerbsEnvironment};
 
-/// A network of cards, each with one port.
+/// A network of NICs, each with one port.
 pub struct Fabric {
     state: Mutex<State>,
     devices: Vec<Device>,
     sysfs: Sysfs,
     _tree: Tree,
-    /// Which of the table's functions list this fabric's cards.
+    /// The table's functions that list this fabric's NICs.
     slot: usize,
 }
 
@@ -49,7 +49,7 @@ pub struct Device {
 }
 
 impl Fabric {
-    /// A network of cards of these names.
+    /// A network of NICs of these names.
     pub fn new(cards: &[&str]) -> Arc<Self> {
         let tree = Tree::new();
         let mut state = State::default();
@@ -77,12 +77,12 @@ impl Fabric {
         })
     }
 
-    /// The library that drives these cards.
+    /// The library that drives these NICs.
     pub fn library(&self) -> Arc<Library> {
         Library::of(self.functions())
     }
 
-    /// Its functions, for who wants to leave some out.
+    /// Its functions, for tests that leave some out.
     pub fn functions(&self) -> Functions {
         table::functions(self.slot)
     }
@@ -92,12 +92,12 @@ impl Fabric {
         &self.sysfs
     }
 
-    /// A machine that has these cards.
+    /// A machine that has these NICs.
     pub fn ground(&self, settings: Settings) -> VerbsEnvironment {
         VerbsEnvironment { library: self.library(), sysfs: self.sysfs.clone(), settings }
     }
 
-    /// A card, open, with what the settings say.
+    /// A NIC, open, with these settings.
     pub fn rail(&self, card: &str, settings: &Settings) -> Nic {
         let settings = Settings { cards: vec![card.to_owned()], ..settings.clone() };
         let mut rails = Nic::open(&self.library(), &self.sysfs, &settings, 0).unwrap();
@@ -116,25 +116,25 @@ impl Fabric {
         state.run_all();
     }
 
-    /// From now on nothing goes to or from this card; what is posted waits for answers.
+    /// From now on no bytes go to or from this NIC; posted requests wait for answers.
     pub fn silence(&self, card: &str) {
         let at = self.place(card);
         self.state().cards[at].silent = true;
     }
 
-    /// The retries of all requests that wait for a silent card have ended.
+    /// The retries of all requests that wait for a silent NIC have ended.
     pub fn give_up(&self) {
         self.state().give_up();
     }
 
-    /// Takes a card out of the machine: its peers see it silent, its owner sees a fatal event and
+    /// Removes a NIC from the machine: its peers see it silent, its owner sees a fatal event and
     /// errors.
     pub fn remove(&self, card: &str) {
         let at = self.place(card);
         self.state().remove(at);
     }
 
-    /// Changes what a card can do, for what is opened or made later.
+    /// Changes a NIC's abilities, for objects that are opened or made later.
     pub fn change(&self, card: &str, change: impl FnOnce(&mut Card)) {
         let at = self.place(card);
         change(&mut self.state().cards[at]);

@@ -17,7 +17,7 @@ pub struct Statistics {
     pub receives: u64,
     /// Completions handed out.
     pub completions: u64,
-    /// Bytes that left the card.
+    /// Bytes that left the NIC.
     pub bytes: u64,
     /// Requests that met no receive.
     pub not_ready: u64,
@@ -198,6 +198,7 @@ impl State {
 
 /// One event on an eventfd that counts.
 fn ring(fd: i32) {
-    // SAFETY: contexts and channels close their descriptor only after they are taken out of the state.
+    // SAFETY: contexts and channels close their descriptor only after they are taken out of the
+    // state.
     let _ = rustix::io::write(unsafe { BorrowedFd::borrow_raw(fd) }, &1u64.to_ne_bytes());
 }

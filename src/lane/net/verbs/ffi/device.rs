@@ -1,17 +1,17 @@
-//! Cards: devices, contexts, ports, and what happens to them.
+//! NICs: devices, contexts, ports, and their events.
 
 use std::ffi::{c_int, c_uint, c_void};
 
 use super::{ibv_cq, ibv_qp, ibv_recv_wr, ibv_send_wr, ibv_wc};
 
-/// A card in the list; only ever pointed at.
+/// A NIC in the list; only used by pointer.
 #[repr(C)]
 pub struct ibv_device {
     _opaque: [u8; 0],
 }
 
-/// A card that is open. It goes on behind `num_comp_vectors` with fields of the library's own; only
-/// ever pointed at.
+/// An open NIC. Behind `num_comp_vectors` follow private fields of the library; only used by
+/// pointer.
 #[repr(C)]
 pub struct ibv_context {
     pub device: *mut ibv_device,
@@ -140,7 +140,7 @@ pub union ibv_gid {
     pub words: [u64; 2],
 }
 
-/// News of a card that belong to no work request.
+/// Events of a NIC that belong to no work request.
 #[repr(C)]
 pub struct ibv_async_event {
     pub element: ibv_async_element,

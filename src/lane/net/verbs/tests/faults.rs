@@ -40,7 +40,7 @@ fn a_write_outside_what_is_registered_fails_and_lands_nowhere() {
         a.memory.fill(0, &[7]);
         assert_eq!(write(&a, aim(&b)), [(1, failed(CompletionStatus::RemoteAccess, 10))]);
         assert_eq!(b.memory.words(), vec![0; WORDS]);
-        // The partner learns of it, and both ends are done: what comes later is flushed.
+        // The peer gets the error, and both ends are done: later requests are flushed.
         let lost = VerbsError::QueuePairLost {
             card: "b".into(),
             queue_pair: b.pair.endpoint().queue_pair,
@@ -173,7 +173,7 @@ fn a_card_that_disappears_is_named_by_its_news_its_posts_and_its_completions() {
     let errno = Errno::IO.raw_os_error();
     assert!(matches!(&error, VerbsError::Post { taken: 0, errno: e, .. } if *e == errno), "{error}");
     assert!(error.to_string().contains("the card is gone"), "{error}");
-    // Its partner sees what it would see of a cut wire.
+    // Its peer sees the same as with a cut cable.
     assert_eq!(write(&b, a.place(0)), []);
     fabric.give_up();
     assert_eq!(b.poll(), [(1, failed(CompletionStatus::RetriesExceeded, 12))]);
@@ -249,7 +249,7 @@ fn memory_of_a_device_is_registered_by_its_descriptor() {
     let (_fabric, a, b) = two();
     let fd = rustix::fs::memfd_create("device memory", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, 3 * 4096).unwrap();
-    // SAFETY: nobody maps the file.
+    // SAFETY: no one maps the file.
     let region =
         unsafe { MemoryRegion::register_dmabuf(&b.domain, fd.as_fd(), 4096, 8192, 0x7000_0000_0000, ALL) };
     let region = region.unwrap();

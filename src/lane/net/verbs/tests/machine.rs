@@ -1,4 +1,4 @@
-//! Libraries and cards: what is there, what is missing, what is chosen.
+//! Libraries and NICs: present, missing, chosen.
 
 use std::path::Path;
 

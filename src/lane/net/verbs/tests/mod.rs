@@ -1,4 +1,4 @@
-//! The typed face over cards that are not there: see `fake`.
+//! The typed API over fake NICs: see `fake`.
 
 mod faults;
 mod machine;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::fake::Fabric;
 use super::*;
 
-/// Memory that cards may write: looked at by words.
+/// Memory that NICs may write: read by words.
 struct Memory(Box<[AtomicU64]>);
 
 impl Memory {
@@ -32,7 +32,7 @@ impl Memory {
     }
 }
 
-/// One rank with one card, one queue pair and some registered memory.
+/// One rank with one NIC, one queue pair and some registered memory.
 struct End {
     pair: QueuePair,
     queue: Arc<CompletionQueue>,
@@ -84,7 +84,7 @@ impl End {
     }
 }
 
-/// Ranks 0 and 1, connected over cards `a` and `b`.
+/// Ranks 0 and 1, connected over NICs `a` and `b`.
 fn connected(fabric: &Arc<Fabric>, settings: &Settings, caps: Caps) -> (End, End) {
     let (a, b) = (End::new(fabric, "a", 1, settings, caps), End::new(fabric, "b", 0, settings, caps));
     let across = |from: &End, peer| Endpoint::from_bytes(peer, &from.pair.endpoint().to_bytes()).unwrap();

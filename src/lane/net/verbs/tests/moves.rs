@@ -194,7 +194,7 @@ fn play(fabric: &Arc<Fabric>, rank: u64, to: &Sender<Meeting>, from: &Receiver<M
             assert!(Instant::now() < until, "round {round}");
         }
     }
-    // The partner may still write: its last word is awaited before this memory goes.
+    // The peer may still write: its last word is awaited before this memory is freed.
     await_word(2 * ROUNDS - rank);
     end.memory.words()[0]
 }
