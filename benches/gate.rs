@@ -1,11 +1,13 @@
-//! What a router costs on one core: the decision alone, and the decision and its placement as one figure, which is what a
-//! dispatch waits for. 4096 tokens, 256 experts, 8 choices are the case to look at; half of it shows how it grows.
+//! Cost of a router on one core: of the decision alone, and of the decision with its placement,
+//! which a dispatch waits for. The main case is 4096 tokens, 256 experts, 8 choices; half of it
+//! shows the growth.
 //!
-//! Placement is what a rank does with its routing: sorting it by bin, and the layout once everybody's counts are known; here all
-//! ranks have the same.
+//! Placement is a rank's work on its routing: sorting it by bin, and the layout once the counts of
+//! all ranks are known; here all ranks have the same.
 //!
-//! The floor is one reading of the logits with a sum over them, in order of memory: 4 MiB, which no router can do without.
-//! A softmax of all needs an exponential in f64 per logit besides, which is what `olmoe` costs more than `mixtral`.
+//! The floor is one reading of the logits with a sum over them, in order of memory: 4 MiB, which
+//! every router needs. A softmax of all also needs an exponential in f64 per logit: the difference
+//! between `olmoe` and `mixtral`.
 
 use std::hint::black_box;
 use std::time::Duration;

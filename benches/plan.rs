@@ -1,5 +1,6 @@
-//! What planning a dispatch costs: sorting a rank's own routing, placing it once counts are known, filling the operands of
-//! its program, and bringing a block for a remote node into relay order. `sidelane plan-bench` prints and plots the same.
+//! Cost of planning a dispatch: sorting a rank's own routing, placing it once counts are known,
+//! filling the operands of its program, and bringing a block for a remote node into relay order.
+//! `sidelane plan-bench` prints and plots the same.
 
 use std::hint::black_box;
 

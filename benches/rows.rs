@@ -40,7 +40,8 @@ fn gather(criterion: &mut Criterion) {
                     let id = BenchmarkId::new(loops.simd().name(), format!("{stores:?}"));
                     group.bench_function(id, |bencher| {
                         bencher.iter(|| {
-                            // SAFETY: every row named lies in the source, and all of them fit the target.
+                            // SAFETY: every row named lies in the source, and all of them fit the
+                            // target.
                             unsafe {
                                 let (dst, src) = (target.as_mut_ptr().cast(), source.as_ptr().cast());
                                 loops.gather(dst, src, row_bytes, &rows, stores);

@@ -5,8 +5,8 @@
 //!   step n-1 .. 2n-3  finished parts go round                                            (all-gather)
 //! ```
 //!
-//! Each step has an inbox of its own, so nobody overwrites what a neighbour still reads. Run it with four threads as
-//! ranks, or as processes:
+//! Each step has an inbox of its own, so no rank overwrites bytes that its neighbor still reads.
+//! Run it with four threads as ranks, or as processes:
 //!
 //! ```text
 //!   cargo run --release --example one_sided

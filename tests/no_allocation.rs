@@ -27,7 +27,7 @@ thread_local! {
 }
 
 fn count() {
-    // A thread that is ending has no counter any more, and nobody asks for it.
+    // A thread that is ending has no counter any more, and no test reads it.
     let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
 }
 

@@ -1,4 +1,5 @@
-//! What the tests of the bootstrap room share: worlds over real sockets, in threads of one process.
+//! Common parts of the tests of the module `bootstrap`: worlds over real sockets, in threads of one
+//! process.
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 use std::{
@@ -18,8 +19,8 @@ pub const LONG: Duration = Duration::from_secs(20);
 /// A loss must be named within this.
 pub const SOON: Duration = Duration::from_secs(2);
 
-/// Where the ranks of a test meet. Ports were free a moment ago; should somebody take one, there is another, and
-/// the job's name tells the tests apart.
+/// Meeting point of the ranks of a test. Its ports were free a moment ago; if another process takes
+/// one, there is another, and the job's name distinguishes the tests.
 #[derive(Clone)]
 pub struct Place {
     pub job: String,

@@ -25,7 +25,7 @@ fn memory(text: &str) -> OwnedFd {
 }
 
 fn content(fd: OwnedFd) -> String {
-    // All who were passed the descriptor share its position: it must not be moved.
+    // All holders of the descriptor share its position: it must not be moved.
     let file = std::fs::File::from(fd);
     let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
     file.read_exact_at(&mut bytes, 0).unwrap();

@@ -1,4 +1,5 @@
-//! Ranks that meet over real sockets: several hubs in threads of one process, each with a connection of its own.
+//! Ranks that meet over real sockets: several hubs in threads of one process, each with a
+//! connection of its own.
 
 use std::{
     io::{Read, Write},
@@ -30,7 +31,7 @@ fn ranks_meet_and_agree() {
         let big = vec![me as u8; 1 << 20];
         let blobs = hub.gather("big", me, 4, &big, LONG).unwrap();
         assert!(blobs.iter().zip(0u8..).all(|(blob, rank)| *blob == vec![rank; 1 << 20]));
-        // The end of a step is not the end of everybody's part in it: leave together.
+        // The end of a step is not its end for all ranks: leave together.
         hub.barrier("done", me, 4, LONG).unwrap();
         hub.health().check()
     });

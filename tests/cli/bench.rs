@@ -1,8 +1,9 @@
-//! Which routing `sidelane bench` measures, and that it says so; and every layout, mode and type of rows.
+//! The routing that `sidelane bench` measures, and its report of it; and every layout, mode and
+//! type of rows.
 
 use std::process::Command;
 
-/// What a small measurement writes to standard output and to standard error, far from the repository.
+/// Standard output and standard error of a small measurement, far from the repository.
 fn bench(options: &[&str]) -> (String, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_sidelane"))
         .args(["bench", "--ranks-per-node", "2", "--tokens", "16", "--hidden", "64", "--rounds", "2"])

@@ -1,4 +1,5 @@
-//! `sidelane collectives`: between real processes, verified, on one node and on two; others beside us compute the same bits.
+//! `sidelane collectives`: between real processes, verified, on one node and on two; baselines
+//! compute the same bits.
 
 use std::process::Command;
 

@@ -11,7 +11,7 @@ fn doctor_with(options: &[&str], variables: &[(&str, &str)]) -> Output {
     command.arg("doctor").args(options).envs(variables.iter().copied()).output().unwrap()
 }
 
-/// What is found about `what` with the stand-in driver in the place of a real one.
+/// Findings about `what` with the fake driver in place of a real one.
 fn stand_in(variables: &[(&str, &str)]) -> impl Fn(&str) -> (String, String) {
     let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
     let mut all = vec![("SIDELANE_CUDA_LIBRARY", library.to_str().unwrap())];

@@ -1,4 +1,5 @@
-//! `sidelane gpu-check` on the stand-in driver: everything runs to its end and is right, and nothing is claimed about a GPU.
+//! `sidelane gpu-check` on the fake driver: all parts complete with right results, and make no
+//! claim about a GPU.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -247,7 +248,7 @@ fn a_part_that_dies_costs_its_own_rows_alone() {
     assert!(String::from_utf8_lossy(&output.stdout).contains("NOT RIGHT"));
 }
 
-/// The answers of a part, by what was asked.
+/// The answers of a part, by question.
 fn answers(rows: &[Value]) -> Vec<(&str, &str)> {
     let of = |row: &'_ Value| row["answer"].as_str().unwrap_or_else(|| panic!("{row}")).to_owned();
     assert!(rows.iter().all(|row| row["state"] == "answered" && !of(row).is_empty()));
@@ -271,7 +272,7 @@ fn lock_test_answers_blocks_for_each_call_of_a_driver_with_locks() {
     assert!(rows[3]["found"].as_str().unwrap().contains("of 4000 launches were taken"), "{rows:#?}");
 }
 
-/// What the queue test asks, in its order.
+/// Questions of the queue test, in its order.
 const QUEUES: [&str; 6] = [
     "connections 1, other streams of the same priority",
     "connections 1, other streams of the highest priority",

@@ -1,5 +1,5 @@
-//! `sidelane launch` as a user sees it: what ranks learn, who is named when one fails, and that nobody outlives
-//! the launcher unnoticed.
+//! `sidelane launch` as a user sees it: the environment of ranks, the named rank when one fails,
+//! and that no process outlives the launcher unnoticed.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
@@ -23,7 +23,7 @@ fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// A launcher whose ranks have all said "ready"; what they write from then on is still to be read.
+/// A launcher whose ranks have all printed "ready"; their later output is still to be read.
 fn launch_until_ready(options: &[&str], script: &str, ranks: usize) -> (Child, BufReader<impl Read>) {
     let mut child = launch(options, script).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     let mut out = BufReader::new(child.stdout.take().unwrap());
@@ -102,7 +102,8 @@ fn a_rank_ended_by_a_signal_is_named_with_it() {
 
 #[test]
 fn after_a_failure_the_others_may_end_by_themselves() {
-    // Rank 0 waits on its lifeline as a rank waits for its peers, and ends only by the signal of rank 1.
+    // Rank 0 waits for the end of its launcher pipe as a rank waits for its peers, and ends only by
+    // the signal of rank 1.
     let script = r#"
         if [ $RANK = 0 ]; then
             trap 'echo said why; exit 0' USR1

@@ -1,4 +1,5 @@
-//! `sidelane layer` as a user sees it: lines, files and refusals. Figures are not judged, only that they belong together.
+//! `sidelane layer` as a user sees it: lines, files and refusals. Figures are checked only for
+//! consistency.
 
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -78,7 +79,7 @@ fn traced(options: &str) -> (Spans, Spans) {
     ([spans("dispatch"), spans("combine")].concat(), spans("experts"))
 }
 
-/// How many are, for a part of their time, beside one of the others.
+/// Number of spans that overlap in part with one of the others.
 fn beside(spans: &Spans, others: &Spans) -> usize {
     let meets = |(rank, begin, end): &(Value, f64, f64)| {
         let meets = |(other, from, to): &&(Value, f64, f64)| other == rank && from < end && begin < to;

@@ -1,5 +1,5 @@
-//! Jobs whose nodes are started one by one, as on several machines: here two launchers of one machine, which meet at its
-//! loopback address.
+//! Jobs whose nodes are started one by one, as on several machines: here two launchers of one
+//! machine, which meet at its loopback address.
 
 use std::collections::BTreeSet;
 use std::net::TcpListener;
@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::Value;
 
-/// The program, with nothing in its environment that would tell it how to meet.
+/// The program, with no variable in its environment that names a meeting point.
 fn sidelane(words: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
     for name in ["SECRET", "SECRET_FILE", "INSECURE", "JOB", "PORT", "NET"] {
@@ -17,7 +17,8 @@ fn sidelane(words: &[&str]) -> Command {
     command
 }
 
-/// A loopback address whose port was free a moment ago. Ranks look at the ports behind it until they find their job.
+/// A loopback address whose port was free a moment ago. Ranks look at the ports behind it until
+/// they find their job.
 fn master() -> String {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     format!("127.0.0.1:{port}")
@@ -113,7 +114,7 @@ fn nodes_that_do_not_know_the_same_secret_do_not_meet() {
     assert_eq!(a.wait_with_output().unwrap().status.code(), Some(128 + 15));
 }
 
-/// What the ranks of node 1 of 2 find in their environment.
+/// Environment of the ranks of node 1 of 2.
 fn environment(master: &str, options: &[&str], given: &[(&str, &str)]) -> Output {
     let mut sidelane =
         sidelane(&["launch", "--ranks-per-node", "1,2", "--node-rank", "1", "--master", master]);

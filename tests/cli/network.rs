@@ -1,4 +1,5 @@
-//! `sidelane bench` between two machines: network namespaces, one launcher in each, the tcp lane between them.
+//! `sidelane bench` between two machines: network namespaces, one launcher in each, the tcp lane
+//! between them.
 
 #[path = "../process/common/network.rs"]
 mod namespaces;
@@ -17,10 +18,11 @@ use rustix::process::Pid;
 /// Where the ranks meet.
 const PORT: u16 = 29500;
 
-/// A job whose machines have lost each other has ended by then: found in two seconds, on a busy machine.
+/// A job whose machines have lost each other has ended by then: it detects the loss in two seconds,
+/// on a busy machine, too.
 const IN_TIME: Duration = Duration::from_secs(20);
 
-/// One launcher, and what it says.
+/// One launcher, and its output.
 struct Machine {
     launcher: Child,
     out: JoinHandle<String>,
@@ -35,7 +37,7 @@ fn start(network: &Network, machine: usize, rounds: &str) -> Machine {
     for name in ["SECRET_FILE", "INSECURE", "JOB", "PORT", "NET", "TCP_ADDRESS", "NODE"] {
         program.env_remove(format!("SIDELANE_{name}"));
     }
-    // Whatever cards this machine has, they are not in the namespaces.
+    // The NICs of this machine are not in the namespaces.
     program.env("SIDELANE_IBVERBS_LIBRARY", "/nowhere/libibverbs.so.1");
     program.env("SIDELANE_SECRET", "a secret of this test alone").current_dir(std::env::temp_dir());
     let mut launcher = program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a launcher");
@@ -49,7 +51,7 @@ fn collect(pipe: impl std::io::Read + Send + 'static) -> JoinHandle<String> {
 }
 
 impl Machine {
-    /// Whether it ended well, what it printed, and what it complained of.
+    /// Whether it succeeded, its output, and its errors.
     fn end(mut self) -> (bool, String, String) {
         let ended = self.launcher.wait().expect("our child");
         (ended.success(), self.out.join().expect("read"), self.errors.join().expect("read"))
@@ -89,10 +91,11 @@ fn bench_runs_between_machines_and_every_row_is_right() {
     assert_eq!(nothing, "");
 }
 
-/// More rounds than anybody waits for.
+/// More rounds than any test waits for.
 const ENDLESS: &str = "100000000";
 
-/// Waits until ranks of both machines have wires to each other: they are in their rounds then, or about to be.
+/// Waits until ranks of both machines have connections to each other: then they are in their
+/// rounds, or about to be.
 fn await_wires([_, there]: &[Machine; 2]) {
     let until = Instant::now() + Duration::from_secs(60);
     let wires = |rank| there.rank(rank).map_or(0, |process| wires::open(process, PORT).len());
@@ -103,7 +106,8 @@ fn await_wires([_, there]: &[Machine; 2]) {
     }
 }
 
-/// Demands that a machine's job has failed because each of its two ranks ended by itself, with a complaint of its own.
+/// Checks that a machine's job has failed because each of its two ranks ended by itself, with its
+/// own message.
 fn demand_complaints(
     machine: usize,
     (well, _, complaints): (bool, String, String),
@@ -127,7 +131,7 @@ fn every_rank_of_a_bench_that_is_cut_off_by_silence_names_a_lost_one() {
     let ends = machines.map(Machine::end);
     let took = cut.elapsed();
     println!("cut off by silence: ended after {took:?}");
-    // The rendezvous is at rank 0, whom the other machine misses.
+    // The rendezvous is at rank 0, which the other machine loses.
     for ((machine, end), lost) in ends.into_iter().enumerate().zip([&["rank 2", "rank 3"][..], &["rank 0"]]) {
         let silent = |rank: &&str, line: &str| line.contains(&format!("{rank} is lost: no heartbeat for"));
         demand_complaints(machine, end, |line| lost.iter().any(|rank| silent(rank, line)));
@@ -171,7 +175,7 @@ fn a_bench_whose_other_machine_is_killed_ends() {
     let killed = Instant::now();
     let (well, _, complaints) = here.end();
     let took = killed.elapsed();
-    // A rank that ends in order says so before its connection closes.
+    // A rank that leaves announces it before its connection closes.
     let ends = ["rank 2 is lost", "rank 3 is lost", "rank 2 left the world", "rank 3 left the world"];
     assert!(!well && ends.iter().any(|words| complaints.contains(words)), "{complaints}");
     println!("other machine killed: ended after {took:?}");

@@ -1,4 +1,4 @@
-//! Others beside us: who is not installed is named, and who runs computes the same bits.
+//! Baselines: missing ones are named, and installed ones compute the same bits.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -1,4 +1,5 @@
-//! `sidelane perf` as a user sees it: tables, files and refusals. Figures are not judged, only that they are there.
+//! `sidelane perf` as a user sees it: tables, files and refusals. Figures are only checked to
+//! exist.
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
@@ -15,7 +16,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// What a measurement says.
+/// Text of a measurement.
 fn told(line: &str) -> String {
     let output = perf(line).output().unwrap();
     assert!(output.status.success(), "{line}: {}", text(&output.stderr));

@@ -1,4 +1,5 @@
-//! Command lines that no command can carry out: refused with status 2 and a reason, before anything is started.
+//! Command lines that no command accepts: refused with status 2 and a reason, before any process is
+//! started.
 
 use std::process::Command;
 

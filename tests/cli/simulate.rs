@@ -162,7 +162,7 @@ fn a_layer_in_chunks_takes_less_time_than_in_turn_and_no_less_than_its_longer_ha
         assert!(of("overlapped_ns") <= of("sequential_ns"), "{way}");
         assert!(of("overlapped_ns") >= of("experts_ns").max(of("transfers_ns")), "{way}");
     }
-    // In one chunk only the expert of all tokens goes on beside a transfer.
+    // In one chunk only the shared expert overlaps with a transfer.
     assert!(ways[0]["hidden_share"].as_f64() < ways[2]["hidden_share"].as_f64(), "{ways:?}");
 }
 

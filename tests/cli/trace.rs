@@ -1,4 +1,5 @@
-//! `sidelane trace` as a user sees it: every rank, what it did and when, in a trace that readers can open.
+//! `sidelane trace` as a user sees it: the operations of every rank, with their times, in a trace
+//! that viewers can open.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -51,7 +52,7 @@ struct Slice {
     begin: f64,
     end: f64,
     peer: u64,
-    /// Of whom a flag speaks: a relay raises flags of others.
+    /// The rank that a flag speaks of: a relay raises flags of others.
     of: u64,
     bytes: u64,
 }

@@ -1,4 +1,4 @@
-//! Wires that keep the time of a slower link: what they carry, and when it is seen.
+//! Emulated links: their bytes, and when signals become visible.
 
 use std::time::{Duration, Instant};
 

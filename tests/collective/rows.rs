@@ -1,4 +1,4 @@
-//! All-gather, reduce-scatter and token slices, against what they mean.
+//! All-gather, reduce-scatter and token slices, compared with their definitions.
 
 use crate::support::layer::{bits, nothing_is_held};
 use crate::support::{on_ranks, small};
@@ -172,7 +172,7 @@ fn bytes_are_gathered_and_not_summed() {
     });
 }
 
-/// Rank sums in f32 that are scattered by a reduce-scatter are what combine makes of the rows themselves.
+/// Rank sums in f32 that are scattered by a reduce-scatter equal the results of combine.
 #[test]
 fn combine_by_rank_is_reduce_scatter_with_the_zeros_left_out() {
     for nodes in [&[0, 0, 1, 1][..], &[0; 3]] {
@@ -220,7 +220,8 @@ fn combine_by_rank_is_reduce_scatter_with_the_zeros_left_out() {
     }
 }
 
-/// DeepSpeed's layout: two tensor-parallel ranks have the same buffer `[E, C, M]`, and are of two expert-parallel groups.
+/// DeepSpeed's layout: two tensor-parallel ranks have the same buffer `[E, C, M]`, and are of two
+/// expert-parallel groups.
 #[test]
 fn with_token_slices_the_result_is_the_same_and_half_as_much_crosses() {
     const EXPERTS: usize = 4;
@@ -262,7 +263,7 @@ fn with_token_slices_the_result_is_the_same_and_half_as_much_crosses() {
         assert!(bits(gathered.rows::<bf16>().unwrap()) == bits(&whole));
         assert!(all > 0);
         assert_eq!(2 * half, all);
-        // Each is the other's gradient: what is gathered and dropped is the slice again.
+        // Each is the other's gradient: gathered and dropped rows are the slice again.
         assert!(bits(&slices.drop_tokens(gathered.rows::<bf16>().unwrap()).unwrap()) == bits(&part));
     });
 }

@@ -52,7 +52,7 @@ fn what_was_put_is_there_when_its_signal_is() {
                 window.wait_until(left, 2 * round).unwrap();
                 assert_eq!(bytes(&window, 0, 1), [tone(left)]);
                 assert!(bytes(&window, round, len).iter().all(|&byte| byte == tone(left)));
-                // The licence for the next round: I have read.
+                // The grant for the next round: I have read.
                 window.signal(left, 2 * round + 1).unwrap();
                 window.wait_until(right, 2 * round + 1).unwrap();
             }

@@ -1,4 +1,4 @@
-//! Every row of the backward table, bit for bit against its formula; and, where the order of sums is that of experts, the
+//! Every row of the backward table, bit for bit against its formula; and, with sums by expert, the
 //! same bits on one node and on many, on every route.
 
 use crate::support::layer::{bits, dot};
@@ -13,7 +13,8 @@ const HIDDEN: usize = 40;
 const TOP_K: usize = 3;
 const EXPERTS: u32 = 5;
 const COUNTS: [u32; 5] = [6, 0, 9, 2, 4];
-/// One node; two that interleave; a large one and a single rank; each rank alone; uneven ones that interleave.
+/// One node; two that interleave; a large one and a single rank; each rank alone; uneven ones that
+/// interleave.
 const NODES: [&[u32]; 5] = [&[0, 0, 0, 0], &[0, 1, 0, 1], &[0, 0, 0, 1], &[0, 1, 2, 3], &[0, 1, 1, 0, 1]];
 
 #[derive(Clone, Debug)]
@@ -51,7 +52,7 @@ fn cases() -> Vec<Case> {
 trait Real: Element + Into<f32> + PartialEq + std::fmt::Debug {}
 impl<E: Element + Into<f32> + PartialEq + std::fmt::Debug> Real for E {}
 
-/// What stands in row `row` of rank `rank`: any function of the two, the same for whoever computes it.
+/// Contents of row `row` of rank `rank`: a function of the two, the same on every rank.
 fn row_of<E: Real>(rank: usize, row: usize) -> Vec<E>
 where
     f32: To<E>,
@@ -63,8 +64,8 @@ fn weight_of(rank: usize, row: usize) -> f32 {
     (rank * 100 + row) as f32 * 0.37 - 1.0
 }
 
-/// The choices of a token that were not dropped, in summation order: (rank, row there, choice), grouped as they are
-/// summed.
+/// The choices of a token that were not dropped, in summation order: (rank, row there, choice),
+/// grouped as they are summed.
 fn terms(
     case: &Case,
     rows: &[Vec<crate::support::Origin>],

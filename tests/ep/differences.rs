@@ -1,4 +1,5 @@
-//! The whole layer, with a linear map as each expert: its gradients against finite differences of the loss.
+//! The whole layer, with a linear map as each expert: its gradients against finite differences of
+//! the loss.
 
 use crate::support::{Tokens, on_ranks, tiny, tokens};
 use sidelane::gate::Routing;
@@ -11,7 +12,8 @@ const TOP_K: u32 = 2;
 const EXPERTS: u32 = 5;
 const COUNTS: [u32; 4] = [2, 0, 3, 1];
 
-/// Element (row, column) of the matrix of an expert: multiples of 1/4, so that `f32` sums of this size are exact.
+/// Element (row, column) of the matrix of an expert: multiples of 1/4, so that `f32` sums of this
+/// size are exact.
 fn matrix(expert: u32, row: usize, column: usize) -> f32 {
     ((expert as usize * 5 + row * 3 + column * 7) % 9) as f32 / 4.0 - 1.0
 }
@@ -55,8 +57,8 @@ impl Layer {
         shares.iter().map(|share| f64::from_le_bytes(share.as_slice().try_into().unwrap())).sum()
     }
 
-    /// Outputs, the rows the experts saw, what they made of them, and the handle. Without weighted combines the weights
-    /// are applied inside the experts.
+    /// Outputs, the rows the experts saw, the experts' outputs, and the handle. Without weighted
+    /// combines the weights are applied inside the experts.
     fn forward(&mut self, tokens: &Tokens<f32>) -> (Vec<f32>, Vec<f32>, Vec<f32>, sidelane::ep::Handle) {
         let routing = Routing::new(TOP_K, tokens.ids.as_slice(), tokens.weights.as_slice()).unwrap();
         let (rows, handle) = self.ep.dispatch(&tokens.x, &routing).unwrap();
@@ -93,7 +95,8 @@ fn scaled(rows: &[f32], weights: &[f32]) -> Vec<f32> {
     rows.chunks_exact(HIDDEN).zip(weights).flat_map(|(row, w)| row.iter().map(move |x| x * w)).collect()
 }
 
-/// The loss is linear in each input, so a central difference is exact but for rounding, however large the step.
+/// The loss is linear in each input, so a central difference is exact but for rounding, however
+/// large the step.
 fn agree(seen: f32, plus: f64, minus: f64, what: &str) {
     let difference = (plus - minus) / 2.0;
     assert!((f64::from(seen) - difference).abs() < 1e-4, "{what}: {seen}, by differences {difference}");

@@ -81,7 +81,8 @@ fn cases() -> Vec<Case> {
     direct.iter().cloned().chain(pxn).collect()
 }
 
-/// Sums as the contract says: from +0 in f32, in order of experts (or of ranks or nodes, and their partial sums), one rounding.
+/// Sums as specified: from +0 in f32, in order of experts (or of ranks or nodes, and their partial
+/// sums), one rounding.
 fn combined<E: Element + Copy + Into<f32>>(
     case: &Case,
     map: &ExpertMap,
@@ -246,7 +247,8 @@ where
     }
 }
 
-/// As many tokens as may be passed, each to as many experts as it can choose, all of them on the other node.
+/// As many tokens as may be passed, each to as many experts as it can choose, all of them on the
+/// other node.
 #[test]
 fn blocks_that_are_as_large_as_they_can_be_arrive_whole() {
     const TOKENS: u32 = 50;

@@ -26,8 +26,8 @@ fn layer(group: &Group, route: Route) -> ExpertParallel {
     builder.dtype(Dtype::Bf16).max_tokens(32).route(route).build().unwrap()
 }
 
-/// A round of one layer: every row that lands, and every sum that comes home, bit for bit. `tag` tells the tokens of
-/// layers apart.
+/// A round of one layer: every landed row, and every returned sum, bit for bit. `tag` distinguishes
+/// the tokens of layers.
 fn round(ep: &mut ExpertParallel, group: &Group, tag: u64, in_halves: bool) {
     let me = group.rank() as usize;
     let all: Vec<Tokens<bf16>> = (0..group.size())
@@ -118,7 +118,8 @@ fn one_rank_works_in_two_groups_at_once() {
             let ranks: &[u32] =
                 if world.rank() < 2 || world.rank() > 5 { &[7, 1, 6, 0] } else { &[2, 3, 4, 5] };
             let (all, some) = (world.all().unwrap(), world.group(ranks).unwrap());
-            // Layers are built one after the other, as everything collective is; then each has a thread to itself.
+            // Layers are built one after the other, like all collective objects; then each has its
+            // own thread.
             let (mut wide, mut narrow) = (layer(&all, route), layer(&some, route));
             std::thread::scope(|scope| {
                 scope.spawn(|| (0..30).for_each(|tag| round(&mut wide, &all, tag, tag.is_multiple_of(2))));

@@ -1,4 +1,4 @@
-//! Calls in halves: what ranks do between them, and what they leave to their relays.
+//! Calls in halves: work of ranks between them, and of their relays.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ const WORLDS: [(&[u32], Route); 6] = [
     (&[0, 1, 0, 2, 1, 1, 0, 1], Route::Pxn),
 ];
 
-/// Whoever waits for a rank that is away says so soon.
+/// A rank that waits for an absent rank reports it soon.
 fn impatient() -> Options {
     Options { clocks: Timeouts { deadline: Duration::from_secs(30), ..Timeouts::default() }, ..tiny() }
 }
@@ -100,7 +100,8 @@ fn several_microbatches_are_under_way_in_halves() {
                 for (ep, (rows, handle)) in layers.iter_mut().zip(&landed) {
                     started.push(Some(ep.start_combine(rows.rows::<bf16>().unwrap(), handle).unwrap()));
                 }
-                // What is offered needs its rank no more: each rank finishes in an order of its own.
+                // Offered memory needs no further action of its rank: ranks finish in different
+                // orders.
                 for step in 0..UNDER_WAY {
                     let nth = (step + world.rank() as usize) % UNDER_WAY;
                     let mut home = vec![bf16::NAN; tokens[nth].x.len()];
@@ -140,7 +141,8 @@ fn some_ranks_call_in_halves_and_others_do_not() {
 #[test]
 fn others_finish_their_combine_while_their_relay_is_away() {
     for (nodes, route) in WORLDS {
-        // Each rank is away once; where there are nodes, most are relays, whose threads bring home what others wait for.
+        // Each rank is absent once; with several nodes most are relays, whose threads return the
+        // rows that others wait for.
         for away in 0..nodes.len() as u32 {
             on_ranks(nodes, &impatient(), |world| {
                 let group = world.all().unwrap();
@@ -163,7 +165,8 @@ fn others_finish_their_combine_while_their_relay_is_away() {
     }
 }
 
-/// Signals that the relay of a rank has raised since the last look: its tracks lie behind those of the rank itself.
+/// Signals that the relay of a rank has raised since the last query: its tracks lie behind those of
+/// the rank itself.
 fn raised_by_relay(world: &World) -> usize {
     let events = world.recorder().unwrap().take().events;
     let signal = |event: &&Event| event.kind == OpKind::Signal;
@@ -179,8 +182,9 @@ fn a_relay_hands_on_all_that_crosses_while_its_caller_is_away() {
                 let mut ep = layer(&world.all().unwrap(), route);
                 let paths = Paths::new(world.nodes(), route, world.rank());
                 let handed_on = if route == Route::Pxn { paths.sources().count() } else { 0 };
-                // Others are told that this node is here, its own caller that all are; neighbours that rows of a source
-                // have landed; its own caller, at last, that all is done.
+                // Signals to others that this node has entered, to its own caller that all have; to
+                // local peers that rows of a source have landed; and last to its own caller that
+                // all is done.
                 let all =
                     paths.count_receivers().count() + 1 + handed_on * (paths.local_peers().count() + 1) + 1;
                 let mine = input(world.rank(), 3);

@@ -52,7 +52,7 @@ fn repeated(tokens: &Tokens<bf16>) -> Vec<bf16> {
     crate::support::repeated(tokens, TOP_K, HIDDEN)
 }
 
-/// Once everybody is here and all readers have finished, nothing is held.
+/// Once all ranks have entered and all readers have finished, no memory is held.
 fn nothing_is_held(world: &World, group: &Group) {
     group.gather(&[]).unwrap();
     let report = world.pool().report();
@@ -72,7 +72,7 @@ fn handles_are_combined_in_another_order_than_they_were_dispatched() {
                 let (rows, handle) = held[round].as_ref().unwrap();
                 comes_home(&mut ep, rows, handle, &tokens[round]);
             }
-            // Each rank drops in an order of its own; what is left is not disturbed.
+            // Ranks drop in different orders; the remaining objects are not disturbed.
             for step in 0..5 {
                 held[(step + world.rank() as usize) % 6] = None;
                 world.pool().poison(0xff);
@@ -139,7 +139,7 @@ fn two_hundred_rounds_leave_nothing_behind() {
                 let mine = input(world.rank(), round);
                 let (rows, handle) = dispatch(&mut ep, &mine);
                 comes_home(&mut ep, &rows, &handle, &mine);
-                // Some outlive the next rounds, others than at the neighbours.
+                // Some outlive the next rounds, others than at the local peers.
                 held.push((Some(rows), handle));
                 let index = (round as usize * 7 + world.rank() as usize) % held.len();
                 held[index].0 = None;
@@ -188,7 +188,8 @@ fn what_is_dropped_while_peers_still_read_it_stays_until_they_have() {
             let builder = builder.dtype(Dtype::F32).max_tokens(32).weighted(weighted).route(route);
             let mut ep = builder.build().unwrap();
             for round in 0..30 {
-                // Ranks have different amounts to read, so that some are long gone when others begin.
+                // Ranks have different amounts to read, so that some are done long before others
+                // begin.
                 let mine = tokens::<f32>(round, 1 + 31 * u32::from(world.rank() == 2), WIDE, 1, 4);
                 let ones = vec![1.0; mine.ids.len()];
                 let (rows, handle) =

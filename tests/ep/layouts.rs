@@ -1,4 +1,4 @@
-//! Rank-major rows: one per token and rank, its choices beside it, one sum of all ranks.
+//! Rank-major rows: one per token and rank, with its choices, one sum of all ranks.
 
 use crate::support::layer::{Expected, bits, play};
 use crate::support::visible::Case;
@@ -68,7 +68,7 @@ fn whole(case: &Case) -> Expected<f32> {
     Expected::of(case, all)
 }
 
-/// What a weighted combine of experts that scale by their number plus one gives, as bits.
+/// Result of a weighted combine of experts that scale by their number plus one, as bits.
 fn weighted_sums(case: &Case) -> Vec<Vec<u8>> {
     let all = whole(case);
     on_ranks(&case.nodes, &tiny(), |world| {
@@ -84,7 +84,7 @@ fn weighted_sums(case: &Case) -> Vec<Vec<u8>> {
                     row.iter_mut().for_each(|x| *x *= id as f32 + 1.0);
                 }
             }
-            // Whoever holds the experts weighs them, and sums.
+            // The rank of the experts weights and sums their rows.
             RowLayout::RankMajor => {
                 let k = case.top_k as usize;
                 let choices = handle.row_experts().chunks_exact(k).zip(handle.row_weights().chunks_exact(k));

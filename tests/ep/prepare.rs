@@ -20,7 +20,7 @@ fn builder(group: &Group) -> ExpertParallelBuilder<'_> {
     builder.max_tokens(16)
 }
 
-/// Settings that change what goes with rows, where they lie, or who may have them.
+/// Settings that change row metadata, the place of rows, or their receivers.
 fn kinds(group: &Group) -> Vec<ExpertParallelBuilder<'_>> {
     let rank_major = || builder(group).layout(RowLayout::RankMajor);
     let summed = || builder(group).weighted(true).sum_order(SumOrder::Node).partial_dtype(PartialDtype::Bf16);
@@ -46,7 +46,7 @@ fn routing(tokens: &Tokens<bf16>) -> Routing<'_> {
     Routing::new(TOP_K, tokens.ids.as_slice(), tokens.weights.as_slice()).unwrap()
 }
 
-/// What a handle says of its rows.
+/// A handle's description of its rows.
 fn said(handle: &Handle) -> impl PartialEq + std::fmt::Debug {
     let index = handle.index().map(|index| index.landing().to_vec());
     (

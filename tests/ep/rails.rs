@@ -1,4 +1,4 @@
-//! What is moved is what was planned, to the byte, and the same over every rail.
+//! The moved bytes equal the planned ones exactly, over every net.
 
 use crate::support::{on_ranks, small, tokens};
 use half::bf16;
@@ -18,7 +18,7 @@ const EXPERTS: u32 = 13;
 struct Moved {
     /// Rail bytes of a dispatch and of a combine.
     bytes: (u64, u64),
-    /// Rows that landed at each rank, and sums that came home.
+    /// Landed rows of each rank, and returned sums.
     bits: Vec<Vec<bf16>>,
 }
 
@@ -30,7 +30,7 @@ fn rail_bytes(nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) 
     over_loop.bytes
 }
 
-/// Rounds in which every rank moves what it planned.
+/// Rounds in which every rank moves the planned bytes.
 fn rounds(rail: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> Moved {
     let ranks = on_ranks(nodes, &Options { rail, ..small() }, |world| {
         assert_eq!(world.net().map(|rail| rail.lane), nodes.contains(&1).then_some(rail.name()));

@@ -1,4 +1,5 @@
-//! Rows in fp8 with their scales: every record lands whole, and what comes home is rows of the ordinary type.
+//! Rows in fp8 with their scales: every record lands whole, and returned rows have the ordinary
+//! type.
 
 use crate::support::{Tokens, on_ranks, placement, small, tokens};
 use half::bf16;

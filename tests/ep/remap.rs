@@ -89,7 +89,7 @@ fn a_handle_of_the_old_map_keeps_it() {
         let routing = Routing::new(2, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();
         let (rows, handle) = ep.dispatch(&mine.x, &routing).unwrap();
         drop(rows);
-        // One rank has dropped its handle already: it is told why the others refuse.
+        // One rank has dropped its handle already: it gets the reason why the others refuse.
         let handle = (world.rank() != 2).then_some(handle);
         let error = ep.set_expert_map(after()).unwrap_err();
         match world.rank() {

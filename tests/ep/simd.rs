@@ -1,5 +1,5 @@
-//! Every instruction set moves and sums to the same bits. The set is chosen when a world is built, from the environment,
-//! so each runs in a process of its own.
+//! Every instruction set gives the same bits. The set is chosen when a world is built, from the
+//! environment, so each runs in a process of its own.
 
 use std::process::Command;
 
@@ -38,7 +38,7 @@ fn digest() -> u64 {
     })
 }
 
-/// What a process that is told to use this set prints; `None` if the CPU lacks it.
+/// Output of a process that is told to use this set; `None` if the CPU lacks it.
 fn digest_with(simd: &str) -> Option<String> {
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "simd::every_set_gives_the_same_bits", "--nocapture"])

@@ -1,4 +1,5 @@
-//! Relays that hand rows on in spans: the same rows and the same sums, in another order, with few copies.
+//! Relays that copy rows in spans: the same rows and the same sums, in another order, with few
+//! copies.
 
 use std::sync::LazyLock;
 
@@ -97,7 +98,8 @@ fn layer(group: &Group, spans: bool, order: SumOrder) -> ExpertParallel {
     builder.route(Route::Pxn).sum_order(order).coalesce_relays(spans).build().unwrap()
 }
 
-/// The blocks that a rank relays, by relay order: copies, rows, and the copies if blocks came in one piece.
+/// The blocks that a rank relays, by relay order: copies, rows, and the copies if blocks came in
+/// one piece.
 fn predicted(nodes: &[u32], me: u32) -> [u64; 3] {
     let (nodes, map) = (NodeMap::from_labels(nodes), ExpertMap::contiguous(EXPERTS, RANKS).unwrap());
     let paths = Paths::new(&nodes, Route::Pxn, me);
@@ -125,7 +127,7 @@ fn predicted(nodes: &[u32], me: u32) -> [u64; 3] {
     [copies, rows, whole]
 }
 
-/// Copies and rows of what a rank handed on, and what came of it all: rows in visible order, sums, gradients.
+/// Relay copies and rows of a rank, and the results: rows in visible order, sums, gradients.
 fn handed_on(world: &World, spans: bool, order: SumOrder) -> ([u64; 2], Vec<Vec<u8>>) {
     let mut ep = layer(&world.all().unwrap(), spans, order);
     let routing = recorded(world.rank());

@@ -1,4 +1,4 @@
-//! Dispatch by all-gather is another way to the same: rows, handles, sums and gradients, to the bit.
+//! Dispatch by all-gather gives the same rows, handles, sums and gradients, to the bit.
 
 use std::sync::LazyLock;
 

@@ -1,4 +1,4 @@
-//! What goes over the lanes: every byte and every signal of the plan, and no other.
+//! Traffic over the lanes: every byte and every signal of the plan, and no other.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -56,7 +56,8 @@ fn the_report_counts_exactly_the_bytes_of_the_plan() {
             let (rows, handle) = ep.dispatch(&mine.x, &routing(&mine)).unwrap();
             let (near, far): (Vec<_>, Vec<_>) =
                 entries(&ep, me).into_iter().partition(|&(_, owner)| map.same_node(me, owner));
-            // Under pxn a token crosses once per node, and is then one row for each choice: from its relay.
+            // Under pxn a token crosses once per node, and is then one row for each choice: from
+            // its relay.
             let crossing: BTreeSet<_> =
                 far.iter().map(|&(token, owner)| (token, map.node_of(owner))).collect();
             let handed_on = (0..8)
@@ -107,7 +108,7 @@ fn the_report_tells_how_each_rank_is_reached() {
     }
 }
 
-/// How many signals a rank raises at each other, by what a recorder saw.
+/// Number of signals that a rank raises at each other, from a recorder.
 fn signals(world: &World) -> BTreeMap<u32, u64> {
     let mut sent = BTreeMap::new();
     let events = world.recorder().unwrap().take().events;
@@ -117,7 +118,7 @@ fn signals(world: &World) -> BTreeMap<u32, u64> {
     sent
 }
 
-/// What the schedule says of the signals from one rank to others: (dispatch, combine), by rank.
+/// Signals from one rank to others according to the schedule: (dispatch, combine), by rank.
 fn expected(nodes: &NodeMap, route: Route, me: u32) -> [BTreeMap<u32, u64>; 2] {
     let paths = Paths::new(nodes, route, me);
     let [told, relays, sources] = [
@@ -126,7 +127,7 @@ fn expected(nodes: &NodeMap, route: Route, me: u32) -> [BTreeMap<u32, u64>; 2] {
         paths.sources().collect::<BTreeSet<u32>>(),
     ];
     let is = |set: &BTreeSet<u32>, peer| u64::from(set.contains(&peer));
-    // Whose landing is told by this rank: its own rows', and those that it hands on.
+    // Landings that this rank signals: those of its own rows, and of the relayed ones.
     let handed_on = if route == Route::Pxn { sources.len() as u64 } else { 0 };
     let parts = if route == Route::Pxn { CHUNKS } else { 0 };
     let of = |peer: u32| -> [u64; 2] {
@@ -167,7 +168,8 @@ fn a_call_raises_the_signals_of_its_schedule_and_no_other() {
             }
             dispatch
         });
-        // Under pxn a rank hears from other nodes: one word that they are here, and each block of its sources.
+        // Under pxn a rank hears from other nodes: one word of entry, and each block of its
+        // sources.
         let map = NodeMap::from_labels(&nodes);
         for me in (0..8).filter(|_| route == Route::Pxn) {
             let heard = |peer: u32| sent[peer as usize].get(&me).copied().unwrap_or(0);

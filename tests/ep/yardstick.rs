@@ -1,4 +1,5 @@
-//! The yardstick moves and sums exactly what a dispatch and its combine do: same places, same bits.
+//! The floor moves and sums exactly the bytes of a dispatch and its combine: same places, same
+//! bits.
 
 use crate::support::{Tokens, on_ranks, placement, small, tokens};
 use half::bf16;
@@ -15,7 +16,7 @@ const TOP_K: u32 = 3;
 const EXPERTS: u32 = 11;
 const ALIGN: u32 = 4;
 
-/// What a rank has after a dispatch and before its combine.
+/// State of a rank after a dispatch and before its combine.
 struct Ready<'a> {
     group: Group,
     ep: ExpertParallel,
@@ -56,7 +57,7 @@ fn ready<'a>(
 }
 
 impl Ready<'_> {
-    /// The yardstick, and what is left.
+    /// The floor, and the remaining objects.
     fn measure(self) -> (FloorBench, Group, ExpertParallel, Handle) {
         let Ready { group, ep, rows, y, handle, .. } = self;
         let yardstick = ep.yardstick(&group, rows, y, &handle).unwrap();
@@ -88,7 +89,7 @@ fn every_row_is_written_again_unless_a_card_writes_it() {
                 group.gather(&[]).unwrap();
                 let rows = yardstick.lend_rows().unwrap();
                 let after = rows.rows::<bf16>().unwrap();
-                // A pad is written by whoever has the last row before it.
+                // The rank of the last row before a pad writes it.
                 let mut source = 0;
                 for (row, origin) in origins[me].iter().enumerate() {
                     source = origin.map_or(source, |(source, ..)| source);

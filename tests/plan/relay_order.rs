@@ -1,5 +1,5 @@
-//! Relay order: against a reference that follows the definition of the reflected Gray code bit by bit, and counted on
-//! random routing.
+//! Relay order compared with a reference that follows the definition of the reflected Gray code bit
+//! by bit, and counted on random routing.
 
 use std::cmp::Ordering;
 
@@ -46,7 +46,7 @@ fn runs(sets: &[Set], ranks: u32) -> Vec<Vec<RowRun>> {
     (0..ranks).map(to).collect()
 }
 
-/// Copies that hand on rows with these sets, in this order.
+/// Copies that relay rows with these sets, in this order.
 fn copies(sets: &[Set]) -> usize {
     runs(sets, sets.first().map_or(0, |set| set.len() as u32)).concat().len()
 }
@@ -76,7 +76,8 @@ fn in_order(order: &RelayOrder, sets: &[Set]) -> Vec<Set> {
     order.rows.iter().map(|&row| sets[row as usize].clone()).collect()
 }
 
-/// Nodes below, at and above the sizes of a byte and of a word; few ranks per row, as in routing, or many.
+/// Nodes below, at and above the sizes of a byte and of a word; few ranks per row, as in routing,
+/// or many.
 fn blocks() -> impl Strategy<Value = (u32, Vec<Set>)> {
     let ranks = prop_oneof![0..=10u32, 60..=68u32, 120..=200u32];
     ranks.prop_flat_map(|ranks| {
@@ -216,8 +217,8 @@ impl Drawn {
 
 /// Copies per block in token order, with sets sorted as numbers, in relay order.
 ///
-/// The published figures are of other draws; the mean of ours differs from them by a few per cent. The exact ones are
-/// those of the first source.
+/// The published figures are of other draws; the mean of ours differs from them by a few per cent.
+/// The exact ones are those of the first source.
 #[test]
 fn copies_on_random_routing() {
     const SOURCES: u64 = 8;

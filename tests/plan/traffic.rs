@@ -1,4 +1,4 @@
-//! The traffic of a plan against a count that goes through everybody's (token, expert) pairs one by one.
+//! The traffic of a plan compared with a count of all (token, expert) pairs one by one.
 
 use std::collections::BTreeSet;
 
@@ -186,7 +186,7 @@ proptest! {
         let counted = counted(&case, &map, &nodes);
         for (me, ((layout, traffic), counted)) in planned(&case, &map, &nodes).iter().zip(&counted).enumerate() {
             prop_assert_eq!(traffic, counted, "rank {}", me);
-            // What comes home is what the plan has places for.
+            // The returned rows fill the plan's places.
             let paths = Paths::new(&nodes, case.route, me as u32);
             let places = paths.relays().map(|relay| &layout.chunks[relay as usize]);
             let home: u64 = places.map(|chunk| u64::from(chunk.rows) * chunk.row_bytes).sum();

@@ -1,4 +1,5 @@
-//! Ranks that die, leave, panic or fall silent, and a launcher that dies: whoever is left is told, and by name.
+//! Ranks that die, leave, panic or fall silent, and a launcher that dies: all remaining ranks get
+//! an error that names the rank.
 
 use std::time::{Duration, Instant};
 
@@ -58,7 +59,7 @@ fn each_rank_killed_between_the_halves_of_a_dispatch_is_named_by_all_others() {
 fn each_relay_killed_while_others_wait_for_what_it_hands_on_is_named_by_all_others() {
     let all =
         [TWO_BY_FOUR, THREE_AND_FIVE].into_iter().flat_map(|nodes| (0..8).map(move |rank| (nodes, rank)));
-    // A relay of two ranks whose own caller is away.
+    // A relay of two ranks whose own caller is absent.
     for (nodes, victim) in cases(all, 10) {
         let mut job = join((nodes, Route::Pxn));
         job.verify(0..8, 2);
@@ -119,7 +120,7 @@ fn a_rank_killed_in_the_midst_of_a_collective_is_named_by_all_others() {
 fn a_rank_killed_while_the_others_build_is_named() {
     for (victim, route) in cases([(0, Route::Direct), (5, Route::Pxn)], 1) {
         let mut job = join((TWO_BY_FOUR, route));
-        // The first round lays wires and takes windows, which needs everybody.
+        // The first round makes connections and takes windows, which needs all ranks.
         job.tell(others(8, victim), Command::Rounds(1));
         let killed = job.kill(victim);
         job.demand(others(8, victim), killed, SOON, &lost(victim));
@@ -179,7 +180,7 @@ fn ranks_that_end_as_soon_as_they_hear_of_a_loss_are_not_mistaken_for_it() {
 
 #[test]
 fn who_comes_after_others_have_given_up_is_told_the_first_reason() {
-    // Some wait for the leaver first, and tell those who wait for the late one first.
+    // Some wait for the leaver first, and inform those that wait for the late one first.
     let worlds = [WORLDS[4], WORLDS[1], WORLDS[4], WORLDS[3]];
     for ((leaver, late), world) in cases([(5, 2), (3, 0), (5, 7), (4, 1)].into_iter().zip(worlds), 3) {
         let mut job = join(world);
@@ -199,7 +200,7 @@ fn who_comes_after_others_have_given_up_is_told_the_first_reason() {
 fn a_launcher_that_dies_takes_its_ranks_along() {
     for nodes in cases([1, 2], 1) {
         let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
-        // What the ranks inherit, and nothing else.
+        // The descriptor that the ranks inherit, and no other.
         fcntl_setfd(&reader, FdFlags::empty()).unwrap();
         let number = std::os::fd::AsRawFd::as_raw_fd(&reader);
         let setup = Setup::new(8).nodes(nodes).var("SIDELANE_LAUNCHER_FD", number);
@@ -211,7 +212,7 @@ fn a_launcher_that_dies_takes_its_ranks_along() {
         let gone = Report::Failed(Failure::LauncherGone { pid: 4711 });
         let took = job.demand(0..8, died, SOON, &gone);
         println!("the launcher of {nodes} nodes named after {took:?}");
-        // There is nobody to rebuild for.
+        // No rank is left to rebuild.
         job.tell(0..8, Command::Rebuild);
         job.demand(0..8, Instant::now(), SOON, &gone);
         job.end(0..8);
@@ -224,7 +225,8 @@ fn join_with_deadline((nodes, route): ([u32; 8], Route)) -> Job {
     Setup::on(&nodes).route(route).var("SIDELANE_DEADLINE_MS", DEADLINE.as_millis()).join()
 }
 
-/// These ranks name the silent one, no sooner than the deadline and soon after; the first of them by their own clocks.
+/// These ranks name the silent one, not before the deadline and soon after it; the first of them by
+/// their own clocks.
 fn demand_that_all_name(job: &mut Job, silent: u32, ranks: impl Iterator<Item = u32>, told: Instant) {
     let mut first = Vec::new();
     for (rank, heard) in job.hear(ranks) {
@@ -260,7 +262,8 @@ fn rebuild_with_all(mut job: Job) {
 
 #[test]
 fn a_rank_that_lives_but_never_calls_is_named_when_the_deadline_passes() {
-    // After an even number of rounds callers play their relays themselves, after an odd one threads do.
+    // After an even number of rounds callers run their relays themselves, after an odd one threads
+    // do.
     for ((silent, rounds), world) in
         cases([(2, 2), (5, 3), (6, 2), (0, 2), (1, 3)].into_iter().zip(WORLDS), 3)
     {

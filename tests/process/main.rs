@@ -1,4 +1,4 @@
-//! Worlds of real processes: what they exchange, how they fail, and how they are rebuilt.
+//! Worlds of real processes: their exchanges, failures and rebuilds.
 
 mod common;
 mod losses;

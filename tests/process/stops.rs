@@ -1,4 +1,5 @@
-//! Ranks that are stopped in mid-dispatch, left behind, and woken up: they learn what happened, and harm nobody.
+//! Ranks that are stopped in mid-dispatch, left behind, and woken up: they get the reason, and
+//! disturb no other rank.
 
 use std::time::{Duration, Instant};
 
@@ -7,11 +8,11 @@ use crate::common::{Command, Failure, Report, SOON};
 use crate::support::cases;
 use sidelane::topology::Route;
 
-/// Waits that last this long have gone from pausing to sleeping, and their deadline has begun to run.
+/// Waits that last this long have gone from pausing to sleeping, and their deadline runs.
 const SETTLE: Duration = Duration::from_millis(200);
 
-/// Stops `victim` in a dispatch that cannot end, because its neighbour does not call. Returns when all others have
-/// named it, and when it was stopped.
+/// Stops `victim` in a dispatch that cannot end, because its local peer does not call. Returns the
+/// time when all others had named it, and when it was stopped.
 fn stop_in_mid_dispatch(job: &mut Job, victim: u32) -> Instant {
     let idle = (victim + 1) % 8;
     job.verify(0..8, 2);
@@ -62,8 +63,8 @@ fn a_stopped_rank_is_left_behind_and_harms_nobody_when_it_wakes() {
         rebuild_without(&mut job, victim);
         job.verify(others(8, victim), 5);
 
-        // It wakes up in the old dispatch while the others are in rounds of the new world, which last until it has
-        // done its worst.
+        // It wakes up in the old dispatch while the others are in rounds of the new world, which
+        // last until its worst actions are over.
         job.tell(others(8, victim), Command::Rounds(50));
         let woken = job.wake(victim);
         job.tell([victim], Command::Rebuild);

@@ -1,5 +1,5 @@
-//! The tcp lane between real processes: on one machine, and between two network namespaces that can be cut off from
-//! each other.
+//! The tcp lane between real processes: on one machine, and between two network namespaces that can
+//! be cut off from each other.
 
 use std::time::{Duration, Instant};
 
@@ -132,7 +132,7 @@ fn across(network: &std::sync::Arc<Network>) -> Setup {
 fn machines_without_anything_better_are_joined_by_tcp() {
     let Some(network) = Network::new() else { return };
     for route in cases(Route::ALL, 1) {
-        // Whatever cards this machine has.
+        // Independent of the NICs of this machine.
         let setup = across(&network).var("SIDELANE_IBVERBS_LIBRARY", "/nowhere/libibverbs.so.1");
         let mut job = setup.route(route).join();
         job.tell(0..4, Command::NameRail);
@@ -181,7 +181,7 @@ fn machines_cut_off_by_silence_name_each_other_and_end_in_time() {
         let Report::Failed(Failure::Lost { rank: named, silent: true }) = heard.said else {
             panic!("rank {rank}: {:?}", heard.said)
         };
-        // The rendezvous is at rank 0, whom the other machine misses.
+        // The rendezvous is at rank 0, which the other machine loses.
         assert!(if rank < 2 { named >= 2 } else { named == 0 }, "rank {rank} named {named}");
         assert!(took <= bound, "rank {rank} took {took:?}");
     }

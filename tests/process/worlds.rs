@@ -1,4 +1,5 @@
-//! Worlds of real processes: what they exchange, what they share, and how they go on without those that are lost.
+//! Worlds of real processes: their exchanges, their shared memory, and how they continue without
+//! lost ranks.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -77,8 +78,8 @@ fn a_rank_of_one_node_has_no_wires() {
     job.end(0..3);
 }
 
-/// Kills a rank of a world of `size` processes in the middle of rounds and rebuilds without it. `processes` are those
-/// of the world, in order of rank; returns those of the next.
+/// Kills a rank of a world of `size` processes in the middle of rounds and rebuilds without it.
+/// `processes` are those of the world, in order of rank; returns those of the next.
 fn lose_and_rebuild(job: &mut Job, processes: &[u32], victim: u32, epoch: u16) -> Vec<u32> {
     job.tell(processes.iter().copied(), Command::Loop);
     for (process, heard) in job.hear(processes.iter().copied()) {

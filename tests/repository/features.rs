@@ -1,4 +1,5 @@
-//! The table of features in docs/from-rust.md, which is `ep::Feature`; and how few files tell layouts and orders apart.
+//! The table of features in docs/from-rust.md, which is `ep::Feature`; and the few files that
+//! distinguish layouts and orders.
 
 use sidelane::ep::{CallExecutor, Feature};
 

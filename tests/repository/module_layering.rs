@@ -1,13 +1,14 @@
-//! The architecture as a test: which module and which crate may use which, and where unsafe code may live.
+//! The architecture as a test: which module and which crate may use which, and where unsafe code
+//! may live.
 //!
-//! Modules are the folders and files right under `src/` of the library and of `crates/core`. A module
-//! may use those above it in this list, never those below.
+//! Modules are the folders and files directly under `src/` of the library and of `crates/core`. A
+//! module may use those above it in this list, never those below.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// From those that know nothing to those that use them all; modules of one line do not use each other.
+/// From the lowest to the highest; modules of one line do not use each other.
 const MODULES: [&[&str]; 14] = [
     &["dtype"],
     &["error", "topology"],
@@ -31,9 +32,10 @@ const UNSAFE: [&str; 5] = ["device", "memory", "rows", "lane", "ffi"];
 /// The crate that computes and does nothing else: no file, no socket, no clock, no thread.
 const CORE: &str = "crates/core/src";
 const LIBRARY: &str = "src";
-/// The bindings for C are a package of their own: users of Rust neither build it nor export its symbols.
+/// The bindings for C are a package of their own: users of Rust neither build it nor export its
+/// symbols.
 const C: &str = "bindings/c/src";
-/// Crates above the library or beside it.
+/// Crates above the library or next to it.
 const OTHERS: [&str; 3] = ["crates/verify/src", "crates/model/src", "crates/cli/src"];
 
 /// Crates of this repository that each crate may use in its code; tests may use more.

@@ -8,7 +8,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Prints what a function of `.ci/steps.sh` prints.
+/// Output of a function of `.ci/steps.sh`.
 fn steps(script: &str) -> String {
     let script = format!("source .ci/steps.sh; {script}");
     let output = Command::new("bash").arg("-c").arg(script).current_dir(root()).output().unwrap();

@@ -1,4 +1,5 @@
-//! Every instruction set against a scalar reference, bit for bit, with guard bytes around every target.
+//! Every instruction set against a scalar reference, bit for bit, with guard bytes around every
+//! target.
 
 #![allow(unsafe_code, reason = "the loops take raw pointers; the tests own what they point to")]
 
@@ -101,8 +102,8 @@ proptest! {
     }
 }
 
-/// All 65,536 values of a two-byte type, each added to and multiplied with values that make it round, tie,
-/// overflow and vanish.
+/// All 65,536 values of a two-byte type, each added to and multiplied with values that make it
+/// round, tie, overflow and vanish.
 #[test]
 fn every_two_byte_value_sums_to_the_reference_bits_beside_special_ones() {
     let columns = 1 << 16;

@@ -9,7 +9,8 @@ use proptest::prelude::*;
 use sidelane::dtype::{PARTIAL, PartialDtype};
 use sidelane::rows::{Arithmetic, GroupedSum, RowKernels, Simd, Stores, SumOutput};
 
-/// Runs a sum over rows of `columns` elements; its result begins at `at` bytes from an aligned address.
+/// Runs a sum over rows of `columns` elements; its result begins at `at` bytes from an aligned
+/// address.
 fn run(
     loops: RowKernels,
     terms: &Terms<'_>,
@@ -35,7 +36,8 @@ fn run(
         columns,
         stores,
     };
-    // SAFETY: rows and target have as many columns; an `out` that is not the rows' type is the wire's.
+    // SAFETY: rows and target have as many columns; an `out` of another type than the rows has the
+    // wire's type.
     unsafe { loops.grouped_sum(sum) };
     target.content().to_vec()
 }
@@ -110,8 +112,8 @@ proptest! {
     }
 }
 
-/// Every upper half of an `f32`, with the lower halves at which rounding turns: as it is, and with the upper half
-/// taken away again, so that nothing is left but what rounding added.
+/// Every upper half of an `f32`, with the lower halves at which rounding changes: as it is, and
+/// with the upper half subtracted again, which leaves only the rounding's addition.
 #[test]
 fn a_partial_is_rounded_to_the_nearest_bf16_and_to_even_at_a_tie() {
     let rows = [bf16::ONE; 2].map(|one| one.to_ne_bytes().to_vec());

@@ -8,7 +8,8 @@ use sidelane::dtype::Fp8RowShape;
 use sidelane::error::PlanError;
 use sidelane::rows::{Arithmetic, RowKernels, Simd};
 
-/// The value of a code: sign, four bits of exponent, three of mantissa; the last code of each sign is NaN.
+/// The value of a code: sign, four bits of exponent, three of mantissa; the last code of each sign
+/// is NaN.
 fn value(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let magnitude = match (exponent, code & 7) {
@@ -19,7 +20,8 @@ fn value(code: u8) -> f32 {
     if code & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
-/// The nearest of all codes with the sign of `x`, of two that are as near the even one; NaN where `x` is not finite.
+/// The nearest of all codes with the sign of `x`, of two that are as near the even one; NaN where
+/// `x` is not finite.
 fn nearest(x: f32) -> u8 {
     if !x.is_finite() {
         return 0x7f;
@@ -112,7 +114,8 @@ proptest! {
         }
     }
 
-    /// Three bits of mantissa: half a step is a sixteenth of the value, or of the smallest value that has all three.
+    /// Three bits of mantissa: half a step is a sixteenth of the value, or of the smallest value
+    /// that has all three.
     #[test]
     fn a_value_comes_back_within_half_a_step(seed: u64, exponent in -100i32..=100) {
         let mut random = Random(seed);

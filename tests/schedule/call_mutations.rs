@@ -34,7 +34,7 @@ fn fixed_outputs(group: &Group) -> bool {
     group.pulls && group.mode.budget().is_some()
 }
 
-/// Why a mutant changes nothing that anybody could see.
+/// Reason why a mutant is unobservable.
 fn harmless(
     mutation: &CallMutation,
     (kind, program): (CallKind, &CallProgram),
@@ -45,7 +45,8 @@ fn harmless(
         CallChange::Drop => dropped(step, kind, group),
         CallChange::Swap => swapped(step, next?, kind, group),
         CallChange::GoOn { .. } if kind == CallKind::ExpertMap => Some("nothing moves in such calls"),
-        // That it has sums where others have an error, no byte tells. Where ranks disagree, rank 0 goes on alone.
+        // No byte shows that it has sums where others have an error. Where ranks disagree, rank 0
+        // continues alone.
         CallChange::GoOn { rank: 1.. } if kind == CallKind::Combine && group.enqueues && !rails(group) => {
             Some("what was offered is free when the streams of all ranks have come by")
         }
@@ -143,7 +144,7 @@ struct Findings {
 }
 
 impl Findings {
-    /// Looks for all mutants of a program. `tell` unrolls one, `harmless` says why it does no harm.
+    /// Finds all mutants of a program. `tell` unrolls one, `harmless` returns why it is harmless.
     fn look(
         &mut self,
         (name, program, ranks): (&str, &CallProgram, u32),
@@ -272,7 +273,7 @@ fn driver_mutants_behind_an_all_gather_are_found() {
     }
 }
 
-/// Why a mutant of the steps of a round changes nothing that anybody could see.
+/// Reason why a mutant of the steps of a round is unobservable.
 fn harmless_in_a_round(mutation: &CallMutation, program: Program, seat: &RankView) -> Option<&'static str> {
     use Action::{Compute, Round};
     let (CallStep { action, .. }, next) = mutation.steps(&seat.skeleton(program).call);

@@ -1,5 +1,5 @@
-//! Collectives and the messages of a pipeline are proved: every rank, every program, one behind the other; bugs that are
-//! planted are found, or listed with the reason why they are none.
+//! Collectives and the messages of a pipeline are proved: every rank, every program, one after the
+//! other; seeded bugs are found, or listed with the reason why they are harmless.
 
 use sidelane_core::plan::{Pipeline, PipelineStep};
 use sidelane_core::schedule::collective::{Program, RankView, Shape, Staging};
@@ -61,7 +61,8 @@ fn tell(labels: &[u32], calls: &[CollectiveCall], slip: Option<CollectiveBug>) -
     UnrolledProgram::of_collectives(&script).unwrap()
 }
 
-/// A program behind itself and behind every other, whole chunks and short ones; and ranks that call two things.
+/// A program after itself and after every other, whole chunks and short ones; and ranks that make
+/// two different calls.
 fn rounds(labels: &[u32]) -> Vec<CollectiveCall> {
     let seat = seat(labels, staging(labels.len()));
     let round = |program, len| CollectiveCall::Round { program, len };
@@ -137,7 +138,7 @@ fn every_broken_rule_of_places_is_found() {
     }
 }
 
-/// What is copied when the next round has been entered must not wait for the one behind it.
+/// Copies after the entry of the next round must not wait for the round after it.
 #[test]
 fn sums_that_are_copied_two_entries_late_are_found() {
     for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1]] {
@@ -147,7 +148,8 @@ fn sums_that_are_copied_two_entries_late_are_found() {
     }
 }
 
-/// What lies in place is the caller's until it enters again: who puts before it has heard of that, or reads on, is told of the two.
+/// In-place results are the caller's until it enters again: a put before that entry, or a later
+/// read, is reported with both accesses.
 #[test]
 fn results_that_land_in_place_are_lent_until_the_next_entry_and_no_longer() {
     for labels in SHAPES.into_iter().filter(|labels| labels.len() > 1) {
@@ -165,7 +167,7 @@ fn results_that_land_in_place_are_lent_until_the_next_entry_and_no_longer() {
     }
 }
 
-/// Whether what a rank puts on entering is for `to`.
+/// Whether a rank's put on entry is for `to`.
 fn is_for(program: Program, nodes: &NodeMap, me: u32, to: u32) -> bool {
     match program {
         Program::Ring | Program::ZeroCopy => false,
@@ -182,7 +184,7 @@ fn is_last(program: Program, nodes: &NodeMap, to: u32) -> bool {
     nodes.rail_peer(root, (nodes.node_of(root) + all - 1) % all) == to
 }
 
-/// Why a mutant changes nothing that anybody can see; `None` if it must be found.
+/// Reason why a mutant is unobservable; `None` if it must be found.
 fn harmless(mutation: &Mutation, moves: bool, program: Program, nodes: &NodeMap) -> Option<&'static str> {
     let Mutation { rank: me, item, other, change, .. } = *mutation;
     let last = last_part(program, nodes.ranks());
@@ -239,7 +241,7 @@ fn harmless(mutation: &Mutation, moves: bool, program: Program, nodes: &NodeMap)
     }
 }
 
-/// Whether what a rank puts to itself is read by this rank alone.
+/// Whether a rank's put to itself is read by this rank alone.
 fn keeps_own(program: Program) -> bool {
     matches!(program, Program::ZeroCopy | Program::ReduceScatter)
 }
@@ -253,7 +255,7 @@ fn last_part(program: Program, ranks: u32) -> u8 {
     }
 }
 
-/// How many mutants were found, and what is not as it should be.
+/// Number of found mutants, and unexpected results.
 fn survivors(labels: &[u32], program: Program) -> (usize, Vec<String>) {
     // Enough for each part of a broadcast to have bytes.
     let staging = with_room(labels.len(), 512);
@@ -327,9 +329,9 @@ fn every_broken_rule_of_a_pipeline_is_found() {
     {
         let seen = prove(&told(&pipeline, parts, Some(slip)));
         match slip {
-            // What fits the two slots of a pair may be sent first: that is what they are for.
+            // Parts that fit the two slots of a pair may be sent first: that is their purpose.
             PipelineBug::SendFirst if parts <= 2 => assert!(seen.is_ok(), "{parts}: {seen:?}"),
-            // Who waits first for what the other sends next waits for ever.
+            // A rank that first waits for the other's later message waits forever.
             PipelineBug::SendFirst | PipelineBug::ReceiveFirst => {
                 assert!(matches!(seen, Err(ProofFailure::Deadlock { .. })), "{slip:?} {parts}: {seen:?}");
             }
@@ -338,8 +340,9 @@ fn every_broken_rule_of_a_pipeline_is_found() {
     }
 }
 
-/// Why a mutant of a message changes nothing that anybody can see; `None` if it must be found. The wait for a slot, which the first parts
-/// do not have, is not among them: [`PipelineBug::Unlicensed`] leaves it out.
+/// Reason why a mutant of a message is unobservable; `None` if it must be found. The wait for a
+/// slot, which the first parts do not have, is not among them: [`PipelineBug::Unlicensed`] leaves
+/// it out.
 fn harmless_in_a_message(mutation: &Mutation) -> Option<&'static str> {
     match (mutation.change, mutation.item.op) {
         (Change::Lower, Op::Signal { flag: Flag::Read, .. }) => Some("the sender waits for one part more"),

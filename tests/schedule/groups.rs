@@ -41,7 +41,8 @@ pub fn ways() -> impl Iterator<Item = (Route, Relays)> {
     Route::ALL.into_iter().flat_map(|route| Relays::ALL.map(|relays| (route, relays)))
 }
 
-/// All ways in which rows can be placed: with a budget that drops some, with as many slots as are needed at most.
+/// All receive modes: also with a budget that drops some rows, and with the largest needed number
+/// of slots.
 pub fn placements() -> impl Iterator<Item = (RowLayout, ReceiveMode, SumOrder)> {
     let overflow = Overflow::Drop;
     let modes = [
@@ -59,7 +60,8 @@ pub fn placements_in_spans() -> impl Iterator<Item = (RowLayout, ReceiveMode, Su
 }
 
 impl Group {
-    /// Two experts a rank; every rank sends rows to every other in set 0, some choices are dropped in set 1.
+    /// Two experts a rank; every rank sends rows to every other in set 0, some choices are dropped
+    /// in set 1.
     pub fn new(labels: &[u32], align: u32, seed: u64) -> Self {
         Self::over(NodeMap::from_labels(labels), align, seed)
     }
@@ -91,7 +93,7 @@ impl Group {
         }
     }
 
-    /// Ranks of a sample send to everybody, all others only to the sample.
+    /// Ranks of a sample send to all, all others only to the sample.
     pub fn sampled(labels: &[u32], sample: &[u32]) -> Self {
         let nodes = NodeMap::from_labels(labels);
         let ranks = nodes.ranks();
@@ -107,8 +109,8 @@ impl Group {
         Group { nodes, map, routings, ..Group::new(&[0], 1, 0) }
     }
 
-    /// In set 0 every token goes to all ranks: so each chunk of a block has rows for every rank in relay order, too. In set
-    /// 1 some choices are dropped.
+    /// In set 0 every token goes to all ranks: so each chunk of a block has rows for every rank in
+    /// relay order, too. In set 1 some choices are dropped.
     pub fn dense(labels: &[u32], align: u32, seed: u64) -> Self {
         let group = Group::new(labels, align, seed);
         let ranks = group.nodes.ranks();
@@ -141,22 +143,22 @@ impl Group {
         }
     }
 
-    /// The same group, whose dispatches go out by all-gather.
+    /// The same group, with dispatches by all-gather.
     pub fn by_all_gather(self) -> Self {
         Group { strategy: Strategy::AllGather, ..self }
     }
 
-    /// The same group, whose rows come home by copy engines.
+    /// The same group, with returns by copy engines.
     pub fn pulling(self) -> Self {
         Group { pulls: true, ..self }
     }
 
-    /// The same group, whose rows are moved by copy engines that callers' threads enqueue.
+    /// The same group, with copy engines that callers' threads enqueue.
     pub fn enqueuing(self) -> Self {
         Group { enqueues: true, ..self.pulling() }
     }
 
-    /// The same group, whose rails reach the memory that engines move.
+    /// The same group, with nets that reach the memory of the engines.
     pub fn straight(self) -> Self {
         Group { straight: true, ..self.pulling() }
     }
@@ -192,7 +194,8 @@ impl Group {
     }
 }
 
-/// Token t goes to experts t and t + half, and once more round: each chunk of a block has rows for every rank.
+/// Token t goes to experts t and t + half, and again: each chunk of a block has rows for every
+/// rank.
 fn everywhere(experts: u32) -> Routing<'static> {
     let half = experts / 2;
     let tokens = u32::from(CHUNKS) * half;
@@ -241,8 +244,8 @@ pub fn pairs(n: usize) -> Vec<Call> {
     (0..n).flat_map(|round| [dispatch(0), ret(round, ROWS)]).collect()
 }
 
-/// Of those rounds what callers' threads make that enqueue: rows and weights come home in calls of their own, and no rows
-/// are kept.
+/// Those of the rounds that callers' threads can enqueue: rows and weights return in separate
+/// calls, and no rows are kept.
 pub fn enqueued_rounds() -> Vec<Call> {
     let made = rounds().into_iter().flat_map(|call| match call {
         Call::Dispatch { routing, .. } => vec![dispatch(routing)],
@@ -265,7 +268,8 @@ pub fn rounds_of(group: &Group) -> Vec<Call> {
     }
 }
 
-/// Of those rounds what planners make: no cached dispatches, rows alone come home, and none are kept.
+/// Those of the rounds that planners can run: no cached dispatches, only rows return, and none are
+/// kept.
 pub fn engine_rounds() -> Vec<Call> {
     let made = rounds().into_iter().filter(|call| !matches!(call, Call::Cached { .. }));
     let made = made.map(|call| match call {
@@ -295,8 +299,8 @@ pub fn gathering_rounds() -> Vec<Call> {
     ]
 }
 
-/// Four rounds with all kinds of calls after all kinds, several handles alive, refusals, ranks that disagree,
-/// and kept rows.
+/// Four rounds with all kinds of calls after all kinds, several handles alive, refusals, ranks that
+/// disagree, and kept rows.
 pub fn rounds() -> Vec<Call> {
     vec![
         dispatch(0),

@@ -1,4 +1,5 @@
-//! Every single bug planted in the real schedules is found, or is listed here with the reason why it is none.
+//! Every single bug planted in the real schedules is found, or is listed here with the reason why
+//! it is harmless.
 
 use std::collections::BTreeMap;
 
@@ -41,7 +42,7 @@ impl<'a> Mutant<'a> {
         }
     }
 
-    /// Why it changes nothing that anybody can see; `None` if it must be found.
+    /// Reason why it is unobservable; `None` if it must be found.
     fn harmless(&self) -> Option<&'static str> {
         let Mutation { item, other, change, .. } = self.mutation;
         match (change, item.op, other) {
@@ -209,7 +210,8 @@ fn survivors(title: &str, group: &Group) -> Vec<String> {
     prove(&story).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
     let mut wrong = Vec::new();
-    // No program says when a stream gets its work, nor that it rings: that is what it is to be enqueued.
+    // No program contains when a stream gets its work, nor its requests: the enqueued operations
+    // do.
     let of_programs = |mutation: &Mutation| {
         let rings = mutation.stage == "reached" && matches!(mutation.item.op, Op::Signal { .. });
         mutation.stage != "enqueued" && !rings
@@ -358,7 +360,7 @@ fn harmless_mutants_change_no_outcome() {
         let mutants = mutations(&story).into_iter().map(|mutation| Mutant::new(mutation, &group, &story));
         let harmless: Vec<Mutant> = mutants.filter(|mutant| mutant.harmless().is_some()).collect();
         assert!(harmless.len() > 100);
-        // Ranks are alike: one mutant in three stands for the others.
+        // Ranks are alike: one mutant in three represents the others.
         for Mutant { mutation, .. } in harmless.iter().step_by(3) {
             check(&mutation.plant(&story), 0..2).unwrap_or_else(|fault| panic!("{mutation:?}: {fault}"));
         }

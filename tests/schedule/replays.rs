@@ -1,4 +1,5 @@
-//! Calls on streams that tests share: three replays each, since what the first leaves behind the third still finds.
+//! Calls on streams that tests share: three replays each, since the third still sees the state that
+//! the first leaves.
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 use sidelane_core::schedule::stream::Slots;

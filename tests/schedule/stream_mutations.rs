@@ -1,5 +1,5 @@
-//! Slots on streams with one bug planted: `prove` finds every one, unless it breaks none of the rules by which the
-//! schedule works.
+//! Slots on streams with one bug planted: `prove` finds every one, unless it breaks none of the
+//! rules by which the schedule works.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use sidelane_verify::unroll::{StreamScenario, Streams, UnrolledOp, UnrolledProgr
 
 use crate::replays::{slots, thrice};
 
-/// What a rank does with a peer.
+/// Operation of a rank with a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Act {
     Put,
@@ -53,8 +53,9 @@ fn which(when: When, step: &UnrolledOp) -> Which {
     Which { when, act, peer }
 }
 
-/// Why one operation must come before another with the same peer. Of all others the order is free: two copies of a batch, two
-/// words of two peers; also a wait before own signals, since one rank alone is stricter then, and nobody waits for it in turn.
+/// Why one operation must come before another with the same peer. All other orders are free: two
+/// copies of a batch, two words of two peers. A wait before own signals is free, too, since only
+/// one rank is stricter then, and no rank waits for it in turn.
 fn rule(first: Which, then: Which) -> Option<&'static str> {
     use Act::{Put, SetBack, Signal, Wait};
     match ((first.when, first.act), (then.when, then.act)) {
@@ -68,7 +69,8 @@ fn rule(first: Which, then: Which) -> Option<&'static str> {
     }
 }
 
-/// A replay of one rank: the operations of a dispatch, `None` for the experts, those of the combine.
+/// A replay of one rank: the operations of a dispatch, `None` for the experts, those of the
+/// combine.
 type Replay<T> = Vec<Option<T>>;
 
 /// The first rule that a replay breaks.
@@ -184,7 +186,7 @@ fn every_move_that_breaks_a_rule_is_found_and_no_other() {
     }
 }
 
-/// What can be done to an operation besides moving it. All of it is found, if anything is moved at all.
+/// Changes of an operation besides moving it. All of them are found, if any bytes move at all.
 fn every_change(ranks: u32, calls: &[StreamCall]) -> usize {
     let story = tell(ranks, calls);
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
@@ -216,7 +218,8 @@ fn every_change(ranks: u32, calls: &[StreamCall]) -> usize {
 fn everything_that_is_left_out_or_leaves_its_stream_is_found() {
     for ranks in 2..=4 {
         let ops = (ranks * (ranks - 1)) as usize;
-        // Per peer and stage: each of four is left out, each of two signals goes elsewhere; and all waits of a stage at once.
+        // Per peer and stage: each of four is left out, each of two signals goes elsewhere; and all
+        // waits of a stage at once.
         let changed = every_change(ranks, &thrice(&[Dispatch(0), Combine(0)]));
         assert_eq!(changed, ops * 2 * 6 + 2 * ranks as usize);
         every_change(ranks, &thrice(&[Dispatch(0), Release(0)]));
@@ -224,7 +227,7 @@ fn everything_that_is_left_out_or_leaves_its_stream_is_found() {
     }
 }
 
-/// What a mutant of slots across nodes changes: whose operation, and how it is changed.
+/// Change of a mutant of slots across nodes: the actor of the operation, and the change.
 fn class(mutation: &Mutation, nodes: &NodeMap) -> String {
     let peer = |to: u32| match to {
         to if to == mutation.rank => "own",
@@ -249,10 +252,10 @@ fn class(mutation: &Mutation, nodes: &NodeMap) -> String {
 /// Whether one operation of a track must come before the next.
 fn bound(me: u32, ranks: u32, first: Op, then: Op) -> bool {
     match (first, then) {
-        // Rows before the word, or the bell, behind them.
+        // Rows before the word, or the request flag, behind them.
         (Op::Put { to: a, .. }, Op::Signal { to: b, .. }) if a != me => a == b,
         (Op::Put { slot, .. }, Op::Signal { to, of, .. }) => slot.0 < 2 * ranks && to == me && of == me,
-        // A word before what it lets happen: that it is set back, or handed on.
+        // A word before the step that it allows: its reset, or its relaying.
         (Op::Wait { from, .. }, Op::Signal { to, of, .. }) => to == me && from == of,
         _ => false,
     }
@@ -312,7 +315,7 @@ fn every_bug_across(labels: &[u32], way: RowPath) {
     report(&format!("{labels:?} {way:?}: changed"), &tallies);
 }
 
-/// Why ranks do not see a bug of a driver: then the rank itself lacks a value.
+/// Reason why ranks do not see a bug of a driver: the rank itself misses a value.
 fn unseen(mutation: &CallMutation, (step, next): (Action, Option<Action>)) -> Option<&'static str> {
     let check = Action::Compute(Work::Check);
     match mutation.change {

@@ -1,5 +1,5 @@
-//! Slots on streams are proved: every rank, constants that are set back, microbatches that interleave, queues that streams
-//! share.
+//! Slots on streams are proved: every rank, constants that are reset, microbatches that interleave,
+//! queues that streams share.
 
 use sidelane_core::error::PlanError;
 use sidelane_core::schedule::stream::RowPath;
@@ -32,7 +32,8 @@ fn every_replay_of_every_group_is_proved() {
             let title = format!("{ranks} ranks, {streams:?}, {name}");
             let proof = prove(&story).unwrap_or_else(|fault| panic!("{title}: {fault}"));
             println!("{title:>40}: {:>7} operations, {:>9} pairs", proof.operations, proof.pairs);
-            // A put, a signal, a wait and a word set back for each peer, but for the puts of a release.
+            // A put, a signal, a wait and a reset word for each peer, without the puts of a
+            // release.
             let peers = (ranks * (ranks - 1)) as usize;
             let releases = calls.iter().filter(|call| matches!(call, Release(_))).count();
             let events = if streams == Streams::Aside { 4 * calls.len() * ranks as usize } else { 0 };
@@ -81,8 +82,9 @@ fn every_replay_across_nodes_is_proved_straight_and_on_the_detour() {
             let proof = prove(&story).unwrap_or_else(|fault| panic!("{title}: {fault}"));
             println!("{title:>64}: {:>7} operations, {:>9} pairs", proof.operations, proof.pairs);
             let near = prove(&tell(labels.len() as u32, streams, &calls, None)).unwrap();
-            // A bell is rung, heard and taken back by each rank in each call; on the detour a put in, a put out, a word
-            // awaited and one raised come with each peer, and no words of rails are bytes.
+            // Each rank sets, sees and resets a request flag in each call. On the host-staged path
+            // each peer adds a put in, a put out, an awaited word and a raised one, and no words of
+            // nets are bytes.
             let ranks = labels.len();
             let far = labels.iter().map(|a| labels.iter().filter(|b| a != *b).count()).sum::<usize>();
             let per_call = 3 * ranks + if way == RowPath::HostStaged { 4 * far } else { 0 };
@@ -108,9 +110,10 @@ fn every_slip_of_a_caller_across_nodes_is_found() {
     for (labels, way, streams) in across().filter(|(labels, ..)| labels.len() <= 5) {
         for slip in StreamBug::ALL {
             let seen = prove(&tell_across(labels, way, streams, &calls_for(slip), Some(slip)));
-            // A card reads what was packed beside the stream, too, and not only copies of a stream aside.
+            // A NIC reads rows packed on a second stream, too, as do copies of a stream aside.
             let packed_ahead = slip == StreamBug::PackAhead && way == RowPath::GpuDirect;
-            // Rows that come by a twin alone are brought in behind all that the rank has read by then.
+            // Rows that come only through host staging are brought in behind all the rank's reads
+            // until then.
             let alone = labels.iter().enumerate().all(|(at, node)| !labels[..at].contains(node));
             let in_turn = alone && way == RowPath::HostStaged;
             let read_late = in_turn && matches!(slip, StreamBug::KeepSlots | StreamBug::SumLate);
@@ -164,7 +167,8 @@ fn every_slip_of_a_caller_is_found() {
 
 #[test]
 fn a_word_that_is_set_back_too_late_is_lost_in_some_random_run() {
-    // What the proof says of numbers, words of 0 and 1 do: a signal that is wiped out is waited for for ever.
+    // What the proof says of numbers, words of 0 and 1 do: a signal that is overwritten is awaited
+    // forever.
     let calls = calls_for(StreamBug::BackLate);
     let fault = check(&tell(3, Streams::One, &calls, Some(StreamBug::BackLate)), 0..200).unwrap_err();
     assert!(matches!(fault, ProofFailure::Deadlock { seen: 0, .. }), "{fault}");
@@ -196,7 +200,8 @@ fn a_dispatch_that_is_not_answered_and_an_answer_without_one_are_refused() {
     }
 }
 
-/// Every order of the calls of these microbatches in which each has its combine behind its dispatch.
+/// Every order of the calls of these microbatches in which each has its combine behind its
+/// dispatch.
 fn orders(microbatches: u32) -> Vec<Vec<StreamCall>> {
     let mut all = vec![Vec::new()];
     for of in 0..microbatches {

@@ -1,4 +1,4 @@
-//! All calls of a layer, bit for bit against what everybody must see.
+//! All calls of a layer, bit for bit against a reference.
 
 use sidelane::ep::{ExpertParallelBuilder, ExpertRows, Handle, RowIndex};
 use sidelane::gate::Routing;
@@ -12,7 +12,7 @@ use super::{To, Tokens, on_ranks, tiny, tokens};
 pub trait Real: Element + Into<f32> {}
 impl<E: Element + Into<f32>> Real for E {}
 
-/// Everybody's input, and what follows from it.
+/// Inputs of all ranks, and the results that follow.
 pub struct Expected<E> {
     pub case: Case,
     pub all: Vec<Tokens<E>>,
@@ -134,7 +134,7 @@ where
         index.landing().iter().map(|&at| at as usize).collect()
     }
 
-    /// Holds what landed against everybody's `x`.
+    /// Compares landed rows with the `x` of all ranks.
     fn landed(&self, me: usize, rows: &ExpertRows, x: impl Fn(usize) -> Vec<E>) {
         let hidden = self.case.hidden;
         let mut expected = vec![E::zeroed(); self.seen.rows[me].len() * hidden];
@@ -197,8 +197,8 @@ where
         scatter(&y, self.case.hidden, &self.landing(me, handle.index()))
     }
 
-    /// The rows of tensor `number` of all ranks, summed for the tokens of this one: from +0 in f32, in the order of the
-    /// sum, partials rounded to the wire's type, one rounding at the end.
+    /// The rows of tensor `number` of all ranks, summed for the tokens of this one: from +0 in f32,
+    /// in the order of the sum, partials rounded to the wire's type, one rounding at the end.
     pub fn summed(&self, me: usize, number: u32, weighted: bool) -> Vec<E> {
         let (case, mine) = (&self.case, &self.all[me]);
         let mut out = Vec::new();
@@ -221,7 +221,7 @@ where
         out
     }
 
-    /// One word per choice that comes home: `of(rank, row, choice)`, 0 where it has no row.
+    /// One returned word per choice: `of(rank, row, choice)`, 0 where it has no row.
     fn home(&self, me: usize, of: impl Fn(usize, usize, usize) -> f32) -> Vec<f32> {
         let k = self.case.top_k as usize;
         let word = |choice| {
@@ -349,7 +349,7 @@ where
     }
 }
 
-/// Once everybody is here and all readers have finished, the pool is whole.
+/// Once all ranks have entered and all readers have finished, the pool is whole.
 pub fn nothing_is_held(world: &World, group: &Group) {
     group.gather(&[]).unwrap();
     let report = world.pool().report();

@@ -1,4 +1,4 @@
-//! Worlds of threads, random routings, and the naive reference that dispatch and combine are held against.
+//! Worlds of threads, random routings, and the naive reference for dispatch and combine.
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 pub mod layer;
@@ -34,7 +34,8 @@ pub fn cases<T>(all: impl IntoIterator<Item = T>, most_demanding: usize) -> Vec<
     }
 }
 
-/// Runs `body` on every rank of a world of threads; rank r is on node `nodes[r]`. Results in order of rank.
+/// Runs `body` on every rank of a world of threads; rank r is on node `nodes[r]`. Results in order
+/// of rank.
 pub fn on_ranks<T: Send>(nodes: &[u32], options: &Options, body: impl Fn(World) -> T + Sync) -> Vec<T> {
     let worlds = World::threads_with(nodes, options).expect("a world of threads");
     std::thread::scope(|scope| {
@@ -71,7 +72,7 @@ where
     Tokens { x, ids, weights }
 }
 
-/// What comes home from experts that change nothing: each token as often as it was chosen, summed from +0.
+/// Results of experts that change nothing: each token times its number of choices, summed from +0.
 pub fn repeated(tokens: &Tokens<bf16>, top_k: u32, hidden: usize) -> Vec<bf16> {
     let chosen = tokens.ids.chunks_exact(top_k as usize).map(|ids| ids.iter().filter(|&&id| id >= 0).count());
     let rows = tokens.x.chunks_exact(hidden).zip(chosen);

@@ -7,7 +7,7 @@ use sidelane::plan::{
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
-/// Rank 0 of one node, whose other ranks have the same routing as it has.
+/// Rank 0 of one node, whose other ranks have the same routing.
 pub struct Placer {
     map: ExpertMap,
     nodes: NodeMap,

@@ -23,8 +23,8 @@ impl Outcome {
 
 /// A master port for one job: the first of a run of ports that no connection takes by chance.
 ///
-/// Ranks look at this port and at those after it, and know each other by the job's name. Linux gives
-/// connections ports from 32768 on: a master's port among those could be mistaken for a wire's.
+/// Ranks try this port and those after it, and identify each other by the job's name. Linux gives
+/// connections ports from 32768 on: a master's port among those could collide with a connection's.
 pub fn master_port() -> u16 {
     static JOBS: AtomicU32 = AtomicU32::new(0);
     loop {
@@ -36,8 +36,8 @@ pub fn master_port() -> u16 {
     }
 }
 
-/// Runs an ignored test of this program as the ranks of one world. `nodes` are sizes of nodes, all on
-/// this machine.
+/// Runs an ignored test of this program as the ranks of one world. `nodes` are sizes of nodes, all
+/// on this machine.
 pub fn run_ranks(nodes: &[u32], test: &str, variables: &[(&str, &str)]) -> Outcome {
     let program = std::env::current_exe().expect("this program");
     let port = master_port();

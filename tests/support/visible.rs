@@ -1,10 +1,11 @@
-//! What every rank must see of a dispatch, in every layout and mode, found from everybody's routing at once.
+//! Expected rows of a dispatch at every rank, in every layout and mode, computed from the routing
+//! of all ranks at once.
 
 use sidelane::dtype::PartialDtype;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::{NodeMap, Route};
 
-/// What is dispatched, and how.
+/// Inputs of a dispatch.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub nodes: Vec<u32>,
@@ -20,7 +21,8 @@ pub struct Case {
     pub order: SumOrder,
     pub wire: PartialDtype,
     pub weighted: bool,
-    /// Relays hand rows on in spans: rows land in another order than the visible one, and an index says in which.
+    /// Relays copy rows in spans: rows land in another order than the visible one, and an index
+    /// maps the two.
     pub spans: bool,
     pub strategy: Strategy,
 }
@@ -52,7 +54,7 @@ impl Case {
     }
 }
 
-/// A row: whose token it is, and which choices, of `[tokens, top_k]`, it stands for.
+/// A row: its token, and the choices, of `[tokens, top_k]`, that it stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
     pub source: usize,
@@ -122,7 +124,7 @@ impl Visible {
         self.rows[rank].extend(segment);
     }
 
-    /// What a budget leaves.
+    /// Rows that a budget keeps.
     fn clip(&mut self, case: &Case, rank: usize) {
         self.required[rank] = self.rows[rank].len() as u32;
         let ReceiveMode::Budget { rows: budget, .. } = case.mode else { return };
@@ -154,7 +156,7 @@ impl Visible {
         }
     }
 
-    /// Local expert and choice of each choice of a row: what rank-major rows have beside them.
+    /// Local expert and choice of each choice of a row: metadata of rank-major rows.
     pub fn local_experts(&self, case: &Case, ids: &[Vec<i32>], rank: usize, row: usize) -> Vec<i32> {
         let mut experts = vec![-1; case.top_k as usize];
         if let Some(row) = &self.rows[rank][row] {

@@ -9,15 +9,17 @@ use moe_lm::parallel::{Chunks, Plan};
 use moe_lm::settings::{Settings, Shape};
 use serde_json::json;
 
-/// Trains a small mixture-of-experts language model: alone, or as a rank of `sidelane launch`, torchrun, srun or mpirun.
+/// Trains a small mixture-of-experts language model: alone, or as a rank of `sidelane launch`,
+/// torchrun, srun or mpirun.
 ///
 /// Every rank computes on one core with RAYON_NUM_THREADS=1.
 #[derive(Debug, Parser)]
 pub struct Arguments {
-    /// Text to learn from: a page (.html), of which the body is taken, or anything else as it is. Default: the book that comes
-    /// with the Rust toolchain.
+    /// Text to learn from: the body of a page (.html), or any other file unchanged. Default: the
+    /// book that comes with the Rust toolchain.
     pub text: Option<PathBuf>,
-    /// Folder for checkpoints, the losses and their curve, and the router's decisions: one for all ranks, on whatever machine.
+    /// Folder for checkpoints, the losses and their curve, and the router's decisions: one for all
+    /// ranks, on all machines.
     #[arg(long, default_value = "moe-lm-out")]
     pub out: PathBuf,
     /// Steps of the whole run.
@@ -26,16 +28,17 @@ pub struct Arguments {
     /// Windows of a step, over all ranks.
     #[arg(long, default_value_t = 16)]
     pub batch: usize,
-    /// Ranks over which the experts of a layer are spread; it divides the number of ranks. Default: all.
+    /// Ranks over which the experts of a layer are spread; it divides the number of ranks. Default:
+    /// all.
     #[arg(long)]
     pub expert_parallel: Option<usize>,
     /// Plays this many ranks in this process, one after another: the same bits.
     #[arg(long, value_name = "RANKS", conflicts_with_all = ["overlap", "chunks"])]
     pub reference: Option<usize>,
-    /// Whether transfers go on beside compute: the same bits.
+    /// Whether transfers overlap with compute: the same bits.
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub overlap: Switch,
-    /// Chunks into which the tokens of a layer are cut, or auto: as many as its sizes are worth. The same bits.
+    /// Chunks of the tokens of a layer, or auto: chosen by its sizes. The same bits.
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = chunks)]
     pub chunks: Chunks,
     /// A checkpoint after so many steps each; there is one at the end anyway.
@@ -44,7 +47,7 @@ pub struct Arguments {
     /// Goes on from the latest checkpoint in the folder.
     #[arg(long)]
     pub resume: bool,
-    /// Losses of another run (its losses.json), to be drawn beside these and compared with them.
+    /// Losses of another run (its losses.json), to draw and compare with these.
     #[arg(long, value_name = "FILE")]
     pub beside: Option<PathBuf>,
     /// Of weights and of windows.
@@ -59,7 +62,7 @@ pub struct Arguments {
     /// Coefficient of the loss that keeps experts in use.
     #[arg(long, default_value_t = 0.001)]
     pub balance: f32,
-    /// One JSON object per line: each step, each look at held-out tokens, what was written.
+    /// One JSON object per line: each step, each evaluation of held-out tokens, each written file.
     #[arg(long)]
     pub json: bool,
     #[command(flatten)]
@@ -130,7 +133,7 @@ impl Arguments {
         }
     }
 
-    /// What all ranks must have in common: what is trained on what, and when they meet. See
+    /// Settings that all ranks must share: model, data, and the steps of collective work. See
     /// [`Options::job_fingerprint`](sidelane::Options::job_fingerprint).
     pub fn conditions(&self, settings: &Settings, batches: &Batches) -> String {
         json!({

@@ -22,8 +22,8 @@ impl Attention {
         Ok(Attention { window, heads, future: Tensor::from_vec(mask, (window, window), &Device::Cpu)? })
     }
 
-    /// Rows `[windows * window, width]`, of which each becomes a mixture of those of its window; `qkv` is `[width, 3 width]`, `out`
-    /// `[width, width]`.
+    /// Rows `[windows * window, width]`, of which each becomes a mixture of those of its window;
+    /// `qkv` is `[width, 3 width]`, `out` `[width, width]`.
     ///
     /// # Errors
     /// If shapes do not fit.

@@ -39,7 +39,8 @@ pub struct Windows {
 }
 
 impl Batches {
-    /// Of all tokens of a text. In the middle of it whole batches are held out, of 4096 tokens or the next more.
+    /// Of all tokens of a text. In the middle of it whole batches are held out, of 4096 tokens or
+    /// the next more.
     ///
     /// # Errors
     /// [`Error::TooShort`].

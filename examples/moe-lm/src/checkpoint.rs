@@ -9,11 +9,11 @@
 //!   step-000300.old       one that had the name before, until the new one has it
 //! ```
 //!
-//! Each tensor stands beside the two means that its optimizer keeps (`first/..`, `second/..`). A checkpoint is written under
-//! another name, and takes its own when all ranks have written and what they wrote is on the disk. So whenever a run is stopped,
-//! the newest checkpoint that was made is there whole, under its name or as `.old`. `run.json` names its files, and no other is read: a
-//! run that was stopped while it wrote may have had its experts in others. A checkpoint that lacks one of them, for whatever
-//! reason, is passed over.
+//! Each tensor comes with the two means of its optimizer (`first/..`, `second/..`). A checkpoint is
+//! written under another name, and gets its own when the files of all ranks are on the disk. So
+//! whenever a run is stopped, the newest finished checkpoint is complete, under its name or as
+//! `.old`. `run.json` names its files, and no other is read: a run that was stopped while it wrote
+//! may have had its experts in others. A checkpoint without one of them is skipped.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -44,8 +44,8 @@ struct Run {
 /// Makes a folder, and proves that each rank can write its part of a checkpoint there. Collective.
 ///
 /// # Errors
-/// On all ranks: [`Error::File`], and [`Error::Elsewhere`] where another rank has it; [`Error::NotShared`] if the folder is not
-/// one for all.
+/// On all ranks: [`Error::File`], and [`Error::Elsewhere`] where another rank has it;
+/// [`Error::NotShared`] if the ranks do not share the folder.
 pub fn prepare<R: Ranks>(trainer: &Trainer<R>, out: &Path) -> Result<()> {
     let ranks = &trainer.ranks;
     let probe = |first: usize| format!("{}.probe", of_experts(first));
@@ -77,7 +77,7 @@ pub fn save<R: Ranks>(trainer: &Trainer<R>, out: &Path) -> Result<PathBuf> {
     Ok(place)
 }
 
-/// What a rank has to write, on the disk when this returns.
+/// Writes a rank's part to the disk.
 fn write_own<R: Ranks>(trainer: &Trainer<R>, part: &Path, files: &[String]) -> Result<()> {
     let ranks = &trainer.ranks;
     if !ranks.writes_dense() && !ranks.writes_experts() {
@@ -99,7 +99,8 @@ fn write_own<R: Ranks>(trainer: &Trainer<R>, part: &Path, files: &[String]) -> R
     sync(part)
 }
 
-/// Gives what was written its name. What has that name is deleted when the new one has it.
+/// Gives the written checkpoint its name. The old checkpoint of that name is deleted when the new
+/// one has it.
 fn publish(part: &Path, place: &Path) -> Result<()> {
     let old = place.with_extension("old");
     if place.exists() {
@@ -152,8 +153,8 @@ fn remove(folder: &Path) -> Result<()> {
 /// Brings a trainer to where the latest one in a folder left it, and says which. Collective.
 ///
 /// # Errors
-/// [`Error::OtherCheckpoint`] if ranks find different ones, and those of [`latest`] and [`load`]; [`Error::Elsewhere`] where
-/// another rank has them.
+/// [`Error::OtherCheckpoint`] if ranks find different ones, and those of [`latest`] and [`load`];
+/// [`Error::Elsewhere`] where another rank has them.
 pub fn resume<R: Ranks>(trainer: &mut Trainer<R>, out: &Path) -> Result<PathBuf> {
     let found = latest(out);
     let name = found.as_ref().ok().and_then(|place| place.file_name()).unwrap_or_default();
@@ -185,8 +186,8 @@ fn is_whole(place: &Path) -> bool {
     run.is_ok_and(|run| run.files.iter().all(|file| place.join(file).is_file()))
 }
 
-/// After how many steps a checkpoint was written, by its name, and whether it has its place; none for one that is being
-/// written.
+/// The number of steps of a checkpoint, from its name, and whether the name is final; none for one
+/// that is being written.
 fn age(place: &Path) -> Option<(usize, bool)> {
     let name = place.file_name()?.to_str()?.strip_prefix("step-")?;
     let old = name.strip_suffix(".old");
@@ -202,7 +203,8 @@ fn run_of(place: &Path) -> Result<Run> {
 /// Brings a trainer to where it was.
 ///
 /// # Errors
-/// [`Error::OtherRun`] if it is not of this run, [`Error::Missing`], [`Error::Twice`], and those of files.
+/// [`Error::OtherRun`] if it is not of this run, [`Error::Missing`], [`Error::Twice`], and those of
+/// files.
 pub fn load<R: Ranks>(trainer: &mut Trainer<R>, place: &Path) -> Result<()> {
     let run = run_of(place)?;
     let same =

@@ -53,7 +53,7 @@ pub enum Error {
         what: &'static str,
         /// The number.
         seen: usize,
-        /// What it must be a multiple of, and not zero.
+        /// A divisor of the size, which is not zero.
         of: usize,
     },
     /// A number that is too small for anything to be learned.
@@ -137,12 +137,13 @@ pub enum Error {
     OtherCheckpoint {
         /// The first rank that differs from rank 0.
         rank: usize,
-        /// What it found; empty if nothing.
+        /// The names that it found; empty if none.
         seen: String,
         /// What rank 0 found; empty if nothing.
         expected: String,
     },
-    /// A loss that is not a number, or without bounds: weights have grown too large, or the learning rate is too high.
+    /// A loss that is NaN or infinite: weights have grown too large, or the learning rate is too
+    /// high.
     #[error("{what} is {loss}, after {steps} steps")]
     NotFinite {
         /// Which.
@@ -160,7 +161,7 @@ pub enum Error {
     },
 }
 
-/// What the trainer gives.
+/// Result of the trainer.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {

@@ -1,4 +1,5 @@
-//! A small mixture-of-experts language model that learns from real text, on ranks that are processes.
+//! A small mixture-of-experts language model that learns from real text, on ranks that are
+//! processes.
 //!
 //! ```text
 //!   text --> tokens --> windows of a step, by seed and number --> each rank its own
@@ -10,8 +11,9 @@
 //!   step      gradients of experts added over their replicas, of the rest over all ranks --> AdamW
 //! ```
 //!
-//! What is trained does not depend on how: overlap, chunks, and whether ranks are processes, threads, or one process that
-//! plays them in turn ([`Reference`](reference::Reference)), give the same bits.
+//! The trained weights do not depend on the execution: overlap, chunks, and ranks as processes,
+//! threads, or one process that runs them in turn ([`Reference`](reference::Reference)), give the
+//! same bits.
 
 pub mod attention;
 pub mod batches;

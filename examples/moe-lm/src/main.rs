@@ -110,7 +110,7 @@ fn train<R: Ranks>(arguments: &Arguments, mut trainer: Trainer<R>) -> Result<()>
     Ok(())
 }
 
-/// The loss curve, beside that of another run if there is one.
+/// The loss curve, with that of another run if there is one.
 fn draw<R: Ranks>(
     arguments: &Arguments,
     trainer: &Trainer<R>,

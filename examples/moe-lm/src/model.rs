@@ -1,4 +1,5 @@
-//! The language model: blocks of attention and of experts, each behind a norm and beside a residual path.
+//! The language model: blocks of attention and of experts, each behind a norm and with a residual
+//! path.
 
 use std::collections::HashMap;
 
@@ -13,14 +14,14 @@ use crate::settings::Shape;
 use crate::trainer::State;
 use crate::weights::{Entry, Weights};
 
-/// One rank's model: MoE layers of its own, and what it takes from dense weights.
+/// One rank's model: MoE layers of its own, and its share of the dense weights.
 pub struct Model {
     shape: Shape,
     attention: Attention,
     layers: Vec<Moe>,
 }
 
-/// What a backward pass leaves.
+/// Results of a backward pass.
 pub struct Pass {
     /// What these tokens have in the mean loss.
     pub loss: f32,
@@ -63,7 +64,7 @@ impl Model {
         self.named(self.pass(dense, windows, tokens))
     }
 
-    /// The loss alone, and what the last router decided.
+    /// The loss alone, and the last router's decisions.
     ///
     /// # Errors
     /// As [`learn`](Self::learn).
@@ -78,7 +79,7 @@ impl Model {
         Ok((loss, self.decisions()))
     }
 
-    /// What the last router decided in the last pass.
+    /// The last router's decisions in the last pass.
     pub fn decisions(&self) -> Decisions {
         self.layers.last().map(|layer| layer.state().decisions.clone()).unwrap_or_default()
     }

@@ -1,4 +1,5 @@
-//! Sidelane's MoE layer as an operation of candle: it knows its weights, and its gradients lie beside candle's.
+//! Sidelane's MoE layer as an operation of candle: it holds its weights, and its gradients lie next
+//! to candle's.
 //!
 //! ```text
 //!   candle    .. x ------> Moe ------> y ..          .. dy -----> Moe -----> dx ..
@@ -25,7 +26,7 @@ pub struct State {
     pub tape: Option<Tape>,
     /// Of the last backward pass.
     pub gradients: Option<Gradients<f32>>,
-    /// What the router decided in the last forward pass.
+    /// The router's decisions in the last forward pass.
     pub decisions: Decisions,
     /// Why the last pass failed: candle would make words of it.
     pub failure: Option<sidelane::Error>,
@@ -38,7 +39,7 @@ impl Moe {
         Moe(Arc::new(Mutex::new(State { layer, tape: None, gradients: None, decisions, failure: None })))
     }
 
-    /// The layer and what it left.
+    /// The layer and its state.
     pub fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,4 +1,5 @@
-//! AdamW, element by element: a rank that has some of the weights does to them what a rank with all would do.
+//! AdamW, element by element: a rank with a part of the weights updates them as a rank with all
+//! would.
 
 const FIRST: f64 = 0.9;
 const SECOND: f64 = 0.95;

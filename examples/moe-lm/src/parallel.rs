@@ -1,4 +1,5 @@
-//! Ranks that are processes or threads: who shares experts with whom, and whose gradients are added.
+//! Ranks that are processes or threads: the groups that share experts, and those whose gradients
+//! are added.
 //!
 //! ```text
 //!   8 ranks, experts over 4         0  1  2  3 | 4  5  6  7      windows of the batch: a part for each
@@ -34,8 +35,9 @@ pub enum Chunks {
 }
 
 impl Chunks {
-    /// By figures of ranks that are processes on the cores of one machine: a dispatch or combine of one token takes as long as
-    /// about 64 KiB of a large one, and a row costs an expert hardly less in products of more than 32.
+    /// Measured with ranks as processes on the cores of one machine: a dispatch or combine of one
+    /// token takes as long as about 64 KiB of a large one, and a row costs an expert hardly less in
+    /// products of more than 32.
     pub const AUTO: Chunks = Chunks::By(ChunkRule { call_bytes: 64 << 10, gemm_rows: 32, most: 8 });
 }
 
@@ -44,7 +46,7 @@ impl Chunks {
 pub struct Plan {
     /// Chunks of a layer's tokens.
     pub chunks: Chunks,
-    /// Whether transfers go on beside compute.
+    /// Whether transfers overlap with compute.
     pub overlap: bool,
 }
 

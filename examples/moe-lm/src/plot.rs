@@ -41,7 +41,8 @@ impl Axes {
         (LEFT + (RIGHT - LEFT) * step / self.steps, BOTTOM + (TOP - BOTTOM) * up)
     }
 
-    /// Between lines, of which there are at most 21 however far losses are apart: halves, ones, or a power of ten.
+    /// Between lines, of which there are at most 21 however far losses are apart: halves, ones, or
+    /// a power of ten.
     fn apart(&self) -> f64 {
         let whole = self.losses.1 - self.losses.0;
         let wide = 10f64.powf((whole / 2.0).log10().floor());

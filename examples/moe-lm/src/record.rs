@@ -36,7 +36,7 @@ struct Token<'a> {
 }
 
 impl Decisions {
-    /// What a gate decided.
+    /// Decisions of a gate.
     pub fn of(decision: &Decision) -> Decisions {
         Decisions { experts: decision.experts().to_vec(), weights: decision.weights().to_vec() }
     }
@@ -63,8 +63,8 @@ impl Decisions {
         Decisions { experts, weights }
     }
 
-    /// Writes JSON lines as [`Recorded`](sidelane::gate::Recorded) reads them: weights to four digits, as they are data to
-    /// look at, and bits of no run depend on them.
+    /// Writes JSON lines as [`Recorded`](sidelane::gate::Recorded) reads them: weights to four
+    /// digits, since they are only for inspection: no run's bits depend on them.
     ///
     /// # Errors
     /// [`Error::File`].

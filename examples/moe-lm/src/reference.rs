@@ -6,8 +6,9 @@
 //!   ..                                                                                    ascending rank, in f32
 //! ```
 //!
-//! Each has a layer with all experts, so no row leaves. Gradients of experts are one product over the rows of all ranks
-//! that share them (`InTurn`), by rank and token: so the layer sums rows that come from other ranks.
+//! Each has a layer with all experts, so no row moves. Gradients of experts are one product over
+//! the rows of all ranks that share them (`InTurn`), by rank and token: so the layer sums rows that
+//! come from other ranks.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -101,15 +102,15 @@ fn add(sum: &mut [f32], part: &[f32]) {
     sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
 }
 
-/// Experts to whom the ranks of a group come in turn. The gradient of their weights is that of all ranks' rows together: the
-/// last rank has it, the others zeros.
+/// Experts that serve the ranks of a group in turn. The gradient of their weights is that of all
+/// ranks' rows together: the last rank has it, the others zeros.
 struct InTurn {
     experts: GroupedSwiGlu,
     ranks: usize,
     came: Mutex<Vec<Came>>,
 }
 
-/// What a rank brought.
+/// Inputs of a rank.
 struct Came {
     rows: Vec<f32>,
     hidden: usize,
@@ -125,7 +126,7 @@ impl Came {
     }
 }
 
-/// What the experts saved, which a rank leaves behind in the end.
+/// Saved values of the experts, which a rank leaves at the end.
 type Left = Mutex<Option<Saved>>;
 
 impl InTurn {

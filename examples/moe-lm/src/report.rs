@@ -1,4 +1,4 @@
-//! What the first rank says while it trains: a table for people, or a JSON object per line.
+//! Output of the first rank during training: a table for people, or a JSON object per line.
 
 use std::io::{IsTerminal, Write, stdout};
 use std::path::Path;
@@ -8,9 +8,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use moe_lm::trainer::{History, Ranks, Trainer};
 use serde_json::json;
 
-/// To whom it is said, and how.
+/// The output stream, and its format.
 pub struct Report {
-    /// Other ranks say nothing.
+    /// Other ranks print nothing.
     speaks: bool,
     json: bool,
     bar: ProgressBar,
@@ -88,7 +88,7 @@ impl Report {
     }
 }
 
-/// A line for whoever reads: one who has seen enough is no reason to stop training.
+/// A line for the reader: a closed pipe is no reason to stop training.
 fn print(line: &str) {
     let mut out = stdout().lock();
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());

@@ -1,10 +1,11 @@
-//! What a run is: everything that its bits depend on, and nothing else.
+//! Settings of a run: all that its bits depend on, and no more.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Values of a model that are not small any more: beyond, numbers that are mistyped would end in want of memory.
+/// Limits of a model that is not small any more: beyond them, a mistyped number would exhaust
+/// memory.
 const MOST: u128 = 1 << 32;
 
 /// Sizes of the model.
@@ -108,7 +109,7 @@ impl Settings {
         }
     }
 
-    /// What the shape has to be in memory, over all ranks.
+    /// Values of the shape in memory, over all ranks.
     fn values(&self) -> u128 {
         let Shape { vocabulary, window, layers, width, experts, expert_width, .. } = self.shape;
         let product = |of: &[usize]| of.iter().fold(1, |all: u128, &each| all.saturating_mul(each as u128));

@@ -7,8 +7,9 @@ use regex::Regex;
 
 use crate::error::{Error, Result};
 
-/// "The Rust Programming Language" as one page, as toolchains bring it: by Steve Klabnik, Carol Nichols and Chris Krycho, with
-/// contributions from the Rust community, licensed MIT or Apache-2.0.
+/// "The Rust Programming Language" as one page, as toolchains bring it: by Steve Klabnik, Carol
+/// Nichols and Chris Krycho, with contributions from the Rust community, licensed MIT or
+/// Apache-2.0.
 ///
 /// # Errors
 /// [`Error::NoText`] if the toolchain has none.

@@ -1,4 +1,5 @@
-//! Byte pair encoding, on characters: the commonest pair of neighbours within a word becomes a token, and again.
+//! Byte pair encoding, on characters: the most common adjacent pair within a word becomes a token,
+//! repeatedly.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -10,11 +11,12 @@ struct Word {
     count: i64,
 }
 
-/// Pairs of neighbours: how often they are, and in which words.
+/// Adjacent pairs: their counts, and the words that contain them.
 #[derive(Default)]
 struct Pairs(HashMap<(u32, u32), (i64, BTreeSet<usize>)>);
 
-/// The tokens of a text, below `vocabulary`, which is learned from it. The same text gives the same tokens.
+/// The tokens of a text, below `vocabulary`, which is learned from it. The same text gives the same
+/// tokens.
 pub fn tokenize(text: &str, vocabulary: usize) -> Vec<u32> {
     let split = Regex::new(r" ?\w+|\s+|[^\w\s]+").expect("a constant that the tests try");
     let mut numbers = HashMap::new();
@@ -71,8 +73,8 @@ impl Pairs {
         }
     }
 
-    /// Of equally common ones, the last in the order of their characters, then of their numbers: two tokens may be of the same
-    /// characters, joined at other places.
+    /// Of equally common ones, the last in the order of their characters, then of their numbers:
+    /// two tokens may have the same characters, joined at different places.
     fn commonest(&self, tokens: &[String]) -> Option<(u32, u32)> {
         let named = |(left, right): (u32, u32)| (&tokens[left as usize], &tokens[right as usize]);
         let worth = |(pair, (count, _)): &(&(u32, u32), &(i64, _))| (*count, named(**pair), **pair);

@@ -15,19 +15,20 @@ pub trait Ranks {
     /// Which experts of a layer are here.
     fn own_experts(&self) -> Range<usize>;
 
-    /// Mean loss and gradients of a step, added over all ranks, of experts over those that have them.
+    /// Mean loss and gradients of a step, added over all ranks, of experts over those that have
+    /// them.
     ///
     /// # Errors
     /// Those of the model and of the sums.
     fn learn(&mut self, state: &State, batches: &Batches, step: usize) -> Result<Pass>;
 
-    /// Mean loss of the windows that are held out, and what the last router decides for their tokens.
+    /// Mean loss of the held-out windows, and the last router's decisions for their tokens.
     ///
     /// # Errors
     /// Those of the model and of the sums.
     fn judge(&mut self, state: &State, batches: &Batches) -> Result<(f32, Decisions)>;
 
-    /// Whether this rank writes down what all have alike.
+    /// Whether this rank writes the state that all have alike.
     fn writes_dense(&self) -> bool;
 
     /// Whether this rank writes down its experts, which others may have, too.
@@ -39,10 +40,12 @@ pub trait Ranks {
     /// If one does not come.
     fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// What this rank came to, if all came to something: a rank that fails ends all, and none waits for it. Collective.
+    /// The result of this rank, if all ranks have one: a rank that fails ends all, and none waits
+    /// for it. Collective.
     ///
     /// # Errors
-    /// Its own; [`Error::Elsewhere`] with that of the first rank that has one; and if one does not come.
+    /// Its own error; [`Error::Elsewhere`] with that of the first rank that has one; and if a rank
+    /// does not come.
     fn agree<T>(&self, own: Result<T>) -> Result<T> {
         let said = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let all = self.gather(said.as_bytes())?;
@@ -68,7 +71,7 @@ pub struct Learned {
 /// All that a rank has learned.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
-    /// What all ranks have alike.
+    /// State that is equal on all ranks.
     pub dense: Learned,
     /// The experts of this rank, layer by layer.
     pub experts: Learned,
@@ -85,13 +88,13 @@ pub struct History {
 
 /// One run, as a rank has it.
 pub struct Trainer<R> {
-    /// What the run is.
+    /// Settings of the run.
     pub settings: Settings,
     /// Its ranks.
     pub ranks: R,
     /// Its text.
     pub batches: Batches,
-    /// What it has learned.
+    /// Learned state.
     pub state: State,
     /// What came of it.
     pub history: History,

@@ -1,4 +1,5 @@
-//! Weights as one vector, with names for its parts: what an optimizer, a sum over ranks and a checkpoint want.
+//! Weights as one vector, with names for its parts: for an optimizer, a sum over ranks, and a
+//! checkpoint.
 
 use std::ops::Range;
 
@@ -28,7 +29,7 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Those that all ranks have alike: embeddings, attention, routers, head.
+    /// Weights that are equal on all ranks: embeddings, attention, routers, head.
     pub fn dense(settings: &Settings) -> Weights {
         let Shape { vocabulary, window, layers, width, experts, .. } = settings.shape;
         let mut weights = Weights::default();
@@ -48,7 +49,8 @@ impl Weights {
     }
 
     /// Some of the experts of every layer, each with its matrices in the order of
-    /// [`GroupedSwiGlu`](sidelane::layer::GroupedSwiGlu). An expert begins with the same values on whichever rank it is.
+    /// [`GroupedSwiGlu`](sidelane::layer::GroupedSwiGlu). An expert begins with the same values on
+    /// every rank.
     pub fn experts(settings: &Settings, range: Range<usize>) -> Weights {
         let Shape { layers, width, experts, expert_width, .. } = settings.shape;
         let mut weights = Weights::default();
@@ -68,7 +70,7 @@ impl Weights {
         weights
     }
 
-    /// Appends a tensor whose products keep the size of what they are applied to.
+    /// Appends a tensor whose products keep the size of their inputs.
     fn add(&mut self, name: String, shape: &[usize], normal: &mut Normal) {
         let (first, count) = (self.values.len(), shape.iter().product::<usize>());
         let scale = 1.0 / (shape[0] as f32).sqrt();

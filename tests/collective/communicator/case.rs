@@ -1,4 +1,4 @@
-//! What all of these tests share: communicators of short rounds, tensors, and what must come of them.
+//! Common parts of these tests: communicators of short rounds, tensors, and expected results.
 
 use half::{bf16, f16};
 use sidelane::collective::{AllReduceAlgorithm, Communicator};
@@ -9,7 +9,7 @@ use crate::support::To;
 /// Ranks by node: alone, on one, two and three nodes, even and not.
 pub const SHAPES: [&[u32]; 6] =
     [&[0], &[0; 3], &[0, 1], &[0, 1, 0, 2, 1], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 1, 2]];
-/// Elements: none, fewer than ranks, a line and a bit, more than a round, and no multiple of anything.
+/// Elements: none, fewer than ranks, a line and a bit, more than a round, and an odd number.
 pub const LENGTHS: [usize; 5] = [0, 1, 37, 1000, 4321];
 
 /// Bytes of results that land in place.

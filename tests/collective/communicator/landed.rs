@@ -150,7 +150,7 @@ fn without_room_only_nothing_lands() {
     });
 }
 
-/// What rank 2 calls, and what it and the others get; nobody's result of before has changed.
+/// The call of rank 2, and the errors of all; no earlier result has changed.
 fn odd_one_out(odd: impl Fn(&mut Communicator) -> Error + Sync, right: impl Fn(bool, Error) + Sync) {
     for nodes in [&[0; 4][..], &[0, 0, 1, 1]] {
         on_ranks(nodes, &tiny(), |world| {

@@ -14,7 +14,7 @@ fn messages_of_a_pair_come_in_order_and_longer_ones_than_their_slots_pass_each_o
         on_ranks(nodes, &tiny(), |world| {
             let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
             let (me, next, from) = (world.rank(), (world.rank() + 1) % 3, (world.rank() + 2) % 3);
-            // Short ones lie unread; nobody waits.
+            // Short ones lie unread; no rank waits.
             communicator.send(next, &tensor::<f32>(me as usize, 5, 0)).unwrap();
             communicator.send::<f32>(next, &[]).unwrap();
             let mut first = vec![0.0f32; 5];

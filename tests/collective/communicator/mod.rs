@@ -1,4 +1,4 @@
-//! All-reduce, broadcast, all-to-all, all-gather and messages, against what they mean.
+//! All-reduce, broadcast, all-to-all, all-gather and messages, compared with their definitions.
 
 mod case;
 mod faults;

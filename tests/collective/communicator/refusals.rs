@@ -7,7 +7,7 @@ use sidelane::error::{CallError, CallKind, Error, MemoryError, PlanError};
 use super::case::{communicator, reduces};
 use crate::support::{on_ranks, tiny};
 
-/// What a rank gets if rank 2 makes another call.
+/// Errors of a rank when rank 2 makes another call.
 fn odd_one_out(
     nodes: &[u32],
     odd: impl Fn(&mut Communicator) -> Error + Sync,

@@ -6,7 +6,7 @@ use sidelane::error::{Error, MemoryError};
 use super::case::{bits, summed, tensor};
 use crate::support::{on_ranks, tiny};
 
-/// Windows of a communicator that is gone are used again, and only when all others are done with them.
+/// Windows of a dropped communicator are reused, and only when all others are done with them.
 #[test]
 fn communicators_come_and_go_without_waiting_for_each_other() {
     on_ranks(&[0, 0, 1, 0], &tiny(), |world| {
@@ -23,7 +23,8 @@ fn communicators_come_and_go_without_waiting_for_each_other() {
     });
 }
 
-/// Rank 0 has sent and gone when rank 2 receives: the answer, for which nobody waits, must not meet what others keep there.
+/// Rank 0 has sent and left when rank 2 receives: the answer, which no rank waits for, must not
+/// reach memory that others use.
 #[test]
 fn windows_are_held_until_ranks_of_other_nodes_are_done_with_them() {
     on_ranks(&[0, 0, 1], &tiny(), |world| {
@@ -41,7 +42,7 @@ fn windows_are_held_until_ranks_of_other_nodes_are_done_with_them() {
                 communicator.send(2, &[1.0f32; 5]).unwrap();
             }
             drop(communicator);
-            // More than there is beside the window.
+            // More than remains next to the window.
             let error = world.group(&[0, 1]).unwrap().window(150_000).unwrap_err();
             assert!(matches!(error, Error::Memory(MemoryError::OutOfSpace { .. })), "{error}");
             all.gather(&[]).unwrap();

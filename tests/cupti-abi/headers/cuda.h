@@ -1,4 +1,4 @@
-// Names that CUPTI's headers take from cuda.h. None of what is compared holds one of them by value.
+// Names that CUPTI's headers take from cuda.h. No compared struct holds one of them by value.
 #pragma once
 typedef struct CUctx_st *CUcontext;
 typedef struct CUmod_st *CUmodule;

@@ -1,4 +1,5 @@
-//! Sidelane's declarations of CUPTI against NVIDIA's: every offset, number and function, in several versions.
+//! Sidelane's declarations of CUPTI against NVIDIA's: every offset, number and function, in several
+//! versions.
 //!
 //! ```text
 //!   ffi (the library's own source) --> what, ours --+

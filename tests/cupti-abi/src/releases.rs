@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 
-/// Wheels, the oldest first: of the first version that is read, of the oldest driver that `gpu-check` takes, of the last for CUDA 12,
-/// and of one for CUDA 13.
+/// Wheels, the oldest first: of the first supported version, of the oldest driver that `gpu-check`
+/// takes, of the last for CUDA 12, and of one for CUDA 13.
 const WHEELS: [(&str, &str); 4] = [
     ("nvidia-cuda-cupti-cu12", "12.1.105"),
     ("nvidia-cuda-cupti-cu12", "12.5.82"),

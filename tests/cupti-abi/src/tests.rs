@@ -16,7 +16,8 @@ const SOURCE: &str = include_str!("../../../src/device/audit/cupti/ffi.rs");
 /// A field: its name in the header, our offset, our bytes.
 type Field = (&'static str, usize, usize);
 
-/// A record: its name without the number of its version, the first number that is read, our bytes, fields.
+/// A record: its name without the number of its version, its first supported number, our bytes,
+/// fields.
 type Record = (&'static str, u32, usize, Vec<Field>);
 
 macro_rules! field {
@@ -76,7 +77,8 @@ const NUMBERS: [(&str, u32); 8] = [
     ("CUPTI_CHANNEL_TYPE_ASYNC_MEMCPY", ffi::CHANNEL_ASYNC_MEMCPY),
 ];
 
-/// Functions, and their parameters in C as our types say them. Enums of the header are passed as numbers of four bytes.
+/// Functions, and their C parameters according to our types. Enums of the header are passed as
+/// numbers of four bytes.
 const FUNCTIONS: [(&str, &str); 8] = [
     ("cuptiGetVersion", "uint32_t *"),
     ("cuptiGetResultString", "CUptiResult, const char **"),
@@ -162,7 +164,7 @@ fn every_library_has_every_function() {
     }
 }
 
-/// What the source declares is compared: functions, numbers, and fields that are used.
+/// All declarations of the source are compared: functions, numbers, and used fields.
 #[test]
 fn nothing_is_left_out() {
     let (declarations, functions) = SOURCE.split_once("\nfunctions! {").unwrap();

@@ -11,7 +11,7 @@ use crate::support::layer::{Expected, bits, nothing_is_held};
 use crate::support::visible::Case;
 use crate::support::{on_ranks, tiny};
 
-/// What a layer gives to its rank: all that does not depend on where rows lie.
+/// Results of a layer at its rank that do not depend on the place of rows.
 #[derive(Debug, PartialEq)]
 pub struct Step {
     out: Vec<u8>,
@@ -26,7 +26,8 @@ fn expert(x: f32, id: u32) -> f32 {
     x * (id as f32 + 0.5)
 }
 
-/// What this rank's experts make of its rows: each its own or, rank-major, the sum of those that the row chose.
+/// Outputs of this rank's experts for its rows: each its own or, rank-major, the sum of those that
+/// the row chose.
 fn experts(ep: &ExpertParallel, handle: &Handle, rows: &[bf16]) -> Vec<bf16> {
     let (hidden, k) = (ep.hidden(), ep.top_k() as usize);
     let ids: Vec<u32> =

@@ -1,5 +1,6 @@
-//! What a gate decides, dispatched: in every mode what fits has the bits of exact sizes, and what does not is dropped by the
-//! gate's policy before the exchange, or by the index of its row in it, on every rank alike.
+//! Dispatch of a gate's decision: in every mode the rows that fit have the bits of exact sizes, and
+//! the others are dropped by the gate's policy before the exchange, or by the index of its row in
+//! it, on every rank alike.
 
 use half::bf16;
 use rand::{RngExt, SeedableRng};
@@ -20,7 +21,7 @@ use crate::support::{Tokens, small, tiny};
 /// The recorded decisions of a small trained model.
 const RECORDED: &str = include_str!("../../../data/routing.jsonl");
 
-/// What a gate decides for one rank, and what went into it.
+/// Decision of a gate for one rank, and its input.
 struct Decided {
     tokens: Tokens<bf16>,
     choices: Vec<i32>,
@@ -87,7 +88,8 @@ fn tokens(decided: &[Decided]) -> Vec<Tokens<bf16>> {
     decided.iter().map(|decided| decided.tokens.clone()).collect()
 }
 
-/// What each local group of a rank has at each expert: counts before and after, and whether what is kept stands first.
+/// Counts of each local group of a rank at each expert, before and after dropping, and whether the
+/// kept rows come first.
 fn kept_as_the_policy_says(config: &GateConfig, decided: &Decided) {
     let (k, count) = (config.top_k as usize, decided.choices.len() / config.top_k as usize);
     let Some(capacity) = config.capacity else { return assert_eq!(decided.dropped, 0) };
@@ -141,7 +143,7 @@ fn a_padded_capacity_fills_slots_that_always_suffice() {
         let (case, config, _) = drawn(seed);
         let Some(capacity) = config.capacity else { continue };
         let config = GateConfig { capacity: Some(Capacity { pad: true, ..capacity }), ..config };
-        // A size that all ranks have in common: slots are fixed before anybody knows who has how many.
+        // A size that all ranks have in common: slots are fixed before any rank knows the counts.
         let count = 6 * capacity.groups;
         let mode = ReceiveMode::from_gate(&config, count).unwrap();
         let rank = |rank| decide(&config, count, case.hidden, RngKey { seed, step: 1, rank });

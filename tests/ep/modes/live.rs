@@ -28,7 +28,8 @@ fn roomy() -> Options {
     Options { config: Config { heap: 3 << 20, symmetric: 2 << 20, ..tiny().config }, ..tiny() }
 }
 
-/// Four rounds of a case: other tokens in each, and as many as the next rank had in the round before.
+/// Four rounds of a case: other tokens in each, with the number that the next rank had in the round
+/// before.
 fn rounds(case: &Case) -> Vec<Expected<bf16>> {
     let turned = |by: usize| {
         let mut counts = case.counts.clone();

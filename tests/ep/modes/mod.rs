@@ -1,4 +1,5 @@
-//! Budgets and fixed slots: what lands, what is dropped, what comes home, in both layouts and on both routes.
+//! Budgets and fixed slots: landed rows, dropped rows, returned rows, in both layouts and on both
+//! routes.
 
 mod equal;
 mod gate;

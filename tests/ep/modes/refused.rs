@@ -1,5 +1,5 @@
-//! Calls for which there is no room are refused on every rank, move nothing, and can be made again; and settings that
-//! cannot be used.
+//! Calls without room are refused on every rank, move no rows, and can be made again; and invalid
+//! settings.
 
 use half::bf16;
 use sidelane::ep::ExpertParallelBuilder;
@@ -19,7 +19,8 @@ fn a_call_over_budget_gets_the_same_error_everywhere_and_works_with_the_rows_req
         let budget = |rows| ReceiveMode::Budget { rows, overflow: Overflow::Error };
         for rows in [0, mean, most - 1] {
             let narrow = Expected::<bf16>::new(&Case { mode: budget(rows), ..group.clone() });
-            // What is said is enough to make the call again, until the last rank that needs more has been named.
+            // The error suffices to make the call again, until the last rank that needs more has
+            // been named.
             let Some((rank, required)) = narrow.seen.over_budget(&narrow.case) else { continue };
             let wide = Expected::<bf16>::new(&Case { mode: budget(most), ..group.clone() });
             on_ranks(&group.nodes, &tiny(), |world| {
@@ -59,7 +60,8 @@ fn a_rank_whose_slots_are_full_says_so_and_the_others_name_it() {
         let slots = group.max_tokens() / 2;
         let mode = ReceiveMode::Slots { rows: slots, overflow: Overflow::Error };
         let full = Expected::<bf16>::new(&Case { mode, ..group.clone() });
-        // Who has more rows for a bin than there are slots: the same rows are too many for whoever drops.
+        // A rank with more rows for a bin than slots: both overflow policies count the same excess
+        // rows.
         let drops = ReceiveMode::Slots { rows: slots, overflow: Overflow::Drop };
         let drops = Expected::<bf16>::new(&Case { mode: drops, ..group.clone() });
         let bad: Vec<u32> = (0..)
@@ -102,7 +104,7 @@ fn a_rank_whose_slots_are_full_says_so_and_the_others_name_it() {
     }
 }
 
-/// What one rank of three chooses, and what the others.
+/// Choices of one rank of three, and of the others.
 fn odd<T>(rank: u32, one: T, other: T) -> T {
     if rank == 1 { one } else { other }
 }

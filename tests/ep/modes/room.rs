@@ -1,4 +1,4 @@
-//! What a dispatch reserves, and what it tells.
+//! Memory that a dispatch reserves, and its messages.
 
 use half::bf16;
 use sidelane::Options;
@@ -11,7 +11,7 @@ use crate::support::layer::{Expected, nothing_is_held};
 use crate::support::visible::Case;
 use crate::support::{on_ranks, tiny};
 
-/// Bytes in which rows land, and what goes with each; and of rows that a rank takes to hand them on.
+/// Bytes for landed rows with their metadata, and for rows that a rank takes to relay.
 fn landing(case: &Case, rows: u32) -> u64 {
     let words = match (case.layout, case.mode) {
         (RowLayout::RankMajor, _) => 2 * case.top_k,
@@ -32,7 +32,7 @@ fn most_rows(case: &Case, required: u32, rank: u32) -> u32 {
     case.mode.slots().map_or(all.min(case.mode.budget().unwrap_or(u32::MAX)), |_| required)
 }
 
-/// The most rows that each source of a rank may have it hand on.
+/// The most rows that each source of a rank may have it relay.
 fn staged(case: &Case, rank: u32) -> u64 {
     let nodes = NodeMap::from_labels(&case.nodes);
     let paths = Paths::new(&nodes, case.route, rank);
@@ -81,7 +81,8 @@ fn what_is_announced_is_what_can_come_and_what_is_kept_is_what_came() {
 
 #[test]
 fn between_fixed_slots_no_counts_are_told() {
-    // Two nodes of 3 and 2 ranks: a message has a tag for each member, and two counts for each bin and each rank.
+    // Two nodes of 3 and 2 ranks: a message has a tag for each member, and two counts for each bin
+    // and each rank.
     let nodes = [0, 1, 0, 1, 0];
     let case = Case { route: Route::Pxn, ..Case::new(&nodes, &[5, 7, 0, 2, 9], 10, 2) };
     for mode in [ReceiveMode::Exact, ReceiveMode::Slots { rows: 9, overflow: Overflow::Error }] {
@@ -92,7 +93,8 @@ fn between_fixed_slots_no_counts_are_told() {
                 let mut ep = all.layer(&group);
                 recorder.take();
                 let held = all.dispatch(&mut ep);
-                // What a rank tells for its node is on tracks of its relay, behind those of all ranks.
+                // A rank's messages for its node are on tracks of its relay, behind those of all
+                // ranks.
                 let relayed = recorder.take().events.into_iter().filter(|event| event.track >= 5);
                 let told: Vec<u64> =
                     relayed.filter(|event| event.kind == OpKind::Put).map(|event| event.bytes).collect();

@@ -10,7 +10,7 @@ use super::space::wide;
 use super::{BAD, EXPERTS, HIDDEN, NODES, Rank, SYMMETRIC, everywhere, options};
 use crate::support::on_ranks;
 
-/// What the bad rank asks for instead, and what the others say differs.
+/// The bad rank's setting, and the difference that the others report.
 type Quirk = (fn(ExpertParallelBuilder<'_>) -> ExpertParallelBuilder<'_>, &'static str);
 
 const QUIRKS: [Quirk; 9] = [

@@ -5,7 +5,7 @@ use sidelane::error::{CallError, CallKind, Cause, Error, PlanError};
 
 use super::{BAD, HIDDEN, Rank, TOP_K, combine, dispatch, everywhere, repeated, told};
 
-/// A buffer of outputs whose contents can be told from any other.
+/// A buffer of outputs with distinguishable contents.
 fn fill(handle: &sidelane::ep::Handle) -> (sidelane::ep::ExpertOutput, Vec<bf16>) {
     let mut y = handle.output().unwrap();
     let rows = y.rows_mut::<bf16>().unwrap();
@@ -226,7 +226,7 @@ fn a_combine_that_is_started_and_dropped_ends_the_world_for_all() {
         let (rows, mut out) = (rows.rows::<bf16>().unwrap(), repeated(&rank.mine()));
         rank.group.gather(&[]).unwrap();
         let bad = rank.is_bad();
-        // On one node, a rank that has everybody's word may read all it needs and finish.
+        // On one node, a rank that has heard all others may read all its rows and finish.
         if let Ok(started) = rank.ep.start_combine(rows, &handle)
             && !bad
         {

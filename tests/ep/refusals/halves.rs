@@ -1,4 +1,4 @@
-//! Refusals while ranks are away, between the halves of a call: their relays tell.
+//! Refusals while ranks are absent, between the halves of a call: their relays report them.
 
 use half::bf16;
 use sidelane::ep::CombineInput;

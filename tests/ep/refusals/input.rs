@@ -8,7 +8,7 @@ use sidelane::gate::Routing;
 use super::{BAD, EXPERTS, HIDDEN, TOP_K, dispatch, everywhere, told};
 use crate::support::Tokens;
 
-/// A way to spoil the tokens of a rank that has seven, and what is said of it.
+/// A way to spoil the tokens of a rank that has seven, and the error for it.
 type Spoil = (fn(&mut Tokens<bf16>), PlanError);
 
 fn spoils() -> Vec<Spoil> {

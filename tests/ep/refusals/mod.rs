@@ -1,4 +1,4 @@
-//! What is refused, is refused on every rank, moves nothing, and leaves a world that works.
+//! Refused calls are refused on every rank, move no rows, and leave a working world.
 
 mod build;
 mod calls;
@@ -20,8 +20,8 @@ use sidelane::topology::Route;
 use sidelane::{Dtype, Element, ExpertParallel, Group, Options, World};
 
 const RANKS: usize = 4;
-/// One node; two of two ranks each, interleaved, where the bad rank is no rail peer of rank 1; uneven ones, where rank 3
-/// serves all others, or where the bad rank is alone.
+/// One node; two of two ranks each, interleaved, where the bad rank is no rail peer of rank 1;
+/// uneven ones, where rank 3 serves all others, or where the bad rank is alone.
 const NODES: [[u32; RANKS]; 4] = [[0; RANKS], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 2, 1]];
 /// The rank that does something wrong.
 const BAD: u32 = 2;
@@ -33,7 +33,7 @@ const POISON: u8 = 0xab;
 /// Bytes of each rank's symmetric heap.
 const SYMMETRIC: u64 = 512 << 10;
 
-/// A pool of `pool` bytes; and, because a test that hangs says nothing, not too much patience.
+/// A pool of `pool` bytes; and a short deadline, because a test that hangs shows nothing.
 fn options(pool: u64) -> Options {
     let config = Config { heap: pool + SYMMETRIC, symmetric: SYMMETRIC, ..Config::default() };
     let clocks = Timeouts { deadline: Duration::from_secs(30), ..Timeouts::default() };
@@ -58,7 +58,7 @@ struct Rank {
     ep: ExpertParallel,
     route: Route,
     round: u64,
-    /// What the pool held, and the free bytes were poisoned, before the call that is refused.
+    /// Contents of the pool, and poisoned free bytes, before the refused call.
     before: Option<PoolReport>,
 }
 
@@ -99,7 +99,8 @@ impl Rank {
         self.ep.dispatch(&mine.x, &routing).expect("a good dispatch")
     }
 
-    /// Poisons what is free and remembers what is not, once all ranks have read what was offered to them.
+    /// Poisons the free memory and remembers the rest, once all ranks have read the memory that was
+    /// offered to them.
     fn arm(&mut self) {
         self.group.gather(&[]).unwrap();
         self.world.pool().poison(POISON);
@@ -118,7 +119,8 @@ impl Rank {
         self.group.gather(&[]).unwrap();
     }
 
-    /// Dispatch and combine with experts that change nothing, checked bit for bit. Twice: with both publications.
+    /// Dispatch and combine with experts that change nothing, checked bit for bit. Twice: with both
+    /// publications.
     fn works(&mut self) {
         for _ in 0..2 {
             self.round += 1;
@@ -139,7 +141,7 @@ impl Rank {
     }
 }
 
-/// What comes home from experts that change nothing.
+/// Rows returned by experts that change nothing.
 fn repeated(tokens: &Tokens<bf16>) -> Vec<bf16> {
     crate::support::repeated(tokens, TOP_K, HIDDEN)
 }

@@ -23,8 +23,8 @@ fn out_of_space(rank: u32, asked: u64, free: u64, total: u64) -> Error {
     MemoryError::OutOfSpace { rank, asked, free, total, space, setting }.into()
 }
 
-/// Bytes that the bad rank needs for so many rows of every rank: for them, for a word with each, and for those that it
-/// hands on to its node.
+/// Bytes that the bad rank needs for so many rows of every rank: for them, for a word with each,
+/// and for those that it relays to its node.
 fn extent(nodes: &NodeMap, route: Route, tokens: u32) -> u64 {
     let staged = match route {
         Route::Pxn => Paths::new(nodes, route, BAD).sources().count() as u64 * u64::from(tokens),
@@ -55,7 +55,7 @@ fn incast(tokens: u32) -> (Vec<bf16>, Routing<'static>) {
     (vec![bf16::ONE; tokens as usize * HIDDEN], Routing::new(TOP_K, ids, weights).unwrap())
 }
 
-/// A layer whose ranks may pass so many tokens that the pool cannot hold them all.
+/// A layer whose ranks may pass more tokens than the pool can hold.
 fn large(rank: &Rank) -> sidelane::ExpertParallel {
     rank.settings().max_tokens(600).build().unwrap()
 }

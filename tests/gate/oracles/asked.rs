@@ -1,4 +1,5 @@
-//! From a case, in the words of the system that judges it, to our configuration: a preset, and what differs from it.
+//! From a case, in the words of the system that is its oracle, to our configuration: a preset, and
+//! its changes.
 
 use sidelane::error::GateError;
 use sidelane::gate::{
@@ -68,7 +69,8 @@ fn capacity(room: &Room, preset: Option<Capacity>) -> Capacity {
     }
 }
 
-/// Capacity for choices that others made: random ones are given with their lots, of which the highest are kept.
+/// Capacity for given choices: random policies get the drawn numbers, of which the highest are
+/// kept.
 pub fn placed_by(case: &Case) -> Capacity {
     let dropless = Capacity {
         rule: CapacityRule::Needed,
@@ -83,10 +85,10 @@ pub fn placed_by(case: &Case) -> Capacity {
     Capacity { keep, ..capacity }
 }
 
-/// Asks our gate, and hands what it decided to `read`.
+/// Runs our gate, and passes its decision to `read`.
 ///
-/// Where choices are sampled, a gate without noise is asked for the best by the noisy logits, and what it chooses is
-/// replayed on the clean ones.
+/// Where choices are sampled, a gate without noise chooses the best by the noisy logits, and its
+/// choices are replayed on the clean ones.
 pub fn route<T>(case: &Case, read: impl FnOnce(&Decision) -> T) -> Result<T, GateError> {
     let config = config(case);
     let (logits, bias, used, mut replay) =

@@ -1,4 +1,5 @@
-//! What `judge.py` writes: one JSON object a line, the first about the run, the others one case each.
+//! What `judge.py` writes: one JSON object a line, the first about the run, the others one case
+//! each.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -6,7 +7,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Deserializer, de::Error};
 
-/// A run of the judges.
+/// A run of the oracles.
 pub struct Run {
     pub head: Head,
     pub cases: Vec<Case>,
@@ -22,7 +23,7 @@ pub struct Head {
     pub capacities: Vec<(u32, u32, f64, u32, u32)>,
 }
 
-/// What was asked, and what was answered. Absent settings are those of the preset.
+/// Questions and answers. Absent settings are those of the preset.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Case {
@@ -112,7 +113,7 @@ pub struct Answer {
     #[serde(deserialize_with = "floats")]
     pub decide: Vec<f32>,
     pub capacity: Option<u32>,
-    /// The bias after an update by the counts of what is kept.
+    /// The bias after an update by the counts of the kept choices.
     #[serde(default, deserialize_with = "some_floats")]
     pub bias: Option<Vec<f32>>,
 }
@@ -154,7 +155,7 @@ impl Case {
         self.tokens as usize * self.experts as usize
     }
 
-    /// The answers there are, with the name of who gave them.
+    /// The answers, with the names of their oracles.
     pub fn answers(&self) -> impl Iterator<Item = (&str, &Answer)> {
         let theirs = self.theirs.as_ref().map(|answer| (self.judge.as_str(), answer));
         std::iter::once(("formula", &self.exact.answer)).chain(theirs)

@@ -53,7 +53,8 @@ def draw_case(preset, number, seed):
     if preset == "megatron":
         tokens, experts, top_k = megatron(dice, case, tokens, experts, top_k)
     elif preset == "deepseek_v3":
-        # Megatron sums as many of a group as there are choices per kept group: two, as DeepSeek does.
+        # Megatron sums as many of a group as there are choices per kept group: two, as DeepSeek
+        # does.
         experts, kept = 8 * dice.choice((2, 4, 8, 16, 32)), dice.choice((1, 2, 3, 4, 4, 4))
         top_k, case["groups"] = 2 * kept, [8, kept, 2]
         case["bias"] = dice.choice((0.0625, 0.25))

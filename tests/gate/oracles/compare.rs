@@ -1,4 +1,4 @@
-//! What our gate says to a case beside the answers of its judges.
+//! Comparison of our gate's answers with those of the oracles.
 
 use std::collections::BTreeMap;
 
@@ -15,18 +15,18 @@ const RELATIVE: f64 = 4e-6;
 /// The rate of the bias updates that `theirs.py` asks for.
 const BIAS_RATE: f32 = 1.0 / 1024.0;
 
-/// What was seen of one preset.
+/// Results of one preset.
 #[derive(Default)]
 pub struct Seen {
-    /// Cases per judge.
+    /// Cases per oracle.
     pub judges: BTreeMap<String, u32>,
     pub tokens: u64,
-    /// Weights beside exact ones, and beside theirs.
+    /// Weights compared with exact ones, and with those of the oracle.
     pub weights: u64,
     pub their_weights: u64,
-    /// The worst weight beside the exact one.
+    /// The largest deviation from an exact weight.
     pub ulps: u32,
-    /// The worst weight beside theirs.
+    /// The largest deviation from an oracle's weight.
     pub relative: f64,
     /// Tokens whose choices or drops a rounding could change, and those of them where it did.
     pub near: Vec<String>,

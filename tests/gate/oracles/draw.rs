@@ -49,7 +49,7 @@ pub fn earlier(case: &Case) -> Vec<f32> {
     tilted(case, Stream::Earlier)
 }
 
-/// Logits with the noise that the judge was given.
+/// Logits with the noise of the oracle.
 pub fn noisy(case: &Case) -> Vec<f32> {
     let noise = bell(case.seed, Stream::Noise, case.elements(), 1.0);
     logits(case).iter().zip(noise).map(|(logit, noise)| logit + noise).collect()

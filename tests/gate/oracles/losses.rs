@@ -15,7 +15,7 @@ use super::draw;
 const LOSS: f64 = 1e-6;
 
 impl Seen {
-    /// A loss and its gradient beside the formula and the system.
+    /// A loss and its gradient, compared with the formula and the system.
     pub fn compare_loss(&mut self, case: &Case, loss: &Loss) {
         let mut gradient = vec![0.0; case.elements()];
         let ours = match ours(case, loss, &mut gradient) {
@@ -30,7 +30,8 @@ impl Seen {
             let fault = || format!("{}: {:?} {ours:e}, {judge} {expected:e}", case.name(), loss.kind);
             self.expect(far <= LOSS, fault);
         }
-        // Where experts are loaded alike a gradient cancels: its parts are as large as the loss of a token.
+        // Where experts are loaded alike a gradient cancels: its parts are as large as the loss of
+        // a token.
         let per_token = loss.exact / f64::from(case.tokens);
         for (judge, expected) in [("formula", &loss.gradient), (&case.judge, &loss.their_gradient)] {
             let Some(expected) = expected else { continue };
@@ -64,7 +65,8 @@ fn ours(case: &Case, loss: &Loss, gradient: &mut [f32]) -> Result<f32, GateError
     let local = case.capacity.and_then(|room| room.local_groups).unwrap_or(1);
     let balance = match loss.kind {
         Lost::Balance => BalanceLoss { parts: TokenGroups::Consecutive(local), ..balance },
-        // Their own loss: where choices are free of bias, groups and replay, it is Megatron's times the choices.
+        // Their own loss: where choices are free of bias, groups and replay, it is Megatron's times
+        // the choices.
         Lost::Aux if preset != Preset::Megatron => {
             BalanceLoss { coefficient: coefficient / case.top_k as f32, ..balance }
         }

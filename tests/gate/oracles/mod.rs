@@ -1,7 +1,8 @@
-//! The gate beside Megatron-core, DeepSpeed and plain float64 formulas.
+//! The gate compared with Megatron-core, DeepSpeed and plain float64 formulas.
 //!
-//! `judge.py` draws cases, asks the judges and writes their answers down. Answers to small cases lie in `golden.jsonl`, so that
-//! no Python is needed here; `SIDELANE_GATE_CASES` names a file of a whole run. What is in a file: README.md.
+//! `judge.py` draws cases, runs the oracles and records their answers. Answers to small cases lie
+//! in `golden.jsonl`, so that no Python is needed here; `SIDELANE_GATE_CASES` names a file of a
+//! whole run. README.md describes the files.
 
 mod asked;
 mod case;

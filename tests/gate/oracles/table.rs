@@ -1,4 +1,4 @@
-//! What was seen, as a table in Markdown.
+//! Results as a table in Markdown.
 
 use std::collections::HashMap;
 use std::fmt::Write;

@@ -110,7 +110,8 @@ def megatron(case):
     slots, weights, decide = (each.gather(1, ids).numpy() for each in (slots, probs * kept, scores))
     ids = ids.numpy()
     if case.get("capacity", {}).get("keep") == "position":
-        # On a CPU their top-k does not keep the first of equals, as it does on a GPU: they judge the counts alone.
+        # On a CPU their top-k does not keep the first of equals, unlike on a GPU: only the counts
+        # are compared.
         placed = exact.place(ids, "position", capacity, None)
         assert (np.bincount(ids[slots >= 0], minlength=1) == np.bincount(ids[placed >= 0], minlength=1)).all()
         slots, weights = placed, np.where(placed >= 0, decide, 0)

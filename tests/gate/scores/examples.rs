@@ -180,7 +180,8 @@ fn weights_are_divided_before_or_after_dropping() {
 
 #[test]
 fn batch_priority_goes_by_scores_that_are_not_normalised() {
-    // First choices: 0.5 of 0.95, 0.6 of 0.61; divided by their sums, the second would be far ahead of the third, 0.7 of 1.
+    // First choices: 0.5 of 0.95, 0.6 of 0.61; divided by their sums, the second would be far ahead
+    // of the third, 0.7 of 1.
     let capacity = Capacity {
         rule: CapacityRule::Rows { rows: 1 },
         minimum: 0,

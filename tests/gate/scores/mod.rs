@@ -1,4 +1,4 @@
-//! What a gate scores, chooses and weighs, against f64 and against numbers worked out by hand.
+//! Scores, choices and weights of a gate, compared with f64 and with numbers worked out by hand.
 
 mod examples;
 mod noise;
@@ -39,7 +39,7 @@ pub fn ulps(a: f32, b: f32) -> u32 {
     a.to_bits().abs_diff(b.to_bits())
 }
 
-/// Numbers that anybody can draw again, from -1 to 1.
+/// Repeatable numbers from -1 to 1.
 pub fn numbers(seed: u64, count: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {

@@ -46,7 +46,7 @@ fn best(keys: &[f32], k: usize) -> Vec<i32> {
     order
 }
 
-/// What a token with these scores, plus bias, chooses.
+/// Choices of a token with these scores, plus bias.
 fn choices(config: &GateConfig, mut keys: Vec<f32>) -> Vec<i32> {
     if let Select::Groups { count, kept, by } = config.select {
         let size = keys.len() / count as usize;
@@ -160,7 +160,8 @@ proptest! {
         }
     }
 
-    /// Keys that rough numbers cannot tell apart, beside others: steps from a few ulps to a tenth, and biases of any size.
+    /// Keys that rough numbers cannot distinguish, among others: steps from a few ulps to a tenth,
+    /// and biases of any size.
     #[test]
     fn keys_that_lie_close_together_are_compared_exactly(
         seed in any::<u64>(), steps in prop::collection::vec(-8i32..0, 1..20), size in 0usize..4, grouped in any::<bool>(),

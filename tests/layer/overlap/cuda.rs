@@ -1,5 +1,5 @@
-//! Graphs on CUDA streams, against the stand-in driver: copies as late as the rules allow, fresh memory poisoned, so that a
-//! forgotten edge shows.
+//! Graphs on CUDA streams, on the fake driver: copies as late as the rules allow, fresh memory
+//! poisoned, so that a forgotten edge shows.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -46,7 +46,8 @@ fn pattern(round: u64) -> Vec<u8> {
         .collect()
 }
 
-/// Where bytes come from, two landing places that chunks use in turn, what experts make, and where it comes home.
+/// The source of bytes, two landing places that chunks use in turn, the experts' outputs, and the
+/// place of returned rows.
 struct Tensors {
     input: PinnedMemory,
     tokens: DeviceRange,
@@ -110,7 +111,7 @@ impl Tensors {
     }
 }
 
-/// Seeds of what the rules leave open, and numbers of hardware queues.
+/// Seeds of the orders that the rules allow, and numbers of hardware queues.
 fn each(test: &str, body: impl FnOnce()) {
     let runs = [("0", "8"), ("1", "8"), ("2", "2"), ("3", "1")]
         .map(|(seed, queues)| [("SIDELANE_FAKE_CUDA_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)]);

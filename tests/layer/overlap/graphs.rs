@@ -36,7 +36,8 @@ struct Ran {
     ended: usize,
 }
 
-/// Runs the shape: each node makes a value of its own number and of those that it reads, in their order.
+/// Runs the shape: each node makes a value of its own number and of those that it reads, in their
+/// order.
 fn run(shape: &Shape, executor: &HostExecutor<'_>) -> (Vec<u64>, Vec<Ran>) {
     let clock = AtomicUsize::new(0);
     let values: Vec<OnceLock<u64>> = vec![OnceLock::new(); shape.len()];
@@ -84,7 +85,8 @@ proptest! {
     }
 }
 
-/// Two nodes, of which the second waits for half of the first, and the first for `second` to have begun; whether both ran.
+/// Two nodes, of which the second waits for half of the first, and the first for `second` to have
+/// begun; whether both ran.
 fn halves(
     executor: HostExecutor<'_>,
     first: impl FnOnce(&Run, &Condvar, &Mutex<bool>) -> bool + Send,
@@ -119,7 +121,7 @@ fn who_waits_for_half_of_a_node_begins_while_that_is_at_it() {
 fn a_node_that_does_not_say_it_is_halfway_is_waited_for_to_its_end() {
     let not_begun = |_: &Run, _: &Condvar, begun: &Mutex<bool>| !*begun.lock().unwrap();
     assert_eq!(halves(HostExecutor::new(), not_begun), [true, true]);
-    // Nor does anybody begin beside the rest of it where there is but one stream.
+    // Nor does a node begin next to the rest of it on a single stream.
     let says = |run: &Run, _: &Condvar, begun: &Mutex<bool>| {
         run.halfway();
         !*begun.lock().unwrap()
@@ -127,7 +129,7 @@ fn a_node_that_does_not_say_it_is_halfway_is_waited_for_to_its_end() {
     assert_eq!(halves(HostExecutor::new().overlap(false), says), [true, true]);
 }
 
-/// Nodes that all wait until `together` of them are at it, and the most that ever were.
+/// Nodes that all wait until `together` of them run, and the most that ever ran at once.
 fn rotate(streams: u32, at_once: u32, together: usize) -> usize {
     let (at_it, most) = (Mutex::new((0, 0)), Condvar::new());
     let mut graph = Graph::new();

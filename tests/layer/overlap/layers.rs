@@ -1,4 +1,4 @@
-//! Chunks of a real layer: dispatch of one beside the experts of another.
+//! Chunks of a real layer: dispatch of one concurrent with the experts of another.
 
 use half::bf16;
 use sidelane::ep::{ExpertRows, Handle};

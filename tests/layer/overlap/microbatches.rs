@@ -69,7 +69,8 @@ fn every_step_takes_the_result_of_an_earlier_one() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
 
-    /// Layers with steps left out at random, one behind the other: each pass still goes through all of its steps in order.
+    /// Layers with steps left out at random, one behind the other: each pass still goes through all
+    /// of its steps in order.
     #[test]
     fn passes_go_through_their_layers_in_order(
         layers in prop::collection::vec((any::<bool>(), prop::array::uniform10(any::<bool>())), 1..5),

@@ -1,4 +1,4 @@
-//! What goes wrong: who is named, what is not begun, and that nothing is left behind.
+//! Failures: the named node, the nodes that do not begin, and that no thread is left behind.
 
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,7 +21,7 @@ fn wrong() -> Error {
     GateError::NoArithmetic { dtype: Dtype::Bytes }.into()
 }
 
-/// A door that is shut until somebody opens it.
+/// A door that stays shut until a test opens it.
 #[derive(Default)]
 struct Door(Mutex<bool>, Condvar);
 
@@ -44,7 +44,8 @@ fn threads(names: &[&str]) -> usize {
     named.filter(|name| names.contains(&name.trim())).count()
 }
 
-/// A node fails while another is at it: that one is awaited, others are not begun, whether they wait for it or not.
+/// A node fails while another runs: that one is awaited, others do not begin, whether they wait for
+/// it or not.
 fn failing(
     executor: HostExecutor<'_>,
     fail: impl FnOnce() -> Result<(), Error> + Send,
@@ -171,7 +172,8 @@ fn who_is_late_after_another_who_was_no_end_is_named_too() {
     assert_eq!(heard, [work("late", 0), work("late", 1)]);
 }
 
-/// A transfer is refused, which is no end for others, while `then` is at it: what the hook hears, and what the run returns.
+/// A transfer is refused, which does not end others, while `then` runs: the hook's error, and the
+/// run's.
 fn refused_beside(
     limit: Duration,
     then: impl FnOnce(&Run, &Door) -> Result<(), Error> + Send,
@@ -226,7 +228,7 @@ fn a_refusal_hides_nothing_worse_that_happens_beside_it() {
     let at = NodeInfo { work: work("experts", 0), stream: COMPUTE };
     assert_eq!(error, OverlapError::Panicked { at, message: "bad luck".into(), not_begun: 0 });
 
-    // It ends by nothing but the hook, which hears of it while it is at it.
+    // Only the hook ends it, which is called while it runs.
     let limit = Duration::from_secs(10);
     let ([first, second], error) = refused_beside(limit, |run, late| {
         wait(run);

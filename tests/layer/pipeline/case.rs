@@ -1,4 +1,4 @@
-//! One layer, as every rank builds it, and what a step of it gives.
+//! One layer, as every rank builds it, and the results of a step.
 
 use half::bf16;
 use rand::{RngExt, SeedableRng};
@@ -44,7 +44,7 @@ pub struct Case {
     pub cut: Cut,
 }
 
-/// What one rank has of a step.
+/// A rank's results of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Seen<E> {
     pub out: Vec<E>,

@@ -7,7 +7,7 @@ use crate::support::{on_ranks, small};
 
 const STEP: f32 = 4e-3;
 
-/// What is changed.
+/// Changed input.
 #[derive(Clone, Copy, Debug)]
 enum What {
     Token,
@@ -59,7 +59,8 @@ fn changes(counts: &[usize]) -> Vec<Change> {
     counts.iter().enumerate().flat_map(of_rank).collect()
 }
 
-/// The loss, which is `<out, of_out>` and the gate's own over all ranks, with each change made up and down; and the gradients.
+/// The loss, which is `<out, of_out>` and the gate's own over all ranks, with each change made up
+/// and down; and the gradients.
 #[test]
 fn gradients_are_finite_differences() {
     let counts = [5, 0, 4];

@@ -1,5 +1,5 @@
-//! Experts that do not do their part, and peers that go: everybody has a typed error, nobody hangs, and after a rebuild the next
-//! step is right.
+//! Experts that fail, and peers that leave: all ranks get a typed error, none hangs, and after a
+//! rebuild the next step is right.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -16,10 +16,11 @@ use crate::support::processes::run_ranks;
 use crate::support::{cases, on_ranks, small};
 
 const LONG: Duration = Duration::from_secs(60);
-/// How long a node of a rank with slow experts may take: longer than any transfer here, on a busy machine too.
+/// How long a node of a rank with slow experts may take: longer than any transfer here, on a busy
+/// machine too.
 const PATIENCE: Duration = Duration::from_secs(15);
 const COUNTS: [usize; 3] = [9, 4, 14];
-/// Who has bad experts, and in which call of a pass they are bad.
+/// The rank with bad experts, and the call of a pass in which they are bad.
 const CULPRIT: u32 = 1;
 const CALL: u32 = 1;
 
@@ -78,7 +79,7 @@ fn case(ranks: usize, cut: Cut) -> Case {
     Case::new(&vec![0; ranks], &COUNTS[..ranks], cut)
 }
 
-/// A step until something goes wrong: what the culprit's layer, or those of its peers, answer.
+/// A step until a failure: the errors of the culprit's layer, or of its peers.
 fn broken_step(case: &Case, world: &Arc<World>, fault: Fault, in_pass: ExpertPass) -> Error {
     let (group, rank) = (world.all().unwrap(), world.rank());
     let inner = swiglu(case.held(rank));
@@ -140,7 +141,7 @@ fn is_of_the_fault(error: &Error, fault: Fault, pass: ExpertPass, cut: Cut) -> b
         ExpertPass::RowsBackward => ("gradient of rows", CALL),
         ExpertPass::WeightsBackward => ("gradient of weights", 0),
     };
-    // Streams beside each other may come to their calls in any order.
+    // Concurrent streams may reach their calls in any order.
     let in_order = !cut.overlap || pass == ExpertPass::WeightsBackward;
     if at.work.name != name
         || !matches!(at.stream, StreamId::Compute(_))

@@ -1,9 +1,9 @@
-//! Experts with whose calls somebody meddles.
+//! Experts with modified calls.
 
 use sidelane::error::ExpertPass;
 use sidelane::layer::{ExpertError, Experts, GroupedSwiGlu, RowOrder, Saved, SavedChunk, Segments};
 
-/// What is done before a call of experts, and what becomes of its outputs or gradients.
+/// Actions before a call of experts, and changes of its outputs or gradients.
 pub trait Meddler: Send + Sync {
     fn before(&self, _: ExpertPass) -> Result<(), ExpertError> {
         Ok(())
@@ -14,7 +14,7 @@ pub trait Meddler: Send + Sync {
     }
 }
 
-/// These experts, and who meddles.
+/// These experts, and their modification.
 pub struct Meddled<M> {
     pub inner: GroupedSwiGlu,
     pub by: M,

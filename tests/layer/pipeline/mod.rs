@@ -1,5 +1,5 @@
-//! The MoE layer: against its formula, against finite differences, and against itself in other chunks; and what it does when
-//! somebody does not do his part.
+//! The MoE layer: against its formula, against finite differences, and against itself in other
+//! chunks; and its behavior when a part fails.
 
 mod bits;
 mod case;

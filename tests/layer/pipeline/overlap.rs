@@ -1,4 +1,5 @@
-//! That transfers go on beside the experts, and groups of experts beside each other: these wait for what cannot come otherwise.
+//! Transfers overlap with experts, and groups of experts with each other: the tests wait for events
+//! that otherwise could not happen.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,12 +14,12 @@ use super::meddled::{Meddled, Meddler};
 use crate::support::{on_ranks, small};
 
 const SOON: Duration = Duration::from_secs(30);
-/// Who waits for the other.
+/// The rank that waits for the other.
 const WAITS: u32 = 0;
 
-/// Forward, rank 0 does not come back from its first chunk until rank 1 has got its second: so rank 0 has dispatched both.
-/// Backward, rank 0 does not come back from the gradient of its weights until rank 1 has all gradients: so rank 0 has sent
-/// them.
+/// Forward, rank 0 does not come back from its first chunk until rank 1 has got its second: so rank
+/// 0 has dispatched both. Backward, rank 0 does not come back from the gradient of its weights
+/// until rank 1 has all gradients: so rank 0 has sent them.
 struct Waiting {
     rank: u32,
     calls: AtomicU32,
@@ -74,7 +75,7 @@ fn the_next_dispatch_goes_on_under_experts_and_gradients_go_home_under_those_of_
     assert_eq!(seen, expected);
 }
 
-/// Nobody comes back from an odd call before the next one has begun.
+/// No odd call returns before the next one has begun.
 struct InPairs {
     calls: AtomicU32,
 }

@@ -74,8 +74,8 @@ fn a_step_that_finds_no_room_is_refused_on_all_ranks_and_the_next_works() {
     });
 }
 
-/// One rank computes in turn and the others beside their transfers, of which several are under way; the room of one of them ends
-/// somewhere in the step.
+/// One rank computes in turn and the others overlap with several transfers in flight; the room of
+/// one of them ends somewhere in the step.
 #[test]
 fn wherever_in_a_step_room_ends_all_ranks_stop_at_the_same_call() {
     let cut = Cut { chunks: 6, transfers: 3, ..WHOLE };

@@ -1,4 +1,4 @@
-//! That what is timed is what is carried out.
+//! The timed order is the order that runs.
 
 use std::cell::RefCell;
 
@@ -18,7 +18,7 @@ fn carried_out(timeline: Timeline) -> Vec<Node> {
     timeline.spans.into_iter().map(|span| (span.stream, span.name, span.chunk)).collect()
 }
 
-/// In the order in which they are asked for what they take: a nanosecond each.
+/// In the order of the queries for their time: a nanosecond each.
 fn asked(times: impl Fn(&dyn Fn(NodeInfo) -> u64) -> Times) -> (Vec<Node>, Times) {
     let asked = RefCell::default();
     let cost = |at: NodeInfo| {

@@ -1,4 +1,4 @@
-//! What lands: rows and notes, each once, at all ranks.
+//! Landed rows and notes, each once, at all ranks.
 
 use sidelane::plan::{RankSets, ReceiveMode, RelayOrder, RowMetadata, RowRun};
 use sidelane::topology::Route;
@@ -7,10 +7,10 @@ use super::case::{Play, weight};
 use super::placed::{Placed, Rank, part};
 use crate::support::visible::{Row, Visible};
 
-/// Who wrote a row: a token of a source, or nobody: zeros.
+/// Writer of a row: a token of a source, or none: zeros.
 type Written = Option<(usize, usize)>;
 
-/// Everything that lands at a rank: rows, and what goes with each.
+/// All that lands at a rank: rows, and their metadata.
 struct Landed {
     rows: Vec<Option<Written>>,
     notes: Vec<Option<Vec<u32>>>,
@@ -42,7 +42,7 @@ impl Landed {
     }
 }
 
-/// What all sources put at a rank, and what relays hand on to it.
+/// Puts of all sources at a rank, and copies of relays to it.
 fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
     let mut landed = Landed::new(rows, placed.sizing.words_out);
     for (source, Rank { sorted, layout, .. }) in placed.ranks.iter().enumerate() {
@@ -162,7 +162,7 @@ pub fn staged_rows_lie_apart(play: &Play, placed: &Placed) {
         for row in forward.blocks.iter().flat_map(|block| block.first..block.first + block.rows) {
             assert!(!std::mem::replace(&mut taken[row as usize], true), "row {row} at rank {me}");
         }
-        // In a budget, rows that are dropped were counted; slots are counted whether they are used or not.
+        // In a budget, dropped rows were counted; slots are counted whether they are used or not.
         assert!(play.case.mode != ReceiveMode::Exact || taken.iter().all(|&taken| taken));
     }
 }

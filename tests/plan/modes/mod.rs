@@ -1,4 +1,5 @@
-//! Placement in every layout and mode: each row, note, sum and fetch of all ranks against what everybody must see.
+//! Placement in every layout and mode: each row, note, sum and fetch of all ranks against a
+//! reference.
 
 mod case;
 mod landing;
@@ -145,7 +146,7 @@ proptest! {
             fixed.fix(&bins, &paths, slots, tokens);
             prop_assert_eq!(&fixed.total, &all.total);
             prop_assert_eq!(&fixed.below[..bins.count() as usize], &all.below[..bins.count() as usize]);
-            // Where rows are staged matters to those alone who send them there.
+            // Staged rows matter only to the ranks that send them there.
             for relay in paths.relays().filter(|_| paths.staged_ranks() > 0) {
                 let word = (bins.count() + relay) as usize;
                 prop_assert_eq!(fixed.below[word], all.below[word]);

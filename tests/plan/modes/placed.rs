@@ -1,4 +1,4 @@
-//! What the library makes of a case, at all ranks.
+//! The library's results for a case, at all ranks.
 
 use sidelane::gate::Routing;
 use sidelane::plan::{
@@ -9,7 +9,7 @@ use sidelane::topology::{NodeMap, Paths, Route};
 
 use super::case::{Play, weight};
 
-/// What one rank knows when rows begin to move.
+/// Knowledge of one rank when rows begin to move.
 #[derive(Default)]
 pub struct Rank {
     pub sorted: SortedRouting,
@@ -78,7 +78,7 @@ impl Placed {
         }
     }
 
-    /// What each rank tells of itself.
+    /// Publication of each rank.
     fn published(&self, play: &Play) -> Vec<Vec<u32>> {
         let words = |(me, rank): (usize, &Rank)| {
             let mut words = rank.sorted.counts.clone();

@@ -1,4 +1,4 @@
-//! What comes home: the summands of each token, and the words that are fetched.
+//! Returned rows: the summands of each token, and the fetched words.
 
 use sidelane::dtype::PARTIAL;
 use sidelane::plan::{RowLayout, Summand};
@@ -8,7 +8,7 @@ use super::landing::Index;
 use super::placed::{Placed, Rank, part};
 use crate::support::visible::Visible;
 
-/// Rank and row of a summand that a relay brings home as it is, or holds itself.
+/// Rank and row of a summand that a relay returns unchanged, or holds itself.
 fn resolve(play: &Play, placed: &Placed, me: usize, term: Summand) -> (usize, usize) {
     let paths = placed.paths(play, me);
     if paths.same_node(term.owner) {
@@ -28,7 +28,8 @@ fn resolve(play: &Play, placed: &Placed, me: usize, term: Summand) -> (usize, us
     panic!("no such row comes home: {term:?}")
 }
 
-/// The summands of one token as they are summed, partials taken apart: (rank, row, choice of the weight).
+/// The summands of one token in the order of the sum, partials expanded: (rank, row, choice of the
+/// weight).
 fn sum_of(play: &Play, placed: &Placed, me: usize, token: usize) -> Vec<Vec<(usize, usize, usize)>> {
     let Rank { layout, .. } = &placed.ranks[me];
     let (terms, starts, choices) = layout.summands();
@@ -71,7 +72,7 @@ fn sum_of(play: &Play, placed: &Placed, me: usize, token: usize) -> Vec<Vec<(usi
     sum
 }
 
-/// A partial has no choice of its own: its relay weighs by the notes.
+/// A partial has no choice of its own: its relay weights by the notes.
 const NO_CHOICE: usize = usize::MAX;
 
 pub fn sums_find_their_rows(play: &Play, seen: &Visible, placed: &Placed, index: &Index) {

@@ -12,7 +12,7 @@ fn block<'a>(paths: &Paths, layouts: &'a [DispatchLayout], source: u32, relay: u
     &layouts[source as usize].blocks[nth]
 }
 
-/// What the rank of these paths knows, once it has read the headers of its sources.
+/// Knowledge of the rank of these paths, once it has read the headers of its sources.
 pub fn forward(case: &Case, bins: &Bins, paths: &Paths, layouts: &[DispatchLayout]) -> RelayPlan {
     let mut forward = RelayPlan::default();
     forward.blocks.extend(paths.sources().map(|s| block(paths, layouts, s, paths.me()).clone()));
@@ -28,7 +28,8 @@ pub fn forward(case: &Case, bins: &Bins, paths: &Paths, layouts: &[DispatchLayou
     forward
 }
 
-/// Takes the blocks for the node of `rank` as they come, chunk by chunk, and hands on what is for `rank`.
+/// Takes the blocks for the node of `rank` as they come, chunk by chunk, and copies the rows for
+/// `rank`.
 pub fn handed_on(
     case: &Case,
     placed: &Placed,
@@ -93,7 +94,7 @@ fn taken(case: &Case, placed: &Placed, source: u32, relay: u32) -> (Vec<u32>, Ve
     (upto, tokens)
 }
 
-/// What goes with the entries of a block: as the source sorted them, for the ranks served.
+/// Metadata of the entries of a block: as the source sorted them, for the ranks served.
 fn notes(placed: &Placed, source: u32, relay: u32) -> Vec<u32> {
     let served = placed.nodes.members(placed.nodes.node_of(relay));
     let of = |&rank: &u32| placed.sorted[source as usize].notes_of(placed.bins.of(rank)).to_vec();

@@ -22,8 +22,8 @@ pub struct Case {
     pub ids: Vec<Vec<i32>>,
 }
 
-/// A row: one choice or, rank-major, all choices of a token for one rank, of which this is the first. Sorted, entries lie
-/// as rows do: by bin, source, token.
+/// A row: one choice or, rank-major, all choices of a token for one rank, of which this is the
+/// first. Sorted, entries lie as rows do: by bin, source, token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
     pub bin: u32,
@@ -89,7 +89,7 @@ impl Case {
         self.choices().into_iter().filter(|other| same(other) == same(entry)).collect()
     }
 
-    /// What goes with a row.
+    /// Metadata of a row.
     pub fn words(&self, entry: &Entry) -> Vec<u32> {
         let bits = |e: &Entry| weight(e.source, e.choice).to_bits();
         match (self.layout, self.mode) {
@@ -207,7 +207,7 @@ pub fn cases() -> impl Strategy<Value = Case> {
             move |(labels, home, more, order, ids, (align, sum, plain, route, chunks, layout, mode))| {
                 let mut held = vec![Vec::new(); ranks];
                 if plain {
-                    // Blocks, the first ranks one more, without a word about how the library finds them.
+                    // Blocks, the first ranks one more, independent of the library's method.
                     for (rank, held) in held.iter_mut().enumerate() {
                         let upto =
                             |r: usize| r * (experts as usize / ranks) + r.min(experts as usize % ranks);

@@ -1,4 +1,5 @@
-//! Placement against a reference that sorts everybody's entries globally and looks its numbers up in the result.
+//! Placement against a reference that sorts the entries of all ranks globally and reads its numbers
+//! from the result.
 
 mod blocks;
 mod case;
@@ -14,7 +15,7 @@ use sidelane::plan::{
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
-/// What the library makes of a case.
+/// The library's results for a case.
 struct Placed {
     route: Route,
     nodes: NodeMap,
@@ -91,8 +92,8 @@ fn placed(case: &Case) -> Placed {
     Placed { route: case.route, bins, sizing, sizes, sorted, layouts, forwards, nodes }
 }
 
-/// What a rank needs to know of the others' counts: as the sum over all ranks, and as the sum over its neighbours and
-/// what every other node tells it.
+/// Counts of the others that a rank needs: as the sum over all ranks, and as the sum over its local
+/// peers and the messages of every other node.
 fn counts(paths: &Paths, published: &[Vec<u32>]) -> Counts {
     let (me, nodes, words) = (paths.me(), paths.nodes(), published[0].len());
     let of = |rank: u32| &published[rank as usize][..];
@@ -119,8 +120,8 @@ fn counts(paths: &Paths, published: &[Vec<u32>]) -> Counts {
     all
 }
 
-/// Every row of every rank is written exactly once, straight or by a relay, with the right token and what goes with it,
-/// and pads with zeros.
+/// Every row of every rank is written exactly once, directly or by a relay, with the right token
+/// and metadata, and pads with zeros.
 fn rows_land_where_they_should(case: &Case, reference: &Reference, placed: &Placed) {
     let words = placed.sizing.words_out as usize;
     for (rank, expected) in (0..).zip(&reference.rows) {
@@ -233,7 +234,8 @@ proptest! {
         let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0, 0]));
         let mut ids: Vec<i32> = (0..tokens).flat_map(|t| (0..top_k).map(move |k| ((t + k) % experts) as i32)).collect();
         let mut weights = vec![1.0f32; ids.len()];
-        // One flaw a token, so that what is expected needs no second implementation of the checks.
+        // One flaw a token, so that the expected result needs no second implementation of the
+        // checks.
         let mut first: Option<(u32, PlanError)> = None;
         let mut spoiled = Vec::new();
         for (token, k, flaw) in flaws {

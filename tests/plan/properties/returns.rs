@@ -1,4 +1,4 @@
-//! What comes home, and whether sums and fetches find it.
+//! Returned rows, and whether sums and fetches find them.
 
 use sidelane::dtype::PARTIAL;
 use sidelane::plan::{RowBuffer, Summand};
@@ -6,7 +6,8 @@ use sidelane::plan::{RowBuffer, Summand};
 use super::Placed;
 use super::case::{Case, Entry, Reference};
 
-/// The rows that `relay` brings home to `me`, in the order in which they come; none from a rank that is not its relay.
+/// The rows that `relay` returns to `me`, in the order in which they come; none from a rank that is
+/// not its relay.
 fn home(reference: &Reference, placed: &Placed, me: u32, relay: u32) -> Vec<Entry> {
     let paths = placed.paths(relay);
     let Some(nth) = paths.sources().position(|source| source == me) else { return Vec::new() };
@@ -22,7 +23,7 @@ fn home(reference: &Reference, placed: &Placed, me: u32, relay: u32) -> Vec<Entr
     home
 }
 
-/// The partial sums that `relay` brings home to `me`: of which rows, each.
+/// The partial sums that `relay` returns to `me`, each with its rows.
 fn partials(reference: &Reference, placed: &Placed, me: u32, relay: u32) -> Vec<Vec<Entry>> {
     let (paths, forward) = (placed.paths(relay), &placed.forwards[relay as usize]);
     let Some(nth) = paths.sources().position(|source| source == me) else { return Vec::new() };
@@ -41,8 +42,8 @@ fn partials(reference: &Reference, placed: &Placed, me: u32, relay: u32) -> Vec<
     forward.partials_from(nth).map(|partial| of(partial).collect()).collect()
 }
 
-/// Each token's summands are its rows, in the order of the sum: where they lie, where they come home, or already added up
-/// by a relay.
+/// Each token's summands are its rows, in the order of the sum: in place, returned, or already
+/// added up by a relay.
 pub fn sums_find_their_rows(case: &Case, reference: &Reference, placed: &Placed) {
     for (me, layout) in (0..).zip(&placed.layouts) {
         let paths = placed.paths(me);

@@ -1,4 +1,4 @@
-//! The parent's side: starts ranks, tells them what to do, and demands reports.
+//! The parent's side: starts ranks, sends them commands, and waits for reports.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
@@ -164,7 +164,7 @@ impl Setup {
     }
 }
 
-/// Passes on what a rank says, and when, until it ends.
+/// Forwards a rank's reports, with their times, until it ends.
 fn listen(rank: u32, line: UnixStream, tell: &Sender<(u32, News)>) {
     for line in BufReader::new(line).lines() {
         let Ok(report) = line.map_err(drop).and_then(|line| serde_json::from_str(&line).map_err(drop)) else {
@@ -174,7 +174,7 @@ fn listen(rank: u32, line: UnixStream, tell: &Sender<(u32, News)>) {
             return;
         }
     }
-    // Nobody listens when the test is over.
+    // No receiver is left at the end of the test.
     let _ = tell.send((rank, News::Ended));
 }
 
@@ -187,7 +187,7 @@ struct Process {
     child: Child,
     line: UnixStream,
     stderr: File,
-    /// What it has said and nobody has heard yet.
+    /// Reports that no test code has read yet.
     said: VecDeque<Heard>,
     ended: bool,
 }
@@ -206,7 +206,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// Tells ranks what to do.
+    /// Sends commands to ranks.
     pub fn tell(&mut self, ranks: impl IntoIterator<Item = u32>, command: Command) {
         let line = serde_json::to_string(&command).expect("a command is JSON");
         for rank in ranks {
@@ -333,8 +333,8 @@ impl Job {
         }
     }
 
-    /// Waits for the end of a rank, which must have said nothing unheard. Returns its exit code; none if a signal
-    /// ended it.
+    /// Waits for the end of a rank, which must have no unread report. Returns its exit code; none
+    /// if a signal ended it.
     pub fn ended(&mut self, rank: u32) -> Option<i32> {
         let until = Instant::now() + LONG;
         while !self.process(rank).ended {

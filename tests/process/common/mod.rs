@@ -6,8 +6,9 @@
 //!            │ ◄────────── Report   mostly one per command; the end of the stream is the end of the process
 //! ```
 //!
-//! A test is a script in the parent: it tells ranks what to do, kills or stops them, and demands what they report.
-//! Nothing counts that was not reported: a rank that ends or stays silent instead fails the test, with its stderr.
+//! A test is a script in the parent: it sends commands to ranks, kills or stops them, and waits for
+//! their reports. A rank that ends or stays silent instead of reporting fails the test, with its
+//! stderr.
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 pub mod job;
@@ -27,22 +28,25 @@ pub const LONG: Duration = Duration::from_secs(60);
 /// A loss is named within this.
 pub const SOON: Duration = Duration::from_secs(2);
 
-/// What a rank is told.
+/// Command to a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Command {
     /// Dispatch and combine so often, each row and sum compared with the reference.
     Rounds(u32),
     /// As [`Command::Rounds`], for ever; reports that it runs, and then what ended it.
     Loop,
-    /// One all-reduce of many rounds after another, for ever, each sum compared; reports as [`Command::Loop`].
+    /// One all-reduce of many rounds after another, forever, each sum compared; reports as
+    /// [`Command::Loop`].
     AllReduceForever,
-    /// One all-to-all that lands in place after another, for ever, each part compared; reports as [`Command::Loop`].
+    /// One all-to-all that lands in place after another, forever, each part compared; reports as
+    /// [`Command::Loop`].
     LandForever,
     /// The first half of a dispatch.
     StartRound,
     /// The rest of the round that was started: reports that it goes on, and then what came of it.
     FinishRound,
-    /// A round, after which the rank leaves the world and ends, whatever came of it: as most programs do.
+    /// A round, after which the rank leaves the world and ends, with any result: as most programs
+    /// do.
     LastRound,
     /// Sleeps until the world is dead.
     AwaitDeath,
@@ -62,7 +66,7 @@ pub enum Command {
     End,
 }
 
-/// What a rank says.
+/// Report of a rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Report {
     /// It is in a world; for each of its ranks, the rank before.
@@ -77,7 +81,7 @@ pub enum Report {
     Finishing,
     /// It has overwritten so many bytes.
     Scribbled(u64),
-    /// What it has mapped.
+    /// Its mapped memory.
     Memory(Memory),
     /// The lane between nodes, and why it is this one.
     Rail(String),
@@ -98,7 +102,7 @@ pub struct Memory {
     pub open: Vec<String>,
 }
 
-/// An error, as far as tests tell them apart.
+/// An error, as far as tests distinguish them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Failure {
     Lost {

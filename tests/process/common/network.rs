@@ -5,9 +5,9 @@
 //!   10.77.0.1 -- veth ---- port 0, bridge, port 1 ---- veth -- 10.77.0.2
 //! ```
 //!
-//! Taking a port off the bridge makes packets vanish: neither machine sees its link go down, and nobody answers. That
-//! needs a root who may make namespaces. Who may not skips the tests, and says so; with `SIDELANE_NEED_NAMESPACES` set it
-//! fails instead.
+//! Taking a port off the bridge makes packets vanish: neither machine sees its link go down, and no
+//! answers come. That needs root with the right to make namespaces. Without it the tests are
+//! skipped, with a message; with `SIDELANE_NEED_NAMESPACES` set they fail instead.
 
 use std::path::Path;
 use std::process::Command as Program;

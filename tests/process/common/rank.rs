@@ -1,4 +1,4 @@
-//! A rank: joins the world of its environment and does what it is told.
+//! A rank: joins the world of its environment and runs its commands.
 
 use std::collections::BTreeSet;
 use std::fs::{self, OpenOptions};
@@ -51,7 +51,7 @@ pub struct Talk {
 }
 
 impl Talk {
-    /// The line is what a job started the process with.
+    /// The connection to the job that started the process.
     pub fn new() -> Talk {
         let stdin = std::io::stdin().as_fd().try_clone_to_owned().expect("stdin");
         let reports = UnixStream::from(stdin);
@@ -67,7 +67,7 @@ impl Talk {
         }
     }
 
-    /// Tells the job.
+    /// Reports to the job.
     pub fn say(&mut self, report: &Report) {
         let line = serde_json::to_string(report).expect("a report is JSON");
         writeln!(self.reports, "{line}").expect("the job listens");
@@ -163,7 +163,7 @@ impl Rank {
         unreachable!("only an error ends the loop")
     }
 
-    /// A round that stands still after its first half until it is told to go on.
+    /// A round that stops after its first half until the job continues it.
     fn in_halves(&mut self) -> Result<Report, Error> {
         let rows = self.round(Some(|talk| {
             talk.say(&Report::Halfway);
@@ -267,7 +267,7 @@ fn open() -> Vec<String> {
     names.filter(|name| name.contains("memfd:sidelane")).collect()
 }
 
-/// What a rank could do at worst that does not know yet that the others went on without it.
+/// The worst actions of a rank that does not know yet that the others continued without it.
 fn scribble() -> u64 {
     let memory = OpenOptions::new().write(true).open("/proc/self/mem").expect("own memory can be written");
     let garbage = vec![0xa5; 1 << 20];

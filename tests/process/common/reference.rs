@@ -56,8 +56,8 @@ impl Round {
             .expect("a routing of the right shape")
     }
 
-    /// Checks what a dispatch brought, lets experts work, and checks what combine brings home. Returns the number of
-    /// rows that were compared.
+    /// Checks the rows of a dispatch, runs experts, and checks the results of combine. Returns the
+    /// number of compared rows.
     pub fn complete(
         &self,
         ep: &mut ExpertParallel,

@@ -30,7 +30,7 @@ pub fn open(process: Pid, master: u16) -> Vec<TcpStream> {
     wires
 }
 
-/// Resets them, as the process's kernel would: the other end gets an RST. Returns how many there were.
+/// Resets them, as the kernel would: the other end gets an RST. Returns how many there were.
 pub fn reset(process: Pid, master: u16) -> u32 {
     let wires = open(process, master);
     for wire in &wires {

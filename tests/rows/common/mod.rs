@@ -1,4 +1,4 @@
-//! What the tests of the vector loops share: guarded targets, repeatable values, strategies.
+//! Common parts of the tests of the vector loops: guarded targets, repeatable values, strategies.
 
 #![allow(dead_code, reason = "each test program uses a part of this")]
 

@@ -29,7 +29,8 @@ pub const SPECIAL_F32: [u32; 18] = [
     0xffc0_1234,
 ];
 
-/// Denormals, infinities, NaN of both kinds, zeros, extremes; any bits; values whose sums round and tie.
+/// Denormals, infinities, NaN of both kinds, zeros, extremes; any bits; values whose sums round and
+/// tie.
 pub fn any_f32(random: &mut Random) -> f32 {
     let bits = random.next();
     match bits >> 60 {
@@ -89,7 +90,8 @@ pub struct Terms<'a> {
 }
 
 impl Terms<'_> {
-    /// The sum as its definition reads: groups, then their partial sums, one column at a time; stored as `out`.
+    /// The sum as its definition reads: groups, then their partial sums, one column at a time;
+    /// stored as `out`.
     pub fn sum(&self, columns: usize, out: Arithmetic) -> Vec<u8> {
         let wire = wire_type(self.wire);
         let mut stored = Vec::new();

@@ -15,7 +15,8 @@ fn what_is_doubled_is_doubled_for_refused_calls() {
     for way in ways() {
         let group = Group::new(&[0, 0, 1, 1], 1, 3).run(way);
         for slip in [SeededBug::OneTag, SeededBug::OnePublication, SeededBug::OneMessage] {
-            // A relay that is away goes on with the next call while its rank still reads the messages of the last.
+            // An absent rank's relay continues with the next call while its rank still reads the
+            // messages of the last.
             let ahead = slip == SeededBug::OneMessage && way.1 == Relays::Thread;
             let seen = prove(&group.tell(&calls, Some(slip)));
             assert_eq!(seen.is_err(), ahead, "whoever moves rows has read tags and counts: {seen:?}");
@@ -36,7 +37,8 @@ fn calls_that_ranks_disagree_about_are_counted_by_all() {
         proved("mixed", &story);
         check(&story, 0..30).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
 
-        // Once, publications took turns by the number of dispatches: right as long as all make the same calls.
+        // Formerly, publications alternated by the number of dispatches: right as long as all ranks
+        // make the same calls.
         let slip = Some(SeededBug::CountDispatches);
         prove(&group.tell(&alike, slip)).expect("all count the same dispatches");
         let fault = prove(&group.tell(&calls, slip)).unwrap_err();

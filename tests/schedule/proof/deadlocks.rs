@@ -6,7 +6,7 @@ use sidelane_verify::unroll::UnrolledProgram;
 
 use crate::groups::{self, Group};
 
-/// Each track in turn, peers rotated: what looks natural, and what hardware queues turn into a deadlock.
+/// Each track in turn, peers rotated: a natural order, which hardware queues turn into a deadlock.
 fn track_after_track(story: &mut UnrolledProgram) {
     let ranks = story.ranks;
     for part in story.calls.iter_mut().flatten() {

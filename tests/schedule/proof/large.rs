@@ -40,7 +40,8 @@ fn every_rank_of_sixty_four_is_proved() {
     }
 }
 
-/// Three nodes of 128: two accesses that meet lie in the memory of one node, and are made by ranks of two others at most.
+/// Three nodes of 128: two conflicting accesses lie in the memory of one node, and are made by
+/// ranks of two others at most.
 #[test]
 fn sample_of_a_thousand_ranks_unrolls_three_nodes() {
     let labels: Vec<u32> = (0..1024).map(|rank| rank / 8).collect();

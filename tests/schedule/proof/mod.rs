@@ -1,5 +1,5 @@
-//! The schedules that run are proved: for groups of every shape, over consecutive calls, with memory reused as soon as
-//! the rules allow.
+//! The schedules that run are proved: for groups of every shape, over consecutive calls, with
+//! memory reused as soon as the rules allow.
 
 mod calls;
 mod deadlocks;

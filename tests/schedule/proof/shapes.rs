@@ -117,7 +117,8 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
                 check(&story, 0..3).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
             }
             let group = Group { enqueues: false, ..group };
-            // Within a budget metadata lies behind all rows that may come, and outputs have one place.
+            // Within a budget metadata lies behind the largest number of rows, and outputs have one
+            // place.
             let budget = ReceiveMode::Budget { rows: 60, overflow: Overflow::Drop };
             let story = group.placed((RowLayout::ExpertMajor, budget, SumOrder::Expert)).tell(&calls, None);
             proved(&format!("{name}, within a budget"), &story);

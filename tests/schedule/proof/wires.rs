@@ -1,4 +1,4 @@
-//! What crosses: who hears of whom, and on which wires.
+//! Traffic between nodes: signals between ranks, and their connections.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use sidelane_verify::unroll::{Call, UnrolledProgram};
 
 use crate::groups::{Group, ROWS, dispatch, ret, rounds, ways};
 
-/// What crosses from rank to rank: who signals whom which word.
+/// Traffic from rank to rank: the words that a rank signals to another.
 fn signals(story: &UnrolledProgram, call: usize) -> Vec<(u32, u32, Flag)> {
     let mut all = Vec::new();
     for part in &story.calls[call] {

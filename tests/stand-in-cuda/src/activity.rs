@@ -1,4 +1,5 @@
-//! What the devices did, for clients of CUPTI: kernels and copies, once they have run, with the queue that took them.
+//! Activities of the devices, for clients of CUPTI: kernels and copies, once they have run, with
+//! the queue that took them.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
@@ -16,7 +17,7 @@ pub const MEMCPY2: u32 = 22;
 pub const COMPUTE: u32 = 1;
 pub const ASYNC_MEMCPY: u32 = 2;
 
-/// A bit for each kind that somebody wants.
+/// A bit for each kind that a client wants.
 static WANTED: AtomicU32 = AtomicU32::new(0);
 static DONE: Mutex<Vec<Activity>> = Mutex::new(Vec::new());
 
@@ -43,7 +44,7 @@ pub fn want(kind: u32, wanted: bool) -> bool {
     known
 }
 
-/// What was done since the last call.
+/// Activities since the last call.
 pub fn take() -> Vec<Activity> {
     std::mem::take(&mut *DONE.lock().unwrap())
 }

@@ -1,4 +1,4 @@
-//! For tests: kernels as the stand-in runs them, built by the C compiler that Rust links with.
+//! For tests: kernels as the fake runs them, built by the C compiler that Rust links with.
 
 use std::env;
 use std::fs;
@@ -7,7 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{self, Command};
 
-/// No fused products, and bytes may be read as what they are not declared as.
+/// No fused products, and no strict aliasing.
 const FLAGS: [&str; 8] = [
     "-std=gnu11",
     "-O1",
@@ -19,8 +19,9 @@ const FLAGS: [&str; 8] = [
     "-fPIC",
 ];
 
-/// Builds a CUDA source that keeps to what C and CUDA have in common, and gives the library that `SIDELANE_FAKE_CUDA_KERNELS`
-/// names. It is built once for each content of the source's folder, next to the test program that calls this.
+/// Builds a CUDA source in the common subset of C and CUDA, and returns the library that
+/// `SIDELANE_FAKE_CUDA_KERNELS` names. It is built once for each content of the source's folder,
+/// next to the test program that calls this.
 pub fn kernels(source: &Path) -> io::Result<PathBuf> {
     let program = env::current_exe()?;
     let directory = program.parent().expect("a program is in a directory").join("stand-in-cuda");
@@ -29,7 +30,7 @@ pub fn kernels(source: &Path) -> io::Result<PathBuf> {
     if library.exists() {
         return Ok(library);
     }
-    // Other test programs may build the same at this moment: what is there under the name is whole.
+    // Other test programs may build the same now: a file under the name is complete.
     let fresh = library.with_extension(format!("{}-{:?}", process::id(), std::thread::current().id()));
     let mut compiler = Command::new("cc");
     compiler.args(FLAGS).arg("-o").arg(&fresh).args(["-x", "c"]).arg(source);

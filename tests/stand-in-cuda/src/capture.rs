@@ -1,7 +1,8 @@
 //! Stream capture: work is written down instead of enqueued.
 //!
-//! Each stream that takes part is a branch. Branches are tied by events, and a clock per branch (how much of every
-//! branch is known to be before it) tells at the end whether all of them were joined to the first.
+//! Each stream that takes part is a branch. Branches are tied by events, and a clock per branch
+//! (how much of every branch is known to be before it) tells at the end whether all of them were
+//! joined to the first.
 
 use std::cell::Cell;
 use std::sync::{Arc, Mutex};
@@ -16,11 +17,11 @@ use crate::work::Work;
 static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// What this thread may do while captures are on; `cuThreadExchangeStreamCaptureMode` changes it.
+    /// Capture mode of this thread; `cuThreadExchangeStreamCaptureMode` changes it.
     static MODE: Cell<Mode> = const { Cell::new(Mode::Global) };
 }
 
-/// Which calls a capture forbids, to whom.
+/// Calls that a capture forbids, and to which threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     Global = 0,
@@ -48,7 +49,7 @@ pub enum Step {
     Await(usize),
 }
 
-/// What a capture leaves: all steps in the order of the calls, each with its branch.
+/// Result of a capture: all steps in the order of the calls, each with its branch.
 #[derive(Default)]
 pub struct Captured {
     pub steps: Vec<(usize, Step)>,
@@ -130,8 +131,8 @@ pub fn end(stream: &Stream) -> Result<Captured> {
     result
 }
 
-/// Refuses a call that could get in the way of a capture, and spoils the captures that forbid it: allocations,
-/// synchronous copies, waits and queries, module loading.
+/// Refuses a call that could get in the way of a capture, and spoils the captures that forbid it:
+/// allocations, synchronous copies, waits and queries, module loading.
 pub fn unsafe_call() -> Result<()> {
     let me = thread::current().id();
     let mine = MODE.get();
@@ -228,7 +229,7 @@ impl Place {
 }
 
 impl State {
-    /// A branch learns of what is before it.
+    /// A branch learns of earlier work.
     fn know(&mut self, branch: usize, known: &[usize]) {
         let branches = self.captured.branches;
         for clock in &mut self.clocks {

@@ -1,8 +1,8 @@
-//! The cause check: when a stream is given a wait for a word, has somebody already been given what
-//! ends it?
+//! The cause check: when a stream gets a wait for a word, is the operation that ends it already
+//! enqueued?
 //!
-//! A wait whose cause is not there yet needs another call of the driver. If that call blocks,
-//! nothing ever ends the wait. So each wait is looked at when it is enqueued:
+//! A wait whose cause is not enqueued yet needs another call of the driver. If that call blocks,
+//! the wait never ends. So each wait is checked when it is enqueued:
 //!
 //! ```text
 //!   there is a cause    a write that satisfies it is enqueued in this process, or the word has the value already,
@@ -10,8 +10,8 @@
 //!   there is none       counted: `waits_without_cause`
 //! ```
 //!
-//! Words that their owner sets back have as many causes as writes that nobody has taken back yet. A
-//! word is the same at all addresses that it is mapped at.
+//! Words that their owner resets have as many causes as writes that have not been reset yet. A word
+//! is the same at all addresses that it is mapped at.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -27,7 +27,7 @@ static WORDS: LazyLock<Mutex<Words>> = LazyLock::new(Mutex::default);
 #[derive(Default)]
 struct Words {
     all: BTreeMap<Place, Word>,
-    /// Bytes that others write: first and end, by what they lie in.
+    /// Bytes that others write: first and end, by their memory.
     elsewhere: BTreeSet<(Place, u64)>,
 }
 
@@ -41,7 +41,7 @@ struct Word {
     resets: u64,
 }
 
-/// Writes of one stream that nobody has taken back.
+/// Writes of one stream that have not been reset.
 struct Write {
     stream: usize,
     value: u64,
@@ -72,7 +72,7 @@ impl Word {
                 same.count += 1;
                 same.pending += 1;
             }
-            // A word that grows: who waits for less finds it satisfied, too.
+            // A word that grows: a wait for less is satisfied, too.
             Some(less) => {
                 (less.value, less.count) = (value, 1);
                 less.pending += 1;
@@ -133,7 +133,7 @@ pub fn performed(stream: usize, at: u64) {
     }
 }
 
-/// The host, a card or another process writes these bytes.
+/// The host, a NIC or another process writes these bytes.
 pub fn declare(at: u64, bytes: u64) {
     let from = place(at);
     WORDS.lock().unwrap().elsewhere.insert((from, from.offset + bytes));
@@ -172,7 +172,7 @@ mod tests {
         word.write(peer, 1);
         assert!(word.wait(owner, ONE, Some(0)));
         word.write(owner, 0);
-        // What is there is the first write's, which is taken back.
+        // The value is the first write's, which is reset.
         assert!(!word.wait(owner, ONE, Some(1)));
         word.write(peer, 1);
         assert!(word.wait(owner, ONE, Some(1)));

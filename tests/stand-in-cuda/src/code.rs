@@ -1,4 +1,4 @@
-//! The driver's result codes that the stand-in can answer with, under the driver's names and numbers.
+//! The driver's result codes that the fake returns, under the driver's names and numbers.
 
 use std::ffi::{CStr, c_int};
 
@@ -6,7 +6,7 @@ use std::ffi::{CStr, c_int};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Code(pub c_int);
 
-/// What every call inside the stand-in answers with.
+/// Result of every call inside the fake.
 pub type Result<T> = std::result::Result<T, Code>;
 
 macro_rules! codes {

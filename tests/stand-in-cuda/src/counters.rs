@@ -1,11 +1,11 @@
-//! What this process had the stand-in do: exact numbers for tests to assert.
+//! Work of the fake in this process: exact numbers for tests to assert.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
     ($($(#[doc = $doc:literal])+ $name:ident,)*) => {
-        /// What this process had the stand-in do since it started. Work counts when it runs, not when it is enqueued
-        /// or captured.
+        /// Work of the fake in this process since its start. Work counts when it runs, not when it
+        /// is enqueued or captured.
         #[repr(C)]
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Counters {
@@ -34,8 +34,8 @@ counters! {
     copied_bytes,
     /// Batches of copies.
     copy_batches,
-    /// Copies that SMs, not copy engines, would run on a real device: both ends in one device's memory, and no wish to
-    /// overlap with compute.
+    /// Copies that SMs, not copy engines, would run on a real device: both ends in one device's
+    /// memory, and no wish to overlap with compute.
     copies_by_sms,
     /// Fills of memory.
     fills,
@@ -53,7 +53,7 @@ counters! {
     host_waits,
     /// Allocations of device memory or of pinned memory.
     allocations,
-    /// Flushes of writes that cards made into device memory.
+    /// Flushes of NICs' writes into device memory.
     flushes,
     /// Waits for words that nothing would have ended when they were enqueued, so that another call
     /// of the driver had to come. Words that the host or another process writes count, too, unless

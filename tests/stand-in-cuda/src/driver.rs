@@ -49,7 +49,8 @@ pub fn device(ordinal: i32) -> Result<usize> {
     usize::try_from(ordinal).ok().filter(|&device| device < devices).ok_or(Code::INVALID_DEVICE)
 }
 
-/// Ends every wait of every stream, now and later: each context in which one ended answers `LAUNCH_TIMEOUT`.
+/// Ends every wait of every stream, now and later: each context in which one ended answers
+/// `LAUNCH_TIMEOUT`.
 pub fn stop() {
     STOPPED.store(true, Ordering::Release);
 }
@@ -59,7 +60,8 @@ pub fn stopped() -> bool {
     STOPPED.load(Ordering::Acquire)
 }
 
-/// A device's context: its streams, the hardware queues they are folded on, and the error that ended it.
+/// A device's context: its streams, the hardware queues they are folded on, and the error that
+/// ended it.
 pub struct Context {
     pub handle: usize,
     pub device: usize,

@@ -60,7 +60,8 @@ impl Event {
 
     /// Makes later work of the stream wait for it.
     pub fn awaited_by(&self, stream: &Arc<Stream>) -> Result<()> {
-        // Whoever enqueues may have to wait: nobody is kept from the event meanwhile.
+        // The enqueueing thread may have to wait: it blocks no other thread from the event
+        // meanwhile.
         let last = self.last.lock().unwrap().clone();
         match last {
             Last::Never => Ok(()),

@@ -1,4 +1,4 @@
-//! Graphs: what a capture wrote down, enqueued again at each launch with the same constants.
+//! Graphs: captured operations, enqueued again at each launch with the same constants.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,7 +13,7 @@ use crate::work::{Late, Mark, Work};
 pub static GRAPHS: Table<Graph> = Table::new();
 pub static EXECUTABLES: Table<Executable> = Table::new();
 
-/// What a node does, by the driver's numbers.
+/// Kinds of nodes, by the driver's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NodeKind {
     Kernel = 0,
@@ -68,7 +68,7 @@ impl Executable {
         Executable { captured, context: context.handle, branches, last: Mutex::default() }
     }
 
-    /// Enqueues all of it behind what is in the stream.
+    /// Enqueues the whole graph behind the stream's work.
     pub fn launch(&self, stream: &Arc<Stream>) -> Result<()> {
         if stream.context != self.context {
             return Err(Code::INVALID_HANDLE);

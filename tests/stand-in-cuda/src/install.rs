@@ -1,4 +1,4 @@
-//! For tests: the stand-in under the names that loaders look for, and what it counted.
+//! For tests: the fake under the names that loaders look for, and its counters.
 
 use std::env;
 use std::fs;
@@ -14,8 +14,8 @@ use libloading::os::unix::Library;
 use crate::abi::MAGIC;
 use crate::counters::Counters;
 
-/// Loaders try several names, and not all of them the same first: a `libcuda.so` of the system would win over a
-/// `libcuda.so.1` of ours.
+/// Loaders try several names, and not all of them the same first: a `libcuda.so` of the system
+/// would win over a `libcuda.so.1` of ours.
 const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
 /// The functions of CUPTI are in the same library: under this name they are found.
@@ -23,12 +23,13 @@ const CUPTI: &str = "libcupti.so.12";
 
 const LIBRARY: &str = "libstand_in_cuda.so";
 
-/// Makes a directory with the stand-in under both names of the driver and under CUPTI's, next to the test program that calls this, and
-/// gives it: a process started with it as `LD_LIBRARY_PATH` finds the stand-in and no other driver.
+/// Makes a directory with the fake under both names of the driver and under CUPTI's, next to the
+/// calling test program, and returns it: a process with it as `LD_LIBRARY_PATH` finds the fake and
+/// no other driver.
 pub fn install() -> io::Result<PathBuf> {
     let program = env::current_exe()?;
     let built = program.parent().expect("a program is in a directory");
-    // Beside tests, and beside what a program is made of.
+    // Next to tests, and next to a program's libraries.
     let Some(folder) = ["", "deps"].into_iter().find(|folder| built.join(folder).join(LIBRARY).exists())
     else {
         let text = format!("no {LIBRARY} in {}: this package must be a dev-dependency", built.display());
@@ -36,7 +37,7 @@ pub fn install() -> io::Result<PathBuf> {
     };
     let directory = built.join("stand-in-cuda");
     fs::create_dir_all(&directory)?;
-    // Other test programs may do the same at this moment: a link is made whole and then put in its place.
+    // Other test programs may do the same at this moment: a link is made and then moved into place.
     static MADE: AtomicU32 = AtomicU32::new(0);
     for name in NAMES.into_iter().chain([CUPTI]) {
         let number = MADE.fetch_add(1, Ordering::Relaxed);
@@ -47,7 +48,7 @@ pub fn install() -> io::Result<PathBuf> {
     Ok(directory)
 }
 
-/// The stand-in that this process has loaded as its driver.
+/// The fake that this process has loaded as its driver.
 pub struct StandIn(Library);
 
 impl StandIn {
@@ -57,7 +58,7 @@ impl StandIn {
         NAMES.iter().find_map(|name| {
             // SAFETY: nothing is loaded here, so no constructor runs.
             let library = unsafe { Library::open(Some(Path::new(name)), NOLOAD) }.ok()?;
-            // SAFETY: whoever has this name has this type.
+            // SAFETY: the fake's function of this name has this type.
             let magic = unsafe { library.get::<extern "C" fn() -> u32>(b"sidelane_stand_in\0") }.ok()?;
             (magic() == MAGIC).then_some(StandIn(library))
         })
@@ -66,7 +67,7 @@ impl StandIn {
     /// What this process had it do so far.
     pub fn counters(&self) -> Counters {
         let mut counters = MaybeUninit::uninit();
-        // SAFETY: the stand-in's function of this name has this type.
+        // SAFETY: the fake's function of this name has this type.
         let read = unsafe {
             self.0
                 .get::<extern "C" fn(*mut Counters)>(b"sidelane_stand_in_counters\0")
@@ -77,10 +78,10 @@ impl StandIn {
         unsafe { counters.assume_init() }
     }
 
-    /// The host, a card or another process writes these bytes, which are mapped here: a wait for a
+    /// The host, a NIC or another process writes these bytes, which are mapped here: a wait for a
     /// word in there has a cause.
     pub fn written_elsewhere(&self, at: u64, bytes: u64) {
-        // SAFETY: the stand-in's function of this name has this type.
+        // SAFETY: the fake's function of this name has this type.
         let declare = unsafe {
             self.0.get::<extern "C" fn(u64, u64)>(b"sidelane_stand_in_declare\0").expect("it is the stand-in")
         };
@@ -89,7 +90,7 @@ impl StandIn {
 
     /// Ends all waits of streams, now and later.
     pub fn stop(&self) {
-        // SAFETY: the stand-in's function of this name has this type.
+        // SAFETY: the fake's function of this name has this type.
         let stop = unsafe {
             self.0.get::<extern "C" fn()>(b"sidelane_stand_in_stop\0").expect("it is the stand-in")
         };

@@ -1,7 +1,8 @@
 //! Modules and kernels: the PTX says which there are, a library built for the CPU runs them.
 //!
 //! For an entry `NAME` the library (`SIDELANE_FAKE_CUDA_KERNELS`) exports
-//! `void NAME_launch(unsigned grid[3], unsigned block[3], void **params)`, where `params` is as in `cuLaunchKernel`.
+//! `void NAME_launch(unsigned grid[3], unsigned block[3], void **params)`, where `params` is as in
+//! `cuLaunchKernel`.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_void};
@@ -116,7 +117,7 @@ impl Module {
 }
 
 impl Function {
-    /// Loads it unless it is: a kernel that is loaded late waits for all work of the context, and hangs where that
+    /// Loads it if necessary: a late load waits for all work of the context, and hangs if that work
     /// waits for this kernel.
     pub fn make_ready(&self, context: &Context) -> Result<()> {
         if self.loaded.swap(true, Ordering::AcqRel) {
@@ -125,8 +126,8 @@ impl Function {
         lock::hold(|| context.synchronize())
     }
 
-    /// Where a parameter lies in the block that real kernels read them from: each at a multiple of its own size, of
-    /// eight bytes at most.
+    /// Where a parameter lies in the block that real kernels read them from: each at a multiple of
+    /// its own size, of eight bytes at most.
     pub fn parameter(&self, index: usize) -> Option<Range<usize>> {
         let mut end = 0;
         let places = self.sizes.iter().map(|&size| {
@@ -150,7 +151,8 @@ impl Function {
     ///
     /// # Safety
     ///
-    /// `parameters` points to one pointer for each parameter of the kernel, to as many bytes as that has.
+    /// `parameters` points to one pointer for each parameter of the kernel, to as many bytes as
+    /// that has.
     pub unsafe fn launch(
         &self,
         grid: [u32; 3],

@@ -64,7 +64,7 @@ fn cut(bytes: usize, chance: &mut Chance) -> Vec<Range<usize>> {
     cuts.windows(2).map(|ends| ends[0]..ends[1]).collect()
 }
 
-/// Who moves the bytes of a copy on a real device.
+/// The part of a real device that moves the bytes of a copy.
 #[derive(Clone, Copy, PartialEq)]
 enum Mover {
     /// To or from the host.
@@ -94,7 +94,7 @@ impl Mover {
         matches!(self, Mover::Multiprocessors | Mover::Kernel)
     }
 
-    /// Notes what was done.
+    /// Records the finished work.
     fn note(self, bytes: u64, start: u64) {
         match self {
             Mover::Engine => activity::copy(activity::MEMCPY, bytes, activity::ASYNC_MEMCPY, start),

@@ -1,4 +1,5 @@
-//! A stand-in for `libcuda.so`, for tests of CUDA host code on machines without a GPU. README.md says what it promises.
+//! A fake `libcuda.so`, for tests of CUDA host code on machines without a GPU. README.md lists its
+//! guarantees.
 //!
 //! ```text
 //! abi        the driver's functions, by name                       host code calls these
@@ -11,9 +12,9 @@
 //! activity   what ran, for clients of CUPTI, whose functions are here too
 //! ```
 //!
-//! The shared library of this package is what host code loads. The Rust library next to it is for tests: it puts the
-//! shared library where loaders look ([`install`]), builds kernels for it ([`kernels`]) and reads what it counted
-//! ([`StandIn`]).
+//! Host code loads the shared library of this package. The Rust library next to it is for tests: it
+//! puts the shared library where loaders look ([`install`]), builds kernels for it ([`kernels`])
+//! and reads its counters ([`StandIn`]).
 
 mod abi;
 mod activity;

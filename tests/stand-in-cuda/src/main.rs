@@ -1,4 +1,5 @@
-//! Says what a program needs in its environment to have devices: `cargo run -p stand-in-cuda -- cuda/kernels.cu`.
+//! Prints the environment that gives a program devices:
+//! `cargo run -p stand-in-cuda -- cuda/kernels.cu`.
 
 use std::error::Error;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! What a PTX text says about itself: its version, its entries and the sizes of their parameters.
+//! Contents of a PTX text: its version, its entries and the sizes of their parameters.
 
 use std::collections::BTreeMap;
 

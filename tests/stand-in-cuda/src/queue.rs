@@ -1,9 +1,10 @@
-//! A hardware queue: streams are folded on it, and it takes their work strictly in the order of enqueueing.
+//! A hardware queue: streams are folded on it, and it takes their work strictly in the order of
+//! enqueueing.
 //!
-//! A wait at its head blocks everything behind it, whichever stream that is of. Copies and fills do not run when they
-//! reach the head: they stay behind until later work of *their* stream needs them, so a reader of another stream that
-//! forgot an event, or a peer whose flag went out too early, sees old bytes or poison. They do run in the end: when the
-//! queue has nothing to do for a while, or is blocked.
+//! A wait at its head blocks all entries behind it, of every stream. Copies and fills do not run
+//! when they reach the head: they stay behind until later work of *their* stream needs them, so a
+//! reader of another stream that forgot an event, or a peer whose flag went out too early, sees old
+//! bytes or poison. They do run in the end: when the queue is idle for a while, or blocked.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
@@ -36,7 +37,7 @@ pub struct Queue {
     changed: Condvar,
     /// Its chance: seed, device, and its number there.
     chance: (u64, usize, usize),
-    /// Entries that it holds before who enqueues has to wait; 0 for any number.
+    /// Entries that it holds before enqueueing threads wait; 0 for any number.
     room: usize,
     error: Arc<Sticky>,
 }
@@ -169,7 +170,7 @@ impl Runner {
         {
             self.queue.error.set(code);
         }
-        // After an error nothing runs any more, but nobody may wait for it either.
+        // After an error no entry runs any more, but no thread may wait for it either.
         if self.queue.error.get().is_some() {
             self.settle(&stream);
         }
@@ -252,7 +253,7 @@ impl Runner {
         unreachable!("the loop has no end")
     }
 
-    /// Runs what a stream left behind.
+    /// Runs the deferred work of a stream.
     fn settle(&mut self, stream: &Arc<Stream>) {
         if let Some(index) = self.behind.iter().position(|(other, _)| Arc::ptr_eq(other, stream)) {
             let (stream, all) = self.behind.swap_remove(index);

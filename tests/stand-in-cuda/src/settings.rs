@@ -1,4 +1,4 @@
-//! What the environment says, read once by `cuInit`.
+//! Settings of the environment, read once by `cuInit`.
 
 use std::env::{self, VarError};
 use std::path::PathBuf;
@@ -28,11 +28,11 @@ pub struct Settings {
     pub copy_kernels: bool,
     /// As `cuptiGetVersion` says it.
     pub cupti: u32,
-    /// How what cards write is seen.
+    /// Visibility of NICs' writes.
     pub card_writes: CardWrites,
     /// Calls that wait for the device keep other threads' calls out.
     pub locks: bool,
-    /// Entries that a hardware queue holds before who enqueues has to wait; 0 for any number.
+    /// Entries that a hardware queue holds before enqueueing threads wait; 0 for any number.
     pub launch_queue: usize,
     /// Queues for copies, for each direction; 0 where copies have none of their own.
     pub copy_queues: usize,
@@ -40,10 +40,10 @@ pub struct Settings {
     pub priority_queues: bool,
 }
 
-/// In which order streams see what cards write into device memory.
+/// Order in which streams see NICs' writes into device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CardWrites {
-    /// In the order of the card.
+    /// In the order of the NIC.
     Ordered,
     /// In none, until a wait flushes.
     Flushed,

@@ -1,4 +1,4 @@
-//! Streams: what is enqueued, how far it is, and where it goes while a capture is on.
+//! Streams: enqueued work, its progress, and its target while a capture is on.
 
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -96,7 +96,7 @@ impl Stream {
         if stream.context == current.handle { Ok(stream) } else { Err(Code::INVALID_HANDLE) }
     }
 
-    /// Ends the handle; what is enqueued still runs.
+    /// Ends the handle; enqueued work still runs.
     pub fn destroy(&self) -> Result<()> {
         STREAMS.remove(self.handle)?;
         if let Ok(context) = Context::of(self.context) {
@@ -146,7 +146,7 @@ impl Stream {
         }
         for (queue, work) in self.queued(work) {
             let queue = queue.unwrap_or_else(|| Arc::clone(&self.last.lock().unwrap()));
-            // Nobody else of the stream waits meanwhile.
+            // No other thread of the stream waits meanwhile.
             queue.wait_for_room();
             self.put(&queue, work);
         }

@@ -1,4 +1,4 @@
-//! Handles: numbers that host code carries about, and what they stand for.
+//! Handles: numbers that host code holds, and their objects.
 //!
 //! A handle is never an address, so a stale or invented one is refused instead of followed.
 

@@ -57,7 +57,7 @@ pub enum Source {
 /// A stream memory operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryOperation {
-    /// `fenced`: all earlier work of the stream is seen by whoever sees the value.
+    /// `fenced`: every observer of the value sees all earlier work of the stream.
     Write {
         at: u64,
         value: u64,
@@ -80,7 +80,7 @@ pub enum Width {
     Eight,
 }
 
-/// What a wait waits for.
+/// Condition of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
     /// At or past the value, counting round the end of the word.
@@ -120,7 +120,7 @@ pub struct HostCall {
     pub argument: *mut c_void,
 }
 
-// SAFETY: the pointer is the caller's, who gave it to be used on a thread of the driver.
+// SAFETY: the caller gave the pointer for use on a thread of the driver.
 unsafe impl Send for HostCall {}
 // SAFETY: as above; nothing here looks behind the pointer.
 unsafe impl Sync for HostCall {}

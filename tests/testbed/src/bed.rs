@@ -35,7 +35,7 @@ pub struct Bed {
     held: Option<usize>,
 }
 
-/// The address of a machine on the wire of a card.
+/// The address of a machine on the wire of a NIC.
 pub fn address(machine: usize, card: usize) -> String {
     format!("10.0.{card}.{}", machine + 1)
 }
@@ -104,14 +104,14 @@ impl Bed {
         Ok(())
     }
 
-    /// From now on what crosses the wire of a card, in either direction, is kept.
+    /// From now on packets on the wire of a NIC are held, in both directions.
     pub fn hold(&mut self, card: usize) -> Result<()> {
         self.near_end()?.hold(card, true)?;
         self.held = Some(card);
         Ok(())
     }
 
-    /// What was kept arrives, in its order.
+    /// Releases the held packets, in order.
     pub fn let_go(&mut self) -> Result<()> {
         self.held.take().map_or(Ok(()), |card| self.near_end()?.hold(card, false))
     }
@@ -140,13 +140,14 @@ impl Bed {
         Ok([a.succeed(deadline)?, b.succeed(deadline)?])
     }
 
-    /// What a machine's cards have counted.
+    /// Counters of a machine's NICs.
     pub fn counters(&self, machine: usize) -> Result<Counters> {
         let seen = self.start(machine, counters::COMMAND)?.succeed(Deadline::after(LOOK))?;
         Ok(Counters::parse(&seen.stdout))
     }
 
-    /// Waits until a machine's cards have sent this many packets more: until the job there is under way.
+    /// Waits until a machine's NICs have sent this many more packets: until the job there is
+    /// running.
     pub fn under_way(&self, machine: usize, job: &mut Job, packets: u64, deadline: Deadline) -> Result<()> {
         let sent = || {
             let seen = self.start(machine, counters::SENT)?.succeed(Deadline::after(LOOK))?;
@@ -170,14 +171,14 @@ impl Bed {
         Ok(())
     }
 
-    /// Waits until somebody listens on a TCP port of a machine.
+    /// Waits for a listener on a TCP port of a machine.
     pub fn listening(&self, machine: usize, port: u16, deadline: Deadline) -> Result<()> {
         let listens = format!("cat /proc/net/tcp /proc/net/tcp6 | grep -q ':{port:04X} 0*:0000 0A'");
         self.until(machine, &listens, deadline)
     }
 }
 
-/// A folder for sockets, whose paths must be short; gone when the bed is.
+/// A folder for sockets, whose paths must be short; removed with the bed.
 pub struct Sockets(PathBuf);
 
 impl Sockets {

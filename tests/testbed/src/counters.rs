@@ -1,28 +1,28 @@
-//! What the cards count: the packets of Soft-RoCE, from `hw_counters`, and the kernel below them: datagrams that have
-//! arrived, whether a card took them or not.
+//! Counters of the NICs: packets of Soft-RoCE, from `hw_counters`, and of the kernel below them:
+//! arrived datagrams, whether a NIC took them or not.
 
 use std::collections::BTreeMap;
 
-/// Writes every counter of every card of a machine. Only cards get datagrams there.
+/// Writes every counter of every NIC of a machine. Only NICs get datagrams there.
 pub const COMMAND: &str = "cd /sys/class/infiniband && grep . rxe*/ports/1/hw_counters/*_* /dev/null; \
     awk '/^Udp:/ { n = $2 } END { print \"udp/arrived:\" n }' /proc/net/snmp";
 
-/// Writes what every card of a machine has sent.
+/// Writes the packets sent by every NIC of a machine.
 pub const SENT: &str = "cd /sys/class/infiniband && grep . rxe*/ports/1/hw_counters/sent_pkts /dev/null";
 
 /// Each sum is of packets that were sent again, on either side of the wire.
 const AGAIN: [&str; 2] = ["completer_retry_err", "duplicate_request"];
 
-/// Counters of one machine, by card and name.
+/// Counters of one machine, by NIC and name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters(BTreeMap<(String, String), u64>);
 
-/// What became of packets whose sender had given them up.
+/// Fate of packets whose sender had given them up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Late {
     /// Datagrams that arrived.
     pub arrived: u64,
-    /// Those that a card took for one of its connections.
+    /// Packets that a NIC took for one of its connections.
     pub taken: u64,
     /// Packets that were sent meanwhile: answers.
     pub answered: u64,
@@ -44,7 +44,8 @@ impl Counters {
         Self(counters)
     }
 
-    /// What was counted since. A machine that was booted in between counts from its boot.
+    /// The difference since an earlier count. A machine that was booted in between counts from its
+    /// boot.
     pub fn since(&self, before: &Self) -> Self {
         let step = |(key, &now): (&(String, String), &u64)| {
             let earlier = before.0.get(key).copied().unwrap_or_default();
@@ -53,7 +54,7 @@ impl Counters {
         Self(self.0.iter().map(step).collect())
     }
 
-    /// Of all cards.
+    /// Of all NICs.
     fn get(&self, name: &str) -> u64 {
         self.0.iter().filter(|((_, counter), _)| counter == name).map(|(_, value)| value).sum()
     }

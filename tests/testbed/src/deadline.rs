@@ -17,7 +17,7 @@ impl Deadline {
         Self(self.0.min(Instant::now() + time))
     }
 
-    /// What is left; `None` when it has passed.
+    /// The remaining time; `None` when it has passed.
     pub fn left(self) -> Option<Duration> {
         self.0.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
     }

@@ -36,10 +36,10 @@ pub enum Error {
         program: String,
         /// How it ended.
         status: ExitStatus,
-        /// What it said.
+        /// Its output.
         stderr: String,
     },
-    /// A card has not sent what it was asked to.
+    /// A NIC has not sent the requested packets.
     #[error(
         "machine {machine}: {expected} packets and acknowledgements were to be sent, {sent} were, {again} of them again"
     )]
@@ -48,12 +48,12 @@ pub enum Error {
         machine: usize,
         /// Packets of the requests, and acknowledgements of the other's.
         expected: u64,
-        /// What the card counted.
+        /// The NIC's count.
         sent: u64,
         /// Packets sent or seen twice.
         again: u64,
     },
-    /// What was held on the wire is not what arrived, or somebody took it.
+    /// The arrived packets are not the held ones, or a connection took them.
     #[error("{held:?} packets were held on the wire to machines 0 and 1; let go: {late:?}")]
     LatePackets {
         /// Sent to each machine, and kept.
@@ -64,7 +64,7 @@ pub enum Error {
     /// A wire that was held did not come to rest.
     #[error("packets are still sent on the wire of rxe{card} though it is held")]
     Restless {
-        /// The card.
+        /// The NIC.
         card: usize,
     },
     /// Only root can install.
@@ -124,10 +124,10 @@ pub enum Error {
         machine: usize,
         /// The order.
         order: &'static str,
-        /// What it said instead.
+        /// Its answer instead.
         answer: String,
     },
-    /// A command had not ended, or not said what was waited for, in time.
+    /// A command had not ended, or not printed the expected text, in time.
     #[error("machine {machine}: not in time: {command}\n{output}")]
     Late {
         /// Where it ran.
@@ -157,15 +157,15 @@ pub enum Error {
         /// The command.
         command: String,
     },
-    /// A report that is not of what was asked for, or of something that went wrong.
+    /// A report of another run, or of a failure.
     #[error("sidelane {program}: not verified as asked: {seen}")]
     NotVerified {
         /// Its subcommand.
         program: &'static str,
-        /// What it reports.
+        /// The reported value.
         seen: String,
     },
-    /// Ranks ended, but did not say whom they lost.
+    /// Ranks ended without naming the lost rank.
     #[error("machine {machine}: not every rank names one of the lost node:\n{output}")]
     Unnamed {
         /// Where they ran.
@@ -173,7 +173,7 @@ pub enum Error {
         /// The last lines they wrote.
         output: String,
     },
-    /// Nothing was under way that could have been disturbed.
+    /// No traffic was in flight that could have been disturbed.
     #[error("machine {machine} has not sent {packets} packets in time")]
     Idle {
         /// Which.
@@ -186,9 +186,9 @@ pub enum Error {
     Unreadable {
         /// The program.
         program: &'static str,
-        /// What was looked for.
+        /// The expected text.
         what: &'static str,
-        /// What was there.
+        /// The actual text.
         output: String,
     },
 }

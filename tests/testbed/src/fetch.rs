@@ -1,4 +1,4 @@
-//! The pieces that come from the distribution: programs by apt, and a kernel that is unpacked, never installed.
+//! Pieces of the distribution: programs by apt, and a kernel that is unpacked, never installed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::process::Command;
 use crate::error::{At, Error, Result};
 use crate::tool::output;
 
-/// What the bed uses of Debian 12, or of any system with apt and these names.
+/// Packages of Debian 12, or of any system with apt and these names, that the bed uses.
 const PACKAGES: [&str; 11] = [
     "binutils",
     "busybox-static",
@@ -25,7 +25,8 @@ const PACKAGES: [&str; 11] = [
 /// Always depends on the newest kernel.
 const KERNEL: &str = "linux-image-amd64";
 
-/// The drivers of a test machine. Without `crc32_generic`, `rdma link add` fails with "no such file".
+/// The drivers of a test machine. Without `crc32_generic`, `rdma link add` fails with "no such
+/// file".
 const MODULES: [&str; 6] =
     ["crc32_generic", "virtio_pci", "virtio_net", "virtio_console", "rdma_rxe", "rdma_ucm"];
 
@@ -37,7 +38,7 @@ pub struct Kernel {
     pub modules: PathBuf,
 }
 
-/// Installs what is missing. Not being root is an error that says what to install.
+/// Installs missing packages. Without root the error lists them.
 pub fn packages() -> Result<()> {
     let missing: Vec<_> = PACKAGES.into_iter().filter(|name| !installed(name)).collect();
     if missing.is_empty() {
@@ -61,7 +62,8 @@ fn installed(package: &str) -> bool {
         .is_ok_and(|status| status == "installed")
 }
 
-/// The kernel, downloaded once into `cache`; taken from there as long as the modules asked for stay the same.
+/// The kernel, downloaded once into `cache`; taken from there as long as the modules asked for stay
+/// the same.
 pub fn kernel(cache: &Path) -> Result<Kernel> {
     let home = cache.join("kernel");
     let kernel = Kernel { image: home.join("vmlinuz"), modules: home.join("modules") };

@@ -1,7 +1,8 @@
-//! The image of a test machine: an initramfs of busybox, the programs to run, and every library they load.
+//! The image of a test machine: an initramfs of busybox, the programs to run, and every library
+//! they load.
 //!
-//! Files lie where they lie on this machine, so that whatever a library looks for at run time (libibverbs: its drivers
-//! and their list) is found there.
+//! Files keep their paths of this machine, so that libraries find their run-time files there
+//! (libibverbs: its drivers and their list).
 
 use std::collections::BTreeSet;
 use std::env;
@@ -15,17 +16,18 @@ use crate::guest;
 use crate::programs::{DRIVER as STAND_IN, Programs};
 use crate::tool::output;
 
-/// Programs of this machine that go in as they are. The shell prefers its own of what busybox has, `ip` among it.
+/// Programs of this machine that are copied unchanged. The shell prefers busybox' own versions, for
+/// example of `ip`.
 const TOOLS: [&str; 5] = ["busybox", "rdma", "ibv_devinfo", "ib_write_lat", "ib_write_bw"];
 
 /// Libraries that are loaded at run time, which `ldd` cannot see.
 const LOADED: [&str; 2] = ["libibverbs.so.1", "libgcc_s.so.1"];
 
-/// The card's driver for libibverbs, as the start of its file's name.
+/// The NIC's driver for libibverbs, as the start of its file's name.
 const DRIVER: &str = "librxe-";
 const DRIVER_LIST: &str = "/etc/libibverbs.d/rxe.driver";
 
-/// Where kernels for the stand-in of the CUDA driver lie.
+/// Place of kernels for the fake CUDA driver.
 pub const KERNELS: &str = "/usr/lib/kernels.so";
 
 /// Folders that a first process expects, and old names of folders.
@@ -143,7 +145,7 @@ fn which(name: &str) -> Result<PathBuf> {
         .ok_or_else(|| Error::Absent { name: name.into() })
 }
 
-/// Adds the libraries that `ldd` names; a static program has none, and `ldd` says so by failing.
+/// Adds the libraries that `ldd` names; a static program has none, and `ldd` fails for it.
 fn libraries(of: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
     let Ok(answer) = output(Command::new("ldd").arg(of)) else { return Ok(()) };
     for line in answer.lines() {

@@ -1,5 +1,5 @@
-//! The test bed: two virtual machines with Soft-RoCE cards on one Linux machine, in which Sidelane meets a real
-//! libibverbs, real queue pairs and a real wire.
+//! The test bed: two virtual machines with Soft-RoCE NICs on one Linux machine, in which Sidelane
+//! meets a real libibverbs, real queue pairs and a real wire.
 //!
 //! ```text
 //!   fetch      packages by apt, a kernel that is unpacked and never installed
@@ -34,7 +34,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
-/// Two virtual machines with Soft-RoCE cards: fetch, build, boot, and see every step pass.
+/// Two virtual machines with Soft-RoCE NICs: fetch, build, boot, and check that every step passes.
 #[derive(Parser)]
 #[command(name = "testbed", args_conflicts_with_subcommands = true)]
 struct Cli {
@@ -46,7 +46,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Role {
-    /// Inside a machine: run what the host asks for.
+    /// Inside a machine: run the host's commands.
     #[command(hide = true)]
     Agent {
         /// The port to the host.

@@ -13,7 +13,7 @@ const TRIES: u32 = 5;
 /// A program of perftest with its size.
 #[derive(Clone, Copy, Debug)]
 pub struct Perftest {
-    /// What is measured.
+    /// Measured operation.
     pub kind: Kind,
     /// Bytes a message.
     pub size: usize,
@@ -21,7 +21,7 @@ pub struct Perftest {
     pub iterations: usize,
 }
 
-/// What is measured.
+/// Measured operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Half a ping-pong of writes.
@@ -39,17 +39,19 @@ impl Perftest {
         }
     }
 
-    /// The command of the side that waits; the other side's is the same with the address of this one at its end.
+    /// The command of the side that waits; the other side's is the same with the address of this
+    /// one at its end.
     pub fn command(&self, port: u16) -> String {
-        // GID 1 is the one of the IPv4 address; no complaints about the clock (-F); a virtual card may be away for
-        // longer than the usual 67 ms without having lost anything, so a second (-u 18) before it sends again.
+        // GID 1 is the one of the IPv4 address; no error about the clock (-F); a virtual NIC may be
+        // unresponsive for longer than the usual 67 ms without a loss, so it sends again only after
+        // a second (-u 18).
         format!("{} -d rxe0 -x 1 -F -u 18 -s {} -n {} -p {port}", self.program(), self.size, self.iterations)
     }
 
     /// Runs it from machine 1 to machine 0.
     ///
-    /// perftest measures the processor's clock first. On a busy host it sometimes cannot, says nothing, and all its
-    /// times are infinite: such a run is taken again.
+    /// perftest measures the processor's clock first. On a busy host it sometimes fails silently,
+    /// and all its times are infinite: such a run is repeated.
     pub fn run(&self, bed: &Bed, port: u16, deadline: Deadline) -> Result<Reading> {
         let mut tries = 1..=TRIES;
         loop {

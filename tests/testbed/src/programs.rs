@@ -10,16 +10,16 @@ use serde::Deserialize;
 use crate::error::{At, Error, Result};
 use crate::tool::output;
 
-/// What cargo calls the stand-in.
+/// File name of the fake driver.
 pub const DRIVER: &str = "libstand_in_cuda.so";
 
-/// What the machines run of this repository.
+/// Programs of this repository that the machines run.
 pub struct Programs {
     /// The `sidelane` program.
     pub sidelane: PathBuf,
     /// The library's own tests, the lanes' conformance suite among them.
     pub library_tests: PathBuf,
-    /// The stand-in for the CUDA driver that those tests load, and its kernels.
+    /// The fake CUDA driver that those tests load, and its kernels.
     pub driver: PathBuf,
     /// See `driver`.
     pub kernels: PathBuf,
@@ -50,7 +50,7 @@ pub fn repository() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
-/// Where cargo builds; the bed keeps its own things beside.
+/// Folder of cargo's builds; the bed keeps its own files next to it.
 pub fn target_directory() -> Result<PathBuf> {
     let answer = output(cargo().args(["metadata", "--format-version", "1", "--no-deps", "--offline"]))?;
     serde_json::from_str::<Metadata>(&answer)
@@ -61,7 +61,8 @@ pub fn target_directory() -> Result<PathBuf> {
 /// Builds in the given profile of cargo.
 pub fn build(profile: &str) -> Result<Programs> {
     let agent = env::current_exe().map_err(|source| Error::Start { program: "testbed".into(), source })?;
-    // Tests of the program make cargo build it, too, and from the libraries that the other tests have.
+    // Tests of the program make cargo build it, too, and from the libraries that the other tests
+    // have.
     let what = [
         "test",
         "--no-run",

@@ -35,7 +35,7 @@ pub enum Request {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Event {
-    /// The machine is up, its cards are there.
+    /// The machine is up, and its NICs exist.
     Hello,
     /// A job wrote a line.
     Line {

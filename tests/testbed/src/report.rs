@@ -38,13 +38,13 @@ pub struct Row {
     pub verdict: Verdict,
     /// How long it took.
     pub seconds: f64,
-    /// What was seen, or why it failed.
+    /// Finding, or reason of the failure.
     pub note: String,
     /// Packets of each machine.
     pub packets: [Packets; 2],
 }
 
-/// What one machine's cards counted during a step, or since it was booted in the middle of it.
+/// Counters of one machine's NICs during a step, or since its boot in the middle of it.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Packets {
     /// Sent, acknowledgements among them.
@@ -93,10 +93,10 @@ impl Side {
     }
 }
 
-/// A figure of ours beside the yardstick's.
+/// One of our figures, compared with the baseline's.
 #[derive(Debug, Serialize)]
 pub struct Comparison {
-    /// What was measured.
+    /// Measured quantity.
     pub name: &'static str,
     /// Of all figures.
     pub unit: &'static str,
@@ -113,7 +113,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Judges both by the limit.
+    /// Compares both with the limit.
     pub fn new(name: &'static str, unit: &'static str, ours: Side, theirs: Side, limit: Limit) -> Self {
         let (ratio, within) = match limit {
             Limit::BestAtMost(most) => {
@@ -136,7 +136,7 @@ pub struct Report {
     pub accelerator: &'static str,
     /// All steps that were asked for.
     pub steps: Vec<Row>,
-    /// Figures beside the yardstick's.
+    /// Figures compared with the baseline's.
     pub comparisons: Vec<Comparison>,
     /// From the first piece fetched to the last step.
     pub seconds: f64,

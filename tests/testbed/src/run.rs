@@ -84,7 +84,7 @@ fn take(step: &Step, bed: &mut Bed, asked: &Asked) -> (Row, Vec<Comparison>) {
     let seen = (step.run)(bed, asked, Deadline::after(step.within(asked)));
     row.seconds = seconds(begin.elapsed());
     for (machine, before) in before.iter().enumerate() {
-        // A machine that the step left switched off has nothing to tell.
+        // A machine that the step left switched off has no counters.
         row.packets[machine] = Packets::from(
             &bed.counters(machine).as_ref().map_or_else(|_| Counters::default(), |now| now.since(before)),
         );

@@ -4,7 +4,7 @@ use std::process::{Command, Output};
 
 use crate::error::{Error, Result};
 
-/// Runs a program; what it wrote to standard output. Anything but success is an error with what it said.
+/// Runs a program; returns its standard output. Failure is an error with its output.
 pub fn output(command: &mut Command) -> Result<String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let Output { status, stdout, stderr } =

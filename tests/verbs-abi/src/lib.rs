@@ -1,4 +1,5 @@
-//! Sidelane's declarations of libibverbs against those of the system: every size, offset and constant.
+//! Sidelane's declarations of libibverbs against those of the system: every size, offset and
+//! constant.
 //!
 //! ```text
 //!   ffi (the library's own source)  --+
@@ -7,8 +8,9 @@
 //!   the headers, by the C compiler  --+    a _Static_assert per row
 //! ```
 //!
-//! Both, because `rdma-sys` wrote those structures by hand that hold unions (completions, work requests, addresses), and
-//! knows no anonymous enums. Needs `libibverbs-dev`, `librdmacm-dev`, `libclang` (14 works, 18 does not) and `cc`:
+//! Both, because `rdma-sys` wrote structures with unions (completions, work requests, addresses) by
+//! hand, and has no anonymous enums. Needs `libibverbs-dev`, `librdmacm-dev`, `libclang` (14 works,
+//! 18 does not) and `cc`:
 //!
 //! ```sh
 //! cargo test -p verbs-abi

@@ -1,4 +1,4 @@
-//! What is compared.
+//! Compared declarations.
 
 use std::mem::{offset_of, size_of};
 
@@ -8,13 +8,14 @@ use crate::ffi;
 pub struct Row {
     /// An expression of C.
     pub what: String,
-    /// What the library declares.
+    /// The library's declarations.
     pub ours: u64,
     /// What `rdma-sys` has; none where it has nothing.
     pub theirs: Option<u64>,
 }
 
-/// Rows of a structure: its size, unless it goes on behind what is declared, and the offsets of its fields.
+/// Rows of a structure: its size, unless it has more fields than declared, and the offsets of its
+/// fields.
 macro_rules! structure {
     ($rows:ident, $name:ident { $($field:ident),* $(,)? } $(with { $($ours:ident . $($sub:ident).+ = $($theirs:ident).+),* })?) => {
         row($rows, concat!("sizeof(struct ", stringify!($name), ")"),

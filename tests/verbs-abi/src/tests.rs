@@ -34,15 +34,16 @@ fn every_number_is_that_of_the_system_s_headers() {
     for Row { what, ours, .. } in rows() {
         writeln!(text, "_Static_assert({what} == {ours}, \"{what} is not {ours}\");").unwrap();
     }
-    // Names are left over from another declaration, or the headers are not there: the compiler says which.
+    // Names are left over from another declaration, or the headers are missing: the compiler
+    // reports which.
     let compiler = ["-std=gnu11", "-fsyntax-only", "-x", "c", "-"];
     let mut cc = Command::new("cc").args(compiler).stdin(Stdio::piped()).spawn().unwrap();
     cc.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
     assert!(cc.wait().unwrap().success());
 }
 
-/// Everything that the source declares has its row: constants by name, structures by size or, if they are only pointed
-/// at, by their fields, and each field that is used.
+/// Every declaration of the source has its row: constants by name, structures by size or, if only
+/// used by pointer, by their fields, and each used field.
 #[test]
 fn nothing_is_left_out() {
     let rows = rows();

@@ -11,7 +11,7 @@ use moe_lm::tokens::tokenize;
 use moe_lm::trainer::{Ranks, State, Trainer};
 use sidelane::World;
 
-/// What is read in tests: pages of this repository.
+/// Text of the tests: pages of this repository.
 pub const TEXT: &str = concat!(
     include_str!("../../../../README.md"),
     include_str!("../../../../docs/design.md"),
@@ -46,7 +46,7 @@ pub fn batches(settings: &Settings) -> Batches {
     Batches::new(TOKENS.get_or_init(|| tokenize(TEXT, VOCABULARY)), settings).unwrap()
 }
 
-/// What a rank comes to.
+/// Result of a rank.
 #[derive(Debug, PartialEq)]
 pub struct Outcome {
     pub state: State,
@@ -56,7 +56,7 @@ pub struct Outcome {
     pub held: f32,
 }
 
-/// All steps, and a look at what is held out.
+/// All steps, and an evaluation of the held-out tokens.
 pub fn finish<R: Ranks>(mut trainer: Trainer<R>) -> Outcome {
     while trainer.steps() < trainer.settings.steps {
         trainer.step().unwrap();
@@ -92,7 +92,7 @@ pub fn in_turn(settings: &Settings) -> Trainer<Reference> {
     Trainer::new(*settings, Reference::new(world, settings).unwrap(), batches(settings))
 }
 
-/// That a rank has come to what the reference did, to the last bit; of experts, it has some.
+/// Checks that a rank has the bits of the reference; of experts, it has some.
 pub fn assert_same_bits(rank: &Outcome, reference: &Outcome) {
     assert_eq!(bits(&rank.losses), bits(&reference.losses));
     assert_eq!(rank.held.to_bits(), reference.held.to_bits());

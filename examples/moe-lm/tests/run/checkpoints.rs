@@ -8,7 +8,7 @@ use moe_lm::trainer::{Ranks, Trainer};
 
 use crate::case::{OVERLAPPED, Outcome, assert_same_bits, finish, in_turn, on_ranks, settings};
 
-/// What is left of an earlier run that died while it wrote, on other ranks.
+/// Files of an earlier run that died while it wrote, on other ranks.
 const STALE: &str = "experts-4.safetensors";
 
 /// Six steps, and a checkpoint.
@@ -40,7 +40,7 @@ fn a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_never_stopped()
     for rank in on_ranks(&settings, OVERLAPPED, |trainer| go_on(trainer, folder.path())) {
         assert_same_bits(&rank, &whole);
     }
-    // Who plays all ranks may go on where they stopped.
+    // The reference, which runs all ranks, may continue where they stopped.
     assert_same_bits(&go_on(in_turn(&settings), folder.path()), &whole);
 }
 
@@ -89,7 +89,8 @@ fn a_run_that_was_stopped_while_a_checkpoint_took_the_place_of_another_goes_on_f
     for rank in on_ranks(&settings, OVERLAPPED, |trainer| go_on(trainer, folder.path())) {
         assert_same_bits(&rank, &whole);
     }
-    // Made again twice, with the one that is out of the way still there, and with one in place: one is left, of these files.
+    // Written twice again, with one moved aside, and with one in place: one is left, of these
+    // files.
     for _ in 0..2 {
         std::fs::create_dir_all(&place).unwrap();
         std::fs::write(place.join(STALE), "not of this run").unwrap();

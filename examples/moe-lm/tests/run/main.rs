@@ -1,4 +1,4 @@
-//! Runs of a small model, on ranks that are threads: whatever way they are carried out, they learn the same.
+//! Runs of a small model, on ranks that are threads: all execution modes learn the same weights.
 
 mod case;
 mod checkpoints;

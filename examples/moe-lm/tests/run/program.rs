@@ -8,7 +8,7 @@ use sidelane::gate::Recorded;
 
 use crate::case::TEXT;
 
-/// What a small run is given, into `out`.
+/// The command of a small run, which writes into `out`.
 fn program(out: &Path, text: &Path) -> Command {
     let sizes = "--vocabulary 256 --window 16 --layers 2 --width 32 --heads 2 --experts 16 --top-k 2 --expert-width 16";
     let run = "--steps 6 --batch 4 --warm-up 2 --expert-parallel 2 --checkpoint-every 2 --json";
@@ -30,7 +30,7 @@ fn ranks<'a>(out: &Path, text: &Path, job: &str, more: impl Fn(u32) -> &'a [&'a 
     (0..4).map(rank).collect()
 }
 
-/// What the ranks said, one object per line.
+/// Output of the ranks, one object per line.
 fn said(ranks: Vec<Child>) -> Vec<Vec<Value>> {
     let rank = |rank: Child| {
         let output = rank.wait_with_output().unwrap();
@@ -80,13 +80,13 @@ fn processes_write_what_one_that_plays_them_writes() {
     assert!(lines[0][0]["resumed"].as_str().unwrap().ends_with("step-000004"));
     assert_eq!(checkpoints(&lines[0]), ["step-000006"]);
     assert_eq!(std::fs::read(&losses).unwrap(), before);
-    // And from the last: there is nothing left to learn, nor to save.
+    // And from the last: there is no step left to train or save.
     let lines = said(ranks(&out, &text, "last", |_| &["--resume"]));
     assert!(checkpoints(&lines[0]).is_empty());
     assert_eq!(std::fs::read(&losses).unwrap(), before);
 }
 
-/// What a run said it wrote of them.
+/// Checkpoints that a run reported as written.
 fn checkpoints(lines: &[Value]) -> Vec<&str> {
     let wrote = lines.iter().filter_map(|line| line["wrote"].as_str()?.rsplit('/').next());
     wrote.filter(|name| name.starts_with("step-")).collect()

@@ -1,4 +1,4 @@
-//! Ranks beside one process that plays them, and beside a plain run.
+//! Ranks compared with one process that runs them, and with a plain run.
 
 use moe_lm::parallel::{Chunks, Parallel, Plan};
 use moe_lm::settings::{Settings, Shape};
@@ -36,7 +36,8 @@ fn larger() -> Settings {
     Settings { shape, ..small }
 }
 
-/// Whether a rank whose chunks are by size makes so many, as the others of it do: else they are refused.
+/// Whether a rank whose chunks are chosen by size makes as many as the others: otherwise they are
+/// refused.
 fn are_made(settings: &Settings, chunks: u32) -> bool {
     let number = Plan { chunks: Chunks::Number(chunks), overlap: true };
     let worlds = World::threads(settings.ranks as u32).unwrap();
@@ -70,8 +71,9 @@ fn chunks_by_size_leave_the_bits_as_they_are() {
     on_ranks(&settings, BY_SIZE, finish).iter().for_each(|rank| assert_same_bits(rank, &reference));
 }
 
-/// Logits of the experts from 12 on are zero, and stay so: without a loss that balances, nothing is learned of experts that nobody
-/// chooses. Of the twelve others half begin as the negative of the other half, so that six are above zero.
+/// Logits of the experts from 12 on are zero, and stay so: without a balance loss, experts that no
+/// token chooses learn nothing. Of the twelve others half begin as the negative of the other half,
+/// so that six are above zero.
 fn close_the_last_rank<R: Ranks>(mut trainer: Trainer<R>) -> Trainer<R> {
     let weights = &mut trainer.state.dense.weights;
     for layer in 0..trainer.settings.shape.layers {
@@ -116,8 +118,8 @@ fn a_plain_run_comes_to_the_same_losses() {
     assert!(apart < 1e-3 && apart > 0.0, "{apart}");
 }
 
-/// Names and gradients of all tensors: after one step the first mean of AdamW is a tenth of the gradient, whereas the weights
-/// hardly depend on its length.
+/// Names and gradients of all tensors: after one step the first mean of AdamW is a tenth of the
+/// gradient, whereas the weights hardly depend on its length.
 fn gradients(learned: &Learned) -> impl Iterator<Item = (&str, &[f32])> {
     let entries = learned.weights.entries.iter();
     entries.map(|entry| (&entry.name[..], &learned.adam.first[entry.range.clone()]))
@@ -162,7 +164,8 @@ fn a_plain_run_comes_to_gradients_of_the_same_length() {
             experts +=
                 gradients(&rank.experts).filter(|(_, gradient)| gradient.iter().any(|&g| g != 0.0)).count();
         }
-        // Three matrices of 16 experts in two layers, on as many ranks as have them. How many were chosen depends on the text: most.
+        // Three matrices of 16 experts in two layers, on as many ranks as have them. How many were
+        // chosen depends on the text: most.
         assert!(experts > 48 * 4 / spread, "{experts}");
     }
     // The balance would be missed.

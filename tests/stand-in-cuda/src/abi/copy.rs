@@ -16,8 +16,8 @@ use crate::work::{Copies, Copy, Late, Source, Work};
 /// The most entries of a batch.
 pub const BATCH: usize = 255;
 
-/// Enqueues one copy: nothing to do for no bytes. Pageable memory of the host is read before the call returns, and
-/// written before it returns.
+/// Enqueues one copy: no work for zero bytes. Pageable memory of the host is read before the call
+/// returns, and written before it returns.
 fn copy(to: u64, from: u64, bytes: usize, stream: &Arc<Stream>) -> Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -149,7 +149,8 @@ pub struct Attributes {
     flags: c_uint,
 }
 
-/// The order `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`; the two above it let the source be read during the call.
+/// The order `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`; the two above it let the source be read during
+/// the call.
 const IN_STREAM_ORDER: c_uint = 1;
 
 /// The arguments that both forms of `cuMemcpyBatchAsync` have.
@@ -199,7 +200,7 @@ impl Batch {
     }
 }
 
-/// The form of 12.8. Which copy failed is not told.
+/// The form of 12.8. It does not report the failed copy.
 pub extern "C" fn batch(
     to: In<u64>,
     from: In<u64>,

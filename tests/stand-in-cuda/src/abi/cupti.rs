@@ -1,4 +1,5 @@
-//! The functions of `libcupti.so` that list what devices did, with records as CUDA 12.5 lays them out.
+//! The functions of `libcupti.so` that list what devices did, with records as CUDA 12.5 lays them
+//! out.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::sync::Mutex;
@@ -94,7 +95,8 @@ extern "C" fn cuptiActivityDisable(kind: u32) -> c_uint {
     want(kind, false)
 }
 
-/// Hands out what is done, in as many buffers as that takes. All records are complete, so all flushes are the same.
+/// Hands out finished activities, in as many buffers as needed. All records are complete, so all
+/// flushes are the same.
 #[unsafe(no_mangle)]
 extern "C" fn cuptiActivityFlushAll(_flag: u32) -> c_uint {
     let Some((request, complete)) = *CLIENT.lock().unwrap() else { return INVALID_OPERATION };
@@ -119,7 +121,7 @@ extern "C" fn cuptiActivityFlushAll(_flag: u32) -> c_uint {
         if count == 0 {
             *LOST.lock().unwrap() += records.next().into_iter().count();
         }
-        // SAFETY: the client's function, with what it asked for.
+        // SAFETY: the client's function, with the requested arguments.
         unsafe { complete(std::ptr::null_mut(), 0, buffer, room, valid) };
     }
     SUCCESS
@@ -138,7 +140,8 @@ extern "C" fn cuptiActivityGetNextRecord(buffer: *mut u8, valid: usize, record: 
     let next = if before.is_null() {
         buffer
     } else {
-        // SAFETY: the client vouches for a record of this buffer, which begins with its kind, and others or the end come behind.
+        // SAFETY: the client vouches for a record of this buffer, which begins with its kind, and
+        // others or the end come behind.
         unsafe { before.add(size(before.cast::<u32>().read_unaligned())) }
     };
     if next as usize >= buffer as usize + valid {

@@ -97,7 +97,8 @@ pub extern "C" fn cuDeviceTotalMem_v2(bytes: Out<usize>, device: c_int) -> c_int
     })
 }
 
-/// Attributes as a data-centre device has them, less what the stand-in does not do; all others are 0.
+/// Attributes as a data-centre device has them, without features that the fake lacks; all others
+/// are 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, device: c_int) -> c_int {
     local(|| {
@@ -119,7 +120,7 @@ pub extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, devi
             39 => 2048,
             81 => 228 << 10,
             97 => 227 << 10,
-            // Copies beside kernels, kernels beside kernels, and engines for copies.
+            // Copies concurrent with kernels, kernels with kernels, and engines for copies.
             15 | 31 => 1,
             40 => 3,
             33 => device as c_int + 1,
@@ -131,7 +132,8 @@ pub extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, devi
             78 | 92 | 93 | 94 | 122 | 123 => 1,
             // Virtual memory, with descriptors as handles.
             102 | 103 => 1,
-            // Cards reach device memory; the host can flush what they wrote, or streams can, or the owner sees it in order.
+            // NICs reach device memory; the host can flush their writes, or streams can, or the
+            // owner sees them in order.
             110 | 116 | 117 => 1,
             98 => c_int::from(settings()?.card_writes == CardWrites::Flushed),
             118 if settings()?.card_writes == CardWrites::Ordered => 100,

@@ -113,7 +113,8 @@ pub extern "C" fn cuFuncSetAttribute(function: usize, attribute: c_uint, value: 
     })
 }
 
-/// A multiprocessor has 2048 threads, 32 blocks, and 228 KiB of shared memory, 1 KiB of which each block takes for itself.
+/// An SM has 2048 threads, 32 blocks, and 228 KiB of shared memory, 1 KiB of which each block takes
+/// for itself.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
     blocks: Out<c_int>,

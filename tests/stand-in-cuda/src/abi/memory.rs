@@ -121,7 +121,7 @@ pub extern "C" fn cuMemGetAddressRange_v2(start: Out<u64>, bytes: Out<usize>, at
     })
 }
 
-/// What cards wrote into device memory is plain memory here, and seen at once.
+/// NICs' writes into device memory are plain memory here, and visible at once.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFlushGPUDirectRDMAWrites(_target: c_uint, _scope: c_uint) -> c_int {
     call(|| {

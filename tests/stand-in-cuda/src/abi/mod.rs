@@ -1,6 +1,7 @@
 //! The functions of `libcuda.so`, by their names there, and some of `libcupti.so`.
 //!
-//! Every one that host code may look up exists: what the stand-in does not do answers `CUDA_ERROR_NOT_SUPPORTED`.
+//! Every function that host code may look up exists: those that the fake lacks return
+//! `CUDA_ERROR_NOT_SUPPORTED`.
 
 mod context;
 mod copy;

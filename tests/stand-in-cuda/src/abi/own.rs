@@ -1,4 +1,4 @@
-//! What only the stand-in has.
+//! Functions of the fake only.
 
 use super::pointers::Out;
 use crate::cause;
@@ -8,25 +8,26 @@ use crate::driver;
 /// What `sidelane_stand_in` answers: "lane".
 pub const MAGIC: u32 = u32::from_be_bytes(*b"lane");
 
-/// There is such a function: this is the stand-in. Its answer is `MAGIC`.
+/// The existence of this function identifies the fake. Its result is `MAGIC`.
 #[unsafe(no_mangle)]
 extern "C" fn sidelane_stand_in() -> u32 {
     MAGIC
 }
 
-/// What this process had the stand-in do so far.
+/// Work of the fake in this process so far.
 #[unsafe(no_mangle)]
 extern "C" fn sidelane_stand_in_counters(counters: Out<Counters>) {
     counters.offer(COUNTERS.read());
 }
 
-/// The host, a card or another process writes these bytes.
+/// The host, a NIC or another process writes these bytes.
 #[unsafe(no_mangle)]
 extern "C" fn sidelane_stand_in_declare(at: u64, bytes: u64) {
     cause::declare(at, bytes);
 }
 
-/// Ends all waits of streams, now and later. Each context in which one ended answers `CUDA_ERROR_LAUNCH_TIMEOUT`.
+/// Ends all waits of streams, now and later. Each context in which one ended answers
+/// `CUDA_ERROR_LAUNCH_TIMEOUT`.
 #[unsafe(no_mangle)]
 extern "C" fn sidelane_stand_in_stop() {
     driver::stop();

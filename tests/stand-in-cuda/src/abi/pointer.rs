@@ -1,4 +1,4 @@
-//! What the driver knows about an address.
+//! The driver's knowledge of an address.
 
 use std::ffi::{c_int, c_uint, c_void};
 

@@ -1,5 +1,5 @@
-//! Pointers that callers hand in. By the contract of the C interface each is null, or good for what its function says;
-//! null is refused here, the rest nobody can check.
+//! Pointers that callers hand in. By the contract of the C interface each is null, or good for what
+//! its function says; null is refused here, the rest nobody can check.
 
 use crate::code::{Code, Result};
 
@@ -45,7 +45,7 @@ impl<T> Out<T> {
         self.0.is_null()
     }
 
-    /// What is there already.
+    /// The present value.
     pub fn get(self) -> Result<T>
     where
         T: Copy,

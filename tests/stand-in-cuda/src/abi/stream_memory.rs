@@ -101,7 +101,7 @@ pub struct Parameters {
 
 impl Parameters {
     fn operation(&self) -> Result<MemoryOperation> {
-        // Of a value of 32 bits the rest of its place says nothing.
+        // Of a 32-bit value, the rest of its place has no meaning.
         let short = u64::from(self.value as u32);
         match self.operation {
             1 => wait(self.at, short, Width::Four, self.flags),

@@ -1,5 +1,5 @@
-//! What bindings of CUDA 12.5 look up beside what the stand-in does. A missing symbol would end the process in some of
-//! them; these say that they are not supported.
+//! Functions that bindings of CUDA 12.5 look up and the fake lacks. A missing symbol would end the
+//! process in some of them; these say that they are not supported.
 
 use std::ffi::c_int;
 

@@ -214,7 +214,7 @@ pub extern "C" fn cuMemGetAllocationPropertiesFromHandle(out: Out<Properties>, h
     })
 }
 
-/// A handle more for what is mapped at an address; it is released like the first.
+/// One more handle for the memory mapped at an address; it is released like the first.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemRetainAllocationHandle(handle: Out<u64>, at: u64) -> c_int {
     call(|| {

@@ -1,6 +1,6 @@
 //! Device memory is a memfd: other processes map it by a descriptor, as they would a real export.
 //!
-//! What an importer must know beside the bytes, the device they lie on, is in the memfd's name.
+//! The device of the bytes, which an importer must know, too, is in the memfd's name.
 
 use std::ffi::CString;
 use std::fs;
@@ -15,7 +15,8 @@ use crate::driver::settings;
 /// Sizes and addresses of mapped memory are multiples of this.
 pub const GRANULARITY: u64 = 2 << 20;
 
-/// What fresh memory holds, again and again: not a number in f32, nor in the upper half as bf16; no small index.
+/// Repeated contents of fresh memory: not a number in f32, nor in the upper half as bf16; no small
+/// index.
 const POISON: u32 = 0x7fed_face;
 
 const NAME: &str = "sidelane-stand-in";
@@ -76,7 +77,7 @@ impl Backing {
             HELD.lock().unwrap()[device] -= bytes;
             return Err(Code::OUT_OF_MEMORY);
         }
-        // SAFETY: the call made it, and nobody else has it.
+        // SAFETY: the call made it, and no one else has it.
         let descriptor = unsafe { OwnedFd::from_raw_fd(raw) };
         let (_, file) = look(&descriptor).map_err(|_| Code::OUT_OF_MEMORY)?;
         let backing = Backing { bytes, device, exportable, rdma, own: true, file, descriptor };

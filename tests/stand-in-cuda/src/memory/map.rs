@@ -7,11 +7,11 @@ use std::sync::{Arc, RwLock};
 use super::backing::Backing;
 use crate::code::{Code, Result};
 
-/// The addresses of this process. A copy holds it for reading, so nothing is unmapped under a running copy; a copy
-/// that has not run yet finds its memory gone, as on a device.
+/// The addresses of this process. A copy holds it for reading, so nothing is unmapped under a
+/// running copy; a copy that has not run yet finds its memory gone, as on a device.
 pub static MAP: RwLock<Map> = RwLock::new(Map { regions: BTreeMap::new(), reserved: BTreeMap::new() });
 
-/// What a region is made of.
+/// Contents of a region.
 #[derive(Clone)]
 pub enum Kind {
     /// Mapped by `cuMemMap`, with the devices that were granted access and whether they may write.
@@ -46,7 +46,7 @@ pub enum Reach {
     Unknown,
 }
 
-/// Who reaches out: a device, and the peers that its context enabled.
+/// The accessing device, and the peers that its context enabled.
 pub struct Reacher<'a> {
     pub device: usize,
     pub peers: &'a dyn Fn(usize) -> bool,
@@ -83,7 +83,8 @@ impl Map {
         before.is_some_and(|(&start, &bytes)| range.end <= start + bytes)
     }
 
-    /// Whether a device reaches every byte of the range: one that it does not is an illegal address.
+    /// Whether a device reaches every byte of the range: one that it does not is an illegal
+    /// address.
     pub fn reach(&self, range: Range<u64>, reacher: &Reacher, write: bool) -> Result<Reach> {
         let reserved = self.reserved.range(..range.end).next_back();
         let in_reserved = reserved.is_some_and(|(&start, &bytes)| start + bytes > range.start);
@@ -118,7 +119,7 @@ impl Kind {
         if let Kind::Mapped { backing, .. } = self { Some(backing) } else { None }
     }
 
-    /// Whether a card reaches it: host memory always, device memory where it was asked for.
+    /// Whether a NIC reaches it: host memory always, device memory on request.
     pub fn is_rdma(&self) -> bool {
         self.backing().is_none_or(|backing| backing.rdma)
     }
@@ -132,7 +133,7 @@ impl Kind {
     }
 }
 
-/// The device whose memory an address is.
+/// The device that owns an address.
 pub fn device_of(map: &Map, address: u64) -> Option<usize> {
     map.at(address)?.1.kind.backing().map(|backing| backing.device)
 }

@@ -47,7 +47,8 @@ pub fn unpin(start: u64) -> Result<()> {
 pub fn register(start: u64, bytes: u64) -> Result<()> {
     let end = start.checked_add(bytes).filter(|_| start > 0 && bytes > 0).ok_or(Code::INVALID_VALUE)?;
     let page = start / PAGE * PAGE;
-    // SAFETY: it looks at no byte; an answer other than zero says that a page of the range is not mapped.
+    // SAFETY: it reads no byte; an answer other than zero says that a page of the range is not
+    // mapped.
     if unsafe { libc::msync(page as *mut _, (end - page) as usize, libc::MS_ASYNC) } != 0 {
         return Err(Code::INVALID_VALUE);
     }

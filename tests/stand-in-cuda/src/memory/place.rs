@@ -9,8 +9,7 @@ use super::map::{Kind, MAP};
 /// A byte of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// Device and inode of the file that it is in; zeros for memory that is in none, whose
-    /// addresses are its own.
+    /// Device and inode of its file; zeros for memory without a file, whose addresses are unique.
     pub memory: (u64, u64),
     pub offset: u64,
 }
@@ -38,7 +37,7 @@ pub fn place(at: u64) -> Place {
     }
 }
 
-/// Remembers what is behind memory that is being registered.
+/// Records the file behind memory that is being registered.
 pub fn remember(start: u64) {
     if let Some(place) = behind(start) {
         FILES.lock().unwrap().insert(start, place);

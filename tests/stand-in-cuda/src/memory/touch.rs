@@ -27,7 +27,7 @@ impl Engine {
         if reach == Reach::Unknown && !self.pageable { Err(Code::ILLEGAL_ADDRESS) } else { Ok(reach) }
     }
 
-    /// Whether a range is nothing that the driver knows of: pageable memory of the host, if it is memory at all.
+    /// Whether the driver does not know a range: pageable host memory, if it is memory at all.
     pub fn is_pageable(&self, at: u64, bytes: usize) -> bool {
         let everything = Engine { pageable: true, ..*self };
         everything.reach(&MAP.read().unwrap(), at, bytes, false) == Ok(Reach::Unknown)
@@ -72,7 +72,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Runs `f`, which looks at a word or changes it, while the word is known to be mapped and reachable.
+    /// Runs `f`, which reads or changes a word, while the word is known to be mapped and reachable.
     pub fn word<T>(&self, at: u64, bytes: usize, write: bool, f: impl FnOnce() -> T) -> Result<T> {
         let map = MAP.read().unwrap();
         self.reach(&map, at, bytes, write)?;
@@ -89,12 +89,14 @@ type Transfer = unsafe extern "C" fn(
     libc::c_ulong,
 ) -> isize;
 
-/// Moves bytes between memory known to be mapped and memory nothing is known of: the kernel answers instead of faulting.
+/// Moves bytes between mapped memory and unknown memory: the kernel returns an error instead of
+/// faulting.
 fn foreign(transfer: Transfer, known: u64, unknown: u64, bytes: usize) -> Result<()> {
     let span = |at: u64| libc::iovec { iov_base: at as *mut _, iov_len: bytes };
     let (known, unknown) = (span(known), span(unknown));
     loop {
-        // SAFETY: the known range is mapped; the kernel checks the other, which is in this very process.
+        // SAFETY: the known range is mapped; the kernel checks the other, which is in this very
+        // process.
         let moved = unsafe { transfer(libc::getpid(), &known, 1, &unknown, 1, 0) };
         if moved == bytes as isize {
             return Ok(());

@@ -1,4 +1,5 @@
-//! Virtual memory management: addresses are reserved, memory is mapped into them, devices are granted access.
+//! Virtual memory management: addresses are reserved, memory is mapped into them, devices are
+//! granted access.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsRawFd;
@@ -14,7 +15,7 @@ use crate::table::Table;
 /// What `cuMemCreate` and imports hand out.
 pub static ALLOCATIONS: Table<Backing> = Table::new();
 
-/// What one device may do with a range.
+/// Access of one device to a range.
 pub struct Access {
     pub device: usize,
     /// None: nothing any more.
@@ -50,7 +51,7 @@ pub fn address_reserve(bytes: u64, alignment: u64) -> Result<u64> {
     let start = raw.next_multiple_of(alignment);
     let ends = [(raw, start - raw), (start + bytes, raw + total - start - bytes)];
     for (at, bytes) in ends.into_iter().filter(|&(_, bytes)| bytes > 0) {
-        // SAFETY: the ends of the mapping above, which nobody else knows.
+        // SAFETY: the ends of the mapping above, which no one else knows.
         unsafe { libc::munmap(at as *mut _, bytes as usize) };
     }
     MAP.write().unwrap().reserved.insert(start, bytes);
@@ -143,7 +144,7 @@ pub fn grant(start: u64, bytes: u64, wishes: &[Access]) -> Result<()> {
     Ok(())
 }
 
-/// What a device may do at an address.
+/// Access of a device to an address.
 pub fn granted(device: usize, address: u64) -> Result<Option<bool>> {
     let map = MAP.read().unwrap();
     match map.at(address) {

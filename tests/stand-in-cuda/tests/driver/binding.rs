@@ -1,4 +1,4 @@
-//! The binding's own safe layer on top of the stand-in: no symbol is missing, and its copies arrive.
+//! The binding's own safe layer on top of the fake: no symbol is missing, and its copies arrive.
 
 use cudarc::driver::CudaContext;
 

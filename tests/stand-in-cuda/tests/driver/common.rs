@@ -1,5 +1,5 @@
-//! What all tests of the stand-in need: a process of its own for each run, and the driver's calls by way of the binding
-//! that the library uses.
+//! Common parts of all tests of the fake: a process for each run, and the driver's calls through
+//! the binding that the library uses.
 
 use std::env;
 use std::ffi::c_void;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 pub use cudarc::driver::sys::{self, CUresult};
 use stand_in_cuda::{StandIn, install};
 
-/// Tells the child which test it is to run, and which run of it.
+/// Tells the child its test, and its run of it.
 const CHILD: &str = "STAND_IN_TEST_CHILD";
 
 /// The longest that a child may take.
@@ -24,8 +24,8 @@ pub const POISON: u32 = 0x7fed_face;
 /// Settings of one run.
 pub type Settings<'a> = Vec<(&'a str, String)>;
 
-/// Runs the body once for each list of settings, in a process of its own with the stand-in as its driver. `test` is the
-/// test's full name: a child that did not run it is a failure.
+/// Runs the body once for each list of settings, in a process of its own with the fake as its
+/// driver. `test` is the test's full name: a child that did not run it is a failure.
 pub fn apart(test: &str, runs: &[Settings], body: impl FnOnce()) {
     if env::var(CHILD).is_ok_and(|child| child == test) {
         body();
@@ -87,7 +87,7 @@ pub fn until(mut holds: impl FnMut() -> bool) {
 #[macro_export]
 macro_rules! cu {
     ($name:ident($($argument:expr),* $(,)?)) => {
-        // SAFETY: the test hands in what the function asks for.
+        // SAFETY: the test passes the arguments that the function needs.
         unsafe { $crate::common::sys::$name($($argument),*) }
     };
 }
@@ -108,7 +108,7 @@ pub fn made<T>(f: impl FnOnce(*mut T)) -> T {
     unsafe { value.assume_init() }
 }
 
-/// Initialises the driver, makes a device's context current, and gives the stand-in.
+/// Initializes the driver, makes a device's context current, and returns the fake.
 pub fn start(device: i32) -> StandIn {
     ok!(cuInit(0));
     use_device(device);
@@ -135,7 +135,8 @@ pub fn device_words(count: usize) -> u64 {
     made(|out| ok!(cuMemAlloc_v2(out, count * 4)))
 }
 
-/// Pinned memory of the host, poisoned first and then all zero: its address for devices, and the same for the host.
+/// Pinned memory of the host, poisoned first and then all zero: its address for devices, and the
+/// same for the host.
 pub fn host_words(count: usize) -> (u64, &'static mut [u32]) {
     let at: *mut c_void = made(|out| ok!(cuMemHostAlloc(out, count * 4, 3)));
     // SAFETY: as many words, which stay to the end of the process.
@@ -197,7 +198,7 @@ pub struct CopyAttributes {
     pub flags: u32,
 }
 
-/// Copies in the order of the stream, beside compute.
+/// Copies in the order of the stream, concurrent with compute.
 pub const BESIDE: CopyAttributes = CopyAttributes { order: 1, hints: [0; 4], flags: 1 };
 
 pub type BatchCopy = unsafe extern "C" fn(
@@ -212,7 +213,7 @@ pub type BatchCopy = unsafe extern "C" fn(
     sys::CUstream,
 ) -> CUresult;
 
-/// A function that the binding does not know, and what the driver says of it.
+/// A function that the binding does not know, and the driver's answer.
 pub fn look_up(name: &std::ffi::CStr, version: i32) -> (*mut c_void, sys::CUdriverProcAddressQueryResult) {
     let mut status = MaybeUninit::uninit();
     let function = made(|out| ok!(cuGetProcAddress_v2(name.as_ptr(), out, version, 0, status.as_mut_ptr())));
@@ -232,7 +233,7 @@ pub fn batch(copies: &[(u64, u64, usize)], attributes: CopyAttributes, stream: s
         bytes.push(b);
     }
     let mut failed = 0;
-    // SAFETY: all are as long as the call is told.
+    // SAFETY: all have the passed lengths.
     unsafe {
         function(
             to.as_ptr(),

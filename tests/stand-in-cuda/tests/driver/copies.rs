@@ -30,7 +30,8 @@ fn ordered_copies_land_to_the_bit() {
     });
 }
 
-/// Whether in one of so many rounds a reader in another stream got something else than what was just copied.
+/// Whether a reader in another stream got other bytes than the copied ones in one of this many
+/// rounds.
 fn reads_stale(rounds: u32, order: impl Fn(sys::CUstream, sys::CUstream)) -> bool {
     let (a, b, c) = (device_words(WORDS), device_words(WORDS), device_words(WORDS));
     let (writer, reader) = (stream(), stream());
@@ -68,7 +69,8 @@ fn a_reader_behind_the_event_never_does() {
     });
 }
 
-/// The writer tells the reader by a word; `flags` of the write are 0, or 1 for no barrier before it.
+/// The writer signals the reader by a word; `flags` of the write are 0, or 1 for no barrier before
+/// it.
 fn told_by_a_word(rounds: u32, flags: u32) -> bool {
     let word = device_words(1);
     fill_words(word, 0, 1);

@@ -1,4 +1,4 @@
-//! What is refused at the call.
+//! Errors that the call itself returns.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, Ordering};

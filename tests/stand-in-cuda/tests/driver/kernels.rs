@@ -122,7 +122,8 @@ fn kernels_and_shapes_that_cannot_be_are_refused() {
     });
 }
 
-/// Launches a kernel while a stream waits, and says whether the launch returned before the wait ended.
+/// Launches a kernel while a stream waits, and returns whether the launch returned before the wait
+/// ended.
 fn launch_beside_a_wait() -> bool {
     start(0);
     let scale = function(module(), c"scale");

@@ -1,5 +1,5 @@
-//! What README.md promises, each promise by a program that would fail were it broken. They load the stand-in as host code
-//! does, each run in a process of its own.
+//! Guarantees of README.md, each tested by a program that would fail without it. The programs load
+//! the fake as host code does, each run in a process of its own.
 
 #![allow(clippy::macro_metavars_in_unsafe, reason = "a call with its arguments is what a test vouches for")]
 

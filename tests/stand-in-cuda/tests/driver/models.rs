@@ -25,11 +25,11 @@ fn is_on(name: &str) -> bool {
 
 /// Sets a word that streams wait for.
 fn set(word: &mut u32) {
-    // SAFETY: the word is there; streams look at it meanwhile.
+    // SAFETY: the word exists; streams read it meanwhile.
     unsafe { std::ptr::from_mut(word).write_volatile(1) }
 }
 
-/// Whether something goes on, and does not stop, for as long as it takes to tell.
+/// Whether a loop keeps running for as long as it takes to tell.
 fn goes_on(count: &AtomicU64) -> bool {
     let (since, mut seen) = (Instant::now(), count.load(Ordering::Acquire));
     let mut moved = Instant::now();
@@ -304,7 +304,7 @@ fn wait_is_without_a_cause_until_its_write_is_enqueued() {
         ok!(cuStreamWriteValue32_v2(writes, one, 1, 0));
         ok!(cuStreamWaitValue32_v2(waits, other, 1, 0));
         assert_eq!(without(), 1);
-        // Set back by who waits: the next wait needs a write of its own.
+        // Reset by the waiting stream: the next wait needs a write of its own.
         ok!(cuStreamWriteValue32_v2(waits, other, 0, 0));
         ok!(cuStreamWaitValue32_v2(waits, other, 1, 0));
         assert_eq!(without(), 2);

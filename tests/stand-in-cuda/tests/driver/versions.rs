@@ -1,4 +1,4 @@
-//! What a driver's version brings, by `cuGetProcAddress`.
+//! Features of a driver's version, by `cuGetProcAddress`.
 
 use sys::CUdriverProcAddressQueryResult as Answer;
 

@@ -47,7 +47,7 @@ fn a_wait_ends_when_its_condition_holds_and_not_before() {
         ];
         for (flags, value, others, last) in cases {
             let mut set = |word: u32| {
-                // SAFETY: the word is there; a stream looks at it meanwhile.
+                // SAFETY: the word exists; a stream reads it meanwhile.
                 unsafe { words.as_mut_ptr().write_volatile(word) }
             };
             set(others[0]);

@@ -1,6 +1,6 @@
 #!/usr/bin/busybox sh
-# First process of a test machine: drivers, cards, then the agent that runs what the host asks for.
-# The kernel's command line names the machine: machine=0 or machine=1.
+# First process of a test machine: drivers, NICs, then the agent that runs the host's commands. The
+# kernel's command line names the machine: machine=0 or machine=1.
 set -e
 trap '/usr/bin/busybox poweroff -f' EXIT
 

@@ -1,4 +1,4 @@
-//! Inside a machine: the agent runs what the host asks for and tells how it goes.
+//! Inside a machine: the agent runs the host's commands and reports their progress.
 
 use std::collections::HashMap;
 use std::fs::OpenOptions;
@@ -70,7 +70,8 @@ fn run(job: JobId, command: &str, host: &Host, running: &Running) -> io::Result<
     Ok(())
 }
 
-/// Passes on what a job writes. When the host is gone nobody listens, and the machine ends with it.
+/// Forwards a job's output. When the host is gone there is no receiver, and the machine ends with
+/// it.
 fn lines(
     job: JobId,
     stream: Stream,

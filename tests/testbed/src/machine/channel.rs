@@ -104,7 +104,7 @@ fn deliver(reader: impl BufRead, greeting: &Sender<()>, inboxes: &Inboxes, log: 
         };
         if let Some(inboxes) = &mut *inboxes.lock().unwrap_or_else(PoisonError::into_inner) {
             let inbox = if last { inboxes.remove(&job) } else { inboxes.get(&job).cloned() };
-            // A job that nobody holds any more has been killed; what it still says is only logged.
+            // A job without a handle has been killed; its later output is only logged.
             let _ = inbox.map(|inbox| inbox.send(event));
         }
     }
@@ -128,9 +128,9 @@ pub struct Finished {
     command: String,
     /// Its status, as a shell gives it.
     pub status: i32,
-    /// What it wrote to standard output.
+    /// Its standard output.
     pub stdout: String,
-    /// What it wrote to both, in the order of arrival.
+    /// Both outputs, in the order of arrival.
     pub output: String,
 }
 

@@ -21,7 +21,7 @@ use monitor::Monitor;
 /// How often a condition of this machine is looked at again.
 pub const POLL: Duration = Duration::from_millis(10);
 
-/// Network cards of each machine; card c of one is wired to card c of the other.
+/// NICs of each machine; NIC c of one is wired to NIC c of the other.
 pub const CARDS: usize = 2;
 
 /// Lines of a console that an error shows.
@@ -61,7 +61,7 @@ pub struct Kind {
     pub image: PathBuf,
     /// For sockets: a short path.
     pub sockets: PathBuf,
-    /// For consoles and what is said on channels.
+    /// Folder of consoles and channel logs.
     pub logs: PathBuf,
     /// When the run began.
     pub start: Instant,
@@ -155,7 +155,7 @@ impl Starting {
         Ok(Self { machine, qemu: Process(qemu), monitor, agent, console, complaints, log })
     }
 
-    /// Waits until the machine's cards are there and its agent greets.
+    /// Waits until the machine's NICs exist and its agent greets.
     pub fn ready(mut self, within: Duration) -> Result<Machine> {
         let (machine, deadline) = (self.machine, Deadline::after(within));
         let up = || {
@@ -182,18 +182,18 @@ impl Machine {
         self.channel.start(command)
     }
 
-    /// Plugs the cable of a card in, or pulls it out.
+    /// Plugs the cable of a NIC in, or pulls it out.
     pub fn set_link(&mut self, card: usize, up: bool) -> Result<()> {
         self.monitor.set_link(&cable(card), up)
     }
 
-    /// Keeps what goes through the cable of a card, or lets it go.
+    /// Holds packets on the cable of a NIC, or releases them.
     pub fn hold(&mut self, card: usize, held: bool) -> Result<()> {
         if held { self.monitor.hold(&cable(card)) } else { self.monitor.let_go(&cable(card)) }
     }
 }
 
-/// QEMU's name for the cable of a card.
+/// QEMU's name for the cable of a NIC.
 fn cable(card: usize) -> String {
     format!("n{card}")
 }

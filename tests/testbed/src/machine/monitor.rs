@@ -33,12 +33,13 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// Plugs a card's cable in, or pulls it out: its guest sees the carrier go, the other side sees silence.
+    /// Plugs a NIC's cable in, or pulls it out: its guest sees the carrier go, the other side sees
+    /// silence.
     pub fn set_link(&mut self, name: &str, up: bool) -> Result<()> {
         self.order("set_link", json!({ "name": name, "up": up }))
     }
 
-    /// From now on nothing goes through a card's cable, in either direction; it is kept, in order.
+    /// From now on packets on a NIC's cable are held, in both directions, in order.
     pub fn hold(&mut self, name: &str) -> Result<()> {
         self.order(
             "object-add",
@@ -46,7 +47,7 @@ impl Monitor {
         )
     }
 
-    /// What was kept goes through.
+    /// Releases the held packets.
     pub fn let_go(&mut self, name: &str) -> Result<()> {
         self.order("object-del", json!({ "id": filter(name) }))
     }
@@ -69,7 +70,7 @@ impl Monitor {
     }
 }
 
-/// QEMU's name for what holds a card's cable.
+/// QEMU's name for the filter that holds a NIC's cable.
 fn filter(name: &str) -> String {
     format!("hold-{name}")
 }

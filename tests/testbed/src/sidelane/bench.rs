@@ -10,7 +10,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::machine::Job;
 
-/// Two on each machine: relays have somebody to hand on to.
+/// Two on each machine: relays have a local peer to copy to.
 const RANKS_PER_NODE: u32 = 2;
 
 /// The way of rows to other nodes.
@@ -41,7 +41,7 @@ pub struct Bench {
     pub rounds: u32,
 }
 
-/// What is looked at of its report.
+/// The used part of its report.
 #[derive(Debug, Deserialize)]
 struct Seen {
     config: Config,
@@ -51,7 +51,7 @@ struct Seen {
     nics: OfNics,
 }
 
-/// What the lane says that it asked of the cards.
+/// The lane's report of its requests to the NICs.
 #[derive(Debug, Deserialize)]
 struct OfNics {
     /// Per node.
@@ -66,14 +66,15 @@ struct Asked {
     packets: u64,
 }
 
-/// What was seen of a bench.
+/// Results of a bench.
 #[derive(Clone, Copy, Debug)]
 pub struct Counted {
     /// Rows that were verified, all of them.
     pub rows: u64,
     /// Work requests of both machines.
     pub requests: u64,
-    /// Packets of both machines, as the cards counted them: those of the requests, and an acknowledgement of each.
+    /// Packets of both machines, as the NICs counted them: those of the requests, and an
+    /// acknowledgement of each.
     pub packets: u64,
 }
 
@@ -93,8 +94,8 @@ impl Bench {
         command(machine, RANKS_PER_NODE, &what, cards, patience)
     }
 
-    /// Runs it to its end, over one card: two at once overrun the wires now and then. Rows must be right to the bit, and
-    /// cards must have sent exactly what they were asked to.
+    /// Runs it to its end, over one NIC: two at once overrun the wires now and then. Rows must be
+    /// right to the bit, and NICs must have sent exactly the requested packets.
     pub fn run(&self, bed: &Bed, deadline: Deadline) -> Result<Counted> {
         let before = [bed.counters(0)?, bed.counters(1)?];
         let seen: Seen = report(bed, deadline, |machine| self.command(machine, Cards::First, CALM))?;
@@ -106,7 +107,8 @@ impl Bench {
         for (machine, before) in before.iter().enumerate() {
             let card = bed.counters(machine)?.since(before);
             let [own, other] = [machine, 1 - machine].map(|machine| &seen.nics.measured[machine]);
-            // Soft-RoCE acknowledges each request once, and nothing in between: a chunk is 64 packets at most.
+            // Soft-RoCE acknowledges each request once, and nothing in between: a chunk is 64
+            // packets at most.
             let expected = own.packets + other.requests;
             if card.sent() != expected || card.again() > 0 {
                 return Err(Error::Miscounted { machine, expected, sent: card.sent(), again: card.again() });
@@ -117,7 +119,7 @@ impl Bench {
         Ok(counted)
     }
 
-    /// Starts it over both cards, to be disturbed.
+    /// Starts it over both NICs, to be disturbed.
     pub fn start(&self, bed: &Bed) -> Result<[Job; 2]> {
         bed.start_both(|machine| self.command(machine, Cards::Both, ALERT))
     }

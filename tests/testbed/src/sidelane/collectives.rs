@@ -1,4 +1,5 @@
-//! `sidelane collectives`: all-reduce, broadcast and the others, compared with what they should give.
+//! `sidelane collectives`: all-reduce, broadcast and the others, compared with their expected
+//! results.
 
 use serde::Deserialize;
 
@@ -10,7 +11,7 @@ use crate::error::{Error, Result};
 /// Less than a round's bytes, and more than two rounds' of two ranks.
 const SIZES: &str = "4K,2M";
 
-/// What is looked at of its report.
+/// The used part of its report.
 #[derive(Debug, Deserialize)]
 struct Report {
     config: Config,
@@ -29,7 +30,8 @@ struct Run {
     bytes: u64,
 }
 
-/// Runs all of them between two ranks of each machine, over one card; the names of those that were right, with their bytes.
+/// Runs all of them between two ranks of each machine, over one NIC. Returns the names of the right
+/// ones, with their bytes.
 pub fn collectives(bed: &Bed, deadline: Deadline) -> Result<Vec<(String, u64)>> {
     let what = format!("collectives --sizes {SIZES} --rounds 2");
     let seen: Report = report(bed, deadline, |machine| command(machine, 2, &what, Cards::First, CALM))?;

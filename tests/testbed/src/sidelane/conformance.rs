@@ -3,7 +3,7 @@
 use super::{CALM, Cards, LANE};
 use crate::bed::master;
 
-/// The test that plays the suite with what the environment says.
+/// The test that runs the suite with the environment's settings.
 const TEST: &str = "lane::conformance::the_lane_between_two_machines_conforms";
 
 /// One machine's part, with this way to signal.

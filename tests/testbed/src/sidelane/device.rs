@@ -1,4 +1,4 @@
-//! Ranks whose rows lie in memory of devices, those of a stand-in for the CUDA driver: a test of the library's, started once
+//! Ranks whose rows lie in device memory of a fake CUDA driver: a test of the library, started once
 //! per rank.
 
 use super::{CALM, Cards, command, demand_passes, unreadable};
@@ -11,12 +11,12 @@ const TEST: &str = "ep::device::planned::tests::rows_go_from_device_to_device_be
 /// Ways in which rows go: two routes, exact sizes and a budget; and slots.
 const WAYS: usize = 5;
 
-/// What the ranks of a machine say.
+/// Report of the ranks of a machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Straight {
     /// Rounds of dispatch and combine, each compared to the bit.
     pub rounds: u64,
-    /// Bytes that cards read from memory of a device here and wrote to one there.
+    /// Bytes that NICs read from device memory here and wrote to device memory there.
     pub bytes: u64,
 }
 

@@ -23,29 +23,30 @@ use crate::error::{Error, Result};
 /// The lane that is here to be tested.
 pub const LANE: &str = "verbs";
 
-/// The cards' patience in a run that nothing disturbs: 275 seconds, longer than any such run. Soft-RoCE's timer runs from a
-/// request that may have been answered long ago, and sends again whatever is under way when it ends.
+/// The NICs' timeout in an undisturbed run: 275 seconds, longer than any such run. Soft-RoCE's
+/// timer starts at a request that may have been answered long ago, and repeats all requests in
+/// flight when it ends.
 const CALM: &str = "SIDELANE_VERBS_TIMEOUT=26 SIDELANE_VERBS_RETRIES=6";
 
-/// In a run whose wire is held: 17 seconds, so that nothing is sent again meanwhile.
+/// In a run with a held wire: 17 seconds, so that no request is repeated meanwhile.
 const STOIC: &str = "SIDELANE_VERBS_TIMEOUT=22 SIDELANE_VERBS_RETRIES=6";
 
-/// And in one that is disturbed: a quarter of a second, six times; seven would be for ever with Soft-RoCE.
+/// In a disturbed run: a quarter of a second, six times; seven would mean forever with Soft-RoCE.
 const ALERT: &str = "SIDELANE_VERBS_TIMEOUT=16 SIDELANE_VERBS_RETRIES=6";
 
-/// The cards that ranks take, as rails.
+/// The NICs that ranks use, as rails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cards {
-    /// The one whose wire is theirs to meet, too.
+    /// The one whose wire also carries their rendezvous.
     First,
-    /// The one whose wire only cards use.
+    /// The one whose wire only NICs use.
     Second,
     /// Both: each pair of ranks takes one, and both ends the same.
     Both,
 }
 
 impl Cards {
-    /// What ranks are told.
+    /// Variable for the ranks.
     fn variable(self) -> &'static str {
         match self {
             Self::First => "SIDELANE_VERBS_NICS=rxe0",
@@ -58,7 +59,7 @@ impl Cards {
 /// Where machine 0 leaves its report.
 const REPORT: &str = "/tmp/report.json";
 
-/// What a machine of a job runs. No launcher knows the other, so the secret is said to both.
+/// Command of a machine of a job. No launcher knows the other, so both get the secret.
 fn command(machine: usize, ranks_per_node: u32, what: &str, cards: Cards, patience: &str) -> String {
     let (master, cards) = (master(), cards.variable());
     format!(
@@ -79,8 +80,8 @@ fn report<T: DeserializeOwned>(
     serde_json::from_str(&text).map_err(|_| unreadable("its report", text))
 }
 
-/// Whether so many processes have run a test of the library, and it passed: a name that is not there passes too, having
-/// run nothing.
+/// Whether this many processes have run a test of the library, and it passed: an unknown name
+/// passes, too, without running a test.
 pub fn demand_passes(output: &str, processes: usize) -> Result<()> {
     match output.matches("test result: ok. 1 passed").count() == processes {
         true => Ok(()),

@@ -11,7 +11,7 @@ use crate::perftest::Reading;
 /// A `sidelane perf` between the first ranks of both machines.
 #[derive(Clone, Copy, Debug)]
 pub struct Perf {
-    /// What is measured.
+    /// Measured operation.
     pub test: Test,
     /// Bytes a put.
     pub size: usize,
@@ -19,7 +19,7 @@ pub struct Perf {
     pub iterations: usize,
 }
 
-/// What is measured.
+/// Measured operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Test {
     /// Half the round trip of a put with its signal.
@@ -41,7 +41,7 @@ impl Test {
     }
 }
 
-/// What is looked at of its report.
+/// The used part of its report.
 #[derive(Debug, Deserialize)]
 struct Seen {
     verified: bool,

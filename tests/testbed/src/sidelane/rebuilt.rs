@@ -1,4 +1,5 @@
-//! Ranks whose world ends in the middle of dispatches and is built again: a test of the library's, started once per rank.
+//! Ranks whose world ends in the middle of dispatches and is rebuilt: a test of the library,
+//! started once per rank.
 
 use super::{Cards, STOIC, command, demand_passes, unreadable};
 use crate::error::Result;
@@ -10,16 +11,16 @@ const TEST: &str =
 /// Where ranks look for signs.
 const SIGNS: &str = "/tmp/signs";
 
-/// Tells a machine that one of its ranks shall end the world.
+/// Tells a machine that one of its ranks must end the world.
 pub const CANCEL: &str = "touch /tmp/signs/cancel";
 
-/// Tells the ranks of a machine to go on in the next world.
+/// Tells the ranks of a machine to continue in the next world.
 pub const GO: &str = "touch /tmp/signs/go";
 
 /// What each rank says when it is in the next world.
 pub const REBUILT: &str = "] rebuilt";
 
-/// What the ranks of a machine say at the end.
+/// Report of the ranks of a machine at the end.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seen {
     /// Rows and sums of the next world, all right.
@@ -28,7 +29,7 @@ pub struct Seen {
     pub failed: u64,
 }
 
-/// The ranks of one machine, on the second card: they meet over the wire of the first.
+/// The ranks of one machine, on the second NIC: they meet over the wire of the first.
 pub fn rebuilt(machine: usize) -> String {
     let start = command(machine, 2, "launch --tag-output", Cards::Second, STOIC);
     format!(

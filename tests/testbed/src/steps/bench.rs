@@ -9,7 +9,7 @@ use crate::steps::{Asked, Findings};
 /// Two virtual machines that share few processors may lose a packet: so often may that be.
 const TRIES: u32 = 3;
 
-/// A bench in which nothing was sent again, and how many there were before it in which something was.
+/// A bench without repeated packets, and the number of benches with repeated packets before it.
 fn undisturbed(bench: Bench, bed: &Bed, deadline: Deadline) -> Result<(Counted, String)> {
     let mut tries = 1;
     loop {

@@ -1,4 +1,4 @@
-//! The ground to stand on: cards, wire, clocks.
+//! The foundation: NICs, wire, clocks.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -11,7 +11,7 @@ use crate::steps::{Asked, Findings};
 /// Clocks of guest and host may differ by this many seconds.
 const CLOCKS: u64 = 60;
 
-/// Every card has an active port, each machine reaches the other on each wire, and clocks are right.
+/// Every NIC has an active port, each machine reaches the other on each wire, and clocks are right.
 pub fn run(bed: &mut Bed, _: &Asked, deadline: Deadline) -> Result<Findings> {
     let seen = bed.both(
         |machine| {

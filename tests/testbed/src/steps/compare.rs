@@ -1,4 +1,4 @@
-//! Times beside the yardstick's, interleaved: what the machine does to one it does to the other.
+//! Times compared with the baseline's, interleaved: the machine's state affects both alike.
 
 use crate::bed::Bed;
 use crate::deadline::Deadline;
@@ -25,7 +25,8 @@ struct Line {
     limit: Limit,
 }
 
-/// A yardstick sends as many packets as ours: a put of 4 KiB fills one, and its signal takes a second one.
+/// A baseline sends as many packets as ours: a put of 4 KiB fills one, and its signal takes a
+/// second one.
 const LINES: [Line; 3] = [
     Line {
         name: "signal, 8 B",

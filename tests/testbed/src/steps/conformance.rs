@@ -1,4 +1,5 @@
-//! The lane's contract, over a real wire: the library's own suite, played by a process on each machine.
+//! The lane's contract, over a real wire: the library's own suite, run by a process on each
+//! machine.
 
 use super::{Asked, Findings};
 use crate::bed::Bed;

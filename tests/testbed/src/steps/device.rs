@@ -1,5 +1,5 @@
-//! Rows between devices of two machines: a stand-in for the CUDA driver on both, whose memory the cards read and write. It
-//! hands out no dma-bufs, and the ranks say so: the memory is registered by its address.
+//! Rows between devices of two machines: a fake CUDA driver on both, whose memory the NICs access.
+//! It has no dma-bufs, and the ranks report it: the memory is registered by its address.
 
 use super::{Asked, Findings};
 use crate::bed::Bed;

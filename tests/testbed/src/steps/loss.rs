@@ -1,4 +1,5 @@
-//! A node is lost in the middle of a dispatch: every rank that is left ends with an error that names a rank of it.
+//! A node is lost in the middle of a dispatch: every remaining rank ends with an error that names
+//! one of its ranks.
 
 use std::time::{Duration, Instant};
 

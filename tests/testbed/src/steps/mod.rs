@@ -1,4 +1,5 @@
-//! What is done on the bed, step by step. One boot serves them all; each finds the bed whole and leaves it as it likes.
+//! Steps on the bed. One boot serves them all; each finds the bed intact and may leave it in any
+//! state.
 //!
 //! A new step is a function in a file of its own and a line in [`STEPS`].
 
@@ -22,7 +23,7 @@ use crate::report::Comparison;
 pub struct Step {
     /// To ask for it by.
     pub name: &'static str,
-    /// What is seen when it passes.
+    /// Meaning of its success.
     pub about: &'static str,
     /// How long it may take.
     within: Duration,
@@ -44,18 +45,18 @@ impl Step {
     }
 }
 
-/// What the caller asked for.
+/// Requests of the caller.
 pub struct Asked {
     /// How often to alternate between ours and the yardstick.
     pub rounds: u32,
 }
 
-/// What a step has seen.
+/// Results of a step.
 #[derive(Default)]
 pub struct Findings {
     /// In a few words.
     pub note: String,
-    /// Figures beside a yardstick's.
+    /// Figures compared with a baseline's.
     pub comparisons: Vec<Comparison>,
 }
 

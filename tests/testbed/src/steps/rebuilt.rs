@@ -1,5 +1,5 @@
-//! A world that ends in the middle of dispatches is built again while packets of the old one are still on the wire, and
-//! only then they arrive.
+//! A world that ends in the middle of dispatches is rebuilt while packets of the old one are still
+//! on the wire; these arrive only afterwards.
 //!
 //! ```text
 //!   ranks   dispatch, dispatch .. | one cancels | all rebuild |                    | dispatches, verified
@@ -7,7 +7,7 @@
 //!   wire 0  ------------ the ranks' rendezvous goes on ------------------------------------------------
 //! ```
 //!
-//! Every packet that was held has to arrive, be taken by no connection, and be answered by nobody.
+//! Every packet that was held has to arrive, be taken by no connection, and get no answer.
 
 use std::thread;
 
@@ -19,7 +19,7 @@ use crate::machine::{Job, POLL};
 use crate::sidelane::{CANCEL, GO, REBUILT, Seen, rebuilt};
 use crate::steps::{Asked, Findings};
 
-/// The card whose wire is held.
+/// The NIC whose wire is held.
 const CARD: usize = 1;
 
 /// Enough to have left all that comes before the dispatches behind.
@@ -77,8 +77,8 @@ fn held(now: &[Counters; 2], idle: &[Counters; 2]) -> [u64; 2] {
     [0, 1].map(|machine| since[1 - machine].sent().saturating_sub(since[machine].arrived()))
 }
 
-/// Holds the wire until rows of a dispatch are on it, in both directions. Cards are patient: what was held for a moment
-/// and let go has not been sent again.
+/// Holds the wire until rows of a dispatch are on it, in both directions. NICs have long timeouts:
+/// briefly held packets have not been repeated.
 fn catch(bed: &mut Bed, jobs: &mut [Job; 2], idle: &[Counters; 2], deadline: Deadline) -> Result<()> {
     loop {
         bed.hold(CARD)?;
@@ -93,7 +93,7 @@ fn catch(bed: &mut Bed, jobs: &mut [Job; 2], idle: &[Counters; 2], deadline: Dea
     }
 }
 
-/// What is counted when nothing moves any more.
+/// The counters when no packet moves any more.
 fn stand_still(bed: &Bed, deadline: Deadline) -> Result<[Counters; 2]> {
     let (mut last, mut same) = (look(bed)?, 0);
     while same < STILL {
