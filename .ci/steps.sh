@@ -1,4 +1,5 @@
-# Steps of the quick gate and of the full run, one function each. `.ci/run` and `.ci/full` source this file.
+# Steps of the quick gate and of the full run, one function each. `.ci/run` and `.ci/full` source
+# this file.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export CARGO_TERM_COLOR=never
@@ -81,7 +82,8 @@ step_kernels() {
     python3 cuda/build.py --check
 }
 
-# All packages at once: each choice of packages has features of its own, and another choice builds the library again.
+# All packages at once: each choice of packages has its own features, so another choice would build
+# the library again.
 step_tests() {
     step "tests: all packages but the trainer, one world per process test"
     SIDELANE_NEED_VALGRIND=1 SIDELANE_NEED_CMAKE=1 SIDELANE_RANDOM_SECONDS=3 \
@@ -150,7 +152,8 @@ part_fuzz() {
     SIDELANE_RANDOM_SECONDS=60 cargo test "${PACKAGES[@]}" --test random
 }
 
-# Megatron-core needs a torch that PyPI has with CUDA only: 4.8 GB on the disk, one to three minutes.
+# Megatron-core needs a torch that PyPI has with CUDA only: 4.8 GB on the disk, one to three
+# minutes.
 torch() {
     if [ ! -e "$TORCH/complete" ]; then
         python3 -m venv "$TORCH"
@@ -207,7 +210,8 @@ parts_of() {
     done
 }
 
-# The commit that a change began at: where it left the main branch, or on that branch the commit before the last.
+# The commit that a change began at: where it left the main branch, or on that branch the commit
+# before the last.
 base_of_change() {
     local head upstream base
     head="$(git rev-parse HEAD)"

@@ -1,10 +1,12 @@
-/* Dispatch and combine as they are done over MPI: permute, all-to-all-v, sort by expert; back: unsort, all-to-all-v, sum.
+/* Dispatch and combine over MPI: permute, all-to-all-v, sort by expert; back: unsort,
+ * all-to-all-v, sum.
  *
- *   tokens --copy--> by (rank, expert) --MPI_Alltoallv--> by (source, expert) --copy--> by (expert, source)
- *   tokens <--sum--- by (rank, expert) <--MPI_Alltoallv-- by (source, expert) <--copy-- by (expert, source)
+ *   tokens  -copy->  by (rank, expert)  -MPI_Alltoallv->  by (source, expert)  -copy->  by expert
+ *   tokens  <-sum--  by (rank, expert)  <-MPI_Alltoallv-  by (source, expert)  <-copy-  by expert
  *
- * A baseline of `sidelane bench --baselines`, which compiles it, starts it with mpirun and tells every process over a socket what
- * to do next; README.md has the protocol. Between rounds a process sleeps in read(2) and costs no core.
+ * A baseline of `sidelane bench --baselines`, which compiles it, starts it with mpirun and
+ * instructs every process over a socket; README.md has the protocol. Between rounds a process
+ * sleeps in read(2) and costs no core.
  */
 #include "line.h"
 
@@ -19,7 +21,8 @@ static int32_t *ids;
 static int *send_counts, *send_at, *recv_counts, *recv_at;
 /* Rows for each (rank, expert there), as sent, and for each (source, own expert), as received. */
 static int *sent_of, *came_of;
-/* Where in `sent` the row of each choice is, ascending by expert within a token; and its token's choices in that order. */
+/* Index in `sent` of the row of each choice, ascending by expert within a token; and its token's
+ * choices in that order. */
 static int *place;
 static int received;
 

@@ -1,7 +1,8 @@
 /* All-reduce, broadcast, all-to-all, all-gather and reduce-scatter over MPI.
  *
- * A baseline of `sidelane collectives --baselines`, which compiles it, starts it with mpirun and tells every process over a socket
- * which to do next; README.md has the protocol. Between rounds a process sleeps in read(2) and costs no core.
+ * A baseline of `sidelane collectives --baselines`, which compiles it, starts it with mpirun and
+ * instructs every process over a socket; README.md has the protocol. Between rounds a process
+ * sleeps in read(2) and costs no core.
  */
 #include "line.h"
 
@@ -13,7 +14,7 @@ enum { MOST = 2 + 2 * 128, WRITE = 0x80 };
 static uint32_t shape[MOST];
 static float *input, *output;
 
-/* Puts the tensors back to what they were, where a call changes its input. Returns how many elements come out. */
+/* Restores the tensors, where a call changes its input. Returns the number of result elements. */
 static int reset(int kind, int elements) {
     if (kind == ALL_REDUCE || kind == BROADCAST) memcpy(output, input, elements * sizeof *input);
     return kind == REDUCE_SCATTER ? elements / ranks : elements;

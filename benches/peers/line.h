@@ -1,4 +1,5 @@
-/* What the programs over MPI share: who they are, memory, time, and the line to the bench. README.md has the protocol. */
+/* Common parts of the programs over MPI: ranks, memory, time, and the socket to the bench.
+ * README.md has the protocol. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -40,7 +41,7 @@ static void join(int count, char **words) {
     if (count != 2 || chdir(words[1])) fail("enter the folder of its inputs");
 }
 
-/* Says who it is; returns the line by which it is told what to do. */
+/* Introduces itself; returns the socket of its instructions. */
 static int greet(void) {
     struct sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = "socket"};
     int line = socket(AF_UNIX, SOCK_STREAM, 0);

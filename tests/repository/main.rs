@@ -1,5 +1,6 @@
 //! Rules that the files of this repository keep.
 
+mod comments;
 mod features;
 mod imports;
 mod module_layering;
