@@ -2,12 +2,12 @@
 
 use crate::gate::RngKey;
 
-/// One step's tokens, and what their gate is told.
+/// One step's tokens, and inputs of their gate.
 #[derive(Clone, Copy, Debug)]
 pub struct Input<'a, E> {
     /// The tokens, `[tokens, hidden]`; there may be none.
     pub x: &'a [E],
-    /// What the layer's result is added to, `[tokens, hidden]`.
+    /// Added to the layer's result, `[tokens, hidden]`.
     pub residual: Option<&'a [E]>,
     /// `[experts]`, for the choice alone ([`GateInput::bias`](crate::gate::GateInput::bias)).
     pub bias: Option<&'a [f32]>,

@@ -1,4 +1,5 @@
-//! Circles of imports: files that use each other can only be understood together, so at most three may.
+//! Circles of imports: files that use each other can only be understood together, so at most three
+//! may.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -80,7 +81,8 @@ fn module_of(root: &Path, file: &Path) -> Module {
     module
 }
 
-/// The file of the crate that a path named in `from` leads into. What a module above re-exports is its own matter.
+/// The file of the crate that a path named in `from` leads into. What a module above re-exports is
+/// its own matter.
 fn target(files: &BTreeSet<Module>, from: &Module, path: &[String]) -> Option<Module> {
     let supers = path.iter().take_while(|part| *part == "super").count();
     let (mut module, rest) = match path.first()?.as_str() {

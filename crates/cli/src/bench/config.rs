@@ -475,7 +475,8 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// What is timed, in phases: the calls of one share a place for rows, which may be of another type in the next.
+    /// The timed calls, in phases: the calls of one share a place for rows, which may be of another
+    /// type in the next.
     pub fn phases(backward: bool) -> &'static [[Kind; 2]] {
         const ALL: [[Kind; 2]; 2] =
             [[Kind::Dispatch, Kind::Combine], [Kind::DispatchBackward, Kind::CombineBackward]];

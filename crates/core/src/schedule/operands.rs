@@ -182,7 +182,8 @@ pub struct Tag {
     pub kind: CallKind,
     /// Whether the sender can go on; if not, nothing may move on any rank.
     pub refusal: Refusal,
-    /// Which of the sender's dispatch contexts the call uses: metadata lands there. Ranks need not agree on it.
+    /// Which of the sender's dispatch contexts the call uses: metadata lands there. Ranks need not
+    /// agree on it.
     pub context: u16,
     /// Digest of the options of this call.
     pub options: u32,

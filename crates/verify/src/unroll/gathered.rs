@@ -45,7 +45,7 @@ pub(super) fn gathering<'s>(script: &ProofScenario<'s>, map: &'s ExpertMap) -> P
     }
 }
 
-/// The copies of one rank, and what it has then.
+/// The copies of one rank, and the rows that it has then.
 struct Own {
     regroup: LocalPermutation,
     landing: RowBuffer,

@@ -17,7 +17,8 @@ use super::{ActorCall, Assumed, Bytes, ProofScenario, SeededBug, StageRun};
 
 /// Epoch of all stories.
 const EPOCH: u16 = 1;
-/// Handles that may be alive where metadata lies with them, and bytes of it: more than any script here has.
+/// Handles that may be alive where metadata lies with them, and bytes of it: more than any scenario
+/// here has.
 const SEATS: u64 = 8;
 const NOTES: u64 = 1 << 14;
 
@@ -34,18 +35,19 @@ pub(super) enum Until {
     End,
 }
 
-/// What one rank remembers from call to call.
+/// State that one rank keeps from call to call.
 #[derive(Clone)]
 pub(super) struct Member {
     pub calls: Calls,
     /// Dispatches alone: see [`SeededBug::CountDispatches`].
     pub dispatches: u64,
     pub pool: Pool,
-    /// What peers may be reading or, where callers' threads enqueue, what their streams may be using.
+    /// Memory that peers may be reading or, where callers' threads enqueue, that their streams may
+    /// be using.
     pub offered: Vec<Extent>,
     /// The one place of outputs, where there is a budget on a device.
     pub output: Option<Extent>,
-    /// The one place of rows that come home, where callers' threads enqueue.
+    /// The one place of returned rows, where callers' threads enqueue.
     pub staging: Option<Extent>,
 }
 
@@ -64,7 +66,7 @@ pub(super) struct Unroller<'a> {
     pub(super) sizing: RowSizes,
     pub(super) members: Vec<Member>,
     pub(super) handles: Vec<Handle>,
-    /// The call that is told next.
+    /// The call that is unrolled next.
     pub(super) call: usize,
     /// Where metadata of each handle lands at each rank, where engines move rows of exact sizes.
     pub(super) notes: Vec<Vec<u64>>,
@@ -81,11 +83,11 @@ pub(super) struct Placed {
     pub forwards: Vec<Rc<RelayPlan>>,
     /// Where engines relay, per rank: the first of its layout's runs to arrivals.
     pub arrivals: Vec<u32>,
-    /// What everybody counts, as one rank sees it.
+    /// Counts of all ranks, as one rank sees them.
     pub numbers: (Counts, ReceiveSizes),
 }
 
-/// What one rank does in one call, as far as it is told.
+/// Work of one rank in one call, as far as it is unrolled.
 pub(super) enum SampledCall {
     /// The scenes of its actors.
     Inside(CallKind, Vec<Vec<StageRun>>),
@@ -101,7 +103,7 @@ pub(super) struct AssumedEffects {
     pub written: Vec<Bytes>,
 }
 
-/// A flag word: at whom, of whom, of which kind.
+/// A flag word: its rank, the rank that it speaks of, its kind.
 pub(super) type Word = (u32, u32, Flag);
 
 /// To what outsiders have raised words of the sample.
@@ -271,7 +273,8 @@ impl ProofScenario<'_> {
         self.slip == Some(SeededBug::OwnContext)
     }
 
-    /// Where metadata lands at each rank, for handle `seat`; with own contexts, where a rank of that context believes it does.
+    /// Where metadata lands at each rank, for handle `seat`; with own contexts, where a rank of
+    /// that context believes it does.
     fn notes_of(&self, seat: u64) -> Vec<u64> {
         // Ranks number their contexts apart.
         let shift = |rank: u32| if self.has_own_contexts() { 0 } else { u64::from(rank) };
@@ -295,7 +298,7 @@ impl Member {
         }
     }
 
-    /// The readers of what was offered have said so, and the stream has come by: it is free.
+    /// The readers of the offered memory have confirmed, and the stream has passed: it is free.
     pub fn licensed(&mut self) {
         for extent in std::mem::take(&mut self.offered) {
             self.pool.give(&extent);
