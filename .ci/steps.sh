@@ -122,7 +122,7 @@ has_testbed() {
 }
 
 step_conformance() {
-    step "two machines with RDMA cards: the contract of a lane"
+    step "two machines with RDMA NICs: the contract of a lane"
     if has_testbed; then
         cargo run -p testbed -- --only conformance
     fi
@@ -134,7 +134,7 @@ part_worlds() {
 }
 
 part_testbed() {
-    step "test bed: two machines with RDMA cards, all steps"
+    step "test bed: two machines with RDMA NICs, all steps"
     if has_testbed; then
         cargo run -p testbed -- --rounds 2
     fi

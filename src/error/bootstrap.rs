@@ -31,7 +31,7 @@ pub enum BootstrapError {
     },
     /// The symmetric part takes the whole heap, or more.
     #[error(
-        "a heap of {heap} bytes (SIDELANE_HEAP) has no room for rows beside its symmetric part of {symmetric} bytes (SIDELANE_SYMMETRIC)"
+        "a heap of {heap} bytes (SIDELANE_HEAP) has no room for rows next to its symmetric part of {symmetric} bytes (SIDELANE_SYMMETRIC)"
     )]
     NoRoomForRows {
         /// Bytes of a rank's heap.
@@ -61,7 +61,7 @@ pub enum BootstrapError {
         hint: &'static str,
     },
     /// No answer at the rendezvous.
-    #[error("nobody of this job answered at {address} within {} ms", waited.as_millis())]
+    #[error("no rank of this job answered at {address} within {} ms", waited.as_millis())]
     NoRendezvous {
         /// Where it was looked for.
         address: String,
@@ -134,7 +134,7 @@ pub enum BootstrapError {
     },
     /// Ranks of one job were started with different settings
     /// ([`Options::job_fingerprint`](crate::Options::job_fingerprint)).
-    #[error("rank {rank} was started under other conditions than rank 0: {seen:?}, not {expected:?}")]
+    #[error("rank {rank} was started with other settings than rank 0: {seen:?}, not {expected:?}")]
     FingerprintsDiffer {
         /// The first rank that differs from rank 0.
         rank: u32,

@@ -41,7 +41,7 @@ pub enum Cause {
         pid: u32,
     },
     /// The others declared this rank lost (it was stopped for too long) and went on without it.
-    #[error("rank {rank} was declared lost in epoch {epoch}: the others went on without it")]
+    #[error("rank {rank} was declared lost in epoch {epoch}: the others continued without it")]
     Evicted {
         /// This rank.
         rank: u32,
@@ -65,7 +65,7 @@ pub enum Cause {
         by: u32,
     },
     /// A wire between two ranks broke, although both may live.
-    #[error("the wire from rank {by} to rank {rank} broke")]
+    #[error("the connection from rank {by} to rank {rank} broke")]
     Connection {
         /// The rank at its other end.
         rank: u32,
@@ -73,7 +73,7 @@ pub enum Cause {
         by: u32,
     },
     /// The NIC of a rank failed, although the rank lives.
-    #[error("the network card of rank {by} failed")]
+    #[error("the NIC of rank {by} failed")]
     Nic {
         /// The rank.
         by: u32,

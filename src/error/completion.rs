@@ -40,7 +40,7 @@ pub enum CompletionStatus {
     #[error("local queue pair operation error")]
     LocalOperation,
     /// `IBV_WC_LOC_PROT_ERR`.
-    #[error("local protection error: the source is not registered for this card")]
+    #[error("local protection error: the source is not registered for this NIC")]
     LocalProtection,
     /// `IBV_WC_WR_FLUSH_ERR`.
     #[error("flushed: the queue pair had failed before")]
@@ -52,33 +52,33 @@ pub enum CompletionStatus {
     #[error("local access error")]
     LocalAccess,
     /// `IBV_WC_REM_INV_REQ_ERR`.
-    #[error("remote invalid request: the partner's queue pair does not allow this operation")]
+    #[error("remote invalid request: the peer's queue pair does not allow this operation")]
     RemoteRequest,
     /// `IBV_WC_REM_ACCESS_ERR`.
-    #[error("remote access error: the target is outside the partner's region, or its key is no longer valid")]
+    #[error("remote access error: the target is outside the peer's region, or its key is no longer valid")]
     RemoteAccess,
     /// `IBV_WC_REM_OP_ERR`.
     #[error("remote operation error")]
     RemoteOperation,
     /// `IBV_WC_RETRY_EXC_ERR`.
     #[error(
-        "retries exceeded: the partner's card does not answer (machine, cable or switch down, or its queue pair gone)"
+        "retries exceeded: the peer's NIC does not answer (machine, cable or switch down, or its queue pair gone)"
     )]
     RetriesExceeded,
     /// `IBV_WC_RNR_RETRY_EXC_ERR`.
-    #[error("receiver not ready: the partner has posted no receive")]
+    #[error("receiver not ready: the peer has posted no receive")]
     ReceiverNotReady,
     /// `IBV_WC_REM_ABORT_ERR`.
-    #[error("aborted by the partner")]
+    #[error("aborted by the peer")]
     RemoteAbort,
     /// `IBV_WC_FATAL_ERR`.
-    #[error("fatal error of the card")]
+    #[error("fatal error of the NIC")]
     Fatal,
     /// `IBV_WC_RESP_TIMEOUT_ERR`.
     #[error("the response timed out")]
     ResponseTimeout,
     /// `IBV_WC_GENERAL_ERR`.
-    #[error("general error of the card")]
+    #[error("general error of the NIC")]
     General,
     /// A status that is not of a reliable connection, or newer than this library.
     #[error("status {0}")]

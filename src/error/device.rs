@@ -143,7 +143,7 @@ pub enum DeviceError {
     },
     /// Memory that the driver knows nothing of.
     #[error(
-        "{what} at {address:#x} is not memory of device {device}, nor pinned: pass what cudaMalloc or cudaHostAlloc gave"
+        "{what} at {address:#x} is not memory of device {device}, nor pinned: pass memory of cudaMalloc or cudaHostAlloc"
     )]
     UnknownMemory {
         /// The memory that should lie there.
@@ -232,7 +232,7 @@ pub enum DeviceError {
     },
     /// A stream's wait holds up the streams that are to end it.
     #[error(
-        "device {device}: each of {tried} streams stands behind the caller's in one hardware queue, and would wait for itself (set CUDA_DEVICE_MAX_CONNECTIONS higher, or leave it out)"
+        "device {device}: each of {tried} streams shares a hardware queue with the caller's stream, and would wait for itself (set CUDA_DEVICE_MAX_CONNECTIONS higher, or leave it out)"
     )]
     SharedQueue {
         /// The device.
@@ -283,7 +283,7 @@ pub enum DeviceError {
         taken: Option<u64>,
     },
     /// A launch that is larger than the device or the function allows.
-    #[error("{function}: {what} of {asked} asked, 1 to {limit} are possible")]
+    #[error("{function}: {what} of {asked} requested, 1 to {limit} are possible")]
     Launch {
         /// The function.
         function: String,

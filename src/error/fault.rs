@@ -26,7 +26,7 @@ pub enum KernelFault {
         rank: u32,
     },
     /// Check: a rank was set up otherwise.
-    #[error("rank {rank} was set up otherwise: its digest differs")]
+    #[error("rank {rank} has other settings: its digest differs")]
     OtherDigest {
         /// The first such rank.
         rank: u32,

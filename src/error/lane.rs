@@ -64,7 +64,7 @@ pub enum LaneError {
     /// A slower link was to be emulated (`SIDELANE_EMULATED_LINK`) on connections that have a
     /// latency of their own.
     #[error(
-        "rank {rank}: SIDELANE_EMULATED_LINK is for wires within one machine (the loopback lane), which does not join these nodes"
+        "rank {rank}: SIDELANE_EMULATED_LINK is for connections within one machine (the loopback lane), which does not join these nodes"
     )]
     NoLinkEmulation {
         /// This rank.
@@ -92,7 +92,7 @@ pub enum LaneError {
     },
     /// A wire broke although its other end is not known to be gone.
     #[error(
-        "rank {rank}: the {lane} wire to rank {peer} broke: {}",
+        "rank {rank}: the {lane} connection to rank {peer} broke: {}",
         if *errno == 0 { "the other end closed it".to_owned() } else { std::io::Error::from_raw_os_error(*errno).to_string() }
     )]
     Wire {

@@ -63,7 +63,7 @@ pub enum LayerError {
         expected: i64,
     },
     /// What experts saved in a forward pass is not of these experts.
-    #[error("what was saved in the forward pass is not of these experts")]
+    #[error("the saved values of the forward pass belong to other experts")]
     ForeignSaved,
     /// A tape of another layer.
     #[error("the tape belongs to another layer (instance {seen}, this is {expected})")]

@@ -6,7 +6,7 @@
 pub enum MemoryError {
     /// The heap of a rank has no room left.
     #[error(
-        "rank {rank}: {asked} bytes asked, largest free extent of the {space} is {free} of {total}: raise {setting}"
+        "rank {rank}: {asked} bytes requested, largest free extent of the {space} is {free} of {total}: raise {setting}"
     )]
     OutOfSpace {
         /// Owner of the memory.

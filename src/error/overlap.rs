@@ -119,9 +119,9 @@ pub enum OverlapError {
     },
     /// A node looked for another node's value, and found none: an edge is missing, or the value was
     /// taken already.
-    #[error("there is nothing in the slot: no edge leads here from the node that fills it, or it was taken")]
+    #[error("the slot is empty: add an edge from the node that fills it, or take the value only once")]
     SlotEmpty,
     /// Two nodes are at a slot at once: no edge orders them.
-    #[error("another node is at the slot: no edge orders the two")]
+    #[error("another node uses the slot: add an edge that orders the two")]
     SlotInUse,
 }

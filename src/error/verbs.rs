@@ -43,11 +43,11 @@ pub enum VerbsError {
     },
     /// No NIC.
     #[error(
-        "no RDMA card on this machine (if there is one: load its driver and ib_uverbs; in a container pass --device=/dev/infiniband)"
+        "no RDMA NIC on this machine (if there is one: load its driver and ib_uverbs; in a container pass --device=/dev/infiniband)"
     )]
     NoCard,
     /// A named NIC does not exist.
-    #[error("no card {card} (SIDELANE_VERBS_NICS): this machine has {present:?}")]
+    #[error("no NIC {card} (SIDELANE_VERBS_NICS): this machine has {present:?}")]
     NoSuchCard {
         /// Its name.
         card: String,
@@ -55,7 +55,7 @@ pub enum VerbsError {
         present: Vec<String>,
     },
     /// A NIC cannot be opened.
-    #[error("cannot open card {card}: {}{}", text(*errno), open_advice(*errno))]
+    #[error("cannot open NIC {card}: {}{}", text(*errno), open_advice(*errno))]
     Open {
         /// The NIC.
         card: String,
@@ -63,7 +63,7 @@ pub enum VerbsError {
         errno: i32,
     },
     /// A NIC has no port of this number.
-    #[error("card {card} has no port {port} (SIDELANE_VERBS_PORT): its ports are 1 to {ports}")]
+    #[error("NIC {card} has no port {port} (SIDELANE_VERBS_PORT): its ports are 1 to {ports}")]
     NoSuchPort {
         /// The NIC.
         card: String,
@@ -74,7 +74,7 @@ pub enum VerbsError {
     },
     /// No port of a NIC, or not the requested one, carries traffic.
     #[error(
-        "card {card}, port {port} is {state} (check the cable, the switch and, for InfiniBand, that a subnet manager runs)"
+        "NIC {card}, port {port} is {state} (check the cable, the switch and, for InfiniBand, that a subnet manager runs)"
     )]
     PortDown {
         /// The NIC.
@@ -86,7 +86,7 @@ pub enum VerbsError {
     },
     /// A port has no address that routers know.
     #[error(
-        "card {card}, port {port} has no GID that can route: give its network interface an IPv4 or IPv6 address, so that RoCE v2 has one"
+        "NIC {card}, port {port} has no GID that can route: give its network interface an IPv4 or IPv6 address, so that RoCE v2 has one"
     )]
     NoGid {
         /// The NIC.
@@ -95,7 +95,7 @@ pub enum VerbsError {
         port: u8,
     },
     /// The GID that was asked for is empty.
-    #[error("card {card}, port {port} has no GID of index {index} (SIDELANE_VERBS_GID_INDEX)")]
+    #[error("NIC {card}, port {port} has no GID of index {index} (SIDELANE_VERBS_GID_INDEX)")]
     NoSuchGid {
         /// The NIC.
         card: String,
@@ -106,7 +106,7 @@ pub enum VerbsError {
     },
     /// Packets were asked for that are larger than the port sends now.
     #[error(
-        "card {card}, port {port} sends packets of {active} bytes now, SIDELANE_VERBS_MTU asks for {asked}"
+        "NIC {card}, port {port} sends packets of {active} bytes now, SIDELANE_VERBS_MTU asks for {asked}"
     )]
     MtuTooLarge {
         /// The NIC.
@@ -119,7 +119,7 @@ pub enum VerbsError {
         active: u32,
     },
     /// Memory cannot be registered.
-    #[error("card {card} cannot register {bytes} bytes: {}{}", text(*errno), register_advice(*errno))]
+    #[error("NIC {card} cannot register {bytes} bytes: {}{}", text(*errno), register_advice(*errno))]
     Register {
         /// The NIC.
         card: String,
@@ -169,7 +169,7 @@ pub enum VerbsError {
         value: u32,
     },
     /// One end is InfiniBand, the other Ethernet.
-    #[error("card {card} cannot talk to the card of rank {peer}: one is InfiniBand, the other Ethernet")]
+    #[error("NIC {card} cannot talk to the NIC of rank {peer}: one is InfiniBand, the other Ethernet")]
     LinkLayers {
         /// This rank's NIC.
         card: String,
@@ -178,7 +178,7 @@ pub enum VerbsError {
     },
     /// There is no route from our address to the peer's.
     #[error(
-        "card {card}: no route from GID {gid} to GID {remote} of rank {peer}: {} (both cards must be in networks that reach each other; choose others with SIDELANE_VERBS_NICS or SIDELANE_VERBS_GID_INDEX)",
+        "NIC {card}: no route from GID {gid} to GID {remote} of rank {peer}: {} (both NICs must be in networks that reach each other; choose others with SIDELANE_VERBS_NICS or SIDELANE_VERBS_GID_INDEX)",
         text(*errno)
     )]
     NoRoute {
@@ -194,7 +194,7 @@ pub enum VerbsError {
         errno: i32,
     },
     /// Fetch-add was requested, and a NIC has none.
-    #[error("card {card} has no fetch-add: choose another SIDELANE_VERBS_SIGNAL")]
+    #[error("NIC {card} has no fetch-add: choose another SIDELANE_VERBS_SIGNAL")]
     NoAtomics {
         /// The NIC.
         card: String,
@@ -212,7 +212,7 @@ pub enum VerbsError {
         theirs: &'static str,
     },
     /// A peer's description of a region is invalid.
-    #[error("rank {peer} told keys of its region {region} that cannot be")]
+    #[error("rank {peer} sent invalid keys of its region {region}")]
     Keys {
         /// The peer (in the world).
         peer: u32,
@@ -220,7 +220,7 @@ pub enum VerbsError {
         region: u32,
     },
     /// A peer has sent no key for a place.
-    #[error("rank {peer} has told no key for byte {offset} of its region {region}")]
+    #[error("rank {peer} has sent no key for byte {offset} of its region {region}")]
     NoKey {
         /// The peer (in the world).
         peer: u32,
@@ -236,7 +236,7 @@ pub enum VerbsError {
         peer: u32,
     },
     /// A request is larger than its chain was made for.
-    #[error("{asked} {what} asked, the chain was made for {limit}")]
+    #[error("{asked} {what} requested, the chain holds {limit}")]
     ChainLimit {
         /// What there is too much of.
         what: &'static str,
@@ -247,7 +247,7 @@ pub enum VerbsError {
     },
     /// A NIC refused work requests.
     #[error(
-        "card {card}, queue pair {queue_pair} to rank {peer}: {call} took {taken} work requests, then refused: {}{}",
+        "NIC {card}, queue pair {queue_pair} to rank {peer}: {call} took {taken} work requests, then refused: {}{}",
         text(*errno),
         post_advice(*errno)
     )]
@@ -267,7 +267,7 @@ pub enum VerbsError {
     },
     /// A work request failed.
     #[error(
-        "card {card}, queue pair {queue_pair} to rank {peer}: {operation} failed: {status} (vendor error {vendor:#x})"
+        "NIC {card}, queue pair {queue_pair} to rank {peer}: {operation} failed: {status} (vendor error {vendor:#x})"
     )]
     Completion {
         /// The NIC.
@@ -284,7 +284,7 @@ pub enum VerbsError {
         vendor: u32,
     },
     /// A queue pair went into its error state without a work request of this side.
-    #[error("card {card}, queue pair {queue_pair}: {event}")]
+    #[error("NIC {card}, queue pair {queue_pair}: {event}")]
     QueuePairLost {
         /// The NIC.
         card: String,
@@ -294,19 +294,19 @@ pub enum VerbsError {
         event: &'static str,
     },
     /// More completions came than the completion queue holds.
-    #[error("card {card}: a completion queue overflowed")]
+    #[error("NIC {card}: a completion queue overflowed")]
     QueueOverflow {
         /// The NIC.
         card: String,
     },
     /// A NIC is gone.
-    #[error("card {card} is gone: its driver reports a fatal error (see dmesg)")]
+    #[error("NIC {card} is gone: its driver reports a fatal error (see dmesg)")]
     CardLost {
         /// The NIC.
         card: String,
     },
     /// Another call failed.
-    #[error("card {card}: {call} failed: {}", text(*errno))]
+    #[error("NIC {card}: {call} failed: {}", text(*errno))]
     Call {
         /// The NIC.
         card: String,
@@ -338,7 +338,7 @@ fn register_advice(errno: i32) -> &'static str {
         Errno::NOMEM | Errno::AGAIN | Errno::PERM => {
             " (registered memory is locked: raise the memlock limit, ulimit -l unlimited; in a container --ulimit memlock=-1)"
         }
-        Errno::OPNOTSUPP => " (the card or its driver cannot register this kind of memory)",
+        Errno::OPNOTSUPP => " (the NIC or its driver cannot register this kind of memory)",
         _ => "",
     }
 }
@@ -346,7 +346,7 @@ fn register_advice(errno: i32) -> &'static str {
 fn post_advice(errno: i32) -> &'static str {
     match Errno::from_raw_os_error(errno) {
         Errno::NOMEM => " (the queue is full)",
-        Errno::IO | Errno::NODEV => " (the card is gone: see dmesg)",
+        Errno::IO | Errno::NODEV => " (the NIC is gone: see dmesg)",
         _ => "",
     }
 }

@@ -77,7 +77,7 @@ impl Group {
     pub(crate) fn touch_pools(&self, bytes: u64) {
         for &rank in self.ranks.iter().filter(|&&rank| rank != self.ranks[self.me as usize]) {
             if let Err(error) = self.shared.heap.touch(rank, bytes) {
-                tracing::debug!(rank, bytes, %error, "a neighbour's pool was not touched");
+                tracing::debug!(rank, bytes, %error, "a local peer's pool was not touched");
             }
         }
     }

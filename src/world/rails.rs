@@ -78,7 +78,7 @@ impl std::fmt::Display for NetReason {
             NetReason::OneMachine => f.write_str("all nodes are on one machine"),
             NetReason::Cards => f.write_str("the nodes are on several machines, and all ranks have cards"),
             NetReason::NoCards { rank, reason } => {
-                write!(f, "the nodes are on several machines, and rank {rank} has no card: {reason}")
+                write!(f, "the nodes are on several machines, and rank {rank} has no NIC: {reason}")
             }
         }
     }

@@ -59,7 +59,7 @@ fn a_drivers_abilities_are_found_by_asking_it() {
         ("CUDA_MODULE_LOADING", "EAGER"),
     ]);
     let (level, driver) = found("CUDA: driver");
-    assert!(level == "note" && driver.starts_with("stand-in for CUDA 12.8 ("), "{driver}");
+    assert!(level == "note" && driver.starts_with("fake driver for CUDA 12.8 ("), "{driver}");
     assert!(found("GPU 2").1.contains("compute capability"));
     assert_eq!(found("CUDA: peers"), ("note".into(), "not 0-2, 1-2".into()));
     assert_eq!(found("CUDA: queues"), ("note".into(), "1".into()));

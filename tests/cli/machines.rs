@@ -92,7 +92,7 @@ fn nodes_under_different_conditions_are_told_which_rank_differs_in_what() {
     for node in nodes {
         let (told, complaints) = (text(&node.stdout), text(&node.stderr));
         assert_eq!((node.status.code(), told.as_str()), (Some(2), ""), "{complaints}");
-        let differs = "rank 2 was started under other conditions than rank 0: ";
+        let differs = "rank 2 was started with other settings than rank 0: ";
         assert!(complaints.contains(differs), "{complaints}");
         assert!(complaints.contains("tokens 32, not 16"), "{complaints}");
     }

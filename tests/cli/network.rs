@@ -83,7 +83,7 @@ fn bench_runs_between_machines_and_every_row_is_right() {
     assert!(well && well_too, "{complaints}{more}");
     for words in [
         "2 machines",
-        "between nodes tcp (the nodes are on several machines, and rank 0 has no card: ",
+        "between nodes tcp (the nodes are on several machines, and rank 0 has no NIC: ",
         "bit-exact",
     ] {
         assert!(told.contains(words), "{words:?} in\n{told}");
@@ -156,8 +156,8 @@ fn every_rank_of_a_bench_whose_wires_are_reset_names_one_of_them() {
         demand_complaints(machine, end, |line| {
             let pair = [0, 1].map(|here| [(3, here), (here, 3)]).concat();
             pair.iter().any(|(by, to)| {
-                line.contains(&format!("the wire from rank {by} to rank {to} broke"))
-                    || line.contains(&format!("rank {by}: the tcp wire to rank {to} broke"))
+                line.contains(&format!("the connection from rank {by} to rank {to} broke"))
+                    || line.contains(&format!("rank {by}: the tcp connection to rank {to} broke"))
             })
         });
     }

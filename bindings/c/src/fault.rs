@@ -90,7 +90,7 @@ pub enum ArgumentError {
         expected_columns: u64,
     },
     /// The memory that is read and the memory that is written overlap.
-    #[error("{one} and {other} overlap: what is written must lie apart from what is read")]
+    #[error("{one} and {other} overlap: written and read memory must be disjoint")]
     Overlap {
         /// The first.
         one: &'static str,
@@ -134,7 +134,7 @@ pub enum HandleError {
         expected: Kind,
     },
     /// A handle that is no longer valid.
-    #[error("this {kind} was closed, or used up by an earlier call")]
+    #[error("this {kind} was closed, or consumed by an earlier call")]
     Closed {
         /// The former kind.
         kind: Kind,

@@ -86,7 +86,7 @@ pub fn join(sizes: Sizes, conditions: String, record: usize) -> Result<World, Cl
     World::from_env_with(options).map_err(|error| match error {
         Error::Bootstrap(BootstrapError::FingerprintsDiffer { rank, seen, expected }) => {
             let differences = differences(&seen, &expected);
-            usage!("rank {rank} was started under other conditions than rank 0: {differences}")
+            usage!("rank {rank} was started with other settings than rank 0: {differences}")
         }
         error => error.into(),
     })

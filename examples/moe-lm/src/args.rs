@@ -33,14 +33,14 @@ pub struct Arguments {
     #[arg(long)]
     pub expert_parallel: Option<usize>,
     /// Plays this many ranks in this process, one after another: the same bits.
-    #[arg(long, value_name = "RANKS", conflicts_with_all = ["overlap", "chunks"])]
+    #[arg(long, value_name = "RANKS", conflicts_with_all = ["overlap", "token_chunks"])]
     pub reference: Option<usize>,
     /// Whether transfers overlap with compute: the same bits.
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub overlap: Switch,
     /// Chunks of the tokens of a layer, or auto: chosen by its sizes. The same bits.
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = chunks)]
-    pub chunks: Chunks,
+    pub token_chunks: Chunks,
     /// A checkpoint after so many steps each; there is one at the end anyway.
     #[arg(long)]
     pub checkpoint_every: Option<NonZero<usize>>,
@@ -140,7 +140,7 @@ impl Arguments {
             "moe-lm": env!("CARGO_PKG_VERSION"),
             "settings": settings,
             "text": batches.digest(),
-            "chunks": format!("{:?}", self.chunks),
+            "token_chunks": format!("{:?}", self.token_chunks),
             "checkpoint_every": self.checkpoint_every,
             "resume": self.resume,
         })
@@ -149,6 +149,6 @@ impl Arguments {
 
     /// How it is carried out.
     pub fn plan(&self) -> Plan {
-        Plan { chunks: self.chunks, overlap: self.overlap == Switch::On }
+        Plan { chunks: self.token_chunks, overlap: self.overlap == Switch::On }
     }
 }

@@ -280,7 +280,7 @@ impl ExpertMap {
         let held = unsafe { slice("expert_map.held", map.held, map.ranks.into()) }?;
         let slots: u64 = held.iter().map(|&held| u64::from(held)).sum();
         if u64::from(map.experts) > slots {
-            let (what, expected) = ("expert_map.experts", "at most as many as are held: nobody holds some");
+            let (what, expected) = ("expert_map.experts", "at most as many as are held: some have no rank");
             return Err(ArgumentError::Value { what, seen: map.experts.into(), expected }.into());
         }
         // SAFETY: as the caller promised.

@@ -336,7 +336,7 @@ impl InterNode {
         if config.route == Route::Pxn {
             let (relayed, copies) = (self.relay_rows, self.relay_copies);
             let how = if config.coalesce_relays { "spans" } else { "row by row" };
-            let _ = writeln!(text, "relays hand on {relayed} rows in {copies} copies ({how})");
+            let _ = writeln!(text, "relays copy {relayed} rows in {copies} copies ({how})");
         }
         if config.route == Route::Direct {
             let of = match config.layout {
@@ -456,7 +456,7 @@ pub mod tests {
         let text = InterNode::new(&config, [20, 80, 50, 20, 80, 90, 90]).text(&config).unwrap();
         assert!(text.contains("20 rows, for 80 (token, expert) and 50 (token, rank)"), "{text}");
         assert!(text.contains("dedup 4.0x against a row per (token, expert), 2.5x against one"), "{text}");
-        assert!(text.contains("relays hand on 90 rows in 90 copies (row by row)"), "{text}");
+        assert!(text.contains("relays copy 90 rows in 90 copies (row by row)"), "{text}");
         let marked: Vec<&str> = text.lines().filter(|line| line.ends_with("measured")).collect();
         assert_eq!(marked.len(), 1, "{text}");
         assert!(["node", "bf16", "40.0 kB"].iter().all(|word| marked[0].contains(word)), "{text}");

@@ -99,7 +99,7 @@ fn identity(probe: &Probe, module: Option<&str>) -> Finding {
     if probe.stand_in {
         return Finding::note(
             WHAT,
-            format!("stand-in for CUDA {version} ({library})"),
+            format!("fake driver for CUDA {version} ({library})"),
             "This is no driver and there is no GPU: tests load it to check the host's side.",
             "Nothing in a test. Otherwise unset SIDELANE_CUDA_LIBRARY, and look at LD_LIBRARY_PATH.",
         );
@@ -199,7 +199,7 @@ const ABILITIES: [Ability; 8] = [
         has: |device| device.fabric,
         with: "Memory can be handed to other machines of one NVLink domain.",
         lack: Level::Note,
-        without: "Other machines are reached by network cards, not by NVLink.",
+        without: "Other machines are reached by NICs only, without NVLink.",
         advice: "Nothing on a machine without NVLink to others; else start nvidia-imex.",
     },
     Ability {
@@ -211,11 +211,11 @@ const ABILITIES: [Ability; 8] = [
         advice: "Nothing without an NVSwitch; with one, start nvidia-fabricmanager.",
     },
     Ability {
-        what: "CUDA: cards to memory",
+        what: "CUDA: NICs to memory",
         has: |device| device.direct_rdma && device.direct_rdma_mapped,
-        with: "Network cards can read and write the device's mapped memory.",
+        with: "NICs can read and write the device's mapped memory.",
         lack: Level::Note,
-        without: "Rows for other machines cross the memory of the host.",
+        without: "Rows for other machines pass through host memory.",
         advice: "On GPUs made for data centres: update the driver; in a virtual machine pass the whole GPU through.",
     },
     Ability {
@@ -227,11 +227,11 @@ const ABILITIES: [Ability; 8] = [
         advice: "Use NVIDIA's open kernel modules on Linux 5.12 or newer, or modprobe nvidia-peermem.",
     },
     Ability {
-        what: "CUDA: order of cards' writes",
+        what: "CUDA: order of NICs' writes",
         has: |device| device.write_order != WriteOrder::None || device.flush_remote_writes,
-        with: "A flag that a card writes behind data into the device's memory is seen after the data.",
+        with: "A flag that a NIC writes behind data into the device's memory is seen after the data.",
         lack: Level::Note,
-        without: "A card's data may be seen after its flag: rows for other machines cross the memory of the host.",
+        without: "A NIC's data may be seen after its flag: rows for other machines pass through host memory.",
         advice: "Nothing: a property of the GPU and the machine.",
     },
 ];

@@ -196,12 +196,10 @@ pub fn locked_memory(facts: &Facts, has_cards: bool) -> Finding {
         Some(limit) if has_cards => Finding::warn(
             WHAT,
             bytes(limit),
-            "Registering memory with a card locks it: a heap larger than this fails.",
+            "Registering memory with a NIC locks it: a heap larger than this fails.",
             "ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container.",
         ),
-        Some(limit) => {
-            Finding::ok(WHAT, bytes(limit), "Matters only to cards, which lock what they register.")
-        }
+        Some(limit) => Finding::ok(WHAT, bytes(limit), "Matters only to NICs, which lock registered memory."),
     }
 }
 
@@ -240,16 +238,16 @@ pub fn cards(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
     let mut findings = vec![library(root, facts, !ports.is_empty())];
     if ports.is_empty() {
         findings.push(Finding::note(
-            "network cards",
+            "NICs",
             "none",
-            "No card of RDMA kind. Jobs on one machine need none.",
+            "No RDMA NIC. Jobs on one machine need none.",
             "If there should be one: lspci, then the driver (mlx5_ib, rdma_rxe for a soft one).",
         ));
     } else if root.numbered("/dev/infiniband", "uverbs") == 0 {
         findings.push(Finding::warn(
             "/dev/infiniband",
             "no uverbs device",
-            "The kernel has cards, but this process cannot open them.",
+            "The kernel has NICs, but this process cannot open them.",
             "modprobe ib_uverbs; in a container pass --device=/dev/infiniband.",
         ));
     }
@@ -265,16 +263,16 @@ fn library(root: &Root, facts: &Facts, has_cards: bool) -> Finding {
         None if has_cards => Finding::warn(
             WHAT,
             "not found",
-            "There are cards, but the library that drives them is missing.",
+            "There are NICs, but the library that drives them is missing.",
             ADVICE,
         ),
-        None => Finding::note(WHAT, "not found", "Needed only to drive network cards.", ADVICE),
+        None => Finding::note(WHAT, "not found", "Needed only to drive NICs.", ADVICE),
     }
 }
 
 fn describe(port: &Port) -> Finding {
     let Port { card, port, state, link_layer, rate } = port;
-    let (what, found) = (format!("card {card}, port {port}"), format!("{state}, {link_layer}, {rate}"));
+    let (what, found) = (format!("NIC {card}, port {port}"), format!("{state}, {link_layer}, {rate}"));
     match (state.as_str(), link_layer.as_str()) {
         ("ACTIVE", "Ethernet") => {
             Finding::ok(what, found, "RoCE: loss is rare only with flow control on the switch.")

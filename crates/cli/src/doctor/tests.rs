@@ -70,7 +70,7 @@ fn an_empty_machine_is_described_and_not_a_panic() {
     assert_eq!(finding(&findings, "kernel").level, Level::Warn);
     assert_eq!(finding(&findings, "memory").found, "unknown");
     assert_eq!(finding(&findings, "CUDA").found, "none");
-    assert_eq!(finding(&findings, "network cards").level, Level::Note);
+    assert_eq!(finding(&findings, "NICs").level, Level::Note);
     assert!(findings.iter().all(|f| f.level == Level::Ok || f.advice.is_some()), "each problem has advice");
 }
 
@@ -113,7 +113,7 @@ fn huge_pages_count_when_granted_and_the_setting_says_what_to_do() {
 fn a_card_that_works_needs_its_library_its_device_and_locked_memory() {
     let machine = Machine::new("card").with_card("4: ACTIVE\n");
     let findings = machine.examine();
-    assert_eq!(finding(&findings, "card mlx5_0, port 1").found, "ACTIVE, InfiniBand, 400 Gb/sec (4X NDR)");
+    assert_eq!(finding(&findings, "NIC mlx5_0, port 1").found, "ACTIVE, InfiniBand, 400 Gb/sec (4X NDR)");
     for what in ["libibverbs", "/dev/infiniband", "locked memory"] {
         assert_eq!(finding(&findings, what).level, Level::Warn, "{what}");
     }
@@ -133,7 +133,7 @@ fn a_card_that_works_needs_its_library_its_device_and_locked_memory() {
 #[test]
 fn a_port_that_is_down_is_a_warning() {
     let findings = Machine::new("down").with_card("1: DOWN\n").examine();
-    assert_eq!(finding(&findings, "card mlx5_0, port 1").level, Level::Warn);
+    assert_eq!(finding(&findings, "NIC mlx5_0, port 1").level, Level::Warn);
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn devices_that_lack_something_are_named() {
 #[test]
 fn a_stand_in_is_called_one() {
     let findings = examine_cuda("cuda-stand-in", Probe { stand_in: true, ..probe(1) });
-    assert!(finding(&findings, "CUDA: driver").found.starts_with("stand-in"));
+    assert!(finding(&findings, "CUDA: driver").found.starts_with("fake driver"));
     assert_eq!(finding(&findings, "CUDA: driver").level, Level::Note);
 }
 

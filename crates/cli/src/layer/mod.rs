@@ -160,7 +160,7 @@ impl Shape {
         let Shape { tokens, hidden, ffn, experts, top_k, token_chunks, .. } = self;
         let transfers = self.transfers();
         format!(
-            "{tokens} tokens a rank in {token_chunks} chunks, {transfers} under way at once, rows of {hidden} x bf16, {experts} experts of {ffn}, top-{top_k}"
+            "{tokens} tokens a rank in {token_chunks} chunks, {transfers} in flight at once, rows of {hidden} x bf16, {experts} experts of {ffn}, top-{top_k}"
         )
     }
 

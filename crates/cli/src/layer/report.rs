@@ -183,7 +183,7 @@ pub fn draw(shape: &Shape, timelines: &[Timeline]) -> String {
     let ranks: Vec<_> = timelines.iter().map(|timeline| streams(&timeline.spans)).collect();
     let lines: usize = ranks.iter().map(Vec::len).sum();
     let bottom = TOP + STREAM * lines as f64 + GAP * ranks.len().saturating_sub(1) as f64;
-    let title = "One step of a layer: transfers beside experts";
+    let title = "One step of a layer: transfers during experts";
     svg::picture((WIDTH, bottom + 64.0), title, STYLE, |svg| {
         svg.label("quiet", 16.0, 45.0, &shape.words());
         scale.axis(svg, (TOP, bottom));

@@ -175,7 +175,7 @@ impl command::Report for Report {
         let how = if played == group.ranks { "every one played" } else { "one node played, for all" };
         let beside = match (mode, metadata_with) {
             (ReceiveKind::Slots, _) => "weights and choices in the slot",
-            (ReceiveKind::Exact, MetadataWith::Rows) => "weights and choices as copies beside them",
+            (ReceiveKind::Exact, MetadataWith::Rows) => "weights and choices as copies next to them",
             (ReceiveKind::Exact, MetadataWith::Counts) => "weights and choices with the counts",
         };
         let decided = match mode {

@@ -195,7 +195,7 @@ pub enum CallError {
     },
     /// A rank expected other messages than this rank sent, of another length or type. It dropped
     /// them.
-    #[error("rank {peer} refused {count} messages of rank {rank}: it wanted others")]
+    #[error("rank {peer} refused {count} messages of rank {rank}: it expected others")]
     MessageRefused {
         /// This rank.
         rank: u32,

@@ -74,7 +74,7 @@ impl ExpertMap {
         }
         if let Some(expert) = slots_of.iter().position(Vec::is_empty) {
             return Err(PlanError::BadMap {
-                problem: "expert held by nobody",
+                problem: "no rank holds the expert",
                 expert: expert as u32,
                 rank: 0,
             });
@@ -169,7 +169,7 @@ mod tests {
         ));
         assert!(matches!(
             ExpertMap::from_slots(2, &[vec![0], vec![]]),
-            Err(PlanError::BadMap { problem: "expert held by nobody", expert: 1, .. })
+            Err(PlanError::BadMap { problem: "no rank holds the expert", expert: 1, .. })
         ));
         assert!(matches!(
             ExpertMap::from_slots(2, &[vec![0, 1], vec![7]]),

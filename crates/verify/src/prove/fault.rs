@@ -39,7 +39,7 @@ pub enum AccessKind {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProofFailure {
     /// An operation waits for ever.
-    #[error("deadlock on {queues} queues: {op} has {seen:#x}, and nobody raises that further")]
+    #[error("deadlock on {queues} queues: {op} has {seen:#x}, and no operation raises it further")]
     Deadlock {
         /// Onto how many queues the tracks were folded.
         queues: u32,
@@ -120,7 +120,7 @@ pub enum ProofFailure {
     },
     /// A flag word that does not grow is raised while it is set: a wait may take its last signal
     /// for this one.
-    #[error("still raised: {signal} finds what call {since} said, which nobody has set back")]
+    #[error("still raised: {signal} finds the value of call {since}, which was never reset")]
     StillRaised {
         /// The signal.
         signal: OpRef,
@@ -144,9 +144,7 @@ pub enum ProofFailure {
         b: OpRef,
     },
     /// A random run ends with other bytes than the run in order.
-    #[error(
-        "seed {seed}: rank {rank}{role} saw other bytes in call {call} than when everything happens in order"
-    )]
+    #[error("seed {seed}: rank {rank}{role} saw other bytes in call {call} than in an ordered run")]
     Differs {
         /// The seed.
         seed: u64,

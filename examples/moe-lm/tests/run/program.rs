@@ -123,7 +123,7 @@ fn ranks_that_would_learn_different_things_do_not_begin() {
         let output = rank.wait_with_output().unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
         assert!(
-            !output.status.success() && said.contains("rank 2 was started under other conditions"),
+            !output.status.success() && said.contains("rank 2 was started with other settings"),
             "{said}"
         );
     }
@@ -159,9 +159,9 @@ fn sizes_of_which_nothing_is_learned_or_for_which_no_memory_is_are_refused() {
 fn options_that_cannot_be_meant_are_refused() {
     for (options, named) in [
         ("--checkpoint-every 0", "--checkpoint-every"),
-        ("--chunks 0", "--chunks"),
-        ("--chunks some", "neither auto nor a number"),
-        ("--reference 4 --chunks 2", "--reference"),
+        ("--token-chunks 0", "--token-chunks"),
+        ("--token-chunks some", "neither auto nor a number"),
+        ("--reference 4 --token-chunks 2", "--reference"),
         ("--reference 4 --overlap on", "--reference"),
     ] {
         let refused = Command::new(env!("CARGO_BIN_EXE_moe-lm")).args(options.split(' ')).output().unwrap();

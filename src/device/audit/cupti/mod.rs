@@ -80,7 +80,7 @@ impl Cupti {
             if let Some(file) = file {
                 return Self::load(file);
             }
-            let reason = format!("with the stand-in driver only {VARIABLE} counts");
+            let reason = format!("with the fake driver only {VARIABLE} counts");
             return Err(DeviceError::NoCupti { library: "libcupti".to_owned(), reason });
         }
         let [older, newer] = NAMES.map(Path::new);

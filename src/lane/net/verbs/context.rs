@@ -147,11 +147,11 @@ impl Context {
         Err(match event.event_type {
             IBV_EVENT_DEVICE_FATAL => VerbsError::CardLost { card },
             IBV_EVENT_CQ_ERR => VerbsError::QueueOverflow { card },
-            IBV_EVENT_QP_FATAL => lost(event, "the card reports a fatal error of it"),
-            IBV_EVENT_QP_REQ_ERR => lost(event, "the partner sent an invalid request"),
-            IBV_EVENT_QP_ACCESS_ERR => lost(event, "the partner aimed outside what is registered"),
+            IBV_EVENT_QP_FATAL => lost(event, "the NIC reports a fatal error of it"),
+            IBV_EVENT_QP_REQ_ERR => lost(event, "the peer sent an invalid request"),
+            IBV_EVENT_QP_ACCESS_ERR => lost(event, "the peer aimed outside what is registered"),
             kind => {
-                tracing::warn!(card, event = kind, "news of a card");
+                tracing::warn!(card, event = kind, "event of a NIC");
                 return Ok(());
             }
         })

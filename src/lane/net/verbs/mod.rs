@@ -90,6 +90,6 @@ pub use work::{ChainCaps, Flags, ReceiveChain, SendChain};
 /// Says that something could not be destroyed.
 fn trace_failure(card: &str, call: &str, answer: i32) {
     if let Err(errno) = errno::status(answer) {
-        tracing::warn!(card, call, errno, "a card's object could not be destroyed");
+        tracing::warn!(card, call, errno, "a NIC's object could not be destroyed");
     }
 }

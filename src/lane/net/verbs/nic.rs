@@ -66,7 +66,7 @@ impl Nic {
             match Self::of(library, sysfs, settings, name) {
                 Ok(rail) => usable.push(rail),
                 Err(why) => {
-                    tracing::info!(card = name, %why, "a card is left out");
+                    tracing::info!(card = name, %why, "a NIC is left out");
                     refused.get_or_insert(why);
                 }
             }

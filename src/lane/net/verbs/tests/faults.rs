@@ -44,7 +44,7 @@ fn a_write_outside_what_is_registered_fails_and_lands_nowhere() {
         let lost = VerbsError::QueuePairLost {
             card: "b".into(),
             queue_pair: b.pair.endpoint().queue_pair,
-            event: "the partner aimed outside what is registered",
+            event: "the peer aimed outside what is registered",
         };
         assert_eq!((b.rail.context.check(), b.rail.context.check()), (Err(lost), Ok(())));
         assert_eq!(write(&a, b.place(0)), [(1, flushed())]);
@@ -77,7 +77,7 @@ fn a_failed_request_is_named_by_its_number_alone() {
     };
     assert_eq!(error, expected);
     let text = error.to_string();
-    for part in ["card a", "rank 1", "RDMA write failed", "remote access error", "0x8a"] {
+    for part in ["NIC a", "rank 1", "RDMA write failed", "remote access error", "0x8a"] {
         assert!(text.contains(part), "{text}");
     }
 }
@@ -172,7 +172,7 @@ fn a_card_that_disappears_is_named_by_its_news_its_posts_and_its_completions() {
     let error = a.pair.post_send(&mut chain).unwrap_err();
     let errno = Errno::IO.raw_os_error();
     assert!(matches!(&error, VerbsError::Post { taken: 0, errno: e, .. } if *e == errno), "{error}");
-    assert!(error.to_string().contains("the card is gone"), "{error}");
+    assert!(error.to_string().contains("the NIC is gone"), "{error}");
     // Its peer sees the same as with a cut cable.
     assert_eq!(write(&b, a.place(0)), []);
     fabric.give_up();
