@@ -15,7 +15,7 @@
 //!
 //!   Range ── span(offset, len) ── copies       Stream::copy, CopyBatch
 //!         └─ word(offset)      ── flags        Stream::write, Stream::wait, MemoryOperations
-//!         └─ dma_buf()         ── a descriptor that a network card can register
+//!         └─ dma_buf()         ── a descriptor that a NIC can register
 //! ```
 //!
 //! **Checked before posted.** Addresses are types: a [`ByteSpan`] and a [`Word`] lie in their

@@ -11,7 +11,7 @@
 //! | [`SimdError`] | an instruction set that was forced and is missing |
 //! | [`DeviceError`] | GPUs: the driver, memory, streams, modules |
 //! | [`LaneError`] | puts, signals and waits |
-//! | [`VerbsError`] | network cards: the library, devices, work requests |
+//! | [`VerbsError`] | NICs: the library, devices, work requests |
 //! | [`GateError`] | bad input of a router |
 //! | [`PlanError`] | routing and placement: bad input of a call |
 //! | [`CallError`] | dispatch and combine as collective calls |

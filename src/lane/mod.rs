@@ -3,8 +3,8 @@
 //! | lane | between | put | signal | wait |
 //! |---|---|---|---|---|
 //! | shm | ranks of a node | copy into the peer's mapped heap | a store, behind a fence after streaming stores; wakes counted waiters | poll, pause, yield, futex |
-//! | loop | "nodes" of one machine | records in a ring that only the pair has mapped, with credits | a record behind the puts | as shm |
-//! | paced | as loop, to measure overlap with | as loop | as loop, held until a slower link would bring it | as shm |
+//! | loopback | "nodes" of one machine | records in a ring that only the pair has mapped, with credits | a record behind the puts | as shm |
+//! | emulated | as loopback, to measure overlap | as loopback | as loopback, held until a slower link would deliver it | as shm |
 //! | verbs | machines with RDMA NICs | RDMA write from registered memory, or from a copy | a write or an addition behind the puts, or a number that comes with the last one | polls, because nothing wakes it; by number: as shm |
 //! | tcp | any machines | records on a connection, from their source to their target | a record behind the puts | as shm |
 //! | copy engine | GPUs of a node | copies of a stream | a memory operation of the stream, behind the copies | polls, because nothing wakes it |
@@ -15,8 +15,8 @@
 //! before it is posted. Every wait ends, with the value or with a typed error.
 //!
 //! ```text
-//!   exec --> Port --+-- same node --> shm:  Mapped (heaps of the node)
-//!                   +-- other node --> Rail: loop, verbs, tcp ... Card (the thread that attends to all of them)
+//!   exec --> Port --+-- same node  --> shm: PeerMapping (heaps of the node)
+//!                   +-- other node --> NetConnection: loopback, verbs, tcp; ProgressThread serves all
 //! ```
 
 #![allow(unsafe_code, reason = "stores into memory that other processes map cannot be said in safe Rust")]

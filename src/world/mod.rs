@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!   World::from_env / World::threads
-//!      |  rendezvous, node map, heaps mapped, card started        (once per epoch)
+//!      |  rendezvous, node map, heaps mapped, progress thread     (once per epoch)
 //!      +-- group(&ranks)                                          (any number, interleaved)
 //!             +-- window(len)       put, put_signal, signal, wait_until, quiet
 //!             +-- ExpertParallel    dispatch, combine

@@ -1,7 +1,7 @@
 //! Memory of devices that NICs reach: rows cross from device to device.
 //!
 //! ```text
-//!   device of s   | packed rows |  --card==wire==card-->  | words | ... final place ... |   device of d
+//!   device of s   | packed rows |  --NIC==wire==NIC-->    | words | ... final place ... |   device of d
 //!                                                           ^ strictly ordered, written behind the rows
 //! ```
 //!

@@ -4,8 +4,8 @@
 //! ```text
 //!   device      | memory, as its peers of the node reach it |
 //!                  | out ^ in: copy engines
-//!   twin        | the same, at the same offsets             | outbox |      pinned for the device, registered with rails
-//!                  ^ rails                                    | rails
+//!   staging     | the same, at the same offsets             | outbox |   pinned, registered with NICs
+//!                  ^ net                                      | net
 //! ```
 //!
 //! Rows from other nodes land in the staging at the offset where they belong on the device, under

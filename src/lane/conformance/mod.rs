@@ -1,14 +1,14 @@
 //! One suite for all lanes, kept as data, and the driver that runs it.
 //!
 //! ```text
-//!   cards.rs      what only cards have: registered memory, keys, faults
+//!   cards.rs      what only NICs have: registered memory, keys, faults
 //!   requests.rs   how many work requests a put and its signal are
 //!   any.rs        the same of any puts and signals
-//!   late.rs       what comes late, and what a card does that fails
+//!   late.rs       what comes late, and what a NIC does that fails
 //!   rebuilt.rs    a world built again while packets of the old one are on a real wire
 //!   suite.rs      scenarios: who does what, and what comes of it
 //!   mod.rs        two ranks, each with its steps, over each lane
-//!   wire.rs       what only lanes with credits and a receiving card can show
+//!   wire.rs       what only lanes with credits and a receiving NIC can show
 //! ```
 
 mod any;

@@ -1,11 +1,11 @@
-//! Rails: the ways between nodes, where nothing is mapped and bytes must be sent.
+//! Nets: lanes between nodes, where no memory is mapped and bytes must be sent.
 //!
-//! | lane | between | what carries it |
+//! | lane | between | transport |
 //! |---|---|---|
 //! | verbs | machines with RDMA NICs | queue pairs: writes from registered memory to registered memory |
-//! | loop | "nodes" of one machine | a ring of records that only the pair has mapped, with credits |
-//! | paced | the same, to measure with | the same, but signals come when a slower link would bring them |
-//! | tcp | any machines | records on a connection, proved to be the peer's |
+//! | loopback | "nodes" of one machine | a ring of records that only the pair has mapped, with credits |
+//! | emulated | the same, for measurements | the same, but signals come when a slower link would deliver them |
+//! | tcp | any machines | records on an authenticated connection |
 //!
 //! A [`Port`](super::Port) sees one interface: a [`NetConnection`] per peer takes puts to (region,
 //! offset) of the peer, and signals that become visible after them. The [`ProgressThread`] thread

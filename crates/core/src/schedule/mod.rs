@@ -13,7 +13,7 @@
 //!     exec::host         prove             check               time         recorder
 //!     moves bytes    no deadlock, no    random visibility   a model of      timeline
 //!                    race, each byte    within the lanes'   engines, links
-//!                    written once       contract            and cards
+//!                    written once       contract            and NICs
 //! ```
 //!
 //! Because a schedule has no branches and every flag word is monotone with one writer, no operation

@@ -2,12 +2,12 @@
 //!
 //! ```text
 //!   device   Put, PutRows near   a copy for each span or run            stream
-//!            Put, PutRows far    messages                               card
+//!            Put, PutRows far    messages                               NIC
 //!            Signal landed, read of a neighbour                         stream, behind its copies
-//!            Signal far                                                 card, behind its messages
+//!            Signal far                                                 NIC, behind its messages
 //!            other signals, waits                                       host
 //!            Reduce              a kernel, and the host waits for it    compute
-//!   host     everything on the rank's thread, but what crosses          host, card
+//!   host     everything on the rank's thread, but what crosses          host, NIC
 //! ```
 
 use sidelane_core::plan::RowSizes;

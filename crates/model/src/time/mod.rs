@@ -15,7 +15,7 @@
 //!   host      plans, enqueues, posts, signals, waits               (the host executor also copies and sums here, on a core)
 //!   stream    copies of engines, and the words behind them         2.3 us + bytes / rate each
 //!   compute   kernels that pack, regroup and sum                   launch + bytes / rate of the memory
-//!   card      what crosses: bytes / rate + a price a message       shared by the ranks that share the card
+//!   NIC       what crosses: bytes / rate + a price a message       shared by the ranks that share the NIC
 //! ```
 //!
 //! Bytes also pass the receiver's side of the link or NIC, first come, first served. A copy holds

@@ -7,8 +7,8 @@
 //!
 //! ```text
 //!   rank a                    segment of the pair (a, b)                    rank b
-//!   Link.put  --records-->  | ring a->b: head, tail, bell, bytes |  --Card-->  regions of b (bounds checked again)
-//!   Card      <--records--  | ring b->a: head, tail, bell, bytes |  <--Link.put
+//!   put              --records-->  | ring a->b: head, tail, bell, bytes |  --> progress thread:
+//!   progress thread  <--records--  | ring b->a: head, tail, bell, bytes |      checks, regions of b
 //! ```
 //!
 //! Credits: a sender never writes past the receiver's tail. While it waits for credit it receives

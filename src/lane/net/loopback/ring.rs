@@ -2,8 +2,8 @@
 //! processes.
 //!
 //! ```text
-//!   line 0   head: bytes ever written        line 2   bell: the consumer sleeps and wants to be woken
-//!   line 1   tail: bytes ever consumed       line 3   done: consumed, and all signals seen (paced wires)
+//!   line 0   head: bytes ever written        line 2   bell: the consumer sleeps until woken
+//!   line 1   tail: bytes ever consumed       line 3   done: consumed, all signals seen (emulated)
 //!                                            line 4   capacity bytes of records
 //!
 //!   record   | header: 64 bytes | payload, padded to 64 |

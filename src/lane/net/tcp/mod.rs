@@ -6,8 +6,8 @@
 //!
 //! ```text
 //!   rank a                              one connection                              rank b
-//!   Link.put: header, rows in place --sendmsg--> | record | record | ... --readv--> regions of b, straight
-//!   Card, or whoever waits          <--readv--   | record | ...          <--------- Link.put
+//!   put: header, rows in place   --sendmsg-->  | record | record | ...  --readv-->  regions of b
+//!   progress or waiting thread   <--readv---   | record | ...           <---------  put
 //!
 //!   flush:    a sends Ask(n) behind its puts;  b answers n;  a waits for it
 //! ```

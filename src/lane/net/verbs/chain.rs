@@ -4,7 +4,7 @@
 //! ```text
 //!   requests   | write | write | write with immediate |  free   |
 //!   pieces     | a b   | c     | d e f                |         |   `stride` places per request
-//!                 ^ taken by the card      ^ refused: stays, first in the next post
+//!                 ^ taken by the NIC       ^ refused: stays, first in the next post
 //! ```
 
 use std::ptr;

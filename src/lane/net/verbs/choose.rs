@@ -2,10 +2,10 @@
 //!
 //! ```text
 //!   named          all of them, in the order given: one rail each
-//!   else           the nearest cards by NUMA distance; among equally near ones, the nth rank takes the nth, in turn
+//!   else           the nearest NICs by NUMA distance; among equally near ones, the nth rank takes the nth, in turn
 //!
-//!   node 0: cards a b, ranks 0 1 2      0 -> a, 1 -> b, 2 -> a       several ranks on a card
-//!   node 1: cards c d, ranks 3 4        3 -> d, 4 -> c
+//!   node 0: NICs a b, ranks 0 1 2       0 -> a, 1 -> b, 2 -> a       several ranks on a NIC
+//!   node 1: NICs c d, ranks 3 4         3 -> d, 4 -> c
 //! ```
 
 use crate::error::VerbsError;

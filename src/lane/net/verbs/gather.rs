@@ -1,9 +1,9 @@
 //! The write that is being gathered: puts with adjacent targets travel in one request.
 //!
 //! ```text
-//!   put header | put_rows 7 2 9 | zero          at the partner   | header | 7 | 2 | 9 | 0 0 |
+//!   put header | put_rows 7 2 9 | zero          at the peer      | header | 7 | 2 | 9 | 0 0 |
 //!         \          |  |  |       |
-//!       [ staged    in place     zeros ]        a request: at most a chunk of bytes, as many pieces as a card takes
+//!       [ staged    in place     zeros ]        a request: at most a chunk of bytes, as many pieces as a NIC takes
 //! ```
 //!
 //! A put to another place ends it, and so does a signal, which may travel with it, and a flush: all

@@ -3,7 +3,7 @@
 //! A region may be registered in pieces: flags and their tags strictly ordered, rows relaxed.
 //!
 //! ```text
-//!   said   | pieces: u8 | start, len, address: u64 each, per piece | cards: u8 | rkey: u32 per piece and card |
+//!   said   | pieces: u8 | start, len, address: u64 each, per piece | cards: u8 | rkey: u32 per piece and NIC |
 //! ```
 
 use std::collections::HashMap;

@@ -5,25 +5,25 @@
 //! typed error, never a panic.
 //!
 //! ```text
-//!   Settings, Sysfs --> Rail: a card of this rank, open, and how its queue pairs go out
+//!   Settings, Sysfs --> Nic: a NIC of this rank, open, and the address of its queue pairs
 //!
 //!   Library --> Context --+--> ProtectionDomain --+--> MemoryRegion --> Sge, Remote
 //!   (table of  (an open   |                       +--> QueuePair <-- SendChain, ReceiveChain
-//!   functions)  card)     +--> CompletionQueue -------^    |
-//!                                |                         +--> Endpoint: to the partner and back
-//!                                +--> Completion: done, or why not
+//!   functions)  NIC)      +--> CompletionQueue -------^    |
+//!                                |                         +--> Endpoint: to the peer and back
+//!                                +--> Completion: done, or the reason
 //! ```
 //!
 //! The lane is built on it. An [`VerbsTransport`] is all NICs of a rank. A connection joins each
 //! pair of ranks. It bounds the requests in flight, and its requests can be predicted.
 //!
 //! ```text
-//!   Adapter --+--> Device     a card, and the memory registered with it: keys that partners are told (keys, offer)
-//!             +--> Connection (the Rail)
-//!                    +--> Gather     puts that travel together            Block: staging, receives
-//!                    +--> Sender     requests: asked, posted, done
-//!                    +--> Receiver   signals that come as messages        Sent, Heard: words and their numbers (signals)
-//!                    +--> Forecast   what all this comes to
+//!   VerbsTransport --+--> Device       a NIC and its registered memory: keys for peers (keys, offer)
+//!                    +--> Connection
+//!                           +--> Gather     puts that travel together       Block: staging, receives
+//!                           +--> Sender     requests: queued, posted, done
+//!                           +--> Receiver   signals that come as messages   words, numbers (signals)
+//!                           +--> Forecast   prediction of the requests
 //! ```
 //!
 //! Each object keeps those alive that it was made from, so any order of drops is right. A call that

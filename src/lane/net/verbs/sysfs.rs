@@ -1,7 +1,7 @@
 //! The kernel's files about NICs: addresses of their ports, and their place in the machine.
 //!
 //! ```text
-//!   class/infiniband/<card>/device                           link into the PCI tree; none for a soft card
+//!   class/infiniband/<card>/device                           link into the PCI tree; none for a soft NIC
 //!   class/infiniband/<card>/device/numa_node                 -1: unknown
 //!   class/infiniband/<card>/ports/<p>/gids/<i>               an address; all zero: empty
 //!   class/infiniband/<card>/ports/<p>/gid_attrs/types/<i>    "IB/RoCE v1" or "RoCE v2"; unreadable: empty

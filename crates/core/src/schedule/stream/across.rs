@@ -5,7 +5,7 @@
 //!   rank s, stream          s, proxy                                      d, proxy            rank d, stream
 //!   Signal bell = 1  -----> Wait bell >= 1
 //!   (goes on)               Signal bell = 0
-//!     straight              Put     send[d]  --card==wire==card-->  receive[s]
+//!     straight              Put     send[d]  --NIC==wire==NIC-->    receive[s]
 //!                           Signal  landed[s] = 1  ---------------> landed[s]                 Wait, Signal own landed[s] = 0
 //!
 //!   Put send[d] -> twin

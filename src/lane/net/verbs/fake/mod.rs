@@ -8,8 +8,8 @@
 //!
 //! ```text
 //!   table    the C functions: find the fabric behind an object, translate
-//!   state    what a kernel and its cards hold: objects by number
-//!   execute  what a card does with a request
+//!   state    what a kernel and its NICs hold: objects by number
+//!   execute  what a NIC does with a request
 //! ```
 //!
 //! Faults: a NIC that falls [silent](Fabric::silence), whose peers' retries end on the test's
