@@ -1018,8 +1018,7 @@ const char *sidelane_last_message(void);
 // refused.
 //
 // The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
-sidelane_status_t sidelane_world_from_env(const sidelane_world_options_t *options,
-                                          sidelane_world_t **world);
+sidelane_status_t sidelane_world_from_env(const sidelane_world_options_t *options, sidelane_world_t **world);
 
 // Describes a world.
 //
@@ -1108,9 +1107,7 @@ sidelane_status_t sidelane_window_signal(sidelane_window_t *window, uint32_t pee
 
 // Waits until the word that `peer` raises here is at least `value`: then all its earlier puts are
 // visible.
-sidelane_status_t sidelane_window_wait(sidelane_window_t *window,
-                                       uint32_t peer,
-                                       uint64_t value);
+sidelane_status_t sidelane_window_wait(sidelane_window_t *window, uint32_t peer, uint64_t value);
 
 // Returns when everything that this rank has put or signalled so far has landed.
 sidelane_status_t sidelane_window_quiet(sidelane_window_t *window);
@@ -1172,8 +1169,7 @@ sidelane_status_t sidelane_gate_close(sidelane_gate_t *gate);
 //
 // The caller guarantees: `preset` is NULL or a text; `balance` is NULL, or as large as its size
 // says.
-sidelane_status_t sidelane_balance_preset(const char *preset,
-                                          sidelane_balance_t *balance);
+sidelane_status_t sidelane_balance_preset(const char *preset, sidelane_balance_t *balance);
 
 // Adds the number of choices of each expert to `counts`, [parts, experts]: ranks add these up for
 // `total_counts`.
@@ -1283,8 +1279,7 @@ sidelane_status_t sidelane_ep_info(sidelane_ep_t *ep, sidelane_ep_info_t *info);
 // weights. Collective; no handle of the layer may be open.
 //
 // The caller guarantees: `expert_map` is NULL or valid.
-sidelane_status_t sidelane_ep_set_expert_map(sidelane_ep_t *ep,
-                                             const sidelane_expert_map_t *expert_map);
+sidelane_status_t sidelane_ep_set_expert_map(sidelane_ep_t *ep, const sidelane_expert_map_t *expert_map);
 
 // Quantizes tokens, [tokens, hidden], to records, [tokens, record_bytes] of SIDELANE_DTYPE_BYTES:
 // the rows that a layer with fp8 dispatches. Local.
