@@ -89,3 +89,32 @@ fn main() -> ExitCode {
         error.exit_code()
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    /// Help of each command that a user sees, by name.
+    fn help() -> Vec<(String, String)> {
+        let program = Cli::command();
+        let commands = program.get_subcommands().filter(|command| !command.is_hide_set());
+        let text = |command: &clap::Command| command.get_after_help().map(ToString::to_string);
+        commands.map(|command| (command.get_name().to_owned(), text(command).unwrap_or_default())).collect()
+    }
+
+    #[test]
+    fn help_of_every_command_has_an_example_that_parses() {
+        for (name, text) in help() {
+            let examples = text.lines().filter_map(|line| line.split('#').next());
+            let examples: Vec<_> =
+                examples.filter(|line| line.contains(&format!("sidelane {name}"))).collect();
+            assert!(!examples.is_empty(), "{name}");
+            for example in examples {
+                let words = example.split_whitespace().skip_while(|word| !word.ends_with("sidelane"));
+                assert!(Cli::try_parse_from(words).is_ok(), "{example}");
+            }
+        }
+    }
+}

@@ -41,9 +41,16 @@ pub use reference::Number;
 #[cfg(test)]
 pub use report::tests::sample;
 
+const EXAMPLES: &str = "\
+Examples:
+  sidelane bench                                          # two emulated nodes of four ranks
+  sidelane bench --nodes 1 --ranks-per-node 8 --baselines # with Open MPI and gloo in turn
+  sidelane bench --layout rank-major --dtype fp8 --backward";
+
 /// Time dispatch and combine between processes of one machine or several, verified and compared
 /// with a floor
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub struct BenchArgs {
     #[command(flatten)]
     pub conditions: ConditionArgs,

@@ -30,9 +30,15 @@ use crate::perf::{Bytes, Sizes};
 use crate::stats::{Laps, summary};
 use crate::{ranks, table};
 
+const EXAMPLES: &str = "\
+Examples:
+  sidelane collectives --sizes 4K..16M                    # every operation, two emulated nodes
+  sidelane collectives --operations all-reduce --nodes 1 --ranks-per-node 4 --baselines";
+
 /// Time all-reduce, broadcast, all-to-all, all-gather and reduce-scatter between processes,
 /// verified
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub struct CollectivesArgs {
     /// What to measure: a list [default: all]
     #[arg(long, value_enum, value_delimiter = ',', value_name = "OPERATION,..")]

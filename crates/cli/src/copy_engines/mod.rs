@@ -31,9 +31,15 @@ use crate::options::{NodeArgs, RouterArgs, at_least_one};
 use crate::routing::{self, Decided, Source};
 use crate::table::{self, time, volume};
 
+const EXAMPLES: &str = "\
+Examples:
+  sidelane copy-engines --nodes 2 --ranks-per-node 8 --tokens 4096
+  sidelane copy-engines --nodes 1 --ranks-per-node 8 --tokens 128 --dtype fp8";
+
 /// Count the requests of a dispatch to copy engines: copies, bytes and memory operations, and a
 /// time by arithmetic
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub struct CopyEnginesArgs {
     /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
     /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts

@@ -25,8 +25,14 @@ use crate::table;
 
 pub use cuda::of_probe as cuda_findings;
 
+const EXAMPLES: &str = "\
+Examples:
+  sidelane doctor
+  sidelane doctor --json";
+
 /// Say what this machine offers, what that means, and what to do
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub struct DoctorArgs {
     /// Print JSON instead of a table
     #[arg(long)]

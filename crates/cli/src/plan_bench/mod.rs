@@ -22,9 +22,15 @@ use crate::options::one_of;
 use crate::svg;
 use crate::table::{self, time, volume};
 
+const EXAMPLES: &str = "\
+Examples:
+  sidelane plan-bench --ranks 8,64,512 --tokens 4096
+  sidelane plan-bench --layout rank-major --svg plan.svg";
+
 /// Measure the time to plan a rank's own part of a dispatch, and the memory of its tables, by
 /// number of ranks
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub struct PlanBenchArgs {
     /// Numbers of ranks
     #[arg(long, value_name = "R[,R..]", value_delimiter = ',', default_values_t = [8, 16, 32, 64, 128, 256, 512],

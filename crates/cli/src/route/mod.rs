@@ -29,8 +29,14 @@ use crate::error::CliError;
 use crate::options::{NodeArgs, RouterArgs};
 use crate::routing::{Decided, Source};
 
+const EXAMPLES: &str = "\
+Examples:
+  sidelane routing --svg routing.svg                      # the recorded router
+  sidelane routing zipf:1.2 --experts 256 --top-k 8 --factors 1,1.25,2";
+
 /// Show how a router loads experts, ranks and nodes, and how many choices a capacity would drop
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub struct RoutingArgs {
     /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
     /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts

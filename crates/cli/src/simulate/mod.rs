@@ -31,9 +31,16 @@ use crate::error::{CliError, usage};
 use crate::options::{at_most, one_of};
 use crate::routing::{Routed, Router, Share, Source};
 
+const EXAMPLES: &str = "\
+Examples:
+  sidelane simulate --nodes 128 --ranks-per-node 8 --hardware h100-cx7
+  sidelane simulate --nodes 1 --tokens 128 --mode slots
+  sidelane simulate --calibrate machine.json              # measures this machine";
+
 /// Predict the times of dispatch and combine on a described machine, from the schedules that would
 /// run there
 #[derive(Args, Clone)]
+#[command(after_help = EXAMPLES)]
 pub struct SimulateArgs {
     /// Model whose experts, choices, row and router are used
     #[arg(long, value_enum, default_value_t = Model::DeepseekV3)]

@@ -31,8 +31,14 @@ use crate::machines::{self, Machines};
 use crate::ranks::{self, Sizes};
 use crate::table::{self, time, volume};
 
+const EXAMPLES: &str = "\
+Examples:
+  sidelane trace --out trace.json --svg trace.svg         # open trace.json in Perfetto
+  sidelane trace --out trace.json --route direct --tokens 64";
+
 /// Record a dispatch and a combine of all ranks as a timeline that opens in Perfetto
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub struct TraceArgs {
     #[command(flatten)]
     pub conditions: ConditionArgs,
