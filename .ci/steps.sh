@@ -112,7 +112,7 @@ step_python() {
     target/python/bin/python -m pytest -q -rs bindings/python
 }
 
-# Whoever is not root may lack the packages of the test bed.
+# Without root the packages of the test bed may be missing.
 has_testbed() {
     if is_root || command -v qemu-system-x86_64 > /dev/null; then
         return

@@ -9,7 +9,7 @@
 //!
 //! | module | what is in it |
 //! |---|---|
-//! | [`error`], [`config`], [`dtype`], [`topology`] | words that everybody uses |
+//! | [`error`], [`config`], [`dtype`], [`topology`] | common types |
 //! | [`gate`] | router decisions: [`Routing`](gate::Routing), synthetic and recorded |
 //! | [`plan`] | from routing and counts to placement; pure |
 //! | [`bootstrap`] | meeting, authentication, liveness, descriptors, rebuild |

@@ -24,7 +24,7 @@
 //   descriptors   which ranks are of one machine, and how they hand each other descriptors
 //   meet          rendezvous and rebuild: from processes to the members of a world
 //   hub           a world while it lives: store, coordinator, link; or threads
-//   watch         who is silent, whether the launcher is there, the one word of health, the clocks
+//   watch         silent ranks, the launcher's life, the word of health, the clocks
 //   wire          proofs, messages, frames, a connection that never blocks
 //   identity      who this process is, and the job's secret
 //   os            waiting for descriptors, errors of system calls

@@ -4,7 +4,7 @@
 //! ```text
 //!   member 0   | memory: VMM, exported as a descriptor |   | words: a sealed memfd, pinned |
 //!   member 1   | ...                                   |   | ...                           |
-//!              mapped at equal distances, for my device    mapped, and pinned, by everybody
+//!              mapped at equal distances, for my device    mapped, and pinned, by all
 //! ```
 //!
 //! Rows lie in the memory, flags in the words. A GPU writes a word after all earlier work of its

@@ -195,7 +195,7 @@ fn read(path: &Path) -> Result<String, CliError> {
         ))
 }
 
-/// The recording, as [`Recorded`](sidelane::gate::Recorded) reads it. It is part of the program,
+/// The recording, as [`Recorded`] reads it. It is part of the program,
 /// which needs no file for it.
 const TEXT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/data/routing.jsonl"));
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   listener ──► visitor: Hello, Challenge, Proof ──► arrival (rank, wire)
-//!                   └── says nothing or nonsense: shown out, nobody else waits for it
+//!                   └── silent or malformed: closed, and no other peer waits for it
 //! ```
 
 use std::{

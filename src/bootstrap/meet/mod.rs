@@ -3,8 +3,8 @@
 //! ```text
 //!   rendezvous (first)  ┐                       ┌ join    the guest's side: knock, prove, take a seat
 //!   rebuild    (again)  ┴── who hosts, where? ──┤
-//!                                               └ lobby   the host's side: who is at the door, and proved?
-//!                                                   └──── muster    who is here, and may the world begin?
+//!                                               └ lobby   the host's side: pending and authenticated peers
+//!                                                   └──── muster    the present ranks, and whether the world may begin
 //!   pass       ranks that have met, on streams of their own
 //! ```
 //!

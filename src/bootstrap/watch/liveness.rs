@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   heard(k) ──► last[k] = now            expired(now): now - last[k] >= limit  ──► k is silent
-//!   looked ... gap ... looked             the observer slept: the gap counts for nobody
+//!   looked ... gap ... looked             the observer slept: the gap does not count
 //! ```
 //!
 //! A stopped process that wakes up finds every clock far ahead. Its own sleep must not count as the

@@ -6,7 +6,7 @@
 //!   copy      what a copy engine does, by multiprocessors           the yardstick for what that costs others
 //!   product   a matrix product, ours or cuBLAS's                    the others
 //!   plain     memory whose freeing waits for the device             what a stream that waits does to other threads
-//!   cupti     what the device did, as NVIDIA's library lists it     nothing may be in it that nobody launched
+//!   cupti     what the device did, as NVIDIA's library lists it     it may list launched work only
 //! ```
 //!
 //! A module of its own: only `sidelane gpu-check` loads it. It shows facts about one GPU, once; no

@@ -6,7 +6,7 @@
 //!   any.rs        the same of any puts and signals
 //!   late.rs       what comes late, and what a NIC does that fails
 //!   rebuilt.rs    a world built again while packets of the old one are on a real wire
-//!   suite.rs      scenarios: who does what, and what comes of it
+//!   suite.rs      scenarios: operations of each rank, and results
 //!   mod.rs        two ranks, each with its steps, over each lane
 //!   wire.rs       what only lanes with credits and a receiving NIC can show
 //! ```

@@ -47,12 +47,13 @@ and Sidelane's own:
   SIDELANE_PORT          where the ranks meet
   SIDELANE_SECRET        proves membership, drawn anew for each job
   SIDELANE_JOB           name of a job across machines
-  SIDELANE_NET          what --net says
+  SIDELANE_NET           the lane of --net
   SIDELANE_LAUNCHER_FD   read end of a pipe that ends when the launcher does
   SIDELANE_LAUNCHER_PID  process id of the launcher
 
-Across machines (--node-rank, --master) SIDELANE_PORT and SIDELANE_JOB are yours to set, and the secret has to be:
-the same SIDELANE_SECRET or SIDELANE_SECRET_FILE on each machine, or SIDELANE_INSECURE=1 on a trusted network.
+Across machines (--node-rank, --master) you may set SIDELANE_PORT and SIDELANE_JOB, and must set the
+same SIDELANE_SECRET or SIDELANE_SECRET_FILE on each machine, or SIDELANE_INSECURE=1 on a trusted
+network.
 
 Examples:
   sidelane launch --nodes 2 --ranks-per-node 4 -- ./train --steps 100

@@ -2,7 +2,7 @@
 //! concurrent with it.
 //!
 //! Overlap shows where transfers cost time and no core: on connections that emulate a slower link
-//! ([`EmulatedLink`](sidelane::config::EmulatedLink)). By default, the link takes as long as the
+//! ([`EmulatedLink`]). By default, the link takes as long as the
 //! experts: then overlap saves half of the time at most.
 //!
 //! ```text

@@ -17,7 +17,7 @@ pub struct GateInput<'a> {
     /// `[experts]`, added to the scores for the choice alone.
     pub bias: Option<&'a [f32]>,
     /// `[tokens, experts]`: factors on the standard deviation of
-    /// [`Noise::Normal`](super::Noise::Normal), 0 or more (Shazeer's noisy gate, whose deviations
+    /// [`Noise::Normal`], 0 or more (Shazeer's noisy gate, whose deviations
     /// are learnt).
     pub noise_std: Option<&'a [f32]>,
     /// `[tokens]`: which tokens choose; the others are padding. All do where it is not given.

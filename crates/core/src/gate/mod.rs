@@ -9,7 +9,7 @@
 //!                                                    |  + bias, best groups, Sinkhorn, recorded choices
 //!                                                    v
 //!                         choices [T,K]  -->  weights [T,K]   divided by their sum, scaled
-//!                                                    |  second choices thinned out; capacity: who is kept, and where
+//!                                                    |  second choices thinned out; capacity: kept choices, places
 //!                                                    v
 //!   Decision:  experts [T,K] (-1: dropped), weights, slots, counts           --> Routing --> dispatch
 //!                                                    |

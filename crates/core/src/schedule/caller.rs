@@ -6,7 +6,7 @@
 //!                        - the planner places -
 //!              rows      Put header -> r , Signal block -> r            r: my relays
 //!                        PutRows chunk c -> r , Signal block c -> r     pxn; direct: as to l
-//!                        PutRows -> l , Signal landed -> l ; PutRows -> me ; Wait landed(everybody) , Wait home(me)
+//!                        PutRows -> l , Signal landed -> l ; PutRows -> me ; Wait landed(all) , Wait home(me)
 //!
 //!   return     release , offer: entry, and Signal block -> r            the tag says where my rows may be put
 //!              home      Wait home(r) , Wait home(me)

@@ -265,9 +265,9 @@ pub struct Operands<'a> {
     pub sum: SumOperands<'a>,
     /// Tags of entry signals and offers to each peer; empty where there are none.
     pub tags: &'a [Tag],
-    /// Value of [`FlagValue::Call`](super::FlagValue::Call): see [`Calls`](super::Calls).
+    /// Value of [`FlagValue::Call`]: see [`Calls`](super::Calls).
     pub call: u64,
-    /// Value of [`FlagValue::LastReturn`](super::FlagValue::LastReturn), of the same form.
+    /// Value of [`FlagValue::LastReturn`], of the same form.
     pub last_return: u64,
 }
 

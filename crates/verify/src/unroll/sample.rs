@@ -4,7 +4,7 @@
 //! their programs, in the calls in which these name each step.
 //!
 //! ```text
-//!   an outsider's signal to the sample   awaited no more: it comes; and whoever awaited it learns nothing from it
+//!   an outsider's signal to the sample   assumed: the wait ends and gives no knowledge
 //!   an outsider's put to the sample      counts as written, by the call in which it is made; who else writes there, and
 //!                                        when, is not looked at
 //!   what the sample does to outsiders    is not looked at

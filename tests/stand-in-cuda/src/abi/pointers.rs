@@ -1,5 +1,5 @@
 //! Pointers that callers hand in. By the contract of the C interface each is null, or good for what
-//! its function says; null is refused here, the rest nobody can check.
+//! its function says; null is refused here, the rest cannot be checked.
 
 use crate::code::{Code, Result};
 

@@ -2,7 +2,7 @@
 //! grown.
 //!
 //! A real call (`ep`) and an unrolled one (`story`) fill their operands here, count with the same
-//! [`Calls`](super::Calls), look into the same [`ControlLayout`](super::ControlLayout) and follow
+//! [`Calls`](super::Calls), look into the same [`ControlLayout`] and follow
 //! the same skeletons: so far, the proof covers the code that runs. The unrolled program models the
 //! rest itself: when the planner and the caller touch memory, and which extent a pool gives. It
 //! takes the lowest, the hardest case; a real pool may be kinder.
