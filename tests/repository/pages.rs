@@ -79,12 +79,24 @@ fn table_of_contents_names_every_page_of_docs_once() {
     assert_eq!(named, there);
 }
 
+/// Pages of folders that have one. That of `bindings/python` is still to be wrapped.
+const READMES: [&str; 6] = [
+    "benches/peers",
+    "data",
+    "examples/moe-lm",
+    "tests/gate/oracles",
+    "tests/stand-in-cuda",
+    "tests/testbed",
+];
+
 #[test]
 fn prose_of_pages_is_at_most_100_columns_wide() {
-    for page in pages() {
+    let readmes = READMES.map(|folder| root().join(folder).join("README.md"));
+    for page in pages().into_iter().chain(readmes) {
         for line in prose(&page) {
-            // A table row is one line, and a link or a word cannot be broken.
-            let free = !line.starts_with('|') && line.trim().contains(' ') && !line.contains("http");
+            // A table row is one line, as is code, and a link or a word cannot be broken.
+            let fixed = line.starts_with('|') || line.starts_with("    ");
+            let free = !fixed && line.trim().contains(' ') && !line.contains("http");
             assert!(!free || line.chars().count() <= 100, "{}: {line}", page.display());
         }
     }
