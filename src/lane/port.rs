@@ -179,7 +179,7 @@ impl Port {
         let Some(at) = self.near.at(window, to, offset, bytes.len() as u64) else {
             return self.send(to, (window, offset), bytes);
         };
-        // SAFETY: both ends were checked; the schedule's licences keep others away from them.
+        // SAFETY: both ends were checked; the schedule's write grants keep others away from them.
         unsafe { self.lanes.rows.copy(at.as_ptr(), bytes.as_ptr(), bytes.len(), stores) };
         Ok(())
     }

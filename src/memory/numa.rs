@@ -3,7 +3,7 @@
 //! ```text
 //!   devices/system/node/node<n>/cpulist      "0-3,8"
 //!
-//!   8 ranks on 2 nodes     0 0 0 0 1 1 1 1          blocks: neighbours in rank share a memory
+//!   8 ranks on 2 nodes     0 0 0 0 1 1 1 1          blocks: adjacent ranks share a memory
 //!   2 ranks on 4 nodes     0-1 2-3                  several nodes each
 //! ```
 //!

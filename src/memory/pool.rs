@@ -7,7 +7,7 @@
 //! ```text
 //!   announce          | used |.............. announced ..............|
 //!   trim              | used | landed rows |......... free ..........|
-//!   retire            | used | (offered, not all peers have read it) |    free when its licence is granted
+//!   retire            | used | (offered, not all peers have read it) |    free when its readers have released it
 //! ```
 
 use std::ptr::NonNull;
@@ -101,7 +101,7 @@ impl Pool {
             };
             let waited = since.get_or_insert_with(Instant::now).elapsed();
             let over = waited > self.deadline || self.health.check().is_err() || interrupted();
-            // Retired extents of no bytes only hold what their licences hold.
+            // Retired extents of no bytes only hold what their release checks hold.
             let coming = state.retired.iter().any(|r| r.len > 0);
             if !coming || over {
                 return Err(MemoryError::OutOfSpace {
@@ -135,7 +135,7 @@ impl Pool {
         self.state().retired.push(Retired { offset, len, licence: Arc::clone(licence), value });
     }
 
-    /// Looks which retired extents are free by now, and lets go of what their licences hold.
+    /// Frees the retired extents that are released by now, and drops their release checks.
     pub(crate) fn reap(&self) {
         self.state().reap();
     }

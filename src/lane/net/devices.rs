@@ -1,7 +1,7 @@
 //! Device memory on nets: whether a NIC accesses it directly, and why not.
 //!
 //! ```text
-//!   driver gives a descriptor (dma-buf) -- card's library takes it --> registered by descriptor
+//!   driver gives a descriptor (dma-buf) -- NIC's library takes it  --> registered by descriptor
 //!          | no                                 | no
 //!          +------------------------------------+--> by address: a module of the kernel knows whose memory it is
 //!                                                       | no

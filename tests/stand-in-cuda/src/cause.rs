@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!   there is a cause    a write that satisfies it is enqueued in this process, or the word has the value already,
-//!                       or the word was said to be written by the host, by a card or by another process
+//!                       or the host, a NIC or another process was declared to write the word
 //!   there is none       counted: `waits_without_cause`
 //! ```
 //!

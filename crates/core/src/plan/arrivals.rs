@@ -9,7 +9,7 @@
 //!   block of s, for the node of l     0 1 2 3 4 5 ...          in relay order: the rows for l are few runs
 //!                                       \ | /
 //!   arrivals at l                  | of rank 0 | of rank 1 | ... of s: one row a token, in the order of the block
-//!                                                            of a neighbour: one row an entry, by expert
+//!                                                            of a local peer: one row an entry, by expert
 //!   visible rows at l              | expert 0: rank 0 1 .. s ..| expert 1 ...        row = arrivals[index]; -1: a pad
 //! ```
 //!

@@ -3,7 +3,7 @@
 //! ```text
 //!   device   Put, PutRows near   a copy for each span or run            stream
 //!            Put, PutRows far    messages                               NIC
-//!            Signal landed, read of a neighbour                         stream, behind its copies
+//!            Signal landed, read of a local peer                        stream, behind its copies
 //!            Signal far                                                 NIC, behind its messages
 //!            other signals, waits                                       host
 //!            Reduce              a kernel, and the host waits for it    compute

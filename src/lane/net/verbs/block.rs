@@ -1,7 +1,7 @@
 //! The registered memory that belongs to one connection.
 //!
 //! ```text
-//!   | granted: written by the partner | what the partner is granted | old value of an addition | receives of 64 bytes | staging |
+//!   | granted: written by the peer | the peer's grant | old value of an addition | receives of 64 bytes | staging |
 //! ```
 //!
 //! The grant to the peer only grows, so it needs no staging: a NIC that reads it late reports more.

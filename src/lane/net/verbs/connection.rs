@@ -1,7 +1,7 @@
 //! One connection: a queue pair to one peer, and the state that both ends keep about each other.
 //!
 //! ```text
-//!   put, rows, zeros --> pieces in place, or staged --> Sender --> card ==> partner's memory
+//!   put, rows, zeros --> pieces in place, or staged --> Sender --> NIC ==> peer's memory
 //!   signal           --> write, addition, or number --^             |
 //!   progress         <-- completions: done | a signal has come | why it failed
 //! ```

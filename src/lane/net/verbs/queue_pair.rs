@@ -1,7 +1,7 @@
 //! Queue pairs: reliable connections between two NICs.
 //!
 //! ```text
-//!   create --> init: receives may be posted --connect(partner)--> ready to receive, ready to send --error--> error
+//!   create --> init: receives may be posted --connect(peer)--> ready to receive, ready to send --error--> error
 //!                                                                             |
 //!                                          a request fails, retries run out --+--> error: all else is flushed
 //! ```
