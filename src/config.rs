@@ -18,7 +18,7 @@ pub enum NetChoice {
     #[default]
     Auto,
     /// Shared segments between ranks of one machine that act as different nodes.
-    Loop,
+    Loopback,
     /// NICs, by libibverbs.
     Verbs,
     /// Connections between any machines.
@@ -27,13 +27,13 @@ pub enum NetChoice {
 
 impl NetChoice {
     /// All choices.
-    pub const ALL: [NetChoice; 4] = [NetChoice::Auto, NetChoice::Verbs, NetChoice::Tcp, NetChoice::Loop];
+    pub const ALL: [NetChoice; 4] = [NetChoice::Auto, NetChoice::Verbs, NetChoice::Tcp, NetChoice::Loopback];
 
     /// Its name in the environment and on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             NetChoice::Auto => "auto",
-            NetChoice::Loop => "loopback",
+            NetChoice::Loopback => "loopback",
             NetChoice::Verbs => "verbs",
             NetChoice::Tcp => "tcp",
         }

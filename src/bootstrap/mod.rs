@@ -21,8 +21,8 @@
 // The module map: each folder knows only those below it, with two exceptions. A hub can be rebuilt,
 // which is a rendezvous, and its coordinator keeps the listener of the rendezvous that made it.
 //
-//   descriptors   which ranks are of one machine, and how they hand each other descriptors
-//   meet          rendezvous and rebuild: from processes to the members of a world
+//   descriptors   ranks of one machine, and how they pass descriptors to each other
+//   rendezvous    first contact and rebuild: from processes to the members of a world
 //   hub           a world while it lives: store, coordinator, link; or threads
 //   watch         silent ranks, the launcher's life, the word of health, the clocks
 //   wire          proofs, messages, frames, a connection that never blocks
@@ -32,8 +32,8 @@
 mod descriptors;
 mod hub;
 mod identity;
-mod meet;
 mod os;
+mod rendezvous;
 mod watch;
 mod wire;
 
@@ -49,7 +49,7 @@ pub use hub::{Hub, threads};
 #[doc(hidden)]
 pub use identity::{Launcher, LauncherPipe};
 #[doc(hidden)]
-pub use meet::{PeerAuth, PeerListener, connect};
+pub use rendezvous::{PeerAuth, PeerListener, connect};
 #[doc(hidden)]
 pub use watch::Health;
 

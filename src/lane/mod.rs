@@ -50,8 +50,8 @@ pub use net::{DeviceMemory, NoDmaBuf, NoGpuDirect, Registration};
 #[cfg(test)]
 pub use net::{Fabric, LoopbackConnection, Settings, SignalMode, ring_bytes};
 pub use net::{
-    LOOP, LinkEmulator, LoopWires, NetConnection, NetTransport, ProgressThread, Region, RemoteAddress, Setup,
-    TcpWires, VerbsEnvironment, VerbsTransport, WireEnd, WireOffer,
+    LOOPBACK, LinkEmulator, LoopbackTransport, NetConnection, NetTransport, ProgressThread, Region,
+    RemoteAddress, Setup, TcpWires, VerbsEnvironment, VerbsTransport, WireEnd, WireOffer,
 };
 pub use port::Port;
 pub use raw::RAW;

@@ -9,8 +9,8 @@ use crate::bootstrap::{Hub, Location};
 use crate::config::NetChoice;
 use crate::error::{BootstrapError, Error, LaneError, VerbsError};
 use crate::lane::{
-    DeviceMemory, LOOP, LinkEmulator, LoopWires, NetTransport, NoGpuDirect, ProgressThread, Region,
-    Registration, Setup, TcpWires, VerbsEnvironment, VerbsTransport,
+    DeviceMemory, LOOPBACK, LinkEmulator, LoopbackTransport, NetTransport, NoGpuDirect, ProgressThread,
+    Region, Registration, Setup, TcpWires, VerbsEnvironment, VerbsTransport,
 };
 use crate::memory::Heap;
 use crate::topology::NodeMap;
@@ -36,7 +36,7 @@ struct Net {
 }
 
 /// The lanes between nodes. [`NetState::open`] says which one a world takes.
-const LOOP_NET: Net = Net { lane: LOOP, open: |place, card| place.segments(card) };
+const LOOPBACK_NET: Net = Net { lane: LOOPBACK, open: |place, card| place.segments(card) };
 const VERBS_NET: Net = Net { lane: "verbs", open: |place, card| place.cards(card) };
 const TCP_NET: Net = Net { lane: "tcp", open: |place, card| place.tcp(card) };
 
@@ -113,11 +113,11 @@ impl NetState {
         let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
         let card = ProgressThread::start(rank, Arc::clone(hub.health()), crowded(machines, rank, 2))?;
         let (wiring, why) = match (choice, stranger) {
-            (NetChoice::Loop, Some((rank, _))) => {
+            (NetChoice::Loopback, Some((rank, _))) => {
                 return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
             }
-            (NetChoice::Loop, None) => (place.open(&LOOP_NET, &card)??, NetReason::Asked),
-            (NetChoice::Auto, None) => (place.open(&LOOP_NET, &card)??, NetReason::OneMachine),
+            (NetChoice::Loopback, None) => (place.open(&LOOPBACK_NET, &card)??, NetReason::Asked),
+            (NetChoice::Auto, None) => (place.open(&LOOPBACK_NET, &card)??, NetReason::OneMachine),
             _ if options.pace.is_some() => return Err(LaneError::NoLinkEmulation { rank }.into()),
             (NetChoice::Verbs, _) => (place.open(&VERBS_NET, &card)??, NetReason::Asked),
             (NetChoice::Tcp, _) => (place.open(&TCP_NET, &card)??, NetReason::Asked),
@@ -194,7 +194,7 @@ impl NetSelection<'_> {
     fn segments(&self, card: &ProgressThread) -> Opened {
         let egress = self.options.pace.map(|pace| Arc::new(LinkEmulator::new(pace)));
         let regions = Arc::clone(card.regions());
-        Ok(Box::new(LoopWires::new(self.hub.rank(), regions, card.bell(), egress)?))
+        Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, card.bell(), egress)?))
     }
 
     /// This rank's sockets.

@@ -145,7 +145,7 @@ mod tests {
     use super::super::rails::NetState;
     use super::*;
     use crate::config::Config;
-    use crate::lane::LOOP;
+    use crate::lane::LOOPBACK;
     use crate::topology::Route;
     use crate::{Options, World};
 
@@ -235,7 +235,7 @@ mod tests {
         for step in [Step::Open, Step::Join] {
             let (errors, _) = errors(step);
             let reason = failure().to_string();
-            let seen = Error::from(LaneError::PeerUnsupported { rank: 3, lane: LOOP, reason });
+            let seen = Error::from(LaneError::PeerUnsupported { rank: 3, lane: LOOPBACK, reason });
             assert_eq!(errors, [seen.clone(), seen.clone(), seen, failure()], "{step:?}");
         }
     }

@@ -28,8 +28,8 @@ const SMALL: &str =
 #[test]
 fn overlapped_steps_have_the_bits_of_steps_in_turn_on_every_lane() {
     for (shape, lane, pace) in [
-        ("--link 64M/200", "paced", true),
-        ("--link even", "paced", true),
+        ("--link 64M/200", "emulated", true),
+        ("--link even", "emulated", true),
         ("--link none --ranks-per-node 1,2", "loopback", false),
         ("--nodes 1 --ranks-per-node 2", "shm", false),
     ] {

@@ -26,7 +26,7 @@ fn a_signal_is_not_seen_before_the_link_would_have_brought_it() {
     const LATENCY: Duration = Duration::from_micros(4_000);
     const LINK: Duration = Duration::from_micros(15_625 + 4_000);
     on_ranks(&[0, 1], &at("64M/4000"), |world| {
-        assert_eq!(world.net().unwrap().lane, "paced");
+        assert_eq!(world.net().unwrap().lane, "emulated");
         let mut window = world.all().unwrap().window(1 << 20).unwrap();
         let peer = 1 - world.rank();
         for round in 1..=3 {

@@ -25,7 +25,7 @@ struct Moved {
 /// Rounds over the loopback lane and over tcp, which carry the same bytes and bring the same bits.
 fn rail_bytes(nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> (u64, u64) {
     let [over_loop, over_tcp] =
-        [NetChoice::Loop, NetChoice::Tcp].map(|rail| rounds(rail, nodes, route, order, wire));
+        [NetChoice::Loopback, NetChoice::Tcp].map(|rail| rounds(rail, nodes, route, order, wire));
     assert!(over_loop == over_tcp, "{nodes:?}, {route:?}, {order:?}, {wire:?}");
     over_loop.bytes
 }

@@ -17,8 +17,8 @@ use super::{
 use crate::{
     bootstrap::{
         identity::{LauncherPipe, Secret},
-        meet::{Membership, PeerAuth, rebuild},
         os::failed,
+        rendezvous::{Membership, PeerAuth, rebuild},
         watch::{Health, LauncherWatch, Timeouts, lock},
         wire::{Answer, MAX_FRAME, Message},
     },

@@ -20,8 +20,8 @@ use rustix::event::PollFd;
 use super::store::{Delivery, Requester, Store};
 use crate::{
     bootstrap::{
-        meet::{AuthenticatedPeer, HandshakeQueue, JoinBarrier},
         os::wait,
+        rendezvous::{AuthenticatedPeer, HandshakeQueue, JoinBarrier},
         watch::{Liveness, Timeouts},
         wire::{JoinRefusal, ListenAddress, Message, MessageConnection},
     },
@@ -33,8 +33,8 @@ const LINGER: Duration = Duration::from_secs(2);
 
 /// Inputs of a coordinator.
 pub(in crate::bootstrap) struct HubConfig {
-    pub lobby: HandshakeQueue,
-    pub muster: JoinBarrier,
+    pub queue: HandshakeQueue,
+    pub barrier: JoinBarrier,
     /// Ranks known absent, asked again and again.
     pub absent: Box<dyn Fn() -> Vec<u32> + Send>,
     pub clocks: Timeouts,
@@ -45,7 +45,7 @@ pub(in crate::bootstrap) struct HubConfig {
 /// Gathers the ranks, then serves them until its own rank is gone.
 pub(in crate::bootstrap) fn coordinate(mut setting: HubConfig) {
     let served = assemble(&mut setting).and_then(|members| match members {
-        Some(wires) => Coordinator::new(setting.lobby, setting.clocks, wires).serve(),
+        Some(wires) => Coordinator::new(setting.queue, setting.clocks, wires).serve(),
         None => Ok(()),
     });
     if let Err(error) = served {
@@ -61,12 +61,12 @@ struct Admitted {
 
 /// Waits until the meeting may begin and welcomes its members. None if it was given up.
 fn assemble(setting: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapError> {
-    let HubConfig { lobby, muster, absent, until, .. } = setting;
-    let host = lobby.meeting().host;
+    let HubConfig { queue, barrier, absent, until, .. } = setting;
+    let host = queue.meeting().host;
     let mut here: BTreeMap<u32, AuthenticatedPeer> = BTreeMap::new();
     loop {
         let now = Instant::now();
-        if let Some(members) = muster.members(&absent(), now).filter(|members| members.contains(&host)) {
+        if let Some(members) = barrier.members(&absent(), now).filter(|members| members.contains(&host)) {
             return Ok(Some(welcome(members, here)));
         }
         if now >= *until && !here.contains_key(&host) {
@@ -74,17 +74,17 @@ fn assemble(setting: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapE
         }
         // Ranks may become absent without an event on any of these descriptors: hence the slice.
         let slice = now + Duration::from_millis(50);
-        let next = lobby.next().into_iter().chain(muster.closes()).fold(slice, Instant::min);
+        let next = queue.next().into_iter().chain(barrier.closes()).fold(slice, Instant::min);
         let wires = here.values().map(|arrival| arrival.wire.poll_fd());
-        wait(&mut lobby.poll_fds().chain(wires).collect::<Vec<_>>(), next)?;
+        wait(&mut queue.poll_fds().chain(wires).collect::<Vec<_>>(), next)?;
 
         let now = Instant::now();
-        for arrival in lobby.turn(now) {
+        for arrival in queue.turn(now) {
             let rank = arrival.hello.rank;
             if absent().contains(&rank) {
-                let epoch = lobby.meeting().epoch;
+                let epoch = queue.meeting().epoch;
                 arrival.refuse(JoinRefusal::Evicted(epoch));
-            } else if muster.join(rank, now) {
+            } else if barrier.join(rank, now) {
                 here.insert(rank, arrival);
             } else {
                 arrival.refuse(JoinRefusal::Rank);
@@ -98,12 +98,12 @@ fn assemble(setting: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapE
             if !gives_up && !arrival.wire.is_closed() {
                 continue;
             }
-            let missing = JoinRefusal::Missing(muster.missing(&absent()));
-            if rank == host || (gives_up && muster.needs_all()) {
+            let missing = JoinRefusal::Missing(barrier.missing(&absent()));
+            if rank == host || (gives_up && barrier.needs_all()) {
                 here.into_values().for_each(|arrival| arrival.refuse(missing.clone()));
                 return Ok(None);
             }
-            muster.part(rank);
+            barrier.part(rank);
             if let Some(arrival) = here.remove(&rank) {
                 arrival.refuse(missing);
             }
@@ -148,7 +148,7 @@ struct Member {
 }
 
 struct Coordinator {
-    lobby: HandshakeQueue,
+    queue: HandshakeQueue,
     clocks: Timeouts,
     members: Vec<Member>,
     host: usize,
@@ -160,15 +160,15 @@ struct Coordinator {
 }
 
 impl Coordinator {
-    fn new(lobby: HandshakeQueue, clocks: Timeouts, admitted: Vec<Admitted>) -> Self {
+    fn new(queue: HandshakeQueue, clocks: Timeouts, admitted: Vec<Admitted>) -> Self {
         let now = Instant::now();
-        let host = lobby.meeting().host;
+        let host = queue.meeting().host;
         let members: Vec<_> = admitted
             .into_iter()
             .map(|Admitted { old, wire }| Member { old, wire, standing: MemberState::Here })
             .collect();
         Coordinator {
-            lobby,
+            queue,
             clocks,
             host: members.iter().position(|member| member.old == host).unwrap_or(0),
             store: Store::new(members.len() as u32),
@@ -200,9 +200,9 @@ impl Coordinator {
                 self.beat = now + self.clocks.heartbeat;
                 self.broadcast(&Message::Heartbeat, None);
             }
-            for arrival in self.lobby.turn(now) {
+            for arrival in self.queue.turn(now) {
                 let taken = self.members.iter().any(|member| member.old == arrival.hello.rank);
-                let epoch = self.lobby.meeting().epoch;
+                let epoch = self.queue.meeting().epoch;
                 arrival.refuse(if taken { JoinRefusal::Rank } else { JoinRefusal::Evicted(epoch) });
             }
             self.members.iter_mut().for_each(|member| member.wire.flush());
@@ -214,12 +214,12 @@ impl Coordinator {
 
     /// Waits for an event. Returns the members whose connection has a message.
     fn wait(&self) -> Result<Vec<usize>, BootstrapError> {
-        let next = [self.liveness.next(), self.lobby.next(), self.lingers_until];
+        let next = [self.liveness.next(), self.queue.next(), self.lingers_until];
         let next = next.into_iter().flatten().fold(self.beat, Instant::min);
         let open = |(_, member): &(usize, &Member)| !member.wire.is_closed();
         let ranks: Vec<usize> = self.members.iter().enumerate().filter(open).map(|(rank, _)| rank).collect();
         let wires = ranks.iter().map(|&rank| self.members[rank].wire.poll_fd());
-        let mut fds: Vec<PollFd<'_>> = wires.chain(self.lobby.poll_fds()).collect();
+        let mut fds: Vec<PollFd<'_>> = wires.chain(self.queue.poll_fds()).collect();
         wait(&mut fds, next)?;
         Ok(ranks.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|(&rank, _)| rank).collect())
     }
@@ -279,7 +279,7 @@ impl Coordinator {
     /// A rank is gone: all others get a message at once, and so does the rank itself, should it
     /// wake up.
     fn lose(&mut self, rank: usize, how: LostReason) {
-        let epoch = self.lobby.meeting().epoch;
+        let epoch = self.queue.meeting().epoch;
         let member = &mut self.members[rank];
         member.standing = MemberState::Lost;
         member.wire.send(&Message::Dead(Cause::Evicted { rank: rank as u32, epoch }));

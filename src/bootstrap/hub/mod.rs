@@ -22,7 +22,7 @@ pub(super) use link::HOST;
 pub use threads::threads;
 
 use crate::{
-    bootstrap::{meet::PeerAuth, watch::Health},
+    bootstrap::{rendezvous::PeerAuth, watch::Health},
     error::{BootstrapError, Cause},
 };
 

@@ -23,7 +23,7 @@ use super::{
 use crate::{
     bootstrap::{
         identity::Secret,
-        meet::{JoinBarrier, PeerAuth},
+        rendezvous::{JoinBarrier, PeerAuth},
         watch::{Health, Timeouts, lock},
         wire::{Answer, job_digest},
     },
@@ -52,7 +52,7 @@ struct World {
 struct Inner {
     store: Store,
     answers: HashMap<u64, Answer>,
-    muster: JoinBarrier,
+    barrier: JoinBarrier,
     /// The failure of the world, if one of the hubs reported it. Set before any rank hears of it,
     /// so that the next action of the first to hear (it may leave) cannot overtake the news.
     dead: Option<Cause>,
@@ -63,9 +63,9 @@ struct Inner {
 impl World {
     fn new(size: u32, epoch: u16, clocks: Timeouts) -> Arc<Self> {
         let healths: Vec<_> = (0..size).map(|_| Arc::new(Health::new())).collect();
-        let muster = JoinBarrier::again(size, clocks.liveness * 2);
+        let barrier = JoinBarrier::again(size, clocks.liveness * 2);
         let inner =
-            Inner { store: Store::new(size), answers: HashMap::new(), muster, dead: None, next: None };
+            Inner { store: Store::new(size), answers: HashMap::new(), barrier, dead: None, next: None };
         let (tickets, inner, changed) = (AtomicU64::new(0), Mutex::new(inner), Condvar::new());
         let world = Arc::new(World {
             size,
@@ -215,13 +215,13 @@ impl Hub for ThreadHub {
         let start = Instant::now();
         let until = start + deadline;
         let mut inner = lock(&world.inner);
-        inner.muster.join(self.rank, start);
+        inner.barrier.join(self.rank, start);
         world.changed.notify_all();
         loop {
             let now = Instant::now();
             let absent = self.health().absent();
             if inner.next.is_none()
-                && let Some(members) = inner.muster.members(&absent, now)
+                && let Some(members) = inner.barrier.members(&absent, now)
             {
                 inner.next = Some((World::new(members.len() as u32, epoch, world.clocks), members));
                 world.changed.notify_all();
@@ -234,11 +234,11 @@ impl Hub for ThreadHub {
                 return Ok((Box::new(hub), members.clone()));
             }
             if now >= until {
-                inner.muster.part(self.rank);
+                inner.barrier.part(self.rank);
                 let coordinator = (0..world.size).find(|rank| !absent.contains(rank)).unwrap_or(self.rank);
                 return Err(BootstrapError::RebuildFailed { epoch, coordinator, waited: now - start });
             }
-            let left = inner.muster.closes().into_iter().fold(until, Instant::min) - now;
+            let left = inner.barrier.closes().into_iter().fold(until, Instant::min) - now;
             inner = world.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }

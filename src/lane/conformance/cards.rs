@@ -73,7 +73,7 @@ fn a_round_over_cards_gives_the_bits_of_one_over_the_loop_lane() {
     for nodes in [&[0, 0, 1, 1][..], &[0, 1, 0, 1, 1]] {
         for (route, order) in Route::ALL.iter().flat_map(|route| SumOrder::ALL.map(|order| (*route, order))) {
             let looped = Options {
-                rail: NetChoice::Loop,
+                rail: NetChoice::Loopback,
                 stand_in: None,
                 ..options(&Fabric::new(&["a"]), SignalMode::Write)
             };

@@ -230,13 +230,13 @@ impl<'a> Actor<'a> {
 const LANES: [(&str, [u32; 2], NetChoice); 4] = [
     ("shm", [0, 0], NetChoice::Auto),
     ("loopback", [0, 1], NetChoice::Auto),
-    ("paced", [0, 1], NetChoice::Auto),
+    ("emulated", [0, 1], NetChoice::Auto),
     ("tcp", [0, 1], NetChoice::Tcp),
 ];
 
 /// For worlds that a lane joins: the paced one holds back what its short deadlines can spare.
 fn options_of(lane: &str, rail: NetChoice) -> Options {
-    let pace = (lane == "paced").then(|| EmulatedLink::parse("1G/100").unwrap());
+    let pace = (lane == "emulated").then(|| EmulatedLink::parse("1G/100").unwrap());
     Options { rail, pace, ..Options::default() }
 }
 
@@ -296,7 +296,7 @@ fn the_loop_lane_conforms() {
 
 #[test]
 fn the_paced_lane_conforms() {
-    conforms("paced");
+    conforms("emulated");
 }
 
 /// The suite over NICs without hardware, which execute at once, or only when their sender polls.

@@ -58,7 +58,7 @@ fn a_dead_world_ends_the_wait_for_credit_with_its_cause() {
 /// Runs `attack` at rank 0 with a port that has wrong windows of rank 1, on another node: its NIC
 /// must refuse.
 fn refused(attack: impl Fn(&Actor, Port) + Sync) {
-    for rail in [NetChoice::Loop, NetChoice::Tcp] {
+    for rail in [NetChoice::Loopback, NetChoice::Tcp] {
         refused_over(rail, &attack);
     }
 }

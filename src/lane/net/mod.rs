@@ -28,7 +28,7 @@ use std::time::Instant;
 pub use card::ProgressThread;
 pub use counters::Counters;
 pub use devices::{DeviceAddress, DeviceMemory, DeviceRail, NoDmaBuf, NoGpuDirect, Registration};
-pub use loopback::{LinkEmulator, LoopWires};
+pub use loopback::{LinkEmulator, LoopbackTransport};
 #[cfg(test)]
 pub use loopback::{LoopbackConnection, ring_bytes};
 pub use regions::{Region, Regions};
@@ -47,13 +47,13 @@ use crate::schedule::Tag;
 /// ([`EmulatedLink`]).
 ///
 /// [`EmulatedLink`]: crate::config::EmulatedLink
-pub const LOOP: &str = "loopback";
-/// See [`LOOP`].
-pub const PACED: &str = "paced";
+pub const LOOPBACK: &str = "loopback";
+/// See [`LOOPBACK`].
+pub const EMULATED: &str = "emulated";
 
 /// Whether a lane joins nodes of one machine, so that the cores copy its bytes.
 pub fn is_copied(lane: &str) -> bool {
-    [LOOP, PACED].contains(&lane)
+    [LOOPBACK, EMULATED].contains(&lane)
 }
 
 /// Where bytes go: a place in a peer's memory.

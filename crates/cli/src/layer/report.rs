@@ -97,7 +97,7 @@ impl Report {
     ) -> Self {
         let cores = machines::cores();
         let lane = machines::rail(world).map(|(lane, _)| lane);
-        let emulated_link = link.filter(|_| lane.as_deref() == Some("paced")).map(Link::from);
+        let emulated_link = link.filter(|_| lane.as_deref() == Some("emulated")).map(Link::from);
         let config =
             Conditions { shape: task.shape.clone(), rounds: task.rounds, lane, emulated_link, cores };
         Report { config, verified, forward: passes[0], backward: passes.get(1).copied() }
@@ -235,7 +235,7 @@ mod tests {
     fn sample() -> Report {
         let shape = shape();
         let emulated_link = Some(Link { bytes_per_second: 1 << 30, latency_us: 10 });
-        let config = Conditions { shape, rounds: 3, lane: Some("paced".into()), emulated_link, cores: 2 };
+        let config = Conditions { shape, rounds: 3, lane: Some("emulated".into()), emulated_link, cores: 2 };
         let forward = Pass::of_rounds(&[90.0, 100.0, 110.0], &[120.0; 3], &[240.0; 3], &[150.0; 3]);
         Report { config, verified: true, forward, backward: Some(forward) }
     }

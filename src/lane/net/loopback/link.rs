@@ -11,7 +11,7 @@ use crate::error::{Cause, Error};
 use crate::lane::RowSource;
 use crate::lane::clock::now;
 use crate::lane::net::record::{CHUNK, Record};
-use crate::lane::net::{LOOP, NetConnection, PACED, Regions, RemoteAddress, SendBlocked};
+use crate::lane::net::{EMULATED, LOOPBACK, NetConnection, Regions, RemoteAddress, SendBlocked};
 use crate::lane::wait::{self, WaitLimits};
 use crate::memory::PeerMapping;
 use crate::schedule::Tag;
@@ -91,7 +91,7 @@ impl LoopbackConnection {
 
 impl NetConnection for LoopbackConnection {
     fn lane(&self) -> &'static str {
-        if self.paced.is_some() { PACED } else { LOOP }
+        if self.paced.is_some() { EMULATED } else { LOOPBACK }
     }
 
     fn peer(&self) -> u32 {

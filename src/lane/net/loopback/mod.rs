@@ -24,4 +24,4 @@ pub use emulator::LinkEmulator;
 pub use link::LoopbackConnection;
 #[cfg(test)]
 pub use ring::ring_bytes;
-pub use wires::LoopWires;
+pub use wires::LoopbackTransport;

@@ -8,12 +8,14 @@ use super::emulator::LinkEmulator;
 use super::link::LoopbackConnection;
 use super::ring::ring_bytes;
 use crate::error::{Error, LaneError};
-use crate::lane::net::{LOOP, NetConnection, NetTransport, PACED, Regions, WireEnd, WireOffer, system};
+use crate::lane::net::{
+    EMULATED, LOOPBACK, NetConnection, NetTransport, Regions, WireEnd, WireOffer, system,
+};
 use crate::memory::{PeerMapping, Segment};
 
 /// The loop wires of one rank.
 #[derive(Debug)]
-pub struct LoopWires {
+pub struct LoopbackTransport {
     rank: u32,
     regions: Arc<Regions>,
     /// Wakes this rank's progress thread.
@@ -22,7 +24,7 @@ pub struct LoopWires {
     egress: Option<Arc<LinkEmulator>>,
 }
 
-impl LoopWires {
+impl LoopbackTransport {
     /// The wires of a rank of the world, at the pace of a link if there is one.
     ///
     /// # Errors
@@ -34,13 +36,13 @@ impl LoopWires {
         egress: Option<Arc<LinkEmulator>>,
     ) -> Result<Self, LaneError> {
         let bell = rustix::io::fcntl_dupfd_cloexec(bell, 0).map_err(system("fcntl(F_DUPFD_CLOEXEC)"))?;
-        Ok(LoopWires { rank, regions, bell, egress })
+        Ok(LoopbackTransport { rank, regions, bell, egress })
     }
 }
 
-impl NetTransport for LoopWires {
+impl NetTransport for LoopbackTransport {
     fn lane(&self) -> &'static str {
-        if self.egress.is_some() { PACED } else { LOOP }
+        if self.egress.is_some() { EMULATED } else { LOOPBACK }
     }
 
     fn passes_descriptors(&self) -> bool {
@@ -50,26 +52,27 @@ impl NetTransport for LoopWires {
     fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error> {
         let create = || Segment::create("sidelane-wire", ring_bytes());
         let made = (self.rank < peer).then(create).transpose()?;
-        Ok(Box::new(LoopEnd { wires: self, peer, made }))
+        Ok(Box::new(LoopbackEnd { wires: self, peer, made }))
     }
 }
 
 /// One end of a loop wire.
-struct LoopEnd<'a> {
-    wires: &'a LoopWires,
+struct LoopbackEnd<'a> {
+    wires: &'a LoopbackTransport,
     peer: u32,
     /// The segment of the wire, at the lower rank of the pair.
     made: Option<Segment>,
 }
 
-impl WireEnd for LoopEnd<'_> {
+impl WireEnd for LoopbackEnd<'_> {
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let segment = self.made.as_ref().map(AsFd::as_fd);
         [self.wires.bell.as_fd()].into_iter().chain(segment).collect()
     }
 
     fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
-        let LoopEnd { wires: &LoopWires { rank, ref regions, ref egress, .. }, peer, made } = *self;
+        let LoopbackEnd { wires: &LoopbackTransport { rank, ref regions, ref egress, .. }, peer, made } =
+            *self;
         let mut theirs = offered.descriptors.into_iter();
         let missing = |missing| LaneError::NoLane { rank, peer, missing };
         let bell = theirs.next().ok_or_else(|| missing("the bell of the peer"))?;

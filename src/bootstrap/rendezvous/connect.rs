@@ -16,9 +16,9 @@ use std::{
 };
 
 use super::{
+    handshake_queue::HandshakeQueue,
     join::{JoinError, JoinRequest, Membership},
-    lobby::HandshakeQueue,
-    muster::JoinBarrier,
+    join_barrier::JoinBarrier,
 };
 use crate::{
     bootstrap::{
@@ -76,7 +76,7 @@ pub(super) fn host(
     listener: TcpListener,
     job: &Job,
     meeting: RendezvousId,
-    muster: JoinBarrier,
+    barrier: JoinBarrier,
     absent: Box<dyn Fn() -> Vec<u32> + Send>,
     until: Instant,
 ) -> Result<(SocketAddr, JoinHandle<()>), BootstrapError> {
@@ -87,8 +87,8 @@ pub(super) fn host(
             SocketAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
         });
     }
-    let lobby = HandshakeQueue::new(listener, job.secret.clone(), meeting);
-    let setting = HubConfig { lobby, muster, absent, clocks: job.clocks, until };
+    let queue = HandshakeQueue::new(listener, job.secret.clone(), meeting);
+    let setting = HubConfig { queue, barrier, absent, clocks: job.clocks, until };
     let thread = thread::Builder::new().name("sidelane coordinator".to_owned());
     let thread = thread.spawn(move || coordinate(setting));
     Ok((address, thread.map_err(|error| failed("thread spawn", &error))?))

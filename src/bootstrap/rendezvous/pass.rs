@@ -26,7 +26,7 @@ use std::{
 use rustix::event::{PollFd, PollFlags};
 use sha2::{Digest, Sha256};
 
-use super::lobby::HandshakeQueue;
+use super::handshake_queue::HandshakeQueue;
 use crate::{
     bootstrap::{
         identity::{Secret, random},
@@ -89,8 +89,8 @@ impl PeerAuth {
     /// [`BootstrapError::System`].
     pub fn receive(&self, listener: TcpListener) -> Result<PeerListener, BootstrapError> {
         listener.set_nonblocking(true).map_err(|error| failed("fcntl", &error))?;
-        let lobby = HandshakeQueue::new(listener, self.secret.clone(), self.meeting);
-        Ok(PeerListener { lobby, welcomed: Vec::new(), here: BTreeMap::new() })
+        let queue = HandshakeQueue::new(listener, self.secret.clone(), self.meeting);
+        Ok(PeerListener { queue, welcomed: Vec::new(), here: BTreeMap::new() })
     }
 
     /// Connects to a rank of this world that listens at an address. The stream does not block.
@@ -158,7 +158,7 @@ impl PeerAuth {
 /// Where ranks of a world come in.
 #[derive(Debug)]
 pub struct PeerListener {
-    lobby: HandshakeQueue,
+    queue: HandshakeQueue,
     /// Ranks that were let in, and have not taken their streams yet.
     welcomed: Vec<(u32, TcpStream)>,
     /// Ranks that have come, and have not been requested yet.
@@ -174,7 +174,7 @@ impl PeerListener {
     pub fn accept(&mut self, rank: u32, until: Instant) -> Result<Option<TcpStream>, BootstrapError> {
         loop {
             let now = Instant::now();
-            for arrival in self.lobby.turn(now) {
+            for arrival in self.queue.turn(now) {
                 let (from, mut wire) = (arrival.hello.rank, arrival.wire);
                 wire.send(&Message::Welcome { rank: from, members: Vec::new(), doors: Vec::new() });
                 wire.flush();
@@ -185,9 +185,9 @@ impl PeerListener {
             if stream.is_some() || now >= until {
                 return Ok(stream);
             }
-            let next = self.lobby.next().into_iter().fold(until, Instant::min);
+            let next = self.queue.next().into_iter().fold(until, Instant::min);
             let welcomed = self.welcomed.iter().map(|(_, stream)| PollFd::new(stream, PollFlags::IN));
-            wait(&mut self.lobby.poll_fds().chain(welcomed).collect::<Vec<_>>(), next)?;
+            wait(&mut self.queue.poll_fds().chain(welcomed).collect::<Vec<_>>(), next)?;
         }
     }
 

@@ -16,9 +16,9 @@ use std::{
 };
 
 use super::{
+    connect::{attended, host},
     join::{JoinError, JoinRequest, Membership},
-    muster::JoinBarrier,
-    rendezvous::{attended, host},
+    join_barrier::JoinBarrier,
 };
 use crate::{
     bootstrap::{
@@ -96,11 +96,11 @@ fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
 /// Hosts the meeting and takes part in it.
 fn lead(old: &TcpHub, knock: &JoinRequest<'_>) -> Result<Rebuilt, JoinError> {
     let listener = old.standing.try_clone().map_err(|error| JoinError::Failed(failed("dup", &error)))?;
-    let muster = JoinBarrier::again(old.size, old.job.clocks.liveness * 2);
+    let barrier = JoinBarrier::again(old.size, old.job.clocks.liveness * 2);
     let health = Arc::clone(old.health());
     let absent = Box::new(move || health.absent());
     let (address, coordinator) =
-        host(listener, &old.job, knock.meeting, muster, absent, knock.until).map_err(JoinError::Failed)?;
+        host(listener, &old.job, knock.meeting, barrier, absent, knock.until).map_err(JoinError::Failed)?;
     let (seat, coordinator) = attended(knock.at(address), coordinator)?;
     sit(old, knock.meeting.epoch, seat, Some(coordinator))
 }

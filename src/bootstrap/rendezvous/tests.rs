@@ -8,9 +8,9 @@ use std::{
 };
 
 use super::{
+    connect::host,
     join::{JoinRequest, Membership},
-    muster::JoinBarrier,
-    rendezvous::host,
+    join_barrier::JoinBarrier,
 };
 use crate::{
     bootstrap::{

@@ -85,41 +85,41 @@ mod tests {
     #[test]
     fn the_first_meeting_waits_for_everyone() {
         let now = Instant::now();
-        let mut muster = JoinBarrier::first(3);
-        assert!(muster.join(2, now) && muster.join(0, now));
-        assert!(!muster.join(2, now), "taken");
-        assert!(!muster.join(3, now), "out of range");
+        let mut barrier = JoinBarrier::first(3);
+        assert!(barrier.join(2, now) && barrier.join(0, now));
+        assert!(!barrier.join(2, now), "taken");
+        assert!(!barrier.join(3, now), "out of range");
         let later = now + Duration::from_secs(9999);
-        assert_eq!(muster.members(&[1], later), None, "even a rank known lost is waited for");
-        assert_eq!(muster.missing(&[]), [1]);
-        assert!(muster.join(1, now));
-        assert_eq!(muster.members(&[], now), Some(vec![0, 1, 2]));
+        assert_eq!(barrier.members(&[1], later), None, "even a rank known lost is waited for");
+        assert_eq!(barrier.missing(&[]), [1]);
+        assert!(barrier.join(1, now));
+        assert_eq!(barrier.members(&[], now), Some(vec![0, 1, 2]));
     }
 
     #[test]
     fn a_rebuild_begins_with_everyone_not_known_absent() {
         let now = Instant::now();
-        let mut muster = JoinBarrier::again(4, Duration::from_secs(3));
-        muster.join(3, now);
-        muster.join(1, now);
-        assert_eq!(muster.members(&[2], now), None);
-        assert_eq!(muster.missing(&[2]), [0]);
-        assert_eq!(muster.members(&[2, 0], now), Some(vec![1, 3]));
+        let mut barrier = JoinBarrier::again(4, Duration::from_secs(3));
+        barrier.join(3, now);
+        barrier.join(1, now);
+        assert_eq!(barrier.members(&[2], now), None);
+        assert_eq!(barrier.missing(&[2]), [0]);
+        assert_eq!(barrier.members(&[2, 0], now), Some(vec![1, 3]));
     }
 
     #[test]
     fn the_window_opens_with_the_second_arrival() {
         let now = Instant::now();
         let window = Duration::from_secs(3);
-        let mut muster = JoinBarrier::again(4, window);
-        muster.join(1, now);
+        let mut barrier = JoinBarrier::again(4, window);
+        barrier.join(1, now);
         let later = now + window * 9;
-        assert_eq!(muster.members(&[], later), None, "alone, it waits");
-        muster.join(2, later);
-        assert_eq!(muster.members(&[], later + window / 2), None);
-        assert_eq!(muster.members(&[], later + window), Some(vec![1, 2]));
-        muster.part(2);
-        assert_eq!(muster.members(&[], later + window), None, "alone again");
-        assert_eq!(muster.members(&[0, 2, 3], later), Some(vec![1]), "known to be the only one");
+        assert_eq!(barrier.members(&[], later), None, "alone, it waits");
+        barrier.join(2, later);
+        assert_eq!(barrier.members(&[], later + window / 2), None);
+        assert_eq!(barrier.members(&[], later + window), Some(vec![1, 2]));
+        barrier.part(2);
+        assert_eq!(barrier.members(&[], later + window), None, "alone again");
+        assert_eq!(barrier.members(&[0, 2, 3], later), Some(vec![1]), "known to be the only one");
     }
 }
