@@ -102,6 +102,18 @@ pub enum BootstrapError {
         /// The address.
         address: String,
     },
+    /// A secret that can be guessed.
+    #[error(
+        "{name} has {bits} bits by a kind estimate, and {least} are needed: set it to what `openssl rand -hex 32` prints"
+    )]
+    WeakSecret {
+        /// The variable.
+        name: &'static str,
+        /// Bits that the text has at most.
+        bits: u32,
+        /// Bits that are needed.
+        least: u32,
+    },
     /// The key that proves ranks of one machine to be of one user may be known to others.
     #[error("{path} is not a key that user {user} alone can read: remove it, or set SIDELANE_SECRET")]
     UserKey {

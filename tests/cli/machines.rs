@@ -106,7 +106,7 @@ fn nodes_that_do_not_know_the_same_secret_do_not_meet() {
         sidelane.args(SMALL).env("SIDELANE_SECRET", secret).env("SIDELANE_RENDEZVOUS_MS", "20000");
         sidelane.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    let [a, b] = [start("0", "hush"), start("1", "psst")];
+    let [a, b] = [start("0", "correct horse battery staple"), start("1", "stable battery of other horses")];
     let complaints = text(&b.wait_with_output().unwrap().stderr);
     assert!(complaints.contains("does not know this job's secret"), "{complaints}");
     rustix::process::kill_process(rustix::process::Pid::from_child(&a), rustix::process::Signal::TERM)

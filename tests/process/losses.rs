@@ -301,7 +301,7 @@ fn a_rank_with_the_wrong_secret_is_refused_and_the_others_name_it() {
     const PATIENCE: Duration = Duration::from_secs(3);
     let setup = Setup::new(8).var("SIDELANE_RENDEZVOUS_MS", PATIENCE.as_millis());
     let began = Instant::now();
-    let mut job = setup.var_of(5, "SIDELANE_SECRET", "guessed").start();
+    let mut job = setup.var_of(5, "SIDELANE_SECRET", "another secret of the same length").start();
     for (rank, heard) in job.hear(0..8) {
         let expected = if rank == 5 { Failure::WrongSecret } else { Failure::Missing(vec![5]) };
         assert_eq!(heard.said, Report::Failed(expected), "rank {rank}");

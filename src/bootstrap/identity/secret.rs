@@ -1,5 +1,7 @@
 //! The secret that the ranks of one job share.
 
+use std::collections::BTreeSet;
+use std::env::VarError;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -13,6 +15,11 @@ use crate::error::BootstrapError;
 
 /// Bytes of a drawn secret.
 const DRAWN: usize = 32;
+/// Fewest bits of a secret from the environment: whoever can watch a handshake may try secrets in
+/// its own time.
+const LEAST_BITS: u32 = 128;
+/// Fewest distinct characters of such a secret.
+const LEAST_CHARACTERS: usize = 8;
 
 /// Key of the job: every process with the key may join. It is never sent, only proved (see the
 /// module `wire::auth`).
@@ -20,7 +27,7 @@ const DRAWN: usize = 32;
 pub struct Secret(Vec<u8>);
 
 impl Secret {
-    /// A secret of these bytes.
+    /// A secret of these bytes. The caller answers for their strength.
     pub fn from_bytes(bytes: impl Into<Vec<u8>>) -> Self {
         Secret(bytes.into())
     }
@@ -33,25 +40,38 @@ impl Secret {
     /// The secret of `SIDELANE_SECRET`, or of the file that `SIDELANE_SECRET_FILE` names. None if
     /// neither is set. 64 hexadecimal digits are read as 256 bits, other text as itself without
     /// trailing white space.
+    ///
+    /// # Errors
+    /// [`BootstrapError::WeakSecret`] for a text of fewer than 128 bits, estimated as its length
+    /// times the bits of an alphabet of the kinds of characters that it has (10 digits, 26 small
+    /// letters, 26 capitals, 33 others), or with fewer than 8 distinct characters.
+    /// [`BootstrapError::BadVariable`] for a file that cannot be read.
     pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, BootstrapError> {
         if let Some(text) = lookup("SIDELANE_SECRET") {
-            return Secret::from_text(&text).map(Some).ok_or(BootstrapError::BadVariable {
-                name: "SIDELANE_SECRET",
-                value: text,
-                expected: "a secret that is not empty",
-            });
+            return Secret::from_text("SIDELANE_SECRET", &text).map(Some);
         }
-        let Some(path) = lookup("SIDELANE_SECRET_FILE") else { return Ok(None) };
-        let text = fs::read_to_string(&path).ok();
-        text.as_deref().and_then(Secret::from_text).map(Some).ok_or(BootstrapError::BadVariable {
-            name: "SIDELANE_SECRET_FILE",
-            value: path,
-            expected: "a readable text file that is not empty",
-        })
+        let name = "SIDELANE_SECRET_FILE";
+        let Some(path) = lookup(name) else { return Ok(None) };
+        match fs::read_to_string(&path) {
+            Ok(text) => Secret::from_text(name, &text).map(Some),
+            Err(_) => {
+                let expected = "a file of text that this user can read";
+                Err(BootstrapError::BadVariable { name, value: path, expected })
+            }
+        }
     }
 
     /// [`Secret::from_vars`] with the environment of this process.
+    ///
+    /// # Errors
+    /// Those of [`Secret::from_vars`]; [`BootstrapError::BadVariable`] for a value that is not UTF-8.
     pub fn from_env() -> Result<Option<Self>, BootstrapError> {
+        for name in ["SIDELANE_SECRET", "SIDELANE_SECRET_FILE"] {
+            if let Err(VarError::NotUnicode(_)) = std::env::var(name) {
+                let (value, expected) = ("(hidden)".to_owned(), "text in UTF-8");
+                return Err(BootstrapError::BadVariable { name, value, expected });
+            }
+        }
         Secret::from_vars(&|name| std::env::var(name).ok())
     }
 
@@ -109,13 +129,33 @@ impl Secret {
         &self.0
     }
 
-    fn from_text(text: &str) -> Option<Self> {
-        let text = text.trim_end().as_bytes();
-        if text.is_empty() {
-            return None;
+    fn from_text(name: &'static str, text: &str) -> Result<Self, BootstrapError> {
+        let text = text.trim_end();
+        let bits = strength(text);
+        if bits < LEAST_BITS {
+            return Err(BootstrapError::WeakSecret { name, bits, least: LEAST_BITS });
         }
-        Some(Secret(from_digits(text).unwrap_or_else(|| text.to_vec())))
+        let bytes = text.as_bytes();
+        Ok(Secret(from_digits(bytes).unwrap_or_else(|| bytes.to_vec())))
     }
+}
+
+/// Bits of a text, by a kind estimate; none if it repeats a few characters.
+fn strength(text: &str) -> u32 {
+    let distinct: BTreeSet<char> = text.chars().collect();
+    if distinct.len() < LEAST_CHARACTERS {
+        return 0;
+    }
+    let has = |kind: fn(char) -> bool| text.chars().any(kind);
+    let other: fn(char) -> bool = |c| !c.is_ascii_alphanumeric();
+    let kinds = [
+        (has(|c| c.is_ascii_digit()), 10),
+        (has(|c| c.is_ascii_lowercase()), 26),
+        (has(|c| c.is_ascii_uppercase()), 26),
+        (has(other), 33),
+    ];
+    let alphabet: u32 = kinds.into_iter().filter(|(seen, _)| *seen).map(|(_, size)| size).sum();
+    (text.chars().count() as f64 * f64::from(alphabet).log2()) as u32
 }
 
 impl fmt::Debug for Secret {
@@ -214,9 +254,15 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_secret_is_refused_and_none_is_none() {
+    fn a_weak_secret_is_refused_by_name_and_none_is_none() {
         assert_eq!(Secret::from_vars(&|_| None), Ok(None));
-        assert!(Secret::from_vars(&|name| (name == "SIDELANE_SECRET").then(|| " \n".into())).is_err());
+        let name = "SIDELANE_SECRET";
+        for (text, bits) in
+            [(" \n", 0), ("open sesame", 64), (&"a".repeat(200), 0), ("0123456789abcdef0123456", 118)]
+        {
+            let seen = Secret::from_vars(&|asked| (asked == name).then(|| text.to_owned()));
+            assert_eq!(seen, Err(BootstrapError::WeakSecret { name, bits, least: 128 }), "{text}");
+        }
         assert!(
             Secret::from_vars(&|name| (name == "SIDELANE_SECRET_FILE").then(|| "/nowhere".into())).is_err()
         );
@@ -229,7 +275,8 @@ mod tests {
         assert_ne!(drawn, Secret::random().unwrap());
         let seen = Secret::from_vars(&|name| (name == "SIDELANE_SECRET").then(|| drawn.to_hex()));
         assert_eq!(seen, Ok(Some(drawn)));
-        let seen = Secret::from_vars(&|name| (name == "SIDELANE_SECRET").then(|| "open sesame\n".into()));
-        assert_eq!(seen, Ok(Some(Secret::from_bytes("open sesame"))));
+        let text = "correct horse battery staple";
+        let seen = Secret::from_vars(&|name| (name == "SIDELANE_SECRET").then(|| format!("{text}\n")));
+        assert_eq!(seen, Ok(Some(Secret::from_bytes(text))));
     }
 }

@@ -1,7 +1,7 @@
 //! Where pending connections wait until they are authenticated.
 //!
 //! ```text
-//!   listener ──► visitor: Hello, Challenge, Proof ──► arrival (rank, wire)
+//!   listener ──► visitor: Hello, Challenge, Proofs ──► arrival (rank, wire)
 //!                   └── silent or malformed: closed, and no other peer waits for it
 //! ```
 
@@ -142,7 +142,12 @@ impl PendingHandshake {
     }
 
     fn judge(mut self, message: Message) -> Next {
-        match self.porter.admit(message) {
+        let (guest, proof) = match self.porter.recognise(message) {
+            Ok(known) => known,
+            Err(refusal) => return show_out(self.wire, refusal),
+        };
+        self.wire.send(&proof);
+        match guest.admit() {
             Ok(hello) => {
                 self.wire.trust();
                 Next::Arrives(AuthenticatedPeer { hello, wire: self.wire })

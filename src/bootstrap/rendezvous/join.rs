@@ -18,6 +18,8 @@ use crate::{
 
 /// Bound of one attempt to connect.
 const CONNECT: Duration = Duration::from_secs(1);
+/// Bound of the proof of a host that has challenged.
+const ANSWER: Duration = Duration::from_secs(5);
 /// Bound of the query for missing ranks.
 const LAST_QUESTION: Duration = Duration::from_secs(1);
 
@@ -73,11 +75,8 @@ impl JoinRequest<'_> {
         let nonce = random().map_err(JoinError::Failed)?;
         let hello = Hello { version: PROTOCOL, job, rank: self.rank, size, epoch, host, port, nonce };
         let guest = Initiator::new(self.secret.clone(), hello);
-        wire.send(&guest.hello());
-        let challenge = wire.await_message(self.greeted_until, self.stop).ok_or(JoinError::Nobody)?;
-        let proof = guest.answer(challenge).map_err(miss)?;
-        wire.trust();
-        wire.send(&proof);
+        let greeted = shake_hands(&mut wire, guest, self.greeted_until, self.stop);
+        greeted.ok_or(JoinError::Nobody)?.map_err(miss)?;
         let verdict = wire.await_message(self.until, self.stop).or_else(|| {
             wire.send(&Message::Withdraw { ticket: 0 });
             wire.await_message(Instant::now() + LAST_QUESTION, &|| false)
@@ -109,6 +108,28 @@ impl JoinRequest<'_> {
         standing.set_nonblocking(true).map_err(fail("fcntl"))?;
         Ok(standing)
     }
+}
+
+/// The guest's part of the handshake. None if the host is silent.
+pub(super) fn shake_hands(
+    wire: &mut MessageConnection,
+    mut guest: Initiator,
+    greeted_until: Instant,
+    stop: &dyn Fn() -> bool,
+) -> Option<Result<(), JoinRefusal>> {
+    wire.send(&guest.hello());
+    let challenge = wire.await_message(greeted_until, stop)?;
+    let proof = match guest.answer(challenge) {
+        Ok(proof) => proof,
+        Err(refusal) => return Some(Err(refusal)),
+    };
+    wire.send(&proof);
+    let answer = wire.await_message(Instant::now() + ANSWER, stop)?;
+    let known = guest.recognise(answer);
+    if known.is_ok() {
+        wire.trust();
+    }
+    Some(known)
 }
 
 /// Another job, or another protocol: not the wanted host.

@@ -5,6 +5,7 @@
 //!     listener, Lobby  ◄──── Hello { rank, epoch, whom it looks for } ────
 //!                      ───── Challenge ─────►
 //!                      ◄──── Proof ─────
+//!                      ───── Proof ─────►
 //!                      ───── Welcome ───►
 //!                      ◄──── one byte ────   from here on the stream is the ranks' own
 //! ```
@@ -26,7 +27,7 @@ use std::{
 use rustix::event::{PollFd, PollFlags};
 use sha2::{Digest, Sha256};
 
-use super::handshake_queue::HandshakeQueue;
+use super::{handshake_queue::HandshakeQueue, join::shake_hands};
 use crate::{
     bootstrap::{
         identity::{Secret, random},
@@ -130,10 +131,8 @@ impl PeerAuth {
         let until = since + GREETING;
         let silent = || BootstrapError::NoRendezvous { address: peer(), waited: since.elapsed() };
         let malformed = || BootstrapError::Malformed { peer: peer() };
-        wire.send(&guest.hello());
-        let challenge = wire.await_message(until, stop).ok_or_else(silent)?;
-        let proof = guest.answer(challenge).map_err(|refusal| self.explain(refusal, peer()))?;
-        wire.send(&proof);
+        let greeted = shake_hands(&mut wire, guest, until, stop).ok_or_else(silent)?;
+        greeted.map_err(|refusal| self.explain(refusal, peer()))?;
         match wire.await_message(until, stop).ok_or_else(silent)? {
             Message::Welcome { .. } => wire.into_stream().ok_or_else(malformed),
             Message::Refused(refusal) => Err(self.explain(refusal, peer())),

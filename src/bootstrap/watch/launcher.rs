@@ -11,7 +11,7 @@
 //! does.
 
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 
 use rustix::{
     event::{PollFd, PollFlags},
@@ -39,6 +39,11 @@ impl LauncherWatch {
         let path = format!("/proc/self/fd/{}", pipe.fd);
         let file = OpenOptions::new().read(true).custom_flags(flags).open(path);
         let pipe_end = file.map_err(|error| failed("open of SIDELANE_LAUNCHER_FD", &error))?;
+        // Another kind of file may never end, or end at once.
+        if !pipe_end.metadata().is_ok_and(|facts| facts.file_type().is_fifo()) {
+            let (name, expected) = ("SIDELANE_LAUNCHER_FD", "a pipe to the launcher");
+            return Err(BootstrapError::BadVariable { name, value: pipe.fd.to_string(), expected });
+        }
         Ok(LauncherWatch { pipe: pipe_end, pid: pipe.pid })
     }
 

@@ -4,9 +4,13 @@
 //! ```text
 //!   guest                                        host
 //!     Hello { who, nonce g }  ─────────────►
-//!     ◄─────────  Challenge { nonce h, HMAC(secret, "host"  | h | Hello) }
+//!     ◄─────────  Challenge { nonce h }
 //!     Proof { HMAC(secret, "guest" | h | Hello) }  ────►
+//!     ◄─────────  Proof { HMAC(secret, "host"  | h | Hello) }
 //! ```
+//!
+//! The guest proves first. A host that answered a stranger with a value made of the secret would
+//! let the stranger try secrets in its own time; so a host says nothing of the kind before.
 //!
 //! Fresh nonces of both sides make a recorded exchange useless (*replay*); different roles make a
 //! proof useless when it is sent back to its maker (*reflection*). The proof covers the whole
@@ -32,11 +36,13 @@ pub(in crate::bootstrap) fn job_digest(job: &str) -> [u8; 32] {
 pub(in crate::bootstrap) struct Initiator {
     secret: Secret,
     hello: Hello,
+    /// The host's, once it has challenged.
+    nonce: Option<[u8; 32]>,
 }
 
 impl Initiator {
     pub(in crate::bootstrap) fn new(secret: Secret, hello: Hello) -> Self {
-        Initiator { secret, hello }
+        Initiator { secret, hello, nonce: None }
     }
 
     /// What to say first.
@@ -44,19 +50,30 @@ impl Initiator {
         Message::Hello(self.hello.clone())
     }
 
-    /// The proof that answers the host's challenge, once the host has proved itself.
-    pub(in crate::bootstrap) fn answer(&self, challenge: Message) -> Result<Message, JoinRefusal> {
+    /// The proof that answers the host's challenge.
+    pub(in crate::bootstrap) fn answer(&mut self, challenge: Message) -> Result<Message, JoinRefusal> {
         match challenge {
             Message::Challenge { version, .. } if version != PROTOCOL => Err(JoinRefusal::Version(version)),
-            Message::Challenge { nonce, proof, .. } => {
-                let host = transcript(&self.secret, b"host", &nonce, &self.hello);
-                host.verify_slice(&proof).map_err(|_| JoinRefusal::WrongSecret)?;
-                let guest = transcript(&self.secret, b"guest", &nonce, &self.hello);
-                Ok(Message::Proof(guest.finalize().into_bytes().into()))
+            Message::Challenge { nonce, .. } => {
+                self.nonce = Some(nonce);
+                Ok(proof(&self.secret, b"guest", &nonce, &self.hello))
             }
             // The host has proved nothing yet: accept only answers that make this rank look
             // elsewhere.
             Message::Refused(refusal @ (JoinRefusal::Version(_) | JoinRefusal::OtherJob)) => Err(refusal),
+            _ => Err(JoinRefusal::Malformed),
+        }
+    }
+
+    /// Whether the host has proved itself, too.
+    pub(in crate::bootstrap) fn recognise(&self, answer: Message) -> Result<(), JoinRefusal> {
+        match (answer, &self.nonce) {
+            (Message::Proof(proof), Some(nonce)) => {
+                let host = transcript(&self.secret, b"host", nonce, &self.hello);
+                host.verify_slice(&proof).map_err(|_| JoinRefusal::WrongSecret)
+            }
+            // Believed without a proof, because it only makes this rank look elsewhere.
+            (Message::Refused(refusal @ JoinRefusal::WrongSecret), _) => Err(refusal),
             _ => Err(JoinRefusal::Malformed),
         }
     }
@@ -100,18 +117,34 @@ impl Responder {
         if hello.job != self.meeting.job || hello.host != self.meeting.host {
             return Err(JoinRefusal::OtherJob);
         }
-        let proof = transcript(&self.secret, b"host", &self.nonce, &hello).finalize().into_bytes().into();
         self.hello = Some(hello);
-        Ok(Message::Challenge { version: PROTOCOL, nonce: self.nonce, proof })
+        Ok(Message::Challenge { version: PROTOCOL, nonce: self.nonce })
     }
 
-    /// The authenticated rank.
-    pub(in crate::bootstrap) fn admit(self, message: Message) -> Result<Hello, JoinRefusal> {
-        let (Message::Proof(proof), Some(hello)) = (message, self.hello) else {
+    /// The guest, which has proved itself, and the host's proof for it.
+    pub(in crate::bootstrap) fn recognise(self, message: Message) -> Result<(Guest, Message), JoinRefusal> {
+        let Responder { secret, meeting, nonce, hello } = self;
+        let (Message::Proof(theirs), Some(hello)) = (message, hello) else {
             return Err(JoinRefusal::Malformed);
         };
-        let guest = transcript(&self.secret, b"guest", &self.nonce, &hello);
-        guest.verify_slice(&proof).map_err(|_| JoinRefusal::WrongSecret)?;
+        let guest = transcript(&secret, b"guest", &nonce, &hello);
+        guest.verify_slice(&theirs).map_err(|_| JoinRefusal::WrongSecret)?;
+        let own = proof(&secret, b"host", &nonce, &hello);
+        Ok((Guest { meeting, hello }, own))
+    }
+}
+
+/// A process that knows the secret.
+#[derive(Debug)]
+pub(in crate::bootstrap) struct Guest {
+    meeting: RendezvousId,
+    hello: Hello,
+}
+
+impl Guest {
+    /// The authenticated rank, if it belongs to this meeting.
+    pub(in crate::bootstrap) fn admit(self) -> Result<Hello, JoinRefusal> {
+        let hello = self.hello;
         if hello.epoch != self.meeting.epoch {
             return Err(JoinRefusal::Evicted(self.meeting.epoch));
         }
@@ -120,6 +153,10 @@ impl Responder {
         }
         Ok(hello)
     }
+}
+
+fn proof(secret: &Secret, role: &[u8], nonce: &[u8; 32], hello: &Hello) -> Message {
+    Message::Proof(transcript(secret, role, nonce, hello).finalize().into_bytes().into())
 }
 
 fn transcript(secret: &Secret, role: &[u8], nonce: &[u8; 32], hello: &Hello) -> Hmac<Sha256> {
@@ -165,51 +202,68 @@ mod tests {
         Responder::new(Secret::from_bytes(secret), meeting(), [nonce; 32])
     }
 
+    /// How the host judges a guest, and the guest a host that knows it.
+    fn meet(mut guest: Initiator, mut porter: Responder) -> Result<Hello, JoinRefusal> {
+        let challenge = porter.challenge(guest.hello())?;
+        let (known, own) = porter.recognise(guest.answer(challenge)?)?;
+        guest.recognise(own)?;
+        known.admit()
+    }
+
     #[test]
     fn sides_that_share_the_secret_recognise_each_other() {
-        let (guest, mut porter) = (guest("s", 1), porter("s", 2));
-        let challenge = porter.challenge(guest.hello()).unwrap();
-        assert_eq!(porter.admit(guest.answer(challenge).unwrap()), Ok(hello(1)));
+        assert_eq!(meet(guest("s", 1), porter("s", 2)), Ok(hello(1)));
     }
 
     #[test]
     fn a_wrong_secret_is_noticed_by_either_side() {
-        let (guest, mut porter) = (guest("right", 1), porter("wrong", 2));
-        let challenge = porter.challenge(guest.hello()).unwrap();
-        assert_eq!(guest.answer(challenge), Err(JoinRefusal::WrongSecret));
-        let liar = Initiator::new(Secret::from_bytes("right"), hello(1));
+        assert_eq!(meet(guest("right", 1), porter("wrong", 2)), Err(JoinRefusal::WrongSecret));
+        let mut guest = guest("right", 1);
         let nonce = [2; 32];
-        let proof = transcript(&liar.secret, b"guest", &nonce, &liar.hello).finalize().into_bytes().into();
-        assert_eq!(porter.admit(Message::Proof(proof)), Err(JoinRefusal::WrongSecret));
+        guest.answer(Message::Challenge { version: PROTOCOL, nonce }).unwrap();
+        let liar = proof(&Secret::from_bytes("wrong"), b"host", &nonce, &hello(1));
+        assert_eq!(guest.recognise(liar), Err(JoinRefusal::WrongSecret));
+    }
+
+    #[test]
+    fn a_host_says_nothing_made_of_the_secret_before_the_guest_has_proved_itself() {
+        let said = |secret| {
+            let mut porter = porter(secret, 2);
+            let challenge = porter.challenge(guest("guess", 1).hello()).unwrap();
+            let refused = porter.recognise(Message::Proof([0; 32])).map(drop).unwrap_err();
+            (challenge, refused)
+        };
+        assert_eq!(said("one"), said("another"));
     }
 
     #[test]
     fn a_replayed_proof_is_refused_because_the_nonce_is_fresh() {
-        let (guest, mut first) = (guest("s", 1), porter("s", 2));
+        let (mut guest, mut first) = (guest("s", 1), porter("s", 2));
         let recorded = guest.answer(first.challenge(guest.hello()).unwrap()).unwrap();
+        let (_, own) = first.recognise(recorded.clone()).unwrap();
         let mut second = porter("s", 3);
         second.challenge(guest.hello()).unwrap();
-        assert_eq!(second.admit(recorded), Err(JoinRefusal::WrongSecret));
-        // And a recorded challenge does not convince a guest with a fresh nonce.
-        let challenge = porter("s", 2).challenge(guest.hello()).unwrap();
-        assert_eq!(self::guest("s", 8).answer(challenge), Err(JoinRefusal::WrongSecret));
+        assert_eq!(second.recognise(recorded).map(drop), Err(JoinRefusal::WrongSecret));
+        // And a host's recorded proof does not convince a guest with a fresh nonce.
+        let mut later = self::guest("s", 8);
+        later.answer(Message::Challenge { version: PROTOCOL, nonce: [2; 32] }).unwrap();
+        assert_eq!(later.recognise(own), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
     fn a_reflected_proof_is_refused_because_roles_differ() {
-        let (guest, mut porter) = (guest("s", 1), porter("s", 2));
-        let Message::Challenge { proof, .. } = porter.challenge(guest.hello()).unwrap() else {
-            unreachable!()
-        };
-        assert_eq!(porter.admit(Message::Proof(proof)), Err(JoinRefusal::WrongSecret));
+        let mut guest = guest("s", 1);
+        let own = guest.answer(Message::Challenge { version: PROTOCOL, nonce: [2; 32] }).unwrap();
+        assert_eq!(guest.recognise(own), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
     fn what_the_hello_says_cannot_be_changed_on_the_way() {
-        let (guest, mut porter) = (guest("s", 1), porter("s", 2));
+        let (mut guest, mut porter) = (guest("s", 1), porter("s", 2));
         let forged = Hello { rank: 3, ..hello(1) };
         let challenge = porter.challenge(Message::Hello(forged)).unwrap();
-        assert_eq!(guest.answer(challenge), Err(JoinRefusal::WrongSecret));
+        let answer = guest.answer(challenge).unwrap();
+        assert_eq!(porter.recognise(answer).map(drop), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
@@ -217,9 +271,7 @@ mod tests {
         let told = |change: fn(&mut Hello)| {
             let mut hello = hello(1);
             change(&mut hello);
-            let (guest, mut porter) = (Initiator::new(Secret::from_bytes("s"), hello), porter("s", 2));
-            let challenge = porter.challenge(guest.hello())?;
-            porter.admit(guest.answer(challenge)?)
+            meet(Initiator::new(Secret::from_bytes("s"), hello), porter("s", 2))
         };
         assert_eq!(told(|hello| hello.version = 9), Err(JoinRefusal::Version(PROTOCOL)));
         assert_eq!(told(|hello| hello.job[0] ^= 1), Err(JoinRefusal::OtherJob));
@@ -227,18 +279,19 @@ mod tests {
         assert_eq!(told(|hello| hello.epoch = 6), Err(JoinRefusal::Evicted(7)));
         assert_eq!(told(|hello| hello.size = 5), Err(JoinRefusal::Rank));
         assert_eq!(told(|hello| hello.rank = 4), Err(JoinRefusal::Rank));
-        let future = Message::Challenge { version: 2, nonce: [0; 32], proof: [0; 32] };
-        assert_eq!(guest("s", 1).answer(future), Err(JoinRefusal::Version(2)));
+        let future = Message::Challenge { version: PROTOCOL + 1, nonce: [0; 32] };
+        assert_eq!(guest("s", 1).answer(future), Err(JoinRefusal::Version(PROTOCOL + 1)));
     }
 
     #[test]
     fn steps_out_of_order_are_malformed() {
         assert_eq!(porter("s", 1).challenge(Message::Bye), Err(JoinRefusal::Malformed));
-        assert_eq!(porter("s", 1).admit(Message::Proof([0; 32])), Err(JoinRefusal::Malformed));
-        assert_eq!(
-            guest("s", 1).answer(Message::Refused(JoinRefusal::Evicted(3))),
-            Err(JoinRefusal::Malformed)
-        );
+        let early = porter("s", 1).recognise(Message::Proof([0; 32])).map(drop);
+        assert_eq!(early, Err(JoinRefusal::Malformed));
+        assert_eq!(guest("s", 1).recognise(Message::Proof([0; 32])), Err(JoinRefusal::Malformed));
+        let refused = Message::Refused(JoinRefusal::Evicted(3));
+        assert_eq!(guest("s", 1).answer(refused.clone()), Err(JoinRefusal::Malformed));
+        assert_eq!(guest("s", 1).recognise(refused), Err(JoinRefusal::Malformed));
     }
 
     #[test]

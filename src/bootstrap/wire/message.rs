@@ -4,6 +4,7 @@
 //!   guest   Hello ──────────►                      host      (module `auth`)
 //!           ◄────────── Challenge | Refused
 //!           Proof ──────────►
+//!           ◄────────── Proof | Refused
 //!           ◄────────── Welcome | Refused
 //!   rank    Set Get Gather Withdraw  Heartbeat  Dead  Bye ──►  coordinator
 //!           ◄──  Answer              Heartbeat  Dead  Left
@@ -19,7 +20,7 @@ use super::{
 use crate::error::Cause;
 
 /// Version of everything in this file.
-pub(in crate::bootstrap) const PROTOCOL: u32 = 1;
+pub(in crate::bootstrap) const PROTOCOL: u32 = 2;
 
 /// The joining rank, its purpose, and its own listening address.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,7 +44,7 @@ pub(in crate::bootstrap) struct Hello {
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::bootstrap) enum Message {
     Hello(Hello),
-    Challenge { version: u32, nonce: [u8; 32], proof: [u8; 32] },
+    Challenge { version: u32, nonce: [u8; 32] },
     Proof([u8; 32]),
     Refused(JoinRefusal),
     Welcome { rank: u32, members: Vec<u32>, doors: Vec<ListenAddress> },
@@ -74,11 +75,10 @@ impl Message {
                 w.u16(hello.port);
                 w.array(&hello.nonce);
             }
-            Message::Challenge { version, nonce, proof } => {
+            Message::Challenge { version, nonce } => {
                 w.u8(1);
                 w.u32(*version);
                 w.array(nonce);
-                w.array(proof);
             }
             Message::Proof(proof) => {
                 w.u8(2);
@@ -152,7 +152,7 @@ impl Message {
                 port: r.u16()?,
                 nonce: r.array()?,
             }),
-            1 => Message::Challenge { version: r.u32()?, nonce: r.array()?, proof: r.array()? },
+            1 => Message::Challenge { version: r.u32()?, nonce: r.array()? },
             2 => Message::Proof(r.array()?),
             3 => Message::Refused(read_refusal(r)?),
             4 => {

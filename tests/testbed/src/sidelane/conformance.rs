@@ -11,7 +11,7 @@ pub fn conformance(machine: usize, signal: &str) -> String {
     let (master, card) = (master(), Cards::First.variable());
     format!(
         "RANK={machine} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR={master} MASTER_PORT=29500 \
-         SIDELANE_JOB=conformance-{signal} SIDELANE_SECRET=testbed SIDELANE_NET={LANE} SIDELANE_VERBS_SIGNAL={signal} \
+         SIDELANE_JOB=conformance-{signal} SIDELANE_SECRET=two-machines-of-the-test-bed SIDELANE_NET={LANE} SIDELANE_VERBS_SIGNAL={signal} \
          {card} {CALM} exec sidelane-tests --ignored --exact {TEST}"
     )
 }

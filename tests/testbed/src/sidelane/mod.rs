@@ -63,7 +63,7 @@ const REPORT: &str = "/tmp/report.json";
 fn command(machine: usize, ranks_per_node: u32, what: &str, cards: Cards, patience: &str) -> String {
     let (master, cards) = (master(), cards.variable());
     format!(
-        "SIDELANE_SECRET=testbed {cards} {patience} exec sidelane {what} --nodes 2 \
+        "SIDELANE_SECRET=two-machines-of-the-test-bed {cards} {patience} exec sidelane {what} --nodes 2 \
          --ranks-per-node {ranks_per_node} --node-rank {machine} --master {master} --net {LANE}"
     )
 }
