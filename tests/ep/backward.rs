@@ -1,7 +1,8 @@
 //! Every row of the backward table, bit for bit against its formula; and, with sums by expert, the
 //! same bits on one node and on many, on every route.
 
-use crate::support::layer::{bits, dot};
+use crate::support::layer::bits;
+use crate::support::reference::dot;
 use crate::support::{To, Tokens, on_ranks, placement, tiny, tokens};
 use half::{bf16, f16};
 use sidelane::gate::Routing;

@@ -1,7 +1,7 @@
 //! Rank-major rows: one per token and rank, with its choices, one sum of all ranks.
 
 use crate::support::layer::{Expected, bits, play};
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 use crate::support::{on_ranks, tiny};
 use half::{bf16, f16};
 use sidelane::dtype::PartialDtype;
@@ -60,7 +60,7 @@ fn one_row_per_token_and_rank_goes_out_and_comes_home_in_f16() {
 
 /// Tokens whose elements and weights are small whole numbers: their sums are exact, in any order.
 fn whole(case: &Case) -> Expected<f32> {
-    let mut all = Expected::<f32>::new(case).all;
+    let mut all = Expected::<f32>::new(case).all.clone();
     for tokens in &mut all {
         tokens.x.iter_mut().for_each(|x| *x = (*x * 8.0).round());
         tokens.weights.iter_mut().for_each(|weight| *weight = (*weight * 8.0).round());

@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 
 use crate::support::layer::{Expected, bits, play};
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 use crate::support::{on_ranks, small};
 use half::bf16;
 use sidelane::dtype::PartialDtype;
@@ -31,7 +31,7 @@ fn shapes() -> Vec<Case> {
 }
 
 fn modes(case: &Case) -> [ReceiveMode; 4] {
-    let eager = Expected::<f32>::new(case).seen.required;
+    let eager = Expected::<f32>::new(case).seen.required.clone();
     let mean = eager.iter().sum::<u32>().div_ceil(eager.len() as u32);
     let overflow = Overflow::Drop;
     [

@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 
 use crate::support::layer::{bits, play};
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 use crate::support::{on_ranks, small};
 use half::bf16;
 use sidelane::dtype::PartialDtype;

@@ -3,14 +3,13 @@
 
 pub mod layer;
 pub mod processes;
-pub mod visible;
 
 use half::bf16;
-use rand::{Rng, RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use sidelane::config::Config;
 use sidelane::plan::ExpertMap;
-use sidelane::{Element, Options, World};
+use sidelane::{Options, World};
+#[allow(unused_imports, reason = "each test program uses a part of this")]
+pub use sidelane_verify::reference::{self, To, Tokens, tokens};
 
 /// Options for small worlds.
 pub fn small() -> Options {
@@ -44,65 +43,12 @@ pub fn on_ranks<T: Send>(nodes: &[u32], options: &Options, body: impl Fn(World) 
     })
 }
 
-/// One rank's input.
-#[derive(Clone, Debug)]
-pub struct Tokens<E> {
-    pub x: Vec<E>,
-    pub ids: Vec<i32>,
-    pub weights: Vec<f32>,
-}
-
-/// Random tokens with distinct experts; one choice in eight is dropped.
-pub fn tokens<E: Element>(seed: u64, count: u32, hidden: usize, top_k: u32, experts: u32) -> Tokens<E>
-where
-    f32: To<E>,
-{
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let x = (0..count as usize * hidden).map(|_| (rng.random::<f32>() * 4.0 - 2.0).to()).collect();
-    let mut ids = Vec::new();
-    for _ in 0..count {
-        let mut all: Vec<i32> = (0..experts as i32).collect();
-        for k in 0..top_k as usize {
-            let pick = rng.random_range(k..all.len());
-            all.swap(k, pick);
-            ids.push(if rng.next_u32() % 8 == 0 { -1 } else { all[k] });
-        }
-    }
-    let weights = ids.iter().map(|_| rng.random::<f32>()).collect();
-    Tokens { x, ids, weights }
-}
-
 /// Results of experts that change nothing: each token times its number of choices, summed from +0.
 pub fn repeated(tokens: &Tokens<bf16>, top_k: u32, hidden: usize) -> Vec<bf16> {
     let chosen = tokens.ids.chunks_exact(top_k as usize).map(|ids| ids.iter().filter(|&&id| id >= 0).count());
     let rows = tokens.x.chunks_exact(hidden).zip(chosen);
     let sum = |x: &bf16, n| bf16::from_f32((0..n).fold(0.0, |sum, _| sum + x.to_f32()));
     rows.flat_map(|(row, n)| row.iter().map(move |x| sum(x, n))).collect()
-}
-
-/// Rounding to an element type, and back.
-pub trait To<E> {
-    fn to(self) -> E;
-}
-impl To<f32> for f32 {
-    fn to(self) -> f32 {
-        self
-    }
-}
-impl To<half::bf16> for f32 {
-    fn to(self) -> half::bf16 {
-        half::bf16::from_f32(self)
-    }
-}
-impl To<half::f16> for f32 {
-    fn to(self) -> half::f16 {
-        half::f16::from_f32(self)
-    }
-}
-impl To<u8> for f32 {
-    fn to(self) -> u8 {
-        self.to_bits() as u8
-    }
 }
 
 /// Where a received row came from: (rank, token, choice); `None` is a pad row.

@@ -1,4 +1,5 @@
-//! Proof, random check and mutants of the schedules in [`sidelane_core::schedule`].
+//! Proof, random check and mutants of the schedules in [`sidelane_core::schedule`]; and the naive
+//! [`reference`] of what calls must give.
 //!
 //! ```text
 //!   script of calls --story--> operations of all ranks --prove--> no deadlock, no race, each byte written once
@@ -11,4 +12,5 @@ pub mod check;
 pub mod flow;
 pub mod mutate;
 pub mod prove;
+pub mod reference;
 pub mod unroll;

@@ -8,7 +8,7 @@ use sidelane::{ExpertParallel, Options, World};
 
 use super::{groups, loads, weighted_or_not};
 use crate::support::layer::{Expected, bits, nothing_is_held};
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 use crate::support::{on_ranks, tiny};
 
 /// Results of a layer at its rank that do not depend on the place of rows.

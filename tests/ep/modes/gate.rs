@@ -15,7 +15,7 @@ use sidelane::topology::Route;
 
 use super::equal::{steps, steps_in};
 use crate::support::layer::Expected;
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 use crate::support::{Tokens, small, tiny};
 
 /// The recorded decisions of a small trained model.

@@ -7,7 +7,7 @@ use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 
 use super::{groups, loads};
 use crate::support::layer::{Expected, nothing_is_held};
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 use crate::support::{on_ranks, tiny};
 
 /// Every mode, where it drops and where it does not.

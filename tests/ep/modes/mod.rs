@@ -9,7 +9,7 @@ mod room;
 mod yardstick;
 
 use crate::support::layer::{Expected, nothing_is_held, play};
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 use crate::support::{Tokens, on_ranks, tiny};
 use half::{bf16, f16};
 use sidelane::dtype::{Fp8RowShape, PartialDtype};

@@ -9,7 +9,7 @@ use sidelane::{Dtype, ExpertParallel};
 
 use super::{groups, loads};
 use crate::support::layer::{Expected, nothing_is_held};
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 use crate::support::{on_ranks, tiny};
 
 #[test]

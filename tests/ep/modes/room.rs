@@ -8,7 +8,7 @@ use sidelane::topology::{NodeMap, Paths, Route};
 
 use super::{groups, loads};
 use crate::support::layer::{Expected, nothing_is_held};
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 use crate::support::{on_ranks, tiny};
 
 /// Bytes for landed rows with their metadata, and for rows that a rank takes to relay.
@@ -120,7 +120,7 @@ fn a_block_has_room_for_every_choice_of_every_token() {
         for (layout, order) in RowLayout::ALL.into_iter().flat_map(|l| SumOrder::ALL.map(|o| (l, o))) {
             let weighted = layout == RowLayout::ExpertMajor;
             let case = Case { mode, layout, order, weighted, ..case.clone() };
-            let mut all = Expected::<bf16>::new(&case).all;
+            let mut all = Expected::<bf16>::new(&case).all.clone();
             for tokens in &mut all {
                 tokens.ids.chunks_exact_mut(4).for_each(|ids| ids.copy_from_slice(&[2, 0, 3, 1]));
             }

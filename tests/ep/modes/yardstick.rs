@@ -5,7 +5,7 @@ use sidelane::plan::{Overflow, ReceiveMode, RowLayout};
 use sidelane::rows::{Arithmetic, Stores};
 
 use crate::support::layer::{Expected, bits};
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 use crate::support::{on_ranks, tiny};
 
 #[test]
@@ -35,7 +35,7 @@ fn the_yardstick_moves_and_sums_what_the_calls_do() {
                 yardstick.combine(Arithmetic::Bf16, bytemuck::cast_slice_mut(&mut sums), Stores::Cached);
                 group.gather(&[]).unwrap();
                 all.arrived(me, &yardstick.lend_rows().unwrap(), &handle);
-                assert!(bits(&sums) == bits(&all.summed(me, 1, false)), "rank {me}, {:?}", all.case);
+                assert!(bits(&sums) == bits(&all.sums(me, 1, false)), "rank {me}, {:?}", all.case);
             });
         }
     }

@@ -5,7 +5,7 @@ use proptest::sample::{select, subsequence};
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::Route;
 
-use crate::support::visible::Case;
+use crate::support::reference::Case;
 
 /// A case and the expert ids of all its ranks.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@ use sidelane::topology::Route;
 
 use super::case::{Play, weight};
 use super::placed::{Placed, Rank, part};
-use crate::support::visible::{Row, Visible};
+use crate::support::reference::{Row, Visible};
 
 /// Writer of a row: a token of a source, or none: zeros.
 type Written = Option<(usize, usize)>;

@@ -10,7 +10,7 @@ use self::case::{Play, plays, plays_in_spans};
 use self::landing::{copies_are_those_of_relay_order, rows_and_notes_land_once_each, staged_rows_lie_apart};
 use self::placed::{Placed, Rank, routing};
 use self::sums::{fetches_find_their_words, sums_find_their_rows};
-use crate::support::visible::Visible;
+use crate::support::reference::Visible;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use sidelane::plan::{Bins, Counts, DispatchLayout, PlanContext, ReceiveMode, ReceiveSizes, SortedRouting};

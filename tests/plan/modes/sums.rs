@@ -6,7 +6,7 @@ use sidelane::plan::{RowLayout, Summand};
 use super::case::Play;
 use super::landing::Index;
 use super::placed::{Placed, Rank, part};
-use crate::support::visible::Visible;
+use crate::support::reference::Visible;
 
 /// Rank and row of a summand that a relay returns unchanged, or holds itself.
 fn resolve(play: &Play, placed: &Placed, me: usize, term: Summand) -> (usize, usize) {

@@ -1,29 +1,41 @@
 //! Expected rows of a dispatch at every rank, in every layout and mode, computed from the routing
 //! of all ranks at once.
 
-use sidelane::dtype::PartialDtype;
-use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
-use sidelane::topology::{NodeMap, Route};
+use sidelane_core::dtype::PartialDtype;
+use sidelane_core::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
+use sidelane_core::topology::{NodeMap, Route};
 
 /// Inputs of a dispatch.
 #[derive(Clone, Debug)]
 pub struct Case {
+    /// Node of each rank.
     pub nodes: Vec<u32>,
     /// Tokens of each rank.
     pub counts: Vec<u32>,
+    /// Places of experts.
     pub map: ExpertMap,
+    /// Choices of a token.
     pub top_k: u32,
+    /// Elements of a row.
     pub hidden: usize,
+    /// Rows to a multiple of which segments are padded.
     pub align: u32,
+    /// Order of rows.
     pub layout: RowLayout,
+    /// Receive memory.
     pub mode: ReceiveMode,
+    /// Route between nodes.
     pub route: Route,
+    /// Order of sums.
     pub order: SumOrder,
+    /// Type of partial sums.
     pub wire: PartialDtype,
+    /// Whether a combine multiplies rows with their weights.
     pub weighted: bool,
-    /// Relays copy rows in spans: rows land in another order than the visible one, and an index
-    /// maps the two.
+    /// Whether relays copy spans: then rows land in another order than the visible one, and an
+    /// index says in which.
     pub spans: bool,
+    /// Strategy of a dispatch.
     pub strategy: Strategy,
 }
 
@@ -57,8 +69,11 @@ impl Case {
 /// A row: its token, and the choices, of `[tokens, top_k]`, that it stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
+    /// Rank of the token.
     pub source: usize,
+    /// The token there.
     pub token: usize,
+    /// The choices.
     pub choices: Vec<usize>,
 }
 
@@ -156,7 +171,10 @@ impl Visible {
         }
     }
 
-    /// Local expert and choice of each choice of a row: metadata of rank-major rows.
+    /// Local expert of each choice of a row, -1 where it has none: metadata of rank-major rows.
+    ///
+    /// # Panics
+    /// Without such a row.
     pub fn local_experts(&self, case: &Case, ids: &[Vec<i32>], rank: usize, row: usize) -> Vec<i32> {
         let mut experts = vec![-1; case.top_k as usize];
         if let Some(row) = &self.rows[rank][row] {
@@ -177,6 +195,9 @@ impl Visible {
     }
 
     /// The rows of a token, (rank, row there, first choice), in the order of the sum, by partial.
+    ///
+    /// # Panics
+    /// Without such a token.
     pub fn terms(
         &self,
         case: &Case,
