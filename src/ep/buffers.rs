@@ -28,8 +28,8 @@ pub(super) enum RowsAt {
 }
 
 impl ExpertRows {
-    /// Number of rows, pads and unused slots counted. After
-    /// [`PendingDispatch::unfinished`](super::PendingDispatch::unfinished), the budget.
+    /// Number of rows, pads and unused slots counted. On a device with a budget, the budget:
+    /// [`Handle::rows`](super::Handle::rows) of them have landed.
     pub fn len(&self) -> u32 {
         match &self.0 {
             RowsAt::Host(rows) => rows.rows,

@@ -164,7 +164,9 @@ impl PlannedRows {
             }
             false => None,
         };
-        let (counts, lease) = (common.piece(shape.counts(seat))?, Arc::clone(lease));
+        // There is room for those of any rank.
+        let own = common.fixed.bins.of(common.fixed.lanes.rank).len() as u64;
+        let (counts, lease) = (common.piece((shape.counts(seat).0, 2 * own * 8))?, Arc::clone(lease));
         Ok(PlannedRows { memory, weights, counts, landing, arrived, _extent: extent, _lease: lease })
     }
 
