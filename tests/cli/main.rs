@@ -2,6 +2,7 @@
 
 mod bench;
 mod collectives;
+mod conformance;
 mod copy_engines;
 mod doctor;
 mod files;

@@ -44,7 +44,7 @@ const CRATES: [(&str, &[&str]); 5] = [
     (".", &["sidelane-core"]),
     ("crates/verify", &["sidelane-core"]),
     ("crates/model", &["sidelane-core"]),
-    ("crates/cli", &["sidelane", "sidelane-core", "sidelane-model"]),
+    ("crates/cli", &["sidelane", "sidelane-core", "sidelane-model", "sidelane-verify"]),
 ];
 
 pub fn sources(dir: &Path, found: &mut Vec<PathBuf>) {

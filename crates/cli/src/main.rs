@@ -4,6 +4,7 @@ mod bench;
 mod chart;
 mod collectives;
 mod command;
+mod conformance;
 mod copy_engines;
 mod doctor;
 mod error;
@@ -75,9 +76,10 @@ commands! {
     CopyEngines: copy_engines::CopyEnginesArgs,
     Simulate: simulate::SimulateArgs,
     PlanBench: plan_bench::PlanBenchArgs,
-    // Tools: ranks, the machine, a GPU.
+    // Tools: ranks, the machine, the features, a GPU.
     Launch: launch::LaunchArgs,
     Doctor: doctor::DoctorArgs,
+    Conformance: conformance::ConformanceArgs,
     GpuCheck: gpu_check::GpuCheckArgs,
 }
 

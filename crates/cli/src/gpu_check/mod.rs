@@ -27,7 +27,7 @@ mod activity;
 mod audit;
 mod blocking;
 mod costs;
-mod device;
+pub mod device;
 mod driver;
 mod exchange;
 mod interference;
@@ -55,6 +55,8 @@ use crate::command::{self, Command as _};
 use crate::error::CliError;
 use crate::options::word;
 use crate::ranks;
+
+pub use exchange::experts_copy;
 
 /// The driver, if it is there, new enough, and has the device.
 fn probe(device: u32) -> Result<sidelane::device::Probe, DeviceError> {
@@ -243,7 +245,7 @@ const SILENCE: Duration = Duration::from_secs(300);
 
 /// What parts need of the driver, unless it was said: kernels that are there before a stream waits, and queues enough that
 /// ranks of one GPU do not wait behind each other.
-const VARIABLES: [(&str, &str); 2] =
+pub const VARIABLES: [(&str, &str); 2] =
     [("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
 
 /// Runs these. What does not fit into so many minutes is left out.

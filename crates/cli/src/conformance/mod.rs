@@ -1,0 +1,216 @@
+//! `sidelane conformance`: the table of features by executor, made by running it.
+//!
+//! ```text
+//!   suite (data) x ways --> Task --Job--> ranks 0 .. 5: build, calls, compare with the reference | next case ...
+//!        ^                                   | a line a case
+//!        +---- cases that are left <---------+--> table, JSON, exit status
+//! ```
+//!
+//! The library's own table, [`Feature`], says what must be equal and what must be refused. What is
+//! equal is so to the bit with the naive reference, which shares no code with placement.
+
+mod case;
+mod difference;
+mod place;
+mod player;
+mod rank;
+mod report;
+mod suite;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use sidelane::device::{Driver, Probe};
+use sidelane::ep::Feature;
+
+use self::case::Way;
+use self::rank::{Line, Outcome, Run, Task, judged};
+use self::report::Report;
+use self::suite::{RANKS_PER_NODE, SUITE};
+use crate::command::{self, Command};
+use crate::error::{CliError, failed};
+use crate::gpu_check::VARIABLES;
+use crate::launch::{Bind, Job};
+use crate::options::one_of;
+use crate::ranks;
+
+const EXAMPLES: &str = "\
+Example:
+  sidelane conformance --place host --only gradients --json conformance.json";
+
+/// Run every feature between processes of this machine, compare all bits with a naive reference, and
+/// print the table of features by place
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct ConformanceArgs {
+    /// Place of the rows [default: host, and device where there is a driver]
+    #[arg(long, value_name = "PLACE", value_enum)]
+    pub place: Option<PlaceArg>,
+
+    /// Run the cases of this feature alone, by its name in the table; repeat it for several
+    #[arg(long, value_name = "FEATURE", value_parser = one_of(Feature::ALL, Feature::name))]
+    pub only: Vec<Feature>,
+
+    /// Draws tokens and routing
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+
+    /// Write the report as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+/// What `--place` names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PlaceArg {
+    Host,
+    Device,
+}
+
+/// A run, the executor that served it, and what came of it.
+type Judged = (Run, String, Outcome);
+
+impl Command for ConformanceArgs {
+    const NAME: &'static str = "conformance";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(&self.json)?;
+        let device = match self.place {
+            Some(PlaceArg::Host) => None,
+            Some(PlaceArg::Device) => Some(Ok(probe()?)),
+            None => Some(probe().map_err(|error| error.to_string())),
+        };
+        let has_device = matches!(device, Some(Ok(_)));
+        let places = |way: &Way| match way.is_on_device() {
+            true => has_device,
+            false => self.place != Some(PlaceArg::Device),
+        };
+        let asked = |feature| self.only.is_empty() || self.only.contains(&feature);
+        let runs = Way::ALL.into_iter().filter(places).flat_map(|way| {
+            let cases = SUITE.iter().enumerate();
+            let cases = cases.filter(move |(_, case)| asked(case.feature) && case.goes(way));
+            cases.map(move |(case, _)| Run { case, way })
+        });
+        let judged = run_all(runs.collect(), self.seed)?;
+        command::finish(&Report::new(&self, device, &judged), &self.json)
+    }
+
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        rank::main(&ranks::task(task)?)
+    }
+}
+
+/// The driver, if it is there and processes may share its devices.
+fn probe() -> Result<Probe, CliError> {
+    let driver = Driver::open()?;
+    if !driver.device(0)?.several_processes {
+        return Err(failed!("the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)"));
+    }
+    Ok(driver.probe()?)
+}
+
+/// Milliseconds after which a rank that waits for others gives up, unless it was said.
+const DEADLINE: (&str, &str) = ("SIDELANE_DEADLINE_MS", "30000");
+
+/// Runs all of these; what ends a job costs one run.
+fn run_all(mut left: Vec<Run>, seed: u64) -> Result<Vec<Judged>, CliError> {
+    let mut done = Vec::new();
+    while !left.is_empty() {
+        let folder = tempfile::Builder::new().prefix("sidelane-conformance-").tempdir();
+        let folder = folder.map_err(CliError::prepare("make a folder for what ranks see"))?;
+        let task = Task { runs: left.clone(), seed, folder: folder.path().to_owned() };
+        let code = job(&task)?.run()?.exit_code();
+        if [130, 143].contains(&code) {
+            return Err(failed!("stopped"));
+        }
+        let ranks = 0..RANKS_PER_NODE.iter().sum();
+        let lines =
+            ranks.map(|rank| rank::read(folder.path(), rank)).collect::<Result<Option<Vec<_>>, _>>()?;
+        let lines = lines.ok_or_else(|| failed!("the ranks did not come so far as to begin"))?;
+        let judged = finished(&left, &lines);
+        if judged.is_empty() {
+            return Err(failed!("the ranks ended with status {code} and ran no case"));
+        }
+        left.drain(..judged.len());
+        done.extend(judged);
+    }
+    Ok(done)
+}
+
+fn job(task: &Task) -> Result<Job, CliError> {
+    let missing =
+        [DEADLINE].into_iter().chain(VARIABLES).filter(|(name, _)| std::env::var_os(name).is_none());
+    Ok(Job {
+        nodes: RANKS_PER_NODE.to_vec(),
+        part: None,
+        command: ranks::again(ConformanceArgs::NAME, task)?,
+        env: missing.map(|(name, value)| (name.to_owned(), value.into())).collect(),
+        bind: Bind::None,
+        grace: Duration::from_secs(5),
+        tag_output: false,
+    })
+}
+
+/// The runs that a job has finished, by the lines of its ranks, and the one that ended it.
+fn finished(runs: &[Run], lines: &[Vec<Line>]) -> Vec<Judged> {
+    let mut done: Vec<Judged> = Vec::new();
+    for &run in runs {
+        let of_rank = |&rank: &u32| lines[rank as usize].iter().find(|line| line.run == run).cloned();
+        let said: Vec<Option<Line>> = run.case().group.iter().map(of_rank).collect();
+        // Who was wrong has ended the job, and not the one that nobody has begun.
+        let unbegun = said.iter().all(Option::is_none);
+        if unbegun && matches!(done.last(), Some((.., Outcome::Wrong(_)))) {
+            break;
+        }
+        let ended = said.iter().any(Option::is_none);
+        let (executor, outcome) = judged(run, &said);
+        done.push((run, executor, outcome));
+        if ended {
+            break;
+        }
+    }
+    done
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RUNS: [Run; 3] = [run(0), run(2), run(3)];
+
+    const fn run(case: usize) -> Run {
+        Run { case, way: Way::Host }
+    }
+
+    /// The lines of all ranks of the job: the outcomes of the first runs.
+    fn lines(outcomes: &[Outcome], silent: Option<u32>) -> Vec<Vec<Line>> {
+        let of_rank = |rank: u32| {
+            let took_part = RUNS.iter().zip(outcomes).filter(|(run, _)| run.case().group.contains(&rank));
+            let last = RUNS[outcomes.len() - 1];
+            let said = took_part.filter(|(run, _)| silent != Some(rank) || **run != last);
+            let line = |(run, outcome): (&Run, &Outcome)| Line {
+                run: *run,
+                executor: "host-stepper".to_owned(),
+                outcome: outcome.clone(),
+            };
+            said.map(line).collect()
+        };
+        (0..6).map(of_rank).collect()
+    }
+
+    #[test]
+    fn run_that_ends_a_job_is_wrong_and_the_next_is_left() {
+        let wrong = Outcome::Wrong(Vec::new());
+        let said = |outcomes: &[Outcome], silent| {
+            let done = finished(&RUNS, &lines(outcomes, silent));
+            done.into_iter().map(|(.., outcome)| matches!(outcome, Outcome::Equal)).collect::<Vec<_>>()
+        };
+        let equal = [Outcome::Equal, Outcome::Equal, Outcome::Equal];
+        assert_eq!(said(&equal, None), [true; 3]);
+        assert_eq!(said(&equal[..2], Some(1)), [true, false], "rank 1 has ended");
+        assert_eq!(said(&equal[..1], None), [true, false], "all ranks have ended in the second");
+        assert_eq!(said(&[Outcome::Equal, wrong], None), [true, false], "nobody has begun the third");
+    }
+}

@@ -1,0 +1,164 @@
+//! Tensors of a rank: in memory of the host, or of a device behind a pinned page.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sidelane::Dtype;
+use sidelane::device::{DeviceRange, Driver, PinnedMemory, Stream};
+use sidelane::ep::{ExpertRows, Tensor, TensorMut};
+
+use crate::error::{CliError, failed};
+use crate::gpu_check::device::{allocate, finish, stream, whole};
+
+/// Memory of a device for the tensors of one case.
+const TENSORS: u64 = 8 << 20;
+/// The largest tensor that is read or written.
+const STAGING: usize = 1 << 20;
+/// Tensors begin at multiples of this.
+const ALIGN: u64 = 256;
+/// What a copy may take before it counts as stuck: less than other ranks wait for this one.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// What stands in memory that a call is to write.
+const BEFORE: u8 = 0xcb;
+
+/// A device of a rank. All its memory is made before the first case and kept until the last: to free
+/// memory waits for streams that wait for other ranks.
+pub struct Device {
+    pub stream: Arc<Stream>,
+    /// For calls that change streams.
+    pub other: Arc<Stream>,
+    memory: DeviceRange,
+    staging: PinnedMemory,
+}
+
+impl Device {
+    /// Ranks take the devices in turns.
+    pub fn of_rank(rank: u32) -> Result<Self, CliError> {
+        let driver = Driver::open()?;
+        let context = driver.context(rank % driver.device_count()?.max(1))?;
+        Ok(Device {
+            stream: Arc::new(stream(&context)?),
+            other: Arc::new(stream(&context)?),
+            memory: allocate(&context, TENSORS)?,
+            staging: PinnedMemory::new(&context, STAGING)?,
+        })
+    }
+}
+
+/// Memory of one tensor.
+pub enum Buffer {
+    /// In words, so that all types are aligned.
+    Host(Vec<u64>, usize),
+    Device(DeviceRange),
+}
+
+impl Buffer {
+    pub fn tensor(&self, dtype: Dtype) -> Tensor<'_> {
+        match self {
+            Buffer::Host(words, len) => Tensor::Host { bytes: &bytemuck::cast_slice(words)[..*len], dtype },
+            Buffer::Device(range) => Tensor::device(range, dtype),
+        }
+    }
+
+    pub fn tensor_mut(&mut self, dtype: Dtype) -> TensorMut<'_> {
+        match self {
+            Buffer::Host(words, len) => {
+                TensorMut::Host { bytes: &mut bytemuck::cast_slice_mut(words)[..*len], dtype }
+            }
+            Buffer::Device(range) => TensorMut::device(range, dtype),
+        }
+    }
+}
+
+/// Place of the tensors of one case.
+pub struct Place<'d> {
+    device: Option<&'d Device>,
+    /// Stream of the calls, on a device.
+    stream: Option<Arc<Stream>>,
+    used: u64,
+}
+
+impl<'d> Place<'d> {
+    /// Part `part` of two of a device's memory, or the host.
+    pub fn new(device: Option<&'d Device>, part: u64) -> Self {
+        let stream = device.map(|device| Arc::clone(&device.stream));
+        Place { device, stream, used: part * TENSORS / 2 }
+    }
+
+    pub fn stream(&self) -> Option<&Arc<Stream>> {
+        self.stream.as_ref()
+    }
+
+    /// The device's other stream, on which calls go from now on.
+    pub fn change_stream(&mut self) -> Result<&Arc<Stream>, CliError> {
+        let (Some(device), Some(stream)) = (self.device, &mut self.stream) else {
+            return Err(failed!("the host has no stream"));
+        };
+        let next = if Arc::ptr_eq(stream, &device.stream) { &device.other } else { &device.stream };
+        *stream = Arc::clone(next);
+        Ok(stream)
+    }
+
+    /// A tensor with this content.
+    pub fn lend<T: bytemuck::NoUninit>(&mut self, content: &[T]) -> Result<Buffer, CliError> {
+        let bytes: &[u8] = bytemuck::cast_slice(content);
+        let Some(device) = self.device else {
+            let mut words = vec![0_u64; bytes.len().div_ceil(8)];
+            bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
+            return Ok(Buffer::Host(words, bytes.len()));
+        };
+        let range = device.memory.part(self.used, bytes.len() as u64)?;
+        self.used += (bytes.len() as u64).next_multiple_of(ALIGN).max(ALIGN);
+        self.write(&range, bytes)?;
+        Ok(Buffer::Device(range))
+    }
+
+    /// Room for as many bytes, full of something else.
+    pub fn room(&mut self, bytes: usize) -> Result<Buffer, CliError> {
+        self.lend(&vec![BEFORE; bytes])
+    }
+
+    /// Writes to memory of the device, and waits until it is there.
+    pub fn write(&self, to: &DeviceRange, bytes: &[u8]) -> Result<(), CliError> {
+        let (Some(device), Some(stream)) = (self.device, &self.stream) else {
+            return Err(failed!("the host has no device memory"));
+        };
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let len = bytes.len() as u64;
+        device.staging.write(0, bytes)?;
+        stream.copy(to.span(0, len)?, device.staging.range().span(0, len)?)?;
+        finish(stream, "a copy to the device", PATIENCE)
+    }
+
+    /// Reads memory of the device, once the stream has come so far.
+    pub fn read(&self, from: &DeviceRange) -> Result<Vec<u8>, CliError> {
+        let (Some(device), Some(stream)) = (self.device, &self.stream) else {
+            return Err(failed!("the host has no device memory"));
+        };
+        let mut bytes = vec![0; from.len() as usize];
+        if !bytes.is_empty() {
+            stream.copy(device.staging.range().span(0, from.len())?, whole(from)?)?;
+            finish(stream, "a call on the device", PATIENCE)?;
+            device.staging.read(0, &mut bytes)?;
+        }
+        Ok(bytes)
+    }
+
+    /// Bytes of a tensor.
+    pub fn content(&self, buffer: &Buffer) -> Result<Vec<u8>, CliError> {
+        match buffer {
+            Buffer::Host(words, len) => Ok(bytemuck::cast_slice(words)[..*len].to_vec()),
+            Buffer::Device(range) => self.read(range),
+        }
+    }
+
+    /// Bytes of received rows as they lie: on a device with fixed slots, of whole slots.
+    pub fn received(&self, rows: &ExpertRows) -> Result<Vec<u8>, CliError> {
+        match self.device {
+            None => Ok(rows.rows::<u8>()?.to_vec()),
+            Some(_) => self.read(&rows.range()?),
+        }
+    }
+}

@@ -1,0 +1,633 @@
+//! One rank in one group: makes the calls of a case, and holds what it sees against the reference.
+//!
+//! What differs is written down and ends nothing: the other ranks wait for the calls that follow.
+
+use sidelane::device::Graph;
+use sidelane::dtype::{Dtype, Fp8RowShape};
+use sidelane::ep::{Choices, ExpertOutput, ExpertRows, Handle, Tensor};
+use sidelane::error::{CallError, PlanError};
+use sidelane::gate::Routing;
+use sidelane::plan::RowLayout;
+use sidelane::rows::{Arithmetic, RowKernels, Simd, Stores};
+use sidelane::{Error, ExpertParallel, Group};
+use sidelane_verify::reference::{self, Real, Reference, To, Tokens};
+
+use super::case::{Bad, Call, Settings, reversed};
+use super::difference::{Difference, compare, compare_list};
+use super::place::{Buffer, Device, Place};
+use crate::error::{CliError, failed};
+use crate::gpu_check::experts_copy;
+
+/// Bytes of an instance's memory on a device.
+const DEVICE_HEAP: u64 = 4 << 20;
+/// Dispatches that may be alive there.
+const MAX_IN_FLIGHT: u32 = 4;
+/// Member of a group that brings bad input.
+const BAD_MEMBER: u32 = 1;
+/// Launches of a captured layer.
+const LAUNCHES: u32 = 3;
+
+/// One rank in one group.
+pub struct Player<'r, E> {
+    settings: Settings,
+    group: &'r Group,
+    ep: ExpertParallel,
+    place: Place<'r>,
+    seed: u64,
+    /// Dispatches so far.
+    dispatches: u32,
+    /// Tensors so far: each has another number, and other elements.
+    tensors: u32,
+    alive: Vec<Alive<E>>,
+    /// What differed.
+    pub found: Vec<Difference>,
+}
+
+/// A dispatch whose handle is alive.
+struct Alive<E> {
+    reference: Reference<E>,
+    handle: Handle,
+    /// Tensor of the last combine's rows.
+    outputs: u32,
+}
+
+impl<'r, E: Real> Player<'r, E>
+where
+    f32: To<E>,
+{
+    /// Builds the instance: the `part`th of a case.
+    pub fn build(
+        settings: &Settings,
+        group: &'r Group,
+        device: Option<&'r Device>,
+        (seed, part): (u64, u64),
+    ) -> Result<Self, CliError> {
+        let place = Place::new(device, part);
+        let mut builder = settings.builder(group)?;
+        if let Some(stream) = place.stream() {
+            builder = builder.on(stream);
+            if settings.case.mode.slots().is_none() {
+                builder = builder.device_heap(DEVICE_HEAP).max_in_flight(MAX_IN_FLIGHT);
+            }
+        }
+        let (ep, settings) = (builder.build()?, settings.clone());
+        let (alive, found) = (Vec::new(), Vec::new());
+        Ok(Player { settings, group, ep, place, seed, dispatches: 0, tensors: 0, alive, found })
+    }
+
+    pub fn instance(&self) -> &ExpertParallel {
+        &self.ep
+    }
+
+    /// Makes one call.
+    pub fn play(&mut self, call: Call) -> Result<(), CliError> {
+        match call {
+            Call::Dispatch => self.dispatch(|ep, x, choices| ep.dispatch(x, choices)),
+            Call::DispatchHalves => self.dispatch(|ep, x, choices| ep.start_dispatch(x, choices)?.finish()),
+            Call::TokenBuffer => self.dispatch(from_token_buffer),
+            Call::Prepare => self.prepare(),
+            Call::Cached(nth) => self.cached(nth),
+            Call::Combine(nth) | Call::CombineHalves(nth) | Call::CombineCopy(nth) => self.combine(nth, call),
+            Call::DispatchBackward(nth) => self.dispatch_backward(nth),
+            Call::CombineBackward(nth) => self.combine_backward(nth),
+            Call::Release(nth) => Ok(self.ep.release(Some(&self.alive[nth].handle))?),
+            Call::Forget => {
+                self.alive.clear();
+                Ok(())
+            }
+            Call::SetMap => {
+                let map = reversed(&self.settings.case.map)?;
+                self.ep.set_expert_map(map.clone())?;
+                self.settings.case.map = map;
+                Ok(())
+            }
+            Call::Stream => Ok(self.ep.set_stream(self.place.change_stream()?)?),
+            Call::Refused(bad) => self.refused(bad),
+            Call::OverBudget => self.over_budget(),
+            Call::Capture => self.capture(),
+            Call::Yardstick => self.yardstick(),
+        }
+    }
+
+    /// Waits for all calls, and says how they went.
+    pub fn end(&self) -> Result<(), CliError> {
+        self.ep.synchronize()?;
+        Ok(self.ep.check()?)
+    }
+
+    fn me(&self) -> usize {
+        self.ep.rank() as usize
+    }
+
+    fn number(&mut self) -> u32 {
+        self.tensors += 1;
+        self.tensors
+    }
+
+    /// New tokens of all ranks, whose numbers take turns.
+    fn input(&mut self) -> Reference<E> {
+        let mut case = self.settings.case.clone();
+        let turn = self.dispatches as usize % case.counts.len();
+        case.counts.rotate_left(turn);
+        self.input_of(&case)
+    }
+
+    fn input_of(&mut self, case: &reference::Case) -> Reference<E> {
+        self.dispatches += 1;
+        Reference::seeded(case, self.seed.wrapping_mul(1 << 20).wrapping_add(u64::from(self.dispatches) << 8))
+    }
+
+    /// Type of dispatched rows, and bytes of one.
+    fn sent_shape(&self) -> (Dtype, usize) {
+        let hidden = self.settings.case.hidden;
+        match self.settings.fp8 {
+            true => (Dtype::Bytes, Fp8RowShape::new(hidden as u32).bytes()),
+            false => (E::DTYPE, hidden * E::DTYPE.size()),
+        }
+    }
+
+    /// Rows as they are dispatched: in fp8 records, by the plain loops.
+    fn sent(&self, x: &[E]) -> Result<Vec<u8>, CliError> {
+        let bytes: &[u8] = bytemuck::cast_slice(x);
+        if !self.settings.fp8 {
+            return Ok(bytes.to_vec());
+        }
+        let shape = Fp8RowShape::new(self.settings.case.hidden as u32);
+        let mut records = vec![0; x.len() / shape.hidden() * shape.bytes()];
+        let loops = RowKernels::new(Simd::named("portable").unwrap_or_else(|_| Simd::best()));
+        loops.quantise(Arithmetic::try_from(E::DTYPE)?, shape, bytes, &mut records)?;
+        Ok(records)
+    }
+
+    /// Makes a call with these tokens: `x` as they are dispatched.
+    fn with_input<R>(
+        &mut self,
+        x: &[u8],
+        tokens: &Tokens<E>,
+        call: impl FnOnce(&mut ExpertParallel, Tensor<'_>, Choices<'_>) -> Result<R, Error>,
+    ) -> Result<Result<R, Error>, CliError> {
+        let (x, dtype) = (self.place.lend(x)?, self.sent_shape().0);
+        if self.place.stream().is_none() {
+            let top_k = self.settings.case.top_k;
+            let routing = Routing::new(top_k, tokens.ids.as_slice(), tokens.weights.as_slice())?;
+            return Ok(call(&mut self.ep, x.tensor(dtype), (&routing).into()));
+        }
+        let (ids, weights) = (self.place.lend(&tokens.ids)?, self.place.lend(&tokens.weights)?);
+        Ok(call(&mut self.ep, x.tensor(dtype), choices(&ids, &weights)?))
+    }
+
+    fn dispatch(
+        &mut self,
+        call: impl FnOnce(&mut ExpertParallel, Tensor<'_>, Choices<'_>) -> Result<(ExpertRows, Handle), Error>,
+    ) -> Result<(), CliError> {
+        let reference = self.input();
+        let tokens = &reference.all[self.me()];
+        let (rows, handle) = self.with_input(&self.sent(&tokens.x)?, tokens, call)??;
+        let what = format!("rows of dispatch {}", self.alive.len());
+        self.check_sent(&what, &rows, &handle, &reference, |rank| reference.all[rank].x.clone())?;
+        self.check_metadata(&rows, &handle, &reference)?;
+        self.check_layout(&handle, &reference, rows.slots().is_some());
+        self.alive.push(Alive { reference, handle, outputs: 0 });
+        Ok(())
+    }
+
+    fn prepare(&mut self) -> Result<(), CliError> {
+        let reference = self.input();
+        let tokens = &reference.all[self.me()];
+        let handle = self.with_input(&[], tokens, |ep, _, choices| ep.prepare(choices))??;
+        self.check_layout(&handle, &reference, false);
+        self.alive.push(Alive { reference, handle, outputs: 0 });
+        Ok(())
+    }
+
+    fn cached(&mut self, nth: usize) -> Result<(), CliError> {
+        let (me, number, dtype) = (self.me(), self.number(), self.sent_shape().0);
+        let alive = self.alive.remove(nth);
+        let x = self.place.lend(&self.sent(&alive.reference.sent(number, me))?)?;
+        let rows = self.ep.dispatch_cached(x.tensor(dtype), &alive.handle)?;
+        let (reference, handle) = (&alive.reference, &alive.handle);
+        let what = format!("rows along dispatch {nth}");
+        self.check_sent(&what, &rows, handle, reference, |rank| reference.sent(number, rank))?;
+        self.alive.insert(nth, alive);
+        Ok(())
+    }
+
+    fn combine(&mut self, nth: usize, way: Call) -> Result<(), CliError> {
+        let (me, number) = (self.me(), self.number());
+        let mut alive = self.alive.remove(nth);
+        let (reference, handle) = (&alive.reference, &alive.handle);
+        let expected = reference.sums(me, number, self.settings.case.weighted);
+        let y = self.lying(&reference.outputs(me, number), self.settings.case.hidden, handle, reference);
+        let mut out = self.place.room(bytes_of(&expected).len())?;
+        let target = out.tensor_mut(E::DTYPE);
+        match way {
+            Call::CombineCopy(_) => {
+                let y = self.elsewhere(y)?;
+                self.ep.combine_into(y.tensor(E::DTYPE), handle, target)?;
+            }
+            Call::CombineHalves(_) => {
+                let output = self.output(handle, &y)?;
+                self.ep.start_combine(output, handle)?.finish(target)?;
+            }
+            _ => {
+                let output = self.output(handle, &y)?;
+                self.ep.combine_into(output, handle, target)?;
+            }
+        }
+        handle.returned()?;
+        self.check_tensor(&format!("sums of dispatch {nth}"), &out, &expected)?;
+        alive.outputs = number;
+        self.alive.insert(nth, alive);
+        Ok(())
+    }
+
+    fn dispatch_backward(&mut self, nth: usize) -> Result<(), CliError> {
+        let (me, rows, words) = (self.me(), self.number(), self.number());
+        let alive = self.alive.remove(nth);
+        let (reference, handle) = (&alive.reference, &alive.handle);
+        let of_rows = self.lying(&reference.outputs(me, rows), reference.case.hidden, handle, reference);
+        let of_rows = self.elsewhere(of_rows)?;
+        let of_weights = self.lying(&reference.row_words(me, words), reference.words(), handle, reference);
+        let of_weights = self.place.lend(&of_weights)?;
+        let (sums, returned) = (reference.sums(me, rows, false), reference.returned_words(me, words));
+        for with_weights in [true, false] {
+            let (mut x, mut home) =
+                (self.place.room(bytes_of(&sums).len())?, self.place.room(bytes_of(&returned).len())?);
+            let given = with_weights.then(|| of_weights.tensor(Dtype::F32));
+            let target = with_weights.then(|| home.tensor_mut(Dtype::F32));
+            let (y, tokens) = (of_rows.tensor(E::DTYPE), x.tensor_mut(E::DTYPE));
+            self.ep.dispatch_backward_into(y, given, handle, tokens, target)?;
+            self.check_tensor(&format!("token gradients of dispatch {nth}"), &x, &sums)?;
+            if with_weights {
+                let what = format!("gradients of dispatch {nth}'s choices");
+                self.check_words(&what, &home, &returned)?;
+            }
+        }
+        self.alive.insert(nth, alive);
+        Ok(())
+    }
+
+    fn combine_backward(&mut self, nth: usize) -> Result<(), CliError> {
+        let (me, number, weighted) = (self.me(), self.number(), self.settings.case.weighted);
+        let alive = self.alive.remove(nth);
+        let (reference, handle) = (&alive.reference, &alive.handle);
+        let g = self.place.lend(&reference.sent(number, me))?;
+        let products = reference.products(me, alive.outputs, number);
+        let mut home = self.place.room(bytes_of(&products).len())?;
+        let target = weighted.then(|| home.tensor_mut(Dtype::F32));
+        let rows = self.ep.combine_backward_into(g.tensor(E::DTYPE), handle, target)?;
+        let expected = match weighted {
+            true => reference.weighted_rows(me, number),
+            false => reference.rows(me, |rank| reference.sent(number, rank)),
+        };
+        let what = format!("row gradients of dispatch {nth}");
+        let shape = (E::DTYPE, self.settings.case.hidden * E::DTYPE.size());
+        self.check_rows(&what, &rows, (handle, reference), shape, bytes_of(&expected))?;
+        if weighted {
+            self.check_words(&format!("weight gradients of dispatch {nth}"), &home, &products)?;
+        }
+        self.alive.insert(nth, alive);
+        Ok(())
+    }
+
+    /// One member's bad input is an error at all ranks; in fixed slots on a device at that one alone,
+    /// which makes the call again.
+    fn refused(&mut self, bad: Bad) -> Result<(), CliError> {
+        let alone = self.place.stream().is_some() && self.settings.case.mode.slots().is_some();
+        let is_bad = self.ep.rank() == BAD_MEMBER;
+        let mut reference = self.input();
+        if alone && !is_bad {
+            return Ok(());
+        }
+        let me = self.me();
+        let mut x = self.sent(&reference.all[me].x)?;
+        if is_bad {
+            match bad {
+                Bad::Shape => x.truncate(x.len() - self.sent_shape().1),
+                Bad::Expert => reference.all[me].ids[0] = self.settings.case.map.experts() as i32,
+            }
+        }
+        let seen = self.with_input(&x, &reference.all[me], |ep, x, choices| ep.dispatch(x, choices))?;
+        let seen = seen.map(drop);
+        let (right, expected) = match (&seen, bad) {
+            (Err(Error::Plan(PlanError::WrongShape { .. })), Bad::Shape) => (is_bad, "a wrong shape"),
+            (Err(Error::Plan(PlanError::ExpertOutOfRange { .. })), Bad::Expert) => {
+                (is_bad, "an expert out of range")
+            }
+            (Err(Error::Call(CallError::PeerRefused { peer, .. })), _) => {
+                (!is_bad && *peer == BAD_MEMBER, "a refusal of member 1")
+            }
+            _ => (false, "a refusal"),
+        };
+        self.outcome("refusal of bad input", right, expected, seen);
+        Ok(())
+    }
+
+    fn over_budget(&mut self) -> Result<(), CliError> {
+        let reference = self.input();
+        let needs = reference.seen.over_budget(&reference.case);
+        let tokens = &reference.all[self.me()];
+        let call = |ep: &mut ExpertParallel, x: Tensor<'_>, choices: Choices<'_>| ep.dispatch(x, choices);
+        let seen = self.with_input(&self.sent(&tokens.x)?, tokens, call)?.map(drop);
+        let right = match &seen {
+            Err(Error::Call(CallError::OverBudget { rank, required, .. })) => {
+                needs == Some((*rank, *required))
+            }
+            _ => false,
+        };
+        self.outcome("refusal of a call over budget", right, &format!("rank and rows {needs:?}"), seen);
+        Ok(())
+    }
+
+    fn outcome(&mut self, what: &str, right: bool, expected: &str, seen: Result<(), Error>) {
+        if !right {
+            let seen = seen.map_or_else(|error| error.to_string(), |()| "no error".to_owned());
+            self.found.push(Difference::outcome(self.ep.rank(), what, expected, seen));
+        }
+    }
+
+    /// A dispatch, experts that change nothing, and a combine, by a graph; where sizes cannot stay on
+    /// the device, the dispatch alone, which is refused.
+    fn capture(&mut self) -> Result<(), CliError> {
+        let me = self.me();
+        let case = self.settings.case.clone();
+        let mut inputs: Vec<Reference<E>> = (0..LAUNCHES).map(|_| self.input_of(&case)).collect();
+        let first = inputs[0].all[me].clone();
+        if !sidelane::ep::Feature::Capture.is_served_by(self.ep.executor()) {
+            let x = self.sent(&first.x)?;
+            let call = |ep: &mut ExpertParallel, x: Tensor<'_>, choices: Choices<'_>| {
+                ep.start_dispatch(x, choices)?.unfinished().map(drop)
+            };
+            return Ok(self.with_input(&x, &first, call)??);
+        }
+        let stream = self.place.stream().cloned().ok_or_else(|| failed!("the host captures nothing"))?;
+        let x = self.place.lend(&self.sent(&first.x)?)?;
+        let (ids, weights) = (self.place.lend(&first.ids)?, self.place.lend(&first.weights)?);
+        let mut out = self.place.room(bytes_of(&first.x).len())?;
+        let (ep, mut kept) = (&mut self.ep, None);
+        let graph = Graph::capture(&stream, || -> Result<(), CliError> {
+            let started = ep.start_dispatch(x.tensor(E::DTYPE), choices(&ids, &weights)?)?;
+            let (rows, handle) = started.unfinished()?;
+            let y = experts_copy(&stream, &rows, &handle)?;
+            ep.combine_into(y, &handle, out.tensor_mut(E::DTYPE))?;
+            kept = Some(handle);
+            Ok(())
+        })?;
+        for (launch, reference) in inputs.drain(..).enumerate() {
+            let tokens = &reference.all[me];
+            for (to, bytes) in [
+                (&x, bytes_of(&tokens.x)),
+                (&ids, bytes_of(&tokens.ids)),
+                (&weights, bytes_of(&tokens.weights)),
+            ] {
+                if let Buffer::Device(to) = to {
+                    self.place.write(to, bytes)?;
+                }
+            }
+            graph.launch(&stream)?;
+            self.ep.synchronize()?;
+            let value = |rank: usize, row: usize, column: usize| -> f32 {
+                reference.seen.rows[rank][row]
+                    .as_ref()
+                    .map_or(0.0, |row| reference.all[row.source].x[row.token * case.hidden + column].into())
+            };
+            let expected = reference.sums_of(me, case.weighted, value);
+            self.check_tensor(&format!("sums of launch {launch}"), &out, &expected)?;
+        }
+        Ok(())
+    }
+
+    fn yardstick(&mut self) -> Result<(), CliError> {
+        let reference = self.input();
+        let tokens = &reference.all[self.me()];
+        let x = self.sent(&tokens.x)?;
+        let (rows, handle) = self.with_input(&x, tokens, |ep, x, choices| ep.dispatch(x, choices))??;
+        let output = handle.output()?;
+        let mut floor = self.ep.yardstick(self.group, rows, output, &handle)?;
+        self.group.gather(&[])?;
+        floor.dispatch(&x, Stores::Cached);
+        self.group.gather(&[])?;
+        let rows = floor.lend_rows().ok_or_else(|| failed!("the yardstick lends no rows"))?;
+        self.check_sent("rows of the yardstick", &rows, &handle, &reference, |rank| {
+            reference.all[rank].x.clone()
+        })?;
+        Ok(())
+    }
+
+    /// The handle's own buffer, with these bytes.
+    fn output(&self, handle: &Handle, y: &[u8]) -> Result<ExpertOutput, CliError> {
+        let mut output = handle.output()?;
+        match self.place.stream() {
+            None => output.rows_mut::<u8>()?.copy_from_slice(y),
+            Some(_) => self.place.write(output.range()?, y)?,
+        }
+        Ok(output)
+    }
+
+    /// The same bytes in memory of the caller's: on a device with a budget, as many rows as it has.
+    fn elsewhere(&mut self, mut y: Vec<u8>) -> Result<Buffer, CliError> {
+        if let (Some(_), Some(rows)) = (self.place.stream(), self.settings.case.mode.budget()) {
+            y.resize(rows as usize * self.settings.case.hidden * E::DTYPE.size(), 0);
+        }
+        self.place.lend(&y)
+    }
+
+    /// Places of this rank's rows.
+    fn landing(&self, handle: &Handle, reference: &Reference<E>) -> Vec<usize> {
+        match handle.index() {
+            Some(index) => index.landing().iter().map(|&at| at as usize).collect(),
+            None => (0..reference.seen.rows[self.me()].len()).collect(),
+        }
+    }
+
+    /// The bytes of rows in visible order, as they lie.
+    fn lying<T: bytemuck::NoUninit>(
+        &self,
+        rows: &[T],
+        columns: usize,
+        handle: &Handle,
+        reference: &Reference<E>,
+    ) -> Vec<u8> {
+        let (bytes, row) = (bytes_of(rows), columns * size_of::<T>());
+        let mut lying = bytes.to_vec();
+        for (from, to) in bytes.chunks_exact(row).zip(self.landing(handle, reference)) {
+            lying[to * row..][..row].copy_from_slice(from);
+        }
+        lying
+    }
+
+    /// The bytes of rows that lie as they landed, in visible order.
+    fn visible(&self, bytes: &[u8], row: usize, handle: &Handle, reference: &Reference<E>) -> Vec<u8> {
+        if handle.index().is_none() {
+            return bytes.to_vec();
+        }
+        let rows = self.landing(handle, reference).into_iter();
+        rows.flat_map(|at| bytes.get(at * row..(at + 1) * row).unwrap_or_default().to_vec()).collect()
+    }
+
+    /// Holds dispatched rows against the tokens of all ranks.
+    fn check_sent(
+        &mut self,
+        what: &str,
+        rows: &ExpertRows,
+        handle: &Handle,
+        reference: &Reference<E>,
+        x: impl Fn(usize) -> Vec<E>,
+    ) -> Result<(), CliError> {
+        let (dtype, row) = self.sent_shape();
+        let ranks = 0..reference.all.len();
+        let sent = ranks.map(|rank| self.sent(&x(rank))).collect::<Result<Vec<_>, _>>()?;
+        // The same rows, of bytes.
+        let case = reference::Case { hidden: row, ..reference.case.clone() };
+        let all = sent.iter().map(|x| Tokens { x: x.clone(), ids: Vec::new(), weights: Vec::new() });
+        let bytes =
+            Reference::<u8> { case, all: all.collect(), ids: Vec::new(), seen: reference.seen.clone() };
+        let expected = bytes.rows(self.me(), |rank| sent[rank].clone());
+        self.check_rows(what, rows, (handle, reference), (dtype, row), &expected)
+    }
+
+    /// Holds rows of so many bytes against these.
+    fn check_rows(
+        &mut self,
+        what: &str,
+        rows: &ExpertRows,
+        (handle, reference): (&Handle, &Reference<E>),
+        (dtype, row): (Dtype, usize),
+        expected: &[u8],
+    ) -> Result<(), CliError> {
+        let mut seen = self.place.received(rows)?;
+        match rows.slots() {
+            Some(shape) => {
+                let slots = seen.chunks_exact(shape.bytes() as usize);
+                seen = slots.flat_map(|slot| slot[shape.rows_at() as usize..].to_vec()).collect();
+                self.blank(&mut seen, row, reference);
+            }
+            // With a budget on a device, what lies beyond is undefined.
+            None => seen.truncate(handle.rows() as usize * row),
+        }
+        let seen = self.visible(&seen, row, handle, reference);
+        let found = compare(self.ep.rank(), what, (dtype, row / dtype.size()), &seen, expected);
+        self.found.extend(found);
+        Ok(())
+    }
+
+    /// Makes zeros of unused rows, which are undefined in slots on a device.
+    fn blank(&self, bytes: &mut [u8], row: usize, reference: &Reference<E>) {
+        for (bytes, used) in bytes.chunks_exact_mut(row).zip(&reference.seen.rows[self.me()]) {
+            if used.is_none() {
+                bytes.fill(0);
+            }
+        }
+    }
+
+    /// Holds what goes with rows against the choices of all ranks.
+    fn check_metadata(
+        &mut self,
+        rows: &ExpertRows,
+        handle: &Handle,
+        reference: &Reference<E>,
+    ) -> Result<(), CliError> {
+        let (me, rank, words) = (self.me(), self.ep.rank(), reference.words());
+        let (weights, mut experts) = reference.metadata(me);
+        let (seen_weights, seen_experts) = match (self.place.stream(), rows.slots()) {
+            (None, _) => (bytes_of(handle.row_weights()).to_vec(), bytes_of(handle.row_experts()).to_vec()),
+            (Some(_), None) => {
+                let mut weights = self.place.read(&rows.weights()?)?;
+                weights.truncate(handle.rows() as usize * words * 4);
+                experts.clear();
+                (weights, Vec::new())
+            }
+            (Some(_), Some(shape)) => {
+                let received = self.place.received(rows)?;
+                let len = shape.max_tokens() as usize * words * 4;
+                let array = |at: u64| -> Vec<u8> {
+                    let slots = received.chunks_exact(shape.bytes() as usize);
+                    slots.flat_map(|slot| slot[at as usize..][..len].to_vec()).collect()
+                };
+                let (mut weights, mut of_experts) = (array(shape.weights_at()), array(shape.experts_at()));
+                self.blank(&mut weights, words * 4, reference);
+                // Unused rows have no expert: -1.
+                for (bytes, used) in of_experts.chunks_exact_mut(words * 4).zip(&reference.seen.rows[me]) {
+                    if used.is_none() {
+                        bytes.fill(0xff);
+                    }
+                }
+                (weights, of_experts)
+            }
+        };
+        let seen = self.visible(&seen_weights, words * 4, handle, reference);
+        let found = compare(rank, "row weights", (Dtype::F32, words), &seen, bytes_of(&weights));
+        let seen = self.visible(&seen_experts, words * 4, handle, reference);
+        let seen: Vec<i32> = bytemuck::pod_collect_to_vec(&seen);
+        self.found.extend(found.or_else(|| compare_list(rank, "row experts", words, &seen, &experts)));
+        if self.place.stream().is_some() && reference.case.layout == RowLayout::ExpertMajor {
+            let seen: Vec<i64> = bytemuck::pod_collect_to_vec(&self.place.read(&rows.counts()?)?);
+            let expected = [&reference.seen.per_expert[me][..], &reference.seen.padded[me]].concat();
+            self.found.extend(compare_list(
+                rank,
+                "counts on the device",
+                expected.len() / 2,
+                &seen,
+                &expected,
+            ));
+        }
+        Ok(())
+    }
+
+    /// Holds what the handle knows against the reference; in slots on a device, it knows nothing.
+    fn check_layout(&mut self, handle: &Handle, reference: &Reference<E>, in_slots: bool) {
+        let (me, rank, seen) = (self.me(), self.ep.rank(), &reference.seen);
+        let tokens = compare_list(rank, "tokens", 1, &[handle.tokens()], &[reference.case.counts[me]]);
+        self.found.extend(tokens);
+        if in_slots {
+            return;
+        }
+        let k = reference.case.top_k as usize;
+        let lists = [
+            compare_list(rank, "rows", 1, &[handle.rows() as usize], &[seen.rows[me].len()]),
+            compare_list(rank, "required rows", 1, handle.required_rows(), &seen.required),
+            compare_list(rank, "tokens per expert", 1, handle.tokens_per_expert(), &seen.per_expert[me]),
+            compare_list(rank, "padded rows", 1, handle.padded_tokens_per_expert(), &seen.padded[me]),
+            compare_list(rank, "dropped choices", k, handle.dropped(), &seen.dropped[me]),
+        ];
+        self.found.extend(lists.into_iter().flatten());
+    }
+
+    fn check_tensor(&mut self, what: &str, seen: &Buffer, expected: &[E]) -> Result<(), CliError> {
+        let shape = (E::DTYPE, self.settings.case.hidden);
+        let seen = self.place.content(seen)?;
+        self.found.extend(compare(self.ep.rank(), what, shape, &seen, bytes_of(expected)));
+        Ok(())
+    }
+
+    fn check_words(&mut self, what: &str, seen: &Buffer, expected: &[f32]) -> Result<(), CliError> {
+        let shape = (Dtype::F32, self.settings.case.top_k as usize);
+        let seen = self.place.content(seen)?;
+        self.found.extend(compare(self.ep.rank(), what, shape, &seen, bytes_of(expected)));
+        Ok(())
+    }
+}
+
+fn bytes_of<T: bytemuck::NoUninit>(content: &[T]) -> &[u8] {
+    bytemuck::cast_slice(content)
+}
+
+fn choices<'b>(ids: &'b Buffer, weights: &'b Buffer) -> Result<Choices<'b>, CliError> {
+    match (ids, weights) {
+        (Buffer::Device(experts), Buffer::Device(weights)) => Ok(Choices::Device { experts, weights }),
+        _ => Err(failed!("choices on the host are no choices on a device")),
+    }
+}
+
+/// A dispatch of tokens that NICs read in place.
+fn from_token_buffer(
+    ep: &mut ExpertParallel,
+    x: Tensor<'_>,
+    choices: Choices<'_>,
+) -> Result<(ExpertRows, Handle), Error> {
+    let routing = if let Choices::Host(routing) = choices { Some(routing) } else { None };
+    let mut buffer = ep.token_buffer(routing.map_or(0, Routing::tokens))?;
+    let (Some(routing), Tensor::Host { bytes, dtype }) = (routing, x) else { return ep.dispatch(x, choices) };
+    buffer.rows_mut::<u8>()?.copy_from_slice(bytes);
+    ep.dispatch(Tensor::Host { bytes: buffer.rows::<u8>()?, dtype }, routing)
+}
