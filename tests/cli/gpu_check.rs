@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use serde_json::Value;
+use sidelane::ep::Feature;
 
 fn gpu_check(options: &[&str], variables: &[(&str, &str)]) -> Output {
     let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
@@ -113,6 +114,14 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
         assert_eq!(state(&processes, what), "right", "{what}");
     }
 
+    let conformance = rows(&report, "conformance");
+    assert_eq!(conformance.len(), Feature::ALL.len());
+    for row in &conformance {
+        let found = row["found"].as_str().unwrap();
+        assert!(row["state"] == "right" || found.contains("not run"), "{row}");
+    }
+    assert_eq!(state(&conformance, "gradients"), "right");
+
     let audit = rows(&report, "audit");
     for what in [
         "control: a kernel",
@@ -148,8 +157,8 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
 }
 
 /// As help and errors list them: in the order in which they run.
-const PARTS: &str =
-    "driver, kernels, locks, queues, processes, costs, audit, activity, exchange, planner, interference";
+const PARTS: &str = "driver, kernels, locks, queues, processes, conformance, costs, audit, activity, \
+                     exchange, planner, interference";
 
 #[test]
 fn what_is_missing_is_said_and_nothing_runs() {

@@ -27,6 +27,7 @@ use sidelane::ep::Feature;
 
 use self::case::Way;
 use self::rank::{Line, Outcome, Run, Task, judged};
+pub use self::report::Finding;
 use self::report::Report;
 use self::suite::{RANKS_PER_NODE, SUITE};
 use crate::command::{self, Command};
@@ -87,19 +88,37 @@ impl Command for ConformanceArgs {
             true => has_device,
             false => self.place != Some(PlaceArg::Device),
         };
-        let asked = |feature| self.only.is_empty() || self.only.contains(&feature);
-        let runs = Way::ALL.into_iter().filter(places).flat_map(|way| {
-            let cases = SUITE.iter().enumerate();
-            let cases = cases.filter(move |(_, case)| asked(case.feature) && case.goes(way));
-            cases.map(move |(case, _)| Run { case, way })
-        });
-        let judged = run_all(runs.collect(), self.seed)?;
+        let asked = |run: &Run| self.only.is_empty() || self.only.contains(&run.case().feature);
+        let runs = Way::ALL.into_iter().filter(places).flat_map(runs_of).filter(asked).collect();
+        let task = Task { runs, seed: self.seed, device: None, has_bar: true, folder: PathBuf::new() };
+        let judged = run_all(task)?;
         command::finish(&Report::new(&self, device, &judged), &self.json)
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
         rank::main(&ranks::task(task)?)
     }
+}
+
+/// All cases of the suite that go this way.
+fn runs_of(way: Way) -> impl Iterator<Item = Run> {
+    let cases = SUITE.iter().enumerate().filter(move |(_, case)| case.goes(way));
+    cases.map(move |(case, _)| Run { case, way })
+}
+
+/// Runs the suite on this device, or the first case of each feature, and says what came of each
+/// feature.
+pub fn on_device(device: u32, quick: bool) -> Result<Vec<Finding>, CliError> {
+    let first = |runs: Vec<Run>| {
+        let features = Feature::ALL.into_iter();
+        features
+            .filter_map(|feature| runs.iter().copied().find(|run| run.case().feature == feature))
+            .collect()
+    };
+    let ways = Way::ALL.into_iter().filter(|way| way.is_on_device()).map(|way| runs_of(way).collect());
+    let runs: Vec<Run> = ways.flat_map(|runs: Vec<Run>| if quick { first(runs) } else { runs }).collect();
+    let task = Task { runs, seed: 0, device: Some(device), has_bar: false, folder: PathBuf::new() };
+    Ok(Finding::of(&run_all(task)?))
 }
 
 /// The driver, if it is there and processes may share its devices.
@@ -112,15 +131,15 @@ fn probe() -> Result<Probe, CliError> {
 }
 
 /// Milliseconds after which a rank that waits for others gives up, unless it was said.
-const DEADLINE: (&str, &str) = ("SIDELANE_DEADLINE_MS", "30000");
+const DEADLINE: (&str, &str) = ("SIDELANE_DEADLINE_MS", "120000");
 
-/// Runs all of these; what ends a job costs one run.
-fn run_all(mut left: Vec<Run>, seed: u64) -> Result<Vec<Judged>, CliError> {
+/// Runs all of a task, in folders of its own; what ends a job costs one run.
+fn run_all(mut task: Task) -> Result<Vec<Judged>, CliError> {
     let mut done = Vec::new();
-    while !left.is_empty() {
+    while !task.runs.is_empty() {
         let folder = tempfile::Builder::new().prefix("sidelane-conformance-").tempdir();
         let folder = folder.map_err(CliError::prepare("make a folder for what ranks see"))?;
-        let task = Task { runs: left.clone(), seed, folder: folder.path().to_owned() };
+        task.folder = folder.path().to_owned();
         let code = job(&task)?.run()?.exit_code();
         if [130, 143].contains(&code) {
             return Err(failed!("stopped"));
@@ -129,11 +148,11 @@ fn run_all(mut left: Vec<Run>, seed: u64) -> Result<Vec<Judged>, CliError> {
         let lines =
             ranks.map(|rank| rank::read(folder.path(), rank)).collect::<Result<Option<Vec<_>>, _>>()?;
         let lines = lines.ok_or_else(|| failed!("the ranks did not come so far as to begin"))?;
-        let judged = finished(&left, &lines);
+        let judged = finished(&task.runs, &lines);
         if judged.is_empty() {
             return Err(failed!("the ranks ended with status {code} and ran no case"));
         }
-        left.drain(..judged.len());
+        task.runs.drain(..judged.len());
         done.extend(judged);
     }
     Ok(done)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sidelane::Dtype;
-use sidelane::device::{DeviceRange, Driver, PinnedMemory, Stream};
+use sidelane::device::{DeviceRange, Driver, Event, PinnedMemory, Stream};
 use sidelane::ep::{ExpertRows, Tensor, TensorMut};
 
 use crate::error::{CliError, failed};
@@ -17,7 +17,7 @@ const STAGING: usize = 1 << 20;
 /// Tensors begin at multiples of this.
 const ALIGN: u64 = 256;
 /// What a copy may take before it counts as stuck: less than other ranks wait for this one.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// What stands in memory that a call is to write.
 const BEFORE: u8 = 0xcb;
 
@@ -32,10 +32,11 @@ pub struct Device {
 }
 
 impl Device {
-    /// Ranks take the devices in turns.
-    pub fn of_rank(rank: u32) -> Result<Self, CliError> {
+    /// This one, or the rank's, where ranks take the devices in turns.
+    pub fn new(device: Option<u32>, rank: u32) -> Result<Self, CliError> {
         let driver = Driver::open()?;
-        let context = driver.context(rank % driver.device_count()?.max(1))?;
+        let in_turn = rank % driver.device_count()?.max(1);
+        let context = driver.context(device.unwrap_or(in_turn))?;
         Ok(Device {
             stream: Arc::new(stream(&context)?),
             other: Arc::new(stream(&context)?),
@@ -95,6 +96,8 @@ impl<'d> Place<'d> {
             return Err(failed!("the host has no stream"));
         };
         let next = if Arc::ptr_eq(stream, &device.stream) { &device.other } else { &device.stream };
+        // In fixed slots the caller orders streams.
+        next.join(stream, &Event::new(stream.context())?)?;
         *stream = Arc::clone(next);
         Ok(stream)
     }

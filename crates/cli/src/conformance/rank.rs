@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use half::{bf16, f16};
+use indicatif::ProgressBar;
 use serde::{Deserialize, Serialize};
 use sidelane::ep::{CallExecutor, Feature};
 use sidelane::error::PlanError;
@@ -45,6 +46,10 @@ impl Run {
 pub struct Task {
     pub runs: Vec<Run>,
     pub seed: u64,
+    /// Device of all ranks; else they take those of the machine in turns.
+    pub device: Option<u32>,
+    /// Whether rank 0 draws a bar.
+    pub has_bar: bool,
     /// Folder of the lines of all ranks.
     pub folder: PathBuf,
 }
@@ -79,10 +84,13 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let world = ranks::join(SIZES, conditions, 0)?;
     let all = world.all()?;
     let on_device = task.runs.iter().any(|run| run.way.is_on_device());
-    let device = on_device.then(|| Device::of_rank(world.rank())).transpose()?;
+    let device = on_device.then(|| Device::new(task.device, world.rank())).transpose()?;
     let path = lines_of(&task.folder, world.rank());
     let mut file = File::create(&path).map_err(CliError::prepare("write what a rank has seen"))?;
-    let bar = command::progress(world.rank(), task.runs.len() as u64);
+    let bar = match task.has_bar {
+        true => command::progress(world.rank(), task.runs.len() as u64),
+        false => ProgressBar::hidden(),
+    };
     for run in &task.runs {
         bar.set_message(run.case().feature.name());
         all.gather(&[])?;

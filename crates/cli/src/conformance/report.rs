@@ -177,6 +177,35 @@ impl Cell {
     }
 }
 
+/// What executors of a device make of a feature.
+pub struct Finding {
+    pub feature: &'static str,
+    /// Nothing where no case ran.
+    pub correct: Option<bool>,
+    pub text: String,
+}
+
+impl Finding {
+    /// Of all features.
+    pub fn of(judged: &[Judged]) -> Vec<Finding> {
+        let on_device = CallExecutor::ALL.into_iter().filter(|&one| one != CallExecutor::HostStepper);
+        let finding = |feature: Feature| {
+            let cells = on_device.clone().map(|executor| Cell::new(feature, executor, judged, &None));
+            let cells: Vec<Cell> = cells.collect();
+            let ran = cells.iter().filter(|cell| cell.state != State::NotRun);
+            let wrong = judged.iter().filter_map(Wrong::of).filter(|wrong| wrong.feature == feature.name());
+            let wrong = wrong.map(|wrong| format!("\n{}", wrong.text().trim_end())).collect::<String>();
+            let text = cells.iter().map(|cell| format!("{}: {}", cell.executor, cell.text()));
+            Finding {
+                feature: feature.name(),
+                correct: (ran.count() > 0).then_some(wrong.is_empty()),
+                text: text.collect::<Vec<_>>().join("; ") + &wrong,
+            }
+        };
+        Feature::ALL.into_iter().map(finding).collect()
+    }
+}
+
 /// Name of the executor that served a run, or that would have.
 fn executor_of((run, executor, _): &Judged) -> &str {
     if executor.is_empty() { run.way.usual_executor().name() } else { executor }
@@ -300,6 +329,24 @@ mod tests {
         let report = Report::new(&args(Some(PlaceArg::Host), &[Feature::Gradients]), None, &judged);
         assert_eq!(report.cells[0].state, State::NotRun);
         assert!(report.text().contains("its cases also ask for"));
+    }
+
+    #[test]
+    fn finding_of_a_feature_is_wrong_with_one_wrong_case() {
+        let find = |outcome: Outcome| {
+            let case = SUITE.iter().position(|case| case.feature == Feature::Release).unwrap();
+            let run = (Run { case, way: Way::Slots }, "constant-program".to_owned(), outcome);
+            let all = Finding::of(&[run]);
+            assert_eq!(all.len(), Feature::ALL.len());
+            all.into_iter().find(|finding| finding.feature == Feature::Release.name()).unwrap()
+        };
+        let right = find(Outcome::Equal);
+        assert_eq!(right.correct, Some(true));
+        assert!(right.text.ends_with("constant-program: equal (1 case)"), "{}", right.text);
+        let found = find(wrong());
+        assert_eq!(found.correct, Some(false));
+        assert!(found.text.contains("row 3, column 5"), "{}", found.text);
+        assert_eq!(Finding::of(&[])[0].correct, None);
     }
 
     #[test]

@@ -140,6 +140,8 @@ pub const SUITE: &[Case] = &[
     },
     Case { name: "several handles", calls: ALIVE, ways: COUNTED, ..EXPERTS },
     Case { name: "two groups in turns", second: &[3, 1], ..EXPERTS },
+    Case { name: "two groups in turns, two nodes", group: TWO_NODES, second: &[4, 0], ..EXPERTS },
+    Case { name: "slots", settings: &[EXPERT_MAJOR, Slots(12, Error)], ways: ON_HOST, ..EXPERTS },
     Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE, ..EXPERTS },
     Case { name: "an unknown expert", tokens: &[5, 4, 12, 3], calls: EXPERT, ways: COUNTED, ..EXPERTS },
     RANKS,

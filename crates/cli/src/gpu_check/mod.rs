@@ -9,6 +9,7 @@
 //!               +-- part locks           calls of the driver that wait, beside a stream that waits
 //!               +-- part queues          copies of other streams beside a stream that waits
 //!               +-- part processes       ranks as processes on this GPU, against the host's ExpertParallel
+//!               +-- part conformance     every feature on this GPU, against a naive reference
 //!               +-- part costs           copies, memory operations, graphs, slots
 //!               +-- part audit           transfers while a kernel holds every multiprocessor
 //!               +-- part activity        every kernel between packed and landed, by CUPTI's list
@@ -26,6 +27,7 @@
 mod activity;
 mod audit;
 mod blocking;
+mod conformance;
 mod costs;
 pub mod device;
 mod driver;
@@ -138,6 +140,7 @@ impl command::Command for GpuCheckArgs {
             Part::Exchange => exchange::threads(&task, &mut checks),
             Part::Processes => exchange::processes(&task, &mut checks),
             Part::Rank => exchange::rank(&task, &mut checks),
+            Part::Conformance => conformance::run(&task, &mut checks),
             Part::Audit => audit::run(&task, &mut checks),
             Part::Activity => activity::run(&task, &mut checks),
             Part::Interference => interference::run(&task, &mut checks),
@@ -184,6 +187,7 @@ pub enum Part {
     /// A rank that the part before starts.
     #[value(skip)]
     Rank,
+    Conformance,
     Costs,
     Audit,
     Activity,
