@@ -1,7 +1,7 @@
 //! `sidelane conformance`: the table of features by executor, made by running it.
 //!
 //! ```text
-//!   suite (data) x ways --> Task --Job--> ranks 0 .. 5: build, calls, compare with the reference | next case ...
+//!   suite (data) x ways --> Task --Job--> ranks 0 .. 5: build, call, compare | next case ...
 //!        ^                                   | a line a case
 //!        +---- cases that are left <---------+--> table, JSON, exit status
 //! ```

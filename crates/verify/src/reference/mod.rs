@@ -1,10 +1,12 @@
-//! The naive reference: what every call of a layer must give, found from everybody's routing at once.
+//! The naive reference: results of all calls of a layer, computed from the routing of all ranks at
+//! once.
 //!
-//! It shares no code with placement: no counts, no prefixes, no bins. Tests and the program hold
-//! calls against it, bit for bit.
+//! It shares no code with placement: no counts, no prefixes, no bins. Tests and the program compare
+//! calls with it, bit for bit.
 //!
 //! ```text
-//!   Case, Tokens of all ranks --Visible--> row of each choice --Reference--> rows, metadata, sums, gradients
+//!   Case, Tokens of all ranks --Visible--> row of each choice
+//!                                 --Reference--> rows, metadata, sums, gradients
 //! ```
 
 mod visible;
