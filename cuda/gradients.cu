@@ -2,7 +2,7 @@
 //
 //     products[row]    = <y[row], g[row]>           16 lanes, products rounded first, folded by halves: as src/rows/gradient.rs
 //     g[row]           = round(weights[row] * g[row])
-//     out[choice]      = from[index[choice]], or 0 where a choice has no row
+//     out[choice]      = from[index[choice]][choice % words], or 0 where a choice has no row
 #include "rows.h"
 
 struct DotScale {
@@ -62,10 +62,12 @@ KERNEL(dot_scale_f16, struct DotScale, p) { dot_scale(&p, F16); }
 
 struct FetchWeights {
     u64 out;    // f32 [choices]
-    u64 from;   // f32 [n_rows]
+    u64 from;   // f32 [n_rows, words]
     u64 index;  // i32 [choices]: the row of a choice, or -1
     u64 status; // u32; where it is set, zeros are written
     u32 choices, n_rows;
+    u32 words; // of a row: one, or one for each choice of a token
+    u32 unused;
 };
 
 struct FetchWeightsBlock {
@@ -79,7 +81,7 @@ KERNEL(fetch_weights, struct FetchWeights, p) {
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < p.choices; i += gridDim.x * THREADS) {
         i32 row = AT(const i32, p.index)[i];
         float weight = 0;
-        if (row >= 0 && row < (i32)p.n_rows && !s->refused) weight = AT(const float, p.from)[row];
+        if (row >= 0 && row < (i32)p.n_rows && !s->refused) weight = AT(const float, p.from)[(u64)row * p.words + i % p.words];
         if (row < -1 || row >= (i32)p.n_rows) report(p.status, INDEX_OUT_OF_RANGE, i);
         AT(float, p.out)[i] = weight;
     }

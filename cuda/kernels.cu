@@ -4,6 +4,7 @@
 #include "gradients.cu"
 #include "order.cu"
 #include "pack.cu"
+#include "records.cu"
 #include "regroup.cu"
 #include "sum.cu"
 #include "sum_choices.cu"

@@ -1,4 +1,5 @@
-// Order: which token's row lies where, if rows are packed by bin and then token: a stable counting sort of the choices.
+// Order: which token's row lies where, if rows are packed by bin and then token: a stable counting sort of the choices. Where a
+// token is one row however many of its choices are in a bin, the first of them is the one that counts.
 //
 //     grid (bins): a block finds the rows of one bin. It looks at all choices twice: how many belong to lower bins, and which
 //     are its own. Behind the last row of all the last block writes -1.
@@ -8,7 +9,8 @@ struct Order {
     u64 experts; // i32 [choices]; -1: dropped
     u64 bin_of;  // i32 [n_experts]
     u64 order;   // i32 [choices]: the token of each row
-    u32 choices, top_k, n_experts, unused;
+    u32 choices, top_k, n_experts;
+    u32 once; // a token has one row in a bin
 };
 
 // Choices that a thread looks at between two barriers.
@@ -20,9 +22,17 @@ struct OrderBlock {
 };
 
 // The bin of a choice; none for -1 and whatever is no expert.
-DEVICE i32 bin_of(const struct Order *p, u32 choice) {
+DEVICE i32 bin_of_choice(const struct Order *p, u32 choice) {
     i32 expert = AT(const i32, p->experts)[choice];
     return (u32)expert < p->n_experts ? AT(const i32, p->bin_of)[expert] : -1;
+}
+
+// The bin in which a choice has a row.
+DEVICE i32 bin_of(const struct Order *p, u32 choice) {
+    i32 bin = bin_of_choice(p, choice);
+    for (u32 i = choice - choice % p->top_k; p->once && bin >= 0 && i < choice; i++)
+        if (bin_of_choice(p, i) == bin) bin = -1;
+    return bin;
 }
 
 KERNEL(order, struct Order, p) {

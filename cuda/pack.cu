@@ -5,8 +5,7 @@
 //
 // One launch. Everything in a slot is written, whether it is used or not. `pack` moves rows as they are, `pack_fp8` makes records
 // of bf16 rows (crates/core/src/dtype/record.rs has their picture).
-#include "e4m3.h"
-#include "rows.h"
+#include "record.h"
 #include "slot.h"
 
 struct Pack {
@@ -173,49 +172,26 @@ KERNEL(pack, struct Pack, p) {
     }
 }
 
-// Lanes that share a scale: 16 of eight values each.
-enum { SCALED = 128, SHARING = 16, AT_ONCE = 4 };
-
-// Eight values of a block of 128 to codes; gives the scale. All lanes of a warp take part.
-DEVICE float quantise(uint4 vector, u32 *codes) {
-    float values[8];
-    u32 amax = 0;
-    unpack(values, vector, BF16);
-    for (u32 i = 0; i < 8; i++) {
-        u32 magnitude = bits_of(values[i]) & 0x7fffffffu;
-        if (magnitude < INFINITE && magnitude > amax) amax = magnitude;
-    }
-    for (u32 mask = SHARING / 2; mask; mask /= 2) {
-        u32 other = __shfl_xor_sync(ALL_LANES, amax, mask);
-        if (other > amax) amax = other;
-    }
-    float scale = float_of(amax) / E4M3_MAX;
-    if (scale < float_of(power(-126))) scale = float_of(power(-126));
-    float inverse = 1.0f / scale;
-    codes[0] = codes[1] = 0;
-    for (u32 i = 0; i < 8; i++) codes[i / 4] |= to_e4m3(values[i] * inverse) << i % 4 * 8;
-    return scale;
-}
-
 // Makes records of this block's rows, and writes zeros behind the last one that is used.
 KERNEL(pack_fp8, struct Pack, p) {
     SHARED(struct PackBlock, s);
     struct Part part = begin_part(&p, s);
     u64 to = part.slot + p.rows_at + part.first * p.row_bytes;
-    u32 rows = part.last - part.first, scales = (p.hidden + SCALED - 1) / SCALED, lane = threadIdx.x % SHARING;
-    for (u32 begin = 0; begin < rows * scales; begin += AT_ONCE * THREADS / SHARING) {
+    u32 rows = part.last - part.first, scales = (p.hidden + SCALED - 1) / SCALED;
+    u32 sharing = SCALED / 8, lane = threadIdx.x % sharing;
+    for (u32 begin = 0; begin < rows * scales; begin += AT_ONCE * THREADS / sharing) {
         uint4 values[AT_ONCE];
         for (u32 i = 0; i < AT_ONCE; i++) {
-            u32 block = begin + (i * THREADS + threadIdx.x) / SHARING, row = block / scales;
+            u32 block = begin + (i * THREADS + threadIdx.x) / sharing, row = block / scales;
             u32 column = block % scales * SCALED + lane * 8;
             values[i] = zeros();
             if (row < rows && part.first + row < part.used && column < p.hidden)
                 values[i] = *AT(const uint4, p.x + ((u64)s->tokens[row] * p.hidden + column) * 2);
         }
         for (u32 i = 0; i < AT_ONCE; i++) {
-            u32 block = begin + (i * THREADS + threadIdx.x) / SHARING, row = block / scales;
+            u32 block = begin + (i * THREADS + threadIdx.x) / sharing, row = block / scales;
             u32 column = block % scales * SCALED + lane * 8, codes[2];
-            float scale = quantise(values[i], codes);
+            float scale = quantise(values[i], BF16, codes);
             u64 record = to + row * p.row_bytes;
             int used = part.first + row < part.used;
             if (row < rows && column < p.hidden) {

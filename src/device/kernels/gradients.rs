@@ -53,7 +53,9 @@ pub struct FetchWeights<'a> {
     pub choices: u32,
     /// Rows that are there.
     pub n_rows: u32,
-    /// One number for each row, `f32 [n_rows]`.
+    /// Numbers of a row: one, or as many as a token has choices, one for each.
+    pub words: u32,
+    /// The numbers of the rows, `f32 [n_rows, words]`.
     pub from: ByteSpan<'a>,
     /// The row of each choice, `i32 [choices]`, or -1.
     pub index: ByteSpan<'a>,
@@ -74,6 +76,8 @@ struct FetchWeightsParameters {
     status: u64,
     choices: u32,
     n_rows: u32,
+    words: u32,
+    unused: u32,
 }
 
 /// A kernel of products for each type, and the one that fetches.
@@ -141,22 +145,29 @@ impl Kernels {
     /// As [`Kernels::dot_scale`].
     pub fn fetch_weights(&self, stream: &Stream, fetch: &FetchWeights<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "fetch_weights";
-        let FetchWeights { choices, n_rows, .. } = *fetch;
+        let FetchWeights { choices, n_rows, words: of_row, .. } = *fetch;
         for (what, given) in [("choices", choices), ("n_rows", n_rows)] {
             if given > i32::MAX as u32 {
                 let (given, expected) = (given.into(), "less than 2^31");
                 return Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
             }
         }
+        if of_row == 0 {
+            let expected = "at least 1";
+            return Err(DeviceError::Shape { kernel: KERNEL, what: "words", given: 0, expected });
+        }
         let words = |count: u32| bytes([count.into(), WORD]);
+        let all = bytes([n_rows.into(), of_row.into(), WORD]);
         let mut operands = Operands::of(KERNEL, stream);
         let parameters = FetchWeightsParameters {
             out: operands.span("out", fetch.out, words(choices), WORD)?,
-            from: operands.span("from", fetch.from, words(n_rows), WORD)?,
+            from: operands.span("from", fetch.from, all, WORD)?,
             index: operands.span("index", fetch.index, words(choices), WORD)?,
             status: operands.word(fetch.status)?,
             choices,
             n_rows,
+            words: of_row,
+            unused: 0,
         };
         let grid = grid(stream, choices.into());
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:

@@ -21,6 +21,7 @@ mod gradients;
 mod operands;
 mod order;
 mod pack;
+mod records;
 mod regroup;
 mod sum;
 mod sum_choices;
@@ -35,6 +36,7 @@ pub use counts::CountArgs;
 pub use gradients::{DotScale, FetchWeights};
 pub use order::SortArgs;
 pub use pack::Pack;
+pub use records::RecordArgs;
 pub use regroup::PermuteArgs;
 pub use sum::SumArgs;
 pub use sum_choices::SumChoices;
@@ -60,6 +62,7 @@ pub struct Kernels {
     pack_fp8: Function,
     sums: sum::Functions,
     sums_of_choices: sum_choices::Functions,
+    records: records::Functions,
     regroup: Function,
     counts: Function,
     gradients: gradients::Functions,
@@ -82,6 +85,7 @@ impl Kernels {
             pack_fp8: module.function(c"pack_fp8")?,
             sums: sum::Functions::of(&module)?,
             sums_of_choices: sum_choices::Functions::of(&module)?,
+            records: records::Functions::of(&module)?,
             regroup: module.function(c"regroup")?,
             counts: module.function(c"counts")?,
             gradients: gradients::Functions::of(&module)?,

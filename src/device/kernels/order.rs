@@ -22,6 +22,8 @@ pub struct SortArgs<'a> {
     pub n_experts: u32,
     /// Number of bins.
     pub bins: u32,
+    /// A token has one row in a bin, however many of its choices are there.
+    pub once: bool,
     /// The token of each row, `i32 [choices]`: by bin, then token; -1 behind the last.
     pub order: ByteSpan<'a>,
 }
@@ -36,7 +38,7 @@ struct Parameters {
     choices: u32,
     top_k: u32,
     n_experts: u32,
-    unused: u32,
+    once: u32,
 }
 
 impl Kernels {
@@ -71,7 +73,7 @@ impl Kernels {
             choices,
             top_k,
             n_experts,
-            unused: 0,
+            once: order.once.into(),
         };
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // choices below `choices`, experts are compared before they are used, and no more rows are

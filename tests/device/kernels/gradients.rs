@@ -59,15 +59,16 @@ fn choices_get_the_numbers_of_their_rows() {
     let test = "kernels::gradients::choices_get_the_numbers_of_their_rows";
     with_kernels(test, |Device { context, stream, kernels }| {
         let mut random = Random(8);
-        let from: Vec<f32> = (0..20).map(|_| any_f32(&mut random)).collect();
+        let from: Vec<f32> = (0..60).map(|_| any_f32(&mut random)).collect();
         let index: Vec<i32> = (0..1000).map(|_| (random.next() % 21) as i32 - 1).collect();
-        let fetched = |index: &[i32], word: u32| {
+        let fetched = |index: &[i32], words: u32, word: u32| {
             let (of_from, of_index) = (Buffer::words(context, &from), Buffer::words(context, index));
             let (out, status) =
                 (Buffer::new(context, index.len() as u64 * 4), Buffer::words(context, &[word, 0]));
             let fetch = FetchWeights {
                 choices: index.len() as u32,
                 n_rows: 20,
+                words,
                 from: of_from.span(),
                 index: of_index.span(),
                 status: status.word(),
@@ -77,12 +78,16 @@ fn choices_get_the_numbers_of_their_rows() {
             stream.synchronize().unwrap();
             (out.read::<u32>(), status.read::<u32>()[0])
         };
-        let expected: Vec<u32> =
-            index.iter().map(|&row| usize::try_from(row).map_or(0, |row| from[row].to_bits())).collect();
-        assert_eq!(fetched(&index, 0), (expected, 0));
-        assert_eq!(fetched(&index, 7), (vec![0; 1000], 7), "a status that is set");
+        for words in [1, 3] {
+            let of = |(at, &row): (usize, &i32)| {
+                usize::try_from(row).map_or(0, |row| from[row * words + at % words].to_bits())
+            };
+            let expected: Vec<u32> = index.iter().enumerate().map(of).collect();
+            assert_eq!(fetched(&index, words as u32, 0), (expected, 0), "{words} words of a row");
+        }
+        assert_eq!(fetched(&index, 1, 7), (vec![0; 1000], 7), "a status that is set");
         for row in [20, -2] {
-            let (seen, word) = fetched(&[row], 0);
+            let (seen, word) = fetched(&[row], 1, 0);
             assert_eq!(
                 (seen, KernelFault::of(word)),
                 (vec![0], Some(KernelFault::IndexOutOfRange { at: 0 }))

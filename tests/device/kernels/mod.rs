@@ -10,6 +10,7 @@ mod counts;
 mod gradients;
 mod order;
 mod pack;
+mod records;
 mod regroup;
 mod sum;
 mod sum_choices;

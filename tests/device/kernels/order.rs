@@ -17,15 +17,19 @@ fn choices(random: &mut Random, count: u32, experts: u32) -> Vec<i32> {
     (0..count).map(any).collect()
 }
 
-/// The tokens of the choices, by bin and then token, -1 behind the last.
-fn sorted(choices: &[i32], top_k: u32, bin_of: &[i32]) -> Vec<i32> {
+/// The tokens of the choices, by bin and then token, each once in a bin if asked; -1 behind the last.
+fn sorted(choices: &[i32], top_k: u32, bin_of: &[i32], once: bool) -> Vec<i32> {
     let mut rows: Vec<(i32, usize)> = choices
         .iter()
         .enumerate()
         .filter_map(|(at, &expert)| Some((*bin_of.get(usize::try_from(expert).ok()?)?, at)))
         .collect();
     rows.sort();
-    let mut order: Vec<i32> = rows.into_iter().map(|(_, at)| (at / top_k as usize) as i32).collect();
+    let mut rows: Vec<_> = rows.into_iter().map(|(bin, at)| (bin, (at / top_k as usize) as i32)).collect();
+    if once {
+        rows.dedup();
+    }
+    let mut order: Vec<i32> = rows.into_iter().map(|(_, token)| token).collect();
     order.resize(choices.len(), -1);
     order
 }
@@ -48,15 +52,15 @@ fn rows_lie_by_bin_and_then_token() {
                 bin_of: map.span(),
                 n_experts: experts,
                 bins: bins as u32,
+                once: false,
                 order: order.span(),
             };
-            kernels.order(stream, &launch).unwrap();
-            stream.synchronize().unwrap();
-            assert_eq!(
-                order.read::<i32>(),
-                sorted(&experts_of, top_k, &bin_of),
-                "{tokens} tokens of {top_k}"
-            );
+            for once in [false, true] {
+                kernels.order(stream, &SortArgs { once, ..launch }).unwrap();
+                stream.synchronize().unwrap();
+                let expected = sorted(&experts_of, top_k, &bin_of, once);
+                assert_eq!(order.read::<i32>(), expected, "{tokens} tokens of {top_k}, once: {once}");
+            }
             let refused = kernels.order(stream, &SortArgs { choices: tokens * top_k + 1, ..launch });
             assert!(matches!(refused, Err(DeviceError::TooSmall { kernel: "order", .. })), "{refused:?}");
         }

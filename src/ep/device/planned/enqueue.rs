@@ -67,6 +67,7 @@ impl Common {
                 bin_of: map.span(0, map.len())?,
                 n_experts: spec.map.experts(),
                 bins: self.fixed.bins.count(),
+                once: spec.layout.is_per_rank(),
                 order: order.span(0, order.len())?,
             },
         )?)
@@ -170,7 +171,8 @@ impl PlannedExchange {
         let (n_rows, top_k) = (shape.entries() as u32, spec.top_k);
         let (status, out) = (common.word(seat, StreamFlag::Status)?, out.span(0, out.len())?);
         if kind == CallKind::ReturnWeights {
-            let fetch = FetchWeights { choices: tokens * top_k, n_rows, from: rows, index, status, out };
+            let fetch =
+                FetchWeights { choices: tokens * top_k, n_rows, words: 1, from: rows, index, status, out };
             return Ok(self.kernels.fetch_weights(stream, &fetch)?);
         }
         let weights = common.span(shape.weights(seat))?;
