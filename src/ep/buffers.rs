@@ -76,7 +76,8 @@ impl ExpertRows {
         self.host().ok()?.index.as_deref()
     }
 
-    /// Device: the rows, `[len, hidden]`; those beyond the segments are undefined. In fixed slots,
+    /// Device: the rows, `[len, hidden]`; those beyond the segments are undefined. Of a dispatch in
+    /// fp8, `[len, record]` in bytes, as [`Fp8RowShape`](crate::dtype::Fp8RowShape) says. In fixed slots,
     /// a slot of [`slots`](ExpertRows::slots) from each rank: `[ranks * slot_rows, hidden]`, in
     /// which the first `header_rows` of each slot are its header.
     ///

@@ -194,8 +194,9 @@ impl<'g> ExpertParallelBuilder<'g> {
     }
 
     /// Dispatch sends rows in fp8, each a record of values and scales ([`Fp8RowShape`]): `x` is
-    /// then `[tokens, record]`, in bytes, as [`ExpertParallel::quantise`] makes it. What comes back
-    /// is rows of [`dtype`](Self::dtype). Default: off.
+    /// then `[tokens, record]`, in bytes, as [`ExpertParallel::quantise`] makes it. On a device it
+    /// may also be `[tokens, hidden]`, of which packing makes records. What comes back is rows of
+    /// [`dtype`](Self::dtype). Default: off.
     pub fn fp8(mut self, fp8: bool) -> Self {
         self.fp8 = fp8;
         self

@@ -109,7 +109,7 @@ impl Feature {
             Feature::Relays => ("relays (route pxn)", [yes, yes, yes, no]),
             Feature::Spans => ("relays that copy spans", [yes, no, no, no]),
             Feature::AllGather => ("dispatch by all-gather", [yes, no, no, no]),
-            Feature::Fp8 => ("dispatch in fp8", [yes, no, no, no]),
+            Feature::Fp8 => ("dispatch in fp8", [yes, yes, no, no]),
             Feature::WeightedCombine => ("weighted combine", [yes, yes, no, no]),
             Feature::CachedDispatch => ("cached dispatch", [yes, yes, no, no]),
             Feature::Gradients => ("gradients", [yes, yes, no, no]),

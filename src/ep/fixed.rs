@@ -150,9 +150,9 @@ impl EpState {
         self.on_devices && self.far == WindowId::POOL
     }
 
-    /// Memory of so many landed rows.
-    pub fn landing(&self, rows: u32) -> RowBuffer {
-        let landing = self.sizing(CallKind::Dispatch).landing(self.fixed_rows.unwrap_or(rows));
+    /// Memory of so many rows that landed in a call of this kind.
+    pub fn landing(&self, kind: CallKind, rows: u32) -> RowBuffer {
+        let landing = self.sizing(kind).landing(self.fixed_rows.unwrap_or(rows));
         if self.enqueues { landing.without_notes() } else { landing }
     }
 
@@ -162,8 +162,10 @@ impl EpState {
         let sizing = self.sizing(kind);
         match (self.enqueues, self.arrives()) {
             (true, _) if sizing.row_bytes == 0 => u64::from(rows) * sizing.note_bytes(),
-            (_, true) => self.landing(rows).staging().saturating_add(u64::from(staged) * sizing.row_bytes),
-            (true, false) => self.landing(rows).bytes(),
+            (_, true) => {
+                self.landing(kind, rows).staging().saturating_add(u64::from(staged) * sizing.row_bytes)
+            }
+            (true, false) => self.landing(kind, rows).bytes(),
             (false, false) => sizing.extent_bytes(rows, staged),
         }
     }

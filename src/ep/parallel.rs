@@ -9,13 +9,13 @@ use super::device::slots::SlotExchange;
 use super::handle::HandleAt;
 use super::host::HostExchange;
 use super::pending::{CombineAt, DispatchAt, Unfinished};
-use super::tensor::{Choices, Place, Side, Tensor, TensorMut, wrong_place};
+use super::tensor::{Choices, Place, Shape, Side, Tensor, TensorMut, wrong_place};
 use super::{
     CallExecutor, CombineInput, ExpertParallelBuilder, Feature, Handle, LaneUse, PendingCombine,
     PendingDispatch, TokenBuffer,
 };
 use crate::device::Stream;
-use crate::dtype::{Element, Fp8RowShape};
+use crate::dtype::{Dtype, Element, Fp8RowShape};
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::memory::Pool;
 use crate::plan::ExpertMap;
@@ -197,23 +197,56 @@ impl ExpertParallel {
     }
 
     /// Makes records of tokens, `[tokens, hidden]`, for a dispatch in fp8: values in e4m3, each 128
-    /// of them with a scale. `records` is overwritten.
+    /// of them with a scale. `records` is overwritten. On the host.
     ///
     /// # Errors
     /// [`CallError::NotKept`] where rows are not dispatched in fp8; [`PlanError`] for tensors of
-    /// another shape or type.
+    /// another shape, type or place.
     pub fn quantise<'a>(&self, tokens: impl Into<Tensor<'a>>, records: &mut Vec<u8>) -> Result<(), Error> {
-        let shape = self.record().ok_or(CallError::NotKept { missing: "a row record (fp8)" })?;
-        let (rows, dtype) = tokens.into().on_host("tokens")?;
-        let (seen, columns) = (rows.len() / dtype.size(), shape.hidden());
-        if !seen.is_multiple_of(columns) {
-            let rows = seen / columns;
-            return Err(PlanError::WrongShape { what: "tokens", seen, rows, columns }.into());
-        }
+        let (shape, tokens) = (self.records()?, tokens.into());
+        let (rows, dtype) = tokens.on_host("tokens")?;
+        let count = rows.len() / dtype.size() / shape.hidden().max(1);
         records.clear();
-        records.resize(seen / columns * shape.bytes(), 0);
-        let loops = &self.host(Feature::Fp8)?.fixed.lanes.rows;
-        Ok(loops.quantise(Arithmetic::try_from(dtype)?, shape, rows, records)?)
+        records.resize(count * shape.bytes(), 0);
+        self.quantise_into(tokens, records)
+    }
+
+    /// As [`ExpertParallel::quantise`], into a tensor of the caller's, `[tokens, record]` in bytes.
+    /// On a device the records are there for what is enqueued next; a dispatch there also makes
+    /// records itself, of tokens that are none.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::quantise`]; [`DeviceError`](crate::error::DeviceError).
+    pub fn quantise_into<'a, 'o>(
+        &self,
+        tokens: impl Into<Tensor<'a>>,
+        records: impl Into<TensorMut<'o>>,
+    ) -> Result<(), Error> {
+        let (shape, tokens, records) = (self.records()?, tokens.into(), records.into());
+        let dtype = tokens.dtype();
+        let arithmetic = Arithmetic::try_from(dtype)?;
+        let rows = (tokens.bytes() / dtype.size() as u64).div_ceil(shape.hidden() as u64);
+        let plain = Shape { rows, columns: shape.hidden(), dtype };
+        let made = Shape { rows, columns: shape.bytes(), dtype: Dtype::Bytes };
+        match &self.at {
+            InstanceAt::Planned(ep) => {
+                let tokens = tokens.on_device("tokens", plain)?;
+                ep.quantise((tokens, dtype), records.on_device("records", made)?)
+            }
+            _ => {
+                let loops = &self.host(Feature::Fp8)?.fixed.lanes.rows;
+                let ((tokens, seen), (records, bytes)) =
+                    (tokens.on_host("tokens")?, records.on_host("records")?);
+                plain.check("tokens", tokens.len() as u64, seen)?;
+                made.check("records", records.len() as u64, bytes)?;
+                Ok(loops.quantise(arithmetic, shape, tokens, records)?)
+            }
+        }
+    }
+
+    /// How records are laid out, where rows are dispatched as such.
+    fn records(&self) -> Result<Fp8RowShape, Error> {
+        Ok(self.record().ok_or(CallError::NotKept { missing: "a row record (fp8)" })?)
     }
 
     /// A buffer for rows to be dispatched, which NICs read in place. On the host.

@@ -14,7 +14,7 @@
 use super::builder::Spec;
 use crate::device::DeviceRange;
 use crate::dtype::{Dtype, Element};
-use crate::error::{DeviceError, Error, MemoryError, PlanError};
+use crate::error::{CallKind, DeviceError, Error, MemoryError, PlanError};
 use crate::gate::Routing;
 
 /// Where an instance has its rows.
@@ -66,6 +66,14 @@ impl<'a> Tensor<'a> {
     pub fn dtype(&self) -> Dtype {
         match self {
             Tensor::Host { dtype, .. } | Tensor::Device { dtype, .. } => *dtype,
+        }
+    }
+
+    /// Size of the elements.
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            Tensor::Host { bytes, .. } => bytes.len() as u64,
+            Tensor::Device { range, .. } => range.len(),
         }
     }
 
@@ -235,6 +243,14 @@ pub(super) struct Shape {
 }
 
 impl Shape {
+    /// Shape of the tokens that a call of this kind brings in a tensor of this type on a device: as they are sent or, where
+    /// those are records, as rows that packing makes records of.
+    pub fn brought(spec: &Spec, kind: CallKind, tokens: u32, seen: Dtype) -> Self {
+        let plain = (spec.hidden, spec.dtype);
+        let (columns, dtype) = if seen == spec.dtype { plain } else { spec.sent(kind) };
+        Shape { rows: tokens.into(), columns, dtype }
+    }
+
     /// Kernels read and write rows 16 bytes at a time.
     const ALIGN: u64 = 16;
 
@@ -302,6 +318,8 @@ impl<'a> Chosen<'a> {
 pub(super) struct Tokens<'a> {
     pub count: u32,
     pub x: &'a DeviceRange,
+    /// Their type: bytes, if they are records.
+    pub dtype: Dtype,
     pub experts: &'a DeviceRange,
     pub weights: &'a DeviceRange,
 }
@@ -310,8 +328,9 @@ impl<'a> Tokens<'a> {
     /// There are as many tokens as have choices.
     pub fn check(spec: &Spec, x: Tensor<'a>, choices: Choices<'a>) -> Result<Self, Error> {
         let Chosen { tokens: count, experts, weights } = Chosen::check(spec, choices)?;
-        let shape = Shape { rows: count.into(), columns: spec.hidden, dtype: spec.dtype };
-        Ok(Tokens { count, x: x.on_device("tokens", shape)?, experts, weights })
+        let dtype = x.dtype();
+        let shape = Shape::brought(spec, CallKind::Dispatch, count, dtype);
+        Ok(Tokens { count, x: x.on_device("tokens", shape)?, dtype, experts, weights })
     }
 
     /// Their choices.

@@ -257,7 +257,7 @@ fn settings_that_a_device_lacks_are_refused_on_all_ranks() {
     each_with_kernels(test, &[&[]], || {
         on_ranks(&NODES, &small(), |world| {
             let (group, stream) = (world.all().unwrap(), stream(world.rank()));
-            for (executor, settings) in DEVICE_EXECUTORS.into_iter().zip([4, 8, 8]) {
+            for (executor, settings) in DEVICE_EXECUTORS.into_iter().zip([3, 8, 8]) {
                 let mut refusals = 0;
                 for feature in Feature::ALL.into_iter().filter(|feature| !feature.is_served_by(executor)) {
                     let Some(asked) = asked(feature, builder(&group, executor).on(&stream)) else { continue };

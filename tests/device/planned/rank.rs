@@ -33,6 +33,7 @@ pub struct Case {
     pub order: SumOrder,
     pub wire: PartialDtype,
     pub weighted: bool,
+    pub fp8: bool,
 }
 
 impl Case {
@@ -56,6 +57,7 @@ impl Case {
             order: SumOrder::Expert,
             wire: PartialDtype::F32,
             weighted: false,
+            fp8: false,
         }
     }
 
@@ -63,6 +65,7 @@ impl Case {
         let builder = ExpertParallel::builder(group).unwrap().expert_map(self.map.clone()).top_k(self.top_k);
         let builder = builder.hidden(self.hidden).dtype(E::DTYPE).align(self.align);
         let builder = builder.sum_order(self.order).partial_dtype(self.wire).weighted(self.weighted);
+        let builder = builder.fp8(self.fp8);
         builder.max_tokens(self.max_tokens).mode(self.mode).route(self.route)
     }
 

@@ -148,6 +148,66 @@ where
         assert_eq!(bits(&self.seen::<E>(&x)), bits(&step.of_tokens), "the same without weights");
     }
 
+    /// A step in fp8: tokens that packing makes records of, and records that were made before, land as
+    /// on the host; what comes back is rows.
+    pub fn step_in_records(&mut self, seed: u64, count: u32) {
+        let Case { top_k, hidden, .. } = self.case;
+        let experts = self.case.map.experts();
+        let input: Input<E> = tokens(seed, count, hidden, top_k, experts);
+        let again: Vec<E> = tokens(seed + 997, count, hidden, top_k, experts).x;
+        let routing = Routing::new(top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
+        let mut records = [Vec::new(), Vec::new()];
+        for (records, x) in records.iter_mut().zip([&input.x, &again]) {
+            self.host.quantise(x, records).unwrap();
+        }
+        let (rows, handle) = self.host.dispatch(&records[0], &routing).unwrap();
+        let rows_again: Vec<u8> = self.host.dispatch_cached(&records[1], &handle).unwrap().to_vec().unwrap();
+        let rows: Vec<u8> = rows.to_vec().unwrap();
+        let y: Vec<E> = (0..handle.rows() as usize * hidden)
+            .map(|at| self.expert(at / hidden, ((at % 37) as f32 - 11.0).to()))
+            .collect();
+        let sums: Vec<E> = self.host.combine(&y, &handle).unwrap();
+        let (back, of_combine) = self.host.combine_backward(&again, &handle).unwrap();
+        let back: Vec<E> = back.to_vec().unwrap();
+        let (of_tokens, _) = self.host.dispatch_backward::<E>(&y, None, &handle).unwrap();
+
+        let tensors = [bits(&input.x), bits(&input.ids), bits(&input.weights)].map(|b| self.lent(b));
+        let (x, choices) = call::<E>(&tensors);
+        let packed = |experts: &ExpertRows| experts.range().unwrap();
+        let (landed, of_rows) = self.planned.dispatch(x, choices).unwrap();
+        assert_eq!(self.seen::<u8>(&packed(&landed)), rows, "records that packing made");
+        assert_eq!(self.seen::<f32>(&landed.weights().unwrap()), handle.row_weights());
+        let made = self.room(&records[0]).part(0, records[0].len() as u64).unwrap();
+        self.planned.quantise_into(x, TensorMut::device(&made, Dtype::Bytes)).unwrap();
+        assert_eq!(self.seen::<u8>(&made), records[0], "records that were asked for");
+        let (landed, handle) = self.planned.dispatch(Tensor::device(&made, Dtype::Bytes), choices).unwrap();
+        assert_eq!(self.seen::<u8>(&packed(&landed)), rows, "records that were made before");
+        let others = self.lent(&records[1]).part(0, records[1].len() as u64).unwrap();
+        let (plain, g) = (self.lent(&again), self.lent(&again));
+        for x in [Tensor::device(&others, Dtype::Bytes), Tensor::device(&plain, E::DTYPE)] {
+            let landed = self.planned.dispatch_cached(x, &handle).unwrap();
+            assert_eq!(self.seen::<u8>(&packed(&landed)), rows_again, "records along a layout");
+        }
+        for handle in [&of_rows, &handle] {
+            let (y_here, out) = (self.output(handle, &y), self.room(&sums));
+            self.planned.combine_into(y_here, handle, target::<E>(&out)).unwrap();
+            assert_eq!(bits(&self.seen::<E>(&out)), bits(&sums), "sums");
+        }
+        let home = of_combine.as_ref().map(|weights| self.room(weights));
+        let weights = home.as_ref().map(|home| TensorMut::device(home, Dtype::F32));
+        let gradients = Tensor::device(&g, E::DTYPE);
+        let landed = self.planned.combine_backward_into(gradients, &handle, weights).unwrap();
+        assert_eq!(bits(&self.seen::<E>(&packed(&landed))), bits(&back), "gradients of rows");
+        if let (Some(home), Some(expected)) = (&home, &of_combine) {
+            assert_eq!(bits(&self.seen::<f32>(home)), bits(expected), "gradients of weights");
+        }
+        let (y, x) = (self.output(&handle, &y), self.room(&of_tokens));
+        self.planned.dispatch_backward_into(y, None, &handle, target::<E>(&x), None).unwrap();
+        assert_eq!(bits(&self.seen::<E>(&x)), bits(&of_tokens), "gradients of tokens");
+        let kernels = of_rows.report().unwrap().kernels;
+        assert!(kernels.iter().any(|kernel| kernel.starts_with("records_")), "{kernels:?}");
+    }
+
     /// A layout whose tokens come later.
     pub fn prepared(&mut self, step: &Step<E>) {
         let [experts, weights] = [bits(&step.input.ids), bits(&step.input.weights)].map(|b| self.lent(b));

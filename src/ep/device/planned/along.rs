@@ -29,14 +29,16 @@ impl PlannedExchange {
         if let Err(foreign) = self.own(handle) {
             return Err(self.refuse(kind, None, foreign));
         }
-        let x = x.on_device("tokens", self.tokens_shape(handle.tokens()));
+        let dtype = x.dtype();
+        let shape = Shape::brought(&self.common.fixed.spec, kind, handle.tokens(), dtype);
+        let x = x.on_device("tokens", shape).map(|x| (x, dtype));
         let extent = self.along((kind, handle.seat()), handle.tokens(), x)?;
         let (common, place) = (&self.common, (handle.seat(), extent.offset(), handle.rows()));
         if common.shape.arrives() {
-            let regrouped = common.regroup(&self.stream, &self.kernels, place);
+            let regrouped = common.regroup(&self.stream, &self.kernels, kind, place);
             regrouped.map_err(|error| common.fixed.fail(error))?;
         }
-        PlannedRows::new(handle.lease(), handle.rows(), Some(extent))
+        PlannedRows::new(handle.lease(), (kind, handle.rows()), Some(extent))
     }
 
     /// Makes a call of this kind along the layout of a seat: where rows land.
@@ -44,14 +46,15 @@ impl PlannedExchange {
         &mut self,
         (kind, seat): (CallKind, u32),
         tokens: u32,
-        x: Result<&DeviceRange, Error>,
+        x: Result<(&DeviceRange, Dtype), Error>,
     ) -> Result<Extent, Error> {
         self.common.fixed.shared.hub.health().check()?;
         let (x, refused) = x.map_or_else(|error| (None, Some(error)), |x| (Some(x), None));
         self.begin(seat, false)?;
         let fail = |error| self.common.fixed.fail(error);
-        if let Some(x) = x.filter(|_| tokens > 0) {
-            self.common.pack(&self.stream, &self.kernels, seat, (tokens, x)).map_err(fail)?;
+        if let Some((x, dtype)) = x.filter(|_| tokens > 0) {
+            let packed = self.common.pack(&self.stream, &self.kernels, (kind, seat), (tokens, x, dtype));
+            packed.map_err(fail)?;
         }
         self.enqueue_reached(seat, 0).map_err(fail)?;
         let machine = self.start(kind, seat)?;

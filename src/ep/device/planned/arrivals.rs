@@ -78,7 +78,7 @@ impl Enqueuer {
         let (landed, Header { segments, listed, weights, pads, counted }) =
             (&mut scratch.landed, &mut scratch.header);
         landed.clear();
-        arrivals.begin(bins, me, common.shape.landing(kept.layout.landed).rows);
+        arrivals.begin(bins, me, common.shape.landing(CallKind::Dispatch, kept.layout.landed).rows);
         counted.resize(own.len(), 0);
         for source in 0..paths.ranks() {
             if paths.same_node(source) {

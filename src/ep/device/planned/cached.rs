@@ -45,7 +45,7 @@ impl Enqueuer {
         Ok(match (refusal, landing) {
             (None, Some(mut extent)) => {
                 // What was staged is free again, for calls that are enqueued later.
-                drop(self.common.trim(&mut extent, &self.kept[seat as usize].layout));
+                drop(self.common.trim(kind, &mut extent, &self.kept[seat as usize].layout));
                 Ok(extent)
             }
             (refusal, _) => Err(refusal.unwrap_or_else(|| PlanError::RefusedHere.into())),

@@ -8,6 +8,7 @@ use super::enqueuer::Enqueuer;
 use super::shape::StreamFlag;
 use super::space::Extent;
 use crate::device::DeviceRange;
+use crate::dtype::Dtype;
 use crate::ep::host::refusing;
 use crate::ep::relay::{RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, Error};
@@ -24,7 +25,7 @@ pub(super) struct DeviceCall<'p> {
     /// Dispatch: tokens that the caller's stream announced.
     pub tokens: u32,
     /// Dispatch, where rows are packed when it is known how: the tokens.
-    pub x: Option<DeviceRange>,
+    pub x: Option<(DeviceRange, Dtype)>,
     /// The caller's stream has come to this call: what was given back before is free.
     pub reached: bool,
     /// Combine: where outputs begin.
@@ -90,7 +91,7 @@ impl<'p> DeviceCall<'p> {
         let rows = stage == StageId::Rows;
         let operands = Operands {
             runs: if rows { &layout.runs } else { &[] },
-            ..tables.operands(*calls, common.shape.row_bytes())
+            ..tables.operands(*calls, common.shape.row_bytes(self.tag.kind))
         };
         if !rows || part == Part::Finish {
             return engine.run(items, &operands, None);

@@ -70,19 +70,20 @@ impl Common {
         self.host.range().part(offset, len)
     }
 
-    /// Enqueues that `rows` rows that landed at `base` are put into visible order, where engines relay.
+    /// Enqueues that `rows` rows that landed at `base` in a call of this kind are put into visible order, where engines relay.
     pub fn regroup(
         &self,
         stream: &Stream,
         kernels: &Kernels,
+        kind: CallKind,
         (seat, base, rows): (u32, u64, u32),
     ) -> Result<(), Error> {
-        let (shape, row_bytes) = (&self.shape, self.shape.row_bytes());
+        let (landing, row_bytes) = (self.shape.landing(kind, rows), self.shape.row_bytes(kind));
         if rows == 0 {
             return Ok(());
         }
-        let (bytes, (index, end)) = (u64::from(rows) * row_bytes, shape.landing(rows).arrivals());
-        let from = self.piece((base + shape.landing(rows).bytes(), bytes))?;
+        let (bytes, (index, end)) = (u64::from(rows) * row_bytes, landing.arrivals());
+        let from = self.piece((base + landing.bytes(), bytes))?;
         let (out, index) = (self.piece((base, bytes))?, self.piece((base + index, end - index))?);
         Ok(kernels.regroup(
             stream,
@@ -104,12 +105,12 @@ impl Common {
         FillContext { notes, ..self.fixed.agreement(calls, kind).setting }
     }
 
-    /// Gives back what of an extent this layout does not need. What is staged behind the rows is this rank's as long as the
+    /// Gives back what of an extent a call of this kind along a layout does not need. What is staged behind the rows is this rank's as long as the
     /// extent that is returned.
-    pub fn trim(&self, extent: &mut Extent, layout: &DispatchLayout) -> Option<Extent> {
-        let (chunk, staged) = (self.shape.landing(layout.landed), u64::from(layout.staged));
+    pub fn trim(&self, kind: CallKind, extent: &mut Extent, layout: &DispatchLayout) -> Option<Extent> {
+        let (chunk, staged) = (self.shape.landing(kind, layout.landed), u64::from(layout.staged));
         let (kept, used) = match (self.shape.arrives(), self.fixed.straight()) {
-            (true, true) => (chunk.arrivals().1, chunk.staging() + staged * self.shape.row_bytes()),
+            (true, true) => (chunk.arrivals().1, chunk.staging() + staged * self.shape.row_bytes(kind)),
             (true, false) => (chunk.arrivals().1, 0),
             (false, _) => (chunk.bytes(), 0),
         };

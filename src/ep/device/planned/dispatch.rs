@@ -17,6 +17,7 @@ use super::enqueuer::{Caller, CallerStream, Enqueuer, Kept, Scratch};
 use super::shape::StreamFlag;
 use super::space::Extent;
 use crate::device::DeviceRange;
+use crate::dtype::Dtype;
 use crate::ep::Status;
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::exec::Until;
@@ -43,7 +44,7 @@ impl Enqueuer {
         &mut self,
         mut machine: CallMachine,
         (kind, seat): (CallKind, u32),
-        (tokens, x): (u32, Option<DeviceRange>),
+        (tokens, x): (u32, Option<(DeviceRange, Dtype)>),
     ) -> Result<(), Error> {
         let programs = Arc::clone(&self.programs);
         let reached = matches!(self.caller, Caller::Words);
@@ -96,9 +97,9 @@ impl DeviceCall<'_> {
         match caller {
             Caller::Words => engine.take(common.word(seat, StreamFlag::Packed)?)?,
             Caller::Events(CallerStream { stream, kernels, reached, done, .. }) => {
-                if let (Some(x), true) = (&self.x, packs) {
+                if let (Some((x, dtype)), true) = (&self.x, packs) {
                     engine.precede(stream, done)?;
-                    common.pack(stream, kernels, seat, (self.tokens, x))?;
+                    common.pack(stream, kernels, (self.tag.kind, seat), (self.tokens, x, *dtype))?;
                     reached.record(stream)?;
                 }
                 engine.follow(reached)?;
@@ -125,7 +126,8 @@ impl DeviceCall<'_> {
 
     /// Tells the caller where rows land, if that is new, and fills the operands by which they do.
     pub fn fill_rows(&mut self) -> Result<(), Error> {
-        let (seat, noted) = (self.seat, self.tag.kind.places());
+        let (seat, kind) = (self.seat, self.tag.kind);
+        let noted = kind.places();
         if noted {
             self.enqueuer.kept[seat as usize].number = self.enqueuer.calls.number();
             self.await_packed(true)?;
@@ -135,11 +137,11 @@ impl DeviceCall<'_> {
         }
         self.find_notes(noted)?;
         let Enqueuer { common, calls, tables, kept, notes_at, .. } = &mut *self.enqueuer;
-        let (setting, shape) = (common.rows_setting(*calls, self.tag.kind, notes_at), &common.shape);
+        let (setting, shape) = (common.rows_setting(*calls, kind, notes_at), &common.shape);
         let Kept { layout, first_run, .. } = &kept[seat as usize];
         tables.rows(&setting, layout, noted);
         if shape.arrives() {
-            tables.to_arrivals(&setting, layout, *first_run, |rows| shape.landing(rows));
+            tables.to_arrivals(&setting, layout, *first_run, |rows| shape.landing(kind, rows));
         }
         Ok(())
     }
@@ -302,7 +304,7 @@ impl Enqueuer {
         let common = Arc::clone(&self.common);
         let (layout, number) = (&self.kept[seat as usize].layout, self.calls.number());
         let mut extent = landing.extent;
-        let staging = extent.as_mut().and_then(|extent| common.trim(extent, layout));
+        let staging = extent.as_mut().and_then(|extent| common.trim(CallKind::Dispatch, extent, layout));
         common.seats[seat as usize].tell(|told| {
             let placement = &mut told.placement;
             (placement.number, placement.rows) = (number, layout.landed);

@@ -8,9 +8,9 @@ use super::exchange::{Driver, PlannedExchange};
 use super::handle::{PlannedOutput, PlannedRows};
 use super::shape::StreamFlag;
 use crate::device::{
-    Context, DeviceRange, DotScale, FetchWeights, Kernels, MemOpBatch, PermuteArgs, SortArgs, Stream,
-    SumChoices,
+    Context, DeviceRange, DotScale, FetchWeights, Kernels, MemOpBatch, SortArgs, Stream, SumChoices,
 };
+use crate::dtype::Dtype;
 use crate::ep::tensor::Chosen;
 use crate::error::{CallKind, DeviceError, Error};
 
@@ -72,30 +72,6 @@ impl Common {
             },
         )?)
     }
-
-    /// Enqueues that rows are packed in that order.
-    pub fn pack(
-        &self,
-        stream: &Stream,
-        kernels: &Kernels,
-        seat: u32,
-        (count, x): (u32, &DeviceRange),
-    ) -> Result<(), Error> {
-        let shape = &self.shape;
-        let (order, rows) = (self.piece(shape.order(seat))?, self.piece(shape.staging(seat))?);
-        Ok(kernels.regroup(
-            stream,
-            &PermuteArgs {
-                row_bytes: shape.row_bytes(),
-                sources: count,
-                rows: count * self.fixed.spec.top_k,
-                from: x.span(0, x.len())?,
-                index: order.span(0, order.len())?,
-                out: rows.span(0, rows.len())?,
-                status: self.word(seat, StreamFlag::Status)?,
-            },
-        )?)
-    }
 }
 
 impl PlannedExchange {
@@ -103,7 +79,7 @@ impl PlannedExchange {
     pub(super) fn enqueue_dispatch(
         &mut self,
         seat: u32,
-        brought: Option<(Chosen<'_>, Option<&DeviceRange>)>,
+        brought: Option<(Chosen<'_>, Option<(&DeviceRange, Dtype)>)>,
     ) -> Result<(), Error> {
         let (common, stream) = (&*self.common, &*self.stream);
         let (shape, spec) = (&common.shape, &common.fixed.spec);
@@ -126,16 +102,19 @@ impl PlannedExchange {
             if !shape.arrives() {
                 common.order(stream, &self.kernels, seat, (tokens, experts))?;
             }
-            if let Some(x) = x {
-                common.pack(stream, &self.kernels, seat, (tokens, x))?;
+            if let Some((x, dtype)) = x {
+                common.pack(stream, &self.kernels, (CallKind::Dispatch, seat), (tokens, x, dtype))?;
             }
         }
         let Driver::Planner { lists, .. } = &mut self.driver else { return Ok(()) };
         stream.operate(&mut lists.packed[seat as usize])?;
         match shape.budget() {
-            Some(landing) if shape.arrives() => {
-                common.regroup(stream, &self.kernels, (seat, shape.rows(seat).0, landing.rows))
-            }
+            Some(landing) if shape.arrives() => common.regroup(
+                stream,
+                &self.kernels,
+                CallKind::Dispatch,
+                (seat, shape.rows(seat).0, landing.rows),
+            ),
             _ => Ok(()),
         }
     }

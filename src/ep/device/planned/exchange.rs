@@ -11,6 +11,7 @@ use super::enqueue::Lists;
 use super::enqueuer::Enqueuer;
 use super::handle::{Lease, PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows};
 use crate::device::{DeviceRange, Kernels, Stream};
+use crate::dtype::Dtype;
 use crate::ep::buffers::OutputAt;
 use crate::ep::builder::Spec;
 use crate::ep::device::guard::WaitBreaker;
@@ -168,7 +169,10 @@ impl PlannedExchange {
     /// [`PlannedDispatch::finish`], on all ranks.
     pub fn start_dispatch(&mut self, x: Tensor<'_>, choices: Choices<'_>) -> Result<PlannedDispatch, Error> {
         let tokens = Tokens::check(&self.common.fixed.spec, x, choices);
-        self.begin_placing(CallKind::Dispatch, tokens.map(|tokens| (tokens.chosen(), Some(tokens.x))))
+        self.begin_placing(
+            CallKind::Dispatch,
+            tokens.map(|tokens| (tokens.chosen(), Some((tokens.x, tokens.dtype)))),
+        )
     }
 
     /// The layout of a dispatch, whose tokens come later.
@@ -227,7 +231,7 @@ impl PlannedExchange {
     fn begin_placing(
         &mut self,
         kind: CallKind,
-        brought: Result<(Chosen<'_>, Option<&DeviceRange>), Error>,
+        brought: Result<(Chosen<'_>, Option<(&DeviceRange, Dtype)>), Error>,
     ) -> Result<PlannedDispatch, Error> {
         self.common.fixed.shared.hub.health().check()?;
         self.refuse_capture()?;
@@ -244,13 +248,15 @@ impl PlannedExchange {
         self.dispatches += 1;
         let (nth, call) = (*dispatches, self.dispatches);
         let lanes = Arc::clone(&self.lanes);
-        let lease = Arc::new(Lease { common, seat, nth, call, tokens: count, lanes });
+        let dtype = brought.and_then(|(_, x)| x).map(|(_, dtype)| dtype);
+        let packs = common.packs(kind, dtype.unwrap_or(Dtype::Bytes));
+        let lease = Arc::new(Lease { common, seat, nth, call, tokens: count, packs, lanes });
         self.begin(seat, captured)?;
         self.enqueue_dispatch(seat, brought).map_err(|error| self.common.fixed.fail(error))?;
         let machine = self.start(kind, seat)?;
         let x = brought
             .filter(|(chosen, _)| chosen.tokens > 0 && self.packs_when_placed())
-            .and_then(|(_, x)| x.cloned());
+            .and_then(|(_, x)| x.map(|(x, dtype)| (x.clone(), dtype)));
         let shape = &self.common.shape;
         let late = shape.arrives() && shape.budget().is_none();
         let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));

@@ -8,6 +8,7 @@ use super::seat::{ContextProgress, PlacementInfo};
 use super::shape::{MemoryShape, StreamFlag};
 use super::space::Extent;
 use crate::device::{DeviceRange, Kernels, Stream};
+use crate::dtype::Dtype;
 use crate::ep::{LaneUse, Report, Status};
 use crate::error::{CallKind, Error, PlanError};
 use crate::exec::EnqueueCounts;
@@ -24,6 +25,8 @@ pub(super) struct Lease {
     /// Which dispatch of the exchange it is.
     pub call: u64,
     pub tokens: u32,
+    /// The kernel that packs its rows.
+    pub packs: &'static str,
     pub lanes: Arc<[LaneUse]>,
 }
 
@@ -70,7 +73,7 @@ pub(in crate::ep) struct PlannedDispatch {
     /// Where the call is, if the caller's thread drives it.
     pub(super) machine: Option<CallMachine>,
     /// Tokens that are packed in the second half.
-    pub(super) x: Option<DeviceRange>,
+    pub(super) x: Option<(DeviceRange, Dtype)>,
 }
 
 impl PlannedDispatch {
@@ -84,9 +87,9 @@ impl PlannedDispatch {
         let (placement, extent) = self.placed()?;
         if let (Some((stream, kernels)), Some(extent)) = (&self.regroups, &extent) {
             let (common, place) = (&self.lease.common, (self.lease.seat, extent.offset(), placement.rows));
-            common.regroup(stream, kernels, place).map_err(|error| common.fixed.fail(error))?;
+            common.regroup(stream, kernels, self.kind, place).map_err(|error| common.fixed.fail(error))?;
         }
-        let rows = PlannedRows::new(&self.lease, placement.rows, extent)?;
+        let rows = PlannedRows::new(&self.lease, (self.kind, placement.rows), extent)?;
         Ok((rows, PlannedHandle::new(self.lease, placement)))
     }
 
@@ -126,7 +129,7 @@ impl PlannedDispatch {
         if let Some(refused) = self.refused {
             return Err(refused);
         }
-        let rows = PlannedRows::new(&self.lease, 0, None)?;
+        let rows = PlannedRows::new(&self.lease, (self.kind, 0), None)?;
         Ok((rows, PlannedHandle::new(self.lease, PlacementInfo::default())))
     }
 }
@@ -146,11 +149,15 @@ pub(in crate::ep) struct PlannedRows {
 }
 
 impl PlannedRows {
-    /// Rows of a layout, where this extent lies; with a budget, in their one place.
-    pub(super) fn new(lease: &Arc<Lease>, landed: u32, extent: Option<Extent>) -> Result<Self, Error> {
+    /// Rows that a call of this kind brings along a layout, where this extent lies; with a budget, in their one place.
+    pub(super) fn new(
+        lease: &Arc<Lease>,
+        (kind, landed): (CallKind, u32),
+        extent: Option<Extent>,
+    ) -> Result<Self, Error> {
         let (common, seat) = (&lease.common, lease.seat);
         let shape = &common.shape;
-        let landing = shape.landing(landed);
+        let landing = shape.landing(kind, landed);
         let base = extent.as_ref().map_or(shape.rows(seat).0, Extent::offset);
         let weights = match shape.budget() {
             Some(_) => (base + landing.notes_at(), landing.notes * 4),
@@ -175,7 +182,7 @@ impl PlannedRows {
         self.landing.rows
     }
 
-    /// The rows, `[rows, hidden]`; with a budget, as many as it has, of which those beyond the segments are undefined.
+    /// The rows, `[rows, hidden]`, or records of them; with a budget, as many as it has, of which those beyond the segments are undefined.
     ///
     /// # Errors
     /// None in practice: they lie inside their memory.
@@ -341,9 +348,9 @@ impl PlannedHandle {
     pub fn report(&self) -> Result<Report, Error> {
         let nth = self.lease.nth;
         let enqueued = self.lease.told(|told| (told.landed >= nth).then_some(told.dispatched))?;
-        let relayed = self.lease.common.shape.arrives();
-        let kernels = if relayed { &["regroup", "regroup"] } else { &["order", "regroup"] };
-        Ok(self.lease.report(enqueued, kernels))
+        let Lease { common, packs, .. } = &*self.lease;
+        let kernels = if common.shape.arrives() { [*packs, "regroup"] } else { ["order", *packs] };
+        Ok(self.lease.report(enqueued, &kernels))
     }
 
     /// How the last return went. With a planner, waits until its rows are back, though not for their sums.

@@ -20,6 +20,7 @@
 //! |---|---|
 //! | `setup`, `exchange`, `along`, `enqueue`, `handle` | how an instance is made; what its caller calls, enqueues and holds |
 //! | `enqueuer`, `call`, `dispatch`, `cached`, `combine` | steps of the programs of [`schedule`](crate::schedule), with the engine of [`exec`](crate::exec) |
+//! | `pack` | how rows are packed |
 //! | `arrivals` | further work of the enqueuer where copy engines relay |
 //! | `watch` | deadlines for what streams of exact sizes await |
 //! | `planner`, `apart` | with a budget: the thread, and a stream that the caller's cannot hold up |
@@ -65,6 +66,7 @@ mod enqueue;
 mod enqueuer;
 mod exchange;
 mod handle;
+mod pack;
 mod planner;
 mod seat;
 mod setup;

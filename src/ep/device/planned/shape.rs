@@ -114,7 +114,7 @@ impl MemoryShape {
         let landing = u128::from(self.budget.unwrap_or(0)) + u128::from(self.staged.unwrap_or(0));
         let rows = landing + u128::from(self.entries() + self.align + self.ids + self.bins + self.experts);
         // A row, its note and its numbers, all of them a few times.
-        let bytes = 4 * u128::from(self.row_bytes() + self.sizing.note_bytes() + 8 + GRAIN);
+        let bytes = 4 * u128::from(self.longest_row() + self.sizing.note_bytes() + 8 + GRAIN);
         let notes = u128::from(self.notes_bytes()) + u128::from(GRAIN);
         let all = rows.saturating_mul(bytes).saturating_add(notes);
         let all = all.saturating_mul(u128::from(self.seats) + 2);
@@ -147,9 +147,17 @@ impl MemoryShape {
         self.max_tokens * self.top_k
     }
 
-    /// Bytes of one row.
-    pub fn row_bytes(&self) -> u64 {
-        self.sizing.row_bytes
+    /// Bytes of one row that goes out in a call of this kind: of a record, where a dispatch makes them.
+    pub fn row_bytes(&self, kind: CallKind) -> u64 {
+        match kind {
+            CallKind::Dispatch | CallKind::CachedDispatch => self.sizing.row_bytes,
+            _ => self.sizing.home_bytes,
+        }
+    }
+
+    /// Bytes of the longest row that goes out or comes home.
+    fn longest_row(&self) -> u64 {
+        self.sizing.row_bytes.max(self.sizing.home_bytes)
     }
 
     /// With a budget: what lands at most.
@@ -157,16 +165,17 @@ impl MemoryShape {
         self.budget.map(|rows| self.sizing.landing(rows))
     }
 
-    /// What lands if so many rows do. With a budget, notes lie behind all of it, however many rows come. Of exact sizes
+    /// What lands in a call of this kind if so many rows do. With a budget, notes lie behind all of it, however many rows come. Of exact sizes
     /// they are the handle's.
-    pub fn landing(&self, rows: u32) -> RowBuffer {
-        self.budget().unwrap_or_else(|| self.sizing.landing(rows).without_notes())
+    pub fn landing(&self, kind: CallKind, rows: u32) -> RowBuffer {
+        let exact = || RowBuffer { rows, notes: 0, row_bytes: self.row_bytes(kind) };
+        self.budget().unwrap_or_else(exact)
     }
 
-    /// Bytes that must lie where `rows` rows land, and behind them: arrivals and their index, then what is staged.
-    pub fn extent(&self, rows: u32) -> u64 {
-        let landing = self.landing(rows);
-        self.staged.map_or(landing.bytes(), |most| landing.staging() + most * self.row_bytes())
+    /// With a budget: bytes that must lie where `rows` rows land, and behind them: arrivals and their index, then what is staged.
+    fn extent(&self, rows: u32) -> u64 {
+        let landing = self.sizing.landing(rows);
+        self.staged.map_or(landing.bytes(), |most| landing.staging() + most * self.sizing.row_bytes)
     }
 
     /// Whether engines relay.
@@ -185,7 +194,7 @@ impl MemoryShape {
     }
 
     pub fn zeros(&self) -> ByteRange {
-        (behind(self.words()), round(self.align * self.row_bytes().max(self.sizing.note_bytes())))
+        (behind(self.words()), round(self.align * self.longest_row().max(self.sizing.note_bytes())))
     }
 
     /// The bin of each expert, for this rank: `i32`.
@@ -201,7 +210,7 @@ impl MemoryShape {
     /// Rows that a call packs, or that come home to it. Of exact sizes all seats share it.
     pub fn staging(&self, seat: u32) -> ByteRange {
         let at = if self.budget.is_some() { self.seat(seat) } else { behind(self.groups()) };
-        (at, self.entries() * self.row_bytes())
+        (at, self.entries() * self.longest_row())
     }
 
     /// First byte of a seat.
@@ -211,7 +220,7 @@ impl MemoryShape {
     }
 
     fn staging_bytes(&self) -> u64 {
-        round(self.entries() * self.row_bytes())
+        round(self.entries() * self.longest_row())
     }
 
     /// The token of each packed row, `i32`.
@@ -274,7 +283,7 @@ impl MemoryShape {
 
     /// In the twin: from where rows leave. All that a rank dispatches fits.
     pub fn outbox(&self) -> ByteRange {
-        (self.device_bytes(), round(self.entries() * self.row_bytes()))
+        (self.device_bytes(), round(self.entries() * self.longest_row()))
     }
 
     /// Size of the twin.
@@ -296,7 +305,7 @@ impl MemoryShape {
     fn most_rows(&self) -> u64 {
         let chosen = self.ranks.saturating_mul(self.max_tokens * self.top_k.min(self.experts));
         let most = chosen.saturating_add(self.experts.saturating_mul(self.align - 1));
-        self.budget.map_or(most.min(self.pool / self.row_bytes().max(1)), u64::from).max(1)
+        self.budget.map_or(most.min(self.pool / self.sizing.row_bytes.max(1)), u64::from).max(1)
     }
 
     /// Where a bell is in the host's memory.

@@ -113,6 +113,22 @@ fn steps_of_training_go_from_device_to_device_as_on_the_host() {
 }
 
 #[test]
+fn records_go_from_device_to_device_as_on_the_host() {
+    on_devices("records_go_from_device_to_device_as_on_the_host", 8, "ordered", |_| {
+        for route in Route::ALL {
+            let case =
+                Case { hidden: 136, align: 2, fp8: true, route, ..Case::across(&[0, 1, 2, 0, 1], 11, 3) };
+            let case = Case { max_in_flight: 3, ..case };
+            on_cards(&case, SignalMode::Write, |rank, me| {
+                for round in 0..3 {
+                    rank.step_in_records(64 * round + me, 1 + ((round + me) % 9) as u32);
+                }
+            });
+        }
+    });
+}
+
+#[test]
 fn no_seed_of_the_driver_is_seen_on_the_way() {
     let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..6 };
     for seed in seeds {

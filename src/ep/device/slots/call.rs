@@ -66,7 +66,7 @@ impl Executor for ConstantCall<'_> {
 
 impl SlotExchange {
     fn pack(&self, stream: &Stream, tokens: &Tokens<'_>) -> Result<(), Error> {
-        let Tokens { count, x, experts, weights } = *tokens;
+        let Tokens { count, x, experts, weights, .. } = *tokens;
         let pack = Pack {
             shape: self.shape,
             tokens: count,
