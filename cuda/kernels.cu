@@ -1,5 +1,6 @@
 // All kernels: one module.
 #include "check.cu"
+#include "choices.cu"
 #include "counts.cu"
 #include "gradients.cu"
 #include "order.cu"

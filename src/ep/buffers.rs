@@ -93,7 +93,8 @@ impl ExpertRows {
         }
     }
 
-    /// Device: routing weight of each row, `f32 [len]`; 0 for pad rows.
+    /// Device: routing weight of each row, `f32 [len]`; 0 for pad rows. Rank-major, of each row and
+    /// choice, `f32 [len, top_k]`; 0 where another rank has the choice.
     ///
     /// # Errors
     /// As [`ExpertRows::range`]; [`CallError::NotKept`] in fixed slots, whose headers have the
@@ -102,7 +103,18 @@ impl ExpertRows {
         self.planned("row weights")?.weights()
     }
 
+    /// Device, rank-major with exact sizes: the local expert of each row and choice,
+    /// `i32 [len, top_k]`; -1 where there is none.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::weights`]; [`CallError::NotKept`] for expert-major rows.
+    pub fn experts(&self) -> Result<&DeviceRange, Error> {
+        let missing = "experts of rows";
+        Ok(self.planned(missing)?.experts().ok_or(CallError::NotKept { missing })?)
+    }
+
     /// Device: rows of each local expert, then the same with pads: `i64 [2, local experts]`.
+    /// Rank-major, rows that chose each local expert, `i64 [local experts]`.
     ///
     /// # Errors
     /// As [`ExpertRows::weights`].

@@ -99,7 +99,7 @@ impl Feature {
         let (yes, no) = (true, false);
         match self {
             Feature::ExpertMajor => ("expert-major rows", [yes, yes, yes, no]),
-            Feature::RankMajor => ("rank-major rows", [yes, no, no, yes]),
+            Feature::RankMajor => ("rank-major rows", [yes, yes, no, yes]),
             Feature::Budget => ("a receive budget", [yes, no, yes, no]),
             Feature::ScarceSlots => ("fewer slots than tokens", [yes, no, no, no]),
             Feature::OrderRank => ("sums by rank", [yes, yes, no, yes]),

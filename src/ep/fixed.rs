@@ -130,11 +130,11 @@ impl EpState {
     }
 
     /// Sizes of what moves in a call of this kind. Where callers' threads enqueue, weights return as
-    /// rows do, four bytes each.
+    /// rows do.
     pub fn sizing(&self, kind: CallKind) -> RowSizes {
         let sizing = self.spec.sizing(kind, self.partial_bytes());
         match self.enqueues && kind == CallKind::ReturnWeights {
-            true => RowSizes { home_bytes: 4, words_home: 0, ..sizing },
+            true => sizing.of_weights(),
             false => sizing,
         }
     }

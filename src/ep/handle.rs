@@ -24,7 +24,7 @@ pub(super) enum HandleAt {
 
 impl Handle {
     /// Rows of each local expert; rank-major, rows that chose it. Empty where sizes stay on the
-    /// device.
+    /// device, and rank-major on a device: see [`ExpertRows::counts`](super::ExpertRows::counts).
     pub fn tokens_per_expert(&self) -> &[i64] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().received.tokens_per_expert,
@@ -51,7 +51,7 @@ impl Handle {
     }
 
     /// Host, rank-major: the local expert of each row and choice, `[rows, top_k]`; -1 where there
-    /// is none. Empty otherwise.
+    /// is none. Empty otherwise; on a device see [`ExpertRows::experts`](super::ExpertRows::experts).
     pub fn row_experts(&self) -> &[i32] {
         self.host().map_or(&[], |handle| &handle.inner().received.experts)
     }

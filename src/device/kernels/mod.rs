@@ -16,6 +16,7 @@
 
 mod addresses;
 mod check;
+mod choices;
 mod counts;
 mod gradients;
 mod operands;
@@ -32,6 +33,7 @@ use std::sync::Arc;
 
 pub use addresses::Addresses;
 pub use check::Check;
+pub use choices::ChoiceArgs;
 pub use counts::CountArgs;
 pub use gradients::{DotScale, FetchWeights};
 pub use order::SortArgs;
@@ -59,6 +61,7 @@ pub struct Kernels {
     order: Function,
     pack: Function,
     check: Function,
+    choices: Function,
     pack_fp8: Function,
     sums: sum::Functions,
     sums_of_choices: sum_choices::Functions,
@@ -82,6 +85,7 @@ impl Kernels {
             order: module.function(c"order")?,
             pack: module.function(c"pack")?,
             check: module.function(c"check")?,
+            choices: module.function(c"choices")?,
             pack_fp8: module.function(c"pack_fp8")?,
             sums: sum::Functions::of(&module)?,
             sums_of_choices: sum_choices::Functions::of(&module)?,

@@ -6,6 +6,7 @@
 
 mod buffer;
 mod check;
+mod choices;
 mod counts;
 mod gradients;
 mod order;

@@ -9,6 +9,7 @@ mod faults;
 mod nodes;
 mod processes;
 pub mod rank;
+mod rank_major;
 mod records;
 pub mod step;
 mod training;

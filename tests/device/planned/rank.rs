@@ -9,7 +9,7 @@ use sidelane::ep::{
     Choices, ExpertOutput, ExpertParallelBuilder, ExpertRows, Handle, Report, Status, Tensor, TensorMut,
 };
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, ReceiveMode, SumOrder};
+use sidelane::plan::{ExpertMap, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Element, Error, ExpertParallel, Group};
 
@@ -34,6 +34,7 @@ pub struct Case {
     pub wire: PartialDtype,
     pub weighted: bool,
     pub fp8: bool,
+    pub layout: RowLayout,
 }
 
 impl Case {
@@ -58,6 +59,7 @@ impl Case {
             wire: PartialDtype::F32,
             weighted: false,
             fp8: false,
+            layout: RowLayout::ExpertMajor,
         }
     }
 
@@ -65,7 +67,7 @@ impl Case {
         let builder = ExpertParallel::builder(group).unwrap().expert_map(self.map.clone()).top_k(self.top_k);
         let builder = builder.hidden(self.hidden).dtype(E::DTYPE).align(self.align);
         let builder = builder.sum_order(self.order).partial_dtype(self.wire).weighted(self.weighted);
-        let builder = builder.fp8(self.fp8);
+        let builder = builder.fp8(self.fp8).layout(self.layout);
         builder.max_tokens(self.max_tokens).mode(self.mode).route(self.route)
     }
 
@@ -170,14 +172,22 @@ where
 
         let stream = Arc::clone(&self.stream);
         let (rows, planned) = self.dispatch(input).unwrap();
-        assert_eq!(planned.tokens_per_expert(), handle.tokens_per_expert());
+        let per_rank = self.case.layout == RowLayout::RankMajor;
+        let none: &[i64] = &[];
+        let said = if per_rank { none } else { handle.tokens_per_expert() };
+        assert_eq!(planned.tokens_per_expert(), said);
         assert_eq!(planned.padded_tokens_per_expert(), handle.padded_tokens_per_expert());
         assert_eq!((planned.dropped(), planned.required_rows()), (handle.dropped(), handle.required_rows()));
         let landed = rows.range().unwrap().part(0, (seen.len() * E::DTYPE.size()) as u64).unwrap();
         assert_eq!(bits(&self.rows.read::<E>(&stream, &landed)), bits(&seen), "rows");
         let with_rows = rows.weights().unwrap().part(0, handle.row_weights().len() as u64 * 4).unwrap();
         assert_eq!(bits(&self.rows.read::<f32>(&stream, &with_rows)), bits(handle.row_weights()), "weights");
-        let counts = [handle.tokens_per_expert(), handle.padded_tokens_per_expert()].concat();
+        if per_rank {
+            let experts = rows.experts().unwrap();
+            assert_eq!(self.rows.read::<i32>(&stream, experts), handle.row_experts(), "experts");
+        }
+        let padded = if per_rank { none } else { handle.padded_tokens_per_expert() };
+        let counts = [handle.tokens_per_expert(), padded].concat();
         let counted = rows.counts().unwrap().part(0, counts.len() as u64 * 8).unwrap();
         assert_eq!(self.rows.read::<i64>(&stream, &counted), counts, "counts");
 

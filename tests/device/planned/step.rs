@@ -3,6 +3,7 @@
 use sidelane::device::DeviceRange;
 use sidelane::ep::{Choices, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
 use sidelane::gate::Routing;
+use sidelane::plan::RowLayout;
 use sidelane::{Dtype, Element};
 
 use super::devices::Memory;
@@ -28,6 +29,8 @@ pub struct Step<E> {
     pub of_tokens: Vec<E>,
     pub of_choices: Vec<f32>,
     pub row_weights: Vec<f32>,
+    pub row_experts: Vec<i32>,
+    pub per_expert: Vec<i64>,
 }
 
 impl<E: Element + Into<f32>> Rank<E>
@@ -51,9 +54,11 @@ where
         let (back, of_combine) = self.host.combine_backward(&gradients, &handle).unwrap();
         let of_sums: Vec<E> = back.to_vec().unwrap();
         let of_rows = made(self, &of_sums);
-        let of_weights: Vec<f32> = (0..handle.rows()).map(|row| row as f32 / 3.0 - seed as f32).collect();
+        let words = handle.row_weights().len();
+        let of_weights: Vec<f32> = (0..words).map(|word| word as f32 / 3.0 - seed as f32).collect();
         let home = self.host.dispatch_backward(&of_rows, Some(&of_weights), &handle).unwrap();
-        let row_weights = handle.row_weights().to_vec();
+        let (row_weights, row_experts) = (handle.row_weights().to_vec(), handle.row_experts().to_vec());
+        let per_expert = handle.tokens_per_expert().to_vec();
         let (of_tokens, of_choices) = (home.0, home.1.unwrap());
         Step {
             input,
@@ -69,6 +74,8 @@ where
             of_tokens,
             of_choices,
             row_weights,
+            row_experts,
+            per_expert,
         }
     }
 
@@ -93,6 +100,11 @@ where
         assert_eq!(bits(&self.seen::<E>(&landed)), bits(expected), "{what}");
         let weights = rows.weights().unwrap();
         assert_eq!(bits(&self.seen::<f32>(&weights)), bits(&step.row_weights), "weights of {what}");
+        if self.case.layout == RowLayout::RankMajor {
+            assert_eq!(self.seen::<i32>(rows.experts().unwrap()), step.row_experts, "experts of {what}");
+        }
+        let counts = self.seen::<i64>(&rows.counts().unwrap());
+        assert_eq!(counts[..step.per_expert.len()], step.per_expert, "counts of {what}");
     }
 
     pub fn output(&self, handle: &Handle, content: &[E]) -> ExpertOutput {
@@ -213,7 +225,8 @@ where
         let [experts, weights] = [bits(&step.input.ids), bits(&step.input.weights)].map(|b| self.lent(b));
         let choices = Choices::Device { experts: &experts, weights: &weights };
         let handle = self.planned.prepare(choices).unwrap();
-        assert_eq!(handle.rows() as usize, step.row_weights.len());
+        let of_row = if self.case.layout == RowLayout::RankMajor { self.case.top_k } else { 1 };
+        assert_eq!((handle.rows() * of_row) as usize, step.row_weights.len());
         self.again(step, &handle);
     }
 

@@ -22,7 +22,7 @@ use crate::support::layer::bits;
 use crate::support::{To, on_ranks, small};
 
 /// Steps of random tokens, each rank with a number of its own.
-fn steps<E: Element + Into<f32>>(case: &Case, rounds: u64, seed: u64)
+pub fn steps<E: Element + Into<f32>>(case: &Case, rounds: u64, seed: u64)
 where
     f32: To<E>,
 {

@@ -124,6 +124,11 @@ impl RowSizes {
         RowBuffer { rows, notes: u64::from(entries) * u64::from(self.words_home), row_bytes }
     }
 
+    /// The same in a return of weights alone by copy engines, which bring them home as rows.
+    pub fn of_weights(self) -> RowSizes {
+        RowSizes { home_bytes: u64::from(self.words_home) * 4, words_home: 0, ..self }
+    }
+
     /// Bytes that go out with a row.
     pub fn note_bytes(&self) -> u64 {
         u64::from(self.words_out) * 4

@@ -130,7 +130,8 @@ impl SortedRouting {
 
     /// For each choice, `[tokens, top_k]`, the row of its entry, where those of bin `b` lie from
     /// row `starts[b]` on; and the place of its bin in the order of the sum. -1 where there is no
-    /// entry.
+    /// entry. Rank-major, an entry stands for several choices: all have its row, and the first has
+    /// the place.
     pub fn places(&self, bins: &Bins, top_k: u32, starts: &[u32], [rows, order]: [&mut Vec<i32>; 2]) {
         let choices = self.tokens_here() as usize * top_k as usize;
         refill(rows, choices, -1);
@@ -140,6 +141,10 @@ impl SortedRouting {
             let entries = self.starts[bin] as usize..self.starts[bin + 1] as usize;
             for (&choice, row) in self.choices[entries].iter().zip(starts[bin]..) {
                 (rows[choice as usize], order[choice as usize]) = (row as i32, place);
+                let others = choice as usize..(choice / top_k + 1) as usize * top_k as usize;
+                for other in others.filter(|&other| self.choice_bins.get(other) == Some(&(bin as u32))) {
+                    rows[other] = row as i32;
+                }
             }
         }
     }

@@ -3,7 +3,6 @@
 use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
-use sidelane_core::plan::RowSizes;
 use sidelane_core::schedule::call::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, Tag};
 
@@ -129,7 +128,7 @@ impl Unroller<'_> {
         }
         let shared = self.script.slip == Some(SeededBug::ShareOutbox);
         let outbox = staging.start + if shared { 0 } else { home };
-        // Engines return weights as rows of four bytes.
+        // Engines return weights as rows.
         let behind = if self.script.pulls && !parts.rows { offered.notes_at() } else { 0 };
         let base = chunk.start + behind;
         tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), base);
@@ -140,9 +139,7 @@ impl Unroller<'_> {
     fn return_setting(&self, me: u32, parts: ReturnParts) -> FillContext<'_> {
         let setting = self.setting(me, 0);
         match self.script.pulls && !parts.rows {
-            true => {
-                FillContext { sizing: RowSizes { home_bytes: 4, words_home: 0, ..setting.sizing }, ..setting }
-            }
+            true => FillContext { sizing: setting.sizing.of_weights(), ..setting },
             false => setting,
         }
     }

@@ -110,7 +110,9 @@ impl PlannedExchange {
         of_choices: Option<&'t TensorMut<'_>>,
     ) -> Result<(Option<&'t DeviceRange>, Option<&'t DeviceRange>), Error> {
         let words = |rows: u64| Shape { rows, columns: 1, dtype: Dtype::F32 };
-        let rows = of_rows.map(|given| given.on_device("row weight gradients", words(handle.rows().into())));
+        let of_row = u64::from(self.common.fixed.sizing(CallKind::Combine).words_home);
+        let of_all = words(u64::from(handle.rows()) * of_row);
+        let rows = of_rows.map(|given| given.on_device("row weight gradients", of_all));
         let all = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
         let expected = if of_rows.is_some() { all } else { 0 };
         let choices = of_choices.map(|out| out.on_device("weight gradients", words(expected)));

@@ -72,6 +72,7 @@ impl Enqueuer {
         let (paths, me, control, parity) =
             (fixed.paths(), fixed.lanes.rank, &fixed.control, self.calls.parity());
         let (bins, own) = (&fixed.bins, fixed.bins.of(me));
+        let words = (control.note_bytes() / 4) as usize;
         let Enqueuer { arrivals, numbers, scratch, kept, .. } = self;
         let kept = &mut kept[seat as usize];
         let (counts, sizes) = (&numbers.counts, &numbers.sizes);
@@ -103,18 +104,18 @@ impl Enqueuer {
             let count = |segments: &[Segment]| -> u32 { segments.iter().map(|s| s.count).sum() };
             let (skip, mine) = (count(&segments[..before]), count(&segments[before..]));
             listed.resize(mine as usize, 0);
-            weights.resize(mine as usize, 0);
+            weights.resize(mine as usize * words, 0);
             fixed.port.read(relay, WindowId::CONTROL, at + control.index() + u64::from(skip) * 4, listed)?;
             let notes = at + control.notes(entries) + u64::from(skip) * control.note_bytes();
             fixed.port.read(relay, WindowId::CONTROL, notes, weights)?;
             arrivals.from_far(rows, listed, &segments[before..]);
             let mut rest = &weights[..];
             for &Segment { to_row, count, pad } in &segments[before..] {
-                let notes = rest.split_off(..count as usize).unwrap_or_default();
+                let notes = rest.split_off(..count as usize * words).unwrap_or_default();
                 let at = desk_notes + u64::from(to_row) * control.note_bytes();
                 if count + pad > 0 {
                     fixed.port.write(WindowId::HOST_STAGING, at, notes)?;
-                    pads.resize(pad as usize, 0);
+                    pads.resize(pad as usize * words, 0);
                     fixed.port.write(
                         WindowId::HOST_STAGING,
                         at + u64::from(count) * control.note_bytes(),

@@ -22,7 +22,6 @@ use crate::ep::Status;
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::exec::Until;
 use crate::gate::Routing;
-use crate::plan::RowMetadata;
 use crate::schedule::call::CallMachine;
 use crate::schedule::{Tag, WindowId};
 
@@ -228,7 +227,7 @@ impl Enqueuer {
         let experts: &[i32] = bytemuck::cast_slice(&self.scratch.experts);
         let weights: &[f32] = bytemuck::cast_slice(&self.scratch.weights);
         let routing = Routing::new(spec.top_k, experts, weights)?;
-        Ok(self.sorted.fill(&spec.map, &fixed.bins, RowMetadata::Weight, fixed.lanes.rank, &routing)?)
+        Ok(self.sorted.fill(&spec.map, &fixed.bins, spec.notes(), fixed.lanes.rank, &routing)?)
     }
 
     /// Says what this rank has for every bin, and keeps how its rows lie packed.
@@ -308,7 +307,11 @@ impl Enqueuer {
         common.seats[seat as usize].tell(|told| {
             let placement = &mut told.placement;
             (placement.number, placement.rows) = (number, layout.landed);
-            placement.tokens_per_expert.clone_from(&layout.rows_per_bin);
+            placement.tokens_per_expert.clear();
+            // Rank-major, choices are counted on the device.
+            if !common.fixed.spec.layout.is_per_rank() {
+                placement.tokens_per_expert.extend_from_slice(&layout.rows_per_bin);
+            }
             placement.padded_per_expert.clone_from(&layout.padded_per_bin);
             placement.dropped.clone_from(&self.sorted.dropped);
             placement.required.clone_from(&self.numbers.sizes.required);
@@ -355,6 +358,9 @@ impl Enqueuer {
         if fixed.spec.weighted {
             self.send(shape.host_weights(seat), shape.weights(seat), choices)?;
         }
-        self.send(shape.host_counts(seat), shape.counts(seat), len)
+        match fixed.spec.layout.is_per_rank() {
+            true => Ok(()),
+            false => self.send(shape.host_counts(seat), shape.counts(seat), len),
+        }
     }
 }

@@ -150,8 +150,9 @@ impl PlannedExchange {
         let (n_rows, top_k) = (shape.entries() as u32, spec.top_k);
         let (status, out) = (common.word(seat, StreamFlag::Status)?, out.span(0, out.len())?);
         if kind == CallKind::ReturnWeights {
-            let fetch =
-                FetchWeights { choices: tokens * top_k, n_rows, words: 1, from: rows, index, status, out };
+            let words = common.fixed.sizing(CallKind::Combine).words_home;
+            let choices = tokens * top_k;
+            let fetch = FetchWeights { choices, n_rows, words, from: rows, index, status, out };
             return Ok(self.kernels.fetch_weights(stream, &fetch)?);
         }
         let weights = common.span(shape.weights(seat))?;

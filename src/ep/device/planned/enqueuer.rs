@@ -111,6 +111,7 @@ pub(super) struct Scratch {
 pub(super) struct Header {
     pub segments: Vec<Segment>,
     pub listed: Vec<u32>,
+    /// What goes with them.
     pub weights: Vec<u32>,
     /// Zeros.
     pub pads: Vec<u32>,

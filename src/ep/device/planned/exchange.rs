@@ -206,6 +206,10 @@ impl PlannedExchange {
             let served = enqueuer.dispatch(machine, (started.kind, lease.seat), (tokens, started.x.take()));
             served.map_err(|error| common.fixed.fail(error))?;
             common.served.fetch_add(1, Ordering::Relaxed);
+            if let Some(rows) = enqueuer.landed(lease.seat) {
+                let chosen = common.lay_choices_apart(&self.stream, &self.kernels, (lease.seat, rows));
+                chosen.map_err(|error| common.fixed.fail(error))?;
+            }
         }
         Ok(())
     }

@@ -140,6 +140,8 @@ impl PlannedDispatch {
 pub(in crate::ep) struct PlannedRows {
     memory: DeviceRange,
     weights: DeviceRange,
+    /// Rank-major: the local expert of each row and choice.
+    experts: Option<DeviceRange>,
     counts: DeviceRange,
     landing: RowBuffer,
     /// Where engines relay: rows as they arrived, and which is which.
@@ -159,11 +161,16 @@ impl PlannedRows {
         let shape = &common.shape;
         let landing = shape.landing(kind, landed);
         let base = extent.as_ref().map_or(shape.rows(seat).0, Extent::offset);
+        let spec = &common.fixed.spec;
+        let (per_rank, [experts, apart]) = (spec.layout.is_per_rank(), shape.row_choices(seat));
+        let choices = u64::from(landed) * u64::from(spec.top_k) * 4;
         let weights = match shape.budget() {
             Some(_) => (base + landing.notes_at(), landing.notes * 4),
+            None if per_rank => (apart.0, choices),
             None => (shape.notes(seat).0, u64::from(landed) * 4),
         };
         let (memory, weights) = (common.piece((base, landing.bytes()))?, common.piece(weights)?);
+        let experts = per_rank.then(|| common.piece((experts.0, choices))).transpose()?;
         let arrived = match shape.arrives() {
             true => {
                 let (at, (index, end)) = (landing.bytes(), landing.arrivals());
@@ -171,10 +178,9 @@ impl PlannedRows {
             }
             false => None,
         };
-        // There is room for those of any rank.
-        let own = common.fixed.bins.of(common.fixed.lanes.rank).len() as u64;
-        let (counts, lease) = (common.piece((shape.counts(seat).0, 2 * own * 8))?, Arc::clone(lease));
-        Ok(PlannedRows { memory, weights, counts, landing, arrived, _extent: extent, _lease: lease })
+        let counts = common.piece(common.counts(seat))?;
+        let lease = Arc::clone(lease);
+        Ok(PlannedRows { memory, weights, experts, counts, landing, arrived, _extent: extent, _lease: lease })
     }
 
     /// Number of rows; with a budget, as many as it has.
@@ -190,7 +196,12 @@ impl PlannedRows {
         Ok(self.memory.part(0, u64::from(self.landing.rows) * self.landing.row_bytes)?)
     }
 
-    /// The routing weight of each row, `f32 [rows]`; 0 for pad rows.
+    /// Rank-major: the local expert of each row and choice, `i32 [rows, top_k]`; -1 where there is none.
+    pub fn experts(&self) -> Option<&DeviceRange> {
+        self.experts.as_ref()
+    }
+
+    /// The routing weight of each row, `f32 [rows]`, or rank-major of each row and choice; 0 for pad rows.
     ///
     /// # Errors
     /// None in practice: they lie inside their memory.
@@ -204,7 +215,7 @@ impl PlannedRows {
         self.arrived.as_ref().map(|(rows, index)| (rows, index))
     }
 
-    /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`.
+    /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`. Rank-major, rows that chose each.
     pub fn counts(&self) -> &DeviceRange {
         &self.counts
     }

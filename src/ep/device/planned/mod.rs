@@ -21,6 +21,7 @@
 //! | `setup`, `exchange`, `along`, `enqueue`, `handle` | how an instance is made; what its caller calls, enqueues and holds |
 //! | `enqueuer`, `call`, `dispatch`, `cached`, `combine` | steps of the programs of [`schedule`](crate::schedule), with the engine of [`exec`](crate::exec) |
 //! | `pack` | how rows are packed |
+//! | `choices` | what goes with rank-major rows |
 //! | `arrivals` | further work of the enqueuer where copy engines relay |
 //! | `watch` | deadlines for what streams of exact sizes await |
 //! | `planner`, `apart` | with a budget: the thread, and a stream that the caller's cannot hold up |
@@ -59,6 +60,7 @@ mod apart;
 mod arrivals;
 mod cached;
 mod call;
+mod choices;
 mod combine;
 mod common;
 mod dispatch;

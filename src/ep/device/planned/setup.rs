@@ -212,7 +212,8 @@ fn write_map(
     EpState { spec, bins, lanes, .. }: &EpState,
 ) -> Result<(), Error> {
     let (shape, map) = (&common.shape, &spec.map);
-    let slots: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(lanes.rank, expert)).collect();
+    let bin = |slot| if spec.layout.is_per_rank() { map.rank_of(slot) } else { slot };
+    let slots: Vec<u32> = (0..map.experts()).map(|expert| bin(map.slot_for(lanes.rank, expert))).collect();
     let partials: Vec<u32> = bins.in_order().iter().map(|&bin| bins.partial_of(bin)).collect();
     let source = PinnedMemory::new(context, (shape.map().1 + shape.groups().1) as usize)?;
     let mut from = 0;

@@ -65,8 +65,11 @@ pub(super) struct MemoryShape {
     max_tokens: u64,
     top_k: u64,
     align: u64,
-    /// Most experts at one rank.
+    /// Most experts at one rank, and most bins: rank-major there is one.
     experts: u64,
+    segments: u64,
+    /// A row stands for all choices of its token at a rank.
+    per_rank: bool,
     /// Combines multiply rows with their weights.
     weighted: bool,
     sizing: RowSizes,
@@ -88,15 +91,19 @@ impl MemoryShape {
     /// `staged`: where engines relay, most rows that a rank hands on; `words`: bytes of flags that cards may write.
     pub fn new(spec: &Spec, seats: u32, pool: u64, staged: Option<u64>, words: u64) -> Self {
         let slots = |rank| spec.map.slots_of(rank).len() as u64;
+        let experts = (0..spec.map.ranks()).map(slots).max().unwrap_or(0);
+        let per_rank = spec.layout.is_per_rank();
         MemoryShape {
             seats,
             ids: spec.map.experts().into(),
-            bins: spec.map.slots().into(),
+            bins: if per_rank { spec.map.ranks().into() } else { spec.map.slots().into() },
             ranks: spec.map.ranks().into(),
             max_tokens: spec.max_tokens.into(),
             top_k: spec.top_k.into(),
             align: spec.align.into(),
-            experts: (0..spec.map.ranks()).map(slots).max().unwrap_or(0),
+            experts,
+            segments: if per_rank { 1 } else { experts },
+            per_rank,
             weighted: spec.weighted,
             sizing: spec.sizing(CallKind::Dispatch, None),
             budget: spec.mode.budget(),
@@ -115,7 +122,7 @@ impl MemoryShape {
         let rows = landing + u128::from(self.entries() + self.align + self.ids + self.bins + self.experts);
         // A row, its note and its numbers, all of them a few times.
         let bytes = 4 * u128::from(self.longest_row() + self.sizing.note_bytes() + 8 + GRAIN);
-        let notes = u128::from(self.notes_bytes()) + u128::from(GRAIN);
+        let notes = u128::from(self.notes_bytes()) + u128::from(2 * self.row_choice_bytes() + GRAIN);
         let all = rows.saturating_mul(bytes).saturating_add(notes);
         let all = all.saturating_mul(u128::from(self.seats) + 2);
         if all <= MOST.into() {
@@ -155,9 +162,9 @@ impl MemoryShape {
         }
     }
 
-    /// Bytes of the longest row that goes out or comes home.
+    /// Bytes of the longest row that goes out or comes home: weights do as rows, too.
     fn longest_row(&self) -> u64 {
-        self.sizing.row_bytes.max(self.sizing.home_bytes)
+        self.sizing.row_bytes.max(self.sizing.home_bytes).max(self.sizing.of_weights().home_bytes)
     }
 
     /// With a budget: what lands at most.
@@ -248,7 +255,7 @@ impl MemoryShape {
         if self.weighted { self.entries() * 4 } else { 0 }
     }
 
-    /// Rows per local expert, then the same with pads: `i64 [2, experts]`.
+    /// Rows per local expert, then the same with pads: `i64 [2, experts]`. Rank-major, rows that chose each: `i64 [experts]`.
     pub fn counts(&self, seat: u32) -> ByteRange {
         (behind(self.weights(seat)), 2 * self.experts * 8)
     }
@@ -262,9 +269,19 @@ impl MemoryShape {
         if self.budget.is_some() { 0 } else { self.most_rows() * self.sizing.note_bytes() }
     }
 
+    /// Rank-major: the local expert of each row and choice, `i32`; then their weights, `f32`.
+    pub fn row_choices(&self, seat: u32) -> [ByteRange; 2] {
+        let experts = (behind(self.notes(seat)), self.row_choice_bytes());
+        [experts, (behind(experts), self.row_choice_bytes())]
+    }
+
+    fn row_choice_bytes(&self) -> u64 {
+        if self.per_rank { self.most_rows() * self.top_k * 4 } else { 0 }
+    }
+
     /// With a budget: where rows land.
     pub fn rows(&self, seat: u32) -> ByteRange {
-        (behind(self.notes(seat)), self.budget.map_or(0, |rows| self.extent(rows)))
+        (behind(self.row_choices(seat)[1]), self.budget.map_or(0, |rows| self.extent(rows)))
     }
 
     /// With a budget: where experts write.
@@ -303,8 +320,8 @@ impl MemoryShape {
 
     /// Rows that may land, pads counted; memory of none cannot be pinned.
     fn most_rows(&self) -> u64 {
-        let chosen = self.ranks.saturating_mul(self.max_tokens * self.top_k.min(self.experts));
-        let most = chosen.saturating_add(self.experts.saturating_mul(self.align - 1));
+        let chosen = self.ranks.saturating_mul(self.max_tokens * self.top_k.min(self.segments));
+        let most = chosen.saturating_add(self.segments.saturating_mul(self.align - 1));
         self.budget.map_or(most.min(self.pool / self.sizing.row_bytes.max(1)), u64::from).max(1)
     }
 
@@ -356,7 +373,8 @@ impl MemoryShape {
         let output = self.budget.map_or(0, |rows| round(self.sizing.offer(rows).bytes()));
         let rows = self.budget.map_or(0, |_| self.staging_bytes());
         let permutations = 3 * round(self.entries() * 4) + round(self.weight_bytes());
-        rows + permutations + round(2 * self.experts * 8) + round(self.notes_bytes()) + landing + output
+        let beside = round(self.notes_bytes()) + 2 * round(self.row_choice_bytes());
+        rows + permutations + round(2 * self.experts * 8) + beside + landing + output
     }
 
     fn host_seat_bytes(&self) -> u64 {
@@ -393,6 +411,8 @@ mod tests {
             top_k: 4,
             align: 1,
             experts: 2,
+            segments: 2,
+            per_rank: false,
             weighted: true,
             sizing,
             budget,

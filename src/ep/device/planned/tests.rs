@@ -30,7 +30,7 @@ use crate::config::NetChoice;
 use crate::device::Stream;
 use crate::error::CallKind;
 use crate::lane::{Fabric, Settings, SignalMode};
-use crate::plan::{ExpertMap, Overflow, ReceiveMode};
+use crate::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
 use crate::schedule::call::{Action, Part, Relays, StageId};
 use crate::topology::Route;
 use crate::world::{NoDmaBuf, NoGpuDirect, RailCounters, Registration};
@@ -123,6 +123,20 @@ fn records_go_from_device_to_device_as_on_the_host() {
                 for round in 0..3 {
                     rank.step_in_records(64 * round + me, 1 + ((round + me) % 9) as u32);
                 }
+            });
+        }
+    });
+}
+
+#[test]
+fn rows_by_rank_go_from_device_to_device_as_on_the_host() {
+    on_devices("rows_by_rank_go_from_device_to_device_as_on_the_host", 9, "ordered", |_| {
+        for route in Route::ALL {
+            let case = Case { align: 2, route, max_in_flight: 3, ..Case::across(&[0, 1, 2, 0, 1], 11, 4) };
+            let case = Case { layout: RowLayout::RankMajor, order: SumOrder::Node, ..case };
+            on_cards(&case, SignalMode::Write, |rank, me| {
+                assert!(rounds(rank, 3, me) > 0);
+                rank.steps([(me, 7), (me + 64, 11)]);
             });
         }
     });

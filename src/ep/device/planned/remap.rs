@@ -1,0 +1,121 @@
+//! Another expert map, between calls.
+//!
+//! ```text
+//!   caller's stream    reached | ........................ | bins, groups of the new map | calls by it
+//!   caller's thread    await, entry, everybody's: agreed    adopt: wait until they are written
+//! ```
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::call::DeviceCall;
+use super::common::Common;
+use super::enqueuer::{Caller, CallerStream, Enqueuer};
+use super::exchange::{Driver, PlannedExchange};
+use super::setup::write_map;
+use super::shape::StreamFlag;
+use crate::ep::agreement::GroupCounts;
+use crate::ep::relay::Relay;
+use crate::ep::{Feature, Status};
+use crate::error::{CallError, CallKind, Error};
+use crate::exec::Until;
+use crate::plan::ExpertMap;
+use crate::schedule::Tag;
+use crate::schedule::call::CallMachine;
+
+/// A handle that is alive: it follows the map of its dispatch.
+#[derive(Debug)]
+pub(super) struct Alive(Arc<AtomicU32>);
+
+impl Alive {
+    pub fn of(common: &Common) -> Self {
+        common.handles.fetch_add(1, Ordering::Relaxed);
+        Alive(Arc::clone(&common.handles))
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl PlannedExchange {
+    /// Where experts live.
+    pub fn expert_map(&self) -> &ExpertMap {
+        &self.common.fixed.spec.map
+    }
+
+    /// Adopts another expert map, if all ranks bring the same and no handle is alive.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::set_expert_map`](crate::ExpertParallel::set_expert_map).
+    pub fn set_expert_map(&mut self, map: Result<ExpertMap, Error>) -> Result<(), Error> {
+        Feature::ExpertMaps.require(self.executor())?;
+        self.refuse_capture()?;
+        self.common.fixed.shared.hub.health().check()?;
+        let map = map.and_then(|map| self.check_map(&map).map(|()| map));
+        let (map, refused) = map.map_or_else(|error| (None, Some(error)), |map| (Some(map), None));
+        let seat = self.common.shape.seatless();
+        self.begin(seat, false)?;
+        let reached = self.common.word(seat, StreamFlag::Combine).and_then(|word| self.stream.write(word, 1));
+        reached.map_err(|error| self.common.fixed.fail(error.into()))?;
+        let machine = self.start(CallKind::ExpertMap, seat)?;
+        let (Driver::Caller(enqueuer), Some(machine)) = (&mut self.driver, machine) else { return Ok(()) };
+        let agreed = enqueuer.remap(machine, map, refused);
+        let refusal = agreed.map_err(|error| self.common.fixed.fail(error))?;
+        self.common.served.fetch_add(1, Ordering::Relaxed);
+        self.common = Arc::clone(&enqueuer.common);
+        refusal.map_or(Ok(()), Err)
+    }
+
+    fn check_map(&self, map: &ExpertMap) -> Result<(), Error> {
+        self.common.fixed.check_map(map)?;
+        match self.common.handles.load(Ordering::Relaxed) as usize {
+            0 => Ok(()),
+            count => Err(CallError::HandlesAlive { count }.into()),
+        }
+    }
+}
+
+impl Enqueuer {
+    /// Serves the proposal of a map. `refused` is why this rank has none.
+    ///
+    /// # Errors
+    /// Those that end the world. A refusal is returned.
+    fn remap(
+        &mut self,
+        mut machine: CallMachine,
+        map: Option<ExpertMap>,
+        refused: Option<Error>,
+    ) -> Result<Option<Error>, Error> {
+        let (programs, seat) = (Arc::clone(&self.programs), self.common.shape.seatless());
+        let call = DeviceCall::new(self, &programs, CallKind::ExpertMap, seat);
+        let refusal = DeviceCall { map, refused, ..call }.drive(&mut machine, Until::End)?;
+        self.answer(seat, StreamFlag::Combined, refusal.as_ref().map_or(Status::OK, Status::of))?;
+        self.engine.take_enqueued();
+        Ok(refusal)
+    }
+}
+
+impl DeviceCall<'_> {
+    /// Says which map this rank brings.
+    pub fn propose(&mut self) {
+        let handle = self.map.as_ref().map_or(0, ExpertMap::digest);
+        self.say(Tag { handle, ..self.tag });
+    }
+
+    /// Goes by the new map from now on. Rows of the old one stay where they are.
+    pub fn adopt(&mut self) -> Result<(), Error> {
+        let Enqueuer { common, caller, numbers, relay, .. } = &mut *self.enqueuer;
+        let (Some(map), Caller::Events(CallerStream { stream, .. })) = (self.map.take(), caller) else {
+            return Ok(());
+        };
+        let fixed = Arc::new(common.fixed.with_map(map));
+        write_map(stream.context(), stream, common, &fixed)?;
+        *numbers = GroupCounts::new(&fixed);
+        *relay = relay.is_some().then(|| Relay::new(Arc::clone(&fixed)));
+        *common = Arc::new(Common { fixed, ..Common::clone(common) });
+        Ok(())
+    }
+}
