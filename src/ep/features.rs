@@ -113,7 +113,7 @@ impl Feature {
             Feature::WeightedCombine => ("weighted combine", [yes, yes, no, no]),
             Feature::CachedDispatch => ("cached dispatch", [yes, yes, no, no]),
             Feature::Gradients => ("gradients", [yes, yes, no, no]),
-            Feature::ExpertMaps => ("another expert map", [yes, no, no, no]),
+            Feature::ExpertMaps => ("another expert map", [yes, yes, no, no]),
             Feature::TokenBuffers => ("token buffers", [yes, no, no, no]),
             Feature::Capture => ("sizes on the device, and capture", [no, no, yes, yes]),
             Feature::Release => ("release without combine", [no, no, no, yes]),

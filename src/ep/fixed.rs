@@ -5,9 +5,11 @@ use std::sync::Arc;
 
 use super::agreement::CallAgreement;
 use super::builder::Spec;
-use crate::error::{CallKind, Error, MemoryError};
+use crate::error::{CallKind, Error, MemoryError, PlanError};
 use crate::lane::{Lanes, MappedWindow, Port, WindowPart};
-use crate::plan::{Bins, DispatchLayout, PlanContext, ReceiveSizes, RowBuffer, RowSizes, SortedRouting};
+use crate::plan::{
+    Bins, DispatchLayout, ExpertMap, PlanContext, ReceiveSizes, RowBuffer, RowSizes, SortedRouting,
+};
 use crate::schedule::{Calls, ControlLayout, FillContext, WindowId};
 use crate::topology::{Paths, Route};
 use crate::world::{Group, SymmetricRange, WorldState};
@@ -236,6 +238,34 @@ impl EpState {
             }
         }
         Ok(())
+    }
+
+    /// Whether another expert map may take the place of this one.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for one of other ranks or experts, or with more or fewer slots.
+    pub fn check_map(&self, map: &ExpertMap) -> Result<(), PlanError> {
+        let old = &self.spec.map;
+        let pairs = [
+            ("ranks of the expert map", map.ranks(), old.ranks(), "the size of the group"),
+            ("experts of the expert map", map.experts(), old.experts(), "as many as before"),
+            ("slots of the expert map", map.slots(), old.slots(), "as many as before"),
+        ];
+        for (parameter, seen, before, expected) in pairs {
+            if seen != before {
+                return Err(PlanError::BadParameter { parameter, seen: seen.into(), expected });
+            }
+        }
+        Ok(())
+    }
+
+    /// The state with another expert map.
+    pub fn with_map(&self, map: ExpertMap) -> EpState {
+        let mut fixed = EpState::clone(self);
+        fixed.spec.map = Arc::new(map);
+        fixed.bins =
+            Bins::of_layout(fixed.spec.layout, &fixed.spec.map, fixed.spec.order, &fixed.lanes.nodes);
+        fixed
     }
 
     /// An error amid a call ends the world.

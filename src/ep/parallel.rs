@@ -176,7 +176,8 @@ impl ExpertParallel {
     pub fn expert_map(&self) -> &ExpertMap {
         match &self.at {
             InstanceAt::Host(ep) => &ep.spec().map,
-            _ => &self.spec.map,
+            InstanceAt::Planned(ep) => ep.expert_map(),
+            InstanceAt::Slots { .. } => &self.spec.map,
         }
     }
 
@@ -588,14 +589,17 @@ impl ExpertParallel {
 
     /// Moves experts to other ranks: the dispatches that follow go by this map. What the ranks hold
     /// of the experts themselves is the caller's to move. Collective; no handle of the old map may
-    /// be alive.
+    /// be alive. On a device the caller's thread waits until the stream has done what was enqueued.
     ///
     /// # Errors
     /// On every rank, and the old map stays: [`PlanError::BadParameter`] if the map is of other
     /// ranks or experts, or has not as many slots; [`CallError::HandlesAlive`];
     /// [`CallError::Disagree`] if ranks bring different maps.
     pub fn set_expert_map(&mut self, map: ExpertMap) -> Result<(), Error> {
-        self.host_mut(Feature::ExpertMaps)?.set_expert_map(Ok(map))
+        match &mut self.at {
+            InstanceAt::Planned(ep) => ep.set_expert_map(Ok(map)),
+            _ => self.host_mut(Feature::ExpertMaps)?.set_expert_map(Ok(map)),
+        }
     }
 
     /// Enters a call that this rank cannot make, because it has nothing usable to bring, so that

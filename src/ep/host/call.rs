@@ -18,7 +18,7 @@ use crate::exec::{Executor, TransferCounts};
 use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
-use crate::plan::{Bins, Overflow, PlanContext, Traffic};
+use crate::plan::{Overflow, PlanContext, Traffic};
 use crate::rows::{Arithmetic, Stores};
 use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
@@ -467,11 +467,7 @@ impl HostCall<'_, '_> {
 
     fn adopt(&mut self) {
         let Some(map) = self.lent.map.take() else { return };
-        let mut fixed = EpState::clone(self.fixed);
-        fixed.spec.map = Arc::new(map);
-        fixed.bins =
-            Bins::of_layout(fixed.spec.layout, &fixed.spec.map, fixed.spec.order, &fixed.lanes.nodes);
-        *self.fixed = Arc::new(fixed);
+        *self.fixed = Arc::new(self.fixed.with_map(map));
         self.space.adopt(self.fixed);
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::exchange::HostExchange;
 use super::flight::{Flight, Lent};
-use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::error::{CallError, CallKind, Error};
 use crate::exec::Until;
 use crate::plan::ExpertMap;
 
@@ -18,17 +18,7 @@ impl HostExchange {
     }
 
     fn check_map(&self, map: &ExpertMap) -> Result<(), Error> {
-        let old = &self.fixed.spec.map;
-        let pairs = [
-            ("ranks of the expert map", map.ranks(), old.ranks(), "the size of the group"),
-            ("experts of the expert map", map.experts(), old.experts(), "as many as before"),
-            ("slots of the expert map", map.slots(), old.slots(), "as many as before"),
-        ];
-        for (parameter, seen, before, expected) in pairs {
-            if seen != before {
-                return Err(PlanError::BadParameter { parameter, seen: seen.into(), expected }.into());
-            }
-        }
+        self.fixed.check_map(map)?;
         // Every handle has a share of the queue that its memory goes back to.
         match Arc::strong_count(&self.space.spare) - 1 {
             0 => Ok(()),

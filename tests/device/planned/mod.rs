@@ -11,6 +11,7 @@ mod processes;
 pub mod rank;
 mod rank_major;
 mod records;
+mod remap;
 pub mod step;
 mod training;
 

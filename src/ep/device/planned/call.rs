@@ -13,7 +13,7 @@ use crate::ep::host::refusing;
 use crate::ep::relay::{RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, Error};
 use crate::exec::{Executor, Packed, Until, drive};
-use crate::plan::DispatchLayout;
+use crate::plan::{DispatchLayout, ExpertMap};
 use crate::schedule::call::{CallMachine, Part, RankPrograms, Relays, Role, StageId, Work};
 use crate::schedule::{Operands, ReturnParts, Tag};
 
@@ -38,6 +38,8 @@ pub(super) struct DeviceCall<'p> {
     pub landing: Option<Landing>,
     /// Memory behind what landed, which is this rank's until the call is over.
     pub staging: Option<Extent>,
+    /// Another expert map, that this rank proposes.
+    pub map: Option<ExpertMap>,
     /// The relay's part of this call.
     pub task: Option<RelayTask>,
 }
@@ -57,6 +59,7 @@ impl<'p> DeviceCall<'p> {
             refused: None,
             landing: None,
             staging: None,
+            map: None,
             task: None,
         }
     }
@@ -164,6 +167,8 @@ impl Executor for DeviceCall<'_> {
             Work::Offer => self.offer(),
             Work::Bases => self.bases()?,
             Work::FillPull => self.fill_pull(),
+            Work::Propose => self.propose(),
+            Work::Adopt => self.adopt()?,
             Work::Retire => {
                 let Enqueuer { calls, common, .. } = &mut *self.enqueuer;
                 calls.returned();

@@ -1,7 +1,7 @@
 //! What handles, the exchange and whatever drives its calls share.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use super::seat::DispatchContext;
 use super::shape::{ByteRange, MemoryShape, StreamFlag};
@@ -15,8 +15,8 @@ use crate::plan::DispatchLayout;
 use crate::schedule::{Calls, FillContext};
 use crate::world::{NoGpuDirect, Registration};
 
-/// Both know this of an exchange.
-#[derive(Debug)]
+/// Both know this of an exchange. Copies share all that changes.
+#[derive(Clone, Debug)]
 pub(super) struct Common {
     /// Tells handles of different exchanges apart, within this process.
     pub instance: u64,
@@ -28,20 +28,22 @@ pub(super) struct Common {
     pub memory: DeviceRange,
     /// Memory of the host that both and the device reach.
     pub host: PinnedMemory,
-    pub seats: Vec<DispatchContext>,
+    pub seats: Arc<[DispatchContext]>,
+    /// Handles that are alive.
+    pub handles: Arc<AtomicU32>,
     pub space: Arc<DevicePool>,
     /// Exact sizes: how far the stream has come.
-    pub progress: Option<Progress>,
+    pub progress: Option<Arc<Progress>>,
     /// Why rows that cross go by memory of the host, if they do.
     pub detour: Option<NoGpuDirect>,
     /// How cards know the device's memory, if they do.
     pub registration: Option<Registration>,
     /// The caller will enqueue no more.
-    pub closing: AtomicBool,
+    pub closing: Arc<AtomicBool>,
     /// The planner serves no more.
-    pub gone: AtomicBool,
+    pub gone: Arc<AtomicBool>,
     /// Calls that the planner has served, replays not counted.
-    pub served: AtomicU64,
+    pub served: Arc<AtomicU64>,
 }
 
 impl Common {
@@ -126,7 +128,7 @@ impl Common {
 
     /// Frees what the stream and all peers have read by now. Whether nothing is left to wait for.
     pub fn reclaim(&self) -> bool {
-        let seen = self.progress.as_ref().map(Progress::seen);
+        let seen = self.progress.as_deref().map(Progress::seen);
         let Some(Ok((call, all))) = seen else { return true };
         call.into_iter().for_each(|call| self.space.reach(call));
         all

@@ -433,6 +433,7 @@ impl PlannedExchange {
             CallKind::CombineBackward | CallKind::DispatchBackward | CallKind::ReturnWeights => {
                 Some(Feature::Gradients)
             }
+            CallKind::ExpertMap => Some(Feature::ExpertMaps),
             _ => None,
         };
         // An executor without the call has no words for it: its planner would serve another call.
@@ -461,6 +462,7 @@ impl PlannedExchange {
                 let seat = handle.map_or(self.common.shape.seatless(), PlannedHandle::seat);
                 self.along((call, seat), 0, Err(error.clone())).map(drop)
             }
+            (CallKind::ExpertMap, _) => self.set_expert_map(Err(error.clone())),
             // There is no other call on devices: every rank refuses it by itself.
             _ => Ok(()),
         };

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::common::Common;
-use super::seat::{ContextProgress, PlacementInfo};
+use super::seat::{Alive, ContextProgress, PlacementInfo};
 use super::shape::{MemoryShape, StreamFlag};
 use super::space::Extent;
 use crate::device::{DeviceRange, Kernels, Stream};
@@ -231,6 +231,7 @@ pub(in crate::ep) struct PlannedHandle {
     last: Mutex<Option<LastReturn>>,
     /// The output of a weighted combine, which its gradient needs.
     kept: Mutex<Option<PlannedOutput>>,
+    _alive: Alive,
 }
 
 /// The return that answers for a handle.
@@ -245,8 +246,9 @@ struct LastReturn {
 
 impl PlannedHandle {
     pub(super) fn new(lease: Arc<Lease>, placement: PlacementInfo) -> Self {
-        let copied = AtomicU64::new(0);
-        PlannedHandle { lease, placement, copied, last: Mutex::default(), kept: Mutex::default() }
+        let (copied, alive) = (AtomicU64::new(0), Alive::new(&lease.common.handles));
+        let (last, kept) = Default::default();
+        PlannedHandle { lease, placement, copied, last, kept, _alive: alive }
     }
 
     /// Keeps the output of a weighted combine.

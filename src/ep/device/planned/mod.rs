@@ -22,6 +22,7 @@
 //! | `enqueuer`, `call`, `dispatch`, `cached`, `combine` | steps of the programs of [`schedule`](crate::schedule), with the engine of [`exec`](crate::exec) |
 //! | `pack` | how rows are packed |
 //! | `choices` | what goes with rank-major rows |
+//! | `remap` | another expert map |
 //! | `arrivals` | further work of the enqueuer where copy engines relay |
 //! | `watch` | deadlines for what streams of exact sizes await |
 //! | `planner`, `apart` | with a budget: the thread, and a stream that the caller's cannot hold up |
@@ -70,6 +71,7 @@ mod exchange;
 mod handle;
 mod pack;
 mod planner;
+mod remap;
 mod seat;
 mod setup;
 mod shape;

@@ -6,7 +6,7 @@
 //! ```
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::call::DeviceCall;
 use super::common::Common;
@@ -22,23 +22,6 @@ use crate::exec::Until;
 use crate::plan::ExpertMap;
 use crate::schedule::Tag;
 use crate::schedule::call::CallMachine;
-
-/// A handle that is alive: it follows the map of its dispatch.
-#[derive(Debug)]
-pub(super) struct Alive(Arc<AtomicU32>);
-
-impl Alive {
-    pub fn of(common: &Common) -> Self {
-        common.handles.fetch_add(1, Ordering::Relaxed);
-        Alive(Arc::clone(&common.handles))
-    }
-}
-
-impl Drop for Alive {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
 
 impl PlannedExchange {
     /// Where experts live.

@@ -1,7 +1,7 @@
 //! How the calls of a seat went, as soon as it is known: from whatever drives them to whoever holds a handle.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::space::Extent;
@@ -112,5 +112,23 @@ impl DispatchContext {
 
     pub fn told(&self) -> MutexGuard<'_, ContextProgress> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A handle that is alive: it follows the map of its dispatch.
+#[derive(Debug)]
+pub(super) struct Alive(Arc<AtomicU32>);
+
+impl Alive {
+    /// One more of these.
+    pub fn new(handles: &Arc<AtomicU32>) -> Self {
+        handles.fetch_add(1, Ordering::Relaxed);
+        Alive(Arc::clone(handles))
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }

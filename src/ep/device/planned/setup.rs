@@ -1,7 +1,6 @@
 //! Making an exchange: memory, a stream for copies, and the planner's thread where there is one.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use super::apart;
 use super::common::Common;
@@ -94,10 +93,12 @@ impl PlannedExchange {
             host,
             seats: (0..shape.word_sets()).map(|_| DispatchContext::default()).collect(),
             space: DevicePool::new(shape.pool().0, shape.pool().1),
-            progress: (executor == CallExecutor::Enqueuer).then(|| Progress::new(&fixed, &words_here)),
-            closing: AtomicBool::new(false),
-            gone: AtomicBool::new(false),
-            served: AtomicU64::new(0),
+            handles: Arc::default(),
+            progress: (executor == CallExecutor::Enqueuer)
+                .then(|| Arc::new(Progress::new(&fixed, &words_here))),
+            closing: Arc::default(),
+            gone: Arc::default(),
+            served: Arc::default(),
             detour: passage.detour(),
             registration: passage.registration(),
             shape,
@@ -204,8 +205,8 @@ fn fill(context: &Arc<Context>, stream: &Stream, common: &Common) -> Result<(), 
     write_map(context, stream, common, &common.fixed)
 }
 
-/// Writes what follows from the expert map: the bin of each expert, and the partial sum of each bin.
-fn write_map(
+/// Writes what follows from the expert map: the bin of each expert, and the partial sum of each bin. Waits for the stream.
+pub(super) fn write_map(
     context: &Arc<Context>,
     stream: &Stream,
     common: &Common,

@@ -65,7 +65,7 @@ pub(super) struct MemoryShape {
     max_tokens: u64,
     top_k: u64,
     align: u64,
-    /// Most experts at one rank, and most bins: rank-major there is one.
+    /// Experts, and bins, that a rank may have: all, since they may all move there; rank-major there is one bin.
     experts: u64,
     segments: u64,
     /// A row stands for all choices of its token at a rank.
@@ -90,8 +90,7 @@ impl MemoryShape {
 
     /// `staged`: where engines relay, most rows that a rank hands on; `words`: bytes of flags that cards may write.
     pub fn new(spec: &Spec, seats: u32, pool: u64, staged: Option<u64>, words: u64) -> Self {
-        let slots = |rank| spec.map.slots_of(rank).len() as u64;
-        let experts = (0..spec.map.ranks()).map(slots).max().unwrap_or(0);
+        let experts = spec.map.slots().into();
         let per_rank = spec.layout.is_per_rank();
         MemoryShape {
             seats,
