@@ -36,7 +36,9 @@ pub enum Feature {
     Alignment,
     /// Relays ([`Route::Pxn`]).
     Relays,
-    /// Relays that copy spans.
+    /// Relays that copy spans: an option of host threads, which else hand rows on one by one. Copy
+    /// engines always hand on runs in relay order, and a kernel makes visible order
+    /// ([`ExpertRows::arrivals`](super::ExpertRows::arrivals)).
     Spans,
     /// Dispatch by all-gather ([`Strategy::AllGather`]).
     AllGather,
@@ -53,18 +55,23 @@ pub enum Feature {
     /// [`ExpertParallel::set_expert_map`](crate::ExpertParallel::set_expert_map).
     ExpertMaps,
     /// [`ExpertParallel::token_buffer`](crate::ExpertParallel::token_buffer): tokens that NICs read
-    /// in place.
+    /// in place. On a device a kernel packs tokens of any memory, since engines and NICs read runs.
     TokenBuffers,
     /// Sizes that stay on the device
     /// ([`PendingDispatch::unfinished`](super::PendingDispatch::unfinished)), and calls that are
     /// captured into a CUDA graph.
     Capture,
-    /// [`ExpertParallel::release`](crate::ExpertParallel::release) in place of a combine.
+    /// [`ExpertParallel::release`](crate::ExpertParallel::release) in place of a combine, where the
+    /// next call would else overwrite what landed: in fixed slots. Elsewhere each dispatch has memory
+    /// of its own, which is given back when rows and handle are dropped, and no rank waits for a
+    /// combine.
     Release,
     /// [`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream): calls on another stream
     /// of the device.
     Streams,
-    /// [`ExpertParallel::yardstick`](crate::ExpertParallel::yardstick): the floor of a call.
+    /// [`ExpertParallel::yardstick`](crate::ExpertParallel::yardstick): the floor of a call, by threads
+    /// of the host that copy its bytes and sum its rows. Copy engines and kernels have no such floor
+    /// on a host: `sidelane gpu-check` measures theirs.
     Yardstick,
 }
 

@@ -773,9 +773,11 @@ typedef struct {
     uint64_t rows;
     // Bytes of a row.
     uint64_t row_bytes;
-    // Exact sizes and budgets: routing weight of each row, [rows]; 0 for pads.
+    // Exact sizes and budgets: routing weight of each row, [rows]; 0 for pads. Rank-major, of each
+    // row and choice, [rows, top_k].
     const float *weights;
-    // The same: rows of each local expert, then these with pads, [2, local experts].
+    // The same: rows of each local expert, then these with pads, [2, local experts]. Rank-major,
+    // rows that chose each, [local experts].
     const int64_t *counts;
     // The same: rows as they arrived, where engines relay (SIDELANE_ROUTE_PXN across nodes); else
     // NULL.
@@ -790,6 +792,9 @@ typedef struct {
     uint64_t slot_weights_at;
     // Bytes from the start of a slot to its rows.
     uint64_t slot_rows_at;
+    // Exact sizes, rank-major: the local expert of each row and choice, [rows, top_k]; -1 where
+    // there is none. NULL elsewhere.
+    const int32_t *experts;
 } sidelane_rows_info_t;
 
 // What experts write. It may be written until the output is used up or closed.
@@ -1282,7 +1287,8 @@ sidelane_status_t sidelane_ep_info(sidelane_ep_t *ep, sidelane_ep_info_t *info);
 sidelane_status_t sidelane_ep_set_expert_map(sidelane_ep_t *ep, const sidelane_expert_map_t *expert_map);
 
 // Quantizes tokens, [tokens, hidden], to records, [tokens, record_bytes] of SIDELANE_DTYPE_BYTES:
-// the rows that a layer with fp8 dispatches. Local.
+// the rows that a layer with fp8 dispatches. Local. On a device they are there for what is
+// enqueued next.
 //
 // The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
 // other thread writes to them during the call.

@@ -162,9 +162,8 @@ impl Instance {
     /// Checks the inputs of a dispatch: tokens, ids and weights.
     pub fn tokens(&self, py: Python<'_>, [x, experts, weights]: [&Bound<'_, PyAny>; 3]) -> PyResult<Tokens> {
         let look = || {
-            let Shape { place, sent: (columns, dtype), dtype_given, .. } = &self.shape;
-            let rows = place.borrow(x, "x")?.columns(*columns)?.rows()?;
-            let rows = if *dtype_given { rows } else { rows.fits_default(*dtype)? };
+            let (rows, dtype) = self.sent(x)?;
+            let rows = if self.shape.dtype_given { rows } else { rows.fits_default(dtype)? };
             Ok(Tokens { x: rows, chosen: self.chosen(experts, weights)?, kind: Kind::of(x) })
         };
         look().map_err(|error| self.refuse(py, CallKind::Dispatch, None, error))
@@ -190,6 +189,16 @@ impl Instance {
         };
         let routing = Routing::new(*top_k as u32, ids, weights.slice::<f32>()?.to_vec());
         Ok(Chosen::Host(routing.map_err(raise)?))
+    }
+
+    /// Checks tokens of a dispatch: as they are sent or, on a device, rows that records are made of.
+    /// With their type.
+    pub fn sent(&self, x: &Bound<'_, PyAny>) -> PyResult<(Rows, Dtype)> {
+        let Shape { place, sent, hidden, dtype, .. } = &self.shape;
+        let input = place.borrow(x, "x")?;
+        let plain = place.on().is_some() && input.element() != Element::U8;
+        let (columns, dtype) = if plain { (*hidden, *dtype) } else { *sent };
+        Ok((input.columns(columns)?.rows()?, dtype))
     }
 
     /// Checks tokens of a call along a handle.
@@ -222,6 +231,17 @@ impl Instance {
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Sums<'py>> {
         self.target(py, ("weights_out", kind), ([tokens, self.shape.top_k], Dtype::F32), out)
+    }
+
+    /// Records of tokens, likewise.
+    pub fn records<'py>(
+        &self,
+        py: Python<'py>,
+        (tokens, kind): (usize, Kind),
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Sums<'py>> {
+        let (columns, dtype) = self.shape.sent;
+        self.target(py, ("out", kind), ([tokens, columns], dtype), out)
     }
 
     /// A tensor of this shape to write to: the caller's, or a new one.

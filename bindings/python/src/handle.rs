@@ -209,7 +209,7 @@ impl Handle {
 
 #[pymethods]
 impl Handle {
-    /// Rows of each expert of this rank; empty where sizes stay on a device.
+    /// Rows of each expert of this rank; empty where sizes stay on a device, and rank-major there.
     #[getter]
     fn tokens_per_expert(&self) -> PyResult<Vec<i64>> {
         self.slot.lend(|handle| Ok(handle.tokens_per_expert().to_vec()))
@@ -234,8 +234,9 @@ impl Handle {
         let weights = self.on_device(py, |shape, rows| match shape.slots(rows, Part::Weights)? {
             Some(weights) => Ok(Some(weights)),
             None => {
-                let weights = rows.weights().map_err(raise)?;
-                Ok(Some(shape.part(rows, &weights, (&[rows.len() as usize], Element::F32))))
+                let (weights, len) = (rows.weights().map_err(raise)?, rows.len() as usize);
+                let columns = if shape.rank_major { &[len, shape.top_k][..] } else { &[len] };
+                Ok(Some(shape.part(rows, &weights, (columns, Element::F32))))
             }
         })?;
         if let Some(weights) = weights {
@@ -250,7 +251,15 @@ impl Handle {
     /// device `[ranks, max_tokens, top_k]`; otherwise empty.
     #[getter]
     fn row_experts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        if let Some(experts) = self.on_device(py, |shape, rows| shape.slots(rows, Part::Experts))? {
+        let experts = self.on_device(py, |shape, rows| match shape.slots(rows, Part::Experts)? {
+            None if shape.rank_major => {
+                let experts = rows.experts().map_err(raise)?;
+                let columns = [rows.len() as usize, shape.top_k];
+                Ok(Some(shape.part(rows, experts, (&columns, Element::I32))))
+            }
+            experts => Ok(experts),
+        })?;
+        if let Some(experts) = experts {
             return Ok(experts);
         }
         let give = |values: Vec<i32>| {
@@ -267,7 +276,7 @@ impl Handle {
     }
 
     /// On a device: rows of each expert of this rank, then the same with pads, int64 `[2,
-    /// experts]`. None in fixed slots.
+    /// experts]`; rank-major, rows that chose each, int64 `[experts]`. None in fixed slots.
     #[getter]
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.on_device(py, |shape, rows| {
@@ -275,7 +284,9 @@ impl Handle {
                 return Ok(None);
             }
             let counts = rows.counts().map_err(raise)?;
-            Ok(Some(shape.part(rows, &counts, (&[2, counts.len() as usize / 16], Element::I64))))
+            let numbers = counts.len() as usize / 8;
+            let columns = if shape.rank_major { &[numbers][..] } else { &[2, numbers / 2] };
+            Ok(Some(shape.part(rows, &counts, (columns, Element::I64))))
         })
     }
 
@@ -320,15 +331,17 @@ impl Handle {
         landing.map(give).transpose()
     }
 
-    /// On a device where copy engines relay: rows as they arrived, `[.., hidden]`.
+    /// On a device where copy engines relay: rows as they arrived, `[.., hidden]` or `[.., record]`.
     #[getter]
     fn arrived<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.on_device(py, |shape, rows| {
-            let Shape { hidden, dtype, .. } = *shape;
-            let row_bytes = hidden * dtype.size();
-            let sizes = |arrived: &DeviceRange| [arrived.len() as usize / row_bytes, hidden];
-            let arrived = rows.arrivals().map(|(arrived, _)| arrived);
-            Ok(arrived.map(|arrived| shape.part(rows, arrived, (&sizes(arrived), dtype.into()))))
+            let Some((arrived, _)) = rows.arrivals() else { return Ok(None) };
+            // Gradients along a layout are rows also where tokens are dispatched as records.
+            let row_bytes = rows.range().map_err(raise)?.len() as usize / (rows.len() as usize).max(1);
+            let sent = shape.sent.0 * shape.sent.1.size() == row_bytes;
+            let (columns, dtype) = if sent { shape.sent } else { (shape.hidden, shape.dtype) };
+            let arrivals = arrived.len() as usize / (columns * dtype.size());
+            Ok(Some(shape.part(rows, arrived, (&[arrivals, columns], dtype.into()))))
         })
     }
 

@@ -237,8 +237,8 @@ impl ExpertParallel {
         handle: &Handle,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (sent, call) = (self.instance.shape.sent, (CallKind::CachedDispatch, handle));
-        let tokens = match self.instance.rows(x, "x", sent.0) {
-            Ok(tokens) => tokens,
+        let tokens = match self.instance.sent(x) {
+            Ok((tokens, _)) => tokens,
             Err(error) => return Err(self.instance.refuse(py, call.0, Some(handle), error)),
         };
         let done = self
@@ -377,9 +377,25 @@ impl ExpertParallel {
         Ok((rows, home.map(|home| home.give(py)).transpose()?))
     }
 
-    /// Makes records of tokens for a dispatch in fp8: [tokens, record] of uint8.
-    fn quantise<'py>(&self, py: Python<'py>, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let tokens = Input::new(x, "x")?.columns(self.instance.shape.hidden)?.rows()?;
+    /// Makes records of tokens for a dispatch in fp8: [tokens, record] of uint8. A device needs
+    /// `out`, but for tensors of torch, and the records are there for what is enqueued next.
+    #[pyo3(signature = (x, out=None))]
+    fn quantise<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (instance, columns) = (&self.instance, self.instance.shape.hidden);
+        if instance.shape.place.on().is_some() || out.is_some() {
+            let tokens = instance.rows(x, "x", columns)?;
+            let mut records = instance.records(py, (tokens.input.len() / columns, Kind::of(x)), out)?;
+            let target = records.tensor_mut();
+            instance.slot.lend(|ep| ep.quantise_into(tokens.tensor(), target).map_err(raise))?;
+            instance.shape.place.keep(records.input().into_iter().chain([&tokens.input]));
+            return records.give(py);
+        }
+        let tokens = Input::new(x, "x")?.columns(columns)?.rows()?;
         let records = self.instance.slot.lend(|ep| {
             let mut records = Vec::new();
             ep.quantise(tokens.tensor(), &mut records).map_err(raise)?;

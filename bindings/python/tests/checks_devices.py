@@ -93,6 +93,44 @@ def check_steps_of_training_are_those_of_the_host(world):
         same(device.read_sums(planned, out), tokens)
 
 
+def check_records_rows_by_rank_and_other_maps_are_those_of_the_host(world):
+    of, me, device = case(world.size, hidden=136, dtype=torch.bfloat16), world.rank, Device(world.rank)
+    for settings in ({"fp8": True}, {"layout": "rank-major"}, {"layout": "rank-major", "fp8": True, "route": "pxn"}):
+        planned, host = exchanges(world, of, device, **settings)
+        x, ids, weights = sent(of, me, device)
+        tokens = host.quantise(of.x[me]) if "fp8" in settings else of.x[me]
+        forms = [x]
+        if "fp8" in settings:
+            room = device.tensor(torch.zeros_like(tokens))
+            assert planned.quantise(x, out=room) is room
+            same(device.read_sums(planned, room), tokens)
+            forms.append(room)
+        for turned in (False, True):
+            if turned:
+                held = [list(reversed(of.held(rank))) for rank in range(world.size)]
+                for ep in (planned, host):
+                    ep.set_expert_map(held)
+                    assert ep.expert_map == held
+            there, expected = host.dispatch(tokens, of.ids[me], of.weights[me])
+            made = experts(torch.ones(expected.rows, of.hidden, dtype=torch.bfloat16))
+            sums = host.combine(made, expected)
+            for form in forms:
+                rows, handle = planned.dispatch(form, ids, weights)
+                for came in (rows, planned.dispatch_cached(form, handle)):
+                    same(device.read(came), there)
+                    same(device.read(handle.row_weights), expected.row_weights)
+                    counts = device.read(handle.counts)
+                    if "layout" in settings:
+                        same(device.read(handle.row_experts), expected.row_experts)
+                        assert counts.tolist() == expected.tokens_per_expert
+                    else:
+                        assert counts.tolist() == [expected.tokens_per_expert, expected.padded_tokens_per_expert]
+                out = device.tensor(torch.full_like(sums, float("nan")))
+                same(device.read_sums(planned, planned.combine(device.tensor(made), handle, out)), sums)
+                del rows, came, handle
+            del there, expected
+
+
 def check_gradients_need_room_on_a_device(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     planned, _ = exchanges(world, of, device, weighted=True)
@@ -394,7 +432,7 @@ def check_what_a_place_does_not_have_is_refused_by_name(world):
     assert refused(lambda: planned.dispatch(*sent_here)) == ("CallError", "TooManyInFlight")
     del more
     planned.dispatch(*sent_here)
-    for settings in ({"max_in_flight": 1}, {"device_heap": 1 << 20}, {"device": me, "stream": device.stream, "fp8": True}):
+    for settings in ({"max_in_flight": 1}, {"device_heap": 1 << 20}, {"device": me, "stream": device.stream, "strategy": "all-gather"}):
         error = raised(lambda: sidelane.ExpertParallel(world, experts=4, hidden=128, **settings))
         assert error.kind in ("BadParameter", "NotAvailable"), error
 

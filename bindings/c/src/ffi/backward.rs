@@ -42,10 +42,9 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
                 let shape = (tokens, layer.hidden);
                 // SAFETY: as the caller promised.
                 let home = unsafe { Target::read(context, "token gradients", token_gradients, shape) }?;
-                // On a device, where rows are expert-major, each has one.
                 let words = match context {
                     None => layout.row_weights().len() as u64,
-                    Some(_) => layout.rows().into(),
+                    Some(_) => u64::from(layout.rows()) * layer.numbers,
                 };
                 let given = |at| Tensor::numbers(at, words, context.is_some());
                 let numbers = (!row_weight_gradients.is_null()).then(|| given(row_weight_gradients));

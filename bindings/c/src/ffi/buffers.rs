@@ -32,9 +32,11 @@ pub struct RowsInfo {
     pub rows: u64,
     /// Bytes of a row.
     pub row_bytes: u64,
-    /// Exact sizes and budgets: routing weight of each row, [rows]; 0 for pads.
+    /// Exact sizes and budgets: routing weight of each row, [rows]; 0 for pads. Rank-major, of each
+    /// row and choice, [rows, top_k].
     pub weights: *const f32,
-    /// The same: rows of each local expert, then these with pads, [2, local experts].
+    /// The same: rows of each local expert, then these with pads, [2, local experts]. Rank-major,
+    /// rows that chose each, [local experts].
     pub counts: *const i64,
     /// The same: rows as they arrived, where engines relay (SIDELANE_ROUTE_PXN across nodes); else
     /// NULL.
@@ -49,8 +51,11 @@ pub struct RowsInfo {
     pub slot_weights_at: u64,
     /// Bytes from the start of a slot to its rows.
     pub slot_rows_at: u64,
+    /// Exact sizes, rank-major: the local expert of each row and choice, [rows, top_k]; -1 where
+    /// there is none. NULL elsewhere.
+    pub experts: *const i32,
 }
-versioned!(RowsInfo, "sidelane_rows_info_t", slot_rows_at: u64, 32);
+versioned!(RowsInfo, "sidelane_rows_info_t", experts: *const i32, 32, 96);
 
 /// What experts write. It may be written until the output is used up or closed.
 ///
@@ -125,6 +130,7 @@ pub unsafe extern "C" fn sidelane_rows_info(rows: *mut Rows, info: *mut RowsInfo
                 slot_experts_at: slots.map_or(0, |slot| slot.experts_at()),
                 slot_weights_at: slots.map_or(0, |slot| slot.weights_at()),
                 slot_rows_at: slots.map_or(0, |slot| slot.rows_at()),
+                experts: received.experts().map_or(null(), |range| pointer(range)),
             });
             Ok(())
         })

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use sidelane::device::{Context, Stream as Borrowed};
 use sidelane::ep::{ExpertParallelBuilder, Handle as Layout, Place};
-use sidelane::error::{CallKind, PlanError};
+use sidelane::error::CallKind;
+use sidelane::plan::RowLayout;
 use sidelane::{Dtype, ExpertParallel};
 
 use super::memory::{Out, apart, short_name};
@@ -31,6 +32,8 @@ pub struct Layer {
     /// Columns of a dispatched row: `hidden`, or bytes of a record.
     pub(super) sent: u64,
     pub(super) top_k: u64,
+    /// Numbers that go with a row: rank-major, one for each choice of its token.
+    pub(super) numbers: u64,
     pub(super) weighted: bool,
 }
 
@@ -206,11 +209,13 @@ pub unsafe extern "C" fn sidelane_ep_build(
         stream.iter().for_each(|stream| let_go(stream));
         let ep = builder.build()?;
         let hidden = ep.hidden() as u64;
-        let (sent, top_k) = (ep.record().map_or(hidden, |shape| shape.bytes() as u64), ep.top_k().into());
+        let sent = ep.record().map_or(hidden, |shape| shape.bytes() as u64);
+        let top_k: u64 = ep.top_k().into();
         let (dtype, weighted) = (words::dtype(options.dtype)?, options.weighted == 1);
         let context = stream.map(|stream| Arc::clone(stream.context()));
         let seat = Arc::new(ExclusiveCell::new(Kind::Ep, ep));
-        give(Layer { seat, context, dtype, hidden, sent, top_k, weighted }, out)
+        let numbers = if words::layout(options.layout)? == RowLayout::RankMajor { top_k } else { 1 };
+        give(Layer { seat, context, dtype, hidden, sent, top_k, numbers, weighted }, out)
     })
 }
 
@@ -270,7 +275,8 @@ pub unsafe extern "C" fn sidelane_ep_set_expert_map(ep: *mut Ep, expert_map: *co
 }
 
 /// Quantizes tokens, [tokens, hidden], to records, [tokens, record_bytes] of SIDELANE_DTYPE_BYTES:
-/// the rows that a layer with fp8 dispatches. Local.
+/// the rows that a layer with fp8 dispatches. Local. On a device they are there for what is
+/// enqueued next.
 ///
 /// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
 /// other thread writes to them during the call.
@@ -282,25 +288,14 @@ pub unsafe extern "C" fn sidelane_ep_quantize(
 ) -> Status {
     border(|| {
         let layer = get(ep)?;
+        let (context, hidden) = (layer.context.as_ref(), layer.hidden);
         // SAFETY: as the caller promised.
-        let tokens = unsafe { Source::read(None, "tokens", tokens, (None, layer.hidden)) }?;
-        let rows = tokens.addresses().len() / (tokens.dtype().size() * layer.hidden as usize);
+        let tokens = unsafe { Source::read(context, "tokens", tokens, (None, hidden)) }?;
+        let rows = tokens.addresses().len() / (tokens.dtype().size() * hidden as usize);
         // SAFETY: as the caller promised.
-        let records = unsafe { Target::read(None, "records", records, (rows as u64, layer.sent)) }?;
+        let mut records = unsafe { Target::read(context, "records", records, (rows as u64, layer.sent)) }?;
         apart(("tokens", tokens.addresses()), ("records", records.addresses()))?;
-        let mut made = Vec::new();
-        layer.seat.lend(|ep| {
-            ep.quantise(tokens.lend(), &mut made)?;
-            Ok(())
-        })?;
-        let (what, expected) = ("records", Dtype::Bytes);
-        match records {
-            Target::Host { bytes, dtype } if dtype == expected => bytes.copy_from_slice(&made),
-            Target::Host { dtype: seen, .. } | Target::Device { dtype: seen, .. } => {
-                return Err(PlanError::WrongDtype { what, seen, expected }.into());
-            }
-        }
-        Ok(())
+        layer.seat.lend(|ep| Ok(ep.quantise_into(tokens.lend(), records.lend())?))
     })
 }
 
