@@ -1,13 +1,13 @@
 //! Rows that experts read, outputs that they write, and tokens that NICs read in place.
 
-use super::device::planned::{PlannedOutput, PlannedRows};
+use super::device::planned::{PlannedOutput, PlannedRows, PlannedTokens};
 use super::device::slots::{SlotOutput, SlotRows};
 use super::host::{HostInput, HostOutput, HostRows, elements};
 use super::tensor::{Side, Tensor, wrong_place};
 use super::{RowIndex, Strided};
 use crate::device::DeviceRange;
 use crate::dtype::Element;
-use crate::error::{CallError, Error, MemoryError};
+use crate::error::{CallError, Error};
 use crate::memory::Extent;
 use crate::plan::SlotShape;
 
@@ -298,9 +298,14 @@ impl<'a, T: Into<Tensor<'a>>> From<T> for CombineInput<'a> {
     }
 }
 
-/// Rows to be dispatched, `[tokens, hidden]`, in registered memory of the host: NICs read them
-/// where they lie, while those of any other memory are copied first. To ranks of the node it makes
-/// no difference.
+/// Rows to be dispatched, `[tokens, hidden]`, in registered memory: NICs read them where they lie,
+/// while those of any other memory of the host are copied first. To ranks of the node it makes no
+/// difference on the host.
+///
+/// On a device a kernel packs rows, since NICs and copy engines read runs. It need not where what
+/// goes to each place is a run of tokens: where a sequence is cut into parts, or each token goes to
+/// every rank. Then rows in a token buffer go as they lie, and the report of the dispatch names no
+/// kernel that packs. Until the second half of the dispatch they stay as they are.
 ///
 /// ```
 /// # use sidelane::{World, gate::Routing};
@@ -314,9 +319,15 @@ impl<'a, T: Into<Tensor<'a>>> From<T> for CombineInput<'a> {
 /// ```
 #[derive(Debug)]
 pub struct TokenBuffer {
-    pub(super) extent: Extent,
+    pub(super) at: TokensAt,
     pub(super) tokens: u32,
     pub(super) row_bytes: u64,
+}
+
+#[derive(Debug)]
+pub(super) enum TokensAt {
+    Host(Extent),
+    Planned(PlannedTokens),
 }
 
 impl TokenBuffer {
@@ -330,20 +341,37 @@ impl TokenBuffer {
         self.tokens == 0
     }
 
-    /// The rows, `[len, hidden]`; of fp8, `[len, record]`.
+    /// The rows on the host, `[len, hidden]`; of fp8, `[len, record]`.
     ///
     /// # Errors
-    /// [`MemoryError::Misaligned`] cannot happen for rows of whole elements; it is reported rather
-    /// than assumed away.
-    pub fn rows<E: Element>(&self) -> Result<&[E], MemoryError> {
-        self.extent.slice(0, elements::<E>(self.tokens, self.row_bytes))
+    /// [`PlanError::WrongPlace`](crate::error::PlanError) for a buffer on a device.
+    pub fn rows<E: Element>(&self) -> Result<&[E], Error> {
+        match &self.at {
+            TokensAt::Host(extent) => Ok(extent.slice(0, elements::<E>(self.tokens, self.row_bytes))?),
+            TokensAt::Planned(_) => Err(wrong_place("a token buffer", Side::Host)),
+        }
     }
 
-    /// The rows, to write to. Their contents are undefined at first.
+    /// The rows on the host, to write to. Their contents are undefined at first.
     ///
     /// # Errors
     /// As [`TokenBuffer::rows`].
-    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
-        self.extent.slice_mut(0, elements::<E>(self.tokens, self.row_bytes))
+    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], Error> {
+        match &mut self.at {
+            TokensAt::Host(extent) => Ok(extent.slice_mut(0, elements::<E>(self.tokens, self.row_bytes))?),
+            TokensAt::Planned(_) => Err(wrong_place("a token buffer", Side::Host)),
+        }
+    }
+
+    /// The rows on a device, to write to. Their contents are undefined at first. Dropped, their
+    /// memory is given back to calls that are enqueued later.
+    ///
+    /// # Errors
+    /// [`PlanError::WrongPlace`](crate::error::PlanError) for a buffer on the host.
+    pub fn range(&self) -> Result<&DeviceRange, Error> {
+        match &self.at {
+            TokensAt::Host(_) => Err(wrong_place("a token buffer", Side::Device)),
+            TokensAt::Planned(tokens) => Ok(tokens.range()),
+        }
     }
 }

@@ -55,7 +55,7 @@ pub enum Feature {
     /// [`ExpertParallel::set_expert_map`](crate::ExpertParallel::set_expert_map).
     ExpertMaps,
     /// [`ExpertParallel::token_buffer`](crate::ExpertParallel::token_buffer): tokens that NICs read
-    /// in place. On a device a kernel packs tokens of any memory, since engines and NICs read runs.
+    /// in place, and on a device copy engines, too, where they go in runs.
     TokenBuffers,
     /// Sizes that stay on the device
     /// ([`PendingDispatch::unfinished`](super::PendingDispatch::unfinished)), and calls that are
@@ -121,7 +121,7 @@ impl Feature {
             Feature::CachedDispatch => ("cached dispatch", [yes, yes, no, no]),
             Feature::Gradients => ("gradients", [yes, yes, no, no]),
             Feature::ExpertMaps => ("another expert map", [yes, yes, no, no]),
-            Feature::TokenBuffers => ("token buffers", [yes, no, no, no]),
+            Feature::TokenBuffers => ("token buffers", [yes, yes, no, no]),
             Feature::Capture => ("sizes on the device, and capture", [no, no, yes, yes]),
             Feature::Release => ("release without combine", [no, no, no, yes]),
             Feature::Streams => ("calls on several streams", [no, yes, no, yes]),

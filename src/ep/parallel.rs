@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::buffers::{ExpertRows, RowsAt};
+use super::buffers::{ExpertRows, RowsAt, TokensAt};
 use super::builder::{Instance, Spec};
 use super::device::planned::PlannedExchange;
 use super::device::slots::SlotExchange;
@@ -250,15 +250,22 @@ impl ExpertParallel {
         Ok(self.record().ok_or(CallError::NotKept { missing: "a row record (fp8)" })?)
     }
 
-    /// A buffer for rows to be dispatched, which NICs read in place. On the host.
+    /// A buffer for rows to be dispatched, which NICs and, on a device, copy engines read in place
+    /// where they can.
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), [`PlanError::NotAvailable`].
     pub fn token_buffer(&self, tokens: u32) -> Result<TokenBuffer, Error> {
-        let pool = self.host(Feature::TokenBuffers)?.pool();
+        Feature::TokenBuffers.require(self.executor())?;
         let row_bytes = self.spec.sizing(CallKind::Dispatch, None).row_bytes;
-        let extent = pool.alloc(u64::from(tokens) * row_bytes)?;
-        Ok(TokenBuffer { extent, tokens, row_bytes })
+        let at = match &self.at {
+            InstanceAt::Planned(ep) => TokensAt::Planned(ep.token_buffer(tokens)?),
+            _ => {
+                let pool = self.host(Feature::TokenBuffers)?.pool();
+                TokensAt::Host(pool.alloc(u64::from(tokens) * row_bytes)?)
+            }
+        };
+        Ok(TokenBuffer { at, tokens, row_bytes })
     }
 
     /// The receive pool of this rank's host memory.

@@ -326,7 +326,7 @@ fn calls_that_an_executor_lacks_are_refused_by_name() {
                 memory().fill(&stream, &mine.ids),
                 memory().fill(&stream, &mine.weights),
             ];
-            for (executor, calls) in CallExecutor::ALL.into_iter().zip([3, 4, 7, 5]) {
+            for (executor, calls) in CallExecutor::ALL.into_iter().zip([3, 3, 7, 5]) {
                 let (builder, on_host) = (builder(&group, executor), executor == CallExecutor::HostStepper);
                 let builder = if on_host { builder } else { builder.on(&stream) };
                 let mut ep = builder.build().unwrap();

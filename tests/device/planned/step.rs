@@ -220,6 +220,53 @@ where
         assert!(kernels.iter().any(|kernel| kernel.starts_with("records_")), "{kernels:?}");
     }
 
+    /// Tokens in a buffer of the instance's, which go as they lie or are packed, twice along one layout; then tokens elsewhere.
+    pub fn from_token_buffer(&mut self, input: &Input<E>, in_place: bool) {
+        let top_k = self.case.top_k;
+        let again: Vec<E> = input.x.iter().rev().copied().collect();
+        let routing = Routing::new(top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
+        let (rows, handle) = self.host.dispatch(&input.x, &routing).unwrap();
+        let rows: Vec<E> = rows.to_vec().unwrap();
+        let rows_again: Vec<E> = self.host.dispatch_cached(&again, &handle).unwrap().to_vec().unwrap();
+        let sums: Vec<E> = self.host.combine(&rows, &handle).unwrap();
+
+        let buffer = self.planned.token_buffer(routing.tokens()).unwrap();
+        let range = buffer.range().unwrap();
+        let [ids, weights] = [bits(&input.ids), bits(&input.weights)].map(|bytes| self.lent(bytes));
+        let (x, choices) =
+            (Tensor::device(range, E::DTYPE), Choices::Device { experts: &ids, weights: &weights });
+        self.rows.send(&self.stream, range, bits(&input.x));
+        let (landed, handle) = self.planned.start_dispatch(x, choices).unwrap().finish().unwrap();
+        // What is written next comes behind the call, and so does what is given back.
+        self.rows.send(&self.stream, range, bits(&again));
+        assert_eq!(bits(&self.seen::<E>(&landed.range().unwrap())), bits(&rows), "rows of a token buffer");
+        let landed = self.planned.dispatch_cached(x, &handle).unwrap();
+        drop(buffer);
+        assert_eq!(bits(&self.seen::<E>(&landed.range().unwrap())), bits(&rows_again), "along a layout");
+        let elsewhere = self.lent(&input.x);
+        let landed = self.planned.dispatch_cached(Tensor::device(&elsewhere, E::DTYPE), &handle).unwrap();
+        assert_eq!(bits(&self.seen::<E>(&landed.range().unwrap())), bits(&rows), "tokens elsewhere");
+        let (y, out) = (self.output(&handle, &rows), self.room(&sums));
+        self.planned.combine_into(y, &handle, target::<E>(&out)).unwrap();
+        assert_eq!(bits(&self.seen::<E>(&out)), bits(&sums), "sums");
+        let kernels = handle.report().unwrap().kernels;
+        let regroups = kernels.iter().filter(|&&kernel| kernel == "regroup").count();
+        let relayed = usize::from(landed.arrivals().is_some());
+        assert_eq!(regroups, relayed + usize::from(!in_place), "{kernels:?}");
+    }
+
+    /// Tokens in runs: token t of `count` goes to the expert at its place in the sequence or, if `top_k` is as many as there are,
+    /// to all experts.
+    pub fn in_runs(&self, seed: u64, count: u32) -> Input<E> {
+        let Case { top_k, hidden, .. } = self.case;
+        let experts = self.case.map.experts();
+        let input: Input<E> = tokens(seed, count, hidden, top_k, experts);
+        let id = |token: u32, k: u32| if top_k == 1 { token * experts / count } else { k } as i32;
+        let ids = (0..count).flat_map(|token| (0..top_k).map(move |k| id(token, k))).collect();
+        let weights = vec![0.5; (count * top_k) as usize];
+        Input { ids, weights, ..input }
+    }
+
     /// A layout whose tokens come later.
     pub fn prepared(&mut self, step: &Step<E>) {
         let [experts, weights] = [bits(&step.input.ids), bits(&step.input.weights)].map(|b| self.lent(b));

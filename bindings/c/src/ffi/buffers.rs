@@ -195,7 +195,10 @@ pub unsafe extern "C" fn sidelane_tokens_info(tokens: *mut Tokens, info: *mut To
         let out = unsafe { OutStruct::new(info) }?;
         get(tokens)?.lend(|buffer| {
             let count = buffer.len();
-            let (data, bytes) = place(buffer.rows_mut()?);
+            let (data, bytes) = match buffer.range() {
+                Ok(range) => (pointer(range), range.len()),
+                Err(_) => place(buffer.rows_mut()?),
+            };
             let (rows, row_bytes) = shape(bytes, count);
             out.write(TokensInfo { size: 0, data, rows, row_bytes });
             Ok(())

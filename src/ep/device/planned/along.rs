@@ -52,7 +52,9 @@ impl PlannedExchange {
         let (x, refused) = x.map_or_else(|error| (None, Some(error)), |x| (Some(x), None));
         self.begin(seat, false)?;
         let fail = |error| self.common.fixed.fail(error);
-        if let Some((x, dtype)) = x.filter(|_| tokens > 0) {
+        let x = x.filter(|_| tokens > 0);
+        let lies = x.filter(|&x| self.common.lie_here(kind, x).is_some() && self.may_lie(seat));
+        if let (Some((x, dtype)), None) = (x, lies) {
             let packed = self.common.pack(&self.stream, &self.kernels, (kind, seat), (tokens, x, dtype));
             packed.map_err(fail)?;
         }
@@ -62,9 +64,18 @@ impl PlannedExchange {
             Feature::CachedDispatch.require(self.executor())?;
             return Err(PlanError::RefusedHere.into());
         };
-        let landed = enqueuer.cached(machine, (kind, seat), refused);
+        let x = lies.map(|(x, dtype)| (x.clone(), dtype));
+        let landed = enqueuer.cached(machine, (kind, seat), (x, refused));
         self.common.served.fetch_add(1, Ordering::Relaxed);
         landed.map_err(|error| self.common.fixed.fail(error))?
+    }
+
+    /// Whether tokens may be sent along the layout of a seat as they lie.
+    fn may_lie(&self, seat: u32) -> bool {
+        match &self.driver {
+            Driver::Caller(enqueuer) => enqueuer.kept[seat as usize].in_place.is_some(),
+            Driver::Planner { .. } => false,
+        }
     }
 
     /// Enqueues that gradients of rows return and their sums go to `tokens`; with `of_rows`, one gradient for the weight of

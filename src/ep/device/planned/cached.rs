@@ -18,6 +18,8 @@ use super::dispatch::Landing;
 use super::enqueuer::Enqueuer;
 use super::shape::StreamFlag;
 use super::space::Extent;
+use crate::device::DeviceRange;
+use crate::dtype::Dtype;
 use crate::ep::Status;
 use crate::error::{CallKind, Error, MemoryError, PlanError};
 use crate::exec::Until;
@@ -25,7 +27,8 @@ use crate::schedule::Tag;
 use crate::schedule::call::CallMachine;
 
 impl Enqueuer {
-    /// Serves a call of this kind along the layout of a seat. `refused` is why this rank cannot make it.
+    /// Serves a call of this kind along the layout of a seat, with tokens `x` that go as they lie, or packed ones. `refused` is
+    /// why this rank cannot make it.
     ///
     /// # Errors
     /// Those that end the world. A refusal is returned, and otherwise where rows land.
@@ -33,10 +36,10 @@ impl Enqueuer {
         &mut self,
         mut machine: CallMachine,
         (kind, seat): (CallKind, u32),
-        refused: Option<Error>,
+        (x, refused): (Option<(DeviceRange, Dtype)>, Option<Error>),
     ) -> Result<Result<Extent, Error>, Error> {
         let programs = Arc::clone(&self.programs);
-        let mut call = DeviceCall { refused, ..DeviceCall::new(self, &programs, kind, seat) };
+        let mut call = DeviceCall { x, refused, ..DeviceCall::new(self, &programs, kind, seat) };
         let refusal = call.drive(&mut machine, Until::End)?;
         let landing = call.landing.take().and_then(|landing| landing.extent);
         let status = refusal.as_ref().map_or(Status::OK, Status::of);

@@ -24,7 +24,7 @@ pub(super) struct DeviceCall<'p> {
     pub seat: u32,
     /// Dispatch: tokens that the caller's stream announced.
     pub tokens: u32,
-    /// Dispatch, where rows are packed when it is known how: the tokens.
+    /// Tokens that may be sent as they lie, or are packed when it is known how.
     pub x: Option<(DeviceRange, Dtype)>,
     /// The caller's stream has come to this call: what was given back before is free.
     pub reached: bool,
@@ -87,7 +87,15 @@ impl<'p> DeviceCall<'p> {
         self.enqueuer.tables.tags.fill(self.tag);
     }
 
+    /// If tokens go as they lie: where that is in this rank's memory, and the first of the runs by token.
+    pub fn in_place(&self) -> Option<(u64, u32)> {
+        let (x, dtype) = self.x.as_ref()?;
+        let offset = self.enqueuer.common.lie_here(self.tag.kind, (x, *dtype))?;
+        Some((offset, self.enqueuer.kept[self.seat as usize].in_place?))
+    }
+
     fn stage(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
+        let in_place = self.in_place();
         let Enqueuer { engine, tables, kept, common, calls, scratch, .. } = &mut *self.enqueuer;
         let items = self.programs.stages.items(stage, part);
         let layout: &DispatchLayout = &kept[self.seat as usize].layout;
@@ -100,9 +108,13 @@ impl<'p> DeviceCall<'p> {
             return engine.run(items, &operands, None);
         }
         let (staging, notes) = (common.shape.staging(self.seat), common.shape.host_notes(self.seat));
-        let (rows, notes) = (common.piece(staging)?, common.host_piece(notes)?);
+        let (packed, notes) = (common.piece(staging)?, common.host_piece(notes)?);
         let words = bytemuck::cast_slice(&scratch.notes);
-        let packed = Packed { rows: &rows, at: staging.0, notes: &notes, notes_of_host: words };
+        let (rows, at) = match (&self.x, in_place) {
+            (Some((x, _)), Some((offset, _))) => (x, offset),
+            _ => (&packed, staging.0),
+        };
+        let packed = Packed { rows, at, notes: &notes, notes_of_host: words };
         engine.run(items, &operands, Some(packed))
     }
 

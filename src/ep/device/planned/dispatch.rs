@@ -86,6 +86,7 @@ impl DeviceCall<'_> {
 
     /// Says how rows are packed, if that depends on where they go, and waits until they are.
     fn await_packed(&mut self, placed: bool) -> Result<(), Error> {
+        let in_place = placed && self.in_place().is_some();
         let (seat, enqueuer) = (self.seat, &mut *self.enqueuer);
         // Of a call that is refused the caller's thread packs nothing.
         let packs = matches!(enqueuer.caller, Caller::Words) || placed;
@@ -96,7 +97,7 @@ impl DeviceCall<'_> {
         match caller {
             Caller::Words => engine.take(common.word(seat, StreamFlag::Packed)?)?,
             Caller::Events(CallerStream { stream, kernels, reached, done, .. }) => {
-                if let (Some((x, dtype)), true) = (&self.x, packs) {
+                if let (Some((x, dtype)), true, false) = (&self.x, packs, in_place) {
                     engine.precede(stream, done)?;
                     common.pack(stream, kernels, (self.tag.kind, seat), (self.tokens, x, *dtype))?;
                     reached.record(stream)?;
@@ -130,17 +131,22 @@ impl DeviceCall<'_> {
         if noted {
             self.enqueuer.kept[seat as usize].number = self.enqueuer.calls.number();
             self.await_packed(true)?;
-            self.staging =
-                self.landing.take().and_then(|landing| self.enqueuer.tell_placement(seat, landing));
+            let in_place = self.in_place().is_some();
+            let tell = |landing| self.enqueuer.tell_placement((seat, in_place), landing);
+            self.staging = self.landing.take().and_then(tell);
             self.enqueuer.send_tables(seat, self.tokens, true)?;
         }
         self.find_notes(noted)?;
+        let in_place = self.in_place();
         let Enqueuer { common, calls, tables, kept, notes_at, .. } = &mut *self.enqueuer;
         let (setting, shape) = (common.rows_setting(*calls, kind, notes_at), &common.shape);
         let Kept { layout, first_run, .. } = &kept[seat as usize];
         tables.rows(&setting, layout, noted);
         if shape.arrives() {
             tables.to_arrivals(&setting, layout, *first_run, |rows| shape.landing(kind, rows));
+        }
+        if let Some((_, runs)) = in_place {
+            tables.in_place(&setting, runs);
         }
         Ok(())
     }
@@ -295,18 +301,27 @@ impl Enqueuer {
                 }
             }
         }
+        let (sorted, packed) = (&self.sorted, &self.arrivals.packed);
+        let kept = &mut self.kept[seat as usize];
+        kept.in_place = None;
+        match fixed.arrives() {
+            // Rows that are dropped lie packed, too.
+            _ if clipped => {}
+            true => kept.find_in_place(|row| packed[row as usize] as u32),
+            false => kept.find_in_place(|row| sorted.tokens[row as usize]),
+        }
         Ok(())
     }
 
     /// Tells where rows land. What is staged behind them is this rank's as long as the extent that is returned.
-    fn tell_placement(&mut self, seat: u32, landing: Landing) -> Option<Extent> {
+    fn tell_placement(&mut self, (seat, in_place): (u32, bool), landing: Landing) -> Option<Extent> {
         let common = Arc::clone(&self.common);
         let (layout, number) = (&self.kept[seat as usize].layout, self.calls.number());
         let mut extent = landing.extent;
         let staging = extent.as_mut().and_then(|extent| common.trim(CallKind::Dispatch, extent, layout));
         common.seats[seat as usize].tell(|told| {
             let placement = &mut told.placement;
-            (placement.number, placement.rows) = (number, layout.landed);
+            (placement.number, placement.rows, placement.in_place) = (number, layout.landed, in_place);
             placement.tokens_per_expert.clear();
             // Rank-major, choices are counted on the device.
             if !common.fixed.spec.layout.is_per_rank() {

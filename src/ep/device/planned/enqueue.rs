@@ -97,12 +97,12 @@ impl PlannedExchange {
             stream.operate(&mut lists.listed[seat as usize])?;
         }
         let packs = brought.filter(|(chosen, _)| chosen.tokens > 0);
-        if let (Some((Chosen { tokens, experts, .. }, x)), false) = (packs, self.packs_when_placed()) {
-            // Where engines relay, the planner has said the order.
+        if let Some((Chosen { tokens, experts, .. }, x)) = packs {
+            // Where engines relay, whoever plans says the order.
             if !shape.arrives() {
                 common.order(stream, &self.kernels, seat, (tokens, experts))?;
             }
-            if let Some((x, dtype)) = x {
+            if let Some((x, dtype)) = x.filter(|&x| !self.packs_when_placed(x)) {
                 common.pack(stream, &self.kernels, (CallKind::Dispatch, seat), (tokens, x, dtype))?;
             }
         }
@@ -119,9 +119,11 @@ impl PlannedExchange {
         }
     }
 
-    /// Whether rows are packed in the second half: where engines relay, the caller's thread knows only then in which order.
-    pub(super) fn packs_when_placed(&self) -> bool {
-        self.common.shape.arrives() && matches!(self.driver, Driver::Caller(_))
+    /// Whether these tokens are packed in the second half: where engines relay, the caller's thread knows only then in which
+    /// order; and whether they need be packed, where engines can read them.
+    pub(super) fn packs_when_placed(&self, x: (&DeviceRange, Dtype)) -> bool {
+        let late = self.common.shape.arrives() || self.common.lie_here(CallKind::Dispatch, x).is_some();
+        late && matches!(self.driver, Driver::Caller(_))
     }
 
     /// That the stream has come to a call along a known layout. In a return, outputs may be read, which lie so many `steps`

@@ -55,6 +55,8 @@ pub(super) struct Kept {
     pub layout: DispatchLayout,
     /// What this rank's relay knows of it.
     pub forward: Arc<RelayPlan>,
+    /// If tokens may be sent without packing: the first of the layout's runs by token.
+    pub in_place: Option<u32>,
     /// Where engines relay: what all ranks count, the layout's first run to arrivals, and the arrival
     /// of each visible row.
     pub numbers: (Counts, ReceiveSizes),

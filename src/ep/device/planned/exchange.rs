@@ -259,8 +259,9 @@ impl PlannedExchange {
         self.enqueue_dispatch(seat, brought).map_err(|error| self.common.fixed.fail(error))?;
         let machine = self.start(kind, seat)?;
         let x = brought
-            .filter(|(chosen, _)| chosen.tokens > 0 && self.packs_when_placed())
-            .and_then(|(_, x)| x.map(|(x, dtype)| (x.clone(), dtype)));
+            .filter(|(chosen, _)| chosen.tokens > 0)
+            .and_then(|(_, x)| x.filter(|&x| self.packs_when_placed(x)))
+            .map(|(x, dtype)| (x.clone(), dtype));
         let shape = &self.common.shape;
         let late = shape.arrives() && shape.budget().is_none();
         let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));

@@ -363,7 +363,13 @@ impl PlannedHandle {
         let enqueued = self.lease.told(|told| (told.landed >= nth).then_some(told.dispatched))?;
         let Lease { common, packs, .. } = &*self.lease;
         let kernels = if common.shape.arrives() { [*packs, "regroup"] } else { ["order", *packs] };
-        Ok(self.lease.report(enqueued, &kernels))
+        // Tokens that went as they lay were not packed.
+        let kernels = match (self.placement.in_place, common.shape.arrives()) {
+            (false, _) => &kernels[..],
+            (true, true) => &kernels[1..],
+            (true, false) => &kernels[..1],
+        };
+        Ok(self.lease.report(enqueued, kernels))
     }
 
     /// How the last return went. With a planner, waits until its rows are back, though not for their sums.

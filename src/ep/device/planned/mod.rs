@@ -20,7 +20,7 @@
 //! |---|---|
 //! | `setup`, `exchange`, `along`, `enqueue`, `handle` | how an instance is made; what its caller calls, enqueues and holds |
 //! | `enqueuer`, `call`, `dispatch`, `cached`, `combine` | steps of the programs of [`schedule`](crate::schedule), with the engine of [`exec`](crate::exec) |
-//! | `pack` | how rows are packed |
+//! | `pack`, `in_place` | how rows are packed, and when they need not be |
 //! | `choices` | what goes with rank-major rows |
 //! | `remap` | another expert map |
 //! | `arrivals` | further work of the enqueuer where copy engines relay |
@@ -69,6 +69,7 @@ mod enqueue;
 mod enqueuer;
 mod exchange;
 mod handle;
+mod in_place;
 mod pack;
 mod planner;
 mod remap;
@@ -82,6 +83,7 @@ mod watch;
 
 pub(in crate::ep) use exchange::PlannedExchange;
 pub(in crate::ep) use handle::{PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows};
+pub(in crate::ep) use in_place::PlannedTokens;
 pub(in crate::ep) use setup::PlannedSettings;
 
 /// A flag's value, less one, that says: my caller's input was refused. No number of tokens is so large, and no place.

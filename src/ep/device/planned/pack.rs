@@ -42,6 +42,11 @@ impl Common {
         })
     }
 
+    /// Whether tokens of this type are sent as they are in a call of this kind.
+    pub fn sends_as_they_are(&self, kind: CallKind, dtype: Dtype) -> bool {
+        self.records(kind, dtype).is_none()
+    }
+
     /// The kernel that does that.
     pub fn packs(&self, kind: CallKind, dtype: Dtype) -> &'static str {
         let records = self.records(kind, dtype).and_then(|_| Kernels::records_name(dtype).ok());

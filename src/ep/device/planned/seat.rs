@@ -49,6 +49,8 @@ pub(super) struct PlacementInfo {
     /// The number of the call that made it.
     pub number: u64,
     pub rows: u32,
+    /// Tokens went as they lay.
+    pub in_place: bool,
     pub tokens_per_expert: Vec<i64>,
     pub padded_per_expert: Vec<i64>,
     pub dropped: Vec<bool>,

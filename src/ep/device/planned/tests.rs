@@ -143,6 +143,21 @@ fn rows_by_rank_go_from_device_to_device_as_on_the_host() {
 }
 
 #[test]
+fn tokens_in_a_buffer_go_from_device_to_device_as_they_lie() {
+    on_devices("tokens_in_a_buffer_go_from_device_to_device_as_they_lie", 10, "ordered", |_| {
+        for route in Route::ALL {
+            let case = Case { route, max_in_flight: 3, ..Case::across(&[0, 0, 1, 1], 6, 1) };
+            on_cards(&case, SignalMode::Write, |rank, me| {
+                for round in 0..3 {
+                    let input = rank.in_runs(64 * round + me, 3 + ((round + me) % 9) as u32);
+                    rank.from_token_buffer(&input, true);
+                }
+            });
+        }
+    });
+}
+
+#[test]
 fn no_seed_of_the_driver_is_seen_on_the_way() {
     let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..6 };
     for seed in seeds {

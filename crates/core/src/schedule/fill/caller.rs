@@ -269,6 +269,20 @@ impl CallerTables {
         }
     }
 
+    /// Dispatch, behind these: rows go from where tokens lie and not packed, by runs that follow as
+    /// many others in the layout. What goes with them lies packed.
+    pub fn in_place(&mut self, at: &FillContext, runs: u32) {
+        let caller = Caller::new(at.paths, at.chunks);
+        let own = (0..at.paths.ranks()).map(|peer| caller.rows(peer));
+        let blocks = at.paths.relays().flat_map(|relay| (1..=at.chunks).map(move |chunk| (relay, chunk)));
+        let blocks = blocks.filter(|_| at.paths.route() == Route::Pxn);
+        for slot in own.chain(blocks.map(|(relay, chunk)| caller.block(relay, chunk))) {
+            if let Operand::Rows { first, from: PutSource::Input, .. } = &mut self.table[slot.0 as usize] {
+                *first += runs;
+            }
+        }
+    }
+
     /// Return, before its entry: a place for the rows alone that each relay returns. In the twin
     /// these are cut from `home`; where the net reaches the pool they are
     /// [those](DispatchLayout::home_of) in which rows are summed.
