@@ -1,9 +1,10 @@
-// Choices: what goes with rank-major rows, apart: the local expert of each row and choice, its weight, and how many rows chose
-// each local expert.
+// Choices: what goes with rank-major rows, apart: the local expert of each row and choice, its
+// weight, and how many rows chose each local expert.
 //
 //     notes   | row 0: expert + 1, or 0; of each choice | its weights | row 1: ...
 //
-// Each block counts for one expert, and then for others, and reads all notes; so nothing needs to be zero before the launch.
+// Each block counts for one expert, and then for others, and reads all notes; so nothing needs to
+// be zero before the launch.
 #include "shim.h"
 
 struct Choices {

@@ -6,8 +6,8 @@
 // Values that share a scale, and vectors that a thread has on their way at a time.
 enum { SCALED = 128, AT_ONCE = 4 };
 
-// The four or eight values of a vector to codes; gives the scale of their block, whose vectors the `SCALED / values` threads
-// from a multiple of that number on have. All lanes of a warp take part.
+// The four or eight values of a vector to codes; gives the scale of their block, whose vectors the
+// `SCALED / values` threads from a multiple of that number on have. All lanes of a warp take part.
 DEVICE float quantise(uint4 vector, int type, u32 *codes) {
     u32 count = 16 / width(type), amax = 0;
     float values[8];

@@ -77,9 +77,9 @@ impl ExpertRows {
     }
 
     /// Device: the rows, `[len, hidden]`; those beyond the segments are undefined. Of a dispatch in
-    /// fp8, `[len, record]` in bytes, as [`Fp8RowShape`](crate::dtype::Fp8RowShape) says. In fixed slots,
-    /// a slot of [`slots`](ExpertRows::slots) from each rank: `[ranks * slot_rows, hidden]`, in
-    /// which the first `header_rows` of each slot are its header.
+    /// fp8, `[len, record]` in bytes, as [`Fp8RowShape`](crate::dtype::Fp8RowShape) says. In fixed
+    /// slots, a slot of [`slots`](ExpertRows::slots) from each rank: `[ranks * slot_rows, hidden]`,
+    /// in which the first `header_rows` of each slot are its header.
     ///
     /// They are there for what is enqueued on the instance's stream after the dispatch.
     ///

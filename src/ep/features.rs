@@ -62,16 +62,16 @@ pub enum Feature {
     /// captured into a CUDA graph.
     Capture,
     /// [`ExpertParallel::release`](crate::ExpertParallel::release) in place of a combine, where the
-    /// next call would else overwrite what landed: in fixed slots. Elsewhere each dispatch has memory
-    /// of its own, which is given back when rows and handle are dropped, and no rank waits for a
-    /// combine.
+    /// next call would else overwrite what landed: in fixed slots. Elsewhere each dispatch has
+    /// memory of its own, which is given back when rows and handle are dropped, and no rank waits
+    /// for a combine.
     Release,
     /// [`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream): calls on another stream
     /// of the device.
     Streams,
-    /// [`ExpertParallel::yardstick`](crate::ExpertParallel::yardstick): the floor of a call, by threads
-    /// of the host that copy its bytes and sum its rows. Copy engines and kernels have no such floor
-    /// on a host: `sidelane gpu-check` measures theirs.
+    /// [`ExpertParallel::yardstick`](crate::ExpertParallel::yardstick): the floor of a call, by
+    /// threads of the host that copy its bytes and sum its rows. Copy engines and kernels have no
+    /// such floor on a host: `sidelane gpu-check` measures theirs.
     Yardstick,
 }
 

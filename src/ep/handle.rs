@@ -51,7 +51,8 @@ impl Handle {
     }
 
     /// Host, rank-major: the local expert of each row and choice, `[rows, top_k]`; -1 where there
-    /// is none. Empty otherwise; on a device see [`ExpertRows::experts`](super::ExpertRows::experts).
+    /// is none. Empty otherwise; on a device see
+    /// [`ExpertRows::experts`](super::ExpertRows::experts).
     pub fn row_experts(&self) -> &[i32] {
         self.host().map_or(&[], |handle| &handle.inner().received.experts)
     }

@@ -243,8 +243,8 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Shape of the tokens that a call of this kind brings in a tensor of this type on a device: as they are sent or, where
-    /// those are records, as rows that packing makes records of.
+    /// Shape of the tokens that a call of this kind brings in a tensor of this type on a device: as
+    /// they are sent or, where those are records, as rows that packing makes records of.
     pub fn brought(spec: &Spec, kind: CallKind, tokens: u32, seen: Dtype) -> Self {
         let plain = (spec.hidden, spec.dtype);
         let (columns, dtype) = if seen == spec.dtype { plain } else { spec.sent(kind) };

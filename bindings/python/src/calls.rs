@@ -191,8 +191,8 @@ impl Instance {
         Ok(Chosen::Host(routing.map_err(raise)?))
     }
 
-    /// Checks tokens of a dispatch: as they are sent or, on a device, rows that records are made of.
-    /// With their type.
+    /// Checks tokens of a dispatch: as they are sent or, on a device, rows that records are made
+    /// of. With their type.
     pub fn sent(&self, x: &Bound<'_, PyAny>) -> PyResult<(Rows, Dtype)> {
         let Shape { place, sent, hidden, dtype, .. } = &self.shape;
         let input = place.borrow(x, "x")?;

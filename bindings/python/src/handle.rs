@@ -331,7 +331,8 @@ impl Handle {
         landing.map(give).transpose()
     }
 
-    /// On a device where copy engines relay: rows as they arrived, `[.., hidden]` or `[.., record]`.
+    /// On a device where copy engines relay: rows as they arrived, `[.., hidden]` or `[..,
+    /// record]`.
     #[getter]
     fn arrived<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.on_device(py, |shape, rows| {

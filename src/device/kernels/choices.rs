@@ -19,7 +19,8 @@ pub struct ChoiceArgs<'a> {
     pub top_k: u32,
     /// Number of local experts.
     pub n_experts: u32,
-    /// What goes with the rows, `[rows, 2, top_k]`: per choice the local expert + 1, or 0; then per choice its weight.
+    /// What goes with the rows, `[rows, 2, top_k]`: per choice the local expert + 1, or 0; then per
+    /// choice its weight.
     pub notes: ByteSpan<'a>,
     /// The local expert of each row and choice, `i32 [rows, top_k]`, or -1.
     pub experts: ByteSpan<'a>,
@@ -45,12 +46,13 @@ struct Parameters {
 
 impl Kernels {
     /// Enqueues that what goes with rank-major rows is laid apart, as
-    /// [`Handle::row_experts`](crate::ep::Handle::row_experts) and [`row_weights`](crate::ep::Handle::row_weights) have it on
-    /// the host, and that rows are counted by expert.
+    /// [`Handle::row_experts`](crate::ep::Handle::row_experts) and
+    /// [`row_weights`](crate::ep::Handle::row_weights) have it on the host, and that rows are
+    /// counted by expert.
     ///
     /// # Errors
-    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
-    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn choices(&self, stream: &Stream, choices: &ChoiceArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "choices";
         let ChoiceArgs { rows, top_k, n_experts, .. } = *choices;
@@ -74,8 +76,8 @@ impl Kernels {
         let needed = (u64::from(rows) * u64::from(top_k)).div_ceil(THREADS.into()).max(n_experts.into());
         let at_work = stream.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK).clamp(1, 1 << 16);
         let blocks = needed.clamp(1, at_work.into()) as u32;
-        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: rows below `rows`, choices
-        // below `top_k` and counts below `n_experts`.
+        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
+        // rows below `rows`, choices below `top_k` and counts below `n_experts`.
         unsafe {
             self.choices.launch_struct(stream, operands.held(), Grid::line(blocks, THREADS), &parameters)
         }

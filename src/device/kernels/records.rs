@@ -11,7 +11,8 @@ use crate::device::stream::Stream;
 use crate::dtype::{Dtype, Fp8RowShape};
 use crate::error::DeviceError;
 
-/// Blocks that a multiprocessor has at work, and vectors that a thread has on their way: `AT_ONCE` in the source.
+/// Blocks that a multiprocessor has at work, and vectors that a thread has on their way: `AT_ONCE`
+/// in the source.
 const BLOCKS_AT_WORK: u32 = 8;
 const AT_ONCE: u64 = 4;
 
@@ -28,7 +29,8 @@ pub struct RecordArgs<'a> {
     pub rows: u32,
     /// `[sources, hidden]`, at a multiple of 16 bytes.
     pub from: ByteSpan<'a>,
-    /// The row of each record, `i32 [rows]`; -1 gives zeros. Without it each row becomes its own record.
+    /// The row of each record, `i32 [rows]`; -1 gives zeros. Without it each row becomes its own
+    /// record.
     pub index: Option<ByteSpan<'a>>,
     /// `[rows, record]`, at a multiple of 16 bytes.
     pub out: ByteSpan<'a>,
@@ -82,12 +84,14 @@ impl Kernels {
         }
     }
 
-    /// Enqueues that rows become [records](Fp8RowShape), as [`RowKernels::quantise`](crate::rows::RowKernels::quantise) makes
-    /// them: `out[i]` of `from[index[i]]`.
+    /// Enqueues that rows become [records](Fp8RowShape), as
+    /// [`RowKernels::quantise`](crate::rows::RowKernels::quantise) makes them: `out[i]` of
+    /// `from[index[i]]`.
     ///
     /// # Errors
-    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
-    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`],
+    /// [`DeviceError::Misaligned`], [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`],
+    /// [`DeviceError::Call`].
     pub fn records(&self, stream: &Stream, records: &RecordArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "records";
         let RecordArgs { hidden, dtype, sources, rows, .. } = *records;
@@ -127,8 +131,9 @@ impl Kernels {
         let vectors = u64::from(rows) * (shape.scales() * Fp8RowShape::BLOCK * dtype.size()) as u64 / VECTOR;
         let at_work = stream.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK).clamp(1, 1 << 16);
         let blocks = vectors.div_ceil(u64::from(THREADS) * AT_ONCE).clamp(1, at_work.into()) as u32;
-        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: records below `rows`, each
-        // of `record_bytes`, values below `hidden`, and every index is compared with `sources` before it is used.
+        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
+        // records below `rows`, each of `record_bytes`, values below `hidden`, and every index is
+        // compared with `sources` before it is used.
         unsafe { function.launch_struct(stream, operands.held(), Grid::line(blocks, THREADS), &parameters) }
     }
 }

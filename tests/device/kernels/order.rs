@@ -17,7 +17,8 @@ fn choices(random: &mut Random, count: u32, experts: u32) -> Vec<i32> {
     (0..count).map(any).collect()
 }
 
-/// The tokens of the choices, by bin and then token, each once in a bin if asked; -1 behind the last.
+/// The tokens of the choices, by bin and then token, each once in a bin if asked; -1 behind the
+/// last.
 fn sorted(choices: &[i32], top_k: u32, bin_of: &[i32], once: bool) -> Vec<i32> {
     let mut rows: Vec<(i32, usize)> = choices
         .iter()

@@ -1,4 +1,5 @@
-//! Tokens in memory of the instance's: read in place where they go in runs, packed elsewhere; the rows are the host's.
+//! Tokens in memory of the instance's: read in place where they go in runs, packed elsewhere; the
+//! rows are the host's.
 
 use half::bf16;
 use sidelane::Error;

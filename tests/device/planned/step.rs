@@ -160,8 +160,8 @@ where
         assert_eq!(bits(&self.seen::<E>(&x)), bits(&step.of_tokens), "the same without weights");
     }
 
-    /// A step in fp8: tokens that packing makes records of, and records that were made before, land as
-    /// on the host; what comes back is rows.
+    /// A step in fp8: tokens that packing makes records of, and records that were made before, land
+    /// as on the host; what comes back is rows.
     pub fn step_in_records(&mut self, seed: u64, count: u32) {
         let Case { top_k, hidden, .. } = self.case;
         let experts = self.case.map.experts();
@@ -220,7 +220,8 @@ where
         assert!(kernels.iter().any(|kernel| kernel.starts_with("records_")), "{kernels:?}");
     }
 
-    /// Tokens in a buffer of the instance's, which go as they lie or are packed, twice along one layout; then tokens elsewhere.
+    /// Tokens in a buffer of the instance's, which go as they lie or are packed, twice along one
+    /// layout; then tokens elsewhere.
     pub fn from_token_buffer(&mut self, input: &Input<E>, in_place: bool) {
         let top_k = self.case.top_k;
         let again: Vec<E> = input.x.iter().rev().copied().collect();
@@ -255,8 +256,8 @@ where
         assert_eq!(regroups, relayed + usize::from(!in_place), "{kernels:?}");
     }
 
-    /// Tokens in runs: token t of `count` goes to the expert at its place in the sequence or, if `top_k` is as many as there are,
-    /// to all experts.
+    /// Tokens in runs: token t of `count` goes to the expert at its place in the sequence or, if
+    /// `top_k` is as many as there are, to all experts.
     pub fn in_runs(&self, seed: u64, count: u32) -> Input<E> {
         let Case { top_k, hidden, .. } = self.case;
         let experts = self.case.map.experts();

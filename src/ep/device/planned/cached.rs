@@ -27,8 +27,8 @@ use crate::schedule::Tag;
 use crate::schedule::call::CallMachine;
 
 impl Enqueuer {
-    /// Serves a call of this kind along the layout of a seat, with tokens `x` that go as they lie, or packed ones. `refused` is
-    /// why this rank cannot make it.
+    /// Serves a call of this kind along the layout of a seat, with tokens `x` that go as they lie,
+    /// or packed ones. `refused` is why this rank cannot make it.
     ///
     /// # Errors
     /// Those that end the world. A refusal is returned, and otherwise where rows land.

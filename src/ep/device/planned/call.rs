@@ -87,7 +87,8 @@ impl<'p> DeviceCall<'p> {
         self.enqueuer.tables.tags.fill(self.tag);
     }
 
-    /// If tokens go as they lie: where that is in this rank's memory, and the first of the runs by token.
+    /// If tokens go as they lie: where that is in this rank's memory, and the first of the runs by
+    /// token.
     pub fn in_place(&self) -> Option<(u64, u32)> {
         let (x, dtype) = self.x.as_ref()?;
         let offset = self.enqueuer.common.lie_here(self.tag.kind, (x, *dtype))?;

@@ -1,7 +1,7 @@
 //! What goes with rank-major rows: their choices.
 //!
-//! A rank's host knows how many rows come, and not what they chose: that lies beside the rows. So a kernel behind their landing
-//! lays experts and weights apart, and counts the rows of each expert.
+//! A rank's host knows how many rows come, and not what they chose: that lies beside the rows. So a
+//! kernel behind their landing lays experts and weights apart, and counts the rows of each expert.
 
 use super::common::Common;
 use super::enqueuer::Enqueuer;
@@ -19,7 +19,8 @@ impl Enqueuer {
 }
 
 impl Common {
-    /// Where rows of local experts are counted: each number twice, without and with pads; rank-major once.
+    /// Where rows of local experts are counted: each number twice, without and with pads;
+    /// rank-major once.
     pub fn counts(&self, seat: u32) -> ByteRange {
         let spec = &self.fixed.spec;
         let experts = spec.map.slots_of(self.fixed.lanes.rank).len() as u64;
@@ -27,7 +28,8 @@ impl Common {
         (self.shape.counts(seat).0, experts * each)
     }
 
-    /// Enqueues that the choices of `rows` rows of a seat are laid apart, where a row stands for several.
+    /// Enqueues that the choices of `rows` rows of a seat are laid apart, where a row stands for
+    /// several.
     pub fn lay_choices_apart(
         &self,
         stream: &Stream,

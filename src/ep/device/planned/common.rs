@@ -72,7 +72,8 @@ impl Common {
         self.host.range().part(offset, len)
     }
 
-    /// Enqueues that `rows` rows that landed at `base` in a call of this kind are put into visible order, where engines relay.
+    /// Enqueues that `rows` rows that landed at `base` in a call of this kind are put into visible
+    /// order, where engines relay.
     pub fn regroup(
         &self,
         stream: &Stream,
@@ -107,8 +108,8 @@ impl Common {
         FillContext { notes, ..self.fixed.agreement(calls, kind).setting }
     }
 
-    /// Gives back what of an extent a call of this kind along a layout does not need. What is staged behind the rows is this rank's as long as the
-    /// extent that is returned.
+    /// Gives back what of an extent a call of this kind along a layout does not need. What is
+    /// staged behind the rows is this rank's as long as the extent that is returned.
     pub fn trim(&self, kind: CallKind, extent: &mut Extent, layout: &DispatchLayout) -> Option<Extent> {
         let (chunk, staged) = (self.shape.landing(kind, layout.landed), u64::from(layout.staged));
         let (kept, used) = match (self.shape.arrives(), self.fixed.straight()) {

@@ -119,8 +119,9 @@ impl PlannedExchange {
         }
     }
 
-    /// Whether these tokens are packed in the second half: where engines relay, the caller's thread knows only then in which
-    /// order; and whether they need be packed, where engines can read them.
+    /// Whether these tokens are packed in the second half: where engines relay, the caller's thread
+    /// knows only then in which order; and whether they need be packed, where engines can read
+    /// them.
     pub(super) fn packs_when_placed(&self, x: (&DeviceRange, Dtype)) -> bool {
         let late = self.common.shape.arrives() || self.common.lie_here(CallKind::Dispatch, x).is_some();
         late && matches!(self.driver, Driver::Caller(_))

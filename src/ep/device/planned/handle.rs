@@ -151,7 +151,8 @@ pub(in crate::ep) struct PlannedRows {
 }
 
 impl PlannedRows {
-    /// Rows that a call of this kind brings along a layout, where this extent lies; with a budget, in their one place.
+    /// Rows that a call of this kind brings along a layout, where this extent lies; with a budget,
+    /// in their one place.
     pub(super) fn new(
         lease: &Arc<Lease>,
         (kind, landed): (CallKind, u32),
@@ -188,7 +189,8 @@ impl PlannedRows {
         self.landing.rows
     }
 
-    /// The rows, `[rows, hidden]`, or records of them; with a budget, as many as it has, of which those beyond the segments are undefined.
+    /// The rows, `[rows, hidden]`, or records of them; with a budget, as many as it has, of which
+    /// those beyond the segments are undefined.
     ///
     /// # Errors
     /// None in practice: they lie inside their memory.
@@ -196,12 +198,14 @@ impl PlannedRows {
         Ok(self.memory.part(0, u64::from(self.landing.rows) * self.landing.row_bytes)?)
     }
 
-    /// Rank-major: the local expert of each row and choice, `i32 [rows, top_k]`; -1 where there is none.
+    /// Rank-major: the local expert of each row and choice, `i32 [rows, top_k]`; -1 where there is
+    /// none.
     pub fn experts(&self) -> Option<&DeviceRange> {
         self.experts.as_ref()
     }
 
-    /// The routing weight of each row, `f32 [rows]`, or rank-major of each row and choice; 0 for pad rows.
+    /// The routing weight of each row, `f32 [rows]`, or rank-major of each row and choice; 0 for
+    /// pad rows.
     ///
     /// # Errors
     /// None in practice: they lie inside their memory.
@@ -215,7 +219,8 @@ impl PlannedRows {
         self.arrived.as_ref().map(|(rows, index)| (rows, index))
     }
 
-    /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`. Rank-major, rows that chose each.
+    /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`. Rank-major,
+    /// rows that chose each.
     pub fn counts(&self) -> &DeviceRange {
         &self.counts
     }

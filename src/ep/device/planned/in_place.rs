@@ -1,7 +1,8 @@
 //! Tokens that engines and NICs read in place, without packing.
 //!
-//! They must lie in this rank's memory, and what goes to one place must be a run of tokens, too: as where a sequence is cut
-//! into parts, or where each token goes to every rank. Then the runs of packed rows have twins, by token, behind them:
+//! They must lie in this rank's memory, and what goes to one place must be a run of tokens, too: as
+//! where a sequence is cut into parts, or where each token goes to every rank. Then the runs of
+//! packed rows have twins, by token, behind them:
 //!
 //! ```text
 //!   runs of a layout     | packed rows 0..2 -> a | 2..5 -> b | tokens 4..6 -> a | 0..3 -> b |
@@ -47,7 +48,8 @@ impl PlannedExchange {
 }
 
 impl Common {
-    /// Where in this rank's memory tokens of this type lie that a call of this kind may send as they are, if they do.
+    /// Where in this rank's memory tokens of this type lie that a call of this kind may send as
+    /// they are, if they do.
     pub fn lie_here(&self, kind: CallKind, (x, dtype): (&DeviceRange, Dtype)) -> Option<u64> {
         let offset = x.address().checked_sub(self.memory.address())?;
         let inside = offset.checked_add(x.len()).is_some_and(|end| end <= self.memory.len());
@@ -56,7 +58,8 @@ impl Common {
 }
 
 impl Kept {
-    /// Adds the twins of the layout's runs, if each is a run of tokens. `token_of` is that of a packed row.
+    /// Adds the twins of the layout's runs, if each is a run of tokens. `token_of` is that of a
+    /// packed row.
     pub fn find_in_place(&mut self, token_of: impl Fn(u32) -> u32) {
         let runs = &mut self.layout.runs;
         let before = runs.len();

@@ -14,7 +14,8 @@ use crate::dtype::{Dtype, Fp8RowShape};
 use crate::error::{CallKind, Error};
 
 impl Common {
-    /// Enqueues that `count` tokens of this type, which a call of this kind brings, are packed in the order of a seat.
+    /// Enqueues that `count` tokens of this type, which a call of this kind brings, are packed in
+    /// the order of a seat.
     pub fn pack(
         &self,
         stream: &Stream,

@@ -205,7 +205,8 @@ fn fill(context: &Arc<Context>, stream: &Stream, common: &Common) -> Result<(), 
     write_map(context, stream, common, &common.fixed)
 }
 
-/// Writes what follows from the expert map: the bin of each expert, and the partial sum of each bin. Waits for the stream.
+/// Writes what follows from the expert map: the bin of each expert, and the partial sum of each
+/// bin. Waits for the stream.
 pub(super) fn write_map(
     context: &Arc<Context>,
     stream: &Stream,

@@ -65,7 +65,8 @@ pub(super) struct MemoryShape {
     max_tokens: u64,
     top_k: u64,
     align: u64,
-    /// Experts, and bins, that a rank may have: all, since they may all move there; rank-major there is one bin.
+    /// Experts, and bins, that a rank may have: all, since they may all move there; rank-major
+    /// there is one bin.
     experts: u64,
     segments: u64,
     /// A row stands for all choices of its token at a rank.
@@ -153,7 +154,8 @@ impl MemoryShape {
         self.max_tokens * self.top_k
     }
 
-    /// Bytes of one row that goes out in a call of this kind: of a record, where a dispatch makes them.
+    /// Bytes of one row that goes out in a call of this kind: of a record, where a dispatch makes
+    /// them.
     pub fn row_bytes(&self, kind: CallKind) -> u64 {
         match kind {
             CallKind::Dispatch | CallKind::CachedDispatch => self.sizing.row_bytes,
@@ -171,14 +173,15 @@ impl MemoryShape {
         self.budget.map(|rows| self.sizing.landing(rows))
     }
 
-    /// What lands in a call of this kind if so many rows do. With a budget, notes lie behind all of it, however many rows come. Of exact sizes
-    /// they are the handle's.
+    /// What lands in a call of this kind if so many rows do. With a budget, notes lie behind all of
+    /// it, however many rows come. Of exact sizes they are the handle's.
     pub fn landing(&self, kind: CallKind, rows: u32) -> RowBuffer {
         let exact = || RowBuffer { rows, notes: 0, row_bytes: self.row_bytes(kind) };
         self.budget().unwrap_or_else(exact)
     }
 
-    /// With a budget: bytes that must lie where `rows` rows land, and behind them: arrivals and their index, then what is staged.
+    /// With a budget: bytes that must lie where `rows` rows land, and behind them: arrivals and
+    /// their index, then what is staged.
     fn extent(&self, rows: u32) -> u64 {
         let landing = self.sizing.landing(rows);
         self.staged.map_or(landing.bytes(), |most| landing.staging() + most * self.sizing.row_bytes)
@@ -254,7 +257,8 @@ impl MemoryShape {
         if self.weighted { self.entries() * 4 } else { 0 }
     }
 
-    /// Rows per local expert, then the same with pads: `i64 [2, experts]`. Rank-major, rows that chose each: `i64 [experts]`.
+    /// Rows per local expert, then the same with pads: `i64 [2, experts]`. Rank-major, rows that
+    /// chose each: `i64 [experts]`.
     pub fn counts(&self, seat: u32) -> ByteRange {
         (behind(self.weights(seat)), 2 * self.experts * 8)
     }
