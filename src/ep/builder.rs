@@ -278,8 +278,9 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     /// On a device, with exact sizes or a budget: dispatches that may be alive at once. With exact
     /// sizes each has memory for the order of its rows, `2 x max_tokens x top_k x 4` bytes of the
-    /// device. With a budget it has room for all rows that it may send and receive. Default: 64,
-    /// and 2 with a budget.
+    /// device, and for what goes with the rows that may land: 4 bytes of each or, rank-major,
+    /// `16 x top_k`. With a budget it has room for all rows that it may send and receive. Default:
+    /// 64, and 2 with a budget.
     pub fn max_in_flight(mut self, dispatches: u32) -> Self {
         self.max_in_flight = Some(dispatches);
         self

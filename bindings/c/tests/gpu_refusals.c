@@ -90,8 +90,8 @@ static void builds(void) {
     if (rank == 1) options.stream = NULL, options.max_in_flight = 0, options.device_heap = 0;
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_CALL, "whether rows lie on a device");
     options = good();
-    options.layout = SIDELANE_LAYOUT_RANK_MAJOR;
-    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "(enqueuer): rank-major rows");
+    options.strategy = SIDELANE_STRATEGY_ALL_GATHER;
+    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "(enqueuer): dispatch by all-gather");
     options = good();
     options.stream = NULL;
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "max_in_flight");
