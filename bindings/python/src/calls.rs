@@ -19,7 +19,7 @@ use sidelane::ep::{Choices, CombineInput, ExpertOutput, Tensor, TensorMut};
 use sidelane::error::{CallKind, PlanError};
 use sidelane::gate::Routing;
 
-use crate::device::Place;
+use crate::device::{OnStream, Place};
 use crate::errors::{Wrong, raise};
 use crate::handle::{Handle, Shape};
 use crate::input::{Input, Rows};
@@ -131,6 +131,29 @@ impl Instance {
         self.seat.call(py, &self.slot, call)
     }
 
+    /// Goes on with torch's current stream, if calls go there. A stream that is being captured is
+    /// for fixed slots alone; other calls fork from it.
+    ///
+    /// # Errors
+    /// Those of torch, `DeviceError`, `BusyError`.
+    pub fn follow(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(on) = self.shape.place.on() else { return Ok(()) };
+        match on.moved(py)? {
+            Some(next) if self.shape.slots.is_some() || !on.is_captured(next).map_err(raise)? => {
+                self.set_stream(py, on, next)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Goes on with another stream.
+    ///
+    /// # Errors
+    /// `DeviceError`, `BusyError`, `PlanError`.
+    pub fn set_stream(&self, py: Python<'_>, on: &OnStream, stream: usize) -> PyResult<()> {
+        self.slot.lend(|ep| py.detach(|| on.set_stream(ep, stream)).map_err(raise))
+    }
+
     /// A collective call along a handle, or the refusal of one whose input cannot be used.
     pub fn along<I: Send, T: Send>(
         &self,
@@ -162,6 +185,7 @@ impl Instance {
     /// Checks the inputs of a dispatch: tokens, ids and weights.
     pub fn tokens(&self, py: Python<'_>, [x, experts, weights]: [&Bound<'_, PyAny>; 3]) -> PyResult<Tokens> {
         let look = || {
+            self.follow(py)?;
             let (rows, dtype) = self.sent(x)?;
             let rows = if self.shape.dtype_given { rows } else { rows.fits_default(dtype)? };
             Ok(Tokens { x: rows, chosen: self.chosen(experts, weights)?, kind: Kind::of(x) })
@@ -172,7 +196,10 @@ impl Instance {
     /// Checks ids and weights.
     pub fn chosen(&self, experts: &Bound<'_, PyAny>, weights: &Bound<'_, PyAny>) -> PyResult<Chosen> {
         let Shape { top_k, place, .. } = &self.shape;
-        let ids = place.borrow(experts, "experts")?.columns(*top_k)?;
+        let mut ids = place.borrow(experts, "experts")?.columns(*top_k)?;
+        if ids.range().is_some() && ids.element() == Element::I64 && Kind::of(experts) == Kind::Torch {
+            ids = place.borrow(&narrowed(experts)?, "experts")?;
+        }
         let weights = place.borrow(weights, "weights")?.columns(*top_k)?.of(Element::F32)?;
         if let (Some(experts), Some(range)) = (ids.range(), weights.range()) {
             let ranges = [experts.clone(), range.clone()];
@@ -253,11 +280,11 @@ impl Instance {
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Sums<'py>> {
         let place = &self.shape.place;
-        let tensor = match (out, place) {
+        let tensor = match (out, place.on()) {
             (Some(out), _) => out.clone(),
-            (None, Place::Host(_)) => return Ok(Sums::new_on_host(shape, dtype, kind)),
-            (None, Place::Device(on)) if kind == Kind::Torch => on.torch_empty(py, shape, dtype.into())?,
-            (None, Place::Device(_)) => {
+            (None, None) => return Ok(Sums::new_on_host(shape, dtype, kind)),
+            (None, Some(on)) if kind == Kind::Torch => on.torch_empty(py, shape, dtype.into())?,
+            (None, Some(_)) => {
                 return Err(settings::wrong(what, "needed on a device, but for tensors of torch"));
             }
         };
@@ -272,7 +299,7 @@ pub enum Sums<'py> {
     /// A new one on the host, in whole words.
     OnHost { words: Vec<u64>, shape: [usize; 2], dtype: Dtype, kind: Kind },
     /// One of the caller's library; with a stream, made for this call.
-    InTensor { rows: Rows, tensor: Bound<'py, PyAny>, torch: Option<Arc<crate::device::OnStream>> },
+    InTensor { rows: Rows, tensor: Bound<'py, PyAny>, torch: Option<Arc<OnStream>> },
 }
 
 impl<'py> Sums<'py> {
@@ -313,6 +340,13 @@ impl<'py> Sums<'py> {
             }
         }
     }
+}
+
+/// Ids of 64 bits in 32, by torch on the device. What does not fit is no expert, and is refused as
+/// such.
+fn narrowed<'py>(ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let int32 = ids.py().import("torch")?.getattr("int32")?;
+    ids.call_method1("clamp", (i32::MIN, i32::MAX))?.call_method1("to", (int32,))
 }
 
 /// Rows that every library refuses: bytes cannot be summed.

@@ -95,7 +95,7 @@ impl Collective {
         kind: Kind,
     ) -> PyResult<Bound<'py, PyAny>> {
         let row = (self.shape.columns, self.shape.dtype);
-        kind.give(py, tensor_of(rows, row, self.shape.place.pool())?)
+        kind.give(py, tensor_of(rows, row, &self.shape.place)?)
     }
 }
 

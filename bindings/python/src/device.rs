@@ -9,17 +9,23 @@
 //! DLPack's rule: whoever lends sees to it that the tensor is there for what the borrower's stream
 //! is given next. So tensors may be made and used on any streams; those of the instance's own wait
 //! for nothing. What is borrowed is given back when the stream has passed its last use: an event
-//! behind each call says so.
+//! behind each call says so. What is lent ([`Lender`]) knows the streams that use it: when it comes
+//! back, the instance's stream waits for what they were given so far.
+//!
+//! Calls go on torch's current stream, unless the caller has named one: the instance follows, and
+//! the next stream comes behind the one before.
 
 #![allow(unsafe_code, reason = "addresses and streams of other libraries are used by contract")]
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use sidelane::device::{DeviceRange, Driver, Event, Stream};
+use sidelane::device::{Context, DeviceRange, Driver, Event, Stream};
+use sidelane::ep::CallExecutor;
 use sidelane::error::DeviceError;
 use sidelane::memory::Pool;
 
@@ -28,7 +34,7 @@ use crate::errors::raise;
 use crate::input::Input;
 use crate::settings;
 use crate::slot::Maker;
-use crate::tensor::{Element, Memory, Tensor};
+use crate::tensor::Element;
 
 /// As DLPack has them: the legacy default stream, and none.
 const LEGACY: usize = 1;
@@ -39,8 +45,8 @@ const NO_STREAM: isize = -1;
 pub enum Place {
     /// In the receive pool.
     Host(Arc<Pool>),
-    /// On the device of this stream.
-    Device(Arc<OnStream>),
+    /// On the device of a stream.
+    Device(Lender),
 }
 
 impl Place {
@@ -48,7 +54,23 @@ impl Place {
     pub fn on(&self) -> Option<&Arc<OnStream>> {
         match self {
             Place::Host(_) => None,
-            Place::Device(on) => Some(on),
+            Place::Device(lender) => Some(&lender.on),
+        }
+    }
+
+    /// The same place, for memory that nobody uses yet.
+    pub fn anew(&self) -> Self {
+        match self {
+            Place::Host(_) => self.clone(),
+            Place::Device(lender) => Place::Device(Lender::new(&lender.on)),
+        }
+    }
+
+    /// Who lends its memory, on a device.
+    pub fn lender(&self) -> Option<&Lender> {
+        match self {
+            Place::Host(_) => None,
+            Place::Device(lender) => Some(lender),
         }
     }
 
@@ -70,22 +92,80 @@ impl Place {
 
     /// Keeps inputs of a call that was just enqueued. On the host calls are over when they return.
     pub fn keep<'i>(&self, inputs: impl IntoIterator<Item = &'i Input>) {
-        if let Place::Device(on) = self {
-            on.keep(inputs.into_iter().filter_map(Input::kept).collect());
+        if let Place::Device(lender) = self {
+            lender.on.keep(inputs.into_iter().filter_map(Input::kept).collect());
+        }
+    }
+}
+
+/// Lends memory of one dispatch: that of its rows, what came with them, and outputs.
+#[derive(Clone)]
+pub struct Lender {
+    on: Arc<OnStream>,
+    /// Streams that have used it, by DLPack's numbers.
+    users: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Lender {
+    /// Lends memory of this stream's instance.
+    pub fn new(on: &Arc<OnStream>) -> Self {
+        Lender { on: Arc::clone(on), users: Arc::default() }
+    }
+
+    /// The number of the device.
+    pub fn device(&self) -> u32 {
+        self.on.device()
+    }
+
+    /// Has a consumer's stream, by DLPack's number, wait for what the memory holds.
+    ///
+    /// # Errors
+    /// `BufferError` for what is no stream.
+    pub fn lend(&self, consumer: Option<isize>) -> PyResult<()> {
+        self.on.before(consumer)?;
+        match consumer {
+            Some(NO_STREAM) => {}
+            consumer => self.used_on(consumer.map_or(LEGACY, |stream| stream.unsigned_abs())),
+        }
+        Ok(())
+    }
+
+    /// Notes that a stream uses the memory.
+    pub fn used_on(&self, stream: usize) {
+        let (stream, mut users) = (stream.max(LEGACY), self.users());
+        if !users.contains(&stream) {
+            users.push(stream);
         }
     }
 
-    /// A tensor in memory of this place.
-    pub fn tensor(&self, memory: Arc<Memory>, shape: &[usize], element: Element) -> Tensor {
-        let tensor = Tensor::new(memory, shape, element);
-        self.on().into_iter().fold(tensor, Tensor::on)
+    /// Has what the instance's stream is given next wait for what users were given so far. A graph's
+    /// memory is used by nobody else.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub fn take_back(&self) -> Result<(), DeviceError> {
+        let own = self.on.dlpack_stream();
+        let users: Vec<_> = self.users().iter().copied().filter(|&user| user != own).collect();
+        if users.is_empty() || self.on.stream().is_capturing()? {
+            return Ok(());
+        }
+        let order = || users.iter().try_for_each(|&user| self.on.after(user));
+        // The driver may wait for a stream that another thread of this process is to give something.
+        Python::try_attach(|py| py.detach(order)).unwrap_or_else(order)
+    }
+
+    fn users(&self) -> MutexGuard<'_, Vec<usize>> {
+        self.users.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The stream of an instance, and tensors that it still uses.
 pub struct OnStream {
     maker: Maker,
-    stream: Arc<Stream>,
+    context: Arc<Context>,
+    stream: Mutex<Arc<Stream>>,
+    /// Calls go on torch's current stream.
+    follows: AtomicBool,
     kept: Mutex<Kept>,
 }
 
@@ -116,29 +196,87 @@ impl OnStream {
                 (now, stream.unwrap_or(current))
             }
         };
-        let opened = py.detach(|| {
+        let opened: Result<_, DeviceError> = py.detach(|| {
             let context = Driver::open()?.context(device)?;
-            let handle = std::ptr::with_exposed_provenance_mut(stream);
-            // SAFETY: a stream that the caller says there is, and keeps as long as the instance.
-            unsafe { Stream::borrow(&context, handle) }
+            Ok((Self::borrow(&context, stream)?, context))
         });
-        let stream = Arc::new(opened.map_err(raise)?);
-        Ok(Some(Arc::new(OnStream { maker: Maker::here(), stream, kept: Mutex::default() })))
+        let (stream, context) = opened.map_err(raise)?;
+        Ok(Some(Arc::new(OnStream {
+            maker: Maker::here(),
+            context,
+            stream: Mutex::new(stream),
+            follows: AtomicBool::new(false),
+            kept: Mutex::default(),
+        })))
+    }
+
+    /// A stream of the caller's.
+    fn borrow(context: &Arc<Context>, handle: usize) -> Result<Arc<Stream>, DeviceError> {
+        let handle = std::ptr::with_exposed_provenance_mut(handle);
+        // SAFETY: a stream that the caller says there is, and keeps as long as it is used.
+        unsafe { Stream::borrow(context, handle) }.map(Arc::new)
     }
 
     /// The stream.
-    pub fn stream(&self) -> &Arc<Stream> {
-        &self.stream
+    pub fn stream(&self) -> Arc<Stream> {
+        Arc::clone(&self.stream.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Whether calls go on torch's current stream from now on.
+    pub fn follow_torch(&self, follows: bool) {
+        self.follows.store(follows, Ordering::Relaxed);
+    }
+
+    /// The handle of torch's current stream, if calls go there and it is not the one of this.
+    ///
+    /// # Errors
+    /// Those of torch.
+    pub fn moved(&self, py: Python<'_>) -> PyResult<Option<usize>> {
+        if !self.follows.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let (_, current) = of_torch(py, Some(self.device()))?;
+        Ok((current != self.handle()).then_some(current))
+    }
+
+    /// Goes on with another stream, behind what this one was given so far.
+    ///
+    /// # Errors
+    /// [`DeviceError`], and as [`sidelane::ExpertParallel::set_stream`].
+    pub fn set_stream(
+        &self,
+        ep: &mut sidelane::ExpertParallel,
+        handle: usize,
+    ) -> Result<(), sidelane::Error> {
+        let (next, before) = (Self::borrow(&self.context, handle)?, self.stream());
+        // Exact sizes do this themselves. A graph knows nothing of streams outside of it.
+        if ep.executor() == CallExecutor::ConstantProgram
+            && !next.is_capturing()?
+            && !before.is_capturing()?
+        {
+            next.wait_event(&self.mark()?)?;
+        }
+        ep.set_stream(&next)?;
+        *self.stream.lock().unwrap_or_else(PoisonError::into_inner) = next;
+        Ok(())
+    }
+
+    /// Whether the stream of this handle is being captured.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub fn is_captured(&self, handle: usize) -> Result<bool, DeviceError> {
+        Self::borrow(&self.context, handle)?.is_capturing()
     }
 
     /// The number of its device.
     pub fn device(&self) -> u32 {
-        self.stream.device()
+        self.context.device()
     }
 
     /// Its handle, as torch has it.
     pub fn handle(&self) -> usize {
-        self.stream.handle().addr()
+        self.stream().handle().addr()
     }
 
     /// Its number in DLPack.
@@ -154,13 +292,13 @@ impl OnStream {
     pub fn range(&self, what: &'static str, address: usize, bytes: usize) -> PyResult<DeviceRange> {
         let address = if bytes == 0 { 0 } else { address as u64 };
         // SAFETY: lent; `keep` holds it until the stream has passed its use.
-        unsafe { DeviceRange::from_raw(self.stream.context(), what, address, bytes as u64) }.map_err(raise)
+        unsafe { DeviceRange::from_raw(&self.context, what, address, bytes as u64) }.map_err(raise)
     }
 
     /// Keeps what the stream was just given until it has passed that. What a graph may come back to
     /// is kept for good, as is what no event can mark.
     fn keep(&self, lent: Vec<Arc<Lent>>) {
-        let captured = self.stream.is_capturing() != Ok(false);
+        let captured = self.stream().is_capturing() != Ok(false);
         let marked = if captured { None } else { self.mark().ok() };
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let mut past = Vec::new();
@@ -180,9 +318,16 @@ impl OnStream {
 
     /// An event behind what the stream was given so far.
     fn mark(&self) -> Result<Event, DeviceError> {
-        let event = Event::new(self.stream.context())?;
-        event.record(&self.stream)?;
+        let event = Event::new(&self.context)?;
+        event.record(&self.stream())?;
         Ok(event)
+    }
+
+    /// Waits for what another stream, by DLPack's number, was given so far.
+    fn after(&self, user: usize) -> Result<(), DeviceError> {
+        let event = Event::new(&self.context)?;
+        event.record(&*Self::borrow(&self.context, handle_of(user))?)?;
+        self.stream().wait_event(&event)
     }
 
     /// Has a consumer's stream, by DLPack's number, wait for what this one was given so far.
@@ -198,12 +343,7 @@ impl OnStream {
         if consumer == self.dlpack_stream() {
             return Ok(());
         }
-        let handle = if consumer == LEGACY { 0 } else { consumer };
-        let order = || {
-            let theirs = std::ptr::with_exposed_provenance_mut(handle);
-            // SAFETY: a stream of the consumer's, who is in a call that names it.
-            unsafe { Stream::borrow(self.stream.context(), theirs) }?.wait_event(&self.mark()?)
-        };
+        let order = || Self::borrow(&self.context, handle_of(consumer))?.wait_event(&self.mark()?);
         order().map_err(|error| {
             PyBufferError::new_err(format!("stream {consumer} cannot wait for this memory's: {error}"))
         })
@@ -243,7 +383,8 @@ impl Drop for OnStream {
     /// used. Streams of a dead world drain, too.
     fn drop(&mut self) {
         let kept = std::mem::take(self.kept.get_mut().unwrap_or_else(PoisonError::into_inner));
-        let idle = || self.stream.is_capturing() == Ok(false) && self.stream.synchronize().is_ok();
+        let stream = self.stream();
+        let idle = || stream.is_capturing() == Ok(false) && stream.synchronize().is_ok();
         // Others of this process may have to do something before the stream is.
         let wait = || Python::try_attach(|py| py.detach(idle)).unwrap_or_else(idle);
         let past = self.maker.is_here() && wait();
@@ -253,6 +394,11 @@ impl Drop for OnStream {
             std::mem::forget(kept);
         }
     }
+}
+
+/// The handle of a stream that has this number in DLPack.
+fn handle_of(number: usize) -> usize {
+    if number == LEGACY { 0 } else { number }
 }
 
 /// The device and the stream that torch uses now.

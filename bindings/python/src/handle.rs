@@ -6,7 +6,6 @@ use pyo3::prelude::*;
 use sidelane::Dtype;
 use sidelane::device::DeviceRange;
 use sidelane::ep::{ExpertRows, Report, RowIndex};
-use sidelane::memory::Pool;
 
 use crate::calls::Instance;
 use crate::device::Place;
@@ -46,8 +45,8 @@ impl Shape {
         (shape, element): (&[usize], Element),
     ) -> Tensor {
         let (address, bytes) = (range.address() as usize, range.len() as usize);
-        let memory = Memory::at(address, bytes, Box::new(Arc::clone(rows)), None);
-        self.place.tensor(memory, shape, element)
+        let memory = Memory::at(address, bytes, Box::new(Arc::clone(rows)), Some(&self.place));
+        Tensor::new(memory, shape, element)
     }
 
     /// A part of each slot, `[ranks, ..]`, where slots of a device are fixed.
@@ -64,6 +63,24 @@ impl Shape {
         let tensor = self.part(rows, &range, (shape, element));
         Ok(Some(tensor.apart(slot.bytes() as usize / element.size())))
     }
+
+    /// The same for one dispatch, whose memory has users of its own.
+    fn anew(&self) -> Self {
+        Shape { place: self.place.anew(), ..self.clone() }
+    }
+
+    /// Received rows as a tensor; on a device, with what keeps them.
+    fn rows_of(&self, rows: ExpertRows, row: (usize, Dtype)) -> PyResult<(Tensor, Option<Arc<ExpertRows>>)> {
+        if self.place.on().is_none() {
+            return Ok((tensor_of(rows, row, &self.place)?, None));
+        }
+        let (range, rows) = (rows.range().map_err(raise)?, Arc::new(rows));
+        let tensor = match self.slots(&rows, Part::Rows)? {
+            Some(tensor) => tensor,
+            None => self.part(&rows, &range, (&[rows.len() as usize, row.0], row.1.into())),
+        };
+        Ok((tensor, Some(rows)))
+    }
 }
 
 /// Parts of a slot.
@@ -76,14 +93,10 @@ enum Part {
 }
 
 /// Rows received on the host as a tensor.
-pub fn tensor_of(
-    rows: ExpertRows,
-    (columns, dtype): (usize, Dtype),
-    pool: Option<Arc<Pool>>,
-) -> PyResult<Tensor> {
+pub fn tensor_of(rows: ExpertRows, (columns, dtype): (usize, Dtype), place: &Place) -> PyResult<Tensor> {
     let (shape, bytes) = ([rows.len() as usize, columns], rows.rows::<u8>().map_err(raise)?);
     let (address, bytes) = (bytes.as_ptr() as usize, bytes.len());
-    Ok(Tensor::new(Memory::at(address, bytes, Box::new(rows), pool), &shape, dtype.into()))
+    Ok(Tensor::new(Memory::at(address, bytes, Box::new(rows), Some(place)), &shape, dtype.into()))
 }
 
 /// The placement of one dispatch.
@@ -106,17 +119,26 @@ pub struct Handle {
 }
 
 impl Instance {
-    /// A handle of a dispatch whose tokens were of this kind.
-    pub fn handle(&self, handle: sidelane::ep::Handle, rows: Option<&Arc<ExpertRows>>, kind: Kind) -> Handle {
+    /// A handle of a layout that was made for tokens of this kind.
+    pub fn layout(&self, handle: sidelane::ep::Handle, kind: Kind) -> Handle {
+        self.handle((handle, None), kind, self.shape.anew())
+    }
+
+    fn handle(
+        &self,
+        (handle, rows): (sidelane::ep::Handle, Option<&Arc<ExpertRows>>),
+        kind: Kind,
+        shape: Shape,
+    ) -> Handle {
         Handle {
             seat: Arc::clone(&self.seat),
             rows: handle.rows() as usize,
             tokens: handle.tokens() as usize,
             slot: LendingCell::new("handle", handle),
-            shape: self.shape.clone(),
             kind,
             received: Mutex::new(rows.map(Arc::downgrade).unwrap_or_default()),
-            _slots: self.shape.slots.and(rows.cloned()),
+            _slots: shape.slots.and(rows.cloned()),
+            shape,
             outputs: Outputs::default(),
         }
     }
@@ -128,8 +150,9 @@ impl Instance {
         (rows, handle): (ExpertRows, sidelane::ep::Handle),
         kind: Kind,
     ) -> PyResult<(Bound<'py, PyAny>, Handle)> {
-        let (tensor, rows) = self.rows_of(rows, self.shape.sent)?;
-        Ok((kind.give(py, tensor)?, self.handle(handle, rows.as_ref(), kind)))
+        let shape = self.shape.anew();
+        let (tensor, rows) = shape.rows_of(rows, shape.sent)?;
+        Ok((kind.give(py, tensor)?, self.handle((handle, rows.as_ref()), kind, shape)))
     }
 
     /// Rows that landed along a handle, of so many elements of this type.
@@ -140,25 +163,11 @@ impl Instance {
         kind: Kind,
         row: (usize, Dtype),
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (tensor, rows) = self.rows_of(rows, row)?;
+        let (tensor, rows) = handle.shape.rows_of(rows, row)?;
         if let Some(rows) = rows {
             *handle.received.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&rows);
         }
         kind.give(py, tensor)
-    }
-
-    /// Received rows as a tensor; on a device, with what keeps them.
-    fn rows_of(&self, rows: ExpertRows, row: (usize, Dtype)) -> PyResult<(Tensor, Option<Arc<ExpertRows>>)> {
-        let shape = &self.shape;
-        if let Some(pool) = shape.place.pool() {
-            return Ok((tensor_of(rows, row, Some(pool))?, None));
-        }
-        let (range, rows) = (rows.range().map_err(raise)?, Arc::new(rows));
-        let tensor = match shape.slots(&rows, Part::Rows)? {
-            Some(tensor) => tensor,
-            None => shape.part(&rows, &range, (&[rows.len() as usize, row.0], row.1.into())),
-        };
-        Ok((tensor, Some(rows)))
     }
 }
 
@@ -380,7 +389,16 @@ impl Handle {
             Some([ranks, tokens]) => &[ranks, tokens, *hidden][..],
             None => &[rows, *hidden],
         };
-        self.kind.give(py, place.tensor(memory, shape, (*dtype).into()))
+        self.kind.give(py, Tensor::new(memory, shape, (*dtype).into()))
+    }
+
+    /// Notes that this stream uses memory of the handle: rows, what came with them, outputs. Streams
+    /// that DLPack lends to are known without it. What is given back is written to again only
+    /// behind what all of them were given before. On the host it notes nothing.
+    fn used_on(&self, stream: usize) {
+        if let Some(lender) = self.shape.place.lender() {
+            lender.used_on(stream);
+        }
     }
 
     /// How the bytes of the dispatch went. On a device this waits until its rows have landed.

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::ep::ExpertParallelBuilder;
+use sidelane::ep::{CallExecutor, ExpertParallelBuilder};
 use sidelane::error::CallKind;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout};
 
 use crate::calls::{Instance, Sums};
-use crate::device::{OnStream, Place};
+use crate::device::{Lender, OnStream, Place};
 use crate::errors::raise;
 use crate::handle::{Handle, Shape};
 use crate::input::{Input, Rows};
@@ -20,17 +20,15 @@ use crate::wait;
 use crate::world::{Group, World};
 
 /// MoE dispatch and combine over a group of ranks, on the host or on a stream of a GPU.
-#[pyclass(frozen, module = "sidelane")]
+#[pyclass(frozen, weakref, module = "sidelane")]
 pub struct ExpertParallel {
     instance: Instance,
     /// Where its rows lie: "host", or "cuda:" and a number.
     #[pyo3(get)]
     place: String,
-    /// Number of its device, and handle of its stream.
+    /// Number of its device.
     #[pyo3(get)]
     device: Option<u32>,
-    #[pyo3(get)]
-    stream: Option<usize>,
     /// What carries its calls out.
     #[pyo3(get)]
     executor: &'static str,
@@ -116,7 +114,7 @@ impl ExpertParallel {
                 .fp8(fp8)
                 .mode(mode);
             let on = OnStream::open(py, device, stream)?;
-            let builder = on.iter().fold(builder, |builder, on| builder.on(on.stream()));
+            let builder = on.iter().fold(builder, |builder, on| builder.on(&on.stream()));
             let builder = max_in_flight.into_iter().fold(builder, ExpertParallelBuilder::max_in_flight);
             let builder = device_heap.into_iter().fold(builder, ExpertParallelBuilder::device_heap);
             let builder = placed(builder, experts, expert_map.as_deref())?;
@@ -128,7 +126,10 @@ impl ExpertParallel {
             Ok((Arc::clone(ep.pool()), ep.record(), ep.place().to_string(), ep.executor().name()))
         })?;
         let (rank, size) = (members.rank(), members.size());
-        let (device, stream) = on.as_ref().map(|on| (on.device(), on.handle())).unzip();
+        let device = on.as_ref().map(|on| on.device());
+        // A planner's calls are tied to the stream that it was tried against.
+        on.iter()
+            .for_each(|on| on.follow_torch(stream.is_none() && executor != CallExecutor::Planner.name()));
         let shape = Shape {
             hidden,
             dtype,
@@ -137,23 +138,34 @@ impl ExpertParallel {
             top_k: top_k as usize,
             rank_major,
             slots: device.and(slots).map(|_| [size as usize, max_tokens as usize]),
-            place: on.map_or(Place::Host(pool), Place::Device),
+            place: on.map_or(Place::Host(pool), |on| Place::Device(Lender::new(&on))),
         };
         let (instance, dtype) =
             (Instance { seat: Arc::clone(seat), slot, shape }, Element::from(dtype).name());
-        Ok(ExpertParallel {
-            instance,
-            place,
-            device,
-            stream,
-            executor,
-            hidden,
-            top_k,
-            dtype,
-            rank,
-            size,
-            weighted,
-        })
+        Ok(ExpertParallel { instance, place, device, executor, hidden, top_k, dtype, rank, size, weighted })
+    }
+
+    /// How rows lie.
+    #[getter]
+    fn layout(&self) -> &'static str {
+        if self.instance.shape.rank_major { "rank-major" } else { "expert-major" }
+    }
+
+    /// Handle of the stream that calls went on last.
+    #[getter]
+    fn stream(&self) -> Option<usize> {
+        self.instance.shape.place.on().map(|on| on.handle())
+    }
+
+    /// Calls go on this stream of the device from now on, and not on torch's current one, behind what
+    /// the one before was given so far.
+    fn set_stream(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
+        let Some(on) = self.instance.shape.place.on() else {
+            return Err(settings::wrong("stream", "for an instance on a device"));
+        };
+        self.instance.set_stream(py, on, stream)?;
+        on.follow_torch(false);
+        Ok(())
     }
 
     /// Where values and scales lie in a row that is dispatched in fp8.
@@ -207,7 +219,8 @@ impl ExpertParallel {
         experts: &Bound<'_, PyAny>,
         weights: &Bound<'_, PyAny>,
     ) -> PyResult<Handle> {
-        let handle = match self.instance.chosen(experts, weights) {
+        let chosen = self.instance.follow(py).and_then(|()| self.instance.chosen(experts, weights));
+        let handle = match chosen {
             Ok(chosen) => {
                 let done = self.instance.call(py, |ep| ep.prepare(chosen.choices()));
                 self.instance.shape.place.keep(chosen.inputs());
@@ -215,7 +228,7 @@ impl ExpertParallel {
             }
             Err(error) => return Err(self.instance.refuse(py, CallKind::Prepare, None, error)),
         };
-        Ok(self.instance.handle(handle, None, Kind::of(weights)))
+        Ok(self.instance.layout(handle, Kind::of(weights)))
     }
 
     /// First half of `dispatch`. `x` must not change before the second.
@@ -237,7 +250,7 @@ impl ExpertParallel {
         handle: &Handle,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (sent, call) = (self.instance.shape.sent, (CallKind::CachedDispatch, handle));
-        let tokens = match self.instance.sent(x) {
+        let tokens = match self.instance.follow(py).and_then(|()| self.instance.sent(x)) {
             Ok((tokens, _)) => tokens,
             Err(error) => return Err(self.instance.refuse(py, call.0, Some(handle), error)),
         };
@@ -259,7 +272,8 @@ impl ExpertParallel {
         handle: &Handle,
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let sums = self.instance.sums(py, (handle.tokens, Kind::of(y)), out);
+        let tokens = (handle.tokens, Kind::of(y));
+        let sums = self.instance.follow(py).and_then(|()| self.instance.sums(py, tokens, out));
         let (brought, mut sums) =
             match sums.and_then(|sums| Ok((self.instance.brought(y, handle, "y")?, sums))) {
                 Ok(both) => both,
@@ -282,7 +296,8 @@ impl ExpertParallel {
         y: &Bound<'_, PyAny>,
         handle: Py<Handle>,
     ) -> PyResult<PendingCombine> {
-        match self.instance.brought(y, handle.get(), "y") {
+        let brought = self.instance.follow(py).and_then(|()| self.instance.brought(y, handle.get(), "y"));
+        match brought {
             Ok(brought) => PendingCombine::start(py, &self.instance, brought, handle, Kind::of(y)),
             Err(error) => Err(self.instance.refuse(py, CallKind::Combine, Some(handle.get()), error)),
         }
@@ -292,6 +307,7 @@ impl ExpertParallel {
     /// Without a handle, of the last dispatch.
     #[pyo3(signature = (handle=None))]
     fn release(&self, py: Python<'_>, handle: Option<&Handle>) -> PyResult<()> {
+        self.instance.follow(py)?;
         match handle {
             Some(handle) => handle.slot.lend(|held| self.instance.call(py, |ep| ep.release(Some(held)))),
             None => self.instance.call(py, |ep| ep.release(None)),
@@ -327,6 +343,7 @@ impl ExpertParallel {
         let (instance, call) = (&self.instance, (CallKind::DispatchBackward, handle));
         let tokens = (handle.tokens, Kind::of(row_gradients));
         let look = || {
+            instance.follow(py)?;
             let what = "row_weight_gradients";
             let words = |given| instance.shape.place.borrow(given, what)?.of(Element::F32)?.rows();
             let weights = row_weight_gradients.map(words).transpose()?;
@@ -363,6 +380,7 @@ impl ExpertParallel {
         let Shape { hidden, dtype, .. } = instance.shape;
         let kind = Kind::of(gradients);
         let look = || {
+            instance.follow(py)?;
             let tokens = instance.rows(gradients, "gradients", hidden)?;
             let wanted = || instance.choices(py, (handle.tokens, kind), weights_out);
             Ok((tokens, self.weighted.then(wanted).transpose()?))

@@ -13,7 +13,7 @@ use sidelane::Dtype;
 use sidelane::ep::ExpertOutput;
 use sidelane::memory::Pool;
 
-use crate::device::{OnStream, Place};
+use crate::device::{Lender, Place};
 use crate::dlpack::{self, ElementType, Lending};
 use crate::errors::raise;
 use crate::input::Input;
@@ -103,17 +103,22 @@ pub struct Memory {
     owner: Mutex<Option<Box<dyn Any + Send>>>,
     /// What is taken back by a call stays mapped as long as somebody could look at it.
     _pool: Option<Arc<Pool>>,
+    /// Who lends it, if it is a device's.
+    lender: Option<Lender>,
 }
 
 impl Memory {
-    /// The bytes of `owner` at this address, which do not move when it is moved.
-    pub fn at(
-        address: usize,
-        bytes: usize,
-        owner: Box<dyn Any + Send>,
-        pool: Option<Arc<Pool>>,
-    ) -> Arc<Self> {
-        Arc::new(Memory { maker: Maker::here(), address, bytes, owner: Mutex::new(Some(owner)), _pool: pool })
+    /// The bytes of `owner` at this address, which do not move when it is moved; the host's, if they
+    /// are of no place.
+    pub fn at(address: usize, bytes: usize, owner: Box<dyn Any + Send>, place: Option<&Place>) -> Arc<Self> {
+        Arc::new(Memory {
+            maker: Maker::here(),
+            address,
+            bytes,
+            owner: Mutex::new(Some(owner)),
+            _pool: place.and_then(Place::pool),
+            lender: place.and_then(Place::lender).cloned(),
+        })
     }
 
     /// Whether a tensor of these bytes is this memory.
@@ -150,8 +155,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if !self.maker.is_here() {
-            // In a forked process: the parent's.
+        let taken_back = || self.lender.as_ref().is_none_or(|lender| lender.take_back().is_ok());
+        if !self.maker.is_here() || !taken_back() {
+            // In a forked process: the parent's. What a broken device still uses is nobody's.
             std::mem::forget(self.owner.get_mut().unwrap_or_else(PoisonError::into_inner).take());
         }
     }
@@ -165,7 +171,7 @@ impl Outputs {
     /// One more.
     pub fn add(&self, mut output: ExpertOutput, place: &Place) -> PyResult<Arc<Memory>> {
         let (address, bytes) = extent_of(&mut output).map_err(raise)?;
-        let memory = Memory::at(address, bytes, Box::new(output), place.pool());
+        let memory = Memory::at(address, bytes, Box::new(output), Some(place));
         self.all().push(Arc::downgrade(&memory));
         Ok(memory)
     }
@@ -206,8 +212,6 @@ pub struct Tensor {
     /// Elements from one to the next, along each axis.
     strides: Vec<i64>,
     element: Element,
-    /// Where it lies, if not in memory of the host.
-    on: Option<Arc<OnStream>>,
 }
 
 impl Tensor {
@@ -218,12 +222,7 @@ impl Tensor {
         for axis in (1..shape.len()).rev() {
             strides[axis - 1] = strides[axis] * shape[axis];
         }
-        Tensor { memory, shape, strides, element, on: None }
-    }
-
-    /// Of a device, and there for what is given to this stream next.
-    pub fn on(self, on: &Arc<OnStream>) -> Self {
-        Tensor { on: Some(Arc::clone(on)), ..self }
+        Tensor { memory, shape, strides, element }
     }
 
     /// With so many elements from one to the next along the first axis.
@@ -271,7 +270,7 @@ impl Tensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        match &self.on {
+        match &self.memory.lender {
             None if stream.is_some() || dl_device.is_some_and(|(kind, _)| kind != dlpack::CPU) => {
                 return Err(PyBufferError::new_err(
                     "this memory is the host's: it has no stream and no other device",
@@ -287,9 +286,9 @@ impl Tensor {
                 "this memory is lent, not copied: clone the tensor made of it",
             ));
         }
-        if let Some(on) = &self.on {
+        if let Some(lender) = &self.memory.lender {
             let consumer = stream.map(|stream| stream.extract::<isize>()).transpose()?;
-            py.detach(|| on.before(consumer))?;
+            py.detach(|| lender.lend(consumer))?;
         }
         let (shape, strides) = (self.shape.clone(), self.strides.clone());
         let (element, device) = (self.element.code(), self.__dlpack_device__());
@@ -299,7 +298,8 @@ impl Tensor {
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {
-        self.on.as_ref().map_or((dlpack::CPU, 0), |on| (dlpack::CUDA, on.device() as i32))
+        let lender = self.memory.lender.as_ref();
+        lender.map_or((dlpack::CPU, 0), |lender| (dlpack::CUDA, lender.device() as i32))
     }
 }
 
@@ -327,7 +327,7 @@ impl Kind {
 
     /// Makes a tensor that the caller can use.
     pub fn give<'py>(self, py: Python<'py>, tensor: Tensor) -> PyResult<Bound<'py, PyAny>> {
-        let of_device = tensor.on.is_some();
+        let of_device = tensor.memory.lender.is_some();
         let tensor = Bound::new(py, tensor)?.into_any();
         let library = match self {
             Kind::Other => return Ok(tensor),

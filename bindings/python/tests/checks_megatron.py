@@ -274,7 +274,7 @@ def check_overlapped_microbatches_give_what_they_give_one_by_one(world: sidelane
 def as_it_was() -> Iterator[None]:
     """Puts back what enable() changes."""
     names = ("MoEAlltoAllTokenDispatcher", "MoEFlexTokenDispatcher")
-    most = mock.patch.object(sidelane.megatron.TokenDispatcher, "max_tokens", sidelane.megatron.layers.MAX_TOKENS)
+    most = mock.patch.object(sidelane.megatron.limits, "max_tokens", None)
     with mock.patch.multiple(moe_layer, **{name: getattr(moe_layer, name) for name in names}), most:
         yield
 
@@ -358,8 +358,9 @@ def check_worlds_go_with_their_process_groups(world: sidelane.World) -> None:
     join(world)
 
     def use(group: Any) -> None:
-        ep = sidelane.megatron.layers.layer(group, experts=world.size, top_k=1, hidden=HIDDEN, dtype=torch.float32)
-        rows, handle = ep.dispatch(torch.ones(1, HIDDEN), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+        x = torch.ones(1, HIDDEN)
+        ep = sidelane.megatron.layers.layer(group, x, experts=world.size, top_k=1, hidden=HIDDEN, dtype=torch.float32)
+        rows, handle = ep.dispatch(x, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
         ep.combine(rows, handle)
 
     def held_here() -> int:

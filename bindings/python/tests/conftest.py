@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -19,34 +18,13 @@ import pytest
 import sidelane
 
 sys.path.insert(0, str(Path(__file__).parent))
+from checking import checks_of, make_checks
+
 # A rank that waits in vain shall say so within the patience of whoever runs this.
 os.environ.setdefault("SIDELANE_DEADLINE_MS", "120000")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Megatron compiles small functions when they are first called, for longer than all checks take.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
-
-def checks_of(module: str) -> list[str]:
-    """The names of a module's checks, in order, without importing it here."""
-    path = Path(__file__).parent / f"{module}.py"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [line[4 : line.index("(")] for line in lines if line.startswith("def check_")]
-
-
-def make_checks(module: str) -> dict[str, str | None]:
-    """What each check says at this rank: nothing, or what went wrong."""
-    said: dict[str, str | None] = {}
-    checks = importlib.import_module(module)
-    with sidelane.init() as world:
-        for name in checks_of(module):
-            try:
-                getattr(checks, name)(world)
-                said[name] = None
-            except Exception:
-                said[name] = traceback.format_exc()
-                world.cancel()
-                break
-    return said
 
 
 @cache

@@ -125,6 +125,11 @@ def factors_of(case: Case, counts: Tensor, rows: int) -> Tensor:
     return torch.cat([factors, factors.new_ones(rows - factors.numel())])
 
 
+def on_cuda(of: Inputs) -> Inputs:
+    """The same on a GPU."""
+    return Inputs(*(tensor.to("cuda") for tensor in of))
+
+
 class Results(NamedTuple):
     """What a layer did: rows, counts and weights as experts got them; tokens, and gradients of tokens and weights."""
 
@@ -143,7 +148,7 @@ def layer(dispatcher: Any, case: Case, of: Inputs) -> Results:
     rows, weights = dispatcher.token_dispatch(rows, weights)
     rows, counts, weights = dispatcher.dispatch_postprocess(rows, weights)
     seen = rows.detach().clone(), counts.clone(), weights.detach().clone()
-    y = case.expert(rows, factors_of(case, counts, rows.shape[0]), weights)
+    y = case.expert(rows, factors_of(case, counts, rows.shape[0]).to(rows.device), weights)
     out = dispatcher.combine_preprocess(y)
     out = dispatcher.combine_postprocess(dispatcher.token_combine(out))
     out.backward(of.gradient)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.utils import ScheduleNode
+from megatron.core.pipeline_parallel.utils import ScheduleNode, stream_acquire_context
 from megatron_cases import Case, Inputs, factors_of
 from torch import Tensor
 
@@ -13,14 +13,18 @@ from torch import Tensor
 class Microbatch:
     """One pass forward and one back, part by part."""
 
-    def __init__(self, ours: Any, who: str, case: Case, of: Inputs) -> None:
+    def __init__(self, ours: Any, who: str, case: Case, of: Inputs, streams: tuple[Any, Any] | None = None) -> None:
         self.ours, self.case, self.of = ours, case, of
         self.x, self.probs = of.x.clone().requires_grad_(), of.probs.clone().requires_grad_()
-        stream, event = torch.cuda.current_stream(), torch.cuda.Event()
+        # Megatron's nodes that communicate have a stream of their own. What one leaves the other waits for by an event.
+        compute, communication = streams or (torch.cuda.current_stream(),) * 2
+        event = torch.cuda.Event()
+        event.record(compute)
+        self.compute, self.event = compute, event
         # Freed as should_free_input has it: what the experts read not with hybridep, what is combined always.
-        self.dispatch_node = ScheduleNode(self._dispatch, stream, event, self._dispatch_backward, name="moe_dispatch")
-        self.mlp_node = ScheduleNode(self._mlp, stream, event, free_input=who == "deepep", name="mlp")
-        self.combine_node = ScheduleNode(self._combine, stream, event, free_input=True, name="moe_combine")
+        self.dispatch_node = ScheduleNode(self._dispatch, communication, event, self._dispatch_backward, name="moe_dispatch")
+        self.mlp_node = ScheduleNode(self._mlp, compute, event, free_input=who == "deepep", name="mlp")
+        self.combine_node = ScheduleNode(self._combine, communication, event, free_input=True, name="moe_combine")
 
     def _dispatch(self, tokens: Tensor, probs: Tensor) -> Tensor:
         self.ours._comm_manager.token_probs = probs
@@ -35,14 +39,15 @@ class Microbatch:
     def _mlp(self, rows: Tensor) -> Tensor:
         self.ours._comm_manager.dispatched_probs = self.apart
         rows, counts, weights = self.ours.dispatch_postprocess(rows, self.apart)
-        factors = factors_of(self.case, counts, rows.shape[0])
+        factors = factors_of(self.case, counts, rows.shape[0]).to(rows.device)
         return self.ours.combine_preprocess(self.case.expert(rows, factors, weights))
 
     def _combine(self, y: Tensor) -> Tensor:
         return self.ours.combine_postprocess(self.ours.token_combine(y))
 
     def dispatch(self) -> None:
-        self.tokens = self.ours.dispatch_preprocess(self.x, self.of.chosen, self.probs)
+        with stream_acquire_context(self.compute, self.event):
+            self.tokens = self.ours.dispatch_preprocess(self.x, self.of.chosen, self.probs)
         self.rows = self.dispatch_node.forward(tuple(self.tokens))
 
     def mlp(self) -> None:
@@ -60,4 +65,6 @@ class Microbatch:
         self.gradient = self.mlp_node.backward(self.gradient)
 
     def dispatch_backward(self) -> None:
-        torch.autograd.backward(self.tokens, self.dispatch_node.backward(self.gradient))
+        gradients = self.dispatch_node.backward(self.gradient)
+        with stream_acquire_context(self.compute, self.event):
+            torch.autograd.backward(self.tokens, gradients)

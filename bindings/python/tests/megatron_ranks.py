@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import sidelane
@@ -15,10 +16,13 @@ import sidelane.megatron
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import megatron_on_cpu
 
-megatron_on_cpu.patch()
+# Where there is a GPU, Megatron asks torch.
+if not torch.cuda.is_available():
+    megatron_on_cpu.patch()
 sidelane.megatron.install()
 sidelane.megatron.install()
-megatron_on_cpu.patch_megatron()
+if not torch.cuda.is_available():
+    megatron_on_cpu.patch_megatron()
 
 import ncclep_caller
 

@@ -13,7 +13,8 @@ rank whose experts got no row takes part like any other: its combine hangs on it
 that goes from one to the other, so that no gradient is left out because nothing was computed in between.
 
 Tensors lie where the instance has its rows: on the host, or on a GPU with exact sizes, where all calls of both passes are
-enqueued, and torch's streams wait for them as they do for each other's tensors.
+enqueued, and torch's streams wait for them as they do for each other's tensors. ``torch.compile`` breaks graphs at these functions;
+:mod:`sidelane.operators` has the same for a graph that is whole.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ._native import ExpertParallel, Handle
@@ -58,7 +60,8 @@ class Routed:
         Write into it by operations in place that do not read it (``addmm_`` with ``beta=0``, ``copy_``), and do nothing with
         it after combine: the memory is others' then, and a backward pass that had saved it is told so.
         """
-        return self.handle.output()
+        output: Tensor = self.handle.output()
+        return output
 
     def detach(self) -> Routed:
         """The same for a combine whose backward pass is started apart from that of the dispatch, and does not go on to it."""
@@ -70,17 +73,22 @@ def dispatch(ep: ExpertParallel, x: Tensor, experts: Tensor, weights: Tensor) ->
     if ep.record is not None:
         raise ValueError("dispatch in fp8 has no gradient: use ExpertParallel.dispatch")
     weights = weights.float()
-    rows, row_weights, ticket, handle = _Dispatch.apply(ep, x.reshape(-1, x.shape[-1]), experts, weights)
+    rows, row_weights, ticket, handle = applied(_Dispatch, ep, x.reshape(-1, x.shape[-1]), experts, weights)
     return Routed(rows, row_weights, handle, ticket, weights, x.shape)
 
 
 def combine(ep: ExpertParallel, y: Tensor, routed: Routed) -> Tensor:
     """Brings expert outputs [rows, hidden] back to their tokens and sums them. Collective."""
-    tokens: Tensor = _Combine.apply(ep, routed.handle, y, routed.ticket, routed.routing_weights)
+    tokens: Tensor = applied(_Combine, ep, routed.handle, y, routed.ticket, routed.routing_weights)
     return tokens.view(*routed.shape[:-1], tokens.shape[-1])
 
 
-class _Dispatch(torch.autograd.Function):
+def applied(function: type[Function], *given: Any) -> Any:
+    """A function of torch's autograd, on these: torch says nothing of what that takes and gives."""
+    return function.apply(*given)  # type: ignore[no-untyped-call]
+
+
+class _Dispatch(Function):
     @staticmethod
     def forward(ctx: Any, ep: ExpertParallel, x: Tensor, experts: Tensor, weights: Tensor) -> Any:
         rows, handle = ep.dispatch(x.detach().contiguous(), experts.contiguous(), weights.detach().contiguous())
@@ -98,7 +106,7 @@ class _Dispatch(torch.autograd.Function):
         return None, tokens, None, weights
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, ep: ExpertParallel, handle: Handle, y: Tensor, _ticket: Tensor, _weights: Tensor) -> Tensor:
         copied = handle.copied_bytes

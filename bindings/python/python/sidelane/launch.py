@@ -45,7 +45,9 @@ def launch(
     if ranks % nodes:
         raise ValueError(f"{ranks} ranks cannot be divided into {nodes} equal nodes")
     port, job, secret = 20000 + secrets.randbelow(20000), f"py-{secrets.token_hex(8)}", secrets.token_hex(32)
-    context, task = multiprocessing.get_context(start), cloudpickle.dumps((function, args))
+    # Two calls, as each kind of context has a type of its own.
+    context = multiprocessing.get_context("spawn") if start == "spawn" else multiprocessing.get_context("forkserver")
+    task = cloudpickle.dumps((function, args))
     seats = []
     for rank in range(ranks):
         variables = {
@@ -75,7 +77,8 @@ def launch(
         raise
     for _, process in seats:
         process.join()
-    results, errors = [], []
+    results: list[Any] = []
+    errors: list[BaseException] = []
     for rank, (_, process) in enumerate(seats):
         match said.get(rank):
             case None:
@@ -109,21 +112,22 @@ def _without_missing_file() -> Iterator[None]:
 def _count(name: str, count: Any) -> int:
     """A number of processes: an integer, at least 1."""
     try:
-        count = operator.index(count)
+        number = operator.index(count)
     except TypeError:
         raise TypeError(f"{name} is {count!r}: expected an integer") from None
-    if count < 1:
-        raise ValueError(f"{name} is {count}: expected at least 1")
-    return count
+    if number < 1:
+        raise ValueError(f"{name} is {number}: expected at least 1")
+    return number
 
 
-def _collect(connections: list[Connection]) -> dict[int, tuple[BaseException | None, Any]]:
+def _collect(connections: list[Connection[Any, Any]]) -> dict[int, tuple[BaseException | None, Any]]:
     """What each says; those that say nothing are missing."""
-    said = {}
-    open_ = {connection: rank for rank, connection in enumerate(connections)}
+    said: dict[int, tuple[BaseException | None, Any]] = {}
+    open_ = dict(enumerate(connections))
     while open_:
-        for connection in wait(list(open_)):
-            rank = open_.pop(connection)
+        ready = wait(list(open_.values()))
+        for rank, connection in [(rank, of) for rank, of in open_.items() if of in ready]:
+            del open_[rank]
             try:
                 said[rank] = pickle.loads(connection.recv_bytes())
             except EOFError:
@@ -132,7 +136,7 @@ def _collect(connections: list[Connection]) -> dict[int, tuple[BaseException | N
     return said
 
 
-def _rank(connection: Connection, variables: dict[str, str], task: bytes) -> None:
+def _rank(connection: Connection[Any, Any], variables: dict[str, str], task: bytes) -> None:
     """The life of one rank."""
     os.environ.update(variables)
     rank = int(variables["RANK"])

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from . import _native
 from ._native import Decision, Gate
+from .autograd import applied
 
 __all__ = ["Routing", "balance_loss", "importance_loss", "route", "z_loss"]
 
@@ -40,7 +41,7 @@ class Routing(NamedTuple):
 
 def route(gate: Gate, logits: Tensor, **call: Any) -> Routing:
     """:meth:`Gate.route`, whose weights lead back to ``logits``, [tokens, experts] in float32."""
-    weights, decision = _Route.apply(gate, logits, call)
+    weights, decision = applied(_Route, gate, logits, call)
     return Routing(decision.experts, weights, decision.choices, decision)
 
 
@@ -53,8 +54,13 @@ def balance_loss(
     totals: tuple[Tensor, float] | None = None,
 ) -> Tensor:
     """:func:`sidelane.balance_loss`, a scalar."""
-    given = {"top_k": choices.shape[-1], "choices": choices, "used": used, "totals": totals}
-    return _taken(logits, lambda: _native.balance_loss(balance, logits.detach().contiguous(), **given))
+
+    def loss() -> tuple[float, Tensor]:
+        return _native.balance_loss(
+            balance, logits.detach().contiguous(), top_k=choices.shape[-1], choices=choices, used=used, totals=totals
+        )
+
+    return _taken(logits, loss)
 
 
 def z_loss(coefficient: float, logits: Tensor, *, used: list[bool] | None = None) -> Tensor:
@@ -66,12 +72,15 @@ def importance_loss(
     coefficient: float, logits: Tensor, choices: Tensor, *, noise: float, noisy: Tensor | None = None
 ) -> Tensor:
     """:func:`sidelane.importance_loss`, a scalar; its gradient goes to the clean ``logits``."""
-    given = {"noise": noise, "noisy": noisy}
-    return _taken(logits, lambda: _native.importance_loss(coefficient, logits.detach().contiguous(), choices, **given))
+
+    def loss() -> tuple[float, Tensor]:
+        return _native.importance_loss(coefficient, logits.detach().contiguous(), choices, noise=noise, noisy=noisy)
+
+    return _taken(logits, loss)
 
 
 def _taken(logits: Tensor, loss: Any) -> Tensor:
-    taken: Tensor = _Loss.apply(logits, loss)
+    taken: Tensor = applied(_Loss, logits, loss)
     return taken
 
 

@@ -30,7 +30,7 @@ from .buffer import Buffer, Config, EventHandle, EventOverlap
 from .deep_ep import install
 from .dispatcher import TokenDispatcher, enable
 from .hybrid import HybridEPBuffer
-from .layers import release
+from .layers import Limits, limits, release
 
 __all__ = [
     "Buffer",
@@ -38,9 +38,11 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
+    "Limits",
     "TokenDispatcher",
     "enable",
     "install",
+    "limits",
     "nccl",
     "release",
 ]

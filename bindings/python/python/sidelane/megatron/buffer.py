@@ -15,17 +15,38 @@ from .layers import layer
 
 
 class EventHandle:
-    """A point in a stream; there is none on the host."""
+    """A point in torch's current stream; there is none on the host."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+
+    def current_stream_wait(self) -> None:
+        """Torch's current stream goes on behind that point."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
 
 
 class EventOverlap:
-    """What a call ends with: it is over when it returns."""
+    """What a call ends with: on the host it is over, on a GPU the stream that it went on is at this point."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None) -> None:
         self.event = event
+        # Lives as long as this: what the stream still uses is not another's.
+        self.extra_tensors = extra_tensors
 
     def current_stream_wait(self) -> None:
-        """There is nothing to wait for."""
+        """Torch's current stream goes on behind the call."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+
+def _over() -> EventOverlap:
+    return EventOverlap(EventHandle())
+
+
+def _behind(previous_event: EventOverlap | None) -> None:
+    if previous_event is not None:
+        previous_event.current_stream_wait()
 
 
 class Config:
@@ -77,12 +98,14 @@ class Buffer:
         """Tokens for each rank, rows for each expert, and which rank gets which token."""
         ranks = self.group.size()
         chosen = topk_idx >= 0
-        per_expert = torch.bincount(topk_idx[chosen], minlength=num_experts).int()
-        # One column more, which the dropped choices fall into.
-        reached = torch.zeros(topk_idx.shape[0], ranks + 1, dtype=torch.bool)
+        # One place more, which the dropped choices fall into: the host waits for no number of theirs.
+        named = torch.where(chosen, topk_idx, num_experts).flatten()
+        per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
+        per_expert.scatter_add_(0, named, torch.ones_like(named, dtype=torch.int32))
+        reached = torch.zeros(topk_idx.shape[0], ranks + 1, dtype=torch.bool, device=topk_idx.device)
         reached.scatter_(1, torch.where(chosen, topk_idx * ranks // num_experts, ranks), True)
         reached = reached[:, :ranks].contiguous()
-        return reached.sum(dim=0).int(), None, per_expert, reached, EventOverlap()
+        return reached.sum(dim=0).int(), None, per_expert[:num_experts], reached, _over()
 
     def dispatch(
         self,
@@ -92,19 +115,22 @@ class Buffer:
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
         num_tokens_per_expert: Tensor | None = None,
+        previous_event: EventOverlap | None = None,
         **_: Any,
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, _Placed | None, EventOverlap]:
         """Sends tokens, or a pair of e4m3 values and scales; along a handle, by the layout of its dispatch.
 
         Rows lie in memory of torch, not in the pool: Megatron frees their storage itself when it overlaps microbatches.
         """
+        _behind(previous_event)
         values, scales = x if isinstance(x, tuple) else (x, None)
         if handle is not None:
-            return handle.rows_again(values, scales), None, None, None, None, EventOverlap()
+            return handle.rows_again(values, scales), None, None, None, None, _over()
         if topk_idx is None or topk_weights is None or num_tokens_per_expert is None:
             raise ValueError("dispatch without a handle needs topk_idx, topk_weights and num_tokens_per_expert")
         ep = layer(
             self.group,
+            values,
             experts=num_tokens_per_expert.numel(),
             top_k=topk_idx.shape[1],
             hidden=values.shape[1],
@@ -116,15 +142,21 @@ class Buffer:
         rows, placed = ep.dispatch(sent, topk_idx.contiguous(), topk_weights.detach().contiguous())
         received = rows.clone() if scales is None else unpack(ep, rows, values.dtype)
         experts, weights = placed.row_experts.long(), placed.row_weights
-        return received, experts, weights, placed.tokens_per_expert, _Placed(ep, placed), EventOverlap()
+        return received, experts, weights, placed.tokens_per_expert, _Placed(ep, placed), _over()
 
     def combine(
-        self, x: Tensor, handle: _Placed, topk_weights: Tensor | None = None, **_: Any
+        self,
+        x: Tensor,
+        handle: _Placed,
+        topk_weights: Tensor | None = None,
+        previous_event: EventOverlap | None = None,
+        **_: Any,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Sums the rows of each token, by ascending rank; weights, as gradients, go home."""
+        _behind(previous_event)
         x = x.detach().contiguous()
         if topk_weights is None:
-            return handle.ep.combine(x, handle.handle), None, EventOverlap()
+            return handle.ep.combine(x, handle.handle), None, _over()
         weights = topk_weights.detach().contiguous().view(-1)
         tokens, home = handle.ep.dispatch_backward(x, handle.handle, weights)
-        return tokens, home, EventOverlap()
+        return tokens, home, _over()

@@ -24,10 +24,7 @@ def install() -> None:
         message = "Megatron has looked for deep_ep already: call sidelane.megatron.install() before importing megatron.core"
         raise Error(message, "TooLate")
     package, utils = ModuleType("deep_ep", __doc__), ModuleType("deep_ep.utils", __doc__)
-    for thing in (Buffer, Config, EventOverlap, HybridEPBuffer):
-        setattr(package, thing.__name__, thing)
-    for thing in (EventHandle, EventOverlap):
-        setattr(utils, thing.__name__, thing)
-    package.utils = utils
-    package.__path__ = []
+    package.__dict__.update({thing.__name__: thing for thing in (Buffer, Config, EventOverlap, HybridEPBuffer)})
+    utils.__dict__.update({thing.__name__: thing for thing in (EventHandle, EventOverlap)})
+    package.__dict__.update(utils=utils, __path__=[])
     sys.modules |= {"deep_ep": package, "deep_ep.utils": utils}

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from .. import autograd
-from .layers import MAX_TOKENS, layer
+from .choices import chosen_ids
+from .layers import layer, limits
 
 
-def enable(*, max_tokens: int = MAX_TOKENS) -> None:
+def enable(*, max_tokens: int | None = None, device_heap: int | None = None) -> None:
     """Makes :class:`TokenDispatcher` that of all MoE layers that are built from now on, of types ``alltoall`` and ``flex``.
 
-    ``max_tokens`` is the most tokens of a rank, the same at all ranks. It is 65,536 at least.
+    ``max_tokens`` is the most tokens of a rank, ``device_heap`` the bytes of a GPU for the rows of a layer: see
+    :class:`sidelane.megatron.Limits`.
     """
     from megatron.core.transformer.moe import moe_layer
 
-    TokenDispatcher.max_tokens = max_tokens
+    limits.max_tokens, limits.device_heap = max_tokens, device_heap
     moe_layer.MoEAlltoAllTokenDispatcher = TokenDispatcher
     moe_layer.MoEFlexTokenDispatcher = TokenDispatcher
 
@@ -31,9 +33,6 @@ class TokenDispatcher:
     sum, which combine adds up. What combine does hangs on what experts return, not on the dispatch: Megatron starts backward
     passes of the two apart when it overlaps microbatches.
     """
-
-    max_tokens = MAX_TOKENS
-    """The most tokens of a rank, as :func:`enable` sets it."""
 
     def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any) -> None:
         if config.moe_router_padding_for_quantization:
@@ -58,8 +57,8 @@ class TokenDispatcher:
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Computes shared experts between the calls of this dispatcher (``--moe-shared-expert-overlap``).
 
-        Their parts are called where Megatron's all-to-all calls them. On the host, calls return when rows have
-        moved, so nothing overlaps.
+        Their parts are called where Megatron's all-to-all calls them, on Megatron's stream for them. On the host, calls
+        return when rows have moved, so nothing overlaps.
         """
         self.shared_experts = shared_experts
         if shared_experts.use_shared_expert_gate:
@@ -69,19 +68,16 @@ class TokenDispatcher:
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """From the map [tokens, experts] to choices [tokens, top_k] by ascending expert."""
         self.hidden_shape, self.probs_dtype = hidden_states.shape, probs.dtype
-        experts = routing_map.shape[1]
-        if (routing_map.sum(dim=1) > self.choices).any():
-            raise ValueError(f"a token has more than {self.choices} experts: is the routing map padded?")
-        numbers = torch.arange(experts).expand_as(routing_map)
-        ids = torch.where(routing_map, numbers, experts).sort(dim=1).values[:, : self.choices]
-        dropped = ids == experts
-        weights = probs.gather(1, ids.masked_fill(dropped, 0)).masked_fill(dropped, 0.0)
+        ids = chosen_ids(routing_map, self.choices)
+        # An id that is none is refused by the dispatch, on all ranks.
+        named = ids.clamp(0, routing_map.shape[1] - 1)
+        weights = probs.gather(1, named).masked_fill(ids < 0, 0.0)
         if self.tp_size > 1:
             # Expert e of expert-parallel rank r is one expert at each of its tensor-parallel ranks.
             n = self.num_local_experts
-            ids = torch.cat([(ids // n * self.tp_size + tp) * n + ids % n for tp in range(self.tp_size)], dim=1)
-            dropped, weights = dropped.repeat(1, self.tp_size), weights.repeat(1, self.tp_size)
-        self.ids = ids.masked_fill(dropped, -1)
+            of_ranks = [torch.where(ids < 0, ids, (ids // n * self.tp_size + tp) * n + ids % n) for tp in range(self.tp_size)]
+            ids, weights = torch.cat(of_ranks, dim=1), weights.repeat(1, self.tp_size)
+        self.ids = ids
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         return hidden_states.reshape(-1, self.hidden_shape[-1]), weights
@@ -92,9 +88,9 @@ class TokenDispatcher:
             raise RuntimeError("token_dispatch comes after dispatch_preprocess")
         ep = layer(
             self.tp_ep_group,
+            hidden_states,
             experts=self.num_local_experts * self.tp_size * self.ep_size,
             top_k=self.ids.shape[1],
-            max_tokens=self.max_tokens,
             # Not that of the tensor: a rank whose tensor has another size is refused on all ranks, by the layer they share.
             hidden=self.hidden,
             dtype=hidden_states.dtype,
@@ -130,4 +126,5 @@ class TokenDispatcher:
             return tokens
         self.shared_experts.linear_fc2_forward(hidden_states)
         self.shared_experts.post_forward_comm()
-        return tokens + self.shared_experts.get_output()
+        output: Tensor = self.shared_experts.get_output()
+        return tokens + output

@@ -11,7 +11,7 @@ from .._native import ExpertParallel
 def pack(ep: ExpertParallel, values: Tensor, scales: Tensor) -> Tensor:
     """Records, [tokens, bytes]."""
     hidden, offset, blocks, width = _shape(ep)
-    records = torch.zeros(values.shape[0], width, dtype=torch.uint8)
+    records = torch.zeros(values.shape[0], width, dtype=torch.uint8, device=values.device)
     records[:, :hidden] = values.detach().contiguous().view(torch.uint8)
     records[:, offset : offset + 4 * blocks] = scales.detach().float().contiguous().view(torch.uint8)
     return records

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .choices import chosen_ids
 from .fp8 import pack, unpack
-from .layers import layer
+from .layers import layer, limits
 from .placed import Placed
 
 
@@ -20,7 +21,8 @@ class HybridEPBuffer:
     fit is dropped; the handle's last part, a tensor of one bool, is true at all ranks if that happened anywhere. Each budget
     is a layer of its own, so ranks give the same one. Without it, sizes are exact.
 
-    Choices come as a map, [tokens, experts], of which any number in a row may be true.
+    Choices come as a map, [tokens, experts], of which any number in a row may be true, or as many as
+    :attr:`Limits.choices <sidelane.megatron.Limits>` says: a layer on a GPU takes memory for all that there may be.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class HybridEPBuffer:
         if routing_map is None:
             raise ValueError("dispatch_with_permute without a handle needs a routing_map")
         experts = routing_map.shape[1]
+        choices = min(limits.choices or experts, experts)
         fp8 = scaling_factor is not None
         ep = layer(
             self.group,
+            hidden,
             experts=experts,
-            top_k=experts,
+            top_k=choices,
             max_tokens=self.max_tokens,
             hidden=hidden.shape[1],
             dtype=torch.bfloat16 if fp8 else hidden.dtype,
@@ -63,12 +67,15 @@ class HybridEPBuffer:
             overflow="error" if num_permuted_tokens is None else "drop",
             fp8=fp8,
         )
-        ids = torch.where(routing_map, torch.arange(experts), -1)
-        weights = torch.zeros(ids.shape) if probs is None else probs.detach().float().masked_fill(~routing_map, 0.0)
+        ids = chosen_ids(routing_map, choices)
+        if probs is None:
+            weights = torch.zeros(ids.shape, device=ids.device)
+        else:
+            weights = probs.detach().float().gather(1, ids.clamp(0, experts - 1)).masked_fill(ids < 0, 0.0)
         sent = pack(ep, hidden, scaling_factor) if scaling_factor is not None else hidden.detach().contiguous()
-        rows, placed = Placed.send(ep, sent, ids, weights, num_permuted_tokens)
+        rows, placed = Placed.send(ep, sent, ids, weights, experts=experts, budget=num_permuted_tokens)
         counts = torch.tensor(placed.handle.padded_tokens_per_expert, dtype=torch.int64)
-        scales = None
+        scales: Tensor | None = None
         if fp8:
             rows, scales = unpack(ep, rows, hidden.dtype)
         return rows, None if probs is None else placed.weights(), scales, counts, placed
@@ -79,4 +86,5 @@ class HybridEPBuffer:
         """Sums the rows of each token, by ascending expert; weights, as gradients, go home: [tokens, experts]."""
         if probs is None:
             return handle.ep.combine(handle.landed(hidden), handle.handle), None
-        return handle.ep.dispatch_backward(handle.landed(hidden), handle.handle, handle.landed(probs))
+        tokens, weights = handle.ep.dispatch_backward(handle.landed(hidden), handle.handle, handle.landed(probs))
+        return tokens, handle.of_experts(weights)

@@ -140,7 +140,7 @@ def nccl_ep_dispatch(
     """Sends tokens: rows by local expert, rows per expert, a weight for each row. Differentiable."""
     if recv_tokens is not None or recv_topk_weights is not None:
         raise ValueError("buffers of the caller's belong to zero_copy, which is not open to Megatron yet")
-    buffer.ep = layer(buffer.group, dtype=tokens.dtype, **buffer.settings)
+    buffer.ep = layer(buffer.group, tokens, dtype=tokens.dtype, **buffer.settings)
     routed = autograd.dispatch(buffer.ep, tokens, topk_idx, topk_weights)
     handle = routed.handle
     buffer.routed = routed.detach()

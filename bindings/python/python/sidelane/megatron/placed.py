@@ -16,17 +16,21 @@ class Placed(NamedTuple):
     ep: ExpertParallel
     handle: Handle
     budget: int | None
+    ids: Tensor
+    """The choices that were sent, of so many experts."""
+
+    experts: int
     overflow: Tensor
-    """Whether any rank was sent more than its budget: a bool, [1], the same at all ranks."""
+    """Whether any rank was sent more than its budget: a bool, [1], the same at all ranks. Megatron looks for it at the end."""
 
     @classmethod
     def send(
-        cls, ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor, budget: int | None
+        cls, ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor, *, experts: int, budget: int | None
     ) -> tuple[Tensor, Placed]:
         """Rows of these tokens, and where they lie. Collective."""
         rows, handle = ep.dispatch(x, ids, weights)
         overflow = budget is not None and max(handle.required_rows) > budget
-        placed = cls(ep, handle, budget, torch.tensor([overflow]))
+        placed = cls(ep, handle, budget, ids, experts, torch.full((1,), overflow, device=x.device))
         return placed.fill(rows), placed
 
     def send_again(self, x: Tensor) -> Tensor:
@@ -40,6 +44,13 @@ class Placed(NamedTuple):
     def weights(self) -> Tensor:
         """The routing weight of each row."""
         return self.fill(self.handle.row_weights)
+
+    def of_experts(self, weights: Tensor | None) -> Tensor | None:
+        """What belongs to choices, [tokens, choices], as a column of each expert."""
+        if weights is None:
+            return None
+        columns = weights.new_zeros(weights.shape[0], self.experts + 1)
+        return columns.scatter_(1, self.ids % (self.experts + 1), weights)[:, : self.experts]
 
     def fill(self, rows: Tensor) -> Tensor:
         """Rows, and zeros up to the budget."""

@@ -1,0 +1,160 @@
+"""Torch's own code on CUDA tensors, or on what stands for them, against the same on the host: to the bit."""
+
+import torch
+from gpu import copy_late, gpu, no_waiting
+from routing import case, same
+
+import sidelane
+from sidelane.autograd import combine, dispatch
+
+HEAP = 1 << 20
+
+
+def built(world, of, **settings):
+    """An instance that follows torch's current stream, and the same on the host."""
+    settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": of.x[0].dtype, "max_tokens": 16} | settings
+    there = sidelane.ExpertParallel(world, **settings, device="cuda", device_heap=HEAP)
+    return there, sidelane.ExpertParallel(world, **settings)
+
+
+def cuda(*tensors):
+    return [tensor.to("cuda") for tensor in tensors]
+
+
+def weighed(y, weights):
+    """Rows whose first column has its weight: the gradient of that is a product, whose bits do not depend on how torch sums."""
+    return torch.cat([y[:, :1] * weights.unsqueeze(1).to(y.dtype), y[:, 1:]], dim=1)
+
+
+def pass_of(ep, x, ids, weights, factor, gradient):
+    """A layer whose experts scale rows, forward and back: tokens, and gradients of tokens and weights."""
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    routed = dispatch(ep, x, ids, weights)
+    y = routed.rows * factor[: routed.rows.shape[0]]
+    if not ep.weighted:
+        y = weighed(y, routed.weights)
+    out = combine(ep, y, routed)
+    out.backward(gradient)
+    return out.detach(), x.grad, weights.grad
+
+
+def factors(of):
+    return torch.tensor([2.0 ** (row % 5 - 2) for row in range(200)], dtype=of.x[0].dtype).reshape(-1, 1)
+
+
+def check_torch_differentiates_both_calls(world):
+    me = world.rank
+    for dtype, weighted in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        of = case(world.size, dtype=dtype)
+        given = of.x[me], of.ids[me], of.weights[me], factors(of), torch.cos(of.x[me])
+        with gpu(me):
+            there, host = built(world, of, weighted=weighted)
+            assert there.executor == "enqueuer"
+            expected = pass_of(host, *given)
+            for _ in range(2):
+                for seen, other in zip(pass_of(there, *cuda(*given)), expected, strict=True):
+                    assert seen.is_cuda
+                    same(seen.cpu(), other)
+
+
+def check_no_call_of_torch_waits_for_the_device(world):
+    of, me = case(world.size), world.rank
+    given = of.x[me], of.ids[me].long(), of.weights[me], factors(of), torch.cos(of.x[me])
+    with gpu(me):
+        there, host = built(world, of)
+        given_there = cuda(*given)
+        with no_waiting():
+            seen = pass_of(there, *given_there)
+        for one, other in zip(seen, pass_of(host, *given), strict=True):
+            same(one.cpu(), other)
+
+
+def check_ids_may_have_64_bits_and_those_that_fit_nowhere_are_refused(world):
+    of, me = case(world.size), world.rank
+    with gpu(me):
+        there, host = built(world, of)
+        x, ids, weights = cuda(of.x[me], of.ids[me].long(), of.weights[me])
+        rows, handle = there.dispatch(x, ids, weights)
+        same(rows.cpu(), host.dispatch(of.x[me], of.ids[me], of.weights[me])[0])
+        del rows, handle
+        # In 32 bits it would be expert 1.
+        wide = torch.full_like(ids, (1 << 32) + 1)
+        try:
+            there.dispatch(x, wide, weights)
+            raise AssertionError("no such expert")
+        except sidelane.Error as error:
+            assert error.kind in ("ExpertOutOfRange", "PeerRefused"), error.kind
+        rows, _ = there.dispatch(x, ids, weights)
+        same(rows.cpu(), host.dispatch(of.x[me], of.ids[me], of.weights[me])[0])
+
+
+def check_calls_go_on_torch_s_current_stream(world):
+    of, me = case(world.size), world.rank
+    given = of.x[me], of.ids[me], of.weights[me], factors(of), torch.cos(of.x[me])
+    with gpu(me):
+        there, host = built(world, of)
+        expected = pass_of(host, *given)
+        first, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        assert there.stream == first.cuda_stream
+        sent = cuda(*given)
+        for stream in (side, first, side):
+            stream.wait_stream(side if stream == first else first)
+            with torch.cuda.stream(stream):
+                seen = pass_of(there, *sent)
+                assert there.stream == stream.cuda_stream
+                for one, other in zip(seen, expected, strict=True):
+                    same(one.cpu(), other)
+        # A stream that was named is left by nobody.
+        there.set_stream(first.cuda_stream)
+        with torch.cuda.stream(side):
+            rows, handle = there.dispatch(*sent[:3])
+            assert there.stream == first.cuda_stream
+            same(rows.cpu(), host.dispatch(*given[:3])[0])
+
+
+def check_memory_that_another_stream_uses_is_not_written_to(world):
+    of, me = case(world.size), world.rank
+    with gpu(me):
+        there, host = built(world, of)
+        first, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        there.set_stream(first.cuda_stream)
+        x, ids, weights = cuda(of.x[me], of.ids[me], of.weights[me])
+        expected, _ = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+        others = cuda(*(of.x[me] * factor for factor in (2, 3, 5)))
+        for lent_to_it in (True, False):
+            side.wait_stream(first)
+            with torch.cuda.stream(side if lent_to_it else first):
+                rows, handle = there.dispatch(x, ids, weights)
+                copy = torch.empty_like(rows)
+            if not lent_to_it:
+                side.wait_stream(first)
+                handle.used_on(side.cuda_stream)
+            with torch.cuda.stream(side):
+                copy_late(copy, rows)
+            del rows, handle
+            for other in others:
+                again, _ = there.dispatch(other, ids, weights)
+                del again
+            with torch.cuda.stream(side):
+                same(copy.cpu(), expected)
+
+
+def check_fixed_slots_go_on_torch_s_current_stream(world):
+    of, me = case(world.size, dtype=torch.bfloat16), world.rank
+    settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "layout": "rank-major", "order": "rank"}
+    with gpu(me):
+        slots = sidelane.ExpertParallel(world, **settings, slots=12, max_tokens=12, device="cuda")
+        assert slots.executor == "constant-program"
+        x, ids, weights = cuda(of.x[me], of.ids[me], of.weights[me])
+        sums = []
+        first, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        for stream in (first, side, first):
+            stream.wait_stream(side if stream == first else first)
+            with torch.cuda.stream(stream):
+                rows, handle = slots.dispatch(x, ids, weights)
+                y = handle.output()
+                y.copy_(rows)
+                sums.append(slots.combine(y, handle).cpu())
+                assert slots.stream == stream.cuda_stream
+        same(sums[1], sums[0])
+        same(sums[2], sums[0])
