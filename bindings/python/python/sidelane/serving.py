@@ -5,9 +5,12 @@
     vLLM      prepare_async(..) -> receiver   |  receiver() -> rows    experts    finalize_async(output, ..) -> receiver  |  receiver()
     SGLang    dispatch_a(..)                  |  dispatch_b()          experts    combine_a(..)                           |  combine_b()
 
-Rows are expert-major, [rows, hidden], one for each token and expert: each has one expert id and one weight. A first half has said
-and put all that is this rank's to say and put; the second waits for the others. Calls are collective, and come in one order on
-all ranks.
+Rows are expert-major, [rows, hidden], one for each token and expert: each has one expert id and one weight. Or they are
+*batched* (:class:`BatchedPrepareFinalize`), [experts, most, hidden]: as much room for each local expert as may come. A first half
+has said and put all that is this rank's to say and put; the second waits for the others: on a GPU for sizes, not for rows. Calls
+are collective, and come in one order on all ranks.
+
+Tensors lie where the ``ExpertParallel`` has its rows. On a GPU calls go on torch's current stream, and nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._native import ExpertParallel, Handle
+from ._native import ExpertParallel, Handle, PendingDispatch
 
-__all__ = ["CombineInput", "DispatchOutput", "Dispatcher", "ExpertTokens", "PrepareFinalize"]
+__all__ = ["BatchedPrepareFinalize", "CombineInput", "DispatchOutput", "Dispatcher", "ExpertTokens", "PrepareFinalize"]
 
 
 @dataclass(frozen=True)
@@ -33,24 +36,48 @@ class ExpertTokens:
     psum_recv_per_rank: None = None
 
 
-def _sent(ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
-    return ep.start_dispatch(x.contiguous(), ids.contiguous(), weights.float().contiguous())
+class _Layer:
+    """An ``ExpertParallel``, and what a server is told of its rows, where they lie."""
 
+    def __init__(self, ep: ExpertParallel, *, weighted: bool = False) -> None:
+        if ep.weighted != weighted:
+            does, who = ("does not weigh", "it does here") if weighted else ("weighs", "servers or their experts do")
+            raise ValueError(f"an ExpertParallel that {does} rows itself: {who}")
+        if ep.executor not in ("host-stepper", "enqueuer"):
+            raise ValueError(f"the adapters need sizes that the host knows, which a {ep.executor} does not say")
+        self.ep, self.device = ep, torch.device(ep.place if ep.device is not None else "cpu")
+        self.held: list[int] = []
 
-def _usable(ep: ExpertParallel) -> None:
-    if ep.device is not None:
-        raise ValueError(f"the adapters serve an ExpertParallel on the host, not on {ep.place}")
-    if ep.weighted:
-        raise ValueError("an ExpertParallel that weighs rows itself: servers or their experts do")
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> PendingDispatch:
+        return self.ep.start_dispatch(x.contiguous(), ids.contiguous(), weights.float().contiguous())
 
+    def counts(self, handle: Handle) -> tuple[Tensor, Tensor]:
+        """Rows of each local expert, without and with pads."""
+        if self.ep.device is not None:
+            without, padded = handle.counts
+            return without, padded
+        return torch.tensor(handle.tokens_per_expert), torch.tensor(handle.padded_tokens_per_expert)
 
-def _tags(ep: ExpertParallel, handle: Handle) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row its expert, of all, and its weight, [rows, 1]; and the rows of each local expert."""
-    counts = torch.tensor(handle.tokens_per_expert, dtype=torch.int32)
-    held = torch.tensor(ep.expert_map[ep.rank], dtype=torch.int64)
-    # Pads count as rows of their expert, with a weight of 0.
-    ids = torch.repeat_interleave(held, torch.tensor(handle.padded_tokens_per_expert)).reshape(-1, 1)
-    return ids, torch.from_dlpack(handle.row_weights).reshape(-1, 1), counts
+    def tokens(self, handle: Handle) -> ExpertTokens:
+        on_the_host = torch.tensor(handle.tokens_per_expert, dtype=torch.int32)
+        return ExpertTokens(on_the_host if self.ep.device is None else self.counts(handle)[0].int(), on_the_host)
+
+    def tags(self, handle: Handle) -> tuple[Tensor, Tensor]:
+        """Of each row its expert, of all, and its weight, [rows, 1]."""
+        held = self.ep.expert_map[self.ep.rank]
+        if held != self.held:
+            # Another map comes between steps, and may wait.
+            self.held, self.numbers = held, torch.tensor(held, dtype=torch.int64, device=self.device)
+        # Pads count as rows of their expert, with a weight of 0.
+        ids = torch.repeat_interleave(self.numbers, self.counts(handle)[1], output_size=handle.rows)
+        return ids.reshape(-1, 1), handle.row_weights.reshape(-1, 1)
+
+    def slots(self, handle: Handle, most: int) -> Tensor:
+        """The place of each row where each local expert has room for so many."""
+        _, padded = self.counts(handle)
+        first = torch.arange(len(padded), device=self.device) * most - (padded.cumsum(0) - padded)
+        ahead = torch.repeat_interleave(first, padded, output_size=handle.rows)
+        return torch.arange(handle.rows, device=self.device) + ahead
 
 
 class PrepareFinalize:
@@ -63,10 +90,11 @@ class PrepareFinalize:
     Where microbatches overlap, each has an ``ExpertParallel`` of its own, and ``microbatch`` says which of them is running.
     """
 
+    _weighs = False
+
     def __init__(self, *eps: ExpertParallel, activation_format: Any = "standard", microbatch: Callable[[], int] = lambda: 0) -> None:
-        for ep in eps:
-            _usable(ep)
-        self._eps, self._format, self._microbatch = eps, activation_format, microbatch
+        self._layers = [_Layer(ep, weighted=self._weighs) for ep in eps]
+        self._format, self._microbatch = activation_format, microbatch
         self._handles: dict[int, Handle] = {}
 
     @property
@@ -83,7 +111,7 @@ class PrepareFinalize:
         return None
 
     def num_dispatchers(self) -> int:
-        return self._eps[0].size
+        return self._layers[0].ep.size
 
     def output_is_reduced(self) -> bool:
         return True
@@ -107,26 +135,40 @@ class PrepareFinalize:
     ) -> Callable[[], tuple[Tensor, None, ExpertTokens, Tensor, Tensor]]:
         """Sends the tokens. What it returns waits for those of the others, and gives rows, no scales, and what goes with them."""
         del expert_map, defer_input_quant  # Ids are of all experts; rows go as they are.
-        if getattr(quant_config, "quant_dtype", None) is not None:
-            raise ValueError("tokens are quantised by the experts: an ExpertParallel of fp8 records has no vLLM scales")
         batch = self._microbatch()
-        ep = self._eps[batch]
-        held = len({expert for of in ep.expert_map for expert in of})
-        if held < num_experts:
-            raise ValueError(f"{num_experts} experts where {held} are held")
-        if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
-                raise ValueError(f"weights go on the input of one expert, not of {topk_ids.shape[1]}")
-            a1 = a1 * topk_weights.to(a1.dtype)
-        pending = _sent(ep, a1, topk_ids, topk_weights)
+        layer = self._layers[batch]
+        pending = self._started(layer, a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input, quant_config)
 
         def receive() -> tuple[Tensor, None, ExpertTokens, Tensor, Tensor]:
             rows, handle = pending.finish()
             self._handles[batch] = handle
-            ids, weights, counts = _tags(ep, handle)
-            return rows, None, ExpertTokens(counts, counts), ids, weights
+            return rows, None, layer.tokens(handle), *layer.tags(handle)
 
         return receive
+
+    @staticmethod
+    def _started(
+        layer: _Layer,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        weights_on_input: bool,
+        quant_config: Any,
+    ) -> PendingDispatch:
+        """The first half of a dispatch, if it is one that can be."""
+        if getattr(quant_config, "quant_dtype", None) is not None:
+            raise ValueError("tokens are quantised by the experts: an ExpertParallel of fp8 records has no vLLM scales")
+        held = len({expert for of in layer.ep.expert_map for expert in of})
+        if held < num_experts:
+            raise ValueError(f"{num_experts} experts where {held} are held")
+        if weights_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ValueError(f"weights go on the input of one expert, not of {topk_ids.shape[1]}")
+            a1 = a1 * topk_weights.to(a1.dtype)
+            if layer.ep.weighted:
+                topk_weights = torch.ones_like(topk_weights)
+        return layer.start(a1, topk_ids, topk_weights)
 
     def prepare(self, *arguments: Any, **named: Any) -> tuple[Tensor, None, ExpertTokens, Tensor, Tensor]:
         """Both halves of :meth:`prepare_async`."""
@@ -152,7 +194,7 @@ class PrepareFinalize:
             rows = weight_and_reduce_impl.apply(None, rows, topk_weights, topk_ids, apply_router_weight_on_input)
         elif not apply_router_weight_on_input:
             rows = rows.reshape(-1, rows.shape[-1]) * topk_weights.reshape(-1, 1).to(rows.dtype)
-        pending = self._eps[batch].start_combine(rows.reshape(-1, output.shape[-1]).contiguous(), handle)
+        pending = self._layers[batch].ep.start_combine(rows.reshape(-1, output.shape[-1]).contiguous(), handle)
 
         def receive() -> None:
             output.copy_(pending.finish())
@@ -162,6 +204,79 @@ class PrepareFinalize:
     def finalize(self, *arguments: Any, **named: Any) -> None:
         """Both halves of :meth:`finalize_async`."""
         self.finalize_async(*arguments, **named)()
+
+
+class BatchedPrepareFinalize(PrepareFinalize):
+    """The same in the ``BatchedExperts`` format: rows are [local experts, most, hidden], of which each expert has the first.
+
+    ``max_num_tokens`` is the most tokens of a rank, so that most is that times the ranks. Weights are applied by the combine, in
+    float32: each ``ExpertParallel`` weighs rows itself.
+    """
+
+    _weighs = True
+
+    def __init__(
+        self,
+        *eps: ExpertParallel,
+        max_num_tokens: int,
+        activation_format: Any = "batched_experts",
+        microbatch: Callable[[], int] = lambda: 0,
+    ) -> None:
+        super().__init__(*eps, activation_format=activation_format, microbatch=microbatch)
+        self._max_num_tokens = max_num_tokens
+        self._slots: dict[int, Tensor] = {}
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return self._max_num_tokens
+
+    def prepare_async(  # type: ignore[override]
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any = None,
+        defer_input_quant: bool = False,
+    ) -> Callable[[], tuple[Tensor, None, ExpertTokens, None, None]]:
+        """Sends the tokens. What it returns gives rows, no scales, how many each expert has, and neither ids nor weights."""
+        del expert_map, defer_input_quant
+        batch = self._microbatch()
+        layer, most = self._layers[batch], self._max_num_tokens * self.num_dispatchers()
+        pending = self._started(layer, a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input, quant_config)
+
+        def receive() -> tuple[Tensor, None, ExpertTokens, None, None]:
+            rows, handle = pending.finish()
+            self._handles[batch], self._slots[batch] = handle, layer.slots(handle, most)
+            experts = len(layer.ep.expert_map[layer.ep.rank])
+            batched = rows.new_zeros(experts * most, rows.shape[1]).index_copy_(0, self._slots[batch], rows)
+            return batched.view(experts, most, -1), None, layer.tokens(handle), None, None
+
+        return receive
+
+    def finalize_async(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any = None,
+    ) -> Callable[[], None]:
+        """Sends the rows of [local experts, most, hidden] home. What it returns writes their weighted sums to ``output``."""
+        if weight_and_reduce_impl is not None and not type(weight_and_reduce_impl).__name__.endswith("Delegate"):
+            raise ValueError("weights of the batched format are applied here, not by the experts")
+        batch = self._microbatch()
+        handle, slots = self._handles.pop(batch), self._slots.pop(batch)
+        rows = handle.output()
+        torch.index_select(fused_expert_output.reshape(-1, output.shape[-1]), 0, slots, out=rows)
+        pending = self._layers[batch].ep.start_combine(rows, handle)
+
+        def receive() -> None:
+            output.copy_(pending.finish())
+
+        return receive
 
 
 class DispatchOutput(NamedTuple):
@@ -186,8 +301,7 @@ class Dispatcher:
     """SGLang's ``BaseDispatcher``, with halves for the overlap of two batches: each has a dispatcher on an ``ExpertParallel`` of its own."""
 
     def __init__(self, ep: ExpertParallel) -> None:
-        _usable(ep)
-        self._ep = ep
+        self._layer = _Layer(ep)
         self._stage: str = "idle"
         self._pending: Any = None
 
@@ -204,23 +318,24 @@ class Dispatcher:
     def dispatch_a(self, hidden_states: Tensor, topk_output: Any) -> None:
         """Sends the tokens; ``topk_output`` has ``topk_ids`` and ``topk_weights``."""
         self._at("idle")
-        self._go("dispatching", _sent(self._ep, hidden_states, topk_output.topk_ids, topk_output.topk_weights))
+        self._go("dispatching", self._layer.start(hidden_states, topk_output.topk_ids, topk_output.topk_weights))
 
     def dispatch_b(self) -> DispatchOutput:
         """Waits for those of the others."""
         rows, handle = self._at("dispatching").finish()
-        ids, weights, _ = _tags(self._ep, handle)
+        ids, weights = self._layer.tags(handle)
         self._go("dispatched", handle)
         return DispatchOutput(rows, None, ids, weights, list(handle.tokens_per_expert))
 
     def combine_a(self, combine_input: Any) -> None:
         """Sends rows home."""
         handle = self._at("dispatched")
-        self._go("combining", self._ep.start_combine(combine_input.hidden_states.contiguous(), handle))
+        self._go("combining", self._layer.ep.start_combine(combine_input.hidden_states.contiguous(), handle))
 
     def combine_b(self) -> Tensor:
         """Waits for them; their sums, [tokens, hidden]."""
-        return self._at("combining").finish()
+        tokens: Tensor = self._at("combining").finish()
+        return tokens
 
     def dispatch(self, hidden_states: Tensor, topk_output: Any) -> DispatchOutput:
         """Both halves."""
