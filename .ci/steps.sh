@@ -108,8 +108,9 @@ step_python() {
     step "package for Python, without torch"
     python3 -m venv target/python
     MATURIN_PEP517_ARGS="--profile dev" target/python/bin/pip install --quiet --disable-pip-version-check \
-        ./bindings/python pytest numpy
+        ./bindings/python pytest numpy mypy
     target/python/bin/python -m pytest -q -rs bindings/python
+    target/python/bin/python -m mypy.stubtest sidelane._native --ignore-disjoint-bases
 }
 
 # Without root the packages of the test bed may be missing.
@@ -173,7 +174,8 @@ part_python() {
     step "package for Python, with torch and Megatron-core, built as users build it"
     torch
     "$TORCH/bin/pip" install --quiet --disable-pip-version-check --force-reinstall --no-deps ./bindings/python
-    "$TORCH/bin/pip" install --quiet --disable-pip-version-check pytest numpy cloudpickle
+    "$TORCH/bin/pip" install --quiet --disable-pip-version-check pytest numpy cloudpickle mypy
+    "$TORCH/bin/mypy" --config-file bindings/python/pyproject.toml
     SIDELANE_NEED_TORCH=1 SIDELANE_NEED_MEGATRON=1 SIDELANE_NEED_DEVICES=1 \
         "$TORCH/bin/python" -m pytest -q -rs bindings/python
 }

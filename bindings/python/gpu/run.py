@@ -1,7 +1,8 @@
-"""Checks of CUDA tensors against the host's bits, in processes that share a GPU, and a table of how they went.
+"""Checks of CUDA tensors against the host's bits, in processes that share a GPU, and a table of how
+they went.
 
-The checks are those that run on stand-ins in the tests: ``tests/checks_*cuda.py``. Exit codes: 0 all is well, 1 something is
-not, 2 something is missing here.
+The checks are those that run on stand-ins in the tests: ``tests/checks_*cuda.py``. Exit codes: 0
+all is well, 1 something is not, 2 something is missing here.
 """
 
 from __future__ import annotations

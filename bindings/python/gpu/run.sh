@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the checks of tests/checks_cuda.py, tests/checks_megatron_cuda.py and tests/checks_serving_cuda.py
-# with torch's own CUDA tensors, in two and in four processes that share the device. It prints a table and writes it to
+# On a machine with a GPU: the checks of tests/checks_*cuda.py with torch's own CUDA tensors, in two
+# and in four processes that share the device. It prints a table and writes it to
 # target/python-gpu.md. What is missing is said with exit code 2; a check that fails, with 1.
 #
-#   bindings/python/gpu/run.sh                     # installs the package into the Python that is active
+#   bindings/python/gpu/run.sh                 # installs the package into the active Python
 #   SIDELANE_PYTHON=.venv/bin/python bindings/python/gpu/run.sh --installed
 set -euo pipefail
 cd "$(dirname "$0")/../../.."

@@ -1,4 +1,6 @@
-"""What a rank does for a test: it makes all checks of a module, ``check_*(world)``, one after another."""
+"""What a rank does for a test: it makes all checks of a module, ``check_*(world)``, one after
+another.
+"""
 
 from __future__ import annotations
 

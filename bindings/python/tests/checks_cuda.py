@@ -1,4 +1,6 @@
-"""Torch's own code on CUDA tensors, or on what stands for them, against the same on the host: to the bit."""
+"""Torch's own code on CUDA tensors, or on what stands for them, against the same on the host: to
+the bit.
+"""
 
 import torch
 from gpu import copy_late, gpu, no_waiting
@@ -22,12 +24,16 @@ def cuda(*tensors):
 
 
 def weighed(y, weights):
-    """Rows whose first column has its weight: the gradient of that is a product, whose bits do not depend on how torch sums."""
+    """Rows whose first column has its weight: the gradient of that is a product, whose bits do not
+    depend on how torch sums.
+    """
     return torch.cat([y[:, :1] * weights.unsqueeze(1).to(y.dtype), y[:, 1:]], dim=1)
 
 
 def pass_of(ep, x, ids, weights, factor, gradient):
-    """A layer whose experts scale rows, forward and back: tokens, and gradients of tokens and weights."""
+    """A layer whose experts scale rows, forward and back: tokens, and gradients of tokens and
+    weights.
+    """
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
     routed = dispatch(ep, x, ids, weights)
     y = routed.rows * factor[: routed.rows.shape[0]]

@@ -1,4 +1,6 @@
-"""Megatron's dispatchers on CUDA tensors, or on what stands for them, against the same on the host: to the bit."""
+"""Megatron's dispatchers on CUDA tensors, or on what stands for them, against the same on the host:
+to the bit.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def on_the_host(results: Results) -> list[torch.Tensor]:
 
 
 def both(world: sidelane.World, who: str, case: Case) -> None:
-    """The same bits twice: rows, counts and weights as experts got them; tokens, and gradients of tokens and weights."""
+    """The same bits twice: rows, counts and weights as experts got them; tokens, and gradients of
+    tokens and weights.
+    """
     join(world)
     of = inputs(case, world.rank)
     expected = layer(dispatcher(who, case), case, of)

@@ -1,4 +1,6 @@
-"""Servers' callers on CUDA tensors, or on what stands for them, against the same on the host: to the bit."""
+"""Servers' callers on CUDA tensors, or on what stands for them, against the same on the host: to
+the bit.
+"""
 
 from types import SimpleNamespace
 
@@ -47,7 +49,9 @@ def sglang(dispatcher, x, weights, ids, experts, of_expert):
 
 
 def both(world, caller, adapter, *, local=False, **settings):
-    """The same on the host and on a device; what is known only when a layer is built comes in a first step."""
+    """The same on the host and on a device; what is known only when a layer is built comes in a
+    first step.
+    """
     of, me = case(world.size), world.rank
     given = of.x[me], of.weights[me], of.ids[me].long()
     of_expert = factors(of)[list(of.held(me))] if local else factors(of)

@@ -1,9 +1,11 @@
-"""Tensors that stand for torch's CUDA tensors, on devices of the stand-in driver: torch's own code runs on them.
+"""Tensors that stand for torch's CUDA tensors, on devices of the stand-in driver: torch's own code
+runs on them.
 
-Each operation is computed on the host, from what its inputs hold once torch's current stream has come past, and its results
-are written to the device on that stream, as late as the stand-in can. So whoever uses a result without the stream's leave
-reads poison, and so does whoever uses a tensor that is gone: its memory is overwritten on the stream that it was made on.
-Within :func:`standing`, ``torch.cuda`` and functions with ``device="cuda"`` answer as on a machine with a GPU::
+Each operation is computed on the host, from what its inputs hold once torch's current stream has
+come past, and its results are written to the device on that stream, as late as the stand-in can. So
+whoever uses a result without the stream's leave reads poison, and so does whoever uses a tensor
+that is gone: its memory is overwritten on the stream that it was made on. Within :func:`standing`,
+``torch.cuda`` and functions with ``device="cuda"`` answer as on a machine with a GPU::
 
     with standing(Device(0)):
         x = torch.ones(3, device="cuda") * 2
@@ -101,7 +103,9 @@ def wait_on_the_host(what: str) -> None:
 
 
 class Memory:
-    """Bytes of a device: made for the current stream, or lent by another library as long as `keep` lives."""
+    """Bytes of a device: made for the current stream, or lent by another library as long as `keep`
+    lives.
+    """
 
     free: dict[tuple[int, int, int], list[int]] = defaultdict(list)
 
@@ -149,7 +153,9 @@ class Memory:
 
 
 class CudaTensor(torch.Tensor):
-    """A tensor whose elements lie in memory of a device. To torch's C++ code it is one without memory."""
+    """A tensor whose elements lie in memory of a device. To torch's C++ code it is one without
+    memory.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     memory: Memory
@@ -325,7 +331,9 @@ class OnCuda(TorchFunctionMode):
 
 
 def with_tensors(args: tuple[Any, ...], places: tuple[int, ...]) -> tuple[Any, ...]:
-    """Numbers among these as tensors. torch would make them where its C++ code sees their neighbours: without memory."""
+    """Numbers among these as tensors. torch would make them where its C++ code sees their
+    neighbours: without memory.
+    """
     ours = [one for one in (args[0], *args[1:]) if isinstance(one, CudaTensor)]
     if not ours:
         return args
@@ -391,7 +399,9 @@ def standing(device: Device) -> Iterator[None]:
     own, run, mode = torch.from_dlpack, torch.autograd._engine_run_backward, OnCuda()
 
     def backward(*arguments: Any, **named: Any) -> Any:
-        """What backward passes call is seen by the mode, which is not there within a function that it has seen."""
+        """What backward passes call is seen by the mode, which is not there within a function that
+        it has seen.
+        """
         with mode:
             return run(*arguments, **named)
 

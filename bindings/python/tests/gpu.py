@@ -13,7 +13,9 @@ STANDS = "SIDELANE_FAKE_CUDA_KERNELS" in os.environ
 
 
 def gpu(rank: int) -> AbstractContextManager[Any]:
-    """Within it this rank's tensors of ``device="cuda"`` are on a device: its own, or one that it shares."""
+    """Within it this rank's tensors of ``device="cuda"`` are on a device: its own, or one that it
+    shares.
+    """
     if not STANDS:
         return torch.cuda.device(rank % torch.cuda.device_count())
     from cuda_tensors import standing
@@ -39,7 +41,9 @@ def no_waiting() -> Iterator[None]:
 
 
 def copy_late(into: torch.Tensor, tensor: torch.Tensor) -> None:
-    """A copy on the current stream. That of a stand-in comes when somebody asks for it, as one on a GPU may."""
+    """A copy on the current stream. That of a stand-in comes when somebody asks for it, as one on a
+    GPU may.
+    """
     if STANDS:
         from cuda_tensors import copy_on_the_stream
 

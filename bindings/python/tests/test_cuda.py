@@ -1,4 +1,6 @@
-"""Torch's own code on tensors that stand for CUDA's: its autograd, its current stream, its allocator."""
+"""Torch's own code on tensors that stand for CUDA's: its autograd, its current stream, its
+allocator.
+"""
 
 import torch_needed  # noqa: F401
 

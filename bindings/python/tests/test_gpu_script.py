@@ -1,4 +1,6 @@
-"""The script for a machine with a GPU, without one: what it says is missing, and its table of checks on stand-ins."""
+"""The script for a machine with a GPU, without one: what it says is missing, and its table of
+checks on stand-ins.
+"""
 
 import torch_needed  # noqa: F401
 

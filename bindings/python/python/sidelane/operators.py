@@ -1,4 +1,5 @@
-"""Dispatch and combine for compiled graphs, as operators of torch's: a graph has them as they are, and nothing of them is traced.
+"""Dispatch and combine for compiled graphs, as operators of torch's: a graph has them as they are,
+and nothing of them is traced.
 
 ::
 
@@ -7,9 +8,10 @@
         routed = dispatch(ep, x, experts, weights)
         return combine(ep, routed.rows * routed.weights.unsqueeze(1), routed)
 
-A graph knows an ``ExpertParallel`` by a number, and a dispatch by its *ticket*: a number on the host, whose memory keeps the handle.
-How many rows come is a size that it does not know. Bits and gradients are those of :mod:`sidelane.autograd`, which torch's compiler
-leaves alone: it breaks graphs there.
+A graph knows an ``ExpertParallel`` by a number, and a dispatch by its *ticket*: a number on the
+host, whose memory keeps the handle. How many rows come is a size that it does not know. Bits and
+gradients are those of :mod:`sidelane.autograd`, which torch's compiler leaves alone: it breaks
+graphs there.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Routed(NamedTuple):
     """Rows of this rank's experts, [rows, hidden]."""
 
     weights: Tensor
-    """Routing weight of each row: [rows], rank-major [rows, top_k]. Gradients of it go home to those of dispatch."""
+    """Routing weight of each row: [rows], rank-major [rows, top_k]. Gradients of it go home to
+    those of dispatch.
+    """
 
     tokens_per_expert: Tensor
     """Rows of each expert of this rank, int64, on the host."""
@@ -46,7 +50,9 @@ class Routed(NamedTuple):
 
 
 def dispatch(ep: ExpertParallel, x: Tensor, experts: Tensor, weights: Tensor) -> Routed:
-    """Sends every token, [tokens, hidden], to the ranks of its experts. Collective. See :meth:`ExpertParallel.dispatch`."""
+    """Sends every token, [tokens, hidden], to the ranks of its experts. Collective. See
+    :meth:`ExpertParallel.dispatch`.
+    """
     weights = weights.float()
     rows, row_weights, counts, ticket, link = _dispatch(_number(ep), x, experts, weights)
     return Routed(rows, row_weights, counts, ticket, link, weights)
@@ -54,7 +60,8 @@ def dispatch(ep: ExpertParallel, x: Tensor, experts: Tensor, weights: Tensor) ->
 
 def combine(ep: ExpertParallel, y: Tensor, routed: Routed) -> Tensor:
     """Brings expert outputs [rows, hidden] back to their tokens and sums them. Collective."""
-    return _combine(_number(ep), y, routed.ticket, routed.link, routed.routing_weights)
+    tokens: Tensor = _combine(_number(ep), y, routed.ticket, routed.link, routed.routing_weights)
+    return tokens
 
 
 _layers: WeakValueDictionary[int, ExpertParallel] = WeakValueDictionary()
@@ -66,7 +73,7 @@ def _number(ep: ExpertParallel) -> int:
     return id(ep)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[misc, no-untyped-call]
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _note(ep: ExpertParallel) -> None:
     """What a compiler calls while it looks, and no graph has."""
     if ep.record is not None:

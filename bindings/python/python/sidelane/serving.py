@@ -5,12 +5,14 @@
     vLLM      prepare_async(..) -> receiver   |  receiver() -> rows    experts    finalize_async(output, ..) -> receiver  |  receiver()
     SGLang    dispatch_a(..)                  |  dispatch_b()          experts    combine_a(..)                           |  combine_b()
 
-Rows are expert-major, [rows, hidden], one for each token and expert: each has one expert id and one weight. Or they are
-*batched* (:class:`BatchedPrepareFinalize`), [experts, most, hidden]: as much room for each local expert as may come. A first half
-has said and put all that is this rank's to say and put; the second waits for the others: on a GPU for sizes, not for rows. Calls
-are collective, and come in one order on all ranks.
+Rows are expert-major, [rows, hidden], one for each token and expert: each has one expert id and one
+weight. Or they are *batched* (:class:`BatchedPrepareFinalize`), [experts, most, hidden]: as much
+room for each local expert as may come. A first half has said and put all that is this rank's to say
+and put; the second waits for the others: on a GPU for sizes, not for rows. Calls are collective,
+and come in one order on all ranks.
 
-Tensors lie where the ``ExpertParallel`` has its rows. On a GPU calls go on torch's current stream, and nothing here waits for it.
+Tensors lie where the ``ExpertParallel`` has its rows. On a GPU calls go on torch's current stream,
+and nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class _Layer:
     def counts(self, handle: Handle) -> tuple[Tensor, Tensor]:
         """Rows of each local expert, without and with pads."""
         if self.ep.device is not None:
-            without, padded = handle.counts
-            return without, padded
+            counts: Any = handle.counts
+            return counts[0], counts[1]
         return torch.tensor(handle.tokens_per_expert), torch.tensor(handle.padded_tokens_per_expert)
 
     def tokens(self, handle: Handle) -> ExpertTokens:
@@ -87,7 +89,8 @@ class PrepareFinalize:
 
         class Ours(PrepareFinalize, modular_kernel.FusedMoEPrepareAndFinalizeModular): ...
 
-    Where microbatches overlap, each has an ``ExpertParallel`` of its own, and ``microbatch`` says which of them is running.
+    Where microbatches overlap, each has an ``ExpertParallel`` of its own, and ``microbatch`` says
+    which of them is running.
     """
 
     _weighs = False
@@ -133,7 +136,9 @@ class PrepareFinalize:
         quant_config: Any = None,
         defer_input_quant: bool = False,
     ) -> Callable[[], tuple[Tensor, None, ExpertTokens, Tensor, Tensor]]:
-        """Sends the tokens. What it returns waits for those of the others, and gives rows, no scales, and what goes with them."""
+        """Sends the tokens. What it returns waits for those of the others, and gives rows, no
+        scales, and what goes with them.
+        """
         del expert_map, defer_input_quant  # Ids are of all experts; rows go as they are.
         batch = self._microbatch()
         layer = self._layers[batch]
@@ -183,9 +188,11 @@ class PrepareFinalize:
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any = None,
     ) -> Callable[[], None]:
-        """Sends rows home. What it returns waits for them, and writes their sums to ``output``, [tokens, hidden].
+        """Sends rows home. What it returns waits for them, and writes their sums to ``output``,
+        [tokens, hidden].
 
-        Weights are applied here unless the experts have (``TopKWeightAndReduceNoOP``) or the input has them.
+        Weights are applied here unless the experts have (``TopKWeightAndReduceNoOP``) or the input
+        has them.
         """
         batch = self._microbatch()
         handle = self._handles.pop(batch)
@@ -207,10 +214,11 @@ class PrepareFinalize:
 
 
 class BatchedPrepareFinalize(PrepareFinalize):
-    """The same in the ``BatchedExperts`` format: rows are [local experts, most, hidden], of which each expert has the first.
+    """The same in the ``BatchedExperts`` format: rows are [local experts, most, hidden], of which
+    each expert has the first.
 
-    ``max_num_tokens`` is the most tokens of a rank, so that most is that times the ranks. Weights are applied by the combine, in
-    float32: each ``ExpertParallel`` weighs rows itself.
+    ``max_num_tokens`` is the most tokens of a rank, so that most is that times the ranks. Weights
+    are applied by the combine, in float32: each ``ExpertParallel`` weighs rows itself.
     """
 
     _weighs = True
@@ -240,7 +248,9 @@ class BatchedPrepareFinalize(PrepareFinalize):
         quant_config: Any = None,
         defer_input_quant: bool = False,
     ) -> Callable[[], tuple[Tensor, None, ExpertTokens, None, None]]:
-        """Sends the tokens. What it returns gives rows, no scales, how many each expert has, and neither ids nor weights."""
+        """Sends the tokens. What it returns gives rows, no scales, how many each expert has, and
+        neither ids nor weights.
+        """
         del expert_map, defer_input_quant
         batch = self._microbatch()
         layer, most = self._layers[batch], self._max_num_tokens * self.num_dispatchers()
@@ -264,7 +274,9 @@ class BatchedPrepareFinalize(PrepareFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any = None,
     ) -> Callable[[], None]:
-        """Sends the rows of [local experts, most, hidden] home. What it returns writes their weighted sums to ``output``."""
+        """Sends the rows of [local experts, most, hidden] home. What it returns writes their
+        weighted sums to ``output``.
+        """
         if weight_and_reduce_impl is not None and not type(weight_and_reduce_impl).__name__.endswith("Delegate"):
             raise ValueError("weights of the batched format are applied here, not by the experts")
         batch = self._microbatch()
@@ -298,7 +310,9 @@ class CombineInput(NamedTuple):
 
 
 class Dispatcher:
-    """SGLang's ``BaseDispatcher``, with halves for the overlap of two batches: each has a dispatcher on an ``ExpertParallel`` of its own."""
+    """SGLang's ``BaseDispatcher``, with halves for the overlap of two batches: each has a
+    dispatcher on an ``ExpertParallel`` of its own.
+    """
 
     def __init__(self, ep: ExpertParallel) -> None:
         self._layer = _Layer(ep)
@@ -306,7 +320,9 @@ class Dispatcher:
         self._pending: Any = None
 
     def _at(self, stage: str) -> Any:
-        """What the last step left, if it was the one before this. A step that fails leaves the dispatcher idle."""
+        """What the last step left, if it was the one before this. A step that fails leaves the
+        dispatcher idle.
+        """
         if self._stage != stage:
             raise RuntimeError(f"this step comes after {stage!r}, and the dispatcher is at {self._stage!r}")
         left, self._pending, self._stage = self._pending, None, "idle"

@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def chosen_ids(routing_map: Tensor, most: int) -> Tensor:
-    """The experts of each token, [tokens, most], by ascending number, then -1; the host waits for no value.
+    """The experts of each token, [tokens, most], by ascending number, then -1; the host waits for
+    no value.
 
     A token of more experts gets a number that no expert has, which a dispatch refuses on all ranks.
     """

@@ -47,8 +47,8 @@ class HybridEPBuffer:
             if scaling_factor is None:
                 return handle.spread(hidden), None, None, None, handle
             rows = handle.send_again(pack(handle.ep, hidden, scaling_factor))
-            values, scales = unpack(handle.ep, rows, hidden.dtype)
-            return values, None, scales, None, handle
+            values, blocks = unpack(handle.ep, rows, hidden.dtype)
+            return values, None, blocks, None, handle
         if routing_map is None:
             raise ValueError("dispatch_with_permute without a handle needs a routing_map")
         experts = routing_map.shape[1]

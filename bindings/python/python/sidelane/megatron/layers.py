@@ -1,8 +1,9 @@
 """One world for each process group, one layer for each group, place and settings.
 
-A layer lies where its first tensor does. On a GPU its memory grows with the most tokens that a rank may have, so that
-number is that of the first call, unless :data:`limits` names one. A world lives as long as its process group: it is closed when the group object is gone, when another
-group needs a world after this one was destroyed, or by :func:`release`.
+A layer lies where its first tensor does. On a GPU its memory grows with the most tokens that a rank
+may have, so that number is that of the first call, unless :data:`limits` names one. A world lives
+as long as its process group: it is closed when the group object is gone, when another group needs a
+world after this one was destroyed, or by :func:`release`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from .._native import ExpertParallel, World
 from ..join import init
 
 MAX_TOKENS = 1 << 16
-"""The most tokens of a rank on the host, unless a caller has more. Ranks may have different numbers, and a layer needs one."""
+"""The most tokens of a rank on the host, unless a caller has more. Ranks may have different
+numbers, and a layer needs one.
+"""
 
 
 @dataclass
@@ -27,10 +30,14 @@ class Limits:
     """What layers are made for, the same at all ranks."""
 
     max_tokens: int | None = None
-    """The most tokens of a rank. On the host 65,536 at least; on a GPU those of the first call, unless it is said."""
+    """The most tokens of a rank. On the host 65,536 at least; on a GPU those of the first call,
+    unless it is said.
+    """
 
     choices: int | None = None
-    """The most experts of a token where Megatron sends a map of any number (``hybridep``): all, unless it is said."""
+    """The most experts of a token where Megatron sends a map of any number (``hybridep``): all,
+    unless it is said.
+    """
 
     device_heap: int | None = None
     """Bytes of a GPU for the rows of a layer."""
@@ -74,7 +81,9 @@ def layer(group: ProcessGroup, x: Tensor, *, max_tokens: int = 0, **settings: An
 
 
 def _most(world: World, tokens: int) -> int:
-    """The most tokens that a rank has now, in whole blocks: nobody knows those of the others. Collective."""
+    """The most tokens that a rank has now, in whole blocks: nobody knows those of the others.
+    Collective.
+    """
     most = max(int.from_bytes(said, "little") for said in world.all().gather(tokens.to_bytes(8, "little")))
     return max(-(-most // _BLOCK) * _BLOCK, _BLOCK)
 
@@ -92,7 +101,9 @@ def release(group: ProcessGroup | None = None) -> None:
 
 
 def _release_destroyed() -> None:
-    """Closes the worlds of groups that torch has destroyed, though somebody still holds the objects."""
+    """Closes the worlds of groups that torch has destroyed, though somebody still holds the
+    objects.
+    """
     for group in list(_joined):
         try:
             dist.get_global_rank(group, 0)

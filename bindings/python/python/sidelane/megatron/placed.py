@@ -11,7 +11,9 @@ from .._native import ExpertParallel, Handle
 
 
 class Placed(NamedTuple):
-    """The placement of a dispatch, expert-major. With a budget there are as many rows, those behind the last are zero."""
+    """The placement of a dispatch, expert-major. With a budget there are as many rows, those behind
+    the last are zero.
+    """
 
     ep: ExpertParallel
     handle: Handle
@@ -21,7 +23,9 @@ class Placed(NamedTuple):
 
     experts: int
     overflow: Tensor
-    """Whether any rank was sent more than its budget: a bool, [1], the same at all ranks. Megatron looks for it at the end."""
+    """Whether any rank was sent more than its budget: a bool, [1], the same at all ranks. Megatron
+    looks for it at the end.
+    """
 
     @classmethod
     def send(
