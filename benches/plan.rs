@@ -55,16 +55,7 @@ fn plan(c: &mut Criterion, (tokens, experts, ranks): (u32, u32, u32), route: Rou
     });
     let control = ControlLayout::new(&paths, &bins, u64::from(tokens) * 8, sizing.note_bytes());
     let far = WindowId::POOL;
-    let setting = FillContext {
-        paths,
-        control: &control,
-        sizing,
-        chunks: 4,
-        parity: 0,
-        far,
-        fixed_rows: None,
-        notes: None,
-    };
+    let setting = FillContext { paths, control: &control, sizing, chunks: 4, parity: 0, far, notes: None };
     let mut tables = CallerTables::new(paths, 4);
     group.bench_function("fill", |b| b.iter(|| tables.rows(&setting, black_box(&layout), true)));
     group.finish();

@@ -2,6 +2,7 @@
 #include "check.cu"
 #include "choices.cu"
 #include "counts.cu"
+#include "expand.cu"
 #include "gradients.cu"
 #include "order.cu"
 #include "pack.cu"

@@ -9,7 +9,7 @@
 #include "rows.h"
 
 struct SumChoices {
-    u64 out;      // [tokens, columns]
+    u64 out;      // [tokens, columns], of the type of rows or in f32
     u64 rows;     // [n_rows, columns]
     u64 index;    // i32 [tokens, top_k]: the row of a choice, or -1
     u64 experts;  // i32 [tokens, top_k]; -1: dropped. Or 0: choices are in the order of the sum
@@ -91,7 +91,7 @@ DEVICE void close(const struct SumChoices *p, float *total, float *group, u32 co
     }
 }
 
-DEVICE void sum_choices(const struct SumChoices *p, int type) {
+DEVICE void sum_choices(const struct SumChoices *p, int type, int out) {
     SHARED(struct SumChoicesBlock, s);
     u32 columns = 16 / width(type), row_bytes = p->columns * width(type), step = THREADS * columns;
     if (threadIdx.x == 0) s->refused = *AT(const u32, p->status) != 0;
@@ -126,12 +126,15 @@ DEVICE void sum_choices(const struct SumChoices *p, int type) {
             }
             close(p, total, sum, columns, type);
             for (u32 i = 0; i < columns && !good; i++) total[i] = 0;
-            if (column < p->columns)
-                *AT(uint4, p->out + (u64)token * row_bytes + (u64)column * width(type)) = rounded(total, type);
+            u64 to = p->out + ((u64)token * p->columns + column) * width(out);
+            for (u32 done = 0; done < columns && column < p->columns; done += 16 / width(out))
+                *AT(uint4, to + done * width(out)) = rounded(total + done, out);
         }
     }
 }
 
-KERNEL(sum_choices_f32, struct SumChoices, p) { sum_choices(&p, F32); }
-KERNEL(sum_choices_bf16, struct SumChoices, p) { sum_choices(&p, BF16); }
-KERNEL(sum_choices_f16, struct SumChoices, p) { sum_choices(&p, F16); }
+KERNEL(sum_choices_f32, struct SumChoices, p) { sum_choices(&p, F32, F32); }
+KERNEL(sum_choices_bf16, struct SumChoices, p) { sum_choices(&p, BF16, BF16); }
+KERNEL(sum_choices_f16, struct SumChoices, p) { sum_choices(&p, F16, F16); }
+KERNEL(sum_choices_bf16_to_f32, struct SumChoices, p) { sum_choices(&p, BF16, F32); }
+KERNEL(sum_choices_f16_to_f32, struct SumChoices, p) { sum_choices(&p, F16, F32); }

@@ -80,8 +80,8 @@ pub use dma_buf::DmaBuf;
 pub use flags::MemOpBatch;
 #[doc(hidden)]
 pub use kernels::{
-    Addresses, Check, ChoiceArgs, CountArgs, DotScale, FetchWeights, Kernels, Pack, PermuteArgs, RecordArgs,
-    SortArgs, SumArgs, SumChoices,
+    Addresses, Admit, Check, ChoiceArgs, CountArgs, DotScale, Expand, FetchWeights, Kernels, Pack,
+    PermuteArgs, RecordArgs, SortArgs, SumArgs, SumChoices, Tally,
 };
 #[doc(hidden)]
 pub use launch::{Grid, Parameters};

@@ -1,7 +1,7 @@
 //! Rows that experts read, outputs that they write, and tokens that NICs read in place.
 
 use super::device::planned::{PlannedOutput, PlannedRows, PlannedTokens};
-use super::device::slots::{SlotOutput, SlotRows};
+use super::device::slots::{ExpandedRows, SlotOutput, SlotRows};
 use super::host::{HostInput, HostOutput, HostRows, elements};
 use super::tensor::{Side, Tensor, wrong_place};
 use super::{RowIndex, Strided};
@@ -27,9 +27,14 @@ pub(super) enum RowsAt {
     Slots(SlotRows),
 }
 
+/// Expert-major rows on a device.
+enum OnDevice<'a> {
+    Planned(&'a PlannedRows),
+    Expanded(&'a ExpandedRows),
+}
+
 impl ExpertRows {
-    /// Number of rows, pads and unused slots counted. On a device with a budget, the budget:
-    /// [`Handle::rows`](super::Handle::rows) of them have landed.
+    /// Number of rows, pads and unused slots counted; the budget where sizes stay on the device.
     pub fn len(&self) -> u32 {
         match &self.0 {
             RowsAt::Host(rows) => rows.rows,
@@ -89,7 +94,9 @@ impl ExpertRows {
         match &self.0 {
             RowsAt::Host(_) => Err(wrong_place("received rows", Side::Device)),
             RowsAt::Planned(rows) => rows.rows(),
-            RowsAt::Slots(rows) => Ok(rows.received.clone()),
+            RowsAt::Slots(rows) => {
+                Ok(rows.expanded.as_ref().map_or(&rows.received, |made| &made.rows).clone())
+            }
         }
     }
 
@@ -100,7 +107,10 @@ impl ExpertRows {
     /// As [`ExpertRows::range`]; [`CallError::NotKept`] in fixed slots, whose headers have the
     /// weights.
     pub fn weights(&self) -> Result<DeviceRange, Error> {
-        self.planned("row weights")?.weights()
+        match self.on_device("row weights")? {
+            OnDevice::Planned(rows) => rows.weights(),
+            OnDevice::Expanded(rows) => Ok(rows.weights.clone()),
+        }
     }
 
     /// Device, rank-major with exact sizes: the local expert of each row and choice,
@@ -110,7 +120,10 @@ impl ExpertRows {
     /// As [`ExpertRows::weights`]; [`CallError::NotKept`] for expert-major rows.
     pub fn experts(&self) -> Result<&DeviceRange, Error> {
         let missing = "experts of rows";
-        Ok(self.planned(missing)?.experts().ok_or(CallError::NotKept { missing })?)
+        match self.on_device(missing)? {
+            OnDevice::Planned(rows) => Ok(rows.experts().ok_or(CallError::NotKept { missing })?),
+            OnDevice::Expanded(_) => Err(CallError::NotKept { missing }.into()),
+        }
     }
 
     /// Device: rows of each local expert, then the same with pads: `i64 [2, local experts]`.
@@ -119,7 +132,11 @@ impl ExpertRows {
     /// # Errors
     /// As [`ExpertRows::weights`].
     pub fn counts(&self) -> Result<DeviceRange, Error> {
-        Ok(self.planned("counts")?.counts().clone())
+        Ok(match self.on_device("counts")? {
+            OnDevice::Planned(rows) => rows.counts(),
+            OnDevice::Expanded(rows) => &rows.counts,
+        }
+        .clone())
     }
 
     /// Device, where copy engines relay: rows as they arrived, and for each visible row which of
@@ -135,7 +152,7 @@ impl ExpertRows {
     /// Device, fixed slots: where things lie in a slot.
     pub fn slots(&self) -> Option<SlotShape> {
         match &self.0 {
-            RowsAt::Slots(rows) => Some(rows.shape),
+            RowsAt::Slots(rows) if rows.expanded.is_none() => Some(rows.shape),
             _ => None,
         }
     }
@@ -165,10 +182,14 @@ impl ExpertRows {
         }
     }
 
-    fn planned(&self, missing: &'static str) -> Result<&PlannedRows, Error> {
+    /// Rows that have something beside them.
+    fn on_device(&self, missing: &'static str) -> Result<OnDevice<'_>, Error> {
         match &self.0 {
-            RowsAt::Planned(rows) => Ok(rows),
-            RowsAt::Slots(_) => Err(CallError::NotKept { missing }.into()),
+            RowsAt::Planned(rows) => Ok(OnDevice::Planned(rows)),
+            RowsAt::Slots(rows) => match &rows.expanded {
+                Some(rows) => Ok(OnDevice::Expanded(rows)),
+                None => Err(CallError::NotKept { missing }.into()),
+            },
             RowsAt::Host(_) => Err(wrong_place(missing, Side::Device)),
         }
     }
@@ -241,7 +262,7 @@ impl ExpertOutput {
         match &self.0 {
             OutputAt::Host(_) => Err(wrong_place("an output buffer", Side::Device)),
             OutputAt::Planned(output) => Ok(output.rows()),
-            OutputAt::Slots(output) => Ok(&output.partials),
+            OutputAt::Slots(output) => Ok(&output.rows),
         }
     }
 

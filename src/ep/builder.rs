@@ -83,15 +83,27 @@ pub struct ExpertParallelBuilder<'g> {
     fp8: bool,
     spec: Spec,
     stream: Option<Arc<Stream>>,
+    graphs: Graphs,
     max_in_flight: Option<u32>,
     device_heap: Option<u64>,
 }
 
-/// Default limits of dispatches that may be alive at once on a device: with exact sizes, and with a
-/// budget.
-const MAX_IN_FLIGHT: [u32; 2] = [64, 2];
-/// Bytes of its device heap, likewise.
+/// Default limit of dispatches that may be alive at once on a device.
+const MAX_IN_FLIGHT: u32 = 64;
+/// Default bytes of its device heap.
 const DEVICE_HEAP: u64 = 256 << 20;
+
+/// How CUDA graphs may hold the calls of an instance on a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Graphs {
+    /// Not at all: the caller finishes each call, which moves what it needs.
+    #[default]
+    Off,
+    /// Every call moves full slots, so that all its addresses and sizes are constants.
+    Slots,
+}
 
 /// Executor of an instance's calls, with the settings that only it has.
 pub(super) enum Instance {
@@ -101,10 +113,9 @@ pub(super) enum Instance {
 }
 
 impl Instance {
-    fn executor(&self, mode: ReceiveMode) -> CallExecutor {
+    fn executor(&self) -> CallExecutor {
         match self {
             Instance::Host => CallExecutor::HostStepper,
-            Instance::Planned(_) if mode.budget().is_some() => CallExecutor::Planner,
             Instance::Planned(_) => CallExecutor::Enqueuer,
             Instance::Slots(_) => CallExecutor::ConstantProgram,
         }
@@ -138,6 +149,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             fp8: false,
             spec,
             stream: None,
+            graphs: Graphs::Off,
             max_in_flight: None,
             device_heap: None,
         })
@@ -265,8 +277,8 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// Rows lie in memory of this stream's device, and calls go on the stream. Default: rows lie on
     /// the host.
     ///
-    /// The mode chooses how calls are carried out ([`CallExecutor`]), and [`Feature`] says what
-    /// that cannot do. With a budget or slots kernels must be loaded early: set
+    /// Mode and [`graphs`](Self::graphs) choose how calls are carried out ([`CallExecutor`]), and
+    /// [`Feature`] says what that cannot do. In slots kernels must be loaded early: set
     /// `CUDA_MODULE_LOADING=EAGER` before the program starts.
     ///
     /// All threads of a rank make the calls of all instances, and launch other collectives, in one
@@ -276,17 +288,32 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// On a device, with exact sizes or a budget: dispatches that may be alive at once. With exact
-    /// sizes each has memory for the order of its rows, `2 x max_tokens x top_k x 4` bytes of the
-    /// device, and for what goes with the rows that may land: 4 bytes of each or, rank-major,
-    /// `16 x top_k`. With a budget it has room for all rows that it may send and receive. Default:
-    /// 64, and 2 with a budget.
+    /// On a device with a budget: whether calls may be captured into CUDA graphs, or left
+    /// unfinished ([`PendingDispatch::unfinished`](super::PendingDispatch::unfinished)). Default:
+    /// [`Graphs::Off`]. Calls in fixed slots can always be.
+    ///
+    /// [`Graphs::Slots`] is for [`SumOrder::Rank`] and [`Route::Direct`]. Each rank then has a slot
+    /// row for every token that another may send it, and [`max_tokens`](Self::max_tokens) rows move
+    /// to each rank in every call. One dispatch is in flight. Within the budget rows, weights,
+    /// counts and sums are those of the host to the bit. What was dropped stands in
+    /// [`Handle::dropped_mask`](super::Handle::dropped_mask); a call that is refused because a rank
+    /// is over its budget leaves zeros at all ranks, and [`Handle::status`](super::Handle::status)
+    /// says so.
+    pub fn graphs(mut self, graphs: Graphs) -> Self {
+        self.graphs = graphs;
+        self
+    }
+
+    /// On a device, with exact sizes or a budget that no graphs hold: dispatches that may be alive
+    /// at once. Each has memory for the order of its rows, `2 x max_tokens x top_k x 4` bytes of
+    /// the device, and for what goes with the rows that may land: 4 bytes of each or, rank-major,
+    /// `16 x top_k`. Default: 64.
     pub fn max_in_flight(mut self, dispatches: u32) -> Self {
         self.max_in_flight = Some(dispatches);
         self
     }
 
-    /// On a device, with exact sizes: bytes of the device's memory in which dispatches receive and
+    /// On a device, likewise: bytes of the device's memory in which dispatches receive and
     /// experts write. In a group of several nodes whose NICs do not reach the device, as much
     /// memory of the host is pinned beside it, and beside what dispatches in flight have; over
     /// `pxn` a dispatch takes room for its rows twice, and for what is staged. Default: 256 MiB.
@@ -295,15 +322,14 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Allocates what the instance needs and lays what wires are missing. On a device also waits
-    /// until the stream is idle. Collective.
+    /// Allocates what the instance needs and lays what wires are missing. Collective.
     ///
     /// # Errors
     /// [`PlanError`] if a setting cannot be used, [`PlanError::NotAvailable`] for one that its
     /// place does not have, [`CallError::ConfigsDiffer`](crate::error::CallError::ConfigsDiffer) if
     /// ranks chose differently, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank
     /// has no room for the control window. [`DeviceError`](crate::error::DeviceError) where the
-    /// device lacks something, kernels are loaded lazily, or one hardware queue is all there is;
+    /// device lacks something, or kernels of slots are loaded lazily;
     /// [`LaneError::PeerUnsupported`](crate::error::LaneError) or
     /// [`MemoryError::NotUsable`](crate::error::MemoryError) on the other ranks.
     pub fn build(mut self) -> Result<ExpertParallel, Error> {
@@ -335,31 +361,43 @@ impl<'g> ExpertParallelBuilder<'g> {
     fn instance(&self) -> Instance {
         match &self.stream {
             None => Instance::Host,
-            Some(stream) if self.spec.mode.slots().is_some() => Instance::Slots(Arc::clone(stream)),
+            Some(stream) if self.is_constant() => Instance::Slots(Arc::clone(stream)),
             Some(stream) => Instance::Planned(PlannedSettings {
                 stream: Arc::clone(stream),
-                max_in_flight: self
-                    .max_in_flight
-                    .unwrap_or(MAX_IN_FLIGHT[usize::from(self.spec.mode.budget().is_some())]),
+                max_in_flight: self.max_in_flight.unwrap_or(MAX_IN_FLIGHT),
                 device_heap: self.device_heap.unwrap_or(DEVICE_HEAP),
             }),
         }
     }
 
+    /// Whether calls on a device are programs of constants.
+    fn is_constant(&self) -> bool {
+        match self.spec.mode {
+            ReceiveMode::Exact => false,
+            ReceiveMode::Budget { .. } => self.graphs == Graphs::Slots,
+            ReceiveMode::Slots { .. } => true,
+        }
+    }
+
     /// Refuses settings that what serves them does not have.
     fn check_instance(&self, instance: &Instance) -> Result<(), PlanError> {
-        Feature::check(&self.spec, instance.executor(self.spec.mode))?;
+        Feature::check(&self.spec, instance.executor())?;
+        if self.graphs != Graphs::Off {
+            Feature::Capture.require(instance.executor())?;
+        }
         if matches!(instance, Instance::Slots(_)) {
             SlotExchange::check_settings(&self.spec)?;
         }
         let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
         match (instance, self.max_in_flight, self.device_heap) {
             (Instance::Planned(_), ..) | (_, None, None) => Ok(()),
-            (_, Some(seen), _) => {
-                bad("max_in_flight", seen.into(), "not set, but for exact sizes or a budget on a device")
-            }
+            (_, Some(seen), _) => bad(
+                "max_in_flight",
+                seen.into(),
+                "not set, but on a device, for calls that the host finishes",
+            ),
             (_, None, Some(seen)) => {
-                bad("device_heap", seen, "not set, but for exact sizes or a budget on a device")
+                bad("device_heap", seen, "not set, but on a device, for calls that the host finishes")
             }
         }
     }
@@ -429,7 +467,7 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     fn compare(&self, map: Option<&ExpertMap>) -> Result<(), Error> {
         let spec = &self.spec;
-        let settings: [(&'static str, u64); 19] = [
+        let settings: [(&'static str, u64); 20] = [
             ("whether their settings can be used (1: yes)", map.is_some().into()),
             ("experts", map.map_or(0, ExpertMap::experts).into()),
             ("the expert map", map.map_or(0, ExpertMap::digest)),
@@ -449,6 +487,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             ("spans", spec.spans.into()),
             ("strategy", spec.strategy as u64),
             ("whether rows lie on a device (1: yes)", self.stream.is_some().into()),
+            ("graphs", self.graphs as u64),
         ];
         self.group.alike(&settings)
     }

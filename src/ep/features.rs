@@ -3,9 +3,8 @@
 //! | place and mode | executor |
 //! |---|---|
 //! | host | the host stepper |
-//! | device; eager | the enqueuer, in the caller's thread |
-//! | device; budget | the planner |
-//! | device; fixed slots | the constant program |
+//! | device; exact sizes or a budget | the enqueuer, in the caller's thread |
+//! | device; fixed slots, or a budget that graphs hold | the constant program |
 
 use super::builder::Spec;
 use super::report::CallExecutor;
@@ -26,6 +25,8 @@ pub enum Feature {
     Budget,
     /// Slots for fewer rows than a rank may have tokens ([`ReceiveMode::Slots`]).
     ScarceSlots,
+    /// Sums by expert, of rows that lie by expert ([`SumOrder::Expert`]).
+    OrderExpert,
     /// Sums by rank, of rows that lie by expert ([`SumOrder::Rank`]).
     OrderRank,
     /// Sums by node ([`SumOrder::Node`]).
@@ -77,11 +78,12 @@ pub enum Feature {
 
 impl Feature {
     /// All features.
-    pub const ALL: [Feature; 21] = [
+    pub const ALL: [Feature; 22] = [
         Feature::ExpertMajor,
         Feature::RankMajor,
         Feature::Budget,
         Feature::ScarceSlots,
+        Feature::OrderExpert,
         Feature::OrderRank,
         Feature::OrderNode,
         Feature::RoundedPartials,
@@ -101,31 +103,32 @@ impl Feature {
         Feature::Yardstick,
     ];
 
-    /// Name, and whether host stepper, enqueuer, planner and constant program have it: the table.
-    const fn row(self) -> (&'static str, [bool; 4]) {
+    /// Name, and whether host stepper, enqueuer and constant program have it: the table.
+    const fn row(self) -> (&'static str, [bool; 3]) {
         let (yes, no) = (true, false);
         match self {
-            Feature::ExpertMajor => ("expert-major rows", [yes, yes, yes, no]),
-            Feature::RankMajor => ("rank-major rows", [yes, yes, no, yes]),
-            Feature::Budget => ("a receive budget", [yes, no, yes, no]),
-            Feature::ScarceSlots => ("fewer slots than tokens", [yes, no, no, no]),
-            Feature::OrderRank => ("sums by rank", [yes, yes, no, yes]),
-            Feature::OrderNode => ("sums by node", [yes, yes, no, no]),
-            Feature::RoundedPartials => ("partial sums in bf16", [yes, yes, no, no]),
-            Feature::Alignment => ("aligned segments", [yes, yes, yes, no]),
-            Feature::Relays => ("relays (route pxn)", [yes, yes, yes, no]),
-            Feature::Spans => ("relays that copy spans", [yes, no, no, no]),
-            Feature::AllGather => ("dispatch by all-gather", [yes, no, no, no]),
-            Feature::Fp8 => ("dispatch in fp8", [yes, yes, no, no]),
-            Feature::WeightedCombine => ("weighted combine", [yes, yes, no, no]),
-            Feature::CachedDispatch => ("cached dispatch", [yes, yes, no, no]),
-            Feature::Gradients => ("gradients", [yes, yes, no, no]),
-            Feature::ExpertMaps => ("another expert map", [yes, yes, no, no]),
-            Feature::TokenBuffers => ("token buffers", [yes, yes, no, no]),
-            Feature::Capture => ("sizes on the device, and capture", [no, no, yes, yes]),
-            Feature::Release => ("release without combine", [no, no, no, yes]),
-            Feature::Streams => ("calls on several streams", [no, yes, no, yes]),
-            Feature::Yardstick => ("the yardstick", [yes, no, no, no]),
+            Feature::ExpertMajor => ("expert-major rows", [yes, yes, yes]),
+            Feature::RankMajor => ("rank-major rows", [yes, yes, yes]),
+            Feature::Budget => ("a receive budget", [yes, yes, yes]),
+            Feature::ScarceSlots => ("fewer slots than tokens", [yes, no, no]),
+            Feature::OrderExpert => ("sums by expert", [yes, yes, no]),
+            Feature::OrderRank => ("sums by rank", [yes, yes, yes]),
+            Feature::OrderNode => ("sums by node", [yes, yes, no]),
+            Feature::RoundedPartials => ("partial sums in bf16", [yes, yes, yes]),
+            Feature::Alignment => ("aligned segments", [yes, yes, yes]),
+            Feature::Relays => ("relays (route pxn)", [yes, yes, no]),
+            Feature::Spans => ("relays that copy spans", [yes, no, no]),
+            Feature::AllGather => ("dispatch by all-gather", [yes, no, no]),
+            Feature::Fp8 => ("dispatch in fp8", [yes, yes, no]),
+            Feature::WeightedCombine => ("weighted combine", [yes, yes, no]),
+            Feature::CachedDispatch => ("cached dispatch", [yes, yes, no]),
+            Feature::Gradients => ("gradients", [yes, yes, no]),
+            Feature::ExpertMaps => ("another expert map", [yes, yes, no]),
+            Feature::TokenBuffers => ("token buffers", [yes, yes, no]),
+            Feature::Capture => ("sizes on the device, and capture", [no, no, yes]),
+            Feature::Release => ("release without combine", [no, no, yes]),
+            Feature::Streams => ("calls on several streams", [no, yes, yes]),
+            Feature::Yardstick => ("the yardstick", [yes, no, no]),
         }
     }
 
@@ -141,11 +144,12 @@ impl Feature {
 
     /// Refuses what an executor does not have.
     pub(super) fn require(self, executor: CallExecutor) -> Result<(), PlanError> {
-        if self.is_served_by(executor) {
-            return Ok(());
-        }
+        if self.is_served_by(executor) { Ok(()) } else { Err(self.refused_by(executor)) }
+    }
+
+    fn refused_by(self, executor: CallExecutor) -> PlanError {
         let place = if executor == CallExecutor::HostStepper { "the host" } else { "a device" };
-        Err(PlanError::NotAvailable { feature: self.name(), place, executor: executor.name() })
+        PlanError::NotAvailable { feature: self.name(), place, executor: executor.name() }
     }
 
     /// Whether these settings ask for it.
@@ -157,6 +161,7 @@ impl Feature {
             Feature::ScarceSlots => {
                 matches!(spec.mode, ReceiveMode::Slots { rows, .. } if rows < spec.max_tokens)
             }
+            Feature::OrderExpert => spec.order == SumOrder::Expert && !spec.layout.is_per_rank(),
             Feature::OrderRank => spec.order == SumOrder::Rank,
             Feature::OrderNode => spec.order == SumOrder::Node,
             Feature::RoundedPartials => spec.order.has_partials() && spec.wire == PartialDtype::Bf16,
@@ -170,10 +175,26 @@ impl Feature {
         }
     }
 
+    /// Whether the constant program has it in this mode: it makes rows by expert within a budget,
+    /// and leaves them in fixed slots.
+    fn is_constant_in(self, mode: ReceiveMode) -> bool {
+        match self {
+            Feature::ExpertMajor | Feature::RoundedPartials | Feature::Alignment => mode.budget().is_some(),
+            Feature::RankMajor => mode.slots().is_some(),
+            _ => true,
+        }
+    }
+
     /// Refuses the first setting that an executor does not have.
     pub(super) fn check(spec: &Spec, executor: CallExecutor) -> Result<(), PlanError> {
         let mut asked = Feature::ALL.into_iter().filter(|feature| feature.is_asked(spec));
-        asked.try_for_each(|feature| feature.require(executor))
+        asked.try_for_each(|feature| {
+            let constant = executor == CallExecutor::ConstantProgram;
+            match constant && !feature.is_constant_in(spec.mode) {
+                true => Err(feature.refused_by(executor)),
+                false => feature.require(executor),
+            }
+        })
     }
 }
 
@@ -192,8 +213,8 @@ mod tests {
 
     #[test]
     fn refused_feature_names_place_and_executor() {
-        let refused = Feature::Gradients.require(CallExecutor::Planner).unwrap_err();
-        assert_eq!(refused.to_string(), "not available on a device (planner): gradients");
+        let refused = Feature::Gradients.require(CallExecutor::ConstantProgram).unwrap_err();
+        assert_eq!(refused.to_string(), "not available on a device (constant-program): gradients");
         assert_eq!(Feature::Gradients.require(CallExecutor::HostStepper), Ok(()));
     }
 }

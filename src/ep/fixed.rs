@@ -33,9 +33,6 @@ pub(super) struct EpState {
     pub far: WindowId,
     /// Rows that cross lie in memory of devices.
     pub on_devices: bool,
-    /// Rows that landing memory is laid out for, where that does not depend on how many come:
-    /// metadata lies behind them.
-    pub fixed_rows: Option<u32>,
     /// Callers' threads enqueue on devices: metadata lands in memory of its handle and not behind the
     /// rows, and weights return as rows do.
     pub enqueues: bool,
@@ -48,7 +45,7 @@ pub(super) enum RowMemory<'w> {
     Near,
     /// In memory of devices that no rail reaches: they cross to its twin.
     Twin(&'w MappedWindow),
-    /// In memory of devices, as the lane reaches it; and the planner's desk, where engines relay.
+    /// In memory of devices, as the lane reaches it; and the planning desk, where engines relay.
     Devices(&'w MappedWindow, Option<&'w MappedWindow>),
 }
 
@@ -108,7 +105,6 @@ impl EpState {
             room,
             far,
             on_devices,
-            fixed_rows: None,
             enqueues: false,
         };
         Ok((fixed, range))
@@ -154,7 +150,7 @@ impl EpState {
 
     /// Memory of so many rows that landed in a call of this kind.
     pub fn landing(&self, kind: CallKind, rows: u32) -> RowBuffer {
-        let landing = self.sizing(kind).landing(self.fixed_rows.unwrap_or(rows));
+        let landing = self.sizing(kind).landing(rows);
         if self.enqueues { landing.without_notes() } else { landing }
     }
 
@@ -207,7 +203,6 @@ impl EpState {
             chunks: self.chunks,
             parity: calls.parity(),
             far: self.far,
-            fixed_rows: self.fixed_rows,
             notes: None,
         };
         CallAgreement { fixed: self, setting, calls }

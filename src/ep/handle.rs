@@ -7,7 +7,7 @@ use super::host::HostHandle;
 use super::tensor::{Side, wrong_place};
 use super::{ExpertOutput, Report, RowIndex, Status};
 use crate::device::DeviceRange;
-use crate::error::Error;
+use crate::error::{CallError, Error};
 
 /// The placement of one dispatch. Combine, cached dispatch and the gradients follow it; several may
 /// be alive.
@@ -74,6 +74,22 @@ impl Handle {
         }
     }
 
+    /// Device, a budget with [`Graphs::Slots`](super::Graphs::Slots): the same for streams, `u8
+    /// [tokens, top_k]`, 1 for a choice that was dropped. Each dispatch writes it anew; one that is
+    /// refused drops none.
+    ///
+    /// # Errors
+    /// [`PlanError::WrongPlace`](crate::error::PlanError) on the host; [`CallError::NotKept`] where
+    /// the host knows of all choices, or none is dropped.
+    pub fn dropped_mask(&self) -> Result<&DeviceRange, Error> {
+        let missing = CallError::NotKept { missing: "a mask of dropped choices" };
+        match &self.0 {
+            HandleAt::Host(_) => Err(wrong_place("the mask of dropped choices", Side::Device)),
+            HandleAt::Planned(_) => Err(missing.into()),
+            HandleAt::Slots(handle) => Ok(handle.dropped().ok_or(missing)?),
+        }
+    }
+
     /// Rows that each rank needed, pads counted: more than its budget if rows were dropped; in
     /// fixed slots, all there are. The same at every rank. Empty where sizes stay on the device.
     pub fn required_rows(&self) -> &[u32] {
@@ -135,8 +151,6 @@ impl Handle {
     ///   relayed.rows        =   handed_on                     relayed.copies   =   copies
     /// ```
     ///
-    /// On a device with a budget this waits until the rows have landed.
-    ///
     /// # Errors
     /// The reason of the world's failure.
     pub fn report(&self) -> Result<Report, Error> {
@@ -151,8 +165,7 @@ impl Handle {
     /// the bytes that this rank returned to other nodes, and those that it read. Empty before the
     /// first.
     ///
-    /// On a device with a budget this waits until the rows are back, but not for their sums. It
-    /// reports the last call, so ask before another combine along the handle is enqueued.
+    /// It reports the last call, so ask before another combine along the handle is enqueued.
     ///
     /// # Errors
     /// On a device, except in fixed slots: the refusal of that combine, on any rank; then its sums

@@ -49,7 +49,7 @@ mod slices;
 mod tensor;
 
 pub use buffers::{CombineInput, ExpertOutput, ExpertRows, TokenBuffer};
-pub use builder::ExpertParallelBuilder;
+pub use builder::{ExpertParallelBuilder, Graphs};
 pub use collective::{CollectiveBuilder, RowCollective, RowPartition};
 pub use device::Status;
 pub use features::Feature;

@@ -136,7 +136,7 @@ impl ExpertParallel {
     pub fn executor(&self) -> CallExecutor {
         match &self.at {
             InstanceAt::Host(_) => CallExecutor::HostStepper,
-            InstanceAt::Planned(ep) => ep.executor(),
+            InstanceAt::Planned(_) => CallExecutor::Enqueuer,
             InstanceAt::Slots { .. } => CallExecutor::ConstantProgram,
         }
     }
@@ -150,11 +150,10 @@ impl ExpertParallel {
         }
     }
 
-    /// Exact sizes and fixed slots on a device: enqueues the next calls on another stream of the
-    /// device. With exact sizes they come behind all that the stream before has been given by now;
-    /// what is given to it later must not use rows or outputs that are given back. In fixed slots the
-    /// caller orders the streams by events. [`synchronize`](ExpertParallel::synchronize) then waits
-    /// for the new stream.
+    /// On a device: enqueues the next calls on another stream of the device. They come behind all
+    /// that the stream before has been given by now; what is given to it later must not use rows or
+    /// outputs that are given back. In slots the caller orders the streams by events.
+    /// [`synchronize`](ExpertParallel::synchronize) then waits for the new stream.
     ///
     /// # Errors
     /// [`DeviceError::OtherDevice`](crate::error::DeviceError) for a stream of another device, and
@@ -292,7 +291,7 @@ impl ExpertParallel {
     /// ([`PeerRefused`](crate::error::CallError) on the others), [`CallError`] where ranks make
     /// different calls, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank cannot
     /// hold its rows. The world stays usable after these. [`LaneError`](crate::error::LaneError),
-    /// [`DeviceError`](crate::error::DeviceError) of exact sizes and budgets, and
+    /// [`DeviceError`](crate::error::DeviceError) of calls that the host finishes, and
     /// [`Cause`](crate::error::Cause) end it.
     ///
     /// On a device three refusals are this rank's alone. They come before anything is enqueued, and
@@ -301,7 +300,9 @@ impl ExpertParallel {
     /// - [`CallError::TooManyInFlight`], where as many dispatches are alive as there is memory for;
     /// - [`PlanError::BadParameter`] for an eager dispatch on a stream that is being captured: a
     ///   graph does not know the sizes of its launches;
-    /// - all refusals in fixed slots, where ranks agree on nothing.
+    /// - all refusals in slots, where ranks agree on nothing: fixed ones, and those of a budget with
+    ///   [`Graphs::Slots`](super::Graphs::Slots). That a rank is over its budget is then known to streams
+    ///   alone ([`Handle::status`]).
     pub fn dispatch<'a>(
         &mut self,
         x: impl Into<Tensor<'a>>,
@@ -324,10 +325,9 @@ impl ExpertParallel {
     /// not wait. Until the second half, what this rank does for other nodes is done in a thread of
     /// its own.
     ///
-    /// On a device with exact sizes, choices go to the host and rows are packed; all else is the
-    /// second half's, so peers wait for that. Over [`Route::Pxn`](crate::topology::Route) it packs,
-    /// too: until then `x` stays as it is, also for what is enqueued in between. With a budget or
-    /// slots the dispatch is enqueued.
+    /// On a device, choices go to the host and rows are packed; all else is the second half's, so
+    /// peers wait for that. Over [`Route::Pxn`](crate::topology::Route) it packs, too: until then
+    /// `x` stays as it is, also for what is enqueued in between. In slots the dispatch is enqueued.
     ///
     /// # Errors
     /// Those that end the world, and the refusals that are this rank's alone
@@ -391,7 +391,6 @@ impl ExpertParallel {
     pub fn prepare<'a>(&mut self, choices: impl Into<Choices<'a>>) -> Result<Handle, Error> {
         let choices = choices.into();
         if let InstanceAt::Planned(ep) = &mut self.at {
-            Feature::CachedDispatch.require(ep.executor())?;
             return Ok(Handle(HandleAt::Planned(ep.prepare(choices)?)));
         }
         let handle = self.host_mut(Feature::CachedDispatch)?.prepare(choices.on_host())?;
@@ -422,8 +421,8 @@ impl ExpertParallel {
     /// call went on all ranks.
     ///
     /// # Errors
-    /// As [`ExpertParallel::combine`]; on a device with a budget or slots, of these, what this rank
-    /// finds wrong.
+    /// As [`ExpertParallel::combine`]; in slots on a device, of these, what this rank finds
+    /// wrong.
     pub fn combine_into<'a, 'o>(
         &mut self,
         y: impl Into<CombineInput<'a>>,
@@ -447,7 +446,7 @@ impl ExpertParallel {
 
     /// First half of [`ExpertParallel::combine`]: offers this rank's rows, and does not wait for
     /// the others'. Until the second half, a thread of the relay's own does this rank's work for
-    /// other nodes. On a device with exact sizes the stream marks that rows may be read, and the
+    /// other nodes. On a device the stream marks that rows may be read, and the
     /// second half does the rest.
     ///
     /// # Errors
@@ -632,7 +631,7 @@ impl ExpertParallel {
 
     /// Blocks until everything in the stream is done, even if the world fails, and returns the
     /// outcome. Use it at the end of a step or of a test: on a device no other call waits until the
-    /// stream is idle. With exact sizes the second half of a dispatch waits until the stream has
+    /// stream is idle. Except in slots, the second half of a dispatch waits until the stream has
     /// reached the call, and so does that of a combine over several nodes. On the host there is
     /// nothing to wait for.
     ///

@@ -58,14 +58,15 @@ impl PendingDispatch<'_> {
         }
     }
 
-    /// Second half with sizes that stay on the device: nothing waits. With a budget, the number of
-    /// rows stands in [`ExpertRows::counts`], and [`Handle::status`] says whether they came. So the
-    /// call can be captured into a graph.
+    /// Second half with sizes that stay on the device: nothing waits. With a budget and
+    /// [`Graphs::Slots`](super::Graphs::Slots), the number of rows stands in
+    /// [`ExpertRows::counts`], and [`Handle::status`] says whether they came. So the call can be
+    /// captured into a graph.
     ///
     /// # Errors
-    /// A refusal of this rank's input. [`PlanError::NotAvailable`] on the host, and on a device for
-    /// exact sizes, where rows have no place before their number is known: the call is then
-    /// finished as far as the other ranks see it.
+    /// [`PlanError::NotAvailable`] on the host, and on a device for calls that the host finishes,
+    /// where rows have no place before their number is known: the call is then finished as far as
+    /// the other ranks see it.
     pub fn unfinished(self) -> Result<(ExpertRows, Handle), Error> {
         match self.0 {
             DispatchAt::Planned { started, unfinished, ep } => {

@@ -1,8 +1,8 @@
-//! A rank's work for others: in the thread of its caller, of its planner, or in one of its own
+//! A rank's work for others: in the thread of its caller, or in one of its own
 //! (`ep::host::offload`).
 //!
 //! A relay performs the steps of its program ([`RelayCall`]). Its driver supplies the executor of
-//! its operations ([`Run`]): the host stepper, or a planner's engine.
+//! its operations ([`Run`]): the host stepper, or the enqueuer's engine.
 
 use std::sync::Arc;
 
@@ -56,7 +56,7 @@ impl RelayTask {
 /// Runs operations of a stage, in order, to the end.
 pub(super) type Run<'a> = dyn FnMut(&[TrackOp], &Operands<'_>) -> Result<(), Error> + 'a;
 
-/// The relay of one `ExpertParallel`, or of one planner.
+/// The relay of one `ExpertParallel`.
 #[derive(Debug)]
 pub(super) struct Relay {
     fixed: Arc<EpState>,

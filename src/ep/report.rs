@@ -13,29 +13,24 @@ pub enum CallExecutor {
     /// The caller's thread: rows in memory of the host.
     #[default]
     HostStepper,
-    /// The caller's thread, which has copy engines move rows in memory of a device: exact sizes.
+    /// The caller's thread, which has copy engines move rows in memory of a device: exact sizes, or
+    /// what a budget holds.
     Enqueuer,
-    /// A planner thread, which has copy engines move rows in memory of a device: budgets.
-    Planner,
-    /// A program of constants on the caller's stream, for fixed slots in memory of a device.
+    /// A program of constants on the caller's stream, for fixed slots in memory of a device, and
+    /// for a budget where CUDA graphs hold calls.
     ConstantProgram,
 }
 
 impl CallExecutor {
     /// All executors.
-    pub const ALL: [CallExecutor; 4] = [
-        CallExecutor::HostStepper,
-        CallExecutor::Enqueuer,
-        CallExecutor::Planner,
-        CallExecutor::ConstantProgram,
-    ];
+    pub const ALL: [CallExecutor; 3] =
+        [CallExecutor::HostStepper, CallExecutor::Enqueuer, CallExecutor::ConstantProgram];
 
     /// Its name in reports.
     pub const fn name(self) -> &'static str {
         match self {
             CallExecutor::HostStepper => "host-stepper",
             CallExecutor::Enqueuer => "enqueuer",
-            CallExecutor::Planner => "planner",
             CallExecutor::ConstantProgram => "constant-program",
         }
     }

@@ -230,16 +230,6 @@ pub enum DeviceError {
         /// The requested operation.
         operation: &'static str,
     },
-    /// A stream's wait holds up the streams that are to end it.
-    #[error(
-        "device {device}: each of {tried} streams shares a hardware queue with the caller's stream, and would wait for itself (set CUDA_DEVICE_MAX_CONNECTIONS higher, or leave it out)"
-    )]
-    SharedQueue {
-        /// The device.
-        device: u32,
-        /// How many streams were tried.
-        tried: u32,
-    },
     /// The driver handed out a descriptor that is none.
     #[error("{call} handed out descriptor {descriptor}")]
     Descriptor {

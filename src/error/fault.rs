@@ -45,6 +45,13 @@ pub enum KernelFault {
         /// The row that was to be made, or the token.
         at: u32,
     },
+    /// Admit: a rank would get more rows than its budget, in a call that refuses that. Results are
+    /// zeros at all ranks; the next call is judged anew.
+    #[error("rank {rank} would get more rows than its budget")]
+    OverBudget {
+        /// The first such rank.
+        rank: u32,
+    },
     /// A word that no kernel writes: another writer set it.
     #[error("the status word was set to {word:#x}")]
     Foreign {
@@ -65,6 +72,7 @@ impl KernelFault {
             4 => KernelFault::OtherDigest { rank: about },
             5 => KernelFault::PlaceOutOfRange { token: about },
             6 => KernelFault::IndexOutOfRange { at: about },
+            7 => KernelFault::OverBudget { rank: about },
             _ => KernelFault::Foreign { word },
         })
     }

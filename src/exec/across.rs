@@ -1,4 +1,4 @@
-//! What crosses, as the planner's stepper sees to it: straight, or by the outbox, in order.
+//! What crosses, as the enqueuer's stepper sees to it: straight, or by the outbox, in order.
 
 use super::engine::{CopyEngineStepper, NO_TWIN, Packed};
 use super::outbox::{NetOp, QueuedOp};

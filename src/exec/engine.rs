@@ -2,30 +2,27 @@
 //! operations of the same stream.
 //!
 //! It reads the same programs as the host stepper, in the same launch order. Where that moves bytes
-//! and raises a flag, this one enqueues. Who awaits the words that streams write depends on who
-//! drives it:
+//! and raises a flag, this one enqueues, and its thread runs ahead of the stream:
 //!
 //! ```text
-//!                          planner thread                     caller's thread (runs ahead)
 //!   Put, PutRows           a copy for each span or run, collected
-//!   Signal landed, read    a write of the stream, collected   both enqueued before the next wait, and at the end:
-//!          ready                                              copies in one batch, then the writes
+//!   Signal landed, read    a write of the stream, collected; both are enqueued before the next wait, and at the end:
+//!          ready           copies in one batch, then the writes
 //!   Signal entry, posted   the host's store: what is collected is enqueued before it
 //!   Wait read              the host looks at the word
-//!   Wait landed, ready     the host looks at the word         the stream waits
+//!   Wait landed, ready     the stream waits
 //!   Wait entry, posted     the host's wait
 //!
-//! A planner's stream waits for the caller's alone, so all other waits are the planner's: they have deadlines, and end when
-//! the world dies. A caller's thread returns before rows have landed, so its stream awaits them. Whatever a stream awaits is
-//! enqueued already by then: the entry of a local peer comes behind its "ready", and [`Posted`](Flag::Posted) before
-//! "landed". So no stream ever waits for a thread that has yet to call the driver.
-//!
-
 //!   to another node        a batch of copies to the outbox for each signal, and a mark behind it; before the next wait the
 //!                          host puts on the rails what stands before each mark that it has seen, and signals
 //!     straight             no copies: the card reads rows where they lie packed, behind the mark that they do; it writes a
 //!                          word behind them, which the stream awaits once the host has seen the flag
 //! ```
+//!
+//! The thread returns before rows have landed, so its stream awaits them. Whatever a stream awaits
+//! is enqueued already by then: the entry of a local peer comes behind its "ready", and
+//! [`Posted`](Flag::Posted) before "landed". So no stream ever waits for a thread that has yet to
+//! call the driver.
 //!
 //! A later signal is one behind more puts: what is collected may be enqueued together. Engines cannot gather: rows lie
 //! packed. They cannot add: a sum is refused.
@@ -108,8 +105,6 @@ pub struct CopyEngineStepper {
     pub(super) batched: bool,
     /// Engines make the copies of batches also within one device.
     hinted: bool,
-    /// The stream awaits what peers' streams write here; else the host does.
-    ahead: bool,
     /// Collected: waits, the copies behind them, and what tells of these.
     waits: MemOpBatch,
     /// What these waits are for, since the last mark.
@@ -131,22 +126,14 @@ const LOOKS: u32 = 4096;
 pub(super) const NO_TWIN: DeviceError = DeviceError::NoEngine { operation: "cross to other nodes" };
 
 impl CopyEngineStepper {
-    /// An executor on this stream, whose host may run `ahead` of it. Its lists grow with the first
-    /// calls, and never again.
-    pub fn new(
-        context: &Arc<Context>,
-        port: Arc<Port>,
-        ground: DeviceMap,
-        stream: Stream,
-        ahead: bool,
-    ) -> Self {
+    /// An executor on this stream. Its lists grow with the first calls, and never again.
+    pub fn new(context: &Arc<Context>, port: Arc<Port>, ground: DeviceMap, stream: Stream) -> Self {
         CopyEngineStepper {
             port,
             ground,
             batched: stream.takes_batches(),
             stream,
             hinted: context.driver().version() >= Version::OVERLAP_HINT,
-            ahead,
             waits: MemOpBatch::with_capacity(context, 0),
             awaited: Vec::new(),
             copies: CopyBatch::with_capacity(context, 0),
@@ -200,7 +187,7 @@ impl CopyEngineStepper {
                 self.port.signal(to, (of, flag), operands.value(level), operands.tag(to, flag, level))
             }
             Op::Wait { from, flag: flag @ (Flag::Landed | Flag::Ready), level }
-                if self.ahead && op.line(self.port.lanes().paths()) == Line::Stream =>
+                if op.line(self.port.lanes().paths()) == Line::Stream =>
             {
                 self.stream_waits((from, flag), operands.value(level), packed)
             }
@@ -374,22 +361,6 @@ impl CopyEngineStepper {
         self.enqueued.own_bytes += if peer == self.port.lanes().rank { len } else { 0 };
     }
 
-    /// What is collected from now on comes after a word of the host's memory is 1, which is taken
-    /// back.
-    ///
-    /// # Errors
-    /// [`DeviceError`].
-    pub fn take(&mut self, word: Word<'_, u32>) -> Result<(), DeviceError> {
-        self.enqueue()?;
-        self.operations.wait(word, 1)?;
-        self.operations.write(word, 0)?;
-        if self.ground.words.is_some() {
-            self.marks += 1;
-            self.operations.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
-        }
-        self.enqueue()
-    }
-
     /// What is collected from now on comes after a mark of another stream.
     ///
     /// # Errors
@@ -431,17 +402,6 @@ impl CopyEngineStepper {
         while self.stream.is_done() == Ok(false) && since.elapsed() < patience {
             std::thread::sleep(Duration::from_millis(1));
         }
-    }
-
-    /// Enqueues what is collected, and waits until the stream has done all of it.
-    ///
-    /// # Errors
-    /// As [`CopyEngineStepper::run`].
-    pub fn settle(&mut self) -> Result<(), Error> {
-        self.marks += 1;
-        self.operations.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
-        self.enqueue()?;
-        self.reached(self.marks)
     }
 
     /// The word in which the stream leaves its marks: this rank's own, which no program raises.

@@ -23,7 +23,7 @@ pub struct EnqueueCounts {
     pub staged_out_bytes: u64,
     /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
     pub in_bytes: u64,
-    /// Puts on rails: by the planner's thread, not by its stream.
+    /// Puts on rails: by the caller's thread, not by its stream.
     pub rail_puts: u64,
     /// Their bytes, headers and messages among them.
     pub rail_bytes: u64,

@@ -1,10 +1,11 @@
 //! Executors: interpreters of schedules that move bytes.
 //!
-//! The host stepper (`HostStepper`) steps all tracks of a rank in the caller's thread, in launch order.
-//! The planner's stepper (`CopyEngineStepper`) reads the same programs, and enqueues what they move on a CUDA
-//! stream. A stream program, which nobody steps, is `Lowered` once and enqueued as a whole; what of
-//! it crosses to other nodes is `ProxyOps`. A [`Recorder`] can watch the host stepper (or any other
-//! executor), and [`write_chrome_trace`] writes what the ranks' recorders saw as one timeline.
+//! The host stepper (`HostStepper`) steps all tracks of a rank in the caller's thread, in launch
+//! order. The enqueuer's stepper (`CopyEngineStepper`) reads the same programs, and enqueues what
+//! they move on a CUDA stream. A stream program, which nobody steps, is `Lowered` once and enqueued
+//! as a whole; what of it crosses to other nodes is `ProxyOps`. A [`Recorder`] can watch the host
+//! stepper (or any other executor), and [`write_chrome_trace`] writes what the ranks' recorders saw
+//! as one timeline.
 
 mod across;
 mod chrome;

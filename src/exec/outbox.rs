@@ -1,4 +1,4 @@
-//! What a planner's stepper has yet to put on rails: rows that copy engines bring to the host's
+//! What the enqueuer's stepper has yet to put on rails: rows that copy engines bring to the host's
 //! memory, and what comes between and behind them, in order.
 
 use std::collections::VecDeque;

@@ -41,7 +41,6 @@ pub(crate) use pages::shared_huge_bytes;
 #[doc(hidden)]
 pub use pages::{PageReport, huge_pages_granted};
 #[doc(hidden)]
-pub use pinned::SharedPinned;
 pub(crate) use pinned::pin;
 #[doc(hidden)]
 pub use pool::Extent;

@@ -11,7 +11,7 @@
 //! Rows from other nodes land in the staging at the offset where they belong on the device, under
 //! the same write grant. So no row is placed twice, and a copy in covers all adjacent rows.
 //! Outgoing rows wait in the outbox. Where NICs reach the device, a small staging is the *scratch*
-//! of a planner: memory that it writes for its own device.
+//! of the enqueuer: memory that it writes for its own device.
 
 use std::sync::Arc;
 

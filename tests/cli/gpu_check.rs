@@ -145,7 +145,7 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     assert!(text.contains("Locks: all pass"), "{text}");
     let activity = rows(&report, "activity");
     assert_eq!(activity.iter().map(|row| &row["state"]).collect::<Vec<_>>(), ["right"; 3], "{activity:#?}");
-    for part in ["interference", "planner", "costs"] {
+    for part in ["interference", "costs"] {
         let rows = rows(&report, part);
         assert!(rows.len() >= 3, "{part}: {rows:#?}");
         for row in rows {
@@ -158,7 +158,7 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
 
 /// As help and errors list them: in the order in which they run.
 const PARTS: &str = "driver, kernels, locks, queues, processes, conformance, costs, audit, activity, \
-                     exchange, planner, interference";
+                     exchange, interference";
 
 #[test]
 fn what_is_missing_is_said_and_nothing_runs() {

@@ -177,8 +177,7 @@ fn handle_of_another_instance_on_a_device_is_refused() {
 }
 
 /// What carries calls out on devices.
-const DEVICE_EXECUTORS: [CallExecutor; 3] =
-    [CallExecutor::Enqueuer, CallExecutor::Planner, CallExecutor::ConstantProgram];
+const DEVICE_EXECUTORS: [CallExecutor; 2] = [CallExecutor::Enqueuer, CallExecutor::ConstantProgram];
 
 /// Settings that an executor serves; on a device once there is a stream.
 fn builder(group: &Group, executor: CallExecutor) -> ExpertParallelBuilder<'_> {
@@ -186,9 +185,6 @@ fn builder(group: &Group, executor: CallExecutor) -> ExpertParallelBuilder<'_> {
     let builder = builder.max_tokens(MAX_TOKENS);
     match executor {
         CallExecutor::ConstantProgram => builder.layout(RowLayout::RankMajor).mode(slots(MAX_TOKENS)),
-        CallExecutor::Planner => {
-            builder.mode(ReceiveMode::Budget { rows: 8 * MAX_TOKENS, overflow: Overflow::Error })
-        }
         _ => builder,
     }
 }
@@ -241,12 +237,10 @@ fn asked<'g>(feature: Feature, builder: ExpertParallelBuilder<'g>) -> Option<Exp
 /// Nothing where the settings do not go together in any place.
 fn named(feature: Feature, executor: CallExecutor) -> Option<Feature> {
     match (executor, feature) {
-        (CallExecutor::Planner, Feature::Spans) => Some(Feature::RankMajor),
-        (CallExecutor::Planner, Feature::RoundedPartials) => Some(Feature::OrderRank),
         (CallExecutor::ConstantProgram, Feature::Spans) => Some(Feature::Relays),
         (CallExecutor::ConstantProgram, Feature::AllGather | Feature::WeightedCombine) => None,
         // Another executor serves them.
-        (CallExecutor::Enqueuer | CallExecutor::Planner, Feature::ScarceSlots) => None,
+        (CallExecutor::Enqueuer, Feature::ScarceSlots) => None,
         _ => Some(feature),
     }
 }
@@ -257,7 +251,7 @@ fn settings_that_a_device_lacks_are_refused_on_all_ranks() {
     each_with_kernels(test, &[&[]], || {
         on_ranks(&NODES, &small(), |world| {
             let (group, stream) = (world.all().unwrap(), stream(world.rank()));
-            for (executor, settings) in DEVICE_EXECUTORS.into_iter().zip([2, 8, 8]) {
+            for (executor, settings) in DEVICE_EXECUTORS.into_iter().zip([2, 5]) {
                 let mut refusals = 0;
                 for feature in Feature::ALL.into_iter().filter(|feature| !feature.is_served_by(executor)) {
                     let Some(asked) = asked(feature, builder(&group, executor).on(&stream)) else { continue };
@@ -326,7 +320,7 @@ fn calls_that_an_executor_lacks_are_refused_by_name() {
                 memory().fill(&stream, &mine.ids),
                 memory().fill(&stream, &mine.weights),
             ];
-            for (executor, calls) in CallExecutor::ALL.into_iter().zip([3, 3, 7, 5]) {
+            for (executor, calls) in CallExecutor::ALL.into_iter().zip([3, 3, 5]) {
                 let (builder, on_host) = (builder(&group, executor), executor == CallExecutor::HostStepper);
                 let builder = if on_host { builder } else { builder.on(&stream) };
                 let mut ep = builder.build().unwrap();

@@ -1,4 +1,4 @@
-//! Instances on devices, with planners, between processes: descriptors of device memory and of
+//! Instances on devices between processes: descriptors of device memory and of
 //! words are passed, and a killed rank ends the streams of the others.
 #![allow(unsafe_code, reason = "memory of a caller's own is named by contract")]
 

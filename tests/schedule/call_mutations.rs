@@ -24,14 +24,8 @@ fn programs(group: &Group) -> RankPrograms {
     let paths = Paths::new(&group.nodes, group.route, 0);
     let (pxn, rails) = (group.route == Route::Pxn, paths.rails());
     let brings_in = group.pulls && rails && (pxn || !group.straight);
-    let fixed_outputs = fixed_outputs(group);
-    let engines = Engines { pulls: group.pulls, brings_in, fixed_outputs, enqueues: group.enqueues };
+    let engines = Engines { pulls: group.pulls, brings_in, enqueues: group.enqueues };
     RankPrograms::new(paths, CHUNKS, group.order != SumOrder::Expert && pxn && rails, engines)
-}
-
-/// Outputs have one place: a return waits until its readers have finished.
-fn fixed_outputs(group: &Group) -> bool {
-    group.pulls && group.mode.budget().is_some()
 }
 
 /// Reason why a mutant is unobservable.
@@ -68,9 +62,6 @@ fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str
         Action::Run(StageId::Release, _) if group.enqueues && rails => {
             Some("entries follow what the streams of all ranks have read")
         }
-        Action::Run(StageId::Release, _) if fixed_outputs(group) => {
-            Some("the last return has waited for its readers")
-        }
         Action::Run(StageId::NodeEntered, _) if inline && group.nodes.nodes() == group.nodes.ranks() => {
             Some("alone on its node, it waits for itself")
         }
@@ -94,12 +85,9 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
     match (first.action, second.action) {
         (Agree, Compute(Work::Judge)) => None,
         // The chunk is filled amid the call, before its readers of the last one have finished.
-        (Run(StageId::Release, _), Compute(Work::Offer)) if !fixed_outputs(group) && !group.enqueues => None,
+        (Run(StageId::Release, _), Compute(Work::Offer)) if !group.enqueues => None,
         (Run(StageId::RelayDone, _), Run(StageId::Posted, _)) => {
             Some("what the relay moves is enqueued by then")
-        }
-        (Run(StageId::AllRead, _), Compute(Work::Retire)) => {
-            Some("both end the call, and neither needs the other")
         }
         (Run(StageId::Release, _), Compute(_)) | (Compute(_), Run(StageId::Release, _)) => {
             Some("memory is taken later, or was free before")
@@ -201,7 +189,7 @@ fn all_of_group_found(group: Group) {
     let calls = rounds_of(&group);
     let (programs, ranks) = (programs(&group), group.nodes.ranks());
     let mut findings = Findings::default();
-    // No planner makes a dispatch along a known layout.
+    // Engines that do not run ahead make no dispatch along a known layout.
     let planned = group.pulls && !group.enqueues;
     let made = |kind: &CallKind| !(planned && *kind == CallKind::CachedDispatch);
     for kind in KINDS.into_iter().filter(made) {
@@ -250,7 +238,7 @@ fn driver_mutants_of_copy_engines_are_found() {
     let budget = ReceiveMode::Budget { rows: 60, overflow: Overflow::Drop };
     let within = (RowLayout::ExpertMajor, budget, SumOrder::Expert);
     all_of_group_found(
-        Group::new(&[0; 4], 4, 5).run((Route::Direct, Relays::Inline)).pulling().placed(within),
+        Group::new(&[0; 4], 4, 5).run((Route::Direct, Relays::Inline)).enqueuing().placed(within),
     );
 }
 

@@ -268,8 +268,8 @@ pub fn rounds_of(group: &Group) -> Vec<Call> {
     }
 }
 
-/// Those of the rounds that planners can run: no cached dispatches, only rows return, and none are
-/// kept.
+/// Those of the rounds that engines alone can run: no cached dispatches, only rows return, and none
+/// are kept.
 pub fn engine_rounds() -> Vec<Call> {
     let made = rounds().into_iter().filter(|call| !matches!(call, Call::Cached { .. }));
     let made = made.map(|call| match call {

@@ -2,6 +2,7 @@
 
 use sidelane::Dtype;
 use sidelane::dtype::PartialDtype;
+use sidelane::ep::Graphs;
 use sidelane::plan::{Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::Route;
 
@@ -50,6 +51,11 @@ pub const SIDELANE_MODE_SLOTS: u32 = 2;
 pub const SIDELANE_OVERFLOW_ERROR: u32 = 0;
 /// Rows for which there is no room are dropped.
 pub const SIDELANE_OVERFLOW_DROP: u32 = 1;
+
+/// The caller finishes each call, which moves what it needs.
+pub const SIDELANE_GRAPHS_OFF: u32 = 0;
+/// Calls may be captured into CUDA graphs, or left unfinished: each moves full slots.
+pub const SIDELANE_GRAPHS_SLOTS: u32 = 1;
 
 /// Each row goes to the ranks that its token chose.
 pub const SIDELANE_STRATEGY_ALL_TO_ALL: u32 = 0;
@@ -162,6 +168,11 @@ pub(crate) fn mode(seen: u32, rows: u32, overflow: u32) -> Result<ReceiveMode, A
         }
         mode => Ok(mode),
     }
+}
+
+pub(crate) fn graphs(seen: u32) -> Result<Graphs, ArgumentError> {
+    let all = [(SIDELANE_GRAPHS_OFF, Graphs::Off), (SIDELANE_GRAPHS_SLOTS, Graphs::Slots)];
+    choice("graphs", seen, &all, "SIDELANE_GRAPHS_OFF or _SLOTS")
 }
 
 pub(crate) fn strategy(seen: u32) -> Result<Strategy, ArgumentError> {

@@ -88,6 +88,14 @@ static void in_a_graph(sidelane_ep_options_t options, float (*times)(const int32
     uint32_t status;
     CHECK(sidelane_handle_status(handle, &status));
     REQUIRE(status == SIDELANE_CALL_OK);
+    sidelane_handle_info_t info = {.size = sizeof info};
+    CHECK(sidelane_handle_info(handle, &info));
+    REQUIRE((info.dropped_mask != NULL) == (options.mode == SIDELANE_MODE_BUDGET) && info.dropped_count == 0);
+    if (info.dropped_mask) {
+        uint8_t dropped[TOKENS * TOP_K], none[TOKENS * TOP_K] = {0};
+        CUDA(cuMemcpyDtoH(dropped, (CUdeviceptr)info.dropped_mask, sizeof dropped));
+        REQUIRE(memcmp(dropped, none, sizeof none) == 0);
+    }
     CHECK(sidelane_ep_synchronize(ep));
     CUDA(cuGraphExecDestroy(graph));
     CHECK(sidelane_rows_close(rows));
@@ -115,7 +123,8 @@ int main(void) {
     routing = (sidelane_routing_t){.experts = (int32_t *)on_device(ids, sizeof ids),
                                    .weights = (float *)on_device(weights, sizeof weights), .tokens = TOKENS, .top_k = TOP_K,
                                    .place = SIDELANE_PLACE_DEVICE};
-    sidelane_ep_options_t budget = {.mode = SIDELANE_MODE_BUDGET, .mode_rows = BUDGET};
+    sidelane_ep_options_t budget = {.mode = SIDELANE_MODE_BUDGET, .mode_rows = BUDGET, .graphs = SIDELANE_GRAPHS_SLOTS,
+                                    .sum_order = SIDELANE_ORDER_RANK};
     sidelane_ep_options_t slots = {.mode = SIDELANE_MODE_SLOTS, .mode_rows = TOKENS, .sum_order = SIDELANE_ORDER_RANK,
                                    .layout = SIDELANE_LAYOUT_RANK_MAJOR};
     in_a_graph(budget, chosen);

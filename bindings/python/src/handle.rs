@@ -202,16 +202,13 @@ impl Handle {
         self.kind.give(py, give(said))
     }
 
-    /// A report, as soon as it is known; Ctrl-C ends the wait, not the world.
+    /// A report.
     fn told<'py>(
         &self,
         py: Python<'py>,
-        ask: impl FnOnce(&sidelane::ep::Handle) -> Result<Report, sidelane::Error> + Send,
+        ask: impl FnOnce(&sidelane::ep::Handle) -> Result<Report, sidelane::Error>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let report = self.slot.lend(|handle| match &self.shape.place {
-            Place::Host(_) => ask(handle).map_err(raise),
-            Place::Device(_) => wait::call(py, &*self.seat.world()?, Interrupt::Ends, || ask(handle)),
-        })?;
+        let report = self.slot.lend(|handle| ask(handle).map_err(raise))?;
         Ok(pythonize::pythonize(py, &report)?)
     }
 }
@@ -315,6 +312,16 @@ impl Handle {
             Tensor::of(values, &[tokens, top_k], Element::Bool)
         };
         self.ask(py, ask, give)
+    }
+
+    /// On a device, a budget with graphs="slots": the same as the stream finds it, bool `[tokens,
+    /// top_k]`. None elsewhere.
+    #[getter]
+    fn dropped_mask<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let mask = self.slot.lend(|handle| Ok(handle.dropped_mask().ok().cloned()))?;
+        let Some(mask) = mask else { return Ok(None) };
+        let columns = [self.tokens, self.shape.top_k];
+        self.on_device(py, |shape, rows| Ok(Some(shape.part(rows, &mask, (&columns, Element::Bool)))))
     }
 
     /// Where rows lie, if not as they arrived, `[rows]`. On the host, after relays that copied

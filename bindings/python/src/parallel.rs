@@ -53,8 +53,8 @@ impl ExpertParallel {
     #[pyo3(signature = (
         group, *, experts=None, top_k=1, hidden, dtype=None, expert_map=None, order="expert", wire="f32",
         layout="expert-major", route="direct", strategy="all-to-all", align=1, max_tokens=4096, weighted=false,
-        spans=false, fp8=false, budget=None, slots=None, overflow="error", device=None, stream=None,
-        max_in_flight=None, device_heap=None
+        spans=false, fp8=false, budget=None, slots=None, overflow="error", graphs="off", device=None,
+        stream=None, max_in_flight=None, device_heap=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "Python's keywords are its builder")]
     fn new(
@@ -78,6 +78,7 @@ impl ExpertParallel {
         budget: Option<u32>,
         slots: Option<u32>,
         overflow: &str,
+        graphs: &str,
         device: Option<&Bound<'_, PyAny>>,
         stream: Option<usize>,
         max_in_flight: Option<u32>,
@@ -112,7 +113,8 @@ impl ExpertParallel {
                 .weighted(weighted)
                 .coalesce_relays(spans)
                 .fp8(fp8)
-                .mode(mode);
+                .mode(mode)
+                .graphs(settings::word("graphs", graphs)?);
             let on = OnStream::open(py, device, stream)?;
             let builder = on.iter().fold(builder, |builder, on| builder.on(&on.stream()));
             let builder = max_in_flight.into_iter().fold(builder, ExpertParallelBuilder::max_in_flight);

@@ -11,10 +11,12 @@ def exchanges(world, of, device, **settings):
     """An instance on the device, on a stream of its own, and the same on the host."""
     settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": of.x[0].dtype, "max_tokens": 16} | settings
     stream = device.new_stream()
-    on = {"device": device.number, "stream": stream, "device_heap": 1 << 20, "max_in_flight": 2}
+    graphs = settings.pop("graphs", "off")
+    room = {"device_heap": 1 << 20, "max_in_flight": 2} if graphs == "off" else {"graphs": graphs}
+    on = {"device": device.number, "stream": stream} | room
     planned, host = sidelane.ExpertParallel(world, **settings, **on), sidelane.ExpertParallel(world, **settings)
     assert (planned.device, planned.stream) == (device.number, stream)
-    executor = "planner" if "budget" in settings else "enqueuer"
+    executor = "enqueuer" if graphs == "off" else "constant-program"
     assert (planned.place, planned.executor) == (f"cuda:{device.number}", executor)
     assert (host.place, host.executor, host.device, host.stream) == ("host", "host-stepper", None, None)
     return planned, host
@@ -170,14 +172,31 @@ def check_reports_say_what_was_enqueued(world):
     assert refused(lambda: combine.finish(out)) == ("ClosedError", "UsedUp"), "a call is finished once"
 
 
+def check_rows_within_a_budget_are_those_of_the_host(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    most = max(len(of.rows(rank)) for rank in range(world.size))
+    for budget in (most, most - 2):
+        planned, host = exchanges(world, of, device, budget=budget, overflow="drop")
+        there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+        rows, handle = planned.dispatch(*sent(of, me, device))
+        assert (handle.rows, handle.required_rows) == (expected.rows, expected.required_rows)
+        same(torch.from_dlpack(handle.dropped), torch.from_dlpack(expected.dropped))
+        assert handle.dropped_mask is None, "the host knows"
+        same(device.read(rows), there)
+        out = device.tensor(torch.zeros_like(of.x[me]))
+        planned.combine(rows, handle, out)
+        same(device.read_sums(planned, out), host.combine(there, expected))
+
+
 def check_a_budget_needs_no_sizes(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     most = max(len(of.rows(rank)) for rank in range(world.size))
-    planned, host = exchanges(world, of, device, budget=most + 3)
+    planned, host = exchanges(world, of, device, budget=most + 3, graphs="slots", order="rank")
     there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
     rows, handle = planned.start_dispatch(*sent(of, me, device)).unfinished()
     assert torch.from_dlpack(handle.dropped).shape == (0, of.top_k)
     assert handle.tokens_per_expert == [] and rows.shape == (most + 3, of.hidden)
+    assert not device.read(handle.dropped_mask).any() and handle.dropped_mask.shape == of.ids[me].shape
     out = device.tensor(torch.zeros_like(of.x[me]))
     planned.combine(rows, handle, out)
     counts = device.read(handle.counts)[0].tolist()
@@ -190,7 +209,9 @@ def check_a_graph_is_replayed_with_other_tokens(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     most = max(len(of.rows(rank)) for rank in range(world.size))
     settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": torch.float32, "max_tokens": 16}
-    planned = sidelane.ExpertParallel(world, **settings, budget=most, device=device.number, stream=device.stream)
+    settings["order"] = "rank"
+    on = {"graphs": "slots", "device": device.number, "stream": device.stream}
+    planned = sidelane.ExpertParallel(world, **settings, budget=most, **on)
     host = sidelane.ExpertParallel(world, **settings)
     x, ids, weights = sent(of, me, device)
     out = device.tensor(torch.zeros_like(of.x[me]))
@@ -343,7 +364,7 @@ def check_a_stream_that_is_none_is_a_buffer_error(world):
 def check_what_a_place_does_not_have_is_refused_by_name(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     planned, host = exchanges(world, of, device)
-    within, _ = exchanges(world, of, device, budget=100)
+    within, _ = exchanges(world, of, device, budget=100, graphs="slots", order="rank")
     sent_here = sent(of, me, device)
     rows, handle = planned.dispatch(*sent_here)
     host_rows, layout = host.dispatch(of.x[me], of.ids[me], of.weights[me])

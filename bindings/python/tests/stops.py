@@ -148,26 +148,6 @@ def planned(world, **settings):
     return exchange, [device.tensor(values) for values in (torch.ones(1, 4), ids, ones)]
 
 
-def interrupted_report():
-    world = sidelane.init()
-    exchange, sent = planned(world, budget=4)
-    said = ("", "", {})
-    if world.rank == 0:
-        _, handle = exchange.start_dispatch(*sent).unfinished()
-
-        def waits_for_rows():
-            handle.report()
-
-        interrupt_when_in("waits_for_rows")
-        said = outcome(waits_for_rows)
-        world.all().gather(b"")
-    else:
-        # Sends its rows only when nobody waits for them.
-        world.all().gather(b"")
-        _, handle = exchange.start_dispatch(*sent).unfinished()
-    return said, outcome(handle.report), outcome(world.check)
-
-
 def forked_with_devices():
     world = sidelane.init()
     exchange, sent = planned(world)

@@ -29,11 +29,6 @@ def test_ctrl_c_ends_the_wait_for_sizes():
     assert said[1] == (CANCELLED, CANCELLED)
 
 
-def test_ctrl_c_ends_the_wait_for_a_report_alone():
-    said = sidelane.launch(stops.interrupted_report, 2, env=environment())
-    assert said == [(("KeyboardInterrupt", "", {}), ("", "", {}), ("", "", {})), (("", "", {}),) * 3]
-
-
 def test_a_pending_call_that_is_dropped_cancels_the_world():
     said = sidelane.launch(stops.dropped_pending_on_a_device, 2, env=environment())
     assert said == [(["Busy"] * 2, CANCELLED, CANCELLED), ([], CANCELLED, CANCELLED)]

@@ -18,6 +18,7 @@ mod addresses;
 mod check;
 mod choices;
 mod counts;
+mod expand;
 mod gradients;
 mod operands;
 mod order;
@@ -35,6 +36,7 @@ pub use addresses::Addresses;
 pub use check::Check;
 pub use choices::ChoiceArgs;
 pub use counts::CountArgs;
+pub use expand::{Admit, Expand, Tally};
 pub use gradients::{DotScale, FetchWeights};
 pub use order::SortArgs;
 pub use pack::Pack;
@@ -69,6 +71,7 @@ pub struct Kernels {
     regroup: Function,
     counts: Function,
     gradients: gradients::Functions,
+    expansion: expand::Functions,
 }
 
 impl Kernels {
@@ -93,6 +96,7 @@ impl Kernels {
             regroup: module.function(c"regroup")?,
             counts: module.function(c"counts")?,
             gradients: gradients::Functions::of(&module)?,
+            expansion: expand::Functions::of(&module)?,
         })
     }
 }

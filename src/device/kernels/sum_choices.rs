@@ -71,6 +71,8 @@ pub(super) struct Functions {
     f32: Function,
     bf16: Function,
     f16: Function,
+    bf16_to_f32: Function,
+    f16_to_f32: Function,
 }
 
 impl Functions {
@@ -79,6 +81,8 @@ impl Functions {
             f32: module.function(c"sum_choices_f32")?,
             bf16: module.function(c"sum_choices_bf16")?,
             f16: module.function(c"sum_choices_f16")?,
+            bf16_to_f32: module.function(c"sum_choices_bf16_to_f32")?,
+            f16_to_f32: module.function(c"sum_choices_f16_to_f32")?,
         })
     }
 }
@@ -97,6 +101,18 @@ impl Kernels {
         }
     }
 
+    /// The kernel of [`Kernels::sum_choices_to_f32`], likewise.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoSum`].
+    pub fn sum_choices_to_f32_names(dtype: Dtype) -> Result<&'static [&'static str], DeviceError> {
+        match dtype {
+            Dtype::Bf16 => Ok(&["sum_choices_bf16_to_f32"]),
+            Dtype::F16 => Ok(&["sum_choices_f16_to_f32"]),
+            _ => Self::sum_choices_names(dtype),
+        }
+    }
+
     /// Enqueues the sums of combine where every choice has a row of its own, in `f32` from +0: the
     /// rows of a group by ascending expert, each times its weight, rounded, then added; the groups,
     /// rounded to the wire's type, ascending; one rounding at the end. A token without rows gets
@@ -107,16 +123,30 @@ impl Kernels {
     /// [`DeviceError::Misaligned`], [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`],
     /// [`DeviceError::Call`].
     pub fn sum_choices(&self, stream: &Stream, sum: &SumChoices<'_>) -> Result<(), DeviceError> {
+        self.sum_choices_to(stream, sum, sum.dtype)
+    }
+
+    /// The same, but results are `f32`: partial sums that are yet to be added up.
+    ///
+    /// # Errors
+    /// As [`Kernels::sum_choices`].
+    pub fn sum_choices_to_f32(&self, stream: &Stream, sum: &SumChoices<'_>) -> Result<(), DeviceError> {
+        self.sum_choices_to(stream, sum, Dtype::F32)
+    }
+
+    fn sum_choices_to(&self, stream: &Stream, sum: &SumChoices<'_>, out: Dtype) -> Result<(), DeviceError> {
         const KERNEL: &str = "sum_choices";
-        let (dtype, wire) = (sum.dtype, sum.wire);
-        let function = match dtype {
+        let (dtype, wire, functions) = (sum.dtype, sum.wire, &self.sums_of_choices);
+        let function = match (dtype, out) {
             _ if !wire.carries(dtype) => {
                 return Err(DeviceError::NoSum { rows: dtype, out: wire.dtype() });
             }
-            Dtype::F32 => &self.sums_of_choices.f32,
-            Dtype::F16 => &self.sums_of_choices.f16,
-            Dtype::Bf16 => &self.sums_of_choices.bf16,
-            Dtype::Bytes => return Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+            (Dtype::F32, Dtype::F32) => &functions.f32,
+            (Dtype::F16, Dtype::F16) => &functions.f16,
+            (Dtype::Bf16, Dtype::Bf16) => &functions.bf16,
+            (Dtype::F16, Dtype::F32) => &functions.f16_to_f32,
+            (Dtype::Bf16, Dtype::F32) => &functions.bf16_to_f32,
+            _ => return Err(DeviceError::NoSum { rows: dtype, out }),
         };
         sums::check_columns(KERNEL, sum.columns, dtype)?;
         for (what, given) in [("n_rows", sum.n_rows), ("n_experts", sum.n_experts)] {
@@ -126,11 +156,12 @@ impl Kernels {
             }
         }
         let row_bytes = u64::from(sum.columns) * dtype.size() as u64;
+        let results = bytes([sum.tokens.into(), sum.columns.into(), out.size() as u64]);
         let choices = bytes([sum.tokens.into(), sum.top_k.into(), WORD]);
         let map = bytes([sum.n_experts.into(), WORD]);
         let mut operands = Operands::of(KERNEL, stream);
         let parameters = Parameters {
-            out: operands.span("out", sum.out, bytes([sum.tokens.into(), row_bytes]), VECTOR)?,
+            out: operands.span("out", sum.out, results, VECTOR)?,
             rows: operands.span("rows", sum.rows, bytes([sum.n_rows.into(), row_bytes]), VECTOR)?,
             index: operands.span("index", sum.index, choices, WORD)?,
             experts: operands.optional("experts", sum.experts, choices, WORD)?,

@@ -3,8 +3,8 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `planned` | exact sizes or a budget: the caller's thread, or a planner's, lays out each call and has copy engines move rows |
-//! | `slots` | fixed slots: every address is a constant, so the stream carries a call out alone |
+//! | `planned` | exact sizes or a budget: the caller's thread lays out each call and has copy engines move rows |
+//! | `slots` | fixed slots, or a budget that graphs hold: every address is a constant, so the stream carries a call out alone |
 //! | `passage` | how rows cross between nodes: from device to device, or by pinned memory of the host |
 //! | `guard` | what ends the waits of streams when the world fails |
 //! | `status` | how a call ended, in a word that kernels can read |

@@ -15,7 +15,7 @@ use crate::world::{GpuDirectMemory, Group, HostStaging, Member, NoGpuDirect, Reg
 pub(super) enum RowTransport {
     /// There is one node.
     None,
-    /// Memory of devices, as NICs know it; and the planner's desk, where engines relay.
+    /// Memory of devices, as NICs know it; and the planning desk, where engines relay.
     Straight(GpuDirectMemory, Option<HostStaging>),
     /// Memory of the host, and why.
     Detour(HostStaging, NoGpuDirect),

@@ -14,8 +14,8 @@ use crate::error::{CallError, Error, MemoryError};
 /// | 4 | ranks make different calls |
 /// | 65536 | the world has failed |
 ///
-/// In fixed slots, each other value than 0 and 65536 is a [`KernelFault`](crate::error::KernelFault) that a
-/// kernel has found.
+/// In slots, each other value than 0 and 65536 is a [`KernelFault`](crate::error::KernelFault) that
+/// a kernel has found: with a budget that graphs hold, also that a rank is over it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status(pub u32);

@@ -31,20 +31,18 @@ where
             body(&mut Rank::new(&group, case), group.rank().into());
         });
     };
-    caused(case, ranks);
+    caused(ranks);
 }
 
-/// Runs something, and sees that of exact sizes no stream was given a wait whose cause was not enqueued yet: whatever calls
-/// of the driver wait for, it needs no other call.
-fn caused(case: &Case, body: impl FnOnce()) {
+/// Runs something, and sees that no stream of a caller that enqueues was given a wait whose cause
+/// was not enqueued yet: whatever calls of the driver wait for, it needs no other call.
+fn caused(body: impl FnOnce()) {
     // The driver stays until it has been asked.
     let _driver = stream(0);
     let without = || StandIn::loaded().unwrap().counters().waits_without_cause;
     let before = without();
     body();
-    if case.mode == ReceiveMode::Exact {
-        assert_eq!(without() - before, 0, "waits without a cause");
-    }
+    assert_eq!(without() - before, 0, "waits without a cause");
 }
 
 /// A number of tokens for each seed, among them none.
@@ -110,7 +108,7 @@ fn one_hardware_queue_is_enough_for_exact_sizes() {
         rounds(&small(&[0, 0, 1], Route::Pxn), 50, 5);
         // All ranks share one device, and so one queue.
         let case = small(&[0; 3], Route::Direct);
-        caused(&case, || {
+        caused(|| {
             on_ranks(&case.nodes, &crate::support::small(), |world: World| {
                 let group = world.all().unwrap();
                 let mut rank = Rank::<bf16>::on_stream(&group, &case, stream(0), |builder| builder);
@@ -297,27 +295,6 @@ pub fn three() -> Input<bf16> {
     Input { x, ids, weights: vec![0.5; 6] }
 }
 
-/// A graph replayed with other tokens, a call beside it, and another graph: rows of 16 elements, 3
-/// choices of 5 experts.
-pub fn replays(rank: &mut Rank<bf16>, me: u64) {
-    let inputs: Vec<_> = (0..6).map(|nth| tokens(10 * nth + me, 4 + me as u32, 16, 3, 5)).collect();
-    rank.replayed(&inputs);
-    // A dispatch beside the graph is still allowed.
-    rank.round(&inputs[0]);
-    rank.replayed(&inputs[1..4]);
-}
-
-#[test]
-fn a_graph_is_replayed_with_other_tokens() {
-    on_devices("planned::calls::a_graph_is_replayed_with_other_tokens", 8, 8, || {
-        for overflow in [Overflow::Error, Overflow::Drop] {
-            let rows = if overflow == Overflow::Drop { 9 } else { 120 };
-            let case = Case { mode: ReceiveMode::Budget { rows, overflow }, ..Case::new(3, 5, 3) };
-            on_each(&case, replays);
-        }
-    });
-}
-
 #[test]
 fn ranks_of_one_device_are_built_while_the_driver_locks() {
     let settings = [("SIDELANE_FAKE_CUDA_LOCKS", "1")];
@@ -396,19 +373,6 @@ fn engines_move_every_row_and_a_report_says_so() {
         });
         let counters = StandIn::loaded().unwrap().counters();
         assert_eq!((counters.copies_by_sms, counters.fills), (by_sms.into_inner(), 0));
-    });
-}
-
-#[test]
-fn memory_of_plain_calls_can_be_captured_afterwards() {
-    on_devices("planned::calls::memory_of_plain_calls_can_be_captured_afterwards", 8, 21, || {
-        let mode = ReceiveMode::Budget { rows: 200, overflow: Overflow::Error };
-        let case = Case { max_in_flight: 1, mode, ..Case::new(3, 5, 3) };
-        on_each(&case, |rank, me| {
-            let input = |round: u64| tokens(round * 8 + me, 6, 16, 3, 5);
-            rank.round(&input(0));
-            rank.replayed(&[input(1), input(2)]);
-        });
     });
 }
 

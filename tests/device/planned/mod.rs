@@ -1,4 +1,4 @@
-//! Instances on a device with a planner against the same calls on the host: bit for bit, on a
+//! Instances on a device against the same calls on the host: bit for bit, on a
 //! driver that does everything as late and as unordered as the rules allow.
 //!
 //! The driver and its kernels are the process's: each test is one of its own.

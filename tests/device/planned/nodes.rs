@@ -7,7 +7,7 @@ use sidelane::topology::Route;
 use sidelane::world::NoGpuDirect;
 use stand_in_cuda::StandIn;
 
-use super::calls::{on_each, replays, rounds, some, three};
+use super::calls::{on_each, rounds, some, three};
 use super::rank::{Case, Input};
 use super::{on_devices, on_drivers};
 use crate::devices::stream;
@@ -108,19 +108,6 @@ fn dispatches_are_alive_side_by_side_across_nodes() {
                     rank.all_in_flight(&[input(0), input(1), input(2)]);
                 }
             });
-        }
-    });
-}
-
-#[test]
-fn a_graph_is_replayed_with_other_tokens_across_nodes() {
-    on_devices("planned::nodes::a_graph_is_replayed_with_other_tokens_across_nodes", 8, 8, || {
-        let budgets = [(Overflow::Error, 160), (Overflow::Drop, 9)];
-        for (route, (overflow, rows)) in Route::ALL.into_iter().flat_map(|route| budgets.map(|b| (route, b)))
-        {
-            let case =
-                Case { mode: ReceiveMode::Budget { rows, overflow }, route, ..Case::across(SHAPES[0], 5, 3) };
-            on_each(&case, replays);
         }
     });
 }

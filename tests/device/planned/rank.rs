@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use sidelane::device::{DeviceRange, Graph, PinnedMemory, Stream};
+use sidelane::device::{DeviceRange, PinnedMemory, Stream};
 use sidelane::dtype::PartialDtype;
 use sidelane::ep::{
-    Choices, ExpertOutput, ExpertParallelBuilder, ExpertRows, Handle, Report, Status, Tensor, TensorMut,
+    Choices, ExpertOutput, ExpertParallelBuilder, ExpertRows, Graphs, Handle, Report, Tensor, TensorMut,
 };
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, ReceiveMode, RowLayout, SumOrder};
@@ -29,6 +29,7 @@ pub struct Case {
     pub align: u32,
     pub max_tokens: u32,
     pub mode: ReceiveMode,
+    pub graphs: Graphs,
     pub max_in_flight: u32,
     pub order: SumOrder,
     pub wire: PartialDtype,
@@ -54,6 +55,7 @@ impl Case {
             align: 1,
             max_tokens: 12,
             mode: ReceiveMode::Exact,
+            graphs: Graphs::Off,
             max_in_flight: 2,
             order: SumOrder::Expert,
             wire: PartialDtype::F32,
@@ -135,8 +137,12 @@ where
         let context = stream.context();
         let row = (case.hidden * E::DTYPE.size()) as u64;
         let (tokens, choices) = (u64::from(case.max_tokens), u64::from(case.max_tokens * case.top_k));
-        let builder = case.settings::<E>(group).on(&stream).max_in_flight(case.max_in_flight);
-        let builder = builder.device_heap(16 * case.most_rows() * (row + 64));
+        let builder = case.settings::<E>(group).on(&stream).graphs(case.graphs);
+        let heap = 16 * case.most_rows() * (row + 64);
+        let builder = match case.graphs {
+            Graphs::Off => builder.max_in_flight(case.max_in_flight).device_heap(heap),
+            _ => builder,
+        };
         Rank {
             case: case.clone(),
             host: case.settings::<E>(group).build().unwrap(),
@@ -235,37 +241,6 @@ where
         for ((tensor, out), expected) in sums.iter().zip(&expected) {
             assert_eq!(bits(&tensor.read::<E>(&stream, out)), bits(expected), "sums");
         }
-    }
-
-    /// A dispatch, experts that change nothing, and a combine, captured into a graph and replayed
-    /// with each input: all of as many tokens.
-    pub fn replayed(&mut self, inputs: &[Input<E>]) {
-        let stream = Arc::clone(&self.stream);
-        let tensors = self.put(&inputs[0]);
-        let out = self.out.part(tensors[0].len());
-        let mut kept = None;
-        let graph = Graph::capture(&stream, || {
-            let (x, choices) = call::<E>(&tensors);
-            let (rows, handle) = self.planned.start_dispatch(x, choices)?.unfinished()?;
-            let y = self.unchanged_on_device(&rows, &handle)?;
-            self.planned.combine_into(y, &handle, target::<E>(&out))?;
-            kept = Some(handle);
-            Ok::<(), Error>(())
-        })
-        .unwrap();
-        let (handle, mut expected) = (kept.unwrap(), Vec::new());
-        let status = handle.status().unwrap();
-        for input in inputs {
-            expected = self.unchanged(input);
-            self.put(input);
-            graph.launch(&stream).unwrap();
-            assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
-            assert_eq!(self.rows.read::<u32>(&stream, &status), [Status::OK.0]);
-        }
-        // Outputs are still those of the last replay. A call that is none is not counted, or
-        // closing would wait for it for ever.
-        self.planned.combine_into(handle.output().unwrap(), &handle, target::<E>(&out)).unwrap();
-        assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums beside the graph");
     }
 
     /// Rows of a first dispatch are dropped while the stream has yet to read them, and to come to a

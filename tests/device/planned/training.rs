@@ -9,7 +9,7 @@ use sidelane::dtype::PartialDtype;
 use sidelane::ep::{Choices, Tensor, TensorMut};
 use sidelane::error::{CallError, CallKind, PlanError};
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, SumOrder};
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Element, Error, World};
 use stand_in_cuda::StandIn;
@@ -139,6 +139,29 @@ fn orders_by_rank_and_node_are_those_of_the_host() {
                 let weighted = Case { map: mixed.clone(), weighted: true, ..case.clone() };
                 steps::<bf16>(&case, 1, 10);
                 steps::<bf16>(&weighted, 1, 11);
+            }
+        }
+    });
+}
+
+/// Every order and route with a budget that every rank is beyond, and with one that holds all.
+#[test]
+fn steps_within_a_budget_are_those_of_the_host() {
+    on_devices("planned::training::steps_within_a_budget_are_those_of_the_host", 8, 40, || {
+        let shapes =
+            [(&[0; 4][..], Route::Direct), (&[0, 1, 1, 0], Route::Direct), (&[0, 0, 1, 1], Route::Pxn)];
+        let budgets = [(Overflow::Drop, 11, 1), (Overflow::Drop, 16, 8), (Overflow::Error, 200, 8)];
+        for ((nodes, route), (overflow, rows, align)) in
+            shapes.into_iter().flat_map(|shape| budgets.map(|budget| (shape, budget)))
+        {
+            let mode = ReceiveMode::Budget { rows, overflow };
+            let case = Case { mode, route, align, ..Case::across(nodes, 6, 4) };
+            for (order, wire, weighted) in [
+                (SumOrder::Expert, PartialDtype::F32, true),
+                (SumOrder::Rank, PartialDtype::F32, false),
+                (SumOrder::Node, PartialDtype::Bf16, true),
+            ] {
+                steps::<bf16>(&Case { order, wire, weighted, ..case.clone() }, 1, rows.into());
             }
         }
     });

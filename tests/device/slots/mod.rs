@@ -4,6 +4,7 @@
 //! A process of its own for each test: the stand-in reads its settings once.
 #![allow(unsafe_code, reason = "a caller's streams and memory are unsafe to use by contract")]
 
+mod budget;
 mod calls;
 mod faults;
 mod graphs;

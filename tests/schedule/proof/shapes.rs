@@ -122,11 +122,10 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
             let story = group_by_rank.tell(&enqueued_rounds(), None);
             proved(&ahead, &story);
             check(&story, 0..2).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
-            let group = Group { enqueues: false, ..group };
-            // Within a budget metadata lies behind the largest number of rows, and outputs have one
-            // place.
             let budget = ReceiveMode::Budget { rows: 60, overflow: Overflow::Drop };
-            let story = group.placed((RowLayout::ExpertMajor, budget, SumOrder::Expert)).tell(&calls, None);
+            let story = group
+                .placed((RowLayout::ExpertMajor, budget, SumOrder::Expert))
+                .tell(&enqueued_rounds(), None);
             proved(&format!("{name}, within a budget"), &story);
         }
     }

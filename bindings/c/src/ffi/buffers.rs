@@ -27,8 +27,8 @@ pub struct RowsInfo {
     pub size: usize,
     /// The rows, without gaps. With fp8 each is a record: values first, then scales.
     pub data: *mut c_void,
-    /// Number of rows, pads counted; after sidelane_dispatch_unfinished(), those of the budget; in
-    /// fixed slots, those of all slots.
+    /// Number of rows, pads counted; with SIDELANE_GRAPHS_SLOTS, those of the budget; in fixed
+    /// slots, those of all slots.
     pub rows: u64,
     /// Bytes of a row.
     pub row_bytes: u64,

@@ -122,11 +122,11 @@ pub unsafe extern "C" fn sidelane_dispatch_finish(
     })
 }
 
-/// Second half with sizes that stay on the device: nothing waits. With a budget, the number of rows
-/// stands in sidelane_rows_info_t.counts, and the handle's status word says whether they came. So
-/// the call can be captured into a graph. `pending` is used up. Exact sizes and layers on the host
-/// have no such sizes: the call is then finished as far as the other ranks see it, and refused here
-/// by name.
+/// Second half with sizes that stay on the device: nothing waits. With a budget and
+/// SIDELANE_GRAPHS_SLOTS, the number of rows stands in sidelane_rows_info_t.counts, and the
+/// handle's status word says whether they came. So the call can be captured into a graph. `pending`
+/// is used up. Other layers but those in fixed slots have no such sizes: the call is then finished
+/// as far as the other ranks see it, and refused here by name.
 ///
 /// The caller guarantees: as sidelane_dispatch_finish().
 #[unsafe(no_mangle)]

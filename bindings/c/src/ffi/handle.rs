@@ -7,9 +7,9 @@ use super::versioned::{OutStruct, versioned};
 use super::{border, close, get};
 use crate::Status;
 
-/// The layout of a dispatch. The host may read the memory behind the pointers, except `status`,
-/// until the handle is closed. Empty arrays have a count of 0, as have arrays whose sizes stay on
-/// the device.
+/// The layout of a dispatch. The host may read the memory behind the pointers, except `status` and
+/// `dropped_mask`, until the handle is closed. Empty arrays have a count of 0, as have arrays whose
+/// sizes stay on the device.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct HandleInfo {
@@ -51,12 +51,15 @@ pub struct HandleInfo {
     /// Ranks.
     pub ranks: u64,
     /// Device: outcome of the last call along the handle at this rank, for kernels: a word of
-    /// SIDELANE_CALL_..., written before the stream continues. In fixed slots, values between
+    /// SIDELANE_CALL_..., written before the stream continues. In slots, values between
     /// SIDELANE_CALL_OK and SIDELANE_CALL_WORLD_FAILED are errors found by a kernel;
     /// sidelane_ep_check() returns them.
     pub status: *const u32,
+    /// Device, a budget with SIDELANE_GRAPHS_SLOTS: as `dropped`, for streams, [tokens, top_k];
+    /// each dispatch writes it anew. NULL elsewhere.
+    pub dropped_mask: *const u8,
 }
-versioned!(HandleInfo, "sidelane_handle_info_t", status: *const u32, 144);
+versioned!(HandleInfo, "sidelane_handle_info_t", dropped_mask: *const u8, 144, 152);
 
 /// Says how the rows of a dispatch lie.
 ///
@@ -92,6 +95,7 @@ pub unsafe extern "C" fn sidelane_handle_info(handle: *mut Handle, info: *mut Ha
                 required_rows: required.as_ptr(),
                 ranks: required.len() as u64,
                 status: layout.status().map_or(std::ptr::null(), |word| pointer(&word)),
+                dropped_mask: layout.dropped_mask().map_or(std::ptr::null(), |mask| pointer(mask)),
             });
             Ok(())
         })

@@ -79,18 +79,23 @@ pub struct EpOptions {
     pub fp8: u32,
     /// 1: relays copy rows in few large copies (rank-major over pxn).
     pub coalesce_relays: u32,
-    /// Device, exact sizes or a budget: dispatches that may be alive at once. With a budget each
-    /// has memory for all rows it may send. Default: 64, and 2 with a budget.
+    /// Device, calls that the caller finishes: dispatches that may be alive at once. Default: 64.
     pub max_in_flight: u32,
     /// Rows lie on the device of this stream, and calls go on the stream. NULL: rows lie on the
     /// host.
     pub stream: *mut Stream,
-    /// Device, exact sizes: bytes of the device's memory in which dispatches receive and experts
+    /// Device, likewise: bytes of the device's memory in which dispatches receive and experts
     /// write. In a group of several nodes whose NICs do not reach the device, as much host memory
     /// is pinned, too. Default: 256 MiB.
     pub device_heap: u64,
+    /// Device, a budget: whether CUDA graphs may hold the calls, SIDELANE_GRAPHS_... Slots are for
+    /// SIDELANE_ORDER_RANK and SIDELANE_ROUTE_DIRECT, and move `max_tokens` rows to each rank in
+    /// every call. Calls in fixed slots can always be captured.
+    pub graphs: u32,
+    /// 0.
+    pub reserved: u32,
 }
-versioned!(EpOptions, "sidelane_ep_options_t", device_heap: u64, 80);
+versioned!(EpOptions, "sidelane_ep_options_t", reserved: u32, 80, 96);
 
 /// Description of a layer.
 #[repr(C)]
@@ -124,7 +129,7 @@ pub struct EpInfo {
     pub place: u32,
     /// Device: its number.
     pub device: u32,
-    /// What carries its calls out: "host-stepper", "enqueuer", "planner" or "constant-program".
+    /// What carries its calls out: "host-stepper", "enqueuer" or "constant-program".
     pub executor: [c_char; 24],
 }
 versioned!(EpInfo, "sidelane_ep_info_t", executor: [c_char; 24], 56);
@@ -153,6 +158,7 @@ impl EpOptions {
             .route(words::route(self.route)?)
             .layout(words::layout(self.layout)?)
             .mode(words::mode(self.mode, self.mode_rows, self.overflow)?)
+            .graphs(words::graphs(self.graphs)?)
             .strategy(words::strategy(self.strategy)?)
             .weighted(words::switch("weighted", self.weighted)?)
             .fp8(words::switch("fp8", self.fp8)?)
@@ -175,16 +181,17 @@ impl EpOptions {
 
 /// Builds a layer on a group. Collective. `expert_map` may be NULL: experts in contiguous blocks.
 ///
-/// With a stream in the options, rows lie on its device. The mode chooses what carries the calls
-/// out:
+/// With a stream in the options, rows lie on its device. Mode and graphs choose what carries the
+/// calls out:
 ///
-///   SIDELANE_MODE_EXACT            the caller's thread enqueues: expert-major rows, sums by expert
-///   SIDELANE_MODE_BUDGET           a planner thread does: the same rows and sums
+///   SIDELANE_MODE_EXACT, _BUDGET   the caller's thread enqueues: expert-major rows
+///   SIDELANE_MODE_BUDGET with      a constant program: expert-major rows, sums by rank
+///     SIDELANE_GRAPHS_SLOTS
 ///   SIDELANE_MODE_SLOTS            a constant program: rank-major rows, sums by rank, `mode_rows`
 ///                                  equal to `max_tokens`
 ///
-/// The stream must be idle, or become so by itself: it is tried. Kernels must be loaded early: set
-/// CUDA_MODULE_LOADING=EAGER before the program starts.
+/// For a constant program kernels must be loaded early: set CUDA_MODULE_LOADING=EAGER before the
+/// program starts.
 ///
 /// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 #[unsafe(no_mangle)]
@@ -312,10 +319,9 @@ pub unsafe extern "C" fn sidelane_ep_tokens(ep: *mut Ep, count: u32, tokens: *mu
     })
 }
 
-/// Closes the layer. Open rows, outputs and handles stay valid. On a device it waits until the
-/// planner has served all enqueued calls. Graphs that hold its calls must have drained, and must
-/// not be launched again. Its memory is freed by a later build or close that finds the stream idle.
-/// NULL is a no-op.
+/// Closes the layer. Open rows, outputs and handles stay valid. Graphs that hold its calls must
+/// have drained, and must not be launched again. Its memory is freed by a later build or close that
+/// finds the stream idle. NULL is a no-op.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_ep_close(ep: *mut Ep) -> Status {
     border(|| {

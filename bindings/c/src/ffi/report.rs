@@ -195,8 +195,7 @@ impl From<EnqueueCounts> for EnqueuedWork {
     }
 }
 
-/// Says how the bytes of a dispatch went. On a device with a planner it waits until the rows have
-/// landed.
+/// Says how the bytes of a dispatch went.
 ///
 /// The caller guarantees: `report` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
@@ -211,9 +210,9 @@ pub unsafe extern "C" fn sidelane_handle_report(handle: *mut Handle, report: *mu
     })
 }
 
-/// Says how the last combine or gradient along the handle went. On a device with a planner it waits
-/// until the rows are back, though not for their sums, and returns the refusal of the call, on
-/// whatever rank: its sums are zeros then. Ask before another combine along the handle is enqueued.
+/// Says how the last combine or gradient along the handle went. On a device it returns the refusal
+/// of the call, on whatever rank: its sums are zeros then. Ask before another combine along the
+/// handle is enqueued.
 ///
 /// The caller guarantees: `report` is NULL (then nothing is written), or as large as its size says.
 #[unsafe(no_mangle)]

@@ -1,4 +1,4 @@
-//! Calls of a layer: on the host, with a planner, and in fixed slots.
+//! Calls of a layer: on the host, enqueued, and in fixed slots.
 
 use std::ptr::{null, null_mut};
 
@@ -52,7 +52,7 @@ pub fn on_host() -> Vec<u32> {
     LAYER.to_vec()
 }
 
-/// Settings of a layer with a planner.
+/// Settings of a layer whose calls are enqueued.
 pub fn planned(device: &Device) -> Vec<u32> {
     let stream = device.stream as u64;
     [&LAYER[..], &[0; 14], &[stream as u32, (stream >> 32) as u32, 1 << 20]].concat()

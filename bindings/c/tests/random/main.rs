@@ -62,9 +62,9 @@ fn in_a_world_of_one() {
     }
     let end = Instant::now() + Duration::from_secs(seconds);
     let (routers, collectives, lost) = (Cell::new(0_u64), Cell::new(0_u64), Cell::new(0_u64));
-    let (hosts, planners, slots) = (Cell::new(0_u64), Cell::new(0_u64), Cell::new(0_u64));
+    let (hosts, enqueued, slots) = (Cell::new(0_u64), Cell::new(0_u64), Cell::new(0_u64));
     let device = Device::new();
-    let counts = [&hosts, &planners, &slots, &routers, &collectives, &lost];
+    let counts = [&hosts, &enqueued, &slots, &routers, &collectives, &lost];
     // So that this is no test of refusals alone.
     let lacks = || counts.iter().any(|count| count.get() == 0) && Instant::now() < end + PATIENCE;
     while Instant::now() < end || lacks() {
@@ -110,7 +110,7 @@ fn in_a_world_of_one() {
     println!(
         "layers that worked: {} on the host, {} planned, {} in slots",
         hosts.get(),
-        planners.get(),
+        enqueued.get(),
         slots.get()
     );
     println!("{} routers, {} collectives and {} losses did", routers.get(), collectives.get(), lost.get());

@@ -37,8 +37,7 @@ impl Way {
     pub fn usual_executor(self) -> CallExecutor {
         match self {
             Way::Host => CallExecutor::HostStepper,
-            Way::Exact => CallExecutor::Enqueuer,
-            Way::Budget => CallExecutor::Planner,
+            Way::Exact | Way::Budget => CallExecutor::Enqueuer,
             Way::Slots => CallExecutor::ConstantProgram,
         }
     }

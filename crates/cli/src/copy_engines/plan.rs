@@ -68,16 +68,8 @@ pub fn dispatch(
         forward.know(&frame, false, |source, nth| layouts[source as usize].blocks[nth].clone());
         // NICs reach the devices.
         let (paths, far) = (paths(me), WindowId::POOL);
-        let setting = FillContext {
-            paths,
-            control: &control,
-            sizing,
-            chunks: CHUNKS,
-            parity: 0,
-            far,
-            fixed_rows: None,
-            notes: None,
-        };
+        let setting =
+            FillContext { paths, control: &control, sizing, chunks: CHUNKS, parity: 0, far, notes: None };
         CopyEngineWork::of_dispatch(&setting, &layouts[me as usize], &forward)
     };
     Ok((0..nodes.ranks()).map(work).collect())

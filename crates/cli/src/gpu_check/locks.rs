@@ -7,8 +7,8 @@
 //!   a third thread          batch of copies, word | batch of copies, word | ...      passes?
 //! ```
 //!
-//! The third thread does what a planner does. If it is held up until the stream goes on, a stream
-//! that waits for it waits for ever.
+//! The third thread does what one does on whose copies the stream waits. If it is held up until the
+//! stream goes on, that waits for ever.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -91,8 +91,8 @@ pub fn case(task: &Task, call: Call) -> Result<(), CliError> {
         Call::Load | Call::Launches => Needs::Nothing,
     };
     // Once before anything waits: all of it is loaded, and known to the driver.
-    let mut planner = Planner::new(&context)?;
-    planner.round(&bench, 1, &AtomicBool::new(false))?;
+    let mut copier = Copier::new(&context)?;
+    copier.round(&bench, 1, &AtomicBool::new(false))?;
     bench.kernels.touch(&bench.caller, bench.words.range().word(TOUCHED)?)?;
     bench.caller.write::<u64>(bench.words.range().word(REACHED)?, 1)?;
     bench.caller.wait::<u32>(bench.words.range().word(GATE)?, 1)?;
@@ -108,13 +108,13 @@ pub fn case(task: &Task, call: Call) -> Result<(), CliError> {
             returned.store(true, Ordering::Release);
             called
         });
-        let planner = scope.spawn(|| {
+        let copying = scope.spawn(|| {
             while !calling.load(Ordering::Acquire) {
                 std::thread::yield_now();
             }
             while !over.load(Ordering::Acquire) {
                 let next = rounds.load(Ordering::Relaxed) + 1;
-                planner.round(&bench, next, &over)?;
+                copier.round(&bench, next, &over)?;
                 rounds.store(next, Ordering::Release);
             }
             Ok::<(), DeviceError>(())
@@ -131,7 +131,7 @@ pub fn case(task: &Task, call: Call) -> Result<(), CliError> {
             // while.
             let window = now > ROUNDS && start.elapsed() > bound / WINDOW;
             let enough = behind.map_or(window, |then| now >= then + ROUNDS);
-            if planner.is_finished() && !enough {
+            if copying.is_finished() && !enough {
                 break None;
             }
             if let Some(answer) = watch.look(now, enough) {
@@ -148,9 +148,9 @@ pub fn case(task: &Task, call: Call) -> Result<(), CliError> {
         // The host's word: no call of the driver.
         bench.words.word(GATE as usize)?.store(1, Ordering::Release);
         let panicked = || failed!("a thread panicked");
-        let planned = planner.join().map_err(|_| panicked())?;
+        let copied = copying.join().map_err(|_| panicked())?;
         let called = caller.join().map_err(|_| panicked())?;
-        planned?;
+        copied?;
         called?;
         Ok(())
     })
@@ -208,14 +208,14 @@ impl Bench {
 }
 
 /// The third thread's stream and batch.
-struct Planner {
+struct Copier {
     stream: Stream,
     batch: CopyBatch,
     _rows: DeviceRange,
     _home: PinnedMemory,
 }
 
-impl Planner {
+impl Copier {
     fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
         let (rows, home) =
             (allocate(context, COPIES * COPY)?, PinnedMemory::new(context, (COPIES * COPY) as usize)?);
@@ -223,7 +223,7 @@ impl Planner {
         for at in (0..COPIES).map(|nth| nth * COPY) {
             batch.push(home.range().span(at, COPY)?, rows.span(at, COPY)?)?;
         }
-        Ok(Planner { stream: Stream::new(context, Priority::Highest)?, batch, _rows: rows, _home: home })
+        Ok(Copier { stream: Stream::new(context, Priority::Highest)?, batch, _rows: rows, _home: home })
     }
 
     /// A batch of copies and a word behind it, until the host sees the word.

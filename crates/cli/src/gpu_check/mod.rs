@@ -14,7 +14,6 @@
 //!               +-- part audit           transfers while a kernel holds every multiprocessor
 //!               +-- part activity        every kernel between packed and landed, by CUPTI's list
 //!               +-- part exchange        ranks as threads, against the host's ExpertParallel
-//!               +-- part planner         a planner in the process against one in a helper process
 //!               +-- part interference    matrix products alone, beside copy engines, beside a copying kernel
 //!                      | rows, a line of JSON each
 //!                      v
@@ -36,7 +35,6 @@ mod interference;
 mod kernels;
 mod locks;
 mod planned;
-mod planner;
 mod queues;
 mod report;
 
@@ -144,8 +142,6 @@ impl command::Command for GpuCheckArgs {
             Part::Audit => audit::run(&task, &mut checks),
             Part::Activity => activity::run(&task, &mut checks),
             Part::Interference => interference::run(&task, &mut checks),
-            Part::Planner => planner::run(&task, &mut checks),
-            Part::Helper => planner::main(&task),
             Part::Costs => costs::run(&task, &mut checks),
         };
         if let Err(error) = done {
@@ -192,10 +188,6 @@ pub enum Part {
     Audit,
     Activity,
     Exchange,
-    Planner,
-    /// A process that the part before starts.
-    #[value(skip)]
-    Helper,
     Interference,
 }
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use half::bf16;
 use sidelane::device::{DeviceRange, Driver, Graph, PinnedMemory, Stream};
-use sidelane::ep::{ExpertRows, Handle, Status};
-use sidelane::plan::{Overflow, ReceiveMode};
+use sidelane::ep::{ExpertRows, Graphs, Handle, Status};
+use sidelane::plan::{Overflow, ReceiveMode, SumOrder};
 use sidelane::{Dtype, ExpertParallel, Group, World};
 
 use super::Task;
@@ -41,16 +41,27 @@ struct Both<'t> {
 }
 
 impl<'t> Both<'t> {
-    fn new(task: &'t Task, case: Case, mode: ReceiveMode, world: &World) -> Result<Self, CliError> {
+    fn new(
+        task: &'t Task,
+        case: Case,
+        (mode, graphs): (ReceiveMode, Graphs),
+        world: &World,
+    ) -> Result<Self, CliError> {
         let group = world.all()?;
         let context = Driver::open()?.context(task.device)?;
         let stream = Arc::new(stream(&context)?);
-        let settings = || Ok::<_, CliError>(case.builder(&group, mode)?.dtype(Dtype::Bf16));
+        let order = if graphs == Graphs::Off { SumOrder::Expert } else { SumOrder::Rank };
+        let settings = || Ok::<_, CliError>(case.builder(&group, mode)?.dtype(Dtype::Bf16).sum_order(order));
         let host = Host(settings()?.build()?);
         // Rows of two calls, each with more than a rank's share of all choices.
         let choices = case.max_tokens * case.top_k;
         let pool = 6 * (case.bytes(Dtype::Bf16, choices) + u64::from(choices) * 64 + (1 << 16));
-        let ep = settings()?.on(&stream).device_heap(pool).build()?;
+        let ep = settings()?.on(&stream);
+        let ep = match graphs {
+            Graphs::Off => ep.device_heap(pool),
+            graphs => ep.graphs(graphs),
+        };
+        let ep = ep.build()?;
         let (tokens, choices) = (case.bytes(Dtype::Bf16, case.max_tokens), u64::from(choices) * 4);
         Ok(Both {
             task,
@@ -138,7 +149,7 @@ impl<'t> Both<'t> {
 
 /// Calls of random tokens.
 pub fn plain(task: &Task, case: Case, mode: ReceiveMode, world: &World) -> Result<String, CliError> {
-    let mut both = Both::new(task, case, mode, world)?;
+    let mut both = Both::new(task, case, (mode, Graphs::Off), world)?;
     let me = u64::from(both.ep.rank());
     let rounds: u64 = task.few(6, 4);
     let mut compared = 0;
@@ -151,7 +162,7 @@ pub fn plain(task: &Task, case: Case, mode: ReceiveMode, world: &World) -> Resul
 
 /// A layer that was captured once, replayed with other tokens: its sizes stay on the device.
 pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CliError> {
-    let mut both = Both::new(task, case, half(case), world)?;
+    let mut both = Both::new(task, case, (half(case), Graphs::Slots), world)?;
     let me = u64::from(both.ep.rank());
     let input = |round: u64| case.input(Dtype::Bf16, round << 8 | me, case.max_tokens);
     let call = both.call(&input(0))?;

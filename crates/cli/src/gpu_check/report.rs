@@ -335,7 +335,7 @@ fn conclusions(rows: &[Row]) -> Vec<String> {
         said.push(match &blocked(Part::Locks)[..] {
             [] => "Locks: all pass. Threads may call the driver while a stream of their process waits.".to_owned(),
             blocked => format!(
-                "Locks: a driver call blocks other threads while a stream waits ({}). A thread of the same process cannot end such a wait by calls of the driver: the helper process is needed.",
+                "Locks: a driver call blocks other threads while a stream waits ({}). A thread of the same process cannot end such a wait by calls of the driver: what a stream waits for must be enqueued before.",
                 blocked.join("; ")
             ),
         });
@@ -445,7 +445,7 @@ mod tests {
         let block = of(vec![answered(Part::Locks, Answer::Blocks), answered(Part::Queues, Answer::Blocks)]);
         assert!(block.holds, "answers are findings");
         assert!(block.conclusions[0].contains("(text)"), "{:?}", block.conclusions);
-        assert!(block.conclusions[0].ends_with("the helper process is needed."));
+        assert!(block.conclusions[0].ends_with("must be enqueued before."));
         assert!(block.conclusions[1].contains("holds up copies of other streams (text)"));
         assert!(of(Vec::new()).conclusions.is_empty());
     }

@@ -187,16 +187,7 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
         PlanContext { bins: &bins, paths, align: 1, chunks: CHUNKS, sizing, mode: ReceiveMode::Exact };
     let control = ControlLayout::new(&paths, &bins, u64::from(tokens * top_k), sizing.note_bytes());
     let (chunks, far) = (CHUNKS, WindowId::POOL);
-    let setting = FillContext {
-        paths,
-        control: &control,
-        sizing,
-        chunks,
-        parity: 0,
-        far,
-        fixed_rows: None,
-        notes: None,
-    };
+    let setting = FillContext { paths, control: &control, sizing, chunks, parity: 0, far, notes: None };
     let (mut sorted, mut crossing, mut words) =
         (SortedRouting::default(), InterNodeRows::default(), Vec::new());
     let (mut counts, mut sizes, mut layout) =

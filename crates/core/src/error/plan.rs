@@ -115,12 +115,11 @@ pub enum PlanError {
     /// This rank's caller gave something that was refused before the call was laid out.
     #[error("the input was refused where the call was made")]
     RefusedHere,
-    /// The planner of an instance serves no more, or a thread of it could not be started.
-    #[error("the planner's thread is gone")]
-    PlannerGone,
-    /// A thread that waits for a planner or for memory was asked to end
-    /// (`bootstrap::interruptible`).
-    #[error("the wait for a planner or for memory was interrupted by its caller")]
+    /// A thread of an instance could not be started.
+    #[error("no thread could be started that watches what a stream awaits")]
+    NoWatch,
+    /// A thread that waits for memory was asked to end (`bootstrap::interruptible`).
+    #[error("the wait for memory was interrupted by its caller")]
     Interrupted,
     /// The expert map does not fit the group.
     #[error("expert map: {problem} (expert {expert}, rank {rank})")]

@@ -2,20 +2,24 @@
 //! size known before the call.
 //!
 //! ```text
-//!   0      64                     experts_at        weights_at                      rows_at                    bytes
-//!   | head | zero, to a multiple | experts, i32     | weights, f32     | zero, to   | row 0 | row 1 | ... | 0 | 0 |
-//!   |      | of 64 bytes         | [max_tokens, K]  | [max_tokens, K]  | whole rows |       rows, then zeros      |
+//!   0      experts_at        weights_at         counts_at                 rows_at                    bytes
+//!   | head | experts, i32    | weights, f32     | counts, | zero, to   | row 0 | row 1 | ... | 0 | 0 |
+//!   |      | [max_tokens, K] | [max_tokens, K]  | if any  | whole rows |       rows, then zeros      |
 //! ```
 //!
 //! Row `i` of a slot is a token of the source with an expert at the destination. It appears once,
 //! however many of its experts are there. Its `experts[i]` are local numbers of the destination in
 //! the order of its choices, -1 for those at other ranks, and `weights[i]` are their weights. Rows
 //! are in token order. Unused parts are written, too: rows of zeros, experts of -1, weights of 0.
+//! Parts of the header begin at multiples of 64 bytes.
+//!
+//! Where rows are expanded within a budget, every slot also has the number of rows of its source
+//! for each bin of all ranks, `u32 [bins]`. All ranks then know which rows of all ranks find room.
 //!
 //! The header takes whole rows, so the consecutive slots of a rank are one tensor
 //! `[ranks * slot_rows, row_bytes]`. There is a row for every token, so no row is ever dropped, and
-//! a slot moves as one put of constant size: without counts or a planner, so a captured graph can
-//! hold it.
+//! a slot moves as one put of constant size: no rank counts before, so a captured graph can hold
+//! it.
 
 use crate::error::PlanError;
 
@@ -53,6 +57,7 @@ pub struct SlotShape {
     max_tokens: u32,
     top_k: u32,
     row_bytes: u64,
+    bins: u32,
     header_rows: u32,
 }
 
@@ -75,16 +80,30 @@ impl SlotShape {
         if row_bytes == 0 || !row_bytes.is_multiple_of(16) {
             return Err(bad("row_bytes", row_bytes, "a multiple of 16"));
         }
-        let shape = SlotShape { max_tokens, top_k, row_bytes, header_rows: 0 };
-        let header_rows = (shape.weights_at() + shape.array_bytes()).div_ceil(row_bytes);
-        let rows = header_rows + u64::from(max_tokens);
+        SlotShape { max_tokens, top_k, row_bytes, bins: 0, header_rows: 0 }.sized()
+    }
+
+    /// The same slots with a count for each of so many bins.
+    ///
+    /// # Errors
+    /// As [`SlotShape::new`].
+    pub fn with_counts(self, bins: u32) -> Result<Self, PlanError> {
+        SlotShape { bins, ..self }.sized()
+    }
+
+    /// Finds the rows of the header.
+    fn sized(self) -> Result<Self, PlanError> {
+        let bad = |parameter, seen, expected| PlanError::BadParameter { parameter, seen, expected };
+        let (most, row_bytes) = (i32::MAX as u32, self.row_bytes);
+        let header_rows = (self.counts_at() + u64::from(self.bins) * 4).div_ceil(row_bytes);
+        let rows = header_rows + u64::from(self.max_tokens);
         if rows > most.into() {
             return Err(bad("rows of a slot", rows, "at most 2^31 - 1"));
         }
         if rows.checked_mul(row_bytes).is_none_or(|bytes| bytes > i64::MAX as u64) {
             return Err(bad("row_bytes", row_bytes, "slots of at most 2^63 - 1 bytes"));
         }
-        Ok(SlotShape { header_rows: header_rows as u32, ..shape })
+        Ok(SlotShape { header_rows: header_rows as u32, ..self })
     }
 
     /// Tokens of a source, at most; rows of a slot, without the header.
@@ -100,6 +119,11 @@ impl SlotShape {
     /// Bytes of a row.
     pub fn row_bytes(&self) -> u64 {
         self.row_bytes
+    }
+
+    /// Bins that are counted.
+    pub fn bins(&self) -> u32 {
+        self.bins
     }
 
     /// Rows that the header takes.
@@ -120,6 +144,14 @@ impl SlotShape {
     /// From the start of a slot to its weights, `f32 [max_tokens, top_k]`.
     pub fn weights_at(&self) -> u64 {
         (self.experts_at() + self.array_bytes()).next_multiple_of(ALIGN)
+    }
+
+    /// From the start of a slot to its counts, `u32 [bins]`, or to where they would be.
+    pub fn counts_at(&self) -> u64 {
+        match self.bins {
+            0 => self.weights_at() + self.array_bytes(),
+            _ => (self.weights_at() + self.array_bytes()).next_multiple_of(ALIGN),
+        }
     }
 
     /// From the start of a slot to its first row.
@@ -146,15 +178,17 @@ mod tests {
     proptest! {
         #[test]
         fn parts_of_a_slot_follow_each_other_and_waste_less_than_a_row(
-            max_tokens in 1..5000_u32, top_k in 1..20_u32, vectors in 1..2000_u64,
+            max_tokens in 1..5000_u32, top_k in 1..20_u32, vectors in 1..2000_u64, bins in 0..300_u32,
         ) {
-            let shape = SlotShape::new(max_tokens, top_k, vectors * 16).unwrap();
+            let shape = SlotShape::new(max_tokens, top_k, vectors * 16).unwrap().with_counts(bins).unwrap();
             let array = u64::from(max_tokens) * u64::from(top_k) * 4;
             prop_assert_eq!(shape.experts_at(), 64);
             prop_assert!(shape.weights_at() >= shape.experts_at() + array);
             prop_assert!(shape.weights_at() < shape.experts_at() + array + 64);
-            prop_assert!(shape.rows_at() >= shape.weights_at() + array);
-            prop_assert!(shape.rows_at() < shape.weights_at() + array + shape.row_bytes());
+            prop_assert!(shape.counts_at() >= shape.weights_at() + array);
+            prop_assert!(shape.counts_at() < shape.weights_at() + array + 64);
+            let end = shape.counts_at() + u64::from(bins) * 4;
+            prop_assert!(shape.rows_at() >= end && shape.rows_at() < end + shape.row_bytes());
             prop_assert_eq!(shape.rows_at(), u64::from(shape.header_rows()) * shape.row_bytes());
             prop_assert_eq!(shape.bytes(), shape.rows_at() + u64::from(max_tokens) * shape.row_bytes());
             prop_assert_eq!(shape.bytes(), u64::from(shape.slot_rows()) * shape.row_bytes());

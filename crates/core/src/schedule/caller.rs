@@ -127,14 +127,13 @@ impl<'a> Caller<'a> {
             .collect()
     }
 
-    /// The memory that this rank offered in its last return, or in this one, has been read and may
-    /// be written again.
+    /// The memory that this rank offered in its last return has been read and may be written again.
     ///
     /// A return that fills its chunk before its entries needs this stage. In dispatches the entries
     /// imply it: a writer has heard the entries of all ranks, which they sent after their last
     /// sums. There it only lets the pool free memory early.
-    pub(super) fn read(&self, level: FlagValue) -> Vec<TrackOp> {
-        let read = |l| self.on(l, wait(l, Flag::Read, level));
+    pub(super) fn read(&self) -> Vec<TrackOp> {
+        let read = |l| self.on(l, wait(l, Flag::Read, FlagValue::LastReturn));
         self.paths.local_peers().map(read).collect()
     }
 

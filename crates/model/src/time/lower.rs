@@ -224,7 +224,6 @@ impl<'a> Lowering<'a> {
             chunks,
             parity: self.calls.parity(),
             far: WindowId::POOL,
-            fixed_rows: None,
             notes: None,
         }
     }

@@ -249,7 +249,6 @@ fn copies_and_bytes_are_those_that_engines_are_counted_for() {
                 chunks: 4,
                 parity: 0,
                 far: WindowId::POOL,
-                fixed_rows: None,
                 notes: None,
             };
             work.push(CopyEngineWork::of_dispatch(&setting, &layout, &RelayPlan::default()));

@@ -57,15 +57,13 @@ impl Unroller<'_> {
         let call = Returning { handle: &known, number: handle, parts, copied, until, offers: &offers };
         let bring = |me| self.told(me, (CallKind::Combine, until), &self.returner(me, &call));
         let told = self.ranks().map(bring).collect();
-        let (fixed, reads) = (self.fixed_rows().is_some(), self.reads_late());
+        let reads = self.reads_late();
         for (member, offer) in self.members.iter_mut().zip(offers) {
             if !self.script.enqueues {
                 member.pool.give(&offer.staging);
             }
             // No rank reads the memory that a refused call offered.
-            if fixed {
-                // Its place is that of the next outputs, too.
-            } else if until < Until::End && !reads || self.script.slip == Some(SeededBug::FreeBeforeAck) {
+            if until < Until::End && !reads || self.script.slip == Some(SeededBug::FreeBeforeAck) {
                 member.pool.give(&offer.chunk);
             } else {
                 member.offered.push(offer.chunk);
@@ -87,8 +85,7 @@ impl Unroller<'_> {
     ) -> Offer {
         let (paths, reads) = (self.paths(me), self.reads_late());
         let layout = &handle.placed.layouts[me as usize];
-        let fixed = self.fixed_rows();
-        let offered = self.sizing.offer(fixed.unwrap_or(layout.landed));
+        let offered = self.sizing.offer(layout.landed);
         let size = offered.bytes();
         let home = CallerTables::home_bytes(&paths, layout);
         let at = self.return_setting(me, parts);
@@ -100,18 +97,12 @@ impl Unroller<'_> {
                 false => member.pool.give(&kept[me as usize]),
             }
         }
-        let chunk = if fixed.is_some() {
-            // Within a budget outputs have one place, which experts write before the call.
+        let early = (!copied).then(|| member.pool.take(size));
+        // A host that runs ahead frees nothing here.
+        if paths.rails() || !self.script.enqueues {
             member.licensed();
-            member.output.get_or_insert_with(|| member.pool.take(size)).clone()
-        } else {
-            let early = (!copied).then(|| member.pool.take(size));
-            // A host that runs ahead frees nothing here.
-            if paths.rails() || !self.script.enqueues {
-                member.licensed();
-            }
-            early.unwrap_or_else(|| member.pool.take(size))
-        };
+        }
+        let chunk = early.unwrap_or_else(|| member.pool.take(size));
         let pulled = if self.script.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
         let staging = match self.script.enqueues {
             // All calls return rows to one place.

@@ -45,8 +45,6 @@ pub(super) struct Member {
     /// Memory that peers may be reading or, where callers' threads enqueue, that their streams may
     /// be using.
     pub offered: Vec<Extent>,
-    /// The one place of outputs, where there is a budget on a device.
-    pub output: Option<Extent>,
     /// The one place of returned rows, where callers' threads enqueue.
     pub staging: Option<Extent>,
 }
@@ -187,12 +185,8 @@ impl<'a> Unroller<'a> {
 
     /// The programs of a rank.
     pub(super) fn programs(&self, me: u32) -> RankPrograms {
-        let shape = Engines {
-            pulls: self.script.pulls,
-            brings_in: self.brings_in(),
-            fixed_outputs: self.fixed_rows().is_some(),
-            enqueues: self.script.enqueues,
-        };
+        let shape =
+            Engines { pulls: self.script.pulls, brings_in: self.brings_in(), enqueues: self.script.enqueues };
         let sums = self.sizing.partial_bytes.is_some();
         RankPrograms::new(self.paths(me), self.script.chunks, sums, shape)
     }
@@ -221,7 +215,6 @@ impl<'a> Unroller<'a> {
             } else {
                 WindowId::POOL
             },
-            fixed_rows: self.fixed_rows(),
             notes: None,
         }
     }
@@ -233,14 +226,9 @@ impl<'a> Unroller<'a> {
         FillContext { notes, ..self.setting(me, parity) }
     }
 
-    /// Rows that landing memory is laid out for, where engines move rows within a budget.
-    pub(super) fn fixed_rows(&self) -> Option<u32> {
-        self.script.mode.budget().filter(|_| self.script.pulls)
-    }
-
     /// What lands at a rank if so many rows do.
     pub(super) fn landing(&self, rows: u32) -> RowBuffer {
-        let landing = self.sizing.landing(self.fixed_rows().unwrap_or(rows));
+        let landing = self.sizing.landing(rows);
         if self.script.enqueues { landing.without_notes() } else { landing }
     }
 
@@ -288,14 +276,7 @@ impl Member {
         if enqueues {
             pool.take(SEATS * NOTES);
         }
-        Member {
-            calls: Calls::new(EPOCH),
-            dispatches: 0,
-            pool,
-            offered: Vec::new(),
-            output: None,
-            staging: None,
-        }
+        Member { calls: Calls::new(EPOCH), dispatches: 0, pool, offered: Vec::new(), staging: None }
     }
 
     /// The readers of the offered memory have confirmed, and the stream has passed: it is free.

@@ -2,13 +2,13 @@
 
 use std::sync::atomic::Ordering;
 
-use super::exchange::{Driver, PlannedExchange, Return};
+use super::exchange::{PlannedExchange, Return};
 use super::handle::{PlannedHandle, PlannedOutput, PlannedRows};
 use super::space::Extent;
 use crate::device::{DeviceRange, Kernels};
 use crate::dtype::Dtype;
+use crate::ep::CombineInput;
 use crate::ep::tensor::{Shape, Tensor, TensorMut};
-use crate::ep::{CombineInput, Feature};
 use crate::error::{CallError, CallKind, Error, PlanError};
 
 /// Option of a gradient of dispatch: weight gradients return behind it.
@@ -38,7 +38,7 @@ impl PlannedExchange {
             let regrouped = common.regroup(&self.stream, &self.kernels, kind, place);
             regrouped.map_err(|error| common.fixed.fail(error))?;
         }
-        PlannedRows::new(handle.lease(), (kind, handle.rows()), Some(extent))
+        PlannedRows::new(handle.lease(), (kind, handle.rows()), extent)
     }
 
     /// Makes a call of this kind along the layout of a seat: where rows land.
@@ -50,7 +50,7 @@ impl PlannedExchange {
     ) -> Result<Extent, Error> {
         self.common.fixed.shared.hub.health().check()?;
         let (x, refused) = x.map_or_else(|error| (None, Some(error)), |x| (Some(x), None));
-        self.begin(seat, false)?;
+        self.common.space.count();
         let fail = |error| self.common.fixed.fail(error);
         let x = x.filter(|_| tokens > 0);
         let lies = x.filter(|&x| self.common.lie_here(kind, x).is_some() && self.may_lie(seat));
@@ -60,22 +60,15 @@ impl PlannedExchange {
         }
         self.enqueue_reached(seat, 0).map_err(fail)?;
         let machine = self.start(kind, seat)?;
-        let (Driver::Caller(enqueuer), Some(machine)) = (&mut self.driver, machine) else {
-            Feature::CachedDispatch.require(self.executor())?;
-            return Err(PlanError::RefusedHere.into());
-        };
         let x = lies.map(|(x, dtype)| (x.clone(), dtype));
-        let landed = enqueuer.cached(machine, (kind, seat), (x, refused));
+        let landed = self.enqueuer.cached(machine, (kind, seat), (x, refused));
         self.common.served.fetch_add(1, Ordering::Relaxed);
         landed.map_err(|error| self.common.fixed.fail(error))?
     }
 
     /// Whether tokens may be sent along the layout of a seat as they lie.
     fn may_lie(&self, seat: u32) -> bool {
-        match &self.driver {
-            Driver::Caller(enqueuer) => enqueuer.kept[seat as usize].in_place.is_some(),
-            Driver::Planner { .. } => false,
-        }
+        self.enqueuer.kept[seat as usize].in_place.is_some()
     }
 
     /// Enqueues that gradients of rows return and their sums go to `tokens`; with `of_rows`, one gradient for the weight of

@@ -1,47 +1,36 @@
 //! A dispatch where engines relay: what the enqueuer does beside.
 //!
 //! ```text
-//!   caller's stream    ids, weights -> host | bell |   wait   | regroup: rows packed | packed |   wait    | regroup: visible rows
-//!   enqueuer             ... counts, placement: list, ring      | enqueue ..                index, ring
-//!   its stream                          list -> device            wait packed | runs to arrivals, blocks out | runs handed on
+//!   caller's stream    ids, weights -> host | flag |          join | regroup: rows packed |        join | regroup: visible rows
+//!   caller's thread      ... counts, placement: list                | enqueue ..           index
+//!   stream of copies                       list -> device           | runs to arrivals, blocks out | runs handed on
 //! ```
 //!
 //! Which tokens cross, and in which order, only the enqueuer knows: so it says how rows are packed. They lie by bin for
 //! neighbours, then block by block, each token once. What has arrived the caller's stream puts into visible order, by an index
 //! that every enqueuer finds from what all have said already: the counts of its neighbours, and the headers of their blocks.
 
-use super::REFUSED;
 use std::sync::Arc;
 
-use super::enqueuer::{Caller, Enqueuer, Header};
-use super::shape::StreamFlag;
+use super::enqueuer::{Enqueuer, Header};
 use crate::error::{CallKind, Error};
 use crate::plan::Segment;
 use crate::schedule::WindowId;
 
 impl Enqueuer {
-    /// Tells the caller's stream how to pack: which token's row is where; of a call that is refused, none.
-    pub fn list(&mut self, seat: u32, tokens: u32, placed: bool) -> Result<(), Error> {
+    /// Tells the caller's stream how to pack: which token's row is where.
+    pub fn list(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
         let shape = self.common.shape;
-        let tokens = if tokens == REFUSED { 0 } else { tokens.min(self.common.fixed.spec.max_tokens) };
         let entries = tokens as usize * self.common.fixed.spec.top_k as usize;
-        if !placed {
-            self.arrivals.packed.clear();
-        }
         self.arrivals.packed.resize(entries, -1);
         let words = bytemuck::cast_slice(&self.arrivals.packed);
-        self.common.host.write_words(shape.host_order(seat).0 as usize, words)?;
-        self.send(shape.host_order(seat), shape.order(seat), entries as u64 * 4)?;
-        if let Caller::Words = self.caller {
-            self.engine.settle()?;
-            self.common.ring(seat, StreamFlag::Listed)?;
-        }
-        Ok(())
+        self.common.host.write_words(shape.host_order().0 as usize, words)?;
+        self.send(shape.host_order(), shape.order(seat), entries as u64 * 4)
     }
 
     /// What goes with the rows for neighbours lies as they do.
-    pub fn rewrite_notes(&mut self, seat: u32) -> Result<(), Error> {
-        let (fixed, (at, _)) = (&self.common.fixed, self.common.shape.host_notes(seat));
+    pub fn rewrite_notes(&mut self) -> Result<(), Error> {
+        let (fixed, (at, _)) = (&self.common.fixed, self.common.shape.host_notes());
         let bytes = fixed.sizing(CallKind::Dispatch).note_bytes();
         for rank in (0..fixed.lanes.ranks()).filter(|&rank| fixed.paths().same_node(rank)) {
             for bin in fixed.bins.of(rank) {
@@ -56,10 +45,9 @@ impl Enqueuer {
     pub fn desk(&self, seat: u32) -> (u64, u64) {
         let base = self.tables.landing[self.common.fixed.lanes.rank as usize];
         let shape = &self.common.shape;
-        match (self.common.fixed.straight(), shape.budget()) {
-            (true, _) => (0, shape.desk_notes()),
-            (false, Some(landing)) => (base, base + landing.notes_at()),
-            (false, None) => (base, shape.notes(seat).0),
+        match self.common.fixed.straight() {
+            true => (0, shape.desk_notes()),
+            false => (base, shape.notes(seat).0),
         }
     }
 

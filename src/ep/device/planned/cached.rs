@@ -16,7 +16,6 @@ use std::sync::Arc;
 use super::call::DeviceCall;
 use super::dispatch::Landing;
 use super::enqueuer::Enqueuer;
-use super::shape::StreamFlag;
 use super::space::Extent;
 use crate::device::DeviceRange;
 use crate::dtype::Dtype;
@@ -43,7 +42,7 @@ impl Enqueuer {
         let refusal = call.drive(&mut machine, Until::End)?;
         let landing = call.landing.take().and_then(|landing| landing.extent);
         let status = refusal.as_ref().map_or(Status::OK, Status::of);
-        self.answer(seat, StreamFlag::Dispatched, status)?;
+        self.answer(seat, status)?;
         self.engine.take_enqueued();
         Ok(match (refusal, landing) {
             (None, Some(mut extent)) => {

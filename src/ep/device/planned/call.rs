@@ -108,7 +108,7 @@ impl<'p> DeviceCall<'p> {
         if !rows || part == Part::Finish {
             return engine.run(items, &operands, None);
         }
-        let (staging, notes) = (common.shape.staging(self.seat), common.shape.host_notes(self.seat));
+        let (staging, notes) = (common.shape.staging(), common.shape.host_notes());
         let (packed, notes) = (common.piece(staging)?, common.host_piece(notes)?);
         let words = bytemuck::cast_slice(&scratch.notes);
         let (rows, at) = match (&self.x, in_place) {
@@ -157,8 +157,8 @@ impl Executor for DeviceCall<'_> {
         }
         match work {
             Work::AwaitStream => {
-                let bell = if self.tag.kind.places() { StreamFlag::Dispatch } else { StreamFlag::Combine };
-                self.enqueuer.await_stream(self.seat, bell)?;
+                let flag = if self.tag.kind.places() { StreamFlag::Dispatch } else { StreamFlag::Combine };
+                self.enqueuer.await_stream(self.seat, flag)?;
                 self.reached = true;
             }
             Work::Sort => self.sort(),
@@ -185,7 +185,7 @@ impl Executor for DeviceCall<'_> {
             Work::Retire => {
                 let Enqueuer { calls, common, .. } = &mut *self.enqueuer;
                 calls.returned();
-                common.progress.iter().for_each(|progress| progress.returned(calls.last_return()));
+                common.progress.returned(calls.last_return());
             }
             // Nobody waits for the verdict, and the caller's stream finds rows and metadata where they landed.
             Work::TellAgreed | Work::Report | Work::Metadata => {}

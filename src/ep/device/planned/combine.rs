@@ -1,9 +1,9 @@
 //! A return, as the enqueuer serves it: a combine, the gradient of a dispatch, or the return of weight gradients.
 //!
 //! ```text
-//!   caller's stream    experts write | bell |        wait                                  | sum | ...
-//!   enqueuer             entry, everybody's: bases | enqueue ------------.            ring |
-//!   its stream                                       pull runs | read -> peers
+//!   caller's stream    experts write | ready |                     join | sum | ...
+//!   caller's thread      entry, everybody's: bases | enqueue -.
+//!   stream of copies                                 pull runs | read -> peers
 //! ```
 //!
 //! Copy engines cannot add. So each rank pulls the rows of its own tokens home, run by run, to where they lay packed when
@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use super::REFUSED;
 use super::call::DeviceCall;
-use super::enqueuer::{Caller, Enqueuer};
-use super::shape::{MemoryShape, StreamFlag};
+use super::enqueuer::Enqueuer;
+use super::shape::MemoryShape;
 use crate::ep::Status;
 use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
 use crate::exec::Until;
@@ -33,8 +33,7 @@ impl Enqueuer {
         (steps, options): (u32, u32),
     ) -> Result<Option<Error>, Error> {
         let (programs, number) = (Arc::clone(&self.programs), self.kept[seat as usize].number);
-        let reached = matches!(self.caller, Caller::Words);
-        let mut call = DeviceCall { reached, ..DeviceCall::new(self, &programs, kind, seat) };
+        let mut call = DeviceCall::new(self, &programs, kind, seat);
         call.tag.options = options;
         call.base = u64::from(steps) * MemoryShape::STEP;
         call.refused = match (steps, number) {
@@ -50,7 +49,7 @@ impl Enqueuer {
             Some(_) if number == 0 => self.kept[seat as usize].status,
             Some(error) => Status::of(error),
         };
-        self.answer(seat, StreamFlag::Combined, status)?;
+        self.answer(seat, status)?;
         let enqueued = self.engine.take_enqueued();
         self.common.seats[seat as usize].tell(|told| {
             told.combined = enqueued;
@@ -68,7 +67,7 @@ impl DeviceCall<'_> {
         self.say(Tag { handle, base: self.base, ..self.tag });
         if self.tag.refusal == Refusal::None {
             let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
-            let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging(self.seat).0);
+            let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging().0);
             let setting = common.fixed.agreement(*calls, self.tag.kind).setting;
             tables.stage_rows(&setting, layout, home);
             tables.offer(&common.fixed.paths(), self.tag, self.base);
@@ -89,7 +88,7 @@ impl DeviceCall<'_> {
     /// Fills the operands by which rows come here.
     pub fn fill_pull(&mut self) {
         let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
-        let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging(self.seat).0);
+        let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging().0);
         tables.pull(&common.fixed.agreement(*calls, self.tag.kind).setting, layout, home);
     }
 }

@@ -1,27 +1,24 @@
 //! What handles, the exchange and whatever drives its calls share.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::seat::DispatchContext;
 use super::shape::{ByteRange, MemoryShape, StreamFlag};
 use super::space::{DevicePool, Extent, Progress};
 use crate::bootstrap::interrupted;
 use crate::device::{ByteSpan, DeviceRange, Kernels, PermuteArgs, PinnedMemory, Stream, Word};
-use crate::ep::CallExecutor;
 use crate::ep::fixed::EpState;
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::plan::DispatchLayout;
 use crate::schedule::{Calls, FillContext};
 use crate::world::{NoGpuDirect, Registration};
 
-/// Both know this of an exchange. Copies share all that changes.
+/// What both know of an exchange. Copies share all that changes.
 #[derive(Clone, Debug)]
 pub(super) struct Common {
     /// Tells handles of different exchanges apart, within this process.
     pub instance: u64,
-    /// What carries its calls out.
-    pub executor: CallExecutor,
     pub fixed: Arc<EpState>,
     pub shape: MemoryShape,
     /// This rank's memory, as its device reaches it.
@@ -32,29 +29,25 @@ pub(super) struct Common {
     /// Handles that are alive.
     pub handles: Arc<AtomicU32>,
     pub space: Arc<DevicePool>,
-    /// Exact sizes: how far the stream has come.
-    pub progress: Option<Arc<Progress>>,
+    /// How far the stream has come.
+    pub progress: Arc<Progress>,
     /// Why rows that cross go by memory of the host, if they do.
     pub detour: Option<NoGpuDirect>,
     /// How cards know the device's memory, if they do.
     pub registration: Option<Registration>,
-    /// The caller will enqueue no more.
-    pub closing: Arc<AtomicBool>,
-    /// The planner serves no more.
-    pub gone: Arc<AtomicBool>,
-    /// Calls that the planner has served, replays not counted.
+    /// Calls that are enqueued.
     pub served: Arc<AtomicU64>,
 }
 
 impl Common {
-    /// A bell, as the host sees it.
-    pub fn bell(&self, seat: u32, bell: StreamFlag) -> Result<&AtomicU64, DeviceError> {
-        self.host.word(self.shape.bell(seat, bell) as usize)
+    /// A flag, as the host sees it.
+    pub fn flag(&self, seat: u32, flag: StreamFlag) -> Result<&AtomicU64, DeviceError> {
+        self.host.word(self.shape.flag(seat, flag) as usize)
     }
 
-    /// A bell, as streams see it.
-    pub fn word(&self, seat: u32, bell: StreamFlag) -> Result<Word<'_, u32>, DeviceError> {
-        self.host.range().word(self.shape.bell(seat, bell))
+    /// A flag, as streams see it.
+    pub fn word(&self, seat: u32, flag: StreamFlag) -> Result<Word<'_, u32>, DeviceError> {
+        self.host.range().word(self.shape.flag(seat, flag))
     }
 
     /// A piece of the device's memory.
@@ -121,16 +114,15 @@ impl Common {
         (used > kept).then(|| extent.split(kept))
     }
 
-    /// Exact sizes: the stream leaves this mark when it has come to the call that runs.
+    /// The stream leaves this mark when it has come to the call that runs.
     pub fn started(&self, mark: u64) {
         let call = self.served.load(Ordering::Relaxed) + 1;
-        self.progress.iter().for_each(|progress| progress.started(mark, call));
+        self.progress.started(mark, call);
     }
 
     /// Frees what the stream and all peers have read by now. Whether nothing is left to wait for.
     pub fn reclaim(&self) -> bool {
-        let seen = self.progress.as_deref().map(Progress::seen);
-        let Some(Ok((call, all))) = seen else { return true };
+        let Ok((call, all)) = self.progress.seen() else { return true };
         call.into_iter().for_each(|call| self.space.reach(call));
         all
     }
@@ -155,11 +147,5 @@ impl Common {
             }
             std::thread::yield_now();
         }
-    }
-
-    /// Rings for the caller's stream: it goes on.
-    pub fn ring(&self, seat: u32, bell: StreamFlag) -> Result<(), DeviceError> {
-        self.bell(seat, bell)?.store(1, Ordering::Release);
-        Ok(())
     }
 }

@@ -1,9 +1,9 @@
 //! A dispatch, as the enqueuer serves it.
 //!
 //! ```text
-//!   caller's stream    ids, weights -> host | bell | sort, regroup: rows packed | packed |   wait       |
-//!   enqueuer             sort | counts | entry, everybody's | place | tell | enqueue --------.    ring |
-//!   its stream                                            wait packed | runs, pads, notes | landed -> peers
+//!   caller's stream    ids, weights -> host | flag | sort, regroup: rows packed |           join |
+//!   caller's thread      sort | counts | entry, everybody's | place | enqueue -.
+//!   stream of copies                                          rows, pads, notes | landed -> peers
 //! ```
 //!
 //! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then token. So what goes from here to one
@@ -13,8 +13,7 @@ use std::sync::Arc;
 
 use super::REFUSED;
 use super::call::DeviceCall;
-use super::enqueuer::{Caller, CallerStream, Enqueuer, Kept, Scratch};
-use super::shape::StreamFlag;
+use super::enqueuer::{CallerStream, Enqueuer, Kept, Scratch};
 use super::space::Extent;
 use crate::device::DeviceRange;
 use crate::dtype::Dtype;
@@ -30,7 +29,7 @@ use crate::schedule::{Tag, WindowId};
 pub(super) struct Landing {
     pub base: u64,
     pub len: u64,
-    /// Memory of the pool; none where it is fixed.
+    /// Memory of the pool; none where metadata alone lands.
     pub extent: Option<Extent>,
 }
 
@@ -46,8 +45,7 @@ impl Enqueuer {
         (tokens, x): (u32, Option<(DeviceRange, Dtype)>),
     ) -> Result<(), Error> {
         let programs = Arc::clone(&self.programs);
-        let reached = matches!(self.caller, Caller::Words);
-        let mut call = DeviceCall { x, reached, ..DeviceCall::new(self, &programs, kind, seat) };
+        let mut call = DeviceCall { x, ..DeviceCall::new(self, &programs, kind, seat) };
         call.tokens = tokens;
         let refusal = call.drive(&mut machine, Until::End)?;
         let staging = call.staging.take();
@@ -56,21 +54,20 @@ impl Enqueuer {
             Some(error) => call.refuse_dispatch(error)?,
         };
         self.kept[seat as usize].status = status;
-        self.answer(seat, StreamFlag::Dispatched, status)?;
+        self.answer(seat, status)?;
         if let Some(mut staging) = staging {
             staging.trim(0);
         }
         let enqueued = self.engine.take_enqueued();
         self.common.seats[seat as usize].tell(|told| {
             told.dispatched = enqueued;
-            told.landed += 1;
         });
         Ok(())
     }
 }
 
 impl DeviceCall<'_> {
-    /// The call is refused. Its caller's stream packs all the same, and its flag is consumed.
+    /// The call is refused.
     fn refuse_dispatch(&mut self, error: Error) -> Result<Status, Error> {
         let (seat, tokens, status) = (self.seat, self.tokens, Status::of(&error));
         self.enqueuer.kept[seat as usize].number = 0;
@@ -78,7 +75,6 @@ impl DeviceCall<'_> {
         self.enqueuer.common.seats[seat as usize].tell(|told| {
             told.extent = None;
             told.refused = Some(error);
-            told.placed += 1;
         });
         self.enqueuer.send_tables(seat, tokens, false)?;
         Ok(status)
@@ -88,30 +84,25 @@ impl DeviceCall<'_> {
     fn await_packed(&mut self, placed: bool) -> Result<(), Error> {
         let in_place = placed && self.in_place().is_some();
         let (seat, enqueuer) = (self.seat, &mut *self.enqueuer);
-        // Of a call that is refused the caller's thread packs nothing.
-        let packs = matches!(enqueuer.caller, Caller::Words) || placed;
-        if enqueuer.common.shape.arrives() && packs {
-            enqueuer.list(seat, self.tokens, placed)?;
+        // Of a call that is refused nothing is packed.
+        if enqueuer.common.shape.arrives() && placed {
+            enqueuer.list(seat, self.tokens)?;
         }
         let Enqueuer { common, engine, caller, .. } = enqueuer;
-        match caller {
-            Caller::Words => engine.take(common.word(seat, StreamFlag::Packed)?)?,
-            Caller::Events(CallerStream { stream, kernels, reached, done, .. }) => {
-                if let (Some((x, dtype)), true, false) = (&self.x, packs, in_place) {
-                    engine.precede(stream, done)?;
-                    common.pack(stream, kernels, (self.tag.kind, seat), (self.tokens, x, *dtype))?;
-                    reached.record(stream)?;
-                }
-                engine.follow(reached)?;
-                common.started(engine.awaited().0);
-            }
+        let CallerStream { stream, kernels, reached, done, .. } = caller;
+        if let (Some((x, dtype)), true, false) = (&self.x, placed, in_place) {
+            engine.precede(stream, done)?;
+            common.pack(stream, kernels, (self.tag.kind, seat), (self.tokens, x, *dtype))?;
+            reached.record(stream)?;
         }
+        engine.follow(reached)?;
+        common.started(engine.awaited().0);
         Ok(())
     }
 
     /// Sorts this rank's choices; what is wrong with them it refuses.
     pub fn sort(&mut self) {
-        if let Err(error) = self.enqueuer.sort(self.seat, self.tokens) {
+        if let Err(error) = self.enqueuer.sort(self.tokens) {
             self.enqueuer.sorted.clear(&self.enqueuer.common.fixed.bins);
             self.refused = Some(error);
         }
@@ -204,7 +195,7 @@ impl DeviceCall<'_> {
 
     /// Says what this rank has for every bin, and keeps how its rows lie packed.
     pub fn publish(&mut self) -> Result<(), Error> {
-        self.enqueuer.publish(self.seat)
+        self.enqueuer.publish()
     }
 
     pub fn place(&mut self) -> Result<(), Error> {
@@ -214,7 +205,7 @@ impl DeviceCall<'_> {
 
 impl Enqueuer {
     /// This rank's own routing, as its stream left it.
-    fn sort(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
+    fn sort(&mut self, tokens: u32) -> Result<(), Error> {
         let (fixed, shape) = (&self.common.fixed, &self.common.shape);
         let (spec, count) = (&fixed.spec, tokens as usize * fixed.spec.top_k as usize);
         if tokens == REFUSED {
@@ -224,8 +215,8 @@ impl Enqueuer {
             return Err(PlanError::TooManyTokens { tokens, max: spec.max_tokens }.into());
         }
         for (words, (at, _)) in [
-            (&mut self.scratch.experts, shape.host_experts(seat)),
-            (&mut self.scratch.weights, shape.host_weights(seat)),
+            (&mut self.scratch.experts, shape.host_experts()),
+            (&mut self.scratch.weights, shape.host_weights()),
         ] {
             words.resize(count, 0);
             self.common.host.read_words(at as usize, words)?;
@@ -237,7 +228,7 @@ impl Enqueuer {
     }
 
     /// Says what this rank has for every bin, and keeps how its rows lie packed.
-    fn publish(&mut self, seat: u32) -> Result<(), Error> {
+    fn publish(&mut self) -> Result<(), Error> {
         let common = &self.common;
         let (port, control) = (&common.fixed.port, &common.fixed.control);
         self.crossing.fill(&common.fixed.bins, &common.fixed.paths(), &self.sorted);
@@ -247,17 +238,14 @@ impl Enqueuer {
         port.write(WindowId::CONTROL, control.publication(self.calls.parity()), numbers)?;
         self.scratch.starts.clone_from(&self.sorted.starts);
         self.scratch.notes.clone_from(&self.sorted.notes);
-        let (notes, _) = common.shape.host_notes(seat);
+        let (notes, _) = common.shape.host_notes();
         Ok(common.host.write_words(notes as usize, &self.sorted.notes)?)
     }
 
     fn announce(&self, kind: CallKind, seat: u32) -> Landing {
         let common = &self.common;
-        if common.shape.budget().is_some() || kind == CallKind::Prepare {
-            let (base, len) = match kind {
-                CallKind::Prepare => common.shape.notes(seat),
-                _ => common.shape.rows(seat),
-            };
+        if kind == CallKind::Prepare {
+            let (base, len) = common.shape.notes(seat);
             return Landing { base, len, extent: None };
         }
         let extent = common.space.announce(common.fixed.most_bytes(CallKind::Dispatch, &self.numbers.sizes));
@@ -279,7 +267,7 @@ impl Enqueuer {
         if fixed.arrives() {
             self.arrivals.arrange(&frame, &self.sorted, &mut self.crossing);
             self.arrivals.pack(&frame, &self.sorted, &self.crossing);
-            self.rewrite_notes(seat)?;
+            self.rewrite_notes()?;
         }
         let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
         let Kept { layout, first_run, numbers, .. } = &mut self.kept[seat as usize];
@@ -332,7 +320,6 @@ impl Enqueuer {
             placement.required.clone_from(&self.numbers.sizes.required);
             told.extent = extent;
             told.refused = None;
-            told.placed += 1;
         });
         staging
     }
@@ -361,21 +348,19 @@ impl Enqueuer {
         let counted: &[u32] = bytemuck::cast_slice(counts);
         let len = counted.len() as u64 * 4;
         let [places, sums]: [&[u32]; 2] = [bytemuck::cast_slice(places), bytemuck::cast_slice(sums)];
-        for (words, (at, _)) in [
-            (places, shape.host_places(seat)),
-            (sums, shape.host_sums(seat)),
-            (counted, shape.host_counts(seat)),
-        ] {
+        for (words, (at, _)) in
+            [(places, shape.host_places()), (sums, shape.host_sums()), (counted, shape.host_counts())]
+        {
             common.host.write_words(at as usize, words)?;
         }
-        self.send(shape.host_places(seat), shape.places(seat), choices)?;
-        self.send(shape.host_sums(seat), shape.sums(seat), choices)?;
+        self.send(shape.host_places(), shape.places(seat), choices)?;
+        self.send(shape.host_sums(), shape.sums(seat), choices)?;
         if fixed.spec.weighted {
-            self.send(shape.host_weights(seat), shape.weights(seat), choices)?;
+            self.send(shape.host_weights(), shape.weights(seat), choices)?;
         }
         match fixed.spec.layout.is_per_rank() {
             true => Ok(()),
-            false => self.send(shape.host_counts(seat), shape.counts(seat), len),
+            false => self.send(shape.host_counts(), shape.counts(seat), len),
         }
     }
 }

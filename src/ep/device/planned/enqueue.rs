@@ -1,50 +1,14 @@
-//! What a call puts on the caller's stream: copies, bells and kernels.
-
-use std::sync::Arc;
+//! What a call puts on the caller's stream: copies, flags and kernels.
 
 use super::REFUSED;
 use super::common::Common;
-use super::exchange::{Driver, PlannedExchange};
+use super::exchange::PlannedExchange;
 use super::handle::{PlannedOutput, PlannedRows};
 use super::shape::StreamFlag;
-use crate::device::{
-    Context, DeviceRange, DotScale, FetchWeights, Kernels, MemOpBatch, SortArgs, Stream, SumChoices,
-};
+use crate::device::{DeviceRange, DotScale, FetchWeights, Kernels, SortArgs, Stream, SumChoices};
 use crate::dtype::Dtype;
 use crate::ep::tensor::Chosen;
-use crate::error::{CallKind, DeviceError, Error};
-
-/// What a stream does at the bells of each seat: the same in every call, so it is listed once.
-pub(super) struct Lists {
-    /// Per seat, where engines relay: what comes before the packing.
-    listed: Vec<MemOpBatch>,
-    /// Per seat: what follows the packing, and what follows the bell of a combine.
-    packed: Vec<MemOpBatch>,
-    offered: Vec<MemOpBatch>,
-}
-
-impl Lists {
-    /// For all seats.
-    pub fn new(common: &Common, context: &Arc<Context>) -> Result<Self, DeviceError> {
-        let (mut listed, mut packed, mut offered) = (Vec::new(), Vec::new(), Vec::new());
-        for seat in 0..common.shape.word_sets() {
-            let mut list = MemOpBatch::with_capacity(context, 2);
-            list.wait(common.word(seat, StreamFlag::Listed)?, 1)?;
-            list.write(common.word(seat, StreamFlag::Listed)?, 0)?;
-            listed.push(list);
-            let mut list = MemOpBatch::with_capacity(context, 3);
-            list.write(common.word(seat, StreamFlag::Packed)?, 1)?;
-            list.wait(common.word(seat, StreamFlag::Dispatched)?, 1)?;
-            list.write(common.word(seat, StreamFlag::Dispatched)?, 0)?;
-            packed.push(list);
-            let mut list = MemOpBatch::with_capacity(context, 2);
-            list.wait(common.word(seat, StreamFlag::Combined)?, 1)?;
-            list.write(common.word(seat, StreamFlag::Combined)?, 0)?;
-            offered.push(list);
-        }
-        Ok(Lists { listed, packed, offered })
-    }
-}
+use crate::error::{CallKind, Error};
 
 impl Common {
     /// Enqueues that the order of rows is found: by bin, then by token.
@@ -85,7 +49,7 @@ impl PlannedExchange {
         let (shape, spec) = (&common.shape, &common.fixed.spec);
         if let Some((Chosen { tokens, experts, weights }, _)) = brought {
             let choices = u64::from(tokens) * u64::from(spec.top_k) * 4;
-            for (from, to) in [(experts, shape.host_experts(seat)), (weights, shape.host_weights(seat))] {
+            for (from, to) in [(experts, shape.host_experts()), (weights, shape.host_weights())] {
                 stream.copy(common.host.range().span(to.0, choices)?, from.span(0, choices)?)?;
             }
         }
@@ -93,12 +57,9 @@ impl PlannedExchange {
             common.word(seat, StreamFlag::Dispatch)?,
             brought.map_or(REFUSED, |(chosen, _)| chosen.tokens) + 1,
         )?;
-        if let (Driver::Planner { lists, .. }, true) = (&mut self.driver, shape.arrives()) {
-            stream.operate(&mut lists.listed[seat as usize])?;
-        }
         let packs = brought.filter(|(chosen, _)| chosen.tokens > 0);
         if let Some((Chosen { tokens, experts, .. }, x)) = packs {
-            // Where engines relay, whoever plans says the order.
+            // Where engines relay, the second half finds the order.
             if !shape.arrives() {
                 common.order(stream, &self.kernels, seat, (tokens, experts))?;
             }
@@ -106,31 +67,20 @@ impl PlannedExchange {
                 common.pack(stream, &self.kernels, (CallKind::Dispatch, seat), (tokens, x, dtype))?;
             }
         }
-        let Driver::Planner { lists, .. } = &mut self.driver else { return Ok(()) };
-        stream.operate(&mut lists.packed[seat as usize])?;
-        match shape.budget() {
-            Some(landing) if shape.arrives() => common.regroup(
-                stream,
-                &self.kernels,
-                CallKind::Dispatch,
-                (seat, shape.rows(seat).0, landing.rows),
-            ),
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     /// Whether these tokens are packed in the second half: where engines relay, the caller's thread
     /// knows only then in which order; and whether they need be packed, where engines can read
     /// them.
     pub(super) fn packs_when_placed(&self, x: (&DeviceRange, Dtype)) -> bool {
-        let late = self.common.shape.arrives() || self.common.lie_here(CallKind::Dispatch, x).is_some();
-        late && matches!(self.driver, Driver::Caller(_))
+        self.common.shape.arrives() || self.common.lie_here(CallKind::Dispatch, x).is_some()
     }
 
     /// That the stream has come to a call along a known layout. In a return, outputs may be read, which lie so many `steps`
     /// into this rank's memory. On one node the caller's thread runs ahead: nobody hears of it but the streams of its peers.
     pub(super) fn enqueue_reached(&self, seat: u32, steps: u32) -> Result<(), Error> {
-        if matches!(self.driver, Driver::Caller(_)) && !self.common.fixed.paths().rails() {
+        if !self.common.fixed.paths().rails() {
             return Ok(());
         }
         Ok(self.stream.write(self.common.word(seat, StreamFlag::Combine)?, steps + 1)?)
@@ -145,11 +95,8 @@ impl PlannedExchange {
     ) -> Result<(), Error> {
         let (common, stream) = (&*self.common, &*self.stream);
         let (shape, spec) = (&common.shape, &common.fixed.spec);
-        if let Driver::Planner { lists, .. } = &mut self.driver {
-            stream.operate(&mut lists.offered[seat as usize])?;
-        }
         let Some(out) = out.filter(|_| tokens > 0) else { return Ok(()) };
-        let (rows, index) = (common.span(shape.staging(seat))?, common.span(shape.places(seat))?);
+        let (rows, index) = (common.span(shape.staging())?, common.span(shape.places(seat))?);
         let (n_rows, top_k) = (shape.entries() as u32, spec.top_k);
         let (status, out) = (common.word(seat, StreamFlag::Status)?, out.span(0, out.len())?);
         if kind == CallKind::ReturnWeights {

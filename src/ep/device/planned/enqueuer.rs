@@ -4,9 +4,8 @@
 //! placement, the same judgment. Rows go by its stream ([`CopyEngineStepper`]). With several nodes it plays this rank's relay, too, at
 //! the places of launch order: own puts and signals, relayed rows, own waits.
 //!
-//! Two threads drive it. Where sizes are exact, the caller's own does, in the second half of each call, so no stream waits
-//! for a thread that has yet to call the driver. With a budget a [planner](super::planner) does, since nobody else is there
-//! when a graph replays a call.
+//! The caller's thread drives it, in the second half of each call. So no stream waits for a thread
+//! that has yet to call the driver.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -27,16 +26,7 @@ use crate::plan::{
 use crate::schedule::call::{CallMachine, RankPrograms};
 use crate::schedule::{CallerTables, Calls};
 
-/// The caller's stream, as the enqueuer knows it.
-#[derive(Debug)]
-pub(super) enum Caller {
-    /// Words that both set and take back: a planner's.
-    Words,
-    /// The stream itself: the caller's thread enqueues, and events order the streams.
-    Events(CallerStream),
-}
-
-/// The stream of the thread that enqueues.
+/// The caller's stream, as the enqueuer knows it: events order the streams.
 #[derive(Debug)]
 pub(super) struct CallerStream {
     pub stream: Arc<Stream>,
@@ -72,7 +62,7 @@ pub(super) struct Kept {
 #[derive(Debug)]
 pub(super) struct Enqueuer {
     pub common: Arc<Common>,
-    pub caller: Caller,
+    pub caller: CallerStream,
     pub programs: Arc<RankPrograms>,
     pub engine: CopyEngineStepper,
     /// Does this rank's part for other nodes, in this thread; there is none where there is only one.
@@ -147,15 +137,14 @@ impl Enqueuer {
     /// Those that end the world.
     pub fn start(&mut self, kind: CallKind, seat: u32) -> Result<CallMachine, Error> {
         let mut machine = self.enter()?;
-        if let Caller::Events(CallerStream { stream, reached, .. }) = &self.caller {
-            reached.record(stream)?;
-            // What comes back lies where sums before may still be reading; what goes out is packed.
-            if !kind.places() {
-                self.engine.follow(reached)?;
-                self.common.started(self.engine.awaited().0);
-            }
-            self.common.reclaim();
+        let CallerStream { stream, reached, .. } = &self.caller;
+        reached.record(stream)?;
+        // What comes back lies where sums before may still be reading; what goes out is packed.
+        if !kind.places() {
+            self.engine.follow(reached)?;
+            self.common.started(self.engine.awaited().0);
         }
+        self.common.reclaim();
         let programs = Arc::clone(&self.programs);
         DeviceCall::new(self, &programs, kind, seat).drive(&mut machine, Until::Half)?;
         Ok(machine)
@@ -163,20 +152,19 @@ impl Enqueuer {
 
     /// Goes on with another stream of the caller's, behind the one before.
     pub fn follow(&mut self, next: &Arc<Stream>) -> Result<(), DeviceError> {
-        if let Caller::Events(CallerStream { stream, done, .. }) = &mut self.caller {
-            next.join(stream, done)?;
-            *stream = Arc::clone(next);
-        }
+        let CallerStream { stream, done, .. } = &mut self.caller;
+        next.join(stream, done)?;
+        *stream = Arc::clone(next);
         Ok(())
     }
 
-    /// Waits until the caller's stream has rung. A planner has heard it before.
+    /// Waits until the caller's stream has raised a flag.
     ///
     /// # Errors
     /// The cause of a dead world, an interruption, or the failure of the stream.
-    pub fn await_stream(&self, seat: u32, bell: StreamFlag) -> Result<(), Error> {
-        let Caller::Events(CallerStream { stream, .. }) = &self.caller else { return Ok(()) };
-        let word = self.common.bell(seat, bell)?;
+    pub fn await_stream(&self, seat: u32, flag: StreamFlag) -> Result<(), Error> {
+        let CallerStream { stream, .. } = &self.caller;
+        let word = self.common.flag(seat, flag)?;
         let mut looks = 0;
         self.common.fixed.port.lanes().wait_for_stream(word, || {
             looks = (looks + 1) % LOOKS;
@@ -187,24 +175,15 @@ impl Enqueuer {
     }
 
     /// The call is enqueued: the caller's stream goes on behind it.
-    pub fn answer(&mut self, seat: u32, bell: StreamFlag, status: Status) -> Result<(), Error> {
-        let common = Arc::clone(&self.common);
-        if let Caller::Words = self.caller {
-            self.engine.settle()?;
-            common.bell(seat, StreamFlag::Status)?.store(status.0.into(), Ordering::Relaxed);
-        }
+    pub fn answer(&mut self, seat: u32, status: Status) -> Result<(), Error> {
         // Of a world that died meanwhile the guard says so, again and again.
-        common.fixed.shared.hub.health().check()?;
-        match &self.caller {
-            Caller::Words => common.ring(seat, bell)?,
-            Caller::Events(CallerStream { stream, done, watch, .. }) => {
-                let (mark, awaited) = self.engine.awaited();
-                watch.expect(mark, awaited);
-                self.engine.precede(stream, done)?;
-                // Kernels of earlier calls may have yet to read the word.
-                stream.write(common.word(seat, StreamFlag::Status)?, status.0)?;
-            }
-        }
+        self.common.fixed.shared.hub.health().check()?;
+        let CallerStream { stream, done, watch, .. } = &self.caller;
+        let (mark, awaited) = self.engine.awaited();
+        watch.expect(mark, awaited);
+        self.engine.precede(stream, done)?;
+        // Kernels of earlier calls may have yet to read the word.
+        stream.write(self.common.word(seat, StreamFlag::Status)?, status.0)?;
         Ok(())
     }
 }

@@ -2,12 +2,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::REFUSED;
 use super::common::Common;
-use super::enqueue::Lists;
 use super::enqueuer::Enqueuer;
 use super::handle::{Lease, PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows};
 use crate::device::{DeviceRange, Kernels, Stream};
@@ -24,31 +22,23 @@ use crate::world::SymmetricRange;
 
 /// An [`ExpertParallel`](crate::ExpertParallel) whose calls are laid out one by one: see the [module](super).
 ///
-/// Dropping it waits until what was enqueued is served; graphs must have drained before.
+/// Calls may be under way when it is dropped.
 pub(in crate::ep) struct PlannedExchange {
     pub(super) common: Arc<Common>,
     pub(super) stream: Arc<Stream>,
     pub(super) kernels: Arc<Kernels>,
-    pub(super) driver: Driver,
-    /// Per seat: dispatches and combines enqueued.
-    calls: Vec<(u64, u64)>,
+    pub(super) enqueuer: Box<Enqueuer>,
+    /// Per seat: returns started.
+    returns: Vec<u64>,
     /// All dispatches.
     dispatches: u64,
     lanes: Arc<[LaneUse]>,
-    /// A return between its halves, by the caller's thread.
+    /// A return between its halves.
     returning: Option<Returning>,
     _guards: Vec<WaitBreaker>,
     /// Other nodes write to it as long as this lives.
     _passage: RowTransport,
     _control: SymmetricRange,
-}
-
-/// What drives the calls.
-pub(super) enum Driver {
-    /// The caller's thread, in the second half of each call.
-    Caller(Box<Enqueuer>),
-    /// A thread of its own, and what streams do at its bells.
-    Planner { thread: Option<JoinHandle<()>>, lists: Lists },
 }
 
 /// A return that was started.
@@ -85,7 +75,7 @@ pub(super) struct Parts {
     pub common: Arc<Common>,
     pub stream: Arc<Stream>,
     pub kernels: Arc<Kernels>,
-    pub driver: Driver,
+    pub enqueuer: Box<Enqueuer>,
     pub guards: Vec<WaitBreaker>,
     pub passage: RowTransport,
     pub control: SymmetricRange,
@@ -94,15 +84,15 @@ pub(super) struct Parts {
 impl PlannedExchange {
     /// Of these parts.
     pub(super) fn of(parts: Parts) -> Self {
-        let Parts { common, stream, kernels, driver, guards, passage, control } = parts;
-        let calls = vec![(0, 0); common.shape.word_sets() as usize];
+        let Parts { common, stream, kernels, enqueuer, guards, passage, control } = parts;
+        let returns = vec![0; common.shape.word_sets() as usize];
         let lanes = LaneUse::of_devices(&common.fixed.lanes).into();
         PlannedExchange {
             common,
             stream,
             kernels,
-            driver,
-            calls,
+            enqueuer,
+            returns,
             dispatches: 0,
             lanes,
             returning: None,
@@ -117,28 +107,21 @@ impl PlannedExchange {
         &self.stream
     }
 
-    /// Exact sizes: enqueues the next calls on another stream of the device, behind all that the one before has been given.
-    /// Calls then go on as if on one stream: what shares memory with them stays in order.
+    /// Enqueues the next calls on another stream of the device, behind all that the one before has
+    /// been given. Calls then go on as if on one stream: what shares memory with them stays in
+    /// order.
     ///
     /// # Errors
     /// As [`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream).
     pub fn set_stream(&mut self, stream: &Arc<Stream>) -> Result<(), Error> {
-        let executor = self.executor();
-        Feature::Streams.require(executor)?;
         stream.require_context(self.stream.context())?;
-        let Driver::Caller(enqueuer) = &mut self.driver else { return Ok(()) };
         // An event of a stream that is captured would not be one of this stream's.
         if stream.is_capturing()? || self.stream.is_capturing()? {
-            return Ok(Feature::Capture.require(executor)?);
+            return Ok(Feature::Capture.require(CallExecutor::Enqueuer)?);
         }
-        enqueuer.follow(stream)?;
+        self.enqueuer.follow(stream)?;
         self.stream = Arc::clone(stream);
         Ok(())
-    }
-
-    /// What carries its calls out.
-    pub fn executor(&self) -> CallExecutor {
-        self.common.executor
     }
 
     /// Its number among instances on devices.
@@ -159,9 +142,6 @@ impl PlannedExchange {
 
     /// Enqueues that every token goes to the ranks of its experts, and that the rows of this rank's experts come. Collective.
     /// What is enqueued afterwards finds the rows.
-    ///
-    /// With a budget it may be captured into a graph: replays read `tokens` anew, as many as there were. The seat is then
-    /// the graph's for good. The first capture of a seat waits until earlier calls have been served.
     ///
     /// # Errors
     /// [`CallError::TooManyInFlight`] if as many dispatches are alive as there are seats; then the call is not made, and the other
@@ -198,36 +178,32 @@ impl PlannedExchange {
         started.finish()
     }
 
-    /// Second half of a call that places rows, if the caller's thread drives it.
+    /// Second half of a call that places rows.
     fn serve(&mut self, started: &mut PlannedDispatch) -> Result<(), Error> {
         let (common, lease) = (&self.common, &started.lease);
-        if let (Driver::Caller(enqueuer), Some(machine)) = (&mut self.driver, started.machine) {
-            let tokens = if started.refused.is_some() { REFUSED } else { lease.tokens };
-            let served = enqueuer.dispatch(machine, (started.kind, lease.seat), (tokens, started.x.take()));
-            served.map_err(|error| common.fixed.fail(error))?;
-            common.served.fetch_add(1, Ordering::Relaxed);
-            if let Some(rows) = enqueuer.landed(lease.seat) {
-                let chosen = common.lay_choices_apart(&self.stream, &self.kernels, (lease.seat, rows));
-                chosen.map_err(|error| common.fixed.fail(error))?;
-            }
+        let tokens = if started.refused.is_some() { REFUSED } else { lease.tokens };
+        let call = ((started.kind, lease.seat), (tokens, started.x.take()));
+        let served = self.enqueuer.dispatch(started.machine, call.0, call.1);
+        served.map_err(|error| common.fixed.fail(error))?;
+        common.served.fetch_add(1, Ordering::Relaxed);
+        if let Some(rows) = self.enqueuer.landed(lease.seat) {
+            let chosen = common.lay_choices_apart(&self.stream, &self.kernels, (lease.seat, rows));
+            chosen.map_err(|error| common.fixed.fail(error))?;
         }
         Ok(())
     }
 
-    /// With a budget: goes on without waiting. Of exact sizes this is refused: rows have no place before their number is known.
+    /// Sizes that stay on the device are refused: rows have no place before their number is known.
     /// The call is made first, for the other ranks.
     ///
     /// # Errors
-    /// As [`PlannedDispatch::finish_async`]; [`PlanError::NotAvailable`].
+    /// As [`PlannedExchange::finish_dispatch`]; [`PlanError::NotAvailable`].
     pub fn unfinished_dispatch(
         &mut self,
         started: PlannedDispatch,
     ) -> Result<(PlannedRows, PlannedHandle), Error> {
-        if let Driver::Planner { .. } = self.driver {
-            return started.finish_async();
-        }
         self.finish_dispatch(started)?;
-        Feature::Capture.require(self.executor())?;
+        Feature::Capture.require(CallExecutor::Enqueuer)?;
         Err(PlanError::RefusedHere.into())
     }
 
@@ -239,7 +215,6 @@ impl PlannedExchange {
     ) -> Result<PlannedDispatch, Error> {
         self.common.fixed.shared.hub.health().check()?;
         self.refuse_capture()?;
-        let captured = self.stream.is_capturing()?;
         let common = Arc::clone(&self.common);
         let seats = common.shape.seats();
         let free = (0..seats).find(|&seat| common.seats[seat as usize].take());
@@ -247,31 +222,26 @@ impl PlannedExchange {
         let (brought, refused) =
             brought.map_or_else(|error| (None, Some(error)), |brought| (Some(brought), None));
         let count = brought.map_or(0, |(chosen, _)| chosen.tokens);
-        let (dispatches, _) = &mut self.calls[seat as usize];
-        *dispatches += 1;
         self.dispatches += 1;
-        let (nth, call) = (*dispatches, self.dispatches);
-        let lanes = Arc::clone(&self.lanes);
+        let (call, lanes) = (self.dispatches, Arc::clone(&self.lanes));
         let dtype = brought.and_then(|(_, x)| x).map(|(_, dtype)| dtype);
         let packs = common.packs(kind, dtype.unwrap_or(Dtype::Bytes));
-        let lease = Arc::new(Lease { common, seat, nth, call, tokens: count, packs, lanes });
-        self.begin(seat, captured)?;
+        let lease = Arc::new(Lease { common, seat, call, tokens: count, packs, lanes });
+        self.common.space.count();
         self.enqueue_dispatch(seat, brought).map_err(|error| self.common.fixed.fail(error))?;
         let machine = self.start(kind, seat)?;
         let x = brought
             .filter(|(chosen, _)| chosen.tokens > 0)
             .and_then(|(_, x)| x.filter(|&x| self.packs_when_placed(x)))
             .map(|(x, dtype)| (x.clone(), dtype));
-        let shape = &self.common.shape;
-        let late = shape.arrives() && shape.budget().is_none();
+        let late = self.common.shape.arrives();
         let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));
         Ok(PlannedDispatch { lease, kind, refused, regroups, machine, x })
     }
 
-    /// Drives a call to its half, if the caller's thread does.
-    pub(super) fn start(&mut self, kind: CallKind, seat: u32) -> Result<Option<CallMachine>, Error> {
-        let Driver::Caller(enqueuer) = &mut self.driver else { return Ok(None) };
-        Ok(Some(enqueuer.start(kind, seat).map_err(|error| self.common.fixed.fail(error))?))
+    /// Drives a call to its half.
+    pub(super) fn start(&mut self, kind: CallKind, seat: u32) -> Result<CallMachine, Error> {
+        self.enqueuer.start(kind, seat).map_err(|error| self.common.fixed.fail(error))
     }
 
     /// Enqueues that expert outputs come back to their tokens and are summed into `out`. Collective.
@@ -324,11 +294,10 @@ impl PlannedExchange {
             Some(output) if refused.is_none() => output.steps(what.kind),
             _ => REFUSED,
         };
-        let captured = self.stream.is_capturing()?;
-        let (_, returns) = &mut self.calls[seat as usize];
+        let returns = &mut self.returns[seat as usize];
         *returns += 1;
         let nth = *returns;
-        self.begin(seat, captured)?;
+        self.common.space.count();
         // What is not kept is given back as of this call: no earlier one may use it.
         let kept = output.filter(|_| what.keeps);
         self.enqueue_return(what, seat, steps, kept)?;
@@ -339,7 +308,7 @@ impl PlannedExchange {
     /// Second half of a combine: the sums of the rows that came back. `own` is why this rank refused the call.
     ///
     /// # Errors
-    /// `own`, or the refusal of another rank, which the caller's thread hears; a planner's caller asks its handle.
+    /// `own`, or the refusal of another rank.
     pub fn finish_combine(
         &mut self,
         handle: &PlannedHandle,
@@ -378,9 +347,9 @@ impl PlannedExchange {
         out: Option<&DeviceRange>,
     ) -> Result<(Option<Error>, Option<PlannedOutput>), Error> {
         let (mut refused, mut kept, mut kind) = (None, None, CallKind::Combine);
-        if let (Driver::Caller(enqueuer), Some(call)) = (&mut self.driver, self.returning.take()) {
+        if let Some(call) = self.returning.take() {
             let Returning { machine, what, steps, .. } = call;
-            refused = enqueuer.ret(machine, (what.kind, seat), (steps, what.options))?;
+            refused = self.enqueuer.ret(machine, (what.kind, seat), (steps, what.options))?;
             (kept, kind) = (call.kept, what.kind);
             self.common.served.fetch_add(1, Ordering::Relaxed);
         }
@@ -388,13 +357,11 @@ impl PlannedExchange {
         Ok((refused, kept))
     }
 
-    /// Calls of exact sizes are not captured: a graph would replay them with the words of this call.
+    /// Calls are not captured: a graph would replay them with the words of this call.
     pub(super) fn refuse_capture(&self) -> Result<(), Error> {
-        match self.driver {
-            Driver::Caller(_) if self.stream.is_capturing()? => {
-                Ok(Feature::Capture.require(self.executor())?)
-            }
-            _ => Ok(()),
+        match self.stream.is_capturing()? {
+            true => Ok(Feature::Capture.require(CallExecutor::Enqueuer)?),
+            false => Ok(()),
         }
     }
 
@@ -429,18 +396,6 @@ impl PlannedExchange {
         if let Err(captured) = self.refuse_capture() {
             return captured;
         }
-        let feature = match call {
-            CallKind::Prepare | CallKind::CachedDispatch => Some(Feature::CachedDispatch),
-            CallKind::CombineBackward | CallKind::DispatchBackward | CallKind::ReturnWeights => {
-                Some(Feature::Gradients)
-            }
-            CallKind::ExpertMap => Some(Feature::ExpertMaps),
-            _ => None,
-        };
-        // An executor without the call has no words for it: its planner would serve another call.
-        if feature.is_some_and(|feature| !feature.is_served_by(self.executor())) {
-            return error;
-        }
         let handle = handle.filter(|handle| handle.instance() == self.instance());
         let refused = match (call, handle) {
             (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, Some(handle)) => {
@@ -473,12 +428,8 @@ impl PlannedExchange {
     /// Enters a return for which this rank has no layout, to refuse it.
     fn refuse_without_seat(&mut self, kind: CallKind) -> Result<(), Error> {
         self.common.fixed.shared.hub.health().check()?;
-        // A graph would refuse again with every launch.
-        if self.stream.is_capturing()? {
-            return Ok(());
-        }
         let seat = self.common.shape.seatless();
-        self.begin(seat, false)?;
+        self.common.space.count();
         self.enqueue_return(Return::of(kind), seat, REFUSED, None)?;
         self.serve_return(seat, 0, None).map_err(|error| self.common.fixed.fail(error))?;
         Ok(())
@@ -511,50 +462,16 @@ impl PlannedExchange {
         kept: Option<PlannedOutput>,
     ) -> Result<(), Error> {
         self.enqueue_reached(seat, steps).map_err(|error| self.common.fixed.fail(error))?;
-        let started = self.start(what.kind, seat)?;
-        self.returning = started.map(|machine| Returning { machine, what, steps, kept });
-        Ok(())
-    }
-
-    /// Counts a call that the planner will count as served: none of a seat that is a graph's.
-    pub(super) fn begin(&self, seat: u32, captured: bool) -> Result<(), Error> {
-        let kept = &self.common.seats[seat as usize];
-        match (captured, kept.is_captured()) {
-            (true, false) => {
-                self.served()?;
-                kept.capture();
-            }
-            (false, false) => self.common.space.count(),
-            (_, true) => (),
-        }
-        Ok(())
-    }
-
-    /// Waits until the planner has served what was enqueued, so that it tells these calls from replays.
-    fn served(&self) -> Result<(), Error> {
-        let common = &self.common;
-        while common.served.load(Ordering::Acquire) < common.space.enqueued() {
-            common.fixed.shared.hub.health().check()?;
-            if common.gone.load(Ordering::Acquire) {
-                return Err(PlanError::PlannerGone.into());
-            }
-            std::thread::sleep(Duration::from_micros(50));
-        }
+        let machine = self.start(what.kind, seat)?;
+        self.returning = Some(Returning { machine, what, steps, kept });
         Ok(())
     }
 }
 
 impl Drop for PlannedExchange {
     fn drop(&mut self) {
-        self.common.closing.store(true, Ordering::Release);
-        match &mut self.driver {
-            Driver::Planner { thread, .. } => drop(thread.take().map(JoinHandle::join)),
-            Driver::Caller(enqueuer) => {
-                self.common.gone.store(true, Ordering::Release);
-                if self.common.fixed.shared.hub.health().check().is_err() {
-                    enqueuer.engine.await_queues(DRAIN);
-                }
-            }
+        if self.common.fixed.shared.hub.health().check().is_err() {
+            self.enqueuer.engine.await_queues(DRAIN);
         }
         // The guard ends waits as long as it lives.
         let since = Instant::now();

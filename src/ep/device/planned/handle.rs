@@ -1,7 +1,7 @@
 //! What the caller's thread holds of a call: its rows, its placement, its outputs, and how it went.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::common::Common;
 use super::seat::{Alive, ContextProgress, PlacementInfo};
@@ -9,7 +9,7 @@ use super::shape::{MemoryShape, StreamFlag};
 use super::space::Extent;
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
-use crate::ep::{LaneUse, Report, Status};
+use crate::ep::{CallExecutor, LaneUse, Report, Status};
 use crate::error::{CallKind, Error, PlanError};
 use crate::exec::EnqueueCounts;
 use crate::plan::RowBuffer;
@@ -20,8 +20,6 @@ use crate::schedule::call::CallMachine;
 pub(super) struct Lease {
     pub common: Arc<Common>,
     pub seat: u32,
-    /// Which dispatch of the seat it is.
-    pub nth: u64,
     /// Which dispatch of the exchange it is.
     pub call: u64,
     pub tokens: u32,
@@ -37,27 +35,25 @@ impl Drop for Lease {
 }
 
 impl Lease {
-    fn told<T>(&self, known: impl FnMut(&mut ContextProgress) -> Option<T>) -> Result<T, Error> {
-        let common = &self.common;
-        let seat = &common.seats[self.seat as usize];
-        if seat.is_captured() {
-            let (parameter, expected) =
-                ("a captured call", "to be asked on the device: its host does not know of replays");
-            return Err(PlanError::BadParameter { parameter, seen: self.seat.into(), expected }.into());
-        }
-        seat.wait(common.fixed.shared.hub.health(), &common.gone, known)
+    /// How the last calls of its seat went.
+    ///
+    /// # Errors
+    /// The cause of a dead world.
+    fn told(&self) -> Result<MutexGuard<'_, ContextProgress>, Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        Ok(self.common.seats[self.seat as usize].told())
     }
 
     /// A report of what was enqueued.
     fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
         let (detour, registration) = (self.common.detour, self.common.registration);
-        let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), self.common.executor);
+        let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), CallExecutor::Enqueuer);
         Report { executor, lanes, enqueued, kernels, detour, registration, ..Report::default() }
     }
 
     /// The status word of the seat, as devices read it.
     fn status_word(&self) -> Result<DeviceRange, Error> {
-        Ok(self.common.host_piece((self.common.shape.bell(self.seat, StreamFlag::Status), 4))?)
+        Ok(self.common.host_piece((self.common.shape.flag(self.seat, StreamFlag::Status), 4))?)
     }
 }
 
@@ -70,22 +66,23 @@ pub(in crate::ep) struct PlannedDispatch {
     pub(super) refused: Option<Error>,
     /// What puts rows into visible order, once it is known where they are.
     pub(super) regroups: Option<(Arc<Stream>, Arc<Kernels>)>,
-    /// Where the call is, if the caller's thread drives it.
-    pub(super) machine: Option<CallMachine>,
+    /// Where the call is.
+    pub(super) machine: CallMachine,
     /// Tokens that are packed in the second half.
     pub(super) x: Option<(DeviceRange, Dtype)>,
 }
 
 impl PlannedDispatch {
-    /// Waits until it is known how the call went. Where engines relay, this enqueues the kernel that puts rows into visible
-    /// order.
+    /// Rows and placement of a call that is served. Where engines relay, this enqueues the kernel
+    /// that puts rows into visible order.
     ///
     /// # Errors
     /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). After those that leave the world usable the stream
     /// goes on with no rows, and the status word says why.
     pub(super) fn finish(self) -> Result<(PlannedRows, PlannedHandle), Error> {
         let (placement, extent) = self.placed()?;
-        if let (Some((stream, kernels)), Some(extent)) = (&self.regroups, &extent) {
+        let extent = extent.ok_or(PlanError::RefusedHere)?;
+        if let Some((stream, kernels)) = &self.regroups {
             let (common, place) = (&self.lease.common, (self.lease.seat, extent.offset(), placement.rows));
             common.regroup(stream, kernels, self.kind, place).map_err(|error| common.fixed.fail(error))?;
         }
@@ -102,35 +99,17 @@ impl PlannedDispatch {
         Ok(PlannedHandle::new(self.lease, placement))
     }
 
-    /// Waits until it is known how the call went: the placement, and where rows land if memory is not fixed.
+    /// How the call went: the placement, and where rows land.
     ///
     /// # Errors
     /// As [`PlannedDispatch::finish`].
     pub(super) fn placed(&self) -> Result<(PlacementInfo, Option<Extent>), Error> {
-        let nth = self.lease.nth;
-        let told = self.lease.told(|told| {
-            (told.placed >= nth).then(|| match told.refused.take() {
-                Some(error) => Err(error),
-                None => Ok((told.placement.clone(), told.extent.take())),
-            })
-        })?;
-        match (told, &self.refused) {
-            (Err(Error::Plan(PlanError::RefusedHere)), Some(own)) => Err(own.clone()),
-            (told, _) => told,
+        let mut told = self.lease.told()?;
+        match (told.refused.take(), &self.refused) {
+            (Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => Err(own.clone()),
+            (Some(error), _) => Err(error),
+            (None, _) => Ok((told.placement.clone(), told.extent.take())),
         }
-    }
-
-    /// With a budget: goes on without waiting. How many rows come stands on the device
-    /// ([`PlannedRows::counts`]), and [`PlannedHandle::status`] says whether they came.
-    ///
-    /// # Errors
-    /// What was wrong with this rank's input.
-    pub(super) fn finish_async(self) -> Result<(PlannedRows, PlannedHandle), Error> {
-        if let Some(refused) = self.refused {
-            return Err(refused);
-        }
-        let rows = PlannedRows::new(&self.lease, (self.kind, 0), None)?;
-        Ok((rows, PlannedHandle::new(self.lease, PlacementInfo::default())))
     }
 }
 
@@ -146,29 +125,27 @@ pub(in crate::ep) struct PlannedRows {
     landing: RowBuffer,
     /// Where engines relay: rows as they arrived, and which is which.
     arrived: Option<(DeviceRange, DeviceRange)>,
-    _extent: Option<Extent>,
+    _extent: Extent,
     _lease: Arc<Lease>,
 }
 
 impl PlannedRows {
-    /// Rows that a call of this kind brings along a layout, where this extent lies; with a budget,
-    /// in their one place.
+    /// Rows that a call of this kind brings along a layout, where this extent lies.
     pub(super) fn new(
         lease: &Arc<Lease>,
         (kind, landed): (CallKind, u32),
-        extent: Option<Extent>,
+        extent: Extent,
     ) -> Result<Self, Error> {
         let (common, seat) = (&lease.common, lease.seat);
         let shape = &common.shape;
         let landing = shape.landing(kind, landed);
-        let base = extent.as_ref().map_or(shape.rows(seat).0, Extent::offset);
+        let base = extent.offset();
         let spec = &common.fixed.spec;
         let (per_rank, [experts, apart]) = (spec.layout.is_per_rank(), shape.row_choices(seat));
         let choices = u64::from(landed) * u64::from(spec.top_k) * 4;
-        let weights = match shape.budget() {
-            Some(_) => (base + landing.notes_at(), landing.notes * 4),
-            None if per_rank => (apart.0, choices),
-            None => (shape.notes(seat).0, u64::from(landed) * 4),
+        let weights = match per_rank {
+            true => (apart.0, choices),
+            false => (shape.notes(seat).0, u64::from(landed) * 4),
         };
         let (memory, weights) = (common.piece((base, landing.bytes()))?, common.piece(weights)?);
         let experts = per_rank.then(|| common.piece((experts.0, choices))).transpose()?;
@@ -184,13 +161,12 @@ impl PlannedRows {
         Ok(PlannedRows { memory, weights, experts, counts, landing, arrived, _extent: extent, _lease: lease })
     }
 
-    /// Number of rows; with a budget, as many as it has.
+    /// Number of rows.
     pub fn len(&self) -> u32 {
         self.landing.rows
     }
 
-    /// The rows, `[rows, hidden]`, or records of them; with a budget, as many as it has, of which
-    /// those beyond the segments are undefined.
+    /// The rows, `[rows, hidden]`, or records of them.
     ///
     /// # Errors
     /// None in practice: they lie inside their memory.
@@ -297,7 +273,7 @@ impl PlannedHandle {
         self.copied.load(Ordering::Relaxed)
     }
 
-    /// Rows of each local expert; empty if the dispatch was not finished.
+    /// Rows of each local expert.
     pub fn tokens_per_expert(&self) -> &[i64] {
         &self.placement.tokens_per_expert
     }
@@ -332,16 +308,11 @@ impl PlannedHandle {
     /// # Errors
     /// As [`Common::take`].
     pub fn output(&self) -> Result<PlannedOutput, Error> {
-        let Lease { common, seat, .. } = &*self.lease;
+        let common = &self.lease.common;
         let shape = &common.shape;
         let offer = shape.offer(self.placement.rows);
-        let (base, extent) = match shape.budget() {
-            Some(_) => (shape.output(*seat).0, None),
-            None => {
-                let extent = common.take(offer.bytes())?;
-                (extent.offset(), Some(extent))
-            }
-        };
+        let extent = common.take(offer.bytes())?;
+        let base = extent.offset();
         let rows = common.piece((base, u64::from(offer.rows) * offer.row_bytes))?;
         let (len, lease) = (offer.rows, Arc::clone(&self.lease));
         Ok(PlannedOutput { rows, len, base, _extent: extent, lease })
@@ -358,14 +329,13 @@ impl PlannedHandle {
 
     /// The same, for the host; what it says is sure once the stream has come by.
     pub fn status_now(&self) -> Status {
-        let word = self.lease.common.bell(self.lease.seat, StreamFlag::Status);
+        let word = self.lease.common.flag(self.lease.seat, StreamFlag::Status);
         Status(word.map_or(0, |word| word.load(std::sync::atomic::Ordering::Acquire) as u32))
     }
 
-    /// How the bytes of the dispatch went. With a planner, waits until its rows have landed.
+    /// How the bytes of the dispatch went.
     pub fn report(&self) -> Result<Report, Error> {
-        let nth = self.lease.nth;
-        let enqueued = self.lease.told(|told| (told.landed >= nth).then_some(told.dispatched))?;
+        let enqueued = self.lease.told()?.dispatched;
         let Lease { common, packs, .. } = &*self.lease;
         let kernels = if common.shape.arrives() { [*packs, "regroup"] } else { ["order", *packs] };
         // Tokens that went as they lay were not packed.
@@ -377,21 +347,17 @@ impl PlannedHandle {
         Ok(self.lease.report(enqueued, kernels))
     }
 
-    /// How the last return went. With a planner, waits until its rows are back, though not for their sums.
+    /// How the last return went; nothing if it has yet to be finished.
     pub fn returned(&self) -> Result<Report, Error> {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some(LastReturn { nth, kind, refused }) = last else {
+        let told = self.lease.told()?;
+        let Some(LastReturn { kind, refused, .. }) = last.filter(|last| told.home >= last.nth) else {
             return Ok(self.lease.report(EnqueueCounts::default(), &[]));
         };
-        let told = self.lease.told(|told| {
-            (told.home >= nth).then(|| match &told.combine_refused {
-                Some(error) => Err(error.clone()),
-                None => Ok(told.combined),
-            })
-        })?;
-        let enqueued = match (told, refused) {
-            (Err(Error::Plan(PlanError::RefusedHere)), Some(own)) => return Err(own),
-            (told, _) => told?,
+        let enqueued = match (&told.combine_refused, refused) {
+            (Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => return Err(own),
+            (Some(error), _) => return Err(error.clone()),
+            (None, _) => told.combined,
         };
         let kernels = match kind {
             CallKind::ReturnWeights => &["fetch_weights"],
@@ -407,7 +373,7 @@ pub(in crate::ep) struct PlannedOutput {
     rows: DeviceRange,
     len: u32,
     base: u64,
-    _extent: Option<Extent>,
+    _extent: Extent,
     pub(super) lease: Arc<Lease>,
 }
 
@@ -417,7 +383,7 @@ impl PlannedOutput {
         self.lease.common.instance
     }
 
-    /// Number of rows; with a budget, as many as it has.
+    /// Number of rows.
     pub fn len(&self) -> u32 {
         self.len
     }

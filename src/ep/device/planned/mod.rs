@@ -1,19 +1,14 @@
-//! Instances of exact sizes or of a budget on a CUDA stream: the host lays out each call.
+//! Instances of exact sizes, or of what a budget holds, on a CUDA stream: the host lays out each
+//! call.
 //!
 //! The *enqueuer* hears from the caller's stream what was routed, exchanges counts with the other
 //! ranks, places the rows and has copy engines move them. No kernel runs between packed and landed
-//! rows. The caller's thread drives it, or a planner thread.
+//! rows. The caller's thread drives it.
 //!
 //! ```text
-//!   exact sizes
 //!   caller's stream    ids to the host | flag | order, pack | ........ join | experts | ready .. join | sum
 //!   caller's thread    start           finish: plan, as the host does      combine: bases
 //!   stream of copies                                  | rows to all ranks            | rows return
-//!
-//!   a budget
-//!   caller's stream    ids to the host | flag | order, pack | packed | wait | experts | flag | wait | sum
-//!   planner                                plan, as the host does           bases
-//!   planner's stream                            wait packed | rows to all ranks       | rows return
 //! ```
 //!
 //! | file | subject |
@@ -24,19 +19,17 @@
 //! | `choices` | what goes with rank-major rows |
 //! | `remap` | another expert map |
 //! | `arrivals` | further work of the enqueuer where copy engines relay |
-//! | `watch` | deadlines for what streams of exact sizes await |
-//! | `planner`, `apart` | with a budget: the thread, and a stream that the caller's cannot hold up |
+//! | `watch` | deadlines for what streams await |
 //! | `shape`, `space`, `seat`, `common` | memory layout, free memory, and what all of them share |
 //!
-//! **Exact sizes.** The caller's thread enqueues in the second half of a call, and whatever a stream
-//! waits for is enqueued by then. So no stream waits for a thread that has yet to call the driver.
+//! The caller's thread enqueues in the second half of a call, and whatever a stream waits for is
+//! enqueued by then. So no stream waits for a thread that has yet to call the driver.
 //! [`exec::Engine`](crate::exec::CopyEngineStepper) has the order. Calls take turns on the caller's stream, so
 //! handles share one staging memory.
 //!
-//! **A budget.** A graph may replay the call, when no thread of the caller's is there. A stream and
-//! its planner share words of the host's memory. One side sets a word and the other takes it back.
-//! Values that grow are the planners' alone. So what a stream does for a call never changes, and a
-//! graph can replay it with other tokens ([`ReceiveMode::Budget`](crate::plan::ReceiveMode)).
+//! **A budget.** Rows are packed as they were chosen; the layout then leaves out those that find no
+//! room, as on the host. A CUDA graph replays a call when no thread of the caller's is there: the
+//! constant program of [`slots`](super::slots) serves it.
 //!
 //! **Other nodes.** If the NICs of all ranks read and write their devices' memory
 //! ([`Registration`](crate::world::Registration)), rows go from device to device. Otherwise they are staged in pinned memory
@@ -57,7 +50,6 @@
 //! puts what arrived into visible order. [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
 
 mod along;
-mod apart;
 mod arrivals;
 mod cached;
 mod call;
@@ -71,7 +63,6 @@ mod exchange;
 mod handle;
 mod in_place;
 mod pack;
-mod planner;
 mod remap;
 mod seat;
 mod setup;

@@ -24,7 +24,7 @@ impl Common {
         (count, x, dtype): (u32, &DeviceRange, Dtype),
     ) -> Result<(), Error> {
         let shape = &self.shape;
-        let (order, packed) = (self.piece(shape.order(seat))?, self.piece(shape.staging(seat))?);
+        let (order, packed) = (self.piece(shape.order(seat))?, self.piece(shape.staging())?);
         let (sources, rows) = (count, count * self.fixed.spec.top_k);
         let (from, index, out) =
             (x.span(0, x.len())?, order.span(0, order.len())?, packed.span(0, packed.len())?);

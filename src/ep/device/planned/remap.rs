@@ -10,13 +10,13 @@ use std::sync::atomic::Ordering;
 
 use super::call::DeviceCall;
 use super::common::Common;
-use super::enqueuer::{Caller, CallerStream, Enqueuer};
-use super::exchange::{Driver, PlannedExchange};
+use super::enqueuer::{CallerStream, Enqueuer};
+use super::exchange::PlannedExchange;
 use super::setup::write_map;
 use super::shape::StreamFlag;
+use crate::ep::Status;
 use crate::ep::agreement::GroupCounts;
 use crate::ep::relay::Relay;
-use crate::ep::{Feature, Status};
 use crate::error::{CallError, CallKind, Error};
 use crate::exec::Until;
 use crate::plan::ExpertMap;
@@ -34,21 +34,19 @@ impl PlannedExchange {
     /// # Errors
     /// As [`ExpertParallel::set_expert_map`](crate::ExpertParallel::set_expert_map).
     pub fn set_expert_map(&mut self, map: Result<ExpertMap, Error>) -> Result<(), Error> {
-        Feature::ExpertMaps.require(self.executor())?;
         self.refuse_capture()?;
         self.common.fixed.shared.hub.health().check()?;
         let map = map.and_then(|map| self.check_map(&map).map(|()| map));
         let (map, refused) = map.map_or_else(|error| (None, Some(error)), |map| (Some(map), None));
         let seat = self.common.shape.seatless();
-        self.begin(seat, false)?;
+        self.common.space.count();
         let reached = self.common.word(seat, StreamFlag::Combine).and_then(|word| self.stream.write(word, 1));
         reached.map_err(|error| self.common.fixed.fail(error.into()))?;
         let machine = self.start(CallKind::ExpertMap, seat)?;
-        let (Driver::Caller(enqueuer), Some(machine)) = (&mut self.driver, machine) else { return Ok(()) };
-        let agreed = enqueuer.remap(machine, map, refused);
+        let agreed = self.enqueuer.remap(machine, map, refused);
         let refusal = agreed.map_err(|error| self.common.fixed.fail(error))?;
         self.common.served.fetch_add(1, Ordering::Relaxed);
-        self.common = Arc::clone(&enqueuer.common);
+        self.common = Arc::clone(&self.enqueuer.common);
         refusal.map_or(Ok(()), Err)
     }
 
@@ -75,7 +73,7 @@ impl Enqueuer {
         let (programs, seat) = (Arc::clone(&self.programs), self.common.shape.seatless());
         let call = DeviceCall::new(self, &programs, CallKind::ExpertMap, seat);
         let refusal = DeviceCall { map, refused, ..call }.drive(&mut machine, Until::End)?;
-        self.answer(seat, StreamFlag::Combined, refusal.as_ref().map_or(Status::OK, Status::of))?;
+        self.answer(seat, refusal.as_ref().map_or(Status::OK, Status::of))?;
         self.engine.take_enqueued();
         Ok(refusal)
     }
@@ -91,9 +89,7 @@ impl DeviceCall<'_> {
     /// Goes by the new map from now on. Rows of the old one stay where they are.
     pub fn adopt(&mut self) -> Result<(), Error> {
         let Enqueuer { common, caller, numbers, relay, .. } = &mut *self.enqueuer;
-        let (Some(map), Caller::Events(CallerStream { stream, .. })) = (self.map.take(), caller) else {
-            return Ok(());
-        };
+        let (Some(map), CallerStream { stream, .. }) = (self.map.take(), caller) else { return Ok(()) };
         let fixed = Arc::new(common.fixed.with_map(map));
         write_map(stream.context(), stream, common, &fixed)?;
         *numbers = GroupCounts::new(&fixed);

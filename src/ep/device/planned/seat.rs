@@ -1,45 +1,34 @@
-//! How the calls of a seat went, as soon as it is known: from whatever drives them to whoever holds a handle.
+//! How the calls of a seat went: from the enqueuer to whoever holds a handle.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::space::Extent;
-use crate::bootstrap::{Health, interrupted};
-use crate::error::{Error, PlanError};
+use crate::error::Error;
 use crate::exec::EnqueueCounts;
 
-/// Between two looks of a thread whether the world is alive.
-const SLICE: Duration = Duration::from_millis(10);
-
-/// One seat: memory and words of a dispatch that is alive, and of the combines that follow it.
+/// One seat: memory and flags of a dispatch that is alive, and of the returns that follow it.
 #[derive(Debug, Default)]
 pub(super) struct DispatchContext {
     taken: AtomicBool,
-    captured: AtomicBool,
     told: Mutex<ContextProgress>,
-    changed: Condvar,
 }
 
-/// All that was told so far. Calls of a seat are counted from 1, dispatches and combines apart.
+/// How its last calls went.
 #[derive(Debug, Default)]
 pub(super) struct ContextProgress {
-    /// Dispatches whose placement, or refusal, is known.
-    pub placed: u64,
-    /// Dispatches that have landed.
-    pub landed: u64,
-    /// Combines that are home.
+    /// Returns that are enqueued, counted from 1.
     pub home: u64,
     pub placement: PlacementInfo,
     /// Why the last dispatch was refused.
     pub refused: Option<Error>,
-    /// Why the last combine was refused.
+    /// Why the last return was refused.
     pub combine_refused: Option<Error>,
-    /// Where rows of the last dispatch land, where memory is not fixed.
+    /// Where rows of the last dispatch land.
     pub extent: Option<Extent>,
-    /// What the last dispatch asked of the planner's stream.
+    /// What the last dispatch asked of the stream of copies.
     pub dispatched: EnqueueCounts,
-    /// What the last combine asked of it.
+    /// What the last return asked of it.
     pub combined: EnqueueCounts,
 }
 
@@ -63,53 +52,14 @@ impl DispatchContext {
         !self.taken.swap(true, Ordering::AcqRel)
     }
 
-    /// Gives it back. What was captured into a graph stays taken.
+    /// Gives it back.
     pub fn free(&self) {
-        if !self.is_captured() {
-            self.taken.store(false, Ordering::Release);
-        }
+        self.taken.store(false, Ordering::Release);
     }
 
-    /// From now on its calls are replays, of which nobody on the host knows.
-    pub fn capture(&self) {
-        self.captured.store(true, Ordering::Release);
-    }
-
-    pub fn is_captured(&self) -> bool {
-        self.captured.load(Ordering::Acquire)
-    }
-
-    /// Says something, and wakes who waits for it.
+    /// Says something.
     pub fn tell(&self, say: impl FnOnce(&mut ContextProgress)) {
         say(&mut self.told());
-        self.changed.notify_all();
-    }
-
-    /// Waits until `known` has an answer.
-    ///
-    /// # Errors
-    /// The world's cause of death; [`PlanError::PlannerGone`] if nobody will say anything any more;
-    /// [`PlanError::Interrupted`].
-    pub fn wait<T>(
-        &self,
-        health: &Health,
-        gone: &AtomicBool,
-        mut known: impl FnMut(&mut ContextProgress) -> Option<T>,
-    ) -> Result<T, Error> {
-        let mut told = self.told();
-        loop {
-            if let Some(answer) = known(&mut told) {
-                return Ok(answer);
-            }
-            health.check()?;
-            if gone.load(Ordering::Acquire) {
-                return Err(PlanError::PlannerGone.into());
-            }
-            if interrupted() {
-                return Err(PlanError::Interrupted.into());
-            }
-            told = self.changed.wait_timeout(told, SLICE).unwrap_or_else(PoisonError::into_inner).0;
-        }
     }
 
     pub fn told(&self) -> MutexGuard<'_, ContextProgress> {

@@ -1,18 +1,16 @@
-//! Making an exchange: memory, a stream for copies, and the planner's thread where there is one.
+//! Making an exchange: memory, and a stream for copies.
 
 use std::sync::Arc;
 
-use super::apart;
 use super::common::Common;
-use super::enqueue::Lists;
-use super::enqueuer::{Caller, CallerStream, Enqueuer, Kept, Scratch};
-use super::exchange::{Driver, Parts, PlannedExchange};
-use super::planner::Planner;
+use super::enqueuer::{CallerStream, Enqueuer, Kept, Scratch};
+use super::exchange::{Parts, PlannedExchange};
 use super::seat::DispatchContext;
 use super::shape::{MemoryShape, StreamFlag};
 use super::space::{DevicePool, Progress};
 use super::watch::Watch;
-use crate::device::{Context, Driver as CudaDriver, Event, Kernels, PinnedMemory, Priority, Stream};
+use crate::device::{Context, Event, Kernels, PinnedMemory, Priority, Stream};
+use crate::ep::Status;
 use crate::ep::agreement::GroupCounts;
 use crate::ep::builder::Spec;
 use crate::ep::device::guard::{POISON, WaitBreaker};
@@ -20,7 +18,6 @@ use crate::ep::device::next_instance;
 use crate::ep::device::passage::{RowTransport, TransportSizes};
 use crate::ep::fixed::{EpState, ReceiveMemory};
 use crate::ep::relay::Relay;
-use crate::ep::{CallExecutor, Status};
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::{CopyEngineStepper, DeviceMap, LocalPeer};
 use crate::plan::{InterNodeRows, RelayPermutation, SortedRouting};
@@ -35,13 +32,12 @@ pub(in crate::ep) struct PlannedSettings {
     pub stream: Arc<Stream>,
     /// Dispatches that may be alive at once.
     pub max_in_flight: u32,
-    /// Bytes of the device's memory in which dispatches of exact size receive and experts write.
+    /// Bytes of the device's memory in which dispatches receive and experts write.
     pub device_heap: u64,
 }
 
 impl PlannedExchange {
-    /// Allocates, finds a stream that the caller's cannot hold up, and starts the planner. Waits until the caller's stream is
-    /// idle. Collective.
+    /// Allocates, and makes a stream for copies. Collective.
     pub fn new(group: &Group, spec: Spec, settings: PlannedSettings) -> Result<PlannedExchange, Error> {
         let PlannedSettings { stream, max_in_flight: seats, device_heap: pool } = settings;
         let context = Arc::clone(stream.context());
@@ -50,14 +46,8 @@ impl PlannedExchange {
         let flags = ControlLayout::flag(0, Flag::Entry, group.size());
         let words = flags + Flag::COUNT as u64 * u64::from(group.size()) * 64;
         let crossed = if lanes.paths().rails() { words } else { 0 };
-        let executor = match spec.mode.budget() {
-            Some(_) => CallExecutor::Planner,
-            None => CallExecutor::Enqueuer,
-        };
         let shape = MemoryShape::new(&spec, seats, pool, staged, crossed);
-        let usable = check(&spec, seats)
-            .and_then(|()| Ok(shape.check()?))
-            .and_then(|()| prepare(&context, &stream, executor));
+        let usable = check(&spec, seats).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
         let settings = [("max_in_flight", seats.into()), ("device_heap", pool)];
         let told = group.alike(&[usable_here.as_slice(), &settings].concat());
@@ -77,9 +67,7 @@ impl PlannedExchange {
         };
         let passage = RowTransport::find(group, &context, &lanes, &members, needs)?;
         let (mut fixed, control) = EpState::new(group, spec, room, passage.ground())?;
-        // Within a budget, streams find rows and metadata at places that they know before the call.
-        fixed.fixed_rows = fixed.spec.mode.budget();
-        fixed.enqueues = executor == CallExecutor::Enqueuer;
+        fixed.enqueues = true;
         let fixed = Arc::new(fixed);
         let own = members[group.rank() as usize].as_ref();
         let nowhere = MemoryError::NotUsable { rank: group.rank() };
@@ -88,16 +76,12 @@ impl PlannedExchange {
         let host = PinnedMemory::new(&context, shape.host_bytes() as usize)?;
         let common = Arc::new(Common {
             instance: next_instance(),
-            executor,
             memory,
             host,
             seats: (0..shape.word_sets()).map(|_| DispatchContext::default()).collect(),
             space: DevicePool::new(shape.pool().0, shape.pool().1),
             handles: Arc::default(),
-            progress: (executor == CallExecutor::Enqueuer)
-                .then(|| Arc::new(Progress::new(&fixed, &words_here))),
-            closing: Arc::default(),
-            gone: Arc::default(),
+            progress: Arc::new(Progress::new(&fixed, &words_here)),
             served: Arc::default(),
             detour: passage.detour(),
             registration: passage.registration(),
@@ -105,28 +89,18 @@ impl PlannedExchange {
             fixed: Arc::clone(&fixed),
         });
         fill(&context, &copies, &common)?;
-        let bells = |bells: &[StreamFlag]| -> Vec<usize> {
-            let of = |seat| bells.iter().map(move |&bell| shape.bell(seat, bell) as usize);
-            (0..shape.word_sets()).flat_map(of).collect()
-        };
-        let awaited = match executor {
-            CallExecutor::Planner => {
-                bells(&[StreamFlag::Listed, StreamFlag::Packed, StreamFlag::Dispatched, StreamFlag::Combined])
-            }
-            _ => Vec::new(),
-        };
-        let (health, status) =
-            (fixed.shared.hub.health(), (bells(&[StreamFlag::Status]), Status::WORLD_FAILED.0.into()));
-        let mut guards = vec![WaitBreaker::new(health, &common.host, (awaited, POISON), status, None)?];
-        if executor == CallExecutor::Enqueuer {
-            // Words that grow: no value of this epoch is as large, counted in a circle.
-            let poison = Calls::new(fixed.shared.hub.epoch()).value().wrapping_add(1 << 62);
-            let of = |flag| {
-                (0..group.size()).map(move |rank| ControlLayout::flag(rank, flag, group.size()) as usize)
-            };
-            let awaited = of(Flag::Landed).chain(of(Flag::Ready)).collect();
-            guards.push(WaitBreaker::new(health, &words_here, (awaited, poison), (Vec::new(), 0), None)?);
-        }
+        let health = fixed.shared.hub.health();
+        let of_seat = |seat| shape.flag(seat, StreamFlag::Status) as usize;
+        let status = ((0..shape.word_sets()).map(of_seat).collect(), Status::WORLD_FAILED.0.into());
+        // Words that grow: no value of this epoch is as large, counted in a circle.
+        let poison = Calls::new(fixed.shared.hub.epoch()).value().wrapping_add(1 << 62);
+        let of =
+            |flag| (0..group.size()).map(move |rank| ControlLayout::flag(rank, flag, group.size()) as usize);
+        let awaited = of(Flag::Landed).chain(of(Flag::Ready)).collect();
+        let guards = vec![
+            WaitBreaker::new(health, &common.host, (Vec::new(), POISON), status, None)?,
+            WaitBreaker::new(health, &words_here, (awaited, poison), (Vec::new(), 0), None)?,
+        ];
         let near = |Member { memory, words, same_device }: Member| LocalPeer { memory, words, same_device };
         let ranks = members.into_iter().map(|member| member.map(near)).collect();
         let (zeros_at, zeros_len) = shape.zeros();
@@ -134,26 +108,16 @@ impl PlannedExchange {
         let twin = passage.twin().map(|twin| (twin.memory.clone(), shape.outbox()));
         let words = passage.registration().map(|_| common.piece(shape.words())).transpose()?;
         let ground = DeviceMap { ranks, zeros, twin, words };
-        let ahead = executor == CallExecutor::Enqueuer;
-        let engine = CopyEngineStepper::new(&context, Arc::clone(&fixed.port), ground, copies, ahead);
+        let engine = CopyEngineStepper::new(&context, Arc::clone(&fixed.port), ground, copies);
         let kernels = Arc::new(kernels);
-        let driver = match executor {
-            CallExecutor::Planner => {
-                let lists = Lists::new(&common, &context)?;
-                let planner = Planner(enqueuer(&common, Caller::Words, engine));
-                Driver::Planner { thread: Some(start(context.driver(), planner)?), lists }
-            }
-            _ => {
-                let (stream, kernels) = (Arc::clone(&stream), Arc::clone(&kernels));
-                let [reached, done] = [Event::new(&context)?, Event::new(&context)?];
-                let watch = Watch::new(&fixed, &words_here)?;
-                let caller = Caller::Events(CallerStream { stream, kernels, reached, done, watch });
-                Driver::Caller(Box::new(enqueuer(&common, caller, engine)))
-            }
-        };
-        // Nobody rings before everybody listens.
+        let [reached, done] = [Event::new(&context)?, Event::new(&context)?];
+        let watch = Watch::new(&fixed, &words_here)?;
+        let caller =
+            CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), reached, done, watch };
+        let enqueuer = Box::new(enqueuer(&common, caller, engine));
+        // Nobody writes to a rank that is not ready.
         group.gather(&[])?;
-        Ok(PlannedExchange::of(Parts { common, stream, kernels, driver, guards, passage, control }))
+        Ok(PlannedExchange::of(Parts { common, stream, kernels, enqueuer, guards, passage, control }))
     }
 }
 
@@ -164,7 +128,7 @@ fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
     (paths.route() == Route::Pxn && paths.rails()).then(most)
 }
 
-/// Refuses settings that no planner can use.
+/// Refuses settings that no call can be made with.
 fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
     // Tags number the contexts in 16 bits, and one more is for calls without any.
     if !(1..u32::from(u16::MAX)).contains(&seats) {
@@ -175,23 +139,8 @@ fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
 }
 
 /// What must be there before anybody is told that it is: a stream for copies, and kernels.
-///
-/// A planner's stream must be apart from the caller's, and its kernels loaded: the caller's waits for it meanwhile. No stream
-/// waits for a caller's thread.
-fn prepare(
-    context: &Arc<Context>,
-    stream: &Stream,
-    executor: CallExecutor,
-) -> Result<(Stream, Kernels), Error> {
-    let planned = executor == CallExecutor::Planner;
-    if planned {
-        context.driver().require_eager_loading()?;
-    }
-    let _alone = apart::alone();
-    let kernels = Kernels::load(context)?;
-    let copies =
-        if planned { apart::from(context, stream)? } else { Stream::new(context, Priority::Highest)? };
-    Ok((copies, kernels))
+fn prepare(context: &Arc<Context>) -> Result<(Stream, Kernels), Error> {
+    Ok((Stream::new(context, Priority::Highest)?, Kernels::load(context)?))
 }
 
 /// Writes what never changes: zeros for pads, and words that nobody has raised.
@@ -227,13 +176,12 @@ pub(super) fn write_map(
     Ok(stream.synchronize()?)
 }
 
-fn enqueuer(common: &Arc<Common>, caller: Caller, engine: CopyEngineStepper) -> Enqueuer {
+fn enqueuer(common: &Arc<Common>, caller: CallerStream, engine: CopyEngineStepper) -> Enqueuer {
     let fixed = &common.fixed;
     let engines = Engines {
         pulls: true,
         brings_in: fixed.paths().rails() && (fixed.arrives() || !fixed.straight()),
-        fixed_outputs: fixed.spec.mode.budget().is_some(),
-        enqueues: matches!(caller, Caller::Events(_)),
+        enqueues: true,
     };
     let sums = fixed.partial_bytes().is_some();
     let programs = RankPrograms::new(fixed.paths(), fixed.chunks, sums, engines);
@@ -253,14 +201,4 @@ fn enqueuer(common: &Arc<Common>, caller: Caller, engine: CopyEngineStepper) -> 
         notes_at: vec![0; fixed.lanes.ranks() as usize],
         scratch: Scratch::default(),
     }
-}
-
-fn start(driver: &CudaDriver, planner: Planner) -> Result<std::thread::JoinHandle<()>, Error> {
-    let thread = std::thread::Builder::new().name("sidelane-planner".into());
-    let driver = driver.clone();
-    let started = thread.spawn(move || {
-        // Whoever captures meanwhile would have this thread's looks at its own stream refused; then they are not made.
-        driver.beside_captures(|| planner.serve());
-    });
-    Ok(started.map_err(|_| PlanError::PlannerGone)?)
 }

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Peers read what a combine offered. It is dropped with the combine, and free when they say that
-//! they have read it. A planner waits for that at the beginning of the next call, and so does a
-//! caller's thread where it awaits its stream. Where it runs ahead, it looks ([`Progress`]).
+//! they have read it. The caller's thread waits for that where it awaits its stream. Where it runs
+//! ahead, it looks ([`Progress`]).
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -48,11 +48,6 @@ impl DevicePool {
     /// Notes that a call is enqueued: what is given back from now on, it may use.
     pub fn count(&self) {
         self.state().enqueued += 1;
-    }
-
-    /// Calls enqueued so far.
-    pub fn enqueued(&self) -> u64 {
-        self.state().enqueued
     }
 
     /// The stream has come to call `call`, counted from 1.

@@ -25,7 +25,6 @@ use self::devices::stream;
 use self::rank::{Case, Input, Rank};
 use self::support::{on_ranks, small, tokens};
 use super::PlannedExchange;
-use super::exchange::Driver;
 use crate::config::NetChoice;
 use crate::device::Stream;
 use crate::error::CallKind;
@@ -184,18 +183,14 @@ fn beyond_a_budget_the_same_rows_are_dropped_as_on_the_host() {
 }
 
 #[test]
-fn a_graph_is_replayed_and_dispatches_are_alive_side_by_side() {
-    on_devices("a_graph_is_replayed_and_dispatches_are_alive_side_by_side", 4, "ordered", |_| {
-        for (route, rows) in Route::ALL.into_iter().flat_map(|route| [(route, 160), (route, 9)]) {
-            let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
+fn dispatches_are_alive_side_by_side() {
+    on_devices("dispatches_are_alive_side_by_side", 4, "ordered", |_| {
+        let budget = ReceiveMode::Budget { rows: 9, overflow: Overflow::Drop };
+        for (route, mode) in
+            Route::ALL.into_iter().flat_map(|route| [(route, budget), (route, ReceiveMode::Exact)])
+        {
             let case = Case { mode, route, max_in_flight: 3, ..Case::across(&[0, 0, 1, 1], 5, 3) };
             on_cards(&case, SignalMode::Write, |rank, me| {
-                let input = |seed: u64| tokens(10 * seed + me, 4 + me as u32, 16, 3, 5);
-                rank.all_in_flight(&[input(0), input(1), input(2)]);
-                rank.replayed(&[input(3), input(4), input(5)]);
-            });
-            let eager = Case { mode: ReceiveMode::Exact, ..case };
-            on_cards(&eager, SignalMode::Write, |rank, me| {
                 let input = |seed: u64| tokens(10 * seed + me, 12, 16, 3, 5);
                 for round in 0..3 {
                     rank.all_in_flight(&[input(round), input(round + 7), input(round + 9)]);
@@ -213,8 +208,8 @@ fn waits_without_cause(bug: Option<CallChange>) -> u64 {
     on_ranks(&case.nodes, &small(), |world: World| {
         let group = world.all().unwrap();
         let mut rank = Rank::<bf16>::new(&group, &case);
-        let Some(PlannedExchange { driver: Driver::Caller(enqueuer), .. }) = rank.planned.planned() else {
-            panic!("exact sizes have no planner")
+        let Some(PlannedExchange { enqueuer, .. }) = rank.planned.planned() else {
+            panic!("exact sizes are the enqueuer's")
         };
         let posted = Action::Run(StageId::Posted, Part::Whole);
         let program = enqueuer.programs.own(CallKind::Dispatch, Relays::Inline);
@@ -293,7 +288,7 @@ fn rows_take_the_detour_where_a_device_cannot_await_cards() {
 /// Rounds of each way in `tests/testbed`.
 const ROUNDS: u64 = 5;
 
-/// One of the ranks of two machines, with planners and in slots: as `tests/testbed` starts them.
+/// One of the ranks of two machines, by enqueuers and in slots: as `tests/testbed` starts them.
 #[test]
 #[ignore = "needs four processes on two machines with cards"]
 fn rows_go_from_device_to_device_between_two_machines() {

@@ -60,14 +60,14 @@ impl Watch {
     /// Starts to look at the words of this rank.
     ///
     /// # Errors
-    /// [`PlanError::PlannerGone`] if there is no thread for it.
+    /// [`PlanError::NoWatch`] if there is no thread for it.
     pub fn new(fixed: &Arc<EpState>, words: &PinnedMemory) -> Result<Self, PlanError> {
         let (fixed, words) = (Arc::clone(fixed), words.clone());
         let (calls, over) = (Mutex::default(), AtomicBool::new(false));
         let watched = Arc::new(Watched { fixed, words, calls, over });
         let here = Arc::clone(&watched);
         let thread = std::thread::Builder::new().name("sidelane-watch".into());
-        let thread = thread.spawn(move || here.look()).map_err(|_| PlanError::PlannerGone)?;
+        let thread = thread.spawn(move || here.look()).map_err(|_| PlanError::NoWatch)?;
         Ok(Watch { watched, thread: Some(thread) })
     }
 

@@ -9,6 +9,7 @@
 use std::sync::Arc;
 
 use super::exchange::SlotExchange;
+use super::expand::{Expansion, Received};
 use super::handle::SlotHandle;
 use crate::device::{Check, DeviceRange, Pack, Stream, SumArgs};
 use crate::ep::buffers::OutputAt;
@@ -48,7 +49,10 @@ impl Executor for ConstantCall<'_> {
         match (work, given) {
             (Work::Pack, Given::Tokens(tokens)) => ep.pack(stream, tokens),
             (Work::Check, _) => ep.check(stream).map_err(|error| ep.fail(error)),
-            (Work::Partials, Given::Outputs(y, handle)) => ep.bring(stream, y, handle),
+            (Work::Partials, Given::Outputs(y, handle)) => {
+                ep.bring(stream, y, handle)?;
+                ep.fold(stream)
+            }
             (Work::Sum, Given::Sums(out)) => ep.sum(stream, out),
             _ => Err(CallError::unknown_step(self.call.kind(), &work).into()),
         }
@@ -82,7 +86,9 @@ impl SlotExchange {
             status: self.status_word()?,
             digest: self.digest,
         };
-        Ok(self.kernels.pack(stream, &pack)?)
+        self.kernels.pack(stream, &pack)?;
+        let Some(expansion) = &self.expansion else { return Ok(()) };
+        expansion.tally((&self.kernels, stream), &self.packed_at, (count, pack.experts))
     }
 
     /// Compares the headers with what they must be. So a rank that makes another call is found
@@ -96,7 +102,17 @@ impl SlotExchange {
             status: self.status_word()?,
             digest: self.digest,
         };
-        Ok(self.kernels.check(stream, &check)?)
+        self.kernels.check(stream, &check)?;
+        let Some(expansion) = &self.expansion else { return Ok(()) };
+        let (status, verdict) = (self.status_word()?, self.call_status()?);
+        let received = Received { slots: &self.received, status, verdict };
+        expansion.expand((&self.kernels, stream), received, self.turn.tokens)
+    }
+
+    /// Makes one partial row of the outputs for a token.
+    fn fold(&self, stream: &Stream) -> Result<(), Error> {
+        let Some(expansion) = &self.expansion else { return Ok(()) };
+        expansion.fold((&self.kernels, stream), self.call_status()?, &self.partials)
     }
 
     /// Copies outputs that lie elsewhere to where peers expect them.
@@ -116,14 +132,14 @@ impl SlotExchange {
             CombineInput::Output(_) => return Err(wrong_place("expert outputs", Side::Device)),
             CombineInput::Elsewhere(tensor) => tensor,
         };
-        let partials = &self.facts.partials;
+        let outputs = &self.facts.outputs;
         let (columns, dtype) = (self.spec.hidden, self.spec.dtype);
-        let rows = partials.len() / self.spec.row_bytes();
+        let rows = outputs.len() / self.spec.row_bytes();
         let from = tensor.on_device("expert outputs", Shape { rows, columns, dtype })?;
-        if from.address() == partials.address() {
+        if from.address() == outputs.address() || rows == 0 {
             return Ok(());
         }
-        stream.copy(partials.span(0, from.len())?, from.span(0, from.len())?)?;
+        stream.copy(outputs.span(0, from.len())?, from.span(0, from.len())?)?;
         handle.count_copied(from.len());
         Ok(())
     }
@@ -141,11 +157,11 @@ impl SlotExchange {
             shape: self.shape,
             tokens: self.turn.tokens,
             columns: self.spec.hidden as u32,
-            rows: self.spec.dtype,
+            rows: self.expansion.as_ref().map_or(self.spec.dtype, Expansion::home),
             dtype: self.spec.dtype,
             homes: &self.summed_from,
             places: self.rows.span(0, self.rows.len())?,
-            status: self.status_word()?,
+            status: self.call_status()?,
             out: out.span(0, out.len())?,
         };
         Ok(self.kernels.sum(stream, &sum)?)

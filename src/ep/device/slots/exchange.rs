@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::aside::BypassStream;
 use super::call::{ConstantCall, Given};
-use super::handle::{Facts, SlotHandle, SlotRows};
+use super::expand::Expansion;
+use super::handle::{ExpandedRows, Facts, SlotHandle, SlotRows};
 use super::late::late;
 use super::places::{WindowLayout, Windows};
 use super::proxy::Proxy;
@@ -55,6 +56,10 @@ pub(in crate::ep) struct SlotExchange {
     pub(super) local_of: DeviceRange,
     pub(super) rows: DeviceRange,
     pub(super) received: DeviceRange,
+    /// Rows on their way home, `[ranks, max_tokens, hidden]`.
+    pub(super) partials: DeviceRange,
+    /// Within a budget: expert-major rows.
+    pub(super) expansion: Option<Expansion>,
     /// Where slots are packed to, and where partial rows are summed from.
     pub(super) packed_at: Addresses,
     pub(super) summed_from: Addresses,
@@ -135,8 +140,11 @@ impl SlotExchange {
         self.dispatches += 1;
         let enqueued = self.calls[SlotCall::Dispatch as usize].enqueued();
         let facts = Arc::clone(&self.facts);
-        let rows = SlotRows { received: self.received.clone(), shape: self.shape, ranks: self.size() };
-        Ok((rows, SlotHandle::new(facts, (self.dispatches, tokens), enqueued)))
+        let expanded = self.expansion.as_ref().map(ExpandedRows::of).transpose()?.map(Box::new);
+        let dropped = self.expansion.as_ref().map(|rows| rows.dropped(tokens)).transpose()?;
+        let (received, ranks) = (self.received.clone(), self.size());
+        let rows = SlotRows { received, shape: self.shape, ranks, expanded };
+        Ok((rows, SlotHandle::new(facts, (self.dispatches, tokens), dropped, enqueued)))
     }
 
     /// First half of a combine: sends the partial rows back. `out` is the target of the sums, if it
@@ -270,6 +278,11 @@ impl SlotExchange {
 
     /// The status word, for kernels.
     pub(super) fn status_word(&self) -> Result<Word<'_, u32>, DeviceError> {
+        self.facts.words.range().word(self.places.status())
+    }
+
+    /// The status of a call: within a budget, that of the last one alone.
+    pub(super) fn call_status(&self) -> Result<Word<'_, u32>, DeviceError> {
         self.facts.words.range().word(self.facts.status)
     }
 

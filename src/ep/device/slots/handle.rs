@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam::atomic::AtomicCell;
 
+use super::expand::Expansion;
 use crate::device::DeviceRange;
 use crate::ep::device::guard::Words;
 use crate::ep::{CallExecutor, LaneUse, Report, Status};
-use crate::error::Error;
+use crate::error::{DeviceError, Error};
 use crate::exec::EnqueueCounts;
 use crate::plan::SlotShape;
 use crate::world::{NoGpuDirect, Registration};
@@ -18,13 +19,15 @@ use crate::world::{NoGpuDirect, Registration};
 pub(super) struct Facts {
     /// Number that distinguishes exchanges of a process.
     pub instance: u64,
-    /// Where experts leave their partial rows, and how many there are.
-    pub partials: DeviceRange,
+    /// Where experts leave their rows, and how many there are.
+    pub outputs: DeviceRange,
     pub rows: u32,
     /// The words of the host, and the place of the status among them. No clone or range of their
     /// memory: it would count as a stream that still uses them.
     pub words: Arc<Words>,
     pub status: u64,
+    /// Kernels of a dispatch, and of a combine.
+    pub kernels: [Vec<&'static str>; 2],
     pub lanes: Vec<LaneUse>,
     pub same_device: u32,
     pub detour: Option<NoGpuDirect>,
@@ -47,12 +50,30 @@ pub(in crate::ep) struct SlotRows {
     pub received: DeviceRange,
     pub shape: SlotShape,
     pub(super) ranks: u32,
+    /// Within a budget: what they are expanded to. Larger than the rest, which every caller would carry.
+    pub expanded: Option<Box<ExpandedRows>>,
+}
+
+/// Expert-major rows within a budget.
+#[derive(Debug)]
+pub(in crate::ep) struct ExpandedRows {
+    budget: u32,
+    pub rows: DeviceRange,
+    pub weights: DeviceRange,
+    pub counts: DeviceRange,
+}
+
+impl ExpandedRows {
+    pub(super) fn of(expansion: &Expansion) -> Result<Self, DeviceError> {
+        let (rows, weights) = (expansion.rows().clone(), expansion.weights().clone());
+        Ok(ExpandedRows { budget: expansion.budget(), rows, weights, counts: expansion.counts()? })
+    }
 }
 
 impl SlotRows {
-    /// Rows of all slots, used or not.
+    /// Rows of all slots, used or not; within a budget, as many as it has.
     pub fn len(&self) -> u32 {
-        self.ranks * self.shape.max_tokens()
+        self.expanded.as_ref().map_or(self.ranks * self.shape.max_tokens(), |rows| rows.budget)
     }
 }
 
@@ -63,15 +84,22 @@ pub(in crate::ep) struct SlotHandle {
     /// Which dispatch of the exchange it is.
     pub(super) nth: u64,
     tokens: u32,
+    /// Within a budget: whether each choice was dropped.
+    dropped: Option<DeviceRange>,
     dispatched: EnqueueCounts,
     combined: AtomicCell<Option<EnqueueCounts>>,
     copied: AtomicU64,
 }
 
 impl SlotHandle {
-    pub(super) fn new(facts: Arc<Facts>, (nth, tokens): (u64, u32), dispatched: EnqueueCounts) -> Self {
+    pub(super) fn new(
+        facts: Arc<Facts>,
+        (nth, tokens): (u64, u32),
+        dropped: Option<DeviceRange>,
+        dispatched: EnqueueCounts,
+    ) -> Self {
         let (combined, copied) = (AtomicCell::default(), AtomicU64::new(0));
-        SlotHandle { facts, nth, tokens, dispatched, combined, copied }
+        SlotHandle { facts, nth, tokens, dropped, dispatched, combined, copied }
     }
 
     pub(super) fn combined(&self, enqueued: EnqueueCounts) {
@@ -95,21 +123,26 @@ impl SlotHandle {
         self.copied.load(Ordering::Relaxed)
     }
 
-    /// Where experts leave their partial rows.
+    /// Within a budget: whether each choice was dropped, as the stream finds it.
+    pub fn dropped(&self) -> Option<&DeviceRange> {
+        self.dropped.as_ref()
+    }
+
+    /// Where experts leave their rows.
     pub fn output(&self) -> SlotOutput {
-        let (facts, partials) = (Arc::clone(&self.facts), self.facts.partials.clone());
-        SlotOutput { facts, nth: self.nth, partials }
+        let (facts, rows) = (Arc::clone(&self.facts), self.facts.outputs.clone());
+        SlotOutput { facts, nth: self.nth, rows }
     }
 
     /// How the bytes of the dispatch went.
     pub fn report(&self) -> Report {
-        self.facts.report(self.dispatched, &["pack", "check"])
+        self.facts.report(self.dispatched, &self.facts.kernels[0])
     }
 
     /// How those of the combine went; nothing before there was one.
     pub fn returned(&self) -> Report {
         match self.combined.load() {
-            Some(enqueued) => self.facts.report(enqueued, &["sum"]),
+            Some(enqueued) => self.facts.report(enqueued, &self.facts.kernels[1]),
             None => self.facts.report(EnqueueCounts::default(), &[]),
         }
     }
@@ -126,12 +159,12 @@ impl SlotHandle {
     }
 }
 
-/// Memory for partial rows: the same in every call.
+/// Memory for what experts make: the same in every call.
 #[derive(Debug)]
 pub(in crate::ep) struct SlotOutput {
     pub(super) facts: Arc<Facts>,
     pub(super) nth: u64,
-    pub partials: DeviceRange,
+    pub rows: DeviceRange,
 }
 
 impl SlotOutput {
@@ -140,7 +173,7 @@ impl SlotOutput {
         self.facts.instance
     }
 
-    /// Rows of all ranks, used or not.
+    /// Number of rows, used or not.
     pub fn len(&self) -> u32 {
         self.facts.rows
     }

@@ -29,12 +29,18 @@
 //! queue that no blocked stream holds, so a device with a single queue stages in the host. If all
 //! queues are held, `synchronize` gives up and returns the cause.
 //!
+//! **A budget** ([`Graphs::Slots`](crate::ep::Graphs::Slots)). Kernels of `expand` make
+//! expert-major rows of the slots, as many as the budget holds, and fold outputs to one partial row
+//! for each token and rank. Counts travel in the slots, so each rank drops the rows that the host
+//! would.
+//!
 //! All ranks make the same calls in the same order. An instance has one dispatch in flight. For
 //! more microbatches, make more instances, and enqueue their calls in the same order on all ranks.
 
 mod aside;
 mod call;
 mod exchange;
+mod expand;
 mod handle;
 mod late;
 mod places;
@@ -45,6 +51,6 @@ mod tests;
 mod turn;
 
 pub(in crate::ep) use exchange::SlotExchange;
-pub(in crate::ep) use handle::{SlotHandle, SlotOutput, SlotRows};
+pub(in crate::ep) use handle::{ExpandedRows, SlotHandle, SlotOutput, SlotRows};
 #[cfg(test)]
 pub(in crate::ep) use tests::between_two_machines;

@@ -11,30 +11,34 @@ use crate::world::Member;
 /// rank's kernels.
 ///
 /// ```text
-///   | words that cards raise | slots | rank of each expert | local number | slots to pack | rows to sum | place of each token | counter |
+///   | words that cards raise | slots | rank of each expert | local number | slots to pack | rows to sum | place of each token | counter | expansion |
 /// ```
 ///
-/// Words exist if there are other nodes.
+/// Words exist if there are other nodes, and an expansion within a budget.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WindowLayout {
     slots: Slots,
     ranks: u64,
     experts: u64,
     max_tokens: u64,
+    /// Bytes of an expansion.
+    expansion: u64,
 }
 
 impl WindowLayout {
-    /// For slots of this shape, and partial rows of `home_row` bytes; on several nodes or one.
+    /// For slots of this shape, and partial rows of `home_row` bytes; on several nodes or one; with
+    /// so many bytes of an expansion.
     pub fn new(
         ranks: u32,
         experts: u32,
         shape: SlotShape,
         (home_row, several): (u64, bool),
+        expansion: u64,
     ) -> Result<Self, PlanError> {
         let max_tokens = u64::from(shape.max_tokens());
         let slots = Slots::new(ranks, shape.bytes(), max_tokens * home_row)?;
         let slots = if several { slots.behind_words() } else { slots };
-        Ok(WindowLayout { slots, ranks: ranks.into(), experts: experts.into(), max_tokens })
+        Ok(WindowLayout { slots, ranks: ranks.into(), experts: experts.into(), max_tokens, expansion })
     }
 
     pub fn slots(&self) -> &Slots {
@@ -71,9 +75,14 @@ impl WindowLayout {
         after(self.rows(), 8)
     }
 
+    /// Memory of an expansion.
+    pub fn expansion(&self) -> (u64, u64) {
+        after(self.counter(), self.expansion)
+    }
+
     /// Bytes of the window.
     pub fn bytes(&self) -> u64 {
-        after(self.counter(), 0).0
+        after(self.expansion(), 0).0
     }
 
     /// In the words: the status, behind the flags.
@@ -81,9 +90,14 @@ impl WindowLayout {
         self.slots.flag_bytes()
     }
 
+    /// In the words: the status of the last call alone.
+    pub fn verdict(&self) -> u64 {
+        self.status() + 64
+    }
+
     /// Bytes of the words.
     pub fn word_bytes(&self) -> u64 {
-        self.status() + 64
+        self.verdict() + 64
     }
 
     /// A piece of a window.
@@ -142,7 +156,7 @@ impl Tables {
 }
 
 /// Copies words to the device. Their source lives until the stream has been waited for.
-fn write(stream: &Stream, to: &DeviceRange, words: &[u32]) -> Result<PinnedMemory, DeviceError> {
+pub(super) fn write(stream: &Stream, to: &DeviceRange, words: &[u32]) -> Result<PinnedMemory, DeviceError> {
     let bytes: &[u8] = bytemuck::cast_slice(words);
     let staged = PinnedMemory::new(stream.context(), bytes.len())?;
     staged.write(0, bytes)?;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::SlotExchange;
 use super::aside::BypassStream;
 use super::exchange::{DEAD, FLAGS, LoweredCall};
+use super::expand::{Expansion, ExpansionLayout};
 use super::handle::Facts;
 use super::places::{Tables, WindowLayout, Windows};
 use super::proxy::{Back, Proxy, ProxyRequest, Work};
@@ -16,10 +17,10 @@ use crate::ep::device::guard::POISON;
 use crate::ep::device::guard::{DeviceFlagWriter, WaitBreaker};
 use crate::ep::device::next_instance;
 use crate::ep::device::passage::{RowTransport, TransportSizes};
-use crate::error::{Error, LaneError, MemoryError, PlanError};
+use crate::error::{DeviceError, Error, LaneError, MemoryError, PlanError};
 use crate::exec::{Lowered, PeerWindows, ProxyOps};
 use crate::lane::{self, COPY_ENGINE, Port};
-use crate::plan::{ExpertMap, SlotShape};
+use crate::plan::{Bins, ExpertMap, SlotShape};
 use crate::rows::Arithmetic;
 use crate::schedule::WindowId;
 use crate::schedule::call::SlotCall;
@@ -62,11 +63,14 @@ impl SlotExchange {
     fn of_rank(group: &Group, spec: &Spec, context: &Arc<Context>) -> Result<Self, Error> {
         let lanes = group.lanes(Route::Direct)?;
         let map: &ExpertMap = &spec.map;
-        let shape = SlotShape::new(spec.max_tokens, spec.top_k, spec.row_bytes())?;
+        let (shape, expansion) = shapes(spec)?;
         let (me, ranks, nodes) = (group.rank(), group.size(), group.nodes());
         let far: Vec<u32> = (0..ranks).filter(|&peer| !nodes.same_node(me, peer)).collect();
         let several = nodes.nodes() > 1;
-        let places = WindowLayout::new(ranks, map.experts(), shape, (spec.row_bytes(), several))?;
+        let home = if expansion.is_some() { spec.wire.dtype() } else { spec.dtype };
+        let home_row = (spec.hidden * home.size()) as u64;
+        let more = expansion.map_or(0, |(_, layout)| layout.bytes());
+        let places = WindowLayout::new(ranks, map.experts(), shape, (home_row, several), more)?;
         let slots = *places.slots();
         // Whatever this rank lacks, the others hear of it where windows are compared.
         let loaded = context.driver().require_eager_loading().and_then(|()| Kernels::load(context));
@@ -113,7 +117,7 @@ impl SlotExchange {
         let by_host: Vec<u32> = by_host.collect();
         let beyond = aside.clone().map(|aside| Box::new(move || aside.release()) as DeviceFlagWriter);
         let (health, awaited) = (group.shared.hub.health(), by_host.iter().flat_map(|&peer| place(peer)));
-        let status = (vec![places.status() as usize], DEAD);
+        let status = (vec![places.status() as usize, places.verdict() as usize], DEAD);
         let guard = WaitBreaker::new(health, &words, (awaited.collect(), POISON), status, beyond)?;
         let by_card = if straight { far.clone() } else { Vec::new() };
         let back = far.iter().filter(|_| !straight).map(|&from| Back { from, words: place(from) });
@@ -125,16 +129,23 @@ impl SlotExchange {
         let received = memory.part(slots.receive(0), u64::from(ranks) * slots.slot_bytes())?;
         let rows = WindowLayout::part(&memory, places.rows())?;
         let partials = memory.part(slots.partial(0), u64::from(ranks) * slots.home_bytes())?;
+        let expansion = expansion.map(|(budget, layout)| {
+            let memory = WindowLayout::part(&memory, places.expansion())?;
+            let bins = Bins::of_layout(spec.layout, map, spec.order, &nodes);
+            Expansion::new(&memory, &layout, (spec, shape, budget), (me, &bins), &stream)
+        });
+        let expansion = expansion.transpose()?;
         let peers = (0..ranks).filter(|&peer| peer != me);
         let proxy = proxy.transpose()?;
         let of_proxy = proxy.as_ref().map(|proxy| &proxy.work().passage);
         let lanes = LaneUse::of_devices(&lanes);
         let facts = Arc::new(Facts {
             instance: next_instance(),
-            partials,
-            rows: ranks * spec.max_tokens,
+            outputs: expansion.as_ref().map_or(&partials, Expansion::outputs).clone(),
+            rows: expansion.as_ref().map_or(ranks * spec.max_tokens, Expansion::budget),
             words: Arc::clone(guard.words()),
-            status: places.status(),
+            status: if expansion.is_some() { places.verdict() } else { places.status() },
+            kernels: kernels_of(expansion.as_ref())?,
             lanes: lanes.clone(),
             same_device: peers.filter(|&peer| window.same_device(peer)).count() as u32,
             detour: of_proxy.and_then(RowTransport::detour),
@@ -155,6 +166,8 @@ impl SlotExchange {
             local_of,
             rows,
             received,
+            partials,
+            expansion,
             packed_at,
             summed_from,
             calls,
@@ -170,6 +183,21 @@ impl SlotExchange {
             proxy,
         })
     }
+}
+
+/// The shape of slots and, within a budget, the memory of what they are expanded to.
+fn shapes(spec: &Spec) -> Result<(SlotShape, Option<(u32, ExpansionLayout)>), PlanError> {
+    let shape = SlotShape::new(spec.max_tokens, spec.top_k, spec.row_bytes())?;
+    let Some(budget) = spec.mode.budget() else { return Ok((shape, None)) };
+    let shape = shape.with_counts(spec.map.slots())?;
+    Ok((shape, Some((budget, ExpansionLayout::new(spec, &shape, budget)))))
+}
+
+/// Kernels of a dispatch, and of a combine, for reports.
+fn kernels_of(expansion: Option<&Expansion>) -> Result<[Vec<&'static str>; 2], DeviceError> {
+    let Some(expansion) = expansion else { return Ok([vec!["pack", "check"], vec!["sum"]]) };
+    let folds = expansion.fold_names()?.iter().copied().chain(["sum"]).collect();
+    Ok([vec!["pack", "tally", "check", "admit", "expand", "regroup"], folds])
 }
 
 /// The path of rows between nodes, with the flags that the lane raises where these are not the

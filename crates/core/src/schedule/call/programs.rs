@@ -36,8 +36,6 @@ pub struct Engines {
     pub pulls: bool,
     /// Dispatch: they bring in what crossed, which landed elsewhere.
     pub brings_in: bool,
-    /// Return: outputs have one place, so a call ends when its readers have finished.
-    pub fixed_outputs: bool,
     /// The caller's thread enqueues, and may run ahead of its stream. A dispatch awaits the stream,
     /// since it needs the choices. So does a return where relays write to this rank's memory.
     /// Elsewhere streams signal each other that they are [`Ready`](StageId::Ready).
@@ -145,9 +143,6 @@ impl CallShape {
                 Run(StageId::PullRest, Whole),
             ],
         });
-        if self.engines.fixed_outputs {
-            own.push(Run(StageId::AllRead, Whole));
-        }
         own.push(Compute(Work::Retire));
         let first = if self.engines.pulls { StageId::Pull } else { StageId::Home };
         self.with_relay(self.own(&own), Class::Return, (Run(StageId::Offer, Finish), Some(Run(first, Whole))))
@@ -436,7 +431,7 @@ mod tests {
     const INLINE: CallShape = CallShape {
         rails: true,
         relays: Relays::Inline,
-        engines: Engines { pulls: false, brings_in: false, fixed_outputs: false, enqueues: false },
+        engines: Engines { pulls: false, brings_in: false, enqueues: false },
     };
 
     #[test]

@@ -1,6 +1,6 @@
 //! The stages of a rank by name: its skeleton, built once.
 
-use crate::schedule::{Caller, FlagValue, Relay, Stage, TrackOp};
+use crate::schedule::{Caller, Relay, Stage, TrackOp};
 use crate::topology::Paths;
 
 /// A stage of a rank's skeleton.
@@ -32,8 +32,6 @@ pub enum StageId {
     /// Return, behind [`StageId::Home`]: copy engines pull the rows that relays returned; owners
     /// may reuse their memory.
     PullRest,
-    /// Return, where outputs have one place: waits until readers have read what this call offered.
-    AllRead,
     /// All-gather: copies gathered rows to their places.
     Regroup,
     /// Relay: waits until all ranks of this node have entered.
@@ -67,7 +65,7 @@ pub enum Part {
 
 impl StageId {
     /// All stages.
-    pub const ALL: [StageId; 21] = [
+    pub const ALL: [StageId; 20] = [
         StageId::Release,
         StageId::Entry,
         StageId::Offer,
@@ -79,7 +77,6 @@ impl StageId {
         StageId::Sum,
         StageId::Pull,
         StageId::PullRest,
-        StageId::AllRead,
         StageId::Regroup,
         StageId::NodeEntered,
         StageId::CountsSent,
@@ -105,7 +102,6 @@ impl StageId {
             StageId::Sum => "sum",
             StageId::Pull => "pull",
             StageId::PullRest => "pull rest",
-            StageId::AllRead => "all read",
             StageId::Regroup => "regroup",
             StageId::NodeEntered => "node entered",
             StageId::CountsSent => "counts sent",
@@ -131,7 +127,7 @@ impl Stages {
     pub fn new(paths: Paths<'_>, chunks: u8, sums: bool) -> Self {
         let (caller, relay) = (Caller::new(paths, chunks), Relay::new(paths, chunks).summing(sums));
         let items = |id| match id {
-            StageId::Release => caller.read(FlagValue::LastReturn),
+            StageId::Release => caller.read(),
             StageId::Entry => caller.entry(false),
             StageId::Offer => caller.entry(true),
             StageId::Rows => caller.rows_stage(),
@@ -142,7 +138,6 @@ impl Stages {
             StageId::Sum => caller.sum_stage(),
             StageId::Pull => caller.pull(),
             StageId::PullRest => caller.pull_rest(),
-            StageId::AllRead => caller.read(FlagValue::Call),
             StageId::Regroup => caller.regroup(),
             StageId::NodeEntered => relay.node_entered(),
             StageId::CountsSent => relay.counts_sent(),

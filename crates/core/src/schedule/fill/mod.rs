@@ -33,9 +33,6 @@ pub struct FillContext<'a> {
     /// [twin](crate::schedule::WindowId::HOST_STAGING) where the pool is device memory that no net
     /// reaches.
     pub far: WindowId,
-    /// Rows that landing memory is laid out for, where that does not depend on how many come:
-    /// metadata lies behind them.
-    pub fixed_rows: Option<u32>,
     /// Where metadata lands at each rank, if not behind the rows.
     pub notes: Option<&'a [u64]>,
 }
@@ -43,7 +40,7 @@ pub struct FillContext<'a> {
 impl FillContext<'_> {
     /// What lands at a rank if so many rows do.
     pub fn landing(&self, rows: u32) -> RowBuffer {
-        let landing = self.sizing.landing(self.fixed_rows.unwrap_or(rows));
+        let landing = self.sizing.landing(rows);
         if self.notes.is_some() { landing.without_notes() } else { landing }
     }
 

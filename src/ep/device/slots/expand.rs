@@ -1,0 +1,330 @@
+//! Expert-major rows within a budget, from slots: what a CUDA graph replays where no host knows
+//! sizes.
+//!
+//! ```text
+//!   dispatch   pack tally | slots to all ranks | check admit expand regroup |  experts
+//!   combine    fold | partial rows to their ranks | sum
+//! ```
+//!
+//! Each slot carries its source's counts for all bins. So every rank knows the layout of all ranks,
+//! and which rows a budget drops: those that the host drops. Experts find rows, weights and counts
+//! in memory of a fixed size. Behind them `fold` adds up a token's rows of this rank, the first
+//! half of a sum by rank, so that one row returns for each token and rank.
+
+use super::places::write;
+use crate::device::{
+    Addresses, Admit, ByteSpan, DeviceRange, Expand, Kernels, PermuteArgs, Stream, SumChoices, Tally, Word,
+};
+use crate::dtype::Dtype;
+use crate::ep::builder::Spec;
+use crate::error::{DeviceError, Error, PlanError};
+use crate::plan::{Bins, SlotShape};
+use crate::schedule::stream::Slots;
+
+/// A piece of its memory.
+#[derive(Clone, Copy, Debug)]
+enum Piece {
+    /// The first bin of each rank, and of none: `u32 [ranks + 1]`.
+    Starts,
+    /// The bin that this rank uses for each expert: `i32 [experts]`.
+    BinOf,
+    /// The place of each own bin in the order of sums: `i32 [own]`.
+    Place,
+    /// The bin of each own choice, and choices of that before it: `i32 [max_tokens, top_k]`.
+    Bins,
+    Before,
+    /// Where bins begin, and rows of this rank that find room: `u32 [bins]`.
+    Begin,
+    Room,
+    /// Where rows of each source begin: `u32 [ranks, own]`.
+    First,
+    /// Rows of each own bin, then with pads: `i64 [2, own]`.
+    Counts,
+    /// Whether own choices were dropped: `u8 [max_tokens, top_k]`.
+    Dropped,
+    /// The row of each choice that came, and the place of its bin: `i32 [ranks, max_tokens,
+    /// top_k]`.
+    Rows,
+    Sums,
+    /// The source and the weight of each row: `[budget]`.
+    Index,
+    Weights,
+    /// Rows, and what experts make of them: `[budget, hidden]`.
+    Landed,
+    Outputs,
+}
+
+const PIECES: usize = Piece::Outputs as usize + 1;
+
+/// Where its memory lies, behind that of the slots; equal at all ranks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ExpansionLayout {
+    pieces: [(u64, u64); PIECES],
+    bytes: u64,
+}
+
+impl ExpansionLayout {
+    /// For rows within a budget, and slots of this shape.
+    pub fn new(spec: &Spec, shape: &SlotShape, budget: u32) -> Self {
+        let ranks = u64::from(spec.map.ranks());
+        let of = |rank| spec.map.slots_of(rank).len() as u64;
+        let own = (0..spec.map.ranks()).map(of).max().unwrap_or(0);
+        let choices = u64::from(shape.max_tokens()) * u64::from(shape.top_k());
+        let (bins, budget) = (u64::from(shape.bins()), u64::from(budget));
+        let rows = budget.saturating_mul(spec.row_bytes());
+        let (came, words) = (ranks * choices * 4, budget * 4);
+        let sizes = [
+            (ranks + 1) * 4,
+            u64::from(spec.map.experts()) * 4,
+            own * 4,
+            choices * 4,
+            choices * 4,
+            bins * 4,
+            bins * 4,
+            ranks * own * 4,
+            2 * own * 8,
+            choices,
+            came,
+            came,
+            words,
+            words,
+            rows,
+            rows,
+        ];
+        let mut bytes = 0_u64;
+        let pieces = sizes.map(|len| {
+            let at = bytes;
+            bytes = bytes.saturating_add(len).checked_next_multiple_of(Slots::ALIGN).unwrap_or(u64::MAX);
+            (at, len)
+        });
+        ExpansionLayout { pieces, bytes }
+    }
+
+    /// Bytes of all of it.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// What a dispatch of slots is expanded to.
+#[derive(Debug)]
+pub(super) struct Expansion {
+    ranges: [DeviceRange; PIECES],
+    spec: Spec,
+    shape: SlotShape,
+    budget: u32,
+    rank: u32,
+    /// Bins of this rank.
+    own: u32,
+}
+
+/// What kernels take from the slots.
+#[derive(Clone, Copy)]
+pub(super) struct Received<'a> {
+    pub slots: &'a DeviceRange,
+    /// What was found before, and of this call alone.
+    pub status: Word<'a, u32>,
+    pub verdict: Word<'a, u32>,
+}
+
+impl Expansion {
+    /// Over this memory, in which it writes the tables that never change.
+    pub fn new(
+        memory: &DeviceRange,
+        layout: &ExpansionLayout,
+        (spec, shape, budget): (&Spec, SlotShape, u32),
+        (rank, bins): (u32, &Bins),
+        stream: &Stream,
+    ) -> Result<Self, Error> {
+        let ranges = layout.pieces.map(|(offset, len)| memory.part(offset, len));
+        let ranges: Vec<DeviceRange> = ranges.into_iter().collect::<Result<_, _>>()?;
+        let ranges = <[DeviceRange; PIECES]>::try_from(ranges).map_err(|_| PlanError::RefusedHere)?;
+        let (map, own) = (&spec.map, bins.of(rank));
+        let starts: Vec<u32> =
+            (0..map.ranks()).map(|rank| bins.of(rank).start).chain([bins.count()]).collect();
+        let bin_of: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(rank, expert)).collect();
+        let mut place = vec![0; own.len()];
+        for (nth, bin) in (0..).zip(bins.in_order()).filter(|(_, bin)| own.contains(bin)) {
+            place[(bin - own.start) as usize] = nth;
+        }
+        let spec = spec.clone();
+        let made = Expansion { ranges, spec, shape, budget, rank, own: own.len() as u32 };
+        let tables = [(Piece::Starts, starts), (Piece::BinOf, bin_of), (Piece::Place, place)];
+        let tables = tables.iter().filter(|(_, words)| !words.is_empty());
+        let _staged: Vec<_> = tables
+            .map(|(piece, words)| write(stream, &made.range(*piece).part(0, words.len() as u64 * 4)?, words))
+            .collect::<Result<_, DeviceError>>()?;
+        stream.synchronize()?;
+        Ok(made)
+    }
+
+    fn range(&self, piece: Piece) -> &DeviceRange {
+        &self.ranges[piece as usize]
+    }
+
+    fn span(&self, piece: Piece) -> Result<ByteSpan<'_>, DeviceError> {
+        let range = self.range(piece);
+        range.span(0, range.len())
+    }
+
+    /// Rows for which there is memory.
+    pub fn budget(&self) -> u32 {
+        self.budget
+    }
+
+    /// Type of the partial rows that return.
+    pub fn home(&self) -> Dtype {
+        self.spec.wire.dtype()
+    }
+
+    /// The rows, `[budget, hidden]`.
+    pub fn rows(&self) -> &DeviceRange {
+        self.range(Piece::Landed)
+    }
+
+    /// Their weights, `f32 [budget]`.
+    pub fn weights(&self) -> &DeviceRange {
+        self.range(Piece::Weights)
+    }
+
+    /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`.
+    pub fn counts(&self) -> Result<DeviceRange, DeviceError> {
+        self.range(Piece::Counts).part(0, 2 * u64::from(self.own) * 8)
+    }
+
+    /// Whether each choice of so many tokens was dropped: `u8 [tokens, top_k]`.
+    pub fn dropped(&self, tokens: u32) -> Result<DeviceRange, DeviceError> {
+        self.range(Piece::Dropped).part(0, u64::from(self.choices(tokens)))
+    }
+
+    /// Where experts write, `[budget, hidden]`.
+    pub fn outputs(&self) -> &DeviceRange {
+        self.range(Piece::Outputs)
+    }
+
+    /// Kernels of a combine.
+    pub fn fold_names(&self) -> Result<&'static [&'static str], DeviceError> {
+        match self.home() {
+            Dtype::F32 => Kernels::sum_choices_to_f32_names(self.spec.dtype),
+            home => Kernels::sum_choices_names(home),
+        }
+    }
+
+    fn choices(&self, tokens: u32) -> u32 {
+        tokens * self.shape.top_k()
+    }
+
+    /// Behind `pack`: counts go into the slots.
+    pub fn tally(
+        &self,
+        (kernels, stream): (&Kernels, &Stream),
+        slots: &Addresses,
+        (tokens, experts): (u32, ByteSpan<'_>),
+    ) -> Result<(), Error> {
+        let tally = Tally {
+            shape: self.shape,
+            choices: self.choices(tokens),
+            experts,
+            n_experts: self.spec.map.experts(),
+            bin_of: self.span(Piece::BinOf)?,
+            slots,
+            bins: self.span(Piece::Bins)?,
+            before: self.span(Piece::Before)?,
+        };
+        Ok(kernels.tally(stream, &tally)?)
+    }
+
+    /// Behind `check`: rows, weights and counts, and what was dropped of this rank's `tokens`.
+    pub fn expand(
+        &self,
+        (kernels, stream): (&Kernels, &Stream),
+        received: Received<'_>,
+        tokens: u32,
+    ) -> Result<(), Error> {
+        let Expansion { spec, shape, budget, rank, own, .. } = self;
+        let (ranks, slots) = (spec.map.ranks(), received.slots.span(0, received.slots.len())?);
+        let admit = Admit {
+            shape: *shape,
+            ranks,
+            rank: *rank,
+            own: *own,
+            budget: *budget,
+            overflow: spec.mode.overflow(),
+            align: spec.align,
+            received: slots,
+            starts: self.span(Piece::Starts)?,
+            begin: self.span(Piece::Begin)?,
+            room: self.span(Piece::Room)?,
+            first: self.span(Piece::First)?,
+            counts: self.span(Piece::Counts)?,
+            index: self.span(Piece::Index)?,
+            weights: self.span(Piece::Weights)?,
+            status: received.status,
+            verdict: received.verdict,
+        };
+        kernels.admit(stream, &admit)?;
+        let expand = Expand {
+            shape: *shape,
+            ranks,
+            own: *own,
+            budget: *budget,
+            choices: self.choices(tokens),
+            received: slots,
+            first: self.span(Piece::First)?,
+            place: self.span(Piece::Place)?,
+            rows: self.span(Piece::Rows)?,
+            sums: self.span(Piece::Sums)?,
+            index: self.span(Piece::Index)?,
+            weights: self.span(Piece::Weights)?,
+            bins: self.span(Piece::Bins)?,
+            before: self.span(Piece::Before)?,
+            room: self.span(Piece::Room)?,
+            dropped: self.span(Piece::Dropped)?,
+            verdict: received.verdict,
+        };
+        kernels.expand(stream, &expand)?;
+        if *budget == 0 {
+            return Ok(());
+        }
+        let gather = PermuteArgs {
+            row_bytes: shape.row_bytes(),
+            sources: ranks * shape.slot_rows(),
+            rows: *budget,
+            from: slots,
+            index: self.span(Piece::Index)?,
+            out: self.span(Piece::Landed)?,
+            status: received.status,
+        };
+        Ok(kernels.regroup(stream, &gather)?)
+    }
+
+    /// Before partial rows return: each is the sum of a token's rows at this rank.
+    pub fn fold(
+        &self,
+        (kernels, stream): (&Kernels, &Stream),
+        verdict: Word<'_, u32>,
+        partials: &DeviceRange,
+    ) -> Result<(), Error> {
+        let spec = &self.spec;
+        let sum = SumChoices {
+            tokens: spec.map.ranks() * self.shape.max_tokens(),
+            top_k: self.shape.top_k(),
+            columns: spec.hidden as u32,
+            dtype: spec.dtype,
+            wire: spec.wire,
+            n_rows: self.budget,
+            rows: self.span(Piece::Outputs)?,
+            index: self.span(Piece::Rows)?,
+            n_experts: self.shape.bins(),
+            experts: Some(self.span(Piece::Sums)?),
+            weights: None,
+            group_of: None,
+            status: verdict,
+            out: partials.span(0, partials.len())?,
+        };
+        match self.home() {
+            Dtype::F32 => Ok(kernels.sum_choices_to_f32(stream, &sum)?),
+            _ => Ok(kernels.sum_choices(stream, &sum)?),
+        }
+    }
+}
