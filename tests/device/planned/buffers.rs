@@ -30,7 +30,7 @@ fn tokens_in_runs_go_as_they_lie() {
                 on_each_of::<bf16>(&case, |rank, me| {
                     for seed in (0..3).map(|round| round * 64 + me) {
                         let input = rank.in_runs(seed, 1 + (seed % 11) as u32);
-                        rank.from_token_buffer(&input, true);
+                        rank.go_from_a_buffer(&input, true);
                     }
                 });
             }
@@ -48,7 +48,7 @@ fn scattered_tokens_in_a_buffer_are_packed() {
                     for seed in (0..3).map(|round| round * 64 + me) {
                         let count = some(&case, seed).max(9);
                         let input = tokens(seed, count, case.hidden, case.top_k, 6);
-                        rank.from_token_buffer(&input, false);
+                        rank.go_from_a_buffer(&input, false);
                     }
                 });
             }

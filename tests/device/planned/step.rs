@@ -222,7 +222,7 @@ where
 
     /// Tokens in a buffer of the instance's, which go as they lie or are packed, twice along one
     /// layout; then tokens elsewhere.
-    pub fn from_token_buffer(&mut self, input: &Input<E>, in_place: bool) {
+    pub fn go_from_a_buffer(&mut self, input: &Input<E>, in_place: bool) {
         let top_k = self.case.top_k;
         let again: Vec<E> = input.x.iter().rev().copied().collect();
         let routing = Routing::new(top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();

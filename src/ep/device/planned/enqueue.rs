@@ -2,7 +2,7 @@
 
 use super::REFUSED;
 use super::common::Common;
-use super::exchange::PlannedExchange;
+use super::exchange::{Brought, PlannedExchange};
 use super::handle::{PlannedOutput, PlannedRows};
 use super::shape::StreamFlag;
 use crate::device::{DeviceRange, DotScale, FetchWeights, Kernels, SortArgs, Stream, SumChoices};
@@ -40,11 +40,7 @@ impl Common {
 
 impl PlannedExchange {
     /// That choices go, with their tokens or before those, or, without any, that the call is refused; and that rows come.
-    pub(super) fn enqueue_dispatch(
-        &mut self,
-        seat: u32,
-        brought: Option<(Chosen<'_>, Option<(&DeviceRange, Dtype)>)>,
-    ) -> Result<(), Error> {
+    pub(super) fn enqueue_dispatch(&mut self, seat: u32, brought: Option<Brought<'_>>) -> Result<(), Error> {
         let (common, stream) = (&*self.common, &*self.stream);
         let (shape, spec) = (&common.shape, &common.fixed.spec);
         if let Some((Chosen { tokens, experts, weights }, _)) = brought {

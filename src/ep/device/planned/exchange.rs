@@ -67,6 +67,9 @@ impl Return {
     }
 }
 
+/// Choices of a call that places rows and, if they go along, the tokens with their type.
+pub(super) type Brought<'a> = (Chosen<'a>, Option<(&'a DeviceRange, Dtype)>);
+
 /// How long streams of a dead world are waited for when the exchange goes.
 const DRAIN: Duration = Duration::from_secs(10);
 
@@ -211,7 +214,7 @@ impl PlannedExchange {
     fn begin_placing(
         &mut self,
         kind: CallKind,
-        brought: Result<(Chosen<'_>, Option<(&DeviceRange, Dtype)>), Error>,
+        brought: Result<Brought<'_>, Error>,
     ) -> Result<PlannedDispatch, Error> {
         self.common.fixed.shared.hub.health().check()?;
         self.refuse_capture()?;

@@ -29,18 +29,19 @@ impl Common {
         let (from, index, out) =
             (x.span(0, x.len())?, order.span(0, order.len())?, packed.span(0, packed.len())?);
         let status = self.word(seat, StreamFlag::Status)?;
-        Ok(match self.records(kind, dtype) {
+        let enqueued = match self.records(kind, dtype) {
             Some(record) => {
                 let (hidden, index) = (record.hidden() as u32, Some(index));
                 let records = RecordArgs { hidden, dtype, sources, rows, from, index, out, status };
-                kernels.records(stream, &records)?;
+                kernels.records(stream, &records)
             }
             None => {
                 let row_bytes = shape.row_bytes(kind);
                 let permute = PermuteArgs { row_bytes, sources, rows, from, index, out, status };
-                kernels.regroup(stream, &permute)?;
+                kernels.regroup(stream, &permute)
             }
-        })
+        };
+        Ok(enqueued?)
     }
 
     /// Whether tokens of this type are sent as they are in a call of this kind.

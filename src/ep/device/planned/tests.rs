@@ -149,7 +149,7 @@ fn tokens_in_a_buffer_go_from_device_to_device_as_they_lie() {
             on_cards(&case, SignalMode::Write, |rank, me| {
                 for round in 0..3 {
                     let input = rank.in_runs(64 * round + me, 3 + ((round + me) % 9) as u32);
-                    rank.from_token_buffer(&input, true);
+                    rank.go_from_a_buffer(&input, true);
                 }
             });
         }
