@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import train_megatron
 from megatron.core.transformer.moe import fused_a2a, moe_layer, token_dispatcher
-from megatron_cases import EXPERTS, HIDDEN, Case, held, inputs, layer
+from megatron_cases import EXPERTS, HIDDEN, Case, ep_buffer_pass, held, inputs, layer
 from megatron_overlap import Microbatch
 from routing import same
 from torch import Tensor
@@ -238,6 +238,15 @@ def check_tokens_in_fp8_come_as_quantised_and_their_sums_in_bf16(world: sidelane
     back, _, _, _, _ = hybrid.dispatch_with_permute(hidden=gradients, handle=placed)
     all_gradients = [source.gradient.view(-1, hidden).bfloat16() for source in of]
     same(back, torch.cat([g[hit[:, e]] for e in range(len(mine)) for g, hit in zip(all_gradients, hits)]))
+
+
+def check_ep_buffer_gives_what_all_to_all_gives(world: sidelane.World) -> None:
+    join(world)
+    for case in (Case(1, 2, "none", True), Case(1, 2, "none", False)):
+        of, expected = inputs(case, world.rank), theirs(case)
+        one = ep_buffer_pass(case, of)
+        for seen, other in zip(one, expected, strict=True):
+            same(seen, other)
 
 
 def check_overlapped_microbatches_give_what_they_give_one_by_one(world: sidelane.World) -> None:

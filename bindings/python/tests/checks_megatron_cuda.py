@@ -10,7 +10,16 @@ from megatron_ranks import dispatcher, join
 import torch
 from checks_cuda import weighed
 from gpu import gpu, no_waiting
-from megatron_cases import HIDDEN, Case, Results, factors_of, inputs, layer, on_cuda
+from megatron_cases import (
+    HIDDEN,
+    Case,
+    Results,
+    ep_buffer_pass,
+    factors_of,
+    inputs,
+    layer,
+    on_cuda,
+)
 from megatron_overlap import Microbatch
 from routing import same
 
@@ -61,6 +70,18 @@ def check_hybridep_unchanged_gives_the_host_s_bits(world: sidelane.World) -> Non
 def check_ncclep_gives_the_host_s_bits(world: sidelane.World) -> None:
     for case in CASES:
         both(world, "ncclep", case)
+
+
+def check_ep_buffer_gives_the_host_s_bits(world: sidelane.World) -> None:
+    join(world)
+    for case in CASES[:1]:
+        of = inputs(case, world.rank)
+        expected = ep_buffer_pass(case, of)
+        with gpu(world.rank):
+            ours = ep_buffer_pass(case, on_cuda(of))
+            assert ours.out.is_cuda
+            for one, other in zip(on_the_host(ours), expected, strict=True):
+                same(one, other)
 
 
 def check_no_call_waits_for_the_device_but_for_its_sizes(world: sidelane.World) -> None:

@@ -155,6 +155,32 @@ def layer(dispatcher: Any, case: Case, of: Inputs) -> Results:
     return Results(*seen, out.detach(), x.grad, probs.grad)
 
 
+def ep_buffer_pass(case: Case, of: Inputs) -> Results:
+    """The same layer around an ``EPBuffer``, whose calls are made by hand; gradients come deferred."""
+    from sidelane.megatron import EPBuffer
+
+    buffer, hidden = EPBuffer(dist.group.WORLD), of.x.shape[-1]
+    probs, ids = torch.topk(of.probs, case.top_k, dim=1)
+    rows, experts, weights, handle, event = buffer.dispatch(
+        of.x.reshape(-1, hidden), ids, probs, num_experts=EXPERTS, do_expand=True
+    )
+    assert experts is None
+    event.current_stream_wait()
+    counts = torch.tensor(handle.num_recv_tokens_per_expert_list)
+    rows, weights = rows.detach().requires_grad_(), weights.detach().requires_grad_()
+    y = case.expert(rows, factors_of(case, counts, len(rows)).to(rows.device), weights)
+    out, _, event = buffer.combine(y, handle, previous_event=event)
+    none, _, _, _, later = buffer.dispatch(
+        of.gradient.reshape(-1, hidden), handle=handle, previous_event=event, defer_epilogue=True
+    )
+    assert none is None
+    y.backward(later.wait()[0])
+    tokens, home, _ = buffer.combine(rows.grad, handle, weights.grad)
+    of_probs = torch.zeros_like(of.probs).scatter_(1, ids, home)
+    shaped = (out.view(of.x.shape), tokens.view(of.x.shape), of_probs)
+    return Results(rows.detach(), counts, weights.detach(), *shaped)
+
+
 def absolute_terms(case: Case, of: Inputs) -> list[Tensor]:
     """Sums of the absolute values of what is summed in each result."""
     tokens, g = of.x.reshape(-1, HIDDEN), of.gradient.reshape(-1, HIDDEN)

@@ -20,6 +20,7 @@ Newer Megatrons have a backend ``ncclep``: :func:`sidelane.megatron.nccl.install
 | :class:`HybridEPBuffer` | expert-major | the same | exact, or a budget |
 | :mod:`.nccl` | expert-major | the same | exact, or a budget |
 | :class:`Buffer` | one per token and rank, permuted by Megatron | by rank | exact |
+| :class:`EPBuffer` | expert-major if expanded, else one per token and rank | by expert, else by rank | exact |
 
 Worlds and layers are made at the first call that needs them, all ranks of the group together. They are kept
 until the process group is destroyed, or until :func:`release`.
@@ -29,12 +30,15 @@ from . import nccl
 from .buffer import Buffer, Config, EventHandle, EventOverlap
 from .deep_ep import install
 from .dispatcher import TokenDispatcher, enable
+from .ep_buffer import EPBuffer, EPHandle
 from .hybrid import HybridEPBuffer
 from .layers import Limits, limits, release
 
 __all__ = [
     "Buffer",
     "Config",
+    "EPBuffer",
+    "EPHandle",
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",

@@ -7,11 +7,15 @@ from types import ModuleType
 
 from ..errors import Error
 from .buffer import Buffer, Config, EventHandle, EventOverlap
+from .ep_buffer import EPBuffer, EPHandle
 from .hybrid import HybridEPBuffer
+
+OF_PACKAGE = (Buffer, Config, EPBuffer, EPHandle, EventHandle, EventOverlap, HybridEPBuffer)
+OF_UTILS = (EventHandle, EventOverlap)
 
 
 def install() -> None:
-    """Puts :class:`Buffer` and :class:`HybridEPBuffer` where Megatron looks for DeepEP's.
+    """Puts :class:`Buffer`, :class:`EPBuffer` and :class:`HybridEPBuffer` where Megatron looks for DeepEP's.
 
     Refused once a real ``deep_ep`` is loaded, or Megatron has looked for one and found none.
     """
@@ -24,7 +28,7 @@ def install() -> None:
         message = "Megatron has looked for deep_ep already: call sidelane.megatron.install() before importing megatron.core"
         raise Error(message, "TooLate")
     package, utils = ModuleType("deep_ep", __doc__), ModuleType("deep_ep.utils", __doc__)
-    package.__dict__.update({thing.__name__: thing for thing in (Buffer, Config, EventOverlap, HybridEPBuffer)})
-    utils.__dict__.update({thing.__name__: thing for thing in (EventHandle, EventOverlap)})
+    package.__dict__.update({thing.__name__: thing for thing in OF_PACKAGE})
+    utils.__dict__.update({thing.__name__: thing for thing in OF_UTILS})
     package.__dict__.update(utils=utils, __path__=[])
     sys.modules |= {"deep_ep": package, "deep_ep.utils": utils}
