@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::ep::{CallExecutor, ExpertParallelBuilder};
+use sidelane::ep::ExpertParallelBuilder;
 use sidelane::error::CallKind;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout};
 
@@ -129,9 +129,7 @@ impl ExpertParallel {
         })?;
         let (rank, size) = (members.rank(), members.size());
         let device = on.as_ref().map(|on| on.device());
-        // A planner's calls are tied to the stream that it was tried against.
-        on.iter()
-            .for_each(|on| on.follow_torch(stream.is_none() && executor != CallExecutor::Planner.name()));
+        on.iter().for_each(|on| on.follow_torch(stream.is_none()));
         let shape = Shape {
             hidden,
             dtype,
