@@ -72,6 +72,11 @@ def check_ncclep_gives_the_host_s_bits(world: sidelane.World) -> None:
         both(world, "ncclep", case)
 
 
+def check_deepep_unchanged_gives_the_host_s_bits(world: sidelane.World) -> None:
+    for case in CASES[:1]:
+        both(world, "deepep", case)
+
+
 def check_ep_buffer_gives_the_host_s_bits(world: sidelane.World) -> None:
     join(world)
     for case in CASES[:1]:

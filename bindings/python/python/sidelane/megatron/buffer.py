@@ -44,6 +44,16 @@ def _over() -> EventOverlap:
     return EventOverlap(EventHandle())
 
 
+def _counted(experts: Tensor, held: int) -> list[int]:
+    """Rows of each local expert, which only the rows of a GPU say where they lie by rank: the host
+    waits for them.
+    """
+    named = torch.where(experts < 0, held, experts).flatten()
+    counts = torch.zeros(held + 1, dtype=torch.int64, device=experts.device)
+    counted: list[int] = counts.scatter_add_(0, named, torch.ones_like(named)).cpu().tolist()
+    return counted[:held]
+
+
 def _behind(previous_event: EventOverlap | None) -> None:
     if previous_event is not None:
         previous_event.current_stream_wait()
@@ -142,7 +152,8 @@ class Buffer:
         rows, placed = ep.dispatch(sent, topk_idx.contiguous(), topk_weights.detach().contiguous())
         received = rows.clone() if scales is None else unpack(ep, rows, values.dtype)
         experts, weights = placed.row_experts.long(), placed.row_weights
-        return received, experts, weights, placed.tokens_per_expert, _Placed(ep, placed), _over()
+        counts = placed.tokens_per_expert or _counted(experts, len(ep.expert_map[ep.rank]))
+        return received, experts, weights, counts, _Placed(ep, placed), _over()
 
     def combine(
         self,
