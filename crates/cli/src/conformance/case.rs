@@ -251,6 +251,7 @@ impl Settings {
             Feature::RankMajor => case.layout == RowLayout::RankMajor,
             Feature::Budget => case.mode.budget().is_some(),
             Feature::ScarceSlots => case.mode.slots().is_some_and(|rows| rows < self.max_tokens),
+            Feature::OrderExpert => case.order == SumOrder::Expert,
             Feature::OrderRank => case.order == SumOrder::Rank,
             Feature::OrderNode => case.order == SumOrder::Node,
             Feature::RoundedPartials => case.order != SumOrder::Expert && case.wire == PartialDtype::Bf16,

@@ -27,6 +27,7 @@ const ALL: &[u32] = &[0, 1, 2, 3, 4, 5];
 const EXPERT_MAJOR: Setting = Layout(RowLayout::ExpertMajor);
 const RANK_MAJOR: Setting = Layout(RowLayout::RankMajor);
 const PXN: Setting = Setting::Route(Route::Pxn);
+const BY_EXPERT: Setting = Order(SumOrder::Expert);
 const BY_RANK: Setting = Order(SumOrder::Rank);
 const BY_NODE: Setting = Order(SumOrder::Node);
 const ROUNDED: Setting = Partial(PartialDtype::Bf16);
@@ -65,6 +66,7 @@ const EXPERTS: Case = row(Feature::ExpertMajor, &[EXPERT_MAJOR]);
 const RANKS: Case = row(Feature::RankMajor, &[RANK_MAJOR]);
 const BUDGET: Case = row(Feature::Budget, &[Budget(14, Drop)]);
 const SCARCE: Case = row(Feature::ScarceSlots, &[RANK_MAJOR, BY_RANK, Slots(2, Drop)]);
+const BY_EXPERTS: Case = row(Feature::OrderExpert, &[EXPERT_MAJOR, BY_EXPERT]);
 const BY_RANKS: Case = row(Feature::OrderRank, &[BY_RANK]);
 const BY_NODES: Case = row(Feature::OrderNode, &[BY_NODE]);
 const PARTIALS: Case = row(Feature::RoundedPartials, &[BY_RANK, ROUNDED]);
@@ -172,6 +174,8 @@ pub const SUITE: &[Case] = &[
         settings: &[EXPERT_MAJOR, PXN, Slots(1, Drop)],
         ..SCARCE
     },
+    BY_EXPERTS,
+    Case { name: "two nodes", group: TWO_NODES, ..BY_EXPERTS },
     BY_RANKS,
     Case { name: "two nodes", group: TWO_NODES, ..BY_RANKS },
     Case {
