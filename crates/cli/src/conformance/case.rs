@@ -219,7 +219,7 @@ impl Case {
     /// The first feature that it asks for and this executor lacks: settings at build, then calls.
     pub fn refusal(&self, settings: &Settings, executor: CallExecutor) -> Option<Feature> {
         let calls = self.calls.iter().filter_map(|call| call.feature());
-        settings.asked().into_iter().chain(calls).find(|feature| !feature.is_served_by(executor))
+        settings.asked().into_iter().chain(calls).find(|&feature| !settings.has(feature, executor))
     }
 }
 
@@ -243,6 +243,14 @@ impl Settings {
         Ok(builder.coalesce_relays(case.spans).strategy(case.strategy).fp8(self.fp8))
     }
 
+    /// Whether an executor has a feature in this mode: in fixed slots the constant program leaves rows
+    /// as they land.
+    fn has(&self, feature: Feature, executor: CallExecutor) -> bool {
+        let made = matches!(feature, Feature::ExpertMajor | Feature::RoundedPartials | Feature::Alignment);
+        let in_slots = executor == CallExecutor::ConstantProgram && self.case.mode.slots().is_some();
+        feature.is_served_by(executor) && !(made && in_slots)
+    }
+
     /// Features that these settings ask for, in the order of the table.
     pub fn asked(&self) -> Vec<Feature> {
         let case = &self.case;
@@ -251,7 +259,7 @@ impl Settings {
             Feature::RankMajor => case.layout == RowLayout::RankMajor,
             Feature::Budget => case.mode.budget().is_some(),
             Feature::ScarceSlots => case.mode.slots().is_some_and(|rows| rows < self.max_tokens),
-            Feature::OrderExpert => case.order == SumOrder::Expert,
+            Feature::OrderExpert => case.order == SumOrder::Expert && case.layout == RowLayout::ExpertMajor,
             Feature::OrderRank => case.order == SumOrder::Rank,
             Feature::OrderNode => case.order == SumOrder::Node,
             Feature::RoundedPartials => case.order != SumOrder::Expert && case.wire == PartialDtype::Bf16,
