@@ -71,8 +71,16 @@ fn every_feature_of_the_host_is_equal_between_processes() {
 
 #[test]
 fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
-    let only = ["expert-major rows", "gradients", "rank-major rows", "release without combine"];
-    let only: Vec<&str> = only.into_iter().flat_map(|feature| ["--only", feature]).collect();
+    let enqueued = [
+        "expert-major rows",
+        "gradients",
+        "rank-major rows",
+        "dispatch in fp8",
+        "another expert map",
+        "token buffers",
+    ];
+    let only = enqueued.into_iter().chain(["release without combine"]);
+    let only: Vec<&str> = only.flat_map(|feature| ["--only", feature]).collect();
     let (output, report) = on_stand_in(&[&["--place", "device"][..], &only].concat());
     let told = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert_eq!((output.status.code(), &report["correct"]), (Some(0), &Value::Bool(true)), "{told}");
@@ -82,7 +90,7 @@ fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
     let of = |feature: &str, executor: &str| {
         cells(&report).into_iter().find(|cell| (cell.0, cell.1) == (feature, executor)).unwrap().2.to_owned()
     };
-    for feature in ["expert-major rows", "gradients"] {
+    for feature in enqueued {
         assert_eq!(of(feature, "enqueuer"), "equal", "{told}");
     }
     assert_eq!(of("rank-major rows", "constant-program"), "equal", "{told}");

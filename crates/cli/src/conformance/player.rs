@@ -534,8 +534,13 @@ where
             (Some(_), None) => {
                 let mut weights = self.place.read(&rows.weights()?)?;
                 weights.truncate(handle.rows() as usize * words * 4);
-                experts.clear();
-                (weights, Vec::new())
+                match reference.case.layout {
+                    RowLayout::RankMajor => (weights, self.place.read(rows.experts()?)?),
+                    RowLayout::ExpertMajor => {
+                        experts.clear();
+                        (weights, Vec::new())
+                    }
+                }
             }
             (Some(_), Some(shape)) => {
                 let received = self.place.received(rows)?;
@@ -560,16 +565,15 @@ where
         let seen = self.visible(&seen_experts, words * 4, handle, reference);
         let seen: Vec<i32> = bytemuck::pod_collect_to_vec(&seen);
         self.found.extend(found.or_else(|| compare_list(rank, "row experts", words, &seen, &experts)));
-        if self.place.stream().is_some() && reference.case.layout == RowLayout::ExpertMajor {
+        if self.place.stream().is_some() && rows.slots().is_none() {
             let seen: Vec<i64> = bytemuck::pod_collect_to_vec(&self.place.read(&rows.counts()?)?);
-            let expected = [&reference.seen.per_expert[me][..], &reference.seen.padded[me]].concat();
-            self.found.extend(compare_list(
-                rank,
-                "counts on the device",
-                expected.len() / 2,
-                &seen,
-                &expected,
-            ));
+            let per_expert = &reference.seen.per_expert[me][..];
+            let expected = match reference.case.layout {
+                RowLayout::ExpertMajor => [per_expert, &reference.seen.padded[me]].concat(),
+                RowLayout::RankMajor => per_expert.to_vec(),
+            };
+            let experts = per_expert.len();
+            self.found.extend(compare_list(rank, "counts on the device", experts, &seen, &expected));
         }
         Ok(())
     }
@@ -583,10 +587,13 @@ where
             return;
         }
         let k = reference.case.top_k as usize;
+        // Rank-major, a device counts what its rows chose.
+        let on_device = self.place.stream().is_some() && reference.case.layout == RowLayout::RankMajor;
+        let per_expert = if on_device { &[][..] } else { &seen.per_expert[me] };
         let lists = [
             compare_list(rank, "rows", 1, &[handle.rows() as usize], &[seen.rows[me].len()]),
             compare_list(rank, "required rows", 1, handle.required_rows(), &seen.required),
-            compare_list(rank, "tokens per expert", 1, handle.tokens_per_expert(), &seen.per_expert[me]),
+            compare_list(rank, "tokens per expert", 1, handle.tokens_per_expert(), per_expert),
             compare_list(rank, "padded rows", 1, handle.padded_tokens_per_expert(), &seen.padded[me]),
             compare_list(rank, "dropped choices", k, handle.dropped(), &seen.dropped[me]),
         ];
@@ -625,9 +632,24 @@ fn from_token_buffer(
     x: Tensor<'_>,
     choices: Choices<'_>,
 ) -> Result<(ExpertRows, Handle), Error> {
-    let routing = if let Choices::Host(routing) = choices { Some(routing) } else { None };
-    let mut buffer = ep.token_buffer(routing.map_or(0, Routing::tokens))?;
-    let (Some(routing), Tensor::Host { bytes, dtype }) = (routing, x) else { return ep.dispatch(x, choices) };
-    buffer.rows_mut::<u8>()?.copy_from_slice(bytes);
-    ep.dispatch(Tensor::Host { bytes: buffer.rows::<u8>()?, dtype }, routing)
+    let tokens = match choices {
+        Choices::Host(routing) => routing.tokens(),
+        Choices::Device { experts, .. } => (experts.len() / (4 * u64::from(ep.top_k()))) as u32,
+        _ => 0,
+    };
+    let mut buffer = ep.token_buffer(tokens)?;
+    match (x, choices) {
+        (Tensor::Host { bytes, dtype }, Choices::Host(routing)) => {
+            buffer.rows_mut::<u8>()?.copy_from_slice(bytes);
+            ep.dispatch(Tensor::Host { bytes: buffer.rows::<u8>()?, dtype }, routing)
+        }
+        (Tensor::Device { range, dtype }, choices) => {
+            let here = buffer.range()?;
+            if let (Some(stream), true) = (ep.stream(), range.len() > 0) {
+                stream.copy(here.span(0, range.len())?, range.span(0, range.len())?)?;
+            }
+            ep.dispatch(Tensor::device(here, dtype), choices)
+        }
+        (x, choices) => ep.dispatch(x, choices),
+    }
 }
