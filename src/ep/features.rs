@@ -175,25 +175,23 @@ impl Feature {
         }
     }
 
-    /// Whether the constant program has it in this mode: it makes rows by expert within a budget,
-    /// and leaves them in fixed slots.
-    fn is_constant_in(self, mode: ReceiveMode) -> bool {
-        match self {
+    /// Whether an executor has it in this mode: the constant program makes rows by expert within a
+    /// budget, and leaves them in fixed slots.
+    pub fn is_served_in(self, executor: CallExecutor, mode: ReceiveMode) -> bool {
+        let in_mode = match self {
             Feature::ExpertMajor | Feature::RoundedPartials | Feature::Alignment => mode.budget().is_some(),
             Feature::RankMajor => mode.slots().is_some(),
             _ => true,
-        }
+        };
+        self.is_served_by(executor) && (executor != CallExecutor::ConstantProgram || in_mode)
     }
 
     /// Refuses the first setting that an executor does not have.
     pub(super) fn check(spec: &Spec, executor: CallExecutor) -> Result<(), PlanError> {
         let mut asked = Feature::ALL.into_iter().filter(|feature| feature.is_asked(spec));
-        asked.try_for_each(|feature| {
-            let constant = executor == CallExecutor::ConstantProgram;
-            match constant && !feature.is_constant_in(spec.mode) {
-                true => Err(feature.refused_by(executor)),
-                false => feature.require(executor),
-            }
+        asked.try_for_each(|feature| match feature.is_served_in(executor, spec.mode) {
+            true => Ok(()),
+            false => Err(feature.refused_by(executor)),
         })
     }
 }

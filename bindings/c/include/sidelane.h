@@ -211,6 +211,12 @@
 // Rows for which there is no room are dropped.
 #define SIDELANE_OVERFLOW_DROP 1
 
+// The caller finishes each call, which moves what it needs.
+#define SIDELANE_GRAPHS_OFF 0
+
+// Calls may be captured into CUDA graphs, or left unfinished: each moves full slots.
+#define SIDELANE_GRAPHS_SLOTS 1
+
 // Each row goes to the ranks that its token chose.
 #define SIDELANE_STRATEGY_ALL_TO_ALL 0
 
@@ -632,16 +638,21 @@ typedef struct {
     uint32_t fp8;
     // 1: relays copy rows in few large copies (rank-major over pxn).
     uint32_t coalesce_relays;
-    // Device, exact sizes or a budget: dispatches that may be alive at once. With a budget each
-    // has memory for all rows it may send. Default: 64, and 2 with a budget.
+    // Device, calls that the caller finishes: dispatches that may be alive at once. Default: 64.
     uint32_t max_in_flight;
     // Rows lie on the device of this stream, and calls go on the stream. NULL: rows lie on the
     // host.
     sidelane_stream_t *stream;
-    // Device, exact sizes: bytes of the device's memory in which dispatches receive and experts
+    // Device, likewise: bytes of the device's memory in which dispatches receive and experts
     // write. In a group of several nodes whose NICs do not reach the device, as much host memory
     // is pinned, too. Default: 256 MiB.
     uint64_t device_heap;
+    // Device, a budget: whether CUDA graphs may hold the calls, SIDELANE_GRAPHS_... Slots are for
+    // SIDELANE_ORDER_RANK and SIDELANE_ROUTE_DIRECT, and move `max_tokens` rows to each rank in
+    // every call. Calls in fixed slots can always be captured.
+    uint32_t graphs;
+    // 0.
+    uint32_t reserved;
 } sidelane_ep_options_t;
 
 // Which rank holds which expert, if not in contiguous blocks. An expert may have several replicas.
@@ -686,7 +697,7 @@ typedef struct {
     uint32_t place;
     // Device: its number.
     uint32_t device;
-    // What carries its calls out: "host-stepper", "enqueuer", "planner" or "constant-program".
+    // What carries its calls out: "host-stepper", "enqueuer" or "constant-program".
     char executor[24];
 } sidelane_ep_info_t;
 
@@ -706,9 +717,9 @@ typedef struct {
     uint32_t place;
 } sidelane_tensor_t;
 
-// The layout of a dispatch. The host may read the memory behind the pointers, except `status`,
-// until the handle is closed. Empty arrays have a count of 0, as have arrays whose sizes stay on
-// the device.
+// The layout of a dispatch. The host may read the memory behind the pointers, except `status` and
+// `dropped_mask`, until the handle is closed. Empty arrays have a count of 0, as have arrays whose
+// sizes stay on the device.
 typedef struct {
     // sizeof(sidelane_handle_info_t).
     size_t size;
@@ -748,10 +759,13 @@ typedef struct {
     // Ranks.
     uint64_t ranks;
     // Device: outcome of the last call along the handle at this rank, for kernels: a word of
-    // SIDELANE_CALL_..., written before the stream continues. In fixed slots, values between
+    // SIDELANE_CALL_..., written before the stream continues. In slots, values between
     // SIDELANE_CALL_OK and SIDELANE_CALL_WORLD_FAILED are errors found by a kernel;
     // sidelane_ep_check() returns them.
     const uint32_t *status;
+    // Device, a budget with SIDELANE_GRAPHS_SLOTS: as `dropped`, for streams, [tokens, top_k];
+    // each dispatch writes it anew. NULL elsewhere.
+    const uint8_t *dropped_mask;
 } sidelane_handle_info_t;
 
 // Received rows. The memory behind the pointers may be read and changed until the rows are closed.
@@ -768,8 +782,8 @@ typedef struct {
     size_t size;
     // The rows, without gaps. With fp8 each is a record: values first, then scales.
     void *data;
-    // Number of rows, pads counted; after sidelane_dispatch_unfinished(), those of the budget; in
-    // fixed slots, those of all slots.
+    // Number of rows, pads counted; with SIDELANE_GRAPHS_SLOTS, those of the budget; in fixed
+    // slots, those of all slots.
     uint64_t rows;
     // Bytes of a row.
     uint64_t row_bytes;
@@ -1258,16 +1272,17 @@ sidelane_status_t sidelane_ep_check(sidelane_ep_t *ep);
 
 // Builds a layer on a group. Collective. `expert_map` may be NULL: experts in contiguous blocks.
 //
-// With a stream in the options, rows lie on its device. The mode chooses what carries the calls
-// out:
+// With a stream in the options, rows lie on its device. Mode and graphs choose what carries the
+// calls out:
 //
-//   SIDELANE_MODE_EXACT            the caller's thread enqueues: expert-major rows, sums by expert
-//   SIDELANE_MODE_BUDGET           a planner thread does: the same rows and sums
+//   SIDELANE_MODE_EXACT, _BUDGET   the caller's thread enqueues: expert-major rows
+//   SIDELANE_MODE_BUDGET with      a constant program: expert-major rows, sums by rank
+//     SIDELANE_GRAPHS_SLOTS
 //   SIDELANE_MODE_SLOTS            a constant program: rank-major rows, sums by rank, `mode_rows`
 //                                  equal to `max_tokens`
 //
-// The stream must be idle, or become so by itself: it is tried. Kernels must be loaded early: set
-// CUDA_MODULE_LOADING=EAGER before the program starts.
+// For a constant program kernels must be loaded early: set CUDA_MODULE_LOADING=EAGER before the
+// program starts.
 //
 // The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 sidelane_status_t sidelane_ep_build(sidelane_group_t *group,
@@ -1301,10 +1316,9 @@ sidelane_status_t sidelane_ep_quantize(sidelane_ep_t *ep,
 // The caller guarantees: `tokens` is NULL or valid.
 sidelane_status_t sidelane_ep_tokens(sidelane_ep_t *ep, uint32_t count, sidelane_tokens_t **tokens);
 
-// Closes the layer. Open rows, outputs and handles stay valid. On a device it waits until the
-// planner has served all enqueued calls. Graphs that hold its calls must have drained, and must
-// not be launched again. Its memory is freed by a later build or close that finds the stream idle.
-// NULL is a no-op.
+// Closes the layer. Open rows, outputs and handles stay valid. Graphs that hold its calls must
+// have drained, and must not be launched again. Its memory is freed by a later build or close that
+// finds the stream idle. NULL is a no-op.
 sidelane_status_t sidelane_ep_close(sidelane_ep_t *ep);
 
 // Sends every token to the ranks of its experts, and receives the rows of this rank's experts.
@@ -1469,11 +1483,11 @@ sidelane_status_t sidelane_dispatch_finish(sidelane_pending_dispatch_t *pending,
                                            sidelane_rows_t **rows,
                                            sidelane_handle_t **handle);
 
-// Second half with sizes that stay on the device: nothing waits. With a budget, the number of rows
-// stands in sidelane_rows_info_t.counts, and the handle's status word says whether they came. So
-// the call can be captured into a graph. `pending` is used up. Exact sizes and layers on the host
-// have no such sizes: the call is then finished as far as the other ranks see it, and refused here
-// by name.
+// Second half with sizes that stay on the device: nothing waits. With a budget and
+// SIDELANE_GRAPHS_SLOTS, the number of rows stands in sidelane_rows_info_t.counts, and the
+// handle's status word says whether they came. So the call can be captured into a graph. `pending`
+// is used up. Other layers but those in fixed slots have no such sizes: the call is then finished
+// as far as the other ranks see it, and refused here by name.
 //
 // The caller guarantees: as sidelane_dispatch_finish().
 sidelane_status_t sidelane_dispatch_unfinished(sidelane_pending_dispatch_t *pending,
@@ -1507,15 +1521,14 @@ sidelane_status_t sidelane_pending_dispatch_close(sidelane_pending_dispatch_t *p
 // whether rows lie on the host or on a device. NULL is nothing.
 sidelane_status_t sidelane_pending_combine_close(sidelane_pending_combine_t *pending);
 
-// Says how the bytes of a dispatch went. On a device with a planner it waits until the rows have
-// landed.
+// Says how the bytes of a dispatch went.
 //
 // The caller guarantees: `report` is NULL, or as large as its size says.
 sidelane_status_t sidelane_handle_report(sidelane_handle_t *handle, sidelane_report_t *report);
 
-// Says how the last combine or gradient along the handle went. On a device with a planner it waits
-// until the rows are back, though not for their sums, and returns the refusal of the call, on
-// whatever rank: its sums are zeros then. Ask before another combine along the handle is enqueued.
+// Says how the last combine or gradient along the handle went. On a device it returns the refusal
+// of the call, on whatever rank: its sums are zeros then. Ask before another combine along the
+// handle is enqueued.
 //
 // The caller guarantees: `report` is NULL (then nothing is written), or as large as its size says.
 sidelane_status_t sidelane_handle_returned(sidelane_handle_t *handle, sidelane_report_t *report);

@@ -219,7 +219,8 @@ impl Case {
     /// The first feature that it asks for and this executor lacks: settings at build, then calls.
     pub fn refusal(&self, settings: &Settings, executor: CallExecutor) -> Option<Feature> {
         let calls = self.calls.iter().filter_map(|call| call.feature());
-        settings.asked().into_iter().chain(calls).find(|&feature| !settings.has(feature, executor))
+        let served = |feature: &Feature| feature.is_served_in(executor, settings.case.mode);
+        settings.asked().into_iter().chain(calls).find(|feature| !served(feature))
     }
 }
 
@@ -241,14 +242,6 @@ impl Settings {
         let builder = builder.layout(case.layout).mode(case.mode).align(case.align).route(case.route);
         let builder = builder.sum_order(case.order).partial_dtype(case.wire).weighted(case.weighted);
         Ok(builder.coalesce_relays(case.spans).strategy(case.strategy).fp8(self.fp8))
-    }
-
-    /// Whether an executor has a feature in this mode: in fixed slots the constant program leaves rows
-    /// as they land.
-    fn has(&self, feature: Feature, executor: CallExecutor) -> bool {
-        let made = matches!(feature, Feature::ExpertMajor | Feature::RoundedPartials | Feature::Alignment);
-        let in_slots = executor == CallExecutor::ConstantProgram && self.case.mode.slots().is_some();
-        feature.is_served_by(executor) && !(made && in_slots)
     }
 
     /// Features that these settings ask for, in the order of the table.
