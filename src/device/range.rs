@@ -112,7 +112,7 @@ impl DeviceRange {
     }
 
     /// Refuses a device that has no access.
-    pub(super) fn check_reach(&self, device: u32) -> Result<(), DeviceError> {
+    pub(crate) fn check_reach(&self, device: u32) -> Result<(), DeviceError> {
         match &self.reach {
             Reach::Devices(devices) if !devices.contains(&device) => {
                 Err(DeviceError::NoAccess { device, address: self.address })

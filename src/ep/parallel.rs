@@ -230,8 +230,8 @@ impl ExpertParallel {
         let made = Shape { rows, columns: shape.bytes(), dtype: Dtype::Bytes };
         match &self.at {
             InstanceAt::Planned(ep) => {
-                let tokens = tokens.on_device("tokens", plain)?;
-                ep.quantise((tokens, dtype), records.on_device("records", made)?)
+                let tokens = tokens.on_device("tokens", plain, ep.stream().device())?;
+                ep.quantise((tokens, dtype), records.on_device("records", made, ep.stream().device())?)
             }
             _ => {
                 let loops = &self.host(Feature::Fp8)?.fixed.lanes.rows;

@@ -124,7 +124,7 @@ impl PendingCombine<'_> {
             CombineAt::Planned { refused, handle, unfinished, ep } => {
                 unfinished.end();
                 let HandleAt::Planned(handle) = &handle.0 else { return Err(PlanError::RefusedHere.into()) };
-                let out = out.on_device(what, ep.tokens_shape(handle.tokens()));
+                let out = out.on_device(what, ep.tokens_shape(handle.tokens()), ep.stream().device());
                 let summed = ep.finish_combine(handle, refused, out.as_ref().ok().copied());
                 summed.and(out.map(drop))
             }

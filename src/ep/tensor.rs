@@ -96,10 +96,17 @@ impl<'a> Tensor<'a> {
         Ok(bytemuck::try_cast_slice(bytes).map_err(|_| misaligned(bytes))?)
     }
 
-    /// The memory on a device, if it is `rows` rows of `columns` elements of this type.
-    pub(super) fn on_device(self, what: &'static str, shape: Shape) -> Result<&'a DeviceRange, Error> {
+    /// The memory that this device reaches, if it is `rows` rows of `columns` elements of this type.
+    pub(super) fn on_device(
+        self,
+        what: &'static str,
+        shape: Shape,
+        device: u32,
+    ) -> Result<&'a DeviceRange, Error> {
         match self {
-            Tensor::Device { range, dtype } => shape.check_range(what, range, dtype).map(|()| range),
+            Tensor::Device { range, dtype } => {
+                shape.check_range(what, (range, dtype), device).map(|()| range)
+            }
             Tensor::Host { .. } => Err(wrong_place(what, Side::Device)),
         }
     }
@@ -169,9 +176,16 @@ impl<'a> TensorMut<'a> {
     }
 
     /// The memory on a device, if it has this shape.
-    pub(super) fn on_device(&self, what: &'static str, shape: Shape) -> Result<&'a DeviceRange, Error> {
+    pub(super) fn on_device(
+        &self,
+        what: &'static str,
+        shape: Shape,
+        device: u32,
+    ) -> Result<&'a DeviceRange, Error> {
         match *self {
-            TensorMut::Device { range, dtype } => shape.check_range(what, range, dtype).map(|()| range),
+            TensorMut::Device { range, dtype } => {
+                shape.check_range(what, (range, dtype), device).map(|()| range)
+            }
             TensorMut::Host { .. } => Err(wrong_place(what, Side::Device)),
         }
     }
@@ -268,9 +282,15 @@ impl Shape {
         Ok(())
     }
 
-    /// Checks memory of a device, its alignment among the rest.
-    fn check_range(&self, what: &'static str, range: &DeviceRange, dtype: Dtype) -> Result<(), Error> {
+    /// Checks memory, its alignment and this device's reach among the rest.
+    fn check_range(
+        &self,
+        what: &'static str,
+        (range, dtype): (&DeviceRange, Dtype),
+        device: u32,
+    ) -> Result<(), Error> {
         self.check(what, range.len(), dtype)?;
+        range.check_reach(device)?;
         let element = self.dtype.size() as u64;
         // Kernels read and write numbers of rows one at a time.
         let align = if self.columns == 1 { element } else { Self::ALIGN };
@@ -292,11 +312,12 @@ pub(super) struct Chosen<'a> {
 
 impl<'a> Chosen<'a> {
     /// There are as many tokens as have choices.
-    pub fn check(spec: &Spec, choices: Choices<'a>) -> Result<Self, Error> {
+    pub fn check(spec: &Spec, device: u32, choices: Choices<'a>) -> Result<Self, Error> {
         let (experts, weights) = choices.on_device()?;
         let row = u64::from(spec.top_k) * 4;
         let rows = experts.len() / row;
         for (what, range) in [("routing", experts), ("routing weights", weights)] {
+            range.check_reach(device)?;
             if range.len() != rows * row {
                 let (seen, rows, columns) = (range.len() as usize / 4, rows as usize, spec.top_k as usize);
                 return Err(PlanError::WrongShape { what, seen, rows, columns }.into());
@@ -326,11 +347,11 @@ pub(super) struct Tokens<'a> {
 
 impl<'a> Tokens<'a> {
     /// There are as many tokens as have choices.
-    pub fn check(spec: &Spec, x: Tensor<'a>, choices: Choices<'a>) -> Result<Self, Error> {
-        let Chosen { tokens: count, experts, weights } = Chosen::check(spec, choices)?;
+    pub fn check(spec: &Spec, device: u32, x: Tensor<'a>, choices: Choices<'a>) -> Result<Self, Error> {
+        let Chosen { tokens: count, experts, weights } = Chosen::check(spec, device, choices)?;
         let dtype = x.dtype();
         let shape = Shape::brought(spec, CallKind::Dispatch, count, dtype);
-        Ok(Tokens { count, x: x.on_device("tokens", shape)?, dtype, experts, weights })
+        Ok(Tokens { count, x: x.on_device("tokens", shape, device)?, dtype, experts, weights })
     }
 
     /// Their choices.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use half::bf16;
 use sidelane::device::{Graph, PinnedMemory};
 use sidelane::ep::Status;
-use sidelane::error::{CallError, Cause, LaneError, MemoryError, PlanError};
+use sidelane::error::{CallError, Cause, DeviceError, LaneError, MemoryError, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::{Overflow, ReceiveMode};
 use sidelane::topology::Route;
@@ -123,6 +123,47 @@ fn another_shape(mode: ReceiveMode) {
 }
 
 /// Each refusal is about its own call: kernels of the one before have yet to run.
+#[test]
+fn tensors_that_the_device_does_not_reach_are_refused_on_all_ranks() {
+    let test = "planned::faults::tensors_that_the_device_does_not_reach_are_refused_on_all_ranks";
+    on_devices(test, 8, 37, || {
+        on_ranks(&[0; 2], &small(), |world| {
+            let group = world.all().unwrap();
+            let mut rank = Rank::<bf16>::new(&group, &Case::new(2, 4, 2));
+            let elsewhere = Memory::new(stream(2).context(), 4096);
+            let given = input(world.rank());
+            let [x, experts, weights] = rank.put(&given);
+            for at in 0..3 {
+                let mut tensors = [x.clone(), experts.clone(), weights.clone()];
+                if world.rank() == 0 {
+                    tensors[at] = elsewhere.part(tensors[at].len());
+                }
+                let (x, choices) = call::<bf16>(&tensors);
+                let refused = rank.planned.dispatch(x, choices).map(drop).unwrap_err();
+                assert_unreached(&refused, world.rank(), 0);
+            }
+            let (_, handle) = rank.dispatch(&given).unwrap();
+            let out = rank.out.part(x.len());
+            let out = if world.rank() == 1 { elsewhere.part(x.len()) } else { out };
+            let y = handle.output().unwrap();
+            let refused = rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap_err();
+            assert_unreached(&refused, world.rank(), 1);
+            drop(handle);
+            rank.round(&given);
+        });
+    });
+}
+
+fn assert_unreached(refused: &Error, rank: u32, culprit: u32) {
+    match refused {
+        Error::Device(DeviceError::NoAccess { .. }) => assert_eq!(rank, culprit),
+        Error::Call(CallError::PeerRefused { peer, .. }) => {
+            assert_eq!((rank != culprit, *peer), (true, culprit))
+        }
+        refused => panic!("rank {rank}: {refused}"),
+    }
+}
+
 #[test]
 fn refused_combine_leaves_the_sums_of_another_alone() {
     on_devices("planned::faults::refused_combine_leaves_the_sums_of_another_alone", 8, 25, || {

@@ -31,7 +31,7 @@ impl PlannedExchange {
         }
         let dtype = x.dtype();
         let shape = Shape::brought(&self.common.fixed.spec, kind, handle.tokens(), dtype);
-        let x = x.on_device("tokens", shape).map(|x| (x, dtype));
+        let x = x.on_device("tokens", shape, self.stream.device()).map(|x| (x, dtype));
         let extent = self.along((kind, handle.seat()), handle.tokens(), x)?;
         let (common, place) = (&self.common, (handle.seat(), extent.offset(), handle.rows()));
         if common.shape.arrives() {
@@ -86,7 +86,8 @@ impl PlannedExchange {
         if let Err(foreign) = self.own(handle) {
             return Err(self.refuse(CallKind::DispatchBackward, None, foreign));
         }
-        let sums = tokens.on_device("token gradients", self.tokens_shape(handle.tokens()));
+        let sums =
+            tokens.on_device("token gradients", self.tokens_shape(handle.tokens()), self.stream.device());
         let keeps = of_rows.is_some();
         let checked = self.weights(of_rows, handle, weights.as_ref());
         let output = Kernels::sum_choices_names(self.common.fixed.spec.dtype)
@@ -113,13 +114,14 @@ impl PlannedExchange {
         handle: &PlannedHandle,
         of_choices: Option<&'t TensorMut<'_>>,
     ) -> Result<(Option<&'t DeviceRange>, Option<&'t DeviceRange>), Error> {
+        let device = self.stream.device();
         let words = |rows: u64| Shape { rows, columns: 1, dtype: Dtype::F32 };
         let of_row = u64::from(self.common.fixed.sizing(CallKind::Combine).words_home);
         let of_all = words(u64::from(handle.rows()) * of_row);
-        let rows = of_rows.map(|given| given.on_device("row weight gradients", of_all));
+        let rows = of_rows.map(|given| given.on_device("row weight gradients", of_all, device));
         let all = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
         let expected = if of_rows.is_some() { all } else { 0 };
-        let choices = of_choices.map(|out| out.on_device("weight gradients", words(expected)));
+        let choices = of_choices.map(|out| out.on_device("weight gradients", words(expected), device));
         let (rows, choices) = (rows.transpose()?, choices.transpose()?);
         if expected > 0 && choices.is_none() {
             let (what, rows) = ("weight gradients", expected as usize);
@@ -144,7 +146,10 @@ impl PlannedExchange {
         }
         let choices = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
         let words = Shape { rows: choices, columns: 1, dtype: Dtype::F32 };
-        let home = weights.as_ref().map(|weights| weights.on_device("weight gradients", words)).transpose();
+        let home = weights
+            .as_ref()
+            .map(|weights| weights.on_device("weight gradients", words, self.stream.device()))
+            .transpose();
         // Refused before the first of two calls, so the output of the combine is still there.
         let home = match home {
             Ok(home) => home,

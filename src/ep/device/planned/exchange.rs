@@ -151,7 +151,7 @@ impl PlannedExchange {
     /// ranks wait. [`DeviceError`](crate::error::DeviceError) ends the world. Bad input is reported by
     /// [`PlannedDispatch::finish`], on all ranks.
     pub fn start_dispatch(&mut self, x: Tensor<'_>, choices: Choices<'_>) -> Result<PlannedDispatch, Error> {
-        let tokens = Tokens::check(&self.common.fixed.spec, x, choices);
+        let tokens = Tokens::check(&self.common.fixed.spec, self.stream.device(), x, choices);
         self.begin_placing(
             CallKind::Dispatch,
             tokens.map(|tokens| (tokens.chosen(), Some((tokens.x, tokens.dtype)))),
@@ -163,7 +163,7 @@ impl PlannedExchange {
     /// # Errors
     /// As [`ExpertParallel::prepare`](crate::ExpertParallel::prepare).
     pub fn prepare(&mut self, choices: Choices<'_>) -> Result<PlannedHandle, Error> {
-        let chosen = Chosen::check(&self.common.fixed.spec, choices);
+        let chosen = Chosen::check(&self.common.fixed.spec, self.stream.device(), choices);
         let mut started = self.begin_placing(CallKind::Prepare, chosen.map(|chosen| (chosen, None)))?;
         self.serve(&mut started)?;
         started.prepared()
@@ -258,7 +258,7 @@ impl PlannedExchange {
         handle: &PlannedHandle,
         out: TensorMut<'_>,
     ) -> Result<(), Error> {
-        let out = out.on_device("combined tokens", self.tokens_shape(handle.tokens()));
+        let out = out.on_device("combined tokens", self.tokens_shape(handle.tokens()), self.stream.device());
         let refused = self.start_combine(y, handle, out.as_ref().err().cloned())?;
         // A sum that is refused leaves zeros, where there is room for them.
         self.finish_combine(handle, refused, out.ok())
@@ -387,7 +387,7 @@ impl PlannedExchange {
         };
         let output = handle.output()?;
         let rows = Shape { rows: output.len().into(), ..self.tokens_shape(0) };
-        let from = tensor.on_device("expert outputs", rows)?;
+        let from = tensor.on_device("expert outputs", rows, self.stream.device())?;
         let len = from.len();
         self.stream.copy(output.rows().span(0, len)?, from.span(0, len)?)?;
         handle.count_copied(len);

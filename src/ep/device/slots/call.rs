@@ -135,7 +135,7 @@ impl SlotExchange {
         let outputs = &self.facts.outputs;
         let (columns, dtype) = (self.spec.hidden, self.spec.dtype);
         let rows = outputs.len() / self.spec.row_bytes();
-        let from = tensor.on_device("expert outputs", Shape { rows, columns, dtype })?;
+        let from = tensor.on_device("expert outputs", Shape { rows, columns, dtype }, stream.device())?;
         if from.address() == outputs.address() || rows == 0 {
             return Ok(());
         }
@@ -147,7 +147,8 @@ impl SlotExchange {
     /// Where sums of the last dispatch's tokens go.
     pub(super) fn sums<'o>(&self, out: &TensorMut<'o>) -> Result<&'o DeviceRange, Error> {
         let (rows, columns) = (self.turn.tokens.into(), self.spec.hidden);
-        out.on_device("combined tokens", Shape { rows, columns, dtype: self.spec.dtype })
+        let dtype = self.spec.dtype;
+        out.on_device("combined tokens", Shape { rows, columns, dtype }, self.device)
     }
 
     /// Sums by rank, ascending.

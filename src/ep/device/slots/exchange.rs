@@ -123,7 +123,7 @@ impl SlotExchange {
         choices: Choices<'_>,
     ) -> Result<u32, Error> {
         self.turn("start_dispatch", SlotCall::Dispatch, false)?;
-        let tokens = Tokens::check(&self.spec, x, choices)?;
+        let tokens = Tokens::check(&self.spec, stream.device(), x, choices)?;
         let count = tokens.count;
         self.drive(stream, SlotCall::Dispatch, Given::Tokens(tokens), Until::Half)?;
         self.turn.tokens = count;
