@@ -15,7 +15,7 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use sidelane::Dtype;
 use sidelane::device::DeviceRange;
-use sidelane::ep::{Choices, CombineInput, ExpertOutput, Tensor, TensorMut};
+use sidelane::ep::{CallExecutor, Choices, CombineInput, ExpertOutput, Tensor, TensorMut};
 use sidelane::error::{CallKind, PlanError};
 use sidelane::gate::Routing;
 
@@ -132,18 +132,15 @@ impl Instance {
     }
 
     /// Goes on with torch's current stream, if calls go there. A stream that is being captured is
-    /// for fixed slots alone; other calls fork from it.
+    /// for constant programs alone; other calls fork from it.
     ///
     /// # Errors
     /// Those of torch, `DeviceError`, `BusyError`.
     pub fn follow(&self, py: Python<'_>) -> PyResult<()> {
         let Some(on) = self.shape.place.on() else { return Ok(()) };
-        match on.moved(py)? {
-            Some(next) if self.shape.slots.is_some() || !on.is_captured(next).map_err(raise)? => {
-                self.set_stream(py, on, next)
-            }
-            _ => Ok(()),
-        }
+        let Some(next) = on.moved(py)? else { return Ok(()) };
+        let constant = self.slot.lend(|ep| Ok(ep.executor() == CallExecutor::ConstantProgram))?;
+        if constant || !on.is_captured(next).map_err(raise)? { self.set_stream(py, on, next) } else { Ok(()) }
     }
 
     /// Goes on with another stream.

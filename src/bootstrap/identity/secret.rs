@@ -64,7 +64,8 @@ impl Secret {
     /// [`Secret::from_vars`] with the environment of this process.
     ///
     /// # Errors
-    /// Those of [`Secret::from_vars`]; [`BootstrapError::BadVariable`] for a value that is not UTF-8.
+    /// Those of [`Secret::from_vars`]; [`BootstrapError::BadVariable`] for a value that is not
+    /// UTF-8.
     pub fn from_env() -> Result<Option<Self>, BootstrapError> {
         for name in ["SIDELANE_SECRET", "SIDELANE_SECRET_FILE"] {
             if let Err(VarError::NotUnicode(_)) = std::env::var(name) {
