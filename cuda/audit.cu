@@ -1,4 +1,5 @@
-// What `sidelane gpu-check` runs beside the library's own kernels: a module of its own, which nobody else loads.
+// What `sidelane gpu-check` runs beside the library's own kernels: a module of its own, which
+// nobody else loads.
 #include "copy.cu"
 #include "hold.cu"
 #include "product.cu"

@@ -38,7 +38,8 @@ class Nvrtc:
             pip = [home / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]
             subprocess.run([*pip, f"nvidia-cuda-nvrtc-cu12=={version}"], check=True)
         [folder] = home.glob("lib/python*/site-packages/nvidia/cuda_nvrtc/lib")
-        # The compiler looks for its builtins by the loader's path alone: they are there already when it does.
+        # The compiler looks for its builtins by the loader's path alone: they are there already
+        # when it does.
         for builtins in folder.glob("libnvrtc-builtins.so.*"):
             ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
         self.library = ctypes.CDLL(str(folder / "libnvrtc.so.12"))

@@ -1,5 +1,5 @@
-// Check: compares the heads of the slots that were received with what this rank expects. Rows of another call, or of ranks that
-// were set up otherwise, must not be believed.
+// Check: compares the heads of the slots that were received with what this rank expects. Rows of
+// another call, or of ranks that were set up otherwise, must not be believed.
 //
 //     grid 1: a thread looks at every 256th rank
 //

@@ -1,4 +1,5 @@
-// Copy: what a copy engine does, done by multiprocessors. The yardstick for what their time costs others.
+// Copy: what a copy engine does, done by multiprocessors. The yardstick for what their time costs
+// others.
 //
 //     grid any; a thread moves vectors of 16 bytes
 #include "shim.h"

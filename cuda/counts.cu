@@ -1,9 +1,10 @@
-// Counts: how many rows each expert gets of this rank's tokens, and how many each rank does, where a token is one row however
-// many of its experts are there.
+// Counts: how many rows each expert gets of this rank's tokens, and how many each rank does, where
+// a token is one row however many of its experts are there.
 //
 //     blocks: | experts 0..32 | experts 32..64 | ... | ranks 0..32 | ...
 //
-// A block counts for 32 bins and reads all choices, so that nothing needs to be zero before the launch.
+// A block counts for 32 bins and reads all choices, so that nothing needs to be zero before the
+// launch.
 #include "shim.h"
 
 struct Counts {

@@ -1,9 +1,10 @@
 // What CUDA has and C has not, for kernels on the CPU.
 //
-// The blocks of a grid run one after the other, on the thread that launches. The threads of a block are fibres: one runs to
-// its next barrier, then the next one does. They take turns from front to back, then from back to front, and which comes first
-// differs between blocks and launches, so that a barrier that is missing shows; one that only some of them reach ends the
-// process. Shared memory is full of poison when a block begins. What is atomic is so among threads and processes, too.
+// The blocks of a grid run one after the other, on the thread that launches. The threads of a block
+// are fibres: one runs to its next barrier, then the next one does. They take turns from front to
+// back, then from back to front, and which comes first differs between blocks and launches, so that
+// a barrier that is missing shows; one that only some of them reach ends the process. Shared memory
+// is full of poison when a block begins. What is atomic is so among threads and processes, too.
 #pragma once
 
 #define _GNU_SOURCE
@@ -35,8 +36,9 @@ typedef struct { u32 x, y, z, w; } __attribute__((aligned(16), may_alias)) uint4
 
 enum { CPU_THREADS = 1024, CPU_LANES = 32, CPU_STACK = 64 << 10, CPU_SHARED = 48 << 10 };
 
-// A fibre that does not run: where its stack ends, with what a call must keep on it. The C library's contexts do the same with
-// two system calls for each change, which are most of what a kernel would take.
+// A fibre that does not run: where its stack ends, with what a call must keep on it. The C
+// library's contexts do the same with two system calls for each change, which are most of what a
+// kernel would take.
 #if defined(__x86_64__)
 typedef void *CpuContext;
 

@@ -4,7 +4,8 @@
 
 #define E4M3_MAX 448.0f
 
-// The nearest code, ties to even; 0x7f, without a sign, for NaN, infinities and what lies beyond 464.
+// The nearest code, ties to even; 0x7f, without a sign, for NaN, infinities and what lies beyond
+// 464.
 DEVICE u32 to_e4m3(float x) {
     u32 bits = bits_of(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
     // Half a step above the largest value; larger numbers, and NaN, have larger bits.

@@ -15,7 +15,8 @@ struct DotScale {
 
 enum { LANES = 16 };
 
-// The threads of a row each have as many lanes as a vector has elements, and go through every other, or every fourth, vector.
+// The threads of a row each have as many lanes as a vector has elements, and go through every
+// other, or every fourth, vector.
 DEVICE void dot_scale(const struct DotScale *p, int type) {
     u32 elements = 16 / width(type), threads = LANES / elements, row_bytes = p->columns * width(type);
     u32 warp = (blockIdx.x * THREADS + threadIdx.x) / WARP, lane = threadIdx.x % WARP, of_warp = WARP / threads;

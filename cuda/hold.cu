@@ -1,9 +1,10 @@
-// Hold: takes multiprocessors, one block each, until the host says otherwise. Whatever completes meanwhile did not need one.
+// Hold: takes multiprocessors, one block each, until the host says otherwise. Whatever completes
+// meanwhile did not need one.
 //
 //     grid as many blocks as the device has multiprocessors, each with all shared memory of one
 //
-// Every block says that it runs, in a word of its own. A GPU runs them all at once; on the CPU, where they run one after
-// the other, the last one waits for all.
+// Every block says that it runs, in a word of its own. A GPU runs them all at once; on the CPU,
+// where they run one after the other, the last one waits for all.
 #include "shim.h"
 
 struct Hold {

@@ -1,4 +1,5 @@
-// Types of elements, to binary32 and back: to nearest even, denormals kept, every NaN the one quiet NaN.
+// Types of elements, to binary32 and back: to nearest even, denormals kept, every NaN the one quiet
+// NaN.
 #pragma once
 #include "shim.h"
 

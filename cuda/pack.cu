@@ -1,10 +1,11 @@
-// Pack: the rows of this rank's tokens, with their choices, into one slot for each rank (crates/core/src/plan/slot.rs has the picture).
+// Pack: the rows of this rank's tokens, with their choices, into one slot for each rank
+// (crates/core/src/plan/slot.rs has the picture).
 //
 //     grid (parts, ranks): block (part, rank) writes `rows / parts` rows of the slot for `rank`, and what its header says of
 //     them. Which tokens these are it finds out by itself, from all choices: for decode they are a few kilobytes.
 //
-// One launch. Everything in a slot is written, whether it is used or not. `pack` moves rows as they are, `pack_fp8` makes records
-// of bf16 rows (crates/core/src/dtype/record.rs has their picture).
+// One launch. Everything in a slot is written, whether it is used or not. `pack` moves rows as they
+// are, `pack_fp8` makes records of bf16 rows (crates/core/src/dtype/record.rs has their picture).
 #include "record.h"
 #include "slot.h"
 
@@ -25,7 +26,8 @@ struct Pack {
     u32 tokens, max_tokens, top_k, n_experts, ranks, hidden;
 };
 
-// Rows of a slot that one block writes, at most, and tokens that a thread looks at between two barriers.
+// Rows of a slot that one block writes, at most, and tokens that a thread looks at between two
+// barriers.
 enum { PART_ROWS = 512, PASSES = 4 };
 
 struct PackBlock {
@@ -47,7 +49,8 @@ DEVICE int has_row(const struct Pack *p, u32 token, i32 rank) {
     return has;
 }
 
-// Finds the tokens of this block's rows, `first` to `last`, and gives how many rows of the slot are used.
+// Finds the tokens of this block's rows, `first` to `last`, and gives how many rows of the slot are
+// used.
 DEVICE u32 place(const struct Pack *p, struct PackBlock *s, u32 first, u32 last) {
     u32 rank = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, used = 0;
     for (u32 begin = 0; begin < p->tokens; begin += PASSES * THREADS) {
@@ -104,7 +107,8 @@ struct Part {
     u32 first, last; // rows of this block
 };
 
-// What the header says of the slot as a whole, and of this block's rows; zeros between the arrays, shared out among parts.
+// What the header says of the slot as a whole, and of this block's rows; zeros between the arrays,
+// shared out among parts.
 DEVICE void write_header(const struct Pack *p, const struct PackBlock *s, const struct Part *part) {
     i32 rank = (i32)blockIdx.y;
     u64 slot = part->slot, at = sizeof(struct Head), array = (u64)p->max_tokens * p->top_k * 4;

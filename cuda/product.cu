@@ -1,5 +1,5 @@
-// Product: out = a * transposed b, all [size, size] in bf16, sums in f32 by tensor cores. Something for multiprocessors to do
-// while rows move; for products that matter there are libraries.
+// Product: out = a * transposed b, all [size, size] in bf16, sums in f32 by tensor cores. Something
+// for multiprocessors to do while rows move; for products that matter there are libraries.
 //
 //     grid [size / TILE, size / TILE]: a block makes a tile of the result
 //
@@ -23,8 +23,9 @@ struct Tiles {
     u32 a[2][TILE][PITCH], b[2][TILE][PITCH];
 };
 
-// c += a * b for 16 x 16 times 16 x 8, spread over the lanes of a warp as PTX says for m16n8k16: with group = lane / 4 and
-// part = lane % 4, a lane has rows group and group + 8 of a and c, column group of b, and columns 2 * part of each.
+// c += a * b for 16 x 16 times 16 x 8, spread over the lanes of a warp as PTX says for m16n8k16:
+// with group = lane / 4 and part = lane % 4, a lane has rows group and group + 8 of a and c, column
+// group of b, and columns 2 * part of each.
 #ifdef __CUDACC__
 DEVICE void multiply(float *c, const u32 *a, const u32 *b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

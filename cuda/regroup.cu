@@ -1,4 +1,5 @@
-// Regroup: rows by an index, such as those of a relay's order into expert-major order. An index of -1 gives a row of zeros.
+// Regroup: rows by an index, such as those of a relay's order into expert-major order. An index of
+// -1 gives a row of zeros.
 #include "rows.h"
 
 struct Regroup {

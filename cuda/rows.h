@@ -11,7 +11,8 @@ DEVICE uint4 zeros(void) {
     return vector;
 }
 
-// One vector of one row. A thread goes through all rows as if they lay one behind the other, without dividing at each step.
+// One vector of one row. A thread goes through all rows as if they lay one behind the other,
+// without dividing at each step.
 struct Cursor {
     u32 vectors; // of a row
     u32 row, vector;

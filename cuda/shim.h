@@ -1,13 +1,16 @@
-// One source for two compilers: NVRTC makes GPU code of it, a C compiler makes a library for tests on the CPU.
+// One source for two compilers: NVRTC makes GPU code of it, a C compiler makes a library for tests
+// on the CPU.
 //
-// Kernels keep to what C and CUDA C++ share. A kernel takes one struct, by value, which the Rust side declares once more:
+// Kernels keep to what C and CUDA C++ share. A kernel takes one struct, by value, which the Rust
+// side declares once more:
 //
 //     KERNEL(scale, struct Scale, p) { ... p.factor ... }
 //
-// On the CPU that becomes `void scale_launch(unsigned grid[3], unsigned block[3], void **parameters)`; see cpu.h.
+// On the CPU that becomes `void scale_launch(unsigned grid[3], unsigned block[3], void
+// **parameters)`; see cpu.h.
 //
-// Arithmetic is IEEE's, to the bit: nothing is fused (-fmad=false, -ffp-contract=off), denormals are kept, and conversions
-// are written out here instead of being taken from either compiler.
+// Arithmetic is IEEE's, to the bit: nothing is fused (-fmad=false, -ffp-contract=off), denormals
+// are kept, and conversions are written out here instead of being taken from either compiler.
 #pragma once
 
 // Threads of a block, in all launches.
@@ -43,8 +46,8 @@ DEVICE void rest(void) { __nanosleep(500); }
 // Memory at an address that came as a number.
 #define AT(Type, address) ((Type *)(size_t)(address))
 
-// A status word is 0 while all is well, then the first error: its code, and in the upper 24 bits what it is about. The same
-// codes stand in src/error/fault.rs.
+// A status word is 0 while all is well, then the first error: its code, and in the upper 24 bits
+// what it is about. The same codes stand in src/error/fault.rs.
 enum {
     EXPERT_OUT_OF_RANGE = 1,
     RANK_OUT_OF_RANGE = 2,

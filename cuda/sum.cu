@@ -1,4 +1,5 @@
-// Sums of rows: out[token] = round(+0 + row + row + ...), in f32, ranks ascending; one rounding, one quiet NaN.
+// Sums of rows: out[token] = round(+0 + row + row + ...), in f32, ranks ascending; one rounding,
+// one quiet NaN.
 //
 //     grid (tokens, parts of a row). A warp finds the rows of its token together, then each lane sums 16 bytes of columns.
 //
@@ -27,8 +28,8 @@ DEVICE int refused(const struct Sum *p, struct SumBlock *s) {
     return s->status != 0;
 }
 
-// Adds up the rows of a token: 16 bytes of results, from `column` on. All lanes of a warp take part, also those that are
-// beyond the last column.
+// Adds up the rows of a token: 16 bytes of results, from `column` on. All lanes of a warp take
+// part, also those that are beyond the last column.
 DEVICE void sum_token(const struct Sum *p, u32 token, u32 column, float *sums, int in, int out) {
     // Columns of a lane, and the vectors that they are in a row.
     u32 columns = 16 / width(out), vectors = columns * width(in) / 16, rows = SUMMED / vectors;

@@ -3,7 +3,8 @@
 //     group       = wire(+0 + weight * row + ...)     experts ascending; a product is rounded, then added
 //     out[token]  = round(+0 + group + group + ...)   groups ascending
 //
-// all in f32. One group for all is `order = expert`; the group of an expert is its rank or its node for the other orders.
+// all in f32. One group for all is `order = expert`; the group of an expert is its rank or its node
+// for the other orders.
 //
 //     grid (tokens, parts of a row). The block first puts the rows of its token in order, a list of them at a time.
 #include "rows.h"
@@ -20,7 +21,8 @@ struct SumChoices {
     u32 wire;     // F32 or, for bf16 alone, BF16: the type to which each group is rounded
 };
 
-// Choices that are added between two barriers, and vectors that a thread has on their way at a time.
+// Choices that are added between two barriers, and vectors that a thread has on their way at a
+// time.
 enum { LISTED = 64, ADDED = 4 };
 
 struct SumChoicesBlock {
@@ -32,7 +34,8 @@ struct SumChoicesBlock {
     u32 refused; // the status word was set before
 };
 
-// A choice as it is ordered: by group, expert, and its place among the token's choices. None has group -1.
+// A choice as it is ordered: by group, expert, and its place among the token's choices. None has
+// group -1.
 struct Choice {
     i32 group, expert, row;
 };
@@ -53,7 +56,8 @@ DEVICE u32 choice(const struct SumChoices *p, u32 token, u32 k, struct Choice *r
     return 0;
 }
 
-// Lists the rows of a token that are `first` and following in order. Gives 0 if the token has a fault.
+// Lists the rows of a token that are `first` and following in order. Gives 0 if the token has a
+// fault.
 DEVICE int list(const struct SumChoices *p, struct SumChoicesBlock *s, u32 token, u32 first, u32 row_bytes) {
     __syncthreads();
     if (threadIdx.x == 0) s->count = s->fault = 0;

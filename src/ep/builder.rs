@@ -191,8 +191,8 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Type of partial sums, where [`ExpertParallelBuilder::sum_order`] makes them: each is rounded to
-    /// it, whether it travels or not. Default: `f32`, which rounds nothing. Does not apply to
+    /// Type of partial sums, where [`ExpertParallelBuilder::sum_order`] makes them: each is rounded
+    /// to it, whether it travels or not. Default: `f32`, which rounds nothing. Does not apply to
     /// [`SumOrder::Expert`].
     pub fn partial_dtype(mut self, wire: PartialDtype) -> Self {
         self.spec.wire = wire;

@@ -345,8 +345,8 @@ impl RowCollective {
 
     /// Sums of this rank's rows over all ranks, `[rows, columns]`. Each rank contributes rows for
     /// all ranks, `[rows of all, columns]`, in the layout of an all-gather along these shares.
-    /// `rows` is the buffer of [`RowPartition::output`], which is used in place, or a slice, which is
-    /// copied once. Collective.
+    /// `rows` is the buffer of [`RowPartition::output`], which is used in place, or a slice, which
+    /// is copied once. Collective.
     ///
     /// # Errors
     /// As [`RowCollective::all_gather_cached`]; [`PlanError::NoArithmetic`] for rows that cannot be

@@ -33,8 +33,8 @@ pub(super) struct EpState {
     pub far: WindowId,
     /// Rows that cross lie in memory of devices.
     pub on_devices: bool,
-    /// Callers' threads enqueue on devices: metadata lands in memory of its handle and not behind the
-    /// rows, and weights return as rows do.
+    /// Callers' threads enqueue on devices: metadata lands in memory of its handle and not behind
+    /// the rows, and weights return as rows do.
     pub enqueues: bool,
 }
 
@@ -127,8 +127,8 @@ impl EpState {
         }
     }
 
-    /// Sizes of what moves in a call of this kind. Where callers' threads enqueue, weights return as
-    /// rows do.
+    /// Sizes of what moves in a call of this kind. Where callers' threads enqueue, weights return
+    /// as rows do.
     pub fn sizing(&self, kind: CallKind) -> RowSizes {
         let sizing = self.spec.sizing(kind, self.partial_bytes());
         match self.enqueues && kind == CallKind::ReturnWeights {
@@ -137,8 +137,8 @@ impl EpState {
         }
     }
 
-    /// Whether engines hand rows on: each rank then has [`RelayPermutation`](crate::plan::RelayPermutation) behind
-    /// its rows.
+    /// Whether engines hand rows on: each rank then has
+    /// [`RelayPermutation`](crate::plan::RelayPermutation) behind its rows.
     pub fn arrives(&self) -> bool {
         self.on_devices && self.spec.route == Route::Pxn
     }
@@ -185,8 +185,8 @@ impl EpState {
         self.extent_bytes(kind, rows, blocks.saturating_mul(tokens))
     }
 
-    /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves. Copy
-    /// engines cannot.
+    /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves.
+    /// Copy engines cannot.
     pub fn partial_bytes(&self) -> Option<u64> {
         let (spec, paths) = (&self.spec, self.paths());
         let relays = paths.route() == Route::Pxn && paths.rails() && !self.on_devices;

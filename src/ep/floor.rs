@@ -84,8 +84,8 @@ impl ExpertParallel {
     /// The bare moves of a call that sent `rows` along `handle` (the dispatch that made it, or
     /// gradients of a combine), and of a combine of `output`. Collective over `group`, which must
     /// be the group this was built on. Rows that came by a relay are relayed again from their
-    /// present places. On return from [`FloorBench::dispatch`] peers may still be writing, so follow
-    /// it with a barrier.
+    /// present places. On return from [`FloorBench::dispatch`] peers may still be writing, so
+    /// follow it with a barrier.
     ///
     /// # Errors
     /// Those of an exchange of addresses.

@@ -1,7 +1,8 @@
 //! Which row is which, where rows do not lie in visible order.
 
-/// Places of rows that were relayed in [coalesce_relays](super::ExpertParallelBuilder::coalesce_relays), against the
-/// *visible* order of rank-major rows: (source rank, token).
+/// Places of rows that were relayed in
+/// [coalesce_relays](super::ExpertParallelBuilder::coalesce_relays), against the *visible* order of
+/// rank-major rows: (source rank, token).
 ///
 /// ```text
 ///   visible order   | source 0: token 0 1 2 | source 1: token 0 2 3 |     row v lies at landing()[v]

@@ -300,9 +300,9 @@ impl ExpertParallel {
     /// - [`CallError::TooManyInFlight`], where as many dispatches are alive as there is memory for;
     /// - [`PlanError::BadParameter`] for an eager dispatch on a stream that is being captured: a
     ///   graph does not know the sizes of its launches;
-    /// - all refusals in slots, where ranks agree on nothing: fixed ones, and those of a budget with
-    ///   [`Graphs::Slots`](super::Graphs::Slots). That a rank is over its budget is then known to streams
-    ///   alone ([`Handle::status`]).
+    /// - all refusals in slots, where ranks agree on nothing: fixed ones, and those of a budget
+    ///   with [`Graphs::Slots`](super::Graphs::Slots). That a rank is over its budget is then known
+    ///   to streams alone ([`Handle::status`]).
     pub fn dispatch<'a>(
         &mut self,
         x: impl Into<Tensor<'a>>,
@@ -562,9 +562,9 @@ impl ExpertParallel {
         Ok((rows, weights))
     }
 
-    /// As [`ExpertParallel::combine_backward`]; weight gradients of a weighted combine go to a tensor
-    /// of the caller's, `f32 [tokens, top_k]`, if there is one. On a device they are there for what
-    /// is enqueued next.
+    /// As [`ExpertParallel::combine_backward`]; weight gradients of a weighted combine go to a
+    /// tensor of the caller's, `f32 [tokens, top_k]`, if there is one. On a device they are there
+    /// for what is enqueued next.
     ///
     /// # Errors
     /// As [`ExpertParallel::combine_backward`].

@@ -243,7 +243,8 @@ pub(super) struct RelayCall<'r, 'f> {
     pub relay: &'r mut Relay,
     pub programs: &'r RankPrograms,
     pub task: &'r mut RelayTask,
-    /// Counts that its rank knows, where one thread judges for both; else the relay judges for itself.
+    /// Counts that its rank knows, where one thread judges for both; else the relay judges for
+    /// itself.
     pub judged: Option<(&'r Counts, &'r ReceiveSizes)>,
     /// Runs the operations of a stage.
     pub run: &'r mut Run<'f>,

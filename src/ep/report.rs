@@ -82,7 +82,8 @@ fn registration<S: serde::Serializer>(of: &Option<Registration>, to: S) -> Resul
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct LaneUse {
-    /// `own`, `shm`, `loopback`, `copy engine`, or `relay`: of ranks that are reached through others.
+    /// `own`, `shm`, `loopback`, `copy engine`, or `relay`: of ranks that are reached through
+    /// others.
     pub lane: &'static str,
     /// Ranks.
     pub ranks: u32,

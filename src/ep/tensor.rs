@@ -96,7 +96,8 @@ impl<'a> Tensor<'a> {
         Ok(bytemuck::try_cast_slice(bytes).map_err(|_| misaligned(bytes))?)
     }
 
-    /// The memory that this device reaches, if it is `rows` rows of `columns` elements of this type.
+    /// The memory that this device reaches, if it is `rows` rows of `columns` elements of this
+    /// type.
     pub(super) fn on_device(
         self,
         what: &'static str,

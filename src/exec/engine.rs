@@ -24,12 +24,13 @@
 //! [`Posted`](Flag::Posted) before "landed". So no stream ever waits for a thread that has yet to
 //! call the driver.
 //!
-//! A later signal is one behind more puts: what is collected may be enqueued together. Engines cannot gather: rows lie
-//! packed. They cannot add: a sum is refused.
+//! A later signal is one behind more puts: what is collected may be enqueued together. Engines
+//! cannot gather: rows lie packed. They cannot add: a sum is refused.
 //!
-//! **What crosses** keeps its order, so no signal overtakes a put, and goes when all copies between neighbours have been
-//! enqueued: those are under way while this thread serves the rails. It waits for its own stream, which waits for what is
-//! enqueued already, and for credits, which the partners' cards give: for no other thread. Rails are attended to meanwhile.
+//! **What crosses** keeps its order, so no signal overtakes a put, and goes when all copies between
+//! neighbours have been enqueued: those are under way while this thread serves the rails. It waits
+//! for its own stream, which waits for what is enqueued already, and for credits, which the
+//! partners' cards give: for no other thread. Rails are attended to meanwhile.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -69,8 +69,8 @@ impl Collective {
         shares.slot.lend(|layout| self.call(py, |gathers| call(gathers, layout)))
     }
 
-    /// Makes a call with this rank's rows; where they cannot be used, with none of a type that the library refuses, so that
-    /// the others are told.
+    /// Makes a call with this rank's rows; where they cannot be used, with none of a type that the
+    /// library refuses, so that the others are told.
     fn with<T>(&self, rows: &Bound<'_, PyAny>, call: impl FnOnce(Sent<'_>) -> PyResult<T>) -> PyResult<T> {
         let checked = Input::new(rows, "rows").and_then(|rows| rows.columns(self.shape.columns)?.rows());
         match checked {

@@ -1,7 +1,8 @@
 //! Collectives and messages of a group, on tensors of the host.
 //!
-//! Tensors have any shape; the library sees their bytes. Sums know three element types; what is only moved may have any.
-//! Each collective call is entered by all ranks, also by one whose tensor cannot be used ([`Communicator::refuse`]).
+//! Tensors have any shape; the library sees their bytes. Sums know three element types; what is
+//! only moved may have any. Each collective call is entered by all ranks, also by one whose tensor
+//! cannot be used ([`Communicator::refuse`]).
 
 use std::sync::Arc;
 
@@ -22,7 +23,8 @@ use crate::slot::LendingCell;
 use crate::tensor::{Element, Kind, Tensor};
 use crate::world::OpenWorld;
 
-/// All-reduce, reduce-scatter, broadcast, all-to-all, all-gather and messages over a group of ranks.
+/// All-reduce, reduce-scatter, broadcast, all-to-all, all-gather and messages over a group of
+/// ranks.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Communicator {
     seat: Arc<OpenWorld>,
@@ -33,7 +35,8 @@ pub struct Communicator {
     size: u32,
 }
 
-/// Runs an expression with the Rust type of a row type. Bytes are those of elements: a slice of none may lie anywhere.
+/// Runs an expression with the Rust type of a row type. Bytes are those of elements: a slice of
+/// none may lie anywhere.
 macro_rules! with_element {
     ($dtype:expr, $element:ident => $call:expr) => {
         match $dtype {
@@ -132,14 +135,16 @@ fn type_of(kind: CallKind, input: &Input) -> PyResult<Dtype> {
 }
 
 impl Communicator {
-    /// Enters a collective call whose tensors cannot be used, so that the others hear of it. Returns the error to raise here.
+    /// Enters a collective call whose tensors cannot be used, so that the others hear of it.
+    /// Returns the error to raise here.
     fn refuse(&self, py: Python<'_>, kind: CallKind, error: PyErr) -> PyErr {
         let refuse = |group: &mut Group| Err(group.refuse(kind, PlanError::RefusedHere.into()));
         let said: PyResult<()> = self.seat.call(py, &self.slot, refuse);
         first(py, said, error)
     }
 
-    /// A call with what a rank sends and where it wants the result, whose shape `shape` makes of that of `send`.
+    /// A call with what a rank sends and where it wants the result, whose shape `shape` makes of
+    /// that of `send`.
     fn transfer<'py>(
         &self,
         py: Python<'py>,
@@ -300,7 +305,8 @@ impl Communicator {
         })
     }
 
-    /// Sends a tensor to a rank, whose `receive` takes it. Messages of a pair of ranks keep their order.
+    /// Sends a tensor to a rank, whose `receive` takes it. Messages of a pair of ranks keep their
+    /// order.
     fn send(&self, py: Python<'_>, peer: u32, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let input = Input::new(tensor, "tensor")?;
         let (dtype, data) = (moved(input.element()), input.slice::<u8>()?);

@@ -138,8 +138,8 @@ impl Lender {
         }
     }
 
-    /// Has what the instance's stream is given next wait for what users were given so far. A graph's
-    /// memory is used by nobody else.
+    /// Has what the instance's stream is given next wait for what users were given so far. A
+    /// graph's memory is used by nobody else.
     ///
     /// # Errors
     /// [`DeviceError`].
@@ -150,7 +150,8 @@ impl Lender {
             return Ok(());
         }
         let order = || users.iter().try_for_each(|&user| self.on.after(user));
-        // The driver may wait for a stream that another thread of this process is to give something.
+        // The driver may wait for a stream that another thread of this process is to give
+        // something.
         Python::try_attach(|py| py.detach(order)).unwrap_or_else(order)
     }
 

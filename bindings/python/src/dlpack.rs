@@ -1,7 +1,7 @@
 //! DLPack: tensors of other libraries in, memory of ours out, without a copy.
 //!
-//! A capsule holds a *managed tensor*: a description, and a function that ends the lending. Its name says whether somebody
-//! has taken it already:
+//! A capsule holds a *managed tensor*: a description, and a function that ends the lending. Its
+//! name says whether somebody has taken it already:
 //!
 //! ```text
 //!   producer                                   consumer
@@ -10,7 +10,8 @@
 //!   unless the name says used
 //! ```
 //!
-//! Version 1 of the protocol has names with `_versioned`, and a flag for memory that must not be written; both are spoken.
+//! Version 1 of the protocol has names with `_versioned`, and a flag for memory that must not be
+//! written; both are spoken.
 
 #![allow(unsafe_code, reason = "the protocol is one of raw pointers in capsules")]
 
@@ -99,7 +100,8 @@ pub struct Lent {
     managed: Managed,
 }
 
-// SAFETY: the description is never changed, and a deleter may be called from any thread (the protocol asks that of it).
+// SAFETY: the description is never changed, and a deleter may be called from any thread (the
+// protocol asks that of it).
 unsafe impl Send for Lent {}
 // SAFETY: as above.
 unsafe impl Sync for Lent {}
@@ -144,7 +146,8 @@ impl Lent {
             Managed::Plain(at.cast())
         } else {
             let at = at.cast::<Versioned>();
-            // SAFETY: a capsule of this name holds such a struct; its version stands first in all of them.
+            // SAFETY: a capsule of this name holds such a struct; its version stands first in all
+            // of them.
             let major = unsafe { at.as_ref() }.version.major;
             if major != VERSION.major {
                 return Err(PyBufferError::new_err(format!("DLPack version {major} is not spoken here")));
@@ -203,15 +206,17 @@ impl Lent {
 
     /// Its elements. `None` if the address is not aligned for them.
     ///
-    /// The caller has seen that they lie in host memory, that `len` elements of this width follow each other, and holds
-    /// whoever lends them to writing nothing meanwhile.
+    /// The caller has seen that they lie in host memory, that `len` elements of this width follow
+    /// each other, and holds whoever lends them to writing nothing meanwhile.
     pub fn elements<T: bytemuck::Pod>(&self, len: usize) -> Option<&[T]> {
         let at = self.place::<T>(len)?;
-        // SAFETY: aligned, and of plain data; the producer keeps them alive until the deleter is called.
+        // SAFETY: aligned, and of plain data; the producer keeps them alive until the deleter is
+        // called.
         Some(unsafe { std::slice::from_raw_parts(at, len) })
     }
 
-    /// As [`Lent::elements`], to write to: what every array library lends is open to all who hold it.
+    /// As [`Lent::elements`], to write to: what every array library lends is open to all who hold
+    /// it.
     pub fn elements_mut<T: bytemuck::Pod>(&mut self, len: usize) -> Option<&mut [T]> {
         let at = self.place::<T>(len)?;
         // SAFETY: as in `elements`; borrowed from us exclusively.
@@ -229,7 +234,8 @@ fn numbers<'a>(at: *const i64, count: i32) -> &'a [i64] {
     if at.is_null() || count <= 0 {
         return &[];
     }
-    // SAFETY: the producer describes `count` axes; the slice is handed out under a borrow of who holds the tensor.
+    // SAFETY: the producer describes `count` axes; the slice is handed out under a borrow of who
+    // holds the tensor.
     unsafe { std::slice::from_raw_parts(at, count as usize) }
 }
 
@@ -247,7 +253,8 @@ pub struct Lending {
     pub device: (i32, i32),
 }
 
-/// A capsule that lends memory, and keeps what must live as long as somebody uses the tensor; versioned if the consumer can read that.
+/// A capsule that lends memory, and keeps what must live as long as somebody uses the tensor;
+/// versioned if the consumer can read that.
 pub fn lend<'py, K: Send + 'static>(
     py: Python<'py>,
     mut lending: Lending,
@@ -300,7 +307,8 @@ unsafe extern "C" fn end_versioned<K>(at: *mut Versioned) {
 }
 
 unsafe extern "C" fn drop_plain(capsule: *mut ffi::PyObject) {
-    // SAFETY: the interpreter calls this with the capsule, under the GIL; a used one has another name.
+    // SAFETY: the interpreter calls this with the capsule, under the GIL; a used one has another
+    // name.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, PLAIN.as_ptr()) == 1 {
             let at = ffi::PyCapsule_GetPointer(capsule, PLAIN.as_ptr()).cast::<Plain>();

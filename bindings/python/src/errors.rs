@@ -1,7 +1,8 @@
 //! The library's errors as exceptions.
 //!
-//! The classes are Python's (`sidelane/errors.py`); which one, the kind and the fields come from the error itself, which is
-//! data: `Error::Lane(LaneError::Deadline { rank, peer, .. })` becomes a `LaneError` with `kind` "Deadline", `rank`, `peer` ...
+//! The classes are Python's (`sidelane/errors.py`); which one, the kind and the fields come from
+//! the error itself, which is data: `Error::Lane(LaneError::Deadline { rank, peer, .. })` becomes a
+//! `LaneError` with `kind` "Deadline", `rank`, `peer` ...
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;

@@ -1,7 +1,7 @@
 //! Gates: from the logits of a router to choices and weights.
 //!
-//! A configuration is a dictionary in Python, the same as the library's own in JSON: `preset` gives that of a system, which
-//! may be changed before a `Gate` is made of it.
+//! A configuration is a dictionary in Python, the same as the library's own in JSON: `preset` gives
+//! that of a system, which may be changed before a `Gate` is made of it.
 
 use std::sync::Arc;
 
@@ -157,7 +157,8 @@ impl Gate {
         kind.give(py, Tensor::of(noisy, asked.logits.shape(), Element::F32))
     }
 
-    /// From the gradient of the routing weights [tokens, top_k] to that of the logits [tokens, experts].
+    /// From the gradient of the routing weights [tokens, top_k] to that of the logits [tokens,
+    /// experts].
     fn weights_backward<'py>(
         &self,
         py: Python<'py>,

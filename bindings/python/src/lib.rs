@@ -1,7 +1,8 @@
 //! Sidelane for Python.
 //!
-//! Rust does what must not depend on the interpreter: tensors by DLPack, calls without the GIL, waits that Ctrl-C ends.
-//! What is convenience (processes, process groups, autograd, Megatron) is Python, in `python/sidelane`.
+//! Rust does what must not depend on the interpreter: tensors by DLPack, calls without the GIL,
+//! waits that Ctrl-C ends. What is convenience (processes, process groups, autograd, Megatron) is
+//! Python, in `python/sidelane`.
 //!
 //! ```text
 //!   tensor (torch, numpy) --DLPack--> Input -----\                          /--> Tensor --DLPack--> torch, numpy

@@ -1,6 +1,7 @@
 //! What a router is trained by: losses with their gradients to the logits.
 //!
-//! A balance is a dictionary in Python, the same as the library's own in JSON: `balance` gives that of a system, which may be changed.
+//! A balance is a dictionary in Python, the same as the library's own in JSON: `balance` gives that
+//! of a system, which may be changed.
 
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
@@ -111,8 +112,8 @@ fn balance_counts<'py>(
     kind.give(py, Tensor::of(counts, &[parts, taken.experts], Element::F64))
 }
 
-/// The loss that keeps experts evenly loaded, and its gradient. `totals`: counts of more than these tokens, and how many tokens
-/// they are of.
+/// The loss that keeps experts evenly loaded, and its gradient. `totals`: counts of more than these
+/// tokens, and how many tokens they are of.
 #[pyfunction]
 #[pyo3(signature = (balance, logits, *, top_k, choices=None, used=None, totals=None))]
 fn balance_loss<'py>(
@@ -153,7 +154,8 @@ fn z_loss_of<'py>(
     lost(py, &logits, kind, |gradient| z_loss(coefficient, values, experts as u32, used, Some(gradient)))
 }
 
-/// The loss that keeps importance and load even where noise chooses, and its gradient to the clean logits.
+/// The loss that keeps importance and load even where noise chooses, and its gradient to the clean
+/// logits.
 #[pyfunction(name = "importance_loss")]
 #[pyo3(signature = (coefficient, logits, choices, *, noise, noisy=None))]
 fn importance_loss_of<'py>(

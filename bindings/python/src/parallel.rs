@@ -157,8 +157,8 @@ impl ExpertParallel {
         self.instance.shape.place.on().map(|on| on.handle())
     }
 
-    /// Calls go on this stream of the device from now on, and not on torch's current one, behind what
-    /// the one before was given so far.
+    /// Calls go on this stream of the device from now on, and not on torch's current one, behind
+    /// what the one before was given so far.
     fn set_stream(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
         let Some(on) = self.instance.shape.place.on() else {
             return Err(settings::wrong("stream", "for an instance on a device"));
@@ -303,8 +303,8 @@ impl ExpertParallel {
         }
     }
 
-    /// Fixed slots of a device, instead of a combine: what was received has been read, and nothing comes home.
-    /// Without a handle, of the last dispatch.
+    /// Fixed slots of a device, instead of a combine: what was received has been read, and nothing
+    /// comes home. Without a handle, of the last dispatch.
     #[pyo3(signature = (handle=None))]
     fn release(&self, py: Python<'_>, handle: Option<&Handle>) -> PyResult<()> {
         self.instance.follow(py)?;
@@ -328,8 +328,8 @@ impl ExpertParallel {
     }
 
     /// Gradient of `dispatch`: of tokens [tokens, hidden] and, if those of the row weights are
-    /// given, of weights [tokens, top_k]. A device needs `out` and `weights_out`, but for tensors of
-    /// torch.
+    /// given, of weights [tokens, top_k]. A device needs `out` and `weights_out`, but for tensors
+    /// of torch.
     #[pyo3(signature = (row_gradients, handle, row_weight_gradients=None, out=None, weights_out=None))]
     fn dispatch_backward<'py>(
         &self,

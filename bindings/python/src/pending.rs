@@ -108,7 +108,8 @@ impl PendingDispatch {
                 started.map(Some)
             });
             match started {
-                // Whole before the call ends: if a signal's handler raises, its drop puts back what it has.
+                // Whole before the call ends: if a signal's handler raises, its drop puts back what
+                // it has.
                 Ok(cell) => Ok(PendingDispatch(Started::new(instance, kind, cell))),
                 Err((owner, error)) => {
                     instance.slot.put_back(owner.ep.into_inner());
@@ -189,7 +190,8 @@ impl PendingCombine {
                 started.map(Some)
             });
             match started {
-                // Whole before the call ends: if a signal's handler raises, its drop puts back what it has.
+                // Whole before the call ends: if a signal's handler raises, its drop puts back what
+                // it has.
                 Ok(cell) => Ok(PendingCombine { started: Started::new(instance, kind, cell), handle }),
                 Err((owner, error)) => {
                     handle.get().slot.put_back(owner.handle);

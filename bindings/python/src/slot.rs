@@ -7,9 +7,10 @@
 //!     +-------------------------------+
 //! ```
 //!
-//! While a call has the value, no other thread gets it: calls of one object come one after another on all ranks, so a second
-//! one is a mistake, not something to wait for. And a process that was forked after the value was made does not get it
-//! at all: threads and connections are the parent's, and so are goodbyes.
+//! While a call has the value, no other thread gets it: calls of one object come one after another
+//! on all ranks, so a second one is a mistake, not something to wait for. And a process that was
+//! forked after the value was made does not get it at all: threads and connections are the
+//! parent's, and so are goodbyes.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -117,7 +118,8 @@ impl<T> LendingCell<T> {
         done
     }
 
-    /// A copy of the value, for calls that need it to themselves no longer than it takes to copy it.
+    /// A copy of the value, for calls that need it to themselves no longer than it takes to copy
+    /// it.
     ///
     /// # Errors
     /// As [`LendingCell::take`].

@@ -108,8 +108,8 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// The bytes of `owner` at this address, which do not move when it is moved; the host's, if they
-    /// are of no place.
+    /// The bytes of `owner` at this address, which do not move when it is moved; the host's, if
+    /// they are of no place.
     pub fn at(address: usize, bytes: usize, owner: Box<dyn Any + Send>, place: Option<&Place>) -> Arc<Self> {
         Arc::new(Memory {
             maker: Maker::here(),

@@ -1,8 +1,9 @@
 //! Calls that wait: without the GIL, and so that Ctrl-C ends them.
 //!
-//! A signal is handled by the main thread, when that asks. So the waiting thread asks: in a call on the data path it does so
-//! itself, now and then, once a wait has become a sleep ([`call`]); meetings through the rendezvous, which take a while
-//! anyway, are made by another thread, while this one looks after signals ([`meeting`], [`joining`]).
+//! A signal is handled by the main thread, when that asks. So the waiting thread asks: in a call on
+//! the data path it does so itself, now and then, once a wait has become a sleep ([`call`]);
+//! meetings through the rendezvous, which take a while anyway, are made by another thread, while
+//! this one looks after signals ([`meeting`], [`joining`]).
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -35,7 +36,8 @@ pub enum Interrupt {
     Ends,
 }
 
-/// Makes a call of the library. If a signal's handler raises, that is the error, whatever the call says.
+/// Makes a call of the library. If a signal's handler raises, that is the error, whatever the call
+/// says.
 pub fn call<T: Send>(
     py: Python<'_>,
     world: &sidelane::World,
@@ -113,7 +115,8 @@ fn finished<T>(done: Option<Result<T, sidelane::Error>>, raised: Option<PyErr>) 
     }
 }
 
-/// What the other thread says; none if it says nothing any more. An error as soon as a handler raises.
+/// What the other thread says; none if it says nothing any more. An error as soon as a handler
+/// raises.
 fn look<T>(heard: &Receiver<T>) -> Result<Option<T>, Option<PyErr>> {
     loop {
         match heard.recv_timeout(SLICE) {

@@ -1,7 +1,7 @@
 //! Windows: tensors that other ranks write to.
 //!
-//! The memory is a memfd of this process's own, mapped here and registered there, so that torch and numpy see it like any
-//! other.
+//! The memory is a memfd of this process's own, mapped here and registered there, so that torch and
+//! numpy see it like any other.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::OwnedFd;
@@ -95,7 +95,8 @@ impl Window {
         Ok(Window { seat: Arc::clone(group.seat()), window, local, shape: shape.to_vec(), element })
     }
 
-    /// A call on the data path. It waits for nobody's input, so what is wrong with this rank's is told here alone.
+    /// A call on the data path. It waits for nobody's input, so what is wrong with this rank's is
+    /// told here alone.
     fn call(
         &self,
         py: Python<'_>,
@@ -136,8 +137,8 @@ fn duplicate(memory: &Bound<'_, PyAny>) -> PyResult<File> {
     })
 }
 
-/// Sealed shared memory, and a mapping of it. The system gives more than it has, and ends processes that use it: so what
-/// this machine can never have is refused first.
+/// Sealed shared memory, and a mapping of it. The system gives more than it has, and ends processes
+/// that use it: so what this machine can never have is refused first.
 fn make(bytes: u64) -> Result<(OwnedFd, MmapRaw), MemoryError> {
     let machine = rustix::system::sysinfo();
     if bytes > machine.totalram.saturating_mul(machine.mem_unit.into()) {

@@ -68,8 +68,8 @@ impl OpenWorld {
         slot.lend(|object| wait::call(py, &world, Interrupt::Cancels, || call(object)))
     }
 
-    /// Builds what all ranks choose alike; `what` it is called in errors. Settings that cannot be used are refused by the library,
-    /// so that the others are told.
+    /// Builds what all ranks choose alike; `what` it is called in errors. Settings that cannot be
+    /// used are refused by the library, so that the others are told.
     pub fn build<B: Send, S, O: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -124,7 +124,8 @@ fn check_fork() -> PyResult<()> {
     open.iter().filter(|seat| lock(&seat.world).is_some()).try_for_each(|seat| seat.maker.check("world"))
 }
 
-/// Closes all worlds that are open: called at the interpreter's exit, so that others hear a goodbye.
+/// Closes all worlds that are open: called at the interpreter's exit, so that others hear a
+/// goodbye.
 #[pyfunction]
 pub fn close_all(py: Python<'_>) {
     let open = std::mem::take(&mut *lock(&OPEN));
@@ -217,7 +218,8 @@ impl World {
         Ok(pythonize::pythonize(py, &self.seat.world()?.pool().report())?)
     }
 
-    /// Leaves the world. Everything that was made in it is closed, too; rows and results stay readable.
+    /// Leaves the world. Everything that was made in it is closed, too; rows and results stay
+    /// readable.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.seat.close());
     }
@@ -309,7 +311,8 @@ impl Group {
         Window::new(py, self, &shape, dtype)
     }
 
-    /// A window of the caller's own memory: `memory` is a descriptor of a sealed memfd, or an object with a fileno().
+    /// A window of the caller's own memory: `memory` is a descriptor of a sealed memfd, or an
+    /// object with a fileno().
     #[pyo3(signature = (memory, shape, dtype=None))]
     fn register(
         &self,

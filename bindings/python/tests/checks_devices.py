@@ -510,7 +510,8 @@ def check_slots_are_what_all_ranks_sent(world):
         assert handle.copied_bytes == 0 and handle.status == 0
         assert handle.report()["kernels"] == ["pack", "check"] and handle.returned()["kernels"] == ["sum"]
         assert (handle.counts, handle.index, handle.arrived, handle.rows) == (None, None, None, 0)
-    # Rows elsewhere are copied once; those in the place of outputs, which is the same in every call, are not.
+    # Rows elsewhere are copied once; those in the place of outputs, which is the same in every
+    # call, are not.
     for y, copied in ((device.tensor(rows * 2), y.read().nbytes), (y, 0)):
         _, handle = slots.dispatch(*sent(of, me, device))
         y.write(rows * 2)

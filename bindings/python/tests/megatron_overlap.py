@@ -16,12 +16,14 @@ class Microbatch:
     def __init__(self, ours: Any, who: str, case: Case, of: Inputs, streams: tuple[Any, Any] | None = None) -> None:
         self.ours, self.case, self.of = ours, case, of
         self.x, self.probs = of.x.clone().requires_grad_(), of.probs.clone().requires_grad_()
-        # Megatron's nodes that communicate have a stream of their own. What one leaves the other waits for by an event.
+        # Megatron's nodes that communicate have a stream of their own. What one leaves the other
+        # waits for by an event.
         compute, communication = streams or (torch.cuda.current_stream(),) * 2
         event = torch.cuda.Event()
         event.record(compute)
         self.compute, self.event = compute, event
-        # Freed as should_free_input has it: what the experts read not with hybridep, what is combined always.
+        # Freed as should_free_input has it: what the experts read not with hybridep, what is
+        # combined always.
         self.dispatch_node = ScheduleNode(self._dispatch, communication, event, self._dispatch_backward, name="moe_dispatch")
         self.mlp_node = ScheduleNode(self._mlp, compute, event, free_input=who == "deepep", name="mlp")
         self.combine_node = ScheduleNode(self._combine, communication, event, free_input=True, name="moe_combine")

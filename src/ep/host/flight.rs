@@ -1,7 +1,7 @@
 //! State of one call from its first step to its last, and the tensors that the caller lends it.
 //!
-//! An instance has three parts. What never changes is its [`EpState`](super::super::fixed::EpState) state and
-//! its programs; what calls use again, one after the other, is its
+//! An instance has three parts. What never changes is its [`EpState`](super::super::fixed::EpState)
+//! state and its programs; what calls use again, one after the other, is its
 //! [`Workspace`](super::workspace::Workspace); the rest is a `Flight`.
 
 use super::buffers::HostInput;

@@ -15,7 +15,8 @@ pub fn memory(context: &Arc<Context>, bytes: u64, devices: &[u32]) -> DeviceRang
     reservation.map(0, &allocation, devices).unwrap().part(0, bytes).unwrap()
 }
 
-/// Moves blocks to other places on a peer, in batches, and looks at every byte. No multiple of 7: the places differ.
+/// Moves blocks to other places on a peer, in batches, and looks at every byte. No multiple of 7:
+/// the places differ.
 pub fn scatter(count: u64) {
     const BLOCK: u64 = 96;
     assert!(!count.is_multiple_of(7));

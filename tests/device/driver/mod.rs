@@ -1,5 +1,5 @@
-//! The device room against the stand-in driver: copies as late as the rules allow, fresh memory poisoned, anything
-//! outside of what is mapped refused.
+//! The device room against the stand-in driver: copies as late as the rules allow, fresh memory
+//! poisoned, anything outside of what is mapped refused.
 #![allow(
     unsafe_code,
     reason = "kernels, a caller's streams and registered memory are unsafe to use by contract"

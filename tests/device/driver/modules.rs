@@ -32,7 +32,8 @@ impl Drop for Folder {
     }
 }
 
-/// Builds the kernel and gives its library, which goes with the folder: each test of this process has one of its own.
+/// Builds the kernel and gives its library, which goes with the folder: each test of this process
+/// has one of its own.
 fn kernels(of: &str) -> (Folder, String) {
     let folder = Folder(std::env::temp_dir().join(format!("sidelane-kernels-{}-{of}", std::process::id())));
     std::fs::create_dir_all(&folder.0).unwrap();

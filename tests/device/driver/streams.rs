@@ -153,7 +153,8 @@ fn a_stream_that_goes_before_its_work_is_done_leaves_its_memory_in_place() {
     let (one, other) = (context(0), context(1));
     let words = PinnedMemory::new(&one, 24).unwrap();
     let keep = Arc::new(());
-    // SAFETY: the memory is that of `words`, which lives until the streams have used it for the last time.
+    // SAFETY: the memory is that of `words`, which lives until the streams have used it for the
+    // last time.
     let part = unsafe { DeviceRange::of_caller(words.range().address(), 24, &[0, 1], keep.clone()) };
     let first = stream(&one);
     first.wait::<u64>(part.word(0).unwrap(), 1).unwrap();

@@ -1,4 +1,5 @@
-//! Products and scaled rows are those of the host's loops, to the bit; what is fetched is what an index names.
+//! Products and scaled rows are those of the host's loops, to the bit; what is fetched is what an
+//! index names.
 
 use sidelane::device::{DotScale, FetchWeights};
 use sidelane::dtype::Dtype;

@@ -1,5 +1,5 @@
-//! The kernels of `cuda/`, built for the CPU and launched through the stand-in driver: bit for bit what plain references
-//! and the loops of the room `rows` give.
+//! The kernels of `cuda/`, built for the CPU and launched through the stand-in driver: bit for bit
+//! what plain references and the loops of the room `rows` give.
 //!
 //! A process of its own for each test: the stand-in loads one library of kernels.
 #![allow(unsafe_code, reason = "kernels are unsafe to launch by contract")]

@@ -180,7 +180,8 @@ fn records_are_those_that_the_loops_of_the_host_make_to_the_bit() {
 #[test]
 fn every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale() {
     with_kernels("kernels::pack::every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale", |device| {
-        // A row for each exponent of the largest value: itself, then 127 others that no larger one hides.
+        // A row for each exponent of the largest value: itself, then 127 others that no larger one
+        // hides.
         let (hidden, record) = (128, Fp8RowShape::new(128));
         let all: Vec<u16> = (0..=u16::MAX).collect();
         let rows: Vec<u8> = (0..1024_u32)

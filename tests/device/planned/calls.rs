@@ -121,8 +121,9 @@ fn one_hardware_queue_is_enough_for_exact_sizes() {
     });
 }
 
-/// Runs the body beside what the rest of a program may do: it takes memory and gives it back, loads kernels and launches them for the first
-/// time. Each of these calls waits for the device, and keeps all other threads' calls out meanwhile.
+/// Runs the body beside what the rest of a program may do: it takes memory and gives it back, loads
+/// kernels and launches them for the first time. Each of these calls waits for the device, and
+/// keeps all other threads' calls out meanwhile.
 pub fn disturbed(body: impl FnOnce() + UnwindSafe) {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {

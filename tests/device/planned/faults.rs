@@ -241,7 +241,8 @@ fn captured_calls_of_exact_sizes_are_refused_here_alone() {
     });
 }
 
-/// Hosts agree and go on; a stream that does not come to its call is named by those that wait for it.
+/// Hosts agree and go on; a stream that does not come to its call is named by those that wait for
+/// it.
 #[test]
 fn rank_whose_stream_hangs_is_named_after_the_deadline() {
     on_devices("planned::faults::rank_whose_stream_hangs_is_named_after_the_deadline", 8, 27, || {
@@ -485,8 +486,8 @@ fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
     });
 }
 
-/// Calls of all instances of a rank have one order, the same at all ranks. Each rank here waits in the call that the other
-/// makes second.
+/// Calls of all instances of a rank have one order, the same at all ranks. Each rank here waits in
+/// the call that the other makes second.
 #[test]
 fn calls_of_two_instances_in_two_orders_are_named_and_end() {
     on_devices("planned::faults::calls_of_two_instances_in_two_orders_are_named_and_end", 8, 23, || {

@@ -286,7 +286,8 @@ where
         assert_eq!(second.read::<u8>(&stream, &again), nothing, "sums of nothing");
     }
 
-    /// Two combines while the stream waits for this very thread, which opens the gate when both are enqueued.
+    /// Two combines while the stream waits for this very thread, which opens the gate when both are
+    /// enqueued.
     pub fn combined_ahead(&mut self, input: &Input<E>) {
         let stream = Arc::clone(&self.stream);
         let expected = self.unchanged(input);

@@ -1,4 +1,5 @@
-//! A step of training of one rank, made on the host, and compared on the device in everything that is seen of it.
+//! A step of training of one rank, made on the host, and compared on the device in everything that
+//! is seen of it.
 
 use sidelane::device::DeviceRange;
 use sidelane::ep::{Choices, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};

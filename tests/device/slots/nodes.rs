@@ -1,6 +1,6 @@
-//! Ranks of several nodes on the detour: rows go by pinned memory of the host, since the loopback lane
-//! reaches no device. Straight they go in the library's own tests, which have cards that are not
-//! there.
+//! Ranks of several nodes on the detour: rows go by pinned memory of the host, since the loopback
+//! lane reaches no device. Straight they go in the library's own tests, which have cards that are
+//! not there.
 
 use rustix::process::{Signal, getpid, kill_process};
 use sidelane::device::PinnedMemory;

@@ -89,7 +89,8 @@ def launch(
             case (error, _):
                 errors.append(error)
     if errors:
-        # A world that failed, or that was never complete, is mostly a consequence of another rank's error.
+        # A world that failed, or that was never complete, is mostly a consequence of another rank's
+        # error.
         raise min(errors, key=lambda error: isinstance(error, (WorldError, BootstrapError)))
     return results
 

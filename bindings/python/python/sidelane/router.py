@@ -103,7 +103,8 @@ class _Route(torch.autograd.Function):
         decision = gate.route(logits, **call)
         ctx.gate, ctx.decision, ctx.weighed, ctx.factors = gate, decision, logits, None
         noise = gate.config["noise"]
-        # Where noise weighs, too, the way back leads through the noisy logits, and through what they were multiplied with.
+        # Where noise weighs, too, the way back leads through the noisy logits, and through what
+        # they were multiplied with.
         if isinstance(noise, dict):
             drawn = {name: call[name] for name in ("deviation", "training", "seed", "step", "rank") if name in call}
             ctx.weighed = gate.noisy_logits(logits, **drawn)

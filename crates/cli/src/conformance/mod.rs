@@ -41,8 +41,8 @@ const EXAMPLES: &str = "\
 Example:
   sidelane conformance --place host --only gradients --json conformance.json";
 
-/// Run every feature between processes of this machine, compare all bits with a naive reference, and
-/// print the table of features by place
+/// Run every feature between processes of this machine, compare all bits with a naive reference,
+/// and print the table of features by place
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ConformanceArgs {

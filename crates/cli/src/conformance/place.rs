@@ -21,8 +21,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// What stands in memory that a call is to write.
 const BEFORE: u8 = 0xcb;
 
-/// A device of a rank. All its memory is made before the first case and kept until the last: to free
-/// memory waits for streams that wait for other ranks.
+/// A device of a rank. All its memory is made before the first case and kept until the last: to
+/// free memory waits for streams that wait for other ranks.
 pub struct Device {
     pub stream: Arc<Stream>,
     /// For calls that change streams.

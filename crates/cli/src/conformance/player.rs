@@ -290,8 +290,8 @@ where
         Ok(())
     }
 
-    /// One member's bad input is an error at all ranks; in fixed slots on a device at that one alone,
-    /// which makes the call again.
+    /// One member's bad input is an error at all ranks; in fixed slots on a device at that one
+    /// alone, which makes the call again.
     fn refused(&mut self, bad: Bad) -> Result<(), CliError> {
         let alone = self.place.stream().is_some() && self.settings.case.mode.slots().is_some();
         let is_bad = self.ep.rank() == BAD_MEMBER;
@@ -346,8 +346,8 @@ where
         }
     }
 
-    /// A dispatch, experts that change nothing, and a combine, by a graph; where sizes cannot stay on
-    /// the device, the dispatch alone, which is refused.
+    /// A dispatch, experts that change nothing, and a combine, by a graph; where sizes cannot stay
+    /// on the device, the dispatch alone, which is refused.
     fn capture(&mut self) -> Result<(), CliError> {
         let me = self.me();
         let case = self.settings.case.clone();

@@ -1,4 +1,5 @@
-//! The list: every kernel that the device ran between packed and landed, and which queue took each copy, as CUPTI records it.
+//! The list: every kernel that the device ran between packed and landed, and which queue took each
+//! copy, as CUPTI records it.
 //!
 //! ```text
 //!   ranks     mark |        | copies, signals, waits of a dispatch |        | mark        a mark is a kernel of ours, at each rank
@@ -6,12 +7,13 @@
 //!   records   touch .......... no kernel, copies of engines alone ........... touch
 //! ```
 //!
-//! Nothing is held meanwhile, unlike in the audit: a kernel of the driver's own must be able to run, or it would not be seen. Marks
-//! are what the list must have; without them it shows nothing. Nor does it if a plain copy on the GPU, which SMs do, looks like
-//! one of an engine: that is the control.
+//! Nothing is held meanwhile, unlike in the audit: a kernel of the driver's own must be able to
+//! run, or it would not be seen. Marks are what the list must have; without them it shows nothing.
+//! Nor does it if a plain copy on the GPU, which SMs do, looks like one of an engine: that is the
+//! control.
 //!
-//! CUPTI is somebody else's library inside the driver, so this is a part of its own: what it does to this process, it does to
-//! nothing else.
+//! CUPTI is somebody else's library inside the driver, so this is a part of its own: what it does
+//! to this process, it does to nothing else.
 //!
 //! ```text
 //!   touch touch .. |  kernels, copies  | .. touch touch      marks: as many before as behind
@@ -205,7 +207,8 @@ impl Listed {
         }
     }
 
-    /// Of a dispatch. A kernel is wrong whatever the control says; that there is none says something only where it holds.
+    /// Of a dispatch. A kernel is wrong whatever the control says; that there is none says
+    /// something only where it holds.
     pub fn judge(&self, control: bool) -> (State, String) {
         match self {
             Listed::No(_) => (State::Skipped, format!("not seen: {self}")),

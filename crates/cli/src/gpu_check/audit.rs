@@ -6,12 +6,15 @@
 //!   controls      the smallest kernel; a plain copy on the GPU    must not end in here
 //! ```
 //!
-//! Everything is allocated before the hold and freed behind it, since calls that wait for the context would wait for the hold.
+//! Everything is allocated before the hold and freed behind it, since calls that wait for the
+//! context would wait for the hold.
 //!
-//! What is audited is a dispatch of ranks that are streams of one context, from packed to landed: the program of an exchange
-//! ([`StreamProgram`]) as the library lowers it, with its kernels left out. What it packs lies there before.
+//! What is audited is a dispatch of ranks that are streams of one context, from packed to landed:
+//! the program of an exchange ([`StreamProgram`]) as the library lowers it, with its kernels left
+//! out. What it packs lies there before.
 //!
-//! Ranks share a context since of several processes the GPU would take turns: what is done to one would not touch the others.
+//! Ranks share a context since of several processes the GPU would take turns: what is done to one
+//! would not touch the others.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -119,7 +122,8 @@ impl<'a> Audit<'a> {
         self.hold.running() == self.hold.blocks()
     }
 
-    /// Work that must not end while it is held, and must when it no longer is. Gives whether that held.
+    /// Work that must not end while it is held, and must when it no longer is. Gives whether that
+    /// held.
     fn control(
         &self,
         checks: &mut Checks,

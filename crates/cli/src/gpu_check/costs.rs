@@ -218,7 +218,8 @@ impl Bench<'_> {
     }
 }
 
-/// A layer of eight ranks as threads: each round begins when all are there, and takes as long as the slowest.
+/// A layer of eight ranks as threads: each round begins when all are there, and takes as long as
+/// the slowest.
 fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CliError> {
     const RANKS: u32 = 8;
     let full = Case { ranks: RANKS, experts: 64, top_k: 8, hidden: 7168, max_tokens: 128 };

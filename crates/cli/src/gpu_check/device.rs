@@ -1,7 +1,8 @@
 //! What all checks use of the device: its memory, its clock, and NVIDIA's libraries.
 //!
-//! To be timed, work is enqueued behind a wait for the host, which lets it go when all of it is there: what is timed is the device, not how
-//! fast the host enqueues. How fast that was is timed beside it.
+//! To be timed, work is enqueued behind a wait for the host, which lets it go when all of it is
+//! there: what is timed is the device, not how fast the host enqueues. How fast that was is timed
+//! beside it.
 //!
 //! Packages of Python (wheels) put NVIDIA's libraries where the loader does not look.
 //!
@@ -147,7 +148,8 @@ impl Timer {
         })
     }
 
-    /// Times `count` operations, enqueued by one call, again and again. The first time is for warming up.
+    /// Times `count` operations, enqueued by one call, again and again. The first time is for
+    /// warming up.
     pub fn time(
         &mut self,
         stream: &Stream,

@@ -235,7 +235,8 @@ impl Trip {
         Ok(Trip { from, there: allocate(context, BYTES as u64)?, to, word })
     }
 
-    /// Has bytes go there and back again and again; the word follows them, and they are compared when it is seen.
+    /// Has bytes go there and back again and again; the word follows them, and they are compared
+    /// when it is seen.
     fn check(
         &self,
         bench: &Bench<'_>,

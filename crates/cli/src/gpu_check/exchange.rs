@@ -1,8 +1,9 @@
-//! `ExpertParallel` on one GPU, its ranks as threads or as processes, against the same calls on the host: rows, choices,
-//! weights, counts and sums to the bit.
+//! `ExpertParallel` on one GPU, its ranks as threads or as processes, against the same calls on the
+//! host: rows, choices, weights, counts and sums to the bit.
 //!
-//! Ranks share the context of their GPU, and memory that is freed waits for all that the context does: for the streams of
-//! peers that wait for this rank. So a rank makes its memory before the first call and keeps it until the last.
+//! Ranks share the context of their GPU, and memory that is freed waits for all that the context
+//! does: for the streams of peers that wait for this rank. So a rank makes its memory before the
+//! first call and keeps it until the last.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -122,7 +123,8 @@ fn case(task: &Task, ranks: u32) -> Case {
     task.few(full, Case { experts: 16, top_k: 4, hidden: 40, max_tokens: 9, ..full })
 }
 
-/// Runs the body on every rank of a world of threads. What is told is what rank 0 found, or the first thing that is wrong.
+/// Runs the body on every rank of a world of threads. What is told is what rank 0 found, or the
+/// first thing that is wrong.
 pub fn on_ranks<T: Send>(
     task: &Task,
     ranks: u32,
@@ -181,7 +183,8 @@ impl Host {
         Ok(Host(builder.dtype(rank.dtype).sum_order(SumOrder::Rank).build()?))
     }
 
-    /// A dispatch and a combine, with any outputs of the experts that follow from `seed`, or with the rows themselves.
+    /// A dispatch and a combine, with any outputs of the experts that follow from `seed`, or with
+    /// the rows themselves.
     pub fn answer<E: Element>(&mut self, input: &Input, seed: Option<u64>) -> Result<Answer, CliError> {
         let x: Vec<E> = bytemuck::pod_collect_to_vec(&input.rows);
         let routing = Routing::new(self.0.top_k(), input.experts.as_slice(), input.weights.as_slice())
@@ -331,7 +334,8 @@ pub struct Input {
 }
 
 impl Case {
-    /// Special values and any others; about one choice in four is dropped, and no token names an expert twice.
+    /// Special values and any others; about one choice in four is dropped, and no token names an
+    /// expert twice.
     pub fn input(&self, dtype: Dtype, seed: u64, tokens: u32) -> Input {
         let mut random = Random(seed);
         let rows = (0..tokens * self.hidden).flat_map(|_| any(&mut random, dtype)).collect();
@@ -426,7 +430,8 @@ impl Rank {
         Ok(content(&self.staging)?)
     }
 
-    /// Writes partial rows to a handle's output buffer, no more bytes than slots have, and waits until they are there.
+    /// Writes partial rows to a handle's output buffer, no more bytes than slots have, and waits
+    /// until they are there.
     fn leave(&self, handle: &Handle, partials: &[u8]) -> Result<ExpertOutput, CliError> {
         let (y, len) = (handle.output()?, partials.len() as u64);
         self.staging.write(0, partials)?;

@@ -1,4 +1,5 @@
-//! Kernels against their definitions, on random and special values: sums to the bit, products of whole numbers exactly.
+//! Kernels against their definitions, on random and special values: sums to the bit, products of
+//! whole numbers exactly.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -157,7 +158,8 @@ impl Bench<'_> {
         Ok(format!("{} bytes", bytes.len()))
     }
 
-    /// Products of whole numbers from -8 to 8, whose sums `f32` holds exactly, and some of them bf16 not.
+    /// Products of whole numbers from -8 to 8, whose sums `f32` holds exactly, and some of them
+    /// bf16 not.
     fn product(
         &self,
         by: &str,

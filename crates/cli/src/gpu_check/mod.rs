@@ -1,7 +1,8 @@
 //! `sidelane gpu-check`: what can be known about one GPU, found out on it.
 //!
-//! The program alone is enough: kernels are inside, libraries are loaded at run time, nothing is built. Each part runs in a
-//! process of its own, which tells its rows one by one; a part that hangs or dies costs its own rows and no others.
+//! The program alone is enough: kernels are inside, libraries are loaded at run time, nothing is
+//! built. Each part runs in a process of its own, which tells its rows one by one; a part that
+//! hangs or dies costs its own rows and no others.
 //!
 //! ```text
 //!   gpu-check --+-- part driver          streams, events, memory operations, batches, mapped memory, modules
@@ -20,8 +21,8 @@
 //!                   table, JSON, verdict
 //! ```
 //!
-//! A row says what was asked, what was found, what that shows, and what only several GPUs could show. On the stand-in driver
-//! everything runs and no time means anything.
+//! A row says what was asked, what was found, what that shows, and what only several GPUs could
+//! show. On the stand-in driver everything runs and no time means anything.
 
 mod activity;
 mod audit;
@@ -77,7 +78,8 @@ Examples:
   sidelane gpu-check --quick --minutes 10                      # the first ten minutes
   sidelane gpu-check --part locks,queues                       # two parts alone";
 
-/// Check what one GPU does for Sidelane, audit that transfers need no SM, and measure what they cost
+/// Check what one GPU does for Sidelane, audit that transfers need no SM, and measure what they
+/// cost
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct GpuCheckArgs {
@@ -103,7 +105,8 @@ pub struct GpuCheckArgs {
     #[arg(long, value_name = "N", default_value_t = CASE_SECONDS, value_parser = clap::value_parser!(u64).range(1..=600))]
     pub case_seconds: u64,
 
-    /// Rows and columns of the matrix products, a multiple of 128 [default: 8192, or what half of the free memory holds]
+    /// Rows and columns of the matrix products, a multiple of 128 [default: 8192, or what half of
+    /// the free memory holds]
     #[arg(long, value_name = "N", value_parser = size)]
     pub size: Option<u32>,
 
@@ -168,7 +171,8 @@ fn size(text: &str) -> Result<u32, String> {
     Ok(size)
 }
 
-/// The parts, in their order: first what a short time on a GPU is for, and processes before threads.
+/// The parts, in their order: first what a short time on a GPU is for, and processes before
+/// threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Part {
@@ -239,8 +243,8 @@ impl Task {
 /// A part that says nothing for so long is stuck: every row has shorter deadlines of its own.
 const SILENCE: Duration = Duration::from_secs(300);
 
-/// What parts need of the driver, unless it was said: kernels that are there before a stream waits, and queues enough that
-/// ranks of one GPU do not wait behind each other.
+/// What parts need of the driver, unless it was said: kernels that are there before a stream waits,
+/// and queues enough that ranks of one GPU do not wait behind each other.
 pub const VARIABLES: [(&str, &str); 2] =
     [("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
 

@@ -1,5 +1,5 @@
-//! `ExpertParallel` on this GPU with exact sizes or a budget, against the same calls on the host: all that a caller sees of
-//! them.
+//! `ExpertParallel` on this GPU with exact sizes or a budget, against the same calls on the host:
+//! all that a caller sees of them.
 
 use std::sync::Arc;
 
@@ -23,7 +23,8 @@ pub fn half(case: Case) -> ReceiveMode {
     ReceiveMode::Budget { rows: (case.max_tokens * case.top_k / 2).max(1), overflow: Overflow::Drop }
 }
 
-/// A rank with an instance on the device and one on the host. All memory of a rank is made before its first call: see
+/// A rank with an instance on the device and one on the host. All memory of a rank is made before
+/// its first call: see
 /// [`Rank`](super::exchange::Rank).
 struct Both<'t> {
     task: &'t Task,

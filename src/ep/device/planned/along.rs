@@ -71,11 +71,12 @@ impl PlannedExchange {
         self.enqueuer.kept[seat as usize].in_place.is_some()
     }
 
-    /// Enqueues that gradients of rows return and their sums go to `tokens`; with `of_rows`, one gradient for the weight of
-    /// each row, those return, too, to `weights`. Collective.
+    /// Enqueues that gradients of rows return and their sums go to `tokens`; with `of_rows`, one
+    /// gradient for the weight of each row, those return, too, to `weights`. Collective.
     ///
     /// # Errors
-    /// As [`ExpertParallel::dispatch_backward_into`](crate::ExpertParallel::dispatch_backward_into).
+    /// As
+    /// [`ExpertParallel::dispatch_backward_into`](crate::ExpertParallel::dispatch_backward_into).
     pub fn dispatch_backward(
         &mut self,
         (rows, of_rows): (CombineInput<'_>, Option<Tensor<'_>>),
@@ -107,7 +108,8 @@ impl PlannedExchange {
         home.transpose().map(drop)
     }
 
-    /// Tensors of weight gradients, of rows and of choices: both or none, unless there are no choices.
+    /// Tensors of weight gradients, of rows and of choices: both or none, unless there are no
+    /// choices.
     fn weights<'t>(
         &self,
         of_rows: Option<Tensor<'t>>,
@@ -130,8 +132,9 @@ impl PlannedExchange {
         Ok((rows, choices))
     }
 
-    /// Enqueues that gradients of token sums go to the rows that were summed. Those of a weighted combine are multiplied with
-    /// the weights of the rows, and weight gradients return to `weights`. Collective.
+    /// Enqueues that gradients of token sums go to the rows that were summed. Those of a weighted
+    /// combine are multiplied with the weights of the rows, and weight gradients return to
+    /// `weights`. Collective.
     ///
     /// # Errors
     /// As [`ExpertParallel::combine_backward_into`](crate::ExpertParallel::combine_backward_into).
@@ -167,7 +170,8 @@ impl PlannedExchange {
         Ok(rows)
     }
 
-    /// Enqueues that what lies behind the rows of an output returns to the choices. Returns the output, if it is to be kept.
+    /// Enqueues that what lies behind the rows of an output returns to the choices. Returns the
+    /// output, if it is to be kept.
     fn weights_home(
         &mut self,
         handle: &PlannedHandle,

@@ -6,9 +6,10 @@
 //!   stream of copies                       list -> device           | runs to arrivals, blocks out | runs handed on
 //! ```
 //!
-//! Which tokens cross, and in which order, only the enqueuer knows: so it says how rows are packed. They lie by bin for
-//! neighbours, then block by block, each token once. What has arrived the caller's stream puts into visible order, by an index
-//! that every enqueuer finds from what all have said already: the counts of its neighbours, and the headers of their blocks.
+//! Which tokens cross, and in which order, only the enqueuer knows: so it says how rows are packed.
+//! They lie by bin for neighbours, then block by block, each token once. What has arrived the
+//! caller's stream puts into visible order, by an index that every enqueuer finds from what all
+//! have said already: the counts of its neighbours, and the headers of their blocks.
 
 use std::sync::Arc;
 
@@ -41,7 +42,8 @@ impl Enqueuer {
         Ok(())
     }
 
-    /// Where the index and the notes of a dispatch lie on the desk: in the twin, if that is one, beside what lands there.
+    /// Where the index and the notes of a dispatch lie on the desk: in the twin, if that is one,
+    /// beside what lands there.
     pub fn desk(&self, seat: u32) -> (u64, u64) {
         let base = self.tables.landing[self.common.fixed.lanes.rank as usize];
         let shape = &self.common.shape;
@@ -51,8 +53,8 @@ impl Enqueuer {
         }
     }
 
-    /// Finds where every visible row has arrived, which the seat keeps; and writes to the desk what goes with rows of other
-    /// nodes.
+    /// Finds where every visible row has arrived, which the seat keeps; and writes to the desk what
+    /// goes with rows of other nodes.
     pub fn find_arrivals(&mut self, seat: u32) -> Result<(), Error> {
         let common = Arc::clone(&self.common);
         let (_, desk_notes) = self.desk(seat);

@@ -6,10 +6,11 @@
 //!   stream of copies                     | rows to all ranks | landed -> peers
 //! ```
 //!
-//! The layout is the handle's: nobody counts, and the host hears nothing of the stream. It may run ahead, because rows land in
-//! memory that is free when it says so: [`Common::take`](super::common::Common::take) has seen that the stream and its peers
-//! have read what lay there. Over several nodes it awaits its stream, since what arrives is listed in memory of the host that
-//! calls before may still be reading.
+//! The layout is the handle's: nobody counts, and the host hears nothing of the stream. It may run
+//! ahead, because rows land in memory that is free when it says so:
+//! [`Common::take`](super::common::Common::take) has seen that the stream and its peers have read
+//! what lay there. Over several nodes it awaits its stream, since what arrives is listed in memory
+//! of the host that calls before may still be reading.
 
 use std::sync::Arc;
 

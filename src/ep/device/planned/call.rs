@@ -1,7 +1,7 @@
 //! One call, as the enqueuer serves it: what each step of its program is to copy engines.
 //!
-//! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here. The enqueuer plays its relay,
-//! too, in the same thread.
+//! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here. The
+//! enqueuer plays its relay, too, in the same thread.
 
 use super::dispatch::Landing;
 use super::enqueuer::Enqueuer;
@@ -187,7 +187,8 @@ impl Executor for DeviceCall<'_> {
                 calls.returned();
                 common.progress.returned(calls.last_return());
             }
-            // Nobody waits for the verdict, and the caller's stream finds rows and metadata where they landed.
+            // Nobody waits for the verdict, and the caller's stream finds rows and metadata where
+            // they landed.
             Work::TellAgreed | Work::Report | Work::Metadata => {}
             _ => return Err(CallError::unknown_step(self.tag.kind, &work).into()),
         }

@@ -1,4 +1,5 @@
-//! A return, as the enqueuer serves it: a combine, the gradient of a dispatch, or the return of weight gradients.
+//! A return, as the enqueuer serves it: a combine, the gradient of a dispatch, or the return of
+//! weight gradients.
 //!
 //! ```text
 //!   caller's stream    experts write | ready |                     join | sum | ...
@@ -6,8 +7,9 @@
 //!   stream of copies                                 pull runs | read -> peers
 //! ```
 //!
-//! Copy engines cannot add. So each rank pulls the rows of its own tokens home, run by run, to where they lay packed when
-//! they went out; then its stream adds them up, in the order of the instance. Weight gradients return as rows of four bytes.
+//! Copy engines cannot add. So each rank pulls the rows of its own tokens home, run by run, to
+//! where they lay packed when they went out; then its stream adds them up, in the order of the
+//! instance. Weight gradients return as rows of four bytes.
 
 use std::sync::Arc;
 
@@ -61,7 +63,8 @@ impl Enqueuer {
 }
 
 impl DeviceCall<'_> {
-    /// Says where outputs lie, to local peers, and to relays where this rank's rows have their place.
+    /// Says where outputs lie, to local peers, and to relays where this rank's rows have their
+    /// place.
     pub fn offer(&mut self) {
         let handle = self.enqueuer.kept[self.seat as usize].number;
         self.say(Tag { handle, base: self.base, ..self.tag });

@@ -95,7 +95,8 @@ impl Common {
         )?)
     }
 
-    /// What is the same for all operands by which rows go out in a call of this kind, whose metadata lands at these places.
+    /// What is the same for all operands by which rows go out in a call of this kind, whose
+    /// metadata lands at these places.
     pub fn rows_setting<'a>(&'a self, calls: Calls, kind: CallKind, notes: &'a [u64]) -> FillContext<'a> {
         let notes = self.fixed.enqueues.then_some(notes);
         FillContext { notes, ..self.fixed.agreement(calls, kind).setting }
@@ -127,7 +128,8 @@ impl Common {
         all
     }
 
-    /// A piece of the pool. If there is none, and the stream has yet to read what was given back, waits until it has.
+    /// A piece of the pool. If there is none, and the stream has yet to read what was given back,
+    /// waits until it has.
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), the cause of a dead world, [`PlanError::Interrupted`].

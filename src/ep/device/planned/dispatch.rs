@@ -6,8 +6,9 @@
 //!   stream of copies                                          rows, pads, notes | landed -> peers
 //! ```
 //!
-//! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then token. So what goes from here to one
-//! expert is one run, and moves as one copy to its final place. A layout that is prepared is a dispatch of rows without bytes.
+//! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then
+//! token. So what goes from here to one expert is one run, and moves as one copy to its final
+//! place. A layout that is prepared is a dispatch of rows without bytes.
 
 use std::sync::Arc;
 
@@ -142,7 +143,8 @@ impl DeviceCall<'_> {
         Ok(())
     }
 
-    /// Finds where metadata lands: here, and at peers, whose entries name the contexts that they use, if it goes there.
+    /// Finds where metadata lands: here, and at peers, whose entries name the contexts that they
+    /// use, if it goes there.
     fn find_notes(&mut self, noted: bool) -> Result<(), Error> {
         let (kind, rank) = (self.tag.kind, self.enqueuer.common.fixed.lanes.rank);
         let Enqueuer { common, calls, notes_at, .. } = &mut *self.enqueuer;
@@ -301,7 +303,8 @@ impl Enqueuer {
         Ok(())
     }
 
-    /// Tells where rows land. What is staged behind them is this rank's as long as the extent that is returned.
+    /// Tells where rows land. What is staged behind them is this rank's as long as the extent that
+    /// is returned.
     fn tell_placement(&mut self, (seat, in_place): (u32, bool), landing: Landing) -> Option<Extent> {
         let common = Arc::clone(&self.common);
         let (layout, number) = (&self.kept[seat as usize].layout, self.calls.number());
@@ -324,7 +327,8 @@ impl Enqueuer {
         staging
     }
 
-    /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many rows there are.
+    /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many
+    /// rows there are.
     fn send_tables(&mut self, seat: u32, tokens: u32, placed: bool) -> Result<(), Error> {
         let common = Arc::clone(&self.common);
         let (fixed, shape) = (&common.fixed, &common.shape);

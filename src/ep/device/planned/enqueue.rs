@@ -39,7 +39,8 @@ impl Common {
 }
 
 impl PlannedExchange {
-    /// That choices go, with their tokens or before those, or, without any, that the call is refused; and that rows come.
+    /// That choices go, with their tokens or before those, or, without any, that the call is
+    /// refused; and that rows come.
     pub(super) fn enqueue_dispatch(&mut self, seat: u32, brought: Option<Brought<'_>>) -> Result<(), Error> {
         let (common, stream) = (&*self.common, &*self.stream);
         let (shape, spec) = (&common.shape, &common.fixed.spec);
@@ -73,8 +74,9 @@ impl PlannedExchange {
         self.common.shape.arrives() || self.common.lie_here(CallKind::Dispatch, x).is_some()
     }
 
-    /// That the stream has come to a call along a known layout. In a return, outputs may be read, which lie so many `steps`
-    /// into this rank's memory. On one node the caller's thread runs ahead: nobody hears of it but the streams of its peers.
+    /// That the stream has come to a call along a known layout. In a return, outputs may be read,
+    /// which lie so many `steps` into this rank's memory. On one node the caller's thread runs
+    /// ahead: nobody hears of it but the streams of its peers.
     pub(super) fn enqueue_reached(&self, seat: u32, steps: u32) -> Result<(), Error> {
         if !self.common.fixed.paths().rails() {
             return Ok(());
@@ -124,7 +126,8 @@ impl PlannedExchange {
         )?)
     }
 
-    /// That gradients of a weighted combine are multiplied with the weights of their rows, after `<y, g>` was taken of each.
+    /// That gradients of a weighted combine are multiplied with the weights of their rows, after
+    /// `<y, g>` was taken of each.
     pub(super) fn enqueue_products(&self, y: &PlannedOutput, gradients: &PlannedRows) -> Result<(), Error> {
         let (spec, rows) = (&self.common.fixed.spec, gradients.len());
         if rows == 0 {

@@ -1,8 +1,10 @@
-//! The enqueuer: does for a stream what the caller of an [`ExpertParallel`](crate::ExpertParallel) on the host does.
+//! The enqueuer: does for a stream what the caller of an [`ExpertParallel`](crate::ExpertParallel)
+//! on the host does.
 //!
-//! It serves one call after the other by the programs that the host steps, too: the same releases, entries, counts and
-//! placement, the same judgment. Rows go by its stream ([`CopyEngineStepper`]). With several nodes it plays this rank's relay, too, at
-//! the places of launch order: own puts and signals, relayed rows, own waits.
+//! It serves one call after the other by the programs that the host steps, too: the same releases,
+//! entries, counts and placement, the same judgment. Rows go by its stream ([`CopyEngineStepper`]).
+//! With several nodes it plays this rank's relay, too, at the places of launch order: own puts and
+//! signals, relayed rows, own waits.
 //!
 //! The caller's thread drives it, in the second half of each call. So no stream waits for a thread
 //! that has yet to call the driver.
@@ -47,8 +49,8 @@ pub(super) struct Kept {
     pub forward: Arc<RelayPlan>,
     /// If tokens may be sent without packing: the first of the layout's runs by token.
     pub in_place: Option<u32>,
-    /// Where engines relay: what all ranks count, the layout's first run to arrivals, and the arrival
-    /// of each visible row.
+    /// Where engines relay: what all ranks count, the layout's first run to arrivals, and the
+    /// arrival of each visible row.
     pub numbers: (Counts, ReceiveSizes),
     pub first_run: u32,
     pub index: Vec<i32>,
@@ -65,7 +67,8 @@ pub(super) struct Enqueuer {
     pub caller: CallerStream,
     pub programs: Arc<RankPrograms>,
     pub engine: CopyEngineStepper,
-    /// Does this rank's part for other nodes, in this thread; there is none where there is only one.
+    /// Does this rank's part for other nodes, in this thread; there is none where there is only
+    /// one.
     pub relay: Option<Relay>,
     pub calls: Calls,
     pub tables: CallerTables,
@@ -115,7 +118,8 @@ pub(super) struct Header {
 const LOOKS: u32 = 4096;
 
 impl Enqueuer {
-    /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the device's.
+    /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the
+    /// device's.
     pub fn send(&mut self, from: ByteRange, to: ByteRange, len: u64) -> Result<(), Error> {
         let (from, to): (DeviceRange, DeviceRange) = (self.common.host_piece(from)?, self.common.piece(to)?);
         Ok(self.engine.copy(to.span(0, len)?, from.span(0, len)?)?)

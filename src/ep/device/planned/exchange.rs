@@ -20,7 +20,8 @@ use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::schedule::call::CallMachine;
 use crate::world::SymmetricRange;
 
-/// An [`ExpertParallel`](crate::ExpertParallel) whose calls are laid out one by one: see the [module](super).
+/// An [`ExpertParallel`](crate::ExpertParallel) whose calls are laid out one by one: see the
+/// [module](super).
 ///
 /// Calls may be under way when it is dropped.
 pub(in crate::ep) struct PlannedExchange {
@@ -143,12 +144,13 @@ impl PlannedExchange {
         Shape { rows: tokens.into(), columns: hidden, dtype }
     }
 
-    /// Enqueues that every token goes to the ranks of its experts, and that the rows of this rank's experts come. Collective.
-    /// What is enqueued afterwards finds the rows.
+    /// Enqueues that every token goes to the ranks of its experts, and that the rows of this rank's
+    /// experts come. Collective. What is enqueued afterwards finds the rows.
     ///
     /// # Errors
     /// [`CallError::TooManyInFlight`] if as many dispatches are alive as there are seats; then the call is not made, and the other
-    /// ranks wait. [`DeviceError`](crate::error::DeviceError) ends the world. Bad input is reported by
+    /// ranks wait. [`DeviceError`](crate::error::DeviceError) ends the world. Bad input is reported
+    /// by
     /// [`PlannedDispatch::finish`], on all ranks.
     pub fn start_dispatch(&mut self, x: Tensor<'_>, choices: Choices<'_>) -> Result<PlannedDispatch, Error> {
         let tokens = Tokens::check(&self.common.fixed.spec, self.stream.device(), x, choices);
@@ -169,7 +171,8 @@ impl PlannedExchange {
         started.prepared()
     }
 
-    /// Waits until all ranks have said how many rows they have: not for the rows. Work on them can be enqueued then.
+    /// Waits until all ranks have said how many rows they have: not for the rows. Work on them can
+    /// be enqueued then.
     ///
     /// # Errors
     /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch).
@@ -210,7 +213,8 @@ impl PlannedExchange {
         Err(PlanError::RefusedHere.into())
     }
 
-    /// First half of a call of this kind that places rows, of choices and, if they go along, their tokens.
+    /// First half of a call of this kind that places rows, of choices and, if they go along, their
+    /// tokens.
     fn begin_placing(
         &mut self,
         kind: CallKind,
@@ -247,7 +251,8 @@ impl PlannedExchange {
         self.enqueuer.start(kind, seat).map_err(|error| self.common.fixed.fail(error))
     }
 
-    /// Enqueues that expert outputs come back to their tokens and are summed into `out`. Collective.
+    /// Enqueues that expert outputs come back to their tokens and are summed into `out`.
+    /// Collective.
     ///
     /// # Errors
     /// [`DeviceError`](crate::error::DeviceError) ends the world. A refusal of this rank's input, which the other ranks hear
@@ -264,7 +269,8 @@ impl PlannedExchange {
         self.finish_combine(handle, refused, out.ok())
     }
 
-    /// First half: offers outputs, unless something `unfit` refuses the call. Returns why it is refused, if it is.
+    /// First half: offers outputs, unless something `unfit` refuses the call. Returns why it is
+    /// refused, if it is.
     pub fn start_combine(
         &mut self,
         y: CombineInput<'_>,
@@ -282,7 +288,8 @@ impl PlannedExchange {
         self.offer(what, handle, output, unfit)
     }
 
-    /// First half of a return, unless something `unfit` refuses it. Returns why it is refused, if it is.
+    /// First half of a return, unless something `unfit` refuses it. Returns why it is refused, if
+    /// it is.
     pub(super) fn offer(
         &mut self,
         what: Return,
@@ -308,7 +315,8 @@ impl PlannedExchange {
         Ok(refused)
     }
 
-    /// Second half of a combine: the sums of the rows that came back. `own` is why this rank refused the call.
+    /// Second half of a combine: the sums of the rows that came back. `own` is why this rank
+    /// refused the call.
     ///
     /// # Errors
     /// `own`, or the refusal of another rank.
@@ -324,8 +332,8 @@ impl PlannedExchange {
         Ok(())
     }
 
-    /// Second half of a return: what came back goes to `out`. `own` is why this rank refused the call. Returns the output, if
-    /// it was to be kept.
+    /// Second half of a return: what came back goes to `out`. `own` is why this rank refused the
+    /// call. Returns the output, if it was to be kept.
     ///
     /// # Errors
     /// As [`PlannedExchange::finish_combine`].
@@ -394,7 +402,8 @@ impl PlannedExchange {
         Ok(output)
     }
 
-    /// Takes part in a call that this rank cannot make: the other ranks are told, as of bad input, and do not wait.
+    /// Takes part in a call that this rank cannot make: the other ranks are told, as of bad input,
+    /// and do not wait.
     pub fn refuse(&mut self, call: CallKind, handle: Option<&PlannedHandle>, error: Error) -> Error {
         if let Err(captured) = self.refuse_capture() {
             return captured;

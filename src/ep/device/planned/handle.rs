@@ -77,8 +77,8 @@ impl PlannedDispatch {
     /// that puts rows into visible order.
     ///
     /// # Errors
-    /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). After those that leave the world usable the stream
-    /// goes on with no rows, and the status word says why.
+    /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). After those that leave the
+    /// world usable the stream goes on with no rows, and the status word says why.
     pub(super) fn finish(self) -> Result<(PlannedRows, PlannedHandle), Error> {
         let (placement, extent) = self.placed()?;
         let extent = extent.ok_or(PlanError::RefusedHere)?;
@@ -113,8 +113,9 @@ impl PlannedDispatch {
     }
 }
 
-/// Rows that were received, `[rows, hidden]`: (local expert, source rank, token). They are there for what is enqueued on the
-/// exchange's stream after the dispatch. Their memory is given back when this is dropped, to calls enqueued later.
+/// Rows that were received, `[rows, hidden]`: (local expert, source rank, token). They are there
+/// for what is enqueued on the exchange's stream after the dispatch. Their memory is given back
+/// when this is dropped, to calls enqueued later.
 #[derive(Debug)]
 pub(in crate::ep) struct PlannedRows {
     memory: DeviceRange,
@@ -189,8 +190,9 @@ impl PlannedRows {
         Ok(self.weights.clone())
     }
 
-    /// Where engines relay: rows as they arrived, and for each visible row which of them it is, `i32 [rows]`, -1 of pads. A
-    /// grouped matrix product that takes an index can read them as they are; [`PlannedRows::rows`] are made of them.
+    /// Where engines relay: rows as they arrived, and for each visible row which of them it is,
+    /// `i32 [rows]`, -1 of pads. A grouped matrix product that takes an index can read them as they
+    /// are; [`PlannedRows::rows`] are made of them.
     pub fn index(&self) -> Option<(&DeviceRange, &DeviceRange)> {
         self.arrived.as_ref().map(|(rows, index)| (rows, index))
     }
@@ -303,7 +305,8 @@ impl PlannedHandle {
         self.lease.tokens
     }
 
-    /// A buffer of the rows' shape where peers can read it: experts write into it. Its contents are undefined.
+    /// A buffer of the rows' shape where peers can read it: experts write into it. Its contents are
+    /// undefined.
     ///
     /// # Errors
     /// As [`Common::take`].
@@ -318,8 +321,8 @@ impl PlannedHandle {
         Ok(PlannedOutput { rows, len, base, _extent: extent, lease })
     }
 
-    /// How the last call of this dispatch or its combines ended at this rank: a [`Status`] of 32 bits, for kernels. It is
-    /// written before the stream goes on.
+    /// How the last call of this dispatch or its combines ended at this rank: a [`Status`] of 32
+    /// bits, for kernels. It is written before the stream goes on.
     ///
     /// # Errors
     /// None in practice.

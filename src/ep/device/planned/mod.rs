@@ -24,17 +24,19 @@
 //!
 //! The caller's thread enqueues in the second half of a call, and whatever a stream waits for is
 //! enqueued by then. So no stream waits for a thread that has yet to call the driver.
-//! [`exec::Engine`](crate::exec::CopyEngineStepper) has the order. Calls take turns on the caller's stream, so
-//! handles share one staging memory.
+//! [`CopyEngineStepper`](crate::exec::CopyEngineStepper) has the order. Calls take turns on the
+//! caller's stream, so handles share one staging memory.
 //!
 //! **A budget.** Rows are packed as they were chosen; the layout then leaves out those that find no
 //! room, as on the host. A CUDA graph replays a call when no thread of the caller's is there: the
 //! constant program of [`slots`](super::slots) serves it.
 //!
 //! **Other nodes.** If the NICs of all ranks read and write their devices' memory
-//! ([`Registration`](crate::world::Registration)), rows go from device to device. Otherwise they are staged in pinned memory
-//! of the host on both sides, and [`NoGpuDirect`](crate::world::NoGpuDirect) gives the reason. The enqueuer posts the puts and does this
-//! rank's part as a relay. This table counts the copies of a row, by engines (`e`), by NICs (`r`) and by kernels (`k`):
+//! ([`Registration`](crate::world::Registration)), rows go from device to device. Otherwise they
+//! are staged in pinned memory of the host on both sides, and
+//! [`NoGpuDirect`](crate::world::NoGpuDirect) gives the reason. The enqueuer posts the puts and
+//! does this rank's part as a relay. This table counts the copies of a row, by engines (`e`), by
+//! NICs (`r`) and by kernels (`k`):
 //!
 //! | route | own node | other node, dispatch | other node, combine | floor |
 //! |---|---|---|---|---|
@@ -43,11 +45,13 @@
 //! | direct, host-staged | e | e r e | e r e | bytes by the NIC's bandwidth, or twice by the bus |
 //! | pxn, host-staged | e k | e r e k, `e r` once per token and node | e r e, the first `e` to the relay's outbox | the same, of fewer bytes |
 //!
-//! From device to device, a NIC reads packed rows after the stream has marked them. A flag in memory of the host may overtake
-//! rows in memory of the device. So NICs write a word behind the rows into the device's memory, and the stream awaits that
-//! word. Host-staged copies out are one batch for each signal to another node. Under `direct`, copies in are one for each
-//! stretch of visible rows that no local peer interrupts. Under `pxn` they are the runs of a block in relay order, and a kernel
-//! puts what arrived into visible order. [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
+//! From device to device, a NIC reads packed rows after the stream has marked them. A flag in
+//! memory of the host may overtake rows in memory of the device. So NICs write a word behind the
+//! rows into the device's memory, and the stream awaits that word. Host-staged copies out are one
+//! batch for each signal to another node. Under `direct`, copies in are one for each stretch of
+//! visible rows that no local peer interrupts. Under `pxn` they are the runs of a block in relay
+//! order, and a kernel puts what arrived into visible order.
+//! [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
 
 mod along;
 mod arrivals;
@@ -77,5 +81,6 @@ pub(in crate::ep) use handle::{PlannedDispatch, PlannedHandle, PlannedOutput, Pl
 pub(in crate::ep) use in_place::PlannedTokens;
 pub(in crate::ep) use setup::PlannedSettings;
 
-/// A flag's value, less one, that says: my caller's input was refused. No number of tokens is so large, and no place.
+/// A flag's value, less one, that says: my caller's input was refused. No number of tokens is so
+/// large, and no place.
 const REFUSED: u32 = u32::MAX - 1;

@@ -26,7 +26,8 @@ use crate::schedule::{CallerTables, Calls, ControlLayout, Flag};
 use crate::topology::{Paths, Route};
 use crate::world::{DeviceWindow, Group, Member};
 
-/// Settings that an instance needs beside those of every instance. All ranks must choose alike, but for the stream.
+/// Settings that an instance needs beside those of every instance. All ranks must choose alike, but
+/// for the stream.
 #[derive(Clone, Debug)]
 pub(in crate::ep) struct PlannedSettings {
     pub stream: Arc<Stream>,

@@ -5,8 +5,8 @@
 //!   staging                packed rows of a dispatch, rows that come home in a combine
 //!   a seat                 | order | places | sums | weights | counts | notes |
 //!
-//!   Calls take turns on the caller's stream, so one staging is enough, and a handle keeps permutations and the weights of
-//!   its rows.
+//!   Calls take turns on the caller's stream, so one staging is enough, and a handle keeps
+//!   permutations and the weights of its rows.
 //!
 //!   memory of the host     | words of seat 0 | 1 | ... | words of no seat | arrays |
 //!   arrays                 | experts | weights | notes | places | sums | counts | order |
@@ -34,7 +34,8 @@ const FLAGS: u64 = (StreamFlag::COUNT * LINE).next_multiple_of(GRAIN);
 pub(super) enum StreamFlag {
     /// The stream: ids and weights are here. The number of tokens, plus one.
     Dispatch,
-    /// The stream: outputs may be read. Where they lie, in steps of [`MemoryShape::STEP`], plus one.
+    /// The stream: outputs may be read. Where they lie, in steps of [`MemoryShape::STEP`], plus
+    /// one.
     Combine,
     /// The stream: how the last call ended; see [`Status`](crate::ep::Status).
     Status,
@@ -79,7 +80,8 @@ impl MemoryShape {
     /// What a flag's value counts in.
     pub const STEP: u64 = 64;
 
-    /// `staged`: where engines relay, most rows that a rank hands on; `words`: bytes of flags that cards may write.
+    /// `staged`: where engines relay, most rows that a rank hands on; `words`: bytes of flags that
+    /// cards may write.
     pub fn new(spec: &Spec, seats: u32, pool: u64, staged: Option<u64>, words: u64) -> Self {
         let experts = spec.map.slots().into();
         let per_rank = spec.layout.is_per_rank();
@@ -129,7 +131,8 @@ impl MemoryShape {
         self.seats
     }
 
-    /// Sets of words: one for each seat, and one for combines that a rank refuses because it has no seat for them.
+    /// Sets of words: one for each seat, and one for combines that a rank refuses because it has no
+    /// seat for them.
     pub fn word_sets(&self) -> u32 {
         self.seats + 1
     }
@@ -372,7 +375,8 @@ mod tests {
     fn a_seat_has_permutations_and_no_rows() {
         let grows = shape(3, 512).device_bytes() - shape(2, 512).device_bytes();
         assert_eq!(shape(3, 512).seat_bytes(), grows, "memory grows by a seat");
-        // Four permutations of 64 tokens with 4 choices, and a word for each of at most 4 * 64 * 2 rows.
+        // Four permutations of 64 tokens with 4 choices, and a word for each of at most 4 * 64 * 2
+        // rows.
         assert_eq!(shape(2, 512).seat_bytes(), 4 * 64 * 4 * 4 + 256 + 512 * 4);
         assert_eq!(shape(2, 1024).seat_bytes(), shape(2, 512).seat_bytes());
     }

@@ -1,7 +1,7 @@
 //! The pool on the device: offsets alone, shared by handles and whatever drives the calls.
 //!
-//! The host gives memory back while the stream may still read it. So it is free for those calls only
-//! that were enqueued later, when the stream has come to one of them:
+//! The host gives memory back while the stream may still read it. So it is free for those calls
+//! only that were enqueued later, when the stream has come to one of them:
 //!
 //! ```text
 //!   host     call 1    call 2    drop rows of 1    call 3
@@ -79,7 +79,8 @@ impl DevicePool {
     }
 }
 
-/// How far the caller's stream has come, and its peers have read: words that the host reads without a call of the driver.
+/// How far the caller's stream has come, and its peers have read: words that the host reads without
+/// a call of the driver.
 #[derive(Debug)]
 pub(super) struct Progress {
     /// This rank's words.
@@ -118,7 +119,8 @@ impl Progress {
         self.marks().last_return = value;
     }
 
-    /// The call that the stream has come to, if peers have read all that was offered; and whether it is the last.
+    /// The call that the stream has come to, if peers have read all that was offered; and whether
+    /// it is the last.
     pub fn seen(&self) -> Result<(Option<u64>, bool), DeviceError> {
         let value = |from, flag| {
             let word = self.words.word(ControlLayout::flag(from, flag, self.ranks) as usize)?;

@@ -200,7 +200,8 @@ fn dispatches_are_alive_side_by_side() {
     });
 }
 
-/// Waits that streams were given before what ends them, in rounds on one node with this bug in dispatches.
+/// Waits that streams were given before what ends them, in rounds on one node with this bug in
+/// dispatches.
 fn waits_without_cause(bug: Option<CallChange>) -> u64 {
     let case = Case { hidden: 8, max_tokens: 6, ..Case::new(3, 4, 2) };
     let without = || StandIn::loaded().map_or(0, |stand_in| stand_in.counters().waits_without_cause);

@@ -1,10 +1,11 @@
 //! Deadlines for streams: a stream waits for words of its peers for ever, so somebody looks.
 //!
-//! When the caller's thread has enqueued a call, it says which words the stream awaits. A thread looks
-//! at them from the moment when the stream has come to the call: what the caller's own work needs
-//! before is nobody's fault. If a word is missing when the deadline has passed, the world ends with
-//! the name of the rank that is late, and the guard lets the stream go. The caller may be many calls
-//! ahead of its stream, so the oldest call whose words are not all there is the one that counts.
+//! When the caller's thread has enqueued a call, it says which words the stream awaits. A thread
+//! looks at them from the moment when the stream has come to the call: what the caller's own work
+//! needs before is nobody's fault. If a word is missing when the deadline has passed, the world
+//! ends with the name of the rank that is late, and the guard lets the stream go. The caller may be
+//! many calls ahead of its stream, so the oldest call whose words are not all there is the one that
+//! counts.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -21,8 +21,8 @@
 //! sets a flag when slots are packed, and continues. If the NICs of all ranks read and write their
 //! devices' memory, slots go from device to device. The receiving stream awaits a word behind them,
 //! in device memory. Otherwise slots are staged in pinned host memory
-//! ([`NoGpuDirect`](crate::world::NoGpuDirect) gives the reason): one batch of copies out before the flag,
-//! one batch in behind the waits.
+//! ([`NoGpuDirect`](crate::world::NoGpuDirect) gives the reason): one batch of copies out before
+//! the flag, one batch in behind the waits.
 //!
 //! **When the world fails**, all waits of streams are ended, and the status says that sums are
 //! invalid. A stream that is made then writes the words in device memory. It must find a hardware

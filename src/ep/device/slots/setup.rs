@@ -210,7 +210,8 @@ fn cross(
 ) -> Result<(RowTransport, Option<SymmetricRange>, Port), Error> {
     let lanes = group.lanes(Route::Direct)?;
     let needs = TransportSizes { words: slots.first(), desk: None, twin: slots.bytes() };
-    // First, needed or not: what fails at one rank alone must have nothing behind it that is collective.
+    // First, needed or not: what fails at one rank alone must have nothing behind it that is
+    // collective.
     let taken = group.take_symmetric(slots.flag_bytes())?;
     let passage = RowTransport::find(group, context, &lanes, members, needs)?;
     let (pool, flags, twin) = match &passage {

@@ -108,7 +108,8 @@ class Buffer:
         """Tokens for each rank, rows for each expert, and which rank gets which token."""
         ranks = self.group.size()
         chosen = topk_idx >= 0
-        # One place more, which the dropped choices fall into: the host waits for no number of theirs.
+        # One place more, which the dropped choices fall into: the host waits for no number of
+        # theirs.
         named = torch.where(chosen, topk_idx, num_experts).flatten()
         per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
         per_expert.scatter_add_(0, named, torch.ones_like(named, dtype=torch.int32))

@@ -49,7 +49,8 @@ class TokenDispatcher:
         self.choices = experts if config.moe_pad_expert_input_to_capacity else config.moe_router_topk
         self.cudagraph_attrs: list[str] = []
         self.valid_cudagraph_attrs = None
-        # Where the schedule that overlaps microbatches leaves the weights that it detached, which token_dispatch gets as well.
+        # Where the schedule that overlaps microbatches leaves the weights that it detached, which
+        # token_dispatch gets as well.
         self._comm_manager = SimpleNamespace()
         self.ids: Tensor | None = None
         self.routed: autograd.Routed | None = None
@@ -91,7 +92,8 @@ class TokenDispatcher:
             hidden_states,
             experts=self.num_local_experts * self.tp_size * self.ep_size,
             top_k=self.ids.shape[1],
-            # Not that of the tensor: a rank whose tensor has another size is refused on all ranks, by the layer they share.
+            # Not that of the tensor: a rank whose tensor has another size is refused on all ranks,
+            # by the layer they share.
             hidden=self.hidden,
             dtype=hidden_states.dtype,
         )
