@@ -7,7 +7,7 @@
 //!   lane j +=  lane j+8,  then  lane j+4,  lane j+2,  lane j+1
 //! ```
 
-use super::format::{Arithmetic, Format, with_format};
+use super::arithmetic::{Arithmetic, Format, with_format};
 use super::vector::{Kernel, LANES, LINE, Vector};
 
 /// Arguments of a dot product of two rows.

@@ -27,8 +27,8 @@
     reason = "vector intrinsics and raw pointers into shared memory are what this room is for"
 )]
 
+mod arithmetic;
 mod e4m3;
-mod format;
 mod gradient;
 mod portable;
 mod product;
@@ -43,7 +43,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
-pub use format::Arithmetic;
+pub use arithmetic::Arithmetic;
 pub use product::{Matrix, product};
 pub use simd::{SIMD_VARIABLE, Simd};
 pub use sum::{GroupedSum, SumOutput};

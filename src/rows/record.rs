@@ -12,8 +12,8 @@
 //! small.) A value that is not finite becomes NaN and affects no other value: it does not count for
 //! the scale.
 
+use super::arithmetic::{Arithmetic, Format, with_format};
 use super::e4m3;
-use super::format::{Arithmetic, Format, with_format};
 use super::vector::{Kernel, LANES, Vector};
 use crate::dtype::Fp8RowShape;
 

@@ -20,7 +20,7 @@
 //! named behind those of this one: they are fetched, column by column, while these are added.
 
 use super::Stores;
-use super::format::{Arithmetic, Bf16, F16, F32, Format, WireFormat};
+use super::arithmetic::{Arithmetic, Bf16, F16, F32, Format, WireFormat};
 use super::vector::{Kernel, LANES, LINE, Vector};
 use crate::dtype::{PARTIAL, PartialDtype};
 

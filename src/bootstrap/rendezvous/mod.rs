@@ -14,14 +14,14 @@ mod connect;
 mod handshake_queue;
 mod join;
 mod join_barrier;
-mod pass;
+mod peer_listener;
 mod rebuild;
 
 pub use connect::connect;
 pub(super) use handshake_queue::{AuthenticatedPeer, HandshakeQueue};
 pub(super) use join::Membership;
 pub(super) use join_barrier::JoinBarrier;
-pub use pass::{PeerAuth, PeerListener};
+pub use peer_listener::{PeerAuth, PeerListener};
 pub(super) use rebuild::rebuild;
 
 #[cfg(test)]

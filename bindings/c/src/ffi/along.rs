@@ -4,8 +4,8 @@ use sidelane::ExpertParallel;
 use sidelane::ep::Handle as Layout;
 use sidelane::error::CallKind;
 
+use super::ep::Layer;
 use super::get;
-use super::layer::Layer;
 use super::objects::{Ep, Handle};
 use crate::fault::Fault;
 use crate::refuse;

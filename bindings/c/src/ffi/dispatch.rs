@@ -4,7 +4,7 @@ use sidelane::ep::{ExpertRows, Handle as Layout};
 use sidelane::error::CallKind;
 
 use super::along::along;
-use super::layer::Layer;
+use super::ep::Layer;
 use super::memory::Out;
 use super::objects::{Ep, Handle, Rows};
 use super::tensor::{Chosen, Routing, Source, Tensor};

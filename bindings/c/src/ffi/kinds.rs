@@ -3,8 +3,8 @@
 use sidelane::ep::{ExpertOutput, ExpertRows, TokenBuffer};
 
 use super::collective::CollectiveLayer;
+use super::ep::Layer;
 use super::halves::{CombineUnderway, DispatchUnderway};
-use super::layer::Layer;
 use super::objects::{
     Collective, Communicator, Ep, Gate, Group, Handle, Opaque, Output, PendingCombine, PendingDispatch, Rows,
     Shares, Stream, Tokens, Window, World,

@@ -26,7 +26,7 @@ mod stream;
 
 mod tensor;
 
-mod layer;
+mod ep;
 
 mod dispatch;
 
@@ -60,12 +60,12 @@ pub use collective::*;
 pub use combine::*;
 pub use communicator::*;
 pub use dispatch::*;
+pub use ep::*;
 pub use gate::*;
 pub use gate_config::*;
 pub use group::*;
 pub use halves::*;
 pub use handle::*;
-pub use layer::*;
 pub use library::*;
 pub use losses::{
     ImportanceInput, WeightsInput, sidelane_gate_weights_backward, sidelane_importance_loss, sidelane_z_loss,

@@ -56,16 +56,16 @@ impl From<Arithmetic> for Dtype {
 macro_rules! with_format {
     ($dtype:expr, $format:ident => $with:expr) => {
         match $dtype {
-            $crate::rows::format::Arithmetic::F32 => {
-                type $format = $crate::rows::format::F32;
+            $crate::rows::arithmetic::Arithmetic::F32 => {
+                type $format = $crate::rows::arithmetic::F32;
                 $with
             }
-            $crate::rows::format::Arithmetic::Bf16 => {
-                type $format = $crate::rows::format::Bf16;
+            $crate::rows::arithmetic::Arithmetic::Bf16 => {
+                type $format = $crate::rows::arithmetic::Bf16;
                 $with
             }
-            $crate::rows::format::Arithmetic::F16 => {
-                type $format = $crate::rows::format::F16;
+            $crate::rows::arithmetic::Arithmetic::F16 => {
+                type $format = $crate::rows::arithmetic::F16;
                 $with
             }
         }
