@@ -117,7 +117,7 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
                 check(&story, 0..3).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
             }
             // A row stands for several choices: its words go out and come home together.
-            let by_rank = (RowLayout::RankMajor, ReceiveMode::Exact, SumOrder::Node);
+            let by_rank = (RowLayout::RankMajor, ReceiveMode::Exact, SumOrder::Expert);
             let (group_by_rank, ahead) = (group.clone().placed(by_rank), format!("{name}, by rank"));
             let story = group_by_rank.tell(&enqueued_rounds(), None);
             proved(&ahead, &story);
