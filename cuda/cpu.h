@@ -215,6 +215,8 @@ DEVICE u32 atomicCAS(u32 *word, u32 expected, u32 value) {
 
 DEVICE u32 atomicAdd(u32 *word, u32 more) { return __atomic_fetch_add(word, more, __ATOMIC_SEQ_CST); }
 
+DEVICE void __threadfence_system(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
 DEVICE u32 atomicMin(u32 *word, u32 value) {
     u32 seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
     while (value < seen && !__atomic_compare_exchange_n(word, &seen, value, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}

@@ -93,13 +93,14 @@ struct Admit {
     u64 weights;    // f32 [budget]: 0 is written
     u64 status;     // u32: what kernels found before
     u64 verdict;    // u32: that, or which rank is over its budget
+    u64 refusal;    // u32: which rank is over its budget, as all ranks find it; 0: none
     u32 ranks, me, bins, budget, align;
     u32 strict; // more rows than the budget refuse the call at every rank
 };
 
 struct AdmitBlock {
-    u32 over;    // the first rank that is over its budget
-    u32 verdict;
+    u32 over; // the first rank that is over its budget
+    u32 refusal;
 };
 
 DEVICE u32 saturated(u64 number) { return number < ~0u ? (u32)number : ~0u; }
@@ -149,17 +150,24 @@ KERNEL(admit, struct Admit, p) {
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        u32 found = *AT(const u32, p.status);
-        s->verdict = found || s->over == ~0u ? found : OVER_BUDGET | s->over << 8;
-        *AT(u32, p.verdict) = s->verdict;
+        s->refusal = s->over == ~0u ? 0 : OVER_BUDGET | s->over << 8;
+        *AT(u32, p.refusal) = s->refusal;
+        // What this rank found is its own affair: the rows of the others are right all the same.
+        u32 found = *AT(const volatile u32, p.status);
+        *AT(volatile u32, p.verdict) = found ? found : s->refusal;
+        // A host that ends a dead world writes the status first, then the verdict: if its verdict
+        // was overwritten here, its status is seen here.
+        __threadfence_system();
+        found = *AT(const volatile u32, p.status);
+        if (found) *AT(volatile u32, p.verdict) = found;
     }
     __syncthreads();
     for (u32 bin = threadIdx.x; bin < p.bins; bin += THREADS) {
-        room[bin] = s->verdict ? ~0u : within(p.budget, (u64)begin[bin] + room[bin], ~0u);
+        room[bin] = s->refusal ? ~0u : within(p.budget, (u64)begin[bin] + room[bin], ~0u);
         if (bin - own >= n_own) continue;
         for (u32 rank = 0; rank < p.ranks; rank++)
             first[rank * n_own + bin - own] = saturated((u64)first[rank * n_own + bin - own] + begin[bin]);
-        if (s->verdict) counts[bin - own] = counts[n_own + bin - own] = 0;
+        if (s->refusal) counts[bin - own] = counts[n_own + bin - own] = 0;
     }
 }
 
@@ -176,13 +184,13 @@ struct Expand {
     u64 bins, before; // as tally wrote them
     u64 room;       // as admit wrote it
     u64 dropped;    // u8 [choices]: whether each choice of this rank was dropped
-    u64 verdict;    // u32
+    u64 refusal;    // u32, as admit wrote it
     u32 ranks, own, budget, max_tokens, top_k, slot_rows, header_rows, choices;
 };
 
 struct ExpandBlock {
     struct MatchBlock match;
-    u32 verdict; // the same for all threads
+    u32 refusal; // the same for all threads
 };
 
 // This rank's own choices.
@@ -206,9 +214,9 @@ KERNEL(expand, struct Expand, p) {
     u64 slot = p.received + source * p.slot_bytes, at = (u64)source * choices;
     const i32 *experts = AT(const i32, slot + sizeof(struct Head));
     u32 row = (u32)own < p.own ? AT(const u32, p.first)[source * p.own + own] : 0;
-    if (threadIdx.x == 0) s->verdict = *AT(const u32, p.verdict);
+    if (threadIdx.x == 0) s->refusal = *AT(const u32, p.refusal);
     __syncthreads();
-    int refused = s->verdict != 0;
+    int refused = s->refusal != 0;
     for (u32 begin = 0; begin < choices; begin += EXPAND_PASSES * THREADS) {
         struct Matches m;
         for (u32 pass = 0; pass < EXPAND_PASSES; pass++) {

@@ -241,7 +241,7 @@ mod tests {
         let seen = Config::from_vars(&|name| (name == "SIDELANE_HEAP").then(|| "1K".to_owned())).unwrap_err();
         assert_eq!(
             seen.to_string(),
-            "a heap of 1024 bytes (SIDELANE_HEAP) has no room for rows beside its symmetric part of 33554432 \
+            "a heap of 1024 bytes (SIDELANE_HEAP) has no room for rows next to its symmetric part of 33554432 \
              bytes (SIDELANE_SYMMETRIC)"
         );
     }

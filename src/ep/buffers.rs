@@ -113,7 +113,7 @@ impl ExpertRows {
         }
     }
 
-    /// Device, rank-major with exact sizes: the local expert of each row and choice,
+    /// Device, rank-major without graphs: the local expert of each row and choice,
     /// `i32 [len, top_k]`; -1 where there is none.
     ///
     /// # Errors
@@ -240,7 +240,8 @@ impl ExpertOutput {
         Ok(self.host_mut()?.weights_mut()?)
     }
 
-    /// On a device, one `f32` per row, to write to: gradients of row weights.
+    /// On a device, one `f32` per row or, rank-major, per row and choice, to write to: gradients of
+    /// row weights.
     ///
     /// # Errors
     /// As [`ExpertOutput::range`]; [`CallError::NotKept`] in fixed slots.

@@ -262,13 +262,13 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     /// How rows reach the ranks of their experts. Default: [`Strategy::AllToAll`].
     ///
-    /// [`Strategy::AllGather`] is another way out; what is seen, every sum and every gradient are the
-    /// same to the bit. Combine is reduce-scatter that leaves out the zeros, and what follows the
-    /// handle of an earlier dispatch goes its way, too. While a dispatch lasts, the pool holds all
-    /// ranks' tokens beside this rank's rows. That there is no room for these, or more of them than
-    /// the budget, is known only when tokens have moved: the error is the same on every rank, and
-    /// nothing of the call is visible. Fixed slots and spans are another way by themselves, and are
-    /// refused.
+    /// [`Strategy::AllGather`] is another way out; what is seen, every sum and every gradient are
+    /// the same to the bit. Combine is reduce-scatter that leaves out the zeros, and what follows
+    /// the handle of an earlier dispatch goes its way, too. While a dispatch lasts, the pool holds
+    /// all ranks' tokens beside this rank's rows. That there is no room for these, or more of them
+    /// than the budget, is known only when tokens have moved: the error is the same on every rank,
+    /// and nothing of the call is visible. Fixed slots and spans are another way by themselves, and
+    /// are refused.
     pub fn strategy(mut self, strategy: Strategy) -> Self {
         self.spec.strategy = strategy;
         self
@@ -305,9 +305,9 @@ impl<'g> ExpertParallelBuilder<'g> {
     }
 
     /// On a device, with exact sizes or a budget that no graphs hold: dispatches that may be alive
-    /// at once. Each has memory for the order of its rows, `2 x max_tokens x top_k x 4` bytes of
-    /// the device, and for what goes with the rows that may land: 4 bytes of each or, rank-major,
-    /// `16 x top_k`. Default: 64.
+    /// at once. Each has memory for the order of its rows, `3 x max_tokens x top_k x 4` bytes of
+    /// the device (`4 x` where combines are weighted), and for what goes with the rows that may
+    /// land: 4 bytes of each or, rank-major, `16 x top_k`. Default: 64.
     pub fn max_in_flight(mut self, dispatches: u32) -> Self {
         self.max_in_flight = Some(dispatches);
         self

@@ -13,8 +13,8 @@
 //! [`prepare`](ExpertParallel::prepare) makes the layout alone, before there are tokens; a cached
 //! dispatch then brings the rows.
 //!
-//! [`RowCollective`] is all-gather and reduce-scatter by the same programs, and [`TokenSlices`] uses
-//! them for a tensor-parallel group. A dispatch may itself go out by all-gather
+//! [`RowCollective`] is all-gather and reduce-scatter by the same programs, and [`TokenSlices`]
+//! uses them for a tensor-parallel group. A dispatch may itself go out by all-gather
 //! ([`Strategy::Gather`](crate::plan::Strategy)).
 //!
 //! | forward | backward |

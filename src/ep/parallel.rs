@@ -294,12 +294,14 @@ impl ExpertParallel {
     /// [`DeviceError`](crate::error::DeviceError) of calls that the host finishes, and
     /// [`Cause`](crate::error::Cause) end it.
     ///
-    /// On a device three refusals are this rank's alone. They come before anything is enqueued, and
+    /// A rank on whose device as many dispatches are alive as there is memory for refuses the call
+    /// likewise, by [`CallError::TooManyInFlight`].
+    ///
+    /// On a device two refusals are this rank's alone. They come before anything is enqueued, and
     /// the other ranks wait until this one makes the call again:
     ///
-    /// - [`CallError::TooManyInFlight`], where as many dispatches are alive as there is memory for;
-    /// - [`PlanError::BadParameter`] for an eager dispatch on a stream that is being captured: a
-    ///   graph does not know the sizes of its launches;
+    /// - [`PlanError::NotAvailable`] for any call of exact sizes, or of a budget without graphs, on
+    ///   a stream that is being captured: a graph does not know the sizes of its launches;
     /// - all refusals in slots, where ranks agree on nothing: fixed ones, and those of a budget
     ///   with [`Graphs::Slots`](super::Graphs::Slots). That a rank is over its budget is then known
     ///   to streams alone ([`Handle::status`]).
@@ -326,8 +328,9 @@ impl ExpertParallel {
     /// its own.
     ///
     /// On a device, choices go to the host and rows are packed; all else is the second half's, so
-    /// peers wait for that. Over [`Route::Pxn`](crate::topology::Route) it packs, too: until then
-    /// `x` stays as it is, also for what is enqueued in between. In slots the dispatch is enqueued.
+    /// peers wait for that. Over [`Route::Pxn`](crate::topology::Route), and for `x` in memory of
+    /// the instance (rows, outputs, a [`TokenBuffer`]), it packs, too: until then `x` stays as it
+    /// is, also for what is enqueued in between. In slots the dispatch is enqueued.
     ///
     /// # Errors
     /// Those that end the world, and the refusals that are this rank's alone

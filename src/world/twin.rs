@@ -50,7 +50,7 @@ impl HostStaging {
     ///
     /// # Errors
     /// As [`HostStaging::new`].
-    pub fn planner_scratch(group: &Group, context: &Arc<Context>, len: u64) -> Result<Self, Error> {
+    pub fn enqueuer_scratch(group: &Group, context: &Arc<Context>, len: u64) -> Result<Self, Error> {
         let (memory, mapped) = Self::pinned(group, context, len)?;
         let part = |member| WindowPart { member, region: 0, offset: 0, len: mapped.len_of(member) };
         let parts = (0..group.size()).map(part).collect();

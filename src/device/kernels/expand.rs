@@ -72,6 +72,9 @@ pub struct Admit<'a> {
     pub status: Word<'a, u32>,
     /// That, or which rank is over its budget: the status of this call alone.
     pub verdict: Word<'a, u32>,
+    /// Where it is said which rank is over its budget, likewise, and nothing else: all ranks find
+    /// the same.
+    pub refusal: Word<'a, u32>,
 }
 
 /// What [`Kernels::expand`] reads and writes. Memory may be larger than what is named here.
@@ -110,7 +113,7 @@ pub struct Expand<'a> {
     /// Whether each choice of this rank was dropped, `u8 [choices]`.
     pub dropped: ByteSpan<'a>,
     /// As [`Kernels::admit`] wrote it: if it is not 0, nothing lands.
-    pub verdict: Word<'a, u32>,
+    pub refusal: Word<'a, u32>,
 }
 
 /// `struct Tally` of the source.
@@ -145,6 +148,7 @@ struct AdmitParameters {
     weights: u64,
     status: u64,
     verdict: u64,
+    refusal: u64,
     ranks: u32,
     rank: u32,
     bins: u32,
@@ -170,7 +174,7 @@ struct ExpandParameters {
     before: u64,
     room: u64,
     dropped: u64,
-    verdict: u64,
+    refusal: u64,
     ranks: u32,
     own: u32,
     budget: u32,
@@ -276,6 +280,7 @@ impl Kernels {
             weights: operands.span("weights", admit.weights, rows, WORD)?,
             status: operands.word(admit.status)?,
             verdict: operands.word(admit.verdict)?,
+            refusal: operands.word(admit.refusal)?,
             ranks,
             rank,
             bins: shape.bins(),
@@ -328,7 +333,7 @@ impl Kernels {
             before: operands.span("before", expand.before, list, WORD)?,
             room: operands.span("room", expand.room, bytes([shape.bins().into(), WORD]), WORD)?,
             dropped: operands.span("dropped", expand.dropped, Some(choices.into()), 1)?,
-            verdict: operands.word(expand.verdict)?,
+            refusal: operands.word(expand.refusal)?,
             ranks,
             own,
             budget,

@@ -59,7 +59,7 @@ impl RowTransport {
         let memory = DeviceMemory { context: context_of, own, neighbours, rank, strict: needs.words };
         match GpuDirectMemory::new(group, lanes, &memory)? {
             Ok(straight) => {
-                let desk = needs.desk.map(|len| HostStaging::planner_scratch(group, context, len));
+                let desk = needs.desk.map(|len| HostStaging::enqueuer_scratch(group, context, len));
                 Ok(RowTransport::Straight(straight, desk.transpose()?))
             }
             Err(detour) => {

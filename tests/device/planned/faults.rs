@@ -122,7 +122,6 @@ fn another_shape(mode: ReceiveMode) {
     });
 }
 
-/// Each refusal is about its own call: kernels of the one before have yet to run.
 #[test]
 fn tensors_that_the_device_does_not_reach_are_refused_on_all_ranks() {
     let test = "planned::faults::tensors_that_the_device_does_not_reach_are_refused_on_all_ranks";
@@ -164,6 +163,7 @@ fn assert_unreached(refused: &Error, rank: u32, culprit: u32) {
     }
 }
 
+/// Each refusal is about its own call: kernels of the one before have yet to run.
 #[test]
 fn refused_combine_leaves_the_sums_of_another_alone() {
     on_devices("planned::faults::refused_combine_leaves_the_sums_of_another_alone", 8, 25, || {
@@ -326,18 +326,32 @@ fn without_room_every_rank_gets_the_same_error() {
 }
 
 #[test]
-fn more_dispatches_than_memory_for_them_are_not_made() {
-    on_devices("planned::faults::more_dispatches_than_memory_for_them_are_not_made", 8, 5, || {
-        on_ranks(&[0; 2], &small(), |world| {
-            let group = world.all().unwrap();
-            let mut rank = Rank::<bf16>::new(&group, &Case { max_in_flight: 1, ..Case::new(2, 4, 2) });
-            let alive = rank.dispatch(&input(world.rank())).unwrap();
-            let refused = rank.dispatch(&input(world.rank())).map(drop).unwrap_err();
-            assert_eq!(refused, CallError::TooManyInFlight { max: 1 }.into());
-            drop(alive);
-            rank.round(&input(world.rank()));
-        });
-    });
+fn more_dispatches_than_memory_for_them_are_refused_on_all_ranks() {
+    on_devices(
+        "planned::faults::more_dispatches_than_memory_for_them_are_refused_on_all_ranks",
+        8,
+        5,
+        || {
+            on_ranks(&[0; 2], &small(), |world| {
+                let group = world.all().unwrap();
+                let mut rank = Rank::<bf16>::new(&group, &Case { max_in_flight: 1, ..Case::new(2, 4, 2) });
+                let mut alive = Some(rank.dispatch(&input(world.rank())).unwrap());
+                if world.rank() == 1 {
+                    alive = None;
+                }
+                let refused = rank.dispatch(&input(world.rank())).map(drop).unwrap_err();
+                match world.rank() {
+                    0 => assert_eq!(refused, CallError::TooManyInFlight { max: 1 }.into()),
+                    _ => assert!(
+                        matches!(refused, Error::Call(CallError::PeerRefused { peer: 0, .. })),
+                        "{refused}"
+                    ),
+                }
+                drop(alive);
+                rank.round(&input(world.rank()));
+            });
+        },
+    );
 }
 
 #[test]

@@ -254,6 +254,44 @@ fn graph_of_a_whole_layer_is_replayed_with_other_tokens() {
 }
 
 #[test]
+fn missing_expert_gives_zeros_at_its_rank_alone() {
+    on_stand_in("slots::budget::missing_expert_gives_zeros_at_its_rank_alone", || {
+        on_each::<bf16>(&budget(60, Overflow::Error, Case::new(3, 6, 2)), |rank, me| {
+            let mut input: Input<bf16> = tokens(me, 5, 16, 2, 6);
+            let missing = 3;
+            if me == 1 {
+                // To the other ranks it is a choice that was not made.
+                input.ids[missing] = -1;
+            }
+            let expected = on_host(rank, &input).ok().expect("within the budget");
+            if me == 1 {
+                input.ids[missing] = 6;
+            }
+            let tensors = rank.put(&input);
+            let (x, choices) = call::<bf16>(&tensors);
+            let (rows, handle) = rank.planned.start_dispatch(x, choices).unwrap().unfinished().unwrap();
+            let range = rows.range().unwrap();
+            let seen_rows = seen::<bf16, bf16>(rank, &range, expected.rows.len());
+            assert_eq!(bits(&seen_rows), bits(&expected.rows), "rows");
+            let y = handle.output().unwrap();
+            rank.rows.send(&rank.stream, y.range().unwrap(), bits(&expected.made));
+            let out = rank.out.part(tensors[0].len());
+            rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
+            let sums = seen::<bf16, bf16>(rank, &out, expected.sums.len());
+            let done = rank.planned.synchronize();
+            if me == 1 {
+                let fault = KernelFault::ExpertOutOfRange { token: 1 };
+                assert_eq!(KernelFault::of(handle.status_now().0), Some(fault));
+                assert!(done.is_err() && sums.iter().all(|sum| sum.to_bits() == 0), "{done:?}");
+            } else {
+                assert_eq!((done, handle.status_now().0), (Ok(()), 0));
+                assert_eq!(bits(&sums), bits(&expected.sums), "sums");
+            }
+        });
+    });
+}
+
+#[test]
 fn settings_that_graphs_cannot_hold_are_refused_by_name() {
     on_stand_in("slots::budget::settings_that_graphs_cannot_hold_are_refused_by_name", || {
         let within = |case| budget(40, Overflow::Drop, case);

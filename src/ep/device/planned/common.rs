@@ -132,7 +132,8 @@ impl Common {
     /// waits until it has.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), the cause of a dead world, [`PlanError::Interrupted`].
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), the cause of a dead world,
+    /// [`PlanError::Interrupted`].
     pub fn take(&self, bytes: u64) -> Result<Extent, Error> {
         loop {
             let all = self.reclaim();

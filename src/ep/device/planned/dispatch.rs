@@ -77,7 +77,10 @@ impl DeviceCall<'_> {
             told.extent = None;
             told.refused = Some(error);
         });
-        self.enqueuer.send_tables(seat, tokens, false)?;
+        // A call without a context has no tables.
+        if seat != self.enqueuer.common.shape.seatless() {
+            self.enqueuer.send_tables(seat, tokens, false)?;
+        }
         Ok(status)
     }
 
@@ -296,7 +299,7 @@ impl Enqueuer {
         kept.in_place = None;
         match fixed.arrives() {
             // Rows that are dropped lie packed, too.
-            _ if clipped => {}
+            _ if dropped => {}
             true => kept.find_in_place(|row| packed[row as usize] as u32),
             false => kept.find_in_place(|row| sorted.tokens[row as usize]),
         }

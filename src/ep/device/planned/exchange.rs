@@ -148,10 +148,9 @@ impl PlannedExchange {
     /// experts come. Collective. What is enqueued afterwards finds the rows.
     ///
     /// # Errors
-    /// [`CallError::TooManyInFlight`] if as many dispatches are alive as there are seats; then the call is not made, and the other
-    /// ranks wait. [`DeviceError`](crate::error::DeviceError) ends the world. Bad input is reported
-    /// by
-    /// [`PlannedDispatch::finish`], on all ranks.
+    /// [`DeviceError`](crate::error::DeviceError) ends the world. Bad input is reported by
+    /// [`PlannedDispatch::finish`], on all ranks, and so is [`CallError::TooManyInFlight`], if as
+    /// many dispatches are alive as there are contexts.
     pub fn start_dispatch(&mut self, x: Tensor<'_>, choices: Choices<'_>) -> Result<PlannedDispatch, Error> {
         let tokens = Tokens::check(&self.common.fixed.spec, self.stream.device(), x, choices);
         self.begin_placing(
@@ -225,7 +224,14 @@ impl PlannedExchange {
         let common = Arc::clone(&self.common);
         let seats = common.shape.seats();
         let free = (0..seats).find(|&seat| common.seats[seat as usize].take());
-        let seat = free.ok_or(CallError::TooManyInFlight { max: seats })?;
+        // Without a context the call is entered all the same: the other ranks do not wait.
+        let (seat, brought) = match free {
+            Some(seat) => (seat, brought),
+            None => {
+                let full = brought.and(Err(CallError::TooManyInFlight { max: seats }.into()));
+                (common.shape.seatless(), full)
+            }
+        };
         let (brought, refused) =
             brought.map_or_else(|error| (None, Some(error)), |brought| (Some(brought), None));
         let count = brought.map_or(0, |(chosen, _)| chosen.tokens);
@@ -255,8 +261,8 @@ impl PlannedExchange {
     /// Collective.
     ///
     /// # Errors
-    /// [`DeviceError`](crate::error::DeviceError) ends the world. A refusal of this rank's input, which the other ranks hear
-    /// of.
+    /// [`DeviceError`](crate::error::DeviceError) ends the world. A refusal of this rank's input,
+    /// which the other ranks hear of.
     pub fn combine(
         &mut self,
         y: CombineInput<'_>,

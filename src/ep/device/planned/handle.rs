@@ -347,7 +347,9 @@ impl PlannedHandle {
             (true, true) => &kernels[1..],
             (true, false) => &kernels[..1],
         };
-        Ok(self.lease.report(enqueued, kernels))
+        let apart = common.fixed.spec.layout.is_per_rank().then_some("choices");
+        let kernels: Vec<_> = kernels.iter().copied().chain(apart).collect();
+        Ok(self.lease.report(enqueued, &kernels))
     }
 
     /// How the last return went; nothing if it has yet to be finished.

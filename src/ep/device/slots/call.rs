@@ -88,7 +88,9 @@ impl SlotExchange {
         };
         self.kernels.pack(stream, &pack)?;
         let Some(expansion) = &self.expansion else { return Ok(()) };
-        expansion.tally((&self.kernels, stream), &self.packed_at, (count, pack.experts))
+        // `pack` has counted the call: it cannot be made again.
+        let tallied = expansion.tally((&self.kernels, stream), &self.packed_at, (count, pack.experts));
+        tallied.map_err(|error| self.fail(error))
     }
 
     /// Compares the headers with what they must be. So a rank that makes another call is found
@@ -112,7 +114,7 @@ impl SlotExchange {
     /// Makes one partial row of the outputs for a token.
     fn fold(&self, stream: &Stream) -> Result<(), Error> {
         let Some(expansion) = &self.expansion else { return Ok(()) };
-        expansion.fold((&self.kernels, stream), self.call_status()?, &self.partials)
+        expansion.fold((&self.kernels, stream), &self.partials)
     }
 
     /// Copies outputs that lie elsewhere to where peers expect them.

@@ -42,6 +42,8 @@ enum Piece {
     Counts,
     /// Whether own choices were dropped: `u8 [max_tokens, top_k]`.
     Dropped,
+    /// Which rank is over its budget: `u32`.
+    Refusal,
     /// The row of each choice that came, and the place of its bin: `i32 [ranks, max_tokens,
     /// top_k]`.
     Rows,
@@ -84,6 +86,7 @@ impl ExpansionLayout {
             ranks * own * 4,
             2 * own * 8,
             choices,
+            4,
             came,
             came,
             words,
@@ -98,6 +101,31 @@ impl ExpansionLayout {
             (at, len)
         });
         ExpansionLayout { pieces, bytes }
+    }
+
+    /// Whether kernels can count its rows, and a device may have as many bytes.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`].
+    pub fn check(&self, spec: &Spec, shape: &SlotShape, budget: u32) -> Result<(), PlanError> {
+        const MOST_BYTES: u64 = 1 << 56;
+        let ranks = u64::from(spec.map.ranks());
+        let slot_rows = ranks * u64::from(shape.slot_rows());
+        let choices = ranks * u64::from(shape.max_tokens()) * u64::from(shape.top_k());
+        let most = i32::MAX as u64;
+        for (parameter, seen, most) in [
+            ("budget", budget.into(), most),
+            ("rows of all slots", slot_rows, most),
+            ("choices of all slots", choices, most),
+            ("ranks", ranks, u64::from(u16::MAX) - 1),
+            ("bytes of the exchange", self.bytes, MOST_BYTES),
+        ] {
+            if seen > most {
+                let expected = "what kernels can count: fewer ranks, tokens, choices or rows";
+                return Err(PlanError::BadParameter { parameter, seen, expected });
+            }
+        }
+        Ok(())
     }
 
     /// Bytes of all of it.
@@ -122,7 +150,7 @@ pub(super) struct Expansion {
 #[derive(Clone, Copy)]
 pub(super) struct Received<'a> {
     pub slots: &'a DeviceRange,
-    /// What was found before, and of this call alone.
+    /// What kernels found so far, and how this call ends here.
     pub status: Word<'a, u32>,
     pub verdict: Word<'a, u32>,
 }
@@ -202,6 +230,11 @@ impl Expansion {
         self.range(Piece::Outputs)
     }
 
+    /// Which rank is over its budget in the last call; 0 if none is.
+    fn refusal(&self) -> Result<Word<'_, u32>, DeviceError> {
+        self.range(Piece::Refusal).word(0)
+    }
+
     /// Kernels of a combine.
     pub fn fold_names(&self) -> Result<&'static [&'static str], DeviceError> {
         match self.home() {
@@ -261,6 +294,7 @@ impl Expansion {
             weights: self.span(Piece::Weights)?,
             status: received.status,
             verdict: received.verdict,
+            refusal: self.refusal()?,
         };
         kernels.admit(stream, &admit)?;
         let expand = Expand {
@@ -280,7 +314,7 @@ impl Expansion {
             before: self.span(Piece::Before)?,
             room: self.span(Piece::Room)?,
             dropped: self.span(Piece::Dropped)?,
-            verdict: received.verdict,
+            refusal: self.refusal()?,
         };
         kernels.expand(stream, &expand)?;
         if *budget == 0 {
@@ -299,12 +333,7 @@ impl Expansion {
     }
 
     /// Before partial rows return: each is the sum of a token's rows at this rank.
-    pub fn fold(
-        &self,
-        (kernels, stream): (&Kernels, &Stream),
-        verdict: Word<'_, u32>,
-        partials: &DeviceRange,
-    ) -> Result<(), Error> {
+    pub fn fold(&self, (kernels, stream): (&Kernels, &Stream), partials: &DeviceRange) -> Result<(), Error> {
         let spec = &self.spec;
         let sum = SumChoices {
             tokens: spec.map.ranks() * self.shape.max_tokens(),
@@ -319,7 +348,8 @@ impl Expansion {
             experts: Some(self.span(Piece::Sums)?),
             weights: None,
             group_of: None,
-            status: verdict,
+            // Zeros where all ranks refuse the call, and not for a fault of this rank alone.
+            status: self.refusal()?,
             out: partials.span(0, partials.len())?,
         };
         match self.home() {

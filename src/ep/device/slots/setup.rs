@@ -56,7 +56,8 @@ impl SlotExchange {
             }
             _ => {}
         }
-        SlotShape::new(spec.max_tokens, spec.top_k, spec.row_bytes()).map(drop)
+        let (shape, expansion) = shapes(spec)?;
+        expansion.map_or(Ok(()), |(budget, layout)| layout.check(spec, &shape, budget))
     }
 
     /// This rank's. What fails after the windows are mapped fails at this rank alone.
@@ -197,7 +198,9 @@ fn shapes(spec: &Spec) -> Result<(SlotShape, Option<(u32, ExpansionLayout)>), Pl
 fn kernels_of(expansion: Option<&Expansion>) -> Result<[Vec<&'static str>; 2], DeviceError> {
     let Some(expansion) = expansion else { return Ok([vec!["pack", "check"], vec!["sum"]]) };
     let folds = expansion.fold_names()?.iter().copied().chain(["sum"]).collect();
-    Ok([vec!["pack", "tally", "check", "admit", "expand", "regroup"], folds])
+    // Of no rows there is nothing to gather.
+    let gather = (expansion.budget() > 0).then_some("regroup");
+    Ok([["pack", "tally", "check", "admit", "expand"].into_iter().chain(gather).collect(), folds])
 }
 
 /// The path of rows between nodes, with the flags that the lane raises where these are not the
