@@ -2,8 +2,9 @@
 // sort of the choices. Where a token is one row however many of its choices are in a bin, the first
 // of them is the one that counts.
 //
-//     grid (bins): a block finds the rows of one bin. It looks at all choices twice: how many belong to lower bins, and which
-//     are its own. Behind the last row of all the last block writes -1.
+//     grid (bins): a block finds the rows of one bin. It looks at all choices twice: how many
+//     belong to lower bins, and which are its own. Behind the last row of all the last block writes
+//     -1.
 #include "shim.h"
 
 struct Order {

@@ -1,8 +1,9 @@
 // Pack: the rows of this rank's tokens, with their choices, into one slot for each rank
 // (crates/core/src/plan/slot.rs has the picture).
 //
-//     grid (parts, ranks): block (part, rank) writes `rows / parts` rows of the slot for `rank`, and what its header says of
-//     them. Which tokens these are it finds out by itself, from all choices: for decode they are a few kilobytes.
+//     grid (parts, ranks): block (part, rank) writes `rows / parts` rows of the slot for `rank`,
+//     and what its header says of them. Which tokens these are it finds out by itself, from all
+//     choices: for decode they are a few kilobytes.
 //
 // One launch. Everything in a slot is written, whether it is used or not. `pack` moves rows as they
 // are, `pack_fp8` makes records of bf16 rows (crates/core/src/dtype/record.rs has their picture).

@@ -1,7 +1,8 @@
 // Sums of rows: out[token] = round(+0 + row + row + ...), in f32, ranks ascending; one rounding,
 // one quiet NaN.
 //
-//     grid (tokens, parts of a row). A warp finds the rows of its token together, then each lane sums 16 bytes of columns.
+//     grid (tokens, parts of a row). A warp finds the rows of its token together, then each lane
+//     sums 16 bytes of columns.
 //
 // Where the status word is set, zeros are written.
 #include "rows.h"

@@ -6,7 +6,8 @@
 // all in f32. One group for all is `order = expert`; the group of an expert is its rank or its node
 // for the other orders.
 //
-//     grid (tokens, parts of a row). The block first puts the rows of its token in order, a list of them at a time.
+//     grid (tokens, parts of a row). The block first puts the rows of its token in order, a list of
+//     them at a time.
 #include "rows.h"
 
 struct SumChoices {
