@@ -8,6 +8,7 @@ mod buffer;
 mod check;
 mod choices;
 mod counts;
+mod expand;
 mod gradients;
 mod order;
 mod pack;

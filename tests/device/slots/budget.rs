@@ -160,6 +160,21 @@ fn rows_and_sums_within_a_budget_are_those_of_the_host() {
     });
 }
 
+/// Kernels look at 1024 choices at a time, and these are more.
+#[test]
+fn rows_and_sums_of_many_choices_are_those_of_the_host() {
+    on_stand_in("slots::budget::rows_and_sums_of_many_choices_are_those_of_the_host", || {
+        for (rows, overflow, align) in [(4900, Overflow::Error, 1), (900, Overflow::Drop, 8)] {
+            let case = Case { max_tokens: 600, hidden: 8, align, ..Case::new(2, 6, 4) };
+            on_each::<bf16>(&budget(rows, overflow, case), |rank, me| {
+                for count in [600, 257] {
+                    round(rank, &tokens(64 * u64::from(count) + me, count, 8, 4, 6));
+                }
+            });
+        }
+    });
+}
+
 #[test]
 fn rows_and_sums_across_nodes_are_those_of_the_host() {
     on_stand_in("slots::budget::rows_and_sums_across_nodes_are_those_of_the_host", || {
