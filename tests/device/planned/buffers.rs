@@ -44,10 +44,30 @@ fn scattered_tokens_in_a_buffer_are_packed() {
         for (nodes, route) in SHAPES {
             for layout in RowLayout::ALL {
                 let case = Case { route, layout, max_in_flight: 3, ..Case::across(nodes, 6, 3) };
+                for case in [case.clone(), case.dropping(10)] {
+                    on_each_of::<bf16>(&case, |rank, me| {
+                        for seed in (0..3).map(|round| round * 64 + me) {
+                            let count = some(&case, seed).max(9);
+                            let input = tokens(seed, count, case.hidden, case.top_k, 6);
+                            rank.go_from_a_buffer(&input, false);
+                        }
+                    });
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn tokens_in_runs_within_a_budget_are_packed() {
+    on_devices("planned::buffers::tokens_in_runs_within_a_budget_are_packed", 8, 74, || {
+        for (nodes, route) in SHAPES {
+            let sequence = Case { route, align: 2, max_in_flight: 3, ..Case::across(nodes, 6, 1) };
+            let everywhere = Case { layout: RowLayout::RankMajor, top_k: 6, ..sequence.clone() };
+            for case in [sequence.dropping(5), everywhere.dropping(9)] {
                 on_each_of::<bf16>(&case, |rank, me| {
                     for seed in (0..3).map(|round| round * 64 + me) {
-                        let count = some(&case, seed).max(9);
-                        let input = tokens(seed, count, case.hidden, case.top_k, 6);
+                        let input = rank.in_runs(seed, 1 + (seed % 11) as u32);
                         rank.go_from_a_buffer(&input, false);
                     }
                 });

@@ -9,7 +9,7 @@ use sidelane::ep::{
     Choices, ExpertOutput, ExpertParallelBuilder, ExpertRows, Graphs, Handle, Report, Tensor, TensorMut,
 };
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, ReceiveMode, RowLayout, SumOrder};
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Element, Error, ExpertParallel, Group};
 
@@ -63,6 +63,12 @@ impl Case {
             fp8: false,
             layout: RowLayout::ExpertMajor,
         }
+    }
+
+    /// The same with a budget of as many rows: those behind it are dropped.
+    pub fn dropping(self, rows: u32) -> Case {
+        let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
+        Case { mode, ..self }
     }
 
     pub fn settings<'g, E: Element>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {

@@ -29,7 +29,10 @@ fn rounds_by_rank_are_those_of_the_host() {
             let case = Case { route, ..across(nodes, 9, 4) };
             rounds(&case, 3, 1);
             rounds(&Case { align: 8, hidden: 8, ..case.clone() }, 3, 2);
-            rounds(&Case { map: replicated.clone(), align: 2, ..case }, 3, 3);
+            rounds(&case.clone().dropping(9), 3, 2);
+            let case = Case { map: replicated.clone(), align: 2, ..case };
+            rounds(&case, 3, 3);
+            rounds(&case.dropping(6), 2, 4);
         }
     });
 }
@@ -48,7 +51,9 @@ fn steps_by_rank_are_those_of_the_host() {
                 (&[0, 0, 1, 1], Route::Pxn),
                 (&[0, 1, 2, 0, 1], Route::Pxn),
             ] {
-                steps::<bf16>(&Case { order, wire, route, align: 2, ..across(nodes, 11, 4) }, 2, 12);
+                let case = Case { order, wire, route, align: 2, ..across(nodes, 11, 4) };
+                steps::<bf16>(&case, 2, 12);
+                steps::<bf16>(&case.dropping(8), 1, 15);
             }
         }
         // Weights of many choices are longer than the rows.
@@ -62,7 +67,9 @@ fn records_go_by_rank_too() {
     on_devices("planned::rank_major::records_go_by_rank_too", 8, 53, || {
         for route in Route::ALL {
             let case = Case { route, fp8: true, max_in_flight: 3, ..across(&[0, 0, 1, 1], 8, 3) };
-            on_each_of::<bf16>(&case, |rank, me| rank.step_in_records(me, some(&case, me)));
+            for case in [case.clone(), case.dropping(9)] {
+                on_each_of::<bf16>(&case, |rank, me| rank.step_in_records(me, some(&case, me)));
+            }
         }
     });
 }

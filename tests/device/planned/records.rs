@@ -34,8 +34,10 @@ fn steps_in_records_are_those_of_the_host() {
         ] {
             let case = Case { route, align: 4, hidden: 136, ..Case::across(nodes, 6, 3) };
             steps::<bf16>(&case, 3);
+            steps::<bf16>(&case.clone().dropping(10), 2);
             let case = Case { hidden: 8, align: 1, weighted: true, order: SumOrder::Node, ..case };
             steps::<f32>(&case, 2);
+            steps::<f32>(&case.dropping(7), 1);
         }
         steps::<f16>(&Case { hidden: 264, ..Case::new(2, 5, 4) }, 2);
     });

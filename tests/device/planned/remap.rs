@@ -47,19 +47,22 @@ fn calls_follow_the_new_map_back_and_forth() {
             for (nodes, route) in
                 [(&[0; 4][..], Route::Direct), (&[0, 1, 1, 1], Route::Direct), (&[0, 0, 1, 1], Route::Pxn)]
             {
-                on_each_of::<bf16>(&case(nodes, route, layout), |rank, me| {
-                    for seed in (0..3).map(|round| round * 64 + me) {
-                        round(rank, seed);
-                        moved(rank, after());
-                        round(rank, seed + 7);
-                        let step = rank.expected(seed, 5);
-                        let handle = rank.forward(&step);
-                        rank.again(&step, &handle);
-                        rank.backward(&step, &handle);
-                        drop(handle);
-                        moved(rank, before());
-                    }
-                });
+                let case = case(nodes, route, layout);
+                for case in [case.clone(), case.dropping(8)] {
+                    on_each_of::<bf16>(&case, |rank, me| {
+                        for seed in (0..3).map(|round| round * 64 + me) {
+                            round(rank, seed);
+                            moved(rank, after());
+                            round(rank, seed + 7);
+                            let step = rank.expected(seed, 5);
+                            let handle = rank.forward(&step);
+                            rank.again(&step, &handle);
+                            rank.backward(&step, &handle);
+                            drop(handle);
+                            moved(rank, before());
+                        }
+                    });
+                }
             }
         }
     });
