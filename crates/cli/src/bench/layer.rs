@@ -86,13 +86,13 @@ impl<E: Number> Tokens<E> {
     }
 
     pub fn sent(&self) -> Result<&[u8], Error> {
-        Ok(self.buffer.rows::<u8>()?)
+        self.buffer.rows::<u8>()
     }
 
     pub fn x(&self) -> Result<&[E], Error> {
         match &self.tokens {
             Some(tokens) => Ok(tokens),
-            None => Ok(self.buffer.rows::<E>()?),
+            None => self.buffer.rows::<E>(),
         }
     }
 }
