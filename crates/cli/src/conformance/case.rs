@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 use sidelane::dtype::PartialDtype;
-use sidelane::ep::{CallExecutor, ExpertParallelBuilder, Feature};
+use sidelane::ep::{CallExecutor, ExpertParallelBuilder, Feature, Graphs};
 use sidelane::error::PlanError;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::Route;
@@ -24,10 +24,12 @@ pub enum Way {
     Budget,
     /// Rank-major slots for all tokens, summed by rank, on a device.
     Slots,
+    /// A budget that suffices and that graphs hold, summed by rank, on a device.
+    Graphs,
 }
 
 impl Way {
-    pub const ALL: [Way; 4] = [Way::Host, Way::Exact, Way::Budget, Way::Slots];
+    pub const ALL: [Way; 5] = [Way::Host, Way::Exact, Way::Budget, Way::Slots, Way::Graphs];
 
     pub fn is_on_device(self) -> bool {
         self != Way::Host
@@ -38,7 +40,7 @@ impl Way {
         match self {
             Way::Host => CallExecutor::HostStepper,
             Way::Exact | Way::Budget => CallExecutor::Enqueuer,
-            Way::Slots => CallExecutor::ConstantProgram,
+            Way::Slots | Way::Graphs => CallExecutor::ConstantProgram,
         }
     }
 
@@ -49,6 +51,7 @@ impl Way {
             Way::Exact => "device, exact sizes",
             Way::Budget => "device, budget",
             Way::Slots => "device, slots",
+            Way::Graphs => "device, a budget that graphs hold",
         }
     }
 }
@@ -60,7 +63,7 @@ pub enum Setting {
     Order(SumOrder),
     Partial(PartialDtype),
     Align(u32),
-    /// Rows of a rank; goes with [`Way::Host`] and [`Way::Budget`].
+    /// Rows of a rank; goes with [`Way::Host`], [`Way::Budget`] and [`Way::Graphs`].
     Budget(u32, Overflow),
     /// Slots of a source; goes with [`Way::Host`] and [`Way::Slots`].
     Slots(u32, Overflow),
@@ -166,7 +169,7 @@ impl Case {
     /// Whether it is for this way.
     pub fn goes(&self, way: Way) -> bool {
         let fits = |setting: &Setting| match setting {
-            Setting::Budget(..) => matches!(way, Way::Host | Way::Budget),
+            Setting::Budget(..) => matches!(way, Way::Host | Way::Budget | Way::Graphs),
             Setting::Slots(..) => matches!(way, Way::Host | Way::Slots),
             _ => true,
         };
@@ -184,13 +187,14 @@ impl Case {
         let counts: Vec<u32> = self.tokens.iter().copied().cycle().take(nodes.len()).collect();
         let mut case = reference::Case::new(nodes, &counts, self.experts, self.top_k);
         case.hidden = self.hidden as usize;
+        // All choices of all ranks, and pads of each expert.
+        let rows = (ranks * max_tokens + 16) * self.experts;
+        let suffices = ReceiveMode::Budget { rows, overflow: Overflow::Error };
+        let mut graphs = Graphs::Off;
         match way {
             Way::Host | Way::Exact => {}
-            Way::Budget => {
-                // All choices of all ranks, and pads of each expert.
-                let rows = (ranks * max_tokens + 16) * self.experts;
-                case.mode = ReceiveMode::Budget { rows, overflow: Overflow::Error };
-            }
+            Way::Budget => case.mode = suffices,
+            Way::Graphs => (case.mode, case.order, graphs) = (suffices, SumOrder::Rank, Graphs::Slots),
             Way::Slots => {
                 case.mode = ReceiveMode::Slots { rows: max_tokens, overflow: Overflow::Error };
                 (case.layout, case.order) = (RowLayout::RankMajor, SumOrder::Rank);
@@ -213,7 +217,7 @@ impl Case {
                 Setting::Replicas => case.map = replicated(self.experts, ranks)?,
             }
         }
-        Ok(Settings { case, dtype: self.dtype, max_tokens, fp8 })
+        Ok(Settings { case, dtype: self.dtype, max_tokens, fp8, graphs })
     }
 
     /// The first feature that it asks for and this executor lacks: settings at build, then calls.
@@ -231,17 +235,19 @@ pub struct Settings {
     pub dtype: Dtype,
     pub max_tokens: u32,
     pub fp8: bool,
+    pub graphs: Graphs,
 }
 
 impl Settings {
-    /// The builder with them, on the host.
+    /// The builder with them, still without a place.
     pub fn builder<'g>(&self, group: &'g Group) -> Result<ExpertParallelBuilder<'g>, PlanError> {
         let case = &self.case;
         let builder = ExpertParallel::builder(group)?.expert_map(case.map.clone()).top_k(case.top_k);
         let builder = builder.hidden(case.hidden).dtype(self.dtype).max_tokens(self.max_tokens);
         let builder = builder.layout(case.layout).mode(case.mode).align(case.align).route(case.route);
         let builder = builder.sum_order(case.order).partial_dtype(case.wire).weighted(case.weighted);
-        Ok(builder.coalesce_relays(case.spans).strategy(case.strategy).fp8(self.fp8))
+        let builder = builder.coalesce_relays(case.spans).strategy(case.strategy);
+        Ok(builder.fp8(self.fp8).graphs(self.graphs))
     }
 
     /// Features that these settings ask for, in the order of the table.

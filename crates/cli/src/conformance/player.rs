@@ -4,8 +4,8 @@
 
 use sidelane::device::Graph;
 use sidelane::dtype::{Dtype, Fp8RowShape};
-use sidelane::ep::{Choices, ExpertOutput, ExpertRows, Handle, Tensor};
-use sidelane::error::{CallError, PlanError};
+use sidelane::ep::{CallExecutor, Choices, ExpertOutput, ExpertRows, Graphs, Handle, Tensor};
+use sidelane::error::{CallError, KernelFault, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::RowLayout;
 use sidelane::rows::{Arithmetic, RowKernels, Simd, Stores};
@@ -66,7 +66,7 @@ where
         let mut builder = settings.builder(group)?;
         if let Some(stream) = place.stream() {
             builder = builder.on(stream);
-            if settings.case.mode.slots().is_none() {
+            if settings.case.mode.slots().is_none() && settings.graphs == Graphs::Off {
                 builder = builder.device_heap(DEVICE_HEAP).max_in_flight(MAX_IN_FLIGHT);
             }
         }
@@ -77,6 +77,16 @@ where
 
     pub fn instance(&self) -> &ExpertParallel {
         &self.ep
+    }
+
+    /// Whether sizes stay on the device: then a handle knows nothing, and ranks agree on nothing.
+    fn sizes_stay(&self) -> bool {
+        self.ep.executor() == CallExecutor::ConstantProgram
+    }
+
+    /// Rows that this rank sees of a dispatch.
+    fn rows_seen(&self, handle: &Handle, reference: &Reference<E>) -> usize {
+        if self.sizes_stay() { reference.seen.rows[self.me()].len() } else { handle.rows() as usize }
     }
 
     /// Makes one call.
@@ -186,7 +196,7 @@ where
         let what = format!("rows of dispatch {}", self.alive.len());
         self.check_sent(&what, &rows, &handle, &reference, |rank| reference.all[rank].x.clone())?;
         self.check_metadata(&rows, &handle, &reference)?;
-        self.check_layout(&handle, &reference, rows.slots().is_some());
+        self.check_layout(&handle, &reference)?;
         self.alive.push(Alive { reference, handle, outputs: 0 });
         Ok(())
     }
@@ -195,7 +205,7 @@ where
         let reference = self.input();
         let tokens = &reference.all[self.me()];
         let handle = self.with_input(&[], tokens, |ep, _, choices| ep.prepare(choices))??;
-        self.check_layout(&handle, &reference, false);
+        self.check_layout(&handle, &reference)?;
         self.alive.push(Alive { reference, handle, outputs: 0 });
         Ok(())
     }
@@ -290,10 +300,10 @@ where
         Ok(())
     }
 
-    /// One member's bad input is an error at all ranks; in fixed slots on a device at that one
-    /// alone, which makes the call again.
+    /// One member's bad input is an error at all ranks; in slots on a device at that one alone,
+    /// which makes the call again.
     fn refused(&mut self, bad: Bad) -> Result<(), CliError> {
-        let alone = self.place.stream().is_some() && self.settings.case.mode.slots().is_some();
+        let alone = self.sizes_stay();
         let is_bad = self.ep.rank() == BAD_MEMBER;
         let mut reference = self.input();
         if alone && !is_bad {
@@ -328,7 +338,12 @@ where
         let needs = reference.seen.over_budget(&reference.case);
         let tokens = &reference.all[self.me()];
         let call = |ep: &mut ExpertParallel, x: Tensor<'_>, choices: Choices<'_>| ep.dispatch(x, choices);
-        let seen = self.with_input(&self.sent(&tokens.x)?, tokens, call)?.map(drop);
+        let seen = match self.with_input(&self.sent(&tokens.x)?, tokens, call)? {
+            Ok((_, handle)) if self.sizes_stay() => {
+                return self.over_budget_by_kernels(&handle, needs.map(|(rank, _)| rank), tokens.x.len());
+            }
+            seen => seen.map(drop),
+        };
         let right = match &seen {
             Err(Error::Call(CallError::OverBudget { rank, required, .. })) => {
                 needs == Some((*rank, *required))
@@ -336,6 +351,28 @@ where
             _ => false,
         };
         self.outcome("refusal of a call over budget", right, &format!("rank and rows {needs:?}"), seen);
+        Ok(())
+    }
+
+    /// The stream alone finds that a rank is over its budget, and sums that are zeros.
+    fn over_budget_by_kernels(
+        &mut self,
+        handle: &Handle,
+        over: Option<u32>,
+        sums: usize,
+    ) -> Result<(), CliError> {
+        let status: Vec<u32> = bytemuck::pod_collect_to_vec(&self.place.read(&handle.status()?)?);
+        let expected = over.map(|rank| KernelFault::OverBudget { rank });
+        let seen = status.first().and_then(|&status| KernelFault::of(status));
+        if seen != expected {
+            let [expected, seen] = [expected, seen].map(|fault| format!("{fault:?}"));
+            self.found.push(Difference::outcome(self.ep.rank(), "status over budget", expected, seen));
+        }
+        let mut out = self.place.room(sums * E::DTYPE.size())?;
+        self.ep.combine_into(handle.output()?, handle, out.tensor_mut(E::DTYPE))?;
+        let (seen, shape) = (self.place.content(&out)?, (E::DTYPE, self.settings.case.hidden));
+        let zeros = vec![0; seen.len()];
+        self.found.extend(compare(self.ep.rank(), "sums of a refused call", shape, &seen, &zeros));
         Ok(())
     }
 
@@ -424,9 +461,10 @@ where
         Ok(output)
     }
 
-    /// The same bytes in memory of the caller's: on a device with a budget, as many rows as it has.
+    /// The same bytes in memory of the caller's: where a budget's sizes stay on the device, as many
+    /// rows as it has.
     fn elsewhere(&mut self, mut y: Vec<u8>) -> Result<Buffer, CliError> {
-        if let (Some(_), Some(rows)) = (self.place.stream(), self.settings.case.mode.budget()) {
+        if let (true, Some(rows)) = (self.sizes_stay(), self.settings.case.mode.budget()) {
             y.resize(rows as usize * self.settings.case.hidden * E::DTYPE.size(), 0);
         }
         self.place.lend(&y)
@@ -502,8 +540,8 @@ where
                 seen = slots.flat_map(|slot| slot[shape.rows_at() as usize..].to_vec()).collect();
                 self.blank(&mut seen, row, reference);
             }
-            // With a budget on a device, what lies beyond is undefined.
-            None => seen.truncate(handle.rows() as usize * row),
+            // Where a budget's sizes stay on the device, what lies beyond is undefined.
+            None => seen.truncate(self.rows_seen(handle, reference) * row),
         }
         let seen = self.visible(&seen, row, handle, reference);
         let found = compare(self.ep.rank(), what, (dtype, row / dtype.size()), &seen, expected);
@@ -533,7 +571,7 @@ where
             (None, _) => (bytes_of(handle.row_weights()).to_vec(), bytes_of(handle.row_experts()).to_vec()),
             (Some(_), None) => {
                 let mut weights = self.place.read(&rows.weights()?)?;
-                weights.truncate(handle.rows() as usize * words * 4);
+                weights.truncate(self.rows_seen(handle, reference) * words * 4);
                 match reference.case.layout {
                     RowLayout::RankMajor => (weights, self.place.read(rows.experts()?)?),
                     RowLayout::ExpertMajor => {
@@ -578,15 +616,21 @@ where
         Ok(())
     }
 
-    /// Holds what the handle knows against the reference; in slots on a device, it knows nothing.
-    fn check_layout(&mut self, handle: &Handle, reference: &Reference<E>, in_slots: bool) {
+    /// Holds what the handle knows against the reference; where sizes stay on the device, what the
+    /// stream finds of dropped choices.
+    fn check_layout(&mut self, handle: &Handle, reference: &Reference<E>) -> Result<(), CliError> {
         let (me, rank, seen) = (self.me(), self.ep.rank(), &reference.seen);
         let tokens = compare_list(rank, "tokens", 1, &[handle.tokens()], &[reference.case.counts[me]]);
         self.found.extend(tokens);
-        if in_slots {
-            return;
-        }
         let k = reference.case.top_k as usize;
+        if self.sizes_stay() {
+            if reference.case.mode.budget().is_some() {
+                let mask = self.place.read(handle.dropped_mask()?)?;
+                let mask: Vec<bool> = mask.iter().map(|&dropped| dropped != 0).collect();
+                self.found.extend(compare_list(rank, "dropped choices", k, &mask, &seen.dropped[me]));
+            }
+            return Ok(());
+        }
         // Rank-major, a device counts what its rows chose.
         let on_device = self.place.stream().is_some() && reference.case.layout == RowLayout::RankMajor;
         let per_expert = if on_device { &[][..] } else { &seen.per_expert[me] };
@@ -598,6 +642,7 @@ where
             compare_list(rank, "dropped choices", k, handle.dropped(), &seen.dropped[me]),
         ];
         self.found.extend(lists.into_iter().flatten());
+        Ok(())
     }
 
     fn check_tensor(&mut self, what: &str, seen: &Buffer, expected: &[E]) -> Result<(), CliError> {
@@ -645,7 +690,7 @@ fn from_token_buffer(
         }
         (Tensor::Device { range, dtype }, choices) => {
             let here = buffer.range()?;
-            if let (Some(stream), true) = (ep.stream(), range.len() > 0) {
+            if let (Some(stream), true) = (ep.stream(), !range.is_empty()) {
                 stream.copy(here.span(0, range.len())?, range.span(0, range.len())?)?;
             }
             ep.dispatch(Tensor::device(here, dtype), choices)

@@ -43,7 +43,7 @@ const EVERYWHERE: &[Way] = &Way::ALL;
 /// Slots take their calls in turns, and read experts in a kernel.
 const COUNTED: &[Way] = &[Way::Host, Way::Exact, Way::Budget];
 const ON_HOST: &[Way] = &[Way::Host];
-const ON_DEVICE: &[Way] = &[Way::Exact, Way::Budget, Way::Slots];
+const ON_DEVICE: &[Way] = &[Way::Exact, Way::Budget, Way::Slots, Way::Graphs];
 
 const fn row(feature: Feature, settings: &'static [Setting]) -> Case {
     Case {
