@@ -222,7 +222,7 @@ where
     }
 
     /// Tokens in a buffer of the instance's, which go as they lie or are packed, twice along one
-    /// layout; then tokens elsewhere.
+    /// layout; then tokens elsewhere. Where some are dropped, the rank's are packed.
     pub fn go_from_a_buffer(&mut self, input: &Input<E>, in_place: bool) {
         let top_k = self.case.top_k;
         let again: Vec<E> = input.x.iter().rev().copied().collect();
@@ -231,6 +231,7 @@ where
         let rows: Vec<E> = rows.to_vec().unwrap();
         let rows_again: Vec<E> = self.host.dispatch_cached(&again, &handle).unwrap().to_vec().unwrap();
         let sums: Vec<E> = self.host.combine(&rows, &handle).unwrap();
+        let in_place = in_place && !handle.dropped().contains(&true);
 
         let buffer = self.planned.token_buffer(routing.tokens()).unwrap();
         let range = buffer.range().unwrap();
