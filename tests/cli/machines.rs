@@ -139,9 +139,10 @@ fn a_launcher_starts_the_ranks_of_its_node_alone_and_says_what_all_launchers_say
 
 #[test]
 fn what_is_given_in_the_environment_is_left_as_it_is() {
-    let given = [("SIDELANE_SECRET", "hush"), ("SIDELANE_JOB", "j"), ("SIDELANE_PORT", "4711")];
+    let secret = "correct-horse-battery-staple";
+    let given = [("SIDELANE_SECRET", secret), ("SIDELANE_JOB", "j"), ("SIDELANE_PORT", "4711")];
     let seen = lines(&environment("node0:4000", &["--net", "tcp"], &given));
-    let shared = "node0 4000 j hush 4711 tcp";
+    let shared = format!("node0 4000 j {secret} 4711 tcp");
     assert_eq!(seen, [format!("1/3 0/2 1 1 {shared}"), format!("2/3 1/2 1 1 {shared}")].into());
 }
 

@@ -150,7 +150,7 @@ static void dispatches(void) {
         REFUSED_ON_BOTH(sidelane_dispatch_finish(dispatching, &rows, &handle),
                         misaligned ? SIDELANE_ERROR_DEVICE : SIDELANE_ERROR_PLAN,
                         misaligned ? "multiple of 16" : "bf16", SIDELANE_ERROR_CALL, "rank 1");
-        REFUSED(sidelane_dispatch_finish(dispatching, &rows, &handle), SIDELANE_ERROR_HANDLE, "used up");
+        REFUSED(sidelane_dispatch_finish(dispatching, &rows, &handle), SIDELANE_ERROR_HANDLE, "consumed by");
     }
     a_round_works();
     // Exact sizes are not known without waiting.
@@ -162,7 +162,10 @@ static void dispatches(void) {
     CHECK(sidelane_ep_dispatch_start(ep, &tx, &routing, &dispatching));
     REFUSED(sidelane_ep_dispatch_start(ep, &tx, &routing, &second), SIDELANE_ERROR_BUSY, "finish that first");
     CHECK(sidelane_dispatch_finish(dispatching, &rows, &handle));
-    REFUSED(sidelane_ep_dispatch_start(ep, &tx, &routing, &second), SIDELANE_ERROR_CALL, "1 dispatches are in flight");
+    sidelane_rows_t *more;
+    sidelane_handle_t *further;
+    CHECK(sidelane_ep_dispatch_start(ep, &tx, &routing, &second));
+    REFUSED(sidelane_dispatch_finish(second, &more, &further), SIDELANE_ERROR_CALL, "1 dispatches are in flight");
     CHECK(sidelane_rows_close(rows));
     CHECK(sidelane_handle_close(handle));
     a_round_works();

@@ -281,7 +281,7 @@ static void combines(void) {
     // Rank 0's output was used up by that call; its buffer is to be had again. Rank 1's stays open.
     sidelane_output_t *before = output;
     if (rank == 0) {
-        REFUSED(sidelane_output_info(output, &info), SIDELANE_ERROR_HANDLE, "used up");
+        REFUSED(sidelane_output_info(output, &info), SIDELANE_ERROR_HANDLE, "consumed by");
         CHECK(sidelane_handle_output(handle, &output));
     }
     REQUIRE((before == output) == (rank == 1));
@@ -359,7 +359,7 @@ static void halves(void) {
     REFUSED(sidelane_ep_dispatch_start(ep, &tx, &routing, &second), SIDELANE_ERROR_BUSY, "finish that first");
     REFUSED(sidelane_ep_dispatch(ep, &tx, &routing, &rows, &handle), SIDELANE_ERROR_BUSY, "finish that first");
     CHECK(sidelane_dispatch_finish(dispatching, &rows, &handle));
-    REFUSED(sidelane_dispatch_finish(dispatching, &rows, &handle), SIDELANE_ERROR_HANDLE, "used up");
+    REFUSED(sidelane_dispatch_finish(dispatching, &rows, &handle), SIDELANE_ERROR_HANDLE, "consumed by");
     CHECK(sidelane_rows_close(rows));
     CHECK(sidelane_handle_output(handle, &output));
     sidelane_output_info_t info = {.size = sizeof info};

@@ -254,7 +254,7 @@ mod tests {
     fn the_text_has_a_line_for_each_direction() {
         let text = sample().text();
         for words in
-            ["2 on 2 nodes (1 + 1)", "paced, at 1.1 GB a second and 10 us", "forward", "backward", "0.90"]
+            ["2 on 2 nodes (1 + 1)", "emulated, at 1.1 GB a second and 10 us", "forward", "backward", "0.90"]
         {
             assert!(text.contains(words), "{words}: {text}");
         }
