@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+import torch_needed  # noqa: F401
+
 from devices import environment
 
 try:

@@ -1,5 +1,5 @@
 //! Proof, random check and mutants of the schedules in [`sidelane_core::schedule`]; and the naive
-//! [`reference`] of what calls must give.
+//! [`mod@reference`] of what calls must give.
 //!
 //! ```text
 //!   script of calls --story--> operations of all ranks --prove--> no deadlock, no race, each byte written once
