@@ -18,7 +18,7 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 CUDA = 2
-CODES = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.int32: (0, 32), torch.int64: (0, 64)}
+CODES = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8), torch.bool: (6, 8)}
 TYPES = {code: dtype for dtype, code in CODES.items()}
 
 
