@@ -697,7 +697,7 @@ typedef struct {
     uint32_t place;
     // Device: its number.
     uint32_t device;
-    // What carries its calls out: "host-stepper", "enqueuer" or "constant-program".
+    // Executor of its calls: "host-stepper", "enqueuer" or "constant-program".
     char executor[24];
 } sidelane_ep_info_t;
 

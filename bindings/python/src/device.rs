@@ -58,7 +58,7 @@ impl Place {
         }
     }
 
-    /// The same place, for memory that nobody uses yet.
+    /// The same place, for memory without users yet.
     pub fn anew(&self) -> Self {
         match self {
             Place::Host(_) => self.clone(),
@@ -66,7 +66,7 @@ impl Place {
         }
     }
 
-    /// Who lends its memory, on a device.
+    /// The lender of its memory, on a device.
     pub fn lender(&self) -> Option<&Lender> {
         match self {
             Place::Host(_) => None,
@@ -139,7 +139,7 @@ impl Lender {
     }
 
     /// Has what the instance's stream is given next wait for what users were given so far. A
-    /// graph's memory is used by nobody else.
+    /// graph's memory has no other users.
     ///
     /// # Errors
     /// [`DeviceError`].

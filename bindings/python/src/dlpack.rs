@@ -207,7 +207,7 @@ impl Lent {
     /// Its elements. `None` if the address is not aligned for them.
     ///
     /// The caller has seen that they lie in host memory, that `len` elements of this width follow
-    /// each other, and holds whoever lends them to writing nothing meanwhile.
+    /// each other, and sees to it that the lender writes nothing meanwhile.
     pub fn elements<T: bytemuck::Pod>(&self, len: usize) -> Option<&[T]> {
         let at = self.place::<T>(len)?;
         // SAFETY: aligned, and of plain data; the producer keeps them alive until the deleter is

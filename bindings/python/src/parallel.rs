@@ -29,7 +29,7 @@ pub struct ExpertParallel {
     /// Number of its device.
     #[pyo3(get)]
     device: Option<u32>,
-    /// What carries its calls out.
+    /// Executor of its calls.
     #[pyo3(get)]
     executor: &'static str,
     #[pyo3(get)]
@@ -158,7 +158,7 @@ impl ExpertParallel {
     }
 
     /// Calls go on this stream of the device from now on, and not on torch's current one, behind
-    /// what the one before was given so far.
+    /// all work of the previous one.
     fn set_stream(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
         let Some(on) = self.instance.shape.place.on() else {
             return Err(settings::wrong("stream", "for an instance on a device"));

@@ -103,7 +103,7 @@ pub struct Memory {
     owner: Mutex<Option<Box<dyn Any + Send>>>,
     /// What is taken back by a call stays mapped as long as somebody could look at it.
     _pool: Option<Arc<Pool>>,
-    /// Who lends it, if it is a device's.
+    /// The lender, if it is a device's.
     lender: Option<Lender>,
 }
 
@@ -157,7 +157,8 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let taken_back = || self.lender.as_ref().is_none_or(|lender| lender.take_back().is_ok());
         if !self.maker.is_here() || !taken_back() {
-            // In a forked process: the parent's. What a broken device still uses is nobody's.
+            // A forked process leaves it to its parent. Memory that a broken device still uses
+            // stays as it is.
             std::mem::forget(self.owner.get_mut().unwrap_or_else(PoisonError::into_inner).take());
         }
     }

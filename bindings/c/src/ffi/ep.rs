@@ -129,7 +129,7 @@ pub struct EpInfo {
     pub place: u32,
     /// Device: its number.
     pub device: u32,
-    /// What carries its calls out: "host-stepper", "enqueuer" or "constant-program".
+    /// Executor of its calls: "host-stepper", "enqueuer" or "constant-program".
     pub executor: [c_char; 24],
 }
 versioned!(EpInfo, "sidelane_ep_info_t", executor: [c_char; 24], 56);

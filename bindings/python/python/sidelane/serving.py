@@ -39,7 +39,7 @@ class ExpertTokens:
 
 
 class _Layer:
-    """An ``ExpertParallel``, and what a server is told of its rows, where they lie."""
+    """An ``ExpertParallel``, with the metadata that a server gets of its rows, on either place."""
 
     def __init__(self, ep: ExpertParallel, *, weighted: bool = False) -> None:
         if ep.weighted != weighted:

@@ -42,7 +42,7 @@ class EPBuffer:
     rank.
 
     Calls go on torch's current stream behind ``previous_event``, so an event that they return is
-    one of that stream. Numbers of multiprocessors and queues are taken note of by nobody.
+    one of that stream. Numbers of multiprocessors and queues have no effect.
     """
 
     def __init__(

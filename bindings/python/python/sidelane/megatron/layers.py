@@ -81,7 +81,7 @@ def layer(group: ProcessGroup, x: Tensor, *, max_tokens: int = 0, **settings: An
 
 
 def _most(world: World, tokens: int) -> int:
-    """The most tokens that a rank has now, in whole blocks: nobody knows those of the others.
+    """The most tokens that a rank has now, in whole blocks: a rank does not know those of the others.
     Collective.
     """
     most = max(int.from_bytes(said, "little") for said in world.all().gather(tokens.to_bytes(8, "little")))
