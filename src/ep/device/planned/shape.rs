@@ -287,7 +287,8 @@ impl MemoryShape {
     fn most_rows(&self) -> u64 {
         let chosen = self.ranks.saturating_mul(self.max_tokens * self.top_k.min(self.segments));
         let most = chosen.saturating_add(self.segments.saturating_mul(self.align - 1)).min(self.most_rows);
-        most.min(self.pool / self.sizing.row_bytes.max(1)).max(1)
+        // Of the pool as it is laid out: what is rounded up holds rows, too.
+        most.min(round(self.pool) / self.sizing.row_bytes.max(1)).max(1)
     }
 
     /// Where a flag is in the host's memory.
