@@ -2,11 +2,12 @@
 
 use crate::support::{To, Tokens, on_ranks, placement, small, tokens};
 use half::{bf16, f16};
+use sidelane::config::Config;
 use sidelane::dtype::PartialDtype;
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, SumOrder};
 use sidelane::topology::{NodeMap, Route};
-use sidelane::{Dtype, Element, ExpertParallel};
+use sidelane::{Dtype, Element, ExpertParallel, Options};
 
 /// One case of the table below.
 #[derive(Clone, Debug)]
@@ -149,7 +150,8 @@ where
         .map(|(rank, &count)| tokens(rank + 100, count, case.hidden, case.top_k, case.experts))
         .collect();
     let expected = placement(&all, case.top_k, &map, case.align);
-    on_ranks(&case.nodes, &small(), |world| {
+    let config = Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() };
+    on_ranks(&case.nodes, &Options { config, ..Options::default() }, |world| {
         let me = world.rank() as usize;
         let mut ep = ExpertParallel::builder(&world.all().unwrap())
             .unwrap()

@@ -13,7 +13,7 @@ pub use sidelane_verify::reference::{self, To, Tokens, tokens};
 
 /// Options for small worlds.
 pub fn small() -> Options {
-    let config = Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() };
+    let config = Config { heap: 6 << 20, symmetric: 2 << 20, ..Config::default() };
     Options { config, ..Options::default() }
 }
 
@@ -23,7 +23,7 @@ pub fn tiny() -> Options {
     Options { config, ..Options::default() }
 }
 
-/// Cases that a test with processes runs: all if `SIDELANE_TEST_WORLDS` is `all`, else one.
+/// Cases that a test runs whose cases take long: all if `SIDELANE_TEST_WORLDS` is `all`, else one.
 pub fn cases<T>(all: impl IntoIterator<Item = T>, most_demanding: usize) -> Vec<T> {
     let mut all = all.into_iter();
     match std::env::var("SIDELANE_TEST_WORLDS").as_deref() {

@@ -16,7 +16,7 @@ use sidelane::topology::Route;
 use super::equal::{steps, steps_in};
 use crate::support::layer::Expected;
 use crate::support::reference::Case;
-use crate::support::{Tokens, small, tiny};
+use crate::support::{Tokens, cases, small, tiny};
 
 /// The recorded decisions of a small trained model.
 const RECORDED: &str = include_str!("../../../data/routing.jsonl");
@@ -115,9 +115,11 @@ fn kept_as_the_policy_says(config: &GateConfig, decided: &Decided) {
 }
 
 #[test]
-fn a_thousand_gates_give_the_same_bits_in_every_mode_that_has_room() {
+fn gates_give_the_same_bits_in_every_mode_that_has_room() {
     let (mut gates_that_drop, mut slots_that_bite) = (0, 0);
-    for seed in 0..1000 {
+    let seeds: Vec<u64> =
+        cases([0, 250, 500, 750], 0).into_iter().flat_map(|first| first..first + 250).collect();
+    for &seed in &seeds {
         let (case, config, decided) = drawn(seed);
         gates_that_drop += usize::from(decided.iter().any(|decided| decided.dropped > 0));
         decided.iter().for_each(|decided| kept_as_the_policy_says(&config, decided));
@@ -133,7 +135,9 @@ fn a_thousand_gates_give_the_same_bits_in_every_mode_that_has_room() {
             tight.holds(&tiny());
         }
     }
-    assert!(gates_that_drop > 250 && slots_that_bite > 500, "{gates_that_drop}, {slots_that_bite}");
+    let (enough_drop, enough_bite) = (seeds.len() / 4, seeds.len() / 2);
+    assert!(gates_that_drop > enough_drop, "{gates_that_drop} gates drop");
+    assert!(slots_that_bite > enough_bite, "{slots_that_bite} slots bite");
 }
 
 #[test]

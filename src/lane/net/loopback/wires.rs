@@ -81,7 +81,6 @@ impl WireEnd for LoopbackEnd<'_> {
             None => Segment::adopt(theirs.next().ok_or_else(|| missing("the segment of the wire"))?, peer)?,
         };
         let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
-        mapped.populate(0, 0, segment.len())?;
         let (regions, egress) = (Arc::clone(regions), egress.clone());
         Ok(Arc::new(LoopbackConnection::new(peer, rank < peer, mapped, bell, regions, egress)?))
     }
