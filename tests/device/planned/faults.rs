@@ -16,7 +16,7 @@ use sidelane::{Error, Options};
 use super::on_devices;
 use super::rank::{Case, Input, Rank, call, target};
 use crate::devices::{Memory, stream};
-use crate::support::{on_ranks, small, tokens};
+use crate::support::{cases, on_ranks, small, tokens};
 
 /// Longer than anything takes that works.
 const LONG: Duration = Duration::from_secs(60);
@@ -477,8 +477,9 @@ fn dropped(in_combine: bool) {
 fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
     on_devices("planned::faults::a_rank_that_makes_no_call_is_named_after_the_deadline", 8, 8, || {
         let mut options = small();
-        let planned = (WAYS[0], MODES[1]);
-        for (way, mode) in WAYS.map(|way| (way, ReceiveMode::Exact)).into_iter().chain([planned]) {
+        let budget = (WAYS[0], MODES[1]);
+        let all = WAYS.map(|way| (way, ReceiveMode::Exact)).into_iter().chain([budget]);
+        for (way, mode) in cases(all, 3) {
             // Who waits for a relay waits an eighth longer than the relay does: as long as ranks
             // may begin apart.
             options.clocks.deadline = Duration::from_secs(if way.1 == Route::Pxn { 12 } else { 3 });

@@ -7,6 +7,10 @@ use std::str::FromStr;
 /// The hardware queues of a device where nothing is said, as on real devices.
 const QUEUES: usize = 8;
 
+/// What sizes and addresses of mapped memory are multiples of, by chance: as on the servers of
+/// today, and as on small devices. No caller may count on either.
+const GRANULARITIES: [u64; 4] = [2 << 20, 64 << 10, 64 << 10, 64 << 10];
+
 /// One reading of the environment; the README lists the variables.
 #[derive(Debug)]
 pub struct Settings {
@@ -15,6 +19,8 @@ pub struct Settings {
     pub queues: usize,
     /// Bytes of each device that this process may hold.
     pub memory: u64,
+    /// Sizes and addresses of mapped memory are multiples of this.
+    pub granularity: u64,
     /// As `cuDriverGetVersion` says it: 1000 * major + 10 * minor.
     pub version: i32,
     /// Sets of devices that reach each other; none means all do.
@@ -71,11 +77,13 @@ impl Settings {
         if !(1..=32).contains(&queues) {
             return Err(format!("CUDA_DEVICE_MAX_CONNECTIONS is {queues}, not in 1..=32"));
         }
+        let seed: u64 = number("SIDELANE_FAKE_CUDA_SEED", 0)?;
         Ok(Settings {
-            seed: number("SIDELANE_FAKE_CUDA_SEED", 0)?,
+            seed,
             devices: number("SIDELANE_FAKE_CUDA_DEVICES", 8)?,
             queues,
             memory: number("SIDELANE_FAKE_CUDA_MEMORY", 8 << 30)?,
+            granularity: GRANULARITIES[seed as usize % GRANULARITIES.len()],
             version: number("SIDELANE_FAKE_CUDA_DRIVER", 12080)?,
             peers: text("SIDELANE_FAKE_CUDA_PEERS")?.map(|t| sets(&t)).transpose()?,
             eager: text("CUDA_MODULE_LOADING")?.is_some_and(|mode| mode == "EAGER"),

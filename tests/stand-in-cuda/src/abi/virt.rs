@@ -8,8 +8,8 @@ use super::call;
 use super::pointers::{In, Out};
 use crate::code::{Code, Result};
 use crate::counters::{COUNTERS, add};
-use crate::driver;
-use crate::memory::{self, ALLOCATIONS, Access, Backing, GRANULARITY, MAP};
+use crate::driver::{self, settings};
+use crate::memory::{self, ALLOCATIONS, Access, Backing, MAP};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const DESCRIPTOR: c_uint = 1;
@@ -69,7 +69,7 @@ pub extern "C" fn cuMemGetAllocationGranularity(
 ) -> c_int {
     call(|| {
         how.get()?.device()?;
-        bytes.put(GRANULARITY as usize)
+        bytes.put(settings()?.granularity as usize)
     })
 }
 

@@ -12,9 +12,6 @@ use std::sync::Mutex;
 use crate::code::{Code, Result};
 use crate::driver::settings;
 
-/// Sizes and addresses of mapped memory are multiples of this.
-pub const GRANULARITY: u64 = 2 << 20;
-
 /// Repeated contents of fresh memory: not a number in f32, nor in the upper half as bf16; no small
 /// index.
 const POISON: u32 = 0x7fed_face;

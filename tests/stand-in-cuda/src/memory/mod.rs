@@ -15,7 +15,7 @@ mod plain;
 mod touch;
 mod virt;
 
-pub use backing::{Backing, GRANULARITY, free};
+pub use backing::{Backing, free};
 pub use map::{Kind, MAP, Region, device_of};
 pub use pinned::{pin, register, unpin, unregister};
 pub use place::{Place, place};

@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::ptr;
 use std::sync::Arc;
 
-use super::backing::{Backing, GRANULARITY};
+use super::backing::Backing;
 use super::map::{Kind, MAP, Region};
 use crate::code::{Code, Result};
 use crate::driver::settings;
@@ -22,13 +22,13 @@ pub struct Access {
     pub writes: Option<bool>,
 }
 
-fn whole(bytes: u64) -> bool {
-    bytes > 0 && bytes.is_multiple_of(GRANULARITY)
+fn whole(bytes: u64) -> Result<bool> {
+    Ok(bytes > 0 && bytes.is_multiple_of(settings()?.granularity))
 }
 
 /// Fresh memory of a device.
 pub fn create(device: usize, bytes: u64, exportable: bool, rdma: bool) -> Result<usize> {
-    if !whole(bytes) {
+    if !whole(bytes)? {
         return Err(Code::INVALID_VALUE);
     }
     Ok(ALLOCATIONS.insert(Arc::new(Backing::create(device, bytes, exportable, rdma)?)))
@@ -36,8 +36,8 @@ pub fn create(device: usize, bytes: u64, exportable: bool, rdma: bool) -> Result
 
 /// Addresses that nothing else will use; touching them before memory is mapped there is a fault.
 pub fn address_reserve(bytes: u64, alignment: u64) -> Result<u64> {
-    let alignment = alignment.max(GRANULARITY);
-    if !whole(bytes) || !alignment.is_power_of_two() {
+    let alignment = alignment.max(settings()?.granularity);
+    if !whole(bytes)? || !alignment.is_power_of_two() {
         return Err(Code::INVALID_VALUE);
     }
     let total = bytes.checked_add(alignment).ok_or(Code::INVALID_VALUE)?;
@@ -74,7 +74,7 @@ pub fn address_free(start: u64, bytes: u64) -> Result<()> {
 pub fn map_at(start: u64, bytes: u64, backing: Arc<Backing>) -> Result<()> {
     let mut map = MAP.write().unwrap();
     let range = start..start.checked_add(bytes).ok_or(Code::INVALID_VALUE)?;
-    let fits = whole(bytes) && start.is_multiple_of(GRANULARITY) && bytes <= backing.bytes;
+    let fits = whole(bytes)? && start.is_multiple_of(settings()?.granularity) && bytes <= backing.bytes;
     if !fits || !map.is_reserved(&range) {
         return Err(Code::INVALID_VALUE);
     }
