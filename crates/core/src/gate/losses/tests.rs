@@ -1,11 +1,8 @@
 //! Against plain f64 with the standard library's functions; gradients against central differences
 //! of it.
 
-mod importance;
-mod weights;
-
 use super::*;
-use crate::gate::{Preset, ScoreFunction};
+use crate::gate::{Gate, GateInput, Noise, Normalize, Preset, SecondExpertPolicy, Select};
 
 const SCORES: [ScoreFunction; 4] = [
     ScoreFunction::Softmax,
@@ -299,4 +296,198 @@ fn bad_input_is_named_and_the_gradient_left_alone() {
     assert_eq!(shape(fails(balance, LossInput { totals, ..input(&fine) })), "total counts");
     assert!(gradient.iter().all(|&d| d == 0.5));
     assert_eq!(shape(z_loss(1.0, &fine, E as u32, None, Some(&mut gradient[1..])).unwrap_err()), "gradient");
+}
+
+const NOISE: f32 = 1.5 * E as f32;
+
+fn importance<'a>(logits: &'a [f32], noisy: &'a [f32], choices: &'a [i32]) -> ImportanceInput<'a> {
+    ImportanceInput { logits, noisy: Some(noisy), experts: E as u32, top_k: K as u32, choices, noise: NOISE }
+}
+
+/// The load-importance loss of tokens whose noise is `noise`.
+fn reference_importance(x: &[f64], noise: &[f64], choices: &[i32]) -> f64 {
+    let normal = |x: f64| 0.5 * libm::erfc(-x / 2f64.sqrt());
+    let (mut importance, mut load) = (vec![0.0; E], vec![0.0; E]);
+    for t in (0..T).filter(|t| choices[t * K + 1] >= 0) {
+        let last = t * E + choices[t * K + 1] as usize;
+        for (e, share) in scores(ScoreFunction::Softmax, &x[t * E..][..E]).into_iter().enumerate() {
+            importance[e] += share;
+            load[e] += normal((share - x[last] - noise[last]) * E as f64 / f64::from(NOISE));
+        }
+    }
+    let uneven = |x: Vec<f64>| {
+        let mean = x.iter().sum::<f64>() / E as f64;
+        x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (E as f64 - 1.0) / (mean * mean + 1e-10)
+    };
+    0.75 * (uneven(importance) + uneven(load)) / 2.0
+}
+
+#[test]
+fn the_importance_loss_agrees_with_its_formula_and_its_slope() {
+    let logits = logits(T * E);
+    let noise: Vec<f32> = (0..T * E).map(|i| (i * 31 % 17) as f32 / 16.0 - 0.5).collect();
+    let noisy: Vec<f32> = logits.iter().zip(&noise).map(|(a, b)| a + b).collect();
+    let noise: Vec<f64> = noisy.iter().zip(&logits).map(|(&a, &b)| f64::from(a) - f64::from(b)).collect();
+    let mut padded = CHOICES;
+    padded[6..8].fill(-1);
+    for choices in [CHOICES, padded] {
+        let input = importance(&logits, &noisy, &choices);
+        let reference = |x: &[f64]| reference_importance(x, &noise, &choices);
+        let mut gradient = vec![0.0; T * E];
+        let loss = importance_loss(0.75, &input, Some(&mut gradient)).unwrap();
+        assert_close(loss, reference(&wide(&logits)), "importance");
+        assert_slope(&gradient, &wide(&logits), reference, "importance");
+        let mut twice = gradient.clone();
+        importance_loss(0.75, &input, Some(&mut twice)).unwrap();
+        assert!(twice.iter().zip(&gradient).all(|(two, one)| *two == one + one));
+    }
+}
+
+#[test]
+fn the_importance_loss_has_the_value_that_was_worked_out_elsewhere() {
+    // By Python's math.erf.
+    let (logits, noisy) = ([1.0, 0.0, -1.0, 0.5, 2.0, 0.0], [1.25, -0.25, -1.0, 0.5, 1.5, 0.75]);
+    let input =
+        ImportanceInput { noisy: Some(&noisy), experts: 3, ..importance(&logits, &noisy, &[0, 1, 1, 2]) };
+    let loss = importance_loss(1.0, &ImportanceInput { noise: 1.5, ..input }, None).unwrap();
+    assert_close(loss, 0.22269803760785845, "importance");
+    assert_eq!(
+        importance_loss(1.0, &ImportanceInput { choices: &[-1; 4], noise: 1.5, ..input }, None),
+        Ok(0.0)
+    );
+}
+
+#[test]
+fn what_the_importance_loss_cannot_use_is_named() {
+    let fine = logits(T * E);
+    let mut gradient = vec![0.5; T * E];
+    let mut fails =
+        |input: ImportanceInput<'_>| importance_loss(1.0, &input, Some(&mut gradient)).unwrap_err();
+    let input = importance(&fine, &fine, &CHOICES);
+    for (wrong, expected) in [
+        (ImportanceInput { experts: 1, top_k: 1, ..input }, "experts"),
+        (ImportanceInput { top_k: 6, ..input }, "top_k"),
+        (ImportanceInput { noise: 0.0, ..input }, "noise"),
+        (ImportanceInput { noise: f32::NAN, ..input }, "noise"),
+    ] {
+        assert!(matches!(fails(wrong), GateError::BadNumber { parameter, .. } if parameter == expected));
+    }
+    for (wrong, expected) in [
+        (ImportanceInput { logits: &fine[1..], ..input }, "logits"),
+        (ImportanceInput { noisy: Some(&fine[E..]), ..input }, "noisy logits"),
+        (ImportanceInput { choices: &CHOICES[1..], ..input }, "choices"),
+    ] {
+        assert!(matches!(fails(wrong), GateError::WrongShape { what, .. } if what == expected));
+    }
+    let mut bad = CHOICES;
+    bad[3] = E as i32;
+    assert!(matches!(
+        fails(ImportanceInput { choices: &bad, ..input }),
+        GateError::BadChoice { token: 1, .. }
+    ));
+    assert!(gradient.iter().all(|&d| d == 0.5));
+}
+
+/// Weights in f64, from the choices before and after dropping.
+fn reference_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i32]) -> Vec<f64> {
+    let mut weights = vec![0.0; choices.len()];
+    for t in 0..choices.len() / K {
+        let row = t * K..(t + 1) * K;
+        let (choices, left) = (&choices[row.clone()], &left[row.clone()]);
+        let x = &x[t * E..][..E];
+        let mut own: Vec<f64> = if config.score == ScoreFunction::SoftmaxOfChosen {
+            let few: Vec<f64> = choices.iter().filter(|&&id| id >= 0).map(|&id| x[id as usize]).collect();
+            let mut few = scores(config.score, &few).into_iter();
+            choices.iter().map(|&id| if id < 0 { 0.0 } else { few.next().unwrap() }).collect()
+        } else {
+            let all = scores(config.score, x);
+            choices.iter().map(|&id| if id < 0 { 0.0 } else { all[id as usize] }).collect()
+        };
+        let (set, divisor) = match config.normalise {
+            Normalize::Never => (choices, None),
+            Normalize::BeforeDrop(divisor) => (choices, Some(divisor)),
+            Normalize::AfterDrop(divisor) => (left, Some(divisor)),
+        };
+        let sum: f64 = own.iter().zip(set).filter(|&(_, &id)| id >= 0).map(|(score, _)| score).sum();
+        let by = match divisor {
+            None => 1.0,
+            Some(Divisor::SumPlus(more)) => sum + f64::from(more),
+            Some(Divisor::SumAtLeast(least)) => sum.max(f64::from(least)),
+        };
+        own.iter_mut().zip(left).for_each(|(own, &id)| {
+            if id < 0 {
+                *own = 0.0
+            }
+        });
+        let own = own.into_iter().map(|own| own / by * f64::from(config.scaling));
+        weights[row].iter_mut().zip(own).for_each(|(to, own)| *to = own);
+    }
+    weights
+}
+
+fn config(score: ScoreFunction, normalise: Normalize) -> GateConfig {
+    GateConfig {
+        experts: E as u32,
+        top_k: K as u32,
+        score,
+        select: Select::Best,
+        noise: Noise::None,
+        second: SecondExpertPolicy::All,
+        normalise,
+        scaling: 2.5,
+        capacity: None,
+    }
+}
+
+#[test]
+fn weights_lead_back_to_the_logits_from_which_they_were_made() {
+    let logits = logits(T * E);
+    // Sums lie below and above 0.5.
+    let divisors = [Divisor::SumPlus(1e-20), Divisor::SumPlus(0.25), Divisor::SumAtLeast(0.5)];
+    let normalised = divisors.into_iter().flat_map(|d| [Normalize::BeforeDrop(d), Normalize::AfterDrop(d)]);
+    let d_weights: Vec<f32> = (0..T * K).map(|i| (i * 5 % 7) as f32 - 2.0).collect();
+    for normalise in normalised.chain([Normalize::Never]) {
+        for score in SCORES {
+            let config = config(score, normalise);
+            let what = format!("{score:?}, {normalise:?}");
+            let call = GateInput { logits: &logits, token_mask: Some(&USED), ..GateInput::default() };
+            let mut gate = Gate::new(config.clone()).unwrap();
+            let decision = gate.route(&call).unwrap();
+            let choices = decision.choices();
+            let expected = reference_weights(&config, &wide(&logits), choices, choices);
+            for (&weight, expected) in decision.weights().iter().zip(expected) {
+                assert_close(weight, expected, &what);
+            }
+
+            let mut left = choices.to_vec();
+            [0, 5, 8, 9, 21].into_iter().for_each(|dropped| left[dropped] = -1);
+            let loss = |x: &[f64]| {
+                let weights = reference_weights(&config, x, choices, &left);
+                weights.iter().zip(&d_weights).map(|(weight, &d)| weight * f64::from(d)).sum()
+            };
+            let input = WeightsInput { logits: &logits, choices, experts: &left, d_weights: &d_weights };
+            let mut gradient = vec![0.0; T * E];
+            weights_backward(&config, &input, &mut gradient).unwrap();
+            assert_slope(&gradient, &wide(&logits), loss, &what);
+            for t in (0..T).filter(|&t| !USED[t] || t == 4) {
+                assert_eq!(gradient[t * E..][..E], [0.0; E], "{what}: token {t} chose nothing");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_weight_of_a_single_choice_moves_only_where_it_is_not_one() {
+    let single = |score, normalise| {
+        let config = GateConfig { top_k: 1, scaling: 1.0, ..config(score, normalise) };
+        let input = WeightsInput { logits: &[0.0; E], choices: &[2], experts: &[2], d_weights: &[1.0] };
+        let mut gradient = [0.0; E];
+        weights_backward(&config, &input, &mut gradient).unwrap();
+        gradient
+    };
+    let plus = Normalize::BeforeDrop(Divisor::SumPlus(1e-20));
+    // Megatron leaves the weight of a single choice as it is.
+    assert_eq!(single(ScoreFunction::Sigmoid, plus), [0.0, 0.0, 0.25, 0.0, 0.0]);
+    assert_eq!(single(ScoreFunction::SoftmaxOfChosen, plus), [0.0; E]);
+    assert_eq!(single(ScoreFunction::Sigmoid, Normalize::AfterDrop(Divisor::SumAtLeast(1e-6))), [0.0; E]);
 }
