@@ -1,7 +1,6 @@
 //! What a rank needs to know of the other ranks' counts, and the sizes that follow from them.
 
-use super::Bins;
-use super::sorted::{refill, vec_memory_usage};
+use super::{Bins, refill, vec_memory_usage};
 use crate::topology::Paths;
 
 /// Two numbers per bin, for every way of counting.

@@ -7,8 +7,7 @@
 //!
 //! An executor's own count equals these numbers, to the byte.
 
-use super::sorted::refill;
-use super::{DispatchLayout, PlanContext, RelayPlan, SortedRouting, SumOrder};
+use super::{DispatchLayout, PlanContext, RelayPlan, SortedRouting, SumOrder, refill};
 use crate::topology::Route;
 
 /// Rows, by how far they go.

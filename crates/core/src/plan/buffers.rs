@@ -1,7 +1,13 @@
-//! Rank-major slots: the rows from one rank to another where nothing is counted, in one piece of a
-//! size known before the call.
+//! Memory that rows lie in: sizes of what moves, buffers of rows with their metadata, and slots of
+//! fixed size.
+//!
+//! A buffer has the rows of one exact call. A *slot* has the rows from one rank to another where
+//! nothing is counted, rank-major, in one piece of a size known before the call:
 //!
 //! ```text
+//!   buffer   | row 0 | row 1 | ... | to 64 | note 0 | note 1 | ... | to 64 |
+//!
+//!   slot
 //!   0      experts_at        weights_at         counts_at                 rows_at                    bytes
 //!   | head | experts, i32    | weights, f32     | counts, | zero, to   | row 0 | row 1 | ... | 0 | 0 |
 //!   |      | [max_tokens, K] | [max_tokens, K]  | if any  | whole rows |       rows, then zeros      |
@@ -23,8 +29,108 @@
 
 use crate::error::PlanError;
 
-/// Parts of a header begin at multiples of this.
+/// Bytes of a cache line: metadata and the parts of a slot's header begin at multiples of this.
 const ALIGN: u64 = 64;
+
+/// A buffer: `rows` rows of `row_bytes` bytes, then, from the next cache line on, `notes` words of
+/// metadata.
+///
+/// ```
+/// let buffer = sidelane_core::plan::RowBuffer { rows: 3, notes: 5, row_bytes: 48 };
+/// assert_eq!((buffer.notes_at(), buffer.bytes()), (192, 256));
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RowBuffer {
+    /// Rows.
+    pub rows: u32,
+    /// 32-bit words behind them.
+    pub notes: u64,
+    /// Bytes of one row.
+    pub row_bytes: u64,
+}
+
+/// In whole cache lines. Saturates: a size beyond the limit fits nowhere.
+fn lines(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX - (ALIGN - 1))
+}
+
+impl RowBuffer {
+    /// From the start of the buffer to its words.
+    pub fn notes_at(&self) -> u64 {
+        lines(u64::from(self.rows).saturating_mul(self.row_bytes))
+    }
+
+    /// The rows alone.
+    pub fn without_notes(self) -> RowBuffer {
+        RowBuffer { notes: 0, ..self }
+    }
+
+    /// Where engines relay, behind the landing rows: as many arrivals as rows, then the arrival of
+    /// each row. From the start of the buffer to that index, and to its end.
+    pub fn arrivals(&self) -> (u64, u64) {
+        let rows = u64::from(self.rows);
+        let index = lines(self.bytes().saturating_add(rows.saturating_mul(self.row_bytes)));
+        (index, index.saturating_add(rows * 4))
+    }
+
+    /// Where engines relay, behind the arrivals and their index: offset of the staged rows.
+    pub fn staging(&self) -> u64 {
+        lines(self.arrivals().1)
+    }
+
+    /// Size of the buffer.
+    pub fn bytes(&self) -> u64 {
+        lines(self.notes_at().saturating_add(self.notes.saturating_mul(4)))
+    }
+}
+
+/// Sizes of what moves: the same in every call of one `ExpertParallel`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowSizes {
+    /// Bytes of one row that is sent; 0 if only its metadata is.
+    pub row_bytes: u64,
+    /// Bytes of one returned row.
+    pub home_bytes: u64,
+    /// Words that go out with a row.
+    pub words_out: u32,
+    /// Words that return with a row: one per choice that it stands for.
+    pub words_home: u32,
+    /// Bytes of a partial sum, where relays sum.
+    pub partial_bytes: Option<u64>,
+}
+
+impl RowSizes {
+    /// What lands: `rows` rows.
+    pub fn landing(&self, rows: u32) -> RowBuffer {
+        RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_out), row_bytes: self.row_bytes }
+    }
+
+    /// Memory that a rank offers in a return: as many rows as landed.
+    pub fn offer(&self, rows: u32) -> RowBuffer {
+        RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_home), row_bytes: self.home_bytes }
+    }
+
+    /// Memory that a block of `entries` entries returns: `rows` rows, or partials where relays sum.
+    pub fn home(&self, rows: u32, entries: u32) -> RowBuffer {
+        let row_bytes = self.partial_bytes.unwrap_or(self.home_bytes);
+        RowBuffer { rows, notes: u64::from(entries) * u64::from(self.words_home), row_bytes }
+    }
+
+    /// The same in a return of weights alone by copy engines, which bring them home as rows.
+    pub fn of_weights(self) -> RowSizes {
+        RowSizes { home_bytes: u64::from(self.words_home) * 4, words_home: 0, ..self }
+    }
+
+    /// Bytes that go out with a row.
+    pub fn note_bytes(&self) -> u64 {
+        u64::from(self.words_out) * 4
+    }
+
+    /// Bytes in which `rows` rows can land and, behind them, `staged` rows can wait to be relayed.
+    pub fn extent_bytes(&self, rows: u32, staged: u32) -> u64 {
+        self.landing(rows).bytes().saturating_add(u64::from(staged) * self.row_bytes)
+    }
+}
 
 /// The first 64 bytes of a slot, in the byte order of the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
