@@ -29,8 +29,9 @@
 
 use crate::error::PlanError;
 
-/// Bytes of a cache line: metadata and the parts of a slot's header begin at multiples of this.
-const ALIGN: u64 = 64;
+/// Bytes of a cache line. A flag word has one alone. Metadata, parts of headers and shares of a sum
+/// begin at a multiple.
+pub const LINE: u64 = 64;
 
 /// A buffer: `rows` rows of `row_bytes` bytes, then, from the next cache line on, `notes` words of
 /// metadata.
@@ -51,7 +52,7 @@ pub struct RowBuffer {
 
 /// In whole cache lines. Saturates: a size beyond the limit fits nowhere.
 fn lines(bytes: u64) -> u64 {
-    bytes.checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX - (ALIGN - 1))
+    bytes.checked_next_multiple_of(LINE).unwrap_or(u64::MAX - (LINE - 1))
 }
 
 impl RowBuffer {
@@ -148,7 +149,7 @@ pub struct SlotHead {
     pub reserved: [u64; 5],
 }
 
-const _: () = assert!(size_of::<SlotHead>() == ALIGN as usize);
+const _: () = assert!(size_of::<SlotHead>() == LINE as usize);
 
 /// Where things lie in a slot; the same for all slots of a group.
 ///
@@ -249,14 +250,14 @@ impl SlotShape {
 
     /// From the start of a slot to its weights, `f32 [max_tokens, top_k]`.
     pub fn weights_at(&self) -> u64 {
-        (self.experts_at() + self.array_bytes()).next_multiple_of(ALIGN)
+        (self.experts_at() + self.array_bytes()).next_multiple_of(LINE)
     }
 
     /// From the start of a slot to its counts, `u32 [bins]`, or to where they would be.
     pub fn counts_at(&self) -> u64 {
         match self.bins {
             0 => self.weights_at() + self.array_bytes(),
-            _ => (self.weights_at() + self.array_bytes()).next_multiple_of(ALIGN),
+            _ => (self.weights_at() + self.array_bytes()).next_multiple_of(LINE),
         }
     }
 

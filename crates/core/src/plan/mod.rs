@@ -25,7 +25,7 @@ mod sorted;
 mod traffic;
 
 pub use bins::{Bins, ExpertMap};
-pub use buffers::{RowBuffer, RowSizes, SlotHead, SlotShape};
+pub use buffers::{LINE, RowBuffer, RowSizes, SlotHead, SlotShape};
 pub use counts::{Counts, ReceiveSizes};
 pub use group::{GroupRouting, LocalPermutation, RankRouting};
 pub use layout::{DispatchLayout, PlanContext, RowRun, Summand};

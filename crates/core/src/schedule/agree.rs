@@ -1,10 +1,89 @@
-//! Agreement: compares what all ranks say on entering a call.
+//! Agreement: the tags that ranks send on entering a call, and whether they are of one call.
 //!
-//! A pure function of the tags, which every rank holds. So all ranks come to the same verdict
-//! without another word.
+//! ```text
+//!   rank 0   tag: kind, refusal, options, handle, base  --entry--> every rank holds the tags of all --> one verdict
+//! ```
+//!
+//! The verdict is a pure function of the tags. So all ranks come to the same one without another
+//! word.
 
 use crate::error::{CallError, CallKind};
-use crate::schedule::{Refusal, Tag};
+
+/// What an entry signal says: which call this is, and where the receiver may write or read.
+///
+/// It lies in the flag's own cache line, so calls without a count exchange are checked, too: a rank
+/// with another call is found before any result is visible.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tag {
+    /// Which call.
+    pub kind: CallKind,
+    /// Whether the sender can go on; if not, nothing may move on any rank.
+    pub refusal: Refusal,
+    /// Which of the sender's dispatch contexts the call uses: metadata lands there. Ranks need not
+    /// agree on it.
+    pub context: u16,
+    /// Digest of the options of this call.
+    pub options: u32,
+    /// Number of the dispatch whose layout is used; for a dispatch with counts, the bytes that may
+    /// be written from `base` on. With [`Refusal::Space`]: the requested bytes.
+    pub handle: u64,
+    /// First byte in the sender's pool window: a grant to write there (dispatches, rows that are
+    /// returned by puts) or the chunk to read (shared memory). With [`Refusal::Space`]: the free
+    /// bytes.
+    pub base: u64,
+}
+
+/// Why a rank cannot take part in a call that it has entered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Refusal {
+    /// It can.
+    #[default]
+    None = 0,
+    /// Its caller's input is wrong.
+    Input = 1,
+    /// Its pool has no room.
+    Space = 2,
+}
+
+impl Refusal {
+    /// The refusal of this number; an unknown one counts as wrong input.
+    pub fn from_code(code: u8) -> Refusal {
+        match code {
+            0 => Refusal::None,
+            2 => Refusal::Space,
+            _ => Refusal::Input,
+        }
+    }
+}
+
+impl Tag {
+    /// As three words, for a flag line or a wire.
+    pub fn to_words(self) -> [u64; 3] {
+        let choice = u64::from(self.kind as u8) | u64::from(self.refusal as u8) << 8;
+        let head = choice | u64::from(self.context) << 16 | u64::from(self.options) << 32;
+        [head, self.handle, self.base]
+    }
+
+    /// From three words. Anything unknown reads as a kind or refusal that no correct rank agrees
+    /// with.
+    pub fn from_words([head, handle, base]: [u64; 3]) -> Self {
+        Tag {
+            kind: CallKind::from_code(head as u8),
+            refusal: Refusal::from_code((head >> 8) as u8),
+            context: (head >> 16) as u16,
+            options: (head >> 32) as u32,
+            handle,
+            base,
+        }
+    }
+}
+
+impl Default for Tag {
+    fn default() -> Self {
+        Tag { kind: CallKind::Unknown, refusal: Refusal::None, context: 0, options: 0, handle: 0, base: 0 }
+    }
+}
 
 /// One call, as the ranks of a group enter it.
 #[derive(Clone, Copy, Debug)]
