@@ -9,8 +9,8 @@ use sidelane_core::schedule::call::{
 };
 use sidelane_core::schedule::collective::{Program, RankView, Shape};
 use sidelane_core::topology::{Paths, Route};
-use sidelane_verify::call_mutate::{CallChange, CallMutation, ProgramId, programs_of};
 use sidelane_verify::flow;
+use sidelane_verify::mutate::{CallChange, CallMutation, ProgramId, programs_of};
 use sidelane_verify::prove::prove;
 use sidelane_verify::unroll::{CollectiveCall, CollectiveScenario, ProofScenario, UnrolledProgram};
 

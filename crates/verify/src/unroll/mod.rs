@@ -20,39 +20,31 @@
 //! rank's own program or its relay's, which interact only through flags. Slots on
 //! [streams](StreamScenario) have unrolled programs of their own kind, where an actor is a stream.
 
-mod arrivals;
-mod calls;
 mod collective;
-mod effect;
-mod filled;
-mod gathered;
-mod place;
-mod pool;
+mod dispatch;
+mod host_access;
 mod returns;
-mod sample;
-mod state;
 mod streams;
-mod tell;
-mod touch;
+mod unroller;
 mod walk;
 
+use std::fmt;
 use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, Strategy, SumOrder};
 use sidelane_core::schedule::stream::Slots;
-use sidelane_core::schedule::{FlagValue, Op, ReturnParts};
+use sidelane_core::schedule::{ControlLayout, FlagValue, Op, ReturnParts, WindowId};
 use sidelane_core::topology::{NodeMap, Route};
+use unroller::FilledOperands;
 
-use crate::call_mutate::{CallMutation, ProgramId};
+use crate::mutate::{CallMutation, ProgramId};
 
 pub use collective::{CollectiveBug, CollectiveCall, CollectiveScenario, PipelineBug, PipelineScenario};
 pub use sidelane_core::schedule::call::Relays;
 pub use sidelane_core::schedule::{Bytes, Effect};
 pub use streams::{StreamBug, StreamCall, StreamScenario, Streams};
-
-use effect::Effects;
 
 /// The calls of a group.
 #[derive(Clone, Debug)]
@@ -347,7 +339,7 @@ impl UnrolledProgram {
     /// A routing that cannot be placed; [`PlanError::BadParameter`] for a handle or a set of
     /// routings that does not exist, or if nodes and experts are of groups of different size.
     pub fn unroll(script: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
-        tell::tell(script)
+        unroller::unroll(script)
     }
 
     /// Unrolls a script of slots on streams.
@@ -356,7 +348,7 @@ impl UnrolledProgram {
     /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or
     /// release, and for nodes of another number of ranks.
     pub fn of_streams(script: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
-        streams::tell(script)
+        streams::unroll(script)
     }
 
     /// Unrolls rounds of collectives.
@@ -365,7 +357,7 @@ impl UnrolledProgram {
     /// [`PlanError::BadParameter`] for a round that does not fit its places, and for nodes of
     /// another number of ranks.
     pub fn of_collectives(script: &CollectiveScenario) -> Result<UnrolledProgram, PlanError> {
-        collective::tell(script)
+        collective::unroll(script)
     }
 
     /// Unrolls the messages between the stages of a pipeline.
@@ -373,7 +365,7 @@ impl UnrolledProgram {
     /// # Errors
     /// [`PlanError::BadParameter`] for places of another number of ranks than there are stages.
     pub fn of_pipeline(script: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
-        collective::tell_pipeline(script)
+        collective::unroll_pipeline(script)
     }
 
     /// Operations that ranks enqueue on streams, each in an order of its own, one stream for each
@@ -393,5 +385,50 @@ impl UnrolledProgram {
     /// The parts of one actor, call after call.
     pub fn parts_of(&self, actor: u32) -> impl Iterator<Item = &ActorCall> {
         self.calls.iter().map(move |call| &call[actor as usize])
+    }
+}
+
+/// Operands of the slots of a scene.
+pub(super) trait Effects: fmt::Debug {
+    /// Effect of a step, besides raising or awaiting a flag that grows.
+    fn effects(&self, step: &UnrolledOp) -> Vec<Effect>;
+
+    /// The call that wrote what puts read from windows; `None`: their own.
+    fn sources_of(&self) -> Option<usize> {
+        None
+    }
+}
+
+impl StageRun {
+    /// What `step` does, besides raising or awaiting a flag that grows.
+    pub fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
+        self.filled.effects(step)
+    }
+
+    /// The call that wrote what puts read from windows; `None`: their own.
+    pub fn sources_of(&self) -> Option<usize> {
+        self.filled.sources_of()
+    }
+}
+
+impl Effects for FilledOperands {
+    fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
+        let operands = self.operands();
+        match step.op {
+            Op::Put { to, slot } | Op::PutRows { to, slot } => operands.puts(to, slot),
+            Op::Signal { to, of, flag, level } => {
+                let at = ControlLayout::tag(of, flag, self.ranks, self.tag_parity);
+                let tag = operands.tag(to, flag, level);
+                tag.map(|_| Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, ControlLayout::TAG_BYTES)))
+                    .into_iter()
+                    .collect()
+            }
+            Op::Reduce { slot } => operands.sums(slot, (self.rank, self.partial_bytes)),
+            Op::Wait { .. } => Vec::new(),
+        }
+    }
+
+    fn sources_of(&self) -> Option<usize> {
+        self.sources_of
     }
 }

@@ -6,8 +6,7 @@ use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::schedule::call::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, Tag};
 
-use super::filled::{FilledOperands, Tables};
-use super::state::{Extent, Handle, SampledCall, Unroller, Until};
+use super::unroller::{Extent, FilledOperands, Handle, SampledCall, Tables, Unroller, Until};
 use super::walk::Actor;
 use super::{HostAccess, SeededBug};
 

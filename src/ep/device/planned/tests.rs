@@ -18,7 +18,7 @@ pub(in crate::ep) mod support;
 use std::sync::Arc;
 
 use half::bf16;
-use sidelane_verify::call_mutate::{CallChange, CallMutation, plant};
+use sidelane_verify::mutate::{CallChange, CallMutation, plant};
 use stand_in_cuda::StandIn;
 
 use self::devices::stream;

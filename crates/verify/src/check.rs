@@ -1,23 +1,71 @@
-//! Steps all actors of a program at random.
+//! Runs an unrolled program at random, under the guarantees of the lanes and no more.
+//!
+//! `prove` rests on the lanes' contract; this module simulates it. Memory holds a tag for every
+//! four bytes:
+//!
+//! ```text
+//!   put      its pieces land one by one, in any order, at any later time; its source is read as late as the stage join
+//!   signal   becomes visible late, with its tag, but not before all pieces of earlier puts and all earlier signals of its
+//!            track; later puts of the track, and other tracks, may overtake it
+//!   reduce   reads piece by piece, while others go on
+//!   actors   each at its own speed, on one queue, on several, or on one per track
+//! ```
+//!
+//! With every seed, each actor must have seen the same tags, call by call, as in an ordered run.
+
+#![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]
+
+use std::ops::Range;
 
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sidelane_core::schedule::Op;
+use sidelane_core::schedule::{Op, WindowId};
 
-use super::lane::{Cell, Lane, Load, Memory, Posted, cells};
 use crate::prove::ProofFailure;
 use crate::prove::program::Program;
-use crate::unroll::{Effect, HostAccess};
+use crate::unroll::{ActorCall, Bytes, Effect, HostAccess, UnrolledProgram};
 
-/// Result of a run.
-pub(super) struct Outcome {
-    /// Per actor and call: what planner, caller and sums have seen.
-    pub outcomes: Vec<Vec<u64>>,
+/// Size of the run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Checked {
+    /// Random runs.
+    pub seeds: u64,
+    /// Pieces and signals that were delivered late, in all runs.
     pub deliveries: u64,
 }
 
-pub(super) struct Machine<'a> {
+/// Plays a story once in order, and once for every seed.
+///
+/// # Errors
+/// [`ProofFailure::Differs`] with the first seed whose outcome differs; [`ProofFailure::Deadlock`]
+/// if a run does not end.
+pub fn check(story: &UnrolledProgram, seeds: Range<u64>) -> Result<Checked, ProofFailure> {
+    let program = Program::new(story);
+    let expected = Machine::new(&program, None).play()?;
+    let mut checked = Checked::default();
+    for seed in seeds {
+        let seen = Machine::new(&program, Some(seed)).play()?;
+        for (actor, calls) in (0..).zip(seen.outcomes.iter().zip(&expected.outcomes)) {
+            if let Some(call) = calls.0.iter().zip(calls.1).position(|(seen, expected)| seen != expected) {
+                let ActorCall { rank, role, .. } = *program.part(actor, call as u32);
+                return Err(ProofFailure::Differs { seed, rank, role, call });
+            }
+        }
+        checked.seeds += 1;
+        checked.deliveries += seen.deliveries;
+    }
+    Ok(checked)
+}
+
+/// Result of a run.
+struct Outcome {
+    /// Per actor and call: what planner, caller and sums have seen.
+    outcomes: Vec<Vec<u64>>,
+    deliveries: u64,
+}
+
+struct Machine<'a> {
     program: &'a Program<'a>,
     /// Everything at once and in order.
     in_order: bool,
@@ -50,7 +98,7 @@ struct Queue {
 }
 
 impl<'a> Machine<'a> {
-    pub fn new(program: &'a Program<'a>, seed: Option<u64>) -> Self {
+    fn new(program: &'a Program<'a>, seed: Option<u64>) -> Self {
         let mut random = ChaCha8Rng::seed_from_u64(seed.unwrap_or(0));
         let tracks = program.tracks.max(1) as usize;
         let queues = [1, 2, 8, tracks][random.random_range(0..4)];
@@ -73,7 +121,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    pub fn play(mut self) -> Result<Outcome, ProofFailure> {
+    fn play(mut self) -> Result<Outcome, ProofFailure> {
         let (mut idle, mut over) = (0, self.is_over());
         while !over {
             // Most turns move nothing. One number selects the actor and its operation.
@@ -301,4 +349,119 @@ fn mix(numbers: &[u64]) -> u64 {
         let mixed = (hash ^ number).wrapping_mul(0xff51_afd7_ed55_8ccd);
         (mixed ^ (mixed >> 32)).wrapping_mul(0xc4ce_b9fe_1a85_ec53) ^ (mixed >> 29)
     })
+}
+
+/// Bytes that one tag stands for: everything a schedule moves is a multiple of it.
+const PIECE: u64 = 4;
+
+/// One piece of a window.
+#[derive(Clone, Copy)]
+struct Cell {
+    owner: u32,
+    window: WindowId,
+    index: usize,
+}
+
+/// All windows of all ranks.
+struct Memory {
+    cells: Vec<[Vec<u64>; 3]>,
+}
+
+impl Memory {
+    fn new(story: &UnrolledProgram) -> Self {
+        let cells = |bytes: u64| vec![0; bytes.div_ceil(PIECE) as usize];
+        let windows = || [story.pool_bytes, story.control_bytes, story.pool_bytes].map(cells);
+        Memory { cells: (0..story.ranks).map(|_| windows()).collect() }
+    }
+
+    fn read(&self, cell: Cell) -> u64 {
+        self.cells[cell.owner as usize][cell.window.0 as usize][cell.index]
+    }
+
+    fn write(&mut self, cell: Cell, tag: u64) {
+        self.cells[cell.owner as usize][cell.window.0 as usize][cell.index] = tag;
+    }
+}
+
+/// The pieces of a range of bytes.
+fn cells(bytes: &Bytes) -> impl Iterator<Item = Cell> + use<> {
+    let (owner, window) = (bytes.owner, bytes.window);
+    let range = bytes.range.start / PIECE..bytes.range.end.div_ceil(PIECE);
+    range.map(move |index| Cell { owner, window, index: index as usize })
+}
+
+/// Contents of a piece.
+#[derive(Clone, Copy)]
+enum Load {
+    /// A tag.
+    Tag(u64),
+    /// Whatever lies there when it is read.
+    From(Cell),
+}
+
+/// In flight on one track.
+#[derive(Clone)]
+enum Posted {
+    Piece {
+        to: Cell,
+        load: Load,
+    },
+    /// A signal, and the pieces of its tag.
+    Signal {
+        word: usize,
+        value: u64,
+        tag: Vec<(Cell, u64)>,
+    },
+}
+
+/// One track of one actor, as its lane sees it.
+#[derive(Clone, Default)]
+struct Lane {
+    posted: Vec<Posted>,
+}
+
+impl Lane {
+    fn post(&mut self, posted: Posted) {
+        self.posted.push(posted);
+    }
+
+    fn is_idle(&self) -> bool {
+        self.posted.is_empty()
+    }
+
+    /// Local completion: sources that have not been read are read now.
+    fn complete(&mut self, memory: &Memory) {
+        for posted in &mut self.posted {
+            if let Posted::Piece { load, .. } = posted
+                && let Load::From(cell) = *load
+            {
+                *load = Load::Tag(memory.read(cell));
+            }
+        }
+    }
+
+    /// Delivers one piece or signal, any that may be next.
+    fn deliver(&mut self, memory: &mut Memory, words: &mut [u64], random: &mut ChaCha8Rng) {
+        let mut pick = random.random_range(0..self.posted.len());
+        if matches!(self.posted[pick], Posted::Signal { .. }) {
+            let pieces = self.posted[..pick].iter().filter(|p| matches!(p, Posted::Piece { .. })).count();
+            // A signal waits for earlier puts; of several signals the oldest is next.
+            pick = match pieces {
+                0 => 0,
+                _ => {
+                    let nth = random.random_range(0..pieces);
+                    let mut pieces = (0..pick).filter(|&p| matches!(self.posted[p], Posted::Piece { .. }));
+                    pieces.nth(nth).unwrap_or(pick)
+                }
+            };
+        }
+        match self.posted.remove(pick) {
+            Posted::Signal { word, value, tag } => {
+                tag.into_iter().for_each(|(to, piece)| memory.write(to, piece));
+                words[word] = value;
+            }
+            Posted::Piece { to, load: Load::Tag(tag) } => memory.write(to, tag),
+            Posted::Piece { to, load: Load::From(cell) } => memory.write(to, memory.read(cell)),
+        }
+    }
 }

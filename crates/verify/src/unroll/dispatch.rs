@@ -1,16 +1,37 @@
-//! The dispatches of a script: what each rank's planners and caller do in them.
+//! The dispatches of a scenario: places of their rows, and accesses of each rank's planners and
+//! caller.
+//!
+//! Behind each dispatch by all-gather, of the instance that gathers, every rank copies its own rows
+//! to their places:
+//!
+//! ```text
+//!   extent      | gathered rows | their notes | rows of my experts | their notes |
+//!                                             | blocks that are taken to be handed on |
+//!
+//!   call n      dispatch of the instance that gathers
+//!   call n + 1  | read notes | regroup: gathered -> rows of my experts | write notes | read
+//! ```
+//!
+//! The copies are a call of the story of their own: they write where relays of the dispatch have
+//! read.
 
 use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
-use sidelane_core::plan::{PlanContext, RelayPermutation, RelayPlan, RowBuffer};
+use sidelane_core::gate::Routing;
+use sidelane_core::plan::{
+    DispatchLayout, ExpertMap, GroupRouting, LocalPermutation, PlanContext, RankRouting, ReceiveMode,
+    RelayPermutation, RelayPlan, RelaySorter, RowBuffer, RowLayout, SumOrder,
+};
 use sidelane_core::schedule::call::{Action, Role, StageId, Work};
-use sidelane_core::schedule::{Flag, RelayTables, ReturnParts};
+use sidelane_core::schedule::{Flag, Operand, RelayTables, ReturnParts, WindowId};
 
-use super::filled::{FilledOperands, Tables};
-use super::state::{Extent, Handle, Member, Placed, SampledCall, Unroller, Until, bad};
+use super::host_access::chunk;
+use super::unroller::{
+    Exchange, Extent, FilledOperands, Handle, Member, Placed, SampledCall, Tables, Unroller, Until, bad,
+};
 use super::walk::Actor;
-use super::{HostAccess, ProofScenario, SeededBug};
+use super::{Bytes, HostAccess, ProofScenario, SeededBug};
 
 /// A dispatch, or one along a known layout.
 struct Sending<'s> {
@@ -30,10 +51,10 @@ struct Sending<'s> {
 }
 
 /// An unrolled dispatch, and its memory.
-pub(super) struct Dispatched {
-    pub told: Vec<SampledCall>,
-    pub placed: Rc<Placed>,
-    pub ground: Vec<Extent>,
+struct Dispatched {
+    told: Vec<SampledCall>,
+    placed: Rc<Placed>,
+    ground: Vec<Extent>,
 }
 
 /// One rank in a dispatch.
@@ -67,12 +88,7 @@ impl Unroller<'_> {
 
     /// A dispatch that keeps its memory. Behind what lands at each rank there is room for `behind`
     /// bytes.
-    pub(super) fn dispatched(
-        &mut self,
-        routing: usize,
-        until: Until,
-        behind: &[u64],
-    ) -> Result<Dispatched, PlanError> {
+    fn dispatched(&mut self, routing: usize, until: Until, behind: &[u64]) -> Result<Dispatched, PlanError> {
         self.members.iter_mut().for_each(|member| member.dispatches += 1);
         let placed = Rc::new(self.place(routing)?);
         let ground = self.land(&placed, behind, true);
@@ -365,5 +381,217 @@ impl Actor for Sender<'_, '_> {
             touches.push(teller.notes_read(me, layout, ground, call.layout_of));
         }
         touches
+    }
+}
+
+impl Unroller<'_> {
+    /// Where everything goes, if all ranks dispatch this set of routings.
+    fn place(&self, routing: usize) -> Result<Placed, PlanError> {
+        let ProofScenario { routings, map, align, chunks, mode, spans, gathers, .. } = *self.script;
+        let set = routings.get(routing).filter(|set| set.len() == self.members.len()).ok_or(bad(
+            "set of routings",
+            routing,
+            "one that exists, with a routing per rank",
+        ))?;
+        let (bins, sizing) = (&self.bins, self.sizing);
+        let frame = PlanContext { bins, paths: self.paths(0), align, chunks, sizing, mode };
+        let top_k = set.iter().map(Routing::top_k).max().unwrap_or(1);
+        let mut everyone = GroupRouting::default();
+        everyone.sort(&frame, top_k, |me, sorted| {
+            let routing = &set[me as usize];
+            if gathers {
+                sorted.fill_gathered(bins, me, self.gathered(routing), Some(routing));
+                return Ok(());
+            }
+            sorted.fill(map, bins, self.script.notes(), me, routing)
+        })?;
+        let max_tokens = routings.iter().flatten().map(|routing| routing.tokens()).max().unwrap_or(0);
+        let (mut layouts, mut arrivals, mut numbers) = (Vec::new(), Vec::new(), Default::default());
+        everyone.each(&frame, (top_k, max_tokens), |frame, known, _| {
+            let RankRouting { sorted, crossing, counts, sizes } = known;
+            if self.script.slip == Some(SeededBug::ShareStaging) {
+                counts.below[bins.count() as usize..].fill(0);
+            }
+            if spans {
+                RelaySorter::default().arrange(frame, (&mut *sorted, &mut *crossing), counts, sizes);
+            }
+            let top_k = set[frame.paths.me() as usize].top_k();
+            let mut layout = DispatchLayout::default();
+            let mut own = RelayPermutation::default();
+            if self.arrives() {
+                own.arrange(frame, sorted, crossing);
+                own.pack(frame, sorted, crossing);
+            }
+            layout.fill(frame, (&*sorted, &*crossing), top_k, counts, sizes);
+            if self.arrives() {
+                own.add_runs(frame, sorted, &mut layout, (counts, sizes));
+            }
+            arrivals.push(own.first_run);
+            numbers = (counts.clone(), sizes.clone());
+            layouts.push(Rc::new(layout));
+        });
+        let forwards = self.ranks().map(|me| Rc::new(self.forward(me, &layouts))).collect();
+        Ok(Placed { layouts, forwards, arrivals, numbers })
+    }
+
+    /// Rows that a rank gathers: as many of its tokens as make equal segments.
+    fn gathered(&self, routing: &Routing) -> u32 {
+        let segments = self.bins.count() / self.bins.ranks();
+        routing.tokens() / segments * segments
+    }
+
+    /// Which of a source's relays this one is.
+    pub(super) fn nth_relay(&self, source: u32, relay: u32) -> usize {
+        self.paths(source).relays().take_while(|&other| other != relay).count()
+    }
+
+    /// Knowledge of a rank's relay when it has read its headers.
+    fn forward(&self, me: u32, layouts: &[Rc<DispatchLayout>]) -> RelayPlan {
+        let ProofScenario { align, chunks, mode, spans, gathers, .. } = *self.script;
+        let (bins, sizing, paths) = (&self.bins, self.sizing, self.paths(me));
+        let frame = PlanContext { bins, paths, align, chunks, sizing, mode };
+        let mut forward = RelayPlan::default();
+        forward.spans = spans || gathers;
+        let sums = self.sizing.partial_bytes.is_some();
+        if self.arrives() {
+            let of = |source| &layouts[source as usize].blocks[self.nth_relay(source, me)];
+            forward.blocks = paths.sources().map(|source| of(source).clone()).collect();
+            return forward;
+        }
+        forward.know(&frame, sums, |source, nth| layouts[source as usize].blocks[nth].clone());
+        forward
+    }
+}
+
+/// Work of the instance that gathers for another.
+pub(super) fn gathering<'s>(script: &ProofScenario<'s>, map: &'s ExpertMap) -> ProofScenario<'s> {
+    ProofScenario {
+        gathers: true,
+        map,
+        align: 1,
+        order: SumOrder::default(),
+        layout: RowLayout::default(),
+        mode: ReceiveMode::Exact,
+        spans: false,
+        ..script.clone()
+    }
+}
+
+/// The copies of one rank, and the rows that it has then.
+struct Own {
+    regroup: LocalPermutation,
+    landing: RowBuffer,
+}
+
+impl Unroller<'_> {
+    /// A dispatch by all-gather, as far as `until`: ranks may leave when they have sorted the
+    /// choices. Unrolls the gathering dispatch, and returns each rank's next steps.
+    pub(super) fn gather(
+        &mut self,
+        routing: usize,
+        keep: bool,
+        until: Until,
+    ) -> Result<Vec<SampledCall>, PlanError> {
+        let all = self.owned(routing)?;
+        // A call that is refused has no room for the rows.
+        let behind = all.iter().map(|own| if until == Until::End { own.landing.bytes() } else { 0 });
+        let behind: Vec<u64> = behind.collect();
+        let Dispatched { told, placed, ground } = self.dispatched(routing, Until::End, &behind)?;
+        self.add(told);
+        let gathered: Vec<RowBuffer> =
+            placed.layouts.iter().map(|layout| self.landing(layout.landed)).collect();
+        let regroup = |((me, own), (extent, chunk))| {
+            self.regrouped(me, until, &self.regrouping((me, until), own, extent, chunk))
+        };
+        let told = (0..).zip(all).zip(ground.iter().zip(&gathered)).map(regroup).collect();
+        for ((member, bytes), (extent, chunk)) in
+            self.members.iter_mut().zip(behind).zip(ground.iter().zip(&gathered))
+        {
+            let start = extent.start + chunk.bytes();
+            match keep {
+                true => drop(member.pool.keep(extent, start..start + bytes)),
+                false => member.pool.give(extent),
+            }
+        }
+        Ok(told)
+    }
+
+    /// What each rank copies, as every rank finds it from the choices of all.
+    fn owned(&self, routing: usize) -> Result<Vec<Own>, PlanError> {
+        let Some(Exchange { script, bins, sizing }) = &self.exchange else { return Ok(Vec::new()) };
+        let set = script.routings.get(routing).ok_or(bad("set of routings", routing, "one that exists"))?;
+        let ProofScenario { map, align, chunks, mode, .. } = **script;
+        let frame = PlanContext { bins, paths: self.paths(0), align, chunks, sizing: *sizing, mode };
+        let top_k = set.iter().map(Routing::top_k).max().unwrap_or(1);
+        let max_tokens = set.iter().map(Routing::tokens).max().unwrap_or(0);
+        let mut everyone = GroupRouting::default();
+        everyone.sort(&frame, top_k, |rank, sorted| {
+            sorted.fill(map, bins, script.notes(), rank, &set[rank as usize])
+        })?;
+        let own = |&rows: &u32| Own { regroup: LocalPermutation::default(), landing: sizing.landing(rows) };
+        let mut all: Vec<Own> = everyone.sizes().rows.iter().map(own).collect();
+        let mut first = 0;
+        everyone.each(&frame, (top_k, max_tokens), |frame, known, _| {
+            for (me, own) in (0..).zip(&mut all) {
+                own.regroup.add(frame, &known, me, first);
+            }
+            first += set[frame.paths.me() as usize].tokens();
+        });
+        Ok(all)
+    }
+
+    fn regrouping(
+        &self,
+        (me, until): (u32, Until),
+        own: Own,
+        extent: &Extent,
+        gathered: &RowBuffer,
+    ) -> Regrouping {
+        let start = extent.start + gathered.bytes();
+        let Own { regroup: LocalPermutation { runs, rows, .. }, landing } = own;
+        let row_bytes = self.script.row_bytes;
+        let (mut tables, _) = self.tables(me);
+        tables.table = vec![Operand::regroup(me, runs.len() as u32, row_bytes, (extent.start, start))];
+        let mut layout = DispatchLayout::default();
+        (layout.runs, layout.rows) = (runs, rows);
+        let layout = Rc::new(layout);
+        let dispatch = self.call - 1;
+        let read = |what, bytes| self.read(what, bytes);
+        let [_, choices] = chunk(me, *gathered, extent);
+        let notes = Bytes::new(me, WindowId::POOL, start + landing.notes_at(), landing.notes * 4);
+        let rows = Bytes::new(me, WindowId::POOL, start, u64::from(landing.rows) * row_bytes);
+        Regrouping {
+            filled: self.filled_from(Some(dispatch), me, Tables::Caller { tables, layout, row_bytes }),
+            choices: HostAccess { of: dispatch, ..read("choices of all", choices) },
+            notes: [self.write("notes", notes.clone()), read("landed notes", notes)],
+            rows: (until == Until::End).then(|| read("landed rows", rows)),
+        }
+    }
+}
+
+/// One rank behind a dispatch by all-gather.
+struct Regrouping {
+    filled: Rc<FilledOperands>,
+    choices: HostAccess,
+    notes: [HostAccess; 2],
+    /// Reads of the caller, unless the call is refused.
+    rows: Option<HostAccess>,
+}
+
+impl Actor for Regrouping {
+    fn footprint(&self, _: Role, action: Action) -> Vec<HostAccess> {
+        match action {
+            Action::Compute(Work::SortAll) => vec![self.choices.clone()],
+            Action::Compute(Work::Metadata) => self.notes.to_vec(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn filled(&self, _: StageId) -> &Rc<FilledOperands> {
+        &self.filled
+    }
+
+    fn end(&self) -> Vec<HostAccess> {
+        self.rows.iter().cloned().collect()
     }
 }
