@@ -77,6 +77,11 @@ impl ControlLayout {
         self.header_out(self.relays as u32, 0)
     }
 
+    /// Bytes of all flag words of a group.
+    pub fn flag_bytes(ranks: u32) -> u64 {
+        Flag::COUNT as u64 * u64::from(ranks) * LINE
+    }
+
     /// The flag word of this kind that speaks of a rank.
     pub fn flag(of: u32, flag: Flag, ranks: u32) -> u64 {
         (flag as u64 * u64::from(ranks) + u64::from(of)) * LINE
@@ -94,7 +99,7 @@ impl ControlLayout {
 
     /// This rank's publication in calls of this parity.
     pub fn publication(&self, parity: u64) -> u64 {
-        Flag::COUNT as u64 * self.ranks * LINE + (parity & 1) * lines(self.words * 4)
+        Self::flag_bytes(self.ranks as u32) + (parity & 1) * lines(self.words * 4)
     }
 
     /// Where the message of a node is put.

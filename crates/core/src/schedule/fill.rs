@@ -448,7 +448,18 @@ impl RelayTables {
         self.spans.clear();
     }
 
-    /// Stage "told": the message to every rank that this one sends counts to, with counts or
+    /// Constants of the running call, apart from runs, rows and sums.
+    pub fn operands(&self, calls: Calls) -> Operands<'_> {
+        Operands {
+            table: &self.table,
+            spans: &self.spans,
+            call: calls.value(),
+            last_return: calls.last_return(),
+            ..Operands::default()
+        }
+    }
+
+    /// Stage "counts sent": the message to every rank that this one sends counts to, with counts or
     /// without.
     pub fn messages(&mut self, at: &FillContext, counts: bool) {
         self.clear();

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use super::{Flag, FlagValue, OperandId, Tag};
 use crate::dtype::PartialDtype;
-use crate::plan::{RowBuffer, RowRun, Summand};
+use crate::plan::{DispatchLayout, Partials, RowBuffer, RowRun, Summand};
 
 /// Number of a window in the table of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -171,6 +171,39 @@ pub struct SumOperands<'a> {
     pub fetched: &'a [Summand],
     /// For each of those, its place in the caller's `[tokens, top_k]` array.
     pub places: &'a [u32],
+}
+
+impl<'a> SumOperands<'a> {
+    /// Sums of the tokens of a layout, whose owners' chunks begin at `bases`: unweighted, with
+    /// partials in `f32`.
+    pub fn of_layout(layout: &'a DispatchLayout, bases: &'a [u64]) -> Self {
+        let (terms, starts, choices) = layout.summands();
+        let (fetched, places) = layout.fetches();
+        SumOperands {
+            terms,
+            starts,
+            choices,
+            groups: &layout.groups,
+            group_starts: &layout.group_starts,
+            held_by: &layout.held_by,
+            bases,
+            chunks: &layout.chunks,
+            fetched,
+            places,
+            ..SumOperands::default()
+        }
+    }
+
+    /// The partial sums of a relay, over these chunks of its node's ranks.
+    pub fn of_partials(
+        partials: &'a Partials,
+        bases: &'a [u64],
+        held_by: &'a [u32],
+        chunks: &'a [RowBuffer],
+    ) -> Self {
+        let Partials { terms, starts, entries, .. } = partials;
+        SumOperands { terms, starts, choices: entries, held_by, bases, chunks, ..SumOperands::default() }
+    }
 }
 
 /// Everything one call fills into a skeleton.

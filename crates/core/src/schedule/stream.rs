@@ -72,8 +72,8 @@
 
 use super::call::{Part, SlotCall};
 use super::{
-    ControlLayout, Flag, FlagValue, LINE, Op, Operand, OperandId, Operands, PutSource, SpanCopy, Stage,
-    TrackOp, WindowId,
+    ControlLayout, Flag, FlagValue, Op, Operand, OperandId, Operands, PutSource, SpanCopy, Stage, TrackOp,
+    WindowId,
 };
 use crate::error::PlanError;
 use crate::topology::NodeMap;
@@ -199,7 +199,7 @@ impl Slots {
 
     /// Size of the window of flags. They begin as zeros.
     pub fn flag_bytes(&self) -> u64 {
-        Flag::COUNT as u64 * u64::from(self.ranks) * LINE
+        ControlLayout::flag_bytes(self.ranks)
     }
 }
 

@@ -142,7 +142,7 @@ pub(super) fn unroll(script: &CollectiveScenario) -> Result<UnrolledProgram, Pla
     Ok(UnrolledProgram {
         ranks,
         actors: ranks,
-        control_bytes: Flag::COUNT as u64 * u64::from(ranks) * 64,
+        control_bytes: ControlLayout::flag_bytes(ranks),
         pool_bytes: script.staging.bytes(),
         calls,
         assumed: Vec::new(),
@@ -219,7 +219,7 @@ impl RankUnroller {
                     let (filled, stage) = (filled(nth.into()), &steps[usize::from(nth)].stage);
                     let value = filled.rounds.operands(nth.into(), filled.call).call;
                     let (name, touches) = (stage.name, std::mem::take(&mut touches));
-                    let steps = stage.items.iter().map(|item| told(item, value)).collect();
+                    let steps = stage.items.iter().map(|item| in_call(item, value)).collect();
                     scenes.push(StageRun { name, first: 0, touches, steps, filled });
                 }
                 Action::Agree if self.slip == Some(CollectiveBug::TagsLate) => {
@@ -292,13 +292,8 @@ fn read(copied: &Copied, of: usize) -> HostAccess {
 }
 
 /// An operation in a call of this value.
-fn told(item: &TrackOp, call: u64) -> UnrolledOp {
-    let operands = sidelane_core::schedule::Operands { call, ..Default::default() };
-    let value = match item.op {
-        Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
-        _ => 0,
-    };
-    UnrolledOp { track: item.track, set: 0, op: item.op, value }
+fn in_call(item: &TrackOp, call: u64) -> UnrolledOp {
+    UnrolledOp::of(item, &Operands { call, ..Operands::default() })
 }
 
 fn part(rank: u32, call: usize, kind: CallKind, scenes: Vec<StageRun>) -> ActorCall {
@@ -385,7 +380,7 @@ pub(super) fn unroll_pipeline(script: &PipelineScenario) -> Result<UnrolledProgr
         parts.extend((parts.len()..most).map(|call| part(rank, call, CallKind::Unknown, Vec::new())));
     }
     let calls = (0..most).map(|call| told.iter().map(|parts| parts[call].clone()).collect()).collect();
-    let control_bytes = Flag::COUNT as u64 * u64::from(ranks) * 64;
+    let control_bytes = ControlLayout::flag_bytes(ranks);
     let pool_bytes = script.staging.bytes();
     Ok(UnrolledProgram { ranks, actors: ranks, control_bytes, pool_bytes, calls, assumed: Vec::new() })
 }
@@ -443,8 +438,8 @@ fn rank(script: &PipelineScenario, seat: &RankView, order: &[Passed], sent: &Sen
         };
         if sends {
             let licence = pair.freed().filter(|_| script.slip != Some(PipelineBug::Unlicensed));
-            let free = licence.map(|value| told(&pair.free(), value));
-            let send = pair.send(seat).map(|item| told(&item, pair.value()));
+            let free = licence.map(|value| in_call(&pair.free(), value));
+            let send = pair.send(seat).map(|item| in_call(&item, pair.value()));
             let span = Some(pair.sent(seat, range));
             let scenes = vec![
                 scene("free", std::mem::take(&mut late), free.into_iter().collect(), None),
@@ -454,8 +449,8 @@ fn rank(script: &PipelineScenario, seat: &RankView, order: &[Passed], sent: &Sen
         } else {
             let of = sent.get(&(peer, me)).and_then(|calls| calls.get(*count)).copied().unwrap_or(call);
             *count += 1;
-            let wait = vec![told(&pair.receive(), pair.value())];
-            let answer = vec![told(&pair.answer(seat, 0), pair.value())];
+            let wait = vec![in_call(&pair.receive(), pair.value())];
+            let answer = vec![in_call(&pair.answer(seat, 0), pair.value())];
             let mut touches = came(pair, seat, range, of);
             let before = std::mem::take(&mut late);
             if script.slip == Some(PipelineBug::CopyLate) {

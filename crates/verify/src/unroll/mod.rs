@@ -35,7 +35,7 @@ use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, Strategy, SumOrder};
 use sidelane_core::schedule::stream::Slots;
-use sidelane_core::schedule::{ControlLayout, FlagValue, Op, ReturnParts, WindowId};
+use sidelane_core::schedule::{ControlLayout, FlagValue, Op, Operands, ReturnParts, TrackOp, WindowId};
 use sidelane_core::topology::{NodeMap, Route};
 use unroller::FilledOperands;
 
@@ -250,6 +250,15 @@ pub struct UnrolledOp {
 }
 
 impl UnrolledOp {
+    /// An operation of a track in a call with these operands.
+    fn of(item: &TrackOp, operands: &Operands) -> Self {
+        let value = match item.op {
+            Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
+            _ => 0,
+        };
+        UnrolledOp { track: item.track, set: 0, op: item.op, value }
+    }
+
     /// The value as the word itself sees it: a constant, where words do not grow.
     pub fn in_memory(&self) -> u64 {
         match self.op {

@@ -424,52 +424,18 @@ pub(super) enum Tables {
 
 impl FilledOperands {
     pub fn operands(&self) -> Operands<'_> {
-        let (call, last_return) = (self.calls.value(), self.calls.last_return());
         match &self.tables {
-            Tables::Caller { tables, layout, row_bytes } => {
-                let (terms, starts, choices) = layout.summands();
-                let (fetched, places) = layout.fetches();
-                Operands {
-                    table: &tables.table,
-                    spans: &tables.spans,
-                    runs: &layout.runs,
-                    rows: &layout.rows,
-                    row_bytes: *row_bytes,
-                    sum: SumOperands {
-                        terms,
-                        starts,
-                        choices,
-                        groups: &layout.groups,
-                        group_starts: &layout.group_starts,
-                        held_by: &layout.held_by,
-                        bases: &tables.bases,
-                        chunks: &layout.chunks,
-                        fetched,
-                        places,
-                        ..SumOperands::default()
-                    },
-                    tags: &tables.tags,
-                    call,
-                    last_return,
-                }
-            }
+            Tables::Caller { tables, layout, row_bytes } => Operands {
+                runs: &layout.runs,
+                rows: &layout.rows,
+                sum: SumOperands::of_layout(layout, &tables.bases),
+                ..tables.operands(self.calls, *row_bytes)
+            },
             Tables::Relay { tables, forward, chunks, held_by } => Operands {
-                table: &tables.table,
-                spans: &tables.spans,
                 runs: &forward.runs,
                 rows: &forward.rows,
-                sum: SumOperands {
-                    terms: &forward.partials.terms,
-                    starts: &forward.partials.starts,
-                    choices: &forward.partials.entries,
-                    held_by,
-                    bases: &tables.bases,
-                    chunks,
-                    ..SumOperands::default()
-                },
-                call,
-                last_return,
-                ..Operands::default()
+                sum: SumOperands::of_partials(&forward.partials, &tables.bases, held_by, chunks),
+                ..tables.operands(self.calls)
             },
         }
     }

@@ -176,11 +176,7 @@ impl Scenes {
 
 fn steps(filled: &FilledOperands, items: &[TrackOp]) -> Vec<UnrolledOp> {
     let operands = filled.operands();
-    let value = |op| match op {
-        Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
-        _ => 0,
-    };
-    items.iter().map(|&TrackOp { track, op }| UnrolledOp { track, set: 0, op, value: value(op) }).collect()
+    items.iter().map(|item| UnrolledOp::of(item, &operands)).collect()
 }
 
 impl Unroller<'_> {
