@@ -6,13 +6,13 @@
 //!
 //! ```text
 //!   node 0   a ---+                     node 1   c ---+
-//!                 +--> partial of 0                   +--> partial of 1 ---- wire ----+
+//!                 +--> partial of 0                   +--> partial of 1 ---- net -----+
 //!            b ---+         |                    d ---+                               |
 //!                           v                                                         v
-//!                   token of node 0   =   round( +0 + wire(partial of 0) + wire(partial of 1) )
+//!                   token of node 0   =   round( +0 + PartialDtype(partial of 0) + PartialDtype(partial of 1) )
 //! ```
 //!
-//! The partial of node 0 stays where it is and is rounded to the wire's type all the same.
+//! The partial of node 0 stays where it is and is rounded to that type all the same.
 //! Otherwise a result would depend on which ranks share a node, and no other machine could
 //! reproduce it.
 
@@ -93,7 +93,7 @@ pub enum PartialDtype {
 }
 
 /// Takes the place of a length among the lengths of groups: this group is one row that holds a
-/// partial sum, in the wire's type. It is added as it is, without a weight, because its summands
+/// partial sum, in that type. It is added as it is, without a weight, because its summands
 /// were weighted already.
 pub const PARTIAL: u32 = u32::MAX;
 
@@ -181,7 +181,7 @@ impl Fp8RowShape {
 mod tests {
     use super::*;
 
-    mod wire {
+    mod partials {
         use super::*;
 
         #[test]
@@ -190,15 +190,18 @@ mod tests {
                 assert!(PartialDtype::F32.carries(dtype));
                 assert_eq!(PartialDtype::Bf16.carries(dtype), dtype == Dtype::Bf16);
             }
-            assert!(PartialDtype::ALL.iter().all(|wire| !wire.carries(Dtype::Bytes)), "bytes have no sums");
+            assert!(
+                PartialDtype::ALL.iter().all(|partial| !partial.carries(Dtype::Bytes)),
+                "bytes have no sums"
+            );
         }
 
         #[test]
-        fn a_wire_is_named_like_the_type_of_its_elements() {
-            for wire in PartialDtype::ALL {
-                let json = serde_json::to_string(&wire).unwrap();
-                assert_eq!(json, format!("\"{}\"", wire.dtype()));
-                assert_eq!(serde_json::from_str::<PartialDtype>(&json).unwrap(), wire);
+        fn partial_dtype_is_named_like_its_elements() {
+            for partial in PartialDtype::ALL {
+                let json = serde_json::to_string(&partial).unwrap();
+                assert_eq!(json, format!("\"{}\"", partial.dtype()));
+                assert_eq!(serde_json::from_str::<PartialDtype>(&json).unwrap(), partial);
             }
         }
 

@@ -2,7 +2,7 @@
 
 use crate::dtype::Dtype;
 
-/// What a rank was doing in a collective call.
+/// Kind of a collective call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[repr(u8)]
 pub enum CallKind {
@@ -100,7 +100,7 @@ pub enum CallError {
         call: u64,
         /// Which call.
         kind: CallKind,
-        /// What differs.
+        /// Name of the value that differs.
         what: &'static str,
         /// This rank.
         rank: u32,
@@ -207,7 +207,7 @@ pub enum CallError {
     /// A gradient was asked for that the forward call did not keep.
     #[error("{missing} was not kept by the forward call")]
     NotKept {
-        /// What is missing.
+        /// Name of the missing value.
         missing: &'static str,
     },
 }
@@ -228,7 +228,7 @@ impl CallError {
     }
 }
 
-/// What a gate refuses: a configuration, a call, or the arrays of one. Then the gate decides
+/// Input that a gate refuses: a configuration, a call, or the arrays of one. Then the gate decides
 /// nothing and writes nothing.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
@@ -240,7 +240,7 @@ pub enum GateError {
         token: u32,
         /// The expert.
         expert: u32,
-        /// What was found.
+        /// The found value.
         seen: f32,
     },
     /// An array has the wrong number of elements.
@@ -262,7 +262,7 @@ pub enum GateError {
         parameter: &'static str,
         /// Its value.
         seen: f64,
-        /// What would be right.
+        /// Description of a right value.
         expected: &'static str,
     },
     /// Two settings that exclude each other.
@@ -316,7 +316,7 @@ pub enum GateError {
         row: usize,
         /// The column.
         column: usize,
-        /// What was found.
+        /// The found value.
         seen: f32,
     },
 }
@@ -428,7 +428,7 @@ pub enum PlanError {
         parameter: &'static str,
         /// Its value.
         seen: u64,
-        /// What would be right.
+        /// Description of a right value.
         expected: &'static str,
     },
     /// This rank's caller gave something that was refused before the call was laid out.

@@ -10,9 +10,9 @@
 //! ```text
 //!   direct    s ------------------------------> d          every rank of another node is its own relay
 //!
-//!   pxn       s --rail--> relay (rail peer of s in the node of d) --load domain--> d
+//!   pxn       s --net--> relay (rail peer of s in the node of d) --load domain--> d
 //!
-//!   sums      the rail peer of s in each node tells s what that node counts, on both routes
+//!   sums      the rail peer of s in each node sends s the counts of that node, on both routes
 //! ```
 //!
 //! A *relay* of `s` takes the block that `s` has for the ranks it *serves*, and copies its rows to
@@ -160,7 +160,7 @@ impl<'a> Paths<'a> {
         self.nodes.same_node(self.me, peer)
     }
 
-    /// Whether there is more than one node: only then are there rails.
+    /// Whether there is more than one node: only then do rows cross a net.
     pub fn rails(&self) -> bool {
         self.nodes.nodes() > 1
     }
@@ -194,16 +194,16 @@ impl<'a> Paths<'a> {
     pub fn relays(&self) -> impl Iterator<Item = u32> + use<'a> {
         let paths = *self;
         let all = (self.route == Route::Direct).then(|| self.peers().filter(move |&p| !paths.same_node(p)));
-        let rails = (self.route == Route::Pxn).then(|| self.count_senders());
-        all.into_iter().flatten().chain(rails.into_iter().flatten())
+        let others = (self.route == Route::Pxn).then(|| self.count_senders());
+        all.into_iter().flatten().chain(others.into_iter().flatten())
     }
 
     /// The ranks whose blocks this one takes.
     pub fn sources(&self) -> impl Iterator<Item = u32> + use<'a> {
         let paths = *self;
         let all = (self.route == Route::Direct).then(|| self.peers().filter(move |&p| !paths.same_node(p)));
-        let rails = (self.route == Route::Pxn).then(|| self.count_receivers());
-        all.into_iter().flatten().chain(rails.into_iter().flatten())
+        let others = (self.route == Route::Pxn).then(|| self.count_receivers());
+        all.into_iter().flatten().chain(others.into_iter().flatten())
     }
 
     /// The ranks that `relay` serves, ascending.
@@ -228,7 +228,7 @@ impl<'a> Paths<'a> {
         if self.route == Route::Pxn && self.rails() { self.ranks() } else { 0 }
     }
 
-    /// Whether a wire to `peer` is needed.
+    /// Whether a connection to `peer` is needed.
     pub fn needs_connection(&self, peer: u32) -> bool {
         let (mine, theirs) = (self.nodes.node_of(self.me), self.nodes.node_of(peer));
         mine != theirs
@@ -246,8 +246,8 @@ impl<'a> Paths<'a> {
     /// Where this rank keeps its message to `source`: its number among the receivers, ascending.
     pub fn place_of_told(&self, source: u32) -> u32 {
         let own = self.nodes.node_of(self.me);
-        let told = |s: &u32| !self.same_node(*s) && self.nodes.rail_peer(*s, own) == self.me;
-        (0..source).filter(told).count() as u32
+        let receives = |s: &u32| !self.same_node(*s) && self.nodes.rail_peer(*s, own) == self.me;
+        (0..source).filter(receives).count() as u32
     }
 
     fn blocks_go_to(&self, relay: u32) -> bool {
@@ -348,10 +348,10 @@ mod tests {
                     sources.sort_unstable();
                     let places: Vec<u32> = sources.iter().map(|&s| paths.of(s).place_at(relay)).collect();
                     assert_eq!(places, (0..sources.len() as u32).collect::<Vec<_>>());
-                    let mut told: Vec<u32> = paths.count_receivers().collect();
-                    told.sort_unstable();
-                    let places: Vec<u32> = told.iter().map(|&s| paths.place_of_told(s)).collect();
-                    assert_eq!(places, (0..told.len() as u32).collect::<Vec<_>>());
+                    let mut receivers: Vec<u32> = paths.count_receivers().collect();
+                    receivers.sort_unstable();
+                    let places: Vec<u32> = receivers.iter().map(|&s| paths.place_of_told(s)).collect();
+                    assert_eq!(places, (0..receivers.len() as u32).collect::<Vec<_>>());
                 }
             }
         }

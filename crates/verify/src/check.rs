@@ -35,17 +35,17 @@ pub struct Checked {
     pub deliveries: u64,
 }
 
-/// Plays a story once in order, and once for every seed.
+/// Runs an unrolled program once in order, and once for every seed.
 ///
 /// # Errors
 /// [`ProofFailure::Differs`] with the first seed whose outcome differs; [`ProofFailure::Deadlock`]
 /// if a run does not end.
-pub fn check(story: &UnrolledProgram, seeds: Range<u64>) -> Result<Checked, ProofFailure> {
-    let program = Program::new(story);
-    let expected = Machine::new(&program, None).play()?;
+pub fn check(unrolled: &UnrolledProgram, seeds: Range<u64>) -> Result<Checked, ProofFailure> {
+    let program = Program::new(unrolled);
+    let expected = Machine::new(&program, None).run()?;
     let mut checked = Checked::default();
     for seed in seeds {
-        let seen = Machine::new(&program, Some(seed)).play()?;
+        let seen = Machine::new(&program, Some(seed)).run()?;
         for (actor, calls) in (0..).zip(seen.outcomes.iter().zip(&expected.outcomes)) {
             if let Some(call) = calls.0.iter().zip(calls.1).position(|(seen, expected)| seen != expected) {
                 let ActorCall { rank, role, .. } = *program.part(actor, call as u32);
@@ -108,11 +108,11 @@ impl<'a> Machine<'a> {
             left: 0,
             queues: vec![Queue::default(); queues],
         };
-        let calls = program.story.calls.len();
+        let calls = program.unrolled.calls.len();
         Machine {
             program,
             in_order: seed.is_none(),
-            memory: Memory::new(program.story),
+            memory: Memory::new(program.unrolled),
             words: vec![0; program.words as usize],
             actors: program.scenes.iter().map(|_| actor(&mut random)).collect(),
             lanes: vec![vec![Lane::default(); tracks]; program.scenes.len()],
@@ -121,7 +121,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn play(mut self) -> Result<Outcome, ProofFailure> {
+    fn run(mut self) -> Result<Outcome, ProofFailure> {
         let (mut idle, mut over) = (0, self.is_over());
         while !over {
             // Most turns move nothing. One number selects the actor and its operation.
@@ -338,7 +338,7 @@ impl<'a> Machine<'a> {
 
 /// The call and the touches of a actor's scene, counted through all calls.
 fn place<'a>(program: &'a Program, actor: usize, scene: usize) -> (usize, &'a [HostAccess]) {
-    let mut scenes = (program.story.parts_of(actor as u32))
+    let mut scenes = (program.unrolled.parts_of(actor as u32))
         .flat_map(|part| part.scenes.iter().map(move |scene| (part.call, &*scene.touches)));
     scenes.nth(scene).unwrap_or((0, &[]))
 }
@@ -368,10 +368,10 @@ struct Memory {
 }
 
 impl Memory {
-    fn new(story: &UnrolledProgram) -> Self {
+    fn new(unrolled: &UnrolledProgram) -> Self {
         let cells = |bytes: u64| vec![0; bytes.div_ceil(PIECE) as usize];
-        let windows = || [story.pool_bytes, story.control_bytes, story.pool_bytes].map(cells);
-        Memory { cells: (0..story.ranks).map(|_| windows()).collect() }
+        let windows = || [unrolled.pool_bytes, unrolled.control_bytes, unrolled.pool_bytes].map(cells);
+        Memory { cells: (0..unrolled.ranks).map(|_| windows()).collect() }
     }
 
     fn read(&self, cell: Cell) -> u64 {
@@ -395,7 +395,7 @@ fn cells(bytes: &Bytes) -> impl Iterator<Item = Cell> + use<> {
 enum Load {
     /// A tag.
     Tag(u64),
-    /// Whatever lies there when it is read.
+    /// The contents of a piece, when it is read.
     From(Cell),
 }
 

@@ -56,12 +56,12 @@ pub struct Mutation {
     pub change: Change,
 }
 
-/// All single mutations of all skeletons that occur in a story.
-pub fn mutations(story: &UnrolledProgram) -> Vec<Mutation> {
+/// All single mutations of all skeletons that occur in an unrolled program.
+pub fn mutations(unrolled: &UnrolledProgram) -> Vec<Mutation> {
     let mut all: Vec<Mutation> = Vec::new();
-    for actor in 0..story.actors {
+    for actor in 0..unrolled.actors {
         let mut longest: Vec<&ActorCall> = Vec::new();
-        for part in story.parts_of(actor) {
+        for part in unrolled.parts_of(actor) {
             match longest.iter_mut().find(|known| known.kind == part.kind) {
                 Some(known) if known.scenes.len() < part.scenes.len() => *known = part,
                 Some(_) => {}
@@ -137,23 +137,23 @@ fn one(op: Op) -> u64 {
 }
 
 impl Mutation {
-    /// Whether the operation moves anything in any call of a story.
-    pub fn moves(&self, story: &UnrolledProgram) -> bool {
-        let parts = story.parts_of(self.actor).filter(|part| part.kind == self.kind);
+    /// Whether the operation moves anything in any call of an unrolled program.
+    pub fn moves(&self, unrolled: &UnrolledProgram) -> bool {
+        let parts = unrolled.parts_of(self.actor).filter(|part| part.kind == self.kind);
         let scenes = parts.filter_map(|part| part.scenes.get(self.scene));
         let mut scenes = scenes.filter(|scene| scene.name == self.stage);
         scenes.any(|scene| !scene.effects(&scene.steps[self.index]).is_empty())
     }
 
-    /// The story with this bug in it.
-    pub fn plant(&self, story: &UnrolledProgram) -> UnrolledProgram {
-        let mut story = story.clone();
-        for part in story.calls.iter_mut().map(|call| &mut call[self.actor as usize]) {
+    /// The unrolled program with this bug in it.
+    pub fn plant(&self, unrolled: &UnrolledProgram) -> UnrolledProgram {
+        let mut unrolled = unrolled.clone();
+        for part in unrolled.calls.iter_mut().map(|call| &mut call[self.actor as usize]) {
             if part.kind == self.kind {
                 self.change(&mut part.scenes);
             }
         }
-        story
+        unrolled
     }
 
     fn change(&self, scenes: &mut [StageRun]) {

@@ -182,11 +182,11 @@ impl Case {
         [0, 1].map(|dropped| (0..ranks).map(|rank| routing(rank, dropped)).collect()).into()
     }
 
-    fn story(
+    fn unroll(
         &self,
         routings: &[Vec<Routing<'static>>],
         calls: &[Call],
-        slip: Option<SeededBug>,
+        seeded: Option<SeededBug>,
     ) -> UnrolledProgram {
         let Case { route, layout, mode, order, strategy, .. } = *self;
         UnrolledProgram::unroll(&ProofScenario {
@@ -202,14 +202,14 @@ impl Case {
             gathers: false,
             strategy,
             pulls: false,
-            straight: false,
+            gpu_direct: false,
             enqueues: false,
             mode,
             row_bytes: ROW_BYTES,
             routings,
             calls,
             sample: None,
-            slip,
+            seeded,
             mutation: None,
         })
         .unwrap()
@@ -295,10 +295,10 @@ impl Case {
 
     /// Makes the calls and compares the accesses of ranks with the unrolled program. Returns the
     /// first difference.
-    fn compare(&self, calls: &[Call], slip: Option<SeededBug>) -> Option<String> {
+    fn compare(&self, calls: &[Call], seeded: Option<SeededBug>) -> Option<String> {
         let routings = self.routings();
-        let story = self.story(&routings, calls, slip);
-        let each = story.calls.len() / calls.len();
+        let unrolled = self.unroll(&routings, calls, seeded);
+        let each = unrolled.calls.len() / calls.len();
         let made = on_ranks(self.nodes, &small(), |world| self.make(&world, &routings, calls));
         let mut all = made
             .iter()
@@ -306,7 +306,7 @@ impl Case {
             .flat_map(|(rank, made)| made.iter().enumerate().map(move |nth| (rank, nth)));
         all.find_map(|(rank, (nth, seen))| {
             let mut expected = Places::new();
-            for call in &story.calls[nth * each..][..each] {
+            for call in &unrolled.calls[nth * each..][..each] {
                 // A call that another follows at once is not the caller's.
                 expected.pop_if(|(name, accesses)| *name == "end" && accesses.is_empty());
                 self::expected(&call[rank].scenes, &mut expected);
@@ -358,7 +358,8 @@ fn steps_access_what_the_proof_assumes() {
 #[test]
 fn story_of_another_planner_differs() {
     let case = Case { nodes: &[0, 0, 1, 1], route: Route::Pxn, ..CASE };
-    for slip in [SeededBug::OnePublication, SeededBug::OneMessage, SeededBug::OneHeader, SeededBug::OneTag] {
-        assert!(case.compare(&CALLS, Some(slip)).is_some(), "{slip:?}");
+    for seeded in [SeededBug::OnePublication, SeededBug::OneMessage, SeededBug::OneHeader, SeededBug::OneTag]
+    {
+        assert!(case.compare(&CALLS, Some(seeded)).is_some(), "{seeded:?}");
     }
 }

@@ -379,7 +379,7 @@ impl Sinkhorn {
         change / count as f64
     }
 
-    /// What token `token` chooses by.
+    /// Keys by which token `token` chooses.
     fn keys(&self, token: usize, keys: &mut [f32]) {
         let cost = &self.cost[token * self.experts.len()..];
         for ((key, factor), cost) in keys.iter_mut().zip(&self.experts).zip(cost) {

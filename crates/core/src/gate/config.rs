@@ -145,7 +145,7 @@ pub enum Normalize {
     AfterDrop(Divisor),
 }
 
-/// What weights are divided by, so that nothing is divided by zero.
+/// Divisor of weights, never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Divisor {
@@ -463,7 +463,7 @@ impl Preset {
         Ok(config)
     }
 
-    /// What differs from a dropless softmax of all.
+    /// Differences from a dropless softmax of all.
     fn data(self, all: GateConfig) -> GateConfig {
         let at_least = Divisor::SumAtLeast(f32::EPSILON);
         let rows = |rule, keep| Some(Capacity { rule, minimum: 0, align: 1, keep, groups: 1, pad: false });

@@ -27,7 +27,7 @@ pub struct RngKey {
     pub rank: u32,
 }
 
-/// What numbers are drawn for: streams of different purposes have nothing in common.
+/// Purpose of drawn numbers: streams of different purposes have nothing in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
     Jitter = 1,
@@ -60,7 +60,7 @@ impl Noise {
         matches!(self, Noise::Jitter { .. } | Noise::Normal { .. })
     }
 
-    /// What there is of it in a training pass, or in another.
+    /// The noise of a training pass, or of another.
     pub(super) fn of_pass(self, training: bool) -> Noise {
         if training || self == Noise::GumbelAfterFirst { self } else { Noise::None }
     }

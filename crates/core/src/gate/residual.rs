@@ -158,7 +158,7 @@ mod tests {
         [a / (a + b), b / (a + b)]
     }
 
-    fn reference(logits: &[f64], token: usize, column: usize) -> f64 {
+    fn exact_mix(logits: &[f64], token: usize, column: usize) -> f64 {
         let [c0, c1] = coefficients(&logits[token * 2..]);
         f64::from(MOE[token * 4 + column]) * c0 + f64::from(MLP[token * 4 + column]) * c1
     }
@@ -176,7 +176,7 @@ mod tests {
             assert_eq!(y[i], MOE[i] * c0 + MLP[i] * c1, "element {i}");
             let wide = moe[i].to_f32() * c0 + mlp[i].to_f32() * c1;
             assert_eq!(narrow[i], bf16::from_f32(wide), "element {i}");
-            let exact = reference(&logits, i / 4, i % 4);
+            let exact = exact_mix(&logits, i / 4, i % 4);
             assert!((f64::from(y[i]) - exact).abs() <= 1e-6 * (1.0 + exact.abs()));
         }
         assert_eq!(y[8..], MLP[8..], "all of it comes from the MLP");
@@ -189,7 +189,7 @@ mod tests {
         RESIDUAL.backward(&D_Y, gradients).unwrap();
         let logits = LOGITS.map(f64::from);
         let loss = |logits: &[f64]| -> f64 {
-            (0..12).map(|i| f64::from(D_Y[i]) * reference(logits, i / 4, i % 4)).sum()
+            (0..12).map(|i| f64::from(D_Y[i]) * exact_mix(logits, i / 4, i % 4)).sum()
         };
         for i in 0..6 {
             let moved = |by: f64| {

@@ -232,7 +232,7 @@ impl Gate {
     /// A router.
     ///
     /// # Errors
-    /// What [`GateConfig::check`] finds.
+    /// Those of [`GateConfig::check`].
     pub fn new(config: GateConfig) -> Result<Gate, GateError> {
         config.check()?;
         let decision = Decision { top_k: config.top_k, ..Decision::default() };

@@ -115,12 +115,12 @@ pub(super) fn of_chosen(
 }
 
 impl Normalize {
-    /// What weights are divided by before any is dropped.
+    /// Divisor of weights before any is dropped.
     pub(super) fn before(self) -> Option<Divisor> {
         if let Normalize::BeforeDrop(divisor) = self { Some(divisor) } else { None }
     }
 
-    /// What weights are divided by after some have been dropped.
+    /// Divisor of weights after some have been dropped.
     pub(super) fn after(self) -> Option<Divisor> {
         if let Normalize::AfterDrop(divisor) = self { Some(divisor) } else { None }
     }

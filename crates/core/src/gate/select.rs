@@ -62,7 +62,7 @@ impl Selector {
         kept_clear && clear
     }
 
-    /// What each group of `size` is worth.
+    /// Score of each group of `size`.
     fn weigh(&mut self, by: GroupScore, keys: &[f32], size: usize) {
         let Selector { worth, top_k, .. } = self;
         worth.clear();

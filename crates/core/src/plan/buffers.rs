@@ -101,7 +101,7 @@ pub struct RowSizes {
 }
 
 impl RowSizes {
-    /// What lands: `rows` rows.
+    /// Memory in which `rows` rows land.
     pub fn landing(&self, rows: u32) -> RowBuffer {
         RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_out), row_bytes: self.row_bytes }
     }
@@ -141,7 +141,7 @@ pub struct SlotHead {
     pub rows: u32,
     /// Tokens of the source, whether they have a row here or not.
     pub tokens: u32,
-    /// What source and destination must agree on before a row is believed.
+    /// Digest on which source and destination must agree before a row is believed.
     pub digest: u64,
     /// Which call of the source this is, counted from 1.
     pub call: u64,

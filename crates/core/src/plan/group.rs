@@ -18,7 +18,7 @@ use super::{
 };
 use crate::topology::Route;
 
-/// What every rank of a group sends. Used again from call to call.
+/// Entries that every rank of a group sends. Used again from call to call.
 #[derive(Clone, Debug, Default)]
 pub struct GroupRouting {
     ranks: Vec<Entries>,
@@ -41,11 +41,11 @@ struct Entries {
 pub struct RankRouting<'a> {
     /// Its entries.
     pub sorted: &'a mut SortedRouting,
-    /// What of them crosses.
+    /// Those of them that cross to other nodes.
     pub crossing: &'a mut InterNodeRows,
     /// The counts, as it sees them.
     pub counts: &'a mut Counts,
-    /// What follows from them; the same for all ranks.
+    /// Sizes that follow from them; the same for all ranks.
     pub sizes: &'a ReceiveSizes,
 }
 
@@ -160,7 +160,7 @@ impl RelayPlan {
 pub struct LocalPermutation {
     /// Runs of `rows` to the places where they belong.
     pub runs: Vec<RowRun>,
-    /// What runs index into: gathered rows.
+    /// Gathered rows that runs index into.
     pub rows: Vec<u32>,
     /// Metadata of each of `rows`.
     pub notes: Vec<u32>,

@@ -129,7 +129,7 @@ pub struct DispatchLayout {
 /// Constants of all calls of one `ExpertParallel`.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanContext<'a> {
-    /// What rows are counted by, and the order of sums.
+    /// Bins that rows are counted by, and the order of sums.
     pub bins: &'a Bins,
     /// This rank among its nodes.
     pub paths: Paths<'a>,

@@ -193,7 +193,7 @@ pub enum ReceiveMode {
     Budget {
         /// Rows per rank.
         rows: u32,
-        /// What becomes of a call that needs more.
+        /// Treatment of a call that needs more.
         overflow: Overflow,
     },
     /// Fixed slots: each source has `rows` of them in every bin of every rank (drop-and-pad; with
@@ -201,12 +201,12 @@ pub enum ReceiveMode {
     Slots {
         /// Rows per source and expert or, rank-major, per source.
         rows: u32,
-        /// What becomes of a call that needs more.
+        /// Treatment of a call that needs more.
         overflow: Overflow,
     },
 }
 
-/// What becomes of rows for which there is no room.
+/// Treatment of rows for which there is no room.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Overflow {
@@ -273,7 +273,7 @@ impl ReceiveMode {
         }
     }
 
-    /// What becomes of rows for which there is no room.
+    /// Treatment of rows for which there is no room.
     pub fn overflow(self) -> Overflow {
         match self {
             ReceiveMode::Exact => Overflow::Error,

@@ -124,7 +124,7 @@ impl Block {
 /// [`Paths::sources`](crate::topology::Paths::sources).
 #[derive(Clone, Debug, Default)]
 pub struct RelayPlan {
-    /// What each source sent.
+    /// The block of each source.
     pub blocks: Vec<Block>,
     /// Rows are relayed in spans, not one by one: blocks lie in relay order.
     pub spans: bool,

@@ -442,7 +442,7 @@ impl InterNodeRows {
         for &token in entries().flatten() {
             self.marks[token as usize / 64] |= 1 << (token % 64);
         }
-        // What others of the last block have left there is not read.
+        // Numbers that the last block left there are not read.
         self.row_of.resize(self.row_of.len().max(tokens_here), 0);
         let mut row = 0;
         for (nth, &marked) in (0..).zip(&self.marks) {

@@ -9,7 +9,7 @@
 
 use crate::error::{CallError, CallKind};
 
-/// What an entry signal says: which call this is, and where the receiver may write or read.
+/// Message of an entry signal: which call this is, and where the receiver may write or read.
 ///
 /// It lies in the flag's own cache line, so calls without a count exchange are checked, too: a rank
 /// with another call is found before any result is visible.

@@ -2,7 +2,7 @@
 //! chooses between its places.
 //!
 //! ```text
-//!   | flags: 7 kinds x R words, a cache line each | publication | messages in (node) | messages out (rank told)
+//!   | flags: 7 kinds x R words, a cache line each | publication | messages in (node) | messages out (receiver)
 //!                                                 | headers in (source) | headers out (relay) |
 //!
 //!   a flag's line   | value: 8 bytes | sleepers: 8 | tag of even calls: 24 | tag of odd calls: 24 |
@@ -35,7 +35,7 @@ pub struct ControlLayout {
     members: u64,
     nodes: u64,
     /// The most ranks that one rank sends counts to, relays for, and has as relays.
-    told: u64,
+    receivers: u64,
     sources: u64,
     relays: u64,
     /// Most ranks that one relay serves.
@@ -61,7 +61,7 @@ impl ControlLayout {
             words: u64::from(bins.count() + paths.staged_ranks()),
             members: (0..nodes.nodes()).map(|node| nodes.members(node).len()).max().unwrap_or(0) as u64,
             nodes: if paths.rails() { nodes.nodes().into() } else { 0 },
-            told: most(&|p| p.count_receivers().count()),
+            receivers: most(&|p| p.count_receivers().count()),
             sources: most(&|p| p.sources().count()),
             relays: most(&|p| p.relays().count()),
             served: most(&|p| p.served_by(p.me()).len()),
@@ -115,7 +115,7 @@ impl ControlLayout {
 
     /// Where the header of a relay's source is put ([`Paths::place_at`]).
     pub fn header_in(&self, place: u32, parity: u64) -> u64 {
-        self.message_out(self.told as u32, 0) + self.nth(place, parity, self.header_bytes())
+        self.message_out(self.receivers as u32, 0) + self.nth(place, parity, self.header_bytes())
     }
 
     /// Where a rank composes the header for its `nth` relay.
@@ -244,7 +244,7 @@ impl Calls {
         self.running
     }
 
-    /// What peers raise their `Read` flags to, once all that was offered is read:
+    /// Value to which peers raise their `Read` flags, once all that was offered is read:
     /// [`FlagValue::LastReturn`](super::FlagValue::LastReturn).
     pub fn last_return(&self) -> u64 {
         self.last_return

@@ -30,7 +30,7 @@ pub struct FillContext<'a> {
     /// Which of two publications, messages and headers the call takes.
     pub parity: u64,
     /// The window in which crossing rows land: the pool, or its
-    /// [twin](WindowId::HOST_STAGING) where the pool is device memory that no net
+    /// [host staging](WindowId::HOST_STAGING) where the pool is device memory that no net
     /// reaches.
     pub far: WindowId,
     /// Where metadata lands at each rank, if not behind the rows.
@@ -38,7 +38,7 @@ pub struct FillContext<'a> {
 }
 
 impl FillContext<'_> {
-    /// What lands at a rank if so many rows do.
+    /// Memory in which so many rows land at a rank.
     pub fn landing(&self, rows: u32) -> RowBuffer {
         let landing = self.sizing.landing(rows);
         if self.notes.is_some() { landing.without_notes() } else { landing }
@@ -76,7 +76,7 @@ pub struct CallerTables {
     pub bases: Vec<u64>,
     /// Per rank: where rows land there. Rows that it relays land behind them.
     pub landing: Vec<u64>,
-    /// Landed rows of this rank's twin: first row, and how many.
+    /// Landed rows in this rank's host staging: first row, and how many.
     landed: Vec<(u32, u32)>,
 }
 
@@ -220,14 +220,14 @@ impl CallerTables {
     /// Return, stage "entry": sends local peers the place of this rank's chunk, and relays the
     /// places of this rank's rows.
     pub fn offer(&mut self, paths: &Paths, tag: Tag, chunk: u64) {
-        for (peer, told) in (0..).zip(&mut self.tags) {
-            *told =
+        for (peer, to_peer) in (0..).zip(&mut self.tags) {
+            *to_peer =
                 Tag { base: if paths.same_node(peer) { chunk } else { self.bases[peer as usize] }, ..tag };
         }
     }
 
     /// Stage "in" of a dispatch: copies the rows that sources of other nodes put into this rank's
-    /// twin and, with `noted`, their metadata to their places. Adjacent rows of different sources
+    /// host staging and, with `noted`, their metadata to their places. Adjacent rows of different sources
     /// go as one copy.
     pub fn bring_in(&mut self, at: &FillContext, forward: &RelayPlan, landed: u32, noted: bool) {
         self.clear();
@@ -248,13 +248,13 @@ impl CallerTables {
 
     /// The same where rows go to arrivals: the metadata of `landed` (first rows and how many
     /// follow) and, with `rows` rows, their index. Index and notes (of row 0 on) lie in the planner
-    /// scratch `desk`.
+    /// scratch.
     pub fn bring_notes_in(
         &mut self,
         at: &FillContext,
         landed: &[(u32, u32)],
         rows: u32,
-        (desk_index, desk_notes): (u64, u64),
+        (scratch_index, scratch_notes): (u64, u64),
     ) {
         self.clear();
         self.landed.clear();
@@ -262,11 +262,11 @@ impl CallerTables {
         let (base, (index, end)) = (self.landing[at.paths.me() as usize], at.landing(rows).arrivals());
         self.join();
         let notes = at.notes_at(at.paths.me(), base, rows);
-        self.bring(at, (desk_notes, notes), at.sizing.note_bytes());
+        self.bring(at, (scratch_notes, notes), at.sizing.note_bytes());
         if at.sizing.row_bytes > 0 {
             let from = PutSource::Window { owner: at.paths.me(), window: WindowId::HOST_STAGING };
             let (to, to_offset, len) = (WindowId::POOL, base + index, end - index);
-            self.spans.push(SpanCopy { from, from_offset: desk_index, to, to_offset, len });
+            self.spans.push(SpanCopy { from, from_offset: scratch_index, to, to_offset, len });
         }
         self.brought(at);
     }
@@ -339,7 +339,7 @@ impl CallerTables {
         }
     }
 
-    /// Return, before its entry: a place for the rows alone that each relay returns. In the twin
+    /// Return, before its entry: a place for the rows alone that each relay returns. In host staging
     /// these are cut from `home`; where the net reaches the pool they are
     /// [those](DispatchLayout::home_of) in which rows are summed.
     pub fn stage_rows(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
@@ -356,13 +356,13 @@ impl CallerTables {
 
     /// Stage "pull" of a return: copies this rank's rows from where each owner offers its chunk
     /// (`bases`) to `home`, in the order in which they left. Those of other nodes have come to the
-    /// twin by then, one behind the other, or have returned already.
+    /// host staging by then, one behind the other, or have returned already.
     pub fn pull(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
         self.clear();
         let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.home_bytes);
-        let in_twin = |route| at.far == WindowId::HOST_STAGING && at.paths.route() == route;
-        let straight = at.paths.relays().filter(|_| in_twin(Route::Direct));
-        for peer in at.paths.local_peers().chain([at.paths.me()]).chain(straight) {
+        let is_staged = |route| at.far == WindowId::HOST_STAGING && at.paths.route() == route;
+        let direct = at.paths.relays().filter(|_| is_staged(Route::Direct));
+        for peer in at.paths.local_peers().chain([at.paths.me()]).chain(direct) {
             let (first, runs) = (self.spans.len(), layout.runs_to(peer));
             let (base, near) = (self.bases[peer as usize], at.paths.same_node(peer));
             let from = match near {
@@ -391,7 +391,7 @@ impl CallerTables {
         }
         // Blocks return unchanged, behind the rows of local peers.
         let blocks = at.paths.relays().zip(&layout.blocks);
-        for (relay, block) in blocks.filter(|_| in_twin(Route::Pxn)) {
+        for (relay, block) in blocks.filter(|_| is_staged(Route::Pxn)) {
             let (first, from_offset) = (self.spans.len() as u32, self.bases[relay as usize]);
             let (from, to) = (PutSource::Window { owner: at.paths.me(), window: at.far }, WindowId::POOL);
             let to_offset = home + u64::from(layout.home_of(&at.paths, relay)) * row_bytes;

@@ -165,7 +165,7 @@ impl Stage {
         &self.items[..self.first_wait()]
     }
 
-    /// What begins with the first wait: the other half.
+    /// The other half, from the first wait on.
     pub fn finish(&self) -> &[TrackOp] {
         &self.items[self.first_wait()..]
     }
@@ -185,7 +185,7 @@ impl Stage {
     }
 }
 
-/// What performs an operation.
+/// Actor of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Line {
     /// The host: tags, counts, and all that crosses to other nodes.

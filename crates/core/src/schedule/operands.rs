@@ -139,7 +139,7 @@ pub enum Operand {
     FetchWeights,
 }
 
-/// What a `Reduce` reads.
+/// Rows that a `Reduce` sums.
 ///
 /// Each owner offers one [`RowBuffer`]. It lies in the pool window of `held_by[owner]`: the owner's
 /// own pool where it can be read by loads, this rank's otherwise (it was copied there).
@@ -219,7 +219,7 @@ pub struct Operands<'a> {
     pub rows: &'a [u32],
     /// Bytes of one row of the call's tensors.
     pub row_bytes: u64,
-    /// What a `Reduce` reads.
+    /// Rows that a `Reduce` sums.
     pub sum: SumOperands<'a>,
     /// Tags of entry signals and offers to each peer; empty where there are none.
     pub tags: &'a [Tag],

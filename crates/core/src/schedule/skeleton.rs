@@ -134,7 +134,7 @@ impl<'a> Caller<'a> {
     }
 
     /// Behind "rows" where copy engines bring in the rows that crossed: these lie in this rank's
-    /// twin.
+    /// host staging.
     fn bring_in(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
         vec![self.on(me, Op::Put { to: me, slot: self.rows(me) })]

@@ -300,7 +300,7 @@ impl StreamProgram {
 pub enum RowPath {
     /// From memory of a device to memory of a device, and so do the words behind them.
     GpuDirect,
-    /// By the host's twins of both.
+    /// Through host staging at both.
     HostStaged,
 }
 
@@ -338,47 +338,47 @@ impl StreamProgram {
         if peers.is_empty() {
             return Ok(self);
         }
-        let detour = way == RowPath::HostStaged;
+        let staged = way == RowPath::HostStaged;
         let (mut leave, mut enter) = (Vec::new(), Vec::new());
-        if detour {
+        if staged {
             self.table.resize(3 * ranks as usize, Operand::Empty);
             for &peer in &peers {
-                self.turn_aside(peer);
+                self.stage_rows(peer);
             }
             leave.extend(peers.iter().map(|peer| Op::Put { to: me, slot: OperandId(ranks + peer) }));
             enter
                 .extend(peers.iter().rev().map(|peer| Op::Put { to: me, slot: OperandId(2 * ranks + peer) }));
         }
-        let bell = match self.call {
+        let request = match self.call {
             SlotCall::Dispatch => Flag::Landed,
             SlotCall::Combine => Flag::Returned,
             SlotCall::Release => Flag::Read,
         };
         let word = |to, of, flag, level| Op::Signal { to, of, flag, level };
-        let rings = word(me, me, bell, FlagValue::Credit);
-        // What takes longest begins first.
+        let requests = word(me, me, request, FlagValue::Credit);
+        // The longest transfers begin first.
         let stays = |op: &Op| !matches!(*op, Op::Put { to, .. } | Op::Signal { to, .. } if far(to));
         let near = self.stage.items.iter().map(|item| item.op).filter(stays);
-        let ops = leave.into_iter().chain([rings]).chain(near).chain(enter);
+        let ops = leave.into_iter().chain([requests]).chain(near).chain(enter);
         self.stage.items = ops.map(|op| TrackOp { track: 0, op }).collect();
 
         let stage = |name, items| Stage { name, items };
         let hears = [
-            Op::Wait { from: me, flag: bell, level: FlagValue::Credit },
-            word(me, me, bell, FlagValue::Reset),
+            Op::Wait { from: me, flag: request, level: FlagValue::Credit },
+            word(me, me, request, FlagValue::Reset),
         ];
         let of_peer = |peer, ops: [Op; 2]| ops.map(|op| TrackOp { track: peer, op });
         let out = peers.iter().flat_map(|&peer| {
-            let (raised, level) = if detour { (BLOCK, FlagValue::Call) } else { (flag, FlagValue::Credit) };
+            let (raised, level) = if staged { (BLOCK, FlagValue::Call) } else { (flag, FlagValue::Credit) };
             of_peer(peer, [Op::Put { to: peer, slot: OperandId(peer) }, word(peer, me, raised, level)])
         });
-        let back = peers.iter().rev().filter(|_| detour).flat_map(|&peer| {
+        let back = peers.iter().rev().filter(|_| staged).flat_map(|&peer| {
             let came = Op::Wait { from: peer, flag: BLOCK, level: FlagValue::Call };
             of_peer(peer, [came, word(me, peer, flag, FlagValue::Credit)])
         });
         self.proxied = Some(ProxyProgram {
-            rings: bell,
-            bell: stage("bell", hears.map(|op| TrackOp { track: 0, op }).to_vec()),
+            rings: request,
+            bell: stage("request", hears.map(|op| TrackOp { track: 0, op }).to_vec()),
             out: stage("out", out.collect()),
             back: stage("back", back.collect()),
         });
@@ -386,16 +386,16 @@ impl StreamProgram {
     }
 
     /// Rows to and from a peer go through host staging.
-    fn turn_aside(&mut self, peer: u32) {
+    fn stage_rows(&mut self, peer: u32) {
         let (me, ranks) = (self.me, self.slots.ranks());
         let Operand::Spans { first, count: 1 } = self.table[peer as usize] else { return };
         let crosses = &mut self.spans[first as usize];
         let SpanCopy { from, from_offset, len, .. } = *crosses;
-        let twin = PutSource::Window { owner: me, window: WindowId::HOST_STAGING };
-        *crosses = SpanCopy { from: twin, to: WindowId::HOST_STAGING, ..*crosses };
+        let staging = PutSource::Window { owner: me, window: WindowId::HOST_STAGING };
+        *crosses = SpanCopy { from: staging, to: WindowId::HOST_STAGING, ..*crosses };
         let leaves = SpanCopy { from, from_offset, to: WindowId::HOST_STAGING, to_offset: from_offset, len };
         let lands = self.call.span(&self.slots, peer, me).to_offset;
-        let enters = SpanCopy { from: twin, from_offset: lands, to: Slots::WINDOW, to_offset: lands, len };
+        let enters = SpanCopy { from: staging, from_offset: lands, to: Slots::WINDOW, to_offset: lands, len };
         for (slot, span) in [(ranks + peer, leaves), (2 * ranks + peer, enters)] {
             self.table[slot as usize] = Operand::Spans { first: self.spans.len() as u32, count: 1 };
             self.spans.push(span);
@@ -417,7 +417,7 @@ pub enum Piece {
 pub struct PeerCopy {
     /// The rank of the target: a peer, or this rank if its host staging is one of the two.
     pub to: u32,
-    /// Source and target, in windows of slots ([`Slots::WINDOW`]) and in this rank's twin.
+    /// Source and target, in windows of slots ([`Slots::WINDOW`]) and in this rank's host staging.
     pub span: SpanCopy,
 }
 
@@ -607,7 +607,7 @@ mod tests {
         }
 
         #[test]
-        fn a_bell_is_rung_before_anything_moves_within_the_node_and_all_words_are_awaited() {
+        fn request_is_set_before_copies_and_every_word_is_awaited() {
             let program = program(RowPath::GpuDirect, SlotCall::Dispatch);
             let flag = Flag::Landed;
             let wait = |from| Op::Wait { from, flag, level: FlagValue::Credit };
@@ -622,7 +622,7 @@ mod tests {
         }
 
         #[test]
-        fn on_the_detour_rows_wait_in_twins_and_words_that_cross_grow() {
+        fn host_staged_rows_wait_in_staging_and_crossing_words_grow() {
             let program = program(RowPath::HostStaged, SlotCall::Combine);
             let stream = ops(program.stage());
             assert_eq!(
@@ -641,7 +641,7 @@ mod tests {
                 other => panic!("{other:?}"),
             };
             let window = |window| PutSource::Window { owner: 1, window };
-            let (pool, twin) = (WindowId::POOL, WindowId::HOST_STAGING);
+            let (pool, staging) = (WindowId::POOL, WindowId::HOST_STAGING);
             let copy = |from, from_offset, to, to_offset| SpanCopy {
                 from: window(from),
                 from_offset,
@@ -649,13 +649,13 @@ mod tests {
                 to_offset,
                 len: 256,
             };
-            assert_eq!(span(5), copy(pool, slots.partial(2), twin, slots.partial(2)));
-            assert_eq!(span(2), copy(twin, slots.partial(2), twin, slots.home(1)));
-            assert_eq!(span(8), copy(twin, slots.home(2), pool, slots.home(2)));
+            assert_eq!(span(5), copy(pool, slots.partial(2), staging, slots.partial(2)));
+            assert_eq!(span(2), copy(staging, slots.partial(2), staging, slots.home(1)));
+            assert_eq!(span(8), copy(staging, slots.home(2), pool, slots.home(2)));
         }
 
         #[test]
-        fn a_release_crosses_as_a_signal_with_a_bell_of_its_own() {
+        fn release_crosses_as_a_signal_with_a_request_of_its_own() {
             for way in [RowPath::GpuDirect, RowPath::HostStaged] {
                 let [combine, release] =
                     [SlotCall::Combine, SlotCall::Release].map(|call| program(way, call));
@@ -738,7 +738,7 @@ mod tests {
         }
 
         #[test]
-        fn on_the_detour_a_bell_rings_between_two_batches_and_a_third_is_the_last() {
+        fn host_staged_request_lies_between_two_batches_of_copies() {
             let nodes = NodeMap::from_labels(&[0, 0, 1, 1]);
             let program =
                 StreamProgram::new(SlotCall::Dispatch, Slots::new(4, 512, 256).unwrap(), 0).unwrap();

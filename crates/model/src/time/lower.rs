@@ -272,7 +272,7 @@ fn others<'t>(
     }
 }
 
-/// What moves for one slot, by where it comes from.
+/// Bytes that move for one operand, by their source.
 #[derive(Clone, Copy, Debug, Default)]
 struct Load {
     from: u32,

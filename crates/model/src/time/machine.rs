@@ -479,7 +479,7 @@ impl Ring {
         }
     }
 
-    /// What becomes of a rank when the group is turned back by so many nodes.
+    /// The rank that a rank becomes when the group is turned back by so many nodes.
     pub fn turned_back(&self, rank: u32, by: u32) -> u32 {
         (rank + self.ranks() - by * self.members) % self.ranks()
     }

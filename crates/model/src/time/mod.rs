@@ -69,7 +69,7 @@ pub enum Phase {
     Sum,
 }
 
-/// What can be busy.
+/// Parts that can be busy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Resource {

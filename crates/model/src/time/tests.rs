@@ -270,7 +270,7 @@ fn a_gradient_of_combine_is_a_dispatch_of_rows_alone_that_nobody_plans() {
         let (dispatch, gradient) =
             (as_home.dispatch(), Placed::new(&bare, &h100()).unwrap().combine_backward());
         let title = format!("{layout:?} {route:?}: {dispatch:?} {gradient:?}");
-        // Whatever the type in which rows went out.
+        // The type in which rows went out makes no difference.
         assert_eq!(gradient, as_home.combine_backward(), "{title}");
         let moved = |timing: &Timing| {
             [

@@ -156,7 +156,7 @@ struct Accesses {
     owner: u32,
     window: WindowId,
     list: Vec<Access>,
-    /// What ranks outside the sample write: in which call, which bytes.
+    /// Writes of ranks outside the sample: in which call, which bytes.
     assumed: Vec<(u32, Range<u64>)>,
 }
 
@@ -164,18 +164,18 @@ const WINDOWS: [WindowId; 3] = [WindowId::POOL, WindowId::CONTROL, WindowId::HOS
 
 /// Collects all accesses, by owner and window.
 fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {
-    let mut all: Vec<Accesses> = (0..program.story.ranks)
+    let mut all: Vec<Accesses> = (0..program.unrolled.ranks)
         .flat_map(|owner| {
             WINDOWS.map(|window| Accesses { owner, window, list: Vec::new(), assumed: Vec::new() })
         })
         .collect();
     let place = |bytes: &Bytes| bytes.owner as usize * WINDOWS.len() + bytes.window.0 as usize;
-    for Assumed { call, bytes } in &program.story.assumed {
+    for Assumed { call, bytes } in &program.unrolled.assumed {
         all[place(bytes)].assumed.push((*call as u32, bytes.range.clone()));
     }
-    let told = program.told();
+    let unrolled = program.unrolled_ranks();
     let mut add = |bytes: &Bytes, access: Access| {
-        if !bytes.range.is_empty() && told[bytes.owner as usize] {
+        if !bytes.range.is_empty() && unrolled[bytes.owner as usize] {
             let (start, end) = (bytes.range.start, bytes.range.end);
             all[place(bytes)].list.push(Access { start, end, ..access });
         }
@@ -225,9 +225,9 @@ fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {
             }
         }
     }
-    for actor in 0..program.story.actors {
+    for actor in 0..program.unrolled.actors {
         let scenes =
-            program.story.parts_of(actor).flat_map(|part| (0..).zip(&part.scenes).map(move |s| (part, s)));
+            program.unrolled.parts_of(actor).flat_map(|part| (0..).zip(&part.scenes).map(move |s| (part, s)));
         for (number, (part, (within, scene))) in (0..).zip(scenes) {
             for (index, touch) in (0..).zip(&scene.touches) {
                 add(
@@ -325,7 +325,7 @@ fn written(program: &Program, accesses: &Accesses) -> Result<(), ProofFailure> {
     let mut writes: Vec<(Version, Range<u64>)> = assumed.collect();
     writes.extend(accesses.list.iter().filter(|a| a.write).map(|a| (a.version, a.start..a.end)));
     writes.sort_unstable_by_key(|write| write.1.start);
-    let mut covered: Vec<Vec<Range<u64>>> = vec![Vec::new(); Version::count(program.story.calls.len())];
+    let mut covered: Vec<Vec<Range<u64>>> = vec![Vec::new(); Version::count(program.unrolled.calls.len())];
     for (version, bytes) in writes {
         let covered = &mut covered[version.index()];
         match covered.last_mut() {

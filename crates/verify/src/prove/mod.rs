@@ -49,16 +49,16 @@ pub struct Proof {
     pub accesses: usize,
     /// Pairs of accesses to the same bytes with a write among them.
     pub pairs: u64,
-    /// Numbers of queues for which the story ends.
+    /// Numbers of queues for which the unrolled program ends.
     pub queues: Vec<u32>,
 }
 
-/// Proves a story.
+/// Proves an unrolled program.
 ///
 /// # Errors
 /// The first fault found; the same one every time.
-pub fn prove(story: &UnrolledProgram) -> Result<Proof, ProofFailure> {
-    let program = Program::new(story);
+pub fn prove(unrolled: &UnrolledProgram) -> Result<Proof, ProofFailure> {
+    let program = Program::new(unrolled);
     program.check_words()?;
     let mut queues = Vec::new();
     let mut order = Vec::new();
@@ -74,12 +74,12 @@ pub fn prove(story: &UnrolledProgram) -> Result<Proof, ProofFailure> {
     Ok(Proof { operations: program.nodes.len(), accesses, pairs, queues })
 }
 
-/// Decides whether a story ends on `queues` queues per actor, in every interleaving.
+/// Decides whether an unrolled program ends on `queues` queues per actor, in every interleaving.
 ///
 /// # Errors
 /// [`ProofFailure::Deadlock`].
-pub fn ends(story: &UnrolledProgram, queues: u32) -> Result<(), ProofFailure> {
-    program::run(&Program::new(story), queues).map(|_| ())
+pub fn ends(unrolled: &UnrolledProgram, queues: u32) -> Result<(), ProofFailure> {
+    program::run(&Program::new(unrolled), queues).map(|_| ())
 }
 
 /// One operation, or one touch of the planner or the caller.
@@ -87,9 +87,9 @@ pub fn ends(story: &UnrolledProgram, queues: u32) -> Result<(), ProofFailure> {
 pub struct OpRef {
     /// The owner.
     pub rank: u32,
-    /// What of the rank does it.
+    /// Actor of the rank that does it.
     pub role: Role,
-    /// In which call of the story.
+    /// In which call of the unrolled program.
     pub call: usize,
     /// In which stage; touches come before its operations.
     pub stage: &'static str,
@@ -99,7 +99,7 @@ pub struct OpRef {
     pub what: AccessKind,
 }
 
-/// What an [`OpRef`] does.
+/// Action of an [`OpRef`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AccessKind {
     /// An operation, with the value of its flag.
@@ -225,7 +225,7 @@ pub enum ProofFailure {
         seed: u64,
         /// The actor whose outcome differs.
         rank: u32,
-        /// What of the rank saw it.
+        /// Actor of the rank that saw it.
         role: Role,
         /// In which call.
         call: usize,
@@ -236,7 +236,7 @@ fn name(window: WindowId) -> &'static str {
     match window {
         WindowId::POOL => "pool",
         WindowId::CONTROL => "control window",
-        WindowId::HOST_STAGING => "twin of the pool",
+        WindowId::HOST_STAGING => "host staging of the pool",
         _ => "window",
     }
 }

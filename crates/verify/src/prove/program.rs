@@ -43,9 +43,9 @@ impl Node {
     }
 }
 
-/// All operations of a story, actor after actor, each actor's in launch order.
+/// All operations of an unrolled program, actor after actor, each actor's in launch order.
 pub(crate) struct Program<'a> {
-    pub story: &'a UnrolledProgram,
+    pub unrolled: &'a UnrolledProgram,
     pub nodes: Vec<Node>,
     /// Per actor and scene (through all calls): its operations.
     pub scenes: Vec<Vec<Range<u32>>>,
@@ -82,13 +82,14 @@ fn lane(tracks: u32, actor: u32, track: u32) -> usize {
 }
 
 impl<'a> Program<'a> {
-    pub fn new(story: &'a UnrolledProgram) -> Self {
-        let steps = story.calls.iter().flatten().flat_map(|part| &part.scenes).flat_map(|scene| &scene.steps);
+    pub fn new(unrolled: &'a UnrolledProgram) -> Self {
+        let steps =
+            unrolled.calls.iter().flatten().flat_map(|part| &part.scenes).flat_map(|scene| &scene.steps);
         let tracks = steps.map(|step| step.track + 1).max().unwrap_or(0);
         let mut program =
-            Program { story, nodes: Vec::new(), scenes: Vec::new(), tracks, lanes: 0, words: 0 };
+            Program { unrolled, nodes: Vec::new(), scenes: Vec::new(), tracks, lanes: 0, words: 0 };
         let (mut lanes, mut words) = (Numbers::default(), Numbers::default());
-        for actor in 0..story.actors {
+        for actor in 0..unrolled.actors {
             program.add(actor, &mut lanes, &mut words);
         }
         for node in &mut program.nodes {
@@ -101,14 +102,14 @@ impl<'a> Program<'a> {
 
     /// The index of a flag word: its set, its rank, the rank that it speaks of, its kind.
     fn word(&self, (set, at, of): (u32, u32, u32), flag: Flag) -> usize {
-        let ranks = self.story.ranks as usize;
+        let ranks = self.unrolled.ranks as usize;
         ((set as usize * ranks + at as usize) * ranks + of as usize) * Flag::COUNT + flag as usize
     }
 
     fn add(&mut self, actor: u32, lanes: &mut Numbers, words: &mut Numbers) {
         let mut next = vec![0; self.tracks as usize];
         let mut scenes = Vec::new();
-        for (call, part) in (0..).zip(self.story.parts_of(actor)) {
+        for (call, part) in (0..).zip(self.unrolled.parts_of(actor)) {
             for (within, scene) in (0..).zip(&part.scenes) {
                 let first = self.nodes.len() as u32;
                 for (index, &step) in (0..).zip(&scene.steps) {
@@ -135,14 +136,14 @@ impl<'a> Program<'a> {
     }
 
     pub fn part(&self, actor: u32, call: u32) -> &'a ActorCall {
-        &self.story.calls[call as usize][actor as usize]
+        &self.unrolled.calls[call as usize][actor as usize]
     }
 
     /// Per rank: whether its program is unrolled.
-    pub fn told(&self) -> Vec<bool> {
-        let mut told = vec![false; self.story.ranks as usize];
-        self.story.calls.iter().flatten().for_each(|part| told[part.rank as usize] = true);
-        told
+    pub fn unrolled_ranks(&self) -> Vec<bool> {
+        let mut unrolled = vec![false; self.unrolled.ranks as usize];
+        self.unrolled.calls.iter().flatten().for_each(|part| unrolled[part.rank as usize] = true);
+        unrolled
     }
 
     /// The scene of an operation.

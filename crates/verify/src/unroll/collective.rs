@@ -35,7 +35,7 @@ pub struct CollectiveScenario<'a> {
     /// The rounds.
     pub calls: &'a [CollectiveCall],
     /// A rule that is broken: `None`, except to see that `prove` notices.
-    pub slip: Option<CollectiveBug>,
+    pub seeded: Option<CollectiveBug>,
     /// A bug in the steps of all rounds of a program, for the same reason.
     pub mutation: Option<(Program, CallMutation)>,
 }
@@ -52,7 +52,7 @@ pub enum CollectiveCall {
     },
     /// Rank 0 enters the first, all others the second: every rank leaves when it has read the tags.
     Mixed {
-        /// What rank 0 enters, and the others.
+        /// Programs that rank 0 enters, and the others.
         programs: [Program; 2],
         /// Bytes, or as many as a program has places for.
         len: u64,
@@ -64,18 +64,18 @@ pub enum CollectiveCall {
 pub enum CollectiveBug {
     /// Places are not doubled.
     OneHalf,
-    /// What has come is copied to the caller a round late.
+    /// Arrived bytes are copied to the caller a round late.
     CopyLate,
     /// Tags are read when the call is over.
     TagsLate,
-    /// What lands in place is put before all have entered.
+    /// Bytes that land in place are put before all have entered.
     LandFirst,
-    /// What has landed in place is read when the next round has been entered.
+    /// Bytes that landed in place are read when the next round has been entered.
     ReadOn,
 }
 
 impl CollectiveBug {
-    /// All slips.
+    /// All of them.
     pub const ALL: [CollectiveBug; 5] = [
         CollectiveBug::OneHalf,
         CollectiveBug::CopyLate,
@@ -115,27 +115,27 @@ impl Effects for RoundOperands {
     }
 }
 
-/// Epoch of all stories.
+/// Epoch of all unrolled programs.
 const EPOCH: u16 = 1;
 /// Type of all elements.
 const DTYPE: Dtype = Dtype::Bf16;
 
-pub(super) fn unroll(script: &CollectiveScenario) -> Result<UnrolledProgram, PlanError> {
-    let ranks = script.nodes.ranks();
-    if script.staging.ranks() != ranks {
+pub(super) fn unroll(scenario: &CollectiveScenario) -> Result<UnrolledProgram, PlanError> {
+    let ranks = scenario.nodes.ranks();
+    if scenario.staging.ranks() != ranks {
         let (parameter, expected) = ("ranks", "as many as there are places for");
         return Err(PlanError::BadParameter { parameter, seen: ranks.into(), expected });
     }
     let mut ranks_unrolled: Vec<RankUnroller> = (0..ranks)
         .map(|me| {
-            let seat = RankView { nodes: script.nodes.clone(), me, staging: script.staging };
+            let view = RankView { nodes: scenario.nodes.clone(), me, staging: scenario.staging };
             let calls = Calls::new(EPOCH);
             let none = Vec::new;
-            let (slip, mutation) = (script.slip, script.mutation);
-            RankUnroller { seat, slip, mutation, calls, late: none(), later: none(), lent: none() }
+            let (seeded, mutation) = (scenario.seeded, scenario.mutation);
+            RankUnroller { view, seeded, mutation, calls, late: none(), later: none(), lent: none() }
         })
         .collect();
-    let calls = script.calls.iter().enumerate();
+    let calls = scenario.calls.iter().enumerate();
     let calls =
         calls.map(|(number, call)| ranks_unrolled.iter_mut().map(|rank| rank.part(number, call)).collect());
     let calls = calls.collect::<Result<_, PlanError>>()?;
@@ -143,15 +143,15 @@ pub(super) fn unroll(script: &CollectiveScenario) -> Result<UnrolledProgram, Pla
         ranks,
         actors: ranks,
         control_bytes: ControlLayout::flag_bytes(ranks),
-        pool_bytes: script.staging.bytes(),
+        pool_bytes: scenario.staging.bytes(),
         calls,
         assumed: Vec::new(),
     })
 }
 
 struct RankUnroller {
-    seat: RankView,
-    slip: Option<CollectiveBug>,
+    view: RankView,
+    seeded: Option<CollectiveBug>,
     mutation: Option<(Program, CallMutation)>,
     calls: Calls,
     /// Accesses when the next round has been entered, and the one behind it.
@@ -163,29 +163,29 @@ struct RankUnroller {
 
 impl RankUnroller {
     fn part(&mut self, number: usize, call: &CollectiveCall) -> Result<ActorCall, PlanError> {
-        let me = self.seat.me;
+        let me = self.view.me;
         let (program, len, complete) = match *call {
             CollectiveCall::Round { program, len } => (program, len, true),
             CollectiveCall::Mixed { programs, len } => (programs[usize::from(me > 0)], len, false),
         };
         self.calls.enter();
-        let most = self.seat.most(program);
+        let most = self.view.most(program);
         let len = if complete { len } else { len.min(most) };
         if len > most {
             let (parameter, expected) = ("len", "what fits the places of a round");
             return Err(PlanError::BadParameter { parameter, seen: len, expected });
         }
         let sends: Vec<_> =
-            (0..self.seat.ranks()).map(|to| u64::from(to) * len..(u64::from(to) + 1) * len).collect();
-        let parity = if self.slip == Some(CollectiveBug::OneHalf) { 0 } else { self.calls.parity() };
+            (0..self.view.ranks()).map(|to| u64::from(to) * len..(u64::from(to) + 1) * len).collect();
+        let parity = if self.seeded == Some(CollectiveBug::OneHalf) { 0 } else { self.calls.parity() };
         let round = Round { program, parity, at: 0, len, dtype: DTYPE, wire: PartialDtype::F32 };
-        let mut rounds = Rounds::new(self.seat.ranks());
+        let mut rounds = Rounds::new(self.view.ranks());
         rounds.sends.clone_from(&sends);
-        rounds.fill(&self.seat, &round);
+        rounds.fill(&self.view, &round);
         for (from, bytes) in (0..).zip(&sends) {
             match program {
-                Program::AllToAll if from != me => rounds.arrived(&self.seat, parity, from, bytes.clone()),
-                Program::AllGather => rounds.gathered(&self.seat, parity, from, bytes.clone()),
+                Program::AllToAll if from != me => rounds.arrived(&self.view, parity, from, bytes.clone()),
+                Program::AllGather => rounds.gathered(&self.view, parity, from, bytes.clone()),
                 _ => {}
             }
         }
@@ -193,10 +193,10 @@ impl RankUnroller {
         let tags = self.tags(number);
         let filled = |step| {
             let sizes = (DTYPE.size() as u64, PartialDtype::F32.size() as u64);
-            let (ranks, call) = (self.seat.ranks(), self.calls.value());
+            let (ranks, call) = (self.view.ranks(), self.calls.value());
             Rc::new(RoundOperands { rounds: rounds.clone(), me, ranks, step, sizes, call })
         };
-        let collective::Skeleton { mut steps, mut call } = self.seat.skeleton(program);
+        let collective::Skeleton { mut steps, mut call } = self.view.skeleton(program);
         let mut goes_on = false;
         if let Some((_, bug)) = self.mutation.filter(|(planted, _)| *planted == program) {
             call = bug.plant(&call);
@@ -207,7 +207,7 @@ impl RankUnroller {
         let mut scenes = Vec::new();
         // The previous round's result for the caller.
         let mut due = std::mem::replace(&mut self.late, std::mem::take(&mut self.later));
-        match self.slip {
+        match self.seeded {
             Some(CollectiveBug::LandFirst) if program == Program::ZeroCopy => put_first(&mut steps),
             Some(CollectiveBug::ReadOn) => due.append(&mut touches),
             _ => {}
@@ -222,12 +222,12 @@ impl RankUnroller {
                     let steps = stage.items.iter().map(|item| in_call(item, value)).collect();
                     scenes.push(StageRun { name, first: 0, touches, steps, filled });
                 }
-                Action::Agree if self.slip == Some(CollectiveBug::TagsLate) => {
+                Action::Agree if self.seeded == Some(CollectiveBug::TagsLate) => {
                     self.late.extend(tags.iter().cloned());
                 }
                 Action::Agree => touches.extend(tags.iter().cloned()),
                 Action::Compute(Work::CopyOut) => touches.append(&mut due),
-                Action::Compute(Work::EndRound) => match self.slip {
+                Action::Compute(Work::EndRound) => match self.seeded {
                     Some(CollectiveBug::CopyLate) if program.ends_in_the_next() => {
                         self.later.extend(copies.iter().cloned());
                     }
@@ -251,15 +251,15 @@ impl RankUnroller {
 
     /// All parts, in place.
     fn landed(&self, part: u64, of: usize) -> HostAccess {
-        let Range { start, end } = self.seat.landed(part);
-        let bytes = Bytes::new(self.seat.me, WindowId::POOL, start, end - start);
+        let Range { start, end } = self.view.landed(part);
+        let bytes = Bytes::new(self.view.me, WindowId::POOL, start, end - start);
         HostAccess { what: "what has landed", bytes, write: false, of }
     }
 
     /// Tags of all ranks on entry.
     fn tags(&self, of: usize) -> Vec<HostAccess> {
-        let RankView { me, .. } = self.seat;
-        let ranks = self.seat.ranks();
+        let RankView { me, .. } = self.view;
+        let ranks = self.view.ranks();
         let tag = |from| {
             let at = ControlLayout::tag(from, Flag::Entry, ranks, self.calls.parity());
             HostAccess {
@@ -310,7 +310,7 @@ pub struct PipelineScenario<'a> {
     /// Bytes of each message.
     pub len: u64,
     /// A rule that is broken: `None`, except to see that `prove` notices.
-    pub slip: Option<PipelineBug>,
+    pub seeded: Option<PipelineBug>,
 }
 
 /// Rules that could be broken.
@@ -321,15 +321,15 @@ pub enum PipelineBug {
     /// It is received and then sent.
     ReceiveFirst,
     /// A sender does not wait for a free slot.
-    Unlicensed,
+    Ungranted,
     /// A part is copied to the caller when it has been answered.
     CopyLate,
 }
 
 impl PipelineBug {
-    /// All slips.
+    /// All of them.
     pub const ALL: [PipelineBug; 4] =
-        [PipelineBug::SendFirst, PipelineBug::ReceiveFirst, PipelineBug::Unlicensed, PipelineBug::CopyLate];
+        [PipelineBug::SendFirst, PipelineBug::ReceiveFirst, PipelineBug::Ungranted, PipelineBug::CopyLate];
 }
 
 /// One part of a message that a rank sends or receives.
@@ -362,34 +362,34 @@ impl Effects for MessageOperands {
     }
 }
 
-pub(super) fn unroll_pipeline(script: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
-    let ranks = script.pipeline.stages();
-    if script.staging.ranks() != ranks {
+pub(super) fn unroll_pipeline(scenario: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
+    let ranks = scenario.pipeline.stages();
+    if scenario.staging.ranks() != ranks {
         let (parameter, expected) = ("stages", "as many as there are places for");
         return Err(PlanError::BadParameter { parameter, seen: ranks.into(), expected });
     }
     let nodes = NodeMap::from_labels(&vec![0; ranks as usize]);
-    let seats: Vec<RankView> =
-        (0..ranks).map(|me| RankView { nodes: nodes.clone(), me, staging: script.staging }).collect();
-    let orders: Vec<Vec<Passed>> = seats.iter().map(|seat| order(script, seat)).collect();
+    let views: Vec<RankView> =
+        (0..ranks).map(|me| RankView { nodes: nodes.clone(), me, staging: scenario.staging }).collect();
+    let orders: Vec<Vec<Passed>> = views.iter().map(|view| order(scenario, view)).collect();
     let sent = sent(&orders);
     let most = orders.iter().map(Vec::len).max().unwrap_or(0);
-    let mut told: Vec<Vec<ActorCall>> =
-        orders.iter().zip(&seats).map(|(order, seat)| rank(script, seat, order, &sent)).collect();
-    for (parts, rank) in told.iter_mut().zip(0..) {
+    let mut all: Vec<Vec<ActorCall>> =
+        orders.iter().zip(&views).map(|(order, view)| rank(scenario, view, order, &sent)).collect();
+    for (parts, rank) in all.iter_mut().zip(0..) {
         parts.extend((parts.len()..most).map(|call| part(rank, call, CallKind::Unknown, Vec::new())));
     }
-    let calls = (0..most).map(|call| told.iter().map(|parts| parts[call].clone()).collect()).collect();
+    let calls = (0..most).map(|call| all.iter().map(|parts| parts[call].clone()).collect()).collect();
     let control_bytes = ControlLayout::flag_bytes(ranks);
-    let pool_bytes = script.staging.bytes();
+    let pool_bytes = scenario.staging.bytes();
     Ok(UnrolledProgram { ranks, actors: ranks, control_bytes, pool_bytes, calls, assumed: Vec::new() })
 }
 
 /// The parts that a stage sends and receives, in order.
-fn order(script: &PipelineScenario, seat: &RankView) -> Vec<Passed> {
-    let (me, parts) = (seat.me, MessageChannel::parts(seat, script.len));
+fn order(scenario: &PipelineScenario, view: &RankView) -> Vec<Passed> {
+    let (me, parts) = (view.me, MessageChannel::parts(view, scenario.len));
     let all = |sends, peer| (0..parts).map(move |nth| Passed { sends, peer, nth }).collect::<Vec<_>>();
-    let both = |peer| match script.slip {
+    let both = |peer| match scenario.seeded {
         Some(PipelineBug::SendFirst) => [all(true, peer), all(false, peer)].concat(),
         Some(PipelineBug::ReceiveFirst) => [all(false, peer), all(true, peer)].concat(),
         _ => MessagePart::both(parts, parts)
@@ -405,7 +405,7 @@ fn order(script: &PipelineScenario, seat: &RankView) -> Vec<Passed> {
         PipelineStep::ExchangePrevious { .. } => both(me - 1),
         PipelineStep::Forward(_) | PipelineStep::Backward(_) => Vec::new(),
     };
-    script.pipeline.stage(me).iter().flat_map(of).collect()
+    scenario.pipeline.stage(me).iter().flat_map(of).collect()
 }
 
 /// Per sender and receiver: in which of its calls the sender puts each part.
@@ -422,8 +422,8 @@ fn sent(orders: &[Vec<Passed>]) -> Sent {
 }
 
 /// One rank's parts: each of a message is a call.
-fn rank(script: &PipelineScenario, seat: &RankView, order: &[Passed], sent: &Sent) -> Vec<ActorCall> {
-    let me = seat.me;
+fn rank(scenario: &PipelineScenario, view: &RankView, order: &[Passed], sent: &Sent) -> Vec<ActorCall> {
+    let me = view.me;
     let mut pairs: HashMap<(bool, u32), (MessageChannel, usize)> = HashMap::new();
     let mut late: Vec<HostAccess> = Vec::new();
     let mut parts = Vec::new();
@@ -431,16 +431,16 @@ fn rank(script: &PipelineScenario, seat: &RankView, order: &[Passed], sent: &Sen
         let (pair, count) =
             pairs.entry((sends, peer)).or_insert_with(|| (MessageChannel::new(peer, EPOCH), 0));
         pair.advance();
-        let range = MessageChannel::part(seat, script.len, nth);
+        let range = MessageChannel::part(view, scenario.len, nth);
         let scene = |name, touches, steps, span| {
-            let filled = Rc::new(MessageOperands { span, ranks: seat.nodes.ranks() });
+            let filled = Rc::new(MessageOperands { span, ranks: view.nodes.ranks() });
             StageRun { name, first: 0, touches, steps, filled }
         };
         if sends {
-            let licence = pair.freed().filter(|_| script.slip != Some(PipelineBug::Unlicensed));
-            let free = licence.map(|value| in_call(&pair.free(), value));
-            let send = pair.send(seat).map(|item| in_call(&item, pair.value()));
-            let span = Some(pair.sent(seat, range));
+            let granted = pair.freed().filter(|_| scenario.seeded != Some(PipelineBug::Ungranted));
+            let free = granted.map(|value| in_call(&pair.free(), value));
+            let send = pair.send(view).map(|item| in_call(&item, pair.value()));
+            let span = Some(pair.sent(view, range));
             let scenes = vec![
                 scene("free", std::mem::take(&mut late), free.into_iter().collect(), None),
                 scene("send", Vec::new(), send.to_vec(), span),
@@ -450,10 +450,10 @@ fn rank(script: &PipelineScenario, seat: &RankView, order: &[Passed], sent: &Sen
             let of = sent.get(&(peer, me)).and_then(|calls| calls.get(*count)).copied().unwrap_or(call);
             *count += 1;
             let wait = vec![in_call(&pair.receive(), pair.value())];
-            let answer = vec![in_call(&pair.answer(seat, 0), pair.value())];
-            let mut touches = came(pair, seat, range, of);
+            let answer = vec![in_call(&pair.answer(view, 0), pair.value())];
+            let mut touches = came(pair, view, range, of);
             let before = std::mem::take(&mut late);
-            if script.slip == Some(PipelineBug::CopyLate) {
+            if scenario.seeded == Some(PipelineBug::CopyLate) {
                 late.append(&mut touches);
             }
             let scenes = vec![scene("receive", before, wait, None), scene("answer", touches, answer, None)];
@@ -464,8 +464,8 @@ fn rank(script: &PipelineScenario, seat: &RankView, order: &[Passed], sent: &Sen
 }
 
 /// Reads of a receiver.
-fn came(pair: &MessageChannel, seat: &RankView, range: Range<u64>, of: usize) -> Vec<HostAccess> {
-    let at = ControlLayout::tag(pair.peer, Flag::Block, seat.nodes.ranks(), Calls::parity_of(pair.value()));
-    let tag = Bytes::new(seat.me, WindowId::CONTROL, at, ControlLayout::TAG_BYTES);
-    vec![HostAccess { what: "tag", bytes: tag, write: false, of }, read(&pair.received(seat, range), of)]
+fn came(pair: &MessageChannel, view: &RankView, range: Range<u64>, of: usize) -> Vec<HostAccess> {
+    let at = ControlLayout::tag(pair.peer, Flag::Block, view.nodes.ranks(), Calls::parity_of(pair.value()));
+    let tag = Bytes::new(view.me, WindowId::CONTROL, at, ControlLayout::TAG_BYTES);
+    vec![HostAccess { what: "tag", bytes: tag, write: false, of }, read(&pair.received(view, range), of)]
 }

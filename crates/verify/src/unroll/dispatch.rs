@@ -12,7 +12,7 @@
 //!   call n + 1  | read notes | regroup: gathered -> rows of my experts | write notes | read
 //! ```
 //!
-//! The copies are a call of the story of their own: they write where relays of the dispatch have
+//! The copies are a call of the unrolled program of their own: they write where relays of the dispatch have
 //! read.
 
 use std::rc::Rc;
@@ -52,14 +52,14 @@ struct Sending<'s> {
 
 /// An unrolled dispatch, and its memory.
 struct Dispatched {
-    told: Vec<SampledCall>,
+    sampled: Vec<SampledCall>,
     placed: Rc<Placed>,
     ground: Vec<Extent>,
 }
 
 /// One rank in a dispatch.
 struct Sender<'s, 'a> {
-    teller: &'s Unroller<'a>,
+    unroller: &'s Unroller<'a>,
     me: u32,
     call: &'s Sending<'s>,
     own: Rc<FilledOperands>,
@@ -78,12 +78,12 @@ impl Unroller<'_> {
         keep: bool,
         until: Until,
     ) -> Result<Vec<SampledCall>, PlanError> {
-        let Dispatched { told, placed, ground } = self.dispatched(routing, until, &[])?;
+        let Dispatched { sampled, placed, ground } = self.dispatched(routing, until, &[])?;
         let kept = self.leave(ground, &placed, keep);
         if until == Until::End {
             self.handles.push(Handle { call: self.call, placed, kept });
         }
-        Ok(told)
+        Ok(sampled)
     }
 
     /// A dispatch that keeps its memory. Behind what lands at each rank there is room for `behind`
@@ -97,8 +97,8 @@ impl Unroller<'_> {
         let (layout_of, noted) = ((self.handles.len(), self.call), true);
         let sending =
             Sending { kind, handle, layout_of, noted, until, placed: &placed, ground: &ground, odd };
-        let told = self.ranks().map(|me| self.send(me, &sending)).collect();
-        Ok(Dispatched { told, placed, ground })
+        let sampled = self.ranks().map(|me| self.send(me, &sending)).collect();
+        Ok(Dispatched { sampled, placed, ground })
     }
 
     pub(super) fn cached(&mut self, handle: usize, until: Until) -> Result<Vec<SampledCall>, PlanError> {
@@ -108,14 +108,14 @@ impl Unroller<'_> {
         let (placed, layout_of, handle) = (&*placed, (handle, call), handle as u64);
         let (noted, odd) = (false, None);
         let sending = Sending { kind, handle, layout_of, noted, until, placed, ground: &ground, odd };
-        let told = self.ranks().map(|me| self.send(me, &sending)).collect();
+        let sampled = self.ranks().map(|me| self.send(me, &sending)).collect();
         self.leave(ground, placed, false);
-        Ok(told)
+        Ok(sampled)
     }
 
     /// A call in which nothing moves.
     pub(super) fn agree(&mut self) -> Vec<SampledCall> {
-        self.members.iter_mut().for_each(Member::licensed);
+        self.members.iter_mut().for_each(Member::free_offered);
         let ranks = self.members.len();
         let (layouts, forwards, arrivals) = (vec![Rc::default(); ranks], Vec::new(), Vec::new());
         let placed = Placed { layouts, forwards, arrivals, numbers: Default::default() };
@@ -133,12 +133,12 @@ impl Unroller<'_> {
             return Err(bad("handle", handle, "one whose rows the caller does not keep"));
         }
         let before = self.members.clone();
-        let mut told = self.dispatch(routing, false, Until::Tags)?;
+        let mut sampled = self.dispatch(routing, false, Until::Tags)?;
         let dispatched = std::mem::replace(&mut self.members, before);
         let returned = self.ret(handle, ReturnParts { rows: true, weights: false }, false, Until::Tags)?;
         self.members.splice(1.., dispatched.into_iter().skip(1));
-        told.splice(..1, returned.into_iter().take(1));
-        Ok(told)
+        sampled.splice(..1, returned.into_iter().take(1));
+        Ok(sampled)
     }
 
     fn send(&self, me: u32, call: &Sending) -> SampledCall {
@@ -146,7 +146,7 @@ impl Unroller<'_> {
         // them.
         let moves = !call.placed.forwards.is_empty();
         let sender = Sender {
-            teller: self,
+            unroller: self,
             me,
             call,
             own: self.own_rows(me, call),
@@ -154,7 +154,7 @@ impl Unroller<'_> {
             messages: self.messages(me, self.counted(call)),
             relayed: (moves && self.paths(me).rails()).then(|| self.relayed_rows(me, call)),
         };
-        self.told(me, (call.kind, call.until), &sender)
+        self.sampled_call(me, (call.kind, call.until), &sender)
     }
 
     fn own_rows(&self, me: u32, call: &Sending) -> Rc<FilledOperands> {
@@ -170,7 +170,7 @@ impl Unroller<'_> {
                 tables.to_arrivals(&setting, layout, first, |rows| self.landing(rows));
             }
         }
-        let (layout, row_bytes) = (Rc::clone(layout), self.script.row_bytes);
+        let (layout, row_bytes) = (Rc::clone(layout), self.scenario.row_bytes);
         self.filled(me, Tables::Caller { tables, layout, row_bytes })
     }
 
@@ -183,16 +183,16 @@ impl Unroller<'_> {
         let mut touches = Vec::new();
         if self.arrives() {
             let landed = if call.noted { self.far_segments(me, call.placed) } else { Vec::new() };
-            let desk = self.desk(me, rows, &call.ground[me as usize], call.layout_of.0);
-            tables.bring_notes_in(&setting, &landed, rows, desk);
+            let scratch = self.scratch(me, rows, &call.ground[me as usize], call.layout_of.0);
+            tables.bring_notes_in(&setting, &landed, rows, scratch);
             if call.noted {
-                touches = self.arrivals_found(me, call.placed, &landed, desk.1);
+                touches = self.arrivals_found(me, call.placed, &landed, scratch.1);
             }
-            touches.push(self.index_written(me, call.placed, desk.0));
+            touches.push(self.index_written(me, call.placed, scratch.0));
         } else {
             tables.bring_in(&setting, forward, rows, call.noted);
         }
-        let (layout, row_bytes) = (Rc::clone(layout), self.script.row_bytes);
+        let (layout, row_bytes) = (Rc::clone(layout), self.scenario.row_bytes);
         (self.filled(me, Tables::Caller { tables, layout, row_bytes }), touches)
     }
 
@@ -210,7 +210,7 @@ impl Unroller<'_> {
         tables.bases = call.ground.iter().map(|extent| extent.start).collect();
         let setting = self.setting(me, self.parity(me, SeededBug::OneHeader));
         if self.arrives() {
-            let ProofScenario { align, chunks, mode, .. } = *self.script;
+            let ProofScenario { align, chunks, mode, .. } = *self.scenario;
             let (bins, sizing, paths) = (&self.bins, self.sizing, self.paths(me));
             let frame = PlanContext { bins, paths, align, chunks, sizing, mode };
             let (counts, sizes) = &call.placed.numbers;
@@ -269,7 +269,7 @@ impl Unroller<'_> {
 
     /// Whether ranks count: they do unless all sizes are fixed.
     fn counted(&self, call: &Sending) -> bool {
-        call.noted && self.script.mode.slots().is_none()
+        call.noted && self.scenario.mode.slots().is_none()
     }
 
     /// Tables of a relay that knows these blocks.
@@ -287,20 +287,21 @@ impl Unroller<'_> {
     /// unless the call `counts`.
     fn land(&mut self, placed: &Placed, behind: &[u64], counts: bool) -> Vec<Extent> {
         let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
-        let held = held.filter(|_| self.script.slip == Some(SeededBug::AnnounceHeld));
-        let (mut all, arrives, enqueues) = (Vec::new(), self.arrives(), self.script.enqueues);
+        let held = held.filter(|_| self.scenario.seeded == Some(SeededBug::AnnounceHeld));
+        let (mut all, arrives, enqueues) = (Vec::new(), self.arrives(), self.scenario.enqueues);
         let frees = counts || !enqueues || self.paths(0).rails();
         let landings: Vec<RowBuffer> =
             placed.layouts.iter().map(|layout| self.landing(layout.landed)).collect();
         for (me, (member, layout)) in self.members.iter_mut().zip(&placed.layouts).enumerate() {
             if frees {
-                member.licensed();
+                member.free_offered();
             }
             let landing = landings[me];
             if let Some(held) = &held {
                 member.pool.give(&held[me]);
             }
-            let staged = if self.script.slip == Some(SeededBug::StageUnasked) { 0 } else { layout.staged };
+            let staged =
+                if self.scenario.seeded == Some(SeededBug::StageUnasked) { 0 } else { layout.staged };
             let bytes = match arrives {
                 true => landing.staging() + u64::from(staged) * self.sizing.row_bytes,
                 false if enqueues => landing.bytes(),
@@ -333,20 +334,20 @@ impl Unroller<'_> {
 
 impl Actor for Sender<'_, '_> {
     fn footprint(&self, role: Role, action: Action) -> Vec<HostAccess> {
-        let Sender { teller, me, call, .. } = *self;
+        let Sender { unroller, me, call, .. } = *self;
         match (role, action) {
             (Role::Own, Action::Compute(Work::Describe)) if call.noted => {
-                teller.headers_written(me, &call.placed.layouts[me as usize])
+                unroller.headers_written(me, &call.placed.layouts[me as usize])
             }
             (Role::Relay, Action::Compute(Work::Learn)) => {
-                teller.headers_read(me, &call.placed.forwards[me as usize])
+                unroller.headers_read(me, &call.placed.forwards[me as usize])
             }
             (Role::Own, Action::Compute(Work::FillBringIn)) => {
                 self.brought_in.as_ref().map_or(Vec::new(), |(_, touches)| touches.clone())
             }
             _ => {
-                let alike = call.odd.is_none_or(|odd| !teller.paths(me).same_node(odd));
-                teller.verdict(me, role, action, (teller.counted(call), alike))
+                let alike = call.odd.is_none_or(|odd| !unroller.paths(me).same_node(odd));
+                unroller.verdict(me, role, action, (unroller.counted(call), alike))
             }
         }
     }
@@ -365,20 +366,20 @@ impl Actor for Sender<'_, '_> {
     }
 
     fn end(&self) -> Vec<HostAccess> {
-        let Sender { teller, me, call, .. } = *self;
+        let Sender { unroller, me, call, .. } = *self;
         let (layout, ground) = (&call.placed.layouts[me as usize], &call.ground[me as usize]);
         // Gathered rows are not the caller's: the following step reads them. Calls other than
         // dispatches land no rows.
-        if call.until < Until::End || teller.exchange.is_some() {
+        if call.until < Until::End || unroller.exchange.is_some() {
             return Vec::new();
         }
-        let mut touches = match teller.arrives() {
-            true => teller.arrivals_regrouped(me, call.placed, ground),
-            false => vec![teller.landed_read(me, layout, ground, teller.call)],
+        let mut touches = match unroller.arrives() {
+            true => unroller.arrivals_regrouped(me, call.placed, ground),
+            false => vec![unroller.landed_read(me, layout, ground, unroller.call)],
         };
         // Where it lies with the handle, metadata is read along a known layout, too.
-        if call.noted || teller.script.enqueues {
-            touches.push(teller.notes_read(me, layout, ground, call.layout_of));
+        if call.noted || unroller.scenario.enqueues {
+            touches.push(unroller.notes_read(me, layout, ground, call.layout_of));
         }
         touches
     }
@@ -387,7 +388,7 @@ impl Actor for Sender<'_, '_> {
 impl Unroller<'_> {
     /// Where everything goes, if all ranks dispatch this set of routings.
     fn place(&self, routing: usize) -> Result<Placed, PlanError> {
-        let ProofScenario { routings, map, align, chunks, mode, spans, gathers, .. } = *self.script;
+        let ProofScenario { routings, map, align, chunks, mode, spans, gathers, .. } = *self.scenario;
         let set = routings.get(routing).filter(|set| set.len() == self.members.len()).ok_or(bad(
             "set of routings",
             routing,
@@ -403,13 +404,13 @@ impl Unroller<'_> {
                 sorted.fill_gathered(bins, me, self.gathered(routing), Some(routing));
                 return Ok(());
             }
-            sorted.fill(map, bins, self.script.notes(), me, routing)
+            sorted.fill(map, bins, self.scenario.notes(), me, routing)
         })?;
         let max_tokens = routings.iter().flatten().map(|routing| routing.tokens()).max().unwrap_or(0);
         let (mut layouts, mut arrivals, mut numbers) = (Vec::new(), Vec::new(), Default::default());
         everyone.each(&frame, (top_k, max_tokens), |frame, known, _| {
             let RankRouting { sorted, crossing, counts, sizes } = known;
-            if self.script.slip == Some(SeededBug::ShareStaging) {
+            if self.scenario.seeded == Some(SeededBug::ShareStaging) {
                 counts.below[bins.count() as usize..].fill(0);
             }
             if spans {
@@ -447,7 +448,7 @@ impl Unroller<'_> {
 
     /// Knowledge of a rank's relay when it has read its headers.
     fn forward(&self, me: u32, layouts: &[Rc<DispatchLayout>]) -> RelayPlan {
-        let ProofScenario { align, chunks, mode, spans, gathers, .. } = *self.script;
+        let ProofScenario { align, chunks, mode, spans, gathers, .. } = *self.scenario;
         let (bins, sizing, paths) = (&self.bins, self.sizing, self.paths(me));
         let frame = PlanContext { bins, paths, align, chunks, sizing, mode };
         let mut forward = RelayPlan::default();
@@ -464,7 +465,7 @@ impl Unroller<'_> {
 }
 
 /// Work of the instance that gathers for another.
-pub(super) fn gathering<'s>(script: &ProofScenario<'s>, map: &'s ExpertMap) -> ProofScenario<'s> {
+pub(super) fn gathering<'s>(scenario: &ProofScenario<'s>, map: &'s ExpertMap) -> ProofScenario<'s> {
     ProofScenario {
         gathers: true,
         map,
@@ -473,7 +474,7 @@ pub(super) fn gathering<'s>(script: &ProofScenario<'s>, map: &'s ExpertMap) -> P
         layout: RowLayout::default(),
         mode: ReceiveMode::Exact,
         spans: false,
-        ..script.clone()
+        ..scenario.clone()
     }
 }
 
@@ -496,14 +497,14 @@ impl Unroller<'_> {
         // A call that is refused has no room for the rows.
         let behind = all.iter().map(|own| if until == Until::End { own.landing.bytes() } else { 0 });
         let behind: Vec<u64> = behind.collect();
-        let Dispatched { told, placed, ground } = self.dispatched(routing, Until::End, &behind)?;
-        self.add(told);
+        let Dispatched { sampled, placed, ground } = self.dispatched(routing, Until::End, &behind)?;
+        self.add(sampled);
         let gathered: Vec<RowBuffer> =
             placed.layouts.iter().map(|layout| self.landing(layout.landed)).collect();
         let regroup = |((me, own), (extent, chunk))| {
             self.regrouped(me, until, &self.regrouping((me, until), own, extent, chunk))
         };
-        let told = (0..).zip(all).zip(ground.iter().zip(&gathered)).map(regroup).collect();
+        let sampled = (0..).zip(all).zip(ground.iter().zip(&gathered)).map(regroup).collect();
         for ((member, bytes), (extent, chunk)) in
             self.members.iter_mut().zip(behind).zip(ground.iter().zip(&gathered))
         {
@@ -513,20 +514,20 @@ impl Unroller<'_> {
                 false => member.pool.give(extent),
             }
         }
-        Ok(told)
+        Ok(sampled)
     }
 
-    /// What each rank copies, as every rank finds it from the choices of all.
+    /// Copies of each rank, as every rank finds them from the choices of all.
     fn owned(&self, routing: usize) -> Result<Vec<Own>, PlanError> {
-        let Some(Exchange { script, bins, sizing }) = &self.exchange else { return Ok(Vec::new()) };
-        let set = script.routings.get(routing).ok_or(bad("set of routings", routing, "one that exists"))?;
-        let ProofScenario { map, align, chunks, mode, .. } = **script;
+        let Some(Exchange { scenario, bins, sizing }) = &self.exchange else { return Ok(Vec::new()) };
+        let set = scenario.routings.get(routing).ok_or(bad("set of routings", routing, "one that exists"))?;
+        let ProofScenario { map, align, chunks, mode, .. } = **scenario;
         let frame = PlanContext { bins, paths: self.paths(0), align, chunks, sizing: *sizing, mode };
         let top_k = set.iter().map(Routing::top_k).max().unwrap_or(1);
         let max_tokens = set.iter().map(Routing::tokens).max().unwrap_or(0);
         let mut everyone = GroupRouting::default();
         everyone.sort(&frame, top_k, |rank, sorted| {
-            sorted.fill(map, bins, script.notes(), rank, &set[rank as usize])
+            sorted.fill(map, bins, scenario.notes(), rank, &set[rank as usize])
         })?;
         let own = |&rows: &u32| Own { regroup: LocalPermutation::default(), landing: sizing.landing(rows) };
         let mut all: Vec<Own> = everyone.sizes().rows.iter().map(own).collect();
@@ -549,7 +550,7 @@ impl Unroller<'_> {
     ) -> Regrouping {
         let start = extent.start + gathered.bytes();
         let Own { regroup: LocalPermutation { runs, rows, .. }, landing } = own;
-        let row_bytes = self.script.row_bytes;
+        let row_bytes = self.scenario.row_bytes;
         let (mut tables, _) = self.tables(me);
         tables.table = vec![Operand::regroup(me, runs.len() as u32, row_bytes, (extent.start, start))];
         let mut layout = DispatchLayout::default();

@@ -14,7 +14,7 @@ impl Unroller<'_> {
         flag: Flag,
         of: impl IntoIterator<Item = u32>,
     ) -> Vec<HostAccess> {
-        let (ranks, parity) = (self.script.nodes.ranks(), self.tag_parity(me));
+        let (ranks, parity) = (self.scenario.nodes.ranks(), self.tag_parity(me));
         let tag = |of| {
             self.read(
                 "tag",
@@ -24,7 +24,7 @@ impl Unroller<'_> {
         of.into_iter().map(tag).collect()
     }
 
-    /// What engines brought here, which is added up then.
+    /// Rows that engines brought here, which a kernel adds up.
     pub(super) fn home_read(&self, me: u32, start: u64, len: u64) -> Vec<HostAccess> {
         vec![self.read("rows at home", Bytes::new(me, WindowId::POOL, start, len))]
     }
@@ -47,7 +47,7 @@ impl Unroller<'_> {
 
     /// Those of all other nodes, with or without their counts.
     pub(super) fn messages_read(&self, me: u32, counts: bool) -> Vec<HostAccess> {
-        let (nodes, parity) = (self.script.nodes, self.parity(me, SeededBug::OneMessage));
+        let (nodes, parity) = (self.scenario.nodes, self.parity(me, SeededBug::OneMessage));
         let len = self.control.message_len(counts);
         (0..nodes.nodes())
             .filter(|&node| node != nodes.node_of(me))
@@ -133,8 +133,8 @@ impl Unroller<'_> {
     /// one place.
     pub(super) fn parity(&self, me: u32, one: SeededBug) -> u64 {
         let member = &self.members[me as usize];
-        match self.script.slip {
-            Some(slip) if slip == one => 0,
+        match self.scenario.seeded {
+            Some(seeded) if seeded == one => 0,
             Some(SeededBug::CountDispatches) if one == SeededBug::OnePublication => member.dispatches,
             _ => member.calls.parity(),
         }
@@ -142,7 +142,11 @@ impl Unroller<'_> {
 
     /// Which tags it takes.
     pub(super) fn tag_parity(&self, me: u32) -> u64 {
-        if self.script.slip == Some(SeededBug::OneTag) { 0 } else { self.members[me as usize].calls.parity() }
+        if self.scenario.seeded == Some(SeededBug::OneTag) {
+            0
+        } else {
+            self.members[me as usize].calls.parity()
+        }
     }
 }
 
@@ -182,18 +186,18 @@ impl Unroller<'_> {
     }
 
     /// Where the index and the notes of a dispatch lie in the planner's memory of the host.
-    pub(super) fn desk(&self, me: u32, landed: u32, ground: &Extent, handle: usize) -> (u64, u64) {
+    pub(super) fn scratch(&self, me: u32, landed: u32, ground: &Extent, handle: usize) -> (u64, u64) {
         let (index, end) = self.landing(landed).arrivals();
-        match self.script.straight {
+        match self.scenario.gpu_direct {
             true => (0, (end - index).next_multiple_of(64)),
             false => (ground.start, self.rows_setting(me, 0, handle).notes_at(me, ground.start, landed)),
         }
     }
 
-    /// A host writes to its desk where rows arrive.
-    pub(super) fn index_written(&self, me: u32, placed: &Placed, desk_index: u64) -> HostAccess {
+    /// A host writes to its scratch where rows arrive.
+    pub(super) fn index_written(&self, me: u32, placed: &Placed, scratch_index: u64) -> HostAccess {
         let (index, end) = self.landing(placed.layouts[me as usize].landed).arrivals();
-        self.write("twin", Bytes::new(me, WindowId::HOST_STAGING, desk_index, end - index))
+        self.write("host staging", Bytes::new(me, WindowId::HOST_STAGING, scratch_index, end - index))
     }
 
     /// Reads headers and counts to know that, and writes the metadata of rows from other nodes.
@@ -202,7 +206,7 @@ impl Unroller<'_> {
         me: u32,
         placed: &Placed,
         landed: &[(u32, u32)],
-        desk_notes: u64,
+        scratch_notes: u64,
     ) -> Vec<HostAccess> {
         let (paths, parity) = (self.paths(me), self.parity(me, SeededBug::OneHeader));
         let mut touches = self.counts_read(me, paths.local_peers().chain([me]));
@@ -215,11 +219,12 @@ impl Unroller<'_> {
         }
         let written = landed.iter().map(|&(first, rows)| {
             let [first, rows] = [first, rows].map(|rows| u64::from(rows) * self.sizing.note_bytes());
-            (desk_notes + first, rows)
+            (scratch_notes + first, rows)
         });
-        touches.extend(
-            written.map(|(at, len)| self.write("twin", Bytes::new(me, WindowId::HOST_STAGING, at, len))),
-        );
+        touches
+            .extend(written.map(|(at, len)| {
+                self.write("host staging", Bytes::new(me, WindowId::HOST_STAGING, at, len))
+            }));
         touches
     }
 

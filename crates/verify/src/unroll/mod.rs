@@ -2,10 +2,10 @@
 //! functions that the real calls use.
 //!
 //! ```text
-//!   script: nodes, route, experts, routings, calls
+//!   scenario: nodes, route, experts, routings, calls
 //!      |  Sorted, Counts, Layout, Forward, Caller, Relay, Calls, fill     the same code as in a real call
 //!      v
-//!   story[call][actor] = scenes:   touches | steps  ->  touches | steps  -> ...  -> touches
+//!   calls[call][actor] = scenes:   touches | steps  ->  touches | steps  -> ...  -> touches
 //!                                  ^ planner, caller     ^ a join of all tracks lies between two scenes
 //! ```
 //!
@@ -71,7 +71,7 @@ pub struct ProofScenario<'a> {
     /// only the number of tokens counts, and whether they travel along.
     pub gathers: bool,
     /// How dispatches go out. By all-gather, the calls are dispatches of an instance that gathers
-    /// for the one of this script, and what every rank copies behind each is a call of the story.
+    /// for the one of this scenario, and what every rank copies behind each is a call of the unrolled program.
     pub strategy: Strategy,
     /// Copy engines move rows within nodes, and nets reach only the host staging of the pools.
     /// Engines also read the memory that a return offers; they cannot add, so the rows return
@@ -79,7 +79,7 @@ pub struct ProofScenario<'a> {
     pub pulls: bool,
     /// With `pulls`: nets reach the pools themselves, and the only host memory is the planners'
     /// scratch.
-    pub straight: bool,
+    pub gpu_direct: bool,
     /// With `pulls`: callers' threads enqueue, and run ahead of their streams. These are actors of
     /// their own.
     pub enqueues: bool,
@@ -99,7 +99,7 @@ pub struct ProofScenario<'a> {
     /// at most.
     pub sample: Option<&'a [u32]>,
     /// A rule that the planner breaks: `None`, except to see that `prove` notices.
-    pub slip: Option<SeededBug>,
+    pub seeded: Option<SeededBug>,
     /// A bug in one of the programs of each rank, for the same reason.
     pub mutation: Option<(ProgramId, CallMutation)>,
 }
@@ -205,7 +205,7 @@ pub enum SeededBug {
 }
 
 impl SeededBug {
-    /// All slips.
+    /// All of them.
     pub const ALL: [SeededBug; 13] = [
         SeededBug::FreeBeforeAck,
         SeededBug::AnnounceHeld,
@@ -281,14 +281,14 @@ pub struct StageRun {
     pub name: &'static str,
     /// Position in the stage of the first operation.
     pub first: usize,
-    /// What planner and caller do first, in this order.
+    /// Accesses of planner and caller before the operations, in this order.
     pub touches: Vec<HostAccess>,
     /// The operations, in launch order.
     pub steps: Vec<UnrolledOp>,
     filled: Rc<dyn Effects>,
 }
 
-/// What an actor is to its rank.
+/// Relation of an actor to its rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The rank itself, with all steps that no other actor runs for it.
@@ -304,9 +304,9 @@ pub enum Role {
 pub struct ActorCall {
     /// The rank.
     pub rank: u32,
-    /// What of the rank this is.
+    /// The actor of the rank.
     pub role: Role,
-    /// Position of the call in the story.
+    /// Position of the call in the unrolled program.
     pub call: usize,
     /// The rank's call.
     pub kind: CallKind,
@@ -314,7 +314,7 @@ pub struct ActorCall {
     pub scenes: Vec<StageRun>,
 }
 
-/// A script, unrolled.
+/// A scenario, unrolled.
 #[derive(Clone, Debug)]
 pub struct UnrolledProgram {
     /// Number of ranks of the group.
@@ -342,22 +342,22 @@ pub struct Assumed {
 }
 
 impl UnrolledProgram {
-    /// Unrolls a script.
+    /// Unrolls a scenario.
     ///
     /// # Errors
     /// A routing that cannot be placed; [`PlanError::BadParameter`] for a handle or a set of
     /// routings that does not exist, or if nodes and experts are of groups of different size.
-    pub fn unroll(script: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
-        unroller::unroll(script)
+    pub fn unroll(scenario: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
+        unroller::unroll(scenario)
     }
 
-    /// Unrolls a script of slots on streams.
+    /// Unrolls a scenario of slots on streams.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or
     /// release, and for nodes of another number of ranks.
-    pub fn of_streams(script: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
-        streams::unroll(script)
+    pub fn of_streams(scenario: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
+        streams::unroll(scenario)
     }
 
     /// Unrolls rounds of collectives.
@@ -365,16 +365,16 @@ impl UnrolledProgram {
     /// # Errors
     /// [`PlanError::BadParameter`] for a round that does not fit its places, and for nodes of
     /// another number of ranks.
-    pub fn of_collectives(script: &CollectiveScenario) -> Result<UnrolledProgram, PlanError> {
-        collective::unroll(script)
+    pub fn of_collectives(scenario: &CollectiveScenario) -> Result<UnrolledProgram, PlanError> {
+        collective::unroll(scenario)
     }
 
     /// Unrolls the messages between the stages of a pipeline.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] for places of another number of ranks than there are stages.
-    pub fn of_pipeline(script: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
-        collective::unroll_pipeline(script)
+    pub fn of_pipeline(scenario: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
+        collective::unroll_pipeline(scenario)
     }
 
     /// Operations that ranks enqueue on streams, each in an order of its own, one stream for each
@@ -409,7 +409,7 @@ pub(super) trait Effects: fmt::Debug {
 }
 
 impl StageRun {
-    /// What `step` does, besides raising or awaiting a flag that grows.
+    /// Effects of `step`, besides raising or awaiting a flag that grows.
     pub fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
         self.filled.effects(step)
     }

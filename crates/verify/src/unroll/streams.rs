@@ -61,7 +61,7 @@ pub struct StreamScenario<'a> {
     /// The calls.
     pub calls: &'a [StreamCall],
     /// A rule that the caller breaks: `None`, except to see that `prove` notices.
-    pub slip: Option<StreamBug>,
+    pub seeded: Option<StreamBug>,
     /// The program of these calls, in place of [theirs](SlotCall::program): `None`, except to see
     /// that `prove` notices bugs of a driver.
     pub planted: Option<(SlotCall, &'a CallProgram)>,
@@ -137,7 +137,7 @@ pub enum StreamBug {
 }
 
 impl StreamBug {
-    /// All slips.
+    /// All of them.
     pub const ALL: [StreamBug; 10] = [
         StreamBug::NeverBack,
         StreamBug::BackFirst,
@@ -152,43 +152,43 @@ impl StreamBug {
     ];
 }
 
-pub(super) fn unroll(script: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
-    let turns = Rc::new(Turns::of(script)?);
-    let (ranks, sets) = (script.slots.ranks(), turns.sets);
-    let unroller = StreamUnroller { script, actors: Actor::all(script, sets), turns };
-    let calls = (0..script.calls.len()).map(|call| unroller.parts(call)).collect::<Result<_, _>>()?;
+pub(super) fn unroll(scenario: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
+    let turns = Rc::new(Turns::of(scenario)?);
+    let (ranks, sets) = (scenario.slots.ranks(), turns.sets);
+    let unroller = StreamUnroller { scenario, actors: Actor::all(scenario, sets), turns };
+    let calls = (0..scenario.calls.len()).map(|call| unroller.parts(call)).collect::<Result<_, _>>()?;
     Ok(UnrolledProgram {
         ranks,
         actors: unroller.actors.len() as u32,
-        control_bytes: u64::from(sets) * script.slots.flag_bytes(),
-        pool_bytes: u64::from(sets) * script.slots.bytes(),
+        control_bytes: u64::from(sets) * scenario.slots.flag_bytes(),
+        pool_bytes: u64::from(sets) * scenario.slots.bytes(),
         calls,
         assumed: Vec::new(),
     })
 }
 
-/// What runs by itself.
+/// An actor, which runs by itself.
 #[derive(Clone, Copy, Debug)]
 enum Actor {
     /// The `nth` stream of a rank.
     Stream { rank: u32, nth: u32 },
-    /// The proxy of a microbatch: hears the stream, and puts on rails.
+    /// The proxy of a microbatch: hears the stream, and puts over the net.
     Out { rank: u32, of: u32 },
     /// On the host-staged path: signals the stream that a rank's rows have come.
     Back { rank: u32, of: u32, from: u32 },
 }
 
 impl Actor {
-    fn all(script: &StreamScenario, sets: u32) -> Vec<Actor> {
-        let ranks = script.slots.ranks();
-        let streams = match script.streams {
+    fn all(scenario: &StreamScenario, sets: u32) -> Vec<Actor> {
+        let ranks = scenario.slots.ranks();
+        let streams = match scenario.streams {
             Streams::One => 1,
             Streams::Each => sets,
             Streams::Aside => 2,
         };
         let of_all = |count| (0..count).flat_map(move |nth| (0..ranks).map(move |rank| (rank, nth)));
         let mut all: Vec<Actor> = of_all(streams).map(|(rank, nth)| Actor::Stream { rank, nth }).collect();
-        let Some((nodes, way)) = script.across else { return all };
+        let Some((nodes, way)) = scenario.across else { return all };
         all.extend(of_all(sets).map(|(rank, of)| Actor::Out { rank, of }));
         for (rank, of) in of_all(sets).filter(|_| way == RowPath::HostStaged) {
             let far = (0..ranks).filter(|&from| from < nodes.ranks() && !nodes.same_node(rank, from));
@@ -204,20 +204,20 @@ impl Actor {
 }
 
 struct StreamUnroller<'a> {
-    script: &'a StreamScenario<'a>,
+    scenario: &'a StreamScenario<'a>,
     actors: Vec<Actor>,
     turns: Rc<Turns>,
 }
 
 impl StreamUnroller<'_> {
-    /// What all actors do in one call.
+    /// Work of all actors in one call.
     fn parts(&self, call: usize) -> Result<Vec<ActorCall>, PlanError> {
-        let kind = self.script.calls[call].call().kind();
-        let (turn, aside) = (self.script.calls[call].microbatch(), self.script.streams == Streams::Aside);
+        let kind = self.scenario.calls[call].call().kind();
+        let (turn, aside) = (self.scenario.calls[call].microbatch(), self.scenario.streams == Streams::Aside);
         let parts = self.actors.iter().map(|&actor| {
             let filled = self.filled(call, actor.rank())?;
             let (role, scenes) = match actor {
-                Actor::Stream { nth, .. } => match (self.script.streams, nth) {
+                Actor::Stream { nth, .. } => match (self.scenario.streams, nth) {
                     (Streams::Each, nth) if nth != turn => (Role::Own, Vec::new()),
                     (_, 0) if aside => (Role::Own, self.kernels(call, &filled)),
                     _ if aside => (Role::Transfers, self.transfers(call, &filled)),
@@ -233,8 +233,8 @@ impl StreamUnroller<'_> {
     }
 
     fn filled(&self, call: usize, me: u32) -> Result<Rc<StreamOperands>, PlanError> {
-        let mut program = StreamProgram::new(self.script.calls[call].call(), self.script.slots, me)?;
-        if let Some((nodes, way)) = self.script.across {
+        let mut program = StreamProgram::new(self.scenario.calls[call].call(), self.scenario.slots, me)?;
+        if let Some((nodes, way)) = self.scenario.across {
             program = program.across(nodes, way)?;
         }
         let set = self.turns.words[call].0;
@@ -244,8 +244,8 @@ impl StreamUnroller<'_> {
     /// Walks the program of a call: the accesses of kernels, and then the steps of the stage behind
     /// them. After the last stage there are only kernels.
     fn walk(&self, call: usize, filled: &Rc<StreamOperands>) -> Vec<(Vec<HostAccess>, Vec<UnrolledOp>)> {
-        let (which, me) = (self.script.calls[call].call(), filled.me);
-        let planted = self.script.planted.filter(|(planted, _)| *planted == which);
+        let (which, me) = (self.scenario.calls[call].call(), filled.me);
+        let planted = self.scenario.planted.filter(|(planted, _)| *planted == which);
         let program = planted.map_or_else(|| which.program(), |(_, program)| program.clone());
         let (mut walked, mut touches, mut steps) =
             (Vec::new(), self.experts(call, me), None::<Vec<UnrolledOp>>);
@@ -263,8 +263,8 @@ impl StreamUnroller<'_> {
             }
         }
         walked.extend(steps.map(|steps| (take(&mut touches), steps)));
-        walked.iter_mut().for_each(|(_, steps)| *steps = self.slip(call, take(steps), filled));
-        touches.extend(self.slipped(call, me));
+        walked.iter_mut().for_each(|(_, steps)| *steps = self.with_seeded_bug(call, take(steps), filled));
+        touches.extend(self.seeded_accesses(call, me));
         walked.push((touches, Vec::new()));
         walked
     }
@@ -279,16 +279,16 @@ impl StreamUnroller<'_> {
         scenes.collect()
     }
 
-    /// What kernels do, on a stream of their own.
+    /// Work of kernels, on a stream of their own.
     fn kernels(&self, call: usize, filled: &Rc<StreamOperands>) -> Vec<StageRun> {
         let me = filled.me;
-        let arrived = |of| match self.script.slip {
+        let arrived = |of| match self.scenario.seeded {
             Some(StreamBug::NotArrived) => scene("arrived", Vec::new(), Vec::new(), filled),
             _ => scene("arrived", Vec::new(), vec![awaits(me, Flag::Entry, of)], filled),
         };
         let mut walked = self.walk(call, filled).into_iter().map(|(touches, _)| touches);
         let before = walked.next().unwrap_or_default();
-        let ready = scene("kernels", before, vec![tells(me, Flag::Block, call)], filled);
+        let ready = scene("kernels", before, vec![signals(me, Flag::Block, call)], filled);
         let end = scene("end", walked.flatten().collect(), Vec::new(), filled);
         match self.turns.slots_of[call] {
             dispatch if dispatch == call => vec![ready, end],
@@ -296,31 +296,36 @@ impl StreamUnroller<'_> {
         }
     }
 
-    /// What transfers do, on a stream of their own.
+    /// Work of transfers, on a stream of their own.
     fn transfers(&self, call: usize, filled: &Rc<StreamOperands>) -> Vec<StageRun> {
         let ready =
-            (self.script.slip != Some(StreamBug::NotReady)).then(|| awaits(filled.me, Flag::Block, call));
+            (self.scenario.seeded != Some(StreamBug::NotReady)).then(|| awaits(filled.me, Flag::Block, call));
         let steps = self.walk(call, filled).into_iter().flat_map(|(_, steps)| steps);
-        let steps = ready.into_iter().chain(steps).chain([tells(filled.me, Flag::Entry, call)]).collect();
+        let steps = ready.into_iter().chain(steps).chain([signals(filled.me, Flag::Entry, call)]).collect();
         vec![
             scene(filled.program.stage().name, Vec::new(), steps, filled),
             scene("end", Vec::new(), Vec::new(), filled),
         ]
     }
 
-    /// The stage, with words set back as a slip has it.
-    fn slip(&self, call: usize, all: Vec<UnrolledOp>, filled: &Rc<StreamOperands>) -> Vec<UnrolledOp> {
+    /// The stage, with words set back as a seeded has it.
+    fn with_seeded_bug(
+        &self,
+        call: usize,
+        all: Vec<UnrolledOp>,
+        filled: &Rc<StreamOperands>,
+    ) -> Vec<UnrolledOp> {
         let step = |of: usize, op| word(filled, of, 0, op);
         if !matches!(
-            self.script.slip,
+            self.scenario.seeded,
             Some(StreamBug::NeverBack | StreamBug::BackFirst | StreamBug::BackLate)
         ) {
             return all;
         }
         let (back, mut steps): (Vec<UnrolledOp>, Vec<UnrolledOp>) =
             all.into_iter().partition(UnrolledOp::sets_back);
-        let flag = self.script.calls[call].call().flag();
-        match self.script.slip {
+        let flag = self.scenario.calls[call].call().flag();
+        match self.scenario.seeded {
             Some(StreamBug::BackFirst) => {
                 let before = self.turns.before(call, flag);
                 let back = before.iter().flat_map(|&of| back.iter().map(move |back| step(of, back.op)));
@@ -377,7 +382,7 @@ fn scene(
 }
 
 /// An event of a rank's streams is over: a word that grows.
-fn tells(me: u32, flag: Flag, call: usize) -> UnrolledOp {
+fn signals(me: u32, flag: Flag, call: usize) -> UnrolledOp {
     UnrolledOp {
         track: 0,
         set: 0,
@@ -396,9 +401,9 @@ fn awaits(me: u32, flag: Flag, call: usize) -> UnrolledOp {
 }
 
 impl StreamUnroller<'_> {
-    /// What experts have read before a call that answers a dispatch. No program runs them.
+    /// Reads of experts before a call that answers a dispatch. No program runs them.
     fn experts(&self, call: usize, me: u32) -> Vec<HostAccess> {
-        match self.script.calls[call].call() {
+        match self.scenario.calls[call].call() {
             SlotCall::Dispatch => Vec::new(),
             SlotCall::Combine | SlotCall::Release => self.landed(call, me),
         }
@@ -407,11 +412,11 @@ impl StreamUnroller<'_> {
     /// Reads and writes of a step of a call. A check reads no bytes but those that experts read
     /// behind it.
     fn touches(&self, work: Work, call: usize, me: u32) -> Vec<HostAccess> {
-        let (slots, slip) = (self.script.slots, self.script.slip);
+        let (slots, seeded) = (self.scenario.slots, self.scenario.seeded);
         match work {
             Work::Pack => {
                 let packed =
-                    slip == Some(StreamBug::PackAhead) && self.turns.before(call, Flag::Landed).is_some();
+                    seeded == Some(StreamBug::PackAhead) && self.turns.before(call, Flag::Landed).is_some();
                 let send = if packed { Vec::new() } else { self.pack(call, me) };
                 let own = self.touch("own rows", true, call, (me, slots.receive(me)), self.slot());
                 send.into_iter().chain([own]).collect()
@@ -421,17 +426,17 @@ impl StreamUnroller<'_> {
                 let partial = |of| self.touch("partial rows", true, call, at(of), slots.home_bytes());
                 (0..slots.ranks()).map(partial).collect()
             }
-            Work::Sum if slip != Some(StreamBug::SumLate) => self.sum(call, me),
+            Work::Sum if seeded != Some(StreamBug::SumLate) => self.sum(call, me),
             _ => Vec::new(),
         }
     }
 
     /// Accesses that a seeded bug adds to kernels at the end of a call.
-    fn slipped(&self, call: usize, me: u32) -> Vec<HostAccess> {
-        match (self.script.slip, self.script.calls[call].call()) {
+    fn seeded_accesses(&self, call: usize, me: u32) -> Vec<HostAccess> {
+        match (self.scenario.seeded, self.scenario.calls[call].call()) {
             (Some(StreamBug::SumLate), SlotCall::Dispatch) => {
                 let before = self.turns.before(call, Flag::Returned);
-                let combine = before.filter(|&c| self.script.calls[c].call() == SlotCall::Combine);
+                let combine = before.filter(|&c| self.scenario.calls[c].call() == SlotCall::Combine);
                 combine.map_or_else(Vec::new, |combine| self.sum(combine, me))
             }
             (Some(StreamBug::PackAhead), SlotCall::Dispatch) => {
@@ -445,20 +450,20 @@ impl StreamUnroller<'_> {
 
     /// Rows for every peer are packed.
     fn pack(&self, call: usize, me: u32) -> Vec<HostAccess> {
-        let slot = |to| self.touch("slot", true, call, (me, self.script.slots.send(to)), self.slot());
+        let slot = |to| self.touch("slot", true, call, (me, self.scenario.slots.send(to)), self.slot());
         self.peers(me).map(slot).collect()
     }
 
-    /// What has landed is read, own rows included.
+    /// Reads of landed rows, own rows included.
     fn landed(&self, call: usize, me: u32) -> Vec<HostAccess> {
-        let (slots, dispatch) = (self.script.slots, self.turns.slots_of[call]);
+        let (slots, dispatch) = (self.scenario.slots, self.turns.slots_of[call]);
         let slot = |of| self.touch("landed rows", false, dispatch, (me, slots.receive(of)), self.slot());
         (0..slots.ranks()).map(slot).collect()
     }
 
     /// Sums the returned rows with the partial rows of this rank itself.
     fn sum(&self, call: usize, me: u32) -> Vec<HostAccess> {
-        let (slots, bytes) = (self.script.slots, self.script.slots.home_bytes());
+        let (slots, bytes) = (self.scenario.slots, self.scenario.slots.home_bytes());
         let read = |what, at| self.touch(what, false, call, (me, at), bytes);
         let home = self.peers(me).map(|peer| read("rows that came home", slots.home(peer)));
         iter::once(read("own partial rows", slots.partial(me))).chain(home).collect()
@@ -472,16 +477,16 @@ impl StreamUnroller<'_> {
         (me, at): (u32, u64),
         len: u64,
     ) -> HostAccess {
-        let first = u64::from(self.turns.words[of].0) * self.script.slots.bytes();
+        let first = u64::from(self.turns.words[of].0) * self.scenario.slots.bytes();
         HostAccess { what, bytes: Bytes::new(me, Slots::WINDOW, first + at, len), write, of }
     }
 
     fn slot(&self) -> u64 {
-        self.script.slots.slot_bytes()
+        self.scenario.slots.slot_bytes()
     }
 
     fn peers(&self, me: u32) -> impl Iterator<Item = u32> + use<> {
-        (0..self.script.slots.ranks()).filter(move |&peer| peer != me)
+        (0..self.scenario.slots.ranks()).filter(move |&peer| peer != me)
     }
 }
 
@@ -559,22 +564,22 @@ struct Turns {
 }
 
 impl Turns {
-    fn of(script: &StreamScenario) -> Result<Self, PlanError> {
-        let sets = script.calls.iter().map(|call| call.microbatch() + 1).max().unwrap_or(1);
+    fn of(scenario: &StreamScenario) -> Result<Self, PlanError> {
+        let sets = scenario.calls.iter().map(|call| call.microbatch() + 1).max().unwrap_or(1);
         let mut turns = Turns { sets, words: Vec::new(), calls: Vec::new(), slots_of: Vec::new() };
         let mut dispatched: Vec<Option<usize>> = vec![None; sets as usize];
-        for (number, call) in script.calls.iter().enumerate() {
+        for (number, call) in scenario.calls.iter().enumerate() {
             let of = call.microbatch();
             let open = &mut dispatched[of as usize];
             let slots_of = match (call, *open) {
-                (StreamCall::Dispatch(_), Some(_)) if script.slip != Some(StreamBug::Unreleased) => None,
+                (StreamCall::Dispatch(_), Some(_)) if scenario.seeded != Some(StreamBug::Unreleased) => None,
                 (StreamCall::Dispatch(_), _) => Some(number),
                 (_, open) => open,
             };
             let expected = "dispatch and combine (or release) of each microbatch in turn";
             turns.slots_of.push(slots_of.ok_or(bad("call", number, expected))?);
             *open = slots_of.filter(|&dispatch| dispatch == number);
-            let set = if script.slip == Some(StreamBug::Share) { 0 } else { of };
+            let set = if scenario.seeded == Some(StreamBug::Share) { 0 } else { of };
             turns.words.push((set, call.call().flag()));
             turns.calls.push(call.call());
         }

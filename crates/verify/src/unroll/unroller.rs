@@ -32,27 +32,31 @@ use sidelane_core::topology::{Paths, Route};
 use super::dispatch::gathering;
 use super::{ActorCall, Assumed, Bytes, Call, ProofScenario, Role, SeededBug, StageRun, UnrolledProgram};
 
-pub(super) fn unroll(script: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
-    let ranks = script.nodes.ranks();
-    if script.map.ranks() != ranks {
-        return Err(bad("ranks of the expert map", script.map.ranks() as usize, "as many as the nodes have"));
+pub(super) fn unroll(scenario: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
+    let ranks = scenario.nodes.ranks();
+    if scenario.map.ranks() != ranks {
+        return Err(bad(
+            "ranks of the expert map",
+            scenario.map.ranks() as usize,
+            "as many as the nodes have",
+        ));
     }
-    match script.strategy {
-        Strategy::AllToAll => Unroller::new(script).run(),
+    match scenario.strategy {
+        Strategy::AllToAll => Unroller::new(scenario).run(),
         Strategy::AllGather => {
             let map = ExpertMap::contiguous(ranks, ranks)?;
-            let gathering = gathering(script, &map);
-            Unroller { exchange: Some(Exchange::new(script)), ..Unroller::new(&gathering) }.run()
+            let gathering = gathering(scenario, &map);
+            Unroller { exchange: Some(Exchange::new(scenario)), ..Unroller::new(&gathering) }.run()
         }
     }
 }
 
 impl<'a> Unroller<'a> {
     fn run(mut self) -> Result<UnrolledProgram, PlanError> {
-        for (number, call) in self.script.calls.iter().enumerate() {
+        for (number, call) in self.scenario.calls.iter().enumerate() {
             self.members.iter_mut().for_each(|member| member.calls.enter());
             let gathers = self.exchange.is_some();
-            let told = match *call {
+            let sampled = match *call {
                 Call::Dispatch { routing, keep } if gathers => self.gather(routing, keep, Until::End)?,
                 Call::RefusedRegroup { routing } if gathers => self.gather(routing, false, Until::Counts)?,
                 Call::RefusedDispatch { routing } => self.dispatch(routing, false, Until::Counts)?,
@@ -70,11 +74,11 @@ impl<'a> Unroller<'a> {
                 Call::Agree => self.agree(),
                 Call::Mixed { routing, handle } => self.mixed(routing, handle)?,
             };
-            self.add(told);
+            self.add(sampled);
         }
         let actors = self.calls.first().map_or(0, Vec::len) as u32;
         let pool_bytes = self.members.iter().map(|member| member.pool.high).max().unwrap_or(0);
-        let (ranks, control_bytes) = (self.script.nodes.ranks(), self.control.bytes());
+        let (ranks, control_bytes) = (self.scenario.nodes.ranks(), self.control.bytes());
         Ok(UnrolledProgram {
             ranks,
             actors,
@@ -86,44 +90,44 @@ impl<'a> Unroller<'a> {
     }
 
     /// The running call is unrolled; the next one runs.
-    pub(super) fn add(&mut self, told: Vec<SampledCall>) {
-        let parts = self.parts(told);
+    pub(super) fn add(&mut self, sampled: Vec<SampledCall>) {
+        let parts = self.parts(sampled);
         self.calls.push(parts);
         self.call += 1;
     }
 
     /// The parts of all actors in the running call.
-    fn parts(&mut self, told: Vec<SampledCall>) -> Vec<ActorCall> {
+    fn parts(&mut self, sampled: Vec<SampledCall>) -> Vec<ActorCall> {
         let (mut own, mut others, call) = (Vec::new(), Vec::new(), self.call);
-        for (rank, told) in (0..).zip(told) {
-            match told {
+        for (rank, sampled) in (0..).zip(sampled) {
+            match sampled {
                 SampledCall::Inside(kind, all) => {
                     // No relay is offloaded where callers' threads enqueue.
-                    let beside = if self.script.enqueues { Role::Transfers } else { Role::Relay };
+                    let beside = if self.scenario.enqueues { Role::Transfers } else { Role::Relay };
                     for (scenes, role) in all.into_iter().zip([Role::Own, beside]) {
                         let part = ActorCall { rank, role, call, kind, scenes };
                         if role == Role::Own { own.push(part) } else { others.push(part) }
                     }
                 }
-                SampledCall::Outside(hearsay) => {
-                    self.assumed.extend(hearsay.written.into_iter().map(|bytes| Assumed { call, bytes }));
-                    self.outside.extend(hearsay.raised);
+                SampledCall::Outside(assumed) => {
+                    self.assumed.extend(assumed.written.into_iter().map(|bytes| Assumed { call, bytes }));
+                    self.outside.extend(assumed.raised);
                 }
             }
         }
         own.append(&mut others);
         for part in &mut own {
-            part.scenes.iter_mut().for_each(|scene| scene.believe(part.rank, &self.outside));
+            part.scenes.iter_mut().for_each(|scene| scene.drop_assumed_waits(part.rank, &self.outside));
         }
         own
     }
 }
 
-/// Epoch of all stories.
+/// Epoch of all unrolled programs.
 const EPOCH: u16 = 1;
 /// Handles that may be alive where metadata lies with them, and bytes of it: more than any scenario
 /// here has.
-const SEATS: u64 = 8;
+const CONTEXTS: u64 = 8;
 const NOTES: u64 = 1 << 14;
 
 pub(super) type Extent = Range<u64>;
@@ -162,7 +166,7 @@ pub(super) struct Handle {
 }
 
 pub(super) struct Unroller<'a> {
-    pub(super) script: &'a ProofScenario<'a>,
+    pub(super) scenario: &'a ProofScenario<'a>,
     pub(super) bins: Bins,
     pub(super) control: ControlLayout,
     pub(super) sizing: RowSizes,
@@ -193,11 +197,11 @@ pub(super) struct Placed {
 pub(super) enum SampledCall {
     /// The scenes of its actors.
     Inside(CallKind, Vec<Vec<StageRun>>),
-    /// What comes of it in the sample.
+    /// Its effects in the sample.
     Outside(AssumedEffects),
 }
 
-/// What an outsider does to ranks of the sample.
+/// Effects of an outsider on ranks of the sample.
 #[derive(Default)]
 pub(super) struct AssumedEffects {
     /// Words that it raises, and to what.
@@ -213,15 +217,15 @@ pub(super) type Raised = HashMap<Word, u64>;
 
 /// The instance that another gathers for.
 pub(super) struct Exchange<'a> {
-    pub script: &'a ProofScenario<'a>,
+    pub scenario: &'a ProofScenario<'a>,
     pub bins: Bins,
     pub sizing: RowSizes,
 }
 
 impl<'a> Exchange<'a> {
-    pub fn new(script: &'a ProofScenario<'a>) -> Self {
-        let bins = Bins::of_layout(script.layout, script.map, script.order, script.nodes);
-        Exchange { script, bins, sizing: sizing(script) }
+    pub fn new(scenario: &'a ProofScenario<'a>) -> Self {
+        let bins = Bins::of_layout(scenario.layout, scenario.map, scenario.order, scenario.nodes);
+        Exchange { scenario, bins, sizing: sizing(scenario) }
     }
 }
 
@@ -230,38 +234,38 @@ pub(super) fn bad(parameter: &'static str, seen: usize, expected: &'static str) 
 }
 
 /// Sizes of what moves.
-pub(super) fn sizing(script: &ProofScenario) -> RowSizes {
-    let top_k = script.routings.iter().flatten().map(|routing| routing.top_k()).max().unwrap_or(1);
-    let rails = Paths::new(script.nodes, script.route, 0).rails();
-    let sums = script.order.has_partials() && script.route == Route::Pxn && rails;
+pub(super) fn sizing(scenario: &ProofScenario) -> RowSizes {
+    let top_k = scenario.routings.iter().flatten().map(|routing| routing.top_k()).max().unwrap_or(1);
+    let rails = Paths::new(scenario.nodes, scenario.route, 0).rails();
+    let sums = scenario.order.has_partials() && scenario.route == Route::Pxn && rails;
     RowSizes {
-        row_bytes: script.row_bytes,
-        home_bytes: script.row_bytes,
-        words_out: script.notes().words(top_k),
-        words_home: script.layout.words_home(top_k),
+        row_bytes: scenario.row_bytes,
+        home_bytes: scenario.row_bytes,
+        words_out: scenario.notes().words(top_k),
+        words_home: scenario.layout.words_home(top_k),
         // As if rows were bf16 and partials f32.
-        partial_bytes: sums.then_some(2 * script.row_bytes),
+        partial_bytes: sums.then_some(2 * scenario.row_bytes),
     }
 }
 
 impl<'a> Unroller<'a> {
-    pub(super) fn new(script: &'a ProofScenario<'a>) -> Self {
-        let routings = || script.routings.iter().flatten();
-        let entries = |routing: &Routing| match script.gathers {
-            true => routing.tokens() as usize * script.nodes.ranks() as usize,
+    pub(super) fn new(scenario: &'a ProofScenario<'a>) -> Self {
+        let routings = || scenario.routings.iter().flatten();
+        let entries = |routing: &Routing| match scenario.gathers {
+            true => routing.tokens() as usize * scenario.nodes.ranks() as usize,
             false => routing.experts().len(),
         };
         let entries = routings().map(entries).max().unwrap_or(0);
-        let bins = Bins::of_layout(script.layout, script.map, script.order, script.nodes);
-        let (paths, sizing) = (Paths::new(script.nodes, script.route, 0), sizing(script));
+        let bins = Bins::of_layout(scenario.layout, scenario.map, scenario.order, scenario.nodes);
+        let (paths, sizing) = (Paths::new(scenario.nodes, scenario.route, 0), sizing(scenario));
         Unroller {
-            script,
+            scenario,
             control: ControlLayout::new(&paths, &bins, entries as u64, sizing.note_bytes()),
             bins,
             sizing,
-            members: vec![Member::new(script.enqueues); script.nodes.ranks() as usize],
+            members: vec![Member::new(scenario.enqueues); scenario.nodes.ranks() as usize],
             handles: Vec::new(),
-            notes: (0..SEATS).map(|seat| script.notes_of(seat)).collect(),
+            notes: (0..CONTEXTS).map(|context| scenario.notes_of(context)).collect(),
             call: 0,
             exchange: None,
             calls: Vec::new(),
@@ -281,7 +285,7 @@ impl<'a> Unroller<'a> {
         rank: u32,
         tables: Tables,
     ) -> Rc<FilledOperands> {
-        let (ranks, calls) = (self.script.nodes.ranks(), self.members[rank as usize].calls);
+        let (ranks, calls) = (self.scenario.nodes.ranks(), self.members[rank as usize].calls);
         let partial_bytes = self.sizing.partial_bytes.unwrap_or(0);
         let tag_parity = self.tag_parity(rank);
         Rc::new(FilledOperands { rank, ranks, calls, tag_parity, partial_bytes, sources_of, tables })
@@ -289,21 +293,24 @@ impl<'a> Unroller<'a> {
 
     /// The programs of a rank.
     pub(super) fn programs(&self, me: u32) -> RankPrograms {
-        let shape =
-            Engines { pulls: self.script.pulls, brings_in: self.brings_in(), enqueues: self.script.enqueues };
+        let shape = Engines {
+            pulls: self.scenario.pulls,
+            brings_in: self.brings_in(),
+            enqueues: self.scenario.enqueues,
+        };
         let sums = self.sizing.partial_bytes.is_some();
-        RankPrograms::new(self.paths(me), self.script.chunks, sums, shape)
+        RankPrograms::new(self.paths(me), self.scenario.chunks, sums, shape)
     }
 
     /// Whether copy engines bring in what landed elsewhere.
     pub(super) fn brings_in(&self) -> bool {
         let rails = self.paths(0).rails();
-        self.script.pulls && rails && (self.arrives() || !self.script.straight)
+        self.scenario.pulls && rails && (self.arrives() || !self.scenario.gpu_direct)
     }
 
     /// Empty tables of both.
     pub(super) fn tables(&self, me: u32) -> (CallerTables, RelayTables) {
-        let (paths, chunks) = (self.paths(me), self.script.chunks);
+        let (paths, chunks) = (self.paths(me), self.scenario.chunks);
         (CallerTables::new(paths, chunks), RelayTables::new(paths, chunks))
     }
 
@@ -312,9 +319,9 @@ impl<'a> Unroller<'a> {
             paths: self.paths(me),
             control: &self.control,
             sizing: self.sizing,
-            chunks: self.script.chunks,
+            chunks: self.scenario.chunks,
             parity,
-            far: if self.script.pulls && !self.script.straight {
+            far: if self.scenario.pulls && !self.scenario.gpu_direct {
                 WindowId::HOST_STAGING
             } else {
                 WindowId::POOL
@@ -325,25 +332,25 @@ impl<'a> Unroller<'a> {
 
     /// The same for rows along the layout of a handle.
     pub(super) fn rows_setting(&self, me: u32, parity: u64, handle: usize) -> FillContext<'_> {
-        let context = if self.script.has_own_contexts() { handle + me as usize } else { handle };
-        let notes = self.script.enqueues.then(|| &*self.notes[context % SEATS as usize]);
+        let context = if self.scenario.has_own_contexts() { handle + me as usize } else { handle };
+        let notes = self.scenario.enqueues.then(|| &*self.notes[context % CONTEXTS as usize]);
         FillContext { notes, ..self.setting(me, parity) }
     }
 
-    /// What lands at a rank if so many rows do.
+    /// Memory in which so many rows land at a rank.
     pub(super) fn landing(&self, rows: u32) -> RowBuffer {
         let landing = self.sizing.landing(rows);
-        if self.script.enqueues { landing.without_notes() } else { landing }
+        if self.scenario.enqueues { landing.without_notes() } else { landing }
     }
 
     /// Whether streams may be using memory that their hosts have given back.
     pub(super) fn reads_late(&self) -> bool {
-        self.script.enqueues && self.script.slip != Some(SeededBug::TakeUnread)
+        self.scenario.enqueues && self.scenario.seeded != Some(SeededBug::TakeUnread)
     }
 
     /// Whether engines relay.
     pub(super) fn arrives(&self) -> bool {
-        self.script.pulls && self.script.route == Route::Pxn && self.paths(0).rails()
+        self.scenario.pulls && self.scenario.route == Route::Pxn && self.paths(0).rails()
     }
 
     pub(super) fn handle(&mut self, handle: usize) -> Result<&mut Handle, PlanError> {
@@ -351,26 +358,26 @@ impl<'a> Unroller<'a> {
     }
 
     pub(super) fn paths(&self, me: u32) -> Paths<'a> {
-        Paths::new(self.script.nodes, self.script.route, me)
+        Paths::new(self.scenario.nodes, self.scenario.route, me)
     }
 
     pub(super) fn ranks(&self) -> Range<u32> {
-        0..self.script.nodes.ranks()
+        0..self.scenario.nodes.ranks()
     }
 }
 
 impl ProofScenario<'_> {
     /// Whether a rank takes its own dispatch context for that of its peers.
     fn has_own_contexts(&self) -> bool {
-        self.slip == Some(SeededBug::OwnContext)
+        self.seeded == Some(SeededBug::OwnContext)
     }
 
-    /// Where metadata lands at each rank, for handle `seat`; with own contexts, where a rank of
+    /// Where metadata lands at each rank, for handle `context`; with own contexts, where a rank of
     /// that context believes it does.
-    fn notes_of(&self, seat: u64) -> Vec<u64> {
+    fn notes_of(&self, context: u64) -> Vec<u64> {
         // Ranks number their contexts apart.
         let shift = |rank: u32| if self.has_own_contexts() { 0 } else { u64::from(rank) };
-        (0..self.nodes.ranks()).map(|rank| (seat + shift(rank)) % SEATS * NOTES).collect()
+        (0..self.nodes.ranks()).map(|rank| (context + shift(rank)) % CONTEXTS * NOTES).collect()
     }
 }
 
@@ -378,13 +385,13 @@ impl Member {
     fn new(enqueues: bool) -> Self {
         let mut pool = Pool::default();
         if enqueues {
-            pool.take(SEATS * NOTES);
+            pool.take(CONTEXTS * NOTES);
         }
         Member { calls: Calls::new(EPOCH), dispatches: 0, pool, offered: Vec::new(), staging: None }
     }
 
     /// The readers of the offered memory have confirmed, and the stream has passed: it is free.
-    pub fn licensed(&mut self) {
+    pub fn free_offered(&mut self) {
         for extent in std::mem::take(&mut self.offered) {
             self.pool.give(&extent);
         }
@@ -397,7 +404,7 @@ pub(super) struct FilledOperands {
     pub rank: u32,
     pub ranks: u32,
     pub calls: Calls,
-    /// Where signals of this call leave their tag: its number, unless a slip says otherwise.
+    /// Where signals of this call leave their tag: its number, unless a seeded says otherwise.
     pub tag_parity: u64,
     /// Bytes of a partial sum; 0 where relays do not sum.
     pub partial_bytes: u64,

@@ -181,17 +181,22 @@ fn steps(filled: &FilledOperands, items: &[TrackOp]) -> Vec<UnrolledOp> {
 
 impl Unroller<'_> {
     /// Work of a rank in a call of this kind: its own program and, if separate, its relay's.
-    pub(super) fn told(&self, me: u32, (kind, until): (CallKind, Until), actor: &impl Actor) -> SampledCall {
+    pub(super) fn sampled_call(
+        &self,
+        me: u32,
+        (kind, until): (CallKind, Until),
+        actor: &impl Actor,
+    ) -> SampledCall {
         let programs = self.programs(me);
         let scenes =
-            self.walked(me, (&programs, &programs_of(&programs, kind, self.script.relays)), until, actor);
+            self.walked(me, (&programs, &programs_of(&programs, kind, self.scenario.relays)), until, actor);
         self.known(me, kind, scenes)
     }
 
     /// Work of a rank behind a dispatch by all-gather. Its relay has none.
     pub(super) fn regrouped(&self, me: u32, until: Until, actor: &impl Actor) -> SampledCall {
         let programs = self.programs(me);
-        let actors = programs_of(&programs, CallKind::Dispatch, self.script.relays).len();
+        let actors = programs_of(&programs, CallKind::Dispatch, self.scenario.relays).len();
         let regroup = [(ProgramId::Regroup, &programs.regroup)];
         let mut scenes = self.walked(me, (&programs, &regroup), until, actor);
         scenes.resize(actors, Vec::new());
@@ -208,11 +213,11 @@ impl Unroller<'_> {
     ) -> Vec<Vec<StageRun>> {
         let mut scenes = Vec::new();
         for &(id, program) in all {
-            let planted = self.script.mutation.filter(|(planted, _)| *planted == id).map(|(_, bug)| bug);
+            let planted = self.scenario.mutation.filter(|(planted, _)| *planted == id).map(|(_, bug)| bug);
             let goes_on = planted.is_some_and(|bug| bug.change == CallChange::GoOn { rank: me });
             let until = if goes_on { Until::End } else { until };
             let role = if matches!(id, ProgramId::Relay(_)) { Role::Relay } else { Role::Own };
-            let (paths, enqueues) = (self.paths(me), self.script.enqueues);
+            let (paths, enqueues) = (self.paths(me), self.scenario.enqueues);
             let planted = planted.map(|bug| bug.plant(program));
             let line = (planted.as_ref().unwrap_or(program), role, until);
             scenes.extend(walk(programs, line, enqueues.then_some(paths), actor));
@@ -223,16 +228,16 @@ impl Unroller<'_> {
     fn known(&self, me: u32, kind: CallKind, scenes: Vec<Vec<StageRun>>) -> SampledCall {
         match self.inside(me) {
             true => SampledCall::Inside(kind, scenes),
-            false => SampledCall::Outside(self.hearsay(scenes.iter().flatten())),
+            false => SampledCall::Outside(self.assumed_effects(scenes.iter().flatten())),
         }
     }
 
     fn inside(&self, rank: u32) -> bool {
-        self.script.sample.is_none_or(|sample| sample.contains(&rank))
+        self.scenario.sample.is_none_or(|sample| sample.contains(&rank))
     }
 
-    fn hearsay<'s>(&self, scenes: impl Iterator<Item = &'s StageRun>) -> AssumedEffects {
-        let mut hearsay = AssumedEffects::default();
+    fn assumed_effects<'s>(&self, scenes: impl Iterator<Item = &'s StageRun>) -> AssumedEffects {
+        let mut assumed = AssumedEffects::default();
         for (scene, step) in scenes.flat_map(|scene| scene.steps.iter().map(move |step| (scene, step))) {
             let (Op::Put { to, .. } | Op::PutRows { to, .. } | Op::Signal { to, .. }) = step.op else {
                 continue;
@@ -241,21 +246,21 @@ impl Unroller<'_> {
                 continue;
             }
             if let Op::Signal { of, flag, .. } = step.op {
-                hearsay.raised.push(((to, of, flag), step.value));
+                assumed.raised.push(((to, of, flag), step.value));
             }
             let written = scene.effects(step).into_iter().filter_map(|effect| match effect {
                 Effect::Copy { to, .. } | Effect::Tag(to) => Some(to),
                 _ => None,
             });
-            hearsay.written.extend(written);
+            assumed.written.extend(written);
         }
-        hearsay
+        assumed
     }
 }
 
 impl StageRun {
     /// Without the waits for what outsiders have raised.
-    pub(super) fn believe(&mut self, me: u32, raised: &Raised) {
+    pub(super) fn drop_assumed_waits(&mut self, me: u32, raised: &Raised) {
         let comes = |word: Word, value| raised.get(&word).is_some_and(|&raised| raised >= value);
         self.steps.retain(|step| match step.op {
             Op::Wait { from, flag, .. } => !comes((me, from, flag), step.value),

@@ -47,13 +47,13 @@ use crate::gate::{Preset, ScoreFunction, ensure, shape};
 pub struct BalanceLoss {
     /// Factor on all.
     pub coefficient: f32,
-    /// What shares are made of: the softmax of all, or scores divided by their sum.
+    /// Source of shares: the softmax of all, or scores divided by their sum.
     pub score: ScoreFunction,
     /// Which choices are counted: always before any is dropped.
     pub map: CountedChoices,
-    /// What counts are divided by.
+    /// Divisor of counts.
     pub share: CountDivisor,
-    /// What becomes of tokens that are not used.
+    /// Treatment of tokens that are not used.
     pub unused: PaddingTokens,
     /// Parts of the tokens that are balanced each for itself; the loss is the mean of theirs.
     pub parts: TokenGroups,
@@ -71,7 +71,7 @@ pub enum CountedChoices {
     Fresh,
 }
 
-/// What counts are divided by, so that they become shares.
+/// Divisor that turns counts into shares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CountDivisor {
@@ -81,7 +81,7 @@ pub enum CountDivisor {
     OfChoices,
 }
 
-/// What becomes of tokens that are not used. They are never counted.
+/// Treatment of tokens that are not used. They are never counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PaddingTokens {

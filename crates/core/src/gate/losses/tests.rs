@@ -79,7 +79,7 @@ fn part_of(parts: TokenGroups, token: usize) -> (usize, usize) {
     }
 }
 
-fn reference_counts(balance: &BalanceLoss, logits: &[f32]) -> Vec<Vec<f64>> {
+fn formula_of_counts(balance: &BalanceLoss, logits: &[f32]) -> Vec<Vec<f64>> {
     let mut counts = vec![vec![0.0; E]; part_of(balance.parts, 0).1];
     for t in (0..T).filter(|&t| USED[t]) {
         let mut best: Vec<usize> = (0..E).collect();
@@ -95,7 +95,7 @@ fn reference_counts(balance: &BalanceLoss, logits: &[f32]) -> Vec<Vec<f64>> {
     counts
 }
 
-fn reference_loss(balance: &BalanceLoss, counts: &[Vec<f64>], logits: &[f64]) -> f64 {
+fn formula_of_loss(balance: &BalanceLoss, counts: &[Vec<f64>], logits: &[f64]) -> f64 {
     let parts = counts.len() as f64;
     let used = USED.iter().filter(|&&used| used).count() as f64;
     let n = if balance.unused == PaddingTokens::LeftOut { used } else { T as f64 } / parts;
@@ -124,15 +124,15 @@ fn every_balance_agrees_with_its_formula_and_its_slope() {
                     {
                         let balance = BalanceLoss { coefficient: 0.75, score, map, share, unused, parts };
                         let what = format!("{balance:?}");
-                        let counts = reference_counts(&balance, &logits);
+                        let counts = formula_of_counts(&balance, &logits);
                         let mut own = vec![0.0; counts.len() * E];
                         balance.counts(&input(&logits), &mut own).unwrap();
                         assert_eq!(own, counts.concat(), "{what}");
                         let mut gradient = vec![0.0; T * E];
                         let loss = balance.loss(&input(&logits), Some(&mut gradient)).unwrap();
-                        let reference = |x: &[f64]| reference_loss(&balance, &counts, x);
-                        assert_close(loss, reference(&wide(&logits)), &what);
-                        assert_slope(&gradient, &wide(&logits), reference, &what);
+                        let formula = |x: &[f64]| formula_of_loss(&balance, &counts, x);
+                        assert_close(loss, formula(&wide(&logits)), &what);
+                        assert_slope(&gradient, &wide(&logits), formula, &what);
                     }
                 }
             }
@@ -232,15 +232,15 @@ fn the_z_loss_agrees_with_its_formula_and_its_slope() {
     let logits = logits(T * E);
     for used in [None, Some(&USED[..])] {
         let counts = |t: &usize| used.is_none_or(|used| used[*t]);
-        let reference = |x: &[f64]| {
+        let formula = |x: &[f64]| {
             let z = |t: usize| x[t * E..][..E].iter().map(|x| x.exp()).sum::<f64>().ln();
             let n = (0..T).filter(counts).count() as f64;
             0.25 * (0..T).filter(counts).map(|t| z(t) * z(t)).sum::<f64>() / n
         };
         let mut gradient = vec![0.0; T * E];
         let loss = z_loss(0.25, &logits, E as u32, used, Some(&mut gradient)).unwrap();
-        assert_close(loss, reference(&wide(&logits)), "z");
-        assert_slope(&gradient, &wide(&logits), reference, "z");
+        assert_close(loss, formula(&wide(&logits)), "z");
+        assert_slope(&gradient, &wide(&logits), formula, "z");
     }
     // Where e^x is beyond f64.
     let loss = z_loss(1.0, &[1e4, -1e4, 1e4, 1e4], 2, None, None).unwrap();
@@ -305,7 +305,7 @@ fn importance<'a>(logits: &'a [f32], noisy: &'a [f32], choices: &'a [i32]) -> Im
 }
 
 /// The load-importance loss of tokens whose noise is `noise`.
-fn reference_importance(x: &[f64], noise: &[f64], choices: &[i32]) -> f64 {
+fn formula_of_importance(x: &[f64], noise: &[f64], choices: &[i32]) -> f64 {
     let normal = |x: f64| 0.5 * libm::erfc(-x / 2f64.sqrt());
     let (mut importance, mut load) = (vec![0.0; E], vec![0.0; E]);
     for t in (0..T).filter(|t| choices[t * K + 1] >= 0) {
@@ -332,11 +332,11 @@ fn the_importance_loss_agrees_with_its_formula_and_its_slope() {
     padded[6..8].fill(-1);
     for choices in [CHOICES, padded] {
         let input = importance(&logits, &noisy, &choices);
-        let reference = |x: &[f64]| reference_importance(x, &noise, &choices);
+        let formula = |x: &[f64]| formula_of_importance(x, &noise, &choices);
         let mut gradient = vec![0.0; T * E];
         let loss = importance_loss(0.75, &input, Some(&mut gradient)).unwrap();
-        assert_close(loss, reference(&wide(&logits)), "importance");
-        assert_slope(&gradient, &wide(&logits), reference, "importance");
+        assert_close(loss, formula(&wide(&logits)), "importance");
+        assert_slope(&gradient, &wide(&logits), formula, "importance");
         let mut twice = gradient.clone();
         importance_loss(0.75, &input, Some(&mut twice)).unwrap();
         assert!(twice.iter().zip(&gradient).all(|(two, one)| *two == one + one));
@@ -389,7 +389,7 @@ fn what_the_importance_loss_cannot_use_is_named() {
 }
 
 /// Weights in f64, from the choices before and after dropping.
-fn reference_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i32]) -> Vec<f64> {
+fn formula_of_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i32]) -> Vec<f64> {
     let mut weights = vec![0.0; choices.len()];
     for t in 0..choices.len() / K {
         let row = t * K..(t + 1) * K;
@@ -454,7 +454,7 @@ fn weights_lead_back_to_the_logits_from_which_they_were_made() {
             let mut gate = Gate::new(config.clone()).unwrap();
             let decision = gate.route(&call).unwrap();
             let choices = decision.choices();
-            let expected = reference_weights(&config, &wide(&logits), choices, choices);
+            let expected = formula_of_weights(&config, &wide(&logits), choices, choices);
             for (&weight, expected) in decision.weights().iter().zip(expected) {
                 assert_close(weight, expected, &what);
             }
@@ -462,7 +462,7 @@ fn weights_lead_back_to_the_logits_from_which_they_were_made() {
             let mut left = choices.to_vec();
             [0, 5, 8, 9, 21].into_iter().for_each(|dropped| left[dropped] = -1);
             let loss = |x: &[f64]| {
-                let weights = reference_weights(&config, x, choices, &left);
+                let weights = formula_of_weights(&config, x, choices, &left);
                 weights.iter().zip(&d_weights).map(|(weight, &d)| weight * f64::from(d)).sum()
             };
             let input = WeightsInput { logits: &logits, choices, experts: &left, d_weights: &d_weights };

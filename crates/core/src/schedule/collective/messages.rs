@@ -58,14 +58,14 @@ impl MessageChannel {
     }
 
     /// Bytes of the message that its part `nth` has.
-    pub fn part(seat: &RankView, len: u64, nth: u64) -> Range<u64> {
-        let slot = seat.staging.slot();
+    pub fn part(view: &RankView, len: u64, nth: u64) -> Range<u64> {
+        let slot = view.staging.slot();
         (nth * slot).min(len)..((nth + 1) * slot).min(len)
     }
 
     /// Number of parts of a message.
-    pub fn parts(seat: &RankView, len: u64) -> u64 {
-        len.div_ceil(seat.staging.slot()).max(1)
+    pub fn parts(view: &RankView, len: u64) -> u64 {
+        len.div_ceil(view.staging.slot()).max(1)
     }
 
     /// The sender's wait for the slot.
@@ -74,18 +74,18 @@ impl MessageChannel {
     }
 
     /// The sender's put, and its word.
-    pub fn send(&self, seat: &RankView) -> [TrackOp; 2] {
-        let signal = Op::Signal { to: self.peer, of: seat.me, flag: Flag::Block, level: FlagValue::Call };
+    pub fn send(&self, view: &RankView) -> [TrackOp; 2] {
+        let signal = Op::Signal { to: self.peer, of: view.me, flag: Flag::Block, level: FlagValue::Call };
         [item(Op::Put { to: self.peer, slot: OperandId(0) }), item(signal)]
     }
 
     /// Bytes that the put moves.
-    pub fn sent(&self, seat: &RankView, bytes: Range<u64>) -> SpanCopy {
+    pub fn sent(&self, view: &RankView, bytes: Range<u64>) -> SpanCopy {
         SpanCopy {
             from: PutSource::Input,
             from_offset: bytes.start,
             to: WindowId::POOL,
-            to_offset: seat.staging.pair(seat.me, self.parts.parity()),
+            to_offset: view.staging.pair(view.me, self.parts.parity()),
             len: bytes.end - bytes.start,
         }
     }
@@ -96,16 +96,16 @@ impl MessageChannel {
     }
 
     /// Bytes that the receiver copies.
-    pub fn received(&self, seat: &RankView, bytes: Range<u64>) -> Copied {
-        let offset = seat.staging.pair(self.peer, self.parts.parity());
-        Copied { owner: seat.me, offset, at: bytes.start, len: bytes.end - bytes.start }
+    pub fn received(&self, view: &RankView, bytes: Range<u64>) -> Copied {
+        let offset = view.staging.pair(self.peer, self.parts.parity());
+        Copied { owner: view.me, offset, at: bytes.start, len: bytes.end - bytes.start }
     }
 
     /// The receiver's answer, which frees the slot, and carries the number of messages that it has
     /// refused so far, modulo 256.
-    pub fn answer(&self, seat: &RankView, refused: u8) -> TrackOp {
+    pub fn answer(&self, view: &RankView, refused: u8) -> TrackOp {
         let level = if refused > 0 { FlagValue::Part(refused) } else { FlagValue::Call };
-        item(Op::Signal { to: self.peer, of: seat.me, flag: Flag::Read, level })
+        item(Op::Signal { to: self.peer, of: view.me, flag: Flag::Read, level })
     }
 }
 

@@ -12,7 +12,7 @@
 //!                                                                          | meet, unless another round of it follows
 //!   ring        enter: own chunk -> own offer | step: landed partial + own -> outbox -> next ... | sum: own share
 //!                                             | gather: result -> next ...
-//!   broadcast   enter: root's chunk -> its offer | hand on: root's offer -> a leader per node (star), or from leader to leader
+//!   broadcast   enter: root's chunk -> its offer | relay: root's offer -> a leader per node (star), or from leader to leader
 //!                                                in parts (chain)
 //!   all-to-all  enter: to each rank its part -> a landing there
 //!   landed      enter: words alone | land: to each rank its part -> its place in the result there; words

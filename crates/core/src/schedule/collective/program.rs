@@ -86,7 +86,7 @@ impl Shape {
     }
 }
 
-/// What of the caller's a stage reads or writes.
+/// Tensor of the caller that a stage reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tensor {
     /// Nothing.
@@ -338,7 +338,7 @@ impl RankView {
                 }
             }
         }
-        vec![enter, ops.step("hand on", Tensor::None)]
+        vec![enter, ops.step("relay", Tensor::None)]
     }
 
     /// Of this rank's node among those of [`RankView::leaders`].
@@ -351,7 +351,7 @@ impl RankView {
 /// One round of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Round {
-    /// What all ranks do.
+    /// Program that all ranks run.
     pub program: Program,
     /// Which of two places it takes.
     pub parity: u64,
@@ -440,7 +440,7 @@ impl Rounds {
     }
 
     /// Fills in a round of this rank.
-    pub fn fill(&mut self, seat: &RankView, round: &Round) {
+    pub fn fill(&mut self, view: &RankView, round: &Round) {
         self.table.fill(Operand::Empty);
         self.spans.clear();
         self.terms.clear();
@@ -456,14 +456,14 @@ impl Rounds {
         self.wire = round.wire;
         self.share = 0..0;
         match round.program {
-            Program::OneShot => self.whole(seat, round),
-            Program::TwoShot { .. } => self.direct(seat, round),
-            Program::Ring => self.ring(seat, round),
-            Program::Broadcast { root, shape } => self.broadcast(seat, round, root, shape.parts()),
-            Program::AllToAll => self.all_to_all(seat, round),
-            Program::ZeroCopy => self.landed(seat, round),
-            Program::AllGather => self.all_gather(seat, round),
-            Program::ReduceScatter => self.reduce_scatter(seat, round),
+            Program::OneShot => self.whole(view, round),
+            Program::TwoShot { .. } => self.direct(view, round),
+            Program::Ring => self.ring(view, round),
+            Program::Broadcast { root, shape } => self.broadcast(view, round, root, shape.parts()),
+            Program::AllToAll => self.all_to_all(view, round),
+            Program::ZeroCopy => self.landed(view, round),
+            Program::AllGather => self.all_gather(view, round),
+            Program::ReduceScatter => self.reduce_scatter(view, round),
         }
     }
 
@@ -499,69 +499,69 @@ impl Rounds {
         self.sums.push(bytes);
     }
 
-    fn offer(&mut self, seat: &RankView, round: &Round) {
-        let to = seat.staging.offer(round.parity);
+    fn offer(&mut self, view: &RankView, round: &Round) {
+        let to = view.staging.offer(round.parity);
         self.span(Slots::OFFER, (PutSource::Input, round.at), to, round.len);
     }
 
-    fn whole(&mut self, seat: &RankView, round: &Round) {
-        let (staging, parity, len) = (&seat.staging, round.parity, round.len);
-        self.offer(seat, round);
-        for to in seat.far() {
+    fn whole(&mut self, view: &RankView, round: &Round) {
+        let (staging, parity, len) = (&view.staging, round.parity, round.len);
+        self.offer(view, round);
+        for to in view.far() {
             self.span(
                 Slots::enter(to),
-                own(seat, staging.offer(parity)),
-                staging.landing(seat.me, parity),
+                own(view, staging.offer(parity)),
+                staging.landing(view.me, parity),
                 len,
             );
         }
-        self.sum_of_all(seat, round, 0..len);
+        self.sum_of_all(view, round, 0..len);
     }
 
-    fn direct(&mut self, seat: &RankView, round: &Round) {
-        let (staging, parity) = (&seat.staging, round.parity);
+    fn direct(&mut self, view: &RankView, round: &Round) {
+        let (staging, parity) = (&view.staging, round.parity);
         let share = |of| staging.share(round.len, of);
-        let (mine, ranks) = (share(seat.me), seat.ranks());
-        self.offer(seat, round);
-        for to in seat.far() {
+        let (mine, ranks) = (share(view.me), view.ranks());
+        self.offer(view, round);
+        for to in view.far() {
             let Range { start, end } = share(to);
-            let from = own(seat, staging.offer(parity) + start);
-            self.span(Slots::enter(to), from, staging.landing(seat.me, parity), end - start);
+            let from = own(view, staging.offer(parity) + start);
+            self.span(Slots::enter(to), from, staging.landing(view.me, parity), end - start);
         }
-        self.sum_of_all(seat, round, mine.clone());
+        self.sum_of_all(view, round, mine.clone());
         let result = staging.result(parity) + mine.start;
         self.span(Slots::RESULT, (PutSource::Input, 0), result, mine.end - mine.start);
-        for to in seat.far() {
-            self.span(Slots::share(to, ranks), own(seat, result), result, mine.end - mine.start);
+        for to in view.far() {
+            self.span(Slots::share(to, ranks), own(view, result), result, mine.end - mine.start);
         }
-        for of in seat.peers() {
+        for of in view.peers() {
             let Range { start, end } = share(of);
-            self.copied(seat.holder(of), staging.result(parity) + start, (round.at + start, end - start));
+            self.copied(view.holder(of), staging.result(parity) + start, (round.at + start, end - start));
         }
     }
 
     /// Of these bytes of the round, by ascending rank.
-    fn sum_of_all(&mut self, seat: &RankView, round: &Round, bytes: Range<u64>) {
-        let (staging, parity, len) = (&seat.staging, round.parity, bytes.end - bytes.start);
-        for of in 0..seat.ranks() {
-            let base = match seat.near(of) {
+    fn sum_of_all(&mut self, view: &RankView, round: &Round, bytes: Range<u64>) {
+        let (staging, parity, len) = (&view.staging, round.parity, bytes.end - bytes.start);
+        for of in 0..view.ranks() {
+            let base = match view.near(of) {
                 true => staging.offer(parity) + bytes.start,
                 false => staging.landing(of, parity),
             };
-            self.term(seat.holder(of), base, len);
+            self.term(view.holder(of), base, len);
         }
-        self.sum(Slots::sum(0, seat.ranks()), len, SumTarget::Output);
+        self.sum(Slots::sum(0, view.ranks()), len, SumTarget::Output);
         self.share = round.at + bytes.start..round.at + bytes.end;
     }
 
-    fn ring(&mut self, seat: &RankView, round: &Round) {
-        let RankView { me, staging, .. } = seat;
-        let (me, ranks, parity) = (*me, seat.ranks(), round.parity);
+    fn ring(&mut self, view: &RankView, round: &Round) {
+        let RankView { me, staging, .. } = view;
+        let (me, ranks, parity) = (*me, view.ranks(), round.parity);
         let share = |of| staging.share(round.len, of);
-        self.offer(seat, round);
+        self.offer(view, round);
         self.group_starts.push(0);
         for step in 0..ranks {
-            let Range { start, end } = share(seat.before(1 + step));
+            let Range { start, end } = share(view.before(1 + step));
             let len = end - start;
             let partial = len / round.dtype.size() as u64 * round.wire.size() as u64;
             if step > 0 {
@@ -574,7 +574,7 @@ impl Rounds {
             let outbox = SumTarget::Partials { window: WindowId::POOL, offset: staging.outbox(step, parity) };
             self.sum(Slots::sum(step, ranks), len, if step + 1 < ranks { outbox } else { SumTarget::Output });
             if step + 1 < ranks {
-                let from = own(seat, staging.outbox(step, parity));
+                let from = own(view, staging.outbox(step, parity));
                 self.span(Slots::part(step, ranks), from, staging.landing(step, parity), partial);
             }
         }
@@ -587,84 +587,84 @@ impl Rounds {
             mine.end - mine.start,
         );
         for step in 0..ranks - 1 {
-            let Range { start, end } = share(seat.before(step));
+            let Range { start, end } = share(view.before(step));
             let at = staging.result(parity) + start;
-            self.span(Slots::share(step, ranks), own(seat, at), at, end - start);
+            self.span(Slots::share(step, ranks), own(view, at), at, end - start);
         }
-        for of in seat.peers() {
+        for of in view.peers() {
             let Range { start, end } = share(of);
             self.copied(me, staging.result(parity) + start, (round.at + start, end - start));
         }
     }
 
-    fn broadcast(&mut self, seat: &RankView, round: &Round, root: u32, parts: u8) {
-        let (offer, ranks) = (seat.staging.offer(round.parity), seat.ranks());
-        if seat.me == root {
-            self.offer(seat, round);
+    fn broadcast(&mut self, view: &RankView, round: &Round, root: u32, parts: u8) {
+        let (offer, ranks) = (view.staging.offer(round.parity), view.ranks());
+        if view.me == root {
+            self.offer(view, round);
         }
         let width = round.len.div_ceil(parts.into()).next_multiple_of(64);
         for part in 0..u32::from(parts) {
             let [start, end] = [part, part + 1].map(|nth| (width * u64::from(nth)).min(round.len));
-            self.span(Slots::part(part, ranks), own(seat, offer + start), offer + start, end - start);
+            self.span(Slots::part(part, ranks), own(view, offer + start), offer + start, end - start);
         }
-        if seat.me != root {
-            let leader = seat.nodes.rail_peer(root, seat.nodes.node_of(seat.me));
+        if view.me != root {
+            let leader = view.nodes.rail_peer(root, view.nodes.node_of(view.me));
             self.copied(leader, offer, (round.at, round.len));
         }
     }
 
-    fn all_to_all(&mut self, seat: &RankView, round: &Round) {
-        let landing = seat.staging.landing(seat.me, round.parity);
-        for to in seat.peers() {
+    fn all_to_all(&mut self, view: &RankView, round: &Round) {
+        let landing = view.staging.landing(view.me, round.parity);
+        for to in view.peers() {
             let Range { start, end } = self.sends.get(to as usize).cloned().unwrap_or_default();
             self.span(Slots::enter(to), (PutSource::Input, start), landing, end - start);
         }
     }
 
-    fn landed(&mut self, seat: &RankView, round: &Round) {
-        let place = seat.staging.in_place(seat.me, round.len);
-        for to in 0..seat.ranks() {
+    fn landed(&mut self, view: &RankView, round: &Round) {
+        let place = view.staging.in_place(view.me, round.len);
+        for to in 0..view.ranks() {
             let from = (PutSource::Input, u64::from(to) * round.len);
             self.span(Slots::enter(to), from, place, round.len);
         }
     }
 
-    fn all_gather(&mut self, seat: &RankView, round: &Round) {
-        self.offer(seat, round);
-        for to in seat.far() {
-            let offer = own(seat, seat.staging.offer(round.parity));
-            self.span(Slots::enter(to), offer, seat.staging.landing(seat.me, round.parity), round.len);
+    fn all_gather(&mut self, view: &RankView, round: &Round) {
+        self.offer(view, round);
+        for to in view.far() {
+            let offer = own(view, view.staging.offer(round.parity));
+            self.span(Slots::enter(to), offer, view.staging.landing(view.me, round.parity), round.len);
         }
     }
 
-    fn reduce_scatter(&mut self, seat: &RankView, round: &Round) {
-        self.all_to_all(seat, round);
-        let (offer, parity) = (seat.staging.offer(round.parity), round.parity);
-        let Range { start, end } = self.sends.get(seat.me as usize).cloned().unwrap_or_default();
+    fn reduce_scatter(&mut self, view: &RankView, round: &Round) {
+        self.all_to_all(view, round);
+        let (offer, parity) = (view.staging.offer(round.parity), round.parity);
+        let Range { start, end } = self.sends.get(view.me as usize).cloned().unwrap_or_default();
         self.span(Slots::OFFER, (PutSource::Input, start), offer, end - start);
-        for of in 0..seat.ranks() {
-            let base = if of == seat.me { offer } else { seat.staging.landing(of, parity) };
-            self.term(seat.me, base, end - start);
+        for of in 0..view.ranks() {
+            let base = if of == view.me { offer } else { view.staging.landing(of, parity) };
+            self.term(view.me, base, end - start);
         }
-        self.sum(Slots::sum(0, seat.ranks()), end - start, SumTarget::Output);
+        self.sum(Slots::sum(0, view.ranks()), end - start, SumTarget::Output);
         self.share = round.at..round.at + (end - start);
     }
 
     /// All-to-all: what has come from a rank in this round, for these bytes of the caller's tensor.
-    pub fn arrived(&mut self, seat: &RankView, parity: u64, from: u32, bytes: Range<u64>) {
-        self.copied(seat.me, seat.staging.landing(from, parity), (bytes.start, bytes.end - bytes.start));
+    pub fn arrived(&mut self, view: &RankView, parity: u64, from: u32, bytes: Range<u64>) {
+        self.copied(view.me, view.staging.landing(from, parity), (bytes.start, bytes.end - bytes.start));
     }
 
     /// All-gather: a rank's bytes for all others in this round, from these bytes of the caller's
     /// tensor.
-    pub fn gathered(&mut self, seat: &RankView, parity: u64, from: u32, bytes: Range<u64>) {
+    pub fn gathered(&mut self, view: &RankView, parity: u64, from: u32, bytes: Range<u64>) {
         let at =
-            if seat.near(from) { seat.staging.offer(parity) } else { seat.staging.landing(from, parity) };
-        self.copied(seat.holder(from), at, (bytes.start, bytes.end - bytes.start));
+            if view.near(from) { view.staging.offer(parity) } else { view.staging.landing(from, parity) };
+        self.copied(view.holder(from), at, (bytes.start, bytes.end - bytes.start));
     }
 }
 
 /// A place in this rank's own window.
-fn own(seat: &RankView, offset: u64) -> (PutSource, u64) {
-    (PutSource::Window { owner: seat.me, window: WindowId::POOL }, offset)
+fn own(view: &RankView, offset: u64) -> (PutSource, u64) {
+    (PutSource::Window { owner: view.me, window: WindowId::POOL }, offset)
 }
