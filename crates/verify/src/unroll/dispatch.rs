@@ -6,22 +6,22 @@
 //!
 //! ```text
 //!   extent      | gathered rows | their notes | rows of my experts | their notes |
-//!                                             | blocks that are taken to be handed on |
+//!                                             | blocks to relay                        |
 //!
 //!   call n      dispatch of the instance that gathers
 //!   call n + 1  | read notes | regroup: gathered -> rows of my experts | write notes | read
 //! ```
 //!
-//! The copies are a call of the unrolled program of their own: they write where relays of the dispatch have
-//! read.
+//! The copies are a call of their own in the unrolled program: they write where relays of the
+//! dispatch have read.
 
 use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    DispatchLayout, ExpertMap, GroupRouting, LocalPermutation, PlanContext, RankRouting, ReceiveMode,
-    RelayPermutation, RelayPlan, RelaySorter, RowBuffer, RowLayout, SumOrder,
+    DispatchLayout, GroupRouting, LocalPermutation, PlanContext, RankRouting, RelayPermutation, RelayPlan,
+    RelaySorter, RowBuffer,
 };
 use sidelane_core::schedule::call::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{Flag, Operand, RelayTables, ReturnParts, WindowId};
@@ -461,20 +461,6 @@ impl Unroller<'_> {
         }
         forward.know(&frame, sums, |source, nth| layouts[source as usize].blocks[nth].clone());
         forward
-    }
-}
-
-/// Work of the instance that gathers for another.
-pub(super) fn gathering<'s>(scenario: &ProofScenario<'s>, map: &'s ExpertMap) -> ProofScenario<'s> {
-    ProofScenario {
-        gathers: true,
-        map,
-        align: 1,
-        order: SumOrder::default(),
-        layout: RowLayout::default(),
-        mode: ReceiveMode::Exact,
-        spans: false,
-        ..scenario.clone()
     }
 }
 

@@ -71,7 +71,8 @@ pub struct ProofScenario<'a> {
     /// only the number of tokens counts, and whether they travel along.
     pub gathers: bool,
     /// How dispatches go out. By all-gather, the calls are dispatches of an instance that gathers
-    /// for the one of this scenario, and what every rank copies behind each is a call of the unrolled program.
+    /// for the one of this scenario, and the copies of every rank behind each are a call of the
+    /// unrolled program.
     pub strategy: Strategy,
     /// Copy engines move rows within nodes, and nets reach only the host staging of the pools.
     /// Engines also read the memory that a return offers; they cannot add, so the rows return
@@ -104,10 +105,24 @@ pub struct ProofScenario<'a> {
     pub mutation: Option<(ProgramId, CallMutation)>,
 }
 
-impl ProofScenario<'_> {
+impl<'s> ProofScenario<'s> {
     /// Row metadata.
     fn notes(&self) -> RowMetadata {
         if self.gathers { RowMetadata::Gathered } else { RowMetadata::of(self.layout, self.mode, self.spans) }
+    }
+
+    /// The scenario of the instance that gathers for this one: an expert at each rank.
+    fn gathering(&self, map: &'s ExpertMap) -> ProofScenario<'s> {
+        ProofScenario {
+            gathers: true,
+            map,
+            align: 1,
+            order: SumOrder::default(),
+            layout: RowLayout::default(),
+            mode: ReceiveMode::Exact,
+            spans: false,
+            ..self.clone()
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Unrolls a scenario, call after call: plays the planners and the caller of every rank.
+//! Unrolls a scenario, call after call, in the place of the planners and the caller of every rank.
 //!
 //! ```text
 //!   dispatch   | release | free offered, take extents, write publication | entry | read tags, counts; write headers | rows | caller reads rows
@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Between two calls it keeps its knowledge of each rank, of each handle, and of the group. Memory
-//! comes from a small first-fit allocator, so that it is reused as soon as the rules allow: the hard
-//! case.
+//! comes from a small first-fit allocator, so that it is reused as soon as the rules allow: the
+//! hard case.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -29,7 +29,6 @@ use sidelane_core::schedule::{
 };
 use sidelane_core::topology::{Paths, Route};
 
-use super::dispatch::gathering;
 use super::{ActorCall, Assumed, Bytes, Call, ProofScenario, Role, SeededBug, StageRun, UnrolledProgram};
 
 pub(super) fn unroll(scenario: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
@@ -45,7 +44,7 @@ pub(super) fn unroll(scenario: &ProofScenario) -> Result<UnrolledProgram, PlanEr
         Strategy::AllToAll => Unroller::new(scenario).run(),
         Strategy::AllGather => {
             let map = ExpertMap::contiguous(ranks, ranks)?;
-            let gathering = gathering(scenario, &map);
+            let gathering = scenario.gathering(&map);
             Unroller { exchange: Some(Exchange::new(scenario)), ..Unroller::new(&gathering) }.run()
         }
     }
