@@ -167,8 +167,8 @@ fn every_slip_of_a_caller_is_found() {
 
 #[test]
 fn a_word_that_is_set_back_too_late_is_lost_in_some_random_run() {
-    // The proof speaks of numbers, and words of 0 and 1 do the same: a signal that is overwritten is awaited
-    // forever.
+    // The proof speaks of numbers, and words of 0 and 1 do the same: a signal that is overwritten
+    // is awaited forever.
     let calls = calls_for(StreamBug::BackLate);
     let fault = check(&unroll(3, Streams::One, &calls, Some(StreamBug::BackLate)), 0..200).unwrap_err();
     assert!(matches!(fault, ProofFailure::Deadlock { seen: 0, .. }), "{fault}");

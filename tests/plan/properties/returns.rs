@@ -15,8 +15,7 @@ fn home(global: &GlobalSort, placed: &Placed, me: u32, relay: u32) -> Vec<Entry>
     let mut home = Vec::new();
     for &owner in paths.served_by(relay) {
         for segment in segments.by_ref().take(placed.bins.of(owner).len()) {
-            let row =
-                |row: u32| global.rows[owner as usize][row as usize].expect("a row, and not a pad");
+            let row = |row: u32| global.rows[owner as usize][row as usize].expect("a row, and not a pad");
             home.extend((segment.to_row..).take(segment.count as usize).map(row));
         }
     }
@@ -48,8 +47,7 @@ fn partials(global: &GlobalSort, placed: &Placed, me: u32, relay: u32) -> Vec<Ve
 pub fn sums_find_their_rows(case: &Case, global: &GlobalSort, placed: &Placed) {
     for (me, layout) in (0..).zip(&placed.layouts) {
         let paths = placed.paths(me);
-        let homes: Vec<Vec<Entry>> =
-            (0..case.ranks()).map(|rank| home(global, placed, me, rank)).collect();
+        let homes: Vec<Vec<Entry>> = (0..case.ranks()).map(|rank| home(global, placed, me, rank)).collect();
         let sums = placed.sizing.partial_bytes.is_some();
         let brought: Vec<Vec<Vec<Entry>>> = match sums {
             true => (0..case.ranks()).map(|rank| partials(global, placed, me, rank)).collect(),
@@ -59,12 +57,7 @@ pub fn sums_find_their_rows(case: &Case, global: &GlobalSort, placed: &Placed) {
             let at = rank as usize;
             let words = u64::from(placed.sizing.words_home);
             let (held, rows, entries, row_bytes) = match (paths.same_node(rank), sums) {
-                (true, _) => (
-                    rank,
-                    global.rows[at].len(),
-                    global.rows[at].len(),
-                    placed.sizing.home_bytes,
-                ),
+                (true, _) => (rank, global.rows[at].len(), global.rows[at].len(), placed.sizing.home_bytes),
                 (false, false) => (me, homes[at].len(), homes[at].len(), placed.sizing.home_bytes),
                 (false, true) => (me, brought[at].len(), homes[at].len(), 64),
             };
@@ -77,9 +70,7 @@ pub fn sums_find_their_rows(case: &Case, global: &GlobalSort, placed: &Placed) {
             }
         }
         let row = |term: &Summand| match paths.same_node(term.owner) {
-            true => {
-                global.rows[term.owner as usize][term.row as usize].expect("a row, and not a pad")
-            }
+            true => global.rows[term.owner as usize][term.row as usize].expect("a row, and not a pad"),
             false => homes[term.owner as usize][term.row as usize],
         };
         let (terms, starts, choices) = layout.summands();

@@ -449,8 +449,8 @@ mod tests {
                 assert_eq!(rows(CapacityRule::CeilF64 { factor }, 100, 1, 1), f64_rows);
                 assert_eq!(rows(CapacityRule::CeilF32 { factor }, 100, 1, 1), f32_rows);
             }
-            // Megatron multiplies tokens by choices before it divides; DeepSpeed multiplies the factor
-            // by them.
+            // Megatron multiplies tokens by choices before it divides; DeepSpeed multiplies the
+            // factor by them.
             assert_eq!(rows(CapacityRule::CeilF64 { factor: 1.25 }, 4096, 64, 8), 640);
             assert_eq!(rows(CapacityRule::CeilF32 { factor: 1.25 }, 4096, 64, 8), 640);
             assert_eq!(rows(CapacityRule::CeilF64 { factor: 1.0 }, 10, 4, 2), 5);
@@ -567,8 +567,8 @@ mod tests {
             Capacity { rule: CapacityRule::Rows { rows }, minimum: 0, align: 1, keep, groups, pad: false }
         }
 
-        /// The order in which an expert considers the tokens that chose it, and the order in which it
-        /// numbers those that it keeps.
+        /// The order in which an expert considers the tokens that chose it, and the order in which
+        /// it numbers those that it keeps.
         fn orders(
             keep: DropPolicy,
             own: &[(usize, usize)],

@@ -1,8 +1,8 @@
 //! Configuration of a router, as data: every difference between training systems is a field.
 //!
 //! It exists so that one [`Gate`](super::Gate) serves all systems: their routers differ in values
-//! here, not in code. [`GateConfig::check`] finds configurations that make no sense before the first
-//! call, and a [`Preset`] is the configuration of a known system or model.
+//! here, not in code. [`GateConfig::check`] finds configurations that make no sense before the
+//! first call, and a [`Preset`] is the configuration of a known system or model.
 //!
 //! ```text
 //!   logits [T,E] --noise--> --score--> s [T,E] --(+ bias), groups--> choices [T,K] --normalise, scale--> weights [T,K]

@@ -320,8 +320,8 @@ mod tests {
         use crate::plan::{ExpertMap, SumOrder};
         use crate::topology::NodeMap;
 
-        /// Three tokens for two ranks with two bins each: token 0 for bins 0 and 3, token 1 for bin 1,
-        /// token 2 for 1 and 3.
+        /// Three tokens for two ranks with two bins each: token 0 for bins 0 and 3, token 1 for bin
+        /// 1, token 2 for 1 and 3.
         fn block() -> (Bins, Block) {
             let map = ExpertMap::contiguous(4, 2).unwrap();
             let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0]));

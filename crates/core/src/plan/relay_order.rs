@@ -25,9 +25,9 @@
 //! least that any order of all sets needs.
 //!
 //! **Rank-major** ([`RelaySorter`]), the entries for each rank served are sorted into the order of
-//! the block. Placement, metadata, sums and returned rows all follow the entries. So at the receiver
-//! the rows of a source lie in relay order, too, not in token order; the metadata of each row gives
-//! its row in visible order.
+//! the block. Placement, metadata, sums and returned rows all follow the entries. So at the
+//! receiver the rows of a source lie in relay order, too, not in token order; the metadata of each
+//! row gives its row in visible order.
 //!
 //! ```text
 //!   token order    block  a b d e f        relay order    block  d b e a f        RelayOrder sorts the block

@@ -15,9 +15,9 @@
 //! ```
 //!
 //! The bins are the segments of each rank, and a token is an entry of one bin at every rank. So the
-//! programs of dispatch run it, over relays that take each row once for their node. The return along
-//! its layout sums the rows of all ranks by ascending rank: it is reduce-scatter. No rank chooses
-//! rows, so they travel whole: a run is a piece of the tensor itself, without any index.
+//! programs of dispatch run it, over relays that take each row once for their node. The return
+//! along its layout sums the rows of all ranks by ascending rank: it is reduce-scatter. No rank
+//! chooses rows, so they travel whole: a run is a piece of the tensor itself, without any index.
 
 use super::{Bins, ExpertMap, RowMetadata, refill, vec_memory_usage};
 use crate::error::PlanError;

@@ -2,9 +2,10 @@
 //! grown.
 //!
 //! A real call (`ep`) and an unrolled one fill their operands here, count with the same
-//! [`Calls`], look into the same [`ControlLayout`] and follow the same skeletons: so far, the proof covers the code that runs. The unrolled program models the
-//! rest itself: when the planner and the caller touch memory, and which extent a pool gives. It
-//! takes the lowest, the hardest case; a real pool may be kinder.
+//! [`Calls`], look into the same [`ControlLayout`] and follow the same skeletons: so far, the proof
+//! covers the code that runs. The unrolled program models the rest itself: when the planner and the
+//! caller touch memory, and which extent a pool gives. It takes the lowest, the hardest case; a
+//! real pool may be kinder.
 
 use super::{
     Caller, Calls, ControlLayout, Index, Operand, Operands, PutSource, Relay, SpanCopy, SumTarget, Tag,
@@ -227,8 +228,8 @@ impl CallerTables {
     }
 
     /// Stage "in" of a dispatch: copies the rows that sources of other nodes put into this rank's
-    /// host staging and, with `noted`, their metadata to their places. Adjacent rows of different sources
-    /// go as one copy.
+    /// host staging and, with `noted`, their metadata to their places. Adjacent rows of different
+    /// sources go as one copy.
     pub fn bring_in(&mut self, at: &FillContext, forward: &RelayPlan, landed: u32, noted: bool) {
         self.clear();
         self.landed.clear();
@@ -339,8 +340,8 @@ impl CallerTables {
         }
     }
 
-    /// Return, before its entry: a place for the rows alone that each relay returns. In host staging
-    /// these are cut from `home`; where the net reaches the pool they are
+    /// Return, before its entry: a place for the rows alone that each relay returns. In host
+    /// staging these are cut from `home`; where the net reaches the pool they are
     /// [those](DispatchLayout::home_of) in which rows are summed.
     pub fn stage_rows(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
         let (mut next, row_bytes) = (0, at.sizing.home_bytes);

@@ -28,8 +28,8 @@
 //! others is the program of its [`Relay`]: "block -> me" starts it, "entry(me)" and
 //! "home(me)" are its answers.
 //!
-//! [`Relay`] builds a rank's work for others: it sends its counts to other nodes, relays the rows that cross, and
-//! returns rows that it summed or read here.
+//! [`Relay`] builds a rank's work for others: it sends its counts to other nodes, relays the rows
+//! that cross, and returns rows that it summed or read here.
 //!
 //! ```text
 //!   agreement  node entered  Wait block(me) , Wait entry(l)                my node is in this call

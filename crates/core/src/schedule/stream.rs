@@ -66,9 +66,9 @@
 //! that they have been read at their source: `home[d]`, heard by `s`, says that `s` may pack
 //! `send[d]`, and set the request flag, again.
 //!
-//! **On the stream.** A program goes to a stream as batches of copies and lists of memory operations.
-//! A device has no order among the copies of a batch, so a flag is never one of them. The stream
-//! completes a batch before it begins the list behind it, which it processes in order.
+//! **On the stream.** A program goes to a stream as batches of copies and lists of memory
+//! operations. A device has no order among the copies of a batch, so a flag is never one of them.
+//! The stream completes a batch before it begins the list behind it, which it processes in order.
 
 use super::call::{Part, SlotCall};
 use super::{
