@@ -1,6 +1,12 @@
 //! Fills a skeleton's operands from a layout. Pure, and without allocation once the tables have
 //! grown.
 //!
+//! ```text
+//!   FillContext: paths, control window, sizes --+
+//!   DispatchLayout, bases of extents -----------+--> CallerTables: rows, headers; sums or pulls; rows to bring in
+//!   RelayPlan, bases of extents ----------------+--> RelayTables: messages; rows to relay; rows to return
+//! ```
+//!
 //! A real call (`ep`) and an unrolled one fill their operands here, count with the same
 //! [`Calls`], look into the same [`ControlLayout`] and follow the same skeletons: so far, the proof
 //! covers the code that runs. The unrolled program models the rest itself: when the planner and the

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   dispatch   release   Wait read(l)                                   local peers have read what I offered last
-//!              entry     Signal entry -> l , Signal block -> my relay ; Wait entry(l, tellers, me)
+//!              entry     Signal entry -> l , Signal block -> my relay ; Wait entry(l, senders, me)
 //!                        - the planner places -
 //!              rows      Put header -> r , Signal block -> r            r: my relays
 //!                        PutRows chunk c -> r , Signal block c -> r     pxn; direct: as to l
@@ -15,18 +15,18 @@
 //!              sum       Reduce rows, Reduce weights, Signal read -> l
 //!   or         pull      Put l -> me ; Put me -> me                       copy engines cannot add
 //!              home      as above
-//!              pull rest Put staging -> me , Signal read -> l                 what r returned
+//!              pull rest Put staging -> me , Signal read -> l              rows that r returned
 //!
 //!   enqueued   posted    Signal posted -> l , Wait posted(l)              dispatch, before Wait landed: of streams
 //!              ready     Signal ready -> l , Wait ready(l)                return on one node: of streams, around the entry
 //! ```
 //!
-//! Where no net reaches the memory of the rows, they cross to *host staging*. A
-//! dispatch then ends with one more stage: "bring in", Put staging -> me.
+//! Where no net reaches the memory of the rows, they cross to *host staging*. A dispatch then ends
+//! with one more stage: "bring in", Put staging -> me.
 //!
 //! A dispatch along a known layout is the same program with fewer operands. The rank's work for
-//! others is the program of its [`Relay`]: "block -> me" starts it, "entry(me)" and
-//! "home(me)" are its answers.
+//! others is the program of its [`Relay`]: "block -> me" starts it, "entry(me)" and "home(me)" are
+//! its answers.
 //!
 //! [`Relay`] builds a rank's work for others: it sends its counts to other nodes, relays the rows
 //! that cross, and returns rows that it summed or read here.
@@ -35,7 +35,7 @@
 //!   agreement  node entered  Wait block(me) , Wait entry(l)                my node is in this call
 //!                            - the relay adds up -
 //!              counts sent   Put sums -> s , Signal entry -> s             s: the ranks whose rail peer I am
-//!              all entered   Wait entry(count_senders)                           every node is
+//!              all entered   Wait entry(senders)                      every node is
 //!              agreed        Signal entry -> me
 //!
 //!   dispatch   headers       Wait block(s)                                 s: my sources

@@ -11,6 +11,12 @@
 //!    bytes can be looked up in it;
 //! 3. if all are ordered, every legal interleaving reads the same bytes.
 //!
+//! ```text
+//!   unrolled program --numbered--> Program --run on each number of queues--> order --Knowledge--> known at each operation
+//!                                                                                                  |
+//!                                     accesses to each window --every two that meet, every read-----+--> ordered, written
+//! ```
+//!
 //! Words that [do not grow](sidelane_core::schedule::stream) are proved as if they did, by the
 //! number of the call in place of 1, and as bytes. A signal writes them and must find them reset, a
 //! wait reads them and must find its own call's signal, and a reset writes them once more. If all

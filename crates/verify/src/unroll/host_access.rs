@@ -1,4 +1,13 @@
 //! Accesses of planners, callers and kernels to the windows between two stages.
+//!
+//! No executor runs them, so a proof needs them by name: each function gives the bytes that one
+//! step of a call reads or writes.
+//!
+//! ```text
+//!   control window   tags, counts, messages, headers        by planners
+//!   pool             landed rows, metadata, offered chunks  by callers and kernels
+//!   host staging     index and metadata of arrivals         by hosts whose engines relay
+//! ```
 
 use sidelane_core::error::CallKind;
 use sidelane_core::plan::{Block, DispatchLayout, RelayPlan, RowBuffer, Segment, first_of};

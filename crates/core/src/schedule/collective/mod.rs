@@ -6,16 +6,16 @@
 //! tag that names its call, and waits for all of them. Only then does any rank read those bytes.
 //!
 //! ```text
-//!   whole       enter: own vector -> own offer, other nodes' landings      | sum: all vectors                 small ones
-//!   direct      enter: own chunk -> own offer, shares to other nodes       | sum: own share, where it lies
+//!   one-shot    enter: own vector -> own offer, other nodes' landings      | sum: all vectors                 small ones
+//!   two-shot    enter: own chunk -> own offer, shares to other nodes       | sum: own share, where it lies
 //!                                                                          | share: -> own result, other nodes' results
-//!                                                                          | meet, unless another round of it follows
+//!                                                                          | all signal, unless another round of it follows
 //!   ring        enter: own chunk -> own offer | step: landed partial + own -> outbox -> next ... | sum: own share
 //!                                             | gather: result -> next ...
 //!   broadcast   enter: root's chunk -> its offer | relay: root's offer -> a leader per node (star), or from leader to leader
 //!                                                in parts (chain)
 //!   all-to-all  enter: to each rank its part -> a landing there
-//!   landed      enter: words alone | land: to each rank its part -> its place in the result there; words
+//!   zero-copy   enter: words alone | land: to each rank its part -> its place in the result there; words
 //!   all-gather  enter: own chunk -> own offer, other nodes' landings
 //! ```
 //!

@@ -225,7 +225,7 @@ impl RankView {
             }
             Program::ZeroCopy => {
                 let near = self.peers().filter(|&peer| self.near(peer));
-                // Wires carry while this rank copies.
+                // Nets carry while this rank copies.
                 let order = self.far().chain(near).chain([self.me]);
                 let puts = Ops::new().each(order, |ops, to| ops.put(to, Slots::enter(to)));
                 vec![self.entered(Ops::new()), self.landed_by_all(puts).step("land", Tensor::Input)]
@@ -456,12 +456,12 @@ impl Rounds {
         self.wire = round.wire;
         self.share = 0..0;
         match round.program {
-            Program::OneShot => self.whole(view, round),
-            Program::TwoShot { .. } => self.direct(view, round),
+            Program::OneShot => self.one_shot(view, round),
+            Program::TwoShot { .. } => self.two_shot(view, round),
             Program::Ring => self.ring(view, round),
             Program::Broadcast { root, shape } => self.broadcast(view, round, root, shape.parts()),
             Program::AllToAll => self.all_to_all(view, round),
-            Program::ZeroCopy => self.landed(view, round),
+            Program::ZeroCopy => self.zero_copy(view, round),
             Program::AllGather => self.all_gather(view, round),
             Program::ReduceScatter => self.reduce_scatter(view, round),
         }
@@ -504,7 +504,7 @@ impl Rounds {
         self.span(Slots::OFFER, (PutSource::Input, round.at), to, round.len);
     }
 
-    fn whole(&mut self, view: &RankView, round: &Round) {
+    fn one_shot(&mut self, view: &RankView, round: &Round) {
         let (staging, parity, len) = (&view.staging, round.parity, round.len);
         self.offer(view, round);
         for to in view.far() {
@@ -518,7 +518,7 @@ impl Rounds {
         self.sum_of_all(view, round, 0..len);
     }
 
-    fn direct(&mut self, view: &RankView, round: &Round) {
+    fn two_shot(&mut self, view: &RankView, round: &Round) {
         let (staging, parity) = (&view.staging, round.parity);
         let share = |of| staging.share(round.len, of);
         let (mine, ranks) = (share(view.me), view.ranks());
@@ -621,7 +621,7 @@ impl Rounds {
         }
     }
 
-    fn landed(&mut self, view: &RankView, round: &Round) {
+    fn zero_copy(&mut self, view: &RankView, round: &Round) {
         let place = view.staging.in_place(view.me, round.len);
         for to in 0..view.ranks() {
             let from = (PutSource::Input, u64::from(to) * round.len);
