@@ -212,28 +212,15 @@ impl Relay {
     }
 
     fn operands<'t>(&'t self, task: &'t RelayTask) -> Operands<'t> {
-        let (tables, partials) = (&self.tables, &task.forward.partials);
-        let sum = SumOperands {
-            terms: &partials.terms,
-            starts: &partials.starts,
-            choices: &partials.entries,
-            wire: self.fixed.spec.wire,
-            held_by: &self.everybody,
-            bases: &tables.bases,
-            chunks: &self.chunks,
-            weights: if task.weighted { &task.forward.weights } else { &[] },
-            ..SumOperands::default()
-        };
+        let (tables, forward) = (&self.tables, &task.forward);
+        let weights = if task.weighted { &forward.weights[..] } else { &[] };
+        let sum = SumOperands::of_partials(&forward.partials, &tables.bases, &self.everybody, &self.chunks);
         Operands {
-            table: &tables.table,
-            spans: &tables.spans,
-            runs: &task.forward.runs,
-            rows: &task.forward.rows,
+            runs: &forward.runs,
+            rows: &forward.rows,
             row_bytes: self.fixed.spec.row_bytes(),
-            sum,
-            tags: &[],
-            call: task.calls.value(),
-            last_return: task.calls.last_return(),
+            sum: SumOperands { wire: self.fixed.spec.wire, weights, ..sum },
+            ..tables.operands(task.calls)
         }
     }
 }

@@ -45,7 +45,7 @@ impl PlannedExchange {
         let lanes = group.lanes(spec.route)?;
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
         let flags = ControlLayout::flag(0, Flag::Entry, group.size());
-        let words = flags + Flag::COUNT as u64 * u64::from(group.size()) * 64;
+        let words = flags + ControlLayout::flag_bytes(group.size());
         let crossed = if lanes.paths().rails() { words } else { 0 };
         let shape = MemoryShape::new(&spec, seats, pool, staged, crossed);
         let usable = check(&spec, seats).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context));
