@@ -189,8 +189,9 @@ impl Relay {
         let (counts, sizes) = judged.unwrap_or((&self.numbers.counts, &self.numbers.sizes));
         if let Some(forward) = Arc::get_mut(&mut task.forward) {
             let rows = (forward, &mut self.arrivals);
-            self.tables
-                .hand_on(&setting, &fixed.frame(), rows, (counts, sizes), |rows| fixed.landing(kind, rows));
+            self.tables.relay_to_arrivals(&setting, &fixed.frame(), rows, (counts, sizes), |rows| {
+                fixed.landing(kind, rows)
+            });
         }
     }
 

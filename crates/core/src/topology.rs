@@ -244,7 +244,7 @@ impl<'a> Paths<'a> {
     }
 
     /// Where this rank keeps its message to `source`: its number among the receivers, ascending.
-    pub fn place_of_told(&self, source: u32) -> u32 {
+    pub fn place_of_receiver(&self, source: u32) -> u32 {
         let own = self.nodes.node_of(self.me);
         let receives = |s: &u32| !self.same_node(*s) && self.nodes.rail_peer(*s, own) == self.me;
         (0..source).filter(receives).count() as u32
@@ -350,7 +350,7 @@ mod tests {
                     assert_eq!(places, (0..sources.len() as u32).collect::<Vec<_>>());
                     let mut receivers: Vec<u32> = paths.count_receivers().collect();
                     receivers.sort_unstable();
-                    let places: Vec<u32> = receivers.iter().map(|&s| paths.place_of_told(s)).collect();
+                    let places: Vec<u32> = receivers.iter().map(|&s| paths.place_of_receiver(s)).collect();
                     assert_eq!(places, (0..receivers.len() as u32).collect::<Vec<_>>());
                 }
             }

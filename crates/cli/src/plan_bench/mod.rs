@@ -226,7 +226,13 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
         laps[3].push(begin.elapsed());
     }
     let [sort, place, fill, relay] = laps.map(middle);
-    let held = [sorted.memory_usage(), crossing.held(), counts.held(), layout.held(), own.held()];
+    let held = [
+        sorted.memory_usage(),
+        crossing.memory_usage(),
+        counts.memory_usage(),
+        layout.memory_usage(),
+        own.memory_usage(),
+    ];
     Ok(Cost { sort, place, fill, relay, bytes: held.iter().sum::<usize>() as u64 })
 }
 

@@ -33,7 +33,7 @@ pub struct Counts {
 
 impl Counts {
     /// Bytes that its tables hold, used or kept for the next call.
-    pub fn held(&self) -> usize {
+    pub fn memory_usage(&self) -> usize {
         vec_memory_usage(&self.below) + vec_memory_usage(&self.total)
     }
 

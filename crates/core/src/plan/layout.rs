@@ -181,7 +181,7 @@ impl DispatchLayout {
     }
 
     /// Bytes that its tables hold, used or kept for the next call.
-    pub fn held(&self) -> usize {
+    pub fn memory_usage(&self) -> usize {
         let words = [
             &self.rows,
             &self.run_starts,
@@ -206,7 +206,7 @@ impl DispatchLayout {
             + vec_memory_usage(&self.chunks)
             + vec_memory_usage(&self.rows_per_bin)
             + vec_memory_usage(&self.padded_per_bin);
-        let blocks: usize = self.blocks.iter().map(Block::held).sum();
+        let blocks: usize = self.blocks.iter().map(Block::memory_usage).sum();
         let words: usize = words.into_iter().map(vec_memory_usage).sum();
         words
             + terms.into_iter().map(vec_memory_usage).sum::<usize>()

@@ -43,7 +43,7 @@ pub struct Block {
 }
 
 impl Block {
-    pub(super) fn held(&self) -> usize {
+    pub(super) fn memory_usage(&self) -> usize {
         vec_memory_usage(&self.landed) + vec_memory_usage(&self.segments) + vec_memory_usage(&self.index)
     }
 

@@ -498,7 +498,7 @@ impl RelayPermutation {
     }
 
     /// As a relay: the runs of one chunk of a block to the arrivals of the `member`th rank served.
-    pub fn hand_on(
+    pub fn relay_runs(
         &mut self,
         frame: &PlanContext,
         block: &Block,
@@ -542,7 +542,7 @@ impl RelayPermutation {
 
     /// As a receiver: the next source is a local peer, with these counts of entries for each bin of
     /// this rank.
-    pub fn from_neighbour(
+    pub fn from_local_peer(
         &mut self,
         bins: &Bins,
         me: u32,
@@ -563,7 +563,7 @@ impl RelayPermutation {
 
     /// As a receiver: the next source is on another node. `listed` are the rows, of `rows` in its
     /// block, of its entries here, segment after segment.
-    pub fn from_far(&mut self, rows: u32, listed: &[u32], segments: &[Segment]) {
+    pub fn from_other_node(&mut self, rows: u32, listed: &[u32], segments: &[Segment]) {
         let first: u32 = self.cursors.iter().sum();
         refill(&mut self.place, rows as usize + 1, 0);
         listed.iter().for_each(|&row| self.place[row as usize + 1] = 1);
@@ -749,7 +749,7 @@ mod tests {
                         let run = layout.runs[from.first_run as usize + nth];
                         arrive(&run, run.first);
                         let mine = bins.of(me).start as usize..bins.of(me).end as usize;
-                        own.from_neighbour(bins, me, &counted[mine], (counts, sizes));
+                        own.from_local_peer(bins, me, &counted[mine], (counts, sizes));
                     } else {
                         let relay = paths(source).relay_to(me);
                         let nth = paths(source).relays().position(|other| other == relay).unwrap();
@@ -760,7 +760,7 @@ mod tests {
                         let (mut copies, mut runs) = (0, Vec::new());
                         for (chunk, member) in (1..=3).flat_map(|c| (0..served.len()).map(move |m| (c, m))) {
                             runs.clear();
-                            relaying.hand_on(
+                            relaying.relay_runs(
                                 &frame,
                                 block,
                                 (served, member),
@@ -780,7 +780,7 @@ mod tests {
                         let (skipped, rest) = block.segments.split_at(before);
                         let mine = &rest[..bins.of(me).len()];
                         let (skip, len): (usize, usize) = (count(skipped), count(mine));
-                        own.from_far(block.rows, &block.index[skip..skip + len], mine);
+                        own.from_other_node(block.rows, &block.index[skip..skip + len], mine);
                     }
                     for (end, bin) in ends.iter_mut().zip(bins.of(me)) {
                         for &token in &tokens[bin as usize] {

@@ -413,7 +413,7 @@ pub struct InterNodeRows {
 
 impl InterNodeRows {
     /// Bytes that its tables hold, used or kept for the next call.
-    pub fn held(&self) -> usize {
+    pub fn memory_usage(&self) -> usize {
         let words = [&self.tokens, &self.starts, &self.index, &self.index_starts, &self.row_of];
         words.map(vec_memory_usage).iter().sum::<usize>() + vec_memory_usage(&self.marks)
     }

@@ -108,7 +108,7 @@ impl ControlLayout {
     }
 
     /// Where a rank composes its message to the `place`th rank that it sends counts to
-    /// ([`Paths::place_of_told`]).
+    /// ([`Paths::place_of_receiver`]).
     pub fn message_out(&self, place: u32, parity: u64) -> u64 {
         self.message_in(self.nodes as u32, 0) + self.nth(place, parity, self.message_bytes())
     }

@@ -111,7 +111,7 @@ impl CallerTables {
     }
 
     /// Bytes that its tables hold, used or kept for the next call.
-    pub fn held(&self) -> usize {
+    pub fn memory_usage(&self) -> usize {
         let words = vec_memory_usage(&self.bases) + vec_memory_usage(&self.landing);
         vec_memory_usage(&self.table)
             + vec_memory_usage(&self.spans)
@@ -475,7 +475,7 @@ impl RelayTables {
             let slot = Relay::new(paths, at.chunks).message(source);
             let span = SpanCopy {
                 from: PutSource::Window { owner: paths.me(), window: WindowId::CONTROL },
-                from_offset: control.message_out(paths.place_of_told(source), at.parity),
+                from_offset: control.message_out(paths.place_of_receiver(source), at.parity),
                 to: WindowId::CONTROL,
                 to_offset: control.message_in(paths.nodes().node_of(paths.me()), at.parity),
                 len: control.message_len(counts),
@@ -536,7 +536,7 @@ impl RelayTables {
     /// Stage "forward" where engines relay: rows of all blocks, in runs, to the arrivals of all
     /// ranks served. `landing` gives the bytes before those. The metadata is read from the headers.
     /// Rows of zero bytes are not sent.
-    pub fn hand_on(
+    pub fn relay_to_arrivals(
         &mut self,
         at: &FillContext,
         frame: &PlanContext,
@@ -559,7 +559,7 @@ impl RelayTables {
             for chunk in 1..=at.chunks {
                 for (member, &to) in (0..).zip(served) {
                     let first = runs.len() as u32;
-                    arrivals.hand_on(frame, block, (served, member as usize), chunk, numbers, runs);
+                    arrivals.relay_runs(frame, block, (served, member as usize), chunk, numbers, runs);
                     self.table[relay.rows(nth, chunk, member).0 as usize] = Operand::Rows {
                         first,
                         count: runs.len() as u32 - first,

@@ -77,7 +77,9 @@ impl<'a> Lowering<'a> {
         if arrive {
             let (frame, mut runs) = (placed.frame(self.paths.me()), RelayPermutation::default());
             let numbers = (&rank.counts, &rank.sizes);
-            relayed.hand_on(&at, &frame, (&mut forward, &mut runs), numbers, |rows| sizing.landing(rows));
+            relayed.relay_to_arrivals(&at, &frame, (&mut forward, &mut runs), numbers, |rows| {
+                sizing.landing(rows)
+            });
         } else {
             relayed.forward(&at, &forward, noted);
         }

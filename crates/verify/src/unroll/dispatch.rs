@@ -216,7 +216,7 @@ impl Unroller<'_> {
             let (counts, sizes) = &call.placed.numbers;
             let mut runs = RelayPermutation::default();
             let own = (Rc::make_mut(&mut forward), &mut runs);
-            tables.hand_on(&setting, &frame, own, (counts, sizes), |rows| self.landing(rows));
+            tables.relay_to_arrivals(&setting, &frame, own, (counts, sizes), |rows| self.landing(rows));
         } else {
             tables.forward(&setting, &forward, call.noted);
         }

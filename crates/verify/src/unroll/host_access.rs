@@ -49,7 +49,7 @@ impl Unroller<'_> {
 
     pub(super) fn messages_written(&self, me: u32, counts: bool) -> Vec<HostAccess> {
         let (paths, parity) = (self.paths(me), self.parity(me, SeededBug::OneMessage));
-        let out = |source| self.control.message_out(paths.place_of_told(source), parity);
+        let out = |source| self.control.message_out(paths.place_of_receiver(source), parity);
         let len = self.control.message_len(counts);
         paths.count_receivers().map(|source| self.write("message", control(me, out(source), len))).collect()
     }
