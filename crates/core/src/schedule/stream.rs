@@ -308,9 +308,9 @@ pub enum RowPath {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProxyProgram {
     /// The stream's request flag: among the words that speak of the rank itself.
-    pub rings: Flag,
-    /// Hears it, and takes it back.
-    pub bell: Stage,
+    pub request: Flag,
+    /// Waits for the request flag, and resets it.
+    pub heard: Stage,
     /// Then: puts and signals, a track for each peer.
     pub out: Stage,
     /// Concurrent with all that, on the host-staged path: signals the stream which rows have come,
@@ -377,8 +377,8 @@ impl StreamProgram {
             of_peer(peer, [came, word(me, peer, flag, FlagValue::Credit)])
         });
         self.proxied = Some(ProxyProgram {
-            rings: request,
-            bell: stage("request", hears.map(|op| TrackOp { track: 0, op }).to_vec()),
+            request,
+            heard: stage("request", hears.map(|op| TrackOp { track: 0, op }).to_vec()),
             out: stage("out", out.collect()),
             back: stage("back", back.collect()),
         });
@@ -616,7 +616,7 @@ mod tests {
             let stream = [raise(1, 1, flag), put(0), raise(0, 1, flag), wait(0), wait(2), back(0), back(2)];
             assert_eq!(ops(program.stage()), stream.map(|op| (0, op)));
             let proxied = program.proxied().unwrap();
-            assert_eq!(ops(&proxied.bell), [wait(1), back(1)].map(|op| (0, op)));
+            assert_eq!(ops(&proxied.heard), [wait(1), back(1)].map(|op| (0, op)));
             assert_eq!(ops(&proxied.out), [put(2), raise(2, 1, flag)].map(|op| (2, op)));
             assert!(proxied.back.items.is_empty());
         }
@@ -661,7 +661,7 @@ mod tests {
                     [SlotCall::Combine, SlotCall::Release].map(|call| program(way, call));
                 assert_eq!(combine.proxied().unwrap().out, release.proxied().unwrap().out);
                 assert_eq!(
-                    release.proxied().unwrap().bell.items[0].op,
+                    release.proxied().unwrap().heard.items[0].op,
                     Op::Wait { from: 1, flag: Flag::Read, level: FlagValue::Credit }
                 );
                 assert!(release.operands().table.iter().all(|operand| *operand == Operand::Empty));

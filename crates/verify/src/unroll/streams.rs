@@ -348,9 +348,9 @@ impl StreamUnroller<'_> {
 
 /// Work of the proxy in one call: waits, and puts over the net.
 fn proxied_out(call: usize, filled: &Rc<StreamOperands>) -> Vec<StageRun> {
-    let Some(ProxyProgram { bell, out, .. }) = filled.program.proxied() else { return Vec::new() };
+    let Some(ProxyProgram { heard, out, .. }) = filled.program.proxied() else { return Vec::new() };
     let scenes =
-        [bell, out].map(|stage| scene(stage.name, Vec::new(), in_tracks(call, stage, filled), filled));
+        [heard, out].map(|stage| scene(stage.name, Vec::new(), in_tracks(call, stage, filled), filled));
     scenes.into_iter().chain([scene("end", Vec::new(), Vec::new(), filled)]).collect()
 }
 

@@ -200,7 +200,7 @@ mod tests {
         for way in [RowPath::GpuDirect, RowPath::HostStaged] {
             let bells = SlotCall::ALL.map(|call| {
                 let program = StreamProgram::new(call, slots, 0).unwrap().across(&nodes, way).unwrap();
-                let rings = program.proxied().unwrap().rings;
+                let rings = program.proxied().unwrap().request;
                 ProxyRequest { rings, place: slots.flag(0, rings) as usize, crossed: ProxyOps::of(&program) }
             });
             // What may be set when the thread wakes, in the order in which the stream rang.
