@@ -22,10 +22,10 @@ const KINDS: [CallKind; 4] =
 
 fn programs(group: &Group) -> RankPrograms {
     let paths = Paths::new(&group.nodes, group.route, 0);
-    let (pxn, rails) = (group.route == Route::Pxn, paths.rails());
-    let brings_in = group.pulls && rails && (pxn || !group.gpu_direct);
+    let (pxn, multi_node) = (group.route == Route::Pxn, paths.is_multi_node());
+    let brings_in = group.pulls && multi_node && (pxn || !group.gpu_direct);
     let engines = Engines { pulls: group.pulls, brings_in, enqueues: group.enqueues };
-    RankPrograms::new(paths, CHUNKS, group.order != SumOrder::Expert && pxn && rails, engines)
+    RankPrograms::new(paths, CHUNKS, group.order != SumOrder::Expert && pxn && multi_node, engines)
 }
 
 /// Reason why a mutant is unobservable.
@@ -41,25 +41,27 @@ fn harmless(
         CallChange::GoOn { .. } if kind == CallKind::ExpertMap => Some("nothing moves in such calls"),
         // No byte shows that it has sums where others have an error. Where ranks disagree, rank 0
         // continues alone.
-        CallChange::GoOn { rank: 1.. } if kind == CallKind::Combine && group.enqueues && !rails(group) => {
+        CallChange::GoOn { rank: 1.. }
+            if kind == CallKind::Combine && group.enqueues && !multi_node(group) =>
+        {
             Some("what was offered is free when the streams of all ranks have come by")
         }
         CallChange::GoOn { .. } => None,
     }
 }
 
-fn rails(group: &Group) -> bool {
-    Paths::new(&group.nodes, group.route, 0).rails()
+fn multi_node(group: &Group) -> bool {
+    Paths::new(&group.nodes, group.route, 0).is_multi_node()
 }
 
 fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
     let inline = group.relays == Relays::Inline;
-    let rails = rails(group);
+    let multi_node = multi_node(group);
     match step.action {
         Action::Run(StageId::Release, _) if kind != CallKind::Combine => {
             Some("who writes in a dispatch has heard the entry of every rank, sent after its last sum")
         }
-        Action::Run(StageId::Release, _) if group.enqueues && rails => {
+        Action::Run(StageId::Release, _) if group.enqueues && multi_node => {
             Some("entries follow what the streams of all ranks have read")
         }
         Action::Run(StageId::NodeEntered, _) if inline && group.nodes.nodes() == group.nodes.ranks() => {
@@ -71,8 +73,10 @@ fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str
         Action::Run(StageId::Headers, _) if kind == CallKind::CachedDispatch => {
             Some("no header comes in such calls, and parts are awaited by themselves")
         }
-        Action::Compute(Work::Describe) if !rails => Some("there are no relays that would read a header"),
-        Action::Run(StageId::Entry | StageId::Offer, Part::Finish) if inline && rails => {
+        Action::Compute(Work::Describe) if !multi_node => {
+            Some("there are no relays that would read a header")
+        }
+        Action::Run(StageId::Entry | StageId::Offer, Part::Finish) if inline && multi_node => {
             Some("its relay has waited in the same thread")
         }
         _ => None,

@@ -107,7 +107,7 @@ impl<'a> Mutant<'a> {
         match (flag, stage) {
             (Flag::Posted, "posted") => Some(FOR_CAUSES),
             (Flag::Read, "release") if self.ahead => Some(ANOTHER_RELEASES),
-            (Flag::Ready, "reached") if kind == CallKind::ExpertMap && paths.rails() => {
+            (Flag::Ready, "reached") if kind == CallKind::ExpertMap && paths.is_multi_node() => {
                 Some("calls that take memory await their stream")
             }
             (Flag::Ready, "reached") if kind == CallKind::ExpertMap && change == Change::Late => {
@@ -127,10 +127,10 @@ impl<'a> Mutant<'a> {
             (Flag::Entry, "all entered") if self.inline => {
                 Some("its rank waits for the same in the same thread, before it judges")
             }
-            (Flag::Entry, "entry" | "offer") if self.inline && paths.rails() => {
+            (Flag::Entry, "entry" | "offer") if self.inline && paths.is_multi_node() => {
                 Some("its relay has waited in the same thread")
             }
-            (Flag::Entry, "entry" | "offer") if paths.rails() && from != me && !all => {
+            (Flag::Entry, "entry" | "offer") if paths.is_multi_node() && from != me && !all => {
                 Some("its relay waits for the same before it answers")
             }
             (Flag::Entry, "entry" | "offer") if from == me && change == Change::Late => {
@@ -371,12 +371,12 @@ fn harmless_mutants_change_no_outcome() {
 /// Whether a rule of memory matters to a group.
 fn applies(seeded: SeededBug, group: &Group) -> bool {
     let paths = |rank| Paths::new(&group.nodes, group.route, rank);
-    let (rails, pxn) = (paths(0).rails(), group.route == Route::Pxn);
+    let (multi_node, pxn) = (paths(0).is_multi_node(), group.route == Route::Pxn);
     let any = |of: &dyn Fn(Paths) -> bool| (0..group.nodes.ranks()).any(|rank| of(paths(rank)));
     match seeded {
-        SeededBug::OneMessage => rails,
-        SeededBug::StageUnasked => rails && pxn,
-        SeededBug::ShareOutbox => rails && pxn && group.order != SumOrder::Expert,
+        SeededBug::OneMessage => multi_node,
+        SeededBug::StageUnasked => multi_node && pxn,
+        SeededBug::ShareOutbox => multi_node && pxn && group.order != SumOrder::Expert,
         SeededBug::ShareStaging => pxn && any(&|paths| paths.sources().count() > 1),
         SeededBug::ShareHome => any(&|paths| paths.relays().count() > 1),
         // A relay is done before its rank goes on, so one header would do.

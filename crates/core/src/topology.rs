@@ -161,7 +161,7 @@ impl<'a> Paths<'a> {
     }
 
     /// Whether there is more than one node: only then do rows cross a net.
-    pub fn rails(&self) -> bool {
+    pub fn is_multi_node(&self) -> bool {
         self.nodes.nodes() > 1
     }
 
@@ -225,7 +225,7 @@ impl<'a> Paths<'a> {
 
     /// How many ranks may have to stage rows to relay: all, or none on the direct route.
     pub fn staged_ranks(&self) -> u32 {
-        if self.route == Route::Pxn && self.rails() { self.ranks() } else { 0 }
+        if self.route == Route::Pxn && self.is_multi_node() { self.ranks() } else { 0 }
     }
 
     /// Whether a connection to `peer` is needed.

@@ -294,7 +294,7 @@ pub fn programs_of(
     relays: Relays,
 ) -> Vec<(ProgramId, &CallProgram)> {
     let mut all = vec![(ProgramId::Own(kind), programs.own(kind, relays))];
-    if programs.rails && relays == Relays::Thread {
+    if programs.multi_node && relays == Relays::Thread {
         all.push((ProgramId::Relay(kind), programs.relay.of(kind)));
     }
     all

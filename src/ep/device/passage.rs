@@ -46,7 +46,7 @@ impl RowTransport {
         needs: TransportSizes,
     ) -> Result<Self, Error> {
         let (paths, rank) = (lanes.paths(), lanes.rank);
-        if !paths.rails() {
+        if !paths.is_multi_node() {
             return Ok(RowTransport::None);
         }
         let own = members.get(rank as usize).and_then(Option::as_ref);

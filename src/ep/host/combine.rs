@@ -42,7 +42,7 @@ impl HostExchange {
         y: Result<HostInput<'_>, Error>,
         handle: Result<&'a HostHandle, Error>,
     ) -> Result<HostCombine<'a>, Error> {
-        let mut flight = Flight { offloaded: self.fixed.paths().rails(), ..self.combining() };
+        let mut flight = Flight { offloaded: self.fixed.paths().is_multi_node(), ..self.combining() };
         let (rows, handle) = self.brought(&mut flight, y, handle);
         self.enter(&mut flight, Lent { handle, rows, ..Lent::default() }, Until::Half)?;
         Ok(HostCombine { unfinished: UnfinishedCall::new(self), handle, flight })

@@ -49,7 +49,7 @@ impl HostExchange {
             // What is gathered lies before the rows that are kept.
             most: most(self).saturating_add(gathers.map_or(0, |gather| most(&gather.engine))),
             keeps_room: gathers.is_some(),
-            offloaded: away && self.fixed.paths().rails(),
+            offloaded: away && self.fixed.paths().is_multi_node(),
             ..Flight::new(kind, checked)
         }
     }

@@ -219,7 +219,7 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
         let blocks: Vec<_> = paths.sources().zip(layout.blocks.iter().cloned()).collect();
         let mut blocks = blocks.into_iter();
         let begin = Instant::now();
-        if paths.rails() {
+        if paths.is_multi_node() {
             forward.know(&frame, false, |_, _| blocks.next().map(|(_, block)| block).unwrap_or_default());
             relayed.forward(&setting, black_box(&forward), true);
         }

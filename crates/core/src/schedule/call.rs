@@ -270,7 +270,7 @@ impl Relays {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallShape {
     /// There are other nodes: ranks have relays.
-    pub rails: bool,
+    pub multi_node: bool,
     /// Where relays run.
     pub relays: Relays,
     /// Stages that copy engines need, where they move rows.
@@ -326,10 +326,10 @@ impl CallShape {
         let mut own = Vec::new();
         // A host that runs ahead allocates memory without readers. Over the net it lists arrivals
         // in separate memory, which earlier calls may still read.
-        if self.rails {
+        if self.multi_node {
             own.push(Compute(Work::AwaitStream));
         }
-        if self.rails || !self.engines.enqueues {
+        if self.multi_node || !self.engines.enqueues {
             own.push(Run(StageId::Release, Whole));
         }
         own.extend([
@@ -358,11 +358,11 @@ impl CallShape {
 
     /// Combine, the gradient of dispatch, and the return of weight gradients.
     pub fn ret(&self) -> CallProgram {
-        let reached = if self.rails { Compute(Work::AwaitStream) } else { Run(StageId::Ready, Start) };
+        let reached = if self.multi_node { Compute(Work::AwaitStream) } else { Run(StageId::Ready, Start) };
         let mut own = vec![reached];
         // A host that runs ahead frees nothing in a return, and its readers are ready when they
         // have read.
-        if self.rails || !self.engines.enqueues {
+        if self.multi_node || !self.engines.enqueues {
             own.push(Run(StageId::Release, Whole));
         }
         own.extend([
@@ -452,12 +452,12 @@ impl CallShape {
 
     /// Own steps: the second half begins behind the last thing that needs no other rank.
     fn own(&self, actions: &[Action]) -> CallProgram {
-        let offloaded = self.rails && self.relays == Relays::Thread;
+        let offloaded = self.multi_node && self.relays == Relays::Thread;
         let wanted = |action: &&Action| match action {
             Compute(Work::StartRelay | Work::JoinRelay) => offloaded,
             Compute(Work::FillBringIn) | Run(StageId::BringIn, _) => self.engines.brings_in,
             Compute(Work::AwaitStream) | Run(StageId::Posted, _) => self.engines.enqueues,
-            Run(StageId::Ready, _) => self.engines.enqueues && !self.rails,
+            Run(StageId::Ready, _) => self.engines.enqueues && !self.multi_node,
             _ => true,
         };
         let steps: Vec<_> = actions.iter().filter(wanted).copied().map(CallStep::own).collect();
@@ -474,7 +474,7 @@ impl CallShape {
 
     /// With the steps of an inlined relay, at these places of the rank's own.
     fn with_relay(&self, own: CallProgram, class: Class, places: (Action, Option<Action>)) -> CallProgram {
-        match (self.rails, self.relays) {
+        match (self.multi_node, self.relays) {
             (true, Relays::Inline) => own.weave(Self::relay(class), places),
             _ => own,
         }
@@ -513,7 +513,7 @@ impl SlotCall {
             ],
             SlotCall::Release => &[Run(StageId::Home, Whole)],
         };
-        CallShape { rails: false, relays: Relays::Inline, engines: Engines::default() }.own(own)
+        CallShape { multi_node: false, relays: Relays::Inline, engines: Engines::default() }.own(own)
     }
 
     /// The kind of call that it is to callers.
@@ -582,21 +582,21 @@ pub struct RankPrograms {
     /// Steps behind a dispatch by all-gather.
     pub regroup: CallProgram,
     /// There are relays.
-    pub rails: bool,
+    pub multi_node: bool,
 }
 
 impl RankPrograms {
     /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if
     /// `sums`.
     pub fn new(paths: Paths<'_>, chunks: u8, sums: bool, engines: Engines) -> Self {
-        let shape = |relays| CallShape { rails: paths.rails(), relays, engines };
+        let shape = |relays| CallShape { multi_node: paths.is_multi_node(), relays, engines };
         RankPrograms {
             stages: Stages::new(paths, chunks, sums),
             relay: CallPrograms::relay(),
             inline: CallPrograms::own(shape(Relays::Inline)),
             offloaded: CallPrograms::own(shape(Relays::Thread)),
             regroup: shape(Relays::Inline).regroup(),
-            rails: paths.rails(),
+            multi_node: paths.is_multi_node(),
         }
     }
 
@@ -712,14 +712,14 @@ mod tests {
         use super::*;
 
         const INLINE: CallShape = CallShape {
-            rails: true,
+            multi_node: true,
             relays: Relays::Inline,
             engines: Engines { pulls: false, brings_in: false, enqueues: false },
         };
 
         #[test]
         fn programs_read_as_the_module_says() {
-            let alone = CallShape { rails: false, ..INLINE };
+            let alone = CallShape { multi_node: false, ..INLINE };
             assert_eq!(
                 alone.dispatch().to_string(),
                 "Sort release Publish Announce entry.. / ..entry Agree! Judge Admit! Place Describe TellAgreed FillRows \
@@ -731,7 +731,7 @@ mod tests {
              TellAgreed Bases [ headers FillReturn return rows relay done ] home FillSum sum Retire"
             );
             let engines = Engines { pulls: true, enqueues: true, ..Engines::default() };
-            let enqueued = CallShape { rails: false, engines, ..INLINE };
+            let enqueued = CallShape { multi_node: false, engines, ..INLINE };
             assert_eq!(
                 enqueued.dispatch().to_string(),
                 "AwaitStream Sort release Publish Announce entry.. ..entry Agree! Judge Admit! Place Describe TellAgreed \
@@ -815,7 +815,7 @@ mod tests {
 
         #[test]
         fn every_straight_line_is_walked_of_a_program() {
-            let shape = CallShape { rails: true, relays: Relays::Inline, engines: Engines::default() };
+            let shape = CallShape { multi_node: true, relays: Relays::Inline, engines: Engines::default() };
             let program = shape.dispatch();
             assert_eq!(steps(&program, None), program.steps());
             for cut in program.cuts() {
@@ -826,7 +826,7 @@ mod tests {
 
         #[test]
         fn calls_have_one_half() {
-            let shape = CallShape { rails: false, relays: Relays::Inline, engines: Engines::default() };
+            let shape = CallShape { multi_node: false, relays: Relays::Inline, engines: Engines::default() };
             let program = shape.ret();
             let mut machine = CallMachine::default();
             let halves = std::iter::from_fn(|| {

@@ -60,7 +60,7 @@ impl ControlLayout {
             ranks: paths.ranks().into(),
             words: u64::from(bins.count() + paths.staged_ranks()),
             members: (0..nodes.nodes()).map(|node| nodes.members(node).len()).max().unwrap_or(0) as u64,
-            nodes: if paths.rails() { nodes.nodes().into() } else { 0 },
+            nodes: if paths.is_multi_node() { nodes.nodes().into() } else { 0 },
             receivers: most(&|p| p.count_receivers().count()),
             sources: most(&|p| p.sources().count()),
             relays: most(&|p| p.relays().count()),

@@ -198,7 +198,7 @@ impl<'a> Caller<'a> {
         if offers {
             items.extend(paths.relays().map(|r| self.on(r, self.signal(r, Flag::Block, FlagValue::Call))));
         }
-        if paths.rails() {
+        if paths.is_multi_node() {
             items.push(self.on(paths.me(), self.signal(paths.me(), Flag::Block, FlagValue::Call)));
         }
         let heard = paths.local_peers().chain(paths.count_senders());
@@ -245,7 +245,7 @@ impl<'a> Caller<'a> {
     /// The wait for a word of this rank's own relay.
     fn answer(&self, flag: Flag) -> Option<TrackOp> {
         let me = self.paths.me();
-        self.paths.rails().then(|| self.on(me, wait(me, flag, FlagValue::Call)))
+        self.paths.is_multi_node().then(|| self.on(me, wait(me, flag, FlagValue::Call)))
     }
 
     fn signal(&self, to: u32, flag: Flag, level: FlagValue) -> Op {

@@ -90,7 +90,7 @@ impl Placed {
         let labels: Vec<u32> = (0..ring.ranks()).map(|rank| rank / ring.members).collect();
         let nodes = NodeMap::from_labels(&labels);
         let paths = Paths::new(&nodes, case.route, 0);
-        let crosses = case.route == Route::Pxn && paths.rails();
+        let crosses = case.route == Route::Pxn && paths.is_multi_node();
         // Engines that relay expert-major rows copy them to arrivals; rank-major, blocks are in
         // relay order.
         let arrive = executor == Executor::Device && crosses && !case.layout.is_per_rank();

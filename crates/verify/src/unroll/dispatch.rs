@@ -152,7 +152,7 @@ impl Unroller<'_> {
             own: self.own_rows(me, call),
             brought_in: (moves && self.brings_in()).then(|| self.brought_in(me, call)),
             messages: self.messages(me, self.counted(call)),
-            relayed: (moves && self.paths(me).rails()).then(|| self.relayed_rows(me, call)),
+            relayed: (moves && self.paths(me).is_multi_node()).then(|| self.relayed_rows(me, call)),
         };
         self.sampled_call(me, (call.kind, call.until), &sender)
     }
@@ -289,7 +289,7 @@ impl Unroller<'_> {
         let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
         let held = held.filter(|_| self.scenario.seeded == Some(SeededBug::AnnounceHeld));
         let (mut all, arrives, enqueues) = (Vec::new(), self.arrives(), self.scenario.enqueues);
-        let frees = counts || !enqueues || self.paths(0).rails();
+        let frees = counts || !enqueues || self.paths(0).is_multi_node();
         let landings: Vec<RowBuffer> =
             placed.layouts.iter().map(|layout| self.landing(layout.landed)).collect();
         for (me, (member, layout)) in self.members.iter_mut().zip(&placed.layouts).enumerate() {

@@ -98,7 +98,7 @@ impl Unroller<'_> {
         }
         let early = (!copied).then(|| member.pool.take(size));
         // A host that runs ahead frees nothing here.
-        if paths.rails() || !self.scenario.enqueues {
+        if paths.is_multi_node() || !self.scenario.enqueues {
             member.free_offered();
         }
         let chunk = early.unwrap_or_else(|| member.pool.take(size));
@@ -151,7 +151,7 @@ impl Unroller<'_> {
         }
         let row_bytes = self.scenario.row_bytes;
         let own = self.filled(me, Tables::Caller { tables, layout: Rc::clone(layout), row_bytes });
-        let returned = paths.rails().then(|| {
+        let returned = paths.is_multi_node().then(|| {
             let forward = &call.handle.placed.forwards[me as usize];
             let (_, mut tables) = self.tables(me);
             tables.bases = call.offers.iter().map(|offer| offer.base).collect();

@@ -235,8 +235,8 @@ pub(super) fn bad(parameter: &'static str, seen: usize, expected: &'static str) 
 /// Sizes of what moves.
 pub(super) fn sizing(scenario: &ProofScenario) -> RowSizes {
     let top_k = scenario.routings.iter().flatten().map(|routing| routing.top_k()).max().unwrap_or(1);
-    let rails = Paths::new(scenario.nodes, scenario.route, 0).rails();
-    let sums = scenario.order.has_partials() && scenario.route == Route::Pxn && rails;
+    let multi_node = Paths::new(scenario.nodes, scenario.route, 0).is_multi_node();
+    let sums = scenario.order.has_partials() && scenario.route == Route::Pxn && multi_node;
     RowSizes {
         row_bytes: scenario.row_bytes,
         home_bytes: scenario.row_bytes,
@@ -303,8 +303,8 @@ impl<'a> Unroller<'a> {
 
     /// Whether copy engines bring in what landed elsewhere.
     pub(super) fn brings_in(&self) -> bool {
-        let rails = self.paths(0).rails();
-        self.scenario.pulls && rails && (self.arrives() || !self.scenario.gpu_direct)
+        let multi_node = self.paths(0).is_multi_node();
+        self.scenario.pulls && multi_node && (self.arrives() || !self.scenario.gpu_direct)
     }
 
     /// Empty tables of both.
@@ -349,7 +349,7 @@ impl<'a> Unroller<'a> {
 
     /// Whether engines relay.
     pub(super) fn arrives(&self) -> bool {
-        self.scenario.pulls && self.scenario.route == Route::Pxn && self.paths(0).rails()
+        self.scenario.pulls && self.scenario.route == Route::Pxn && self.paths(0).is_multi_node()
     }
 
     pub(super) fn handle(&mut self, handle: usize) -> Result<&mut Handle, PlanError> {

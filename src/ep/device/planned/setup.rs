@@ -46,7 +46,7 @@ impl PlannedExchange {
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
         let flags = ControlLayout::flag(0, Flag::Entry, group.size());
         let words = flags + ControlLayout::flag_bytes(group.size());
-        let crossed = if lanes.paths().rails() { words } else { 0 };
+        let crossed = if lanes.paths().is_multi_node() { words } else { 0 };
         let shape = MemoryShape::new(&spec, seats, pool, staged, crossed);
         let usable = check(&spec, seats).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
@@ -126,7 +126,7 @@ impl PlannedExchange {
 fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
     let sources = |rank| paths.of(rank).sources().count() as u64;
     let most = || (0..paths.ranks()).map(sources).max().unwrap_or(0) * u64::from(max_tokens);
-    (paths.route() == Route::Pxn && paths.rails()).then(most)
+    (paths.route() == Route::Pxn && paths.is_multi_node()).then(most)
 }
 
 /// Refuses settings that no call can be made with.
@@ -181,7 +181,7 @@ fn enqueuer(common: &Arc<Common>, caller: CallerStream, engine: CopyEngineSteppe
     let fixed = &common.fixed;
     let engines = Engines {
         pulls: true,
-        brings_in: fixed.paths().rails() && (fixed.arrives() || !fixed.straight()),
+        brings_in: fixed.paths().is_multi_node() && (fixed.arrives() || !fixed.straight()),
         enqueues: true,
     };
     let sums = fixed.partial_bytes().is_some();
@@ -191,7 +191,7 @@ fn enqueuer(common: &Arc<Common>, caller: CallerStream, engine: CopyEngineSteppe
         caller,
         programs: Arc::new(programs),
         engine,
-        relay: fixed.paths().rails().then(|| Relay::new(Arc::clone(fixed))),
+        relay: fixed.paths().is_multi_node().then(|| Relay::new(Arc::clone(fixed))),
         calls: Calls::new(fixed.shared.hub.epoch()),
         tables: CallerTables::new(fixed.paths(), fixed.chunks),
         sorted: SortedRouting::default(),
