@@ -4,7 +4,7 @@
 //!   routing (mine)  --SortedRouting-->  rows by bin, counts[bins]     before anything is known of others
 //!                                   |
 //!                                   v  exchanged: sums of counts
-//!   below[bins], total[bins]  --Layout-->  runs per destination, blocks per relay, terms per token, sizes of every rank
+//!   below[bins], total[bins]  --DispatchLayout-->  runs per destination, blocks per relay, terms per token, sizes of every rank
 //! ```
 //!
 //! A *bin* is the unit that rows are counted by: an *expert slot*, one copy of an expert at one
