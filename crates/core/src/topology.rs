@@ -240,18 +240,28 @@ impl<'a> Paths<'a> {
     /// Where `relay` keeps this rank's rows: this one's number among the relay's sources,
     /// ascending.
     pub fn place_at(&self, relay: u32) -> u32 {
-        (0..self.me).filter(|&other| self.of(other).blocks_go_to(relay)).count() as u32
+        match self.route {
+            Route::Pxn => self.of(relay).rail_senders_below(self.me),
+            Route::Direct => {
+                let members = self.nodes.members(self.nodes.node_of(relay));
+                self.me - members.partition_point(|&member| member < self.me) as u32
+            }
+        }
     }
 
     /// Where this rank keeps its message to `source`: its number among the receivers, ascending.
     pub fn place_of_receiver(&self, source: u32) -> u32 {
-        let own = self.nodes.node_of(self.me);
-        let receives = |s: &u32| !self.same_node(*s) && self.nodes.rail_peer(*s, own) == self.me;
-        (0..source).filter(receives).count() as u32
+        self.rail_senders_below(source)
     }
 
-    fn blocks_go_to(&self, relay: u32) -> bool {
-        !self.same_node(relay) && self.relay_to(relay) == relay
+    /// How many ranks below `end` have this one as their rail peer. Time: O(nodes), because calls
+    /// ask this for each peer.
+    fn rail_senders_below(&self, end: u32) -> u32 {
+        let own = self.nodes.node_of(self.me);
+        let (index, size) = (self.nodes.index_in_node(self.me) as usize, self.nodes.members(own).len());
+        let senders = |node| self.nodes.members(node).iter().skip(index).step_by(size);
+        let below = |node| senders(node).take_while(|&&sender| sender < end).count() as u32;
+        (0..self.nodes.nodes()).filter(|&node| node != own).map(below).sum()
     }
 }
 
