@@ -21,29 +21,21 @@
 
 #![allow(unsafe_code, reason = "stores into memory that other processes map cannot be said in safe Rust")]
 
-mod clock;
 #[cfg(test)]
 mod conformance;
 mod flag;
 mod floor;
-mod group;
-mod landing;
-mod near;
 mod net;
 mod port;
-mod raw;
-mod source;
 mod sum;
-mod turns;
 mod wait;
-mod window;
-mod word;
+mod lanes;
 
-pub use clock::now;
+pub use wait::now;
 pub use flag::FlagLine;
 pub use floor::{Floor, Moves};
-pub use group::{Lanes, PeerLane};
-pub use landing::flush;
+pub use lanes::{Lanes, PeerLane};
+pub use port::flush;
 pub use net::Counters as RailCounters;
 pub use net::is_copied;
 pub use net::{DeviceMemory, NoDmaBuf, NoGpuDirect, Registration};
@@ -54,9 +46,9 @@ pub use net::{
     RemoteAddress, Setup, TcpWires, VerbsEnvironment, VerbsTransport, WireEnd, WireOffer,
 };
 pub use port::Port;
-pub use raw::RAW;
-pub use source::{Io, RowSource};
+pub use floor::RAW;
+pub use port::{Io, RowSource};
 pub use sum::Scratch;
 pub use wait::yield_to_compute;
-pub use window::{MappedWindow, WindowPart};
-pub use word::COPY_ENGINE;
+pub use port::{MappedWindow, WindowPart};
+pub use lanes::COPY_ENGINE;

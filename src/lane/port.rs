@@ -4,17 +4,32 @@
 //! pointers of the vector loops come from those checks. The path of a window's put to a local peer
 //! is inlined whole, and the path to another node is kept out of it: a function call takes longer
 //! there than a cache line from core to core.
+//!
+//! Waits of a port: for a flag, for sources that are free, for bytes that have landed.
+//!
+//! Windows: one range of bytes at each rank of a group.
+//!
+//! Addresses of local peers' windows: one look-up from (window, rank) to an address.
+//!
+//! A put of a few bytes takes less time than a cache line from core to core, so its path has only
+//! this table, made once, in place of those of the group, the window and its mapping.
+//!
+//! Where the bytes of an operation come from and go to, besides windows: the caller's tensors, and
+//! rows by index.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
-use super::near::LocalWindows;
-use super::net::{DeviceAddress, NetConnection, RemoteAddress};
-use super::source::Checked;
-use super::{FlagLine, Io, Lanes, MappedWindow, PeerLane, RowSource, WindowPart};
+use super::net::{DeviceAddress, NetConnection, RemoteAddress, SendBlocked};
+use super::wait::{self, SLEEP_INTERVAL, WaitError, WaitLimits, Waiter};
+use super::{FlagLine, Lanes, PeerLane};
+use crate::bootstrap::Health;
 use crate::error::{Error, LaneError, MemoryError};
+use crate::memory::PeerMapping;
 use crate::plan::RowRun;
-use crate::rows::Stores;
-use crate::schedule::{ControlLayout, Flag, LINE, PutSource, SpanCopy, Tag, WindowId};
+use crate::rows::{RowKernels, Stores};
+use crate::schedule::{ControlLayout, Flag, Index, LINE, PutSource, SpanCopy, Tag, WindowId};
 
 /// The windows of one owner, and the lanes to reach them.
 #[derive(Debug)]
@@ -341,6 +356,337 @@ impl Port {
             rank: self.lanes.rank,
             peer: to,
             missing: "a wire: its node is reached by a relay",
+        }
+    }
+}
+
+impl Port {
+    /// Waits until the flag here that speaks of `from` has at least `value`. Receives from the
+    /// rails meanwhile.
+    ///
+    /// # Errors
+    /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause).
+    #[inline(always)]
+    pub fn wait(&self, from: u32, flag: Flag, value: u64) -> Result<(), Error> {
+        let reach = self.reach(from)?;
+        let line = self.flag(from, flag)?;
+        match wait::poll_once(line, value, self.lanes.crowded) {
+            true => Ok(()),
+            false => self.outlast(line, (from, flag), value, reach.name()),
+        }
+    }
+
+    #[cold]
+    fn outlast(
+        &self,
+        line: FlagLine<'_>,
+        (from, flag): (u32, Flag),
+        value: u64,
+        lane: &'static str,
+    ) -> Result<(), Error> {
+        let patience = self.lanes.patience_for(from, flag);
+        wait::wait_slow(line, value, patience, || self.lanes.progress()).map_err(|(seen, why)| match why {
+            WaitError::Dead(cause) => self.lanes.fault().map_or(cause.into(), Error::from),
+            WaitError::Asked => {
+                LaneError::Interrupted { rank: self.lanes.rank, peer: self.lanes.writer_of(from) }.into()
+            }
+            WaitError::Late { waited } => LaneError::Deadline {
+                rank: self.lanes.rank,
+                peer: self.lanes.writer_of(from),
+                lane,
+                flag: flag as u32,
+                awaited: value,
+                seen,
+                waited,
+            }
+            .into(),
+        })
+    }
+
+    /// Returns when everything put or signalled so far has landed. On a node it has when the put
+    /// returns.
+    ///
+    /// # Errors
+    /// [`LaneError::Deadline`] if a peer takes nothing, or the world's cause.
+    pub fn quiet(&self) -> Result<(), Error> {
+        RowKernels::fence();
+        for (reach, to) in self.lanes.reach.iter().zip(0..) {
+            if let PeerLane::Rail(rail) = reach {
+                rail.flush(self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns when nothing that was put so far is read here any more: its sources may be changed.
+    ///
+    /// # Errors
+    /// As [`Port::quiet`].
+    pub fn settle(&self) -> Result<(), Error> {
+        self.attend();
+        for (reach, to) in self.lanes.reach.iter().zip(0..) {
+            if let PeerLane::Rail(rail) = reach {
+                rail.settle(self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// [`Port::settle`], if all puts went to this rank alone: stores have read their sources when
+    /// they return.
+    ///
+    /// # Errors
+    /// As [`Port::quiet`].
+    #[inline]
+    pub fn settle_with(&self, to: u32) -> Result<(), Error> {
+        if let PeerLane::Rail(_) = self.reach(to)? { self.settle() } else { Ok(()) }
+    }
+
+    /// Attends to all rails in turn until all have settled, so that none stands still while another
+    /// is waited for; or until one is late, which is then for that one to say.
+    fn attend(&self) {
+        let mut waiter = None;
+        loop {
+            let (mut open, mut moved) = (None, false);
+            for (reach, to) in self.lanes.reach.iter().zip(0..) {
+                if let PeerLane::Rail(rail) = reach
+                    && !rail.settled()
+                {
+                    open = open.or(Some(to));
+                    moved |= rail.progress(&self.lanes.health);
+                }
+            }
+            let Some(to) = open else { return };
+            if moved {
+                waiter = None;
+                continue;
+            }
+            let waiter = waiter.get_or_insert_with(|| Waiter::new(self.lanes.patience(to)));
+            if waiter.turn(|slice| std::thread::sleep(slice.min(SLEEP_INTERVAL))).is_err() {
+                return;
+            }
+        }
+    }
+
+    pub(super) fn stuck(&self, rail: &dyn NetConnection, to: u32, stuck: SendBlocked) -> Error {
+        explain(rail, (self.lanes.rank, to), stuck)
+    }
+}
+
+/// Returns when everything that was sent over a rail has landed.
+///
+/// # Errors
+/// As [`Port::quiet`].
+pub fn flush(rail: &dyn NetConnection, health: &Health, deadline: Duration, rank: u32) -> Result<(), Error> {
+    let patience =
+        WaitLimits { health, crowded: true, awaited: rail.peer(), deadline, silent: !rail.wakes() };
+    rail.flush(patience).map_err(|stuck| explain(rail, (rank, rail.peer()), stuck))
+}
+
+fn explain(rail: &dyn NetConnection, (rank, peer): (u32, u32), stuck: SendBlocked) -> Error {
+    match stuck.why {
+        WaitError::Dead(cause) => rail.fault().map_or(cause.into(), Error::from),
+        WaitError::Asked => LaneError::Interrupted { rank, peer }.into(),
+        WaitError::Late { waited } => LaneError::Deadline {
+            rank,
+            peer,
+            lane: rail.lane(),
+            flag: u32::MAX,
+            awaited: stuck.awaited,
+            seen: stuck.seen,
+            waited,
+        }
+        .into(),
+    }
+}
+
+/// A window: one range of bytes at each rank of the group.
+#[derive(Clone, Debug)]
+pub struct MappedWindow {
+    /// The mapping of this node's windows; an empty one for memory of devices.
+    pub mapped: Arc<PeerMapping>,
+    /// Per rank of the group: where its part is.
+    pub parts: Vec<WindowPart>,
+    /// It is device memory: NICs access it, the processor does not.
+    pub of_devices: bool,
+}
+
+/// One rank's part of a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowPart {
+    /// Its member of the mapping.
+    pub member: u32,
+    /// Number of the region at its owner, for peers that have it not mapped.
+    pub region: u32,
+    /// First byte in the member or region.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+impl MappedWindow {
+    /// Address of bytes in the part of a rank whose memory is mapped here.
+    pub(super) fn at(&self, rank: u32, offset: u64, len: u64) -> Result<NonNull<u8>, MemoryError> {
+        let part = self.part(rank, offset, len)?;
+        self.mapped.at(part.member, part.offset + offset, len)
+    }
+
+    /// All bytes of the part of a rank of this node.
+    pub(super) fn bytes(&self, rank: u32) -> Result<&[u8], MemoryError> {
+        let len = self.part(rank, 0, 0)?.len;
+        let at = self.at(rank, 0, len)?;
+        // SAFETY: mapped and checked; as of `Port::source`.
+        Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), len as usize) })
+    }
+
+    /// Facts that a connection needs to reach bytes in the part of a rank.
+    pub(super) fn target(&self, rank: u32, offset: u64, len: u64) -> Result<RemoteAddress, MemoryError> {
+        let part = self.part(rank, offset, len)?;
+        Ok(RemoteAddress { region: part.region, offset: part.offset + offset })
+    }
+
+    /// The part of a rank, if the bytes lie inside it.
+    #[inline]
+    pub(super) fn part(&self, rank: u32, offset: u64, len: u64) -> Result<&WindowPart, MemoryError> {
+        let part = self.parts.get(rank as usize);
+        let size = part.map_or(0, |p| p.len);
+        match part {
+            Some(part) if offset.checked_add(len).is_some_and(|end| end <= size) => Ok(part),
+            _ => Err(MemoryError::OutOfBounds { peer: rank, offset, len, size }),
+        }
+    }
+}
+
+/// The parts of windows that this rank reads and writes by loads and stores: its own, and its local
+/// peers'.
+#[derive(Debug)]
+pub(super) struct LocalWindows {
+    ranks: u32,
+    /// Per window and rank: its part, unless that is out of reach.
+    parts: Vec<Option<Reached>>,
+}
+
+/// Bytes that are mapped here.
+#[derive(Clone, Copy, Debug)]
+struct Reached {
+    first: NonNull<u8>,
+    len: u64,
+}
+
+// SAFETY: addresses of plain shared memory, which belongs to no thread; its readers and writers
+// guarantee the order.
+unsafe impl Send for LocalWindows {}
+// SAFETY: as above: a shared reference only hands out addresses.
+unsafe impl Sync for LocalWindows {}
+
+impl LocalWindows {
+    /// Addresses in the mappings of these windows, good for as long as those live.
+    pub fn new(lanes: &Lanes, windows: &[MappedWindow]) -> Self {
+        let mut parts = Vec::new();
+        for window in windows {
+            parts.extend((0..).zip(&lanes.reach).map(|(rank, reach)| match reach {
+                PeerLane::Own | PeerLane::Load => {
+                    let len = window.parts.get(rank as usize)?.len;
+                    Some(Reached { first: window.at(rank, 0, len).ok()?, len })
+                }
+                PeerLane::Rail(_) | PeerLane::Relayed => None,
+            }));
+        }
+        LocalWindows { ranks: lanes.ranks(), parts }
+    }
+
+    /// Number of ranks.
+    #[inline(always)]
+    pub fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// Address of bytes in a rank's part of a window, if they lie inside it and it is reached by
+    /// loads and stores.
+    #[inline(always)]
+    pub fn at(&self, window: WindowId, rank: u32, offset: u64, len: u64) -> Option<NonNull<u8>> {
+        let nth = window.0 as usize * self.ranks as usize + rank as usize;
+        let part = (*self.parts.get(nth)?).filter(|_| rank < self.ranks)?;
+        let inside = offset.checked_add(len).is_some_and(|end| end <= part.len);
+        // SAFETY: within the part, whose bytes the mapping has.
+        inside.then(|| unsafe { part.first.add(offset as usize) })
+    }
+
+    /// Owner, window and offset of bytes at an address, if they lie in a part that is reached by
+    /// loads and stores.
+    #[cfg(test)]
+    pub fn locate(&self, at: usize, len: u64) -> Option<(u32, WindowId, u64)> {
+        self.parts.iter().enumerate().find_map(|(nth, part)| {
+            let offset = at.checked_sub((*part)?.first.as_ptr() as usize)? as u64;
+            let (window, owner) = (nth as u32 / self.ranks, nth as u32 % self.ranks);
+            (offset + len <= (*part)?.len).then_some((owner, WindowId(window), offset))
+        })
+    }
+}
+
+/// The caller's tensors of one run: where [`PutSource::Input`](crate::schedule::PutSource::Input)
+/// and [`PutSource::Notes`](crate::schedule::PutSource::Notes) read and a sum writes.
+#[derive(Debug, Default)]
+pub struct Io<'a> {
+    /// Rows that are dispatched.
+    pub input: &'a [u8],
+    /// Metadata of each entry.
+    pub notes: &'a [u8],
+    /// Rows that are summed.
+    pub output: &'a mut [u8],
+    /// One `f32` per (token, choice) that returns.
+    pub weights: &'a mut [f32],
+}
+
+/// Where the rows of a run come from.
+#[derive(Clone, Copy, Debug)]
+pub struct RowSource<'a> {
+    /// The rows.
+    pub bytes: &'a [u8],
+    /// Bytes of one row.
+    pub row_bytes: u64,
+    /// Which rows, for all runs of a call.
+    pub rows: &'a [u32],
+    /// Whether runs use an index, or count consecutive rows.
+    pub index: Index,
+}
+
+/// The rows of one run, known to lie in their source.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Checked<'a> {
+    /// Scattered.
+    Listed(&'a [u32]),
+    /// One after another.
+    Straight(&'a [u8]),
+}
+
+impl<'a> RowSource<'a> {
+    /// The bytes of a row that [`RowSource::checked`] has seen.
+    pub(super) fn row(&self, row: u32) -> &'a [u8] {
+        let row_bytes = self.row_bytes as usize;
+        &self.bytes[row as usize * row_bytes..][..row_bytes]
+    }
+
+    /// The rows of one run, all inside the source.
+    pub(super) fn checked(&self, run: RowRun) -> Result<Checked<'a>, LaneError> {
+        let (row_bytes, size) = (self.row_bytes, self.bytes.len() as u64);
+        let bad = |row: u64| LaneError::SourceBounds {
+            offset: row.saturating_mul(row_bytes),
+            len: row_bytes,
+            size,
+        };
+        let (first, count) = (run.first as usize, run.count as usize);
+        if self.index == Index::Contiguous {
+            let (start, len) =
+                (first.saturating_mul(row_bytes as usize), count.saturating_mul(row_bytes as usize));
+            let bytes = self.bytes.get(start..start.saturating_add(len));
+            return Ok(Checked::Straight(bytes.ok_or_else(|| bad(first as u64))?));
+        }
+        let index =
+            self.rows.get(first..first.saturating_add(count)).ok_or_else(|| bad(self.rows.len() as u64))?;
+        match index.iter().max() {
+            Some(&last) if (u64::from(last) + 1).saturating_mul(row_bytes) > size => Err(bad(last.into())),
+            _ => Ok(Checked::Listed(index)),
         }
     }
 }

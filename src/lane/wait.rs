@@ -4,11 +4,30 @@
 //! cores the awaited rank needs the core, and yielding hands it over for less than a wake-up costs.
 //! Sleeping is for long waits. It goes in slices, so a failed world is noticed even if nothing
 //! wakes the sleeper.
+//!
+//! Time slices of a thread that wakes next to threads that compute.
+//!
+//! Linux lets a thread that computes finish its slice, some milliseconds, before a woken one runs.
+//! A woken thread that has requested shorter slices preempts it, as long as it has used no more
+//! than its share.
+//!
+//! ```text
+//!   compute    |======================================|..            |===========|..|=====================|
+//!                       ^ woken                       |--|                        ^ woken
+//!   transfer                                          turns alike                |--|  shorter ones
+//! ```
+//!
+//! A shorter slice gives a thread no more time in all, so every thread may request it. Linux before
+//! 6.12 ignores the request.
+//!
+//! The clock that all processes of a machine share.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-use super::{FlagLine, turns};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::FlagLine;
 use crate::bootstrap::{Health, interrupted};
 use crate::error::{Cause, LostReason};
 
@@ -41,7 +60,7 @@ thread_local! {
 /// after their slices, some milliseconds.
 pub fn yield_to_compute() {
     BESIDE_COMPUTE.set(true);
-    turns::request_short_timeslice();
+    request_short_timeslice();
 }
 
 /// Whether this thread is one of those.
@@ -198,6 +217,46 @@ pub(super) fn wait_slow(
     }
 }
 
+/// The shortest that Linux gives. What moves rows of a chunk takes little longer.
+const TURN: Duration = Duration::from_micros(100);
+
+/// From now on this thread has short turns, if it is scheduled as threads commonly are. Where that
+/// cannot be had, it stays as it is.
+pub fn request_short_timeslice() {
+    if let Some(mut attributes) = attributes() {
+        attributes.sched_runtime = TURN.as_nanos() as u64;
+        // SAFETY: the attributes outlive the call, and say their size. 0 is this thread.
+        let _ = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
+    }
+}
+
+/// How this thread is scheduled, if that is by turns.
+fn attributes() -> Option<libc::sched_attr> {
+    let size = size_of::<libc::sched_attr>() as u32;
+    let mut attributes = libc::sched_attr {
+        size,
+        sched_policy: 0,
+        sched_flags: 0,
+        sched_nice: 0,
+        sched_priority: 0,
+        sched_runtime: 0,
+        sched_deadline: 0,
+        sched_period: 0,
+    };
+    // SAFETY: no more than `size` bytes are written, and all of them may have any value. 0 is this
+    // thread.
+    let got = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
+    let by_turns = [libc::SCHED_OTHER, libc::SCHED_BATCH].contains(&(attributes.sched_policy as i32));
+    (got == 0 && by_turns).then_some(attributes)
+}
+
+/// Nanoseconds of the machine's monotonic clock, which all its processes share. A
+/// [`Timeline`](crate::exec::Timeline)'s times are of it.
+pub fn now() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicU64;
@@ -248,5 +307,26 @@ mod tests {
     fn a_rank_that_left_without_a_word_ends_the_wait() {
         let lost = Cause::Lost { rank: 1, how: LostReason::Closed };
         assert_eq!(left_behind(None), Err((0, WaitError::Dead(lost))));
+    }
+
+    /// Whether this kernel knows turns of a thread's own.
+    fn known() -> bool {
+        let release = rustix::system::uname().release().to_string_lossy().into_owned();
+        let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|n| n.parse::<u32>().ok());
+        (numbers.next(), numbers.next()) >= (Some(6), Some(12))
+    }
+
+    #[test]
+    fn turns_become_short_and_nothing_else_changes() {
+        let before = attributes().expect("threads of tests have turns");
+        request_short_timeslice();
+        let after = attributes().expect("they still do");
+        assert_eq!(
+            (after.sched_policy, after.sched_flags, after.sched_nice, after.sched_priority),
+            (before.sched_policy, before.sched_flags, before.sched_nice, before.sched_priority)
+        );
+        if known() {
+            assert_eq!(after.sched_runtime, TURN.as_nanos() as u64);
+        }
     }
 }

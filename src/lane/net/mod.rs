@@ -10,12 +10,21 @@
 //! A [`Port`](super::Port) sees one interface: a [`NetConnection`] per peer takes puts to (region,
 //! offset) of the peer, and signals that become visible after them. The [`ProgressThread`] thread
 //! serves all connections of a rank while the rank computes.
+//!
+//! Device memory on nets: whether a NIC accesses it directly, and why not.
+//!
+//! ```text
+//!   driver gives a descriptor (dma-buf) -- NIC's library takes it  --> registered by descriptor
+//!          | no                                 | no
+//!          +------------------------------------+--> by address: a module of the kernel knows whose memory it is
+//!                                                       | no
+//!                                                       +--> a detour by memory of the host
+//! ```
+//!
+//! Exact counts of a connection's requests, to compare with the prediction.
 
-mod card;
-mod counters;
-mod devices;
 mod loopback;
-mod record;
+mod progress;
 mod regions;
 mod tcp;
 mod verbs;
@@ -25,12 +34,10 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-pub use card::ProgressThread;
-pub use counters::Counters;
-pub use devices::{DeviceAddress, DeviceMemory, DeviceRail, NoDmaBuf, NoGpuDirect, Registration};
 pub use loopback::{LinkEmulator, LoopbackTransport};
 #[cfg(test)]
 pub use loopback::{LoopbackConnection, ring_bytes};
+pub use progress::ProgressThread;
 pub use regions::{Region, Regions};
 pub use tcp::TcpTransport as TcpWires;
 #[cfg(test)]
@@ -40,6 +47,7 @@ pub use verbs::{Setup, VerbsEnvironment, VerbsTransport};
 use super::RowSource;
 use super::wait::{WaitError, WaitLimits};
 use crate::bootstrap::Health;
+use crate::device::{Context, DeviceRange};
 use crate::error::{Cause, Error, LaneError};
 use crate::schedule::Tag;
 
@@ -300,4 +308,177 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
 /// The error of a system call.
 fn system(call: &'static str) -> impl Fn(rustix::io::Errno) -> LaneError {
     move |errno| LaneError::System { call, errno: errno.raw_os_error() }
+}
+
+/// A rank's memory on its device, and that of local peers, to be registered with its NICs.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    /// The device that reaches all of it.
+    pub context: Arc<Context>,
+    /// This rank's, to which peers may write.
+    pub own: DeviceRange,
+    /// Memory of local peers, as a source of puts, by position of its owner in the group.
+    pub neighbours: Vec<(u32, DeviceRange)>,
+    /// This rank's position in the group.
+    pub rank: u32,
+    /// Bytes at the start that hold flags.
+    pub strict: u64,
+}
+
+/// How NICs address device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Registration {
+    /// By a descriptor (dma-buf).
+    DmaBuf,
+    /// By its address, which a module of the kernel knows (nvidia-peermem); why not by a
+    /// descriptor.
+    Address(NoDmaBuf),
+}
+
+impl Registration {
+    /// In a word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Registration::DmaBuf => "dma-buf",
+            Registration::Address(_) => "address",
+        }
+    }
+}
+
+/// Why memory of a device was not registered by a descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoDmaBuf {
+    /// The driver hands out none of this device's memory.
+    Driver,
+    /// libibverbs is too old to take one.
+    Library,
+    /// The NIC's driver refused it.
+    Card {
+        /// Its answer.
+        errno: i32,
+    },
+}
+
+/// Why rows that cross go by memory of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NoGpuDirect {
+    /// This lane registers memory of the host alone.
+    Lane(&'static str),
+    /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device
+    /// awaits.
+    Messages,
+    /// The NIC takes the device's memory neither by a descriptor nor by its address.
+    Card {
+        /// Why not by a descriptor.
+        dma_buf: NoDmaBuf,
+        /// Its answer for the address.
+        errno: i32,
+    },
+    /// The device sees NICs' writes in no order, and its streams cannot wait until they have
+    /// landed.
+    Unordered,
+    /// The device takes all streams from one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`): no
+    /// operation could pass a stream that waits for a NIC's write, to end its wait.
+    OneQueue,
+    /// The device or the NIC of another rank (of the group) is the reason.
+    Rank(u32),
+}
+
+impl NoGpuDirect {
+    /// In a word or two: the lane's, if it is the reason.
+    pub fn name(self) -> &'static str {
+        match self {
+            NoGpuDirect::Lane(lane) => lane,
+            NoGpuDirect::Messages => "messages",
+            NoGpuDirect::Card { .. } => "nic",
+            NoGpuDirect::Unordered => "unordered",
+            NoGpuDirect::OneQueue => "one queue",
+            NoGpuDirect::Rank(_) => "another rank",
+        }
+    }
+}
+
+/// Registered memory that no processor reads: of a member of a region of this rank's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceAddress {
+    /// Number of the region at this rank.
+    pub region: u32,
+    /// Owner of the memory, by position in the group.
+    pub member: u32,
+    /// First byte in it.
+    pub offset: u64,
+}
+
+/// A rail that reads memory of devices.
+pub trait DeviceRail {
+    /// Writes bytes of a device's memory to the peer. They are read until
+    /// [`NetConnection::settle`](NetConnection::settle) has returned.
+    ///
+    /// # Errors
+    /// As [`NetConnection::put`](NetConnection::put).
+    fn put_device(
+        &self,
+        to: RemoteAddress,
+        from: DeviceAddress,
+        len: u64,
+        patience: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked>;
+}
+
+/// Counted since the rail was joined.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Counters {
+    /// Work requests posted to the send queue.
+    pub requests: u64,
+    /// Doorbells: notifications of the NIC about new requests.
+    pub doorbells: u64,
+    /// Completions of sends.
+    pub completions: u64,
+    /// Packets that the requests are cut into, acknowledgements not counted.
+    pub packets: u64,
+    /// Bytes that the requests carried.
+    pub bytes: u64,
+    /// Of these, bytes that were copied before the NIC read them.
+    #[serde(rename = "copied_bytes")]
+    pub copied: u64,
+    /// Completions of receives.
+    pub received: u64,
+    /// Completions of failed requests: the first fault of a connection, and the requests in flight
+    /// behind it. Late requests of a failed world end here.
+    pub failed: u64,
+}
+
+impl std::iter::Sum for Counters {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Counters::default(), |sum, one| Counters {
+            requests: sum.requests + one.requests,
+            doorbells: sum.doorbells + one.doorbells,
+            completions: sum.completions + one.completions,
+            packets: sum.packets + one.packets,
+            bytes: sum.bytes + one.bytes,
+            copied: sum.copied + one.copied,
+            received: sum.received + one.received,
+            failed: sum.failed + one.failed,
+        })
+    }
+}
+
+impl std::ops::Sub for Counters {
+    type Output = Counters;
+
+    /// Counts since `earlier`.
+    fn sub(self, earlier: Counters) -> Counters {
+        Counters {
+            requests: self.requests - earlier.requests,
+            doorbells: self.doorbells - earlier.doorbells,
+            completions: self.completions - earlier.completions,
+            packets: self.packets - earlier.packets,
+            bytes: self.bytes - earlier.bytes,
+            copied: self.copied - earlier.copied,
+            received: self.received - earlier.received,
+            failed: self.failed - earlier.failed,
+        }
+    }
 }

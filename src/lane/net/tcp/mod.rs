@@ -24,14 +24,9 @@
 //! the rendezvous is given a moment to say what happened to the peer; if it hears that all are
 //! well, it is the wire that broke ([`Cause::Connection`](crate::error::Cause::Connection)).
 
-mod address;
-mod bells;
-mod inbound;
-mod link;
-mod outgoing;
-mod wires;
+pub use transport::TcpTransport;
 
-pub use wires::TcpTransport;
-
+mod connection;
 #[cfg(test)]
 mod tests;
+mod transport;

@@ -11,7 +11,7 @@ use super::gather::PieceSource;
 use super::sender::Kind;
 use super::{Remote, SignalMode};
 use crate::lane::net::RemoteAddress;
-use crate::lane::net::record::Record;
+use crate::lane::net::regions::Record;
 use crate::lane::wait::WaitLimits;
 use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;

@@ -8,7 +8,7 @@ use super::sender::RECEIVE;
 use super::signals::SignalReceiver;
 use super::{QueuePair, ReceiveChain, Remote};
 use crate::error::VerbsError;
-use crate::lane::net::record::Record;
+use crate::lane::net::regions::Record;
 use crate::lane::net::{Regions, RemoteAddress};
 
 /// The receive queue of one rail.

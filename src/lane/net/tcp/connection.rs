@@ -1,23 +1,31 @@
 //! One rank's end of the connection to one rank of another node.
+//!
+//! Sending: what has been handed to the socket, and what still has to be before anything else.
+//!
+//! Receiving: headers through a small stage, payloads directly to their places.
+//!
+//! Polls the sockets of a rank: one system call for all of them.
+//!
+//! A rank that waits serves each of its connections again and again. Polling every socket would
+//! cost a system call each time, so one call covers a whole round.
 
-use std::io::IoSlice;
+use std::io::{IoSlice, IoSliceMut};
 use std::net::TcpStream;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags};
 
-use super::bells::{PolledSocket, Poller};
-use super::inbound::{End, Inbound};
-use super::outgoing::{LONGEST, Outgoing, PIECES};
 use crate::bootstrap::Health;
-use crate::error::{Cause, LaneError};
-use crate::lane::net::record::Record;
-use crate::lane::net::{NetConnection, Regions, RemoteAddress, SendBlocked};
+use crate::error::{Cause, LaneError, MemoryError};
+use crate::lane::net::regions::{HEADER, Record};
+use crate::lane::net::{NetConnection, Regions, RemoteAddress, SendBlocked, system};
 use crate::lane::wait::{self, WaitLimits, Waiter};
 use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;
@@ -379,5 +387,319 @@ impl TcpConnection {
 
     fn lock_out(&self) -> MutexGuard<'_, Outgoing> {
         self.out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Longest payload of a record: the most that a sender must keep when it gives up in the middle of
+/// one.
+pub const LONGEST: usize = 1 << 20;
+/// Most pieces of a record, the header counted.
+pub const PIECES: usize = 256;
+
+/// One direction of a connection.
+#[derive(Debug, Default)]
+pub struct Outgoing {
+    /// Bytes that the socket has taken.
+    pub sent: u64,
+    /// Unsent rest of records that have begun.
+    outbox: Vec<u8>,
+    /// Bytes of the outbox that it has.
+    gone: usize,
+    /// Number of the last question whether everything has landed.
+    pub asked: u64,
+    /// Whether the poller reports room to send.
+    pub rings_for_room: bool,
+    /// How sending failed: nothing is sent any more.
+    pub failed: Option<Errno>,
+}
+
+impl Outgoing {
+    /// Whether nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.outbox.len() == self.gone
+    }
+
+    /// Bytes that wait.
+    pub fn waiting(&self) -> usize {
+        self.outbox.len() - self.gone
+    }
+
+    /// Whether something waits that the socket will take once it has room.
+    pub fn wants_room(&self) -> bool {
+        !self.is_empty() && self.failed.is_none()
+    }
+
+    /// Bytes that go before anything that comes later.
+    pub fn keep(&mut self, bytes: &[u8]) {
+        self.outbox.extend_from_slice(bytes);
+    }
+
+    /// Sends what waits. Returns whether nothing waits any more.
+    pub fn empty(&mut self, socket: &TcpStream) -> bool {
+        while !self.is_empty() {
+            let outbox = std::mem::take(&mut self.outbox);
+            let sent = self.offer(socket, &[IoSlice::new(&outbox[self.gone..])]);
+            self.outbox = outbox;
+            match sent {
+                0 => return false,
+                sent => self.gone += sent,
+            }
+        }
+        self.outbox.clear();
+        self.gone = 0;
+        true
+    }
+
+    /// Hands bytes to the socket. Returns how many it took; none, too, if it takes nothing any
+    /// more.
+    pub fn offer(&mut self, socket: &TcpStream, pieces: &[IoSlice<'_>]) -> usize {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        while self.failed.is_none() {
+            match rustix::net::sendmsg(socket, pieces, &mut SendAncillaryBuffer::default(), flags) {
+                Ok(sent) => {
+                    self.sent += sent as u64;
+                    return sent;
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return 0,
+                // The peer's earlier bytes are still to be read: reading will find the end.
+                Err(errno) => self.failed = Some(errno),
+            }
+        }
+        0
+    }
+}
+
+/// Bytes read ahead of the record that is received: several headers, or small puts, with one call.
+const STAGE: usize = 4096;
+/// Bytes taken in one turn, so that one loud peer does not keep the others waiting.
+const GULP: usize = 1 << 20;
+
+/// Received bytes, up to the middle of a record.
+#[derive(Debug)]
+pub struct Inbound {
+    stage: Box<[u8; STAGE]>,
+    start: usize,
+    end: usize,
+    /// Where the rest of the current payload goes.
+    payload: Option<(RemoteAddress, usize)>,
+}
+
+/// Why nothing more will come.
+#[derive(Debug, PartialEq)]
+pub enum End {
+    /// The peer closed its end.
+    Closed,
+    /// The socket failed.
+    Failed(Errno),
+    /// The peer sent what no correct peer sends.
+    Nonsense,
+}
+
+impl From<MemoryError> for End {
+    fn from(_: MemoryError) -> Self {
+        End::Nonsense
+    }
+}
+
+impl Default for Inbound {
+    fn default() -> Self {
+        Inbound { stage: Box::new([0; STAGE]), start: 0, end: 0, payload: None }
+    }
+}
+
+impl Inbound {
+    /// Takes what has come: writes payloads to `regions`, and passes on all other records. Returns
+    /// whether there was anything.
+    ///
+    /// # Errors
+    /// [`End`], after everything before it was taken.
+    pub fn take(
+        &mut self,
+        socket: impl AsFd,
+        regions: &Regions,
+        mut act: impl FnMut(Record) -> Result<(), End>,
+    ) -> Result<bool, End> {
+        let mut taken = 0;
+        while taken < GULP {
+            let (room, read) = match self.read(&socket, regions) {
+                Ok((_, 0)) => return Err(End::Closed),
+                Ok(read) => read,
+                Err(End::Failed(Errno::AGAIN)) => break,
+                Err(End::Failed(Errno::INTR)) => continue,
+                Err(end) => return Err(end),
+            };
+            taken += read;
+            self.digest(regions, &mut act)?;
+            if read < room {
+                break;
+            }
+        }
+        Ok(taken > 0)
+    }
+
+    /// One read, the payload first. The stage is empty then, or holds the beginning of a header.
+    /// Returns how many bytes there was room for, and how many came.
+    fn read(&mut self, socket: impl AsFd, regions: &Regions) -> Result<(usize, usize), End> {
+        self.stage.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.end - self.start);
+        let ahead = &mut self.stage[self.end..];
+        let room = ahead.len();
+        let ahead = IoSliceMut::new(ahead);
+        let read = match self.payload {
+            Some((target, left)) => {
+                regions.with(target.region, target.offset, left as u64, |to| match to {
+                    Some(to) => {
+                        // SAFETY: checked against its region, which stays mapped meanwhile; the
+                        // sender has a grant to write there, so no one else reads or writes these
+                        // bytes now.
+                        let payload = unsafe { std::slice::from_raw_parts_mut(to.as_ptr(), left) };
+                        let read = rustix::io::readv(&socket, &mut [IoSliceMut::new(payload), ahead]);
+                        read.map(|read| (left + room, read, read.min(left)))
+                    }
+                    // A region that its owner has dropped: its bytes are discarded from the stage.
+                    None => rustix::io::readv(&socket, &mut [ahead]).map(|read| (room, read, 0)),
+                })?
+            }
+            None => rustix::io::readv(&socket, &mut [ahead]).map(|read| (room, read, 0)),
+        };
+        let (room, read, placed) = read.map_err(End::Failed)?;
+        self.end += read - placed;
+        self.advance(placed);
+        Ok((room, read))
+    }
+
+    /// Processes the staged bytes.
+    fn digest(
+        &mut self,
+        regions: &Regions,
+        act: &mut impl FnMut(Record) -> Result<(), End>,
+    ) -> Result<(), End> {
+        loop {
+            if let Some((target, left)) = self.payload {
+                let staged = &self.stage[self.start..self.end];
+                let len = staged.len().min(left);
+                if len == 0 {
+                    return Ok(());
+                }
+                regions.with(target.region, target.offset, len as u64, |to| {
+                    if let Some(to) = to {
+                        // SAFETY: the target was checked against its region; the stage is not part
+                        // of any.
+                        unsafe { std::ptr::copy_nonoverlapping(staged.as_ptr(), to.as_ptr(), len) };
+                    }
+                })?;
+                self.start += len;
+                self.advance(len);
+                continue;
+            }
+            let Some((header, _)) = self.stage[self.start..self.end].split_first_chunk::<HEADER>() else {
+                return Ok(());
+            };
+            let record = Record::from_bytes(*header).ok_or(End::Nonsense)?;
+            self.start += HEADER;
+            match record {
+                Record::Put { len, .. } if len > LONGEST as u64 => return Err(End::Nonsense),
+                Record::Put { region, offset, len } => {
+                    // All of it fits, or nothing is written.
+                    regions.with(region, offset, len, |_| ())?;
+                    self.payload = (len > 0).then_some((RemoteAddress { region, offset }, len as usize));
+                }
+                other => act(other)?,
+            }
+        }
+    }
+
+    /// So many bytes of the payload are where they belong.
+    fn advance(&mut self, len: usize) {
+        if let Some((target, left)) = self.payload {
+            self.payload = (len < left).then(|| (target.behind(len as u64), left - len));
+        }
+    }
+}
+
+/// The sockets of a rank.
+#[derive(Debug)]
+pub struct Poller {
+    set: OwnedFd,
+    /// How often they were looked at.
+    looks: AtomicU64,
+    rung: RwLock<Vec<Arc<AtomicBool>>>,
+}
+
+/// One of them.
+#[derive(Debug)]
+pub struct PolledSocket {
+    number: u64,
+    rung: Arc<AtomicBool>,
+    /// The last poll that its owner knows of.
+    seen: AtomicU64,
+}
+
+/// Sockets found ready in one poll; the system offers the others first the next time.
+const AT_ONCE: usize = 16;
+
+impl Poller {
+    /// # Errors
+    /// [`LaneError::System`].
+    pub fn new() -> Result<Self, LaneError> {
+        let set = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
+        Ok(Poller { set, looks: AtomicU64::new(0), rung: RwLock::default() })
+    }
+
+    /// Listens to one more socket, until it is closed or removed.
+    ///
+    /// # Errors
+    /// [`LaneError::System`].
+    pub fn add(&self, socket: impl AsFd) -> Result<PolledSocket, LaneError> {
+        let mut all = self.rung.write().unwrap_or_else(PoisonError::into_inner);
+        let bell = PolledSocket { number: all.len() as u64, rung: Arc::default(), seen: AtomicU64::new(0) };
+        let data = EventData::new_u64(bell.number);
+        epoll::add(&self.set, socket, data, EventFlags::IN).map_err(system("epoll_ctl"))?;
+        all.push(Arc::clone(&bell.rung));
+        Ok(bell)
+    }
+
+    /// Whether to ring when there is room to send, too.
+    pub fn ring_for_room(&self, socket: impl AsFd, bell: &PolledSocket, room: bool) {
+        let more = if room { EventFlags::OUT } else { EventFlags::empty() };
+        // Fails only for a socket that was removed.
+        let _ = epoll::modify(&self.set, socket, EventData::new_u64(bell.number), EventFlags::IN | more);
+    }
+
+    /// No longer listens to a socket.
+    pub fn remove(&self, socket: impl AsFd) {
+        let _ = epoll::delete(&self.set, socket);
+    }
+
+    /// Whether a socket has news. Polls all of them, if no thread has since its owner last asked.
+    pub fn rang(&self, bell: &PolledSocket) -> bool {
+        if bell.seen.load(Ordering::Relaxed) == self.looks.load(Ordering::Relaxed) {
+            self.look();
+        }
+        bell.seen.store(self.looks.load(Ordering::Relaxed), Ordering::Relaxed);
+        bell.rung.load(Ordering::Relaxed) && bell.rung.swap(false, Ordering::Acquire)
+    }
+
+    fn look(&self) {
+        self.looks.fetch_add(1, Ordering::Relaxed);
+        let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; AT_ONCE];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let ready = epoll::wait(&self.set, &mut events[..], Some(&now)).unwrap_or(0);
+        if ready > 0 {
+            let all = self.rung.read().unwrap_or_else(PoisonError::into_inner);
+            for event in &events[..ready] {
+                if let Some(rung) = all.get(event.data.u64() as usize) {
+                    rung.store(true, Ordering::Release);
+                }
+            }
+        }
+    }
+}
+
+impl AsFd for Poller {
+    /// Readable when one of the sockets has news.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.set.as_fd()
     }
 }

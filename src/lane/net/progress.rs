@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use super::{Counters, NetConnection, Regions, system};
 use crate::bootstrap::Health;
 use crate::error::{Cause, LaneError};
-use crate::lane::{turns, wait};
+use crate::lane::wait;
 
 /// The thread that receives for a rank, and sends what still waits for credit, while the rank does
 /// other things. A waiting rank serves its connections by itself.
@@ -151,7 +151,7 @@ impl Shared {
         let (mut idle, mut alone) = (0, true);
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
             if alone && self.beside_compute.load(Ordering::Relaxed) {
-                turns::request_short_timeslice();
+                wait::request_short_timeslice();
                 alone = false;
             }
             if self.progress() {
