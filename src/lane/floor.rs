@@ -407,7 +407,7 @@ pub const RAW: u64 = 256 << 10;
 
 /// Bare writes over the rails of a rank.
 #[derive(Debug)]
-pub struct RawWrites {
+struct RawWrites {
     lanes: Arc<Lanes>,
     scratch: MappedWindow,
     /// Peer and bytes.
@@ -416,13 +416,13 @@ pub struct RawWrites {
 
 impl RawWrites {
     /// Writes to `scratch`, [`RAW`] bytes at each rank, from this rank's part of it.
-    pub fn new(lanes: Arc<Lanes>, scratch: MappedWindow) -> Self {
+    fn new(lanes: Arc<Lanes>, scratch: MappedWindow) -> Self {
         RawWrites { lanes, scratch, out: Vec::new() }
     }
 
     /// So many bytes more go to a rank. `false` if no wire to another machine leads there, and
     /// nothing will go.
-    pub fn add(&mut self, to: u32, bytes: u64) -> bool {
+    fn add(&mut self, to: u32, bytes: u64) -> bool {
         let wired = matches!(&self.lanes.reach[to as usize], PeerLane::Rail(rail) if !is_copied(rail.lane()));
         if wired {
             match self.out.iter_mut().find(|(peer, _)| *peer == to) {
@@ -436,7 +436,7 @@ impl RawWrites {
     /// Writes all bytes, a chunk to each peer in turn, and waits until they have landed. A
     /// connection that fails has ended the world, and the measuring rank learns of it at the next
     /// meeting.
-    pub fn write(&self) {
+    fn write(&self) {
         let _ = self.try_write();
     }
 

@@ -25,17 +25,17 @@
 mod conformance;
 mod flag;
 mod floor;
+mod lanes;
 mod net;
 mod port;
 mod sum;
 mod wait;
-mod lanes;
 
-pub use wait::now;
 pub use flag::FlagLine;
+pub use floor::RAW;
 pub use floor::{Floor, Moves};
+pub use lanes::COPY_ENGINE;
 pub use lanes::{Lanes, PeerLane};
-pub use port::flush;
 pub use net::Counters as RailCounters;
 pub use net::is_copied;
 pub use net::{DeviceMemory, NoDmaBuf, NoGpuDirect, Registration};
@@ -46,9 +46,9 @@ pub use net::{
     RemoteAddress, Setup, TcpWires, VerbsEnvironment, VerbsTransport, WireEnd, WireOffer,
 };
 pub use port::Port;
-pub use floor::RAW;
+pub use port::flush;
 pub use port::{Io, RowSource};
-pub use sum::Scratch;
-pub use wait::yield_to_compute;
 pub use port::{MappedWindow, WindowPart};
-pub use lanes::COPY_ENGINE;
+pub use sum::Scratch;
+pub use wait::now;
+pub use wait::yield_to_compute;

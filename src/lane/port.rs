@@ -34,7 +34,7 @@ use crate::schedule::{ControlLayout, Flag, Index, LINE, PutSource, SpanCopy, Tag
 /// The windows of one owner, and the lanes to reach them.
 #[derive(Debug)]
 pub struct Port {
-    pub(super) lanes: Arc<Lanes>,
+    lanes: Arc<Lanes>,
     windows: Vec<MappedWindow>,
     near: LocalWindows,
     /// The window whose first bytes are the owner's flags.
@@ -58,13 +58,13 @@ impl Port {
     }
 
     #[inline]
-    pub(super) fn window(&self, window: WindowId) -> Result<&MappedWindow, MemoryError> {
+    fn window(&self, window: WindowId) -> Result<&MappedWindow, MemoryError> {
         let missing = || MemoryError::OutOfBounds { peer: self.lanes.rank, offset: 0, len: 0, size: 0 };
         self.windows.get(window.0 as usize).ok_or_else(missing)
     }
 
     #[inline]
-    pub(super) fn reach(&self, to: u32) -> Result<&PeerLane, LaneError> {
+    fn reach(&self, to: u32) -> Result<&PeerLane, LaneError> {
         let rank = self.lanes.rank;
         let missing = || LaneError::NoLane { rank, peer: to, missing: "no such rank in the group" };
         self.lanes.reach.get(to as usize).ok_or_else(missing)
@@ -468,7 +468,7 @@ impl Port {
         }
     }
 
-    pub(super) fn stuck(&self, rail: &dyn NetConnection, to: u32, stuck: SendBlocked) -> Error {
+    fn stuck(&self, rail: &dyn NetConnection, to: u32, stuck: SendBlocked) -> Error {
         explain(rail, (self.lanes.rank, to), stuck)
     }
 }
@@ -526,7 +526,7 @@ pub struct WindowPart {
 
 impl MappedWindow {
     /// Address of bytes in the part of a rank whose memory is mapped here.
-    pub(super) fn at(&self, rank: u32, offset: u64, len: u64) -> Result<NonNull<u8>, MemoryError> {
+    fn at(&self, rank: u32, offset: u64, len: u64) -> Result<NonNull<u8>, MemoryError> {
         let part = self.part(rank, offset, len)?;
         self.mapped.at(part.member, part.offset + offset, len)
     }
@@ -547,7 +547,7 @@ impl MappedWindow {
 
     /// The part of a rank, if the bytes lie inside it.
     #[inline]
-    pub(super) fn part(&self, rank: u32, offset: u64, len: u64) -> Result<&WindowPart, MemoryError> {
+    fn part(&self, rank: u32, offset: u64, len: u64) -> Result<&WindowPart, MemoryError> {
         let part = self.parts.get(rank as usize);
         let size = part.map_or(0, |p| p.len);
         match part {
@@ -560,7 +560,7 @@ impl MappedWindow {
 /// The parts of windows that this rank reads and writes by loads and stores: its own, and its local
 /// peers'.
 #[derive(Debug)]
-pub(super) struct LocalWindows {
+struct LocalWindows {
     ranks: u32,
     /// Per window and rank: its part, unless that is out of reach.
     parts: Vec<Option<Reached>>,
@@ -581,7 +581,7 @@ unsafe impl Sync for LocalWindows {}
 
 impl LocalWindows {
     /// Addresses in the mappings of these windows, good for as long as those live.
-    pub fn new(lanes: &Lanes, windows: &[MappedWindow]) -> Self {
+    fn new(lanes: &Lanes, windows: &[MappedWindow]) -> Self {
         let mut parts = Vec::new();
         for window in windows {
             parts.extend((0..).zip(&lanes.reach).map(|(rank, reach)| match reach {
@@ -597,14 +597,14 @@ impl LocalWindows {
 
     /// Number of ranks.
     #[inline(always)]
-    pub fn ranks(&self) -> u32 {
+    fn ranks(&self) -> u32 {
         self.ranks
     }
 
     /// Address of bytes in a rank's part of a window, if they lie inside it and it is reached by
     /// loads and stores.
     #[inline(always)]
-    pub fn at(&self, window: WindowId, rank: u32, offset: u64, len: u64) -> Option<NonNull<u8>> {
+    fn at(&self, window: WindowId, rank: u32, offset: u64, len: u64) -> Option<NonNull<u8>> {
         let nth = window.0 as usize * self.ranks as usize + rank as usize;
         let part = (*self.parts.get(nth)?).filter(|_| rank < self.ranks)?;
         let inside = offset.checked_add(len).is_some_and(|end| end <= part.len);
@@ -615,7 +615,7 @@ impl LocalWindows {
     /// Owner, window and offset of bytes at an address, if they lie in a part that is reached by
     /// loads and stores.
     #[cfg(test)]
-    pub fn locate(&self, at: usize, len: u64) -> Option<(u32, WindowId, u64)> {
+    fn locate(&self, at: usize, len: u64) -> Option<(u32, WindowId, u64)> {
         self.parts.iter().enumerate().find_map(|(nth, part)| {
             let offset = at.checked_sub((*part)?.first.as_ptr() as usize)? as u64;
             let (window, owner) = (nth as u32 / self.ranks, nth as u32 % self.ranks);
@@ -653,7 +653,7 @@ pub struct RowSource<'a> {
 
 /// The rows of one run, known to lie in their source.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Checked<'a> {
+enum Checked<'a> {
     /// Scattered.
     Listed(&'a [u32]),
     /// One after another.
@@ -668,7 +668,7 @@ impl<'a> RowSource<'a> {
     }
 
     /// The rows of one run, all inside the source.
-    pub(super) fn checked(&self, run: RowRun) -> Result<Checked<'a>, LaneError> {
+    fn checked(&self, run: RowRun) -> Result<Checked<'a>, LaneError> {
         let (row_bytes, size) = (self.row_bytes, self.bytes.len() as u64);
         let bad = |row: u64| LaneError::SourceBounds {
             offset: row.saturating_mul(row_bytes),

@@ -1,12 +1,15 @@
 //! The exact number of work requests for some puts and a signal: by the connection's own count, by
 //! its forecast and by the NIC's count.
+//!
+//! Any puts and signals, over fast and slow NICs: the same bytes land, by the same work requests.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use half::bf16;
+use proptest::prelude::*;
 
-use super::cards::{SHORT, on_ranks, options};
+use super::nics::{SHORT, on_ranks, options};
 use crate::config::Config;
 use crate::gate::{Pattern, synthetic};
 use crate::lane::net::{Fabric, NetConnection, RemoteAddress, Settings, SignalMode};
@@ -19,15 +22,15 @@ use crate::{ExpertParallel, Options};
 
 /// Bytes of the window: a flag's line, landed bytes and, from `SOURCE` on, sent bytes.
 const WINDOW: u64 = 1 << 20;
-pub(super) const DATA: u64 = 64;
-pub(super) const SOURCE: u64 = WINDOW / 2;
-pub(super) const ROW: u64 = 64;
+const DATA: u64 = 64;
+const SOURCE: u64 = WINDOW / 2;
+const ROW: u64 = 64;
 
 /// One end of a rail, and a window at the other.
-pub(super) struct End<'a> {
-    pub rail: &'a dyn NetConnection,
+struct End<'a> {
+    rail: &'a dyn NetConnection,
     window: &'a MappedWindow,
-    pub patience: WaitLimits<'a>,
+    patience: WaitLimits<'a>,
     /// Data that is sent in place, and the same bytes in memory that is not registered.
     registered: &'a [u8],
     elsewhere: &'a [u8],
@@ -43,27 +46,27 @@ impl End<'_> {
     }
 
     /// The first `len` bytes of the source to `DATA + at`.
-    pub fn put(&self, at: u64, len: u64, registered: bool) {
+    fn put(&self, at: u64, len: u64, registered: bool) {
         let bytes = &self.source(registered)[..len as usize];
         self.rail.put(self.to(DATA + at), bytes, self.patience).unwrap();
     }
 
-    pub fn rows(&self, at: u64, rows: &[u32], registered: bool) {
+    fn rows(&self, at: u64, rows: &[u32], registered: bool) {
         let source = RowSource { bytes: self.source(registered), row_bytes: ROW, rows, index: Index::Listed };
         self.rail.put_rows(self.to(DATA + at), rows, source, self.patience).unwrap();
     }
 
-    pub fn zero(&self, at: u64, len: u64) {
+    fn zero(&self, at: u64, len: u64) {
         self.rail.zero(self.to(DATA + at), len, self.patience).unwrap();
     }
 
-    pub fn signal(&self, value: u64, tag: Option<Tag>) {
+    fn signal(&self, value: u64, tag: Option<Tag>) {
         self.rail.signal(self.to(0), value, tag, self.patience).unwrap();
     }
 }
 
 /// Byte `i` of the source.
-pub(super) fn pattern(i: u64) -> u8 {
+fn pattern(i: u64) -> u8 {
     (i.wrapping_mul(37) ^ (i >> 6).wrapping_mul(101)) as u8 | 1
 }
 
@@ -73,7 +76,7 @@ fn scattered(count: usize) -> Vec<u32> {
 }
 
 /// NICs that take `pieces` pieces per request and, if `held`, execute only when they are polled.
-pub(super) fn fabric(pieces: u32, held: bool) -> Arc<Fabric> {
+fn fabric(pieces: u32, held: bool) -> Arc<Fabric> {
     let fabric = Fabric::new(&["card0"]);
     fabric.change("card0", |card| card.sges = pieces);
     if held {
@@ -90,7 +93,7 @@ fn small(fabric: &Arc<Fabric>, settings: &Settings) -> Options {
 }
 
 /// Requests of rank 0 to its NIC during `act`, and the contents of rank 1 when all has landed.
-pub(super) fn counted(
+fn counted(
     fabric: &Arc<Fabric>,
     settings: Settings,
     act: impl Fn(&End<'_>) + Sync,
@@ -132,7 +135,7 @@ pub(super) fn counted(
 }
 
 /// Counts that do not depend on time, even if something waits for credit.
-pub(super) fn asked(counters: RailCounters) -> RailCounters {
+fn asked(counters: RailCounters) -> RailCounters {
     RailCounters { doorbells: 0, completions: 0, received: 0, ..counters }
 }
 
@@ -371,5 +374,95 @@ fn a_dispatch_into_fixed_slots_is_as_many_requests_to_a_partner_as_its_puts_and_
                 }
             }
         }
+    }
+}
+
+/// A step of a rank that puts this and that.
+#[derive(Clone, Debug)]
+enum Step {
+    Put { len: u64, registered: bool },
+    Rows { rows: Vec<u32>, registered: bool },
+    Zero { len: u64 },
+    Signal { tagged: bool },
+    Settle,
+    Gap,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let rows = || prop::collection::vec(0..40u32, 1..12);
+    let step = prop_oneof![
+        4 => (1..6000u64, any::<bool>()).prop_map(|(len, registered)| Step::Put { len, registered }),
+        4 => (rows(), any::<bool>()).prop_map(|(rows, registered)| Step::Rows { rows, registered }),
+        2 => (1..3000u64).prop_map(|len| Step::Zero { len }),
+        1 => any::<bool>().prop_map(|tagged| Step::Signal { tagged }),
+        1 => Just(Step::Settle),
+        1 => Just(Step::Gap),
+    ];
+    prop::collection::vec(step, 1..40)
+}
+
+/// Contents of the peer's memory after the steps.
+fn landed(steps: &[Step]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for step in steps {
+        match step {
+            Step::Put { len, .. } => bytes.extend((0..*len).map(pattern)),
+            Step::Rows { rows, .. } => {
+                let row = |&row: &u32| (0..ROW).map(move |i| pattern(u64::from(row) * ROW + i));
+                bytes.extend(rows.iter().flat_map(row));
+            }
+            Step::Zero { len } => bytes.resize(bytes.len() + *len as usize, 0),
+            Step::Gap => bytes.resize(bytes.len() + 16, 0),
+            Step::Signal { .. } | Step::Settle => {}
+        }
+    }
+    bytes.resize((SOURCE - DATA) as usize, 0);
+    bytes
+}
+
+fn perform(steps: &[Step], end: &End<'_>) {
+    let (mut at, mut value) = (0, 1);
+    for step in steps {
+        match step {
+            Step::Put { len, registered } => {
+                end.put(at, *len, *registered);
+                at += len;
+            }
+            Step::Rows { rows, registered } => {
+                end.rows(at, rows, *registered);
+                at += rows.len() as u64 * ROW;
+            }
+            Step::Zero { len } => {
+                end.zero(at, *len);
+                at += len;
+            }
+            Step::Gap => at += 16,
+            Step::Signal { tagged } => {
+                value += 1;
+                end.signal(value, tagged.then(Tag::default));
+            }
+            Step::Settle => end.rail.settle(end.patience).unwrap(),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// Little staging, so that a slow NIC makes its sender wait often, also in the middle of a
+    /// write.
+    #[test]
+    fn how_many_requests_come_of_some_calls_does_not_depend_on_how_fast_the_card_is(
+        steps in steps(),
+        signal in prop::sample::select(SignalMode::ALL.to_vec()),
+        pieces in 2..9u32,
+    ) {
+        let settings = Settings { chunk: 4096, in_flight: 4096, signal, ..Settings::default() };
+        let [fast, slow] = [false, true].map(|held| {
+            let (counted, seen) = counted(&fabric(pieces, held), settings.clone(), |end| perform(&steps, end));
+            assert!(seen == landed(&steps), "{signal:?}, {pieces}, held {held}");
+            asked(counted)
+        });
+        prop_assert_eq!(fast, slow);
     }
 }

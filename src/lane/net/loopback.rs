@@ -420,18 +420,18 @@ const DUE: usize = 7;
 
 /// A record as its consumer finds it.
 #[derive(Clone, Copy, Debug)]
-pub struct Read {
-    pub record: Record,
+struct Read {
+    record: Record,
     /// When it may be seen (0: at once).
-    pub due: u64,
-    pub payload: *const u8,
+    due: u64,
+    payload: *const u8,
     /// Where the next record begins.
-    pub next: u64,
+    next: u64,
 }
 
 /// View of one ring in mapped memory. Its owner keeps the mapping alive.
 #[derive(Clone, Copy, Debug)]
-pub struct Ring {
+struct Ring {
     at: NonNull<u8>,
 }
 
@@ -445,27 +445,27 @@ impl Ring {
     ///
     /// # Safety
     /// Half of [`ring_bytes`], aligned to 64, mapped as long as the ring is used.
-    pub unsafe fn new(at: NonNull<u8>) -> Self {
+    unsafe fn new(at: NonNull<u8>) -> Self {
         Ring { at }
     }
 
     /// Bytes from the first ring of a pair to the second.
-    pub const STRIDE: u64 = ring_bytes() / 2;
+    const STRIDE: u64 = ring_bytes() / 2;
 
     /// The producer's position.
-    pub fn head(&self) -> FlagLine<'_> {
+    fn head(&self) -> FlagLine<'_> {
         // SAFETY: line 0 of a mapped ring.
         unsafe { FlagLine::new(self.at) }
     }
 
     /// The consumer's position.
-    pub fn tail(&self) -> FlagLine<'_> {
+    fn tail(&self) -> FlagLine<'_> {
         // SAFETY: line 1 of a mapped ring.
         unsafe { FlagLine::new(self.at.add(64)) }
     }
 
     /// The position up to which signals have been delivered, too: kept where they may be held back.
-    pub fn done(&self) -> FlagLine<'_> {
+    fn done(&self) -> FlagLine<'_> {
         // SAFETY: line 3 of a mapped ring.
         unsafe { FlagLine::new(self.at.add(192)) }
     }
@@ -476,36 +476,36 @@ impl Ring {
     }
 
     /// Consumer: asks to be woken. Look at the ring once more afterwards.
-    pub fn arm(&self) {
+    fn arm(&self) {
         self.bell().store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
     /// Producer, after publishing: whether the consumer sleeps and must be woken now.
-    pub fn should_ring(&self) -> bool {
+    fn should_ring(&self) -> bool {
         fence(Ordering::SeqCst);
         self.bell().load(Ordering::Relaxed) != 0 && self.bell().swap(0, Ordering::SeqCst) != 0
     }
 
     /// Bytes a record of this payload takes.
-    pub fn footprint(payload: usize) -> u64 {
+    fn footprint(payload: usize) -> u64 {
         (HEADER + payload.next_multiple_of(64)) as u64
     }
 
     /// Bytes of padding before a record of `bytes` that is to begin at `head`.
-    pub fn skip(head: u64, bytes: u64) -> u64 {
+    fn skip(head: u64, bytes: u64) -> u64 {
         let left = CAPACITY as u64 - head % CAPACITY as u64;
         if left < bytes { left } else { 0 }
     }
 
     /// The tail that must be reached before bytes up to `end` may be written.
-    pub fn needed_tail(end: u64) -> u64 {
+    fn needed_tail(end: u64) -> u64 {
         end.saturating_sub(CAPACITY as u64)
     }
 
     /// Producer: writes a record at `head` that is due at a time (0: at once), and returns where
     /// its payload goes.
-    pub fn write(&self, head: u64, record: Record, due: u64) -> *mut u8 {
+    fn write(&self, head: u64, record: Record, due: u64) -> *mut u8 {
         let at = self.data(head);
         let mut words = record.to_words();
         words[DUE] = due;
@@ -518,7 +518,7 @@ impl Ring {
 
     /// Consumer: the record at `tail`. `None` if it makes no sense with `available` bytes
     /// published.
-    pub fn read(&self, tail: u64, available: u64) -> Option<Read> {
+    fn read(&self, tail: u64, available: u64) -> Option<Read> {
         let at = self.data(tail);
         // SAFETY: a published record begins here: aligned, inside the ring.
         let words = unsafe { at.cast::<[u64; 8]>().read() };
@@ -558,7 +558,7 @@ impl LinkEmulator {
     }
 
     /// Gives it so many bytes more.
-    pub fn send(&self, bytes: u64) {
+    fn send(&self, bytes: u64) {
         let took = u128::from(bytes) * u128::from(SECOND) / u128::from(self.pace.bytes_per_second.get());
         let took = u64::try_from(took).unwrap_or(u64::MAX);
         let later = |free: u64| Some(free.max(now()).saturating_add(took));
@@ -566,7 +566,7 @@ impl LinkEmulator {
     }
 
     /// When the bytes so far arrive.
-    pub fn arrival(&self) -> u64 {
+    fn arrival(&self) -> u64 {
         let latency = u64::try_from(self.pace.latency.as_nanos()).unwrap_or(u64::MAX);
         self.free.load(Ordering::Relaxed).max(now()).saturating_add(latency)
     }
@@ -574,7 +574,7 @@ impl LinkEmulator {
 
 /// Signals that have come too early.
 #[derive(Debug)]
-pub struct DelayedSignals {
+struct DelayedSignals {
     /// Readable when the first of them is due.
     timer: Arc<OwnedFd>,
     signals: VecDeque<DelayedSignal>,
@@ -582,10 +582,10 @@ pub struct DelayedSignals {
 
 /// A signal, when it is due, and where it lay in the ring.
 #[derive(Clone, Copy, Debug)]
-pub struct DelayedSignal {
-    pub record: Record,
-    pub due: u64,
-    pub at: u64,
+struct DelayedSignal {
+    record: Record,
+    due: u64,
+    at: u64,
 }
 
 impl DelayedSignals {
@@ -593,19 +593,19 @@ impl DelayedSignals {
     ///
     /// # Errors
     /// [`LaneError::System`].
-    pub fn new() -> Result<Self, LaneError> {
+    fn new() -> Result<Self, LaneError> {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let timer = timerfd_create(TimerfdClockId::Monotonic, flags).map_err(system("timerfd_create"))?;
         Ok(DelayedSignals { timer: Arc::new(timer), signals: VecDeque::new() })
     }
 
     /// Readable when a signal is due.
-    pub fn timer(&self) -> Arc<OwnedFd> {
+    fn timer(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.timer)
     }
 
     /// Keeps a signal. They are due in the order in which they come.
-    pub fn keep(&mut self, early: DelayedSignal) {
+    fn keep(&mut self, early: DelayedSignal) {
         self.signals.push_back(early);
         if self.signals.len() == 1 {
             self.set();
@@ -613,7 +613,7 @@ impl DelayedSignals {
     }
 
     /// The next signal that is due.
-    pub fn take(&mut self) -> Option<DelayedSignal> {
+    fn take(&mut self) -> Option<DelayedSignal> {
         if self.signals.front()?.due > now() {
             return None;
         }
@@ -623,12 +623,12 @@ impl DelayedSignals {
     }
 
     /// Where the first lay in the ring.
-    pub fn first(&self) -> Option<u64> {
+    fn first(&self) -> Option<u64> {
         self.signals.front().map(|early| early.at)
     }
 
     /// Whether the first is due.
-    pub fn is_due(&self) -> bool {
+    fn is_due(&self) -> bool {
         self.signals.front().is_some_and(|early| early.due <= now())
     }
 

@@ -114,7 +114,7 @@ impl Record {
     }
 
     /// The receiver's region that it is for, if any.
-    pub fn region(self) -> Option<u32> {
+    fn region(self) -> Option<u32> {
         match self {
             Record::Put { region, .. } | Record::Zero { region, .. } | Record::Signal { region, .. } => {
                 Some(region)

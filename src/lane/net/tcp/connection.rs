@@ -394,48 +394,48 @@ impl TcpConnection {
 /// one.
 pub const LONGEST: usize = 1 << 20;
 /// Most pieces of a record, the header counted.
-pub const PIECES: usize = 256;
+const PIECES: usize = 256;
 
 /// One direction of a connection.
 #[derive(Debug, Default)]
-pub struct Outgoing {
+struct Outgoing {
     /// Bytes that the socket has taken.
-    pub sent: u64,
+    sent: u64,
     /// Unsent rest of records that have begun.
     outbox: Vec<u8>,
     /// Bytes of the outbox that it has.
     gone: usize,
     /// Number of the last question whether everything has landed.
-    pub asked: u64,
+    asked: u64,
     /// Whether the poller reports room to send.
-    pub rings_for_room: bool,
+    rings_for_room: bool,
     /// How sending failed: nothing is sent any more.
-    pub failed: Option<Errno>,
+    failed: Option<Errno>,
 }
 
 impl Outgoing {
     /// Whether nothing waits.
-    pub fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.outbox.len() == self.gone
     }
 
     /// Bytes that wait.
-    pub fn waiting(&self) -> usize {
+    fn waiting(&self) -> usize {
         self.outbox.len() - self.gone
     }
 
     /// Whether something waits that the socket will take once it has room.
-    pub fn wants_room(&self) -> bool {
+    fn wants_room(&self) -> bool {
         !self.is_empty() && self.failed.is_none()
     }
 
     /// Bytes that go before anything that comes later.
-    pub fn keep(&mut self, bytes: &[u8]) {
+    fn keep(&mut self, bytes: &[u8]) {
         self.outbox.extend_from_slice(bytes);
     }
 
     /// Sends what waits. Returns whether nothing waits any more.
-    pub fn empty(&mut self, socket: &TcpStream) -> bool {
+    fn empty(&mut self, socket: &TcpStream) -> bool {
         while !self.is_empty() {
             let outbox = std::mem::take(&mut self.outbox);
             let sent = self.offer(socket, &[IoSlice::new(&outbox[self.gone..])]);
@@ -452,7 +452,7 @@ impl Outgoing {
 
     /// Hands bytes to the socket. Returns how many it took; none, too, if it takes nothing any
     /// more.
-    pub fn offer(&mut self, socket: &TcpStream, pieces: &[IoSlice<'_>]) -> usize {
+    fn offer(&mut self, socket: &TcpStream, pieces: &[IoSlice<'_>]) -> usize {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         while self.failed.is_none() {
             match rustix::net::sendmsg(socket, pieces, &mut SendAncillaryBuffer::default(), flags) {
@@ -477,7 +477,7 @@ const GULP: usize = 1 << 20;
 
 /// Received bytes, up to the middle of a record.
 #[derive(Debug)]
-pub struct Inbound {
+struct Inbound {
     stage: Box<[u8; STAGE]>,
     start: usize,
     end: usize,
@@ -487,7 +487,7 @@ pub struct Inbound {
 
 /// Why nothing more will come.
 #[derive(Debug, PartialEq)]
-pub enum End {
+enum End {
     /// The peer closed its end.
     Closed,
     /// The socket failed.
@@ -514,7 +514,7 @@ impl Inbound {
     ///
     /// # Errors
     /// [`End`], after everything before it was taken.
-    pub fn take(
+    fn take(
         &mut self,
         socket: impl AsFd,
         regions: &Regions,

@@ -172,12 +172,12 @@ impl WireEnd for TcpEnd<'_> {
 
 /// Addresses to listen at, and those that peers receive.
 #[derive(Debug, PartialEq, Eq)]
-pub struct ListenAddresses {
+struct ListenAddresses {
     /// The address to bind.
-    pub bind: IpAddr,
+    bind: IpAddr,
     /// Addresses to try, in order. An unspecified one stands for that at which the rendezvous sees
     /// this rank.
-    pub told: Vec<IpAddr>,
+    told: Vec<IpAddr>,
 }
 
 impl ListenAddresses {
@@ -186,7 +186,7 @@ impl ListenAddresses {
     ///
     /// # Errors
     /// [`BootstrapError::BadVariable`] if the interface that was asked for has no address.
-    pub fn find(pass: &PeerAuth, asked: &TcpAddress) -> Result<ListenAddresses, BootstrapError> {
+    fn find(pass: &PeerAuth, asked: &TcpAddress) -> Result<ListenAddresses, BootstrapError> {
         match asked {
             TcpAddress::Ip(ip) => Ok(ListenAddresses { bind: *ip, told: vec![*ip] }),
             TcpAddress::Interface(name) => {
@@ -218,7 +218,7 @@ impl ListenAddresses {
     }
 
     /// The addresses as bytes for peers.
-    pub fn to_text(&self, port: u16) -> String {
+    fn to_text(&self, port: u16) -> String {
         let sockets = self.told.iter().map(|&ip| SocketAddr::new(ip, port).to_string());
         sockets.collect::<Vec<_>>().join(",")
     }
@@ -226,7 +226,7 @@ impl ListenAddresses {
 
 /// Addresses that a peer received, if the bytes are valid. `seen_at` is where the rendezvous sees
 /// their sender.
-pub fn parse(told: &[u8], seen_at: Option<IpAddr>) -> Option<Vec<SocketAddr>> {
+fn parse(told: &[u8], seen_at: Option<IpAddr>) -> Option<Vec<SocketAddr>> {
     let resolve = |mut address: SocketAddr| {
         if address.ip().is_unspecified() {
             address.set_ip(seen_at?);

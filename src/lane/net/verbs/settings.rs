@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use super::port::Mtu;
+use super::nic::Mtu;
 use crate::config::parse_bytes;
 use crate::error::BootstrapError;
 
@@ -99,7 +99,7 @@ impl Settings {
     ///
     /// # Errors
     /// [`BootstrapError::BadVariable`].
-    pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
+    fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
         let vars = Vars(lookup);
         let usual = Settings::default();
         let chunk = vars.bytes("SIDELANE_VERBS_CHUNK", CHUNKS, "bytes, 4K to 1G")?.unwrap_or(usual.chunk);

@@ -3,7 +3,7 @@
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::state::{Job, Pair, State};
+use super::{Job, Pair, State};
 use crate::lane::net::verbs::ffi::{self, ibv_sge, ibv_wc};
 
 /// Outcome of a request.

@@ -1,21 +1,19 @@
 //! All NICs of a rank: registers memory with them, and connects their queue pairs to those of
 //! peers.
+//!
+//! Descriptions that the ends of a connection exchange before they are joined.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::block::Block;
 use super::connection::{Connection, Parts, SMALL};
-use super::device::{Device, Rights, ZEROS};
 use super::forecast::{Forecast, Rules};
-use super::gather::Bounds;
-use super::keys::{self, RemoteRegions};
-use super::nic::Nic as CardRail;
-use super::offer::ConnectionInfo;
+use super::nic::Nic;
 use super::receiver::Receiver;
-use super::sender::{Limits, Sender};
+use super::registration::{Device, RemoteRegions, Rights, ZEROS, describe_region};
+use super::sender::{Block, Bounds, Limits, Sender};
 use super::{
-    Caps, ChainCaps, CompletionQueue, Library, MemoryRegion, QueuePair, Queues, SendChain, Settings,
-    SignalMode, Sysfs,
+    Caps, ChainCaps, CompletionQueue, Endpoint, Library, MemoryRegion, QueuePair, Queues, Remote, SendChain,
+    Settings, SignalMode, Sysfs,
 };
 use crate::bootstrap::Health;
 use crate::error::{Error, VerbsError};
@@ -109,7 +107,7 @@ impl VerbsTransport {
     /// [`VerbsError`], if there are none or they cannot be used as the settings ask.
     pub fn open(ground: &VerbsEnvironment, setup: Setup) -> Result<Self, Error> {
         let VerbsEnvironment { library, sysfs, settings } = ground;
-        let cards = CardRail::open(library, sysfs, settings, setup.nth)?;
+        let cards = Nic::open(library, sysfs, settings, setup.nth)?;
         for card in &cards {
             if settings.signal == SignalMode::FetchAdd && !card.context.attributes().atomics {
                 return Err(VerbsError::NoAtomics { card: card.context.card().to_owned() }.into());
@@ -252,7 +250,7 @@ impl NetTransport for VerbsTransport {
         let atomics = self.settings.signal == SignalMode::FetchAdd;
         let rights = Rights { strict, atomics, relaxed: self.relaxed };
         let each = self.devices.iter().map(|device| device.register(number, region, rights));
-        let said = keys::say(&each.collect::<Result<Vec<_>, _>>()?);
+        let said = describe_region(&each.collect::<Result<Vec<_>, _>>()?);
         if number == 0 {
             self.heap().clone_from(&said);
         }
@@ -273,7 +271,7 @@ impl NetTransport for VerbsTransport {
             said.push(pieces);
             how = if registered == Registration::DmaBuf { how } else { registered };
         }
-        Ok((keys::say(&said), how))
+        Ok((describe_region(&said), how))
     }
 
     fn deregister(&self, number: u32) {
@@ -288,5 +286,64 @@ impl NetTransport for VerbsTransport {
 impl std::fmt::Debug for VerbsTransport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Adapter").field("rank", &self.rank).field("devices", &self.devices).finish()
+    }
+}
+
+/// One end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct ConnectionInfo {
+    /// Its queue pair. First, as it begins with the version of all this.
+    endpoint: Endpoint,
+    /// How it signals.
+    signal: SignalMode,
+    /// Number of the rank's NIC.
+    card: u8,
+    /// Receives that it keeps posted.
+    receives: u32,
+    /// Address for the peer's count of taken signals.
+    granted: Remote,
+    /// Its heap, as [`describe_region`](super::registration::describe_region) writes it.
+    heap: Vec<u8>,
+}
+
+const FIXED: usize = Endpoint::BYTES + 18;
+
+impl ConnectionInfo {
+    /// As bytes.
+    fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = self.endpoint.to_bytes().to_vec();
+        bytes.extend([self.signal as u8, self.card]);
+        bytes.extend(self.receives.to_le_bytes());
+        bytes.extend(self.granted.addr.to_le_bytes());
+        bytes.extend(self.granted.rkey.to_le_bytes());
+        bytes.extend(&self.heap);
+        bytes
+    }
+
+    /// From what rank `peer` says.
+    ///
+    /// # Errors
+    /// [`VerbsError::EndpointVersion`] and its like.
+    fn from_bytes(peer: u32, bytes: &[u8]) -> Result<Self, VerbsError> {
+        let endpoint = Endpoint::from_bytes(peer, bytes.get(..Endpoint::BYTES).unwrap_or(bytes))?;
+        let (seen, expected) = (bytes.len(), FIXED);
+        if seen < expected {
+            return Err(VerbsError::EndpointLength { peer, seen, expected });
+        }
+        let (fixed, heap) = bytes.split_at(FIXED);
+        let rest = &fixed[Endpoint::BYTES..];
+        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| rest[at + i]));
+        let signal = SignalMode::ALL.into_iter().find(|&mode| mode as u8 == rest[0]);
+        let signal =
+            signal.ok_or(VerbsError::EndpointField { peer, field: "signal", value: rest[0].into() })?;
+        let addr = u64::from(word(6)) | u64::from(word(10)) << 32;
+        Ok(ConnectionInfo {
+            endpoint,
+            signal,
+            card: rest[1],
+            receives: word(2),
+            granted: Remote { addr, rkey: word(14) },
+            heap: heap.to_vec(),
+        })
     }
 }

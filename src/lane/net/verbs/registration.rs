@@ -1,0 +1,422 @@
+//! A NIC that a rank uses, and the memory that is registered with it.
+//!
+//! GPU memory, registered with a NIC: by a descriptor where there is one, else by its address.
+//!
+//! Registered memory by place: this rank's own, and the descriptions of peers' memory.
+//!
+//! A region may be registered in pieces: flags and their tags strictly ordered, rows relaxed.
+//!
+//! ```text
+//!   said   | pieces: u8 | start, len, address: u64 each, per piece | cards: u8 | rkey: u32 per piece and NIC |
+//! ```
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use super::ffi::ibv_sge;
+use super::nic::Nic;
+use super::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
+use crate::device::{Context, DeviceRange, DmaBuf};
+use crate::error::{Error, LaneError, VerbsError};
+use crate::lane::net::{
+    DeviceAddress, DeviceMemory, NoDmaBuf, NoGpuDirect, Region, Registration, RemoteAddress,
+};
+use crate::memory::{PeerMapping, Segment};
+
+/// Zeros that are sent as one piece.
+pub const ZEROS: u64 = 64 << 10;
+
+/// One NIC of a rank.
+#[derive(Debug)]
+pub struct Device {
+    /// The NIC, its port and its address.
+    pub card: Nic,
+    /// Limits of its queue pairs.
+    pub domain: Arc<ProtectionDomain>,
+    /// Registered regions by number.
+    regions: RwLock<HashMap<u32, Registered>>,
+    zeros: MemoryRegion,
+    _zeros: Arc<PeerMapping>,
+}
+
+/// A region: this rank's part, which peers may write to, and what else of it is mapped here, which
+/// may be sent.
+#[derive(Debug)]
+struct Registered {
+    rank: u32,
+    own: LocalRegion,
+    neighbours: Vec<(u32, MemoryRegion)>,
+    _memory: Arc<dyn Any + Send + Sync>,
+}
+
+impl Registered {
+    /// `rank`'s own part, and those of local peers; the memory stays as long as this.
+    fn new(
+        rank: u32,
+        own: LocalRegion,
+        neighbours: Vec<(u32, MemoryRegion)>,
+        memory: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        Registered { rank, own, neighbours, _memory: memory }
+    }
+}
+
+/// Registered bytes of this process.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    address: u64,
+    len: usize,
+    lkey: u32,
+}
+
+impl Source {
+    /// A piece of them.
+    pub fn piece(&self, offset: usize, len: usize) -> Sge {
+        debug_assert!(offset + len <= self.len);
+        // The NIC refuses addresses outside the region.
+        Sge(ibv_sge { addr: self.address + offset as u64, length: len as u32, lkey: self.lkey })
+    }
+}
+
+/// How peers may use a region: the first bytes are strictly ordered, the others may be relaxed.
+#[derive(Clone, Copy, Debug)]
+pub struct Rights {
+    /// Bytes at the start that hold flags and their tags.
+    pub strict: u64,
+    /// Whether additions are allowed there.
+    pub atomics: bool,
+    /// Whether the rest is relaxed.
+    pub relaxed: bool,
+}
+
+impl Device {
+    /// Makes a NIC ready for registering.
+    ///
+    /// # Errors
+    /// [`VerbsError`], [`MemoryError`](crate::error::MemoryError).
+    pub fn new(card: Nic) -> Result<Self, Error> {
+        let domain = ProtectionDomain::create(&card.context)?;
+        let segment = Segment::create("sidelane-zeros", ZEROS)?;
+        let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
+        mapped.populate(0, 0, ZEROS)?;
+        // SAFETY: no one ever writes these bytes; the mapping is dropped after the region.
+        let zeros = unsafe {
+            MemoryRegion::register(&domain, mapped.at(0, 0, ZEROS)?, ZEROS as usize, Access::empty())
+        }?;
+        Ok(Device { card, domain, regions: RwLock::default(), zeros, _zeros: mapped })
+    }
+
+    /// Registers a region under its number. Returns this rank's part, for
+    /// [`describe_region`](describe_region).
+    ///
+    /// # Errors
+    /// [`VerbsError::Register`].
+    pub fn register(
+        &self,
+        number: u32,
+        region: &Region,
+        rights: Rights,
+    ) -> Result<Vec<(u64, u64, u32)>, Error> {
+        let Region { mapped, member } = region;
+        let piece = |member: u32, offset: u64, len: u64, access| -> Result<MemoryRegion, Error> {
+            let at = mapped.at(member, offset, len)?;
+            // SAFETY: the region keeps the mapping; its bytes are shared memory that is only ever
+            // reached by pointers, under the schedule's write grants.
+            Ok(unsafe { MemoryRegion::register(&self.domain, at, len as usize, access) }?)
+        };
+        let (len, theirs) = (mapped.len_of(*member), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
+        let strict = rights.strict.min(len);
+        let flags = if rights.atomics { theirs | Access::REMOTE_ATOMIC } else { theirs };
+        let rows = if rights.relaxed { theirs | Access::RELAXED } else { theirs };
+        let mut own = LocalRegion::default();
+        for (offset, len, access) in [(0, strict, flags), (strict, len - strict, rows)] {
+            if len > 0 {
+                own.pieces.push(piece(*member, offset, len, access)?);
+            }
+        }
+        let others = (0..mapped.members()).filter(|other| other != member && mapped.len_of(*other) > 0);
+        let neighbours = others
+            .map(|other| Ok((other, piece(other, 0, mapped.len_of(other), Access::empty())?)))
+            .collect::<Result<_, Error>>()?;
+        let said = own.said();
+        self.keep(number, Registered::new(*member, own, neighbours, Arc::new(region.clone())));
+        Ok(said)
+    }
+
+    /// Peers may write there from now on.
+    fn keep(&self, number: u32, registered: Registered) {
+        self.regions.write().unwrap_or_else(PoisonError::into_inner).insert(number, registered);
+    }
+
+    /// Bytes of a member of a region as this NIC may read them, if they are registered as one
+    /// piece.
+    fn piece_of(&self, number: u32, member: u32, offset: u64, len: u64) -> Option<Source> {
+        let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
+        let region = regions.get(&number)?;
+        let mut start = 0;
+        let mut inside = |piece: &MemoryRegion| {
+            let from = offset.checked_sub(start)?;
+            start += piece.len();
+            let fits = from.checked_add(len)? <= piece.len();
+            fits.then(|| Source { address: piece.base() + from, len: len as usize, lkey: piece.lkey() })
+        };
+        if member == region.rank {
+            return region.own.pieces.iter().find_map(inside);
+        }
+        region.neighbours.iter().find(|(rank, _)| *rank == member).and_then(|(_, piece)| inside(piece))
+    }
+
+    /// Peers that still write there meet a dead key.
+    pub fn deregister(&self, number: u32) {
+        let gone = self.regions.write().unwrap_or_else(PoisonError::into_inner).remove(&number);
+        // A system call: not while others look their sources up.
+        drop(gone);
+    }
+
+    /// Bytes as this NIC may read them, if they are registered.
+    pub fn source(&self, bytes: &[u8]) -> Option<Source> {
+        let (address, len) = (bytes.as_ptr().addr() as u64, bytes.len());
+        let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
+        let pieces = regions.values().flat_map(|region| {
+            region.own.pieces.iter().chain(region.neighbours.iter().map(|(_, piece)| piece))
+        });
+        let holds = |piece: &&MemoryRegion| {
+            address >= piece.base() && address + len as u64 <= piece.base() + piece.len()
+        };
+        let piece = pieces.into_iter().find(holds)?;
+        Some(Source { address, len, lkey: piece.lkey() })
+    }
+
+    /// Zeros: `len` of them, or what so many pieces hold.
+    pub fn zeros(&self, len: u64, pieces: usize) -> impl Iterator<Item = Sge> + Clone + '_ {
+        let whole = len.div_ceil(ZEROS).min(pieces as u64);
+        (0..whole).filter_map(move |nth| self.zeros.sge(0, (len - nth * ZEROS).min(ZEROS) as u32).ok())
+    }
+
+    /// Whether the NIC works.
+    ///
+    /// # Errors
+    /// [`VerbsError::CardLost`] and its like.
+    pub fn check(&self) -> Result<(), VerbsError> {
+        self.card.context.check()
+    }
+}
+
+impl Device {
+    /// Registers memory of devices under a number. Returns this rank's part, for
+    /// [`describe_region`](describe_region).
+    ///
+    /// # Errors
+    /// [`NoGpuDirect::Card`].
+    pub fn register_device(
+        &self,
+        number: u32,
+        memory: &DeviceMemory,
+        relaxed: bool,
+    ) -> Result<(RegionKeys, Registration), NoGpuDirect> {
+        let DeviceMemory { context, own, neighbours, rank, strict } = memory;
+        let (len, flags) = (own.len(), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
+        let rows = if relaxed { flags | Access::RELAXED } else { flags };
+        let (mut pieces, mut how) = (Vec::new(), Registration::DmaBuf);
+        for (offset, len, access) in [(0, *strict, flags), (*strict, len.saturating_sub(*strict), rows)] {
+            if len > 0 {
+                let (piece, registered) = self.register_range(context, own, (offset, len), access)?;
+                pieces.push(piece);
+                how = registered;
+            }
+        }
+        let mut others = Vec::new();
+        for (member, range) in neighbours {
+            let whole = (0, range.len());
+            let (piece, registered) = self.register_range(context, range, whole, Access::empty())?;
+            others.push((*member, piece));
+            // All are reported with the weakest registration of one.
+            how = if registered == Registration::DmaBuf { how } else { registered };
+        }
+        let own_pieces = LocalRegion { pieces };
+        let said = own_pieces.said();
+        let keep: Vec<DeviceRange> =
+            std::iter::once(own).chain(neighbours.iter().map(|(_, range)| range)).cloned().collect();
+        self.keep(number, Registered::new(*rank, own_pieces, others, Arc::new(keep)));
+        Ok((said, how))
+    }
+
+    fn register_range(
+        &self,
+        context: &Context,
+        range: &DeviceRange,
+        (offset, len): (u64, u64),
+        access: Access,
+    ) -> Result<(MemoryRegion, Registration), NoGpuDirect> {
+        let address = range.address() + offset;
+        let dma_buf = match range.dma_buf(context) {
+            Err(_) => NoDmaBuf::Driver,
+            Ok(DmaBuf { descriptor, offset: first, .. }) => {
+                let (fd, at) = (descriptor.as_fd(), first + offset);
+                // SAFETY: the range is kept with the registration; no processor reads or writes it,
+                // and its device does under the schedule's write grants.
+                let region = unsafe {
+                    MemoryRegion::register_dmabuf(&self.domain, fd, at, len as usize, address, access)
+                };
+                match region {
+                    Ok(region) => return Ok((region, Registration::DmaBuf)),
+                    Err(VerbsError::Register { errno, .. }) => NoDmaBuf::Card { errno },
+                    Err(_) => NoDmaBuf::Library,
+                }
+            }
+        };
+        let at = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+        let refused = |errno| NoGpuDirect::Card { dma_buf, errno };
+        let at = NonNull::new(at).ok_or(refused(rustix::io::Errno::FAULT.raw_os_error()))?;
+        // SAFETY: as above; the kernel refuses an address that it does not know.
+        match unsafe { MemoryRegion::register(&self.domain, at, len as usize, access) } {
+            Ok(region) => Ok((region, Registration::Address(dma_buf))),
+            Err(VerbsError::Register { errno, .. }) => Err(refused(errno)),
+            Err(_) => Err(refused(rustix::io::Errno::NOSYS.raw_os_error())),
+        }
+    }
+
+    /// `len` bytes of a device's memory as this NIC may read them, if they are registered.
+    pub fn device_source(&self, from: DeviceAddress, len: u64) -> Option<Source> {
+        self.piece_of(from.region, from.member, from.offset, len)
+    }
+}
+
+/// Length, address and key of each piece of a region, as one NIC knows them.
+type RegionKeys = Vec<(u64, u64, u32)>;
+
+/// A region of this rank, as one NIC knows it.
+#[derive(Debug, Default)]
+struct LocalRegion {
+    /// In order, one behind the other.
+    pieces: Vec<MemoryRegion>,
+}
+
+impl LocalRegion {
+    /// Length, address and key of each piece.
+    fn said(&self) -> RegionKeys {
+        self.pieces.iter().map(|piece| (piece.len(), piece.base(), piece.rkey())).collect()
+    }
+}
+
+/// Description of a region for peers: one entry per NIC, all with the same pieces.
+pub fn describe_region(cards: &[RegionKeys]) -> Vec<u8> {
+    let pieces = cards.first().map_or(&[][..], Vec::as_slice);
+    let mut said = vec![pieces.len() as u8];
+    let mut start = 0;
+    for &(len, base, _) in pieces {
+        for word in [start, len, base] {
+            said.extend(word.to_le_bytes());
+        }
+        start += len;
+    }
+    said.push(cards.len() as u8);
+    said.extend(cards.iter().flatten().flat_map(|&(_, _, key)| key.to_le_bytes()));
+    said
+}
+
+/// Regions of a peer, as registered with the NIC that this rank is connected to.
+#[derive(Debug, Default)]
+pub struct RemoteRegions {
+    /// Number of the peer's NIC.
+    card: u8,
+    regions: HashMap<u32, Vec<Piece>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    start: u64,
+    len: u64,
+    to: Remote,
+}
+
+impl RemoteRegions {
+    /// Of a peer's NIC of this number.
+    pub fn of_card(card: u8) -> Self {
+        RemoteRegions { card, regions: HashMap::new() }
+    }
+
+    /// Takes note of the peer's description of a region.
+    ///
+    /// # Errors
+    /// [`VerbsError::Keys`] if it makes no sense.
+    pub fn learn(&mut self, peer: u32, region: u32, said: &[u8]) -> Result<(), LaneError> {
+        let pieces = parse(said, self.card).ok_or(VerbsError::Keys { peer, region })?;
+        self.regions.insert(region, pieces);
+        Ok(())
+    }
+
+    /// Where bytes of a region begin, and how many lie together from there on.
+    pub fn find(&self, to: RemoteAddress) -> Option<(Remote, u64)> {
+        let pieces = self.regions.get(&to.region)?;
+        let piece =
+            pieces.iter().find(|piece| (piece.start..piece.start + piece.len).contains(&to.offset))?;
+        let inside = to.offset - piece.start;
+        Some((Remote { addr: piece.to.addr + inside, rkey: piece.to.rkey }, piece.len - inside))
+    }
+}
+
+fn parse(said: &[u8], card: u8) -> Option<Vec<Piece>> {
+    let (&count, mut rest) = said.split_first()?;
+    let mut word = || {
+        let (head, tail) = rest.split_first_chunk::<8>()?;
+        rest = tail;
+        Some(u64::from_le_bytes(*head))
+    };
+    let mut pieces = Vec::new();
+    for _ in 0..count {
+        let (start, len, addr) = (word()?, word()?, word()?);
+        start.checked_add(len)?;
+        addr.checked_add(len)?;
+        pieces.push(Piece { start, len, to: Remote { addr, rkey: 0 } });
+    }
+    let (&cards, keys) = rest.split_first()?;
+    if card >= cards || keys.len() != usize::from(cards) * pieces.len() * 4 {
+        return None;
+    }
+    let keys = keys.chunks_exact(4).skip(usize::from(card) * pieces.len());
+    for (piece, key) in pieces.iter_mut().zip(keys) {
+        piece.to.rkey = u32::from_le_bytes(key.try_into().ok()?);
+    }
+    Some(pieces)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said() -> Vec<u8> {
+        let mut said = vec![2];
+        for word in [0u64, 100, 4096, 100, 50, 9000] {
+            said.extend(word.to_le_bytes());
+        }
+        said.push(2);
+        said.extend([7u32, 8, 17, 18].into_iter().flat_map(u32::to_le_bytes));
+        said
+    }
+
+    #[test]
+    fn bytes_are_found_in_the_piece_that_holds_them_with_the_key_of_the_card() {
+        let mut theirs = RemoteRegions::of_card(1);
+        theirs.learn(3, 5, &said()).unwrap();
+        let at = |offset| theirs.find(RemoteAddress { region: 5, offset });
+        assert_eq!(at(0), Some((Remote { addr: 4096, rkey: 17 }, 100)));
+        assert_eq!(at(99), Some((Remote { addr: 4195, rkey: 17 }, 1)));
+        assert_eq!(at(100), Some((Remote { addr: 9000, rkey: 18 }, 50)));
+        assert_eq!(at(150), None);
+        assert_eq!(theirs.find(RemoteAddress { region: 4, offset: 0 }), None);
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_and_names_the_rank() {
+        let error = |said: &[u8], card| RemoteRegions::of_card(card).learn(3, 5, said).unwrap_err();
+        let expected = LaneError::Verbs(VerbsError::Keys { peer: 3, region: 5 });
+        assert_eq!(error(&said(), 2), expected, "no such card");
+        for len in 0..said().len() {
+            assert_eq!(error(&said()[..len], 0), expected, "{len} bytes");
+        }
+    }
+}
