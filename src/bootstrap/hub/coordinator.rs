@@ -18,15 +18,11 @@ use std::{
 use rustix::event::PollFd;
 
 use super::store::{Delivery, Requester, Store};
-use crate::{
-    bootstrap::{
-        os::wait,
-        rendezvous::{AuthenticatedPeer, HandshakeQueue, JoinBarrier},
-        watch::{Liveness, Timeouts},
-        wire::{JoinRefusal, ListenAddress, Message, MessageConnection},
-    },
-    error::{BootstrapError, Cause, LostReason},
-};
+use crate::bootstrap::rendezvous::{AuthenticatedPeer, HandshakeQueue, JoinBarrier};
+use crate::bootstrap::wait;
+use crate::bootstrap::watch::{Liveness, Timeouts};
+use crate::bootstrap::wire::{JoinRefusal, ListenAddress, Message, MessageConnection};
+use crate::error::{BootstrapError, Cause, LostReason};
 
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);

@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     bootstrap::{
-        identity::Secret,
+        secret::Secret,
         rendezvous::{JoinBarrier, PeerAuth},
         watch::{Health, Timeouts, lock},
         wire::{Answer, job_digest},

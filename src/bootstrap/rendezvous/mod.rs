@@ -10,19 +10,12 @@
 //!
 //! The coordinator of the new world runs the host's side; each member gets a hub.
 
-mod connect;
-mod handshake_queue;
 mod join;
-mod join_barrier;
-mod peer_listener;
-mod rebuild;
-
-pub use connect::connect;
-pub(super) use handshake_queue::{AuthenticatedPeer, HandshakeQueue};
-pub(super) use join::Membership;
-pub(super) use join_barrier::JoinBarrier;
-pub use peer_listener::{PeerAuth, PeerListener};
-pub(super) use rebuild::rebuild;
-
+mod listener;
 #[cfg(test)]
 mod tests;
+
+pub use join::connect;
+pub(super) use join::{JoinBarrier, Membership, rebuild};
+pub(super) use listener::{AuthenticatedPeer, HandshakeQueue};
+pub use listener::{PeerAuth, PeerListener};

@@ -7,15 +7,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    connect::host,
-    join::{JoinRequest, Membership},
-    join_barrier::JoinBarrier,
-};
+use super::join::{JoinBarrier, JoinRequest, Membership, host};
 use crate::{
     bootstrap::{
         hub::Job,
-        identity::Secret,
+        secret::Secret,
         watch::Timeouts,
         wire::{Message, RendezvousId, job_digest},
     },

@@ -20,11 +20,8 @@
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
-use super::{
-    message::{Hello, Message, PROTOCOL},
-    parts::JoinRefusal,
-};
-use crate::bootstrap::identity::Secret;
+use super::message::{Hello, JoinRefusal, Message, PROTOCOL};
+use crate::bootstrap::Secret;
 
 /// The digest under which a job is known.
 pub(in crate::bootstrap) fn job_digest(job: &str) -> [u8; 32] {

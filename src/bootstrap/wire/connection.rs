@@ -13,7 +13,7 @@ use super::{
     frame::{Inbox, MAX_FRAME, MAX_GREETING},
     message::Message,
 };
-use crate::bootstrap::os::wait;
+use crate::bootstrap::wait;
 
 /// Bytes read in one turn, so that one loud peer does not starve the others.
 const GULP: usize = 1 << 20;

@@ -13,10 +13,8 @@ mod auth;
 mod connection;
 mod frame;
 mod message;
-mod parts;
 
 pub(super) use auth::{Initiator, RendezvousId, Responder, job_digest, keyed};
 pub(super) use connection::MessageConnection;
 pub(super) use frame::{MAX_FRAME, Malformed, Reader, Writer};
-pub(super) use message::{Hello, Message, PROTOCOL};
-pub(super) use parts::{Answer, JoinRefusal, ListenAddress};
+pub(super) use message::{Answer, Hello, JoinRefusal, ListenAddress, Message, PROTOCOL};

@@ -2,15 +2,15 @@
 
 use std::collections::BTreeSet;
 use std::env::VarError;
-use std::fs::{self, File, OpenOptions};
+use std::fmt;
+use std::fs::{self, File, OpenOptions, hard_link};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::{fmt, fs::hard_link};
 
 use rustix::fs::{Access, OFlags, access};
 
-use crate::bootstrap::os::failed;
+use super::failed;
 use crate::error::BootstrapError;
 
 /// Bytes of a drawn secret.
@@ -87,7 +87,7 @@ impl Secret {
     ///
     /// It lies in the first of `/run/user/UID`, `/dev/shm` and `/tmp` where this user may write. No
     /// variable chooses the folder: ranks of one job may have been started by different launchers.
-    pub(in crate::bootstrap) fn of_user() -> Result<Self, BootstrapError> {
+    pub(super) fn of_user() -> Result<Self, BootstrapError> {
         let user = rustix::process::geteuid().as_raw();
         let folders = [format!("/run/user/{user}"), "/dev/shm".to_owned(), "/tmp".to_owned()];
         let writable = |folder: &&String| access(folder.as_str(), Access::WRITE_OK | Access::EXEC_OK).is_ok();
@@ -122,11 +122,11 @@ impl Secret {
     }
 
     /// The empty key of jobs that run without a secret.
-    pub(in crate::bootstrap) fn none() -> Self {
+    pub(super) fn none() -> Self {
         Secret(Vec::new())
     }
 
-    pub(in crate::bootstrap) fn bytes(&self) -> &[u8] {
+    pub(super) fn bytes(&self) -> &[u8] {
         &self.0
     }
 
@@ -190,7 +190,7 @@ fn draw_key(folder: &Path, path: &Path) -> Result<(), BootstrapError> {
 }
 
 /// Random bytes of the system.
-pub(in crate::bootstrap) fn random<const N: usize>() -> Result<[u8; N], BootstrapError> {
+pub(super) fn random<const N: usize>() -> Result<[u8; N], BootstrapError> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|error| BootstrapError::System {
         call: "getrandom",
