@@ -304,8 +304,8 @@ const PER_PACKET: usize = 253;
 /// Knowledge of both sides of a pair: the exchange, sender and receiver.
 #[derive(Clone, Copy)]
 struct Exchange<'a> {
-    pub key: &'a str,
-    pub epoch: u16,
+    key: &'a str,
+    epoch: u16,
 }
 
 impl Exchange<'_> {
@@ -398,8 +398,8 @@ enum Progress {
 #[derive(Debug)]
 struct Pair<'fd> {
     /// Index of the member.
-    pub peer: usize,
-    pub received: Vec<OwnedFd>,
+    peer: usize,
+    received: Vec<OwnedFd>,
     socket: OwnedFd,
     greeting: Option<Vec<u8>>,
     /// The packet that the other side has to say first, where it has not.

@@ -23,7 +23,6 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-
 use crate::error::BootstrapError;
 
 /// Launcher of this process.

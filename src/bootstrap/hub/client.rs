@@ -45,7 +45,7 @@ pub(in crate::bootstrap) struct TcpHub {
     pub(in crate::bootstrap) rank: u32,
     pub(in crate::bootstrap) size: u32,
     pub(in crate::bootstrap) epoch: u16,
-    pub(super) shared: Arc<Shared>,
+    shared: Arc<Shared>,
     /// Where each rank listens for a rebuild.
     pub(in crate::bootstrap) doors: Vec<SocketAddr>,
     /// Where this rank does.
@@ -249,7 +249,7 @@ pub(in crate::bootstrap) const HOST: u32 = 0;
 
 /// How a hub ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum End {
+enum End {
     /// Says goodbye.
     Leave,
     /// Falls silent, as a killed process does.
@@ -257,24 +257,24 @@ pub(super) enum End {
 }
 
 #[derive(Default)]
-pub(super) struct State {
-    pub outgoing: Vec<u8>,
-    pub answers: HashMap<u64, Option<Answer>>,
+struct State {
+    outgoing: Vec<u8>,
+    answers: HashMap<u64, Option<Answer>>,
     /// The coordinator has left cleanly: no more answers come.
-    pub closed: bool,
+    closed: bool,
     end: Option<End>,
 }
 
 /// What callers and the link thread share.
-pub(super) struct Shared {
-    pub health: Arc<Health>,
-    pub state: Mutex<State>,
-    pub changed: Condvar,
+struct Shared {
+    health: Arc<Health>,
+    state: Mutex<State>,
+    changed: Condvar,
     bell: OwnedFd,
 }
 
 impl Shared {
-    pub(super) fn new(health: Arc<Health>) -> Result<Arc<Self>, BootstrapError> {
+    fn new(health: Arc<Health>) -> Result<Arc<Self>, BootstrapError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let bell = eventfd(0, flags).map_err(|errno| system("eventfd", errno))?;
         let state = Mutex::new(State::default());
@@ -289,18 +289,18 @@ impl Shared {
     }
 
     /// Wakes the link thread. It only fails when a wake-up is pending already.
-    pub(super) fn ring(&self) {
+    fn ring(&self) {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
     /// Hands a message to the link thread.
-    pub(super) fn post(&self, message: &Message) {
+    fn post(&self, message: &Message) {
         lock(&self.state).outgoing.extend(message.encode());
         self.ring();
     }
 
     /// Requests the end of the link thread.
-    pub(super) fn end(&self, end: End) {
+    fn end(&self, end: End) {
         lock(&self.state).end = Some(end);
         self.ring();
     }
@@ -313,18 +313,18 @@ impl Shared {
 }
 
 /// The link thread.
-pub(super) struct Link {
-    pub shared: Arc<Shared>,
-    pub wire: MessageConnection,
-    pub launcher: Option<LauncherWatch>,
-    pub clocks: Timeouts,
-    pub rank: u32,
-    pub epoch: u16,
+struct Link {
+    shared: Arc<Shared>,
+    wire: MessageConnection,
+    launcher: Option<LauncherWatch>,
+    clocks: Timeouts,
+    rank: u32,
+    epoch: u16,
 }
 
 impl Link {
     /// Runs until the hub ends or the connection does.
-    pub(super) fn run(mut self) {
+    fn run(mut self) {
         let now = Instant::now();
         let mut liveness = Liveness::new(1, self.clocks.heartbeat, self.clocks.liveness, now);
         let mut beat = now;

@@ -22,8 +22,8 @@ use super::{
 };
 use crate::{
     bootstrap::{
-        secret::Secret,
         rendezvous::{JoinBarrier, PeerAuth},
+        secret::Secret,
         watch::{Health, Timeouts, lock},
         wire::{Answer, job_digest},
     },

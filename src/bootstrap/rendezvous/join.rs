@@ -117,7 +117,7 @@ pub(super) fn host(
 
 /// A host that cannot join waits for its coordinator, which still has messages for the others: the
 /// process may end next.
-pub(super) fn attended<E>(
+fn attended<E>(
     seat: Result<Membership, E>,
     coordinator: JoinHandle<()>,
 ) -> Result<(Membership, JoinHandle<()>), E> {

@@ -225,12 +225,12 @@ pub(in crate::bootstrap) enum JoinRefusal {
     Malformed,
 }
 
-pub(super) fn write_ranks(w: &mut Writer, ranks: &[u32]) {
+fn write_ranks(w: &mut Writer, ranks: &[u32]) {
     w.u32(ranks.len() as u32);
     ranks.iter().for_each(|&rank| w.u32(rank));
 }
 
-pub(super) fn write_door(w: &mut Writer, door: &ListenAddress) {
+fn write_door(w: &mut Writer, door: &ListenAddress) {
     match door.ip {
         None => w.u8(0),
         Some(IpAddr::V4(ip)) => {
@@ -245,7 +245,7 @@ pub(super) fn write_door(w: &mut Writer, door: &ListenAddress) {
     w.u16(door.port);
 }
 
-pub(super) fn read_door(r: &mut Reader) -> Result<ListenAddress, Malformed> {
+fn read_door(r: &mut Reader) -> Result<ListenAddress, Malformed> {
     let ip = match r.u8()? {
         0 => None,
         4 => Some(IpAddr::from(r.array::<4>()?)),
@@ -255,7 +255,7 @@ pub(super) fn read_door(r: &mut Reader) -> Result<ListenAddress, Malformed> {
     Ok(ListenAddress { ip, port: r.u16()? })
 }
 
-pub(super) fn write_refusal(w: &mut Writer, refusal: &JoinRefusal) {
+fn write_refusal(w: &mut Writer, refusal: &JoinRefusal) {
     match refusal {
         JoinRefusal::Version(version) => {
             w.u8(0);
@@ -276,7 +276,7 @@ pub(super) fn write_refusal(w: &mut Writer, refusal: &JoinRefusal) {
     }
 }
 
-pub(super) fn read_refusal(r: &mut Reader) -> Result<JoinRefusal, Malformed> {
+fn read_refusal(r: &mut Reader) -> Result<JoinRefusal, Malformed> {
     Ok(match r.u8()? {
         0 => JoinRefusal::Version(r.u32()?),
         1 => JoinRefusal::OtherJob,
@@ -289,7 +289,7 @@ pub(super) fn read_refusal(r: &mut Reader) -> Result<JoinRefusal, Malformed> {
     })
 }
 
-pub(super) fn write_answer(w: &mut Writer, answer: &Answer) {
+fn write_answer(w: &mut Writer, answer: &Answer) {
     match answer {
         Answer::Done => w.u8(0),
         Answer::Value(value) => {
@@ -322,7 +322,7 @@ pub(super) fn write_answer(w: &mut Writer, answer: &Answer) {
     }
 }
 
-pub(super) fn read_answer(r: &mut Reader) -> Result<Answer, Malformed> {
+fn read_answer(r: &mut Reader) -> Result<Answer, Malformed> {
     Ok(match r.u8()? {
         0 => Answer::Done,
         1 => Answer::Value(Arc::new(r.bytes()?.to_vec())),
@@ -335,7 +335,7 @@ pub(super) fn read_answer(r: &mut Reader) -> Result<Answer, Malformed> {
     })
 }
 
-pub(super) fn write_cause(w: &mut Writer, cause: &Cause) {
+fn write_cause(w: &mut Writer, cause: &Cause) {
     match *cause {
         Cause::Lost { rank, how: LostReason::Closed } => {
             w.u8(0);
@@ -381,7 +381,7 @@ pub(super) fn write_cause(w: &mut Writer, cause: &Cause) {
     }
 }
 
-pub(super) fn read_cause(r: &mut Reader) -> Result<Cause, Malformed> {
+fn read_cause(r: &mut Reader) -> Result<Cause, Malformed> {
     Ok(match r.u8()? {
         0 => Cause::Lost { rank: r.u32()?, how: LostReason::Closed },
         1 => Cause::Lost { rank: r.u32()?, how: LostReason::Silent(Duration::from_millis(r.u64()?)) },
