@@ -6,7 +6,7 @@ use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::product::Product;
+use super::Product;
 use crate::device::context::Context;
 use crate::device::library::symbol;
 use crate::device::stream::Stream;

@@ -2,17 +2,14 @@
 
 use std::sync::Arc;
 
-use super::operands::{Operands, VECTOR, WORD, bytes};
-use super::{Addresses, Kernels, THREADS};
-use crate::device::launch::Grid;
+use super::{Addresses, Kernels, THREADS, blocks_at_work};
+use super::{Operands, VECTOR, WORD, bytes};
+use crate::device::module::Grid;
 use crate::device::module::{Function, Module};
 use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 use crate::plan::{Overflow, SlotShape};
-
-/// Blocks that a multiprocessor has at work.
-const BLOCKS_AT_WORK: u32 = 8;
 
 /// What [`Kernels::tally`] reads and writes. Memory may be larger than what is named here.
 #[derive(Clone, Copy, Debug)]
@@ -186,15 +183,15 @@ struct ExpandParameters {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Functions {
+pub(super) struct ExpandFunctions {
     tally: Function,
     admit: Function,
     expand: Function,
 }
 
-impl Functions {
+impl ExpandFunctions {
     pub fn of(module: &Arc<Module>) -> Result<Self, DeviceError> {
-        Ok(Functions {
+        Ok(ExpandFunctions {
             tally: module.function(c"tally")?,
             admit: module.function(c"admit")?,
             expand: module.function(c"expand")?,
@@ -288,7 +285,7 @@ impl Kernels {
             align,
             strict: (admit.overflow == Overflow::Error).into(),
         };
-        let at_work = stream.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK).clamp(1, 1 << 16);
+        let at_work = blocks_at_work(stream);
         let blocks = budget.div_ceil(THREADS).clamp(1, at_work);
         let grid = Grid::line(blocks, THREADS);
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
