@@ -1,11 +1,22 @@
 //! The segments of several ranks in one reservation of address space.
+//!
+//! Sealed shared memory: a memfd that no process can shrink while others map it.
+//!
+//! The pages that the kernel really granted. Requests for huge pages are advice: only the grant
+//! counts.
+//!
+//! Mapped segments that GPUs see, too.
 
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
+use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::{Segment, access};
-use crate::error::MemoryError;
+use super::access;
+use crate::device::{Context, PinnedMemory};
+use crate::error::{Error, MemoryError};
 
 /// One mapped region per member, at equal distances. Members out of reach have length 0.
 #[derive(Debug)]
@@ -174,5 +185,134 @@ impl Drop for PeerMapping {
         // SAFETY: the reservation made in `new`; every user of pointers into it holds this value
         // alive.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), total) };
+    }
+}
+
+/// A sealed memfd of fixed size.
+#[derive(Debug)]
+pub struct Segment {
+    fd: OwnedFd,
+    len: u64,
+}
+
+impl Segment {
+    /// Creates `len` bytes of zeroed shared memory, sealed against resizing. No page is touched
+    /// yet.
+    ///
+    /// # Errors
+    /// [`MemoryError::System`] with the call that failed.
+    pub fn create(name: &str, len: u64) -> Result<Self, MemoryError> {
+        let failed = |call| {
+            move |e: rustix::io::Errno| MemoryError::System { call, bytes: len, errno: e.raw_os_error() }
+        };
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(failed("memfd_create"))?;
+        rustix::fs::ftruncate(&fd, len).map_err(failed("ftruncate"))?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(failed("fcntl(F_ADD_SEALS)"))?;
+        Ok(Segment { fd, len })
+    }
+
+    /// Takes a descriptor that came from `rank`, or from a caller: it must be sealed against
+    /// shrinking, or a later access could fault.
+    ///
+    /// # Errors
+    /// [`MemoryError::NotSealed`], [`MemoryError::System`] if it is no memfd.
+    pub fn adopt(fd: OwnedFd, rank: u32) -> Result<Self, MemoryError> {
+        let failed = |call| {
+            move |e: rustix::io::Errno| MemoryError::System { call, bytes: 0, errno: e.raw_os_error() }
+        };
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(failed("fcntl(F_GET_SEALS)"))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(MemoryError::NotSealed { rank, missing: "shrinking (F_SEAL_SHRINK)" });
+        }
+        let len = rustix::fs::fstat(&fd).map_err(failed("fstat"))?.st_size as u64;
+        Ok(Segment { fd, len })
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl AsFd for Segment {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Bytes of shared huge pages behind the mappings of this process, from `/proc/self/smaps_rollup`;
+/// `None` where the kernel does not report them.
+pub fn shared_huge_bytes() -> Option<u64> {
+    parse(&std::fs::read_to_string("/proc/self/smaps_rollup").ok()?)
+}
+
+fn parse(smaps: &str) -> Option<u64> {
+    let line = smaps.lines().find_map(|line| line.strip_prefix("ShmemPmdMapped:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// Requests a small heap on huge pages and checks whether it got them. `None` where the kernel does
+/// not report it.
+pub fn huge_pages_granted() -> Option<bool> {
+    let segment = Segment::create("sidelane-probe", 4 << 20).ok()?;
+    let before = shared_huge_bytes()?;
+    let mapped = PeerMapping::new(&[Some(&segment)]).ok()?;
+    mapped.populate(0, 0, segment.len()).ok()?;
+    Some(shared_huge_bytes()? > before)
+}
+
+/// Pages that a heap got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageReport {
+    /// Bytes of the heap.
+    pub bytes: u64,
+    /// Of them (and of other shared mappings of this process) on huge pages; `None` if unknown.
+    pub huge: Option<u64>,
+}
+
+/// Pins the whole segment of a member, and holds the mapping as long as there are claims on it. All
+/// processes that map the segment access it by atomics alone or, as a port does, between two
+/// signals: the device has written, and may write again.
+///
+/// # Errors
+/// [`DeviceError`](crate::error::DeviceError) if it cannot be pinned.
+pub fn pin(context: &Arc<Context>, mapped: &Arc<PeerMapping>, member: u32) -> Result<PinnedMemory, Error> {
+    let len = mapped.len_of(member);
+    let at: NonNull<u8> = mapped.at(member, 0, len)?;
+    // SAFETY: checked by `at`, and mapped as long as the value that is kept; ports refer to bytes
+    // of it only while, by signals and write grants, no device writes them.
+    Ok(unsafe { PinnedMemory::register(context, at, len as usize, mapped.clone()) }?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_segment_cannot_be_resized() {
+        let segment = Segment::create("sidelane-test", 8192).unwrap();
+        assert!(rustix::fs::ftruncate(&segment, 4096).is_err());
+        assert!(rustix::fs::ftruncate(&segment, 16384).is_err());
+    }
+
+    #[test]
+    fn an_unsealed_descriptor_is_refused() {
+        let fd = rustix::fs::memfd_create("sidelane-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .unwrap();
+        assert!(matches!(Segment::adopt(fd, 3), Err(MemoryError::NotSealed { rank: 3, .. })));
+    }
+
+    #[test]
+    fn the_grant_is_read_not_the_request() {
+        assert_eq!(parse("Rss: 12 kB\nShmemPmdMapped:     4096 kB\n"), Some(4096 * 1024));
+        assert_eq!(parse("Rss: 12 kB\n"), None);
     }
 }
