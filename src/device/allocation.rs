@@ -140,7 +140,7 @@ impl Drop for Allocation {
 }
 
 /// Takes over a descriptor that the driver has opened for us.
-pub(super) fn owned(call: &'static str, descriptor: c_int) -> Result<OwnedFd, DeviceError> {
+fn owned(call: &'static str, descriptor: c_int) -> Result<OwnedFd, DeviceError> {
     if descriptor < 0 {
         return Err(DeviceError::Descriptor { call, descriptor });
     }
@@ -163,7 +163,7 @@ fn properties(context: &Context) -> sys::CUmemAllocationProp {
     }
 }
 
-pub(super) fn location(device: u32) -> sys::CUmemLocation {
+fn location(device: u32) -> sys::CUmemLocation {
     sys::CUmemLocation { type_: CU_MEM_LOCATION_TYPE_DEVICE, id: device as c_int }
 }
 

@@ -200,7 +200,7 @@ impl CopyAttributes {
     /// on ([`Version::OVERLAP_HINT`](super::library::Version::OVERLAP_HINT)) the hint decides
     /// whether engines or SMs copy within one device. Older drivers ignore it: SMs make those
     /// copies.
-    pub const BESIDE_COMPUTE: CopyAttributes =
+    const BESIDE_COMPUTE: CopyAttributes =
         CopyAttributes { source_order: 1, source_hint: NO_HINT, target_hint: NO_HINT, flags: 1 };
 }
 

@@ -239,7 +239,7 @@ impl Probe {
 
 /// Hardware queues that the driver makes of `CUDA_DEVICE_MAX_CONNECTIONS`: 1 to 32, and 8 by
 /// default.
-pub(super) fn queues(value: Option<&str>) -> u32 {
+fn queues(value: Option<&str>) -> u32 {
     value.and_then(|text| text.trim().parse().ok()).filter(|n| (1..=32).contains(n)).unwrap_or(8)
 }
 

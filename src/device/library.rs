@@ -207,7 +207,7 @@ pub struct Code(pub u32);
 impl Code {
     pub const SUCCESS: Code = Code(0);
     pub const INVALID_VALUE: Code = Code(1);
-    pub const OUT_OF_MEMORY: Code = Code(2);
+    const OUT_OF_MEMORY: Code = Code(2);
     pub const NOT_FOUND: Code = Code(500);
     pub const NOT_READY: Code = Code(600);
 }
@@ -226,7 +226,7 @@ macro_rules! functions {
         impl Functions {
             /// # Safety
             /// The library is libcuda, or something with the same symbols of the same types.
-            pub unsafe fn from(library: &libloading::Library, name: &str) -> Result<Self, DeviceError> {
+            unsafe fn from(library: &libloading::Library, name: &str) -> Result<Self, DeviceError> {
                 let missing = |symbol| DeviceError::MissingSymbol { library: name.to_owned(), symbol };
                 Ok(Functions {
                     $( $name: {

@@ -107,7 +107,7 @@ pub struct SymmetricAllocator {
 
 impl SymmetricAllocator {
     /// The first `len` bytes of `rank`'s heap.
-    pub(super) fn new(rank: u32, mapped: Arc<PeerMapping>, len: u64) -> Arc<Self> {
+    fn new(rank: u32, mapped: Arc<PeerMapping>, len: u64) -> Arc<Self> {
         Arc::new(SymmetricAllocator { rank, mapped, extents: Mutex::new(Extents::new(len)) })
     }
 

@@ -236,7 +236,7 @@ impl Segment {
     }
 
     /// Whether it has no bytes.
-    pub fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.len == 0
     }
 }

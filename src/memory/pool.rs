@@ -318,7 +318,7 @@ impl Drop for Extent {
 }
 
 /// All sizes and offsets are multiples of this: a cache line, and the widest vector store.
-pub const GRAIN: u64 = 64;
+const GRAIN: u64 = 64;
 
 /// Free and used bytes of a space.
 #[derive(Clone, Debug)]
@@ -396,7 +396,7 @@ impl Extents {
     }
 
     /// Length of the largest free range.
-    pub fn largest(&self) -> u64 {
+    fn largest(&self) -> u64 {
         self.free.iter().map(|&(_, len)| len).max().unwrap_or(0)
     }
 
@@ -406,12 +406,12 @@ impl Extents {
     }
 
     /// Bytes taken.
-    pub fn used(&self) -> u64 {
+    fn used(&self) -> u64 {
         self.used
     }
 
     /// The most bytes ever allocated at once.
-    pub fn peak(&self) -> u64 {
+    fn peak(&self) -> u64 {
         self.peak
     }
 

@@ -170,7 +170,7 @@ unsafe fn write<V: Vector, F: Format>(values: &[f32; BLOCK], row: &mut [u8]) {
 }
 
 /// The largest value.
-pub(super) const MAX_E4M3: f32 = 448.0;
+const MAX_E4M3: f32 = 448.0;
 
 const NAN: u32 = 0x7f;
 
@@ -193,7 +193,7 @@ const STEPS: f32 = 16384.0;
 /// The nearest code, ties to even. NaN, infinities and values beyond 464 become NaN: `0x7f`,
 /// without a sign.
 #[inline(always)]
-pub(super) fn encode_e4m3(x: f32) -> u8 {
+fn encode_e4m3(x: f32) -> u8 {
     let (sign, magnitude) = (x.to_bits() >> 24 & 0x80, x.abs());
     let bits = magnitude.to_bits();
     let odd = bits >> DROPPED & 1;
@@ -207,7 +207,7 @@ pub(super) fn encode_e4m3(x: f32) -> u8 {
 
 /// The value of a code.
 #[inline(always)]
-pub(super) fn decode_e4m3(code: u8) -> f32 {
+fn decode_e4m3(code: u8) -> f32 {
     let (sign, code) = (u32::from(code & 0x80) << 24, u32::from(code & 0x7f));
     let normal = f32::from_bits((code << DROPPED) + (BIAS << 23));
     let small = code as f32 * (SMALLEST_NORMAL / 8.0);

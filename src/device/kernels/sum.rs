@@ -315,7 +315,7 @@ fn elements(dtype: Dtype) -> u32 {
 }
 
 /// Refuses rows that are not whole vectors of results, or too long to count in.
-pub(super) fn check_columns(kernel: &'static str, columns: u32, out: Dtype) -> Result<(), DeviceError> {
+fn check_columns(kernel: &'static str, columns: u32, out: Dtype) -> Result<(), DeviceError> {
     if columns == 0 || !columns.is_multiple_of(elements(out)) || columns >= 1 << 30 {
         let expected = "whole vectors of 16 bytes, and less than 2^30";
         return Err(DeviceError::Shape { kernel, what: "columns", given: columns.into(), expected });
@@ -325,7 +325,7 @@ pub(super) fn check_columns(kernel: &'static str, columns: u32, out: Dtype) -> R
 
 /// A block for each token and part of a row, or as many as the device runs at once; one if there
 /// are no tokens.
-pub(super) fn grid(stream: &Stream, tokens: u32, columns: u32, out: Dtype) -> Grid {
+fn grid(stream: &Stream, tokens: u32, columns: u32, out: Dtype) -> Grid {
     let across = (columns / elements(out)).div_ceil(THREADS).clamp(1, 1 << 15);
     let at_work = blocks_at_work(stream);
     let down = tokens.min(at_work.div_ceil(across)).max(1);
