@@ -11,8 +11,7 @@ use serde::Serialize;
 
 use super::call;
 use super::context::Context;
-use super::copies::BatchCopy;
-use super::library::{Code, Library, Version};
+use super::library::{BatchCopy, Code, Library, Version};
 use crate::error::DeviceError;
 
 /// The CUDA driver, loaded and started. Clones are the same driver.

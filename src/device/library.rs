@@ -24,7 +24,6 @@ use std::path::Path;
 use cudarc::driver::sys;
 use serde::{Serialize, Serializer};
 
-use super::copies::BatchCopy;
 use crate::error::DeviceError;
 
 /// Default name for the dynamic loader.
@@ -146,14 +145,14 @@ impl Library {
             let found = self.address(NAME, Version::BATCHED_COPIES_V2)?;
             // SAFETY: the driver was asked for the form of CUDA 13, which has this type.
             return Some(BatchCopy::Second(unsafe {
-                std::mem::transmute::<*mut c_void, super::copies::Second>(found)
+                std::mem::transmute::<*mut c_void, Second>(found)
             }));
         }
         if self.version >= Version::BATCHED_COPIES {
             let found = self.address(NAME, Version::BATCHED_COPIES)?;
             // SAFETY: the driver was asked for the form of CUDA 12.8, which has this type.
             return Some(BatchCopy::First(unsafe {
-                std::mem::transmute::<*mut c_void, super::copies::First>(found)
+                std::mem::transmute::<*mut c_void, First>(found)
             }));
         }
         None
@@ -365,4 +364,65 @@ impl Serialize for Version {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
+}
+
+/// `CUmemcpyAttributes` of CUDA 12.8 and later.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct CopyAttributes {
+    source_order: c_uint,
+    source_hint: sys::CUmemLocation,
+    target_hint: sys::CUmemLocation,
+    flags: c_uint,
+}
+
+const _: () = assert!(size_of::<CopyAttributes>() == 24);
+
+impl CopyAttributes {
+    /// Sources are read in the order of the stream (`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`), and
+    /// engines are preferred to SMs (`CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`). From CUDA 13.1
+    /// on ([`Version::OVERLAP_HINT`](Version::OVERLAP_HINT)) the hint decides
+    /// whether engines or SMs copy within one device. Older drivers ignore it: SMs make those
+    /// copies.
+    pub const BESIDE_COMPUTE: CopyAttributes =
+        CopyAttributes { source_order: 1, source_hint: NO_HINT, target_hint: NO_HINT, flags: 1 };
+}
+
+/// Of addresses that the driver knows anyway.
+const NO_HINT: sys::CUmemLocation =
+    sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID, id: 0 };
+
+type Addresses = *mut sys::CUdeviceptr;
+
+/// `cuMemcpyBatchAsync` as CUDA 12.8 defines it: targets, sources, sizes, count, attributes, first
+/// copy of each attribute, number of attributes, the copy that failed, stream.
+pub type First = unsafe extern "C" fn(
+    Addresses,
+    Addresses,
+    *mut usize,
+    usize,
+    *mut CopyAttributes,
+    *mut usize,
+    usize,
+    *mut usize,
+    sys::CUstream,
+) -> Code;
+
+/// As CUDA 13.0 defines it: no longer says which copy failed.
+pub type Second = unsafe extern "C" fn(
+    Addresses,
+    Addresses,
+    *mut usize,
+    usize,
+    *mut CopyAttributes,
+    *mut usize,
+    usize,
+    sys::CUstream,
+) -> Code;
+
+/// The form that a driver has.
+#[derive(Clone, Copy, Debug)]
+pub enum BatchCopy {
+    First(First),
+    Second(Second),
 }
