@@ -144,16 +144,12 @@ impl Library {
         if self.version >= Version::BATCHED_COPIES_V2 {
             let found = self.address(NAME, Version::BATCHED_COPIES_V2)?;
             // SAFETY: the driver was asked for the form of CUDA 13, which has this type.
-            return Some(BatchCopy::Second(unsafe {
-                std::mem::transmute::<*mut c_void, Second>(found)
-            }));
+            return Some(BatchCopy::Second(unsafe { std::mem::transmute::<*mut c_void, Second>(found) }));
         }
         if self.version >= Version::BATCHED_COPIES {
             let found = self.address(NAME, Version::BATCHED_COPIES)?;
             // SAFETY: the driver was asked for the form of CUDA 12.8, which has this type.
-            return Some(BatchCopy::First(unsafe {
-                std::mem::transmute::<*mut c_void, First>(found)
-            }));
+            return Some(BatchCopy::First(unsafe { std::mem::transmute::<*mut c_void, First>(found) }));
         }
         None
     }

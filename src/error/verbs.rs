@@ -45,28 +45,28 @@ pub enum VerbsError {
     #[error(
         "no RDMA NIC on this machine (if there is one: load its driver and ib_uverbs; in a container pass --device=/dev/infiniband)"
     )]
-    NoCard,
+    NoNic,
     /// A named NIC does not exist.
-    #[error("no NIC {card} (SIDELANE_VERBS_NICS): this machine has {present:?}")]
-    NoSuchCard {
+    #[error("no NIC {nic} (SIDELANE_VERBS_NICS): this machine has {present:?}")]
+    NoSuchNic {
         /// Its name.
-        card: String,
+        nic: String,
         /// The existing NICs.
         present: Vec<String>,
     },
     /// A NIC cannot be opened.
-    #[error("cannot open NIC {card}: {}{}", text(*errno), open_advice(*errno))]
+    #[error("cannot open NIC {nic}: {}{}", text(*errno), open_advice(*errno))]
     Open {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The errno.
         errno: i32,
     },
     /// A NIC has no port of this number.
-    #[error("NIC {card} has no port {port} (SIDELANE_VERBS_PORT): its ports are 1 to {ports}")]
+    #[error("NIC {nic} has no port {port} (SIDELANE_VERBS_PORT): its ports are 1 to {ports}")]
     NoSuchPort {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The port.
         port: u8,
         /// How many it has.
@@ -74,11 +74,11 @@ pub enum VerbsError {
     },
     /// No port of a NIC, or not the requested one, carries traffic.
     #[error(
-        "NIC {card}, port {port} is {state} (check the cable, the switch and, for InfiniBand, that a subnet manager runs)"
+        "NIC {nic}, port {port} is {state} (check the cable, the switch and, for InfiniBand, that a subnet manager runs)"
     )]
     PortDown {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The port; the first one if none was asked for.
         port: u8,
         /// Its state.
@@ -86,19 +86,19 @@ pub enum VerbsError {
     },
     /// A port has no address that routers know.
     #[error(
-        "NIC {card}, port {port} has no GID that can route: give its network interface an IPv4 or IPv6 address, so that RoCE v2 has one"
+        "NIC {nic}, port {port} has no GID that can route: give its network interface an IPv4 or IPv6 address, so that RoCE v2 has one"
     )]
     NoGid {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The port.
         port: u8,
     },
     /// The GID that was asked for is empty.
-    #[error("NIC {card}, port {port} has no GID of index {index} (SIDELANE_VERBS_GID_INDEX)")]
+    #[error("NIC {nic}, port {port} has no GID of index {index} (SIDELANE_VERBS_GID_INDEX)")]
     NoSuchGid {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The port.
         port: u8,
         /// Its place in the table.
@@ -106,11 +106,11 @@ pub enum VerbsError {
     },
     /// Packets were asked for that are larger than the port sends now.
     #[error(
-        "NIC {card}, port {port} sends packets of {active} bytes now, SIDELANE_VERBS_MTU asks for {asked}"
+        "NIC {nic}, port {port} sends packets of {active} bytes now, SIDELANE_VERBS_MTU asks for {asked}"
     )]
     MtuTooLarge {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The port.
         port: u8,
         /// Bytes asked for.
@@ -119,10 +119,10 @@ pub enum VerbsError {
         active: u32,
     },
     /// Memory cannot be registered.
-    #[error("NIC {card} cannot register {bytes} bytes: {}{}", text(*errno), register_advice(*errno))]
+    #[error("NIC {nic} cannot register {bytes} bytes: {}{}", text(*errno), register_advice(*errno))]
     Register {
         /// The NIC.
-        card: String,
+        nic: String,
         /// How many bytes.
         bytes: u64,
         /// The errno.
@@ -169,21 +169,21 @@ pub enum VerbsError {
         value: u32,
     },
     /// One end is InfiniBand, the other Ethernet.
-    #[error("NIC {card} cannot talk to the NIC of rank {peer}: one is InfiniBand, the other Ethernet")]
+    #[error("NIC {nic} cannot talk to the NIC of rank {peer}: one is InfiniBand, the other Ethernet")]
     LinkLayers {
         /// This rank's NIC.
-        card: String,
+        nic: String,
         /// The peer (in the world).
         peer: u32,
     },
     /// There is no route from our address to the peer's.
     #[error(
-        "NIC {card}: no route from GID {gid} to GID {remote} of rank {peer}: {} (both NICs must be in networks that reach each other; choose others with SIDELANE_VERBS_NICS or SIDELANE_VERBS_GID_INDEX)",
+        "NIC {nic}: no route from GID {gid} to GID {remote} of rank {peer}: {} (both NICs must be in networks that reach each other; choose others with SIDELANE_VERBS_NICS or SIDELANE_VERBS_GID_INDEX)",
         text(*errno)
     )]
     NoRoute {
         /// This rank's NIC.
-        card: String,
+        nic: String,
         /// The peer (in the world).
         peer: u32,
         /// Our address.
@@ -194,10 +194,10 @@ pub enum VerbsError {
         errno: i32,
     },
     /// Fetch-add was requested, and a NIC has none.
-    #[error("NIC {card} has no fetch-add: choose another SIDELANE_VERBS_SIGNAL")]
+    #[error("NIC {nic} has no fetch-add: choose another SIDELANE_VERBS_SIGNAL")]
     NoAtomics {
         /// The NIC.
-        card: String,
+        nic: String,
     },
     /// Two ranks signal in different ways.
     #[error(
@@ -247,13 +247,13 @@ pub enum VerbsError {
     },
     /// A NIC refused work requests.
     #[error(
-        "NIC {card}, queue pair {queue_pair} to rank {peer}: {call} took {taken} work requests, then refused: {}{}",
+        "NIC {nic}, queue pair {queue_pair} to rank {peer}: {call} took {taken} work requests, then refused: {}{}",
         text(*errno),
         post_advice(*errno)
     )]
     Post {
         /// The NIC.
-        card: String,
+        nic: String,
         /// Its queue pair.
         queue_pair: u32,
         /// The peer (in the world).
@@ -267,11 +267,11 @@ pub enum VerbsError {
     },
     /// A work request failed.
     #[error(
-        "NIC {card}, queue pair {queue_pair} to rank {peer}: {operation} failed: {status} (vendor error {vendor:#x})"
+        "NIC {nic}, queue pair {queue_pair} to rank {peer}: {operation} failed: {status} (vendor error {vendor:#x})"
     )]
     Completion {
         /// The NIC.
-        card: String,
+        nic: String,
         /// Its queue pair.
         queue_pair: u32,
         /// The peer (in the world).
@@ -284,32 +284,32 @@ pub enum VerbsError {
         vendor: u32,
     },
     /// A queue pair went into its error state without a work request of this side.
-    #[error("NIC {card}, queue pair {queue_pair}: {event}")]
+    #[error("NIC {nic}, queue pair {queue_pair}: {event}")]
     QueuePairLost {
         /// The NIC.
-        card: String,
+        nic: String,
         /// Its queue pair.
         queue_pair: u32,
         /// What happened.
         event: &'static str,
     },
     /// More completions came than the completion queue holds.
-    #[error("NIC {card}: a completion queue overflowed")]
+    #[error("NIC {nic}: a completion queue overflowed")]
     QueueOverflow {
         /// The NIC.
-        card: String,
+        nic: String,
     },
     /// A NIC is gone.
-    #[error("NIC {card} is gone: its driver reports a fatal error (see dmesg)")]
-    CardLost {
+    #[error("NIC {nic} is gone: its driver reports a fatal error (see dmesg)")]
+    NicLost {
         /// The NIC.
-        card: String,
+        nic: String,
     },
     /// Another call failed.
-    #[error("NIC {card}: {call} failed: {}", text(*errno))]
+    #[error("NIC {nic}: {call} failed: {}", text(*errno))]
     Call {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The call.
         call: &'static str,
         /// Its errno.

@@ -405,7 +405,7 @@ impl Floor {
 /// Bytes of one write: like the chunks of a connection.
 pub const RAW: u64 = 256 << 10;
 
-/// Bare writes over the rails of a rank.
+/// Bare writes over the connections of a rank.
 #[derive(Debug)]
 struct RawWrites {
     lanes: Arc<Lanes>,
@@ -423,7 +423,7 @@ impl RawWrites {
     /// So many bytes more go to a rank. `false` if no wire to another machine leads there, and
     /// nothing will go.
     fn add(&mut self, to: u32, bytes: u64) -> bool {
-        let wired = matches!(&self.lanes.reach[to as usize], PeerLane::Rail(rail) if !is_copied(rail.lane()));
+        let wired = matches!(&self.lanes.reach[to as usize], PeerLane::Net(connection) if !is_copied(connection.lane()));
         if wired {
             match self.out.iter_mut().find(|(peer, _)| *peer == to) {
                 Some((_, sum)) => *sum += bytes,
@@ -446,24 +446,24 @@ impl RawWrites {
         for nth in 0..most {
             for &(to, bytes) in &self.out {
                 let len = bytes.saturating_sub(nth * RAW).min(RAW);
-                if let (Some(rail), true) = (self.rail(to), len > 0) {
+                if let (Some(connection), true) = (self.connection(to), len > 0) {
                     let target = self.scratch.target(to, 0, len)?;
-                    let patience = self.lanes.patience(to);
-                    let _ = rail.put(target, &source[..len as usize], patience);
+                    let limits = self.lanes.limits_of(to);
+                    let _ = connection.put(target, &source[..len as usize], limits);
                 }
             }
         }
         for &(to, _) in &self.out {
-            if let Some(rail) = self.rail(to) {
-                let _ = rail.flush(self.lanes.patience(to));
+            if let Some(connection) = self.connection(to) {
+                let _ = connection.flush(self.lanes.limits_of(to));
             }
         }
         Ok(())
     }
 
-    fn rail(&self, to: u32) -> Option<&dyn NetConnection> {
+    fn connection(&self, to: u32) -> Option<&dyn NetConnection> {
         match &self.lanes.reach[to as usize] {
-            PeerLane::Rail(rail) => Some(rail.as_ref()),
+            PeerLane::Net(connection) => Some(connection.as_ref()),
             _ => None,
         }
     }

@@ -22,7 +22,7 @@ pub enum PeerLane {
     /// By loads and stores: the shm lane.
     Load,
     /// Over a wire.
-    Rail(Arc<dyn NetConnection>),
+    Net(Arc<dyn NetConnection>),
     /// Only through a relay.
     Relayed,
 }
@@ -33,7 +33,7 @@ impl PeerLane {
         match self {
             PeerLane::Own => "own",
             PeerLane::Load => "shm",
-            PeerLane::Rail(rail) => rail.lane(),
+            PeerLane::Net(connection) => connection.lane(),
             PeerLane::Relayed => "relay",
         }
     }
@@ -59,7 +59,7 @@ pub struct Lanes {
     /// How long a live but silent rank is waited for.
     pub deadline: Duration,
     /// Whether this machine has fewer cores than ranks of the world.
-    pub crowded: bool,
+    pub oversubscribed: bool,
 }
 
 impl Lanes {
@@ -81,44 +81,44 @@ impl Lanes {
     /// longer if the writer itself has to wait for others first: it knows the late rank better, so
     /// its report should come first. This holds for relays, and for a rank of another node that
     /// reports its whole node.
-    pub fn patience_for(&self, peer: u32, flag: Flag) -> WaitLimits<'_> {
-        let patience = self.patience(self.writer_of(peer));
+    pub fn limits_for(&self, peer: u32, flag: Flag) -> WaitLimits<'_> {
+        let limits = self.limits_of(self.writer_of(peer));
         let waits_itself = match (self.reach.get(peer as usize), flag) {
-            (Some(PeerLane::Relayed | PeerLane::Own), _) | (Some(PeerLane::Rail(_)), Flag::Entry) => true,
+            (Some(PeerLane::Relayed | PeerLane::Own), _) | (Some(PeerLane::Net(_)), Flag::Entry) => true,
             // Written by this rank's own relay.
-            (Some(PeerLane::Rail(_)), Flag::Landed) => self.route == Route::Pxn,
+            (Some(PeerLane::Net(_)), Flag::Landed) => self.route == Route::Pxn,
             _ => false,
         };
-        let more = if waits_itself { patience.deadline / 8 } else { Duration::ZERO };
-        WaitLimits { deadline: patience.deadline + more, ..patience }
+        let more = if waits_itself { limits.deadline / 8 } else { Duration::ZERO };
+        WaitLimits { deadline: limits.deadline + more, ..limits }
     }
 
     /// Limits of a wait for `peer`.
-    pub fn patience(&self, peer: u32) -> WaitLimits<'_> {
+    pub fn limits_of(&self, peer: u32) -> WaitLimits<'_> {
         WaitLimits {
             health: &self.health,
-            crowded: self.crowded,
+            oversubscribed: self.oversubscribed,
             deadline: self.deadline,
             awaited: self.world_ranks[peer as usize],
-            silent: self.rails().any(|rail| !rail.wakes()),
+            silent: self.connections().any(|connection| !connection.wakes()),
         }
     }
 
-    /// Takes what has come over the rails, and sends what can be sent.
+    /// Takes what has come over the connections, and sends what can be sent.
     pub fn progress(&self) {
-        for rail in self.rails() {
-            rail.progress(&self.health);
+        for connection in self.connections() {
+            connection.progress(&self.health);
         }
     }
 
     /// The health of the world, as a connection of this rank sees it.
     pub fn fault(&self) -> Option<LaneError> {
-        self.rails().find_map(|rail| rail.fault())
+        self.connections().find_map(|connection| connection.fault())
     }
 
-    fn rails(&self) -> impl Iterator<Item = &dyn NetConnection> {
+    fn connections(&self) -> impl Iterator<Item = &dyn NetConnection> {
         self.reach.iter().filter_map(|reach| match reach {
-            PeerLane::Rail(rail) => Some(rail.as_ref()),
+            PeerLane::Net(connection) => Some(connection.as_ref()),
             _ => None,
         })
     }
@@ -145,7 +145,7 @@ impl Lanes {
         (from, flag): (u32, Flag),
         look: impl FnMut() -> Result<(), Error>,
     ) -> Result<(), Error> {
-        self.outlast(word, value, (from, flag), self.patience(from), look)
+        self.outlast(word, value, (from, flag), self.limits_of(from), look)
     }
 
     /// Waits until this rank's own stream has set a word here; `look` as above. There is no
@@ -158,8 +158,8 @@ impl Lanes {
         word: &AtomicU64,
         look: impl FnMut() -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let patience = WaitLimits { deadline: Duration::MAX, ..self.patience(self.rank) };
-        self.outlast(word, 1, (self.rank, Flag::Ready), patience, look)
+        let limits = WaitLimits { deadline: Duration::MAX, ..self.limits_of(self.rank) };
+        self.outlast(word, 1, (self.rank, Flag::Ready), limits, look)
     }
 
     fn outlast(
@@ -167,10 +167,10 @@ impl Lanes {
         word: &AtomicU64,
         value: u64,
         (from, flag): (u32, Flag),
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
         mut look: impl FnMut() -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let mut waiter = Waiter::new(WaitLimits { silent: true, ..patience });
+        let mut waiter = Waiter::new(WaitLimits { silent: true, ..limits });
         loop {
             let seen = word.load(Ordering::Acquire);
             if seen >= value {

@@ -36,15 +36,15 @@ pub use floor::RAW;
 pub use floor::{Floor, Moves};
 pub use lanes::COPY_ENGINE;
 pub use lanes::{Lanes, PeerLane};
-pub use net::Counters as RailCounters;
+pub use net::Counters as NicCounters;
 pub use net::is_copied;
+pub use net::{
+    ConnectionEnd, ConnectionOffer, LOOPBACK, LinkEmulator, LoopbackTransport, NetConnection, NetTransport,
+    ProgressThread, Region, RemoteAddress, Setup, TcpTransport, VerbsEnvironment, VerbsTransport,
+};
 pub use net::{DeviceMemory, NoDmaBuf, NoGpuDirect, Registration};
 #[cfg(test)]
 pub use net::{Fabric, LoopbackConnection, Settings, SignalMode, ring_bytes};
-pub use net::{
-    LOOPBACK, LinkEmulator, LoopbackTransport, NetConnection, NetTransport, ProgressThread, Region,
-    RemoteAddress, Setup, TcpWires, VerbsEnvironment, VerbsTransport, WireEnd, WireOffer,
-};
 pub use port::Port;
 pub use port::flush;
 pub use port::{Io, RowSource};

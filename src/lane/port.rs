@@ -148,9 +148,9 @@ impl Port {
                     self.lanes.rows.gather(at, from, row_bytes as usize, index, stores);
                 },
                 None => {
-                    let (rail, target) = self.rail(to, (window, offset, len))?;
-                    let put = rail.put_rows(target, index, source, self.lanes.patience(to));
-                    put.map_err(|e| self.stuck(rail, to, e))?;
+                    let (connection, target) = self.connection(to, (window, offset, len))?;
+                    let put = connection.put_rows(target, index, source, self.lanes.limits_of(to));
+                    put.map_err(|e| self.stuck(connection, to, e))?;
                 }
             },
         }
@@ -161,8 +161,10 @@ impl Port {
             // SAFETY: the target was checked for all zeros.
             Some(at) => unsafe { self.lanes.rows.zero(at.as_ptr(), pad as usize, stores) },
             None => {
-                let (rail, target) = self.rail(to, (window, behind, pad))?;
-                rail.zero(target, pad, self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))?;
+                let (connection, target) = self.connection(to, (window, behind, pad))?;
+                connection
+                    .zero(target, pad, self.lanes.limits_of(to))
+                    .map_err(|e| self.stuck(connection, to, e))?;
             }
         }
         Ok(())
@@ -178,9 +180,9 @@ impl Port {
         let target = self.window(span.to)?.target(to, to_offset, len)?;
         let missing = "one that reads memory of devices";
         let none = LaneError::NoLane { rank: self.lanes.rank, peer: to, missing };
-        let PeerLane::Rail(rail) = self.reach(to)? else { return Err(none.into()) };
-        let put = rail.devices().ok_or(none)?.put_device(target, from, len, self.lanes.patience(to));
-        put.map_err(|e| self.stuck(rail.as_ref(), to, e))
+        let PeerLane::Net(connection) = self.reach(to)? else { return Err(none.into()) };
+        let put = connection.devices().ok_or(none)?.put_device(target, from, len, self.lanes.limits_of(to));
+        put.map_err(|e| self.stuck(connection.as_ref(), to, e))
     }
 
     #[inline(always)]
@@ -200,21 +202,23 @@ impl Port {
     }
 
     fn send(&self, to: u32, (window, offset): (WindowId, u64), bytes: &[u8]) -> Result<(), Error> {
-        let (rail, target) = self.rail(to, (window, offset, bytes.len() as u64))?;
-        rail.put(target, bytes, self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))
+        let (connection, target) = self.connection(to, (window, offset, bytes.len() as u64))?;
+        connection.put(target, bytes, self.lanes.limits_of(to)).map_err(|e| self.stuck(connection, to, e))
     }
 
-    /// The rail to bytes that are not near, and where they lie for it.
+    /// The connection to bytes that are not near, and where they lie for it.
     ///
     /// # Errors
     /// Why there is none: they are out of bounds, or their rank is reached by a relay.
-    fn rail(
+    fn connection(
         &self,
         to: u32,
         (window, offset, len): (WindowId, u64, u64),
     ) -> Result<(&dyn NetConnection, RemoteAddress), Error> {
         match self.reach(to)? {
-            PeerLane::Rail(rail) => Ok((rail.as_ref(), self.window(window)?.target(to, offset, len)?)),
+            PeerLane::Net(connection) => {
+                Ok((connection.as_ref(), self.window(window)?.target(to, offset, len)?))
+            }
             PeerLane::Own | PeerLane::Load => Err(self.outside(window, to, offset, len).into()),
             PeerLane::Relayed => Err(self.no_wire(to).into()),
         }
@@ -245,8 +249,10 @@ impl Port {
     }
 
     fn send_signal(&self, to: u32, offset: u64, (value, tag): (u64, Option<&Tag>)) -> Result<(), Error> {
-        let (rail, target) = self.rail(to, (self.flags, offset, LINE))?;
-        rail.signal(target, value, tag.copied(), self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))
+        let (connection, target) = self.connection(to, (self.flags, offset, LINE))?;
+        connection
+            .signal(target, value, tag.copied(), self.lanes.limits_of(to))
+            .map_err(|e| self.stuck(connection, to, e))
     }
 
     /// The flag here that speaks of `from`.
@@ -362,7 +368,7 @@ impl Port {
 
 impl Port {
     /// Waits until the flag here that speaks of `from` has at least `value`. Receives from the
-    /// rails meanwhile.
+    /// connections meanwhile.
     ///
     /// # Errors
     /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause).
@@ -370,7 +376,7 @@ impl Port {
     pub fn wait(&self, from: u32, flag: Flag, value: u64) -> Result<(), Error> {
         let reach = self.reach(from)?;
         let line = self.flag(from, flag)?;
-        match wait::poll_once(line, value, self.lanes.crowded) {
+        match wait::poll_once(line, value, self.lanes.oversubscribed) {
             true => Ok(()),
             false => self.outlast(line, (from, flag), value, reach.name()),
         }
@@ -384,8 +390,8 @@ impl Port {
         value: u64,
         lane: &'static str,
     ) -> Result<(), Error> {
-        let patience = self.lanes.patience_for(from, flag);
-        wait::wait_slow(line, value, patience, || self.lanes.progress()).map_err(|(seen, why)| match why {
+        let limits = self.lanes.limits_for(from, flag);
+        wait::wait_slow(line, value, limits, || self.lanes.progress()).map_err(|(seen, why)| match why {
             WaitError::Dead(cause) => self.lanes.fault().map_or(cause.into(), Error::from),
             WaitError::Asked => {
                 LaneError::Interrupted { rank: self.lanes.rank, peer: self.lanes.writer_of(from) }.into()
@@ -411,8 +417,10 @@ impl Port {
     pub fn quiet(&self) -> Result<(), Error> {
         RowKernels::fence();
         for (reach, to) in self.lanes.reach.iter().zip(0..) {
-            if let PeerLane::Rail(rail) = reach {
-                rail.flush(self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))?;
+            if let PeerLane::Net(connection) = reach {
+                connection
+                    .flush(self.lanes.limits_of(to))
+                    .map_err(|e| self.stuck(connection.as_ref(), to, e))?;
             }
         }
         Ok(())
@@ -425,8 +433,10 @@ impl Port {
     pub fn settle(&self) -> Result<(), Error> {
         self.attend();
         for (reach, to) in self.lanes.reach.iter().zip(0..) {
-            if let PeerLane::Rail(rail) = reach {
-                rail.settle(self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))?;
+            if let PeerLane::Net(connection) = reach {
+                connection
+                    .settle(self.lanes.limits_of(to))
+                    .map_err(|e| self.stuck(connection.as_ref(), to, e))?;
             }
         }
         Ok(())
@@ -439,21 +449,21 @@ impl Port {
     /// As [`Port::quiet`].
     #[inline]
     pub fn settle_with(&self, to: u32) -> Result<(), Error> {
-        if let PeerLane::Rail(_) = self.reach(to)? { self.settle() } else { Ok(()) }
+        if let PeerLane::Net(_) = self.reach(to)? { self.settle() } else { Ok(()) }
     }
 
-    /// Attends to all rails in turn until all have settled, so that none stands still while another
+    /// Attends to all connections in turn until all have settled, so that none stands still while another
     /// is waited for; or until one is late, which is then for that one to say.
     fn attend(&self) {
         let mut waiter = None;
         loop {
             let (mut open, mut moved) = (None, false);
             for (reach, to) in self.lanes.reach.iter().zip(0..) {
-                if let PeerLane::Rail(rail) = reach
-                    && !rail.settled()
+                if let PeerLane::Net(connection) = reach
+                    && !connection.settled()
                 {
                     open = open.or(Some(to));
-                    moved |= rail.progress(&self.lanes.health);
+                    moved |= connection.progress(&self.lanes.health);
                 }
             }
             let Some(to) = open else { return };
@@ -461,36 +471,46 @@ impl Port {
                 waiter = None;
                 continue;
             }
-            let waiter = waiter.get_or_insert_with(|| Waiter::new(self.lanes.patience(to)));
+            let waiter = waiter.get_or_insert_with(|| Waiter::new(self.lanes.limits_of(to)));
             if waiter.turn(|slice| std::thread::sleep(slice.min(SLEEP_INTERVAL))).is_err() {
                 return;
             }
         }
     }
 
-    fn stuck(&self, rail: &dyn NetConnection, to: u32, stuck: SendBlocked) -> Error {
-        explain(rail, (self.lanes.rank, to), stuck)
+    fn stuck(&self, connection: &dyn NetConnection, to: u32, stuck: SendBlocked) -> Error {
+        explain(connection, (self.lanes.rank, to), stuck)
     }
 }
 
-/// Returns when everything that was sent over a rail has landed.
+/// Returns when everything that was sent over a connection has landed.
 ///
 /// # Errors
 /// As [`Port::quiet`].
-pub fn flush(rail: &dyn NetConnection, health: &Health, deadline: Duration, rank: u32) -> Result<(), Error> {
-    let patience =
-        WaitLimits { health, crowded: true, awaited: rail.peer(), deadline, silent: !rail.wakes() };
-    rail.flush(patience).map_err(|stuck| explain(rail, (rank, rail.peer()), stuck))
+pub fn flush(
+    connection: &dyn NetConnection,
+    health: &Health,
+    deadline: Duration,
+    rank: u32,
+) -> Result<(), Error> {
+    let limits = WaitLimits {
+        health,
+        oversubscribed: true,
+        awaited: connection.peer(),
+        deadline,
+        silent: !connection.wakes(),
+    };
+    connection.flush(limits).map_err(|stuck| explain(connection, (rank, connection.peer()), stuck))
 }
 
-fn explain(rail: &dyn NetConnection, (rank, peer): (u32, u32), stuck: SendBlocked) -> Error {
+fn explain(connection: &dyn NetConnection, (rank, peer): (u32, u32), stuck: SendBlocked) -> Error {
     match stuck.why {
-        WaitError::Dead(cause) => rail.fault().map_or(cause.into(), Error::from),
+        WaitError::Dead(cause) => connection.fault().map_or(cause.into(), Error::from),
         WaitError::Asked => LaneError::Interrupted { rank, peer }.into(),
         WaitError::Late { waited } => LaneError::Deadline {
             rank,
             peer,
-            lane: rail.lane(),
+            lane: connection.lane(),
             flag: u32::MAX,
             awaited: stuck.awaited,
             seen: stuck.seen,
@@ -589,7 +609,7 @@ impl LocalWindows {
                     let len = window.parts.get(rank as usize)?.len;
                     Some(Reached { first: window.at(rank, 0, len).ok()?, len })
                 }
-                PeerLane::Rail(_) | PeerLane::Relayed => None,
+                PeerLane::Net(_) | PeerLane::Relayed => None,
             }));
         }
         LocalWindows { ranks: lanes.ranks(), parts }

@@ -35,14 +35,14 @@ use crate::error::{Cause, LostReason};
 /// is asked for again while its writer still needs it. Where ranks share cores, the awaited one may
 /// need this one.
 const LOOKS: u32 = 32;
-const LOOKS_IN_A_CROWD: u32 = 2;
+const LOOKS_OVERSUBSCRIBED: u32 = 2;
 /// Bounds of the three steps. Where ranks share cores, pausing only keeps the awaited one from
 /// running.
 const PAUSES: u32 = 50;
-const PAUSES_IN_A_CROWD: u32 = 4;
+const PAUSES_OVERSUBSCRIBED: u32 = 4;
 const YIELDS: u32 = 400;
 /// If nothing wakes a thread that sleeps on a flag, it sleeps only after some milliseconds.
-const YIELDS_IN_SILENCE: u32 = 20_000;
+const YIELDS_SILENT: u32 = 20_000;
 /// The longest time between two checks of a waiter whether the world is alive.
 const SLICE: Duration = Duration::from_millis(10);
 /// The longest sleep, if nothing wakes a thread that sleeps on a flag.
@@ -74,7 +74,7 @@ pub struct WaitLimits<'a> {
     /// Ends the wait when the world has failed.
     pub health: &'a Health,
     /// Whether this machine has fewer cores than ranks.
-    pub crowded: bool,
+    pub oversubscribed: bool,
     /// The rank (of the world) that is awaited: ends the wait when it has left.
     pub awaited: u32,
     /// Ends the wait when the awaited rank is alive but silent for so long.
@@ -100,7 +100,7 @@ pub enum WaitError {
 /// State of one wait: which step of the ladder it is on.
 #[derive(Debug)]
 pub struct Waiter<'a> {
-    patience: WaitLimits<'a>,
+    limits: WaitLimits<'a>,
     beside_compute: bool,
     turns: u32,
     waited: Duration,
@@ -110,9 +110,9 @@ pub struct Waiter<'a> {
 
 impl<'a> Waiter<'a> {
     /// A wait that has not begun to wait.
-    pub fn new(patience: WaitLimits<'a>) -> Self {
+    pub fn new(limits: WaitLimits<'a>) -> Self {
         let beside_compute = BESIDE_COMPUTE.get();
-        Waiter { patience, beside_compute, turns: 0, waited: Duration::ZERO, looked: None, absent: false }
+        Waiter { limits, beside_compute, turns: 0, waited: Duration::ZERO, looked: None, absent: false }
     }
 
     /// One turn: returns at once while pausing, after a moment later on. `sleep` is called on the
@@ -122,18 +122,18 @@ impl<'a> Waiter<'a> {
     /// [`WaitError`] if the world failed, the deadline passed, or the caller asks for it.
     pub fn turn(&mut self, sleep: impl FnOnce(Duration)) -> Result<(), WaitError> {
         self.turns = self.turns.saturating_add(1);
-        let pauses = match self.patience.crowded || self.beside_compute {
-            true => PAUSES_IN_A_CROWD,
+        let pauses = match self.limits.oversubscribed || self.beside_compute {
+            true => PAUSES_OVERSUBSCRIBED,
             false => PAUSES,
         };
         if self.turns <= pauses {
             std::hint::spin_loop();
             return Ok(());
         }
-        self.patience.health.check().map_err(WaitError::Dead)?;
-        let yields = match (self.beside_compute, self.patience.silent) {
+        self.limits.health.check().map_err(WaitError::Dead)?;
+        let yields = match (self.beside_compute, self.limits.silent) {
             (true, _) => 0,
-            (false, true) => YIELDS_IN_SILENCE,
+            (false, true) => YIELDS_SILENT,
             (false, false) => YIELDS,
         };
         if self.turns <= pauses + yields {
@@ -141,27 +141,24 @@ impl<'a> Waiter<'a> {
             return Ok(());
         }
         // Its last signals before it left may still be in flight: poll once more.
-        let absent = self.patience.health.is_absent(self.patience.awaited);
+        let absent = self.limits.health.is_absent(self.limits.awaited);
         if std::mem::replace(&mut self.absent, absent) {
             // Ranks leave after their world has failed: then the cause, which came first, is the
             // reason.
-            self.patience.health.check().map_err(WaitError::Dead)?;
-            return Err(WaitError::Dead(Cause::Lost {
-                rank: self.patience.awaited,
-                how: LostReason::Closed,
-            }));
+            self.limits.health.check().map_err(WaitError::Dead)?;
+            return Err(WaitError::Dead(Cause::Lost { rank: self.limits.awaited, how: LostReason::Closed }));
         }
         let now = Instant::now();
         self.waited += now.duration_since(self.looked.replace(now).unwrap_or(now)).min(STRIDE);
         let waited = self.waited;
-        if waited >= self.patience.deadline {
+        if waited >= self.limits.deadline {
             return Err(WaitError::Late { waited });
         }
         if interrupted() {
             return Err(WaitError::Asked);
         }
-        let slice = if self.patience.silent { SLEEP_INTERVAL } else { SLICE };
-        sleep(slice.min(self.patience.deadline - waited));
+        let slice = if self.limits.silent { SLEEP_INTERVAL } else { SLICE };
+        sleep(slice.min(self.limits.deadline - waited));
         Ok(())
     }
 }
@@ -173,17 +170,21 @@ impl<'a> Waiter<'a> {
 pub(super) fn until(
     flag: FlagLine<'_>,
     value: u64,
-    patience: WaitLimits<'_>,
+    limits: WaitLimits<'_>,
     progress: impl FnMut(),
 ) -> Result<(), (u64, WaitError)> {
-    if poll_once(flag, value, patience.crowded) { Ok(()) } else { wait_slow(flag, value, patience, progress) }
+    if poll_once(flag, value, limits.oversubscribed) {
+        Ok(())
+    } else {
+        wait_slow(flag, value, limits, progress)
+    }
 }
 
 /// The first step, before anything is asked of the world: whether a flag has at least `value` now
 /// or in a moment.
 #[inline]
-pub(super) fn poll_once(flag: FlagLine<'_>, value: u64, crowded: bool) -> bool {
-    for _ in 0..if crowded || BESIDE_COMPUTE.get() { LOOKS_IN_A_CROWD } else { LOOKS } {
+pub(super) fn poll_once(flag: FlagLine<'_>, value: u64, oversubscribed: bool) -> bool {
+    for _ in 0..if oversubscribed || BESIDE_COMPUTE.get() { LOOKS_OVERSUBSCRIBED } else { LOOKS } {
         if flag.value() >= value {
             return true;
         }
@@ -199,10 +200,10 @@ pub(super) fn poll_once(flag: FlagLine<'_>, value: u64, crowded: bool) -> bool {
 pub(super) fn wait_slow(
     flag: FlagLine<'_>,
     value: u64,
-    patience: WaitLimits<'_>,
+    limits: WaitLimits<'_>,
     mut progress: impl FnMut(),
 ) -> Result<(), (u64, WaitError)> {
-    let mut waiter = Waiter::new(patience);
+    let mut waiter = Waiter::new(limits);
     loop {
         let seen = flag.value();
         if seen >= value {
@@ -274,9 +275,14 @@ mod tests {
         let line = unsafe { FlagLine::new(std::ptr::NonNull::from(&words).cast()) };
         let deadline = Duration::from_secs(60);
         let mut turns = 0;
-        let patience =
-            WaitLimits { health: hubs[0].health(), crowded: false, deadline, awaited: 1, silent: false };
-        until(line, 1, patience, || {
+        let limits = WaitLimits {
+            health: hubs[0].health(),
+            oversubscribed: false,
+            deadline,
+            awaited: 1,
+            silent: false,
+        };
+        until(line, 1, limits, || {
             turns += 1;
             if Some(turns) == turn {
                 line.raise(1, None);
@@ -291,9 +297,14 @@ mod tests {
         // SAFETY: 64 bytes, aligned to 8, that outlive the line.
         let line = unsafe { FlagLine::new(std::ptr::NonNull::from(&words).cast()) };
         let deadline = Duration::from_secs(60);
-        let patience =
-            WaitLimits { health: hubs[0].health(), crowded: false, deadline, awaited: 1, silent: false };
-        let ended = interruptible(|| true, || until(line, 1, patience, || {}));
+        let limits = WaitLimits {
+            health: hubs[0].health(),
+            oversubscribed: false,
+            deadline,
+            awaited: 1,
+            silent: false,
+        };
+        let ended = interruptible(|| true, || until(line, 1, limits, || {}));
         assert_eq!(ended, Err((0, WaitError::Asked)));
         assert_eq!(hubs[0].health().check(), Ok(()));
     }

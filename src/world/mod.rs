@@ -27,7 +27,7 @@ mod wires;
 
 #[doc(hidden)]
 pub use crate::lane::NoDmaBuf;
-pub use crate::lane::{NoGpuDirect, RailCounters, Registration};
+pub use crate::lane::{NicCounters, NoGpuDirect, Registration};
 pub use group::Group;
 pub use rails::{NetReason, NetReport};
 pub use setup::{Options, World};

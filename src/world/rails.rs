@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use super::Options;
 use super::agree::Failure;
-use super::setup::crowded;
+use super::setup::oversubscribed;
 use crate::bootstrap::{Hub, Location};
 use crate::config::NetChoice;
 use crate::error::{BootstrapError, Error, LaneError, VerbsError};
 use crate::lane::{
     DeviceMemory, LOOPBACK, LinkEmulator, LoopbackTransport, NetTransport, NoGpuDirect, ProgressThread,
-    Region, Registration, Setup, TcpWires, VerbsEnvironment, VerbsTransport,
+    Region, Registration, Setup, TcpTransport, VerbsEnvironment, VerbsTransport,
 };
 use crate::memory::Heap;
 use crate::topology::NodeMap;
@@ -111,7 +111,7 @@ impl NetState {
         place.compare()?;
         let here = &machines[rank as usize];
         let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
-        let card = ProgressThread::start(rank, Arc::clone(hub.health()), crowded(machines, rank, 2))?;
+        let card = ProgressThread::start(rank, Arc::clone(hub.health()), oversubscribed(machines, rank, 2))?;
         let (wiring, why) = match (choice, stranger) {
             (NetChoice::Loopback, Some((rank, _))) => {
                 return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
@@ -201,7 +201,7 @@ impl NetSelection<'_> {
     fn tcp(&self, card: &ProgressThread) -> Opened {
         let NetSelection { hub, options, .. } = *self;
         let (health, regions) = (Arc::clone(hub.health()), Arc::clone(card.regions()));
-        let wires = TcpWires::open(hub.pass()?, &options.tcp_address, options.clocks, health, regions)?;
+        let wires = TcpTransport::open(hub.pass()?, &options.tcp_address, options.clocks, health, regions)?;
         Ok(Box::new(wires))
     }
 
@@ -248,7 +248,7 @@ fn is_mistake(error: &Error) -> bool {
     let of_cards = |error: &LaneError| match error {
         LaneError::Verbs(error) => matches!(
             error,
-            V::NoSuchCard { .. }
+            V::NoSuchNic { .. }
                 | V::NoSuchPort { .. }
                 | V::NoSuchGid { .. }
                 | V::MtuTooLarge { .. }

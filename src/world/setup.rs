@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::RailCounters;
+use super::NicCounters;
 use super::rails::{NetReport, NetSelection, NetState};
 use super::{Group, agree};
 use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Timeouts};
@@ -278,12 +278,12 @@ impl World {
     }
 
     /// Requests to this rank's NICs so far; all 0 if the lane has no NICs.
-    pub fn nic_counters(&self) -> RailCounters {
+    pub fn nic_counters(&self) -> NicCounters {
         self.shared.rails.as_ref().map(|rails| rails.card.counters()).unwrap_or_default()
     }
 
     /// The same, predicted from the calls alone; all 0 without [`Options::forecast`].
-    pub fn nic_forecast(&self) -> RailCounters {
+    pub fn nic_forecast(&self) -> NicCounters {
         self.shared.rails.as_ref().map(|rails| rails.card.forecast()).unwrap_or_default()
     }
 
@@ -379,7 +379,7 @@ impl WorldState {
     }
     /// Whether this machine has fewer cores for this process than ranks.
     pub(crate) fn oversubscribed(&self) -> bool {
-        crowded(&self.machines, self.hub.rank(), 1)
+        oversubscribed(&self.machines, self.hub.rank(), 1)
     }
 
     /// How many groups of these ranks were made before this one.
@@ -393,7 +393,7 @@ impl WorldState {
 
 /// Whether the machine of a rank has fewer cores for this process than its ranks have threads that
 /// want one.
-pub(super) fn crowded(machines: &[Location], rank: u32, threads: usize) -> bool {
+pub(super) fn oversubscribed(machines: &[Location], rank: u32, threads: usize) -> bool {
     let here = machines.iter().filter(|place| place.same_machine(&machines[rank as usize])).count();
     std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here * threads)
 }

@@ -14,11 +14,11 @@ use super::Group;
 use super::agree::Failure;
 use crate::bootstrap::exchange_fds;
 use crate::error::{BootstrapError, Error, LaneError, MemoryError};
-use crate::lane::{NetConnection, NetTransport, ProgressThread, WireEnd, WireOffer};
+use crate::lane::{ConnectionEnd, ConnectionOffer, NetConnection, NetTransport, ProgressThread};
 use crate::topology::Paths;
 
 /// Ends of this rank, by peer.
-type Ends<'a> = Vec<Box<dyn WireEnd + 'a>>;
+type Ends<'a> = Vec<Box<dyn ConnectionEnd + 'a>>;
 
 /// Lays what wires are missing. Collective over the group.
 ///
@@ -39,7 +39,7 @@ fn lay_by(
     paths: &Paths,
 ) -> Result<(), Error> {
     let wanted = |&(_, (&rank, position)): &(usize, (&u32, u32))| {
-        paths.needs_connection(position) && card.rail_to(rank).is_none()
+        paths.needs_connection(position) && card.connection_to(rank).is_none()
     };
     let members = group.ranks().iter().zip(0..).enumerate();
     let peers: Vec<(usize, u32)> = members.filter(wanted).map(|(at, (&rank, _))| (at, rank)).collect();
@@ -81,7 +81,7 @@ fn join(
     own: u32,
     peers: &[(usize, u32)],
     ends: Ends<'_>,
-    offered: Vec<WireOffer>,
+    offered: Vec<ConnectionOffer>,
 ) -> Result<Vec<Arc<dyn NetConnection>>, Error> {
     let (mut joined, mut failed) = (Vec::new(), Ok(()));
     for ((&(_, peer), end), offered) in peers.iter().zip(ends).zip(offered) {
@@ -106,8 +106,8 @@ fn join(
 fn pass_bytes(
     group: &Group,
     peers: &[(usize, u32)],
-    ends: &[Box<dyn WireEnd + '_>],
-) -> Result<Vec<WireOffer>, Error> {
+    ends: &[Box<dyn ConnectionEnd + '_>],
+) -> Result<Vec<ConnectionOffer>, Error> {
     let (hub, step) = (group.shared.hub.as_ref(), group.step());
     let (own, deadline) = (hub.rank(), group.shared.options.clocks.rendezvous);
     let key = |from: u32, to: u32| format!("{step}/{from}-{to}");
@@ -122,8 +122,8 @@ fn pass_bytes(
 fn pass_descriptors(
     group: &Group,
     peers: &[(usize, u32)],
-    ends: &[Box<dyn WireEnd + '_>],
-) -> Result<Vec<WireOffer>, Error> {
+    ends: &[Box<dyn ConnectionEnd + '_>],
+) -> Result<Vec<ConnectionOffer>, Error> {
     let offer = |member: usize| {
         let nth = peers.iter().position(|&(at, _)| at == member)?;
         Some(ends.get(nth).map(|end| end.descriptors()).unwrap_or_default())
@@ -132,7 +132,7 @@ fn pass_descriptors(
     let deadline = group.shared.options.clocks.rendezvous;
     let mut received = exchange_fds(hub, &group.step(), group.ranks(), me, &offer, deadline)?;
     let mut take = |&(at, _): &(usize, u32)| std::mem::take(&mut received[at]);
-    Ok(peers.iter().map(|peer| WireOffer { bytes: Vec::new(), descriptors: take(peer) }).collect())
+    Ok(peers.iter().map(|peer| ConnectionOffer { bytes: Vec::new(), descriptors: take(peer) }).collect())
 }
 
 #[cfg(test)]
@@ -166,7 +166,7 @@ mod tests {
     }
 
     struct FailingEnd<'a> {
-        end: Box<dyn WireEnd + 'a>,
+        end: Box<dyn ConnectionEnd + 'a>,
         fails: bool,
     }
 
@@ -183,7 +183,7 @@ mod tests {
             self.wires.passes_descriptors()
         }
 
-        fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error> {
+        fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
             if self.fails == Some((peer, Step::Open)) {
                 return Err(failure());
             }
@@ -195,12 +195,12 @@ mod tests {
         }
     }
 
-    impl WireEnd for FailingEnd<'_> {
+    impl ConnectionEnd for FailingEnd<'_> {
         fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
             self.end.descriptors()
         }
 
-        fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
+        fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
             if self.fails { Err(failure()) } else { self.end.connect(offered) }
         }
     }

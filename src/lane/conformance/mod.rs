@@ -1,7 +1,7 @@
 //! One suite for all lanes, kept as data, and the driver that runs it.
 //!
 //! ```text
-//!   cards.rs      what only NICs have: registered memory, keys, faults
+//!   nics.rs      what only NICs have: registered memory, keys, faults
 //!   requests.rs   how many work requests a put and its signal are
 //!   any.rs        the same of any puts and signals
 //!   late.rs       what comes late, and what a NIC does that fails
@@ -150,7 +150,7 @@ impl<'a> Actor<'a> {
             rows: ready.rows,
             health: Arc::clone(&ready.health),
             deadline,
-            crowded: true,
+            oversubscribed: true,
         };
         let (me, lane) = (lanes.rank, lanes.reach[1 - lanes.rank as usize].name());
         let port = Port::new(Arc::new(lanes), ranges.iter().map(|range| range.window()).collect(), FLAGS);
@@ -310,7 +310,7 @@ fn the_paced_lane_conforms() {
 /// The suite over NICs without hardware, which execute at once, or only when their sender polls.
 fn verbs(signal: SignalMode) {
     for held in [false, true] {
-        let fabric = Fabric::new(&["card0"]);
+        let fabric = Fabric::new(&["nic0"]);
         if held {
             fabric.hold();
         }
@@ -537,8 +537,8 @@ fn unserved() -> LoopbackConnection {
 }
 
 fn fill(health: &Health, deadline: Duration) -> SendBlocked {
-    let patience = WaitLimits { health, crowded: false, deadline, awaited: 1, silent: false };
-    unserved().put(RemoteAddress { region: 0, offset: 0 }, &vec![1; 2 << 20], patience).unwrap_err()
+    let limits = WaitLimits { health, oversubscribed: false, deadline, awaited: 1, silent: false };
+    unserved().put(RemoteAddress { region: 0, offset: 0 }, &vec![1; 2 << 20], limits).unwrap_err()
 }
 
 #[test]
@@ -608,16 +608,23 @@ fn a_put_outside_its_region_ends_the_receivers_world_and_names_the_sender() {
 #[test]
 fn a_put_to_a_region_that_is_not_there_is_refused_alike() {
     refused(|actor, _| {
-        let crate::lane::PeerLane::Rail(rail) = &actor.port.lanes().reach[1] else { panic!("over the wire") };
-        rail.put(RemoteAddress { region: 77, offset: 0 }, &[1; 100], actor.port.lanes().patience(1)).unwrap();
+        let crate::lane::PeerLane::Net(connection) = &actor.port.lanes().reach[1] else {
+            panic!("over the wire")
+        };
+        connection
+            .put(RemoteAddress { region: 77, offset: 0 }, &[1; 100], actor.port.lanes().limits_of(1))
+            .unwrap();
     });
 }
 
 #[test]
 fn a_signal_that_is_no_flag_line_is_refused_alike() {
     refused(|actor, _| {
-        let crate::lane::PeerLane::Rail(rail) = &actor.port.lanes().reach[1] else { panic!("over the wire") };
-        rail.signal(RemoteAddress { region: 0, offset: 24 }, 1, None, actor.port.lanes().patience(1))
+        let crate::lane::PeerLane::Net(connection) = &actor.port.lanes().reach[1] else {
+            panic!("over the wire")
+        };
+        connection
+            .signal(RemoteAddress { region: 0, offset: 24 }, 1, None, actor.port.lanes().limits_of(1))
             .unwrap();
     });
 }

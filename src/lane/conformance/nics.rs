@@ -17,7 +17,7 @@ use crate::error::{Cause, CompletionStatus, Error, LaneError, VerbsError};
 use crate::gate::{Pattern, synthetic};
 use crate::lane::net::{Fabric, Settings, SignalMode};
 use crate::lane::wait::WaitLimits;
-use crate::lane::{PeerLane, RailCounters};
+use crate::lane::{NicCounters, PeerLane};
 use crate::memory::Segment;
 use crate::plan::SumOrder;
 use crate::schedule::Tag;
@@ -76,7 +76,7 @@ fn round_trip(world: &World, route: Route, order: SumOrder) -> Result<Vec<bf16>,
 }
 
 #[test]
-fn a_round_over_cards_gives_the_bits_of_one_over_the_loop_lane() {
+fn a_round_over_nics_gives_the_bits_of_one_over_the_loop_lane() {
     for nodes in [&[0, 0, 1, 1][..], &[0, 1, 0, 1, 1]] {
         for (route, order) in Route::ALL.iter().flat_map(|route| SumOrder::ALL.map(|order| (*route, order))) {
             let looped = Options {
@@ -86,14 +86,14 @@ fn a_round_over_cards_gives_the_bits_of_one_over_the_loop_lane() {
             };
             let expected = on_ranks(nodes, &looped, |world| round_trip(&world, route, order).unwrap());
             for signal in SignalMode::ALL {
-                let fabric = Fabric::new(&["card0", "card1"]);
+                let fabric = Fabric::new(&["nic0", "nic1"]);
                 fabric.hold();
                 let seen = on_ranks(nodes, &options(&fabric, signal), |world| {
                     assert_eq!(world.net().unwrap().lane, "verbs");
                     let out = round_trip(&world, route, order).unwrap();
                     let (done, told) = (world.nic_counters(), world.nic_forecast());
                     let exact =
-                        |counters: RailCounters| RailCounters { received: 0, completions: 0, ..counters };
+                        |counters: NicCounters| NicCounters { received: 0, completions: 0, ..counters };
                     assert_eq!(exact(done), exact(told), "{nodes:?}, {route:?}, {order:?}, {signal:?}");
                     assert!(done.requests > 0 || route == Route::Pxn);
                     out
@@ -109,7 +109,7 @@ fn a_round_over_cards_gives_the_bits_of_one_over_the_loop_lane() {
 fn rows_of_a_token_buffer_are_read_where_they_lie_and_all_others_copied_once() {
     const HIDDEN: usize = 1024;
     for route in Route::ALL {
-        let fabric = Fabric::new(&["card0"]);
+        let fabric = Fabric::new(&["nic0"]);
         let rail_bytes = on_ranks(&[0, 0, 1, 1], &options(&fabric, SignalMode::Write), |world| {
             let group = world.all().unwrap();
             let builder = ExpertParallel::builder(&group).unwrap().experts(8).top_k(4).hidden(HIDDEN);
@@ -134,14 +134,14 @@ fn rows_of_a_token_buffer_are_read_where_they_lie_and_all_others_copied_once() {
 }
 
 #[test]
-fn a_card_that_falls_silent_ends_the_world_and_is_named_with_its_queue_pair_and_status() {
+fn a_nic_that_falls_silent_ends_the_world_and_is_named_with_its_queue_pair_and_status() {
     for route in Route::ALL {
-        let fabric = Fabric::new(&["card0", "card1"]);
+        let fabric = Fabric::new(&["nic0", "nic1"]);
         let errors = on_ranks(&[0, 0, 1, 1], &options(&fabric, SignalMode::Write), |world| {
             round_trip(&world, route, SumOrder::Expert).unwrap();
             world.all().unwrap().gather(&[]).unwrap();
             if world.rank() == 0 {
-                fabric.silence("card1");
+                fabric.silence("nic1");
                 // Retries end whenever there is something to retry.
                 std::thread::scope(|scope| {
                     let health = world.health();
@@ -174,20 +174,20 @@ fn a_card_that_falls_silent_ends_the_world_and_is_named_with_its_queue_pair_and_
 }
 
 #[test]
-fn a_card_that_vanishes_is_an_error_of_its_rank_and_ends_the_world_for_all() {
-    let fabric = Fabric::new(&["card0", "card1"]);
+fn a_nic_that_vanishes_is_an_error_of_its_rank_and_ends_the_world_for_all() {
+    let fabric = Fabric::new(&["nic0", "nic1"]);
     let errors = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
         round_trip(&world, Route::Direct, SumOrder::Expert).unwrap();
         world.all().unwrap().gather(&[]).unwrap();
         if world.rank() == 0 {
-            fabric.remove("card0");
+            fabric.remove("nic0");
         }
         round_trip(&world, Route::Direct, SumOrder::Expert).unwrap_err()
     });
     let own = matches!(
         &errors[0],
         Error::Lane(LaneError::Verbs(
-            VerbsError::CardLost { .. }
+            VerbsError::NicLost { .. }
                 | VerbsError::Post { .. }
                 | VerbsError::Call { .. }
                 | VerbsError::Completion { .. }
@@ -202,7 +202,7 @@ fn a_card_that_vanishes_is_an_error_of_its_rank_and_ends_the_world_for_all() {
 
 #[test]
 fn ranks_that_signal_differently_do_not_join() {
-    let fabric = Fabric::new(&["card0"]);
+    let fabric = Fabric::new(&["nic0"]);
     let ranks: Vec<_> = std::thread::scope(|scope| {
         let hubs = crate::bootstrap::threads(2, Timeouts::default()).into_iter();
         let ranks: Vec<_> = hubs
@@ -226,7 +226,7 @@ fn ranks_that_signal_differently_do_not_join() {
 
 #[test]
 fn a_put_into_a_window_that_its_owner_has_given_up_meets_a_dead_key() {
-    let fabric = Fabric::new(&["card0"]);
+    let fabric = Fabric::new(&["nic0"]);
     let errors = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
         let group = world.all().unwrap();
         let memory = crate::memory::Segment::create("sidelane-test", 1 << 16).unwrap();
@@ -259,7 +259,7 @@ fn a_put_into_a_window_that_its_owner_has_given_up_meets_a_dead_key() {
 
 #[test]
 fn what_a_dead_world_had_under_way_is_counted_and_touches_nothing_of_the_next() {
-    let fabric = Fabric::new(&["card0", "card1"]);
+    let fabric = Fabric::new(&["nic0", "nic1"]);
     let late = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |old| {
         let mut window = old.all().unwrap().window(4096).unwrap();
         window.barrier().unwrap();
@@ -315,7 +315,7 @@ fn finish(new: &World, old: Option<&World>, fabric: &Fabric) -> Option<u64> {
 #[test]
 fn late_writes_of_a_dropped_window_do_not_land_in_the_next() {
     for signal in SignalMode::ALL {
-        let fabric = Fabric::new(&["card0", "card1"]);
+        let fabric = Fabric::new(&["nic0", "nic1"]);
         fabric.hold();
         let dirty = on_ranks(&[0, 1], &options(&fabric, signal), |world| {
             let group = world.all().unwrap();
@@ -346,21 +346,21 @@ fn late_writes_of_a_dropped_window_do_not_land_in_the_next() {
 }
 
 #[test]
-fn all_cards_of_a_rank_are_used_under_pxn() {
-    let fabric = Fabric::new(&["card0", "card1"]);
+fn all_nics_of_a_rank_are_used_under_pxn() {
+    let fabric = Fabric::new(&["nic0", "nic1"]);
     let mut options = options(&fabric, SignalMode::Write);
-    let cards = vec!["card0".to_owned(), "card1".to_owned()];
-    options.stand_in = Some(fabric.ground(Settings { cards, ..Settings::default() }));
+    let nics = vec!["nic0".to_owned(), "nic1".to_owned()];
+    options.stand_in = Some(fabric.ground(Settings { nics, ..Settings::default() }));
     on_ranks(&[0, 0, 1, 1, 2, 2, 3, 3], &options, |world| {
         round_trip(&world, Route::Pxn, SumOrder::Expert).unwrap();
     });
-    let used = ["card0", "card1"].map(|card| fabric.statistics(card).requests);
+    let used = ["nic0", "nic1"].map(|nic| fabric.statistics(nic).requests);
     assert!(used.iter().all(|&requests| requests > 0), "{used:?}");
 }
 
 #[test]
-fn a_card_that_vanishes_from_an_idle_rank_ends_the_world_of_the_others() {
-    let fabric = Fabric::new(&["card0", "card1"]);
+fn a_nic_that_vanishes_from_an_idle_rank_ends_the_world_of_the_others() {
+    let fabric = Fabric::new(&["nic0", "nic1"]);
     let told = AtomicBool::new(false);
     let seen = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
         let mut window = world.all().unwrap().window(64).unwrap();
@@ -368,7 +368,7 @@ fn a_card_that_vanishes_from_an_idle_rank_ends_the_world_of_the_others() {
         world.all().unwrap().gather(&[]).unwrap();
         let until = Instant::now() + Duration::from_secs(5);
         if world.rank() == 0 {
-            fabric.remove("card0");
+            fabric.remove("nic0");
             while world.health().check().is_ok() && Instant::now() < until {
                 std::thread::yield_now();
             }
@@ -387,8 +387,8 @@ fn a_card_that_vanishes_from_an_idle_rank_ends_the_world_of_the_others() {
 }
 
 #[test]
-fn a_card_that_vanishes_is_noticed_though_a_partner_has_left_in_peace() {
-    let fabric = Fabric::new(&["card0", "card1", "card2"]);
+fn a_nic_that_vanishes_is_noticed_though_a_partner_has_left_in_peace() {
+    let fabric = Fabric::new(&["nic0", "nic1", "card2"]);
     let seen = on_ranks(&[0, 1, 2], &options(&fabric, SignalMode::Write), |world| {
         let mut window = world.all().unwrap().window(64).unwrap();
         window.barrier().unwrap();
@@ -403,7 +403,7 @@ fn a_card_that_vanishes_is_noticed_though_a_partner_has_left_in_peace() {
         pair.gather(&[]).unwrap();
         let until = Instant::now() + Duration::from_secs(5);
         if world.rank() == 0 {
-            fabric.remove("card0");
+            fabric.remove("nic0");
             while world.health().check().is_ok() && Instant::now() < until {
                 std::thread::yield_now();
             }
@@ -419,7 +419,7 @@ fn a_card_that_vanishes_is_noticed_though_a_partner_has_left_in_peace() {
 #[test]
 fn flags_are_strict_whatever_the_size_of_the_symmetric_heap() {
     for signal in SignalMode::ALL {
-        let fabric = Fabric::new(&["card0", "card1"]);
+        let fabric = Fabric::new(&["nic0", "nic1"]);
         let mut options = options(&fabric, signal);
         options.config.symmetric = 4096 + 100;
         let seen = on_ranks(&[0, 1], &options, |world| {
@@ -432,7 +432,7 @@ fn flags_are_strict_whatever_the_size_of_the_symmetric_heap() {
 
 #[test]
 fn a_flush_that_makes_progress_is_not_late() {
-    let fabric = Fabric::new(&["card0", "card1"]);
+    let fabric = Fabric::new(&["nic0", "nic1"]);
     fabric.hold();
     let mut options = options(&fabric, SignalMode::Write);
     let settings = Settings { chunk: 1024, in_flight: 16384, ..Settings::default() };
@@ -443,13 +443,13 @@ fn a_flush_that_makes_progress_is_not_late() {
         let range = group.take_symmetric(3 << 20).unwrap();
         if world.rank() == 0 {
             let window = range.window();
-            let PeerLane::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a wire") };
             let bytes = window.bytes(0).unwrap();
-            let patience = lanes.patience(1);
-            rail.put(window.target(1, 0, 3 << 20).unwrap(), bytes, patience).unwrap();
-            let before = rail.counters().completions;
-            let end = rail.flush(WaitLimits { deadline: Duration::from_millis(30), ..patience });
-            let after = rail.counters().completions;
+            let limits = lanes.limits_of(1);
+            connection.put(window.target(1, 0, 3 << 20).unwrap(), bytes, limits).unwrap();
+            let before = connection.counters().completions;
+            let end = connection.flush(WaitLimits { deadline: Duration::from_millis(30), ..limits });
+            let after = connection.counters().completions;
             assert!(end.is_ok(), "{end:?}, completions {before} -> {after}");
         }
         group.gather(&[]).unwrap();
@@ -458,7 +458,7 @@ fn a_flush_that_makes_progress_is_not_late() {
 
 #[test]
 fn a_signal_that_found_no_staging_can_be_made_up_for_by_the_next() {
-    let fabric = Fabric::new(&["card0", "card1"]);
+    let fabric = Fabric::new(&["nic0", "nic1"]);
     let mut options = options(&fabric, SignalMode::Immediate);
     let settings =
         Settings { chunk: 4096, in_flight: 16384, signal: SignalMode::Immediate, ..Settings::default() };
@@ -469,23 +469,23 @@ fn a_signal_that_found_no_staging_can_be_made_up_for_by_the_next() {
         let range = group.take_symmetric(64 << 10).unwrap();
         let window = range.window();
         if world.rank() == 0 {
-            let PeerLane::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
-            let patience = lanes.patience(1);
+            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a wire") };
+            let limits = lanes.limits_of(1);
             let line = window.target(1, 0, 64).unwrap();
-            rail.signal(line, 1, None, patience).unwrap();
-            rail.flush(patience).unwrap();
-            fabric.silence("card1");
-            let short = WaitLimits { deadline: Duration::from_millis(20), ..patience };
+            connection.signal(line, 1, None, limits).unwrap();
+            connection.flush(limits).unwrap();
+            fabric.silence("nic1");
+            let short = WaitLimits { deadline: Duration::from_millis(20), ..limits };
             let data = window.target(1, 4096, 16384).unwrap();
             for len in [12288, 4032, 64] {
-                rail.put(data, &vec![1; len], short).unwrap();
+                connection.put(data, &vec![1; len], short).unwrap();
             }
             let tag = Some(Tag::default());
-            assert!(rail.signal(line, 2, tag, short).is_err());
-            fabric.change("card1", |card| card.silent = false);
+            assert!(connection.signal(line, 2, tag, short).is_err());
+            fabric.change("nic1", |nic| nic.silent = false);
             fabric.flush();
-            rail.signal(line, 3, None, patience).unwrap();
-            rail.flush(patience).unwrap();
+            connection.signal(line, 3, None, limits).unwrap();
+            connection.flush(limits).unwrap();
             group.gather(&[]).unwrap();
             return 3;
         }
@@ -503,7 +503,7 @@ fn a_signal_that_found_no_staging_can_be_made_up_for_by_the_next() {
 
 #[test]
 fn late_puts_of_a_rebuilt_world_do_not_land_in_memory_that_the_next_has_registered() {
-    let fabric = Fabric::new(&["card0", "card1"]);
+    let fabric = Fabric::new(&["nic0", "nic1"]);
     let seen = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
         let memory = Segment::create("sidelane-test", 1 << 16).unwrap();
         let fd = || memory.as_fd().try_clone_to_owned().unwrap();
@@ -511,7 +511,7 @@ fn late_puts_of_a_rebuilt_world_do_not_land_in_memory_that_the_next_has_register
         old.barrier().unwrap();
         world.all().unwrap().gather(&[]).unwrap();
         if world.rank() == 0 {
-            fabric.silence("card0");
+            fabric.silence("nic0");
             old.put(1, 0, &[9; 100]).unwrap();
             world.cancel();
         }
@@ -523,7 +523,7 @@ fn late_puts_of_a_rebuilt_world_do_not_land_in_memory_that_the_next_has_register
         let new = group.register(fd()).unwrap();
         group.gather(&[]).unwrap();
         if world.rank() == 0 {
-            fabric.change("card0", |card| card.silent = false);
+            fabric.change("nic0", |nic| nic.silent = false);
             fabric.flush();
         }
         group.gather(&[]).unwrap();
@@ -537,7 +537,7 @@ fn late_puts_of_a_rebuilt_world_do_not_land_in_memory_that_the_next_has_register
 
 #[test]
 fn an_ended_world_takes_no_more_bytes_of_a_source() {
-    let fabric = Fabric::new(&["card0", "card1"]);
+    let fabric = Fabric::new(&["nic0", "nic1"]);
     let fabric = &fabric;
     let seen = on_ranks(&[0, 1], &options(fabric, SignalMode::Write), |world| {
         let group = world.all().unwrap();
@@ -546,10 +546,10 @@ fn an_ended_world_takes_no_more_bytes_of_a_source() {
         let window = range.window();
         let at = window.parts[world.rank() as usize];
         if world.rank() == 0 {
-            let PeerLane::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
-            fabric.silence("card1");
+            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a wire") };
+            fabric.silence("nic1");
             let target = window.target(1, 0, 4096).unwrap();
-            rail.put(target, &window.bytes(0).unwrap()[..4096], lanes.patience(1)).unwrap();
+            connection.put(target, &window.bytes(0).unwrap()[..4096], lanes.limits_of(1)).unwrap();
         }
         group.gather(&[]).unwrap();
         if world.rank() == 1 {
@@ -559,11 +559,11 @@ fn an_ended_world_takes_no_more_bytes_of_a_source() {
             std::thread::yield_now();
         }
         if world.rank() == 0 {
-            let PeerLane::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
-            rail.settle(lanes.patience(1)).unwrap_err();
+            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a wire") };
+            connection.settle(lanes.limits_of(1)).unwrap_err();
             // The call has failed: the source is its owner's again.
             window.mapped.write(0, at.offset, &[7u8; 4096]).unwrap();
-            fabric.change("card1", |card| card.silent = false);
+            fabric.change("nic1", |nic| nic.silent = false);
             fabric.flush();
             return 0;
         }

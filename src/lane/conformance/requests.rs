@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::gate::{Pattern, synthetic};
 use crate::lane::net::{Fabric, NetConnection, RemoteAddress, Settings, SignalMode};
 use crate::lane::wait::WaitLimits;
-use crate::lane::{MappedWindow, PeerLane, RailCounters, RowSource};
+use crate::lane::{MappedWindow, NicCounters, PeerLane, RowSource};
 use crate::plan::{Overflow, ReceiveMode, RowLayout};
 use crate::schedule::{Index, Tag};
 use crate::topology::Route;
@@ -26,11 +26,11 @@ const DATA: u64 = 64;
 const SOURCE: u64 = WINDOW / 2;
 const ROW: u64 = 64;
 
-/// One end of a rail, and a window at the other.
+/// One end of a connection, and a window at the other.
 struct End<'a> {
-    rail: &'a dyn NetConnection,
+    connection: &'a dyn NetConnection,
     window: &'a MappedWindow,
-    patience: WaitLimits<'a>,
+    limits: WaitLimits<'a>,
     /// Data that is sent in place, and the same bytes in memory that is not registered.
     registered: &'a [u8],
     elsewhere: &'a [u8],
@@ -48,20 +48,20 @@ impl End<'_> {
     /// The first `len` bytes of the source to `DATA + at`.
     fn put(&self, at: u64, len: u64, registered: bool) {
         let bytes = &self.source(registered)[..len as usize];
-        self.rail.put(self.to(DATA + at), bytes, self.patience).unwrap();
+        self.connection.put(self.to(DATA + at), bytes, self.limits).unwrap();
     }
 
     fn rows(&self, at: u64, rows: &[u32], registered: bool) {
         let source = RowSource { bytes: self.source(registered), row_bytes: ROW, rows, index: Index::Listed };
-        self.rail.put_rows(self.to(DATA + at), rows, source, self.patience).unwrap();
+        self.connection.put_rows(self.to(DATA + at), rows, source, self.limits).unwrap();
     }
 
     fn zero(&self, at: u64, len: u64) {
-        self.rail.zero(self.to(DATA + at), len, self.patience).unwrap();
+        self.connection.zero(self.to(DATA + at), len, self.limits).unwrap();
     }
 
     fn signal(&self, value: u64, tag: Option<Tag>) {
-        self.rail.signal(self.to(0), value, tag, self.patience).unwrap();
+        self.connection.signal(self.to(0), value, tag, self.limits).unwrap();
     }
 }
 
@@ -77,8 +77,8 @@ fn scattered(count: usize) -> Vec<u32> {
 
 /// NICs that take `pieces` pieces per request and, if `held`, execute only when they are polled.
 fn fabric(pieces: u32, held: bool) -> Arc<Fabric> {
-    let fabric = Fabric::new(&["card0"]);
-    fabric.change("card0", |card| card.sges = pieces);
+    let fabric = Fabric::new(&["nic0"]);
+    fabric.change("nic0", |nic| nic.sges = pieces);
     if held {
         fabric.hold();
     }
@@ -97,7 +97,7 @@ fn counted(
     fabric: &Arc<Fabric>,
     settings: Settings,
     act: impl Fn(&End<'_>) + Sync,
-) -> (RailCounters, Vec<u8>) {
+) -> (NicCounters, Vec<u8>) {
     let options = small(fabric, &settings);
     let mut seen = on_ranks(&[0, 1], &options, |world| {
         let group = world.all().unwrap();
@@ -105,25 +105,25 @@ fn counted(
         let range = group.take_symmetric(WINDOW).unwrap();
         let window = range.window();
         let part = window.parts[world.rank() as usize];
-        let mut counted = RailCounters::default();
+        let mut counted = NicCounters::default();
         if world.rank() == 0 {
             let elsewhere: Vec<u8> = (0..WINDOW - SOURCE).map(pattern).collect();
             window.mapped.write(0, part.offset + SOURCE, &elsewhere).unwrap();
-            let PeerLane::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
-            let (rail, patience) = (rail.as_ref(), lanes.patience(1));
+            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a wire") };
+            let (connection, limits) = (connection.as_ref(), lanes.limits_of(1));
             let registered = &window.bytes(0).unwrap()[SOURCE as usize..];
-            let end = End { rail, window: &window, patience, registered, elsewhere: &elsewhere };
+            let end = End { connection, window: &window, limits, registered, elsewhere: &elsewhere };
             // The first signal of a word says more than the others.
             end.signal(1, None);
-            rail.flush(patience).unwrap();
-            let (before, card) = (rail.counters(), fabric.statistics("card0"));
+            connection.flush(limits).unwrap();
+            let (before, nic) = (connection.counters(), fabric.statistics("nic0"));
             act(&end);
-            rail.flush(patience).unwrap();
-            counted = rail.counters() - before;
-            let seen = fabric.statistics("card0");
-            assert_eq!(counted.requests, seen.requests - card.requests);
-            assert_eq!(counted.doorbells, seen.doorbells - card.doorbells);
-            assert_eq!(asked(rail.counters()), asked(rail.forecast()));
+            connection.flush(limits).unwrap();
+            counted = connection.counters() - before;
+            let seen = fabric.statistics("nic0");
+            assert_eq!(counted.requests, seen.requests - nic.requests);
+            assert_eq!(counted.doorbells, seen.doorbells - nic.doorbells);
+            assert_eq!(asked(connection.counters()), asked(connection.forecast()));
         }
         group.gather(&[]).unwrap();
         let mut landed = vec![0; (SOURCE - DATA) as usize];
@@ -135,8 +135,8 @@ fn counted(
 }
 
 /// Counts that do not depend on time, even if something waits for credit.
-fn asked(counters: RailCounters) -> RailCounters {
-    RailCounters { doorbells: 0, completions: 0, received: 0, ..counters }
+fn asked(counters: NicCounters) -> NicCounters {
+    NicCounters { doorbells: 0, completions: 0, received: 0, ..counters }
 }
 
 /// How many work requests what `act` does are, with one doorbell for all of them, and a signal.
@@ -216,7 +216,7 @@ fn a_write_that_is_gathered_ends_with_a_chunk_a_signal_and_a_settling() {
         end.put(8192, 100, false);
         end.signal(3, None);
         end.put(8292, 100, false);
-        end.rail.settle(end.patience).unwrap();
+        end.connection.settle(end.limits).unwrap();
         end.put(8392, 100, false);
     });
     assert_eq!((all.requests, all.bytes), (2 + 1 + 1 + 1, 8192 + 300));
@@ -224,11 +224,11 @@ fn a_write_that_is_gathered_ends_with_a_chunk_a_signal_and_a_settling() {
 }
 
 /// Counts of rank 0's connections for a put of `len` bytes and a signal.
-fn put_and_signal(signal: SignalMode, len: usize) -> RailCounters {
-    let fabric = Fabric::new(&["card0"]);
+fn put_and_signal(signal: SignalMode, len: usize) -> NicCounters {
+    let fabric = Fabric::new(&["nic0"]);
     let counted = on_ranks(&[0, 1], &options(&fabric, signal), |world| {
         let mut window = world.all().unwrap().window(1 << 20).unwrap();
-        let mut counted = RailCounters::default();
+        let mut counted = NicCounters::default();
         if world.rank() == 0 {
             // The first signal of a word carries more than the others.
             window.signal(1, 1).unwrap();
@@ -255,7 +255,7 @@ fn put_and_signal(signal: SignalMode, len: usize) -> RailCounters {
 fn a_put_and_its_signal_are_two_work_requests_or_one_with_immediate_and_one_doorbell_each_way() {
     for len in [8u64, 4096] {
         let one_way = |signal| {
-            let RailCounters { requests, bytes, received, .. } = put_and_signal(signal, len as usize);
+            let NicCounters { requests, bytes, received, .. } = put_and_signal(signal, len as usize);
             (requests, bytes, received)
         };
         assert_eq!(one_way(SignalMode::Write), (2, len + 8, 0));
@@ -273,34 +273,34 @@ fn telling_a_partner_that_its_signals_were_taken_does_not_end_a_write_that_is_ga
         let lanes = group.lanes(Route::Direct).unwrap();
         let range = group.take_symmetric(4096).unwrap();
         let (window, peer) = (range.window(), 1 - world.rank());
-        let PeerLane::Rail(rail) = &lanes.reach[peer as usize] else { panic!("over a wire") };
-        let patience = lanes.patience(peer);
+        let PeerLane::Net(connection) = &lanes.reach[peer as usize] else { panic!("over a wire") };
+        let limits = lanes.limits_of(peer);
         let to = |offset| window.target(peer, offset, 1).unwrap();
-        rail.signal(to(0), 1, None, patience).unwrap();
-        rail.flush(patience).unwrap();
-        let before = rail.counters();
+        connection.signal(to(0), 1, None, limits).unwrap();
+        connection.flush(limits).unwrap();
+        let before = connection.counters();
         if world.rank() == 0 {
-            rail.put(to(64), &[1; 100], patience).unwrap();
+            connection.put(to(64), &[1; 100], limits).unwrap();
         }
         group.gather(&[]).unwrap();
         if world.rank() == 1 {
             // With the first one a quarter of the receives: then there is a count to report.
             for value in 2..=64 {
-                rail.signal(to(0), value, None, patience).unwrap();
+                connection.signal(to(0), value, None, limits).unwrap();
             }
-            rail.flush(patience).unwrap();
+            connection.flush(limits).unwrap();
         } else {
             let until = Instant::now() + SHORT;
-            while rail.counters().requests == before.requests {
+            while connection.counters().requests == before.requests {
                 assert!(Instant::now() < until, "nothing is told");
                 lanes.progress();
             }
-            rail.put(to(164), &[2; 100], patience).unwrap();
-            rail.signal(to(0), 2, None, patience).unwrap();
-            rail.flush(patience).unwrap();
-            let counted = rail.counters() - before;
+            connection.put(to(164), &[2; 100], limits).unwrap();
+            connection.signal(to(0), 2, None, limits).unwrap();
+            connection.flush(limits).unwrap();
+            let counted = connection.counters() - before;
             assert_eq!((counted.requests, counted.doorbells, counted.bytes), (2, 2, 8 + 200));
-            assert_eq!(asked(rail.counters()), asked(rail.forecast()));
+            assert_eq!(asked(connection.counters()), asked(connection.forecast()));
         }
         group.gather(&[]).unwrap();
         let mut seen = [0u8; 200];
@@ -316,7 +316,7 @@ const CHUNKS: usize = 4;
 
 /// Requests of each rank in a dispatch of `tokens` tokens into fixed slots, when all words have
 /// been named.
-fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool) -> Vec<RailCounters> {
+fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool) -> Vec<NicCounters> {
     const HIDDEN: usize = 64;
     let nodes: &[u32] = if route == Route::Pxn { &[0, 0, 1, 1] } else { &[0, 1] };
     let experts = 4 * nodes.len() as u32;
@@ -331,7 +331,7 @@ fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool)
         let mut buffer = ep.token_buffer(tokens as u32).unwrap();
         let elsewhere: Vec<bf16> = (0..tokens * HIDDEN).map(|i| bf16::from_f32((i % 97) as f32)).collect();
         buffer.rows_mut::<bf16>().unwrap().copy_from_slice(&elsewhere);
-        let mut counted = RailCounters::default();
+        let mut counted = NicCounters::default();
         for _ in 0..3 {
             group.gather(&[]).unwrap();
             let before = world.nic_counters();
@@ -441,7 +441,7 @@ fn perform(steps: &[Step], end: &End<'_>) {
                 value += 1;
                 end.signal(value, tagged.then(Tag::default));
             }
-            Step::Settle => end.rail.settle(end.patience).unwrap(),
+            Step::Settle => end.connection.settle(end.limits).unwrap(),
         }
     }
 }
@@ -452,7 +452,7 @@ proptest! {
     /// Little staging, so that a slow NIC makes its sender wait often, also in the middle of a
     /// write.
     #[test]
-    fn how_many_requests_come_of_some_calls_does_not_depend_on_how_fast_the_card_is(
+    fn how_many_requests_come_of_some_calls_does_not_depend_on_how_fast_the_nic_is(
         steps in steps(),
         signal in prop::sample::select(SignalMode::ALL.to_vec()),
         pieces in 2..9u32,

@@ -59,8 +59,8 @@ use rustix::time::{
 
 use super::regions::{CHUNK, HEADER, Record};
 use super::{
-    EMULATED, LOOPBACK, NetConnection, NetTransport, Regions, RemoteAddress, SendBlocked, WireEnd, WireOffer,
-    system,
+    ConnectionEnd, ConnectionOffer, EMULATED, LOOPBACK, NetConnection, NetTransport, Regions, RemoteAddress,
+    SendBlocked, system,
 };
 use crate::bootstrap::Health;
 use crate::config::EmulatedLink;
@@ -106,7 +106,7 @@ impl NetTransport for LoopbackTransport {
         true
     }
 
-    fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error> {
+    fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
         let create = || Segment::create("sidelane-wire", ring_bytes());
         let made = (self.rank < peer).then(create).transpose()?;
         Ok(Box::new(LoopbackEnd { wires: self, peer, made }))
@@ -121,13 +121,13 @@ struct LoopbackEnd<'a> {
     made: Option<Segment>,
 }
 
-impl WireEnd for LoopbackEnd<'_> {
+impl ConnectionEnd for LoopbackEnd<'_> {
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let segment = self.made.as_ref().map(AsFd::as_fd);
         [self.wires.bell.as_fd()].into_iter().chain(segment).collect()
     }
 
-    fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
+    fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
         let LoopbackEnd { wires: &LoopbackTransport { rank, ref regions, ref egress, .. }, peer, made } =
             *self;
         let mut theirs = offered.descriptors.into_iter();
@@ -225,14 +225,14 @@ impl NetConnection for LoopbackConnection {
         self.peer
     }
 
-    fn put(&self, to: RemoteAddress, bytes: &[u8], patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
+    fn put(&self, to: RemoteAddress, bytes: &[u8], limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
         let mut out = self.lock_out();
         let mut to = to;
         for chunk in bytes.chunks(CHUNK) {
             let record = Record::Put { region: to.region, offset: to.offset, len: chunk.len() as u64 };
             // SAFETY: `send` gives room for `chunk.len()` bytes that no one else uses before they
             // are published.
-            self.send(&mut out, record, chunk.len(), patience, |to| unsafe {
+            self.send(&mut out, record, chunk.len(), limits, |to| unsafe {
                 std::ptr::copy_nonoverlapping(chunk.as_ptr(), to, chunk.len());
             })?;
             to = to.behind(chunk.len() as u64);
@@ -245,17 +245,17 @@ impl NetConnection for LoopbackConnection {
         to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
         let mut to = to;
         let row_bytes = source.row_bytes as usize;
         for group in rows.chunks((CHUNK / row_bytes).max(1)) {
             let len = group.len() * row_bytes;
             if len > CHUNK {
-                self.put(to, source.row(group[0]), patience)?;
+                self.put(to, source.row(group[0]), limits)?;
             } else {
                 let record = Record::Put { region: to.region, offset: to.offset, len: len as u64 };
-                self.send(&mut self.lock_out(), record, len, patience, |mut to| {
+                self.send(&mut self.lock_out(), record, len, limits, |mut to| {
                     for row in group.iter().map(|&row| source.row(row)) {
                         // SAFETY: `send` gives room for `len` bytes: one row after another fills
                         // them.
@@ -271,9 +271,9 @@ impl NetConnection for LoopbackConnection {
         Ok(())
     }
 
-    fn zero(&self, to: RemoteAddress, len: u64, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
+    fn zero(&self, to: RemoteAddress, len: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
         let record = Record::Zero { region: to.region, offset: to.offset, len };
-        self.send(&mut self.lock_out(), record, 0, patience, |_| ())
+        self.send(&mut self.lock_out(), record, 0, limits, |_| ())
     }
 
     fn signal(
@@ -281,20 +281,20 @@ impl NetConnection for LoopbackConnection {
         to: RemoteAddress,
         value: u64,
         tag: Option<Tag>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
         let record = Record::Signal { region: to.region, offset: to.offset, value, tag };
-        self.send(&mut self.lock_out(), record, 0, patience, |_| ())
+        self.send(&mut self.lock_out(), record, 0, limits, |_| ())
     }
 
-    fn flush(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
+    fn flush(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
         let (ring, awaited) = {
             let out = self.lock_out();
             (out.ring, out.head)
         };
         let reached = if self.paced.is_some() { ring.done() } else { ring.tail() };
-        wait::until(reached, awaited, patience, || {
-            self.progress(patience.health);
+        wait::until(reached, awaited, limits, || {
+            self.progress(limits.health);
         })
         .map_err(|(seen, why)| SendBlocked { awaited, seen, why })
     }
@@ -365,15 +365,15 @@ impl LoopbackConnection {
         out: &mut Out,
         record: Record,
         payload: usize,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
         fill: impl FnOnce(*mut u8),
     ) -> Result<(), SendBlocked> {
         let bytes = Ring::footprint(payload);
         let skip = Ring::skip(out.head, bytes);
         let begin = out.head + skip;
         let needed = Ring::needed_tail(begin + bytes);
-        wait::until(out.ring.tail(), needed, patience, || {
-            self.progress(patience.health);
+        wait::until(out.ring.tail(), needed, limits, || {
+            self.progress(limits.health);
         })
         .map_err(|(seen, why)| SendBlocked { awaited: needed, seen, why })?;
         if skip > 0 {

@@ -39,7 +39,7 @@ pub use loopback::{LinkEmulator, LoopbackTransport};
 pub use loopback::{LoopbackConnection, ring_bytes};
 pub use progress::ProgressThread;
 pub use regions::{Region, Regions};
-pub use tcp::TcpTransport as TcpWires;
+pub use tcp::TcpTransport;
 #[cfg(test)]
 pub use verbs::{Fabric, Settings, SignalMode};
 pub use verbs::{Setup, VerbsEnvironment, VerbsTransport};
@@ -94,23 +94,23 @@ pub struct SendBlocked {
 /// Offer of the peer's end of a wire, as it arrived. An empty offer says that the end could not be
 /// opened.
 #[derive(Debug, Default)]
-pub struct WireOffer {
+pub struct ConnectionOffer {
     /// Bytes, which go through the rendezvous.
     pub bytes: Vec<u8>,
     /// Descriptors, of lanes that pass them.
     pub descriptors: Vec<OwnedFd>,
 }
 
-impl WireOffer {
+impl ConnectionOffer {
     /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty() && self.descriptors.is_empty()
     }
 }
 
-impl From<Vec<u8>> for WireOffer {
+impl From<Vec<u8>> for ConnectionOffer {
     fn from(bytes: Vec<u8>) -> Self {
-        WireOffer { bytes, descriptors: Vec::new() }
+        ConnectionOffer { bytes, descriptors: Vec::new() }
     }
 }
 
@@ -128,7 +128,7 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Of the lane, if it cannot be opened.
-    fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error>;
+    fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error>;
 
     /// Lets peers write to a region. Returns the description that they need
     /// ([`NetConnection::import_region`]).
@@ -159,7 +159,7 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
 }
 
 /// This rank's end of a wire that is not joined yet. Dropped, it gives back all that it took.
-pub trait WireEnd {
+pub trait ConnectionEnd {
     /// Bytes that the peer needs to join the ends.
     fn bytes(&self) -> Vec<u8> {
         Vec::new()
@@ -174,12 +174,12 @@ pub trait WireEnd {
     ///
     /// # Errors
     /// Of the lane, if the peer cannot be reached or its offer is invalid.
-    fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error>;
+    fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error>;
 }
 
 /// One rank's end of the way to one rank of another node.
 ///
-/// Puts and signals of one rail happen in the order of the calls: a signal is visible at the peer
+/// Puts and signals of one connection happen in the order of the calls: a signal is visible at the peer
 /// only after all puts before it have landed, and after all signals before it. Callers have checked
 /// that targets lie in their windows.
 pub trait NetConnection: fmt::Debug + Send + Sync {
@@ -194,7 +194,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`SendBlocked`], if the peer takes nothing.
-    fn put(&self, to: RemoteAddress, bytes: &[u8], patience: WaitLimits<'_>) -> Result<(), SendBlocked>;
+    fn put(&self, to: RemoteAddress, bytes: &[u8], limits: WaitLimits<'_>) -> Result<(), SendBlocked>;
 
     /// Writes rows, gathered by index, one after another. The caller has checked that they lie in
     /// the source.
@@ -206,11 +206,11 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
         to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked>;
 
     /// Its operations on memory of devices, if it has any.
-    fn devices(&self) -> Option<&dyn DeviceRail> {
+    fn devices(&self) -> Option<&dyn DeviceConnection> {
         None
     }
 
@@ -218,7 +218,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`NetConnection::put`].
-    fn zero(&self, to: RemoteAddress, len: u64, patience: WaitLimits<'_>) -> Result<(), SendBlocked>;
+    fn zero(&self, to: RemoteAddress, len: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked>;
 
     /// Raises a flag line of the peer.
     ///
@@ -229,7 +229,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
         to: RemoteAddress,
         value: u64,
         tag: Option<Tag>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked>;
 
     /// Posts everything so far, and returns whether the lane has finished reading it here.
@@ -249,7 +249,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`NetConnection::put`].
-    fn flush(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked>;
+    fn flush(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked>;
 
     /// Takes what has come and sends what can be sent, without waiting. Returns whether there was
     /// anything to do.
@@ -259,7 +259,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     /// event descriptor of the [`ProgressThread`]. Returns whether there is work already.
     fn arm(&self, health: &Health) -> bool;
 
-    /// A descriptor that is readable when there is something to do, if this rail has one of its
+    /// A descriptor that is readable when there is something to do, if this connection has one of its
     /// own.
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         None
@@ -354,7 +354,7 @@ pub enum NoDmaBuf {
     /// libibverbs is too old to take one.
     Library,
     /// The NIC's driver refused it.
-    Card {
+    Nic {
         /// Its answer.
         errno: i32,
     },
@@ -370,7 +370,7 @@ pub enum NoGpuDirect {
     /// awaits.
     Messages,
     /// The NIC takes the device's memory neither by a descriptor nor by its address.
-    Card {
+    Nic {
         /// Why not by a descriptor.
         dma_buf: NoDmaBuf,
         /// Its answer for the address.
@@ -392,7 +392,7 @@ impl NoGpuDirect {
         match self {
             NoGpuDirect::Lane(lane) => lane,
             NoGpuDirect::Messages => "messages",
-            NoGpuDirect::Card { .. } => "nic",
+            NoGpuDirect::Nic { .. } => "nic",
             NoGpuDirect::Unordered => "unordered",
             NoGpuDirect::OneQueue => "one queue",
             NoGpuDirect::Rank(_) => "another rank",
@@ -411,8 +411,8 @@ pub struct DeviceAddress {
     pub offset: u64,
 }
 
-/// A rail that reads memory of devices.
-pub trait DeviceRail {
+/// A connection that reads memory of devices.
+pub trait DeviceConnection {
     /// Writes bytes of a device's memory to the peer. They are read until
     /// [`NetConnection::settle`](NetConnection::settle) has returned.
     ///
@@ -423,11 +423,11 @@ pub trait DeviceRail {
         to: RemoteAddress,
         from: DeviceAddress,
         len: u64,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked>;
 }
 
-/// Counted since the rail was joined.
+/// Counted since the connection was joined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Counters {
     /// Work requests posted to the send queue.

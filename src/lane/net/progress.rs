@@ -25,7 +25,7 @@ pub struct ProgressThread {
 
 #[derive(Debug)]
 struct Shared {
-    rails: RwLock<Vec<Arc<dyn NetConnection>>>,
+    connections: RwLock<Vec<Arc<dyn NetConnection>>>,
     regions: Arc<Regions>,
     health: Arc<Health>,
     bell: OwnedFd,
@@ -40,7 +40,7 @@ struct Shared {
 /// Rounds without news after which the thread sleeps. If ranks share cores, a waiting rank receives
 /// by itself, and a polling thread only keeps others from running.
 const IDLE_ROUNDS: u32 = 64;
-const IDLE_ROUNDS_IN_A_CROWD: u32 = 1;
+const IDLE_ROUNDS_OVERSUBSCRIBED: u32 = 1;
 
 /// How long peers may take for what this rank sent last, when it leaves.
 const LINGER: Duration = Duration::from_millis(500);
@@ -51,24 +51,24 @@ impl ProgressThread {
     ///
     /// # Errors
     /// [`LaneError::System`].
-    pub fn start(rank: u32, health: Arc<Health>, crowded: bool) -> Result<Self, LaneError> {
+    pub fn start(rank: u32, health: Arc<Health>, oversubscribed: bool) -> Result<Self, LaneError> {
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(system("eventfd"))?;
         let bells = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
         epoll::add(&bells, &bell, EventData::new_u64(0), EventFlags::IN).map_err(system("epoll_ctl"))?;
         let shared = Arc::new(Shared {
-            rails: RwLock::default(),
+            connections: RwLock::default(),
             regions: Arc::default(),
             health,
             bell,
             bells,
             stop: AtomicBool::new(false),
             beside_compute: AtomicBool::new(false),
-            idle_rounds: if crowded { IDLE_ROUNDS_IN_A_CROWD } else { IDLE_ROUNDS },
+            idle_rounds: if oversubscribed { IDLE_ROUNDS_OVERSUBSCRIBED } else { IDLE_ROUNDS },
         });
         let receiver = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
-            .name(format!("sidelane-card-{rank}"))
+            .name(format!("sidelane-net-{rank}"))
             .spawn(move || receiver.run())
             .map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
         Ok(ProgressThread { shared, thread: Some(thread) })
@@ -84,26 +84,26 @@ impl ProgressThread {
         self.shared.bell.as_fd()
     }
 
-    /// Attends to one more rail.
+    /// Attends to one more connection.
     ///
     /// # Errors
     /// [`LaneError::System`].
-    pub fn attach(&self, rail: Arc<dyn NetConnection>) -> Result<(), LaneError> {
-        if let Some(bell) = rail.event_fd() {
+    pub fn attach(&self, connection: Arc<dyn NetConnection>) -> Result<(), LaneError> {
+        if let Some(bell) = connection.event_fd() {
             match epoll::add(&self.shared.bells, bell, EventData::new_u64(1), EventFlags::IN) {
                 // Connections may share an event descriptor.
                 Ok(()) | Err(Errno::EXIST) => {}
                 Err(errno) => return Err(system("epoll_ctl")(errno)),
             }
         }
-        self.shared.rails.write().unwrap_or_else(PoisonError::into_inner).push(rail);
+        self.shared.connections.write().unwrap_or_else(PoisonError::into_inner).push(connection);
         self.shared.ring();
         Ok(())
     }
 
-    /// The rail to a rank of the world, if there is one.
-    pub fn rail_to(&self, peer: u32) -> Option<Arc<dyn NetConnection>> {
-        self.shared.rails().iter().find(|rail| rail.peer() == peer).cloned()
+    /// The connection to a rank of the world, if there is one.
+    pub fn connection_to(&self, peer: u32) -> Option<Arc<dyn NetConnection>> {
+        self.shared.connections().iter().find(|connection| connection.peer() == peer).cloned()
     }
 
     /// Receives from all connections. A thread next to compute sleeps without events until the NIC
@@ -122,12 +122,12 @@ impl ProgressThread {
 
     /// Counts of all connections so far.
     pub fn counters(&self) -> Counters {
-        self.shared.rails().iter().map(|rail| rail.counters()).sum()
+        self.shared.connections().iter().map(|connection| connection.counters()).sum()
     }
 
     /// The predicted counts.
     pub fn forecast(&self) -> Counters {
-        self.shared.rails().iter().map(|rail| rail.forecast()).sum()
+        self.shared.connections().iter().map(|connection| connection.forecast()).sum()
     }
 }
 
@@ -141,7 +141,7 @@ impl Drop for ProgressThread {
         }
         if self.shared.health.check().is_ok() && !std::thread::panicking() {
             let until = Instant::now() + LINGER;
-            self.shared.rails().iter().for_each(|rail| rail.leave(until));
+            self.shared.connections().iter().for_each(|connection| connection.leave(until));
         }
     }
 }
@@ -170,23 +170,23 @@ impl Shared {
     }
 
     fn end(&self, cause: &Cause) {
-        self.rails().iter().for_each(|rail| rail.stop(cause));
+        self.connections().iter().for_each(|connection| connection.stop(cause));
     }
 
-    /// Attends to every rail: none starves behind a busy one.
+    /// Attends to every connection: none starves behind a busy one.
     fn progress(&self) -> bool {
         let mut news = false;
-        for rail in self.rails().iter() {
-            news |= rail.progress(&self.health);
+        for connection in self.connections().iter() {
+            news |= connection.progress(&self.health);
         }
         news
     }
 
-    /// Asks all rails to ring. Returns whether there is news already.
+    /// Asks all connections to ring. Returns whether there is news already.
     fn arm(&self) -> bool {
         let mut news = false;
-        for rail in self.rails().iter() {
-            news |= rail.arm(&self.health);
+        for connection in self.connections().iter() {
+            news |= connection.arm(&self.health);
         }
         news
     }
@@ -203,7 +203,7 @@ impl Shared {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
-    fn rails(&self) -> std::sync::RwLockReadGuard<'_, Vec<Arc<dyn NetConnection>>> {
-        self.rails.read().unwrap_or_else(PoisonError::into_inner)
+    fn connections(&self) -> std::sync::RwLockReadGuard<'_, Vec<Arc<dyn NetConnection>>> {
+        self.connections.read().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -134,7 +134,7 @@ impl Work {
     fn serve(&self, closing: &AtomicBool) -> Result<(), Error> {
         let none = || Calls::new(self.shared.hub.epoch());
         let (mut sent, mut heard) = (none(), vec![none(); self.back.len()]);
-        let awake = if self.port.lanes().crowded { AWAKE_IN_A_CROWD } else { AWAKE };
+        let awake = if self.port.lanes().oversubscribed { AWAKE_IN_A_CROWD } else { AWAKE };
         let mut idle = 0;
         loop {
             self.port.lanes().health.check()?;

@@ -108,13 +108,13 @@ impl NetConnection for TcpConnection {
         self.peer
     }
 
-    fn put(&self, to: RemoteAddress, bytes: &[u8], patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
+    fn put(&self, to: RemoteAddress, bytes: &[u8], limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.sending(|out| {
             let mut to = to;
             for chunk in bytes.chunks(LONGEST) {
                 let len = chunk.len() as u64;
                 let header = Record::Put { region: to.region, offset: to.offset, len }.to_bytes();
-                self.send(out, &mut [IoSlice::new(&header), IoSlice::new(chunk)], patience)?;
+                self.send(out, &mut [IoSlice::new(&header), IoSlice::new(chunk)], limits)?;
                 to = to.behind(len);
             }
             Ok(())
@@ -126,14 +126,14 @@ impl NetConnection for TcpConnection {
         to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
         let row_bytes = source.row_bytes as usize;
         let at_once = (LONGEST / row_bytes.max(1)).min(PIECES - 1);
         let mut to = to;
         if at_once == 0 {
             for &row in rows {
-                self.put(to, source.row(row), patience)?;
+                self.put(to, source.row(row), limits)?;
                 to = to.behind(source.row_bytes);
             }
             return Ok(());
@@ -147,15 +147,15 @@ impl NetConnection for TcpConnection {
                 for (piece, &row) in pieces[1..].iter_mut().zip(group) {
                     *piece = IoSlice::new(source.row(row));
                 }
-                self.send(out, &mut pieces[..=group.len()], patience)?;
+                self.send(out, &mut pieces[..=group.len()], limits)?;
                 to = to.behind(len);
             }
             Ok(())
         })
     }
 
-    fn zero(&self, to: RemoteAddress, len: u64, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
-        self.send_header(Record::Zero { region: to.region, offset: to.offset, len }, patience)
+    fn zero(&self, to: RemoteAddress, len: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.send_header(Record::Zero { region: to.region, offset: to.offset, len }, limits)
     }
 
     fn signal(
@@ -163,20 +163,20 @@ impl NetConnection for TcpConnection {
         to: RemoteAddress,
         value: u64,
         tag: Option<Tag>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
-        self.send_header(Record::Signal { region: to.region, offset: to.offset, value, tag }, patience)
+        self.send_header(Record::Signal { region: to.region, offset: to.offset, value, tag }, limits)
     }
 
-    fn flush(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
+    fn flush(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
         let mark = self.sending(|out| {
             out.asked += 1;
             let mark = out.asked;
-            self.send(out, &mut [IoSlice::new(&Record::Ask { mark }.to_bytes())], patience)?;
+            self.send(out, &mut [IoSlice::new(&Record::Ask { mark }.to_bytes())], limits)?;
             Ok(mark)
         })?;
-        wait::until(self.landed.line(), mark, patience, || {
-            self.progress(patience.health);
+        wait::until(self.landed.line(), mark, limits, || {
+            self.progress(limits.health);
         })
         .map_err(|(seen, why)| SendBlocked { awaited: mark, seen, why })
     }
@@ -244,8 +244,8 @@ impl NetConnection for TcpConnection {
 }
 
 impl TcpConnection {
-    fn send_header(&self, record: Record, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
-        self.sending(|out| self.send(out, &mut [IoSlice::new(&record.to_bytes())], patience))
+    fn send_header(&self, record: Record, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.sending(|out| self.send(out, &mut [IoSlice::new(&record.to_bytes())], limits))
     }
 
     /// Sends without interruption by another thread, and answers the peer's questions that arrived
@@ -269,13 +269,13 @@ impl TcpConnection {
         &self,
         out: &mut Outgoing,
         mut pieces: &mut [IoSlice<'_>],
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
         self.pay(out);
         let len: usize = pieces.iter().map(|piece| piece.len()).sum();
         let awaited = out.sent + (out.waiting() + len) as u64;
         let mut begun = false;
-        let mut waiter = Waiter::new(patience);
+        let mut waiter = Waiter::new(limits);
         loop {
             let sent = if out.empty(&self.socket) { out.offer(&self.socket, pieces) } else { 0 };
             IoSlice::advance_slices(&mut pieces, sent);
@@ -286,7 +286,7 @@ impl TcpConnection {
             if sent > 0 {
                 continue;
             }
-            self.progress(patience.health);
+            self.progress(limits.health);
             waiter.turn(|slice| self.await_socket(slice, out.failed.is_none())).map_err(|why| {
                 if begun {
                     pieces.iter().for_each(|piece| out.keep(piece));

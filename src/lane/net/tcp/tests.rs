@@ -51,8 +51,8 @@ impl Pair {
         self.hubs[0].health()
     }
 
-    fn patience(&self, deadline: Duration) -> WaitLimits<'_> {
-        WaitLimits { health: self.health(), crowded: false, deadline, awaited: 1, silent: false }
+    fn limits_of(&self, deadline: Duration) -> WaitLimits<'_> {
+        WaitLimits { health: self.health(), oversubscribed: false, deadline, awaited: 1, silent: false }
     }
 
     /// Attends to the wire until something holds.
@@ -150,7 +150,7 @@ fn what_no_correct_partner_sends_ends_the_world_and_names_it() {
 /// Puts more than can be in flight to a peer that reads nothing.
 fn give_up(pair: &Pair, deadline: Duration) -> WaitError {
     let bytes = vec![7; 64 << 20];
-    let stuck = pair.link.put(RemoteAddress { region: 0, offset: 0 }, &bytes, pair.patience(deadline));
+    let stuck = pair.link.put(RemoteAddress { region: 0, offset: 0 }, &bytes, pair.limits_of(deadline));
     let stuck = stuck.unwrap_err();
     assert!(stuck.awaited > stuck.seen && stuck.seen > 0, "{stuck:?}");
     stuck.why
@@ -197,7 +197,7 @@ fn a_put_that_was_given_up_leaves_the_stream_whole() {
             }
         });
         let to = RemoteAddress { region: 0, offset: 0 };
-        pair.link.signal(to, 5, None, pair.patience(LONG)).unwrap();
+        pair.link.signal(to, 5, None, pair.limits_of(LONG)).unwrap();
         pair.progress_until(|| reader.is_finished());
         let came = reader.join().unwrap();
         assert!(came > 0 && came < 64 << 20 && came.is_multiple_of(LONGEST as u64), "{came}");
@@ -220,10 +220,10 @@ fn questions_are_answered_after_all_that_came_before_and_answers_end_a_flush() {
         assert_eq!(reader.join().unwrap(), Some(Record::Answer { mark: 9 }));
     });
     assert_eq!(pair.seen(100, 6), b"landed");
-    let late = pair.link.flush(pair.patience(Duration::from_millis(20))).unwrap_err();
+    let late = pair.link.flush(pair.limits_of(Duration::from_millis(20))).unwrap_err();
     assert_eq!((late.awaited, late.seen), (1, 0));
     pair.theirs.write_all(&header(Record::Answer { mark: 2 })).unwrap();
-    pair.link.flush(pair.patience(LONG)).unwrap();
+    pair.link.flush(pair.limits_of(LONG)).unwrap();
 }
 
 #[test]
@@ -254,8 +254,8 @@ fn a_wire_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and_says_
             Some(4)
         );
         // And a put does not hang.
-        let patience = WaitLimits { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
-        let stuck = link.put(RemoteAddress { region: 0, offset: 0 }, &[1; 10], patience);
+        let limits = WaitLimits { health, oversubscribed: false, deadline: LONG, awaited: 1, silent: false };
+        let stuck = link.put(RemoteAddress { region: 0, offset: 0 }, &[1; 10], limits);
         assert!(stuck.is_ok() || matches!(stuck.unwrap_err().why, WaitError::Dead(_)));
     }
 }
@@ -266,10 +266,10 @@ fn a_reset_that_the_sender_met_is_told_although_reading_finds_only_the_end() {
     rustix::net::sockopt::set_socket_linger(&theirs, Some(Duration::ZERO)).unwrap();
     drop(theirs);
     let health = hubs[0].health();
-    let patience = WaitLimits { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
+    let limits = WaitLimits { health, oversubscribed: false, deadline: LONG, awaited: 1, silent: false };
     // A put that finds room reads nothing.
     let stuck = loop {
-        if let Err(stuck) = link.put(RemoteAddress { region: 0, offset: 0 }, &[1; 10], patience) {
+        if let Err(stuck) = link.put(RemoteAddress { region: 0, offset: 0 }, &[1; 10], limits) {
             break stuck;
         }
     };
@@ -289,8 +289,8 @@ fn a_wire_that_ends_because_its_partner_left_is_no_fault() {
         std::thread::park_timeout(GRACE / 10);
     }
     assert_eq!((health.check(), link.fault()), (Ok(()), None));
-    let patience = WaitLimits { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
-    let stuck = link.put(RemoteAddress { region: 0, offset: 0 }, &vec![1; 64 << 20], patience).unwrap_err();
+    let limits = WaitLimits { health, oversubscribed: false, deadline: LONG, awaited: 1, silent: false };
+    let stuck = link.put(RemoteAddress { region: 0, offset: 0 }, &vec![1; 64 << 20], limits).unwrap_err();
     let lost = Cause::Lost { rank: 1, how: crate::error::LostReason::Closed };
     assert_eq!(stuck.why, WaitError::Dead(lost), "a wait for it ends");
 }

@@ -12,7 +12,7 @@ use super::connection::{Poller, Shared, TcpConnection};
 use crate::bootstrap::{Health, PeerAuth, PeerListener, Timeouts};
 use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Error, LaneError};
-use crate::lane::net::{NetConnection, NetTransport, Regions, WireEnd, WireOffer, system};
+use crate::lane::net::{ConnectionEnd, ConnectionOffer, NetConnection, NetTransport, Regions, system};
 
 /// Offer of a rank that connects to its peer: empty, because the peer needs no address.
 const GUEST: &[u8] = b"guest";
@@ -129,7 +129,7 @@ impl NetTransport for TcpTransport {
         "tcp"
     }
 
-    fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error> {
+    fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
         Ok(Box::new(TcpEnd { wires: self, peer }))
     }
 }
@@ -140,13 +140,13 @@ struct TcpEnd<'a> {
     peer: u32,
 }
 
-impl WireEnd for TcpEnd<'_> {
+impl ConnectionEnd for TcpEnd<'_> {
     fn bytes(&self) -> Vec<u8> {
         let TcpEnd { wires, peer } = self;
         if *peer < wires.pass.rank() { GUEST.to_vec() } else { wires.told.clone().into_bytes() }
     }
 
-    fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
+    fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
         let TcpEnd { wires, peer } = *self;
         let start = Instant::now();
         let until = start + wires.clocks.rendezvous;

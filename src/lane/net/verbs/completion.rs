@@ -126,7 +126,7 @@ impl Drop for CompletionQueue {
         // SAFETY: queue pairs that use it kept it alive, so none is left; all events were
         // acknowledged.
         let answer = unsafe { (context.functions().destroy_cq)(self.raw.as_ptr()) };
-        trace_failure(context.card(), "ibv_destroy_cq", answer);
+        trace_failure(context.name(), "ibv_destroy_cq", answer);
     }
 }
 
@@ -156,7 +156,7 @@ impl Drop for Channel {
         // SAFETY: its queue is destroyed before it, being dropped as a field after the queue's own
         // drop.
         let answer = unsafe { (self.context.functions().destroy_comp_channel)(self.raw.as_ptr()) };
-        trace_failure(self.context.card(), "ibv_destroy_comp_channel", answer);
+        trace_failure(self.context.name(), "ibv_destroy_comp_channel", answer);
     }
 }
 

@@ -16,7 +16,7 @@
 //! third is for NICs that do not place data in order. It takes a receive, and its credits are the
 //! peer's *grant*: its receives less those that it has yet to repost.
 //!
-//! The face of a rail: each call takes the lock, keeps the forecast, and asks.
+//! The face of a connection: each call takes the lock, keeps the forecast, and asks.
 //!
 //! From puts and signals to requests: bytes that the NIC can read go in place, all others are
 //! staged.
@@ -37,7 +37,9 @@ use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::Health;
 use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
 use crate::lane::net::regions::Record;
-use crate::lane::net::{Counters, DeviceAddress, DeviceRail, NetConnection, RemoteAddress, SendBlocked};
+use crate::lane::net::{
+    Counters, DeviceAddress, DeviceConnection, NetConnection, RemoteAddress, SendBlocked,
+};
 use crate::lane::wait::{WaitError, WaitLimits, Waiter};
 use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;
@@ -50,7 +52,7 @@ const POLL: usize = 32;
 /// Time between two polls of a sender that waits for its NIC.
 const NAP: Duration = Duration::from_micros(20);
 
-/// One rail.
+/// One connection.
 pub struct Connection {
     me: u32,
     peer: u32,
@@ -98,7 +100,7 @@ impl State {
     }
 }
 
-/// How a rail ended.
+/// How a connection ended.
 #[derive(Clone, Debug)]
 enum End {
     /// The peer has left in peace.
@@ -110,7 +112,7 @@ enum End {
 }
 
 impl Connection {
-    /// A rail that is connected.
+    /// A connection that is connected.
     pub fn new(parts: Parts) -> Self {
         let Parts { me, peer, signal, chunk, device, completions, theirs, health, .. } = parts;
         let (sender, receiver, forecast) = (parts.sender, parts.receiver, parts.forecast);
@@ -133,7 +135,7 @@ impl Connection {
     /// Runs `act` on a working connection; one whose peer has left accepts every call as a no-op.
     fn with(
         &self,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
         act: impl FnOnce(&mut State) -> Result<(), Halt>,
     ) -> Result<(), SendBlocked> {
         let mut state = self.lock();
@@ -150,7 +152,7 @@ impl Connection {
                 Err(SendBlocked { awaited, seen, why })
             }
             Err(Halt::Broken(error)) => {
-                self.fail(&mut state, error, patience.health);
+                self.fail(&mut state, error, limits.health);
                 state.end.clone().map_or(Ok(()), |end| end.stuck(&state.sender))
             }
             Err(Halt::Left) => {
@@ -190,7 +192,7 @@ impl Connection {
             self.end(state, End::Left);
             return;
         }
-        tracing::error!(rank = self.me, peer = self.peer, %error, "a rail failed");
+        tracing::error!(rank = self.me, peer = self.peer, %error, "a connection failed");
         // If the world was dead already, that is why.
         let cause = health.check().err().unwrap_or(cause);
         self.end(state, End::Failed(error, cause.clone()));
@@ -249,29 +251,29 @@ impl Connection {
     fn until<T>(
         &self,
         state: &mut State,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
         mut ready: impl FnMut(&mut State) -> Result<Option<T>, VerbsError>,
     ) -> Result<T, Halt> {
-        let mut waiter = Waiter::new(patience);
+        let mut waiter = Waiter::new(limits);
         loop {
             if let Some(value) = ready(state)? {
                 return Ok(value);
             }
             if self.step(state)? {
                 // A rank that makes progress is not silent.
-                waiter = Waiter::new(patience);
+                waiter = Waiter::new(limits);
             } else {
                 let turned = waiter.turn(|slice| std::thread::sleep(slice.min(NAP)));
-                turned.map_err(|why| self.left_or(why, patience))?;
+                turned.map_err(|why| self.left_or(why, limits))?;
             }
         }
     }
 
     /// Waiting for a peer that leaves in peace is over; it is no error to have sent it something.
-    fn left_or(&self, why: WaitError, patience: WaitLimits<'_>) -> Halt {
+    fn left_or(&self, why: WaitError, limits: WaitLimits<'_>) -> Halt {
         match why {
             WaitError::Dead(Cause::Lost { rank, how: LostReason::Closed })
-                if rank == self.peer && patience.health.check().is_ok() =>
+                if rank == self.peer && limits.health.check().is_ok() =>
             {
                 Halt::Left
             }
@@ -319,15 +321,15 @@ impl std::fmt::Debug for Connection {
     }
 }
 
-impl DeviceRail for Connection {
+impl DeviceConnection for Connection {
     fn put_device(
         &self,
         to: RemoteAddress,
         from: DeviceAddress,
         len: u64,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
-        self.with(patience, |state| {
+        self.with(limits, |state| {
             if len == 0 {
                 return Ok(());
             }
@@ -350,8 +352,8 @@ impl NetConnection for Connection {
         self.peer
     }
 
-    fn put(&self, to: RemoteAddress, bytes: &[u8], patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
-        self.with(patience, |state| {
+    fn put(&self, to: RemoteAddress, bytes: &[u8], limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
             if bytes.is_empty() {
                 return Ok(());
             }
@@ -359,7 +361,7 @@ impl NetConnection for Connection {
                 let registered = self.device.source(bytes).is_some();
                 forecast.put(self.remote(to)?.0, bytes.len() as u64, registered);
             }
-            self.put_bytes(state, to, bytes, patience)
+            self.put_bytes(state, to, bytes, limits)
         })
     }
 
@@ -368,11 +370,11 @@ impl NetConnection for Connection {
         to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
         let registered = self.device.source(source.bytes);
         let in_place = registered.filter(|_| source.row_bytes <= self.chunk);
-        self.with(patience, |state| {
+        self.with(limits, |state| {
             if rows.is_empty() {
                 return Ok(());
             }
@@ -380,18 +382,18 @@ impl NetConnection for Connection {
                 forecast.rows(self.remote(to)?.0, rows, source.row_bytes, registered.is_some());
             }
             match in_place {
-                Some(place) => self.gather(state, to, (rows, source), place, patience),
-                None => self.pack(state, to, rows, source, patience),
+                Some(place) => self.gather(state, to, (rows, source), place, limits),
+                None => self.pack(state, to, rows, source, limits),
             }
         })
     }
 
-    fn devices(&self) -> Option<&dyn DeviceRail> {
+    fn devices(&self) -> Option<&dyn DeviceConnection> {
         Some(self)
     }
 
-    fn zero(&self, to: RemoteAddress, len: u64, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
-        self.with(patience, |state| {
+    fn zero(&self, to: RemoteAddress, len: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
             if len == 0 {
                 return Ok(());
             }
@@ -407,10 +409,10 @@ impl NetConnection for Connection {
         to: RemoteAddress,
         value: u64,
         tag: Option<Tag>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
-        self.with(patience, |state| {
-            let named = self.raise(state, to, value, tag, patience)?;
+        self.with(limits, |state| {
+            let named = self.raise(state, to, value, tag, limits)?;
             if let Some(forecast) = &mut state.forecast {
                 forecast.signal(tag.is_some(), named);
             }
@@ -426,17 +428,17 @@ impl NetConnection for Connection {
         state.end.is_some() || state.sender.is_settled()
     }
 
-    fn settle(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
-        self.with(patience, |state| {
+    fn settle(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
             state.hurry();
-            self.until(state, patience, |state| Ok(state.sender.is_settled().then_some(())))
+            self.until(state, limits, |state| Ok(state.sender.is_settled().then_some(())))
         })
     }
 
-    fn flush(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked> {
-        self.with(patience, |state| {
+    fn flush(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
             state.hurry();
-            self.until(state, patience, |state| Ok(state.sender.is_done().then_some(())))
+            self.until(state, limits, |state| Ok(state.sender.is_done().then_some(())))
         })
     }
 
@@ -491,9 +493,14 @@ impl NetConnection for Connection {
 
     fn leave(&self, until: Instant) {
         let deadline = until.saturating_duration_since(Instant::now());
-        let patience =
-            WaitLimits { health: &self.health, crowded: true, awaited: self.peer, deadline, silent: true };
-        if let Err(stuck) = self.flush(patience) {
+        let limits = WaitLimits {
+            health: &self.health,
+            oversubscribed: true,
+            awaited: self.peer,
+            deadline,
+            silent: true,
+        };
+        if let Err(stuck) = self.flush(limits) {
             tracing::debug!(rank = self.me, peer = self.peer, ?stuck, "last words were not heard");
         }
     }
@@ -524,13 +531,13 @@ impl NetConnection for Connection {
 }
 
 impl Connection {
-    fn stage(&self, state: &mut State, len: usize, patience: WaitLimits<'_>) -> Result<Staged, Halt> {
+    fn stage(&self, state: &mut State, len: usize, limits: WaitLimits<'_>) -> Result<Staged, Halt> {
         if let Some(staged) = state.sender.block.stage(len as u32)? {
             return Ok(staged);
         }
         // What fills the staging may still be held back.
         state.sender.post_soon();
-        self.until(state, patience, |state| state.sender.block.stage(len as u32))
+        self.until(state, limits, |state| state.sender.block.stage(len as u32))
     }
 
     fn put_bytes(
@@ -538,7 +545,7 @@ impl Connection {
         state: &mut State,
         mut to: RemoteAddress,
         bytes: &[u8],
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         if let Some(source) = self.device.source(bytes).filter(|_| bytes.len() > SMALL) {
             return self.put_in_place(state, to, source, bytes.len());
@@ -548,7 +555,7 @@ impl Connection {
             let (remote, together) = self.remote(to)?;
             let room = state.sender.room(remote, 1, true);
             let (head, tail) = rest.split_at(rest.len().min(together.min(room.bytes) as usize));
-            let staged = self.stage(state, head.len(), patience)?;
+            let staged = self.stage(state, head.len(), limits)?;
             fill(&staged, head);
             state.sender.counters.copied += head.len() as u64;
             state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
@@ -585,7 +592,7 @@ impl Connection {
         mut to: RemoteAddress,
         (rows, source): (&[u32], RowSource<'_>),
         place: Source,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         let row_bytes = source.row_bytes as usize;
         let mut rest = rows;
@@ -595,7 +602,7 @@ impl Connection {
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             if most == 0 {
                 // A row that lies in two pieces of the peer's region.
-                self.put_bytes(state, to, source.row(first), patience)?;
+                self.put_bytes(state, to, source.row(first), limits)?;
                 (rest, to) = (others, to.behind(source.row_bytes));
                 continue;
             }
@@ -616,7 +623,7 @@ impl Connection {
         mut to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         let row_bytes = source.row_bytes as usize;
         let large = source.row_bytes > state.sender.bounds().room(true).bytes;
@@ -624,7 +631,7 @@ impl Connection {
         while let Some((&first, others)) = rest.split_first() {
             let (remote, together) = self.remote(to)?;
             if large || together < source.row_bytes {
-                self.put_bytes(state, to, source.row(first), patience)?;
+                self.put_bytes(state, to, source.row(first), limits)?;
                 (rest, to) = (others, to.behind(source.row_bytes));
                 continue;
             }
@@ -632,7 +639,7 @@ impl Connection {
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             let (head, tail) = rest.split_at(most);
             let len = most * row_bytes;
-            let staged = self.stage(state, len, patience)?;
+            let staged = self.stage(state, len, limits)?;
             for (nth, &row) in head.iter().enumerate() {
                 // SAFETY: the staged bytes hold all these rows, one behind the other.
                 let at = unsafe { staged.at.add(nth * row_bytes) };
@@ -670,23 +677,23 @@ impl Connection {
         to: RemoteAddress,
         value: u64,
         tag: Option<Tag>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<bool, Halt> {
         let (remote, _) = self.remote(to)?;
         if self.signal == SignalMode::Immediate {
-            return self.number(state, to, remote, value, tag, patience);
+            return self.number(state, to, remote, value, tag, limits);
         }
         state.sender.close();
         if let Some(tag) = tag {
             let at = Remote { addr: remote.addr + FlagLine::tag_offset(value), rkey: remote.rkey };
-            self.write_words(state, at, &tag.to_words(), patience)?;
+            self.write_words(state, at, &tag.to_words(), limits)?;
         }
         if self.signal == SignalMode::FetchAdd {
             let growth = state.sent.growth(to, value);
             state.sender.ask(Kind::Add(growth), remote);
             return Ok(false);
         }
-        self.write_words(state, remote, &[value], patience)?;
+        self.write_words(state, remote, &[value], limits)?;
         Ok(false)
     }
 
@@ -696,10 +703,10 @@ impl Connection {
         state: &mut State,
         to: Remote,
         words: &[u64],
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         if !state.sender.ask_inside(to, words) {
-            let staged = self.stage(state, size_of_val(words), patience)?;
+            let staged = self.stage(state, size_of_val(words), limits)?;
             fill(&staged, bytemuck::cast_slice(words));
             state.sender.ask_staged(Kind::Write, to, &staged);
         }
@@ -715,11 +722,11 @@ impl Connection {
         remote: Remote,
         value: u64,
         tag: Option<Tag>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<bool, Halt> {
         if !state.receiver.may_signal(state.sender.block.granted()) {
             state.sender.post_soon();
-            self.until(state, patience, |state| {
+            self.until(state, limits, |state| {
                 Ok(state.receiver.may_signal(state.sender.block.granted()).then_some(()))
             })?;
         }
@@ -735,7 +742,7 @@ impl Connection {
         }
         state.sender.close();
         // Counted only once there is room for it: a sender whose wait failed may signal again.
-        let staged = self.stage(state, 64, patience)?;
+        let staged = self.stage(state, 64, limits)?;
         state.receiver.signals();
         let record = Record::Signal { region: to.region, offset: to.offset, value, tag };
         let mut words = record.to_words();

@@ -157,7 +157,7 @@ impl std::fmt::Debug for Library {
 #[derive(Debug)]
 pub struct Context {
     raw: NonNull<ibv_context>,
-    card: String,
+    nic: String,
     attributes: Attributes,
     library: Arc<Library>,
 }
@@ -190,20 +190,20 @@ impl Context {
     /// Opens a NIC by its name.
     ///
     /// # Errors
-    /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`], [`VerbsError::Open`],
+    /// [`VerbsError::NoNic`], [`VerbsError::NoSuchNic`], [`VerbsError::Open`],
     /// [`VerbsError::Call`].
-    pub fn open(library: &Arc<Library>, card: &str) -> Result<Arc<Self>, VerbsError> {
+    pub fn open(library: &Arc<Library>, nic: &str) -> Result<Arc<Self>, VerbsError> {
         let list = List::new(library)?;
-        let named = list.iter().find(|&device| list.name(device) == card);
+        let named = list.iter().find(|&device| list.name(device) == nic);
         let Some(device) = named else {
             let present = list.iter().map(|device| list.name(device)).collect();
-            return Err(VerbsError::NoSuchCard { card: card.to_owned(), present });
+            return Err(VerbsError::NoSuchNic { nic: nic.to_owned(), present });
         };
-        let failed = |errno| VerbsError::Open { card: card.to_owned(), errno };
+        let failed = |errno| VerbsError::Open { nic: nic.to_owned(), errno };
         // SAFETY: the device is of the list, which is still there.
         let raw = check_object(unsafe { (library.functions.open_device)(device) }).map_err(failed)?;
-        let (card, library) = (card.to_owned(), Arc::clone(library));
-        let mut context = Context { raw, card, attributes: Attributes::NONE, library };
+        let (nic, library) = (nic.to_owned(), Arc::clone(library));
+        let mut context = Context { raw, nic, attributes: Attributes::NONE, library };
         // News are looked for, never waited for.
         let fd = context.as_fd();
         let unblocked = fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags | OFlags::NONBLOCK));
@@ -215,15 +215,15 @@ impl Context {
     /// The names of all NICs, in the library's order.
     ///
     /// # Errors
-    /// [`VerbsError::NoCard`], [`VerbsError::Call`].
+    /// [`VerbsError::NoNic`], [`VerbsError::Call`].
     pub fn names(library: &Arc<Library>) -> Result<Vec<String>, VerbsError> {
         let list = List::new(library)?;
         Ok(list.iter().map(|device| list.name(device)).collect())
     }
 
     /// The NIC's name.
-    pub fn card(&self) -> &str {
-        &self.card
+    pub fn name(&self) -> &str {
+        &self.nic
     }
 
     /// Abilities of the NIC.
@@ -238,7 +238,7 @@ impl Context {
     pub fn port(&self, number: u8) -> Result<Port, VerbsError> {
         let ports = self.attributes.ports;
         if !(1..=ports).contains(&number) {
-            return Err(VerbsError::NoSuchPort { card: self.card.clone(), port: number, ports });
+            return Err(VerbsError::NoSuchPort { nic: self.nic.clone(), port: number, ports });
         }
         // SAFETY: all zero is a value of this plain structure.
         let mut attr: ibv_port_attr = unsafe { std::mem::zeroed() };
@@ -252,7 +252,7 @@ impl Context {
     /// readable.
     ///
     /// # Errors
-    /// [`VerbsError::CardLost`], [`VerbsError::QueuePairLost`], [`VerbsError::QueueOverflow`]. A
+    /// [`VerbsError::NicLost`], [`VerbsError::QueuePairLost`], [`VerbsError::QueueOverflow`]. A
     /// port that goes down is traced only: it may come back before retries end, and if not, work
     /// requests fail.
     pub fn check(&self) -> Result<(), VerbsError> {
@@ -272,21 +272,21 @@ impl Context {
     }
 
     fn judge(&self, event: &ibv_async_event) -> Result<(), VerbsError> {
-        let card = self.card.clone();
+        let nic = self.nic.clone();
         let lost = |event_of: &ibv_async_event, event| {
             // SAFETY: this kind of event is about a queue pair, which lives until the event is
             // acknowledged.
             let queue_pair = unsafe { (*event_of.element.qp).qp_num };
-            VerbsError::QueuePairLost { card: card.clone(), queue_pair, event }
+            VerbsError::QueuePairLost { nic: nic.clone(), queue_pair, event }
         };
         Err(match event.event_type {
-            IBV_EVENT_DEVICE_FATAL => VerbsError::CardLost { card },
-            IBV_EVENT_CQ_ERR => VerbsError::QueueOverflow { card },
+            IBV_EVENT_DEVICE_FATAL => VerbsError::NicLost { nic },
+            IBV_EVENT_CQ_ERR => VerbsError::QueueOverflow { nic },
             IBV_EVENT_QP_FATAL => lost(event, "the NIC reports a fatal error of it"),
             IBV_EVENT_QP_REQ_ERR => lost(event, "the peer sent an invalid request"),
             IBV_EVENT_QP_ACCESS_ERR => lost(event, "the peer aimed outside what is registered"),
             kind => {
-                tracing::warn!(card, event = kind, "event of a NIC");
+                tracing::warn!(nic, event = kind, "event of a NIC");
                 return Ok(());
             }
         })
@@ -302,7 +302,7 @@ impl Context {
     }
 
     pub(super) fn failed(&self, call: &'static str, errno: i32) -> VerbsError {
-        VerbsError::Call { card: self.card.clone(), call, errno }
+        VerbsError::Call { nic: self.nic.clone(), call, errno }
     }
 
     pub(super) fn functions(&self) -> &Functions {
@@ -326,7 +326,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: everything made in this context kept it alive, so nothing of it is left.
         let answer = unsafe { (self.functions().close_device)(self.raw.as_ptr()) };
-        trace_failure(&self.card, "ibv_close_device", answer);
+        trace_failure(&self.nic, "ibv_close_device", answer);
     }
 }
 
@@ -370,11 +370,11 @@ impl<'a> List<'a> {
         let devices = check_object(unsafe { (library.functions.get_device_list)(&mut len) });
         let devices = devices.map_err(|e| match Errno::from_raw_os_error(e) {
             // The kernel has no RDMA at all.
-            Errno::NOSYS => VerbsError::NoCard,
-            _ => VerbsError::Call { card: "all".to_owned(), call: "ibv_get_device_list", errno: e },
+            Errno::NOSYS => VerbsError::NoNic,
+            _ => VerbsError::Call { nic: "all".to_owned(), call: "ibv_get_device_list", errno: e },
         })?;
         let list = List { library, devices, len: len.try_into().unwrap_or(0) };
-        if list.len == 0 { Err(VerbsError::NoCard) } else { Ok(list) }
+        if list.len == 0 { Err(VerbsError::NoNic) } else { Ok(list) }
     }
 
     fn iter(&self) -> impl Iterator<Item = *mut ibv_device> + '_ {
@@ -418,8 +418,8 @@ pub fn check_status(returned: c_int) -> Result<(), i32> {
 }
 
 /// Says that something could not be destroyed.
-pub fn trace_failure(card: &str, call: &str, answer: i32) {
+pub fn trace_failure(nic: &str, call: &str, answer: i32) {
     if let Err(errno) = check_status(answer) {
-        tracing::warn!(card, call, errno, "a NIC's object could not be destroyed");
+        tracing::warn!(nic, call, errno, "a NIC's object could not be destroyed");
     }
 }

@@ -50,7 +50,7 @@ impl Drop for ProtectionDomain {
     fn drop(&mut self) {
         // SAFETY: regions and queue pairs of this domain kept it alive, so none is left.
         let answer = unsafe { (self.context.functions().dealloc_pd)(self.raw.as_ptr()) };
-        trace_failure(self.context.card(), "ibv_dealloc_pd", answer);
+        trace_failure(self.context.name(), "ibv_dealloc_pd", answer);
     }
 }
 
@@ -175,9 +175,9 @@ impl MemoryRegion {
     }
 
     fn of(domain: &Arc<ProtectionDomain>, raw: *mut ibv_mr, base: u64, len: u64) -> Result<Self, VerbsError> {
-        let card = || domain.context.card().to_owned();
+        let nic = || domain.context.name().to_owned();
         let raw =
-            check_object(raw).map_err(|errno| VerbsError::Register { card: card(), bytes: len, errno })?;
+            check_object(raw).map_err(|errno| VerbsError::Register { nic: nic(), bytes: len, errno })?;
         // SAFETY: the call just returned it.
         let (lkey, rkey) = unsafe { ((*raw.as_ptr()).lkey, (*raw.as_ptr()).rkey) };
         Ok(MemoryRegion { raw, base, len, lkey, rkey, domain: Arc::clone(domain) })
@@ -222,6 +222,6 @@ impl Drop for MemoryRegion {
         let context = &self.domain.context;
         // SAFETY: registered by `of`, and dropped once.
         let answer = unsafe { (context.functions().dereg_mr)(self.raw.as_ptr()) };
-        trace_failure(context.card(), "ibv_dereg_mr", answer);
+        trace_failure(context.name(), "ibv_dereg_mr", answer);
     }
 }

@@ -21,10 +21,10 @@
 //! The kernel's files about NICs: addresses of their ports, and their place in the machine.
 //!
 //! ```text
-//!   class/infiniband/<card>/device                           link into the PCI tree; none for a soft NIC
-//!   class/infiniband/<card>/device/numa_node                 -1: unknown
-//!   class/infiniband/<card>/ports/<p>/gids/<i>               an address; all zero: empty
-//!   class/infiniband/<card>/ports/<p>/gid_attrs/types/<i>    "IB/RoCE v1" or "RoCE v2"; unreadable: empty
+//!   class/infiniband/<nic>/device                           link into the PCI tree; none for a soft NIC
+//!   class/infiniband/<nic>/device/numa_node                 -1: unknown
+//!   class/infiniband/<nic>/ports/<p>/gids/<i>               an address; all zero: empty
+//!   class/infiniband/<nic>/ports/<p>/gid_attrs/types/<i>    "IB/RoCE v1" or "RoCE v2"; unreadable: empty
 //!   devices/system/node/node<n>/{cpulist, distance}          processors of a NUMA node, and how far the others are
 //! ```
 
@@ -61,7 +61,7 @@ impl std::fmt::Display for Nic {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Path { port, gid, gid_index, mtu, .. } = self.path;
         let address = gid.to_ipv4_mapped().map_or_else(|| gid.to_string(), |address| address.to_string());
-        write!(f, "{} port {port}, {address} (GID {gid_index}), MTU {}", self.context.card(), mtu.bytes())?;
+        write!(f, "{} port {port}, {address} (GID {gid_index}), MTU {}", self.context.name(), mtu.bytes())?;
         if let Some(node) = self.numa_node {
             write!(f, ", NUMA node {node}")?;
         }
@@ -77,7 +77,7 @@ impl Nic {
     /// or else the nearest usable one.
     ///
     /// # Errors
-    /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`]; the error of a named NIC or, if none is
+    /// [`VerbsError::NoNic`], [`VerbsError::NoSuchNic`]; the error of a named NIC or, if none is
     /// usable, of the first: [`VerbsError::Open`], [`VerbsError::PortDown`],
     /// [`VerbsError::NoSuchPort`], [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`],
     /// [`VerbsError::MtuTooLarge`].
@@ -90,23 +90,23 @@ impl Nic {
         let (names, own) = (Context::names(library)?, sysfs.own_node());
         let distance = |name: &str| sysfs.numa_distance(own?, sysfs.numa_node(name)?);
         let candidate = |name: &str| Candidate { name: name.to_owned(), distance: distance(name) };
-        if !settings.cards.is_empty() {
-            let cards: Vec<Candidate> = names.iter().map(|name| candidate(name)).collect();
-            let chosen = choose(&cards, nth, &settings.cards)?;
+        if !settings.nics.is_empty() {
+            let nics: Vec<Candidate> = names.iter().map(|name| candidate(name)).collect();
+            let chosen = choose(&nics, nth, &settings.nics)?;
             return chosen.iter().map(|&at| Self::of(library, sysfs, settings, &names[at])).collect();
         }
         let (mut usable, mut refused) = (Vec::new(), None);
         for name in &names {
             match Self::of(library, sysfs, settings, name) {
-                Ok(rail) => usable.push(rail),
+                Ok(nic) => usable.push(nic),
                 Err(why) => {
-                    tracing::info!(card = name, %why, "a NIC is left out");
+                    tracing::info!(nic = name, %why, "a NIC is left out");
                     refused.get_or_insert(why);
                 }
             }
         }
-        let cards: Vec<Candidate> = usable.iter().map(|rail| candidate(rail.context.card())).collect();
-        match (choose(&cards, nth, &[]), refused) {
+        let nics: Vec<Candidate> = usable.iter().map(|nic| candidate(nic.context.name())).collect();
+        match (choose(&nics, nth, &[]), refused) {
             (Ok(chosen), _) => Ok(chosen.iter().map(|&at| usable[at].clone()).collect()),
             (Err(_), Some(why)) => Err(why),
             (Err(why), None) => Err(why),
@@ -114,15 +114,15 @@ impl Nic {
     }
 
     /// Opens one NIC, if it is usable.
-    fn of(library: &Arc<Library>, sysfs: &Sysfs, settings: &Settings, card: &str) -> Result<Nic, VerbsError> {
-        let context = Context::open(library, card)?;
+    fn of(library: &Arc<Library>, sysfs: &Sysfs, settings: &Settings, nic: &str) -> Result<Nic, VerbsError> {
+        let context = Context::open(library, nic)?;
         let (port, link) = active_port(&context, settings.port)?;
-        let at = (card, port.number);
-        let gid = Gid::choose(&sysfs.gids(card, port.number), link, settings.gid_index, at)?;
+        let at = (nic, port.number);
+        let gid = Gid::choose(&sysfs.gids(nic, port.number), link, settings.gid_index, at)?;
         let mtu = settings.mtu.unwrap_or(port.mtu);
         if mtu > port.mtu {
             let (asked, active) = (mtu.bytes(), port.mtu.bytes());
-            return Err(VerbsError::MtuTooLarge { card: card.to_owned(), port: port.number, asked, active });
+            return Err(VerbsError::MtuTooLarge { nic: nic.to_owned(), port: port.number, asked, active });
         }
         let path = Path {
             port: port.number,
@@ -138,7 +138,7 @@ impl Nic {
             retries: settings.retries,
             rnr_retries: settings.rnr_retries,
         };
-        Ok(Nic { context, path, numa_node: sysfs.numa_node(card), pci_path: sysfs.pci_path(card) })
+        Ok(Nic { context, path, numa_node: sysfs.numa_node(nic), pci_path: sysfs.pci_path(nic) })
     }
 }
 
@@ -155,7 +155,7 @@ fn active_port(context: &Context, wanted: Option<u8>) -> Result<(Port, LinkLayer
         }
     }
     let (port, state) = down.unwrap_or((1, "missing"));
-    Err(VerbsError::PortDown { card: context.card().to_owned(), port, state })
+    Err(VerbsError::PortDown { nic: context.name().to_owned(), port, state })
 }
 
 /// A usable NIC.
@@ -168,24 +168,24 @@ struct Candidate {
     distance: Option<u32>,
 }
 
-/// Indices in `cards` of the NICs that a rank uses, one per rail. `nth` is its rank on its node:
+/// Indices in `nics` of the NICs that a rank uses, one per rail. `nth` is its rank on its node:
 /// ranks that are bound to NUMA nodes in blocks of equal size, or not at all, then spread evenly.
 ///
 /// # Errors
-/// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`].
-fn choose(cards: &[Candidate], nth: u32, named: &[String]) -> Result<Vec<usize>, VerbsError> {
+/// [`VerbsError::NoNic`], [`VerbsError::NoSuchNic`].
+fn choose(nics: &[Candidate], nth: u32, named: &[String]) -> Result<Vec<usize>, VerbsError> {
     if !named.is_empty() {
         let place = |name: &String| {
-            cards.iter().position(|card| card.name == *name).ok_or_else(|| VerbsError::NoSuchCard {
-                card: name.clone(),
-                present: cards.iter().map(|card| card.name.clone()).collect(),
+            nics.iter().position(|nic| nic.name == *name).ok_or_else(|| VerbsError::NoSuchNic {
+                nic: name.clone(),
+                present: nics.iter().map(|nic| nic.name.clone()).collect(),
             })
         };
         return named.iter().map(place).collect();
     }
-    let farness = |card: &Candidate| card.distance.unwrap_or(u32::MAX);
-    let least = cards.iter().map(farness).min().ok_or(VerbsError::NoCard)?;
-    let near: Vec<usize> = (0..cards.len()).filter(|&at| farness(&cards[at]) == least).collect();
+    let farness = |nic: &Candidate| nic.distance.unwrap_or(u32::MAX);
+    let least = nics.iter().map(farness).min().ok_or(VerbsError::NoNic)?;
+    let near: Vec<usize> = (0..nics.len()).filter(|&at| farness(&nics[at]) == least).collect();
     Ok(vec![near[nth as usize % near.len()]])
 }
 
@@ -339,19 +339,19 @@ impl Gid {
         gids: &[Gid],
         link: LinkLayer,
         wanted: Option<u8>,
-        (card, port): (&str, u8),
+        (nic, port): (&str, u8),
     ) -> Result<Gid, VerbsError> {
-        let card = card.to_owned();
+        let nic = nic.to_owned();
         if let Some(index) = wanted {
             let found = gids.iter().find(|gid| gid.index == index).copied();
-            return found.ok_or(VerbsError::NoSuchGid { card, port, index });
+            return found.ok_or(VerbsError::NoSuchGid { nic, port, index });
         }
         let kind = match link {
             LinkLayer::InfiniBand => GidType::IbOrRoceV1,
             LinkLayer::Ethernet => GidType::RoceV2,
         };
         let usable = gids.iter().filter(|gid| gid.kind == kind);
-        usable.min_by_key(|gid| (gid.reach(), gid.index)).copied().ok_or(VerbsError::NoGid { card, port })
+        usable.min_by_key(|gid| (gid.reach(), gid.index)).copied().ok_or(VerbsError::NoGid { nic, port })
     }
 
     /// How well routers know it: 0 is best.
@@ -385,8 +385,8 @@ impl Sysfs {
     }
 
     /// The addresses of a port, in the order of its table; empty entries are left out.
-    fn gids(&self, card: &str, port: u8) -> Vec<Gid> {
-        let dir = self.card(card).join("ports").join(port.to_string());
+    fn gids(&self, nic: &str, port: u8) -> Vec<Gid> {
+        let dir = self.folder(nic).join("ports").join(port.to_string());
         let gid = |index: u8| {
             let gid: Ipv6Addr = read(&dir.join("gids").join(index.to_string()))?.parse().ok()?;
             let kind = match read(&dir.join("gid_attrs/types").join(index.to_string()))?.as_str() {
@@ -400,13 +400,13 @@ impl Sysfs {
     }
 
     /// The nearest NUMA node of a NIC.
-    fn numa_node(&self, card: &str) -> Option<u32> {
-        read(&self.card(card).join("device/numa_node"))?.parse().ok()
+    fn numa_node(&self, nic: &str) -> Option<u32> {
+        read(&self.folder(nic).join("device/numa_node"))?.parse().ok()
     }
 
     /// A NIC's path in the PCI tree: bridges, then its own address.
-    fn pci_path(&self, card: &str) -> Option<PathBuf> {
-        self.card(card).join("device").canonicalize().ok()
+    fn pci_path(&self, nic: &str) -> Option<PathBuf> {
+        self.folder(nic).join("device").canonicalize().ok()
     }
 
     /// How far a NUMA node is from another, in the firmware's measure: 10 is the node itself.
@@ -424,8 +424,8 @@ impl Sysfs {
         Numa::below(self.nodes()).node_of(allowed)
     }
 
-    fn card(&self, card: &str) -> PathBuf {
-        self.root.join("class/infiniband").join(card)
+    fn folder(&self, nic: &str) -> PathBuf {
+        self.root.join("class/infiniband").join(nic)
     }
 
     fn nodes(&self) -> PathBuf {
@@ -456,50 +456,50 @@ mod tests {
     fn machine() -> impl Strategy<Value = Vec<Candidate>> {
         let distances = prop::collection::vec(prop::option::of(10..13u32), 1..10);
         distances.prop_map(|distances| {
-            let card = |(at, distance)| Candidate { name: format!("card{at}"), distance };
-            distances.into_iter().enumerate().map(card).collect()
+            let nic = |(at, distance)| Candidate { name: format!("nic{at}"), distance };
+            distances.into_iter().enumerate().map(nic).collect()
         })
     }
 
     proptest! {
         #[test]
-        fn a_rank_takes_one_card_and_none_is_nearer(cards in machine(), nth in any::<u32>()) {
-            let chosen = choose(&cards, nth, &[]).unwrap();
+        fn a_rank_takes_one_nic_and_none_is_nearer(nics in machine(), nth in any::<u32>()) {
+            let chosen = choose(&nics, nth, &[]).unwrap();
             prop_assert_eq!(chosen.len(), 1);
-            let distance = |card: &Candidate| card.distance.unwrap_or(u32::MAX);
-            prop_assert!(cards.iter().all(|card| distance(card) >= distance(&cards[chosen[0]])));
+            let distance = |nic: &Candidate| nic.distance.unwrap_or(u32::MAX);
+            prop_assert!(nics.iter().all(|nic| distance(nic) >= distance(&nics[chosen[0]])));
         }
 
         #[test]
-        fn ranks_spread_evenly_over_the_nearest_cards(cards in machine(), ranks in 1..40u32) {
-            let mut load = vec![0u32; cards.len()];
+        fn ranks_spread_evenly_over_the_nearest_nics(nics in machine(), ranks in 1..40u32) {
+            let mut load = vec![0u32; nics.len()];
             for nth in 0..ranks {
-                load[choose(&cards, nth, &[]).unwrap()[0]] += 1;
+                load[choose(&nics, nth, &[]).unwrap()[0]] += 1;
             }
-            let least = cards.iter().map(|card| card.distance.unwrap_or(u32::MAX)).min();
-            let near = |at: &usize| Some(cards[*at].distance.unwrap_or(u32::MAX)) == least;
-            let loads: Vec<u32> = (0..cards.len()).filter(near).map(|at| load[at]).collect();
+            let least = nics.iter().map(|nic| nic.distance.unwrap_or(u32::MAX)).min();
+            let near = |at: &usize| Some(nics[*at].distance.unwrap_or(u32::MAX)) == least;
+            let loads: Vec<u32> = (0..nics.len()).filter(near).map(|at| load[at]).collect();
             prop_assert_eq!(loads.iter().sum::<u32>(), ranks);
             prop_assert!(loads.iter().max().unwrap() - loads.iter().min().unwrap() <= 1);
         }
 
         #[test]
-        fn named_cards_are_the_rails_in_their_order(cards in machine(), nth in any::<u32>(), order in any::<prop::sample::Index>()) {
-            let mut named: Vec<String> = cards.iter().map(|card| card.name.clone()).collect();
+        fn named_nics_are_the_rails_in_their_order(nics in machine(), nth in any::<u32>(), order in any::<prop::sample::Index>()) {
+            let mut named: Vec<String> = nics.iter().map(|nic| nic.name.clone()).collect();
             let turn = order.index(named.len());
             named.rotate_left(turn);
-            let chosen = choose(&cards, nth, &named).unwrap();
-            let names: Vec<String> = chosen.iter().map(|&at| cards[at].name.clone()).collect();
+            let chosen = choose(&nics, nth, &named).unwrap();
+            let names: Vec<String> = chosen.iter().map(|&at| nics[at].name.clone()).collect();
             prop_assert_eq!(names, named);
         }
     }
 
     #[test]
-    fn a_name_that_is_not_there_and_a_machine_without_cards_are_errors() {
-        let cards = [Candidate { name: "mlx5_0".into(), distance: None }];
-        let missing = VerbsError::NoSuchCard { card: "mlx5_7".into(), present: vec!["mlx5_0".into()] };
-        assert_eq!(choose(&cards, 0, &["mlx5_0".into(), "mlx5_7".into()]), Err(missing));
-        assert_eq!(choose(&[], 0, &[]), Err(VerbsError::NoCard));
+    fn a_name_that_is_not_there_and_a_machine_without_nics_are_errors() {
+        let nics = [Candidate { name: "mlx5_0".into(), distance: None }];
+        let missing = VerbsError::NoSuchNic { nic: "mlx5_7".into(), present: vec!["mlx5_0".into()] };
+        assert_eq!(choose(&nics, 0, &["mlx5_0".into(), "mlx5_7".into()]), Err(missing));
+        assert_eq!(choose(&[], 0, &[]), Err(VerbsError::NoNic));
     }
 
     fn table(entries: &[(u8, &str, GidType)]) -> Vec<Gid> {
@@ -508,7 +508,7 @@ mod tests {
     }
 
     fn chosen(gids: &[Gid], link: LinkLayer, wanted: Option<u8>) -> Result<u8, VerbsError> {
-        Gid::choose(gids, link, wanted, ("card", 1)).map(|gid| gid.index)
+        Gid::choose(gids, link, wanted, ("nic", 1)).map(|gid| gid.index)
     }
 
     #[test]
@@ -525,7 +525,7 @@ mod tests {
         assert_eq!(chosen(&all, LinkLayer::Ethernet, None), Ok(4));
         assert_eq!(chosen(&all[..4], LinkLayer::Ethernet, None), Ok(3));
         assert_eq!(chosen(&all[..3], LinkLayer::Ethernet, None), Ok(1));
-        let none = VerbsError::NoGid { card: "card".into(), port: 1 };
+        let none = VerbsError::NoGid { nic: "nic".into(), port: 1 };
         assert_eq!(chosen(&all[..1], LinkLayer::Ethernet, None), Err(none.clone()));
         assert_eq!(chosen(&all, LinkLayer::InfiniBand, None), Ok(0));
         assert_eq!(chosen(&[], LinkLayer::InfiniBand, None), Err(none));
@@ -535,7 +535,7 @@ mod tests {
     fn an_index_that_was_asked_for_is_taken_or_refused() {
         let gids = table(&[(0, "fe80::1", GidType::IbOrRoceV1)]);
         assert_eq!(chosen(&gids, LinkLayer::Ethernet, Some(0)), Ok(0));
-        let missing = VerbsError::NoSuchGid { card: "card".into(), port: 1, index: 7 };
+        let missing = VerbsError::NoSuchGid { nic: "nic".into(), port: 1, index: 7 };
         assert_eq!(chosen(&gids, LinkLayer::Ethernet, Some(7)), Err(missing));
     }
 
@@ -567,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn a_card_s_place_is_read_or_unknown() {
+    fn a_nic_s_place_is_read_or_unknown() {
         let tree = Tree::new();
         tree.write("devices/pci0000:16/0000:17:00.0/numa_node", "1");
         tree.link("class/infiniband/mlx5_0/device", "devices/pci0000:16/0000:17:00.0");

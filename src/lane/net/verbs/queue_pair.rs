@@ -188,8 +188,8 @@ impl QueuePair {
     /// [`VerbsError::NoRoute`], [`VerbsError::LinkLayers`], [`VerbsError::Call`].
     pub fn connect(&self, partner: &Endpoint) -> Result<(), VerbsError> {
         if partner.link != self.path.link {
-            let card = self.context().card().to_owned();
-            return Err(VerbsError::LinkLayers { card, peer: self.peer });
+            let nic = self.context().name().to_owned();
+            return Err(VerbsError::LinkLayers { nic, peer: self.peer });
         }
         self.ready_to_receive(partner).map_err(|errno| self.no_route(partner.gid, errno))?;
         self.ready_to_send(partner).map_err(|errno| self.context().failed("ibv_modify_qp to RTS", errno))
@@ -287,7 +287,7 @@ impl QueuePair {
         let refused = if answer.is_err() && bad.is_null() { first } else { bad };
         let taken = chain.settle(if answer.is_ok() { ptr::null() } else { refused });
         answer.map_err(|errno| VerbsError::Post {
-            card: self.context().card().to_owned(),
+            nic: self.context().name().to_owned(),
             queue_pair: self.number,
             peer: self.peer,
             call,
@@ -299,7 +299,7 @@ impl QueuePair {
     /// The error of a request of this queue pair, identified by its number.
     pub fn failure(&self, operation: Operation, failed: Failed) -> VerbsError {
         VerbsError::Completion {
-            card: self.context().card().to_owned(),
+            nic: self.context().name().to_owned(),
             queue_pair: self.number,
             peer: self.peer,
             operation,
@@ -323,8 +323,8 @@ impl QueuePair {
     }
 
     fn no_route(&self, remote: Ipv6Addr, errno: i32) -> VerbsError {
-        let card = self.context().card().to_owned();
-        VerbsError::NoRoute { card, peer: self.peer, gid: self.path.gid, remote, errno }
+        let nic = self.context().name().to_owned();
+        VerbsError::NoRoute { nic, peer: self.peer, gid: self.path.gid, remote, errno }
     }
 
     fn modify(&self, mut attr: ibv_qp_attr, mask: i32) -> Result<(), i32> {
@@ -338,7 +338,7 @@ impl Drop for QueuePair {
     fn drop(&mut self) {
         // SAFETY: created here, and dropped once; its domain and queues are still there.
         let answer = unsafe { (self.context().functions().destroy_qp)(self.raw.as_ptr()) };
-        trace_failure(self.context().card(), "ibv_destroy_qp", answer);
+        trace_failure(self.context().name(), "ibv_destroy_qp", answer);
     }
 }
 

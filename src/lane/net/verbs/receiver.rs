@@ -16,7 +16,7 @@ use crate::error::VerbsError;
 use crate::lane::net::regions::Record;
 use crate::lane::net::{Regions, RemoteAddress};
 
-/// The receive queue of one rail.
+/// The receive queue of one connection.
 pub struct Receiver {
     peer: u32,
     regions: Arc<Regions>,

@@ -7,7 +7,7 @@
 //! A region may be registered in pieces: flags and their tags strictly ordered, rows relaxed.
 //!
 //! ```text
-//!   said   | pieces: u8 | start, len, address: u64 each, per piece | cards: u8 | rkey: u32 per piece and NIC |
+//!   said   | pieces: u8 | start, len, address: u64 each, per piece | nics: u8 | rkey: u32 per piece and NIC |
 //! ```
 
 use std::any::Any;
@@ -33,7 +33,7 @@ pub const ZEROS: u64 = 64 << 10;
 #[derive(Debug)]
 pub struct Device {
     /// The NIC, its port and its address.
-    pub card: Nic,
+    pub nic: Nic,
     /// Limits of its queue pairs.
     pub domain: Arc<ProtectionDomain>,
     /// Registered regions by number.
@@ -97,8 +97,8 @@ impl Device {
     ///
     /// # Errors
     /// [`VerbsError`], [`MemoryError`](crate::error::MemoryError).
-    pub fn new(card: Nic) -> Result<Self, Error> {
-        let domain = ProtectionDomain::create(&card.context)?;
+    pub fn new(nic: Nic) -> Result<Self, Error> {
+        let domain = ProtectionDomain::create(&nic.context)?;
         let segment = Segment::create("sidelane-zeros", ZEROS)?;
         let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
         mapped.populate(0, 0, ZEROS)?;
@@ -106,7 +106,7 @@ impl Device {
         let zeros = unsafe {
             MemoryRegion::register(&domain, mapped.at(0, 0, ZEROS)?, ZEROS as usize, Access::empty())
         }?;
-        Ok(Device { card, domain, regions: RwLock::default(), zeros, _zeros: mapped })
+        Ok(Device { nic, domain, regions: RwLock::default(), zeros, _zeros: mapped })
     }
 
     /// Registers a region under its number. Returns this rank's part, for
@@ -199,9 +199,9 @@ impl Device {
     /// Whether the NIC works.
     ///
     /// # Errors
-    /// [`VerbsError::CardLost`] and its like.
+    /// [`VerbsError::NicLost`] and its like.
     pub fn check(&self) -> Result<(), VerbsError> {
-        self.card.context.check()
+        self.nic.context.check()
     }
 }
 
@@ -210,7 +210,7 @@ impl Device {
     /// [`describe_region`](describe_region).
     ///
     /// # Errors
-    /// [`NoGpuDirect::Card`].
+    /// [`NoGpuDirect::Nic`].
     pub fn register_device(
         &self,
         number: u32,
@@ -263,13 +263,13 @@ impl Device {
                 };
                 match region {
                     Ok(region) => return Ok((region, Registration::DmaBuf)),
-                    Err(VerbsError::Register { errno, .. }) => NoDmaBuf::Card { errno },
+                    Err(VerbsError::Register { errno, .. }) => NoDmaBuf::Nic { errno },
                     Err(_) => NoDmaBuf::Library,
                 }
             }
         };
         let at = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
-        let refused = |errno| NoGpuDirect::Card { dma_buf, errno };
+        let refused = |errno| NoGpuDirect::Nic { dma_buf, errno };
         let at = NonNull::new(at).ok_or(refused(rustix::io::Errno::FAULT.raw_os_error()))?;
         // SAFETY: as above; the kernel refuses an address that it does not know.
         match unsafe { MemoryRegion::register(&self.domain, at, len as usize, access) } {
@@ -303,8 +303,8 @@ impl LocalRegion {
 }
 
 /// Description of a region for peers: one entry per NIC, all with the same pieces.
-pub fn describe_region(cards: &[RegionKeys]) -> Vec<u8> {
-    let pieces = cards.first().map_or(&[][..], Vec::as_slice);
+pub fn describe_region(nics: &[RegionKeys]) -> Vec<u8> {
+    let pieces = nics.first().map_or(&[][..], Vec::as_slice);
     let mut said = vec![pieces.len() as u8];
     let mut start = 0;
     for &(len, base, _) in pieces {
@@ -313,8 +313,8 @@ pub fn describe_region(cards: &[RegionKeys]) -> Vec<u8> {
         }
         start += len;
     }
-    said.push(cards.len() as u8);
-    said.extend(cards.iter().flatten().flat_map(|&(_, _, key)| key.to_le_bytes()));
+    said.push(nics.len() as u8);
+    said.extend(nics.iter().flatten().flat_map(|&(_, _, key)| key.to_le_bytes()));
     said
 }
 
@@ -322,7 +322,7 @@ pub fn describe_region(cards: &[RegionKeys]) -> Vec<u8> {
 #[derive(Debug, Default)]
 pub struct RemoteRegions {
     /// Number of the peer's NIC.
-    card: u8,
+    nic: u8,
     regions: HashMap<u32, Vec<Piece>>,
 }
 
@@ -335,8 +335,8 @@ struct Piece {
 
 impl RemoteRegions {
     /// Of a peer's NIC of this number.
-    pub fn of_card(card: u8) -> Self {
-        RemoteRegions { card, regions: HashMap::new() }
+    pub fn of_nic(nic: u8) -> Self {
+        RemoteRegions { nic, regions: HashMap::new() }
     }
 
     /// Takes note of the peer's description of a region.
@@ -344,7 +344,7 @@ impl RemoteRegions {
     /// # Errors
     /// [`VerbsError::Keys`] if it makes no sense.
     pub fn learn(&mut self, peer: u32, region: u32, said: &[u8]) -> Result<(), LaneError> {
-        let pieces = parse(said, self.card).ok_or(VerbsError::Keys { peer, region })?;
+        let pieces = parse(said, self.nic).ok_or(VerbsError::Keys { peer, region })?;
         self.regions.insert(region, pieces);
         Ok(())
     }
@@ -359,7 +359,7 @@ impl RemoteRegions {
     }
 }
 
-fn parse(said: &[u8], card: u8) -> Option<Vec<Piece>> {
+fn parse(said: &[u8], nic: u8) -> Option<Vec<Piece>> {
     let (&count, mut rest) = said.split_first()?;
     let mut word = || {
         let (head, tail) = rest.split_first_chunk::<8>()?;
@@ -373,11 +373,11 @@ fn parse(said: &[u8], card: u8) -> Option<Vec<Piece>> {
         addr.checked_add(len)?;
         pieces.push(Piece { start, len, to: Remote { addr, rkey: 0 } });
     }
-    let (&cards, keys) = rest.split_first()?;
-    if card >= cards || keys.len() != usize::from(cards) * pieces.len() * 4 {
+    let (&nics, keys) = rest.split_first()?;
+    if nic >= nics || keys.len() != usize::from(nics) * pieces.len() * 4 {
         return None;
     }
-    let keys = keys.chunks_exact(4).skip(usize::from(card) * pieces.len());
+    let keys = keys.chunks_exact(4).skip(usize::from(nic) * pieces.len());
     for (piece, key) in pieces.iter_mut().zip(keys) {
         piece.to.rkey = u32::from_le_bytes(key.try_into().ok()?);
     }
@@ -399,8 +399,8 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_found_in_the_piece_that_holds_them_with_the_key_of_the_card() {
-        let mut theirs = RemoteRegions::of_card(1);
+    fn bytes_are_found_in_the_piece_that_holds_them_with_the_key_of_the_nic() {
+        let mut theirs = RemoteRegions::of_nic(1);
         theirs.learn(3, 5, &said()).unwrap();
         let at = |offset| theirs.find(RemoteAddress { region: 5, offset });
         assert_eq!(at(0), Some((Remote { addr: 4096, rkey: 17 }, 100)));
@@ -412,9 +412,9 @@ mod tests {
 
     #[test]
     fn what_makes_no_sense_is_refused_and_names_the_rank() {
-        let error = |said: &[u8], card| RemoteRegions::of_card(card).learn(3, 5, said).unwrap_err();
+        let error = |said: &[u8], nic| RemoteRegions::of_nic(nic).learn(3, 5, said).unwrap_err();
         let expected = LaneError::Verbs(VerbsError::Keys { peer: 3, region: 5 });
-        assert_eq!(error(&said(), 2), expected, "no such card");
+        assert_eq!(error(&said(), 2), expected, "no such nic");
         for len in 0..said().len() {
             assert_eq!(error(&said()[..len], 0), expected, "{len} bytes");
         }

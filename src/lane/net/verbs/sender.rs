@@ -490,7 +490,7 @@ const RECEIVES: u64 = 192;
 /// Alignment of staged data.
 const ALIGN: u64 = 64;
 
-/// The memory of one rail.
+/// The memory of one connection.
 pub struct Block {
     region: MemoryRegion,
     receives: u64,
@@ -513,7 +513,7 @@ impl Block {
     pub fn new(domain: &Arc<ProtectionDomain>, receives: u64, staging: u64) -> Result<Self, Error> {
         let staging = staging.next_multiple_of(ALIGN);
         let len = RECEIVES + receives * RECEIVE_BYTES + staging;
-        let segment = Segment::create("sidelane-rail", len)?;
+        let segment = Segment::create("sidelane-connection", len)?;
         let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
         let at = mapped.at(0, 0, len)?;
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;

@@ -50,7 +50,7 @@ struct End {
     queue: Arc<CompletionQueue>,
     region: MemoryRegion,
     domain: Arc<ProtectionDomain>,
-    rail: Nic,
+    nic: Nic,
     memory: Memory,
 }
 
@@ -60,16 +60,16 @@ const CHAIN: ChainCaps = ChainCaps { requests: 8, sges: 4, inline: 64 };
 const WORDS: usize = 64;
 
 impl End {
-    fn new(fabric: &Arc<Fabric>, card: &str, peer: u32, settings: &Settings, caps: Caps) -> Self {
-        let rail = fabric.rail(card, settings);
-        let domain = ProtectionDomain::create(&rail.context).unwrap();
-        let queue = CompletionQueue::create(&rail.context, 64).unwrap();
+    fn new(fabric: &Arc<Fabric>, name: &str, peer: u32, settings: &Settings, caps: Caps) -> Self {
+        let nic = fabric.nic(name, settings);
+        let domain = ProtectionDomain::create(&nic.context).unwrap();
+        let queue = CompletionQueue::create(&nic.context, 64).unwrap();
         let memory = Memory::new(WORDS);
         // SAFETY: the memory is dropped after the region, and looked at through atomics alone.
         let region = unsafe { MemoryRegion::register(&domain, memory.at(), WORDS * 8, ALL) }.unwrap();
         let queues = Queues { send: &queue, receive: &queue };
-        let pair = QueuePair::create(&domain, queues, caps, &rail.path, peer).unwrap();
-        End { pair, queue, region, domain, rail, memory }
+        let pair = QueuePair::create(&domain, queues, caps, &nic.path, peer).unwrap();
+        End { pair, queue, region, domain, nic, memory }
     }
 
     /// `len` words at word `at`, for a request of this rank.
@@ -115,13 +115,13 @@ fn done(kind: Kind) -> Result<Done, Failed> {
     Ok(Done { kind, bytes: 0, immediate: None })
 }
 
-fn rails(fabric: &Arc<Fabric>, settings: &Settings, nth: u32) -> Result<Vec<String>, VerbsError> {
-    let rails = Nic::open(&fabric.library(), fabric.sysfs(), settings, nth)?;
-    Ok(rails.iter().map(|rail| rail.context.card().to_owned()).collect())
+fn opened(fabric: &Arc<Fabric>, settings: &Settings, nth: u32) -> Result<Vec<String>, VerbsError> {
+    let nics = Nic::open(&fabric.library(), fabric.sysfs(), settings, nth)?;
+    Ok(nics.iter().map(|nic| nic.context.name().to_owned()).collect())
 }
 
-fn naming(cards: &[&str]) -> Settings {
-    Settings { cards: cards.iter().map(|&card| card.to_owned()).collect(), ..Settings::default() }
+fn naming(nics: &[&str]) -> Settings {
+    Settings { nics: nics.iter().map(|&nic| nic.to_owned()).collect(), ..Settings::default() }
 }
 
 #[test]
@@ -138,12 +138,12 @@ fn a_library_that_is_missing_or_another_is_an_error_that_says_so() {
 }
 
 #[test]
-fn the_system_s_library_has_every_symbol_and_lists_its_cards() {
+fn the_system_s_library_has_every_symbol_and_lists_its_nics() {
     match Library::load(None) {
         Err(VerbsError::NoLibrary { reason, .. }) => eprintln!("skipped: no libibverbs here: {reason}"),
         library => match Context::names(&library.unwrap()) {
             Ok(names) => assert!(!names.is_empty()),
-            Err(error) => assert_eq!(error, VerbsError::NoCard),
+            Err(error) => assert_eq!(error, VerbsError::NoNic),
         },
     }
 }
@@ -181,48 +181,48 @@ fn relaxed_memory_is_registered_where_the_library_knows_how() {
 }
 
 #[test]
-fn a_machine_without_cards_says_so() {
+fn a_machine_without_nics_says_so() {
     let fabric = Fabric::new(&[]);
-    assert_eq!(rails(&fabric, &Settings::default(), 0), Err(VerbsError::NoCard));
-    let missing = VerbsError::NoSuchCard { card: "c".into(), present: vec!["a".into(), "b".into()] };
+    assert_eq!(opened(&fabric, &Settings::default(), 0), Err(VerbsError::NoNic));
+    let missing = VerbsError::NoSuchNic { nic: "c".into(), present: vec!["a".into(), "b".into()] };
     let fabric = Fabric::new(&["a", "b"]);
-    assert_eq!(rails(&fabric, &naming(&["b", "c"]), 0), Err(missing.clone()));
+    assert_eq!(opened(&fabric, &naming(&["b", "c"]), 0), Err(missing.clone()));
     assert_eq!(Context::open(&fabric.library(), "c").err(), Some(missing));
 }
 
 #[test]
-fn ranks_take_turns_and_cards_that_are_down_are_left_out() {
+fn ranks_take_turns_and_nics_that_are_down_are_left_out() {
     let fabric = Fabric::new(&["a", "b", "c"]);
-    let seen = |nth| rails(&fabric, &Settings::default(), nth).unwrap();
+    let seen = |nth| opened(&fabric, &Settings::default(), nth).unwrap();
     assert_eq!([0, 1, 2, 3].map(seen), [["a"], ["b"], ["c"], ["a"]]);
-    fabric.change("b", |card| card.port = 1);
+    fabric.change("b", |nic| nic.port = 1);
     assert_eq!([0, 1, 2].map(seen), [["a"], ["c"], ["a"]]);
     // One that was asked for is not left out.
-    let down = VerbsError::PortDown { card: "b".into(), port: 1, state: "down" };
-    assert_eq!(rails(&fabric, &naming(&["a", "b"]), 0), Err(down.clone()));
-    assert_eq!(rails(&fabric, &naming(&["c", "a"]), 7).unwrap(), ["c", "a"]);
+    let down = VerbsError::PortDown { nic: "b".into(), port: 1, state: "down" };
+    assert_eq!(opened(&fabric, &naming(&["a", "b"]), 0), Err(down.clone()));
+    assert_eq!(opened(&fabric, &naming(&["c", "a"]), 7).unwrap(), ["c", "a"]);
     fabric.remove("a");
-    fabric.change("c", |card| card.port = 2);
-    assert_eq!(rails(&fabric, &Settings::default(), 0), Err(down));
+    fabric.change("c", |nic| nic.port = 2);
+    assert_eq!(opened(&fabric, &Settings::default(), 0), Err(down));
 }
 
 #[test]
-fn what_was_asked_of_a_card_is_had_or_refused() {
+fn what_was_asked_of_a_nic_is_had_or_refused() {
     let fabric = Fabric::new(&["a"]);
-    let refused = |settings: Settings| rails(&fabric, &settings, 0).unwrap_err();
-    let no_port = VerbsError::NoSuchPort { card: "a".into(), port: 2, ports: 1 };
+    let refused = |settings: Settings| opened(&fabric, &settings, 0).unwrap_err();
+    let no_port = VerbsError::NoSuchPort { nic: "a".into(), port: 2, ports: 1 };
     assert_eq!(refused(Settings { port: Some(2), ..naming(&["a"]) }), no_port);
-    let no_gid = VerbsError::NoSuchGid { card: "a".into(), port: 1, index: 9 };
+    let no_gid = VerbsError::NoSuchGid { nic: "a".into(), port: 1, index: 9 };
     assert_eq!(refused(Settings { gid_index: Some(9), ..Settings::default() }), no_gid);
     let asked = Settings { mtu: Some(Mtu::B1024), timeout: 18, traffic_class: 106, ..Settings::default() };
-    let path = fabric.rail("a", &asked).path;
+    let path = fabric.nic("a", &asked).path;
     assert_eq!((path.mtu, path.timeout, path.traffic_class, path.gid_index), (Mtu::B1024, 18, 106, 1));
-    fabric.change("a", |card| card.mtu = 3);
-    let too_large = VerbsError::MtuTooLarge { card: "a".into(), port: 1, asked: 4096, active: 1024 };
+    fabric.change("a", |nic| nic.mtu = 3);
+    let too_large = VerbsError::MtuTooLarge { nic: "a".into(), port: 1, asked: 4096, active: 1024 };
     assert_eq!(refused(Settings { mtu: Some(Mtu::B4096), ..Settings::default() }), too_large);
     let tree = Tree::new();
     let none = Nic::open(&fabric.library(), &tree.sysfs(), &Settings::default(), 0).err();
-    assert_eq!(none, Some(VerbsError::NoGid { card: "a".into(), port: 1 }));
+    assert_eq!(none, Some(VerbsError::NoGid { nic: "a".into(), port: 1 }));
 }
 
 #[test]
@@ -337,9 +337,9 @@ fn inline_bytes_travel_inside_the_request() {
 }
 
 #[test]
-fn a_card_without_inline_grants_none_and_all_else() {
+fn a_nic_without_inline_grants_none_and_all_else() {
     let fabric = Fabric::new(&["a", "b"]);
-    fabric.change("a", |card| card.inline = 0);
+    fabric.change("a", |nic| nic.inline = 0);
     let (a, b) = connected(&fabric, &Settings::default(), CAPS);
     assert_eq!(a.pair.caps(), Caps { inline: 0, ..CAPS });
     assert_eq!(b.pair.caps(), CAPS);
@@ -388,8 +388,8 @@ fn who_waits_is_woken_once_by_what_comes_after_arming() {
 /// Rank 0 writes odd numbers, rank 1 even ones, each when the other's has come; the last number
 /// that it saw.
 fn play(fabric: &Arc<Fabric>, rank: u64, to: &Sender<Meeting>, from: &Receiver<Meeting>) -> u64 {
-    let (card, peer) = [("a", 1), ("b", 0)][rank as usize];
-    let end = End::new(fabric, card, peer, &Settings::default(), CAPS);
+    let (nic, peer) = [("a", 1), ("b", 0)][rank as usize];
+    let end = End::new(fabric, nic, peer, &Settings::default(), CAPS);
     to.send((end.pair.endpoint().to_bytes(), end.place(0))).unwrap();
     let (bytes, there) = from.recv().unwrap();
     end.pair.connect(&Endpoint::from_bytes(peer, &bytes).unwrap()).unwrap();
@@ -419,7 +419,7 @@ type Meeting = ([u8; Endpoint::BYTES], Remote);
 const ROUNDS: u64 = 200;
 
 #[test]
-fn ranks_in_threads_meet_and_exchange_through_cards() {
+fn ranks_in_threads_meet_and_exchange_through_nics() {
     let fabric = Fabric::new(&["a", "b"]);
     let ((to_a, from_b), (to_b, from_a)) = (channel(), channel());
     let last = thread::scope(|scope| {
@@ -467,18 +467,18 @@ fn a_write_outside_what_is_registered_fails_and_lands_nowhere() {
         assert_eq!(b.memory.words(), vec![0; WORDS]);
         // The peer gets the error, and both ends are done: later requests are flushed.
         let lost = VerbsError::QueuePairLost {
-            card: "b".into(),
+            nic: "b".into(),
             queue_pair: b.pair.endpoint().queue_pair,
             event: "the peer aimed outside what is registered",
         };
-        assert_eq!((b.rail.context.check(), b.rail.context.check()), (Err(lost), Ok(())));
+        assert_eq!((b.nic.context.check(), b.nic.context.check()), (Err(lost), Ok(())));
         assert_eq!(write(&a, b.place(0)), [(1, flushed())]);
         assert_eq!(write(&b, a.place(0)), [(1, flushed())]);
     }
 }
 
 #[test]
-fn a_source_that_is_not_of_this_card_is_refused() {
+fn a_source_that_is_not_of_this_nic_is_refused() {
     let (_fabric, a, b) = two();
     let mut chain = SendChain::new(CHAIN);
     chain.write(1, [b.words(0, 1)], b.place(0), Flags::empty()).unwrap();
@@ -493,7 +493,7 @@ fn a_failed_request_is_named_by_its_number_alone() {
     let (_, outcome) = write(&a, stale).remove(0);
     let error = a.pair.failure(Operation::Write, outcome.unwrap_err());
     let expected = VerbsError::Completion {
-        card: "a".into(),
+        nic: "a".into(),
         queue_pair: a.pair.endpoint().queue_pair,
         peer: 1,
         operation: Operation::Write,
@@ -517,7 +517,7 @@ fn a_full_queue_refuses_and_the_chain_keeps_what_was_refused() {
         chain.write(at, [a.words(at, 1)], b.place(at), Flags::SIGNALLED).unwrap();
     }
     let full = |taken| VerbsError::Post {
-        card: "a".into(),
+        nic: "a".into(),
         queue_pair: a.pair.endpoint().queue_pair,
         peer: 1,
         call: "ibv_post_send",
@@ -572,11 +572,11 @@ fn a_partner_without_receives_is_told_where_retries_end() {
 }
 
 #[test]
-fn a_card_without_atomics_refuses_fetch_add() {
+fn a_nic_without_atomics_refuses_fetch_add() {
     let fabric = Fabric::new(&["a", "b"]);
-    fabric.change("b", |card| card.atomics = false);
+    fabric.change("b", |nic| nic.atomics = false);
     let (a, b) = connected(&fabric, &Settings::default(), CAPS);
-    assert!(a.rail.context.attributes().atomics && !b.rail.context.attributes().atomics);
+    assert!(a.nic.context.attributes().atomics && !b.nic.context.attributes().atomics);
     let mut chain = SendChain::new(CHAIN);
     chain.fetch_add(1, a.words(0, 1), b.place(0), 1, Flags::empty()).unwrap();
     a.pair.post_send(&mut chain).unwrap();
@@ -584,13 +584,13 @@ fn a_card_without_atomics_refuses_fetch_add() {
 }
 
 #[test]
-fn a_card_that_disappears_is_named_by_its_news_its_posts_and_its_completions() {
+fn a_nic_that_disappears_is_named_by_its_news_its_posts_and_its_completions() {
     let (fabric, a, b) = two();
     let mut receives = ReceiveChain::new(1, 0);
     receives.receive(5, []).unwrap();
     a.pair.post_receive(&mut receives).unwrap();
     fabric.remove("a");
-    assert_eq!(a.rail.context.check(), Err(VerbsError::CardLost { card: "a".into() }));
+    assert_eq!(a.nic.context.check(), Err(VerbsError::NicLost { nic: "a".into() }));
     assert_eq!(a.poll().iter().map(|(id, outcome)| (*id, outcome.is_err())).collect::<Vec<_>>(), [(5, true)]);
     let mut chain = SendChain::new(CHAIN);
     chain.write(1, [a.words(0, 1)], b.place(0), Flags::empty()).unwrap();
@@ -621,11 +621,11 @@ fn an_ended_connection_flushes_what_is_under_way() {
 #[test]
 fn a_completion_queue_that_overflows_is_told() {
     let (_fabric, a, b) = two();
-    let queue = CompletionQueue::create(&a.rail.context, 2).unwrap();
+    let queue = CompletionQueue::create(&a.nic.context, 2).unwrap();
     let queues = Queues { send: &queue, receive: &queue };
-    let pair = QueuePair::create(&a.domain, queues, CAPS, &a.rail.path, 1).unwrap();
+    let pair = QueuePair::create(&a.domain, queues, CAPS, &a.nic.path, 1).unwrap();
     let back =
-        QueuePair::create(&b.domain, Queues { send: &b.queue, receive: &b.queue }, CAPS, &b.rail.path, 0);
+        QueuePair::create(&b.domain, Queues { send: &b.queue, receive: &b.queue }, CAPS, &b.nic.path, 0);
     let back = back.unwrap();
     pair.connect(&back.endpoint()).unwrap();
     back.connect(&pair.endpoint()).unwrap();
@@ -634,7 +634,7 @@ fn a_completion_queue_that_overflows_is_told() {
         chain.write(at, [a.words(0, 1)], b.place(0), Flags::SIGNALLED).unwrap();
     }
     pair.post_send(&mut chain).unwrap();
-    assert_eq!(a.rail.context.check(), Err(VerbsError::QueueOverflow { card: "a".into() }));
+    assert_eq!(a.nic.context.check(), Err(VerbsError::QueueOverflow { nic: "a".into() }));
 }
 
 #[test]
@@ -643,14 +643,14 @@ fn an_address_that_cannot_be_reached_and_another_network_are_told_apart() {
     let settings = Settings::default();
     let (a, b) = (End::new(&fabric, "a", 1, &settings, CAPS), End::new(&fabric, "b", 0, &settings, CAPS));
     let there = Endpoint { link: LinkLayer::InfiniBand, ..b.pair.endpoint() };
-    let other = VerbsError::LinkLayers { card: "a".into(), peer: 1 };
+    let other = VerbsError::LinkLayers { nic: "a".into(), peer: 1 };
     assert_eq!(a.pair.connect(&there), Err(other));
     let there = Endpoint { gid: "::ffff:192.168.9.9".parse().unwrap(), ..b.pair.endpoint() };
     let error = a.pair.connect(&there).unwrap_err();
     let expected = VerbsError::NoRoute {
-        card: "a".into(),
+        nic: "a".into(),
         peer: 1,
-        gid: a.rail.path.gid,
+        gid: a.nic.path.gid,
         remote: there.gid,
         errno: Errno::NETUNREACH.raw_os_error(),
     };
@@ -661,8 +661,8 @@ fn an_address_that_cannot_be_reached_and_another_network_are_told_apart() {
 #[test]
 fn whatever_is_dropped_first_nothing_is_destroyed_too_early_or_left() {
     let (fabric, a, b) = two();
-    let End { pair, queue, region, domain, rail, memory } = a;
-    drop((rail, domain, queue));
+    let End { pair, queue, region, domain, nic, memory } = a;
+    drop((nic, domain, queue));
     assert_ne!(fabric.leftovers().0, 0);
     drop(region);
     drop((pair, memory, b));
@@ -687,6 +687,6 @@ fn memory_of_a_device_is_registered_by_its_descriptor() {
     assert_eq!(&seen, b"by wire!");
     // SAFETY: as above.
     let empty = unsafe { MemoryRegion::register_dmabuf(&b.domain, fd.as_fd(), 1, 4096, 0, ALL) };
-    let error = VerbsError::Register { card: "b".into(), bytes: 4096, errno: Errno::INVAL.raw_os_error() };
+    let error = VerbsError::Register { nic: "b".into(), bytes: 4096, errno: Errno::INVAL.raw_os_error() };
     assert_eq!(empty.err(), Some(error));
 }

@@ -18,7 +18,8 @@ use super::{
 use crate::bootstrap::Health;
 use crate::error::{Error, VerbsError};
 use crate::lane::net::{
-    DeviceMemory, NetConnection, NetTransport, NoGpuDirect, Region, Regions, Registration, WireEnd, WireOffer,
+    ConnectionEnd, ConnectionOffer, DeviceMemory, NetConnection, NetTransport, NoGpuDirect, Region, Regions,
+    Registration,
 };
 use crate::topology::NodeMap;
 
@@ -107,15 +108,14 @@ impl VerbsTransport {
     /// [`VerbsError`], if there are none or they cannot be used as the settings ask.
     pub fn open(ground: &VerbsEnvironment, setup: Setup) -> Result<Self, Error> {
         let VerbsEnvironment { library, sysfs, settings } = ground;
-        let cards = Nic::open(library, sysfs, settings, setup.nth)?;
-        for card in &cards {
-            if settings.signal == SignalMode::FetchAdd && !card.context.attributes().atomics {
-                return Err(VerbsError::NoAtomics { card: card.context.card().to_owned() }.into());
+        let nics = Nic::open(library, sysfs, settings, setup.nth)?;
+        for nic in &nics {
+            if settings.signal == SignalMode::FetchAdd && !nic.context.attributes().atomics {
+                return Err(VerbsError::NoAtomics { nic: nic.context.name().to_owned() }.into());
             }
         }
-        let can_relax = cards.iter().all(|card| MemoryRegion::can_relax(&card.context));
-        let devices =
-            cards.into_iter().map(|card| Device::new(card).map(Arc::new)).collect::<Result<_, _>>()?;
+        let can_relax = nics.iter().all(|nic| MemoryRegion::can_relax(&nic.context));
+        let devices = nics.into_iter().map(|nic| Device::new(nic).map(Arc::new)).collect::<Result<_, _>>()?;
         let Setup { rank, nodes, strict, regions, health, forecast, .. } = setup;
         Ok(VerbsTransport {
             rank,
@@ -131,9 +131,9 @@ impl VerbsTransport {
         })
     }
 
-    /// Both ranks of a pair take the same rail, if both have as many. Peers of one rank are on
+    /// Both ranks of a pair take NICs of one index, if both have as many. Peers of one rank are on
     /// different nodes, or at different places of a node.
-    fn card_for(&self, peer: u32) -> usize {
+    fn nic_for(&self, peer: u32) -> usize {
         let place = |rank: u32| {
             let node = self.nodes.node_of(rank);
             let at = self.nodes.members(node).iter().position(|&member| member == rank);
@@ -144,15 +144,15 @@ impl VerbsTransport {
     }
 
     fn half(&self, peer: u32) -> Result<Half, Error> {
-        let device = &self.devices[self.card_for(peer)];
-        let attributes = device.card.context.attributes();
+        let device = &self.devices[self.nic_for(peer)];
+        let attributes = device.nic.context.attributes();
         let receives = if self.settings.signal == SignalMode::Immediate { RECEIVES } else { 0 };
         let (sends, receives) = (REQUESTS.min(attributes.requests), receives.min(attributes.requests));
-        let completions = CompletionQueue::create(&device.card.context, sends + receives)?;
+        let completions = CompletionQueue::create(&device.nic.context, sends + receives)?;
         let caps =
             Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
         let queues = Queues { send: &completions, receive: &completions };
-        let qp = QueuePair::create(&device.domain, queues, caps, &device.card.path, peer)?;
+        let qp = QueuePair::create(&device.domain, queues, caps, &device.nic.path, peer)?;
         let staging = (STAGED * self.settings.chunk).min(self.settings.in_flight);
         let block = Block::new(&device.domain, receives.into(), staging)?;
         let receiver = Receiver::new(&qp, &block, receives, Arc::clone(&self.regions))?;
@@ -166,13 +166,13 @@ impl VerbsTransport {
             return Err(VerbsError::SignalsDiffer { peer, mine, theirs }.into());
         }
         qp.connect(&theirs.endpoint)?;
-        let mut known = RemoteRegions::of_card(theirs.card);
+        let mut known = RemoteRegions::of_nic(theirs.nic);
         known.learn(peer, 0, &theirs.heap)?;
         receiver.joined(theirs.receives, theirs.granted);
         let (caps, settings) = (qp.caps(), &self.settings);
         let sges = caps.send_sges.min(PIECES) as usize;
         let requests = caps.sends.min(REQUESTS);
-        let mtu = device.card.path.mtu.min(theirs.endpoint.mtu).bytes().into();
+        let mtu = device.nic.path.mtu.min(theirs.endpoint.mtu).bytes().into();
         let chain =
             SendChain::new(ChainCaps { requests: BATCH, sges, inline: caps.inline.min(INSIDE) as usize });
         let limits = Limits { requests: requests.into(), bytes: settings.in_flight, batch: BATCH, mtu };
@@ -214,13 +214,13 @@ struct VerbsEnd<'a> {
     half: Half,
 }
 
-impl WireEnd for VerbsEnd<'_> {
+impl ConnectionEnd for VerbsEnd<'_> {
     fn bytes(&self) -> Vec<u8> {
         let VerbsEnd { adapter, peer, half } = self;
         let offer = ConnectionInfo {
             endpoint: half.qp.endpoint(),
             signal: adapter.settings.signal,
-            card: adapter.card_for(*peer) as u8,
+            nic: adapter.nic_for(*peer) as u8,
             receives: half.receiver.posted(),
             granted: half.block.granted_at(),
             heap: adapter.heap().clone(),
@@ -228,7 +228,7 @@ impl WireEnd for VerbsEnd<'_> {
         offer.to_bytes()
     }
 
-    fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
+    fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
         let VerbsEnd { adapter, peer, half } = *self;
         let theirs = ConnectionInfo::from_bytes(peer, &offered.bytes)?;
         Ok(Arc::new(adapter.connect(peer, &theirs, half)?))
@@ -240,7 +240,7 @@ impl NetTransport for VerbsTransport {
         "verbs"
     }
 
-    fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error> {
+    fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
         Ok(Box::new(VerbsEnd { adapter: self, peer, half: self.half(peer)? }))
     }
 
@@ -279,7 +279,7 @@ impl NetTransport for VerbsTransport {
     }
 
     fn describe(&self) -> Vec<String> {
-        self.devices.iter().map(|device| device.card.to_string()).collect()
+        self.devices.iter().map(|device| device.nic.to_string()).collect()
     }
 }
 
@@ -297,7 +297,7 @@ struct ConnectionInfo {
     /// How it signals.
     signal: SignalMode,
     /// Number of the rank's NIC.
-    card: u8,
+    nic: u8,
     /// Receives that it keeps posted.
     receives: u32,
     /// Address for the peer's count of taken signals.
@@ -312,7 +312,7 @@ impl ConnectionInfo {
     /// As bytes.
     fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = self.endpoint.to_bytes().to_vec();
-        bytes.extend([self.signal as u8, self.card]);
+        bytes.extend([self.signal as u8, self.nic]);
         bytes.extend(self.receives.to_le_bytes());
         bytes.extend(self.granted.addr.to_le_bytes());
         bytes.extend(self.granted.rkey.to_le_bytes());
@@ -340,7 +340,7 @@ impl ConnectionInfo {
         Ok(ConnectionInfo {
             endpoint,
             signal,
-            card: rest[1],
+            nic: rest[1],
             receives: word(2),
             granted: Remote { addr, rkey: word(14) },
             heap: heap.to_vec(),

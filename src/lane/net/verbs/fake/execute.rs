@@ -47,15 +47,15 @@ impl State {
 
     fn execute(&mut self, number: u32, job: &mut Job) -> Outcome {
         let pair = &self.pairs[&number];
-        let (card, partner) = (pair.card, pair.partner);
-        let dumb = |at: usize| self.cards[at].silent || self.cards[at].gone;
+        let (nic, partner) = (pair.nic, pair.partner);
+        let dumb = |at: usize| self.nics[at].silent || self.nics[at].gone;
         let listens = |there: &Pair| matches!(there.state, ffi::IBV_QPS_RTR | ffi::IBV_QPS_RTS);
-        if dumb(card) || dumb(pair.partner_card) || !self.pairs.get(&partner).is_some_and(listens) {
+        if dumb(nic) || dumb(pair.partner_nic) || !self.pairs.get(&partner).is_some_and(listens) {
             return Outcome::Waits;
         }
         let takes = matches!(job.opcode, ffi::IBV_WR_SEND | ffi::IBV_WR_RDMA_WRITE_WITH_IMM);
         if takes && self.pairs[&partner].receives.is_empty() {
-            self.cards[card].statistics.not_ready += u64::from(!std::mem::replace(&mut job.not_ready, true));
+            self.nics[nic].statistics.not_ready += u64::from(!std::mem::replace(&mut job.not_ready, true));
             let for_ever = self.pairs[&number].rnr_retries == 7;
             return if for_ever { Outcome::Waits } else { Outcome::Failed(ffi::IBV_WC_RNR_RETRY_EXC_ERR) };
         }
@@ -65,13 +65,13 @@ impl State {
         };
         match done {
             Ok(bytes) => {
-                self.cards[card].statistics.bytes += bytes;
+                self.nics[nic].statistics.bytes += bytes;
                 Outcome::Done
             }
             Err(status) => {
                 if matches!(status, ffi::IBV_WC_REM_ACCESS_ERR | ffi::IBV_WC_REM_INV_REQ_ERR) {
                     let there = self.pair(partner);
-                    let (at, object) = (there.card, there.object);
+                    let (at, object) = (there.nic, there.object);
                     self.tell(at, ffi::IBV_EVENT_QP_ACCESS_ERR, object);
                     self.fail(partner);
                 }
@@ -131,7 +131,7 @@ impl State {
     fn fetch_add(&mut self, number: u32, job: &Job) -> Result<u64, u32> {
         let pair = &self.pairs[&number];
         let there = self.pairs[&pair.partner].domain;
-        if !self.cards[pair.partner_card].atomics || !job.addr.is_multiple_of(8) {
+        if !self.nics[pair.partner_nic].atomics || !job.addr.is_multiple_of(8) {
             return Err(ffi::IBV_WC_REM_INV_REQ_ERR);
         }
         let old = job.pieces.first().filter(|piece| piece.length == 8).ok_or(ffi::IBV_WC_LOC_LEN_ERR)?;

@@ -49,29 +49,29 @@ pub struct Fabric {
 /// Target of `ibv_device` pointers.
 pub struct Device {
     fabric: Weak<Fabric>,
-    card: usize,
+    nic: usize,
     name: CString,
 }
 
 impl Fabric {
     /// A network of NICs of these names.
-    pub fn new(cards: &[&str]) -> Arc<Self> {
+    pub fn new(nics: &[&str]) -> Arc<Self> {
         let tree = Tree::new();
         let mut state = State::default();
-        for (at, name) in (1u16..).zip(cards) {
+        for (at, name) in (1u16..).zip(nics) {
             let gid: Ipv6Addr = std::net::Ipv4Addr::new(10, 0, (at >> 8) as u8, at as u8).to_ipv6_mapped();
             let port = format!("class/infiniband/{name}/ports/1");
             tree.write(&format!("{port}/gids/1"), &gid.to_string());
             tree.write(&format!("{port}/gid_attrs/types/1"), "RoCE v2");
-            state.cards.push(Card::new(gid));
+            state.nics.push(FakeNic::new(gid));
         }
         Arc::new_cyclic(|fabric: &Weak<Fabric>| {
-            let device = |(card, name): (usize, &&str)| Device {
+            let device = |(nic, name): (usize, &&str)| Device {
                 fabric: fabric.clone(),
-                card,
+                nic,
                 name: CString::new(*name).unwrap(),
             };
-            let devices = cards.iter().enumerate().map(device).collect();
+            let devices = nics.iter().enumerate().map(device).collect();
             Fabric {
                 state: Mutex::new(state),
                 devices,
@@ -103,10 +103,10 @@ impl Fabric {
     }
 
     /// A NIC, open, with these settings.
-    pub fn rail(&self, card: &str, settings: &Settings) -> Nic {
-        let settings = Settings { cards: vec![card.to_owned()], ..settings.clone() };
-        let mut rails = Nic::open(&self.library(), &self.sysfs, &settings, 0).unwrap();
-        rails.remove(0)
+    pub fn nic(&self, name: &str, settings: &Settings) -> Nic {
+        let settings = Settings { nics: vec![name.to_owned()], ..settings.clone() };
+        let mut nics = Nic::open(&self.library(), &self.sysfs, &settings, 0).unwrap();
+        nics.remove(0)
     }
 
     /// From now on a request is executed when its sender polls, one per queue pair and poll.
@@ -122,9 +122,9 @@ impl Fabric {
     }
 
     /// From now on no bytes go to or from this NIC; posted requests wait for answers.
-    pub fn silence(&self, card: &str) {
-        let at = self.place(card);
-        self.state().cards[at].silent = true;
+    pub fn silence(&self, nic: &str) {
+        let at = self.place(nic);
+        self.state().nics[at].silent = true;
     }
 
     /// The retries of all requests that wait for a silent NIC have ended.
@@ -134,21 +134,21 @@ impl Fabric {
 
     /// Removes a NIC from the machine: its peers see it silent, its owner sees a fatal event and
     /// errors.
-    pub fn remove(&self, card: &str) {
-        let at = self.place(card);
+    pub fn remove(&self, nic: &str) {
+        let at = self.place(nic);
         self.state().remove(at);
     }
 
     /// Changes a NIC's abilities, for objects that are opened or made later.
-    pub fn change(&self, card: &str, change: impl FnOnce(&mut Card)) {
-        let at = self.place(card);
-        change(&mut self.state().cards[at]);
+    pub fn change(&self, nic: &str, change: impl FnOnce(&mut FakeNic)) {
+        let at = self.place(nic);
+        change(&mut self.state().nics[at]);
     }
 
     /// Counts of a NIC so far.
-    pub fn statistics(&self, card: &str) -> Statistics {
-        let at = self.place(card);
-        self.state().cards[at].statistics
+    pub fn statistics(&self, nic: &str) -> Statistics {
+        let at = self.place(nic);
+        self.state().nics[at].statistics
     }
 
     /// Objects that are not destroyed, and objects that were destroyed too early: both 0 at the end
@@ -158,8 +158,8 @@ impl Fabric {
         (state.objects(), state.too_early)
     }
 
-    fn place(&self, card: &str) -> usize {
-        self.devices.iter().position(|device| device.name.to_bytes() == card.as_bytes()).unwrap()
+    fn place(&self, nic: &str) -> usize {
+        self.devices.iter().position(|device| device.name.to_bytes() == nic.as_bytes()).unwrap()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -190,7 +190,7 @@ pub struct Statistics {
     pub not_ready: u64,
 }
 
-pub struct Card {
+pub struct FakeNic {
     pub gid: Ipv6Addr,
     pub silent: bool,
     pub gone: bool,
@@ -207,9 +207,9 @@ pub struct Card {
     pub statistics: Statistics,
 }
 
-impl Card {
+impl FakeNic {
     pub fn new(gid: Ipv6Addr) -> Self {
-        Card {
+        FakeNic {
             gid,
             silent: false,
             gone: false,
@@ -226,7 +226,7 @@ impl Card {
 
 #[derive(Default)]
 pub struct State {
-    pub cards: Vec<Card>,
+    pub nics: Vec<FakeNic>,
     pub contexts: BTreeMap<u32, Opened>,
     /// Of each domain: its context.
     pub domains: BTreeMap<u32, u32>,
@@ -240,7 +240,7 @@ pub struct State {
 
 /// A context: its news, each a kind and the address of a queue pair.
 pub struct Opened {
-    pub card: usize,
+    pub nic: usize,
     pub fd: i32,
     pub news: VecDeque<(u32, usize)>,
 }
@@ -257,7 +257,7 @@ pub struct Region {
 
 pub struct Queue {
     pub context: u32,
-    pub card: usize,
+    pub nic: usize,
     pub capacity: usize,
     pub ready: VecDeque<Ready>,
     pub fd: i32,
@@ -271,14 +271,14 @@ pub struct Ready {
 }
 
 pub struct Pair {
-    pub card: usize,
+    pub nic: usize,
     pub domain: u32,
     pub send: u32,
     pub receive: u32,
     pub cap: ibv_qp_cap,
     pub state: u32,
     pub partner: u32,
-    pub partner_card: usize,
+    pub partner_nic: usize,
     pub rnr_retries: u8,
     pub jobs: VecDeque<Job>,
     pub receives: VecDeque<(u64, Vec<ibv_sge>)>,
@@ -325,8 +325,8 @@ impl State {
         if take(self).is_some() { 0 } else { rustix::io::Errno::INVAL.raw_os_error() }
     }
 
-    pub fn tell(&mut self, card: usize, kind: u32, object: usize) {
-        for context in self.contexts.values_mut().filter(|context| context.card == card) {
+    pub fn tell(&mut self, nic: usize, kind: u32, object: usize) {
+        for context in self.contexts.values_mut().filter(|context| context.nic == nic) {
             context.news.push_back((kind, object));
             ring(context.fd);
         }
@@ -336,8 +336,8 @@ impl State {
     pub fn complete(&mut self, queue: u32, wc: ibv_wc, frees: u32) {
         let Some(queue) = self.queues.get_mut(&queue) else { return };
         if queue.ready.len() == queue.capacity {
-            let card = queue.card;
-            return self.tell(card, ffi::IBV_EVENT_CQ_ERR, 0);
+            let nic = queue.nic;
+            return self.tell(nic, ffi::IBV_EVENT_CQ_ERR, 0);
         }
         queue.ready.push_back(Ready { wc, frees });
         if std::mem::take(&mut queue.armed) {
@@ -348,17 +348,17 @@ impl State {
     pub fn take(&mut self, queue: u32) -> Option<ibv_wc> {
         let queue = self.queues.get_mut(&queue)?;
         let Ready { wc, frees } = queue.ready.pop_front()?;
-        self.cards[queue.card].statistics.completions += 1;
+        self.nics[queue.nic].statistics.completions += 1;
         if let Some(pair) = self.pairs.get_mut(&wc.qp_num) {
             pair.used -= frees;
         }
         Some(wc)
     }
 
-    pub fn remove(&mut self, card: usize) {
-        self.cards[card].gone = true;
-        self.tell(card, ffi::IBV_EVENT_DEVICE_FATAL, 0);
-        let pairs: Vec<u32> = self.pairs.iter().filter(|(_, p)| p.card == card).map(|(&n, _)| n).collect();
+    pub fn remove(&mut self, nic: usize) {
+        self.nics[nic].gone = true;
+        self.tell(nic, ffi::IBV_EVENT_DEVICE_FATAL, 0);
+        let pairs: Vec<u32> = self.pairs.iter().filter(|(_, p)| p.nic == nic).map(|(&n, _)| n).collect();
         pairs.into_iter().for_each(|pair| self.fail(pair));
     }
 }

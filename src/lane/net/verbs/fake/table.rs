@@ -85,7 +85,7 @@ pub fn functions(slot: usize) -> Functions {
 struct Open {
     raw: ibv_context,
     number: u32,
-    card: usize,
+    nic: usize,
     fabric: Arc<Fabric>,
 }
 
@@ -137,7 +137,7 @@ unsafe extern "C" fn devices<const SLOT: usize>(len: *mut c_int) -> *mut *mut ib
     let fabric = FABRICS.lock().unwrap_or_else(PoisonError::into_inner)[SLOT].clone();
     let Some(fabric) = fabric.and_then(|fabric| fabric.upgrade()) else { return null(Errno::NOSYS) };
     let state = fabric.state();
-    let present = fabric.devices.iter().filter(|device| !state.cards[device.card].gone);
+    let present = fabric.devices.iter().filter(|device| !state.nics[device.nic].gone);
     let mut list: Vec<*mut ibv_device> = present.map(|d| ptr::from_ref(d).cast_mut().cast()).collect();
     // SAFETY: the caller's number.
     unsafe { *len = list.len() as c_int };
@@ -163,7 +163,7 @@ unsafe extern "C" fn get_device_name(at: *mut ibv_device) -> *const c_char {
 }
 
 unsafe extern "C" fn open_device(at: *mut ibv_device) -> *mut ibv_context {
-    let Device { fabric, card, .. } = device(at);
+    let Device { fabric, nic, .. } = device(at);
     let Some(fabric) = fabric.upgrade() else { return null(Errno::NODEV) };
     // SAFETY: null pointers and absent functions are values of this structure.
     let mut raw: ibv_context = unsafe { zeroed() };
@@ -176,11 +176,11 @@ unsafe extern "C" fn open_device(at: *mut ibv_device) -> *mut ibv_context {
     let number = {
         let mut state = fabric.state();
         let number = state.number();
-        let opened = Opened { card: *card, fd: raw.async_fd, news: Default::default() };
+        let opened = Opened { nic: *nic, fd: raw.async_fd, news: Default::default() };
         state.contexts.insert(number, opened);
         number
     };
-    Box::into_raw(Box::new(Open { raw, number, card: *card, fabric })).cast()
+    Box::into_raw(Box::new(Open { raw, number, nic: *nic, fabric })).cast()
 }
 
 unsafe extern "C" fn close_device(context: *mut ibv_context) -> c_int {
@@ -199,13 +199,13 @@ unsafe extern "C" fn close_device(context: *mut ibv_context) -> c_int {
 }
 
 unsafe extern "C" fn query_device(context: *mut ibv_context, attr: *mut ibv_device_attr) -> c_int {
-    let (state, card) = (state(context), open(context).card);
+    let (state, nic) = (state(context), open(context).nic);
     // SAFETY: the caller's structure.
     let attr = unsafe { &mut *attr };
-    (attr.max_sge, attr.max_qp_wr, attr.max_cqe) = (state.cards[card].sges as c_int, 4096, 1 << 16);
+    (attr.max_sge, attr.max_qp_wr, attr.max_cqe) = (state.nics[nic].sges as c_int, 4096, 1 << 16);
     (attr.max_mr_size, attr.phys_port_cnt) = (1 << 40, 1);
     (attr.max_qp_rd_atom, attr.max_qp_init_rd_atom) = (16, 16);
-    attr.atomic_cap = if state.cards[card].atomics { 1 } else { IBV_ATOMIC_NONE };
+    attr.atomic_cap = if state.nics[nic].atomics { 1 } else { IBV_ATOMIC_NONE };
     0
 }
 
@@ -215,8 +215,8 @@ unsafe extern "C" fn query_port(context: *mut ibv_context, port: u8, attr: *mut 
     }
     // SAFETY: the caller's structure.
     let attr = unsafe { &mut *attr };
-    let card = &state(context).cards[open(context).card];
-    (attr.state, attr.active_mtu) = (card.port, card.mtu);
+    let nic = &state(context).nics[open(context).nic];
+    (attr.state, attr.active_mtu) = (nic.port, nic.mtu);
     (attr.max_mtu, attr.link_layer) = (IBV_MTU_4096, IBV_LINK_LAYER_ETHERNET);
     0
 }
@@ -264,8 +264,8 @@ fn register(pd: *mut ibv_pd, at: usize, len: usize, base: u64, access: u32, mapp
         return null(Errno::INVAL);
     }
     let mut state = state(context);
-    let card = state.contexts[&open(context).number].card;
-    let refuses = &mut state.cards[card].refuses;
+    let nic = state.contexts[&open(context).number].nic;
+    let refuses = &mut state.nics[nic].refuses;
     if *refuses > 0 {
         *refuses -= 1;
         return null(Errno::FAULT);
@@ -363,10 +363,10 @@ unsafe extern "C" fn create_cq(
     }
     // SAFETY: made by `create_comp_channel`.
     let fd = unsafe { (*channel).fd };
-    let (mut state, &Open { number, card, .. }) = (state(context), open(context));
+    let (mut state, &Open { number, nic, .. }) = (state(context), open(context));
     let handle = state.number();
     let (capacity, ready) = (entries as usize, Default::default());
-    state.queues.insert(handle, Queue { context: number, card, capacity, ready, fd, armed: false });
+    state.queues.insert(handle, Queue { context: number, nic, capacity, ready, fd, armed: false });
     Box::into_raw(Box::new(ibv_cq { context, channel, cq_context: tag, handle, cqe: entries }))
 }
 
@@ -430,8 +430,8 @@ unsafe extern "C" fn create_qp(pd: *mut ibv_pd, attr: *mut ibv_qp_init_attr) -> 
     let (&ibv_pd { context, handle: domain }, attr) = unsafe { (&*pd, &mut *attr) };
     // SAFETY: as above.
     let (send, receive) = unsafe { ((*attr.send_cq).handle, (*attr.recv_cq).handle) };
-    let (mut state, card) = (state(context), open(context).card);
-    let (limits, cap) = (&state.cards[card], attr.cap);
+    let (mut state, nic) = (state(context), open(context).nic);
+    let (limits, cap) = (&state.nics[nic], attr.cap);
     let sges = cap.max_send_sge.max(cap.max_recv_sge);
     if cap.max_inline_data > limits.inline || sges > limits.sges || attr.qp_type != IBV_QPT_RC {
         return null(Errno::INVAL);
@@ -450,14 +450,14 @@ unsafe extern "C" fn create_qp(pd: *mut ibv_pd, attr: *mut ibv_qp_init_attr) -> 
         qp_type: attr.qp_type,
     }));
     let pair = Pair {
-        card,
+        nic,
         domain,
         send,
         receive,
         cap,
         state: 0,
         partner: 0,
-        partner_card: card,
+        partner_nic: nic,
         rnr_retries: 0,
         jobs: Default::default(),
         receives: Default::default(),
@@ -490,12 +490,12 @@ unsafe extern "C" fn modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_
     let mut state = state(context);
     // SAFETY: a GID is its bytes.
     let gid = Ipv6Addr::from(unsafe { attr.ah_attr.grh.dgid.raw });
-    let there = state.cards.iter().position(|card| card.gid == gid);
+    let there = state.nics.iter().position(|nic| nic.gid == gid);
     let pair = state.pair(qp_num);
     match (pair.state, attr.qp_state, mask) {
         (0, IBV_QPS_INIT, INIT) if attr.port_num == 1 => {}
         (IBV_QPS_INIT, IBV_QPS_RTR, RTR) if attr.ah_attr.is_global == 1 => match there {
-            Some(card) => (pair.partner, pair.partner_card) = (attr.dest_qp_num, card),
+            Some(nic) => (pair.partner, pair.partner_nic) = (attr.dest_qp_num, nic),
             None => return Errno::NETUNREACH.raw_os_error(),
         },
         (IBV_QPS_RTR, IBV_QPS_RTS, RTS) => pair.rnr_retries = attr.rnr_retry,
@@ -557,9 +557,9 @@ unsafe extern "C" fn post_send(
 ) -> c_int {
     // SAFETY: made by `create_qp`.
     let &ibv_qp { context, qp_num, .. } = unsafe { &*qp };
-    let (mut state, card) = (state(context), open(context).card);
-    state.cards[card].statistics.doorbells += 1;
-    let gone = state.cards[card].gone;
+    let (mut state, nic) = (state(context), open(context).nic);
+    state.nics[nic].statistics.doorbells += 1;
+    let gone = state.nics[nic].gone;
     let mut answer = 0;
     // SAFETY: a chain of requests that ends with a null.
     while let Some(request) = unsafe { wr.as_ref() } {
@@ -583,7 +583,7 @@ unsafe extern "C" fn post_send(
         }
         pair.used += 1;
         pair.jobs.push_back(job);
-        state.cards[card].statistics.requests += 1;
+        state.nics[nic].statistics.requests += 1;
         wr = request.next;
     }
     let now = state.pair(qp_num).state;
@@ -602,8 +602,8 @@ unsafe extern "C" fn post_recv(
 ) -> c_int {
     // SAFETY: made by `create_qp`.
     let &ibv_qp { context, qp_num, .. } = unsafe { &*qp };
-    let (mut state, card) = (state(context), open(context).card);
-    let gone = state.cards[card].gone;
+    let (mut state, nic) = (state(context), open(context).nic);
+    let gone = state.nics[nic].gone;
     let mut answer = 0;
     // SAFETY: a chain of requests that ends with a null.
     while let Some(request) = unsafe { wr.as_ref() } {
@@ -622,7 +622,7 @@ unsafe extern "C" fn post_recv(
         }
         // SAFETY: the request's own list.
         pair.receives.push_back((request.wr_id, unsafe { pieces(request.sg_list, request.num_sge) }));
-        state.cards[card].statistics.receives += 1;
+        state.nics[nic].statistics.receives += 1;
         wr = request.next;
     }
     let (now, partner) = (state.pair(qp_num).state, state.pair(qp_num).partner);
