@@ -1,20 +1,17 @@
 //! The floor: the bytes of a call moved by bare loops, nothing else.
 //!
-//! No counts, no placement, no flags, no checks per call: addresses are resolved once, then each
-//! run is gathered and each token summed. The time of a dispatch or combine beyond this is the
-//! library's own cost.
+//! No counts, no placement, no flags, no checks per call: addresses are resolved once, then each run is
+//! gathered and each token summed. The time of a dispatch or combine beyond this is the library's own
+//! cost.
 //!
 //! ```text
-//!   dispatch   own rows -> their places here, or scratch for those that cross | relayed rows: scratch -> their places here
-//!   combine    relayed rows, or their partial sums -> scratch | rows here, and scratch for what comes home -> sums
+//!   dispatch   own rows -> their places here, or scratch for other nodes | relayed rows: scratch -> their places here
+//!   combine    relayed rows, or their partial sums -> scratch | rows here, and scratch for returned rows -> sums
 //! ```
 //!
-//! Rows for other nodes are written to scratch of this rank, and sums over their rows read scratch.
-//! So each byte of the plan is written once, on one side of the network. Between machines as many
-//! bytes are sent instead, in bare writes ([`RawWrites`]).
-//!
-//! The floor between machines: as many bytes as a plan sends, in bare writes, to memory that no
-//! rank reads.
+//! Rows for other nodes are written to scratch of this rank, and sums over their rows read scratch. So
+//! each byte of the plan is written once, on one side of the network. Between machines as many bytes
+//! are sent instead, in bare writes to memory that no rank reads ([`RawWrites`]).
 
 use std::sync::Arc;
 
@@ -63,7 +60,7 @@ pub struct Floor {
     input_rows: usize,
     runs: Vec<FloorRun>,
     rows: Vec<u32>,
-    home: Vec<FloorCopy>,
+    returns: Vec<FloorCopy>,
     /// Rows for other machines in a dispatch, and in a combine.
     raw: [RawWrites; 2],
     /// Sums for other nodes, to `outbox`, one after another.
@@ -164,7 +161,7 @@ impl Port {
         let mut raw = [(); 2].map(|()| RawWrites::new(self.shared_lanes(), moves.scratch.clone()));
         self.own_runs(moves, &mut raw[0], &mut scratch, &mut runs)?;
         self.relayed_runs(moves, &mut scratch, &mut runs, &mut rows)?;
-        let home = self.relayed_home(moves, &mut raw[1], &mut scratch)?;
+        let returns = self.relayed_returns(moves, &mut raw[1], &mut scratch)?;
         let (sum, chunks) = (&moves.sum, self.chunks_of(moves, &mut scratch)?);
         let tokens = FloorSums {
             terms: point(sum.terms, &chunks, sum.chunks)?,
@@ -190,7 +187,7 @@ impl Port {
             input_rows: moves.layout.tokens as usize,
             runs,
             rows,
-            home,
+            returns,
             raw,
             outbox: scratch.take(partials.count() as u64 * partial_bytes),
             partials,
@@ -235,8 +232,8 @@ impl Port {
             }
         }
         let sent = self.lanes().paths().relays().zip(&layout.blocks);
-        let wired = sent.filter(|(relay, block)| raw.add(*relay, u64::from(block.rows) * moves.row_bytes));
-        if wired.count() == 0 {
+        let remote = sent.filter(|(relay, block)| raw.add(*relay, u64::from(block.rows) * moves.row_bytes));
+        if remote.count() == 0 {
             runs.extend(layout.runs[straight..].iter().map(|run| own(run, scratch.take(bytes(run)))));
         }
         Ok(())
@@ -286,14 +283,14 @@ impl Port {
     }
 
     /// Every relayed entry's row, from its rank's chunk to scratch; none where relays sum.
-    fn relayed_home(
+    fn relayed_returns(
         &self,
         moves: &Moves<'_>,
         raw: &mut RawWrites,
         scratch: &mut Scratch,
     ) -> Result<Vec<FloorCopy>, Error> {
         let (paths, row_bytes) = (self.lanes().paths(), moves.home_bytes);
-        let mut home = Vec::new();
+        let mut returns = Vec::new();
         for (nth, (source, block)) in paths.sources().zip(&moves.forward.blocks).enumerate() {
             let bytes = match moves.partial_bytes {
                 Some(partial) => {
@@ -313,13 +310,13 @@ impl Port {
                     let offset = moves.sum.bases[owner as usize] + u64::from(segment.to_row) * row_bytes;
                     let len = u64::from(segment.count) * row_bytes;
                     let from = self.range(owner, WindowId::POOL, offset, len)?;
-                    home.push(FloorCopy { from, to, len: len as usize });
+                    returns.push(FloorCopy { from, to, len: len as usize });
                     // SAFETY: the piece has room for all entries, one after another.
                     to = unsafe { to.add(len as usize) };
                 }
             }
         }
-        Ok(home)
+        Ok(returns)
     }
 
     /// Per owner: its chunk where it offers it, or scratch in place of returned rows.
@@ -379,7 +376,7 @@ impl Floor {
         if output.len() < self.input_rows * self.home_bytes {
             return;
         }
-        for copy in &self.home {
+        for copy in &self.returns {
             // SAFETY: the source was checked when this was built, the target belongs to it.
             unsafe { self.kernels.copy(copy.to, copy.from, copy.len, stores) };
         }
@@ -420,17 +417,17 @@ impl RawWrites {
         RawWrites { lanes, scratch, out: Vec::new() }
     }
 
-    /// So many bytes more go to a rank. `false` if no wire to another machine leads there, and
+    /// So many bytes more go to a rank. `false` if no connection to another machine leads there, and
     /// nothing will go.
     fn add(&mut self, to: u32, bytes: u64) -> bool {
-        let wired = matches!(&self.lanes.reach[to as usize], PeerLane::Net(connection) if !is_copied(connection.lane()));
-        if wired {
+        let remote = matches!(&self.lanes.reach[to as usize], PeerLane::Net(connection) if !is_copied(connection.lane()));
+        if remote {
             match self.out.iter_mut().find(|(peer, _)| *peer == to) {
                 Some((_, sum)) => *sum += bytes,
                 None => self.out.push((to, bytes)),
             }
         }
-        wired
+        remote
     }
 
     /// Writes all bytes, a chunk to each peer in turn, and waits until they have landed. A

@@ -1,6 +1,11 @@
-//! The lanes from one rank to all ranks of a group.
+//! The lanes from one rank to all ranks of a group, and the limits of waits for them.
 //!
-//! Waits for words that devices write. Nothing wakes a thread for them, so it polls.
+//! ```text
+//!   rank    0     1     2        3        4 (other node)    5 (other node, route pxn)
+//!   lane   Load  Own   Load     Load     Net(connection)   Relayed: over a rank of its node
+//! ```
+//!
+//! Words that devices write are awaited here too. Nothing wakes a thread for them, so it polls.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +26,7 @@ pub enum PeerLane {
     Own,
     /// By loads and stores: the shm lane.
     Load,
-    /// Over a wire.
+    /// Over a connection.
     Net(Arc<dyn NetConnection>),
     /// Only through a relay.
     Relayed,

@@ -17,6 +17,11 @@
 //! ```text
 //!   exec --> Port --+-- same node  --> shm: PeerMapping (heaps of the node)
 //!                   +-- other node --> NetConnection: loopback, verbs, tcp; ProgressThread serves all
+//!
+//!   port    windows of one owner: put, signal, wait     lanes   a lane to each rank of a group
+//!   flag    a word and its tag, in one cache line       wait    poll, yield, sleep; every wait ends
+//!   sum     sums over the offers of peers               floor   the same bytes in bare loops
+//!   net     lanes between nodes
 //! ```
 
 #![allow(unsafe_code, reason = "stores into memory that other processes map cannot be said in safe Rust")]

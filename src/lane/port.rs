@@ -1,21 +1,19 @@
-//! A port, an executor's view: windows, and a lane to every rank.
+//! A port is an executor's view of its peers: windows, and a lane to every rank.
 //!
-//! All addresses are (window, offset, length) and are checked here, before anything is posted. The
-//! pointers of the vector loops come from those checks. The path of a window's put to a local peer
-//! is inlined whole, and the path to another node is kept out of it: a function call takes longer
-//! there than a cache line from core to core.
+//! It turns (window, offset, length) into memory of this node or into a call of a connection. All
+//! ranges are checked here, before anything is posted. The pointers of the vector loops come from those
+//! checks.
 //!
-//! Waits of a port: for a flag, for sources that are free, for bytes that have landed.
+//! ```text
+//!   put     window of this rank, or a tensor --> same node: one copy | other node: NetConnection::put
+//!   signal  behind all earlier puts          --> same node: a store  | other node: NetConnection::signal
+//!   wait    a flag of this rank's window     <-- polled; connections are served meanwhile
+//!   settle  sources of puts may be changed       quiet   everything has landed
+//! ```
 //!
-//! Windows: one range of bytes at each rank of a group.
-//!
-//! Addresses of local peers' windows: one look-up from (window, rank) to an address.
-//!
-//! A put of a few bytes takes less time than a cache line from core to core, so its path has only
-//! this table, made once, in place of those of the group, the window and its mapping.
-//!
-//! Where the bytes of an operation come from and go to, besides windows: the caller's tensors, and
-//! rows by index.
+//! The path of a put to a local peer is inlined whole, and the path to another node is kept out of it.
+//! A put of a few bytes takes less time than a cache line from core to core. So [`LocalWindows`] has
+//! the addresses of all local windows, computed once, in place of three tables.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -140,7 +138,7 @@ impl Port {
         // All of it fits, or nothing is posted.
         self.window(window)?.part(to, offset, len.saturating_add(pad))?;
         match source.checked(run)? {
-            Checked::Straight(bytes) => self.put_bytes(to, (window, offset), bytes, stores)?,
+            Checked::Contiguous(bytes) => self.put_bytes(to, (window, offset), bytes, stores)?,
             Checked::Listed(index) => match self.near.at(window, to, offset, len) {
                 // SAFETY: the target was checked for all rows, each source row by `checked`.
                 Some(at) => unsafe {
@@ -220,7 +218,7 @@ impl Port {
                 Ok((connection.as_ref(), self.window(window)?.target(to, offset, len)?))
             }
             PeerLane::Own | PeerLane::Load => Err(self.outside(window, to, offset, len).into()),
-            PeerLane::Relayed => Err(self.no_wire(to).into()),
+            PeerLane::Relayed => Err(self.no_connection(to).into()),
         }
     }
 
@@ -357,11 +355,11 @@ impl Port {
         MemoryError::OutOfBounds { peer, offset, len, size }
     }
 
-    fn no_wire(&self, to: u32) -> LaneError {
+    fn no_connection(&self, to: u32) -> LaneError {
         LaneError::NoLane {
             rank: self.lanes.rank,
             peer: to,
-            missing: "a wire: its node is reached by a relay",
+            missing: "a connection: its node is reached by a relay",
         }
     }
 }
@@ -677,7 +675,7 @@ enum Checked<'a> {
     /// Scattered.
     Listed(&'a [u32]),
     /// One after another.
-    Straight(&'a [u8]),
+    Contiguous(&'a [u8]),
 }
 
 impl<'a> RowSource<'a> {
@@ -700,7 +698,7 @@ impl<'a> RowSource<'a> {
             let (start, len) =
                 (first.saturating_mul(row_bytes as usize), count.saturating_mul(row_bytes as usize));
             let bytes = self.bytes.get(start..start.saturating_add(len));
-            return Ok(Checked::Straight(bytes.ok_or_else(|| bad(first as u64))?));
+            return Ok(Checked::Contiguous(bytes.ok_or_else(|| bad(first as u64))?));
         }
         let index =
             self.rows.get(first..first.saturating_add(count)).ok_or_else(|| bad(self.rows.len() as u64))?;

@@ -1,26 +1,24 @@
 //! Waits: poll, then serve the connections, then yield, then sleep. Every wait ends.
 //!
-//! On an idle core the value arrives during polling (tens of nanoseconds). With more ranks than
-//! cores the awaited rank needs the core, and yielding hands it over for less than a wake-up costs.
-//! Sleeping is for long waits. It goes in slices, so a failed world is noticed even if nothing
-//! wakes the sleeper.
+//! ```text
+//!   poll     about a microsecond       the value arrives from a running rank within tens of nanoseconds
+//!   pause    connections are served
+//!   yield                              the awaited rank may need this core
+//!   sleep    until woken, in slices    a failed world is noticed even if nothing wakes the sleeper
+//! ```
 //!
-//! Time slices of a thread that wakes next to threads that compute.
-//!
-//! Linux lets a thread that computes finish its slice, some milliseconds, before a woken one runs.
-//! A woken thread that has requested shorter slices preempts it, as long as it has used no more
-//! than its share.
+//! A thread that wakes next to threads that compute requests short time slices. Linux lets a thread that
+//! computes finish its slice, some milliseconds, before a woken one runs. A woken thread with shorter
+//! slices preempts it, as long as it has used no more than its share.
 //!
 //! ```text
 //!   compute    |======================================|..            |===========|..|=====================|
 //!                       ^ woken                       |--|                        ^ woken
-//!   transfer                                          turns alike                |--|  shorter ones
+//!   transfer                                          equal slices               |--|  shorter ones
 //! ```
 //!
-//! A shorter slice gives a thread no more time in all, so every thread may request it. Linux before
-//! 6.12 ignores the request.
-//!
-//! The clock that all processes of a machine share.
+//! A shorter slice gives a thread no more time in all, so every thread may request it. Linux before 6.12
+//! ignores the request.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};

@@ -194,7 +194,7 @@ impl NetSelection<'_> {
     fn segments(&self, card: &ProgressThread) -> Opened {
         let egress = self.options.pace.map(|pace| Arc::new(LinkEmulator::new(pace)));
         let regions = Arc::clone(card.regions());
-        Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, card.bell(), egress)?))
+        Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, card.event_fd(), egress)?))
     }
 
     /// This rank's sockets.

@@ -56,7 +56,8 @@ impl RowTransport {
         let memory_of = |rank: u32| members[rank as usize].as_ref().map(|member| member.memory.clone());
         let neighbours = neighbours.filter_map(|rank| Some((rank, memory_of(rank)?))).collect();
         let context_of = Arc::clone(context);
-        let memory = DeviceMemory { context: context_of, own, neighbours, rank, strict: needs.words };
+        let memory =
+            DeviceMemory { context: context_of, own, local_peers: neighbours, rank, strict: needs.words };
         match GpuDirectMemory::new(group, lanes, &memory)? {
             Ok(straight) => {
                 let desk = needs.desk.map(|len| HostStaging::enqueuer_scratch(group, context, len));

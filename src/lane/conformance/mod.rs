@@ -542,7 +542,7 @@ fn fill(health: &Health, deadline: Duration) -> SendBlocked {
 }
 
 #[test]
-fn a_partner_that_takes_nothing_is_waited_for_until_the_deadline() {
+fn a_peer_that_takes_nothing_is_waited_for_until_the_deadline() {
     let late = fill(&Health::new(), Duration::from_millis(20));
     assert!(
         matches!(late.why, WaitError::Late { waited } if waited >= Duration::from_millis(20)),
@@ -609,7 +609,7 @@ fn a_put_outside_its_region_ends_the_receivers_world_and_names_the_sender() {
 fn a_put_to_a_region_that_is_not_there_is_refused_alike() {
     refused(|actor, _| {
         let crate::lane::PeerLane::Net(connection) = &actor.port.lanes().reach[1] else {
-            panic!("over the wire")
+            panic!("over a connection")
         };
         connection
             .put(RemoteAddress { region: 77, offset: 0 }, &[1; 100], actor.port.lanes().limits_of(1))
@@ -621,7 +621,7 @@ fn a_put_to_a_region_that_is_not_there_is_refused_alike() {
 fn a_signal_that_is_no_flag_line_is_refused_alike() {
     refused(|actor, _| {
         let crate::lane::PeerLane::Net(connection) = &actor.port.lanes().reach[1] else {
-            panic!("over the wire")
+            panic!("over a connection")
         };
         connection
             .signal(RemoteAddress { region: 0, offset: 24 }, 1, None, actor.port.lanes().limits_of(1))

@@ -387,7 +387,7 @@ fn a_nic_that_vanishes_from_an_idle_rank_ends_the_world_of_the_others() {
 }
 
 #[test]
-fn a_nic_that_vanishes_is_noticed_though_a_partner_has_left_in_peace() {
+fn a_nic_that_vanishes_is_noticed_though_a_peer_has_left_in_peace() {
     let fabric = Fabric::new(&["nic0", "nic1", "card2"]);
     let seen = on_ranks(&[0, 1, 2], &options(&fabric, SignalMode::Write), |world| {
         let mut window = world.all().unwrap().window(64).unwrap();
@@ -443,7 +443,7 @@ fn a_flush_that_makes_progress_is_not_late() {
         let range = group.take_symmetric(3 << 20).unwrap();
         if world.rank() == 0 {
             let window = range.window();
-            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a connection") };
             let bytes = window.bytes(0).unwrap();
             let limits = lanes.limits_of(1);
             connection.put(window.target(1, 0, 3 << 20).unwrap(), bytes, limits).unwrap();
@@ -469,7 +469,7 @@ fn a_signal_that_found_no_staging_can_be_made_up_for_by_the_next() {
         let range = group.take_symmetric(64 << 10).unwrap();
         let window = range.window();
         if world.rank() == 0 {
-            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a connection") };
             let limits = lanes.limits_of(1);
             let line = window.target(1, 0, 64).unwrap();
             connection.signal(line, 1, None, limits).unwrap();
@@ -546,7 +546,7 @@ fn an_ended_world_takes_no_more_bytes_of_a_source() {
         let window = range.window();
         let at = window.parts[world.rank() as usize];
         if world.rank() == 0 {
-            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a connection") };
             fabric.silence("nic1");
             let target = window.target(1, 0, 4096).unwrap();
             connection.put(target, &window.bytes(0).unwrap()[..4096], lanes.limits_of(1)).unwrap();
@@ -559,7 +559,7 @@ fn an_ended_world_takes_no_more_bytes_of_a_source() {
             std::thread::yield_now();
         }
         if world.rank() == 0 {
-            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a connection") };
             connection.settle(lanes.limits_of(1)).unwrap_err();
             // The call has failed: the source is its owner's again.
             window.mapped.write(0, at.offset, &[7u8; 4096]).unwrap();

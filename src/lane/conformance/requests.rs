@@ -109,7 +109,7 @@ fn counted(
         if world.rank() == 0 {
             let elsewhere: Vec<u8> = (0..WINDOW - SOURCE).map(pattern).collect();
             window.mapped.write(0, part.offset + SOURCE, &elsewhere).unwrap();
-            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a wire") };
+            let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a connection") };
             let (connection, limits) = (connection.as_ref(), lanes.limits_of(1));
             let registered = &window.bytes(0).unwrap()[SOURCE as usize..];
             let end = End { connection, window: &window, limits, registered, elsewhere: &elsewhere };
@@ -265,7 +265,7 @@ fn a_put_and_its_signal_are_two_work_requests_or_one_with_immediate_and_one_door
 }
 
 #[test]
-fn telling_a_partner_that_its_signals_were_taken_does_not_end_a_write_that_is_gathered() {
+fn telling_a_peer_that_its_signals_were_taken_does_not_end_a_write_that_is_gathered() {
     let fabric = fabric(8, false);
     let options = small(&fabric, &Settings { signal: SignalMode::Immediate, ..Settings::default() });
     on_ranks(&[0, 1], &options, |world| {
@@ -273,7 +273,7 @@ fn telling_a_partner_that_its_signals_were_taken_does_not_end_a_write_that_is_ga
         let lanes = group.lanes(Route::Direct).unwrap();
         let range = group.take_symmetric(4096).unwrap();
         let (window, peer) = (range.window(), 1 - world.rank());
-        let PeerLane::Net(connection) = &lanes.reach[peer as usize] else { panic!("over a wire") };
+        let PeerLane::Net(connection) = &lanes.reach[peer as usize] else { panic!("over a connection") };
         let limits = lanes.limits_of(peer);
         let to = |offset| window.target(peer, offset, 1).unwrap();
         connection.signal(to(0), 1, None, limits).unwrap();
@@ -354,7 +354,7 @@ fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool)
 }
 
 #[test]
-fn a_dispatch_into_fixed_slots_is_as_many_requests_to_a_partner_as_its_puts_and_signals_say() {
+fn a_dispatch_into_fixed_slots_is_as_many_requests_to_a_peer_as_its_puts_and_signals_say() {
     for (signal, registered) in
         SignalMode::ALL.into_iter().flat_map(|signal| [false, true].map(|r| (signal, r)))
     {

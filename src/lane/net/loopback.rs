@@ -1,44 +1,31 @@
 //! The loopback lane: the interface of a NIC, between emulated nodes of one machine.
 //!
 //! A NIC offers one-sided operations: the sender names a region, an offset and bytes, and the
-//! receiver's processor takes no part. Here the connection is one shared segment per pair of ranks,
-//! and the receiving NIC is a thread of the receiver. Nothing else of the other node is mapped, so
-//! a schedule that relies on loads from another node cannot work here by accident.
+//! receiver's processor takes no part. Here the connection is one shared segment per pair of ranks, and
+//! the receiving NIC is a thread of the receiver. Nothing else of the other node is mapped, so a
+//! schedule that relies on loads from another node cannot work here by accident. The lower rank of a
+//! pair creates the segment and passes its descriptor.
 //!
 //! ```text
-//!   rank a                    segment of the pair (a, b)                    rank b
-//!   put              --records-->  | ring a->b: head, tail, bell, bytes |  --> progress thread:
-//!   progress thread  <--records--  | ring b->a: head, tail, bell, bytes |      checks, regions of b
-//! ```
+//!   rank a                    segment of the pair (a, b)                        rank b
+//!   put              --records-->  | ring a->b: head, tail, flags, records |  --> progress thread:
+//!   progress thread  <--records--  | ring b->a: head, tail, flags, records |      checks, regions of b
 //!
-//! Credits: a sender never writes past the receiver's tail. While it waits for credit it receives
-//! its own records, so two ranks that fill each other's rings cannot block each other.
-//!
-//! How the ends of a loop wire find each other: the lower rank of a pair makes the segment, and
-//! descriptors are passed.
-//!
-//! One rank's end of the wire to one rank of another node.
-//!
-//! One direction of a pair: a ring of records with one producer and one consumer, perhaps in two
-//! processes.
-//!
-//! ```text
-//!   line 0   head: bytes ever written        line 2   bell: the consumer sleeps until woken
-//!   line 1   tail: bytes ever consumed       line 3   done: consumed, all signals seen (emulated)
-//!                                            line 4   capacity bytes of records
-//!
+//!   ring     line 0   head: bytes ever written      line 2   whether the consumer sleeps until woken
+//!            line 1   tail: bytes ever consumed     line 3   done: consumed, all signals seen (emulated)
+//!                                                   line 4   capacity bytes of records
 //!   record   | header: 64 bytes | payload, padded to 64 |
 //! ```
 //!
 //! Positions count bytes since the beginning and never wrap; their remainder is the place. A record
-//! never straddles the end: a *skip* fills the rest.
+//! never straddles the end: a *skip* fills the rest. *Credits*: a sender never writes past the
+//! receiver's tail. While it waits for credit it receives its own records, so two ranks that fill each
+//! other's rings cannot block each other.
 //!
-//! Loopback connections that emulate a slower link.
-//!
-//! Overlap is worth measuring where transfers cost time and no core. Between emulated nodes of one
-//! machine they cost the opposite: a copy, done at once by a core. Here bytes still move at once,
-//! but a signal behind them becomes visible only when a link of a given bandwidth and latency would
-//! have brought it. No thread polls for that: a timer wakes the receiver's progress thread.
+//! **Emulated links.** Overlap is worth measuring where transfers cost time and no core. Between
+//! emulated nodes they cost the opposite: a copy, done at once by a core. With a [`LinkEmulator`] bytes
+//! still move at once. A signal behind them becomes visible only when a link of a given bandwidth and
+//! latency would have delivered it. A timer wakes the receiver's progress thread.
 //!
 //! ```text
 //!   sender     put 1 MB      signal, due = when the link has sent all so far + latency
@@ -70,36 +57,37 @@ use crate::lane::{FlagLine, RowSource};
 use crate::memory::{PeerMapping, Segment};
 use crate::schedule::Tag;
 
-/// The loop wires of one rank.
+/// Opens the loopback connections of one rank.
 #[derive(Debug)]
 pub struct LoopbackTransport {
     rank: u32,
     regions: Arc<Regions>,
     /// Wakes this rank's progress thread.
-    bell: OwnedFd,
+    wake_fd: OwnedFd,
     /// The emulated link, if any.
-    egress: Option<Arc<LinkEmulator>>,
+    link: Option<Arc<LinkEmulator>>,
 }
 
 impl LoopbackTransport {
-    /// The wires of a rank of the world, at the pace of a link if there is one.
+    /// The transport of a rank of the world, over an emulated link if there is one.
     ///
     /// # Errors
     /// [`LaneError::System`] if there is no descriptor to be had.
     pub fn new(
         rank: u32,
         regions: Arc<Regions>,
-        bell: BorrowedFd<'_>,
-        egress: Option<Arc<LinkEmulator>>,
+        wake_fd: BorrowedFd<'_>,
+        link: Option<Arc<LinkEmulator>>,
     ) -> Result<Self, LaneError> {
-        let bell = rustix::io::fcntl_dupfd_cloexec(bell, 0).map_err(system("fcntl(F_DUPFD_CLOEXEC)"))?;
-        Ok(LoopbackTransport { rank, regions, bell, egress })
+        let wake_fd =
+            rustix::io::fcntl_dupfd_cloexec(wake_fd, 0).map_err(system("fcntl(F_DUPFD_CLOEXEC)"))?;
+        Ok(LoopbackTransport { rank, regions, wake_fd, link })
     }
 }
 
 impl NetTransport for LoopbackTransport {
     fn lane(&self) -> &'static str {
-        if self.egress.is_some() { EMULATED } else { LOOPBACK }
+        if self.link.is_some() { EMULATED } else { LOOPBACK }
     }
 
     fn passes_descriptors(&self) -> bool {
@@ -107,39 +95,39 @@ impl NetTransport for LoopbackTransport {
     }
 
     fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
-        let create = || Segment::create("sidelane-wire", ring_bytes());
+        let create = || Segment::create("sidelane-ring", ring_bytes());
         let made = (self.rank < peer).then(create).transpose()?;
-        Ok(Box::new(LoopbackEnd { wires: self, peer, made }))
+        Ok(Box::new(LoopbackEnd { transport: self, peer, made }))
     }
 }
 
-/// One end of a loop wire.
+/// One end of a connection that is not joined yet.
 struct LoopbackEnd<'a> {
-    wires: &'a LoopbackTransport,
+    transport: &'a LoopbackTransport,
     peer: u32,
-    /// The segment of the wire, at the lower rank of the pair.
+    /// The segment of the pair, at its lower rank.
     made: Option<Segment>,
 }
 
 impl ConnectionEnd for LoopbackEnd<'_> {
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let segment = self.made.as_ref().map(AsFd::as_fd);
-        [self.wires.bell.as_fd()].into_iter().chain(segment).collect()
+        [self.transport.wake_fd.as_fd()].into_iter().chain(segment).collect()
     }
 
     fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
-        let LoopbackEnd { wires: &LoopbackTransport { rank, ref regions, ref egress, .. }, peer, made } =
+        let LoopbackEnd { transport: &LoopbackTransport { rank, ref regions, ref link, .. }, peer, made } =
             *self;
         let mut theirs = offered.descriptors.into_iter();
         let missing = |missing| LaneError::NoLane { rank, peer, missing };
-        let bell = theirs.next().ok_or_else(|| missing("the bell of the peer"))?;
+        let wake_fd = theirs.next().ok_or_else(|| missing("the event descriptor of the peer"))?;
         let segment = match made {
             Some(made) => made,
-            None => Segment::adopt(theirs.next().ok_or_else(|| missing("the segment of the wire"))?, peer)?,
+            None => Segment::adopt(theirs.next().ok_or_else(|| missing("the segment of the pair"))?, peer)?,
         };
         let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
-        let (regions, egress) = (Arc::clone(regions), egress.clone());
-        Ok(Arc::new(LoopbackConnection::new(peer, rank < peer, mapped, bell, regions, egress)?))
+        let (regions, link) = (Arc::clone(regions), link.clone());
+        Ok(Arc::new(LoopbackConnection::new(peer, rank < peer, mapped, wake_fd, regions, link)?))
     }
 }
 
@@ -152,16 +140,16 @@ pub struct LoopbackConnection {
     inbound: Mutex<In>,
     regions: Arc<Regions>,
     /// Wakes the peer's progress thread.
-    bell: OwnedFd,
+    wake_fd: OwnedFd,
     /// The emulated link, if any: then signals are delayed at both ends.
-    paced: Option<Paced>,
+    emulated: Option<Emulated>,
     /// The segment both rings lie in.
-    _wire: Arc<PeerMapping>,
+    _segment: Arc<PeerMapping>,
 }
 
 #[derive(Debug)]
-struct Paced {
-    egress: Arc<LinkEmulator>,
+struct Emulated {
+    link: Arc<LinkEmulator>,
     /// Readable when a signal that was held back is due.
     timer: Arc<OwnedFd>,
 }
@@ -178,13 +166,13 @@ struct Out {
 struct In {
     ring: Ring,
     tail: u64,
-    /// Signals that have come too early, on a paced wire.
+    /// Signals that have come too early, over an emulated link.
     held: Option<DelayedSignals>,
 }
 
 impl LoopbackConnection {
     /// An end of the pair's segment. `lower` says which end: the lower rank sends on the first
-    /// ring. Both ends are paced, or none.
+    /// ring. Both ends are emulated, or none.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if the segment is too
@@ -192,33 +180,33 @@ impl LoopbackConnection {
     pub fn new(
         peer: u32,
         lower: bool,
-        wire: Arc<PeerMapping>,
-        bell: OwnedFd,
+        segment: Arc<PeerMapping>,
+        wake_fd: OwnedFd,
         regions: Arc<Regions>,
-        egress: Option<Arc<LinkEmulator>>,
+        link: Option<Arc<LinkEmulator>>,
     ) -> Result<Self, Error> {
-        let first = wire.at(0, 0, Ring::STRIDE)?;
-        let second = wire.at(0, Ring::STRIDE, Ring::STRIDE)?;
+        let first = segment.at(0, 0, Ring::STRIDE)?;
+        let second = segment.at(0, Ring::STRIDE, Ring::STRIDE)?;
         let (out, inbound) = if lower { (first, second) } else { (second, first) };
-        // SAFETY: both halves were checked against the mapping, which `_wire` keeps alive.
+        // SAFETY: both halves were checked against the mapping, which `_segment` keeps alive.
         let (out, inbound) = unsafe { (Ring::new(out), Ring::new(inbound)) };
-        let held = egress.as_ref().map(|_| DelayedSignals::new()).transpose()?;
-        let paced = egress.zip(held.as_ref()).map(|(egress, held)| Paced { egress, timer: held.timer() });
+        let held = link.as_ref().map(|_| DelayedSignals::new()).transpose()?;
+        let emulated = link.zip(held.as_ref()).map(|(link, held)| Emulated { link, timer: held.timer() });
         Ok(LoopbackConnection {
             peer,
             out: Mutex::new(Out { ring: out, head: 0, due: 0 }),
             inbound: Mutex::new(In { ring: inbound, tail: 0, held }),
             regions,
-            bell,
-            paced,
-            _wire: wire,
+            wake_fd,
+            emulated,
+            _segment: segment,
         })
     }
 }
 
 impl NetConnection for LoopbackConnection {
     fn lane(&self) -> &'static str {
-        if self.paced.is_some() { EMULATED } else { LOOPBACK }
+        if self.emulated.is_some() { EMULATED } else { LOOPBACK }
     }
 
     fn peer(&self) -> u32 {
@@ -292,7 +280,7 @@ impl NetConnection for LoopbackConnection {
             let out = self.lock_out();
             (out.ring, out.head)
         };
-        let reached = if self.paced.is_some() { ring.done() } else { ring.tail() };
+        let reached = if self.emulated.is_some() { ring.done() } else { ring.tail() };
         wait::until(reached, awaited, limits, || {
             self.progress(limits.health);
         })
@@ -347,7 +335,7 @@ impl NetConnection for LoopbackConnection {
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.paced.as_ref().map(|paced| paced.timer.as_fd())
+        self.emulated.as_ref().map(|emulated| emulated.timer.as_fd())
     }
 
     /// The peer polls once more for records that a rank sent before it left. They must be due by
@@ -384,19 +372,19 @@ impl LoopbackConnection {
         fill(out.ring.write(begin, record, due));
         out.head = begin + bytes;
         out.ring.head().raise(out.head, None);
-        if out.ring.should_ring() {
+        if out.ring.should_wake() {
             // A full counter means that the thread has been woken already.
-            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+            let _ = rustix::io::write(&self.wake_fd, &1u64.to_ne_bytes());
         }
         Ok(())
     }
 
     /// Through the emulated link: when the following record is due.
     fn pass(&self, record: Record) -> u64 {
-        let Some(Paced { egress, .. }) = &self.paced else { return 0 };
+        let Some(Emulated { link, .. }) = &self.emulated else { return 0 };
         match record {
-            Record::Put { len, .. } | Record::Zero { len, .. } => egress.send(len),
-            Record::Signal { .. } => return egress.arrival(),
+            Record::Put { len, .. } | Record::Zero { len, .. } => link.send(len),
+            Record::Signal { .. } => return link.arrival(),
             Record::Ask { .. } | Record::Answer { .. } | Record::Skip { .. } => {}
         }
         0
@@ -470,21 +458,21 @@ impl Ring {
         unsafe { FlagLine::new(self.at.add(192)) }
     }
 
-    fn bell(&self) -> &AtomicU32 {
+    fn sleep_flag(&self) -> &AtomicU32 {
         // SAFETY: line 2 of a mapped ring, used as an atomic by both sides.
         unsafe { self.at.add(128).cast().as_ref() }
     }
 
     /// Consumer: asks to be woken. Look at the ring once more afterwards.
     fn arm(&self) {
-        self.bell().store(1, Ordering::SeqCst);
+        self.sleep_flag().store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
     /// Producer, after publishing: whether the consumer sleeps and must be woken now.
-    fn should_ring(&self) -> bool {
+    fn should_wake(&self) -> bool {
         fence(Ordering::SeqCst);
-        self.bell().load(Ordering::Relaxed) != 0 && self.bell().swap(0, Ordering::SeqCst) != 0
+        self.sleep_flag().load(Ordering::Relaxed) != 0 && self.sleep_flag().swap(0, Ordering::SeqCst) != 0
     }
 
     /// Bytes a record of this payload takes.
@@ -543,7 +531,7 @@ impl Ring {
 
 const SECOND: u64 = 1_000_000_000;
 
-/// The link that all wires of a rank send through.
+/// The link that all connections of a rank send through.
 #[derive(Debug)]
 pub struct LinkEmulator {
     pace: EmulatedLink,

@@ -8,20 +8,23 @@
 //! | tcp | any machines | records on an authenticated connection |
 //!
 //! A [`Port`](super::Port) sees one interface: a [`NetConnection`] per peer takes puts to (region,
-//! offset) of the peer, and signals that become visible after them. The [`ProgressThread`] thread
-//! serves all connections of a rank while the rank computes.
+//! offset) of the peer, and signals that become visible after them. The [`ProgressThread`] serves all
+//! connections of a rank while the rank computes.
 //!
-//! Device memory on nets: whether a NIC accesses it directly, and why not.
+//! ```text
+//!   NetTransport --open(peer)--> ConnectionEnd --offers through the rendezvous--> connect --> NetConnection
+//!        | register(region) --------- description --------> import_region of each peer
+//! ```
+//!
+//! A NIC may read and write memory of a device (GPUDirect). A [`NoGpuDirect`] says why not:
 //!
 //! ```text
 //!   driver gives a descriptor (dma-buf) -- NIC's library takes it  --> registered by descriptor
 //!          | no                                 | no
-//!          +------------------------------------+--> by address: a module of the kernel knows whose memory it is
+//!          +------------------------------------+--> by address: a module of the kernel knows its owner
 //!                                                       | no
-//!                                                       +--> a detour by memory of the host
+//!                                                       +--> host staging
 //! ```
-//!
-//! Exact counts of a connection's requests, to compare with the prediction.
 
 mod loopback;
 mod progress;
@@ -91,7 +94,7 @@ pub struct SendBlocked {
     pub why: WaitError,
 }
 
-/// Offer of the peer's end of a wire, as it arrived. An empty offer says that the end could not be
+/// Offer of the peer's end of a connection, as it arrived. An empty offer says that the end could not be
 /// opened.
 #[derive(Debug, Default)]
 pub struct ConnectionOffer {
@@ -114,7 +117,7 @@ impl From<Vec<u8>> for ConnectionOffer {
     }
 }
 
-/// Lays the wires of a rank: how a lane between nodes is opened, the same way for all of them.
+/// Opens the connections of a rank: the same steps for every lane between nodes.
 pub trait NetTransport: fmt::Debug + Send + Sync {
     /// Name of the lane.
     fn lane(&self) -> &'static str;
@@ -124,7 +127,7 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Opens this rank's end of the wire to a rank of the world.
+    /// Opens this rank's end of the connection to a rank of the world.
     ///
     /// # Errors
     /// Of the lane, if it cannot be opened.
@@ -158,7 +161,7 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
     }
 }
 
-/// This rank's end of a wire that is not joined yet. Dropped, it gives back all that it took.
+/// This rank's end of a connection that is not joined yet. Dropped, it gives back all that it took.
 pub trait ConnectionEnd {
     /// Bytes that the peer needs to join the ends.
     fn bytes(&self) -> Vec<u8> {
@@ -275,7 +278,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// If that makes no sense.
-    fn import_region(&self, _region: u32, _said: &[u8]) -> Result<(), LaneError> {
+    fn import_region(&self, _region: u32, _description: &[u8]) -> Result<(), LaneError> {
         Ok(())
     }
 
@@ -318,7 +321,7 @@ pub struct DeviceMemory {
     /// This rank's, to which peers may write.
     pub own: DeviceRange,
     /// Memory of local peers, as a source of puts, by position of its owner in the group.
-    pub neighbours: Vec<(u32, DeviceRange)>,
+    pub local_peers: Vec<(u32, DeviceRange)>,
     /// This rank's position in the group.
     pub rank: u32,
     /// Bytes at the start that hold flags.
@@ -360,7 +363,7 @@ pub enum NoDmaBuf {
     },
 }
 
-/// Why rows that cross go by memory of the host.
+/// Reason for host staging of rows between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NoGpuDirect {

@@ -1,4 +1,10 @@
-//! Progress thread: serves a rank's connections while the rank does other things.
+//! Progress thread: serves a rank's connections while the rank computes.
+//!
+//! ```text
+//!   news --> progress all --> news? --yes--> again
+//!                              | no, for some rounds
+//!                              +--> arm all connections --> sleep: own event, events of connections
+//! ```
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,9 +34,9 @@ struct Shared {
     connections: RwLock<Vec<Arc<dyn NetConnection>>>,
     regions: Arc<Regions>,
     health: Arc<Health>,
-    bell: OwnedFd,
+    wake_fd: OwnedFd,
     /// The thread's event descriptor, and those of connections that have their own.
-    bells: OwnedFd,
+    poll_set: OwnedFd,
     stop: AtomicBool,
     /// Threads that wait for what comes here share their cores with threads that compute.
     beside_compute: AtomicBool,
@@ -52,16 +58,17 @@ impl ProgressThread {
     /// # Errors
     /// [`LaneError::System`].
     pub fn start(rank: u32, health: Arc<Health>, oversubscribed: bool) -> Result<Self, LaneError> {
-        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        let wake_fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(system("eventfd"))?;
-        let bells = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
-        epoll::add(&bells, &bell, EventData::new_u64(0), EventFlags::IN).map_err(system("epoll_ctl"))?;
+        let poll_set = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
+        epoll::add(&poll_set, &wake_fd, EventData::new_u64(0), EventFlags::IN)
+            .map_err(system("epoll_ctl"))?;
         let shared = Arc::new(Shared {
             connections: RwLock::default(),
             regions: Arc::default(),
             health,
-            bell,
-            bells,
+            wake_fd,
+            poll_set,
             stop: AtomicBool::new(false),
             beside_compute: AtomicBool::new(false),
             idle_rounds: if oversubscribed { IDLE_ROUNDS_OVERSUBSCRIBED } else { IDLE_ROUNDS },
@@ -80,8 +87,8 @@ impl ProgressThread {
     }
 
     /// The descriptor by which peers wake this thread.
-    pub fn bell(&self) -> BorrowedFd<'_> {
-        self.shared.bell.as_fd()
+    pub fn event_fd(&self) -> BorrowedFd<'_> {
+        self.shared.wake_fd.as_fd()
     }
 
     /// Attends to one more connection.
@@ -89,15 +96,15 @@ impl ProgressThread {
     /// # Errors
     /// [`LaneError::System`].
     pub fn attach(&self, connection: Arc<dyn NetConnection>) -> Result<(), LaneError> {
-        if let Some(bell) = connection.event_fd() {
-            match epoll::add(&self.shared.bells, bell, EventData::new_u64(1), EventFlags::IN) {
+        if let Some(event_fd) = connection.event_fd() {
+            match epoll::add(&self.shared.poll_set, event_fd, EventData::new_u64(1), EventFlags::IN) {
                 // Connections may share an event descriptor.
                 Ok(()) | Err(Errno::EXIST) => {}
                 Err(errno) => return Err(system("epoll_ctl")(errno)),
             }
         }
         self.shared.connections.write().unwrap_or_else(PoisonError::into_inner).push(connection);
-        self.shared.ring();
+        self.shared.wake();
         Ok(())
     }
 
@@ -134,7 +141,7 @@ impl ProgressThread {
 impl Drop for ProgressThread {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        self.shared.ring();
+        self.shared.wake();
         // This thread itself may be the last to drop a world, when it has found a fault.
         if let Some(thread) = self.thread.take().filter(|t| t.thread().id() != std::thread::current().id()) {
             let _ = thread.join();
@@ -182,7 +189,7 @@ impl Shared {
         news
     }
 
-    /// Asks all connections to ring. Returns whether there is news already.
+    /// Requests a wake-up from all connections. Returns whether there is news already.
     fn arm(&self) -> bool {
         let mut news = false;
         for connection in self.connections().iter() {
@@ -195,12 +202,12 @@ impl Shared {
         // Bounded, so that a world that dies without a record does not leave the thread behind.
         let slice = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
         let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 8];
-        let _ = epoll::wait(&self.bells, &mut events[..], Some(&slice));
-        let _ = rustix::io::read(&self.bell, &mut [0u8; 8]);
+        let _ = epoll::wait(&self.poll_set, &mut events[..], Some(&slice));
+        let _ = rustix::io::read(&self.wake_fd, &mut [0u8; 8]);
     }
 
-    fn ring(&self) {
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.wake_fd, &1u64.to_ne_bytes());
     }
 
     fn connections(&self) -> std::sync::RwLockReadGuard<'_, Vec<Arc<dyn NetConnection>>> {

@@ -1,13 +1,13 @@
-//! One rank's end of the connection to one rank of another node.
+//! One rank's end of the tcp connection to one rank of another node.
 //!
-//! Sending: what has been handed to the socket, and what still has to be before anything else.
+//! ```text
+//!   put, signal --> Outgoing --sendmsg--> socket --readv--> Inbound --> payloads to their places
+//!                   outbox: the rest of begun records       stage: headers, up to the middle of one
+//!   progress    <-- Poller: one system call for all sockets of a rank
+//! ```
 //!
-//! Receiving: headers through a small stage, payloads directly to their places.
-//!
-//! Polls the sockets of a rank: one system call for all of them.
-//!
-//! A rank that waits serves each of its connections again and again. Polling every socket would
-//! cost a system call each time, so one call covers a whole round.
+//! A rank that waits serves each of its connections again and again. Polling every socket would cost a
+//! system call each time, so one call covers a whole round.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::net::TcpStream;
@@ -40,7 +40,7 @@ pub struct Shared {
     /// Whether the world is alive.
     pub health: Arc<Health>,
     /// Which ends have news.
-    pub bells: Arc<Poller>,
+    pub poller: Arc<Poller>,
     /// How long the rendezvous is given to say why a connection ended.
     pub grace: Duration,
 }
@@ -52,12 +52,12 @@ pub struct TcpConnection {
     /// The peer's rank in the world.
     peer: u32,
     socket: TcpStream,
-    bell: PolledSocket,
+    polled: PolledSocket,
     out: Mutex<Outgoing>,
     inbound: Mutex<Inbound>,
     /// The peer's last question, and the last one that was answered.
-    owed: AtomicU64,
-    paid: AtomicU64,
+    asked_by_peer: AtomicU64,
+    answered: AtomicU64,
     /// The last question of ours that the peer has answered.
     landed: Landed,
     /// When the connection ended, and how.
@@ -83,16 +83,16 @@ impl TcpConnection {
     /// # Errors
     /// [`LaneError::System`].
     pub fn new(peer: u32, socket: TcpStream, shared: Shared) -> Result<Self, LaneError> {
-        let bell = shared.bells.add(&socket)?;
+        let polled = shared.poller.add(&socket)?;
         Ok(TcpConnection {
             shared,
             peer,
             socket,
-            bell,
+            polled,
             out: Mutex::default(),
             inbound: Mutex::default(),
-            owed: AtomicU64::new(0),
-            paid: AtomicU64::new(0),
+            asked_by_peer: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
             landed: Landed::default(),
             ended: OnceLock::new(),
         })
@@ -184,10 +184,10 @@ impl NetConnection for TcpConnection {
     /// Receives pending records, unless another thread is doing so, and sends pending ones.
     fn progress(&self, health: &Health) -> bool {
         if self.ended.get().is_some() {
-            self.mourn(health);
+            self.report_end(health);
             return false;
         }
-        if !self.shared.bells.rang(&self.bell) {
+        if !self.shared.poller.is_ready(&self.polled) {
             return false;
         }
         let news = self.receive(health);
@@ -201,7 +201,7 @@ impl NetConnection for TcpConnection {
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.shared.bells.as_fd())
+        Some(self.shared.poller.as_fd())
     }
 
     fn fault(&self) -> Option<LaneError> {
@@ -257,7 +257,9 @@ impl TcpConnection {
         let sent = send(&mut self.lock_out());
         // A thread that found the lock taken has left its answer to this thread.
         fence(Ordering::SeqCst);
-        if self.owed.load(Ordering::Relaxed) != self.paid.load(Ordering::Relaxed) || sent.is_err() {
+        if self.asked_by_peer.load(Ordering::Relaxed) != self.answered.load(Ordering::Relaxed)
+            || sent.is_err()
+        {
             self.tidy();
         }
         sent
@@ -271,7 +273,7 @@ impl TcpConnection {
         mut pieces: &mut [IoSlice<'_>],
         limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
-        self.pay(out);
+        self.answer(out);
         let len: usize = pieces.iter().map(|piece| piece.len()).sum();
         let awaited = out.sent + (out.waiting() + len) as u64;
         let mut begun = false;
@@ -297,10 +299,10 @@ impl TcpConnection {
     }
 
     /// Answers the peer's last request: all earlier bytes have landed.
-    fn pay(&self, out: &mut Outgoing) {
-        let owed = self.owed.load(Ordering::Relaxed);
-        if self.paid.swap(owed, Ordering::Relaxed) != owed {
-            out.keep(&Record::Answer { mark: owed }.to_bytes());
+    fn answer(&self, out: &mut Outgoing) {
+        let asked_by_peer = self.asked_by_peer.load(Ordering::Relaxed);
+        if self.answered.swap(asked_by_peer, Ordering::Relaxed) != asked_by_peer {
+            out.keep(&Record::Answer { mark: asked_by_peer }.to_bytes());
         }
     }
 
@@ -312,17 +314,20 @@ impl TcpConnection {
             // A peer that sends requests without reading the answers gets the last one only.
             let empty = out.empty(&self.socket);
             if empty {
-                self.pay(&mut out);
+                self.answer(&mut out);
             }
             out.empty(&self.socket);
             let waits = out.wants_room();
-            if waits != out.rings_for_room {
-                out.rings_for_room = waits;
-                self.shared.bells.ring_for_room(&self.socket, &self.bell, waits);
+            if waits != out.watches_for_space {
+                out.watches_for_space = waits;
+                self.shared.poller.watch_for_space(&self.socket, &self.polled, waits);
             }
             drop(out);
             fence(Ordering::SeqCst);
-            if waits || !empty || self.owed.load(Ordering::Relaxed) == self.paid.load(Ordering::Relaxed) {
+            if waits
+                || !empty
+                || self.asked_by_peer.load(Ordering::Relaxed) == self.answered.load(Ordering::Relaxed)
+            {
                 return;
             }
         }
@@ -337,7 +342,7 @@ impl TcpConnection {
                 unsafe { regions.apply(record, std::ptr::null()) }.map_err(End::from)
             }
             Record::Ask { mark } => {
-                self.owed.store(mark, Ordering::Relaxed);
+                self.asked_by_peer.store(mark, Ordering::Relaxed);
                 Ok(())
             }
             Record::Answer { mark } => {
@@ -362,12 +367,12 @@ impl TcpConnection {
     fn end(&self, errno: Option<Errno>) {
         self.ended.get_or_init(|| (Instant::now(), errno));
         // A socket that has ended would ring for ever.
-        self.shared.bells.remove(&self.socket);
+        self.shared.poller.remove(&self.socket);
     }
 
-    /// The connection has ended. The rendezvous knows better why, and is to be heard first: a peer
+    /// The connection has ended. The rendezvous knows better why, and reports first: a peer
     /// may have left, or died.
-    fn mourn(&self, health: &Health) {
+    fn report_end(&self, health: &Health) {
         let over = self.ended.get().is_some_and(|(since, _)| since.elapsed() >= self.shared.grace);
         if over && health.check().is_ok() && !health.is_absent(self.peer) {
             health.fail(Cause::Connection { rank: self.peer, by: self.shared.rank });
@@ -408,7 +413,7 @@ struct Outgoing {
     /// Number of the last question whether everything has landed.
     asked: u64,
     /// Whether the poller reports room to send.
-    rings_for_room: bool,
+    watches_for_space: bool,
     /// How sending failed: nothing is sent any more.
     failed: Option<Errno>,
 }
@@ -623,15 +628,15 @@ impl Inbound {
 pub struct Poller {
     set: OwnedFd,
     /// How often they were looked at.
-    looks: AtomicU64,
-    rung: RwLock<Vec<Arc<AtomicBool>>>,
+    polls: AtomicU64,
+    ready: RwLock<Vec<Arc<AtomicBool>>>,
 }
 
 /// One of them.
 #[derive(Debug)]
 pub struct PolledSocket {
     number: u64,
-    rung: Arc<AtomicBool>,
+    ready: Arc<AtomicBool>,
     /// The last poll that its owner knows of.
     seen: AtomicU64,
 }
@@ -644,7 +649,7 @@ impl Poller {
     /// [`LaneError::System`].
     pub fn new() -> Result<Self, LaneError> {
         let set = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
-        Ok(Poller { set, looks: AtomicU64::new(0), rung: RwLock::default() })
+        Ok(Poller { set, polls: AtomicU64::new(0), ready: RwLock::default() })
     }
 
     /// Listens to one more socket, until it is closed or removed.
@@ -652,19 +657,20 @@ impl Poller {
     /// # Errors
     /// [`LaneError::System`].
     pub fn add(&self, socket: impl AsFd) -> Result<PolledSocket, LaneError> {
-        let mut all = self.rung.write().unwrap_or_else(PoisonError::into_inner);
-        let bell = PolledSocket { number: all.len() as u64, rung: Arc::default(), seen: AtomicU64::new(0) };
-        let data = EventData::new_u64(bell.number);
+        let mut all = self.ready.write().unwrap_or_else(PoisonError::into_inner);
+        let polled =
+            PolledSocket { number: all.len() as u64, ready: Arc::default(), seen: AtomicU64::new(0) };
+        let data = EventData::new_u64(polled.number);
         epoll::add(&self.set, socket, data, EventFlags::IN).map_err(system("epoll_ctl"))?;
-        all.push(Arc::clone(&bell.rung));
-        Ok(bell)
+        all.push(Arc::clone(&polled.ready));
+        Ok(polled)
     }
 
     /// Whether to ring when there is room to send, too.
-    pub fn ring_for_room(&self, socket: impl AsFd, bell: &PolledSocket, room: bool) {
+    pub fn watch_for_space(&self, socket: impl AsFd, polled: &PolledSocket, room: bool) {
         let more = if room { EventFlags::OUT } else { EventFlags::empty() };
         // Fails only for a socket that was removed.
-        let _ = epoll::modify(&self.set, socket, EventData::new_u64(bell.number), EventFlags::IN | more);
+        let _ = epoll::modify(&self.set, socket, EventData::new_u64(polled.number), EventFlags::IN | more);
     }
 
     /// No longer listens to a socket.
@@ -673,24 +679,24 @@ impl Poller {
     }
 
     /// Whether a socket has news. Polls all of them, if no thread has since its owner last asked.
-    pub fn rang(&self, bell: &PolledSocket) -> bool {
-        if bell.seen.load(Ordering::Relaxed) == self.looks.load(Ordering::Relaxed) {
-            self.look();
+    pub fn is_ready(&self, polled: &PolledSocket) -> bool {
+        if polled.seen.load(Ordering::Relaxed) == self.polls.load(Ordering::Relaxed) {
+            self.poll();
         }
-        bell.seen.store(self.looks.load(Ordering::Relaxed), Ordering::Relaxed);
-        bell.rung.load(Ordering::Relaxed) && bell.rung.swap(false, Ordering::Acquire)
+        polled.seen.store(self.polls.load(Ordering::Relaxed), Ordering::Relaxed);
+        polled.ready.load(Ordering::Relaxed) && polled.ready.swap(false, Ordering::Acquire)
     }
 
-    fn look(&self) {
-        self.looks.fetch_add(1, Ordering::Relaxed);
+    fn poll(&self) {
+        self.polls.fetch_add(1, Ordering::Relaxed);
         let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; AT_ONCE];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let ready = epoll::wait(&self.set, &mut events[..], Some(&now)).unwrap_or(0);
         if ready > 0 {
-            let all = self.rung.read().unwrap_or_else(PoisonError::into_inner);
+            let all = self.ready.read().unwrap_or_else(PoisonError::into_inner);
             for event in &events[..ready] {
-                if let Some(rung) = all.get(event.data.u64() as usize) {
-                    rung.store(true, Ordering::Release);
+                if let Some(ready) = all.get(event.data.u64() as usize) {
+                    ready.store(true, Ordering::Release);
                 }
             }
         }

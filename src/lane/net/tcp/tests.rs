@@ -41,8 +41,8 @@ fn pair() -> Pair {
     regions.add(Region { mapped, member: 0 });
     let hubs = threads(2, Timeouts::default());
     let health = Arc::clone(hubs[0].health());
-    let (bells, grace) = (Arc::new(Poller::new().unwrap()), GRACE);
-    let shared = Shared { rank: 0, regions: Arc::clone(&regions), health, bells, grace };
+    let (poller, grace) = (Arc::new(Poller::new().unwrap()), GRACE);
+    let shared = Shared { rank: 0, regions: Arc::clone(&regions), health, poller, grace };
     Pair { link: TcpConnection::new(1, ours, shared).unwrap(), theirs, regions, hubs }
 }
 
@@ -55,7 +55,7 @@ impl Pair {
         WaitLimits { health: self.health(), oversubscribed: false, deadline, awaited: 1, silent: false }
     }
 
-    /// Attends to the wire until something holds.
+    /// Attends to the connection until something holds.
     fn progress_until(&self, holds: impl Fn() -> bool) {
         let until = Instant::now() + LONG;
         while !holds() {
@@ -125,7 +125,7 @@ fn records_come_out_whole_however_the_stream_is_cut() {
 }
 
 #[test]
-fn what_no_correct_partner_sends_ends_the_world_and_names_it() {
+fn invalid_record_ends_the_world_and_names_its_sender() {
     let far = Record::Put { region: 0, offset: REGION - 9, len: 10 };
     for nonsense in [
         vec![0xff; HEADER],
@@ -157,7 +157,7 @@ fn give_up(pair: &Pair, deadline: Duration) -> WaitError {
 }
 
 #[test]
-fn a_partner_that_takes_nothing_is_waited_for_until_the_deadline() {
+fn a_peer_that_takes_nothing_is_waited_for_until_the_deadline() {
     let late = give_up(&pair(), Duration::from_millis(20));
     assert!(matches!(late, WaitError::Late { waited } if waited >= Duration::from_millis(20)), "{late:?}");
 }
@@ -227,7 +227,7 @@ fn questions_are_answered_after_all_that_came_before_and_answers_end_a_flush() {
 }
 
 #[test]
-fn a_wire_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and_says_how() {
+fn a_connection_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and_says_how() {
     for reset in [true, false] {
         let Pair { link, mut theirs, hubs, regions } = pair();
         theirs.write_all(&signal(4)).unwrap();
@@ -279,7 +279,7 @@ fn a_reset_that_the_sender_met_is_told_although_reading_finds_only_the_end() {
 }
 
 #[test]
-fn a_wire_that_ends_because_its_partner_left_is_no_fault() {
+fn a_connection_that_ends_because_its_peer_left_is_no_fault() {
     let Pair { link, theirs, mut hubs, .. } = pair();
     drop(theirs);
     drop(hubs.pop());
@@ -303,11 +303,11 @@ fn sleeps_of_this_thread() -> u64 {
 }
 
 #[test]
-fn leaving_waits_for_what_was_sent_last_but_not_for_a_partner_that_takes_nothing() {
+fn leaving_waits_for_what_was_sent_last_but_not_for_a_peer_that_takes_nothing() {
     let mut pair = pair();
     let (since, sleeps) = (Instant::now(), sleeps_of_this_thread());
     pair.link.leave(since + GRACE);
-    assert!(since.elapsed() >= GRACE, "the partner did not answer");
+    assert!(since.elapsed() >= GRACE, "the peer did not answer");
     assert!(sleeps_of_this_thread() > sleeps, "room to send is no news");
     let mut theirs = pair.theirs.try_clone().unwrap();
     pair.theirs.write_all(&header(Record::Answer { mark: 2 })).unwrap();
@@ -319,42 +319,42 @@ fn leaving_waits_for_what_was_sent_last_but_not_for_a_partner_that_takes_nothing
     pair.health().fail(Cause::Cancelled { by: 0 });
     let since = Instant::now();
     pair.link.leave(since + LONG);
-    assert!(since.elapsed() < LONG / 2, "nobody is waited for in a dead world");
+    assert!(since.elapsed() < LONG / 2, "a failed world waits for no rank");
 }
 
 #[test]
 fn one_look_finds_all_that_have_news_and_a_socket_that_is_removed_is_silent() {
-    let bells = Poller::new().unwrap();
+    let poller = Poller::new().unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ends: Vec<_> = (0..3)
         .map(|_| {
             let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             let ours = listener.accept().unwrap().0;
-            let bell = bells.add(&ours).unwrap();
-            (ours, theirs, bell)
+            let polled = poller.add(&ours).unwrap();
+            (ours, theirs, polled)
         })
         .collect();
-    assert!(ends.iter().all(|(.., bell)| !bells.rang(bell)));
+    assert!(ends.iter().all(|(.., polled)| !poller.is_ready(polled)));
     for at in [0, 2] {
         ends[at].1.write_all(b"news").unwrap();
     }
-    bells.remove(&ends[2].0);
+    poller.remove(&ends[2].0);
     let until = Instant::now() + LONG;
-    while !bells.rang(&ends[0].2) {
+    while !poller.is_ready(&ends[0].2) {
         assert!(Instant::now() < until, "in time");
     }
     for _ in 0..3 {
-        assert!(!bells.rang(&ends[1].2) && !bells.rang(&ends[2].2));
+        assert!(!poller.is_ready(&ends[1].2) && !poller.is_ready(&ends[2].2));
     }
-    assert!(bells.rang(&ends[0].2), "as long as nobody reads");
-    bells.ring_for_room(&ends[1].0, &ends[1].2, true);
-    while !bells.rang(&ends[1].2) {
+    assert!(poller.is_ready(&ends[0].2), "as long as no thread reads");
+    poller.watch_for_space(&ends[1].0, &ends[1].2, true);
+    while !poller.is_ready(&ends[1].2) {
         assert!(Instant::now() < until, "in time");
     }
 }
 
 #[test]
-fn a_rank_that_finds_nobody_at_the_address_says_why() {
+fn connect_to_an_unserved_address_names_the_reason() {
     let clocks = Timeouts { rendezvous: Duration::from_millis(100), ..Timeouts::default() };
     let hubs = threads(2, clocks);
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();

@@ -1,6 +1,8 @@
-//! Laying the connections of a rank: the lower rank of a pair listens, the other one connects.
+//! Opens the tcp connections of a rank: the lower rank of a pair listens, the other one connects.
 //!
-//! Listening addresses of this rank, and their encoding.
+//! ```text
+//!   lower rank    listens, offers its addresses --> rendezvous --> higher rank tries each, proves itself
+//! ```
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,7 +17,7 @@ use crate::error::{BootstrapError, Error, LaneError};
 use crate::lane::net::{ConnectionEnd, ConnectionOffer, NetConnection, NetTransport, Regions, system};
 
 /// Offer of a rank that connects to its peer: empty, because the peer needs no address.
-const GUEST: &[u8] = b"guest";
+const CONNECTS: &[u8] = b"connects";
 /// The longest time in which a rank that waits for a connection does not look whether the world is
 /// alive.
 const SLICE: Duration = Duration::from_millis(20);
@@ -27,8 +29,8 @@ pub struct TcpTransport {
     shared: Shared,
     clocks: Timeouts,
     /// Addresses at which peers of higher rank connect.
-    told: String,
-    reception: Mutex<PeerListener>,
+    offered: String,
+    listener_of_peers: Mutex<PeerListener>,
 }
 
 impl TcpTransport {
@@ -55,11 +57,11 @@ impl TcpTransport {
                 BootstrapError::BadVariable { name, value, expected }.into()
             }
         })?;
-        let told = places.to_text(listener.local_addr().map_err(failed("getsockname"))?.port());
-        let reception = Mutex::new(pass.receive(listener)?);
+        let offered = places.to_text(listener.local_addr().map_err(failed("getsockname"))?.port());
+        let listener_of_peers = Mutex::new(pass.receive(listener)?);
         let (rank, grace) = (pass.rank(), clocks.liveness / 2);
-        let shared = Shared { rank, regions, health, bells: Arc::new(Poller::new()?), grace };
-        Ok(TcpTransport { pass, shared, clocks, told, reception })
+        let shared = Shared { rank, regions, health, poller: Arc::new(Poller::new()?), grace };
+        Ok(TcpTransport { pass, shared, clocks, offered, listener_of_peers })
     }
 
     /// Connects to a peer of lower rank, at one of the addresses it offered.
@@ -67,7 +69,7 @@ impl TcpTransport {
     /// # Errors
     /// The reason of a refusal, if it is known. An answer from one address says more than the
     /// silence of another.
-    fn knock(
+    fn connect_to(
         &self,
         peer: u32,
         addresses: &[SocketAddr],
@@ -93,15 +95,16 @@ impl TcpTransport {
     }
 
     /// Waits for a peer of higher rank.
-    fn admit(&self, peer: u32, until: Instant) -> Result<Option<TcpStream>, LaneError> {
+    fn accept_from(&self, peer: u32, until: Instant) -> Result<Option<TcpStream>, LaneError> {
         let health = &self.shared.health;
         loop {
             let now = Instant::now();
-            let mut reception = self.reception.lock().unwrap_or_else(PoisonError::into_inner);
-            let come = reception.accept(peer, until.min(now + SLICE)).map_err(|error| match error {
-                BootstrapError::System { call, errno } => LaneError::System { call, errno },
-                _ => LaneError::System { call: "accept", errno: 0 },
-            })?;
+            let mut listener_of_peers = self.listener_of_peers.lock().unwrap_or_else(PoisonError::into_inner);
+            let come =
+                listener_of_peers.accept(peer, until.min(now + SLICE)).map_err(|error| match error {
+                    BootstrapError::System { call, errno } => LaneError::System { call, errno },
+                    _ => LaneError::System { call: "accept", errno: 0 },
+                })?;
             let over = now >= until || health.check().is_err() || health.is_absent(peer);
             if come.is_some() || over {
                 return Ok(come);
@@ -130,43 +133,43 @@ impl NetTransport for TcpTransport {
     }
 
     fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
-        Ok(Box::new(TcpEnd { wires: self, peer }))
+        Ok(Box::new(TcpEnd { transport: self, peer }))
     }
 }
 
 /// One end of a connection: the lower rank of a pair listens already.
 struct TcpEnd<'a> {
-    wires: &'a TcpTransport,
+    transport: &'a TcpTransport,
     peer: u32,
 }
 
 impl ConnectionEnd for TcpEnd<'_> {
     fn bytes(&self) -> Vec<u8> {
-        let TcpEnd { wires, peer } = self;
-        if *peer < wires.pass.rank() { GUEST.to_vec() } else { wires.told.clone().into_bytes() }
+        let TcpEnd { transport, peer } = self;
+        if *peer < transport.pass.rank() { CONNECTS.to_vec() } else { transport.offered.clone().into_bytes() }
     }
 
     fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
-        let TcpEnd { wires, peer } = *self;
+        let TcpEnd { transport, peer } = *self;
         let start = Instant::now();
-        let until = start + wires.clocks.rendezvous;
-        let rank = wires.pass.rank();
-        let (told, seen_at) = match peer < rank {
-            true => (&offered.bytes[..], wires.pass.seen_at(peer)),
-            false => (wires.told.as_bytes(), wires.pass.seen_at(rank)),
+        let until = start + transport.clocks.rendezvous;
+        let rank = transport.pass.rank();
+        let (offered, seen_at) = match peer < rank {
+            true => (&offered.bytes[..], transport.pass.seen_at(peer)),
+            false => (transport.offered.as_bytes(), transport.pass.seen_at(rank)),
         };
         let missing = "an offer that makes sense";
-        let addresses = parse(told, seen_at).ok_or(LaneError::NoLane { rank, peer, missing })?;
+        let addresses = parse(offered, seen_at).ok_or(LaneError::NoLane { rank, peer, missing })?;
         let stream = match peer < rank {
-            true => wires.knock(peer, &addresses, until),
-            false => wires.admit(peer, until)?.ok_or(None),
+            true => transport.connect_to(peer, &addresses, until),
+            false => transport.accept_from(peer, until)?.ok_or(None),
         };
         let stream = stream.map_err(|reason| {
             let (lane, waited, reason) = ("tcp", start.elapsed(), reason.map(Box::new));
             LaneError::NoConnection { rank, peer, lane, addresses, waited, reason }
         })?;
-        wires.tune(&stream)?;
-        Ok(Arc::new(TcpConnection::new(peer, stream, wires.shared.clone())?))
+        transport.tune(&stream)?;
+        Ok(Arc::new(TcpConnection::new(peer, stream, transport.shared.clone())?))
     }
 }
 
@@ -177,7 +180,7 @@ struct ListenAddresses {
     bind: IpAddr,
     /// Addresses to try, in order. An unspecified one stands for that at which the rendezvous sees
     /// this rank.
-    told: Vec<IpAddr>,
+    offered: Vec<IpAddr>,
 }
 
 impl ListenAddresses {
@@ -188,7 +191,7 @@ impl ListenAddresses {
     /// [`BootstrapError::BadVariable`] if the interface that was asked for has no address.
     fn find(pass: &PeerAuth, asked: &TcpAddress) -> Result<ListenAddresses, BootstrapError> {
         match asked {
-            TcpAddress::Ip(ip) => Ok(ListenAddresses { bind: *ip, told: vec![*ip] }),
+            TcpAddress::Ip(ip) => Ok(ListenAddresses { bind: *ip, offered: vec![*ip] }),
             TcpAddress::Interface(name) => {
                 let of_it = |(interface, ip): (String, IpAddr)| (interface == *name).then_some(ip);
                 let ip = interfaces()?.into_iter().find_map(of_it).ok_or_else(|| {
@@ -199,11 +202,11 @@ impl ListenAddresses {
                         expected,
                     }
                 })?;
-                Ok(ListenAddresses { bind: ip, told: vec![ip] })
+                Ok(ListenAddresses { bind: ip, offered: vec![ip] })
             }
             TcpAddress::Any if pass.is_local() => {
                 let ip = pass.seen_at(pass.rank()).unwrap_or(Ipv4Addr::LOCALHOST.into());
-                Ok(ListenAddresses { bind: ip, told: vec![ip] })
+                Ok(ListenAddresses { bind: ip, offered: vec![ip] })
             }
             TcpAddress::Any => {
                 // The family in which the ranks have met.
@@ -212,28 +215,28 @@ impl ListenAddresses {
                     if six { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
                 let fits = |ip: &IpAddr| !ip.is_loopback() && ip.is_ipv6() == six;
                 let others = interfaces()?.into_iter().map(|(_, ip)| ip).filter(fits);
-                Ok(ListenAddresses { bind, told: std::iter::once(bind).chain(others).collect() })
+                Ok(ListenAddresses { bind, offered: std::iter::once(bind).chain(others).collect() })
             }
         }
     }
 
     /// The addresses as bytes for peers.
     fn to_text(&self, port: u16) -> String {
-        let sockets = self.told.iter().map(|&ip| SocketAddr::new(ip, port).to_string());
+        let sockets = self.offered.iter().map(|&ip| SocketAddr::new(ip, port).to_string());
         sockets.collect::<Vec<_>>().join(",")
     }
 }
 
 /// Addresses that a peer received, if the bytes are valid. `seen_at` is where the rendezvous sees
 /// their sender.
-fn parse(told: &[u8], seen_at: Option<IpAddr>) -> Option<Vec<SocketAddr>> {
+fn parse(offered: &[u8], seen_at: Option<IpAddr>) -> Option<Vec<SocketAddr>> {
     let resolve = |mut address: SocketAddr| {
         if address.ip().is_unspecified() {
             address.set_ip(seen_at?);
         }
         Some(address)
     };
-    let addresses = std::str::from_utf8(told).ok()?.split(',');
+    let addresses = std::str::from_utf8(offered).ok()?.split(',');
     addresses.map(|address| address.parse().ok().and_then(resolve)).collect()
 }
 
@@ -263,7 +266,7 @@ mod tests {
         let pass = threads(2, Default::default())[1].pass().unwrap();
         let places = ListenAddresses::find(&pass, &TcpAddress::Any).unwrap();
         let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
-        assert_eq!(places, ListenAddresses { bind: loopback, told: vec![loopback] });
+        assert_eq!(places, ListenAddresses { bind: loopback, offered: vec![loopback] });
         assert_eq!(parse(places.to_text(80).as_bytes(), None), Some(vec![(loopback, 80).into()]));
     }
 
@@ -271,16 +274,16 @@ mod tests {
     fn an_interface_stands_for_its_address_and_a_missing_one_is_an_error() {
         let pass = threads(2, Default::default())[0].pass().unwrap();
         let find = |name: &str| ListenAddresses::find(&pass, &TcpAddress::Interface(name.to_owned()));
-        assert_eq!(find("lo").unwrap().told, [IpAddr::from(Ipv4Addr::LOCALHOST)]);
-        let error = find("no such wire").unwrap_err();
+        assert_eq!(find("lo").unwrap().offered, [IpAddr::from(Ipv4Addr::LOCALHOST)]);
+        let error = find("no such interface").unwrap_err();
         assert!(matches!(error, BootstrapError::BadVariable { name: "SIDELANE_TCP_ADDRESS", .. }), "{error}");
     }
 
     #[test]
     fn the_unspecified_address_is_where_the_rendezvous_sees_the_rank() {
         let seen = "10.1.2.3".parse().unwrap();
-        let (door, other) = ("10.1.2.3:77".parse().unwrap(), "[fd00::1]:77".parse().unwrap());
-        assert_eq!(parse(b"0.0.0.0:77,[fd00::1]:77", Some(seen)), Some(vec![door, other]));
+        let (address, other) = ("10.1.2.3:77".parse().unwrap(), "[fd00::1]:77".parse().unwrap());
+        assert_eq!(parse(b"0.0.0.0:77,[fd00::1]:77", Some(seen)), Some(vec![address, other]));
         assert_eq!(parse(b"0.0.0.0:77", None), None);
         assert_eq!(parse(b"10.1.2.3", Some(seen)), None);
         assert_eq!(parse(b"\xff", Some(seen)), None);

@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 use super::completion::Failed;
 use super::forecast::Forecast;
 use super::receiver::{Receiver, SignalSender};
-use super::registration::{Device, RemoteRegions, Source};
+use super::registration::{NicMemory, RemoteRegions, Source};
 use super::sender::{self, Kind, PieceSource, RECEIVE, Sender, Staged};
 use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::Health;
@@ -58,7 +58,7 @@ pub struct Connection {
     peer: u32,
     signal: SignalMode,
     chunk: u64,
-    device: Arc<Device>,
+    memory: Arc<NicMemory>,
     completions: Arc<CompletionQueue>,
     theirs: RwLock<RemoteRegions>,
     state: Mutex<State>,
@@ -71,7 +71,7 @@ pub struct Parts {
     pub peer: u32,
     pub signal: SignalMode,
     pub chunk: u64,
-    pub device: Arc<Device>,
+    pub memory: Arc<NicMemory>,
     pub completions: Arc<CompletionQueue>,
     pub theirs: RemoteRegions,
     pub health: Arc<Health>,
@@ -114,12 +114,12 @@ enum End {
 impl Connection {
     /// A connection that is connected.
     pub fn new(parts: Parts) -> Self {
-        let Parts { me, peer, signal, chunk, device, completions, theirs, health, .. } = parts;
+        let Parts { me, peer, signal, chunk, memory, completions, theirs, health, .. } = parts;
         let (sender, receiver, forecast) = (parts.sender, parts.receiver, parts.forecast);
         let state =
             Mutex::new(State { sender, receiver, sent: SignalSender::default(), forecast, end: None });
         let theirs = RwLock::new(theirs);
-        Connection { me, peer, signal, chunk, device, completions, theirs, state, health }
+        Connection { me, peer, signal, chunk, memory, completions, theirs, state, health }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -187,8 +187,8 @@ impl Connection {
             _ => Cause::Nic { by: self.me },
         };
         // A NIC fails whichever peer is at the other end.
-        let of_partner = matches!(error, VerbsError::Completion { .. } | VerbsError::Message { .. });
-        if of_partner && health.is_absent(self.peer) {
+        let of_peer = matches!(error, VerbsError::Completion { .. } | VerbsError::Message { .. });
+        if of_peer && health.is_absent(self.peer) {
             self.end(state, End::Left);
             return;
         }
@@ -334,7 +334,7 @@ impl DeviceConnection for Connection {
                 return Ok(());
             }
             let nowhere = VerbsError::OutOfRegion { offset: from.offset, len, size: 0 };
-            let source = self.device.device_source(from, len).ok_or(nowhere)?;
+            let source = self.memory.device_source(from, len).ok_or(nowhere)?;
             if let Some(forecast) = &mut state.forecast {
                 forecast.device(self.remote(to)?.0, len);
             }
@@ -358,7 +358,7 @@ impl NetConnection for Connection {
                 return Ok(());
             }
             if let Some(forecast) = &mut state.forecast {
-                let registered = self.device.source(bytes).is_some();
+                let registered = self.memory.source(bytes).is_some();
                 forecast.put(self.remote(to)?.0, bytes.len() as u64, registered);
             }
             self.put_bytes(state, to, bytes, limits)
@@ -372,7 +372,7 @@ impl NetConnection for Connection {
         source: RowSource<'_>,
         limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
-        let registered = self.device.source(source.bytes);
+        let registered = self.memory.source(source.bytes);
         let in_place = registered.filter(|_| source.row_bytes <= self.chunk);
         self.with(limits, |state| {
             if rows.is_empty() {
@@ -463,7 +463,7 @@ impl NetConnection for Connection {
     }
 
     fn arm(&self, health: &Health) -> bool {
-        let armed = self.device.check().and_then(|()| match self.signal {
+        let armed = self.memory.check().and_then(|()| match self.signal {
             SignalMode::Immediate => self.completions.woken().and_then(|_| self.completions.arm()),
             SignalMode::Write | SignalMode::FetchAdd => Ok(()),
         });
@@ -482,9 +482,9 @@ impl NetConnection for Connection {
         self.signal == SignalMode::Immediate
     }
 
-    fn import_region(&self, region: u32, said: &[u8]) -> Result<(), LaneError> {
+    fn import_region(&self, region: u32, description: &[u8]) -> Result<(), LaneError> {
         let mut theirs = self.theirs.write().unwrap_or_else(PoisonError::into_inner);
-        theirs.learn(self.peer, region, said)
+        theirs.import(self.peer, region, description)
     }
 
     fn stop(&self, cause: &Cause) {
@@ -547,7 +547,7 @@ impl Connection {
         bytes: &[u8],
         limits: WaitLimits<'_>,
     ) -> Result<(), Halt> {
-        if let Some(source) = self.device.source(bytes).filter(|_| bytes.len() > SMALL) {
+        if let Some(source) = self.memory.source(bytes).filter(|_| bytes.len() > SMALL) {
             return self.put_in_place(state, to, source, bytes.len());
         }
         let mut rest = bytes;
@@ -661,7 +661,7 @@ impl Connection {
         while left > 0 {
             let (remote, together) = self.remote(to)?;
             let room = state.sender.room(remote, 1, false);
-            let zeros = self.device.zeros(left.min(together).min(room.bytes), room.pieces);
+            let zeros = self.memory.zeros(left.min(together).min(room.bytes), room.pieces);
             let count: u64 = zeros.clone().map(|piece| u64::from(piece.len())).sum();
             state.sender.write(remote, zeros, PieceSource::Always);
             state.sender.post()?;

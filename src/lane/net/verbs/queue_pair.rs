@@ -186,49 +186,49 @@ impl QueuePair {
     ///
     /// # Errors
     /// [`VerbsError::NoRoute`], [`VerbsError::LinkLayers`], [`VerbsError::Call`].
-    pub fn connect(&self, partner: &Endpoint) -> Result<(), VerbsError> {
-        if partner.link != self.path.link {
+    pub fn connect(&self, remote: &Endpoint) -> Result<(), VerbsError> {
+        if remote.link != self.path.link {
             let nic = self.context().name().to_owned();
             return Err(VerbsError::LinkLayers { nic, peer: self.peer });
         }
-        self.ready_to_receive(partner).map_err(|errno| self.no_route(partner.gid, errno))?;
-        self.ready_to_send(partner).map_err(|errno| self.context().failed("ibv_modify_qp to RTS", errno))
+        self.ready_to_receive(remote).map_err(|errno| self.no_route(remote.gid, errno))?;
+        self.ready_to_send(remote).map_err(|errno| self.context().failed("ibv_modify_qp to RTS", errno))
     }
 
-    fn ready_to_receive(&self, partner: &Endpoint) -> Result<(), i32> {
+    fn ready_to_receive(&self, remote: &Endpoint) -> Result<(), i32> {
         let mut attr = blank(ffi::IBV_QPS_RTR);
-        attr.path_mtu = self.path.mtu.min(partner.mtu).code();
-        attr.dest_qp_num = partner.queue_pair;
-        attr.rq_psn = partner.first_packet;
+        attr.path_mtu = self.path.mtu.min(remote.mtu).code();
+        attr.dest_qp_num = remote.queue_pair;
+        attr.rq_psn = remote.first_packet;
         attr.max_dest_rd_atomic = self.atomics_in();
         attr.min_rnr_timer = RNR_TIMER;
         attr.ah_attr = ibv_ah_attr {
             grh: ibv_global_route {
-                dgid: ibv_gid { raw: partner.gid.octets() },
+                dgid: ibv_gid { raw: remote.gid.octets() },
                 flow_label: 0,
                 sgid_index: self.path.gid_index,
                 hop_limit: HOPS,
                 traffic_class: self.path.traffic_class,
             },
-            dlid: partner.lid,
+            dlid: remote.lid,
             sl: self.path.service_level,
             src_path_bits: 0,
             static_rate: 0,
-            is_global: self.path.is_global(partner.gid).into(),
+            is_global: self.path.is_global(remote.gid).into(),
             port_num: self.path.port,
         };
         let mask = ffi::IBV_QP_AV | ffi::IBV_QP_PATH_MTU | ffi::IBV_QP_DEST_QPN | ffi::IBV_QP_RQ_PSN;
         self.modify(attr, mask | ffi::IBV_QP_MAX_DEST_RD_ATOMIC | ffi::IBV_QP_MIN_RNR_TIMER)
     }
 
-    fn ready_to_send(&self, partner: &Endpoint) -> Result<(), i32> {
+    fn ready_to_send(&self, remote: &Endpoint) -> Result<(), i32> {
         let mut attr = blank(ffi::IBV_QPS_RTS);
         attr.sq_psn = self.first_packet;
         attr.timeout = self.path.timeout;
         attr.retry_cnt = self.path.retries;
         attr.rnr_retry = self.path.rnr_retries;
         // At most the number of answers that the peer keeps.
-        attr.max_rd_atomic = ATOMICS.min(self.context().attributes().atomics_out).min(partner.atomics_in);
+        attr.max_rd_atomic = ATOMICS.min(self.context().attributes().atomics_out).min(remote.atomics_in);
         let mask = ffi::IBV_QP_SQ_PSN | ffi::IBV_QP_TIMEOUT | ffi::IBV_QP_RETRY_CNT;
         self.modify(attr, mask | ffi::IBV_QP_RNR_RETRY | ffi::IBV_QP_MAX_QP_RD_ATOMIC)
     }

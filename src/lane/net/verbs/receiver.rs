@@ -20,7 +20,7 @@ use crate::lane::net::{Regions, RemoteAddress};
 pub struct Receiver {
     peer: u32,
     regions: Arc<Regions>,
-    heard: SignalReceiver,
+    numbers: SignalReceiver,
     chain: ReceiveChain,
     /// Receives that are kept posted, here and at the peer.
     own: u64,
@@ -28,7 +28,7 @@ pub struct Receiver {
     /// Receives taken and posted again; the number that the peer knows; the place where it wants
     /// it.
     taken: u64,
-    told: u64,
+    reported: u64,
     grant_to: Remote,
     /// Signals sent to the peer.
     signals: u64,
@@ -53,12 +53,12 @@ impl Receiver {
         Ok(Receiver {
             peer: qp.peer(),
             regions,
-            heard: SignalReceiver::default(),
+            numbers: SignalReceiver::default(),
             chain,
             own: receives.into(),
             theirs: 0,
             taken: 0,
-            told: 0,
+            reported: 0,
             grant_to: Remote { addr: 0, rkey: 0 },
             signals: 0,
         })
@@ -82,7 +82,7 @@ impl Receiver {
         let message = VerbsError::Message { peer: self.peer };
         let understood = match (done.kind, done.immediate) {
             (Kind::ReceiveImmediate, Some(immediate)) => self
-                .heard
+                .numbers
                 .read(immediate)
                 .is_some_and(|(word, growth)| self.regions.grow(word, growth).is_ok()),
             (Kind::Receive, None) if done.bytes == 64 => self.apply(block.received(number)),
@@ -105,7 +105,7 @@ impl Receiver {
         };
         // SAFETY: a signal has no payload.
         let applied = unsafe { self.regions.apply(record, std::ptr::null()) }.is_ok();
-        applied && self.heard.learn(words[7] as u32, RemoteAddress { region, offset })
+        applied && self.numbers.bind(words[7] as u32, RemoteAddress { region, offset })
     }
 
     fn batch(&self) -> u64 {
@@ -114,7 +114,7 @@ impl Receiver {
 
     /// Number of taken signals that the peer should learn, if it does not know of many of them.
     pub fn to_grant(&self) -> Option<u64> {
-        (self.taken - self.told >= self.batch()).then_some(self.taken)
+        (self.taken - self.reported >= self.batch()).then_some(self.taken)
     }
 
     /// Address at which the peer wants the number.
@@ -124,7 +124,7 @@ impl Receiver {
 
     /// The number was sent.
     pub fn granted(&mut self, taken: u64) {
-        self.told = taken;
+        self.reported = taken;
     }
 
     /// Whether the peer has a receive for one more signal, after it reported so many as taken.
@@ -219,7 +219,7 @@ impl SignalReceiver {
     const NONE: u32 = u32::MAX;
 
     /// A word has this number from now on. `false` if no correct peer sends that.
-    fn learn(&mut self, number: u32, word: RemoteAddress) -> bool {
+    fn bind(&mut self, number: u32, word: RemoteAddress) -> bool {
         if number == SignalReceiver::NONE {
             return true;
         }
@@ -251,7 +251,7 @@ mod tests {
 
     #[test]
     fn a_word_is_named_at_length_once_and_by_its_number_then() {
-        let (mut sent, mut heard) = (SignalSender::default(), SignalReceiver::default());
+        let (mut sent, mut received) = (SignalSender::default(), SignalReceiver::default());
         let mut value = 0;
         for (to, next) in [
             (word(64), 7),
@@ -262,11 +262,11 @@ mod tests {
         ] {
             let (seen, expected) = match sent.immediate(to, next) {
                 Ok(immediate) => {
-                    let (at, growth) = heard.read(immediate).unwrap();
+                    let (at, growth) = received.read(immediate).unwrap();
                     ((at, value + growth), (to, next))
                 }
                 Err(number) => {
-                    assert!(heard.learn(number, to));
+                    assert!(received.bind(number, to));
                     ((to, next), (to, next))
                 }
             };
@@ -286,15 +286,15 @@ mod tests {
         }
         assert_eq!(sent.immediate(word(1 << 40), 1), Err(SignalReceiver::NONE));
         assert_eq!(sent.immediate(word(1 << 40), 2), Err(SignalReceiver::NONE));
-        assert!(SignalReceiver::default().learn(SignalReceiver::NONE, word(0)));
+        assert!(SignalReceiver::default().bind(SignalReceiver::NONE, word(0)));
     }
 
     #[test]
-    fn numbers_that_no_partner_gives_are_refused() {
-        let mut heard = SignalReceiver::default();
-        assert!(!heard.learn(1, word(0)), "the first number is 0");
-        assert!(!heard.learn(WORDS as u32, word(0)));
-        assert_eq!(heard.read(5 << 20), None);
+    fn number_out_of_order_is_refused() {
+        let mut received = SignalReceiver::default();
+        assert!(!received.bind(1, word(0)), "the first number is 0");
+        assert!(!received.bind(WORDS as u32, word(0)));
+        assert_eq!(received.read(5 << 20), None);
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //! A region may be registered in pieces: flags and their tags strictly ordered, rows relaxed.
 //!
 //! ```text
-//!   said   | pieces: u8 | start, len, address: u64 each, per piece | nics: u8 | rkey: u32 per piece and NIC |
+//!   description   | pieces: u8 | start, len, address: u64 each, per piece | nics: u8 | rkey: u32 per piece and NIC |
 //! ```
 
 use std::any::Any;
@@ -31,7 +31,7 @@ pub const ZEROS: u64 = 64 << 10;
 
 /// One NIC of a rank.
 #[derive(Debug)]
-pub struct Device {
+pub struct NicMemory {
     /// The NIC, its port and its address.
     pub nic: Nic,
     /// Limits of its queue pairs.
@@ -48,7 +48,7 @@ pub struct Device {
 struct Registered {
     rank: u32,
     own: LocalRegion,
-    neighbours: Vec<(u32, MemoryRegion)>,
+    local_peers: Vec<(u32, MemoryRegion)>,
     _memory: Arc<dyn Any + Send + Sync>,
 }
 
@@ -57,10 +57,10 @@ impl Registered {
     fn new(
         rank: u32,
         own: LocalRegion,
-        neighbours: Vec<(u32, MemoryRegion)>,
+        local_peers: Vec<(u32, MemoryRegion)>,
         memory: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        Registered { rank, own, neighbours, _memory: memory }
+        Registered { rank, own, local_peers, _memory: memory }
     }
 }
 
@@ -92,7 +92,7 @@ pub struct Rights {
     pub relaxed: bool,
 }
 
-impl Device {
+impl NicMemory {
     /// Makes a NIC ready for registering.
     ///
     /// # Errors
@@ -106,7 +106,7 @@ impl Device {
         let zeros = unsafe {
             MemoryRegion::register(&domain, mapped.at(0, 0, ZEROS)?, ZEROS as usize, Access::empty())
         }?;
-        Ok(Device { nic, domain, regions: RwLock::default(), zeros, _zeros: mapped })
+        Ok(NicMemory { nic, domain, regions: RwLock::default(), zeros, _zeros: mapped })
     }
 
     /// Registers a region under its number. Returns this rank's part, for
@@ -138,12 +138,12 @@ impl Device {
             }
         }
         let others = (0..mapped.members()).filter(|other| other != member && mapped.len_of(*other) > 0);
-        let neighbours = others
+        let local_peers = others
             .map(|other| Ok((other, piece(other, 0, mapped.len_of(other), Access::empty())?)))
             .collect::<Result<_, Error>>()?;
-        let said = own.said();
-        self.keep(number, Registered::new(*member, own, neighbours, Arc::new(region.clone())));
-        Ok(said)
+        let keys = own.keys();
+        self.keep(number, Registered::new(*member, own, local_peers, Arc::new(region.clone())));
+        Ok(keys)
     }
 
     /// Peers may write there from now on.
@@ -166,7 +166,7 @@ impl Device {
         if member == region.rank {
             return region.own.pieces.iter().find_map(inside);
         }
-        region.neighbours.iter().find(|(rank, _)| *rank == member).and_then(|(_, piece)| inside(piece))
+        region.local_peers.iter().find(|(rank, _)| *rank == member).and_then(|(_, piece)| inside(piece))
     }
 
     /// Peers that still write there meet a dead key.
@@ -181,7 +181,7 @@ impl Device {
         let (address, len) = (bytes.as_ptr().addr() as u64, bytes.len());
         let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
         let pieces = regions.values().flat_map(|region| {
-            region.own.pieces.iter().chain(region.neighbours.iter().map(|(_, piece)| piece))
+            region.own.pieces.iter().chain(region.local_peers.iter().map(|(_, piece)| piece))
         });
         let holds = |piece: &&MemoryRegion| {
             address >= piece.base() && address + len as u64 <= piece.base() + piece.len()
@@ -205,7 +205,7 @@ impl Device {
     }
 }
 
-impl Device {
+impl NicMemory {
     /// Registers memory of devices under a number. Returns this rank's part, for
     /// [`describe_region`](describe_region).
     ///
@@ -217,7 +217,7 @@ impl Device {
         memory: &DeviceMemory,
         relaxed: bool,
     ) -> Result<(RegionKeys, Registration), NoGpuDirect> {
-        let DeviceMemory { context, own, neighbours, rank, strict } = memory;
+        let DeviceMemory { context, own, local_peers, rank, strict } = memory;
         let (len, flags) = (own.len(), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
         let rows = if relaxed { flags | Access::RELAXED } else { flags };
         let (mut pieces, mut how) = (Vec::new(), Registration::DmaBuf);
@@ -229,7 +229,7 @@ impl Device {
             }
         }
         let mut others = Vec::new();
-        for (member, range) in neighbours {
+        for (member, range) in local_peers {
             let whole = (0, range.len());
             let (piece, registered) = self.register_range(context, range, whole, Access::empty())?;
             others.push((*member, piece));
@@ -237,11 +237,11 @@ impl Device {
             how = if registered == Registration::DmaBuf { how } else { registered };
         }
         let own_pieces = LocalRegion { pieces };
-        let said = own_pieces.said();
+        let keys = own_pieces.keys();
         let keep: Vec<DeviceRange> =
-            std::iter::once(own).chain(neighbours.iter().map(|(_, range)| range)).cloned().collect();
+            std::iter::once(own).chain(local_peers.iter().map(|(_, range)| range)).cloned().collect();
         self.keep(number, Registered::new(*rank, own_pieces, others, Arc::new(keep)));
-        Ok((said, how))
+        Ok((keys, how))
     }
 
     fn register_range(
@@ -297,7 +297,7 @@ struct LocalRegion {
 
 impl LocalRegion {
     /// Length, address and key of each piece.
-    fn said(&self) -> RegionKeys {
+    fn keys(&self) -> RegionKeys {
         self.pieces.iter().map(|piece| (piece.len(), piece.base(), piece.rkey())).collect()
     }
 }
@@ -305,17 +305,17 @@ impl LocalRegion {
 /// Description of a region for peers: one entry per NIC, all with the same pieces.
 pub fn describe_region(nics: &[RegionKeys]) -> Vec<u8> {
     let pieces = nics.first().map_or(&[][..], Vec::as_slice);
-    let mut said = vec![pieces.len() as u8];
+    let mut description = vec![pieces.len() as u8];
     let mut start = 0;
     for &(len, base, _) in pieces {
         for word in [start, len, base] {
-            said.extend(word.to_le_bytes());
+            description.extend(word.to_le_bytes());
         }
         start += len;
     }
-    said.push(nics.len() as u8);
-    said.extend(nics.iter().flatten().flat_map(|&(_, _, key)| key.to_le_bytes()));
-    said
+    description.push(nics.len() as u8);
+    description.extend(nics.iter().flatten().flat_map(|&(_, _, key)| key.to_le_bytes()));
+    description
 }
 
 /// Regions of a peer, as registered with the NIC that this rank is connected to.
@@ -343,8 +343,8 @@ impl RemoteRegions {
     ///
     /// # Errors
     /// [`VerbsError::Keys`] if it makes no sense.
-    pub fn learn(&mut self, peer: u32, region: u32, said: &[u8]) -> Result<(), LaneError> {
-        let pieces = parse(said, self.nic).ok_or(VerbsError::Keys { peer, region })?;
+    pub fn import(&mut self, peer: u32, region: u32, description: &[u8]) -> Result<(), LaneError> {
+        let pieces = parse(description, self.nic).ok_or(VerbsError::Keys { peer, region })?;
         self.regions.insert(region, pieces);
         Ok(())
     }
@@ -359,8 +359,8 @@ impl RemoteRegions {
     }
 }
 
-fn parse(said: &[u8], nic: u8) -> Option<Vec<Piece>> {
-    let (&count, mut rest) = said.split_first()?;
+fn parse(description: &[u8], nic: u8) -> Option<Vec<Piece>> {
+    let (&count, mut rest) = description.split_first()?;
     let mut word = || {
         let (head, tail) = rest.split_first_chunk::<8>()?;
         rest = tail;
@@ -388,20 +388,20 @@ fn parse(said: &[u8], nic: u8) -> Option<Vec<Piece>> {
 mod tests {
     use super::*;
 
-    fn said() -> Vec<u8> {
-        let mut said = vec![2];
+    fn description() -> Vec<u8> {
+        let mut description = vec![2];
         for word in [0u64, 100, 4096, 100, 50, 9000] {
-            said.extend(word.to_le_bytes());
+            description.extend(word.to_le_bytes());
         }
-        said.push(2);
-        said.extend([7u32, 8, 17, 18].into_iter().flat_map(u32::to_le_bytes));
-        said
+        description.push(2);
+        description.extend([7u32, 8, 17, 18].into_iter().flat_map(u32::to_le_bytes));
+        description
     }
 
     #[test]
     fn bytes_are_found_in_the_piece_that_holds_them_with_the_key_of_the_nic() {
         let mut theirs = RemoteRegions::of_nic(1);
-        theirs.learn(3, 5, &said()).unwrap();
+        theirs.import(3, 5, &description()).unwrap();
         let at = |offset| theirs.find(RemoteAddress { region: 5, offset });
         assert_eq!(at(0), Some((Remote { addr: 4096, rkey: 17 }, 100)));
         assert_eq!(at(99), Some((Remote { addr: 4195, rkey: 17 }, 1)));
@@ -412,11 +412,12 @@ mod tests {
 
     #[test]
     fn what_makes_no_sense_is_refused_and_names_the_rank() {
-        let error = |said: &[u8], nic| RemoteRegions::of_nic(nic).learn(3, 5, said).unwrap_err();
+        let error =
+            |description: &[u8], nic| RemoteRegions::of_nic(nic).import(3, 5, description).unwrap_err();
         let expected = LaneError::Verbs(VerbsError::Keys { peer: 3, region: 5 });
-        assert_eq!(error(&said(), 2), expected, "no such nic");
-        for len in 0..said().len() {
-            assert_eq!(error(&said()[..len], 0), expected, "{len} bytes");
+        assert_eq!(error(&description(), 2), expected, "no such NIC");
+        for len in 0..description().len() {
+            assert_eq!(error(&description()[..len], 0), expected, "{len} bytes");
         }
     }
 }

@@ -111,7 +111,7 @@ pub struct Sender {
     due: u64,
     /// Requests from this number on read no memory but our own.
     in_place: u64,
-    under_way: u64,
+    in_flight: u64,
 }
 
 /// Numbers of receives have this bit.
@@ -135,7 +135,7 @@ impl Sender {
             done: 0,
             due: 0,
             in_place: 0,
-            under_way: 0,
+            in_flight: 0,
         }
     }
 
@@ -269,8 +269,8 @@ impl Sender {
     fn ring(&mut self, most: usize) -> Result<bool, VerbsError> {
         let (mut count, mut bytes, mut packets, mut staged) = (0, 0, 0, None);
         for request in self.queue.iter().take(most) {
-            let under_way = self.under_way + bytes;
-            if under_way > 0 && under_way + request.bytes > self.limits.bytes {
+            let in_flight = self.in_flight + bytes;
+            if in_flight > 0 && in_flight + request.bytes > self.limits.bytes {
                 break;
             }
             (count, bytes) = (count + 1, bytes + request.bytes);
@@ -287,7 +287,7 @@ impl Sender {
             return Ok(false);
         }
         self.qp.post_send(&mut self.chain)?;
-        self.under_way += bytes;
+        self.in_flight += bytes;
         self.flights.push_back(Flight { end: self.posted, bytes, staged });
         self.counters.requests += count as u64;
         self.counters.doorbells += 1;
@@ -319,7 +319,7 @@ impl Sender {
         self.counters.completions += 1;
         while let Some(&Flight { bytes, staged, .. }) = self.flights.front().filter(|f| f.end <= self.done) {
             self.flights.pop_front();
-            self.under_way -= bytes;
+            self.in_flight -= bytes;
             if let Some(until) = staged {
                 self.block.staged_until(until);
             }
@@ -334,7 +334,7 @@ impl Sender {
         self.flights.clear();
         self.posted = self.asked;
         self.done = self.asked;
-        self.under_way = 0;
+        self.in_flight = 0;
     }
 
     /// Whether everything asked for is in flight, and memory of others read no more.

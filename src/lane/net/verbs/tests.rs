@@ -550,7 +550,7 @@ fn places_of_a_queue_are_free_only_when_a_signalled_request_was_polled() {
 }
 
 #[test]
-fn a_silent_partner_ends_with_retries_exceeded() {
+fn a_silent_peer_ends_with_retries_exceeded() {
     let (fabric, a, b) = two();
     fabric.silence("b");
     assert_eq!(write(&a, b.place(0)), []);
@@ -561,7 +561,7 @@ fn a_silent_partner_ends_with_retries_exceeded() {
 }
 
 #[test]
-fn a_partner_without_receives_is_told_where_retries_end() {
+fn a_peer_without_receives_is_told_where_retries_end() {
     let fabric = Fabric::new(&["a", "b"]);
     let settings = Settings { rnr_retries: 2, ..Settings::default() };
     let (a, b) = connected(&fabric, &settings, CAPS);

@@ -9,7 +9,7 @@ use super::connection::{Connection, Parts, SMALL};
 use super::forecast::{Forecast, Rules};
 use super::nic::Nic;
 use super::receiver::Receiver;
-use super::registration::{Device, RemoteRegions, Rights, ZEROS, describe_region};
+use super::registration::{NicMemory, RemoteRegions, Rights, ZEROS, describe_region};
 use super::sender::{Block, Bounds, Limits, Sender};
 use super::{
     Caps, ChainCaps, CompletionQueue, Endpoint, Library, MemoryRegion, QueuePair, Queues, Remote, SendChain,
@@ -83,7 +83,7 @@ pub struct VerbsTransport {
     rank: u32,
     nodes: NodeMap,
     settings: Settings,
-    devices: Vec<Arc<Device>>,
+    memories: Vec<Arc<NicMemory>>,
     strict: u64,
     relaxed: bool,
     regions: Arc<Regions>,
@@ -98,7 +98,7 @@ struct Half {
     block: Block,
     receiver: Receiver,
     completions: Arc<CompletionQueue>,
-    device: Arc<Device>,
+    memory: Arc<NicMemory>,
 }
 
 impl VerbsTransport {
@@ -106,8 +106,8 @@ impl VerbsTransport {
     ///
     /// # Errors
     /// [`VerbsError`], if there are none or they cannot be used as the settings ask.
-    pub fn open(ground: &VerbsEnvironment, setup: Setup) -> Result<Self, Error> {
-        let VerbsEnvironment { library, sysfs, settings } = ground;
+    pub fn open(environment: &VerbsEnvironment, setup: Setup) -> Result<Self, Error> {
+        let VerbsEnvironment { library, sysfs, settings } = environment;
         let nics = Nic::open(library, sysfs, settings, setup.nth)?;
         for nic in &nics {
             if settings.signal == SignalMode::FetchAdd && !nic.context.attributes().atomics {
@@ -115,13 +115,14 @@ impl VerbsTransport {
             }
         }
         let can_relax = nics.iter().all(|nic| MemoryRegion::can_relax(&nic.context));
-        let devices = nics.into_iter().map(|nic| Device::new(nic).map(Arc::new)).collect::<Result<_, _>>()?;
+        let memories =
+            nics.into_iter().map(|nic| NicMemory::new(nic).map(Arc::new)).collect::<Result<_, _>>()?;
         let Setup { rank, nodes, strict, regions, health, forecast, .. } = setup;
         Ok(VerbsTransport {
             rank,
             nodes,
             settings: settings.clone(),
-            devices,
+            memories,
             strict,
             relaxed: settings.relaxed.unwrap_or(can_relax),
             regions,
@@ -140,39 +141,39 @@ impl VerbsTransport {
             (node as usize, at.unwrap_or(0))
         };
         let ((node, at), (its_node, its_at)) = (place(self.rank), place(peer));
-        (node + its_node + (at + its_at) / 2) % self.devices.len()
+        (node + its_node + (at + its_at) / 2) % self.memories.len()
     }
 
     fn half(&self, peer: u32) -> Result<Half, Error> {
-        let device = &self.devices[self.nic_for(peer)];
-        let attributes = device.nic.context.attributes();
+        let memory = &self.memories[self.nic_for(peer)];
+        let attributes = memory.nic.context.attributes();
         let receives = if self.settings.signal == SignalMode::Immediate { RECEIVES } else { 0 };
         let (sends, receives) = (REQUESTS.min(attributes.requests), receives.min(attributes.requests));
-        let completions = CompletionQueue::create(&device.nic.context, sends + receives)?;
+        let completions = CompletionQueue::create(&memory.nic.context, sends + receives)?;
         let caps =
             Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
         let queues = Queues { send: &completions, receive: &completions };
-        let qp = QueuePair::create(&device.domain, queues, caps, &device.nic.path, peer)?;
+        let qp = QueuePair::create(&memory.domain, queues, caps, &memory.nic.path, peer)?;
         let staging = (STAGED * self.settings.chunk).min(self.settings.in_flight);
-        let block = Block::new(&device.domain, receives.into(), staging)?;
+        let block = Block::new(&memory.domain, receives.into(), staging)?;
         let receiver = Receiver::new(&qp, &block, receives, Arc::clone(&self.regions))?;
-        Ok(Half { qp, block, receiver, completions, device: Arc::clone(device) })
+        Ok(Half { qp, block, receiver, completions, memory: Arc::clone(memory) })
     }
 
     fn connect(&self, peer: u32, theirs: &ConnectionInfo, half: Half) -> Result<Connection, Error> {
-        let Half { qp, block, mut receiver, completions, device } = half;
+        let Half { qp, block, mut receiver, completions, memory } = half;
         if theirs.signal != self.settings.signal {
             let (mine, theirs) = (self.settings.signal.name(), theirs.signal.name());
             return Err(VerbsError::SignalsDiffer { peer, mine, theirs }.into());
         }
         qp.connect(&theirs.endpoint)?;
         let mut known = RemoteRegions::of_nic(theirs.nic);
-        known.learn(peer, 0, &theirs.heap)?;
+        known.import(peer, 0, &theirs.heap)?;
         receiver.joined(theirs.receives, theirs.granted);
         let (caps, settings) = (qp.caps(), &self.settings);
         let sges = caps.send_sges.min(PIECES) as usize;
         let requests = caps.sends.min(REQUESTS);
-        let mtu = device.nic.path.mtu.min(theirs.endpoint.mtu).bytes().into();
+        let mtu = memory.nic.path.mtu.min(theirs.endpoint.mtu).bytes().into();
         let chain =
             SendChain::new(ChainCaps { requests: BATCH, sges, inline: caps.inline.min(INSIDE) as usize });
         let limits = Limits { requests: requests.into(), bytes: settings.in_flight, batch: BATCH, mtu };
@@ -192,7 +193,7 @@ impl VerbsTransport {
             peer,
             signal: settings.signal,
             chunk: settings.chunk,
-            device,
+            memory,
             completions,
             theirs: known,
             health: Arc::clone(&self.health),
@@ -209,29 +210,29 @@ impl VerbsTransport {
 
 /// One end of a connection, whose queue pair has no peer yet.
 struct VerbsEnd<'a> {
-    adapter: &'a VerbsTransport,
+    transport: &'a VerbsTransport,
     peer: u32,
     half: Half,
 }
 
 impl ConnectionEnd for VerbsEnd<'_> {
     fn bytes(&self) -> Vec<u8> {
-        let VerbsEnd { adapter, peer, half } = self;
+        let VerbsEnd { transport, peer, half } = self;
         let offer = ConnectionInfo {
             endpoint: half.qp.endpoint(),
-            signal: adapter.settings.signal,
-            nic: adapter.nic_for(*peer) as u8,
+            signal: transport.settings.signal,
+            nic: transport.nic_for(*peer) as u8,
             receives: half.receiver.posted(),
             granted: half.block.granted_at(),
-            heap: adapter.heap().clone(),
+            heap: transport.heap().clone(),
         };
         offer.to_bytes()
     }
 
     fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
-        let VerbsEnd { adapter, peer, half } = *self;
+        let VerbsEnd { transport, peer, half } = *self;
         let theirs = ConnectionInfo::from_bytes(peer, &offered.bytes)?;
-        Ok(Arc::new(adapter.connect(peer, &theirs, half)?))
+        Ok(Arc::new(transport.connect(peer, &theirs, half)?))
     }
 }
 
@@ -241,7 +242,7 @@ impl NetTransport for VerbsTransport {
     }
 
     fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
-        Ok(Box::new(VerbsEnd { adapter: self, peer, half: self.half(peer)? }))
+        Ok(Box::new(VerbsEnd { transport: self, peer, half: self.half(peer)? }))
     }
 
     fn register(&self, number: u32, region: &Region) -> Result<Vec<u8>, Error> {
@@ -249,43 +250,43 @@ impl NetTransport for VerbsTransport {
         let strict = if number == 0 { self.strict } else { 0 };
         let atomics = self.settings.signal == SignalMode::FetchAdd;
         let rights = Rights { strict, atomics, relaxed: self.relaxed };
-        let each = self.devices.iter().map(|device| device.register(number, region, rights));
-        let said = describe_region(&each.collect::<Result<Vec<_>, _>>()?);
+        let each = self.memories.iter().map(|memory| memory.register(number, region, rights));
+        let description = describe_region(&each.collect::<Result<Vec<_>, _>>()?);
         if number == 0 {
-            self.heap().clone_from(&said);
+            self.heap().clone_from(&description);
         }
-        Ok(said)
+        Ok(description)
     }
 
     fn register_device(
         &self,
         number: u32,
-        memory: &DeviceMemory,
+        given: &DeviceMemory,
     ) -> Result<(Vec<u8>, Registration), NoGpuDirect> {
         if self.settings.signal == SignalMode::Immediate {
             return Err(NoGpuDirect::Messages);
         }
-        let (mut said, mut how) = (Vec::new(), Registration::DmaBuf);
-        for device in &self.devices {
-            let (pieces, registered) = device.register_device(number, memory, self.relaxed)?;
-            said.push(pieces);
+        let (mut description, mut how) = (Vec::new(), Registration::DmaBuf);
+        for memory in &self.memories {
+            let (pieces, registered) = memory.register_device(number, given, self.relaxed)?;
+            description.push(pieces);
             how = if registered == Registration::DmaBuf { how } else { registered };
         }
-        Ok((describe_region(&said), how))
+        Ok((describe_region(&description), how))
     }
 
     fn deregister(&self, number: u32) {
-        self.devices.iter().for_each(|device| device.deregister(number));
+        self.memories.iter().for_each(|memory| memory.deregister(number));
     }
 
     fn describe(&self) -> Vec<String> {
-        self.devices.iter().map(|device| device.nic.to_string()).collect()
+        self.memories.iter().map(|memory| memory.nic.to_string()).collect()
     }
 }
 
 impl std::fmt::Debug for VerbsTransport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Adapter").field("rank", &self.rank).field("devices", &self.devices).finish()
+        f.debug_struct("VerbsTransport").field("rank", &self.rank).field("memories", &self.memories).finish()
     }
 }
 
