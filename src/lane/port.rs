@@ -130,7 +130,7 @@ impl Port {
         stores: Stores,
     ) -> Result<(), Error> {
         let RowSource { row_bytes, bytes, .. } = source;
-        // What does not fit into 64 bits fits into no window either.
+        // A size beyond 64 bits fits into no window either.
         let size = |rows: u32| u64::from(rows).saturating_mul(row_bytes);
         let offset = base.saturating_add(size(run.to_row));
         let (len, pad) = (size(run.count), size(run.pad));

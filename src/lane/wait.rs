@@ -209,7 +209,7 @@ pub(super) fn wait_slow(
         }
         progress();
         if let Err(why) = waiter.turn(|slice| flag.sleep(seen, slice)) {
-            // What came with this very turn has come.
+            // A value that came with this very turn counts.
             let seen = flag.value();
             return if seen >= value { Ok(()) } else { Err((seen, why)) };
         }

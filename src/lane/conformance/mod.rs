@@ -1,19 +1,13 @@
 //! One suite for all lanes, kept as data, and the driver that runs it.
 //!
 //! ```text
-//!   nics.rs      what only NICs have: registered memory, keys, faults
-//!   requests.rs   how many work requests a put and its signal are
-//!   any.rs        the same of any puts and signals
-//!   late.rs       what comes late, and what a NIC does that fails
-//!   rebuilt.rs    a world built again while packets of the old one are on a real wire
-//!   suite.rs      scenarios: operations of each rank, and results
-//!   mod.rs        two ranks, each with its steps, over each lane
-//!   wire.rs       what only lanes with credits and a receiving NIC can show
+//!   SUITE: scenarios (operations of each rank, required results) --> two ranks over each lane
+//!
+//!   mod.rs        the suite; credits, and receivers that check incoming data
+//!   nics.rs       NICs only: registered memory, keys, faults, late data
+//!   requests.rs   work requests of puts and signals, counted and predicted
+//!   rebuilt.rs    a world built again while packets of the old one are on a real link
 //! ```
-//!
-//! Requirements of every lane: a table.
-//!
-//! Tests of lanes with connections only: credits, and a receiver that checks incoming data.
 
 #[cfg(test)]
 mod nics;

@@ -1,8 +1,7 @@
-//! Tests of the verbs lane only: bits and counts that agree, keys that expire, NICs that fall
-//! silent or vanish. They run on NICs without hardware; `tests/testbed` runs the same lane over a
-//! real connection.
+//! Tests of the verbs lane only: bits and counts that agree, keys that expire, NICs that fall silent or
+//! vanish. Late data, and data from a NIC that fails, neither touch present data nor block other ranks.
 //!
-//! Late data, and data from a NIC that fails: neither may touch present data or block other ranks.
+//! They run on NICs without hardware; `tests/testbed` runs the same lane over a real connection.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;

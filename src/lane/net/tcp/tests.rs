@@ -245,7 +245,7 @@ fn a_connection_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and
         assert_eq!(health.cause(), Some(Cause::Connection { rank: 1, by: 0 }));
         let errno = if reset { rustix::io::Errno::CONNRESET.raw_os_error() } else { 0 };
         assert_eq!(link.fault(), Some(LaneError::Wire { rank: 0, peer: 1, lane: "tcp", errno }));
-        // What came before counts.
+        // Records that came before the end count.
         assert_eq!(
             regions.with(0, 0, 8, |at| at.map(|at| at.cast::<u64>())).unwrap().map(|at| {
                 // SAFETY: eight aligned bytes of the region.

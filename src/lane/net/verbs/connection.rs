@@ -16,13 +16,9 @@
 //! third is for NICs that do not place data in order. It takes a receive, and its credits are the
 //! peer's *grant*: its receives less those that it has yet to repost.
 //!
-//! The face of a connection: each call takes the lock, keeps the forecast, and asks.
-//!
-//! From puts and signals to requests: bytes that the NIC can read go in place, all others are
-//! staged.
-//!
-//! A put is cut where the write that is being gathered is full, or where the peer's memory ends,
-//! and each part travels with that write or begins the next.
+//! Each call takes the lock, updates the forecast, and queues requests. Bytes that the NIC can read
+//! go in place, all others are staged. A put is cut where the gathered write is full, or where the
+//! peer's memory ends, and each part travels with that write or begins the next.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
@@ -52,7 +48,7 @@ const POLL: usize = 32;
 /// Time between two polls of a sender that waits for its NIC.
 const NAP: Duration = Duration::from_micros(20);
 
-/// One connection.
+/// A connection to one peer over a queue pair.
 pub struct Connection {
     me: u32,
     peer: u32,
@@ -501,7 +497,7 @@ impl NetConnection for Connection {
             silent: true,
         };
         if let Err(stuck) = self.flush(limits) {
-            tracing::debug!(rank = self.me, peer = self.peer, ?stuck, "last words were not heard");
+            tracing::debug!(rank = self.me, peer = self.peer, ?stuck, "the last requests did not complete");
         }
     }
 
@@ -535,7 +531,7 @@ impl Connection {
         if let Some(staged) = state.sender.block.stage(len as u32)? {
             return Ok(staged);
         }
-        // What fills the staging may still be held back.
+        // The write that fills the staging may still be held back.
         state.sender.post_soon();
         self.until(state, limits, |state| state.sender.block.stage(len as u32))
     }

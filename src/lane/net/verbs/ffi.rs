@@ -15,16 +15,6 @@
 //!                  |            +-- ibv_cq --> ibv_wc
 //!                  +-- poll_cq, req_notify_cq, post_send, post_recv: the driver's own, no symbol of the library
 //! ```
-//!
-//! NICs: devices, contexts, ports, and their events.
-//!
-//! Protection domains and registered memory.
-//!
-//! Completion queues and what comes out of them.
-//!
-//! Queue pairs: creation, and the attributes that lead them from state to state.
-//!
-//! Work requests, and the pieces of memory they name.
 
 #![allow(non_camel_case_types, reason = "the names of C, so that its manual pages apply")]
 

@@ -1,4 +1,8 @@
-//! libibverbs, loaded at run time: a table of its functions.
+//! libibverbs, loaded at run time, and the NICs that are opened with it.
+//!
+//! ```text
+//!   Library: a table of functions --open(name)--> Context: attributes, ports, events
+//! ```
 //!
 //! Loaded, not linked, so that one build runs on machines with and without NICs, as NCCL and UCX
 //! do. A crate that links would make the library a condition of starting: `rdma-sys` (0.3.0) links
@@ -14,10 +18,6 @@
 //! library itself never forks. A program that does so with registered buffers of its own, on such a
 //! kernel, sets `RDMAV_FORK_SAFE=1`, which libibverbs reads itself. A call here would remove the
 //! pages of those buffers from the children, including other data on the same pages.
-//!
-//! An open NIC: its abilities, its ports, and its events.
-//!
-//! How libibverbs says that a call failed: by errno, or by returning it.
 
 use std::error::Error;
 use std::ffi::{CStr, c_char, c_int, c_void};

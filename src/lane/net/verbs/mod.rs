@@ -18,11 +18,10 @@
 //! pair of ranks. It bounds the requests in flight, and its requests can be predicted.
 //!
 //! ```text
-//!   VerbsTransport --+--> Device       a NIC and its registered memory: keys for peers (keys, offer)
+//!   VerbsTransport --+--> NicMemory    a NIC and the memory registered with it: keys for peers
 //!                    +--> Connection
-//!                           +--> Gather     puts that travel together       Block: staging, receives
-//!                           +--> Sender     requests: queued, posted, done
-//!                           +--> Receiver   signals that come as messages   words, numbers (signals)
+//!                           +--> Sender     requests: gathered, queued, posted, done; staging
+//!                           +--> Receiver   signals that come as messages
 //!                           +--> Forecast   prediction of the requests
 //! ```
 //!

@@ -1,31 +1,27 @@
 //! From the machine's NICs to a rank's: discovered, chosen, opened.
 //!
-//! Choice of NICs for a rank: a pure function, so tests can run it for machines that do not exist.
-//!
 //! ```text
-//!   named          all of them, in the order given: one rail each
-//!   else           the nearest NICs by NUMA distance; among equally near ones, the nth rank takes the nth, in turn
+//!   Context::names --> usable: a port is active, a GID can route --> choose --> Nic: context, path
+//!
+//!   named in the settings   all of them, in the order given: NIC 0, NIC 1, ...
+//!   else                    the nearest by NUMA distance; among equally near ones, the nth rank takes the nth, in turn
 //!
 //!   node 0: NICs a b, ranks 0 1 2       0 -> a, 1 -> b, 2 -> a       several ranks on a NIC
 //!   node 1: NICs c d, ranks 3 4         3 -> d, 4 -> c
 //! ```
 //!
-//! Ports: whether they carry traffic, and what kind of network they are on.
+//! The choice is a pure function, so tests can run it for machines that do not exist. A RoCE port has
+//! each GID twice: for RoCE v1, which no router passes, and for RoCE v2, which travels in UDP over IP.
+//! Switches are most often set up for those made of an IPv4 address.
 //!
-//! GIDs: the addresses of a port, and which of them a connection uses.
-//!
-//! A RoCE port has each address twice: for RoCE v1, which no router passes, and for RoCE v2, which
-//! travels in UDP over IP. Those made of an IPv4 address are what switches are most often set up
-//! for.
-//!
-//! The kernel's files about NICs: addresses of their ports, and their place in the machine.
+//! The kernel's files ([`Sysfs`]) have the addresses of ports, and the place of NICs in the machine:
 //!
 //! ```text
 //!   class/infiniband/<nic>/device                           link into the PCI tree; none for a soft NIC
 //!   class/infiniband/<nic>/device/numa_node                 -1: unknown
 //!   class/infiniband/<nic>/ports/<p>/gids/<i>               an address; all zero: empty
 //!   class/infiniband/<nic>/ports/<p>/gid_attrs/types/<i>    "IB/RoCE v1" or "RoCE v2"; unreadable: empty
-//!   devices/system/node/node<n>/{cpulist, distance}          processors of a NUMA node, and how far the others are
+//!   devices/system/node/node<n>/{cpulist, distance}         processors of a NUMA node, and its distances
 //! ```
 
 use std::fs;
@@ -168,7 +164,7 @@ struct Candidate {
     distance: Option<u32>,
 }
 
-/// Indices in `nics` of the NICs that a rank uses, one per rail. `nth` is its rank on its node:
+/// Indices in `nics` of the NICs that a rank uses, in order. `nth` is its rank on its node:
 /// ranks that are bound to NUMA nodes in blocks of equal size, or not at all, then spread evenly.
 ///
 /// # Errors

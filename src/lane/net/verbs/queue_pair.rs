@@ -6,7 +6,7 @@
 //!                                          a request fails, retries run out --+--> error: all else is flushed
 //! ```
 //!
-//! Description of a queue pair for its peer, as it goes through the rendezvous.
+//! An [`Endpoint`] describes a queue pair to its peer. It goes through the rendezvous.
 //!
 //! ```text
 //!   byte 0        1        2     3          4           8                    12   14   16
@@ -15,9 +15,6 @@
 //!
 //! Numbers are little-endian. The whole is 32 bytes. The version comes first, so another build is
 //! recognized before any other byte is trusted.
-//!
-//! Path of a queue pair through the network: everything that connecting sets next to the peer's
-//! address.
 
 use std::net::Ipv6Addr;
 use std::ptr::{self, NonNull};

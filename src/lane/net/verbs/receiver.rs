@@ -1,10 +1,14 @@
 //! Signals that come as messages: receives, their contents, and the credit for them.
 //!
-//! State of both ends about words that are signaled over a connection, beyond the words themselves.
+//! A signal that is a write needs no state. An addition must know the value of the word. An immediate
+//! of 32 bits must stand for a word and its value:
 //!
-//! A write needs no state. An addition must know the value of the word. A number of 32 bits that
-//! comes with data must stand for a word and its value: 12 bits name the word, by a number that its
-//! first signal gave it (in a record of its own), and 20 bits say by how much the word has grown.
+//! ```text
+//!   first signal of a word   a record of 64 bytes: the word, its value, and a number for the word
+//!   later signals            | number of the word: 12 bits | growth of its value: 20 bits |
+//! ```
+//!
+//! [`SignalSender`] numbers the words, [`SignalReceiver`] looks them up.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,13 +1,13 @@
-//! A NIC that a rank uses, and the memory that is registered with it.
+//! Memory that is registered with a NIC of a rank: its own, that of its device, and keys to its peers'.
 //!
-//! GPU memory, registered with a NIC: by a descriptor where there is one, else by its address.
-//!
-//! Registered memory by place: this rank's own, and the descriptions of peers' memory.
-//!
-//! A region may be registered in pieces: flags and their tags strictly ordered, rows relaxed.
+//! A region may be registered in pieces: flags and their tags strictly ordered, rows relaxed. Memory of
+//! a GPU is registered by a descriptor where there is one, else by its address.
 //!
 //! ```text
-//!   description   | pieces: u8 | start, len, address: u64 each, per piece | nics: u8 | rkey: u32 per piece and NIC |
+//!   region (mapping, or memory of a device) --NicMemory--> pieces --describe_region--> bytes --> peers
+//!   bytes of a peer --RemoteRegions::import--> (region, offset) --> address and key
+//!
+//!   description   | pieces: u8 | start, len, address: u64 each, per piece | NICs: u8 | rkey: u32 per piece and NIC |
 //! ```
 
 use std::any::Any;

@@ -39,7 +39,7 @@ impl SignalMode {
 pub struct Settings {
     /// Where libibverbs lies, if not where the loader looks.
     pub library: Option<PathBuf>,
-    /// The NICs to use, one rail each; empty: the nearest.
+    /// The NICs to use, in order; empty: the nearest.
     pub nics: Vec<String>,
     /// The port of each NIC; none: the first active one.
     pub port: Option<u8>,

@@ -1,10 +1,5 @@
-//! The typed API over fake NICs: see `fake`.
-//!
-//! Libraries and NICs: present, missing, chosen.
-//!
-//! Requests that succeed.
-//!
-//! Requests that fail.
+//! The typed API over fake NICs (`fake`): NICs that are present, missing or chosen, requests that
+//! succeed, and requests that fail.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -255,7 +250,7 @@ fn nothing_moves_before_the_sender_polls_while_the_fabric_is_held() {
         chain.write(at, [a.words(0, 1)], b.place(at), Flags::SIGNALLED).unwrap();
     }
     a.pair.post_send(&mut chain).unwrap();
-    // What lies there when a request is executed is what travels.
+    // A request carries the bytes that lie there when it is executed.
     let mut places = [Completion::EMPTY; 4];
     for step in 1..3 {
         a.memory.fill(0, &[step]);

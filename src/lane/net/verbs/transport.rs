@@ -1,7 +1,8 @@
-//! All NICs of a rank: registers memory with them, and connects their queue pairs to those of
-//! peers.
+//! All NICs of a rank: registers memory with them, and connects their queue pairs to those of peers.
 //!
-//! Descriptions that the ends of a connection exchange before they are joined.
+//! ```text
+//!   open: NICs --> open(peer): queue pair, block, receives --ConnectionInfo through the rendezvous--> connect
+//! ```
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -2,10 +2,7 @@
 //!
 //! Nothing is allocated after `new`, and nothing points at anything until a chain is posted, so
 //! chains may be moved. Bytes that travel inside a request are copied into the chain, so the caller
-//! need not keep them.
-//!
-//! State that chains of both kinds share: requests with places for their pieces, linked when they
-//! are posted.
+//! need not keep them. Requests are linked when they are posted.
 //!
 //! ```text
 //!   requests   | write | write | write with immediate |  free   |

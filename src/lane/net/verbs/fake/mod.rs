@@ -7,17 +7,14 @@
 //! when their sender polls: so no code can rely on instant execution.
 //!
 //! ```text
-//!   table    the C functions: find the fabric behind an object, translate
-//!   state    what a kernel and its NICs hold: objects by number
-//!   execute  what a NIC does with a request
+//!   table    C functions: find the fabric behind an object, translate
+//!   State    objects of a kernel and its NICs, by number
+//!   execute  execution of a request by a NIC
+//!   Tree     a directory laid out like `/sys`, gone when dropped
 //! ```
 //!
 //! Faults: a NIC that falls [silent](Fabric::silence), whose peers' retries end on the test's
 //! request ([`give_up`](Fabric::give_up)), and a NIC that is [removed](Fabric::remove).
-//!
-//! State of a kernel and its NICs: objects by their numbers.
-//!
-//! A directory laid out like `/sys`, gone when dropped.
 
 mod execute;
 mod table;
@@ -277,8 +274,8 @@ pub struct Pair {
     pub receive: u32,
     pub cap: ibv_qp_cap,
     pub state: u32,
-    pub partner: u32,
-    pub partner_nic: usize,
+    pub peer: u32,
+    pub peer_nic: usize,
     pub rnr_retries: u8,
     pub jobs: VecDeque<Job>,
     pub receives: VecDeque<(u64, Vec<ibv_sge>)>,

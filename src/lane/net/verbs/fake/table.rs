@@ -1,14 +1,6 @@
-//! The C functions. Each finds the fabric behind its object, and reports errors as libibverbs does.
+//! The C functions of the fake libibverbs: devices, memory, completion queues, queue pairs, requests.
 //!
-//! Devices and contexts.
-//!
-//! Domains and regions.
-//!
-//! Completion queues and their channels.
-//!
-//! Queue pairs: creation, states, destruction.
-//!
-//! Posting.
+//! Each finds the fabric behind its object, and reports errors as libibverbs does.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::zeroed;
@@ -118,18 +110,18 @@ unsafe fn freed<T>(object: *mut T, answer: c_int) -> c_int {
 }
 
 /// A descriptor that counts events.
-fn bell() -> c_int {
+fn event_fd() -> c_int {
     eventfd(0, EventfdFlags::SEMAPHORE | EventfdFlags::CLOEXEC).map_or(-1, IntoRawFd::into_raw_fd)
 }
 
 /// Takes one event, or says that there is none.
-fn heard(fd: c_int) -> Result<(), Errno> {
+fn take_event(fd: c_int) -> Result<(), Errno> {
     // SAFETY: a descriptor of an object that is alive.
     rustix::io::read(unsafe { BorrowedFd::borrow_raw(fd) }, &mut [0; 8]).map(drop)
 }
 
 fn close(fd: c_int) {
-    // SAFETY: made by `bell`, and closed once.
+    // SAFETY: made by `event_fd`, and closed once.
     drop(unsafe { OwnedFd::from_raw_fd(fd) });
 }
 
@@ -172,7 +164,7 @@ unsafe extern "C" fn open_device(at: *mut ibv_device) -> *mut ibv_context {
     raw.ops.req_notify_cq = Some(req_notify_cq);
     raw.ops.post_send = Some(post_send);
     raw.ops.post_recv = Some(post_recv);
-    raw.async_fd = bell();
+    raw.async_fd = event_fd();
     let number = {
         let mut state = fabric.state();
         let number = state.number();
@@ -223,7 +215,7 @@ unsafe extern "C" fn query_port(context: *mut ibv_context, port: u8, attr: *mut 
 
 unsafe extern "C" fn get_async_event(context: *mut ibv_context, event: *mut ibv_async_event) -> c_int {
     let Open { raw, number, .. } = open(context);
-    if let Err(errno) = heard(raw.async_fd) {
+    if let Err(errno) = take_event(raw.async_fd) {
         return minus(errno);
     }
     let news = state(context).contexts.get_mut(number).and_then(|opened| opened.news.pop_front());
@@ -333,7 +325,7 @@ unsafe extern "C" fn dereg_mr(mr: *mut ibv_mr) -> c_int {
 }
 
 unsafe extern "C" fn create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel {
-    Box::into_raw(Box::new(ibv_comp_channel { context, fd: bell(), refcnt: 0 }))
+    Box::into_raw(Box::new(ibv_comp_channel { context, fd: event_fd(), refcnt: 0 }))
 }
 
 unsafe extern "C" fn destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
@@ -390,7 +382,7 @@ unsafe extern "C" fn get_cq_event(
     // SAFETY: made by `create_comp_channel`; the caller's places.
     unsafe {
         (*cq, *tag) = (ptr::null_mut(), ptr::null_mut());
-        heard((*channel).fd).map_or_else(minus, |()| 0)
+        take_event((*channel).fd).map_or_else(minus, |()| 0)
     }
 }
 
@@ -456,8 +448,8 @@ unsafe extern "C" fn create_qp(pd: *mut ibv_pd, attr: *mut ibv_qp_init_attr) -> 
         receive,
         cap,
         state: 0,
-        partner: 0,
-        partner_nic: nic,
+        peer: 0,
+        peer_nic: nic,
         rnr_retries: 0,
         jobs: Default::default(),
         receives: Default::default(),
@@ -495,7 +487,7 @@ unsafe extern "C" fn modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_
     match (pair.state, attr.qp_state, mask) {
         (0, IBV_QPS_INIT, INIT) if attr.port_num == 1 => {}
         (IBV_QPS_INIT, IBV_QPS_RTR, RTR) if attr.ah_attr.is_global == 1 => match there {
-            Some(nic) => (pair.partner, pair.partner_nic) = (attr.dest_qp_num, nic),
+            Some(nic) => (pair.peer, pair.peer_nic) = (attr.dest_qp_num, nic),
             None => return Errno::NETUNREACH.raw_os_error(),
         },
         (IBV_QPS_RTR, IBV_QPS_RTS, RTS) => pair.rnr_retries = attr.rnr_retry,
@@ -506,9 +498,9 @@ unsafe extern "C" fn modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_
         _ => return Errno::INVAL.raw_os_error(),
     }
     pair.state = attr.qp_state;
-    let partner = pair.partner;
+    let peer = pair.peer;
     if !state.held {
-        state.run(partner);
+        state.run(peer);
     }
     0
 }
@@ -625,10 +617,10 @@ unsafe extern "C" fn post_recv(
         state.nics[nic].statistics.receives += 1;
         wr = request.next;
     }
-    let (now, partner) = (state.pair(qp_num).state, state.pair(qp_num).partner);
+    let (now, peer) = (state.pair(qp_num).state, state.pair(qp_num).peer);
     match now {
         IBV_QPS_ERR => state.fail(qp_num),
-        _ if !state.held => state.run(partner),
+        _ if !state.held => state.run(peer),
         _ => {}
     }
     answer
