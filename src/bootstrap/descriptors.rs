@@ -1,32 +1,22 @@
-//! Handing descriptors (memory, mostly) to the other ranks of a machine.
+//! Passes descriptors (memory, mostly) to the other ranks of a machine.
 //!
 //! ```text
-//!   everyone:  abstract Unix listener with a random name
-//!   hub:       gather (name, nonce, how many descriptors for whom)      all see the whole matrix: ranks that
+//!   all ranks:  abstract Unix listener with a random name
+//!   hub:        gather (name, nonce, number of descriptors for each)    all have the whole matrix: ranks that
 //!                                                                       disagree find out before they connect
-//!   pair i<j:  j connects to i, each proves that it was in the gather, both check the other's user
-//! ```
+//!   pair i<j:   j connects to i, each proves that it was in the gather, both check the other's user
 //!
-//! Abstract names are visible to every user of the machine, so a name proves nothing: the nonce
-//! does, which went through the hub alone. A stranger's connection is closed, and no member waits
-//! for it.
-//!
-//! The [`Location`]s decide which ranks are on one machine; the conversation of a pair is in
-//! `passing`.
-//!
-//! One pair of ranks that pass descriptors to each other: a conversation over a Unix socket that
-//! never blocks.
-//!
-//! ```text
 //!   connector   hello (index, proof) ──►            acceptor
 //!               ◄── proof
 //!               descriptors, at most 253 a packet ◄──►
 //! ```
 //!
-//! Sockets are of the packet kind: each receive is one packet, so descriptors and bytes cannot be
-//! mixed up. They lack one guarantee: see [`until_the_end`].
+//! A [`Location`] decides which ranks are on one machine. Abstract names are visible to every user of
+//! the machine, so a name proves nothing: the nonce does, which went through the hub alone. A stranger's
+//! connection is closed, and no member waits for it.
 //!
-//! Where a process runs: what decides whether two ranks can share memory.
+//! Sockets never block, and are of the packet kind: each receive is one packet, so descriptors and bytes
+//! cannot be mixed up. They lack one guarantee: see [`until_the_end`].
 
 use std::collections::VecDeque;
 use std::fs;
@@ -336,7 +326,7 @@ impl Exchange<'_> {
     }
 }
 
-/// What came of a step that does not block.
+/// Result of a step that does not block.
 #[derive(Debug, PartialEq, Eq)]
 enum Packet {
     /// Bytes.

@@ -1,25 +1,15 @@
-//! Identity: this process as its launcher describes it, and its secret.
+//! Identity: this process as its launcher describes it.
 //!
-//! ```text
-//!   env      the launchers' variables, read and checked
-//!   slurm    the lists of hosts that SLURM writes
-//!   secret   what a rank proves to know
-//! ```
-//!
-//! | launcher | recognised by | address | port |
+//! | launcher | recognized by | address | port |
 //! |---|---|---|---|
 //! | `sidelane launch` | SIDELANE_JOB with RANK | MASTER_ADDR | after MASTER_PORT |
 //! | torchrun | RANK and WORLD_SIZE | MASTER_ADDR | after MASTER_PORT, which its own store occupies |
 //! | Open MPI | OMPI_COMM_WORLD_RANK | MASTER_ADDR, or loopback if all ranks are local | from the job's name |
-//! | SLURM | SLURM_PROCID | MASTER_ADDR, or the first host | from the job's name |
+//! | SLURM | SLURM_PROCID | MASTER_ADDR, or the first host of SLURM's list | from the job's name |
 //!
-//! The order is that of the table: torchrun runs under srun and mpirun runs inside SLURM
-//! allocations, and the inner launcher applies. SIDELANE_PORT and MASTER_PORT overrule a derived
-//! port everywhere.
-//!
-//! Variables of the launchers: their meanings, and the format of their values.
-//!
-//! The host lists of SLURM: `node[03-05,09],x1` is node03, node04, node05, node09, x1.
+//! The order is that of the table: torchrun runs under srun and mpirun runs inside SLURM allocations,
+//! and the inner launcher applies. SIDELANE_PORT and MASTER_PORT overrule a derived port everywhere.
+//! SLURM writes lists of hosts: `node[03-05,09],x1` is node03, node04, node05, node09, x1.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -434,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_named() {
+    fn unusable_variable_is_named() {
         let bad = |change: (&'static str, &'static str)| read(&[&[change], TORCHRUN].concat());
         assert_eq!(read(&[]), Err(BootstrapError::NoEnvironment));
         for (name, value) in [

@@ -26,7 +26,7 @@
 //!   rendezvous    first contact and rebuild: from processes to the members of a world
 //!   hub           a world while it lives: store, coordinator, client; or threads
 //!   watch         silent ranks, the launcher's life, the health of the world, timeouts
-//!   wire          proofs, messages, frames, a connection that never blocks
+//!   connection          proofs, messages, frames, a connection that never blocks
 //!   identity      this process as its launcher describes it
 //!   secret        what the ranks of a job prove to know
 //! ```

@@ -1,48 +1,36 @@
 //! Watching: whether all ranks are alive, and the cause of the world's failure if one is not.
 //!
 //! ```text
-//!   a peer falls silent    liveness ┐
-//!   the launcher is gone   launcher ┼──►  health    one word that every wait looks at, one cause
-//!   a connection ends        (link) ┘
-//!   how long is too long     clocks
-//!   the user has had enough  interrupt
+//!   a peer falls silent      Liveness      ┐
+//!   the launcher is gone     LauncherWatch ┼──►  Health    one word that every wait polls, one cause
+//!   a connection ends        (hub)         ┘
+//!   bounds of every wait     Timeouts
+//!   the user interrupts      interruptible
 //! ```
 //!
-//! Whether the world is alive: one word to look at, one cause to report.
-//!
-//! All waits of the library poll [`Health`] between two polls of their own flag, so a poll must
-//! cost one load. The word is sticky and the first cause wins: a failing world produces many
+//! **Health.** All waits of the library poll [`Health`] between two polls of their own flag, so a poll
+//! must cost one load. The word is sticky and the first cause wins: a failing world produces many
 //! secondary failures, and only the first one is the reason.
 //!
-//! Finds ranks that have been silent for too long: a state machine without a clock, which gets the
-//! time from its caller.
+//! **Liveness** finds ranks that have been silent for too long. It is a state machine without a clock,
+//! which gets the time from its caller. A stopped process that wakes up finds every clock far ahead. Its
+//! own sleep must not count as the others' silence, so time in which the observer did not look is no
+//! silence.
 //!
 //! ```text
 //!   heard(k) ──► last[k] = now            expired(now): now - last[k] >= limit  ──► k is silent
 //!   looked ... gap ... looked             the observer slept: the gap does not count
 //! ```
 //!
-//! A stopped process that wakes up finds every clock far ahead. Its own sleep must not count as the
-//! others' silence, so time in which the observer did not look is no silence.
-//!
-//! Noticing that the launcher is gone.
-//!
-//! A launcher keeps the write end of a pipe, and its ranks inherit the read end. In every kind of
-//! death, the kernel closes the write end, and each rank reads the end of the stream at once.
-//!
+//! **Launcher.** A launcher keeps the write end of a pipe, and its ranks inherit the read end. In every
+//! kind of death, the kernel closes the write end, and each rank reads the end of the stream at once.
 //! The inherited number itself stays as it is: open, and not closed on exec. A change would have to
-//! trust the number to be a descriptor without another owner. That is unsafe code, and this module
-//! has none; the number is only a claim of the environment. So programs that a rank starts inherit
-//! the read end, too. That is harmless: they hold no write end, so the stream still ends with the
-//! launcher. A program that inherits the environment can watch the launcher just as its parent
-//! does.
+//! trust the number to be a descriptor without another owner. That is unsafe code, and this module has
+//! none; the number is only a claim of the environment. So programs that a rank starts inherit the read
+//! end, too. That is harmless: they hold no write end, so the stream still ends with the launcher.
 //!
-//! The clocks that bound every wait.
-//!
-//! Ending the waits of one thread because its user asks for it.
-//!
-//! A program that embeds the library may learn of its user's interrupt (Ctrl-C) only by a check in
-//! the waiting thread. So the thread registers its check, and long waits run it now and then:
+//! **Interrupts.** A program that embeds the library may learn of its user's interrupt (Ctrl-C) only by
+//! a check in the waiting thread. So the thread registers its check, and long waits run it now and then:
 //!
 //! ```text
 //!   interruptible(ask, || ep.dispatch(..))
@@ -50,8 +38,8 @@
 //! ```
 //!
 //! A collective call that ends this way ends the world, since its peers cannot continue;
-//! [`Window::wait_until`](crate::Window::wait_until) may be called again. Threads without a check,
-//! such as those of relays, run none.
+//! [`Window::wait_until`](crate::Window::wait_until) may be called again. Threads without a check, such
+//! as those of relays, run none.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -521,8 +509,8 @@ mod tests {
 
     #[test]
     fn the_environment_moves_deadlines_and_is_checked() {
-        let clocks = Timeouts::from_vars(&|name| (name == "SIDELANE_DEADLINE_MS").then(|| "1500".into()));
-        assert_eq!(clocks, Ok(Timeouts { deadline: Duration::from_millis(1500), ..Timeouts::default() }));
+        let timeouts = Timeouts::from_vars(&|name| (name == "SIDELANE_DEADLINE_MS").then(|| "1500".into()));
+        assert_eq!(timeouts, Ok(Timeouts { deadline: Duration::from_millis(1500), ..Timeouts::default() }));
         for bad in ["0", "-1", "ten", "", "86400001"] {
             let seen = Timeouts::from_vars(&|name| (name == "SIDELANE_RENDEZVOUS_MS").then(|| bad.into()));
             assert!(

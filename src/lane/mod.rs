@@ -37,23 +37,15 @@ mod sum;
 mod wait;
 
 pub use flag::FlagLine;
-pub use floor::RAW;
-pub use floor::{Floor, Moves};
-pub use lanes::COPY_ENGINE;
-pub use lanes::{Lanes, PeerLane};
-pub use net::Counters as NicCounters;
-pub use net::is_copied;
+pub use floor::{Floor, Moves, RAW};
+pub use lanes::{COPY_ENGINE, Lanes, PeerLane};
 pub use net::{
-    ConnectionEnd, ConnectionOffer, LOOPBACK, LinkEmulator, LoopbackTransport, NetConnection, NetTransport,
-    ProgressThread, Region, RemoteAddress, Setup, TcpTransport, VerbsEnvironment, VerbsTransport,
+    ConnectionEnd, ConnectionOffer, Counters as NicCounters, DeviceMemory, LOOPBACK, LinkEmulator,
+    LoopbackTransport, NetConnection, NetTransport, NoDmaBuf, NoGpuDirect, ProgressThread, Region,
+    Registration, RemoteAddress, Setup, TcpTransport, VerbsEnvironment, VerbsTransport, is_copied,
 };
-pub use net::{DeviceMemory, NoDmaBuf, NoGpuDirect, Registration};
 #[cfg(test)]
 pub use net::{Fabric, LoopbackConnection, Settings, SignalMode, ring_bytes};
-pub use port::Port;
-pub use port::flush;
-pub use port::{Io, RowSource};
-pub use port::{MappedWindow, WindowPart};
+pub use port::{Io, MappedWindow, Port, RowSource, WindowPart, flush};
 pub use sum::Scratch;
-pub use wait::now;
-pub use wait::yield_to_compute;
+pub use wait::{now, yield_to_compute};

@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_did_before_it_left_counts() {
+    fn signal_of_a_rank_that_left_counts() {
         assert_eq!(left_behind(Some(PAUSES + YIELDS + 1)), Ok(()));
     }
 

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_between_two_codes_goes_to_the_nearest_and_a_tie_to_the_even_one() {
+    fn value_between_codes_rounds_to_nearest_even() {
         for code in 0..0x7eu8 {
             let (below, above) = (decode_e4m3(code), decode_e4m3(code + 1));
             let tie = (below + above) / 2.0;
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn what_e4m3_cannot_hold_becomes_nan() {
+    fn value_beyond_e4m3_becomes_nan() {
         for x in [LIMIT.next_up(), 480.0, f32::MAX, f32::INFINITY, f32::NAN, f32::from_bits(0x7f80_0001)] {
             assert_eq!((encode_e4m3(x), encode_e4m3(-x)), (0x7f, 0x7f), "{x:e}");
         }

@@ -1,6 +1,4 @@
-//! The hub of a process: requests over the link to the coordinator.
-//!
-//! The thread of a rank that keeps its connection to the coordinator.
+//! The hub of a process: requests to the coordinator over a connection that one thread owns.
 //!
 //! ```text
 //!   callers ── requests ──► Shared ──► link thread ──► coordinator
@@ -8,8 +6,8 @@
 //!                          Health ◄── end of the launcher's pipe
 //! ```
 //!
-//! One thread owns the socket, so callers never block in it: they put a frame into [`Shared`], wake
-//! the thread, and sleep on a condition variable that an answer or any failure wakes.
+//! Callers never block in the socket: they put a frame into [`Shared`], wake the thread, and sleep on a
+//! condition variable that an answer or any failure wakes.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
@@ -30,12 +28,12 @@ use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection};
 use crate::bootstrap::{failed, system, wait};
 use crate::error::{BootstrapError, Cause, LostReason};
 
-/// What stays the same from epoch to epoch.
+/// Facts that stay the same from epoch to epoch.
 #[derive(Clone)]
 pub(in crate::bootstrap) struct Job {
     pub digest: [u8; 32],
     pub secret: Secret,
-    pub clocks: Timeouts,
+    pub timeouts: Timeouts,
     pub launcher: Option<LauncherPipe>,
 }
 
@@ -47,9 +45,9 @@ pub(in crate::bootstrap) struct TcpHub {
     pub(in crate::bootstrap) epoch: u16,
     shared: Arc<Shared>,
     /// Where each rank listens for a rebuild.
-    pub(in crate::bootstrap) doors: Vec<SocketAddr>,
+    pub(in crate::bootstrap) addresses: Vec<SocketAddr>,
     /// Where this rank does.
-    pub(in crate::bootstrap) standing: TcpListener,
+    pub(in crate::bootstrap) listener: TcpListener,
     tickets: AtomicU64,
     link: Option<JoinHandle<()>>,
     coordinator: Option<JoinHandle<()>>,
@@ -60,18 +58,18 @@ impl TcpHub {
     pub(in crate::bootstrap) fn new(
         job: Job,
         epoch: u16,
-        seat: Membership,
+        membership: Membership,
         coordinator: Option<JoinHandle<()>>,
     ) -> Result<Self, BootstrapError> {
         let launcher = job.launcher.map(LauncherWatch::open).transpose()?;
         let shared = Shared::new(Arc::new(Health::new()))?;
-        let Membership { wire, rank, members, doors, standing } = seat;
-        let link = Link { shared: shared.clone(), wire, launcher, clocks: job.clocks, rank, epoch };
+        let Membership { connection, rank, members, addresses, listener } = membership;
+        let link = Link { shared: shared.clone(), connection, launcher, timeouts: job.timeouts, rank, epoch };
         let name = format!("sidelane link {rank}");
         let link = thread::Builder::new().name(name).spawn(move || link.run());
         let link = Some(link.map_err(|error| failed("thread spawn", &error))?);
         let (size, tickets) = (members.len() as u32, AtomicU64::new(0));
-        Ok(TcpHub { job, rank, size, epoch, shared, doors, standing, tickets, link, coordinator })
+        Ok(TcpHub { job, rank, size, epoch, shared, addresses, listener, tickets, link, coordinator })
     }
 
     /// Sends a request and sleeps until its answer, a failure of the world, or the deadline.
@@ -120,7 +118,7 @@ impl TcpHub {
             if now >= until {
                 // The coordinator knows the missing ranks.
                 withdrawn = true;
-                until = now + self.job.clocks.liveness;
+                until = now + self.job.timeouts.liveness;
                 state.outgoing.extend(Message::Withdraw { ticket }.encode());
                 self.shared.ring();
             }
@@ -172,7 +170,7 @@ impl Hub for TcpHub {
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<(), BootstrapError> {
-        let (start, deadline) = (Instant::now(), self.job.clocks.deadline);
+        let (start, deadline) = (Instant::now(), self.job.timeouts.deadline);
         let (name, value) = (key.to_owned(), value.to_vec());
         match self.request(key, deadline, |ticket| Message::Set { ticket, key: name, value })? {
             Answer::Done => Ok(()),
@@ -225,8 +223,8 @@ impl Hub for TcpHub {
     }
 
     fn pass(&self) -> Result<PeerAuth, BootstrapError> {
-        let doors = self.doors.iter().map(SocketAddr::ip).collect();
-        Ok(PeerAuth::new(self.job.secret.clone(), self.job.digest, self.rank, self.epoch, doors))
+        let addresses = self.addresses.iter().map(SocketAddr::ip).collect();
+        Ok(PeerAuth::new(self.job.secret.clone(), self.job.digest, self.rank, self.epoch, addresses))
     }
 
     fn abandon(mut self: Box<Self>) {
@@ -241,8 +239,8 @@ impl Drop for TcpHub {
     }
 }
 
-/// Bound of handing the last words to the system.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+/// Bound of the last send before this rank leaves.
+const FINAL_SEND: Duration = Duration::from_millis(500);
 
 /// The coordinator is always the first rank of its world.
 pub(in crate::bootstrap) const HOST: u32 = 0;
@@ -265,20 +263,20 @@ struct State {
     end: Option<End>,
 }
 
-/// What callers and the link thread share.
+/// State that callers and the link thread share.
 struct Shared {
     health: Arc<Health>,
     state: Mutex<State>,
     changed: Condvar,
-    bell: OwnedFd,
+    wake_fd: OwnedFd,
 }
 
 impl Shared {
     fn new(health: Arc<Health>) -> Result<Arc<Self>, BootstrapError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let bell = eventfd(0, flags).map_err(|errno| system("eventfd", errno))?;
+        let wake_fd = eventfd(0, flags).map_err(|errno| system("eventfd", errno))?;
         let state = Mutex::new(State::default());
-        let shared = Arc::new(Shared { health, state, changed: Condvar::new(), bell });
+        let shared = Arc::new(Shared { health, state, changed: Condvar::new(), wake_fd });
         let sleeper: Weak<Shared> = Arc::downgrade(&shared);
         shared.health.on_failure(move |_| {
             if let Some(shared) = sleeper.upgrade() {
@@ -290,7 +288,7 @@ impl Shared {
 
     /// Wakes the link thread. It only fails when a wake-up is pending already.
     fn ring(&self) {
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.wake_fd, &1u64.to_ne_bytes());
     }
 
     /// Hands a message to the link thread.
@@ -315,9 +313,9 @@ impl Shared {
 /// The link thread.
 struct Link {
     shared: Arc<Shared>,
-    wire: MessageConnection,
+    connection: MessageConnection,
     launcher: Option<LauncherWatch>,
-    clocks: Timeouts,
+    timeouts: Timeouts,
     rank: u32,
     epoch: u16,
 }
@@ -326,7 +324,7 @@ impl Link {
     /// Runs until the hub ends or the connection does.
     fn run(mut self) {
         let now = Instant::now();
-        let mut liveness = Liveness::new(1, self.clocks.heartbeat, self.clocks.liveness, now);
+        let mut liveness = Liveness::new(1, self.timeouts.heartbeat, self.timeouts.liveness, now);
         let mut beat = now;
         loop {
             let next = liveness.next().into_iter().fold(beat, Instant::min);
@@ -339,48 +337,48 @@ impl Link {
             // After a long sleep of this process the socket has the others' verdict: read it before
             // using the clock.
             self.read(&mut liveness, now);
-            if self.wire.is_closed() {
+            if self.connection.is_closed() {
                 return self.closed();
             }
             if let Some(&(_, silence)) = liveness.expired(now).first() {
                 self.shared.health.note_absent(HOST);
                 self.fail(Cause::Lost { rank: HOST, how: LostReason::Silent(silence) });
-                self.wire.send(&Message::Dead(Cause::Evicted { rank: HOST, epoch: self.epoch }));
-                self.wire.flush();
+                self.connection.send(&Message::Dead(Cause::Evicted { rank: HOST, epoch: self.epoch }));
+                self.connection.flush();
                 return;
             }
             if now >= beat {
-                beat = now + self.clocks.heartbeat;
-                self.wire.send(&Message::Heartbeat);
+                beat = now + self.timeouts.heartbeat;
+                self.connection.send(&Message::Heartbeat);
             }
             let end = self.take_outgoing();
             match end {
                 Some(End::Abandon) => return,
                 Some(End::Leave) => return self.leave(),
-                None => self.wire.flush(),
+                None => self.connection.flush(),
             }
         }
     }
 
     /// Waits for something to do.
     fn wait(&self, next: Instant) -> Result<(), BootstrapError> {
-        let bell = PollFd::new(&self.shared.bell, PollFlags::IN);
-        let mut fds = vec![self.wire.poll_fd(), bell];
+        let wake_fd = PollFd::new(&self.shared.wake_fd, PollFlags::IN);
+        let mut fds = vec![self.connection.poll_fd(), wake_fd];
         fds.extend(self.launcher.as_ref().map(LauncherWatch::poll_fd));
         wait(&mut fds, next)?;
         let mut count = [0; 8];
         // Clears the wake-up; there is none when another event woke this thread.
-        let _ = rustix::io::read(&self.shared.bell, &mut count);
+        let _ = rustix::io::read(&self.shared.wake_fd, &mut count);
         Ok(())
     }
 
     fn read(&mut self, liveness: &mut Liveness, now: Instant) {
-        self.wire.fill();
+        self.connection.fill();
         // Read after that: ranks leave when they see the launcher's end, so their messages about it
         // come later.
         self.look_at_launcher();
         let mut answered = false;
-        while let Some(message) = self.wire.next() {
+        while let Some(message) = self.connection.next() {
             liveness.heard(0, now);
             match message {
                 Message::Heartbeat => {}
@@ -425,20 +423,20 @@ impl Link {
 
     fn take_outgoing(&mut self) -> Option<End> {
         let mut state = lock(&self.shared.state);
-        self.wire.send_frame(&state.outgoing);
+        self.connection.send_frame(&state.outgoing);
         state.outgoing.clear();
         state.end
     }
 
     fn leave(&mut self) {
-        self.wire.send(&Message::Bye);
-        let until = Instant::now() + LAST_WORDS;
+        self.connection.send(&Message::Bye);
+        let until = Instant::now() + FINAL_SEND;
         loop {
-            self.wire.flush();
-            if self.wire.is_flushed() || Instant::now() >= until {
+            self.connection.flush();
+            if self.connection.is_flushed() || Instant::now() >= until {
                 return;
             }
-            if wait(&mut [self.wire.poll_fd()], until).is_err() {
+            if wait(&mut [self.connection.poll_fd()], until).is_err() {
                 return;
             }
         }

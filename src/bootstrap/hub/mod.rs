@@ -72,7 +72,7 @@ pub trait Hub: Send + Sync {
     /// come within a short time after the others is left behind.
     fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
 
-    /// What this rank shows to others of its world on streams of their own.
+    /// Credentials that this rank shows to others of its world on streams of their own.
     ///
     /// # Errors
     /// [`BootstrapError::System`] if there is no source of randomness for a secret.

@@ -62,15 +62,15 @@ impl Step {
 
     /// Fails for all waiting ranks; the others get the failure when they come.
     fn fail(&mut self, answer: Answer) -> Vec<Delivery> {
-        let mut told = BTreeSet::new();
+        let mut informed = BTreeSet::new();
         let mut deliveries = Vec::new();
         for (index, part) in (0u32..).zip(&mut self.parts) {
             if let Some(part) = part.take() {
-                told.insert(index);
+                informed.insert(index);
                 deliveries.push(part.caller.deliver(answer.clone()));
             }
         }
-        self.failed = Some((answer, told));
+        self.failed = Some((answer, informed));
         deliveries
     }
 }
@@ -135,10 +135,10 @@ impl Store {
             .steps
             .entry(key.clone())
             .or_insert_with(|| Step { parts: (0..count).map(|_| None).collect(), failed: None });
-        if let Some((answer, told)) = &mut step.failed {
+        if let Some((answer, informed)) = &mut step.failed {
             let answer = answer.clone();
-            told.insert(index);
-            if told.len() >= step.parts.len() {
+            informed.insert(index);
+            if informed.len() >= step.parts.len() {
                 self.steps.remove(&key);
             }
             return vec![caller.deliver(answer)];
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gives_up_ends_the_step_for_all_and_late_comers_are_told() {
+    fn rank_that_gives_up_ends_the_step_for_all() {
         let mut store = Store::new(4);
         gather(&mut store, 0, 4);
         gather(&mut store, 2, 4);
@@ -292,7 +292,7 @@ mod tests {
         assert_eq!(deliveries, [caller(0).deliver(missing.clone()), caller(2).deliver(missing.clone())]);
         assert_eq!(gather(&mut store, 3, 4), [caller(3).deliver(missing.clone())]);
         assert_eq!(gather(&mut store, 1, 4), [caller(1).deliver(missing)]);
-        assert!(store.steps.is_empty(), "forgotten when all have been told");
+        assert!(store.steps.is_empty(), "forgotten when all have their error");
     }
 
     #[test]

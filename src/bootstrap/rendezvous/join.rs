@@ -1,38 +1,28 @@
-//! The first meeting of a job: rank 0 listens, the others look for it.
+//! From processes to the members of a world: the first rendezvous of a job, and the next after a loss.
 //!
 //! ```text
-//!   ports to try  29501  29502  29503 ...
-//!   rank 0        taken  BIND
-//!   rank k        knock  knock ──► its handshake proves that this is the job
+//!   ports to try  29501  29502  29503 ...        epoch e      0 ✗    1      2      3
+//!   rank 0        taken  BIND                    epoch e+1           0 ◄─── 1 ◄─── 2
+//!   rank k        try    try ──► the handshake proves that this is the job
 //! ```
 //!
-//! A launcher's own store sits on the master port, and other jobs may sit on the ports after it, so
-//! no port is trusted: the handshake finds the right one.
+//! **First.** Rank 0 listens, the others look for it. A launcher's own store uses the master port, and
+//! other jobs may use the ports after it, so no port is trusted: the handshake finds the right one.
 //!
-//! Joining a rendezvous: the guest's side of a connection, from the first byte to its rank.
-//!
-//! The ranks that have come to a rendezvous, and when it may begin: a state machine without
-//! sockets, which gets the time from its caller.
-//!
-//! ```text
-//!   first meeting   begins when all `size` ranks are here
-//!   rebuild         begins when everyone not known absent is here, or a short window after the second came
-//! ```
-//!
-//! The window is for ranks that died unnoticed. It opens with the second arrival: a rank alone
-//! never concludes that it is the only one left.
-//!
-//! Meeting again after a loss.
-//!
-//! ```text
-//!   epoch e      0 ✗    1      2      3          each rank has had a listener since it joined
-//!   epoch e+1           0 ◄─── 1 ◄─── 2          the lowest rank not known lost hosts; old order is kept
-//! ```
-//!
-//! The old world's connections stay open meanwhile, so a rank that dies during the rebuild is
-//! noticed. A world that a network failure splits in two can become two worlds of the same epoch:
-//! ranks cannot distinguish a split from a death. A program that must exclude this compares the
+//! **Again.** Each rank has had a listener since it joined. The lowest rank not known lost hosts, and the
+//! old order is kept. The old world's connections stay open meanwhile, so a rank that dies during the
+//! rebuild is noticed. A world that a network failure splits in two can become two worlds of the same
+//! epoch: ranks cannot distinguish a split from a death. A program that must exclude this compares the
 //! size of the new world with the size that it needs.
+//!
+//! **Beginning.** [`JoinBarrier`] decides when the world begins. It is a state machine without sockets,
+//! which gets the time from its caller. The window is for ranks that died unnoticed. It opens with the
+//! second arrival: a rank alone never concludes that it is the only one left.
+//!
+//! ```text
+//!   first      begins when all `size` ranks are here
+//!   rebuild    begins when all ranks not known absent are here, or a short window after the second came
+//! ```
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -65,9 +55,9 @@ const PAUSE: Duration = Duration::from_millis(30);
 pub fn connect(
     identity: &Identity,
     secret: Option<Secret>,
-    clocks: Timeouts,
+    timeouts: Timeouts,
 ) -> Result<Box<dyn Hub>, BootstrapError> {
-    let until = Instant::now() + clocks.rendezvous;
+    let until = Instant::now() + timeouts.rendezvous;
     if secret.is_none() && !identity.is_local() && !identity.insecure {
         return Err(BootstrapError::NoSecret { address: identity.master_addr.clone() });
     }
@@ -76,20 +66,20 @@ pub fn connect(
         None if identity.insecure => Secret::none(),
         None => Secret::of_user()?,
     };
-    let job = Job { digest: job_digest(&identity.job), secret, clocks, launcher: identity.launcher_pipe };
+    let job = Job { digest: job_digest(&identity.job), secret, timeouts, launcher: identity.launcher_pipe };
     let meeting = RendezvousId { job: job.digest, size: identity.size, epoch: 0, host: HOST };
-    let (seat, coordinator) = match identity.rank {
+    let (membership, coordinator) = match identity.rank {
         HOST => {
             let listener = bind(identity)?;
             let (address, coordinator) =
                 host(listener, &job, meeting, JoinBarrier::first(identity.size), Box::new(Vec::new), until)?;
-            let seat = seek(identity, &job, meeting, &[address], until);
-            let (seat, coordinator) = attended(seat, coordinator)?;
-            (seat, Some(coordinator))
+            let membership = seek(identity, &job, meeting, &[address], until);
+            let (membership, coordinator) = attended(membership, coordinator)?;
+            (membership, Some(coordinator))
         }
         _ => (seek(identity, &job, meeting, &[], until)?, None),
     };
-    Ok(Box::new(TcpHub::new(job, 0, seat, coordinator)?))
+    Ok(Box::new(TcpHub::new(job, 0, membership, coordinator)?))
 }
 
 /// Starts a coordinator. Returns the address at which its own rank reaches it.
@@ -109,20 +99,20 @@ pub(super) fn host(
         });
     }
     let queue = HandshakeQueue::new(listener, job.secret.clone(), meeting);
-    let setting = HubConfig { queue, barrier, absent, clocks: job.clocks, until };
+    let config = HubConfig { queue, barrier, absent, timeouts: job.timeouts, until };
     let thread = thread::Builder::new().name("sidelane coordinator".to_owned());
-    let thread = thread.spawn(move || coordinate(setting));
+    let thread = thread.spawn(move || coordinate(config));
     Ok((address, thread.map_err(|error| failed("thread spawn", &error))?))
 }
 
 /// A host that cannot join waits for its coordinator, which still has messages for the others: the
 /// process may end next.
 fn attended<E>(
-    seat: Result<Membership, E>,
+    membership: Result<Membership, E>,
     coordinator: JoinHandle<()>,
 ) -> Result<(Membership, JoinHandle<()>), E> {
-    match seat {
-        Ok(seat) => Ok((seat, coordinator)),
+    match membership {
+        Ok(membership) => Ok((membership, coordinator)),
         Err(error) => {
             // A thread that panicked has said so already.
             let _ = coordinator.join();
@@ -158,7 +148,7 @@ fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
     })
 }
 
-/// Knocks at the candidates in turn until one is the right one. `known` skips the search.
+/// Tries the candidates in turn until one is the right one. `known` skips the search.
 fn seek(
     identity: &Identity,
     job: &Job,
@@ -174,7 +164,7 @@ fn seek(
         let candidates = if known.is_empty() { candidates(identity) } else { known.to_vec() };
         for address in candidates {
             let now = Instant::now();
-            let knock = JoinRequest {
+            let request = JoinRequest {
                 secret: &job.secret,
                 meeting,
                 rank: identity.rank,
@@ -183,9 +173,9 @@ fn seek(
                 until,
                 stop: &|| false,
             };
-            match knock.at(address) {
-                Ok(seat) => return Ok(seat),
-                Err(JoinError::Nobody) => {}
+            match request.at(address) {
+                Ok(membership) => return Ok(membership),
+                Err(JoinError::Unreachable) => {}
                 Err(JoinError::Failed(error)) => return Err(error),
                 Err(JoinError::Refused(JoinRefusal::WrongSecret)) => {
                     foreign.get_or_insert((Instant::now(), address));
@@ -246,24 +236,24 @@ const CONNECT: Duration = Duration::from_secs(1);
 /// Bound of the proof of a host that has challenged.
 const ANSWER: Duration = Duration::from_secs(5);
 /// Bound of the query for missing ranks.
-const LAST_QUESTION: Duration = Duration::from_secs(1);
+const FINAL_QUERY: Duration = Duration::from_secs(1);
 
 /// A place in a world.
 pub(in crate::bootstrap) struct Membership {
-    pub wire: MessageConnection,
+    pub connection: MessageConnection,
     pub rank: u32,
     /// For each rank of the new world, its rank before.
     pub members: Vec<u32>,
     /// Where each rank of the new world listens.
-    pub doors: Vec<SocketAddr>,
+    pub addresses: Vec<SocketAddr>,
     /// Where this one does.
-    pub standing: TcpListener,
+    pub listener: TcpListener,
 }
 
 /// Reason why a guest cannot join.
 pub(super) enum JoinError {
     /// No process, another process, or a closed connection: try again or elsewhere.
-    Nobody,
+    Unreachable,
     /// Of this job, and no.
     Refused(JoinRefusal),
     /// This side failed.
@@ -275,7 +265,7 @@ pub(super) struct JoinRequest<'a> {
     pub secret: &'a Secret,
     pub meeting: RendezvousId,
     pub rank: u32,
-    /// Whether other machines must reach the standing listener.
+    /// Whether other machines must reach the listener.
     pub beyond_loopback: bool,
     /// Bound of the host's challenge.
     pub greeted_until: Instant,
@@ -286,35 +276,35 @@ pub(super) struct JoinRequest<'a> {
 }
 
 impl JoinRequest<'_> {
-    /// Knocks at an address.
+    /// Tries to join at an address.
     pub(super) fn at(&self, address: SocketAddr) -> Result<Membership, JoinError> {
-        let patience = self.greeted_until.saturating_duration_since(Instant::now()).min(CONNECT);
-        let patience = patience.max(Duration::from_millis(1));
-        let stream = TcpStream::connect_timeout(&address, patience).map_err(|_| JoinError::Nobody)?;
-        let local = stream.local_addr().map_err(|_| JoinError::Nobody)?.ip();
-        let mut wire = MessageConnection::new(stream).map_err(|_| JoinError::Nobody)?;
-        let standing = self.listen(local)?;
-        let port = standing.local_addr().map_err(fail("getsockname"))?.port();
+        let limit = self.greeted_until.saturating_duration_since(Instant::now()).min(CONNECT);
+        let limit = limit.max(Duration::from_millis(1));
+        let stream = TcpStream::connect_timeout(&address, limit).map_err(|_| JoinError::Unreachable)?;
+        let local = stream.local_addr().map_err(|_| JoinError::Unreachable)?.ip();
+        let mut connection = MessageConnection::new(stream).map_err(|_| JoinError::Unreachable)?;
+        let listener = self.listen(local)?;
+        let port = listener.local_addr().map_err(fail("getsockname"))?.port();
 
         let RendezvousId { job, size, epoch, host } = self.meeting;
         let nonce = random().map_err(JoinError::Failed)?;
         let hello = Hello { version: PROTOCOL, job, rank: self.rank, size, epoch, host, port, nonce };
         let guest = Initiator::new(self.secret.clone(), hello);
-        let greeted = shake_hands(&mut wire, guest, self.greeted_until, self.stop);
-        greeted.ok_or(JoinError::Nobody)?.map_err(miss)?;
-        let verdict = wire.await_message(self.until, self.stop).or_else(|| {
-            wire.send(&Message::Withdraw { ticket: 0 });
-            wire.await_message(Instant::now() + LAST_QUESTION, &|| false)
+        let greeted = shake_hands(&mut connection, guest, self.greeted_until, self.stop);
+        greeted.ok_or(JoinError::Unreachable)?.map_err(miss)?;
+        let verdict = connection.await_message(self.until, self.stop).or_else(|| {
+            connection.send(&Message::Withdraw { ticket: 0 });
+            connection.await_message(Instant::now() + FINAL_QUERY, &|| false)
         });
-        match verdict.ok_or(JoinError::Nobody)? {
+        match verdict.ok_or(JoinError::Unreachable)? {
             Message::Refused(refusal) => Err(miss(refusal)),
-            Message::Welcome { rank, members, doors } => {
+            Message::Welcome { rank, members, addresses } => {
                 let mine = members.get(rank as usize) == Some(&self.rank);
-                if !mine || members.len() != doors.len() {
+                if !mine || members.len() != addresses.len() {
                     return Err(JoinError::Refused(JoinRefusal::Malformed));
                 }
-                let doors = doors.iter().map(|door| resolve(door, address.ip())).collect();
-                Ok(Membership { wire, rank, members, doors, standing })
+                let addresses = addresses.iter().map(|listens| resolve(listens, address.ip())).collect();
+                Ok(Membership { connection, rank, members, addresses, listener })
             }
             _ => Err(JoinError::Refused(JoinRefusal::Malformed)),
         }
@@ -329,30 +319,30 @@ impl JoinRequest<'_> {
             (IpAddr::V6(_), true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
             (local, false) => local,
         };
-        let standing = TcpListener::bind((ip, 0)).map_err(fail("bind"))?;
-        standing.set_nonblocking(true).map_err(fail("fcntl"))?;
-        Ok(standing)
+        let listener = TcpListener::bind((ip, 0)).map_err(fail("bind"))?;
+        listener.set_nonblocking(true).map_err(fail("fcntl"))?;
+        Ok(listener)
     }
 }
 
 /// The guest's part of the handshake. None if the host is silent.
 pub(super) fn shake_hands(
-    wire: &mut MessageConnection,
+    connection: &mut MessageConnection,
     mut guest: Initiator,
     greeted_until: Instant,
     stop: &dyn Fn() -> bool,
 ) -> Option<Result<(), JoinRefusal>> {
-    wire.send(&guest.hello());
-    let challenge = wire.await_message(greeted_until, stop)?;
+    connection.send(&guest.hello());
+    let challenge = connection.await_message(greeted_until, stop)?;
     let proof = match guest.answer(challenge) {
         Ok(proof) => proof,
         Err(refusal) => return Some(Err(refusal)),
     };
-    wire.send(&proof);
-    let answer = wire.await_message(Instant::now() + ANSWER, stop)?;
+    connection.send(&proof);
+    let answer = connection.await_message(Instant::now() + ANSWER, stop)?;
     let known = guest.recognise(answer);
     if known.is_ok() {
-        wire.trust();
+        connection.trust();
     }
     Some(known)
 }
@@ -360,7 +350,7 @@ pub(super) fn shake_hands(
 /// Another job, or another protocol: not the wanted host.
 fn miss(refusal: JoinRefusal) -> JoinError {
     match refusal {
-        JoinRefusal::OtherJob | JoinRefusal::Malformed => JoinError::Nobody,
+        JoinRefusal::OtherJob | JoinRefusal::Malformed => JoinError::Unreachable,
         refusal => JoinError::Refused(refusal),
     }
 }
@@ -369,9 +359,9 @@ fn fail(call: &'static str) -> impl Fn(std::io::Error) -> JoinError {
     move |error| JoinError::Failed(failed(call, &error))
 }
 
-/// A door without an address is on the machine of the host.
-fn resolve(door: &ListenAddress, host: IpAddr) -> SocketAddr {
-    SocketAddr::new(door.ip.unwrap_or(host), door.port)
+/// A address without an address is on the machine of the host.
+fn resolve(address: &ListenAddress, host: IpAddr) -> SocketAddr {
+    SocketAddr::new(address.ip.unwrap_or(host), address.port)
 }
 
 /// The gathering of a world.
@@ -456,24 +446,26 @@ pub(in crate::bootstrap) fn rebuild(old: &TcpHub, deadline: Duration) -> Result<
             return Err(BootstrapError::RebuildFailed { epoch, coordinator, waited });
         };
         // Leaves time for the next one, should this one never answer.
-        let patience = until.saturating_duration_since(Instant::now());
-        let patience = if candidates.next().is_some() { patience / 2 } else { patience };
+        let limit = until.saturating_duration_since(Instant::now());
+        let limit = if candidates.next().is_some() { limit / 2 } else { limit };
         let meeting = RendezvousId { job: old.job.digest, size: old.size, epoch, host: candidate };
         let health = old.health().clone();
         let stop = move || health.is_absent(candidate);
-        let knock = JoinRequest {
+        let request = JoinRequest {
             secret: &old.job.secret,
             meeting,
             rank: old.rank,
-            beyond_loopback: old.doors.iter().any(|door| !door.ip().is_loopback()),
-            greeted_until: Instant::now() + patience,
+            beyond_loopback: old.addresses.iter().any(|address| !address.ip().is_loopback()),
+            greeted_until: Instant::now() + limit,
             until,
             stop: &stop,
         };
         let seated = if candidate == old.rank {
-            lead(old, &knock)
+            lead(old, &request)
         } else {
-            knock.at(old.doors[candidate as usize]).and_then(|seat| sit(old, epoch, seat, None))
+            request
+                .at(old.addresses[candidate as usize])
+                .and_then(|membership| join_host(old, epoch, membership, None))
         };
         match seated {
             Ok(rebuilt) => return Ok(rebuilt),
@@ -485,7 +477,7 @@ pub(in crate::bootstrap) fn rebuild(old: &TcpHub, deadline: Duration) -> Result<
                 let (coordinator, waited) = (candidate, start.elapsed());
                 return Err(BootstrapError::RebuildFailed { epoch, coordinator, waited });
             }
-            Err(JoinError::Nobody | JoinError::Refused(_)) => tried.push(candidate),
+            Err(JoinError::Unreachable | JoinError::Refused(_)) => tried.push(candidate),
         }
     }
 }
@@ -503,25 +495,25 @@ fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
 }
 
 /// Hosts the meeting and takes part in it.
-fn lead(old: &TcpHub, knock: &JoinRequest<'_>) -> Result<Rebuilt, JoinError> {
-    let listener = old.standing.try_clone().map_err(|error| JoinError::Failed(failed("dup", &error)))?;
-    let barrier = JoinBarrier::again(old.size, old.job.clocks.liveness * 2);
+fn lead(old: &TcpHub, request: &JoinRequest<'_>) -> Result<Rebuilt, JoinError> {
+    let listener = old.listener.try_clone().map_err(|error| JoinError::Failed(failed("dup", &error)))?;
+    let barrier = JoinBarrier::again(old.size, old.job.timeouts.liveness * 2);
     let health = Arc::clone(old.health());
     let absent = Box::new(move || health.absent());
-    let (address, coordinator) =
-        host(listener, &old.job, knock.meeting, barrier, absent, knock.until).map_err(JoinError::Failed)?;
-    let (seat, coordinator) = attended(knock.at(address), coordinator)?;
-    sit(old, knock.meeting.epoch, seat, Some(coordinator))
+    let (address, coordinator) = host(listener, &old.job, request.meeting, barrier, absent, request.until)
+        .map_err(JoinError::Failed)?;
+    let (membership, coordinator) = attended(request.at(address), coordinator)?;
+    join_host(old, request.meeting.epoch, membership, Some(coordinator))
 }
 
-fn sit(
+fn join_host(
     old: &TcpHub,
     epoch: u16,
-    seat: Membership,
+    membership: Membership,
     coordinator: Option<std::thread::JoinHandle<()>>,
 ) -> Result<Rebuilt, JoinError> {
-    let members = seat.members.clone();
-    let hub = TcpHub::new(old.job.clone(), epoch, seat, coordinator).map_err(JoinError::Failed)?;
+    let members = membership.members.clone();
+    let hub = TcpHub::new(old.job.clone(), epoch, membership, coordinator).map_err(JoinError::Failed)?;
     Ok((Box::new(hub), members))
 }
 

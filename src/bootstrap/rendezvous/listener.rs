@@ -1,8 +1,12 @@
-//! Authenticated streams: two ranks of a world authenticate each other on another connection.
+//! The accepting side: pending connections until they are authenticated, for the rendezvous and for
+//! streams of the ranks' own.
 //!
 //! ```text
-//!   one rank: Reception                      the other: Pass::knock
-//!     listener, Lobby  ◄──── Hello { rank, epoch, whom it looks for } ────
+//!   listener ──► HandshakeQueue: Hello, Challenge, Proofs ──► AuthenticatedPeer (rank, connection)
+//!                   └── silent or malformed: closed, and no other peer waits for it
+//!
+//!   one rank: PeerListener                   the other: PeerAuth::connect
+//!     HandshakeQueue   ◄──── Hello { rank, epoch, expected rank } ────
 //!                      ───── Challenge ─────►
 //!                      ◄──── Proof ─────
 //!                      ───── Proof ─────►
@@ -10,19 +14,12 @@
 //!                      ◄──── one byte ────   from here on the stream is the ranks' own
 //! ```
 //!
-//! The byte says that the other rank has not given up meanwhile: its wait for a Welcome is bounded,
-//! and no wait comes after it. A stream without that byte is dropped.
+//! The byte says that the other rank has not given up meanwhile: its wait for a Welcome is bounded, and
+//! no wait comes after it. A stream without that byte is dropped.
 //!
-//! The handshake is that of the rendezvous, under a name that no rendezvous has, so its messages
-//! prove nothing there. The connections of strangers, of other jobs and of earlier epochs are
-//! closed, and no rank waits for them.
-//!
-//! Where pending connections wait until they are authenticated.
-//!
-//! ```text
-//!   listener ──► visitor: Hello, Challenge, Proofs ──► arrival (rank, wire)
-//!                   └── silent or malformed: closed, and no other peer waits for it
-//! ```
+//! The handshake is that of the rendezvous, under a name that no rendezvous has, so its messages prove
+//! nothing there. The connections of strangers, of other jobs and of earlier epochs are closed, and no
+//! rank waits for them.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};
@@ -56,7 +53,7 @@ pub struct PeerAuth {
     /// Of streams of this world; `host` stands for no rank yet.
     meeting: RendezvousId,
     /// Where the rendezvous sees each rank.
-    doors: Vec<IpAddr>,
+    addresses: Vec<IpAddr>,
 }
 
 impl PeerAuth {
@@ -65,11 +62,11 @@ impl PeerAuth {
         job: [u8; 32],
         rank: u32,
         epoch: u16,
-        doors: Vec<IpAddr>,
+        addresses: Vec<IpAddr>,
     ) -> Self {
         let job = Sha256::new().chain_update(b"sidelane streams ").chain_update(job).finalize().into();
-        let meeting = RendezvousId { job, size: doors.len() as u32, epoch, host: rank };
-        PeerAuth { secret, rank, meeting, doors }
+        let meeting = RendezvousId { job, size: addresses.len() as u32, epoch, host: rank };
+        PeerAuth { secret, rank, meeting, addresses }
     }
 
     /// This rank.
@@ -79,12 +76,12 @@ impl PeerAuth {
 
     /// The address at which the rendezvous sees a rank.
     pub fn seen_at(&self, rank: u32) -> Option<IpAddr> {
-        self.doors.get(rank as usize).copied()
+        self.addresses.get(rank as usize).copied()
     }
 
     /// Whether all ranks meet through this machine's loopback interface.
     pub fn is_local(&self) -> bool {
-        self.doors.iter().all(IpAddr::is_loopback)
+        self.addresses.iter().all(IpAddr::is_loopback)
     }
 
     /// Lets other ranks of this world in at a listener.
@@ -125,7 +122,7 @@ impl PeerAuth {
         let peer = || address.to_string();
         let stream =
             TcpStream::connect_timeout(&address, CONNECT).map_err(|error| failed("connect", &error))?;
-        let mut wire = MessageConnection::new(stream).map_err(|error| failed("fcntl", &error))?;
+        let mut connection = MessageConnection::new(stream).map_err(|error| failed("fcntl", &error))?;
         let RendezvousId { job, size, epoch, .. } = self.meeting;
         let nonce = random()?;
         let hello = Hello { version: PROTOCOL, job, rank: self.rank, size, epoch, host, port: 0, nonce };
@@ -134,10 +131,10 @@ impl PeerAuth {
         let until = since + GREETING;
         let silent = || BootstrapError::NoRendezvous { address: peer(), waited: since.elapsed() };
         let malformed = || BootstrapError::Malformed { peer: peer() };
-        let greeted = shake_hands(&mut wire, guest, until, stop).ok_or_else(silent)?;
+        let greeted = shake_hands(&mut connection, guest, until, stop).ok_or_else(silent)?;
         greeted.map_err(|refusal| self.explain(refusal, peer()))?;
-        match wire.await_message(until, stop).ok_or_else(silent)? {
-            Message::Welcome { .. } => wire.into_stream().ok_or_else(malformed),
+        match connection.await_message(until, stop).ok_or_else(silent)? {
+            Message::Welcome { .. } => connection.into_stream().ok_or_else(malformed),
             Message::Refused(refusal) => Err(self.explain(refusal, peer())),
             _ => Err(malformed()),
         }
@@ -177,10 +174,10 @@ impl PeerListener {
         loop {
             let now = Instant::now();
             for arrival in self.queue.turn(now) {
-                let (from, mut wire) = (arrival.hello.rank, arrival.wire);
-                wire.send(&Message::Welcome { rank: from, members: Vec::new(), doors: Vec::new() });
-                wire.flush();
-                self.welcomed.extend(wire.into_stream().map(|stream| (from, stream)));
+                let (from, mut connection) = (arrival.hello.rank, arrival.connection);
+                connection.send(&Message::Welcome { rank: from, members: Vec::new(), addresses: Vec::new() });
+                connection.flush();
+                self.welcomed.extend(connection.into_stream().map(|stream| (from, stream)));
             }
             self.hear();
             let stream = self.here.remove(&rank);
@@ -213,12 +210,12 @@ impl PeerListener {
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Visitors at a time; more wait in the listener's queue.
 const MAX_VISITORS: usize = 1024;
-/// Pause after the system had no descriptor left for a visitor.
+/// Pause after the system had no descriptor left for a handshake.
 const REST: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 struct PendingHandshake {
-    wire: MessageConnection,
+    connection: MessageConnection,
     porter: Responder,
     until: Instant,
 }
@@ -227,15 +224,15 @@ struct PendingHandshake {
 #[derive(Debug)]
 pub(in crate::bootstrap) struct AuthenticatedPeer {
     pub hello: Hello,
-    pub wire: MessageConnection,
+    pub connection: MessageConnection,
 }
 
 impl AuthenticatedPeer {
     /// Closes the connection. Queued bytes are sent; a reason that does not fit the socket's buffer
     /// is lost.
     pub(in crate::bootstrap) fn refuse(mut self, refusal: JoinRefusal) {
-        self.wire.send(&Message::Refused(refusal));
-        self.wire.flush();
+        self.connection.send(&Message::Refused(refusal));
+        self.connection.flush();
     }
 }
 
@@ -245,30 +242,30 @@ pub(in crate::bootstrap) struct HandshakeQueue {
     listener: TcpListener,
     secret: Secret,
     meeting: RendezvousId,
-    visitors: Vec<PendingHandshake>,
+    pending: Vec<PendingHandshake>,
     rests_until: Option<Instant>,
 }
 
 impl HandshakeQueue {
     /// Visitors come through a listener that does not block.
     pub(super) fn new(listener: TcpListener, secret: Secret, meeting: RendezvousId) -> Self {
-        HandshakeQueue { listener, secret, meeting, visitors: Vec::new(), rests_until: None }
+        HandshakeQueue { listener, secret, meeting, pending: Vec::new(), rests_until: None }
     }
 
     pub(in crate::bootstrap) fn meeting(&self) -> &RendezvousId {
         &self.meeting
     }
 
-    /// What to wait for.
+    /// Events to wait for.
     pub(in crate::bootstrap) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
-        let open = self.rests_until.is_none() && self.visitors.len() < MAX_VISITORS;
+        let open = self.rests_until.is_none() && self.pending.len() < MAX_VISITORS;
         let listener = open.then(|| PollFd::new(&self.listener, PollFlags::IN));
-        listener.into_iter().chain(self.visitors.iter().map(|visitor| visitor.wire.poll_fd()))
+        listener.into_iter().chain(self.pending.iter().map(|handshake| handshake.connection.poll_fd()))
     }
 
     /// When to look even if nothing comes.
     pub(in crate::bootstrap) fn next(&self) -> Option<Instant> {
-        self.visitors.iter().map(|visitor| visitor.until).chain(self.rests_until).min()
+        self.pending.iter().map(|handshake| handshake.until).chain(self.rests_until).min()
     }
 
     /// Advances the pending handshakes by one step. Returns the authenticated peers.
@@ -278,9 +275,9 @@ impl HandshakeQueue {
             self.accept(now);
         }
         let mut arrivals = Vec::new();
-        for visitor in std::mem::take(&mut self.visitors) {
-            match visitor.step(now) {
-                Next::Stays(visitor) => self.visitors.push(visitor),
+        for handshake in std::mem::take(&mut self.pending) {
+            match handshake.step(now) {
+                Next::Stays(handshake) => self.pending.push(handshake),
                 Next::Arrives(arrival) => arrivals.push(arrival),
                 Next::Leaves => {}
             }
@@ -289,12 +286,14 @@ impl HandshakeQueue {
     }
 
     fn accept(&mut self, now: Instant) {
-        while self.visitors.len() < MAX_VISITORS {
+        while self.pending.len() < MAX_VISITORS {
             match self.listener.accept() {
                 Ok((stream, _)) => {
-                    let (Ok(wire), Ok(nonce)) = (MessageConnection::new(stream), random()) else { continue };
+                    let (Ok(connection), Ok(nonce)) = (MessageConnection::new(stream), random()) else {
+                        continue;
+                    };
                     let porter = Responder::new(self.secret.clone(), self.meeting, nonce);
-                    self.visitors.push(PendingHandshake { wire, porter, until: now + PATIENCE });
+                    self.pending.push(PendingHandshake { connection, porter, until: now + PATIENCE });
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error)
@@ -309,7 +308,7 @@ impl HandshakeQueue {
     }
 }
 
-/// What becomes of a visitor.
+/// Outcome of a handshake.
 enum Next {
     Stays(PendingHandshake),
     Arrives(AuthenticatedPeer),
@@ -318,40 +317,40 @@ enum Next {
 
 impl PendingHandshake {
     fn step(mut self, now: Instant) -> Next {
-        self.wire.fill();
-        while let Some(message) = self.wire.next() {
+        self.connection.fill();
+        while let Some(message) = self.connection.next() {
             if self.porter.challenged() {
                 return self.judge(message);
             }
             match self.porter.challenge(message) {
-                Ok(challenge) => self.wire.send(&challenge),
-                Err(refusal) => return show_out(self.wire, refusal),
+                Ok(challenge) => self.connection.send(&challenge),
+                Err(refusal) => return show_out(self.connection, refusal),
             }
         }
-        self.wire.flush();
-        if self.wire.is_closed() || now >= self.until { Next::Leaves } else { Next::Stays(self) }
+        self.connection.flush();
+        if self.connection.is_closed() || now >= self.until { Next::Leaves } else { Next::Stays(self) }
     }
 
     fn judge(mut self, message: Message) -> Next {
         let (guest, proof) = match self.porter.recognise(message) {
             Ok(known) => known,
-            Err(refusal) => return show_out(self.wire, refusal),
+            Err(refusal) => return show_out(self.connection, refusal),
         };
-        self.wire.send(&proof);
+        self.connection.send(&proof);
         match guest.admit() {
             Ok(hello) => {
-                self.wire.trust();
-                Next::Arrives(AuthenticatedPeer { hello, wire: self.wire })
+                self.connection.trust();
+                Next::Arrives(AuthenticatedPeer { hello, connection: self.connection })
             }
-            Err(refusal) => show_out(self.wire, refusal),
+            Err(refusal) => show_out(self.connection, refusal),
         }
     }
 }
 
-fn show_out(mut wire: MessageConnection, refusal: JoinRefusal) -> Next {
-    tracing::warn!(peer = ?wire.peer(), ?refusal, "refused at the rendezvous");
-    wire.send(&Message::Refused(refusal));
-    wire.flush();
+fn show_out(mut connection: MessageConnection, refusal: JoinRefusal) -> Next {
+    tracing::warn!(peer = ?connection.peer(), ?refusal, "refused at the rendezvous");
+    connection.send(&Message::Refused(refusal));
+    connection.flush();
     Next::Leaves
 }
 
@@ -368,7 +367,10 @@ mod tests {
     }
 
     /// Connects to the reception of rank 0 of job 7, epoch 4, whose secret is "s".
-    fn knock(visitor: PeerAuth, looks_for: u32) -> (Result<TcpStream, BootstrapError>, Option<TcpStream>) {
+    fn connect(
+        handshake: PeerAuth,
+        looks_for: u32,
+    ) -> (Result<TcpStream, BootstrapError>, Option<TcpStream>) {
         let listener = TcpListener::bind((LOCAL, 0)).unwrap();
         let address = listener.local_addr().unwrap();
         let mut reception = pass("s", 7, 0, 4).receive(listener).unwrap();
@@ -376,20 +378,20 @@ mod tests {
         let _silent = TcpStream::connect(address).unwrap();
         TcpStream::connect(address).unwrap().write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         std::thread::scope(|scope| {
-            let knocking = scope.spawn(|| visitor.connect(looks_for, address, &|| false));
+            let connecting = scope.spawn(|| handshake.connect(looks_for, address, &|| false));
             let until = Instant::now() + Duration::from_secs(30);
             let mut seen = None;
-            while seen.is_none() && !knocking.is_finished() && Instant::now() < until {
+            while seen.is_none() && !connecting.is_finished() && Instant::now() < until {
                 let slice = Instant::now() + Duration::from_millis(10);
-                seen = reception.accept(visitor.rank(), slice).unwrap();
+                seen = reception.accept(handshake.rank(), slice).unwrap();
             }
-            (knocking.join().unwrap(), seen)
+            (connecting.join().unwrap(), seen)
         })
     }
 
     #[test]
     fn ranks_of_a_world_find_each_other_among_strangers() {
-        let (theirs, ours) = knock(pass("s", 7, 2, 4), 0);
+        let (theirs, ours) = connect(pass("s", 7, 2, 4), 0);
         let (mut theirs, mut ours) = (theirs.unwrap(), ours.unwrap());
         theirs.set_nonblocking(false).unwrap();
         ours.write_all(b"hello").unwrap();
@@ -404,15 +406,15 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let mut reception = pass("s", 7, 0, 4).receive(listener).unwrap();
         std::thread::scope(|scope| {
-            let knocking = scope.spawn(|| {
-                let visitor = pass("s", 7, 2, 4);
-                drop(visitor.greet(0, address, &|| false).unwrap());
-                let mut stream = visitor.connect(0, address, &|| false).unwrap();
+            let connecting = scope.spawn(|| {
+                let handshake = pass("s", 7, 2, 4);
+                drop(handshake.greet(0, address, &|| false).unwrap());
+                let mut stream = handshake.connect(0, address, &|| false).unwrap();
                 stream.write_all(b"hello").unwrap();
             });
             let until = Instant::now() + Duration::from_secs(30);
             let mut ours = reception.accept(2, until).unwrap().unwrap();
-            knocking.join().unwrap();
+            connecting.join().unwrap();
             ours.set_nonblocking(false).unwrap();
             let mut seen = Vec::new();
             ours.read_to_end(&mut seen).unwrap();
@@ -422,9 +424,9 @@ mod tests {
     }
 
     #[test]
-    fn who_is_not_of_this_world_is_refused() {
-        let refused = |visitor: PeerAuth, looks_for| {
-            let (theirs, ours) = knock(visitor, looks_for);
+    fn rank_of_another_world_is_refused() {
+        let refused = |handshake: PeerAuth, looks_for| {
+            let (theirs, ours) = connect(handshake, looks_for);
             assert!(ours.is_none());
             theirs.unwrap_err()
         };

@@ -28,7 +28,7 @@ pub(in crate::bootstrap) fn job_digest(job: &str) -> [u8; 32] {
     Sha256::digest(job.as_bytes()).into()
 }
 
-/// The side that knocks.
+/// The side that connects.
 #[derive(Debug)]
 pub(in crate::bootstrap) struct Initiator {
     secret: Secret,
@@ -42,7 +42,7 @@ impl Initiator {
         Initiator { secret, hello, nonce: None }
     }
 
-    /// What to say first.
+    /// The first message.
     pub(in crate::bootstrap) fn hello(&self) -> Message {
         Message::Hello(self.hello.clone())
     }
@@ -85,7 +85,7 @@ pub(in crate::bootstrap) struct RendezvousId {
     pub host: u32,
 }
 
-/// The side that is knocked at: one of these per visitor.
+/// The side that accepts: one of these per pending connection.
 #[derive(Debug)]
 pub(in crate::bootstrap) struct Responder {
     secret: Secret,
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_hello_says_cannot_be_changed_on_the_way() {
+    fn changed_hello_fails_the_proof() {
         let (mut guest, mut porter) = (guest("s", 1), porter("s", 2));
         let forged = Hello { rank: 3, ..hello(1) };
         let challenge = porter.challenge(Message::Hello(forged)).unwrap();

@@ -127,7 +127,7 @@ impl MessageConnection {
         self.closed
     }
 
-    /// What to wait for: input, and room for output if some is queued.
+    /// Events to wait for: input, and room for output if some is queued.
     pub(in crate::bootstrap) fn poll_fd(&self) -> PollFd<'_> {
         let output = if self.is_flushed() { PollFlags::empty() } else { PollFlags::OUT };
         PollFd::new(&self.stream, PollFlags::IN | output)

@@ -9,8 +9,6 @@
 //!   rank    Set Get Gather Withdraw  Heartbeat  Dead  Bye ──►  coordinator
 //!           ◄──  Answer              Heartbeat  Dead  Left
 //! ```
-//!
-//! The parts that messages are made of, as bytes.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -35,7 +33,7 @@ pub(in crate::bootstrap) struct Hello {
     pub epoch: u16,
     /// The rank that the guest believes to be the host.
     pub host: u32,
-    /// Port of the guest's standing listener.
+    /// Port of the joining rank's listener.
     pub port: u16,
     pub nonce: [u8; 32],
 }
@@ -47,7 +45,7 @@ pub(in crate::bootstrap) enum Message {
     Challenge { version: u32, nonce: [u8; 32] },
     Proof([u8; 32]),
     Refused(JoinRefusal),
-    Welcome { rank: u32, members: Vec<u32>, doors: Vec<ListenAddress> },
+    Welcome { rank: u32, members: Vec<u32>, addresses: Vec<ListenAddress> },
     Heartbeat,
     Set { ticket: u64, key: String, value: Vec<u8> },
     Get { ticket: u64, key: String },
@@ -88,12 +86,12 @@ impl Message {
                 w.u8(3);
                 write_refusal(&mut w, refusal);
             }
-            Message::Welcome { rank, members, doors } => {
+            Message::Welcome { rank, members, addresses } => {
                 w.u8(4);
                 w.u32(*rank);
                 write_ranks(&mut w, members);
-                w.u32(doors.len() as u32);
-                doors.iter().for_each(|door| write_door(&mut w, door));
+                w.u32(addresses.len() as u32);
+                addresses.iter().for_each(|address| write_address(&mut w, address));
             }
             Message::Heartbeat => w.u8(5),
             Message::Set { ticket, key, value } => {
@@ -155,9 +153,11 @@ impl Message {
             1 => Message::Challenge { version: r.u32()?, nonce: r.array()? },
             2 => Message::Proof(r.array()?),
             3 => Message::Refused(read_refusal(r)?),
-            4 => {
-                Message::Welcome { rank: r.u32()?, members: r.list(Reader::u32)?, doors: r.list(read_door)? }
-            }
+            4 => Message::Welcome {
+                rank: r.u32()?,
+                members: r.list(Reader::u32)?,
+                addresses: r.list(read_address)?,
+            },
             5 => Message::Heartbeat,
             6 => Message::Set { ticket: r.u64()?, key: r.text()?, value: r.bytes()?.to_vec() },
             7 => Message::Get { ticket: r.u64()?, key: r.text()? },
@@ -230,8 +230,8 @@ fn write_ranks(w: &mut Writer, ranks: &[u32]) {
     ranks.iter().for_each(|&rank| w.u32(rank));
 }
 
-fn write_door(w: &mut Writer, door: &ListenAddress) {
-    match door.ip {
+fn write_address(w: &mut Writer, address: &ListenAddress) {
+    match address.ip {
         None => w.u8(0),
         Some(IpAddr::V4(ip)) => {
             w.u8(4);
@@ -242,10 +242,10 @@ fn write_door(w: &mut Writer, door: &ListenAddress) {
             w.array(&ip.octets());
         }
     }
-    w.u16(door.port);
+    w.u16(address.port);
 }
 
-fn read_door(r: &mut Reader) -> Result<ListenAddress, Malformed> {
+fn read_address(r: &mut Reader) -> Result<ListenAddress, Malformed> {
     let ip = match r.u8()? {
         0 => None,
         4 => Some(IpAddr::from(r.array::<4>()?)),
@@ -455,7 +455,7 @@ mod tests {
         ]
     }
 
-    fn doors() -> impl Strategy<Value = ListenAddress> {
+    fn addresses() -> impl Strategy<Value = ListenAddress> {
         (any::<Option<IpAddr>>(), any::<u16>()).prop_map(|(ip, port)| ListenAddress { ip, port })
     }
 
@@ -480,8 +480,8 @@ mod tests {
             any::<(u32, [u8; 32])>().prop_map(|(version, nonce)| Message::Challenge { version, nonce }),
             any::<[u8; 32]>().prop_map(Message::Proof),
             refusals().prop_map(Message::Refused),
-            (any::<u32>(), any::<Vec<u32>>(), prop::collection::vec(doors(), 0..5))
-                .prop_map(|(rank, members, doors)| Message::Welcome { rank, members, doors }),
+            (any::<u32>(), any::<Vec<u32>>(), prop::collection::vec(addresses(), 0..5))
+                .prop_map(|(rank, members, addresses)| Message::Welcome { rank, members, addresses }),
             Just(Message::Heartbeat),
             (any::<u64>(), ".{0,9}", any::<Vec<u8>>()).prop_map(|(ticket, key, value)| Message::Set {
                 ticket,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   auth         proves that both sides know the secret: messages in, messages out
-//!   message      what can be said         ── parts     what messages are made of
+//!   message      the messages, and their parts as bytes
 //!   frame        bytes, with a length that is not believed
 //!   connection   a TCP stream that never blocks
 //! ```

@@ -257,7 +257,7 @@ fn a_put_into_a_window_that_its_owner_has_given_up_meets_a_dead_key() {
 }
 
 #[test]
-fn what_a_dead_world_had_under_way_is_counted_and_touches_nothing_of_the_next() {
+fn late_requests_of_a_failed_world_are_counted_and_miss_the_next() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let late = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |old| {
         let mut window = old.all().unwrap().window(4096).unwrap();

@@ -186,7 +186,7 @@ fn a_header_and_the_rows_behind_it_are_one_with_their_signal_and_one_row_more_is
 }
 
 #[test]
-fn what_lands_elsewhere_does_not_travel_along() {
+fn put_to_another_place_begins_a_request() {
     for signal in SignalMode::ALL {
         let two = |act: fn(&End<'_>)| assert_eq!(requests(8, signal, act), 2 + alone(signal), "{signal:?}");
         two(|end| {

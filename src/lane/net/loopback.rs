@@ -641,7 +641,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_sent_is_due_when_the_link_has_sent_it() {
+    fn signal_is_due_when_the_link_has_sent_all_before_it() {
         let pace = EmulatedLink {
             bytes_per_second: NonZeroU64::new(1000).unwrap(),
             latency: Duration::from_secs(5),

@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_and_names_the_rank() {
+    fn malformed_description_names_its_rank() {
         let error =
             |description: &[u8], nic| RemoteRegions::of_nic(nic).import(3, 5, description).unwrap_err();
         let expected = LaneError::Verbs(VerbsError::Keys { peer: 3, region: 5 });

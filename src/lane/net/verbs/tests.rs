@@ -202,7 +202,7 @@ fn ranks_take_turns_and_nics_that_are_down_are_left_out() {
 }
 
 #[test]
-fn what_was_asked_of_a_nic_is_had_or_refused() {
+fn settings_of_a_nic_are_used_or_refused() {
     let fabric = Fabric::new(&["a"]);
     let refused = |settings: Settings| opened(&fabric, &settings, 0).unwrap_err();
     let no_port = VerbsError::NoSuchPort { nic: "a".into(), port: 2, ports: 1 };
@@ -359,7 +359,7 @@ fn a_chain_refuses_what_it_was_not_made_for_and_keeps_the_rest() {
 }
 
 #[test]
-fn who_waits_is_woken_once_by_what_comes_after_arming() {
+fn waiter_is_woken_once_by_a_completion_after_arming() {
     let (_fabric, a, b) = two();
     let readable = || {
         let mut fds = [PollFd::new(&a.queue, PollFlags::IN)];
