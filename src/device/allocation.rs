@@ -1,13 +1,13 @@
-//! Memory of a device that can be handed to other processes.
-//!
-//! One range of addresses for the memory of many: a peer's address is arithmetic.
+//! Memory of a device that other processes and NICs reach, and one range of addresses for all of it.
 //!
 //! ```text
+//!   Allocation --descriptor--> Reservation of another process      DmaBuf --> a NIC
+//!
 //!   base              base + stride      base + 2 * stride
 //!   | member 0        | member 1         | member 2        |      mapped one by one, as descriptors come
 //! ```
 //!
-//! Descriptors of device memory that the kernel, and so a NIC, can reach.
+//! So the address of a peer's memory is arithmetic.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -39,7 +39,7 @@ pub struct Allocation {
 }
 
 impl Allocation {
-    /// What sizes and addresses of mapped memory are multiples of, for allocations of this device.
+    /// Granularity of sizes and addresses of mapped memory, for allocations of this device.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`], [`DeviceError::Call`].

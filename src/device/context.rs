@@ -44,7 +44,7 @@ impl Context {
         self.facts.device
     }
 
-    /// What its device is and can do.
+    /// Properties and abilities of its device.
     pub fn facts(&self) -> &DeviceProperties {
         &self.facts
     }

@@ -1,6 +1,9 @@
-//! The driver: the door to everything else in this room.
+//! The driver: opens devices, and reports its abilities and theirs as data.
 //!
-//! Abilities of the driver and its devices, as data: `sidelane doctor` explains each of them.
+//! ```text
+//!   Driver::open --> probe: Probe, DeviceProperties     `sidelane doctor` explains each of them
+//!                --> context(device): Context           all other types are made from one
+//! ```
 
 use std::ffi::{CStr, c_char, c_int};
 use std::path::Path;

@@ -1,17 +1,18 @@
-//! libcuda, loaded at run time, and checked before any other call.
+//! libcuda, loaded at run time, and checked before any other call: a table of its functions.
 //!
 //! It is loaded here and not by cudarc, whose loader tries seventeen names in an order that hides a
 //! `libcuda.so.1` behind any `libcuda.so`, takes no path, and panics when there is none.
 //!
-//! The driver's functions: one table of plain function pointers, filled at run time.
+//! ```text
+//!   libcuda.so.1 --cuInit, version--> Library { Functions } --call!(..)--> Code --> DeviceError with its name
+//! ```
 //!
 //! The types are those of `cudarc::driver::sys`, which bindgen made from NVIDIA's header: the
 //! compiler compares each line of the table with the binding of the same name. Two things are ours.
 //! A function that is missing is an error with its name, where cudarc's panics at the first call.
 //! And a result is a plain number ([`Code`]): cudarc reads it into an enum of the codes that its
-//! header knows, so that a code of a newer driver would be undefined behaviour.
-//!
-//! CUDA versions, as the driver counts them.
+//! header knows, so that a code of a newer driver would be undefined behavior. Batched copies are
+//! newer than that header, and have two forms ([`BatchCopy`]).
 
 #![allow(non_snake_case, reason = "the names of C, so that its manual applies")]
 
@@ -377,7 +378,7 @@ const _: () = assert!(size_of::<CopyAttributes>() == 24);
 impl CopyAttributes {
     /// Sources are read in the order of the stream (`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`), and
     /// engines are preferred to SMs (`CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`). From CUDA 13.1
-    /// on ([`Version::OVERLAP_HINT`](Version::OVERLAP_HINT)) the hint decides
+    /// on ([`Version::OVERLAP_HINT`]) the hint decides
     /// whether engines or SMs copy within one device. Older drivers ignore it: SMs make those
     /// copies.
     pub const BESIDE_COMPUTE: CopyAttributes =

@@ -4,7 +4,7 @@
 //!   Driver ── probe: data, which `sidelane doctor` puts in words
 //!     └── Context (a device's primary one)
 //!           ├── Stream, Event       own, or a caller's
-//!           ├── Graph               what a stream was given once, to be run again
+//!           ├── Graph               the work of a stream, enqueued once, to be run again
 //!           ├── Reservation         one range of addresses: base + member * stride + offset
 //!           │     └── Range         a member's memory: made here, or imported by its descriptor
 //!           ├── PinnedMemory        of the host, with an address that devices know

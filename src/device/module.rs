@@ -1,6 +1,9 @@
-//! Modules: kernels from PTX, which the driver's compiler makes for the device.
+//! Modules and launches: kernels from PTX, which the driver's compiler makes for the device.
 //!
-//! Launches of kernels, whose parameters are compared with the kernel's own list.
+//! ```text
+//!   PTX --Module::load--> Module --function(name)--> Function --launch(stream, grid, parameters)
+//!                                                       `-- parameters are compared with the kernel's own list
+//! ```
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, MutexGuard};

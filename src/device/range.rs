@@ -1,11 +1,14 @@
 //! Addresses that a device can use, as types: a checked address needs no check when it is posted.
 //!
-//! Tensors of a caller: foreign addresses, and the driver's report on them.
+//! ```text
+//!   DeviceRange --span(offset, len)--> ByteSpan      from_raw(a caller's address) --driver: owner?--> DeviceRange
+//!               --word(offset)-------> Word                                         `-- refused with a reason
+//! ```
 //!
 //! A pointer of another library is the one argument that a kernel would use unchecked. So before it
-//! becomes a [`DeviceRange`], the driver is asked for its owner. Host memory that is not pinned,
-//! and memory of another device, are refused with a reason; a kernel would fault, and with it the
-//! whole context.
+//! becomes a [`DeviceRange`], the driver is asked for its owner. Host memory that is not pinned, and
+//! memory of another device, are refused with a reason; a kernel would fault, and with it the whole
+//! context.
 
 use std::any::Any;
 use std::ffi::c_int;
@@ -18,7 +21,7 @@ use super::call;
 use super::context::Context;
 use crate::error::DeviceError;
 
-/// What keeps memory where it is.
+/// Keeps memory where it is.
 pub(super) type Claim = Arc<dyn Any + Send + Sync>;
 
 /// Which devices may use an address.

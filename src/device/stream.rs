@@ -1,11 +1,12 @@
-//! Streams: queues of a device, made here or borrowed from a caller.
+//! Streams: queues of a device, made here or borrowed from a caller; their events and graphs.
 //!
-//! Events: marks in a stream that others can wait for.
+//! ```text
+//!   stream a   work --record--> Event                    capture --> Graph --launch--> any number of times
+//!   stream b                      `--wait--> work
+//! ```
 //!
-//! Graphs: enqueued once, run any number of times.
-//!
-//! Addresses, sizes and values of flags are constants in a graph. So only operations that are the
-//! same in every call can be captured.
+//! Addresses, sizes and values of flags are constants in a graph. So only operations that are the same
+//! in every call can be captured.
 
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -374,7 +375,7 @@ impl Graph {
     /// other thread may enqueue there meanwhile.
     ///
     /// # Errors
-    /// What `enqueue` answers; [`DeviceError::Call`].
+    /// Errors of `enqueue`; [`DeviceError::Call`].
     pub fn capture<E: From<DeviceError>>(
         stream: &Stream,
         enqueue: impl FnOnce() -> Result<(), E>,

@@ -1,6 +1,4 @@
-//! Errors of the bootstrap room.
-//!
-//! Why a world is dead.
+//! Errors of the rendezvous and the hub, and the cause that ends a world.
 
 use std::time::Duration;
 
@@ -28,7 +26,7 @@ pub enum BootstrapError {
         name: &'static str,
         /// Its value.
         value: String,
-        /// What would be right.
+        /// Description of a valid value.
         expected: &'static str,
     },
     /// The symmetric part takes the whole heap, or more.
@@ -59,7 +57,7 @@ pub enum BootstrapError {
     MissingVariable {
         /// The variable.
         name: &'static str,
-        /// What to set it to.
+        /// Value to set.
         hint: &'static str,
     },
     /// No answer at the rendezvous.

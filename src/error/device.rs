@@ -1,6 +1,4 @@
-//! Errors of the module `device`: the driver, missing abilities of a GPU, and refused calls.
-//!
-//! What kernels find wrong.
+//! Errors of GPUs: the driver, missing abilities, refused calls, and faults that kernels find.
 
 use crate::dtype::Dtype;
 
@@ -157,7 +155,7 @@ pub enum DeviceError {
     /// Memory of another device than the one it is for.
     #[error("{what} at {address:#x} lies on device {found}, and is for device {expected}")]
     OtherMemory {
-        /// What lies there.
+        /// Kind of memory at the address.
         what: &'static str,
         /// Where.
         address: u64,
@@ -306,7 +304,7 @@ pub enum DeviceError {
         what: &'static str,
         /// Its value.
         given: u64,
-        /// What would be right.
+        /// Description of a valid value.
         expected: &'static str,
     },
     /// Rows of this type are not summed to results of that type.

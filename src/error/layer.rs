@@ -1,6 +1,4 @@
-//! What can go wrong in an MoE layer besides what its dispatch and combine report.
-//!
-//! Concurrent work: the part that failed, and its place.
+//! Errors of an MoE layer and of its overlap graph, besides those of its dispatch and combine.
 
 use std::fmt;
 use std::time::Duration;
@@ -17,7 +15,7 @@ pub enum ExpertKind {
     Shared,
 }
 
-/// What experts were asked for.
+/// Pass that experts were asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
 pub enum ExpertPass {
     /// Rows to outputs.
@@ -57,7 +55,7 @@ pub enum LayerError {
         /// Values per row.
         columns: usize,
     },
-    /// What ranks say that they sent is not what came.
+    /// Counts that ranks reported differ from the rows that came.
     #[error("chunk {chunk}, expert {expert}: ranks sent {seen} rows, {expected} came")]
     RowsDiffer {
         /// The chunk.
@@ -69,7 +67,7 @@ pub enum LayerError {
         /// Rows that came.
         expected: i64,
     },
-    /// What experts saved in a forward pass is not of these experts.
+    /// State saved in a forward pass belongs to other experts.
     #[error("the saved values of the forward pass belong to other experts")]
     ForeignSaved,
     /// A tape of another layer.

@@ -16,9 +16,7 @@
 //! | [`PlanError`] | routing and placement: bad input of a call |
 //! | [`CallError`] | dispatch and combine as collective calls |
 //! | [`LayerError`] | experts, and layers made of them |
-//! | [`OverlapError`] | compute and transfers that run beside each other |
-//!
-//! Errors of the rows room.
+//! | [`OverlapError`] | compute and transfers that run concurrently |
 
 mod bootstrap;
 mod device;

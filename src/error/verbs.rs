@@ -1,6 +1,4 @@
-//! Errors of the verbs lane: the library, the NICs, and a NIC's report of a request.
-//!
-//! A NIC's report of a failed work request.
+//! Errors of the verbs lane: the library, the NICs, and a NIC's report of a failed work request.
 
 use std::io;
 use std::net::Ipv6Addr;
@@ -238,7 +236,7 @@ pub enum VerbsError {
     /// A request is larger than its chain was made for.
     #[error("{asked} {what} requested, the chain holds {limit}")]
     ChainLimit {
-        /// What there is too much of.
+        /// Resource that exceeds its limit.
         what: &'static str,
         /// How many were asked for.
         asked: usize,
@@ -290,7 +288,7 @@ pub enum VerbsError {
         nic: String,
         /// Its queue pair.
         queue_pair: u32,
-        /// What happened.
+        /// Event that the NIC reported.
         event: &'static str,
     },
     /// More completions came than the completion queue holds.

@@ -1,6 +1,9 @@
-//! The heap of a rank and those of its local peers.
+//! The heap of a rank and those of its local peers, and the allocator of its symmetric part.
 //!
-//! The symmetric part of a heap: control windows and callers' windows.
+//! ```text
+//!   heap   | symmetric: control windows, callers' windows | pool |
+//!          SymmetricAllocator: same calls in the same order, so same offsets at all ranks
+//! ```
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

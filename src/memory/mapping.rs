@@ -1,11 +1,12 @@
 //! The segments of several ranks in one reservation of address space.
 //!
-//! Sealed shared memory: a memfd that no process can shrink while others map it.
+//! ```text
+//!   Segment: a sealed memfd, which no process can shrink while others map it
+//!   PeerMapping   | segment of 0 | segment of 1 | segment of 2 |     base + index * stride + offset
+//!       `-- pin: GPUs see it, too
+//! ```
 //!
-//! The pages that the kernel really granted. Requests for huge pages are advice: only the grant
-//! counts.
-//!
-//! Mapped segments that GPUs see, too.
+//! Requests for huge pages are advice: only the pages that the kernel granted count ([`PageReport`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;

@@ -10,10 +10,9 @@
 //!   retire            | used | (offered, not all peers have read it) |    free when its readers have released it
 //! ```
 //!
-//! The offset allocator: which bytes of a space are free. Pure.
-//!
-//! Free ranges are kept sorted by offset and joined with adjacent ones; an allocation takes the
-//! first that fits. Two equal sequences of calls give equal offsets.
+//! [`Extents`] is the offset allocator, pure. Free ranges are kept sorted by offset and joined with
+//! adjacent ones; an allocation takes the first that fits. Two equal sequences of calls give equal
+//! offsets.
 
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -12,7 +12,7 @@
 //! small.) A value that is not finite becomes NaN and affects no other value: it does not count for
 //! the scale.
 //!
-//! The codes of e4m3, as OCP defines them ("FN": finite numbers only).
+//! The codes are e4m3, as OCP defines them ("FN": finite numbers only).
 //!
 //! ```text
 //!   s eeee mmm      1.mmm x 2^(eeee - 7)      from 2^-6 to 448
@@ -174,8 +174,8 @@ const MAX_E4M3: f32 = 448.0;
 
 const NAN: u32 = 0x7f;
 
-/// Half a step above [`MAX_E4M3`]: up to here it is the nearest value, also at the tie, for its mantissa
-/// is even.
+/// Half a step above [`MAX_E4M3`]: up to here it is the nearest value, also at the tie, for its
+/// mantissa is even.
 const LIMIT: f32 = 464.0;
 
 /// Exponents of `f32` are biased by so much more.

@@ -1,4 +1,4 @@
-//! Sums of rows: the arithmetic of combine.
+//! Sums of rows: the arithmetic of combine, and of the gradients of weighted sums.
 //!
 //! ```text
 //!             block of columns, in registers
@@ -19,9 +19,8 @@
 //! Rows lie scattered, each too short for a hardware prefetcher. So the rows of the next sum can be
 //! named behind those of this one: they are fetched, column by column, while these are added.
 //!
-//! Loops for the backward of a weighted combine: `<y, g>` for the weights, `w * g` for the rows.
-//!
-//! The order of a dot product is part of its result, so it is fixed for every instruction set:
+//! The backward of a weighted combine takes `<y, g>` for the weights and `w * g` for the rows. The
+//! order of a dot product is part of its result, so it is fixed for every instruction set:
 //!
 //! ```text
 //!   lane j  =  +0 + a[j] b[j] + a[j+16] b[j+16] + ...        16 lanes, products rounded first

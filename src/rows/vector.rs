@@ -1,7 +1,7 @@
-//! The small seam between the loops and the instruction sets.
+//! The interface between the loops and the instruction sets, and the choice of a set.
 //!
 //! ```text
-//!   transfer.rs  sum.rs  gradient.rs   the loops, once, generic over Vector
+//!   transfer.rs  sum.rs  fp8.rs        the loops, once, generic over Vector
 //!              |
 //!           Vector                   16 lanes of f32, and one cache line of bytes
 //!        /     |      \
@@ -12,9 +12,7 @@
 //! of a dot product follows by itself. An operation on lanes is one IEEE operation on each lane;
 //! nothing here may fuse, flush or reorder, which is why all sets agree bit for bit.
 //!
-//! Which instruction set the loops use: decided once, then carried as a value.
-//!
-//! A [`Simd`] cannot be built for a set the CPU lacks, so a holder of one needs no further check,
+//! A set is chosen once, then carried as a value. A [`Simd`] cannot be built for a set the CPU lacks, so a holder of one needs no further check,
 //! and the loops below it pay nothing for detection. A forced set that is missing is an error,
 //! never a quiet fallback: a run that claims to have tested `avx512` has.
 

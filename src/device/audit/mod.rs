@@ -1,28 +1,19 @@
-//! Audits and timings of a GPU: kernels that hold SMs, copy, and compute, concurrently with which
-//! rows must move.
+//! Audits and timings of a GPU: kernels that hold SMs, copy, and compute, concurrently with which rows
+//! must move.
 //!
 //! ```text
-//!   hold      | every multiprocessor, until the host says so |      what completes meanwhile needed none of them
-//!   copy      what a copy engine does, by multiprocessors           the yardstick for what that costs others
+//!   hold      | every multiprocessor, until the host ends it |      work that completes meanwhile needed none of them
+//!   copy      copies by multiprocessors                             the yardstick for the cost of others' copies
 //!   product   a matrix product, ours or cuBLAS's                    the others
-//!   plain     memory whose freeing waits for the device             what a stream that waits does to other threads
-//!   cupti     what the device did, as NVIDIA's library lists it     it may list launched work only
+//!   plain     memory whose freeing waits for the device             the effect of a waiting stream on other threads
+//!   cupti     the work of the device, listed by NVIDIA's library    only launched work, at best
 //! ```
 //!
-//! A module of its own: only `sidelane gpu-check` loads it. It shows facts about one GPU, once; no
-//! part of the library depends on it.
+//! A module of its own: only `sidelane gpu-check` loads it. It shows facts about one GPU, once; no part
+//! of the library depends on it. Each launch names its source in `cuda/`.
 //!
-//! The launches of `cuda/hold.cu`.
-//!
-//! All resources of a block exist before it is launched. Calls that wait for the whole context
-//! (freeing memory, loading modules) would wait for the hold, too, which waits for the host.
-//!
-//! The launch of `cuda/copy.cu`.
-//!
-//! Matrix products: something for multiprocessors to do. The launch of `cuda/product.cu`.
-//!
-//! Memory of a device as most programs allocate it: not mapped, not exported, and given back by a
-//! call that waits.
+//! All resources of a block exist before it is launched. Calls that wait for the whole context (freeing
+//! memory, loading modules) would wait for a hold, too, which waits for the host.
 
 mod blas;
 mod cupti;

@@ -1,4 +1,10 @@
-//! The launches of `cuda/expand.cu`: slots to expert-major rows within a budget.
+//! Launches of `cuda/expand.cu`: slots become expert-major rows within a budget.
+//!
+//! ```text
+//!   tally    choices of received slots --> rows for each bin
+//!   admit    rows for each bin, budget --> first row of each bin, or a fault
+//!   expand   rows of slots --> rows of bins
+//! ```
 
 use std::sync::Arc;
 
@@ -11,7 +17,7 @@ use crate::device::stream::Stream;
 use crate::error::DeviceError;
 use crate::plan::{Overflow, SlotShape};
 
-/// What [`Kernels::tally`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::tally`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct Tally<'a> {
     /// The shape of every slot, with counts of all bins.
@@ -32,7 +38,7 @@ pub struct Tally<'a> {
     pub before: ByteSpan<'a>,
 }
 
-/// What [`Kernels::admit`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::admit`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct Admit<'a> {
     /// The shape of every slot, with counts of all bins.
@@ -45,7 +51,7 @@ pub struct Admit<'a> {
     pub own: u32,
     /// Rows for which there is room.
     pub budget: u32,
-    /// What becomes of more.
+    /// Treatment of more rows.
     pub overflow: Overflow,
     /// Rows of a bin are padded to a multiple of this.
     pub align: u32,
@@ -65,7 +71,7 @@ pub struct Admit<'a> {
     pub index: ByteSpan<'a>,
     /// The weight of each row, `f32 [budget]`: 0 is written.
     pub weights: ByteSpan<'a>,
-    /// What kernels found before: a [`KernelFault`](crate::error::KernelFault).
+    /// Fault that kernels found before: a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
     /// That, or which rank is over its budget: the status of this call alone.
     pub verdict: Word<'a, u32>,
@@ -74,7 +80,7 @@ pub struct Admit<'a> {
     pub refusal: Word<'a, u32>,
 }
 
-/// What [`Kernels::expand`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::expand`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct Expand<'a> {
     /// The shape of every slot.

@@ -3,7 +3,7 @@
 //! ```text
 //!   x, choices --pack--> a slot for each rank ==copy engines==> received slots --check, experts--> partial rows
 //!                            places                                                                     ||
-//!                               `------------------------> sum <-- homes <==copy engines=================
+//!                               `------------------------> sum <-- slots <==copy engines=================
 //! ```
 //!
 //! They are compute, not communication: optional, listed where used, and with the same output bits
@@ -14,9 +14,8 @@
 //! ([`KernelFault`]); the first fault stays. A sum whose word is set writes zeros: a result of
 //! invalid rows never looks valid.
 //!
-//! The memory of a launch: compared with its shapes, and claimed for its stream.
-//!
-//! Tables of addresses in memory that kernels read.
+//! **Memory.** [`Operands`] compares the memory of a launch with its shapes, and claims it for its
+//! stream. [`Addresses`] is a table of addresses in memory that kernels read.
 
 mod expand;
 mod routing;

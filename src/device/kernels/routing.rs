@@ -1,10 +1,11 @@
-//! The launch of `cuda/choices.cu`.
+//! Launches of kernels that read routing: `cuda/choices.cu`, `order.cu`, `counts.cu` and `check.cu`.
 //!
-//! The launch of `cuda/order.cu`.
-//!
-//! The launch of `cuda/counts.cu`.
-//!
-//! The launch of `cuda/check.cu`.
+//! ```text
+//!   choices   expert ids and weights --> metadata of the rows of each slot
+//!   order     expert ids --> rows in the order of experts
+//!   counts    expert ids --> rows for each expert, and for each rank
+//!   check     heads of received slots: are they of this call, from ranks with the same settings?
+//! ```
 
 use super::{Kernels, Operands, THREADS, VECTOR, WORD, blocks_at_work, bytes};
 use crate::device::module::Grid;
@@ -13,7 +14,7 @@ use crate::device::stream::Stream;
 use crate::error::DeviceError;
 use crate::plan::SlotShape;
 
-/// What [`Kernels::choices`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::choices`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct ChoiceArgs<'a> {
     /// Number of rows, pads counted.
@@ -22,7 +23,7 @@ pub struct ChoiceArgs<'a> {
     pub top_k: u32,
     /// Number of local experts.
     pub n_experts: u32,
-    /// What goes with the rows, `[rows, 2, top_k]`: per choice the local expert + 1, or 0; then per
+    /// Metadata of the rows, `[rows, 2, top_k]`: per choice the local expert + 1, or 0; then per
     /// choice its weight.
     pub notes: ByteSpan<'a>,
     /// The local expert of each row and choice, `i32 [rows, top_k]`, or -1.

@@ -1,8 +1,10 @@
-//! The launch of `cuda/pack.cu`.
+//! Launches of kernels that move rows: `cuda/pack.cu`, `regroup.cu` and `records.cu`.
 //!
-//! The launch of `cuda/regroup.cu`.
-//!
-//! The launches of `cuda/records.cu`: rows become records in fp8.
+//! ```text
+//!   pack      x, choices --> a slot for each rank, in bf16 or as fp8 records
+//!   regroup   rows --index--> rows
+//!   records   rows --> fp8 records
+//! ```
 
 use std::sync::Arc;
 
@@ -243,7 +245,7 @@ impl Kernels {
 /// Vectors that a thread has on their way: `AT_ONCE` in the source.
 const AT_ONCE: u64 = 4;
 
-/// What [`Kernels::records`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::records`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct RecordArgs<'a> {
     /// Elements of a row, whole vectors of 16 bytes.

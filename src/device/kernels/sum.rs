@@ -1,10 +1,14 @@
-//! The launches of `cuda/sum.cu`.
+//! Launches of kernels that sum rows, and their gradients: `cuda/sum.cu`, `sum_choices.cu` and
+//! `gradients.cu`.
 //!
-//! The launches of `cuda/sum_choices.cu`.
+//! ```text
+//!   sum            a row of each rank, in ascending order --> a row for each token
+//!   sum_choices    rows of choices, weighted --> partial rows, or a row for each token
+//!   dot_scale      rows, gradients --> gradients of weights, gradients of rows
+//!   fetch_weights  words behind received rows --> weights of choices
+//! ```
 //!
-//! Common parts of both kinds of sums: blocks for tokens and parts of rows.
-//!
-//! The launches of `cuda/gradients.cu`.
+//! A block sums a token and a part of its row.
 
 use std::sync::Arc;
 
@@ -32,7 +36,7 @@ pub struct SumArgs<'a> {
     /// The returned rows of each rank, `[max_tokens, columns]`, in the order of the slot that was
     /// packed for it.
     pub homes: &'a Addresses,
-    /// What [`Kernels::pack`] wrote, `i32 [tokens, ranks]`.
+    /// Places that [`Kernels::pack`] wrote, `i32 [tokens, ranks]`.
     pub places: ByteSpan<'a>,
     /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0,
     /// results are zeros.

@@ -1,19 +1,15 @@
-//! CUPTI, NVIDIA's library for tools: a list of the device's work, including the driver's own
-//! kernels.
+//! CUPTI, NVIDIA's library for tools: a list of the device's work, including the driver's own kernels.
 //!
 //! ```text
 //!   Cupti::open ---- from here on CUPTI writes records -----------------------------> dropped
-//!                        |  buffers, by callbacks (buffers)
-//!   recorded() ----------+-- flushed, walked, read (records) --> Vec<Activity>
+//!                        |  buffers, by callbacks (request, complete)
+//!   recorded() ----------+-- flushed, walked, read (read_record) --> Vec<Activity>
 //! ```
 //!
 //! Loaded at run time, like the driver, and only by `sidelane gpu-check`. It is the old interface,
-//! without subscribers, that all versions for CUDA 12 and 13 have.
-//!
-//! Buffers that CUPTI fills. It asks for them and gives them back on threads of its own, by
-//! callbacks that take no argument of ours: so they lie in a static until they are read.
-//!
-//! Records, as they lie in a buffer and as we know them.
+//! without subscribers, that all versions for CUDA 12 and 13 have. CUPTI asks for buffers and gives them
+//! back on threads of its own, by callbacks that take no argument of ours: so they lie in a static until
+//! they are read.
 
 mod ffi;
 
@@ -234,7 +230,7 @@ pub struct Filled {
     pub valid: usize,
 }
 
-/// What came back since the last call.
+/// Buffers that came back since the last call.
 fn take_filled() -> Vec<Filled> {
     std::mem::take(&mut *FILLED.lock().unwrap_or_else(PoisonError::into_inner))
 }
