@@ -11,12 +11,12 @@
 //!               descriptors, at most 253 a packet ◄──►
 //! ```
 //!
-//! A [`Location`] decides which ranks are on one machine. Abstract names are visible to every user of
-//! the machine, so a name proves nothing: the nonce does, which went through the hub alone. A stranger's
-//! connection is closed, and no member waits for it.
+//! A [`Location`] decides which ranks are on one machine. Abstract names are visible to every user
+//! of the machine, so a name proves nothing: the nonce does, which went through the hub alone. A
+//! stranger's connection is closed, and no member waits for it.
 //!
-//! Sockets never block, and are of the packet kind: each receive is one packet, so descriptors and bytes
-//! cannot be mixed up. They lack one guarantee: see [`until_the_end`].
+//! Sockets never block, and are of the packet kind: each receive is one packet, so descriptors and
+//! bytes cannot be mixed up. They lack one guarantee: see [`until_the_end`].
 
 use std::collections::VecDeque;
 use std::fs;

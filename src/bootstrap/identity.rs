@@ -7,9 +7,10 @@
 //! | Open MPI | OMPI_COMM_WORLD_RANK | MASTER_ADDR, or loopback if all ranks are local | from the job's name |
 //! | SLURM | SLURM_PROCID | MASTER_ADDR, or the first host of SLURM's list | from the job's name |
 //!
-//! The order is that of the table: torchrun runs under srun and mpirun runs inside SLURM allocations,
-//! and the inner launcher applies. SIDELANE_PORT and MASTER_PORT overrule a derived port everywhere.
-//! SLURM writes lists of hosts: `node[03-05,09],x1` is node03, node04, node05, node09, x1.
+//! The order is that of the table: torchrun runs under srun and mpirun runs inside SLURM
+//! allocations, and the inner launcher applies. SIDELANE_PORT and MASTER_PORT overrule a derived
+//! port everywhere. SLURM writes lists of hosts: `node[03-05,09],x1` is node03, node04, node05,
+//! node09, x1.
 
 use std::net::{IpAddr, Ipv4Addr};
 

@@ -8,29 +8,31 @@
 //!   the user interrupts      interruptible
 //! ```
 //!
-//! **Health.** All waits of the library poll [`Health`] between two polls of their own flag, so a poll
-//! must cost one load. The word is sticky and the first cause wins: a failing world produces many
-//! secondary failures, and only the first one is the reason.
+//! **Health.** All waits of the library poll [`Health`] between two polls of their own flag, so a
+//! poll must cost one load. The word is sticky and the first cause wins: a failing world produces
+//! many secondary failures, and only the first one is the reason.
 //!
-//! **Liveness** finds ranks that have been silent for too long. It is a state machine without a clock,
-//! which gets the time from its caller. A stopped process that wakes up finds every clock far ahead. Its
-//! own sleep must not count as the others' silence, so time in which the observer did not look is no
-//! silence.
+//! **Liveness** finds ranks that have been silent for too long. It is a state machine without a
+//! clock, which gets the time from its caller. A stopped process that wakes up finds every clock
+//! far ahead. Its own sleep must not count as the others' silence, so time in which the observer
+//! did not look is no silence.
 //!
 //! ```text
 //!   heard(k) ──► last[k] = now            expired(now): now - last[k] >= limit  ──► k is silent
 //!   looked ... gap ... looked             the observer slept: the gap does not count
 //! ```
 //!
-//! **Launcher.** A launcher keeps the write end of a pipe, and its ranks inherit the read end. In every
-//! kind of death, the kernel closes the write end, and each rank reads the end of the stream at once.
-//! The inherited number itself stays as it is: open, and not closed on exec. A change would have to
-//! trust the number to be a descriptor without another owner. That is unsafe code, and this module has
-//! none; the number is only a claim of the environment. So programs that a rank starts inherit the read
-//! end, too. That is harmless: they hold no write end, so the stream still ends with the launcher.
+//! **Launcher.** A launcher keeps the write end of a pipe, and its ranks inherit the read end. In
+//! every kind of death, the kernel closes the write end, and each rank reads the end of the stream
+//! at once. The inherited number itself stays as it is: open, and not closed on exec. A change
+//! would have to trust the number to be a descriptor without another owner. That is unsafe code,
+//! and this module has none; the number is only a claim of the environment. So programs that a rank
+//! starts inherit the read end, too. That is harmless: they hold no write end, so the stream still
+//! ends with the launcher.
 //!
-//! **Interrupts.** A program that embeds the library may learn of its user's interrupt (Ctrl-C) only by
-//! a check in the waiting thread. So the thread registers its check, and long waits run it now and then:
+//! **Interrupts.** A program that embeds the library may learn of its user's interrupt (Ctrl-C)
+//! only by a check in the waiting thread. So the thread registers its check, and long waits run it
+//! now and then:
 //!
 //! ```text
 //!   interruptible(ask, || ep.dispatch(..))
@@ -38,8 +40,8 @@
 //! ```
 //!
 //! A collective call that ends this way ends the world, since its peers cannot continue;
-//! [`Window::wait_until`](crate::Window::wait_until) may be called again. Threads without a check, such
-//! as those of relays, run none.
+//! [`Window::wait_until`](crate::Window::wait_until) may be called again. Threads without a check,
+//! such as those of relays, run none.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;

@@ -1,4 +1,5 @@
-//! Memory of a device that other processes and NICs reach, and one range of addresses for all of it.
+//! Memory of a device that other processes and NICs reach, and one range of addresses for all of
+//! it.
 //!
 //! ```text
 //!   Allocation --descriptor--> Reservation of another process      DmaBuf --> a NIC

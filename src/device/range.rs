@@ -6,9 +6,9 @@
 //! ```
 //!
 //! A pointer of another library is the one argument that a kernel would use unchecked. So before it
-//! becomes a [`DeviceRange`], the driver is asked for its owner. Host memory that is not pinned, and
-//! memory of another device, are refused with a reason; a kernel would fault, and with it the whole
-//! context.
+//! becomes a [`DeviceRange`], the driver is asked for its owner. Host memory that is not pinned,
+//! and memory of another device, are refused with a reason; a kernel would fault, and with it the
+//! whole context.
 
 use std::any::Any;
 use std::ffi::c_int;

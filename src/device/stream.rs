@@ -5,8 +5,8 @@
 //!   stream b                      `--wait--> work
 //! ```
 //!
-//! Addresses, sizes and values of flags are constants in a graph. So only operations that are the same
-//! in every call can be captured.
+//! Addresses, sizes and values of flags are constants in a graph. So only operations that are the
+//! same in every call can be captured.
 
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,17 +1,17 @@
 //! The floor: the bytes of a call moved by bare loops, nothing else.
 //!
-//! No counts, no placement, no flags, no checks per call: addresses are resolved once, then each run is
-//! gathered and each token summed. The time of a dispatch or combine beyond this is the library's own
-//! cost.
+//! No counts, no placement, no flags, no checks per call: addresses are resolved once, then each
+//! run is gathered and each token summed. The time of a dispatch or combine beyond this is the
+//! library's own cost.
 //!
 //! ```text
 //!   dispatch   own rows -> their places here, or scratch for other nodes | relayed rows: scratch -> their places here
 //!   combine    relayed rows, or their partial sums -> scratch | rows here, and scratch for returned rows -> sums
 //! ```
 //!
-//! Rows for other nodes are written to scratch of this rank, and sums over their rows read scratch. So
-//! each byte of the plan is written once, on one side of the network. Between machines as many bytes
-//! are sent instead, in bare writes to memory that no rank reads ([`RawWrites`]).
+//! Rows for other nodes are written to scratch of this rank, and sums over their rows read scratch.
+//! So each byte of the plan is written once, on one side of the network. Between machines as many
+//! bytes are sent instead, in bare writes to memory that no rank reads ([`RawWrites`]).
 
 use std::sync::Arc;
 
@@ -417,8 +417,8 @@ impl RawWrites {
         RawWrites { lanes, scratch, out: Vec::new() }
     }
 
-    /// So many bytes more go to a rank. `false` if no connection to another machine leads there, and
-    /// nothing will go.
+    /// So many bytes more go to a rank. `false` if no connection to another machine leads there,
+    /// and nothing will go.
     fn add(&mut self, to: u32, bytes: u64) -> bool {
         let remote = matches!(&self.lanes.reach[to as usize], PeerLane::Net(connection) if !is_copied(connection.lane()));
         if remote {

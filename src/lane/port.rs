@@ -1,8 +1,8 @@
 //! A port is an executor's view of its peers: windows, and a lane to every rank.
 //!
 //! It turns (window, offset, length) into memory of this node or into a call of a connection. All
-//! ranges are checked here, before anything is posted. The pointers of the vector loops come from those
-//! checks.
+//! ranges are checked here, before anything is posted. The pointers of the vector loops come from
+//! those checks.
 //!
 //! ```text
 //!   put     window of this rank, or a tensor --> same node: one copy | other node: NetConnection::put
@@ -11,9 +11,10 @@
 //!   settle  sources of puts may be changed       quiet   everything has landed
 //! ```
 //!
-//! The path of a put to a local peer is inlined whole, and the path to another node is kept out of it.
-//! A put of a few bytes takes less time than a cache line from core to core. So [`LocalWindows`] has
-//! the addresses of all local windows, computed once, in place of three tables.
+//! The path of a put to a local peer is inlined whole, and the path to another node is kept out of
+//! it. A put of a few bytes takes less time than a cache line from core to core. So
+//! [`LocalWindows`] has the addresses of all local windows, computed once, in place of three
+//! tables.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -450,8 +451,8 @@ impl Port {
         if let PeerLane::Net(_) = self.reach(to)? { self.settle() } else { Ok(()) }
     }
 
-    /// Attends to all connections in turn until all have settled, so that none stands still while another
-    /// is waited for; or until one is late, which is then for that one to say.
+    /// Attends to all connections in turn until all have settled, so that none stands still while
+    /// another is waited for; or until one is late, which is then for that one to say.
     fn attend(&self) {
         let mut waiter = None;
         loop {

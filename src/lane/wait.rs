@@ -7,9 +7,9 @@
 //!   sleep    until woken, in slices    a failed world is noticed even if nothing wakes the sleeper
 //! ```
 //!
-//! A thread that wakes next to threads that compute requests short time slices. Linux lets a thread that
-//! computes finish its slice, some milliseconds, before a woken one runs. A woken thread with shorter
-//! slices preempts it, as long as it has used no more than its share.
+//! A thread that wakes next to threads that compute requests short time slices. Linux lets a thread
+//! that computes finish its slice, some milliseconds, before a woken one runs. A woken thread with
+//! shorter slices preempts it, as long as it has used no more than its share.
 //!
 //! ```text
 //!   compute    |======================================|..            |===========|..|=====================|
@@ -17,8 +17,8 @@
 //!   transfer                                          equal slices               |--|  shorter ones
 //! ```
 //!
-//! A shorter slice gives a thread no more time in all, so every thread may request it. Linux before 6.12
-//! ignores the request.
+//! A shorter slice gives a thread no more time in all, so every thread may request it. Linux before
+//! 6.12 ignores the request.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};

@@ -6,7 +6,8 @@
 //!       `-- pin: GPUs see it, too
 //! ```
 //!
-//! Requests for huge pages are advice: only the pages that the kernel granted count ([`PageReport`]).
+//! Requests for huge pages are advice: only the pages that the kernel granted count
+//! ([`PageReport`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;

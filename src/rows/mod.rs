@@ -24,7 +24,7 @@
 
 #![allow(
     unsafe_code,
-    reason = "vector intrinsics and raw pointers into shared memory are what this room is for"
+    reason = "vector intrinsics and raw pointers into shared memory are the purpose of this module"
 )]
 
 mod arithmetic;

@@ -12,9 +12,10 @@
 //! of a dot product follows by itself. An operation on lanes is one IEEE operation on each lane;
 //! nothing here may fuse, flush or reorder, which is why all sets agree bit for bit.
 //!
-//! A set is chosen once, then carried as a value. A [`Simd`] cannot be built for a set the CPU lacks, so a holder of one needs no further check,
-//! and the loops below it pay nothing for detection. A forced set that is missing is an error,
-//! never a quiet fallback: a run that claims to have tested `avx512` has.
+//! A set is chosen once, then carried as a value. A [`Simd`] cannot be built for a set the CPU
+//! lacks, so a holder of one needs no further check, and the loops below it pay nothing for
+//! detection. A forced set that is missing is an error, never a quiet fallback: a run that claims
+//! to have tested `avx512` has.
 
 use std::env;
 use std::ffi::OsStr;

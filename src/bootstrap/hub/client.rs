@@ -6,8 +6,8 @@
 //!                          Health ◄── end of the launcher's pipe
 //! ```
 //!
-//! Callers never block in the socket: they put a frame into [`Shared`], wake the thread, and sleep on a
-//! condition variable that an answer or any failure wakes.
+//! Callers never block in the socket: they put a frame into [`Shared`], wake the thread, and sleep
+//! on a condition variable that an answer or any failure wakes.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};

@@ -1,4 +1,5 @@
-//! From processes to the members of a world: the first rendezvous of a job, and the next after a loss.
+//! From processes to the members of a world: the first rendezvous of a job, and the next after a
+//! loss.
 //!
 //! ```text
 //!   ports to try  29501  29502  29503 ...        epoch e      0 ✗    1      2      3
@@ -6,18 +7,19 @@
 //!   rank k        try    try ──► the handshake proves that this is the job
 //! ```
 //!
-//! **First.** Rank 0 listens, the others look for it. A launcher's own store uses the master port, and
-//! other jobs may use the ports after it, so no port is trusted: the handshake finds the right one.
+//! **First.** Rank 0 listens, the others look for it. A launcher's own store uses the master port,
+//! and other jobs may use the ports after it, so no port is trusted: the handshake finds the right
+//! one.
 //!
-//! **Again.** Each rank has had a listener since it joined. The lowest rank not known lost hosts, and the
-//! old order is kept. The old world's connections stay open meanwhile, so a rank that dies during the
-//! rebuild is noticed. A world that a network failure splits in two can become two worlds of the same
-//! epoch: ranks cannot distinguish a split from a death. A program that must exclude this compares the
-//! size of the new world with the size that it needs.
+//! **Again.** Each rank has had a listener since it joined. The lowest rank not known lost hosts,
+//! and the old order is kept. The old world's connections stay open meanwhile, so a rank that dies
+//! during the rebuild is noticed. A world that a network failure splits in two can become two
+//! worlds of the same epoch: ranks cannot distinguish a split from a death. A program that must
+//! exclude this compares the size of the new world with the size that it needs.
 //!
-//! **Beginning.** [`JoinBarrier`] decides when the world begins. It is a state machine without sockets,
-//! which gets the time from its caller. The window is for ranks that died unnoticed. It opens with the
-//! second arrival: a rank alone never concludes that it is the only one left.
+//! **Beginning.** [`JoinBarrier`] decides when the world begins. It is a state machine without
+//! sockets, which gets the time from its caller. The window is for ranks that died unnoticed. It
+//! opens with the second arrival: a rank alone never concludes that it is the only one left.
 //!
 //! ```text
 //!   first      begins when all `size` ranks are here

@@ -14,12 +14,12 @@
 //!                      ◄──── one byte ────   from here on the stream is the ranks' own
 //! ```
 //!
-//! The byte says that the other rank has not given up meanwhile: its wait for a Welcome is bounded, and
-//! no wait comes after it. A stream without that byte is dropped.
+//! The byte says that the other rank has not given up meanwhile: its wait for a Welcome is bounded,
+//! and no wait comes after it. A stream without that byte is dropped.
 //!
-//! The handshake is that of the rendezvous, under a name that no rendezvous has, so its messages prove
-//! nothing there. The connections of strangers, of other jobs and of earlier epochs are closed, and no
-//! rank waits for them.
+//! The handshake is that of the rendezvous, under a name that no rendezvous has, so its messages
+//! prove nothing there. The connections of strangers, of other jobs and of earlier epochs are
+//! closed, and no rank waits for them.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};

@@ -15,8 +15,8 @@ use crate::error::DeviceError;
 /// Names for the loader, the newest first.
 const NAMES: [&str; 3] = ["libcublas.so.13", "libcublas.so.12", "libcublas.so.11"];
 
-/// Libraries that cuBLAS itself loads, from the same release. Wheels have it in the same folder, where the
-/// loader does not look.
+/// Libraries that cuBLAS itself loads, from the same release. Wheels have it in the same folder,
+/// where the loader does not look.
 const BESIDE: (&str, &str) = ("libcublas.so", "libcublasLt.so");
 
 /// The variable with a path.

@@ -1,5 +1,5 @@
-//! Audits and timings of a GPU: kernels that hold SMs, copy, and compute, concurrently with which rows
-//! must move.
+//! Audits and timings of a GPU: kernels that hold SMs, copy, and compute, concurrently with which
+//! rows must move.
 //!
 //! ```text
 //!   hold      | every multiprocessor, until the host ends it |      work that completes meanwhile needed none of them
@@ -9,11 +9,11 @@
 //!   cupti     the work of the device, listed by NVIDIA's library    only launched work, at best
 //! ```
 //!
-//! A module of its own: only `sidelane gpu-check` loads it. It shows facts about one GPU, once; no part
-//! of the library depends on it. Each launch names its source in `cuda/`.
+//! A module of its own: only `sidelane gpu-check` loads it. It shows facts about one GPU, once; no
+//! part of the library depends on it. Each launch names its source in `cuda/`.
 //!
-//! All resources of a block exist before it is launched. Calls that wait for the whole context (freeing
-//! memory, loading modules) would wait for a hold, too, which waits for the host.
+//! All resources of a block exist before it is launched. Calls that wait for the whole context
+//! (freeing memory, loading modules) would wait for a hold, too, which waits for the host.
 
 mod blas;
 mod cupti;

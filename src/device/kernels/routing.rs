@@ -1,4 +1,5 @@
-//! Launches of kernels that read routing: `cuda/choices.cu`, `order.cu`, `counts.cu` and `check.cu`.
+//! Launches of kernels that read routing: `cuda/choices.cu`, `order.cu`, `counts.cu` and
+//! `check.cu`.
 //!
 //! ```text
 //!   choices   expert ids and weights --> metadata of the rows of each slot

@@ -1,5 +1,6 @@
-//! Tests of the verbs lane only: bits and counts that agree, keys that expire, NICs that fall silent or
-//! vanish. Late data, and data from a NIC that fails, neither touch present data nor block other ranks.
+//! Tests of the verbs lane only: bits and counts that agree, keys that expire, NICs that fall
+//! silent or vanish. Late data, and data from a NIC that fails, neither touch present data nor
+//! block other ranks.
 //!
 //! They run on NICs without hardware; `tests/testbed` runs the same lane over a real connection.
 

@@ -1,8 +1,8 @@
-//! Work requests of puts and signals: by the connection's own count, by its forecast and by the NIC's
-//! count.
+//! Work requests of puts and signals: by the connection's own count, by its forecast and by the
+//! NIC's count.
 //!
-//! Fixed sequences have fixed numbers. For random sequences the three agree, and the same bytes land
-//! over fast and slow NICs.
+//! Fixed sequences have fixed numbers. For random sequences the three agree, and the same bytes
+//! land over fast and slow NICs.
 
 use std::sync::Arc;
 use std::time::Instant;

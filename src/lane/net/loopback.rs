@@ -1,10 +1,10 @@
 //! The loopback lane: the interface of a NIC, between emulated nodes of one machine.
 //!
 //! A NIC offers one-sided operations: the sender names a region, an offset and bytes, and the
-//! receiver's processor takes no part. Here the connection is one shared segment per pair of ranks, and
-//! the receiving NIC is a thread of the receiver. Nothing else of the other node is mapped, so a
-//! schedule that relies on loads from another node cannot work here by accident. The lower rank of a
-//! pair creates the segment and passes its descriptor.
+//! receiver's processor takes no part. Here the connection is one shared segment per pair of ranks,
+//! and the receiving NIC is a thread of the receiver. Nothing else of the other node is mapped, so
+//! a schedule that relies on loads from another node cannot work here by accident. The lower rank
+//! of a pair creates the segment and passes its descriptor.
 //!
 //! ```text
 //!   rank a                    segment of the pair (a, b)                        rank b
@@ -19,13 +19,13 @@
 //!
 //! Positions count bytes since the beginning and never wrap; their remainder is the place. A record
 //! never straddles the end: a *skip* fills the rest. *Credits*: a sender never writes past the
-//! receiver's tail. While it waits for credit it receives its own records, so two ranks that fill each
-//! other's rings cannot block each other.
+//! receiver's tail. While it waits for credit it receives its own records, so two ranks that fill
+//! each other's rings cannot block each other.
 //!
 //! **Emulated links.** Overlap is worth measuring where transfers cost time and no core. Between
-//! emulated nodes they cost the opposite: a copy, done at once by a core. With a [`LinkEmulator`] bytes
-//! still move at once. A signal behind them becomes visible only when a link of a given bandwidth and
-//! latency would have delivered it. A timer wakes the receiver's progress thread.
+//! emulated nodes they cost the opposite: a copy, done at once by a core. With a [`LinkEmulator`]
+//! bytes still move at once. A signal behind them becomes visible only when a link of a given
+//! bandwidth and latency would have delivered it. A timer wakes the receiver's progress thread.
 //!
 //! ```text
 //!   sender     put 1 MB      signal, due = when the link has sent all so far + latency

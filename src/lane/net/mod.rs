@@ -8,8 +8,8 @@
 //! | tcp | any machines | records on an authenticated connection |
 //!
 //! A [`Port`](super::Port) sees one interface: a [`NetConnection`] per peer takes puts to (region,
-//! offset) of the peer, and signals that become visible after them. The [`ProgressThread`] serves all
-//! connections of a rank while the rank computes.
+//! offset) of the peer, and signals that become visible after them. The [`ProgressThread`] serves
+//! all connections of a rank while the rank computes.
 //!
 //! ```text
 //!   NetTransport --open(peer)--> ConnectionEnd --offers through the rendezvous--> connect --> NetConnection
@@ -94,8 +94,8 @@ pub struct SendBlocked {
     pub why: WaitError,
 }
 
-/// Offer of the peer's end of a connection, as it arrived. An empty offer says that the end could not be
-/// opened.
+/// Offer of the peer's end of a connection, as it arrived. An empty offer says that the end could
+/// not be opened.
 #[derive(Debug, Default)]
 pub struct ConnectionOffer {
     /// Bytes, which go through the rendezvous.
@@ -182,9 +182,9 @@ pub trait ConnectionEnd {
 
 /// One rank's end of the way to one rank of another node.
 ///
-/// Puts and signals of one connection happen in the order of the calls: a signal is visible at the peer
-/// only after all puts before it have landed, and after all signals before it. Callers have checked
-/// that targets lie in their windows.
+/// Puts and signals of one connection happen in the order of the calls: a signal is visible at the
+/// peer only after all puts before it have landed, and after all signals before it. Callers have
+/// checked that targets lie in their windows.
 pub trait NetConnection: fmt::Debug + Send + Sync {
     /// Name of the lane.
     fn lane(&self) -> &'static str;
@@ -262,8 +262,8 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     /// event descriptor of the [`ProgressThread`]. Returns whether there is work already.
     fn arm(&self, health: &Health) -> bool;
 
-    /// A descriptor that is readable when there is something to do, if this connection has one of its
-    /// own.
+    /// A descriptor that is readable when there is something to do, if this connection has one of
+    /// its own.
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }

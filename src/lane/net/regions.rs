@@ -1,8 +1,8 @@
 //! Regions that peers may write to, and the records by which a receiver writes for them.
 //!
-//! A lane whose receiver is a thread (loopback, tcp) sends records: a header of 64 bytes, and a payload.
-//! The receiver checks each target against its region before it writes. A NIC needs no records for
-//! puts; the verbs lane sends one as the long form of a signal.
+//! A lane whose receiver is a thread (loopback, tcp) sends records: a header of 64 bytes, and a
+//! payload. The receiver checks each target against its region before it writes. A NIC needs no
+//! records for puts; the verbs lane sends one as the long form of a signal.
 //!
 //! ```text
 //!   header   | kind, region | offset | len (signal: has a tag) | value | tag (3 words) | the lane's own |

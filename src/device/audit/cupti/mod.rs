@@ -1,4 +1,5 @@
-//! CUPTI, NVIDIA's library for tools: a list of the device's work, including the driver's own kernels.
+//! CUPTI, NVIDIA's library for tools: a list of the device's work, including the driver's own
+//! kernels.
 //!
 //! ```text
 //!   Cupti::open ---- from here on CUPTI writes records -----------------------------> dropped
@@ -7,9 +8,9 @@
 //! ```
 //!
 //! Loaded at run time, like the driver, and only by `sidelane gpu-check`. It is the old interface,
-//! without subscribers, that all versions for CUDA 12 and 13 have. CUPTI asks for buffers and gives them
-//! back on threads of its own, by callbacks that take no argument of ours: so they lie in a static until
-//! they are read.
+//! without subscribers, that all versions for CUDA 12 and 13 have. CUPTI asks for buffers and gives
+//! them back on threads of its own, by callbacks that take no argument of ours: so they lie in a
+//! static until they are read.
 
 mod ffi;
 

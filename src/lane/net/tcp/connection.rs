@@ -6,8 +6,8 @@
 //!   progress    <-- Poller: one system call for all sockets of a rank
 //! ```
 //!
-//! A rank that waits serves each of its connections again and again. Polling every socket would cost a
-//! system call each time, so one call covers a whole round.
+//! A rank that waits serves each of its connections again and again. Polling every socket would
+//! cost a system call each time, so one call covers a whole round.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::net::TcpStream;

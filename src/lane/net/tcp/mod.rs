@@ -12,17 +12,17 @@
 //!   flush:    a sends Ask(n) behind its puts;  b answers n;  a waits for it
 //! ```
 //!
-//! *Credits* are TCP's own window. A sender that finds no room receives meanwhile, so two ranks that
-//! fill each other's window cannot block each other. Rows are not packed: they go from their place to
-//! the socket, and from the socket to their target. The rest of a record that a sender gave up in the
-//! middle goes to an outbox, so that the stream stays whole.
+//! *Credits* are TCP's own window. A sender that finds no room receives meanwhile, so two ranks
+//! that fill each other's window cannot block each other. Rows are not packed: they go from their
+//! place to the socket, and from the socket to their target. The rest of a record that a sender
+//! gave up in the middle goes to an outbox, so that the stream stays whole.
 //!
-//! *Identity* is proved as at the rendezvous, with the job's secret. The proof covers job, epoch and
-//! ranks.
+//! *Identity* is proved as at the rendezvous, with the job's secret. The proof covers job, epoch
+//! and ranks.
 //!
 //! *Ends.* A connection that ends while its peer has left, or is known to be lost, is no fault.
-//! Otherwise the rendezvous is given a moment to report the fate of the peer. If it reports that all
-//! are well, the connection broke ([`Cause::Connection`](crate::error::Cause::Connection)).
+//! Otherwise the rendezvous is given a moment to report the fate of the peer. If it reports that
+//! all are well, the connection broke ([`Cause::Connection`](crate::error::Cause::Connection)).
 
 pub use transport::TcpTransport;
 

@@ -10,11 +10,12 @@
 //!   node 1: NICs c d, ranks 3 4         3 -> d, 4 -> c
 //! ```
 //!
-//! The choice is a pure function, so tests can run it for machines that do not exist. A RoCE port has
-//! each GID twice: for RoCE v1, which no router passes, and for RoCE v2, which travels in UDP over IP.
-//! Switches are most often set up for those made of an IPv4 address.
+//! The choice is a pure function, so tests can run it for machines that do not exist. A RoCE port
+//! has each GID twice: for RoCE v1, which no router passes, and for RoCE v2, which travels in UDP
+//! over IP. Switches are most often set up for those made of an IPv4 address.
 //!
-//! The kernel's files ([`Sysfs`]) have the addresses of ports, and the place of NICs in the machine:
+//! The kernel's files ([`Sysfs`]) have the addresses of ports, and the place of NICs in the
+//! machine:
 //!
 //! ```text
 //!   class/infiniband/<nic>/device                           link into the PCI tree; none for a soft NIC

@@ -1,7 +1,7 @@
 //! Signals that come as messages: receives, their contents, and the credit for them.
 //!
-//! A signal that is a write needs no state. An addition must know the value of the word. An immediate
-//! of 32 bits must stand for a word and its value:
+//! A signal that is a write needs no state. An addition must know the value of the word. An
+//! immediate of 32 bits must stand for a word and its value:
 //!
 //! ```text
 //!   first signal of a word   a record of 64 bytes: the word, its value, and a number for the word

@@ -1,7 +1,8 @@
-//! Memory that is registered with a NIC of a rank: its own, that of its device, and keys to its peers'.
+//! Memory that is registered with a NIC of a rank: its own, that of its device, and keys to its
+//! peers'.
 //!
-//! A region may be registered in pieces: flags and their tags strictly ordered, rows relaxed. Memory of
-//! a GPU is registered by a descriptor where there is one, else by its address.
+//! A region may be registered in pieces: flags and their tags strictly ordered, rows relaxed.
+//! Memory of a GPU is registered by a descriptor where there is one, else by its address.
 //!
 //! ```text
 //!   region (mapping, or memory of a device) --NicMemory--> pieces --describe_region--> bytes --> peers

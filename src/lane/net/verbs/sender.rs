@@ -1,17 +1,17 @@
-//! The send queue of one connection: requests that are gathered, queued, posted and completed, and the
-//! registered memory that they use.
+//! The send queue of one connection: requests that are gathered, queued, posted and completed, and
+//! the registered memory that they use.
 //!
 //! ```text
 //!   put --> gathered --> asked ------------> posted ------------> done
 //!           one write       queue, pieces       flights: one per doorbell, with the bytes and the staging it frees
 //! ```
 //!
-//! Requests wait in a queue of our own, so that no queue of the NIC can overflow: a post takes only as
-//! many as fit, in requests and in bytes in flight. They are posted in batches, one doorbell each, and
-//! only the last of a batch makes a completion.
+//! Requests wait in a queue of our own, so that no queue of the NIC can overflow: a post takes only
+//! as many as fit, in requests and in bytes in flight. They are posted in batches, one doorbell
+//! each, and only the last of a batch makes a completion.
 //!
-//! **Gathering.** Puts with adjacent targets travel in one request. The last write is held back until
-//! it is known to be complete: the next put or signal may travel with it.
+//! **Gathering.** Puts with adjacent targets travel in one request. The last write is held back
+//! until it is known to be complete: the next put or signal may travel with it.
 //!
 //! ```text
 //!   put header | put_rows 7 2 9 | zero          at the peer      | header | 7 | 2 | 9 | 0 0 |
@@ -19,15 +19,16 @@
 //!       [ staged    in place     zeros ]        a request: at most a chunk of bytes, as many pieces as a NIC takes
 //! ```
 //!
-//! A put to another place ends it, and so do a signal, which may travel with it, and a flush: all of
-//! them calls. The progress of the NIC ends nothing, so the number of requests does not depend on time.
-//! Its staged part takes at most half of the staging. So a put that waits for space to stage one more
-//! piece gets it when all earlier data has been read, though the write itself is not posted.
+//! A put to another place ends it, and so do a signal, which may travel with it, and a flush: all
+//! of them calls. The progress of the NIC ends nothing, so the number of requests does not depend
+//! on time. Its staged part takes at most half of the staging. So a put that waits for space to
+//! stage one more piece gets it when all earlier data has been read, though the write itself is not
+//! posted.
 //!
 //! **Registered memory** of the connection ([`Block`]). *Staging* is a ring of bytes that were not
-//! registered at their source, and of the contents of signals: copied in at the head, free again at the
-//! tail when the NIC has read them. The grant to the peer only grows, so it needs no staging: a NIC that
-//! reads it late reports more.
+//! registered at their source, and of the contents of signals: copied in at the head, free again at
+//! the tail when the NIC has read them. The grant to the peer only grows, so it needs no staging: a
+//! NIC that reads it late reports more.
 //!
 //! ```text
 //!   | granted: written by the peer | the peer's grant | old value of an addition | receives of 64 bytes | staging |

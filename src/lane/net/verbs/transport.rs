@@ -1,4 +1,5 @@
-//! All NICs of a rank: registers memory with them, and connects their queue pairs to those of peers.
+//! All NICs of a rank: registers memory with them, and connects their queue pairs to those of
+//! peers.
 //!
 //! ```text
 //!   open: NICs --> open(peer): queue pair, block, receives --ConnectionInfo through the rendezvous--> connect

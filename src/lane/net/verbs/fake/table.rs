@@ -1,4 +1,5 @@
-//! The C functions of the fake libibverbs: devices, memory, completion queues, queue pairs, requests.
+//! The C functions of the fake libibverbs: devices, memory, completion queues, queue pairs,
+//! requests.
 //!
 //! Each finds the fabric behind its object, and reports errors as libibverbs does.
 
