@@ -15,8 +15,8 @@
 
 use std::sync::Arc;
 
-use super::net::{NetConnection, is_copied};
-use super::{Lanes, MappedWindow, PeerLane, Port};
+use super::net::is_copied;
+use super::{Lanes, MappedWindow, Port};
 use crate::dtype::PartialDtype;
 use crate::error::{Error, LaneError};
 use crate::plan::{Bins, DispatchLayout, RelayPlan, RowBuffer, RowRun, Summand};
@@ -420,7 +420,8 @@ impl RawWrites {
     /// So many bytes more go to a rank. `false` if no connection to another machine leads there,
     /// and nothing will go.
     fn add(&mut self, to: u32, bytes: u64) -> bool {
-        let remote = matches!(&self.lanes.reach[to as usize], PeerLane::Net(connection) if !is_copied(connection.lane()));
+        let connection = self.lanes.reach[to as usize].connection();
+        let remote = connection.is_some_and(|connection| !is_copied(connection.lane()));
         if remote {
             match self.out.iter_mut().find(|(peer, _)| *peer == to) {
                 Some((_, sum)) => *sum += bytes,
@@ -443,7 +444,7 @@ impl RawWrites {
         for nth in 0..most {
             for &(to, bytes) in &self.out {
                 let len = bytes.saturating_sub(nth * RAW).min(RAW);
-                if let (Some(connection), true) = (self.connection(to), len > 0) {
+                if let (Some(connection), true) = (self.lanes.reach[to as usize].connection(), len > 0) {
                     let target = self.scratch.target(to, 0, len)?;
                     let limits = self.lanes.limits_of(to);
                     let _ = connection.put(target, &source[..len as usize], limits);
@@ -451,17 +452,10 @@ impl RawWrites {
             }
         }
         for &(to, _) in &self.out {
-            if let Some(connection) = self.connection(to) {
+            if let Some(connection) = self.lanes.reach[to as usize].connection() {
                 let _ = connection.flush(self.lanes.limits_of(to));
             }
         }
         Ok(())
-    }
-
-    fn connection(&self, to: u32) -> Option<&dyn NetConnection> {
-        match &self.lanes.reach[to as usize] {
-            PeerLane::Net(connection) => Some(connection.as_ref()),
-            _ => None,
-        }
     }
 }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::net::NetConnection;
-use super::wait::{WaitError, WaitLimits, Waiter};
+use super::wait::{Unmet, WaitLimits, Waiter};
 use crate::bootstrap::Health;
 use crate::error::{Error, LaneError};
 use crate::rows::RowKernels;
@@ -40,6 +40,14 @@ impl PeerLane {
             PeerLane::Load => "shm",
             PeerLane::Net(connection) => connection.lane(),
             PeerLane::Relayed => "relay",
+        }
+    }
+
+    /// The connection, if this is a lane over one.
+    pub(super) fn connection(&self) -> Option<&dyn NetConnection> {
+        match self {
+            PeerLane::Net(connection) => Some(connection.as_ref()),
+            PeerLane::Own | PeerLane::Load | PeerLane::Relayed => None,
         }
     }
 }
@@ -105,27 +113,25 @@ impl Lanes {
             oversubscribed: self.oversubscribed,
             deadline: self.deadline,
             awaited: self.world_ranks[peer as usize],
-            silent: self.connections().any(|connection| !connection.wakes()),
+            silent: self.connections().any(|(_, connection)| !connection.wakes()),
         }
     }
 
     /// Takes what has come over the connections, and sends what can be sent.
     pub fn progress(&self) {
-        for connection in self.connections() {
+        for (_, connection) in self.connections() {
             connection.progress(&self.health);
         }
     }
 
     /// The health of the world, as a connection of this rank sees it.
     pub fn fault(&self) -> Option<LaneError> {
-        self.connections().find_map(|connection| connection.fault())
+        self.connections().find_map(|(_, connection)| connection.fault())
     }
 
-    fn connections(&self) -> impl Iterator<Item = &dyn NetConnection> {
-        self.reach.iter().filter_map(|reach| match reach {
-            PeerLane::Net(connection) => Some(connection.as_ref()),
-            _ => None,
-        })
+    /// The ranks that are reached over connections.
+    pub(super) fn connections(&self) -> impl Iterator<Item = (u32, &dyn NetConnection)> {
+        (0..).zip(&self.reach).filter_map(|(rank, lane)| Some((rank, lane.connection()?)))
     }
 
     /// Number of ranks.
@@ -183,13 +189,9 @@ impl Lanes {
             }
             look()?;
             self.progress();
-            waiter.turn(std::thread::sleep).map_err(|why| match why {
-                WaitError::Dead(cause) => Error::from(cause),
-                WaitError::Asked => LaneError::Interrupted { rank: self.rank, peer: from }.into(),
-                WaitError::Late { waited } => {
-                    let (rank, lane, flag) = (self.rank, COPY_ENGINE, flag as u32);
-                    LaneError::Deadline { rank, peer: from, lane, flag, awaited: value, seen, waited }.into()
-                }
+            waiter.turn(std::thread::sleep).map_err(|why| {
+                let (rank, lane, flag) = (self.rank, COPY_ENGINE, flag as u32);
+                Unmet { rank, peer: from, lane, flag, awaited: value, seen }.error(why, || None)
             })?;
         }
     }

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::net::{DeviceAddress, NetConnection, RemoteAddress, SendBlocked};
-use super::wait::{self, SLEEP_INTERVAL, WaitError, WaitLimits, Waiter};
+use super::wait::{self, SLEEP_INTERVAL, Unmet, WaitLimits, Waiter};
 use super::{FlagLine, Lanes, PeerLane};
 use crate::bootstrap::Health;
 use crate::error::{Error, LaneError, MemoryError};
@@ -390,21 +390,10 @@ impl Port {
         lane: &'static str,
     ) -> Result<(), Error> {
         let limits = self.lanes.limits_for(from, flag);
-        wait::wait_slow(line, value, limits, || self.lanes.progress()).map_err(|(seen, why)| match why {
-            WaitError::Dead(cause) => self.lanes.fault().map_or(cause.into(), Error::from),
-            WaitError::Asked => {
-                LaneError::Interrupted { rank: self.lanes.rank, peer: self.lanes.writer_of(from) }.into()
-            }
-            WaitError::Late { waited } => LaneError::Deadline {
-                rank: self.lanes.rank,
-                peer: self.lanes.writer_of(from),
-                lane,
-                flag: flag as u32,
-                awaited: value,
-                seen,
-                waited,
-            }
-            .into(),
+        wait::wait_slow(line, value, limits, || self.lanes.progress()).map_err(|(seen, why)| {
+            let (rank, peer) = (self.lanes.rank, self.lanes.writer_of(from));
+            let unmet = Unmet { rank, peer, lane, flag: flag as u32, awaited: value, seen };
+            unmet.error(why, || self.lanes.fault())
         })
     }
 
@@ -415,12 +404,8 @@ impl Port {
     /// [`LaneError::Deadline`] if a peer takes nothing, or the world's cause.
     pub fn quiet(&self) -> Result<(), Error> {
         RowKernels::fence();
-        for (reach, to) in self.lanes.reach.iter().zip(0..) {
-            if let PeerLane::Net(connection) = reach {
-                connection
-                    .flush(self.lanes.limits_of(to))
-                    .map_err(|e| self.stuck(connection.as_ref(), to, e))?;
-            }
+        for (to, connection) in self.lanes.connections() {
+            connection.flush(self.lanes.limits_of(to)).map_err(|e| self.stuck(connection, to, e))?;
         }
         Ok(())
     }
@@ -430,13 +415,9 @@ impl Port {
     /// # Errors
     /// As [`Port::quiet`].
     pub fn settle(&self) -> Result<(), Error> {
-        self.attend();
-        for (reach, to) in self.lanes.reach.iter().zip(0..) {
-            if let PeerLane::Net(connection) = reach {
-                connection
-                    .settle(self.lanes.limits_of(to))
-                    .map_err(|e| self.stuck(connection.as_ref(), to, e))?;
-            }
+        self.serve_until_settled();
+        for (to, connection) in self.lanes.connections() {
+            connection.settle(self.lanes.limits_of(to)).map_err(|e| self.stuck(connection, to, e))?;
         }
         Ok(())
     }
@@ -451,19 +432,15 @@ impl Port {
         if let PeerLane::Net(_) = self.reach(to)? { self.settle() } else { Ok(()) }
     }
 
-    /// Attends to all connections in turn until all have settled, so that none stands still while
-    /// another is waited for; or until one is late, which is then for that one to say.
-    fn attend(&self) {
+    /// Serves all connections in turn until all have settled, so that none stands still while
+    /// another is waited for; or until one is late, which its own wait then reports.
+    fn serve_until_settled(&self) {
         let mut waiter = None;
         loop {
             let (mut open, mut moved) = (None, false);
-            for (reach, to) in self.lanes.reach.iter().zip(0..) {
-                if let PeerLane::Net(connection) = reach
-                    && !connection.settled()
-                {
-                    open = open.or(Some(to));
-                    moved |= connection.progress(&self.lanes.health);
-                }
+            for (to, connection) in self.lanes.connections().filter(|(_, connection)| !connection.settled()) {
+                open = open.or(Some(to));
+                moved |= connection.progress(&self.lanes.health);
             }
             let Some(to) = open else { return };
             if moved {
@@ -503,20 +480,9 @@ pub fn flush(
 }
 
 fn explain(connection: &dyn NetConnection, (rank, peer): (u32, u32), stuck: SendBlocked) -> Error {
-    match stuck.why {
-        WaitError::Dead(cause) => connection.fault().map_or(cause.into(), Error::from),
-        WaitError::Asked => LaneError::Interrupted { rank, peer }.into(),
-        WaitError::Late { waited } => LaneError::Deadline {
-            rank,
-            peer,
-            lane: connection.lane(),
-            flag: u32::MAX,
-            awaited: stuck.awaited,
-            seen: stuck.seen,
-            waited,
-        }
-        .into(),
-    }
+    let SendBlocked { awaited, seen, why } = stuck;
+    let unmet = Unmet { rank, peer, lane: connection.lane(), flag: u32::MAX, awaited, seen };
+    unmet.error(why, || connection.fault())
 }
 
 /// A window: one range of bytes at each rank of the group.

@@ -27,7 +27,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::FlagLine;
 use crate::bootstrap::{Health, interrupted};
-use crate::error::{Cause, LostReason};
+use crate::error::{Cause, Error, LaneError, LostReason};
 
 /// Looks at the flag alone, for about a microsecond, with a pause between them: without it the line
 /// is asked for again while its writer still needs it. Where ranks share cores, the awaited one may
@@ -93,6 +93,37 @@ pub enum WaitError {
     },
     /// The user of this thread wants to stop.
     Asked,
+}
+
+/// A wait that ended without its value: its place and its progress, for the error.
+#[derive(Debug)]
+pub(super) struct Unmet {
+    /// The rank that waited.
+    pub rank: u32,
+    /// The rank that was awaited.
+    pub peer: u32,
+    /// Name of the lane.
+    pub lane: &'static str,
+    /// Number of the flag; `u32::MAX` for credit.
+    pub flag: u32,
+    /// Value that was awaited.
+    pub awaited: u64,
+    /// Value last seen.
+    pub seen: u64,
+}
+
+impl Unmet {
+    /// The error of the wait. A connection's `fault` says more than the cause of a failed world.
+    pub fn error(self, why: WaitError, fault: impl FnOnce() -> Option<LaneError>) -> Error {
+        let Unmet { rank, peer, lane, flag, awaited, seen } = self;
+        match why {
+            WaitError::Dead(cause) => fault().map_or(cause.into(), Error::from),
+            WaitError::Asked => LaneError::Interrupted { rank, peer }.into(),
+            WaitError::Late { waited } => {
+                LaneError::Deadline { rank, peer, lane, flag, awaited, seen, waited }.into()
+            }
+        }
+    }
 }
 
 /// State of one wait: which step of the ladder it is on.
