@@ -31,7 +31,7 @@ const POSIX: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
 /// Physical memory of a device: made here, or imported by its descriptor. It has no address until
-/// it is mapped into a [`Reservation`](super::Reservation).
+/// it is mapped into a [`Reservation`].
 #[derive(Debug)]
 pub struct Allocation {
     context: Arc<Context>,

@@ -27,7 +27,7 @@ pub enum ExpertPass {
 }
 
 /// Experts failed, or a layer is used wrongly. Panics and timeouts of experts are an
-/// [`OverlapError`](super::OverlapError).
+/// [`OverlapError`].
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
 pub enum LayerError {

@@ -43,7 +43,7 @@ pub struct Moves<'a> {
     pub landing: &'a [u64],
     /// The sum of what comes back, each chunk where its owner offers it.
     pub sum: SumOperands<'a>,
-    /// [`RAW`](super::RAW) bytes at each rank, for traffic to other machines.
+    /// [`RAW`] bytes at each rank, for traffic to other machines.
     pub scratch: &'a MappedWindow,
 }
 

@@ -609,8 +609,8 @@ impl LocalWindows {
     }
 }
 
-/// The caller's tensors of one run: where [`PutSource::Input`](crate::schedule::PutSource::Input)
-/// and [`PutSource::Notes`](crate::schedule::PutSource::Notes) read and a sum writes.
+/// The caller's tensors of one run: where [`PutSource::Input`]
+/// and [`PutSource::Notes`] read and a sum writes.
 #[derive(Debug, Default)]
 pub struct Io<'a> {
     /// Rows that are dispatched.

@@ -176,7 +176,7 @@ impl LoopbackConnection {
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if the segment is too
-    /// small, [`LaneError::System`](crate::error::LaneError::System) if there is no timer.
+    /// small, [`LaneError::System`] if there is no timer.
     pub fn new(
         peer: u32,
         lower: bool,

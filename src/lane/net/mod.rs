@@ -417,10 +417,10 @@ pub struct DeviceAddress {
 /// A connection that reads memory of devices.
 pub trait DeviceConnection {
     /// Writes bytes of a device's memory to the peer. They are read until
-    /// [`NetConnection::settle`](NetConnection::settle) has returned.
+    /// [`NetConnection::settle`] has returned.
     ///
     /// # Errors
-    /// As [`NetConnection::put`](NetConnection::put).
+    /// As [`NetConnection::put`].
     fn put_device(
         &self,
         to: RemoteAddress,

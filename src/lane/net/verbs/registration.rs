@@ -111,7 +111,7 @@ impl NicMemory {
     }
 
     /// Registers a region under its number. Returns this rank's part, for
-    /// [`describe_region`](describe_region).
+    /// [`describe_region`].
     ///
     /// # Errors
     /// [`VerbsError::Register`].
@@ -208,7 +208,7 @@ impl NicMemory {
 
 impl NicMemory {
     /// Registers memory of devices under a number. Returns this rank's part, for
-    /// [`describe_region`](describe_region).
+    /// [`describe_region`].
     ///
     /// # Errors
     /// [`NoGpuDirect::Nic`].

@@ -305,7 +305,7 @@ struct ConnectionInfo {
     receives: u32,
     /// Address for the peer's count of taken signals.
     granted: Remote,
-    /// Its heap, as [`describe_region`](super::registration::describe_region) writes it.
+    /// Its heap, as [`describe_region`] writes it.
     heap: Vec<u8>,
 }
 
