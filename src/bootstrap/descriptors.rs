@@ -160,7 +160,7 @@ impl<'fd> Table<'_, 'fd> {
         let linked = |peer: &usize| self.offers[*peer].is_some();
         let mut to_call: Vec<usize> = (0..self.me).filter(linked).collect();
         let mut to_come: Vec<usize> = (self.me + 1..self.members.len()).filter(linked).collect();
-        let mut visitors: Vec<OwnedFd> = Vec::new();
+        let mut unknown: Vec<OwnedFd> = Vec::new();
         let mut pairs: Vec<Pair<'fd>> = Vec::new();
         let mut results: Vec<Vec<OwnedFd>> = self.members.iter().map(|_| Vec::new()).collect();
         loop {
@@ -173,10 +173,10 @@ impl<'fd> Table<'_, 'fd> {
             }
             to_call = refused;
             if !to_come.is_empty() {
-                self.accept(&mut visitors)?;
+                self.accept(&mut unknown)?;
             }
-            for visitor in std::mem::take(&mut visitors) {
-                self.hear(visitor, &mut to_come, &mut pairs, &mut visitors)?;
+            for connection in std::mem::take(&mut unknown) {
+                self.receive_hello(connection, &mut to_come, &mut pairs, &mut unknown)?;
             }
             for mut pair in std::mem::take(&mut pairs) {
                 match pair.step()? {
@@ -201,7 +201,7 @@ impl<'fd> Table<'_, 'fd> {
             if !to_come.is_empty() {
                 fds.push(PollFd::new(&self.listener, PollFlags::IN));
             }
-            fds.extend(visitors.iter().map(|visitor| PollFd::new(visitor, PollFlags::IN)));
+            fds.extend(unknown.iter().map(|connection| PollFd::new(connection, PollFlags::IN)));
             wait(&mut fds, (start + deadline).min(now + SLICE))?;
         }
     }
@@ -228,10 +228,10 @@ impl<'fd> Table<'_, 'fd> {
         Ok(Some(self.pair(peer, socket, greeting, Some(expects))))
     }
 
-    fn accept(&self, visitors: &mut Vec<OwnedFd>) -> Result<(), BootstrapError> {
+    fn accept(&self, unknown: &mut Vec<OwnedFd>) -> Result<(), BootstrapError> {
         loop {
             match accept_with(&self.listener, FLAGS) {
-                Ok(visitor) => visitors.push(visitor),
+                Ok(connection) => unknown.push(connection),
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(errno) => return Err(system("accept", errno)),
@@ -241,18 +241,18 @@ impl<'fd> Table<'_, 'fd> {
 
     /// Reads from new connections: an awaited member becomes a pair, a stranger's connection is
     /// closed.
-    fn hear(
+    fn receive_hello(
         &self,
-        visitor: OwnedFd,
+        connection: OwnedFd,
         to_come: &mut Vec<usize>,
         pairs: &mut Vec<Pair<'fd>>,
-        visitors: &mut Vec<OwnedFd>,
+        unknown: &mut Vec<OwnedFd>,
     ) -> Result<(), BootstrapError> {
-        let hello = match receive(&visitor)? {
+        let hello = match receive(&connection)? {
             Packet::Bytes(hello) => hello,
             Packet::Gone => return Ok(()),
             Packet::Later => {
-                visitors.push(visitor);
+                unknown.push(connection);
                 return Ok(());
             }
         };
@@ -261,10 +261,10 @@ impl<'fd> Table<'_, 'fd> {
             tracing::warn!("a stranger knocked at the exchange of descriptors");
             return Ok(());
         };
-        check_user(&visitor)?;
+        check_user(&connection)?;
         let peer = to_come.swap_remove(at);
         let greeting = self.exchange.hello(&self.notices[peer].nonce, self.me, peer);
-        pairs.push(self.pair(peer, visitor, greeting, None));
+        pairs.push(self.pair(peer, connection, greeting, None));
         Ok(())
     }
 

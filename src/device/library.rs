@@ -33,7 +33,7 @@ const USUAL: &str = "libcuda.so.1";
 /// A symbol that only the driver made for tests has.
 const STAND_IN: &str = "sidelane_stand_in";
 
-type Initialise = unsafe extern "C" fn(c_uint) -> Code;
+type Initialize = unsafe extern "C" fn(c_uint) -> Code;
 type DriverVersion = unsafe extern "C" fn(*mut c_int) -> Code;
 /// Declared with a number where the header has an enum: any code may be asked about.
 type ErrorName = unsafe extern "C" fn(u32, *mut *const c_char) -> Code;
@@ -62,7 +62,7 @@ impl Library {
     pub fn load(path: Option<&Path>) -> Result<Self, DeviceError> {
         let path = path.unwrap_or(Path::new(USUAL));
         let name = path.display().to_string();
-        // SAFETY: this runs the library's initialisers. A user who names another path is
+        // SAFETY: this runs the library's initializers. A user who names another path is
         // responsible for that library, as with LD_LIBRARY_PATH; the driver's own may run at any
         // time.
         let loaded = unsafe { libloading::Library::new(path) }.map_err(|error| {
@@ -72,14 +72,14 @@ impl Library {
         })?;
         let loaded = ManuallyDrop::new(loaded);
         // SAFETY: the types are those of the header; the library stays loaded.
-        let initialise: Initialise = unsafe { symbol(&loaded, &name, "cuInit") }?;
+        let initialize: Initialize = unsafe { symbol(&loaded, &name, "cuInit") }?;
         // SAFETY: as above.
         let driver_version: DriverVersion = unsafe { symbol(&loaded, &name, "cuDriverGetVersion") }?;
         // SAFETY: as above; an enum of the header is four bytes.
         let error_name: ErrorName = unsafe { symbol(&loaded, &name, "cuGetErrorName") }?;
 
         // SAFETY: may be called at any time, and again.
-        let code = unsafe { initialise(0) };
+        let code = unsafe { initialize(0) };
         if code != Code::SUCCESS {
             let text = text(error_name, code);
             return Err(DeviceError::Init { library: name, code: code.0, name: text });

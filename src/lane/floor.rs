@@ -216,7 +216,7 @@ impl Port {
         if let Some(&row) = layout.rows.iter().find(|&&row| row >= layout.tokens) {
             return Err(bounds(row, layout.tokens));
         }
-        let straight = layout.run_starts.last().map_or(0, |&end| end as usize);
+        let direct = layout.run_starts.last().map_or(0, |&end| end as usize);
         for peer in 0..self.lanes().ranks() {
             let to_peer = layout.runs_to(peer);
             for run in &layout.runs[to_peer.start as usize..to_peer.end as usize] {
@@ -234,7 +234,7 @@ impl Port {
         let sent = self.lanes().paths().relays().zip(&layout.blocks);
         let remote = sent.filter(|(relay, block)| raw.add(*relay, u64::from(block.rows) * moves.row_bytes));
         if remote.count() == 0 {
-            runs.extend(layout.runs[straight..].iter().map(|run| own(run, scratch.take(bytes(run)))));
+            runs.extend(layout.runs[direct..].iter().map(|run| own(run, scratch.take(bytes(run)))));
         }
         Ok(())
     }

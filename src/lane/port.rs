@@ -268,7 +268,7 @@ impl Port {
         Ok(unsafe { FlagLine::new(self.at(self.flags, self.lanes.rank, offset, LINE)?) })
     }
 
-    /// Reads elements of a window of this node. Its writer must have signalled.
+    /// Reads elements of a window of this node. Its writer must have signaled.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -284,7 +284,7 @@ impl Port {
         window.mapped.read(part.member, part.offset + offset, out)
     }
 
-    /// Copies bytes of a window of this node to a caller's. Their writer must have signalled.
+    /// Copies bytes of a window of this node to a caller's. Their writer must have signaled.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -397,7 +397,7 @@ impl Port {
         })
     }
 
-    /// Returns when everything put or signalled so far has landed. On a node it has when the put
+    /// Returns when everything put or signaled so far has landed. On a node it has when the put
     /// returns.
     ///
     /// # Errors

@@ -51,7 +51,7 @@ struct State {
 struct Retired {
     offset: u64,
     len: u64,
-    licence: Arc<dyn ReleaseCheck>,
+    release: Arc<dyn ReleaseCheck>,
     value: u64,
 }
 
@@ -134,9 +134,9 @@ impl Pool {
 
     /// Gives an extent back once all its readers have finished. No thread waits for that: the next
     /// allocation checks whether the readers have released it.
-    pub(crate) fn retire(&self, mut extent: Extent, licence: &Arc<dyn ReleaseCheck>, value: u64) {
+    pub(crate) fn retire(&self, mut extent: Extent, release: &Arc<dyn ReleaseCheck>, value: u64) {
         let (offset, len) = (extent.offset, std::mem::take(&mut extent.len));
-        self.state().retired.push(Retired { offset, len, licence: Arc::clone(licence), value });
+        self.state().retired.push(Retired { offset, len, release: Arc::clone(release), value });
     }
 
     /// Frees the retired extents that are released by now, and drops their release checks.
@@ -198,7 +198,7 @@ impl State {
     fn reap(&mut self) {
         let extents = &mut self.extents;
         self.retired.retain(|r| {
-            let granted = r.licence.is_released(r.value);
+            let granted = r.release.is_released(r.value);
             if granted {
                 extents.free(r.offset, r.len);
             }

@@ -58,7 +58,7 @@ struct Admitted {
 /// Waits until the meeting may begin and welcomes its members. None if it was given up.
 fn assemble(config: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapError> {
     let HubConfig { queue, barrier, absent, until, .. } = config;
-    let host = queue.meeting().host;
+    let host = queue.rendezvous().host;
     let mut here: BTreeMap<u32, AuthenticatedPeer> = BTreeMap::new();
     loop {
         let now = Instant::now();
@@ -78,7 +78,7 @@ fn assemble(config: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapEr
         for arrival in queue.turn(now) {
             let rank = arrival.hello.rank;
             if absent().contains(&rank) {
-                let epoch = queue.meeting().epoch;
+                let epoch = queue.rendezvous().epoch;
                 arrival.refuse(JoinRefusal::Evicted(epoch));
             } else if barrier.join(rank, now) {
                 here.insert(rank, arrival);
@@ -158,7 +158,7 @@ struct Coordinator {
 impl Coordinator {
     fn new(queue: HandshakeQueue, timeouts: Timeouts, admitted: Vec<Admitted>) -> Self {
         let now = Instant::now();
-        let host = queue.meeting().host;
+        let host = queue.rendezvous().host;
         let members: Vec<_> = admitted
             .into_iter()
             .map(|Admitted { old, connection }| Member { old, connection, state: MemberState::Here })
@@ -199,7 +199,7 @@ impl Coordinator {
             }
             for arrival in self.queue.turn(now) {
                 let taken = self.members.iter().any(|member| member.old == arrival.hello.rank);
-                let epoch = self.queue.meeting().epoch;
+                let epoch = self.queue.rendezvous().epoch;
                 arrival.refuse(if taken { JoinRefusal::Rank } else { JoinRefusal::Evicted(epoch) });
             }
             self.members.iter_mut().for_each(|member| member.connection.flush());
@@ -276,7 +276,7 @@ impl Coordinator {
     /// A rank is gone: all others get a message at once, and so does the rank itself, should it
     /// wake up.
     fn lose(&mut self, rank: usize, how: LostReason) {
-        let epoch = self.queue.meeting().epoch;
+        let epoch = self.queue.rendezvous().epoch;
         let member = &mut self.members[rank];
         member.state = MemberState::Lost;
         member.connection.send(&Message::Dead(Cause::Evicted { rank: rank as u32, epoch }));

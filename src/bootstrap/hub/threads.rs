@@ -2,7 +2,7 @@
 //!
 //! A thread is alive while its hub exists: a dropped hub has left; a hub dropped by an unwinding
 //! thread is lost. Deadlines, cancel and rebuild are as between processes, so that a test with
-//! threads tests the same behaviour.
+//! threads tests the same behavior.
 
 use std::{
     collections::HashMap,

@@ -69,17 +69,23 @@ pub fn connect(
         None => Secret::of_user()?,
     };
     let job = Job { digest: job_digest(&identity.job), secret, timeouts, launcher: identity.launcher_pipe };
-    let meeting = RendezvousId { job: job.digest, size: identity.size, epoch: 0, host: HOST };
+    let rendezvous = RendezvousId { job: job.digest, size: identity.size, epoch: 0, host: HOST };
     let (membership, coordinator) = match identity.rank {
         HOST => {
             let listener = bind(identity)?;
-            let (address, coordinator) =
-                host(listener, &job, meeting, JoinBarrier::first(identity.size), Box::new(Vec::new), until)?;
-            let membership = seek(identity, &job, meeting, &[address], until);
+            let (address, coordinator) = host(
+                listener,
+                &job,
+                rendezvous,
+                JoinBarrier::first(identity.size),
+                Box::new(Vec::new),
+                until,
+            )?;
+            let membership = seek(identity, &job, rendezvous, &[address], until);
             let (membership, coordinator) = attended(membership, coordinator)?;
             (membership, Some(coordinator))
         }
-        _ => (seek(identity, &job, meeting, &[], until)?, None),
+        _ => (seek(identity, &job, rendezvous, &[], until)?, None),
     };
     Ok(Box::new(TcpHub::new(job, 0, membership, coordinator)?))
 }
@@ -88,7 +94,7 @@ pub fn connect(
 pub(super) fn host(
     listener: TcpListener,
     job: &Job,
-    meeting: RendezvousId,
+    rendezvous: RendezvousId,
     barrier: JoinBarrier,
     absent: Box<dyn Fn() -> Vec<u32> + Send>,
     until: Instant,
@@ -100,7 +106,7 @@ pub(super) fn host(
             SocketAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
         });
     }
-    let queue = HandshakeQueue::new(listener, job.secret.clone(), meeting);
+    let queue = HandshakeQueue::new(listener, job.secret.clone(), rendezvous);
     let config = HubConfig { queue, barrier, absent, timeouts: job.timeouts, until };
     let thread = thread::Builder::new().name("sidelane coordinator".to_owned());
     let thread = thread.spawn(move || coordinate(config));
@@ -154,7 +160,7 @@ fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
 fn seek(
     identity: &Identity,
     job: &Job,
-    meeting: RendezvousId,
+    rendezvous: RendezvousId,
     known: &[SocketAddr],
     until: Instant,
 ) -> Result<Membership, BootstrapError> {
@@ -168,7 +174,7 @@ fn seek(
             let now = Instant::now();
             let request = JoinRequest {
                 secret: &job.secret,
-                meeting,
+                rendezvous,
                 rank: identity.rank,
                 beyond_loopback: !identity.is_local(),
                 greeted_until: until.min(now + GREETING),
@@ -252,7 +258,7 @@ pub(in crate::bootstrap) struct Membership {
     pub listener: TcpListener,
 }
 
-/// Reason why a guest cannot join.
+/// Reason why a rank cannot join.
 pub(super) enum JoinError {
     /// No process, another process, or a closed connection: try again or elsewhere.
     Unreachable,
@@ -265,13 +271,13 @@ pub(super) enum JoinError {
 /// The joining rank, and its waiting time.
 pub(super) struct JoinRequest<'a> {
     pub secret: &'a Secret,
-    pub meeting: RendezvousId,
+    pub rendezvous: RendezvousId,
     pub rank: u32,
     /// Whether other machines must reach the listener.
     pub beyond_loopback: bool,
     /// Bound of the host's challenge.
     pub greeted_until: Instant,
-    /// Bound of the whole meeting.
+    /// Bound of the whole rendezvous.
     pub until: Instant,
     /// Whether to stop waiting for this host.
     pub stop: &'a dyn Fn() -> bool,
@@ -288,11 +294,11 @@ impl JoinRequest<'_> {
         let listener = self.listen(local)?;
         let port = listener.local_addr().map_err(fail("getsockname"))?.port();
 
-        let RendezvousId { job, size, epoch, host } = self.meeting;
+        let RendezvousId { job, size, epoch, host } = self.rendezvous;
         let nonce = random().map_err(JoinError::Failed)?;
         let hello = Hello { version: PROTOCOL, job, rank: self.rank, size, epoch, host, port, nonce };
-        let guest = Initiator::new(self.secret.clone(), hello);
-        let greeted = shake_hands(&mut connection, guest, self.greeted_until, self.stop);
+        let initiator = Initiator::new(self.secret.clone(), hello);
+        let greeted = shake_hands(&mut connection, initiator, self.greeted_until, self.stop);
         greeted.ok_or(JoinError::Unreachable)?.map_err(miss)?;
         let verdict = connection.await_message(self.until, self.stop).or_else(|| {
             connection.send(&Message::Withdraw { ticket: 0 });
@@ -342,7 +348,7 @@ pub(super) fn shake_hands(
     };
     connection.send(&proof);
     let answer = connection.await_message(Instant::now() + ANSWER, stop)?;
-    let known = guest.recognise(answer);
+    let known = guest.verify(answer);
     if known.is_ok() {
         connection.trust();
     }
@@ -450,12 +456,12 @@ pub(in crate::bootstrap) fn rebuild(old: &TcpHub, deadline: Duration) -> Result<
         // Leaves time for the next one, should this one never answer.
         let limit = until.saturating_duration_since(Instant::now());
         let limit = if candidates.next().is_some() { limit / 2 } else { limit };
-        let meeting = RendezvousId { job: old.job.digest, size: old.size, epoch, host: candidate };
+        let rendezvous = RendezvousId { job: old.job.digest, size: old.size, epoch, host: candidate };
         let health = old.health().clone();
         let stop = move || health.is_absent(candidate);
         let request = JoinRequest {
             secret: &old.job.secret,
-            meeting,
+            rendezvous,
             rank: old.rank,
             beyond_loopback: old.addresses.iter().any(|address| !address.ip().is_loopback()),
             greeted_until: Instant::now() + limit,
@@ -502,10 +508,10 @@ fn lead(old: &TcpHub, request: &JoinRequest<'_>) -> Result<Rebuilt, JoinError> {
     let barrier = JoinBarrier::again(old.size, old.job.timeouts.liveness * 2);
     let health = Arc::clone(old.health());
     let absent = Box::new(move || health.absent());
-    let (address, coordinator) = host(listener, &old.job, request.meeting, barrier, absent, request.until)
+    let (address, coordinator) = host(listener, &old.job, request.rendezvous, barrier, absent, request.until)
         .map_err(JoinError::Failed)?;
     let (membership, coordinator) = attended(request.at(address), coordinator)?;
-    join_host(old, request.meeting.epoch, membership, Some(coordinator))
+    join_host(old, request.rendezvous.epoch, membership, Some(coordinator))
 }
 
 fn join_host(

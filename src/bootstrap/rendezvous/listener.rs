@@ -51,7 +51,7 @@ pub struct PeerAuth {
     secret: Secret,
     rank: u32,
     /// Of streams of this world; `host` stands for no rank yet.
-    meeting: RendezvousId,
+    rendezvous: RendezvousId,
     /// Where the rendezvous sees each rank.
     addresses: Vec<IpAddr>,
 }
@@ -65,8 +65,8 @@ impl PeerAuth {
         addresses: Vec<IpAddr>,
     ) -> Self {
         let job = Sha256::new().chain_update(b"sidelane streams ").chain_update(job).finalize().into();
-        let meeting = RendezvousId { job, size: addresses.len() as u32, epoch, host: rank };
-        PeerAuth { secret, rank, meeting, addresses }
+        let rendezvous = RendezvousId { job, size: addresses.len() as u32, epoch, host: rank };
+        PeerAuth { secret, rank, rendezvous, addresses }
     }
 
     /// This rank.
@@ -90,7 +90,7 @@ impl PeerAuth {
     /// [`BootstrapError::System`].
     pub fn receive(&self, listener: TcpListener) -> Result<PeerListener, BootstrapError> {
         listener.set_nonblocking(true).map_err(|error| failed("fcntl", &error))?;
-        let queue = HandshakeQueue::new(listener, self.secret.clone(), self.meeting);
+        let queue = HandshakeQueue::new(listener, self.secret.clone(), self.rendezvous);
         Ok(PeerListener { queue, welcomed: Vec::new(), here: BTreeMap::new() })
     }
 
@@ -123,15 +123,15 @@ impl PeerAuth {
         let stream =
             TcpStream::connect_timeout(&address, CONNECT).map_err(|error| failed("connect", &error))?;
         let mut connection = MessageConnection::new(stream).map_err(|error| failed("fcntl", &error))?;
-        let RendezvousId { job, size, epoch, .. } = self.meeting;
+        let RendezvousId { job, size, epoch, .. } = self.rendezvous;
         let nonce = random()?;
         let hello = Hello { version: PROTOCOL, job, rank: self.rank, size, epoch, host, port: 0, nonce };
-        let guest = Initiator::new(self.secret.clone(), hello);
+        let initiator = Initiator::new(self.secret.clone(), hello);
         let since = Instant::now();
         let until = since + GREETING;
         let silent = || BootstrapError::NoRendezvous { address: peer(), waited: since.elapsed() };
         let malformed = || BootstrapError::Malformed { peer: peer() };
-        let greeted = shake_hands(&mut connection, guest, until, stop).ok_or_else(silent)?;
+        let greeted = shake_hands(&mut connection, initiator, until, stop).ok_or_else(silent)?;
         greeted.map_err(|refusal| self.explain(refusal, peer()))?;
         match connection.await_message(until, stop).ok_or_else(silent)? {
             Message::Welcome { .. } => connection.into_stream().ok_or_else(malformed),
@@ -146,7 +146,7 @@ impl PeerAuth {
             JoinRefusal::Version(seen) => BootstrapError::Version { peer, seen, expected: PROTOCOL },
             JoinRefusal::WrongSecret => BootstrapError::WrongSecret { peer },
             JoinRefusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
-            JoinRefusal::Rank => BootstrapError::RankRefused { rank, size: self.meeting.size },
+            JoinRefusal::Rank => BootstrapError::RankRefused { rank, size: self.rendezvous.size },
             JoinRefusal::OtherJob | JoinRefusal::Missing(_) | JoinRefusal::Malformed => {
                 BootstrapError::Malformed { peer }
             }
@@ -194,9 +194,9 @@ impl PeerListener {
     /// the stream's user.
     fn hear(&mut self) {
         for (from, mut stream) in std::mem::take(&mut self.welcomed) {
-            let mut said = [0];
-            match stream.read(&mut said) {
-                Ok(1) if said == [TAKEN] => drop(self.here.insert(from, stream)),
+            let mut byte = [0];
+            match stream.read(&mut byte) {
+                Ok(1) if byte == [TAKEN] => drop(self.here.insert(from, stream)),
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
                     self.welcomed.push((from, stream));
                 }
@@ -207,16 +207,16 @@ impl PeerListener {
 }
 
 /// Time limit of an authentication.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// Visitors at a time; more wait in the listener's queue.
-const MAX_VISITORS: usize = 1024;
+const AUTHENTICATION: Duration = Duration::from_secs(5);
+/// Pending handshakes at a time; more wait in the listener's queue.
+const MAX_PENDING: usize = 1024;
 /// Pause after the system had no descriptor left for a handshake.
 const REST: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 struct PendingHandshake {
     connection: MessageConnection,
-    porter: Responder,
+    responder: Responder,
     until: Instant,
 }
 
@@ -236,29 +236,29 @@ impl AuthenticatedPeer {
     }
 }
 
-/// A listener and those it has not yet let in.
+/// A listener and its pending handshakes.
 #[derive(Debug)]
 pub(in crate::bootstrap) struct HandshakeQueue {
     listener: TcpListener,
     secret: Secret,
-    meeting: RendezvousId,
+    rendezvous: RendezvousId,
     pending: Vec<PendingHandshake>,
     rests_until: Option<Instant>,
 }
 
 impl HandshakeQueue {
-    /// Visitors come through a listener that does not block.
-    pub(super) fn new(listener: TcpListener, secret: Secret, meeting: RendezvousId) -> Self {
-        HandshakeQueue { listener, secret, meeting, pending: Vec::new(), rests_until: None }
+    /// Connections come through a listener that does not block.
+    pub(super) fn new(listener: TcpListener, secret: Secret, rendezvous: RendezvousId) -> Self {
+        HandshakeQueue { listener, secret, rendezvous, pending: Vec::new(), rests_until: None }
     }
 
-    pub(in crate::bootstrap) fn meeting(&self) -> &RendezvousId {
-        &self.meeting
+    pub(in crate::bootstrap) fn rendezvous(&self) -> &RendezvousId {
+        &self.rendezvous
     }
 
     /// Events to wait for.
     pub(in crate::bootstrap) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
-        let open = self.rests_until.is_none() && self.pending.len() < MAX_VISITORS;
+        let open = self.rests_until.is_none() && self.pending.len() < MAX_PENDING;
         let listener = open.then(|| PollFd::new(&self.listener, PollFlags::IN));
         listener.into_iter().chain(self.pending.iter().map(|handshake| handshake.connection.poll_fd()))
     }
@@ -286,14 +286,18 @@ impl HandshakeQueue {
     }
 
     fn accept(&mut self, now: Instant) {
-        while self.pending.len() < MAX_VISITORS {
+        while self.pending.len() < MAX_PENDING {
             match self.listener.accept() {
                 Ok((stream, _)) => {
                     let (Ok(connection), Ok(nonce)) = (MessageConnection::new(stream), random()) else {
                         continue;
                     };
-                    let porter = Responder::new(self.secret.clone(), self.meeting, nonce);
-                    self.pending.push(PendingHandshake { connection, porter, until: now + PATIENCE });
+                    let responder = Responder::new(self.secret.clone(), self.rendezvous, nonce);
+                    self.pending.push(PendingHandshake {
+                        connection,
+                        responder,
+                        until: now + AUTHENTICATION,
+                    });
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error)
@@ -319,35 +323,35 @@ impl PendingHandshake {
     fn step(mut self, now: Instant) -> Next {
         self.connection.fill();
         while let Some(message) = self.connection.next() {
-            if self.porter.challenged() {
-                return self.judge(message);
+            if self.responder.challenged() {
+                return self.verify(message);
             }
-            match self.porter.challenge(message) {
+            match self.responder.challenge(message) {
                 Ok(challenge) => self.connection.send(&challenge),
-                Err(refusal) => return show_out(self.connection, refusal),
+                Err(refusal) => return refuse(self.connection, refusal),
             }
         }
         self.connection.flush();
         if self.connection.is_closed() || now >= self.until { Next::Leaves } else { Next::Stays(self) }
     }
 
-    fn judge(mut self, message: Message) -> Next {
-        let (guest, proof) = match self.porter.recognise(message) {
+    fn verify(mut self, message: Message) -> Next {
+        let (peer, proof) = match self.responder.verify(message) {
             Ok(known) => known,
-            Err(refusal) => return show_out(self.connection, refusal),
+            Err(refusal) => return refuse(self.connection, refusal),
         };
         self.connection.send(&proof);
-        match guest.admit() {
+        match peer.accept() {
             Ok(hello) => {
                 self.connection.trust();
                 Next::Arrives(AuthenticatedPeer { hello, connection: self.connection })
             }
-            Err(refusal) => show_out(self.connection, refusal),
+            Err(refusal) => refuse(self.connection, refusal),
         }
     }
 }
 
-fn show_out(mut connection: MessageConnection, refusal: JoinRefusal) -> Next {
+fn refuse(mut connection: MessageConnection, refusal: JoinRefusal) -> Next {
     tracing::warn!(peer = ?connection.peer(), ?refusal, "refused at the rendezvous");
     connection.send(&Message::Refused(refusal));
     connection.flush();
@@ -366,14 +370,14 @@ mod tests {
         PeerAuth::new(Secret::from_bytes(secret), [job; 32], rank, epoch, vec![LOCAL; 3])
     }
 
-    /// Connects to the reception of rank 0 of job 7, epoch 4, whose secret is "s".
+    /// Connects to the listener of rank 0 of job 7, epoch 4, whose secret is "s".
     fn connect(
         handshake: PeerAuth,
         looks_for: u32,
     ) -> (Result<TcpStream, BootstrapError>, Option<TcpStream>) {
         let listener = TcpListener::bind((LOCAL, 0)).unwrap();
         let address = listener.local_addr().unwrap();
-        let mut reception = pass("s", 7, 0, 4).receive(listener).unwrap();
+        let mut listener = pass("s", 7, 0, 4).receive(listener).unwrap();
         // They are unauthenticated, and block no rank.
         let _silent = TcpStream::connect(address).unwrap();
         TcpStream::connect(address).unwrap().write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
@@ -383,7 +387,7 @@ mod tests {
             let mut seen = None;
             while seen.is_none() && !connecting.is_finished() && Instant::now() < until {
                 let slice = Instant::now() + Duration::from_millis(10);
-                seen = reception.accept(handshake.rank(), slice).unwrap();
+                seen = listener.accept(handshake.rank(), slice).unwrap();
             }
             (connecting.join().unwrap(), seen)
         })
@@ -404,7 +408,7 @@ mod tests {
     fn a_rank_that_gave_up_as_it_was_welcomed_finds_the_door_open_when_it_comes_again() {
         let listener = TcpListener::bind((LOCAL, 0)).unwrap();
         let address = listener.local_addr().unwrap();
-        let mut reception = pass("s", 7, 0, 4).receive(listener).unwrap();
+        let mut listener = pass("s", 7, 0, 4).receive(listener).unwrap();
         std::thread::scope(|scope| {
             let connecting = scope.spawn(|| {
                 let handshake = pass("s", 7, 2, 4);
@@ -413,13 +417,13 @@ mod tests {
                 stream.write_all(b"hello").unwrap();
             });
             let until = Instant::now() + Duration::from_secs(30);
-            let mut ours = reception.accept(2, until).unwrap().unwrap();
+            let mut ours = listener.accept(2, until).unwrap().unwrap();
             connecting.join().unwrap();
             ours.set_nonblocking(false).unwrap();
             let mut seen = Vec::new();
             ours.read_to_end(&mut seen).unwrap();
             assert_eq!(seen, b"hello");
-            assert!(reception.welcomed.is_empty(), "the first stream is nobody's");
+            assert!(listener.welcomed.is_empty(), "the first stream belongs to no rank");
         });
     }
 

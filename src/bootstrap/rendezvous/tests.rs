@@ -28,19 +28,26 @@ const TIMEOUTS: Timeouts = Timeouts {
 
 /// A world of hand-driven ranks.
 fn memberships(size: u32) -> Vec<Membership> {
-    let meeting = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
-    let job = Job { digest: meeting.job, secret: Secret::none(), timeouts: TIMEOUTS, launcher: None };
+    let rendezvous = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
+    let job = Job { digest: rendezvous.job, secret: Secret::none(), timeouts: TIMEOUTS, launcher: None };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.set_nonblocking(true).unwrap();
     let until = Instant::now() + LONG;
     let (address, _) =
-        host(listener, &job, meeting, JoinBarrier::first(size), Box::new(Vec::new), until).unwrap();
+        host(listener, &job, rendezvous, JoinBarrier::first(size), Box::new(Vec::new), until).unwrap();
     thread::scope(|scope| {
         let join = |rank| {
             let secret = &Secret::none();
             let (beyond_loopback, greeted_until) = (false, until);
-            let request =
-                JoinRequest { secret, meeting, rank, beyond_loopback, greeted_until, until, stop: &|| false };
+            let request = JoinRequest {
+                secret,
+                rendezvous,
+                rank,
+                beyond_loopback,
+                greeted_until,
+                until,
+                stop: &|| false,
+            };
             request.at(address).ok().expect("a membership")
         };
         let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || join(rank))).collect();

@@ -166,7 +166,7 @@ impl Blas {
 fn open(path: &Path) -> Option<(String, libloading::Library)> {
     let beside = path.file_name()?.to_str()?.replace(BESIDE.0, BESIDE.1);
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    // SAFETY: the library's initialisers may run at any time.
+    // SAFETY: the library's initializers may run at any time.
     let first = folder.and_then(|folder| unsafe { libloading::Library::new(folder.join(beside)) }.ok());
     // Never unloaded: the loader returns it for its name from now on.
     std::mem::forget(first);

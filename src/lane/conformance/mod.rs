@@ -482,7 +482,7 @@ const SUITE: &[Scenario] = &[
         ],
     },
     Scenario {
-        name: "quiet: what was put has landed, without a signal and though nobody waits for it",
+        name: "quiet: puts have landed, without a signal and though no rank waits for them",
         deadline: LONG,
         steps: &[
             Step(0, Put { offset: 3, len: 2 * MIB, seed: 1 }, Fine),

@@ -164,7 +164,7 @@ fn as_many_rows_as_a_request_has_pieces_are_one_with_their_signal_and_one_row_mo
             assert_eq!(seen, expected + alone(signal), "{rows} rows of {pieces}, {signal:?}");
         }
         let seen = requests(pieces, signal, |end| end.rows(0, &[5, 6, 7, 8, 9, 10], true));
-        assert_eq!(seen, 1 + alone(signal), "neighbours are one piece");
+        assert_eq!(seen, 1 + alone(signal), "adjacent rows are one piece");
     }
 }
 

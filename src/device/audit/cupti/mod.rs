@@ -94,7 +94,7 @@ impl Cupti {
 
     fn load(path: &Path) -> Result<Self, DeviceError> {
         let name = path.display().to_string();
-        // SAFETY: this runs the library's initialisers. A user who names a path is responsible for
+        // SAFETY: this runs the library's initializers. A user who names a path is responsible for
         // that library; CUPTI's may run at any time.
         let loaded = unsafe { libloading::Library::new(path) }.map_err(|error| {
             let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
@@ -404,7 +404,7 @@ mod tests {
             let did = ActivityKind::Copy { bytes: 921_600, channel };
             assert_eq!(known(&copy), Ok(Some(Activity { did, start: 1, end: 2 })));
         }
-        assert_eq!(known(&record(48, &[], &[(0, 17)])), Ok(None), "a kind that nobody asked for");
+        assert_eq!(known(&record(48, &[], &[(0, 17)])), Ok(None), "a kind that was not asked for");
     }
 
     #[test]

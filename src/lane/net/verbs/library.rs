@@ -126,7 +126,7 @@ impl Library {
     pub fn load(path: Option<&Path>) -> Result<Arc<Self>, VerbsError> {
         let path = path.unwrap_or(Path::new(USUAL));
         let name = path.display().to_string();
-        // SAFETY: this runs the library's initialisers. A user who names another path is
+        // SAFETY: this runs the library's initializers. A user who names another path is
         // responsible for that library, as with LD_LIBRARY_PATH; libibverbs' own only reads the
         // environment.
         let loaded = unsafe { libloading::Library::new(path) }.map_err(|error| {
@@ -264,14 +264,14 @@ impl Context {
                 let nothing = [Errno::AGAIN, Errno::INTR].map(Errno::raw_os_error).contains(&errno);
                 return if nothing { Ok(()) } else { Err(self.failed("ibv_get_async_event", errno)) };
             }
-            let news = self.judge(&event);
+            let news = self.explain(&event);
             // SAFETY: the event just came; its object cannot be destroyed before this.
             unsafe { (self.functions().ack_async_event)(&mut event) };
             news?;
         }
     }
 
-    fn judge(&self, event: &ibv_async_event) -> Result<(), VerbsError> {
+    fn explain(&self, event: &ibv_async_event) -> Result<(), VerbsError> {
         let nic = self.nic.clone();
         let lost = |event_of: &ibv_async_event, event| {
             // SAFETY: this kind of event is about a queue pair, which lives until the event is

@@ -207,7 +207,7 @@ enum PortState {
     /// No link.
     Down,
     /// A link, but no subnet manager has been here.
-    Initialising,
+    Initializing,
     /// Configured, not yet in use.
     Armed,
     /// It carries traffic.
@@ -221,7 +221,7 @@ impl PortState {
     fn name(self) -> &'static str {
         match self {
             PortState::Down => "down",
-            PortState::Initialising => "initialising",
+            PortState::Initializing => "initializing",
             PortState::Armed => "armed",
             PortState::Active => "active",
             PortState::Other(_) => "in an unknown state",
@@ -294,7 +294,7 @@ impl Port {
     pub(super) fn of(number: u8, attr: &ibv_port_attr) -> Self {
         let state = match attr.state {
             IBV_PORT_DOWN => PortState::Down,
-            IBV_PORT_INIT => PortState::Initialising,
+            IBV_PORT_INIT => PortState::Initializing,
             IBV_PORT_ARMED => PortState::Armed,
             IBV_PORT_ACTIVE => PortState::Active,
             other => PortState::Other(other),

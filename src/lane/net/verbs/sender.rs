@@ -276,7 +276,7 @@ impl Sender {
         }
         for nth in 0..count {
             let Some(request) = self.queue.pop_front() else { break };
-            let flags = if nth + 1 == count { Flags::SIGNALLED } else { Flags::empty() };
+            let flags = if nth + 1 == count { Flags::SIGNALED } else { Flags::empty() };
             self.chain(request, flags)?;
             self.posted += 1;
         }

@@ -221,13 +221,13 @@ fn settings_of_a_nic_are_used_or_refused() {
 }
 
 #[test]
-fn a_chain_rings_one_doorbell_and_only_what_is_signalled_completes() {
+fn a_chain_rings_one_doorbell_and_only_what_is_signaled_completes() {
     let (fabric, a, b) = two();
     a.memory.fill(0, &[1, 2, 3, 4, 5, 6, 7, 8]);
     let mut chain = SendChain::new(CHAIN);
     chain.write(1, [a.words(4, 2), a.words(0, 1)], b.place(10), Flags::empty()).unwrap();
     chain.write(2, [a.words(7, 1)], b.place(20), Flags::empty()).unwrap();
-    chain.write(3, [a.words(1, 2)], b.place(30), Flags::SIGNALLED).unwrap();
+    chain.write(3, [a.words(1, 2)], b.place(30), Flags::SIGNALED).unwrap();
     a.pair.post_send(&mut chain).unwrap();
     assert_eq!(chain.fill(), (0, 8));
     assert_eq!(a.poll(), [(3, done(Kind::Write))]);
@@ -247,7 +247,7 @@ fn nothing_moves_before_the_sender_polls_while_the_fabric_is_held() {
     fabric.hold();
     let mut chain = SendChain::new(CHAIN);
     for at in 0..3 {
-        chain.write(at, [a.words(0, 1)], b.place(at), Flags::SIGNALLED).unwrap();
+        chain.write(at, [a.words(0, 1)], b.place(at), Flags::SIGNALED).unwrap();
     }
     a.pair.post_send(&mut chain).unwrap();
     // A request carries the bytes that lie there when it is executed.
@@ -268,8 +268,8 @@ fn a_write_with_immediate_takes_a_receive_and_hands_over_its_number() {
     let (fabric, a, b) = two();
     a.memory.fill(0, &[7]);
     let mut chain = SendChain::new(CHAIN);
-    chain.write_immediate(1, [a.words(0, 1)], b.place(5), 0xdead_beef, Flags::SIGNALLED).unwrap();
-    chain.write_immediate(2, [], b.place(0), 3, Flags::SIGNALLED).unwrap();
+    chain.write_immediate(1, [a.words(0, 1)], b.place(5), 0xdead_beef, Flags::SIGNALED).unwrap();
+    chain.write_immediate(2, [], b.place(0), 3, Flags::SIGNALED).unwrap();
     a.pair.post_send(&mut chain).unwrap();
     // No receive is there: it waits, and nothing has landed.
     assert_eq!((a.poll(), b.memory.words()[5], fabric.statistics("a").not_ready), (vec![], 0, 1));
@@ -289,8 +289,8 @@ fn fetch_add_adds_and_tells_what_was_there() {
     let (_fabric, a, b) = two();
     b.memory.fill(3, &[40]);
     let mut chain = SendChain::new(CHAIN);
-    chain.fetch_add(1, a.words(0, 1), b.place(3), 2, Flags::SIGNALLED).unwrap();
-    chain.fetch_add(2, a.words(1, 1), b.place(3), u64::MAX, Flags::SIGNALLED | Flags::FENCE).unwrap();
+    chain.fetch_add(1, a.words(0, 1), b.place(3), 2, Flags::SIGNALED).unwrap();
+    chain.fetch_add(2, a.words(1, 1), b.place(3), u64::MAX, Flags::SIGNALED | Flags::FENCE).unwrap();
     a.pair.post_send(&mut chain).unwrap();
     assert_eq!(a.poll(), [(1, done(Kind::FetchAdd)), (2, done(Kind::FetchAdd))]);
     assert_eq!((a.memory.words()[..2].to_vec(), b.memory.words()[3]), (vec![40, 42], 41));
@@ -304,7 +304,7 @@ fn a_send_fills_the_pieces_of_a_receive() {
     receives.receive(9, [b.words(8, 1), b.words(20, 4)]).unwrap();
     b.pair.post_receive(&mut receives).unwrap();
     let mut chain = SendChain::new(CHAIN);
-    chain.send(1, [a.words(0, 3)], Flags::SIGNALLED).unwrap();
+    chain.send(1, [a.words(0, 3)], Flags::SIGNALED).unwrap();
     a.pair.post_send(&mut chain).unwrap();
     assert_eq!(a.poll(), [(1, done(Kind::Send))]);
     assert_eq!(b.poll(), [(9, Ok(Done { kind: Kind::Receive, bytes: 24, immediate: None }))]);
@@ -324,7 +324,7 @@ fn inline_bytes_travel_inside_the_request() {
     // A chain may be moved, and filled again as soon as it is posted.
     let mut chain = Box::new(chain);
     a.pair.post_send(&mut chain).unwrap();
-    chain.write_inline(2, &7u64.to_ne_bytes(), b.place(2), Flags::SIGNALLED).unwrap();
+    chain.write_inline(2, &7u64.to_ne_bytes(), b.place(2), Flags::SIGNALED).unwrap();
     a.pair.post_send(&mut chain).unwrap();
     fabric.flush();
     assert_eq!(a.poll(), [(2, done(Kind::Write))]);
@@ -349,7 +349,7 @@ fn a_chain_refuses_what_it_was_not_made_for_and_keeps_the_rest() {
     let pieces = "pieces of memory in a request";
     assert_eq!(chain.write(1, three, b.place(0), Flags::empty()), limit(pieces, 3, 2));
     assert_eq!(chain.write_inline(1, &[0; 9], b.place(0), Flags::empty()), limit("inline bytes", 9, 8));
-    chain.write(1, [a.words(0, 1)], b.place(0), Flags::SIGNALLED).unwrap();
+    chain.write(1, [a.words(0, 1)], b.place(0), Flags::SIGNALED).unwrap();
     assert_eq!(chain.write(2, [], b.place(0), Flags::empty()), limit("requests", 2, 1));
     a.pair.post_send(&mut chain).unwrap();
     assert_eq!(a.poll(), [(1, done(Kind::Write))]);
@@ -367,7 +367,7 @@ fn waiter_is_woken_once_by_a_completion_after_arming() {
     };
     let mut chain = SendChain::new(CHAIN);
     let mut write = || {
-        chain.write(1, [a.words(0, 1)], b.place(0), Flags::SIGNALLED).unwrap();
+        chain.write(1, [a.words(0, 1)], b.place(0), Flags::SIGNALED).unwrap();
         a.pair.post_send(&mut chain).unwrap();
     };
     write();
@@ -399,7 +399,7 @@ fn play(fabric: &Arc<Fabric>, rank: u64, to: &Sender<Meeting>, from: &Receiver<M
     for round in 0..ROUNDS {
         await_word(2 * round + rank);
         end.memory.fill(1, &[2 * round + rank + 1]);
-        chain.write(round, [end.words(1, 1)], there, Flags::SIGNALLED).unwrap();
+        chain.write(round, [end.words(1, 1)], there, Flags::SIGNALED).unwrap();
         end.pair.post_send(&mut chain).unwrap();
         while end.poll() != [(round, done(Kind::Write))] {
             assert!(Instant::now() < until, "round {round}");
@@ -509,7 +509,7 @@ fn a_full_queue_refuses_and_the_chain_keeps_what_was_refused() {
     let mut chain = SendChain::new(CHAIN);
     for at in 0..5 {
         a.memory.fill(at as usize, &[at + 1]);
-        chain.write(at, [a.words(at, 1)], b.place(at), Flags::SIGNALLED).unwrap();
+        chain.write(at, [a.words(at, 1)], b.place(at), Flags::SIGNALED).unwrap();
     }
     let full = |taken| VerbsError::Post {
         nic: "a".into(),
@@ -531,7 +531,7 @@ fn a_full_queue_refuses_and_the_chain_keeps_what_was_refused() {
 }
 
 #[test]
-fn places_of_a_queue_are_free_only_when_a_signalled_request_was_polled() {
+fn places_of_a_queue_are_free_only_when_a_signaled_request_was_polled() {
     let fabric = Fabric::new(&["a", "b"]);
     let (a, b) = connected(&fabric, &Settings::default(), Caps { sends: 3, ..CAPS });
     let mut chain = SendChain::new(CHAIN);
@@ -540,7 +540,7 @@ fn places_of_a_queue_are_free_only_when_a_signalled_request_was_polled() {
     }
     a.pair.post_send(&mut chain).unwrap();
     assert_eq!(a.poll(), []);
-    chain.write(3, [a.words(0, 1)], b.place(0), Flags::SIGNALLED).unwrap();
+    chain.write(3, [a.words(0, 1)], b.place(0), Flags::SIGNALED).unwrap();
     assert!(matches!(a.pair.post_send(&mut chain), Err(VerbsError::Post { taken: 0, .. })));
 }
 
@@ -607,7 +607,7 @@ fn an_ended_connection_flushes_what_is_under_way() {
     fabric.hold();
     let mut chain = SendChain::new(CHAIN);
     chain.write(1, [a.words(0, 1)], b.place(0), Flags::empty()).unwrap();
-    chain.write(2, [a.words(0, 1)], b.place(0), Flags::SIGNALLED).unwrap();
+    chain.write(2, [a.words(0, 1)], b.place(0), Flags::SIGNALED).unwrap();
     a.pair.post_send(&mut chain).unwrap();
     a.pair.error().unwrap();
     assert_eq!(a.poll(), [(1, flushed()), (2, flushed())]);
@@ -626,7 +626,7 @@ fn a_completion_queue_that_overflows_is_told() {
     back.connect(&pair.endpoint()).unwrap();
     let mut chain = SendChain::new(CHAIN);
     for at in 0..3 {
-        chain.write(at, [a.words(0, 1)], b.place(0), Flags::SIGNALLED).unwrap();
+        chain.write(at, [a.words(0, 1)], b.place(0), Flags::SIGNALED).unwrap();
     }
     pair.post_send(&mut chain).unwrap();
     assert_eq!(a.nic.context.check(), Err(VerbsError::QueueOverflow { nic: "a".into() }));

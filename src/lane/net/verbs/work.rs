@@ -25,7 +25,7 @@ bitflags::bitflags! {
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Flags: u32 {
         /// It makes a completion. Requests before it on the same queue pair are then done too.
-        const SIGNALLED = IBV_SEND_SIGNALED;
+        const SIGNALED = IBV_SEND_SIGNALED;
         /// It waits for earlier atomics of its queue pair.
         const FENCE = IBV_SEND_FENCE;
     }

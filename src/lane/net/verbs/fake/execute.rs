@@ -167,11 +167,11 @@ impl State {
     /// Says that a request is done or has failed. Failures are always said.
     fn finish(&mut self, number: u32, job: &Job, status: u32) {
         let pair = self.pair(number);
-        pair.unsignalled += 1;
+        pair.unsignaled += 1;
         if status == ffi::IBV_WC_SUCCESS && job.flags & ffi::IBV_SEND_SIGNALED == 0 {
             return;
         }
-        let (queue, frees) = (pair.send, std::mem::take(&mut pair.unsignalled));
+        let (queue, frees) = (pair.send, std::mem::take(&mut pair.unsignaled));
         let opcode = match (status, job.opcode) {
             // The other fields of a failed completion are meaningless.
             (1.., _) => u32::MAX,

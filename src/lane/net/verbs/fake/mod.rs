@@ -281,7 +281,7 @@ pub struct Pair {
     pub receives: VecDeque<(u64, Vec<ibv_sge>)>,
     /// Places of the send queue in use; and those of them that the next completion frees.
     pub used: u32,
-    pub unsignalled: u32,
+    pub unsignaled: u32,
     /// The address of its C structure, for events.
     pub object: usize,
 }

@@ -455,7 +455,7 @@ unsafe extern "C" fn create_qp(pd: *mut ibv_pd, attr: *mut ibv_qp_init_attr) -> 
         jobs: Default::default(),
         receives: Default::default(),
         used: 0,
-        unsignalled: 0,
+        unsignaled: 0,
         object: object.expose_provenance(),
     };
     state.pairs.insert(number, pair);
