@@ -129,9 +129,7 @@ impl Identity {
         }
         Ok(self)
     }
-}
 
-impl Identity {
     /// Common values of all launchers, before any is filled in.
     fn blank() -> Self {
         Identity {

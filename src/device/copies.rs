@@ -83,9 +83,7 @@ impl Stream {
         }
         Ok(())
     }
-}
 
-impl Stream {
     /// Enqueues the copies of a batch one by one, in its order.
     ///
     /// # Errors

@@ -363,9 +363,7 @@ impl Port {
             missing: "a connection: its node is reached by a relay",
         }
     }
-}
 
-impl Port {
     /// Waits until the flag here that speaks of `from` has at least `value`. Receives from the
     /// connections meanwhile.
     ///

@@ -172,7 +172,7 @@ struct In {
 
 impl LoopbackConnection {
     /// An end of the pair's segment. `lower` says which end: the lower rank sends on the first
-    /// ring. Both ends are emulated, or none.
+    /// ring. Both ends emulate a link, or none does.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if the segment is too

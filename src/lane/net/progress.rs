@@ -91,7 +91,7 @@ impl ProgressThread {
         self.shared.wake_fd.as_fd()
     }
 
-    /// Attends to one more connection.
+    /// Serves one more connection.
     ///
     /// # Errors
     /// [`LaneError::System`].
@@ -180,7 +180,7 @@ impl Shared {
         self.connections().iter().for_each(|connection| connection.stop(cause));
     }
 
-    /// Attends to every connection: none starves behind a busy one.
+    /// Serves every connection: none starves behind a busy one.
     fn progress(&self) -> bool {
         let mut news = false;
         for connection in self.connections().iter() {

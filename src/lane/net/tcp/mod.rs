@@ -24,9 +24,9 @@
 //! Otherwise the rendezvous is given a moment to report the fate of the peer. If it reports that
 //! all are well, the connection broke ([`Cause::Connection`](crate::error::Cause::Connection)).
 
-pub use transport::TcpTransport;
-
 mod connection;
 #[cfg(test)]
 mod tests;
 mod transport;
+
+pub use transport::TcpTransport;

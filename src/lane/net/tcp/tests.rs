@@ -55,7 +55,7 @@ impl Pair {
         WaitLimits { health: self.health(), oversubscribed: false, deadline, awaited: 1, silent: false }
     }
 
-    /// Attends to the connection until something holds.
+    /// Serves the connection until something holds.
     fn progress_until(&self, holds: impl Fn() -> bool) {
         let until = Instant::now() + LONG;
         while !holds() {

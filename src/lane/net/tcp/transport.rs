@@ -16,7 +16,7 @@ use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Error, LaneError};
 use crate::lane::net::{ConnectionEnd, ConnectionOffer, NetConnection, NetTransport, Regions, system};
 
-/// Offer of a rank that connects to its peer: empty, because the peer needs no address.
+/// Offer of a rank that connects to its peer: the peer needs no address.
 const CONNECTS: &[u8] = b"connects";
 /// The longest time in which a rank that waits for a connection does not look whether the world is
 /// alive.
@@ -25,12 +25,12 @@ const SLICE: Duration = Duration::from_millis(20);
 /// The connections of a rank.
 #[derive(Debug)]
 pub struct TcpTransport {
-    pass: PeerAuth,
+    auth: PeerAuth,
     shared: Shared,
-    clocks: Timeouts,
+    timeouts: Timeouts,
     /// Addresses at which peers of higher rank connect.
     offered: String,
-    listener_of_peers: Mutex<PeerListener>,
+    listener: Mutex<PeerListener>,
 }
 
 impl TcpTransport {
@@ -39,17 +39,17 @@ impl TcpTransport {
     /// # Errors
     /// [`BootstrapError::BadVariable`] if the address asked for is none of this machine.
     pub fn open(
-        pass: PeerAuth,
+        auth: PeerAuth,
         asked: &TcpAddress,
-        clocks: Timeouts,
+        timeouts: Timeouts,
         health: Arc<Health>,
         regions: Arc<Regions>,
     ) -> Result<Self, Error> {
-        let places = ListenAddresses::find(&pass, asked)?;
+        let addresses = ListenAddresses::find(&auth, asked)?;
         let failed = |call| {
             move |error: std::io::Error| LaneError::System { call, errno: error.raw_os_error().unwrap_or(0) }
         };
-        let listener = TcpListener::bind((places.bind, 0)).map_err(|error| match asked {
+        let listener = TcpListener::bind((addresses.bind, 0)).map_err(|error| match asked {
             TcpAddress::Any => Error::from(failed("bind")(error)),
             TcpAddress::Ip(_) | TcpAddress::Interface(_) => {
                 let (name, value) = ("SIDELANE_TCP_ADDRESS", asked.to_string());
@@ -57,11 +57,11 @@ impl TcpTransport {
                 BootstrapError::BadVariable { name, value, expected }.into()
             }
         })?;
-        let offered = places.to_text(listener.local_addr().map_err(failed("getsockname"))?.port());
-        let listener_of_peers = Mutex::new(pass.receive(listener)?);
-        let (rank, grace) = (pass.rank(), clocks.liveness / 2);
+        let offered = addresses.to_text(listener.local_addr().map_err(failed("getsockname"))?.port());
+        let listener = Mutex::new(auth.receive(listener)?);
+        let (rank, grace) = (auth.rank(), timeouts.liveness / 2);
         let shared = Shared { rank, regions, health, poller: Arc::new(Poller::new()?), grace };
-        Ok(TcpTransport { pass, shared, clocks, offered, listener_of_peers })
+        Ok(TcpTransport { auth, shared, timeouts, offered, listener })
     }
 
     /// Connects to a peer of lower rank, at one of the addresses it offered.
@@ -81,7 +81,7 @@ impl TcpTransport {
         let mut silence = None;
         while Instant::now() < until && !stop() {
             for &address in addresses {
-                match self.pass.connect(peer, address, &stop) {
+                match self.auth.connect(peer, address, &stop) {
                     Ok(stream) => return Ok(stream),
                     Err(error @ (BootstrapError::System { .. } | BootstrapError::NoRendezvous { .. })) => {
                         silence = Some(error)
@@ -99,12 +99,11 @@ impl TcpTransport {
         let health = &self.shared.health;
         loop {
             let now = Instant::now();
-            let mut listener_of_peers = self.listener_of_peers.lock().unwrap_or_else(PoisonError::into_inner);
-            let come =
-                listener_of_peers.accept(peer, until.min(now + SLICE)).map_err(|error| match error {
-                    BootstrapError::System { call, errno } => LaneError::System { call, errno },
-                    _ => LaneError::System { call: "accept", errno: 0 },
-                })?;
+            let mut listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner);
+            let come = listener.accept(peer, until.min(now + SLICE)).map_err(|error| match error {
+                BootstrapError::System { call, errno } => LaneError::System { call, errno },
+                _ => LaneError::System { call: "accept", errno: 0 },
+            })?;
             let over = now >= until || health.check().is_err() || health.is_absent(peer);
             if come.is_some() || over {
                 return Ok(come);
@@ -115,7 +114,7 @@ impl TcpTransport {
     /// Small records leave at once; a peer that the network has swallowed is noticed even if the
     /// rendezvous still hears of it, on another way.
     fn tune(&self, stream: &TcpStream) -> Result<(), LaneError> {
-        let silence = self.clocks.liveness * 4;
+        let silence = self.timeouts.liveness * 4;
         let second = Duration::from_secs(1);
         sockopt::set_tcp_nodelay(stream, true).map_err(system("setsockopt(TCP_NODELAY)"))?;
         sockopt::set_socket_keepalive(stream, true).map_err(system("setsockopt(SO_KEEPALIVE)"))?;
@@ -146,17 +145,17 @@ struct TcpEnd<'a> {
 impl ConnectionEnd for TcpEnd<'_> {
     fn bytes(&self) -> Vec<u8> {
         let TcpEnd { transport, peer } = self;
-        if *peer < transport.pass.rank() { CONNECTS.to_vec() } else { transport.offered.clone().into_bytes() }
+        if *peer < transport.auth.rank() { CONNECTS.to_vec() } else { transport.offered.clone().into_bytes() }
     }
 
     fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
         let TcpEnd { transport, peer } = *self;
         let start = Instant::now();
-        let until = start + transport.clocks.rendezvous;
-        let rank = transport.pass.rank();
+        let until = start + transport.timeouts.rendezvous;
+        let rank = transport.auth.rank();
         let (offered, seen_at) = match peer < rank {
-            true => (&offered.bytes[..], transport.pass.seen_at(peer)),
-            false => (transport.offered.as_bytes(), transport.pass.seen_at(rank)),
+            true => (&offered.bytes[..], transport.auth.seen_at(peer)),
+            false => (transport.offered.as_bytes(), transport.auth.seen_at(rank)),
         };
         let missing = "an offer that makes sense";
         let addresses = parse(offered, seen_at).ok_or(LaneError::NoLane { rank, peer, missing })?;
@@ -189,7 +188,7 @@ impl ListenAddresses {
     ///
     /// # Errors
     /// [`BootstrapError::BadVariable`] if the interface that was asked for has no address.
-    fn find(pass: &PeerAuth, asked: &TcpAddress) -> Result<ListenAddresses, BootstrapError> {
+    fn find(auth: &PeerAuth, asked: &TcpAddress) -> Result<ListenAddresses, BootstrapError> {
         match asked {
             TcpAddress::Ip(ip) => Ok(ListenAddresses { bind: *ip, offered: vec![*ip] }),
             TcpAddress::Interface(name) => {
@@ -204,13 +203,13 @@ impl ListenAddresses {
                 })?;
                 Ok(ListenAddresses { bind: ip, offered: vec![ip] })
             }
-            TcpAddress::Any if pass.is_local() => {
-                let ip = pass.seen_at(pass.rank()).unwrap_or(Ipv4Addr::LOCALHOST.into());
+            TcpAddress::Any if auth.is_local() => {
+                let ip = auth.seen_at(auth.rank()).unwrap_or(Ipv4Addr::LOCALHOST.into());
                 Ok(ListenAddresses { bind: ip, offered: vec![ip] })
             }
             TcpAddress::Any => {
                 // The family in which the ranks have met.
-                let six = (0..).map_while(|rank| pass.seen_at(rank)).any(|ip| ip.is_ipv6());
+                let six = (0..).map_while(|rank| auth.seen_at(rank)).any(|ip| ip.is_ipv6());
                 let bind: IpAddr =
                     if six { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
                 let fits = |ip: &IpAddr| !ip.is_loopback() && ip.is_ipv6() == six;
@@ -263,17 +262,17 @@ mod tests {
 
     #[test]
     fn ranks_that_meet_on_loopback_stay_there() {
-        let pass = threads(2, Default::default())[1].pass().unwrap();
-        let places = ListenAddresses::find(&pass, &TcpAddress::Any).unwrap();
+        let auth = threads(2, Default::default())[1].pass().unwrap();
+        let addresses = ListenAddresses::find(&auth, &TcpAddress::Any).unwrap();
         let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
-        assert_eq!(places, ListenAddresses { bind: loopback, offered: vec![loopback] });
-        assert_eq!(parse(places.to_text(80).as_bytes(), None), Some(vec![(loopback, 80).into()]));
+        assert_eq!(addresses, ListenAddresses { bind: loopback, offered: vec![loopback] });
+        assert_eq!(parse(addresses.to_text(80).as_bytes(), None), Some(vec![(loopback, 80).into()]));
     }
 
     #[test]
     fn an_interface_stands_for_its_address_and_a_missing_one_is_an_error() {
-        let pass = threads(2, Default::default())[0].pass().unwrap();
-        let find = |name: &str| ListenAddresses::find(&pass, &TcpAddress::Interface(name.to_owned()));
+        let auth = threads(2, Default::default())[0].pass().unwrap();
+        let find = |name: &str| ListenAddresses::find(&auth, &TcpAddress::Interface(name.to_owned()));
         assert_eq!(find("lo").unwrap().offered, [IpAddr::from(Ipv4Addr::LOCALHOST)]);
         let error = find("no such interface").unwrap_err();
         assert!(matches!(error, BootstrapError::BadVariable { name: "SIDELANE_TCP_ADDRESS", .. }), "{error}");

@@ -30,7 +30,7 @@ use crate::memory::{PeerMapping, Segment};
 /// Zeros that are sent as one piece.
 pub const ZEROS: u64 = 64 << 10;
 
-/// One NIC of a rank.
+/// A NIC of a rank, and the memory that is registered with it.
 #[derive(Debug)]
 pub struct NicMemory {
     /// The NIC, its port and its address.
@@ -50,19 +50,8 @@ struct Registered {
     rank: u32,
     own: LocalRegion,
     local_peers: Vec<(u32, MemoryRegion)>,
+    /// Kept mapped as long as it is registered.
     _memory: Arc<dyn Any + Send + Sync>,
-}
-
-impl Registered {
-    /// `rank`'s own part, and those of local peers; the memory stays as long as this.
-    fn new(
-        rank: u32,
-        own: LocalRegion,
-        local_peers: Vec<(u32, MemoryRegion)>,
-        memory: Arc<dyn Any + Send + Sync>,
-    ) -> Self {
-        Registered { rank, own, local_peers, _memory: memory }
-    }
 }
 
 /// Registered bytes of this process.
@@ -115,12 +104,7 @@ impl NicMemory {
     ///
     /// # Errors
     /// [`VerbsError::Register`].
-    pub fn register(
-        &self,
-        number: u32,
-        region: &Region,
-        rights: Rights,
-    ) -> Result<Vec<(u64, u64, u32)>, Error> {
+    pub fn register(&self, number: u32, region: &Region, rights: Rights) -> Result<RegionKeys, Error> {
         let Region { mapped, member } = region;
         let piece = |member: u32, offset: u64, len: u64, access| -> Result<MemoryRegion, Error> {
             let at = mapped.at(member, offset, len)?;
@@ -143,7 +127,8 @@ impl NicMemory {
             .map(|other| Ok((other, piece(other, 0, mapped.len_of(other), Access::empty())?)))
             .collect::<Result<_, Error>>()?;
         let keys = own.keys();
-        self.keep(number, Registered::new(*member, own, local_peers, Arc::new(region.clone())));
+        let memory = Arc::new(region.clone());
+        self.keep(number, Registered { rank: *member, own, local_peers, _memory: memory });
         Ok(keys)
     }
 
@@ -152,9 +137,10 @@ impl NicMemory {
         self.regions.write().unwrap_or_else(PoisonError::into_inner).insert(number, registered);
     }
 
-    /// Bytes of a member of a region as this NIC may read them, if they are registered as one
+    /// `len` bytes of a device's memory as this NIC may read them, if they are registered as one
     /// piece.
-    fn piece_of(&self, number: u32, member: u32, offset: u64, len: u64) -> Option<Source> {
+    pub fn device_source(&self, from: DeviceAddress, len: u64) -> Option<Source> {
+        let DeviceAddress { region: number, member, offset } = from;
         let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
         let region = regions.get(&number)?;
         let mut start = 0;
@@ -204,9 +190,7 @@ impl NicMemory {
     pub fn check(&self) -> Result<(), VerbsError> {
         self.nic.context.check()
     }
-}
 
-impl NicMemory {
     /// Registers memory of devices under a number. Returns this rank's part, for
     /// [`describe_region`].
     ///
@@ -241,7 +225,8 @@ impl NicMemory {
         let keys = own_pieces.keys();
         let keep: Vec<DeviceRange> =
             std::iter::once(own).chain(local_peers.iter().map(|(_, range)| range)).cloned().collect();
-        self.keep(number, Registered::new(*rank, own_pieces, others, Arc::new(keep)));
+        let memory = Arc::new(keep);
+        self.keep(number, Registered { rank: *rank, own: own_pieces, local_peers: others, _memory: memory });
         Ok((keys, how))
     }
 
@@ -278,11 +263,6 @@ impl NicMemory {
             Err(VerbsError::Register { errno, .. }) => Err(refused(errno)),
             Err(_) => Err(refused(rustix::io::Errno::NOSYS.raw_os_error())),
         }
-    }
-
-    /// `len` bytes of a device's memory as this NIC may read them, if they are registered.
-    pub fn device_source(&self, from: DeviceAddress, len: u64) -> Option<Source> {
-        self.piece_of(from.region, from.member, from.offset, len)
     }
 }
 
