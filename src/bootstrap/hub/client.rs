@@ -30,7 +30,7 @@ use crate::error::{BootstrapError, Cause, LostReason};
 
 /// Facts that stay the same from epoch to epoch.
 #[derive(Clone)]
-pub(in crate::bootstrap) struct Job {
+pub struct Job {
     pub digest: [u8; 32],
     pub secret: Secret,
     pub timeouts: Timeouts,
@@ -38,16 +38,16 @@ pub(in crate::bootstrap) struct Job {
 }
 
 /// A rank's connection to its world.
-pub(in crate::bootstrap) struct TcpHub {
-    pub(in crate::bootstrap) job: Job,
-    pub(in crate::bootstrap) rank: u32,
-    pub(in crate::bootstrap) size: u32,
-    pub(in crate::bootstrap) epoch: u16,
+pub struct TcpHub {
+    pub job: Job,
+    pub rank: u32,
+    pub size: u32,
+    pub epoch: u16,
     shared: Arc<Shared>,
     /// Where each rank listens for a rebuild.
-    pub(in crate::bootstrap) addresses: Vec<SocketAddr>,
+    pub addresses: Vec<SocketAddr>,
     /// Where this rank does.
-    pub(in crate::bootstrap) listener: TcpListener,
+    pub listener: TcpListener,
     tickets: AtomicU64,
     link: Option<JoinHandle<()>>,
     coordinator: Option<JoinHandle<()>>,
@@ -55,7 +55,7 @@ pub(in crate::bootstrap) struct TcpHub {
 
 impl TcpHub {
     /// Joins the world of an epoch. `coordinator` is the thread that hosts it, if it is ours.
-    pub(in crate::bootstrap) fn new(
+    pub fn new(
         job: Job,
         epoch: u16,
         membership: Membership,
@@ -243,7 +243,7 @@ impl Drop for TcpHub {
 const FINAL_SEND: Duration = Duration::from_millis(500);
 
 /// The coordinator is always the first rank of its world.
-pub(in crate::bootstrap) const HOST: u32 = 0;
+pub const HOST: u32 = 0;
 
 /// How a hub ends.
 #[derive(Clone, Copy, PartialEq, Eq)]

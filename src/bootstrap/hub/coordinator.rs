@@ -28,7 +28,7 @@ use crate::error::{BootstrapError, Cause, LostReason};
 const LINGER: Duration = Duration::from_secs(2);
 
 /// Inputs of a coordinator.
-pub(in crate::bootstrap) struct HubConfig {
+pub struct HubConfig {
     pub queue: HandshakeQueue,
     pub barrier: JoinBarrier,
     /// Ranks known absent, asked again and again.
@@ -39,7 +39,7 @@ pub(in crate::bootstrap) struct HubConfig {
 }
 
 /// Gathers the ranks, then serves them until its own rank is gone.
-pub(in crate::bootstrap) fn coordinate(mut config: HubConfig) {
+pub fn coordinate(mut config: HubConfig) {
     let served = assemble(&mut config).and_then(|members| match members {
         Some(connections) => Coordinator::new(config.queue, config.timeouts, connections).serve(),
         None => Ok(()),

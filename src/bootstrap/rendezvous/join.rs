@@ -247,7 +247,7 @@ const ANSWER: Duration = Duration::from_secs(5);
 const FINAL_QUERY: Duration = Duration::from_secs(1);
 
 /// A place in a world.
-pub(in crate::bootstrap) struct Membership {
+pub struct Membership {
     pub connection: MessageConnection,
     pub rank: u32,
     /// For each rank of the new world, its rank before.
@@ -374,7 +374,7 @@ fn resolve(address: &ListenAddress, host: IpAddr) -> SocketAddr {
 
 /// The gathering of a world.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct JoinBarrier {
+pub struct JoinBarrier {
     size: u32,
     window: Option<Duration>,
     here: BTreeSet<u32>,
@@ -388,12 +388,12 @@ impl JoinBarrier {
     }
 
     /// The survivors of a world of `size` ranks meet again.
-    pub(in crate::bootstrap) fn again(size: u32, window: Duration) -> Self {
+    pub fn again(size: u32, window: Duration) -> Self {
         JoinBarrier { window: Some(window), ..JoinBarrier::first(size) }
     }
 
     /// A rank comes. False if it is here already or not of this world.
-    pub(in crate::bootstrap) fn join(&mut self, rank: u32, now: Instant) -> bool {
+    pub fn join(&mut self, rank: u32, now: Instant) -> bool {
         let joined = rank < self.size && self.here.insert(rank);
         if joined && self.here.len() == 2 {
             self.second = Some(now);
@@ -402,7 +402,7 @@ impl JoinBarrier {
     }
 
     /// A rank goes away before the meeting began.
-    pub(in crate::bootstrap) fn part(&mut self, rank: u32) {
+    pub fn part(&mut self, rank: u32) {
         self.here.remove(&rank);
         if self.here.len() < 2 {
             self.second = None;
@@ -411,17 +411,17 @@ impl JoinBarrier {
 
     /// Whether the rendezvous is over for all when one rank gives up: without that one it could
     /// never begin.
-    pub(in crate::bootstrap) fn needs_all(&self) -> bool {
+    pub fn needs_all(&self) -> bool {
         self.window.is_none()
     }
 
     /// The ranks that have not come, without those known to be absent.
-    pub(in crate::bootstrap) fn missing(&self, absent: &[u32]) -> Vec<u32> {
+    pub fn missing(&self, absent: &[u32]) -> Vec<u32> {
         (0..self.size).filter(|rank| !self.here.contains(rank) && !absent.contains(rank)).collect()
     }
 
     /// The members, ascending, if the meeting may begin.
-    pub(in crate::bootstrap) fn members(&self, absent: &[u32], now: Instant) -> Option<Vec<u32>> {
+    pub fn members(&self, absent: &[u32], now: Instant) -> Option<Vec<u32>> {
         let all = match self.window {
             None => self.here.len() == self.size as usize,
             Some(_) => !self.here.is_empty() && self.missing(absent).is_empty(),
@@ -431,7 +431,7 @@ impl JoinBarrier {
     }
 
     /// When the window closes.
-    pub(in crate::bootstrap) fn closes(&self) -> Option<Instant> {
+    pub fn closes(&self) -> Option<Instant> {
         Some(self.second? + self.window?)
     }
 }
@@ -440,7 +440,7 @@ impl JoinBarrier {
 type Rebuilt = (Box<dyn Hub>, Vec<u32>);
 
 /// Meets the survivors in the next epoch.
-pub(in crate::bootstrap) fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapError> {
+pub fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapError> {
     let start = Instant::now();
     let until = start + deadline;
     may_rebuild(old)?;

@@ -24,13 +24,13 @@ use super::message::{Hello, JoinRefusal, Message, PROTOCOL};
 use crate::bootstrap::Secret;
 
 /// The digest under which a job is known.
-pub(in crate::bootstrap) fn job_digest(job: &str) -> [u8; 32] {
+pub fn job_digest(job: &str) -> [u8; 32] {
     Sha256::digest(job.as_bytes()).into()
 }
 
 /// The side that connects.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Initiator {
+pub struct Initiator {
     secret: Secret,
     hello: Hello,
     /// The host's, once it has challenged.
@@ -38,17 +38,17 @@ pub(in crate::bootstrap) struct Initiator {
 }
 
 impl Initiator {
-    pub(in crate::bootstrap) fn new(secret: Secret, hello: Hello) -> Self {
+    pub fn new(secret: Secret, hello: Hello) -> Self {
         Initiator { secret, hello, nonce: None }
     }
 
     /// The first message.
-    pub(in crate::bootstrap) fn hello(&self) -> Message {
+    pub fn hello(&self) -> Message {
         Message::Hello(self.hello.clone())
     }
 
     /// The proof that answers the host's challenge.
-    pub(in crate::bootstrap) fn answer(&mut self, challenge: Message) -> Result<Message, JoinRefusal> {
+    pub fn answer(&mut self, challenge: Message) -> Result<Message, JoinRefusal> {
         match challenge {
             Message::Challenge { version, .. } if version != PROTOCOL => Err(JoinRefusal::Version(version)),
             Message::Challenge { nonce, .. } => {
@@ -63,7 +63,7 @@ impl Initiator {
     }
 
     /// Whether the host has proved itself, too.
-    pub(in crate::bootstrap) fn verify(&self, answer: Message) -> Result<(), JoinRefusal> {
+    pub fn verify(&self, answer: Message) -> Result<(), JoinRefusal> {
         match (answer, &self.nonce) {
             (Message::Proof(proof), Some(nonce)) => {
                 let host = transcript(&self.secret, b"host", nonce, &self.hello);
@@ -78,7 +78,7 @@ impl Initiator {
 
 /// Identity of a rendezvous: job, size, epoch and host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::bootstrap) struct RendezvousId {
+pub struct RendezvousId {
     pub job: [u8; 32],
     pub size: u32,
     pub epoch: u16,
@@ -87,7 +87,7 @@ pub(in crate::bootstrap) struct RendezvousId {
 
 /// The side that accepts: one of these per pending connection.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Responder {
+pub struct Responder {
     secret: Secret,
     rendezvous: RendezvousId,
     nonce: [u8; 32],
@@ -96,17 +96,17 @@ pub(in crate::bootstrap) struct Responder {
 
 impl Responder {
     /// `nonce` must be fresh: it makes a recorded proof worthless.
-    pub(in crate::bootstrap) fn new(secret: Secret, rendezvous: RendezvousId, nonce: [u8; 32]) -> Self {
+    pub fn new(secret: Secret, rendezvous: RendezvousId, nonce: [u8; 32]) -> Self {
         Responder { secret, rendezvous, nonce, hello: None }
     }
 
     /// Whether the hello has come and the proof is awaited.
-    pub(in crate::bootstrap) fn challenged(&self) -> bool {
+    pub fn challenged(&self) -> bool {
         self.hello.is_some()
     }
 
     /// The challenge to a hello.
-    pub(in crate::bootstrap) fn challenge(&mut self, message: Message) -> Result<Message, JoinRefusal> {
+    pub fn challenge(&mut self, message: Message) -> Result<Message, JoinRefusal> {
         let Message::Hello(hello) = message else { return Err(JoinRefusal::Malformed) };
         if hello.version != PROTOCOL {
             return Err(JoinRefusal::Version(PROTOCOL));
@@ -119,10 +119,7 @@ impl Responder {
     }
 
     /// The initiator, which has proved itself, and the host's proof for it.
-    pub(in crate::bootstrap) fn verify(
-        self,
-        message: Message,
-    ) -> Result<(Authenticated, Message), JoinRefusal> {
+    pub fn verify(self, message: Message) -> Result<(Authenticated, Message), JoinRefusal> {
         let Responder { secret, rendezvous, nonce, hello } = self;
         let (Message::Proof(theirs), Some(hello)) = (message, hello) else {
             return Err(JoinRefusal::Malformed);
@@ -136,14 +133,14 @@ impl Responder {
 
 /// A process that knows the secret.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Authenticated {
+pub struct Authenticated {
     rendezvous: RendezvousId,
     hello: Hello,
 }
 
 impl Authenticated {
     /// The authenticated rank, if it belongs to this rendezvous.
-    pub(in crate::bootstrap) fn accept(self) -> Result<Hello, JoinRefusal> {
+    pub fn accept(self) -> Result<Hello, JoinRefusal> {
         let hello = self.hello;
         if hello.epoch != self.rendezvous.epoch {
             return Err(JoinRefusal::Evicted(self.rendezvous.epoch));
@@ -171,7 +168,7 @@ fn transcript(secret: &Secret, role: &[u8], nonce: &[u8; 32], hello: &Hello) -> 
 
 /// HMAC-SHA256 under a key of any length. A longer key than a block is hashed first, as RFC 2104
 /// says.
-pub(in crate::bootstrap) fn keyed(key: &[u8]) -> Hmac<Sha256> {
+pub fn keyed(key: &[u8]) -> Hmac<Sha256> {
     let mut block = [0; 64];
     if key.len() <= block.len() {
         block[..key.len()].copy_from_slice(key);

@@ -18,11 +18,11 @@ use super::frame::{Malformed, Reader, Writer};
 use crate::error::{Cause, LostReason};
 
 /// Version of everything in this file.
-pub(in crate::bootstrap) const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 2;
 
 /// The joining rank, its purpose, and its own listening address.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::bootstrap) struct Hello {
+pub struct Hello {
     pub version: u32,
     /// Digest of the job's name.
     pub job: [u8; 32],
@@ -40,7 +40,7 @@ pub(in crate::bootstrap) struct Hello {
 
 /// A message.
 #[derive(Clone, Debug, PartialEq)]
-pub(in crate::bootstrap) enum Message {
+pub enum Message {
     Hello(Hello),
     Challenge { version: u32, nonce: [u8; 32] },
     Proof([u8; 32]),
@@ -59,7 +59,7 @@ pub(in crate::bootstrap) enum Message {
 
 impl Message {
     /// The frame of this message.
-    pub(in crate::bootstrap) fn encode(&self) -> Vec<u8> {
+    pub fn encode(&self) -> Vec<u8> {
         let mut w = Writer::new();
         match self {
             Message::Hello(hello) => {
@@ -182,7 +182,7 @@ impl Message {
 
 /// The answer to a request to the store.
 #[derive(Clone, Debug, PartialEq)]
-pub(in crate::bootstrap) enum Answer {
+pub enum Answer {
     /// The value is set.
     Done,
     /// The value of a key.
@@ -201,14 +201,14 @@ pub(in crate::bootstrap) enum Answer {
 
 /// Where a rank listens. No address means: on the machine of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::bootstrap) struct ListenAddress {
+pub struct ListenAddress {
     pub ip: Option<IpAddr>,
     pub port: u16,
 }
 
 /// Reason why a guest is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::bootstrap) enum JoinRefusal {
+pub enum JoinRefusal {
     /// The host speaks this version.
     Version(u32),
     /// The host belongs to another job, or is not the rank that the guest expects.
