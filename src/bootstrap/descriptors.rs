@@ -44,6 +44,9 @@ use crate::error::BootstrapError;
 
 /// How often the health of the world is looked at, which is no descriptor to wait for.
 const SLICE: Duration = Duration::from_millis(20);
+/// Accepted connections that have said nothing yet: as many as ranks of a machine may connect at
+/// once, and few enough for a process of 1,024 descriptors.
+const MAX_SILENT: usize = 256;
 /// Connections queued at a listener; the kernel lowers it to its own bound.
 const BACKLOG: i32 = 4096;
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
@@ -160,7 +163,7 @@ impl<'fd> Table<'_, 'fd> {
         let linked = |peer: &usize| self.offers[*peer].is_some();
         let mut to_call: Vec<usize> = (0..self.me).filter(linked).collect();
         let mut to_come: Vec<usize> = (self.me + 1..self.members.len()).filter(linked).collect();
-        let mut unknown: Vec<OwnedFd> = Vec::new();
+        let mut unknown: VecDeque<OwnedFd> = VecDeque::new();
         let mut pairs: Vec<Pair<'fd>> = Vec::new();
         let mut results: Vec<Vec<OwnedFd>> = self.members.iter().map(|_| Vec::new()).collect();
         loop {
@@ -228,15 +231,25 @@ impl<'fd> Table<'_, 'fd> {
         Ok(Some(self.pair(peer, socket, greeting, Some(expects))))
     }
 
-    fn accept(&self, unknown: &mut Vec<OwnedFd>) -> Result<(), BootstrapError> {
-        loop {
+    /// Accepts connections of this user's processes. Others are closed before a byte is read. Those
+    /// that have been silent longest make room for new ones.
+    fn accept(&self, unknown: &mut VecDeque<OwnedFd>) -> Result<(), BootstrapError> {
+        for _ in 0..MAX_SILENT {
             match accept_with(&self.listener, FLAGS) {
-                Ok(connection) => unknown.push(connection),
-                Err(Errno::AGAIN) => return Ok(()),
+                Ok(connection) if check_user(&connection).is_ok() => unknown.push_back(connection),
+                Ok(_) => tracing::warn!("another user connected to the exchange of descriptors"),
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(Errno::AGAIN) => break,
+                // Closing a silent connection may help. If not, the exchange ends by its deadline.
+                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                    unknown.pop_front();
+                    break;
+                }
                 Err(errno) => return Err(system("accept", errno)),
             }
         }
+        unknown.drain(..unknown.len().saturating_sub(MAX_SILENT));
+        Ok(())
     }
 
     /// Reads from new connections: an awaited member becomes a pair, a stranger's connection is
@@ -246,13 +259,13 @@ impl<'fd> Table<'_, 'fd> {
         connection: OwnedFd,
         to_come: &mut Vec<usize>,
         pairs: &mut Vec<Pair<'fd>>,
-        unknown: &mut Vec<OwnedFd>,
+        unknown: &mut VecDeque<OwnedFd>,
     ) -> Result<(), BootstrapError> {
         let hello = match receive(&connection)? {
             Packet::Bytes(hello) => hello,
             Packet::Gone => return Ok(()),
             Packet::Later => {
-                unknown.push(connection);
+                unknown.push_back(connection);
                 return Ok(());
             }
         };
@@ -261,7 +274,6 @@ impl<'fd> Table<'_, 'fd> {
             tracing::warn!("a stranger knocked at the exchange of descriptors");
             return Ok(());
         };
-        check_user(&connection)?;
         let peer = to_come.swap_remove(at);
         let greeting = self.exchange.hello(&self.notices[peer].nonce, self.me, peer);
         pairs.push(self.pair(peer, connection, greeting, None));

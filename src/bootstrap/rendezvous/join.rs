@@ -32,7 +32,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::listener::HandshakeQueue;
+use super::listener::{HandshakeQueue, patient};
 use crate::bootstrap::failed;
 use crate::bootstrap::hub::{HOST, Hub, HubConfig, Job, TcpHub, coordinate};
 use crate::bootstrap::identity::Identity;
@@ -138,11 +138,7 @@ fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
     let mut refused = None;
     for &ip in &ips {
         for &port in &identity.ports {
-            let listener = TcpListener::bind((ip, port)).and_then(|listener| {
-                listener.set_nonblocking(true)?;
-                Ok(listener)
-            });
-            match listener {
+            match TcpListener::bind((ip, port)).and_then(patient) {
                 Ok(listener) => return Ok(listener),
                 Err(error) => refused = Some((port, error)),
             }
@@ -327,9 +323,7 @@ impl JoinRequest<'_> {
             (IpAddr::V6(_), true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
             (local, false) => local,
         };
-        let listener = TcpListener::bind((ip, 0)).map_err(fail("bind"))?;
-        listener.set_nonblocking(true).map_err(fail("fcntl"))?;
-        Ok(listener)
+        TcpListener::bind((ip, 0)).and_then(patient).map_err(fail("bind"))
     }
 }
 

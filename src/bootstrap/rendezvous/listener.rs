@@ -14,6 +14,9 @@
 //!                      ◄──── one byte ────   from here on the stream is the ranks' own
 //! ```
 //!
+//! Strangers may knock as often as they like. A queue that is full closes a stranger's connection for
+//! each new one ([`HandshakeQueue::make_room`]), so that a rank gets in within one round trip.
+//!
 //! The byte says that the other rank has not given up meanwhile: its wait for a Welcome is bounded,
 //! and no wait comes after it. A stream without that byte is dropped.
 //!
@@ -21,12 +24,13 @@
 //! prove nothing there. The connections of strangers, of other jobs and of earlier epochs are
 //! closed, and no rank waits for them.
 
-use std::collections::BTreeMap;
-use std::io::{ErrorKind, Read, Write};
+use std::collections::{BTreeMap, HashMap};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::process::{Resource, getrlimit};
 use sha2::{Digest, Sha256};
 
 use super::join::shake_hands;
@@ -89,7 +93,7 @@ impl PeerAuth {
     /// # Errors
     /// [`BootstrapError::System`].
     pub fn receive(&self, listener: TcpListener) -> Result<PeerListener, BootstrapError> {
-        listener.set_nonblocking(true).map_err(|error| failed("fcntl", &error))?;
+        let listener = patient(listener).map_err(|error| failed("listen", &error))?;
         let queue = HandshakeQueue::new(listener, self.secret.clone(), self.rendezvous);
         Ok(PeerListener { queue, welcomed: Vec::new(), here: BTreeMap::new() })
     }
@@ -208,13 +212,28 @@ impl PeerListener {
 
 /// Time limit of an authentication.
 const AUTHENTICATION: Duration = Duration::from_secs(5);
-/// Pending handshakes at a time; more wait in the listener's queue.
+/// Pending handshakes at a time, where the process may have enough descriptors.
 const MAX_PENDING: usize = 1024;
+/// Connections accepted between two looks at all pending ones. A quarter of the queue or less, so
+/// that no connection makes room for another before it was read from.
+const ACCEPTED_AT_ONCE: usize = 64;
+/// Connections that the system holds for a listener until they are accepted: as many as ranks of a
+/// large world that connect at once. The system lowers it to its own bound.
+const BACKLOG: i32 = 16384;
 /// Pause after the system had no descriptor left for a handshake.
 const REST: Duration = Duration::from_millis(100);
 
+/// A listener that does not block, with the longest queue that the system grants. The standard
+/// library asks for 128 connections.
+pub(super) fn patient(listener: TcpListener) -> io::Result<TcpListener> {
+    rustix::net::listen(&listener, BACKLOG)?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
 #[derive(Debug)]
 struct PendingHandshake {
+    from: IpAddr,
     connection: MessageConnection,
     responder: Responder,
     until: Instant,
@@ -242,14 +261,19 @@ pub(in crate::bootstrap) struct HandshakeQueue {
     listener: TcpListener,
     secret: Secret,
     rendezvous: RendezvousId,
+    /// In order of arrival.
     pending: Vec<PendingHandshake>,
+    max_pending: usize,
     rests_until: Option<Instant>,
 }
 
 impl HandshakeQueue {
     /// Connections come through a listener that does not block.
     pub(super) fn new(listener: TcpListener, secret: Secret, rendezvous: RendezvousId) -> Self {
-        HandshakeQueue { listener, secret, rendezvous, pending: Vec::new(), rests_until: None }
+        // Strangers take a quarter of the process's descriptors at most. The others are for ranks.
+        let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let max_pending = MAX_PENDING.min((descriptors / 4) as usize).max(1);
+        HandshakeQueue { listener, secret, rendezvous, pending: Vec::new(), max_pending, rests_until: None }
     }
 
     pub(in crate::bootstrap) fn rendezvous(&self) -> &RendezvousId {
@@ -258,7 +282,7 @@ impl HandshakeQueue {
 
     /// Events to wait for.
     pub(in crate::bootstrap) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
-        let open = self.rests_until.is_none() && self.pending.len() < MAX_PENDING;
+        let open = self.rests_until.is_none();
         let listener = open.then(|| PollFd::new(&self.listener, PollFlags::IN));
         listener.into_iter().chain(self.pending.iter().map(|handshake| handshake.connection.poll_fd()))
     }
@@ -286,18 +310,18 @@ impl HandshakeQueue {
     }
 
     fn accept(&mut self, now: Instant) {
-        while self.pending.len() < MAX_PENDING {
+        for _ in 0..ACCEPTED_AT_ONCE.min(self.max_pending.div_ceil(4)) {
             match self.listener.accept() {
-                Ok((stream, _)) => {
+                Ok((stream, from)) => {
                     let (Ok(connection), Ok(nonce)) = (MessageConnection::new(stream), random()) else {
                         continue;
                     };
+                    if self.pending.len() >= self.max_pending {
+                        self.make_room();
+                    }
                     let responder = Responder::new(self.secret.clone(), self.rendezvous, nonce);
-                    self.pending.push(PendingHandshake {
-                        connection,
-                        responder,
-                        until: now + AUTHENTICATION,
-                    });
+                    let (from, until) = (from.ip().to_canonical(), now + AUTHENTICATION);
+                    self.pending.push(PendingHandshake { from, connection, responder, until });
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error)
@@ -309,6 +333,23 @@ impl HandshakeQueue {
                 }
             }
         }
+    }
+}
+
+impl HandshakeQueue {
+    /// Closes a pending connection: of those from the address that has most, the oldest that has
+    /// said nothing, or else the oldest. A rank speaks at once, so silent strangers go before it,
+    /// and no address can fill the queue for the others.
+    fn make_room(&mut self) {
+        let mut held: HashMap<IpAddr, usize> = HashMap::new();
+        for handshake in &self.pending {
+            *held.entry(handshake.from).or_default() += 1;
+        }
+        let Some((&crowd, _)) = held.iter().max_by_key(|&(_, &count)| count) else { return };
+        let of_crowd = |handshake: &PendingHandshake| handshake.from == crowd;
+        let silent = |handshake: &PendingHandshake| of_crowd(handshake) && !handshake.responder.challenged();
+        let oldest = self.pending.iter().position(silent).or_else(|| self.pending.iter().position(of_crowd));
+        oldest.map(|oldest| self.pending.remove(oldest));
     }
 }
 
@@ -425,6 +466,22 @@ mod tests {
             assert_eq!(seen, b"hello");
             assert!(listener.welcomed.is_empty(), "the first stream belongs to no rank");
         });
+    }
+
+    #[test]
+    fn rank_gets_in_where_silent_strangers_fill_the_queue() {
+        let listener = TcpListener::bind((LOCAL, 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut reception = pass("s", 7, 0, 4).receive(listener).unwrap();
+        reception.queue.max_pending = 4;
+        let _silent: Vec<_> = (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
+        std::thread::scope(|scope| {
+            let connecting = scope.spawn(|| pass("s", 7, 2, 4).connect(0, address, &|| false));
+            let until = Instant::now() + Duration::from_secs(30);
+            assert!(reception.accept(2, until).unwrap().is_some());
+            connecting.join().unwrap().unwrap();
+        });
+        assert!(reception.queue.pending.len() <= 4);
     }
 
     #[test]

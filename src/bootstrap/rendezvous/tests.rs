@@ -2,18 +2,22 @@
 //! silent and wake up.
 
 use std::{
-    net::TcpListener,
+    collections::VecDeque,
+    io::Write,
+    net::{SocketAddr, TcpListener, TcpStream},
+    sync::Barrier,
     thread,
     time::{Duration, Instant},
 };
 
 use super::join::{JoinBarrier, JoinRequest, Membership, host};
+use super::listener::patient;
 use crate::{
     bootstrap::{
         hub::Job,
         secret::Secret,
         watch::Timeouts,
-        wire::{Message, RendezvousId, job_digest},
+        wire::{Hello, Initiator, Message, MessageConnection, PROTOCOL, RendezvousId, job_digest},
     },
     error::{Cause, LostReason},
 };
@@ -26,31 +30,43 @@ const TIMEOUTS: Timeouts = Timeouts {
     rendezvous: LONG,
 };
 
+/// A rendezvous that a coordinator of this process holds.
+struct Meeting {
+    rendezvous: RendezvousId,
+    secret: Secret,
+    address: SocketAddr,
+}
+
+impl Meeting {
+    fn new(size: u32, secret: Secret, timeouts: Timeouts) -> Self {
+        let rendezvous = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
+        let job = Job { digest: rendezvous.job, secret: secret.clone(), timeouts, launcher: None };
+        let listener = TcpListener::bind("127.0.0.1:0").and_then(patient).unwrap();
+        let (barrier, until) = (JoinBarrier::first(size), Instant::now() + timeouts.rendezvous);
+        let (address, _) = host(listener, &job, rendezvous, barrier, Box::new(Vec::new), until).unwrap();
+        Meeting { rendezvous, secret, address }
+    }
+
+    fn join(&self, rank: u32) -> Membership {
+        let until = Instant::now() + LONG;
+        let request = JoinRequest {
+            secret: &self.secret,
+            rendezvous: self.rendezvous,
+            rank,
+            beyond_loopback: false,
+            greeted_until: until,
+            until,
+            stop: &|| false,
+        };
+        request.at(self.address).ok().expect("a membership")
+    }
+}
+
 /// A world of hand-driven ranks.
 fn memberships(size: u32) -> Vec<Membership> {
-    let rendezvous = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
-    let job = Job { digest: rendezvous.job, secret: Secret::none(), timeouts: TIMEOUTS, launcher: None };
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.set_nonblocking(true).unwrap();
-    let until = Instant::now() + LONG;
-    let (address, _) =
-        host(listener, &job, rendezvous, JoinBarrier::first(size), Box::new(Vec::new), until).unwrap();
+    let meeting = &Meeting::new(size, Secret::none(), TIMEOUTS);
     thread::scope(|scope| {
-        let join = |rank| {
-            let secret = &Secret::none();
-            let (beyond_loopback, greeted_until) = (false, until);
-            let request = JoinRequest {
-                secret,
-                rendezvous,
-                rank,
-                beyond_loopback,
-                greeted_until,
-                until,
-                stop: &|| false,
-            };
-            request.at(address).ok().expect("a membership")
-        };
-        let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || join(rank))).collect();
+        let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || meeting.join(rank))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
@@ -108,4 +124,133 @@ fn invalid_message_ends_the_membership() {
     memberships[1].connection.flush();
     let lost = Message::Dead(Cause::Lost { rank: 1, how: LostReason::Closed });
     assert_eq!(listen(&mut memberships[0]), Some(lost));
+}
+
+/// What a stranger tries that does not know the secret.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Attack {
+    WrongSecret,
+    NoProof,
+    /// The proof that a rank once gave to another challenge, with its greeting.
+    Replay,
+    /// The greeting of a rank of another job.
+    OtherJob,
+    ProofBeforeHello,
+    Garbled,
+    Oversized,
+    /// Connects, and says nothing.
+    HalfOpen,
+    /// Says less than a greeting.
+    Slow,
+}
+
+const ATTACKS: [Attack; 9] = [
+    Attack::WrongSecret,
+    Attack::NoProof,
+    Attack::Replay,
+    Attack::OtherJob,
+    Attack::ProofBeforeHello,
+    Attack::Garbled,
+    Attack::Oversized,
+    Attack::HalfOpen,
+    Attack::Slow,
+];
+
+impl Attack {
+    /// Tries it as rank 2. Returns whether the host took the stranger for a rank, and a connection
+    /// that stays open.
+    fn at(self, meeting: &Meeting, nth: u8) -> (bool, Option<TcpStream>) {
+        let RendezvousId { job, size, epoch, host } = meeting.rendezvous;
+        let hello = Hello { version: PROTOCOL, job, rank: 2, size, epoch, host, port: 9, nonce: [nth; 32] };
+        let recorded = {
+            let mut rank = Initiator::new(meeting.secret.clone(), hello.clone());
+            rank.answer(Message::Challenge { version: PROTOCOL, nonce: [nth; 32] }).unwrap()
+        };
+        let mut stream = TcpStream::connect(meeting.address).unwrap();
+        let garbage: Vec<u8> = (0..200).map(|at: u8| at.wrapping_mul(nth | 1)).collect();
+        let bytes = Message::Hello(hello.clone()).encode();
+        let said = match self {
+            Attack::HalfOpen => return (false, Some(stream)),
+            Attack::Slow => {
+                stream.write_all(&bytes[..bytes.len() / 2]).unwrap();
+                return (false, Some(stream));
+            }
+            Attack::Garbled => garbage,
+            Attack::Oversized => [&u32::MAX.to_le_bytes()[..], &garbage].concat(),
+            Attack::ProofBeforeHello => recorded.encode(),
+            Attack::OtherJob => Message::Hello(Hello { job: [nth; 32], ..hello.clone() }).encode(),
+            Attack::WrongSecret | Attack::NoProof | Attack::Replay => bytes,
+        };
+        // The host may close while this side still writes.
+        let _ = stream.write_all(&said);
+        let mut connection = MessageConnection::new(stream).unwrap();
+        let until = Instant::now() + LONG;
+        if matches!(self, Attack::WrongSecret | Attack::NoProof | Attack::Replay) {
+            // A full queue closes strangers early.
+            let Some(challenge) = connection.await_message(until, &|| false) else { return (false, None) };
+            let mut guess = Initiator::new(Secret::from_bytes([nth; 32]), hello);
+            match self {
+                Attack::NoProof => return (false, None),
+                Attack::Replay => connection.send(&recorded),
+                _ => connection.send(&guess.answer(challenge).unwrap()),
+            }
+        }
+        while let Some(answer) = connection.await_message(until, &|| false) {
+            if !matches!(answer, Message::Refused(_)) {
+                return (true, None);
+            }
+        }
+        assert!(connection.is_closed(), "{self:?}: the host neither answers nor closes");
+        (false, None)
+    }
+}
+
+#[test]
+fn ten_thousand_hostile_joins_let_nobody_in_and_the_job_meets() {
+    const THREADS: usize = 4;
+    const EACH: usize = 2500;
+    /// Connections that a thread keeps open.
+    const OPEN: usize = 50;
+    // A busy machine is no silent rank.
+    let timeouts = Timeouts { liveness: LONG, rendezvous: 3 * LONG, ..TIMEOUTS };
+    let meeting = &Meeting::new(3, Secret::random().unwrap(), timeouts);
+    let halfway = &Barrier::new(THREADS + 1);
+    let let_in = thread::scope(|scope| {
+        let join_and_gather = |rank| {
+            let mut membership = meeting.join(rank);
+            let (key, blob) = ("all".to_owned(), vec![rank as u8]);
+            membership.connection.send(&Message::Gather { ticket: 1, key, index: rank, count: 3, blob });
+            let heard = listen(&mut membership);
+            assert!(matches!(heard, Some(Message::Answer { ticket: 1, .. })), "rank {rank}: {heard:?}");
+            membership
+        };
+        let mut ranks: Vec<_> = (0..2).map(|rank| scope.spawn(move || join_and_gather(rank))).collect();
+        let attackers: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                scope.spawn(move || {
+                    let mut open = VecDeque::new();
+                    let mut let_in = 0;
+                    for nth in 0..EACH {
+                        if nth == EACH / 2 {
+                            halfway.wait();
+                        }
+                        let attack = ATTACKS[nth % ATTACKS.len()];
+                        let (in_now, connection) = attack.at(meeting, (nth + thread) as u8);
+                        let_in += usize::from(in_now);
+                        open.extend(connection);
+                        open.drain(..open.len().saturating_sub(OPEN));
+                    }
+                    let_in
+                })
+            })
+            .collect();
+        // The world begins among strangers.
+        halfway.wait();
+        ranks.push(scope.spawn(move || join_and_gather(2)));
+        // The host lives as long as its ranks.
+        let _world: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        attackers.into_iter().map(|attacker| attacker.join().unwrap()).sum::<usize>()
+    });
+    println!("{let_in} of {} hostile joins were let in", THREADS * EACH);
+    assert_eq!(let_in, 0);
 }

@@ -96,7 +96,9 @@ impl MessageConnection {
     pub fn fill(&mut self) {
         let mut chunk = [0; 16 << 10];
         let mut taken = 0;
-        while !self.closed && taken < GULP {
+        // A stranger gets no more memory than its longest frame, and a chunk.
+        let gulp = GULP.min(self.inbox.limit());
+        while !self.closed && taken < gulp {
             match self.stream.read(&mut chunk) {
                 Ok(0) => self.closed = true,
                 Ok(read) => {

@@ -30,6 +30,11 @@ impl Inbox {
         Inbox { bytes: Vec::new(), start: 0, limit }
     }
 
+    /// Bytes of the longest frame.
+    pub(super) fn limit(&self) -> usize {
+        self.limit
+    }
+
     /// From now on frames may be this long.
     pub(super) fn set_limit(&mut self, limit: usize) {
         self.limit = limit;
