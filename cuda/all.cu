@@ -1,3 +1,4 @@
-// Both modules, for the CPU: the stand-in driver takes one library.
+// All modules, for the CPU: the stand-in driver takes one library.
 #include "audit.cu"
 #include "kernels.cu"
+#include "layer.cu"

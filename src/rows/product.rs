@@ -10,7 +10,10 @@
 //!                     m < 2, or m n <= 256: rows of zeros are put below
 //! ```
 //!
-//! Bits do depend on the machine: on whether it has fused multiply-add.
+//! A slice of one or two goes on with the sum before it, and there each product is rounded.
+//!
+//! Bits do depend on the machine: on whether it has fused multiply-add. Where it has, those of the
+//! kernel `matmul` on a GPU are the same for two columns and more.
 
 use gemm_common::Parallelism;
 

@@ -18,6 +18,7 @@
 //! stream. [`Addresses`] is a table of addresses in memory that kernels read.
 
 mod expand;
+mod layer;
 mod routing;
 mod rows;
 mod sum;
@@ -27,6 +28,7 @@ use std::sync::{Arc, MutexGuard};
 
 use expand::ExpandFunctions;
 pub use expand::{Admit, Expand, Tally};
+pub use layer::{AccumulateArgs, GatherRun, LayerKernels, MatmulArgs, MatmulShape};
 pub use routing::{Check, ChoiceArgs, CountArgs, SortArgs};
 use rows::RecordFunctions;
 pub use rows::{Pack, PermuteArgs, RecordArgs};

@@ -319,7 +319,7 @@ fn elements(dtype: Dtype) -> u32 {
 }
 
 /// Refuses rows that are not whole vectors of results, or too long to count in.
-fn check_columns(kernel: &'static str, columns: u32, out: Dtype) -> Result<(), DeviceError> {
+pub(super) fn check_columns(kernel: &'static str, columns: u32, out: Dtype) -> Result<(), DeviceError> {
     if columns == 0 || !columns.is_multiple_of(elements(out)) || columns >= 1 << 30 {
         let expected = "whole vectors of 16 bytes, and less than 2^30";
         return Err(DeviceError::Shape { kernel, what: "columns", given: columns.into(), expected });

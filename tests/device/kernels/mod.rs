@@ -10,6 +10,7 @@ mod choices;
 mod counts;
 mod expand;
 mod gradients;
+mod layer;
 mod order;
 mod pack;
 mod records;
@@ -34,7 +35,7 @@ struct Device {
 
 /// Runs the body with kernels to launch. `test` is the test's full name.
 fn with_kernels(test: &str, body: impl FnOnce(&Device)) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kernels.cu");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all.cu");
     let library = stand_in_cuda::kernels(&source).unwrap();
     crate::apart::apart(test, &[("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap())], || {
         let driver = Driver::load(Some(&stand_in_cuda::install().unwrap().join("libcuda.so.1"))).unwrap();

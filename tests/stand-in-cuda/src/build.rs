@@ -33,7 +33,7 @@ pub fn kernels(source: &Path) -> io::Result<PathBuf> {
     // Other test programs may build the same now: a file under the name is complete.
     let fresh = library.with_extension(format!("{}-{:?}", process::id(), std::thread::current().id()));
     let mut compiler = Command::new("cc");
-    compiler.args(FLAGS).arg("-o").arg(&fresh).args(["-x", "c"]).arg(source);
+    compiler.args(FLAGS).arg("-o").arg(&fresh).args(["-x", "c"]).arg(source).arg("-lm");
     let output = compiler.output()?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);

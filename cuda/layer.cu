@@ -1,0 +1,5 @@
+// What an MoE layer computes around its dispatch and combine: a module of its own, which layers on
+// a device load.
+#include "matmul.cu"
+#include "swiglu.cu"
+#include "tokens.cu"

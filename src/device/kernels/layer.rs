@@ -1,0 +1,465 @@
+//! The launches of `cuda/layer.cu`: what an MoE layer computes around its dispatch and combine.
+
+use std::ffi::CStr;
+use std::sync::Arc;
+
+use super::sum::check_columns;
+use super::{Addresses, Operands, THREADS, VECTOR, WORD, bytes};
+use crate::device::context::Context;
+use crate::device::module::{Function, Grid, Module};
+use crate::device::range::ByteSpan;
+use crate::device::stream::Stream;
+use crate::dtype::Dtype;
+use crate::error::DeviceError;
+
+/// Made by `cuda/build.py`.
+const PTX: &str = concat!(include_str!("../../../cuda/layer.ptx"), "\0");
+
+/// Rows and columns of a tile of a product: `TILE_SIDE` in the source.
+const TILE: u32 = 64;
+
+/// Blocks that a multiprocessor has at work: of products, and of all other kernels.
+const AT_WORK: [u32; 2] = [2, 8];
+
+/// The kernels of a layer, loaded for one device.
+#[derive(Clone, Debug)]
+pub struct LayerKernels {
+    matmul: Function,
+    swiglu: Function,
+    swiglu_backward: Function,
+    widen: [Function; 2],
+    weigh: [Function; 3],
+    accumulate: [Function; 3],
+    gather: Function,
+    max_blocks: u32,
+}
+
+/// A product of matrices in f32 for each group: of rows that lie one group after another with a
+/// matrix of the group.
+#[derive(Clone, Copy, Debug)]
+pub struct MatmulArgs<'a> {
+    /// The left matrix.
+    pub a: ByteSpan<'a>,
+    /// The right one.
+    pub b: ByteSpan<'a>,
+    /// The result.
+    pub out: ByteSpan<'a>,
+    /// Where groups lie.
+    pub shape: MatmulShape,
+    /// How many groups there are, and how long the segment of each is: its rows, then the same with
+    /// pads, `i64 [2, groups]`. Without them there is one group of all rows.
+    pub segments: Option<(u32, ByteSpan<'a>)>,
+    /// Adds to the result that is there.
+    pub add: bool,
+}
+
+/// Shapes of a product's matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatmulShape {
+    /// `out [rows, columns] = a [rows, depth] * b [groups, depth, columns]`: each row by the matrix
+    /// of its group.
+    Rows {
+        /// Rows of all groups, with pads.
+        rows: u32,
+        /// Elements of a row of `a`.
+        depth: u32,
+        /// Elements of a row of the result.
+        columns: u32,
+        /// Whether each matrix of `b` lies as its transpose, `[columns, depth]`.
+        transposed: bool,
+        /// Elements from one matrix of `b` to the next.
+        apart: u64,
+    },
+    /// `out [groups, rows, columns] = transposed a [depth, rows] * b [depth, columns]`: a matrix for
+    /// each group, of its rows in both.
+    Depth {
+        /// Elements of a row of `a`.
+        rows: u32,
+        /// Rows of all groups, with pads.
+        depth: u32,
+        /// Elements of a row of `b`.
+        columns: u32,
+        /// Elements from one matrix of the result to the next.
+        apart: u64,
+    },
+}
+
+/// `struct Matmul` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct MatmulParameters {
+    out: u64,
+    a: u64,
+    b: u64,
+    segments: u64,
+    b_group: u64,
+    out_group: u64,
+    groups: u32,
+    rows: u32,
+    depth: u32,
+    columns: u32,
+    a_row: u32,
+    a_depth: u32,
+    b_depth: u32,
+    b_column: u32,
+    along_depth: u32,
+    add: u32,
+}
+
+/// Sums of a layer, rounded once: `out = rows + residual + more`, from the left.
+#[derive(Clone, Copy, Debug)]
+pub struct AccumulateArgs<'a> {
+    /// How many elements there are: whole vectors of 16 bytes.
+    pub count: u64,
+    /// Type of rows, residual and result.
+    pub dtype: Dtype,
+    /// What the sum begins with.
+    pub rows: ByteSpan<'a>,
+    /// What is added in the element type.
+    pub residual: Option<ByteSpan<'a>>,
+    /// What is added in f32.
+    pub more: [Option<ByteSpan<'a>>; 2],
+    /// The result; it may be `rows`.
+    pub out: ByteSpan<'a>,
+}
+
+/// `struct Accumulate` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct AccumulateParameters {
+    out: u64,
+    rows: u64,
+    residual: u64,
+    more: [u64; 2],
+    count: u64,
+}
+
+/// Consecutive rows of one of several matrices, and where they go: `struct Run` of the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::NoUninit)]
+#[repr(C)]
+pub struct GatherRun {
+    /// Which matrix.
+    pub matrix: u32,
+    /// Its first row.
+    pub first: u32,
+    /// How many rows.
+    pub rows: u32,
+    /// Row of the result that the first goes to.
+    pub to: u32,
+}
+
+/// `struct Gather` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct GatherParameters {
+    out: u64,
+    matrices: u64,
+    runs: u64,
+    n_runs: u32,
+    columns: u32,
+}
+
+/// `struct Weigh` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct WeighParameters {
+    out: u64,
+    rows: u64,
+    weights: u64,
+    n_rows: u32,
+    columns: u32,
+}
+
+impl LayerKernels {
+    /// Has the driver compile them. It needs a driver for CUDA 12.5 or later, and a device of
+    /// compute capability 8.0 or later.
+    ///
+    /// # Errors
+    /// [`DeviceError::Module`], [`DeviceError::NoFunction`], [`DeviceError::TooOld`],
+    /// [`DeviceError::Call`].
+    pub fn load(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        let text = CStr::from_bytes_with_nul(PTX.as_bytes()).unwrap_or_default();
+        let module = Module::load(context, "sidelane-layer", text)?;
+        let each = |names: [&CStr; 3]| -> Result<[Function; 3], DeviceError> {
+            let [f32, bf16, f16] = names.map(|name| module.function(name));
+            Ok([f32?, bf16?, f16?])
+        };
+        Ok(LayerKernels {
+            matmul: module.function(c"matmul")?,
+            swiglu: module.function(c"swiglu")?,
+            swiglu_backward: module.function(c"swiglu_backward")?,
+            widen: [module.function(c"widen_bf16")?, module.function(c"widen_f16")?],
+            weigh: each([c"weigh_f32", c"weigh_bf16", c"weigh_f16"])?,
+            accumulate: each([c"accumulate_f32", c"accumulate_bf16", c"accumulate_f16"])?,
+            gather: module.function(c"gather")?,
+            max_blocks: u32::MAX,
+        })
+    }
+
+    /// The same kernels, of which a launch has at most so many blocks, and so takes no more
+    /// multiprocessors. Blocks then go through more of the work, and no bit changes.
+    pub fn max_blocks(self, blocks: u32) -> Self {
+        LayerKernels { max_blocks: blocks.max(1), ..self }
+    }
+
+    /// Enqueues a product: to the bit the host's [`product`](crate::rows::product) of each group,
+    /// where the host has fused multiply-adds and a result has at least two columns.
+    ///
+    /// # Errors
+    /// [`DeviceError::TooSmall`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
+    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    pub fn matmul(&self, stream: &Stream, matmul: &MatmulArgs<'_>) -> Result<(), DeviceError> {
+        let MatmulArgs { a, b, out, shape, segments, add } = *matmul;
+        let groups = segments.map_or(1, |(groups, _)| groups);
+        // Elements of as many matrices.
+        let matrices = |rows: u32, columns: u32, apart: u64| {
+            let before = u64::from(groups.saturating_sub(1)).checked_mul(apart)?;
+            before.checked_add(bytes([rows.into(), columns.into()])?)?.checked_mul(WORD)
+        };
+        let one = |rows: u32, columns: u32| bytes([rows.into(), columns.into(), WORD]);
+        let ((rows, depth, columns), needed, tiles) = match shape {
+            MatmulShape::Rows { rows, depth, columns, apart, .. } => {
+                let needed = [one(rows, depth), matrices(depth, columns, apart), one(rows, columns)];
+                ((rows, depth, columns), needed, u64::from(rows.div_ceil(TILE)) + u64::from(groups))
+            }
+            MatmulShape::Depth { rows, depth, columns, apart } => {
+                let needed = [one(depth, rows), one(depth, columns), matrices(rows, columns, apart)];
+                ((rows, depth, columns), needed, u64::from(rows.div_ceil(TILE)) * u64::from(groups))
+            }
+        };
+        if rows == 0 || columns == 0 || groups == 0 {
+            return Ok(());
+        }
+        let mut operands = Operands::of("matmul", stream);
+        let [of_a, of_b, of_out] = needed;
+        let table = segments.map(|(_, table)| table);
+        let (out, a, b, segments) = (
+            operands.span("out", out, of_out, WORD)?,
+            operands.span("a", a, of_a, WORD)?,
+            operands.span("b", b, of_b, WORD)?,
+            operands.optional("segments", table, bytes([2, groups.into(), 8]), 8)?,
+        );
+        let common = MatmulParameters {
+            out,
+            a,
+            b,
+            segments,
+            b_group: 0,
+            out_group: 0,
+            groups,
+            rows,
+            depth,
+            columns,
+            a_row: depth,
+            a_depth: 1,
+            b_depth: columns,
+            b_column: 1,
+            along_depth: 0,
+            add: add.into(),
+        };
+        let parameters = match shape {
+            MatmulShape::Rows { transposed: false, apart, .. } => {
+                MatmulParameters { b_group: apart, ..common }
+            }
+            MatmulShape::Rows { transposed: true, apart, .. } => {
+                MatmulParameters { b_group: apart, b_depth: 1, b_column: depth, ..common }
+            }
+            MatmulShape::Depth { apart, .. } => {
+                MatmulParameters { out_group: apart, a_row: 1, a_depth: rows, along_depth: 1, ..common }
+            }
+        };
+        let tiles = tiles.saturating_mul(columns.div_ceil(TILE).into());
+        let grid = self.grid(stream, tiles, AT_WORK[0]);
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // whatever the table of segments says, it goes to no row behind the last.
+        unsafe { self.matmul.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+
+    /// Enqueues `act = silu(gate) * up`, all f32 and of one length.
+    ///
+    /// # Errors
+    /// As [`matmul`](Self::matmul).
+    pub fn swiglu(&self, stream: &Stream, count: u64, all: [ByteSpan<'_>; 3]) -> Result<(), DeviceError> {
+        self.activation(&self.swiglu, "swiglu", stream, count, all)
+    }
+
+    /// Enqueues its gradient: `act` has the gradients of what was made, and afterwards what was
+    /// made. Those of `gate` and `up` take their places.
+    ///
+    /// # Errors
+    /// As [`matmul`](Self::matmul).
+    pub fn swiglu_backward(
+        &self,
+        stream: &Stream,
+        count: u64,
+        all: [ByteSpan<'_>; 3],
+    ) -> Result<(), DeviceError> {
+        self.activation(&self.swiglu_backward, "swiglu_backward", stream, count, all)
+    }
+
+    fn activation(
+        &self,
+        function: &Function,
+        kernel: &'static str,
+        stream: &Stream,
+        count: u64,
+        [gate, up, act]: [ByteSpan<'_>; 3],
+    ) -> Result<(), DeviceError> {
+        let mut operands = Operands::of(kernel, stream);
+        let needed = bytes([count, WORD]);
+        let parameters = [
+            operands.span("gate", gate, needed, WORD)?,
+            operands.span("up", up, needed, WORD)?,
+            operands.span("act", act, needed, WORD)?,
+            count,
+        ];
+        let grid = self.threads(stream, count);
+        // SAFETY: the struct of both sources has these words. The kernels stay inside the checked
+        // memory, elements below `count`.
+        unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+
+    /// Enqueues `out = rows` in f32, exactly: whole vectors of 16 bytes.
+    ///
+    /// # Errors
+    /// As [`matmul`](Self::matmul); [`DeviceError::NoSum`] for a type that is no half.
+    pub fn widen(
+        &self,
+        stream: &Stream,
+        (count, dtype): (u64, Dtype),
+        [rows, out]: [ByteSpan<'_>; 2],
+    ) -> Result<(), DeviceError> {
+        let function = match dtype {
+            Dtype::Bf16 => &self.widen[0],
+            Dtype::F16 => &self.widen[1],
+            Dtype::F32 | Dtype::Bytes => return Err(DeviceError::NoSum { rows: dtype, out: Dtype::F32 }),
+        };
+        let mut operands = Operands::of("widen", stream);
+        let parameters = [
+            operands.span("out", out, bytes([count, WORD]), VECTOR)?,
+            operands.span("rows", rows, bytes([count, dtype.size() as u64]), VECTOR)?,
+            count,
+        ];
+        let grid = self.threads(stream, count * dtype.size() as u64 / VECTOR);
+        // SAFETY: the struct of the source has these words. The kernel stays inside the checked
+        // memory: whole vectors below `count`.
+        unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+
+    /// Enqueues `out [rows, columns] = weights [rows] * rows [rows, columns]` in f32, rounded to
+    /// elements; without weights `rows` alone.
+    ///
+    /// # Errors
+    /// As [`matmul`](Self::matmul); [`DeviceError::NoSum`], [`DeviceError::Shape`].
+    pub fn weigh(
+        &self,
+        stream: &Stream,
+        ([n_rows, columns], dtype): ([u32; 2], Dtype),
+        [rows, out]: [ByteSpan<'_>; 2],
+        weights: Option<ByteSpan<'_>>,
+    ) -> Result<(), DeviceError> {
+        const KERNEL: &str = "weigh";
+        let function = &self.weigh[of(dtype)?];
+        check_columns(KERNEL, columns, dtype)?;
+        let all = |size: u64| bytes([n_rows.into(), columns.into(), size]);
+        let mut operands = Operands::of(KERNEL, stream);
+        let parameters = WeighParameters {
+            out: operands.span("out", out, all(dtype.size() as u64), VECTOR)?,
+            rows: operands.span("rows", rows, all(WORD), VECTOR)?,
+            weights: operands.optional("weights", weights, bytes([n_rows.into(), WORD]), WORD)?,
+            n_rows,
+            columns,
+        };
+        let grid =
+            self.threads(stream, u64::from(n_rows) * u64::from(columns) * dtype.size() as u64 / VECTOR);
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // rows below `n_rows`, of whole vectors below `columns`.
+        unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+
+    /// Enqueues a sum.
+    ///
+    /// # Errors
+    /// As [`matmul`](Self::matmul); [`DeviceError::NoSum`], [`DeviceError::Shape`].
+    pub fn accumulate(&self, stream: &Stream, sum: &AccumulateArgs<'_>) -> Result<(), DeviceError> {
+        const KERNEL: &str = "accumulate";
+        let AccumulateArgs { count, dtype, rows, residual, more, out } = *sum;
+        let function = &self.accumulate[of(dtype)?];
+        let elements = VECTOR / dtype.size() as u64;
+        if !count.is_multiple_of(elements) {
+            let expected = "whole vectors of 16 bytes";
+            return Err(DeviceError::Shape { kernel: KERNEL, what: "elements", given: count, expected });
+        }
+        let mut operands = Operands::of(KERNEL, stream);
+        let (all, wide) = (bytes([count, dtype.size() as u64]), bytes([count, WORD]));
+        let parameters = AccumulateParameters {
+            out: operands.span("out", out, all, VECTOR)?,
+            rows: operands.span("rows", rows, all, VECTOR)?,
+            residual: operands.optional("residual", residual, all, VECTOR)?,
+            more: [
+                operands.optional("more", more[0], wide, VECTOR)?,
+                operands.optional("more", more[1], wide, VECTOR)?,
+            ],
+            count,
+        };
+        let grid = self.threads(stream, count / elements);
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // whole vectors below `count`.
+        unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+
+    /// Enqueues the copy of runs of rows, f32, from several matrices of as many columns into one.
+    ///
+    /// # Safety
+    /// Every run of `runs`, [`GatherRun`]s on the device, lies inside its matrix and, from where it
+    /// goes, inside `out`.
+    ///
+    /// # Errors
+    /// As [`matmul`](Self::matmul).
+    pub unsafe fn gather(
+        &self,
+        stream: &Stream,
+        columns: u32,
+        (n_runs, runs): (u32, ByteSpan<'_>),
+        matrices: &Addresses,
+        out: ByteSpan<'_>,
+    ) -> Result<(), DeviceError> {
+        const RUN: u64 = size_of::<GatherRun>() as u64;
+        if n_runs == 0 {
+            return Ok(());
+        }
+        let mut operands = Operands::of("gather", stream);
+        let parameters = GatherParameters {
+            out: operands.span("out", out, Some(0), WORD)?,
+            matrices: operands.addresses("matrices", matrices, Some(0))?,
+            runs: operands.span("runs", runs, bytes([n_runs.into(), RUN]), WORD)?,
+            n_runs,
+            columns,
+        };
+        let grid = self.grid(stream, n_runs.into(), AT_WORK[1]);
+        // SAFETY: the struct is the one of the source; the contract covers where runs lie.
+        unsafe { self.gather.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+
+    /// Blocks for so many threads, or as many as the device has at work.
+    fn threads(&self, stream: &Stream, threads: u64) -> Grid {
+        self.grid(stream, threads.div_ceil(THREADS.into()), AT_WORK[1])
+    }
+
+    /// So many blocks, or as many as the device has at work, and no more than the limit; one if
+    /// there are none.
+    fn grid(&self, stream: &Stream, blocks: u64, each: u32) -> Grid {
+        let at_work = stream.context().facts().multiprocessors.saturating_mul(each).clamp(1, 1 << 16);
+        Grid::line(blocks.clamp(1, at_work.min(self.max_blocks).into()) as u32, THREADS)
+    }
+}
+
+/// Which of the kernels for each type.
+fn of(dtype: Dtype) -> Result<usize, DeviceError> {
+    match dtype {
+        Dtype::F32 => Ok(0),
+        Dtype::Bf16 => Ok(1),
+        Dtype::F16 => Ok(2),
+        Dtype::Bytes => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+    }
+}
