@@ -175,7 +175,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     ) -> Result<Self, Error> {
         let slices: Vec<_> = plan.slices(routed.tokens()).collect();
         let (choices, slots, own) = crew.mover(0).with(|ep| {
-            let (map, choices) = (ep.expert_map(), choices(ep, &routed.decision, &slices));
+            let (map, choices) = (ep.expert_map(), choices(ep, &routed.gated.decision, &slices));
             Ok((choices, map.slots() as usize, map.slots_of(ep.rank())))
         })?;
         Ok(Step {
@@ -276,7 +276,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
             of_weights.extend(group.of_weights.take()?);
         }
         let mut of_tokens = vec![E::zeroed(); tokens.len() * self.crew.hidden];
-        let mut of_choices = vec![0.0; tokens.len() * self.routed.decision.top_k() as usize];
+        let mut of_choices = vec![0.0; tokens.len() * self.routed.gated.decision.top_k() as usize];
         let (to, weights) = (&mut of_tokens[..], Some(of_weights.as_slice().into()));
         let choices = Some((&mut of_choices[..]).into());
         self.crew.moves(chunk, run, |ep| match output {

@@ -101,7 +101,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
         plan: &Plan,
     ) -> Self {
         let chunks = places(out, routed.tokens(), plan, crew.hidden);
-        let routing = routed.decision.routing();
+        let routing = routed.gated.decision.routing();
         Step { crew, input: *input, routing, x: &routed.x, beside: Handoff::empty(), chunks }
     }
 

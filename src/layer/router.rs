@@ -1,4 +1,7 @@
 //! The router's part of a step: from tokens to choices, and back.
+//!
+//! Products are made where the tokens are. The gate, its losses and their gradients are the host's
+//! in either place: exact scores take arithmetic of 64 bits.
 
 use super::MoeLayer;
 use super::input::Input;
@@ -6,7 +9,8 @@ use super::values::widened;
 use crate::dtype::Element;
 use crate::error::{Error, PlanError};
 use crate::gate::{
-    BalanceLoss, Decision, GateInput, LossInput, Noise, WeightsInput, weights_backward, z_loss,
+    BalanceLoss, Decision, Gate, GateConfig, GateInput, LossInput, Noise, RngKey, WeightsInput,
+    weights_backward, z_loss,
 };
 use crate::rows::{Matrix, product};
 
@@ -22,6 +26,18 @@ pub(super) struct Losses {
 pub(super) struct Routed {
     /// The tokens, `[tokens, hidden]`.
     pub x: Vec<f32>,
+    pub gated: Gated,
+}
+
+impl Routed {
+    pub fn tokens(&self) -> usize {
+        self.gated.tokens()
+    }
+}
+
+/// What the gate makes of logits.
+#[derive(Debug)]
+pub(super) struct Gated {
     /// Logits of which weights were made, `[tokens, experts]`.
     logits: Vec<f32>,
     pub decision: Decision,
@@ -31,9 +47,54 @@ pub(super) struct Routed {
     of_logits: Vec<f32>,
 }
 
-impl Routed {
+/// What a gate takes besides logits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GateOptions<'a> {
+    pub bias: Option<&'a [f32]>,
+    pub used: Option<&'a [bool]>,
+    pub training: bool,
+    pub draw: RngKey,
+}
+
+impl Gated {
+    /// Chooses experts by logits, `[tokens, experts]`.
+    pub fn new(
+        gate: &mut Gate,
+        losses: &Losses,
+        mut logits: Vec<f32>,
+        options: GateOptions<'_>,
+    ) -> Result<Self, Error> {
+        let GateOptions { bias, used, training, draw } = options;
+        let call =
+            GateInput { logits: &logits, bias, token_mask: used, training, draw, ..GateInput::default() };
+        let decision = gate.route(&call)?.clone();
+        let experts = gate.config().experts;
+        let mut of_logits = vec![0.0; logits.len()];
+        let (top_k, choices) = (decision.top_k(), decision.choices());
+        let loss = LossInput { logits: &logits, experts, top_k, choices, used, totals: None };
+        let balance = losses.balance.map_or(Ok(0.0), |balance| balance.loss(&loss, Some(&mut of_logits)))?;
+        let z = losses.z.map_or(Ok(0.0), |z| z_loss(z, &logits, experts, used, Some(&mut of_logits)))?;
+        if matches!(gate.config().noise, Noise::Normal { .. }) {
+            let mut noisy = vec![0.0; logits.len()];
+            gate.noisy_logits(&call, &mut noisy)?;
+            logits = noisy;
+        }
+        Ok(Gated { logits, decision, balance, z, of_logits })
+    }
+
     pub fn tokens(&self) -> usize {
         self.decision.tokens() as usize
+    }
+
+    /// From the gradient of routing weights, `[tokens, top_k]`, to that of the logits,
+    /// `[tokens, experts]`.
+    pub fn logits_backward(&self, config: &GateConfig, of_weights: &[f32]) -> Result<Vec<f32>, Error> {
+        let Gated { logits, decision, .. } = self;
+        let mut of_logits = self.of_logits.clone();
+        let (choices, experts) = (decision.choices(), decision.experts());
+        let input = WeightsInput { logits, choices, experts, d_weights: of_weights };
+        weights_backward(config, &input, &mut of_logits)?;
+        Ok(of_logits)
     }
 }
 
@@ -57,22 +118,9 @@ impl MoeLayer {
         let router = Matrix::new(&self.router, hidden, experts as usize);
         product(&mut logits, Matrix::new(&x, tokens, hidden), router, false);
         let Input { bias, used, training, draw, .. } = *input;
-        let call =
-            GateInput { logits: &logits, bias, token_mask: used, training, draw, ..GateInput::default() };
-        let decision = self.gate.route(&call)?.clone();
-        let mut of_logits = vec![0.0; logits.len()];
-        let top_k = decision.top_k();
-        let choices = decision.choices();
-        let loss = LossInput { logits: &logits, experts, top_k, choices, used, totals: None };
-        let balance =
-            self.losses.balance.map_or(Ok(0.0), |balance| balance.loss(&loss, Some(&mut of_logits)))?;
-        let z = self.losses.z.map_or(Ok(0.0), |z| z_loss(z, &logits, experts, used, Some(&mut of_logits)))?;
-        if matches!(self.gate.config().noise, Noise::Normal { .. }) {
-            let mut noisy = vec![0.0; logits.len()];
-            self.gate.noisy_logits(&call, &mut noisy)?;
-            logits = noisy;
-        }
-        Ok(Routed { x, logits, decision, balance, z, of_logits })
+        let options = GateOptions { bias, used, training, draw };
+        let gated = Gated::new(&mut self.gate, &self.losses, logits, options)?;
+        Ok(Routed { x, gated })
     }
 
     /// From the gradient of routing weights, `[tokens, top_k]`, to those of the tokens,
@@ -82,13 +130,10 @@ impl MoeLayer {
         routed: &Routed,
         of_weights: &[f32],
     ) -> Result<(Vec<f32>, Vec<f32>), Error> {
-        let Routed { x, logits, decision, .. } = routed;
-        let mut of_logits = routed.of_logits.clone();
-        let (tokens, hidden) = (decision.tokens() as usize, self.hidden);
+        let Routed { x, gated } = routed;
+        let (tokens, hidden) = (gated.tokens(), self.hidden);
         let experts = self.gate.config().experts as usize;
-        let (choices, left) = (decision.choices(), decision.experts());
-        let input = WeightsInput { logits, choices, experts: left, d_weights: of_weights };
-        weights_backward(self.gate.config(), &input, &mut of_logits)?;
+        let of_logits = gated.logits_backward(self.gate.config(), of_weights)?;
         let of_logits = Matrix::new(&of_logits, tokens, experts);
         let mut of_x = vec![0.0; tokens * hidden];
         product(&mut of_x, of_logits, Matrix::new(&self.router, hidden, experts).transposed(), false);

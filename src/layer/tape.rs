@@ -64,17 +64,17 @@ impl Tape {
     /// The gate's decision for this rank's tokens. Its counts balance a bias
     /// ([`update_bias`](crate::gate::update_bias)).
     pub fn decision(&self) -> &Decision {
-        &self.routed.decision
+        &self.routed.gated.decision
     }
 
     /// The balancing loss of this rank's tokens; 0 if there is none.
     pub fn balance_loss(&self) -> f32 {
-        self.routed.balance
+        self.routed.gated.balance
     }
 
     /// The loss on the size of logits; 0 if there is none.
     pub fn z_loss(&self) -> f32 {
-        self.routed.z
+        self.routed.gated.z
     }
 }
 
