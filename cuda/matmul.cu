@@ -5,8 +5,8 @@
 //     out[group] = a[group] * b[group]          groups lie one after another along the rows of a and
 //                                               out, or along the depth: rows of both a' and b
 //
-// A block makes a tile of the result, a thread 4 x 4 of its elements. Blocks go through the tiles of
-// all groups in turn, so any number of blocks will do.
+// A block makes a tile of the result, a thread 4 x 4 of its elements. Blocks go through the tiles
+// of all groups in turn, so any number of blocks will do.
 #include "numbers.h"
 
 enum { TILE_SIDE = 64, TILE_DEPTH = 16, OF_THREAD = 4, TILE_VALUES = TILE_SIDE * TILE_DEPTH / THREADS, SLICE = 512 };
@@ -58,7 +58,7 @@ DEVICE void matmul_tile(const struct Matmul *p, struct MatmulTiles *s, struct Ma
             UNROLL for (u32 i = 0; i < OF_THREAD; i++)
                 UNROLL for (u32 j = 0; j < OF_THREAD; j++) sum[i][j] = is_short ? total[i][j] : 0.0f;
         UNROLL for (u32 n = 0; n < TILE_VALUES; n++) {
-            // Neighbors in memory are fetched by neighbors: along the depth, or along the other side.
+            // Neighbors in memory are fetched by neighbors: along the depth, or across it.
             u32 at = threadIdx.x + n * THREADS;
             u32 a_d = p->a_depth == 1 ? at % TILE_DEPTH : at / TILE_SIDE, a_r = p->a_depth == 1 ? at / TILE_DEPTH : at % TILE_SIDE;
             u32 b_d = p->b_depth == 1 ? at % TILE_DEPTH : at / TILE_SIDE, b_c = p->b_depth == 1 ? at / TILE_DEPTH : at % TILE_SIDE;

@@ -70,6 +70,12 @@ pub enum LayerError {
     /// State saved in a forward pass belongs to other experts.
     #[error("the saved values of the forward pass belong to other experts")]
     ForeignSaved,
+    /// A layer on a device has no kernel for this setting.
+    #[error("not available for a layer on a device: {feature}")]
+    NotOnDevice {
+        /// The setting.
+        feature: &'static str,
+    },
     /// A tape of another layer.
     #[error("the tape belongs to another layer (instance {seen}, this is {expected})")]
     ForeignTape {

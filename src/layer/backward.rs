@@ -6,16 +6,14 @@ use std::sync::Arc;
 use super::crew::StepContext;
 use super::forward::weigh_into;
 use super::groups::Outgoing;
-use super::moe::{Plan, sources_columns};
+use super::moe::Plan;
 use super::pipeline::{self, BackwardOps};
 use super::router::Routed;
 use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
 use super::values::{F32Rows, round_into, widened};
-use super::{MoeLayer, RowOrder, Saved, SavedChunk, Segments, Tape};
+use super::{MoeLayer, RowOrder, Saved, SavedChunk, Segments, Tape, sources};
 use crate::dtype::Element;
-use crate::ep::ExpertParallel;
 use crate::error::{CallKind, Error, LayerError, PlanError};
-use crate::gate::Decision;
 use crate::overlap::{Handoff, Run};
 use crate::rows::Arithmetic;
 
@@ -151,20 +149,6 @@ pub(super) struct Whole {
     shared: Vec<f32>,
 }
 
-/// How many rows this rank has for each slot, chunk after chunk.
-fn choices(ep: &ExpertParallel, decision: &Decision, slices: &[Range<usize>]) -> Vec<u32> {
-    let (map, k) = (ep.expert_map(), decision.top_k() as usize);
-    let slots = map.slots() as usize;
-    let mut counts = vec![0; sources_columns(slices.len() as u32, map)];
-    for (chunk, tokens) in slices.iter().enumerate() {
-        let chosen = &decision.experts()[tokens.start * k..tokens.end * k];
-        for id in chosen.iter().filter_map(|&id| u32::try_from(id).ok()) {
-            counts[chunk * slots + map.slot_for(ep.rank(), id) as usize] += 1;
-        }
-    }
-    counts
-}
-
 impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     pub fn new(
         crew: &'s StepContext<'m>,
@@ -175,7 +159,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     ) -> Result<Self, Error> {
         let slices: Vec<_> = plan.slices(routed.tokens()).collect();
         let (choices, slots, own) = crew.mover(0).with(|ep| {
-            let (map, choices) = (ep.expert_map(), choices(ep, &routed.gated.decision, &slices));
+            let (map, choices) = (ep.expert_map(), sources::choices(ep, &routed.gated.decision, &slices));
             Ok((choices, map.slots() as usize, map.slots_of(ep.rank())))
         })?;
         Ok(Step {
@@ -225,19 +209,8 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
         let mine: &[u8] = bytemuck::cast_slice(&self.choices);
         let all = self.crew.gathers(run, |sources| sources.all_gather_cached(mine, self.crew.one_each))?;
         let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
-        let of_chunk = |chunk: usize| -> Vec<Vec<u32>> {
-            let own = chunk * self.slots + self.own.start..chunk * self.slots + self.own.end;
-            all.chunks_exact(self.choices.len()).map(|counts| counts[own.clone()].to_vec()).collect()
-        };
-        let counts: Vec<_> = (0..self.chunks.len()).map(of_chunk).collect();
-        for (chunk, (places, counts)) in self.chunks.iter().zip(&counts).enumerate() {
-            for (expert, &expected) in places.landed.handle.tokens_per_expert().iter().enumerate() {
-                let seen = counts.iter().map(|counts| i64::from(counts[expert])).sum();
-                if seen != expected {
-                    return Err(LayerError::RowsDiffer { chunk, expert, seen, expected }.into());
-                }
-            }
-        }
+        let expected = self.chunks.iter().map(|places| places.landed.handle.tokens_per_expert());
+        let counts = sources::counts(&all, self.choices.len(), (self.slots, &self.own), expected)?;
         // A group is a chunk to the code that computes it.
         let pieces = self.chunks.iter().zip(&counts).flat_map(|(places, counts)| {
             places.landed.groups.iter().map(move |group| (group.counts_of(counts), group.padded()))

@@ -8,9 +8,10 @@ use sha2::{Digest, Sha256};
 
 use super::moe::{Plan, sources_columns};
 use super::router::Losses;
-use super::{Experts, MoeLayer};
+use super::{DeviceMoeLayerBuilder, Experts, MoeLayer};
+use crate::device::Stream;
 use crate::dtype::Dtype;
-use crate::ep::{ExpertParallel, RowCollective};
+use crate::ep::{ExpertParallel, ExpertParallelBuilder, RowCollective, RowPartition};
 use crate::error::{Error, PlanError};
 use crate::gate::{BalanceLoss, Gate, GateConfig, Noise};
 use crate::overlap::{CallCost, ChunkRule};
@@ -22,21 +23,21 @@ use crate::world::Group;
 /// Settings of a [`MoeLayer`]. All ranks must pass the same, except weights, overlap, streams,
 /// groups of experts and the deadline.
 pub struct MoeLayerBuilder<'g> {
-    group: &'g Group,
-    gate: GateConfig,
-    hidden: usize,
-    dtype: Dtype,
-    max_tokens: u32,
-    map: Option<ExpertMap>,
-    route: Route,
-    order: SumOrder,
-    align: u32,
-    router: Option<Vec<f32>>,
-    experts: Box<dyn Experts>,
-    shared: Option<Box<dyn Experts>>,
-    losses: Losses,
-    slices: Option<ChunkRule>,
-    plan: Plan,
+    pub(super) group: &'g Group,
+    pub(super) gate: GateConfig,
+    pub(super) hidden: usize,
+    pub(super) dtype: Dtype,
+    pub(super) max_tokens: u32,
+    pub(super) map: Option<ExpertMap>,
+    pub(super) route: Route,
+    pub(super) order: SumOrder,
+    pub(super) align: u32,
+    pub(super) router: Option<Vec<f32>>,
+    pub(super) experts: Box<dyn Experts>,
+    pub(super) shared: Option<Box<dyn Experts>>,
+    pub(super) losses: Losses,
+    pub(super) slices: Option<ChunkRule>,
+    pub(super) plan: Plan,
 }
 
 impl<'g> MoeLayerBuilder<'g> {
@@ -197,6 +198,11 @@ impl<'g> MoeLayerBuilder<'g> {
         self
     }
 
+    /// The same layer with its tensors on the device of this stream, which its work goes on.
+    pub fn on(self, stream: &Arc<Stream>) -> DeviceMoeLayerBuilder<'g> {
+        DeviceMoeLayerBuilder::new(self, stream)
+    }
+
     /// Allocates what transfers need. Collective.
     ///
     /// # Errors
@@ -205,9 +211,7 @@ impl<'g> MoeLayerBuilder<'g> {
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control
     /// windows.
     pub fn build(mut self) -> Result<MoeLayer, Error> {
-        if let Some(rule) = &self.slices {
-            self.plan.chunks = rule.slices(&self.load()).count();
-        }
+        self.cut();
         self.plan.groups =
             self.plan.groups.clamp(1, u32::try_from(self.experts.count().max(1)).unwrap_or(u32::MAX));
         self.plan.transfers = self.plan.transfers.clamp(1, self.plan.chunks.max(1));
@@ -225,13 +229,9 @@ impl<'g> MoeLayerBuilder<'g> {
         group.alike(&settings)?;
         checked?;
         let movers = (0..plan.transfers).map(|_| self.mover()).collect::<Result<Vec<_>, Error>>()?;
+        let (sources, one_each) = self.sources(movers[0].expert_map())?;
         let zeros = || vec![0.0; self.hidden * self.gate.experts as usize];
         let router = self.router.unwrap_or_else(zeros);
-        let bytes = 4 * sources_columns(plan.chunks, movers[0].expert_map());
-        let sources = RowCollective::builder(group).columns(bytes).dtype(Dtype::Bytes).max_rows(1);
-        let mut sources = sources.route(self.route).build()?;
-        let one_each = sources.shares(&vec![1; group.size() as usize])?;
-        static INSTANCES: AtomicU64 = AtomicU64::new(0);
         Ok(MoeLayer {
             gate: Gate::new(self.gate)?,
             movers,
@@ -247,20 +247,40 @@ impl<'g> MoeLayerBuilder<'g> {
             plan,
             rows: group.shared.rows,
             world: Arc::clone(&group.shared),
-            instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
+            instance: next_instance(),
         })
+    }
+
+    /// Makes the number of chunks that of the rule, if there is one.
+    pub(super) fn cut(&mut self) {
+        if let Some(rule) = &self.slices {
+            self.plan.chunks = rule.slices(&self.load()).count();
+        }
+    }
+
+    /// What gathers each rank's row counts for every expert in every chunk.
+    pub(super) fn sources(&self, map: &ExpertMap) -> Result<(RowCollective, RowPartition), Error> {
+        let bytes = 4 * sources_columns(self.plan.chunks, map);
+        let sources = RowCollective::builder(self.group).columns(bytes).dtype(Dtype::Bytes).max_rows(1);
+        let mut sources = sources.route(self.route).build()?;
+        let one_each = sources.shares(&vec![1; self.group.size() as usize])?;
+        Ok((sources, one_each))
     }
 
     /// One that moves rows of a chunk at a time.
     fn mover(&self) -> Result<ExpertParallel, Error> {
+        self.exchange()?.build()
+    }
+
+    /// Settings of such a one.
+    pub(super) fn exchange(&self) -> Result<ExpertParallelBuilder<'g>, PlanError> {
         let builder = ExpertParallel::builder(self.group)?.top_k(self.gate.top_k).hidden(self.hidden);
         let builder = builder.dtype(self.dtype).route(self.route).sum_order(self.order).align(self.align);
         let builder = builder.max_tokens(self.max_tokens.div_ceil(self.plan.chunks));
-        let builder = match &self.map {
+        Ok(match &self.map {
             Some(map) => builder.expert_map(map.clone()),
             None => builder.experts(self.gate.experts),
-        };
-        builder.build()
+        })
     }
 
     /// A step of the most tokens.
@@ -274,13 +294,13 @@ impl<'g> MoeLayerBuilder<'g> {
     }
 
     /// By which ranks find out whether they route, and are balanced, by the same settings.
-    fn digest(&self) -> u64 {
+    pub(super) fn digest(&self) -> u64 {
         // Debug output shows every field, and floats to the bit except the payload of a NaN.
         let digest = Sha256::digest(format!("{:?} {:?}", self.gate, self.losses));
         digest.iter().take(8).fold(0, |word, &byte| word << 8 | u64::from(byte))
     }
 
-    fn check(&self) -> Result<(), Error> {
+    pub(super) fn check(&self) -> Result<(), Error> {
         self.gate.check()?;
         Arithmetic::try_from(self.dtype)?;
         let bad = |parameter, seen: u64, expected| PlanError::BadParameter { parameter, seen, expected };
@@ -320,6 +340,12 @@ impl<'g> MoeLayerBuilder<'g> {
             _ => Ok(()),
         }
     }
+}
+
+/// Number of a layer in this process.
+pub(super) fn next_instance() -> u64 {
+    static INSTANCES: AtomicU64 = AtomicU64::new(0);
+    INSTANCES.fetch_add(1, Ordering::Relaxed)
 }
 
 impl std::fmt::Debug for MoeLayerBuilder<'_> {

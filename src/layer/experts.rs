@@ -2,7 +2,7 @@
 
 use std::any::Any;
 
-use super::RowOrder;
+use super::{GroupedSwiGlu, RowOrder};
 
 /// The rows of all experts of one rank, `[rows, hidden]`: expert after expert, each with pads
 /// behind where the layer aligns.
@@ -110,6 +110,12 @@ pub trait Experts: Send + Sync {
     /// # Errors
     /// Whatever makes it impossible.
     fn weights_backward(&self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, ExpertError>;
+
+    /// These experts, if they are SwiGLU: a [layer on a device](super::DeviceMoeLayer) has kernels
+    /// for no others. Default: they are not.
+    fn as_swiglu(&self) -> Option<&GroupedSwiGlu> {
+        None
+    }
 
     /// All weights, in an order of the experts' own.
     fn weights(&self) -> &[f32];

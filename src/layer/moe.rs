@@ -117,7 +117,7 @@ impl Plan {
 }
 
 /// Whether all ranks were refused the same transfer, with no rows moved: the world stays usable.
-fn refused_alike(error: &OverlapError) -> bool {
+pub(super) fn refused_alike(error: &OverlapError) -> bool {
     let OverlapError::Failed { at, error, .. } = error else { return false };
     matches!(at.stream, StreamId::Transfer(_))
         && matches!(**error, Error::Plan(_) | Error::Call(_) | Error::Memory(_))

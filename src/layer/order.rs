@@ -12,10 +12,10 @@
 
 /// Consecutive rows of one expert and one source in one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Run {
-    chunk: usize,
-    first: usize,
-    rows: usize,
+pub(super) struct Run {
+    pub chunk: usize,
+    pub first: usize,
+    pub rows: usize,
 }
 
 /// All rows of a step in the order (expert, source rank, token).
@@ -54,6 +54,11 @@ impl RowOrder {
     /// All rows in one segment, as they lie: of experts that take all tokens.
     pub(super) fn whole(rows: usize) -> RowOrder {
         RowOrder { runs: vec![vec![Run { chunk: 0, first: 0, rows }]] }
+    }
+
+    /// Runs of an expert, in order.
+    pub(super) fn runs(&self, expert: usize) -> impl Iterator<Item = Run> + '_ {
+        self.runs[expert].iter().copied()
     }
 
     /// Rows of an expert, of all chunks.

@@ -35,10 +35,10 @@ use crate::rows::{Matrix, product};
 /// ```
 #[derive(Clone, Debug)]
 pub struct GroupedSwiGlu {
-    experts: usize,
-    hidden: usize,
-    ffn: usize,
-    weights: Vec<f32>,
+    pub(super) experts: usize,
+    pub(super) hidden: usize,
+    pub(super) ffn: usize,
+    pub(super) weights: Vec<f32>,
 }
 
 /// Saved values of a chunk, `[rows, ffn]` each; after `rows_backward` the gradients of `gate` and
@@ -200,6 +200,10 @@ impl Experts for GroupedSwiGlu {
             product(&mut gradient[2 * each..], act, Matrix::new(&dy, rows, hidden), false);
         }
         Ok(gradient)
+    }
+
+    fn as_swiglu(&self) -> Option<&GroupedSwiGlu> {
+        Some(self)
     }
 
     fn weights(&self) -> &[f32] {

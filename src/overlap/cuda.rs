@@ -64,6 +64,11 @@ impl StreamPool {
             marks: Mutex::default(),
         })
     }
+
+    /// A stream that moves bytes, for objects that are built for one.
+    pub(crate) fn transfer(&self, index: usize) -> Option<&Arc<Stream>> {
+        self.transfer.get(index)
+    }
 }
 
 /// Carries graphs out on CUDA streams. A node is given the stream to enqueue on:

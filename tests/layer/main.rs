@@ -2,6 +2,8 @@
 
 #[path = "../device/apart.rs"]
 mod apart;
+#[path = "../device/devices.rs"]
+mod devices;
 mod overlap;
 mod pipeline;
 #[path = "../support/mod.rs"]

@@ -7,7 +7,7 @@ use super::sum::check_columns;
 use super::{Addresses, Operands, THREADS, VECTOR, WORD, bytes};
 use crate::device::context::Context;
 use crate::device::module::{Function, Grid, Module};
-use crate::device::range::ByteSpan;
+use crate::device::range::{ByteSpan, DeviceRange};
 use crate::device::stream::Stream;
 use crate::dtype::Dtype;
 use crate::error::DeviceError;
@@ -70,8 +70,8 @@ pub enum MatmulShape {
         /// Elements from one matrix of `b` to the next.
         apart: u64,
     },
-    /// `out [groups, rows, columns] = transposed a [depth, rows] * b [depth, columns]`: a matrix for
-    /// each group, of its rows in both.
+    /// `out [groups, rows, columns] = transposed a [depth, rows] * b [depth, columns]`: a matrix
+    /// for each group, of its rows in both.
     Depth {
         /// Elements of a row of `a`.
         rows: u32,
@@ -146,6 +146,34 @@ pub struct GatherRun {
     pub rows: u32,
     /// Row of the result that the first goes to.
     pub to: u32,
+}
+
+const RUN: u64 = size_of::<GatherRun>() as u64;
+
+/// Runs that a gather takes, in memory of the device.
+#[derive(Clone, Debug)]
+pub struct GatherRuns {
+    table: DeviceRange,
+    count: u32,
+    /// Rows of the result.
+    rows: u32,
+    /// Rows that each matrix must have.
+    needed: Vec<u32>,
+}
+
+impl GatherRuns {
+    /// Runs that the caller has a stream write to `table`, as they lie in memory, before the first
+    /// gather. No one else may write there while this value lives.
+    pub fn new(runs: &[GatherRun], table: &DeviceRange) -> Self {
+        let mut needed = Vec::new();
+        for run in runs {
+            needed.resize(needed.len().max(run.matrix as usize + 1), 0);
+            let least: &mut u32 = &mut needed[run.matrix as usize];
+            *least = run.first.saturating_add(run.rows).max(*least);
+        }
+        let rows = runs.iter().map(|run| run.to.saturating_add(run.rows)).max().unwrap_or(0);
+        GatherRuns { table: table.clone(), count: runs.len() as u32, rows, needed }
+    }
 }
 
 /// `struct Gather` of the source.
@@ -409,35 +437,43 @@ impl LayerKernels {
     }
 
     /// Enqueues the copy of runs of rows, f32, from several matrices of as many columns into one.
-    ///
-    /// # Safety
-    /// Every run of `runs`, [`GatherRun`]s on the device, lies inside its matrix and, from where it
-    /// goes, inside `out`.
+    /// `table` has room for the addresses of the matrices, eight bytes each.
     ///
     /// # Errors
-    /// As [`matmul`](Self::matmul).
-    pub unsafe fn gather(
+    /// As [`matmul`](Self::matmul); [`Addresses::new`].
+    pub fn gather(
         &self,
         stream: &Stream,
-        columns: u32,
-        (n_runs, runs): (u32, ByteSpan<'_>),
-        matrices: &Addresses,
+        (runs, columns): (&GatherRuns, u32),
+        matrices: &[ByteSpan<'_>],
+        table: &DeviceRange,
         out: ByteSpan<'_>,
     ) -> Result<(), DeviceError> {
-        const RUN: u64 = size_of::<GatherRun>() as u64;
-        if n_runs == 0 {
+        const KERNEL: &str = "gather";
+        if runs.count == 0 {
             return Ok(());
         }
-        let mut operands = Operands::of("gather", stream);
+        let of_rows = |rows: u32| bytes([rows.into(), columns.into(), WORD]);
+        for (nth, &rows) in runs.needed.iter().enumerate() {
+            let given = matrices.get(nth).map_or(0, |matrix| matrix.len);
+            if of_rows(rows).is_none_or(|needed| needed > given) {
+                let needed = of_rows(rows).unwrap_or(u64::MAX);
+                return Err(DeviceError::TooSmall { kernel: KERNEL, what: "matrices", given, needed });
+            }
+        }
+        let addresses = Addresses::new(stream, table, matrices)?;
+        let mut operands = Operands::of(KERNEL, stream);
+        let listed = runs.table.span(0, runs.table.len())?;
         let parameters = GatherParameters {
-            out: operands.span("out", out, Some(0), WORD)?,
-            matrices: operands.addresses("matrices", matrices, Some(0))?,
-            runs: operands.span("runs", runs, bytes([n_runs.into(), RUN]), WORD)?,
-            n_runs,
+            out: operands.span("out", out, of_rows(runs.rows), WORD)?,
+            matrices: operands.addresses("matrices", &addresses, Some(0))?,
+            runs: operands.span("runs", listed, bytes([runs.count.into(), RUN]), WORD)?,
+            n_runs: runs.count,
             columns,
         };
-        let grid = self.grid(stream, n_runs.into(), AT_WORK[1]);
-        // SAFETY: the struct is the one of the source; the contract covers where runs lie.
+        let grid = self.grid(stream, runs.count.into(), AT_WORK[1]);
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // every run was compared with its matrix and with the result.
         unsafe { self.gather.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 

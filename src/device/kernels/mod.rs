@@ -28,7 +28,7 @@ use std::sync::{Arc, MutexGuard};
 
 use expand::ExpandFunctions;
 pub use expand::{Admit, Expand, Tally};
-pub use layer::{AccumulateArgs, GatherRun, LayerKernels, MatmulArgs, MatmulShape};
+pub use layer::{AccumulateArgs, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape};
 pub use routing::{Check, ChoiceArgs, CountArgs, SortArgs};
 use rows::RecordFunctions;
 pub use rows::{Pack, PermuteArgs, RecordArgs};

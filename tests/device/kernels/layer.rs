@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use sidelane::device::{
-    AccumulateArgs, Addresses, ByteSpan, GatherRun, LayerKernels, MatmulArgs, MatmulShape,
+    AccumulateArgs, ByteSpan, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape,
 };
 use sidelane::dtype::Dtype;
 use sidelane::error::DeviceError;
@@ -276,14 +276,20 @@ fn runs_are_gathered_from_all_matrices() {
         let of_matrices = matrices.each_ref().map(|values| Buffer::words(context, values));
         let spans: Vec<ByteSpan<'_>> = of_matrices.iter().map(Buffer::span).collect();
         let table = Buffer::new(context, 16);
-        let addresses = Addresses::new(stream, table.range(), &spans).unwrap();
         let run = |matrix, first, rows, to| GatherRun { matrix, first, rows, to };
         let runs = [run(0, 0, 2, 3), run(1, 39, 1, 0), run(0, 17, 283, 5), run(1, 0, 2, 1)];
         let of_runs = Buffer::words(context, &runs);
         let out = Buffer::new(context, 290 * columns as u64 * 4);
-        // SAFETY: the runs lie in the matrices, and in the result.
-        unsafe {
-            kernels.gather(stream, columns as u32, (4, of_runs.span()), &addresses, out.span()).unwrap();
+        let listed = GatherRuns::new(&runs, of_runs.range());
+        let gather = |columns: u32, matrices: &[ByteSpan<'_>], out| {
+            kernels.gather(stream, (&listed, columns), matrices, table.range(), out)
+        };
+        gather(columns as u32, &spans, out.span()).unwrap();
+        for (matrices, out, what) in
+            [(&spans[..1], out.span(), "matrices"), (&spans, out.part(0, 288 * 20 - 1), "out")]
+        {
+            let refused = gather(columns as u32, matrices, out).unwrap_err();
+            assert!(matches!(refused, DeviceError::TooSmall { what: seen, .. } if seen == what));
         }
         stream.synchronize().unwrap();
         let mut expected = vec![f32::from_ne_bytes([POISON; 4]).to_bits(); 290 * columns];

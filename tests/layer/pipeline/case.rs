@@ -1,6 +1,6 @@
 //! One layer, as every rank builds it, and the results of a step.
 
-use half::bf16;
+use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::gate::{BalanceLoss, GateConfig, Preset};
@@ -55,6 +55,7 @@ pub struct Seen<E> {
 pub trait Real: Element + Into<f32> + PartialEq + std::fmt::Debug {}
 impl Real for f32 {}
 impl Real for bf16 {}
+impl Real for f16 {}
 
 pub fn values(seed: u64, count: usize, size: f32) -> Vec<f32> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);

@@ -4,6 +4,7 @@
 mod bits;
 mod case;
 mod dense;
+mod device;
 mod differences;
 mod faults;
 mod meddled;

@@ -1,0 +1,368 @@
+//! Backward: the graph of a step's gradients on a device, and what its nodes enqueue.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::experts::{DeviceChunk, DeviceSaved, Differentials};
+use super::forward::weigh;
+use super::memory::{Buffer, HostStaging, span};
+use super::moe::Placed;
+use super::tape::{ChunkTape, Made, WideRows};
+use super::{DeviceMoeLayer, DeviceTape};
+use crate::device::{AccumulateArgs, DeviceRange, DotScale, MatmulArgs, MatmulShape, Stream};
+use crate::dtype::Dtype;
+use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, RowCollective, RowPartition, Tensor, TensorMut};
+use crate::error::{CallKind, DeviceError, Error, LayerError, PlanError};
+use crate::layer::pipeline::{self, BackwardOps};
+use crate::layer::router::Gated;
+use crate::layer::{RowOrder, sources};
+use crate::overlap::Handoff;
+
+/// Where the gradients of one step go: memory of the device, at multiples of 16 bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceGradients<'a> {
+    /// Of the tokens, `[tokens, hidden]`, in the element type. That of the residual is what came
+    /// in.
+    pub x: &'a DeviceRange,
+    /// Of the router's weights, `f32 [hidden, experts]`, by this rank's tokens.
+    pub router: &'a DeviceRange,
+    /// Of this rank's experts, f32, from the tokens that this rank receives
+    /// ([`Gradients::experts`](crate::layer::Gradients::experts)).
+    pub experts: &'a DeviceRange,
+    /// Of the shared expert, f32, by this rank's tokens: given if there is one.
+    pub shared: Option<&'a DeviceRange>,
+}
+
+/// What nodes work on.
+struct Step<'s> {
+    placed: &'s Placed,
+    mover: Handoff<&'s mut ExpertParallel>,
+    sources: Handoff<(&'s mut RowCollective, &'s RowPartition)>,
+    staging: Handoff<&'s mut HostStaging>,
+    of_out: &'s DeviceRange,
+    into: DeviceGradients<'s>,
+    x: &'s Buffer,
+    counted: Counted,
+    order: Handoff<RowOrder>,
+    chunks: Vec<Places>,
+    /// By the shared expert, with the gradients of its outputs and through it.
+    saved: Handoff<DeviceSaved>,
+    beside: Handoff<Beside>,
+}
+
+/// This rank's rows for each slot, chunk after chunk, how many slots there are, and its own.
+struct Counted {
+    choices: Vec<u32>,
+    slots: usize,
+    own: Range<usize>,
+}
+
+/// What the shared expert leaves.
+struct Beside {
+    of_x: Buffer,
+    of_outputs: Buffer,
+    kept: Differentials,
+}
+
+/// What nodes leave to each other, of one chunk.
+struct Places {
+    tape: ChunkPlace,
+    /// Gradients of the combined rows, as they came, until all is joined.
+    came: Handoff<ExpertRows>,
+    differentials: Handoff<(WideRows, Differentials)>,
+    of_weights: Handoff<Buffer>,
+    of_rows: Handoff<Result<ExpertOutput, Error>>,
+    home: Home,
+}
+
+/// What returns to the tokens of a chunk: memory that transfers write.
+struct Home {
+    tokens: Range<usize>,
+    /// Gradients of the tokens, in the element type, and of their routing weights.
+    of_tokens: Buffer,
+    of_choices: Buffer,
+}
+
+/// What the tape has of a chunk.
+struct ChunkPlace {
+    received: super::tape::Received,
+    rows: WideRows,
+    made: Handoff<(Buffer, DeviceSaved)>,
+}
+
+impl DeviceMoeLayer {
+    /// Enqueues the gradients of one forward pass from that of its output, `[tokens, hidden]`,
+    /// those of its losses included. They are there for what is enqueued next. Collective: ranks
+    /// bring their tapes in the same order.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); [`LayerError::ForeignTape`].
+    pub fn backward(
+        &mut self,
+        tape: DeviceTape,
+        of_out: &DeviceRange,
+        into: DeviceGradients<'_>,
+    ) -> Result<(), Error> {
+        let prepared = self.check_backward(&tape, of_out, into).and_then(|()| self.homes(&tape));
+        let homes = match prepared {
+            Ok(homes) => homes,
+            Err(error) => return Err(self.refuse_backward(&tape, error)),
+        };
+        let DeviceTape { x, gated, chunks, shared, .. } = tape;
+        let DeviceMoeLayer { mover, sources, one_each, placed, staging, pool, plan, world, .. } = self;
+        let slices: Vec<_> = homes.iter().map(|home| home.tokens.clone()).collect();
+        let map = mover.expert_map();
+        let own = map.slots_of(mover.rank());
+        let counted = Counted {
+            choices: sources::choices(mover, &gated.decision, &slices),
+            slots: map.slots() as usize,
+            own: own.start as usize..own.end as usize,
+        };
+        let step = Step {
+            placed,
+            mover: Handoff::new(mover),
+            sources: Handoff::new((sources, one_each)),
+            staging: Handoff::new(staging),
+            of_out,
+            into,
+            x: &x,
+            counted,
+            order: Handoff::empty(),
+            chunks: chunks.into_iter().zip(homes).map(Places::new).collect(),
+            saved: shared.map_or_else(Handoff::empty, Handoff::new),
+            beside: Handoff::empty(),
+        };
+        let (cut, turns) = (pipeline::ChunkCounts { transfers: 1, ..plan.cut() }, plan.turns());
+        let on = (&*pool, &placed.compute.stream, plan.overlap);
+        Self::run(on, pipeline::backward(&step, cut, turns), world)?;
+        let homes: Vec<_> = step.chunks.into_iter().map(|places| places.home).collect();
+        let beside = step.beside.into_inner().map(|beside| beside.of_x);
+        self.through_router(&x, &gated, (&homes, beside), into)
+    }
+
+    /// Memory that transfers write, so taken before the graph begins.
+    fn homes(&self, tape: &DeviceTape) -> Result<Vec<Home>, Error> {
+        let (placed, k) = (&self.placed, tape.gated.decision.top_k() as usize);
+        let memory = &placed.compute.memory;
+        let home = |tokens: Range<usize>| {
+            let of_tokens = memory.take(tokens.len() as u64 * placed.row_bytes())?;
+            Ok(Home { of_tokens, of_choices: memory.words(tokens.len() * k)?, tokens })
+        };
+        self.plan.slices(tape.gated.tokens()).map(home).collect()
+    }
+
+    /// What goes through the router, and all of it to the tokens. Waits for the stream, which
+    /// brings the gradients of routing weights.
+    fn through_router(
+        &mut self,
+        x: &Buffer,
+        gated: &Gated,
+        (homes, beside): (&[Home], Option<Buffer>),
+        into: DeviceGradients<'_>,
+    ) -> Result<(), Error> {
+        let (placed, compute) = (&self.placed, &self.placed.compute);
+        let mut of_weights: Vec<f32> = Vec::new();
+        for home in homes {
+            of_weights.extend(self.staging.receive::<f32>(&compute.stream, home.of_choices.range())?);
+        }
+        let of_logits = gated.logits_backward(self.gate.config(), &of_weights)?;
+        let sent = compute.memory.words(of_logits.len())?;
+        self.staging.send(&compute.stream, sent.range(), &of_logits)?;
+        let (tokens, hidden) = (gated.tokens() as u32, placed.hidden as u32);
+        let experts = self.gate.config().experts;
+        let of_x = compute.memory.words(gated.tokens() * placed.hidden)?;
+        let product = MatmulArgs {
+            a: sent.span()?,
+            b: span(self.router.range())?,
+            out: of_x.span()?,
+            shape: MatmulShape::Rows {
+                rows: tokens,
+                depth: experts,
+                columns: hidden,
+                transposed: true,
+                apart: 0,
+            },
+            segments: None,
+            add: false,
+        };
+        compute.kernels.matmul(&compute.stream, &product)?;
+        let shape = MatmulShape::Depth { rows: hidden, depth: tokens, columns: experts, apart: 0 };
+        let (a, b, out) = (x.span()?, sent.span()?, span(into.router)?);
+        let product = MatmulArgs { a, b, out, shape, segments: None, add: false };
+        compute.kernels.matmul(&compute.stream, &product)?;
+        for Home { tokens, of_tokens, .. } in homes {
+            let wide = placed.hidden as u64 * 4;
+            let (first, len) = (tokens.start as u64 * wide, tokens.len() as u64 * wide);
+            let out = placed.part(into.x, tokens)?;
+            let beside = beside.as_ref().map(|beside| beside.range().span(first, len)).transpose()?;
+            let sum = AccumulateArgs {
+                count: (tokens.len() * placed.hidden) as u64,
+                dtype: placed.dtype,
+                rows: of_tokens.span()?,
+                residual: None,
+                more: [beside, Some(of_x.range().span(first, len)?)],
+                out: span(&out)?,
+            };
+            compute.kernels.accumulate(&compute.stream, &sum)?;
+        }
+        Ok(())
+    }
+
+    /// In place of the first transfer of a backward pass.
+    fn refuse_backward(&mut self, tape: &DeviceTape, error: Error) -> Error {
+        match tape.chunks.first() {
+            Some(kept) => self.mover.refuse(CallKind::CombineBackward, Some(&kept.received.handle), error),
+            None => error,
+        }
+    }
+
+    fn check_backward(
+        &self,
+        tape: &DeviceTape,
+        of_out: &DeviceRange,
+        into: DeviceGradients<'_>,
+    ) -> Result<(), Error> {
+        if tape.instance != self.instance {
+            return Err(LayerError::ForeignTape { seen: tape.instance, expected: self.instance }.into());
+        }
+        let tokens = tape.gated.tokens() as u64;
+        self.check_rows("gradients of the output", of_out, tokens)?;
+        self.check_rows("gradients of tokens", into.x, tokens)?;
+        self.check_words("gradients of the router", into.router, self.router())?;
+        self.check_words("gradients of experts", into.experts, self.experts())?;
+        match (self.shared(), into.shared) {
+            (Some(weights), Some(shared)) => {
+                self.check_words("gradients of the shared expert", shared, weights)
+            }
+            (None, None) => Ok(()),
+            (weights, given) => {
+                let (what, rows) = ("gradients of the shared expert", weights.map_or(0, |all| all.len() / 4));
+                let seen = given.map_or(0, |all| all.len() / 4) as usize;
+                Err(PlanError::WrongShape { what, seen, rows: rows as usize, columns: 1 }.into())
+            }
+        }
+    }
+}
+
+impl Places {
+    fn new((tape, home): (ChunkTape, Home)) -> Self {
+        let ChunkTape { received, made: Made { rows, outputs, saved } } = tape;
+        Places {
+            tape: ChunkPlace { received, rows, made: Handoff::new((outputs, saved)) },
+            came: Handoff::empty(),
+            differentials: Handoff::empty(),
+            of_weights: Handoff::empty(),
+            of_rows: Handoff::empty(),
+            home,
+        }
+    }
+}
+
+impl BackwardOps<Arc<Stream>> for Step<'_> {
+    fn combine(&self, chunk: usize, _: &Arc<Stream>) -> Result<(), Error> {
+        let Places { tape, came, home, .. } = &self.chunks[chunk];
+        let of_out = self.placed.part(self.of_out, &home.tokens)?;
+        let of_out = Tensor::device(&of_out, self.placed.dtype);
+        came.put(self.mover.with(|ep| ep.combine_backward_into(of_out, &tape.received.handle, None))?)
+    }
+
+    fn sources(&self, _: &Arc<Stream>) -> Result<(), Error> {
+        let Counted { choices, slots, own } = &self.counted;
+        let came = || self.chunks.iter().map(|places| places.tape.received.handle.tokens_per_expert());
+        // Rows of a single chunk are in order: it makes no difference that ranks sent them.
+        let counts = if self.chunks.len() == 1 {
+            let one = |came: &[i64]| vec![came.iter().map(|&rows| rows as u32).collect()];
+            came().map(one).collect()
+        } else {
+            let all = self.sources.with(|(sources, one_each)| {
+                sources.all_gather_cached(bytemuck::cast_slice::<_, u8>(choices), one_each)
+            })?;
+            let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
+            sources::counts(&all, choices.len(), (*slots, own), came())?
+        };
+        let handles = self.chunks.iter().map(|places| &places.tape.received.handle);
+        let padded: Vec<_> = handles.map(|handle| handle.padded_tokens_per_expert()).collect();
+        self.order.put(RowOrder::new(&counts, &padded))
+    }
+
+    fn experts(&self, chunk: usize, _: usize) -> Result<(), Error> {
+        let (places, placed) = (&self.chunks[chunk], self.placed);
+        let Placed { compute, hidden, .. } = placed;
+        let (received, rows) = (&places.tape.received, &places.tape.rows);
+        let (outputs, saved) = places.tape.made.take()?;
+        let (incoming, held) = placed.wide(places.came.take()?)?;
+        held.map_or(Ok(()), |held| places.came.put(held))?;
+        let n_rows = received.handle.rows();
+        let of_weights = compute.memory.words(n_rows as usize)?;
+        let dot = DotScale {
+            rows: n_rows,
+            columns: *hidden as u32,
+            dtype: Dtype::F32,
+            y: outputs.span()?,
+            gradients: incoming.span()?,
+            weights: span(&received.weights)?,
+            products: of_weights.span()?,
+        };
+        placed.ep_kernels.dot_scale(&compute.stream, &dot)?;
+        let segments = received.segments(rows)?;
+        let (of_rows, kept) = placed.experts.rows_backward(compute, segments, saved, incoming.span()?)?;
+        let output = received.handle.output();
+        if let Ok(output) = &output {
+            weigh(placed, (&of_rows, n_rows), output, None)?;
+        }
+        places.of_rows.put(output)?;
+        places.of_weights.put(of_weights)?;
+        places.differentials.put((incoming, kept))
+    }
+
+    fn dispatch(&self, chunk: usize, _: &Arc<Stream>) -> Result<(), Error> {
+        let Places { tape, of_weights, of_rows, home, .. } = &self.chunks[chunk];
+        let handle = &tape.received.handle;
+        let to = TensorMut::device(home.of_tokens.range(), self.placed.dtype);
+        let choices = TensorMut::device(home.of_choices.range(), Dtype::F32);
+        let output = of_rows.take()?;
+        // Its memory stays until all is joined.
+        of_weights.with(|of_weights| {
+            let of_weights = Tensor::device(of_weights.range(), Dtype::F32);
+            self.mover.with(|ep| match output {
+                Ok(output) => ep.dispatch_backward_into(output, Some(of_weights), handle, to, Some(choices)),
+                Err(error) => Err(ep.refuse(CallKind::DispatchBackward, Some(handle), error)),
+            })
+        })
+    }
+
+    fn weights(&self) -> Result<(), Error> {
+        let held: Vec<_> =
+            self.chunks.iter().map(|places| places.differentials.take()).collect::<Result<_, _>>()?;
+        let parts = self.chunks.iter().zip(&held).map(|(places, (incoming, kept))| {
+            Ok(DeviceChunk { rows: places.tape.rows.span()?, of_outputs: incoming.span()?, kept })
+        });
+        let parts: Vec<_> = parts.collect::<Result<_, DeviceError>>()?;
+        let (placed, order) = (self.placed, self.order.take()?);
+        self.staging.with(|staging| {
+            placed.experts.weights_backward(&placed.compute, &parts, &order, (staging, self.into.experts))
+        })?;
+        // Rows that are f32 themselves stay until the stream of transfers is behind this.
+        self.chunks.iter().zip(held).try_for_each(|(places, held)| places.differentials.put(held))
+    }
+
+    fn shared(&self) -> Result<(), Error> {
+        let Some(shared) = &self.placed.shared else { return Ok(()) };
+        let (all, of_outputs) = (self.placed.all(self.x)?, self.placed.widened(self.of_out)?);
+        let saved = self.saved.take()?;
+        let (of_x, kept) = shared.rows_backward(&self.placed.compute, all, saved, of_outputs.span()?)?;
+        self.beside.put(Beside { of_x, of_outputs, kept })
+    }
+
+    fn shared_weights(&self) -> Result<(), Error> {
+        let (Some(shared), Some(into)) = (&self.placed.shared, self.into.shared) else { return Ok(()) };
+        self.beside.with(|Beside { of_outputs, kept, .. }| {
+            let rows = self.placed.all(self.x)?;
+            let chunk = DeviceChunk { rows: rows.values, of_outputs: of_outputs.span()?, kept };
+            let order = RowOrder::whole(rows.rows as usize);
+            self.staging.with(|staging| {
+                shared.weights_backward(&self.placed.compute, &[chunk], &order, (staging, into))
+            })
+        })
+    }
+}

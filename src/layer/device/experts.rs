@@ -1,0 +1,250 @@
+//! SwiGLU experts on a device: the products and sums of [`GroupedSwiGlu`], in its order.
+//!
+//! Rows of all experts lie one expert after another, with pads behind each. What the kernels make
+//! of pads is undefined, and nothing reads it.
+
+use std::sync::Arc;
+
+use super::memory::{Buffer, DeviceMemory, HostStaging};
+use crate::device::{
+    ByteSpan, DeviceRange, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape, Stream,
+};
+use crate::error::{DeviceError, Error};
+use crate::layer::{GroupedSwiGlu, RowOrder};
+
+/// What experts compute with, on one stream.
+#[derive(Clone, Debug)]
+pub(super) struct Compute {
+    pub stream: Arc<Stream>,
+    pub kernels: LayerKernels,
+    pub memory: Arc<DeviceMemory>,
+}
+
+/// Experts with their weights on the device.
+#[derive(Debug)]
+pub(super) struct DeviceSwiGlu {
+    experts: u32,
+    hidden: u32,
+    ffn: u32,
+    weights: Buffer,
+}
+
+/// Rows of all experts, f32 `[rows, hidden]`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DeviceSegments<'a> {
+    pub rows: u32,
+    pub values: ByteSpan<'a>,
+    /// Rows of each expert, then the same with pads, `i64 [2, experts]`; one expert has them all.
+    pub counts: Option<ByteSpan<'a>>,
+}
+
+/// What a forward pass keeps of a chunk: `[rows, ffn]` each. After `rows_backward`, gradients.
+#[derive(Debug)]
+pub(super) struct DeviceSaved {
+    gate: Buffer,
+    up: Buffer,
+}
+
+/// What the gradients of weights need of a chunk besides its rows.
+#[derive(Debug)]
+pub(super) struct Differentials {
+    saved: DeviceSaved,
+    act: Buffer,
+}
+
+/// A chunk for the gradients of weights: its rows, the gradients of its outputs, and what was kept.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DeviceChunk<'a> {
+    pub rows: ByteSpan<'a>,
+    pub of_outputs: ByteSpan<'a>,
+    pub kept: &'a Differentials,
+}
+
+/// The three matrices of an expert, in their order.
+#[derive(Clone, Copy)]
+enum Which {
+    Gate,
+    Up,
+    Down,
+}
+
+impl DeviceSwiGlu {
+    pub fn new(compute: &Compute, host: &GroupedSwiGlu, staging: &mut HostStaging) -> Result<Self, Error> {
+        let weights = compute.memory.words(host.weights.len())?;
+        staging.send(&compute.stream, weights.range(), &host.weights)?;
+        let [experts, hidden, ffn] = [host.experts, host.hidden, host.ffn].map(|number| number as u32);
+        Ok(DeviceSwiGlu { experts, hidden, ffn, weights })
+    }
+
+    /// All weights, f32, in the order of [`GroupedSwiGlu`].
+    pub fn weights(&self) -> &DeviceRange {
+        self.weights.range()
+    }
+
+    /// Outputs, f32 `[rows, hidden]`.
+    pub fn forward(&self, on: &Compute, rows: DeviceSegments<'_>) -> Result<(Buffer, DeviceSaved), Error> {
+        let inner = || on.memory.words(rows.rows as usize * self.ffn as usize);
+        let (gate, up, act) = (inner()?, inner()?, inner()?);
+        self.product(on, rows, (rows.values, gate.span()?), Which::Gate, false)?;
+        self.product(on, rows, (rows.values, up.span()?), Which::Up, false)?;
+        let all = [gate.span()?, up.span()?, act.span()?];
+        on.kernels.swiglu(&on.stream, self.inner(rows.rows), all)?;
+        let outputs = on.memory.words(rows.rows as usize * self.hidden as usize)?;
+        self.product(on, rows, (act.span()?, outputs.span()?), Which::Down, false)?;
+        Ok((outputs, DeviceSaved { gate, up }))
+    }
+
+    /// Gradients of the rows, f32 `[rows, hidden]`, from those of the outputs.
+    pub fn rows_backward(
+        &self,
+        on: &Compute,
+        rows: DeviceSegments<'_>,
+        saved: DeviceSaved,
+        of_outputs: ByteSpan<'_>,
+    ) -> Result<(Buffer, Differentials), Error> {
+        let act = on.memory.words(rows.rows as usize * self.ffn as usize)?;
+        let of_rows = on.memory.words(rows.rows as usize * self.hidden as usize)?;
+        self.transposed(on, rows, (of_outputs, act.span()?), Which::Down, false)?;
+        let all = [saved.gate.span()?, saved.up.span()?, act.span()?];
+        on.kernels.swiglu_backward(&on.stream, self.inner(rows.rows), all)?;
+        self.transposed(on, rows, (saved.gate.span()?, of_rows.span()?), Which::Gate, false)?;
+        self.transposed(on, rows, (saved.up.span()?, of_rows.span()?), Which::Up, true)?;
+        Ok((of_rows, Differentials { saved, act }))
+    }
+
+    /// The gradient of the weights, over all chunks of a step, into `out`.
+    pub fn weights_backward(
+        &self,
+        on: &Compute,
+        chunks: &[DeviceChunk<'_>],
+        order: &RowOrder,
+        (staging, out): (&mut HostStaging, &DeviceRange),
+    ) -> Result<(), Error> {
+        let gathered = Gathered::new(on, self.experts, chunks.len(), order, staging)?;
+        let gather =
+            |parts: Result<Vec<ByteSpan<'_>>, DeviceError>, columns| gathered.rows(on, &parts?, columns);
+        let product = |which, (a, rows): (&Buffer, u32), (b, columns): (&Buffer, u32)| {
+            let (offset, len) = self.matrices(which)?;
+            let shape = MatmulShape::Depth { rows, depth: gathered.rows, columns, apart: self.apart() };
+            let segments = Some((self.experts, gathered.segments.span()?));
+            let (a, b, out) = (a.span()?, b.span()?, out.span(offset, len)?);
+            on.kernels.matmul(&on.stream, &MatmulArgs { a, b, out, shape, segments, add: false })
+        };
+        let x = gather(Ok(chunks.iter().map(|chunk| chunk.rows).collect()), self.hidden)?;
+        let of_gate = gather(chunks.iter().map(|chunk| chunk.kept.saved.gate.span()).collect(), self.ffn)?;
+        product(Which::Gate, (&x, self.hidden), (&of_gate, self.ffn))?;
+        let of_up = gather(chunks.iter().map(|chunk| chunk.kept.saved.up.span()).collect(), self.ffn)?;
+        product(Which::Up, (&x, self.hidden), (&of_up, self.ffn))?;
+        let act = gather(chunks.iter().map(|chunk| chunk.kept.act.span()).collect(), self.ffn)?;
+        let of_outputs = gather(Ok(chunks.iter().map(|chunk| chunk.of_outputs).collect()), self.hidden)?;
+        product(Which::Down, (&act, self.ffn), (&of_outputs, self.hidden))?;
+        Ok(())
+    }
+
+    /// Rows times a matrix of their expert.
+    fn product(
+        &self,
+        on: &Compute,
+        rows: DeviceSegments<'_>,
+        (a, out): (ByteSpan<'_>, ByteSpan<'_>),
+        which: Which,
+        add: bool,
+    ) -> Result<(), DeviceError> {
+        let (depth, columns) = match which {
+            Which::Gate | Which::Up => (self.hidden, self.ffn),
+            Which::Down => (self.ffn, self.hidden),
+        };
+        self.rows_times(on, rows, (a, out), which, (depth, columns, false), add)
+    }
+
+    /// Rows times the transpose of it.
+    fn transposed(
+        &self,
+        on: &Compute,
+        rows: DeviceSegments<'_>,
+        (a, out): (ByteSpan<'_>, ByteSpan<'_>),
+        which: Which,
+        add: bool,
+    ) -> Result<(), DeviceError> {
+        let (depth, columns) = match which {
+            Which::Gate | Which::Up => (self.ffn, self.hidden),
+            Which::Down => (self.hidden, self.ffn),
+        };
+        self.rows_times(on, rows, (a, out), which, (depth, columns, true), add)
+    }
+
+    fn rows_times(
+        &self,
+        on: &Compute,
+        rows: DeviceSegments<'_>,
+        (a, out): (ByteSpan<'_>, ByteSpan<'_>),
+        which: Which,
+        (depth, columns, transposed): (u32, u32, bool),
+        add: bool,
+    ) -> Result<(), DeviceError> {
+        let (offset, len) = self.matrices(which)?;
+        let b = self.weights.range().span(offset, len)?;
+        let shape = MatmulShape::Rows { rows: rows.rows, depth, columns, transposed, apart: self.apart() };
+        let segments = rows.counts.map(|counts| (self.experts, counts));
+        on.kernels.matmul(&on.stream, &MatmulArgs { a, b, out, shape, segments, add })
+    }
+
+    /// Where a matrix of the first expert begins among the weights, in bytes, and how many bytes
+    /// there are from it to the end.
+    fn matrices(&self, which: Which) -> Result<(u64, u64), DeviceError> {
+        let offset = which as u64 * self.apart() / 3 * 4;
+        let all = self.weights.range().len();
+        Ok((offset.min(all), all.saturating_sub(offset)))
+    }
+
+    /// Elements from a matrix of one expert to that of the next.
+    fn apart(&self) -> u64 {
+        3 * u64::from(self.hidden) * u64::from(self.ffn)
+    }
+
+    fn inner(&self, rows: u32) -> u64 {
+        u64::from(rows) * u64::from(self.ffn)
+    }
+}
+
+/// Rows of all chunks in the order of the gradients' sums, without pads.
+struct Gathered {
+    rows: u32,
+    runs: GatherRuns,
+    _runs: Buffer,
+    /// `i64 [2, experts]`.
+    segments: Buffer,
+    /// Room for the addresses of as many matrices.
+    table: Buffer,
+}
+
+impl Gathered {
+    fn new(
+        on: &Compute,
+        experts: u32,
+        chunks: usize,
+        order: &RowOrder,
+        staging: &mut HostStaging,
+    ) -> Result<Self, Error> {
+        let (mut runs, mut rows) = (Vec::new(), 0);
+        for run in (0..experts as usize).flat_map(|expert| order.runs(expert)) {
+            let [matrix, first, count] = [run.chunk, run.first, run.rows].map(|number| number as u32);
+            runs.push(GatherRun { matrix, first, rows: count, to: rows });
+            rows += count;
+        }
+        let counts: Vec<i64> = (0..experts as usize).map(|expert| order.rows(expert) as i64).collect();
+        let of_runs = on.memory.take(size_of_val(runs.as_slice()) as u64)?;
+        let segments = on.memory.take(16 * u64::from(experts))?;
+        staging.send(&on.stream, of_runs.range(), &runs)?;
+        staging.send(&on.stream, segments.range(), &[counts.as_slice(), &counts].concat())?;
+        let table = on.memory.take(8 * chunks as u64)?;
+        Ok(Gathered { rows, runs: GatherRuns::new(&runs, of_runs.range()), _runs: of_runs, segments, table })
+    }
+
+    /// One matrix of those of the chunks.
+    fn rows(&self, on: &Compute, parts: &[ByteSpan<'_>], columns: u32) -> Result<Buffer, DeviceError> {
+        let out = on.memory.words(self.rows as usize * columns as usize)?;
+        on.kernels.gather(&on.stream, (&self.runs, columns), parts, self.table.range(), out.span()?)?;
+        Ok(out)
+    }
+}

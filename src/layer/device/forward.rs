@@ -1,0 +1,254 @@
+//! Forward: the graph of a step on a device, and what its nodes enqueue.
+
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use super::experts::DeviceSaved;
+use super::memory::{Buffer, span};
+use super::moe::Placed;
+use super::tape::{ChunkTape, Made, Received};
+use super::{DeviceMoeLayer, DeviceTape};
+use crate::device::{AccumulateArgs, DeviceRange, MatmulArgs, MatmulShape, Stream};
+use crate::ep::{Choices, ExpertOutput, ExpertParallel, ExpertRows, Tensor, TensorMut};
+use crate::error::{CallKind, Error, OverlapError, PlanError};
+use crate::gate::RngKey;
+use crate::layer::moe::Plan;
+use crate::layer::pipeline::{self, ForwardOps};
+use crate::layer::router::{GateOptions, Gated};
+use crate::overlap::Handoff;
+
+/// One step's tokens on a device, and inputs of their gate. Tensors are of the layer's element
+/// type, at multiples of 16 bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceInput<'a> {
+    /// The tokens, `[tokens, hidden]`; there may be none.
+    pub x: &'a DeviceRange,
+    /// Added to the layer's result, `[tokens, hidden]`.
+    pub residual: Option<&'a DeviceRange>,
+    /// `[experts]`, for the choice alone ([`GateInput::bias`](crate::gate::GateInput::bias)).
+    pub bias: Option<&'a [f32]>,
+    /// `[tokens]`: which tokens choose; all do where it is not given.
+    pub used: Option<&'a [bool]>,
+    /// Whether this is a training pass, with noise.
+    pub training: bool,
+    /// Which random numbers.
+    pub draw: RngKey,
+}
+
+impl<'a> DeviceInput<'a> {
+    /// Tokens, and nothing else.
+    pub fn new(x: &'a DeviceRange) -> Self {
+        let draw = RngKey::default();
+        DeviceInput { x, residual: None, bias: None, used: None, training: false, draw }
+    }
+}
+
+/// The tokens as f32, their choices, and these on the device.
+struct Routed {
+    x: Buffer,
+    gated: Gated,
+    experts: Buffer,
+    weights: Buffer,
+}
+
+/// What nodes work on.
+struct Step<'s> {
+    placed: &'s Placed,
+    mover: Handoff<&'s mut ExpertParallel>,
+    input: DeviceInput<'s>,
+    out: &'s DeviceRange,
+    routed: &'s Routed,
+    beside: Handoff<(Buffer, DeviceSaved)>,
+    chunks: Vec<Places>,
+}
+
+/// What nodes leave to each other, of one chunk.
+struct Places {
+    tokens: Range<usize>,
+    received: OnceLock<Received>,
+    /// What came. Rows that were widened stay until the stream of transfers is behind that.
+    rows: Handoff<ExpertRows>,
+    made: Handoff<Made>,
+    /// Where peers read, or why there is no room.
+    output: Handoff<Result<ExpertOutput, Error>>,
+}
+
+impl DeviceMoeLayer {
+    /// Enqueues one forward pass: `residual + combined + shared`, `[tokens, hidden]`, into `out`,
+    /// which is there for what is enqueued next. Returns the tape for its gradients. Collective.
+    ///
+    /// `x`, the residual and `out` stay until the stream has passed; `out` is none of the others.
+    ///
+    /// # Errors
+    /// As [`MoeLayer::forward`](crate::layer::MoeLayer::forward);
+    /// [`DeviceError`](crate::error::DeviceError), which ends the world where the graph runs.
+    pub fn forward(&mut self, input: &DeviceInput<'_>, out: &DeviceRange) -> Result<DeviceTape, Error> {
+        let routed = match self.route(input, out) {
+            Ok(routed) => routed,
+            Err(error) => return Err(self.mover.refuse(CallKind::Dispatch, None, error)),
+        };
+        let DeviceMoeLayer { mover, placed, pool, plan, world, instance, .. } = self;
+        let step = Step::new(placed, mover, (*input, out), &routed, plan);
+        let (cut, turns) = (pipeline::ChunkCounts { transfers: 1, ..plan.cut() }, plan.turns());
+        let on = (&*pool, &placed.compute.stream, plan.overlap);
+        Self::run(on, pipeline::forward(&step, cut, turns), world)?;
+        let (chunks, shared) = step.kept()?;
+        let Routed { x, gated, .. } = routed;
+        Ok(DeviceTape { instance: *instance, x, gated, chunks, shared })
+    }
+
+    /// Chooses experts: waits for the stream, which makes the logits.
+    fn route(&mut self, input: &DeviceInput<'_>, out: &DeviceRange) -> Result<Routed, Error> {
+        let tokens = input.x.len() / self.placed.row_bytes();
+        self.check_rows("tokens", input.x, tokens)?;
+        if tokens > self.max_tokens.into() {
+            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+            return Err(PlanError::TooManyTokens { tokens, max: self.max_tokens }.into());
+        }
+        self.check_rows("output", out, tokens)?;
+        input.residual.map_or(Ok(()), |residual| self.check_rows("residual", residual, tokens))?;
+        let (placed, compute) = (&self.placed, &self.placed.compute);
+        let x = placed.widened(input.x)?;
+        let experts = self.gate.config().experts;
+        let logits = compute.memory.words(tokens as usize * experts as usize)?;
+        let (rows, depth) = (tokens as u32, placed.hidden as u32);
+        let product = MatmulArgs {
+            a: x.span()?,
+            b: span(self.router.range())?,
+            out: logits.span()?,
+            shape: MatmulShape::Rows { rows, depth, columns: experts, transposed: false, apart: 0 },
+            segments: None,
+            add: false,
+        };
+        compute.kernels.matmul(&compute.stream, &product)?;
+        let logits = self.staging.receive(&compute.stream, logits.range())?;
+        let DeviceInput { bias, used, training, draw, .. } = *input;
+        let options = GateOptions { bias, used, training, draw };
+        let gated = Gated::new(&mut self.gate, &self.losses, logits, options)?;
+        let (ids, of_choices) = (gated.decision.experts(), gated.decision.weights());
+        let (experts, weights) = (compute.memory.words(ids.len())?, compute.memory.words(of_choices.len())?);
+        self.staging.send(&compute.stream, experts.range(), ids)?;
+        self.staging.send(&compute.stream, weights.range(), of_choices)?;
+        Ok(Routed { x, gated, experts, weights })
+    }
+}
+
+impl<'s> Step<'s> {
+    fn new(
+        placed: &'s Placed,
+        mover: &'s mut ExpertParallel,
+        (input, out): (DeviceInput<'s>, &'s DeviceRange),
+        routed: &'s Routed,
+        plan: &Plan,
+    ) -> Self {
+        let chunk = |tokens| Places {
+            tokens,
+            received: OnceLock::new(),
+            rows: Handoff::empty(),
+            made: Handoff::empty(),
+            output: Handoff::empty(),
+        };
+        let chunks = plan.slices(routed.gated.tokens()).map(chunk).collect();
+        Step { placed, mover: Handoff::new(mover), input, out, routed, beside: Handoff::empty(), chunks }
+    }
+
+    /// The values for the gradients, once all is enqueued and streams are joined.
+    fn kept(self) -> Result<(Vec<ChunkTape>, Option<DeviceSaved>), Error> {
+        let kept = |places: Places| {
+            Some(ChunkTape { received: places.received.into_inner()?, made: places.made.into_inner()? })
+        };
+        let chunks = self.chunks.into_iter().map(kept).collect::<Option<_>>();
+        let shared = self.beside.into_inner().map(|(_, saved)| saved);
+        Ok((chunks.ok_or(OverlapError::SlotEmpty)?, shared))
+    }
+}
+
+impl Places {
+    fn received(&self) -> Result<&Received, Error> {
+        Ok(self.received.get().ok_or(OverlapError::SlotEmpty)?)
+    }
+}
+
+impl ForwardOps<Arc<Stream>> for Step<'_> {
+    fn dispatch(&self, chunk: usize, _: &Arc<Stream>) -> Result<(), Error> {
+        let Places { tokens, received, rows: of_chunk, .. } = &self.chunks[chunk];
+        let (placed, k) = (self.placed, u64::from(self.routed.gated.decision.top_k()) * 4);
+        let x = placed.part(self.input.x, tokens)?;
+        let (first, len) = (tokens.start as u64 * k, tokens.len() as u64 * k);
+        let experts = self.routed.experts.range().part(first, len)?;
+        let weights = self.routed.weights.range().part(first, len)?;
+        let choices = Choices::Device { experts: &experts, weights: &weights };
+        let (rows, handle) = self.mover.with(|ep| ep.dispatch(Tensor::device(&x, placed.dtype), choices))?;
+        let (weights, counts) = (rows.weights()?, rows.counts()?);
+        let counts = counts.part(0, handle.tokens_per_expert().len() as u64 * 16)?;
+        of_chunk.put(rows)?;
+        received.set(Received { handle, weights, counts }).map_err(|_| OverlapError::SlotInUse.into())
+    }
+
+    fn shared(&self) -> Result<(), Error> {
+        let Some(shared) = &self.placed.shared else { return Ok(()) };
+        self.beside.put(shared.forward(&self.placed.compute, self.placed.all(&self.routed.x)?)?)
+    }
+
+    fn experts(&self, chunk: usize, _: usize) -> Result<(), Error> {
+        let (places, placed) = (&self.chunks[chunk], self.placed);
+        let received = places.received()?;
+        let (rows, held) = placed.wide(places.rows.take()?)?;
+        held.map_or(Ok(()), |held| places.rows.put(held))?;
+        let (outputs, saved) = placed.experts.forward(&placed.compute, received.segments(&rows)?)?;
+        let output = received.handle.output();
+        if let Ok(output) = &output {
+            let weights = Some(span(&received.weights)?);
+            weigh(placed, (&outputs, received.handle.rows()), output, weights)?;
+        }
+        places.output.put(output)?;
+        places.made.put(Made { rows, outputs, saved })
+    }
+
+    fn combine(&self, chunk: usize, _: &Arc<Stream>) -> Result<(), Error> {
+        let places = &self.chunks[chunk];
+        let handle = &places.received()?.handle;
+        let out = self.placed.part(self.out, &places.tokens)?;
+        let output = places.output.take()?;
+        self.mover.with(|ep| match output {
+            Ok(output) => ep.combine_into(output, handle, TensorMut::device(&out, self.placed.dtype)),
+            Err(error) => Err(ep.refuse(CallKind::Combine, Some(handle), error)),
+        })
+    }
+
+    fn sum(&self, chunk: usize) -> Result<(), Error> {
+        let (placed, tokens) = (self.placed, &self.chunks[chunk].tokens);
+        let part = placed.part(self.out, tokens)?;
+        let residual = self.input.residual.map(|residual| placed.part(residual, tokens)).transpose()?;
+        let sum = |shared: Option<&Buffer>| {
+            let wide = placed.hidden as u64 * 4;
+            let (first, len) = (tokens.start as u64 * wide, tokens.len() as u64 * wide);
+            let sum = AccumulateArgs {
+                count: (tokens.len() * placed.hidden) as u64,
+                dtype: placed.dtype,
+                rows: span(&part)?,
+                residual: residual.as_ref().map(span).transpose()?,
+                more: [shared.map(|shared| shared.range().span(first, len)).transpose()?, None],
+                out: span(&part)?,
+            };
+            Ok(placed.compute.kernels.accumulate(&placed.compute.stream, &sum)?)
+        };
+        match (&placed.shared, &residual) {
+            (Some(_), _) => self.beside.with(|(shared, _)| sum(Some(shared))),
+            (None, Some(_)) => sum(None),
+            (None, None) => Ok(()),
+        }
+    }
+}
+
+/// Rows to where peers read them, perhaps times their weights, as elements.
+pub(super) fn weigh(
+    placed: &Placed,
+    (rows, n_rows): (&Buffer, u32),
+    output: &ExpertOutput,
+    weights: Option<crate::device::ByteSpan<'_>>,
+) -> Result<(), Error> {
+    let shape = ([n_rows, placed.hidden as u32], placed.dtype);
+    let to = [rows.span()?, span(output.range()?)?];
+    Ok(placed.compute.kernels.weigh(&placed.compute.stream, shape, to, weights)?)
+}

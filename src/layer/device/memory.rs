@@ -1,0 +1,153 @@
+//! Memory of a layer: on its device, taken and given back in the order of one stream, and pinned on
+//! the host, for what goes up and down.
+//!
+//! All kernels of a layer go on the caller's stream. So memory that the host gives back is free at
+//! once: what is written there next is enqueued behind what reads it now. Memory that transfers use
+//! on their own stream is given back when the caller's stream has been joined to that.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::device::{Allocation, ByteSpan, Context, DeviceRange, PinnedMemory, Reservation, Stream};
+use crate::error::DeviceError;
+use crate::memory::Extents;
+
+/// Bytes of the first piece that is allocated; each further one doubles what there is.
+const FIRST: u64 = 1 << 20;
+
+/// Memory of a device that grows with what a step needs, and stays.
+#[derive(Debug)]
+pub(super) struct DeviceMemory {
+    context: Arc<Context>,
+    pieces: Mutex<Vec<(DeviceRange, Extents)>>,
+}
+
+/// A part of it, which goes back when this is dropped.
+#[derive(Debug)]
+pub(super) struct Buffer {
+    memory: Arc<DeviceMemory>,
+    piece: usize,
+    offset: u64,
+    range: DeviceRange,
+}
+
+impl DeviceMemory {
+    pub fn new(context: &Arc<Context>) -> Arc<Self> {
+        Arc::new(DeviceMemory { context: Arc::clone(context), pieces: Mutex::default() })
+    }
+
+    /// So many bytes; their contents are undefined.
+    pub fn take(self: &Arc<Self>, bytes: u64) -> Result<Buffer, DeviceError> {
+        let mut pieces = self.pieces();
+        let fitting = pieces
+            .iter_mut()
+            .enumerate()
+            .find_map(|(piece, (_, free))| Some((piece, free.alloc(bytes).ok()?)));
+        let (piece, offset) = match fitting {
+            Some(found) => found,
+            None => {
+                let all = pieces.iter().map(|(range, _)| range.len()).sum::<u64>();
+                let range = self.allocate(Extents::round(bytes).max(all).max(FIRST))?;
+                let mut free = Extents::new(range.len());
+                let too_much = |_| DeviceError::OutOfRange { offset: 0, len: bytes, size: range.len() };
+                let offset = free.alloc(bytes).map_err(too_much)?;
+                pieces.push((range, free));
+                (pieces.len() - 1, offset)
+            }
+        };
+        let range = pieces[piece].0.part(offset, bytes)?;
+        Ok(Buffer { memory: Arc::clone(self), piece, offset, range })
+    }
+
+    /// So many numbers of 32 bits.
+    pub fn words(self: &Arc<Self>, count: usize) -> Result<Buffer, DeviceError> {
+        self.take(count as u64 * 4)
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<DeviceRange, DeviceError> {
+        let allocation = Allocation::new(&self.context, bytes)?;
+        let place = Reservation::new(&self.context, 1, allocation.bytes())?;
+        place.map(0, &allocation, &[self.context.device()])
+    }
+
+    fn pieces(&self) -> MutexGuard<'_, Vec<(DeviceRange, Extents)>> {
+        self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Buffer {
+    pub fn range(&self) -> &DeviceRange {
+        &self.range
+    }
+
+    /// All of it.
+    pub fn span(&self) -> Result<ByteSpan<'_>, DeviceError> {
+        span(&self.range)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        self.memory.pieces()[self.piece].1.free(self.offset, self.range.len());
+    }
+}
+
+/// All of a range.
+pub(super) fn span(range: &DeviceRange) -> Result<ByteSpan<'_>, DeviceError> {
+    range.span(0, range.len())
+}
+
+/// Pinned memory of the host, used from front to end and again once the stream is idle.
+#[derive(Debug)]
+pub(super) struct HostStaging {
+    pinned: PinnedMemory,
+    used: usize,
+}
+
+impl HostStaging {
+    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, DeviceError> {
+        Ok(HostStaging { pinned: PinnedMemory::new(context, bytes)?, used: 0 })
+    }
+
+    /// Has the stream write these values to the front of `to`. They may be dropped at once.
+    pub fn send<T: bytemuck::NoUninit>(
+        &mut self,
+        stream: &Stream,
+        to: &DeviceRange,
+        values: &[T],
+    ) -> Result<(), DeviceError> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        let from = self.room(stream, bytes.len())?;
+        self.pinned.write(from, bytes)?;
+        let len = bytes.len() as u64;
+        stream.copy(to.span(0, len)?, self.pinned.range().span(from as u64, len)?)
+    }
+
+    /// What a range holds when the stream comes by: waits for the stream.
+    pub fn receive<T: bytemuck::Pod>(
+        &mut self,
+        stream: &Stream,
+        from: &DeviceRange,
+    ) -> Result<Vec<T>, DeviceError> {
+        let mut bytes = vec![0; from.len() as usize];
+        let to = self.room(stream, bytes.len())?;
+        stream.copy(self.pinned.range().span(to as u64, from.len())?, span(from)?)?;
+        stream.synchronize()?;
+        self.used = 0;
+        self.pinned.read(to, &mut bytes)?;
+        Ok(bytemuck::pod_collect_to_vec(&bytes))
+    }
+
+    /// Where so many bytes may be written, which no copy of before still reads.
+    fn room(&mut self, stream: &Stream, bytes: usize) -> Result<usize, DeviceError> {
+        let bytes = bytes.next_multiple_of(16);
+        if self.used + bytes > self.pinned.len() {
+            stream.synchronize()?;
+            self.used = 0;
+            if bytes > self.pinned.len() {
+                self.pinned = PinnedMemory::new(stream.context(), bytes.next_power_of_two())?;
+            }
+        }
+        self.used += bytes;
+        Ok(self.used - bytes)
+    }
+}

@@ -1,0 +1,39 @@
+//! The layer on a device: tensors, experts and their weights lie there, and a step is enqueued on
+//! the caller's stream.
+//!
+//! ```text
+//!   host               logits --> Gate --> choices up                  gradients of choices --> of logits up
+//!                        ^                    |                                  ^
+//!   caller's stream    x w        ..........  |  experts 0, experts 1 .. sum     | ...  of router, of x
+//!                                             v   ^            |       ^
+//!   transfer stream                   d0, d1, d2 ........     c0, c1 ..                 the graph of `pipeline`, by the CUDA executor
+//! ```
+//!
+//! It is the graph of the host's layer, enqueued by
+//! [`CudaExecutor`](crate::overlap::CudaExecutor): dispatches and combines go on a stream of their
+//! own, next to the experts of other chunks, one transfer after another.
+//!
+//! **Bits** are those of the host's layer for the same input: products, SwiGLU, sums and roundings
+//! are kernels of ours with the host's order (`cuda/layer.cu`), where the host has fused
+//! multiply-adds and there is more than one expert.
+//!
+//! **The gate stays on the host.** Exact scores take arithmetic of 64 bits. So a forward pass waits
+//! for its stream once, for the logits, and a backward pass once, for the gradients of routing
+//! weights.
+//!
+//! **Faults.** What one rank cannot bring is refused on all, as on the host. A device that fails
+//! ends the world.
+
+mod backward;
+mod builder;
+mod experts;
+mod forward;
+mod memory;
+mod moe;
+mod tape;
+
+pub use backward::DeviceGradients;
+pub use builder::DeviceMoeLayerBuilder;
+pub use forward::DeviceInput;
+pub use moe::DeviceMoeLayer;
+pub use tape::DeviceTape;

@@ -1,0 +1,209 @@
+//! The object that steps are made on.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::experts::{Compute, DeviceSegments, DeviceSwiGlu};
+use super::memory::{Buffer, HostStaging, span};
+use super::tape::WideRows;
+use crate::device::{DeviceRange, Kernels, Stream};
+use crate::dtype::Dtype;
+use crate::ep::{ExpertParallel, ExpertRows, RowCollective, RowPartition};
+use crate::error::{Cause, DeviceError, Error, PlanError};
+use crate::gate::{Gate, GateConfig};
+use crate::layer::moe::{Plan, refused_alike};
+use crate::layer::router::Losses;
+use crate::overlap::{CudaExecutor, Graph, StreamPool};
+use crate::world::WorldState;
+
+/// A Mixture-of-Experts layer of one rank on a device, forward and backward: as
+/// [`MoeLayer`](crate::layer::MoeLayer), to the same bits.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use sidelane::device::{DeviceRange, Driver, Priority, Stream};
+/// use sidelane::gate::Preset;
+/// use sidelane::layer::{DeviceGradients, DeviceInput, GroupedSwiGlu, MoeLayer};
+/// use sidelane::World;
+/// # fn step([x, out, of_out, of_x, of_router, of_experts]: [DeviceRange; 6]) -> sidelane::Result<()> {
+/// let world = World::from_env()?;
+/// let stream = Arc::new(Stream::new(&Driver::open()?.context(0)?, Priority::Normal)?);
+/// let (hidden, ffn) = (1024, 512);
+/// let weights = vec![0.01; GroupedSwiGlu::values(8, hidden, ffn)];                    // 8 of 16 experts are here
+/// let experts = GroupedSwiGlu::new(8, hidden, ffn, weights)?;
+/// let gate = Preset::Mixtral.config(16, 2)?;
+/// let mut layer = MoeLayer::builder(&world.all()?, gate, hidden, experts).chunks(2).on(&stream).build()?;
+/// let tape = layer.forward(&DeviceInput { residual: Some(&x), ..DeviceInput::new(&x) }, &out)?;
+/// // ... enqueue on `stream` what reads `out` and writes `of_out` ...
+/// let gradients = DeviceGradients { x: &of_x, router: &of_router, experts: &of_experts, shared: None };
+/// layer.backward(tape, &of_out, gradients)?;                                           // there for what is enqueued next
+/// # Ok(())
+/// # }
+/// ```
+pub struct DeviceMoeLayer {
+    pub(super) mover: ExpertParallel,
+    /// Gathers each rank's row counts for every expert in every chunk.
+    pub(super) sources: RowCollective,
+    pub(super) one_each: RowPartition,
+    pub(super) gate: Gate,
+    pub(super) losses: Losses,
+    pub(super) router: Buffer,
+    pub(super) placed: Placed,
+    pub(super) staging: HostStaging,
+    pub(super) pool: StreamPool,
+    pub(super) max_tokens: u32,
+    pub(super) plan: Plan,
+    pub(super) world: Arc<WorldState>,
+    /// Distinguishes tapes of different layers within this process.
+    pub(super) instance: u64,
+}
+
+/// What nodes compute with.
+#[derive(Debug)]
+pub(super) struct Placed {
+    pub experts: DeviceSwiGlu,
+    pub shared: Option<DeviceSwiGlu>,
+    pub hidden: usize,
+    pub dtype: Dtype,
+    pub compute: Compute,
+    /// Those of dispatch and combine, for gradients of routing weights.
+    pub ep_kernels: Kernels,
+}
+
+impl Placed {
+    pub fn row_bytes(&self) -> u64 {
+        (self.hidden * self.dtype.size()) as u64
+    }
+
+    /// The part of a tensor that some tokens have.
+    pub fn part(&self, tensor: &DeviceRange, tokens: &Range<usize>) -> Result<DeviceRange, DeviceError> {
+        let row = self.row_bytes();
+        tensor.part(tokens.start as u64 * row, tokens.len() as u64 * row)
+    }
+
+    /// Elements as f32, in memory of their own.
+    pub fn widened(&self, tensor: &DeviceRange) -> Result<Buffer, DeviceError> {
+        let Compute { stream, kernels, memory } = &self.compute;
+        let count = tensor.len() / self.dtype.size() as u64;
+        let wide = memory.words(count as usize)?;
+        match self.dtype {
+            Dtype::F32 => stream.copy(wide.span()?, span(tensor)?)?,
+            dtype => kernels.widen(stream, (count, dtype), [span(tensor)?, wide.span()?])?,
+        }
+        Ok(wide)
+    }
+
+    /// Received rows as f32. Rows that are not are returned: they must live until the stream of
+    /// transfers is behind what reads them.
+    pub fn wide(&self, rows: ExpertRows) -> Result<(WideRows, Option<ExpertRows>), Error> {
+        let range = rows.range()?.part(0, u64::from(rows.len()) * self.row_bytes())?;
+        Ok(match self.dtype {
+            Dtype::F32 => (WideRows::Landed(range, rows), None),
+            _ => (WideRows::Widened(self.widened(&range)?), Some(rows)),
+        })
+    }
+
+    /// All tokens, as the shared expert takes them.
+    pub fn all<'a>(&self, x: &'a Buffer) -> Result<DeviceSegments<'a>, DeviceError> {
+        let rows = (x.range().len() / (self.hidden as u64 * 4)) as u32;
+        Ok(DeviceSegments { rows, values: x.span()?, counts: None })
+    }
+}
+
+impl DeviceMoeLayer {
+    /// By what tokens are routed.
+    pub fn gate(&self) -> &GateConfig {
+        self.gate.config()
+    }
+
+    /// The stream that steps go on.
+    pub fn stream(&self) -> &Arc<Stream> {
+        &self.placed.compute.stream
+    }
+
+    /// Weights of the router, `f32 [hidden, experts]`, to be changed between steps on the
+    /// [stream](Self::stream).
+    pub fn router(&self) -> &DeviceRange {
+        self.router.range()
+    }
+
+    /// Weights of this rank's experts, f32, in the order of
+    /// [`GroupedSwiGlu`](crate::layer::GroupedSwiGlu), to be changed likewise.
+    pub fn experts(&self) -> &DeviceRange {
+        self.placed.experts.weights()
+    }
+
+    /// Weights of the expert that all tokens pass, if there is one, likewise.
+    pub fn shared(&self) -> Option<&DeviceRange> {
+        self.placed.shared.as_ref().map(DeviceSwiGlu::weights)
+    }
+
+    /// Blocks until everything in the stream is done, even if the world fails, and returns the
+    /// outcome.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::synchronize`].
+    pub fn synchronize(&self) -> Result<(), Error> {
+        self.mover.synchronize()?;
+        Ok(self.stream().synchronize()?)
+    }
+
+    /// Enqueues a graph. Unless all ranks were refused alike, an error ends the world, so that no
+    /// rank waits for this one.
+    pub(super) fn run(
+        (pool, stream, overlap): (&StreamPool, &Arc<Stream>, bool),
+        graph: Graph<'_, Arc<Stream>>,
+        world: &WorldState,
+    ) -> Result<(), Error> {
+        let enqueued = graph.run(&CudaExecutor::new(pool, stream).overlap(overlap));
+        Ok(enqueued.inspect_err(|error| {
+            if !refused_alike(error) && world.hub.health().check().is_ok() {
+                world.hub.cancel(Cause::Cancelled { by: world.hub.rank() });
+            }
+        })?)
+    }
+
+    /// Whether a tensor on this device is `[tokens, hidden]`, at a multiple of 16 bytes.
+    pub(super) fn check_rows(
+        &self,
+        what: &'static str,
+        tensor: &DeviceRange,
+        tokens: u64,
+    ) -> Result<(), Error> {
+        let Placed { hidden, dtype, .. } = self.placed;
+        if tensor.len() != tokens * self.placed.row_bytes() {
+            let (seen, rows) = (tensor.len() as usize / dtype.size(), tokens as usize);
+            return Err(PlanError::WrongShape { what, seen, rows, columns: hidden }.into());
+        }
+        self.check_memory(what, tensor)
+    }
+
+    /// Whether a tensor is as long as weights.
+    pub(super) fn check_words(
+        &self,
+        what: &'static str,
+        tensor: &DeviceRange,
+        weights: &DeviceRange,
+    ) -> Result<(), Error> {
+        if tensor.len() != weights.len() {
+            let (seen, rows) = (tensor.len() as usize / 4, weights.len() as usize / 4);
+            return Err(PlanError::WrongShape { what, seen, rows, columns: 1 }.into());
+        }
+        self.check_memory(what, tensor)
+    }
+
+    fn check_memory(&self, what: &'static str, tensor: &DeviceRange) -> Result<(), Error> {
+        tensor.check_reach(self.stream().device())?;
+        let (value, align) = (tensor.address(), 16);
+        if !value.is_multiple_of(align) {
+            return Err(DeviceError::Misaligned { what, value, align }.into());
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for DeviceMoeLayer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DeviceMoeLayer").field("mover", &self.mover).field("plan", &self.plan).finish()
+    }
+}

@@ -1,0 +1,94 @@
+//! Tape of a forward pass on a device.
+
+use super::experts::{DeviceSaved, DeviceSegments};
+use super::memory::{Buffer, span};
+use crate::device::{ByteSpan, DeviceRange};
+use crate::ep::{ExpertRows, Handle};
+use crate::error::DeviceError;
+use crate::gate::Decision;
+use crate::layer::router::Gated;
+
+/// One forward pass of a [`DeviceMoeLayer`](super::DeviceMoeLayer), kept for its gradients. Several
+/// may be alive ([`tapes`](super::DeviceMoeLayerBuilder::tapes)), and go backward in any order, the
+/// same on all ranks.
+///
+/// Rows of f32 stay in the receive pool until the tape is consumed or dropped; others are kept
+/// widened, in memory of the layer.
+#[derive(Debug)]
+pub struct DeviceTape {
+    pub(super) instance: u64,
+    /// The tokens, f32 `[tokens, hidden]`.
+    pub(super) x: Buffer,
+    pub(super) gated: Gated,
+    pub(super) chunks: Vec<ChunkTape>,
+    /// By the shared expert.
+    pub(super) shared: Option<DeviceSaved>,
+}
+
+/// A chunk that experts have gone through.
+#[derive(Debug)]
+pub(super) struct ChunkTape {
+    pub received: Received,
+    pub made: Made,
+}
+
+/// What came with a chunk's dispatch.
+#[derive(Debug)]
+pub(super) struct Received {
+    pub handle: Handle,
+    /// Routing weights of the rows, f32.
+    pub weights: DeviceRange,
+    /// Rows of each expert, then the same with pads, i64.
+    pub counts: DeviceRange,
+}
+
+/// What experts took and gave for a chunk.
+#[derive(Debug)]
+pub(super) struct Made {
+    pub rows: WideRows,
+    /// f32 `[rows, hidden]`, before they were weighted.
+    pub outputs: Buffer,
+    pub saved: DeviceSaved,
+}
+
+/// Rows as f32: where they lie if they are, else a copy.
+#[derive(Debug)]
+pub(super) enum WideRows {
+    Landed(DeviceRange, #[expect(dead_code, reason = "held, not read")] ExpertRows),
+    Widened(Buffer),
+}
+
+impl WideRows {
+    pub fn span(&self) -> Result<ByteSpan<'_>, DeviceError> {
+        match self {
+            WideRows::Landed(range, _) => span(range),
+            WideRows::Widened(buffer) => buffer.span(),
+        }
+    }
+}
+
+impl Received {
+    /// Rows of these experts, as they take them.
+    pub fn segments<'a>(&'a self, rows: &'a WideRows) -> Result<DeviceSegments<'a>, DeviceError> {
+        let counts = Some(span(&self.counts)?);
+        Ok(DeviceSegments { rows: self.handle.rows(), values: rows.span()?, counts })
+    }
+}
+
+impl DeviceTape {
+    /// The gate's decision for this rank's tokens. Its counts balance a bias
+    /// ([`update_bias`](crate::gate::update_bias)).
+    pub fn decision(&self) -> &Decision {
+        &self.gated.decision
+    }
+
+    /// The balancing loss of this rank's tokens; 0 if there is none.
+    pub fn balance_loss(&self) -> f32 {
+        self.gated.balance
+    }
+
+    /// The loss on the size of logits; 0 if there is none.
+    pub fn z_loss(&self) -> f32 {
+        self.gated.z
+    }
+}

@@ -1,0 +1,253 @@
+//! A layer on a device has the bits of the host's, on a driver that does everything as late and as
+//! unordered as the rules allow.
+
+use std::sync::Arc;
+
+use half::{bf16, f16};
+use sidelane::device::{DeviceRange, Stream};
+use sidelane::error::{CallError, LayerError, OverlapError};
+use sidelane::layer::{
+    DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, GroupedSwiGlu, MoeLayer,
+};
+use sidelane::plan::ExpertMap;
+use sidelane::topology::Route;
+use sidelane::{Element, Error, World};
+use stand_in_cuda::StandIn;
+
+use super::case::{Case, Cut, EXPERTS, FFN, HIDDEN, Real, SHARED, Seen, WHOLE, gate, swiglu, tensors};
+use crate::apart::each_with_kernels;
+use crate::devices::{Memory, stream};
+use crate::support::{To, on_ranks, small};
+
+/// Runs the body with kernels to launch, hardware queues, and a seed for all that the rules leave
+/// open. `test` is the test's full name.
+fn on_devices(test: &str, queues: u32, seed: u64, body: impl FnOnce()) {
+    let (queues, seed) = (queues.to_string(), seed.to_string());
+    let settings: [(&str, &str); 3] = [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", &queues),
+        ("SIDELANE_FAKE_CUDA_SEED", &seed),
+        ("SIDELANE_FAKE_CUDA_DRIVER", "12080"),
+    ];
+    each_with_kernels(test, &[&settings], || {
+        // The driver stays until it has been asked.
+        let _driver = stream(0);
+        body();
+        let without = StandIn::loaded().unwrap().counters().waits_without_cause;
+        assert_eq!(without, 0, "no stream waits for a call that is yet to come");
+    });
+}
+
+/// A layer with memory for its tensors.
+struct Rank {
+    layer: DeviceMoeLayer,
+    stream: Arc<Stream>,
+    kept: Vec<Memory>,
+}
+
+/// Tensors of a step: gradients of x, router, experts, shared expert.
+type Homes = [DeviceRange; 4];
+
+impl Rank {
+    fn new<E: Element>(
+        case: &Case,
+        world: &World,
+        settings: impl FnOnce(DeviceMoeLayerBuilder<'_>) -> DeviceMoeLayerBuilder<'_>,
+    ) -> Rank {
+        let (group, stream) = (world.all().unwrap(), stream(world.rank()));
+        let experts = swiglu(case.held(world.rank()));
+        let builder = MoeLayer::builder(&group, case.gate.clone(), HIDDEN, experts).dtype(E::DTYPE);
+        let builder = case.cut(builder).on(&stream).device_heap(4 << 20);
+        Rank { layer: settings(builder).build().unwrap(), stream, kept: Vec::new() }
+    }
+
+    /// These values on the device.
+    fn sent<T: bytemuck::NoUninit>(&mut self, values: &[T]) -> DeviceRange {
+        let memory = Memory::new(self.stream.context(), size_of_val(values) as u64);
+        let range = memory.fill(&self.stream, values);
+        self.kept.push(memory);
+        range
+    }
+
+    /// Room for so many bytes.
+    fn room(&mut self, bytes: usize) -> DeviceRange {
+        self.sent(&vec![0xcb_u8; bytes])
+    }
+
+    fn read<T: bytemuck::Pod>(&self, range: &DeviceRange) -> Vec<T> {
+        Memory::new(self.stream.context(), range.len()).read(&self.stream, range)
+    }
+
+    fn forward<E: Element>(&mut self, x: &[E], residual: &[E]) -> Result<(DeviceRange, DeviceTape), Error> {
+        let (x, residual) = (self.sent(x), self.sent(residual));
+        let out = self.room(x.len() as usize);
+        let input = DeviceInput { residual: Some(&residual), ..DeviceInput::new(&x) };
+        let tape = self.layer.forward(&input, &out)?;
+        Ok((out, tape))
+    }
+
+    fn backward<E: Element>(&mut self, tape: DeviceTape, of_out: &[E]) -> Result<Homes, Error> {
+        let of_out = self.sent(of_out);
+        let words = [self.layer.router(), self.layer.experts(), self.layer.shared().unwrap()];
+        let [router, experts, shared] = words.map(|weights| weights.len() as usize);
+        let homes = [of_out.len() as usize, router, experts, shared].map(|bytes| self.room(bytes));
+        let [x, router, experts, shared] = &homes;
+        self.layer.backward(tape, &of_out, DeviceGradients { x, router, experts, shared: Some(shared) })?;
+        Ok(homes)
+    }
+
+    /// A step has the results of the host's.
+    fn step<E: Real>(&mut self, [x, residual, of_out]: &[Vec<E>; 3], expected: &Seen<E>, what: &str)
+    where
+        f32: To<E>,
+    {
+        let (out, tape) = self.forward(x, residual).unwrap();
+        assert_eq!([tape.balance_loss(), tape.z_loss()], expected.losses, "losses, {what}");
+        let [of_x, router, experts, shared] = self.backward(tape, of_out).unwrap();
+        let gradients = &expected.gradients;
+        assert!(self.read::<E>(&out) == expected.out, "out, {what}");
+        assert!(self.read::<E>(&of_x) == gradients.x, "gradients of tokens, {what}");
+        assert!(self.read::<f32>(&router) == gradients.router, "gradients of the router, {what}");
+        assert!(self.read::<f32>(&experts) == gradients.experts, "gradients of experts, {what}");
+        assert!(self.read::<f32>(&shared) == gradients.shared, "gradients of the shared expert, {what}");
+    }
+}
+
+/// Two steps of the same layer on devices, with the bits of the host's.
+fn same_on_devices<E: Real>(case: &Case, settings: fn(DeviceMoeLayerBuilder<'_>) -> DeviceMoeLayerBuilder<'_>)
+where
+    f32: To<E>,
+{
+    let expected: Vec<Seen<E>> = Case { cut: WHOLE, ..case.clone() }.step();
+    on_ranks(&case.nodes, &small(), |world| {
+        let me = world.rank() as usize;
+        let mut rank = Rank::new::<E>(case, &world, settings);
+        for round in 0..2 {
+            let what = format!("rank {me}, round {round}, {case:?}");
+            rank.step(&tensors::<E>(me, case.tokens[me]), &expected[me], &what);
+        }
+        rank.layer.synchronize().unwrap();
+    });
+}
+
+const CHUNKS: Cut = Cut { chunks: 3, overlap: true, align: 4, ..WHOLE };
+
+#[test]
+fn step_on_a_device_has_the_bits_of_the_host() {
+    on_devices("pipeline::device::step_on_a_device_has_the_bits_of_the_host", 8, 1, || {
+        let case = Case::new(&[0, 0, 0], &[17, 0, 30], WHOLE);
+        same_on_devices::<f32>(&case, |builder| builder);
+        same_on_devices::<bf16>(&case, |builder| builder.max_blocks(1));
+    });
+}
+
+#[test]
+fn chunks_of_a_device_change_no_bit() {
+    for seed in [2, 3] {
+        on_devices("pipeline::device::chunks_of_a_device_change_no_bit", 8, seed, || {
+            for cut in [CHUNKS, Cut { overlap: false, ..CHUNKS }, Cut { chunks: 9, align: 1, ..CHUNKS }] {
+                same_on_devices::<f32>(&Case::new(&[0, 0, 0], &[17, 0, 30], cut), |builder| builder);
+            }
+            same_on_devices::<bf16>(&Case::new(&[0, 0], &[9, 21], CHUNKS), |builder| builder);
+        });
+    }
+}
+
+#[test]
+fn a_single_hardware_queue_is_enough() {
+    on_devices("pipeline::device::a_single_hardware_queue_is_enough", 1, 4, || {
+        same_on_devices::<bf16>(&Case::new(&[0, 0], &[9, 21], CHUNKS), |builder| builder);
+    });
+}
+
+#[test]
+fn relays_and_replicas_change_no_bit() {
+    on_devices("pipeline::device::relays_and_replicas_change_no_bit", 8, 5, || {
+        let held = [vec![4, 0], vec![1, 2], vec![3, 0], vec![2]];
+        let map = ExpertMap::from_slots(EXPERTS, &held).unwrap();
+        let case = Case::new(&[0, 1, 0, 1], &[12, 5, 1, 20], CHUNKS);
+        same_on_devices::<f32>(&Case { map: map.clone(), ..case.clone() }, |builder| builder);
+        same_on_devices::<bf16>(&Case { map, route: Route::Pxn, ..case }, |builder| builder);
+    });
+}
+
+#[test]
+fn tapes_go_backward_in_any_order() {
+    on_devices("pipeline::device::tapes_go_backward_in_any_order", 8, 6, || {
+        let (first, second) = ([9, 0, 12], [4, 17, 1]);
+        let alone = [first, second].map(|tokens| Case::new(&[0, 0, 0], &tokens, WHOLE).step::<f32>());
+        let case = Case::new(&[0, 0, 0], &first, CHUNKS);
+        on_ranks(&case.nodes, &small(), |world| {
+            let me = world.rank() as usize;
+            let mut rank = Rank::new::<f32>(&case, &world, |builder| builder.tapes(2));
+            let steps = [first, second].map(|tokens| tensors::<f32>(me, tokens[me]));
+            let forward: Vec<_> =
+                steps.iter().map(|[x, residual, _]| rank.forward(x, residual).unwrap()).collect();
+            for (nth, (out, tape)) in forward.into_iter().enumerate().rev() {
+                let [of_x, _, experts, _] = rank.backward(tape, &steps[nth][2]).unwrap();
+                let expected = &alone[nth][me];
+                assert!(rank.read::<f32>(&out) == expected.out);
+                assert!(rank.read::<f32>(&of_x) == expected.gradients.x);
+                assert!(rank.read::<f32>(&experts) == expected.gradients.experts);
+            }
+        });
+    });
+}
+
+#[test]
+fn what_one_rank_cannot_bring_to_a_device_is_refused_on_all() {
+    let test = "pipeline::device::what_one_rank_cannot_bring_to_a_device_is_refused_on_all";
+    on_devices(test, 8, 7, || {
+        let case = Case::new(&[0, 0, 0], &[5, 7, 6], CHUNKS);
+        let expected: Vec<Seen<bf16>> = Case { cut: WHOLE, ..case.clone() }.step();
+        on_ranks(&case.nodes, &small(), |world| {
+            let me = world.rank() as usize;
+            let mut rank = Rank::new::<bf16>(&case, &world, |builder| builder);
+            let [x, residual, of_out] = tensors::<bf16>(me, case.tokens[me]);
+            let told = |error: Error, own: &str| match (me, &error) {
+                (1, error) => assert!(error.to_string().contains(own), "{error}"),
+                (_, Error::Overlap(OverlapError::Failed { error, .. })) => {
+                    let refused = matches!(**error, Error::Call(CallError::PeerRefused { peer: 1, .. }));
+                    assert!(refused, "{error}");
+                }
+                (_, error) => panic!("{error}"),
+            };
+            let short = &residual[..if me == 1 { HIDDEN } else { residual.len() }];
+            told(rank.forward(&x, short).map(drop).unwrap_err(), "residual");
+            let (_, tape) = rank.forward(&x, &residual).unwrap();
+            let short = &of_out[..if me == 1 { HIDDEN } else { of_out.len() }];
+            told(rank.backward(tape, short).map(drop).unwrap_err(), "gradients of the output");
+            rank.step(&[x, residual, of_out], &expected[me], "after refusals");
+        });
+    });
+}
+
+#[test]
+fn settings_that_a_device_lacks_are_refused_when_the_layer_is_built() {
+    let test = "pipeline::device::settings_that_a_device_lacks_are_refused_when_the_layer_is_built";
+    on_devices(test, 8, 8, || {
+        on_ranks(&[0], &small(), |world| {
+            let group = world.all().unwrap();
+            let on = stream(0);
+            let builder = || MoeLayer::builder(&group, gate(), HIDDEN, swiglu(0..EXPERTS));
+            for (builder, feature) in [
+                (builder().expert_groups(2), "groups of experts"),
+                (builder().streams(2, 1), "several compute streams"),
+            ] {
+                let refused = builder.on(&on).build().unwrap_err();
+                assert_eq!(refused, LayerError::NotOnDevice { feature }.into());
+            }
+            let weights = vec![0.0; GroupedSwiGlu::values(EXPERTS as usize, 4, FFN)];
+            let narrow = GroupedSwiGlu::new(EXPERTS as usize, 4, FFN, weights).unwrap();
+            let refused = MoeLayer::builder(&group, gate(), 4, narrow).on(&on).build().unwrap_err();
+            assert_eq!(refused, LayerError::NotOnDevice { feature: "rows of no whole 16 bytes" }.into());
+            builder().shared(swiglu([SHARED])).on(&on).build().unwrap();
+        });
+    });
+}
+
+#[test]
+fn f16_on_a_device_has_the_bits_of_the_host() {
+    on_devices("pipeline::device::f16_on_a_device_has_the_bits_of_the_host", 8, 9, || {
+        same_on_devices::<f16>(&Case::new(&[0, 0], &[9, 21], CHUNKS), |builder| builder);
+    });
+}
