@@ -77,7 +77,9 @@ mod values;
 
 pub use backward::Gradients;
 pub use builder::MoeLayerBuilder;
-pub use device::{DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape};
+pub use device::{
+    DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor,
+};
 pub use experts::{ExpertError, Experts, Saved, SavedChunk, Segments};
 pub use input::Input;
 pub use moe::MoeLayer;

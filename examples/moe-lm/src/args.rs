@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, ValueEnum};
 use moe_lm::batches::Batches;
-use moe_lm::parallel::{Chunks, Plan};
+use moe_lm::parallel::{Chunks, Device, Plan};
 use moe_lm::settings::{Settings, Shape};
 use serde_json::json;
 
@@ -33,7 +33,7 @@ pub struct Arguments {
     #[arg(long)]
     pub expert_parallel: Option<usize>,
     /// Plays this many ranks in this process, one after another: the same bits.
-    #[arg(long, value_name = "RANKS", conflicts_with_all = ["overlap", "token_chunks"])]
+    #[arg(long, value_name = "RANKS", conflicts_with_all = ["overlap", "token_chunks", "device"])]
     pub reference: Option<usize>,
     /// Whether transfers overlap with compute: the same bits.
     #[arg(long, value_enum, default_value_t = Switch::On)]
@@ -41,6 +41,10 @@ pub struct Arguments {
     /// Chunks of the tokens of a layer, or auto: chosen by its sizes. The same bits.
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = chunks)]
     pub token_chunks: Chunks,
+    /// Where the MoE layers compute: on the host, or each rank on a GPU of its own, by its number
+    /// on its machine. The same bits.
+    #[arg(long, value_enum, default_value_t = On::Cpu)]
+    pub device: On,
     /// A checkpoint after so many steps each; there is one at the end anyway.
     #[arg(long)]
     pub checkpoint_every: Option<NonZero<usize>>,
@@ -74,6 +78,13 @@ pub struct Arguments {
 pub enum Switch {
     On,
     Off,
+}
+
+/// Where layers compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum On {
+    Cpu,
+    Cuda,
 }
 
 fn chunks(said: &str) -> Result<Chunks, String> {
@@ -141,14 +152,19 @@ impl Arguments {
             "settings": settings,
             "text": batches.digest(),
             "token_chunks": format!("{:?}", self.token_chunks),
+            "device": format!("{:?}", self.device),
             "checkpoint_every": self.checkpoint_every,
             "resume": self.resume,
         })
         .to_string()
     }
 
-    /// How it is carried out.
-    pub fn plan(&self) -> Plan {
-        Plan { chunks: self.token_chunks, overlap: self.overlap == Switch::On }
+    /// How it is carried out by a rank of this number on its machine.
+    pub fn plan(&self, local_rank: u32) -> Plan {
+        let device = match self.device {
+            On::Cpu => Device::Host,
+            On::Cuda => Device::Cuda(local_rank),
+        };
+        Plan { chunks: self.token_chunks, overlap: self.overlap == Switch::On, device }
     }
 }

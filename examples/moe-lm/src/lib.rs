@@ -19,6 +19,7 @@ pub mod attention;
 pub mod batches;
 pub mod checkpoint;
 pub mod error;
+pub mod layer;
 pub mod model;
 pub mod moe;
 pub mod optimizer;

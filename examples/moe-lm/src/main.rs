@@ -33,6 +33,7 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments) -> Result<()> {
     let identity = identity()?;
     let ranks = identity.as_ref().map_or(1, |identity| identity.size as usize);
+    let local_rank = identity.as_ref().and_then(|identity| identity.local_rank).unwrap_or(0);
     if arguments.reference.is_some() && ranks > 1 {
         return Err(Error::NotAlone { ranks });
     }
@@ -44,7 +45,7 @@ fn run(arguments: &Arguments) -> Result<()> {
     match arguments.reference {
         Some(_) => train(arguments, Trainer::new(settings, Reference::new(world, &settings)?, batches)),
         None => {
-            let ranks = Parallel::new(&world, &settings, arguments.plan())?;
+            let ranks = Parallel::new(&world, &settings, arguments.plan(local_rank))?;
             train(arguments, Trainer::new(settings, ranks, batches))
         }
     }

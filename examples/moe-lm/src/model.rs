@@ -46,14 +46,17 @@ impl Model {
     }
 
     /// Gives the layers their weights.
-    pub fn load(&self, state: &State) {
+    ///
+    /// # Errors
+    /// Those of the layers.
+    pub fn load(&self, state: &State) -> error::Result<()> {
         let (dense, experts) = (&state.dense.weights, &state.experts.weights);
         let each = experts.values.len() / self.layers.len();
         for (nth, layer) in self.layers.iter().enumerate() {
-            let layer = &mut layer.state().layer;
-            layer.router_mut().copy_from_slice(&dense.values[dense.range(&format!("router.{nth}"))]);
-            layer.experts_mut().weights_mut().copy_from_slice(&experts.values[nth * each..][..each]);
+            let router = &dense.values[dense.range(&format!("router.{nth}"))];
+            layer.state().layer.load(router, &experts.values[nth * each..][..each])?;
         }
+        Ok(())
     }
 
     /// Loss and gradients of some windows, of which each token counts as one of `tokens`.

@@ -9,10 +9,9 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Tensor, bail};
-use sidelane::layer::{Gradients, Input, MoeLayer, Tape};
-
+use crate::layer::{Gradients, Layer};
 use crate::record::Decisions;
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Tensor, bail};
 
 /// A layer that takes part in candle's graph. Clones are the same layer.
 #[derive(Clone)]
@@ -21,11 +20,9 @@ pub struct Moe(Arc<Mutex<State>>);
 /// What passes between candle's calls and the trainer.
 pub struct State {
     /// The layer.
-    pub layer: MoeLayer,
-    /// Of the last forward pass; a backward pass uses it up.
-    pub tape: Option<Tape>,
-    /// Of the last backward pass.
-    pub gradients: Option<Gradients<f32>>,
+    pub layer: Layer,
+    /// Of the last backward pass, but for those of the tokens.
+    pub gradients: Option<Gradients>,
     /// The router's decisions in the last forward pass.
     pub decisions: Decisions,
     /// Why the last pass failed: candle would make words of it.
@@ -34,9 +31,9 @@ pub struct State {
 
 impl Moe {
     /// Around a layer.
-    pub fn new(layer: MoeLayer) -> Moe {
+    pub fn new(layer: Layer) -> Moe {
         let decisions = Decisions::default();
-        Moe(Arc::new(Mutex::new(State { layer, tape: None, gradients: None, decisions, failure: None })))
+        Moe(Arc::new(Mutex::new(State { layer, gradients: None, decisions, failure: None })))
     }
 
     /// The layer and its state.
@@ -63,19 +60,17 @@ impl CustomOp1 for Moe {
         let Some((first, end)) = layout.contiguous_offsets() else { bail!("moe: rows must be contiguous") };
         let x = &storage.as_slice::<f32>()?[first..end];
         let state = &mut *self.state();
-        let passed = state.layer.forward(&Input::new(x));
-        let (out, tape) = state.kept(passed)?;
-        state.decisions = Decisions::of(tape.decision());
-        state.tape = Some(tape);
+        let passed = state.layer.forward(x);
+        let out = state.kept(passed)?;
+        state.decisions = state.layer.decision().map(Decisions::of).unwrap_or_default();
         Ok((CpuStorage::F32(out), layout.shape().clone()))
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, of_out: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let of_out: Vec<f32> = of_out.flatten_all()?.to_vec1()?;
         let state = &mut *self.state();
-        let Some(tape) = state.tape.take() else { bail!("moe: backward without forward") };
-        let passed = state.layer.backward(tape, &of_out);
-        let mut gradients = state.kept(passed)?;
+        let passed = state.layer.backward(&of_out);
+        let Some(mut gradients) = state.kept(passed)? else { bail!("moe: backward without forward") };
         let of_x = std::mem::take(&mut gradients.x);
         state.gradients = Some(gradients);
         Ok(Some(Tensor::from_vec(of_x, x.shape(), &Device::Cpu)?))

@@ -10,8 +10,11 @@
 //! ```
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use sidelane::collective::Communicator;
+use sidelane::device::{Driver, Priority, Stream};
+use sidelane::error::DeviceError;
 use sidelane::gate::{BalanceLoss, CountDivisor, Preset, TokenGroups};
 use sidelane::layer::{Experts, GroupedSwiGlu, MoeLayer};
 use sidelane::overlap::ChunkRule;
@@ -19,6 +22,7 @@ use sidelane::{Dtype, Group, World};
 
 use crate::batches::Batches;
 use crate::error::Result;
+use crate::layer::Layer;
 use crate::model::{Model, Pass};
 use crate::moe::Moe;
 use crate::record::Decisions;
@@ -48,6 +52,17 @@ pub struct Plan {
     pub chunks: Chunks,
     /// Whether transfers overlap with compute.
     pub overlap: bool,
+    /// Where the MoE layers compute.
+    pub device: Device,
+}
+
+/// Where the MoE layers compute. Attention, losses and the optimizer are candle's, on the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// On the host.
+    Host,
+    /// On the GPU of this number.
+    Cuda(u32),
 }
 
 /// One rank among others.
@@ -100,7 +115,7 @@ impl Ranks for Parallel {
 
     fn learn(&mut self, state: &State, batches: &Batches, step: usize) -> Result<Pass> {
         let windows = batches.of_step(&self.settings, step, self.windows(0));
-        self.model.load(state);
+        self.model.load(state)?;
         let mut pass = self.model.learn(&state.dense.weights, &windows, self.settings.tokens())?;
         pass.dense.push(pass.loss);
         self.sums.all_reduce(&mut pass.dense)?;
@@ -110,7 +125,7 @@ impl Ranks for Parallel {
     }
 
     fn judge(&mut self, state: &State, batches: &Batches) -> Result<(f32, Decisions)> {
-        self.model.load(state);
+        self.model.load(state)?;
         let (mut loss, mut decisions) = (0.0, Decisions::default());
         let tokens = batches.held() * self.settings.shape.window;
         for batch in 0..batches.held() / self.settings.batch {
@@ -159,6 +174,10 @@ pub fn layers<E: Experts + 'static>(
         share: CountDivisor::OfChoices,
         ..BalanceLoss::of(Preset::Mixtral)
     };
+    let stream = match plan.device {
+        Device::Host => None,
+        Device::Cuda(number) => Some(stream(number).map_err(sidelane::Error::from)?),
+    };
     let layer = |_| {
         let weights = vec![0.0; GroupedSwiGlu::values(own, width, expert_width)];
         let experts = GroupedSwiGlu::new(own, width, expert_width, weights).map_err(sidelane::Error::from)?;
@@ -170,7 +189,15 @@ pub fn layers<E: Experts + 'static>(
             Chunks::By(rule) => builder.slices(rule),
             Chunks::Number(chunks) => builder.chunks(chunks),
         };
-        Ok(Moe::new(builder.build()?))
+        // All rows may come to one rank, and as many gradients, outputs and sums beside them.
+        let rows = settings.windows() * window * top_k * group.size() as usize;
+        let heap = (8 * rows * width * 4).max(4 << 20) as u64;
+        Ok(Moe::new(Layer::new(builder, stream.as_ref().map(|stream| (stream, heap)))?))
     };
     (0..layers).map(layer).collect()
+}
+
+/// The stream of all layers of a rank: on one, they take turns.
+fn stream(device: u32) -> std::result::Result<Arc<Stream>, DeviceError> {
+    Ok(Arc::new(Stream::new(&Driver::open()?.context(device)?, Priority::Normal)?))
 }

@@ -19,7 +19,7 @@ use sidelane::layer::{ExpertError, Experts, GroupedSwiGlu, RowOrder, Saved, Save
 use crate::batches::Batches;
 use crate::error::Result;
 use crate::model::{Model, Pass};
-use crate::parallel::{Chunks, Plan, layers};
+use crate::parallel::{Chunks, Device, Plan, layers};
 use crate::record::Decisions;
 use crate::settings::Settings;
 use crate::trainer::{Learned, Ranks, State};
@@ -37,7 +37,7 @@ impl Reference {
     /// # Errors
     /// Those of the layers.
     pub fn new(world: World, settings: &Settings) -> Result<Reference> {
-        let plan = Plan { chunks: Chunks::Number(1), overlap: false };
+        let plan = Plan { chunks: Chunks::Number(1), overlap: false, device: Device::Host };
         let in_turn = |experts| InTurn::new(experts, settings.expert_parallel);
         let layers = layers(&world.all()?, settings, plan, settings.shape.experts, in_turn)?;
         Ok(Reference { settings: *settings, model: Model::new(settings.shape, layers)?, _world: world })
@@ -54,7 +54,7 @@ impl Ranks for Reference {
     }
 
     fn learn(&mut self, state: &State, batches: &Batches, step: usize) -> Result<Pass> {
-        self.model.load(state);
+        self.model.load(state)?;
         let zeros = |of: &Learned| vec![0.0; of.weights.values.len()];
         let mut sum = Pass { loss: 0.0, dense: zeros(&state.dense), experts: zeros(&state.experts) };
         for rank in 0..self.settings.ranks {
@@ -68,7 +68,7 @@ impl Ranks for Reference {
     }
 
     fn judge(&mut self, state: &State, batches: &Batches) -> Result<(f32, Decisions)> {
-        self.model.load(state);
+        self.model.load(state)?;
         let (mut loss, mut decisions) = (0.0, Decisions::default());
         let tokens = batches.held() * self.settings.shape.window;
         for batch in (0..batches.held()).step_by(self.settings.batch) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::experts::{DeviceChunk, DeviceSaved, Differentials};
 use super::forward::weigh;
-use super::memory::{Buffer, HostStaging, span};
+use super::memory::{DeviceTensor, HostStaging, span};
 use super::moe::Placed;
 use super::tape::{ChunkTape, Made, WideRows};
 use super::{DeviceMoeLayer, DeviceTape};
@@ -41,7 +41,7 @@ struct Step<'s> {
     staging: Handoff<&'s mut HostStaging>,
     of_out: &'s DeviceRange,
     into: DeviceGradients<'s>,
-    x: &'s Buffer,
+    x: &'s DeviceTensor,
     counted: Counted,
     order: Handoff<RowOrder>,
     chunks: Vec<Places>,
@@ -59,8 +59,8 @@ struct Counted {
 
 /// What the shared expert leaves.
 struct Beside {
-    of_x: Buffer,
-    of_outputs: Buffer,
+    of_x: DeviceTensor,
+    of_outputs: DeviceTensor,
     kept: Differentials,
 }
 
@@ -70,7 +70,7 @@ struct Places {
     /// Gradients of the combined rows, as they came, until all is joined.
     came: Handoff<ExpertRows>,
     differentials: Handoff<(WideRows, Differentials)>,
-    of_weights: Handoff<Buffer>,
+    of_weights: Handoff<DeviceTensor>,
     of_rows: Handoff<Result<ExpertOutput, Error>>,
     home: Home,
 }
@@ -79,15 +79,15 @@ struct Places {
 struct Home {
     tokens: Range<usize>,
     /// Gradients of the tokens, in the element type, and of their routing weights.
-    of_tokens: Buffer,
-    of_choices: Buffer,
+    of_tokens: DeviceTensor,
+    of_choices: DeviceTensor,
 }
 
 /// What the tape has of a chunk.
 struct ChunkPlace {
     received: super::tape::Received,
     rows: WideRows,
-    made: Handoff<(Buffer, DeviceSaved)>,
+    made: Handoff<(DeviceTensor, DeviceSaved)>,
 }
 
 impl DeviceMoeLayer {
@@ -155,9 +155,9 @@ impl DeviceMoeLayer {
     /// brings the gradients of routing weights.
     fn through_router(
         &mut self,
-        x: &Buffer,
+        x: &DeviceTensor,
         gated: &Gated,
-        (homes, beside): (&[Home], Option<Buffer>),
+        (homes, beside): (&[Home], Option<DeviceTensor>),
         into: DeviceGradients<'_>,
     ) -> Result<(), Error> {
         let (placed, compute) = (&self.placed, &self.placed.compute);

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::memory::{Buffer, DeviceMemory, HostStaging};
+use super::memory::{DeviceMemory, DeviceTensor, HostStaging};
 use crate::device::{
     ByteSpan, DeviceRange, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape, Stream,
 };
@@ -26,7 +26,7 @@ pub(super) struct DeviceSwiGlu {
     experts: u32,
     hidden: u32,
     ffn: u32,
-    weights: Buffer,
+    weights: DeviceTensor,
 }
 
 /// Rows of all experts, f32 `[rows, hidden]`.
@@ -41,15 +41,15 @@ pub(super) struct DeviceSegments<'a> {
 /// What a forward pass keeps of a chunk: `[rows, ffn]` each. After `rows_backward`, gradients.
 #[derive(Debug)]
 pub(super) struct DeviceSaved {
-    gate: Buffer,
-    up: Buffer,
+    gate: DeviceTensor,
+    up: DeviceTensor,
 }
 
 /// What the gradients of weights need of a chunk besides its rows.
 #[derive(Debug)]
 pub(super) struct Differentials {
     saved: DeviceSaved,
-    act: Buffer,
+    act: DeviceTensor,
 }
 
 /// A chunk for the gradients of weights: its rows, the gradients of its outputs, and what was kept.
@@ -82,7 +82,11 @@ impl DeviceSwiGlu {
     }
 
     /// Outputs, f32 `[rows, hidden]`.
-    pub fn forward(&self, on: &Compute, rows: DeviceSegments<'_>) -> Result<(Buffer, DeviceSaved), Error> {
+    pub fn forward(
+        &self,
+        on: &Compute,
+        rows: DeviceSegments<'_>,
+    ) -> Result<(DeviceTensor, DeviceSaved), Error> {
         let inner = || on.memory.words(rows.rows as usize * self.ffn as usize);
         let (gate, up, act) = (inner()?, inner()?, inner()?);
         self.product(on, rows, (rows.values, gate.span()?), Which::Gate, false)?;
@@ -101,7 +105,7 @@ impl DeviceSwiGlu {
         rows: DeviceSegments<'_>,
         saved: DeviceSaved,
         of_outputs: ByteSpan<'_>,
-    ) -> Result<(Buffer, Differentials), Error> {
+    ) -> Result<(DeviceTensor, Differentials), Error> {
         let act = on.memory.words(rows.rows as usize * self.ffn as usize)?;
         let of_rows = on.memory.words(rows.rows as usize * self.hidden as usize)?;
         self.transposed(on, rows, (of_outputs, act.span()?), Which::Down, false)?;
@@ -123,7 +127,7 @@ impl DeviceSwiGlu {
         let gathered = Gathered::new(on, self.experts, chunks.len(), order, staging)?;
         let gather =
             |parts: Result<Vec<ByteSpan<'_>>, DeviceError>, columns| gathered.rows(on, &parts?, columns);
-        let product = |which, (a, rows): (&Buffer, u32), (b, columns): (&Buffer, u32)| {
+        let product = |which, (a, rows): (&DeviceTensor, u32), (b, columns): (&DeviceTensor, u32)| {
             let (offset, len) = self.matrices(which)?;
             let shape = MatmulShape::Depth { rows, depth: gathered.rows, columns, apart: self.apart() };
             let segments = Some((self.experts, gathered.segments.span()?));
@@ -211,11 +215,11 @@ impl DeviceSwiGlu {
 struct Gathered {
     rows: u32,
     runs: GatherRuns,
-    _runs: Buffer,
+    _runs: DeviceTensor,
     /// `i64 [2, experts]`.
-    segments: Buffer,
+    segments: DeviceTensor,
     /// Room for the addresses of as many matrices.
-    table: Buffer,
+    table: DeviceTensor,
 }
 
 impl Gathered {
@@ -242,7 +246,7 @@ impl Gathered {
     }
 
     /// One matrix of those of the chunks.
-    fn rows(&self, on: &Compute, parts: &[ByteSpan<'_>], columns: u32) -> Result<Buffer, DeviceError> {
+    fn rows(&self, on: &Compute, parts: &[ByteSpan<'_>], columns: u32) -> Result<DeviceTensor, DeviceError> {
         let out = on.memory.words(self.rows as usize * columns as usize)?;
         on.kernels.gather(&on.stream, (&self.runs, columns), parts, self.table.range(), out.span()?)?;
         Ok(out)

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use super::experts::DeviceSaved;
-use super::memory::{Buffer, span};
+use super::memory::{DeviceTensor, span};
 use super::moe::Placed;
 use super::tape::{ChunkTape, Made, Received};
 use super::{DeviceMoeLayer, DeviceTape};
@@ -45,10 +45,10 @@ impl<'a> DeviceInput<'a> {
 
 /// The tokens as f32, their choices, and these on the device.
 struct Routed {
-    x: Buffer,
+    x: DeviceTensor,
     gated: Gated,
-    experts: Buffer,
-    weights: Buffer,
+    experts: DeviceTensor,
+    weights: DeviceTensor,
 }
 
 /// What nodes work on.
@@ -58,7 +58,7 @@ struct Step<'s> {
     input: DeviceInput<'s>,
     out: &'s DeviceRange,
     routed: &'s Routed,
-    beside: Handoff<(Buffer, DeviceSaved)>,
+    beside: Handoff<(DeviceTensor, DeviceSaved)>,
     chunks: Vec<Places>,
 }
 
@@ -220,7 +220,7 @@ impl ForwardOps<Arc<Stream>> for Step<'_> {
         let (placed, tokens) = (self.placed, &self.chunks[chunk].tokens);
         let part = placed.part(self.out, tokens)?;
         let residual = self.input.residual.map(|residual| placed.part(residual, tokens)).transpose()?;
-        let sum = |shared: Option<&Buffer>| {
+        let sum = |shared: Option<&DeviceTensor>| {
             let wide = placed.hidden as u64 * 4;
             let (first, len) = (tokens.start as u64 * wide, tokens.len() as u64 * wide);
             let sum = AccumulateArgs {
@@ -244,7 +244,7 @@ impl ForwardOps<Arc<Stream>> for Step<'_> {
 /// Rows to where peers read them, perhaps times their weights, as elements.
 pub(super) fn weigh(
     placed: &Placed,
-    (rows, n_rows): (&Buffer, u32),
+    (rows, n_rows): (&DeviceTensor, u32),
     output: &ExpertOutput,
     weights: Option<crate::device::ByteSpan<'_>>,
 ) -> Result<(), Error> {

@@ -21,9 +21,10 @@ pub(super) struct DeviceMemory {
     pieces: Mutex<Vec<(DeviceRange, Extents)>>,
 }
 
-/// A part of it, which goes back when this is dropped.
+/// Memory of a [`DeviceMoeLayer`](super::DeviceMoeLayer), for one tensor. When this is dropped, it
+/// goes back to the layer, for what is enqueued next on its stream.
 #[derive(Debug)]
-pub(super) struct Buffer {
+pub struct DeviceTensor {
     memory: Arc<DeviceMemory>,
     piece: usize,
     offset: u64,
@@ -36,7 +37,7 @@ impl DeviceMemory {
     }
 
     /// So many bytes; their contents are undefined.
-    pub fn take(self: &Arc<Self>, bytes: u64) -> Result<Buffer, DeviceError> {
+    pub fn take(self: &Arc<Self>, bytes: u64) -> Result<DeviceTensor, DeviceError> {
         let mut pieces = self.pieces();
         let fitting = pieces
             .iter_mut()
@@ -55,11 +56,11 @@ impl DeviceMemory {
             }
         };
         let range = pieces[piece].0.part(offset, bytes)?;
-        Ok(Buffer { memory: Arc::clone(self), piece, offset, range })
+        Ok(DeviceTensor { memory: Arc::clone(self), piece, offset, range })
     }
 
     /// So many numbers of 32 bits.
-    pub fn words(self: &Arc<Self>, count: usize) -> Result<Buffer, DeviceError> {
+    pub fn words(self: &Arc<Self>, count: usize) -> Result<DeviceTensor, DeviceError> {
         self.take(count as u64 * 4)
     }
 
@@ -74,18 +75,19 @@ impl DeviceMemory {
     }
 }
 
-impl Buffer {
+impl DeviceTensor {
+    /// Where it lies.
     pub fn range(&self) -> &DeviceRange {
         &self.range
     }
 
     /// All of it.
-    pub fn span(&self) -> Result<ByteSpan<'_>, DeviceError> {
+    pub(super) fn span(&self) -> Result<ByteSpan<'_>, DeviceError> {
         span(&self.range)
     }
 }
 
-impl Drop for Buffer {
+impl Drop for DeviceTensor {
     fn drop(&mut self) {
         self.memory.pieces()[self.piece].1.free(self.offset, self.range.len());
     }

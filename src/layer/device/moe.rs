@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::experts::{Compute, DeviceSegments, DeviceSwiGlu};
-use super::memory::{Buffer, HostStaging, span};
+use super::memory::{DeviceTensor, HostStaging, span};
 use super::tape::WideRows;
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
@@ -47,7 +47,7 @@ pub struct DeviceMoeLayer {
     pub(super) one_each: RowPartition,
     pub(super) gate: Gate,
     pub(super) losses: Losses,
-    pub(super) router: Buffer,
+    pub(super) router: DeviceTensor,
     pub(super) placed: Placed,
     pub(super) staging: HostStaging,
     pub(super) pool: StreamPool,
@@ -82,7 +82,7 @@ impl Placed {
     }
 
     /// Elements as f32, in memory of their own.
-    pub fn widened(&self, tensor: &DeviceRange) -> Result<Buffer, DeviceError> {
+    pub fn widened(&self, tensor: &DeviceRange) -> Result<DeviceTensor, DeviceError> {
         let Compute { stream, kernels, memory } = &self.compute;
         let count = tensor.len() / self.dtype.size() as u64;
         let wide = memory.words(count as usize)?;
@@ -104,7 +104,7 @@ impl Placed {
     }
 
     /// All tokens, as the shared expert takes them.
-    pub fn all<'a>(&self, x: &'a Buffer) -> Result<DeviceSegments<'a>, DeviceError> {
+    pub fn all<'a>(&self, x: &'a DeviceTensor) -> Result<DeviceSegments<'a>, DeviceError> {
         let rows = (x.range().len() / (self.hidden as u64 * 4)) as u32;
         Ok(DeviceSegments { rows, values: x.span()?, counts: None })
     }
@@ -136,6 +136,31 @@ impl DeviceMoeLayer {
     /// Weights of the expert that all tokens pass, if there is one, likewise.
     pub fn shared(&self) -> Option<&DeviceRange> {
         self.placed.shared.as_ref().map(DeviceSwiGlu::weights)
+    }
+
+    /// Memory for a tensor of the caller's, such as an output; its contents are undefined. Work on
+    /// it goes on the layer's [stream](Self::stream), or is ordered with it.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`], [`DeviceError::Call`].
+    pub fn tensor(&self, bytes: u64) -> Result<DeviceTensor, Error> {
+        Ok(self.placed.compute.memory.take(bytes)?)
+    }
+
+    /// Has the stream write values to the front of a tensor. They may change at once.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`] for more than it holds, [`DeviceError::Call`].
+    pub fn send<T: bytemuck::NoUninit>(&mut self, to: &DeviceRange, values: &[T]) -> Result<(), Error> {
+        Ok(self.staging.send(&self.placed.compute.stream, to, values)?)
+    }
+
+    /// What a tensor holds when the stream comes to it: waits for the stream.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`], also for the failure of something that was enqueued.
+    pub fn receive<T: bytemuck::Pod>(&mut self, from: &DeviceRange) -> Result<Vec<T>, Error> {
+        Ok(self.staging.receive(&self.placed.compute.stream, from)?)
     }
 
     /// Blocks until everything in the stream is done, even if the world fails, and returns the

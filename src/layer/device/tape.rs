@@ -1,7 +1,7 @@
 //! Tape of a forward pass on a device.
 
 use super::experts::{DeviceSaved, DeviceSegments};
-use super::memory::{Buffer, span};
+use super::memory::{DeviceTensor, span};
 use crate::device::{ByteSpan, DeviceRange};
 use crate::ep::{ExpertRows, Handle};
 use crate::error::DeviceError;
@@ -18,7 +18,7 @@ use crate::layer::router::Gated;
 pub struct DeviceTape {
     pub(super) instance: u64,
     /// The tokens, f32 `[tokens, hidden]`.
-    pub(super) x: Buffer,
+    pub(super) x: DeviceTensor,
     pub(super) gated: Gated,
     pub(super) chunks: Vec<ChunkTape>,
     /// By the shared expert.
@@ -47,7 +47,7 @@ pub(super) struct Received {
 pub(super) struct Made {
     pub rows: WideRows,
     /// f32 `[rows, hidden]`, before they were weighted.
-    pub outputs: Buffer,
+    pub outputs: DeviceTensor,
     pub saved: DeviceSaved,
 }
 
@@ -55,7 +55,7 @@ pub(super) struct Made {
 #[derive(Debug)]
 pub(super) enum WideRows {
     Landed(DeviceRange, #[expect(dead_code, reason = "held, not read")] ExpertRows),
-    Widened(Buffer),
+    Widened(DeviceTensor),
 }
 
 impl WideRows {

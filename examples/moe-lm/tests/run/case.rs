@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use moe_lm::batches::Batches;
-use moe_lm::parallel::{Chunks, Parallel, Plan};
+use moe_lm::parallel::{Chunks, Device, Parallel, Plan};
 use moe_lm::record::Decisions;
 use moe_lm::reference::Reference;
 use moe_lm::settings::{Settings, Shape};
@@ -20,10 +20,10 @@ pub const TEXT: &str = concat!(
 
 const VOCABULARY: usize = 256;
 
-pub const OVERLAPPED: Plan = Plan { chunks: Chunks::Number(3), overlap: true };
-pub const PLAIN: Plan = Plan { chunks: Chunks::Number(1), overlap: false };
+pub const OVERLAPPED: Plan = Plan { chunks: Chunks::Number(3), overlap: true, device: Device::Host };
+pub const PLAIN: Plan = Plan { chunks: Chunks::Number(1), overlap: false, device: Device::Host };
 /// As programs have it by default.
-pub const BY_SIZE: Plan = Plan { chunks: Chunks::AUTO, overlap: true };
+pub const BY_SIZE: Plan = Plan { chunks: Chunks::AUTO, overlap: true, device: Device::Host };
 
 /// A model of which a step takes milliseconds.
 pub fn settings(ranks: usize, expert_parallel: usize) -> Settings {

@@ -10,17 +10,28 @@ use crate::case::TEXT;
 
 /// The command of a small run, which writes into `out`.
 fn program(out: &Path, text: &Path) -> Command {
+    program_of(6, out, text)
+}
+
+/// The same of so many steps.
+fn program_of(steps: u32, out: &Path, text: &Path) -> Command {
     let sizes = "--vocabulary 256 --window 16 --layers 2 --width 32 --heads 2 --experts 16 --top-k 2 --expert-width 16";
-    let run = "--steps 6 --batch 4 --warm-up 2 --expert-parallel 2 --checkpoint-every 2 --json";
+    let run = "--batch 4 --warm-up 2 --expert-parallel 2 --checkpoint-every 2 --json";
     let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
-    command.args(sizes.split(' ')).args(run.split(' ')).arg("--out").args([out, text]);
+    command.args(sizes.split(' ')).args(run.split(' ')).args(["--steps", &steps.to_string()]);
+    command.arg("--out").args([out, text]);
     command.env("RAYON_NUM_THREADS", "1").env("SIDELANE_HEAP", "96M").stdout(Stdio::piped());
     command
 }
 
 fn ranks<'a>(out: &Path, text: &Path, job: &str, more: impl Fn(u32) -> &'a [&'a str]) -> Vec<Child> {
+    ranks_of(|| program(out, text), job, more)
+}
+
+/// Ranks of this command.
+fn ranks_of<'a>(command: impl Fn() -> Command, job: &str, more: impl Fn(u32) -> &'a [&'a str]) -> Vec<Child> {
     let rank = |rank: u32| {
-        let mut command = program(out, text);
+        let mut command = command();
         let job = format!("moe-lm-{job}-{}", std::process::id());
         command.args(more(rank)).envs([("MASTER_ADDR", "127.0.0.1"), ("SIDELANE_JOB", &job)]);
         command.envs([("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")]);
@@ -84,6 +95,27 @@ fn processes_write_what_one_that_plays_them_writes() {
     let lines = said(ranks(&out, &text, "last", |_| &["--resume"]));
     assert!(checkpoints(&lines[0]).is_empty());
     assert_eq!(std::fs::read(&losses).unwrap(), before);
+}
+
+#[test]
+fn layers_on_gpus_learn_the_bits_of_those_on_hosts() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, out, beside] = ["text.md", "out", "beside"].map(|name| folder.path().join(name));
+    std::fs::write(&text, TEXT).unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
+    let (driver, kernels) = (stand_in_cuda::install().unwrap(), stand_in_cuda::kernels(&source).unwrap());
+    let on_gpus = || {
+        let mut command = program_of(2, &out, &text);
+        command.env("LD_LIBRARY_PATH", &driver).env("SIDELANE_FAKE_CUDA_KERNELS", &kernels);
+        command.args(["--device", "cuda", "--token-chunks", "2"]);
+        command
+    };
+    said(ranks_of(on_gpus, "gpus", |_| &[]));
+    said(vec![program_of(2, &beside, &text).args(["--reference", "4"]).spawn().unwrap()]);
+    for name in ["losses.json", "routing.jsonl"] {
+        let [gpus, host] = [&out, &beside].map(|out| std::fs::read(out.join(name)).unwrap());
+        assert!(gpus == host, "{name}");
+    }
 }
 
 /// Checkpoints that a run reported as written.

@@ -1,6 +1,6 @@
 //! Ranks compared with one process that runs them, and with a plain run.
 
-use moe_lm::parallel::{Chunks, Parallel, Plan};
+use moe_lm::parallel::{Chunks, Device, Parallel, Plan};
 use moe_lm::settings::{Settings, Shape};
 use moe_lm::trainer::{Learned, Ranks, State, Trainer};
 use sidelane::World;
@@ -21,7 +21,9 @@ fn ranks_learn_to_the_last_bit_what_one_process_learns_in_their_place() {
         assert_learned(&reference.losses);
         // As by size, but by figures that cut a small model.
         let rule = ChunkRule { call_bytes: 512, gemm_rows: 4, most: 8 };
-        for plan in [OVERLAPPED, PLAIN, Plan { chunks: Chunks::By(rule), overlap: true }] {
+        for plan in
+            [OVERLAPPED, PLAIN, Plan { chunks: Chunks::By(rule), overlap: true, device: Device::Host }]
+        {
             let outcomes = on_ranks(&settings, plan, finish);
             assert_eq!(outcomes.len(), ranks);
             outcomes.iter().for_each(|rank| assert_same_bits(rank, &reference));
@@ -39,7 +41,7 @@ fn larger() -> Settings {
 /// Whether a rank whose chunks are chosen by size makes as many as the others: otherwise they are
 /// refused.
 fn are_made(settings: &Settings, chunks: u32) -> bool {
-    let number = Plan { chunks: Chunks::Number(chunks), overlap: true };
+    let number = Plan { chunks: Chunks::Number(chunks), overlap: true, device: Device::Host };
     let worlds = World::threads(settings.ranks as u32).unwrap();
     std::thread::scope(|scope| {
         let rank = |world: World| {
