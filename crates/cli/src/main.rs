@@ -19,6 +19,7 @@ mod plan_bench;
 mod ranks;
 mod route;
 mod routing;
+mod settings;
 mod simulate;
 mod stats;
 mod svg;

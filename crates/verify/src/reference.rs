@@ -47,8 +47,19 @@ impl To<u8> for f32 {
 }
 
 /// An element type that is summed.
-pub trait Real: Element + Into<f32> {}
-impl<E: Element + Into<f32>> Real for E {}
+pub trait Real: Element + Into<f32> {
+    /// The nearest value.
+    fn of(value: f32) -> Self;
+}
+
+impl<E: Element + Into<f32>> Real for E
+where
+    f32: To<E>,
+{
+    fn of(value: f32) -> Self {
+        value.to()
+    }
+}
 
 /// One rank's input.
 #[derive(Clone, Debug)]
@@ -82,16 +93,13 @@ where
 }
 
 /// Element of row `row` at rank `rank` of the tensor with this number: any function of them.
-fn element<E>(tensor: u32, rank: usize, row: usize, column: usize) -> E
-where
-    f32: To<E>,
-{
+fn element<E: Real>(tensor: u32, rank: usize, row: usize, column: usize) -> E {
     let mixed = [rank as u32, row as u32, column as u32]
         .iter()
         .fold(tensor.wrapping_mul(0x9e37_79b9) ^ 0x55, |hash, &n| {
             (hash ^ n).wrapping_mul(0x85eb_ca6b).rotate_left(13)
         });
-    ((mixed >> 8) as f32 / (1 << 22) as f32 - 2.0).to()
+    E::of((mixed >> 8) as f32 / (1 << 22) as f32 - 2.0)
 }
 
 /// `<a, b>` as documented: 16 lanes of rounded products, folded by halves.
@@ -121,13 +129,13 @@ pub struct Reference<E> {
     pub seen: Visible,
 }
 
-impl<E: Real> Reference<E>
-where
-    f32: To<E>,
-{
+impl<E: Real> Reference<E> {
     /// Random tokens, others for each seed.
     pub fn seeded(case: &Case, seed: u64) -> Self {
-        let of_rank = |(seed, &count)| tokens(seed, count, case.hidden, case.top_k, case.map.experts());
+        let of_rank = |(seed, &count)| {
+            let drawn = tokens::<f32>(seed, count, case.hidden, case.top_k, case.map.experts());
+            Tokens { x: drawn.x.into_iter().map(E::of).collect(), ids: drawn.ids, weights: drawn.weights }
+        };
         Self::of(case, (seed..).zip(&case.counts).map(of_rank).collect())
     }
 
@@ -143,10 +151,14 @@ where
         if self.case.layout == RowLayout::RankMajor { self.case.top_k as usize } else { 1 }
     }
 
+    /// One row at a rank of the tensor with this number.
+    pub fn row(&self, number: u32, rank: usize, row: usize) -> Vec<E> {
+        (0..self.case.hidden).map(|column| element(number, rank, row, column)).collect()
+    }
+
     /// So many rows at a rank of the tensor with this number.
     pub fn tensor(&self, number: u32, rank: usize, rows: usize) -> Vec<E> {
-        let row = |row: usize| (0..self.case.hidden).map(move |column| element(number, rank, row, column));
-        (0..rows).flat_map(row).collect()
+        (0..rows).flat_map(|row| self.row(number, rank, row)).collect()
     }
 
     /// The tokens of a rank in the tensor with this number.
@@ -189,7 +201,7 @@ where
         let mut y = self.tensor(number, me, self.seen.rows[me].len());
         for (row, y) in self.seen.rows[me].iter().zip(y.chunks_exact_mut(self.case.hidden)) {
             if row.is_none() {
-                y.fill(f32::NAN.to());
+                y.fill(E::of(f32::NAN));
             }
         }
         y
@@ -220,7 +232,7 @@ where
                         PartialDtype::F32 => partial,
                     };
                 }
-                total.to()
+                E::of(total)
             }));
         }
         out
@@ -252,7 +264,7 @@ where
         let weights = self.metadata(me).0;
         let rows = self.rows(me, |rank| self.sent(gradients, rank));
         let of_row = |(row, weight): (&[E], f32)| -> Vec<E> {
-            row.iter().map(|&g| (weight * g.into()).to()).collect()
+            row.iter().map(|&g| E::of(weight * g.into())).collect()
         };
         rows.chunks_exact(self.case.hidden).zip(weights).flat_map(of_row).collect()
     }
@@ -261,8 +273,7 @@ where
     pub fn products(&self, me: usize, outputs: u32, gradients: u32) -> Vec<f32> {
         let (hidden, k, sent) = (self.case.hidden, self.case.top_k as usize, self.sent(gradients, me));
         self.of_choices(me, |rank, row, choice| {
-            let y: Vec<E> = (0..hidden).map(|column| element(outputs, rank, row, column)).collect();
-            dot(&y, &sent[choice / k * hidden..][..hidden])
+            dot(&self.row(outputs, rank, row), &sent[choice / k * hidden..][..hidden])
         })
     }
 }
@@ -374,8 +385,15 @@ impl Visible {
                 RowLayout::ExpertMajor => case.map.slots_of(rank as u32).map(|slot| vec![slot]).collect(),
                 RowLayout::RankMajor => vec![case.map.slots_of(rank as u32).collect()],
             };
+            let here = case.map.slots_of(rank as u32);
+            let chosen = |source: usize| -> Vec<(usize, u32)> {
+                let slots = (0..ids[source].len())
+                    .filter_map(|choice| Some((choice, slot_of(case, ids, source, choice)?)));
+                slots.filter(|(_, slot)| here.contains(slot)).collect()
+            };
+            let chosen: Vec<_> = (0..ranks).map(chosen).collect();
             for slots in segments {
-                seen.add_segment(case, ids, rank, &slots);
+                seen.add_segment(case, &chosen, rank, &slots);
             }
             seen.clip(case, rank);
             seen.count(case, ids, rank);
@@ -383,11 +401,11 @@ impl Visible {
         seen
     }
 
-    /// Rows from every source for these slots of a rank, then pads.
-    fn add_segment(&mut self, case: &Case, ids: &[Vec<i32>], rank: usize, slots: &[u32]) {
+    /// Rows from every source for these slots of a rank, by each source's choices there; then pads.
+    fn add_segment(&mut self, case: &Case, chosen: &[Vec<(usize, u32)>], rank: usize, slots: &[u32]) {
         let mut segment: Vec<Option<Row>> = Vec::new();
-        for source in 0..ids.len() {
-            let mut rows = rows_from(case, ids, source, slots);
+        for (source, chosen) in chosen.iter().enumerate() {
+            let mut rows = rows_from(case, source, chosen, slots);
             if let ReceiveMode::Slots { rows: room, .. } = case.mode {
                 rows.drain((room as usize).min(rows.len())..).for_each(|row| self.drop_row(&row));
                 segment.extend(rows.into_iter().map(Some));
@@ -500,12 +518,11 @@ fn slot_of(case: &Case, ids: &[Vec<i32>], source: usize, choice: usize) -> Optio
     Some(case.map.slot_for(source as u32, expert))
 }
 
-/// The rows that a source has for any of these slots, in token order.
-fn rows_from(case: &Case, ids: &[Vec<i32>], source: usize, slots: &[u32]) -> Vec<Row> {
+/// The rows that a source has for any of these slots, of its choices at this rank; in token order.
+fn rows_from(case: &Case, source: usize, chosen: &[(usize, u32)], slots: &[u32]) -> Vec<Row> {
     let k = case.top_k as usize;
-    let wanted =
-        |&choice: &usize| slot_of(case, ids, source, choice).is_some_and(|slot| slots.contains(&slot));
-    let of_token = |token: usize| -> Vec<usize> { (token * k..(token + 1) * k).filter(wanted).collect() };
-    let rows = (0..ids[source].len() / k).map(|token| Row { source, token, choices: of_token(token) });
-    rows.filter(|row| !row.choices.is_empty()).collect()
+    let chosen = chosen.iter().filter(|(_, slot)| slots.contains(slot));
+    let choices: Vec<usize> = chosen.map(|&(choice, _)| choice).collect();
+    let rows = choices.chunk_by(|a, b| a / k == b / k);
+    rows.map(|choices| Row { source, token: choices[0] / k, choices: choices.to_vec() }).collect()
 }

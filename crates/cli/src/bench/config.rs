@@ -4,18 +4,24 @@
 //! The program resolves once and hands the result to every rank that it starts; ranks of other
 //! machines are compared.
 
+use std::collections::HashMap;
+
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sidelane::dtype::{Dtype, Fp8RowShape, PartialDtype};
-use sidelane::plan::{Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
+use sidelane::ep::Graphs;
+use sidelane::error::PlanError;
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::{NodeMap, Route};
+use sidelane_verify::reference::{Case, Reference};
 
-use super::reference::Placement;
+use super::reference::reference;
 use crate::error::{CliError, usage};
 use crate::launch::{MachineArgs, node_labels, shape_words};
 use crate::options::{NodeArgs, RouterArgs, at_least_one, one_of, word};
 use crate::routing::{Router, Share, Source};
+use crate::settings::Settings;
 
 /// The conditions of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -147,6 +153,28 @@ impl Config {
     /// What each rank takes of the routing.
     pub fn share(&self) -> Share {
         Share { experts: self.experts, top_k: self.top_k, tokens: self.tokens, seed: self.seed }
+    }
+
+    /// Settings of the instance under test.
+    pub fn settings(&self) -> Result<Settings, PlanError> {
+        let case = Case {
+            nodes: node_labels(&self.ranks_per_node).into_iter().map(|node| node as u32).collect(),
+            counts: vec![self.tokens; self.ranks() as usize],
+            map: ExpertMap::contiguous(self.experts, self.ranks())?,
+            top_k: self.top_k,
+            hidden: self.hidden as usize,
+            align: self.align,
+            layout: self.layout,
+            mode: self.receive.mode(),
+            route: self.route,
+            order: self.sum_order,
+            wire: self.partial_dtype,
+            weighted: false,
+            spans: self.coalesce_relays,
+            strategy: self.strategy,
+        };
+        let (dtype, fp8) = (self.dtype.element(), self.dtype == RowType::Fp8);
+        Ok(Settings { case, dtype, max_tokens: self.tokens, fp8, graphs: Graphs::Off })
     }
 
     /// Which ranks share a node.
@@ -314,17 +342,25 @@ impl ReceiveConfig {
             let other = usage!("--on-overflow is for --mode budget or slots");
             return if args.on_overflow.is_some() { Err(other) } else { Ok(ReceiveConfig::default()) };
         }
-        let placement = Placement::new(config, router, ReceiveMode::Exact)?;
+        let needs = reference(config, router)?;
         let overflow = args.on_overflow.unwrap_or_default();
         let sized = match args.mode {
-            ReceiveKind::Slots => Self::slots(args.slots, overflow, &placement)?,
-            _ => Self::budget(args.budget.unwrap_or(1.0), overflow, config, &placement)?,
+            ReceiveKind::Slots => Self::slots(args.slots, overflow, &needs)?,
+            _ => Self::budget(args.budget.unwrap_or(1.0), overflow, config, &needs)?,
         };
         Ok(ReceiveConfig { mode: args.mode, overflow: Some(overflow), ..sized })
     }
 
-    fn slots(asked: Option<u32>, overflow: Overflow, placement: &Placement) -> Result<Self, CliError> {
-        let most = (0..placement.ranks()).map(|rank| placement.at(rank, drop).most).max().unwrap_or(0);
+    fn slots(asked: Option<u32>, overflow: Overflow, needs: &Reference<f32>) -> Result<Self, CliError> {
+        let mut rows = HashMap::new();
+        for (rank, row) in
+            (0..).zip(&needs.seen.rows).flat_map(|(rank, rows)| rows.iter().map(move |row| (rank, row)))
+        {
+            let Some(row) = row else { continue };
+            let bin = (!needs.case.layout.is_per_rank()).then(|| needs.ids[row.source][row.choices[0]]);
+            *rows.entry((rank, row.source, bin)).or_insert(0) += 1;
+        }
+        let most: u32 = rows.into_values().max().unwrap_or(0);
         let slots = asked.unwrap_or(most.max(1));
         at_least_one(&[("--slots", slots)])?;
         if most > slots && overflow == Overflow::Error {
@@ -339,23 +375,18 @@ impl ReceiveConfig {
         factor: f64,
         overflow: Overflow,
         config: &Config,
-        placement: &Placement,
+        needs: &Reference<f32>,
     ) -> Result<Self, CliError> {
         if !(factor.is_finite() && factor > 0.0) {
             return Err(usage!("--budget {factor} is not a positive number"));
         }
-        let (mut all, mut required) = (0, Vec::new());
-        for rank in 0..placement.ranks() {
-            let place = placement.at(rank, drop);
-            all += place.rows.iter().flatten().count();
-            required.push(place.required);
-        }
+        let all = needs.seen.rows.iter().flatten().flatten().count();
         let mean = match config.layout {
             RowLayout::ExpertMajor => f64::from(config.tokens) * f64::from(config.top_k),
-            RowLayout::RankMajor => all as f64 / f64::from(placement.ranks()),
+            RowLayout::RankMajor => all as f64 / f64::from(config.ranks()),
         };
         let rows = (factor * mean).ceil() as u32;
-        let worst = (0..).zip(required).max_by_key(|&(_, required)| required);
+        let worst = (0..).zip(needs.seen.required.iter().copied()).max_by_key(|&(_, required)| required);
         if let (Some((rank, required)), Overflow::Error) = (worst, overflow)
             && required > rows
         {

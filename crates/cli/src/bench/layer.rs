@@ -21,10 +21,11 @@ use sidelane::exec::{Recorder, Timeline, now, write_chrome_trace};
 use sidelane::gate::Routing;
 use sidelane::topology::NodeMap;
 use sidelane::{Error, ExpertParallel, Group, World};
+use sidelane_verify::reference::Real;
 
 use super::config::Config;
 use super::peers::{Field, Seen};
-use super::reference::{Expected, Number, fill};
+use super::reference::Expected;
 use crate::error::{CliError, failed};
 use crate::machines::Machines;
 use crate::peers::Folder;
@@ -42,7 +43,7 @@ pub struct Layer<'c, E> {
     pub routing: Routing<'static>,
     pub tokens: Tokens<E>,
     pub out: Vec<E>,
-    pub expected: Expected,
+    pub expected: Expected<E>,
     /// Dispatches and combines that were checked; the first ones are the first of this world.
     pub dispatches: Laps,
     pub combines: Laps,
@@ -61,7 +62,7 @@ pub struct Tokens<E> {
     tokens: Option<Vec<E>>,
 }
 
-impl<E: Number> Tokens<E> {
+impl<E: Real> Tokens<E> {
     fn new(ep: &ExpertParallel, x: Vec<E>, count: u32) -> Result<Self, Error> {
         let mut buffer = ep.token_buffer(count)?;
         if ep.record().is_none() {
@@ -104,7 +105,7 @@ pub struct Verdict {
     pub right: u64,
 }
 
-impl<'c, E: Number> Layer<'c, E> {
+impl<'c, E: Real> Layer<'c, E> {
     /// Joins the ranks that were started under the same conditions. A recorder keeps `record`
     /// operations; 0 means no recorder.
     pub fn join(
@@ -116,28 +117,11 @@ impl<'c, E: Number> Layer<'c, E> {
         let world = ranks::join(sizes, conditions, record)?;
         let group = world.all()?;
         let machines = Machines::of(&group)?;
-        let ep = ExpertParallel::builder(&group)
-            .map_err(Error::from)?
-            .experts(config.experts)
-            .top_k(config.top_k)
-            .hidden(config.hidden as usize)
-            .dtype(config.dtype.element())
-            .fp8(config.dtype.record(config.hidden).is_some())
-            .layout(config.layout)
-            .mode(config.receive.mode())
-            .align(config.align)
-            .max_tokens(config.tokens)
-            .sum_order(config.sum_order)
-            .partial_dtype(config.partial_dtype)
-            .route(config.route)
-            .coalesce_relays(config.coalesce_relays)
-            .strategy(config.strategy)
-            .build()?;
+        let ep = config.settings()?.builder(&group)?.build()?;
         let router = Router::open(&config.routing)?;
         let routing = router.routing(config.share(), world.rank()).map_err(Error::from)?;
-        let expected = Expected::new(config, &router, world.rank()).map_err(Error::from)?;
-        let mut x = Vec::new();
-        (0..config.tokens).for_each(|token| fill(&mut x, config.seed, world.rank(), token, config.hidden));
+        let expected = Expected::new(config, &router, world.rank())?;
+        let x = expected.tokens();
         let out = vec![E::of(0.0); x.len()];
         let tokens = Tokens::new(&ep, x, config.tokens)?;
         Ok(Layer {
@@ -172,7 +156,7 @@ impl<'c, E: Number> Layer<'c, E> {
 
     pub fn check_rows(&mut self, rows: &ExpertRows, handle: &Handle) -> Result<(), CliError> {
         let seen = rows.rows::<u8>()?;
-        self.right += self.expected.right_rows::<E>(self.config, seen, handle);
+        self.right += self.expected.right_rows(seen, handle);
         self.compared += self.expected.len() as u64;
         self.wrong += u64::from(!self.expected.right_handle(handle));
         Ok(())
@@ -180,15 +164,9 @@ impl<'c, E: Number> Layer<'c, E> {
 
     pub fn check_gradients(&mut self, rows: &ExpertRows) -> Result<(), CliError> {
         let seen = rows.rows::<E>()?;
-        self.right += self.expected.right_gradients(self.config, seen);
+        self.right += self.expected.right_gradients(seen);
         self.compared += self.expected.len() as u64;
         Ok(())
-    }
-
-    /// Outputs of this rank's experts for its rows.
-    pub fn experts(&self, rows: &ExpertRows) -> Result<Vec<E>, CliError> {
-        let seen = rows.rows::<u8>()?;
-        Ok(self.expected.experts(self.config, seen).map_err(Error::from)?)
     }
 
     /// These outputs of the experts, where a combine takes them from.
@@ -208,7 +186,7 @@ impl<'c, E: Number> Layer<'c, E> {
     }
 
     fn check_tokens(&mut self) {
-        self.right += self.expected.right_tokens(self.config, &self.out);
+        self.right += self.expected.right_tokens(&self.out);
         self.compared += u64::from(self.config.tokens);
     }
 
@@ -267,7 +245,7 @@ pub const CALLS: [&str; 3] = ["dispatch", "experts", "combine"];
 
 /// Runs rounds with outputs `y` of the experts, checks the last, and sends every rank the timelines
 /// of all in a usual one. Empty timelines if the layer has no recorder.
-pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeline>, CliError> {
+pub fn record<E: Real>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeline>, CliError> {
     const ROUNDS: usize = 15;
     let Some(recorder) = layer.world.recorder().cloned() else {
         return Ok(vec![Timeline::default(); layer.config.ranks() as usize]);
@@ -310,7 +288,7 @@ fn moved(mut timeline: Timeline, offset: i64) -> Timeline {
     timeline
 }
 
-fn round<E: Number>(
+fn round<E: Real>(
     layer: &mut Layer<'_, E>,
     y: &[E],
     recorder: &Recorder,

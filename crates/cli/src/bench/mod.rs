@@ -36,7 +36,6 @@ use crate::ranks;
 pub use config::{ConditionArgs, Config, RowType, Words};
 pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
 pub use rank::sizes;
-pub use reference::Number;
 
 #[cfg(test)]
 pub use report::tests::sample;

@@ -17,12 +17,13 @@ use sidelane::topology::{Paths, Route};
 use sidelane::world::NicCounters;
 use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
+use sidelane_verify::reference::{Real, Reference};
 
 use super::BenchArgs;
 use super::config::{Config, Kind};
 use super::layer::{self, EVENTS, Layer, write_trace};
 use super::peers::Field;
-use super::reference::{Number, Placement};
+use super::reference::reference;
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
 use crate::error::{CliError, wrong};
 use crate::peers::Folder;
@@ -41,11 +42,11 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
 }
 
 /// The report, on rank 0.
-fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
+fn run<E: Real>(task: &Task) -> Result<Option<Report>, CliError> {
     let record = if task.trace_out.is_some() { EVENTS } else { 0 };
     let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, task.conditions()?, record)?;
     let (rows, handle) = layer.dispatch_and_check()?;
-    let y = layer.experts(&rows)?;
+    let y = layer.expected.outputs();
     let received = if task.baselines.is_some() { rows.rows::<u8>()?.to_vec() } else { Vec::new() };
     drop(rows);
     layer.combine_and_check(&y, &handle)?;
@@ -95,7 +96,7 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
 }
 
 /// Times the calls of one phase.
-fn time<E: Number>(
+fn time<E: Real>(
     layer: &mut Layer<'_, E>,
     barrier: &mut Window,
     kinds: &[Kind],
@@ -141,7 +142,7 @@ fn moved(rank: u32) -> CliError {
     )
 }
 
-fn report<E: Number>(
+fn report<E: Real>(
     layer: &Layer<'_, E>,
     handle: &Handle,
     pairs: &[Pair],
@@ -234,7 +235,7 @@ struct Track<'a, 'c, E> {
     moved: bool,
 }
 
-impl<E: Number> Track<'_, '_, E> {
+impl<E: Real> Track<'_, '_, E> {
     /// One round of all kinds: ours and the floor, then the others.
     pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), CliError> {
         kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| {
@@ -397,9 +398,8 @@ impl Task {
 /// Room for the calls of a round next to a dispatch that stays alive, for the busiest rank.
 pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let router = Router::open(&config.routing)?;
-    let placement = Placement::new(config, &router, config.receive.mode())?;
-    let rows = (0..config.ranks()).map(|rank| placement.at(rank, drop).rows.len() as u64);
-    let busiest = rows.max().unwrap_or(0);
+    let Reference { case, seen, .. } = reference::<f32>(config, &router)?;
+    let busiest = seen.rows.iter().map(|rows| rows.len() as u64).max().unwrap_or(0);
     let (nodes, tokens) = (config.node_map(), u64::from(config.tokens));
     let paths = Paths::new(&nodes, config.route, 0);
     let relayed = match config.route {
@@ -428,7 +428,7 @@ pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
         false => (0, 0),
     };
     let pool = (5 * busiest + 3 * own + tokens + relayed * (tokens + own)) * row + gathered + (16 << 20);
-    let bins = Bins::of_layout(config.layout, &placement.map, config.sum_order, &nodes);
+    let bins = Bins::of_layout(config.layout, &case.map, config.sum_order, &nodes);
     let symmetric = ControlLayout::new(&paths, &bins, own, note_bytes).bytes() + gathering + (4 << 20);
     Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })
 }
@@ -452,7 +452,7 @@ pub struct Nics {
 
 impl Nics {
     /// Of all ranks; none where the net has no NICs. Collective: all sent bytes have landed.
-    pub fn of<E: Number>(layer: &Layer<'_, E>) -> Result<Option<Self>, Error> {
+    pub fn of<E: Real>(layer: &Layer<'_, E>) -> Result<Option<Self>, Error> {
         let world = &layer.world;
         let own = [world.nic_counters(), world.nic_forecast()];
         let blob = serde_json::to_vec(&own).expect("numbers are always JSON");

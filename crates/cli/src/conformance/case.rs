@@ -4,13 +4,15 @@
 //! executor serves it there, and its table which features that lacks.
 
 use serde::{Deserialize, Serialize};
+use sidelane::Dtype;
 use sidelane::dtype::PartialDtype;
-use sidelane::ep::{CallExecutor, ExpertParallelBuilder, Feature, Graphs};
+use sidelane::ep::{CallExecutor, Feature, Graphs};
 use sidelane::error::PlanError;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::Route;
-use sidelane::{Dtype, ExpertParallel, Group};
 use sidelane_verify::reference;
+
+use crate::settings::Settings;
 
 /// Place and mode to which a case adds its settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -228,28 +230,7 @@ impl Case {
     }
 }
 
-/// Settings of the builder.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    pub case: reference::Case,
-    pub dtype: Dtype,
-    pub max_tokens: u32,
-    pub fp8: bool,
-    pub graphs: Graphs,
-}
-
 impl Settings {
-    /// The builder with them, still without a place.
-    pub fn builder<'g>(&self, group: &'g Group) -> Result<ExpertParallelBuilder<'g>, PlanError> {
-        let case = &self.case;
-        let builder = ExpertParallel::builder(group)?.expert_map(case.map.clone()).top_k(case.top_k);
-        let builder = builder.hidden(case.hidden).dtype(self.dtype).max_tokens(self.max_tokens);
-        let builder = builder.layout(case.layout).mode(case.mode).align(case.align).route(case.route);
-        let builder = builder.sum_order(case.order).partial_dtype(case.wire).weighted(case.weighted);
-        let builder = builder.coalesce_relays(case.spans).strategy(case.strategy);
-        Ok(builder.fp8(self.fp8).graphs(self.graphs))
-    }
-
     /// Features that these settings ask for, in the order of the table.
     pub fn asked(&self) -> Vec<Feature> {
         let case = &self.case;

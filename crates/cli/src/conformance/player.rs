@@ -3,20 +3,21 @@
 //! What differs is written down and ends nothing: the other ranks wait for the calls that follow.
 
 use sidelane::device::Graph;
-use sidelane::dtype::{Dtype, Fp8RowShape};
+use sidelane::dtype::Dtype;
 use sidelane::ep::{CallExecutor, Choices, ExpertOutput, ExpertRows, Graphs, Handle, Tensor};
 use sidelane::error::{CallError, KernelFault, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::RowLayout;
-use sidelane::rows::{Arithmetic, RowKernels, Simd, Stores};
+use sidelane::rows::Stores;
 use sidelane::{Error, ExpertParallel, Group};
-use sidelane_verify::reference::{self, Real, Reference, To, Tokens};
+use sidelane_verify::reference::{self, Real, Reference, Tokens};
 
-use super::case::{Bad, Call, Settings, reversed};
+use super::case::{Bad, Call, reversed};
 use super::difference::{Difference, compare, compare_list};
 use super::place::{Buffer, Device, Place};
 use crate::error::{CliError, failed};
 use crate::gpu_check::experts_copy;
+use crate::settings::Settings;
 
 /// Bytes of an instance's memory on a device.
 const DEVICE_HEAP: u64 = 4 << 20;
@@ -51,10 +52,7 @@ struct Alive<E> {
     outputs: u32,
 }
 
-impl<'r, E: Real> Player<'r, E>
-where
-    f32: To<E>,
-{
+impl<'r, E: Real> Player<'r, E> {
     /// Builds the instance: the `part`th of a case.
     pub fn build(
         settings: &Settings,
@@ -147,28 +145,6 @@ where
         Reference::seeded(case, self.seed.wrapping_mul(1 << 20).wrapping_add(u64::from(self.dispatches) << 8))
     }
 
-    /// Type of dispatched rows, and bytes of one.
-    fn sent_shape(&self) -> (Dtype, usize) {
-        let hidden = self.settings.case.hidden;
-        match self.settings.fp8 {
-            true => (Dtype::Bytes, Fp8RowShape::new(hidden as u32).bytes()),
-            false => (E::DTYPE, hidden * E::DTYPE.size()),
-        }
-    }
-
-    /// Rows as they are dispatched: in fp8 records, by the plain loops.
-    fn sent(&self, x: &[E]) -> Result<Vec<u8>, CliError> {
-        let bytes: &[u8] = bytemuck::cast_slice(x);
-        if !self.settings.fp8 {
-            return Ok(bytes.to_vec());
-        }
-        let shape = Fp8RowShape::new(self.settings.case.hidden as u32);
-        let mut records = vec![0; x.len() / shape.hidden() * shape.bytes()];
-        let loops = RowKernels::new(Simd::named("portable").unwrap_or_else(|_| Simd::best()));
-        loops.quantise(Arithmetic::try_from(E::DTYPE)?, shape, bytes, &mut records)?;
-        Ok(records)
-    }
-
     /// Makes a call with these tokens: `x` as they are dispatched.
     fn with_input<R>(
         &mut self,
@@ -176,7 +152,7 @@ where
         tokens: &Tokens<E>,
         call: impl FnOnce(&mut ExpertParallel, Tensor<'_>, Choices<'_>) -> Result<R, Error>,
     ) -> Result<Result<R, Error>, CliError> {
-        let (x, dtype) = (self.place.lend(x)?, self.sent_shape().0);
+        let (x, dtype) = (self.place.lend(x)?, self.settings.sent_shape().0);
         if self.place.stream().is_none() {
             let top_k = self.settings.case.top_k;
             let routing = Routing::new(top_k, tokens.ids.as_slice(), tokens.weights.as_slice())?;
@@ -192,7 +168,7 @@ where
     ) -> Result<(), CliError> {
         let reference = self.input();
         let tokens = &reference.all[self.me()];
-        let (rows, handle) = self.with_input(&self.sent(&tokens.x)?, tokens, call)??;
+        let (rows, handle) = self.with_input(&self.settings.sent(&tokens.x)?, tokens, call)??;
         let what = format!("rows of dispatch {}", self.alive.len());
         self.check_sent(&what, &rows, &handle, &reference, |rank| reference.all[rank].x.clone())?;
         self.check_metadata(&rows, &handle, &reference)?;
@@ -211,9 +187,9 @@ where
     }
 
     fn cached(&mut self, nth: usize) -> Result<(), CliError> {
-        let (me, number, dtype) = (self.me(), self.number(), self.sent_shape().0);
+        let (me, number, dtype) = (self.me(), self.number(), self.settings.sent_shape().0);
         let alive = self.alive.remove(nth);
-        let x = self.place.lend(&self.sent(&alive.reference.sent(number, me))?)?;
+        let x = self.place.lend(&self.settings.sent(&alive.reference.sent(number, me))?)?;
         let rows = self.ep.dispatch_cached(x.tensor(dtype), &alive.handle)?;
         let (reference, handle) = (&alive.reference, &alive.handle);
         let what = format!("rows along dispatch {nth}");
@@ -310,10 +286,10 @@ where
             return Ok(());
         }
         let me = self.me();
-        let mut x = self.sent(&reference.all[me].x)?;
+        let mut x = self.settings.sent(&reference.all[me].x)?;
         if is_bad {
             match bad {
-                Bad::Shape => x.truncate(x.len() - self.sent_shape().1),
+                Bad::Shape => x.truncate(x.len() - self.settings.sent_shape().1),
                 Bad::Expert => reference.all[me].ids[0] = self.settings.case.map.experts() as i32,
             }
         }
@@ -338,7 +314,7 @@ where
         let needs = reference.seen.over_budget(&reference.case);
         let tokens = &reference.all[self.me()];
         let call = |ep: &mut ExpertParallel, x: Tensor<'_>, choices: Choices<'_>| ep.dispatch(x, choices);
-        let seen = match self.with_input(&self.sent(&tokens.x)?, tokens, call)? {
+        let seen = match self.with_input(&self.settings.sent(&tokens.x)?, tokens, call)? {
             Ok((_, handle)) if self.sizes_stay() => {
                 return self.over_budget_by_kernels(&handle, needs.map(|(rank, _)| rank), tokens.x.len());
             }
@@ -391,14 +367,14 @@ where
         let mut inputs: Vec<Reference<E>> = (0..LAUNCHES).map(|_| self.input_of(&case)).collect();
         let first = inputs[0].all[me].clone();
         if !sidelane::ep::Feature::Capture.is_served_by(self.ep.executor()) {
-            let x = self.sent(&first.x)?;
+            let x = self.settings.sent(&first.x)?;
             let call = |ep: &mut ExpertParallel, x: Tensor<'_>, choices: Choices<'_>| {
                 ep.start_dispatch(x, choices)?.unfinished().map(drop)
             };
             return Ok(self.with_input(&x, &first, call)??);
         }
         let stream = self.place.stream().cloned().ok_or_else(|| failed!("the host captures nothing"))?;
-        let x = self.place.lend(&self.sent(&first.x)?)?;
+        let x = self.place.lend(&self.settings.sent(&first.x)?)?;
         let (ids, weights) = (self.place.lend(&first.ids)?, self.place.lend(&first.weights)?);
         let mut out = self.place.room(bytes_of(&first.x).len())?;
         let (ep, mut kept) = (&mut self.ep, None);
@@ -437,7 +413,7 @@ where
     fn yardstick(&mut self) -> Result<(), CliError> {
         let reference = self.input();
         let tokens = &reference.all[self.me()];
-        let x = self.sent(&tokens.x)?;
+        let x = self.settings.sent(&tokens.x)?;
         let (rows, handle) = self.with_input(&x, tokens, |ep, x, choices| ep.dispatch(x, choices))??;
         let output = handle.output()?;
         let mut floor = self.ep.yardstick(self.group, rows, output, &handle)?;
@@ -512,9 +488,9 @@ where
         reference: &Reference<E>,
         x: impl Fn(usize) -> Vec<E>,
     ) -> Result<(), CliError> {
-        let (dtype, row) = self.sent_shape();
+        let (dtype, row) = self.settings.sent_shape();
         let ranks = 0..reference.all.len();
-        let sent = ranks.map(|rank| self.sent(&x(rank))).collect::<Result<Vec<_>, _>>()?;
+        let sent = ranks.map(|rank| self.settings.sent(&x(rank))).collect::<Result<Vec<_>, _>>()?;
         // The same rows, of bytes.
         let case = reference::Case { hidden: row, ..reference.case.clone() };
         let all = sent.iter().map(|x| Tokens { x: x.clone(), ids: Vec::new(), weights: Vec::new() });

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use sidelane::ep::{CallExecutor, Feature};
 use sidelane::error::PlanError;
 use sidelane::{Dtype, Error, ExpertParallel, World};
-use sidelane_verify::reference::{Real, To};
+use sidelane_verify::reference::Real;
 
 use super::ConformanceArgs;
 use super::case::{Case, Way};
@@ -116,10 +116,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
 }
 
 /// One run at this rank: the executor's name, and the outcome.
-fn play<E: Real>(run: &Run, seed: u64, world: &World, device: Option<&Device>) -> (String, Outcome)
-where
-    f32: To<E>,
-{
+fn play<E: Real>(run: &Run, seed: u64, world: &World, device: Option<&Device>) -> (String, Outcome) {
     let (case, mut executor) = (run.case(), None);
     let mut found = Vec::new();
     let played = calls::<E>(run, seed, world, device, &mut executor, &mut found);
@@ -169,10 +166,7 @@ fn calls<E: Real>(
     device: Option<&Device>,
     executor: &mut Option<CallExecutor>,
     found: &mut Vec<Difference>,
-) -> Result<(), CliError>
-where
-    f32: To<E>,
-{
+) -> Result<(), CliError> {
     let case = run.case();
     let mut groups = vec![case.group];
     groups.extend(Some(case.second).filter(|second| second.contains(&world.rank())));

@@ -21,10 +21,9 @@ use serde::{Deserialize, Serialize};
 use sidelane::dtype::Dtype;
 use sidelane::exec::{OpKind, Timeline};
 use sidelane::topology::NodeMap;
+use sidelane_verify::reference::Real;
 
-use crate::bench::{
-    CALLS, ConditionArgs, Config, EVENTS, Layer, Number, Verdict, Words, record, sizes, write_trace,
-};
+use crate::bench::{CALLS, ConditionArgs, Config, EVENTS, Layer, Verdict, Words, record, sizes, write_trace};
 use crate::command::{self, Command};
 use crate::error::CliError;
 use crate::machines::{self, Machines};
@@ -104,10 +103,10 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     }
 }
 
-fn run<E: Number>(task: &Task) -> Result<ExitCode, CliError> {
+fn run<E: Real>(task: &Task) -> Result<ExitCode, CliError> {
     let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, task.conditions()?, EVENTS)?;
     let (rows, handle) = layer.dispatch_and_check()?;
-    let y = layer.experts(&rows)?;
+    let y = layer.expected.outputs();
     drop(rows);
     layer.combine_and_check(&y, &handle)?;
     let timelines = record(&mut layer, &y)?;
