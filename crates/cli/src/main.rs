@@ -6,6 +6,7 @@ mod collectives;
 mod command;
 mod conformance;
 mod copy_engines;
+mod device;
 mod doctor;
 mod error;
 mod gpu_check;

@@ -19,7 +19,7 @@ use sidelane::error::BootstrapError;
 use sidelane::{Error, Group, Options, World};
 
 use crate::error::{CliError, usage};
-use crate::launch::{Job, MachineArgs};
+use crate::launch::{Bind, Job, MachineArgs};
 
 /// One of the processes that a command has started.
 #[derive(Args)]
@@ -39,16 +39,22 @@ pub fn start(
     task: &impl Serialize,
     variables: Vec<(String, OsString)>,
 ) -> Result<ExitCode, CliError> {
-    let job = Job {
-        nodes: ranks_per_node.to_vec(),
-        part: machines.part(ranks_per_node)?,
-        command: again(command, task)?,
-        env: [machines.variables(), variables].concat(),
-        bind: machines.bind,
-        grace: Duration::from_secs(5),
-        tag_output: false,
-    };
+    let env = [machines.variables(), variables].concat();
+    let job = job(command, ranks_per_node, task, env)?;
+    let job = Job { part: machines.part(ranks_per_node)?, bind: machines.bind, ..job };
     Ok(ExitCode::from(job.run()?.exit_code()))
+}
+
+/// This program once per rank, all of them on this machine and on any of its processors.
+pub fn job(
+    command: &str,
+    ranks_per_node: &[u32],
+    task: &impl Serialize,
+    env: Vec<(String, OsString)>,
+) -> Result<Job, CliError> {
+    let (nodes, command) = (ranks_per_node.to_vec(), again(command, task)?);
+    let grace = Duration::from_secs(5);
+    Ok(Job { nodes, part: None, command, env, bind: Bind::None, grace, tag_output: false })
 }
 
 /// The command line of one process of a command: this program, to be started again.

@@ -19,21 +19,21 @@ mod suite;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use sidelane::device::{Driver, Probe};
 use sidelane::ep::Feature;
 
-use self::case::Way;
+pub use self::case::{Call, Case, Setting, Way};
+pub use self::place::{Device, Memory};
+pub use self::player::{Player, experts_copy};
 use self::rank::{Line, Outcome, Run, Task, judged};
 pub use self::report::Finding;
 use self::report::Report;
 use self::suite::{RANKS_PER_NODE, SUITE};
 use crate::command::{self, Command};
+use crate::device::{VARIABLES, missing, one_process};
 use crate::error::{CliError, failed};
-use crate::gpu_check::VARIABLES;
-use crate::launch::{Bind, Job};
 use crate::options::one_of;
 use crate::ranks;
 
@@ -124,10 +124,10 @@ pub fn on_device(device: u32, quick: bool) -> Result<Vec<Finding>, CliError> {
 /// The driver, if it is there and processes may share its devices.
 fn probe() -> Result<Probe, CliError> {
     let driver = Driver::open()?;
-    if !driver.device(0)?.several_processes {
-        return Err(failed!("the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)"));
+    match one_process(&driver, 0)? {
+        Some(reason) => Err(failed!("{reason}")),
+        None => Ok(driver.probe()?),
     }
-    Ok(driver.probe()?)
 }
 
 /// Milliseconds after which a rank that waits for others gives up, unless it was said.
@@ -140,7 +140,8 @@ fn run_all(mut task: Task) -> Result<Vec<Judged>, CliError> {
         let folder = tempfile::Builder::new().prefix("sidelane-conformance-").tempdir();
         let folder = folder.map_err(CliError::prepare("make a folder for what ranks see"))?;
         task.folder = folder.path().to_owned();
-        let code = job(&task)?.run()?.exit_code();
+        let env = missing([DEADLINE].into_iter().chain(VARIABLES));
+        let code = ranks::job(ConformanceArgs::NAME, &RANKS_PER_NODE, &task, env)?.run()?.exit_code();
         if [130, 143].contains(&code) {
             return Err(failed!("stopped"));
         }
@@ -156,20 +157,6 @@ fn run_all(mut task: Task) -> Result<Vec<Judged>, CliError> {
         done.extend(judged);
     }
     Ok(done)
-}
-
-fn job(task: &Task) -> Result<Job, CliError> {
-    let missing =
-        [DEADLINE].into_iter().chain(VARIABLES).filter(|(name, _)| std::env::var_os(name).is_none());
-    Ok(Job {
-        nodes: RANKS_PER_NODE.to_vec(),
-        part: None,
-        command: ranks::again(ConformanceArgs::NAME, task)?,
-        env: missing.map(|(name, value)| (name.to_owned(), value.into())).collect(),
-        bind: Bind::None,
-        grace: Duration::from_secs(5),
-        tag_output: false,
-    })
 }
 
 /// The runs that a job has finished, by the lines of its ranks, and the one that ended it.

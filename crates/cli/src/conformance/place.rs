@@ -7,13 +7,9 @@ use sidelane::Dtype;
 use sidelane::device::{DeviceRange, Driver, Event, PinnedMemory, Stream};
 use sidelane::ep::{ExpertRows, Tensor, TensorMut};
 
+use crate::device::{allocate, finish, stream, whole};
 use crate::error::{CliError, failed};
-use crate::gpu_check::device::{allocate, finish, stream, whole};
 
-/// Memory of a device for the tensors of one case.
-const TENSORS: u64 = 8 << 20;
-/// The largest tensor that is read or written.
-const STAGING: usize = 1 << 20;
 /// Tensors begin at multiples of this.
 const ALIGN: u64 = 256;
 /// What a copy may take before it counts as stuck: less than other ranks wait for this one.
@@ -21,27 +17,40 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// What stands in memory that a call is to write.
 const BEFORE: u8 = 0xcb;
 
+/// Bytes of a device's memory.
+#[derive(Clone, Copy)]
+pub struct Memory {
+    /// For the tensors of one case.
+    pub tensors: u64,
+    /// For the largest tensor that is read or written, on the host.
+    pub staging: u64,
+    /// For an instance, where its mode does not say.
+    pub heap: u64,
+}
+
 /// A device of a rank. All its memory is made before the first case and kept until the last: to
 /// free memory waits for streams that wait for other ranks.
 pub struct Device {
     pub stream: Arc<Stream>,
     /// For calls that change streams.
     pub other: Arc<Stream>,
-    memory: DeviceRange,
+    tensors: DeviceRange,
     staging: PinnedMemory,
+    pub heap: u64,
 }
 
 impl Device {
     /// This one, or the rank's, where ranks take the devices in turns.
-    pub fn new(device: Option<u32>, rank: u32) -> Result<Self, CliError> {
+    pub fn new(device: Option<u32>, rank: u32, memory: Memory) -> Result<Self, CliError> {
         let driver = Driver::open()?;
         let in_turn = rank % driver.device_count()?.max(1);
         let context = driver.context(device.unwrap_or(in_turn))?;
         Ok(Device {
             stream: Arc::new(stream(&context)?),
             other: Arc::new(stream(&context)?),
-            memory: allocate(&context, TENSORS)?,
-            staging: PinnedMemory::new(&context, STAGING)?,
+            tensors: allocate(&context, memory.tensors)?,
+            staging: PinnedMemory::new(&context, memory.staging as usize)?,
+            heap: memory.heap,
         })
     }
 }
@@ -83,7 +92,8 @@ impl<'d> Place<'d> {
     /// Part `part` of two of a device's memory, or the host.
     pub fn new(device: Option<&'d Device>, part: u64) -> Self {
         let stream = device.map(|device| Arc::clone(&device.stream));
-        Place { device, stream, used: part * TENSORS / 2 }
+        let used = device.map_or(0, |device| part * device.tensors.len() / 2);
+        Place { device, stream, used }
     }
 
     pub fn stream(&self) -> Option<&Arc<Stream>> {
@@ -110,7 +120,7 @@ impl<'d> Place<'d> {
             bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
             return Ok(Buffer::Host(words, bytes.len()));
         };
-        let range = device.memory.part(self.used, bytes.len() as u64)?;
+        let range = device.tensors.part(self.used, bytes.len() as u64)?;
         self.used += (bytes.len() as u64).next_multiple_of(ALIGN).max(ALIGN);
         self.write(&range, bytes)?;
         Ok(Buffer::Device(range))

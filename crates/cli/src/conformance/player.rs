@@ -2,9 +2,11 @@
 //!
 //! What differs is written down and ends nothing: the other ranks wait for the calls that follow.
 
-use sidelane::device::Graph;
+use sidelane::device::{Graph, Stream};
 use sidelane::dtype::Dtype;
-use sidelane::ep::{CallExecutor, Choices, ExpertOutput, ExpertRows, Graphs, Handle, Tensor};
+use sidelane::ep::{
+    CallExecutor, Choices, ExpertOutput, ExpertRows, Graphs, Handle, PendingDispatch, Tensor,
+};
 use sidelane::error::{CallError, KernelFault, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::RowLayout;
@@ -15,24 +17,22 @@ use sidelane_verify::reference::{self, Real, Reference, Tokens};
 use super::case::{Bad, Call, reversed};
 use super::difference::{Difference, compare, compare_list};
 use super::place::{Buffer, Device, Place};
+use crate::device::whole;
 use crate::error::{CliError, failed};
-use crate::gpu_check::experts_copy;
 use crate::settings::Settings;
 
-/// Bytes of an instance's memory on a device.
-const DEVICE_HEAP: u64 = 4 << 20;
 /// Dispatches that may be alive there.
 const MAX_IN_FLIGHT: u32 = 4;
 /// Member of a group that brings bad input.
 const BAD_MEMBER: u32 = 1;
 /// Launches of a captured layer.
-const LAUNCHES: u32 = 3;
+const LAUNCHES: u32 = 4;
 
 /// One rank in one group.
 pub struct Player<'r, E> {
     settings: Settings,
     group: &'r Group,
-    ep: ExpertParallel,
+    pub ep: ExpertParallel,
     place: Place<'r>,
     seed: u64,
     /// Dispatches so far.
@@ -62,10 +62,10 @@ impl<'r, E: Real> Player<'r, E> {
     ) -> Result<Self, CliError> {
         let place = Place::new(device, part);
         let mut builder = settings.builder(group)?;
-        if let Some(stream) = place.stream() {
+        if let (Some(device), Some(stream)) = (device, place.stream()) {
             builder = builder.on(stream);
             if settings.case.mode.slots().is_none() && settings.graphs == Graphs::Off {
-                builder = builder.device_heap(DEVICE_HEAP).max_in_flight(MAX_IN_FLIGHT);
+                builder = builder.device_heap(device.heap).max_in_flight(MAX_IN_FLIGHT);
             }
         }
         let (ep, settings) = (builder.build()?, settings.clone());
@@ -73,8 +73,17 @@ impl<'r, E: Real> Player<'r, E> {
         Ok(Player { settings, group, ep, place, seed, dispatches: 0, tensors: 0, alive, found })
     }
 
-    pub fn instance(&self) -> &ExpertParallel {
-        &self.ep
+    /// How many calls were made, and what the last dispatch asked for.
+    pub fn told(&self) -> Result<String, CliError> {
+        let Some(Alive { handle, .. }) = self.alive.last() else {
+            return Ok(format!("{} dispatches or launches", self.dispatches));
+        };
+        let asked = handle.report()?.enqueued;
+        let how = if asked.batches > 0 { "batches" } else { "single ones" };
+        let (dispatches, copies, operations) = (self.dispatches, asked.copies, asked.memory_operations);
+        Ok(format!(
+            "{dispatches} dispatches, the last by {copies} copies ({how}) and {operations} operations"
+        ))
     }
 
     /// Whether sizes stay on the device: then a handle knows nothing, and ranks agree on nothing.
@@ -169,9 +178,19 @@ impl<'r, E: Real> Player<'r, E> {
         let reference = self.input();
         let tokens = &reference.all[self.me()];
         let (rows, handle) = self.with_input(&self.settings.sent(&tokens.x)?, tokens, call)??;
+        self.dispatched(&rows, handle, reference)
+    }
+
+    /// Checks what a dispatch gave, and keeps its handle.
+    fn dispatched(
+        &mut self,
+        rows: &ExpertRows,
+        handle: Handle,
+        reference: Reference<E>,
+    ) -> Result<(), CliError> {
         let what = format!("rows of dispatch {}", self.alive.len());
-        self.check_sent(&what, &rows, &handle, &reference, |rank| reference.all[rank].x.clone())?;
-        self.check_metadata(&rows, &handle, &reference)?;
+        self.check_sent(&what, rows, &handle, &reference, |rank| reference.all[rank].x.clone())?;
+        self.check_metadata(rows, &handle, &reference)?;
         self.check_layout(&handle, &reference)?;
         self.alive.push(Alive { reference, handle, outputs: 0 });
         Ok(())
@@ -374,29 +393,10 @@ impl<'r, E: Real> Player<'r, E> {
             return Ok(self.with_input(&x, &first, call)??);
         }
         let stream = self.place.stream().cloned().ok_or_else(|| failed!("the host captures nothing"))?;
-        let x = self.place.lend(&self.settings.sent(&first.x)?)?;
-        let (ids, weights) = (self.place.lend(&first.ids)?, self.place.lend(&first.weights)?);
-        let mut out = self.place.room(bytes_of(&first.x).len())?;
-        let (ep, mut kept) = (&mut self.ep, None);
-        let graph = Graph::capture(&stream, || -> Result<(), CliError> {
-            let started = ep.start_dispatch(x.tensor(E::DTYPE), choices(&ids, &weights)?)?;
-            let (rows, handle) = started.unfinished()?;
-            let y = experts_copy(&stream, &rows, &handle)?;
-            ep.combine_into(y, &handle, out.tensor_mut(E::DTYPE))?;
-            kept = Some(handle);
-            Ok(())
-        })?;
+        let mut layer = self.layer(&first)?;
+        let (graph, _handle) = layer.capture(&mut self.ep, &stream)?;
         for (launch, reference) in inputs.drain(..).enumerate() {
-            let tokens = &reference.all[me];
-            for (to, bytes) in [
-                (&x, bytes_of(&tokens.x)),
-                (&ids, bytes_of(&tokens.ids)),
-                (&weights, bytes_of(&tokens.weights)),
-            ] {
-                if let Buffer::Device(to) = to {
-                    self.place.write(to, bytes)?;
-                }
-            }
+            layer.write(&self.place, &self.settings, &reference.all[me])?;
             graph.launch(&stream)?;
             self.ep.synchronize()?;
             let value = |rank: usize, row: usize, column: usize| -> f32 {
@@ -405,9 +405,37 @@ impl<'r, E: Real> Player<'r, E> {
                     .map_or(0.0, |row| reference.all[row.source].x[row.token * case.hidden + column].into())
             };
             let expected = reference.sums_of(me, case.weighted, value);
-            self.check_tensor(&format!("sums of launch {launch}"), &out, &expected)?;
+            self.check_tensor(&format!("sums of launch {launch}"), &layer.out, &expected)?;
         }
         Ok(())
+    }
+
+    /// Tensors of a layer of these tokens, on a device.
+    pub fn layer(&mut self, tokens: &Tokens<E>) -> Result<Layer, CliError> {
+        let place = &mut self.place;
+        Ok(Layer {
+            x: place.lend(&self.settings.sent(&tokens.x)?)?,
+            sent: self.settings.sent_shape().0,
+            ids: place.lend(&tokens.ids)?,
+            weights: place.lend(&tokens.weights)?,
+            out: place.room(bytes_of(&tokens.x).len())?,
+            returned: E::DTYPE,
+        })
+    }
+
+    /// A layer of this instance while another one's dispatch, begun before its combine, is under
+    /// way.
+    pub fn around(&mut self, other: &mut Self) -> Result<(), CliError> {
+        self.play(Call::Dispatch)?;
+        let reference = other.input();
+        let layer = other.layer(&reference.all[other.me()])?;
+        let started = layer.start(&mut other.ep)?;
+        self.play(Call::Combine(0))?;
+        let (rows, handle) = started.finish()?;
+        other.dispatched(&rows, handle, reference)?;
+        other.play(Call::Combine(0))?;
+        self.play(Call::Forget)?;
+        other.play(Call::Forget)
     }
 
     fn yardstick(&mut self) -> Result<(), CliError> {
@@ -645,6 +673,77 @@ fn choices<'b>(ids: &'b Buffer, weights: &'b Buffer) -> Result<Choices<'b>, CliE
         (Buffer::Device(experts), Buffer::Device(weights)) => Ok(Choices::Device { experts, weights }),
         _ => Err(failed!("choices on the host are no choices on a device")),
     }
+}
+
+/// Tensors of a dispatch and a combine on a device.
+pub struct Layer {
+    x: Buffer,
+    /// Type of `x`.
+    sent: Dtype,
+    ids: Buffer,
+    weights: Buffer,
+    out: Buffer,
+    /// Type of `out`.
+    returned: Dtype,
+}
+
+impl Layer {
+    /// Writes other tokens, as many.
+    fn write<E: Real>(&self, place: &Place, settings: &Settings, tokens: &Tokens<E>) -> Result<(), CliError> {
+        let x = settings.sent(&tokens.x)?;
+        let content = [&x[..], bytes_of(&tokens.ids), bytes_of(&tokens.weights)];
+        for (to, bytes) in [&self.x, &self.ids, &self.weights].into_iter().zip(content) {
+            if let Buffer::Device(to) = to {
+                place.write(to, bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub fn start<'e>(&'e self, ep: &'e mut ExpertParallel) -> Result<PendingDispatch<'e>, CliError> {
+        Ok(ep.start_dispatch(self.x.tensor(self.sent), choices(&self.ids, &self.weights)?)?)
+    }
+
+    pub fn combine(
+        &mut self,
+        ep: &mut ExpertParallel,
+        y: ExpertOutput,
+        handle: &Handle,
+    ) -> Result<(), CliError> {
+        Ok(ep.combine_into(y, handle, self.out.tensor_mut(self.returned))?)
+    }
+
+    /// Both, and experts that change nothing, as a graph; with its handle, which it may need.
+    pub fn capture(
+        &mut self,
+        ep: &mut ExpertParallel,
+        stream: &Stream,
+    ) -> Result<(Graph, Option<Handle>), CliError> {
+        let mut kept = None;
+        let graph = Graph::capture(stream, || -> Result<(), CliError> {
+            let (rows, handle) = self.start(ep)?.unfinished()?;
+            let y = experts_copy(stream, &rows, &handle)?;
+            self.combine(ep, y, &handle)?;
+            kept = Some(handle);
+            Ok(())
+        })?;
+        Ok((graph, kept))
+    }
+}
+
+/// Enqueues experts whose outputs are the rows that came. Nothing waits for the host.
+pub fn experts_copy(stream: &Stream, rows: &ExpertRows, handle: &Handle) -> Result<ExpertOutput, Error> {
+    let (received, y) = (rows.range()?, handle.output()?);
+    let Some(shape) = rows.slots() else {
+        stream.copy(whole(y.range()?)?, whole(&received)?)?;
+        return Ok(y);
+    };
+    let len = shape.bytes() - shape.rows_at();
+    for source in 0..received.len() / shape.bytes() {
+        let from = received.span(source * shape.bytes() + shape.rows_at(), len)?;
+        stream.copy(y.range()?.span(source * len, len)?, from)?;
+    }
+    Ok(y)
 }
 
 /// A dispatch of tokens that NICs read in place.

@@ -8,23 +8,26 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use half::{bf16, f16};
 use indicatif::ProgressBar;
 use serde::{Deserialize, Serialize};
 use sidelane::ep::{CallExecutor, Feature};
 use sidelane::error::PlanError;
-use sidelane::{Dtype, Error, ExpertParallel, World};
+use sidelane::{Error, World};
 use sidelane_verify::reference::Real;
 
 use super::ConformanceArgs;
 use super::case::{Case, Way};
 use super::difference::Difference;
-use super::place::Device;
+use super::place::{Device, Memory};
 use super::player::Player;
 use super::suite::SUITE;
 use crate::command::{self, Command};
 use crate::error::CliError;
 use crate::ranks::{self, Sizes};
+use crate::settings::with_element;
+
+/// Of a device.
+const MEMORY: Memory = Memory { tensors: 8 << 20, staging: 1 << 20, heap: 4 << 20 };
 
 const SIZES: Sizes = Sizes { heap: 32 << 20, symmetric: 16 << 20 };
 
@@ -84,7 +87,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let world = ranks::join(SIZES, conditions, 0)?;
     let all = world.all()?;
     let on_device = task.runs.iter().any(|run| run.way.is_on_device());
-    let device = on_device.then(|| Device::new(task.device, world.rank())).transpose()?;
+    let device = on_device.then(|| Device::new(task.device, world.rank(), MEMORY)).transpose()?;
     let path = lines_of(&task.folder, world.rank());
     let mut file = File::create(&path).map_err(CliError::prepare("write what a rank has seen"))?;
     let bar = match task.has_bar {
@@ -97,12 +100,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
         let case = run.case();
         if case.group.contains(&world.rank()) {
             let device = device.as_ref().filter(|_| run.way.is_on_device());
-            let (executor, outcome) = match case.dtype {
-                Dtype::F32 => play::<f32>(run, task.seed, &world, device),
-                Dtype::F16 => play::<f16>(run, task.seed, &world, device),
-                Dtype::Bf16 => play::<bf16>(run, task.seed, &world, device),
-                Dtype::Bytes => play::<u8>(run, task.seed, &world, device),
-            };
+            let (executor, outcome) = with_element!(case.dtype, play(run, task.seed, &world, device));
             let line = Line { run: *run, executor, outcome };
             let text = serde_json::to_string(&line).expect("names and numbers are always JSON");
             file.write_all(format!("{text}\n").as_bytes())
@@ -179,7 +177,7 @@ fn calls<E: Real>(
     for ((group, settings), part) in groups.iter().zip(&settings).zip(0..) {
         players.push(Player::<E>::build(settings, group, device, (seed, part))?);
     }
-    *executor = players.first().map(Player::instance).map(ExpertParallel::executor);
+    *executor = players.first().map(|player| player.ep.executor());
     let played =
         case.calls.iter().try_for_each(|&call| players.iter_mut().try_for_each(|player| player.play(call)));
     let ended = players.iter().try_for_each(Player::end);

@@ -31,8 +31,8 @@ use sidelane::error::DeviceError;
 
 use super::Task;
 use super::audit::{Dispatch, Peers, RANKS, all_done, streams};
-use super::device::{self, allocate, stream, until, whole};
 use super::report::{About, Checks, State};
+use crate::device::{self, allocate, stream, until, whole};
 use crate::error::CliError;
 
 /// Bytes of a slot.

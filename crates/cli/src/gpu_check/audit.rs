@@ -26,8 +26,8 @@ use sidelane_core::schedule::call::{Part, SlotCall};
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
 
 use super::Task;
-use super::device::{self, Random, allocate, content, equal, finish, same, stream, until, whole};
 use super::report::{About, Checks, State};
+use crate::device::{self, Random, allocate, content, equal, finish, same, stream, until, whole};
 use crate::error::CliError;
 
 /// Bytes of a slot: one of a small batch, and one that is hardly more than its flags.

@@ -74,8 +74,9 @@ pub fn ask(
     connections: Option<u32>,
 ) -> Result<(), CliError> {
     let task = Task { part: Part::Case, case: Some(case), ..*task };
-    let connections = connections.map(|count| ("CUDA_DEVICE_MAX_CONNECTIONS", count.to_string()));
-    let Process { mut child, lines } = Process::start(&task, connections.into_iter())?;
+    let connections =
+        connections.map(|count| ("CUDA_DEVICE_MAX_CONNECTIONS".to_owned(), count.to_string().into()));
+    let Process { mut child, lines } = Process::start(&task, connections)?;
     let heard = listen(&lines, task.case_bound());
     if !matches!(heard, Ok((Answer::Passes | Answer::Blocks, _))) || !ends(&lines, END) {
         let _ = child.kill();

@@ -5,13 +5,13 @@ use sidelane::device::Driver;
 use super::Task;
 use super::report::{About, Checks, State};
 use crate::conformance::on_device;
+use crate::device::one_process;
 use crate::error::CliError;
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    if !Driver::open()?.device(task.device)?.several_processes {
+    if let Some(reason) = one_process(&Driver::open()?, task.device)? {
         let about = About::new("the suite between processes", "nothing: ranks are threads below");
-        let found = "the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)".to_owned();
-        return checks.tell(about, State::Skipped, found, None);
+        return checks.tell(about, State::Skipped, reason.to_owned(), None);
     }
     for finding in on_device(task.device, task.quick)? {
         let about = About::new(finding.feature, "bits of a naive reference, or refused by name at all ranks")

@@ -3,17 +3,19 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use sidelane::device::{
-    Context, CopyBatch, DeviceRange, Driver, Graph, MemOpBatch, PinnedMemory, Stream, Version,
-};
+use half::bf16;
+use sidelane::device::{Context, CopyBatch, DeviceRange, Driver, MemOpBatch, PinnedMemory, Stream, Version};
 use sidelane::error::DeviceError;
-use sidelane::{Dtype, Group, World};
+use sidelane::{Group, World};
+use sidelane_verify::reference;
 
 use super::Task;
-use super::device::{Samples, Timer, allocate, stream, whole};
-use super::exchange::{Call, Case, Input, Rank, experts_copy, on_ranks};
+use super::exchange::{memory, on_nodes, timed};
 use super::report::{About, Checks, STAND_IN, Time};
+use crate::conformance::{Case, Device, Player, Way, experts_copy};
+use crate::device::{Samples, Timer, allocate, stream, whole};
 use crate::error::CliError;
+use crate::ranks;
 
 /// Bytes of copies: a slot of a small batch; sizes around which a copy costs more than its price;
 /// little more than nothing.
@@ -221,11 +223,10 @@ impl Bench<'_> {
 /// A layer of eight ranks as threads: each round begins when all are there, and takes as long as
 /// the slowest.
 fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CliError> {
-    const RANKS: u32 = 8;
-    let full = Case { ranks: RANKS, experts: 64, top_k: 8, hidden: 7168, max_tokens: 128 };
-    let case = task.few(full, Case { hidden: 512, max_tokens: 16, ..full });
-    let [dispatch, combine, graph] = on_ranks(task, RANKS, |world| rounds(task, case, world))?;
-    let size = format!("{RANKS} ranks x {} tokens x {} bf16", case.max_tokens, case.hidden);
+    const RANKS: usize = 8;
+    let case = timed(task);
+    let [dispatch, combine, graph] = on_nodes(task, &[0; RANKS], |world| rounds(task, case, world))?;
+    let size = format!("{RANKS} ranks x {} tokens x {} bf16", case.tokens[0], case.hidden);
     let shows = "eight ranks on one GPU: the bandwidth of its memory, not NVLink's; kernels and a host's wait are in it";
     let shows = if stand_in { STAND_IN } else { shows };
     for (what, samples) in [
@@ -240,67 +241,47 @@ fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CliErro
 
 /// Microseconds of dispatch, of combine, and of a launch of a graph with both.
 fn rounds(task: &Task, case: Case, world: &World) -> Result<[Vec<f64>; 3], CliError> {
-    let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
-    let me = u64::from(rank.ep.rank());
-    let call = on_device(&rank, &case.input(Dtype::Bf16, me, case.max_tokens))?;
-    let Rank { ep, stream, group, .. } = &mut rank;
+    let (group, count) = (world.all()?, task.few(50, 4));
+    let settings = case.settings(Way::Slots, &vec![0; group.size() as usize])?;
+    let device = Device::new(Some(task.device), world.rank(), memory(&settings))?;
+    let mut player = Player::<bf16>::build(&settings, &group, Some(&device), (0, 0))?;
+    let seed = u64::from(world.rank());
+    let tokens = reference::tokens(seed, settings.max_tokens, settings.case.hidden, case.top_k, case.experts);
+    let mut layer = player.layer(&tokens)?;
+    let (ep, stream) = (&mut player.ep, &device.stream);
     let mut found: [Vec<f64>; 3] = Default::default();
-    for round in 0..=task.few(50, 4) {
+    // The first round warms up.
+    for _ in 0..=count {
         let mut dispatched = None;
-        let sent = slowest(group, || {
-            dispatched = Some(call.dispatch(ep)?);
-            ep.synchronize()
-        })?;
+        found[0].push(slowest(&group, || {
+            dispatched = Some(layer.start(ep)?.finish()?);
+            Ok(ep.synchronize()?)
+        })?);
         let Some((rows, handle)) = dispatched else { continue };
         let y = experts_copy(stream, &rows, &handle)?;
         ep.synchronize()?;
-        let home = slowest(group, || {
-            call.combine(ep, y, &handle)?;
-            ep.synchronize()
-        })?;
-        if round > 0 {
-            found[0].push(sent);
-            found[1].push(home);
-        }
+        found[1].push(slowest(&group, || {
+            layer.combine(ep, y, &handle)?;
+            Ok(ep.synchronize()?)
+        })?);
     }
-    let layer = Graph::capture(stream, || call.layer(ep, stream))?;
-    for round in 0..=task.few(50, 4) {
-        let time = slowest(group, || {
-            layer.launch(stream)?;
-            ep.synchronize()
-        })?;
-        if round > 0 {
-            found[2].push(time);
-        }
+    let graph = layer.capture(ep, stream)?.0;
+    for _ in 0..=count {
+        found[2].push(slowest(&group, || {
+            graph.launch(stream)?;
+            Ok(ep.synchronize()?)
+        })?);
     }
-    // Nobody frees memory while others wait.
+    // Memory is given back when no rank waits for this one.
     group.gather(&[])?;
-    Ok(found)
+    Ok(found.map(|samples| samples[1..].to_vec()))
 }
 
 /// Microseconds of the slowest rank, from when all were there.
-fn slowest(group: &Group, work: impl FnOnce() -> sidelane::Result<()>) -> sidelane::Result<f64> {
+fn slowest(group: &Group, work: impl FnOnce() -> Result<(), CliError>) -> Result<f64, CliError> {
     group.gather(&[])?;
     let start = Instant::now();
     work()?;
-    let own = start.elapsed().as_secs_f64() * 1e6;
-    let all = group.gather(&own.to_ne_bytes())?;
-    let time = |bytes: &Vec<u8>| bytes[..].try_into().map_or(0.0, f64::from_ne_bytes);
-    Ok(all.iter().map(time).fold(own, f64::max))
-}
-
-/// Tensors in memory of the GPU, as a layer's are.
-fn on_device(rank: &Rank, input: &Input) -> Result<Call, CliError> {
-    let mut staged = rank.tensors()?;
-    staged.put(input)?;
-    let staged = staged.call()?;
-    let put = |from: &DeviceRange| -> Result<DeviceRange, DeviceError> {
-        let there = allocate(&rank.context, from.len())?;
-        rank.stream.copy(whole(&there)?, whole(from)?)?;
-        Ok(there)
-    };
-    let (x, experts, weights) = (put(&staged.x)?, put(&staged.experts)?, put(&staged.weights)?);
-    let out = put(&staged.out)?;
-    rank.stream.synchronize()?;
-    Ok(Call { x, experts, weights, out, dtype: staged.dtype })
+    let all = ranks::tell_all(group, &(start.elapsed().as_secs_f64() * 1e6))?;
+    Ok(all.into_iter().fold(0.0, f64::max))
 }

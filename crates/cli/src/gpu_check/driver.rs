@@ -11,8 +11,8 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 
 use super::Task;
-use super::device::{self, Random, allocate, content, equal, finish, same, stream, until, whole};
 use super::report::{About, Checks, State};
+use crate::device::{self, Random, allocate, content, equal, finish, same, stream, until, whole};
 use crate::doctor::{self, Level};
 use crate::error::CliError;
 

@@ -1,99 +1,126 @@
-//! `ExpertParallel` on one GPU, its ranks as threads or as processes, against the same calls on the
-//! host: rows, choices, weights, counts and sums to the bit.
+//! `ExpertParallel` on one GPU, its ranks as threads or as processes, against the naive reference:
+//! rows, choices, weights, counts and sums to the bit.
 //!
-//! Ranks share the context of their GPU, and memory that is freed waits for all that the context
-//! does: for the streams of peers that wait for this rank. So a rank makes its memory before the
-//! first call and keeps it until the last.
+//! Calls are those of the conformance suite, here with the layer of a large model.
+//!
+//! Ranks as threads share the context of their GPU, and memory that is freed waits for all that the
+//! context does: for the streams of peers that wait for this rank. So a rank makes its memory before
+//! the first call and keeps it until the last.
 
-use std::sync::Arc;
-use std::time::Duration;
-
-use half::{bf16, f16};
 use sidelane::bootstrap::Timeouts;
 use sidelane::config::Config;
-use sidelane::device::{Context, DeviceRange, Driver, Graph, PinnedMemory, Stream};
-use sidelane::ep::{
-    Choices, ExpertOutput, ExpertParallelBuilder, ExpertRows, Handle, Report, Tensor, TensorMut,
-};
-use sidelane::error::DeviceError;
-use sidelane::gate::Routing;
-use sidelane::plan::{Overflow, ReceiveMode, RowLayout, SlotShape, SumOrder};
-use sidelane::{Dtype, Element, ExpertParallel, Group, Options, World};
+use sidelane::device::Driver;
+use sidelane::ep::Feature;
+use sidelane::plan::Overflow;
+use sidelane::{Dtype, Options, World};
+use sidelane_verify::reference::Real;
 
-use super::device::{Random, content, same, stream, whole};
-use super::kernels::{any, any_rows};
 use super::report::{About, Checks, State};
-use super::{GpuCheckArgs, Part, Task, planned};
+use super::{GpuCheckArgs, Part, Task};
 use crate::command::Command;
-use crate::error::{CliError, failed};
-use crate::launch::{Bind, Job};
+use crate::conformance::{Call, Case, Device, Memory, Player, Setting, Way};
+use crate::device::one_process;
+use crate::error::{CliError, failed, wrong};
 use crate::ranks;
-use crate::table::volume;
+use crate::settings::{Settings, with_element};
 
 const ONE_GPU: &str = "the same between GPUs, over NVLink";
 
+/// Four layers.
+const LAYERS: &[Call] = &[
+    Call::Dispatch,
+    Call::Combine(0),
+    Call::Forget,
+    Call::Dispatch,
+    Call::Combine(0),
+    Call::Forget,
+    Call::Dispatch,
+    Call::Combine(0),
+    Call::Forget,
+    Call::Dispatch,
+    Call::Combine(0),
+];
+
+/// The layer of a large model.
+const LARGE: Case = Case {
+    feature: Feature::RankMajor,
+    name: "a large layer",
+    group: &[],
+    second: &[],
+    experts: 64,
+    top_k: 8,
+    hidden: 7168,
+    tokens: &[128, 0, 77, 128, 31],
+    dtype: Dtype::Bf16,
+    settings: &[],
+    calls: LAYERS,
+    ways: &Way::ALL,
+};
+const SMALL: Case = Case { experts: 16, top_k: 4, hidden: 40, tokens: &[9, 0, 5, 9, 2], ..LARGE };
+
+/// So many rows as half of a rank's choices: some are dropped.
+const HALF: &[Setting] = &[Setting::Budget(512, Overflow::Drop)];
+const SMALL_HALF: &[Setting] = &[Setting::Budget(18, Overflow::Drop)];
+
+/// What a row of the report runs.
+#[derive(Clone, Copy)]
+struct Exchange {
+    case: Case,
+    way: Way,
+    /// Whether each rank has two instances, whose calls take turns.
+    two: bool,
+}
+
+/// Slots, exact sizes, a budget that drops.
+fn modes(task: &Task) -> [(&'static str, Exchange); 3] {
+    let case = task.few(LARGE, SMALL);
+    let budget = Case { settings: task.few(HALF, SMALL_HALF), ..case };
+    [("", case, Way::Slots), ("exact sizes, ", case, Way::Exact), ("a budget, ", budget, Way::Budget)]
+        .map(|(what, case, way)| (what, Exchange { case, way, two: false }))
+}
+
 pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let shows = "as the host's ExpertParallel, to the bit";
-    let mut tell = |what: String, found: Result<String, CliError>| {
-        checks.check(About::new(&what, shows).open(ONE_GPU), || found).map(drop)
+    let [(_, slots), exact, budget] = modes(task);
+    let graph = |one: Exchange| Exchange { case: Case { calls: &[Call::Capture], ..one.case }, ..one };
+    let of = |dtype| Exchange { case: Case { dtype, ..slots.case }, ..slots };
+    let flat = |ranks: u32| vec![0; ranks as usize];
+    let mut tell = |what: String, nodes: &[u32], exchange: Exchange| {
+        let about = About::new(&what, "as the naive reference, to the bit").open(ONE_GPU);
+        checks.check(about, || on_nodes(task, nodes, |world| play(task, exchange, nodes, world))).map(drop)
     };
     for ranks in [2, 4, 8] {
-        let case = case(task, ranks);
-        tell(format!("{ranks} ranks"), on_ranks(task, ranks, |world| plain::<bf16>(task, case, world)))?;
+        tell(format!("{ranks} ranks"), &flat(ranks), slots)?;
     }
-    let case = case(task, 4);
-    tell("4 ranks, f16".to_owned(), on_ranks(task, 4, |world| plain::<f16>(task, case, world)))?;
-    tell("4 ranks, f32".to_owned(), on_ranks(task, 4, |world| plain::<f32>(task, case, world)))?;
+    tell("4 ranks, f16".to_owned(), &flat(4), of(Dtype::F16))?;
+    tell("4 ranks, f32".to_owned(), &flat(4), of(Dtype::F32))?;
     for ranks in [2, 4, 8] {
-        let case = self::case(task, ranks);
-        tell(format!("{ranks} ranks in a graph"), on_ranks(task, ranks, |world| graph(task, case, world)))?;
+        tell(format!("{ranks} ranks in a graph"), &flat(ranks), graph(slots))?;
     }
     let nodes = [0, 0, 1, 1];
-    let across = on_nodes(task, &nodes, |world| plain::<bf16>(task, case, world));
-    tell("2 + 2 ranks, between nodes by memory of the host".to_owned(), across)?;
-    let across = on_nodes(task, &nodes, |world| graph(task, case, world));
-    tell("2 + 2 ranks, the same in a graph".to_owned(), across)?;
-    tell("two exchanges in turns".to_owned(), on_ranks(task, 4, |world| turns(task, case, world)))?;
-    for ranks in [2, 4, 8] {
-        let case = self::case(task, ranks);
-        for (mode, what) in [(planned::EAGER, "exact sizes"), (planned::half(case), "a budget")] {
-            let found = on_ranks(task, ranks, |world| planned::plain(task, case, mode, world));
-            tell(format!("{what}, {ranks} ranks"), found)?;
-        }
+    tell("2 + 2 ranks, between nodes by memory of the host".to_owned(), &nodes, slots)?;
+    tell("2 + 2 ranks, the same in a graph".to_owned(), &nodes, graph(slots))?;
+    tell("two exchanges in turns".to_owned(), &flat(4), Exchange { two: true, ..slots })?;
+    for (ranks, (what, mode)) in [2, 4, 8].into_iter().flat_map(|ranks| [exact, budget].map(|m| (ranks, m))) {
+        tell(format!("{what}{ranks} ranks"), &flat(ranks), mode)?;
     }
-    tell(
-        "a budget, 4 ranks in a graph".to_owned(),
-        on_ranks(task, 4, |world| planned::graph(task, case, world)),
-    )
+    let held = graph(Exchange { way: Way::Graphs, ..budget.1 });
+    tell("a budget, 4 ranks in a graph".to_owned(), &flat(4), held)
 }
 
 /// The same, with ranks as processes that this one starts.
 pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    if !Driver::open()?.device(task.device)?.several_processes {
+    if let Some(reason) = one_process(&Driver::open()?, task.device)? {
         let about = About::new("ranks as processes", "nothing: ranks are threads above");
-        let found = "the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)".to_owned();
-        return checks.tell(about, State::Skipped, found, None);
+        return checks.tell(about, State::Skipped, reason.to_owned(), None);
     }
     for count in [2, 4] {
-        let job = Job {
-            nodes: vec![count],
-            part: None,
-            command: ranks::again(GpuCheckArgs::NAME, &Task { part: Part::Rank, ..*task })?,
-            env: Vec::new(),
-            bind: Bind::None,
-            grace: Duration::from_secs(5),
-            tag_output: false,
-        };
-        let code = job.run()?.exit_code();
+        let task = Task { part: Part::Rank, ..*task };
+        let code = ranks::job(GpuCheckArgs::NAME, &[count], &task, Vec::new())?.run()?.exit_code();
         if code != 0 {
             let what = format!("{count} ranks");
-            let about = About::new(
-                &what,
-                "several processes use this GPU at once; nvidia-smi -q shows the compute mode",
-            )
-            .open(ONE_GPU);
+            let shows = "several processes use this GPU at once; nvidia-smi -q shows the compute mode";
             let ended = failed!("a rank ended with {code}");
-            checks.check(about, || Err(ended))?;
+            checks.check(About::new(&what, shows).open(ONE_GPU), || Err(ended))?;
         }
     }
     Ok(())
@@ -102,39 +129,58 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 /// One of those.
 pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let world = World::from_env_with(options(task))?;
-    let (me, ranks) = (world.rank(), world.size());
-    let case = case(task, ranks);
-    // One speaks for all, unless another has something to say.
-    let mut tell = |what: String, found: Result<String, CliError>| {
+    let ranks = world.size();
+    for (what, exchange) in modes(task) {
+        let found = play(task, exchange, &vec![0; ranks as usize], &world);
+        let what = format!("{what}{ranks} ranks as processes");
         let shows = "memory and words go from one to the other as descriptors; to the bit";
-        let about = About::new(&what, shows).open(ONE_GPU);
-        if me == 0 || found.is_err() { checks.check(about, || found).map(drop) } else { Ok(()) }
-    };
-    tell(format!("{ranks} ranks as processes"), plain::<bf16>(task, case, &world))?;
-    for (mode, what) in [(planned::EAGER, "exact sizes"), (planned::half(case), "a budget")] {
-        tell(format!("{what}, {ranks} ranks as processes"), planned::plain(task, case, mode, &world))?;
+        // Rank 0 speaks for all, unless another has something to say.
+        if world.rank() == 0 || found.is_err() {
+            checks.check(About::new(&what, shows).open(ONE_GPU), || found)?;
+        }
     }
     Ok(())
 }
 
-/// The layer of a large model, or a small one.
-fn case(task: &Task, ranks: u32) -> Case {
-    let full = Case { ranks, experts: 64, top_k: 8, hidden: 7168, max_tokens: 128 };
-    task.few(full, Case { experts: 16, top_k: 4, hidden: 40, max_tokens: 9, ..full })
+/// The calls of one rank.
+fn play(task: &Task, exchange: Exchange, nodes: &[u32], world: &World) -> Result<String, CliError> {
+    with_element!(exchange.case.dtype, calls(task, exchange, nodes, world))
 }
 
-/// Runs the body on every rank of a world of threads. What is told is what rank 0 found, or the
-/// first thing that is wrong.
-pub fn on_ranks<T: Send>(
-    task: &Task,
-    ranks: u32,
-    body: impl Fn(&World) -> Result<T, CliError> + Sync,
-) -> Result<T, CliError> {
-    on_nodes(task, &vec![0; ranks as usize], body)
+fn calls<E: Real>(task: &Task, exchange: Exchange, nodes: &[u32], world: &World) -> Result<String, CliError> {
+    let Exchange { case, way, two } = exchange;
+    let (group, settings) = (world.all()?, case.settings(way, nodes)?);
+    let device = Device::new(Some(task.device), world.rank(), memory(&settings))?;
+    let player = |part| Player::<E>::build(&settings, &group, Some(&device), (0, part));
+    let mut player_of_all = player(0)?;
+    let mut found = Vec::new();
+    if two {
+        let mut other = player(1)?;
+        (0..2).try_for_each(|_| player_of_all.around(&mut other))?;
+        other.end()?;
+        found.append(&mut other.found);
+    } else {
+        case.calls.iter().try_for_each(|&call| player_of_all.play(call))?;
+    }
+    player_of_all.end()?;
+    found.append(&mut player_of_all.found);
+    let told = player_of_all.told()?;
+    // Memory is given back when no rank waits for this one.
+    group.gather(&[])?;
+    found.first().map_or(Ok(told), |difference| Err(wrong!("{}", difference.text())))
 }
 
-/// The same on pretended nodes: that of each rank.
-fn on_nodes<T: Send>(
+/// Memory of a rank for these settings: rows for all choices of a rank's tokens, and more.
+pub fn memory(settings: &Settings) -> Memory {
+    let row = (settings.case.hidden * settings.dtype.size() + 64) as u64;
+    let tokens = u64::from(settings.max_tokens) * row + (1 << 12);
+    let choices = tokens * u64::from(settings.case.top_k) + (1 << 20);
+    Memory { tensors: 32 * tokens, staging: 4 * choices, heap: 8 * choices }
+}
+
+/// Runs the body on every rank of a world of threads, on these nodes. Gives what rank 0 found, or
+/// the first thing that is wrong.
+pub fn on_nodes<T: Send>(
     task: &Task,
     nodes: &[u32],
     body: impl Fn(&World) -> Result<T, CliError> + Sync,
@@ -153,386 +199,14 @@ fn on_nodes<T: Send>(
     wrong.into_iter().chain(right).next().unwrap_or_else(|| Err(failed!("no ranks")))
 }
 
-/// Heaps for the host's side: full slots of all ranks, received and made.
 fn options(task: &Task) -> Options {
-    let config = Config { heap: task.few(256 << 20, 16 << 20), symmetric: 4 << 20, ..Config::default() };
+    let config = Config { heap: task.few(64 << 20, 16 << 20), symmetric: 4 << 20, ..Config::default() };
     let clocks = Timeouts { deadline: task.patience(), ..Timeouts::default() };
     Options { config, clocks, ..Options::default() }
 }
 
-/// What the host makes of an input.
-pub struct Answer {
-    /// Of received rows.
-    pub rows: Vec<u8>,
-    pub experts: Vec<i32>,
-    pub weights: Vec<f32>,
-    /// Of each expert, without pads and with them.
-    pub counts: Vec<i64>,
-    pub dropped: Vec<bool>,
-    /// Outputs of the experts, and their sums.
-    pub made: Vec<u8>,
-    pub out: Vec<u8>,
-}
-
-/// The host's side of a rank.
-pub struct Host(pub ExpertParallel);
-
-impl Host {
-    fn new(rank: &Rank) -> Result<Self, CliError> {
-        let builder = rank.case.builder(&rank.group, rank.case.slots())?;
-        Ok(Host(builder.dtype(rank.dtype).sum_order(SumOrder::Rank).build()?))
-    }
-
-    /// A dispatch and a combine, with any outputs of the experts that follow from `seed`, or with
-    /// the rows themselves.
-    pub fn answer<E: Element>(&mut self, input: &Input, seed: Option<u64>) -> Result<Answer, CliError> {
-        let x: Vec<E> = bytemuck::pod_collect_to_vec(&input.rows);
-        let routing = Routing::new(self.0.top_k(), input.experts.as_slice(), input.weights.as_slice())
-            .map_err(sidelane::Error::from)?;
-        let (rows, handle) = self.0.dispatch(&x, &routing)?;
-        let rows = bytemuck::cast_slice::<E, u8>(rows.rows()?).to_vec();
-        let made = seed.map_or_else(|| rows.clone(), |seed| any_rows(seed ^ 1 << 40, E::DTYPE, rows.len()));
-        let mut y = handle.output()?;
-        bytemuck::cast_slice_mut::<E, u8>(y.rows_mut()?).copy_from_slice(&made);
-        let (experts, weights) = (handle.row_experts().to_vec(), handle.row_weights().to_vec());
-        let counts = [handle.tokens_per_expert(), handle.padded_tokens_per_expert()].concat();
-        let dropped = handle.dropped().to_vec();
-        let out = bytemuck::cast_slice(&self.0.combine::<E>(y, &handle)?).to_vec();
-        Ok(Answer { rows, experts, weights, counts, dropped, made, out })
-    }
-}
-
-/// Plain calls, any partial rows.
-pub fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<String, CliError> {
-    let mut rank = Rank::new(case, E::DTYPE, world, task.device)?;
-    let mut host = Host::new(&rank)?;
-    let mut tensors = rank.tensors()?;
-    let me = rank.ep.rank();
-    let rounds: u64 = task.few(6, 4);
-    let (mut compared, mut report) = (0, Report::default());
-    for round in 1..=rounds {
-        let seed = round << 8 | u64::from(me);
-        let input = case.input(E::DTYPE, seed, case.tokens(seed));
-        let answer = host.answer::<E>(&input, Some(seed))?;
-
-        tensors.put(&input)?;
-        let call = tensors.call()?;
-        let (rows, handle) = call.dispatch(&mut rank.ep)?;
-        let received = rank.received(&rows)?;
-        compare(&rank, &rows, &received, &answer)?;
-        let y = rank.leave(&handle, &answer.made)?;
-        call.combine(&mut rank.ep, y, &handle)?;
-        rank.ep.synchronize()?;
-        same(format!("sums at rank {me}"), &tensors.sums()?[..answer.out.len()], &answer.out)?;
-        compared += (received.len() + answer.out.len()) as u64;
-        report = handle.report()?;
-    }
-    Ok(format!(
-        "{rounds} rounds, {} compared at each rank; {} copies ({}) and {} operations a dispatch",
-        volume(compared),
-        report.enqueued.copies,
-        if report.enqueued.batches > 0 { "one batch" } else { "single" },
-        report.enqueued.memory_operations
-    ))
-}
-
-/// What was received, slot by slot.
-fn compare(rank: &Rank, rows: &ExpertRows, received: &[u8], answer: &Answer) -> Result<(), CliError> {
-    let Some(shape) = rows.slots() else {
-        return Err(failed!("rows of fixed slots have no slots"));
-    };
-    let (case, me) = (rank.case, rank.ep.rank());
-    let (rows, choices) =
-        (case.bytes(rank.dtype, case.max_tokens) as usize, (case.max_tokens * case.top_k) as usize);
-    for (source, slot) in received.chunks_exact(shape.bytes() as usize).enumerate() {
-        let at = |offset: u64, len: usize| &slot[offset as usize..][..len];
-        let from = format!("from rank {source} at rank {me}");
-        let experts = bytemuck::cast_slice(&answer.experts[source * choices..][..choices]);
-        let weights = bytemuck::cast_slice(&answer.weights[source * choices..][..choices]);
-        same(format!("rows {from}"), at(shape.rows_at(), rows), &answer.rows[source * rows..][..rows])?;
-        same(format!("choices {from}"), at(shape.experts_at(), choices * 4), experts)?;
-        same(format!("weights {from}"), at(shape.weights_at(), choices * 4), weights)?;
-    }
-    Ok(())
-}
-
-/// A layer that was captured once, replayed with other tokens.
-pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CliError> {
-    let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
-    let mut host = Host::new(&rank)?;
-    let me = u64::from(rank.ep.rank());
-    // A graph has a constant number of tokens.
-    let input = |round: u64| case.input(Dtype::Bf16, round << 8 | me, case.max_tokens);
-    let mut tensors = rank.tensors()?;
-    tensors.put(&input(0))?;
-    let layer = {
-        let (Rank { ep, stream, .. }, call) = (&mut rank, tensors.call()?);
-        Graph::capture(stream, || call.layer(ep, stream))?
-    };
-    let rounds = task.few(10, 5);
-    for round in 1..=rounds {
-        let input = input(round);
-        let answer = host.answer::<bf16>(&input, None)?;
-        tensors.put(&input)?;
-        layer.launch(&rank.stream)?;
-        rank.ep.synchronize()?;
-        same(format!("launch {round} at rank {me}"), &tensors.sums()?, &answer.out)?;
-    }
-    Ok(format!("{rounds} launches; a graph's copies on one GPU are single ones, which its SMs do"))
-}
-
-/// Two instances, of which one starts a dispatch before the other has enqueued its combine.
-pub fn turns(task: &Task, case: Case, world: &World) -> Result<String, CliError> {
-    let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
-    let mut other = case.builder(&rank.group, case.slots())?.on(&rank.stream).build()?;
-    let mut host = Host::new(&rank)?;
-    let (mut first, mut second) = (rank.tensors()?, rank.tensors()?);
-    let me = u64::from(rank.ep.rank());
-    let rounds = task.few(10, 5);
-    for round in 0..rounds {
-        let seeds = [round << 8 | me, 1 << 32 | round << 8 | me];
-        let inputs = seeds.map(|seed| case.input(Dtype::Bf16, seed, case.tokens(seed)));
-        first.put(&inputs[0])?;
-        second.put(&inputs[1])?;
-        let Rank { ep, stream, .. } = &mut rank;
-        let calls = [first.call()?, second.call()?];
-        let (rows, handle) = calls[0].dispatch(ep)?;
-        let y = experts_copy(stream, &rows, &handle)?;
-        let (x, choices) = calls[1].input();
-        let started = other.start_dispatch(x, choices)?;
-        calls[0].combine(ep, y, &handle)?;
-        let (rows, handle) = started.finish()?;
-        let y = experts_copy(stream, &rows, &handle)?;
-        calls[1].combine(&mut other, y, &handle)?;
-        ep.synchronize()?;
-        other.check()?;
-        for (input, tensors) in inputs.iter().zip([&first, &second]) {
-            let answer = host.answer::<bf16>(input, None)?;
-            let seen = tensors.sums()?;
-            same(format!("round {round} at rank {me}"), &seen[..answer.out.len()], &answer.out)?;
-        }
-    }
-    Ok(format!("{rounds} rounds of two, one begun before the other ends"))
-}
-
-/// What all ranks have in common.
-#[derive(Clone, Copy, Debug)]
-pub struct Case {
-    pub ranks: u32,
-    pub experts: u32,
-    pub top_k: u32,
-    pub hidden: u32,
-    pub max_tokens: u32,
-}
-
-/// What one rank sends in one round.
-pub struct Input {
-    pub tokens: u32,
-    pub rows: Vec<u8>,
-    pub experts: Vec<i32>,
-    pub weights: Vec<f32>,
-}
-
-impl Case {
-    /// Special values and any others; about one choice in four is dropped, and no token names an
-    /// expert twice.
-    pub fn input(&self, dtype: Dtype, seed: u64, tokens: u32) -> Input {
-        let mut random = Random(seed);
-        let rows = (0..tokens * self.hidden).flat_map(|_| any(&mut random, dtype)).collect();
-        let mut experts: Vec<i32> = Vec::new();
-        for _ in 0..tokens {
-            let first = experts.len();
-            for _ in 0..self.top_k {
-                let expert = (random.next() % u64::from(self.experts)) as i32;
-                let dropped = random.next() & 3 == 0 || experts[first..].contains(&expert);
-                experts.push(if dropped { -1 } else { expert });
-            }
-        }
-        let weights = experts.iter().map(|_| (random.next() % 64) as f32 / 8.0 - 1.0).collect();
-        Input { tokens, rows, experts, weights }
-    }
-
-    /// Any number of tokens.
-    pub fn tokens(&self, seed: u64) -> u32 {
-        (Random(seed ^ 0x7a).next() % u64::from(self.max_tokens + 1)) as u32
-    }
-
-    /// Fixed slots for all tokens of each source.
-    pub fn slots(&self) -> ReceiveMode {
-        ReceiveMode::Slots { rows: self.max_tokens, overflow: Overflow::Error }
-    }
-
-    /// Settings on the host or, with a stream, on a device.
-    pub fn builder<'g>(
-        &self,
-        group: &'g Group,
-        mode: ReceiveMode,
-    ) -> Result<ExpertParallelBuilder<'g>, sidelane::Error> {
-        let builder = ExpertParallel::builder(group)?.experts(self.experts).top_k(self.top_k);
-        let builder = builder.hidden(self.hidden as usize).max_tokens(self.max_tokens).mode(mode);
-        Ok(if mode == self.slots() { builder.layout(RowLayout::RankMajor) } else { builder })
-    }
-
-    /// A slot of these rows.
-    fn slot_shape(&self, dtype: Dtype) -> Result<SlotShape, sidelane::Error> {
-        Ok(SlotShape::new(self.max_tokens, self.top_k, self.bytes(dtype, 1))?)
-    }
-
-    /// Bytes of so many rows.
-    pub fn bytes(&self, dtype: Dtype, rows: u32) -> u64 {
-        u64::from(rows) * u64::from(self.hidden) * dtype.size() as u64
-    }
-}
-
-/// A rank on a device.
-pub struct Rank {
-    pub case: Case,
-    pub dtype: Dtype,
-    pub group: Group,
-    pub context: Arc<Context>,
-    pub ep: ExpertParallel,
-    pub stream: Arc<Stream>,
-    /// Through which memory of the device is read and written.
-    staging: PinnedMemory,
-}
-
-impl Rank {
-    pub fn new(case: Case, dtype: Dtype, world: &World, device: u32) -> Result<Self, CliError> {
-        let group = world.all()?;
-        let context = Driver::open().and_then(|driver| driver.context(device))?;
-        let stream = Arc::new(stream(&context)?);
-        let ep = case.builder(&group, case.slots())?.dtype(dtype).on(&stream).build()?;
-        let slots = u64::from(case.ranks) * case.slot_shape(dtype)?.bytes();
-        let staging = PinnedMemory::new(&context, slots as usize)?;
-        Ok(Rank { case, dtype, group, context, ep, stream, staging })
-    }
-
-    /// Memory for the tensors of a call, with no tokens in it.
-    pub fn tensors(&self) -> Result<Tensors, DeviceError> {
-        let Case { max_tokens, top_k, .. } = self.case;
-        let memory = |len: u64| PinnedMemory::new(&self.context, len as usize);
-        let (choices, rows) = (u64::from(max_tokens * top_k) * 4, self.case.bytes(self.dtype, max_tokens));
-        Ok(Tensors {
-            case: self.case,
-            dtype: self.dtype,
-            tokens: 0,
-            rows: memory(rows)?,
-            experts: memory(choices)?,
-            weights: memory(choices)?,
-            out: memory(rows)?,
-        })
-    }
-
-    /// Received slots, once the stream has come so far.
-    pub fn received(&self, rows: &ExpertRows) -> Result<Vec<u8>, CliError> {
-        self.stream.copy(whole(self.staging.range())?, whole(&rows.range()?)?)?;
-        self.ep.synchronize()?;
-        Ok(content(&self.staging)?)
-    }
-
-    /// Writes partial rows to a handle's output buffer, no more bytes than slots have, and waits
-    /// until they are there.
-    fn leave(&self, handle: &Handle, partials: &[u8]) -> Result<ExpertOutput, CliError> {
-        let (y, len) = (handle.output()?, partials.len() as u64);
-        self.staging.write(0, partials)?;
-        self.stream.copy(y.range()?.span(0, len)?, self.staging.range().span(0, len)?)?;
-        self.ep.synchronize()?;
-        Ok(y)
-    }
-}
-
-/// Enqueues experts whose partial rows are the rows that came. Nothing waits for the host.
-pub fn experts_copy(
-    stream: &Stream,
-    rows: &ExpertRows,
-    handle: &Handle,
-) -> Result<ExpertOutput, sidelane::Error> {
-    let (received, y) = (rows.range()?, handle.output()?);
-    let Some(shape) = rows.slots() else {
-        stream.copy(whole(y.range()?)?, whole(&received)?)?;
-        return Ok(y);
-    };
-    let len = shape.bytes() - shape.rows_at();
-    for source in 0..received.len() / shape.bytes() {
-        let from = received.span(source * shape.bytes() + shape.rows_at(), len)?;
-        stream.copy(y.range()?.span(source * len, len)?, from)?;
-    }
-    Ok(y)
-}
-
-/// Tensors of one call, which the host reads and writes, too.
-pub struct Tensors {
-    case: Case,
-    dtype: Dtype,
-    tokens: u32,
-    rows: PinnedMemory,
-    experts: PinnedMemory,
-    weights: PinnedMemory,
-    out: PinnedMemory,
-}
-
-impl Tensors {
-    pub fn put(&mut self, input: &Input) -> Result<(), DeviceError> {
-        self.rows.write(0, &input.rows)?;
-        self.experts.write(0, bytemuck::cast_slice(&input.experts))?;
-        self.weights.write(0, bytemuck::cast_slice(&input.weights))?;
-        self.tokens = input.tokens;
-        Ok(())
-    }
-
-    /// The tensors of as many tokens as were written last.
-    pub fn call(&self) -> Result<Call, DeviceError> {
-        let rows = self.case.bytes(self.dtype, self.tokens);
-        let choices = u64::from(self.tokens * self.case.top_k) * 4;
-        Ok(Call {
-            x: self.rows.range().part(0, rows)?,
-            experts: self.experts.range().part(0, choices)?,
-            weights: self.weights.range().part(0, choices)?,
-            out: self.out.range().part(0, rows)?,
-            dtype: self.dtype,
-        })
-    }
-
-    /// The sums, and whatever lies behind them.
-    pub fn sums(&self) -> Result<Vec<u8>, DeviceError> {
-        content(&self.out)
-    }
-}
-
-/// Tensors of a dispatch and a combine.
-pub struct Call {
-    pub x: DeviceRange,
-    pub experts: DeviceRange,
-    pub weights: DeviceRange,
-    pub out: DeviceRange,
-    pub dtype: Dtype,
-}
-
-impl Call {
-    /// The tokens and their choices.
-    pub fn input(&self) -> (Tensor<'_>, Choices<'_>) {
-        let Call { x, experts, weights, dtype, .. } = self;
-        (Tensor::device(x, *dtype), Choices::Device { experts, weights })
-    }
-
-    pub fn dispatch(&self, ep: &mut ExpertParallel) -> Result<(ExpertRows, Handle), sidelane::Error> {
-        let (x, choices) = self.input();
-        ep.dispatch(x, choices)
-    }
-
-    pub fn combine(
-        &self,
-        ep: &mut ExpertParallel,
-        y: ExpertOutput,
-        handle: &Handle,
-    ) -> Result<(), sidelane::Error> {
-        ep.combine_into(y, handle, TensorMut::device(&self.out, self.dtype))
-    }
-
-    /// Enqueues a dispatch, experts that copy, and a combine.
-    pub fn layer(&self, ep: &mut ExpertParallel, stream: &Stream) -> Result<(), sidelane::Error> {
-        let (rows, handle) = self.dispatch(ep)?;
-        let y = experts_copy(stream, &rows, &handle)?;
-        self.combine(ep, y, &handle)
-    }
+/// The layer of slots that is timed: as many tokens at each rank.
+pub fn timed(task: &Task) -> Case {
+    let full = Case { tokens: &[128], ..LARGE };
+    task.few(full, Case { hidden: 512, tokens: &[16], ..full })
 }

@@ -17,8 +17,8 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 
 use super::Task;
-use super::device::{self, Random, allocate, stream, until, whole};
 use super::report::{About, Checks, STAND_IN};
+use crate::device::{self, Random, allocate, stream, until, whole};
 use crate::error::CliError;
 
 /// Bytes of one copy, and copies of one burst.

@@ -13,8 +13,8 @@ use sidelane::device::{
 use sidelane::plan::SlotShape;
 
 use super::Task;
-use super::device::{self, Random, allocate, equal, finish, same, stream, whole};
 use super::report::{About, Checks, State};
+use crate::device::{self, Random, allocate, equal, finish, same, stream, whole};
 use crate::error::CliError;
 
 const TYPES: [(Dtype, Dtype); 5] = [
@@ -196,14 +196,8 @@ fn name(dtype: Dtype) -> &'static str {
     }
 }
 
-/// Elements of so many bytes.
-pub fn any_rows(seed: u64, dtype: Dtype, bytes: usize) -> Vec<u8> {
-    let mut random = Random(seed);
-    (0..bytes / dtype.size()).flat_map(|_| any(&mut random, dtype)).collect()
-}
-
 /// An element: special, any bits, or one whose sums round and tie.
-pub fn any(random: &mut Random, dtype: Dtype) -> Vec<u8> {
+fn any(random: &mut Random, dtype: Dtype) -> Vec<u8> {
     let bits = random.next();
     let value = match bits >> 60 {
         0 | 1 => f32::from_bits(SPECIAL[(bits % SPECIAL.len() as u64) as usize]),

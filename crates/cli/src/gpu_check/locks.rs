@@ -22,8 +22,8 @@ use sidelane::error::DeviceError;
 
 use super::Task;
 use super::blocking::{Case, Said, Watch, ask, say};
-use super::device::{allocate, stream, until};
 use super::report::{About, Answer, Checks};
+use crate::device::{allocate, stream, until};
 use crate::error::{CliError, failed};
 
 /// Call of the second thread.

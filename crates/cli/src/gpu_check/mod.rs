@@ -9,12 +9,12 @@
 //!               +-- part kernels         against their definitions, to the bit
 //!               +-- part locks           calls of the driver that wait, beside a stream that waits
 //!               +-- part queues          copies of other streams beside a stream that waits
-//!               +-- part processes       ranks as processes on this GPU, against the host's ExpertParallel
+//!               +-- part processes       ranks as processes on this GPU, against a naive reference
 //!               +-- part conformance     every feature on this GPU, against a naive reference
 //!               +-- part costs           copies, memory operations, graphs, slots
 //!               +-- part audit           transfers while a kernel holds every multiprocessor
 //!               +-- part activity        every kernel between packed and landed, by CUPTI's list
-//!               +-- part exchange        ranks as threads, against the host's ExpertParallel
+//!               +-- part exchange        ranks as threads, against a naive reference
 //!               +-- part interference    matrix products alone, beside copy engines, beside a copying kernel
 //!                      | rows, a line of JSON each
 //!                      v
@@ -29,16 +29,15 @@ mod audit;
 mod blocking;
 mod conformance;
 mod costs;
-pub mod device;
 mod driver;
 mod exchange;
 mod interference;
 mod kernels;
 mod locks;
-mod planned;
 mod queues;
 mod report;
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -53,11 +52,10 @@ use sidelane::device::{Driver, Version};
 use sidelane::error::DeviceError;
 
 use crate::command::{self, Command as _};
+use crate::device::{VARIABLES, missing};
 use crate::error::CliError;
 use crate::options::word;
 use crate::ranks;
-
-pub use exchange::experts_copy;
 
 /// The driver, if it is there, new enough, and has the device.
 fn probe(device: u32) -> Result<sidelane::device::Probe, DeviceError> {
@@ -243,11 +241,6 @@ impl Task {
 /// A part that says nothing for so long is stuck: every row has shorter deadlines of its own.
 const SILENCE: Duration = Duration::from_secs(300);
 
-/// What parts need of the driver, unless it was said: kernels that are there before a stream waits,
-/// and queues enough that ranks of one GPU do not wait behind each other.
-pub const VARIABLES: [(&str, &str); 2] =
-    [("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
-
 /// Runs these. What does not fit into so many minutes is left out.
 fn run_parts(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Row>, CliError> {
     let bar = command::progress(0, parts.len() as u64);
@@ -269,8 +262,7 @@ fn run_parts(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Ro
 
 /// The rows of one part, and how it ended if not well.
 fn one(task: &Task, end: Option<Instant>) -> Result<Vec<Row>, CliError> {
-    let missing = VARIABLES.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
-    let mut process = Process::start(task, missing.map(|(name, value)| (name, value.to_owned())))?;
+    let mut process = Process::start(task, missing(VARIABLES))?;
     let (mut rows, mut stuck) = (Vec::new(), None);
     loop {
         let left = end.map(|end| end.saturating_duration_since(Instant::now()));
@@ -321,11 +313,14 @@ pub struct Process {
 impl Process {
     pub fn start(
         task: &Task,
-        variables: impl Iterator<Item = (&'static str, String)>,
+        variables: impl IntoIterator<Item = (String, OsString)>,
     ) -> Result<Self, CliError> {
-        let mut child = spawn(task, |command| {
-            command.envs(variables).stdin(Stdio::null()).stdout(Stdio::piped());
-        })?;
+        let line = ranks::again(GpuCheckArgs::NAME, task)?;
+        let mut command = Command::new(&line[0]);
+        command.args(&line[1..]).envs(variables).stdin(Stdio::null()).stdout(Stdio::piped());
+        let child = command.spawn();
+        let mut child =
+            child.map_err(|source| CliError::Spawn { rank: 0, program: line[0].clone(), source })?;
         let out = child.stdout.take().expect("standard output is a pipe");
         let (told, lines) = mpsc::channel();
         // Ends with the pipe.
@@ -335,14 +330,6 @@ impl Process {
         });
         Ok(Process { child, lines })
     }
-}
-
-/// Starts this program for a task.
-pub fn spawn(task: &Task, with: impl FnOnce(&mut Command)) -> Result<Child, CliError> {
-    let line = ranks::again(GpuCheckArgs::NAME, task)?;
-    let mut command = Command::new(&line[0]);
-    with(command.args(&line[1..]));
-    command.spawn().map_err(|source| CliError::Spawn { rank: 0, program: line[0].clone(), source })
 }
 
 /// A part that did not come to its end.

@@ -18,8 +18,8 @@ use sidelane::error::DeviceError;
 
 use super::Task;
 use super::blocking::{Case, Said, Watch, ask, say};
-use super::device::{allocate, stream, until, whole};
 use super::report::{About, Answer, Checks};
+use crate::device::{allocate, stream, until, whole};
 use crate::error::{CliError, failed};
 
 /// Hardware queues, and whether the other streams have another priority than the caller's.

@@ -1,4 +1,4 @@
-//! What all checks use of the device: its memory, its clock, and NVIDIA's libraries.
+//! Common parts of all checks on a device: its memory, its clock, and NVIDIA's libraries.
 //!
 //! To be timed, work is enqueued behind a wait for the host, which lets it go when all of it is
 //! there: what is timed is the device, not how fast the host enqueues. How fast that was is timed
@@ -13,6 +13,7 @@
 //! `SIDELANE_SITE_PACKAGES` names such folders. Else they are those of the environment that is
 //! active, and of `python3`.
 
+use std::ffi::OsString;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -26,6 +27,23 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 
 use crate::error::{CliError, failed, wrong};
+
+/// Variables that ranks and checks need unless they are set: kernels that are there before a stream
+/// waits, and queues enough that ranks of one GPU do not wait behind each other.
+pub const VARIABLES: [(&str, &str); 2] =
+    [("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
+
+/// Those of some variables that are not set.
+pub fn missing<'v>(variables: impl IntoIterator<Item = (&'v str, &'v str)>) -> Vec<(String, OsString)> {
+    let missing = variables.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    missing.map(|(name, value)| (name.to_owned(), value.into())).collect()
+}
+
+/// Why no other process can use the device, if that is so.
+pub fn one_process(driver: &Driver, device: u32) -> Result<Option<&'static str>, DeviceError> {
+    const REASON: &str = "the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)";
+    Ok((!driver.device(device)?.several_processes).then_some(REASON))
+}
 
 /// A stream of its own.
 pub fn stream(context: &Arc<Context>) -> Result<Stream, DeviceError> {
