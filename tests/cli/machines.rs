@@ -67,9 +67,12 @@ fn two_launchers_run_one_bench_that_rank_0_reports() {
 }
 
 #[test]
-fn perf_and_trace_run_across_launchers_too() {
-    let [a, b] =
-        run_nodes("perf", &["put-lat", "--nodes", "2", "--sizes", "8,1M", "--iterations", "20"], [&[], &[]]);
+fn put_bench_and_trace_run_across_launchers_too() {
+    let [a, b] = run_nodes(
+        "put-bench",
+        &["put-lat", "--nodes", "2", "--sizes", "8,1M", "--iterations", "20"],
+        [&[], &[]],
+    );
     assert!(a.status.success() && b.status.success(), "{}{}", text(&a.stderr), text(&b.stderr));
     let told = text(&a.stdout);
     assert!(told.contains("rank 0 (node 0) and rank 1 (node 1)") && told.contains("verified: "), "{told}");

@@ -12,7 +12,7 @@ mod layer;
 mod machines;
 mod network;
 mod peers;
-mod perf;
+mod put_bench;
 mod refusals;
 mod routing;
 mod simulate;

@@ -26,7 +26,7 @@ fn run(words: &[&str], path: Option<&str>) -> (Value, String) {
 }
 
 const BENCH: [&str; 7] = ["bench", "--tokens", "16", "--hidden", "64", "--rounds", "3"];
-const PERF: [&str; 5] = ["perf", "put-lat", "--sizes=8", "--iterations=200", "--warmup=20"];
+const PUT_BENCH: [&str; 5] = ["put-bench", "put-lat", "--sizes=8", "--iterations=200", "--warmup=20"];
 
 #[test]
 fn what_is_not_installed_is_named_with_what_to_install_and_ours_is_measured_all_the_same() {
@@ -37,7 +37,7 @@ fn what_is_not_installed_is_named_with_what_to_install_and_ours_is_measured_all_
     assert_eq!((absent(0, "name"), absent(0, "reason")), ("mpi".into(), "there is no mpicc".into()));
     assert_eq!((absent(1, "name"), absent(1, "reason")), ("gloo".into(), "there is no python3".into()));
     assert!(report["verified"] == true && text.contains("openmpi-bin"), "{text}");
-    let (report, text) = run(&PERF, Some("/nowhere"));
+    let (report, text) = run(&PUT_BENCH, Some("/nowhere"));
     assert_eq!(report["unavailable"]["reason"], "there is no ucx_perftest");
     assert!(report["verified"] == true && text.contains("ucx-utils"), "{text}");
 }
@@ -55,7 +55,7 @@ fn what_is_installed_computes_the_same_bits_in_as_many_rounds_on_one_node_and_on
             assert!(baseline["dispatch"]["speedup"].as_f64() > Some(0.0), "{text}");
         }
     }
-    let (report, text) = run(&PERF, None);
+    let (report, text) = run(&PUT_BENCH, None);
     let baseline = &report["pairs"][0]["runs"][0]["baseline"];
     assert!(baseline.is_object() || !needed, "{text}");
     if baseline.is_object() {
@@ -92,7 +92,7 @@ fn conditions_that_others_do_not_have_are_refused_before_anything_starts() {
         (["bench", "--dtype", "f32"], "--dtype"),
         (["bench", "--sum-order", "node"], "--sum-order"),
         (["bench", "--experts", "60"], "share evenly"),
-        (["perf", "signal", "--ranks-per-node=2"], "put-lat"),
+        (["put-bench", "signal", "--ranks-per-node=2"], "put-lat"),
     ] {
         let output =
             Command::new(env!("CARGO_BIN_EXE_sidelane")).args(words).arg("--baselines").output().unwrap();

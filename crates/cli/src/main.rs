@@ -15,8 +15,8 @@ mod layer;
 mod machines;
 mod options;
 mod peers;
-mod perf;
 mod plan_bench;
+mod put_bench;
 mod ranks;
 mod route;
 mod routing;
@@ -70,7 +70,7 @@ commands! {
     Bench: bench::BenchArgs,
     Layer: layer::LayerArgs,
     Collectives: collectives::CollectivesArgs,
-    Perf: perf::PerfArgs,
+    PutBench: put_bench::PutBenchArgs,
     // What ranks do and when.
     Trace: trace::TraceArgs,
     // Models: load of ranks and copy engines by routers, predicted times, cost of operands.

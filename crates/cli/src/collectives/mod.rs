@@ -26,7 +26,7 @@ use crate::launch::MachineArgs;
 use crate::machines::{self, Machines};
 use crate::options::{NodeArgs, at_least_one};
 use crate::peers::{BaselinePass, Field, Folder, Programs, Unavailable, compared};
-use crate::perf::{Bytes, Sizes};
+use crate::put_bench::{Bytes, Sizes};
 use crate::stats::{Laps, summary};
 use crate::{ranks, table};
 

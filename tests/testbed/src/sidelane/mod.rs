@@ -4,7 +4,7 @@ mod bench;
 mod collectives;
 mod conformance;
 mod device;
-mod perf;
+mod put_bench;
 mod rebuilt;
 
 use serde::de::DeserializeOwned;
@@ -13,7 +13,7 @@ pub use bench::{Bench, Counted, Route, names_the_lost};
 pub use collectives::collectives;
 pub use conformance::conformance;
 pub use device::{Straight, device};
-pub use perf::{Perf, Test};
+pub use put_bench::{PutBench, Test};
 pub use rebuilt::{CANCEL, GO, REBUILT, Seen, rebuilt};
 
 use crate::bed::{Bed, master};

@@ -5,7 +5,7 @@ use crate::deadline::Deadline;
 use crate::error::Result;
 use crate::perftest::{Kind, Perftest, Reading};
 use crate::report::{Comparison, Limit, Side};
-use crate::sidelane::{Perf, Test};
+use crate::sidelane::{PutBench, Test};
 use crate::steps::{Asked, Findings};
 
 const PORT: u16 = 18515;
@@ -20,7 +20,7 @@ const PUTS: usize = 20;
 struct Line {
     name: &'static str,
     unit: &'static str,
-    ours: Perf,
+    ours: PutBench,
     theirs: Perftest,
     limit: Limit,
 }
@@ -31,21 +31,21 @@ const LINES: [Line; 3] = [
     Line {
         name: "signal, 8 B",
         unit: "us",
-        ours: Perf { test: Test::Signal, size: 8, iterations: TRIPS },
+        ours: PutBench { test: Test::Signal, size: 8, iterations: TRIPS },
         theirs: Perftest { kind: Kind::Latency, size: 8, iterations: TRIPS },
         limit: Limit::BestAtMost(1.5),
     },
     Line {
         name: "put + signal, 4 KiB",
         unit: "us",
-        ours: Perf { test: Test::PutLatency, size: 4096, iterations: TRIPS },
+        ours: PutBench { test: Test::PutLatency, size: 4096, iterations: TRIPS },
         theirs: Perftest { kind: Kind::Latency, size: 4096 + 8, iterations: TRIPS },
         limit: Limit::BestAtMost(1.5),
     },
     Line {
         name: "puts, 1 MiB",
         unit: "MiB/s",
-        ours: Perf { test: Test::PutBandwidth, size: 1 << 20, iterations: PUTS },
+        ours: PutBench { test: Test::PutBandwidth, size: 1 << 20, iterations: PUTS },
         theirs: Perftest { kind: Kind::Bandwidth, size: 1 << 20, iterations: PUTS },
         limit: Limit::MedianAtLeast(0.7),
     },

@@ -1,4 +1,4 @@
-//! `sidelane perf`: what dispatch and combine are made of.
+//! `sidelane put-bench`: what dispatch and combine are made of.
 
 use serde::Deserialize;
 
@@ -8,9 +8,9 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::perftest::Reading;
 
-/// A `sidelane perf` between the first ranks of both machines.
+/// A `sidelane put-bench` between the first ranks of both machines.
 #[derive(Clone, Copy, Debug)]
-pub struct Perf {
+pub struct PutBench {
     /// Measured operation.
     pub test: Test,
     /// Bytes a put.
@@ -72,20 +72,20 @@ struct Bandwidth {
     mean_mib_s: f64,
 }
 
-impl Perf {
+impl PutBench {
     fn command(&self, machine: usize) -> String {
         let sizes = match self.test {
             Test::Signal => String::new(),
             Test::PutLatency | Test::PutBandwidth => format!(" --sizes {}", self.size),
         };
-        let what = format!("perf {}{sizes} --iterations {}", self.test.name(), self.iterations);
+        let what = format!("put-bench {}{sizes} --iterations {}", self.test.name(), self.iterations);
         command(machine, 1, &what, Cards::First, CALM)
     }
 
     /// Runs it to its end.
     pub fn run(&self, bed: &Bed, deadline: Deadline) -> Result<Reading> {
         let seen: Seen = report(bed, deadline, |machine| self.command(machine))?;
-        seen.reading().ok_or_else(|| Error::NotVerified { program: "perf", seen: format!("{seen:?}") })
+        seen.reading().ok_or_else(|| Error::NotVerified { program: "put-bench", seen: format!("{seen:?}") })
     }
 }
 

@@ -1,4 +1,4 @@
-//! The result of a measurement, and its JSON. Keys are described in `docs/perf-json.md`.
+//! The result of a measurement, and its JSON. Keys are described in `docs/put-bench-json.md`.
 //!
 //! The picture shows figures by size, both axes logarithmic:
 //!
@@ -392,7 +392,7 @@ pub mod tests {
     use super::*;
     use crate::command::Report as _;
     use crate::command::tests::assert_page;
-    use crate::perf::Test;
+    use crate::put_bench::Test;
     use crate::svg::tests::elements;
 
     /// A report of puts of 8 bytes and of 1 MiB between two nodes.
@@ -438,7 +438,7 @@ pub mod tests {
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
         let reports = [Test::PutLat, Test::PutBw].map(sample);
-        assert_page("perf-json.md", &reports);
+        assert_page("put-bench-json.md", &reports);
     }
 
     #[test]

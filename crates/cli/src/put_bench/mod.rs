@@ -1,4 +1,4 @@
-//! `sidelane perf`: latency and bandwidth between two ranks, over the one-sided face alone.
+//! `sidelane put-bench`: latency and bandwidth between two ranks, over the one-sided face alone.
 //!
 //! Parts of a dispatch, one at a time, in the tables that users of perftest know. No code here
 //! knows a lane: the figures are those of a program that calls [`Window`](sidelane::Window),
@@ -52,15 +52,15 @@ pub enum Pairs {
 
 const EXAMPLES: &str = "\
 Examples:
-  sidelane perf put-lat                                  # two nodes of one rank
-  sidelane perf put-bw --nodes 1 --ranks-per-node 2      # within a node
-  sidelane perf put-bw --nodes 4 --pairs all             # a matrix
-  sidelane perf put-lat --master node0 --node-rank 0     # between machines; on the other one: --node-rank 1";
+  sidelane put-bench put-lat                                  # two nodes of one rank
+  sidelane put-bench put-bw --nodes 1 --ranks-per-node 2      # within a node
+  sidelane put-bench put-bw --nodes 4 --pairs all             # a matrix
+  sidelane put-bench put-lat --master node0 --node-rank 0     # between machines; on the other one: --node-rank 1";
 
 /// Measure latency and bandwidth of puts and signals between ranks
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct PerfArgs {
+pub struct PutBenchArgs {
     /// What to measure
     #[arg(value_enum)]
     pub test: Test,
@@ -107,8 +107,8 @@ pub struct PerfArgs {
     pub machines: MachineArgs,
 }
 
-impl Command for PerfArgs {
-    const NAME: &'static str = "perf";
+impl Command for PutBenchArgs {
+    const NAME: &'static str = "put-bench";
 
     fn run(self) -> Result<ExitCode, CliError> {
         let task = Task::resolve(&self)?;
@@ -217,7 +217,7 @@ pub struct Run {
 }
 
 impl Task {
-    pub fn resolve(args: &PerfArgs) -> Result<Self, CliError> {
+    pub fn resolve(args: &PutBenchArgs) -> Result<Self, CliError> {
         let mut ranks_per_node = args.nodes.sizes()?;
         if args.baselines && args.nodes.ranks_per_node.is_empty() {
             ranks_per_node = vec![2];
@@ -257,7 +257,7 @@ impl Task {
             "test": test, "ranks_per_node": ranks_per_node, "pairs": pairs,
             "sizes": sizes, "iterations": iterations, "warmup": warmup, "baselines": self.baselines,
         });
-        ranks::conditions("perf", &conditions)
+        ranks::conditions("put-bench", &conditions)
     }
 
     pub fn most(&self) -> u64 {
@@ -271,7 +271,7 @@ impl Task {
     }
 }
 
-fn sizes(args: &PerfArgs, matrix: bool) -> Result<Vec<u64>, CliError> {
+fn sizes(args: &PutBenchArgs, matrix: bool) -> Result<Vec<u64>, CliError> {
     match (args.test, &args.sizes) {
         (Test::Signal, Some(_)) => Err(usage!("--sizes means nothing for signal: a signal has no size")),
         (Test::Signal, None) if args.svg.is_some() => {

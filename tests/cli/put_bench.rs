@@ -1,4 +1,4 @@
-//! `sidelane perf` as a user sees it: tables, files and refusals. Figures are only checked to
+//! `sidelane put-bench` as a user sees it: tables, files and refusals. Figures are only checked to
 //! exist.
 
 use std::path::PathBuf;
@@ -6,9 +6,9 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-fn perf(line: &str) -> Command {
+fn put_bench(line: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("perf").args(line.split(' ')).current_dir(std::env::temp_dir());
+    command.arg("put-bench").args(line.split(' ')).current_dir(std::env::temp_dir());
     command
 }
 
@@ -18,7 +18,7 @@ fn text(bytes: &[u8]) -> String {
 
 /// Text of a measurement.
 fn told(line: &str) -> String {
-    let output = perf(line).output().unwrap();
+    let output = put_bench(line).output().unwrap();
     assert!(output.status.success(), "{line}: {}", text(&output.stderr));
     text(&output.stdout)
 }
@@ -125,7 +125,7 @@ fn what_cannot_be_measured_is_refused_before_ranks_start() {
         ("put-bw --node-rank 0", "--master"),
         ("latency", "put-lat"),
     ] {
-        let output: Output = perf(line).output().unwrap();
+        let output: Output = put_bench(line).output().unwrap();
         let complaints = text(&output.stderr);
         assert_eq!(
             (output.status.code(), text(&output.stdout).as_str()),
@@ -141,7 +141,7 @@ struct Scratch(PathBuf);
 
 impl Scratch {
     fn new(name: &str) -> Self {
-        Scratch(std::env::temp_dir().join(format!("sidelane-perf-{}-{name}", std::process::id())))
+        Scratch(std::env::temp_dir().join(format!("sidelane-put-bench-{}-{name}", std::process::id())))
     }
 
     fn path(&self) -> &str {
