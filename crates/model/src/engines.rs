@@ -16,15 +16,23 @@
 
 use std::ops::AddAssign;
 
-use sidelane_core::error::CallKind;
-use sidelane_core::plan::{DispatchLayout, RelayPlan};
+use serde::Serialize;
+use sidelane_core::error::{CallKind, PlanError};
+use sidelane_core::gate::Routing;
+use sidelane_core::plan::{
+    Bins, DispatchLayout, ExpertMap, GroupRouting, PlanContext, RankRouting, ReceiveMode, RelayPlan,
+    RelaySorter, RowLayout, RowMetadata, RowSizes, SumOrder,
+};
 use sidelane_core::schedule::Effect;
 use sidelane_core::schedule::call::{Action, Engines, RankPrograms, Relays, Role, StageId};
 use sidelane_core::schedule::stream::StreamProgram;
-use sidelane_core::schedule::{CallerTables, Calls, FillContext, Op, Operands, RelayTables, TrackOp};
+use sidelane_core::schedule::{
+    CallerTables, Calls, ControlLayout, FillContext, Op, Operands, RelayTables, TrackOp, WindowId,
+};
+use sidelane_core::topology::{NodeMap, Paths, Route};
 
 /// Requests of one rank to its engines.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct CopyEngineWork {
     /// Copies to ranks of the same node, and to this rank itself of relayed rows.
     pub copies: u64,
@@ -33,12 +41,36 @@ pub struct CopyEngineWork {
     /// Calls that enqueue them, of [`MAX_BATCH`](CopyEngineWork::MAX_BATCH) copies at most.
     pub batches: u64,
     /// Memory operations: words written and awaited.
-    pub words: u64,
+    pub memory_ops: u64,
     /// Calls that enqueue these, of [`MAX_BATCH`](CopyEngineWork::MAX_BATCH) at most.
-    pub lists: u64,
+    pub memory_op_batches: u64,
     /// Bytes to other nodes.
     pub nic_bytes: u64,
 }
+
+/// A dispatch of all ranks of a group.
+#[derive(Clone, Copy, Debug)]
+pub struct RankDispatches<'a> {
+    /// Where experts live.
+    pub map: &'a ExpertMap,
+    /// Which ranks share a node.
+    pub nodes: &'a NodeMap,
+    /// Decisions of every rank.
+    pub routings: &'a [Routing<'a>],
+    /// Order of received rows.
+    pub layout: RowLayout,
+    /// Route of rows to other nodes.
+    pub route: Route,
+    /// Whether blocks lie in the order of their relays, who then copy spans.
+    pub spans: bool,
+    /// Bytes of a row that is sent.
+    pub row_bytes: u64,
+    /// Bytes of a returned row.
+    pub home_bytes: u64,
+}
+
+/// In how many parts a block goes to its relay: as everywhere in the library.
+const CHUNKS: u8 = 4;
 
 impl CopyEngineWork {
     /// A driver takes no more copies, or memory operations, at once.
@@ -77,6 +109,63 @@ impl CopyEngineWork {
         work
     }
 
+    /// Of a dispatch, at every rank, each placed as it would place itself.
+    ///
+    /// # Errors
+    /// Every error of a routing.
+    pub fn of_ranks(dispatch: &RankDispatches) -> Result<Vec<Self>, PlanError> {
+        let &RankDispatches { map, nodes, routings, layout, route, spans, row_bytes, home_bytes } = dispatch;
+        let top_k = routings.iter().map(Routing::top_k).max().unwrap_or(1);
+        let tokens = routings.iter().map(Routing::tokens).max().unwrap_or(0);
+        let bins = Bins::of_layout(layout, map, SumOrder::Expert, nodes);
+        let notes = RowMetadata::of(layout, ReceiveMode::Exact, spans);
+        let words_out = notes.words(top_k);
+        let sizing = RowSizes { row_bytes, home_bytes, words_out, words_home: 1, partial_bytes: None };
+        let paths = |me| Paths::new(nodes, route, me);
+        let (paths_of_0, mode, chunks) = (paths(0), ReceiveMode::Exact, CHUNKS);
+        let frame = PlanContext { bins: &bins, paths: paths_of_0, align: 1, chunks, sizing, mode };
+        let (mut everyone, mut layouts) = (GroupRouting::default(), Vec::new());
+        everyone.sort(&frame, top_k, |me, sorted| {
+            let routing: &Routing = &routings[me as usize];
+            sorted.fill(map, &bins, notes, me, routing)
+        })?;
+        everyone.each(&frame, (top_k, tokens), |frame, known, _| {
+            let RankRouting { sorted, crossing, counts, sizes } = known;
+            if spans {
+                RelaySorter::default().arrange(frame, (&mut *sorted, &mut *crossing), counts, sizes);
+            }
+            let mut layout = DispatchLayout::default();
+            layout.fill(frame, (sorted, crossing), top_k, counts, sizes);
+            layouts.push(layout);
+        });
+        let choices = u64::from(tokens) * u64::from(top_k);
+        let control = ControlLayout::new(&paths_of_0, &bins, choices, sizing.note_bytes());
+        let work = |me: u32| {
+            let mut forward = RelayPlan::default();
+            forward.spans = spans;
+            let frame = PlanContext { paths: paths(me), ..frame };
+            forward.know(&frame, false, |source, nth| layouts[source as usize].blocks[nth].clone());
+            // NICs reach the devices.
+            let (control, far) = (&control, WindowId::POOL);
+            let at = FillContext { paths: paths(me), control, sizing, chunks, parity: 0, far, notes: None };
+            Self::of_dispatch(&at, &layouts[me as usize], &forward)
+        };
+        Ok((0..nodes.ranks()).map(work).collect())
+    }
+
+    /// Each figure of several ranks, made one.
+    pub fn fold(ranks: &[Self], one: impl Fn(&mut dyn Iterator<Item = u64>) -> u64) -> Self {
+        let of = |figure: fn(&Self) -> u64| one(&mut ranks.iter().map(figure));
+        CopyEngineWork {
+            copies: of(|work| work.copies),
+            bytes: of(|work| work.bytes),
+            batches: of(|work| work.batches),
+            memory_ops: of(|work| work.memory_ops),
+            memory_op_batches: of(|work| work.memory_op_batches),
+            nic_bytes: of(|work| work.nic_bytes),
+        }
+    }
+
     /// Groups of consecutive operations of rank `me`. A group begins with the first put behind a
     /// wait.
     fn of_items(items: &[TrackOp], operands: &Operands, me: u32, near: impl Fn(u32) -> bool) -> Self {
@@ -103,9 +192,9 @@ impl CopyEngineWork {
                     }
                 }
                 // A NIC's signal goes with its rows.
-                Op::Signal { to, .. } => group.words += u64::from(near(to)),
+                Op::Signal { to, .. } => group.memory_ops += u64::from(near(to)),
                 Op::Wait { .. } => {
-                    group.words += 1;
+                    group.memory_ops += 1;
                     waited = true;
                 }
                 Op::Reduce { .. } => {}
@@ -118,7 +207,7 @@ impl CopyEngineWork {
     /// One group, with the calls that it takes.
     fn enqueued(self) -> Self {
         let calls = |number: u64| number.div_ceil(Self::MAX_BATCH);
-        CopyEngineWork { batches: calls(self.copies), lists: calls(self.words), ..self }
+        CopyEngineWork { batches: calls(self.copies), memory_op_batches: calls(self.memory_ops), ..self }
     }
 }
 
@@ -127,18 +216,22 @@ impl AddAssign for CopyEngineWork {
         self.copies += other.copies;
         self.bytes += other.bytes;
         self.batches += other.batches;
-        self.words += other.words;
-        self.lists += other.lists;
+        self.memory_ops += other.memory_ops;
+        self.memory_op_batches += other.memory_op_batches;
         self.nic_bytes += other.nic_bytes;
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::collections::BTreeSet;
+
+    use sidelane_core::gate::{Pattern, synthetic};
     use sidelane_core::schedule::call::SlotCall;
     use sidelane_core::schedule::stream::Slots;
     use sidelane_core::schedule::{Flag, FlagValue, Operand, OperandId, PutSource, SpanCopy, WindowId};
+
+    use super::*;
 
     /// A stage of rank 9 over spans of 16 bytes.
     fn work(ops: &[Op], near: impl Fn(u32) -> bool) -> CopyEngineWork {
@@ -165,22 +258,24 @@ mod tests {
     #[test]
     fn a_batch_ends_where_a_copy_has_to_wait() {
         let ops = [put(0), signal(0), put(1), signal(1), wait(0), wait(1), put(2), signal(2)];
-        let CopyEngineWork { copies, bytes, batches, words, lists, nic_bytes } = work(&ops, |_| true);
-        assert_eq!((copies, bytes, batches, words, lists, nic_bytes), (3, 48, 2, 5, 2, 0));
+        let CopyEngineWork { copies, bytes, batches, memory_ops, memory_op_batches, nic_bytes } =
+            work(&ops, |_| true);
+        let seen = (copies, bytes, batches, memory_ops, memory_op_batches, nic_bytes);
+        assert_eq!(seen, (3, 48, 2, 5, 2, 0));
     }
 
     #[test]
-    fn what_goes_to_other_nodes_is_a_nics_and_its_signal_too() {
+    fn rows_to_other_nodes_are_a_nics_and_their_signal_too() {
         let ops = [put(0), signal(0), put(5), signal(5), wait(5)];
-        let CopyEngineWork { copies, words, nic_bytes, .. } = work(&ops, |peer| peer < 5);
-        assert_eq!((copies, words, nic_bytes), (1, 2, 16));
+        let CopyEngineWork { copies, memory_ops, nic_bytes, .. } = work(&ops, |peer| peer < 5);
+        assert_eq!((copies, memory_ops, nic_bytes), (1, 2, 16));
     }
 
     #[test]
     fn a_driver_takes_255_at_once() {
         let ops: Vec<Op> = (0..256).map(put).chain((0..255).map(signal)).collect();
-        let CopyEngineWork { copies, batches, words, lists, .. } = work(&ops, |_| true);
-        assert_eq!((copies, batches, words, lists), (256, 2, 255, 1));
+        let CopyEngineWork { copies, batches, memory_ops, memory_op_batches, .. } = work(&ops, |_| true);
+        assert_eq!((copies, batches, memory_ops, memory_op_batches), (256, 2, 255, 1));
     }
 
     #[test]
@@ -189,8 +284,95 @@ mod tests {
         let slots = Slots::new(86, 256, 256).unwrap();
         let work = CopyEngineWork::of_stream(&StreamProgram::new(SlotCall::Dispatch, slots, 3).unwrap(), 3);
         assert_eq!((work.copies, work.batches, work.bytes), (85, 1, 85 * 256));
-        assert_eq!((work.words, work.lists), (3 * 85, 1));
+        assert_eq!((work.memory_ops, work.memory_op_batches), (3 * 85, 1));
         let release = CopyEngineWork::of_stream(&StreamProgram::new(SlotCall::Release, slots, 3).unwrap(), 3);
-        assert_eq!((release.copies, release.batches, release.words), (0, 0, 3 * 85));
+        assert_eq!((release.copies, release.batches, release.memory_ops), (0, 0, 3 * 85));
+    }
+
+    /// Decisions of all ranks on nodes of these sizes.
+    struct Decided {
+        map: ExpertMap,
+        nodes: NodeMap,
+        routings: Vec<Routing<'static>>,
+    }
+
+    impl Decided {
+        fn new(ranks_per_node: &[u32]) -> Self {
+            let labels = (0..).zip(ranks_per_node).flat_map(|(node, &ranks)| vec![node; ranks as usize]);
+            let nodes = NodeMap::from_labels(&labels.collect::<Vec<u32>>());
+            let routing = |rank| synthetic(Pattern::Zipf(1.0), 24, 4, 50, 3, rank).unwrap();
+            let map = ExpertMap::contiguous(24, nodes.ranks()).unwrap();
+            Decided { map, routings: (0..nodes.ranks()).map(routing).collect(), nodes }
+        }
+
+        /// Where the rows of a token go: a rank for each choice, or each rank once.
+        fn ranks_of(&self, layout: RowLayout, source: u32, token: u32) -> Vec<u32> {
+            let experts = self.routings[source as usize].experts_of(token).iter();
+            let slots = experts.map(|&expert| self.map.slot_for(source, expert as u32));
+            let rank =
+                |slot| (0..self.nodes.ranks()).find(|&r| self.map.slots_of(r).contains(&slot)).unwrap();
+            let ranks = slots.map(rank);
+            match layout {
+                RowLayout::ExpertMajor => ranks.collect(),
+                RowLayout::RankMajor => ranks.collect::<BTreeSet<u32>>().into_iter().collect(),
+            }
+        }
+
+        /// Rows of the engines of a rank and of its NIC, counted token by token.
+        fn rows(&self, layout: RowLayout, route: Route, me: u32) -> [u64; 2] {
+            let (nodes, mut engines, mut nics) = (&self.nodes, 0, 0);
+            for (source, token) in (0..nodes.ranks()).flat_map(|source| (0..50).map(move |t| (source, t))) {
+                let (near, far): (Vec<u32>, Vec<u32>) =
+                    self.ranks_of(layout, source, token).iter().partition(|&&rank| nodes.same_node(rank, me));
+                let rail = |source| nodes.rail_peer(source, nodes.node_of(me)) == me;
+                if source == me {
+                    engines += near.iter().filter(|&&rank| rank != me).count();
+                    nics += match route {
+                        Route::Direct => far.len(),
+                        Route::Pxn => {
+                            far.iter().map(|&rank| nodes.node_of(rank)).collect::<BTreeSet<u32>>().len()
+                        }
+                    };
+                } else if route == Route::Pxn && !nodes.same_node(source, me) && rail(source) {
+                    engines += near.len();
+                }
+            }
+            [engines as u64, nics as u64]
+        }
+    }
+
+    #[test]
+    fn bytes_are_those_of_a_count_token_by_token() {
+        let ways = RowLayout::ALL.into_iter().flat_map(|layout| Route::ALL.map(|route| (layout, route)));
+        let ways = ways.flat_map(|(layout, route)| {
+            let spans = layout == RowLayout::RankMajor && route == Route::Pxn;
+            [(layout, route, false), (layout, route, spans)]
+        });
+        let shapes: [&[u32]; 3] = [&[4], &[2, 2], &[3, 1, 2]];
+        for (shape, (layout, route, spans)) in
+            shapes.into_iter().flat_map(|shape| ways.clone().map(move |w| (shape, w)))
+        {
+            let decided = Decided::new(shape);
+            let Decided { map, nodes, routings } = &decided;
+            let bytes = 32;
+            let dispatch = RankDispatches {
+                map,
+                nodes,
+                routings,
+                layout,
+                route,
+                spans,
+                row_bytes: bytes,
+                home_bytes: bytes,
+            };
+            for (me, work) in (0..).zip(CopyEngineWork::of_ranks(&dispatch).unwrap()) {
+                let expected = decided.rows(layout, route, me).map(|rows| rows * bytes);
+                let title = format!("{shape:?} {layout:?} {route:?} {spans} {me}");
+                assert_eq!([work.bytes, work.nic_bytes], expected, "{title}");
+                // A rank that is alone on its node has no work for engines.
+                assert!(work.copies * bytes <= work.bytes, "{title}");
+                assert_eq!(work.copies > 0, work.bytes > 0, "{title}");
+            }
+        }
     }
 }

@@ -4,4 +4,4 @@
 mod engines;
 pub mod time;
 
-pub use engines::CopyEngineWork;
+pub use engines::{CopyEngineWork, RankDispatches};

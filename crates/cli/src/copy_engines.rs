@@ -9,8 +9,6 @@
 //!                                \--> CopyEngineWork of every rank --> mean, max, time
 //! ```
 
-mod plan;
-
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -21,7 +19,7 @@ use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
 use sidelane_core::schedule::call::SlotCall;
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
-use sidelane_model::CopyEngineWork;
+use sidelane_model::{CopyEngineWork, RankDispatches};
 
 use crate::bench::RowType;
 use crate::command::{self, Command};
@@ -146,51 +144,21 @@ const HEAD: u64 = 64;
 pub struct Variant {
     pub name: String,
     /// Of one rank, on average.
-    pub mean: Asked,
-    /// Of the rank that asks for most, each by itself.
-    pub max: Asked,
+    pub mean: CopyEngineWork,
+    /// Of the rank that asks for most, each figure by itself.
+    pub max: CopyEngineWork,
     /// Microseconds of the engines of the rank that needs most, one copy after another.
     pub us: f64,
 }
 
-/// [`CopyEngineWork`], perhaps of no single rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Asked {
-    pub copies: f64,
-    pub bytes: f64,
-    pub batches: f64,
-    pub memory_ops: f64,
-    pub memory_op_batches: f64,
-    pub nic_bytes: f64,
-}
-
 impl Variant {
     fn new(name: String, ranks: &[CopyEngineWork], conditions: &Conditions) -> Self {
-        let mean =
-            |of: fn(&CopyEngineWork) -> u64| ranks.iter().map(of).sum::<u64>() as f64 / ranks.len() as f64;
-        let most = |of: fn(&CopyEngineWork) -> u64| ranks.iter().map(of).max().unwrap_or(0) as f64;
         let us = |work: &CopyEngineWork| {
             work.copies as f64 * conditions.copy_us + work.bytes as f64 / (conditions.copy_gbps * 1e3)
         };
-        Variant {
-            name,
-            mean: Asked::of(mean),
-            max: Asked::of(most),
-            us: ranks.iter().map(us).fold(0.0, f64::max),
-        }
-    }
-}
-
-impl Asked {
-    fn of(figure: impl Fn(fn(&CopyEngineWork) -> u64) -> f64) -> Self {
-        Asked {
-            copies: figure(|work| work.copies),
-            bytes: figure(|work| work.bytes),
-            batches: figure(|work| work.batches),
-            memory_ops: figure(|work| work.words),
-            memory_op_batches: figure(|work| work.lists),
-            nic_bytes: figure(|work| work.nic_bytes),
-        }
+        let (count, us) = (ranks.len() as u64, ranks.iter().map(us).fold(0.0, f64::max));
+        let mean = CopyEngineWork::fold(ranks, |figures| (figures.sum::<u64>() + count / 2) / count);
+        Variant { name, mean, max: CopyEngineWork::fold(ranks, |figures| figures.max().unwrap_or(0)), us }
     }
 }
 
@@ -219,7 +187,18 @@ pub fn all(task: &Task) -> Result<Vec<Variant>, CliError> {
             planned.push((Route::Pxn, true, "pxn, relay order"));
         }
         for (route, spans, how) in planned {
-            let work = plan::dispatch(task, layout, route, spans)?;
+            let Decided { map, nodes, routings, .. } = &task.decided;
+            let &Task { row_bytes, home_bytes, .. } = task;
+            let work = CopyEngineWork::of_ranks(&RankDispatches {
+                map,
+                nodes,
+                routings,
+                layout,
+                route,
+                spans,
+                row_bytes,
+                home_bytes,
+            })?;
             ways.push(Variant::new(format!("{}, {how}", layout.name()), &work, &task.conditions));
         }
     }
@@ -255,17 +234,15 @@ impl command::Report for Report {
             "variant|copies|bytes each|batches|memory ops|their batches|engines|NICs|time".split('|'),
         );
         for Variant { name, mean, max, us } in &self.variants {
-            let of = if mean.copies > 0.0 { mean.bytes / mean.copies } else { 0.0 };
-            let count = |figure: f64| format!("{figure:.0}");
             table.add_row([
                 name.clone(),
-                count(max.copies),
-                volume(of as u64),
-                count(max.batches),
-                count(max.memory_ops),
-                count(max.memory_op_batches),
-                volume(mean.bytes as u64),
-                volume(mean.nic_bytes as u64),
+                max.copies.to_string(),
+                volume(mean.bytes / mean.copies.max(1)),
+                max.batches.to_string(),
+                max.memory_ops.to_string(),
+                max.memory_op_batches.to_string(),
+                volume(mean.bytes),
+                volume(mean.nic_bytes),
                 time(*us),
             ]);
         }
