@@ -1,14 +1,6 @@
 //! Common parts of pictures: curves between logarithmic axes, and timelines of labeled boxes.
 
-use crate::svg::{Attribute, Style, Svg, round};
-
-/// A line of a picture.
-pub struct Curve {
-    pub name: String,
-    /// Its rule in the style of the picture.
-    pub class: &'static str,
-    pub points: Vec<Point>,
-}
+use crate::svg::{self, Attribute, Style, Svg, round};
 
 /// A figure, and its label under the pointer.
 pub struct Point {
@@ -16,9 +8,65 @@ pub struct Point {
     pub said: String,
 }
 
-/// A colour for each curve; dashed from the seventh on.
-pub const CLASSES: [&str; 12] = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"];
-pub const CURVES: Style = Style {
+/// A line of a picture.
+pub struct Curve {
+    pub name: String,
+    pub points: Vec<Point>,
+}
+
+/// Curves between logarithmic axes: powers of 2 across, powers of 10 up.
+pub struct Panel<'a> {
+    pub title: &'a str,
+    pub curves: Vec<Curve>,
+    /// Words for marks across, and for those up.
+    pub numbers: &'a dyn Fn(u64) -> String,
+    pub figures: &'a dyn Fn(f64) -> String,
+}
+
+/// A picture of panels side by side, with conditions above and a legend below.
+pub struct Chart<'a> {
+    pub title: &'a str,
+    pub conditions: Vec<String>,
+    pub panels: Vec<Panel<'a>>,
+    /// Whether all panels have the same axes.
+    pub alike: bool,
+}
+
+impl Chart<'_> {
+    pub fn draw(&self) -> String {
+        let top = 62.0 + 16.0 * self.conditions.len() as f64;
+        let bottom = top + HEIGHT;
+        let names = || self.panels.iter().take(1).flat_map(|panel| &panel.curves).map(|curve| &curve.name);
+        let lines = names().count().div_ceil(KEYS);
+        let size = (WIDTH, bottom + 40.0 + 17.0 * lines as f64);
+        svg::picture(size, self.title, CURVES, |svg| {
+            for (nth, condition) in self.conditions.iter().enumerate() {
+                svg.label("quiet", 16.0, 43.0 + 16.0 * nth as f64, condition);
+            }
+            let step = (WIDTH - 16.0) / self.panels.len() as f64;
+            for (nth, panel) in self.panels.iter().enumerate() {
+                let across = (step * nth as f64 + LABELS, step * (nth + 1) as f64);
+                let same = if self.alike { &self.panels[..] } else { std::slice::from_ref(panel) };
+                let all = same.iter().flat_map(|panel| &panel.curves).flat_map(|curve| &curve.points);
+                panel.draw(svg, across, (bottom, top), all.map(|point| point.at));
+            }
+            for ((nth, name), class) in names().enumerate().zip(CLASSES.iter().cycle()) {
+                let place =
+                    (LABELS + 200.0 * (nth % KEYS) as f64, bottom + 40.0 + 17.0 * (nth / KEYS) as f64);
+                key(svg, class, name, place);
+            }
+        })
+    }
+}
+
+/// Height of a panel, room for its marks up, and keys in a line of a legend.
+const HEIGHT: f64 = 280.0;
+const LABELS: f64 = 92.0;
+const KEYS: usize = 4;
+
+/// A color for each curve; dashed from the seventh on.
+const CLASSES: [&str; 12] = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"];
+const CURVES: Style = Style {
     light: "\
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .a { stroke: #2166c2; } .dot.a { fill: #2166c2; }
@@ -37,38 +85,29 @@ circle.dot { stroke: none; }",
     dark: "",
 };
 
-/// Curves between logarithmic axes: powers of 2 across, powers of 10 up.
-pub struct Panel<'a> {
-    pub title: &'a str,
-    /// Left and right end, bottom and top.
-    pub across: (f64, f64),
-    pub up: (f64, f64),
-    /// How many marks an axis has at most.
-    pub marks: (i32, i32),
-    /// How marks of each are said.
-    pub numbers: fn(u64) -> String,
-    pub figures: &'a dyn Fn(f64) -> String,
-}
-
 impl Panel<'_> {
-    /// Draws curves; the points of `all` decide where the axes begin and end.
-    pub fn draw<'c>(&self, svg: &mut Svg, curves: &[Curve], all: impl Iterator<Item = &'c Curve> + Clone) {
-        let points = all.flat_map(|curve| &curve.points);
-        let (left, right, bottom, top) = (self.across.0, self.across.1, self.up.0, self.up.1);
-        let across = Scale::of(points.clone().map(|point| point.at.0), self.across, f64::log2);
-        let up = Scale::of(points.map(|point| point.at.1), self.up, f64::log10);
+    /// Draws its curves between these ends; axes hold all of these points.
+    fn draw(
+        &self,
+        svg: &mut Svg,
+        (left, right): (f64, f64),
+        (bottom, top): (f64, f64),
+        all: impl Iterator<Item = (f64, f64)> + Clone,
+    ) {
+        let across = Scale::of(all.clone().map(|at| at.0), (left, right), f64::log2);
+        let up = Scale::of(all.map(|at| at.1), (bottom, top), f64::log10);
         svg.label("", left, top - 12.0, self.title);
-        for power in across.powers(self.marks.0) {
+        for power in across.powers(((right - left) / 40.0) as i32) {
             let x = across.at(2f64.powi(power));
             svg.line("line", (x, top), (x, bottom));
             svg.label("quiet middle", x, bottom + 16.0, &(self.numbers)(1 << power));
         }
-        for power in up.powers(self.marks.1) {
+        for power in up.powers(8) {
             let y = up.at(10f64.powi(power));
             svg.line("line", (left, y), (right, y));
             svg.label("quiet end", left - 6.0, y + 4.0, &(self.figures)(10f64.powi(power)));
         }
-        for Curve { class, points, .. } in curves {
+        for (Curve { points, .. }, class) in self.curves.iter().zip(CLASSES.iter().cycle()) {
             let places: Vec<_> =
                 points.iter().map(|Point { at: (x, y), said }| (across.at(*x), up.at(*y), said)).collect();
             curve(svg, class, places.iter().map(|&(x, y, _)| (x, y)));
@@ -204,6 +243,33 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::svg::tests::elements;
+
+    #[test]
+    fn points_lie_between_the_axes_and_larger_ones_above_to_the_right() {
+        let points = [(8.0, 0.5), (1e6, 700.0), (4096.0, 3.0)];
+        for count in 1..=points.len() {
+            let points = points[..count].iter().map(|&at| Point { at, said: "here".to_owned() });
+            let curve = Curve { name: "curve".to_owned(), points: points.collect() };
+            let (numbers, figures) = (&|number: u64| number.to_string(), &|figure: f64| figure.to_string());
+            let panel = Panel { title: "", curves: vec![curve], numbers, figures };
+            let chart = Chart { title: "title", conditions: vec![], panels: vec![panel], alike: false };
+            let tags = elements(&chart.draw());
+            let line = tags.iter().find(|tag| tag.starts_with("polyline")).unwrap();
+            let at = line.split("points=\"").nth(1).unwrap().split('"').next().unwrap();
+            let at: Vec<(f64, f64)> = at
+                .split(' ')
+                .map(|point| point.split_once(',').unwrap())
+                .map(|(x, y)| (x.parse().unwrap(), y.parse().unwrap()))
+                .collect();
+            let between = |&(x, y): &(f64, f64)| {
+                (LABELS..=WIDTH - 16.0).contains(&x) && (62.0..=62.0 + HEIGHT).contains(&y)
+            };
+            assert!(at.len() == count && at.iter().all(between), "{at:?}");
+            assert!(count < 2 || at[0].0 < at[1].0 && at[0].1 > at[1].1, "{at:?}");
+            assert_eq!(tags.iter().filter(|tag| tag.starts_with("circle")).count(), count);
+        }
+    }
 
     #[test]
     fn marks_are_powers_and_not_too_many() {

@@ -1,15 +1,4 @@
 //! The result of a measurement, and its JSON. Keys are described in `docs/put-bench-json.md`.
-//!
-//! The picture shows figures by size, both axes logarithmic:
-//!
-//! ```text
-//!   title, conditions
-//!   1000 us |                      .-
-//!    100 us |                 .---'        min, typical, p99; or peak, average, memcpy
-//!     10 us |----------------'
-//!           8   64   512   4K   32K  256K
-//!          legend
-//! ```
 
 use std::fmt::Write;
 
@@ -17,12 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use super::measure::Found;
 use super::{Bytes, Run, Test};
-use crate::chart::{Curve, Panel, Point, key};
+use crate::chart::{Chart, Curve, Panel, Point};
 use crate::launch::shape_words;
 use crate::options::word;
 use crate::peers::Unavailable;
 use crate::stats::{ratio_of_medians, summary};
-use crate::svg::{self, Style, Svg};
 use crate::{command, machines, table};
 
 /// Everything that is known after a measurement.
@@ -308,60 +296,24 @@ fn typical(run: &RunReport) -> f64 {
     latency.or(run.bandwidth.map(|bandwidth| bandwidth.mean_mib_s)).unwrap_or(0.0)
 }
 
-const WIDTH: f64 = 720.0;
-const HEIGHT: f64 = 440.0;
-/// Where the axes begin and end.
-const LEFT: f64 = 92.0;
-const RIGHT: f64 = 700.0;
-const TOP: f64 = 78.0;
-const BOTTOM: f64 = 372.0;
-
-const STYLE: Style = Style {
-    light: "\
-.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-circle.dot { stroke: none; }
-.main { stroke: #2166c2; } .dot.main { fill: #2166c2; }
-.best { stroke: #0f8a86; stroke-width: 1.2; } .dot.best { fill: #0f8a86; }
-.third { stroke: #8c959f; stroke-width: 1.2; stroke-dasharray: 5 3; } .dot.third { fill: #8c959f; }",
-    dark: "\
-.main { stroke: #3f83dd; } .dot.main { fill: #3f83dd; }
-.best { stroke: #1f9e99; } .dot.best { fill: #1f9e99; }",
-};
-
 /// The picture of the first pair.
 pub fn draw(report: &Report) -> String {
-    let test = report.config.test;
-    let title = format!("{}: {}", word(&test), test.title());
+    let Conditions { test, machines, cores, ranks_per_node, .. } = &report.config;
     let unit = if test.is_latency() { "us" } else { "MiB/s" };
-    let curves = curves(report);
-    svg::picture((WIDTH, HEIGHT), &title, STYLE, |svg| {
-        caption(svg, report);
-        let (numbers, figures) = (|bytes| Bytes(bytes).to_string(), |figure| format!("{figure} {unit}"));
-        let (across, up, figures) = ((LEFT, RIGHT), (BOTTOM, TOP), &figures);
-        let panel = Panel { title: "", across, up, marks: (10, 8), numbers, figures };
-        panel.draw(svg, &curves, curves.iter());
-        let mut x = LEFT;
-        for Curve { class, name, .. } in &curves {
-            key(svg, class, name, (x, BOTTOM + 44.0));
-            x += 52.0 + 6.5 * name.len() as f64;
-        }
-        svg.label("quiet end", RIGHT, BOTTOM + 48.0, &format!("{unit} by bytes of a put"));
-    })
-}
-
-fn caption(svg: &mut Svg, report: &Report) {
-    let config = &report.config;
-    let host = machines::with_host(config.machines, &format!("{} cores", config.cores));
-    svg.label("quiet", 16.0, 43.0, &format!("ranks: {}, {host}", shape_words(&config.ranks_per_node)));
-    if let Some(pair) = report.pairs.first() {
-        let reason = table::because(&pair.lane_reason);
-        let (from, to) = (pair.from.rank, pair.to.rank);
-        svg.label("quiet", 16.0, 59.0, &format!("rank {from} and rank {to} · lane {}{reason}", pair.lane));
-    }
+    let host = machines::with_host(*machines, &format!("{cores} cores"));
+    let mut conditions = vec![format!("ranks: {}, {host}", shape_words(ranks_per_node))];
+    conditions.extend(report.pairs.first().map(|PairReport { from, to, lane, lane_reason, .. }| {
+        let reason = table::because(lane_reason);
+        format!("rank {} and rank {} · lane {lane}{reason} · {unit} by bytes of a put", from.rank, to.rank)
+    }));
+    let (numbers, figures) = (&|bytes| Bytes(bytes).to_string(), &|figure| format!("{figure} {unit}"));
+    let panels = vec![Panel { title: "", curves: curves(report), numbers, figures }];
+    let title = format!("{}: {}", word(test), test.title());
+    Chart { title: &title, conditions, panels, alike: false }.draw()
 }
 
 fn curves(report: &Report) -> Vec<Curve> {
-    let curve = |name: &str, class, figure: fn(&RunReport) -> Option<f64>| {
+    let curve = |name: &str, figure: fn(&RunReport) -> Option<f64>| {
         let runs = report.pairs.first().into_iter().flat_map(|pair| &pair.runs);
         let mut points: Vec<_> = runs.filter_map(|run| Some((run.run.bytes, figure(run)?))).collect();
         points.sort_by_key(|&(bytes, _)| bytes);
@@ -369,19 +321,19 @@ fn curves(report: &Report) -> Vec<Curve> {
             at: (bytes as f64, figure),
             said: format!("{} bytes: {name} {figure:.2}", Bytes(bytes)),
         };
-        Curve { name: name.to_owned(), class, points: points.into_iter().map(said).collect() }
+        Curve { name: name.to_owned(), points: points.into_iter().map(said).collect() }
     };
     let curves = if report.config.test.is_latency() {
         [
-            curve("min", "best", |run| Some(run.latency?.min_us)),
-            curve("typical", "main", |run| Some(run.latency?.p50_us)),
-            curve("p99", "third", |run| run.latency?.p99_us),
+            curve("min", |run| Some(run.latency?.min_us)),
+            curve("typical", |run| Some(run.latency?.p50_us)),
+            curve("p99", |run| run.latency?.p99_us),
         ]
     } else {
         [
-            curve("peak", "best", |run| Some(run.bandwidth?.peak_mib_s)),
-            curve("average", "main", |run| Some(run.bandwidth?.mean_mib_s)),
-            curve("memcpy", "third", |run| run.bandwidth?.memcpy_mib_s),
+            curve("peak", |run| Some(run.bandwidth?.peak_mib_s)),
+            curve("average", |run| Some(run.bandwidth?.mean_mib_s)),
+            curve("memcpy", |run| run.bandwidth?.memcpy_mib_s),
         ]
     };
     curves.into_iter().filter(|curve| !curve.points.is_empty()).collect()
@@ -517,35 +469,16 @@ pub mod tests {
         );
     }
 
-    fn numbers(tag: &str, name: &str) -> Vec<f64> {
-        let value = tag.split(&format!(" {name}=\"")).nth(1).unwrap().split('"').next().unwrap();
-        value.split([' ', ',']).map(|number| number.parse().unwrap()).collect()
-    }
-
     #[test]
-    fn every_picture_is_well_formed_and_every_point_lies_between_the_axes() {
+    fn every_figure_of_a_size_is_a_point_of_its_curve() {
         for test in [Test::PutLat, Test::PutBw, Test::PutBibw] {
             for runs in 1..=2 {
                 let mut report = sample(test);
                 report.pairs[0].runs.truncate(runs);
                 let tags = elements(&draw(&report));
-                let of = |name: &str| tags.iter().filter(|tag| tag.starts_with(name)).collect::<Vec<_>>();
-                assert_eq!((of("polyline").len(), of("circle").len()), (3, 3 * runs), "{test:?}");
-                for line in of("polyline") {
-                    for point in numbers(line, "points").chunks(2) {
-                        assert!((LEFT..=RIGHT).contains(&point[0]), "{line}");
-                        assert!((TOP..=BOTTOM).contains(&point[1]), "{line}");
-                    }
-                }
+                let count = |name: &str| tags.iter().filter(|tag| tag.starts_with(name)).count();
+                assert_eq!((count("polyline"), count("circle")), (3, 3 * runs), "{test:?}");
             }
         }
-    }
-
-    #[test]
-    fn larger_sizes_lie_to_the_right_and_larger_figures_above() {
-        let tags = elements(&draw(&sample(Test::PutLat)));
-        let line = tags.iter().find(|tag| tag.contains("curve main")).unwrap();
-        let points = numbers(line, "points");
-        assert!(points[0] < points[2] && points[1] > points[3], "{points:?}");
     }
 }

@@ -6,10 +6,10 @@ use sidelane_model::time::{Hardware, PhaseTime, RankWork, Timing};
 
 use super::layer::{self, Layered, Products};
 use super::{Conditions, MetadataWith, ReceiveKind, Task, Variant};
-use crate::chart::{self, Curve, Panel, Point, key};
+use crate::chart::{Chart, Curve, Panel, Point};
+use crate::command;
 use crate::error::CliError;
 use crate::table::{self, time, volume};
-use crate::{command, svg};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
@@ -201,14 +201,6 @@ impl command::Report for Report {
     }
 }
 
-const WIDTH: f64 = 920.0;
-const TOP: f64 = 96.0;
-const BOTTOM: f64 = 372.0;
-/// Left and right end of each panel.
-const PANELS: [(&str, f64, f64); 2] = [("dispatch", 70.0, 452.0), ("combine", 520.0, 902.0)];
-/// Of the legend.
-const LINE: f64 = 17.0;
-
 /// The picture of all groups.
 pub fn draw(report: &Report) -> String {
     let mut groups: Vec<_> = report.groups.iter().collect();
@@ -228,33 +220,25 @@ pub fn draw(report: &Report) -> String {
         };
         timed.map(point).collect()
     };
-    let panel = |ns: fn(&Timed) -> u64| -> Vec<Curve> {
-        let named = names.iter().zip(chart::CLASSES.iter().cycle());
-        named.map(|(&of, class)| Curve { name: of.to_owned(), class, points: points(of, ns) }).collect()
+    let panel = |title, ns: fn(&Timed) -> u64| {
+        let curves = names.iter().map(|&of| Curve { name: of.to_owned(), points: points(of, ns) }).collect();
+        Panel { title, curves, numbers: &|ranks| ranks.to_string(), figures: &time }
     };
-    let panels = [panel(|timed| timed.dispatch.ns), panel(|timed| timed.combine.ns)];
-    let title = format!("Dispatch and combine by number of ranks, predicted for {}", report.hardware.name);
-    let height = BOTTOM + 50.0 + LINE * names.len() as f64;
-    svg::picture((WIDTH, height), &title, chart::CURVES, |svg| {
-        svg.label("quiet", 16.0, 43.0, &report.config.routing_words());
-        let (hidden, dtype) = (report.config.hidden, report.config.dtype.name());
-        let ranks = report.config.ranks_per_node;
-        svg.label(
-            "quiet",
-            16.0,
-            59.0,
-            &format!("rows of {hidden} x {dtype}, nodes of {ranks} ranks; a model, not measured"),
-        );
-        for ((title, left, right), curves) in PANELS.into_iter().zip(&panels) {
-            let (across, up) = ((left, right), (BOTTOM, TOP));
-            let numbers = |ranks: u64| ranks.to_string();
-            let panel = Panel { title, across, up, marks: (12, 8), numbers, figures: &time };
-            panel.draw(svg, curves, panels.iter().flatten());
-        }
-        for (nth, curve) in (0..).zip(&panels[0]) {
-            key(svg, curve.class, &curve.name, (PANELS[0].1, BOTTOM + 40.0 + LINE * f64::from(nth)));
-        }
-    })
+    let Conditions { hidden, dtype, ranks_per_node, .. } = &report.config;
+    let rows = format!(
+        "rows of {hidden} x {}, nodes of {ranks_per_node} ranks; a model, not measured",
+        dtype.name()
+    );
+    Chart {
+        title: &format!("Dispatch and combine by number of ranks, predicted for {}", report.hardware.name),
+        conditions: vec![report.config.routing_words(), rows],
+        panels: vec![
+            panel("dispatch", |timed| timed.dispatch.ns),
+            panel("combine", |timed| timed.combine.ns),
+        ],
+        alike: true,
+    }
+    .draw()
 }
 
 #[cfg(test)]

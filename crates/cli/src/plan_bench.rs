@@ -15,11 +15,10 @@ use sidelane::plan::{
 use sidelane::topology::{NodeMap, Paths, Route};
 use sidelane_core::schedule::{CallerTables, ControlLayout, FillContext, RelayTables, WindowId};
 
-use crate::chart::{self, Curve, Panel, Point, key};
+use crate::chart::{Chart, Curve, Panel, Point};
 use crate::command::{self, Command};
 use crate::error::{CliError, usage};
 use crate::options::one_of;
-use crate::svg;
 use crate::table::{self, time, volume};
 
 const EXAMPLES: &str = "\
@@ -241,52 +240,30 @@ fn middle(mut laps: Vec<Duration>) -> f64 {
     laps[laps.len() / 2].as_secs_f64() * 1e6
 }
 
-const SIZE: (f64, f64) = (760.0, 380.0);
-const TOP: f64 = 92.0;
-const BOTTOM: f64 = 316.0;
-
-/// Figure of a panel, and its words.
-type Figure = fn(&Cost) -> f64;
-type Said<'a> = &'a dyn Fn(f64) -> String;
-
 /// The picture of all groups.
 fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
-    let curves = |of: Figure, said: Said<'_>| {
-        Route::ALL
-            .iter()
-            .zip(chart::CLASSES)
-            .map(|(&route, class)| {
-                let point = |row: &Row| {
-                    let (ranks, figure) = (row.shape.ranks, of(&row.cost));
-                    let said = format!("{ranks} ranks, {}: {}", route.name(), said(figure));
-                    Point { at: (f64::from(ranks), figure), said }
-                };
-                let points = rows.iter().filter(|row| row.shape.route == route).map(point).collect();
-                Curve { name: route.name().to_owned(), class, points }
-            })
-            .collect::<Vec<_>>()
+    let curves = |of: fn(&Cost) -> f64, said: &dyn Fn(f64) -> String| {
+        let of_route = |route: Route| {
+            let point = |row: &Row| {
+                let (ranks, figure) = (row.shape.ranks, of(&row.cost));
+                let said = format!("{ranks} ranks, {}: {}", route.name(), said(figure));
+                Point { at: (f64::from(ranks), figure), said }
+            };
+            let points = rows.iter().filter(|row| row.shape.route == route).map(point).collect();
+            Curve { name: route.name().to_owned(), points }
+        };
+        Route::ALL.map(of_route).into()
     };
-    let tables = |bytes: f64| volume(bytes as u64);
+    let bytes = |bytes: f64| volume(bytes as u64);
+    let numbers = &|ranks: u64| ranks.to_string();
+    let PlanBenchArgs { tokens, top_k, layout, ranks_per_node, .. } = args;
+    let conditions =
+        format!("{tokens} tokens, top-{top_k}, {}, nodes of {ranks_per_node} ranks", layout.name());
+    let times = Panel { title: "time", curves: curves(Cost::together, &time), numbers, figures: &time };
+    let curves = curves(|cost| cost.bytes as f64, &bytes);
+    let memory = Panel { title: "memory of the tables", curves, numbers, figures: &bytes };
     let title = "What a rank's operands cost, by number of ranks";
-    svg::picture(SIZE, title, chart::CURVES, |svg| {
-        let PlanBenchArgs { tokens, top_k, layout, ranks_per_node, .. } = args;
-        let conditions =
-            format!("{tokens} tokens, top-{top_k}, {}, nodes of {ranks_per_node} ranks", layout.name());
-        svg.label("quiet", 16.0, 43.0, &conditions);
-        let panels: [(_, _, Figure, Said<'_>); 2] = [
-            ("time", (76.0, 366.0), Cost::together, &time),
-            ("memory of the tables", (452.0, 742.0), |cost| cost.bytes as f64, &tables),
-        ];
-        for (title, across, of, said) in panels {
-            let curves = curves(of, said);
-            let (up, numbers) = ((BOTTOM, TOP), |ranks: u64| ranks.to_string());
-            let panel = Panel { title, across, up, marks: (10, 6), numbers, figures: said };
-            panel.draw(svg, &curves, curves.iter());
-        }
-        for (nth, (route, class)) in (0..).zip(Route::ALL.into_iter().zip(chart::CLASSES)) {
-            key(svg, class, route.name(), (76.0 + 90.0 * f64::from(nth), BOTTOM + 44.0));
-        }
-    })
+    Chart { title, conditions: vec![conditions], panels: vec![times, memory], alike: false }.draw()
 }
 
 #[cfg(test)]
