@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 use crate::error::{CliError, failed};
 use crate::ranks;
-use crate::stats::{ratio_of_medians, summary};
+use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::time;
 
 /// One that could not run.
@@ -458,31 +458,40 @@ fn arrival(
 /// Times of one baseline for one kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct BaselinePass {
-    pub p50_us: f64,
-    pub max_us: f64,
+    #[serde(flatten)]
+    pub timing: Summary,
     /// By what factor ours is faster: median by median.
-    pub speedup: f64,
-    pub speedup_low: f64,
-    pub speedup_high: f64,
+    pub speedup: Ratio,
 }
 
 impl BaselinePass {
     pub fn new(theirs_us: &[f64], ours_us: &[f64]) -> Self {
-        let (seen, speedup) = (summary(theirs_us), ratio_of_medians(theirs_us, ours_us));
-        BaselinePass {
-            p50_us: seen.p50,
-            max_us: seen.max,
-            speedup: speedup.value,
-            speedup_low: speedup.low,
-            speedup_high: speedup.high,
-        }
+        BaselinePass { timing: summary(theirs_us), speedup: ratio_of_medians(theirs_us, ours_us) }
     }
 
     /// For tables: the middle, the longest, and by what factor ours is faster.
     pub fn cells(self, digits: usize) -> [String; 3] {
-        let BaselinePass { p50_us, max_us, speedup, speedup_low, speedup_high } = self;
-        let speedup = format!("{speedup:.digits$} ({speedup_low:.digits$}-{speedup_high:.digits$})");
-        [time(p50_us), time(max_us), speedup]
+        let BaselinePass { timing, speedup } = self;
+        [time(timing.p50_us), time(timing.max_us), speedup.text(digits)]
+    }
+}
+
+/// What a baseline gave, with the times of its calls.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct BaselineReport<T> {
+    pub name: String,
+    /// Version that it reports.
+    pub version: String,
+    /// Whether its results are ours, bit by bit.
+    pub bitwise_equal: bool,
+    #[serde(flatten)]
+    pub calls: T,
+}
+
+impl<T> BaselineReport<T> {
+    pub fn new(contender: &Contender, bitwise_equal: bool, calls: T) -> Self {
+        let (name, version) = (contender.way.name().to_owned(), contender.version.clone());
+        BaselineReport { name, version, bitwise_equal, calls }
     }
 }
 
@@ -507,7 +516,7 @@ mod tests {
     #[test]
     fn ratios_are_theirs_by_ours_of_the_same_rounds() {
         let pass = BaselinePass::new(&[30.0, 10.0, 20.0], &[6.0, 2.0, 4.0]);
-        assert_eq!((pass.p50_us, pass.max_us), (20.0, 30.0));
-        assert_eq!((pass.speedup_low, pass.speedup, pass.speedup_high), (5.0, 5.0, 5.0));
+        assert_eq!((pass.timing.p50_us, pass.timing.max_us), (20.0, 30.0));
+        assert_eq!(pass.speedup, Ratio { value: 5.0, low: 5.0, high: 5.0 });
     }
 }

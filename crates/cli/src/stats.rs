@@ -13,6 +13,7 @@
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
 use sidelane::exec::now;
 use sidelane::{Error, Group};
 
@@ -21,23 +22,30 @@ use crate::machines::Machines;
 /// From this many rounds on a 99th percentile rests on at least ten rounds beyond it.
 const ROUNDS_FOR_P99: usize = 1000;
 
-/// What rounds of one kind took.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// What rounds of one kind took, in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
-    pub min: f64,
-    pub mean: f64,
-    pub p50: f64,
+    pub min_us: f64,
+    pub mean_us: f64,
+    pub p50_us: f64,
     /// Only from [`ROUNDS_FOR_P99`] on.
-    pub p99: Option<f64>,
-    pub max: f64,
+    pub p99_us: Option<f64>,
+    pub max_us: f64,
 }
 
 /// A ratio and its 95% interval.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Ratio {
     pub value: f64,
     pub low: f64,
     pub high: f64,
+}
+
+impl Ratio {
+    pub fn text(self, digits: usize) -> String {
+        let Ratio { value, low, high } = self;
+        format!("{value:.digits$} ({low:.digits$}-{high:.digits$})")
+    }
 }
 
 /// Of at least one sample.
@@ -46,12 +54,12 @@ pub fn summary(samples: &[f64]) -> Summary {
     sorted.sort_unstable_by(f64::total_cmp);
     let rank = (sorted.len() * 99).div_ceil(100);
     Summary {
-        min: sorted[0],
-        mean: sorted.iter().sum::<f64>() / sorted.len() as f64,
-        p99: (sorted.len() >= ROUNDS_FOR_P99).then(|| sorted[rank - 1]),
-        max: sorted[sorted.len() - 1],
+        min_us: sorted[0],
+        mean_us: sorted.iter().sum::<f64>() / sorted.len() as f64,
+        p99_us: (sorted.len() >= ROUNDS_FOR_P99).then(|| sorted[rank - 1]),
+        max_us: sorted[sorted.len() - 1],
         // The last, as it reorders them.
-        p50: median(&mut sorted),
+        p50_us: median(&mut sorted),
     }
 }
 
@@ -130,21 +138,24 @@ mod tests {
     #[test]
     fn figures_come_from_all_samples() {
         let seen = summary(&counted(1000));
-        assert_eq!(seen, Summary { min: 1.0, mean: 500.5, p50: 500.5, p99: Some(990.0), max: 1000.0 });
+        assert_eq!(
+            seen,
+            Summary { min_us: 1.0, mean_us: 500.5, p50_us: 500.5, p99_us: Some(990.0), max_us: 1000.0 }
+        );
     }
 
     #[test]
     fn the_median_of_an_even_number_lies_between_the_middle_two() {
-        assert_eq!(summary(&[7.0]).p50, 7.0);
-        assert_eq!(summary(&[4.0, 1.0]).p50, 2.5);
-        assert_eq!(summary(&counted(5)).p50, 3.0);
-        assert_eq!(summary(&counted(6)).p50, 3.5);
+        assert_eq!(summary(&[7.0]).p50_us, 7.0);
+        assert_eq!(summary(&[4.0, 1.0]).p50_us, 2.5);
+        assert_eq!(summary(&counted(5)).p50_us, 3.0);
+        assert_eq!(summary(&counted(6)).p50_us, 3.5);
     }
 
     #[test]
     fn p99_needs_a_thousand_rounds() {
-        assert_eq!(summary(&counted(999)).p99, None);
-        assert_eq!(summary(&counted(1000)).p99, Some(990.0));
+        assert_eq!(summary(&counted(999)).p99_us, None);
+        assert_eq!(summary(&counted(1000)).p99_us, Some(990.0));
     }
 
     #[test]
@@ -172,7 +183,7 @@ mod tests {
         spiked[7] = 1e6;
         assert_eq!(ratio_of_medians(&floor, &spiked), Ratio { value: 0.5, low: 0.5, high: 0.5 });
         let seen = summary(&spiked);
-        assert_eq!((seen.min, seen.p50, seen.p99, seen.max), (10.0, 10.0, None, 1e6));
+        assert_eq!((seen.min_us, seen.p50_us, seen.p99_us, seen.max_us), (10.0, 10.0, None, 1e6));
     }
 
     #[test]

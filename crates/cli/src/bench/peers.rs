@@ -16,7 +16,7 @@ use sidelane::Group;
 
 use super::config::Kind;
 use crate::error::CliError;
-use crate::peers::{self, BaselinePass, Folder, Programs, Unavailable, compared};
+use crate::peers::{self, BaselinePass, BaselineReport, Folder, Programs, Unavailable, compared};
 use crate::table;
 
 const LAYER: Programs = Programs {
@@ -90,10 +90,9 @@ impl Field {
     pub fn report(&self, real_us: [&[f64]; 2]) -> Option<Baselines> {
         let others = self.others.as_ref()?;
         let ran = others.running.iter().zip(&self.same).zip(&self.rounds_us);
-        let ran = ran.map(|((contender, &bitwise_equal), rounds_us)| {
+        let ran = ran.map(|((contender, &same), rounds_us)| {
             let [dispatch, combine] = [0, 1].map(|nth| BaselinePass::new(&rounds_us[nth], real_us[nth]));
-            let (name, version) = (contender.way.name().to_owned(), contender.version.clone());
-            BaselineReport { name, version, bitwise_equal, dispatch, combine }
+            BaselineReport::new(contender, same, Calls { dispatch, combine })
         });
         Some(Baselines { results: ran.collect(), unavailable: others.absent.clone() })
     }
@@ -102,17 +101,12 @@ impl Field {
 /// Those that ran and those that could not. Keys are described in `docs/bench-json.md`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Baselines {
-    pub results: Vec<BaselineReport>,
+    pub results: Vec<BaselineReport<Calls>>,
     pub unavailable: Vec<Unavailable>,
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct BaselineReport {
-    pub name: String,
-    /// Version that it reports.
-    pub version: String,
-    /// Whether its rows and sums are ours, bit by bit.
-    pub bitwise_equal: bool,
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Calls {
     pub dispatch: BaselinePass,
     pub combine: BaselinePass,
 }
@@ -129,8 +123,8 @@ impl Baselines {
             let header =
                 ["baseline", "dispatch", "max", "x ours (95%)", "combine", "max", "x ours (95%)", "result"];
             let mut table = table::figures(header);
-            for BaselineReport { version, bitwise_equal, dispatch, combine, .. } in &self.results {
-                let figures = [dispatch.cells(1), combine.cells(1)].concat();
+            for BaselineReport { version, bitwise_equal, calls, .. } in &self.results {
+                let figures = [calls.dispatch.cells(1), calls.combine.cells(1)].concat();
                 table.add_row([vec![version.clone()], figures, vec![compared(*bitwise_equal)]].concat());
             }
             text = table.trim_fmt() + "\n";
@@ -151,8 +145,7 @@ mod tests {
             name: "mpi".into(),
             version: "Open MPI v4".into(),
             bitwise_equal,
-            dispatch: pass,
-            combine: pass,
+            calls: Calls { dispatch: pass, combine: pass },
         };
         let absent = Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch");
         let baselines = Baselines { results: vec![ran(true)], unavailable: vec![absent] };

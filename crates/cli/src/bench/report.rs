@@ -11,7 +11,7 @@ use sidelane::topology::Route;
 use super::config::{Config, ReceiveKind, Words};
 use super::peers::Baselines;
 use super::rank::Nics;
-use crate::stats::{ratio_of_medians, summary};
+use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::{self, time, volume};
 use crate::{command, machines};
 
@@ -75,17 +75,14 @@ pub struct Lanes {
 /// One kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Pass {
-    pub p50_us: f64,
-    pub p99_us: Option<f64>,
-    pub max_us: f64,
+    #[serde(flatten)]
+    pub timing: Summary,
     bytes_landed: u64,
     bytes_inter_node: u64,
     bytes_inter_node_logical: u64,
     gbps: f64,
     floor_us: f64,
-    share_of_floor: f64,
-    share_low: f64,
-    share_high: f64,
+    share_of_floor: Ratio,
 }
 
 /// What all ranks together did in one call.
@@ -102,20 +99,15 @@ impl Pass {
     /// From the slowest rank's time of each round, in microseconds, and the floor's of the same
     /// rounds.
     pub fn of_rounds(real_us: &[f64], floor_us: &[f64], volume: Volume) -> Self {
-        let (real, floor) = (summary(real_us), summary(floor_us));
-        let share = ratio_of_medians(floor_us, real_us);
+        let timing = summary(real_us);
         Pass {
-            p50_us: real.p50,
-            p99_us: real.p99,
-            max_us: real.max,
+            timing,
             bytes_landed: volume.landed,
             bytes_inter_node: volume.rail,
             bytes_inter_node_logical: volume.rail_logical,
-            gbps: gbps(volume.landed, real.p50),
-            floor_us: floor.p50,
-            share_of_floor: share.value,
-            share_low: share.low,
-            share_high: share.high,
+            gbps: gbps(volume.landed, timing.p50_us),
+            floor_us: summary(floor_us).p50_us,
+            share_of_floor: ratio_of_medians(floor_us, real_us),
         }
     }
 }
@@ -204,22 +196,22 @@ fn figures(report: &Report) -> String {
     let mut table = table::figures([
         "",
         "p50",
-        if report.dispatch.p99_us.is_some() { "p99" } else { "max" },
+        if report.dispatch.timing.p99_us.is_some() { "p99" } else { "max" },
         "landed",
         "crossed",
         "GB/s",
         "of floor (95%)",
     ]);
     for (name, pass) in report.passes() {
-        let Pass { share_of_floor, share_low, share_high, .. } = pass;
+        let Summary { p50_us, p99_us, max_us, .. } = pass.timing;
         table.add_row([
             name.replace('_', " "),
-            time(pass.p50_us),
-            time(pass.p99_us.unwrap_or(pass.max_us)),
+            time(p50_us),
+            time(p99_us.unwrap_or(max_us)),
             volume(pass.bytes_landed),
             volume(pass.bytes_inter_node),
             format!("{:.1}", pass.gbps),
-            format!("{share_of_floor:.2} ({share_low:.2}-{share_high:.2})"),
+            pass.share_of_floor.text(2),
         ]);
     }
     table.trim_fmt()
@@ -372,10 +364,10 @@ pub mod tests {
     use super::*;
     use crate::bench::config::RowType;
     use crate::bench::config::tests::resolve;
-    use crate::bench::peers::BaselineReport;
+    use crate::bench::peers::Calls;
     use crate::command::Report as _;
     use crate::command::tests::assert_page_with;
-    use crate::peers::{BaselinePass, Unavailable};
+    use crate::peers::{BaselinePass, BaselineReport, Unavailable};
 
     #[test]
     fn the_text_holds_conditions_verdict_figures_and_memcpy() {
@@ -426,7 +418,7 @@ pub mod tests {
     fn p99_takes_the_place_of_the_maximum_when_there_is_one() {
         let mut report = sample();
         assert!(report.text().contains(" max ") && !report.text().contains("p99"));
-        report.dispatch.p99_us = Some(6300.0);
+        report.dispatch.timing.p99_us = Some(6300.0);
         assert!(report.text().contains("p99") && report.text().contains("6.30 ms"));
     }
 
@@ -527,8 +519,12 @@ pub mod tests {
     fn baselines() -> Baselines {
         let pass = BaselinePass::new(&[34_000.0, 30_000.0, 36_000.0], &[6200.0, 6000.0, 6400.0]);
         let (name, version) = ("mpi".to_owned(), "Open MPI v4".to_owned());
-        let results =
-            vec![BaselineReport { name, version, bitwise_equal: true, dispatch: pass, combine: pass }];
+        let results = vec![BaselineReport {
+            name,
+            version,
+            bitwise_equal: true,
+            calls: Calls { dispatch: pass, combine: pass },
+        }];
         let [name, reason, install] = ["gloo", "there is no python3", "pip install torch"].map(str::to_owned);
         Baselines { results, unavailable: vec![Unavailable { name, reason, install }] }
     }
@@ -559,7 +555,7 @@ pub mod tests {
         let pass =
             Pass::of_rounds(&[200.0; 5], &[100.0; 5], Volume { landed: 2_000_000, rail: 0, rail_logical: 0 });
         assert_eq!(pass.gbps, 10.0);
-        assert_eq!((pass.share_low, pass.share_of_floor, pass.share_high), (0.5, 0.5, 0.5));
-        assert_eq!(pass.p99_us, None);
+        assert_eq!(pass.share_of_floor, Ratio { value: 0.5, low: 0.5, high: 0.5 });
+        assert_eq!(pass.timing.p99_us, None);
     }
 }

@@ -25,9 +25,9 @@ use crate::error::{CliError, usage};
 use crate::launch::MachineArgs;
 use crate::machines::{self, Machines};
 use crate::options::{NodeArgs, at_least_one};
-use crate::peers::{BaselinePass, Field, Folder, Programs, Unavailable, compared};
+use crate::peers::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
 use crate::put_bench::{Bytes, Sizes};
-use crate::stats::{Laps, summary};
+use crate::stats::{Laps, Summary, summary};
 use crate::{ranks, table};
 
 const EXAMPLES: &str = "\
@@ -101,6 +101,7 @@ pub struct Task {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Run {
     pub operation: Operation,
+    /// Of the larger tensor of a rank.
     pub bytes: u64,
     pub rounds: u32,
 }
@@ -175,12 +176,11 @@ fn main(task: &Task) -> Result<ExitCode, CliError> {
         test.check()?;
         verified &= ranks::all_say(&group, test.is_right())?;
         let ours = laps.rounds(&group, &machines)?;
-        let baselines =
-            others.running.iter().zip(same).zip(&laps_us).map(|((contender, bitwise_equal), theirs)| {
-                let (name, version) = (contender.way.name().to_owned(), contender.version.clone());
-                BaselineReport { name, version, bitwise_equal, timing: BaselinePass::new(theirs, &ours) }
-            });
-        runs.push(RunReport::new(run, &ours, baselines.collect()));
+        let theirs = others.running.iter().zip(same).zip(&laps_us);
+        let baselines = theirs
+            .map(|((other, same), us)| BaselineReport::new(other, same, BaselinePass::new(us, &ours)))
+            .collect();
+        runs.push(RunReport { run, timing: summary(&ours), baselines });
         bar.inc(1);
     }
     bar.finish_and_clear();
@@ -253,35 +253,13 @@ pub struct Conditions {
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunReport {
-    pub operation: Operation,
-    /// Of the larger tensor of a rank.
-    pub bytes: u64,
-    pub rounds: usize,
-    pub p50_us: f64,
-    pub max_us: f64,
-    pub baselines: Vec<BaselineReport>,
+    #[serde(flatten)]
+    pub run: Run,
+    #[serde(flatten)]
+    pub timing: Summary,
+    /// Others, in the same rounds.
+    pub baselines: Vec<BaselineReport<BaselinePass>>,
 }
-
-/// Another, in the same rounds.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct BaselineReport {
-    pub name: String,
-    /// Version that it reports.
-    pub version: String,
-    /// Whether its result is ours, bit by bit.
-    pub bitwise_equal: bool,
-    pub timing: BaselinePass,
-}
-
-impl RunReport {
-    pub fn new(run: Run, rounds_us: &[f64], baselines: Vec<BaselineReport>) -> Self {
-        let seen = summary(rounds_us);
-        let Run { operation, bytes, .. } = run;
-        RunReport { operation, bytes, rounds: rounds_us.len(), p50_us: seen.p50, max_us: seen.max, baselines }
-    }
-}
-
-impl Report {}
 
 impl command::Report for Report {
     fn text(&self) -> String {
@@ -294,20 +272,20 @@ impl command::Report for Report {
             format!("{ranks} ranks ({of} by node), f32, {machines} with {cores} cores; {verified}\n\n");
         let mut table =
             table::figures("operation|size|p50|max|baseline|p50|max|x ours (95%)|result".split('|'));
-        for run in &self.runs {
+        for RunReport { run, timing, baselines } in &self.runs {
             let ours = [
                 run.operation.name(),
                 Bytes(run.bytes).to_string(),
-                table::time(run.p50_us),
-                table::time(run.max_us),
+                table::time(timing.p50_us),
+                table::time(timing.max_us),
             ];
-            if run.baselines.is_empty() {
+            if baselines.is_empty() {
                 table.add_row(ours.to_vec());
             }
-            for baseline in &run.baselines {
+            for baseline in baselines {
                 let theirs = [
                     vec![baseline.version.clone()],
-                    baseline.timing.cells(2).to_vec(),
+                    baseline.calls.cells(2).to_vec(),
                     vec![compared(baseline.bitwise_equal)],
                 ];
                 table.add_row([ours.to_vec(), theirs.concat()].concat());
@@ -332,13 +310,14 @@ mod tests {
 
     fn sample() -> Report {
         let run = Run { operation: Operation::AllReduce, bytes: 4096, rounds: 3 };
-        let timing = BaselinePass::new(&[30.0, 10.0, 20.0], &[6.0, 2.0, 4.0]);
-        let baseline =
-            BaselineReport { name: "mpi".into(), version: "Open MPI v4".into(), bitwise_equal: true, timing };
+        let calls = BaselinePass::new(&[30.0, 10.0, 20.0], &[6.0, 2.0, 4.0]);
+        let (name, version) = ("mpi".to_owned(), "Open MPI v4".to_owned());
+        let baseline = BaselineReport { name, version, bitwise_equal: true, calls };
+        let timing = summary(&[6.0, 2.0, 4.0]);
         Report {
             config: Conditions { ranks_per_node: vec![2, 1], machines: 1, cores: 2 },
             verified: true,
-            runs: vec![RunReport::new(run, &[6.0, 2.0, 4.0], vec![baseline])],
+            runs: vec![RunReport { run, timing, baselines: vec![baseline] }],
             unavailable: vec![Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch")],
         }
     }

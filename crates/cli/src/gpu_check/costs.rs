@@ -11,11 +11,12 @@ use sidelane_verify::reference;
 
 use super::Task;
 use super::exchange::{memory, on_nodes, timed};
-use super::report::{About, Checks, STAND_IN, Time};
+use super::report::{About, Checks, STAND_IN};
 use crate::conformance::{Case, Device, Player, Way, experts_copy};
 use crate::device::{Samples, Timer, allocate, stream, whole};
 use crate::error::CliError;
 use crate::ranks;
+use crate::stats::summary;
 
 /// Bytes of copies: a slot of a small batch; sizes around which a copy costs more than its price;
 /// little more than nothing.
@@ -61,8 +62,8 @@ impl Bench<'_> {
         samples: &Samples,
         bytes: Option<u64>,
     ) -> Result<(), CliError> {
-        let host = Time::of(&samples.host).p50_us;
-        let rate = bytes.map(|bytes| bytes as f64 / Time::of(&samples.device).p50_us.max(1e-6) / 1e3);
+        let host = summary(&samples.host).p50_us;
+        let rate = bytes.map(|bytes| bytes as f64 / summary(&samples.device).p50_us.max(1e-6) / 1e3);
         let rate = rate.map_or_else(String::new, |rate| format!(", {rate:.1} GB/s"));
         let shows = if self.stand_in { STAND_IN } else { shows };
         let found = format!("the host takes {host:.2} us to enqueue it{rate}");

@@ -20,6 +20,7 @@ use super::Task;
 use super::report::{About, Checks, STAND_IN};
 use crate::device::{self, Random, allocate, stream, until, whole};
 use crate::error::CliError;
+use crate::stats::summary;
 
 /// Bytes of one copy, and copies of one burst.
 const COPY: u64 = 1 << 20;
@@ -59,7 +60,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             }
         }
     }
-    let middle = |samples: &[f64]| super::report::Time::of(samples).p50_us;
+    let middle = |samples: &[f64]| summary(samples).p50_us;
     let alone = middle(&found[0].product);
     for (beside, found) in ALL.into_iter().zip(&found) {
         let (what, shows) = beside.words();

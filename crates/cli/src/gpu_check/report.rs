@@ -7,7 +7,7 @@ use sidelane::device::{Probe, Version};
 use super::{GpuCheckArgs, Part};
 use crate::error::CliError;
 use crate::options::word;
-use crate::stats::{self, Summary};
+use crate::stats::{Summary, summary};
 use crate::{command, table};
 
 /// Everything that is known afterwards.
@@ -131,20 +131,18 @@ impl Row {
     }
 }
 
-/// Times of one thing, in microseconds.
+/// Times of one thing.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Time {
-    pub p50_us: f64,
-    pub min_us: f64,
-    pub max_us: f64,
+    #[serde(flatten)]
+    pub of: Summary,
     pub samples: usize,
 }
 
 impl Time {
     /// Of at least one sample.
     pub fn of(samples: &[f64]) -> Self {
-        let Summary { min, p50, max, .. } = stats::summary(samples);
-        Time { p50_us: p50, min_us: min, max_us: max, samples: samples.len() }
+        Time { of: summary(samples), samples: samples.len() }
     }
 }
 
@@ -178,9 +176,9 @@ impl command::Report for Report {
 fn of(rows: &[&Row]) -> String {
     let mut table = table::new(["", "what", "found", "what it shows"]);
     for row in rows {
-        let time = row.time.map(|time| {
-            let [p50, min, max] = [time.p50_us, time.min_us, time.max_us].map(table::time);
-            format!("{p50} ({min} to {max}, {} samples)", time.samples)
+        let time = row.time.map(|Time { of, samples }| {
+            let [p50, min, max] = [of.p50_us, of.min_us, of.max_us].map(table::time);
+            format!("{p50} ({min} to {max}, {samples} samples)")
         });
         let found: Vec<&str> = time
             .iter()
@@ -362,7 +360,7 @@ mod tests {
     fn report() -> Report {
         let row = |part, state| Row {
             open: Some("more GPUs".to_owned()),
-            time: Some(Time { p50_us: 2.5, min_us: 2.0, max_us: 3.0, samples: 9 }),
+            time: Some(Time::of(&[2.0, 2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 3.0])),
             ..row(part, state, Some(Answer::Blocks))
         };
         let rows = vec![row(Part::Driver, State::Right), row(Part::Audit, State::Void)];

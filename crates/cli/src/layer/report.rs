@@ -73,7 +73,7 @@ impl Pass {
     /// From what rounds took.
     pub fn of_rounds(experts: &[f64], transfers: &[f64], in_turn: &[f64], overlapped: &[f64]) -> Self {
         let [experts_us, transfers_us, sequential_us, overlapped_us] =
-            [experts, transfers, in_turn, overlapped].map(|rounds| summary(rounds).p50);
+            [experts, transfers, in_turn, overlapped].map(|rounds| summary(rounds).p50_us);
         let hidden_share = (sequential_us - overlapped_us) / experts_us.min(transfers_us);
         Pass { experts_us, transfers_us, sequential_us, overlapped_us, hidden_share }
     }

@@ -19,8 +19,9 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use sidelane::{Error, Window, World};
 
-use super::report::{Bandwidth, Latency};
+use super::report::Bandwidth;
 use super::{Run, Test};
+use crate::stats::{Summary, summary};
 
 /// A stream is cut into so many windows, each ended by a quiet: the fastest is the peak.
 const WINDOWS: u32 = 5;
@@ -28,7 +29,7 @@ const WINDOWS: u32 = 5;
 /// Results of one rank of a pair in a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Found {
-    pub latency: Option<Latency>,
+    pub latency: Option<Summary>,
     pub bandwidth: Option<Bandwidth>,
     /// Whether the bytes received last are those that the other rank put last.
     pub verified: bool,
@@ -66,7 +67,7 @@ impl<'w> Pair<'w> {
         if test.is_latency() {
             self.round_trips(&mut source, warmup)?;
             let halves = self.round_trips(&mut source, iterations)?;
-            found.latency = (self.me == 0).then(|| Latency::of(&halves));
+            found.latency = (self.me == 0).then(|| summary(&halves));
         } else {
             let windows = self.streams(test, &mut source, run)?;
             if self.me == 0 {

@@ -10,7 +10,7 @@ use crate::chart::{Chart, Curve, Panel, Point};
 use crate::launch::shape_words;
 use crate::options::word;
 use crate::peers::Unavailable;
-use crate::stats::{ratio_of_medians, summary};
+use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::{command, machines, table};
 
 /// Everything that is known after a measurement.
@@ -62,7 +62,7 @@ pub struct RunReport {
     pub run: Run,
     pub verified: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub latency: Option<Latency>,
+    pub latency: Option<Summary>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<Bandwidth>,
     /// Of one that took turns with us.
@@ -78,19 +78,7 @@ pub struct BaselineReport {
     pub ours_us: Vec<f64>,
     pub theirs_us: Vec<f64>,
     /// By what factor ours is faster: median by median.
-    pub speedup: f64,
-    pub speedup_low: f64,
-    pub speedup_high: f64,
-}
-
-/// Half round trips.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Latency {
-    pub min_us: f64,
-    pub p50_us: f64,
-    mean_us: f64,
-    pub p99_us: Option<f64>,
-    pub max_us: f64,
+    pub speedup: Ratio,
 }
 
 /// A stream.
@@ -106,20 +94,11 @@ pub struct Bandwidth {
     memcpy_mib_s: Option<f64>,
 }
 
-impl Latency {
-    /// Of at least one half round trip, in microseconds.
-    pub fn of(halves: &[f64]) -> Self {
-        let seen = summary(halves);
-        Latency { min_us: seen.min, p50_us: seen.p50, mean_us: seen.mean, p99_us: seen.p99, max_us: seen.max }
-    }
-}
-
 impl BaselineReport {
     /// Of at least one turn.
     pub fn new(name: &str, ours_us: Vec<f64>, theirs_us: Vec<f64>) -> Self {
-        let times = ratio_of_medians(&theirs_us, &ours_us);
-        let (speedup, speedup_low, speedup_high) = (times.value, times.low, times.high);
-        BaselineReport { name: name.into(), ours_us, theirs_us, speedup, speedup_low, speedup_high }
+        let speedup = ratio_of_medians(&theirs_us, &ours_us);
+        BaselineReport { name: name.into(), ours_us, theirs_us, speedup }
     }
 }
 
@@ -188,11 +167,9 @@ fn beside(report: &Report) -> String {
             table::figures(["bytes", "beside", "turns", "theirs [us]", "ours [us]", "x ours (95%)"]);
         for (bytes, other) in others {
             let [theirs, ours] =
-                [&other.theirs_us, &other.ours_us].map(|us| format!("{:.3}", summary(us).p50));
-            let BaselineReport { name, speedup, speedup_low, speedup_high, .. } = other;
-            let ratio = format!("{speedup:.2} ({speedup_low:.2}-{speedup_high:.2})");
-            let turns = other.ours_us.len().to_string();
-            table.add_row([Bytes(bytes).to_string(), name.clone(), turns, theirs, ours, ratio]);
+                [&other.theirs_us, &other.ours_us].map(|us| format!("{:.3}", summary(us).p50_us));
+            let (turns, ratio) = (other.ours_us.len().to_string(), other.speedup.text(2));
+            table.add_row([Bytes(bytes).to_string(), other.name.clone(), turns, theirs, ours, ratio]);
         }
         text = format!("\n\n{}", table.trim_fmt());
     }
@@ -351,7 +328,7 @@ pub mod tests {
     pub fn sample(test: Test) -> Report {
         let run = |bytes, us: f64| {
             let halves: Vec<f64> = (1..=1000).map(|n| us * f64::from(n)).collect();
-            let latency = test.is_latency().then(|| Latency::of(&halves));
+            let latency = test.is_latency().then(|| summary(&halves));
             let windows = [(10, 2.0 * us), (10, us)];
             let bandwidth =
                 (!test.is_latency()).then(|| Bandwidth::of(bytes, &windows, Some((10, us / 2.0))));
