@@ -30,6 +30,27 @@ pub trait Command: clap::Args {
     }
 }
 
+/// The program that made a report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Program {
+    pub version: &'static str,
+    pub commit: &'static str,
+    pub target: &'static str,
+}
+
+impl Program {
+    pub const HERE: Program = Program {
+        version: env!("CARGO_PKG_VERSION"),
+        commit: env!("SIDELANE_COMMIT"),
+        target: env!("SIDELANE_TARGET"),
+    };
+
+    pub fn text(self) -> String {
+        let Program { version, commit, target } = self;
+        format!("sidelane {version} ({commit}) for {target}")
+    }
+}
+
 /// Result of a command. A page of `docs` describes its JSON.
 pub trait Report: Serialize {
     /// Version of the JSON: it grows when a key changes its meaning or goes.

@@ -7,9 +7,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
-use sidelane::dtype::Dtype;
 use sidelane::ep::{FloorBench, Handle};
 use sidelane::plan::{Bins, ExpertMap, RowMetadata, Strategy, SumOrder};
 use sidelane::rows::{Arithmetic, Stores};
@@ -29,15 +27,12 @@ use crate::error::{CliError, wrong};
 use crate::peers::Folder;
 use crate::ranks::{self, Sizes};
 use crate::routing::Router;
+use crate::settings::with_element;
 use crate::stats::Laps;
 use crate::{command, machines};
 
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
-    let report = match task.config.dtype.element() {
-        Dtype::F32 => run::<f32>(task),
-        Dtype::F16 => run::<f16>(task),
-        Dtype::Bf16 | Dtype::Bytes => run::<bf16>(task),
-    }?;
+    let report = with_element!(task.config.dtype.element(), run(task))?;
     report.map_or(Ok(ExitCode::SUCCESS), |report| command::finish(&report, &task.json))
 }
 

@@ -131,11 +131,13 @@ impl<'d> Place<'d> {
         self.lend(&vec![BEFORE; bytes])
     }
 
+    fn on_device(&self) -> Result<(&Device, &Stream), CliError> {
+        self.device.zip(self.stream.as_deref()).ok_or_else(|| failed!("the host has no device memory"))
+    }
+
     /// Writes to memory of the device, and waits until it is there.
     pub fn write(&self, to: &DeviceRange, bytes: &[u8]) -> Result<(), CliError> {
-        let (Some(device), Some(stream)) = (self.device, &self.stream) else {
-            return Err(failed!("the host has no device memory"));
-        };
+        let (device, stream) = self.on_device()?;
         if bytes.is_empty() {
             return Ok(());
         }
@@ -147,9 +149,7 @@ impl<'d> Place<'d> {
 
     /// Reads memory of the device, once the stream has come so far.
     pub fn read(&self, from: &DeviceRange) -> Result<Vec<u8>, CliError> {
-        let (Some(device), Some(stream)) = (self.device, &self.stream) else {
-            return Err(failed!("the host has no device memory"));
-        };
+        let (device, stream) = self.on_device()?;
         let mut bytes = vec![0; from.len() as usize];
         if !bytes.is_empty() {
             stream.copy(device.staging.range().span(0, from.len())?, whole(from)?)?;

@@ -365,10 +365,7 @@ impl<'r, E: Real> Player<'r, E> {
         }
         let mut out = self.place.room(sums * E::DTYPE.size())?;
         self.ep.combine_into(handle.output()?, handle, out.tensor_mut(E::DTYPE))?;
-        let (seen, shape) = (self.place.content(&out)?, (E::DTYPE, self.settings.case.hidden));
-        let zeros = vec![0; seen.len()];
-        self.found.extend(compare(self.ep.rank(), "sums of a refused call", shape, &seen, &zeros));
-        Ok(())
+        self.check_tensor("sums of a refused call", &out, &vec![E::of(0.0); sums])
     }
 
     fn outcome(&mut self, what: &str, right: bool, expected: &str, seen: Result<(), Error>) {
@@ -650,16 +647,22 @@ impl<'r, E: Real> Player<'r, E> {
     }
 
     fn check_tensor(&mut self, what: &str, seen: &Buffer, expected: &[E]) -> Result<(), CliError> {
-        let shape = (E::DTYPE, self.settings.case.hidden);
-        let seen = self.place.content(seen)?;
-        self.found.extend(compare(self.ep.rank(), what, shape, &seen, bytes_of(expected)));
-        Ok(())
+        self.check_buffer(what, (E::DTYPE, self.settings.case.hidden), seen, bytes_of(expected))
     }
 
     fn check_words(&mut self, what: &str, seen: &Buffer, expected: &[f32]) -> Result<(), CliError> {
-        let shape = (Dtype::F32, self.settings.case.top_k as usize);
+        self.check_buffer(what, (Dtype::F32, self.settings.case.top_k as usize), seen, bytes_of(expected))
+    }
+
+    fn check_buffer(
+        &mut self,
+        what: &str,
+        shape: (Dtype, usize),
+        seen: &Buffer,
+        expected: &[u8],
+    ) -> Result<(), CliError> {
         let seen = self.place.content(seen)?;
-        self.found.extend(compare(self.ep.rank(), what, shape, &seen, bytes_of(expected)));
+        self.found.extend(compare(self.ep.rank(), what, shape, &seen, expected));
         Ok(())
     }
 }

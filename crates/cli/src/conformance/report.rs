@@ -8,7 +8,7 @@ use super::difference::Difference;
 use super::rank::Outcome;
 use super::suite::RANKS_PER_NODE;
 use super::{ConformanceArgs, Judged, PlaceArg};
-use crate::command;
+use crate::command::{self, Program};
 use crate::table;
 
 /// The driver on which cases ran.
@@ -24,8 +24,8 @@ pub struct DeviceReport {
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    version: &'static str,
-    commit: &'static str,
+    #[serde(flatten)]
+    program: Program,
     seed: u64,
     ranks_per_node: Vec<u32>,
     device: Option<DeviceReport>,
@@ -90,8 +90,7 @@ impl Report {
         }
         let wrong: Vec<Wrong> = judged.iter().filter_map(Wrong::of).collect();
         Report {
-            version: env!("CARGO_PKG_VERSION"),
-            commit: env!("SIDELANE_COMMIT"),
+            program: Program::HERE,
             seed: args.seed,
             ranks_per_node: RANKS_PER_NODE.to_vec(),
             device,

@@ -19,53 +19,36 @@ pub fn findings(root: &Root, facts: &Facts) -> Vec<Finding> {
             return said(probe, module.as_deref());
         }
         Err(DeviceError::NoLibrary { .. }) if library.is_none() && module.is_none() && nodes == 0 => {
-            return vec![Finding::note(
-                "CUDA",
-                "none",
-                "No GPU here: everything runs on the host lanes.",
-                "Nothing, unless there should be one: then install NVIDIA's driver.",
-            )];
+            return vec![
+                Finding::new("CUDA", "none")
+                    .means("No GPU here: everything runs on the host lanes.")
+                    .note("Nothing, unless there should be one: then install NVIDIA's driver."),
+            ];
         }
         Err(_) => {}
     }
     let mut findings = vec![
         match module {
-            Some(version) => Finding::ok("CUDA: driver", version, "The kernel module is loaded."),
-            None => Finding::warn(
-                "CUDA: driver",
-                "not loaded",
-                "Without the kernel module no GPU can be used.",
-                "modprobe nvidia on the host; nvidia-smi shows whether it took.",
-            ),
+            Some(version) => Finding::new("CUDA: driver", version).means("The kernel module is loaded."),
+            None => Finding::new("CUDA: driver", "not loaded").means("Without the kernel module no GPU can be used.").warn("modprobe nvidia on the host; nvidia-smi shows whether it took."),
         },
         match library {
-            Some(path) => Finding::ok("CUDA: libcuda", path.display().to_string(), "The library is there."),
-            None => Finding::warn(
-                "CUDA: libcuda",
-                "not found",
-                "The driver's library is missing, so the driver cannot be called.",
-                "In a container: --gpus all with the NVIDIA container toolkit; else install the driver's libraries.",
-            ),
+            Some(path) => Finding::new("CUDA: libcuda", path.display().to_string()).means("The library is there."),
+            None => Finding::new("CUDA: libcuda", "not found").means("The driver's library is missing, so the driver cannot be called.").warn("In a container: --gpus all with the NVIDIA container toolkit; else install the driver's libraries."),
         },
         match nodes {
-            0 => Finding::warn(
-                "CUDA: devices",
-                "none",
-                "No /dev/nvidiaN: this process cannot open a GPU.",
-                "In a container: --gpus all; on a host: nvidia-modprobe -u -c 0.",
-            ),
+            0 => Finding::new("CUDA: devices", "none").means("No /dev/nvidiaN: this process cannot open a GPU.").warn("In a container: --gpus all; on a host: nvidia-modprobe -u -c 0."),
             count => {
-                Finding::ok("CUDA: devices", count.to_string(), "Device nodes that can be opened as GPUs.")
+                Finding::new("CUDA: devices", count.to_string()).means("Device nodes that can be opened as GPUs.")
             }
         },
     ];
     if let Err(error) = &facts.cuda {
-        findings.push(Finding::warn(
-            "CUDA: start",
-            error.to_string(),
-            "The driver cannot be used.",
-            "As the message says; nvidia-smi asks the same driver.",
-        ));
+        findings.push(
+            Finding::new("CUDA: start", error.to_string())
+                .means("The driver cannot be used.")
+                .warn("As the message says; nvidia-smi asks the same driver."),
+        );
     }
     findings
 }
@@ -81,12 +64,11 @@ fn module_version(text: &str) -> String {
 fn said(probe: &Probe, module: Option<&str>) -> Vec<Finding> {
     let mut findings = vec![identity(probe, module)];
     if probe.version < Version::MAPPED_FLAGS {
-        findings.push(Finding::warn(
-            "CUDA: device heap",
-            "refused",
-            "Stream memory operations on mapped memory are not safe with this driver.",
-            "Update to a driver for CUDA 12.5 or newer.",
-        ));
+        findings.push(
+            Finding::new("CUDA: device heap", "refused")
+                .means("Stream memory operations on mapped memory are not safe with this driver.")
+                .warn("Update to a driver for CUDA 12.5 or newer."),
+        );
     }
     findings.extend([batches(probe), loading(probe), queues(probe)]);
     findings.extend(devices(probe));
@@ -97,65 +79,43 @@ fn identity(probe: &Probe, module: Option<&str>) -> Finding {
     const WHAT: &str = "CUDA: driver";
     let Probe { version, library, .. } = probe;
     if probe.stand_in {
-        return Finding::note(
-            WHAT,
-            format!("fake driver for CUDA {version} ({library})"),
-            "This is no driver and there is no GPU: tests load it to check the host's side.",
-            "Nothing in a test. Otherwise unset SIDELANE_CUDA_LIBRARY, and look at LD_LIBRARY_PATH.",
-        );
+        return Finding::new(WHAT, format!("fake driver for CUDA {version} ({library})"))
+            .means("This is no driver and there is no GPU: tests load it to check the host's side.")
+            .note("Nothing in a test. Otherwise unset SIDELANE_CUDA_LIBRARY, and look at LD_LIBRARY_PATH.");
     }
     let module = module.map_or_else(String::new, |module| format!("{module}, "));
-    Finding::ok(WHAT, format!("{module}for CUDA {version} ({library})"), "The driver has started.")
+    Finding::new(WHAT, format!("{module}for CUDA {version} ({library})")).means("The driver has started.")
 }
 
 fn batches(probe: &Probe) -> Finding {
     const WHAT: &str = "CUDA: batched copies";
     const MEANING: &str = "Many copies are handed over at once, but not in captured graphs. Before CUDA 13.1 SMs make those within one GPU.";
     match probe.batched_copies {
-        BatchedCopies::None => Finding::note(
-            WHAT,
-            "none",
-            "Copies are handed over one by one; between memory of one device, SMs move them.",
-            "Update to a driver for CUDA 12.8 or newer.",
-        ),
-        BatchedCopies::First => Finding::ok(WHAT, "yes, as of CUDA 12.8", MEANING),
-        BatchedCopies::Second => Finding::ok(WHAT, "yes, as of CUDA 13.0", MEANING),
+        BatchedCopies::None => Finding::new(WHAT, "none")
+            .means("Copies are handed over one by one; between memory of one device, SMs move them.")
+            .note("Update to a driver for CUDA 12.8 or newer."),
+        BatchedCopies::First => Finding::new(WHAT, "yes, as of CUDA 12.8").means(MEANING),
+        BatchedCopies::Second => Finding::new(WHAT, "yes, as of CUDA 13.0").means(MEANING),
     }
 }
 
 fn loading(probe: &Probe) -> Finding {
     const WHAT: &str = "CUDA: kernel loading";
     match probe.module_loading {
-        ModuleLoading::Eager => Finding::ok(WHAT, "eager", "No launch waits for the loading of a kernel."),
-        ModuleLoading::Lazy => Finding::warn(
-            WHAT,
-            "lazy",
-            "A kernel's first launch can wait for a stream that itself waits for that launch.",
-            "Set CUDA_MODULE_LOADING=EAGER before the program starts.",
-        ),
-        ModuleLoading::Unknown(mode) => Finding::note(
-            WHAT,
-            format!("mode {mode}"),
-            "This library does not know the mode; a lazy one can make streams wait for each other for ever.",
-            "Set CUDA_MODULE_LOADING=EAGER before the program starts.",
-        ),
+        ModuleLoading::Eager => Finding::new(WHAT, "eager").means("No launch waits for the loading of a kernel."),
+        ModuleLoading::Lazy => Finding::new(WHAT, "lazy").means("A kernel's first launch can wait for a stream that itself waits for that launch.")
+        .warn("Set CUDA_MODULE_LOADING=EAGER before the program starts."),
+        ModuleLoading::Unknown(mode) => Finding::new(WHAT, format!("mode {mode}")).means("This library does not know the mode; a lazy one can make streams wait for each other for ever.")
+        .note("Set CUDA_MODULE_LOADING=EAGER before the program starts."),
     }
 }
 
 fn queues(probe: &Probe) -> Finding {
     const WHAT: &str = "CUDA: queues";
     match probe.queues {
-        1 => Finding::note(
-            WHAT,
-            "1",
-            "All streams share one hardware queue: where one waits for a peer, compute behind it waits too.",
-            "Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more; Megatron sets it to 1 by default.",
-        ),
-        count => Finding::ok(
-            WHAT,
-            count.to_string(),
-            "Hardware queues that streams are folded on; a waiting stream holds up those on its queue.",
-        ),
+        1 => Finding::new(WHAT, "1").means("All streams share one hardware queue: where one waits for a peer, compute behind it waits too.")
+        .note("Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more; Megatron sets it to 1 by default."),
+        count => Finding::new(WHAT, count.to_string()).means("Hardware queues that streams are folded on; a waiting stream holds up those on its queue."),
     }
 }
 
@@ -240,12 +200,11 @@ fn devices(probe: &Probe) -> Vec<Finding> {
     let devices = &probe.devices;
     let mut findings: Vec<Finding> = devices.iter().map(describe).collect();
     if devices.is_empty() {
-        findings.push(Finding::warn(
-            "CUDA: devices",
-            "none",
-            "The driver shows no GPU to this process.",
-            "Look at CUDA_VISIBLE_DEVICES; in a container --gpus all.",
-        ));
+        findings.push(
+            Finding::new("CUDA: devices", "none")
+                .means("The driver shows no GPU to this process.")
+                .warn("Look at CUDA_VISIBLE_DEVICES; in a container --gpus all."),
+        );
         return findings;
     }
     findings.extend(ABILITIES.iter().map(|ability| judge(ability, devices)));
@@ -264,19 +223,13 @@ fn describe(device: &DeviceProperties) -> Finding {
         "{name}, compute capability {major}.{minor}, {multiprocessors} SMs, {memory}, {copy_engines} copy engines, {uuid}"
     );
     match (major, copy_engines) {
-        (..8, _) => Finding::warn(
-            what,
-            found,
-            "The kernels are made for compute capability 8.0 and newer.",
-            "Use another GPU: CUDA_VISIBLE_DEVICES.",
-        ),
-        (_, 0) => Finding::note(
-            what,
-            found,
-            "Without a copy engine the SMs move the rows.",
-            "Nothing: a property of the GPU, or of its part.",
-        ),
-        _ => Finding::ok(what, found, "Copy engines move rows while the SMs compute."),
+        (..8, _) => Finding::new(what, found)
+            .means("The kernels are made for compute capability 8.0 and newer.")
+            .warn("Use another GPU: CUDA_VISIBLE_DEVICES."),
+        (_, 0) => Finding::new(what, found)
+            .means("Without a copy engine the SMs move the rows.")
+            .note("Nothing: a property of the GPU, or of its part."),
+        _ => Finding::new(what, found).means("Copy engines move rows while the SMs compute."),
     }
 }
 
@@ -287,7 +240,7 @@ fn judge(ability: &Ability, devices: &[DeviceProperties]) -> Finding {
         .map(|device| device.device.to_string())
         .collect();
     if lacking.is_empty() {
-        return Finding::ok(ability.what, "yes", ability.with);
+        return Finding::new(ability.what, "yes").means(ability.with);
     }
     let found = if lacking.len() == devices.len() {
         "no".to_owned()
@@ -295,8 +248,8 @@ fn judge(ability: &Ability, devices: &[DeviceProperties]) -> Finding {
         format!("not GPU {}", lacking.join(", "))
     };
     match ability.lack {
-        Level::Warn => Finding::warn(ability.what, found, ability.without, ability.advice),
-        _ => Finding::note(ability.what, found, ability.without, ability.advice),
+        Level::Warn => Finding::new(ability.what, found).means(ability.without).warn(ability.advice),
+        _ => Finding::new(ability.what, found).means(ability.without).note(ability.advice),
     }
 }
 
@@ -307,16 +260,8 @@ fn peers(peers: &[Vec<bool>]) -> Finding {
     let apart: Vec<String> =
         pairs.filter(|&(b, a)| !(peers[a][b] && peers[b][a])).map(|(b, a)| format!("{b}-{a}")).collect();
     if apart.is_empty() {
-        return Finding::ok(
-            WHAT,
-            "all reach each other",
-            "One node: copy engines reach every device's memory.",
-        );
+        return Finding::new(WHAT, "all reach each other")
+            .means("One node: copy engines reach every device's memory.");
     }
-    Finding::note(
-        WHAT,
-        format!("not {}", apart.join(", ")),
-        "Devices that do not reach each other are not one node: rows between them take the way between nodes.",
-        "nvidia-smi topo -p2p rw shows why; in virtual machines and with ACS on, PCIe peers are cut off.",
-    )
+    Finding::new(WHAT, format!("not {}", apart.join(", "))).means("Devices that do not reach each other are not one node: rows between them take the way between nodes.").note("nvidia-smi topo -p2p rw shows why; in virtual machines and with ACS on, PCIe peers are cut off.")
 }

@@ -5,15 +5,11 @@ use super::{Facts, Finding, Root, bytes, find_library};
 pub fn kernel(root: &Root) -> Finding {
     const WHAT: &str = "kernel";
     match root.read("/proc/sys/kernel/osrelease") {
-        Some(release) => {
-            Finding::ok(WHAT, format!("Linux {release}"), "memfd, futex and descriptor passing are there.")
-        }
-        None => Finding::warn(
-            WHAT,
-            "unknown",
-            "/proc is not readable; the host lanes need Linux.",
-            "Mount /proc, or run on Linux.",
-        ),
+        Some(release) => Finding::new(WHAT, format!("Linux {release}"))
+            .means("memfd, futex and descriptor passing are there."),
+        None => Finding::new(WHAT, "unknown")
+            .means("/proc is not readable; the host lanes need Linux.")
+            .warn("Mount /proc, or run on Linux."),
     }
 }
 
@@ -21,15 +17,11 @@ pub fn cores(root: &Root, facts: &Facts) -> Finding {
     const WHAT: &str = "cores";
     let usable = facts.usable_cores;
     match root.read("/sys/devices/system/cpu/online").as_deref().and_then(count_ranges) {
-        Some(online) if online > usable => Finding::note(
-            WHAT,
-            format!("{usable} usable of {online}"),
-            "An affinity mask or a control group keeps this process from the rest.",
-            "With fewer cores than ranks the ranks take turns: widen the mask or the quota.",
-        ),
-        _ => {
-            Finding::ok(WHAT, format!("{usable} usable"), "With fewer cores than ranks the ranks take turns.")
-        }
+        Some(online) if online > usable => Finding::new(WHAT, format!("{usable} usable of {online}"))
+            .means("An affinity mask or a control group keeps this process from the rest.")
+            .note("With fewer cores than ranks the ranks take turns: widen the mask or the quota."),
+        _ => Finding::new(WHAT, format!("{usable} usable"))
+            .means("With fewer cores than ranks the ranks take turns."),
     }
 }
 
@@ -39,23 +31,20 @@ pub fn vectors(root: &Root) -> Finding {
     let flags = info.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
     let has = |flag| flags.split_whitespace().any(|word| word == flag);
     if has("avx512f") {
-        Finding::ok(WHAT, "AVX-512", "The widest loops for copying and summing rows are used.")
+        Finding::new(WHAT, "AVX-512").means("The widest loops for copying and summing rows are used.")
     } else if has("avx2") {
-        Finding::ok(WHAT, "AVX2", "Vector loops with streaming stores are used.")
+        Finding::new(WHAT, "AVX2").means("Vector loops with streaming stores are used.")
     } else {
-        Finding::note(
-            WHAT,
-            "portable",
-            "Rows are copied and summed by portable loops; results are the same bits.",
-            "Nothing, on this processor; in a virtual machine pass the host's CPU model through.",
-        )
+        Finding::new(WHAT, "portable")
+            .means("Rows are copied and summed by portable loops; results are the same bits.")
+            .note("Nothing, on this processor; in a virtual machine pass the host's CPU model through.")
     }
 }
 
 pub fn memory(root: &Root) -> Finding {
     const WHAT: &str = "memory";
     let (Some(total), Some(available)) = (meminfo(root, "MemTotal"), meminfo(root, "MemAvailable")) else {
-        return Finding::note(WHAT, "unknown", "/proc/meminfo is not readable.", "Mount /proc.");
+        return Finding::new(WHAT, "unknown").means("/proc/meminfo is not readable.").note("Mount /proc.");
     };
     let limit = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
         .iter()
@@ -63,27 +52,22 @@ pub fn memory(root: &Root) -> Finding {
         .filter(|&limit| limit < total);
     let found = format!("{} free of {}", bytes(available), bytes(total));
     match limit {
-        Some(limit) => Finding::note(
-            WHAT,
-            format!("{found}, limited to {}", bytes(limit)),
-            "A control group limits this process; shared segments count against it.",
-            "Size the heaps of all ranks of this machine below the limit, or raise it.",
-        ),
-        None => Finding::ok(WHAT, found, "The heaps of all ranks of this machine must fit in what is free."),
+        Some(limit) => Finding::new(WHAT, format!("{found}, limited to {}", bytes(limit)))
+            .means("A control group limits this process; shared segments count against it.")
+            .note("Size the heaps of all ranks of this machine below the limit, or raise it."),
+        None => Finding::new(WHAT, found)
+            .means("The heaps of all ranks of this machine must fit in what is free."),
     }
 }
 
 pub fn numa(root: &Root) -> Finding {
     const WHAT: &str = "NUMA nodes";
     match root.numbered("/sys/devices/system/node", "node") {
-        0 => Finding::ok(WHAT, "not reported", "Memory is taken as one node."),
-        1 => Finding::ok(WHAT, "1", "All memory is equally near."),
-        more => Finding::note(
-            WHAT,
-            more.to_string(),
-            "Pages lie where they are touched first; rows that cross nodes are slower.",
-            "Bind each rank to one node, for example with numactl --cpunodebind=N --membind=N.",
-        ),
+        0 => Finding::new(WHAT, "not reported").means("Memory is taken as one node."),
+        1 => Finding::new(WHAT, "1").means("All memory is equally near."),
+        more => Finding::new(WHAT, more.to_string())
+            .means("Pages lie where they are touched first; rows that cross nodes are slower.")
+            .note("Bind each rank to one node, for example with numactl --cpunodebind=N --membind=N."),
     }
 }
 
@@ -121,25 +105,16 @@ pub fn huge_pages(root: &Root, facts: &Facts) -> Finding {
     };
     let found = format!("{grant}; shmem_enabled = {setting}, {reserved} reserved");
     match (facts.huge_pages, setting.as_str()) {
-        (Some(true), _) => Finding::ok(WHAT, found, "A segment asked for huge pages and got them."),
-        (_, "absent") => Finding::note(
-            WHAT,
-            found,
-            "This kernel has no huge pages for shared memory: rows cost more TLB misses.",
-            "Boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE.",
-        ),
-        (_, "always" | "force" | "within_size" | "advise") => Finding::note(
-            WHAT,
-            found,
-            "The setting allows them, but a segment that asked got none: memory may be fragmented.",
-            "As root: echo 1 > /proc/sys/vm/compact_memory, then try again.",
-        ),
-        _ => Finding::note(
-            WHAT,
-            found,
-            "Segments lie in small pages: first touches are slow, rows cost more TLB misses.",
-            "As root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
-        ),
+        (Some(true), _) => Finding::new(WHAT, found).means("A segment asked for huge pages and got them."),
+        (_, "absent") => Finding::new(WHAT, found)
+            .means("This kernel has no huge pages for shared memory: rows cost more TLB misses.")
+            .note("Boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE."),
+        (_, "always" | "force" | "within_size" | "advise") => Finding::new(WHAT, found)
+            .means("The setting allows them, but a segment that asked got none: memory may be fragmented.")
+            .note("As root: echo 1 > /proc/sys/vm/compact_memory, then try again."),
+        _ => Finding::new(WHAT, found)
+            .means("Segments lie in small pages: first touches are slow, rows cost more TLB misses.")
+            .note("As root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"),
     }
 }
 
@@ -153,23 +128,16 @@ pub fn dev_shm(root: &Root) -> Finding {
     const WHAT: &str = "/dev/shm";
     const ENOUGH: u64 = 1 << 30;
     match rustix::fs::statvfs(root.join("/dev/shm")) {
-        Ok(space) if space.f_blocks * space.f_frsize >= ENOUGH => Finding::ok(
-            WHAT,
-            format!("{} free", bytes(space.f_bavail * space.f_frsize)),
-            "Sidelane's own segments are anonymous and do not lie here; NCCL and PyTorch use it.",
-        ),
-        Ok(space) => Finding::note(
-            WHAT,
-            bytes(space.f_blocks * space.f_frsize),
-            "Sidelane's own segments do not lie here, but NCCL and PyTorch fail when it is full.",
-            "In a container: --shm-size=8g, or --ipc=host.",
-        ),
-        Err(_) => Finding::note(
-            WHAT,
-            "absent",
-            "Sidelane's own segments do not lie here, but NCCL and PyTorch need it.",
-            "Mount a tmpfs at /dev/shm.",
-        ),
+        Ok(space) if space.f_blocks * space.f_frsize >= ENOUGH => {
+            Finding::new(WHAT, format!("{} free", bytes(space.f_bavail * space.f_frsize)))
+                .means("Sidelane's own segments are anonymous and do not lie here; NCCL and PyTorch use it.")
+        }
+        Ok(space) => Finding::new(WHAT, bytes(space.f_blocks * space.f_frsize))
+            .means("Sidelane's own segments do not lie here, but NCCL and PyTorch fail when it is full.")
+            .note("In a container: --shm-size=8g, or --ipc=host."),
+        Err(_) => Finding::new(WHAT, "absent")
+            .means("Sidelane's own segments do not lie here, but NCCL and PyTorch need it.")
+            .note("Mount a tmpfs at /dev/shm."),
     }
 }
 
@@ -178,28 +146,24 @@ pub fn open_files(facts: &Facts) -> Finding {
     const ENOUGH: u64 = 4096;
     let found = facts.open_files.map_or("unlimited".to_owned(), |limit| limit.to_string());
     if facts.open_files.is_none_or(|limit| limit >= ENOUGH) {
-        Finding::ok(WHAT, found, "Enough for the sockets and segments of a large job.")
+        Finding::new(WHAT, found).means("Enough for the sockets and segments of a large job.")
     } else {
-        Finding::note(
-            WHAT,
-            found,
-            "A rank holds a few descriptors per peer: large jobs run out.",
-            "ulimit -n 65536 before the job starts, or raise nofile in limits.conf.",
-        )
+        Finding::new(WHAT, found)
+            .means("A rank holds a few descriptors per peer: large jobs run out.")
+            .note("ulimit -n 65536 before the job starts, or raise nofile in limits.conf.")
     }
 }
 
 pub fn locked_memory(facts: &Facts, has_cards: bool) -> Finding {
     const WHAT: &str = "locked memory";
     match facts.locked_memory {
-        None => Finding::ok(WHAT, "unlimited", "Cards can register any heap."),
-        Some(limit) if has_cards => Finding::warn(
-            WHAT,
-            bytes(limit),
-            "Registering memory with a NIC locks it: a heap larger than this fails.",
-            "ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container.",
-        ),
-        Some(limit) => Finding::ok(WHAT, bytes(limit), "Matters only to NICs, which lock registered memory."),
+        None => Finding::new(WHAT, "unlimited").means("Cards can register any heap."),
+        Some(limit) if has_cards => Finding::new(WHAT, bytes(limit))
+            .means("Registering memory with a NIC locks it: a heap larger than this fails.")
+            .warn("ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container."),
+        Some(limit) => {
+            Finding::new(WHAT, bytes(limit)).means("Matters only to NICs, which lock registered memory.")
+        }
     }
 }
 
@@ -237,19 +201,17 @@ pub fn ports(root: &Root) -> Vec<Port> {
 pub fn cards(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
     let mut findings = vec![library(root, facts, !ports.is_empty())];
     if ports.is_empty() {
-        findings.push(Finding::note(
-            "NICs",
-            "none",
-            "No RDMA NIC. Jobs on one machine need none.",
-            "If there should be one: lspci, then the driver (mlx5_ib, rdma_rxe for a soft one).",
-        ));
+        findings.push(
+            Finding::new("NICs", "none")
+                .means("No RDMA NIC. Jobs on one machine need none.")
+                .note("If there should be one: lspci, then the driver (mlx5_ib, rdma_rxe for a soft one)."),
+        );
     } else if root.numbered("/dev/infiniband", "uverbs") == 0 {
-        findings.push(Finding::warn(
-            "/dev/infiniband",
-            "no uverbs device",
-            "The kernel has NICs, but this process cannot open them.",
-            "modprobe ib_uverbs; in a container pass --device=/dev/infiniband.",
-        ));
+        findings.push(
+            Finding::new("/dev/infiniband", "no uverbs device")
+                .means("The kernel has NICs, but this process cannot open them.")
+                .warn("modprobe ib_uverbs; in a container pass --device=/dev/infiniband."),
+        );
     }
     findings.extend(ports.iter().map(describe));
     findings
@@ -259,14 +221,11 @@ fn library(root: &Root, facts: &Facts, has_cards: bool) -> Finding {
     const WHAT: &str = "libibverbs";
     const ADVICE: &str = "Install libibverbs1 and ibverbs-providers (Debian), rdma-core elsewhere.";
     match find_library(root, facts, &["libibverbs.so.1"]) {
-        Some(path) => Finding::ok(WHAT, path.display().to_string(), "Cards can be driven."),
-        None if has_cards => Finding::warn(
-            WHAT,
-            "not found",
-            "There are NICs, but the library that drives them is missing.",
-            ADVICE,
-        ),
-        None => Finding::note(WHAT, "not found", "Needed only to drive NICs.", ADVICE),
+        Some(path) => Finding::new(WHAT, path.display().to_string()).means("Cards can be driven."),
+        None if has_cards => Finding::new(WHAT, "not found")
+            .means("There are NICs, but the library that drives them is missing.")
+            .warn(ADVICE),
+        None => Finding::new(WHAT, "not found").means("Needed only to drive NICs.").note(ADVICE),
     }
 }
 
@@ -275,15 +234,12 @@ fn describe(port: &Port) -> Finding {
     let (what, found) = (format!("NIC {card}, port {port}"), format!("{state}, {link_layer}, {rate}"));
     match (state.as_str(), link_layer.as_str()) {
         ("ACTIVE", "Ethernet") => {
-            Finding::ok(what, found, "RoCE: loss is rare only with flow control on the switch.")
+            Finding::new(what, found).means("RoCE: loss is rare only with flow control on the switch.")
         }
-        ("ACTIVE", _) => Finding::ok(what, found, "Ready."),
-        _ => Finding::warn(
-            what,
-            found,
-            "The port carries no traffic.",
-            "Check the cable, the switch and, for InfiniBand, that a subnet manager runs.",
-        ),
+        ("ACTIVE", _) => Finding::new(what, found).means("Ready."),
+        _ => Finding::new(what, found)
+            .means("The port carries no traffic.")
+            .warn("Check the cable, the switch and, for InfiniBand, that a subnet manager runs."),
     }
 }
 

@@ -19,7 +19,7 @@ use serde::Serialize;
 use sidelane::device::{Driver, Probe};
 use sidelane::error::DeviceError;
 
-use crate::command::{self, Command, Report};
+use crate::command::{self, Command, Program, Report};
 use crate::error::CliError;
 use crate::table;
 
@@ -42,9 +42,8 @@ pub struct DoctorArgs {
 /// All findings, and the program that made them.
 #[derive(Serialize)]
 struct Diagnosis {
-    version: &'static str,
-    commit: &'static str,
-    target: &'static str,
+    #[serde(flatten)]
+    program: Program,
     findings: Vec<Finding>,
 }
 
@@ -53,12 +52,8 @@ impl Command for DoctorArgs {
 
     /// It is a report: whatever it finds, it succeeds.
     fn run(self) -> Result<ExitCode, CliError> {
-        let diagnosis = Diagnosis {
-            version: env!("CARGO_PKG_VERSION"),
-            commit: env!("SIDELANE_COMMIT"),
-            target: env!("SIDELANE_TARGET"),
-            findings: examine(&Root::new("/"), &Facts::of_this_process()),
-        };
+        let findings = examine(&Root::new("/"), &Facts::of_this_process());
+        let diagnosis = Diagnosis { program: Program::HERE, findings };
         command::print(&if self.json { diagnosis.json() } else { diagnosis.text() })?;
         Ok(ExitCode::SUCCESS)
     }
@@ -66,19 +61,8 @@ impl Command for DoctorArgs {
 
 impl Report for Diagnosis {
     fn text(&self) -> String {
-        let Diagnosis { version, commit, target, findings } = self;
-        let head = format!(
-            "sidelane {version} ({commit}) for {target}
-"
-        );
-        format!(
-            "{head}
-{}
-
-{}",
-            rows(findings),
-            summary(findings)
-        )
+        let Diagnosis { program, findings } = self;
+        format!("{}\n\n{}\n\n{}", program.text(), rows(findings), summary(findings))
     }
 }
 
@@ -164,29 +148,23 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// Nothing to do.
-    pub fn ok(what: impl Into<String>, found: impl Into<String>, meaning: &'static str) -> Self {
-        Finding { what: what.into(), level: Level::Ok, found: found.into(), meaning, advice: None }
+    /// As it should be: nothing to do.
+    pub fn new(what: impl Into<String>, found: impl Into<String>) -> Self {
+        Finding { what: what.into(), level: Level::Ok, found: found.into(), meaning: "", advice: None }
     }
 
-    /// Works without.
-    pub fn note(
-        what: impl Into<String>,
-        found: impl Into<String>,
-        meaning: &'static str,
-        advice: &'static str,
-    ) -> Self {
-        Finding { level: Level::Note, advice: Some(advice), ..Finding::ok(what, found, meaning) }
+    pub fn means(self, meaning: &'static str) -> Self {
+        Finding { meaning, ..self }
+    }
+
+    /// Works, but.
+    pub fn note(self, advice: &'static str) -> Self {
+        Finding { level: Level::Note, advice: Some(advice), ..self }
     }
 
     /// Will fail.
-    pub fn warn(
-        what: impl Into<String>,
-        found: impl Into<String>,
-        meaning: &'static str,
-        advice: &'static str,
-    ) -> Self {
-        Finding { level: Level::Warn, advice: Some(advice), ..Finding::ok(what, found, meaning) }
+    pub fn warn(self, advice: &'static str) -> Self {
+        Finding { level: Level::Warn, advice: Some(advice), ..self }
     }
 }
 

@@ -119,8 +119,7 @@ impl<'a> Listing<'a> {
             "SMs do these, and so it must not look like a copy of an engine: the list sees what it looks for";
         let about = About::new(CONTROL, shows);
         let (state, found) = listed.judge_control();
-        checks.tell(about, state, format!("{found}; CUPTI is {}", self.cupti.name()), None)?;
-        Ok(state == State::Right)
+        checks.judged(about, Ok((state, format!("{found}; CUPTI is {}", self.cupti.name()))))
     }
 
     fn dispatch(&self, checks: &mut Checks, peers: Peers, tells_apart: bool) -> Result<(), CliError> {
@@ -136,11 +135,7 @@ impl<'a> Listing<'a> {
             dispatch.check(&self.staging, self.task.patience())?;
             Ok(listed)
         });
-        let (state, found) = match checked {
-            Ok(listed) => listed.judge(tells_apart),
-            Err(error) => (State::Wrong, error.to_string()),
-        };
-        checks.tell(about, state, found, None)
+        checks.judged(about, checked.map(|listed| listed.judge(tells_apart))).map(drop)
     }
 }
 

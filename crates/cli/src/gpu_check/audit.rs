@@ -143,20 +143,15 @@ impl<'a> Audit<'a> {
         });
         let ended = ended.and_then(|ended| {
             finish(&self.control, "a control that was let go", self.task.patience())?;
-            Ok(ended)
+            Ok(match ended.map(|after| after.as_micros()) {
+                None => {
+                    let waited = CONTROL.as_millis();
+                    (State::Right, format!("waited {waited} ms, and ended when the hold did"))
+                }
+                Some(us) => (State::Void, format!("ENDED AFTER {us} us: the control does not hold here")),
+            })
         });
-        let (state, found) = match &ended {
-            Ok(None) => {
-                (State::Right, format!("waited {} ms, and ended when the hold did", CONTROL.as_millis()))
-            }
-            Ok(Some(after)) => {
-                (State::Void, format!("ENDED AFTER {} us: the control does not hold here", after.as_micros()))
-            }
-            Err(error) => (State::Wrong, error.to_string()),
-        };
-        let held = state == State::Right;
-        checks.tell(about, state, found, None)?;
-        Ok(held)
+        checks.judged(about, ended)
     }
 
     /// A dispatch of all ranks while every multiprocessor is held.
@@ -171,13 +166,11 @@ impl<'a> Audit<'a> {
         if !checks.has(about, self.context.driver().version(), peers.needs())? {
             return Ok(());
         }
-        let found = self.dispatch(peers, bytes);
-        let (state, found) = match found {
-            Ok(found) if controls => (State::Right, found),
-            Ok(found) => (State::Void, format!("{found}; a control does not hold, so this shows nothing")),
-            Err(error) => (State::Wrong, error.to_string()),
-        };
-        checks.tell(about, state, found, None)
+        let found = self.dispatch(peers, bytes).map(|found| match controls {
+            true => (State::Right, found),
+            false => (State::Void, format!("{found}; a control does not hold, so this shows nothing")),
+        });
+        checks.judged(about, found).map(drop)
     }
 
     fn dispatch(&self, peers: Peers, bytes: u64) -> Result<String, CliError> {

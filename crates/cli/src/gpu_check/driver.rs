@@ -27,42 +27,46 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         checks.tell(about, state, finding.found, None)?;
     }
     let context = driver.context(task.device)?;
-    let bench = Bench { task, context: &context, streams: [stream(&context)?, stream(&context)?] };
-    let about = |what, shows| About::new(what, shows);
-    checks.check(about("modules", "the driver compiles our kernels for this GPU"), || bench.modules())?;
-    checks.check(
-        about("copies and flags", "a flag that the host sees comes after the copy before it"),
-        || bench.flags(),
-    )?;
-    checks.check(about("waits of 32 bits", "streams wait for words of the host, and of the GPU"), || {
-        bench.waits::<u32>()
-    })?;
-    checks.check(about("waits of 64 bits", "as above"), || bench.waits::<u64>())?;
-    checks
-        .check(about("lists of operations", "a list runs in its order, also beyond 255"), || bench.lists())?;
-    checks.check(about("events", "a stream goes on where another has come to"), || bench.events())?;
-    let batches = about("batches of copies", "all copies of a batch land before a flag behind it");
-    if checks.has(batches, driver.version(), ("a batch of copies", Version::BATCHED_COPIES))? {
-        checks.check(batches, || bench.batches())?;
+    let streams = [stream(&context)?, stream(&context)?];
+    let bench = Bench { task: *task, context, streams };
+    for (what, shows, check) in CHECKS {
+        let about = About::new(what, shows).open((what == EXPORTED).then_some(OTHERS));
+        let needs = ("a batch of copies", Version::BATCHED_COPIES);
+        if what != BATCHES || checks.has(about, driver.version(), needs)? {
+            checks.check(about, || check(&bench))?;
+        }
     }
-    checks
-        .check(about("graphs", "copies, writes and waits are captured, and run again"), || bench.graphs())?;
-    let about =
-        About::new("memory by descriptor", "what one exports another imports and maps: the same bytes")
-            .open("the memory of another GPU, mapped over NVLink");
-    checks.check(about, || bench.descriptors())?;
     Ok(())
 }
 
-struct Bench<'a> {
-    task: &'a Task,
-    context: &'a Arc<Context>,
+type Check = fn(&Bench) -> Result<String, CliError>;
+
+const BATCHES: &str = "batches of copies";
+const EXPORTED: &str = "memory by descriptor";
+const OTHERS: &str = "the memory of another GPU, mapped over NVLink";
+
+/// Each check, and what it shows.
+const CHECKS: [(&str, &str, Check); 9] = [
+    ("modules", "the driver compiles our kernels for this GPU", Bench::modules),
+    ("copies and flags", "a flag that the host sees comes after the copy before it", Bench::flags),
+    ("waits of 32 bits", "streams wait for words of the host, and of the GPU", Bench::waits::<u32>),
+    ("waits of 64 bits", "as above", Bench::waits::<u64>),
+    ("lists of operations", "a list runs in its order, also beyond 255", Bench::lists),
+    ("events", "a stream goes on where another has come to", Bench::events),
+    (BATCHES, "all copies of a batch land before a flag behind it", Bench::batches),
+    ("graphs", "copies, writes and waits are captured, and run again", Bench::graphs),
+    (EXPORTED, "what one exports another imports and maps: the same bytes", Bench::descriptors),
+];
+
+struct Bench {
+    task: Task,
+    context: Arc<Context>,
     streams: [Stream; 2],
 }
 
-impl Bench<'_> {
+impl Bench {
     fn pinned(&self, bytes: usize) -> Result<PinnedMemory, DeviceError> {
-        PinnedMemory::new(self.context, bytes)
+        PinnedMemory::new(&self.context, bytes)
     }
 
     fn finish(&self, stream: &Stream) -> Result<(), CliError> {
@@ -71,9 +75,9 @@ impl Bench<'_> {
 
     fn modules(&self) -> Result<String, CliError> {
         let start = Instant::now();
-        Kernels::load(self.context)?;
+        Kernels::load(&self.context)?;
         let kernels = start.elapsed();
-        AuditKernels::load(self.context)?;
+        AuditKernels::load(&self.context)?;
         let both = start.elapsed();
         Ok(format!(
             "compiled in {} ms, and the audit's in {} ms",
@@ -84,7 +88,7 @@ impl Bench<'_> {
 
     fn flags(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
-        let trip = Trip::new(self.context)?;
+        let trip = Trip::new(&self.context)?;
         let Trip { from, there, to, .. } = &trip;
         let rounds = self.task.few(200, 20);
         trip.check(self, rounds, || {
@@ -96,7 +100,7 @@ impl Bench<'_> {
 
     fn waits<T: Value + From<u32>>(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
-        let (words, there) = (self.pinned(24)?, allocate(self.context, 64)?);
+        let (words, there) = (self.pinned(24)?, allocate(&self.context, 64)?);
         device::write(first, &there, &[0; 64])?;
         // Of the host.
         first.wait::<T>(words.range().word(0)?, 2.into())?;
@@ -121,7 +125,7 @@ impl Bench<'_> {
     fn lists(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let words = self.pinned(24)?;
-        let mut list = MemOpBatch::with_capacity(self.context, 600);
+        let mut list = MemOpBatch::with_capacity(&self.context, 600);
         for value in 1..=299_u32 {
             list.write(words.range().word::<u32>(0)?, value)?;
             list.wait(words.range().word::<u32>(0)?, value)?;
@@ -144,7 +148,7 @@ impl Bench<'_> {
     fn events(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
         let words = self.pinned(16)?;
-        let event = Event::new(self.context)?;
+        let event = Event::new(&self.context)?;
         first.wait::<u32>(words.range().word(0)?, 1)?;
         event.record(first)?;
         second.wait_event(&event)?;
@@ -159,9 +163,9 @@ impl Bench<'_> {
 
     fn batches(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
-        let trip = Trip::new(self.context)?;
+        let trip = Trip::new(&self.context)?;
         let Trip { from, there, to, .. } = &trip;
-        let batch = || CopyBatch::with_capacity(self.context, 600);
+        let batch = || CopyBatch::with_capacity(&self.context, 600);
         let (mut random, mut away, mut home) = (Random(1), batch(), batch());
         let mut at = 0;
         while at < BYTES as u64 {
@@ -181,7 +185,7 @@ impl Bench<'_> {
     fn graphs(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let (from, to, words) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(16)?);
-        let there = allocate(self.context, BYTES as u64)?;
+        let there = allocate(&self.context, BYTES as u64)?;
         let graph = Graph::capture(stream, || -> Result<(), DeviceError> {
             stream.wait::<u32>(words.range().word(0)?, 1)?;
             stream.copy(whole(&there)?, whole(from.range())?)?;
@@ -206,10 +210,11 @@ impl Bench<'_> {
 
     fn descriptors(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
-        let made = Allocation::new(self.context, BYTES as u64)?;
+        let made = Allocation::new(&self.context, BYTES as u64)?;
         let descriptor = made.export()?;
-        let imported = Allocation::import(self.context, std::os::fd::AsFd::as_fd(&descriptor), made.bytes())?;
-        let reservation = Reservation::new(self.context, 2, made.bytes())?;
+        let imported =
+            Allocation::import(&self.context, std::os::fd::AsFd::as_fd(&descriptor), made.bytes())?;
+        let reservation = Reservation::new(&self.context, 2, made.bytes())?;
         let devices = [self.task.device];
         let (one, other) = (reservation.map(0, &made, &devices)?, reservation.map(1, &imported, &devices)?);
         let bytes = Random(3).bytes(BYTES);
@@ -239,7 +244,7 @@ impl Trip {
     /// when it is seen.
     fn check(
         &self,
-        bench: &Bench<'_>,
+        bench: &Bench,
         rounds: u64,
         mut enqueue: impl FnMut() -> Result<(), DeviceError>,
     ) -> Result<(), CliError> {

@@ -5,17 +5,17 @@ use serde::{Deserialize, Serialize};
 use sidelane::device::{Probe, Version};
 
 use super::{GpuCheckArgs, Part};
+use crate::command::{self, Program};
 use crate::error::CliError;
 use crate::options::word;
 use crate::stats::{Summary, summary};
-use crate::{command, table};
+use crate::table;
 
 /// Everything that is known afterwards.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    pub version: String,
-    pub commit: String,
-    pub target: String,
+    #[serde(flatten)]
+    pub program: Program,
     pub driver: String,
     pub library: String,
     /// Whether there was no GPU at all.
@@ -47,9 +47,7 @@ impl Report {
         let void = audit().any(|row| row.state != State::Right);
         let audited = audit().next().is_some() && !void;
         Report {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            commit: env!("SIDELANE_COMMIT").to_owned(),
-            target: env!("SIDELANE_TARGET").to_owned(),
+            program: Program::HERE,
             driver: probe.version.to_string(),
             library: probe.library.clone(),
             stand_in: probe.stand_in,
@@ -149,9 +147,10 @@ impl Time {
 impl command::Report for Report {
     fn text(&self) -> String {
         let report = self;
-        let Report { version, commit, target, driver, library, device, name, multiprocessors, .. } = report;
+        let Report { program, driver, library, device, name, multiprocessors, .. } = report;
         let mut text = format!(
-            "sidelane {version} ({commit}) for {target}\ndevice {device}: {name}, {multiprocessors} SMs; driver for CUDA {driver} ({library})\n"
+            "{}\ndevice {device}: {name}, {multiprocessors} SMs; driver for CUDA {driver} ({library})\n",
+            program.text()
         );
         if report.stand_in {
             text += "THE STAND-IN DRIVER: no GPU is here. Times mean nothing, and the audit shows nothing.\n";
@@ -253,10 +252,16 @@ impl Checks {
         about: About<'_>,
         check: impl FnOnce() -> Result<String, CliError>,
     ) -> Result<bool, CliError> {
-        let (state, found) = match check() {
-            Ok(found) => (State::Right, found),
-            Err(error) => (State::Wrong, error.to_string()),
-        };
+        self.judged(about, check().map(|found| (State::Right, found)))
+    }
+
+    /// Tells what was found, and how it came out: an error is wrong. Gives whether it is right.
+    pub fn judged(
+        &mut self,
+        about: About<'_>,
+        found: Result<(State, String), CliError>,
+    ) -> Result<bool, CliError> {
+        let (state, found) = found.unwrap_or_else(|error| (State::Wrong, error.to_string()));
         self.tell(about, state, found, None)?;
         Ok(state == State::Right)
     }
@@ -293,9 +298,8 @@ impl Checks {
 
     /// Tells that something is wrong beside what is checked.
     pub fn failed(&mut self, what: &str, error: &CliError) -> Result<(), CliError> {
-        let about = About::new(what, "the rest of this part was not run");
-        let row = self.row(about, State::Wrong, error.to_string(), None);
-        emit(&row)
+        let about = About::new(what, super::UNFINISHED);
+        self.tell(about, State::Wrong, error.to_string(), None)
     }
 
     pub fn tell(

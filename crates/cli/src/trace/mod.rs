@@ -16,9 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
-use sidelane::dtype::Dtype;
 use sidelane::exec::{OpKind, Timeline};
 use sidelane::topology::NodeMap;
 use sidelane_verify::reference::Real;
@@ -28,6 +26,7 @@ use crate::command::{self, Command};
 use crate::error::CliError;
 use crate::machines::{self, Machines};
 use crate::ranks::{self, Sizes};
+use crate::settings::with_element;
 use crate::table::{self, time, volume};
 
 const EXAMPLES: &str = "\
@@ -67,7 +66,8 @@ impl Command for TraceArgs {
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
-        main(&ranks::task(task)?)
+        let task: Task = ranks::task(task)?;
+        with_element!(task.config.dtype.element(), run(&task))
     }
 }
 
@@ -92,14 +92,6 @@ impl Task {
     /// What all ranks must have in common. Only rank 0 writes files.
     pub fn conditions(&self) -> Result<String, CliError> {
         Ok(ranks::conditions("trace", &self.config.conditions()?))
-    }
-}
-
-pub fn main(task: &Task) -> Result<ExitCode, CliError> {
-    match task.config.dtype.element() {
-        Dtype::F32 => run::<f32>(task),
-        Dtype::F16 => run::<f16>(task),
-        Dtype::Bf16 | Dtype::Bytes => run::<bf16>(task),
     }
 }
 
