@@ -1,4 +1,4 @@
-//! `sidelane conformance`: the table between processes, on the host and on the stand-in driver.
+//! `sidelane conformance`: the table between processes, on the host and on the fake driver.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -18,7 +18,7 @@ fn conformance(words: &[&str], variables: &[(&str, &str)]) -> (Output, Value) {
     (output, report)
 }
 
-/// The same on the stand-in driver.
+/// The same on the fake driver.
 fn on_stand_in(words: &[&str]) -> (Output, Value) {
     let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
@@ -87,7 +87,7 @@ fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
     let told = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert_eq!((output.status.code(), &report["correct"]), (Some(0), &Value::Bool(true)), "{told}");
     assert_eq!(report["device"]["stand_in"], true, "{told}");
-    assert!(told.contains("the stand-in driver: no GPU is here"), "{told}");
+    assert!(told.contains("the fake driver: no GPU is here"), "{told}");
     assert_cells(&report, &told);
     let of = |feature: &str, executor: &str| {
         cells(&report).into_iter().find(|cell| (cell.0, cell.1) == (feature, executor)).unwrap().2.to_owned()

@@ -151,7 +151,7 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
         for row in rows {
             assert_eq!(row["state"], "measured", "{row}");
             assert!(row["time"]["p50_us"].as_f64().unwrap() > 0.0, "{row}");
-            assert_eq!(row["shows"], "nothing: the stand-in's times are not a GPU's");
+            assert_eq!(row["shows"], "nothing: the fake driver's times are not a GPU's");
         }
     }
 }

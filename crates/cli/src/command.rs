@@ -115,7 +115,7 @@ pub fn claim<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), Cli
         let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
         opened.map_err(|source| failed!("cannot write {path:?}: {source}"))?;
         if !there {
-            // What cannot be taken away is written over.
+            // A file that cannot be removed is written over.
             let _ = std::fs::remove_file(path);
         }
     }

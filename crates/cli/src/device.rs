@@ -183,7 +183,7 @@ impl Timer {
             let enqueued = enqueue();
             let host = before.elapsed();
             let marked = self.end.record(stream);
-            // Whatever happened, nobody waits at the gate.
+            // Whatever happened, the gate opens.
             self.gate.word(0)?.store(self.opened.into(), Ordering::Release);
             enqueued?;
             marked?;
@@ -212,7 +212,7 @@ const ENVIRONMENTS: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
 /// Where a wheel has its libraries.
 const INSIDE: [&str; 2] = ["lib", "extras/CUPTI/lib64"];
 
-/// Files of these names, in wheels, in the order of the names. With the stand-in driver only the
+/// Files of these names, in wheels, in the order of the names. With the fake driver only the
 /// variable counts.
 pub fn find_in_wheels(driver: &Driver, names: &[&str]) -> Vec<PathBuf> {
     among(&folders(driver.is_stand_in()), names)

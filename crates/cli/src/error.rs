@@ -60,7 +60,7 @@ impl CliError {
         })
     }
 
-    /// What to make of an error of the system while doing this.
+    /// An error of the system while doing this.
     pub fn prepare(what: &str) -> impl Fn(io::Error) -> CliError {
         move |source| failed!("cannot {what}: {source}")
     }

@@ -71,7 +71,7 @@ commands! {
     Layer: layer::LayerArgs,
     Collectives: collectives::CollectivesArgs,
     PutBench: put_bench::PutBenchArgs,
-    // What ranks do and when.
+    // Operations of ranks, and their times.
     Trace: trace::TraceArgs,
     // Models: load of ranks and copy engines by routers, predicted times, cost of operands.
     Routing: route::RoutingArgs,

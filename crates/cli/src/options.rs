@@ -50,7 +50,7 @@ pub struct RouterArgs<const TOKENS: u32> {
 }
 
 impl<const TOKENS: u32> RouterArgs<TOKENS> {
-    /// What all ranks decide.
+    /// The decisions of all ranks.
     pub fn decide(&self, ranks_per_node: Vec<u32>, asked: &Option<Source>) -> Result<Decided, CliError> {
         let (routed, share) = self.resolve(asked)?;
         Decided::new(ranks_per_node, routed, share)

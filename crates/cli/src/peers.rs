@@ -476,7 +476,7 @@ impl BaselinePass {
     }
 }
 
-/// What a baseline gave, with the times of its calls.
+/// Result of a baseline, with the times of its calls.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct BaselineReport<T> {
     pub name: String,

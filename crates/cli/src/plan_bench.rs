@@ -148,7 +148,7 @@ pub struct Cost {
     pub fill: f64,
     /// Its relayed rows, if blocks of its sources are like its own: runs and operands.
     pub relay: f64,
-    /// What all these tables hold.
+    /// Bytes of all these tables.
     pub bytes: u64,
 }
 

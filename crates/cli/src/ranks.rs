@@ -117,7 +117,7 @@ pub fn conditions(command: &str, conditions: &impl Serialize) -> String {
     json!({ "sidelane": program, "command": command, "conditions": conditions }).to_string()
 }
 
-/// What `seen` has otherwise than `expected`.
+/// Differences of `seen` from `expected`.
 fn differences(seen: &str, expected: &str) -> String {
     let [seen, expected] = [seen, expected].map(|words| serde_json::from_str(words).unwrap_or_default());
     let mut found = Vec::new();

@@ -52,7 +52,7 @@ impl Routed {
     }
 }
 
-/// What `--routing` names.
+/// Value of `--routing`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Source {
@@ -81,7 +81,7 @@ impl Source {
 impl FromStr for Source {
     type Err = PatternError;
 
-    /// Whatever is neither the recording nor looks like a pattern is a file.
+    /// A text that is neither the recording nor looks like a pattern is a file.
     fn from_str(text: &str) -> Result<Self, PatternError> {
         if text == "recorded" {
             return Ok(Source::Recorded);
@@ -118,7 +118,7 @@ impl From<Source> for String {
     }
 }
 
-/// What each rank takes of a source.
+/// Part of a source that each rank takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     pub experts: u32,

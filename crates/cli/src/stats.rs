@@ -22,7 +22,7 @@ use crate::machines::Machines;
 /// From this many rounds on a 99th percentile rests on at least ten rounds beyond it.
 const ROUNDS_FOR_P99: usize = 1000;
 
-/// What rounds of one kind took, in microseconds.
+/// Times of rounds of one kind, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     pub min_us: f64,

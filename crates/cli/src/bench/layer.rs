@@ -50,7 +50,7 @@ pub struct Layer<'c, E> {
     /// Rows and sums that were compared and found equal.
     right: u64,
     compared: u64,
-    /// Whatever else was found to be wrong.
+    /// Number of other findings that are wrong.
     wrong: u64,
 }
 
@@ -98,7 +98,7 @@ impl<E: Real> Tokens<E> {
     }
 }
 
-/// What all ranks found.
+/// Findings of all ranks.
 pub struct Verdict {
     pub verified: bool,
     /// Rows and sums that are bitwise right.
@@ -230,7 +230,7 @@ impl<'c, E: Real> Layer<'c, E> {
         }))
     }
 
-    /// What all checks of all ranks have found.
+    /// Findings of all checks of all ranks.
     pub fn verdict(&self) -> Result<Verdict, Error> {
         let [right, compared, wrong] = self.sum([self.right, self.compared, self.wrong])?;
         Ok(Verdict { verified: right == compared && wrong == 0, right })
@@ -272,7 +272,7 @@ pub fn record<E: Real>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeline
     share(&layer.group, timelines.swap_remove(order[ROUNDS / 2]), offset)
 }
 
-/// What all ranks recorded, on the clock of rank 0's machine, which this one's is `offset` behind.
+/// Recordings of all ranks, on the clock of rank 0's machine, which this one's is `offset` behind.
 pub fn share(group: &Group, timeline: Timeline, offset: i64) -> Result<Vec<Timeline>, CliError> {
     ranks::tell_all(group, &moved(timeline, offset))
 }

@@ -1,4 +1,4 @@
-//! What every rank of a measurement does: check, time, check again; rank 0 reports.
+//! Work of every rank of a measurement: check, time, check again; rank 0 reports.
 //!
 //! Each call is timed with its floor. Real and floor alternate round by round in the same
 //! processes, and take turns in going first, so that a busy moment of the machine or a throttled

@@ -26,7 +26,7 @@ pub fn reference<E: Real>(config: &Config, router: &Router) -> Result<Reference<
     Ok(Reference::of(&config.settings()?.case, all))
 }
 
-/// What one rank must see.
+/// Expected content of one rank's memory.
 pub struct Expected<E> {
     reference: Reference<E>,
     settings: Settings,

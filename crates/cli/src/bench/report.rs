@@ -85,13 +85,13 @@ pub struct Pass {
     share_of_floor: Ratio,
 }
 
-/// What all ranks together did in one call.
+/// Bytes of all ranks together in one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Volume {
     pub landed: u64,
-    /// What crossed between nodes.
+    /// Bytes that crossed between nodes.
     pub rail: u64,
-    /// What would have crossed with a row for each (token, expert).
+    /// Bytes that would have crossed with a row for each (token, expert).
     pub rail_logical: u64,
 }
 

@@ -40,7 +40,7 @@ Examples:
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct CollectivesArgs {
-    /// What to measure: a list [default: all]
+    /// Operations to measure: a list [default: all]
     #[arg(long, value_enum, value_delimiter = ',', value_name = "OPERATION,..")]
     pub operations: Vec<Operation>,
 
@@ -133,7 +133,7 @@ impl Task {
         Ok(Task { runs, baselines: None, json: args.json.clone(), ranks_per_node })
     }
 
-    /// What all ranks must have in common. Only rank 0 writes files.
+    /// Conditions that all ranks must have in common. Only rank 0 writes files.
     pub fn conditions(&self) -> String {
         let conditions = json!({ "ranks_per_node": self.ranks_per_node, "runs": self.runs });
         ranks::conditions("collectives", &conditions)

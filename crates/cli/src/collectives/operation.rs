@@ -135,7 +135,7 @@ impl Test {
         }
     }
 
-    /// What came out when it was checked.
+    /// Results of the call that was checked.
     pub fn output(&self) -> &[f32] {
         &self.output
     }

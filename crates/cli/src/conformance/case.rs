@@ -78,7 +78,7 @@ pub enum Setting {
     Replicas,
 }
 
-/// What all ranks of a group do together. A number names the dispatch that it follows, the first
+/// Call of all ranks of a group. A number names the dispatch that it follows, the first
 /// one being 0; dispatches stay alive until they are forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {

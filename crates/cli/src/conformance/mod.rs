@@ -63,7 +63,7 @@ pub struct ConformanceArgs {
     pub json: Option<PathBuf>,
 }
 
-/// What `--place` names.
+/// Value of `--place`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum PlaceArg {
     Host,
@@ -165,7 +165,7 @@ fn finished(runs: &[Run], lines: &[Vec<Line>]) -> Vec<Judged> {
     for &run in runs {
         let of_rank = |&rank: &u32| lines[rank as usize].iter().find(|line| line.run == run).cloned();
         let said: Vec<Option<Line>> = run.case().group.iter().map(of_rank).collect();
-        // Who was wrong has ended the job, and not the one that nobody has begun.
+        // The run that was wrong has ended the job, and not one that no rank has begun.
         let unbegun = said.iter().all(Option::is_none);
         if unbegun && matches!(done.last(), Some((.., Outcome::Wrong(_)))) {
             break;

@@ -12,9 +12,9 @@ use crate::error::{CliError, failed};
 
 /// Tensors begin at multiples of this.
 const ALIGN: u64 = 256;
-/// What a copy may take before it counts as stuck: less than other ranks wait for this one.
+/// Longest time of a copy before it counts as stuck: less than other ranks wait for this one.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// What stands in memory that a call is to write.
+/// Content of memory that a call is to write.
 const BEFORE: u8 = 0xcb;
 
 /// Bytes of a device's memory.

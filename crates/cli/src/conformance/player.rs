@@ -1,6 +1,6 @@
 //! One rank in one group: makes the calls of a case, and holds what it sees against the reference.
 //!
-//! What differs is written down and ends nothing: the other ranks wait for the calls that follow.
+//! A difference is written down and ends nothing: the other ranks wait for the calls that follow.
 
 use sidelane::device::{Graph, Stream};
 use sidelane::dtype::Dtype;
@@ -40,7 +40,7 @@ pub struct Player<'r, E> {
     /// Tensors so far: each has another number, and other elements.
     tensors: u32,
     alive: Vec<Alive<E>>,
-    /// What differed.
+    /// Differences so far.
     pub found: Vec<Difference>,
 }
 

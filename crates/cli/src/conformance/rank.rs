@@ -1,4 +1,4 @@
-//! What every rank of the job does: the cases, one after another, each behind a barrier.
+//! Work of every rank of the job: the cases, one after another, each behind a barrier.
 //!
 //! A rank writes a line about each case that it took part in. What ends the world ends the job; the
 //! command then starts another one for the cases that are left.
@@ -57,7 +57,7 @@ pub struct Task {
     pub folder: PathBuf,
 }
 
-/// What one rank says about a run.
+/// Line of one rank about a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Line {
     pub run: Run,
@@ -69,11 +69,11 @@ pub struct Line {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// All that was seen is as the reference has it.
+    /// All that was seen is as the naive reference has it.
     Equal,
     /// Refused with the name of a feature that the table lacks there.
     Refused(String),
-    /// What is not as it must be.
+    /// Differences from the naive reference.
     Wrong(Vec<Difference>),
 }
 
@@ -184,12 +184,12 @@ fn calls<E: Real>(
     for player in &mut players {
         found.append(&mut player.found);
     }
-    // Memory is given back when nobody waits for this rank.
+    // Memory is given back when no rank waits for this one.
     groups[0].gather(&[])?;
     played.and(ended)
 }
 
-/// What all ranks say about a run, together: executor and outcome.
+/// Lines of all ranks about a run, together: executor and outcome.
 pub fn judged(run: Run, lines: &[Option<Line>]) -> (String, Outcome) {
     let missing = lines.iter().position(Option::is_none);
     let lines: Vec<&Line> = lines.iter().flatten().collect();

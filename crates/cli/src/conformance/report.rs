@@ -106,7 +106,7 @@ impl Report {
         let ranks: u32 = self.ranks_per_node.iter().sum();
         let mut lines = vec![("ranks", format!("{ranks} processes, on emulated nodes of {nodes}"))];
         if let Some(DeviceReport { library, driver, stand_in, name, devices }) = &self.device {
-            let here = if *stand_in { "; the stand-in driver: no GPU is here" } else { "" };
+            let here = if *stand_in { "; the fake driver: no GPU is here" } else { "" };
             lines.push(("device", format!("{devices} x {name}, CUDA {driver} ({library}){here}")));
         }
         if let Some(reason) = &self.device_reason {
@@ -176,7 +176,7 @@ impl Cell {
     }
 }
 
-/// What executors of a device make of a feature.
+/// Outcome of a feature on the executors of a device.
 pub struct Finding {
     pub feature: &'static str,
     /// Nothing where no case ran.

@@ -181,9 +181,9 @@ const ABILITIES: [Ability; 8] = [
     Ability {
         what: "CUDA: dma-buf",
         has: |device| device.dma_buf,
-        with: "Cards register the device's memory by a descriptor.",
+        with: "NICs register the device's memory by a descriptor.",
         lack: Level::Note,
-        without: "Cards can register the device's memory only through nvidia-peermem.",
+        without: "NICs can register the device's memory only through nvidia-peermem.",
         advice: "Use NVIDIA's open kernel modules on Linux 5.12 or newer, or modprobe nvidia-peermem.",
     },
     Ability {

@@ -154,11 +154,11 @@ pub fn open_files(facts: &Facts) -> Finding {
     }
 }
 
-pub fn locked_memory(facts: &Facts, has_cards: bool) -> Finding {
+pub fn locked_memory(facts: &Facts, has_nics: bool) -> Finding {
     const WHAT: &str = "locked memory";
     match facts.locked_memory {
-        None => Finding::new(WHAT, "unlimited").means("Cards can register any heap."),
-        Some(limit) if has_cards => Finding::new(WHAT, bytes(limit))
+        None => Finding::new(WHAT, "unlimited").means("NICs can register any heap."),
+        Some(limit) if has_nics => Finding::new(WHAT, bytes(limit))
             .means("Registering memory with a NIC locks it: a heap larger than this fails.")
             .warn("ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container."),
         Some(limit) => {
@@ -172,7 +172,7 @@ const CLASS: &str = "/sys/class/infiniband";
 /// One port of a NIC, as the kernel describes it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Port {
-    card: String,
+    nic: String,
     port: String,
     state: String,
     link_layer: String,
@@ -181,24 +181,22 @@ pub struct Port {
 
 /// All ports of all NICs.
 pub fn ports(root: &Root) -> Vec<Port> {
-    let cards = root.list(CLASS).into_iter();
-    cards
-        .flat_map(|card| {
-            let dir = format!("{CLASS}/{card}/ports");
-            root.list(&dir).into_iter().map(move |port| {
-                let value =
-                    |name| root.read(format!("{dir}/{port}/{name}")).unwrap_or_else(|| "unknown".into());
-                // "4: ACTIVE"
-                let state = value("state");
-                let state = state.rsplit_once(": ").map_or(state.as_str(), |(_, name)| name).to_owned();
-                let (link_layer, rate) = (value("link_layer"), value("rate"));
-                Port { card: card.clone(), port, state, link_layer, rate }
-            })
+    let nics = root.list(CLASS).into_iter();
+    nics.flat_map(|nic| {
+        let dir = format!("{CLASS}/{nic}/ports");
+        root.list(&dir).into_iter().map(move |port| {
+            let value = |name| root.read(format!("{dir}/{port}/{name}")).unwrap_or_else(|| "unknown".into());
+            // "4: ACTIVE"
+            let state = value("state");
+            let state = state.rsplit_once(": ").map_or(state.as_str(), |(_, name)| name).to_owned();
+            let (link_layer, rate) = (value("link_layer"), value("rate"));
+            Port { nic: nic.clone(), port, state, link_layer, rate }
         })
-        .collect()
+    })
+    .collect()
 }
 
-pub fn cards(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
+pub fn nics(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
     let mut findings = vec![library(root, facts, !ports.is_empty())];
     if ports.is_empty() {
         findings.push(
@@ -217,12 +215,12 @@ pub fn cards(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
     findings
 }
 
-fn library(root: &Root, facts: &Facts, has_cards: bool) -> Finding {
+fn library(root: &Root, facts: &Facts, has_nics: bool) -> Finding {
     const WHAT: &str = "libibverbs";
     const ADVICE: &str = "Install libibverbs1 and ibverbs-providers (Debian), rdma-core elsewhere.";
     match find_library(root, facts, &["libibverbs.so.1"]) {
-        Some(path) => Finding::new(WHAT, path.display().to_string()).means("Cards can be driven."),
-        None if has_cards => Finding::new(WHAT, "not found")
+        Some(path) => Finding::new(WHAT, path.display().to_string()).means("NICs can be driven."),
+        None if has_nics => Finding::new(WHAT, "not found")
             .means("There are NICs, but the library that drives them is missing.")
             .warn(ADVICE),
         None => Finding::new(WHAT, "not found").means("Needed only to drive NICs.").note(ADVICE),
@@ -230,8 +228,8 @@ fn library(root: &Root, facts: &Facts, has_cards: bool) -> Finding {
 }
 
 fn describe(port: &Port) -> Finding {
-    let Port { card, port, state, link_layer, rate } = port;
-    let (what, found) = (format!("NIC {card}, port {port}"), format!("{state}, {link_layer}, {rate}"));
+    let Port { nic, port, state, link_layer, rate } = port;
+    let (what, found) = (format!("NIC {nic}, port {port}"), format!("{state}, {link_layer}, {rate}"));
     match (state.as_str(), link_layer.as_str()) {
         ("ACTIVE", "Ethernet") => {
             Finding::new(what, found).means("RoCE: loss is rare only with flow control on the switch.")

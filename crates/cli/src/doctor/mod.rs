@@ -68,7 +68,7 @@ impl Report for Diagnosis {
 
 /// Every finding, from what all jobs need to what few have.
 fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
-    let cards = host::ports(root);
+    let ports = host::ports(root);
     let mut findings = vec![
         host::kernel(root),
         host::cores(root, facts),
@@ -78,9 +78,9 @@ fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
         host::huge_pages(root, facts),
         host::dev_shm(root),
         host::open_files(facts),
-        host::locked_memory(facts, !cards.is_empty()),
+        host::locked_memory(facts, !ports.is_empty()),
     ];
-    findings.extend(host::cards(root, facts, &cards));
+    findings.extend(host::nics(root, facts, &ports));
     findings.extend(cuda::findings(root, facts));
     findings
 }

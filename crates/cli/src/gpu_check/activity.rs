@@ -12,8 +12,8 @@
 //! Nor does it if a plain copy on the GPU, which SMs do, looks like one of an engine: that is the
 //! control.
 //!
-//! CUPTI is somebody else's library inside the driver, so this is a part of its own: what it does
-//! to this process, it does to nothing else.
+//! CUPTI is NVIDIA's library inside the driver, so this is a part of its own: a failure there costs
+//! no other part.
 //!
 //! ```text
 //!   touch touch .. |  kernels, copies  | .. touch touch      marks: as many before as behind
@@ -61,7 +61,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-/// What every list uses.
+/// Resources of every list.
 struct Listing<'a> {
     task: &'a Task,
     context: &'a Arc<Context>,
@@ -89,7 +89,7 @@ impl<'a> Listing<'a> {
 
     /// Has work done between marks, and gives what was recorded meanwhile.
     fn listed(&self, enqueue: impl FnOnce(&[Stream]) -> Result<(), DeviceError>) -> Result<Listed, CliError> {
-        // What went before is another list's.
+        // Earlier work is another list's.
         let before = self.cupti.recorded();
         self.mark()?;
         enqueue(&self.ranks)?;
@@ -153,7 +153,7 @@ enum Listed {
     Between(Between),
 }
 
-/// What began before landed and ended after packed, or at a time that CUPTI does not know.
+/// Work that began before landed and ended after packed, or at a time that CUPTI does not know.
 #[derive(Debug, Default, PartialEq)]
 struct Between {
     /// How many there are of each name.
@@ -163,7 +163,7 @@ struct Between {
 }
 
 impl Listed {
-    /// What was recorded, with so many marks on each side.
+    /// From the recorded work, with so many marks on each side.
     pub fn of(all: &[Activity], marks: usize) -> Self {
         let is_mark = |activity: &&Activity| {
             matches!(&activity.did, ActivityKind::Kernel { name } if name == MARK) && activity.start > 0

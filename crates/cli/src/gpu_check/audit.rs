@@ -9,7 +9,7 @@
 //! Everything is allocated before the hold and freed behind it, since calls that wait for the
 //! context would wait for the hold.
 //!
-//! What is audited is a dispatch of ranks that are streams of one context, from packed to landed:
+//! The audit looks at a dispatch of ranks that are streams of one context, from packed to landed:
 //! the program of an exchange ([`StreamProgram`]) as the library lowers it, with its kernels left
 //! out. What it packs lies there before.
 //!
@@ -75,7 +75,7 @@ fn words(peers: Peers) -> (&'static str, &'static str) {
     }
 }
 
-/// What every run of it uses.
+/// Resources of every run.
 struct Audit<'a> {
     task: &'a Task,
     context: &'a Arc<Context>,
@@ -183,7 +183,7 @@ impl<'a> Audit<'a> {
             until(what, patience, || all_done(&self.ranks))?;
             Ok(start.elapsed())
         });
-        // What waited for a multiprocessor ends now, and lets go of its memory.
+        // Work that waited for a multiprocessor ends now, and releases its memory.
         until("a dispatch that was let go", patience, || all_done(&self.ranks))?;
         let landed = landed?;
         dispatch.check(&self.control, patience)?;
@@ -218,7 +218,7 @@ impl Peers {
         }
     }
 
-    /// What it needs of a driver, and the version that has it.
+    /// The feature that it needs of a driver, and the version that has it.
     pub fn needs(self) -> (&'static str, Version) {
         match self {
             Peers::Host => ("a signal beside mapped memory", Version::MAPPED_FLAGS),
@@ -304,7 +304,7 @@ fn content_of(from: u32, to: u32, bytes: u64) -> Vec<u8> {
 
 /// Windows of all ranks.
 struct Windows {
-    /// What each sends from.
+    /// Memory that each sends from.
     own: Vec<DeviceRange>,
     /// Where others write, if that is memory of the host.
     host: Option<Vec<PinnedMemory>>,

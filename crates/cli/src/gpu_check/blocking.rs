@@ -1,4 +1,4 @@
-//! What stands still while a stream waits: two questions whose answers a design depends on, each
+//! Work that stands still while a stream waits: two questions that decide a design, each
 //! case in a process of its own.
 //!
 //! ```text
@@ -64,7 +64,7 @@ pub fn say(said: &Said) -> Result<(), CliError> {
     command::print(&serde_json::to_string(said).expect("texts are always JSON"))
 }
 
-/// Asks one case, with so many hardware queues unless that is somebody else's choice, and tells its
+/// Asks one case, with so many hardware queues unless the caller has chosen, and tells its
 /// row.
 pub fn ask(
     task: &Task,
@@ -134,7 +134,7 @@ impl Watch {
         Watch { bound, moved: Instant::now(), seen: 0 }
     }
 
-    /// What a count shows that has come to `now`: enough of it, behind `enough`, passes.
+    /// The answer of a count that has come to `now`: enough of it, behind `enough`, passes.
     pub fn look(&mut self, now: u64, enough: bool) -> Option<Answer> {
         if now != self.seen {
             (self.seen, self.moved) = (now, Instant::now());

@@ -1,4 +1,4 @@
-//! What the library asks of the driver, one thing at a time.
+//! Functions of the driver that the library needs, one thing at a time.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -62,7 +62,7 @@ const SMALL: Case = Case { experts: 16, top_k: 4, hidden: 40, tokens: &[9, 0, 5,
 const HALF: &[Setting] = &[Setting::Budget(512, Overflow::Drop)];
 const SMALL_HALF: &[Setting] = &[Setting::Budget(18, Overflow::Drop)];
 
-/// What a row of the report runs.
+/// Calls of a row of the report.
 #[derive(Clone, Copy)]
 struct Exchange {
     case: Case,
@@ -191,7 +191,7 @@ pub fn on_nodes<T: Send>(
         let panicked = || failed!("a rank panicked");
         threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
     });
-    // What differs says more than that others then missed their peer.
+    // A difference says more than that others then missed their peer.
     let (right, mut wrong): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
     wrong.sort_by_key(|error| {
         !matches!(error, Err(CliError::Wrong(_) | CliError::Library(sidelane::Error::Device(_))))

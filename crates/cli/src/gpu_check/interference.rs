@@ -26,7 +26,7 @@ use crate::stats::summary;
 const COPY: u64 = 1 << 20;
 const BURST: u64 = 32;
 
-/// What goes on beside the products.
+/// Transfers concurrent with the products.
 #[derive(Clone, Copy, PartialEq)]
 enum Beside {
     Nothing,
@@ -36,7 +36,7 @@ enum Beside {
 
 const ALL: [Beside; 3] = [Beside::Nothing, Beside::Engines, Beside::Kernel];
 
-/// What one kind showed, round by round.
+/// Figures of one kind, round by round.
 #[derive(Default)]
 struct Found {
     /// Microseconds of a product.

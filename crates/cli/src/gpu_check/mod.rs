@@ -22,7 +22,7 @@
 //! ```
 //!
 //! A row says what was asked, what was found, what that shows, and what only several GPUs could
-//! show. On the stand-in driver everything runs and no time means anything.
+//! show. On the fake driver everything runs and no time means anything.
 
 mod activity;
 mod audit;
@@ -98,8 +98,8 @@ pub struct GpuCheckArgs {
     #[arg(long, value_name = "N", value_parser = minutes)]
     pub minutes: Option<f64>,
 
-    /// What one case of the parts locks and queues may stand still before it counts as held up, in
-    /// seconds
+    /// Seconds that one case of the parts locks and queues may stand still before it counts as held
+    /// up
     #[arg(long, value_name = "N", default_value_t = CASE_SECONDS, value_parser = clap::value_parser!(u64).range(1..=600))]
     pub case_seconds: u64,
 
@@ -201,7 +201,7 @@ pub struct Task {
     pub quick: bool,
     /// Of the products, if it was said.
     pub size: Option<u32>,
-    /// What one case of the lock test or the queue test may take, in seconds.
+    /// Longest time of one case of the lock test or the queue test, in seconds.
     #[serde(default = "usual_case_seconds")]
     pub case_seconds: u64,
     /// The question of such a case.
@@ -222,7 +222,7 @@ impl Task {
         Task { part: Part::Driver, device, quick, size, case_seconds, case: None }
     }
 
-    /// What stands still for so long in a case is held up.
+    /// A thing that stands still for so long in a case is held up.
     pub fn case_bound(&self) -> Duration {
         Duration::from_secs(self.case_seconds)
     }
@@ -232,7 +232,7 @@ impl Task {
         if self.quick { quick } else { all }
     }
 
-    /// What a transfer may take before it counts as stuck.
+    /// Longest time of a transfer before it counts as stuck.
     pub fn patience(&self) -> Duration {
         Duration::from_secs(self.few(20, 10))
     }

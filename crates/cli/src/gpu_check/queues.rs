@@ -69,7 +69,7 @@ pub fn case(task: &Task, sharing: Sharing) -> Result<(), CliError> {
     let (rows, elsewhere) = (allocate(&context, BYTES)?, allocate(&context, BYTES)?);
     let pinned = || PinnedMemory::new(&context, BYTES as usize);
     let (home, out, back) = (pinned()?, pinned()?, pinned()?);
-    // To the GPU the first half, on the GPU the second: nobody writes the same bytes.
+    // To the GPU the first half, on the GPU the second: no two write the same bytes.
     let half = BYTES / 2;
     let ways: [(&DeviceRange, &DeviceRange, u64); 3] =
         [(&elsewhere, out.range(), 0), (back.range(), &rows, 0), (&elsewhere, &rows, half)];

@@ -42,7 +42,7 @@ impl Report {
     pub fn new(args: &GpuCheckArgs, probe: &Probe, rows: Vec<Row>) -> Self {
         let facts = probe.devices.iter().find(|facts| facts.device == args.device);
         let correct = rows.iter().all(|row| row.state != State::Wrong);
-        // What is not done in it is named there, and asks no question of its own.
+        // Skipped rows ask no question of their own.
         let audit = || rows.iter().filter(|row| row.part == Part::Audit && row.state != State::Skipped);
         let void = audit().any(|row| row.state != State::Right);
         let audited = audit().next().is_some() && !void;
@@ -76,9 +76,9 @@ pub enum State {
     Wrong,
     /// It ran, and shows nothing here: its own control does not hold.
     Void,
-    /// A figure, which nobody judges.
+    /// A figure, neither right nor wrong.
     Measured,
-    /// An answer, which nobody judges either.
+    /// An answer, neither right nor wrong.
     Answered,
     /// It was not done, for the reason given.
     Skipped,
@@ -105,7 +105,7 @@ impl State {
     }
 }
 
-/// What was asked, what was found, what it shows.
+/// Question, finding, and its meaning.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     pub part: Part,
@@ -113,7 +113,7 @@ pub struct Row {
     pub state: State,
     pub found: String,
     pub shows: String,
-    /// What only several GPUs could show.
+    /// Open question that only several GPUs could answer.
     pub open: Option<String>,
     pub time: Option<Time>,
     /// Of the lock test and of the queue test.
@@ -153,7 +153,7 @@ impl command::Report for Report {
             program.text()
         );
         if report.stand_in {
-            text += "THE STAND-IN DRIVER: no GPU is here. Times mean nothing, and the audit shows nothing.\n";
+            text += "THE FAKE DRIVER: no GPU is here. Times mean nothing, and the audit shows nothing.\n";
         }
         for &part in Part::value_variants() {
             let rows: Vec<&Row> = report.rows.iter().filter(|row| row.part == part).collect();
@@ -195,7 +195,7 @@ fn verdict(report: &Report) -> &'static str {
     match (report.correct, report.holds, report.stand_in) {
         (false, ..) => "NOT RIGHT: see the rows that say WRONG.",
         (true, _, true) => {
-            "All that was checked is right on the stand-in driver. No GPU was here: nothing is shown about one."
+            "All that was checked is right on the fake driver. No GPU was here: nothing is shown about one."
         }
         (true, false, false) => {
             "All that was checked is right, but the audit does not hold: it is open whether transfers need SMs."
@@ -213,15 +213,15 @@ pub struct Checks {
     wrong: bool,
 }
 
-/// What times show where no GPU is.
-pub const STAND_IN: &str = "nothing: the stand-in's times are not a GPU's";
+/// Meaning of times where no GPU is.
+pub const STAND_IN: &str = "nothing: the fake driver's times are not a GPU's";
 
-/// What a row is about.
+/// Question of a row, and the meaning of its answer.
 #[derive(Clone, Copy)]
 pub struct About<'a> {
     what: &'a str,
     shows: &'a str,
-    /// What only several GPUs could show.
+    /// Open question that only several GPUs could answer.
     open: Option<&'a str>,
 }
 
@@ -230,7 +230,7 @@ impl<'a> About<'a> {
         About { what, shows, open: None }
     }
 
-    /// What only several GPUs could show.
+    /// Open question that only several GPUs could answer.
     pub fn open(self, open: impl Into<Option<&'a str>>) -> Self {
         About { open: open.into(), ..self }
     }
@@ -397,7 +397,7 @@ mod tests {
         report.holds = false;
         assert!(report.text().contains("the audit does not hold"));
         report.stand_in = true;
-        assert!(report.text().contains("THE STAND-IN DRIVER"));
+        assert!(report.text().contains("THE FAKE DRIVER"));
         report.correct = false;
         assert!(report.text().ends_with("NOT RIGHT: see the rows that say WRONG."));
     }

@@ -34,11 +34,11 @@ use super::guard::Guard;
 use super::{Meeting, Part, Place, places};
 use crate::error::CliError;
 
-/// What to run, and how often.
+/// Program to run, and how often.
 pub struct Job {
     /// Number of ranks of each node.
     pub nodes: Vec<u32>,
-    /// What this machine runs of it, if not all.
+    /// Part of it that this machine runs, if not all.
     pub part: Option<Part>,
     /// Program and arguments of every rank.
     pub command: Vec<OsString>,

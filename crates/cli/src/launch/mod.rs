@@ -83,7 +83,7 @@ pub struct LaunchArgs {
     #[command(flatten)]
     machines: MachineArgs,
 
-    /// What each rank runs
+    /// Program and arguments of each rank
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
@@ -142,7 +142,7 @@ pub struct MachineArgs {
     pub bind: Bind,
 }
 
-/// What `--net` names.
+/// Value of `--net`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Net {
     /// loopback on one machine; otherwise verbs if there are NICs, and tcp if not

@@ -240,7 +240,7 @@ impl Task {
         Ok(Task { shape, emulated_link, backward: args.backward, rounds: args.rounds, json, trace_out, svg })
     }
 
-    /// What ranks find in their environment, whatever is in that of the caller.
+    /// Environment of the ranks, whatever is in that of the caller.
     pub fn variables(&self) -> Vec<(String, OsString)> {
         let words = |link: EmulatedLink| format!("{}/{}", link.bytes_per_second, link.latency.as_micros());
         vec![("SIDELANE_EMULATED_LINK".to_owned(), self.emulated_link.map_or(String::new(), words).into())]

@@ -1,4 +1,4 @@
-//! What every rank does: check, time, check again; rank 0 reports.
+//! Work of every rank: check, time, check again; rank 0 reports.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -157,7 +157,7 @@ impl<'a> Rank<'a> {
         Ok(Pass::of_rounds(&experts, &transfers, &in_turn, &overlapped))
     }
 
-    /// What all ranks do in one overlapped step.
+    /// Operations of all ranks in one overlapped step.
     fn record(&mut self) -> Result<Vec<sidelane::exec::Timeline>, CliError> {
         let mut barrier = self.group.window(0)?;
         let Some(recorder) = self.world.recorder().cloned() else { return Ok(Vec::new()) };
@@ -204,7 +204,7 @@ fn number(random: &mut ChaCha8Rng) -> f32 {
     random.random::<f32>() * 2.0 - 1.0
 }
 
-/// What becomes of a step's experts.
+/// Switch and clock of a step's experts.
 #[derive(Debug, Default)]
 pub struct Watch {
     idle: AtomicBool,

@@ -65,7 +65,7 @@ pub struct Pass {
     transfers_us: f64,
     sequential_us: f64,
     overlapped_us: f64,
-    /// What overlap saves, of the shorter of experts and transfers.
+    /// Savings of overlap, by the shorter of experts and transfers.
     pub hidden_share: f64,
 }
 
@@ -203,7 +203,7 @@ pub fn draw(shape: &Shape, timelines: &[Timeline]) -> String {
     })
 }
 
-/// What each stream did.
+/// Spans of each stream.
 fn streams(spans: &[NodeSpan]) -> Vec<(&str, Vec<&NodeSpan>)> {
     let mut names: Vec<&str> = spans.iter().map(|span| span.stream.as_str()).collect();
     names.sort_unstable();

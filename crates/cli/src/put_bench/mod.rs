@@ -61,7 +61,7 @@ Examples:
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct PutBenchArgs {
-    /// What to measure
+    /// Operation to measure
     #[arg(value_enum)]
     pub test: Test,
 
@@ -247,7 +247,7 @@ impl Task {
         })
     }
 
-    /// What all ranks must have in common. Only rank 0 writes files.
+    /// Conditions that all ranks must have in common. Only rank 0 writes files.
     pub fn conditions(&self) -> String {
         let [sizes, iterations, warmup] =
             [|run: &Run| run.bytes, |run: &Run| run.iterations.into(), |run: &Run| run.warmup.into()]

@@ -234,7 +234,7 @@ fn planning() -> Result<(f64, f64, f64), Error> {
     let bins = |ranks: u32| f64::from(ranks * (TOP_K + 1));
     let placed = |cost: &Cost| (cost.place + cost.fill) / 1e6;
     let choices = f64::from(MANY * TOP_K);
-    // What more bins and ranks cost at the same number of choices.
+    // The cost of more bins and ranks at the same number of choices.
     let per_bin = ((placed(&many) - placed(&few)) / (bins(128) - bins(8))).max(0.0);
     let place = (placed(&few) - per_bin * bins(8)).max(0.0);
     Ok((few.sort / 1e6 / choices, place / choices, per_bin))

@@ -52,7 +52,7 @@ pub struct Layered {
     /// Of chunks, one after another.
     sequential_ns: u64,
     overlapped_ns: u64,
-    /// What overlap saves over all tokens at once, one after another, of the shorter of experts and
+    /// Savings of overlap over all tokens at once, one after another, of the shorter of experts and
     /// transfers.
     pub hidden_share: f64,
     /// The busiest of the overlapping parts: `experts`, or the busiest part of transfers.
@@ -126,7 +126,7 @@ impl Parts {
         })
     }
 
-    /// What experts take for a pass.
+    /// Time of experts for a pass.
     fn compute(&self, pass: Pass) -> u64 {
         match pass {
             Pass::Forward => self.experts + self.shared,

@@ -89,7 +89,7 @@ impl Task {
         Ok(Task { config, out: args.out.clone(), svg: args.svg.clone(), json: args.json.clone(), sizes })
     }
 
-    /// What all ranks must have in common. Only rank 0 writes files.
+    /// Conditions that all ranks must have in common. Only rank 0 writes files.
     pub fn conditions(&self) -> Result<String, CliError> {
         Ok(ranks::conditions("trace", &self.config.conditions()?))
     }
