@@ -230,33 +230,30 @@ impl command::Report for Report {
     fn text(&self) -> String {
         let Conditions { decided, hidden, dtype, copy_us, copy_gbps } = &self.config;
         let routing::Conditions { routing, experts, top_k, ranks_per_node, tokens, .. } = decided;
-        let mut table = table::figures(
-            "variant|copies|bytes each|batches|memory ops|their batches|engines|NICs|time".split('|'),
+        let table = table::of(
+            &self.variants,
+            &[
+                ("variant", &|variant| variant.name.clone()),
+                ("copies", &|variant| variant.max.copies.to_string()),
+                ("bytes each", &|variant| volume(variant.mean.bytes / variant.mean.copies.max(1))),
+                ("batches", &|variant| variant.max.batches.to_string()),
+                ("memory ops", &|variant| variant.max.memory_ops.to_string()),
+                ("their batches", &|variant| variant.max.memory_op_batches.to_string()),
+                ("engines", &|variant| volume(variant.mean.bytes)),
+                ("NICs", &|variant| volume(variant.mean.nic_bytes)),
+                ("time", &|variant| time(variant.us)),
+            ],
         );
-        for Variant { name, mean, max, us } in &self.variants {
-            table.add_row([
-                name.clone(),
-                max.copies.to_string(),
-                volume(mean.bytes / mean.copies.max(1)),
-                max.batches.to_string(),
-                max.memory_ops.to_string(),
-                max.memory_op_batches.to_string(),
-                volume(mean.bytes),
-                volume(mean.nic_bytes),
-                time(*us),
-            ]);
-        }
         format!(
             "routing   {routing}, {experts} experts, top-{top_k}, {tokens} tokens a rank\n\
              ranks     {}\n\
              rows      {hidden} x {}\n\
              time      {copy_us} us a copy and {copy_gbps} GB/s, as given: not measured\n\n\
-             {}\n\n\
+             {table}\n\n\
              Copies, memory operations and batches of either are those of the rank that has most; bytes are\n\
              means. Times are of the engines of one rank alone, one copy after another. Own rows are moved by none.",
             shape_words(ranks_per_node),
             dtype.name(),
-            table.trim_fmt(),
         )
     }
 }

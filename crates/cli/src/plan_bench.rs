@@ -99,29 +99,27 @@ fn rows(args: &PlanBenchArgs) -> Result<Vec<Row>, CliError> {
 }
 
 fn text(args: &PlanBenchArgs, rows: &[Row]) -> String {
-    let header = ["ranks", "experts", "route", "sort", "place", "fill", "together", "relay", "tables"];
-    let mut table = table::figures(header);
-    for Row { shape, cost } in rows {
-        table.add_row([
-            shape.ranks.to_string(),
-            shape.experts.to_string(),
-            shape.route.name().to_owned(),
-            time(cost.sort),
-            time(cost.place),
-            time(cost.fill),
-            time(cost.together()),
-            time(cost.relay),
-            volume(cost.bytes),
-        ]);
-    }
+    let table = table::of(
+        rows,
+        &[
+            ("ranks", &|row| row.shape.ranks.to_string()),
+            ("experts", &|row| row.shape.experts.to_string()),
+            ("route", &|row| row.shape.route.name().to_owned()),
+            ("sort", &|row| time(row.cost.sort)),
+            ("place", &|row| time(row.cost.place)),
+            ("fill", &|row| time(row.cost.fill)),
+            ("together", &|row| time(row.cost.together())),
+            ("relay", &|row| time(row.cost.relay)),
+            ("tables", &|row| volume(row.cost.bytes)),
+        ],
+    );
     let PlanBenchArgs { tokens, top_k, layout, rounds, ranks_per_node, .. } = args;
     format!(
-        "{tokens} tokens, top-{top_k}, {}, uniform routing, nodes of {ranks_per_node} ranks, middle of {rounds} rounds\n\n{}\n\n\
+        "{tokens} tokens, top-{top_k}, {}, uniform routing, nodes of {ranks_per_node} ranks, middle of {rounds} rounds\n\n{table}\n\n\
          Sort: a rank's own routing by bin, before counts are exchanged. Place: sums of counts, and the layout that follows.\n\
          Fill: operands of its own program. Relay: runs and operands of what it hands on, for as many sources as it has. One\n\
          thread; tables grow with the first call and are used again.",
         layout.name(),
-        table.trim_fmt(),
     )
 }
 

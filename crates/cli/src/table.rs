@@ -29,6 +29,18 @@ pub fn figures(header: impl Into<Row>) -> Table {
     table
 }
 
+/// A column: its header, and the cell of a row.
+pub type Column<'c, R> = (&'c str, &'c dyn Fn(&R) -> String);
+
+/// A table of figures with a line for each of these.
+pub fn of<R>(rows: impl IntoIterator<Item = R>, columns: &[Column<'_, R>]) -> String {
+    let mut table = figures(columns.iter().map(|column| column.0).collect::<Vec<_>>());
+    for row in rows {
+        table.add_row(columns.iter().map(|(_, cell)| cell(&row)));
+    }
+    table.trim_fmt()
+}
+
 /// Head of a report: a line for each condition.
 pub fn head(lines: &[(&str, String)]) -> String {
     lines.iter().map(|(key, value)| format!("{key:<10}{value}\n")).collect()

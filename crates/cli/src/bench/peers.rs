@@ -17,7 +17,7 @@ use sidelane::Group;
 use super::config::Kind;
 use crate::error::CliError;
 use crate::peers::{self, BaselinePass, BaselineReport, Folder, Programs, Unavailable, compared};
-use crate::table;
+use crate::table::{self, time};
 
 const LAYER: Programs = Programs {
     c: ("all_to_all_v.c", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/all_to_all_v.c"))),
@@ -120,14 +120,20 @@ impl Baselines {
     pub fn text(&self) -> String {
         let mut text = String::new();
         if !self.results.is_empty() {
-            let header =
-                ["baseline", "dispatch", "max", "x ours (95%)", "combine", "max", "x ours (95%)", "result"];
-            let mut table = table::figures(header);
-            for BaselineReport { version, bitwise_equal, calls, .. } in &self.results {
-                let figures = [calls.dispatch.cells(1), calls.combine.cells(1)].concat();
-                table.add_row([vec![version.clone()], figures, vec![compared(*bitwise_equal)]].concat());
-            }
-            text = table.trim_fmt() + "\n";
+            let table = table::of(
+                &self.results,
+                &[
+                    ("baseline", &|baseline| baseline.version.clone()),
+                    ("dispatch", &|baseline| time(baseline.calls.dispatch.timing.p50_us)),
+                    ("max", &|baseline| time(baseline.calls.dispatch.timing.max_us)),
+                    ("x ours (95%)", &|baseline| baseline.calls.dispatch.speedup.text(1)),
+                    ("combine", &|baseline| time(baseline.calls.combine.timing.p50_us)),
+                    ("max", &|baseline| time(baseline.calls.combine.timing.max_us)),
+                    ("x ours (95%)", &|baseline| baseline.calls.combine.speedup.text(1)),
+                    ("result", &|baseline| compared(baseline.bitwise_equal)),
+                ],
+            );
+            text = table + "\n";
         }
         self.unavailable.iter().fold(text, |text, one| text + &one.text() + "\n")
     }

@@ -193,28 +193,19 @@ fn conditions(report: &Report) -> String {
 }
 
 fn figures(report: &Report) -> String {
-    let mut table = table::figures([
-        "",
-        "p50",
-        if report.dispatch.timing.p99_us.is_some() { "p99" } else { "max" },
-        "landed",
-        "crossed",
-        "GB/s",
-        "of floor (95%)",
-    ]);
-    for (name, pass) in report.passes() {
-        let Summary { p50_us, p99_us, max_us, .. } = pass.timing;
-        table.add_row([
-            name.replace('_', " "),
-            time(p50_us),
-            time(p99_us.unwrap_or(max_us)),
-            volume(pass.bytes_landed),
-            volume(pass.bytes_inter_node),
-            format!("{:.1}", pass.gbps),
-            pass.share_of_floor.text(2),
-        ]);
-    }
-    table.trim_fmt()
+    let slowest = if report.dispatch.timing.p99_us.is_some() { "p99" } else { "max" };
+    table::of(
+        report.passes(),
+        &[
+            ("", &|(name, _)| name.replace('_', " ")),
+            ("p50", &|(_, pass)| time(pass.timing.p50_us)),
+            (slowest, &|(_, pass)| time(pass.timing.p99_us.unwrap_or(pass.timing.max_us))),
+            ("landed", &|(_, pass)| volume(pass.bytes_landed)),
+            ("crossed", &|(_, pass)| volume(pass.bytes_inter_node)),
+            ("GB/s", &|(_, pass)| format!("{:.1}", pass.gbps)),
+            ("of floor (95%)", &|(_, pass)| pass.share_of_floor.text(2)),
+        ],
+    )
 }
 
 /// Rows of all ranks in one dispatch.

@@ -119,22 +119,23 @@ impl command::Report for Report {
             None => String::new(),
         };
         let lane = lane.as_deref().unwrap_or("shm");
-        let mut table = table::figures(["", "experts", "transfers", "in turn", "overlapped", "hidden"]);
-        for (name, pass) in [("forward", Some(self.forward)), ("backward", self.backward)] {
-            let Some(Pass { experts_us, transfers_us, sequential_us, overlapped_us, hidden_share }) = pass
-            else {
-                continue;
-            };
-            let times = [experts_us, transfers_us, sequential_us, overlapped_us].map(table::time);
-            table
-                .add_row(std::iter::once(name.to_owned()).chain(times).chain([format!("{hidden_share:.2}")]));
-        }
+        let passes = [("forward", Some(self.forward)), ("backward", self.backward)];
+        let table = table::of(
+            passes.into_iter().filter_map(|(name, pass)| Some((name, pass?))),
+            &[
+                ("", &|(name, _)| (*name).to_owned()),
+                ("experts", &|(_, pass)| time(pass.experts_us)),
+                ("transfers", &|(_, pass)| time(pass.transfers_us)),
+                ("in turn", &|(_, pass)| time(pass.sequential_us)),
+                ("overlapped", &|(_, pass)| time(pass.overlapped_us)),
+                ("hidden", &|(_, pass)| format!("{:.2}", pass.hidden_share)),
+            ],
+        );
         let bits = if self.verified { "the same bits in turn and overlapped" } else { "DIFFERENT BITS" };
         format!(
-            "ranks     {}, on {cores} cores\nlayer     {}\nlane      {lane}{link}\nchecked   {bits}; medians of {rounds} rounds\n\n{}\n\n{NOTES}",
+            "ranks     {}, on {cores} cores\nlayer     {}\nlane      {lane}{link}\nchecked   {bits}; medians of {rounds} rounds\n\n{table}\n\n{NOTES}",
             shape_words(&shape.ranks_per_node),
             shape.words(),
-            table.trim_fmt(),
         )
     }
 

@@ -11,7 +11,8 @@ use crate::launch::shape_words;
 use crate::options::word;
 use crate::peers::Unavailable;
 use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
-use crate::{command, machines, table};
+use crate::table::{self, Column};
+use crate::{command, machines};
 
 /// Everything that is known after a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -163,21 +164,21 @@ fn beside(report: &Report) -> String {
     let others: Vec<_> = runs.filter_map(|run| Some((run.run.bytes, run.baseline.as_ref()?))).collect();
     let mut text = String::new();
     if !others.is_empty() {
-        let mut table =
-            table::figures(["bytes", "beside", "turns", "theirs [us]", "ours [us]", "x ours (95%)"]);
-        for (bytes, other) in others {
-            let [theirs, ours] =
-                [&other.theirs_us, &other.ours_us].map(|us| format!("{:.3}", summary(us).p50_us));
-            let (turns, ratio) = (other.ours_us.len().to_string(), other.speedup.text(2));
-            table.add_row([Bytes(bytes).to_string(), other.name.clone(), turns, theirs, ours, ratio]);
-        }
-        text = format!("\n\n{}", table.trim_fmt());
+        let p50 = |us: &[f64]| format!("{:.3}", summary(us).p50_us);
+        let table = table::of(
+            others,
+            &[
+                ("bytes", &|(bytes, _)| Bytes(*bytes).to_string()),
+                ("beside", &|(_, other)| other.name.clone()),
+                ("turns", &|(_, other)| other.ours_us.len().to_string()),
+                ("theirs [us]", &|(_, other)| p50(&other.theirs_us)),
+                ("ours [us]", &|(_, other)| p50(&other.ours_us)),
+                ("x ours (95%)", &|(_, other)| other.speedup.text(2)),
+            ],
+        );
+        text = format!("\n\n{table}");
     }
-    report.unavailable.iter().fold(text, |text, one| {
-        text + "
-
-" + &one.text()
-    })
+    report.unavailable.iter().fold(text, |text, one| text + "\n\n" + &one.text())
 }
 
 fn head(report: &Report) -> String {
@@ -202,44 +203,33 @@ fn head(report: &Report) -> String {
 
 /// A line for each size.
 fn figures(report: &Report) -> String {
-    let latency = report.config.test.is_latency();
-    let header: &[&str] = match latency {
-        true => &["bytes", "iterations", "min [us]", "typical [us]", "average [us]", "p99 [us]", "max [us]"],
-        false => &["bytes", "puts", "peak [MiB/s]", "average [MiB/s]", "rate [Mput/s]"],
-    };
     let runs = || report.pairs.iter().flat_map(|pair| &pair.runs);
-    let memcpy = runs().any(|run| run.bandwidth.is_some_and(|bandwidth| bandwidth.memcpy_mib_s.is_some()));
-    let beside: &[&str] = if memcpy { &["memcpy [MiB/s]", "of memcpy"] } else { &[] };
-    let mut table = table::figures([header, beside].concat());
-    for run in runs() {
-        table.add_row(
-            [vec![Bytes(run.run.bytes).to_string(), run.run.iterations.to_string()], cells(run)].concat(),
-        );
-    }
-    table.trim_fmt()
-}
-
-fn cells(run: &RunReport) -> Vec<String> {
-    let two = |number: f64| format!("{number:.2}");
-    let mut cells = Vec::new();
-    if let Some(latency) = run.latency {
-        let p99 = latency.p99_us.map_or("-".to_owned(), two);
-        cells.extend([
-            two(latency.min_us),
-            two(latency.p50_us),
-            two(latency.mean_us),
-            p99,
-            two(latency.max_us),
-        ]);
-    }
-    if let Some(bandwidth) = run.bandwidth {
-        let rate = format!("{:.4}", bandwidth.puts_per_s / 1e6);
-        cells.extend([two(bandwidth.peak_mib_s), two(bandwidth.mean_mib_s), rate]);
-        if let Some(memcpy) = bandwidth.memcpy_mib_s {
-            cells.extend([two(memcpy), format!("{:.3}", bandwidth.mean_mib_s / memcpy)]);
-        }
-    }
-    cells
+    let of = |figure: Option<f64>| figure.map_or("-".to_owned(), |figure| format!("{figure:.2}"));
+    let memcpy = |run: &RunReport| run.bandwidth.and_then(|seen| seen.memcpy_mib_s);
+    let share = |run: &RunReport| Some(format!("{:.3}", run.bandwidth?.mean_mib_s / memcpy(run)?));
+    let (latency, copied) = (report.config.test.is_latency(), runs().any(|run| memcpy(run).is_some()));
+    // Whether a column is there, and the column.
+    let columns: [(bool, Column<'_, &RunReport>); 12] = [
+        (true, ("bytes", &|run| Bytes(run.run.bytes).to_string())),
+        (true, (if latency { "iterations" } else { "puts" }, &|run| run.run.iterations.to_string())),
+        (latency, ("min [us]", &|run| of(run.latency.map(|seen| seen.min_us)))),
+        (latency, ("typical [us]", &|run| of(run.latency.map(|seen| seen.p50_us)))),
+        (latency, ("average [us]", &|run| of(run.latency.map(|seen| seen.mean_us)))),
+        (latency, ("p99 [us]", &|run| of(run.latency.and_then(|seen| seen.p99_us)))),
+        (latency, ("max [us]", &|run| of(run.latency.map(|seen| seen.max_us)))),
+        (!latency, ("peak [MiB/s]", &|run| of(run.bandwidth.map(|seen| seen.peak_mib_s)))),
+        (!latency, ("average [MiB/s]", &|run| of(run.bandwidth.map(|seen| seen.mean_mib_s)))),
+        (
+            !latency,
+            ("rate [Mput/s]", &|run| {
+                run.bandwidth.map_or("-".to_owned(), |seen| format!("{:.4}", seen.puts_per_s / 1e6))
+            }),
+        ),
+        (copied, ("memcpy [MiB/s]", &|run| of(memcpy(run)))),
+        (copied, ("of memcpy", &|run| share(run).unwrap_or_else(|| "-".to_owned()))),
+    ];
+    let columns = columns.into_iter().filter_map(|(there, column)| there.then_some(column));
+    table::of(runs(), &columns.collect::<Vec<_>>())
 }
 
 /// A matrix of nodes for each size.

@@ -29,7 +29,7 @@ use std::fmt::Write;
 use serde::Serialize;
 use sidelane::plan::ExpertMap;
 
-use super::{Dropped, Load, Loads, Spread, Task};
+use super::{Dropped, Loads, Spread, Task};
 use crate::chart::{curve, key, rect};
 use crate::error::CliError;
 use crate::launch::shape_words;
@@ -55,15 +55,17 @@ impl Report {
     }
 
     fn loads(&self) -> String {
-        let mut table = table::figures(["load of", "number", "max / mean", "min / mean", "evenness"]);
         let Loads { experts, ranks, nodes, .. } = &self.load;
-        for (name, load) in [("experts", experts), ("ranks", ranks), ("nodes", nodes)] {
-            let Load { choices, max_over_mean, min_over_mean, evenness } = load;
-            let figures = [max_over_mean, min_over_mean].map(|figure| format!("{figure:.2}"));
-            let [max, min] = figures;
-            table.add_row([name.to_owned(), choices.len().to_string(), max, min, format!("{evenness:.4}")]);
-        }
-        table.trim_fmt()
+        table::of(
+            [("experts", experts), ("ranks", ranks), ("nodes", nodes)],
+            &[
+                ("load of", &|(name, _)| (*name).to_owned()),
+                ("number", &|(_, load)| load.choices.len().to_string()),
+                ("max / mean", &|(_, load)| format!("{:.2}", load.max_over_mean)),
+                ("min / mean", &|(_, load)| format!("{:.2}", load.min_over_mean)),
+                ("evenness", &|(_, load)| format!("{:.4}", load.evenness)),
+            ],
+        )
     }
 
     fn spreads(&self) -> String {

@@ -239,40 +239,27 @@ pub fn all(task: &Task) -> Result<Vec<Layered>, CliError> {
 
 /// A line for each.
 pub fn text(products: &Products, layers: &[Layered]) -> String {
-    let header =
-        ["layer", "pass", "chunks", "experts", "transfers", "in chunks", "overlapped", "hidden", "limit"];
-    let mut table = table::figures(header);
     let us = |ns: u64| table::time(ns as f64 / 1e3);
-    for one in layers {
-        let Layered {
-            variant,
-            token_chunks,
-            pass,
-            experts_ns,
-            transfers_ns,
-            sequential_ns,
-            overlapped_ns,
-            ..
-        } = one;
-        table.add_row([
-            variant.clone(),
-            pass.name().to_owned(),
-            token_chunks.to_string(),
-            us(*experts_ns),
-            us(*transfers_ns),
-            us(*sequential_ns),
-            us(*overlapped_ns),
-            format!("{:.2}", one.hidden_share),
-            one.limit.to_owned(),
-        ]);
-    }
+    let table = table::of(
+        layers,
+        &[
+            ("layer", &|one| one.variant.clone()),
+            ("pass", &|one| one.pass.name().to_owned()),
+            ("chunks", &|one| one.token_chunks.to_string()),
+            ("experts", &|one| us(one.experts_ns)),
+            ("transfers", &|one| us(one.transfers_ns)),
+            ("in chunks", &|one| us(one.sequential_ns)),
+            ("overlapped", &|one| us(one.overlapped_ns)),
+            ("hidden", &|one| format!("{:.2}", one.hidden_share)),
+            ("limit", &|one| one.limit.to_owned()),
+        ],
+    );
     let Products { ffn, shared_ffn, tflops } = products;
     let shared =
         if *shared_ffn > 0 { format!(", one of {shared_ffn} for all tokens") } else { String::new() };
     format!(
-        "{}\n\nExperts of {ffn}{shared}, at {tflops} TFLOP/s. In chunks: one after another. Hidden: what overlap saves over all tokens at once,\n\
-         one after another, of the shorter of experts and transfers.",
-        table.trim_fmt()
+        "{table}\n\nExperts of {ffn}{shared}, at {tflops} TFLOP/s. In chunks: one after another. Hidden: what overlap saves over all tokens at once,\n\
+         one after another, of the shorter of experts and transfers."
     )
 }
 

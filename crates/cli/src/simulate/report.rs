@@ -119,36 +119,24 @@ impl Group {
     }
 
     fn times(&self) -> String {
-        let header = [
-            "variant",
-            "time",
-            "bottleneck",
-            "for",
-            "roofline",
-            "of",
-            "copies",
-            "intra-node",
-            "messages",
-            "inter-node",
-        ];
-        let mut table = table::figures(header);
-        for (name, timing) in self.calls() {
-            let mean =
-                |of: fn(&RankWork) -> u64| volume(of(&timing.total) / u64::from(timing.simulated_ranks));
-            table.add_row([
-                name,
-                us(timing.ns),
-                timing.bottleneck.part.name().to_owned(),
-                us(timing.bottleneck.ns),
-                us(timing.roofline.ns),
-                timing.roofline.part.name().to_owned(),
-                timing.max.copies.to_string(),
-                mean(|work| work.intra_node_bytes + work.self_bytes),
-                timing.max.messages.to_string(),
-                mean(|work| work.inter_node_bytes),
-            ]);
-        }
-        table.trim_fmt()
+        let mean = |timing: &Timing, of: fn(&RankWork) -> u64| {
+            volume(of(&timing.total) / u64::from(timing.simulated_ranks))
+        };
+        table::of(
+            self.calls(),
+            &[
+                ("variant", &|(name, _)| name.clone()),
+                ("time", &|(_, timing)| us(timing.ns)),
+                ("bottleneck", &|(_, timing)| timing.bottleneck.part.name().to_owned()),
+                ("for", &|(_, timing)| us(timing.bottleneck.ns)),
+                ("roofline", &|(_, timing)| us(timing.roofline.ns)),
+                ("of", &|(_, timing)| timing.roofline.part.name().to_owned()),
+                ("copies", &|(_, timing)| timing.max.copies.to_string()),
+                ("intra-node", &|(_, timing)| mean(timing, |work| work.intra_node_bytes + work.self_bytes)),
+                ("messages", &|(_, timing)| timing.max.messages.to_string()),
+                ("inter-node", &|(_, timing)| mean(timing, |work| work.inter_node_bytes)),
+            ],
+        )
     }
 
     fn laps(&self) -> String {
