@@ -45,16 +45,8 @@ pub fn compare(
     seen: &[u8],
     expected: &[u8],
 ) -> Option<Difference> {
-    if seen.len() != expected.len() {
-        let [seen, expected] = [seen, expected].map(|bytes| format!("{} bytes", bytes.len()));
-        return Some(Difference::outcome(rank, what, expected, seen));
-    }
-    let size = dtype.size();
-    let mut elements = seen.chunks_exact(size).zip(expected.chunks_exact(size)).enumerate();
-    let (at, (seen, expected)) = elements.find(|(_, (seen, expected))| seen != expected)?;
-    let [row, column] = [at / columns.max(1), at % columns.max(1)].map(|at| at as u64);
-    let [expected, seen] = [expected, seen].map(|bytes| number(dtype, bytes));
-    Some(Difference { rank, what: what.to_owned(), row, column, expected, seen })
+    let [elements, others] = [seen, expected].map(|bytes| bytes.chunks(dtype.size()).collect::<Vec<_>>());
+    first(rank, what, columns, (&elements, &others), |bytes| number(dtype, bytes))
 }
 
 /// Compares lists of whole numbers or flags, in rows of so many.
@@ -65,13 +57,24 @@ pub fn compare_list<T: PartialEq + std::fmt::Debug>(
     seen: &[T],
     expected: &[T],
 ) -> Option<Difference> {
+    first(rank, what, columns, (seen, expected), |number| format!("{number:?}"))
+}
+
+/// The first difference of two lists of elements.
+fn first<T: PartialEq>(
+    rank: u32,
+    what: &str,
+    columns: usize,
+    (seen, expected): (&[T], &[T]),
+    words: impl Fn(&T) -> String,
+) -> Option<Difference> {
     if seen.len() != expected.len() {
-        let [seen, expected] = [seen, expected].map(|list| format!("{} numbers", list.len()));
+        let [seen, expected] = [seen, expected].map(|list| format!("{} elements", list.len()));
         return Some(Difference::outcome(rank, what, expected, seen));
     }
     let at = seen.iter().zip(expected).position(|(seen, expected)| seen != expected)?;
     let [row, column] = [at / columns.max(1), at % columns.max(1)].map(|at| at as u64);
-    let [expected, seen] = [expected, seen].map(|list| format!("{:?}", list[at]));
+    let [expected, seen] = [expected, seen].map(|list| words(&list[at]));
     Some(Difference { rank, what: what.to_owned(), row, column, expected, seen })
 }
 
@@ -124,12 +127,12 @@ mod tests {
         assert_eq!((found.row, found.column), (1, 0));
         assert_eq!((found.expected.as_str(), found.seen.as_str()), ("3", "2"));
         assert_eq!(compare_list(0, "dropped", 2, &[true], &[true]), None);
-        assert_eq!(compare_list(0, "counts", 2, &[1], &[1, 0]).unwrap().expected, "2 numbers");
+        assert_eq!(compare_list(0, "counts", 2, &[1], &[1, 0]).unwrap().expected, "2 elements");
     }
 
     #[test]
     fn tensors_of_another_size_differ() {
         let found = compare(1, "rows", (Dtype::Bytes, 4), &[0; 4], &[0; 8]).unwrap();
-        assert_eq!((found.expected.as_str(), found.seen.as_str()), ("8 bytes", "4 bytes"));
+        assert_eq!((found.expected.as_str(), found.seen.as_str()), ("8 elements", "4 elements"));
     }
 }

@@ -49,7 +49,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             let shows = "nothing: the audit by a hold asks the same, and does without CUPTI";
             let about = About::new("list of kernels by CUPTI", shows);
             let hint = device::hint("SIDELANE_CUPTI_LIBRARY", "nvidia/cuda_cupti");
-            return checks.tell(about, State::Skipped, format!("not seen: {error}; {hint}"), None);
+            return checks.tell(about, State::Skipped, format!("not seen: {error}; {hint}"));
         }
     };
     let context = driver.context(task.device)?;

@@ -11,7 +11,7 @@ use crate::error::CliError;
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     if let Some(reason) = one_process(&Driver::open()?, task.device)? {
         let about = About::new("the suite between processes", "nothing: ranks are threads below");
-        return checks.tell(about, State::Skipped, reason.to_owned(), None);
+        return checks.tell(about, State::Skipped, reason.to_owned());
     }
     for finding in on_device(task.device, task.quick)? {
         let about = About::new(finding.feature, "bits of a naive reference, or refused by name at all ranks")
@@ -21,7 +21,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             Some(false) => State::Wrong,
             None => State::Skipped,
         };
-        checks.tell(about, state, finding.text, None)?;
+        checks.tell(about, state, finding.text)?;
     }
     Ok(())
 }

@@ -11,7 +11,7 @@ use sidelane_verify::reference;
 
 use super::Task;
 use super::exchange::{memory, on_nodes, timed};
-use super::report::{About, Checks, STAND_IN};
+use super::report::{About, Checks};
 use crate::conformance::{Case, Device, Player, Way, experts_copy};
 use crate::device::{Samples, Timer, allocate, stream, whole};
 use crate::error::CliError;
@@ -34,7 +34,6 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let mut bench = Bench {
         task,
         context: &context,
-        stand_in: context.driver().is_stand_in(),
         timer: Timer::new(&context, task.patience())?,
         streams: (0..=TARGETS).map(|_| stream(&context)).collect::<Result<_, _>>()?,
     };
@@ -42,13 +41,12 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     bench.targets(checks)?;
     bench.operations(checks)?;
     bench.turns(checks)?;
-    layer(task, checks, bench.stand_in)
+    layer(task, checks)
 }
 
 struct Bench<'a> {
     task: &'a Task,
     context: &'a Arc<Context>,
-    stand_in: bool,
     timer: Timer,
     streams: Vec<Stream>,
 }
@@ -65,7 +63,6 @@ impl Bench<'_> {
         let host = summary(&samples.host).p50_us;
         let rate = bytes.map(|bytes| bytes as f64 / summary(&samples.device).p50_us.max(1e-6) / 1e3);
         let rate = rate.map_or_else(String::new, |rate| format!(", {rate:.1} GB/s"));
-        let shows = if self.stand_in { STAND_IN } else { shows };
         let found = format!("the host takes {host:.2} us to enqueue it{rate}");
         checks.measured(About::new(what, shows).open(open), &samples.device, found)
     }
@@ -223,13 +220,12 @@ impl Bench<'_> {
 
 /// A layer of eight ranks as threads: each round begins when all are there, and takes as long as
 /// the slowest.
-fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CliError> {
+fn layer(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     const RANKS: usize = 8;
     let case = timed(task);
     let [dispatch, combine, graph] = on_nodes(task, &[0; RANKS], |world| rounds(task, case, world))?;
     let size = format!("{RANKS} ranks x {} tokens x {} bf16", case.tokens[0], case.hidden);
     let shows = "eight ranks on one GPU: the bandwidth of its memory, not NVLink's; kernels and a host's wait are in it";
-    let shows = if stand_in { STAND_IN } else { shows };
     for (what, samples) in [
         (format!("dispatch, {size}"), dispatch),
         (format!("combine, {size}"), combine),

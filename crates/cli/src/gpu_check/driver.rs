@@ -24,7 +24,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     for finding in doctor::cuda_findings(&driver.probe()?) {
         let state = if finding.level == Level::Warn { State::Wrong } else { State::Right };
         let about = About::new(&finding.what, finding.meaning);
-        checks.tell(about, state, finding.found, None)?;
+        checks.tell(about, state, finding.found)?;
     }
     let context = driver.context(task.device)?;
     let streams = [stream(&context)?, stream(&context)?];

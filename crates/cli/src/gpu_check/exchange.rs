@@ -111,7 +111,7 @@ pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     if let Some(reason) = one_process(&Driver::open()?, task.device)? {
         let about = About::new("ranks as processes", "nothing: ranks are threads above");
-        return checks.tell(about, State::Skipped, reason.to_owned(), None);
+        return checks.tell(about, State::Skipped, reason.to_owned());
     }
     for count in [2, 4] {
         let task = Task { part: Part::Rank, ..*task };

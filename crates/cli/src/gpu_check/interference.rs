@@ -17,7 +17,7 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 
 use super::Task;
-use super::report::{About, Checks, STAND_IN};
+use super::report::{About, Checks};
 use crate::device::{self, Random, allocate, stream, until, whole};
 use crate::error::CliError;
 use crate::stats::summary;
@@ -47,7 +47,6 @@ struct Found {
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
-    let stand_in = context.driver().is_stand_in();
     let bench = Bench::new(task, &context)?;
     let mut found: [Found; 3] = Default::default();
     for round in 0..=task.few(15, 3) {
@@ -72,7 +71,6 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         };
         let size = bench.size;
         let told = format!("bf16 {size} x {size}, by {}: {tflops:.0} TFLOP/s{moved}", bench.by());
-        let shows = if stand_in { STAND_IN } else { shows };
         let open =
             (beside != Beside::Nothing).then_some("transfers over NVLink, which are several times faster");
         checks.measured(About::new(what, shows).open(open), &found.product, told)?;

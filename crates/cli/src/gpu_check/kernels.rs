@@ -75,11 +75,9 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             let found = format!(
                 "libcublas.so.13, .12 and .11 are not where the loader looks: our own product is used; {hint}"
             );
-            checks.tell(about, State::Skipped, found, None)?;
+            checks.tell(about, State::Skipped, found)?;
         }
-        Err(error) => {
-            checks.tell(about, State::Skipped, format!("{error}: our own product is used"), None)?
-        }
+        Err(error) => checks.tell(about, State::Skipped, format!("{error}: our own product is used"))?,
     }
     Ok(())
 }

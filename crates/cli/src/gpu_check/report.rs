@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
-use sidelane::device::{Probe, Version};
+use sidelane::device::{Driver, Probe, Version};
 
 use super::{GpuCheckArgs, Part};
 use crate::command::{self, Program};
@@ -211,10 +211,12 @@ fn verdict(report: &Report) -> &'static str {
 pub struct Checks {
     part: Part,
     wrong: bool,
+    /// Whether the driver is fake.
+    stand_in: bool,
 }
 
 /// Meaning of times where no GPU is.
-pub const STAND_IN: &str = "nothing: the fake driver's times are not a GPU's";
+const STAND_IN: &str = "nothing: the fake driver's times are not a GPU's";
 
 /// Question of a row, and the meaning of its answer.
 #[derive(Clone, Copy)]
@@ -238,7 +240,8 @@ impl<'a> About<'a> {
 
 impl Checks {
     pub fn new(part: Part) -> Self {
-        Checks { part, wrong: false }
+        let stand_in = Driver::open().is_ok_and(|driver| driver.is_stand_in());
+        Checks { part, wrong: false, stand_in }
     }
 
     /// Whether nothing was wrong.
@@ -262,7 +265,7 @@ impl Checks {
         found: Result<(State, String), CliError>,
     ) -> Result<bool, CliError> {
         let (state, found) = found.unwrap_or_else(|error| (State::Wrong, error.to_string()));
-        self.tell(about, state, found, None)?;
+        self.tell(about, state, found)?;
         Ok(state == State::Right)
     }
 
@@ -278,13 +281,12 @@ impl Checks {
             return Ok(true);
         }
         let found = format!("skipped: {feature} needs CUDA {needed}, and the driver is for CUDA {seen}");
-        self.tell(about, State::Skipped, found, None)?;
+        self.tell(about, State::Skipped, found)?;
         Ok(false)
     }
 
     pub fn answered(&mut self, about: About<'_>, answer: Answer, found: String) -> Result<(), CliError> {
-        let row = Row { answer: Some(answer), ..self.row(about, State::Answered, found, None) };
-        emit(&row)
+        emit(&Row { answer: Some(answer), ..self.row(about, State::Answered, found) })
     }
 
     pub fn measured(
@@ -293,32 +295,25 @@ impl Checks {
         samples: &[f64],
         found: impl Into<String>,
     ) -> Result<(), CliError> {
-        self.tell(about, State::Measured, found.into(), Some(Time::of(samples)))
+        let shows = if self.stand_in { STAND_IN } else { about.shows };
+        let row = self.row(About { shows, ..about }, State::Measured, found.into());
+        emit(&Row { time: Some(Time::of(samples)), ..row })
     }
 
     /// Tells that something is wrong beside what is checked.
     pub fn failed(&mut self, what: &str, error: &CliError) -> Result<(), CliError> {
-        let about = About::new(what, super::UNFINISHED);
-        self.tell(about, State::Wrong, error.to_string(), None)
+        self.tell(About::new(what, super::UNFINISHED), State::Wrong, error.to_string())
     }
 
-    pub fn tell(
-        &mut self,
-        about: About<'_>,
-        state: State,
-        found: String,
-        time: Option<Time>,
-    ) -> Result<(), CliError> {
-        let row = self.row(about, state, found, time);
-        emit(&row)
+    pub fn tell(&mut self, about: About<'_>, state: State, found: String) -> Result<(), CliError> {
+        emit(&self.row(about, state, found))
     }
 
-    fn row(&mut self, about: About<'_>, state: State, found: String, time: Option<Time>) -> Row {
+    fn row(&mut self, about: About<'_>, state: State, found: String) -> Row {
         self.wrong |= state == State::Wrong;
         // A rank speaks for the part that started it.
         let part = if self.part == Part::Rank { Part::Processes } else { self.part };
-        let open = about.open.map(str::to_owned);
-        Row { open, time, ..Row::new(part, state, about.what, found, about.shows) }
+        Row { open: about.open.map(str::to_owned), ..Row::new(part, state, about.what, found, about.shows) }
     }
 }
 

@@ -63,7 +63,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     }
     // The emulated link may also come from the environment.
     let link = EmulatedLink::from_env().map_err(Error::from)?;
-    let report = Report::new(task, &world, link, verified, &passes);
+    let report = Report::new(task, (&world, &rank.machines), link, verified, &passes);
     if let Some(path) = &task.trace_out {
         write_trace(path, world.nodes(), &timelines)?;
     }

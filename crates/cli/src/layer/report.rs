@@ -21,11 +21,12 @@ use sidelane::exec::{NodeSpan, Timeline};
 
 use super::{Shape, Task};
 use crate::chart::{LEFT, NARROW, Times, WIDTH, legend, rect};
+use crate::command;
 use crate::launch::shape_words;
+use crate::machines::{self, Machines};
 use crate::stats::summary;
 use crate::svg::{self, Style, Svg};
 use crate::table::{self, time};
-use crate::{command, machines};
 
 /// Everything that is known after a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -45,6 +46,9 @@ pub struct Conditions {
     pub rounds: u32,
     pub lane: Option<String>,
     pub emulated_link: Option<Link>,
+    /// Why it is this one.
+    pub lane_reason: Option<String>,
+    pub machines: usize,
     /// Of the machine of rank 0.
     pub cores: usize,
 }
@@ -90,16 +94,16 @@ impl Report {
     /// Of a forward pass and, if there is one, a backward pass.
     pub fn new(
         task: &Task,
-        world: &World,
+        (world, machines): (&World, &Machines),
         link: Option<EmulatedLink>,
         verified: bool,
         passes: &[Pass],
     ) -> Self {
-        let cores = machines::cores();
-        let lane = machines::rail(world).map(|(lane, _)| lane);
+        let (lane, lane_reason) = machines::rail(world).unzip();
         let emulated_link = link.filter(|_| lane.as_deref() == Some("emulated")).map(Link::from);
-        let config =
-            Conditions { shape: task.shape.clone(), rounds: task.rounds, lane, emulated_link, cores };
+        let (shape, rounds, cores) = (task.shape.clone(), task.rounds, machines::cores());
+        let machines = machines.count();
+        let config = Conditions { shape, rounds, lane, emulated_link, lane_reason, machines, cores };
         Report { config, verified, forward: passes[0], backward: passes.get(1).copied() }
     }
 }
@@ -111,7 +115,9 @@ shorter of the two; 1 is all of it.";
 impl command::Report for Report {
     /// Conditions, and a line for each direction.
     fn text(&self) -> String {
-        let Conditions { shape, rounds, lane, emulated_link, cores } = &self.config;
+        let Conditions { shape, rounds, lane, emulated_link, lane_reason, machines, cores } = &self.config;
+        let host = machines::with_host(*machines, &format!("{cores} cores"));
+        let reason = table::because(lane_reason);
         let link = match emulated_link {
             Some(Link { bytes_per_second, latency_us }) => {
                 format!(", at {} a second and {latency_us} us", table::volume(*bytes_per_second))
@@ -133,7 +139,7 @@ impl command::Report for Report {
         );
         let bits = if self.verified { "the same bits in turn and overlapped" } else { "DIFFERENT BITS" };
         format!(
-            "ranks     {}, on {cores} cores\nlayer     {}\nlane      {lane}{link}\nchecked   {bits}; medians of {rounds} rounds\n\n{table}\n\n{NOTES}",
+            "ranks     {}, {host}\nlayer     {}\nlane      {lane}{link}{reason}\nchecked   {bits}; medians of {rounds} rounds\n\n{table}\n\n{NOTES}",
             shape_words(&shape.ranks_per_node),
             shape.words(),
         )
@@ -236,7 +242,15 @@ mod tests {
     fn sample() -> Report {
         let shape = shape();
         let emulated_link = Some(Link { bytes_per_second: 1 << 30, latency_us: 10 });
-        let config = Conditions { shape, rounds: 3, lane: Some("emulated".into()), emulated_link, cores: 2 };
+        let config = Conditions {
+            shape,
+            rounds: 3,
+            lane: Some("emulated".into()),
+            emulated_link,
+            lane_reason: Some("said so".into()),
+            machines: 1,
+            cores: 2,
+        };
         let forward = Pass::of_rounds(&[90.0, 100.0, 110.0], &[120.0; 3], &[240.0; 3], &[150.0; 3]);
         Report { config, verified: true, forward, backward: Some(forward) }
     }
