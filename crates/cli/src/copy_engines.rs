@@ -25,8 +25,8 @@ use crate::bench::RowType;
 use crate::command::{self, Command};
 use crate::error::CliError;
 use crate::launch::shape_words;
-use crate::options::{NodeArgs, RouterArgs, at_least_one};
-use crate::routing::{self, Decided, Source};
+use crate::options::{RoutedArgs, at_least_one};
+use crate::routing::{self, Decided};
 use crate::table::{self, time, volume};
 
 const EXAMPLES: &str = "\
@@ -39,17 +39,8 @@ Examples:
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct CopyEnginesArgs {
-    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
-    /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts
-    /// or --top-k differ from it]
-    #[arg(value_name = "recorded|PATTERN|FILE")]
-    pub routing: Option<Source>,
-
     #[command(flatten)]
-    pub nodes: NodeArgs<2, 8>,
-
-    #[command(flatten)]
-    pub router: RouterArgs<4096>,
+    pub routed: RoutedArgs<2, 8, 4096>,
 
     /// Elements of a row
     #[arg(long, value_name = "H", default_value_t = 7168)]
@@ -113,7 +104,7 @@ impl Task {
     /// From the command line and the recording or routing file.
     pub fn resolve(args: &CopyEnginesArgs) -> Result<Self, CliError> {
         let &CopyEnginesArgs { hidden, dtype, copy_us, copy_gbps, .. } = args;
-        let decided = args.router.decide(args.nodes.sizes()?, &args.routing)?;
+        let decided = args.routed.decide(None)?;
         at_least_one(&[("--hidden", hidden)])?;
         let (row_bytes, home_bytes) = dtype.bytes(hidden);
         if let Some(&seen) = [row_bytes, home_bytes].iter().find(|bytes| !bytes.is_multiple_of(16)) {

@@ -50,12 +50,6 @@ pub struct RouterArgs<const TOKENS: u32> {
 }
 
 impl<const TOKENS: u32> RouterArgs<TOKENS> {
-    /// The decisions of all ranks.
-    pub fn decide(&self, ranks_per_node: Vec<u32>, asked: &Option<Source>) -> Result<Decided, CliError> {
-        let (routed, share) = self.resolve(asked)?;
-        Decided::new(ranks_per_node, routed, share)
-    }
-
     /// The requested routing, completed from the recording or the routing file. Prints a note when
     /// it draws a pattern because no routing was requested and the recording does not fit.
     pub fn resolve(&self, asked: &Option<Source>) -> Result<(Routed, Share), CliError> {
@@ -68,6 +62,31 @@ impl<const TOKENS: u32> RouterArgs<TOKENS> {
             eprintln!("sidelane: routing is {source}: the recorded one has {experts} experts, top-{top_k}");
         }
         Ok((routed, share))
+    }
+}
+
+/// Decisions of a router for ranks on nodes.
+#[derive(Args, Clone, Debug)]
+pub struct RoutedArgs<const NODES: u32, const RANKS: u32, const TOKENS: u32> {
+    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
+    /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts
+    /// or --top-k differ from it]
+    #[arg(value_name = "recorded|PATTERN|FILE")]
+    pub routing: Option<Source>,
+
+    #[command(flatten)]
+    pub nodes: NodeArgs<NODES, RANKS>,
+
+    #[command(flatten)]
+    pub router: RouterArgs<TOKENS>,
+}
+
+impl<const NODES: u32, const RANKS: u32, const TOKENS: u32> RoutedArgs<NODES, RANKS, TOKENS> {
+    /// The decisions of all ranks, by this source unless one is given.
+    pub fn decide(&self, unless_given: Option<Source>) -> Result<Decided, CliError> {
+        let asked = self.routing.clone().or(unless_given);
+        let (routed, share) = self.router.resolve(&asked)?;
+        Decided::new(self.nodes.sizes()?, routed, share)
     }
 }
 

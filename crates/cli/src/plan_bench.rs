@@ -3,7 +3,7 @@
 use std::hint::black_box;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::Args;
 use sidelane::error::PlanError;
@@ -19,6 +19,7 @@ use crate::chart::{Chart, Curve, Panel, Point};
 use crate::command::{self, Command};
 use crate::error::{CliError, usage};
 use crate::options::one_of;
+use crate::stats::median;
 use crate::table::{self, time, volume};
 
 const EXAMPLES: &str = "\
@@ -191,14 +192,14 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
         (Counts::default(), ReceiveSizes::default(), DispatchLayout::default());
     let (mut forward, mut own) = (RelayPlan::default(), CallerTables::new(paths, CHUNKS));
     let mut relayed = RelayTables::new(paths, CHUNKS);
-    let mut laps: [Vec<Duration>; 4] = Default::default();
+    let mut laps: [Vec<f64>; 4] = Default::default();
     for _ in 0..rounds {
         let begin = Instant::now();
         sorted.fill(&map, &bins, notes, 0, black_box(&routing))?;
         crossing.fill(&bins, &paths, &sorted);
         words.clone_from(&sorted.counts);
         crossing.staged(&paths, &mut words);
-        laps[0].push(begin.elapsed());
+        laps[0].push(begin.elapsed().as_secs_f64() * 1e6);
 
         let begin = Instant::now();
         counts.clear(words.len() as u32);
@@ -207,11 +208,11 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
         (1..nodes.nodes()).for_each(|_| counts.add_node(&[], black_box(&words)));
         sizes.fill(&bins, 1, &counts.total, None);
         layout.fill(&frame, (&sorted, &crossing), top_k, &counts, &sizes);
-        laps[1].push(begin.elapsed());
+        laps[1].push(begin.elapsed().as_secs_f64() * 1e6);
 
         let begin = Instant::now();
         own.rows(&setting, black_box(&layout), true);
-        laps[2].push(begin.elapsed());
+        laps[2].push(begin.elapsed().as_secs_f64() * 1e6);
 
         let blocks: Vec<_> = paths.sources().zip(layout.blocks.iter().cloned()).collect();
         let mut blocks = blocks.into_iter();
@@ -220,9 +221,9 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
             forward.know(&frame, false, |_, _| blocks.next().map(|(_, block)| block).unwrap_or_default());
             relayed.forward(&setting, black_box(&forward), true);
         }
-        laps[3].push(begin.elapsed());
+        laps[3].push(begin.elapsed().as_secs_f64() * 1e6);
     }
-    let [sort, place, fill, relay] = laps.map(middle);
+    let [sort, place, fill, relay] = laps.map(|mut laps| median(&mut laps));
     let held = [
         sorted.memory_usage(),
         crossing.memory_usage(),
@@ -231,11 +232,6 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
         own.memory_usage(),
     ];
     Ok(Cost { sort, place, fill, relay, bytes: held.iter().sum::<usize>() as u64 })
-}
-
-fn middle(mut laps: Vec<Duration>) -> f64 {
-    laps.sort_unstable();
-    laps[laps.len() / 2].as_secs_f64() * 1e6
 }
 
 /// The picture of all groups.

@@ -86,8 +86,8 @@ pub fn ratio_of_medians(above: &[f64], below: &[f64]) -> Ratio {
     Ratio { value, low: ratios[tail], high: ratios[RESAMPLES - 1 - tail] }
 }
 
-/// The middle, or the mean of the two in the middle. Reorders the samples.
-fn median(samples: &mut [f64]) -> f64 {
+/// The middle, or the mean of the two in the middle, of at least one sample. Reorders the samples.
+pub fn median(samples: &mut [f64]) -> f64 {
     let half = samples.len() / 2;
     let even = samples.len().is_multiple_of(2);
     let (lower, &mut upper, _) = samples.select_nth_unstable_by(half, f64::total_cmp);

@@ -28,7 +28,7 @@ use crate::peers::Folder;
 use crate::ranks::{self, Sizes};
 use crate::routing::Router;
 use crate::settings::with_element;
-use crate::stats::Laps;
+use crate::stats::{Laps, median};
 use crate::{command, machines};
 
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
@@ -321,10 +321,9 @@ impl<E: Real> Track<'_, '_, E> {
                 for _ in 0..count {
                     self.lap(kind, &mut pair, false)?;
                 }
-                let mut rounds = pair.floor.rounds(&self.layer.group, &self.layer.machines)?;
-                rounds.sort_unstable_by(f64::total_cmp);
-                if rounds[count / 2] < best {
-                    best = rounds[count / 2];
+                let rounds = median(&mut pair.floor.rounds(&self.layer.group, &self.layer.machines)?);
+                if rounds < best {
+                    best = rounds;
                 } else {
                     self.stores[at] = before;
                 }
@@ -336,7 +335,7 @@ impl<E: Real> Track<'_, '_, E> {
 
 /// Speed of memcpy, all ranks at once, from private memory to where rows land, as much as the cache
 /// does not hold: 10^9 bytes per second.
-pub fn memcpy_gbps<E>(layer: &Layer<'_, E>, barrier: &mut Window) -> Result<f64, Error> {
+pub fn memcpy_gbps<E: Real>(layer: &Layer<'_, E>, barrier: &mut Window) -> Result<f64, Error> {
     const MOST: u64 = 32 << 20;
     const ROUNDS: usize = 7;
     let Layer { world, group, .. } = layer;
@@ -349,12 +348,8 @@ pub fn memcpy_gbps<E>(layer: &Layer<'_, E>, barrier: &mut Window) -> Result<f64,
         barrier.barrier()?;
         laps.time(|| std::hint::black_box(&mut *to).copy_from_slice(std::hint::black_box(&from)));
     }
-    let mut rounds = laps.rounds(group, &layer.machines)?;
-    rounds.sort_unstable_by(f64::total_cmp);
-    let sizes = group.gather(&bytes.to_le_bytes())?;
-    let total: u64 =
-        sizes.iter().map(|blob| bytemuck::try_pod_read_unaligned::<u64>(blob).unwrap_or(0)).sum();
-    Ok(total as f64 / rounds[ROUNDS / 2] / 1e3)
+    let [total] = layer.sum([bytes])?;
+    Ok(total as f64 / median(&mut laps.rounds(group, &layer.machines)?) / 1e3)
 }
 
 /// Everything a rank of a measurement needs to know, and every rank the same.

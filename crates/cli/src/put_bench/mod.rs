@@ -249,13 +249,13 @@ impl Task {
 
     /// Conditions that all ranks must have in common. Only rank 0 writes files.
     pub fn conditions(&self) -> String {
+        let Task { test, ranks_per_node, pairs, runs, baselines, .. } = self;
         let [sizes, iterations, warmup] =
             [|run: &Run| run.bytes, |run: &Run| run.iterations.into(), |run: &Run| run.warmup.into()]
-                .map(|of: fn(&Run) -> u64| self.runs.iter().map(of).collect::<Vec<_>>());
-        let Task { test, ranks_per_node, pairs, .. } = self;
+                .map(|of: fn(&Run) -> u64| runs.iter().map(of).collect::<Vec<_>>());
         let conditions = json!({
-            "test": test, "ranks_per_node": ranks_per_node, "pairs": pairs,
-            "sizes": sizes, "iterations": iterations, "warmup": warmup, "baselines": self.baselines,
+            "test": test, "ranks_per_node": ranks_per_node, "pairs": pairs, "sizes": sizes,
+            "iterations": iterations, "warmup": warmup, "baselines": baselines,
         });
         ranks::conditions("put-bench", &conditions)
     }

@@ -26,7 +26,7 @@ use sidelane::topology::NodeMap;
 
 use crate::command::{self, Command};
 use crate::error::CliError;
-use crate::options::{NodeArgs, RouterArgs};
+use crate::options::RoutedArgs;
 use crate::routing::{Decided, Source};
 
 const EXAMPLES: &str = "\
@@ -38,21 +38,12 @@ Examples:
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct RoutingArgs {
-    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
-    /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts
-    /// or --top-k differ from it]
-    #[arg(value_name = "recorded|PATTERN|FILE")]
-    pub routing: Option<Source>,
+    #[command(flatten)]
+    pub routed: RoutedArgs<2, 4, 512>,
 
     /// Draw zipf:1.0
     #[arg(long, conflicts_with = "routing")]
     pub random: bool,
-
-    #[command(flatten)]
-    pub nodes: NodeArgs<2, 4>,
-
-    #[command(flatten)]
-    pub router: RouterArgs<512>,
 
     /// Capacity factors of the table; each rank's tokens have a capacity of their own
     #[arg(long, value_name = "F[,F..]", value_delimiter = ',', default_values_t = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0],
@@ -96,7 +87,7 @@ impl Task {
     /// From the command line and the recording or routing file.
     pub fn resolve(args: &RoutingArgs) -> Result<Self, CliError> {
         let zipf = args.random.then_some(Source::Pattern(Pattern::Zipf(1.0)));
-        let decided = args.router.decide(args.nodes.sizes()?, &zipf.or(args.routing.clone()))?;
+        let decided = args.routed.decide(zipf)?;
         Ok(Task { decided, factors: args.factors.clone() })
     }
 

@@ -24,7 +24,7 @@ use sidelane::layer::{Times, backward_times, forward_times};
 use sidelane::overlap::{NodeInfo, TokenChunks};
 use sidelane_model::time::Timing;
 
-use super::{SimulateArgs, Task, Variant};
+use super::{Model, SimulateArgs, Task, Variant};
 use crate::error::CliError;
 use crate::table;
 
@@ -89,9 +89,8 @@ impl Pass {
 impl Products {
     /// Of the options, and else of the model.
     pub fn of(args: &SimulateArgs) -> Self {
-        let layer = args.model.layer();
-        let ffn = args.ffn.unwrap_or(layer.ffn);
-        Products { ffn, shared_ffn: layer.shared_ffn, tflops: args.tflops }
+        let Model { ffn, shared_ffn, .. } = args.model;
+        Products { ffn: args.ffn.unwrap_or(ffn), shared_ffn, tflops: args.tflops }
     }
 
     /// Nanoseconds for so many rows of an expert of this width: three products.

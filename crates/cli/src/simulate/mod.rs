@@ -42,8 +42,10 @@ Examples:
 #[derive(Args, Clone)]
 #[command(after_help = EXAMPLES)]
 pub struct SimulateArgs {
-    /// Model whose experts, choices, row and router are used
-    #[arg(long, value_enum, default_value_t = Model::DeepseekV3)]
+    /// Model whose experts, choices, row and router are used: 256 experts in 8 groups of which 4 are
+    /// taken, top-8, rows of 7168; Qwen3-235B: 128, top-8, 4096; Mixtral 8x7B: 8, top-2, 4096;
+    /// OLMoE-1B-7B: 64, top-8, 2048
+    #[arg(long, default_value = "deepseek_v3", value_parser = one_of(MODELS, Model::name))]
     pub model: Model,
 
     /// A machine that is known (h100-cx7, h200-cx7, h800-400g), or a file as --calibrate writes it
@@ -193,7 +195,7 @@ pub enum MetadataWith {
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
-    pub model: Model,
+    pub model: &'static str,
     /// The model's own router where there is none.
     pub routing: Option<Source>,
     pub experts: u32,
@@ -229,7 +231,7 @@ const MOST_VALUES: u32 = 1 << 28;
 
 impl<'a> Task<'a> {
     pub fn resolve(args: &'a SimulateArgs) -> Result<Self, CliError> {
-        let layer = args.model.layer();
+        let layer = args.model;
         let hardware = hardware(&args.hardware)?;
         let ranks = args.nodes.saturating_mul(args.ranks_per_node);
         let options = [
@@ -294,7 +296,7 @@ impl<'a> Task<'a> {
             (args.metadata_with.unwrap_or(MetadataWith::Rows), args.seed.unwrap_or(0));
         let routing = args.routing.clone();
         let conditions = Conditions {
-            model,
+            model: model.name(),
             routing,
             experts,
             top_k,
@@ -341,7 +343,7 @@ impl<'a> Task<'a> {
         let share = Share { experts, top_k, tokens, seed };
         let decide = |rank| match &self.router {
             Some(router) => Ok(router.routing(share, rank)?),
-            None => self.conditions.model.routing(share, rank),
+            None => self.args.model.routing(share, rank),
         };
         let drawn = if whole { ranks } else { ranks_per_node };
         let routings = (0..drawn).map(decide).collect::<Result<_, CliError>>()?;
@@ -435,25 +437,10 @@ fn hardware(name: &str) -> Result<Hardware, CliError> {
 }
 
 /// A model of which one MoE layer is looked at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Model {
-    /// 256 experts in 8 groups, of which 4 are taken, top-8, rows of 7168
-    #[value(name = "deepseek_v3")]
-    DeepseekV3,
-    /// Qwen3-235B: 128 experts, top-8, rows of 4096
-    #[value(name = "qwen3")]
-    Qwen3,
-    /// Mixtral 8x7B: 8 experts, top-2, rows of 4096
-    #[value(name = "mixtral")]
-    Mixtral,
-    /// OLMoE-1B-7B: 64 experts, top-8, rows of 2048
-    #[value(name = "olmoe")]
-    Olmoe,
-}
-
-/// Sizes of a layer.
-pub struct Layer {
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Model {
+    /// Its router.
+    preset: Preset,
     pub experts: u32,
     pub top_k: u32,
     pub hidden: u32,
@@ -462,29 +449,17 @@ pub struct Layer {
     pub shared_ffn: u32,
 }
 
+const MODELS: [Model; 4] = [
+    Model { preset: Preset::DeepseekV3, experts: 256, top_k: 8, hidden: 7168, ffn: 2048, shared_ffn: 2048 },
+    Model { preset: Preset::Qwen3, experts: 128, top_k: 8, hidden: 4096, ffn: 1536, shared_ffn: 0 },
+    Model { preset: Preset::Mixtral, experts: 8, top_k: 2, hidden: 4096, ffn: 14_336, shared_ffn: 0 },
+    Model { preset: Preset::Olmoe, experts: 64, top_k: 8, hidden: 2048, ffn: 1024, shared_ffn: 0 },
+];
+
 impl Model {
-    pub fn layer(self) -> Layer {
-        let (experts, top_k, hidden, ffn, shared_ffn) = match self {
-            Model::DeepseekV3 => (256, 8, 7168, 2048, 2048),
-            Model::Qwen3 => (128, 8, 4096, 1536, 0),
-            Model::Mixtral => (8, 2, 4096, 14_336, 0),
-            Model::Olmoe => (64, 8, 2048, 1024, 0),
-        };
-        Layer { experts, top_k, hidden, ffn, shared_ffn }
-    }
-
-    fn preset(self) -> Preset {
-        match self {
-            Model::DeepseekV3 => Preset::DeepseekV3,
-            Model::Qwen3 => Preset::Qwen3,
-            Model::Mixtral => Preset::Mixtral,
-            Model::Olmoe => Preset::Olmoe,
-        }
-    }
-
     /// The name on the command line.
     pub fn name(self) -> &'static str {
-        self.preset().name()
+        self.preset.name()
     }
 
     /// Decisions of the model's router for one rank whose logits are random, and about normal: all
@@ -495,9 +470,9 @@ impl Model {
         random.set_stream(u64::from(rank));
         let mut logit = || (0..4).map(|_| random.random::<f32>() - 0.5).sum::<f32>();
         let logits: Vec<f32> = (0..tokens as usize * experts as usize).map(|_| logit()).collect();
-        let mut gate = Gate::new(self.preset().config(experts, top_k)?)?;
+        let mut gate = Gate::new(self.preset.config(experts, top_k)?)?;
         let bias = vec![0.0; experts as usize];
-        let bias = (self == Model::DeepseekV3).then_some(&bias[..]);
+        let bias = (self.preset == Preset::DeepseekV3).then_some(&bias[..]);
         let decision = gate.route(&GateInput { logits: &logits, bias, ..GateInput::default() })?;
         let (experts, weights) = (decision.experts().to_vec(), decision.weights().to_vec());
         Ok(Routing::new(top_k, experts, weights)?)

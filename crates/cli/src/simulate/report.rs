@@ -88,7 +88,7 @@ impl Conditions {
         let Conditions { model, routing, experts, top_k, tokens, .. } = self;
         let source = match routing {
             Some(source) => source.to_string(),
-            None => format!("the router of {} on random logits", model.name()),
+            None => format!("the router of {model} on random logits"),
         };
         format!("{source}, {experts} experts, top-{top_k}, {tokens} tokens a rank")
     }
