@@ -133,7 +133,8 @@ fn ranks_that_do_not_end_in_time_are_killed_and_named() {
 
 #[test]
 fn a_signal_reaches_every_rank_once() {
-    let script = "trap 'echo told; exit 0' TERM; echo ready; read x <&$SIDELANE_LAUNCHER_FD";
+    // A signal just before a shell blocks in `read` would wait for its end.
+    let script = "trap 'echo told; exit 0' TERM; echo ready; while :; do sleep 0.01; done";
     let (mut launcher, out) = launch_until_ready(&["--ranks-per-node", "3"], script, 3);
     rustix::process::kill_process(rustix::process::Pid::from_child(&launcher), rustix::process::Signal::TERM)
         .unwrap();
