@@ -41,7 +41,8 @@ impl Machines {
             .collect()
     }
 
-    /// The difference to add to this rank's clock to get that of rank 0, in the unit of `now`. Collective.
+    /// The difference to add to this rank's clock to get that of rank 0, in the unit of `now`.
+    /// Collective.
     ///
     /// Rank 0 asks the first rank of each machine for its time and assigns the answer to the middle
     /// of the round trip. Of many answers the quickest has the least error, at most half its round

@@ -4,8 +4,8 @@
 //! Calls are those of the conformance suite, here with the layer of a large model.
 //!
 //! Ranks as threads share the context of their GPU, and memory that is freed waits for all that the
-//! context does: for the streams of peers that wait for this rank. So a rank makes its memory before
-//! the first call and keeps it until the last.
+//! context does: for the streams of peers that wait for this rank. So a rank makes its memory
+//! before the first call and keeps it until the last.
 
 use sidelane::bootstrap::Timeouts;
 use sidelane::config::Config;

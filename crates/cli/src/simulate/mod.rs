@@ -42,9 +42,9 @@ Examples:
 #[derive(Args, Clone)]
 #[command(after_help = EXAMPLES)]
 pub struct SimulateArgs {
-    /// Model whose experts, choices, row and router are used: 256 experts in 8 groups of which 4 are
-    /// taken, top-8, rows of 7168; Qwen3-235B: 128, top-8, 4096; Mixtral 8x7B: 8, top-2, 4096;
-    /// OLMoE-1B-7B: 64, top-8, 2048
+    /// Model whose experts, choices, row and router are used. deepseek_v3 has 256 experts in 8
+    /// groups, of which 4 are taken, top-8 and rows of 7168; qwen3 (235B) 128, top-8, 4096; mixtral
+    /// (8x7B) 8, top-2, 4096; olmoe (1B-7B) 64, top-8, 2048
     #[arg(long, default_value = "deepseek_v3", value_parser = one_of(MODELS, Model::name))]
     pub model: Model,
 
