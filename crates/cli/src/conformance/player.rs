@@ -73,12 +73,10 @@ impl<'r, E: Real> Player<'r, E> {
         Ok(Player { settings, group, ep, place, seed, dispatches: 0, tensors: 0, alive, found })
     }
 
-    /// How many calls were made, and what the last dispatch asked for.
-    pub fn told(&self) -> Result<String, CliError> {
-        let Some(Alive { handle, .. }) = self.alive.last() else {
-            return Ok(format!("{} dispatches or launches", self.dispatches));
-        };
-        let asked = handle.report()?.enqueued;
+    /// Number of dispatches, and the requests of the last one that is alive.
+    pub fn last_dispatch(&self) -> Result<String, CliError> {
+        let last = self.alive.last().ok_or_else(|| failed!("no dispatch is alive"))?;
+        let asked = last.handle.report()?.enqueued;
         let how = if asked.batches > 0 { "batches" } else { "single ones" };
         let (dispatches, copies, operations) = (self.dispatches, asked.copies, asked.memory_operations);
         Ok(format!(

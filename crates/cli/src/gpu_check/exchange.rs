@@ -41,6 +41,9 @@ const LAYERS: &[Call] = &[
     Call::Combine(0),
 ];
 
+/// A layer that is captured once, and launched with several inputs.
+const GRAPH: &[Call] = &[Call::Capture];
+
 /// The layer of a large model.
 const LARGE: Case = Case {
     feature: Feature::RankMajor,
@@ -81,7 +84,7 @@ fn modes(task: &Task) -> [(&'static str, Exchange); 3] {
 
 pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let [(_, slots), exact, budget] = modes(task);
-    let graph = |one: Exchange| Exchange { case: Case { calls: &[Call::Capture], ..one.case }, ..one };
+    let graph = |one: Exchange| Exchange { case: Case { calls: GRAPH, ..one.case }, ..one };
     let of = |dtype| Exchange { case: Case { dtype, ..slots.case }, ..slots };
     let flat = |ranks: u32| vec![0; ranks as usize];
     let mut tell = |what: String, nodes: &[u32], exchange: Exchange| {
@@ -152,22 +155,24 @@ fn calls<E: Real>(task: &Task, exchange: Exchange, nodes: &[u32], world: &World)
     let (group, settings) = (world.all()?, case.settings(way, nodes)?);
     let device = Device::new(Some(task.device), world.rank(), memory(&settings))?;
     let player = |part| Player::<E>::build(&settings, &group, Some(&device), (0, part));
-    let mut player_of_all = player(0)?;
-    let mut found = Vec::new();
-    if two {
-        let mut other = player(1)?;
-        (0..2).try_for_each(|_| player_of_all.around(&mut other))?;
-        other.end()?;
-        found.append(&mut other.found);
-    } else {
-        case.calls.iter().try_for_each(|&call| player_of_all.play(call))?;
-    }
-    player_of_all.end()?;
-    found.append(&mut player_of_all.found);
-    let told = player_of_all.told()?;
+    let (mut first, mut second) = (player(0)?, if two { Some(player(1)?) } else { None });
+    let told = match (&mut second, case.calls) {
+        (Some(second), _) => {
+            (0..2).try_for_each(|_| first.around(second))?;
+            "two layers of each, a dispatch begun before the other one's combine".to_owned()
+        }
+        (None, calls) => {
+            calls.iter().try_for_each(|&call| first.play(call))?;
+            let graph = "a graph's copies on one GPU are single ones, which its SMs do";
+            if calls == GRAPH { graph.to_owned() } else { first.last_dispatch()? }
+        }
+    };
+    let players = [Some(first), second];
+    players.iter().flatten().try_for_each(Player::end)?;
     // Memory is given back when no rank waits for this one.
     group.gather(&[])?;
-    found.first().map_or(Ok(told), |difference| Err(wrong!("{}", difference.text())))
+    let found = players.iter().flatten().find_map(|player| player.found.first());
+    found.map_or(Ok(told), |difference| Err(wrong!("{}", difference.text())))
 }
 
 /// Memory of a rank for these settings: rows for all choices of a rank's tokens, and more.

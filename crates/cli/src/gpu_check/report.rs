@@ -327,26 +327,27 @@ fn conclusions(rows: &[Row]) -> Vec<String> {
     let blocked = |part: Part| -> Vec<&str> {
         of(part).filter(|row| row.answer == Some(Answer::Blocks)).map(|row| row.what.as_str()).collect()
     };
-    let mut said = Vec::new();
-    if of(Part::Locks).next().is_some() {
-        said.push(match &blocked(Part::Locks)[..] {
-            [] => "Locks: all pass. Threads may call the driver while a stream of their process waits.".to_owned(),
-            blocked => format!(
-                "Locks: a driver call blocks other threads while a stream waits ({}). A thread of the same process cannot end such a wait by calls of the driver: what a stream waits for must be enqueued before.",
-                blocked.join("; ")
-            ),
-        });
-    }
-    if of(Part::Queues).next().is_some() {
-        said.push(match &blocked(Part::Queues)[..] {
-            [] => "Queues: all pass. A stream that waits holds up no copies of other streams.".to_owned(),
-            blocked => format!(
-                "Queues: a stream that waits holds up copies of other streams ({}). There every cause must be enqueued before its wait.",
-                blocked.join("; ")
-            ),
-        });
-    }
-    said
+    let words = [
+        (
+            Part::Locks,
+            "Locks: all pass. Threads may call the driver while a stream of their process waits.",
+            "Locks: a driver call blocks other threads while a stream waits",
+            "A thread of the same process cannot end such a wait by calls of the driver: what a stream waits for must be enqueued before.",
+        ),
+        (
+            Part::Queues,
+            "Queues: all pass. A stream that waits holds up no copies of other streams.",
+            "Queues: a stream that waits holds up copies of other streams",
+            "There every cause must be enqueued before its wait.",
+        ),
+    ];
+    let asked = words.into_iter().filter(|&(part, ..)| of(part).next().is_some());
+    asked
+        .map(|(part, pass, block, so)| match &blocked(part)[..] {
+            [] => pass.to_owned(),
+            calls => format!("{block} ({}). {so}", calls.join("; ")),
+        })
+        .collect()
 }
 
 #[cfg(test)]
