@@ -32,7 +32,8 @@ use sidelane::error::DeviceError;
 use super::Task;
 use super::audit::{Dispatch, Peers, RANKS, all_done, streams};
 use super::report::{About, Checks, State};
-use crate::device::{self, allocate, stream, until, whole};
+use super::wheels;
+use crate::device::{allocate, stream, until, whole};
 use crate::error::CliError;
 
 /// Bytes of a slot.
@@ -42,13 +43,13 @@ const CONTROL: &str = "control: plain copy on the GPU";
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let driver = Driver::open()?;
-    let files = device::find_in_wheels(&driver, &Cupti::NAMES);
+    let files = wheels::find(&driver, &Cupti::NAMES);
     let cupti = match Cupti::open_with(&driver, &files) {
         Ok(cupti) => cupti,
         Err(error) => {
             let shows = "nothing: the audit by a hold asks the same, and does without CUPTI";
             let about = About::new("list of kernels by CUPTI", shows);
-            let hint = device::hint("SIDELANE_CUPTI_LIBRARY", "nvidia/cuda_cupti");
+            let hint = wheels::hint("SIDELANE_CUPTI_LIBRARY", "nvidia/cuda_cupti");
             return checks.tell(about, State::Skipped, format!("not seen: {error}; {hint}"));
         }
     };

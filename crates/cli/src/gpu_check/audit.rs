@@ -26,8 +26,9 @@ use sidelane_core::schedule::call::{Part, SlotCall};
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
 
 use super::Task;
+use super::bench::{self, Random, content, equal, same};
 use super::report::{About, Checks, State};
-use crate::device::{self, Random, allocate, content, equal, finish, same, stream, until, whole};
+use crate::device::{allocate, finish, stream, until, whole};
 use crate::error::CliError;
 
 /// Bytes of a slot: one of a small batch, and one that is hardly more than its flags.
@@ -259,7 +260,7 @@ impl Dispatch {
         for rank in 0..RANKS {
             for to in (0..RANKS).filter(|&to| to != rank) {
                 let slot = windows.own[rank as usize].part(slots.send(to), bytes)?;
-                device::write(staging, &slot, &content_of(rank, to, bytes))?;
+                bench::write(staging, &slot, &content_of(rank, to, bytes))?;
             }
             let program = StreamProgram::new(SlotCall::Dispatch, slots, rank)?;
             programs.push(Lowered::lower(context, &program, rank, &windows.seen_by(rank))?);
@@ -335,7 +336,7 @@ impl Windows {
         patience: Duration,
     ) -> Result<Vec<u8>, CliError> {
         match &self.host {
-            None => device::read(stream, &self.own[rank as usize].part(offset, len)?, patience),
+            None => bench::read(stream, &self.own[rank as usize].part(offset, len)?, patience),
             Some(host) => Ok(content(&host[rank as usize])?[offset as usize..][..len as usize].to_vec()),
         }
     }

@@ -10,10 +10,11 @@ use sidelane::{Group, World};
 use sidelane_verify::reference;
 
 use super::Task;
+use super::bench::{Samples, Timer};
 use super::exchange::{memory, on_nodes, timed};
 use super::report::{About, Checks};
 use crate::conformance::{Case, Device, Player, Way, experts_copy};
-use crate::device::{Samples, Timer, allocate, stream, whole};
+use crate::device::{allocate, stream, whole};
 use crate::error::CliError;
 use crate::ranks;
 use crate::stats::summary;

@@ -11,8 +11,9 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 
 use super::Task;
+use super::bench::{self, Random, content, equal, same};
 use super::report::{About, Checks, State};
-use crate::device::{self, Random, allocate, content, equal, finish, same, stream, until, whole};
+use crate::device::{allocate, finish, stream, until, whole};
 use crate::doctor::{self, Level};
 use crate::error::CliError;
 
@@ -101,7 +102,7 @@ impl Bench {
     fn waits<T: Value + From<u32>>(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
         let (words, there) = (self.pinned(24)?, allocate(&self.context, 64)?);
-        device::write(first, &there, &[0; 64])?;
+        bench::write(first, &there, &[0; 64])?;
         // Of the host.
         first.wait::<T>(words.range().word(0)?, 2.into())?;
         first.write::<T>(words.range().word(8)?, 1.into())?;
@@ -218,8 +219,8 @@ impl Bench {
         let devices = [self.task.device];
         let (one, other) = (reservation.map(0, &made, &devices)?, reservation.map(1, &imported, &devices)?);
         let bytes = Random(3).bytes(BYTES);
-        device::write(stream, &one, &bytes)?;
-        let seen = device::read(stream, &other.part(0, BYTES as u64)?, self.task.patience())?;
+        bench::write(stream, &one, &bytes)?;
+        let seen = bench::read(stream, &other.part(0, BYTES as u64)?, self.task.patience())?;
         same("what was imported", &seen, &bytes)?;
         Ok(format!("{} MiB, mapped twice", made.bytes() >> 20))
     }

@@ -17,8 +17,10 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 
 use super::Task;
+use super::bench::{self, Random};
 use super::report::{About, Checks};
-use crate::device::{self, Random, allocate, stream, until, whole};
+use super::wheels;
+use crate::device::{allocate, stream, until, whole};
 use crate::error::CliError;
 use crate::stats::summary;
 
@@ -113,7 +115,7 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CliError> {
         let stand_in = context.driver().is_stand_in();
-        let files = device::find_in_wheels(context.driver(), &Blas::NAMES);
+        let files = wheels::find(context.driver(), &Blas::NAMES);
         let size = task.size.map_or_else(|| largest(context), Ok)?;
         let bytes = Product::bytes(size);
         let compute = stream(context)?;
@@ -127,7 +129,7 @@ impl<'a> Bench<'a> {
         for matrix in &matrices[..2] {
             for at in (0..bytes).step_by(numbers.len()) {
                 let len = (bytes - at).min(numbers.len() as u64);
-                device::write(&compute, &matrix.part(at, len)?, &numbers[..len as usize])?;
+                bench::write(&compute, &matrix.part(at, len)?, &numbers[..len as usize])?;
             }
         }
         let event = || Event::timed(context);

@@ -13,8 +13,10 @@ use sidelane::device::{
 use sidelane::plan::SlotShape;
 
 use super::Task;
+use super::bench::{self, Random, equal, same};
 use super::report::{About, Checks, State};
-use crate::device::{self, Random, allocate, equal, finish, same, stream, whole};
+use super::wheels;
+use crate::device::{allocate, finish, stream, whole};
 use crate::error::CliError;
 
 const TYPES: [(Dtype, Dtype); 5] = [
@@ -63,7 +65,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))
     })?;
     let about = about("product of cuBLAS", "cuBLAS is called as it must be");
-    let files = device::find_in_wheels(context.driver(), &Blas::NAMES);
+    let files = wheels::find(context.driver(), &Blas::NAMES);
     match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(&context, &files) } {
         Ok(Some(blas)) => {
             checks.check(about, || {
@@ -71,7 +73,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             })?;
         }
         Ok(None) => {
-            let hint = device::hint("SIDELANE_CUBLAS", "nvidia/cublas");
+            let hint = wheels::hint("SIDELANE_CUBLAS", "nvidia/cublas");
             let found = format!(
                 "libcublas.so.13, .12 and .11 are not where the loader looks: our own product is used; {hint}"
             );
@@ -97,7 +99,7 @@ impl Bench<'_> {
 
     fn put(&self, bytes: &[u8]) -> Result<DeviceRange, CliError> {
         let range = allocate(self.context, bytes.len() as u64)?;
-        device::write(&self.stream, &range, bytes)?;
+        bench::write(&self.stream, &range, bytes)?;
         Ok(range)
     }
 
@@ -131,7 +133,7 @@ impl Bench<'_> {
             out: whole(&out)?,
         };
         self.kernels.sum(&self.stream, &sum)?;
-        let seen = device::read(&self.stream, &out, self.task.patience())?;
+        let seen = bench::read(&self.stream, &out, self.task.patience())?;
         let mut expected = Vec::new();
         for token in 0..TOKENS {
             let places = &places[(token * RANKS) as usize..][..RANKS as usize];
@@ -152,7 +154,7 @@ impl Bench<'_> {
         let bytes = Random(5).bytes((1 << 20) + 48);
         let (from, to) = (self.put(&bytes)?, allocate(self.context, bytes.len() as u64)?);
         self.audit.copy(&self.stream, whole(&to)?, whole(&from)?)?;
-        same("a copy", &device::read(&self.stream, &to, self.task.patience())?, &bytes)?;
+        same("a copy", &bench::read(&self.stream, &to, self.task.patience())?, &bytes)?;
         Ok(format!("{} bytes", bytes.len()))
     }
 
@@ -181,7 +183,7 @@ impl Bench<'_> {
                 expected.push(row.iter().zip(column).map(|(a, b)| a * b).sum::<f32>());
             }
         }
-        same("a product", &device::read(&self.stream, &out, self.task.patience())?, &bytes(&expected))?;
+        same("a product", &bench::read(&self.stream, &out, self.task.patience())?, &bytes(&expected))?;
         Ok(format!("{size} x {size}, by {by}"))
     }
 }

@@ -26,6 +26,7 @@
 
 mod activity;
 mod audit;
+mod bench;
 mod blocking;
 mod conformance;
 mod costs;
@@ -36,6 +37,7 @@ mod kernels;
 mod locks;
 mod queues;
 mod report;
+mod wheels;
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
