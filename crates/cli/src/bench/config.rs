@@ -16,7 +16,7 @@ use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumO
 use sidelane::topology::{NodeMap, Route};
 use sidelane_verify::reference::{Case, Reference};
 
-use super::reference::reference;
+use super::expected::reference;
 use crate::error::{CliError, usage};
 use crate::launch::{MachineArgs, node_labels, shape_words};
 use crate::options::{NodeArgs, RouterArgs, at_least_one, one_of, word};

@@ -24,8 +24,8 @@ use sidelane::{Error, ExpertParallel, Group, World};
 use sidelane_verify::reference::Real;
 
 use super::config::Config;
+use super::expected::Expected;
 use super::peers::{Field, Seen};
-use super::reference::Expected;
 use crate::error::{CliError, failed};
 use crate::machines::Machines;
 use crate::peers::Folder;

@@ -16,10 +16,10 @@
 //! [`Layer`].
 
 mod config;
+mod expected;
 mod layer;
 mod peers;
 mod rank;
-mod reference;
 mod report;
 
 use std::path::PathBuf;

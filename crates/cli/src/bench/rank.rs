@@ -19,9 +19,9 @@ use sidelane_verify::reference::{Real, Reference};
 
 use super::BenchArgs;
 use super::config::{Config, Kind};
+use super::expected::reference;
 use super::layer::{self, EVENTS, Layer, write_trace};
 use super::peers::Field;
-use super::reference::reference;
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
 use crate::error::{CliError, wrong};
 use crate::peers::Folder;
