@@ -1,11 +1,29 @@
 //! On which machines the ranks of a job are, what joins them, and what their clocks say.
 
+use serde::Serialize;
 use sidelane::bootstrap::Location;
 use sidelane::{Error, Group, World};
 
 /// For each rank of a group the number of its machine. Rank 0's is number 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machines(Vec<u32>);
+
+/// Machines of a measurement, for its report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Hosts {
+    pub machines: usize,
+    /// Of the machine of rank 0.
+    pub cores: usize,
+}
+
+impl Hosts {
+    /// "1 machine, 2 cores", with more about that of rank 0.
+    pub fn text(self, more: &str) -> String {
+        let Hosts { machines, cores } = self;
+        let of = if machines == 1 { ", " } else { "; that of rank 0: " };
+        format!("{}{of}{cores} cores{more}", words(machines))
+    }
+}
 
 impl Machines {
     /// Asks all ranks. Collective.
@@ -26,6 +44,11 @@ impl Machines {
     /// How many there are.
     pub fn count(&self) -> usize {
         self.0.iter().max().map_or(0, |&last| last as usize + 1)
+    }
+
+    /// How many there are, and the cores of this one, which is that of rank 0.
+    pub fn hosts(&self) -> Hosts {
+        Hosts { machines: self.count(), cores: cores() }
     }
 
     /// The machine of a rank.
@@ -91,14 +114,6 @@ pub fn cores() -> usize {
 /// node.
 pub fn rail(world: &World) -> Option<(String, String)> {
     world.net().map(|rail| (rail.lane.to_string(), rail.why.to_string()))
-}
-
-/// Number of machines, and a description of that of rank 0.
-pub fn with_host(count: usize, host: &str) -> String {
-    match count {
-        1 => format!("{}, {host}", words(1)),
-        _ => format!("{}; that of rank 0: {host}", words(count)),
-    }
 }
 
 /// "1 machine", "2 machines".

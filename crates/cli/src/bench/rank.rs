@@ -187,11 +187,9 @@ fn report<E: Real>(
     let local = layer.ep.lanes().iter().any(|used| used.lane == "shm").then(|| "shm".to_owned());
     let (rail, rail_reason) = machines::rail(&layer.world).unzip();
     let exact = nics.as_ref().is_none_or(|nics| nics.exact);
-    let machines = layer.machines.count();
-    let cores = machines::cores();
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
     Ok(Some(Report {
-        config: RunConfig { config: config.clone(), machines, cores, huge_pages_granted },
+        config: RunConfig { config: config.clone(), hosts: layer.machines.hosts(), huge_pages_granted },
         verified: verdict.verified && strays == 0 && returned == came_home && exact,
         rows_verified: verdict.right,
         required_rows: handle.required_rows().iter().copied().max().unwrap_or(0),

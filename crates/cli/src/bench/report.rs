@@ -11,9 +11,10 @@ use sidelane::topology::Route;
 use super::config::{Config, ReceiveKind, Words};
 use super::peers::Baselines;
 use super::rank::Nics;
+use crate::command;
+use crate::machines::Hosts;
 use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::{self, time, volume};
-use crate::{command, machines};
 
 /// Everything that is known after a run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -47,10 +48,8 @@ pub struct Report {
 pub struct RunConfig {
     #[serde(flatten)]
     pub config: Config,
-    /// How many machines the nodes are.
-    pub machines: usize,
-    /// Of the machine of rank 0.
-    pub cores: usize,
+    #[serde(flatten)]
+    pub hosts: Hosts,
     /// On the machine of rank 0. Read from the mapping: the pages that the kernel granted, not
     /// those that were requested.
     pub huge_pages_granted: bool,
@@ -142,8 +141,11 @@ impl command::Report for Report {
                 report.dropped_choices, report.required_rows
             ),
         };
-        let place =
-            if report.config.machines == 1 { "on the same machine" } else { "on all machines together" };
+        let place = if report.config.hosts.machines == 1 {
+            "on the same machine"
+        } else {
+            "on all machines together"
+        };
         let FirstCall { dispatch_us, combine_us } = report.first_call;
         let first = format!("first calls: dispatch {}, combine {}", time(dispatch_us), time(combine_us));
         // A slow floor flatters, so the speed of memcpy stands beside it.
@@ -168,8 +170,8 @@ fn conditions(report: &Report) -> String {
     let conditions = &report.config;
     let Words { ranks, rows, routing, schedule } = Words::of(&conditions.config);
     let huge =
-        if conditions.huge_pages_granted { "huge pages" } else { "small pages (huge ones not granted)" };
-    let host = machines::with_host(conditions.machines, &format!("{} cores, {huge}", conditions.cores));
+        if conditions.huge_pages_granted { ", huge pages" } else { ", small pages (huge ones not granted)" };
+    let host = conditions.hosts.text(huge);
     let lanes = &report.lanes;
     let lane = |lane: &Option<String>| lane.clone().unwrap_or_else(|| "none".into());
     let mut lines = vec![
@@ -476,7 +478,7 @@ pub mod tests {
         );
         Report {
             inter_node: InterNode::new(&config, [8192, 16384, 12288, 8192, 16384, 16384, 16384]),
-            config: RunConfig { config, machines: 1, cores: 2, huge_pages_granted: false },
+            config: RunConfig { config, hosts: Hosts { machines: 1, cores: 2 }, huge_pages_granted: false },
             verified: true,
             rows_verified: 32768,
             required_rows: 6000,

@@ -23,7 +23,7 @@ use sidelane::{Group, Window};
 use crate::command::{self, Command};
 use crate::error::{CliError, usage};
 use crate::launch::MachineArgs;
-use crate::machines::{self, Machines};
+use crate::machines::{Hosts, Machines};
 use crate::options::{NodeArgs, at_least_one};
 use crate::peers::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
 use crate::put_bench::{Bytes, Sizes};
@@ -188,7 +188,7 @@ fn main(task: &Task) -> Result<ExitCode, CliError> {
         return Ok(ExitCode::SUCCESS);
     }
     let ranks_per_node = task.ranks_per_node.clone();
-    let config = Conditions { ranks_per_node, machines: machines.count(), cores: machines::cores() };
+    let config = Conditions { ranks_per_node, hosts: machines.hosts() };
     command::finish(&Report { config, verified, runs, unavailable: others.absent.clone() }, &task.json)
 }
 
@@ -247,8 +247,8 @@ pub struct Report {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
     pub ranks_per_node: Vec<u32>,
-    pub machines: usize,
-    pub cores: usize,
+    #[serde(flatten)]
+    pub hosts: Hosts,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -263,13 +263,12 @@ pub struct RunReport {
 
 impl command::Report for Report {
     fn text(&self) -> String {
-        let Conditions { ranks_per_node, machines, cores } = &self.config;
+        let Conditions { ranks_per_node, hosts } = &self.config;
         let ranks: u32 = ranks_per_node.iter().sum();
         let verified = if self.verified { "results verified" } else { "RESULTS ARE WRONG" };
         let of = ranks_per_node.iter().map(u32::to_string).collect::<Vec<_>>().join("+");
-        let machines = machines::words(*machines);
-        let mut text =
-            format!("{ranks} ranks ({of} by node), f32, {machines} with {cores} cores; {verified}\n\n");
+        let hosts = hosts.text("");
+        let mut text = format!("{ranks} ranks ({of} by node), f32, {hosts}; {verified}\n\n");
         let mut table =
             table::figures("operation|size|p50|max|baseline|p50|max|x ours (95%)|result".split('|'));
         for RunReport { run, timing, baselines } in &self.runs {
@@ -315,7 +314,7 @@ mod tests {
         let baseline = BaselineReport { name, version, bitwise_equal: true, calls };
         let timing = summary(&[6.0, 2.0, 4.0]);
         Report {
-            config: Conditions { ranks_per_node: vec![2, 1], machines: 1, cores: 2 },
+            config: Conditions { ranks_per_node: vec![2, 1], hosts: Hosts { machines: 1, cores: 2 } },
             verified: true,
             runs: vec![RunReport { run, timing, baselines: vec![baseline] }],
             unavailable: vec![Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch")],

@@ -23,7 +23,7 @@ use super::{Shape, Task};
 use crate::chart::{LEFT, NARROW, Times, WIDTH, legend, rect};
 use crate::command;
 use crate::launch::shape_words;
-use crate::machines::{self, Machines};
+use crate::machines::{self, Hosts, Machines};
 use crate::stats::summary;
 use crate::svg::{self, Style, Svg};
 use crate::table::{self, time};
@@ -48,9 +48,8 @@ pub struct Conditions {
     pub emulated_link: Option<Link>,
     /// Why it is this one.
     pub lane_reason: Option<String>,
-    pub machines: usize,
-    /// Of the machine of rank 0.
-    pub cores: usize,
+    #[serde(flatten)]
+    pub hosts: Hosts,
 }
 
 /// The emulated link.
@@ -101,9 +100,8 @@ impl Report {
     ) -> Self {
         let (lane, lane_reason) = machines::rail(world).unzip();
         let emulated_link = link.filter(|_| lane.as_deref() == Some("emulated")).map(Link::from);
-        let (shape, rounds, cores) = (task.shape.clone(), task.rounds, machines::cores());
-        let machines = machines.count();
-        let config = Conditions { shape, rounds, lane, emulated_link, lane_reason, machines, cores };
+        let (shape, rounds, hosts) = (task.shape.clone(), task.rounds, machines.hosts());
+        let config = Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts };
         Report { config, verified, forward: passes[0], backward: passes.get(1).copied() }
     }
 }
@@ -115,8 +113,8 @@ shorter of the two; 1 is all of it.";
 impl command::Report for Report {
     /// Conditions, and a line for each direction.
     fn text(&self) -> String {
-        let Conditions { shape, rounds, lane, emulated_link, lane_reason, machines, cores } = &self.config;
-        let host = machines::with_host(*machines, &format!("{cores} cores"));
+        let Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts } = &self.config;
+        let host = hosts.text("");
         let reason = table::because(lane_reason);
         let link = match emulated_link {
             Some(Link { bytes_per_second, latency_us }) => {
@@ -248,8 +246,7 @@ mod tests {
             lane: Some("emulated".into()),
             emulated_link,
             lane_reason: Some("said so".into()),
-            machines: 1,
-            cores: 2,
+            hosts: Hosts { machines: 1, cores: 2 },
         };
         let forward = Pass::of_rounds(&[90.0, 100.0, 110.0], &[120.0; 3], &[240.0; 3], &[150.0; 3]);
         Report { config, verified: true, forward, backward: Some(forward) }

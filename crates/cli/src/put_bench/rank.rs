@@ -61,8 +61,7 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
         test: task.test,
         nodes: task.ranks_per_node.len(),
         ranks_per_node: task.ranks_per_node.clone(),
-        machines: machines.count(),
-        cores: machines::cores(),
+        hosts: machines.hosts(),
         route: Route::Direct.name().to_owned(),
         matrix: task.matrix,
     };

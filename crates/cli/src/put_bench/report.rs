@@ -7,12 +7,13 @@ use serde::{Deserialize, Serialize};
 use super::measure::Found;
 use super::{Bytes, Run, Test};
 use crate::chart::{Chart, Curve, Panel, Point};
+use crate::command;
 use crate::launch::shape_words;
+use crate::machines::Hosts;
 use crate::options::word;
 use crate::peers::Unavailable;
 use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::{self, Column};
-use crate::{command, machines};
 
 /// Everything that is known after a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -31,9 +32,8 @@ pub struct Conditions {
     pub test: Test,
     pub nodes: usize,
     pub ranks_per_node: Vec<u32>,
-    pub machines: usize,
-    /// Of the machine of rank 0.
-    pub cores: usize,
+    #[serde(flatten)]
+    pub hosts: Hosts,
     pub route: String,
     /// Whether the pairs are all of nodes.
     pub matrix: bool,
@@ -183,7 +183,7 @@ fn beside(report: &Report) -> String {
 
 fn head(report: &Report) -> String {
     let config = &report.config;
-    let host = machines::with_host(config.machines, &format!("{} cores", config.cores));
+    let host = config.hosts.text("");
     let mut lines = vec![
         ("test", format!("{}: {}", word(&config.test), config.test.title())),
         ("ranks", format!("{}, {host}", shape_words(&config.ranks_per_node))),
@@ -265,9 +265,9 @@ fn typical(run: &RunReport) -> f64 {
 
 /// The picture of the first pair.
 pub fn draw(report: &Report) -> String {
-    let Conditions { test, machines, cores, ranks_per_node, .. } = &report.config;
+    let Conditions { test, hosts, ranks_per_node, .. } = &report.config;
     let unit = if test.is_latency() { "us" } else { "MiB/s" };
-    let host = machines::with_host(*machines, &format!("{cores} cores"));
+    let host = hosts.text("");
     let mut conditions = vec![format!("ranks: {}, {host}", shape_words(ranks_per_node))];
     conditions.extend(report.pairs.first().map(|PairReport { from, to, lane, lane_reason, .. }| {
         let reason = table::because(lane_reason);
@@ -333,8 +333,7 @@ pub mod tests {
                 test,
                 nodes: 2,
                 ranks_per_node: vec![2, 2],
-                machines: 1,
-                cores: 2,
+                hosts: Hosts { machines: 1, cores: 2 },
                 route: "direct".into(),
                 matrix: false,
             },
