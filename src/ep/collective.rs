@@ -16,7 +16,6 @@ use super::host::{Flight, HostExchange, HostRows, Inner, Lent};
 use super::{CombineInput, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
 use crate::dtype::{Dtype, Element, PartialDtype};
 use crate::error::{CallKind, Error, PlanError};
-use crate::exec::Until;
 use crate::lane::Io;
 use crate::plan::{ExpertMap, GroupRouting, ReceiveMode, RowLayout, Strategy, SumOrder};
 use crate::schedule::ReturnParts;
@@ -230,7 +229,7 @@ impl RowCollective {
         let (input, tokens) = checked.as_ref().map_or((&[][..], 0), |&rows| rows);
         let mut flight = ep.placing(CallKind::Dispatch, checked.map(drop), false);
         let lent = Lent { tokens, input, ..Lent::default() };
-        ep.enter(&mut flight, lent, Until::End)?;
+        ep.make(&mut flight, lent)?;
         let (mut extent, inner) = (flight.landed()?, flight.made);
         let landing = ep.fixed.sizing(CallKind::Dispatch).landing(inner.layout.landed);
         let mut counts = vec![0; ep.fixed.lanes.ranks() as usize];

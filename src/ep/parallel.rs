@@ -464,8 +464,8 @@ impl ExpertParallel {
         Ok(PendingCombine(match (&mut self.at, &handle.0) {
             (InstanceAt::Host(ep), _) => CombineAt::Host(ep.start_combine(y.on_host(), handle.on_host())?),
             (InstanceAt::Planned(ep), HandleAt::Planned(planned)) => {
-                let refused = ep.start_combine(y, planned, None)?;
-                CombineAt::Planned { refused, handle, unfinished: Unfinished::new(&self.shared), ep }
+                let started = ep.start_combine(y, planned, None)?;
+                CombineAt::Planned { started, handle, unfinished: Unfinished::new(&self.shared), ep }
             }
             (InstanceAt::Slots { ep, stream }, HandleAt::Slots(slots)) => {
                 ep.start_combine(stream, y, slots, None)?;

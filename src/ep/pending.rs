@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::buffers::RowsAt;
-use super::device::planned::{PlannedDispatch, PlannedExchange};
+use super::device::planned::{PlannedCombine, PlannedDispatch, PlannedExchange};
 use super::device::slots::SlotExchange;
 use super::handle::HandleAt;
 use super::host::{HostCombine, HostDispatch};
@@ -95,7 +95,7 @@ pub struct PendingCombine<'a>(pub(super) CombineAt<'a>);
 pub(super) enum CombineAt<'a> {
     Host(HostCombine<'a>),
     Planned {
-        refused: Option<Error>,
+        started: PlannedCombine,
         handle: &'a Handle,
         unfinished: Unfinished,
         ep: &'a mut PlannedExchange,
@@ -121,11 +121,11 @@ impl PendingCombine<'_> {
         let (out, what) = (out.into(), "combined tokens");
         match self.0 {
             CombineAt::Host(started) => started.finish(out.on_host(what)),
-            CombineAt::Planned { refused, handle, unfinished, ep } => {
+            CombineAt::Planned { started, handle, unfinished, ep } => {
                 unfinished.end();
                 let HandleAt::Planned(handle) = &handle.0 else { return Err(PlanError::RefusedHere.into()) };
                 let out = out.on_device(what, ep.tokens_shape(handle.tokens()), ep.stream().device());
-                let summed = ep.finish_combine(handle, refused, out.as_ref().ok().copied());
+                let summed = ep.finish_combine(started, handle, out.as_ref().ok().copied());
                 summed.and(out.map(drop))
             }
             CombineAt::Slots { handle, unfinished, ep, stream } => {

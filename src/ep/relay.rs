@@ -4,15 +4,16 @@
 //! A relay performs the steps of its program ([`RelayCall`]). Its driver supplies the executor of
 //! its operations ([`Run`]): the host stepper, or the enqueuer's engine.
 
+use std::ops::Deref;
 use std::sync::Arc;
 
 use super::agreement::GroupCounts;
 use super::fixed::EpState;
 use crate::error::{CallError, CallKind, Cause, Error, PlanError};
-use crate::exec::{Executor, TransferCounts, Until, drive};
+use crate::exec::{Executor, TransferCounts};
 use crate::plan::{Counts, ReceiveSizes, RelayPermutation, RelayPlan, RowBuffer};
 use crate::rows::Stores;
-use crate::schedule::call::{CallMachine, Part, RankPrograms, Role, StageId, Work};
+use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
     Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumOperands, TrackOp, WindowId,
 };
@@ -21,7 +22,6 @@ use crate::topology::Route;
 /// Work of a relay in one call.
 #[derive(Debug)]
 pub(super) struct RelayTask {
-    pub machine: CallMachine,
     pub calls: Calls,
     pub kind: CallKind,
     /// Return: the rows that go back.
@@ -30,25 +30,41 @@ pub(super) struct RelayTask {
     pub weighted: bool,
     /// Return: where sums wait until they have been sent.
     pub outbox: u64,
-    /// Known blocks; a dispatch with counts reads them from headers.
-    pub forward: Arc<RelayPlan>,
     pub stores: Stores,
     /// Counts of moved bytes.
     pub moved: TransferCounts,
 }
 
 impl RelayTask {
-    pub fn new(calls: Calls, kind: CallKind, forward: Arc<RelayPlan>) -> Self {
+    pub fn new(calls: Calls, kind: CallKind) -> Self {
         RelayTask {
-            machine: CallMachine::default(),
             calls,
             kind,
             parts: ReturnParts::default(),
             weighted: false,
             outbox: 0,
-            forward,
             stores: Stores::Cached,
             moved: TransferCounts::default(),
+        }
+    }
+}
+
+/// The blocks that a relay copies in a call.
+#[derive(Debug)]
+pub(super) enum CallPlan<'p> {
+    /// A dispatch with counts reads them from headers; engines find the runs of every call anew.
+    Own(&'p mut RelayPlan),
+    /// Those of the handle that the call follows.
+    Known(&'p RelayPlan),
+}
+
+impl Deref for CallPlan<'_> {
+    type Target = RelayPlan;
+
+    fn deref(&self) -> &RelayPlan {
+        match self {
+            CallPlan::Own(plan) => plan,
+            CallPlan::Known(plan) => plan,
         }
     }
 }
@@ -82,29 +98,6 @@ impl Relay {
         }
     }
 
-    /// Drives the relay's program. A refusal ends it early; the rank itself finds that, too.
-    ///
-    /// # Errors
-    /// Those that end the world; [`Cause::Protocol`] if a header makes no sense.
-    pub fn drive(
-        &mut self,
-        programs: &RankPrograms,
-        task: &mut RelayTask,
-        run: &mut Run<'_>,
-        until: Until,
-    ) -> Result<(), Error> {
-        let mut machine = task.machine;
-        let program = programs.relay.of(task.kind);
-        let driven = drive(
-            &mut machine,
-            program,
-            &mut RelayCall { relay: self, programs, task, judged: None, run },
-            until,
-        );
-        task.machine = machine;
-        driven.map(drop)
-    }
-
     /// Adds up the counts of this node, and writes the messages to other nodes.
     fn compose(&mut self, task: &RelayTask) -> Result<(), Error> {
         let agreement = self.fixed.agreement(task.calls, task.kind);
@@ -126,16 +119,13 @@ impl Relay {
     }
 
     /// Reads the headers of all sources.
-    fn learn(&mut self, task: &mut RelayTask) -> Result<(), Error> {
+    fn learn(&mut self, task: &RelayTask, plan: &mut CallPlan<'_>) -> Result<(), Error> {
+        let CallPlan::Own(forward) = plan else { return Ok(()) };
         let fixed = &self.fixed;
         let (paths, me) = (fixed.paths(), fixed.lanes.rank);
         let setting = fixed.agreement(task.calls, task.kind).setting;
         let (control, served) = (setting.control, paths.served_by(me));
         let bins = served.iter().map(|&rank| fixed.bins.of(rank).len()).sum();
-        if Arc::get_mut(&mut task.forward).is_none() {
-            task.forward = Arc::default();
-        }
-        let Some(forward) = Arc::get_mut(&mut task.forward) else { return Ok(()) };
         forward.weights.clear();
         forward.spans = fixed.spec.spans || fixed.spec.gathers;
         forward.blocks.resize_with(paths.sources().count(), Default::default);
@@ -180,39 +170,44 @@ impl Relay {
     }
 
     /// Fills the operands by which rows are relayed; engines do so in runs, which are found first.
-    fn fill_rows(&mut self, task: &mut RelayTask, judged: Option<(&Counts, &ReceiveSizes)>) {
+    fn fill_rows(
+        &mut self,
+        task: &RelayTask,
+        plan: &mut CallPlan<'_>,
+        judged: Option<(&Counts, &ReceiveSizes)>,
+    ) {
         let (fixed, kind) = (&self.fixed, task.kind);
         let setting = fixed.agreement(task.calls, kind).setting;
         if !fixed.arrives() {
-            return self.tables.forward(&setting, &task.forward, kind.places());
+            return self.tables.forward(&setting, plan, kind.places());
         }
         let (counts, sizes) = judged.unwrap_or((&self.numbers.counts, &self.numbers.sizes));
-        if let Some(forward) = Arc::get_mut(&mut task.forward) {
-            let rows = (forward, &mut self.arrivals);
+        if let CallPlan::Own(forward) = plan {
+            let rows = (&mut **forward, &mut self.arrivals);
             self.tables
                 .hand_on(&setting, &fixed.frame(), rows, (counts, sizes), |rows| fixed.landing(kind, rows));
         }
     }
 
     /// Reads where sources want their rows, and fills the operands by which they get them.
-    fn fill_return(&mut self, task: &RelayTask) -> Result<(), Error> {
+    fn fill_return(&mut self, task: &RelayTask, plan: &RelayPlan) -> Result<(), Error> {
         let (fixed, setting) = (&self.fixed, self.fixed.agreement(task.calls, task.kind).setting);
         for source in fixed.paths().sources() {
             let tag = fixed.port.flag(source, Flag::Block)?.tag(task.calls.value());
             self.tables.offers[source as usize] = tag.base;
         }
-        if let Some(block) = task.forward.blocks.first() {
+        if let Some(block) = plan.blocks.first() {
             let served = fixed.paths().served_by(fixed.lanes.rank);
             for (&rank, &landed) in served.iter().zip(&block.landed) {
                 self.chunks[rank as usize] = setting.sizing.offer(landed);
             }
         }
-        self.tables.home(&setting, &task.forward, &fixed.bins, task.parts, task.outbox);
+        self.tables.home(&setting, plan, &fixed.bins, task.parts, task.outbox);
         Ok(())
     }
 
-    fn operands<'t>(&'t self, task: &'t RelayTask) -> Operands<'t> {
-        let (tables, partials) = (&self.tables, &task.forward.partials);
+    fn operands<'t>(&'t self, task: &RelayTask, plan: &'t RelayPlan) -> Operands<'t> {
+        let (tables, partials) = (&self.tables, &plan.partials);
         let sum = SumOperands {
             terms: &partials.terms,
             starts: &partials.starts,
@@ -221,14 +216,14 @@ impl Relay {
             held_by: &self.everybody,
             bases: &tables.bases,
             chunks: &self.chunks,
-            weights: if task.weighted { &task.forward.weights } else { &[] },
+            weights: if task.weighted { &plan.weights } else { &[] },
             ..SumOperands::default()
         };
         Operands {
             table: &tables.table,
             spans: &tables.spans,
-            runs: &task.forward.runs,
-            rows: &task.forward.rows,
+            runs: &plan.runs,
+            rows: &plan.rows,
             row_bytes: self.fixed.spec.row_bytes(),
             sum,
             tags: &[],
@@ -242,7 +237,8 @@ impl Relay {
 pub(super) struct RelayCall<'r, 'f> {
     pub relay: &'r mut Relay,
     pub programs: &'r RankPrograms,
-    pub task: &'r mut RelayTask,
+    pub task: &'r RelayTask,
+    pub plan: CallPlan<'r>,
     /// Counts that its rank knows, where one thread judges for both; else the relay judges for
     /// itself.
     pub judged: Option<(&'r Counts, &'r ReceiveSizes)>,
@@ -252,11 +248,11 @@ pub(super) struct RelayCall<'r, 'f> {
 
 impl Executor for RelayCall<'_, '_> {
     fn run(&mut self, _: Role, stage: StageId, part: Part) -> Result<(), Error> {
-        (self.run)(self.programs.stages.items(stage, part), &self.relay.operands(self.task))
+        (self.run)(self.programs.stages.items(stage, part), &self.relay.operands(self.task, &self.plan))
     }
 
     fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
-        let RelayCall { relay, task, judged, .. } = self;
+        let RelayCall { relay, task, plan, judged, .. } = self;
         match work {
             Work::Compose => relay.compose(task),
             Work::Bases => relay.bases(task),
@@ -264,12 +260,12 @@ impl Executor for RelayCall<'_, '_> {
                 let Relay { fixed, numbers, .. } = &mut **relay;
                 fixed.agreement(task.calls, task.kind).judge(numbers)
             }
-            Work::Learn => relay.learn(task),
+            Work::Learn => relay.learn(task, plan),
             Work::FillRelay => {
-                relay.fill_rows(task, *judged);
+                relay.fill_rows(task, plan, *judged);
                 Ok(())
             }
-            Work::FillReturn => relay.fill_return(task),
+            Work::FillReturn => relay.fill_return(task, plan),
             _ => Err(CallError::unknown_step(task.kind, &work).into()),
         }
     }

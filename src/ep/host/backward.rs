@@ -1,11 +1,11 @@
 //! Gradients: the transposes of dispatch and combine.
 
-use super::buffers::{HostInput, HostOutput, HostRows};
+use super::buffers::{HostInput, HostRows, elements};
 use super::exchange::HostExchange;
 use super::flight::{Flight, Lent, options};
-use super::handle::{HostHandle, RetainedBuffer};
+use super::handle::HostHandle;
 use super::{Source, Target};
-use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::error::{CallKind, Error, PlanError};
 use crate::lane::Io;
 use crate::rows::Arithmetic;
 use crate::schedule::ReturnParts;
@@ -37,15 +37,14 @@ impl HostExchange {
     }
 
     fn check_weights(&self, rows: Option<&[f32]>, weights: &[f32], handle: &HostHandle) -> Result<(), Error> {
-        let expected = rows.map_or(0, |_| self.choices(handle));
         let wrong = |what, seen, rows| PlanError::WrongShape { what, seen, rows, columns: 1 };
-        if weights.len() != expected {
-            return Err(wrong("weight gradients", weights.len(), expected).into());
-        }
         let words = handle.inner().offer.notes as usize;
         match rows {
+            None if !weights.is_empty() => Err(wrong("weight gradients", weights.len(), 0).into()),
+            None => Ok(()),
+            Some(_) if weights.len() != self.choices(handle) => self.check_choices(weights.len(), handle),
             Some(rows) if rows.len() != words => Err(wrong("row weight gradients", rows.len(), words).into()),
-            _ => Ok(()),
+            Some(_) => Ok(()),
         }
     }
 
@@ -63,46 +62,51 @@ impl HostExchange {
         weights: Option<Result<&mut [f32], Error>>,
     ) -> Result<HostRows, Error> {
         let along = handle.as_ref().ok().copied();
+        // A tensor that cannot be used refuses the first of the two calls.
+        let (weights, checked) = match weights.transpose() {
+            Ok(weights) => {
+                let lens = weights.as_ref().map(|weights| weights.len()).zip(along);
+                (weights, lens.map_or(Ok(()), |(seen, handle)| self.check_choices(seen, handle)))
+            }
+            Err(error) => (None, Err(error)),
+        };
+        let gradients = gradients.and_then(|gradients| checked.map(|()| gradients));
         let weighted = if self.fixed.spec.weighted { options::WEIGHTED } else { 0 };
         let mut rows = self.cached((CallKind::CombineBackward, weighted), gradients, handle)?;
         let Some(handle) = along.filter(|_| weighted != 0) else { return Ok(rows) };
         let parts = ReturnParts { rows: false, weights: true };
         let mut flight = Flight::returning(CallKind::ReturnWeights, parts, true);
-        let weights = weights.and_then(|weights| weights.map_err(|error| flight.refuse(Err(error))).ok());
-        let (what, expected) = ("weight gradients", self.choices(handle));
-        if let Some(seen) = weights.as_ref().map(|weights| weights.len()).filter(|&seen| seen != expected) {
-            flight.refuse(Err(PlanError::WrongShape { what, seen, rows: expected, columns: 1 }.into()));
-        }
-        let y = self.weight_gradients(&mut rows, handle).map(HostInput::Output);
+        let y = self.weight_gradients(&mut rows, handle).map(|()| HostInput::Kept);
         let output = weights.map(|weights| Io { weights, ..Io::default() });
         self.ret(&mut flight, y, Ok(handle), Lent { output, ..Lent::default() })?;
         Ok(rows)
     }
 
+    fn check_choices(&self, seen: usize, handle: &HostHandle) -> Result<(), Error> {
+        let (what, rows) = ("weight gradients", self.choices(handle));
+        if seen != rows {
+            return Err(PlanError::WrongShape { what, seen, rows, columns: 1 }.into());
+        }
+        Ok(())
+    }
+
     /// Multiplies gradient rows with their weights, after `<y, g>` has been taken of each; leaves
     /// these behind the rows of the kept output.
-    fn weight_gradients(
-        &mut self,
-        gradients: &mut HostRows,
-        handle: &HostHandle,
-    ) -> Result<HostOutput, Error> {
-        let inner = handle.inner();
-        let Some(RetainedBuffer { extent, .. }) = inner.kept.take() else {
-            return Err(CallError::NotKept { missing: "the output of a weighted combine" }.into());
-        };
-        let mut output =
-            HostOutput { extent, chunk: inner.offer, number: inner.number, instance: inner.instance };
-        let HostExchange { fixed, space, .. } = self;
+    fn weight_gradients(&mut self, gradients: &mut HostRows, handle: &HostHandle) -> Result<(), Error> {
+        let (inner, HostExchange { fixed, space, .. }) = (handle.inner(), self);
         let (dtype, loops) = (Arithmetic::try_from(fixed.spec.dtype)?, &fixed.lanes.rows);
         let (row_bytes, products) = (inner.row_bytes as usize, &mut space.products);
-        products.clear();
-        let rows = output.rows_mut::<u8>()?.chunks_exact(row_bytes);
         let grads = gradients.rows_mut::<u8>()?.chunks_exact_mut(row_bytes);
-        for ((y, g), &weight) in rows.zip(grads).zip(&inner.received.weights) {
-            products.push(loops.dot_rows(dtype, y, g));
-            loops.scale_row(dtype, g, weight);
-        }
-        output.weights_mut()?.copy_from_slice(products);
-        Ok(output)
+        inner.kept_output(|kept| {
+            let (extent, chunk) = (&mut kept.extent, inner.offer);
+            let rows = extent.slice::<u8>(0, elements::<u8>(chunk.rows, chunk.row_bytes))?;
+            products.clear();
+            for ((y, g), &weight) in rows.chunks_exact(row_bytes).zip(grads).zip(&inner.received.weights) {
+                products.push(loops.dot_rows(dtype, y, g));
+                loops.scale_row(dtype, g, weight);
+            }
+            extent.slice_mut(chunk.notes_at(), chunk.notes as usize)?.copy_from_slice(products);
+            Ok(())
+        })?
     }
 }

@@ -52,6 +52,8 @@ impl HostOutput {
 pub(in crate::ep) enum HostInput<'a> {
     /// The buffer of a handle, which is used in place.
     Output(HostOutput),
+    /// The output of a weighted combine, which the handle keeps.
+    Kept,
     /// Rows elsewhere, which are copied into a buffer first.
     Elsewhere { bytes: &'a [u8], dtype: Dtype },
 }

@@ -4,22 +4,20 @@
 
 use std::sync::Arc;
 
-use super::buffers::HostInput;
-use super::buffers::HostOutput;
-use super::flight::{Flight, Lent, Offer};
-use super::handle::{Inner, RetainedBuffer};
-use super::offload::HostRelay;
+use super::buffers::{HostInput, check_tensor};
+use super::flight::{Chunk, Flight, Lent, Offer};
+use super::handle::{HostHandle, Inner, RetainedBuffer};
 use super::workspace::Workspace;
 use crate::ep::agreement::GroupCounts;
 use crate::ep::fixed::EpState;
-use crate::ep::relay::RelayTask;
+use crate::ep::relay::{CallPlan, RelayCall, RelayTask};
 use crate::error::{CallError, Error, MemoryError, PlanError};
 use crate::exec::{Executor, TransferCounts};
 use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
-use crate::plan::{Overflow, PlanContext, Traffic};
-use crate::rows::{Arithmetic, Stores};
+use crate::plan::{Overflow, PlanContext, RelayPlan, Traffic};
+use crate::rows::Stores;
 use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
     CallerTables, Operands, Refusal, RelayTables, ReturnParts, SumOperands, Tag, WindowId,
@@ -45,7 +43,7 @@ impl Executor for HostCall<'_, '_> {
 
     fn compute(&mut self, role: Role, work: Work) -> Result<(), Error> {
         if role == Role::Relay {
-            return self.with_relay(|relay, programs, task| relay.compute(programs, task, work));
+            return self.with_relay(|relay| relay.compute(Role::Relay, work));
         }
         match work {
             Work::Sort => self.sort(),
@@ -73,7 +71,7 @@ impl Executor for HostCall<'_, '_> {
             Work::Bases => self.bases()?,
             Work::FillRows => self.fill_rows(),
             Work::FillSum => self.fill_sum(),
-            Work::JoinRelay => self.flight.task = self.space.join_relay(),
+            Work::JoinRelay => self.join_relay(),
             Work::Report => self.report(),
             Work::Metadata => self.metadata()?,
             Work::Retire => self.retire(),
@@ -103,7 +101,7 @@ impl HostCall<'_, '_> {
         if verdict.is_err() {
             self.flight.landing = None;
             if let (Some(offer), Some(handle)) = (self.flight.offer.take(), self.lent.handle) {
-                handle.inner().give_back(offer.chunk, offer.copied);
+                handle.inner().give_back_chunk(offer.chunk);
             }
         }
         verdict
@@ -137,41 +135,47 @@ impl HostCall<'_, '_> {
     }
 
     fn run_relay(&mut self, stage: StageId) -> Result<(), Error> {
-        self.with_relay(|relay, programs, task| {
-            if stage == StageId::Headers {
-                // Rows are what counts, and not the messages before them.
-                relay.take_moved();
-            }
-            relay.run(programs, task, stage)?;
-            if stage == StageId::RelayDone {
-                task.moved = relay.take_moved();
-            }
-            Ok(())
-        })
+        if stage == StageId::Headers {
+            // Rows are what counts, and not the messages before them.
+            self.take_relayed();
+        }
+        self.with_relay(|relay| relay.run(Role::Relay, stage, Part::Whole))?;
+        if stage == StageId::RelayDone {
+            let moved = self.take_relayed();
+            self.flight.task.iter_mut().for_each(|task| task.moved = moved);
+        }
+        Ok(())
     }
 
-    /// Has the relay, which is here, work on its task of this call.
+    /// Counts of what the relay has moved here since the last call of this function.
+    fn take_relayed(&mut self) -> TransferCounts {
+        let relay = self.space.relay.as_mut().and_then(|relay| relay.here());
+        relay.map_or(TransferCounts::default(), |relay| relay.take_moved())
+    }
+
+    /// Has the relay, which is here, perform a step of this call.
     fn with_relay(
         &mut self,
-        step: impl FnOnce(&mut HostRelay, &RankPrograms, &mut RelayTask) -> Result<(), Error>,
+        step: impl FnOnce(&mut RelayCall<'_, '_>) -> Result<(), Error>,
     ) -> Result<(), Error> {
         if self.flight.task.is_none() {
             self.flight.task = Some(self.task());
         }
+        let Flight { task, made, tag, .. } = &mut *self.flight;
         let relay = self.space.relay.as_mut().and_then(|relay| relay.here());
-        match (relay, &mut self.flight.task) {
-            (Some(relay), Some(task)) => step(relay, self.programs, task),
-            _ => Ok(()),
-        }
+        let (Some(relay), Some(task)) = (relay, task) else { return Ok(()) };
+        // A return without a handle is refused before its blocks matter.
+        let none = RelayPlan::default();
+        let plan = match tag.kind.places() {
+            true => CallPlan::Own(Arc::make_mut(made.forward.get_or_insert_default())),
+            false => CallPlan::Known(known(self.lent.handle).map_or(&none, |plan| plan)),
+        };
+        relay.step(self.programs, (task, plan), step)
     }
 
     /// The part of this rank's relay in this call.
-    fn task(&mut self) -> RelayTask {
-        let (flight, calls) = (&mut *self.flight, self.space.calls);
-        let forward = match self.lent.handle {
-            Some(handle) => handle.inner().forward.clone(),
-            None => flight.made.forward.take(),
-        };
+    fn task(&self) -> RelayTask {
+        let flight = &*self.flight;
         // Only a rank that offers has checked that the handle is one of this instance.
         let offer = flight.offer.as_ref().zip(self.lent.handle);
         let outbox = offer.map_or(0, |(offer, handle)| {
@@ -183,16 +187,26 @@ impl HostCall<'_, '_> {
             weighted: flight.weighted && flight.parts.rows,
             outbox,
             stores: flight.stores,
-            ..RelayTask::new(calls, flight.kind(), forward.unwrap_or_default())
+            ..RelayTask::new(self.space.calls, flight.kind())
         }
     }
 
     fn start_relay(&mut self) -> Result<(), Error> {
         let task = self.task();
-        match &mut self.space.relay {
-            Some(relay) => relay.send(task, self.fixed, self.programs),
-            None => Ok(()),
+        let Some(relay) = &mut self.space.relay else { return Ok(()) };
+        let plan = match self.flight.kind().places() {
+            true => self.flight.made.forward.take(),
+            false => known(self.lent.handle).cloned(),
+        };
+        relay.send((task, plan.unwrap_or_default()), self.fixed, self.programs)
+    }
+
+    fn join_relay(&mut self) {
+        let Some((task, plan)) = self.space.join_relay() else { return };
+        if task.kind.places() {
+            self.flight.made.forward = Some(plan);
         }
+        self.flight.task = Some(task);
     }
 
     /// Sets the tag that goes out with the entries: one that refuses, if this rank does.
@@ -269,23 +283,15 @@ impl HostCall<'_, '_> {
         // Without a handle the call is refused, and its entry says so.
         let Some(handle) = self.lent.handle else { return self.say(self.flight.tag) };
         let inner = handle.inner();
-        // The caller's buffer is safe in the handle, whatever becomes of the call.
-        let elsewhere = self.lent.rows.take().and_then(|rows| inner.keep_safe(rows));
-        let copied = elsewhere.is_some();
-        let chunk = match self.flight.refused.take() {
-            None => self.chunk(elsewhere),
-            Some(error) => Err(error),
-        };
-        let offer = chunk.and_then(|chunk| match self.staging(inner) {
-            Ok(staging) => Ok(Offer { chunk, copied, staging }),
-            Err(error) => {
-                inner.give_back(chunk, copied);
-                Err(error.into())
+        if let Some(rows) = self.lent.rows.take() {
+            match &self.flight.refused {
+                // The caller finds the buffer in the handle, whatever becomes of the call.
+                Some(_) => inner.give_back(rows),
+                None => match self.brought(handle, rows) {
+                    Ok(offer) => self.flight.offer = Some(offer),
+                    Err(error) => self.flight.refused = Some(error),
+                },
             }
-        });
-        match offer {
-            Ok(offer) => self.flight.offer = Some(offer),
-            Err(error) => self.flight.refused = Some(error),
         }
         self.say(Tag { handle: inner.number, ..self.flight.tag });
         if let Some(offer) = &self.flight.offer {
@@ -295,44 +301,49 @@ impl HostCall<'_, '_> {
         }
     }
 
-    /// The chunk that this rank offers: the caller's buffer, which the handle keeps safe, or a copy
-    /// of rows elsewhere.
-    fn chunk(&self, elsewhere: Option<HostInput<'_>>) -> Result<Extent, Error> {
-        let (spec, Some(handle)) = (&self.fixed.spec, self.lent.handle) else {
-            return Err(PlanError::RefusedHere.into());
-        };
-        let (inner, rows) = (handle.inner(), handle.inner().layout.landed);
-        Arithmetic::try_from(spec.dtype)?;
-        let mut output = match elsewhere {
-            None => handle.output()?,
-            Some(HostInput::Output(output)) if output.instance != self.space.instance => {
+    /// What this rank offers of the rows that the caller brings.
+    fn brought(&self, handle: &HostHandle, rows: HostInput<'_>) -> Result<Offer, Error> {
+        let chunk = self.chunk(handle, rows)?;
+        match self.staging(handle.inner()) {
+            Ok(staging) => Ok(Offer { chunk, staging }),
+            Err(error) => {
+                handle.inner().give_back_chunk(chunk);
+                Err(error.into())
+            }
+        }
+    }
+
+    /// The caller's buffer, the output that the handle keeps, or a copy of rows elsewhere.
+    fn chunk(&self, handle: &HostHandle, rows: HostInput<'_>) -> Result<Chunk, Error> {
+        let (spec, inner) = (&self.fixed.spec, handle.inner());
+        let (mut output, copied) = match rows {
+            HostInput::Kept => return Ok(Chunk::Kept(inner.kept_output(|kept| kept.extent.offset())?)),
+            HostInput::Output(output) if inner.owns(&output) => (output, false),
+            HostInput::Output(output) if output.instance != self.space.instance => {
                 let (seen, expected) = (output.instance, self.space.instance);
                 return Err(CallError::ForeignHandle { seen, expected }.into());
             }
-            Some(HostInput::Output(output)) => {
+            HostInput::Output(output) => {
                 let (seen, expected) = (output.number, inner.number);
                 return Err(CallError::WrongOutput { seen, expected }.into());
             }
-            Some(HostInput::Elsewhere { bytes, dtype }) => {
-                let (what, expected) = ("expert outputs", spec.dtype);
-                if dtype != expected {
-                    return Err(PlanError::WrongDtype { what, seen: dtype, expected }.into());
-                }
-                if bytes.len() as u64 != u64::from(rows) * inner.row_bytes {
-                    let seen = bytes.len() / dtype.size();
-                    let (rows, columns) = (rows as usize, spec.hidden);
-                    return Err(PlanError::WrongShape { what, seen, rows, columns }.into());
-                }
-                let mut output: HostOutput = handle.output()?;
+            HostInput::Elsewhere { bytes, dtype } => {
+                check_tensor(
+                    "expert outputs",
+                    (bytes, dtype),
+                    inner.layout.landed,
+                    (spec.hidden, spec.dtype),
+                )?;
+                let mut output = handle.output()?;
                 output.rows_mut::<u8>()?.copy_from_slice(bytes);
                 inner.copied.store(inner.copied.load() + bytes.len() as u64);
-                output
+                (output, true)
             }
         };
         if let Some(weights) = self.lent.row_weights {
             output.weights_mut()?.copy_from_slice(weights);
         }
-        Ok(output.extent)
+        Ok(if copied { Chunk::Copy(output.extent) } else { Chunk::Output(output.extent) })
     }
 
     /// One extent for the rows that relays return. Behind them the sums wait that this rank returns
@@ -430,7 +441,6 @@ impl HostCall<'_, '_> {
         if let Some(task) = self.flight.task.take() {
             inner.moves.moved.add(task.moved);
             inner.moves.relayed = task.moved;
-            inner.forward = Some(task.forward);
         }
         if let (Some(landing), false) = (&mut self.flight.landing, self.flight.keeps_room) {
             landing.trim(sizing.landing(inner.layout.landed).bytes());
@@ -451,17 +461,21 @@ impl HostCall<'_, '_> {
 
     fn retire(&mut self) {
         let (Some(handle), Some(offer)) = (self.lent.handle, self.flight.offer.take()) else { return };
-        let (inner, Offer { chunk, staging, .. }) = (handle.inner(), offer);
+        let (inner, Offer { chunk, staging }) = (handle.inner(), offer);
         let mut moved = self.space.host.take_moved();
         moved.add(self.flight.task.take().map_or(TransferCounts::default(), |task| task.moved));
         inner.returned.store(moved);
         self.space.calls.returned();
         drop(staging);
-        if self.flight.keeps_chunk {
-            let licence = Arc::clone(&self.space.licence);
-            inner.kept.put(RetainedBuffer { extent: chunk, licence, value: self.space.calls.value() });
-        } else {
-            self.space.retire(chunk, self.fixed.pool());
+        let value = self.space.calls.value();
+        match chunk {
+            // Peers read it again: it is this call that they answer.
+            Chunk::Kept(_) => inner.kept.lock().iter_mut().for_each(|kept| kept.value = value),
+            Chunk::Output(extent) | Chunk::Copy(extent) if self.flight.keeps_chunk => {
+                let licence = Arc::clone(&self.space.licence);
+                inner.kept.put(RetainedBuffer { extent, licence, value });
+            }
+            Chunk::Output(extent) | Chunk::Copy(extent) => self.space.retire(extent, self.fixed.pool()),
         }
     }
 
@@ -470,6 +484,11 @@ impl HostCall<'_, '_> {
         *self.fixed = Arc::new(self.fixed.with_map(map));
         self.space.adopt(self.fixed);
     }
+}
+
+/// The blocks that a relay copies along a handle.
+fn known(handle: Option<&HostHandle>) -> Option<&Arc<RelayPlan>> {
+    handle.and_then(|handle| handle.inner().forward.as_ref())
 }
 
 /// Sorts choices into bins, and drops those that find no slot.

@@ -10,9 +10,10 @@ use super::exchange::{HostExchange, UnfinishedCall};
 use super::flight::{Flight, Lent};
 use super::handle::HostHandle;
 use crate::error::{CallKind, Error};
-use crate::exec::Until;
 use crate::lane::Io;
+use crate::rows::Arithmetic;
 use crate::schedule::ReturnParts;
+use crate::schedule::call::CallMachine;
 
 /// A combine between its halves.
 #[derive(Debug)]
@@ -20,6 +21,7 @@ pub(in crate::ep) struct HostCombine<'a> {
     unfinished: UnfinishedCall<'a>,
     handle: Option<&'a HostHandle>,
     flight: Flight,
+    machine: CallMachine,
 }
 
 impl HostExchange {
@@ -44,8 +46,8 @@ impl HostExchange {
     ) -> Result<HostCombine<'a>, Error> {
         let mut flight = Flight { offloaded: self.fixed.paths().rails(), ..self.combining() };
         let (rows, handle) = self.brought(&mut flight, y, handle);
-        self.enter(&mut flight, Lent { handle, rows, ..Lent::default() }, Until::Half)?;
-        Ok(HostCombine { unfinished: UnfinishedCall::new(self), handle, flight })
+        let machine = self.start(&mut flight, Lent { handle, rows, ..Lent::default() })?;
+        Ok(HostCombine { unfinished: UnfinishedCall::new(self), handle, flight, machine })
     }
 
     /// A combine, as this instance makes it.
@@ -63,7 +65,7 @@ impl HostExchange {
         lent: Lent<'_>,
     ) -> Result<(), Error> {
         let (rows, handle) = self.brought(flight, y, handle);
-        self.enter(flight, Lent { handle, rows, ..lent }, Until::End)
+        self.make(flight, Lent { handle, rows, ..lent })
     }
 
     /// The tensor that sums go to; one that cannot be used refuses the call.
@@ -101,14 +103,16 @@ impl HostExchange {
         if let Some(handle) = handle {
             flight.refuse(self.check_handle(handle));
         }
-        (y.map_err(|error| flight.refuse(Err(error))).ok(), handle)
+        let rows = y.map_err(|error| flight.refuse(Err(error))).ok();
+        flight.refuse(Arithmetic::try_from(self.spec().dtype).map(drop).map_err(Error::from));
+        (rows, handle)
     }
 }
 
 impl HostCombine<'_> {
     /// Second half.
     pub fn finish(self, out: Target<'_>) -> Result<(), Error> {
-        let HostCombine { mut unfinished, handle, mut flight } = self;
+        let HostCombine { mut unfinished, handle, mut flight, machine } = self;
         let ep = unfinished.finish();
         let sent = (ep.spec().hidden, ep.spec().dtype);
         let tokens = handle.map_or(0, HostHandle::tokens);
@@ -120,7 +124,7 @@ impl HostCombine<'_> {
             Ok(output) => (Some(Io { output, ..Io::default() }), Ok(())),
             Err(error) => (None, Err(error)),
         };
-        ep.proceed(&mut flight, Lent { handle, output, ..Lent::default() }, Until::End)?;
+        ep.finish(machine, &mut flight, Lent { handle, output, ..Lent::default() })?;
         checked
     }
 }

@@ -7,8 +7,8 @@ use super::exchange::{HostExchange, UnfinishedCall};
 use super::flight::{Flight, Lent};
 use super::handle::HostHandle;
 use crate::error::{CallKind, Error, PlanError};
-use crate::exec::Until;
 use crate::gate::Routing;
+use crate::schedule::call::CallMachine;
 
 /// A dispatch between its halves.
 #[derive(Debug)]
@@ -17,6 +17,7 @@ pub(in crate::ep) struct HostDispatch<'a> {
     input: &'a [u8],
     routing: Option<&'a Routing<'a>>,
     flight: Flight,
+    machine: CallMachine,
 }
 
 impl HostExchange {
@@ -37,8 +38,8 @@ impl HostExchange {
         let (input, checked) = checked.map_or_else(|error| (&[][..], Err(error)), |input| (input, Ok(())));
         let routing = of_call;
         let mut flight = self.placing(CallKind::Dispatch, checked, away);
-        self.start_placing(&mut flight, routing)?;
-        Ok(HostDispatch { unfinished: UnfinishedCall::new(self), input, routing, flight })
+        let machine = self.start_placing(&mut flight, routing)?;
+        Ok(HostDispatch { unfinished: UnfinishedCall::new(self), input, routing, flight, machine })
     }
 
     /// A call that is placed by a routing, unless that or what comes with it was refused.
@@ -55,24 +56,29 @@ impl HostExchange {
     }
 
     /// First half: announces memory, and publishes counts.
-    pub fn start_placing(&mut self, flight: &mut Flight, routing: Option<&Routing<'_>>) -> Result<(), Error> {
+    pub fn start_placing(
+        &mut self,
+        flight: &mut Flight,
+        routing: Option<&Routing<'_>>,
+    ) -> Result<CallMachine, Error> {
         if let (true, None, Some(routing)) = (self.gather.is_some(), &flight.refused, routing) {
             // What gathers sends choices as they are: those that make no sense are refused here.
             flight.refuse(sort(&self.fixed, &mut self.space.sorted, routing));
         }
         let tokens = routing.map_or(0, Routing::tokens);
         let lent = Lent { routing, tokens, ..Lent::default() };
-        self.exchange().enter(flight, lent, Until::Half)
+        self.exchange().start(flight, lent)
     }
 
     /// Second half: what landed, and its layout with the metadata of the rows.
     pub fn finish_placing(
         &mut self,
+        machine: CallMachine,
         flight: &mut Flight,
         (input, routing): (&[u8], Option<&Routing<'_>>),
     ) -> Result<(), Error> {
         let lent = Lent { routing, input, ..Lent::default() };
-        self.exchange().proceed(flight, lent, Until::End)?;
+        self.exchange().finish(machine, flight, lent)?;
         let HostExchange { fixed, programs, space, gather } = self;
         match gather {
             None => Ok(()),
@@ -123,7 +129,7 @@ impl HostExchange {
         let (input, checked) = checked.map_or_else(|error| (&[][..], Err(error)), |input| (input, Ok(())));
         let (handle, mut flight) = (along, Flight::new(kind, checked));
         flight.tag.options = options;
-        self.enter(&mut flight, Lent { handle, input, ..Lent::default() }, Until::End)?;
+        self.make(&mut flight, Lent { handle, input, ..Lent::default() })?;
         let (mut extent, Some(handle)) = (flight.landed()?, handle) else {
             return Err(PlanError::RefusedHere.into());
         };
@@ -139,9 +145,9 @@ impl HostExchange {
 impl HostDispatch<'_> {
     /// Second half.
     pub fn finish(self) -> Result<(HostRows, HostHandle), Error> {
-        let HostDispatch { mut unfinished, input, routing, mut flight } = self;
+        let HostDispatch { mut unfinished, input, routing, mut flight, machine } = self;
         let ep = unfinished.finish();
-        ep.finish_placing(&mut flight, (input, routing))?;
+        ep.finish_placing(machine, &mut flight, (input, routing))?;
         let (extent, inner) = (flight.landed()?, flight.made);
         let (rows, row_bytes) = (inner.layout.landed, ep.fixed.sizing(CallKind::Dispatch).row_bytes);
         let (record, index) = (ep.spec().record, inner.received.index.clone());

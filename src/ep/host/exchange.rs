@@ -13,7 +13,7 @@ use crate::error::{CallError, Cause, Error};
 use crate::exec::{Until, drive};
 use crate::memory::Pool;
 use crate::plan::Strategy;
-use crate::schedule::call::{Engines, RankPrograms, Relays};
+use crate::schedule::call::{CallMachine, Engines, RankPrograms, Relays};
 use crate::world::Group;
 
 /// An [`ExpertParallel`](crate::ExpertParallel) on the host.
@@ -44,28 +44,56 @@ impl HostExchange {
         Ok(HostExchange { fixed, programs: Arc::new(programs), space, gather })
     }
 
-    /// Enters a call, and drives it.
+    /// Makes a call from its first step to its last.
     ///
     /// # Errors
     /// Why the call was refused; those that end the world.
-    pub fn enter(&mut self, flight: &mut Flight, lent: Lent<'_>, until: Until) -> Result<(), Error> {
-        self.fixed.shared.hub.health().check()?;
-        self.space.calls.enter();
-        self.proceed(flight, lent, until)
+    pub fn make(&mut self, flight: &mut Flight, lent: Lent<'_>) -> Result<(), Error> {
+        self.enter()?;
+        self.drive(&mut CallMachine::default(), flight, lent, Until::End)
     }
 
-    /// Drives a call that was entered.
+    /// Makes the first half of a call. [`HostExchange::finish`] makes the second.
     ///
     /// # Errors
-    /// As [`HostExchange::enter`].
-    pub fn proceed(&mut self, flight: &mut Flight, lent: Lent<'_>, until: Until) -> Result<(), Error> {
+    /// As [`HostExchange::make`].
+    pub fn start(&mut self, flight: &mut Flight, lent: Lent<'_>) -> Result<CallMachine, Error> {
+        self.enter()?;
+        let mut machine = CallMachine::default();
+        self.drive(&mut machine, flight, lent, Until::Half)?;
+        Ok(machine)
+    }
+
+    /// Makes the second half of a call, which the machine has left at its half.
+    ///
+    /// # Errors
+    /// As [`HostExchange::make`].
+    pub fn finish(
+        &mut self,
+        mut machine: CallMachine,
+        flight: &mut Flight,
+        lent: Lent<'_>,
+    ) -> Result<(), Error> {
+        self.drive(&mut machine, flight, lent, Until::End)
+    }
+
+    fn enter(&mut self) -> Result<(), Error> {
+        self.fixed.shared.hub.health().check()?;
+        self.space.calls.enter();
+        Ok(())
+    }
+
+    fn drive(
+        &mut self,
+        machine: &mut CallMachine,
+        flight: &mut Flight,
+        lent: Lent<'_>,
+        until: Until,
+    ) -> Result<(), Error> {
         let HostExchange { fixed, programs, space, .. } = self;
         let relays = if flight.offloaded { Relays::Thread } else { Relays::Inline };
-        let (mut machine, program) = (flight.machine, programs.own(flight.kind(), relays));
-        let mut call = HostCall { fixed, programs, space, flight: &mut *flight, lent };
-        let driven = drive(&mut machine, program, &mut call, until);
-        flight.machine = machine;
-        match driven {
+        let program = programs.own(flight.kind(), relays);
+        match drive(machine, program, &mut HostCall { fixed, programs, space, flight, lent }, until) {
             Ok(None) => Ok(()),
             Ok(Some(refusal)) => Err(refusal),
             Err(error) => Err(self.fail(error)),

@@ -13,7 +13,6 @@ use crate::lane::Io;
 use crate::memory::Extent;
 use crate::plan::ExpertMap;
 use crate::rows::Stores;
-use crate::schedule::call::CallMachine;
 use crate::schedule::{ReturnParts, Tag};
 
 /// Bits of the options digest.
@@ -29,7 +28,6 @@ pub(super) mod options {
 /// One call in flight.
 #[derive(Debug)]
 pub(in crate::ep) struct Flight {
-    pub machine: CallMachine,
     /// The relay works in a thread of its own: the caller may be away between the halves.
     pub offloaded: bool,
     /// The tag of this rank's entry.
@@ -53,26 +51,44 @@ pub(in crate::ep) struct Flight {
     /// Return: the chunk stays in the handle.
     pub keeps_chunk: bool,
     /// The relay's part of this call; absent while another thread has it, and where there is one
-    /// node.
+    /// node. Its blocks are those of the handle that the call makes or follows.
     pub task: Option<RelayTask>,
     /// How rows are stored.
     pub stores: Stores,
 }
 
-/// HostInput of a rank to a return.
+/// Memory that a rank offers in a return.
 #[derive(Debug)]
 pub(in crate::ep) struct Offer {
-    pub chunk: Extent,
-    /// The chunk is a copy: the caller still has the rows.
-    pub copied: bool,
+    pub chunk: Chunk,
     pub staging: Extent,
+}
+
+/// Rows that a rank offers.
+#[derive(Debug)]
+pub(in crate::ep) enum Chunk {
+    /// The caller's buffer: a refused call gives it back.
+    Output(Extent),
+    /// A copy: the caller still has the rows.
+    Copy(Extent),
+    /// The output that the handle keeps, at this offset in the pool.
+    Kept(u64),
+}
+
+impl Chunk {
+    /// Where it begins in the pool.
+    pub fn offset(&self) -> u64 {
+        match self {
+            Chunk::Output(extent) | Chunk::Copy(extent) => extent.offset(),
+            Chunk::Kept(offset) => *offset,
+        }
+    }
 }
 
 impl Flight {
     /// A call of this kind, unless what the caller brings was refused.
     pub fn new(kind: CallKind, checked: Result<(), Error>) -> Self {
         Flight {
-            machine: CallMachine::default(),
             offloaded: false,
             tag: Tag { kind, ..Tag::default() },
             refused: checked.err(),

@@ -1,17 +1,18 @@
 //! The layout of one dispatch, kept for everything that follows it.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crossbeam::atomic::AtomicCell;
 use crossbeam::queue::ArrayQueue;
 
 use super::buffers::{HostInput, HostOutput};
+use super::flight::Chunk;
 use crate::dtype::PartialDtype;
 use crate::ep::builder::Spec;
 use crate::ep::fixed::EpState;
 use crate::ep::notes::ReceivedMetadata;
 use crate::ep::report::{LaneUse, Report};
-use crate::error::Error;
+use crate::error::{CallError, Error};
 use crate::exec::TransferCounts;
 use crate::memory::{Extent, Pool, ReleaseCheck};
 use crate::plan::{DispatchLayout, RelayPlan, RowBuffer, Traffic};
@@ -68,14 +69,19 @@ impl<T> Default for SharedOption<T> {
 }
 
 impl<T> SharedOption<T> {
+    /// The value, to use where it is.
+    pub fn lock(&self) -> MutexGuard<'_, Option<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Takes it, if there is anything.
     pub fn take(&self) -> Option<T> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.lock().take()
     }
 
     /// Leaves it.
     pub fn put(&self, value: T) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).replace(value);
+        self.lock().replace(value);
     }
 }
 
@@ -89,7 +95,7 @@ pub(in crate::ep) struct RetainedBuffer {
 
 impl std::fmt::Debug for RetainedBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Kept").field("extent", &self.extent).field("value", &self.value).finish()
+        f.debug_struct("RetainedBuffer").field("extent", &self.extent).field("value", &self.value).finish()
     }
 }
 
@@ -116,23 +122,34 @@ impl Inner {
         }
     }
 
-    /// Stores the buffer that belongs to this handle, so that a refused call loses nothing;
-    /// [`HostHandle::output`] returns it again. Any other input is returned.
-    pub fn keep_safe<'a>(&self, y: HostInput<'a>) -> Option<HostInput<'a>> {
-        match y {
-            HostInput::Output(output) if output.instance == self.instance && output.number == self.number => {
-                self.refused.put(output.extent);
-                None
-            }
-            other => Some(other),
+    /// Whether a buffer is one of this handle's.
+    pub fn owns(&self, output: &HostOutput) -> bool {
+        output.instance == self.instance && output.number == self.number
+    }
+
+    /// Stores the caller's buffer of a call that is refused: [`HostHandle::output`] returns it again.
+    pub fn give_back(&self, rows: HostInput<'_>) {
+        if let HostInput::Output(output) = rows
+            && self.owns(&output)
+        {
+            self.refused.put(output.extent);
         }
     }
 
-    /// Keeps the chunk of a call that was refused for the caller, unless it is a copy.
-    pub fn give_back(&self, chunk: Extent, copied: bool) {
-        if !copied {
-            self.refused.put(chunk);
+    /// The same of a chunk that was to be offered.
+    pub fn give_back_chunk(&self, chunk: Chunk) {
+        if let Chunk::Output(extent) = chunk {
+            self.refused.put(extent);
         }
+    }
+
+    /// The output of a weighted combine.
+    ///
+    /// # Errors
+    /// [`CallError::NotKept`] where there was none.
+    pub fn kept_output<R>(&self, with: impl FnOnce(&mut RetainedBuffer) -> R) -> Result<R, CallError> {
+        let missing = "the output of a weighted combine";
+        self.kept.lock().as_mut().map(with).ok_or(CallError::NotKept { missing })
     }
 
     /// Makes this layout that of a handle: of which instance, and by which of its calls.

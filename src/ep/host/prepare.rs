@@ -20,8 +20,8 @@ impl HostExchange {
         let (routing, checked) = routing.map_or_else(|error| (None, Err(error)), |one| (Some(one), Ok(())));
         let checked = checked.and_then(|()| routing.map_or(Ok(()), |one| self.check_routing(one)));
         let mut flight = self.placing(CallKind::Prepare, checked, false);
-        self.start_placing(&mut flight, routing)?;
-        self.finish_placing(&mut flight, (&[], routing))?;
+        let machine = self.start_placing(&mut flight, routing)?;
+        self.finish_placing(machine, &mut flight, (&[], routing))?;
         Ok(self.handle_of(flight.made))
     }
 }

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use super::exchange::HostExchange;
 use super::flight::{Flight, Lent};
 use crate::error::{CallError, CallKind, Error};
-use crate::exec::Until;
 use crate::plan::ExpertMap;
 
 impl HostExchange {
@@ -14,7 +13,7 @@ impl HostExchange {
         let map = map.and_then(|map| self.check_map(&map).map(|()| map));
         let (map, checked) = map.map_or_else(|error| (None, Err(error)), |map| (Some(map), Ok(())));
         let mut flight = Flight::new(CallKind::ExpertMap, checked);
-        self.enter(&mut flight, Lent { map, ..Lent::default() }, Until::End)
+        self.make(&mut flight, Lent { map, ..Lent::default() })
     }
 
     fn check_map(&self, map: &ExpertMap) -> Result<(), Error> {

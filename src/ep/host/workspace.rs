@@ -14,7 +14,7 @@ use crate::ep::report::LaneUse;
 use crate::exec::HostStepper;
 use crate::lane::Port;
 use crate::memory::{Extent, Pool, ReleaseCheck};
-use crate::plan::{InterNodeRows, RelaySorter, SortedRouting};
+use crate::plan::{InterNodeRows, RelayPlan, RelaySorter, SortedRouting};
 use crate::rows::Stores;
 use crate::schedule::{CallerTables, Calls, Flag};
 use crate::world::SymmetricRange;
@@ -83,7 +83,7 @@ impl Workspace {
     }
 
     /// Waits until an offloaded relay has finished; what it brings back.
-    pub fn join_relay(&mut self) -> Option<RelayTask> {
+    pub fn join_relay(&mut self) -> Option<(RelayTask, Arc<RelayPlan>)> {
         self.relay.as_mut()?.join()
     }
 

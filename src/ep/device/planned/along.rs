@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::exchange::{PlannedExchange, Return};
+use super::exchange::PlannedExchange;
 use super::handle::{PlannedHandle, PlannedOutput, PlannedRows};
 use super::space::Extent;
 use crate::device::{DeviceRange, Kernels};
@@ -61,7 +61,7 @@ impl PlannedExchange {
         self.enqueue_reached(seat, 0).map_err(fail)?;
         let machine = self.start(kind, seat)?;
         let x = lies.map(|(x, dtype)| (x.clone(), dtype));
-        let landed = self.enqueuer.cached(machine, (kind, seat), (x, refused));
+        let landed = self.enqueuer.cached(&self.programs, machine, (kind, seat), (x, refused));
         self.common.served.fetch_add(1, Ordering::Relaxed);
         landed.map_err(|error| self.common.fixed.fail(error))?
     }
@@ -101,11 +101,9 @@ impl PlannedExchange {
             self.stream.copy(behind.span(0, from.len())?, from.span(0, from.len())?)?;
         }
         let options = if keeps { WITH_WEIGHTS } else { 0 };
-        let what = Return { kind: CallKind::DispatchBackward, options, keeps };
-        let own = self.offer(what, handle, output, unfit)?;
-        let kept = self.finish_return((handle.seat(), handle.tokens()), own, sums)?;
-        let home = kept.map(|output| self.weights_home(handle, (Ok(output), false), home));
-        home.transpose().map(drop)
+        let call = self.offer((CallKind::DispatchBackward, options), handle, output.as_ref(), unfit)?;
+        self.finish_return(call, sums)?;
+        if keeps { self.weights_home(handle, output.as_ref(), home) } else { Ok(()) }
     }
 
     /// Tensors of weight gradients, of rows and of choices: both or none, unless there are no
@@ -159,27 +157,25 @@ impl PlannedExchange {
             Err(unfit) => return Err(self.refuse(CallKind::CombineBackward, Some(handle), unfit)),
         };
         let rows = self.cached(CallKind::CombineBackward, gradients, handle)?;
-        let lacking = CallError::NotKept { missing: "the output of a weighted combine" };
-        let output = handle.take_kept().ok_or(Error::from(lacking));
-        if let Ok(output) = &output {
+        // It stays in the handle: the gradient may be asked for again.
+        let (kept, missing) = (handle.kept(), "the output of a weighted combine");
+        let lacking = CallError::NotKept { missing }.into();
+        let output = kept.as_ref().ok_or(&lacking);
+        if let Ok(output) = output {
             self.enqueue_products(output, &rows).map_err(|error| self.common.fixed.fail(error))?;
         }
-        // Whoever asks for the gradient again finds the output.
-        let kept = self.weights_home(handle, (output, true), home)?;
-        kept.into_iter().for_each(|output| handle.keep(output));
+        self.weights_home(handle, output, home)?;
         Ok(rows)
     }
 
-    /// Enqueues that what lies behind the rows of an output returns to the choices. Returns the
-    /// output, if it is to be kept.
+    /// Enqueues that what lies behind the rows of an output returns to the choices.
     fn weights_home(
         &mut self,
         handle: &PlannedHandle,
-        (output, keeps): (Result<PlannedOutput, Error>, bool),
+        output: Result<&PlannedOutput, &Error>,
         home: Option<&DeviceRange>,
-    ) -> Result<Option<PlannedOutput>, Error> {
-        let what = Return { keeps, ..Return::of(CallKind::ReturnWeights) };
-        let own = self.offer(what, handle, output, None)?;
-        self.finish_return((handle.seat(), handle.tokens()), own, home)
+    ) -> Result<(), Error> {
+        let call = self.offer((CallKind::ReturnWeights, 0), handle, output, None)?;
+        self.finish_return(call, home)
     }
 }

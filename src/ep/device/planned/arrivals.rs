@@ -11,35 +11,37 @@
 //! caller's stream puts into visible order, by an index that every enqueuer finds from what all
 //! have said already: the counts of its neighbours, and the headers of their blocks.
 
-use std::sync::Arc;
-
+use super::common::Common;
 use super::enqueuer::{Enqueuer, Header};
 use crate::error::{CallKind, Error};
-use crate::plan::Segment;
+use crate::plan::{Segment, SortedRouting};
 use crate::schedule::WindowId;
+
+impl Common {
+    /// What goes with the rows for neighbours lies as they do: from these rows of bins on.
+    pub fn rewrite_notes(&self, starts: &[u32], sorted: &SortedRouting) -> Result<(), Error> {
+        let (fixed, (at, _)) = (&self.fixed, self.shape.host_notes());
+        let bytes = fixed.sizing(CallKind::Dispatch).note_bytes();
+        for rank in (0..fixed.lanes.ranks()).filter(|&rank| fixed.paths().same_node(rank)) {
+            for bin in fixed.bins.of(rank) {
+                let to = at + u64::from(starts[bin as usize]) * bytes;
+                self.host.write_words(to as usize, sorted.notes_of(bin..bin + 1))?;
+            }
+        }
+        Ok(())
+    }
+}
 
 impl Enqueuer {
     /// Tells the caller's stream how to pack: which token's row is where.
     pub fn list(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
-        let shape = self.common.shape;
-        let entries = tokens as usize * self.common.fixed.spec.top_k as usize;
-        self.arrivals.packed.resize(entries, -1);
-        let words = bytemuck::cast_slice(&self.arrivals.packed);
-        self.common.host.write_words(shape.host_order().0 as usize, words)?;
-        self.send(shape.host_order(), shape.order(seat), entries as u64 * 4)
-    }
-
-    /// What goes with the rows for neighbours lies as they do.
-    pub fn rewrite_notes(&mut self) -> Result<(), Error> {
-        let (fixed, (at, _)) = (&self.common.fixed, self.common.shape.host_notes());
-        let bytes = fixed.sizing(CallKind::Dispatch).note_bytes();
-        for rank in (0..fixed.lanes.ranks()).filter(|&rank| fixed.paths().same_node(rank)) {
-            for bin in fixed.bins.of(rank) {
-                let to = at + u64::from(self.arrivals.starts[bin as usize]) * bytes;
-                self.common.host.write_words(to as usize, self.sorted.notes_of(bin..bin + 1))?;
-            }
-        }
-        Ok(())
+        let Enqueuer { common, engine, arrivals, .. } = self;
+        let shape = &common.shape;
+        let entries = tokens as usize * common.fixed.spec.top_k as usize;
+        arrivals.packed.resize(entries, -1);
+        let words = bytemuck::cast_slice(&arrivals.packed);
+        common.host.write_words(shape.host_order().0 as usize, words)?;
+        common.send(engine, (shape.host_order(), shape.order(seat)), entries as u64 * 4)
     }
 
     /// Where the index and the notes of a dispatch lie on the desk: in the twin, if that is one,
@@ -56,14 +58,12 @@ impl Enqueuer {
     /// Finds where every visible row has arrived, which the seat keeps; and writes to the desk what
     /// goes with rows of other nodes.
     pub fn find_arrivals(&mut self, seat: u32) -> Result<(), Error> {
-        let common = Arc::clone(&self.common);
         let (_, desk_notes) = self.desk(seat);
+        let Enqueuer { common, calls, arrivals, numbers, scratch, kept, .. } = self;
         let fixed = &common.fixed;
-        let (paths, me, control, parity) =
-            (fixed.paths(), fixed.lanes.rank, &fixed.control, self.calls.parity());
+        let (paths, me, control, parity) = (fixed.paths(), fixed.lanes.rank, &fixed.control, calls.parity());
         let (bins, own) = (&fixed.bins, fixed.bins.of(me));
         let words = (control.note_bytes() / 4) as usize;
-        let Enqueuer { arrivals, numbers, scratch, kept, .. } = self;
         let kept = &mut kept[seat as usize];
         let (counts, sizes) = (&numbers.counts, &numbers.sizes);
         let (landed, Header { segments, listed, weights, pads, counted }) =

@@ -12,8 +12,6 @@
 //! what lay there. Over several nodes it awaits its stream, since what arrives is listed in memory
 //! of the host that calls before may still be reading.
 
-use std::sync::Arc;
-
 use super::call::DeviceCall;
 use super::dispatch::Landing;
 use super::enqueuer::Enqueuer;
@@ -24,7 +22,7 @@ use crate::ep::Status;
 use crate::error::{CallKind, Error, MemoryError, PlanError};
 use crate::exec::Until;
 use crate::schedule::Tag;
-use crate::schedule::call::CallMachine;
+use crate::schedule::call::{CallMachine, RankPrograms};
 
 impl Enqueuer {
     /// Serves a call of this kind along the layout of a seat, with tokens `x` that go as they lie,
@@ -34,12 +32,12 @@ impl Enqueuer {
     /// Those that end the world. A refusal is returned, and otherwise where rows land.
     pub fn cached(
         &mut self,
+        programs: &RankPrograms,
         mut machine: CallMachine,
         (kind, seat): (CallKind, u32),
         (x, refused): (Option<(DeviceRange, Dtype)>, Option<Error>),
     ) -> Result<Result<Extent, Error>, Error> {
-        let programs = Arc::clone(&self.programs);
-        let mut call = DeviceCall { x, refused, ..DeviceCall::new(self, &programs, kind, seat) };
+        let mut call = DeviceCall { x, refused, ..DeviceCall::new(self, programs, kind, seat) };
         let refusal = call.drive(&mut machine, Until::End)?;
         let landing = call.landing.take().and_then(|landing| landing.extent);
         let status = refusal.as_ref().map_or(Status::OK, Status::of);

@@ -4,13 +4,13 @@
 //! enqueuer plays its relay, too, in the same thread.
 
 use super::dispatch::Landing;
-use super::enqueuer::Enqueuer;
+use super::enqueuer::{Enqueuer, Kept};
 use super::shape::StreamFlag;
 use super::space::Extent;
 use crate::device::DeviceRange;
 use crate::dtype::Dtype;
 use crate::ep::host::refusing;
-use crate::ep::relay::{RelayCall, RelayTask};
+use crate::ep::relay::{CallPlan, RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, Error};
 use crate::exec::{Executor, Packed, Until, drive};
 use crate::plan::{DispatchLayout, ExpertMap};
@@ -70,11 +70,7 @@ impl<'p> DeviceCall<'p> {
     /// Those that end the world.
     pub fn drive(&mut self, machine: &mut CallMachine, until: Until) -> Result<Option<Error>, Error> {
         let program = self.programs.own(self.tag.kind, Relays::Inline);
-        let driven = drive(machine, program, self, until)?;
-        if let Some(task) = self.task.take() {
-            self.enqueuer.kept[self.seat as usize].forward = task.forward;
-        }
-        Ok(driven)
+        drive(machine, program, self, until)
     }
 
     /// Sets the tag that goes out with the entries: one that refuses, if this rank does.
@@ -123,18 +119,22 @@ impl<'p> DeviceCall<'p> {
     fn relay(&mut self, step: impl FnOnce(&mut RelayCall<'_, '_>) -> Result<(), Error>) -> Result<(), Error> {
         let Enqueuer { relay, engine, kept, calls, numbers, .. } = &mut *self.enqueuer;
         let Some(relay) = relay else { return Ok(()) };
-        let (kind, kept) = (self.tag.kind, &mut kept[self.seat as usize]);
+        let (kind, programs) = (self.tag.kind, self.programs);
+        let Kept { forward, numbers: (counts, sizes), .. } = &mut kept[self.seat as usize];
         let task = self.task.get_or_insert_with(|| {
-            let forward = std::mem::take(&mut kept.forward);
             let parts = ReturnParts { rows: !kind.places(), weights: false };
-            RelayTask { parts, ..RelayTask::new(*calls, kind, forward) }
+            RelayTask { parts, ..RelayTask::new(*calls, kind) }
         });
-        let judged = match kind.places() {
-            true => (&numbers.counts, &numbers.sizes),
-            false => (&kept.numbers.0, &kept.numbers.1),
-        };
+        let judged = if kind.places() { (&numbers.counts, &numbers.sizes) } else { (&*counts, &*sizes) };
         let run = &mut |items: &[_], operands: &Operands<'_>| engine.run(items, operands, None);
-        step(&mut RelayCall { relay, programs: self.programs, task, judged: Some(judged), run })
+        step(&mut RelayCall {
+            relay,
+            programs,
+            task,
+            plan: CallPlan::Own(forward),
+            judged: Some(judged),
+            run,
+        })
     }
 }
 

@@ -11,8 +11,6 @@
 //! where they lay packed when they went out; then its stream adds them up, in the order of the
 //! instance. Weight gradients return as rows of four bytes.
 
-use std::sync::Arc;
-
 use super::REFUSED;
 use super::call::DeviceCall;
 use super::enqueuer::Enqueuer;
@@ -20,7 +18,7 @@ use super::shape::MemoryShape;
 use crate::ep::Status;
 use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
 use crate::exec::Until;
-use crate::schedule::call::CallMachine;
+use crate::schedule::call::{CallMachine, RankPrograms};
 use crate::schedule::{Refusal, Tag};
 
 impl Enqueuer {
@@ -30,12 +28,13 @@ impl Enqueuer {
     /// Those that end the world. A refusal is told, and returned.
     pub fn ret(
         &mut self,
+        programs: &RankPrograms,
         mut machine: CallMachine,
         (kind, seat): (CallKind, u32),
         (steps, options): (u32, u32),
     ) -> Result<Option<Error>, Error> {
-        let (programs, number) = (Arc::clone(&self.programs), self.kept[seat as usize].number);
-        let mut call = DeviceCall::new(self, &programs, kind, seat);
+        let number = self.kept[seat as usize].number;
+        let mut call = DeviceCall::new(self, programs, kind, seat);
         call.tag.options = options;
         call.base = u64::from(steps) * MemoryShape::STEP;
         call.refused = match (steps, number) {

@@ -10,6 +10,7 @@ use crate::bootstrap::interrupted;
 use crate::device::{ByteSpan, DeviceRange, Kernels, PermuteArgs, PinnedMemory, Stream, Word};
 use crate::ep::fixed::EpState;
 use crate::error::{CallKind, DeviceError, Error, PlanError};
+use crate::exec::CopyEngineStepper;
 use crate::plan::DispatchLayout;
 use crate::schedule::{Calls, FillContext};
 use crate::world::{NoGpuDirect, Registration};
@@ -63,6 +64,18 @@ impl Common {
     /// A piece of the host's memory, as the device sees it.
     pub fn host_piece(&self, (offset, len): ByteRange) -> Result<DeviceRange, DeviceError> {
         self.host.range().part(offset, len)
+    }
+
+    /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the
+    /// device's.
+    pub fn send(
+        &self,
+        engine: &mut CopyEngineStepper,
+        (from, to): (ByteRange, ByteRange),
+        len: u64,
+    ) -> Result<(), Error> {
+        let (from, to) = (self.host_piece(from)?, self.piece(to)?);
+        Ok(engine.copy(to.span(0, len)?, from.span(0, len)?)?)
     }
 
     /// Enqueues that `rows` rows that landed at `base` in a call of this kind are put into visible

@@ -10,8 +10,6 @@
 //! token. So what goes from here to one expert is one run, and moves as one copy to its final
 //! place. A layout that is prepared is a dispatch of rows without bytes.
 
-use std::sync::Arc;
-
 use super::REFUSED;
 use super::call::DeviceCall;
 use super::enqueuer::{CallerStream, Enqueuer, Kept, Scratch};
@@ -19,10 +17,11 @@ use super::space::Extent;
 use crate::device::DeviceRange;
 use crate::dtype::Dtype;
 use crate::ep::Status;
+use crate::ep::agreement::GroupCounts;
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::exec::Until;
 use crate::gate::Routing;
-use crate::schedule::call::CallMachine;
+use crate::schedule::call::{CallMachine, RankPrograms};
 use crate::schedule::{Tag, WindowId};
 
 /// Where this rank lets others write.
@@ -41,12 +40,12 @@ impl Enqueuer {
     /// Those that end the world. What is refused is told.
     pub fn dispatch(
         &mut self,
+        programs: &RankPrograms,
         mut machine: CallMachine,
         (kind, seat): (CallKind, u32),
         (tokens, x): (u32, Option<(DeviceRange, Dtype)>),
     ) -> Result<(), Error> {
-        let programs = Arc::clone(&self.programs);
-        let mut call = DeviceCall { x, ..DeviceCall::new(self, &programs, kind, seat) };
+        let mut call = DeviceCall { x, ..DeviceCall::new(self, programs, kind, seat) };
         call.tokens = tokens;
         let refusal = call.drive(&mut machine, Until::End)?;
         let staging = call.staging.take();
@@ -192,7 +191,7 @@ impl DeviceCall<'_> {
                 }
                 tables.bring_notes_in(&setting, &scratch.landed, rows, desk);
             }
-            Some(task) => tables.bring_in(&setting, &task.forward, rows, kind.places()),
+            Some(_) => tables.bring_in(&setting, &kept.forward, rows, kind.places()),
             None => {}
         }
         Ok(())
@@ -259,48 +258,45 @@ impl Enqueuer {
 
     /// From the counts of all to this rank's layout.
     fn place(&mut self, seat: u32) -> Result<(), Error> {
-        let fixed = Arc::clone(&self.common.fixed);
-        let top_k = fixed.spec.top_k;
-        let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
-        self.tables.landing.clone_from(&self.numbers.landing);
+        let Enqueuer { common, tables, sorted, crossing, arrivals, numbers, kept, scratch, .. } = self;
+        let (fixed, kept) = (&common.fixed, &mut kept[seat as usize]);
+        let (top_k, GroupCounts { counts, sizes, landing, .. }) = (fixed.spec.top_k, numbers);
+        tables.landing.clone_from(landing);
         let clipped = fixed.spec.mode.budget().is_some();
-        let dropped = clipped && self.sorted.keep(top_k, |bin| sizes.room(&fixed.bins, counts, bin));
+        let dropped = clipped && sorted.keep(top_k, |bin| sizes.room(&fixed.bins, counts, bin));
         if dropped && fixed.arrives() {
-            self.crossing.fill(&fixed.bins, &fixed.paths(), &self.sorted);
+            crossing.fill(&fixed.bins, &fixed.paths(), sorted);
         }
         let frame = fixed.frame();
         if fixed.arrives() {
-            self.arrivals.arrange(&frame, &self.sorted, &mut self.crossing);
-            self.arrivals.pack(&frame, &self.sorted, &self.crossing);
-            self.rewrite_notes()?;
+            arrivals.arrange(&frame, sorted, crossing);
+            arrivals.pack(&frame, sorted, crossing);
+            common.rewrite_notes(&arrivals.starts, sorted)?;
         }
-        let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
-        let Kept { layout, first_run, numbers, .. } = &mut self.kept[seat as usize];
-        layout.fill(&frame, (&self.sorted, &self.crossing), top_k, counts, sizes);
+        let Kept { layout, first_run, numbers, .. } = kept;
+        layout.fill(&frame, (sorted, crossing), top_k, counts, sizes);
         if fixed.arrives() {
-            self.arrivals.add_runs(&frame, &self.sorted, layout, (counts, sizes));
-            self.scratch.starts.clone_from(&self.arrivals.starts);
-            *first_run = self.arrivals.first_run;
+            arrivals.add_runs(&frame, sorted, layout, (counts, sizes));
+            scratch.starts.clone_from(&arrivals.starts);
+            *first_run = arrivals.first_run;
             numbers.0.clone_from(counts);
             numbers.1.clone_from(sizes);
         } else {
-            layout.pack(&self.sorted, &self.scratch.starts);
+            layout.pack(sorted, &scratch.starts);
             // Relays bring home rows one behind the other, without those that were dropped.
             for rank in fixed.paths().relays().filter(|_| fixed.straight()) {
                 let mut home = layout.home_of(&fixed.paths(), rank);
                 for bin in fixed.bins.of(rank) {
-                    self.scratch.starts[bin as usize] = home;
-                    home += self.sorted.counts[bin as usize];
+                    scratch.starts[bin as usize] = home;
+                    home += sorted.counts[bin as usize];
                 }
             }
         }
-        let (sorted, packed) = (&self.sorted, &self.arrivals.packed);
-        let kept = &mut self.kept[seat as usize];
         kept.in_place = None;
         match fixed.arrives() {
             // Rows that are dropped lie packed, too.
             _ if dropped => {}
-            true => kept.find_in_place(|row| packed[row as usize] as u32),
+            true => kept.find_in_place(|row| arrivals.packed[row as usize] as u32),
             false => kept.find_in_place(|row| sorted.tokens[row as usize]),
         }
         Ok(())
@@ -309,8 +305,8 @@ impl Enqueuer {
     /// Tells where rows land. What is staged behind them is this rank's as long as the extent that
     /// is returned.
     fn tell_placement(&mut self, (seat, in_place): (u32, bool), landing: Landing) -> Option<Extent> {
-        let common = Arc::clone(&self.common);
-        let (layout, number) = (&self.kept[seat as usize].layout, self.calls.number());
+        let Enqueuer { common, kept, calls, sorted, numbers, .. } = self;
+        let (layout, number) = (&kept[seat as usize].layout, calls.number());
         let mut extent = landing.extent;
         let staging = extent.as_mut().and_then(|extent| common.trim(CallKind::Dispatch, extent, layout));
         common.seats[seat as usize].tell(|told| {
@@ -322,8 +318,8 @@ impl Enqueuer {
                 placement.tokens_per_expert.extend_from_slice(&layout.rows_per_bin);
             }
             placement.padded_per_expert.clone_from(&layout.padded_per_bin);
-            placement.dropped.clone_from(&self.sorted.dropped);
-            placement.required.clone_from(&self.numbers.sizes.required);
+            placement.dropped.clone_from(&sorted.dropped);
+            placement.required.clone_from(&numbers.sizes.required);
             told.extent = extent;
             told.refused = None;
         });
@@ -333,13 +329,13 @@ impl Enqueuer {
     /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many
     /// rows there are.
     fn send_tables(&mut self, seat: u32, tokens: u32, placed: bool) -> Result<(), Error> {
-        let common = Arc::clone(&self.common);
+        let Enqueuer { common, engine, kept, sorted, scratch, .. } = self;
         let (fixed, shape) = (&common.fixed, &common.shape);
-        let (top_k, layout) = (fixed.spec.top_k, &self.kept[seat as usize].layout);
-        let Scratch { places, sums, counts, starts, .. } = &mut self.scratch;
+        let (top_k, layout) = (fixed.spec.top_k, &kept[seat as usize].layout);
+        let Scratch { places, sums, counts, starts, .. } = scratch;
         counts.clear();
         if placed {
-            self.sorted.places(&fixed.bins, top_k, starts, [places, sums]);
+            sorted.places(&fixed.bins, top_k, starts, [places, sums]);
             counts.extend_from_slice(&layout.rows_per_bin);
             counts.extend_from_slice(&layout.padded_per_bin);
         } else {
@@ -360,14 +356,14 @@ impl Enqueuer {
         {
             common.host.write_words(at as usize, words)?;
         }
-        self.send(shape.host_places(), shape.places(seat), choices)?;
-        self.send(shape.host_sums(), shape.sums(seat), choices)?;
+        common.send(engine, (shape.host_places(), shape.places(seat)), choices)?;
+        common.send(engine, (shape.host_sums(), shape.sums(seat)), choices)?;
         if fixed.spec.weighted {
-            self.send(shape.host_weights(), shape.weights(seat), choices)?;
+            common.send(engine, (shape.host_weights(), shape.weights(seat)), choices)?;
         }
         match fixed.spec.layout.is_per_rank() {
             true => Ok(()),
-            false => self.send(shape.host_counts(), shape.counts(seat), len),
+            false => common.send(engine, (shape.host_counts(), shape.counts(seat)), len),
         }
     }
 }

@@ -14,9 +14,9 @@ use std::sync::atomic::Ordering;
 
 use super::call::DeviceCall;
 use super::common::Common;
-use super::shape::{ByteRange, StreamFlag};
+use super::shape::StreamFlag;
 use super::watch::Watch;
-use crate::device::{DeviceRange, Event, Kernels, Stream};
+use crate::device::{Event, Kernels, Stream};
 use crate::ep::Status;
 use crate::ep::agreement::GroupCounts;
 use crate::ep::relay::Relay;
@@ -46,7 +46,7 @@ pub(super) struct CallerStream {
 pub(super) struct Kept {
     pub layout: DispatchLayout,
     /// What this rank's relay knows of it.
-    pub forward: Arc<RelayPlan>,
+    pub forward: RelayPlan,
     /// If tokens may be sent without packing: the first of the layout's runs by token.
     pub in_place: Option<u32>,
     /// Where engines relay: what all ranks count, the layout's first run to arrivals, and the
@@ -65,7 +65,6 @@ pub(super) struct Kept {
 pub(super) struct Enqueuer {
     pub common: Arc<Common>,
     pub caller: CallerStream,
-    pub programs: Arc<RankPrograms>,
     pub engine: CopyEngineStepper,
     /// Does this rank's part for other nodes, in this thread; there is none where there is only
     /// one.
@@ -118,13 +117,6 @@ pub(super) struct Header {
 const LOOKS: u32 = 4096;
 
 impl Enqueuer {
-    /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the
-    /// device's.
-    pub fn send(&mut self, from: ByteRange, to: ByteRange, len: u64) -> Result<(), Error> {
-        let (from, to): (DeviceRange, DeviceRange) = (self.common.host_piece(from)?, self.common.piece(to)?);
-        Ok(self.engine.copy(to.span(0, len)?, from.span(0, len)?)?)
-    }
-
     /// Enters the next call.
     ///
     /// # Errors
@@ -139,7 +131,12 @@ impl Enqueuer {
     ///
     /// # Errors
     /// Those that end the world.
-    pub fn start(&mut self, kind: CallKind, seat: u32) -> Result<CallMachine, Error> {
+    pub fn start(
+        &mut self,
+        programs: &RankPrograms,
+        kind: CallKind,
+        seat: u32,
+    ) -> Result<CallMachine, Error> {
         let mut machine = self.enter()?;
         let CallerStream { stream, reached, .. } = &self.caller;
         reached.record(stream)?;
@@ -149,8 +146,7 @@ impl Enqueuer {
             self.common.started(self.engine.awaited().0);
         }
         self.common.reclaim();
-        let programs = Arc::clone(&self.programs);
-        DeviceCall::new(self, &programs, kind, seat).drive(&mut machine, Until::Half)?;
+        DeviceCall::new(self, programs, kind, seat).drive(&mut machine, Until::Half)?;
         Ok(machine)
     }
 

@@ -17,7 +17,7 @@ use crate::ep::device::passage::RowTransport;
 use crate::ep::tensor::{Chosen, Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
 use crate::ep::{CallExecutor, Choices, CombineInput, ExpertOutput, Feature, LaneUse};
 use crate::error::{CallError, CallKind, Error, PlanError};
-use crate::schedule::call::CallMachine;
+use crate::schedule::call::{CallMachine, RankPrograms};
 use crate::world::SymmetricRange;
 
 /// An [`ExpertParallel`](crate::ExpertParallel) whose calls are laid out one by one: see the
@@ -26,6 +26,7 @@ use crate::world::SymmetricRange;
 /// Calls may be under way when it is dropped.
 pub(in crate::ep) struct PlannedExchange {
     pub(super) common: Arc<Common>,
+    pub(super) programs: RankPrograms,
     pub(super) stream: Arc<Stream>,
     pub(super) kernels: Arc<Kernels>,
     pub(super) enqueuer: Box<Enqueuer>,
@@ -34,38 +35,32 @@ pub(in crate::ep) struct PlannedExchange {
     /// All dispatches.
     dispatches: u64,
     lanes: Arc<[LaneUse]>,
-    /// A return between its halves.
-    returning: Option<Returning>,
     _guards: Vec<WaitBreaker>,
     /// Other nodes write to it as long as this lives.
     _passage: RowTransport,
     _control: SymmetricRange,
 }
 
-/// A return that was started.
-struct Returning {
+/// A return between its halves.
+#[derive(Debug)]
+pub(super) struct Returning {
     machine: CallMachine,
-    what: Return,
-    steps: u32,
-    /// The output, if something needs it behind this call.
-    kept: Option<PlannedOutput>,
-}
-
-/// A kind of return.
-#[derive(Clone, Copy)]
-pub(super) struct Return {
-    pub kind: CallKind,
+    kind: CallKind,
     /// All ranks must choose alike.
-    pub options: u32,
-    /// The output is needed behind the call.
-    pub keeps: bool,
+    options: u32,
+    seat: u32,
+    tokens: u32,
+    /// Where the output begins, in steps.
+    steps: u32,
+    /// Why this rank refuses the call.
+    own: Option<Error>,
 }
 
-impl Return {
-    /// One after which outputs are given back.
-    pub fn of(kind: CallKind) -> Self {
-        Return { kind, options: 0, keeps: false }
-    }
+/// A combine between its halves.
+#[derive(Debug)]
+pub(in crate::ep) struct PlannedCombine {
+    call: Returning,
+    output: Option<PlannedOutput>,
 }
 
 /// Choices of a call that places rows and, if they go along, the tokens with their type.
@@ -77,6 +72,7 @@ const DRAIN: Duration = Duration::from_secs(10);
 /// What an exchange is made of.
 pub(super) struct Parts {
     pub common: Arc<Common>,
+    pub programs: RankPrograms,
     pub stream: Arc<Stream>,
     pub kernels: Arc<Kernels>,
     pub enqueuer: Box<Enqueuer>,
@@ -88,18 +84,18 @@ pub(super) struct Parts {
 impl PlannedExchange {
     /// Of these parts.
     pub(super) fn of(parts: Parts) -> Self {
-        let Parts { common, stream, kernels, enqueuer, guards, passage, control } = parts;
+        let Parts { common, programs, stream, kernels, enqueuer, guards, passage, control } = parts;
         let returns = vec![0; common.shape.word_sets() as usize];
         let lanes = LaneUse::of_devices(&common.fixed.lanes).into();
         PlannedExchange {
             common,
+            programs,
             stream,
             kernels,
             enqueuer,
             returns,
             dispatches: 0,
             lanes,
-            returning: None,
             _guards: guards,
             _passage: passage,
             _control: control,
@@ -188,7 +184,7 @@ impl PlannedExchange {
         let (common, lease) = (&self.common, &started.lease);
         let tokens = if started.refused.is_some() { REFUSED } else { lease.tokens };
         let call = ((started.kind, lease.seat), (tokens, started.x.take()));
-        let served = self.enqueuer.dispatch(started.machine, call.0, call.1);
+        let served = self.enqueuer.dispatch(&self.programs, started.machine, call.0, call.1);
         served.map_err(|error| common.fixed.fail(error))?;
         common.served.fetch_add(1, Ordering::Relaxed);
         if let Some(rows) = self.enqueuer.landed(lease.seat) {
@@ -254,7 +250,7 @@ impl PlannedExchange {
 
     /// Drives a call to its half.
     pub(super) fn start(&mut self, kind: CallKind, seat: u32) -> Result<CallMachine, Error> {
-        self.enqueuer.start(kind, seat).map_err(|error| self.common.fixed.fail(error))
+        self.enqueuer.start(&self.programs, kind, seat).map_err(|error| self.common.fixed.fail(error))
     }
 
     /// Enqueues that expert outputs come back to their tokens and are summed into `out`.
@@ -270,19 +266,18 @@ impl PlannedExchange {
         out: TensorMut<'_>,
     ) -> Result<(), Error> {
         let out = out.on_device("combined tokens", self.tokens_shape(handle.tokens()), self.stream.device());
-        let refused = self.start_combine(y, handle, out.as_ref().err().cloned())?;
+        let started = self.start_combine(y, handle, out.as_ref().err().cloned())?;
         // A sum that is refused leaves zeros, where there is room for them.
-        self.finish_combine(handle, refused, out.ok())
+        self.finish_combine(started, handle, out.ok())
     }
 
-    /// First half: offers outputs, unless something `unfit` refuses the call. Returns why it is
-    /// refused, if it is.
+    /// First half: offers outputs, unless something `unfit` refuses the call.
     pub fn start_combine(
         &mut self,
         y: CombineInput<'_>,
         handle: &PlannedHandle,
         unfit: Option<Error>,
-    ) -> Result<Option<Error>, Error> {
+    ) -> Result<PlannedCombine, Error> {
         self.refuse_capture()?;
         if let Err(foreign) = self.own(handle) {
             return Err(self.refuse(CallKind::Combine, None, foreign));
@@ -290,88 +285,75 @@ impl PlannedExchange {
         let output = Kernels::sum_choices_names(self.common.fixed.spec.dtype)
             .map_err(Error::from)
             .and_then(|_| self.output(y, handle));
-        let what = Return { keeps: self.common.fixed.spec.weighted, ..Return::of(CallKind::Combine) };
-        self.offer(what, handle, output, unfit)
+        let call = self.offer((CallKind::Combine, 0), handle, output.as_ref(), unfit)?;
+        Ok(PlannedCombine { call, output: output.ok() })
     }
 
-    /// First half of a return, unless something `unfit` refuses it. Returns why it is refused, if
-    /// it is.
+    /// First half of a return of this kind and these options, unless something `unfit` refuses it.
+    /// Its caller has the output for as long as something needs it behind the call.
     pub(super) fn offer(
         &mut self,
-        what: Return,
+        (kind, options): (CallKind, u32),
         handle: &PlannedHandle,
-        output: Result<PlannedOutput, Error>,
+        output: Result<&PlannedOutput, &Error>,
         unfit: Option<Error>,
-    ) -> Result<Option<Error>, Error> {
-        let (output, refused) =
-            output.map_or_else(|error| (None, Some(error)), |output| (Some(output), None));
-        let (seat, refused) = (handle.seat(), refused.or(unfit));
-        let steps = match &output {
-            Some(output) if refused.is_none() => output.steps(what.kind),
+    ) -> Result<Returning, Error> {
+        let (seat, refused) = (handle.seat(), output.err().cloned().or(unfit));
+        let steps = match output {
+            Ok(output) if refused.is_none() => output.steps(kind),
             _ => REFUSED,
         };
         let returns = &mut self.returns[seat as usize];
         *returns += 1;
         let nth = *returns;
+        // What is given back from now on no earlier call may use.
         self.common.space.count();
-        // What is not kept is given back as of this call: no earlier one may use it.
-        let kept = output.filter(|_| what.keeps);
-        self.enqueue_return(what, seat, steps, kept)?;
-        handle.returns(nth, what.kind, refused.clone());
-        Ok(refused)
+        let machine = self.enqueue_return(kind, seat, steps)?;
+        handle.returns(nth, kind, refused.clone());
+        Ok(Returning { machine, kind, options, seat, tokens: handle.tokens(), steps, own: refused })
     }
 
-    /// Second half of a combine: the sums of the rows that came back. `own` is why this rank
-    /// refused the call.
+    /// Second half of a combine: the sums of the rows that came back.
     ///
     /// # Errors
-    /// `own`, or the refusal of another rank.
+    /// Why this rank refused the call, or the refusal of another rank.
     pub fn finish_combine(
         &mut self,
+        started: PlannedCombine,
         handle: &PlannedHandle,
-        own: Option<Error>,
         out: Option<&DeviceRange>,
     ) -> Result<(), Error> {
-        if let Some(output) = self.finish_return((handle.seat(), handle.tokens()), own, out)? {
+        let PlannedCombine { call, output } = started;
+        self.finish_return(call, out)?;
+        if let Some(output) = output.filter(|_| self.common.fixed.spec.weighted) {
             handle.keep(output);
         }
         Ok(())
     }
 
-    /// Second half of a return: what came back goes to `out`. `own` is why this rank refused the
-    /// call. Returns the output, if it was to be kept.
+    /// Second half of a return: what came back goes to `out`.
     ///
     /// # Errors
     /// As [`PlannedExchange::finish_combine`].
     pub(super) fn finish_return(
         &mut self,
-        (seat, tokens): (u32, u32),
-        own: Option<Error>,
+        mut call: Returning,
         out: Option<&DeviceRange>,
-    ) -> Result<Option<PlannedOutput>, Error> {
-        let finished = self.serve_return(seat, tokens, out);
-        let (refused, kept) = finished.map_err(|error| self.common.fixed.fail(error))?;
+    ) -> Result<(), Error> {
+        let own = call.own.take();
+        let refused = self.serve_return(call, out).map_err(|error| self.common.fixed.fail(error))?;
         match (refused, own) {
             (None | Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => Err(own),
-            (refused, _) => refused.map_or(Ok(kept), Err),
+            (refused, _) => refused.map_or(Ok(()), Err),
         }
     }
 
-    fn serve_return(
-        &mut self,
-        seat: u32,
-        tokens: u32,
-        out: Option<&DeviceRange>,
-    ) -> Result<(Option<Error>, Option<PlannedOutput>), Error> {
-        let (mut refused, mut kept, mut kind) = (None, None, CallKind::Combine);
-        if let Some(call) = self.returning.take() {
-            let Returning { machine, what, steps, .. } = call;
-            refused = self.enqueuer.ret(machine, (what.kind, seat), (steps, what.options))?;
-            (kept, kind) = (call.kept, what.kind);
-            self.common.served.fetch_add(1, Ordering::Relaxed);
-        }
+    fn serve_return(&mut self, call: Returning, out: Option<&DeviceRange>) -> Result<Option<Error>, Error> {
+        let Returning { machine, kind, options, seat, tokens, steps, .. } = call;
+        let refused = self.enqueuer.ret(&self.programs, machine, (kind, seat), (steps, options))?;
+        self.common.served.fetch_add(1, Ordering::Relaxed);
         self.enqueue_returned((kind, seat), tokens, out)?;
-        Ok((refused, kept))
+        Ok(refused)
     }
 
     /// Calls are not captured: a graph would replay them with the words of this call.
@@ -416,12 +398,10 @@ impl PlannedExchange {
         }
         let handle = handle.filter(|handle| handle.instance() == self.instance());
         let refused = match (call, handle) {
-            (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, Some(handle)) => {
-                let (what, refusal) = (Return::of(call), Err(error.clone()));
-                self.own(handle)
-                    .and_then(|()| self.offer(what, handle, refusal, None))
-                    .and_then(|own| self.finish_return((handle.seat(), handle.tokens()), own, None).map(drop))
-            }
+            (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, Some(handle)) => self
+                .own(handle)
+                .and_then(|()| self.offer((call, 0), handle, Err(&error), None))
+                .and_then(|started| self.finish_return(started, None)),
             (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, None) => {
                 self.refuse_without_seat(call)
             }
@@ -448,8 +428,9 @@ impl PlannedExchange {
         self.common.fixed.shared.hub.health().check()?;
         let seat = self.common.shape.seatless();
         self.common.space.count();
-        self.enqueue_return(Return::of(kind), seat, REFUSED, None)?;
-        self.serve_return(seat, 0, None).map_err(|error| self.common.fixed.fail(error))?;
+        let machine = self.enqueue_return(kind, seat, REFUSED)?;
+        let call = Returning { machine, kind, options: 0, seat, tokens: 0, steps: REFUSED, own: None };
+        self.serve_return(call, None).map_err(|error| self.common.fixed.fail(error))?;
         Ok(())
     }
 
@@ -472,17 +453,9 @@ impl PlannedExchange {
     }
 
     /// Enqueues the first half of a return.
-    fn enqueue_return(
-        &mut self,
-        what: Return,
-        seat: u32,
-        steps: u32,
-        kept: Option<PlannedOutput>,
-    ) -> Result<(), Error> {
+    fn enqueue_return(&mut self, kind: CallKind, seat: u32, steps: u32) -> Result<CallMachine, Error> {
         self.enqueue_reached(seat, steps).map_err(|error| self.common.fixed.fail(error))?;
-        let machine = self.start(what.kind, seat)?;
-        self.returning = Some(Returning { machine, what, steps, kept });
-        Ok(())
+        self.start(kind, seat)
     }
 }
 

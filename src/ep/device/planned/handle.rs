@@ -236,12 +236,12 @@ impl PlannedHandle {
 
     /// Keeps the output of a weighted combine.
     pub(super) fn keep(&self, output: PlannedOutput) {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner).replace(output);
+        self.kept().replace(output);
     }
 
-    /// Takes it.
-    pub(super) fn take_kept(&self) -> Option<PlannedOutput> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner).take()
+    /// The output that is kept.
+    pub(super) fn kept(&self) -> MutexGuard<'_, Option<PlannedOutput>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The number of its instance.

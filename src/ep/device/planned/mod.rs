@@ -76,7 +76,7 @@ mod space;
 pub(in crate::ep) mod tests;
 mod watch;
 
-pub(in crate::ep) use exchange::PlannedExchange;
+pub(in crate::ep) use exchange::{PlannedCombine, PlannedExchange};
 pub(in crate::ep) use handle::{PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows};
 pub(in crate::ep) use in_place::PlannedTokens;
 pub(in crate::ep) use setup::PlannedSettings;

@@ -21,7 +21,7 @@ use crate::error::{CallError, CallKind, Error};
 use crate::exec::Until;
 use crate::plan::ExpertMap;
 use crate::schedule::Tag;
-use crate::schedule::call::CallMachine;
+use crate::schedule::call::{CallMachine, RankPrograms};
 
 impl PlannedExchange {
     /// Where experts live.
@@ -43,7 +43,7 @@ impl PlannedExchange {
         let reached = self.common.word(seat, StreamFlag::Combine).and_then(|word| self.stream.write(word, 1));
         reached.map_err(|error| self.common.fixed.fail(error.into()))?;
         let machine = self.start(CallKind::ExpertMap, seat)?;
-        let agreed = self.enqueuer.remap(machine, map, refused);
+        let agreed = self.enqueuer.remap(&self.programs, machine, map, refused);
         let refusal = agreed.map_err(|error| self.common.fixed.fail(error))?;
         self.common.served.fetch_add(1, Ordering::Relaxed);
         self.common = Arc::clone(&self.enqueuer.common);
@@ -66,12 +66,13 @@ impl Enqueuer {
     /// Those that end the world. A refusal is returned.
     fn remap(
         &mut self,
+        programs: &RankPrograms,
         mut machine: CallMachine,
         map: Option<ExpertMap>,
         refused: Option<Error>,
     ) -> Result<Option<Error>, Error> {
-        let (programs, seat) = (Arc::clone(&self.programs), self.common.shape.seatless());
-        let call = DeviceCall::new(self, &programs, CallKind::ExpertMap, seat);
+        let seat = self.common.shape.seatless();
+        let call = DeviceCall::new(self, programs, CallKind::ExpertMap, seat);
         let refusal = DeviceCall { map, refused, ..call }.drive(&mut machine, Until::End)?;
         self.answer(seat, refusal.as_ref().map_or(Status::OK, Status::of))?;
         self.engine.take_enqueued();

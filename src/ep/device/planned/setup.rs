@@ -116,9 +116,19 @@ impl PlannedExchange {
         let caller =
             CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), reached, done, watch };
         let enqueuer = Box::new(enqueuer(&common, caller, engine));
+        let programs = programs(&fixed);
         // Nobody writes to a rank that is not ready.
         group.gather(&[])?;
-        Ok(PlannedExchange::of(Parts { common, stream, kernels, enqueuer, guards, passage, control }))
+        Ok(PlannedExchange::of(Parts {
+            common,
+            programs,
+            stream,
+            kernels,
+            enqueuer,
+            guards,
+            passage,
+            control,
+        }))
     }
 }
 
@@ -177,19 +187,22 @@ pub(super) fn write_map(
     Ok(stream.synchronize()?)
 }
 
-fn enqueuer(common: &Arc<Common>, caller: CallerStream, engine: CopyEngineStepper) -> Enqueuer {
-    let fixed = &common.fixed;
+/// The programs of this rank's calls.
+fn programs(fixed: &EpState) -> RankPrograms {
     let engines = Engines {
         pulls: true,
         brings_in: fixed.paths().rails() && (fixed.arrives() || !fixed.straight()),
         enqueues: true,
     };
     let sums = fixed.partial_bytes().is_some();
-    let programs = RankPrograms::new(fixed.paths(), fixed.chunks, sums, engines);
+    RankPrograms::new(fixed.paths(), fixed.chunks, sums, engines)
+}
+
+fn enqueuer(common: &Arc<Common>, caller: CallerStream, engine: CopyEngineStepper) -> Enqueuer {
+    let fixed = &common.fixed;
     Enqueuer {
         common: Arc::clone(common),
         caller,
-        programs: Arc::new(programs),
         engine,
         relay: fixed.paths().rails().then(|| Relay::new(Arc::clone(fixed))),
         calls: Calls::new(fixed.shared.hub.epoch()),

@@ -209,15 +209,15 @@ fn waits_without_cause(bug: Option<CallChange>) -> u64 {
     on_ranks(&case.nodes, &small(), |world: World| {
         let group = world.all().unwrap();
         let mut rank = Rank::<bf16>::new(&group, &case);
-        let Some(PlannedExchange { enqueuer, .. }) = rank.planned.planned() else {
+        let Some(PlannedExchange { programs, .. }) = rank.planned.planned() else {
             panic!("exact sizes are the enqueuer's")
         };
         let posted = Action::Run(StageId::Posted, Part::Whole);
-        let program = enqueuer.programs.own(CallKind::Dispatch, Relays::Inline);
+        let program = programs.own(CallKind::Dispatch, Relays::Inline);
         let at = program.steps().iter().position(|step| step.action == posted).unwrap();
         if let Some(change) = bug {
             let bug = CallMutation { at: at as u16, change };
-            plant(Arc::make_mut(&mut enqueuer.programs), CallKind::Dispatch, bug);
+            plant(programs, CallKind::Dispatch, bug);
         }
         for round in 0..40 {
             let seed = 64 * round + u64::from(group.rank());
