@@ -350,8 +350,8 @@ impl ExpertParallel {
                 DispatchAt::Planned { started, unfinished: Unfinished::new(&self.shared), ep }
             }
             InstanceAt::Slots { ep, stream } => {
-                let tokens = ep.start_dispatch(stream, x, choices)?;
-                DispatchAt::Slots { tokens, unfinished: Unfinished::new(&self.shared), ep, stream }
+                let started = ep.start_dispatch(stream, x, choices)?;
+                DispatchAt::Slots { started, unfinished: Unfinished::new(&self.shared), ep, stream }
             }
         }))
     }
@@ -439,8 +439,8 @@ impl ExpertParallel {
             }
             (InstanceAt::Planned(ep), HandleAt::Planned(handle)) => ep.combine(y, handle, out),
             (InstanceAt::Slots { ep, stream }, HandleAt::Slots(handle)) => {
-                ep.start_combine(stream, y, handle, Some(&out))?;
-                ep.finish_combine(stream, handle, out)
+                let started = ep.start_combine(stream, y, handle, Some(&out))?;
+                ep.finish_combine(stream, started, handle, out)
             }
             (InstanceAt::Planned(ep), _) => Err(ep.refuse(CallKind::Combine, None, foreign)),
             (InstanceAt::Slots { .. }, _) => Err(foreign),
@@ -468,8 +468,8 @@ impl ExpertParallel {
                 CombineAt::Planned { started, handle, unfinished: Unfinished::new(&self.shared), ep }
             }
             (InstanceAt::Slots { ep, stream }, HandleAt::Slots(slots)) => {
-                ep.start_combine(stream, y, slots, None)?;
-                CombineAt::Slots { handle, unfinished: Unfinished::new(&self.shared), ep, stream }
+                let started = ep.start_combine(stream, y, slots, None)?;
+                CombineAt::Slots { started, handle, unfinished: Unfinished::new(&self.shared), ep, stream }
             }
             (InstanceAt::Planned(ep), _) => return Err(ep.refuse(CallKind::Combine, None, foreign)),
             (InstanceAt::Slots { .. }, _) => return Err(foreign),

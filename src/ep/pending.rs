@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::buffers::RowsAt;
 use super::device::planned::{PlannedCombine, PlannedDispatch, PlannedExchange};
-use super::device::slots::SlotExchange;
+use super::device::slots::{SlotCombine, SlotDispatch, SlotExchange};
 use super::handle::HandleAt;
 use super::host::{HostCombine, HostDispatch};
 use super::tensor::TensorMut;
@@ -28,7 +28,7 @@ pub struct PendingDispatch<'a>(pub(super) DispatchAt<'a>);
 pub(super) enum DispatchAt<'a> {
     Host(HostDispatch<'a>),
     Planned { started: PlannedDispatch, unfinished: Unfinished, ep: &'a mut PlannedExchange },
-    Slots { tokens: u32, unfinished: Unfinished, ep: &'a mut SlotExchange, stream: &'a Stream },
+    Slots { started: SlotDispatch, unfinished: Unfinished, ep: &'a mut SlotExchange, stream: &'a Stream },
 }
 
 impl PendingDispatch<'_> {
@@ -50,9 +50,9 @@ impl PendingDispatch<'_> {
                 let (rows, handle) = ep.finish_dispatch(started)?;
                 Ok((ExpertRows(RowsAt::Planned(Box::new(rows))), Handle(HandleAt::Planned(handle))))
             }
-            DispatchAt::Slots { tokens, unfinished, ep, stream } => {
+            DispatchAt::Slots { started, unfinished, ep, stream } => {
                 unfinished.end();
-                let (rows, handle) = ep.finish_dispatch(stream, tokens)?;
+                let (rows, handle) = ep.finish_dispatch(stream, started)?;
                 Ok((ExpertRows(RowsAt::Slots(rows)), Handle(HandleAt::Slots(handle))))
             }
         }
@@ -101,6 +101,7 @@ pub(super) enum CombineAt<'a> {
         ep: &'a mut PlannedExchange,
     },
     Slots {
+        started: SlotCombine,
         handle: &'a Handle,
         unfinished: Unfinished,
         ep: &'a mut SlotExchange,
@@ -128,10 +129,10 @@ impl PendingCombine<'_> {
                 let summed = ep.finish_combine(started, handle, out.as_ref().ok().copied());
                 summed.and(out.map(drop))
             }
-            CombineAt::Slots { handle, unfinished, ep, stream } => {
+            CombineAt::Slots { started, handle, unfinished, ep, stream } => {
                 unfinished.end();
                 let HandleAt::Slots(handle) = &handle.0 else { return Err(PlanError::RefusedHere.into()) };
-                ep.finish_combine(stream, handle, out)
+                ep.finish_combine(stream, started, handle, out)
             }
         }
     }

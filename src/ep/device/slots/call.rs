@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use super::exchange::SlotExchange;
+use super::exchange::SlotState;
 use super::expand::{Expansion, Received};
 use super::handle::SlotHandle;
 use crate::device::{Check, DeviceRange, Pack, Stream, SumArgs};
@@ -16,7 +16,7 @@ use crate::ep::buffers::OutputAt;
 use crate::ep::tensor::{Shape, Side, TensorMut, Tokens, wrong_place};
 use crate::ep::{CombineInput, ExpertOutput};
 use crate::error::{CallError, Error};
-use crate::exec::Executor;
+use crate::exec::{Executor, Lowered};
 use crate::schedule::call::{Part, Role, SlotCall, StageId, Work};
 
 /// Tensors of the caller that a half needs.
@@ -32,28 +32,31 @@ pub(super) enum Given<'a> {
 
 /// A call amid its steps.
 pub(super) struct ConstantCall<'a> {
-    pub ep: &'a mut SlotExchange,
+    pub state: &'a SlotState,
+    /// The operations of its stage.
+    pub stage: &'a mut Lowered,
     pub stream: &'a Stream,
     pub call: SlotCall,
     pub given: Given<'a>,
+    /// Tokens of the last dispatch.
+    pub tokens: u32,
 }
 
 impl Executor for ConstantCall<'_> {
     fn run(&mut self, _: Role, _: StageId, part: Part) -> Result<(), Error> {
-        let enqueued = self.ep.calls[self.call as usize].stage.enqueue(part, self.stream);
-        enqueued.map_err(|error| self.ep.fail(error.into()))
+        self.stage.enqueue(part, self.stream).map_err(|error| self.state.fail(error.into()))
     }
 
     fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
-        let ConstantCall { ep, stream, given, .. } = self;
+        let ConstantCall { state, stream, given, tokens: last, .. } = self;
         match (work, given) {
-            (Work::Pack, Given::Tokens(tokens)) => ep.pack(stream, tokens),
-            (Work::Check, _) => ep.check(stream).map_err(|error| ep.fail(error)),
+            (Work::Pack, Given::Tokens(tokens)) => state.pack(stream, tokens),
+            (Work::Check, _) => state.check(stream, *last).map_err(|error| state.fail(error)),
             (Work::Partials, Given::Outputs(y, handle)) => {
-                ep.bring(stream, y, handle)?;
-                ep.fold(stream)
+                state.bring(stream, y, handle)?;
+                state.fold(stream)
             }
-            (Work::Sum, Given::Sums(out)) => ep.sum(stream, out),
+            (Work::Sum, Given::Sums(out)) => state.sum(stream, out, *last),
             _ => Err(CallError::unknown_step(self.call.kind(), &work).into()),
         }
     }
@@ -68,7 +71,7 @@ impl Executor for ConstantCall<'_> {
     }
 }
 
-impl SlotExchange {
+impl SlotState {
     fn pack(&self, stream: &Stream, tokens: &Tokens<'_>) -> Result<(), Error> {
         let Tokens { count, x, experts, weights, .. } = *tokens;
         let pack = Pack {
@@ -95,7 +98,7 @@ impl SlotExchange {
 
     /// Compares the headers with what they must be. So a rank that makes another call is found
     /// before its rows are used.
-    fn check(&self, stream: &Stream) -> Result<(), Error> {
+    fn check(&self, stream: &Stream, tokens: u32) -> Result<(), Error> {
         let check = Check {
             shape: self.shape,
             ranks: self.size(),
@@ -108,7 +111,7 @@ impl SlotExchange {
         let Some(expansion) = &self.expansion else { return Ok(()) };
         let (status, verdict) = (self.status_word()?, self.call_status()?);
         let received = Received { slots: &self.received, status, verdict };
-        expansion.expand((&self.kernels, stream), received, self.turn.tokens)
+        expansion.expand((&self.kernels, stream), received, tokens)
     }
 
     /// Makes one partial row of the outputs for a token.
@@ -128,7 +131,7 @@ impl SlotExchange {
                 };
             }
             CombineInput::Output(ExpertOutput(OutputAt::Planned(output))) => {
-                let (seen, expected) = (output.instance(), self.instance());
+                let (seen, expected) = (output.instance(), self.facts.instance);
                 return Err(CallError::ForeignHandle { seen, expected }.into());
             }
             CombineInput::Output(_) => return Err(wrong_place("expert outputs", Side::Device)),
@@ -147,18 +150,18 @@ impl SlotExchange {
     }
 
     /// Where sums of the last dispatch's tokens go.
-    pub(super) fn sums<'o>(&self, out: &TensorMut<'o>) -> Result<&'o DeviceRange, Error> {
-        let (rows, columns) = (self.turn.tokens.into(), self.spec.hidden);
+    pub(super) fn sums<'o>(&self, out: &TensorMut<'o>, tokens: u32) -> Result<&'o DeviceRange, Error> {
+        let (rows, columns) = (tokens.into(), self.spec.hidden);
         let dtype = self.spec.dtype;
         out.on_device("combined tokens", Shape { rows, columns, dtype }, self.device)
     }
 
     /// Sums by rank, ascending.
-    fn sum(&self, stream: &Stream, out: &TensorMut<'_>) -> Result<(), Error> {
-        let out = self.sums(out)?;
+    fn sum(&self, stream: &Stream, out: &TensorMut<'_>, tokens: u32) -> Result<(), Error> {
+        let out = self.sums(out, tokens)?;
         let sum = SumArgs {
             shape: self.shape,
-            tokens: self.turn.tokens,
+            tokens,
             columns: self.spec.hidden as u32,
             rows: self.expansion.as_ref().map_or(self.spec.dtype, Expansion::home),
             dtype: self.spec.dtype,

@@ -21,7 +21,7 @@ use crate::exec::{EnqueueCounts, Lowered, Until, drive};
 use crate::lane::COPY_ENGINE;
 use crate::plan::SlotShape;
 use crate::schedule::Flag;
-use crate::schedule::call::{CallProgram, SlotCall};
+use crate::schedule::call::{CallMachine, CallProgram, SlotCall};
 use crate::world::WorldState;
 
 /// Flags that this rank awaits from each peer.
@@ -41,6 +41,18 @@ pub(super) const DEAD: u64 = 1 << 16;
 /// holds the world, which does not leave. If the process exits, other ranks see it as lost.
 #[derive(Debug)]
 pub(in crate::ep) struct SlotExchange {
+    /// Programs of its calls, by [`SlotCall`].
+    pub(super) programs: [CallProgram; 3],
+    /// What these put on a stream.
+    pub(super) lowered: [LoweredCall; 3],
+    pub(super) turn: CallState,
+    /// Dropped last, because of its proxy.
+    pub(super) state: SlotState,
+}
+
+/// State that is the same in every call, but for the memory that it names.
+#[derive(Debug)]
+pub(super) struct SlotState {
     pub(super) shared: Arc<WorldState>,
     pub(super) world_ranks: Vec<u32>,
     pub(super) me: u32,
@@ -63,10 +75,6 @@ pub(in crate::ep) struct SlotExchange {
     /// Where slots are packed to, and where partial rows are summed from.
     pub(super) packed_at: Addresses,
     pub(super) summed_from: Addresses,
-    /// By [`SlotCall`].
-    pub(super) calls: [LoweredCall; 3],
-    pub(super) turn: CallState,
-    pub(super) dispatches: u64,
     pub(super) lanes: Vec<LaneUse>,
     pub(super) facts: Arc<Facts>,
     pub(super) guard: WaitBreaker,
@@ -84,11 +92,22 @@ pub(in crate::ep) struct SlotExchange {
 /// A call as this rank makes it.
 #[derive(Debug)]
 pub(super) struct LoweredCall {
-    pub program: Arc<CallProgram>,
     /// The operations of its stage.
     pub stage: Lowered,
     /// Work of a call, without how copies are enqueued.
     pub counts: EnqueueCounts,
+}
+
+/// A dispatch between its halves.
+#[derive(Debug)]
+pub(in crate::ep) struct SlotDispatch {
+    machine: CallMachine,
+}
+
+/// A combine between its halves.
+#[derive(Debug)]
+pub(in crate::ep) struct SlotCombine {
+    machine: CallMachine,
 }
 
 impl LoweredCall {
@@ -101,12 +120,12 @@ impl LoweredCall {
 impl SlotExchange {
     /// Its number among instances on devices.
     pub fn instance(&self) -> u64 {
-        self.facts.instance
+        self.state.facts.instance
     }
 
     /// The lanes of the group.
     pub fn lanes(&self) -> &[LaneUse] {
-        &self.lanes
+        &self.state.lanes
     }
 
     /// First half of a dispatch: sends rows and states the number of tokens. Work that is enqueued
@@ -121,30 +140,35 @@ impl SlotExchange {
         stream: &Stream,
         x: Tensor<'_>,
         choices: Choices<'_>,
-    ) -> Result<u32, Error> {
+    ) -> Result<SlotDispatch, Error> {
         self.turn("start_dispatch", SlotCall::Dispatch, false)?;
-        let tokens = Tokens::check(&self.spec, stream.device(), x, choices)?;
+        let tokens = Tokens::check(&self.state.spec, stream.device(), x, choices)?;
         let count = tokens.count;
-        self.drive(stream, SlotCall::Dispatch, Given::Tokens(tokens), Until::Half)?;
+        let machine = self.start(stream, SlotCall::Dispatch, Given::Tokens(tokens))?;
         self.turn.tokens = count;
-        Ok(count)
+        Ok(SlotDispatch { machine })
     }
 
     /// Second half of a dispatch: the stream waits for the rows of all ranks.
     ///
     /// # Errors
     /// [`CallError::OutOfTurn`]; what the driver refuses ends the world.
-    pub fn finish_dispatch(&mut self, stream: &Stream, tokens: u32) -> Result<(SlotRows, SlotHandle), Error> {
+    pub fn finish_dispatch(
+        &mut self,
+        stream: &Stream,
+        started: SlotDispatch,
+    ) -> Result<(SlotRows, SlotHandle), Error> {
         self.turn("finish_dispatch", SlotCall::Dispatch, true)?;
-        self.drive(stream, SlotCall::Dispatch, Given::Nothing, Until::End)?;
-        self.dispatches += 1;
-        let enqueued = self.calls[SlotCall::Dispatch as usize].enqueued();
-        let facts = Arc::clone(&self.facts);
-        let expanded = self.expansion.as_ref().map(ExpandedRows::of).transpose()?.map(Box::new);
-        let dropped = self.expansion.as_ref().map(|rows| rows.dropped(tokens)).transpose()?;
-        let (received, ranks) = (self.received.clone(), self.size());
-        let rows = SlotRows { received, shape: self.shape, ranks, expanded };
-        Ok((rows, SlotHandle::new(facts, (self.dispatches, tokens), dropped, enqueued)))
+        self.end(started.machine, stream, SlotCall::Dispatch, Given::Nothing)?;
+        let tokens = self.turn.tokens;
+        self.turn.dispatches += 1;
+        let enqueued = self.lowered[SlotCall::Dispatch as usize].enqueued();
+        let facts = Arc::clone(&self.state.facts);
+        let expanded = self.state.expansion.as_ref().map(ExpandedRows::of).transpose()?.map(Box::new);
+        let dropped = self.state.expansion.as_ref().map(|rows| rows.dropped(tokens)).transpose()?;
+        let (received, ranks) = (self.state.received.clone(), self.state.size());
+        let rows = SlotRows { received, shape: self.state.shape, ranks, expanded };
+        Ok((rows, SlotHandle::new(facts, (self.turn.dispatches, tokens), dropped, enqueued)))
     }
 
     /// First half of a combine: sends the partial rows back. `out` is the target of the sums, if it
@@ -158,15 +182,15 @@ impl SlotExchange {
         y: CombineInput<'_>,
         handle: &SlotHandle,
         out: Option<&TensorMut<'_>>,
-    ) -> Result<(), Error> {
+    ) -> Result<SlotCombine, Error> {
         self.own(handle)?;
         self.turn("start_combine", SlotCall::Combine, false)?;
         if let Some(out) = out {
-            self.sums(out)?;
+            self.state.sums(out, self.turn.tokens)?;
         }
-        self.drive(stream, SlotCall::Combine, Given::Outputs(y, handle), Until::Half)?;
-        handle.combined(self.calls[SlotCall::Combine as usize].enqueued());
-        Ok(())
+        let machine = self.start(stream, SlotCall::Combine, Given::Outputs(y, handle))?;
+        handle.combined(self.lowered[SlotCall::Combine as usize].enqueued());
+        Ok(SlotCombine { machine })
     }
 
     /// Second half of a combine: sums.
@@ -177,12 +201,13 @@ impl SlotExchange {
     pub fn finish_combine(
         &mut self,
         stream: &Stream,
+        started: SlotCombine,
         handle: &SlotHandle,
         out: TensorMut<'_>,
     ) -> Result<(), Error> {
         self.turn("finish_combine", SlotCall::Combine, true)?;
         self.own(handle)?;
-        self.drive(stream, SlotCall::Combine, Given::Sums(out), Until::End)
+        self.end(started.machine, stream, SlotCall::Combine, Given::Sums(out))
     }
 
     /// Ends the dispatch of this handle, or the last one, without a combine: the received rows have
@@ -193,35 +218,52 @@ impl SlotExchange {
     pub fn release(&mut self, stream: &Stream, handle: Option<&SlotHandle>) -> Result<(), Error> {
         handle.map_or(Ok(()), |handle| self.own(handle))?;
         self.turn("release", SlotCall::Combine, false)?;
-        self.drive(stream, SlotCall::Release, Given::Nothing, Until::End)
+        self.end(CallMachine::default(), stream, SlotCall::Release, Given::Nothing)
     }
 
-    /// Drives a call on from where it stands. A last half that fails is over, too.
+    /// Makes the first half of a call.
+    fn start(&mut self, stream: &Stream, call: SlotCall, given: Given<'_>) -> Result<CallMachine, Error> {
+        let mut machine = CallMachine::default();
+        self.drive(&mut machine, stream, call, given, Until::Half)?;
+        self.turn.pending = true;
+        Ok(machine)
+    }
+
+    /// Makes a call to its end, from where the machine stands. One that fails is over, too.
+    fn end(
+        &mut self,
+        mut machine: CallMachine,
+        stream: &Stream,
+        call: SlotCall,
+        given: Given<'_>,
+    ) -> Result<(), Error> {
+        self.turn.pending = false;
+        self.turn.call = if call == SlotCall::Dispatch { SlotCall::Combine } else { SlotCall::Dispatch };
+        self.drive(&mut machine, stream, call, given, Until::End)
+    }
+
     fn drive(
         &mut self,
+        machine: &mut CallMachine,
         stream: &Stream,
         call: SlotCall,
         given: Given<'_>,
         until: Until,
     ) -> Result<(), Error> {
-        let program = Arc::clone(&self.calls[call as usize].program);
-        let mut machine = self.turn.pending.take().unwrap_or_default();
-        if until == Until::End {
-            self.turn.call = if call == SlotCall::Dispatch { SlotCall::Combine } else { SlotCall::Dispatch };
-        }
-        drive(&mut machine, &program, &mut ConstantCall { ep: self, stream, call, given }, until)?;
-        self.turn.pending = (until == Until::Half).then_some(machine);
-        Ok(())
+        let SlotExchange { programs, lowered, turn, state } = self;
+        let (program, stage) = (&programs[call as usize], &mut lowered[call as usize].stage);
+        let mut made = ConstantCall { state, stage, stream, call, given, tokens: turn.tokens };
+        drive(machine, program, &mut made, until).map(drop)
     }
 
     /// That a handle is of the last dispatch.
     fn own(&self, handle: &SlotHandle) -> Result<(), Error> {
-        self.shared.hub.health().check()?;
-        if !Arc::ptr_eq(&handle.facts, &self.facts) {
+        self.state.shared.hub.health().check()?;
+        if !Arc::ptr_eq(&handle.facts, &self.state.facts) {
             let (seen, expected) = (handle.instance(), self.instance());
             return Err(CallError::ForeignHandle { seen, expected }.into());
         }
-        match (handle.nth, self.dispatches) {
+        match (handle.nth, self.turn.dispatches) {
             (seen, expected) if seen != expected => Err(CallError::WrongOutput { seen, expected }.into()),
             _ => Ok(()),
         }
@@ -240,18 +282,19 @@ impl SlotExchange {
     /// not answer, those of the host. If these show no late peer, it names this rank itself. Else
     /// as [`status`](Self::status).
     pub fn synchronize(&self, stream: &Stream) -> Result<(), Error> {
-        let (start, deadline) = (Instant::now(), self.shared.options.clocks.deadline);
+        let (start, deadline) = (Instant::now(), self.state.shared.options.clocks.deadline);
         let mut late = None;
         while !stream.is_done()? {
             let waited = start.elapsed();
-            if self.shared.hub.health().check().is_err() {
-                if self.aside.as_ref().is_some_and(|aside| aside.is_stuck()) {
+            if self.state.shared.hub.health().check().is_err() {
+                if self.state.aside.as_ref().is_some_and(|aside| aside.is_stuck()) {
                     break;
                 }
             } else if waited > deadline && late.is_none() {
-                let missing = self.missing(waited);
+                let landing = (self.turn.call == SlotCall::Dispatch) == self.turn.pending;
+                let missing = self.state.missing(waited, landing);
                 // Words of a world that has died meanwhile tell nothing. Ending it ends the waits.
-                late = self.shared.hub.health().check().is_ok().then(|| self.fail(missing));
+                late = self.state.shared.hub.health().check().is_ok().then(|| self.state.fail(missing));
             }
             std::thread::yield_now();
         }
@@ -263,14 +306,25 @@ impl SlotExchange {
     /// # Errors
     /// [`Cause`](crate::error::Cause), [`DeviceError::Fault`].
     pub fn status(&self) -> Result<(), Error> {
-        self.shared.hub.health().check()?;
-        let status = self.guard.status();
+        self.state.shared.hub.health().check()?;
+        let status = self.state.guard.status();
         match KernelFault::of(status as u32) {
-            Some(fault) => Err(DeviceError::Fault { device: self.device, fault }.into()),
+            Some(fault) => Err(DeviceError::Fault { device: self.state.device, fault }.into()),
             None => Ok(()),
         }
     }
 
+    /// Refuses what is not next, and what comes after the end of the world.
+    fn turn(&self, name: &'static str, call: SlotCall, pending: bool) -> Result<(), Error> {
+        self.state.shared.hub.health().check()?;
+        match self.turn.call == call && self.turn.pending == pending {
+            true => Ok(()),
+            false => Err(CallError::OutOfTurn { call: name, expected: self.turn.name() }.into()),
+        }
+    }
+}
+
+impl SlotState {
     /// Calls of this rank, as the pack kernel counts them.
     pub(super) fn counter(&self) -> Result<Word<'_, u64>, DeviceError> {
         self.memory.word(self.places.counter().0)
@@ -291,28 +345,18 @@ impl SlotExchange {
         self.world_ranks.len() as u32
     }
 
-    /// Refuses what is not next, and what comes after the end of the world.
-    fn turn(&self, name: &'static str, call: SlotCall, pending: bool) -> Result<(), Error> {
-        self.shared.hub.health().check()?;
-        match self.turn.call == call && self.turn.pending.is_some() == pending {
-            true => Ok(()),
-            false => Err(CallError::OutOfTurn { call: name, expected: self.turn.name() }.into()),
-        }
-    }
-
     /// Peers wait for what could not be enqueued: their waits are ended, too.
     pub(super) fn fail(&self, error: Error) -> Error {
         self.shared.fail(&self.world_ranks, error)
     }
 
     /// The peer whose word a stream still waits for.
-    fn missing(&self, waited: Duration) -> Error {
+    fn missing(&self, waited: Duration, landing: bool) -> Error {
         let by_card = self.aside.as_ref().map_or_else(|| Some(Vec::new()), |aside| aside.values());
         let all = FLAGS.len() * self.awaited.len();
         let by_host = all - if self.aside.is_some() { FLAGS.len() * self.window.far.len() } else { 0 };
         let mut values: Vec<u64> = (0..by_host).map(|nth| self.guard.value(nth)).collect();
         values.extend(by_card.into_iter().flatten());
-        let landing = (self.turn.call == SlotCall::Dispatch) == self.turn.pending.is_some();
         let (late, flag) = late(&values, usize::from(!landing));
         let peer = late.map_or(self.me, |nth| self.awaited[nth]);
         let lanes = self.proxy.as_ref().map(|proxy| proxy.work().port.lanes());

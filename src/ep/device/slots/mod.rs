@@ -50,7 +50,7 @@ mod setup;
 mod tests;
 mod turn;
 
-pub(in crate::ep) use exchange::SlotExchange;
+pub(in crate::ep) use exchange::{SlotCombine, SlotDispatch, SlotExchange};
 pub(in crate::ep) use handle::{ExpandedRows, SlotHandle, SlotOutput, SlotRows};
 #[cfg(test)]
 pub(in crate::ep) use tests::between_two_machines;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::SlotExchange;
 use super::aside::BypassStream;
+use super::exchange::SlotState;
 use super::exchange::{DEAD, FLAGS, LoweredCall};
 use super::expand::{Expansion, ExpansionLayout};
 use super::handle::Facts;
@@ -108,10 +109,10 @@ impl SlotExchange {
                 place: slots.flag(me, rings) as usize,
                 crossed,
             }));
-            Ok(LoweredCall { program: Arc::new(call.program()), stage, counts })
+            Ok(LoweredCall { stage, counts })
         };
         let [dispatch, combine, release] = SlotCall::ALL.map(&mut make);
-        let calls = [dispatch?, combine?, release?];
+        let lowered = [dispatch?, combine?, release?];
 
         let place = |peer| FLAGS.map(|flag| slots.flag(peer, flag) as usize);
         let by_host = (0..ranks).filter(|&peer| peer != me && !(straight && far.contains(&peer)));
@@ -152,7 +153,7 @@ impl SlotExchange {
             detour: of_proxy.and_then(RowTransport::detour),
             registration: of_proxy.and_then(RowTransport::registration),
         });
-        Ok(SlotExchange {
+        let state = SlotState {
             shared: Arc::clone(&group.shared),
             world_ranks: group.ranks().to_vec(),
             me,
@@ -171,9 +172,6 @@ impl SlotExchange {
             expansion,
             packed_at,
             summed_from,
-            calls,
-            turn: CallState { call: SlotCall::Dispatch, pending: None, tokens: 0 },
-            dispatches: 0,
             lanes,
             facts,
             guard,
@@ -182,7 +180,9 @@ impl SlotExchange {
             memory,
             window,
             proxy,
-        })
+        };
+        let turn = CallState { call: SlotCall::Dispatch, pending: false, dispatches: 0, tokens: 0 };
+        Ok(SlotExchange { programs: SlotCall::ALL.map(SlotCall::program), lowered, turn, state })
     }
 }
 

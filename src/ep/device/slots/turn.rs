@@ -1,6 +1,6 @@
 //! Order of calls: an exchange has one dispatch in flight, and each of its halves is made once.
 
-use crate::schedule::call::{CallMachine, SlotCall};
+use crate::schedule::call::SlotCall;
 
 /// The next call of an exchange.
 #[derive(Clone, Copy, Debug)]
@@ -8,8 +8,10 @@ pub(super) struct CallState {
     /// A dispatch, or what answers one.
     pub call: SlotCall,
     /// It stands at its half.
-    pub pending: Option<CallMachine>,
-    /// Tokens of the last dispatch.
+    pub pending: bool,
+    /// Dispatches so far.
+    pub dispatches: u64,
+    /// Tokens of the last one.
     pub tokens: u32,
 }
 
@@ -17,10 +19,10 @@ impl CallState {
     /// The calls that are right now.
     pub fn name(&self) -> &'static str {
         match (self.call, self.pending) {
-            (SlotCall::Dispatch, None) => "start_dispatch",
-            (SlotCall::Dispatch, Some(_)) => "finish_dispatch",
-            (_, None) => "start_combine or release",
-            (_, Some(_)) => "finish_combine",
+            (SlotCall::Dispatch, false) => "start_dispatch",
+            (SlotCall::Dispatch, true) => "finish_dispatch",
+            (_, false) => "start_combine or release",
+            (_, true) => "finish_combine",
         }
     }
 }
