@@ -1,13 +1,20 @@
-//! Groups: ordered ranks, and the steps they take together.
+//! Groups: ordered ranks, and the steps that they take together.
+//!
+//! ```text
+//!   gather     bytes of each rank to all, by the hub
+//!   alike      values that all ranks must give alike at build: settings, places, fingerprints
+//!   lanes      connections that a route needs, laid once
+//! ```
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::{Window, WorldState, wires};
+use super::{Window, WorldState, net};
 use crate::error::{BootstrapError, CallError, Error, LaneError, MemoryError, PlanError};
-use crate::lane::{self, Lanes, PeerLane, RemoteAddress, WindowPart};
+use crate::lane;
+use crate::lane::{Lanes, PeerLane, RemoteAddress, WindowPart};
 use crate::memory::SymmetricExtent;
 use crate::topology::{NodeMap, Paths, Route};
 
@@ -142,7 +149,7 @@ impl Group {
         }
         let nodes = self.nodes();
         let paths = Paths::new(&nodes, route, self.me);
-        wires::lay(self, &paths)?;
+        net::lay(self, &paths)?;
         let reach = self.ranks.iter().zip(0..).map(|(&rank, position)| self.reach(rank, position, &paths));
         let lanes = Lanes {
             rank: self.me,

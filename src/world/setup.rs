@@ -5,12 +5,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::RailCounters;
-use super::rails::{NetReport, NetSelection, NetState};
-use super::{Group, agree};
+use sha2::{Digest, Sha256};
+
+use super::net::{NetReport, NetSelection, NetState};
+use super::{Group, RailCounters};
 use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Timeouts};
 use crate::config::{Config, EmulatedLink, NetChoice, TcpAddress};
-use crate::error::{BootstrapError, Cause, Error, LaneError, MemoryError};
+use crate::error::{BootstrapError, CallError, Cause, Error, LaneError, MemoryError};
 use crate::exec::Recorder;
 use crate::memory::{Heap, HeapSizes, Pool, Segment};
 use crate::rows::{RowKernels, Simd};
@@ -182,8 +183,8 @@ impl World {
             .map(|(label, r)| Location::from_bytes(r, label))
             .collect::<Result<_, _>>()?;
         let nodes = NodeMap::from_labels(&machines);
-        agree::on_conditions(hub.as_ref(), &options)?;
-        agree::on_sizes(hub.as_ref(), &options)?;
+        compare_fingerprints(hub.as_ref(), &options)?;
+        compare_sizes(hub.as_ref(), &options)?;
         options.config.check()?;
         let heap = Self::map_heaps(hub.as_ref(), &options, &nodes)?;
         let rails = match nodes.nodes() {
@@ -396,4 +397,92 @@ impl WorldState {
 pub(super) fn crowded(machines: &[Location], rank: u32, threads: usize) -> bool {
     let here = machines.iter().filter(|place| place.same_machine(&machines[rank as usize])).count();
     std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here * threads)
+}
+
+/// Compares the fingerprints of all ranks. Digests go round; the words themselves only if these differ, and only of the two that are then
+/// named.
+fn compare_fingerprints(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
+    let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+    let mine = Sha256::digest(&options.job_fingerprint);
+    let digests = hub.gather("world/conditions", rank, size, mine.as_slice(), deadline)?;
+    let Some(differs) = digests.iter().position(|digest| *digest != digests[0]) else { return Ok(()) };
+    let named = [0, differs].contains(&(rank as usize));
+    let words = if named { options.job_fingerprint.as_bytes() } else { &[] };
+    let said = hub.gather("world/conditions/words", rank, size, words, deadline)?;
+    let [expected, seen] = [0, differs].map(|rank| String::from_utf8_lossy(&said[rank]).into_owned());
+    Err(BootstrapError::FingerprintsDiffer { rank: differs as u32, seen, expected }.into())
+}
+
+/// Compares the sizes of heaps and the emulated links of all ranks: peers check offsets against sizes that they take to be their own, and hold signals back at both
+/// ends of a wire or at none.
+fn compare_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
+    let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+    let pace = options.pace.map_or([0; 2], |pace| {
+        [pace.bytes_per_second.get(), u64::try_from(pace.latency.as_nanos()).unwrap_or(u64::MAX)]
+    });
+    let mine = [options.config.heap, options.config.symmetric, pace[0], pace[1]];
+    let said = hub.gather("world/sizes", rank, size, bytemuck::cast_slice(&mine), deadline)?;
+    for (blob, peer) in said.iter().zip(0..) {
+        let theirs = bytemuck::try_pod_read_unaligned::<[u64; 4]>(blob).unwrap_or_default();
+        let names =
+            ["SIDELANE_HEAP", "SIDELANE_SYMMETRIC", "SIDELANE_EMULATED_LINK", "SIDELANE_EMULATED_LINK"];
+        for ((what, mine), theirs) in names.into_iter().zip(mine).zip(theirs) {
+            if mine != theirs {
+                return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_under_different_conditions_do_not_make_a_world_and_all_are_told_who_differs() {
+        let conditions = ["16 tokens", "16 tokens", "32 tokens"];
+        let hubs = bootstrap::threads(3, Timeouts::default()).into_iter();
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = hubs
+                .zip(conditions)
+                .map(|(hub, conditions)| {
+                    let options = Options { job_fingerprint: conditions.to_owned(), ..Options::default() };
+                    scope.spawn(|| World::of(hub, options, "").unwrap_err())
+                })
+                .collect();
+            let (seen, expected) = ("32 tokens".to_owned(), "16 tokens".to_owned());
+            let error = BootstrapError::FingerprintsDiffer { rank: 2, seen, expected };
+            for rank in ranks {
+                assert_eq!(rank.join().unwrap(), Error::Bootstrap(error.clone()));
+            }
+        });
+    }
+
+    #[test]
+    fn ranks_with_heaps_of_different_size_do_not_make_a_world() {
+        for nodes in [["a", "a"], ["a", "b"]] {
+            std::thread::scope(|scope| {
+                let hubs = bootstrap::threads(2, Timeouts::default()).into_iter();
+                let ranks: Vec<_> = hubs
+                    .zip(nodes)
+                    .zip([1u64, 2])
+                    .map(|((hub, node), mib)| {
+                        scope.spawn(move || {
+                            let config = Config { heap: mib << 20, symmetric: 1 << 20, ..Config::default() };
+                            let options = Options { config, ..Options::default() };
+                            World::of(hub, options, node).unwrap_err()
+                        })
+                    })
+                    .collect();
+                for (rank, error) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
+                    assert!(
+                        matches!(error, Error::Call(CallError::ConfigsDiffer { what: "SIDELANE_HEAP", peer, .. })
+                            if peer == 1 - rank as u32),
+                        "{error:?}"
+                    );
+                }
+            });
+        }
+    }
 }

@@ -11,13 +11,13 @@
 //!
 //! Copies of a batch run in any order, so a flag is never one of them. While a stream is captured
 //! into a graph, and on the legacy default stream, the copies are single ones: the driver takes no
-//! batch there. What crosses to other nodes is not the stream's ([`ProxyOps`](super::ProxyOps)).
+//! batch there. What crosses to other nodes is not the stream's ([`ProxyOps`](crate::exec::ProxyOps)).
 
 use std::sync::Arc;
 
-use super::EnqueueCounts;
 use crate::device::{Context, CopyBatch, DeviceRange, MemOpBatch, Stream, Version};
 use crate::error::{DeviceError, Error, LaneError};
+use crate::exec::EnqueueCounts;
 use crate::schedule::call::Part;
 use crate::schedule::stream::{PeerCopy, Piece, StreamProgram, WordOp};
 use crate::schedule::{PutSource, WindowId};

@@ -1,11 +1,126 @@
-//! What crosses, as the enqueuer's stepper sees to it: straight, or by the outbox, in order.
+//! What crosses to other nodes: puts and signals that a thread of the host makes for a stream, in
+//! order.
+//!
+//! A stream cannot use a net. So its thread does, behind the copies that bring rows to the host:
+//!
+//! ```text
+//!   enqueuer   rows --copies--> outbox | mark |      NetQueue: behind each mark, puts and signals in order
+//!   proxy      slots --copies--> staging | flag |    ProxyOps: lowered once, the same but for the call's number
+//!   GPUDirect  rows lie packed | mark |              no copies: the NIC reads them on the device
+//! ```
 
-use super::engine::{CopyEngineStepper, NO_TWIN, Packed};
-use super::outbox::{NetOp, QueuedOp};
+use std::collections::VecDeque;
+
+use super::enqueue::{CopyEngineStepper, NO_TWIN, Packed};
 use crate::device::DeviceRange;
 use crate::error::{DeviceError, Error};
+use crate::exec::EnqueueCounts;
+use crate::lane::{Io, Port, RowSource};
 use crate::plan::RowRun;
-use crate::schedule::{ControlLayout, Flag, FlagValue, PutSource, SpanCopy, WindowId};
+use crate::rows::Stores;
+use crate::schedule::stream::StreamProgram;
+use crate::schedule::{
+    ControlLayout, Flag, FlagValue, Index, Op, Operand, PutSource, SpanCopy, Tag, WindowId,
+};
+
+/// What is to cross.
+#[derive(Debug, Default)]
+pub struct NetQueue {
+    /// In order.
+    pub queue: VecDeque<QueuedOp>,
+    /// Bytes of the outbox that are taken.
+    pub used: u64,
+    /// Something was put since the rails were settled.
+    pub unsettled: bool,
+}
+
+/// One step, and the mark that the stream leaves when what it needs is in the outbox.
+#[derive(Debug)]
+pub struct QueuedOp {
+    /// The mark; what needs none has that of the step before.
+    pub behind: u64,
+    /// The step.
+    pub step: NetOp,
+}
+
+/// What a rail is asked.
+#[derive(Clone, Copy, Debug)]
+pub enum NetOp {
+    /// A span of memory of the host: of the outbox, or of the control window.
+    Span { to: u32, span: SpanCopy },
+    /// A span of memory of a device of this node.
+    Straight { to: u32, span: SpanCopy },
+    /// A word in memory of a device, behind what went there straight.
+    Word { to: u32, of: u32, flag: Flag, value: u64 },
+    /// A run of rows, to a rank's window at a base; from `at` in the outbox.
+    Rows { target: (u32, WindowId, u64), run: RowRun, at: u64, row_bytes: u64 },
+    /// A run of notes; or zeros alone.
+    Notes { target: (u32, WindowId, u64), run: RowRun, row_bytes: u64 },
+    /// A signal behind all that.
+    Signal { to: u32, of: u32, flag: Flag, value: u64, tag: Option<Tag> },
+}
+
+impl NetOp {
+    /// Puts or signals.
+    pub fn perform(self, port: &Port, notes: &[u8], done: &mut EnqueueCounts) -> Result<(), Error> {
+        match self {
+            NetOp::Span { to, span } | NetOp::Straight { to, span } => {
+                port.put(to, &span, &Io::default(), Stores::Cached)?;
+            }
+            NetOp::Word { to, of, flag, value } => {
+                let (word, to_offset) =
+                    (value.to_le_bytes(), ControlLayout::flag(of, flag, port.lanes().ranks()));
+                let (from, len) = (PutSource::Input, word.len() as u64);
+                let span = SpanCopy { from, from_offset: 0, to: WindowId::POOL, to_offset, len };
+                port.put(to, &span, &Io { input: &word, ..Io::default() }, Stores::Cached)?;
+            }
+            NetOp::Rows { target, run, at, row_bytes } => {
+                let outbox = PutSource::Window { owner: port.lanes().rank, window: WindowId::HOST_STAGING };
+                let len = u64::from(run.count) * row_bytes;
+                let bytes = port.source(outbox, at, Some(len), &Io::default())?;
+                put_run(port, target, run, (bytes, row_bytes))?;
+            }
+            NetOp::Notes { target, run, row_bytes } => put_run(port, target, run, (notes, row_bytes))?,
+            NetOp::Signal { to, of, flag, value, tag } => {
+                port.signal(to, (of, flag), value, tag.as_ref())?;
+            }
+        }
+        self.count(done);
+        Ok(())
+    }
+
+    /// Counts it.
+    pub fn count(&self, done: &mut EnqueueCounts) {
+        let bytes = match *self {
+            NetOp::Signal { .. } => {
+                done.rail_signals += 1;
+                return;
+            }
+            NetOp::Span { span, .. } => span.len,
+            NetOp::Straight { span, .. } => {
+                done.gpu_direct_puts += 1;
+                done.straight_bytes += span.len;
+                span.len
+            }
+            NetOp::Word { value, .. } => size_of_val(&value) as u64,
+            NetOp::Rows { run, row_bytes, .. } | NetOp::Notes { run, row_bytes, .. } => {
+                u64::from(run.count + run.pad) * row_bytes
+            }
+        };
+        done.rail_puts += 1;
+        done.rail_bytes += bytes;
+    }
+}
+
+fn put_run(
+    port: &Port,
+    (to, window, base): (u32, WindowId, u64),
+    run: RowRun,
+    (bytes, row_bytes): (&[u8], u64),
+) -> Result<(), Error> {
+    let source = RowSource { bytes, row_bytes, rows: &[], index: Index::Contiguous };
+    port.put_run(to, (window, base), run, source, Stores::Cached)
+}
 
 impl CopyEngineStepper {
     /// From memory of this node to the twin of another, by the outbox; as much at once as that
@@ -166,5 +281,64 @@ impl CopyEngineStepper {
         let notes = packed.map_or(&[][..], |packed| packed.notes_of_host);
         self.outbox.unsettled = true;
         step.perform(&self.port, notes, &mut self.enqueued)
+    }
+}
+
+/// Puts and signals to other nodes, in order.
+#[derive(Debug)]
+pub(crate) struct ProxyOps {
+    steps: Vec<NetOp>,
+}
+
+impl ProxyOps {
+    /// Those of a program; none if there is one node.
+    pub fn of(program: &StreamProgram) -> Self {
+        let operands = program.operands();
+        let mut steps = Vec::new();
+        for item in program.proxied().iter().flat_map(|proxied| &proxied.out.items) {
+            match item.op {
+                Op::Put { to, slot } => {
+                    let Operand::Spans { first, count } = operands.table[slot.0 as usize] else { continue };
+                    let spans = &operands.spans[first as usize..][..count as usize];
+                    steps.extend(spans.iter().map(|&span| match span.from {
+                        PutSource::Window { window: WindowId::HOST_STAGING, .. } => NetOp::Span { to, span },
+                        _ => NetOp::Straight { to, span },
+                    }));
+                }
+                Op::Signal { to, of, flag, level: level @ FlagValue::Credit } => {
+                    steps.push(NetOp::Word { to, of, flag, value: operands.value(level) });
+                }
+                Op::Signal { to, of, flag, .. } => {
+                    steps.push(NetOp::Signal { to, of, flag, value: 0, tag: None });
+                }
+                _ => {}
+            }
+        }
+        ProxyOps { steps }
+    }
+
+    /// Puts and signals all of it in a call of this number. Returns when nothing is read here any
+    /// more.
+    ///
+    /// # Errors
+    /// Of the rails, if a partner takes nothing; the world's cause of death.
+    pub fn perform(&self, port: &Port, call: u64) -> Result<(), Error> {
+        let mut done = EnqueueCounts::default();
+        for &step in &self.steps {
+            let step = match step {
+                NetOp::Signal { to, of, flag, tag, .. } => NetOp::Signal { to, of, flag, value: call, tag },
+                other => other,
+            };
+            step.perform(port, &[], &mut done)?;
+        }
+        port.settle()
+    }
+
+    /// What one call asks of rails, beside what it asks of a stream.
+    pub fn counts(&self, beside: EnqueueCounts) -> EnqueueCounts {
+        self.steps.iter().fold(beside, |mut counts, step| {
+            step.count(&mut counts);
+            counts
+        })
     }
 }

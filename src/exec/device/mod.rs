@@ -1,4 +1,18 @@
-//! What the stepper of devices counts.
+//! Executors for devices: rows go by copy engines, and flags by memory operations of a stream.
+//!
+//! | module | subject |
+//! |---|---|
+//! | `enqueue` | a program with operands, put on a stream call by call |
+//! | `constant` | a stream program, lowered once: every address is a constant |
+//! | `net` | what of either crosses to other nodes, put by a thread of the host |
+
+mod constant;
+mod enqueue;
+mod net;
+
+pub use constant::{Lowered, PeerWindows};
+pub(crate) use enqueue::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed};
+pub(crate) use net::ProxyOps;
 
 /// What a stream was asked to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]

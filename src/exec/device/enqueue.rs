@@ -35,12 +35,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::EnqueueCounts;
-use super::outbox::{NetOp, NetQueue};
+use super::net::{NetOp, NetQueue};
 use crate::device::{
     ByteSpan, Context, CopyBatch, DeviceRange, Event, MemOpBatch, PinnedMemory, Stream, Version, Word,
 };
 use crate::error::{DeviceError, Error};
+use crate::exec::EnqueueCounts;
 use crate::lane::Port;
 use crate::schedule::{
     ControlLayout, Flag, Index, Line, Op, Operand, Operands, PutSource, SpanCopy, TrackOp, WindowId,

@@ -1,4 +1,9 @@
-//! Rounds, which all calls share, and the agreement on entering one.
+//! One round of a call: the entry on which all ranks agree, and what follows it.
+//!
+//! ```text
+//!   begin    tags, own part -> windows, entry: do all ranks make the same call?
+//!   carry    sums and puts of the program, then copies to the caller's tensor
+//! ```
 
 use std::sync::Arc;
 
