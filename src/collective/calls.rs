@@ -108,9 +108,7 @@ impl Communicator {
             }
         }
     }
-}
 
-impl Communicator {
     /// `send` of rank `s` becomes part `s` of `receive`, `[ranks, n]`, on all ranks. Collective,
     /// with the same number of elements on all ranks.
     ///
@@ -150,12 +148,7 @@ impl Communicator {
             }
         }
     }
-}
 
-/// From this many bytes on, a broadcast to three or more nodes goes from leader to leader.
-const CHAIN: u64 = 64 << 10;
-
-impl Communicator {
     /// `data` of rank `root` becomes that of all ranks. Collective, with the same number of
     /// elements on all ranks.
     ///
@@ -187,41 +180,7 @@ impl Communicator {
             }
         }
     }
-}
 
-/// Which bytes go where, kept from call to call.
-#[derive(Debug, Default)]
-pub(super) struct Counts {
-    /// Per rank: bytes of the input for it.
-    sends: Vec<Range<u64>>,
-    /// Per rank: where its bytes lie in the output.
-    receives: Vec<Range<u64>>,
-    /// Per rank: elements that came from it.
-    elements: Vec<usize>,
-}
-
-impl Counts {
-    pub fn new(ranks: u32) -> Self {
-        let ranges = || vec![0..0; ranks as usize];
-        Counts { sends: ranges(), receives: ranges(), elements: vec![0; ranks as usize] }
-    }
-
-    /// Each range behind the last; these are their lengths.
-    fn lay(ranges: &mut [Range<u64>], lengths: impl Iterator<Item = u64>) -> u64 {
-        let mut at = 0;
-        for (range, len) in ranges.iter_mut().zip(lengths) {
-            *range = at..at + len;
-            at += len;
-        }
-        at
-    }
-}
-
-fn nth_of(all: &Range<u64>, slot: u64, nth: u64) -> Range<u64> {
-    (all.start + nth * slot).min(all.end)..(all.start + (nth + 1) * slot).min(all.end)
-}
-
-impl Communicator {
     /// Part `r` of `send` goes to rank `r`; part `s` of `receive` comes from rank `s`. Both are
     /// `[ranks, n]`, with the same `n` on all ranks. Collective.
     ///
@@ -357,9 +316,7 @@ impl Communicator {
         }
         Ok(())
     }
-}
 
-impl Communicator {
     /// Part `r` of `send` goes to rank `r`; part `s` of the result came from rank `s`. Both are
     /// `[ranks, n]`, with the same `n` on all ranks. Collective.
     ///
@@ -433,4 +390,39 @@ impl Communicator {
         let (space, setting) = ("landing", "landing");
         Err(MemoryError::OutOfSpace { rank, asked: bytes, free: room, total: room, space, setting }.into())
     }
+}
+
+/// From this many bytes on, a broadcast to three or more nodes goes from leader to leader.
+const CHAIN: u64 = 64 << 10;
+
+/// Which bytes go where, kept from call to call.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    /// Per rank: bytes of the input for it.
+    sends: Vec<Range<u64>>,
+    /// Per rank: where its bytes lie in the output.
+    receives: Vec<Range<u64>>,
+    /// Per rank: elements that came from it.
+    elements: Vec<usize>,
+}
+
+impl Counts {
+    pub fn new(ranks: u32) -> Self {
+        let ranges = || vec![0..0; ranks as usize];
+        Counts { sends: ranges(), receives: ranges(), elements: vec![0; ranks as usize] }
+    }
+
+    /// Each range behind the last; these are their lengths.
+    fn lay(ranges: &mut [Range<u64>], lengths: impl Iterator<Item = u64>) -> u64 {
+        let mut at = 0;
+        for (range, len) in ranges.iter_mut().zip(lengths) {
+            *range = at..at + len;
+            at += len;
+        }
+        at
+    }
+}
+
+fn nth_of(all: &Range<u64>, slot: u64, nth: u64) -> Range<u64> {
+    (all.start + nth * slot).min(all.end)..(all.start + (nth + 1) * slot).min(all.end)
 }

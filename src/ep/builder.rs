@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::device::planned::PlannedSettings;
-use super::device::slots::SlotExchange;
+use super::device::EnqueuedSettings;
 use super::{CallExecutor, ExpertParallel, Feature};
 use crate::device::Stream;
 use crate::dtype::{Dtype, Fp8RowShape, PartialDtype};
+use crate::ep::device::slots::SlotExchange;
 use crate::error::{CallKind, Error, PlanError};
 use crate::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, RowSizes, Strategy, SumOrder};
 use crate::topology::Route;
@@ -108,7 +108,7 @@ pub enum Graphs {
 /// Executor of an instance's calls, with the settings that only it has.
 pub(super) enum Instance {
     Host,
-    Planned(PlannedSettings),
+    Enqueued(EnqueuedSettings),
     Slots(Arc<Stream>),
 }
 
@@ -116,7 +116,7 @@ impl Instance {
     fn executor(&self) -> CallExecutor {
         match self {
             Instance::Host => CallExecutor::HostStepper,
-            Instance::Planned(_) => CallExecutor::Enqueuer,
+            Instance::Enqueued(_) => CallExecutor::Enqueuer,
             Instance::Slots(_) => CallExecutor::ConstantProgram,
         }
     }
@@ -362,7 +362,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         match &self.stream {
             None => Instance::Host,
             Some(stream) if self.is_constant() => Instance::Slots(Arc::clone(stream)),
-            Some(stream) => Instance::Planned(PlannedSettings {
+            Some(stream) => Instance::Enqueued(EnqueuedSettings {
                 stream: Arc::clone(stream),
                 max_in_flight: self.max_in_flight.unwrap_or(MAX_IN_FLIGHT),
                 device_heap: self.device_heap.unwrap_or(DEVICE_HEAP),
@@ -390,7 +390,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         }
         let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
         match (instance, self.max_in_flight, self.device_heap) {
-            (Instance::Planned(_), ..) | (_, None, None) => Ok(()),
+            (Instance::Enqueued(_), ..) | (_, None, None) => Ok(()),
             (_, Some(seen), _) => bad(
                 "max_in_flight",
                 seen.into(),

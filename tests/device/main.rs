@@ -5,7 +5,7 @@ mod devices;
 mod driver;
 mod kernels;
 mod places;
-mod planned;
+mod enqueued;
 #[path = "../rows/common/mod.rs"]
 mod rows_common;
 mod slots;

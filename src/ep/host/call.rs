@@ -1,27 +1,281 @@
-//! One call on the host: what each step of its program is to this rank.
+//! One call on the host: its state, and what each step of its program is to this rank.
+//!
+//! ```text
+//!   EpState, RankPrograms     never change
+//!   Workspace                 memory and counters that calls use again, one after the other
+//!   Flight                    one call, from its first step to its last
+//!   Lent                      tensors that the caller lends for one half
+//!         |
+//!   HostCall                  borrows all four; drive() asks it to perform each step
+//! ```
 //!
 //! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::buffers::{HostInput, check_tensor};
-use super::flight::{Chunk, Flight, Lent, Offer};
-use super::handle::{HostHandle, Inner, RetainedBuffer};
-use super::workspace::Workspace;
-use crate::ep::agreement::GroupCounts;
-use crate::ep::fixed::EpState;
-use crate::ep::relay::{CallPlan, RelayCall, RelayTask};
-use crate::error::{CallError, Error, MemoryError, PlanError};
-use crate::exec::{Executor, TransferCounts};
+use crossbeam::queue::ArrayQueue;
+
+use super::handle::{HostHandle, HostInput, Inner, RetainedBuffer, check_tensor};
+use super::offload::{HostRelay, RelayRunner};
+use crate::ep::report::LaneUse;
+use crate::ep::work::{CHUNKS, CallPlan, EpState, GroupCounts, RelayCall, RelayTask};
+use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
+use crate::exec::{Executor, HostStepper, TransferCounts};
 use crate::gate::Routing;
-use crate::lane::Io;
-use crate::memory::Extent;
-use crate::plan::{Overflow, PlanContext, RelayPlan, Traffic};
+use crate::lane::{Io, Port};
+use crate::memory::{Extent, Pool, ReleaseCheck};
+use crate::plan::{
+    ExpertMap, InterNodeRows, Overflow, PlanContext, RelayPlan, RelaySorter, SortedRouting, Traffic,
+};
 use crate::rows::Stores;
 use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
-    CallerTables, Operands, Refusal, RelayTables, ReturnParts, SumOperands, Tag, WindowId,
+    CallerTables, Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumOperands, Tag, WindowId,
 };
+use crate::world::SymmetricRange;
+
+/// Bits of the options digest.
+pub(super) mod options {
+    /// Rows are summed.
+    pub const ROWS: u32 = 1;
+    /// One `f32` per row returns.
+    pub const WEIGHTS: u32 = 2;
+    /// Rows are multiplied with routing weights.
+    pub const WEIGHTED: u32 = 4;
+}
+
+/// One call in flight.
+#[derive(Debug)]
+pub(in crate::ep) struct Flight {
+    /// The relay works in a thread of its own: the caller may be away between the halves.
+    pub offloaded: bool,
+    /// The tag of this rank's entry.
+    pub tag: Tag,
+    /// Why this rank refuses the call; its tag says that it does.
+    pub refused: Option<Error>,
+    /// Dispatch: the most bytes that it announces.
+    pub most: u64,
+    /// Dispatch: the extent keeps all that was announced, for rows that move once more.
+    pub keeps_room: bool,
+    /// Dispatch: where rows land here.
+    pub landing: Option<Extent>,
+    /// Dispatch: the handle that it makes.
+    pub made: Inner,
+    /// Return: what this rank brings.
+    pub offer: Option<Offer>,
+    /// Return: what moves.
+    pub parts: ReturnParts,
+    /// Return: rows are multiplied with routing weights where they are summed.
+    pub weighted: bool,
+    /// Return: the chunk stays in the handle.
+    pub keeps_chunk: bool,
+    /// The relay's part of this call; absent while another thread has it, and where there is one
+    /// node. Its blocks are those of the handle that the call makes or follows.
+    pub task: Option<RelayTask>,
+    /// How rows are stored.
+    pub stores: Stores,
+}
+
+/// Memory that a rank offers in a return.
+#[derive(Debug)]
+pub(in crate::ep) struct Offer {
+    pub chunk: Chunk,
+    pub staging: Extent,
+}
+
+/// Rows that a rank offers.
+#[derive(Debug)]
+pub(in crate::ep) enum Chunk {
+    /// The caller's buffer: a refused call gives it back.
+    Output(Extent),
+    /// A copy: the caller still has the rows.
+    Copy(Extent),
+    /// The output that the handle keeps, at this offset in the pool.
+    Kept(u64),
+}
+
+impl Chunk {
+    /// Where it begins in the pool.
+    pub fn offset(&self) -> u64 {
+        match self {
+            Chunk::Output(extent) | Chunk::Copy(extent) => extent.offset(),
+            Chunk::Kept(offset) => *offset,
+        }
+    }
+}
+
+impl Flight {
+    /// A call of this kind, unless what the caller brings was refused.
+    pub fn new(kind: CallKind, checked: Result<(), Error>) -> Self {
+        Flight {
+            offloaded: false,
+            tag: Tag { kind, ..Tag::default() },
+            refused: checked.err(),
+            most: 0,
+            keeps_room: false,
+            landing: None,
+            made: Inner::default(),
+            offer: None,
+            parts: ReturnParts::default(),
+            weighted: false,
+            keeps_chunk: false,
+            task: None,
+            stores: Stores::Cached,
+        }
+    }
+
+    /// A return of these parts.
+    pub fn returning(kind: CallKind, parts: ReturnParts, weighted: bool) -> Self {
+        let bit = |on: bool, bit: u32| if on { bit } else { 0 };
+        let options = bit(parts.rows, options::ROWS)
+            | bit(parts.weights, options::WEIGHTS)
+            | bit(weighted, options::WEIGHTED);
+        let call = Flight::new(kind, Ok(()));
+        Flight { tag: Tag { options, ..call.tag }, parts, weighted, keeps_chunk: weighted, ..call }
+    }
+
+    /// Refuses the call, unless something did before.
+    pub fn refuse(&mut self, checked: Result<(), Error>) {
+        if let (None, Err(error)) = (&self.refused, checked) {
+            self.refused = Some(error);
+        }
+    }
+
+    /// The extent in which rows landed.
+    ///
+    /// # Errors
+    /// [`PlanError::RefusedHere`] where none did.
+    pub fn landed(&mut self) -> Result<Extent, Error> {
+        self.landing.take().ok_or_else(|| PlanError::RefusedHere.into())
+    }
+
+    pub fn kind(&self) -> CallKind {
+        self.tag.kind
+    }
+}
+
+/// Tensors and settings that the caller lends for one half of a call.
+#[derive(Default)]
+pub(in crate::ep) struct Lent<'l> {
+    /// Dispatch: the tokens' choices.
+    pub routing: Option<&'l Routing<'l>>,
+    /// Gathers without choices: how many tokens there are.
+    pub tokens: u32,
+    /// The tensor that goes out.
+    pub input: &'l [u8],
+    /// The handle that the call follows.
+    pub handle: Option<&'l HostHandle>,
+    /// Return: this rank's rows.
+    pub rows: Option<HostInput<'l>>,
+    /// Return: one weight per row.
+    pub row_weights: Option<&'l [f32]>,
+    /// Return: the tensors that come in. Absent, this rank sums nothing: its caller has no place
+    /// for it.
+    pub output: Option<Io<'l>>,
+    /// The new expert map.
+    pub map: Option<ExpertMap>,
+}
+
+/// Handles whose memory is kept for the next dispatches.
+const SPARE_HANDLES: usize = 64;
+
+/// Called once all ranks have agreed on a call.
+type OnAgreed = Box<dyn FnOnce() + Send + Sync>;
+
+/// Memory that the calls of one instance use again.
+pub(in crate::ep) struct Workspace {
+    pub host: HostStepper,
+    /// Does this rank's part for other nodes; there is none where there is only one.
+    pub relay: Option<RelayRunner>,
+    pub tables: CallerTables,
+    pub sorted: SortedRouting,
+    pub crossing: InterNodeRows,
+    pub spans: RelaySorter,
+    pub numbers: GroupCounts,
+    /// The lanes, and how many ranks each reaches.
+    pub lane_use: Arc<[LaneUse]>,
+    /// Weight gradients.
+    pub products: Vec<f32>,
+    pub calls: Calls,
+    pub licence: Arc<dyn ReleaseCheck>,
+    /// Number that distinguishes handles of different instances within this process.
+    pub instance: u64,
+    pub spare: Arc<ArrayQueue<Inner>>,
+    /// Hears that the running call is agreed on.
+    pub on_agreed: Option<OnAgreed>,
+}
+
+impl Workspace {
+    pub fn new(fixed: &Arc<EpState>, range: SymmetricRange) -> Self {
+        static INSTANCES: AtomicU64 = AtomicU64::new(0);
+        let paths = fixed.paths();
+        let readers = paths.local_peers().collect();
+        Workspace {
+            host: HostStepper::new(fixed.spec.dtype, fixed.shared.recorder.clone()),
+            relay: paths.rails().then(|| Self::runner(fixed)),
+            tables: CallerTables::new(paths, CHUNKS),
+            sorted: SortedRouting::default(),
+            crossing: InterNodeRows::default(),
+            spans: RelaySorter::default(),
+            numbers: GroupCounts::new(fixed),
+            lane_use: LaneUse::of(&fixed.lanes).into(),
+            products: Vec::new(),
+            calls: Calls::new(fixed.shared.hub.epoch()),
+            licence: Arc::new(Readers { port: Arc::clone(&fixed.port), readers, _range: range }),
+            instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
+            spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
+            on_agreed: None,
+        }
+    }
+
+    fn runner(fixed: &Arc<EpState>) -> RelayRunner {
+        let host = HostStepper::new(fixed.spec.dtype, fixed.shared.recorder.clone());
+        RelayRunner::new(HostRelay::new(fixed, host))
+    }
+
+    /// Goes on with other fixed state.
+    pub fn adopt(&mut self, fixed: &Arc<EpState>) {
+        self.numbers = GroupCounts::new(fixed);
+        self.relay = self.relay.is_some().then(|| Self::runner(fixed));
+    }
+
+    /// Waits until an offloaded relay has finished; what it brings back.
+    pub fn join_relay(&mut self) -> Option<(RelayTask, Arc<RelayPlan>)> {
+        self.relay.as_mut()?.join()
+    }
+
+    /// Memory of an old handle, or new memory.
+    pub fn spare_handle(&self) -> Inner {
+        self.spare.pop().unwrap_or_default()
+    }
+
+    pub fn handle_of(&self, inner: Inner, pool: &Arc<Pool>) -> HostHandle {
+        HostHandle::new(inner, Arc::clone(pool), Arc::clone(&self.spare), Arc::clone(&self.lane_use))
+    }
+
+    /// Gives a chunk that peers were offered in the running call back to the pool, once they have
+    /// read it.
+    pub fn retire(&self, chunk: Extent, pool: &Pool) {
+        pool.retire(chunk, &self.licence, self.calls.value());
+    }
+}
+
+/// The words by which local peers say that they have read what this rank offered.
+struct Readers {
+    port: Arc<Port>,
+    readers: Vec<u32>,
+    /// The control window outlives the instance until its last readers have finished.
+    _range: SymmetricRange,
+}
+
+impl ReleaseCheck for Readers {
+    fn is_released(&self, value: u64) -> bool {
+        self.readers
+            .iter()
+            .all(|&reader| self.port.flag(reader, Flag::Read).is_ok_and(|flag| flag.value() >= value))
+    }
+}
 
 /// A call amid its steps: the instance it is made on, what it owns, and what the caller lends it
 /// for this half.

@@ -10,11 +10,12 @@ use std::collections::BTreeMap;
 
 use sidelane_verify::unroll::{Bytes, Call, ProofScenario, Relays, SeededBug, StageRun, UnrolledProgram};
 
-use crate::ep::device::planned::tests::support::{on_ranks, small};
+use crate::ep::device::tests::support::{on_ranks, small};
 use crate::ep::{CombineInput, ExpertParallel, ExpertRows, Handle, Tensor};
 use crate::gate::Routing;
 use crate::lane::Port;
-use crate::memory::access::{self, Event};
+use crate::memory::access;
+use crate::memory::access::Event;
 use crate::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use crate::schedule::{ReturnParts, WindowId};
 use crate::topology::{NodeMap, Route};
@@ -192,7 +193,7 @@ impl Case {
         UnrolledProgram::unroll(&ProofScenario {
             nodes: &NodeMap::from_labels(self.nodes),
             route,
-            chunks: crate::ep::fixed::CHUNKS,
+            chunks: crate::ep::work::CHUNKS,
             relays: Relays::Inline,
             map: &self.map(),
             align: 1,

@@ -16,13 +16,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::call::{Flight, Workspace};
 use super::exchange::HostExchange;
-use super::flight::Flight;
 use super::handle::Inner;
-use super::workspace::Workspace;
 use crate::dtype::PartialDtype;
 use crate::ep::builder::Spec;
-use crate::ep::fixed::EpState;
+use crate::ep::work::EpState;
 use crate::error::{CallError, CallKind, Cause, Error};
 use crate::exec::{Executor, Until, drive};
 use crate::gate::Routing;

@@ -1,27 +1,36 @@
-//! The exchange itself.
+//! An instance in fixed slots: its calls, each step of which is a constant of a stream.
+//!
+//! ```text
+//!   start_dispatch    pack     | stage, start | half
+//!   finish_dispatch                             stage, finish | check, expand
+//!   start_combine     bring, fold | stage, start | half
+//!   finish_combine                                 stage, finish | sum
+//!   release                         stage
+//! ```
+//!
+//! One dispatch is in flight, and each half is made once ([`CallState`]). A kernel or copy before
+//! the first stage can be refused, and the call made again. Peers wait for later steps, so an error
+//! there ends the world. Sums concern this rank only, so their errors do not.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::aside::BypassStream;
-use super::call::{ConstantCall, Given};
-use super::expand::Expansion;
+use super::expand::{Expansion, Received};
 use super::handle::{ExpandedRows, Facts, SlotHandle, SlotRows};
-use super::late::late;
-use super::places::{WindowLayout, Windows};
 use super::proxy::Proxy;
-use super::turn::CallState;
-use crate::device::{Addresses, DeviceRange, Kernels, Stream, Word};
+use super::setup::{WindowLayout, Windows};
+use crate::device::{Addresses, Check, DeviceRange, Kernels, Pack, Stream, SumArgs, Word};
 use crate::ep::builder::Spec;
-use crate::ep::device::guard::WaitBreaker;
-use crate::ep::tensor::{Tensor, TensorMut, Tokens};
-use crate::ep::{Choices, CombineInput, LaneUse};
+use crate::ep::device::guard::{BypassStream, WaitBreaker};
+use crate::ep::rows::OutputAt;
+use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
+use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
 use crate::error::{CallError, DeviceError, Error, KernelFault, LaneError};
-use crate::exec::{EnqueueCounts, Lowered, Until, drive};
+use crate::exec::{EnqueueCounts, Executor, Lowered, Until, drive};
 use crate::lane::COPY_ENGINE;
 use crate::plan::SlotShape;
 use crate::schedule::Flag;
-use crate::schedule::call::{CallMachine, CallProgram, SlotCall};
+use crate::schedule::call::{CallMachine, CallProgram, Part, Role, SlotCall, StageId, Work};
 use crate::world::WorldState;
 
 /// Flags that this rank awaits from each peer.
@@ -336,7 +345,7 @@ impl SlotState {
     }
 
     /// The status of a call: within a budget, that of the last one alone.
-    pub(super) fn call_status(&self) -> Result<Word<'_, u32>, DeviceError> {
+    fn call_status(&self) -> Result<Word<'_, u32>, DeviceError> {
         self.facts.words.range().word(self.facts.status)
     }
 
@@ -364,5 +373,220 @@ impl SlotState {
         let lane = far.map_or(COPY_ENGINE, |lanes| lanes.reach[peer as usize].name());
         let (rank, flag) = (self.me, FLAGS[flag] as u32);
         LaneError::Deadline { rank, peer, lane, flag, awaited: 1, seen: 0, waited }.into()
+    }
+
+    fn pack(&self, stream: &Stream, tokens: &Tokens<'_>) -> Result<(), Error> {
+        let Tokens { count, x, experts, weights, .. } = *tokens;
+        let pack = Pack {
+            shape: self.shape,
+            tokens: count,
+            x: x.span(0, x.len())?,
+            experts: experts.span(0, experts.len())?,
+            weights: weights.span(0, weights.len())?,
+            n_experts: self.experts,
+            rank_of: self.rank_of.span(0, self.rank_of.len())?,
+            local_of: self.local_of.span(0, self.local_of.len())?,
+            slots: &self.packed_at,
+            places: self.rows.span(0, self.rows.len())?,
+            counter: self.counter()?,
+            status: self.status_word()?,
+            digest: self.digest,
+        };
+        self.kernels.pack(stream, &pack)?;
+        let Some(expansion) = &self.expansion else { return Ok(()) };
+        // `pack` has counted the call: it cannot be made again.
+        let tallied = expansion.tally((&self.kernels, stream), &self.packed_at, (count, pack.experts));
+        tallied.map_err(|error| self.fail(error))
+    }
+
+    /// Compares the headers with what they must be. So a rank that makes another call is found
+    /// before its rows are used.
+    fn check(&self, stream: &Stream, tokens: u32) -> Result<(), Error> {
+        let check = Check {
+            shape: self.shape,
+            ranks: self.size(),
+            received: self.received.span(0, self.received.len())?,
+            counter: self.counter()?,
+            status: self.status_word()?,
+            digest: self.digest,
+        };
+        self.kernels.check(stream, &check)?;
+        let Some(expansion) = &self.expansion else { return Ok(()) };
+        let (status, verdict) = (self.status_word()?, self.call_status()?);
+        let received = Received { slots: &self.received, status, verdict };
+        expansion.expand((&self.kernels, stream), received, tokens)
+    }
+
+    /// Makes one partial row of the outputs for a token.
+    fn fold(&self, stream: &Stream) -> Result<(), Error> {
+        let Some(expansion) = &self.expansion else { return Ok(()) };
+        expansion.fold((&self.kernels, stream), &self.partials)
+    }
+
+    /// Copies outputs that lie elsewhere to where peers expect them.
+    fn bring(&self, stream: &Stream, y: &CombineInput<'_>, handle: &SlotHandle) -> Result<(), Error> {
+        let tensor = match y {
+            CombineInput::Output(ExpertOutput(OutputAt::Slots(output))) => {
+                let (seen, expected) = (output.nth, handle.nth);
+                return match output.nth == handle.nth && Arc::ptr_eq(&output.facts, &handle.facts) {
+                    true => Ok(()),
+                    false => Err(CallError::WrongOutput { seen, expected }.into()),
+                };
+            }
+            CombineInput::Output(ExpertOutput(OutputAt::Enqueued(output))) => {
+                let (seen, expected) = (output.instance(), self.facts.instance);
+                return Err(CallError::ForeignHandle { seen, expected }.into());
+            }
+            CombineInput::Output(_) => return Err(wrong_place("expert outputs", Side::Device)),
+            CombineInput::Elsewhere(tensor) => tensor,
+        };
+        let outputs = &self.facts.outputs;
+        let (columns, dtype) = (self.spec.hidden, self.spec.dtype);
+        let rows = outputs.len() / self.spec.row_bytes();
+        let from = tensor.on_device("expert outputs", Shape { rows, columns, dtype }, stream.device())?;
+        if from.address() == outputs.address() || rows == 0 {
+            return Ok(());
+        }
+        stream.copy(outputs.span(0, from.len())?, from.span(0, from.len())?)?;
+        handle.count_copied(from.len());
+        Ok(())
+    }
+
+    /// Where sums of the last dispatch's tokens go.
+    pub(super) fn sums<'o>(&self, out: &TensorMut<'o>, tokens: u32) -> Result<&'o DeviceRange, Error> {
+        let (rows, columns) = (tokens.into(), self.spec.hidden);
+        let dtype = self.spec.dtype;
+        out.on_device("combined tokens", Shape { rows, columns, dtype }, self.device)
+    }
+
+    /// Sums by rank, ascending.
+    fn sum(&self, stream: &Stream, out: &TensorMut<'_>, tokens: u32) -> Result<(), Error> {
+        let out = self.sums(out, tokens)?;
+        let sum = SumArgs {
+            shape: self.shape,
+            tokens,
+            columns: self.spec.hidden as u32,
+            rows: self.expansion.as_ref().map_or(self.spec.dtype, Expansion::home),
+            dtype: self.spec.dtype,
+            homes: &self.summed_from,
+            places: self.rows.span(0, self.rows.len())?,
+            status: self.call_status()?,
+            out: out.span(0, out.len())?,
+        };
+        Ok(self.kernels.sum(stream, &sum)?)
+    }
+}
+
+/// The next call of an exchange.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CallState {
+    /// A dispatch, or what answers one.
+    pub call: SlotCall,
+    /// It stands at its half.
+    pub pending: bool,
+    /// Dispatches so far.
+    pub dispatches: u64,
+    /// Tokens of the last one.
+    pub tokens: u32,
+}
+
+impl CallState {
+    /// The calls that are right now.
+    pub fn name(&self) -> &'static str {
+        match (self.call, self.pending) {
+            (SlotCall::Dispatch, false) => "start_dispatch",
+            (SlotCall::Dispatch, true) => "finish_dispatch",
+            (_, false) => "start_combine or release",
+            (_, true) => "finish_combine",
+        }
+    }
+}
+
+/// The first peer that is awaited, and its flag, from the words of each peer, [`FLAGS`] in turn;
+/// `newest` if they do not tell.
+///
+/// Words that have arrived stay set until all have. A peer that has sent its dispatch may have sent
+/// the answering combine too, before this rank has received all dispatches. A peer whose answer is
+/// here may have sent the next dispatch, before all answers are. So a peer with any word set is not
+/// awaited.
+pub(super) fn late(values: &[u64], newest: usize) -> (Option<usize>, usize) {
+    let peers = || values.chunks_exact(FLAGS.len()).map(|words| [words[0] != 0, words[1] != 0]);
+    let only = |flags: [bool; 2]| peers().any(|words| words == flags);
+    let flag = match (only([true, false]), only([false, true])) {
+        (true, _) => 0,
+        (_, true) => 1,
+        _ => newest,
+    };
+    (peers().position(|words| words == [false, false]), flag)
+}
+
+/// Tensors of the caller that a half needs.
+pub(super) enum Given<'a> {
+    Nothing,
+    /// First half of a dispatch.
+    Tokens(Tokens<'a>),
+    /// First half of a combine.
+    Outputs(CombineInput<'a>, &'a SlotHandle),
+    /// Second half of a combine.
+    Sums(TensorMut<'a>),
+}
+
+/// A call amid its steps.
+struct ConstantCall<'a> {
+    pub state: &'a SlotState,
+    /// The operations of its stage.
+    pub stage: &'a mut Lowered,
+    pub stream: &'a Stream,
+    pub call: SlotCall,
+    pub given: Given<'a>,
+    /// Tokens of the last dispatch.
+    pub tokens: u32,
+}
+
+impl Executor for ConstantCall<'_> {
+    fn run(&mut self, _: Role, _: StageId, part: Part) -> Result<(), Error> {
+        self.stage.enqueue(part, self.stream).map_err(|error| self.state.fail(error.into()))
+    }
+
+    fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
+        let ConstantCall { state, stream, given, tokens: last, .. } = self;
+        match (work, given) {
+            (Work::Pack, Given::Tokens(tokens)) => state.pack(stream, tokens),
+            (Work::Check, _) => state.check(stream, *last).map_err(|error| state.fail(error)),
+            (Work::Partials, Given::Outputs(y, handle)) => {
+                state.bring(stream, y, handle)?;
+                state.fold(stream)
+            }
+            (Work::Sum, Given::Sums(out)) => state.sum(stream, out, *last),
+            _ => Err(CallError::unknown_step(self.call.kind(), &work).into()),
+        }
+    }
+
+    /// Ranks agreed on all constants when they built the exchange.
+    fn agree(&mut self, _: Role) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn admit(&mut self, _: Role) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::late;
+
+    #[test]
+    fn a_peer_is_late_of_which_no_word_has_come() {
+        // Dispatches are awaited: of the third, and the first has heard all and answered.
+        assert_eq!(late(&[1, 1, 1, 0, 0, 0], 1), (Some(2), 0));
+        // Answers are: of the second, and the next dispatch of the first is here.
+        assert_eq!(late(&[1, 1, 0, 0, 0, 1], 0), (Some(1), 1));
+        // Nothing has come, or that of one peer tells not what is awaited.
+        assert_eq!(late(&[0, 0, 0, 0], 1), (Some(0), 1));
+        assert_eq!(late(&[1, 1, 0, 0], 0), (Some(1), 0));
+        // Nobody is awaited, as far as these words say.
+        assert_eq!(late(&[1, 0, 1, 1], 1), (None, 0));
+        assert_eq!(late(&[], 0), (None, 0));
     }
 }

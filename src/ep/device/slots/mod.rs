@@ -37,18 +37,13 @@
 //! All ranks make the same calls in the same order. An instance has one dispatch in flight. For
 //! more microbatches, make more instances, and enqueue their calls in the same order on all ranks.
 
-mod aside;
-mod call;
 mod exchange;
 mod expand;
 mod handle;
-mod late;
-mod places;
 mod proxy;
 mod setup;
 #[cfg(test)]
 mod tests;
-mod turn;
 
 pub(in crate::ep) use exchange::{SlotCombine, SlotDispatch, SlotExchange};
 pub(in crate::ep) use handle::{ExpandedRows, SlotHandle, SlotOutput, SlotRows};

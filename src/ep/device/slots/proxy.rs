@@ -20,7 +20,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::ep::device::guard::Words;
-use crate::ep::device::passage::RowTransport;
+use crate::ep::device::transport::RowTransport;
 use crate::ep::host::CancelOnPanic;
 use crate::error::{Error, LaneError};
 use crate::exec::ProxyOps;
@@ -186,13 +186,12 @@ impl Work {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
     use crate::exec::ProxyOps;
     use crate::schedule::call::SlotCall;
     use crate::schedule::stream::{RowPath, Slots, StreamProgram};
     use crate::topology::NodeMap;
+    use std::collections::BTreeSet;
 
     #[test]
     fn bells_that_are_set_together_are_served_as_they_were_rung() {
