@@ -399,8 +399,8 @@ pub(super) fn crowded(machines: &[Location], rank: u32, threads: usize) -> bool 
     std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here * threads)
 }
 
-/// Compares the fingerprints of all ranks. Digests go round; the words themselves only if these differ, and only of the two that are then
-/// named.
+/// Compares the fingerprints of all ranks. Digests go round; the words themselves only if these
+/// differ, and only of the two ranks that the error names.
 fn compare_fingerprints(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
     let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
     let mine = Sha256::digest(&options.job_fingerprint);
@@ -413,8 +413,8 @@ fn compare_fingerprints(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
     Err(BootstrapError::FingerprintsDiffer { rank: differs as u32, seen, expected }.into())
 }
 
-/// Compares the sizes of heaps and the emulated links of all ranks: peers check offsets against sizes that they take to be their own, and hold signals back at both
-/// ends of a wire or at none.
+/// Compares the sizes of heaps and the emulated links of all ranks. Peers check offsets against
+/// their own sizes, and hold signals back at both ends of a connection or at none.
 fn compare_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
     let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
     let pace = options.pace.map_or([0; 2], |pace| {

@@ -6,9 +6,9 @@
 //!   stream of copies                                          rows, pads, notes | landed -> peers
 //! ```
 //!
-//! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then token. So what goes from here
-//! to one expert is one run, and moves as one copy to its final place. A layout that is prepared is
-//! a dispatch of rows without bytes.
+//! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then
+//! token. So all rows from here for one expert are one run, and move as one copy to their final
+//! place. A layout that is prepared is a dispatch of rows without bytes.
 //!
 //! **Where engines relay:**
 //!

@@ -41,7 +41,6 @@ use super::dispatch::Landing;
 use super::guard::Watch;
 use super::memory::{Extent, MemoryShape, StreamFlag};
 use super::session::Session;
-use super::setup::write_map;
 use crate::device::{DeviceRange, Event, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::Status;
@@ -597,7 +596,7 @@ impl DeviceCall<'_> {
         let Enqueuer { common, caller, numbers, relay, .. } = &mut *self.enqueuer;
         let (Some(map), CallerStream { stream, .. }) = (self.map.take(), caller) else { return Ok(()) };
         let fixed = Arc::new(common.fixed.with_map(map));
-        write_map(stream.context(), stream, common, &fixed)?;
+        common.write_map(stream.context(), stream, &fixed)?;
         *numbers = GroupCounts::new(&fixed);
         *relay = relay.is_some().then(|| Relay::new(Arc::clone(&fixed)));
         *common = Arc::new(Session { fixed, ..Session::clone(common) });

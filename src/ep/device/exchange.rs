@@ -372,11 +372,7 @@ impl EnqueuedExchange {
     }
 
     /// The output that a caller brings, or one that its rows are copied to.
-    fn output(
-        &self,
-        y: CombineInput<'_>,
-        handle: &EnqueuedHandle,
-    ) -> Result<EnqueuedOutput, Error> {
+    fn output(&self, y: CombineInput<'_>, handle: &EnqueuedHandle) -> Result<EnqueuedOutput, Error> {
         let tensor = match y {
             CombineInput::Output(ExpertOutput(OutputAt::Enqueued(output))) => {
                 let (seen, expected) = (output.lease.call, handle.call());

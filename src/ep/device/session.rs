@@ -25,7 +25,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::memory::{ByteRange, DevicePool, Extent, MemoryShape, Progress, StreamFlag};
 use crate::bootstrap::interrupted;
 use crate::device::{
-    ByteSpan, ChoiceArgs, DeviceRange, Kernels, PermuteArgs, PinnedMemory, RecordArgs, SortArgs, Stream, Word,
+    ByteSpan, ChoiceArgs, Context, DeviceRange, Kernels, PermuteArgs, PinnedMemory, RecordArgs, SortArgs,
+    Stream, Word,
 };
 use crate::dtype::{Dtype, Fp8RowShape};
 use crate::ep::work::EpState;
@@ -183,6 +184,29 @@ impl Session {
             }
             std::thread::yield_now();
         }
+    }
+
+    /// Writes what follows from the expert map: the bin of each expert, and the partial sum of each
+    /// bin. Waits for the stream.
+    pub fn write_map(
+        &self,
+        context: &Arc<Context>,
+        stream: &Stream,
+        EpState { spec, bins, lanes, .. }: &EpState,
+    ) -> Result<(), Error> {
+        let (shape, map) = (&self.shape, &spec.map);
+        let bin = |slot| if spec.layout.is_per_rank() { map.rank_of(slot) } else { slot };
+        let slots: Vec<u32> =
+            (0..map.experts()).map(|expert| bin(map.slot_for(lanes.rank, expert))).collect();
+        let partials: Vec<u32> = bins.in_order().iter().map(|&bin| bins.partial_of(bin)).collect();
+        let source = PinnedMemory::new(context, (shape.map().1 + shape.groups().1) as usize)?;
+        let mut from = 0;
+        for (words, (to, len)) in [(&slots, shape.map()), (&partials, shape.groups())] {
+            source.write_words(from, words)?;
+            stream.copy(self.memory.span(to, len)?, source.range().span(from as u64, len)?)?;
+            from += len as usize;
+        }
+        Ok(stream.synchronize()?)
     }
 
     /// Where rows of local experts are counted: each number twice, without and with pads;

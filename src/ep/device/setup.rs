@@ -157,29 +157,7 @@ fn fill(context: &Arc<Context>, stream: &Stream, common: &Session) -> Result<(),
         stream.copy(common.memory.span(to, len)?, zeros.range().span(0, len)?)?;
     }
     stream.synchronize()?;
-    write_map(context, stream, common, &common.fixed)
-}
-
-/// Writes what follows from the expert map: the bin of each expert, and the partial sum of each
-/// bin. Waits for the stream.
-pub(super) fn write_map(
-    context: &Arc<Context>,
-    stream: &Stream,
-    common: &Session,
-    EpState { spec, bins, lanes, .. }: &EpState,
-) -> Result<(), Error> {
-    let (shape, map) = (&common.shape, &spec.map);
-    let bin = |slot| if spec.layout.is_per_rank() { map.rank_of(slot) } else { slot };
-    let slots: Vec<u32> = (0..map.experts()).map(|expert| bin(map.slot_for(lanes.rank, expert))).collect();
-    let partials: Vec<u32> = bins.in_order().iter().map(|&bin| bins.partial_of(bin)).collect();
-    let source = PinnedMemory::new(context, (shape.map().1 + shape.groups().1) as usize)?;
-    let mut from = 0;
-    for (words, (to, len)) in [(&slots, shape.map()), (&partials, shape.groups())] {
-        source.write_words(from, words)?;
-        stream.copy(common.memory.span(to, len)?, source.range().span(from as u64, len)?)?;
-        from += len as usize;
-    }
-    Ok(stream.synchronize()?)
+    common.write_map(context, stream, &common.fixed)
 }
 
 /// The programs of this rank's calls.

@@ -223,7 +223,8 @@ impl Inner {
         output.instance == self.instance && output.number == self.number
     }
 
-    /// Stores the caller's buffer of a call that is refused: [`HostHandle::output`] returns it again.
+    /// Stores the caller's buffer of a call that is refused, for the next
+    /// [`HostHandle::output`].
     pub fn give_back(&self, rows: HostInput<'_>) {
         if let HostInput::Output(output) = rows
             && self.owns(&output)

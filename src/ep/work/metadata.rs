@@ -71,7 +71,8 @@ impl ReceivedMetadata {
 }
 
 /// Places of rows that were relayed in
-/// [coalesce_relays](crate::ep::ExpertParallelBuilder::coalesce_relays), against the *visible* order of
+/// [coalesce_relays](crate::ep::ExpertParallelBuilder::coalesce_relays), against the *visible*
+/// order of
 /// rank-major rows: (source rank, token).
 ///
 /// ```text

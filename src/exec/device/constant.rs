@@ -11,7 +11,7 @@
 //!
 //! Copies of a batch run in any order, so a flag is never one of them. While a stream is captured
 //! into a graph, and on the legacy default stream, the copies are single ones: the driver takes no
-//! batch there. What crosses to other nodes is not the stream's ([`ProxyOps`](crate::exec::ProxyOps)).
+//! batch there. A proxy puts what crosses to other nodes ([`ProxyOps`](crate::exec::ProxyOps)).
 
 use std::sync::Arc;
 

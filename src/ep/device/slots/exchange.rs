@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use super::expand::{Expansion, Received};
 use super::handle::{ExpandedRows, Facts, SlotHandle, SlotRows};
+use super::layout::{WindowLayout, Windows};
 use super::proxy::Proxy;
-use super::setup::{WindowLayout, Windows};
 use crate::device::{Addresses, Check, DeviceRange, Kernels, Pack, Stream, SumArgs, Word};
 use crate::ep::builder::Spec;
 use crate::ep::device::guard::{BypassStream, WaitBreaker};

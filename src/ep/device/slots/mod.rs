@@ -40,6 +40,7 @@
 mod exchange;
 mod expand;
 mod handle;
+mod layout;
 mod proxy;
 mod setup;
 #[cfg(test)]
