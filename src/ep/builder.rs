@@ -322,7 +322,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Allocates what the instance needs and lays what wires are missing. Collective.
+    /// Allocates what the instance needs and lays missing connections. Collective.
     ///
     /// # Errors
     /// [`PlanError`] if a setting cannot be used, [`PlanError::NotAvailable`] for one that its

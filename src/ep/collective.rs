@@ -146,7 +146,7 @@ impl<'g> CollectiveBuilder<'g> {
         self
     }
 
-    /// Allocates the control window and lays what wires are missing. Collective.
+    /// Allocates the control window and lays missing connections. Collective.
     ///
     /// # Errors
     /// [`PlanError`] if a setting cannot be used,

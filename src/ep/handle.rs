@@ -1,4 +1,4 @@
-//! What calls hand out: the layout of a dispatch, and calls between their halves.
+//! Results that outlive a call: the layout of a dispatch, and calls between their halves.
 //!
 //! ```text
 //!   start_dispatch --> PendingDispatch --finish--> rows, Handle --+

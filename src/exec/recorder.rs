@@ -74,7 +74,7 @@ impl OpKind {
 /// One operation as it ran. It is shown by its name: "put rows 3", "wait landed 3", "reduce".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
-    /// What it did.
+    /// Its operation.
     pub kind: OpKind,
     /// The flag that was raised or awaited.
     #[serde(with = "flag_name")]
@@ -139,7 +139,7 @@ impl fmt::Display for Event {
 /// A call that its caller timed: it encloses the operations that ran in it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TimedCall {
-    /// What the caller calls it.
+    /// The caller's name for it.
     pub name: String,
     /// Begin, in nanoseconds of the monotonic clock.
     pub start_ns: u64,
@@ -154,12 +154,12 @@ impl TimedCall {
     }
 }
 
-/// What a stream of an overlap did to one chunk.
+/// Work of an overlap's stream on one chunk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeSpan {
     /// The stream: "compute 0".
     pub stream: String,
-    /// What it did: "experts".
+    /// Name of the work: "experts".
     pub name: String,
     /// To which chunk.
     pub chunk: u32,
@@ -169,7 +169,7 @@ pub struct NodeSpan {
     pub nanos: u64,
 }
 
-/// What one rank did.
+/// Operations, calls and spans of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Timeline {
     /// Calls, in order.
@@ -289,7 +289,7 @@ mod flag_name {
 /// those of a rank's own program, then those of its relay.
 ///
 /// # Errors
-/// Whatever the writer reports.
+/// Those of the writer.
 pub fn write_chrome_trace(out: &mut dyn Write, nodes: &NodeMap, ranks: &[Timeline]) -> io::Result<()> {
     let ids = Ids::of(ranks);
     write!(out, "{{\"displayTimeUnit\":\"ns\",\"traceEvents\":[")?;

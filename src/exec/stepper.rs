@@ -2,7 +2,7 @@
 //!
 //! Launch order puts a rank's own puts and signals before its waits, so stepping in it cannot
 //! deadlock: it is the case of a single queue, which `prove` checks for every schedule. While a
-//! wait lasts, the rails are received.
+//! wait lasts, it drives the net.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,7 +14,7 @@ use crate::lane::{Io, PeerLane, Port, RowSource, Scratch};
 use crate::rows::{Arithmetic, RowKernels, Stores};
 use crate::schedule::{Index, Op, Operand, Operands, PutSource, TrackOp, WindowId};
 
-/// What a host executor has moved since it was asked last.
+/// Counts of a host executor's moves since they were read last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct TransferCounts {
     /// Bytes of rows copied or put within the node, own rows included.
@@ -67,7 +67,7 @@ impl HostStepper {
         self.dtype = dtype;
     }
 
-    /// What has been moved since the last call of this function.
+    /// Counts of moves since the last call of this function.
     pub fn take_moved(&mut self) -> TransferCounts {
         std::mem::take(&mut self.moved)
     }
@@ -75,7 +75,7 @@ impl HostStepper {
     /// Runs operations (a stage, or part of one) in order, to the end.
     ///
     /// # Errors
-    /// Whatever the lanes report; the call is then incomplete and its world is to be cancelled.
+    /// Those of the lanes; the call is then incomplete and its world is to be cancelled.
     pub fn run(
         &mut self,
         port: &Port,
@@ -192,7 +192,7 @@ impl HostStepper {
             };
         }
         match from {
-            // What goes with the rows is no row.
+            // Metadata of rows counts as control data.
             PutSource::Notes | PutSource::Window { window: WindowId::CONTROL, .. } => {
                 self.moved.control_bytes += rows * row_bytes;
             }

@@ -218,7 +218,7 @@ fn tell(group: &Group, context: &Context, said: LocalInfo) -> Result<Vec<PeerInf
 /// This rank's memory, which the NICs of other nodes write to, and theirs.
 #[derive(Debug)]
 pub(crate) struct GpuDirectMemory {
-    /// As rails reach it.
+    /// As the net reaches it.
     pub window: lane::MappedWindow,
     /// How this rank's NICs address it.
     pub registration: Registration,
@@ -240,9 +240,9 @@ impl GpuDirectMemory {
         let (facts, len) = (memory.context.facts(), memory.own.len());
         let ordered = facts.write_order != WriteOrder::None || facts.flush_remote_writes;
         let several = memory.context.driver().hardware_queues() > 1;
-        let rails = group.shared.rails.as_ref().ok_or(NoGpuDirect::Lane("none"));
+        let net = group.shared.net.as_ref().ok_or(NoGpuDirect::Lane("none"));
         let registered = match (ordered, several) {
-            (true, true) => rails.and_then(|rails| rails.register_device(memory)),
+            (true, true) => net.and_then(|net| net.register_device(memory)),
             (false, _) => Err(NoGpuDirect::Unordered),
             (_, false) => Err(NoGpuDirect::OneQueue),
         };
@@ -284,7 +284,8 @@ impl GpuDirectMemory {
 pub(crate) struct HostStaging {
     /// The staging as this rank's device reaches it, its outbox behind the rest.
     pub memory: DeviceRange,
-    /// Memory as the lane reaches it, and that of the other ranks; of a desk, its owner's port
+    /// Memory as the lane reaches it, and that of the other ranks; of an enqueuer's scratch, its
+    /// owner's port
     /// only.
     pub window: lane::MappedWindow,
     _region: Option<Registered>,
@@ -302,7 +303,8 @@ impl HostStaging {
         Ok(HostStaging { memory, window, _region: Some(region) })
     }
 
-    /// A desk of `len` bytes, for this rank only. Collective: if one rank cannot have it, no rank
+    /// The enqueuer's scratch of `len` bytes, for this rank only. Collective: if one rank cannot
+    /// have it, no rank
     /// continues.
     ///
     /// # Errors
@@ -335,7 +337,10 @@ impl HostStaging {
         context: &Arc<Context>,
         len: u64,
     ) -> Result<(DeviceRange, Arc<PeerMapping>), Error> {
-        let own = Segment::create("sidelane-twin", len.next_multiple_of(rustix::param::page_size() as u64))?;
+        let own = Segment::create(
+            "sidelane-host-staging",
+            len.next_multiple_of(rustix::param::page_size() as u64),
+        )?;
         let mut segments = vec![None; group.size() as usize];
         segments[group.rank() as usize] = Some(&own);
         let mapped = Arc::new(PeerMapping::new(&segments)?);

@@ -30,9 +30,9 @@ use crate::topology::{NodeMap, Paths};
 #[derive(Debug)]
 pub(crate) struct NetState {
     /// Attends to all of them.
-    pub card: ProgressThread,
+    pub thread: ProgressThread,
     /// Lays them.
-    pub wiring: Box<dyn NetTransport>,
+    pub transport: Box<dyn NetTransport>,
     /// The lane that was chosen.
     pub report: NetReport,
 }
@@ -47,9 +47,9 @@ struct Net {
 }
 
 /// The lanes between nodes. [`NetState::open`] says which one a world takes.
-const LOOPBACK_NET: Net = Net { lane: LOOPBACK, open: |place, card| place.segments(card) };
-const VERBS_NET: Net = Net { lane: "verbs", open: |place, card| place.cards(card) };
-const TCP_NET: Net = Net { lane: "tcp", open: |place, card| place.tcp(card) };
+const LOOPBACK_NET: Net = Net { lane: LOOPBACK, open: |place, thread| place.segments(thread) };
+const VERBS_NET: Net = Net { lane: "verbs", open: |place, thread| place.nics(thread) };
+const TCP_NET: Net = Net { lane: "tcp", open: |place, thread| place.tcp(thread) };
 
 /// Which lane joins the nodes of a world.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -122,30 +122,30 @@ impl NetState {
         place.compare()?;
         let here = &machines[rank as usize];
         let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
-        let card = ProgressThread::start(rank, Arc::clone(hub.health()), crowded(machines, rank, 2))?;
-        let (wiring, why) = match (choice, stranger) {
+        let thread = ProgressThread::start(rank, Arc::clone(hub.health()), crowded(machines, rank, 2))?;
+        let (transport, why) = match (choice, stranger) {
             (NetChoice::Loopback, Some((rank, _))) => {
                 return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
             }
-            (NetChoice::Loopback, None) => (place.open(&LOOPBACK_NET, &card)??, NetReason::Asked),
-            (NetChoice::Auto, None) => (place.open(&LOOPBACK_NET, &card)??, NetReason::OneMachine),
+            (NetChoice::Loopback, None) => (place.open(&LOOPBACK_NET, &thread)??, NetReason::Asked),
+            (NetChoice::Auto, None) => (place.open(&LOOPBACK_NET, &thread)??, NetReason::OneMachine),
             _ if options.pace.is_some() => return Err(LaneError::NoLinkEmulation { rank }.into()),
-            (NetChoice::Verbs, _) => (place.open(&VERBS_NET, &card)??, NetReason::Asked),
-            (NetChoice::Tcp, _) => (place.open(&TCP_NET, &card)??, NetReason::Asked),
-            (NetChoice::Auto, Some(_)) => match place.open(&VERBS_NET, &card)? {
-                Ok(wiring) => (wiring, NetReason::Cards),
+            (NetChoice::Verbs, _) => (place.open(&VERBS_NET, &thread)??, NetReason::Asked),
+            (NetChoice::Tcp, _) => (place.open(&TCP_NET, &thread)??, NetReason::Asked),
+            (NetChoice::Auto, Some(_)) => match place.open(&VERBS_NET, &thread)? {
+                Ok(transport) => (transport, NetReason::Cards),
                 // A setting of the user is never ignored silently.
                 Err(lacking) if lacking.mistake => return Err(lacking.into()),
                 Err(lacking) => {
                     let why = NetReason::NoCards { rank: lacking.rank, reason: lacking.reason.clone() };
-                    (place.open(&TCP_NET, &card)??, why)
+                    (place.open(&TCP_NET, &thread)??, why)
                 }
             },
         };
-        let report = NetReport { lane: wiring.lane(), why, cards: wiring.describe() };
-        let rails = NetState { card, wiring, report };
-        rails.register(Region { mapped: Arc::clone(heap.mapped()), member: rank })?;
-        Ok(rails)
+        let report = NetReport { lane: transport.lane(), why, cards: transport.describe() };
+        let net = NetState { thread, transport, report };
+        net.register(Region { mapped: Arc::clone(heap.mapped()), member: rank })?;
+        Ok(net)
     }
 
     /// Lets peers write to a region. Returns its number, and the description that peers need.
@@ -153,8 +153,8 @@ impl NetState {
     /// # Errors
     /// Of the lane, if the memory cannot be registered.
     pub fn register(&self, region: Region) -> Result<(u32, Vec<u8>), Error> {
-        let number = self.card.regions().add(region.clone());
-        match self.wiring.register(number, &region) {
+        let number = self.thread.regions().add(region.clone());
+        match self.transport.register(number, &region) {
             Ok(said) => Ok((number, said)),
             Err(error) => {
                 self.deregister(number);
@@ -171,16 +171,16 @@ impl NetState {
         &self,
         memory: &DeviceMemory,
     ) -> Result<(u32, Vec<u8>, Registration), NoGpuDirect> {
-        let number = self.card.regions().reserve();
-        let registered = self.wiring.register_device(number, memory);
-        let (said, how) = registered.inspect_err(|_| self.wiring.deregister(number))?;
+        let number = self.thread.regions().reserve();
+        let registered = self.transport.register_device(number, memory);
+        let (said, how) = registered.inspect_err(|_| self.transport.deregister(number))?;
         Ok((number, said, how))
     }
 
     /// The end of that.
     pub fn deregister(&self, number: u32) {
-        self.wiring.deregister(number);
-        self.card.regions().remove(number);
+        self.transport.deregister(number);
+        self.thread.regions().remove(number);
     }
 }
 
@@ -202,27 +202,27 @@ impl NetSelection<'_> {
     }
 
     /// This rank's segments.
-    fn segments(&self, card: &ProgressThread) -> Opened {
+    fn segments(&self, thread: &ProgressThread) -> Opened {
         let egress = self.options.pace.map(|pace| Arc::new(LinkEmulator::new(pace)));
-        let regions = Arc::clone(card.regions());
-        Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, card.bell(), egress)?))
+        let regions = Arc::clone(thread.regions());
+        Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, thread.bell(), egress)?))
     }
 
     /// This rank's sockets.
-    fn tcp(&self, card: &ProgressThread) -> Opened {
+    fn tcp(&self, thread: &ProgressThread) -> Opened {
         let NetSelection { hub, options, .. } = *self;
-        let (health, regions) = (Arc::clone(hub.health()), Arc::clone(card.regions()));
+        let (health, regions) = (Arc::clone(hub.health()), Arc::clone(thread.regions()));
         let wires = TcpWires::open(hub.pass()?, &options.tcp_address, options.clocks, health, regions)?;
         Ok(Box::new(wires))
     }
 
     /// This rank's NICs.
-    fn cards(&self, card: &ProgressThread) -> Opened {
+    fn nics(&self, thread: &ProgressThread) -> Opened {
         let NetSelection { hub, machines, options, .. } = *self;
         let rank = hub.rank();
         let here = &machines[rank as usize];
         let nth = machines[..rank as usize].iter().filter(|other| other.same_machine(here)).count() as u32;
-        let (regions, health) = (Arc::clone(card.regions()), Arc::clone(hub.health()));
+        let (regions, health) = (Arc::clone(thread.regions()), Arc::clone(hub.health()));
         let (strict, forecast) = (self.heap.boundary(), options.forecast);
         let nodes = self.nodes.clone();
         let setup = Setup { rank, nth, nodes, strict, regions, health, forecast };
@@ -238,9 +238,9 @@ impl NetSelection<'_> {
     fn open(
         &self,
         net: &Net,
-        card: &ProgressThread,
+        thread: &ProgressThread,
     ) -> Result<Result<Box<dyn NetTransport>, Lacking>, Error> {
-        let (opened, lane) = ((net.open)(self, card), net.lane);
+        let (opened, lane) = ((net.open)(self, thread), net.lane);
         let (hub, deadline) = (self.hub, self.options.clocks.rendezvous);
         let (key, said) = (format!("world/rail/{lane}"), Failure::answer(&opened, is_mistake));
         let answers = hub.gather(&key, hub.rank(), hub.size(), &said, deadline)?;
@@ -296,31 +296,31 @@ impl From<Lacking> for Error {
 /// Ends of this rank, by peer.
 type Ends<'a> = Vec<Box<dyn WireEnd + 'a>>;
 
-/// Lays what wires are missing. Collective over the group.
+/// Lays missing connections. Collective over the group.
 ///
 /// # Errors
 /// Of the lane at a rank that fails; [`LaneError::PeerUnsupported`] with the same words at the
 /// others.
 pub(super) fn lay(group: &Group, paths: &Paths) -> Result<(), Error> {
-    match &group.shared.rails {
-        Some(rails) => lay_by(&*rails.wiring, &rails.card, group, paths),
+    match &group.shared.net {
+        Some(net) => lay_by(&*net.transport, &net.thread, group, paths),
         None => Ok(()),
     }
 }
 
 fn lay_by(
-    wiring: &dyn NetTransport,
-    card: &ProgressThread,
+    transport: &dyn NetTransport,
+    thread: &ProgressThread,
     group: &Group,
     paths: &Paths,
 ) -> Result<(), Error> {
     let wanted = |&(_, (&rank, position)): &(usize, (&u32, u32))| {
-        paths.needs_connection(position) && card.rail_to(rank).is_none()
+        paths.needs_connection(position) && thread.rail_to(rank).is_none()
     };
     let members = group.ranks().iter().zip(0..).enumerate();
     let peers: Vec<(usize, u32)> = members.filter(wanted).map(|(at, (&rank, _))| (at, rank)).collect();
-    let opened: Result<Ends<'_>, Error> = peers.iter().map(|&(_, peer)| wiring.open(peer)).collect();
-    let offered = match wiring.passes_descriptors() {
+    let opened: Result<Ends<'_>, Error> = peers.iter().map(|&(_, peer)| transport.open(peer)).collect();
+    let offered = match transport.passes_descriptors() {
         true => pass_descriptors(group, &peers, opened.as_deref().unwrap_or_default()),
         false => pass_bytes(group, &peers, opened.as_deref().unwrap_or_default()),
     };
@@ -331,10 +331,12 @@ fn lay_by(
         (Err(own), _) if is_own(&own) => Err(own),
         (_, Ok(Some(Failure { at, grave: true, reason })))
         | (Ok(_), Ok(Some(Failure { at, reason, .. }))) => {
-            Err(LaneError::PeerUnsupported { rank: group.ranks()[at], lane: wiring.lane(), reason }.into())
+            Err(LaneError::PeerUnsupported { rank: group.ranks()[at], lane: transport.lane(), reason }.into())
         }
         (Err(seen), Ok(_)) => Err(seen),
-        (Ok(joined), Ok(None)) => Ok(joined.into_iter().try_for_each(|rail| card.attach(rail))?),
+        (Ok(joined), Ok(None)) => {
+            Ok(joined.into_iter().try_for_each(|connection| thread.attach(connection))?)
+        }
         (_, Err(_)) => answers.map(drop),
     }
 }
@@ -516,12 +518,12 @@ mod tests {
         let segments = Mutex::default();
         let lay = |world: World| {
             let group = world.all().unwrap();
-            let NetState { wiring, card, .. } = group.shared.rails.as_ref().unwrap();
+            let NetState { transport, thread, .. } = group.shared.net.as_ref().unwrap();
             let nodes = group.nodes();
             let paths = Paths::new(&nodes, Route::Direct, group.rank());
             let fails = (group.rank() == 3).then_some((0, step));
-            let failing = Failing { wires: &**wiring, fails, segments: &segments };
-            let error = lay_by(&failing, card, &group, &paths).unwrap_err();
+            let failing = Failing { wires: &**transport, fails, segments: &segments };
+            let error = lay_by(&failing, thread, &group, &paths).unwrap_err();
             // The world is as good as before.
             group.lanes(Route::Direct).unwrap();
             error

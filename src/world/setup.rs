@@ -68,7 +68,7 @@ pub struct World {
 pub(crate) struct WorldState {
     /// The net to other nodes; none with only one node. Dropped before the hub leaves, so that a
     /// rank's bytes arrive before others hear that it has left.
-    pub(crate) rails: Option<NetState>,
+    pub(crate) net: Option<NetState>,
     pub(crate) hub: Box<dyn Hub>,
     pub(crate) options: Options,
     pub(crate) nodes: NodeMap,
@@ -187,7 +187,7 @@ impl World {
         compare_sizes(hub.as_ref(), &options)?;
         options.config.check()?;
         let heap = Self::map_heaps(hub.as_ref(), &options, &nodes)?;
-        let rails = match nodes.nodes() {
+        let net = match nodes.nodes() {
             1 => None,
             _ => {
                 let (hub, nodes) = (hub.as_ref(), &nodes);
@@ -196,17 +196,8 @@ impl World {
             }
         };
         let recorder = (options.record > 0).then(|| Arc::new(Recorder::new(options.record)));
-        let shared = WorldState {
-            rails,
-            hub,
-            options,
-            nodes,
-            heap,
-            rows,
-            recorder,
-            groups: Mutex::default(),
-            machines,
-        };
+        let shared =
+            WorldState { net, hub, options, nodes, heap, rows, recorder, groups: Mutex::default(), machines };
         let previous = previous.unwrap_or_else(|| (0..size).collect());
         let shared = Arc::new(shared);
         shared.tell_of_own_faults();
@@ -275,17 +266,17 @@ impl World {
 
     /// Which lane joins the nodes; none where there is only one node.
     pub fn net(&self) -> Option<&NetReport> {
-        self.shared.rails.as_ref().map(|rails| &rails.report)
+        self.shared.net.as_ref().map(|net| &net.report)
     }
 
     /// Requests to this rank's NICs so far; all 0 if the lane has no NICs.
     pub fn nic_counters(&self) -> RailCounters {
-        self.shared.rails.as_ref().map(|rails| rails.card.counters()).unwrap_or_default()
+        self.shared.net.as_ref().map(|net| net.thread.counters()).unwrap_or_default()
     }
 
     /// The same, predicted from the calls alone; all 0 without [`Options::forecast`].
     pub fn nic_forecast(&self) -> RailCounters {
-        self.shared.rails.as_ref().map(|rails| rails.card.forecast()).unwrap_or_default()
+        self.shared.net.as_ref().map(|net| net.thread.forecast()).unwrap_or_default()
     }
 
     /// Pages that the operating system granted for the heap.
@@ -337,9 +328,9 @@ impl World {
     /// continued without this rank.
     pub fn rebuild(&self, deadline: Duration) -> Result<World, Error> {
         let (hub, previous) = self.shared.hub.rebuild(deadline)?;
-        if let (Some(rails), Err(cause)) = (&self.shared.rails, self.shared.hub.health().check()) {
+        if let (Some(net), Err(cause)) = (&self.shared.net, self.shared.hub.health().check()) {
             // The old world may be kept; its bytes in flight must not reach the next one.
-            rails.card.stop(&cause);
+            net.thread.stop(&cause);
         }
         let place = &self.shared.machines[self.rank() as usize];
         Self::build(hub, self.shared.options.clone(), place, Some(previous))

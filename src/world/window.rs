@@ -305,7 +305,7 @@ impl Window {
 #[derive(Debug)]
 pub(super) struct Registered {
     world: Arc<WorldState>,
-    /// None where there are no rails.
+    /// None where there is no net.
     region: Option<u32>,
 }
 
@@ -328,7 +328,7 @@ impl Registered {
     ) -> Result<(Self, lane::MappedWindow), Error> {
         let len = mapped.len_of(group.rank());
         let region = Region { mapped: Arc::clone(&mapped), member: group.rank() };
-        let registered = group.shared.rails.as_ref().map(|rails| rails.register(region)).transpose();
+        let registered = group.shared.net.as_ref().map(|net| net.register(region)).transpose();
         let (number, key) = registered.as_ref().ok().cloned().flatten().unwrap_or_default();
         let mut said = vec![u8::from(registered.is_ok())];
         said.extend(number.to_le_bytes());
@@ -353,8 +353,8 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        if let (Some(number), Some(rails)) = (self.region, &self.world.rails) {
-            rails.deregister(number);
+        if let (Some(number), Some(net)) = (self.region, &self.world.net) {
+            net.deregister(number);
         }
     }
 }

@@ -154,7 +154,7 @@ impl Enqueuer {
         } else {
             layout.pack(sorted, &scratch.starts);
             // Relays bring home rows one behind the other, without those that were dropped.
-            for rank in fixed.paths().relays().filter(|_| fixed.straight()) {
+            for rank in fixed.paths().relays().filter(|_| fixed.gpu_direct()) {
                 let mut home = layout.home_of(&fixed.paths(), rank);
                 for bin in fixed.bins.of(rank) {
                     scratch.starts[bin as usize] = home;
@@ -248,21 +248,21 @@ impl Enqueuer {
         common.send(engine, (shape.host_order(), shape.order(seat)), entries as u64 * 4)
     }
 
-    /// Where the index and the notes of a dispatch lie on the desk: in the twin, if that is one,
+    /// Where the index and the notes of a dispatch lie in the enqueuer's scratch, or in host staging
     /// beside what lands there.
-    pub fn desk(&self, seat: u32) -> (u64, u64) {
+    pub fn enqueuer_scratch(&self, seat: u32) -> (u64, u64) {
         let base = self.tables.landing[self.common.fixed.lanes.rank as usize];
         let shape = &self.common.shape;
-        match self.common.fixed.straight() {
-            true => (0, shape.desk_notes()),
+        match self.common.fixed.gpu_direct() {
+            true => (0, shape.scratch_notes()),
             false => (base, shape.notes(seat).0),
         }
     }
 
-    /// Finds where every visible row has arrived, which the seat keeps; and writes to the desk what
+    /// Finds where every visible row has arrived, which the seat keeps; and writes to the enqueuer's scratch what
     /// goes with rows of other nodes.
     pub fn find_arrivals(&mut self, seat: u32) -> Result<(), Error> {
-        let (_, desk_notes) = self.desk(seat);
+        let (_, scratch_notes) = self.enqueuer_scratch(seat);
         let Enqueuer { common, calls, arrivals, numbers, scratch, kept, .. } = self;
         let fixed = &common.fixed;
         let (paths, me, control, parity) = (fixed.paths(), fixed.lanes.rank, &fixed.control, calls.parity());
@@ -306,7 +306,7 @@ impl Enqueuer {
             let mut rest = &weights[..];
             for &Segment { to_row, count, pad } in &segments[before..] {
                 let notes = rest.split_off(..count as usize * words).unwrap_or_default();
-                let at = desk_notes + u64::from(to_row) * control.note_bytes();
+                let at = scratch_notes + u64::from(to_row) * control.note_bytes();
                 if count + pad > 0 {
                     fixed.port.write(WindowId::HOST_STAGING, at, notes)?;
                     pads.resize(pad as usize * words, 0);
@@ -438,16 +438,16 @@ impl DeviceCall<'_> {
         if arrives && kind.places() {
             enqueuer.find_arrivals(seat)?;
         }
-        let desk = enqueuer.desk(seat);
+        let enqueuer_scratch = enqueuer.enqueuer_scratch(seat);
         let Enqueuer { common, calls, tables, scratch, kept, notes_at, .. } = enqueuer;
         let (setting, kept) = (common.rows_setting(*calls, kind, notes_at), &kept[seat as usize]);
         let rows = kept.layout.landed;
         match &self.task {
             _ if arrives => {
                 if setting.sizing.row_bytes > 0 {
-                    common.fixed.port.write(WindowId::HOST_STAGING, desk.0, &kept.index)?;
+                    common.fixed.port.write(WindowId::HOST_STAGING, enqueuer_scratch.0, &kept.index)?;
                 }
-                tables.bring_notes_in(&setting, &scratch.landed, rows, desk);
+                tables.bring_notes_in(&setting, &scratch.landed, rows, enqueuer_scratch);
             }
             Some(_) => tables.bring_in(&setting, &kept.forward, rows, kind.places()),
             None => {}

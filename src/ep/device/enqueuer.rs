@@ -68,11 +68,11 @@ pub(super) struct CallerStream {
     pub watch: Watch,
 }
 
-/// What is kept of each seat.
+/// State of a context between its calls.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     pub layout: DispatchLayout,
-    /// What this rank's relay knows of it.
+    /// The blocks that this rank's relay copies along it.
     pub forward: RelayPlan,
     /// If tokens may be sent without packing: the first of the layout's runs by token.
     pub in_place: Option<u32>,
@@ -135,7 +135,7 @@ pub(super) struct Scratch {
     pub weights: Vec<u32>,
     /// Per bin: its first row as rows lie packed.
     pub starts: Vec<u32>,
-    /// What goes with each packed row.
+    /// Metadata of each packed row.
     pub notes: Vec<u32>,
     /// Per choice: its packed row, and the place of its bin in the order of the sum.
     pub places: Vec<i32>,
@@ -147,16 +147,16 @@ pub(super) struct Scratch {
     pub header: Header,
 }
 
-/// What a header says of the rows for this rank.
+/// A header's part for this rank.
 #[derive(Debug, Default)]
 pub(super) struct Header {
     pub segments: Vec<Segment>,
     pub listed: Vec<u32>,
-    /// What goes with them.
+    /// Metadata of these rows.
     pub weights: Vec<u32>,
     /// Zeros.
     pub pads: Vec<u32>,
-    /// What a neighbour counts.
+    /// Counts of a local peer.
     pub counted: Vec<u32>,
 }
 
@@ -193,7 +193,7 @@ impl Enqueuer {
         let mut machine = self.enter()?;
         let CallerStream { stream, reached, .. } = &self.caller;
         reached.record(stream)?;
-        // What comes back lies where sums before may still be reading; what goes out is packed.
+        // Returned rows land where earlier sums may still be reading; outgoing rows are packed there.
         if !kind.places() {
             self.engine.follow(reached)?;
             self.common.started(self.engine.awaited().0);
@@ -260,7 +260,7 @@ impl Enqueuer {
         self.engine.take_enqueued();
         Ok(match (refusal, landing) {
             (None, Some(mut extent)) => {
-                // What was staged is free again, for calls that are enqueued later.
+                // Staged memory is free again, for calls that are enqueued later.
                 drop(self.common.trim(kind, &mut extent, &self.kept[seat as usize].layout));
                 Ok(extent)
             }
@@ -496,7 +496,7 @@ impl Executor for DeviceCall<'_> {
                 calls.returned();
                 common.progress.returned(calls.last_return());
             }
-            // Nobody waits for the verdict, and the caller's stream finds rows and metadata where
+            // No thread waits for the verdict, and the caller's stream finds rows and metadata where
             // they landed.
             Work::TellAgreed | Work::Report | Work::Metadata => {}
             _ => return Err(CallError::unknown_step(self.tag.kind, &work).into()),

@@ -80,7 +80,7 @@ type Brought<'a> = (Chosen<'a>, Option<(&'a DeviceRange, Dtype)>);
 /// How long streams of a dead world are waited for when the exchange goes.
 const DRAIN: Duration = Duration::from_secs(10);
 
-/// What an exchange is made of.
+/// Parts of an exchange.
 pub(super) struct Parts {
     pub common: Arc<Session>,
     pub programs: RankPrograms,
@@ -317,7 +317,7 @@ impl EnqueuedExchange {
         let returns = &mut self.returns[seat as usize];
         *returns += 1;
         let nth = *returns;
-        // What is given back from now on no earlier call may use.
+        // No earlier call may use memory that is given back from now on.
         self.common.space.count();
         let machine = self.enqueue_return(kind, seat, steps)?;
         handle.returns(nth, kind, refused.clone());

@@ -184,7 +184,7 @@ const TRIES: usize = 32;
 /// A stream that is not done for so long is held up.
 const SILENT: Duration = Duration::from_millis(200);
 
-/// The words that cards write for one rank.
+/// The words that NICs write for one rank.
 #[derive(Debug)]
 pub(super) struct BypassStream {
     context: Arc<Context>,
@@ -251,7 +251,7 @@ impl BypassStream {
 
     /// Has a stream do something, and waits until it is done. Whether it was.
     fn run(&self, enqueue: impl Fn(&Stream) -> Result<(), DeviceError>) -> bool {
-        // Whoever captures meanwhile would have looks at these streams refused.
+        // A thread that captures meanwhile would have queries of these streams refused.
         self.context.driver().beside_captures(|| self.try_streams(enqueue))
     }
 
@@ -310,7 +310,7 @@ struct Calls {
     spare: Vec<Vec<Awaited>>,
 }
 
-/// What the stream awaits in one call.
+/// Words that the stream awaits in one call.
 #[derive(Debug)]
 struct Expected {
     /// The stream leaves this mark when it has come to the call.

@@ -49,7 +49,7 @@ impl Lease {
 
     /// A report of what was enqueued.
     fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
-        let (detour, registration) = (self.common.detour, self.common.registration);
+        let (detour, registration) = (self.common.no_gpu_direct, self.common.registration);
         let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), CallExecutor::Enqueuer);
         Report { executor, lanes, enqueued, kernels, detour, registration, ..Report::default() }
     }
@@ -65,9 +65,9 @@ impl Lease {
 pub(in crate::ep) struct EnqueuedDispatch {
     pub(super) lease: Arc<Lease>,
     pub(super) kind: CallKind,
-    /// What is wrong with this rank's input.
+    /// Error of this rank's input.
     pub(super) refused: Option<Error>,
-    /// What puts rows into visible order, once it is known where they are.
+    /// Stream and kernel that put rows into visible order, once their places are known.
     pub(super) regroups: Option<(Arc<Stream>, Arc<Kernels>)>,
     /// Where the call is.
     pub(super) machine: CallMachine,
@@ -384,7 +384,7 @@ impl EnqueuedHandle {
     }
 }
 
-/// What experts write.
+/// Output of the experts.
 #[derive(Debug)]
 pub(in crate::ep) struct EnqueuedOutput {
     rows: DeviceRange,
@@ -419,7 +419,7 @@ impl EnqueuedOutput {
         Ok(self.lease.common.piece((self.base + offer.notes_at(), offer.notes * 4))?)
     }
 
-    /// What peers may read.
+    /// Memory that peers may read.
     fn offer(&self) -> RowBuffer {
         self.lease.common.shape.offer(self.len)
     }

@@ -99,11 +99,11 @@ pub(super) struct MemoryShape {
 pub(super) type ByteRange = (u64, u64);
 
 impl MemoryShape {
-    /// What a flag's value counts in.
+    /// Unit of a flag's value.
     pub const STEP: u64 = 64;
 
     /// `staged`: where engines relay, most rows that a rank hands on; `words`: bytes of flags that
-    /// cards may write.
+    /// NICs may write.
     pub fn new(spec: &Spec, seats: u32, pool: u64, staged: Option<u64>, words: u64) -> Self {
         let experts = spec.map.slots().into();
         let per_rank = spec.layout.is_per_rank();
@@ -183,7 +183,7 @@ impl MemoryShape {
         self.sizing.row_bytes.max(self.sizing.home_bytes).max(self.sizing.of_weights().home_bytes)
     }
 
-    /// What lands in a call of this kind if so many rows do. Notes are the handle's.
+    /// Memory of so many rows that land in a call of this kind. Metadata lies with the handle.
     pub fn landing(&self, kind: CallKind, rows: u32) -> RowBuffer {
         RowBuffer { rows, notes: 0, row_bytes: self.row_bytes(kind) }
     }
@@ -193,12 +193,12 @@ impl MemoryShape {
         self.staged.is_some()
     }
 
-    /// What a rank offers in a combine, for so many rows.
+    /// Memory that a rank offers in a combine, for so many rows.
     pub fn offer(&self, rows: u32) -> RowBuffer {
         self.sizing.offer(rows)
     }
 
-    /// Flags that cards write behind rows.
+    /// Flags that NICs write behind rows.
     pub fn words(&self) -> ByteRange {
         (0, self.words)
     }
@@ -285,24 +285,24 @@ impl MemoryShape {
         behind(self.pool())
     }
 
-    /// In the twin: from where rows leave. All that a rank dispatches fits.
+    /// In host staging: from where rows leave. All that a rank dispatches fits.
     pub fn outbox(&self) -> ByteRange {
         (self.device_bytes(), round(self.entries() * self.longest_row()))
     }
 
-    /// Size of the twin.
-    pub fn twin_bytes(&self) -> u64 {
+    /// Bytes of host staging.
+    pub fn host_staging_bytes(&self) -> u64 {
         behind(self.outbox())
     }
 
-    /// On the desk: where notes begin, behind the index.
-    pub fn desk_notes(&self) -> u64 {
+    /// In the enqueuer's scratch: where notes begin, behind the index.
+    pub fn scratch_notes(&self) -> u64 {
         round(self.most_rows() * 4)
     }
 
-    /// Size of the desk.
-    pub fn desk_bytes(&self) -> u64 {
-        self.desk_notes() + round(self.most_rows() * self.sizing.note_bytes())
+    /// Bytes of the enqueuer's scratch.
+    pub fn scratch_bytes(&self) -> u64 {
+        self.scratch_notes() + round(self.most_rows() * self.sizing.note_bytes())
     }
 
     /// Rows that may land, pads counted; memory of none cannot be pinned.
@@ -367,7 +367,7 @@ fn behind((offset, len): ByteRange) -> u64 {
     offset + round(len)
 }
 
-/// What is free, and what will be.
+/// Free memory, and memory that will be free.
 #[derive(Debug)]
 pub(super) struct DevicePool {
     /// First byte of the pool in the window.
@@ -440,7 +440,7 @@ pub(super) struct Progress {
 struct Marks {
     /// A mark of the stream, and the call that it had come to.
     calls: VecDeque<(u64, u64)>,
-    /// What readers of the last return say.
+    /// Value by which the readers of the last return answer.
     last_return: u64,
     /// The latest call whose mark was seen.
     reached: u64,

@@ -36,7 +36,7 @@ use crate::plan::{DispatchLayout, SortedRouting};
 use crate::schedule::{Calls, FillContext};
 use crate::world::{NoGpuDirect, Registration};
 
-/// What both know of an exchange. Copies share all that changes.
+/// State that handles and the enqueuer share. Copies share all that changes.
 #[derive(Clone, Debug)]
 pub(super) struct Session {
     /// Tells handles of different exchanges apart, within this process.
@@ -54,8 +54,8 @@ pub(super) struct Session {
     /// How far the stream has come.
     pub progress: Arc<Progress>,
     /// Why rows that cross go by memory of the host, if they do.
-    pub detour: Option<NoGpuDirect>,
-    /// How cards know the device's memory, if they do.
+    pub no_gpu_direct: Option<NoGpuDirect>,
+    /// How NICs know the device's memory, if they do.
     pub registration: Option<Registration>,
     /// Calls that are enqueued.
     pub served: Arc<AtomicU64>,
@@ -129,7 +129,7 @@ impl Session {
         )?)
     }
 
-    /// What is the same for all operands by which rows go out in a call of this kind, whose
+    /// Context of all operands by which rows go out in a call of this kind, whose
     /// metadata lands at these places.
     pub fn rows_setting<'a>(&'a self, calls: Calls, kind: CallKind, notes: &'a [u64]) -> FillContext<'a> {
         let notes = self.fixed.enqueues.then_some(notes);
@@ -140,7 +140,7 @@ impl Session {
     /// staged behind the rows is this rank's as long as the extent that is returned.
     pub fn trim(&self, kind: CallKind, extent: &mut Extent, layout: &DispatchLayout) -> Option<Extent> {
         let (chunk, staged) = (self.shape.landing(kind, layout.landed), u64::from(layout.staged));
-        let (kept, used) = match (self.shape.arrives(), self.fixed.straight()) {
+        let (kept, used) = match (self.shape.arrives(), self.fixed.gpu_direct()) {
             (true, true) => (chunk.arrivals().1, chunk.staging() + staged * self.shape.row_bytes(kind)),
             (true, false) => (chunk.arrivals().1, 0),
             (false, _) => (chunk.bytes(), 0),
@@ -335,7 +335,8 @@ impl Session {
         )?)
     }
 
-    /// What goes with the rows for neighbours lies as they do: from these rows of bins on.
+    /// Writes the metadata of rows for local peers where these lie packed: from these rows of
+    /// bins on.
     pub fn rewrite_notes(&self, starts: &[u32], sorted: &SortedRouting) -> Result<(), Error> {
         let (fixed, (at, _)) = (&self.fixed, self.shape.host_notes());
         let bytes = fixed.sizing(CallKind::Dispatch).note_bytes();
@@ -368,9 +369,9 @@ pub(super) struct ContextProgress {
     pub combine_refused: Option<Error>,
     /// Where rows of the last dispatch land.
     pub extent: Option<Extent>,
-    /// What the last dispatch asked of the stream of copies.
+    /// Work that the last dispatch enqueued on the stream of copies.
     pub dispatched: EnqueueCounts,
-    /// What the last return asked of it.
+    /// Work that the last return enqueued on it.
     pub combined: EnqueueCounts,
 }
 

@@ -58,8 +58,8 @@ impl EnqueuedExchange {
         let members = window.members();
         let needs = TransportSizes {
             words: shape.words().1,
-            desk: shape.arrives().then(|| shape.desk_bytes()),
-            twin: shape.twin_bytes(),
+            enqueuer_scratch: shape.arrives().then(|| shape.scratch_bytes()),
+            host_staging: shape.host_staging_bytes(),
         };
         let passage = RowTransport::find(group, &context, &lanes, &members, needs)?;
         let (mut fixed, control) = EpState::new(group, spec, room, passage.ground())?;
@@ -79,7 +79,7 @@ impl EnqueuedExchange {
             handles: Arc::default(),
             progress: Arc::new(Progress::new(&fixed, &words_here)),
             served: Arc::default(),
-            detour: passage.detour(),
+            no_gpu_direct: passage.no_gpu_direct(),
             registration: passage.registration(),
             shape,
             fixed: Arc::clone(&fixed),
@@ -101,9 +101,10 @@ impl EnqueuedExchange {
         let ranks = members.into_iter().map(|member| member.map(near)).collect();
         let (zeros_at, zeros_len) = shape.zeros();
         let zeros = common.memory.part(zeros_at, zeros_len)?;
-        let twin = passage.twin().map(|twin| (twin.memory.clone(), shape.outbox()));
+        let host_staging =
+            passage.host_staging().map(|host_staging| (host_staging.memory.clone(), shape.outbox()));
         let words = passage.registration().map(|_| common.piece(shape.words())).transpose()?;
-        let ground = DeviceMap { ranks, zeros, twin, words };
+        let ground = DeviceMap { ranks, zeros, host_staging, words };
         let engine = CopyEngineStepper::new(&context, Arc::clone(&fixed.port), ground, copies);
         let kernels = Arc::new(kernels);
         let [reached, done] = [Event::new(&context)?, Event::new(&context)?];
@@ -112,7 +113,7 @@ impl EnqueuedExchange {
             CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), reached, done, watch };
         let enqueuer = Box::new(enqueuer(&common, caller, engine));
         let programs = programs(&fixed);
-        // Nobody writes to a rank that is not ready.
+        // No rank writes to one that is not ready.
         group.gather(&[])?;
         Ok(EnqueuedExchange::of(Parts {
             common,
@@ -144,7 +145,7 @@ fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
     Ok(Kernels::sum_choices_names(spec.dtype).map(drop)?)
 }
 
-/// What must be there before anybody is told that it is: a stream for copies, and kernels.
+/// Makes all that can fail before ranks compare settings: a stream for copies, and kernels.
 fn prepare(context: &Arc<Context>) -> Result<(Stream, Kernels), Error> {
     Ok((Stream::new(context, Priority::Highest)?, Kernels::load(context)?))
 }
@@ -164,7 +165,7 @@ fn fill(context: &Arc<Context>, stream: &Stream, common: &Session) -> Result<(),
 fn programs(fixed: &EpState) -> RankPrograms {
     let engines = Engines {
         pulls: true,
-        brings_in: fixed.paths().rails() && (fixed.arrives() || !fixed.straight()),
+        brings_in: fixed.paths().rails() && (fixed.arrives() || !fixed.gpu_direct()),
         enqueues: true,
     };
     let sums = fixed.partial_bytes().is_some();

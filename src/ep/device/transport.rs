@@ -20,10 +20,10 @@ use crate::world::{GpuDirectMemory, Group, HostStaging, Member, NoGpuDirect, Reg
 pub(super) enum RowTransport {
     /// There is one node.
     None,
-    /// Memory of devices, as NICs know it; and the planning desk, where engines relay.
-    Straight(GpuDirectMemory, Option<HostStaging>),
+    /// Memory of devices, as NICs know it; and the enqueuer's scratch, where engines relay.
+    GpuDirect(GpuDirectMemory, Option<HostStaging>),
     /// Memory of the host, and why.
-    Detour(HostStaging, NoGpuDirect),
+    HostStaged(HostStaging, NoGpuDirect),
 }
 
 /// Sizes that an exchange needs, equal at all ranks.
@@ -31,10 +31,10 @@ pub(super) enum RowTransport {
 pub(super) struct TransportSizes {
     /// Bytes at the start of the device's memory that hold words.
     pub words: u64,
-    /// Size of a desk, where a straight passage needs one.
-    pub desk: Option<u64>,
-    /// Size of a twin, outbox counted.
-    pub twin: u64,
+    /// Bytes of the enqueuer's scratch, where rows go by GPUDirect and engines relay.
+    pub enqueuer_scratch: Option<u64>,
+    /// Bytes of host staging, outbox counted.
+    pub host_staging: u64,
 }
 
 impl RowTransport {
@@ -63,13 +63,17 @@ impl RowTransport {
         let context_of = Arc::clone(context);
         let memory = DeviceMemory { context: context_of, own, neighbours, rank, strict: needs.words };
         match GpuDirectMemory::new(group, lanes, &memory)? {
-            Ok(straight) => {
-                let desk = needs.desk.map(|len| HostStaging::enqueuer_scratch(group, context, len));
-                Ok(RowTransport::Straight(straight, desk.transpose()?))
+            Ok(gpu_direct) => {
+                let enqueuer_scratch =
+                    needs.enqueuer_scratch.map(|len| HostStaging::enqueuer_scratch(group, context, len));
+                Ok(RowTransport::GpuDirect(gpu_direct, enqueuer_scratch.transpose()?))
             }
-            Err(detour) => {
-                tracing::info!(rank, ?detour, "rows cross by memory of the host");
-                Ok(RowTransport::Detour(HostStaging::new(group, context, lanes, needs.twin)?, detour))
+            Err(reason) => {
+                tracing::info!(rank, ?reason, "rows cross by memory of the host");
+                Ok(RowTransport::HostStaged(
+                    HostStaging::new(group, context, lanes, needs.host_staging)?,
+                    reason,
+                ))
             }
         }
     }
@@ -78,34 +82,35 @@ impl RowTransport {
     pub fn ground(&self) -> RowMemory<'_> {
         match self {
             RowTransport::None => RowMemory::Near,
-            RowTransport::Straight(straight, desk) => {
-                RowMemory::Devices(&straight.window, desk.as_ref().map(|desk| &desk.window))
-            }
-            RowTransport::Detour(twin, _) => RowMemory::Twin(&twin.window),
+            RowTransport::GpuDirect(gpu_direct, enqueuer_scratch) => RowMemory::Devices(
+                &gpu_direct.window,
+                enqueuer_scratch.as_ref().map(|enqueuer_scratch| &enqueuer_scratch.window),
+            ),
+            RowTransport::HostStaged(host_staging, _) => RowMemory::HostStaging(&host_staging.window),
         }
     }
 
     /// The host's memory from which engines bring in.
-    pub fn twin(&self) -> Option<&HostStaging> {
+    pub fn host_staging(&self) -> Option<&HostStaging> {
         match self {
             RowTransport::None => None,
-            RowTransport::Straight(_, desk) => desk.as_ref(),
-            RowTransport::Detour(twin, _) => Some(twin),
+            RowTransport::GpuDirect(_, enqueuer_scratch) => enqueuer_scratch.as_ref(),
+            RowTransport::HostStaged(host_staging, _) => Some(host_staging),
         }
     }
 
     /// Why rows that cross go by memory of the host, if they do.
-    pub fn detour(&self) -> Option<NoGpuDirect> {
+    pub fn no_gpu_direct(&self) -> Option<NoGpuDirect> {
         match self {
-            RowTransport::Detour(_, detour) => Some(*detour),
+            RowTransport::HostStaged(_, reason) => Some(*reason),
             _ => None,
         }
     }
 
-    /// How cards know the device's memory, if they do.
+    /// How NICs know the device's memory, if they do.
     pub fn registration(&self) -> Option<Registration> {
         match self {
-            RowTransport::Straight(straight, _) => Some(straight.registration),
+            RowTransport::GpuDirect(gpu_direct, _) => Some(gpu_direct.registration),
             _ => None,
         }
     }

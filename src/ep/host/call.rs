@@ -555,7 +555,7 @@ impl HostCall<'_, '_> {
         }
     }
 
-    /// What this rank offers of the rows that the caller brings.
+    /// Memory that this rank offers for the rows that the caller brings.
     fn brought(&self, handle: &HostHandle, rows: HostInput<'_>) -> Result<Offer, Error> {
         let chunk = self.chunk(handle, rows)?;
         match self.staging(handle.inner()) {

@@ -169,7 +169,7 @@ impl HostExchange {
         let most = |ep: &HostExchange| ep.fixed.most_bytes(kind, &ep.space.numbers.sizes);
         let gathers = self.gather.as_deref();
         Flight {
-            // What is gathered lies before the rows that are kept.
+            // Gathered rows lie before the rows that are kept.
             most: most(self).saturating_add(gathers.map_or(0, |gather| most(&gather.engine))),
             keeps_room: gathers.is_some(),
             offloaded: away && self.fixed.paths().rails(),
@@ -184,7 +184,7 @@ impl HostExchange {
         routing: Option<&Routing<'_>>,
     ) -> Result<CallMachine, Error> {
         if let (true, None, Some(routing)) = (self.gather.is_some(), &flight.refused, routing) {
-            // What gathers sends choices as they are: those that make no sense are refused here.
+            // The gathering call sends choices as they are, so bad ones are refused here.
             flight.refuse(sort(&self.fixed, &mut self.space.sorted, routing));
         }
         let tokens = routing.map_or(0, Routing::tokens);
@@ -471,7 +471,7 @@ impl HostExchange {
 
     /// In place of a call of this kind.
     pub fn refuse(&mut self, kind: CallKind, handle: Option<&HostHandle>, error: Error) -> Error {
-        // Whatever is missing is of no account beside the error that came first.
+        // The error that came first counts, not a missing input.
         let none = || Error::from(PlanError::RefusedHere);
         let handle = handle.ok_or_else(none);
         let refused = match kind {

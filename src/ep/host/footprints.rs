@@ -150,7 +150,7 @@ fn difference(expected: &Places, seen: &Places) -> Option<String> {
         }
         // Callers may read all that landed as long as they keep it; these read rows alone.
         for what in expected.keys().filter(|_| *name != "release") {
-            // Who borrows bytes to write them may read them, too.
+            // Bytes that are borrowed to be written may be read, too.
             let borrowed =
                 [*what, (true, what.1, what.2)].map(|what| seen.get(&what).cloned().unwrap_or_default());
             let (used, ranges) = (from_first(what.2, &borrowed.concat()), ranges(expected, what));
@@ -183,7 +183,7 @@ impl Case {
         [0, 1].map(|dropped| (0..ranks).map(|rank| routing(rank, dropped)).collect()).into()
     }
 
-    fn story(
+    fn unrolled(
         &self,
         routings: &[Vec<Routing<'static>>],
         calls: &[Call],
@@ -298,8 +298,8 @@ impl Case {
     /// first difference.
     fn compare(&self, calls: &[Call], slip: Option<SeededBug>) -> Option<String> {
         let routings = self.routings();
-        let story = self.story(&routings, calls, slip);
-        let each = story.calls.len() / calls.len();
+        let unrolled = self.unrolled(&routings, calls, slip);
+        let each = unrolled.calls.len() / calls.len();
         let made = on_ranks(self.nodes, &small(), |world| self.make(&world, &routings, calls));
         let mut all = made
             .iter()
@@ -307,7 +307,7 @@ impl Case {
             .flat_map(|(rank, made)| made.iter().enumerate().map(move |nth| (rank, nth)));
         all.find_map(|(rank, (nth, seen))| {
             let mut expected = Places::new();
-            for call in &story.calls[nth * each..][..each] {
+            for call in &unrolled.calls[nth * each..][..each] {
                 // A call that another follows at once is not the caller's.
                 expected.pop_if(|(name, accesses)| *name == "end" && accesses.is_empty());
                 self::expected(&call[rank].scenes, &mut expected);
@@ -357,7 +357,7 @@ fn steps_access_what_the_proof_assumes() {
 }
 
 #[test]
-fn story_of_another_planner_differs() {
+fn program_of_another_enqueuer_differs() {
     let case = Case { nodes: &[0, 0, 1, 1], route: Route::Pxn, ..CASE };
     for slip in [SeededBug::OnePublication, SeededBug::OneMessage, SeededBug::OneHeader, SeededBug::OneTag] {
         assert!(case.compare(&CALLS, Some(slip)).is_some(), "{slip:?}");

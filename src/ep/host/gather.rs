@@ -113,7 +113,7 @@ impl Gather {
             made: &mut flight.made,
         };
         let driven = drive(&mut CallMachine::default(), &programs.regroup, &mut call, Until::End);
-        // What was gathered belongs to nobody any more, and neither does its layout.
+        // The gathered rows and their layout have served.
         let _ = self.engine.space.spare.push(gathered);
         match driven.map_err(|error| fixed.fail(error))? {
             Some(refusal) => return Err(refusal),

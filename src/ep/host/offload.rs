@@ -82,7 +82,7 @@ pub(in crate::ep) struct RelayRunner {
     thread: Option<RelayThread>,
 }
 
-/// What goes to the thread, and comes back when it is done.
+/// A relay and its task, which go to the thread and come back when it is done.
 struct Errand {
     relay: Box<HostRelay>,
     task: RelayTask,

@@ -31,7 +31,7 @@ impl ReceivedMetadata {
         self.experts.clear();
         self.tokens_per_expert.clear();
         match notes {
-            // Whoever gathered looks at the notes itself.
+            // The gathering call reads the words itself.
             RowMetadata::Gathered => {}
             RowMetadata::Weight => {
                 self.weights.extend(words.iter().map(|&word| f32::from_bits(word)));

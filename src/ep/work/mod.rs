@@ -1,4 +1,4 @@
-//! What a call computes between its stages, on the host and for a device alike.
+//! Computations of a call between its stages, on the host and for a device alike.
 //!
 //! ```text
 //!   state       settings, lanes, windows: never changes

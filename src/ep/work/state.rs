@@ -45,9 +45,9 @@ pub(in crate::ep) struct EpState {
 pub(in crate::ep) enum RowMemory<'w> {
     /// In the pools of the heaps; or in memory of devices of one node.
     Near,
-    /// In memory of devices that no rail reaches: they cross to its twin.
-    Twin(&'w MappedWindow),
-    /// In memory of devices, as the lane reaches it; and the planning desk, where engines relay.
+    /// In memory of devices that no NIC reaches: rows cross by its host staging.
+    HostStaging(&'w MappedWindow),
+    /// In memory of devices, as the lane reaches it; and the enqueuer's scratch, where engines relay.
     Devices(&'w MappedWindow, Option<&'w MappedWindow>),
 }
 
@@ -86,14 +86,16 @@ impl EpState {
             spec.sizing(CallKind::Dispatch, None).note_bytes(),
         );
         let range = group.take_symmetric(control.bytes())?;
-        let (pool, twin, far) = match ground {
+        let (pool, host_staging, far) = match ground {
             RowMemory::Near => (pool_window(group), None, WindowId::POOL),
-            RowMemory::Twin(twin) => (pool_window(group), Some(twin), WindowId::HOST_STAGING),
-            RowMemory::Devices(pool, desk) => (pool.clone(), desk, WindowId::POOL),
+            RowMemory::HostStaging(host_staging) => {
+                (pool_window(group), Some(host_staging), WindowId::HOST_STAGING)
+            }
+            RowMemory::Devices(pool, enqueuer_scratch) => (pool.clone(), enqueuer_scratch, WindowId::POOL),
         };
         let on_devices = !matches!(ground, RowMemory::Near);
         let mut windows = vec![pool, range.window()];
-        windows.extend(twin.cloned());
+        windows.extend(host_staging.cloned());
         let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
         let shared = Arc::clone(&group.shared);
         let fixed = EpState {
@@ -146,7 +148,7 @@ impl EpState {
     }
 
     /// Whether rows cross from device to device.
-    pub fn straight(&self) -> bool {
+    pub fn gpu_direct(&self) -> bool {
         self.on_devices && self.far == WindowId::POOL
     }
 

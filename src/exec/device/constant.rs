@@ -1,7 +1,7 @@
 //! Stream programs, lowered: each becomes copies and memory operations of a CUDA stream.
 //!
-//! What a static program moves is known before its first call, so it is lowered once and enqueued
-//! as often as one likes:
+//! All moves of a stream program are known before its first call, so it is lowered once and
+//! enqueued any number of times:
 //!
 //! ```text
 //!   program   Put Put Put | Signal Signal Signal | Wait Wait Wait Reset Reset Reset
@@ -34,14 +34,14 @@ pub trait PeerWindows {
     /// Whether a rank's device is this rank's.
     fn same_device(&self, rank: u32) -> bool;
 
-    /// The host's twin of this rank's slots, where what crosses goes by it.
-    fn twin(&self) -> Option<&DeviceRange> {
+    /// Host staging of this rank's slots, where rows cross by it.
+    fn host_staging(&self) -> Option<&DeviceRange> {
         None
     }
 
-    /// Flags of this rank that speak of `of` and that a card writes, in memory of the device; else
+    /// Flags of this rank that speak of `of` and that a NIC writes, in memory of the device; else
     /// all are with [`flags`](Self::flags).
-    fn flags_of_card(&self, _of: u32) -> Option<&DeviceRange> {
+    fn nic_flags(&self, _of: u32) -> Option<&DeviceRange> {
         None
     }
 }
@@ -110,7 +110,7 @@ impl Lowered {
         steps.iter_mut().try_for_each(|step| step.enqueue(stream))
     }
 
-    /// What both halves asked of their stream the last time; before the first time, what they ask
+    /// Work of both halves the last time; before the first time, their work
     /// of a stream that takes batches.
     pub fn counts(&self) -> EnqueueCounts {
         self.with_copies(self.counts)
@@ -213,7 +213,7 @@ impl Lowering<'_> {
     }
 
     fn word(&self, list: &mut MemOpBatch, word: WordOp) -> Result<(), DeviceError> {
-        let of_card = |of| self.windows.flags_of_card(of);
+        let of_card = |of| self.windows.nic_flags(of);
         match word {
             WordOp::Write { at, of, offset, value } => {
                 let of_card = of_card(of).filter(|_| at == self.me);
@@ -232,7 +232,7 @@ impl Lowering<'_> {
 
     fn window(&self, rank: u32, window: WindowId) -> Result<&DeviceRange, DeviceError> {
         let window = match window {
-            WindowId::HOST_STAGING => self.windows.twin().filter(|_| rank == self.me),
+            WindowId::HOST_STAGING => self.windows.host_staging().filter(|_| rank == self.me),
             _ => self.windows.slots(rank),
         };
         window.ok_or(NOWHERE)

@@ -14,8 +14,8 @@
 //!   Wait entry, posted     the host's wait
 //!
 //!   to another node        a batch of copies to the outbox for each signal, and a mark behind it; before the next wait the
-//!                          host puts on the rails what stands before each mark that it has seen, and signals
-//!     straight             no copies: the card reads rows where they lie packed, behind the mark that they do; it writes a
+//!                          host puts on the net what stands before each mark that it has seen, and signals
+//!     GPUDirect            no copies: the NIC reads rows where they lie packed, behind the mark that they do; it writes a
 //!                          word behind them, which the stream awaits once the host has seen the flag
 //! ```
 //!
@@ -28,9 +28,9 @@
 //! cannot gather: rows lie packed. They cannot add: a sum is refused.
 //!
 //! **What crosses** keeps its order, so no signal overtakes a put, and goes when all copies between
-//! neighbours have been enqueued: those are under way while this thread serves the rails. It waits
+//! neighbours have been enqueued: those are under way while this thread serves the net. It waits
 //! for its own stream, which waits for what is enqueued already, and for credits, which the
-//! partners' cards give: for no other thread. Rails are attended to meanwhile.
+//! peers' NICs give: for no other thread. It drives the net meanwhile.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -47,22 +47,22 @@ use crate::schedule::{
 };
 use crate::topology::Route;
 
-/// What lies where, as one rank's device reaches it.
+/// Memory of the ranks, as one rank's device reaches it.
 #[derive(Clone, Debug)]
 pub struct DeviceMap {
     /// Per rank: what is its, if it is of this node.
     pub ranks: Vec<Option<LocalPeer>>,
     /// Zeros of this rank: as many as the longest pad has.
     pub zeros: DeviceRange,
-    /// The host's twin of this rank's memory, where there are other nodes, and the piece of it from
+    /// Host staging of this rank's memory, where there are other nodes, and the piece of it from
     /// which rows leave: first byte and length.
-    pub twin: Option<(DeviceRange, (u64, u64))>,
-    /// This rank's words in memory of its device, a line for each flag, where rails reach that:
-    /// what crosses goes straight.
+    pub host_staging: Option<(DeviceRange, (u64, u64))>,
+    /// This rank's words in memory of its device, a line for each flag, where NICs reach that:
+    /// rows then cross by GPUDirect.
     pub words: Option<DeviceRange>,
 }
 
-/// What a rank of this node has.
+/// Memory and words of a rank of this node.
 #[derive(Clone, Debug)]
 pub struct LocalPeer {
     /// The window that programs call the pool.
@@ -93,7 +93,7 @@ pub struct Packed<'a> {
     pub at: u64,
     /// Notes.
     pub notes: &'a DeviceRange,
-    /// The same, as rails read them.
+    /// The same, as NICs read them.
     pub notes_of_host: &'a [u8],
 }
 
@@ -108,7 +108,7 @@ pub struct CopyEngineStepper {
     hinted: bool,
     /// Collected: waits, the copies behind them, and what tells of these.
     waits: MemOpBatch,
-    /// What these waits are for, since the last mark.
+    /// Words of these waits, since the last mark.
     awaited: Vec<Awaited>,
     copies: CopyBatch,
     operations: MemOpBatch,
@@ -124,7 +124,7 @@ pub struct CopyEngineStepper {
 const LOOKS: u32 = 4096;
 
 /// Nothing crosses where there is one node.
-pub(super) const NO_TWIN: DeviceError = DeviceError::NoEngine { operation: "cross to other nodes" };
+pub(super) const NO_HOST_STAGING: DeviceError = DeviceError::NoEngine { operation: "cross to other nodes" };
 
 impl CopyEngineStepper {
     /// An executor on this stream. Its lists grow with the first calls, and never again.
@@ -146,7 +146,7 @@ impl CopyEngineStepper {
         }
     }
 
-    /// What has been enqueued since the last call of this function.
+    /// Work enqueued since the last call of this function.
     pub fn take_enqueued(&mut self) -> EnqueueCounts {
         std::mem::take(&mut self.enqueued)
     }
@@ -154,7 +154,7 @@ impl CopyEngineStepper {
     /// Runs operations in order; what they move may still be under way afterwards.
     ///
     /// # Errors
-    /// Whatever device and lanes report; the call is then incomplete and its world is to be
+    /// Those of the device and the lanes; the call is then incomplete and its world is to be
     /// cancelled.
     pub fn run(
         &mut self,
@@ -259,7 +259,7 @@ impl CopyEngineStepper {
                 (PutSource::Window { window: WindowId::POOL, .. }, _, false)
                     if self.ground.words.is_some() =>
                 {
-                    self.leave_later(NetOp::Straight { to, span: *span });
+                    self.leave_later(NetOp::GpuDirect { to, span: *span });
                 }
                 (PutSource::Window { owner, window: WindowId::POOL }, _, false) => {
                     self.put_across(to, owner, span, packed)?;
@@ -282,11 +282,11 @@ impl CopyEngineStepper {
         Ok(())
     }
 
-    /// From this rank's twin to memory of this node.
+    /// From this rank's host staging to memory of this node.
     fn bring_in(&mut self, to: u32, span: &SpanCopy) -> Result<(), Error> {
         let target = Self::at(&self.ground, to)?.memory.span(span.to_offset, span.len)?;
-        let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
-        self.copies.push(target, twin.0.span(span.from_offset, span.len)?)?;
+        let host_staging = self.ground.host_staging.as_ref().ok_or(NO_HOST_STAGING)?;
+        self.copies.push(target, host_staging.0.span(span.from_offset, span.len)?)?;
         self.enqueued.in_bytes += span.len;
         Ok(())
     }
@@ -303,11 +303,13 @@ impl CopyEngineStepper {
             return Ok(());
         };
         let me = self.port.lanes().rank;
-        let source = match (from, packed, &self.ground.twin) {
+        let source = match (from, packed, &self.ground.host_staging) {
             (PutSource::Input, Some(packed), _) => packed.rows.clone(),
             (PutSource::Notes, Some(packed), _) => packed.notes.clone(),
-            (PutSource::Window { owner, window: WindowId::HOST_STAGING }, _, Some(twin)) if owner == me => {
-                twin.0.clone()
+            (PutSource::Window { owner, window: WindowId::HOST_STAGING }, _, Some(host_staging))
+                if owner == me =>
+            {
+                host_staging.0.clone()
             }
             (PutSource::Window { owner, window: WindowId::POOL }, ..) if owner == me => {
                 Self::at(&self.ground, me)?.memory.clone()
@@ -324,7 +326,7 @@ impl CopyEngineStepper {
                     PutSource::Notes => self.leave(NetOp::Notes { target, run: *run, row_bytes }, packed)?,
                     PutSource::Input if self.ground.words.is_some() => {
                         let at = packed.map_or(0, |packed| packed.at) + from_offset;
-                        self.rows_straight(target, at, (*run, row_bytes));
+                        self.rows_gpu_direct(target, at, (*run, row_bytes));
                     }
                     _ => self.rows_across(target, (&source, from_offset), (*run, row_bytes), packed)?,
                 }
@@ -362,7 +364,7 @@ impl CopyEngineStepper {
         self.enqueued.own_bytes += if peer == self.port.lanes().rank { len } else { 0 };
     }
 
-    /// What is collected from now on comes after a mark of another stream.
+    /// Has all that is collected from now on come after a mark of another stream.
     ///
     /// # Errors
     /// [`DeviceError`].
@@ -375,7 +377,7 @@ impl CopyEngineStepper {
         self.enqueue()
     }
 
-    /// What the stream awaits since it followed another one, and the mark that it left there.
+    /// Words that the stream awaits since it followed another one, and the mark that it left there.
     pub fn awaited(&self) -> (u64, &[Awaited]) {
         (self.marks, &self.awaited)
     }

@@ -14,7 +14,7 @@ pub use constant::{Lowered, PeerWindows};
 pub(crate) use enqueue::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed};
 pub(crate) use net::ProxyOps;
 
-/// What a stream was asked to do.
+/// Work that was enqueued on a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct EnqueueCounts {
     /// Calls that enqueued a batch of copies.
@@ -37,15 +37,15 @@ pub struct EnqueueCounts {
     pub staged_out_bytes: u64,
     /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
     pub in_bytes: u64,
-    /// Puts on rails: by the caller's thread, not by its stream.
+    /// Puts to other nodes: by the caller's thread, not by its stream.
     pub rail_puts: u64,
     /// Their bytes, headers and messages among them.
     pub rail_bytes: u64,
-    /// Of the puts, those of rows that cards read from memory of a device and wrote to that of
+    /// Of the puts, those of rows that NICs read from memory of a device and wrote to that of
     /// another.
     pub gpu_direct_puts: u64,
     /// Their bytes.
     pub straight_bytes: u64,
-    /// Signals over rails, likewise.
+    /// Signals to other nodes, likewise.
     pub rail_signals: u64,
 }

@@ -1,5 +1,4 @@
-//! What crosses to other nodes: puts and signals that a thread of the host makes for a stream, in
-//! order.
+//! Puts and signals to other nodes, which a thread of the host makes for a stream, in order.
 //!
 //! A stream cannot use a net. So its thread does, behind the copies that bring rows to the host:
 //!
@@ -11,7 +10,7 @@
 
 use std::collections::VecDeque;
 
-use super::enqueue::{CopyEngineStepper, NO_TWIN, Packed};
+use super::enqueue::{CopyEngineStepper, NO_HOST_STAGING, Packed};
 use crate::device::DeviceRange;
 use crate::error::{DeviceError, Error};
 use crate::exec::EnqueueCounts;
@@ -23,14 +22,14 @@ use crate::schedule::{
     ControlLayout, Flag, FlagValue, Index, Op, Operand, PutSource, SpanCopy, Tag, WindowId,
 };
 
-/// What is to cross.
+/// Puts and signals that are to cross.
 #[derive(Debug, Default)]
 pub struct NetQueue {
     /// In order.
     pub queue: VecDeque<QueuedOp>,
     /// Bytes of the outbox that are taken.
     pub used: u64,
-    /// Something was put since the rails were settled.
+    /// Something was put since the net was settled.
     pub unsettled: bool,
 }
 
@@ -43,14 +42,14 @@ pub struct QueuedOp {
     pub step: NetOp,
 }
 
-/// What a rail is asked.
+/// An operation of the net.
 #[derive(Clone, Copy, Debug)]
 pub enum NetOp {
     /// A span of memory of the host: of the outbox, or of the control window.
     Span { to: u32, span: SpanCopy },
     /// A span of memory of a device of this node.
-    Straight { to: u32, span: SpanCopy },
-    /// A word in memory of a device, behind what went there straight.
+    GpuDirect { to: u32, span: SpanCopy },
+    /// A word in memory of a device, behind rows that went there by GPUDirect.
     Word { to: u32, of: u32, flag: Flag, value: u64 },
     /// A run of rows, to a rank's window at a base; from `at` in the outbox.
     Rows { target: (u32, WindowId, u64), run: RowRun, at: u64, row_bytes: u64 },
@@ -64,7 +63,7 @@ impl NetOp {
     /// Puts or signals.
     pub fn perform(self, port: &Port, notes: &[u8], done: &mut EnqueueCounts) -> Result<(), Error> {
         match self {
-            NetOp::Span { to, span } | NetOp::Straight { to, span } => {
+            NetOp::Span { to, span } | NetOp::GpuDirect { to, span } => {
                 port.put(to, &span, &Io::default(), Stores::Cached)?;
             }
             NetOp::Word { to, of, flag, value } => {
@@ -97,7 +96,7 @@ impl NetOp {
                 return;
             }
             NetOp::Span { span, .. } => span.len,
-            NetOp::Straight { span, .. } => {
+            NetOp::GpuDirect { span, .. } => {
                 done.gpu_direct_puts += 1;
                 done.straight_bytes += span.len;
                 span.len
@@ -123,7 +122,7 @@ fn put_run(
 }
 
 impl CopyEngineStepper {
-    /// From memory of this node to the twin of another, by the outbox; as much at once as that
+    /// From memory of this node to host staging of another, by the outbox; as much at once as that
     /// holds.
     pub(super) fn put_across(
         &mut self,
@@ -136,8 +135,8 @@ impl CopyEngineStepper {
         while done < span.len {
             let (at, len) = self.room(span.len - done, 1, packed)?;
             let source = Self::at(&self.ground, owner)?.memory.span(span.from_offset + done, len)?;
-            let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
-            self.leaving.push(twin.0.span(at, len)?, source)?;
+            let host_staging = self.ground.host_staging.as_ref().ok_or(NO_HOST_STAGING)?;
+            self.leaving.push(host_staging.0.span(at, len)?, source)?;
             self.enqueued.staged_out_bytes += len;
             let from = PutSource::Window { owner: self.port.lanes().rank, window: WindowId::HOST_STAGING };
             let to_offset = span.to_offset + done;
@@ -148,7 +147,7 @@ impl CopyEngineStepper {
         Ok(())
     }
 
-    /// Rows of a run to the twin of another node, by the outbox.
+    /// Rows of a run to host staging of another node, by the outbox.
     pub(super) fn rows_across(
         &mut self,
         target: (u32, WindowId, u64),
@@ -160,9 +159,9 @@ impl CopyEngineStepper {
         loop {
             let left = run.count - done;
             let (at, len) = self.room(u64::from(left) * row_bytes, row_bytes, packed)?;
-            let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
+            let host_staging = self.ground.host_staging.as_ref().ok_or(NO_HOST_STAGING)?;
             let rows = source.span(from + u64::from(run.first + done) * row_bytes, len)?;
-            self.leaving.push(twin.0.span(at, len)?, rows)?;
+            self.leaving.push(host_staging.0.span(at, len)?, rows)?;
             self.enqueued.staged_out_bytes += len;
             let count = (len / row_bytes) as u32;
             let pad = if count == left { run.pad } else { 0 };
@@ -175,7 +174,7 @@ impl CopyEngineStepper {
         }
     }
 
-    /// Whether rows come before such a flag of another node, from card to device.
+    /// Whether rows come before such a flag of another node, from NIC to device.
     pub(super) fn guards(&self, flag: Flag, level: FlagValue) -> bool {
         let rows =
             matches!((flag, level), (Flag::Block, FlagValue::Part(_)) | (Flag::Landed | Flag::Returned, _));
@@ -195,7 +194,7 @@ impl CopyEngineStepper {
 
     /// Rows of a run that lie packed from byte `at` of this rank's memory on, and the zeros behind
     /// them, to the memory of another node.
-    pub(super) fn rows_straight(
+    pub(super) fn rows_gpu_direct(
         &mut self,
         (to, window, base): (u32, WindowId, u64),
         at: u64,
@@ -206,7 +205,7 @@ impl CopyEngineStepper {
         let (from_offset, to_offset) = (at + first, base + to_row);
         if len > 0 {
             let span = SpanCopy { from, from_offset, to: window, to_offset, len };
-            self.leave_later(NetOp::Straight { to, span });
+            self.leave_later(NetOp::GpuDirect { to, span });
         }
         if run.pad > 0 {
             let pad = RowRun { to_row: run.to_row + run.count, first: 0, count: 0, pad: run.pad };
@@ -215,10 +214,10 @@ impl CopyEngineStepper {
     }
 
     /// Room in the outbox for `len` bytes, or as many as there are, in whole pieces of `grain`:
-    /// first byte in the twin, and length. Waits until all that is in there is gone if there is
+    /// first byte in host staging, and length. Waits until all that is in there is gone if there is
     /// none.
     fn room(&mut self, len: u64, grain: u64, packed: Option<Packed<'_>>) -> Result<(u64, u64), Error> {
-        let (start, size) = self.ground.twin.as_ref().ok_or(NO_TWIN)?.1;
+        let (start, size) = self.ground.host_staging.as_ref().ok_or(NO_HOST_STAGING)?.1;
         if size < grain {
             return Err(DeviceError::OutOfRange { offset: start, len: grain, size }.into());
         }
@@ -231,7 +230,7 @@ impl CopyEngineStepper {
         Ok((start + at, len))
     }
 
-    /// What crosses next. At once, if nothing is before it and it needs no copy.
+    /// Adds the next operation. Performs it at once, if none is before it and it needs no copy.
     pub(super) fn leave(&mut self, step: NetOp, packed: Option<Packed<'_>>) -> Result<(), Error> {
         if self.outbox.queue.is_empty() && self.leaving.is_empty() {
             return self.perform(step, packed);
@@ -241,7 +240,7 @@ impl CopyEngineStepper {
         Ok(())
     }
 
-    /// The same, of what a card reads on the device: when the stream has left the last mark, all
+    /// The same, of rows that a NIC reads on the device: when the stream has left the last mark, all
     /// that was to come before is there.
     pub(super) fn leave_later(&mut self, step: NetOp) {
         self.outbox.queue.push_back(QueuedOp { behind: self.marks, step });
@@ -269,7 +268,7 @@ impl CopyEngineStepper {
             self.port.lanes().health.check()?;
             self.perform(step, packed)?;
         }
-        // Cards read where rows lie.
+        // NICs read where rows lie.
         if std::mem::take(&mut self.outbox.unsettled) {
             self.port.settle()?;
         }
@@ -302,7 +301,7 @@ impl ProxyOps {
                     let spans = &operands.spans[first as usize..][..count as usize];
                     steps.extend(spans.iter().map(|&span| match span.from {
                         PutSource::Window { window: WindowId::HOST_STAGING, .. } => NetOp::Span { to, span },
-                        _ => NetOp::Straight { to, span },
+                        _ => NetOp::GpuDirect { to, span },
                     }));
                 }
                 Op::Signal { to, of, flag, level: level @ FlagValue::Credit } => {
@@ -321,7 +320,7 @@ impl ProxyOps {
     /// more.
     ///
     /// # Errors
-    /// Of the rails, if a partner takes nothing; the world's cause of death.
+    /// Of the net, if a peer takes nothing; the cause of a failed world.
     pub fn perform(&self, port: &Port, call: u64) -> Result<(), Error> {
         let mut done = EnqueueCounts::default();
         for &step in &self.steps {
@@ -334,7 +333,7 @@ impl ProxyOps {
         port.settle()
     }
 
-    /// What one call asks of rails, beside what it asks of a stream.
+    /// Work of one call on the net, added to its work on a stream.
     pub fn counts(&self, beside: EnqueueCounts) -> EnqueueCounts {
         self.steps.iter().fold(beside, |mut counts, step| {
             step.count(&mut counts);

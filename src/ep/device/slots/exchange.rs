@@ -52,7 +52,7 @@ pub(super) const DEAD: u64 = 1 << 16;
 pub(in crate::ep) struct SlotExchange {
     /// Programs of its calls, by [`SlotCall`].
     pub(super) programs: [CallProgram; 3],
-    /// What these put on a stream.
+    /// Their operations, lowered for a stream.
     pub(super) lowered: [LoweredCall; 3],
     pub(super) turn: CallState,
     /// Dropped last, because of its proxy.
@@ -361,11 +361,11 @@ impl SlotState {
 
     /// The peer whose word a stream still waits for.
     fn missing(&self, waited: Duration, landing: bool) -> Error {
-        let by_card = self.aside.as_ref().map_or_else(|| Some(Vec::new()), |aside| aside.values());
+        let by_nic = self.aside.as_ref().map_or_else(|| Some(Vec::new()), |aside| aside.values());
         let all = FLAGS.len() * self.awaited.len();
         let by_host = all - if self.aside.is_some() { FLAGS.len() * self.window.far.len() } else { 0 };
         let mut values: Vec<u64> = (0..by_host).map(|nth| self.guard.value(nth)).collect();
-        values.extend(by_card.into_iter().flatten());
+        values.extend(by_nic.into_iter().flatten());
         let (late, flag) = late(&values, usize::from(!landing));
         let peer = late.map_or(self.me, |nth| self.awaited[nth]);
         let lanes = self.proxy.as_ref().map(|proxy| proxy.work().port.lanes());
@@ -585,7 +585,7 @@ mod tests {
         // Nothing has come, or that of one peer tells not what is awaited.
         assert_eq!(late(&[0, 0, 0, 0], 1), (Some(0), 1));
         assert_eq!(late(&[1, 1, 0, 0], 0), (Some(1), 0));
-        // Nobody is awaited, as far as these words say.
+        // By these words no peer is awaited.
         assert_eq!(late(&[1, 0, 1, 1], 1), (None, 0));
         assert_eq!(late(&[], 0), (None, 0));
     }

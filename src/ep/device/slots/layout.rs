@@ -12,7 +12,7 @@ use crate::world::Member;
 /// rank's kernels.
 ///
 /// ```text
-///   | words that cards raise | slots | rank of each expert | local number | slots to pack | rows to sum | place of each token | counter | expansion |
+///   | words that NICs raise | slots | rank of each expert | local number | slots to pack | rows to sum | place of each token | counter | expansion |
 /// ```
 ///
 /// Words exist if there are other nodes, and an expansion within a budget.
@@ -117,7 +117,7 @@ pub(super) struct Tables {
     /// The rank that this one uses for each expert, and the number of the expert there.
     pub rank_of: DeviceRange,
     pub local_of: DeviceRange,
-    /// Where slots are packed to: one's own straight to where it is received.
+    /// Where slots are packed to: one's own directly to where it is received.
     pub packed_at: Addresses,
     /// Where partial rows are summed from: one's own where its experts leave them.
     pub summed_from: Addresses,
@@ -172,10 +172,10 @@ pub(super) struct Windows {
     pub members: Vec<Option<Member>>,
     /// Ranks of other nodes.
     pub far: Vec<u32>,
-    /// Words by which these speak, where cards raise them in memory of the device.
-    pub card_words: Option<DeviceRange>,
-    /// The host's twin, where rows cross by that.
-    pub twin: Option<DeviceRange>,
+    /// Words by which these speak, where NICs raise them in memory of the device.
+    pub nic_words: Option<DeviceRange>,
+    /// Host staging, where rows cross by that.
+    pub host_staging: Option<DeviceRange>,
 }
 
 impl Windows {
@@ -197,11 +197,11 @@ impl PeerWindows for Windows {
         self.member(rank).is_some_and(|member| member.same_device)
     }
 
-    fn twin(&self) -> Option<&DeviceRange> {
-        self.twin.as_ref()
+    fn host_staging(&self) -> Option<&DeviceRange> {
+        self.host_staging.as_ref()
     }
 
-    fn flags_of_card(&self, of: u32) -> Option<&DeviceRange> {
-        self.card_words.as_ref().filter(|_| self.far.contains(&of))
+    fn nic_flags(&self, of: u32) -> Option<&DeviceRange> {
+        self.nic_words.as_ref().filter(|_| self.far.contains(&of))
     }
 }
