@@ -359,7 +359,7 @@ impl Communicator {
     ///
     /// # Errors
     /// As [`Communicator::all_reduce`];
-    /// [`PlanError::WrongShape`](crate::error::PlanError::WrongShape) for a tensor that does not
+    /// [`PlanError::WrongShape`] for a tensor that does not
     /// make equal parts. A tensor larger than the room gives [`MemoryError::OutOfSpace`] on all
     /// ranks, before anything moves.
     pub fn all_to_all_zero_copy<E: Element>(&mut self, send: &[E]) -> Result<&[E], Error> {

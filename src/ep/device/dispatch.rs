@@ -248,8 +248,8 @@ impl Enqueuer {
         common.send(engine, (shape.host_order(), shape.order(seat)), entries as u64 * 4)
     }
 
-    /// Where the index and the notes of a dispatch lie in the enqueuer's scratch, or in host staging
-    /// beside what lands there.
+    /// Where the index and the notes of a dispatch lie in the enqueuer's scratch, or in host
+    /// staging beside what lands there.
     pub fn enqueuer_scratch(&self, seat: u32) -> (u64, u64) {
         let base = self.tables.landing[self.common.fixed.lanes.rank as usize];
         let shape = &self.common.shape;
@@ -259,8 +259,8 @@ impl Enqueuer {
         }
     }
 
-    /// Finds where every visible row has arrived, which the seat keeps; and writes to the enqueuer's scratch what
-    /// goes with rows of other nodes.
+    /// Finds where every visible row has arrived, which the seat keeps; and writes to the
+    /// enqueuer's scratch what goes with rows of other nodes.
     pub fn find_arrivals(&mut self, seat: u32) -> Result<(), Error> {
         let (_, scratch_notes) = self.enqueuer_scratch(seat);
         let Enqueuer { common, calls, arrivals, numbers, scratch, kept, .. } = self;

@@ -193,7 +193,8 @@ impl Enqueuer {
         let mut machine = self.enter()?;
         let CallerStream { stream, reached, .. } = &self.caller;
         reached.record(stream)?;
-        // Returned rows land where earlier sums may still be reading; outgoing rows are packed there.
+        // Returned rows land where earlier sums may still be reading; outgoing rows are packed
+        // there.
         if !kind.places() {
             self.engine.follow(reached)?;
             self.common.started(self.engine.awaited().0);
@@ -496,8 +497,8 @@ impl Executor for DeviceCall<'_> {
                 calls.returned();
                 common.progress.returned(calls.last_return());
             }
-            // No thread waits for the verdict, and the caller's stream finds rows and metadata where
-            // they landed.
+            // No thread waits for the verdict, and the caller's stream finds rows and metadata
+            // where they landed.
             Work::TellAgreed | Work::Report | Work::Metadata => {}
             _ => return Err(CallError::unknown_step(self.tag.kind, &work).into()),
         }

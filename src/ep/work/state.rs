@@ -47,7 +47,8 @@ pub(in crate::ep) enum RowMemory<'w> {
     Near,
     /// In memory of devices that no NIC reaches: rows cross by its host staging.
     HostStaging(&'w MappedWindow),
-    /// In memory of devices, as the lane reaches it; and the enqueuer's scratch, where engines relay.
+    /// In memory of devices, as the lane reaches it; and the enqueuer's scratch, where engines
+    /// relay.
     Devices(&'w MappedWindow, Option<&'w MappedWindow>),
 }
 

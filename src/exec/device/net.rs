@@ -240,8 +240,8 @@ impl CopyEngineStepper {
         Ok(())
     }
 
-    /// The same, of rows that a NIC reads on the device: when the stream has left the last mark, all
-    /// that was to come before is there.
+    /// The same, of rows that a NIC reads on the device: when the stream has left the last mark,
+    /// all that was to come before is there.
     pub(super) fn leave_later(&mut self, step: NetOp) {
         self.outbox.queue.push_back(QueuedOp { behind: self.marks, step });
     }

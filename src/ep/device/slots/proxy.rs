@@ -202,7 +202,8 @@ mod tests {
                 let rings = program.proxied().unwrap().rings;
                 ProxyRequest { rings, place: slots.flag(0, rings) as usize, crossed: ProxyOps::of(&program) }
             });
-            // Flags that may be set when the thread wakes, in the order in which the stream sets them.
+            // Flags that may be set when the thread wakes, in the order in which the stream sets
+            // them.
             let [landed, home, read] = [&bells[0], &bells[1], &bells[2]].map(|bell| bell.place);
             let rung = [vec![landed], vec![home, landed], vec![read, landed], vec![home], vec![landed, home]];
             let mut served = Calls::new(3);
