@@ -295,7 +295,7 @@ impl HostStaging {
     /// Staging of `len` bytes for every member, outboxes included. Collective.
     ///
     /// # Errors
-    /// [`MemoryError`], [`DeviceError`](crate::error::DeviceError), or
+    /// [`MemoryError`], [`DeviceError`], or
     /// the lane's error, if it cannot be allocated, pinned or registered.
     pub fn new(group: &Group, context: &Arc<Context>, lanes: &Lanes, len: u64) -> Result<Self, Error> {
         let (memory, mapped) = Self::pinned(group, context, len)?;

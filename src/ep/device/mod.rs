@@ -27,7 +27,7 @@
 //!
 //! **A budget.** Rows are packed as they were chosen; the layout then leaves out those that find no
 //! room, as on the host. A CUDA graph replays a call when no thread of the caller's is there: the
-//! constant program of [`slots`](slots) serves it.
+//! constant program of [`slots`] serves it.
 //!
 //! **Other nodes.** If the NICs of all ranks read and write their devices' memory
 //! ([`Registration`](crate::world::Registration)), rows go from device to device. Otherwise they

@@ -87,7 +87,7 @@ impl Gather {
     /// would have made it.
     ///
     /// # Errors
-    /// The same on every rank: [`CallError`](crate::error::CallError),
+    /// The same on every rank: [`CallError`],
     /// [`MemoryError`](crate::error::MemoryError). Those that end the world.
     pub fn regroup(
         &mut self,
