@@ -1,4 +1,4 @@
-// The codes of e4m3: `encode` in src/rows/e4m3.rs, to the bit.
+// The codes of e4m3: `encode_e4m3` in src/rows/fp8.rs, to the bit.
 #pragma once
 #include "numbers.h"
 

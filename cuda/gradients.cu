@@ -1,6 +1,6 @@
 // Gradients of a weighted combine, at the rank of the experts and at that of the tokens.
 //
-//     products[row]    = <y[row], g[row]>           16 lanes, products rounded first, folded by halves: as src/rows/gradient.rs
+//     products[row]    = <y[row], g[row]>           16 lanes, products rounded first, folded by halves: as src/rows/sum.rs
 //     g[row]           = round(weights[row] * g[row])
 //     out[choice]      = from[index[choice]][choice % words], or 0 where a choice has no row
 #include "rows.h"

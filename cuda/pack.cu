@@ -1,5 +1,5 @@
 // Pack: the rows of this rank's tokens, with their choices, into one slot for each rank
-// (crates/core/src/plan/slot.rs has the picture).
+// (crates/core/src/plan/buffers.rs has the picture).
 //
 //     grid (parts, ranks): block (part, rank) writes `rows / parts` rows of the slot for `rank`,
 //     and what its header says of them. Which tokens these are it finds out by itself, from all

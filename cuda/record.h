@@ -1,4 +1,4 @@
-// The blocks of a record: `quantise` in src/rows/record.rs, to the bit.
+// The blocks of a record: `quantise` in src/rows/fp8.rs, to the bit.
 #pragma once
 #include "e4m3.h"
 #include "rows.h"

@@ -47,7 +47,7 @@ DEVICE void rest(void) { __nanosleep(500); }
 #define AT(Type, address) ((Type *)(size_t)(address))
 
 // A status word is 0 while all is well, then the first error: its code, and in the upper 24 bits
-// what it is about. The same codes stand in src/error/fault.rs.
+// what it is about. The same codes stand in src/error/device.rs.
 enum {
     EXPERT_OUT_OF_RANGE = 1,
     RANK_OUT_OF_RANGE = 2,

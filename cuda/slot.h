@@ -1,4 +1,4 @@
-// The head of a slot: `SlotHead` in crates/core/src/plan/slot.rs.
+// The head of a slot: `SlotHead` in crates/core/src/plan/buffers.rs.
 #pragma once
 #include "shim.h"
 

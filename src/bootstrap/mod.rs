@@ -17,29 +17,41 @@
 //! depends on it: it serves to build worlds, to end them, and to rebuild them.
 //!
 //! `docs/environment.md` has a table of the variables.
-
-// The module map: each folder knows only those below it, with two exceptions. A hub can be rebuilt,
-// which is a rendezvous, and its coordinator keeps the listener of the rendezvous that made it.
-//
-//   descriptors   ranks of one machine, and how they pass descriptors to each other
-//   rendezvous    first contact and rebuild: from processes to the members of a world
-//   hub           a world while it lives: store, coordinator, link; or threads
-//   watch         silent ranks, the launcher's life, the word of health, the clocks
-//   wire          proofs, messages, frames, a connection that never blocks
-//   identity      who this process is, and the job's secret
-//   os            waiting for descriptors, errors of system calls
+//!
+//! Each module knows only those below it, with two exceptions. A hub can be rebuilt, which is a
+//! rendezvous, and its coordinator keeps the listener of the rendezvous that made it.
+//!
+//! ```text
+//!   descriptors   ranks of one machine, and how they pass descriptors to each other
+//!   rendezvous    first contact and rebuild: from processes to the members of a world
+//!   hub           a world while it lives: store, coordinator, client; or threads
+//!   watch         silent ranks, the launcher's life, the health of the world, timeouts
+//!   connection          proofs, messages, frames, a connection that never blocks
+//!   identity      this process as its launcher describes it
+//!   secret        what the ranks of a job prove to know
+//! ```
 
 mod descriptors;
 mod hub;
 mod identity;
-mod os;
 mod rendezvous;
+mod secret;
 mod watch;
 mod wire;
 
+use std::io;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, Timespec, poll};
+use rustix::io::Errno;
+
 pub use descriptors::Location;
-pub use identity::{Identity, Secret};
+pub use identity::Identity;
+pub use secret::Secret;
 pub use watch::{Timeouts, interruptible};
+pub(crate) use watch::{has_interrupt_check, interrupted};
+
+use crate::error::BootstrapError;
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
@@ -53,4 +65,25 @@ pub use rendezvous::{PeerAuth, PeerListener, connect};
 #[doc(hidden)]
 pub use watch::Health;
 
-pub(crate) use watch::{has_interrupt_check, interrupted};
+/// Waits until a descriptor is ready or the time has come. Being interrupted counts as ready.
+fn wait(fds: &mut [PollFd<'_>], until: Instant) -> Result<(), BootstrapError> {
+    // Rounded up to a millisecond, so that a wait does not end just before its time, again and
+    // again.
+    let left = until.saturating_duration_since(Instant::now()) + Duration::from_micros(999);
+    let left = Duration::from_millis(left.as_millis().try_into().unwrap_or(u64::MAX));
+    let left = Timespec::try_from(left).ok();
+    match poll(fds, left.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(errno) => Err(system("poll", errno)),
+    }
+}
+
+/// The error of a system call.
+fn system(call: &'static str, errno: Errno) -> BootstrapError {
+    BootstrapError::System { call, errno: errno.raw_os_error() }
+}
+
+/// The error of a call of the standard library.
+fn failed(call: &'static str, error: &io::Error) -> BootstrapError {
+    BootstrapError::System { call, errno: error.raw_os_error().unwrap_or(Errno::IO.raw_os_error()) }
+}

@@ -20,7 +20,7 @@ use crate::exec::HostStepper;
 use crate::lane::Port;
 use crate::memory::ReleaseCheck;
 use crate::schedule::collective::{MessageChannel, RankView, Rounds, Staging};
-use crate::schedule::{Calls, Flag, LINE, WindowId};
+use crate::schedule::{Calls, ControlLayout, Flag, WindowId};
 use crate::topology::Route;
 use crate::world::{Group, SymmetricRange};
 
@@ -91,7 +91,7 @@ impl<'g> CommunicatorBuilder<'g> {
         let staging = staging?;
         let lanes = group.lanes(Route::Direct)?;
         let data = group.take_symmetric(staging.bytes())?;
-        let control = group.take_symmetric(Flag::COUNT as u64 * u64::from(ranks) * LINE)?;
+        let control = group.take_symmetric(ControlLayout::flag_bytes(ranks))?;
         let windows = vec![data.window(), control.window()];
         let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
         let others = (0..ranks).filter(|&peer| peer != me).collect();

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::call;
+use super::driver::DeviceProperties;
 use super::driver::Driver;
 use super::library::Library;
-use super::probe::DeviceProperties;
 use crate::error::DeviceError;
 
 /// The primary context of a device, retained: the one that the CUDA runtime, and so torch, uses
@@ -44,7 +44,7 @@ impl Context {
         self.facts.device
     }
 
-    /// What its device is and can do.
+    /// Properties and abilities of its device.
     pub fn facts(&self) -> &DeviceProperties {
         &self.facts
     }

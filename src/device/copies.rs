@@ -6,15 +6,12 @@
 //! stream that is being captured nor the legacy default stream takes a batch; both take single
 //! copies.
 
-use super::batch::{BatchCopy, CopyAttributes};
 use super::call;
 use super::context::Context;
 use super::flags::AT_ONCE;
-use super::functions::Code;
-use super::library::too_old;
+use super::library::{BatchCopy, Code, CopyAttributes, Version, too_old};
 use super::range::{ByteSpan, Claims};
 use super::stream::Stream;
-use super::version::Version;
 use crate::error::DeviceError;
 
 const CALL: &str = "cuMemcpyBatchAsync";
@@ -86,9 +83,7 @@ impl Stream {
         }
         Ok(())
     }
-}
 
-impl Stream {
     /// Enqueues the copies of a batch one by one, in its order.
     ///
     /// # Errors

@@ -4,7 +4,7 @@
 //!   Driver ── probe: data, which `sidelane doctor` puts in words
 //!     └── Context (a device's primary one)
 //!           ├── Stream, Event       own, or a caller's
-//!           ├── Graph               what a stream was given once, to be run again
+//!           ├── Graph               the work of a stream, enqueued once, to be run again
 //!           ├── Reservation         one range of addresses: base + member * stride + offset
 //!           │     └── Range         a member's memory: made here, or imported by its descriptor
 //!           ├── PinnedMemory        of the host, with an address that devices know
@@ -37,37 +37,27 @@
 
 mod allocation;
 mod audit;
-mod batch;
 mod context;
 mod copies;
-mod dma_buf;
 mod driver;
-mod event;
 mod flags;
-mod functions;
-mod graph;
 mod kernels;
-mod launch;
-mod lent;
 mod library;
 mod module;
 mod pinned;
-mod probe;
 mod range;
-mod reservation;
 mod stream;
-mod version;
 
 pub use allocation::Allocation;
 pub use context::Context;
 pub use driver::Driver;
-pub use event::Event;
-pub use graph::Graph;
 pub use pinned::PinnedMemory;
 pub use range::DeviceRange;
-pub use stream::{Priority, Stream};
+pub use stream::{Event, Graph, Priority, Stream};
 
 // For the program and the tests of this repository: no promises are made about it.
+#[doc(hidden)]
+pub use allocation::{DmaBuf, Reservation};
 #[doc(hidden)]
 pub use audit::{
     Activity, ActivityKind, AuditKernels, Blas, Channel, Cupti, PlainMemory, Product, SmHold, TILE,
@@ -75,7 +65,7 @@ pub use audit::{
 #[doc(hidden)]
 pub use copies::CopyBatch;
 #[doc(hidden)]
-pub use dma_buf::DmaBuf;
+pub use driver::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrder};
 #[doc(hidden)]
 pub use flags::MemOpBatch;
 #[doc(hidden)]
@@ -84,17 +74,11 @@ pub use kernels::{
     PermuteArgs, RecordArgs, SortArgs, SumArgs, SumChoices, Tally,
 };
 #[doc(hidden)]
-pub use launch::{Grid, Parameters};
+pub use library::Version;
 #[doc(hidden)]
-pub use module::{Function, Module};
-#[doc(hidden)]
-pub use probe::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrder};
+pub use module::{Function, Grid, Module, Parameters};
 #[doc(hidden)]
 pub use range::{ByteSpan, Value, Word};
-#[doc(hidden)]
-pub use reservation::Reservation;
-#[doc(hidden)]
-pub use version::Version;
 
 /// Calls a function of the table and turns its code into a result. The caller writes `unsafe` and
 /// its reason.

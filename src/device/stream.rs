@@ -1,15 +1,23 @@
-//! Streams: queues of a device, made here or borrowed from a caller.
+//! Streams: queues of a device, made here or borrowed from a caller; their events and graphs.
+//!
+//! ```text
+//!   stream a   work --record--> Event                    capture --> Graph --launch--> any number of times
+//!   stream b                      `--wait--> work
+//! ```
+//!
+//! Addresses, sizes and values of flags are constants in a graph. So only operations that are the
+//! same in every call can be captured.
 
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use cudarc::driver::sys;
+use sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
 
 use super::call;
 use super::context::{Context, Owner};
-use super::event::Event;
-use super::functions::Code;
-use super::library::Library;
+use super::library::{Code, Library};
 use super::range::{Claims, DeviceRange};
 use crate::error::DeviceError;
 
@@ -242,5 +250,187 @@ impl Drop for Stream {
             // SAFETY: made here; the driver finishes the enqueued operations and then frees it.
             let _ = unsafe { (self.library().functions.cuStreamDestroy_v2)(self.raw) };
         }
+    }
+}
+
+/// Without time stamps, which would make it dearer (`CU_EVENT_DISABLE_TIMING`).
+const NO_TIMING: u32 = 2;
+/// With time stamps (`CU_EVENT_DEFAULT`).
+const TIMING: u32 = 0;
+
+/// A mark in a stream. Before it is recorded it counts as reached.
+#[derive(Debug)]
+pub struct Event {
+    context: Arc<Context>,
+    pub(super) raw: sys::CUevent,
+}
+
+// SAFETY: an event may be used from any thread, by several at once; the driver locks.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// A new one.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        Self::with(context, NO_TIMING)
+    }
+
+    /// One that keeps when it was reached.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn timed(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        Self::with(context, TIMING)
+    }
+
+    fn with(context: &Arc<Context>, flags: u32) -> Result<Self, DeviceError> {
+        let _entered = context.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: fills the handle; destroyed when the value is dropped.
+        unsafe { call!(context.library(), Some(context.device()), cuEventCreate(&raw mut raw, flags)) }?;
+        Ok(Event { context: context.clone(), raw })
+    }
+
+    /// Marks where `stream` is now.
+    ///
+    /// # Errors
+    /// [`DeviceError::OtherDevice`] for a stream of another device, [`DeviceError::Call`].
+    pub fn record(&self, stream: &Stream) -> Result<(), DeviceError> {
+        let (found, expected) = (stream.device(), self.context.device());
+        if found != expected {
+            return Err(DeviceError::OtherDevice { what: "stream", found, expected });
+        }
+        let _entered = self.context.enter()?;
+        // SAFETY: both live.
+        unsafe { call!(self.context.library(), Some(expected), cuEventRecord(self.raw, stream.raw)) }
+    }
+
+    /// Whether the mark has been reached.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn is_done(&self) -> Result<bool, DeviceError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the event lives.
+        let code = unsafe { (self.context.library().functions.cuEventQuery)(self.raw) };
+        if code == Code::NOT_READY {
+            return Ok(false);
+        }
+        self.context.library().check("cuEventQuery", Some(self.context.device()), code)?;
+        Ok(true)
+    }
+
+    /// Time from another mark to this one, by the device's clock. Both are [timed](Self::timed) and
+    /// have been reached.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`], also for marks that are not.
+    pub fn since(&self, start: &Event) -> Result<Duration, DeviceError> {
+        let _entered = self.context.enter()?;
+        let mut milliseconds = 0.0;
+        // SAFETY: fills the number; both live.
+        unsafe {
+            let (library, device) = (self.context.library(), Some(self.context.device()));
+            call!(library, device, cuEventElapsedTime(&raw mut milliseconds, start.raw, self.raw))
+        }?;
+        Ok(Duration::try_from_secs_f64(f64::from(milliseconds) / 1e3).unwrap_or_default())
+    }
+
+    /// Blocks until the mark has been reached; there is no deadline.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the event lives.
+        unsafe { call!(self.context.library(), Some(self.context.device()), cuEventSynchronize(self.raw)) }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let _entered = self.context.enter();
+        // SAFETY: made here; the driver keeps what waits for it.
+        let _ = unsafe { (self.context.library().functions.cuEventDestroy_v2)(self.raw) };
+    }
+}
+
+/// A graph that can be launched. It holds claims on the memory that it uses.
+#[derive(Debug)]
+pub struct Graph {
+    context: Arc<Context>,
+    raw: sys::CUgraphExec,
+    held: Claims,
+}
+
+// SAFETY: a graph may be used from any thread; the driver orders the launches of one graph.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Captures the operations that `enqueue` enqueues in the stream, which does not run them. No
+    /// other thread may enqueue there meanwhile.
+    ///
+    /// # Errors
+    /// Errors of `enqueue`; [`DeviceError::Call`].
+    pub fn capture<E: From<DeviceError>>(
+        stream: &Stream,
+        enqueue: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let (library, device) = (stream.library(), Some(stream.device()));
+        let _entered = stream.context.enter()?;
+        // SAFETY: the stream lives.
+        unsafe {
+            let mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            call!(library, device, cuStreamBeginCapture_v2(stream.raw, mode))
+        }?;
+        let enqueued = enqueue();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: fills the handle, with null where the capture is spoiled; destroyed below.
+        let ended = unsafe { call!(library, device, cuStreamEndCapture(stream.raw, &raw mut graph)) };
+        let mut raw = std::ptr::null_mut();
+        let made = match (&enqueued, &ended) {
+            // SAFETY: fills the handle; destroyed when the value is dropped.
+            (Ok(()), Ok(())) => unsafe {
+                call!(library, device, cuGraphInstantiateWithFlags(&raw mut raw, graph, 0))
+            },
+            _ => Ok(()),
+        };
+        if !graph.is_null() {
+            // SAFETY: handed out above; the instance does not need it.
+            let _ = unsafe { (library.functions.cuGraphDestroy)(graph) };
+        }
+        enqueued?;
+        ended.and(made)?;
+        let mut held = Claims::default();
+        held.add_all(&stream.held());
+        Ok(Graph { context: stream.context.clone(), raw, held })
+    }
+
+    /// Enqueues all of it.
+    ///
+    /// # Errors
+    /// [`DeviceError::OtherDevice`] for a stream of another device, [`DeviceError::Call`].
+    pub fn launch(&self, stream: &Stream) -> Result<(), DeviceError> {
+        let (found, expected) = (stream.device(), self.context.device());
+        if found != expected {
+            return Err(DeviceError::OtherDevice { what: "stream", found, expected });
+        }
+        let mut held = stream.held();
+        held.add_all(&self.held);
+        let _entered = self.context.enter()?;
+        // SAFETY: both live, and the stream holds the memory that the graph uses.
+        unsafe { call!(self.context.library(), Some(expected), cuGraphLaunch(self.raw, stream.raw)) }
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let _entered = self.context.enter();
+        // SAFETY: made here; the driver finishes running launches.
+        let _ = unsafe { (self.context.library().functions.cuGraphExecDestroy)(self.raw) };
     }
 }

@@ -312,7 +312,7 @@ impl RowCollective {
             let nth = of.paths.relays().position(|relay| relay == me);
             blocks[of.paths.me() as usize] = nth.map(|nth| scratch.block(of, own, all, nth));
         });
-        if frame.paths.rails() {
+        if frame.paths.is_multi_node() {
             let forward = std::sync::Arc::make_mut(inner.forward.get_or_insert_default());
             forward.spans = true;
             forward.know(&frame, ep.fixed.partial_bytes().is_some(), |source, _| {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{BootstrapError, VerbsError};
 
-/// What to look at where no connection came about.
+/// Advice where no connection came about.
 const REACH: &str = "can these addresses be reached (SIDELANE_TCP_ADDRESS)?";
 
 /// Bytes or signals could not be moved, or did not come.
@@ -114,7 +114,7 @@ pub enum LaneError {
         rank: u32,
         /// The other.
         peer: u32,
-        /// What this rank asks for.
+        /// Choice of this rank.
         mine: &'static str,
         /// The other rank's choice.
         theirs: &'static str,

@@ -1,4 +1,9 @@
-//! What can go wrong in an MoE layer besides what its dispatch and combine report.
+//! Errors of an MoE layer and of its overlap graph, besides those of its dispatch and combine.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::Error;
 
 /// Which experts of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
@@ -10,7 +15,7 @@ pub enum ExpertKind {
     Shared,
 }
 
-/// What experts were asked for.
+/// Pass that experts were asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
 pub enum ExpertPass {
     /// Rows to outputs.
@@ -22,7 +27,7 @@ pub enum ExpertPass {
 }
 
 /// Experts failed, or a layer is used wrongly. Panics and timeouts of experts are an
-/// [`OverlapError`](super::OverlapError).
+/// [`OverlapError`].
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 #[non_exhaustive]
 pub enum LayerError {
@@ -50,7 +55,7 @@ pub enum LayerError {
         /// Values per row.
         columns: usize,
     },
-    /// What ranks say that they sent is not what came.
+    /// Counts that ranks reported differ from the rows that came.
     #[error("chunk {chunk}, expert {expert}: ranks sent {seen} rows, {expected} came")]
     RowsDiffer {
         /// The chunk.
@@ -62,7 +67,7 @@ pub enum LayerError {
         /// Rows that came.
         expected: i64,
     },
-    /// What experts saved in a forward pass is not of these experts.
+    /// State saved in a forward pass belongs to other experts.
     #[error("the saved values of the forward pass belong to other experts")]
     ForeignSaved,
     /// A tape of another layer.
@@ -73,4 +78,125 @@ pub enum LayerError {
         /// The callee.
         expected: u64,
     },
+}
+
+/// A queue that runs nodes in their order, concurrently with other queues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[non_exhaustive]
+pub enum StreamId {
+    /// One of those that compute: products, sums of what lies on this rank.
+    Compute(u32),
+    /// One of those that move bytes between ranks.
+    Transfer(u32),
+}
+
+impl fmt::Display for StreamId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StreamId::Compute(index) => write!(f, "compute {index}"),
+            StreamId::Transfer(index) => write!(f, "transfer {index}"),
+        }
+    }
+}
+
+/// A node's work, for people.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct NodeLabel {
+    /// The work: "dispatch", "experts".
+    pub name: &'static str,
+    /// To which chunk.
+    pub chunk: u32,
+}
+
+/// A node, as errors and timelines name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct NodeInfo {
+    /// Its work.
+    pub work: NodeLabel,
+    /// Where.
+    pub stream: StreamId,
+}
+
+impl fmt::Display for NodeInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let NodeInfo { work: NodeLabel { name, chunk }, stream } = self;
+        write!(f, "{name} of chunk {chunk} on {stream}")
+    }
+}
+
+/// A graph failed. The error names the first node that failed; later failures that follow from it
+/// are not reported.
+#[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
+pub enum OverlapError {
+    /// A node returned an error.
+    #[error("{at}: {error} ({not_begun} nodes were not begun because of it)")]
+    Failed {
+        /// Which.
+        at: NodeInfo,
+        /// Its error.
+        #[source]
+        error: Box<Error>,
+        /// Nodes that were not begun.
+        not_begun: usize,
+    },
+    /// A node panicked. Its outputs may be half written.
+    #[error("{at} panicked: {message} ({not_begun} nodes were not begun because of it)")]
+    Panicked {
+        /// Which.
+        at: NodeInfo,
+        /// The panic's message.
+        message: String,
+        /// Nodes that were not begun.
+        not_begun: usize,
+    },
+    /// A node took longer than a node may.
+    #[error(
+        "{at} took {} ms, {} ms are allowed ({not_begun} nodes were not begun because of it)",
+        took.as_millis(), limit.as_millis()
+    )]
+    Overran {
+        /// Which.
+        at: NodeInfo,
+        /// Its duration; so far, if it is still running.
+        took: Duration,
+        /// How long it may take.
+        limit: Duration,
+        /// Nodes that were not begun.
+        not_begun: usize,
+    },
+    /// The user of the caller's thread asked to stop
+    /// ([`interruptible`](crate::bootstrap::interruptible)).
+    #[error("interrupted ({not_begun} nodes were not begun because of it)")]
+    Interrupted {
+        /// Nodes that were not begun.
+        not_begun: usize,
+    },
+    /// A thread that the run needs could not be started.
+    #[error("the thread {name} could not be started: errno {errno}")]
+    NoThread {
+        /// The name of the thread.
+        name: String,
+        /// Why.
+        errno: i32,
+    },
+    /// A node is for a stream that the executor has not. Nothing was begun.
+    #[error("{at}: the executor has no such stream")]
+    NoStream {
+        /// Which.
+        at: NodeInfo,
+    },
+    /// A node waits for a node of another graph. Nothing was begun.
+    #[error("{at} waits for a node of another graph")]
+    ForeignNode {
+        /// Which.
+        at: NodeInfo,
+    },
+    /// A node looked for another node's value, and found none: an edge is missing, or the value was
+    /// taken already.
+    #[error("the slot is empty: add an edge from the node that fills it, or take the value only once")]
+    SlotEmpty,
+    /// Two nodes are at a slot at once: no edge orders them.
+    #[error("another node uses the slot: add an edge that orders the two")]
+    SlotInUse,
 }

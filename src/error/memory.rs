@@ -1,4 +1,4 @@
-//! Errors of the memory room.
+//! Errors of heaps, pools and windows.
 
 /// Memory could not be had, or an address lies outside its window.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
@@ -47,7 +47,7 @@ pub enum MemoryError {
         rank: u32,
         /// The requested size.
         seen: u64,
-        /// What this rank asked for.
+        /// Bytes that this rank asked for.
         expected: u64,
     },
     /// A shared segment can still be resized by its owner: an access could fault.

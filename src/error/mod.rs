@@ -16,32 +16,23 @@
 //! | [`PlanError`] | routing and placement: bad input of a call |
 //! | [`CallError`] | dispatch and combine as collective calls |
 //! | [`LayerError`] | experts, and layers made of them |
-//! | [`OverlapError`] | compute and transfers that run beside each other |
+//! | [`OverlapError`] | compute and transfers that run concurrently |
 
 mod bootstrap;
-mod cause;
-mod completion;
 mod device;
-mod fault;
 mod lane;
 mod layer;
 mod memory;
-mod overlap;
-mod simd;
 mod verbs;
 
-pub use bootstrap::BootstrapError;
-pub use cause::{Cause, LostReason};
-pub use completion::{CompletionStatus, Operation};
-pub use device::DeviceError;
-pub use fault::KernelFault;
-pub use lane::LaneError;
-pub use layer::{ExpertKind, ExpertPass, LayerError};
-pub use memory::MemoryError;
-pub use overlap::{NodeInfo, NodeLabel, OverlapError, StreamId};
 pub use sidelane_core::error::{CallError, CallKind, GateError, PlanError};
-pub use simd::SimdError;
-pub use verbs::VerbsError;
+
+pub use bootstrap::{BootstrapError, Cause, LostReason};
+pub use device::{DeviceError, KernelFault};
+pub use lane::LaneError;
+pub use layer::{ExpertKind, ExpertPass, LayerError, NodeInfo, NodeLabel, OverlapError, StreamId};
+pub use memory::MemoryError;
+pub use verbs::{CompletionStatus, Operation, VerbsError};
 
 /// Any error of the library.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
@@ -100,6 +91,26 @@ impl From<VerbsError> for Error {
 
 /// Result with the library's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An instruction set was asked for by name and cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
+pub enum SimdError {
+    /// No set has this name.
+    #[error("no instruction set is called {name:?}: portable, avx2 and avx512 are")]
+    Unknown {
+        /// The name as given.
+        name: String,
+    },
+    /// The set exists, but not on this CPU.
+    #[error("the instruction set {name} was asked for, but this CPU lacks {needs}")]
+    Missing {
+        /// The set.
+        name: &'static str,
+        /// The CPU features it needs.
+        needs: &'static str,
+    },
+}
 
 #[cfg(test)]
 mod tests {

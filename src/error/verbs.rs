@@ -1,11 +1,9 @@
-//! Errors of the verbs lane: the library, the NICs, and a NIC's report of a request.
+//! Errors of the verbs lane: the library, the NICs, and a NIC's report of a failed work request.
 
 use std::io;
 use std::net::Ipv6Addr;
 
 use rustix::io::Errno;
-
-use super::{CompletionStatus, Operation};
 
 /// A NIC is unusable, or did not do what it was asked to.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
@@ -45,28 +43,28 @@ pub enum VerbsError {
     #[error(
         "no RDMA NIC on this machine (if there is one: load its driver and ib_uverbs; in a container pass --device=/dev/infiniband)"
     )]
-    NoCard,
+    NoNic,
     /// A named NIC does not exist.
-    #[error("no NIC {card} (SIDELANE_VERBS_NICS): this machine has {present:?}")]
-    NoSuchCard {
+    #[error("no NIC {nic} (SIDELANE_VERBS_NICS): this machine has {present:?}")]
+    NoSuchNic {
         /// Its name.
-        card: String,
+        nic: String,
         /// The existing NICs.
         present: Vec<String>,
     },
     /// A NIC cannot be opened.
-    #[error("cannot open NIC {card}: {}{}", text(*errno), open_advice(*errno))]
+    #[error("cannot open NIC {nic}: {}{}", text(*errno), open_advice(*errno))]
     Open {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The errno.
         errno: i32,
     },
     /// A NIC has no port of this number.
-    #[error("NIC {card} has no port {port} (SIDELANE_VERBS_PORT): its ports are 1 to {ports}")]
+    #[error("NIC {nic} has no port {port} (SIDELANE_VERBS_PORT): its ports are 1 to {ports}")]
     NoSuchPort {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The port.
         port: u8,
         /// How many it has.
@@ -74,11 +72,11 @@ pub enum VerbsError {
     },
     /// No port of a NIC, or not the requested one, carries traffic.
     #[error(
-        "NIC {card}, port {port} is {state} (check the cable, the switch and, for InfiniBand, that a subnet manager runs)"
+        "NIC {nic}, port {port} is {state} (check the cable, the switch and, for InfiniBand, that a subnet manager runs)"
     )]
     PortDown {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The port; the first one if none was asked for.
         port: u8,
         /// Its state.
@@ -86,19 +84,19 @@ pub enum VerbsError {
     },
     /// A port has no address that routers know.
     #[error(
-        "NIC {card}, port {port} has no GID that can route: give its network interface an IPv4 or IPv6 address, so that RoCE v2 has one"
+        "NIC {nic}, port {port} has no GID that can route: give its network interface an IPv4 or IPv6 address, so that RoCE v2 has one"
     )]
     NoGid {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The port.
         port: u8,
     },
     /// The GID that was asked for is empty.
-    #[error("NIC {card}, port {port} has no GID of index {index} (SIDELANE_VERBS_GID_INDEX)")]
+    #[error("NIC {nic}, port {port} has no GID of index {index} (SIDELANE_VERBS_GID_INDEX)")]
     NoSuchGid {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The port.
         port: u8,
         /// Its place in the table.
@@ -106,11 +104,11 @@ pub enum VerbsError {
     },
     /// Packets were asked for that are larger than the port sends now.
     #[error(
-        "NIC {card}, port {port} sends packets of {active} bytes now, SIDELANE_VERBS_MTU asks for {asked}"
+        "NIC {nic}, port {port} sends packets of {active} bytes now, SIDELANE_VERBS_MTU asks for {asked}"
     )]
     MtuTooLarge {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The port.
         port: u8,
         /// Bytes asked for.
@@ -119,10 +117,10 @@ pub enum VerbsError {
         active: u32,
     },
     /// Memory cannot be registered.
-    #[error("NIC {card} cannot register {bytes} bytes: {}{}", text(*errno), register_advice(*errno))]
+    #[error("NIC {nic} cannot register {bytes} bytes: {}{}", text(*errno), register_advice(*errno))]
     Register {
         /// The NIC.
-        card: String,
+        nic: String,
         /// How many bytes.
         bytes: u64,
         /// The errno.
@@ -169,21 +167,21 @@ pub enum VerbsError {
         value: u32,
     },
     /// One end is InfiniBand, the other Ethernet.
-    #[error("NIC {card} cannot talk to the NIC of rank {peer}: one is InfiniBand, the other Ethernet")]
+    #[error("NIC {nic} cannot talk to the NIC of rank {peer}: one is InfiniBand, the other Ethernet")]
     LinkLayers {
         /// This rank's NIC.
-        card: String,
+        nic: String,
         /// The peer (in the world).
         peer: u32,
     },
     /// There is no route from our address to the peer's.
     #[error(
-        "NIC {card}: no route from GID {gid} to GID {remote} of rank {peer}: {} (both NICs must be in networks that reach each other; choose others with SIDELANE_VERBS_NICS or SIDELANE_VERBS_GID_INDEX)",
+        "NIC {nic}: no route from GID {gid} to GID {remote} of rank {peer}: {} (both NICs must be in networks that reach each other; choose others with SIDELANE_VERBS_NICS or SIDELANE_VERBS_GID_INDEX)",
         text(*errno)
     )]
     NoRoute {
         /// This rank's NIC.
-        card: String,
+        nic: String,
         /// The peer (in the world).
         peer: u32,
         /// Our address.
@@ -194,10 +192,10 @@ pub enum VerbsError {
         errno: i32,
     },
     /// Fetch-add was requested, and a NIC has none.
-    #[error("NIC {card} has no fetch-add: choose another SIDELANE_VERBS_SIGNAL")]
+    #[error("NIC {nic} has no fetch-add: choose another SIDELANE_VERBS_SIGNAL")]
     NoAtomics {
         /// The NIC.
-        card: String,
+        nic: String,
     },
     /// Two ranks signal in different ways.
     #[error(
@@ -238,7 +236,7 @@ pub enum VerbsError {
     /// A request is larger than its chain was made for.
     #[error("{asked} {what} requested, the chain holds {limit}")]
     ChainLimit {
-        /// What there is too much of.
+        /// Resource that exceeds its limit.
         what: &'static str,
         /// How many were asked for.
         asked: usize,
@@ -247,13 +245,13 @@ pub enum VerbsError {
     },
     /// A NIC refused work requests.
     #[error(
-        "NIC {card}, queue pair {queue_pair} to rank {peer}: {call} took {taken} work requests, then refused: {}{}",
+        "NIC {nic}, queue pair {queue_pair} to rank {peer}: {call} took {taken} work requests, then refused: {}{}",
         text(*errno),
         post_advice(*errno)
     )]
     Post {
         /// The NIC.
-        card: String,
+        nic: String,
         /// Its queue pair.
         queue_pair: u32,
         /// The peer (in the world).
@@ -267,11 +265,11 @@ pub enum VerbsError {
     },
     /// A work request failed.
     #[error(
-        "NIC {card}, queue pair {queue_pair} to rank {peer}: {operation} failed: {status} (vendor error {vendor:#x})"
+        "NIC {nic}, queue pair {queue_pair} to rank {peer}: {operation} failed: {status} (vendor error {vendor:#x})"
     )]
     Completion {
         /// The NIC.
-        card: String,
+        nic: String,
         /// Its queue pair.
         queue_pair: u32,
         /// The peer (in the world).
@@ -284,32 +282,32 @@ pub enum VerbsError {
         vendor: u32,
     },
     /// A queue pair went into its error state without a work request of this side.
-    #[error("NIC {card}, queue pair {queue_pair}: {event}")]
+    #[error("NIC {nic}, queue pair {queue_pair}: {event}")]
     QueuePairLost {
         /// The NIC.
-        card: String,
+        nic: String,
         /// Its queue pair.
         queue_pair: u32,
-        /// What happened.
+        /// Event that the NIC reported.
         event: &'static str,
     },
     /// More completions came than the completion queue holds.
-    #[error("NIC {card}: a completion queue overflowed")]
+    #[error("NIC {nic}: a completion queue overflowed")]
     QueueOverflow {
         /// The NIC.
-        card: String,
+        nic: String,
     },
     /// A NIC is gone.
-    #[error("NIC {card} is gone: its driver reports a fatal error (see dmesg)")]
-    CardLost {
+    #[error("NIC {nic} is gone: its driver reports a fatal error (see dmesg)")]
+    NicLost {
         /// The NIC.
-        card: String,
+        nic: String,
     },
     /// Another call failed.
-    #[error("NIC {card}: {call} failed: {}", text(*errno))]
+    #[error("NIC {nic}: {call} failed: {}", text(*errno))]
     Call {
         /// The NIC.
-        card: String,
+        nic: String,
         /// The call.
         call: &'static str,
         /// Its errno.
@@ -348,5 +346,108 @@ fn post_advice(errno: i32) -> &'static str {
         Errno::NOMEM => " (the queue is full)",
         Errno::IO | Errno::NODEV => " (the NIC is gone: see dmesg)",
         _ => "",
+    }
+}
+
+/// Operation of a work request. The sender knows it by the request's number: the NIC does not
+/// report it on failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub enum Operation {
+    /// RDMA write.
+    Write,
+    /// RDMA write that takes one of the peer's receives.
+    WriteImmediate,
+    /// Atomic addition.
+    FetchAdd,
+    /// Send.
+    Send,
+    /// Receive.
+    Receive,
+}
+
+impl std::fmt::Display for Operation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Operation::Write => "RDMA write",
+            Operation::WriteImmediate => "RDMA write with immediate",
+            Operation::FetchAdd => "fetch-add",
+            Operation::Send => "send",
+            Operation::Receive => "receive",
+        })
+    }
+}
+
+/// Why a work request failed: the statuses of libibverbs that a reliable connection can end with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error, serde::Serialize)]
+#[non_exhaustive]
+pub enum CompletionStatus {
+    /// `IBV_WC_LOC_LEN_ERR`.
+    #[error("local length error: the message does not fit what was posted")]
+    LocalLength,
+    /// `IBV_WC_LOC_QP_OP_ERR`.
+    #[error("local queue pair operation error")]
+    LocalOperation,
+    /// `IBV_WC_LOC_PROT_ERR`.
+    #[error("local protection error: the source is not registered for this NIC")]
+    LocalProtection,
+    /// `IBV_WC_WR_FLUSH_ERR`.
+    #[error("flushed: the queue pair had failed before")]
+    Flushed,
+    /// `IBV_WC_BAD_RESP_ERR`.
+    #[error("bad response")]
+    BadResponse,
+    /// `IBV_WC_LOC_ACCESS_ERR`.
+    #[error("local access error")]
+    LocalAccess,
+    /// `IBV_WC_REM_INV_REQ_ERR`.
+    #[error("remote invalid request: the peer's queue pair does not allow this operation")]
+    RemoteRequest,
+    /// `IBV_WC_REM_ACCESS_ERR`.
+    #[error("remote access error: the target is outside the peer's region, or its key is no longer valid")]
+    RemoteAccess,
+    /// `IBV_WC_REM_OP_ERR`.
+    #[error("remote operation error")]
+    RemoteOperation,
+    /// `IBV_WC_RETRY_EXC_ERR`.
+    #[error(
+        "retries exceeded: the peer's NIC does not answer (machine, cable or switch down, or its queue pair gone)"
+    )]
+    RetriesExceeded,
+    /// `IBV_WC_RNR_RETRY_EXC_ERR`.
+    #[error("receiver not ready: the peer has posted no receive")]
+    ReceiverNotReady,
+    /// `IBV_WC_REM_ABORT_ERR`.
+    #[error("aborted by the peer")]
+    RemoteAbort,
+    /// `IBV_WC_FATAL_ERR`.
+    #[error("fatal error of the NIC")]
+    Fatal,
+    /// `IBV_WC_RESP_TIMEOUT_ERR`.
+    #[error("the response timed out")]
+    ResponseTimeout,
+    /// `IBV_WC_GENERAL_ERR`.
+    #[error("general error of the NIC")]
+    General,
+    /// A status that is not of a reliable connection, or newer than this library.
+    #[error("status {0}")]
+    Other(u32),
+}
+
+impl CompletionStatus {
+    /// Whether the peer, or the path to it, failed.
+    pub fn is_remote(self) -> bool {
+        use CompletionStatus as S;
+        matches!(
+            self,
+            S::RemoteRequest
+                | S::RemoteAccess
+                | S::RemoteOperation
+                | S::RetriesExceeded
+                | S::ReceiverNotReady
+                | S::RemoteAbort
+                | S::BadResponse
+                | S::ResponseTimeout
+        )
     }
 }

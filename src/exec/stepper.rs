@@ -235,7 +235,7 @@ impl HostStepper {
     #[inline]
     fn count(&mut self, port: &Port, to: u32, bytes: u64) {
         match port.lanes().reach[to as usize] {
-            PeerLane::Rail(_) => self.moved.inter_node_bytes += bytes,
+            PeerLane::Net(_) => self.moved.inter_node_bytes += bytes,
             _ => self.moved.intra_node_bytes += bytes,
         }
     }

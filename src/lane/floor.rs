@@ -5,18 +5,18 @@
 //! library's own cost.
 //!
 //! ```text
-//!   dispatch   own rows -> their places here, or scratch for those that cross | relayed rows: scratch -> their places here
-//!   combine    relayed rows, or their partial sums -> scratch | rows here, and scratch for what comes home -> sums
+//!   dispatch   own rows -> their places here, or scratch for other nodes | relayed rows: scratch -> their places here
+//!   combine    relayed rows, or their partial sums -> scratch | rows here, and scratch for returned rows -> sums
 //! ```
 //!
 //! Rows for other nodes are written to scratch of this rank, and sums over their rows read scratch.
 //! So each byte of the plan is written once, on one side of the network. Between machines as many
-//! bytes are sent instead, in bare writes ([`RawWrites`]).
+//! bytes are sent instead, in bare writes to memory that no rank reads ([`RawWrites`]).
 
 use std::sync::Arc;
 
-use super::raw::RawWrites;
-use super::{MappedWindow, Port};
+use super::net::is_copied;
+use super::{Lanes, MappedWindow, Port};
 use crate::dtype::PartialDtype;
 use crate::error::{Error, LaneError};
 use crate::plan::{Bins, DispatchLayout, RelayPlan, RowBuffer, RowRun, Summand};
@@ -43,7 +43,7 @@ pub struct Moves<'a> {
     pub landing: &'a [u64],
     /// The sum of what comes back, each chunk where its owner offers it.
     pub sum: SumOperands<'a>,
-    /// [`RAW`](super::RAW) bytes at each rank, for traffic to other machines.
+    /// [`RAW`] bytes at each rank, for traffic to other machines.
     pub scratch: &'a MappedWindow,
 }
 
@@ -60,7 +60,7 @@ pub struct Floor {
     input_rows: usize,
     runs: Vec<FloorRun>,
     rows: Vec<u32>,
-    home: Vec<FloorCopy>,
+    returns: Vec<FloorCopy>,
     /// Rows for other machines in a dispatch, and in a combine.
     raw: [RawWrites; 2],
     /// Sums for other nodes, to `outbox`, one after another.
@@ -161,7 +161,7 @@ impl Port {
         let mut raw = [(); 2].map(|()| RawWrites::new(self.shared_lanes(), moves.scratch.clone()));
         self.own_runs(moves, &mut raw[0], &mut scratch, &mut runs)?;
         self.relayed_runs(moves, &mut scratch, &mut runs, &mut rows)?;
-        let home = self.relayed_home(moves, &mut raw[1], &mut scratch)?;
+        let returns = self.relayed_returns(moves, &mut raw[1], &mut scratch)?;
         let (sum, chunks) = (&moves.sum, self.chunks_of(moves, &mut scratch)?);
         let tokens = FloorSums {
             terms: point(sum.terms, &chunks, sum.chunks)?,
@@ -187,7 +187,7 @@ impl Port {
             input_rows: moves.layout.tokens as usize,
             runs,
             rows,
-            home,
+            returns,
             raw,
             outbox: scratch.take(partials.count() as u64 * partial_bytes),
             partials,
@@ -216,7 +216,7 @@ impl Port {
         if let Some(&row) = layout.rows.iter().find(|&&row| row >= layout.tokens) {
             return Err(bounds(row, layout.tokens));
         }
-        let straight = layout.run_starts.last().map_or(0, |&end| end as usize);
+        let direct = layout.run_starts.last().map_or(0, |&end| end as usize);
         for peer in 0..self.lanes().ranks() {
             let to_peer = layout.runs_to(peer);
             for run in &layout.runs[to_peer.start as usize..to_peer.end as usize] {
@@ -232,9 +232,9 @@ impl Port {
             }
         }
         let sent = self.lanes().paths().relays().zip(&layout.blocks);
-        let wired = sent.filter(|(relay, block)| raw.add(*relay, u64::from(block.rows) * moves.row_bytes));
-        if wired.count() == 0 {
-            runs.extend(layout.runs[straight..].iter().map(|run| own(run, scratch.take(bytes(run)))));
+        let remote = sent.filter(|(relay, block)| raw.add(*relay, u64::from(block.rows) * moves.row_bytes));
+        if remote.count() == 0 {
+            runs.extend(layout.runs[direct..].iter().map(|run| own(run, scratch.take(bytes(run)))));
         }
         Ok(())
     }
@@ -283,14 +283,14 @@ impl Port {
     }
 
     /// Every relayed entry's row, from its rank's chunk to scratch; none where relays sum.
-    fn relayed_home(
+    fn relayed_returns(
         &self,
         moves: &Moves<'_>,
         raw: &mut RawWrites,
         scratch: &mut Scratch,
     ) -> Result<Vec<FloorCopy>, Error> {
         let (paths, row_bytes) = (self.lanes().paths(), moves.home_bytes);
-        let mut home = Vec::new();
+        let mut returns = Vec::new();
         for (nth, (source, block)) in paths.sources().zip(&moves.forward.blocks).enumerate() {
             let bytes = match moves.partial_bytes {
                 Some(partial) => {
@@ -310,13 +310,13 @@ impl Port {
                     let offset = moves.sum.bases[owner as usize] + u64::from(segment.to_row) * row_bytes;
                     let len = u64::from(segment.count) * row_bytes;
                     let from = self.range(owner, WindowId::POOL, offset, len)?;
-                    home.push(FloorCopy { from, to, len: len as usize });
+                    returns.push(FloorCopy { from, to, len: len as usize });
                     // SAFETY: the piece has room for all entries, one after another.
                     to = unsafe { to.add(len as usize) };
                 }
             }
         }
-        Ok(home)
+        Ok(returns)
     }
 
     /// Per owner: its chunk where it offers it, or scratch in place of returned rows.
@@ -376,7 +376,7 @@ impl Floor {
         if output.len() < self.input_rows * self.home_bytes {
             return;
         }
-        for copy in &self.home {
+        for copy in &self.returns {
             // SAFETY: the source was checked when this was built, the target belongs to it.
             unsafe { self.kernels.copy(copy.to, copy.from, copy.len, stores) };
         }
@@ -396,5 +396,66 @@ impl Floor {
             unsafe { self.tokens.take(token, self.kernels, row, (out, stores)) };
         }
         RowKernels::fence();
+    }
+}
+
+/// Bytes of one write: like the chunks of a connection.
+pub const RAW: u64 = 256 << 10;
+
+/// Bare writes over the connections of a rank.
+#[derive(Debug)]
+struct RawWrites {
+    lanes: Arc<Lanes>,
+    scratch: MappedWindow,
+    /// Peer and bytes.
+    out: Vec<(u32, u64)>,
+}
+
+impl RawWrites {
+    /// Writes to `scratch`, [`RAW`] bytes at each rank, from this rank's part of it.
+    fn new(lanes: Arc<Lanes>, scratch: MappedWindow) -> Self {
+        RawWrites { lanes, scratch, out: Vec::new() }
+    }
+
+    /// So many bytes more go to a rank. `false` if no connection to another machine leads there,
+    /// and nothing will go.
+    fn add(&mut self, to: u32, bytes: u64) -> bool {
+        let connection = self.lanes.reach[to as usize].connection();
+        let remote = connection.is_some_and(|connection| !is_copied(connection.lane()));
+        if remote {
+            match self.out.iter_mut().find(|(peer, _)| *peer == to) {
+                Some((_, sum)) => *sum += bytes,
+                None => self.out.push((to, bytes)),
+            }
+        }
+        remote
+    }
+
+    /// Writes all bytes, a chunk to each peer in turn, and waits until they have landed. A
+    /// connection that fails has ended the world, and the measuring rank learns of it at the next
+    /// meeting.
+    fn write(&self) {
+        let _ = self.try_write();
+    }
+
+    fn try_write(&self) -> Result<(), Error> {
+        let most = self.out.iter().map(|&(_, bytes)| bytes.div_ceil(RAW)).max().unwrap_or(0);
+        let source = self.scratch.bytes(self.lanes.rank)?;
+        for nth in 0..most {
+            for &(to, bytes) in &self.out {
+                let len = bytes.saturating_sub(nth * RAW).min(RAW);
+                if let (Some(connection), true) = (self.lanes.reach[to as usize].connection(), len > 0) {
+                    let target = self.scratch.target(to, 0, len)?;
+                    let limits = self.lanes.limits_of(to);
+                    let _ = connection.put(target, &source[..len as usize], limits);
+                }
+            }
+        }
+        for &(to, _) in &self.out {
+            if let Some(connection) = self.lanes.reach[to as usize].connection() {
+                let _ = connection.flush(self.lanes.limits_of(to));
+            }
+        }
+        Ok(())
     }
 }

@@ -17,46 +17,35 @@
 //! ```text
 //!   exec --> Port --+-- same node  --> shm: PeerMapping (heaps of the node)
 //!                   +-- other node --> NetConnection: loopback, verbs, tcp; ProgressThread serves all
+//!
+//!   port    windows of one owner: put, signal, wait     lanes   a lane to each rank of a group
+//!   flag    a word and its tag, in one cache line       wait    poll, yield, sleep; every wait ends
+//!   sum     sums over the offers of peers               floor   the same bytes in bare loops
+//!   net     lanes between nodes
 //! ```
 
 #![allow(unsafe_code, reason = "stores into memory that other processes map cannot be said in safe Rust")]
 
-mod clock;
 #[cfg(test)]
 mod conformance;
 mod flag;
 mod floor;
-mod group;
-mod landing;
-mod near;
+mod lanes;
 mod net;
 mod port;
-mod raw;
-mod source;
 mod sum;
-mod turns;
 mod wait;
-mod window;
-mod word;
 
-pub use clock::now;
 pub use flag::FlagLine;
-pub use floor::{Floor, Moves};
-pub use group::{Lanes, PeerLane};
-pub use landing::flush;
-pub use net::Counters as RailCounters;
-pub use net::is_copied;
-pub use net::{DeviceMemory, NoDmaBuf, NoGpuDirect, Registration};
+pub use floor::{Floor, Moves, RAW};
+pub use lanes::{COPY_ENGINE, Lanes, PeerLane};
+pub use net::{
+    ConnectionEnd, ConnectionOffer, Counters as NicCounters, DeviceMemory, LOOPBACK, LinkEmulator,
+    LoopbackTransport, NetConnection, NetTransport, NoDmaBuf, NoGpuDirect, ProgressThread, Region,
+    Registration, RemoteAddress, Setup, TcpTransport, VerbsEnvironment, VerbsTransport, is_copied,
+};
 #[cfg(test)]
 pub use net::{Fabric, LoopbackConnection, Settings, SignalMode, ring_bytes};
-pub use net::{
-    LOOPBACK, LinkEmulator, LoopbackTransport, NetConnection, NetTransport, ProgressThread, Region,
-    RemoteAddress, Setup, TcpWires, VerbsEnvironment, VerbsTransport, WireEnd, WireOffer,
-};
-pub use port::Port;
-pub use raw::RAW;
-pub use source::{Io, RowSource};
+pub use port::{Io, MappedWindow, Port, RowSource, WindowPart, flush};
 pub use sum::Scratch;
-pub use wait::yield_to_compute;
-pub use window::{MappedWindow, WindowPart};
-pub use word::COPY_ENGINE;
+pub use wait::{now, yield_to_compute};

@@ -1,25 +1,39 @@
-//! A port, an executor's view: windows, and a lane to every rank.
+//! A port is an executor's view of its peers: windows, and a lane to every rank.
 //!
-//! All addresses are (window, offset, length) and are checked here, before anything is posted. The
-//! pointers of the vector loops come from those checks. The path of a window's put to a local peer
-//! is inlined whole, and the path to another node is kept out of it: a function call takes longer
-//! there than a cache line from core to core.
+//! It turns (window, offset, length) into memory of this node or into a call of a connection. All
+//! ranges are checked here, before anything is posted. The pointers of the vector loops come from
+//! those checks.
+//!
+//! ```text
+//!   put     window of this rank, or a tensor --> same node: one copy | other node: NetConnection::put
+//!   signal  behind all earlier puts          --> same node: a store  | other node: NetConnection::signal
+//!   wait    a flag of this rank's window     <-- polled; connections are served meanwhile
+//!   settle  sources of puts may be changed       quiet   everything has landed
+//! ```
+//!
+//! The path of a put to a local peer is inlined whole, and the path to another node is kept out of
+//! it. A put of a few bytes takes less time than a cache line from core to core. So
+//! [`LocalWindows`] has the addresses of all local windows, computed once, in place of three
+//! tables.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
-use super::near::LocalWindows;
-use super::net::{DeviceAddress, NetConnection, RemoteAddress};
-use super::source::Checked;
-use super::{FlagLine, Io, Lanes, MappedWindow, PeerLane, RowSource, WindowPart};
+use super::net::{DeviceAddress, NetConnection, RemoteAddress, SendBlocked};
+use super::wait::{self, SLEEP_INTERVAL, Unmet, WaitLimits, Waiter};
+use super::{FlagLine, Lanes, PeerLane};
+use crate::bootstrap::Health;
 use crate::error::{Error, LaneError, MemoryError};
+use crate::memory::PeerMapping;
 use crate::plan::RowRun;
-use crate::rows::Stores;
-use crate::schedule::{ControlLayout, Flag, LINE, PutSource, SpanCopy, Tag, WindowId};
+use crate::rows::{RowKernels, Stores};
+use crate::schedule::{ControlLayout, Flag, Index, LINE, PutSource, SpanCopy, Tag, WindowId};
 
 /// The windows of one owner, and the lanes to reach them.
 #[derive(Debug)]
 pub struct Port {
-    pub(super) lanes: Arc<Lanes>,
+    lanes: Arc<Lanes>,
     windows: Vec<MappedWindow>,
     near: LocalWindows,
     /// The window whose first bytes are the owner's flags.
@@ -43,13 +57,13 @@ impl Port {
     }
 
     #[inline]
-    pub(super) fn window(&self, window: WindowId) -> Result<&MappedWindow, MemoryError> {
+    fn window(&self, window: WindowId) -> Result<&MappedWindow, MemoryError> {
         let missing = || MemoryError::OutOfBounds { peer: self.lanes.rank, offset: 0, len: 0, size: 0 };
         self.windows.get(window.0 as usize).ok_or_else(missing)
     }
 
     #[inline]
-    pub(super) fn reach(&self, to: u32) -> Result<&PeerLane, LaneError> {
+    fn reach(&self, to: u32) -> Result<&PeerLane, LaneError> {
         let rank = self.lanes.rank;
         let missing = || LaneError::NoLane { rank, peer: to, missing: "no such rank in the group" };
         self.lanes.reach.get(to as usize).ok_or_else(missing)
@@ -117,7 +131,7 @@ impl Port {
         stores: Stores,
     ) -> Result<(), Error> {
         let RowSource { row_bytes, bytes, .. } = source;
-        // What does not fit into 64 bits fits into no window either.
+        // A size beyond 64 bits fits into no window either.
         let size = |rows: u32| u64::from(rows).saturating_mul(row_bytes);
         let offset = base.saturating_add(size(run.to_row));
         let (len, pad) = (size(run.count), size(run.pad));
@@ -125,7 +139,7 @@ impl Port {
         // All of it fits, or nothing is posted.
         self.window(window)?.part(to, offset, len.saturating_add(pad))?;
         match source.checked(run)? {
-            Checked::Straight(bytes) => self.put_bytes(to, (window, offset), bytes, stores)?,
+            Checked::Contiguous(bytes) => self.put_bytes(to, (window, offset), bytes, stores)?,
             Checked::Listed(index) => match self.near.at(window, to, offset, len) {
                 // SAFETY: the target was checked for all rows, each source row by `checked`.
                 Some(at) => unsafe {
@@ -133,9 +147,9 @@ impl Port {
                     self.lanes.rows.gather(at, from, row_bytes as usize, index, stores);
                 },
                 None => {
-                    let (rail, target) = self.rail(to, (window, offset, len))?;
-                    let put = rail.put_rows(target, index, source, self.lanes.patience(to));
-                    put.map_err(|e| self.stuck(rail, to, e))?;
+                    let (connection, target) = self.connection(to, (window, offset, len))?;
+                    let put = connection.put_rows(target, index, source, self.lanes.limits_of(to));
+                    put.map_err(|e| self.stuck(connection, to, e))?;
                 }
             },
         }
@@ -146,8 +160,10 @@ impl Port {
             // SAFETY: the target was checked for all zeros.
             Some(at) => unsafe { self.lanes.rows.zero(at.as_ptr(), pad as usize, stores) },
             None => {
-                let (rail, target) = self.rail(to, (window, behind, pad))?;
-                rail.zero(target, pad, self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))?;
+                let (connection, target) = self.connection(to, (window, behind, pad))?;
+                connection
+                    .zero(target, pad, self.lanes.limits_of(to))
+                    .map_err(|e| self.stuck(connection, to, e))?;
             }
         }
         Ok(())
@@ -163,9 +179,9 @@ impl Port {
         let target = self.window(span.to)?.target(to, to_offset, len)?;
         let missing = "one that reads memory of devices";
         let none = LaneError::NoLane { rank: self.lanes.rank, peer: to, missing };
-        let PeerLane::Rail(rail) = self.reach(to)? else { return Err(none.into()) };
-        let put = rail.devices().ok_or(none)?.put_device(target, from, len, self.lanes.patience(to));
-        put.map_err(|e| self.stuck(rail.as_ref(), to, e))
+        let PeerLane::Net(connection) = self.reach(to)? else { return Err(none.into()) };
+        let put = connection.devices().ok_or(none)?.put_device(target, from, len, self.lanes.limits_of(to));
+        put.map_err(|e| self.stuck(connection.as_ref(), to, e))
     }
 
     #[inline(always)]
@@ -185,23 +201,25 @@ impl Port {
     }
 
     fn send(&self, to: u32, (window, offset): (WindowId, u64), bytes: &[u8]) -> Result<(), Error> {
-        let (rail, target) = self.rail(to, (window, offset, bytes.len() as u64))?;
-        rail.put(target, bytes, self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))
+        let (connection, target) = self.connection(to, (window, offset, bytes.len() as u64))?;
+        connection.put(target, bytes, self.lanes.limits_of(to)).map_err(|e| self.stuck(connection, to, e))
     }
 
-    /// The rail to bytes that are not near, and where they lie for it.
+    /// The connection to bytes that are not near, and where they lie for it.
     ///
     /// # Errors
     /// Why there is none: they are out of bounds, or their rank is reached by a relay.
-    fn rail(
+    fn connection(
         &self,
         to: u32,
         (window, offset, len): (WindowId, u64, u64),
     ) -> Result<(&dyn NetConnection, RemoteAddress), Error> {
         match self.reach(to)? {
-            PeerLane::Rail(rail) => Ok((rail.as_ref(), self.window(window)?.target(to, offset, len)?)),
+            PeerLane::Net(connection) => {
+                Ok((connection.as_ref(), self.window(window)?.target(to, offset, len)?))
+            }
             PeerLane::Own | PeerLane::Load => Err(self.outside(window, to, offset, len).into()),
-            PeerLane::Relayed => Err(self.no_wire(to).into()),
+            PeerLane::Relayed => Err(self.no_connection(to).into()),
         }
     }
 
@@ -230,8 +248,10 @@ impl Port {
     }
 
     fn send_signal(&self, to: u32, offset: u64, (value, tag): (u64, Option<&Tag>)) -> Result<(), Error> {
-        let (rail, target) = self.rail(to, (self.flags, offset, LINE))?;
-        rail.signal(target, value, tag.copied(), self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))
+        let (connection, target) = self.connection(to, (self.flags, offset, LINE))?;
+        connection
+            .signal(target, value, tag.copied(), self.lanes.limits_of(to))
+            .map_err(|e| self.stuck(connection, to, e))
     }
 
     /// The flag here that speaks of `from`.
@@ -248,7 +268,7 @@ impl Port {
         Ok(unsafe { FlagLine::new(self.at(self.flags, self.lanes.rank, offset, LINE)?) })
     }
 
-    /// Reads elements of a window of this node. Its writer must have signalled.
+    /// Reads elements of a window of this node. Its writer must have signaled.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -264,7 +284,7 @@ impl Port {
         window.mapped.read(part.member, part.offset + offset, out)
     }
 
-    /// Copies bytes of a window of this node to a caller's. Their writer must have signalled.
+    /// Copies bytes of a window of this node to a caller's. Their writer must have signaled.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -336,11 +356,320 @@ impl Port {
         MemoryError::OutOfBounds { peer, offset, len, size }
     }
 
-    fn no_wire(&self, to: u32) -> LaneError {
+    fn no_connection(&self, to: u32) -> LaneError {
         LaneError::NoLane {
             rank: self.lanes.rank,
             peer: to,
-            missing: "a wire: its node is reached by a relay",
+            missing: "a connection: its node is reached by a relay",
+        }
+    }
+
+    /// Waits until the flag here that speaks of `from` has at least `value`. Receives from the
+    /// connections meanwhile.
+    ///
+    /// # Errors
+    /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause).
+    #[inline(always)]
+    pub fn wait(&self, from: u32, flag: Flag, value: u64) -> Result<(), Error> {
+        let reach = self.reach(from)?;
+        let line = self.flag(from, flag)?;
+        match wait::poll_once(line, value, self.lanes.oversubscribed) {
+            true => Ok(()),
+            false => self.outlast(line, (from, flag), value, reach.name()),
+        }
+    }
+
+    #[cold]
+    fn outlast(
+        &self,
+        line: FlagLine<'_>,
+        (from, flag): (u32, Flag),
+        value: u64,
+        lane: &'static str,
+    ) -> Result<(), Error> {
+        let limits = self.lanes.limits_for(from, flag);
+        wait::wait_slow(line, value, limits, || self.lanes.progress()).map_err(|(seen, why)| {
+            let (rank, peer) = (self.lanes.rank, self.lanes.writer_of(from));
+            let unmet = Unmet { rank, peer, lane, flag: flag as u32, awaited: value, seen };
+            unmet.error(why, || self.lanes.fault())
+        })
+    }
+
+    /// Returns when everything put or signaled so far has landed. On a node it has when the put
+    /// returns.
+    ///
+    /// # Errors
+    /// [`LaneError::Deadline`] if a peer takes nothing, or the world's cause.
+    pub fn quiet(&self) -> Result<(), Error> {
+        RowKernels::fence();
+        for (to, connection) in self.lanes.connections() {
+            connection.flush(self.lanes.limits_of(to)).map_err(|e| self.stuck(connection, to, e))?;
+        }
+        Ok(())
+    }
+
+    /// Returns when nothing that was put so far is read here any more: its sources may be changed.
+    ///
+    /// # Errors
+    /// As [`Port::quiet`].
+    pub fn settle(&self) -> Result<(), Error> {
+        self.serve_until_settled();
+        for (to, connection) in self.lanes.connections() {
+            connection.settle(self.lanes.limits_of(to)).map_err(|e| self.stuck(connection, to, e))?;
+        }
+        Ok(())
+    }
+
+    /// [`Port::settle`], if all puts went to this rank alone: stores have read their sources when
+    /// they return.
+    ///
+    /// # Errors
+    /// As [`Port::quiet`].
+    #[inline]
+    pub fn settle_with(&self, to: u32) -> Result<(), Error> {
+        if let PeerLane::Net(_) = self.reach(to)? { self.settle() } else { Ok(()) }
+    }
+
+    /// Serves all connections in turn until all have settled, so that none stands still while
+    /// another is waited for; or until one is late, which its own wait then reports.
+    fn serve_until_settled(&self) {
+        let mut waiter = None;
+        loop {
+            let (mut open, mut moved) = (None, false);
+            for (to, connection) in self.lanes.connections().filter(|(_, connection)| !connection.settled()) {
+                open = open.or(Some(to));
+                moved |= connection.progress(&self.lanes.health);
+            }
+            let Some(to) = open else { return };
+            if moved {
+                waiter = None;
+                continue;
+            }
+            let waiter = waiter.get_or_insert_with(|| Waiter::new(self.lanes.limits_of(to)));
+            if waiter.turn(|slice| std::thread::sleep(slice.min(SLEEP_INTERVAL))).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn stuck(&self, connection: &dyn NetConnection, to: u32, stuck: SendBlocked) -> Error {
+        explain(connection, (self.lanes.rank, to), stuck)
+    }
+}
+
+/// Returns when everything that was sent over a connection has landed.
+///
+/// # Errors
+/// As [`Port::quiet`].
+pub fn flush(
+    connection: &dyn NetConnection,
+    health: &Health,
+    deadline: Duration,
+    rank: u32,
+) -> Result<(), Error> {
+    let limits = WaitLimits {
+        health,
+        oversubscribed: true,
+        awaited: connection.peer(),
+        deadline,
+        silent: !connection.wakes(),
+    };
+    connection.flush(limits).map_err(|stuck| explain(connection, (rank, connection.peer()), stuck))
+}
+
+fn explain(connection: &dyn NetConnection, (rank, peer): (u32, u32), stuck: SendBlocked) -> Error {
+    let SendBlocked { awaited, seen, why } = stuck;
+    let unmet = Unmet { rank, peer, lane: connection.lane(), flag: u32::MAX, awaited, seen };
+    unmet.error(why, || connection.fault())
+}
+
+/// A window: one range of bytes at each rank of the group.
+#[derive(Clone, Debug)]
+pub struct MappedWindow {
+    /// The mapping of this node's windows; an empty one for memory of devices.
+    pub mapped: Arc<PeerMapping>,
+    /// Per rank of the group: where its part is.
+    pub parts: Vec<WindowPart>,
+    /// It is device memory: NICs access it, the processor does not.
+    pub of_devices: bool,
+}
+
+/// One rank's part of a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowPart {
+    /// Its member of the mapping.
+    pub member: u32,
+    /// Number of the region at its owner, for peers that have it not mapped.
+    pub region: u32,
+    /// First byte in the member or region.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+impl MappedWindow {
+    /// Address of bytes in the part of a rank whose memory is mapped here.
+    fn at(&self, rank: u32, offset: u64, len: u64) -> Result<NonNull<u8>, MemoryError> {
+        let part = self.part(rank, offset, len)?;
+        self.mapped.at(part.member, part.offset + offset, len)
+    }
+
+    /// All bytes of the part of a rank of this node.
+    pub(super) fn bytes(&self, rank: u32) -> Result<&[u8], MemoryError> {
+        let len = self.part(rank, 0, 0)?.len;
+        let at = self.at(rank, 0, len)?;
+        // SAFETY: mapped and checked; as of `Port::source`.
+        Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), len as usize) })
+    }
+
+    /// Facts that a connection needs to reach bytes in the part of a rank.
+    pub(super) fn target(&self, rank: u32, offset: u64, len: u64) -> Result<RemoteAddress, MemoryError> {
+        let part = self.part(rank, offset, len)?;
+        Ok(RemoteAddress { region: part.region, offset: part.offset + offset })
+    }
+
+    /// The part of a rank, if the bytes lie inside it.
+    #[inline]
+    fn part(&self, rank: u32, offset: u64, len: u64) -> Result<&WindowPart, MemoryError> {
+        let part = self.parts.get(rank as usize);
+        let size = part.map_or(0, |p| p.len);
+        match part {
+            Some(part) if offset.checked_add(len).is_some_and(|end| end <= size) => Ok(part),
+            _ => Err(MemoryError::OutOfBounds { peer: rank, offset, len, size }),
+        }
+    }
+}
+
+/// The parts of windows that this rank reads and writes by loads and stores: its own, and its local
+/// peers'.
+#[derive(Debug)]
+struct LocalWindows {
+    ranks: u32,
+    /// Per window and rank: its part, unless that is out of reach.
+    parts: Vec<Option<Reached>>,
+}
+
+/// Bytes that are mapped here.
+#[derive(Clone, Copy, Debug)]
+struct Reached {
+    first: NonNull<u8>,
+    len: u64,
+}
+
+// SAFETY: addresses of plain shared memory, which belongs to no thread; its readers and writers
+// guarantee the order.
+unsafe impl Send for LocalWindows {}
+// SAFETY: as above: a shared reference only hands out addresses.
+unsafe impl Sync for LocalWindows {}
+
+impl LocalWindows {
+    /// Addresses in the mappings of these windows, good for as long as those live.
+    fn new(lanes: &Lanes, windows: &[MappedWindow]) -> Self {
+        let mut parts = Vec::new();
+        for window in windows {
+            parts.extend((0..).zip(&lanes.reach).map(|(rank, reach)| match reach {
+                PeerLane::Own | PeerLane::Load => {
+                    let len = window.parts.get(rank as usize)?.len;
+                    Some(Reached { first: window.at(rank, 0, len).ok()?, len })
+                }
+                PeerLane::Net(_) | PeerLane::Relayed => None,
+            }));
+        }
+        LocalWindows { ranks: lanes.ranks(), parts }
+    }
+
+    /// Number of ranks.
+    #[inline(always)]
+    fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// Address of bytes in a rank's part of a window, if they lie inside it and it is reached by
+    /// loads and stores.
+    #[inline(always)]
+    fn at(&self, window: WindowId, rank: u32, offset: u64, len: u64) -> Option<NonNull<u8>> {
+        let nth = window.0 as usize * self.ranks as usize + rank as usize;
+        let part = (*self.parts.get(nth)?).filter(|_| rank < self.ranks)?;
+        let inside = offset.checked_add(len).is_some_and(|end| end <= part.len);
+        // SAFETY: within the part, whose bytes the mapping has.
+        inside.then(|| unsafe { part.first.add(offset as usize) })
+    }
+
+    /// Owner, window and offset of bytes at an address, if they lie in a part that is reached by
+    /// loads and stores.
+    #[cfg(test)]
+    fn locate(&self, at: usize, len: u64) -> Option<(u32, WindowId, u64)> {
+        self.parts.iter().enumerate().find_map(|(nth, part)| {
+            let offset = at.checked_sub((*part)?.first.as_ptr() as usize)? as u64;
+            let (window, owner) = (nth as u32 / self.ranks, nth as u32 % self.ranks);
+            (offset + len <= (*part)?.len).then_some((owner, WindowId(window), offset))
+        })
+    }
+}
+
+/// The caller's tensors of one run: where [`PutSource::Input`]
+/// and [`PutSource::Notes`] read and a sum writes.
+#[derive(Debug, Default)]
+pub struct Io<'a> {
+    /// Rows that are dispatched.
+    pub input: &'a [u8],
+    /// Metadata of each entry.
+    pub notes: &'a [u8],
+    /// Rows that are summed.
+    pub output: &'a mut [u8],
+    /// One `f32` per (token, choice) that returns.
+    pub weights: &'a mut [f32],
+}
+
+/// Where the rows of a run come from.
+#[derive(Clone, Copy, Debug)]
+pub struct RowSource<'a> {
+    /// The rows.
+    pub bytes: &'a [u8],
+    /// Bytes of one row.
+    pub row_bytes: u64,
+    /// Which rows, for all runs of a call.
+    pub rows: &'a [u32],
+    /// Whether runs use an index, or count consecutive rows.
+    pub index: Index,
+}
+
+/// The rows of one run, known to lie in their source.
+#[derive(Clone, Copy, Debug)]
+enum Checked<'a> {
+    /// Scattered.
+    Listed(&'a [u32]),
+    /// One after another.
+    Contiguous(&'a [u8]),
+}
+
+impl<'a> RowSource<'a> {
+    /// The bytes of a row that [`RowSource::checked`] has seen.
+    pub(super) fn row(&self, row: u32) -> &'a [u8] {
+        let row_bytes = self.row_bytes as usize;
+        &self.bytes[row as usize * row_bytes..][..row_bytes]
+    }
+
+    /// The rows of one run, all inside the source.
+    fn checked(&self, run: RowRun) -> Result<Checked<'a>, LaneError> {
+        let (row_bytes, size) = (self.row_bytes, self.bytes.len() as u64);
+        let bad = |row: u64| LaneError::SourceBounds {
+            offset: row.saturating_mul(row_bytes),
+            len: row_bytes,
+            size,
+        };
+        let (first, count) = (run.first as usize, run.count as usize);
+        if self.index == Index::Contiguous {
+            let (start, len) =
+                (first.saturating_mul(row_bytes as usize), count.saturating_mul(row_bytes as usize));
+            let bytes = self.bytes.get(start..start.saturating_add(len));
+            return Ok(Checked::Contiguous(bytes.ok_or_else(|| bad(first as u64))?));
+        }
+        let index =
+            self.rows.get(first..first.saturating_add(count)).ok_or_else(|| bad(self.rows.len() as u64))?;
+        match index.iter().max() {
+            Some(&last) if (u64::from(last) + 1).saturating_mul(row_bytes) > size => Err(bad(last.into())),
+            _ => Ok(Checked::Listed(index)),
         }
     }
 }

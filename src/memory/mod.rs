@@ -21,30 +21,20 @@
 #![allow(unsafe_code, reason = "mapping memory and viewing it as typed slices cannot be said in safe Rust")]
 
 pub(crate) mod access;
-mod extents;
 mod heap;
-mod mapped;
+mod mapping;
 mod numa;
-mod pages;
-mod pinned;
 mod pool;
-mod segment;
-mod symmetric;
 
-pub(crate) use extents::Extents;
-pub(crate) use heap::{Heap, HeapSizes};
-pub(crate) use mapped::PeerMapping;
+pub(crate) use heap::{Heap, HeapSizes, SymmetricExtent};
+pub(crate) use mapping::{PeerMapping, Segment, pin, shared_huge_bytes};
+pub(crate) use pool::{Extents, ReleaseCheck};
+pub use pool::{Pool, PoolReport};
+
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
+pub use mapping::{PageReport, huge_pages_granted};
+#[doc(hidden)]
 pub use numa::Numa;
-pub(crate) use pages::shared_huge_bytes;
-#[doc(hidden)]
-pub use pages::{PageReport, huge_pages_granted};
-#[doc(hidden)]
-pub(crate) use pinned::pin;
 #[doc(hidden)]
 pub use pool::Extent;
-pub(crate) use pool::ReleaseCheck;
-pub use pool::{Pool, PoolReport};
-pub(crate) use segment::Segment;
-pub(crate) use symmetric::{SymmetricAllocator, SymmetricExtent};

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use super::vector::{Kernel, Vector};
 
 #[derive(Clone, Copy)]
-pub(super) struct Avx2(__m256, __m256);
+struct Avx2(__m256, __m256);
 
 /// Runs a kernel on this set.
 ///

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 use super::vector::{Kernel, Vector};
 
 #[derive(Clone, Copy)]
-pub(super) struct Avx512(__m512);
+struct Avx512(__m512);
 
 /// Runs a kernel on this set.
 ///

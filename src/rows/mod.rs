@@ -24,34 +24,29 @@
 
 #![allow(
     unsafe_code,
-    reason = "vector intrinsics and raw pointers into shared memory are what this room is for"
+    reason = "vector intrinsics and raw pointers into shared memory are the purpose of this module"
 )]
 
 mod arithmetic;
-mod e4m3;
-mod gradient;
-mod portable;
-mod product;
-mod record;
-mod simd;
-mod sum;
-mod transfer;
-mod vector;
-
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod fp8;
+mod portable;
+mod product;
+mod sum;
+mod transfer;
+mod vector;
 
 pub use arithmetic::Arithmetic;
 pub use product::{Matrix, product};
-pub use simd::{SIMD_VARIABLE, Simd};
 pub use sum::{GroupedSum, SumOutput};
+use vector::{Kernel, Set};
+pub use vector::{SIMD_VARIABLE, Simd};
 
 use crate::dtype::{Fp8RowShape, rows_of};
 use crate::error::PlanError;
-use simd::Set;
-use vector::Kernel;
 
 /// How results are written. Neither is always right:
 ///
@@ -202,7 +197,7 @@ impl RowKernels {
     /// which may be the same. Nothing is asserted.
     pub unsafe fn dot(&self, dtype: Arithmetic, a: *const u8, b: *const u8, columns: usize) -> f32 {
         // SAFETY: the caller answers for the pointers.
-        unsafe { self.run(gradient::Dot { dtype, a, b, columns }) }
+        unsafe { self.run(sum::Dot { dtype, a, b, columns }) }
     }
 
     /// `row[c] = round(weight * row[c])` in place: the `f32` product, one rounding, canonical NaN.
@@ -213,7 +208,7 @@ impl RowKernels {
     /// source and target at once. Nothing is asserted.
     pub unsafe fn scale(&self, dtype: Arithmetic, row: *mut u8, weight: f32, columns: usize) {
         // SAFETY: the caller answers for the pointer.
-        unsafe { self.run(gradient::Scale { dtype, row, weight, columns }) }
+        unsafe { self.run(sum::Scale { dtype, row, weight, columns }) }
     }
 
     /// [`RowKernels::dot`] of two rows in this process's own memory. Safe in every build: of rows
@@ -256,7 +251,7 @@ impl RowKernels {
     ) -> Result<(), PlanError> {
         check_records(dtype, shape, rows.len(), records.len())?;
         // SAFETY: the kernel reads and writes within the slices.
-        unsafe { self.run(record::Quantise { dtype, shape, rows, records }) };
+        unsafe { self.run(fp8::Quantise { dtype, shape, rows, records }) };
         Ok(())
     }
 
@@ -275,7 +270,7 @@ impl RowKernels {
     ) -> Result<(), PlanError> {
         check_records(dtype, shape, rows.len(), records.len())?;
         // SAFETY: the kernel reads and writes within the slices.
-        unsafe { self.run(record::Dequantise { dtype, shape, records, rows }) };
+        unsafe { self.run(fp8::Dequantise { dtype, shape, records, rows }) };
         Ok(())
     }
 

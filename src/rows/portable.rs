@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::vector::{Kernel, LANES, LINE, Vector};
 
 #[derive(Clone, Copy)]
-pub(super) struct Portable([f32; LANES]);
+struct Portable([f32; LANES]);
 
 /// Runs a kernel on this set.
 ///

@@ -1,7 +1,7 @@
-//! The small seam between the loops and the instruction sets.
+//! The interface between the loops and the instruction sets, and the choice of a set.
 //!
 //! ```text
-//!   transfer.rs  sum.rs  gradient.rs   the loops, once, generic over Vector
+//!   transfer.rs  sum.rs  fp8.rs        the loops, once, generic over Vector
 //!              |
 //!           Vector                   16 lanes of f32, and one cache line of bytes
 //!        /     |      \
@@ -11,6 +11,16 @@
 //! Every set has the same 16 lanes, so the loops cut rows at the same columns and the fixed order
 //! of a dot product follows by itself. An operation on lanes is one IEEE operation on each lane;
 //! nothing here may fuse, flush or reorder, which is why all sets agree bit for bit.
+//!
+//! A set is chosen once, then carried as a value. A [`Simd`] cannot be built for a set the CPU
+//! lacks, so a holder of one needs no further check, and the loops below it pay nothing for
+//! detection. A forced set that is missing is an error, never a quiet fallback: a run that claims
+//! to have tested `avx512` has.
+
+use std::env;
+use std::ffi::OsStr;
+
+use crate::error::SimdError;
 
 /// Lanes of a vector.
 pub(super) const LANES: usize = 16;
@@ -73,4 +83,168 @@ pub(super) trait Kernel {
     /// Implementations are `inline(always)`, so that the body is compiled inside the function that
     /// enables the set.
     unsafe fn run<V: Vector>(self) -> Self::Output;
+}
+
+/// The environment variable that forces a set: `portable`, `avx2` or `avx512`. Unset or empty: the
+/// best one.
+pub const SIMD_VARIABLE: &str = "SIDELANE_SIMD";
+
+/// An instruction set this CPU is known to have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Simd(pub(super) Set);
+
+/// The sets this build has loops for, worst first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Set {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Simd {
+    /// Plain Rust: runs everywhere.
+    pub const PORTABLE: Simd = Simd(Set::Portable);
+
+    /// The sets this CPU has, worst first. Never empty: [`Simd::PORTABLE`] is always there.
+    pub fn available() -> impl Iterator<Item = Simd> {
+        Set::ALL.iter().copied().filter(|set| set.detected()).map(Simd)
+    }
+
+    /// The best set this CPU has.
+    pub fn best() -> Simd {
+        Simd::available().last().unwrap_or(Simd::PORTABLE)
+    }
+
+    /// The set with this name, if it exists and this CPU has it.
+    pub fn named(name: &str) -> Result<Simd, SimdError> {
+        if let Some(&set) = Set::ALL.iter().find(|set| set.name() == name) {
+            return match set.detected() {
+                true => Ok(Simd(set)),
+                false => Err(SimdError::Missing { name: set.name(), needs: set.needs() }),
+            };
+        }
+        // Sets of another architecture are missing here, not misspelt.
+        match name {
+            "avx2" => Err(SimdError::Missing { name: "avx2", needs: "x86-64" }),
+            "avx512" => Err(SimdError::Missing { name: "avx512", needs: "x86-64" }),
+            _ => Err(SimdError::Unknown { name: name.to_owned() }),
+        }
+    }
+
+    /// The set that [`SIMD_VARIABLE`] forces, or the best one where it is unset or empty.
+    pub fn from_env() -> Result<Simd, SimdError> {
+        Simd::chosen(env::var_os(SIMD_VARIABLE).as_deref())
+    }
+
+    fn chosen(value: Option<&OsStr>) -> Result<Simd, SimdError> {
+        match value {
+            Some(name) if !name.is_empty() => Simd::named(&name.to_string_lossy()),
+            _ => Ok(Simd::best()),
+        }
+    }
+
+    /// The name used in the environment, on the command line and in reports.
+    pub const fn name(self) -> &'static str {
+        self.0.name()
+    }
+}
+
+impl std::fmt::Display for Simd {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Set {
+    #[cfg(target_arch = "x86_64")]
+    const ALL: &[Set] = &[Set::Portable, Set::Avx2, Set::Avx512];
+    #[cfg(not(target_arch = "x86_64"))]
+    const ALL: &[Set] = &[Set::Portable];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Set::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512 => "avx512",
+        }
+    }
+
+    const fn needs(self) -> &'static str {
+        match self {
+            Set::Portable => "nothing",
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx2 => "avx2 or f16c",
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512 => "avx512f",
+        }
+    }
+
+    fn detected(self) -> bool {
+        match self {
+            Set::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"),
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512 => is_x86_feature_detected!("avx512f"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_available_set_is_found_by_its_name() {
+        for simd in Simd::available() {
+            assert_eq!(Simd::named(simd.name()), Ok(simd));
+        }
+    }
+
+    #[test]
+    fn an_unknown_name_is_an_error_that_repeats_it() {
+        assert_eq!(Simd::named("sse9"), Err(SimdError::Unknown { name: "sse9".to_owned() }));
+        assert_eq!(Simd::named("AVX2"), Err(SimdError::Unknown { name: "AVX2".to_owned() }));
+    }
+
+    #[test]
+    fn a_set_the_cpu_lacks_is_an_error_not_a_fallback() {
+        for name in ["avx2", "avx512"] {
+            if Simd::available().all(|simd| simd.name() != name) {
+                assert!(matches!(Simd::named(name), Err(SimdError::Missing { .. })));
+            }
+        }
+    }
+
+    #[test]
+    fn the_variable_forces_a_set_and_its_absence_the_best() {
+        assert_eq!(Simd::chosen(Some(OsStr::new("portable"))), Ok(Simd::PORTABLE));
+        assert!(matches!(Simd::chosen(Some(OsStr::new("fast"))), Err(SimdError::Unknown { .. })));
+        for absent in [None, Some(OsStr::new(""))] {
+            assert_eq!(Simd::chosen(absent), Ok(Simd::best()));
+        }
+    }
+
+    #[test]
+    fn the_best_set_is_the_last_available_one() {
+        assert_eq!(Some(Simd::best()), Simd::available().last());
+    }
+
+    /// Without this, a comparison of "all sets" could quietly compare the portable one with itself.
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn a_cpu_with_avx512_offers_three_sets() {
+        let names: Vec<_> = Simd::available().map(Simd::name).collect();
+        if is_x86_feature_detected!("avx512f") {
+            assert_eq!(names, ["portable", "avx2", "avx512"]);
+        } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+            assert_eq!(names, ["portable", "avx2"]);
+        } else {
+            assert_eq!(names, ["portable"]);
+        }
+    }
 }

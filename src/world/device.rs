@@ -267,7 +267,7 @@ impl GpuDirectMemory {
                 return Err(BootstrapError::Malformed { peer: format!("rank {member}") }.into());
             };
             let region = u32::from_le_bytes(*number);
-            if let PeerLane::Rail(rail) = &lanes.reach[member as usize] {
+            if let PeerLane::Net(rail) = &lanes.reach[member as usize] {
                 rail.import_region(region, key)?;
             }
             parts.push(WindowPart { member, region, offset: 0, len });

@@ -160,7 +160,7 @@ impl Group {
             rows: self.shared.rows,
             health: Arc::clone(self.shared.hub.health()),
             deadline: self.shared.options.clocks.deadline,
-            crowded: self.shared.oversubscribed(),
+            oversubscribed: self.shared.oversubscribed(),
         };
         Ok(Arc::clone(cell.get_or_init(|| Arc::new(lanes))))
     }
@@ -175,9 +175,9 @@ impl Group {
         if !paths.needs_connection(position) {
             return Ok(PeerLane::Relayed);
         }
-        let rail = self.shared.net.as_ref().and_then(|net| net.thread.rail_to(rank));
+        let rail = self.shared.net.as_ref().and_then(|net| net.thread.connection_to(rank));
         let missing = LaneError::NoLane { rank: self.me, peer: position, missing: "a wire" };
-        Ok(PeerLane::Rail(rail.ok_or(missing)?))
+        Ok(PeerLane::Net(rail.ok_or(missing)?))
     }
 
     /// Takes symmetric bytes at every member; all succeed or all give them back. Collective.
@@ -235,7 +235,7 @@ impl Group {
         extent.clear()?;
         self.gather(&[])?;
         for &WindowPart { member, region, offset, len } in &parts {
-            if let Some(rail) = self.shared.net.as_ref().and_then(|net| net.thread.rail_to(member)) {
+            if let Some(rail) = self.shared.net.as_ref().and_then(|net| net.thread.connection_to(member)) {
                 rail.cleared(RemoteAddress { region, offset }, len);
             }
         }
@@ -246,7 +246,7 @@ impl Group {
     fn flush_rails(&self) -> Result<(), Error> {
         let Some(net) = &self.shared.net else { return Ok(()) };
         let deadline = self.shared.options.clocks.deadline;
-        for rail in self.ranks.iter().filter_map(|&member| net.thread.rail_to(member)) {
+        for rail in self.ranks.iter().filter_map(|&member| net.thread.connection_to(member)) {
             lane::flush(rail.as_ref(), self.shared.hub.health(), deadline, self.me)?;
         }
         Ok(())

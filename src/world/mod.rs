@@ -22,7 +22,7 @@ mod window;
 
 #[doc(hidden)]
 pub use crate::lane::NoDmaBuf;
-pub use crate::lane::{NoGpuDirect, RailCounters, Registration};
+pub use crate::lane::{NicCounters, NoGpuDirect, Registration};
 pub use group::Group;
 pub use net::{NetReason, NetReport};
 pub use setup::{Options, World};

@@ -13,15 +13,15 @@
 
 use std::sync::Arc;
 
-use super::setup::crowded;
+use super::setup::oversubscribed;
 use super::{Group, Options};
 use crate::bootstrap::{Hub, Location, exchange_fds};
 use crate::config::NetChoice;
 use crate::error::{BootstrapError, Error, LaneError, MemoryError, VerbsError};
 use crate::lane::{
-    DeviceMemory, LOOPBACK, LinkEmulator, LoopbackTransport, NetConnection, NetTransport, NoGpuDirect,
-    ProgressThread, Region, Registration, Setup, TcpWires, VerbsEnvironment, VerbsTransport, WireEnd,
-    WireOffer,
+    ConnectionEnd, ConnectionOffer, DeviceMemory, LOOPBACK, LinkEmulator, LoopbackTransport, NetConnection,
+    NetTransport, NoGpuDirect, ProgressThread, Region, Registration, Setup, TcpTransport, VerbsEnvironment,
+    VerbsTransport,
 };
 use crate::memory::Heap;
 use crate::topology::{NodeMap, Paths};
@@ -122,7 +122,8 @@ impl NetState {
         place.compare()?;
         let here = &machines[rank as usize];
         let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
-        let thread = ProgressThread::start(rank, Arc::clone(hub.health()), crowded(machines, rank, 2))?;
+        let thread =
+            ProgressThread::start(rank, Arc::clone(hub.health()), oversubscribed(machines, rank, 2))?;
         let (transport, why) = match (choice, stranger) {
             (NetChoice::Loopback, Some((rank, _))) => {
                 return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
@@ -205,14 +206,14 @@ impl NetSelection<'_> {
     fn segments(&self, thread: &ProgressThread) -> Opened {
         let egress = self.options.pace.map(|pace| Arc::new(LinkEmulator::new(pace)));
         let regions = Arc::clone(thread.regions());
-        Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, thread.bell(), egress)?))
+        Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, thread.event_fd(), egress)?))
     }
 
     /// This rank's sockets.
     fn tcp(&self, thread: &ProgressThread) -> Opened {
         let NetSelection { hub, options, .. } = *self;
         let (health, regions) = (Arc::clone(hub.health()), Arc::clone(thread.regions()));
-        let wires = TcpWires::open(hub.pass()?, &options.tcp_address, options.clocks, health, regions)?;
+        let wires = TcpTransport::open(hub.pass()?, &options.tcp_address, options.clocks, health, regions)?;
         Ok(Box::new(wires))
     }
 
@@ -259,7 +260,7 @@ fn is_mistake(error: &Error) -> bool {
     let of_cards = |error: &LaneError| match error {
         LaneError::Verbs(error) => matches!(
             error,
-            V::NoSuchCard { .. }
+            V::NoSuchNic { .. }
                 | V::NoSuchPort { .. }
                 | V::NoSuchGid { .. }
                 | V::MtuTooLarge { .. }
@@ -294,7 +295,7 @@ impl From<Lacking> for Error {
 }
 
 /// Ends of this rank, by peer.
-type Ends<'a> = Vec<Box<dyn WireEnd + 'a>>;
+type Ends<'a> = Vec<Box<dyn ConnectionEnd + 'a>>;
 
 /// Lays missing connections. Collective over the group.
 ///
@@ -315,7 +316,7 @@ fn lay_by(
     paths: &Paths,
 ) -> Result<(), Error> {
     let wanted = |&(_, (&rank, position)): &(usize, (&u32, u32))| {
-        paths.needs_connection(position) && thread.rail_to(rank).is_none()
+        paths.needs_connection(position) && thread.connection_to(rank).is_none()
     };
     let members = group.ranks().iter().zip(0..).enumerate();
     let peers: Vec<(usize, u32)> = members.filter(wanted).map(|(at, (&rank, _))| (at, rank)).collect();
@@ -359,7 +360,7 @@ fn join(
     own: u32,
     peers: &[(usize, u32)],
     ends: Ends<'_>,
-    offered: Vec<WireOffer>,
+    offered: Vec<ConnectionOffer>,
 ) -> Result<Vec<Arc<dyn NetConnection>>, Error> {
     let (mut joined, mut failed) = (Vec::new(), Ok(()));
     for ((&(_, peer), end), offered) in peers.iter().zip(ends).zip(offered) {
@@ -384,8 +385,8 @@ fn join(
 fn pass_bytes(
     group: &Group,
     peers: &[(usize, u32)],
-    ends: &[Box<dyn WireEnd + '_>],
-) -> Result<Vec<WireOffer>, Error> {
+    ends: &[Box<dyn ConnectionEnd + '_>],
+) -> Result<Vec<ConnectionOffer>, Error> {
     let (hub, step) = (group.shared.hub.as_ref(), group.step());
     let (own, deadline) = (hub.rank(), group.shared.options.clocks.rendezvous);
     let key = |from: u32, to: u32| format!("{step}/{from}-{to}");
@@ -400,8 +401,8 @@ fn pass_bytes(
 fn pass_descriptors(
     group: &Group,
     peers: &[(usize, u32)],
-    ends: &[Box<dyn WireEnd + '_>],
-) -> Result<Vec<WireOffer>, Error> {
+    ends: &[Box<dyn ConnectionEnd + '_>],
+) -> Result<Vec<ConnectionOffer>, Error> {
     let offer = |member: usize| {
         let nth = peers.iter().position(|&(at, _)| at == member)?;
         Some(ends.get(nth).map(|end| end.descriptors()).unwrap_or_default())
@@ -410,7 +411,7 @@ fn pass_descriptors(
     let deadline = group.shared.options.clocks.rendezvous;
     let mut received = exchange_fds(hub, &group.step(), group.ranks(), me, &offer, deadline)?;
     let mut take = |&(at, _): &(usize, u32)| std::mem::take(&mut received[at]);
-    Ok(peers.iter().map(|peer| WireOffer { bytes: Vec::new(), descriptors: take(peer) }).collect())
+    Ok(peers.iter().map(|peer| ConnectionOffer { bytes: Vec::new(), descriptors: take(peer) }).collect())
 }
 
 /// A failure at a rank, as the others learn it.
@@ -471,7 +472,7 @@ mod tests {
     }
 
     struct FailingEnd<'a> {
-        end: Box<dyn WireEnd + 'a>,
+        end: Box<dyn ConnectionEnd + 'a>,
         fails: bool,
     }
 
@@ -488,7 +489,7 @@ mod tests {
             self.wires.passes_descriptors()
         }
 
-        fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error> {
+        fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
             if self.fails == Some((peer, Step::Open)) {
                 return Err(failure());
             }
@@ -500,12 +501,12 @@ mod tests {
         }
     }
 
-    impl WireEnd for FailingEnd<'_> {
+    impl ConnectionEnd for FailingEnd<'_> {
         fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
             self.end.descriptors()
         }
 
-        fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error> {
+        fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
             if self.fails { Err(failure()) } else { self.end.connect(offered) }
         }
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 use super::net::{NetReport, NetSelection, NetState};
-use super::{Group, RailCounters};
+use super::{Group, NicCounters};
 use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Timeouts};
 use crate::config::{Config, EmulatedLink, NetChoice, TcpAddress};
 use crate::error::{BootstrapError, CallError, Cause, Error, LaneError, MemoryError};
@@ -270,12 +270,12 @@ impl World {
     }
 
     /// Requests to this rank's NICs so far; all 0 if the lane has no NICs.
-    pub fn nic_counters(&self) -> RailCounters {
+    pub fn nic_counters(&self) -> NicCounters {
         self.shared.net.as_ref().map(|net| net.thread.counters()).unwrap_or_default()
     }
 
     /// The same, predicted from the calls alone; all 0 without [`Options::forecast`].
-    pub fn nic_forecast(&self) -> RailCounters {
+    pub fn nic_forecast(&self) -> NicCounters {
         self.shared.net.as_ref().map(|net| net.thread.forecast()).unwrap_or_default()
     }
 
@@ -371,7 +371,7 @@ impl WorldState {
     }
     /// Whether this machine has fewer cores for this process than ranks.
     pub(crate) fn oversubscribed(&self) -> bool {
-        crowded(&self.machines, self.hub.rank(), 1)
+        oversubscribed(&self.machines, self.hub.rank(), 1)
     }
 
     /// How many groups of these ranks were made before this one.
@@ -385,7 +385,7 @@ impl WorldState {
 
 /// Whether the machine of a rank has fewer cores for this process than its ranks have threads that
 /// want one.
-pub(super) fn crowded(machines: &[Location], rank: u32, threads: usize) -> bool {
+pub(super) fn oversubscribed(machines: &[Location], rank: u32, threads: usize) -> bool {
     let here = machines.iter().filter(|place| place.same_machine(&machines[rank as usize])).count();
     std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here * threads)
 }

@@ -342,7 +342,7 @@ impl Registered {
                 return Err(MemoryError::NotUsable { rank: member }.into());
             };
             let region = u32::from_le_bytes(*number);
-            if let PeerLane::Rail(rail) = &lanes.reach[member as usize] {
+            if let PeerLane::Net(rail) = &lanes.reach[member as usize] {
                 rail.import_region(region, key)?;
             }
             parts.push(WindowPart { member, region, offset: 0, len });

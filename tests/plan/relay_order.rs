@@ -1,5 +1,5 @@
-//! Relay order compared with a reference that follows the definition of the reflected Gray code bit
-//! by bit, and counted on random routing.
+//! Relay order compared with the definition of the reflected Gray code, bit by bit, and counted on
+//! random routing.
 
 use std::cmp::Ordering;
 

@@ -60,7 +60,7 @@ fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
-/// What every rank plans, and what its plan says of traffic.
+/// Plan of every rank, and its traffic.
 fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(DispatchLayout, Traffic)> {
     let ranks = nodes.ranks();
     let bins = Bins::experts(map, case.order, nodes);

@@ -1,5 +1,5 @@
-//! The table of features in docs/from-rust.md, which is `ep::Feature`; and the few files that
-//! distinguish layouts and orders.
+//! The table of features in docs/from-rust.md, which is `ep::Feature`; the few files that
+//! distinguish layouts and orders; and the diffs that CONTRIBUTING.md shows.
 
 use sidelane::ep::{CallExecutor, Feature};
 
@@ -56,5 +56,29 @@ fn few_files_tell_layouts_and_orders_apart() {
         }
     }
     named.sort();
-    assert!(named.len() <= 6, "{named:?}");
+    assert!(named.len() <= 4, "{named:?}");
+}
+
+#[test]
+fn diffs_in_contributing_are_lines_of_the_code() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = std::fs::read_to_string(root.join("CONTRIBUTING.md")).unwrap();
+    let (mut in_diff, mut file, mut lines) = (false, String::new(), 0);
+    for line in page.lines() {
+        match line.split_once(' ') {
+            _ if line.starts_with("```") => in_diff = line == "```diff",
+            Some(("#", rest)) if in_diff => {
+                let path = rest.split(':').next().unwrap();
+                file =
+                    std::fs::read_to_string(root.join(path)).unwrap_or_else(|_| panic!("{path} is no file"));
+            }
+            _ => {
+                if let Some(added) = line.strip_prefix('+').filter(|_| in_diff) {
+                    assert!(file.lines().any(|code| code == added), "not a line of its file: {line}");
+                    lines += 1;
+                }
+            }
+        }
+    }
+    assert!(lines > 20, "the diffs were read: {lines} lines");
 }

@@ -133,7 +133,7 @@ fn core_asks_nothing_of_the_system() {
         let found = asks.into_iter().find(|asked| code.contains(asked));
         assert_eq!(found, None, "{}", path.display());
     }
-    assert!(read > 60, "the files were read: {read}");
+    assert!(read > 40, "the files were read: {read}");
 }
 
 #[test]

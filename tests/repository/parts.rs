@@ -43,7 +43,7 @@ fn each_part_has_a_function_and_an_estimate() {
 #[test]
 fn changed_path_asks_for_parts_of_each_prefix() {
     let parts =
-        steps("printf '%s\\n' src/lane/flag.rs docs/design.md crates/core/src/gate/call.rs | parts_of");
+        steps("printf '%s\\n' src/lane/flag.rs docs/design.md crates/core/src/gate/config.rs | parts_of");
     assert_eq!(parts, "worlds\ntestbed\noracles\n");
     assert_eq!(steps("echo README.md | parts_of"), "");
 }

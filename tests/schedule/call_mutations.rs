@@ -9,12 +9,12 @@ use sidelane_core::schedule::call::{
 };
 use sidelane_core::schedule::collective::{Program, RankView, Shape};
 use sidelane_core::topology::{Paths, Route};
-use sidelane_verify::call_mutate::{CallChange, CallMutation, ProgramId, programs_of};
 use sidelane_verify::flow;
+use sidelane_verify::mutate::{CallChange, CallMutation, ProgramId, programs_of};
 use sidelane_verify::prove::prove;
 use sidelane_verify::unroll::{CollectiveCall, CollectiveScenario, ProofScenario, UnrolledProgram};
 
-use crate::collective_proof::{call, programs as collectives, seat, with_room};
+use crate::collective_proof::{call, programs as collectives, view_of, with_room};
 use crate::groups::{CHUNKS, Group, gathering_rounds, rounds_of, ways};
 
 const KINDS: [CallKind; 4] =
@@ -22,10 +22,10 @@ const KINDS: [CallKind; 4] =
 
 fn programs(group: &Group) -> RankPrograms {
     let paths = Paths::new(&group.nodes, group.route, 0);
-    let (pxn, rails) = (group.route == Route::Pxn, paths.rails());
-    let brings_in = group.pulls && rails && (pxn || !group.straight);
+    let (pxn, multi_node) = (group.route == Route::Pxn, paths.is_multi_node());
+    let brings_in = group.pulls && multi_node && (pxn || !group.gpu_direct);
     let engines = Engines { pulls: group.pulls, brings_in, enqueues: group.enqueues };
-    RankPrograms::new(paths, CHUNKS, group.order != SumOrder::Expert && pxn && rails, engines)
+    RankPrograms::new(paths, CHUNKS, group.order != SumOrder::Expert && pxn && multi_node, engines)
 }
 
 /// Reason why a mutant is unobservable.
@@ -41,25 +41,27 @@ fn harmless(
         CallChange::GoOn { .. } if kind == CallKind::ExpertMap => Some("nothing moves in such calls"),
         // No byte shows that it has sums where others have an error. Where ranks disagree, rank 0
         // continues alone.
-        CallChange::GoOn { rank: 1.. } if kind == CallKind::Combine && group.enqueues && !rails(group) => {
+        CallChange::GoOn { rank: 1.. }
+            if kind == CallKind::Combine && group.enqueues && !multi_node(group) =>
+        {
             Some("what was offered is free when the streams of all ranks have come by")
         }
         CallChange::GoOn { .. } => None,
     }
 }
 
-fn rails(group: &Group) -> bool {
-    Paths::new(&group.nodes, group.route, 0).rails()
+fn multi_node(group: &Group) -> bool {
+    Paths::new(&group.nodes, group.route, 0).is_multi_node()
 }
 
 fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
     let inline = group.relays == Relays::Inline;
-    let rails = rails(group);
+    let multi_node = multi_node(group);
     match step.action {
         Action::Run(StageId::Release, _) if kind != CallKind::Combine => {
             Some("who writes in a dispatch has heard the entry of every rank, sent after its last sum")
         }
-        Action::Run(StageId::Release, _) if group.enqueues && rails => {
+        Action::Run(StageId::Release, _) if group.enqueues && multi_node => {
             Some("entries follow what the streams of all ranks have read")
         }
         Action::Run(StageId::NodeEntered, _) if inline && group.nodes.nodes() == group.nodes.ranks() => {
@@ -71,8 +73,10 @@ fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str
         Action::Run(StageId::Headers, _) if kind == CallKind::CachedDispatch => {
             Some("no header comes in such calls, and parts are awaited by themselves")
         }
-        Action::Compute(Work::Describe) if !rails => Some("there are no relays that would read a header"),
-        Action::Run(StageId::Entry | StageId::Offer, Part::Finish) if inline && rails => {
+        Action::Compute(Work::Describe) if !multi_node => {
+            Some("there are no relays that would read a header")
+        }
+        Action::Run(StageId::Entry | StageId::Offer, Part::Finish) if inline && multi_node => {
             Some("its relay has waited in the same thread")
         }
         _ => None,
@@ -124,7 +128,7 @@ struct Tally {
     example: String,
 }
 
-/// What became of all mutants of some programs.
+/// Findings about all mutants of some programs.
 #[derive(Default)]
 struct Findings {
     tallies: BTreeMap<&'static str, Tally>,
@@ -132,11 +136,11 @@ struct Findings {
 }
 
 impl Findings {
-    /// Finds all mutants of a program. `tell` unrolls one, `harmless` returns why it is harmless.
+    /// Finds all mutants of a program. `unroll` unrolls one, `harmless` returns why it is harmless.
     fn look(
         &mut self,
         (name, program, ranks): (&str, &CallProgram, u32),
-        tell: impl Fn(CallMutation) -> UnrolledProgram,
+        unroll: impl Fn(CallMutation) -> UnrolledProgram,
         harmless: impl Fn(&CallMutation) -> Option<&'static str>,
     ) {
         flow::check(program, program).unwrap_or_else(|lacking| panic!("{lacking}: {program}"));
@@ -156,7 +160,7 @@ impl Findings {
                 tally.example = format!("{mutant}: {lacking}");
                 continue;
             }
-            match (prove(&tell(mutation)), harmless(&mutation)) {
+            match (prove(&unroll(mutation)), harmless(&mutation)) {
                 (Ok(_), Some(_)) => tally.harmless += 1,
                 (Err(fault), None) => {
                     tally.by_proof += 1;
@@ -194,13 +198,15 @@ fn all_of_group_found(group: Group) {
     let made = |kind: &CallKind| !(planned && *kind == CallKind::CachedDispatch);
     for kind in KINDS.into_iter().filter(made) {
         for (id, program) in programs_of(&programs, kind, group.relays) {
-            let tell = |mutation| {
-                let script = ProofScenario { mutation: Some((id, mutation)), ..group.script(&calls, None) };
-                UnrolledProgram::unroll(&script).expect("a script that can be unrolled")
+            let unroll = |mutation| {
+                let scenario =
+                    ProofScenario { mutation: Some((id, mutation)), ..group.scenario(&calls, None) };
+                UnrolledProgram::unroll(&scenario).expect("a scenario that can be unrolled")
             };
             let name = format!("{id:?}");
-            findings
-                .look((&name, program, ranks), tell, |mutation| harmless(mutation, (kind, program), &group));
+            findings.look((&name, program, ranks), unroll, |mutation| {
+                harmless(mutation, (kind, program), &group)
+            });
         }
     }
     findings.check(&title);
@@ -227,7 +233,7 @@ fn driver_mutants_of_callers_that_run_ahead_are_found() {
     all_of_group_found(Group::new(&[0; 4], 4, 5).run(direct).enqueuing());
     all_of_group_found(Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing());
     all_of_group_found(Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).enqueuing());
-    all_of_group_found(Group { straight: true, ..Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing() });
+    all_of_group_found(Group { gpu_direct: true, ..Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing() });
 }
 
 #[test]
@@ -247,13 +253,13 @@ fn driver_mutants_behind_an_all_gather_are_found() {
     let calls = gathering_rounds();
     for way in ways() {
         let group = Group::new(&[0, 0, 1, 1], 4, 5).run(way).by_all_gather();
-        let tell = |mutation| {
+        let unroll = |mutation| {
             let mutation = Some((ProgramId::Regroup, mutation));
-            let script = ProofScenario { mutation, ..group.script(&calls, None) };
-            UnrolledProgram::unroll(&script).expect("a script that can be unrolled")
+            let scenario = ProofScenario { mutation, ..group.scenario(&calls, None) };
+            UnrolledProgram::unroll(&scenario).expect("a scenario that can be unrolled")
         };
         let (programs, mut findings) = (programs(&group), Findings::default());
-        findings.look(("Regroup", &programs.regroup, 4), tell, |mutation| match mutation.change {
+        findings.look(("Regroup", &programs.regroup, 4), unroll, |mutation| match mutation.change {
             CallChange::GoOn { .. } => Some("it copies within its own memory, and its next call is the same"),
             _ => None,
         });
@@ -262,9 +268,9 @@ fn driver_mutants_behind_an_all_gather_are_found() {
 }
 
 /// Reason why a mutant of the steps of a round is unobservable.
-fn harmless_in_a_round(mutation: &CallMutation, program: Program, seat: &RankView) -> Option<&'static str> {
+fn harmless_in_a_round(mutation: &CallMutation, program: Program, view: &RankView) -> Option<&'static str> {
     use Action::{Compute, Round};
-    let (CallStep { action, .. }, next) = mutation.steps(&seat.skeleton(program).call);
+    let (CallStep { action, .. }, next) = mutation.steps(&view.skeleton(program).call);
     match (mutation.change, action, next?.action) {
         (CallChange::Drop, Compute(Work::CopyOut), _) if !matches!(program, Program::TwoShot { .. }) => {
             Some("the round before has left nothing")
@@ -280,10 +286,10 @@ fn harmless_in_a_round(mutation: &CallMutation, program: Program, seat: &RankVie
             // Where ranks disagree, rank 0 makes another call than all others.
             let agree = |peer| (peer == 0) == (root == 0);
             match rank == root {
-                true if reached(seat, root, shape).all(agree) => {
+                true if reached(view, root, shape).all(agree) => {
                     Some("those that it puts to have made the same call")
                 }
-                false if seat.nodes.same_node(root, rank) && agree(rank) => {
+                false if view.nodes.same_node(root, rank) && agree(rank) => {
                     Some("its root has made the same call, and has put all that it reads")
                 }
                 _ => None,
@@ -294,8 +300,8 @@ fn harmless_in_a_round(mutation: &CallMutation, program: Program, seat: &RankVie
 }
 
 /// Ranks of other nodes to which the root of a broadcast puts.
-fn reached(seat: &RankView, root: u32, shape: Shape) -> impl Iterator<Item = u32> {
-    let (nodes, all) = (&seat.nodes, seat.nodes.nodes());
+fn reached(view: &RankView, root: u32, shape: Shape) -> impl Iterator<Item = u32> {
+    let (nodes, all) = (&view.nodes, view.nodes.nodes());
     let end = if shape == Shape::Star { all } else { all.min(2) };
     (1..end).map(move |next| nodes.rail_peer(root, (nodes.node_of(root) + next) % all))
 }
@@ -303,21 +309,21 @@ fn reached(seat: &RankView, root: u32, shape: Shape) -> impl Iterator<Item = u32
 #[test]
 fn driver_mutants_of_collective_rounds_are_found() {
     for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1, 2, 2]] {
-        let seat = seat(labels, with_room(labels.len(), 512));
-        let all = collectives(seat.ranks());
+        let view = view_of(labels, with_room(labels.len(), 512));
+        let all = collectives(view.ranks());
         let mut findings = Findings::default();
         for &planted in all.iter().chain(&[Program::TwoShot { more: false }]) {
-            let calls = rounds_around(&seat, planted, &all);
-            let tell = |mutation| {
-                let (nodes, staging) = (&seat.nodes, seat.staging);
+            let calls = rounds_around(&view, planted, &all);
+            let unroll = |mutation| {
+                let (nodes, staging) = (&view.nodes, view.staging);
                 let mutation = Some((planted, mutation));
-                let script = CollectiveScenario { nodes, staging, calls: &calls, slip: None, mutation };
-                UnrolledProgram::of_collectives(&script).expect("a script that can be unrolled")
+                let scenario = CollectiveScenario { nodes, staging, calls: &calls, seeded: None, mutation };
+                UnrolledProgram::of_collectives(&scenario).expect("a scenario that can be unrolled")
             };
-            let program = &seat.skeleton(planted).call;
+            let program = &view.skeleton(planted).call;
             let name = format!("{planted:?}");
-            findings.look((&name, program, seat.ranks()), tell, |mutation| {
-                harmless_in_a_round(mutation, planted, &seat)
+            findings.look((&name, program, view.ranks()), unroll, |mutation| {
+                harmless_in_a_round(mutation, planted, &view)
             });
         }
         findings.check(&format!("{labels:?}, collectives"));
@@ -325,16 +331,16 @@ fn driver_mutants_of_collective_rounds_are_found() {
 }
 
 /// Calls of a program, and rounds in which some ranks enter it and others enter another.
-fn rounds_around(seat: &RankView, program: Program, all: &[Program]) -> Vec<CollectiveCall> {
+fn rounds_around(view: &RankView, program: Program, all: &[Program]) -> Vec<CollectiveCall> {
     let whole = match program {
         Program::TwoShot { .. } => Program::TwoShot { more: true },
         other => other,
     };
-    let mut calls = call(seat, whole, 4, u64::MAX);
+    let mut calls = call(view, whole, 4, u64::MAX);
     for other in all.iter().copied().filter(|other| other.kind() != program.kind()) {
         for programs in [[program, other], [other, program]] {
             calls.push(CollectiveCall::Mixed { programs, len: u64::MAX });
-            calls.extend(call(seat, whole, 2, 68));
+            calls.extend(call(view, whole, 2, 68));
         }
     }
     calls

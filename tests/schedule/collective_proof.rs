@@ -33,15 +33,15 @@ pub fn programs(ranks: u32) -> Vec<Program> {
 }
 
 /// A call of so many rounds: all but the last of them whole.
-pub fn call(seat: &RankView, program: Program, rounds: usize, last: u64) -> Vec<CollectiveCall> {
-    let most = seat.most(program);
+pub fn call(view: &RankView, program: Program, rounds: usize, last: u64) -> Vec<CollectiveCall> {
+    let most = view.most(program);
     let mut calls = vec![CollectiveCall::Round { program, len: most }; rounds - 1];
     let program = if program.ends_in_the_next() { Program::TwoShot { more: false } } else { program };
     calls.push(CollectiveCall::Round { program, len: most.min(last) });
     calls
 }
 
-pub fn seat(labels: &[u32], staging: Staging) -> RankView {
+pub fn view_of(labels: &[u32], staging: Staging) -> RankView {
     RankView { nodes: NodeMap::from_labels(labels), me: 0, staging }
 }
 
@@ -54,24 +54,24 @@ pub fn with_room(ranks: usize, slot: u64) -> Staging {
     Staging::new(ranks as u32, ranks as u64 * slot).unwrap().with_room(ranks as u64 * (slot + 36)).unwrap()
 }
 
-fn tell(labels: &[u32], calls: &[CollectiveCall], slip: Option<CollectiveBug>) -> UnrolledProgram {
+fn unroll(labels: &[u32], calls: &[CollectiveCall], seeded: Option<CollectiveBug>) -> UnrolledProgram {
     let nodes = NodeMap::from_labels(labels);
-    let script =
-        CollectiveScenario { nodes: &nodes, staging: staging(labels.len()), calls, slip, mutation: None };
-    UnrolledProgram::of_collectives(&script).unwrap()
+    let scenario =
+        CollectiveScenario { nodes: &nodes, staging: staging(labels.len()), calls, seeded, mutation: None };
+    UnrolledProgram::of_collectives(&scenario).unwrap()
 }
 
 /// A program after itself and after every other, whole chunks and short ones; and ranks that make
 /// two different calls.
 fn rounds(labels: &[u32]) -> Vec<CollectiveCall> {
-    let seat = seat(labels, staging(labels.len()));
+    let view = view_of(labels, staging(labels.len()));
     let round = |program, len| CollectiveCall::Round { program, len };
-    let all = programs(seat.ranks());
+    let all = programs(view.ranks());
     let mut calls = Vec::new();
     for (&first, &then) in all.iter().flat_map(|first| all.iter().map(move |then| (first, then))) {
         // An all-reduce of two rounds, and of one.
-        calls.extend(call(&seat, first, 1 + usize::from(first.ends_in_the_next()), u64::MAX));
-        calls.extend(call(&seat, then, 1, 68));
+        calls.extend(call(&view, first, 1 + usize::from(first.ends_in_the_next()), u64::MAX));
+        calls.extend(call(&view, then, 1, 68));
     }
     for programs in [[0, 5], [4, 3], [4, 0], [1, 4], [3, 2], [6, 3], [0, 6], [7, 3], [0, 7]] {
         let programs = programs.map(|nth| all[nth]);
@@ -85,8 +85,8 @@ fn rounds(labels: &[u32]) -> Vec<CollectiveCall> {
 #[test]
 fn every_collective_behind_every_other_is_proved() {
     for labels in SHAPES {
-        let story = tell(labels, &rounds(labels), None);
-        let proof = prove(&story).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
+        let unrolled = unroll(labels, &rounds(labels), None);
+        let proof = prove(&unrolled).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
         println!("{labels:?}: {} operations, {} pairs", proof.operations, proof.pairs);
         assert!(labels.len() == 1 || proof.pairs > 1000, "{labels:?}: {proof:?}");
     }
@@ -100,8 +100,8 @@ fn every_rank_of_sixty_four_is_proved() {
     {
         let staging = staging(64);
         for program in programs(64) {
-            let story = tell(&labels, &call(&seat(&labels, staging), program, 3, u64::MAX), None);
-            let proof = prove(&story).unwrap_or_else(|fault| panic!("{labels:?} {program:?}: {fault}"));
+            let unrolled = unroll(&labels, &call(&view_of(&labels, staging), program, 3, u64::MAX), None);
+            let proof = prove(&unrolled).unwrap_or_else(|fault| panic!("{labels:?} {program:?}: {fault}"));
             assert!(proof.operations > 64 * 63, "{program:?}");
         }
     }
@@ -123,17 +123,17 @@ fn a_ring_of_two_hundred_and_fifty_six_ranks_counts_all_its_parts() {
 #[test]
 fn collectives_run_at_random() {
     for labels in SHAPES.into_iter().filter(|labels| labels.len() <= 5) {
-        let story = tell(labels, &rounds(labels)[..24], None);
-        check(&story, 0..4).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
+        let unrolled = unroll(labels, &rounds(labels)[..24], None);
+        check(&unrolled, 0..4).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
     }
 }
 
 #[test]
 fn every_broken_rule_of_places_is_found() {
     for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1]] {
-        for slip in CollectiveBug::ALL {
-            let seen = prove(&tell(labels, &rounds(labels), Some(slip)));
-            assert!(seen.is_err(), "{labels:?} {slip:?}");
+        for seeded in CollectiveBug::ALL {
+            let seen = prove(&unroll(labels, &rounds(labels), Some(seeded)));
+            assert!(seen.is_err(), "{labels:?} {seeded:?}");
         }
     }
 }
@@ -142,9 +142,10 @@ fn every_broken_rule_of_places_is_found() {
 #[test]
 fn sums_that_are_copied_two_entries_late_are_found() {
     for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1]] {
-        let calls = call(&seat(labels, staging(labels.len())), Program::TwoShot { more: true }, 4, u64::MAX);
-        prove(&tell(labels, &calls, None)).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
-        assert!(prove(&tell(labels, &calls, Some(CollectiveBug::CopyLate))).is_err(), "{labels:?}");
+        let calls =
+            call(&view_of(labels, staging(labels.len())), Program::TwoShot { more: true }, 4, u64::MAX);
+        prove(&unroll(labels, &calls, None)).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
+        assert!(prove(&unroll(labels, &calls, Some(CollectiveBug::CopyLate))).is_err(), "{labels:?}");
     }
 }
 
@@ -153,16 +154,16 @@ fn sums_that_are_copied_two_entries_late_are_found() {
 #[test]
 fn results_that_land_in_place_are_lent_until_the_next_entry_and_no_longer() {
     for labels in SHAPES.into_iter().filter(|labels| labels.len() > 1) {
-        let calls = call(&seat(labels, staging(labels.len())), Program::ZeroCopy, 3, u64::MAX);
-        for slip in [CollectiveBug::LandFirst, CollectiveBug::ReadOn] {
-            let fault = prove(&tell(labels, &calls, Some(slip))).unwrap_err();
-            let ProofFailure::Race { a, b, .. } = fault else { panic!("{labels:?} {slip:?}: {fault}") };
-            assert_eq!(a.rank.min(b.rank), 0, "{labels:?} {slip:?}");
+        let calls = call(&view_of(labels, staging(labels.len())), Program::ZeroCopy, 3, u64::MAX);
+        for seeded in [CollectiveBug::LandFirst, CollectiveBug::ReadOn] {
+            let fault = prove(&unroll(labels, &calls, Some(seeded))).unwrap_err();
+            let ProofFailure::Race { a, b, .. } = fault else { panic!("{labels:?} {seeded:?}: {fault}") };
+            assert_eq!(a.rank.min(b.rank), 0, "{labels:?} {seeded:?}");
             let mut what = [a.what, b.what];
             what.sort_by_key(|what| matches!(what, AccessKind::Reads(_)));
-            let told =
+            let names_both =
                 matches!(what, [AccessKind::Op(Op::Put { .. }, _), AccessKind::Reads("what has landed")]);
-            assert!(told, "{labels:?} {slip:?}: {what:?}");
+            assert!(names_both, "{labels:?} {seeded:?}: {what:?}");
         }
     }
 }
@@ -260,13 +261,16 @@ fn survivors(labels: &[u32], program: Program) -> (usize, Vec<String>) {
     // Enough for each part of a broadcast to have bytes.
     let staging = with_room(labels.len(), 512);
     let nodes = NodeMap::from_labels(labels);
-    let calls = call(&seat(labels, staging), program, 4, u64::MAX);
-    let script = CollectiveScenario { nodes: &nodes, staging, calls: &calls, slip: None, mutation: None };
-    let story = UnrolledProgram::of_collectives(&script).unwrap();
-    prove(&story).expect("the real program has no fault");
+    let calls = call(&view_of(labels, staging), program, 4, u64::MAX);
+    let scenario = CollectiveScenario { nodes: &nodes, staging, calls: &calls, seeded: None, mutation: None };
+    let unrolled = UnrolledProgram::of_collectives(&scenario).unwrap();
+    prove(&unrolled).expect("the real program has no fault");
     let (mut found, mut wrong) = (0, Vec::new());
-    for mutation in mutations(&story) {
-        match (prove(&mutation.plant(&story)), harmless(&mutation, mutation.moves(&story), program, &nodes)) {
+    for mutation in mutations(&unrolled) {
+        match (
+            prove(&mutation.plant(&unrolled)),
+            harmless(&mutation, mutation.moves(&unrolled), program, &nodes),
+        ) {
             (Err(_), None) => found += 1,
             (Ok(_), None) => wrong.push(format!("not found: {mutation:?}")),
             (Err(fault), Some(why)) => wrong.push(format!("not harmless ({why}): {mutation:?}: {fault}")),
@@ -288,10 +292,10 @@ fn every_mutant_of_a_collective_is_found() {
     }
 }
 
-fn told(pipeline: &Pipeline, parts: u64, slip: Option<PipelineBug>) -> UnrolledProgram {
+fn unroll_pipeline(pipeline: &Pipeline, parts: u64, seeded: Option<PipelineBug>) -> UnrolledProgram {
     let staging = staging(pipeline.stages() as usize);
     let len = parts * staging.slot();
-    UnrolledProgram::of_pipeline(&PipelineScenario { pipeline, staging, len, slip }).unwrap()
+    UnrolledProgram::of_pipeline(&PipelineScenario { pipeline, staging, len, seeded }).unwrap()
 }
 
 fn one_forward_one_backward(stages: u32, microbatches: u32) -> Pipeline {
@@ -303,7 +307,7 @@ fn a_pipeline_ends_for_any_stages_and_microbatches_and_messages_of_any_length() 
     for (stages, microbatches) in (1..=8).flat_map(|stages| (0..=9).map(move |of| (stages, of))) {
         let pipeline = one_forward_one_backward(stages, microbatches);
         for parts in [1, 2, 3, 5] {
-            let proof = prove(&told(&pipeline, parts, None)).unwrap_or_else(|fault| {
+            let proof = prove(&unroll_pipeline(&pipeline, parts, None)).unwrap_or_else(|fault| {
                 panic!("{stages} stages, {microbatches} microbatches, {parts} parts: {fault}")
             });
             // Of each message and part a put, a word and its wait, an answer; and waits for slots.
@@ -312,36 +316,37 @@ fn a_pipeline_ends_for_any_stages_and_microbatches_and_messages_of_any_length() 
         }
     }
     let deep = one_forward_one_backward(64, 70);
-    prove(&told(&deep, 1, None)).unwrap_or_else(|fault| panic!("64 stages: {fault}"));
+    prove(&unroll_pipeline(&deep, 1, None)).unwrap_or_else(|fault| panic!("64 stages: {fault}"));
 }
 
 #[test]
 fn pipelines_run_at_random() {
     for (stages, microbatches) in [(2, 3), (4, 2), (4, 6)] {
-        check(&told(&one_forward_one_backward(stages, microbatches), 3, None), 0..5).unwrap();
+        check(&unroll_pipeline(&one_forward_one_backward(stages, microbatches), 3, None), 0..5).unwrap();
     }
 }
 
 #[test]
 fn every_broken_rule_of_a_pipeline_is_found() {
     let pipeline = one_forward_one_backward(4, 6);
-    for (slip, parts) in PipelineBug::ALL.into_iter().flat_map(|slip| [1, 2, 3, 4].map(|parts| (slip, parts)))
+    for (seeded, parts) in
+        PipelineBug::ALL.into_iter().flat_map(|seeded| [1, 2, 3, 4].map(|parts| (seeded, parts)))
     {
-        let seen = prove(&told(&pipeline, parts, Some(slip)));
-        match slip {
+        let seen = prove(&unroll_pipeline(&pipeline, parts, Some(seeded)));
+        match seeded {
             // Parts that fit the two slots of a pair may be sent first: that is their purpose.
             PipelineBug::SendFirst if parts <= 2 => assert!(seen.is_ok(), "{parts}: {seen:?}"),
             // A rank that first waits for the other's later message waits forever.
             PipelineBug::SendFirst | PipelineBug::ReceiveFirst => {
-                assert!(matches!(seen, Err(ProofFailure::Deadlock { .. })), "{slip:?} {parts}: {seen:?}");
+                assert!(matches!(seen, Err(ProofFailure::Deadlock { .. })), "{seeded:?} {parts}: {seen:?}");
             }
-            PipelineBug::Unlicensed | PipelineBug::CopyLate => assert!(seen.is_err(), "{slip:?} {parts}"),
+            PipelineBug::Ungranted | PipelineBug::CopyLate => assert!(seen.is_err(), "{seeded:?} {parts}"),
         }
     }
 }
 
 /// Reason why a mutant of a message is unobservable; `None` if it must be found. The wait for a
-/// slot, which the first parts do not have, is not among them: [`PipelineBug::Unlicensed`] leaves
+/// slot, which the first parts do not have, is not among them: [`PipelineBug::Ungranted`] leaves
 /// it out.
 fn harmless_in_a_message(mutation: &Mutation) -> Option<&'static str> {
     match (mutation.change, mutation.item.op) {
@@ -356,10 +361,10 @@ fn harmless_in_a_message(mutation: &Mutation) -> Option<&'static str> {
 #[test]
 fn every_mutant_of_a_message_is_found() {
     for (stages, microbatches, parts) in [(2, 3, 3), (4, 6, 3), (3, 4, 5)] {
-        let story = told(&one_forward_one_backward(stages, microbatches), parts, None);
+        let unrolled = unroll_pipeline(&one_forward_one_backward(stages, microbatches), parts, None);
         let (mut found, mut wrong) = (0, Vec::new());
-        for mutation in mutations(&story) {
-            match (prove(&mutation.plant(&story)), harmless_in_a_message(&mutation)) {
+        for mutation in mutations(&unrolled) {
+            match (prove(&mutation.plant(&unrolled)), harmless_in_a_message(&mutation)) {
                 (Err(_), None) => found += 1,
                 (Ok(_), Some(_)) => {}
                 (seen, why) => wrong.push(format!("{why:?}: {seen:?}: {mutation:?}")),
@@ -394,7 +399,7 @@ fn a_gradient_that_is_awaited_before_its_output_is_sent_is_a_deadlock() {
                 _ => drop(order.remove(answer.unwrap())),
             }
             order.insert(sent, PipelineStep::ReceiveBackward(0));
-            let fault = prove(&told(&Pipeline::of(orders), 1, None)).unwrap_err();
+            let fault = prove(&unroll_pipeline(&Pipeline::of(orders), 1, None)).unwrap_err();
             assert!(matches!(fault, ProofFailure::Deadlock { .. }), "{stages} stages, {stage}: {fault}");
         }
     }

@@ -29,7 +29,7 @@ pub struct Group {
     pub gathers: bool,
     pub strategy: Strategy,
     pub pulls: bool,
-    pub straight: bool,
+    pub gpu_direct: bool,
     pub enqueues: bool,
 }
 
@@ -88,7 +88,7 @@ impl Group {
             gathers: false,
             strategy: Strategy::AllToAll,
             pulls: false,
-            straight: false,
+            gpu_direct: false,
             enqueues: false,
         }
     }
@@ -160,10 +160,10 @@ impl Group {
 
     /// The same group, with nets that reach the memory of the engines.
     pub fn straight(self) -> Self {
-        Group { straight: true, ..self.pulling() }
+        Group { gpu_direct: true, ..self.pulling() }
     }
 
-    pub fn script<'a>(&'a self, calls: &'a [Call], slip: Option<SeededBug>) -> ProofScenario<'a> {
+    pub fn scenario<'a>(&'a self, calls: &'a [Call], seeded: Option<SeededBug>) -> ProofScenario<'a> {
         ProofScenario {
             nodes: &self.nodes,
             route: self.route,
@@ -176,7 +176,7 @@ impl Group {
             gathers: self.gathers,
             strategy: self.strategy,
             pulls: self.pulls,
-            straight: self.straight,
+            gpu_direct: self.gpu_direct,
             enqueues: self.enqueues,
             mode: self.mode,
             order: self.order,
@@ -184,13 +184,13 @@ impl Group {
             routings: &self.routings,
             calls,
             sample: None,
-            slip,
+            seeded,
             mutation: None,
         }
     }
 
-    pub fn tell(&self, calls: &[Call], slip: Option<SeededBug>) -> UnrolledProgram {
-        UnrolledProgram::unroll(&self.script(calls, slip)).unwrap()
+    pub fn unroll(&self, calls: &[Call], seeded: Option<SeededBug>) -> UnrolledProgram {
+        UnrolledProgram::unroll(&self.scenario(calls, seeded)).unwrap()
     }
 }
 

@@ -29,9 +29,9 @@ struct Mutant<'a> {
 }
 
 impl<'a> Mutant<'a> {
-    fn new(mutation: Mutation, group: &'a Group, story: &UnrolledProgram) -> Self {
+    fn new(mutation: Mutation, group: &'a Group, unrolled: &UnrolledProgram) -> Self {
         let paths = Paths::new(&group.nodes, group.route, mutation.rank);
-        let (moves, engines) = (mutation.moves(story), group.pulls);
+        let (moves, engines) = (mutation.moves(unrolled), group.pulls);
         Mutant {
             moves,
             engines,
@@ -107,7 +107,7 @@ impl<'a> Mutant<'a> {
         match (flag, stage) {
             (Flag::Posted, "posted") => Some(FOR_CAUSES),
             (Flag::Read, "release") if self.ahead => Some(ANOTHER_RELEASES),
-            (Flag::Ready, "reached") if kind == CallKind::ExpertMap && paths.rails() => {
+            (Flag::Ready, "reached") if kind == CallKind::ExpertMap && paths.is_multi_node() => {
                 Some("calls that take memory await their stream")
             }
             (Flag::Ready, "reached") if kind == CallKind::ExpertMap && change == Change::Late => {
@@ -127,10 +127,10 @@ impl<'a> Mutant<'a> {
             (Flag::Entry, "all entered") if self.inline => {
                 Some("its rank waits for the same in the same thread, before it judges")
             }
-            (Flag::Entry, "entry" | "offer") if self.inline && paths.rails() => {
+            (Flag::Entry, "entry" | "offer") if self.inline && paths.is_multi_node() => {
                 Some("its relay has waited in the same thread")
             }
-            (Flag::Entry, "entry" | "offer") if paths.rails() && from != me && !all => {
+            (Flag::Entry, "entry" | "offer") if paths.is_multi_node() && from != me && !all => {
                 Some("its relay waits for the same before it answers")
             }
             (Flag::Entry, "entry" | "offer") if from == me && change == Change::Late => {
@@ -195,7 +195,7 @@ fn class(mutation: &Mutation) -> String {
     format!("{op:14} {:?}", mutation.change)
 }
 
-/// What became of the mutants of one class.
+/// Findings about the mutants of one class.
 #[derive(Default)]
 struct Tally {
     mutants: usize,
@@ -206,8 +206,8 @@ struct Tally {
 
 fn survivors(title: &str, group: &Group) -> Vec<String> {
     let calls = rounds_of(group);
-    let story = group.tell(&calls, None);
-    prove(&story).expect("the real schedule has no fault");
+    let unrolled = group.unroll(&calls, None);
+    prove(&unrolled).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
     let mut wrong = Vec::new();
     // No program contains when a stream gets its work, nor its requests: the enqueued operations
@@ -216,11 +216,11 @@ fn survivors(title: &str, group: &Group) -> Vec<String> {
         let rings = mutation.stage == "reached" && matches!(mutation.item.op, Op::Signal { .. });
         mutation.stage != "enqueued" && !rings
     };
-    for mutation in mutations(&story).into_iter().filter(of_programs) {
+    for mutation in mutations(&unrolled).into_iter().filter(of_programs) {
         let tally = tallies.entry(class(&mutation)).or_default();
         tally.mutants += 1;
-        let mutant = Mutant::new(mutation, group, &story);
-        match (prove(&mutation.plant(&story)), mutant.harmless()) {
+        let mutant = Mutant::new(mutation, group, &unrolled);
+        match (prove(&mutation.plant(&unrolled)), mutant.harmless()) {
             (Ok(_), Some(_)) => tally.harmless += 1,
             (Err(fault), None) => {
                 *tally.found.entry(name(&fault)).or_default() += 1;
@@ -296,12 +296,12 @@ fn every_mutant_of_all_gather_and_reduce_scatter_is_found() {
 fn dropped_copies_behind_an_all_gather_are_found() {
     for way in ways() {
         let group = Group::new(&[0, 0, 1, 1], 4, 5).run(way).by_all_gather();
-        let story = group.tell(&gathering_rounds(), None);
-        let copies = mutations(&story).into_iter().filter(|mutation| mutation.stage == "regroup");
+        let unrolled = group.unroll(&gathering_rounds(), None);
+        let copies = mutations(&unrolled).into_iter().filter(|mutation| mutation.stage == "regroup");
         let copies: Vec<Mutation> = copies.collect();
         assert_eq!(copies.len(), 4, "each rank copies its own rows");
         for mutation in copies {
-            let fault = prove(&mutation.plant(&story)).unwrap_err();
+            let fault = prove(&mutation.plant(&unrolled)).unwrap_err();
             let ProofFailure::Unwritten { reader, .. } = fault else { panic!("{mutation:?}: {fault}") };
             assert_eq!((reader.rank, reader.what), (mutation.rank, AccessKind::Reads("landed rows")));
         }
@@ -356,26 +356,27 @@ fn every_mutant_of_one_node_of_four_is_found() {
 fn harmless_mutants_change_no_outcome() {
     for route in Route::ALL {
         let group = Group::new(&[0, 0, 1, 1], 4, 5).run((route, Relays::Thread));
-        let story = group.tell(&rounds(), None);
-        let mutants = mutations(&story).into_iter().map(|mutation| Mutant::new(mutation, &group, &story));
+        let unrolled = group.unroll(&rounds(), None);
+        let mutants =
+            mutations(&unrolled).into_iter().map(|mutation| Mutant::new(mutation, &group, &unrolled));
         let harmless: Vec<Mutant> = mutants.filter(|mutant| mutant.harmless().is_some()).collect();
         assert!(harmless.len() > 100);
         // Ranks are alike: one mutant in three represents the others.
         for Mutant { mutation, .. } in harmless.iter().step_by(3) {
-            check(&mutation.plant(&story), 0..2).unwrap_or_else(|fault| panic!("{mutation:?}: {fault}"));
+            check(&mutation.plant(&unrolled), 0..2).unwrap_or_else(|fault| panic!("{mutation:?}: {fault}"));
         }
     }
 }
 
 /// Whether a rule of memory matters to a group.
-fn applies(slip: SeededBug, group: &Group) -> bool {
+fn applies(seeded: SeededBug, group: &Group) -> bool {
     let paths = |rank| Paths::new(&group.nodes, group.route, rank);
-    let (rails, pxn) = (paths(0).rails(), group.route == Route::Pxn);
+    let (multi_node, pxn) = (paths(0).is_multi_node(), group.route == Route::Pxn);
     let any = |of: &dyn Fn(Paths) -> bool| (0..group.nodes.ranks()).any(|rank| of(paths(rank)));
-    match slip {
-        SeededBug::OneMessage => rails,
-        SeededBug::StageUnasked => rails && pxn,
-        SeededBug::ShareOutbox => rails && pxn && group.order != SumOrder::Expert,
+    match seeded {
+        SeededBug::OneMessage => multi_node,
+        SeededBug::StageUnasked => multi_node && pxn,
+        SeededBug::ShareOutbox => multi_node && pxn && group.order != SumOrder::Expert,
         SeededBug::ShareStaging => pxn && any(&|paths| paths.sources().count() > 1),
         SeededBug::ShareHome => any(&|paths| paths.relays().count() > 1),
         // A relay is done before its rank goes on, so one header would do.
@@ -393,15 +394,15 @@ fn every_broken_rule_of_memory_is_found() {
         {
             let group =
                 Group::new(labels, 4, 5).run(way).placed((RowLayout::ExpertMajor, ReceiveMode::Exact, order));
-            for slip in SeededBug::ALL {
-                let seen = prove(&group.tell(&rounds(), Some(slip)));
+            for seeded in SeededBug::ALL {
+                let seen = prove(&group.unroll(&rounds(), Some(seeded)));
                 assert_eq!(
                     seen.is_err(),
-                    applies(slip, &group),
-                    "{labels:?} {way:?} {order:?} {slip:?}: {seen:?}"
+                    applies(seeded, &group),
+                    "{labels:?} {way:?} {order:?} {seeded:?}: {seen:?}"
                 );
                 if let (Err(fault), Relays::Thread) = (seen, way.1) {
-                    println!("{labels:?} {} {} {slip:?}: {fault}", way.0.name(), order.name());
+                    println!("{labels:?} {} {} {seeded:?}: {fault}", way.0.name(), order.name());
                 }
             }
         }
@@ -412,7 +413,7 @@ fn every_broken_rule_of_memory_is_found() {
 fn memory_that_a_stream_has_yet_to_read_is_no_landing() {
     for (labels, found) in [(&[0; 4][..], true), (&[0, 0, 1, 1], false)] {
         let group = Group::new(labels, 4, 5).run((Route::Direct, Relays::Inline)).enqueuing();
-        let seen = prove(&group.tell(&enqueued_rounds(), Some(SeededBug::TakeUnread)));
+        let seen = prove(&group.unroll(&enqueued_rounds(), Some(SeededBug::TakeUnread)));
         // Over several nodes a call awaits its stream before it takes memory.
         assert_eq!(seen.is_err(), found, "{labels:?}: {seen:?}");
         assert!(!found || matches!(seen, Err(ProofFailure::Race { .. })), "{seen:?}");
@@ -424,8 +425,8 @@ fn metadata_goes_to_the_context_that_the_peer_named() {
     for labels in [&[0; 4][..], &[0, 0, 1, 1]] {
         let group = Group::new(labels, 4, 5).run((Route::Direct, Relays::Inline)).enqueuing();
         let calls = enqueued_rounds();
-        assert_eq!(prove(&group.tell(&calls, None)).map(drop), Ok(()), "{labels:?}");
-        let seen = prove(&group.tell(&calls, Some(SeededBug::OwnContext)));
+        assert_eq!(prove(&group.unroll(&calls, None)).map(drop), Ok(()), "{labels:?}");
+        let seen = prove(&group.unroll(&calls, Some(SeededBug::OwnContext)));
         assert!(seen.is_err(), "{labels:?}: {seen:?}");
     }
 }

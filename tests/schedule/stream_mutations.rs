@@ -8,9 +8,9 @@ use sidelane_core::schedule::call::{Action, SlotCall, Work};
 use sidelane_core::schedule::stream::RowPath;
 use sidelane_core::schedule::{FlagValue, Op, TrackOp};
 use sidelane_core::topology::NodeMap;
-use sidelane_verify::call_mutate::{CallChange, CallMutation};
 use sidelane_verify::check::check;
 use sidelane_verify::flow;
+use sidelane_verify::mutate::{CallChange, CallMutation};
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::prove;
 use sidelane_verify::unroll::StreamCall::{self, Combine, Dispatch, Release};
@@ -97,10 +97,10 @@ fn taken<T: Clone>(replay: &Replay<T>, from: usize, to: usize) -> Replay<T> {
     moved
 }
 
-/// The story with one operation of a rank moved, in every replay.
-fn moved(story: &UnrolledProgram, rank: u32, from: usize, to: usize) -> UnrolledProgram {
-    let mut story = story.clone();
-    for pair in story.calls.chunks_exact_mut(2) {
+/// The unrolled program with one operation of a rank moved, in every replay.
+fn moved(unrolled: &UnrolledProgram, rank: u32, from: usize, to: usize) -> UnrolledProgram {
+    let mut unrolled = unrolled.clone();
+    for pair in unrolled.calls.chunks_exact_mut(2) {
         let steps = |call: usize| pair[call][rank as usize].scenes[0].steps.iter().copied().map(Some);
         let replay: Replay<UnrolledOp> = steps(0).chain([None]).chain(steps(1)).collect();
         let moved = taken(&replay, from, to);
@@ -109,22 +109,22 @@ fn moved(story: &UnrolledProgram, rank: u32, from: usize, to: usize) -> Unrolled
             part[rank as usize].scenes[0].steps = stages.next().unwrap();
         }
     }
-    story
+    unrolled
 }
 
-fn tell(ranks: u32, calls: &[StreamCall]) -> UnrolledProgram {
+fn unroll(ranks: u32, calls: &[StreamCall]) -> UnrolledProgram {
     UnrolledProgram::of_streams(&StreamScenario {
         slots: slots(ranks),
         streams: Streams::One,
         across: None,
         calls,
-        slip: None,
+        seeded: None,
         planted: None,
     })
     .unwrap()
 }
 
-/// What became of the mutants of one class: how many, how many of them were found, and how.
+/// Mutants of one class: how many, how many of them were found, and how.
 #[derive(Default)]
 struct Tally {
     mutants: usize,
@@ -141,12 +141,12 @@ fn report(title: &str, tallies: &BTreeMap<String, Tally>) {
 
 /// Every operation of every rank, moved to every other place of its replay.
 fn every_move(ranks: u32, answer: StreamCall) {
-    let story = tell(ranks, &thrice(&[Dispatch(0), answer]));
-    prove(&story).expect("the real schedule has no fault");
+    let unrolled = unroll(ranks, &thrice(&[Dispatch(0), answer]));
+    prove(&unrolled).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
     for rank in 0..ranks {
         let stage = |call: usize, when| {
-            let steps = &story.calls[call][rank as usize].scenes[0].steps;
+            let steps = &unrolled.calls[call][rank as usize].scenes[0].steps;
             steps.iter().map(move |step| Some(which(when, step)))
         };
         let replay: Replay<Which> =
@@ -165,7 +165,7 @@ fn every_move(ranks: u32, answer: StreamCall) {
             let why = broken(&after.into_iter().filter(|one| one.is_none_or(moves)).collect());
             let tally = tallies.entry(why.unwrap_or("no rule is broken").into()).or_default();
             tally.mutants += 1;
-            let mutant = moved(&story, rank, from, to);
+            let mutant = moved(&unrolled, rank, from, to);
             let seen = prove(&mutant);
             assert_eq!(seen.is_err(), why.is_some(), "{one:?} from {from} to {to}: {why:?}, {seen:?}");
             match seen {
@@ -188,23 +188,23 @@ fn every_move_that_breaks_a_rule_is_found_and_no_other() {
 
 /// Changes of an operation besides moving it. All of them are found, if any bytes move at all.
 fn every_change(ranks: u32, calls: &[StreamCall]) -> usize {
-    let story = tell(ranks, calls);
+    let unrolled = unroll(ranks, calls);
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
     let changes = [Change::Drop, Change::DropWaits, Change::Retrack];
-    for mutation in mutations(&story).into_iter().filter(|mutation| changes.contains(&mutation.change)) {
+    for mutation in mutations(&unrolled).into_iter().filter(|mutation| changes.contains(&mutation.change)) {
         let when = if mutation.stage == "dispatch" { When::Dispatch } else { When::Combine };
         let step = UnrolledOp { track: 0, set: 0, op: mutation.item.op, value: 0 };
         let Which { act, .. } = which(when, &step);
         let harmless = match act {
             // A release moves nothing.
-            Act::Put => !mutation.moves(&story),
+            Act::Put => !mutation.moves(&unrolled),
             // So its signals have nothing to follow but what lies before the stage.
             Act::Signal => mutation.stage == "release" && mutation.change == Change::Retrack,
             Act::Wait | Act::SetBack => false,
         };
         let tally = tallies.entry(format!("{when:?} {act:?}: {:?}", mutation.change)).or_default();
         tally.mutants += 1;
-        let seen = prove(&mutation.plant(&story));
+        let seen = prove(&mutation.plant(&unrolled));
         assert_eq!(seen.is_ok(), harmless, "{mutation:?}: {seen:?}");
         if let Err(fault) = seen {
             (tally.found, tally.example) = (tally.found + 1, fault.to_string());
@@ -236,13 +236,13 @@ fn class(mutation: &Mutation, nodes: &NodeMap) -> String {
     };
     let act = match mutation.item.op {
         Op::Put { to, .. } => format!("put {}", peer(to)),
-        Op::Signal { to, of, level: FlagValue::Reset, .. } if to == of => "bell back".into(),
+        Op::Signal { to, of, level: FlagValue::Reset, .. } if to == of => "request back".into(),
         Op::Signal { of, level: FlagValue::Reset, .. } => format!("set back {}", peer(of)),
-        Op::Signal { to, of, .. } if to == of => "bell".into(),
-        Op::Signal { to, of, .. } if to == mutation.rank => format!("tell of {}", peer(of)),
+        Op::Signal { to, of, .. } if to == of => "request".into(),
+        Op::Signal { to, of, .. } if to == mutation.rank => format!("notice of {}", peer(of)),
         Op::Signal { to, .. } => format!("signal {}", peer(to)),
-        Op::Wait { from, level: FlagValue::Call, .. } => format!("wait rail {}", peer(from)),
-        Op::Wait { from, .. } if from == mutation.rank => "wait bell".into(),
+        Op::Wait { from, level: FlagValue::Call, .. } => format!("wait net {}", peer(from)),
+        Op::Wait { from, .. } if from == mutation.rank => "wait request".into(),
         Op::Wait { from, .. } => format!("wait {}", peer(from)),
         other => panic!("streams have none: {other:?}"),
     };
@@ -289,20 +289,20 @@ fn every_bug_across_nodes_is_found_or_does_no_harm() {
 fn every_bug_across(labels: &[u32], way: RowPath) {
     let (nodes, ranks) = (NodeMap::from_labels(labels), labels.len() as u32);
     let (calls, across) = (thrice(&[Dispatch(0), Combine(0)]), Some((&nodes, way)));
-    let script = StreamScenario {
+    let scenario = StreamScenario {
         slots: slots(ranks),
         streams: Streams::One,
         across,
         calls: &calls,
-        slip: None,
+        seeded: None,
         planted: None,
     };
-    let story = UnrolledProgram::of_streams(&script).unwrap();
-    prove(&story).expect("the real schedule has no fault");
+    let unrolled = UnrolledProgram::of_streams(&scenario).unwrap();
+    prove(&unrolled).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
-    for mutation in mutations(&story) {
+    for mutation in mutations(&unrolled) {
         let why = harmless(&mutation, way, ranks);
-        let seen = prove(&mutation.plant(&story));
+        let seen = prove(&mutation.plant(&unrolled));
         assert_eq!(seen.is_ok(), why.is_some(), "{way:?} {mutation:?}: {why:?}, {seen:?}");
         let class =
             format!("{}{}", class(&mutation, &nodes), why.map_or("".into(), |why| format!(" ({why})")));
@@ -342,15 +342,15 @@ fn driver_mutants_of_slots_are_found_by_flow_and_between_ranks() {
             let unseen = unseen(&mutation, (step.action, next.map(|next| next.action)));
             println!("{call:?} {:?} {}: {lacking}; {unseen:?}", mutation.change, step.action);
             for across in groups {
-                let story = UnrolledProgram::of_streams(&StreamScenario {
+                let unrolled = UnrolledProgram::of_streams(&StreamScenario {
                     slots: slots(nodes.ranks()),
                     streams: Streams::One,
                     across,
                     calls: &thrice(&[Dispatch(0), answer]),
-                    slip: None,
+                    seeded: None,
                     planted: Some((call, &planted)),
                 });
-                let seen = prove(&story.unwrap());
+                let seen = prove(&unrolled.unwrap());
                 assert_eq!(seen.is_ok(), unseen.is_some(), "{planted}: {unseen:?}, {seen:?}");
             }
         }

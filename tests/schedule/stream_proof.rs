@@ -11,13 +11,13 @@ use sidelane_verify::unroll::{StreamBug, StreamScenario, Streams, UnrolledProgra
 
 use crate::replays::{replays, slots, thrice};
 
-fn tell(ranks: u32, streams: Streams, calls: &[StreamCall], slip: Option<StreamBug>) -> UnrolledProgram {
+fn unroll(ranks: u32, streams: Streams, calls: &[StreamCall], seeded: Option<StreamBug>) -> UnrolledProgram {
     UnrolledProgram::of_streams(&StreamScenario {
         slots: slots(ranks),
         streams,
         across: None,
         calls,
-        slip,
+        seeded,
         planted: None,
     })
     .unwrap()
@@ -28,9 +28,9 @@ fn every_replay_of_every_group_is_proved() {
     for ranks in (1..=8).chain([16, 64]) {
         for (streams, (name, calls)) in Streams::ALL.into_iter().flat_map(|s| replays().map(move |c| (s, c)))
         {
-            let story = tell(ranks, streams, &calls, None);
+            let unrolled = unroll(ranks, streams, &calls, None);
             let title = format!("{ranks} ranks, {streams:?}, {name}");
-            let proof = prove(&story).unwrap_or_else(|fault| panic!("{title}: {fault}"));
+            let proof = prove(&unrolled).unwrap_or_else(|fault| panic!("{title}: {fault}"));
             println!("{title:>40}: {:>7} operations, {:>9} pairs", proof.operations, proof.pairs);
             // A put, a signal, a wait and a reset word for each peer, without the puts of a
             // release.
@@ -48,12 +48,12 @@ fn every_replay_of_every_group_is_proved() {
 const SHAPES: [&[u32]; 5] = [&[0, 1], &[0, 0, 1], &[0, 0, 1, 1], &[0, 1, 0, 2, 1], &[0, 0, 0, 1, 1, 1, 1, 1]];
 const WAYS: [RowPath; 2] = [RowPath::GpuDirect, RowPath::HostStaged];
 
-fn tell_across(
+fn unroll_across(
     labels: &[u32],
     way: RowPath,
     streams: Streams,
     calls: &[StreamCall],
-    slip: Option<StreamBug>,
+    seeded: Option<StreamBug>,
 ) -> UnrolledProgram {
     let (nodes, slots) = (NodeMap::from_labels(labels), slots(labels.len() as u32));
     UnrolledProgram::of_streams(&StreamScenario {
@@ -61,7 +61,7 @@ fn tell_across(
         streams,
         across: Some((&nodes, way)),
         calls,
-        slip,
+        seeded,
         planted: None,
     })
     .unwrap()
@@ -77,11 +77,11 @@ fn across() -> impl Iterator<Item = (&'static [u32], RowPath, Streams)> {
 fn every_replay_across_nodes_is_proved_straight_and_on_the_detour() {
     for (labels, way, streams) in across() {
         for (name, calls) in replays() {
-            let story = tell_across(labels, way, streams, &calls, None);
+            let unrolled = unroll_across(labels, way, streams, &calls, None);
             let title = format!("{labels:?}, {way:?}, {streams:?}, {name}");
-            let proof = prove(&story).unwrap_or_else(|fault| panic!("{title}: {fault}"));
+            let proof = prove(&unrolled).unwrap_or_else(|fault| panic!("{title}: {fault}"));
             println!("{title:>64}: {:>7} operations, {:>9} pairs", proof.operations, proof.pairs);
-            let near = prove(&tell(labels.len() as u32, streams, &calls, None)).unwrap();
+            let near = prove(&unroll(labels.len() as u32, streams, &calls, None)).unwrap();
             // Each rank sets, sees and resets a request flag in each call. On the host-staged path
             // each peer adds a put in, a put out, an awaited word and a raised one, and no words of
             // nets are bytes.
@@ -98,8 +98,8 @@ fn every_replay_across_nodes_is_proved_straight_and_on_the_detour() {
 fn replays_across_nodes_run_at_random() {
     for (labels, way, streams) in across().filter(|(labels, ..)| labels.len() <= 4) {
         for (name, calls) in replays() {
-            let story = tell_across(labels, way, streams, &calls, None);
-            check(&story, 0..3)
+            let unrolled = unroll_across(labels, way, streams, &calls, None);
+            check(&unrolled, 0..3)
                 .unwrap_or_else(|fault| panic!("{labels:?}, {way:?}, {streams:?}, {name}: {fault}"));
         }
     }
@@ -108,17 +108,17 @@ fn replays_across_nodes_run_at_random() {
 #[test]
 fn every_slip_of_a_caller_across_nodes_is_found() {
     for (labels, way, streams) in across().filter(|(labels, ..)| labels.len() <= 5) {
-        for slip in StreamBug::ALL {
-            let seen = prove(&tell_across(labels, way, streams, &calls_for(slip), Some(slip)));
+        for seeded in StreamBug::ALL {
+            let seen = prove(&unroll_across(labels, way, streams, &calls_for(seeded), Some(seeded)));
             // A NIC reads rows packed on a second stream, too, as do copies of a stream aside.
-            let packed_ahead = slip == StreamBug::PackAhead && way == RowPath::GpuDirect;
+            let packed_ahead = seeded == StreamBug::PackAhead && way == RowPath::GpuDirect;
             // Rows that come only through host staging are brought in behind all the rank's reads
             // until then.
             let alone = labels.iter().enumerate().all(|(at, node)| !labels[..at].contains(node));
             let in_turn = alone && way == RowPath::HostStaged;
-            let read_late = in_turn && matches!(slip, StreamBug::KeepSlots | StreamBug::SumLate);
-            let found = applies(slip, streams) && !read_late || packed_ahead;
-            assert_eq!(seen.is_err(), found, "{labels:?} {way:?} {streams:?} {slip:?}: {seen:?}");
+            let read_late = in_turn && matches!(seeded, StreamBug::KeepSlots | StreamBug::SumLate);
+            let found = applies(seeded, streams) && !read_late || packed_ahead;
+            assert_eq!(seen.is_err(), found, "{labels:?} {way:?} {streams:?} {seeded:?}: {seen:?}");
         }
     }
 }
@@ -128,24 +128,24 @@ fn replays_run_at_random_on_words_that_are_really_set_back() {
     for ranks in 1..=4 {
         for (streams, (name, calls)) in Streams::ALL.into_iter().flat_map(|s| replays().map(move |c| (s, c)))
         {
-            let story = tell(ranks, streams, &calls, None);
-            check(&story, 0..30)
+            let unrolled = unroll(ranks, streams, &calls, None);
+            check(&unrolled, 0..30)
                 .unwrap_or_else(|fault| panic!("{ranks} ranks, {streams:?}, {name}: {fault}"));
         }
     }
 }
 
-/// Whether a caller can make this slip at all.
-fn applies(slip: StreamBug, streams: Streams) -> bool {
-    match slip {
+/// Whether a caller can make this seeded at all.
+fn applies(seeded: StreamBug, streams: Streams) -> bool {
+    match seeded {
         StreamBug::PackAhead | StreamBug::NotReady | StreamBug::NotArrived => streams == Streams::Aside,
         _ => true,
     }
 }
 
 /// Calls in which it matters.
-fn calls_for(slip: StreamBug) -> Vec<StreamCall> {
-    match slip {
+fn calls_for(seeded: StreamBug) -> Vec<StreamCall> {
+    match seeded {
         StreamBug::Share => thrice(&[Dispatch(0), Dispatch(1), Combine(0), Combine(1)]),
         StreamBug::Unreleased => vec![Dispatch(0), Dispatch(0), Combine(0)],
         _ => thrice(&[Dispatch(0), Combine(0)]),
@@ -155,11 +155,11 @@ fn calls_for(slip: StreamBug) -> Vec<StreamCall> {
 #[test]
 fn every_slip_of_a_caller_is_found() {
     for (ranks, streams) in [2, 3, 5, 8].into_iter().flat_map(|r| Streams::ALL.map(move |s| (r, s))) {
-        for slip in StreamBug::ALL {
-            let seen = prove(&tell(ranks, streams, &calls_for(slip), Some(slip)));
-            assert_eq!(seen.is_err(), applies(slip, streams), "{ranks} {streams:?} {slip:?}: {seen:?}");
+        for seeded in StreamBug::ALL {
+            let seen = prove(&unroll(ranks, streams, &calls_for(seeded), Some(seeded)));
+            assert_eq!(seen.is_err(), applies(seeded, streams), "{ranks} {streams:?} {seeded:?}: {seen:?}");
             if let (Err(fault), 3) = (seen, ranks) {
-                println!("{streams:?} {slip:?}: {fault}");
+                println!("{streams:?} {seeded:?}: {fault}");
             }
         }
     }
@@ -167,14 +167,14 @@ fn every_slip_of_a_caller_is_found() {
 
 #[test]
 fn a_word_that_is_set_back_too_late_is_lost_in_some_random_run() {
-    // What the proof says of numbers, words of 0 and 1 do: a signal that is overwritten is awaited
-    // forever.
+    // The proof speaks of numbers, and words of 0 and 1 do the same: a signal that is overwritten
+    // is awaited forever.
     let calls = calls_for(StreamBug::BackLate);
-    let fault = check(&tell(3, Streams::One, &calls, Some(StreamBug::BackLate)), 0..200).unwrap_err();
+    let fault = check(&unroll(3, Streams::One, &calls, Some(StreamBug::BackLate)), 0..200).unwrap_err();
     assert!(matches!(fault, ProofFailure::Deadlock { seen: 0, .. }), "{fault}");
     // And one that still stands ends a wait too early.
     let calls = calls_for(StreamBug::NeverBack);
-    let fault = check(&tell(3, Streams::One, &calls, Some(StreamBug::NeverBack)), 0..200).unwrap_err();
+    let fault = check(&unroll(3, Streams::One, &calls, Some(StreamBug::NeverBack)), 0..200).unwrap_err();
     assert!(matches!(fault, ProofFailure::Differs { .. }), "{fault}");
 }
 
@@ -183,15 +183,15 @@ fn a_dispatch_that_is_not_answered_and_an_answer_without_one_are_refused() {
     for calls in
         [&[Dispatch(0), Dispatch(0)][..], &[Dispatch(1), Combine(0)], &[Dispatch(0), Combine(0), Release(0)]]
     {
-        let script = StreamScenario {
+        let scenario = StreamScenario {
             slots: slots(2),
             streams: Streams::One,
             across: None,
             calls,
-            slip: None,
+            seeded: None,
             planted: None,
         };
-        let refused = UnrolledProgram::of_streams(&script).unwrap_err();
+        let refused = UnrolledProgram::of_streams(&scenario).unwrap_err();
         let seen = calls.len() as u64 - 1;
         assert!(
             matches!(refused, PlanError::BadParameter { parameter: "call", seen: s, .. } if s == seen),
@@ -221,7 +221,7 @@ fn orders(microbatches: u32) -> Vec<Vec<StreamCall>> {
     all
 }
 
-/// What of an order stands in each of so many queues.
+/// Calls of an order that stand in each of so many queues.
 fn queued(order: &[StreamCall], queues: u32) -> Vec<Vec<StreamCall>> {
     let on = |queue| order.iter().copied().filter(|call| call.microbatch() % queues == queue).collect();
     (0..queues).map(on).collect()
@@ -258,11 +258,11 @@ fn ranks_end_exactly_if_they_enqueue_the_calls_of_each_queue_in_one_order() {
 #[test]
 fn two_dispatches_in_different_orders_wait_for_each_other_on_one_queue() {
     let orders = [[Dispatch(0), Dispatch(1)].to_vec(), [Dispatch(1), Dispatch(0)].to_vec()];
-    let story = UnrolledProgram::of_queues(slots(2), &orders).unwrap();
-    let fault = ends(&story, 1).unwrap_err();
+    let unrolled = UnrolledProgram::of_queues(slots(2), &orders).unwrap();
+    let fault = ends(&unrolled, 1).unwrap_err();
     assert!(matches!(fault, ProofFailure::Deadlock { queues: 1, seen: 0, .. }), "{fault}");
     println!("{fault}");
-    ends(&story, 2).unwrap();
+    ends(&unrolled, 2).unwrap();
 }
 
 #[test]
@@ -271,8 +271,8 @@ fn one_order_ends_on_any_number_of_queues() {
         for queues in (1..=8).chain([16, 64]) {
             for (name, calls) in replays() {
                 let all = vec![calls; ranks as usize];
-                let story = UnrolledProgram::of_queues(slots(ranks), &all).unwrap();
-                ends(&story, queues).unwrap_or_else(|fault| panic!("{ranks} ranks, {name}: {fault}"));
+                let unrolled = UnrolledProgram::of_queues(slots(ranks), &all).unwrap();
+                ends(&unrolled, queues).unwrap_or_else(|fault| panic!("{ranks} ranks, {name}: {fault}"));
             }
         }
     }
@@ -282,14 +282,15 @@ fn one_order_ends_on_any_number_of_queues() {
 #[test]
 fn one_order_ends_whichever_streams_share_a_queue_at_each_rank() {
     for queues in 1..=3 {
-        let mut story = UnrolledProgram::of_queues(slots(5), &vec![replays().last().unwrap().1; 5]).unwrap();
-        for part in &mut story.calls[0] {
+        let mut unrolled =
+            UnrolledProgram::of_queues(slots(5), &vec![replays().last().unwrap().1; 5]).unwrap();
+        for part in &mut unrolled.calls[0] {
             let rank = part.rank;
             part.scenes[0]
                 .steps
                 .iter_mut()
                 .for_each(|step| step.track = (step.track + rank) * (rank + 1) % 3);
         }
-        ends(&story, queues).unwrap();
+        ends(&unrolled, queues).unwrap();
     }
 }

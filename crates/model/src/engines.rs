@@ -21,7 +21,7 @@ use sidelane_core::plan::{DispatchLayout, RelayPlan};
 use sidelane_core::schedule::Effect;
 use sidelane_core::schedule::call::{Action, Engines, RankPrograms, Relays, Role, StageId};
 use sidelane_core::schedule::stream::StreamProgram;
-use sidelane_core::schedule::{CallerTables, FillContext, Op, Operands, RelayTables, TrackOp};
+use sidelane_core::schedule::{CallerTables, Calls, FillContext, Op, Operands, RelayTables, TrackOp};
 
 /// Requests of one rank to its engines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub struct CopyEngineWork {
     /// Calls that enqueue these, of [`MAX_BATCH`](CopyEngineWork::MAX_BATCH) at most.
     pub lists: u64,
     /// Bytes to other nodes.
-    pub card_bytes: u64,
+    pub nic_bytes: u64,
 }
 
 impl CopyEngineWork {
@@ -53,27 +53,14 @@ impl CopyEngineWork {
     pub fn of_dispatch(at: &FillContext, layout: &DispatchLayout, forward: &RelayPlan) -> Self {
         let (paths, me) = (at.paths, at.paths.me());
         let near = |peer| paths.same_node(peer);
-        let row_bytes = at.sizing.row_bytes;
         let mut own = CallerTables::new(paths, at.chunks);
         own.rows(at, layout, false);
-        let rows = Operands {
-            table: &own.table,
-            spans: &own.spans,
-            runs: &layout.runs,
-            rows: &layout.rows,
-            row_bytes,
-            ..Operands::default()
-        };
+        let (row_bytes, calls) = (at.sizing.row_bytes, Calls::new(0));
+        let rows = Operands { runs: &layout.runs, rows: &layout.rows, ..own.operands(calls, row_bytes) };
         let mut relayed = RelayTables::new(paths, at.chunks);
         relayed.forward(at, forward, false);
-        let blocks = Operands {
-            table: &relayed.table,
-            spans: &relayed.spans,
-            runs: &forward.runs,
-            rows: &forward.rows,
-            row_bytes,
-            ..Operands::default()
-        };
+        let blocks =
+            Operands { runs: &forward.runs, rows: &forward.rows, row_bytes, ..relayed.operands(calls) };
         let programs = RankPrograms::new(paths, at.chunks, false, Engines::default());
         let mut work = CopyEngineWork::default();
         for step in programs.own(CallKind::Dispatch, Relays::Inline).line(None) {
@@ -105,7 +92,7 @@ impl CopyEngineWork {
                     });
                     for bytes in copies {
                         if !near(to) {
-                            group.card_bytes += bytes;
+                            group.nic_bytes += bytes;
                             continue;
                         }
                         if std::mem::take(&mut waited) {
@@ -142,7 +129,7 @@ impl AddAssign for CopyEngineWork {
         self.batches += other.batches;
         self.words += other.words;
         self.lists += other.lists;
-        self.card_bytes += other.card_bytes;
+        self.nic_bytes += other.nic_bytes;
     }
 }
 
@@ -178,15 +165,15 @@ mod tests {
     #[test]
     fn a_batch_ends_where_a_copy_has_to_wait() {
         let ops = [put(0), signal(0), put(1), signal(1), wait(0), wait(1), put(2), signal(2)];
-        let CopyEngineWork { copies, bytes, batches, words, lists, card_bytes } = work(&ops, |_| true);
-        assert_eq!((copies, bytes, batches, words, lists, card_bytes), (3, 48, 2, 5, 2, 0));
+        let CopyEngineWork { copies, bytes, batches, words, lists, nic_bytes } = work(&ops, |_| true);
+        assert_eq!((copies, bytes, batches, words, lists, nic_bytes), (3, 48, 2, 5, 2, 0));
     }
 
     #[test]
-    fn what_goes_to_other_nodes_is_a_cards_and_its_signal_too() {
+    fn what_goes_to_other_nodes_is_a_nics_and_its_signal_too() {
         let ops = [put(0), signal(0), put(5), signal(5), wait(5)];
-        let CopyEngineWork { copies, words, card_bytes, .. } = work(&ops, |peer| peer < 5);
-        assert_eq!((copies, words, card_bytes), (1, 2, 16));
+        let CopyEngineWork { copies, words, nic_bytes, .. } = work(&ops, |peer| peer < 5);
+        assert_eq!((copies, words, nic_bytes), (1, 2, 16));
     }
 
     #[test]

@@ -17,7 +17,7 @@ pub enum Value {
     Reached,
     /// Streams of local peers await that this rank's has reached the call.
     Ready,
-    /// What this rank's stream does next waits until those of its local peers have reached the
+    /// The next work of this rank's stream waits until those of its local peers have reached the
     /// call.
     PeersReady,
     /// All that local peers move here is enqueued.
@@ -41,7 +41,7 @@ pub enum Value {
     /// Rows lie in the slots that the stage moves.
     Packed,
     /// The call can no longer be refused; a waiting caller knows.
-    Told,
+    Irrevocable,
     /// This rank's rows are out.
     Sent,
     /// Rows have landed here.
@@ -187,7 +187,7 @@ fn gives(action: Action) -> Vec<Value> {
             Work::Judge => &[Sizes],
             Work::Place | Work::Landings => &[Landings],
             Work::Bases => &[Bases],
-            Work::TellAgreed => &[Told],
+            Work::TellAgreed => &[Irrevocable],
             Work::FillRows | Work::FillSum | Work::FillPull | Work::FillRelay | Work::FillReturn => {
                 &[Operands]
             }

@@ -2,12 +2,13 @@
 //! [`mod@reference`] of what calls must give.
 //!
 //! ```text
-//!   script of calls --story--> operations of all ranks --prove--> no deadlock, no race, each byte written once
-//!                                        |          \--check--> random visibility within the lanes' contract
-//!                                 mutate, call_mutate: planted bugs that both must find
+//!   scenario of calls --unroll--> operations of all ranks --prove--> no deadlock, no race, each byte written once
+//!                                           |          \--check--> random visibility within the lanes' contract
+//!                                        mutate: planted bugs that both must find
+//!
+//!   call program --flow--> every step finds the values that it needs from earlier steps
 //! ```
 
-pub mod call_mutate;
 pub mod check;
 pub mod flow;
 pub mod mutate;

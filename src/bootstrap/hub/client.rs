@@ -1,50 +1,53 @@
-//! The hub of a process: requests over the link to the coordinator.
+//! The hub of a process: requests to the coordinator over a connection that one thread owns.
+//!
+//! ```text
+//!   callers ── requests ──► Shared ──► link thread ──► coordinator
+//!           ◄── answers ───   │  ◄───────────┘ heartbeats both ways, Dead, Left
+//!                          Health ◄── end of the launcher's pipe
+//! ```
+//!
+//! Callers never block in the socket: they put a frame into [`Shared`], wake the thread, and sleep
+//! on a condition variable that an answer or any failure wakes.
 
-use std::{
-    net::{SocketAddr, TcpListener},
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    thread::{self, JoinHandle},
-    time::{Duration, Instant},
-};
+use std::collections::HashMap;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
-use super::{
-    Hub,
-    link::{End, HOST, Link, Shared},
-};
-use crate::{
-    bootstrap::{
-        identity::{LauncherPipe, Secret},
-        os::failed,
-        rendezvous::{Membership, PeerAuth, rebuild},
-        watch::{Health, LauncherWatch, Timeouts, lock},
-        wire::{Answer, MAX_FRAME, Message},
-    },
-    error::{BootstrapError, Cause},
-};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
-/// What stays the same from epoch to epoch.
+use super::Hub;
+use crate::bootstrap::Secret;
+use crate::bootstrap::identity::LauncherPipe;
+use crate::bootstrap::rendezvous::{Membership, PeerAuth, rebuild};
+use crate::bootstrap::watch::{Health, LauncherWatch, Liveness, Timeouts, lock};
+use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection};
+use crate::bootstrap::{failed, system, wait};
+use crate::error::{BootstrapError, Cause, LostReason};
+
+/// Facts that stay the same from epoch to epoch.
 #[derive(Clone)]
-pub(in crate::bootstrap) struct Job {
+pub struct Job {
     pub digest: [u8; 32],
     pub secret: Secret,
-    pub clocks: Timeouts,
+    pub timeouts: Timeouts,
     pub launcher: Option<LauncherPipe>,
 }
 
 /// A rank's connection to its world.
-pub(in crate::bootstrap) struct TcpHub {
-    pub(in crate::bootstrap) job: Job,
-    pub(in crate::bootstrap) rank: u32,
-    pub(in crate::bootstrap) size: u32,
-    pub(in crate::bootstrap) epoch: u16,
-    pub(super) shared: Arc<Shared>,
+pub struct TcpHub {
+    pub job: Job,
+    pub rank: u32,
+    pub size: u32,
+    pub epoch: u16,
+    shared: Arc<Shared>,
     /// Where each rank listens for a rebuild.
-    pub(in crate::bootstrap) doors: Vec<SocketAddr>,
+    pub addresses: Vec<SocketAddr>,
     /// Where this rank does.
-    pub(in crate::bootstrap) standing: TcpListener,
+    pub listener: TcpListener,
     tickets: AtomicU64,
     link: Option<JoinHandle<()>>,
     coordinator: Option<JoinHandle<()>>,
@@ -52,21 +55,21 @@ pub(in crate::bootstrap) struct TcpHub {
 
 impl TcpHub {
     /// Joins the world of an epoch. `coordinator` is the thread that hosts it, if it is ours.
-    pub(in crate::bootstrap) fn new(
+    pub fn new(
         job: Job,
         epoch: u16,
-        seat: Membership,
+        membership: Membership,
         coordinator: Option<JoinHandle<()>>,
     ) -> Result<Self, BootstrapError> {
         let launcher = job.launcher.map(LauncherWatch::open).transpose()?;
         let shared = Shared::new(Arc::new(Health::new()))?;
-        let Membership { wire, rank, members, doors, standing } = seat;
-        let link = Link { shared: shared.clone(), wire, launcher, clocks: job.clocks, rank, epoch };
+        let Membership { connection, rank, members, addresses, listener } = membership;
+        let link = Link { shared: shared.clone(), connection, launcher, timeouts: job.timeouts, rank, epoch };
         let name = format!("sidelane link {rank}");
         let link = thread::Builder::new().name(name).spawn(move || link.run());
         let link = Some(link.map_err(|error| failed("thread spawn", &error))?);
         let (size, tickets) = (members.len() as u32, AtomicU64::new(0));
-        Ok(TcpHub { job, rank, size, epoch, shared, doors, standing, tickets, link, coordinator })
+        Ok(TcpHub { job, rank, size, epoch, shared, addresses, listener, tickets, link, coordinator })
     }
 
     /// Sends a request and sleeps until its answer, a failure of the world, or the deadline.
@@ -115,7 +118,7 @@ impl TcpHub {
             if now >= until {
                 // The coordinator knows the missing ranks.
                 withdrawn = true;
-                until = now + self.job.clocks.liveness;
+                until = now + self.job.timeouts.liveness;
                 state.outgoing.extend(Message::Withdraw { ticket }.encode());
                 self.shared.ring();
             }
@@ -167,7 +170,7 @@ impl Hub for TcpHub {
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<(), BootstrapError> {
-        let (start, deadline) = (Instant::now(), self.job.clocks.deadline);
+        let (start, deadline) = (Instant::now(), self.job.timeouts.deadline);
         let (name, value) = (key.to_owned(), value.to_vec());
         match self.request(key, deadline, |ticket| Message::Set { ticket, key: name, value })? {
             Answer::Done => Ok(()),
@@ -220,8 +223,8 @@ impl Hub for TcpHub {
     }
 
     fn pass(&self) -> Result<PeerAuth, BootstrapError> {
-        let doors = self.doors.iter().map(SocketAddr::ip).collect();
-        Ok(PeerAuth::new(self.job.secret.clone(), self.job.digest, self.rank, self.epoch, doors))
+        let addresses = self.addresses.iter().map(SocketAddr::ip).collect();
+        Ok(PeerAuth::new(self.job.secret.clone(), self.job.digest, self.rank, self.epoch, addresses))
     }
 
     fn abandon(mut self: Box<Self>) {
@@ -233,5 +236,215 @@ impl Drop for TcpHub {
     fn drop(&mut self) {
         // A rank that unwinds did not finish its work: the others shall hear of a loss.
         self.finish(if thread::panicking() { End::Abandon } else { End::Leave });
+    }
+}
+
+/// Bound of the last send before this rank leaves.
+const FINAL_SEND: Duration = Duration::from_millis(500);
+
+/// The coordinator is always the first rank of its world.
+pub const HOST: u32 = 0;
+
+/// How a hub ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// Says goodbye.
+    Leave,
+    /// Falls silent, as a killed process does.
+    Abandon,
+}
+
+#[derive(Default)]
+struct State {
+    outgoing: Vec<u8>,
+    answers: HashMap<u64, Option<Answer>>,
+    /// The coordinator has left cleanly: no more answers come.
+    closed: bool,
+    end: Option<End>,
+}
+
+/// State that callers and the link thread share.
+struct Shared {
+    health: Arc<Health>,
+    state: Mutex<State>,
+    changed: Condvar,
+    wake_fd: OwnedFd,
+}
+
+impl Shared {
+    fn new(health: Arc<Health>) -> Result<Arc<Self>, BootstrapError> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let wake_fd = eventfd(0, flags).map_err(|errno| system("eventfd", errno))?;
+        let state = Mutex::new(State::default());
+        let shared = Arc::new(Shared { health, state, changed: Condvar::new(), wake_fd });
+        let sleeper: Weak<Shared> = Arc::downgrade(&shared);
+        shared.health.on_failure(move |_| {
+            if let Some(shared) = sleeper.upgrade() {
+                shared.wake_callers();
+            }
+        });
+        Ok(shared)
+    }
+
+    /// Wakes the link thread. It only fails when a wake-up is pending already.
+    fn ring(&self) {
+        let _ = rustix::io::write(&self.wake_fd, &1u64.to_ne_bytes());
+    }
+
+    /// Hands a message to the link thread.
+    fn post(&self, message: &Message) {
+        lock(&self.state).outgoing.extend(message.encode());
+        self.ring();
+    }
+
+    /// Requests the end of the link thread.
+    fn end(&self, end: End) {
+        lock(&self.state).end = Some(end);
+        self.ring();
+    }
+
+    /// With the lock taken, no thread is between its check and its sleep.
+    fn wake_callers(&self) {
+        drop(lock(&self.state));
+        self.changed.notify_all();
+    }
+}
+
+/// The link thread.
+struct Link {
+    shared: Arc<Shared>,
+    connection: MessageConnection,
+    launcher: Option<LauncherWatch>,
+    timeouts: Timeouts,
+    rank: u32,
+    epoch: u16,
+}
+
+impl Link {
+    /// Runs until the hub ends or the connection does.
+    fn run(mut self) {
+        let now = Instant::now();
+        let mut liveness = Liveness::new(1, self.timeouts.heartbeat, self.timeouts.liveness, now);
+        let mut beat = now;
+        loop {
+            let next = liveness.next().into_iter().fold(beat, Instant::min);
+            if let Err(error) = self.wait(next) {
+                tracing::error!(%error, "the heartbeat thread ends");
+                self.fail(Cause::Lost { rank: HOST, how: LostReason::Closed });
+                return;
+            }
+            let now = Instant::now();
+            // After a long sleep of this process the socket has the others' verdict: read it before
+            // using the clock.
+            self.read(&mut liveness, now);
+            if self.connection.is_closed() {
+                return self.closed();
+            }
+            if let Some(&(_, silence)) = liveness.expired(now).first() {
+                self.shared.health.note_absent(HOST);
+                self.fail(Cause::Lost { rank: HOST, how: LostReason::Silent(silence) });
+                self.connection.send(&Message::Dead(Cause::Evicted { rank: HOST, epoch: self.epoch }));
+                self.connection.flush();
+                return;
+            }
+            if now >= beat {
+                beat = now + self.timeouts.heartbeat;
+                self.connection.send(&Message::Heartbeat);
+            }
+            let end = self.take_outgoing();
+            match end {
+                Some(End::Abandon) => return,
+                Some(End::Leave) => return self.leave(),
+                None => self.connection.flush(),
+            }
+        }
+    }
+
+    /// Waits for something to do.
+    fn wait(&self, next: Instant) -> Result<(), BootstrapError> {
+        let wake_fd = PollFd::new(&self.shared.wake_fd, PollFlags::IN);
+        let mut fds = vec![self.connection.poll_fd(), wake_fd];
+        fds.extend(self.launcher.as_ref().map(LauncherWatch::poll_fd));
+        wait(&mut fds, next)?;
+        let mut count = [0; 8];
+        // Clears the wake-up; there is none when another event woke this thread.
+        let _ = rustix::io::read(&self.shared.wake_fd, &mut count);
+        Ok(())
+    }
+
+    fn read(&mut self, liveness: &mut Liveness, now: Instant) {
+        self.connection.fill();
+        // Read after that: ranks leave when they see the launcher's end, so their messages about it
+        // come later.
+        self.look_at_launcher();
+        let mut answered = false;
+        while let Some(message) = self.connection.next() {
+            liveness.heard(0, now);
+            match message {
+                Message::Heartbeat => {}
+                Message::Answer { ticket, answer } => {
+                    // No caller waits for the answer to an abandoned request.
+                    if let Some(slot) = lock(&self.shared.state).answers.get_mut(&ticket) {
+                        *slot = Some(answer);
+                        answered = true;
+                    }
+                }
+                Message::Dead(cause) => {
+                    if let Cause::Lost { rank, .. } = cause {
+                        self.shared.health.note_absent(rank);
+                    }
+                    self.fail(cause);
+                }
+                Message::Left { rank } => self.shared.health.note_absent(rank),
+                _ => self.fail(Cause::Protocol { rank: HOST }),
+            }
+        }
+        if answered {
+            self.shared.wake_callers();
+        }
+    }
+
+    fn look_at_launcher(&mut self) {
+        if let Some(launcher) = self.launcher.take_if(|launcher| launcher.is_gone()) {
+            self.fail(Cause::LauncherGone { pid: launcher.pid() });
+        }
+    }
+
+    /// The stream has ended: after a goodbye in peace, without one because rank 0 is gone.
+    fn closed(&self) {
+        if self.shared.health.is_absent(HOST) {
+            lock(&self.shared.state).closed = true;
+            self.shared.wake_callers();
+        } else {
+            self.shared.health.note_absent(HOST);
+            self.fail(Cause::Lost { rank: HOST, how: LostReason::Closed });
+        }
+    }
+
+    fn take_outgoing(&mut self) -> Option<End> {
+        let mut state = lock(&self.shared.state);
+        self.connection.send_frame(&state.outgoing);
+        state.outgoing.clear();
+        state.end
+    }
+
+    fn leave(&mut self) {
+        self.connection.send(&Message::Bye);
+        let until = Instant::now() + FINAL_SEND;
+        loop {
+            self.connection.flush();
+            if self.connection.is_flushed() || Instant::now() >= until {
+                return;
+            }
+            if wait(&mut [self.connection.poll_fd()], until).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn fail(&self, cause: Cause) {
+        if self.shared.health.fail(cause.clone()) {
+            tracing::warn!(rank = self.rank, %cause, "the world is dead");
+        }
     }
 }

@@ -1,9 +1,9 @@
 //! The thread of rank 0 that serves the store and watches over the ranks.
 //!
 //! ```text
-//!              ┌──────────────── coordinator ────────────────┐
-//!   strangers ─┤ Lobby ──► Muster ──► members: Store, Liveness ├─ rank 0 (same process), rank 1, rank 2 ...
-//!              └──────────────────────────────────────────────┘
+//!              ┌─────────────────── coordinator ───────────────────────────┐
+//!   strangers ─┤ HandshakeQueue ──► JoinBarrier ──► members: Store, Liveness ├─ rank 0 (same process), rank 1 ...
+//!              └──────────────────────────────────────────────────────────────┘
 //! ```
 //!
 //! It lives as long as the connection of its own rank. So it ends with a rank 0 that dies, and all
@@ -18,34 +18,30 @@ use std::{
 use rustix::event::PollFd;
 
 use super::store::{Delivery, Requester, Store};
-use crate::{
-    bootstrap::{
-        os::wait,
-        rendezvous::{AuthenticatedPeer, HandshakeQueue, JoinBarrier},
-        watch::{Liveness, Timeouts},
-        wire::{JoinRefusal, ListenAddress, Message, MessageConnection},
-    },
-    error::{BootstrapError, Cause, LostReason},
-};
+use crate::bootstrap::rendezvous::{AuthenticatedPeer, HandshakeQueue, JoinBarrier};
+use crate::bootstrap::wait;
+use crate::bootstrap::watch::{Liveness, Timeouts};
+use crate::bootstrap::wire::{JoinRefusal, ListenAddress, Message, MessageConnection};
+use crate::error::{BootstrapError, Cause, LostReason};
 
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);
 
 /// Inputs of a coordinator.
-pub(in crate::bootstrap) struct HubConfig {
+pub struct HubConfig {
     pub queue: HandshakeQueue,
     pub barrier: JoinBarrier,
     /// Ranks known absent, asked again and again.
     pub absent: Box<dyn Fn() -> Vec<u32> + Send>,
-    pub clocks: Timeouts,
+    pub timeouts: Timeouts,
     /// Bound of waiting for the own rank to come.
     pub until: Instant,
 }
 
 /// Gathers the ranks, then serves them until its own rank is gone.
-pub(in crate::bootstrap) fn coordinate(mut setting: HubConfig) {
-    let served = assemble(&mut setting).and_then(|members| match members {
-        Some(wires) => Coordinator::new(setting.queue, setting.clocks, wires).serve(),
+pub fn coordinate(mut config: HubConfig) {
+    let served = assemble(&mut config).and_then(|members| match members {
+        Some(connections) => Coordinator::new(config.queue, config.timeouts, connections).serve(),
         None => Ok(()),
     });
     if let Err(error) = served {
@@ -56,13 +52,13 @@ pub(in crate::bootstrap) fn coordinate(mut setting: HubConfig) {
 /// A member and its rank before this meeting.
 struct Admitted {
     old: u32,
-    wire: MessageConnection,
+    connection: MessageConnection,
 }
 
 /// Waits until the meeting may begin and welcomes its members. None if it was given up.
-fn assemble(setting: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapError> {
-    let HubConfig { queue, barrier, absent, until, .. } = setting;
-    let host = queue.meeting().host;
+fn assemble(config: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapError> {
+    let HubConfig { queue, barrier, absent, until, .. } = config;
+    let host = queue.rendezvous().host;
     let mut here: BTreeMap<u32, AuthenticatedPeer> = BTreeMap::new();
     loop {
         let now = Instant::now();
@@ -75,14 +71,14 @@ fn assemble(setting: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapE
         // Ranks may become absent without an event on any of these descriptors: hence the slice.
         let slice = now + Duration::from_millis(50);
         let next = queue.next().into_iter().chain(barrier.closes()).fold(slice, Instant::min);
-        let wires = here.values().map(|arrival| arrival.wire.poll_fd());
-        wait(&mut queue.poll_fds().chain(wires).collect::<Vec<_>>(), next)?;
+        let connections = here.values().map(|arrival| arrival.connection.poll_fd());
+        wait(&mut queue.poll_fds().chain(connections).collect::<Vec<_>>(), next)?;
 
         let now = Instant::now();
         for arrival in queue.turn(now) {
             let rank = arrival.hello.rank;
             if absent().contains(&rank) {
-                let epoch = queue.meeting().epoch;
+                let epoch = queue.rendezvous().epoch;
                 arrival.refuse(JoinRefusal::Evicted(epoch));
             } else if barrier.join(rank, now) {
                 here.insert(rank, arrival);
@@ -92,10 +88,10 @@ fn assemble(setting: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapE
         }
         for rank in here.keys().copied().collect::<Vec<_>>() {
             let Some(arrival) = here.get_mut(&rank) else { continue };
-            arrival.wire.flush();
-            arrival.wire.fill();
-            let gives_up = matches!(arrival.wire.next(), Some(Message::Withdraw { .. }));
-            if !gives_up && !arrival.wire.is_closed() {
+            arrival.connection.flush();
+            arrival.connection.fill();
+            let gives_up = matches!(arrival.connection.next(), Some(Message::Withdraw { .. }));
+            if !gives_up && !arrival.connection.is_closed() {
                 continue;
             }
             let missing = JoinRefusal::Missing(barrier.missing(&absent()));
@@ -113,21 +109,21 @@ fn assemble(setting: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapE
 
 /// Numbers the members in their old order and sends each the list of members and their addresses.
 fn welcome(members: Vec<u32>, mut here: BTreeMap<u32, AuthenticatedPeer>) -> Vec<Admitted> {
-    let doors: Vec<ListenAddress> = members
+    let addresses: Vec<ListenAddress> = members
         .iter()
         .filter_map(|old| here.get(old))
         .map(|arrival| ListenAddress {
             // An address of this machine alone means nothing elsewhere.
-            ip: arrival.wire.peer().filter(|ip: &IpAddr| !ip.is_loopback()),
+            ip: arrival.connection.peer().filter(|ip: &IpAddr| !ip.is_loopback()),
             port: arrival.hello.port,
         })
         .collect();
     let mut admitted = Vec::new();
     for (rank, old) in (0u32..).zip(&members) {
         if let Some(mut arrival) = here.remove(old) {
-            let doors = doors.clone();
-            arrival.wire.send(&Message::Welcome { rank, members: members.clone(), doors });
-            admitted.push(Admitted { old: *old, wire: arrival.wire });
+            let addresses = addresses.clone();
+            arrival.connection.send(&Message::Welcome { rank, members: members.clone(), addresses });
+            admitted.push(Admitted { old: *old, connection: arrival.connection });
         }
     }
     admitted
@@ -143,13 +139,13 @@ enum MemberState {
 
 struct Member {
     old: u32,
-    wire: MessageConnection,
-    standing: MemberState,
+    connection: MessageConnection,
+    state: MemberState,
 }
 
 struct Coordinator {
     queue: HandshakeQueue,
-    clocks: Timeouts,
+    timeouts: Timeouts,
     members: Vec<Member>,
     host: usize,
     store: Store,
@@ -160,19 +156,19 @@ struct Coordinator {
 }
 
 impl Coordinator {
-    fn new(queue: HandshakeQueue, clocks: Timeouts, admitted: Vec<Admitted>) -> Self {
+    fn new(queue: HandshakeQueue, timeouts: Timeouts, admitted: Vec<Admitted>) -> Self {
         let now = Instant::now();
-        let host = queue.meeting().host;
+        let host = queue.rendezvous().host;
         let members: Vec<_> = admitted
             .into_iter()
-            .map(|Admitted { old, wire }| Member { old, wire, standing: MemberState::Here })
+            .map(|Admitted { old, connection }| Member { old, connection, state: MemberState::Here })
             .collect();
         Coordinator {
             queue,
-            clocks,
+            timeouts,
             host: members.iter().position(|member| member.old == host).unwrap_or(0),
             store: Store::new(members.len() as u32),
-            liveness: Liveness::new(members.len(), clocks.heartbeat, clocks.liveness, now),
+            liveness: Liveness::new(members.len(), timeouts.heartbeat, timeouts.liveness, now),
             members,
             beat: now,
             lingers_until: None,
@@ -189,7 +185,8 @@ impl Coordinator {
                 self.read(rank, now);
             }
             for rank in 0..self.members.len() {
-                if self.members[rank].standing == MemberState::Here && self.members[rank].wire.is_closed() {
+                if self.members[rank].state == MemberState::Here && self.members[rank].connection.is_closed()
+                {
                     self.lose(rank, LostReason::Closed);
                 }
             }
@@ -197,15 +194,15 @@ impl Coordinator {
                 self.lose(rank, LostReason::Silent(silence));
             }
             if now >= self.beat {
-                self.beat = now + self.clocks.heartbeat;
+                self.beat = now + self.timeouts.heartbeat;
                 self.broadcast(&Message::Heartbeat, None);
             }
             for arrival in self.queue.turn(now) {
                 let taken = self.members.iter().any(|member| member.old == arrival.hello.rank);
-                let epoch = self.queue.meeting().epoch;
+                let epoch = self.queue.rendezvous().epoch;
                 arrival.refuse(if taken { JoinRefusal::Rank } else { JoinRefusal::Evicted(epoch) });
             }
-            self.members.iter_mut().for_each(|member| member.wire.flush());
+            self.members.iter_mut().for_each(|member| member.connection.flush());
             if self.is_over(now) {
                 return Ok(());
             }
@@ -216,19 +213,19 @@ impl Coordinator {
     fn wait(&self) -> Result<Vec<usize>, BootstrapError> {
         let next = [self.liveness.next(), self.queue.next(), self.lingers_until];
         let next = next.into_iter().flatten().fold(self.beat, Instant::min);
-        let open = |(_, member): &(usize, &Member)| !member.wire.is_closed();
+        let open = |(_, member): &(usize, &Member)| !member.connection.is_closed();
         let ranks: Vec<usize> = self.members.iter().enumerate().filter(open).map(|(rank, _)| rank).collect();
-        let wires = ranks.iter().map(|&rank| self.members[rank].wire.poll_fd());
-        let mut fds: Vec<PollFd<'_>> = wires.chain(self.queue.poll_fds()).collect();
+        let connections = ranks.iter().map(|&rank| self.members[rank].connection.poll_fd());
+        let mut fds: Vec<PollFd<'_>> = connections.chain(self.queue.poll_fds()).collect();
         wait(&mut fds, next)?;
         Ok(ranks.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|(&rank, _)| rank).collect())
     }
 
     fn read(&mut self, rank: usize, now: Instant) {
-        self.members[rank].wire.fill();
-        while let Some(message) = self.members[rank].wire.next() {
+        self.members[rank].connection.fill();
+        while let Some(message) = self.members[rank].connection.next() {
             // Messages of a lost rank are read and ignored, so that its connection ends cleanly.
-            if self.members[rank].standing == MemberState::Here {
+            if self.members[rank].state == MemberState::Here {
                 self.liveness.heard(rank, now);
                 self.handle(rank, message);
             }
@@ -248,12 +245,12 @@ impl Coordinator {
             // The others went on while this process was stopped.
             Message::Dead(cause @ Cause::Evicted { rank, .. }) if rank as usize == self.host => {
                 self.evicted = true;
-                self.members[self.host].wire.send(&Message::Dead(cause));
+                self.members[self.host].connection.send(&Message::Dead(cause));
                 return;
             }
             Message::Dead(cause) => return self.broadcast(&Message::Dead(cause), Some(from)),
             Message::Bye => {
-                self.members[from].standing = MemberState::Left;
+                self.members[from].state = MemberState::Left;
                 self.liveness.forget(from);
                 self.broadcast(&Message::Left { rank }, None);
                 if from == self.host {
@@ -270,8 +267,8 @@ impl Coordinator {
     fn deliver(&mut self, deliveries: Vec<Delivery>) {
         for Delivery { rank, ticket, answer } in deliveries {
             let member = &mut self.members[rank as usize];
-            if member.standing == MemberState::Here {
-                member.wire.send(&Message::Answer { ticket, answer });
+            if member.state == MemberState::Here {
+                member.connection.send(&Message::Answer { ticket, answer });
             }
         }
     }
@@ -279,10 +276,10 @@ impl Coordinator {
     /// A rank is gone: all others get a message at once, and so does the rank itself, should it
     /// wake up.
     fn lose(&mut self, rank: usize, how: LostReason) {
-        let epoch = self.queue.meeting().epoch;
+        let epoch = self.queue.rendezvous().epoch;
         let member = &mut self.members[rank];
-        member.standing = MemberState::Lost;
-        member.wire.send(&Message::Dead(Cause::Evicted { rank: rank as u32, epoch }));
+        member.state = MemberState::Lost;
+        member.connection.send(&Message::Dead(Cause::Evicted { rank: rank as u32, epoch }));
         self.liveness.forget(rank);
         self.broadcast(&Message::Dead(Cause::Lost { rank: rank as u32, how }), None);
     }
@@ -290,15 +287,15 @@ impl Coordinator {
     fn broadcast(&mut self, message: &Message, except: Option<usize>) {
         let frame = message.encode();
         for (rank, member) in self.members.iter_mut().enumerate() {
-            if member.standing == MemberState::Here && Some(rank) != except {
-                member.wire.send_frame(&frame);
+            if member.state == MemberState::Here && Some(rank) != except {
+                member.connection.send_frame(&frame);
             }
         }
     }
 
     fn is_over(&self, now: Instant) -> bool {
-        let alone = self.members.iter().all(|member| member.standing != MemberState::Here);
-        match self.members[self.host].standing {
+        let alone = self.members.iter().all(|member| member.state != MemberState::Here);
+        match self.members[self.host].state {
             MemberState::Here => self.evicted,
             MemberState::Lost => true,
             MemberState::Left => alone || self.lingers_until.is_some_and(|until| now >= until),

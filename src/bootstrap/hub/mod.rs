@@ -10,21 +10,19 @@
 
 mod client;
 mod coordinator;
-mod link;
 mod store;
 mod threads;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
+use std::time::Duration;
 
-pub(super) use client::{Job, TcpHub};
+pub(super) use client::{HOST, Job, TcpHub};
 pub(super) use coordinator::{HubConfig, coordinate};
-pub(super) use link::HOST;
 pub use threads::threads;
 
-use crate::{
-    bootstrap::{rendezvous::PeerAuth, watch::Health},
-    error::{BootstrapError, Cause},
-};
+use crate::bootstrap::rendezvous::PeerAuth;
+use crate::bootstrap::watch::Health;
+use crate::error::{BootstrapError, Cause};
 
 /// A rank's connection to its world.
 ///
@@ -74,7 +72,7 @@ pub trait Hub: Send + Sync {
     /// come within a short time after the others is left behind.
     fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
 
-    /// What this rank shows to others of its world on streams of their own.
+    /// Credentials that this rank shows to others of its world on streams of their own.
     ///
     /// # Errors
     /// [`BootstrapError::System`] if there is no source of randomness for a secret.

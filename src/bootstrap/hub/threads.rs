@@ -2,7 +2,7 @@
 //!
 //! A thread is alive while its hub exists: a dropped hub has left; a hub dropped by an unwinding
 //! thread is lost. Deadlines, cancel and rebuild are as between processes, so that a test with
-//! threads tests the same behaviour.
+//! threads tests the same behavior.
 
 use std::{
     collections::HashMap,
@@ -22,8 +22,8 @@ use super::{
 };
 use crate::{
     bootstrap::{
-        identity::Secret,
         rendezvous::{JoinBarrier, PeerAuth},
+        secret::Secret,
         watch::{Health, Timeouts, lock},
         wire::{Answer, job_digest},
     },
@@ -31,8 +31,8 @@ use crate::{
 };
 
 /// The hubs of a world whose `n` ranks are threads of this process, in order of rank.
-pub fn threads(n: u32, clocks: Timeouts) -> Vec<Box<dyn Hub>> {
-    let world = World::new(n, 0, clocks);
+pub fn threads(n: u32, timeouts: Timeouts) -> Vec<Box<dyn Hub>> {
+    let world = World::new(n, 0, timeouts);
     (0..n).map(|rank| Box::new(ThreadHub { rank, world: world.clone() }) as Box<dyn Hub>).collect()
 }
 
@@ -40,7 +40,7 @@ pub fn threads(n: u32, clocks: Timeouts) -> Vec<Box<dyn Hub>> {
 struct World {
     size: u32,
     epoch: u16,
-    clocks: Timeouts,
+    timeouts: Timeouts,
     /// Drawn when it is first asked for: threads need none among themselves.
     secret: OnceLock<Secret>,
     healths: Vec<Arc<Health>>,
@@ -61,16 +61,16 @@ struct Inner {
 }
 
 impl World {
-    fn new(size: u32, epoch: u16, clocks: Timeouts) -> Arc<Self> {
+    fn new(size: u32, epoch: u16, timeouts: Timeouts) -> Arc<Self> {
         let healths: Vec<_> = (0..size).map(|_| Arc::new(Health::new())).collect();
-        let barrier = JoinBarrier::again(size, clocks.liveness * 2);
+        let barrier = JoinBarrier::again(size, timeouts.liveness * 2);
         let inner =
             Inner { store: Store::new(size), answers: HashMap::new(), barrier, dead: None, next: None };
         let (tickets, inner, changed) = (AtomicU64::new(0), Mutex::new(inner), Condvar::new());
         let world = Arc::new(World {
             size,
             epoch,
-            clocks,
+            timeouts,
             secret: OnceLock::new(),
             healths,
             tickets,
@@ -164,7 +164,7 @@ impl Hub for ThreadHub {
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<(), BootstrapError> {
-        let (start, deadline) = (Instant::now(), self.world.clocks.deadline);
+        let (start, deadline) = (Instant::now(), self.world.timeouts.deadline);
         match self.request(deadline, |store, caller| store.set(caller, key.to_owned(), value.to_vec()))? {
             Answer::Done => Ok(()),
             other => Err(refused(self.health(), other, key, start.elapsed())),
@@ -223,7 +223,7 @@ impl Hub for ThreadHub {
             if inner.next.is_none()
                 && let Some(members) = inner.barrier.members(&absent, now)
             {
-                inner.next = Some((World::new(members.len() as u32, epoch, world.clocks), members));
+                inner.next = Some((World::new(members.len() as u32, epoch, world.timeouts), members));
                 world.changed.notify_all();
             }
             if let Some((next, members)) = &inner.next {
@@ -252,8 +252,8 @@ impl Hub for ThreadHub {
                 secret.get_or_init(|| drawn)
             }
         };
-        let doors = vec![Ipv4Addr::LOCALHOST.into(); *size as usize];
-        Ok(PeerAuth::new(drawn.clone(), job_digest("threads"), self.rank, *epoch, doors))
+        let addresses = vec![Ipv4Addr::LOCALHOST.into(); *size as usize];
+        Ok(PeerAuth::new(drawn.clone(), job_digest("threads"), self.rank, *epoch, addresses))
     }
 
     fn abandon(self: Box<Self>) {

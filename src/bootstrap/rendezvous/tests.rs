@@ -7,15 +7,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    connect::host,
-    join::{JoinRequest, Membership},
-    join_barrier::JoinBarrier,
-};
+use super::join::{JoinBarrier, JoinRequest, Membership, host};
 use crate::{
     bootstrap::{
         hub::Job,
-        identity::Secret,
+        secret::Secret,
         watch::Timeouts,
         wire::{Message, RendezvousId, job_digest},
     },
@@ -23,7 +19,7 @@ use crate::{
 };
 
 const LONG: Duration = Duration::from_secs(20);
-const CLOCKS: Timeouts = Timeouts {
+const TIMEOUTS: Timeouts = Timeouts {
     heartbeat: Duration::from_millis(40),
     liveness: Duration::from_millis(400),
     deadline: LONG,
@@ -31,37 +27,44 @@ const CLOCKS: Timeouts = Timeouts {
 };
 
 /// A world of hand-driven ranks.
-fn seats(size: u32) -> Vec<Membership> {
-    let meeting = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
-    let job = Job { digest: meeting.job, secret: Secret::none(), clocks: CLOCKS, launcher: None };
+fn memberships(size: u32) -> Vec<Membership> {
+    let rendezvous = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
+    let job = Job { digest: rendezvous.job, secret: Secret::none(), timeouts: TIMEOUTS, launcher: None };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.set_nonblocking(true).unwrap();
     let until = Instant::now() + LONG;
     let (address, _) =
-        host(listener, &job, meeting, JoinBarrier::first(size), Box::new(Vec::new), until).unwrap();
+        host(listener, &job, rendezvous, JoinBarrier::first(size), Box::new(Vec::new), until).unwrap();
     thread::scope(|scope| {
-        let knock = |rank| {
+        let join = |rank| {
             let secret = &Secret::none();
             let (beyond_loopback, greeted_until) = (false, until);
-            let knock =
-                JoinRequest { secret, meeting, rank, beyond_loopback, greeted_until, until, stop: &|| false };
-            knock.at(address).ok().expect("a seat")
+            let request = JoinRequest {
+                secret,
+                rendezvous,
+                rank,
+                beyond_loopback,
+                greeted_until,
+                until,
+                stop: &|| false,
+            };
+            request.at(address).ok().expect("a membership")
         };
-        let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || knock(rank))).collect();
+        let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || join(rank))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
 
 /// The next message that is no heartbeat, while this side sends heartbeats. None at the end of the
 /// stream.
-fn listen(seat: &mut Membership) -> Option<Message> {
+fn listen(membership: &mut Membership) -> Option<Message> {
     let until = Instant::now() + LONG;
     while Instant::now() < until {
-        seat.wire.send(&Message::Heartbeat);
-        match seat.wire.await_message(Instant::now() + CLOCKS.heartbeat, &|| false) {
+        membership.connection.send(&Message::Heartbeat);
+        match membership.connection.await_message(Instant::now() + TIMEOUTS.heartbeat, &|| false) {
             Some(Message::Heartbeat) => {}
             Some(message) => return Some(message),
-            None if seat.wire.is_closed() => return None,
+            None if membership.connection.is_closed() => return None,
             None => {}
         }
     }
@@ -70,17 +73,17 @@ fn listen(seat: &mut Membership) -> Option<Message> {
 
 #[test]
 fn a_silent_rank_is_named_to_the_others_and_told_when_it_wakes_up() {
-    let mut seats = seats(3);
-    let mut silent = seats.remove(1);
+    let mut memberships = memberships(3);
+    let mut silent = memberships.remove(1);
     thread::scope(|scope| {
-        for seat in &mut seats {
+        for membership in &mut memberships {
             scope.spawn(move || {
                 let Some(Message::Dead(Cause::Lost { rank: 1, how: LostReason::Silent(silence) })) =
-                    listen(seat)
+                    listen(membership)
                 else {
                     panic!("rank 1 should have been named");
                 };
-                assert!(silence >= CLOCKS.liveness, "{silence:?}");
+                assert!(silence >= TIMEOUTS.liveness, "{silence:?}");
             });
         }
     });
@@ -90,19 +93,19 @@ fn a_silent_rank_is_named_to_the_others_and_told_when_it_wakes_up() {
 
 #[test]
 fn a_coordinator_that_was_given_up_tells_its_own_rank_and_ends() {
-    let mut seats = seats(2);
+    let mut memberships = memberships(2);
     let evicted = Message::Dead(Cause::Evicted { rank: 0, epoch: 3 });
-    seats[1].wire.send(&evicted);
-    seats[1].wire.flush();
-    assert_eq!(listen(&mut seats[0]), Some(evicted));
-    assert_eq!(listen(&mut seats[0]), None, "the end of the stream");
+    memberships[1].connection.send(&evicted);
+    memberships[1].connection.flush();
+    assert_eq!(listen(&mut memberships[0]), Some(evicted));
+    assert_eq!(listen(&mut memberships[0]), None, "the end of the stream");
 }
 
 #[test]
-fn what_no_rank_says_ends_its_membership() {
-    let mut seats = seats(2);
-    seats[1].wire.send(&Message::Left { rank: 0 });
-    seats[1].wire.flush();
+fn invalid_message_ends_the_membership() {
+    let mut memberships = memberships(2);
+    memberships[1].connection.send(&Message::Left { rank: 0 });
+    memberships[1].connection.flush();
     let lost = Message::Dead(Cause::Lost { rank: 1, how: LostReason::Closed });
-    assert_eq!(listen(&mut seats[0]), Some(lost));
+    assert_eq!(listen(&mut memberships[0]), Some(lost));
 }

@@ -20,20 +20,17 @@
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
-use super::{
-    message::{Hello, Message, PROTOCOL},
-    parts::JoinRefusal,
-};
-use crate::bootstrap::identity::Secret;
+use super::message::{Hello, JoinRefusal, Message, PROTOCOL};
+use crate::bootstrap::Secret;
 
 /// The digest under which a job is known.
-pub(in crate::bootstrap) fn job_digest(job: &str) -> [u8; 32] {
+pub fn job_digest(job: &str) -> [u8; 32] {
     Sha256::digest(job.as_bytes()).into()
 }
 
-/// The side that knocks.
+/// The side that connects.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Initiator {
+pub struct Initiator {
     secret: Secret,
     hello: Hello,
     /// The host's, once it has challenged.
@@ -41,17 +38,17 @@ pub(in crate::bootstrap) struct Initiator {
 }
 
 impl Initiator {
-    pub(in crate::bootstrap) fn new(secret: Secret, hello: Hello) -> Self {
+    pub fn new(secret: Secret, hello: Hello) -> Self {
         Initiator { secret, hello, nonce: None }
     }
 
-    /// What to say first.
-    pub(in crate::bootstrap) fn hello(&self) -> Message {
+    /// The first message.
+    pub fn hello(&self) -> Message {
         Message::Hello(self.hello.clone())
     }
 
     /// The proof that answers the host's challenge.
-    pub(in crate::bootstrap) fn answer(&mut self, challenge: Message) -> Result<Message, JoinRefusal> {
+    pub fn answer(&mut self, challenge: Message) -> Result<Message, JoinRefusal> {
         match challenge {
             Message::Challenge { version, .. } if version != PROTOCOL => Err(JoinRefusal::Version(version)),
             Message::Challenge { nonce, .. } => {
@@ -66,7 +63,7 @@ impl Initiator {
     }
 
     /// Whether the host has proved itself, too.
-    pub(in crate::bootstrap) fn recognise(&self, answer: Message) -> Result<(), JoinRefusal> {
+    pub fn verify(&self, answer: Message) -> Result<(), JoinRefusal> {
         match (answer, &self.nonce) {
             (Message::Proof(proof), Some(nonce)) => {
                 let host = transcript(&self.secret, b"host", nonce, &self.hello);
@@ -79,76 +76,76 @@ impl Initiator {
     }
 }
 
-/// Which meeting a host holds.
+/// Identity of a rendezvous: job, size, epoch and host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::bootstrap) struct RendezvousId {
+pub struct RendezvousId {
     pub job: [u8; 32],
     pub size: u32,
     pub epoch: u16,
     pub host: u32,
 }
 
-/// The side that is knocked at: one of these per visitor.
+/// The side that accepts: one of these per pending connection.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Responder {
+pub struct Responder {
     secret: Secret,
-    meeting: RendezvousId,
+    rendezvous: RendezvousId,
     nonce: [u8; 32],
     hello: Option<Hello>,
 }
 
 impl Responder {
-    /// `nonce` must be fresh: it is what makes a recorded proof worthless.
-    pub(in crate::bootstrap) fn new(secret: Secret, meeting: RendezvousId, nonce: [u8; 32]) -> Self {
-        Responder { secret, meeting, nonce, hello: None }
+    /// `nonce` must be fresh: it makes a recorded proof worthless.
+    pub fn new(secret: Secret, rendezvous: RendezvousId, nonce: [u8; 32]) -> Self {
+        Responder { secret, rendezvous, nonce, hello: None }
     }
 
-    /// Whether the hello has been heard and the proof is awaited.
-    pub(in crate::bootstrap) fn challenged(&self) -> bool {
+    /// Whether the hello has come and the proof is awaited.
+    pub fn challenged(&self) -> bool {
         self.hello.is_some()
     }
 
     /// The challenge to a hello.
-    pub(in crate::bootstrap) fn challenge(&mut self, message: Message) -> Result<Message, JoinRefusal> {
+    pub fn challenge(&mut self, message: Message) -> Result<Message, JoinRefusal> {
         let Message::Hello(hello) = message else { return Err(JoinRefusal::Malformed) };
         if hello.version != PROTOCOL {
             return Err(JoinRefusal::Version(PROTOCOL));
         }
-        if hello.job != self.meeting.job || hello.host != self.meeting.host {
+        if hello.job != self.rendezvous.job || hello.host != self.rendezvous.host {
             return Err(JoinRefusal::OtherJob);
         }
         self.hello = Some(hello);
         Ok(Message::Challenge { version: PROTOCOL, nonce: self.nonce })
     }
 
-    /// The guest, which has proved itself, and the host's proof for it.
-    pub(in crate::bootstrap) fn recognise(self, message: Message) -> Result<(Guest, Message), JoinRefusal> {
-        let Responder { secret, meeting, nonce, hello } = self;
+    /// The initiator, which has proved itself, and the host's proof for it.
+    pub fn verify(self, message: Message) -> Result<(Authenticated, Message), JoinRefusal> {
+        let Responder { secret, rendezvous, nonce, hello } = self;
         let (Message::Proof(theirs), Some(hello)) = (message, hello) else {
             return Err(JoinRefusal::Malformed);
         };
-        let guest = transcript(&secret, b"guest", &nonce, &hello);
-        guest.verify_slice(&theirs).map_err(|_| JoinRefusal::WrongSecret)?;
+        let initiator = transcript(&secret, b"guest", &nonce, &hello);
+        initiator.verify_slice(&theirs).map_err(|_| JoinRefusal::WrongSecret)?;
         let own = proof(&secret, b"host", &nonce, &hello);
-        Ok((Guest { meeting, hello }, own))
+        Ok((Authenticated { rendezvous, hello }, own))
     }
 }
 
 /// A process that knows the secret.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct Guest {
-    meeting: RendezvousId,
+pub struct Authenticated {
+    rendezvous: RendezvousId,
     hello: Hello,
 }
 
-impl Guest {
-    /// The authenticated rank, if it belongs to this meeting.
-    pub(in crate::bootstrap) fn admit(self) -> Result<Hello, JoinRefusal> {
+impl Authenticated {
+    /// The authenticated rank, if it belongs to this rendezvous.
+    pub fn accept(self) -> Result<Hello, JoinRefusal> {
         let hello = self.hello;
-        if hello.epoch != self.meeting.epoch {
-            return Err(JoinRefusal::Evicted(self.meeting.epoch));
+        if hello.epoch != self.rendezvous.epoch {
+            return Err(JoinRefusal::Evicted(self.rendezvous.epoch));
         }
-        if hello.size != self.meeting.size || hello.rank >= hello.size {
+        if hello.size != self.rendezvous.size || hello.rank >= hello.size {
             return Err(JoinRefusal::Rank);
         }
         Ok(hello)
@@ -171,7 +168,7 @@ fn transcript(secret: &Secret, role: &[u8], nonce: &[u8; 32], hello: &Hello) -> 
 
 /// HMAC-SHA256 under a key of any length. A longer key than a block is hashed first, as RFC 2104
 /// says.
-pub(in crate::bootstrap) fn keyed(key: &[u8]) -> Hmac<Sha256> {
+pub fn keyed(key: &[u8]) -> Hmac<Sha256> {
     let mut block = [0; 64];
     if key.len() <= block.len() {
         block[..key.len()].copy_from_slice(key);
@@ -185,12 +182,12 @@ pub(in crate::bootstrap) fn keyed(key: &[u8]) -> Hmac<Sha256> {
 mod tests {
     use super::*;
 
-    fn meeting() -> RendezvousId {
+    fn rendezvous() -> RendezvousId {
         RendezvousId { job: job_digest("job"), size: 4, epoch: 7, host: 0 }
     }
 
     fn hello(nonce: u8) -> Hello {
-        let RendezvousId { job, size, epoch, host } = meeting();
+        let RendezvousId { job, size, epoch, host } = rendezvous();
         Hello { version: PROTOCOL, job, rank: 2, size, epoch, host, port: 9, nonce: [nonce; 32] }
     }
 
@@ -198,39 +195,39 @@ mod tests {
         Initiator::new(Secret::from_bytes(secret), hello(nonce))
     }
 
-    fn porter(secret: &str, nonce: u8) -> Responder {
-        Responder::new(Secret::from_bytes(secret), meeting(), [nonce; 32])
+    fn responder(secret: &str, nonce: u8) -> Responder {
+        Responder::new(Secret::from_bytes(secret), rendezvous(), [nonce; 32])
     }
 
     /// How the host judges a guest, and the guest a host that knows it.
-    fn meet(mut guest: Initiator, mut porter: Responder) -> Result<Hello, JoinRefusal> {
-        let challenge = porter.challenge(guest.hello())?;
-        let (known, own) = porter.recognise(guest.answer(challenge)?)?;
-        guest.recognise(own)?;
-        known.admit()
+    fn meet(mut guest: Initiator, mut responder: Responder) -> Result<Hello, JoinRefusal> {
+        let challenge = responder.challenge(guest.hello())?;
+        let (known, own) = responder.verify(guest.answer(challenge)?)?;
+        guest.verify(own)?;
+        known.accept()
     }
 
     #[test]
-    fn sides_that_share_the_secret_recognise_each_other() {
-        assert_eq!(meet(guest("s", 1), porter("s", 2)), Ok(hello(1)));
+    fn sides_that_share_the_secret_recognize_each_other() {
+        assert_eq!(meet(guest("s", 1), responder("s", 2)), Ok(hello(1)));
     }
 
     #[test]
     fn a_wrong_secret_is_noticed_by_either_side() {
-        assert_eq!(meet(guest("right", 1), porter("wrong", 2)), Err(JoinRefusal::WrongSecret));
+        assert_eq!(meet(guest("right", 1), responder("wrong", 2)), Err(JoinRefusal::WrongSecret));
         let mut guest = guest("right", 1);
         let nonce = [2; 32];
         guest.answer(Message::Challenge { version: PROTOCOL, nonce }).unwrap();
         let liar = proof(&Secret::from_bytes("wrong"), b"host", &nonce, &hello(1));
-        assert_eq!(guest.recognise(liar), Err(JoinRefusal::WrongSecret));
+        assert_eq!(guest.verify(liar), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
     fn a_host_says_nothing_made_of_the_secret_before_the_guest_has_proved_itself() {
         let said = |secret| {
-            let mut porter = porter(secret, 2);
-            let challenge = porter.challenge(guest("guess", 1).hello()).unwrap();
-            let refused = porter.recognise(Message::Proof([0; 32])).map(drop).unwrap_err();
+            let mut responder = responder(secret, 2);
+            let challenge = responder.challenge(guest("guess", 1).hello()).unwrap();
+            let refused = responder.verify(Message::Proof([0; 32])).map(drop).unwrap_err();
             (challenge, refused)
         };
         assert_eq!(said("one"), said("another"));
@@ -238,32 +235,32 @@ mod tests {
 
     #[test]
     fn a_replayed_proof_is_refused_because_the_nonce_is_fresh() {
-        let (mut guest, mut first) = (guest("s", 1), porter("s", 2));
+        let (mut guest, mut first) = (guest("s", 1), responder("s", 2));
         let recorded = guest.answer(first.challenge(guest.hello()).unwrap()).unwrap();
-        let (_, own) = first.recognise(recorded.clone()).unwrap();
-        let mut second = porter("s", 3);
+        let (_, own) = first.verify(recorded.clone()).unwrap();
+        let mut second = responder("s", 3);
         second.challenge(guest.hello()).unwrap();
-        assert_eq!(second.recognise(recorded).map(drop), Err(JoinRefusal::WrongSecret));
+        assert_eq!(second.verify(recorded).map(drop), Err(JoinRefusal::WrongSecret));
         // And a host's recorded proof does not convince a guest with a fresh nonce.
         let mut later = self::guest("s", 8);
         later.answer(Message::Challenge { version: PROTOCOL, nonce: [2; 32] }).unwrap();
-        assert_eq!(later.recognise(own), Err(JoinRefusal::WrongSecret));
+        assert_eq!(later.verify(own), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
     fn a_reflected_proof_is_refused_because_roles_differ() {
         let mut guest = guest("s", 1);
         let own = guest.answer(Message::Challenge { version: PROTOCOL, nonce: [2; 32] }).unwrap();
-        assert_eq!(guest.recognise(own), Err(JoinRefusal::WrongSecret));
+        assert_eq!(guest.verify(own), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
-    fn what_the_hello_says_cannot_be_changed_on_the_way() {
-        let (mut guest, mut porter) = (guest("s", 1), porter("s", 2));
+    fn changed_hello_fails_the_proof() {
+        let (mut guest, mut responder) = (guest("s", 1), responder("s", 2));
         let forged = Hello { rank: 3, ..hello(1) };
-        let challenge = porter.challenge(Message::Hello(forged)).unwrap();
+        let challenge = responder.challenge(Message::Hello(forged)).unwrap();
         let answer = guest.answer(challenge).unwrap();
-        assert_eq!(porter.recognise(answer).map(drop), Err(JoinRefusal::WrongSecret));
+        assert_eq!(responder.verify(answer).map(drop), Err(JoinRefusal::WrongSecret));
     }
 
     #[test]
@@ -271,7 +268,7 @@ mod tests {
         let told = |change: fn(&mut Hello)| {
             let mut hello = hello(1);
             change(&mut hello);
-            meet(Initiator::new(Secret::from_bytes("s"), hello), porter("s", 2))
+            meet(Initiator::new(Secret::from_bytes("s"), hello), responder("s", 2))
         };
         assert_eq!(told(|hello| hello.version = 9), Err(JoinRefusal::Version(PROTOCOL)));
         assert_eq!(told(|hello| hello.job[0] ^= 1), Err(JoinRefusal::OtherJob));
@@ -285,13 +282,13 @@ mod tests {
 
     #[test]
     fn steps_out_of_order_are_malformed() {
-        assert_eq!(porter("s", 1).challenge(Message::Bye), Err(JoinRefusal::Malformed));
-        let early = porter("s", 1).recognise(Message::Proof([0; 32])).map(drop);
+        assert_eq!(responder("s", 1).challenge(Message::Bye), Err(JoinRefusal::Malformed));
+        let early = responder("s", 1).verify(Message::Proof([0; 32])).map(drop);
         assert_eq!(early, Err(JoinRefusal::Malformed));
-        assert_eq!(guest("s", 1).recognise(Message::Proof([0; 32])), Err(JoinRefusal::Malformed));
+        assert_eq!(guest("s", 1).verify(Message::Proof([0; 32])), Err(JoinRefusal::Malformed));
         let refused = Message::Refused(JoinRefusal::Evicted(3));
         assert_eq!(guest("s", 1).answer(refused.clone()), Err(JoinRefusal::Malformed));
-        assert_eq!(guest("s", 1).recognise(refused), Err(JoinRefusal::Malformed));
+        assert_eq!(guest("s", 1).verify(refused), Err(JoinRefusal::Malformed));
     }
 
     #[test]

@@ -13,14 +13,14 @@ use super::{
     frame::{Inbox, MAX_FRAME, MAX_GREETING},
     message::Message,
 };
-use crate::bootstrap::os::wait;
+use crate::bootstrap::wait;
 
 /// Bytes read in one turn, so that one loud peer does not starve the others.
 const GULP: usize = 1 << 20;
 
 /// One end of a connection. Errors and the end of the stream look the same to its user: closed.
 #[derive(Debug)]
-pub(in crate::bootstrap) struct MessageConnection {
+pub struct MessageConnection {
     stream: TcpStream,
     inbox: Inbox,
     outbox: Vec<u8>,
@@ -30,7 +30,7 @@ pub(in crate::bootstrap) struct MessageConnection {
 
 impl MessageConnection {
     /// Frames are small until [`MessageConnection::trust`].
-    pub(in crate::bootstrap) fn new(stream: TcpStream) -> io::Result<Self> {
+    pub fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         Ok(MessageConnection {
@@ -43,40 +43,40 @@ impl MessageConnection {
     }
 
     /// The other side is authenticated: it may send long frames.
-    pub(in crate::bootstrap) fn trust(&mut self) {
+    pub fn trust(&mut self) {
         self.inbox.set_limit(MAX_FRAME);
     }
 
     /// The stream itself, for bytes other than messages. None if it has ended or a part of a
     /// message is still in flight.
-    pub(in crate::bootstrap) fn into_stream(self) -> Option<TcpStream> {
+    pub fn into_stream(self) -> Option<TcpStream> {
         (!self.closed && self.is_flushed() && self.inbox.is_empty()).then_some(self.stream)
     }
 
     /// The address of the other side.
-    pub(in crate::bootstrap) fn peer(&self) -> Option<IpAddr> {
+    pub fn peer(&self) -> Option<IpAddr> {
         self.stream.peer_addr().ok().map(|address| address.ip().to_canonical())
     }
 
     /// Queues a message; [`MessageConnection::flush`] sends it.
-    pub(in crate::bootstrap) fn send(&mut self, message: &Message) {
+    pub fn send(&mut self, message: &Message) {
         self.send_frame(&message.encode());
     }
 
     /// Queues an encoded message.
-    pub(in crate::bootstrap) fn send_frame(&mut self, frame: &[u8]) {
+    pub fn send_frame(&mut self, frame: &[u8]) {
         if !self.closed {
             self.outbox.extend_from_slice(frame);
         }
     }
 
     /// Whether everything queued has been handed to the system.
-    pub(in crate::bootstrap) fn is_flushed(&self) -> bool {
+    pub fn is_flushed(&self) -> bool {
         self.sent == self.outbox.len()
     }
 
     /// Sends what can be sent now.
-    pub(in crate::bootstrap) fn flush(&mut self) {
+    pub fn flush(&mut self) {
         while !self.closed && !self.is_flushed() {
             match self.stream.write(&self.outbox[self.sent..]) {
                 Ok(written) => self.sent += written,
@@ -93,7 +93,7 @@ impl MessageConnection {
 
     /// Reads what has come. Call [`MessageConnection::next`] until it is empty before asking
     /// whether this is closed.
-    pub(in crate::bootstrap) fn fill(&mut self) {
+    pub fn fill(&mut self) {
         let mut chunk = [0; 16 << 10];
         let mut taken = 0;
         while !self.closed && taken < GULP {
@@ -111,7 +111,7 @@ impl MessageConnection {
     }
 
     /// The next message that has come. A malformed one closes the connection.
-    pub(in crate::bootstrap) fn next(&mut self) -> Option<Message> {
+    pub fn next(&mut self) -> Option<Message> {
         match self.inbox.next().and_then(|body| body.map(Message::decode).transpose()) {
             Ok(message) => message,
             Err(_) => {
@@ -123,23 +123,19 @@ impl MessageConnection {
     }
 
     /// Whether nothing more will come.
-    pub(in crate::bootstrap) fn is_closed(&self) -> bool {
+    pub fn is_closed(&self) -> bool {
         self.closed
     }
 
-    /// What to wait for: input, and room for output if some is queued.
-    pub(in crate::bootstrap) fn poll_fd(&self) -> PollFd<'_> {
+    /// Events to wait for: input, and room for output if some is queued.
+    pub fn poll_fd(&self) -> PollFd<'_> {
         let output = if self.is_flushed() { PollFlags::empty() } else { PollFlags::OUT };
         PollFd::new(&self.stream, PollFlags::IN | output)
     }
 
     /// Waits for the next message until a deadline or until `stop` returns true. None: it did not
     /// come.
-    pub(in crate::bootstrap) fn await_message(
-        &mut self,
-        until: Instant,
-        stop: &dyn Fn() -> bool,
-    ) -> Option<Message> {
+    pub fn await_message(&mut self, until: Instant, stop: &dyn Fn() -> bool) -> Option<Message> {
         loop {
             self.flush();
             self.fill();

@@ -8,13 +8,13 @@
 //! panics.
 
 /// Longest frame between authenticated ranks.
-pub(in crate::bootstrap) const MAX_FRAME: usize = 64 << 20;
+pub const MAX_FRAME: usize = 64 << 20;
 /// Longest frame of an unauthenticated peer.
 pub(super) const MAX_GREETING: usize = 4 << 10;
 
 /// Bytes that no correct peer sends.
 #[derive(Debug, PartialEq, Eq)]
-pub(in crate::bootstrap) struct Malformed;
+pub struct Malformed;
 
 /// Collects bytes as they come and gives out whole frames.
 #[derive(Debug)]
@@ -73,15 +73,15 @@ impl Inbox {
 }
 
 /// Writes a frame.
-pub(in crate::bootstrap) struct Writer(Vec<u8>);
+pub struct Writer(Vec<u8>);
 
 impl Writer {
     /// A frame with an empty body.
-    pub(in crate::bootstrap) fn new() -> Self {
+    pub fn new() -> Self {
         Writer(vec![0; 4])
     }
 
-    pub(in crate::bootstrap) fn u8(&mut self, value: u8) {
+    pub fn u8(&mut self, value: u8) {
         self.0.push(value);
     }
 
@@ -89,26 +89,26 @@ impl Writer {
         self.0.extend(value.to_le_bytes());
     }
 
-    pub(in crate::bootstrap) fn u32(&mut self, value: u32) {
+    pub fn u32(&mut self, value: u32) {
         self.0.extend(value.to_le_bytes());
     }
 
-    pub(in crate::bootstrap) fn u64(&mut self, value: u64) {
+    pub fn u64(&mut self, value: u64) {
         self.0.extend(value.to_le_bytes());
     }
 
-    pub(in crate::bootstrap) fn array(&mut self, value: &[u8]) {
+    pub fn array(&mut self, value: &[u8]) {
         self.0.extend_from_slice(value);
     }
 
     /// Bytes with their length before them.
-    pub(in crate::bootstrap) fn bytes(&mut self, value: &[u8]) {
+    pub fn bytes(&mut self, value: &[u8]) {
         self.u32(value.len() as u32);
         self.array(value);
     }
 
     /// The frame, with its length in front.
-    pub(in crate::bootstrap) fn finish(mut self) -> Vec<u8> {
+    pub fn finish(mut self) -> Vec<u8> {
         let length = (self.0.len() - 4) as u32;
         self.0[..4].copy_from_slice(&length.to_le_bytes());
         self.0
@@ -116,20 +116,20 @@ impl Writer {
 }
 
 /// Reads a body.
-pub(in crate::bootstrap) struct Reader<'a>(&'a [u8]);
+pub struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
-    pub(in crate::bootstrap) fn new(body: &'a [u8]) -> Self {
+    pub fn new(body: &'a [u8]) -> Self {
         Reader(body)
     }
 
-    pub(in crate::bootstrap) fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+    pub fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
         let (head, rest) = self.0.split_first_chunk::<N>().ok_or(Malformed)?;
         self.0 = rest;
         Ok(*head)
     }
 
-    pub(in crate::bootstrap) fn u8(&mut self) -> Result<u8, Malformed> {
+    pub fn u8(&mut self) -> Result<u8, Malformed> {
         self.array::<1>().map(|[byte]| byte)
     }
 
@@ -137,16 +137,16 @@ impl<'a> Reader<'a> {
         self.array().map(u16::from_le_bytes)
     }
 
-    pub(in crate::bootstrap) fn u32(&mut self) -> Result<u32, Malformed> {
+    pub fn u32(&mut self) -> Result<u32, Malformed> {
         self.array().map(u32::from_le_bytes)
     }
 
-    pub(in crate::bootstrap) fn u64(&mut self) -> Result<u64, Malformed> {
+    pub fn u64(&mut self) -> Result<u64, Malformed> {
         self.array().map(u64::from_le_bytes)
     }
 
     /// Bytes with their length before them.
-    pub(in crate::bootstrap) fn bytes(&mut self) -> Result<&'a [u8], Malformed> {
+    pub fn bytes(&mut self) -> Result<&'a [u8], Malformed> {
         let length = self.u32()? as usize;
         let (head, rest) = self.0.split_at_checked(length).ok_or(Malformed)?;
         self.0 = rest;
@@ -154,7 +154,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Text with its length before it.
-    pub(in crate::bootstrap) fn text(&mut self) -> Result<String, Malformed> {
+    pub fn text(&mut self) -> Result<String, Malformed> {
         std::str::from_utf8(self.bytes()?).map(str::to_owned).map_err(|_| Malformed)
     }
 
@@ -171,7 +171,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The end: nothing may be left over.
-    pub(in crate::bootstrap) fn end(self) -> Result<(), Malformed> {
+    pub fn end(self) -> Result<(), Malformed> {
         if self.0.is_empty() { Ok(()) } else { Err(Malformed) }
     }
 }

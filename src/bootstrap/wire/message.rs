@@ -10,21 +10,19 @@
 //!           ◄──  Answer              Heartbeat  Dead  Left
 //! ```
 
-use super::{
-    frame::{Malformed, Reader, Writer},
-    parts::{
-        Answer, JoinRefusal, ListenAddress, read_answer, read_cause, read_door, read_refusal, write_answer,
-        write_cause, write_door, write_ranks, write_refusal,
-    },
-};
-use crate::error::Cause;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::frame::{Malformed, Reader, Writer};
+use crate::error::{Cause, LostReason};
 
 /// Version of everything in this file.
-pub(in crate::bootstrap) const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 2;
 
 /// The joining rank, its purpose, and its own listening address.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::bootstrap) struct Hello {
+pub struct Hello {
     pub version: u32,
     /// Digest of the job's name.
     pub job: [u8; 32],
@@ -35,19 +33,19 @@ pub(in crate::bootstrap) struct Hello {
     pub epoch: u16,
     /// The rank that the guest believes to be the host.
     pub host: u32,
-    /// Port of the guest's standing listener.
+    /// Port of the joining rank's listener.
     pub port: u16,
     pub nonce: [u8; 32],
 }
 
 /// A message.
 #[derive(Clone, Debug, PartialEq)]
-pub(in crate::bootstrap) enum Message {
+pub enum Message {
     Hello(Hello),
     Challenge { version: u32, nonce: [u8; 32] },
     Proof([u8; 32]),
     Refused(JoinRefusal),
-    Welcome { rank: u32, members: Vec<u32>, doors: Vec<ListenAddress> },
+    Welcome { rank: u32, members: Vec<u32>, addresses: Vec<ListenAddress> },
     Heartbeat,
     Set { ticket: u64, key: String, value: Vec<u8> },
     Get { ticket: u64, key: String },
@@ -61,7 +59,7 @@ pub(in crate::bootstrap) enum Message {
 
 impl Message {
     /// The frame of this message.
-    pub(in crate::bootstrap) fn encode(&self) -> Vec<u8> {
+    pub fn encode(&self) -> Vec<u8> {
         let mut w = Writer::new();
         match self {
             Message::Hello(hello) => {
@@ -88,12 +86,12 @@ impl Message {
                 w.u8(3);
                 write_refusal(&mut w, refusal);
             }
-            Message::Welcome { rank, members, doors } => {
+            Message::Welcome { rank, members, addresses } => {
                 w.u8(4);
                 w.u32(*rank);
                 write_ranks(&mut w, members);
-                w.u32(doors.len() as u32);
-                doors.iter().for_each(|door| write_door(&mut w, door));
+                w.u32(addresses.len() as u32);
+                addresses.iter().for_each(|address| write_address(&mut w, address));
             }
             Message::Heartbeat => w.u8(5),
             Message::Set { ticket, key, value } => {
@@ -155,9 +153,11 @@ impl Message {
             1 => Message::Challenge { version: r.u32()?, nonce: r.array()? },
             2 => Message::Proof(r.array()?),
             3 => Message::Refused(read_refusal(r)?),
-            4 => {
-                Message::Welcome { rank: r.u32()?, members: r.list(Reader::u32)?, doors: r.list(read_door)? }
-            }
+            4 => Message::Welcome {
+                rank: r.u32()?,
+                members: r.list(Reader::u32)?,
+                addresses: r.list(read_address)?,
+            },
             5 => Message::Heartbeat,
             6 => Message::Set { ticket: r.u64()?, key: r.text()?, value: r.bytes()?.to_vec() },
             7 => Message::Get { ticket: r.u64()?, key: r.text()? },
@@ -180,6 +180,348 @@ impl Message {
     }
 }
 
+/// The answer to a request to the store.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Answer {
+    /// The value is set.
+    Done,
+    /// The value of a key.
+    Value(Arc<Vec<u8>>),
+    /// The blobs of all participants.
+    Gathered(Arc<Vec<Vec<u8>>>),
+    /// A participant gave up: these had not come.
+    Missing(Vec<u32>),
+    /// A rank left, so the step cannot be completed.
+    Left(u32),
+    /// Participants disagree about the step.
+    Disagree { rank: u32, seen: String, expected: String },
+    /// The blobs together, this many bytes, are too large for one answer.
+    TooLarge(u64),
+}
+
+/// Where a rank listens. No address means: on the machine of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ListenAddress {
+    pub ip: Option<IpAddr>,
+    pub port: u16,
+}
+
+/// Reason why a guest is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JoinRefusal {
+    /// The host speaks this version.
+    Version(u32),
+    /// The host belongs to another job, or is not the rank that the guest expects.
+    OtherJob,
+    /// The proof is wrong.
+    WrongSecret,
+    /// The rank is out of range or taken, or sizes differ.
+    Rank,
+    /// The world went on without this rank and is in this epoch.
+    Evicted(u16),
+    /// The meeting was given up: these ranks did not come.
+    Missing(Vec<u32>),
+    /// Not a message of this protocol.
+    Malformed,
+}
+
+fn write_ranks(w: &mut Writer, ranks: &[u32]) {
+    w.u32(ranks.len() as u32);
+    ranks.iter().for_each(|&rank| w.u32(rank));
+}
+
+fn write_address(w: &mut Writer, address: &ListenAddress) {
+    match address.ip {
+        None => w.u8(0),
+        Some(IpAddr::V4(ip)) => {
+            w.u8(4);
+            w.array(&ip.octets());
+        }
+        Some(IpAddr::V6(ip)) => {
+            w.u8(6);
+            w.array(&ip.octets());
+        }
+    }
+    w.u16(address.port);
+}
+
+fn read_address(r: &mut Reader) -> Result<ListenAddress, Malformed> {
+    let ip = match r.u8()? {
+        0 => None,
+        4 => Some(IpAddr::from(r.array::<4>()?)),
+        6 => Some(IpAddr::from(r.array::<16>()?)),
+        _ => return Err(Malformed),
+    };
+    Ok(ListenAddress { ip, port: r.u16()? })
+}
+
+fn write_refusal(w: &mut Writer, refusal: &JoinRefusal) {
+    match refusal {
+        JoinRefusal::Version(version) => {
+            w.u8(0);
+            w.u32(*version);
+        }
+        JoinRefusal::OtherJob => w.u8(1),
+        JoinRefusal::WrongSecret => w.u8(2),
+        JoinRefusal::Rank => w.u8(3),
+        JoinRefusal::Evicted(epoch) => {
+            w.u8(4);
+            w.u16(*epoch);
+        }
+        JoinRefusal::Missing(ranks) => {
+            w.u8(5);
+            write_ranks(w, ranks);
+        }
+        JoinRefusal::Malformed => w.u8(6),
+    }
+}
+
+fn read_refusal(r: &mut Reader) -> Result<JoinRefusal, Malformed> {
+    Ok(match r.u8()? {
+        0 => JoinRefusal::Version(r.u32()?),
+        1 => JoinRefusal::OtherJob,
+        2 => JoinRefusal::WrongSecret,
+        3 => JoinRefusal::Rank,
+        4 => JoinRefusal::Evicted(r.u16()?),
+        5 => JoinRefusal::Missing(r.list(Reader::u32)?),
+        6 => JoinRefusal::Malformed,
+        _ => return Err(Malformed),
+    })
+}
+
+fn write_answer(w: &mut Writer, answer: &Answer) {
+    match answer {
+        Answer::Done => w.u8(0),
+        Answer::Value(value) => {
+            w.u8(1);
+            w.bytes(value);
+        }
+        Answer::Gathered(blobs) => {
+            w.u8(2);
+            w.u32(blobs.len() as u32);
+            blobs.iter().for_each(|blob| w.bytes(blob));
+        }
+        Answer::Missing(ranks) => {
+            w.u8(3);
+            write_ranks(w, ranks);
+        }
+        Answer::Left(rank) => {
+            w.u8(4);
+            w.u32(*rank);
+        }
+        Answer::Disagree { rank, seen, expected } => {
+            w.u8(5);
+            w.u32(*rank);
+            w.bytes(seen.as_bytes());
+            w.bytes(expected.as_bytes());
+        }
+        Answer::TooLarge(bytes) => {
+            w.u8(6);
+            w.u64(*bytes);
+        }
+    }
+}
+
+fn read_answer(r: &mut Reader) -> Result<Answer, Malformed> {
+    Ok(match r.u8()? {
+        0 => Answer::Done,
+        1 => Answer::Value(Arc::new(r.bytes()?.to_vec())),
+        2 => Answer::Gathered(Arc::new(r.list(|r| r.bytes().map(<[u8]>::to_vec))?)),
+        3 => Answer::Missing(r.list(Reader::u32)?),
+        4 => Answer::Left(r.u32()?),
+        5 => Answer::Disagree { rank: r.u32()?, seen: r.text()?, expected: r.text()? },
+        6 => Answer::TooLarge(r.u64()?),
+        _ => return Err(Malformed),
+    })
+}
+
+fn write_cause(w: &mut Writer, cause: &Cause) {
+    match *cause {
+        Cause::Lost { rank, how: LostReason::Closed } => {
+            w.u8(0);
+            w.u32(rank);
+        }
+        Cause::Lost { rank, how: LostReason::Silent(time) } => {
+            w.u8(1);
+            w.u32(rank);
+            w.u64(millis(time));
+        }
+        Cause::LauncherGone { pid } => {
+            w.u8(2);
+            w.u32(pid);
+        }
+        Cause::Evicted { rank, epoch } => {
+            w.u8(3);
+            w.u32(rank);
+            w.u16(epoch);
+        }
+        Cause::Stalled { rank, by, waited } => {
+            w.u8(4);
+            w.u32(rank);
+            w.u32(by);
+            w.u64(millis(waited));
+        }
+        Cause::Cancelled { by } => {
+            w.u8(5);
+            w.u32(by);
+        }
+        Cause::Protocol { rank } => {
+            w.u8(6);
+            w.u32(rank);
+        }
+        Cause::Connection { rank, by } => {
+            w.u8(7);
+            w.u32(rank);
+            w.u32(by);
+        }
+        Cause::Nic { by } => {
+            w.u8(8);
+            w.u32(by);
+        }
+    }
+}
+
+fn read_cause(r: &mut Reader) -> Result<Cause, Malformed> {
+    Ok(match r.u8()? {
+        0 => Cause::Lost { rank: r.u32()?, how: LostReason::Closed },
+        1 => Cause::Lost { rank: r.u32()?, how: LostReason::Silent(Duration::from_millis(r.u64()?)) },
+        2 => Cause::LauncherGone { pid: r.u32()? },
+        3 => Cause::Evicted { rank: r.u32()?, epoch: r.u16()? },
+        4 => Cause::Stalled { rank: r.u32()?, by: r.u32()?, waited: Duration::from_millis(r.u64()?) },
+        5 => Cause::Cancelled { by: r.u32()? },
+        6 => Cause::Protocol { rank: r.u32()? },
+        7 => Cause::Connection { rank: r.u32()?, by: r.u32()? },
+        8 => Cause::Nic { by: r.u32()? },
+        _ => return Err(Malformed),
+    })
+}
+
+fn millis(time: Duration) -> u64 {
+    time.as_millis().try_into().unwrap_or(u64::MAX)
+}
+
 #[cfg(test)]
-#[path = "message_tests.rs"]
-mod tests;
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn causes() -> impl Strategy<Value = Cause> {
+        let time = || any::<u32>().prop_map(|ms| Duration::from_millis(ms.into()));
+        prop_oneof![
+            any::<u32>().prop_map(|by| Cause::Nic { by }),
+            any::<u32>().prop_map(|rank| Cause::Lost { rank, how: LostReason::Closed }),
+            (any::<u32>(), time())
+                .prop_map(|(rank, time)| Cause::Lost { rank, how: LostReason::Silent(time) }),
+            any::<u32>().prop_map(|pid| Cause::LauncherGone { pid }),
+            any::<(u32, u16)>().prop_map(|(rank, epoch)| Cause::Evicted { rank, epoch }),
+            (any::<u32>(), any::<u32>(), time()).prop_map(|(rank, by, waited)| Cause::Stalled {
+                rank,
+                by,
+                waited
+            }),
+            any::<u32>().prop_map(|by| Cause::Cancelled { by }),
+            any::<u32>().prop_map(|rank| Cause::Protocol { rank }),
+            (any::<u32>(), any::<u32>()).prop_map(|(rank, by)| Cause::Connection { rank, by }),
+        ]
+    }
+
+    fn refusals() -> impl Strategy<Value = JoinRefusal> {
+        prop_oneof![
+            any::<u32>().prop_map(JoinRefusal::Version),
+            Just(JoinRefusal::OtherJob),
+            Just(JoinRefusal::WrongSecret),
+            Just(JoinRefusal::Rank),
+            any::<u16>().prop_map(JoinRefusal::Evicted),
+            any::<Vec<u32>>().prop_map(JoinRefusal::Missing),
+            Just(JoinRefusal::Malformed),
+        ]
+    }
+
+    fn answers() -> impl Strategy<Value = Answer> {
+        prop_oneof![
+            Just(Answer::Done),
+            any::<Vec<u8>>().prop_map(|value| Answer::Value(Arc::new(value))),
+            prop::collection::vec(prop::collection::vec(any::<u8>(), 0..9), 0..5)
+                .prop_map(|blobs| Answer::Gathered(Arc::new(blobs))),
+            any::<Vec<u32>>().prop_map(Answer::Missing),
+            any::<u32>().prop_map(Answer::Left),
+            (any::<u32>(), ".{0,9}", ".{0,9}").prop_map(|(rank, seen, expected)| Answer::Disagree {
+                rank,
+                seen,
+                expected
+            }),
+            any::<u64>().prop_map(Answer::TooLarge),
+        ]
+    }
+
+    fn addresses() -> impl Strategy<Value = ListenAddress> {
+        (any::<Option<IpAddr>>(), any::<u16>()).prop_map(|(ip, port)| ListenAddress { ip, port })
+    }
+
+    fn hellos() -> impl Strategy<Value = Hello> {
+        (any::<(u32, [u8; 32], u32, u32)>(), any::<(u16, u32, u16, [u8; 32])>()).prop_map(
+            |((version, job, rank, size), (epoch, host, port, nonce))| Hello {
+                version,
+                job,
+                rank,
+                size,
+                epoch,
+                host,
+                port,
+                nonce,
+            },
+        )
+    }
+
+    fn messages() -> impl Strategy<Value = Message> {
+        prop_oneof![
+            hellos().prop_map(Message::Hello),
+            any::<(u32, [u8; 32])>().prop_map(|(version, nonce)| Message::Challenge { version, nonce }),
+            any::<[u8; 32]>().prop_map(Message::Proof),
+            refusals().prop_map(Message::Refused),
+            (any::<u32>(), any::<Vec<u32>>(), prop::collection::vec(addresses(), 0..5))
+                .prop_map(|(rank, members, addresses)| Message::Welcome { rank, members, addresses }),
+            Just(Message::Heartbeat),
+            (any::<u64>(), ".{0,9}", any::<Vec<u8>>()).prop_map(|(ticket, key, value)| Message::Set {
+                ticket,
+                key,
+                value
+            }),
+            (any::<u64>(), ".{0,9}").prop_map(|(ticket, key)| Message::Get { ticket, key }),
+            (any::<u64>(), ".{0,9}", any::<u32>(), any::<u32>(), any::<Vec<u8>>()).prop_map(
+                |(ticket, key, index, count, blob)| Message::Gather { ticket, key, index, count, blob }
+            ),
+            any::<u64>().prop_map(|ticket| Message::Withdraw { ticket }),
+            (any::<u64>(), answers()).prop_map(|(ticket, answer)| Message::Answer { ticket, answer }),
+            causes().prop_map(Message::Dead),
+            any::<u32>().prop_map(|rank| Message::Left { rank }),
+            Just(Message::Bye),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn every_message_comes_back_as_it_was(message in messages()) {
+            let frame = message.encode();
+            prop_assert_eq!(u32::from_le_bytes([frame[0], frame[1], frame[2], frame[3]]) as usize, frame.len() - 4);
+            prop_assert_eq!(Message::decode(&frame[4..]), Ok(message));
+        }
+
+        #[test]
+        fn a_cut_message_is_malformed_and_so_is_a_long_one(message in messages(), cut in any::<prop::sample::Index>()) {
+            let frame = message.encode();
+            let body = &frame[4..];
+            prop_assert_eq!(Message::decode(&body[..cut.index(body.len())]), Err(Malformed));
+            prop_assert_eq!(Message::decode(&[body, &[0]].concat()), Err(Malformed));
+        }
+
+        #[test]
+        fn garbage_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            // Whatever decodes must be a message that encodes to the same bytes.
+            if let Ok(message) = Message::decode(&bytes) {
+                prop_assert_eq!(&message.encode()[4..], &bytes[..]);
+            }
+        }
+    }
+}

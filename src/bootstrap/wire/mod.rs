@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   auth         proves that both sides know the secret: messages in, messages out
-//!   message      what can be said         ── parts     what messages are made of
+//!   message      the messages, and their parts as bytes
 //!   frame        bytes, with a length that is not believed
 //!   connection   a TCP stream that never blocks
 //! ```
@@ -13,10 +13,8 @@ mod auth;
 mod connection;
 mod frame;
 mod message;
-mod parts;
 
 pub(super) use auth::{Initiator, RendezvousId, Responder, job_digest, keyed};
 pub(super) use connection::MessageConnection;
 pub(super) use frame::{MAX_FRAME, Malformed, Reader, Writer};
-pub(super) use message::{Hello, Message, PROTOCOL};
-pub(super) use parts::{Answer, JoinRefusal, ListenAddress};
+pub(super) use message::{Answer, Hello, JoinRefusal, ListenAddress, Message, PROTOCOL};

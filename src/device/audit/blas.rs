@@ -6,7 +6,7 @@ use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::product::Product;
+use super::Product;
 use crate::device::context::Context;
 use crate::device::library::symbol;
 use crate::device::stream::Stream;
@@ -15,8 +15,8 @@ use crate::error::DeviceError;
 /// Names for the loader, the newest first.
 const NAMES: [&str; 3] = ["libcublas.so.13", "libcublas.so.12", "libcublas.so.11"];
 
-/// What cuBLAS itself loads, from the same release. Wheels have it in the same folder, where the
-/// loader does not look.
+/// Libraries that cuBLAS itself loads, from the same release. Wheels have it in the same folder,
+/// where the loader does not look.
 const BESIDE: (&str, &str) = ("libcublas.so", "libcublasLt.so");
 
 /// The variable with a path.
@@ -166,7 +166,7 @@ impl Blas {
 fn open(path: &Path) -> Option<(String, libloading::Library)> {
     let beside = path.file_name()?.to_str()?.replace(BESIDE.0, BESIDE.1);
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    // SAFETY: the library's initialisers may run at any time.
+    // SAFETY: the library's initializers may run at any time.
     let first = folder.and_then(|folder| unsafe { libloading::Library::new(folder.join(beside)) }.ok());
     // Never unloaded: the loader returns it for its name from now on.
     std::mem::forget(first);

@@ -1,20 +1,23 @@
-//! The launches of `cuda/expand.cu`: slots to expert-major rows within a budget.
+//! Launches of `cuda/expand.cu`: slots become expert-major rows within a budget.
+//!
+//! ```text
+//!   tally    choices of received slots --> rows for each bin
+//!   admit    rows for each bin, budget --> first row of each bin, or a fault
+//!   expand   rows of slots --> rows of bins
+//! ```
 
 use std::sync::Arc;
 
-use super::operands::{Operands, VECTOR, WORD, bytes};
-use super::{Addresses, Kernels, THREADS};
-use crate::device::launch::Grid;
+use super::{Addresses, Kernels, THREADS, blocks_at_work};
+use super::{Operands, VECTOR, WORD, bytes};
+use crate::device::module::Grid;
 use crate::device::module::{Function, Module};
 use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
 use crate::error::DeviceError;
 use crate::plan::{Overflow, SlotShape};
 
-/// Blocks that a multiprocessor has at work.
-const BLOCKS_AT_WORK: u32 = 8;
-
-/// What [`Kernels::tally`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::tally`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct Tally<'a> {
     /// The shape of every slot, with counts of all bins.
@@ -35,7 +38,7 @@ pub struct Tally<'a> {
     pub before: ByteSpan<'a>,
 }
 
-/// What [`Kernels::admit`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::admit`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct Admit<'a> {
     /// The shape of every slot, with counts of all bins.
@@ -48,7 +51,7 @@ pub struct Admit<'a> {
     pub own: u32,
     /// Rows for which there is room.
     pub budget: u32,
-    /// What becomes of more.
+    /// Treatment of more rows.
     pub overflow: Overflow,
     /// Rows of a bin are padded to a multiple of this.
     pub align: u32,
@@ -68,7 +71,7 @@ pub struct Admit<'a> {
     pub index: ByteSpan<'a>,
     /// The weight of each row, `f32 [budget]`: 0 is written.
     pub weights: ByteSpan<'a>,
-    /// What kernels found before: a [`KernelFault`](crate::error::KernelFault).
+    /// Fault that kernels found before: a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
     /// That, or which rank is over its budget: the status of this call alone.
     pub verdict: Word<'a, u32>,
@@ -77,7 +80,7 @@ pub struct Admit<'a> {
     pub refusal: Word<'a, u32>,
 }
 
-/// What [`Kernels::expand`] reads and writes. Memory may be larger than what is named here.
+/// Inputs and outputs of [`Kernels::expand`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct Expand<'a> {
     /// The shape of every slot.
@@ -186,15 +189,15 @@ struct ExpandParameters {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Functions {
+pub(super) struct ExpandFunctions {
     tally: Function,
     admit: Function,
     expand: Function,
 }
 
-impl Functions {
+impl ExpandFunctions {
     pub fn of(module: &Arc<Module>) -> Result<Self, DeviceError> {
-        Ok(Functions {
+        Ok(ExpandFunctions {
             tally: module.function(c"tally")?,
             admit: module.function(c"admit")?,
             expand: module.function(c"expand")?,
@@ -288,7 +291,7 @@ impl Kernels {
             align,
             strict: (admit.overflow == Overflow::Error).into(),
         };
-        let at_work = stream.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK).clamp(1, 1 << 16);
+        let at_work = blocks_at_work(stream);
         let blocks = budget.div_ceil(THREADS).clamp(1, at_work);
         let grid = Grid::line(blocks, THREADS);
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:

@@ -1,13 +1,22 @@
-//! The launches of `cuda/sum.cu`.
+//! Launches of kernels that sum rows, and their gradients: `cuda/sum.cu`, `sum_choices.cu` and
+//! `gradients.cu`.
+//!
+//! ```text
+//!   sum            a row of each rank, in ascending order --> a row for each token
+//!   sum_choices    rows of choices, weighted --> partial rows, or a row for each token
+//!   dot_scale      rows, gradients --> gradients of weights, gradients of rows
+//!   fetch_weights  words behind received rows --> weights of choices
+//! ```
+//!
+//! A block sums a token and a part of its row.
 
 use std::sync::Arc;
 
-use super::operands::{Operands, VECTOR, WORD, bytes};
-use super::{Addresses, Kernels, sums};
-use crate::device::module::{Function, Module};
+use super::{Addresses, Kernels, Operands, THREADS, VECTOR, WORD, blocks_at_work, bytes};
+use crate::device::module::{Function, Grid, Module};
 use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, PartialDtype};
 use crate::error::DeviceError;
 use crate::plan::SlotShape;
 
@@ -27,7 +36,7 @@ pub struct SumArgs<'a> {
     /// The returned rows of each rank, `[max_tokens, columns]`, in the order of the slot that was
     /// packed for it.
     pub homes: &'a Addresses,
-    /// What [`Kernels::pack`] wrote, `i32 [tokens, ranks]`.
+    /// Places that [`Kernels::pack`] wrote, `i32 [tokens, ranks]`.
     pub places: ByteSpan<'a>,
     /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0,
     /// results are zeros.
@@ -39,7 +48,7 @@ pub struct SumArgs<'a> {
 /// `struct Sum` of the source.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
-struct Parameters {
+struct SumParameters {
     out: u64,
     homes: u64,
     places: u64,
@@ -52,7 +61,7 @@ struct Parameters {
 
 /// A kernel for each pair of types.
 #[derive(Clone, Debug)]
-pub(super) struct Functions {
+pub(super) struct SumFunctions {
     f32: Function,
     bf16: Function,
     f16: Function,
@@ -60,9 +69,9 @@ pub(super) struct Functions {
     f32_to_f16: Function,
 }
 
-impl Functions {
+impl SumFunctions {
     pub fn of(module: &Arc<Module>) -> Result<Self, DeviceError> {
-        Ok(Functions {
+        Ok(SumFunctions {
             f32: module.function(c"sum_f32")?,
             bf16: module.function(c"sum_bf16")?,
             f16: module.function(c"sum_f16")?,
@@ -103,11 +112,11 @@ impl Kernels {
         if sum.tokens > shape.max_tokens() {
             return refuse("tokens", sum.tokens.into(), "at most the tokens of a slot");
         }
-        sums::check_columns(KERNEL, sum.columns, sum.dtype)?;
+        check_columns(KERNEL, sum.columns, sum.dtype)?;
         let (tokens, columns) = (u64::from(sum.tokens), u64::from(sum.columns));
         let home = bytes([shape.max_tokens().into(), columns, sum.rows.size() as u64]);
         let mut operands = Operands::of(KERNEL, stream);
-        let parameters = Parameters {
+        let parameters = SumParameters {
             out: operands.span("out", sum.out, bytes([tokens, columns, sum.dtype.size() as u64]), VECTOR)?,
             homes: operands.addresses("homes", sum.homes, home)?,
             places: operands.span("places", sum.places, bytes([tokens, ranks.into(), WORD]), WORD)?,
@@ -118,10 +127,380 @@ impl Kernels {
             columns: sum.columns,
         };
         // A launch has one block at least.
-        let grid = sums::grid(stream, sum.tokens, sum.columns, sum.dtype);
+        let grid = grid(stream, sum.tokens, sum.columns, sum.dtype);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // tokens below `tokens`, columns below `columns`, ranks below `ranks`, and every place is
         // compared before it is used.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
     }
+}
+
+/// Inputs and outputs of [`Kernels::sum_choices`]. Memory may be larger than the sizes named here.
+#[derive(Clone, Copy, Debug)]
+pub struct SumChoices<'a> {
+    /// Tokens.
+    pub tokens: u32,
+    /// Choices of a token.
+    pub top_k: u32,
+    /// Elements of a row.
+    pub columns: u32,
+    /// Type of rows and results.
+    pub dtype: Dtype,
+    /// The type to which the sum of each group is rounded.
+    pub wire: PartialDtype,
+    /// Rows that are there.
+    pub n_rows: u32,
+    /// `[n_rows, columns]`, at a multiple of 16 bytes.
+    pub rows: ByteSpan<'a>,
+    /// The row of each choice, `i32 [tokens, top_k]`, or -1.
+    pub index: ByteSpan<'a>,
+    /// Number of experts.
+    pub n_experts: u32,
+    /// The expert of each choice, `i32 [tokens, top_k]`; -1 is dropped. None where choices are in
+    /// the order of the sum already, in one group.
+    pub experts: Option<ByteSpan<'a>>,
+    /// Routing weights, `f32 [tokens, top_k]`, for rows that have not got theirs yet.
+    pub weights: Option<ByteSpan<'a>>,
+    /// The group of each expert, `i32 [n_experts]`: its rank for `order = rank`, its node for
+    /// `node`. None for `expert`.
+    pub group_of: Option<ByteSpan<'a>>,
+    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0,
+    /// results are zeros.
+    pub status: Word<'a, u32>,
+    /// Results, `[tokens, columns]`, at a multiple of 16 bytes.
+    pub out: ByteSpan<'a>,
+}
+
+/// `struct SumChoices` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct SumChoicesParameters {
+    out: u64,
+    rows: u64,
+    index: u64,
+    experts: u64,
+    weights: u64,
+    group_of: u64,
+    status: u64,
+    tokens: u32,
+    top_k: u32,
+    columns: u32,
+    n_rows: u32,
+    n_experts: u32,
+    wire: u32,
+}
+
+/// A kernel for each type.
+#[derive(Clone, Debug)]
+pub(super) struct SumChoicesFunctions {
+    f32: Function,
+    bf16: Function,
+    f16: Function,
+    bf16_to_f32: Function,
+    f16_to_f32: Function,
+}
+
+impl SumChoicesFunctions {
+    pub fn of(module: &Arc<Module>) -> Result<Self, DeviceError> {
+        Ok(SumChoicesFunctions {
+            f32: module.function(c"sum_choices_f32")?,
+            bf16: module.function(c"sum_choices_bf16")?,
+            f16: module.function(c"sum_choices_f16")?,
+            bf16_to_f32: module.function(c"sum_choices_bf16_to_f32")?,
+            f16_to_f32: module.function(c"sum_choices_f16_to_f32")?,
+        })
+    }
+}
+
+impl Kernels {
+    /// The kernels of [`Kernels::sum_choices`] for rows of this type, for reports.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoSum`].
+    pub fn sum_choices_names(dtype: Dtype) -> Result<&'static [&'static str], DeviceError> {
+        match dtype {
+            Dtype::F32 => Ok(&["sum_choices_f32"]),
+            Dtype::Bf16 => Ok(&["sum_choices_bf16"]),
+            Dtype::F16 => Ok(&["sum_choices_f16"]),
+            Dtype::Bytes => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+        }
+    }
+
+    /// The kernel of [`Kernels::sum_choices_to_f32`], likewise.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoSum`].
+    pub fn sum_choices_to_f32_names(dtype: Dtype) -> Result<&'static [&'static str], DeviceError> {
+        match dtype {
+            Dtype::Bf16 => Ok(&["sum_choices_bf16_to_f32"]),
+            Dtype::F16 => Ok(&["sum_choices_f16_to_f32"]),
+            _ => Self::sum_choices_names(dtype),
+        }
+    }
+
+    /// Enqueues the sums of combine where every choice has a row of its own, in `f32` from +0: the
+    /// rows of a group by ascending expert, each times its weight, rounded, then added; the groups,
+    /// rounded to the wire's type, ascending; one rounding at the end. A token without rows gets
+    /// zeros, and all do if the status word is set.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`],
+    /// [`DeviceError::Misaligned`], [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`],
+    /// [`DeviceError::Call`].
+    pub fn sum_choices(&self, stream: &Stream, sum: &SumChoices<'_>) -> Result<(), DeviceError> {
+        self.sum_choices_to(stream, sum, sum.dtype)
+    }
+
+    /// The same, but results are `f32`: partial sums that are yet to be added up.
+    ///
+    /// # Errors
+    /// As [`Kernels::sum_choices`].
+    pub fn sum_choices_to_f32(&self, stream: &Stream, sum: &SumChoices<'_>) -> Result<(), DeviceError> {
+        self.sum_choices_to(stream, sum, Dtype::F32)
+    }
+
+    fn sum_choices_to(&self, stream: &Stream, sum: &SumChoices<'_>, out: Dtype) -> Result<(), DeviceError> {
+        const KERNEL: &str = "sum_choices";
+        let (dtype, wire, functions) = (sum.dtype, sum.wire, &self.sums_of_choices);
+        let function = match (dtype, out) {
+            _ if !wire.carries(dtype) => {
+                return Err(DeviceError::NoSum { rows: dtype, out: wire.dtype() });
+            }
+            (Dtype::F32, Dtype::F32) => &functions.f32,
+            (Dtype::F16, Dtype::F16) => &functions.f16,
+            (Dtype::Bf16, Dtype::Bf16) => &functions.bf16,
+            (Dtype::F16, Dtype::F32) => &functions.f16_to_f32,
+            (Dtype::Bf16, Dtype::F32) => &functions.bf16_to_f32,
+            _ => return Err(DeviceError::NoSum { rows: dtype, out }),
+        };
+        check_columns(KERNEL, sum.columns, dtype)?;
+        for (what, given) in [("n_rows", sum.n_rows), ("n_experts", sum.n_experts)] {
+            if given > i32::MAX as u32 {
+                let (given, expected) = (given.into(), "less than 2^31");
+                return Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
+            }
+        }
+        let row_bytes = u64::from(sum.columns) * dtype.size() as u64;
+        let results = bytes([sum.tokens.into(), sum.columns.into(), out.size() as u64]);
+        let choices = bytes([sum.tokens.into(), sum.top_k.into(), WORD]);
+        let map = bytes([sum.n_experts.into(), WORD]);
+        let mut operands = Operands::of(KERNEL, stream);
+        let parameters = SumChoicesParameters {
+            out: operands.span("out", sum.out, results, VECTOR)?,
+            rows: operands.span("rows", sum.rows, bytes([sum.n_rows.into(), row_bytes]), VECTOR)?,
+            index: operands.span("index", sum.index, choices, WORD)?,
+            experts: operands.optional("experts", sum.experts, choices, WORD)?,
+            weights: operands.optional("weights", sum.weights, choices, WORD)?,
+            group_of: operands.optional(
+                "group_of",
+                sum.group_of.filter(|_| sum.experts.is_some()),
+                map,
+                WORD,
+            )?,
+            status: operands.word(sum.status)?,
+            tokens: sum.tokens,
+            top_k: sum.top_k,
+            columns: sum.columns,
+            n_rows: sum.n_rows,
+            n_experts: sum.experts.map_or(sum.top_k, |_| sum.n_experts),
+            wire: u32::from(wire == PartialDtype::Bf16),
+        };
+        let grid = grid(stream, sum.tokens, sum.columns, dtype);
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // tokens below `tokens`, columns below `columns`, and every expert and index is compared
+        // before it is used.
+        unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+}
+
+/// Elements of a vector of 16 bytes.
+fn elements(dtype: Dtype) -> u32 {
+    (VECTOR / dtype.size() as u64) as u32
+}
+
+/// Refuses rows that are not whole vectors of results, or too long to count in.
+fn check_columns(kernel: &'static str, columns: u32, out: Dtype) -> Result<(), DeviceError> {
+    if columns == 0 || !columns.is_multiple_of(elements(out)) || columns >= 1 << 30 {
+        let expected = "whole vectors of 16 bytes, and less than 2^30";
+        return Err(DeviceError::Shape { kernel, what: "columns", given: columns.into(), expected });
+    }
+    Ok(())
+}
+
+/// A block for each token and part of a row, or as many as the device runs at once; one if there
+/// are no tokens.
+fn grid(stream: &Stream, tokens: u32, columns: u32, out: Dtype) -> Grid {
+    let across = (columns / elements(out)).div_ceil(THREADS).clamp(1, 1 << 15);
+    let at_work = blocks_at_work(stream);
+    let down = tokens.min(at_work.div_ceil(across)).max(1);
+    Grid { blocks: [down, across, 1], ..Grid::line(1, THREADS) }
+}
+
+/// Inputs and outputs of [`Kernels::dot_scale`]. Memory may be larger than the sizes named here.
+#[derive(Clone, Copy, Debug)]
+pub struct DotScale<'a> {
+    /// Rows.
+    pub rows: u32,
+    /// Elements of a row.
+    pub columns: u32,
+    /// Type of the rows.
+    pub dtype: Dtype,
+    /// Expert outputs, `[rows, columns]`, at a multiple of 16 bytes.
+    pub y: ByteSpan<'a>,
+    /// Gradients of the rows as they were summed, likewise: afterwards multiplied with the weights.
+    pub gradients: ByteSpan<'a>,
+    /// Routing weights, `f32 [rows]`.
+    pub weights: ByteSpan<'a>,
+    /// Gradients of the weights, `f32 [rows]`.
+    pub products: ByteSpan<'a>,
+}
+
+/// `struct DotScale` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct DotScaleParameters {
+    y: u64,
+    gradients: u64,
+    weights: u64,
+    products: u64,
+    rows: u32,
+    columns: u32,
+}
+
+/// Inputs and outputs of [`Kernels::fetch_weights`]. Memory may be larger than the sizes named
+/// here.
+#[derive(Clone, Copy, Debug)]
+pub struct FetchWeights<'a> {
+    /// Number of choices: tokens times `top_k`.
+    pub choices: u32,
+    /// Rows that are there.
+    pub n_rows: u32,
+    /// Numbers of a row: one, or as many as a token has choices, one for each.
+    pub words: u32,
+    /// The numbers of the rows, `f32 [n_rows, words]`.
+    pub from: ByteSpan<'a>,
+    /// The row of each choice, `i32 [choices]`, or -1.
+    pub index: ByteSpan<'a>,
+    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0,
+    /// results are zeros.
+    pub status: Word<'a, u32>,
+    /// The number of each choice, `f32 [choices]`.
+    pub out: ByteSpan<'a>,
+}
+
+/// `struct FetchWeights` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct FetchWeightsParameters {
+    out: u64,
+    from: u64,
+    index: u64,
+    status: u64,
+    choices: u32,
+    n_rows: u32,
+    words: u32,
+    unused: u32,
+}
+
+/// A kernel of products for each type, and the one that fetches.
+#[derive(Clone, Debug)]
+pub(super) struct GradientFunctions {
+    f32: Function,
+    bf16: Function,
+    f16: Function,
+    fetch: Function,
+}
+
+impl GradientFunctions {
+    pub fn of(module: &Arc<Module>) -> Result<Self, DeviceError> {
+        Ok(GradientFunctions {
+            f32: module.function(c"dot_scale_f32")?,
+            bf16: module.function(c"dot_scale_bf16")?,
+            f16: module.function(c"dot_scale_f16")?,
+            fetch: module.function(c"fetch_weights")?,
+        })
+    }
+}
+
+impl Kernels {
+    /// Enqueues the gradients of a weighted combine at the rank of its experts: `<y, g>` of each
+    /// row, in the order of [`RowKernels::dot_rows`](crate::rows::RowKernels::dot_rows), then `g`
+    /// times the weight of the row, rounded.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`],
+    /// [`DeviceError::Misaligned`], [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`],
+    /// [`DeviceError::Call`].
+    pub fn dot_scale(&self, stream: &Stream, dot: &DotScale<'_>) -> Result<(), DeviceError> {
+        const KERNEL: &str = "dot_scale";
+        let DotScale { rows, columns, dtype, .. } = *dot;
+        let function = match dtype {
+            Dtype::F32 => &self.gradients.f32,
+            Dtype::Bf16 => &self.gradients.bf16,
+            Dtype::F16 => &self.gradients.f16,
+            Dtype::Bytes => return Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+        };
+        check_columns(KERNEL, columns, dtype)?;
+        let all = bytes([rows.into(), columns.into(), dtype.size() as u64]);
+        let words = bytes([rows.into(), WORD]);
+        let mut operands = Operands::of(KERNEL, stream);
+        let parameters = DotScaleParameters {
+            y: operands.span("y", dot.y, all, VECTOR)?,
+            gradients: operands.span("gradients", dot.gradients, all, VECTOR)?,
+            weights: operands.span("weights", dot.weights, words, WORD)?,
+            products: operands.span("products", dot.products, words, WORD)?,
+            rows,
+            columns,
+        };
+        // As many threads for a row as it takes vectors to have 16 elements.
+        let threads = u64::from(rows) * dtype.size() as u64;
+        let grid = grid_of_threads(stream, threads);
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // rows below `rows`, and columns, which are whole vectors, below `columns`.
+        unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+
+    /// Enqueues the copy of row numbers to choices: zero for a choice without a row, and for all if
+    /// the status word is set.
+    ///
+    /// # Errors
+    /// As [`Kernels::dot_scale`].
+    pub fn fetch_weights(&self, stream: &Stream, fetch: &FetchWeights<'_>) -> Result<(), DeviceError> {
+        const KERNEL: &str = "fetch_weights";
+        let FetchWeights { choices, n_rows, words: of_row, .. } = *fetch;
+        for (what, given) in [("choices", choices), ("n_rows", n_rows)] {
+            if given > i32::MAX as u32 {
+                let (given, expected) = (given.into(), "less than 2^31");
+                return Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
+            }
+        }
+        if of_row == 0 {
+            let expected = "at least 1";
+            return Err(DeviceError::Shape { kernel: KERNEL, what: "words", given: 0, expected });
+        }
+        let words = |count: u32| bytes([count.into(), WORD]);
+        let all = bytes([n_rows.into(), of_row.into(), WORD]);
+        let mut operands = Operands::of(KERNEL, stream);
+        let parameters = FetchWeightsParameters {
+            out: operands.span("out", fetch.out, words(choices), WORD)?,
+            from: operands.span("from", fetch.from, all, WORD)?,
+            index: operands.span("index", fetch.index, words(choices), WORD)?,
+            status: operands.word(fetch.status)?,
+            choices,
+            n_rows,
+            words: of_row,
+            unused: 0,
+        };
+        let grid = grid_of_threads(stream, choices.into());
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // choices below `choices`, and every index is compared with `n_rows` before it is used.
+        unsafe { self.gradients.fetch.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+}
+
+/// Blocks for so many threads, or as many as the device has at work; one if there are none.
+fn grid_of_threads(stream: &Stream, threads: u64) -> Grid {
+    let at_work = blocks_at_work(stream);
+    let blocks = threads.div_ceil(THREADS.into()).clamp(1, at_work.into()) as u32;
+    Grid::line(blocks, THREADS)
 }

@@ -279,7 +279,7 @@ impl Enqueuer {
             if paths.same_node(source) {
                 let at = control.publication(parity) + u64::from(own.start) * 4;
                 fixed.port.read(source, WindowId::CONTROL, at, counted)?;
-                arrivals.from_neighbour(bins, me, counted, (counts, sizes));
+                arrivals.from_local_peer(bins, me, counted, (counts, sizes));
                 continue;
             }
             let relay = paths.of(source).relay_to(me);
@@ -302,7 +302,7 @@ impl Enqueuer {
             fixed.port.read(relay, WindowId::CONTROL, at + control.index() + u64::from(skip) * 4, listed)?;
             let notes = at + control.notes(entries) + u64::from(skip) * control.note_bytes();
             fixed.port.read(relay, WindowId::CONTROL, notes, weights)?;
-            arrivals.from_far(rows, listed, &segments[before..]);
+            arrivals.from_other_node(rows, listed, &segments[before..]);
             let mut rest = &weights[..];
             for &Segment { to_row, count, pad } in &segments[before..] {
                 let notes = rest.split_off(..count as usize * words).unwrap_or_default();

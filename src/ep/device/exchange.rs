@@ -737,7 +737,7 @@ impl EnqueuedExchange {
     /// which lie so many `steps` into this rank's memory. On one node the caller's thread runs
     /// ahead: nobody hears of it but the streams of its peers.
     fn enqueue_reached(&self, seat: u32, steps: u32) -> Result<(), Error> {
-        if !self.common.fixed.paths().rails() {
+        if !self.common.fixed.paths().is_multi_node() {
             return Ok(());
         }
         Ok(self.stream.write(self.common.word(seat, StreamFlag::Combine)?, steps + 1)?)

@@ -40,8 +40,8 @@ impl EnqueuedExchange {
         let lanes = group.lanes(spec.route)?;
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
         let flags = ControlLayout::flag(0, Flag::Entry, group.size());
-        let words = flags + Flag::COUNT as u64 * u64::from(group.size()) * 64;
-        let crossed = if lanes.paths().rails() { words } else { 0 };
+        let words = flags + ControlLayout::flag_bytes(group.size());
+        let crossed = if lanes.paths().is_multi_node() { words } else { 0 };
         let shape = MemoryShape::new(&spec, seats, pool, staged, crossed);
         let usable = check(&spec, seats).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
@@ -132,7 +132,7 @@ impl EnqueuedExchange {
 fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
     let sources = |rank| paths.of(rank).sources().count() as u64;
     let most = || (0..paths.ranks()).map(sources).max().unwrap_or(0) * u64::from(max_tokens);
-    (paths.route() == Route::Pxn && paths.rails()).then(most)
+    (paths.route() == Route::Pxn && paths.is_multi_node()).then(most)
 }
 
 /// Refuses settings that no call can be made with.
@@ -165,7 +165,7 @@ fn fill(context: &Arc<Context>, stream: &Stream, common: &Session) -> Result<(),
 fn programs(fixed: &EpState) -> RankPrograms {
     let engines = Engines {
         pulls: true,
-        brings_in: fixed.paths().rails() && (fixed.arrives() || !fixed.gpu_direct()),
+        brings_in: fixed.paths().is_multi_node() && (fixed.arrives() || !fixed.gpu_direct()),
         enqueues: true,
     };
     let sums = fixed.partial_bytes().is_some();
@@ -178,7 +178,7 @@ fn enqueuer(common: &Arc<Session>, caller: CallerStream, engine: CopyEngineStepp
         common: Arc::clone(common),
         caller,
         engine,
-        relay: fixed.paths().rails().then(|| Relay::new(Arc::clone(fixed))),
+        relay: fixed.paths().is_multi_node().then(|| Relay::new(Arc::clone(fixed))),
         calls: Calls::new(fixed.shared.hub.epoch()),
         tables: CallerTables::new(fixed.paths(), fixed.chunks),
         sorted: SortedRouting::default(),

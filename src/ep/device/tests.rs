@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use half::bf16;
-use sidelane_verify::call_mutate::{CallChange, CallMutation, plant};
+use sidelane_verify::mutate::{CallChange, CallMutation, plant};
 use stand_in_cuda::StandIn;
 
 use super::EnqueuedExchange;
@@ -19,7 +19,7 @@ use crate::lane::{Fabric, Settings, SignalMode};
 use crate::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
 use crate::schedule::call::{Action, Part, Relays, StageId};
 use crate::topology::Route;
-use crate::world::{NoDmaBuf, NoGpuDirect, RailCounters, Registration};
+use crate::world::{NicCounters, NoDmaBuf, NoGpuDirect, Registration};
 use crate::{Options, World};
 
 #[path = "../../../tests/device/apart.rs"]
@@ -53,7 +53,7 @@ fn on_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64)
         let group = world.all().unwrap();
         body(&mut Rank::new(&group, case), group.rank().into());
         group.gather(&[]).unwrap();
-        let asked = |counters: RailCounters| (counters.requests, counters.packets, counters.bytes);
+        let asked = |counters: NicCounters| (counters.requests, counters.packets, counters.bytes);
         assert_eq!(asked(world.nic_counters()), asked(world.nic_forecast()));
     });
     assert_eq!(fabric.leftovers(), (0, 0));

@@ -51,7 +51,7 @@ impl RowTransport {
         needs: TransportSizes,
     ) -> Result<Self, Error> {
         let (paths, rank) = (lanes.paths(), lanes.rank);
-        if !paths.rails() {
+        if !paths.is_multi_node() {
             return Ok(RowTransport::None);
         }
         let own = members.get(rank as usize).and_then(Option::as_ref);
@@ -61,7 +61,8 @@ impl RowTransport {
         let memory_of = |rank: u32| members[rank as usize].as_ref().map(|member| member.memory.clone());
         let neighbours = neighbours.filter_map(|rank| Some((rank, memory_of(rank)?))).collect();
         let context_of = Arc::clone(context);
-        let memory = DeviceMemory { context: context_of, own, neighbours, rank, strict: needs.words };
+        let memory =
+            DeviceMemory { context: context_of, own, local_peers: neighbours, rank, strict: needs.words };
         match GpuDirectMemory::new(group, lanes, &memory)? {
             Ok(gpu_direct) => {
                 let enqueuer_scratch =

@@ -213,7 +213,7 @@ impl Workspace {
         let readers = paths.local_peers().collect();
         Workspace {
             host: HostStepper::new(fixed.spec.dtype, fixed.shared.recorder.clone()),
-            relay: paths.rails().then(|| Self::runner(fixed)),
+            relay: paths.is_multi_node().then(|| Self::runner(fixed)),
             tables: CallerTables::new(paths, CHUNKS),
             sorted: SortedRouting::default(),
             crossing: InterNodeRows::default(),

@@ -172,7 +172,7 @@ impl HostExchange {
             // Gathered rows lie before the rows that are kept.
             most: most(self).saturating_add(gathers.map_or(0, |gather| most(&gather.engine))),
             keeps_room: gathers.is_some(),
-            offloaded: away && self.fixed.paths().rails(),
+            offloaded: away && self.fixed.paths().is_multi_node(),
             ..Flight::new(kind, checked)
         }
     }
@@ -292,7 +292,7 @@ impl HostExchange {
         y: Result<HostInput<'_>, Error>,
         handle: Result<&'a HostHandle, Error>,
     ) -> Result<HostCombine<'a>, Error> {
-        let mut flight = Flight { offloaded: self.fixed.paths().rails(), ..self.combining() };
+        let mut flight = Flight { offloaded: self.fixed.paths().is_multi_node(), ..self.combining() };
         let (rows, handle) = self.brought(&mut flight, y, handle);
         let machine = self.start(&mut flight, Lent { handle, rows, ..Lent::default() })?;
         Ok(HostCombine { unfinished: UnfinishedCall::new(self), handle, flight, machine })

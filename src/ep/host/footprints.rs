@@ -183,11 +183,11 @@ impl Case {
         [0, 1].map(|dropped| (0..ranks).map(|rank| routing(rank, dropped)).collect()).into()
     }
 
-    fn unrolled(
+    fn unroll(
         &self,
         routings: &[Vec<Routing<'static>>],
         calls: &[Call],
-        slip: Option<SeededBug>,
+        seeded: Option<SeededBug>,
     ) -> UnrolledProgram {
         let Case { route, layout, mode, order, strategy, .. } = *self;
         UnrolledProgram::unroll(&ProofScenario {
@@ -203,14 +203,14 @@ impl Case {
             gathers: false,
             strategy,
             pulls: false,
-            straight: false,
+            gpu_direct: false,
             enqueues: false,
             mode,
             row_bytes: ROW_BYTES,
             routings,
             calls,
             sample: None,
-            slip,
+            seeded,
             mutation: None,
         })
         .unwrap()
@@ -296,9 +296,9 @@ impl Case {
 
     /// Makes the calls and compares the accesses of ranks with the unrolled program. Returns the
     /// first difference.
-    fn compare(&self, calls: &[Call], slip: Option<SeededBug>) -> Option<String> {
+    fn compare(&self, calls: &[Call], seeded: Option<SeededBug>) -> Option<String> {
         let routings = self.routings();
-        let unrolled = self.unrolled(&routings, calls, slip);
+        let unrolled = self.unroll(&routings, calls, seeded);
         let each = unrolled.calls.len() / calls.len();
         let made = on_ranks(self.nodes, &small(), |world| self.make(&world, &routings, calls));
         let mut all = made
@@ -359,7 +359,8 @@ fn steps_access_what_the_proof_assumes() {
 #[test]
 fn program_of_another_enqueuer_differs() {
     let case = Case { nodes: &[0, 0, 1, 1], route: Route::Pxn, ..CASE };
-    for slip in [SeededBug::OnePublication, SeededBug::OneMessage, SeededBug::OneHeader, SeededBug::OneTag] {
-        assert!(case.compare(&CALLS, Some(slip)).is_some(), "{slip:?}");
+    for seeded in [SeededBug::OnePublication, SeededBug::OneMessage, SeededBug::OneHeader, SeededBug::OneTag]
+    {
+        assert!(case.compare(&CALLS, Some(seeded)).is_some(), "{seeded:?}");
     }
 }

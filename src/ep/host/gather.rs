@@ -200,7 +200,7 @@ impl Gather {
                 weights.extend(sorted.notes_of(bins).iter().step_by(words).map(|&word| f32::from_bits(word)));
             }
         });
-        if frame.paths.rails() {
+        if frame.paths.is_multi_node() {
             let forward = Arc::make_mut(inner.forward.get_or_insert_default());
             forward.know(&frame, fixed.partial_bytes().is_some(), |source, _| {
                 blocks[source as usize].take().unwrap_or_default()

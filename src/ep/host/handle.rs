@@ -199,23 +199,8 @@ impl Inner {
     /// The terms of this placement, with chunks at `bases`; multiplied with the routing weights if
     /// `weighted`.
     pub fn sum<'a>(&'a self, bases: &'a [u64], weighted: bool) -> SumOperands<'a> {
-        let layout = &self.layout;
-        let (terms, starts, choices) = layout.summands();
-        let (fetched, places) = layout.fetches();
-        SumOperands {
-            terms,
-            starts,
-            choices,
-            groups: &layout.groups,
-            group_starts: &layout.group_starts,
-            wire: self.wire,
-            held_by: &layout.held_by,
-            bases,
-            chunks: &layout.chunks,
-            weights: if weighted { &self.weights } else { &[] },
-            fetched,
-            places,
-        }
+        let weights = if weighted { &self.weights[..] } else { &[] };
+        SumOperands { wire: self.wire, weights, ..SumOperands::of_layout(&self.layout, bases) }
     }
 
     /// Whether a buffer is one of this handle's.

@@ -176,7 +176,7 @@ impl<'a> CallAgreement<'a> {
     pub fn compose(&self, source: u32, numbers: Option<&mut GroupCounts>) -> Result<(), Error> {
         let (paths, control) = (self.paths(), self.control());
         let members = paths.nodes().members(paths.nodes().node_of(paths.me()));
-        let at = control.message_out(paths.place_of_told(source), self.setting.parity);
+        let at = control.message_out(paths.place_of_receiver(source), self.setting.parity);
         for (place, &member) in (0..).zip(members) {
             let tag = self.tag_of(member)?.to_words();
             let to = at + place * ControlLayout::TAG_BYTES;

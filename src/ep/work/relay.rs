@@ -184,8 +184,9 @@ impl Relay {
         let (counts, sizes) = judged.unwrap_or((&self.numbers.counts, &self.numbers.sizes));
         if let CallPlan::Own(forward) = plan {
             let rows = (&mut **forward, &mut self.arrivals);
-            self.tables
-                .hand_on(&setting, &fixed.frame(), rows, (counts, sizes), |rows| fixed.landing(kind, rows));
+            self.tables.relay_to_arrivals(&setting, &fixed.frame(), rows, (counts, sizes), |rows| {
+                fixed.landing(kind, rows)
+            });
         }
     }
 
@@ -208,27 +209,14 @@ impl Relay {
 
     fn operands<'t>(&'t self, task: &RelayTask, plan: &'t RelayPlan) -> Operands<'t> {
         let (tables, partials) = (&self.tables, &plan.partials);
-        let sum = SumOperands {
-            terms: &partials.terms,
-            starts: &partials.starts,
-            choices: &partials.entries,
-            wire: self.fixed.spec.wire,
-            held_by: &self.everybody,
-            bases: &tables.bases,
-            chunks: &self.chunks,
-            weights: if task.weighted { &plan.weights } else { &[] },
-            ..SumOperands::default()
-        };
+        let weights = if task.weighted { &plan.weights[..] } else { &[] };
+        let sum = SumOperands::of_partials(partials, &tables.bases, &self.everybody, &self.chunks);
         Operands {
-            table: &tables.table,
-            spans: &tables.spans,
             runs: &plan.runs,
             rows: &plan.rows,
             row_bytes: self.fixed.spec.row_bytes(),
-            sum,
-            tags: &[],
-            call: task.calls.value(),
-            last_return: task.calls.last_return(),
+            sum: SumOperands { wire: self.fixed.spec.wire, weights, ..sum },
+            ..tables.operands(task.calls)
         }
     }
 }

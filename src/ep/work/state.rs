@@ -194,7 +194,7 @@ impl EpState {
     /// Copy engines cannot.
     pub fn partial_bytes(&self) -> Option<u64> {
         let (spec, paths) = (&self.spec, self.paths());
-        let relays = paths.route() == Route::Pxn && paths.rails() && !self.on_devices;
+        let relays = paths.route() == Route::Pxn && paths.is_multi_node() && !self.on_devices;
         let sums = spec.order.has_partials() && relays;
         sums.then(|| (spec.hidden * spec.wire.size()) as u64)
     }

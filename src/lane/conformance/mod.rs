@@ -1,31 +1,33 @@
 //! One suite for all lanes, kept as data, and the driver that runs it.
 //!
 //! ```text
-//!   cards.rs      what only NICs have: registered memory, keys, faults
-//!   requests.rs   how many work requests a put and its signal are
-//!   any.rs        the same of any puts and signals
-//!   late.rs       what comes late, and what a NIC does that fails
-//!   rebuilt.rs    a world built again while packets of the old one are on a real wire
-//!   suite.rs      scenarios: operations of each rank, and results
-//!   mod.rs        two ranks, each with its steps, over each lane
-//!   wire.rs       what only lanes with credits and a receiving NIC can show
+//!   SUITE: scenarios (operations of each rank, required results) --> two ranks over each lane
+//!
+//!   mod.rs        the suite; credits, and receivers that check incoming data
+//!   nics.rs       NICs only: registered memory, keys, faults, late data
+//!   requests.rs   work requests of puts and signals, counted and predicted
+//!   rebuilt.rs    a world built again while packets of the old one are on a real link
 //! ```
 
-mod any;
-mod cards;
-mod late;
+#[cfg(test)]
+mod nics;
 mod rebuilt;
 mod requests;
-mod suite;
-mod wire;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::net::{Fabric, Settings, SignalMode};
-use super::{Io, Lanes, PeerLane, Port, RowSource};
+use Act::*;
+use Expect::*;
+use rustix::event::EventfdFlags;
+
+use super::net::{Fabric, NetConnection, RemoteAddress, SendBlocked, Settings, SignalMode};
+use super::wait::{WaitError, WaitLimits};
+use super::{Io, Lanes, LoopbackConnection, MappedWindow, PeerLane, Port, RowSource, WindowPart, ring_bytes};
+use crate::bootstrap::Health;
 use crate::config::{Config, EmulatedLink, NetChoice};
 use crate::error::{Cause, Error, LaneError, MemoryError};
+use crate::memory::{PeerMapping, Segment};
 use crate::plan::RowRun;
 use crate::rows::{RowKernels, Stores};
 use crate::schedule::{Flag, Index, PutSource, SpanCopy, Tag, WindowId};
@@ -142,7 +144,7 @@ impl<'a> Actor<'a> {
             rows: ready.rows,
             health: Arc::clone(&ready.health),
             deadline,
-            crowded: true,
+            oversubscribed: true,
         };
         let (me, lane) = (lanes.rank, lanes.reach[1 - lanes.rank as usize].name());
         let port = Port::new(Arc::new(lanes), ranges.iter().map(|range| range.window()).collect(), FLAGS);
@@ -270,7 +272,7 @@ fn the_lane_between_two_machines_conforms() {
     let lane = std::env::var("SIDELANE_NET").expect("the lane that is asked for");
     let config = Config { heap: 8 << 20, symmetric: 6 << 20, ..Config::default() };
     let mut world = World::from_env_with(Options { config, ..Options::from_env().unwrap() }).unwrap();
-    for scenario in suite::SUITE {
+    for scenario in SUITE {
         assert_eq!((world.size(), world.net().unwrap().lane), (2, lane.as_str()));
         play(scenario, &world);
         if world.health().check().is_err() {
@@ -281,7 +283,7 @@ fn the_lane_between_two_machines_conforms() {
 
 fn conforms(lane: &str) {
     let (_, nodes, rail) = LANES.into_iter().find(|(name, ..)| *name == lane).unwrap();
-    suite::SUITE.iter().for_each(|scenario| run(scenario, nodes, &options_of(lane, rail)));
+    SUITE.iter().for_each(|scenario| run(scenario, nodes, &options_of(lane, rail)));
 }
 
 #[test]
@@ -302,7 +304,7 @@ fn the_paced_lane_conforms() {
 /// The suite over NICs without hardware, which execute at once, or only when their sender polls.
 fn verbs(signal: SignalMode) {
     for held in [false, true] {
-        let fabric = Fabric::new(&["card0"]);
+        let fabric = Fabric::new(&["nic0"]);
         if held {
             fabric.hold();
         }
@@ -310,7 +312,7 @@ fn verbs(signal: SignalMode) {
         let options =
             Options { rail: NetChoice::Verbs, stand_in: Some(fabric.ground(settings)), ..Options::default() };
         // A held NIC sends only while its rank polls: it may be late for a short deadline.
-        let patient = suite::SUITE.iter().filter(|scenario| !held || scenario.deadline == suite::LONG);
+        let patient = SUITE.iter().filter(|scenario| !held || scenario.deadline == LONG);
         patient.for_each(|scenario| run(scenario, [0, 1], &options));
         assert_eq!(fabric.leftovers(), (0, 0));
     }
@@ -350,4 +352,273 @@ fn all_lanes_are_in_the_suite() {
             }
         });
     }
+}
+
+/// Longer than any scenario takes.
+const LONG: Duration = Duration::from_secs(60);
+const MIB: u64 = 1 << 20;
+
+const SUITE: &[Scenario] = &[
+    Scenario {
+        name: "order: a signal comes after all earlier puts, of any length and alignment",
+        deadline: LONG,
+        steps: &[
+            Step(0, Put { offset: 0, len: 1, seed: 1 }, Fine),
+            Step(0, Put { offset: 1, len: 63, seed: 2 }, Fine),
+            Step(0, Put { offset: 64, len: 0, seed: 3 }, Fine),
+            Step(0, Put { offset: 67, len: 65, seed: 4 }, Fine),
+            Step(0, Put { offset: 1000, len: 65_535, seed: 5 }, Fine),
+            Step(0, Put { offset: 70_001, len: 65_537, seed: 6 }, Fine),
+            Step(0, Signal(1), Fine),
+            Step(1, Wait(1), Fine),
+            Step(1, Sees { offset: 0, len: 1, seed: 1 }, Fine),
+            Step(1, Sees { offset: 1, len: 63, seed: 2 }, Fine),
+            Step(1, Untouched { offset: 64, len: 3 }, Fine),
+            Step(1, Sees { offset: 67, len: 65, seed: 4 }, Fine),
+            Step(1, Untouched { offset: 132, len: 868 }, Fine),
+            Step(1, Sees { offset: 1000, len: 65_535, seed: 5 }, Fine),
+            Step(1, Sees { offset: 70_001, len: 65_537, seed: 6 }, Fine),
+            Step(1, Untouched { offset: 135_538, len: 1000 }, Fine),
+        ],
+    },
+    Scenario {
+        name: "order: puts larger than what can be in flight, one generation after another",
+        deadline: LONG,
+        steps: &[
+            Step(0, Put { offset: 5, len: 3 * MIB + 1, seed: 1 }, Fine),
+            Step(0, Signal(1), Fine),
+            Step(1, Wait(1), Fine),
+            Step(1, Sees { offset: 5, len: 3 * MIB + 1, seed: 1 }, Fine),
+            Step(1, Signal(1), Fine),
+            Step(0, Wait(1), Fine),
+            Step(0, Put { offset: 5, len: 3 * MIB + 1, seed: 2 }, Fine),
+            Step(0, Put { offset: 4 * MIB, len: MIB, seed: 3 }, Fine),
+            Step(0, Signal(2), Fine),
+            Step(1, Wait(2), Fine),
+            Step(1, Sees { offset: 5, len: 3 * MIB + 1, seed: 2 }, Fine),
+            Step(1, Sees { offset: 4 * MIB, len: MIB, seed: 3 }, Fine),
+        ],
+    },
+    Scenario {
+        name: "order: rows by index, with rows of zeros behind them",
+        deadline: LONG,
+        steps: &[
+            Step(0, Put { offset: 0, len: 4 * MIB, seed: 9 }, Fine),
+            Step(0, Rows { row_bytes: 16, index: &[7, 0, 0, 3], pad: 5, seed: 1 }, Fine),
+            Step(0, Signal(1), Fine),
+            Step(1, Wait(1), Fine),
+            Step(1, SeesRows { row_bytes: 16, index: &[7, 0, 0, 3], pad: 5, seed: 1 }, Fine),
+            Step(1, Signal(1), Fine),
+            Step(0, Wait(1), Fine),
+            Step(0, Rows { row_bytes: 48 << 10, index: &[5, 1, 2, 2, 6], pad: 3, seed: 2 }, Fine),
+            Step(0, Signal(2), Fine),
+            Step(1, Wait(2), Fine),
+            Step(1, SeesRows { row_bytes: 48 << 10, index: &[5, 1, 2, 2, 6], pad: 3, seed: 2 }, Fine),
+            Step(1, Signal(2), Fine),
+            Step(0, Wait(2), Fine),
+            Step(0, Rows { row_bytes: 300_016, index: &[4, 4, 0, 7], pad: 9, seed: 3 }, Fine),
+            Step(0, Rows { row_bytes: 300_016, index: &[], pad: 0, seed: 3 }, Fine),
+            Step(0, Signal(3), Fine),
+            Step(1, Wait(3), Fine),
+            Step(1, SeesRows { row_bytes: 300_016, index: &[4, 4, 0, 7], pad: 9, seed: 3 }, Fine),
+        ],
+    },
+    Scenario {
+        name: "bounds: refused before anything is posted",
+        deadline: LONG,
+        steps: &[
+            Step(0, Put { offset: WINDOW - 99, len: 100, seed: 1 }, OutOfBounds),
+            Step(0, Put { offset: WINDOW + 1, len: 0, seed: 1 }, OutOfBounds),
+            Step(0, Put { offset: u64::MAX, len: 2, seed: 1 }, OutOfBounds),
+            Step(0, Rows { row_bytes: MIB, index: &[0, 1, 2, 3, 4], pad: 0, seed: 1 }, OutOfBounds),
+            Step(0, Rows { row_bytes: MIB, index: &[0, 1], pad: 3, seed: 1 }, OutOfBounds),
+            Step(0, Overread, SourceBounds),
+            Step(0, PutNowhere, NoLane),
+            Step(0, WaitNowhere, NoLane),
+            Step(0, Put { offset: WINDOW - 100, len: 100, seed: 2 }, Fine),
+            Step(0, Put { offset: WINDOW, len: 0, seed: 2 }, Fine),
+            Step(0, Signal(1), Fine),
+            Step(1, Wait(1), Fine),
+            Step(1, Untouched { offset: 0, len: WINDOW - 100 }, Fine),
+            Step(1, Sees { offset: WINDOW - 100, len: 100, seed: 2 }, Fine),
+        ],
+    },
+    Scenario {
+        name: "generations: two tags by parity, and values that were passed long ago",
+        deadline: LONG,
+        steps: &[
+            Step(0, Tagged(1 << 8, 101), Fine),
+            Step(1, Wait(1 << 8), Fine),
+            Step(1, TagIs(1 << 8, 101), Fine),
+            Step(1, Signal(1 << 8), Fine),
+            Step(0, Wait(1 << 8), Fine),
+            Step(0, Tagged(2 << 8, 102), Fine),
+            Step(1, Wait(2 << 8), Fine),
+            Step(1, TagIs(2 << 8, 102), Fine),
+            Step(1, TagIs(1 << 8, 101), Fine),
+            Step(1, Signal(2 << 8), Fine),
+            Step(0, Wait(2 << 8), Fine),
+            Step(0, Tagged(3 << 8, 103), Fine),
+            Step(0, Signal(1 << 48), Fine),
+            Step(1, Wait(1 << 8), Fine),
+            Step(1, Wait(1 << 48), Fine),
+            Step(1, Wait(3 << 8), Fine),
+            Step(1, TagIs(3 << 8, 103), Fine),
+            Step(1, TagIs(1 << 48, 102), Fine),
+        ],
+    },
+    Scenario {
+        name: "credit: two ranks that fill each other's way do not block",
+        deadline: LONG,
+        steps: &[
+            Step(0, Put { offset: 0, len: 4 * MIB, seed: 1 }, Fine),
+            Step(1, Put { offset: 0, len: 4 * MIB, seed: 2 }, Fine),
+            Step(0, Signal(1), Fine),
+            Step(1, Signal(1), Fine),
+            Step(0, Wait(1), Fine),
+            Step(1, Wait(1), Fine),
+            Step(0, Sees { offset: 0, len: 4 * MIB, seed: 2 }, Fine),
+            Step(1, Sees { offset: 0, len: 4 * MIB, seed: 1 }, Fine),
+        ],
+    },
+    Scenario {
+        name: "quiet: puts have landed, without a signal and though no rank waits for them",
+        deadline: LONG,
+        steps: &[
+            Step(0, Put { offset: 3, len: 2 * MIB, seed: 1 }, Fine),
+            Step(0, Quiet, Fine),
+            Step(0, Meet, Fine),
+            Step(1, Meet, Fine),
+            Step(1, Sees { offset: 3, len: 2 * MIB, seed: 1 }, Fine),
+        ],
+    },
+    Scenario {
+        name: "cancel: a dead world ends waits with its cause, and what came before it stays",
+        deadline: LONG,
+        steps: &[
+            Step(0, Put { offset: 0, len: 1000, seed: 1 }, Fine),
+            Step(0, Signal(1), Fine),
+            Step(1, Wait(1), Fine),
+            Step(1, Meet, Fine),
+            Step(0, Meet, Fine),
+            Step(0, Cancel, Fine),
+            Step(1, Wait(2), Cancelled),
+            Step(1, Wait(1), Fine),
+            Step(1, Sees { offset: 0, len: 1000, seed: 1 }, Fine),
+        ],
+    },
+    Scenario {
+        name: "deadline: a live but silent peer is named, with the value awaited and the value seen",
+        deadline: Duration::from_millis(30),
+        steps: &[
+            Step(0, Signal(2), Fine),
+            Step(0, Meet, Fine),
+            Step(1, Meet, Fine),
+            Step(1, Wait(2), Fine),
+            Step(1, Wait(5), Late { awaited: 5, seen: 2 }),
+            Step(1, Meet, Fine),
+            Step(0, Meet, Fine),
+        ],
+    },
+];
+
+/// One end of a connection whose other end no thread serves.
+fn unserved() -> LoopbackConnection {
+    let wire = Segment::create("sidelane-test", ring_bytes()).unwrap();
+    let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    let mapped = Arc::new(PeerMapping::new(&[Some(&wire)]).unwrap());
+    LoopbackConnection::new(1, true, mapped, bell, Arc::default(), None).unwrap()
+}
+
+fn fill(health: &Health, deadline: Duration) -> SendBlocked {
+    let limits = WaitLimits { health, oversubscribed: false, deadline, awaited: 1, silent: false };
+    unserved().put(RemoteAddress { region: 0, offset: 0 }, &vec![1; 2 << 20], limits).unwrap_err()
+}
+
+#[test]
+fn a_peer_that_takes_nothing_is_waited_for_until_the_deadline() {
+    let late = fill(&Health::new(), Duration::from_millis(20));
+    assert!(
+        matches!(late.why, WaitError::Late { waited } if waited >= Duration::from_millis(20)),
+        "{late:?}"
+    );
+    assert!(late.awaited > 0 && late.seen == 0, "{late:?}");
+}
+
+#[test]
+fn a_dead_world_ends_the_wait_for_credit_with_its_cause() {
+    let health = Health::new();
+    let cause = Cause::Cancelled { by: 3 };
+    std::thread::scope(|scope| {
+        let filling = scope.spawn(|| fill(&health, Duration::from_secs(600)));
+        let since = Instant::now();
+        health.fail(cause.clone());
+        assert_eq!(filling.join().unwrap().why, WaitError::Dead(cause));
+        assert!(since.elapsed() < Duration::from_secs(2));
+    });
+}
+
+/// Runs `attack` at rank 0 with a port that has wrong windows of rank 1, on another node: its NIC
+/// must refuse.
+fn refused(attack: impl Fn(&Actor, Port) + Sync) {
+    for rail in [NetChoice::Loopback, NetChoice::Tcp] {
+        refused_over(rail, &attack);
+    }
+}
+
+fn refused_over(rail: NetChoice, attack: &(impl Fn(&Actor, Port) + Sync)) {
+    let worlds = World::threads_with(&[0, 1], &Options { rail, ..Options::default() }).unwrap();
+    std::thread::scope(|scope| {
+        for world in worlds {
+            scope.spawn(move || {
+                let (actor, ranges, group) = Actor::new(&world, Duration::from_secs(60));
+                if actor.me == 0 {
+                    let mut windows: Vec<MappedWindow> = ranges.iter().map(|range| range.window()).collect();
+                    for window in &mut windows {
+                        window.parts[1] = WindowPart { len: u64::MAX / 2, ..window.parts[1] };
+                    }
+                    attack(&actor, Port::new(group.lanes(Route::Direct).unwrap(), windows, FLAGS));
+                }
+                let waited = if actor.me == 1 { actor.port.wait(0, Flag::Landed, 9) } else { Ok(()) };
+                if actor.me == 1 {
+                    assert_eq!(waited.unwrap_err(), Error::World(Cause::Protocol { rank: 0 }));
+                }
+                let _ = group.gather(&[]);
+            });
+        }
+    });
+}
+
+#[test]
+fn a_put_outside_its_region_ends_the_receivers_world_and_names_the_sender() {
+    refused(|_, port| {
+        let heap = Options::default().config.heap;
+        let span = SpanCopy { from: PutSource::Input, from_offset: 0, to: DATA, to_offset: heap, len: 100 };
+        port.put(1, &span, &Io { input: &[1; 100], ..Io::default() }, Stores::Cached).unwrap();
+        port.signal(1, (0, Flag::Landed), 9, None).unwrap();
+    });
+}
+
+#[test]
+fn a_put_to_a_region_that_is_not_there_is_refused_alike() {
+    refused(|actor, _| {
+        let crate::lane::PeerLane::Net(connection) = &actor.port.lanes().reach[1] else {
+            panic!("over a connection")
+        };
+        connection
+            .put(RemoteAddress { region: 77, offset: 0 }, &[1; 100], actor.port.lanes().limits_of(1))
+            .unwrap();
+    });
+}
+
+#[test]
+fn a_signal_that_is_no_flag_line_is_refused_alike() {
+    refused(|actor, _| {
+        let crate::lane::PeerLane::Net(connection) = &actor.port.lanes().reach[1] else {
+            panic!("over a connection")
+        };
+        connection
+            .signal(RemoteAddress { region: 0, offset: 24 }, 1, None, actor.port.lanes().limits_of(1))
+            .unwrap();
+    });
 }

@@ -36,7 +36,7 @@ const CANCELS: u32 = 3;
 const PATIENCE: Duration = Duration::from_secs(150);
 
 #[test]
-#[ignore = "needs four processes on two machines, and somebody who holds the wire between them"]
+#[ignore = "needs four processes on two machines, and a program that holds the link between them"]
 fn late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next() {
     let signs = Signs(std::env::var_os("SIDELANE_TEST_SIGNS").expect("the folder of signs").into());
     let config = Config { heap: 32 << 20, symmetric: 4 << 20, ..Config::default() };
@@ -69,7 +69,7 @@ fn late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next() {
     let before = bytes(&heaps, new.rank());
     println!("rebuilt");
     signs.wait("go");
-    assert!(bytes(&heaps, new.rank()) == before, "something landed that nobody of this world has sent");
+    assert!(bytes(&heaps, new.rank()) == before, "bytes landed that no rank of this world has sent");
     let rows: u64 = layers.iter_mut().map(|layer| verify(layer, &new)).sum();
     let failed = old.map_or(0, |old| old.nic_counters().failed);
     println!("verified {rows} rows; requests of the old world that failed: {failed}");

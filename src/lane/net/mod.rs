@@ -8,14 +8,26 @@
 //! | tcp | any machines | records on an authenticated connection |
 //!
 //! A [`Port`](super::Port) sees one interface: a [`NetConnection`] per peer takes puts to (region,
-//! offset) of the peer, and signals that become visible after them. The [`ProgressThread`] thread
-//! serves all connections of a rank while the rank computes.
+//! offset) of the peer, and signals that become visible after them. The [`ProgressThread`] serves
+//! all connections of a rank while the rank computes.
+//!
+//! ```text
+//!   NetTransport --open(peer)--> ConnectionEnd --offers through the rendezvous--> connect --> NetConnection
+//!        | register(region) --------- description --------> import_region of each peer
+//! ```
+//!
+//! A NIC may read and write memory of a device (GPUDirect). A [`NoGpuDirect`] says why not:
+//!
+//! ```text
+//!   driver gives a descriptor (dma-buf) -- NIC's library takes it  --> registered by descriptor
+//!          | no                                 | no
+//!          +------------------------------------+--> by address: a module of the kernel knows its owner
+//!                                                       | no
+//!                                                       +--> host staging
+//! ```
 
-mod card;
-mod counters;
-mod devices;
 mod loopback;
-mod record;
+mod progress;
 mod regions;
 mod tcp;
 mod verbs;
@@ -25,14 +37,12 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-pub use card::ProgressThread;
-pub use counters::Counters;
-pub use devices::{DeviceAddress, DeviceMemory, DeviceRail, NoDmaBuf, NoGpuDirect, Registration};
 pub use loopback::{LinkEmulator, LoopbackTransport};
 #[cfg(test)]
 pub use loopback::{LoopbackConnection, ring_bytes};
+pub use progress::ProgressThread;
 pub use regions::{Region, Regions};
-pub use tcp::TcpTransport as TcpWires;
+pub use tcp::TcpTransport;
 #[cfg(test)]
 pub use verbs::{Fabric, Settings, SignalMode};
 pub use verbs::{Setup, VerbsEnvironment, VerbsTransport};
@@ -40,6 +50,7 @@ pub use verbs::{Setup, VerbsEnvironment, VerbsTransport};
 use super::RowSource;
 use super::wait::{WaitError, WaitLimits};
 use crate::bootstrap::Health;
+use crate::device::{Context, DeviceRange};
 use crate::error::{Cause, Error, LaneError};
 use crate::schedule::Tag;
 
@@ -83,30 +94,30 @@ pub struct SendBlocked {
     pub why: WaitError,
 }
 
-/// Offer of the peer's end of a wire, as it arrived. An empty offer says that the end could not be
-/// opened.
+/// Offer of the peer's end of a connection, as it arrived. An empty offer says that the end could
+/// not be opened.
 #[derive(Debug, Default)]
-pub struct WireOffer {
+pub struct ConnectionOffer {
     /// Bytes, which go through the rendezvous.
     pub bytes: Vec<u8>,
     /// Descriptors, of lanes that pass them.
     pub descriptors: Vec<OwnedFd>,
 }
 
-impl WireOffer {
+impl ConnectionOffer {
     /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty() && self.descriptors.is_empty()
     }
 }
 
-impl From<Vec<u8>> for WireOffer {
+impl From<Vec<u8>> for ConnectionOffer {
     fn from(bytes: Vec<u8>) -> Self {
-        WireOffer { bytes, descriptors: Vec::new() }
+        ConnectionOffer { bytes, descriptors: Vec::new() }
     }
 }
 
-/// Lays the wires of a rank: how a lane between nodes is opened, the same way for all of them.
+/// Opens the connections of a rank: the same steps for every lane between nodes.
 pub trait NetTransport: fmt::Debug + Send + Sync {
     /// Name of the lane.
     fn lane(&self) -> &'static str;
@@ -116,11 +127,11 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Opens this rank's end of the wire to a rank of the world.
+    /// Opens this rank's end of the connection to a rank of the world.
     ///
     /// # Errors
     /// Of the lane, if it cannot be opened.
-    fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error>;
+    fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error>;
 
     /// Lets peers write to a region. Returns the description that they need
     /// ([`NetConnection::import_region`]).
@@ -150,8 +161,8 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
     }
 }
 
-/// This rank's end of a wire that is not joined yet. Dropped, it gives back all that it took.
-pub trait WireEnd {
+/// This rank's end of a connection that is not joined yet. Dropped, it gives back all that it took.
+pub trait ConnectionEnd {
     /// Bytes that the peer needs to join the ends.
     fn bytes(&self) -> Vec<u8> {
         Vec::new()
@@ -166,14 +177,14 @@ pub trait WireEnd {
     ///
     /// # Errors
     /// Of the lane, if the peer cannot be reached or its offer is invalid.
-    fn connect(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn NetConnection>, Error>;
+    fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error>;
 }
 
 /// One rank's end of the way to one rank of another node.
 ///
-/// Puts and signals of one rail happen in the order of the calls: a signal is visible at the peer
-/// only after all puts before it have landed, and after all signals before it. Callers have checked
-/// that targets lie in their windows.
+/// Puts and signals of one connection happen in the order of the calls: a signal is visible at the
+/// peer only after all puts before it have landed, and after all signals before it. Callers have
+/// checked that targets lie in their windows.
 pub trait NetConnection: fmt::Debug + Send + Sync {
     /// Name of the lane.
     fn lane(&self) -> &'static str;
@@ -186,7 +197,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`SendBlocked`], if the peer takes nothing.
-    fn put(&self, to: RemoteAddress, bytes: &[u8], patience: WaitLimits<'_>) -> Result<(), SendBlocked>;
+    fn put(&self, to: RemoteAddress, bytes: &[u8], limits: WaitLimits<'_>) -> Result<(), SendBlocked>;
 
     /// Writes rows, gathered by index, one after another. The caller has checked that they lie in
     /// the source.
@@ -198,11 +209,11 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
         to: RemoteAddress,
         rows: &[u32],
         source: RowSource<'_>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked>;
 
     /// Its operations on memory of devices, if it has any.
-    fn devices(&self) -> Option<&dyn DeviceRail> {
+    fn devices(&self) -> Option<&dyn DeviceConnection> {
         None
     }
 
@@ -210,7 +221,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`NetConnection::put`].
-    fn zero(&self, to: RemoteAddress, len: u64, patience: WaitLimits<'_>) -> Result<(), SendBlocked>;
+    fn zero(&self, to: RemoteAddress, len: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked>;
 
     /// Raises a flag line of the peer.
     ///
@@ -221,7 +232,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
         to: RemoteAddress,
         value: u64,
         tag: Option<Tag>,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked>;
 
     /// Posts everything so far, and returns whether the lane has finished reading it here.
@@ -241,7 +252,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`NetConnection::put`].
-    fn flush(&self, patience: WaitLimits<'_>) -> Result<(), SendBlocked>;
+    fn flush(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked>;
 
     /// Takes what has come and sends what can be sent, without waiting. Returns whether there was
     /// anything to do.
@@ -251,8 +262,8 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     /// event descriptor of the [`ProgressThread`]. Returns whether there is work already.
     fn arm(&self, health: &Health) -> bool;
 
-    /// A descriptor that is readable when there is something to do, if this rail has one of its
-    /// own.
+    /// A descriptor that is readable when there is something to do, if this connection has one of
+    /// its own.
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
@@ -267,7 +278,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// If that makes no sense.
-    fn import_region(&self, _region: u32, _said: &[u8]) -> Result<(), LaneError> {
+    fn import_region(&self, _region: u32, _description: &[u8]) -> Result<(), LaneError> {
         Ok(())
     }
 
@@ -300,4 +311,177 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
 /// The error of a system call.
 fn system(call: &'static str) -> impl Fn(rustix::io::Errno) -> LaneError {
     move |errno| LaneError::System { call, errno: errno.raw_os_error() }
+}
+
+/// A rank's memory on its device, and that of local peers, to be registered with its NICs.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    /// The device that reaches all of it.
+    pub context: Arc<Context>,
+    /// This rank's, to which peers may write.
+    pub own: DeviceRange,
+    /// Memory of local peers, as a source of puts, by position of its owner in the group.
+    pub local_peers: Vec<(u32, DeviceRange)>,
+    /// This rank's position in the group.
+    pub rank: u32,
+    /// Bytes at the start that hold flags.
+    pub strict: u64,
+}
+
+/// How NICs address device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Registration {
+    /// By a descriptor (dma-buf).
+    DmaBuf,
+    /// By its address, which a module of the kernel knows (nvidia-peermem); why not by a
+    /// descriptor.
+    Address(NoDmaBuf),
+}
+
+impl Registration {
+    /// In a word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Registration::DmaBuf => "dma-buf",
+            Registration::Address(_) => "address",
+        }
+    }
+}
+
+/// Why memory of a device was not registered by a descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoDmaBuf {
+    /// The driver hands out none of this device's memory.
+    Driver,
+    /// libibverbs is too old to take one.
+    Library,
+    /// The NIC's driver refused it.
+    Nic {
+        /// Its answer.
+        errno: i32,
+    },
+}
+
+/// Reason for host staging of rows between nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NoGpuDirect {
+    /// This lane registers memory of the host alone.
+    Lane(&'static str),
+    /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device
+    /// awaits.
+    Messages,
+    /// The NIC takes the device's memory neither by a descriptor nor by its address.
+    Nic {
+        /// Why not by a descriptor.
+        dma_buf: NoDmaBuf,
+        /// Its answer for the address.
+        errno: i32,
+    },
+    /// The device sees NICs' writes in no order, and its streams cannot wait until they have
+    /// landed.
+    Unordered,
+    /// The device takes all streams from one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`): no
+    /// operation could pass a stream that waits for a NIC's write, to end its wait.
+    OneQueue,
+    /// The device or the NIC of another rank (of the group) is the reason.
+    Rank(u32),
+}
+
+impl NoGpuDirect {
+    /// In a word or two: the lane's, if it is the reason.
+    pub fn name(self) -> &'static str {
+        match self {
+            NoGpuDirect::Lane(lane) => lane,
+            NoGpuDirect::Messages => "messages",
+            NoGpuDirect::Nic { .. } => "nic",
+            NoGpuDirect::Unordered => "unordered",
+            NoGpuDirect::OneQueue => "one queue",
+            NoGpuDirect::Rank(_) => "another rank",
+        }
+    }
+}
+
+/// Registered memory that no processor reads: of a member of a region of this rank's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceAddress {
+    /// Number of the region at this rank.
+    pub region: u32,
+    /// Owner of the memory, by position in the group.
+    pub member: u32,
+    /// First byte in it.
+    pub offset: u64,
+}
+
+/// A connection that reads memory of devices.
+pub trait DeviceConnection {
+    /// Writes bytes of a device's memory to the peer. They are read until
+    /// [`NetConnection::settle`] has returned.
+    ///
+    /// # Errors
+    /// As [`NetConnection::put`].
+    fn put_device(
+        &self,
+        to: RemoteAddress,
+        from: DeviceAddress,
+        len: u64,
+        limits: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked>;
+}
+
+/// Counted since the connection was joined.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Counters {
+    /// Work requests posted to the send queue.
+    pub requests: u64,
+    /// Doorbells: notifications of the NIC about new requests.
+    pub doorbells: u64,
+    /// Completions of sends.
+    pub completions: u64,
+    /// Packets that the requests are cut into, acknowledgements not counted.
+    pub packets: u64,
+    /// Bytes that the requests carried.
+    pub bytes: u64,
+    /// Of these, bytes that were copied before the NIC read them.
+    #[serde(rename = "copied_bytes")]
+    pub copied: u64,
+    /// Completions of receives.
+    pub received: u64,
+    /// Completions of failed requests: the first fault of a connection, and the requests in flight
+    /// behind it. Late requests of a failed world end here.
+    pub failed: u64,
+}
+
+impl std::iter::Sum for Counters {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Counters::default(), |sum, one| Counters {
+            requests: sum.requests + one.requests,
+            doorbells: sum.doorbells + one.doorbells,
+            completions: sum.completions + one.completions,
+            packets: sum.packets + one.packets,
+            bytes: sum.bytes + one.bytes,
+            copied: sum.copied + one.copied,
+            received: sum.received + one.received,
+            failed: sum.failed + one.failed,
+        })
+    }
+}
+
+impl std::ops::Sub for Counters {
+    type Output = Counters;
+
+    /// Counts since `earlier`.
+    fn sub(self, earlier: Counters) -> Counters {
+        Counters {
+            requests: self.requests - earlier.requests,
+            doorbells: self.doorbells - earlier.doorbells,
+            completions: self.completions - earlier.completions,
+            packets: self.packets - earlier.packets,
+            bytes: self.bytes - earlier.bytes,
+            copied: self.copied - earlier.copied,
+            received: self.received - earlier.received,
+            failed: self.failed - earlier.failed,
+        }
+    }
 }

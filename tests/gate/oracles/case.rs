@@ -1,4 +1,4 @@
-//! What `judge.py` writes: one JSON object a line, the first about the run, the others one case
+//! Output of `judge.py`: one JSON object a line, the first about the run, the others one case
 //! each.
 
 use std::fs::File;
@@ -109,7 +109,7 @@ pub struct Answer {
     /// 0 where nothing is kept.
     #[serde(deserialize_with = "floats")]
     pub weights: Vec<f32>,
-    /// What decided where the best are kept.
+    /// Scores that decided where the best are kept.
     #[serde(deserialize_with = "floats")]
     pub decide: Vec<f32>,
     pub capacity: Option<u32>,

@@ -38,7 +38,7 @@ pub struct Seen {
     /// The worst loss, and the worst element of a gradient.
     pub worst_loss: f64,
     pub worst_gradient: f64,
-    /// What must not be.
+    /// Difference that must not be.
     pub faults: Vec<String>,
 }
 

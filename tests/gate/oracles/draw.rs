@@ -2,7 +2,7 @@
 
 use super::case::Case;
 
-/// What numbers are drawn for; same numbers as in `draw.py`.
+/// Purpose of drawn numbers; same numbers as in `draw.py`.
 #[derive(Clone, Copy)]
 enum Stream {
     Logits = 0,

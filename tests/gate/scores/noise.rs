@@ -118,7 +118,7 @@ fn gumbel_noise_samples_the_softmax() {
     assert!((seconds as f64 / tokens as f64 - 0.6).abs() < 5.0 * (0.25 / tokens as f64).sqrt());
 }
 
-/// What became of `tokens` equal logits: their sigmoids are the weights, and are turned back.
+/// Noise on `tokens` equal logits: their sigmoids are the weights, and are turned back.
 fn noisy_logits(noise: Noise, logit: f32, deviation: Option<&[f32]>, tokens: usize) -> Vec<f64> {
     let config = GateConfig { noise, score: ScoreFunction::Sigmoid, ..plain(1, 1) };
     let logits = vec![logit; tokens];

@@ -61,7 +61,7 @@ fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
             let (mut tokens, mut notes) = (Vec::new(), Vec::new());
             mates.iter().for_each(|&mate| notes.extend(sorted.notes_of(placed.bins.of(mate))));
             for chunk in 1..=play.chunks {
-                // What has come with this chunk, at the end of what came before.
+                // Rows of this chunk, behind those of earlier ones.
                 let run = layout.runs[layout.block_runs[sent] as usize + usize::from(chunk) - 1];
                 assert_eq!(run.to_row as usize, tokens.len());
                 tokens.extend_from_slice(&layout.rows[run.first as usize..][..run.count as usize]);

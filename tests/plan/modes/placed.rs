@@ -113,7 +113,7 @@ impl Placed {
         }
     }
 
-    /// What relays read in the headers.
+    /// Headers as relays read them.
     fn learn(&mut self, play: &Play) {
         for me in 0..self.ranks.len() {
             let paths = self.paths(play, me);

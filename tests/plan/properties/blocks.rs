@@ -1,4 +1,4 @@
-//! What relays do with blocks, played row by row.
+//! Work of relays on blocks, followed row by row.
 
 use sidelane::plan::{Bins, Block, DispatchLayout, RelayPlan, SumOrder};
 use sidelane::topology::{Paths, Route};

@@ -36,7 +36,7 @@ pub struct Entry {
 }
 
 /// The same placement, found the slow way.
-pub struct Reference {
+pub struct GlobalSort {
     /// Per rank: what lies in each row; `None` for a pad or an unused slot.
     pub rows: Vec<Vec<Option<Entry>>>,
     /// Per rank: rows that it would take without a budget.
@@ -108,7 +108,7 @@ impl Case {
         }
     }
 
-    /// What comes before what when the rows of a token are added up, partial sums first.
+    /// Order in which the rows of a token are added up, partial sums first.
     pub fn key(&self, entry: &Entry) -> (u32, u32, u32) {
         let node = |rank: u32| {
             self.labels.iter().position(|label| *label == self.labels[rank as usize]).unwrap() as u32
@@ -128,7 +128,7 @@ fn slot_for(slots: &[(u32, u32)], source: u32, expert: u32) -> u32 {
     replicas[(source + expert) as usize % replicas.len()] as u32
 }
 
-impl Reference {
+impl GlobalSort {
     pub fn new(case: &Case) -> Self {
         let mut entries = case.choices();
         entries.dedup_by_key(|entry| match case.layout {
@@ -157,7 +157,7 @@ impl Reference {
             rows.iter_mut().for_each(|rows| rows.truncate(budget as usize));
         }
         entries.retain(|entry| rows[entry.rank as usize].contains(&Some(*entry)));
-        Reference { rows, required, entries }
+        GlobalSort { rows, required, entries }
     }
 
     /// The entries of a token in the order of the sum.

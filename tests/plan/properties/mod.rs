@@ -1,11 +1,10 @@
-//! Placement against a reference that sorts the entries of all ranks globally and reads its numbers
-//! from the result.
+//! Placement compared with a global sort of the entries of all ranks, whose result has the numbers.
 
 mod blocks;
 mod case;
 mod returns;
 
-use self::case::{Case, Reference, cases, weight};
+use self::case::{Case, GlobalSort, cases, weight};
 use proptest::prelude::*;
 use sidelane::error::PlanError;
 use sidelane::gate::Routing;
@@ -97,13 +96,13 @@ fn placed(case: &Case) -> Placed {
 fn counts(paths: &Paths, published: &[Vec<u32>]) -> Counts {
     let (me, nodes, words) = (paths.me(), paths.nodes(), published[0].len());
     let of = |rank: u32| &published[rank as usize][..];
-    let (mut all, mut told) = (Counts::default(), Counts::default());
+    let (mut all, mut counted) = (Counts::default(), Counts::default());
     all.clear(words as u32);
-    told.clear(words as u32);
+    counted.clear(words as u32);
     for rank in 0..paths.ranks() {
         all.add(me, rank, of(rank));
         if paths.same_node(rank) {
-            told.add(me, rank, of(rank));
+            counted.add(me, rank, of(rank));
         }
     }
     for node in (0..nodes.nodes()).filter(|&node| node != nodes.node_of(me)) {
@@ -114,17 +113,17 @@ fn counts(paths: &Paths, published: &[Vec<u32>]) -> Counts {
                 total[word] += count;
             }
         }
-        told.add_node(&below, &total);
+        counted.add_node(&below, &total);
     }
-    assert_eq!((&told.below, &told.total), (&all.below, &all.total));
+    assert_eq!((&counted.below, &counted.total), (&all.below, &all.total));
     all
 }
 
 /// Every row of every rank is written exactly once, directly or by a relay, with the right token
 /// and metadata, and pads with zeros.
-fn rows_land_where_they_should(case: &Case, reference: &Reference, placed: &Placed) {
+fn rows_land_where_they_should(case: &Case, global: &GlobalSort, placed: &Placed) {
     let words = placed.sizing.words_out as usize;
-    for (rank, expected) in (0..).zip(&reference.rows) {
+    for (rank, expected) in (0..).zip(&global.rows) {
         let (mut landed, mut noted) = (vec![None; expected.len()], vec![None; expected.len()]);
         let mut write = |row: u32, what: Option<(u32, u32)>| {
             assert_eq!(landed[row as usize].replace(what), None, "row {row} of rank {rank} is written once");
@@ -159,12 +158,12 @@ fn rows_land_where_they_should(case: &Case, reference: &Reference, placed: &Plac
     }
 }
 
-fn arrivals_are_described(case: &Case, reference: &Reference, placed: &Placed) {
+fn arrivals_are_described(case: &Case, global: &GlobalSort, placed: &Placed) {
     let numbers = |rows: &[u32]| rows.iter().map(|&rows| rows as usize).collect::<Vec<_>>();
-    assert_eq!(numbers(&placed.sizes.required), reference.required);
-    for (me, (layout, rows)) in (0..).zip(placed.layouts.iter().zip(&reference.rows)) {
+    assert_eq!(numbers(&placed.sizes.required), global.required);
+    for (me, (layout, rows)) in (0..).zip(placed.layouts.iter().zip(&global.rows)) {
         assert_eq!(layout.landed as usize, rows.len());
-        assert_eq!(numbers(&layout.sizes), reference.rows.iter().map(Vec::len).collect::<Vec<_>>());
+        assert_eq!(numbers(&layout.sizes), global.rows.iter().map(Vec::len).collect::<Vec<_>>());
         let mine: Vec<u32> =
             (0..).zip(case.bins()).filter(|&(_, rank)| rank == me).map(|bin| bin.0).collect();
         let mut begin = 0;
@@ -188,8 +187,8 @@ fn arrivals_are_described(case: &Case, reference: &Reference, placed: &Placed) {
             let lands =
                 |e: &case::Entry| (e.bin, e.source, e.token) == (choice.bin, choice.source, choice.token);
             let kept = match case.layout {
-                RowLayout::ExpertMajor => reference.entries.contains(choice),
-                RowLayout::RankMajor => reference.entries.iter().any(lands),
+                RowLayout::ExpertMajor => global.entries.contains(choice),
+                RowLayout::RankMajor => global.entries.iter().any(lands),
             };
             assert_eq!(dropped[choice.choice as usize], !kept);
         }
@@ -210,13 +209,13 @@ proptest! {
 
     #[test]
     fn placement_is_the_sorted_list(case in cases()) {
-        let (reference, placed) = (Reference::new(&case), placed(&case));
+        let (global, placed) = (GlobalSort::new(&case), placed(&case));
         prop_assert_eq!(placed.bins.ranks(), placed.nodes.ranks());
-        prop_assert_eq!(placed.sorted.iter().map(SortedRouting::entries).sum::<usize>(), reference.entries.len());
-        rows_land_where_they_should(&case, &reference, &placed);
-        arrivals_are_described(&case, &reference, &placed);
-        returns::sums_find_their_rows(&case, &reference, &placed);
-        returns::fetches_find_their_words(&case, &reference, &placed);
+        prop_assert_eq!(placed.sorted.iter().map(SortedRouting::entries).sum::<usize>(), global.entries.len());
+        rows_land_where_they_should(&case, &global, &placed);
+        arrivals_are_described(&case, &global, &placed);
+        returns::sums_find_their_rows(&case, &global, &placed);
+        returns::fetches_find_their_words(&case, &global, &placed);
     }
 }
 

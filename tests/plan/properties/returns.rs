@@ -4,18 +4,18 @@ use sidelane::dtype::PARTIAL;
 use sidelane::plan::{RowBuffer, Summand};
 
 use super::Placed;
-use super::case::{Case, Entry, Reference};
+use super::case::{Case, Entry, GlobalSort};
 
 /// The rows that `relay` returns to `me`, in the order in which they come; none from a rank that is
 /// not its relay.
-fn home(reference: &Reference, placed: &Placed, me: u32, relay: u32) -> Vec<Entry> {
+fn home(global: &GlobalSort, placed: &Placed, me: u32, relay: u32) -> Vec<Entry> {
     let paths = placed.paths(relay);
     let Some(nth) = paths.sources().position(|source| source == me) else { return Vec::new() };
     let mut segments = placed.forwards[relay as usize].blocks[nth].segments.iter();
     let mut home = Vec::new();
     for &owner in paths.served_by(relay) {
         for segment in segments.by_ref().take(placed.bins.of(owner).len()) {
-            let row = |row: u32| reference.rows[owner as usize][row as usize].expect("a row, and not a pad");
+            let row = |row: u32| global.rows[owner as usize][row as usize].expect("a row, and not a pad");
             home.extend((segment.to_row..).take(segment.count as usize).map(row));
         }
     }
@@ -24,17 +24,17 @@ fn home(reference: &Reference, placed: &Placed, me: u32, relay: u32) -> Vec<Entr
 }
 
 /// The partial sums that `relay` returns to `me`, each with its rows.
-fn partials(reference: &Reference, placed: &Placed, me: u32, relay: u32) -> Vec<Vec<Entry>> {
+fn partials(global: &GlobalSort, placed: &Placed, me: u32, relay: u32) -> Vec<Vec<Entry>> {
     let (paths, forward) = (placed.paths(relay), &placed.forwards[relay as usize]);
     let Some(nth) = paths.sources().position(|source| source == me) else { return Vec::new() };
     let before: u32 = forward.blocks[..nth].iter().map(|block| block.entries()).sum();
-    let home = home(reference, placed, me, relay);
+    let home = home(global, placed, me, relay);
     let sums = &forward.partials;
     let of = |partial: u32| {
         let terms = sums.starts[partial as usize] as usize..sums.starts[partial as usize + 1] as usize;
         terms.map(|term| {
             let Summand { owner, row } = sums.terms[term];
-            let entry = reference.rows[owner as usize][row as usize].expect("a row, and not a pad");
+            let entry = global.rows[owner as usize][row as usize].expect("a row, and not a pad");
             assert_eq!(home[(sums.entries[term] - before) as usize], entry, "what it is weighed by");
             entry
         })
@@ -44,23 +44,20 @@ fn partials(reference: &Reference, placed: &Placed, me: u32, relay: u32) -> Vec<
 
 /// Each token's summands are its rows, in the order of the sum: in place, returned, or already
 /// added up by a relay.
-pub fn sums_find_their_rows(case: &Case, reference: &Reference, placed: &Placed) {
+pub fn sums_find_their_rows(case: &Case, global: &GlobalSort, placed: &Placed) {
     for (me, layout) in (0..).zip(&placed.layouts) {
         let paths = placed.paths(me);
-        let homes: Vec<Vec<Entry>> =
-            (0..case.ranks()).map(|rank| home(reference, placed, me, rank)).collect();
+        let homes: Vec<Vec<Entry>> = (0..case.ranks()).map(|rank| home(global, placed, me, rank)).collect();
         let sums = placed.sizing.partial_bytes.is_some();
         let brought: Vec<Vec<Vec<Entry>>> = match sums {
-            true => (0..case.ranks()).map(|rank| partials(reference, placed, me, rank)).collect(),
+            true => (0..case.ranks()).map(|rank| partials(global, placed, me, rank)).collect(),
             false => Vec::new(),
         };
         for rank in 0..case.ranks() {
             let at = rank as usize;
             let words = u64::from(placed.sizing.words_home);
             let (held, rows, entries, row_bytes) = match (paths.same_node(rank), sums) {
-                (true, _) => {
-                    (rank, reference.rows[at].len(), reference.rows[at].len(), placed.sizing.home_bytes)
-                }
+                (true, _) => (rank, global.rows[at].len(), global.rows[at].len(), placed.sizing.home_bytes),
                 (false, false) => (me, homes[at].len(), homes[at].len(), placed.sizing.home_bytes),
                 (false, true) => (me, brought[at].len(), homes[at].len(), 64),
             };
@@ -73,7 +70,7 @@ pub fn sums_find_their_rows(case: &Case, reference: &Reference, placed: &Placed)
             }
         }
         let row = |term: &Summand| match paths.same_node(term.owner) {
-            true => reference.rows[term.owner as usize][term.row as usize].expect("a row, and not a pad"),
+            true => global.rows[term.owner as usize][term.row as usize].expect("a row, and not a pad"),
             false => homes[term.owner as usize][term.row as usize],
         };
         let (terms, starts, choices) = layout.summands();
@@ -102,7 +99,7 @@ pub fn sums_find_their_rows(case: &Case, reference: &Reference, placed: &Placed)
                 }
             }
             assert_eq!(terms.len(), 0, "every summand is of a group");
-            let expected = reference.summed(case, me, token);
+            let expected = global.summed(case, me, token);
             let mut expected: Vec<Vec<Entry>> =
                 expected.chunk_by(|a, b| case.key(a).0 == case.key(b).0).map(<[Entry]>::to_vec).collect();
             if case.order == sidelane::plan::SumOrder::Expert {
@@ -114,12 +111,12 @@ pub fn sums_find_their_rows(case: &Case, reference: &Reference, placed: &Placed)
 }
 
 /// Each choice that landed has a word, and finds the one that lies behind its own row.
-pub fn fetches_find_their_words(case: &Case, reference: &Reference, placed: &Placed) {
+pub fn fetches_find_their_words(case: &Case, global: &GlobalSort, placed: &Placed) {
     let words = placed.sizing.words_home;
     for (me, layout) in (0..).zip(&placed.layouts) {
         let (terms, places) = layout.fetches();
         let mut expected: Vec<(u32, Entry, u32)> = Vec::new();
-        for entry in reference.entries.iter().filter(|entry| entry.source == me) {
+        for entry in global.entries.iter().filter(|entry| entry.source == me) {
             match words {
                 1 if case.layout == sidelane::plan::RowLayout::ExpertMajor => {
                     expected.push((entry.choice, *entry, 0));
@@ -135,8 +132,8 @@ pub fn fetches_find_their_words(case: &Case, reference: &Reference, placed: &Pla
             .map(|(term, &place)| {
                 let (row, word) = ((term.row / words) as usize, term.row % words);
                 let entry = match placed.paths(me).same_node(term.owner) {
-                    true => reference.rows[term.owner as usize][row].expect("a row, and not a pad"),
-                    false => home(reference, placed, me, term.owner)[row],
+                    true => global.rows[term.owner as usize][row].expect("a row, and not a pad"),
+                    false => home(global, placed, me, term.owner)[row],
                 };
                 (place, entry, word)
             })

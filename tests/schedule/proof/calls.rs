@@ -14,13 +14,13 @@ fn what_is_doubled_is_doubled_for_refused_calls() {
     let calls: Vec<Call> = rounds().into_iter().filter(moves).collect();
     for way in ways() {
         let group = Group::new(&[0, 0, 1, 1], 1, 3).run(way);
-        for slip in [SeededBug::OneTag, SeededBug::OnePublication, SeededBug::OneMessage] {
+        for seeded in [SeededBug::OneTag, SeededBug::OnePublication, SeededBug::OneMessage] {
             // An absent rank's relay continues with the next call while its rank still reads the
             // messages of the last.
-            let ahead = slip == SeededBug::OneMessage && way.1 == Relays::Thread;
-            let seen = prove(&group.tell(&calls, Some(slip)));
+            let ahead = seeded == SeededBug::OneMessage && way.1 == Relays::Thread;
+            let seen = prove(&group.unroll(&calls, Some(seeded)));
             assert_eq!(seen.is_err(), ahead, "whoever moves rows has read tags and counts: {seen:?}");
-            let fault = prove(&group.tell(&rounds(), Some(slip))).unwrap_err();
+            let fault = prove(&group.unroll(&rounds(), Some(seeded))).unwrap_err();
             assert!(matches!(fault, ProofFailure::Race { .. }), "{fault}");
         }
     }
@@ -33,15 +33,15 @@ fn calls_that_ranks_disagree_about_are_counted_by_all() {
     let alike: Vec<Call> = calls.into_iter().filter(|&call| call != mixed).collect();
     for (labels, way) in [[0, 0, 1, 1], [0; 4]].iter().flat_map(|l| ways().map(move |way| (l, way))) {
         let group = Group::new(labels, 1, 3).run(way);
-        let story = group.tell(&calls, None);
-        proved("mixed", &story);
-        check(&story, 0..30).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
+        let unrolled = group.unroll(&calls, None);
+        proved("mixed", &unrolled);
+        check(&unrolled, 0..30).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
 
         // Formerly, publications alternated by the number of dispatches: right as long as all ranks
         // make the same calls.
-        let slip = Some(SeededBug::CountDispatches);
-        prove(&group.tell(&alike, slip)).expect("all count the same dispatches");
-        let fault = prove(&group.tell(&calls, slip)).unwrap_err();
+        let seeded = Some(SeededBug::CountDispatches);
+        prove(&group.unroll(&alike, seeded)).expect("all count the same dispatches");
+        let fault = prove(&group.unroll(&calls, seeded)).unwrap_err();
         println!("{labels:?} {way:?}: {fault}");
         assert!(matches!(fault, ProofFailure::Unwritten { of: 2 | 7, .. }), "{fault}");
     }

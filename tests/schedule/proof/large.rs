@@ -23,20 +23,20 @@ fn every_rank_of_sixty_four_is_proved() {
         let group = Group::new(&labels, 1, 3).run(way);
         let name = titled(name, way);
         let start = Instant::now();
-        let story = group.tell(calls, None);
-        println!("{name:>27}: told in {:.0?}", start.elapsed());
-        let proof = proved(&name, &story);
+        let unrolled = group.unroll(calls, None);
+        println!("{name:>27}: unrolled in {:.0?}", start.elapsed());
+        let proof = proved(&name, &unrolled);
         assert!(proof.operations > 50_000, "every rank meets every other, three times there and back");
     }
     // Every layout, mode and order, on both routes.
     let labels: Vec<u32> = (0..64).map(|rank| rank / 8).collect();
     for (way, placement) in away.into_iter().flat_map(|way| placements().map(move |placed| (way, placed))) {
         let group = Group::new(&labels, 1, 3).run(way).placed(placement);
-        proved(&format!("{} {placement:?}", titled("8 x 8", way)), &group.tell(&groups::pairs(2), None));
+        proved(&format!("{} {placement:?}", titled("8 x 8", way)), &group.unroll(&groups::pairs(2), None));
     }
     for placement in placements_in_spans() {
         let group = Group::new(&labels, 1, 3).in_spans(Relays::Thread, placement);
-        proved(&format!("8 x 8 in spans {placement:?}"), &group.tell(&groups::pairs(2), None));
+        proved(&format!("8 x 8 in spans {placement:?}"), &group.unroll(&groups::pairs(2), None));
     }
 }
 
@@ -50,12 +50,12 @@ fn sample_of_a_thousand_ranks_unrolls_three_nodes() {
     for way in Route::ALL.map(|route| (route, Relays::Thread)) {
         let (group, name) = (Group::sampled(&labels, &sample).run(way), titled("128 x 8", way));
         let start = Instant::now();
-        let story =
-            UnrolledProgram::unroll(&ProofScenario { sample: Some(&sample), ..group.script(&calls, None) })
+        let unrolled =
+            UnrolledProgram::unroll(&ProofScenario { sample: Some(&sample), ..group.scenario(&calls, None) })
                 .unwrap();
-        println!("{name:>27}: told in {:.0?}", start.elapsed());
-        assert_eq!((story.ranks, story.actors), (1024, 48));
-        proved(&name, &story);
+        println!("{name:>27}: unrolled in {:.0?}", start.elapsed());
+        assert_eq!((unrolled.ranks, unrolled.actors), (1024, 48));
+        proved(&name, &unrolled);
     }
 }
 
@@ -64,16 +64,16 @@ fn a_sample_finds_what_the_whole_finds() {
     let sample = [0, 1, 2, 3, 6, 7];
     for way in ways() {
         let group = Group::new(&[0, 0, 1, 1, 2, 2, 3, 3], 2, 3).run(way);
-        for slip in SeededBug::ALL.map(Some).into_iter().chain([None]) {
-            let whole = prove(&group.tell(&rounds(), slip));
-            let story = UnrolledProgram::unroll(&ProofScenario {
+        for seeded in SeededBug::ALL.map(Some).into_iter().chain([None]) {
+            let whole = prove(&group.unroll(&rounds(), seeded));
+            let unrolled = UnrolledProgram::unroll(&ProofScenario {
                 sample: Some(&sample),
-                ..group.script(&rounds(), slip)
+                ..group.scenario(&rounds(), seeded)
             })
             .unwrap();
-            assert!(!story.assumed.is_empty());
-            let seen = prove(&story);
-            assert_eq!(seen.is_err(), whole.is_err(), "{way:?} {slip:?}: {seen:?} {whole:?}");
+            assert!(!unrolled.assumed.is_empty());
+            let seen = prove(&unrolled);
+            assert_eq!(seen.is_err(), whole.is_err(), "{way:?} {seeded:?}: {seen:?} {whole:?}");
         }
     }
 }

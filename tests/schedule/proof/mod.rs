@@ -14,9 +14,9 @@ use sidelane_core::topology::Route;
 use sidelane_verify::prove::{Proof, prove};
 use sidelane_verify::unroll::{Relays, UnrolledProgram};
 
-fn proved(name: &str, story: &UnrolledProgram) -> Proof {
+fn proved(name: &str, unrolled: &UnrolledProgram) -> Proof {
     let start = Instant::now();
-    let proof = prove(story).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+    let proof = prove(unrolled).unwrap_or_else(|fault| panic!("{name}: {fault}"));
     println!(
         "{name:>27}: {:>7} operations, {:>7} accesses, {:>7} pairs, {:.0?}",
         proof.operations,
@@ -24,7 +24,7 @@ fn proved(name: &str, story: &UnrolledProgram) -> Proof {
         proof.pairs,
         start.elapsed()
     );
-    assert_eq!(proof.operations, story.operations());
+    assert_eq!(proof.operations, unrolled.operations());
     proof
 }
 

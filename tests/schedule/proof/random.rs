@@ -21,7 +21,7 @@ fn random_runs_see_what_the_run_in_order_sees() {
         for way in ways() {
             let (group, name) = (Group::new(labels, 2, 4).run(way), titled(name, way));
             let start = Instant::now();
-            let checked = check(&group.tell(&rounds(), None), 0..seeds)
+            let checked = check(&group.unroll(&rounds(), None), 0..seeds)
                 .unwrap_or_else(|fault| panic!("{name}: {fault}"));
             println!(
                 "{name:>27}: {} seeds, {} late deliveries, {:.0?}",
@@ -44,10 +44,10 @@ fn random_runs_see_the_difference_when_a_wait_is_missing() {
     ];
     for (route, relays, actor, wait) in missing {
         let group = Group::new(&[0, 0, 1, 1], 2, 4).run((route, relays));
-        let mut story = group.tell(&rounds(), None);
-        let steps = story.calls.iter_mut().flat_map(|call| &mut call[actor as usize].scenes);
+        let mut unrolled = group.unroll(&rounds(), None);
+        let steps = unrolled.calls.iter_mut().flat_map(|call| &mut call[actor as usize].scenes);
         steps.for_each(|scene| scene.steps.retain(|step| step.op != wait));
-        let fault = check(&story, 0..200).unwrap_err();
+        let fault = check(&unrolled, 0..200).unwrap_err();
         println!("{} {relays:?}: {fault}", route.name());
         assert!(matches!(fault, ProofFailure::Differs { .. }), "{fault}");
     }

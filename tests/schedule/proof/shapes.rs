@@ -31,7 +31,7 @@ fn every_shape_of_group_is_proved() {
         for (seed, way) in (1..).zip(ways()) {
             let group = Group::new(labels, 1 + 3 * (seed as u32 % 2), seed).run(way);
             let name = titled(name, way);
-            let proof = proved(&name, &group.tell(&rounds(), None));
+            let proof = proved(&name, &group.unroll(&rounds(), None));
             assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
         }
     }
@@ -44,10 +44,10 @@ fn every_placement_is_proved_and_run_at_random() {
     for (name, labels) in shapes {
         for (way, placement) in ways().flat_map(|way| placements().map(move |placement| (way, placement))) {
             let group = Group::new(labels, 2, 5).run(way).placed(placement);
-            let story = group.tell(&rounds(), None);
+            let unrolled = group.unroll(&rounds(), None);
             let name = format!("{} {placement:?}", titled(name, way));
-            proved(&name, &story);
-            check(&story, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+            proved(&name, &unrolled);
+            check(&unrolled, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
         }
     }
 }
@@ -63,10 +63,10 @@ fn spans_are_proved_and_run_at_random_in_every_mode_and_order() {
     for (name, labels) in shapes {
         for (relays, placed) in Relays::ALL.iter().flat_map(|r| placements_in_spans().map(move |p| (*r, p))) {
             let group = Group::new(labels, 2, 5).in_spans(relays, placed);
-            let story = group.tell(&rounds(), None);
+            let unrolled = group.unroll(&rounds(), None);
             let name = format!("{name} in spans, {relays:?} {placed:?}");
-            proved(&name, &story);
-            check(&story, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+            proved(&name, &unrolled);
+            check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
         }
     }
 }
@@ -101,32 +101,32 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
     ];
     for ((name, labels), route) in shapes.into_iter().flat_map(|shape| Route::ALL.map(|route| (shape, route)))
     {
-        for (align, straight) in [(1, false), (4, false), (1, true), (4, true)] {
+        for (align, gpu_direct) in [(1, false), (4, false), (1, true), (4, true)] {
             let group = Group::new(labels, align, 5).run((route, Relays::Inline)).pulling();
-            let group = if straight { group.straight() } else { group };
-            let story = group.tell(&calls, None);
-            let name = format!("{name} {} by engines, {align}, straight: {straight}", route.name());
-            let proof = proved(&name, &story);
+            let group = if gpu_direct { group.straight() } else { group };
+            let unrolled = group.unroll(&calls, None);
+            let name = format!("{name} {} by engines, {align}, gpu_direct: {gpu_direct}", route.name());
+            let proof = proved(&name, &unrolled);
             assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
-            check(&story, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+            check(&unrolled, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
             // The same by callers' threads that run ahead of their streams.
             let group = Group { enqueues: true, ..group };
             for calls in [&calls[..], &enqueued_rounds()] {
-                let (story, ahead) = (group.tell(calls, None), format!("{name}, enqueued"));
-                proved(&ahead, &story);
-                check(&story, 0..3).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
+                let (unrolled, ahead) = (group.unroll(calls, None), format!("{name}, enqueued"));
+                proved(&ahead, &unrolled);
+                check(&unrolled, 0..3).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
             }
             // A row stands for several choices: its words go out and come home together.
             let by_rank = (RowLayout::RankMajor, ReceiveMode::Exact, SumOrder::Expert);
             let (group_by_rank, ahead) = (group.clone().placed(by_rank), format!("{name}, by rank"));
-            let story = group_by_rank.tell(&enqueued_rounds(), None);
-            proved(&ahead, &story);
-            check(&story, 0..2).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
+            let unrolled = group_by_rank.unroll(&enqueued_rounds(), None);
+            proved(&ahead, &unrolled);
+            check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
             let budget = ReceiveMode::Budget { rows: 60, overflow: Overflow::Drop };
-            let story = group
+            let unrolled = group
                 .placed((RowLayout::ExpertMajor, budget, SumOrder::Expert))
-                .tell(&enqueued_rounds(), None);
-            proved(&format!("{name}, within a budget"), &story);
+                .unroll(&enqueued_rounds(), None);
+            proved(&format!("{name}, within a budget"), &unrolled);
         }
     }
 }
@@ -144,11 +144,11 @@ fn all_gather_and_reduce_scatter_are_proved_and_run_at_random() {
     for (name, labels) in shapes {
         for (way, order) in ways().flat_map(|way| SumOrder::ALL.map(|order| (way, order))) {
             let group = Group::new(labels, 1, 5).gathering(way, order);
-            let story = group.tell(&rounds(), None);
+            let unrolled = group.unroll(&rounds(), None);
             let name = format!("{name} gathered, {order:?}, {}", titled("", way));
-            let proof = proved(&name, &story);
+            let proof = proved(&name, &unrolled);
             assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
-            check(&story, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+            check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
         }
     }
 }
@@ -169,11 +169,11 @@ fn dispatches_by_all_gather_are_proved_and_run_at_random() {
     for (name, labels) in shapes {
         for (way, &placement) in ways().flat_map(|way| placements.iter().map(move |placed| (way, placed))) {
             let group = Group::new(labels, 4, 5).run(way).placed(placement).by_all_gather();
-            let story = group.tell(&gathering_rounds(), None);
+            let unrolled = group.unroll(&gathering_rounds(), None);
             let name = format!("{name} by all-gather, {placement:?}, {}", titled("", way));
-            let proof = proved(&name, &story);
+            let proof = proved(&name, &unrolled);
             assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
-            check(&story, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+            check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
         }
     }
 }

@@ -9,9 +9,9 @@ use sidelane_verify::unroll::{Call, UnrolledProgram};
 use crate::groups::{Group, ROWS, dispatch, ret, rounds, ways};
 
 /// Traffic from rank to rank: the words that a rank signals to another.
-fn signals(story: &UnrolledProgram, call: usize) -> Vec<(u32, u32, Flag)> {
+fn signals(unrolled: &UnrolledProgram, call: usize) -> Vec<(u32, u32, Flag)> {
     let mut all = Vec::new();
-    for part in &story.calls[call] {
+    for part in &unrolled.calls[call] {
         for step in part.scenes.iter().flat_map(|scene| &scene.steps) {
             if let Op::Signal { to, flag, .. } = step.op
                 && to != part.rank
@@ -35,10 +35,10 @@ fn a_rank_hears_once_of_every_neighbour_and_of_every_other_node() {
     for (labels, way) in shapes.iter().flat_map(|&labels| ways().map(move |way| (labels, way))) {
         for nodes in [NodeMap::from_labels(labels), NodeMap::from_labels(labels).subset(&[6, 1, 4, 3, 2])] {
             let group = Group::over(nodes, 1, 3).run(way);
-            let story = group.tell(&[dispatch(0), Call::Cached { handle: 0 }, ret(0, ROWS)], None);
-            for (call, rank) in (0..3).flat_map(|call| (0..story.ranks).map(move |rank| (call, rank))) {
+            let unrolled = group.unroll(&[dispatch(0), Call::Cached { handle: 0 }, ret(0, ROWS)], None);
+            for (call, rank) in (0..3).flat_map(|call| (0..unrolled.ranks).map(move |rank| (call, rank))) {
                 let heard =
-                    signals(&story, call).iter().filter(|s| (s.1, s.2) == (rank, Flag::Entry)).count();
+                    signals(&unrolled, call).iter().filter(|s| (s.1, s.2) == (rank, Flag::Entry)).count();
                 let neighbours = group.nodes.members(group.nodes.node_of(rank)).len() - 1;
                 assert_eq!(heard, neighbours + group.nodes.nodes() as usize - 1, "{labels:?} {way:?}");
             }
@@ -53,9 +53,9 @@ fn nothing_crosses_but_on_wires() {
         [mixed, [0, 0, 0, 1, 1, 1, 1, 1]].iter().flat_map(|l| ways().map(move |way| (l, way)))
     {
         let group = Group::new(labels, 1, 3).run(way);
-        let story = group.tell(&rounds(), None);
+        let unrolled = group.unroll(&rounds(), None);
         let (mut used, paths) = (BTreeSet::new(), Paths::new(&group.nodes, way.0, 0));
-        for part in story.calls.iter().flatten() {
+        for part in unrolled.calls.iter().flatten() {
             for step in part.scenes.iter().flat_map(|scene| &scene.steps) {
                 let (Op::Put { to, .. } | Op::PutRows { to, .. } | Op::Signal { to, .. }) = step.op else {
                     continue;

@@ -18,7 +18,7 @@
 
 #[cfg(test)]
 #[allow(dead_code, reason = "declarations are compared, not used")]
-#[path = "../../../src/lane/net/verbs/ffi/mod.rs"]
+#[path = "../../../src/lane/net/verbs/ffi.rs"]
 mod ffi;
 #[cfg(test)]
 mod table;

@@ -14,7 +14,7 @@ use sidelane::ep::{FloorBench, Handle};
 use sidelane::plan::{Bins, ExpertMap, RowMetadata, Strategy, SumOrder};
 use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::{Paths, Route};
-use sidelane::world::RailCounters;
+use sidelane::world::NicCounters;
 use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
 
@@ -443,9 +443,9 @@ fn gather_bins(config: &Config) -> Result<Bins, CliError> {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Nics {
     /// Per node: measured counters.
-    pub measured: Vec<RailCounters>,
+    pub measured: Vec<NicCounters>,
     /// Per node: predicted counters.
-    pub predicted: Vec<RailCounters>,
+    pub predicted: Vec<NicCounters>,
     /// Whether requests, packets and bytes match the prediction. A full queue rings more doorbells.
     pub exact: bool,
 }
@@ -458,15 +458,15 @@ impl Nics {
         let blob = serde_json::to_vec(&own).expect("numbers are always JSON");
         let count = world.nodes().nodes() as usize;
         let [mut done, mut forecast] =
-            [vec![RailCounters::default(); count], vec![RailCounters::default(); count]];
+            [vec![NicCounters::default(); count], vec![NicCounters::default(); count]];
         for (blob, rank) in layer.group.gather(&blob)?.iter().zip(0..) {
-            let [of_rank, told] = serde_json::from_slice::<[RailCounters; 2]>(blob).unwrap_or_default();
+            let [of_rank, told] = serde_json::from_slice::<[NicCounters; 2]>(blob).unwrap_or_default();
             let node = world.nodes().node_of(rank) as usize;
             done[node] = [done[node], of_rank].into_iter().sum();
             forecast[node] = [forecast[node], told].into_iter().sum();
         }
-        let same = |(done, told): (&RailCounters, &RailCounters)| {
-            let exact = |c: &RailCounters| (c.requests, c.packets, c.bytes, c.copied);
+        let same = |(done, told): (&NicCounters, &NicCounters)| {
+            let exact = |c: &NicCounters| (c.requests, c.packets, c.bytes, c.copied);
             exact(done) == exact(told) && done.doorbells == done.completions
         };
         let exact = done.iter().zip(&forecast).all(same);
@@ -475,9 +475,9 @@ impl Nics {
     }
 
     pub fn text(&self) -> String {
-        let sum: RailCounters = self.measured.iter().copied().sum();
+        let sum: NicCounters = self.measured.iter().copied().sum();
         let verdict = if self.exact { "as predicted" } else { "NOT AS PREDICTED" };
-        let RailCounters { requests, doorbells, packets, .. } = sum;
+        let NicCounters { requests, doorbells, packets, .. } = sum;
         format!("{requests} work requests, {doorbells} doorbells, {packets} packets, {verdict}")
     }
 }

@@ -367,7 +367,7 @@ pub mod tests {
     use sidelane::dtype::PartialDtype;
     use sidelane::plan::SumOrder;
     use sidelane::topology::Route;
-    use sidelane::world::RailCounters;
+    use sidelane::world::NicCounters;
 
     use super::*;
     use crate::bench::config::RowType;
@@ -506,13 +506,13 @@ pub mod tests {
                 inter_node_reason: Some("all nodes are on one machine".into()),
             },
             nics: Some(Nics {
-                measured: vec![RailCounters {
+                measured: vec![NicCounters {
                     requests: 12,
                     doorbells: 3,
                     packets: 40,
-                    ..RailCounters::default()
+                    ..NicCounters::default()
                 }],
-                predicted: vec![RailCounters::default()],
+                predicted: vec![NicCounters::default()],
                 exact: true,
             }),
             dispatch: pass,

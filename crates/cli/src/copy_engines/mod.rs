@@ -189,7 +189,7 @@ impl Asked {
             batches: figure(|work| work.batches),
             memory_ops: figure(|work| work.words),
             memory_op_batches: figure(|work| work.lists),
-            nic_bytes: figure(|work| work.card_bytes),
+            nic_bytes: figure(|work| work.nic_bytes),
         }
     }
 }

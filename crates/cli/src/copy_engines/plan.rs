@@ -140,7 +140,7 @@ mod tests {
             for (me, work) in (0..).zip(dispatch(&task, layout, route, spans).unwrap()) {
                 let expected = rows(&task, layout, route, me).map(|rows| rows * task.row_bytes);
                 let title = format!("{shape:?} {layout:?} {route:?} {spans} {me}");
-                assert_eq!([work.bytes, work.card_bytes], expected, "{title}");
+                assert_eq!([work.bytes, work.nic_bytes], expected, "{title}");
                 // A rank that is alone on its node has no work for engines.
                 assert!(work.copies * task.row_bytes <= work.bytes, "{title}");
                 assert_eq!(work.copies > 0, work.bytes > 0, "{title}");

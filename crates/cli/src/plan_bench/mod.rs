@@ -219,14 +219,20 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
         let blocks: Vec<_> = paths.sources().zip(layout.blocks.iter().cloned()).collect();
         let mut blocks = blocks.into_iter();
         let begin = Instant::now();
-        if paths.rails() {
+        if paths.is_multi_node() {
             forward.know(&frame, false, |_, _| blocks.next().map(|(_, block)| block).unwrap_or_default());
             relayed.forward(&setting, black_box(&forward), true);
         }
         laps[3].push(begin.elapsed());
     }
     let [sort, place, fill, relay] = laps.map(middle);
-    let held = [sorted.memory_usage(), crossing.held(), counts.held(), layout.held(), own.held()];
+    let held = [
+        sorted.memory_usage(),
+        crossing.memory_usage(),
+        counts.memory_usage(),
+        layout.memory_usage(),
+        own.memory_usage(),
+    ];
     Ok(Cost { sort, place, fill, relay, bytes: held.iter().sum::<usize>() as u64 })
 }
 

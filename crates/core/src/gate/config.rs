@@ -1,12 +1,23 @@
 //! Configuration of a router, as data: every difference between training systems is a field.
 //!
+//! It exists so that one [`Gate`](super::Gate) serves all systems: their routers differ in values
+//! here, not in code. [`GateConfig::check`] finds configurations that make no sense before the
+//! first call, and a [`Preset`] is the configuration of a known system or model.
+//!
 //! ```text
 //!   logits [T,E] --noise--> --score--> s [T,E] --(+ bias), groups--> choices [T,K] --normalise, scale--> weights [T,K]
 //!                                                                         |
 //!                                    capacity, drop, slots  <-------------+
 //! ```
 
+use std::fmt;
+use std::str::FromStr;
+
 use serde::{Deserialize, Serialize};
+
+use super::ensure;
+use super::select::PLACES;
+use crate::error::GateError;
 
 /// A router. The arrays it works on: logits `[T, experts]`, choices `[T, top_k]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -134,7 +145,7 @@ pub enum Normalize {
     AfterDrop(Divisor),
 }
 
-/// What weights are divided by, so that nothing is divided by zero.
+/// Divisor of weights, never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Divisor {
@@ -217,4 +228,304 @@ pub enum DropPolicy {
     /// Drawn at random, also while evaluating. Slots in token order (DeepSpeed's random token
     /// selection).
     Random,
+}
+
+impl GateConfig {
+    /// Checks all that can be known before a call; [`Gate::new`](super::Gate::new) does.
+    ///
+    /// # Errors
+    /// [`GateError::BadNumber`] names the first number that cannot be used, [`GateError::Conflict`]
+    /// two settings that exclude each other.
+    pub fn check(&self) -> Result<(), GateError> {
+        number("experts", self.experts, 1..=PLACES, "1 to 2^20")?;
+        number("top_k", self.top_k, 1..=self.experts, "1 to the number of experts")?;
+        above_zero("scaling", self.scaling)?;
+        self.select.check(self)?;
+        self.noise.check(self)?;
+        if let SecondExpertPolicy::Random { threshold } = self.second {
+            above_zero("threshold", threshold)?;
+            number("top_k", self.top_k, 2..=2, "2 where second choices are thinned out")?;
+        }
+        if let Some(capacity) = &self.capacity {
+            capacity.check()?;
+        }
+        match self.normalise {
+            Normalize::BeforeDrop(divisor) | Normalize::AfterDrop(divisor) => divisor.check(),
+            Normalize::Never => Ok(()),
+        }
+    }
+}
+
+impl Select {
+    fn check(self, config: &GateConfig) -> Result<(), GateError> {
+        match self {
+            Select::Best => Ok(()),
+            Select::Groups { count, kept, by } => {
+                number("groups", count, 1..=config.experts, "1 to the number of experts")?;
+                let divides = config.experts.is_multiple_of(count);
+                ensure(divides, "groups", count.into(), "a divisor of the number of experts")?;
+                let size = config.experts / count;
+                number("kept groups", kept, 1..=count, "1 to the number of groups")?;
+                number(
+                    "top_k",
+                    config.top_k,
+                    1..=kept * size,
+                    "at most the experts of the groups that are kept",
+                )?;
+                let GroupScore::SumOfBest(n) = by else { return Ok(()) };
+                number("best of a group", n, 1..=size, "1 to the size of a group")
+            }
+            Select::Sinkhorn { tolerance } => above_zero("tolerance", tolerance),
+        }
+    }
+}
+
+impl Noise {
+    fn check(self, config: &GateConfig) -> Result<(), GateError> {
+        match self {
+            Noise::Jitter { eps } => share("eps", eps)?,
+            Noise::Normal { deviation } => at_least_zero("deviation", deviation)?,
+            _ => {}
+        }
+        if self != Noise::None && matches!(config.select, Select::Sinkhorn { .. }) {
+            return conflict("noise", "Sinkhorn", "the balancing takes the logits as they are");
+        }
+        if self.samples() && config.select != Select::Best {
+            return conflict("Gumbel noise", "groups", "it samples from all experts");
+        }
+        if self.samples() && matches!(config.score, ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus) {
+            return conflict("Gumbel noise", "sigmoid or sqrt-softplus", "it samples from a softmax");
+        }
+        Ok(())
+    }
+}
+
+impl Divisor {
+    fn check(self) -> Result<(), GateError> {
+        match self {
+            Divisor::SumPlus(more) => at_least_zero("sum plus", more),
+            Divisor::SumAtLeast(least) => above_zero("sum at least", least),
+        }
+    }
+}
+
+pub(super) fn conflict(one: &'static str, other: &'static str, why: &'static str) -> Result<(), GateError> {
+    Err(GateError::Conflict { one, other, why })
+}
+
+/// A count within bounds.
+fn number(
+    parameter: &'static str,
+    seen: u32,
+    bounds: std::ops::RangeInclusive<u32>,
+    expected: &'static str,
+) -> Result<(), GateError> {
+    ensure(bounds.contains(&seen), parameter, seen.into(), expected)
+}
+
+fn above_zero(parameter: &'static str, seen: f32) -> Result<(), GateError> {
+    ensure(seen.is_finite() && seen > 0.0, parameter, seen.into(), "a finite number above 0")
+}
+
+fn at_least_zero(parameter: &'static str, seen: f32) -> Result<(), GateError> {
+    ensure(seen.is_finite() && seen >= 0.0, parameter, seen.into(), "0 or more")
+}
+
+/// A number from 0 to 1.
+pub(super) fn share(parameter: &'static str, seen: f32) -> Result<(), GateError> {
+    ensure((0.0..=1.0).contains(&seen), parameter, seen.into(), "0 to 1")
+}
+
+/// A system or a model whose router is known. Settings of the system have its default values here;
+/// change the [`GateConfig`] to set others.
+///
+/// ```
+/// use sidelane_core::gate::{Gate, Preset};
+/// let preset: Preset = "deepseek_v3".parse()?;
+/// let mut config = preset.config(256, 8)?;
+/// config.scaling = 1.0;
+/// Gate::new(config)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Preset {
+    /// Megatron-Core's `TopKRouter` by default: softmax of the chosen (top-1: of all), dropless.
+    Megatron,
+    /// DeepSpeed's `top1gating` as its `MoE` layer calls it: random token selection, also while
+    /// evaluating, at least 4 rows. Its `use_rts=False` is [`DropPolicy::Position`]. `top_k` is 1.
+    DeepspeedTop1,
+    /// DeepSpeed's `top2gating`: the second expert is sampled, weights are renormalised after
+    /// dropping, at least 4 rows. `top_k` is 2. Like DeepSpeed, it samples also while evaluating;
+    /// its `top2_2nd_expert_sampling=False` is no noise.
+    DeepspeedTop2,
+    /// DeepSpeed's `topkgating`: the highest scores are kept, weights are renormalised after
+    /// dropping, at least 4 rows.
+    DeepspeedTopk,
+    /// GShard's algorithm 1 (Lepikhin and others, 2020): the second expert is kept at random by its
+    /// weight, twice the even share of rows, a multiple of 4 as in the authors' code. `top_k` is 2.
+    /// One local group: set `capacity.groups`.
+    Gshard,
+    /// Switch Transformer (Fedus and others, 2021): one expert, a quarter more than the even share
+    /// of rows. Its jitter of the input is [`jitter`](super::jitter()), with an eps of 0.01.
+    /// `top_k` is 1.
+    Switch,
+    /// Tutel's `top_k_routing`: weights normalised before dropping, first choices first, capacity
+    /// factor 1.
+    Tutel,
+    /// DeepSeek-V3: sigmoid, bias for the choice, 4 of 8 groups by the sum of their best two,
+    /// weights times 2.5, dropless.
+    DeepseekV3,
+    /// Mixtral: softmax of the chosen, dropless.
+    Mixtral,
+    /// Qwen3's MoE models: softmax of all, normalised (`norm_topk_prob`), dropless.
+    Qwen3,
+    /// OLMoE: softmax of all, not normalised, dropless.
+    Olmoe,
+}
+
+/// A name that no preset has.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "`{seen}` is no preset: megatron, deepspeed_top1, deepspeed_top2, deepspeed_topk, gshard, switch, tutel, \
+     deepseek_v3, mixtral, qwen3, olmoe"
+)]
+pub struct PresetError {
+    /// The given text.
+    pub seen: String,
+}
+
+impl Preset {
+    /// All of them.
+    pub const ALL: [Preset; 11] = [
+        Preset::Megatron,
+        Preset::DeepspeedTop1,
+        Preset::DeepspeedTop2,
+        Preset::DeepspeedTopk,
+        Preset::Gshard,
+        Preset::Switch,
+        Preset::Tutel,
+        Preset::DeepseekV3,
+        Preset::Mixtral,
+        Preset::Qwen3,
+        Preset::Olmoe,
+    ];
+
+    /// The name, as it is parsed.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Preset::Megatron => "megatron",
+            Preset::DeepspeedTop1 => "deepspeed_top1",
+            Preset::DeepspeedTop2 => "deepspeed_top2",
+            Preset::DeepspeedTopk => "deepspeed_topk",
+            Preset::Gshard => "gshard",
+            Preset::Switch => "switch",
+            Preset::Tutel => "tutel",
+            Preset::DeepseekV3 => "deepseek_v3",
+            Preset::Mixtral => "mixtral",
+            Preset::Qwen3 => "qwen3",
+            Preset::Olmoe => "olmoe",
+        }
+    }
+
+    /// Choices per token, where the system knows no other number.
+    pub const fn fixed_top_k(self) -> Option<u32> {
+        match self {
+            Preset::DeepspeedTop1 | Preset::Switch => Some(1),
+            Preset::DeepspeedTop2 | Preset::Gshard => Some(2),
+            _ => None,
+        }
+    }
+
+    /// The router for so many experts and choices per token.
+    ///
+    /// # Errors
+    /// [`GateError::BadNumber`] if `top_k` is not the one that the system knows, and whatever
+    /// [`GateConfig::check`] finds: DeepSeek-V3 needs a multiple of 8 experts, for example.
+    pub fn config(self, experts: u32, top_k: u32) -> Result<GateConfig, GateError> {
+        match self.fixed_top_k() {
+            Some(1) => number("top_k", top_k, 1..=1, "1 for this preset")?,
+            Some(_) => number("top_k", top_k, 2..=2, "2 for this preset")?,
+            None => {}
+        }
+        let config = self.data(GateConfig {
+            experts,
+            top_k,
+            score: ScoreFunction::Softmax,
+            select: Select::Best,
+            noise: Noise::None,
+            second: SecondExpertPolicy::All,
+            normalise: Normalize::Never,
+            scaling: 1.0,
+            capacity: None,
+        });
+        config.check()?;
+        Ok(config)
+    }
+
+    /// Differences from a dropless softmax of all.
+    fn data(self, all: GateConfig) -> GateConfig {
+        let at_least = Divisor::SumAtLeast(f32::EPSILON);
+        let rows = |rule, keep| Some(Capacity { rule, minimum: 0, align: 1, keep, groups: 1, pad: false });
+        let four =
+            |keep| rows(CapacityRule::CeilF32 { factor: 1.0 }, keep).map(|c| Capacity { minimum: 4, ..c });
+        match self {
+            Preset::Megatron if all.top_k == 1 => all,
+            Preset::Megatron | Preset::Mixtral => GateConfig { score: ScoreFunction::SoftmaxOfChosen, ..all },
+            Preset::DeepspeedTop1 => GateConfig { capacity: four(DropPolicy::Random), ..all },
+            Preset::DeepspeedTop2 => GateConfig {
+                noise: Noise::GumbelAfterFirst,
+                normalise: Normalize::AfterDrop(at_least),
+                capacity: four(DropPolicy::FirstChoices),
+                ..all
+            },
+            Preset::DeepspeedTopk => GateConfig {
+                normalise: Normalize::AfterDrop(at_least),
+                capacity: four(DropPolicy::Score),
+                ..all
+            },
+            Preset::Gshard => GateConfig {
+                second: SecondExpertPolicy::Random { threshold: 0.5 },
+                normalise: Normalize::BeforeDrop(Divisor::SumPlus(1e-9)),
+                capacity: rows(CapacityRule::Trunc { factor: 2.0 }, DropPolicy::FirstChoices)
+                    .map(|c| Capacity { align: 4, ..c }),
+                ..all
+            },
+            Preset::Switch => GateConfig {
+                capacity: rows(CapacityRule::Trunc { factor: 1.25 }, DropPolicy::Position),
+                ..all
+            },
+            Preset::Tutel => GateConfig {
+                // A single weight stays as it is.
+                normalise: if all.top_k == 1 { Normalize::Never } else { Normalize::BeforeDrop(at_least) },
+                capacity: rows(CapacityRule::Tutel { factor: 1.0 }, DropPolicy::FirstChoices),
+                ..all
+            },
+            Preset::DeepseekV3 => GateConfig {
+                score: ScoreFunction::Sigmoid,
+                select: Select::Groups { count: 8, kept: 4, by: GroupScore::SumOfBest(2) },
+                normalise: Normalize::BeforeDrop(Divisor::SumPlus(1e-20)),
+                scaling: 2.5,
+                ..all
+            },
+            // A single weight becomes 1, unlike Megatron's.
+            Preset::Qwen3 => GateConfig { normalise: Normalize::BeforeDrop(at_least), ..all },
+            Preset::Olmoe => all,
+        }
+    }
+}
+
+impl FromStr for Preset {
+    type Err = PresetError;
+
+    fn from_str(text: &str) -> Result<Self, PresetError> {
+        let found = Preset::ALL.into_iter().find(|preset| preset.name() == text);
+        found.ok_or_else(|| PresetError { seen: text.to_owned() })
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }

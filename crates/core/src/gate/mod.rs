@@ -26,52 +26,44 @@
 //! Two sources replace a model: [`synthetic()`] draws decisions from a [`Pattern`], [`Recorded`]
 //! replays those of a real one.
 
-mod bias;
-mod call;
 mod capacity;
-mod check;
 mod choose;
 mod config;
-mod decision;
-mod jitter;
-mod keep;
 mod losses;
 mod math;
-mod noise;
-mod normalise;
-mod place;
-mod preset;
 mod random;
 mod recorded;
-mod replay;
 mod residual;
 mod router;
 mod routing;
 mod score;
-mod second;
 mod select;
-mod sinkhorn;
 mod synthetic;
-mod token;
-mod top_k;
 
-pub use bias::update_bias;
-pub use call::GateInput;
+pub use capacity::{Choices, PlacedChoices, apply_capacity};
 pub use config::{
-    Capacity, CapacityRule, Divisor, DropPolicy, GateConfig, GroupScore, Noise, Normalize, ScoreFunction,
-    SecondExpertPolicy, Select,
+    Capacity, CapacityRule, Divisor, DropPolicy, GateConfig, GroupScore, Noise, Normalize, Preset,
+    PresetError, ScoreFunction, SecondExpertPolicy, Select,
 };
-pub use decision::Decision;
-pub use jitter::jitter;
 pub use losses::{
     BalanceLoss, CountDivisor, CountedChoices, ImportanceInput, LossInput, PaddingTokens, TokenGroups,
-    Totals, WeightsInput, importance_loss, weights_backward, z_loss,
+    Totals, WeightsInput, importance_loss, update_bias, weights_backward, z_loss,
 };
-pub use place::{Choices, PlacedChoices, apply_capacity};
-pub use preset::{Preset, PresetError};
-pub use random::RngKey;
+pub use random::{RngKey, jitter};
 pub use recorded::{Recorded, RecordedError};
 pub use residual::{Residual, ResidualGradients};
-pub use router::Gate;
+pub use router::{Decision, Gate, GateInput};
 pub use routing::Routing;
 pub use synthetic::{Pattern, PatternError, synthetic};
+
+use crate::error::GateError;
+
+/// Whether `what` has `rows` rows of `columns` elements.
+fn shape(what: &'static str, seen: usize, rows: usize, columns: usize) -> Result<(), GateError> {
+    if seen == rows * columns { Ok(()) } else { Err(GateError::WrongShape { what, seen, rows, columns }) }
+}
+
+/// Whether a parameter has a value that its call can use.
+fn ensure(right: bool, parameter: &'static str, seen: f64, expected: &'static str) -> Result<(), GateError> {
+    if right { Ok(()) } else { Err(GateError::BadNumber { parameter, seen, expected }) }
+}

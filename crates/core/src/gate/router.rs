@@ -1,12 +1,199 @@
-//! The router: calls in, decisions out.
+//! The router: the input of a call in, a decision out.
+//!
+//! ```text
+//!   GateInput --check--> per token: choices, scores (choose.rs) --> weights --> second choices --> capacity --> Decision
+//! ```
 
 use std::slice::ChunksExactMut;
 
-use super::keep::{CapacityAssigner, Chosen};
-use super::normalise::weigh;
-use super::token::{Row, Tokens};
-use super::{Capacity, CapacityRule, Decision, DropPolicy, GateConfig, GateInput};
+use super::capacity::{CapacityAssigner, Chosen};
+use super::choose::{Row, Tokens};
+use super::config::conflict;
+use super::score::weigh;
+use super::{
+    Capacity, CapacityRule, DropPolicy, GateConfig, Noise, RngKey, Routing, ScoreFunction, Select, ensure,
+    shape,
+};
 use crate::error::GateError;
+
+/// One forward pass over the tokens of a rank. Only the logits must be given.
+///
+/// ```
+/// use sidelane_core::gate::GateInput;
+/// let call = GateInput { logits: &[0.5, 1.0, -2.0, 0.0], training: true, ..GateInput::default() };
+/// assert!(call.bias.is_none());
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GateInput<'a> {
+    /// The router's logits, `[tokens, experts]`.
+    pub logits: &'a [f32],
+    /// `[experts]`, added to the scores for the choice alone.
+    pub bias: Option<&'a [f32]>,
+    /// `[tokens, experts]`: factors on the standard deviation of
+    /// [`Noise::Normal`], 0 or more (Shazeer's noisy gate, whose deviations
+    /// are learnt).
+    pub noise_std: Option<&'a [f32]>,
+    /// `[tokens]`: which tokens choose; the others are padding. All do where it is not given.
+    pub token_mask: Option<&'a [bool]>,
+    /// `[tokens, top_k]`: recorded choices, -1 for none. They replace the router's own choices;
+    /// weights come from the scores of this call.
+    pub replay: Option<&'a [i32]>,
+    /// The largest number of rows that any rank needs for one expert, for a capacity that follows
+    /// the need. All ranks must pass the same number.
+    pub global_required: Option<u32>,
+    /// Whether this is a training pass. Only then does the router add noise (unless its kind always
+    /// applies), thin out second choices and balance choices.
+    pub training: bool,
+    /// Which random numbers.
+    pub draw: RngKey,
+}
+
+impl GateInput<'_> {
+    /// Checks all but the values of logits and recorded choices; returns the number of tokens.
+    fn check(&self, config: &GateConfig) -> Result<u32, GateError> {
+        let (experts, k) = (config.experts as usize, config.top_k as usize);
+        let tokens = self.logits.len() / experts;
+        shape("logits", self.logits.len(), tokens, experts)?;
+        ensure(i32::try_from(tokens).is_ok(), "tokens", tokens as f64, "at most 2^31 - 1")?;
+        if let Some(bias) = self.bias {
+            shape("bias", bias.len(), experts, 1)?;
+            values("bias", 1, bias, |value| value.is_finite())?;
+            if config.score == ScoreFunction::SoftmaxOfChosen {
+                conflict("bias", "softmax of the chosen", "there are no scores to add it to")?;
+            }
+            if matches!(config.select, Select::Sinkhorn { .. }) {
+                conflict("bias", "Sinkhorn", "both balance")?;
+            }
+            if config.noise.samples() {
+                conflict("bias", "Gumbel noise", "it samples by the logits alone")?;
+            }
+        }
+        if let Some(deviation) = self.noise_std {
+            shape("deviation", deviation.len(), tokens, experts)?;
+            values("deviation", experts, deviation, |value| value.is_finite() && value >= 0.0)?;
+            if !matches!(config.noise, Noise::Normal { .. }) {
+                conflict("deviation", "noise that is not normal", "it has no deviation")?;
+            }
+        }
+        self.token_mask.map_or(Ok(()), |used| shape("used", used.len(), tokens, 1))?;
+        self.replay.map_or(Ok(()), |ids| shape("recorded choices", ids.len(), tokens, k))?;
+        Ok(tokens as u32)
+    }
+}
+
+fn values(
+    what: &'static str,
+    columns: usize,
+    values: &[f32],
+    right: impl Fn(f32) -> bool,
+) -> Result<(), GateError> {
+    let wrong = values.iter().enumerate().find(|&(_, &value)| !right(value));
+    wrong.map_or(Ok(()), |(at, &seen)| {
+        Err(GateError::BadElement { what, row: at / columns, column: at % columns, seen })
+    })
+}
+
+/// The choices of all tokens of a call, before and after dropping. Arrays `[tokens, top_k]` are
+/// row-major; a token's choices come best first.
+///
+/// It belongs to its [`Gate`](super::Gate), which fills it anew with each call.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Decision {
+    top_k: u32,
+    choices: Vec<i32>,
+    experts: Vec<i32>,
+    weights: Vec<f32>,
+    slots: Vec<i32>,
+    capacity: u32,
+    required: u32,
+    counts_before: Vec<u32>,
+    counts_after: Vec<u32>,
+}
+
+impl Decision {
+    /// Makes room for so many tokens. Old values are left where they are.
+    fn make_room(&mut self, tokens: usize) {
+        let choices = tokens * self.top_k as usize;
+        self.choices.resize(choices, -1);
+        self.experts.resize(choices, -1);
+        self.weights.resize(choices, 0.0);
+        self.slots.resize(choices, -1);
+    }
+
+    /// Number of tokens.
+    pub fn tokens(&self) -> u32 {
+        (self.experts.len() / self.top_k as usize) as u32
+    }
+
+    /// Choices per token.
+    pub fn top_k(&self) -> u32 {
+        self.top_k
+    }
+
+    /// Choices before dropping, `[tokens, top_k]`; -1 for tokens that do not count.
+    pub fn choices(&self) -> &[i32] {
+        &self.choices
+    }
+
+    /// Choices after dropping, `[tokens, top_k]`: expert ids, or -1.
+    pub fn experts(&self) -> &[i32] {
+        &self.experts
+    }
+
+    /// Weights of [`experts`](Self::experts), `[tokens, top_k]`; 0 where there is none.
+    pub fn weights(&self) -> &[f32] {
+        &self.weights
+    }
+
+    /// Experts and weights, to dispatch by.
+    pub fn routing(&self) -> Routing<'_> {
+        Routing::borrowed(self.top_k, &self.experts, &self.weights)
+    }
+
+    /// Which choices were dropped, `[tokens, top_k]`.
+    pub fn dropped(&self) -> impl ExactSizeIterator<Item = bool> + '_ {
+        self.choices.iter().zip(&self.experts).map(|(choice, expert)| choice != expert)
+    }
+
+    /// Tokens that chose and have nothing left: combine gives them zeros.
+    pub fn dropped_tokens(&self) -> impl Iterator<Item = u32> + '_ {
+        let k = self.top_k as usize;
+        let rows = self.choices.chunks_exact(k).zip(self.experts.chunks_exact(k));
+        let lost = |(choices, experts): (&[i32], &[i32])| {
+            choices.iter().any(|&id| id >= 0) && experts.iter().all(|&id| id < 0)
+        };
+        (0..).zip(rows).filter(move |&(_, row)| lost(row)).map(|(token, _)| token)
+    }
+
+    /// Place of each choice among the rows of its expert and local group, `[tokens, top_k]`, from 0
+    /// without gaps; -1 where there is none.
+    pub fn slots(&self) -> &[i32] {
+        &self.slots
+    }
+
+    /// Rows per expert and local group: the capacity or, for a dropless gate, the need of the
+    /// fullest expert.
+    pub fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
+    /// The capacity that would have dropped nothing: the largest count of an expert in a local
+    /// group.
+    pub fn required(&self) -> u32 {
+        self.required
+    }
+
+    /// Choices of each expert, `[experts]`, before any was dropped.
+    pub fn counts_before(&self) -> &[u32] {
+        &self.counts_before
+    }
+
+    /// Choices of each expert that are left, `[experts]`.
+    pub fn counts_after(&self) -> &[u32] {
+        &self.counts_after
+    }
+}
 
 /// A router with its configuration and its memory: after the first call of a size nothing is
 /// allocated.
@@ -45,7 +232,7 @@ impl Gate {
     /// A router.
     ///
     /// # Errors
-    /// What [`GateConfig::check`] finds.
+    /// Those of [`GateConfig::check`].
     pub fn new(config: GateConfig) -> Result<Gate, GateError> {
         config.check()?;
         let decision = Decision { top_k: config.top_k, ..Decision::default() };
@@ -160,9 +347,7 @@ fn rows<'a>(
     array: &'a mut [f32],
 ) -> Result<ChunksExactMut<'a, f32>, GateError> {
     let (rows, columns) = (call.check(config)? as usize, config.experts as usize);
-    if array.len() != rows * columns {
-        return Err(GateError::WrongShape { what, seen: array.len(), rows, columns });
-    }
+    shape(what, array.len(), rows, columns)?;
     Ok(array.chunks_exact_mut(columns))
 }
 

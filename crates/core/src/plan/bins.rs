@@ -1,7 +1,146 @@
-//! What rows are counted by.
+//! Ranks and slots of experts, and the bins that rows are counted by.
+//!
+//! ```text
+//!   expert --ExpertMap--> slots, one at each rank that holds it --Bins--> bin of a row, its rank, its place in a sum
+//! ```
 
-use super::{ExpertMap, RowLayout, SumOrder};
+use super::{RowLayout, SumOrder};
+use crate::error::PlanError;
 use crate::topology::NodeMap;
+
+/// Expert -> (rank, local slot). Contiguous blocks by default; may be permuted, and experts may be
+/// replicated.
+///
+/// Slots are numbered rank by rank: those of rank 0 first. Which replica a rank uses is a fixed
+/// rule, (source rank + expert id) mod (number of replicas), so no rank has to ask another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExpertMap {
+    experts: u32,
+    /// Expert of each slot.
+    expert_of: Vec<u32>,
+    /// Rank of each slot.
+    rank_of: Vec<u32>,
+    /// First slot of each rank; one entry more than there are ranks.
+    rank_starts: Vec<u32>,
+    /// Slots of each expert, ascending, all experts after one another.
+    replicas: Vec<u32>,
+    /// First entry in `replicas` of each expert; one entry more than there are experts.
+    replica_starts: Vec<u32>,
+}
+
+impl ExpertMap {
+    /// Blocks of consecutive experts; where the division is uneven the first ranks hold one more.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] without experts or ranks.
+    pub fn contiguous(experts: u32, ranks: u32) -> Result<Self, PlanError> {
+        if ranks == 0 {
+            return Err(PlanError::BadParameter { parameter: "ranks", seen: 0, expected: "at least 1" });
+        }
+        let (each, more) = (experts / ranks, experts % ranks);
+        let mut next = 0;
+        let held: Vec<Vec<u32>> = (0..ranks)
+            .map(|rank| {
+                let first = next;
+                next += each + u32::from(rank < more);
+                (first..next).collect()
+            })
+            .collect();
+        Self::from_slots(experts, &held)
+    }
+
+    /// From the experts that each rank holds, in the order of its local slots.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] without experts, [`PlanError::BadMap`] if an id is out of range,
+    /// no rank holds an expert, or one rank holds it twice.
+    pub fn from_slots(experts: u32, held: &[Vec<u32>]) -> Result<Self, PlanError> {
+        if experts == 0 || experts > i32::MAX as u32 {
+            return Err(PlanError::BadParameter {
+                parameter: "experts",
+                seen: experts.into(),
+                expected: "between 1 and 2^31 - 1",
+            });
+        }
+        let mut slots_of: Vec<Vec<u32>> = vec![Vec::new(); experts as usize];
+        let (mut expert_of, mut rank_of, mut rank_starts) = (Vec::new(), Vec::new(), vec![0]);
+        for (rank, ids) in held.iter().enumerate() {
+            let first = expert_of.len() as u32;
+            for &expert in ids {
+                let bad = |problem| PlanError::BadMap { problem, expert, rank: rank as u32 };
+                let slots = slots_of.get_mut(expert as usize).ok_or(bad("expert id out of range"))?;
+                if slots.last().is_some_and(|&slot| slot >= first) {
+                    return Err(bad("expert twice on one rank"));
+                }
+                slots.push(expert_of.len() as u32);
+                expert_of.push(expert);
+                rank_of.push(rank as u32);
+            }
+            rank_starts.push(expert_of.len() as u32);
+        }
+        if let Some(expert) = slots_of.iter().position(Vec::is_empty) {
+            return Err(PlanError::BadMap {
+                problem: "no rank holds the expert",
+                expert: expert as u32,
+                rank: 0,
+            });
+        }
+        let mut replica_starts = vec![0];
+        for slots in &slots_of {
+            replica_starts.push(replica_starts[replica_starts.len() - 1] + slots.len() as u32);
+        }
+        let replicas = slots_of.concat();
+        Ok(ExpertMap { experts, expert_of, rank_of, rank_starts, replicas, replica_starts })
+    }
+
+    /// Number of experts.
+    pub fn experts(&self) -> u32 {
+        self.experts
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> u32 {
+        self.rank_starts.len() as u32 - 1
+    }
+
+    /// Number of slots: experts, replicas counted each.
+    pub fn slots(&self) -> u32 {
+        self.expert_of.len() as u32
+    }
+
+    /// The slots of a rank.
+    pub fn slots_of(&self, rank: u32) -> std::ops::Range<u32> {
+        self.rank_starts[rank as usize]..self.rank_starts[rank as usize + 1]
+    }
+
+    /// The expert of a slot.
+    pub fn expert_of(&self, slot: u32) -> u32 {
+        self.expert_of[slot as usize]
+    }
+
+    /// The rank of a slot.
+    pub fn rank_of(&self, slot: u32) -> u32 {
+        self.rank_of[slot as usize]
+    }
+
+    /// The slot that tokens of rank `source` use for `expert`.
+    pub fn slot_for(&self, source: u32, expert: u32) -> u32 {
+        let first = self.replica_starts[expert as usize];
+        let count = self.replica_starts[expert as usize + 1] - first;
+        self.replicas[(first + ((u64::from(source) + u64::from(expert)) % u64::from(count)) as u32) as usize]
+    }
+
+    /// Digest by which ranks find out whether they hold the same map (FNV-1a over its numbers).
+    pub fn digest(&self) -> u64 {
+        let numbers = [self.experts]
+            .into_iter()
+            .chain(self.rank_starts.iter().copied())
+            .chain(self.expert_of.iter().copied());
+        numbers.flat_map(u32::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        })
+    }
+}
 
 /// The bins of a group, numbered rank by rank. In a bin, rows lie by source rank and then token:
 ///
@@ -101,15 +240,60 @@ impl Bins {
 mod tests {
     use super::*;
 
-    #[test]
-    fn orders_sort_by_expert_by_rank_and_by_node() {
-        let map = ExpertMap::from_slots(4, &[vec![3], vec![1], vec![2, 0]]).unwrap();
-        let nodes = NodeMap::from_labels(&[0, 1, 0]);
-        let order = |order| Bins::experts(&map, order, &nodes).in_order().to_vec();
-        assert_eq!(order(SumOrder::Expert), [3, 1, 2, 0]);
-        assert_eq!(order(SumOrder::Rank), [0, 1, 3, 2]);
-        assert_eq!(order(SumOrder::Node), [0, 3, 2, 1], "ranks 0 and 2 are node 0");
-        let bins = Bins::experts(&map, SumOrder::Node, &nodes);
-        assert_eq!((0..4).map(|bin| bins.partial_of(bin)).collect::<Vec<_>>(), [0, 1, 0, 0]);
+    mod map {
+        use super::*;
+
+        #[test]
+        fn uneven_division_gives_the_first_ranks_one_more() {
+            let map = ExpertMap::contiguous(10, 4).unwrap();
+            let sizes: Vec<usize> = (0..4).map(|r| map.slots_of(r).len()).collect();
+            assert_eq!(sizes, [3, 3, 2, 2]);
+            assert_eq!(map.expert_of(9), 9);
+        }
+
+        #[test]
+        fn fewer_experts_than_ranks_leaves_ranks_without() {
+            let map = ExpertMap::contiguous(2, 3).unwrap();
+            assert!(map.slots_of(2).is_empty());
+        }
+
+        #[test]
+        fn replicas_are_chosen_by_source_and_expert() {
+            let map = ExpertMap::from_slots(3, &[vec![0, 1], vec![1, 2], vec![2, 1]]).unwrap();
+            let picks: Vec<u32> = (0..4).map(|source| map.slot_for(source, 1)).collect();
+            assert_eq!(picks, [2, 5, 1, 2], "(source + 1) mod 3 into slots 1, 2, 5");
+        }
+
+        #[test]
+        fn bad_maps_are_named() {
+            assert!(matches!(
+                ExpertMap::from_slots(2, &[vec![0, 0], vec![1]]),
+                Err(PlanError::BadMap { problem: "expert twice on one rank", expert: 0, rank: 0 })
+            ));
+            assert!(matches!(
+                ExpertMap::from_slots(2, &[vec![0], vec![]]),
+                Err(PlanError::BadMap { problem: "no rank holds the expert", expert: 1, .. })
+            ));
+            assert!(matches!(
+                ExpertMap::from_slots(2, &[vec![0, 1], vec![7]]),
+                Err(PlanError::BadMap { problem: "expert id out of range", expert: 7, rank: 1 })
+            ));
+        }
+    }
+
+    mod bins {
+        use super::*;
+
+        #[test]
+        fn orders_sort_by_expert_by_rank_and_by_node() {
+            let map = ExpertMap::from_slots(4, &[vec![3], vec![1], vec![2, 0]]).unwrap();
+            let nodes = NodeMap::from_labels(&[0, 1, 0]);
+            let order = |order| Bins::experts(&map, order, &nodes).in_order().to_vec();
+            assert_eq!(order(SumOrder::Expert), [3, 1, 2, 0]);
+            assert_eq!(order(SumOrder::Rank), [0, 1, 3, 2]);
+            assert_eq!(order(SumOrder::Node), [0, 3, 2, 1], "ranks 0 and 2 are node 0");
+            let bins = Bins::experts(&map, SumOrder::Node, &nodes);
+            assert_eq!((0..4).map(|bin| bins.partial_of(bin)).collect::<Vec<_>>(), [0, 1, 0, 0]);
+        }
     }
 }

@@ -1,7 +1,11 @@
-//! What a rank needs to know of the other ranks' counts, and the sizes that follow from them.
+//! Counts of the other ranks as a rank needs them, and the sizes that follow from them.
+//!
+//! ```text
+//!   counts of local peers  --added-->            below[bins]: rows from lower ranks   --align, budget-->  ReceiveSizes:
+//!   sums of other nodes    --directed sums-->    total[bins]: rows from all ranks                         begin, rows, staged
+//! ```
 
-use super::Bins;
-use super::sorted::{refill, vec_memory_usage};
+use super::{Bins, refill, vec_memory_usage};
 use crate::topology::Paths;
 
 /// Two numbers per bin, for every way of counting.
@@ -29,7 +33,7 @@ pub struct Counts {
 
 impl Counts {
     /// Bytes that its tables hold, used or kept for the next call.
-    pub fn held(&self) -> usize {
+    pub fn memory_usage(&self) -> usize {
         vec_memory_usage(&self.below) + vec_memory_usage(&self.total)
     }
 
@@ -143,13 +147,13 @@ mod tests {
     fn what_is_below_is_below_in_group_order_however_nodes_interleave() {
         // Ranks 0 and 3 are one node, ranks 1 and 2 the other; rank 2 counts.
         let counts = [[1, 0], [2, 5], [4, 0], [8, 3]];
-        let mut told = Counts::default();
-        told.clear(2);
+        let mut counted = Counts::default();
+        counted.clear(2);
         for rank in [1, 2] {
-            told.add(2, rank, &counts[rank as usize]);
+            counted.add(2, rank, &counts[rank as usize]);
         }
-        told.add_node(&counts[0], &[9, 3]);
-        assert_eq!((told.below, told.total), (vec![3, 5], vec![15, 8]));
+        counted.add_node(&counts[0], &[9, 3]);
+        assert_eq!((counted.below, counted.total), (vec![3, 5], vec![15, 8]));
     }
 
     #[test]

@@ -1,8 +1,28 @@
 //! A rank's own routing, sorted by bin: all it can know before the counts of the others arrive.
+//!
+//! ```text
+//!   routing --SortedRouting--> entries by bin and token --InterNodeRows--> tokens of each block, each once
+//! ```
+//!
+//! An all-gather is a dispatch whose rows have no choice: every row goes to every rank.
+//!
+//! ```text
+//!   rank 0   a b        every rank   a b | c | d e f          order: rank, then row
+//!   rank 1   c
+//!   rank 2   d e f      in 2 segments, of ranks that have 2, 4 and 2 rows:
+//!                       rank 0   a b   rank 1   c d e f   rank 2   g h
+//!                       every rank   a | c d | g   ||   b | e f | h
+//! ```
+//!
+//! The bins are the segments of each rank, and a token is an entry of one bin at every rank. So the
+//! programs of dispatch run it, over relays that take each row once for their node. The return
+//! along its layout sums the rows of all ranks by ascending rank: it is reduce-scatter. No rank
+//! chooses rows, so they travel whole: a run is a piece of the tensor itself, without any index.
 
-use super::{Bins, ExpertMap, RowMetadata};
+use super::{Bins, ExpertMap, RowMetadata, refill, vec_memory_usage};
 use crate::error::PlanError;
 use crate::gate::Routing;
+use crate::topology::{Paths, Route};
 
 /// The entries of one rank, by bin and then token: one for each choice or, rank-major, for each
 /// rank that a token reaches.
@@ -336,13 +356,177 @@ impl SortedRouting {
     }
 }
 
-/// Bytes that a table has taken from the allocator.
-pub fn vec_memory_usage<T>(table: &Vec<T>) -> usize {
-    table.capacity() * size_of::<T>()
+impl SortedRouting {
+    /// Every row of rank `me` to every rank, in as many equal segments as each rank has bins. Each
+    /// carries its source and, if `carried`, its choices and their weights, as
+    /// [`RowMetadata::Gathered`] says.
+    pub fn fill_gathered(&mut self, bins: &Bins, me: u32, rows: u32, carried: Option<&Routing>) {
+        self.clear(bins);
+        let (ranks, segments) = (bins.ranks(), bins.count() / bins.ranks());
+        debug_assert!(rows.is_multiple_of(segments), "segments are of equal length");
+        self.whole = true;
+        self.counts.fill(rows / segments);
+        for (start, bin) in self.starts.iter_mut().zip(0..) {
+            *start = bin * (rows / segments);
+        }
+        for _ in 0..ranks {
+            self.tokens.extend(0..rows);
+        }
+        self.choices.clone_from(&self.tokens);
+        self.token_starts.extend((1..=rows).map(|row| row * ranks));
+        self.words = RowMetadata::Gathered.words(carried.map_or(0, Routing::top_k)) as usize;
+        match carried {
+            None => refill(&mut self.notes, rows as usize, me + 1),
+            Some(routing) => {
+                let top_k = routing.top_k() as usize;
+                let choices =
+                    routing.experts().chunks_exact(top_k).zip(routing.weights().chunks_exact(top_k));
+                for (ids, weights) in choices {
+                    self.notes.push(me + 1);
+                    self.notes.extend(ids.iter().map(|&id| (id + 1) as u32));
+                    self.notes.extend(weights.iter().map(|weight| weight.to_bits()));
+                }
+            }
+        }
+    }
 }
 
-/// Sets a table to `len` equal entries without giving its memory back.
-pub(super) fn refill<T: Copy>(table: &mut Vec<T>, len: usize, value: T) {
-    table.clear();
-    table.resize(len, value);
+/// The tokens of each block, each once, and the row of each entry, in the order of
+/// [`Paths::relays`]. On the direct route every entry is a row of its own and nothing is listed.
+///
+/// Reused from call to call: after the first call of a size nothing is allocated.
+#[derive(Clone, Debug, Default)]
+pub struct InterNodeRows {
+    /// Token of each row, block after block.
+    pub tokens: Vec<u32>,
+    /// First of `tokens` of each block; one more than there are blocks.
+    pub starts: Vec<u32>,
+    /// Row of each entry in its block, by bin and then token, block after block.
+    pub index: Vec<u32>,
+    /// First of `index` of each block; one more than there are blocks.
+    pub index_starts: Vec<u32>,
+    /// Per token of the block that is being made: its row.
+    row_of: Vec<u32>,
+    /// A bit per token: whether it is of that block.
+    marks: Vec<u64>,
+}
+
+impl InterNodeRows {
+    /// Bytes that its tables hold, used or kept for the next call.
+    pub fn memory_usage(&self) -> usize {
+        let words = [&self.tokens, &self.starts, &self.index, &self.index_starts, &self.row_of];
+        words.map(vec_memory_usage).iter().sum::<usize>() + vec_memory_usage(&self.marks)
+    }
+
+    /// Lists what crosses.
+    pub fn fill(&mut self, bins: &Bins, paths: &Paths, sorted: &SortedRouting) {
+        self.tokens.clear();
+        self.index.clear();
+        refill(&mut self.starts, 1, 0);
+        refill(&mut self.index_starts, 1, 0);
+        for relay in paths.relays() {
+            if paths.route() == Route::Pxn {
+                self.add(bins, paths.served_by(relay), sorted);
+            }
+            self.starts.push(self.tokens.len() as u32);
+            self.index_starts.push(self.index.len() as u32);
+        }
+    }
+
+    /// Many nodes mean many small blocks, so each block looks at a bit per token, not at the
+    /// tokens.
+    fn add(&mut self, bins: &Bins, served: &[u32], sorted: &SortedRouting) {
+        let entries = || served.iter().map(|&rank| sorted.tokens_of(bins.of(rank)));
+        let tokens_here = sorted.tokens_here() as usize;
+        refill(&mut self.marks, tokens_here.div_ceil(64), 0);
+        for &token in entries().flatten() {
+            self.marks[token as usize / 64] |= 1 << (token % 64);
+        }
+        // Numbers that the last block left there are not read.
+        self.row_of.resize(self.row_of.len().max(tokens_here), 0);
+        let mut row = 0;
+        for (nth, &marked) in (0..).zip(&self.marks) {
+            let mut left = marked;
+            while left != 0 {
+                let token = nth * 64 + left.trailing_zeros();
+                self.row_of[token as usize] = row;
+                self.tokens.push(token);
+                (row, left) = (row + 1, left & (left - 1));
+            }
+        }
+        for tokens in entries() {
+            self.index.extend(tokens.iter().map(|&token| self.row_of[token as usize]));
+        }
+    }
+
+    /// Rows of the `nth` block.
+    pub fn rows(&self, nth: usize) -> u32 {
+        self.starts[nth + 1] - self.starts[nth]
+    }
+
+    /// Token of each row of the `nth` block.
+    pub fn tokens_of(&self, nth: usize) -> &[u32] {
+        &self.tokens[self.starts[nth] as usize..self.starts[nth + 1] as usize]
+    }
+
+    /// Row of each entry of the `nth` block.
+    pub fn index_of(&self, nth: usize) -> &[u32] {
+        &self.index[self.index_starts[nth] as usize..self.index_starts[nth + 1] as usize]
+    }
+
+    /// Both, to put them in another order.
+    pub(super) fn block_mut(&mut self, nth: usize) -> (&mut [u32], &mut [u32]) {
+        let tokens = self.starts[nth] as usize..self.starts[nth + 1] as usize;
+        let index = self.index_starts[nth] as usize..self.index_starts[nth + 1] as usize;
+        (&mut self.tokens[tokens], &mut self.index[index])
+    }
+
+    /// Writes, per rank, how many rows this rank puts into its staging. Empty where nothing is
+    /// staged.
+    pub fn staged(&self, paths: &Paths, into: &mut Vec<u32>) {
+        into.resize(into.len() + paths.staged_ranks() as usize, 0);
+        let first = into.len() - paths.staged_ranks() as usize;
+        for (nth, relay) in paths.relays().enumerate().filter(|_| paths.staged_ranks() > 0) {
+            into[first + relay as usize] = self.rows(nth);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{ExpertMap, SumOrder};
+    use crate::topology::NodeMap;
+
+    fn bins(segments: u32, ranks: u32) -> Bins {
+        let map = ExpertMap::contiguous(segments * ranks, ranks).unwrap();
+        Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&vec![0; ranks as usize]))
+    }
+
+    #[test]
+    fn every_rank_gets_every_row_segment_by_segment() {
+        let (mut sorted, bins) = (SortedRouting::default(), bins(2, 3));
+        sorted.fill_gathered(&bins, 1, 4, None);
+        assert_eq!(sorted.counts, [2; 6]);
+        assert_eq!(sorted.starts, [0, 2, 4, 6, 8, 10, 12]);
+        assert_eq!(sorted.tokens_of(bins.of(2)), [0, 1, 2, 3]);
+        assert_eq!((sorted.tokens_here(), sorted.entries()), (4, 12));
+        assert_eq!(sorted.notes_of(bins.of(2)), [2; 4], "all are from rank 1");
+    }
+
+    #[test]
+    fn choices_are_carried_as_they_are() {
+        let (mut sorted, bins) = (SortedRouting::default(), bins(1, 2));
+        let routing = Routing::new(2, vec![3, -1, 0, 2], vec![0.5, 0.25, 1.0, 0.0]).unwrap();
+        sorted.fill_gathered(&bins, 0, 2, Some(&routing));
+        let [half, quarter, one] = [0.5f32, 0.25, 1.0].map(f32::to_bits);
+        assert_eq!(sorted.notes_of(bins.of(1)), [1, 4, 0, half, quarter, 1, 1, 3, one, 0]);
+    }
+
+    #[test]
+    fn a_rank_without_rows_sends_none() {
+        let (mut sorted, bins) = (SortedRouting::default(), bins(2, 2));
+        sorted.fill_gathered(&bins, 0, 0, None);
+        assert_eq!((sorted.counts.as_slice(), sorted.entries(), sorted.tokens_here()), (&[0; 4][..], 0, 0));
+    }
 }

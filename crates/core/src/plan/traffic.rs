@@ -1,14 +1,13 @@
 //! Traffic of a dispatch and of its return, counted from the plan of one rank.
 //!
 //! ```text
-//!   wanted   a row for each (token, expert)    to itself | to its node | to other nodes
-//!   put      what the route makes of it        to itself | to its node | over rails ---> handed on, by the relay there
+//!   logical  a row for each (token, expert)    to itself | to its node | to other nodes
+//!   sent     rows that the route makes of it   to itself | to its node | over nets ---> relayed, by the relay there
 //! ```
 //!
 //! An executor's own count equals these numbers, to the byte.
 
-use super::sorted::refill;
-use super::{DispatchLayout, PlanContext, RelayPlan, SortedRouting, SumOrder};
+use super::{DispatchLayout, PlanContext, RelayPlan, SortedRouting, SumOrder, refill};
 use crate::topology::Route;
 
 /// Rows, by how far they go.
@@ -58,7 +57,7 @@ impl Traffic {
         forward: Option<&RelayPlan>,
         seen: &mut Vec<u32>,
     ) -> Self {
-        const NOBODY: u32 = u32::MAX;
+        const NO_RANK: u32 = u32::MAX;
         let (bins, paths) = (frame.bins, frame.paths);
         let (nodes, route) = (paths.nodes(), paths.route());
         let mut traffic = Traffic {
@@ -68,7 +67,7 @@ impl Traffic {
             ..Traffic::default()
         };
         // Per token: the last rank that it was seen to go to.
-        refill(seen, sorted.tokens_here() as usize, NOBODY);
+        refill(seen, sorted.tokens_here() as usize, NO_RANK);
         for (node, &rank) in (0..nodes.nodes()).flat_map(|n| nodes.members(n).iter().map(move |r| (n, r))) {
             let tokens = sorted.tokens_of(bins.of(rank));
             let runs = layout.runs_to(rank).map(|run| &layout.runs[run as usize]);
@@ -83,7 +82,7 @@ impl Traffic {
             for &token in tokens.iter().filter(|_| !paths.same_node(rank)) {
                 let last = std::mem::replace(&mut seen[token as usize], rank);
                 traffic.remote_ranks += u64::from(last != rank);
-                traffic.remote_nodes += u64::from(last == NOBODY || nodes.node_of(last) != node);
+                traffic.remote_nodes += u64::from(last == NO_RANK || nodes.node_of(last) != node);
             }
         }
         if route == Route::Pxn {

@@ -1,7 +1,8 @@
-//! Where things lie in the control window of one `ExpertParallel`: the same at every rank.
+//! The control window of one `ExpertParallel`, the same at every rank, and the count of calls that
+//! chooses between its places.
 //!
 //! ```text
-//!   | flags: 7 kinds x R words, a cache line each | publication | messages in (node) | messages out (rank told)
+//!   | flags: 7 kinds x R words, a cache line each | publication | messages in (node) | messages out (receiver)
 //!                                                 | headers in (source) | headers out (relay) |
 //!
 //!   a flag's line   | value: 8 bytes | sleepers: 8 | tag of even calls: 24 | tag of odd calls: 24 |
@@ -17,15 +18,12 @@
 //! refused call ends at its entries, so a fast rank may signal its next entry while a slow one has
 //! yet to read the last tag. A relay in a thread of its own may send the next call's message while
 //! a rank has yet to read the last one. With two places in turn neither overwrites the other: by
-//! entry n + 2 all ranks have entered n + 1, and so have read n. ([`Calls`](super::Calls) explains
-//! why it is not the parity of the dispatch.)
+//! entry n + 2 all ranks have entered n + 1, and so have read n. ([`Calls`] explains why
+//! it is not the parity of the dispatch.)
 
 use super::Flag;
-use crate::plan::Bins;
+use crate::plan::{Bins, LINE};
 use crate::topology::{Paths, Route};
-
-/// Bytes of a cache line: one flag word has it alone.
-pub const LINE: u64 = 64;
 
 /// Offsets in the control window, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +35,7 @@ pub struct ControlLayout {
     members: u64,
     nodes: u64,
     /// The most ranks that one rank sends counts to, relays for, and has as relays.
-    told: u64,
+    receivers: u64,
     sources: u64,
     relays: u64,
     /// Most ranks that one relay serves.
@@ -62,8 +60,8 @@ impl ControlLayout {
             ranks: paths.ranks().into(),
             words: u64::from(bins.count() + paths.staged_ranks()),
             members: (0..nodes.nodes()).map(|node| nodes.members(node).len()).max().unwrap_or(0) as u64,
-            nodes: if paths.rails() { nodes.nodes().into() } else { 0 },
-            told: most(&|p| p.count_receivers().count()),
+            nodes: if paths.is_multi_node() { nodes.nodes().into() } else { 0 },
+            receivers: most(&|p| p.count_receivers().count()),
             sources: most(&|p| p.sources().count()),
             relays: most(&|p| p.relays().count()),
             served: most(&|p| p.served_by(p.me()).len()),
@@ -77,6 +75,11 @@ impl ControlLayout {
     /// Size of the window.
     pub fn bytes(&self) -> u64 {
         self.header_out(self.relays as u32, 0)
+    }
+
+    /// Bytes of all flag words of a group.
+    pub fn flag_bytes(ranks: u32) -> u64 {
+        Flag::COUNT as u64 * u64::from(ranks) * LINE
     }
 
     /// The flag word of this kind that speaks of a rank.
@@ -96,7 +99,7 @@ impl ControlLayout {
 
     /// This rank's publication in calls of this parity.
     pub fn publication(&self, parity: u64) -> u64 {
-        Flag::COUNT as u64 * self.ranks * LINE + (parity & 1) * lines(self.words * 4)
+        Self::flag_bytes(self.ranks as u32) + (parity & 1) * lines(self.words * 4)
     }
 
     /// Where the message of a node is put.
@@ -105,14 +108,14 @@ impl ControlLayout {
     }
 
     /// Where a rank composes its message to the `place`th rank that it sends counts to
-    /// ([`Paths::place_of_told`]).
+    /// ([`Paths::place_of_receiver`]).
     pub fn message_out(&self, place: u32, parity: u64) -> u64 {
         self.message_in(self.nodes as u32, 0) + self.nth(place, parity, self.message_bytes())
     }
 
     /// Where the header of a relay's source is put ([`Paths::place_at`]).
     pub fn header_in(&self, place: u32, parity: u64) -> u64 {
-        self.message_out(self.told as u32, 0) + self.nth(place, parity, self.header_bytes())
+        self.message_out(self.receivers as u32, 0) + self.nth(place, parity, self.header_bytes())
     }
 
     /// Where a rank composes the header for its `nth` relay.
@@ -193,6 +196,74 @@ impl ControlLayout {
 /// Rounded up to whole cache lines.
 fn lines(bytes: u64) -> u64 {
     bytes.next_multiple_of(LINE)
+}
+
+/// The calls one rank has entered on one `ExpertParallel`.
+///
+/// ```
+/// let mut calls = sidelane_core::schedule::Calls::new(3);
+/// calls.enter();
+/// calls.returned();
+/// calls.enter();
+/// assert_eq!((calls.number(), calls.value()), (2, 3 << 48 | 2 << 8));
+/// assert_eq!((calls.parity(), calls.last_return()), (0, 3 << 48 | 1 << 8));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Calls {
+    running: u64,
+    last_return: u64,
+}
+
+/// Bits of a value that count the parts of a call. Above them: 40 bits for the number of the call,
+/// 16 for the epoch.
+const PART_BITS: u32 = 8;
+const NUMBER_BITS: u32 = 40;
+
+impl Calls {
+    /// By how much the value of a call exceeds that of the call before.
+    pub const STEP: u64 = 1 << PART_BITS;
+
+    /// None yet, in a world of this epoch.
+    pub fn new(epoch: u16) -> Self {
+        Calls { running: u64::from(epoch) << (PART_BITS + NUMBER_BITS), last_return: 0 }
+    }
+
+    /// Enters the next call, whatever it is and whatever becomes of it.
+    pub fn enter(&mut self) {
+        self.running += Self::STEP;
+    }
+
+    /// The running call let peers read this rank's memory: they will confirm with its value.
+    pub fn returned(&mut self) {
+        self.last_return = self.running;
+    }
+
+    /// Value to which the running call raises its flags:
+    /// [`FlagValue::Call`](super::FlagValue::Call).
+    pub fn value(&self) -> u64 {
+        self.running
+    }
+
+    /// Value to which peers raise their `Read` flags, once all that was offered is read:
+    /// [`FlagValue::LastReturn`](super::FlagValue::LastReturn).
+    pub fn last_return(&self) -> u64 {
+        self.last_return
+    }
+
+    /// The number of the running call, from 1: the name of its handle, and of the call in errors.
+    pub fn number(&self) -> u64 {
+        self.running >> PART_BITS & (u64::MAX >> (u64::BITS - NUMBER_BITS))
+    }
+
+    /// Which of two tags, publications, messages and headers the running call takes.
+    pub fn parity(&self) -> u64 {
+        Self::parity_of(self.running)
+    }
+
+    /// The parity of the call that a flag was raised in.
+    pub fn parity_of(value: u64) -> u64 {
+        value >> PART_BITS & 1
+    }
 }
 
 #[cfg(test)]

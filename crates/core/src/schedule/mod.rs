@@ -22,28 +22,23 @@
 //!
 //! The operation set stays this small. A new feature is a new plan, not a new operation.
 
-mod caller;
-mod calls;
+mod agree;
 mod control;
-mod effect;
 mod fill;
-mod line;
 mod op;
 mod operands;
-mod relay;
+mod skeleton;
 
 pub mod call;
 pub mod collective;
 pub mod stream;
 
-pub use caller::Caller;
-pub use calls::Calls;
-pub use control::{ControlLayout, LINE};
-pub use effect::{Bytes, Effect};
+pub use crate::plan::LINE;
+pub use agree::{Refusal, Tag};
+pub use control::{Calls, ControlLayout};
 pub use fill::{CallerTables, FillContext, RelayTables, ReturnParts};
-pub use line::Line;
-pub use op::{Flag, FlagValue, Op, OperandId, Stage, TrackOp};
+pub use op::{Flag, FlagValue, Line, Op, OperandId, Stage, TrackOp};
 pub use operands::{
-    Index, Operand, Operands, PutSource, Refusal, SpanCopy, SumOperands, SumTarget, Tag, WindowId,
+    Bytes, Effect, Index, Operand, Operands, PutSource, SpanCopy, SumOperands, SumTarget, WindowId,
 };
-pub use relay::Relay;
+pub use skeleton::{Caller, Relay};

@@ -1,6 +1,13 @@
-//! Operations and the stages they are grouped in.
+//! Operations, the stages they are grouped in, and the actor of each.
+//!
+//! ```text
+//!   stage   track of peer 1   PutRows  Signal ..         Wait
+//!           track of peer 2   PutRows  Signal ..         Wait          tracks know of each other only through flags
+//!           own track         PutRows ..
+//!           launch order      | own puts and signals | waits |         any number of in-order queues keeps it
+//! ```
 
-use super::call::Part;
+use crate::topology::{Paths, Route};
 
 /// Which of its flag words at a peer a rank writes.
 ///
@@ -141,13 +148,24 @@ pub struct Stage {
     pub items: Vec<TrackOp>,
 }
 
+/// Which part of a stage a step runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// All of it.
+    Whole,
+    /// All operations before the first wait.
+    Start,
+    /// The first wait, and all operations behind it.
+    Finish,
+}
+
 impl Stage {
     /// One half of a call's concurrent work: the part that is started now and finished later.
     pub fn start(&self) -> &[TrackOp] {
         &self.items[..self.first_wait()]
     }
 
-    /// What begins with the first wait: the other half.
+    /// The other half, from the first wait on.
     pub fn finish(&self) -> &[TrackOp] {
         &self.items[self.first_wait()..]
     }
@@ -164,5 +182,32 @@ impl Stage {
     fn first_wait(&self) -> usize {
         let first = self.items.iter().position(|item| matches!(item.op, Op::Wait { .. }));
         first.unwrap_or(self.items.len())
+    }
+}
+
+/// Actor of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Line {
+    /// The host: tags, counts, and all that crosses to other nodes.
+    Host,
+    /// A stream of the device: copies within the node, and the flags that announce them.
+    Stream,
+}
+
+impl Op {
+    /// The actor of the operation at the rank of these paths, if its host runs ahead of its stream.
+    pub fn line(&self, paths: Paths<'_>) -> Line {
+        let here = |rank: u32| rank == paths.me() || paths.same_node(rank);
+        let streams = match *self {
+            Op::Put { to, .. } | Op::PutRows { to, .. } => here(to),
+            Op::Signal { to, flag: Flag::Landed | Flag::Read | Flag::Ready, .. } => here(to),
+            // A relay of this node, or the net, announces rows of other nodes.
+            Op::Wait { from, flag: Flag::Landed | Flag::Ready, .. } => {
+                here(from) || paths.route() == Route::Pxn
+            }
+            Op::Signal { .. } | Op::Wait { .. } => false,
+            Op::Reduce { .. } => true,
+        };
+        if streams { Line::Stream } else { Line::Host }
     }
 }

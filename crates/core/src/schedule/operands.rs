@@ -1,4 +1,4 @@
-//! Operands that fill a skeleton in each call.
+//! Operands that fill a skeleton in each call, and the effect of an operation on the windows.
 //!
 //! Operands borrow from tables that live as long as the handle of a dispatch: rows by index, runs,
 //! terms. A call that reuses a handle fills in bases and tags only. Nothing here allocates.
@@ -9,10 +9,11 @@
 //!               --> SumRows, FetchWeights             --> terms per output row: (owner, row) in a fixed order
 //! ```
 
-use super::{Flag, FlagValue};
+use std::ops::Range;
+
+use super::{Flag, FlagValue, OperandId, Tag};
 use crate::dtype::PartialDtype;
-use crate::error::CallKind;
-use crate::plan::{RowBuffer, RowRun, Summand};
+use crate::plan::{DispatchLayout, Partials, RowBuffer, RowRun, Summand};
 
 /// Number of a window in the table of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -138,7 +139,7 @@ pub enum Operand {
     FetchWeights,
 }
 
-/// What a `Reduce` reads.
+/// Rows that a `Reduce` sums.
 ///
 /// Each owner offers one [`RowBuffer`]. It lies in the pool window of `held_by[owner]`: the owner's
 /// own pool where it can be read by loads, this rank's otherwise (it was copied there).
@@ -172,79 +173,36 @@ pub struct SumOperands<'a> {
     pub places: &'a [u32],
 }
 
-/// What an entry signal says: which call this is, and where the receiver may write or read.
-///
-/// It lies in the flag's own cache line, so calls without a count exchange are checked, too: a rank
-/// with another call is found before any result is visible.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tag {
-    /// Which call.
-    pub kind: CallKind,
-    /// Whether the sender can go on; if not, nothing may move on any rank.
-    pub refusal: Refusal,
-    /// Which of the sender's dispatch contexts the call uses: metadata lands there. Ranks need not
-    /// agree on it.
-    pub context: u16,
-    /// Digest of the options of this call.
-    pub options: u32,
-    /// Number of the dispatch whose layout is used; for a dispatch with counts, the bytes that may
-    /// be written from `base` on. With [`Refusal::Space`]: the requested bytes.
-    pub handle: u64,
-    /// First byte in the sender's pool window: a grant to write there (dispatches, rows that are
-    /// returned by puts) or the chunk to read (shared memory). With [`Refusal::Space`]: the free
-    /// bytes.
-    pub base: u64,
-}
-
-/// Why a rank cannot take part in a call that it has entered.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Refusal {
-    /// It can.
-    #[default]
-    None = 0,
-    /// Its caller's input is wrong.
-    Input = 1,
-    /// Its pool has no room.
-    Space = 2,
-}
-
-impl Refusal {
-    /// The refusal of this number; an unknown one counts as wrong input.
-    pub fn from_code(code: u8) -> Refusal {
-        match code {
-            0 => Refusal::None,
-            2 => Refusal::Space,
-            _ => Refusal::Input,
+impl<'a> SumOperands<'a> {
+    /// Sums of the tokens of a layout, whose owners' chunks begin at `bases`: unweighted, with
+    /// partials in `f32`.
+    pub fn of_layout(layout: &'a DispatchLayout, bases: &'a [u64]) -> Self {
+        let (terms, starts, choices) = layout.summands();
+        let (fetched, places) = layout.fetches();
+        SumOperands {
+            terms,
+            starts,
+            choices,
+            groups: &layout.groups,
+            group_starts: &layout.group_starts,
+            held_by: &layout.held_by,
+            bases,
+            chunks: &layout.chunks,
+            fetched,
+            places,
+            ..SumOperands::default()
         }
     }
-}
 
-impl Tag {
-    /// As three words, for a flag line or a wire.
-    pub fn to_words(self) -> [u64; 3] {
-        let choice = u64::from(self.kind as u8) | u64::from(self.refusal as u8) << 8;
-        let head = choice | u64::from(self.context) << 16 | u64::from(self.options) << 32;
-        [head, self.handle, self.base]
-    }
-
-    /// From three words. Anything unknown reads as a kind or refusal that no correct rank agrees
-    /// with.
-    pub fn from_words([head, handle, base]: [u64; 3]) -> Self {
-        Tag {
-            kind: CallKind::from_code(head as u8),
-            refusal: Refusal::from_code((head >> 8) as u8),
-            context: (head >> 16) as u16,
-            options: (head >> 32) as u32,
-            handle,
-            base,
-        }
-    }
-}
-
-impl Default for Tag {
-    fn default() -> Self {
-        Tag { kind: CallKind::Unknown, refusal: Refusal::None, context: 0, options: 0, handle: 0, base: 0 }
+    /// The partial sums of a relay, over these chunks of its node's ranks.
+    pub fn of_partials(
+        partials: &'a Partials,
+        bases: &'a [u64],
+        held_by: &'a [u32],
+        chunks: &'a [RowBuffer],
+    ) -> Self {
+        let Partials { terms, starts, entries, .. } = partials;
+        SumOperands { terms, starts, choices: entries, held_by, bases, chunks, ..SumOperands::default() }
     }
 }
 
@@ -261,7 +219,7 @@ pub struct Operands<'a> {
     pub rows: &'a [u32],
     /// Bytes of one row of the call's tensors.
     pub row_bytes: u64,
-    /// What a `Reduce` reads.
+    /// Rows that a `Reduce` sums.
     pub sum: SumOperands<'a>,
     /// Tags of entry signals and offers to each peer; empty where there are none.
     pub tags: &'a [Tag],
@@ -290,4 +248,183 @@ impl Operands<'_> {
         let begins = level == FlagValue::Call && matches!(flag, Flag::Entry | Flag::Block);
         begins.then(|| self.tags.get(to as usize)).flatten()
     }
+}
+
+/// Bytes of a rank's window.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bytes {
+    /// Owner of the window.
+    pub owner: u32,
+    /// Which window.
+    pub window: WindowId,
+    /// Which bytes.
+    pub range: Range<u64>,
+}
+
+impl Bytes {
+    /// So many bytes from `start` on.
+    pub fn new(owner: u32, window: WindowId, start: u64, len: u64) -> Self {
+        Bytes { owner, window, range: start..start + len }
+    }
+}
+
+/// A movement of bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Bytes from here (or from the call's tensors) to a window.
+    Copy {
+        /// Source in a window of this rank or of its node, of the same length; `None` for the
+        /// call's tensors and for zeros.
+        from: Option<Bytes>,
+        /// Destination.
+        to: Bytes,
+    },
+    /// The tag that comes with a signal.
+    Tag(
+        /// Where it is left.
+        Bytes,
+    ),
+    /// Bytes of a window that flow into a sum.
+    Read(
+        /// Where they lie.
+        Bytes,
+    ),
+    /// Sums that are left in a window of this rank; others become the call's output.
+    Sums(
+        /// Where.
+        Bytes,
+    ),
+    /// A flag word that does not grow is raised.
+    Raises {
+        /// The word.
+        word: Bytes,
+        /// In which call.
+        call: usize,
+        /// The call in which its owner has set it back; `None` before the first.
+        after: Option<usize>,
+    },
+    /// A flag word that does not grow is awaited.
+    Awaits {
+        /// The word.
+        word: Bytes,
+        /// The call whose signal must be seen.
+        call: usize,
+    },
+    /// A flag word that does not grow is set back.
+    SetsBack {
+        /// The word.
+        word: Bytes,
+        /// The call whose signal is taken back.
+        call: usize,
+    },
+}
+
+impl Operands<'_> {
+    /// Copies of a put to rank `to`.
+    pub fn puts(&self, to: u32, slot: OperandId) -> Vec<Effect> {
+        match self.table[slot.0 as usize] {
+            Operand::Spans { first, count } => self.spans[first as usize..][..count as usize]
+                .iter()
+                .map(|span| Effect::Copy {
+                    from: source(span.from, span.from_offset, span.len),
+                    to: Bytes::new(to, span.to, span.to_offset, span.len),
+                })
+                .collect(),
+            Operand::Rows { first, count, from, from_offset, index, to: window, base, row_bytes } => {
+                let copy = |Stretch { to_row, rows, from_row }| {
+                    let (at, len) = (base + u64::from(to_row) * row_bytes, u64::from(rows) * row_bytes);
+                    let start = from_row.map(|row| from_offset + u64::from(row) * row_bytes);
+                    let from = start.and_then(|start| source(from, start, len));
+                    Effect::Copy { from, to: Bytes::new(to, window, at, len) }
+                };
+                let runs = &self.runs[first as usize..][..count as usize];
+                runs.iter().flat_map(|run| stretches(self.rows, run, from, index)).map(copy).collect()
+            }
+            Operand::Empty | Operand::SumRows { .. } | Operand::FetchWeights => Vec::new(),
+        }
+    }
+
+    /// Reads of a sum at rank `me`, and the partial sums that it leaves in a window.
+    pub fn sums(&self, slot: OperandId, (me, partial_bytes): (u32, u64)) -> Vec<Effect> {
+        let sum = &self.sum;
+        match self.table[slot.0 as usize] {
+            Operand::SumRows { first, count, to } => {
+                let at = |output: u32| sum.starts[output as usize] as usize;
+                let terms = &sum.terms[at(first)..at(first + count)];
+                let mut effects =
+                    reads(sum, terms, |chunk, row| (u64::from(row) * chunk.row_bytes, chunk.row_bytes));
+                if let SumTarget::Partials { window, offset } = to {
+                    effects.push(Effect::Sums(Bytes::new(
+                        me,
+                        window,
+                        offset,
+                        u64::from(count) * partial_bytes,
+                    )));
+                }
+                effects
+            }
+            Operand::FetchWeights => {
+                reads(sum, sum.fetched, |chunk, word| (chunk.notes_at() + u64::from(word) * 4, 4))
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
+fn source(from: PutSource, start: u64, len: u64) -> Option<Bytes> {
+    match from {
+        PutSource::Input | PutSource::Notes => None,
+        PutSource::Window { owner, window } => Some(Bytes::new(owner, window, start, len)),
+    }
+}
+
+/// Rows that lie next to each other on both sides; zeros come from nowhere.
+struct Stretch {
+    to_row: u32,
+    rows: u32,
+    from_row: Option<u32>,
+}
+
+/// The rows of a run, adjacent ones joined, and its pad.
+fn stretches(listed: &[u32], run: &RowRun, from: PutSource, index: Index) -> Vec<Stretch> {
+    let RowRun { to_row, first, count, pad } = *run;
+    let mut all: Vec<Stretch> = match (from, index) {
+        // Only the call knows its own tensors, so reads there make no difference.
+        (PutSource::Input | PutSource::Notes, _) => {
+            return vec![Stretch { to_row, rows: count + pad, from_row: None }];
+        }
+        (_, Index::Contiguous) => vec![Stretch { to_row, rows: count, from_row: Some(first) }],
+        (_, Index::Listed) => {
+            let mut next = to_row;
+            let joined = listed[first as usize..][..count as usize].chunk_by(|a, b| a + 1 == *b);
+            let stretch = |rows: &[u32]| {
+                let stretch = Stretch { to_row: next, rows: rows.len() as u32, from_row: Some(rows[0]) };
+                next += stretch.rows;
+                stretch
+            };
+            joined.map(stretch).collect()
+        }
+    };
+    all.push(Stretch { to_row: to_row + count, rows: pad, from_row: None });
+    all
+}
+
+/// Reads of terms, adjacent ones joined; `at` gives the place and length of one in its owner's
+/// chunk.
+fn reads(sum: &SumOperands, terms: &[Summand], at: impl Fn(&RowBuffer, u32) -> (u64, u64)) -> Vec<Effect> {
+    let place = |term: &Summand| {
+        let owner = term.owner as usize;
+        let (start, len) = at(&sum.chunks[owner], term.row);
+        (sum.held_by[owner], sum.bases[owner] + start, len)
+    };
+    let mut places: Vec<(u32, u64, u64)> = terms.iter().map(place).collect();
+    places.sort_unstable();
+    let mut reads: Vec<Bytes> = Vec::new();
+    for (holder, start, len) in places {
+        match reads.last_mut() {
+            Some(last) if last.owner == holder && last.range.end == start => last.range.end += len,
+            _ => reads.push(Bytes::new(holder, WindowId::POOL, start, len)),
+        }
+    }
+    reads.into_iter().map(Effect::Read).collect()
 }

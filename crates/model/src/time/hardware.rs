@@ -32,9 +32,9 @@ pub struct Hardware {
     pub executor: Executor,
     /// Copy engines; of a host: its copying cores.
     pub engines: Engines,
-    /// What joins the ranks of a node.
+    /// Links between the ranks of a node.
     pub link: Link,
-    /// What joins nodes.
+    /// NICs between nodes.
     pub nic: NicModel,
     /// Kernels that pack, regroup and sum; of a host: its summing cores.
     pub compute: Compute,

@@ -1,19 +1,20 @@
 //! Lines at work, event by event.
 //!
+//! ```text
+//!   Program: tasks of a rank's host --Hand--> tracks of its stream, compute and NIC --events--> marks of phases, busy times
+//! ```
+//!
 //! Events are processed in order of time, and in order of creation where times are equal: the same
-//! in every run.
+//! in every run. Nodes are equal and lie in a ring: all of them are simulated, or one that stands
+//! for all.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 
 use sidelane_core::schedule::Flag;
 
-use super::account::{Bottleneck, Phase, PhaseTime, RankWork, Resource, Timing};
 use super::hardware::at_rate;
-use super::ring::Ring;
-use super::task::{Line, Task};
-use super::tracks::Tracks;
-use super::{Executor, Hardware};
+use super::{Bottleneck, Executor, Hardware, Phase, PhaseTime, RankWork, Resource, Timing};
 
 /// Work of one rank: the tasks of its host, and the requests to all its lines.
 #[derive(Debug, Default)]
@@ -74,7 +75,7 @@ pub(super) struct Machine<'a> {
     ring: Ring,
     lines: Vec<State>,
     links: Vec<Server>,
-    cards: Vec<Server>,
+    nics: Vec<Server>,
     cores: Vec<Server>,
     /// Whether these are one for each rank.
     own_cores: bool,
@@ -93,17 +94,17 @@ const OWN: usize = 3;
 
 impl<'a> Machine<'a> {
     pub fn new(ring: Ring, hardware: &'a Hardware) -> Self {
-        let ranks = ring.played() as usize;
-        let cards = (ring.played() / ring.members * per_node(ring, hardware)) as usize;
+        let ranks = ring.simulated() as usize;
+        let nics = (ring.simulated() / ring.members * per_node(ring, hardware)) as usize;
         let lines = || State::default();
         let own_cores = hardware.executor == Executor::Host && hardware.host.cores == 0;
         let cores = if own_cores { ranks } else { hardware.host.cores as usize };
         Machine {
             hardware,
             ring,
-            lines: std::iter::repeat_with(lines).take(ranks * OWN + cards).collect(),
+            lines: std::iter::repeat_with(lines).take(ranks * OWN + nics).collect(),
             links: vec![Server::default(); ranks],
-            cards: vec![Server::default(); cards],
+            nics: vec![Server::default(); nics],
             cores: vec![Server::default(); cores],
             own_cores,
             words: HashMap::new(),
@@ -157,7 +158,7 @@ impl<'a> Machine<'a> {
                 Task::Mark(phase) => self.marks[me as usize].push((phase, now)),
                 Task::Hand(to, task) => {
                     let partner = match (to, &*task) {
-                        (Line::Card, Task::Send { to, .. } | Task::Signal { to, .. }) => *to,
+                        (Line::Nic, Task::Send { to, .. } | Task::Signal { to, .. }) => *to,
                         _ => me,
                     };
                     let to = self.line(me, to);
@@ -227,7 +228,7 @@ impl<'a> Machine<'a> {
         if from == to {
             return self.free_at(line, end, moves);
         }
-        let (to, _) = self.ring.player(to);
+        let (to, _) = self.ring.represented_by(to);
         self.at(now + prices, Event::Near { line, to, ns: at_rate(bytes, link.rate), began: now, end });
     }
 
@@ -258,12 +259,12 @@ impl<'a> Machine<'a> {
     }
 
     fn receive(&mut self, now: u64, (from, to): (u32, u32), ns: u64, end: u64) {
-        let (player, _) = self.ring.player(to);
+        let (model_rank, _) = self.ring.represented_by(to);
         let served = match self.hardware.executor {
-            Executor::Host => self.on_core(player, now, ns),
+            Executor::Host => self.on_core(model_rank, now, ns),
             Executor::Device => {
-                let there = self.card_of(player);
-                self.cards[there].serve(now, ns)
+                let there = self.nic_of(model_rank);
+                self.nics[there].serve(now, ns)
             }
         };
         let last = self.arrived.entry((from, to)).or_default();
@@ -271,13 +272,13 @@ impl<'a> Machine<'a> {
     }
 
     fn signal(&mut self, line: usize, now: u64, me: u32, (to, of, flag): Word, value: u64) {
-        let (player, by) = self.ring.player(to);
-        let word = (player, self.ring.turned_back(of, by), flag);
+        let (model_rank, by) = self.ring.represented_by(to);
+        let word = (model_rank, self.ring.turned_back(of, by), flag);
         let Hardware { host, link, nic, .. } = self.hardware;
         let ns = self.per_word(line);
         let said = self.on_core(me, now, ns);
         let seen = match self.kind(line) {
-            Line::Card => said.max(self.arrived.get(&(me, to)).copied().unwrap_or(0)) + nic.latency,
+            Line::Nic => said.max(self.arrived.get(&(me, to)).copied().unwrap_or(0)) + nic.latency,
             Line::Host => said + host.latency,
             Line::Stream | Line::Compute => said + link.latency,
         };
@@ -287,7 +288,7 @@ impl<'a> Machine<'a> {
 
     fn kind(&self, line: usize) -> Line {
         match line {
-            _ if line >= self.works.len() * OWN => Line::Card,
+            _ if line >= self.works.len() * OWN => Line::Nic,
             _ => [Line::Host, Line::Stream, Line::Compute][line % OWN],
         }
     }
@@ -295,7 +296,7 @@ impl<'a> Machine<'a> {
     /// The cost of a word for the line that raises it or finds it raised.
     fn per_word(&self, line: usize) -> u64 {
         match self.kind(line) {
-            Line::Card => self.hardware.nic.per_message,
+            Line::Nic => self.hardware.nic.per_message,
             Line::Host => self.hardware.host.signal,
             Line::Stream | Line::Compute => self.hardware.engines.per_word,
         }
@@ -317,17 +318,17 @@ impl<'a> Machine<'a> {
             Resource::Host => host,
             Resource::Engines => of(Line::Stream),
             Resource::Link => served(&self.links),
-            Resource::NicOut => of(Line::Card),
-            Resource::NicIn => served(&self.cards),
+            Resource::NicOut => of(Line::Nic),
+            Resource::NicIn => served(&self.nics),
             Resource::Compute => of(Line::Compute),
         };
         let parts = Resource::ALL.map(|part| (busy(part), part));
         let &(most, part) = parts.iter().rev().max_by_key(|(busy, _)| *busy).expect("there are parts");
-        let cards = ranks.clone().map(|rank| self.card_of(rank)).collect::<Vec<_>>();
+        let nics = ranks.clone().map(|rank| self.nic_of(rank)).collect::<Vec<_>>();
         Timing {
             ns: phases.iter().map(|lap| lap.ns).sum(),
             bottleneck: Bottleneck { part, ns: most },
-            roofline: Bottleneck::roofline(&self.works, &cards, self.hardware),
+            roofline: Bottleneck::roofline(&self.works, &nics, self.hardware),
             max: self.works.iter().fold(RankWork::default(), |a, &b| a.each(b, u64::max)),
             total: self.works.iter().fold(RankWork::default(), |a, &b| a.each(b, |a, b| a + b)),
             simulated_ranks: self.works.len() as u32,
@@ -347,15 +348,15 @@ impl<'a> Machine<'a> {
 
     fn line(&self, rank: u32, line: Line) -> usize {
         match line {
-            Line::Card => self.works.len() * OWN + self.card_of(rank),
+            Line::Nic => self.works.len() * OWN + self.nic_of(rank),
             _ => rank as usize * OWN + line as usize,
         }
     }
 
-    fn card_of(&self, rank: u32) -> usize {
+    fn nic_of(&self, rank: u32) -> usize {
         let (node, index) = (rank / self.ring.members, rank % self.ring.members);
-        let cards = per_node(self.ring, self.hardware);
-        (node * cards + index * cards / self.ring.members) as usize
+        let nics = per_node(self.ring, self.hardware);
+        (node * nics + index * nics / self.ring.members) as usize
     }
 }
 
@@ -363,6 +364,131 @@ impl<'a> Machine<'a> {
 fn per_node(ring: Ring, hardware: &Hardware) -> u32 {
     match hardware.nic.per_node {
         0 => ring.members,
-        cards => cards.min(ring.members),
+        nics => nics.min(ring.members),
+    }
+}
+
+/// A line of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Line {
+    Host,
+    Stream,
+    Compute,
+    Nic,
+}
+
+/// One thing that a line does before the next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Task {
+    /// Is busy.
+    Busy(u64),
+    /// Copies, one after the other, between ranks of one node or within one.
+    Copy { to: u32, from: u32, copies: u64, bytes: u64 },
+    /// Messages to a rank of another node; `rest` bytes of the same follow.
+    Send { to: u32, messages: u64, bytes: u64, rest: u64 },
+    /// Raises a word at `to`.
+    Signal { to: u32, of: u32, flag: Flag, value: u64 },
+    /// Waits for a word of its own rank.
+    Wait { of: u32, flag: Flag, value: u64 },
+    /// Hands a task to another line of the rank, and goes on.
+    Hand(Line, Box<Task>),
+    /// Waits until another line of the rank has nothing to do.
+    Join(Line),
+    /// A phase is over.
+    Mark(Phase),
+}
+
+/// Tasks of a line: in order of submission. A NIC takes turns among its connected peers as its
+/// queue pairs do, a piece each.
+#[derive(Debug, Default)]
+struct Tracks {
+    /// By rank and peer; all tasks of other lines are one.
+    tracks: HashMap<(u32, u32), VecDeque<Task>>,
+    turns: VecDeque<(u32, u32)>,
+}
+
+/// Bytes that a NIC sends to one peer before it turns to the next.
+const PIECE: u64 = 256 << 10;
+
+impl Tracks {
+    pub fn push(&mut self, track: (u32, u32), task: Task) {
+        let tasks = self.tracks.entry(track).or_default();
+        if tasks.is_empty() {
+            self.turns.push_back(track);
+        }
+        tasks.push_back(task);
+    }
+
+    /// The next task or piece of one, and its peer.
+    pub fn pop(&mut self) -> Option<(u32, Task)> {
+        let track = self.turns.pop_front()?;
+        let tasks = self.tracks.get_mut(&track).expect("a turn is a track's");
+        let task = match tasks.front_mut().expect("a track with a turn has a task") {
+            Task::Send { to, messages, bytes, .. } if *bytes > PIECE => {
+                // Its messages are as long as each other, as far as that goes.
+                let sent = (*messages * PIECE / *bytes).min(*messages - 1);
+                (*messages, *bytes) = (*messages - sent, *bytes - PIECE);
+                Task::Send { to: *to, messages: sent, bytes: PIECE, rest: *bytes }
+            }
+            _ => tasks.pop_front().expect("as before"),
+        };
+        if !tasks.is_empty() {
+            self.turns.push_back(track);
+        }
+        Some((track.0, task))
+    }
+
+    /// Puts back what has to wait.
+    pub fn put_back(&mut self, track: (u32, u32), task: Task) {
+        let tasks = self.tracks.entry(track).or_default();
+        tasks.push_front(task);
+        if tasks.len() == 1 {
+            self.turns.push_front(track);
+        }
+    }
+}
+
+/// Nodes of equal size, ranks numbered node by node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ring {
+    /// Number of nodes.
+    pub nodes: u32,
+    /// Ranks of each.
+    pub members: u32,
+    /// Whether every rank is simulated, or those of the first node alone.
+    pub whole: bool,
+}
+
+impl Ring {
+    /// Number of ranks of the group.
+    pub fn ranks(&self) -> u32 {
+        self.nodes * self.members
+    }
+
+    /// Number of ranks that are simulated.
+    pub fn simulated(&self) -> u32 {
+        if self.whole { self.ranks() } else { self.members }
+    }
+
+    /// The simulated rank that represents a rank, and the number of nodes by which the group is
+    /// rotated for it.
+    pub fn represented_by(&self, rank: u32) -> (u32, u32) {
+        match self.whole {
+            true => (rank, 0),
+            false => (rank % self.members, rank / self.members),
+        }
+    }
+
+    /// The rank that a rank becomes when the group is turned back by so many nodes.
+    pub fn turned_back(&self, rank: u32, by: u32) -> u32 {
+        (rank + self.ranks() - by * self.members) % self.ranks()
+    }
+
+    /// Indices of all ranks' equal shares of a table, as the rank that represents `rank` has them,
+    /// `by` nodes further.
+    pub fn turned<T: Copy>(&self, table: &[T], by: u32) -> impl Iterator<Item = T> {
+        let shift = table.len() / self.nodes as usize * by as usize;
+        let (last, first) = table.split_at(table.len() - shift);
+        first.iter().chain(last).copied()
     }
 }

@@ -10,8 +10,7 @@ use sidelane_core::schedule::ControlLayout;
 use sidelane_core::topology::{NodeMap, Paths, Route};
 
 use super::lower::Lowering;
-use super::machine::{Machine, Program};
-use super::ring::Ring;
+use super::machine::{Machine, Program, Ring};
 use super::{Executor, Hardware, Timing};
 
 /// A dispatch and its combine: the shape of the question.
@@ -91,7 +90,7 @@ impl Placed {
         let labels: Vec<u32> = (0..ring.ranks()).map(|rank| rank / ring.members).collect();
         let nodes = NodeMap::from_labels(&labels);
         let paths = Paths::new(&nodes, case.route, 0);
-        let crosses = case.route == Route::Pxn && paths.rails();
+        let crosses = case.route == Route::Pxn && paths.is_multi_node();
         // Engines that relay expert-major rows copy them to arrivals; rank-major, blocks are in
         // relay order.
         let arrive = executor == Executor::Device && crosses && !case.layout.is_per_rank();
@@ -128,7 +127,7 @@ impl Placed {
         let lay_out = |(me, own)| placed.lay_out(me, own, &words, top_k, (arrive, spans));
         let ranks = (0..).zip(&mut own).map(lay_out).collect();
         placed.ranks = ranks;
-        for me in 0..ring.played() {
+        for me in 0..ring.simulated() {
             placed.ranks[me as usize].forward = placed.forward(me, sums, spans, arrive);
         }
         Ok(placed)
@@ -153,7 +152,7 @@ impl Placed {
 
     fn timed<'a>(&'a self, program: fn(Lowering<'a>) -> Program) -> Timing {
         let mut machine = Machine::new(self.ring, &self.hardware);
-        for me in 0..self.ring.played() {
+        for me in 0..self.ring.simulated() {
             machine.load(me, program(Lowering::new(self, me)));
         }
         machine.run()
@@ -194,8 +193,8 @@ impl Placed {
         let (bins, mut turned) = (self.bins.count() as usize, Vec::new());
         rank.counts.clear(words[0].len() as u32);
         for source in 0..self.ring.ranks() {
-            let (player, by) = self.ring.player(source);
-            let (of_bins, staged) = words[player as usize].split_at(bins);
+            let (model_rank, by) = self.ring.represented_by(source);
+            let (of_bins, staged) = words[model_rank as usize].split_at(bins);
             turned.clear();
             turned.extend(self.ring.turned(of_bins, by));
             turned.extend(self.ring.turned(staged, by));
@@ -223,8 +222,8 @@ impl Placed {
     /// has it.
     fn forward(&self, me: u32, sums: bool, spans: bool, arrive: bool) -> RelayPlan {
         let block = |source: u32, nth: usize| -> Block {
-            let (player, _) = self.ring.player(source);
-            self.ranks[player as usize].layout.blocks[nth].clone()
+            let (model_rank, _) = self.ring.represented_by(source);
+            self.ranks[model_rank as usize].layout.blocks[nth].clone()
         };
         let mut forward = RelayPlan::default();
         forward.spans = spans;

@@ -7,9 +7,7 @@ use sidelane_core::schedule::stream::{Slots, StreamProgram};
 use sidelane_core::schedule::{FlagValue, Op, TrackOp};
 
 use super::hardware::at_rate;
-use super::machine::{Machine, Program};
-use super::ring::Ring;
-use super::task::{Line, Task};
+use super::machine::{Line, Machine, Program, Ring, Task};
 use super::{Hardware, Phase, Timing};
 
 /// Times a dispatch and a combine of `ranks` ranks of one node, whose slots have this shape;

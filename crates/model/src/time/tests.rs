@@ -5,9 +5,7 @@ use sidelane_core::plan::{ExpertMap, RowLayout, SlotShape, SumOrder};
 use sidelane_core::schedule::Flag;
 use sidelane_core::topology::Route;
 
-use super::machine::{Machine, Program};
-use super::ring::Ring;
-use super::task::{Line, Task};
+use super::machine::{Line, Machine, Program, Ring, Task};
 use super::*;
 
 fn h100() -> Hardware {
@@ -105,7 +103,7 @@ fn a_single_copy_takes_its_price_its_bytes_and_the_latency() {
     let message = Task::Send { to: 1, messages: 3, bytes: 47_000_000, rest: 0 };
     let word = nic.per_message + nic.latency + host.signal;
     // The word's own message overlaps with nothing: it queues behind the bytes on the NIC.
-    assert_eq!(alone(2, message, Line::Card), 3 * nic.per_message + 1_000_000 + word);
+    assert_eq!(alone(2, message, Line::Nic), 3 * nic.per_message + 1_000_000 + word);
 }
 
 #[test]
@@ -134,9 +132,9 @@ fn a_core_of_its_own_sends_and_receives_beside_its_copies() {
     let mut hardware = host();
     hardware.host.cores = 0;
     let mut machine = Machine::new(Ring { nodes: 2, members: 1, whole: true }, &hardware);
-    let send = |to| Task::Hand(Line::Card, Box::new(Task::Send { to, messages: 1, bytes: 80_000, rest: 0 }));
+    let send = |to| Task::Hand(Line::Nic, Box::new(Task::Send { to, messages: 1, bytes: 80_000, rest: 0 }));
     for me in 0..2 {
-        let tasks = [send(1 - me), Task::Busy(1_000), Task::Join(Line::Card), Task::Mark(Phase::Move)];
+        let tasks = [send(1 - me), Task::Busy(1_000), Task::Join(Line::Nic), Task::Mark(Phase::Move)];
         machine.load(me, Program { tasks: tasks.into(), ..Program::default() });
     }
     // In: a price of 100 and 10 us of bytes, concurrent with 1 us of other work; out of the ring 10
@@ -194,7 +192,7 @@ fn the_same_case_takes_the_same_time() {
 }
 
 #[test]
-fn one_node_that_stands_for_all_takes_as_long_as_all_played() {
+fn one_node_that_stands_for_all_takes_as_long_as_all_simulated() {
     // Routing is drawn by chance, so the slowest of 32 ranks is slower than the slowest of 4.
     let (whole, one) = (group((8, 4), 512, true), group((8, 4), 512, false));
     for ((title, whole), (_, one)) in timed(&whole, |h| h).into_iter().zip(timed(&one, |h| h)) {
@@ -258,7 +256,7 @@ fn copies_and_bytes_are_those_that_engines_are_counted_for() {
         assert_eq!(timing.total.copies, sum(|work| work.copies), "{layout:?}");
         assert_eq!(timing.total.intra_node_bytes, sum(|work| work.bytes), "{layout:?}");
         // Messages with counts, and headers, cross next to the rows.
-        let beside = timing.total.inter_node_bytes - sum(|work| work.card_bytes);
+        let beside = timing.total.inter_node_bytes - sum(|work| work.nic_bytes);
         assert!(beside > 0 && beside < timing.total.inter_node_bytes / 20, "{layout:?}: {beside}");
     }
 }
@@ -272,7 +270,7 @@ fn a_gradient_of_combine_is_a_dispatch_of_rows_alone_that_nobody_plans() {
         let (dispatch, gradient) =
             (as_home.dispatch(), Placed::new(&bare, &h100()).unwrap().combine_backward());
         let title = format!("{layout:?} {route:?}: {dispatch:?} {gradient:?}");
-        // Whatever the type in which rows went out.
+        // The type in which rows went out makes no difference.
         assert_eq!(gradient, as_home.combine_backward(), "{title}");
         let moved = |timing: &Timing| {
             [
@@ -295,7 +293,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn faster_links_and_cards_are_never_slower(by in 1..40u64, which in 0..5usize) {
+    fn faster_links_and_nics_are_never_slower(by in 1..40u64, which in 0..5usize) {
         let group = group((2, 2), 48, true);
         let faster = |hardware: Hardware| {
             let mut h = hardware;

@@ -56,7 +56,7 @@ struct Learner<'a> {
 impl Knowledge {
     /// Follows the operations in an order in which they can happen.
     pub fn follow(program: &Program, order: &[u32]) -> Knowledge {
-        let (actors, tracks) = (program.story.actors as usize, program.tracks as usize);
+        let (actors, tracks) = (program.unrolled.actors as usize, program.tracks as usize);
         let nothing = View { era: vec![0; actors], landed: vec![0; program.lanes as usize] };
         let mut learner = Learner {
             program,
@@ -145,9 +145,9 @@ impl Learner<'_> {
         let mut merged = self.known.views[view as usize].clone();
         for &signal in signals {
             let node = &self.program.nodes[signal as usize];
-            let told = &self.known.views[self.known.at_end(signal) as usize];
-            max_into(&mut merged.era, &told.era);
-            max_into(&mut merged.landed, &told.landed);
+            let sent = &self.known.views[self.known.at_end(signal) as usize];
+            max_into(&mut merged.era, &sent.era);
+            max_into(&mut merged.landed, &sent.landed);
             let era = &mut merged.era[node.actor as usize];
             *era = (*era).max(touch_era(node.scene) + 1);
             if let Some(lane) = node.lane {

@@ -1,5 +1,15 @@
-//! An unrolled program as flat arrays: operations numbered, scenes as ranges of them, flag words
-//! and lanes as indices.
+//! An unrolled program as flat arrays, and one greedy run of it.
+//!
+//! Operations are numbered, scenes are ranges of them, flag words and lanes are indices:
+//!
+//! ```text
+//!   actor 0   | scene 0: op 0 1 2 | scene 1: op 3 4 |         op -> track, word, value
+//!   actor 1   | scene 0: op 5 6 7 8 | ...
+//! ```
+//!
+//! One run decides deadlock-freedom for every interleaving, because no operation disables another.
+//! The tracks of an actor are folded onto in-order queues (track mod Q); a blocked wait blocks the
+//! operations behind it. A scene begins when all operations of the scene before it are done.
 
 use std::ops::Range;
 
@@ -33,9 +43,9 @@ impl Node {
     }
 }
 
-/// All operations of a story, actor after actor, each actor's in launch order.
+/// All operations of an unrolled program, actor after actor, each actor's in launch order.
 pub(crate) struct Program<'a> {
-    pub story: &'a UnrolledProgram,
+    pub unrolled: &'a UnrolledProgram,
     pub nodes: Vec<Node>,
     /// Per actor and scene (through all calls): its operations.
     pub scenes: Vec<Vec<Range<u32>>>,
@@ -72,13 +82,14 @@ fn lane(tracks: u32, actor: u32, track: u32) -> usize {
 }
 
 impl<'a> Program<'a> {
-    pub fn new(story: &'a UnrolledProgram) -> Self {
-        let steps = story.calls.iter().flatten().flat_map(|part| &part.scenes).flat_map(|scene| &scene.steps);
+    pub fn new(unrolled: &'a UnrolledProgram) -> Self {
+        let steps =
+            unrolled.calls.iter().flatten().flat_map(|part| &part.scenes).flat_map(|scene| &scene.steps);
         let tracks = steps.map(|step| step.track + 1).max().unwrap_or(0);
         let mut program =
-            Program { story, nodes: Vec::new(), scenes: Vec::new(), tracks, lanes: 0, words: 0 };
+            Program { unrolled, nodes: Vec::new(), scenes: Vec::new(), tracks, lanes: 0, words: 0 };
         let (mut lanes, mut words) = (Numbers::default(), Numbers::default());
-        for actor in 0..story.actors {
+        for actor in 0..unrolled.actors {
             program.add(actor, &mut lanes, &mut words);
         }
         for node in &mut program.nodes {
@@ -91,14 +102,14 @@ impl<'a> Program<'a> {
 
     /// The index of a flag word: its set, its rank, the rank that it speaks of, its kind.
     fn word(&self, (set, at, of): (u32, u32, u32), flag: Flag) -> usize {
-        let ranks = self.story.ranks as usize;
+        let ranks = self.unrolled.ranks as usize;
         ((set as usize * ranks + at as usize) * ranks + of as usize) * Flag::COUNT + flag as usize
     }
 
     fn add(&mut self, actor: u32, lanes: &mut Numbers, words: &mut Numbers) {
         let mut next = vec![0; self.tracks as usize];
         let mut scenes = Vec::new();
-        for (call, part) in (0..).zip(self.story.parts_of(actor)) {
+        for (call, part) in (0..).zip(self.unrolled.parts_of(actor)) {
             for (within, scene) in (0..).zip(&part.scenes) {
                 let first = self.nodes.len() as u32;
                 for (index, &step) in (0..).zip(&scene.steps) {
@@ -125,14 +136,14 @@ impl<'a> Program<'a> {
     }
 
     pub fn part(&self, actor: u32, call: u32) -> &'a ActorCall {
-        &self.story.calls[call as usize][actor as usize]
+        &self.unrolled.calls[call as usize][actor as usize]
     }
 
     /// Per rank: whether its program is unrolled.
-    pub fn told(&self) -> Vec<bool> {
-        let mut told = vec![false; self.story.ranks as usize];
-        self.story.calls.iter().flatten().for_each(|part| told[part.rank as usize] = true);
-        told
+    pub fn unrolled_ranks(&self) -> Vec<bool> {
+        let mut unrolled = vec![false; self.unrolled.ranks as usize];
+        self.unrolled.calls.iter().flatten().for_each(|part| unrolled[part.rank as usize] = true);
+        unrolled
     }
 
     /// The scene of an operation.
@@ -173,4 +184,100 @@ impl<'a> Program<'a> {
         }
         Ok(())
     }
+}
+
+struct Actor {
+    /// Scenes begun.
+    begun: usize,
+    /// Operations of the running scene that are not done.
+    left: u32,
+    queues: Vec<Queue>,
+}
+
+#[derive(Clone, Default)]
+struct Queue {
+    ops: Vec<u32>,
+    done: usize,
+}
+
+/// Runs on `queues` queues per actor; returns the operations in an order in which they can happen.
+pub(super) fn run(program: &Program, queues: u32) -> Result<Vec<u32>, ProofFailure> {
+    let mut words = vec![0; program.words as usize];
+    let mut blocked: Vec<Vec<(usize, usize)>> = vec![Vec::new(); program.words as usize];
+    let queues = queues.max(1);
+    let mut actors: Vec<Actor> = (0..program.scenes.len())
+        .map(|_| Actor { begun: 0, left: 0, queues: vec![Queue::default(); queues as usize] })
+        .collect();
+    let mut order = Vec::with_capacity(program.nodes.len());
+    let mut ready = Vec::new();
+    for (actor, state) in actors.iter_mut().enumerate() {
+        begin(program, actor, state, &mut ready);
+    }
+    while let Some((actor, queue)) = ready.pop() {
+        let state = &mut actors[actor];
+        while let Some(&op) = state.queues[queue].ops.get(state.queues[queue].done) {
+            let node = &program.nodes[op as usize];
+            let step = node.step;
+            match step.op {
+                Op::Wait { .. } => {
+                    let word = node.word();
+                    if words[word] < step.value {
+                        blocked[word].push((actor, queue));
+                        break;
+                    }
+                }
+                Op::Signal { .. } if !step.sets_back() => {
+                    let word = node.word();
+                    words[word] = step.value.max(words[word]);
+                    ready.append(&mut blocked[word]);
+                }
+                _ => {}
+            }
+            state.queues[queue].done += 1;
+            state.left -= 1;
+            order.push(op);
+        }
+        if state.left == 0 {
+            begin(program, actor, state, &mut ready);
+        }
+    }
+    match order.len() == program.nodes.len() {
+        true => Ok(order),
+        false => Err(stuck(program, &actors, &words, queues)),
+    }
+}
+
+/// Begins the next scene that has operations.
+fn begin(program: &Program, actor: usize, state: &mut Actor, ready: &mut Vec<(usize, usize)>) {
+    while let Some(ops) = program.scenes[actor].get(state.begun) {
+        state.begun += 1;
+        if ops.is_empty() {
+            continue;
+        }
+        state.left = ops.len() as u32;
+        state.queues.iter_mut().for_each(|queue| {
+            queue.ops.clear();
+            queue.done = 0;
+        });
+        for op in ops.clone() {
+            let queue = program.nodes[op as usize].step.track as usize % state.queues.len();
+            state.queues[queue].ops.push(op);
+        }
+        ready
+            .extend((0..state.queues.len()).filter(|&q| !state.queues[q].ops.is_empty()).map(|q| (actor, q)));
+        return;
+    }
+}
+
+/// The stuck wait of the earliest call: others may only follow from it.
+fn stuck(program: &Program, actors: &[Actor], words: &[u64], queues: u32) -> ProofFailure {
+    let heads = actors
+        .iter()
+        .filter(|actor| actor.left > 0)
+        .flat_map(|actor| actor.queues.iter().filter_map(|queue| queue.ops.get(queue.done)));
+    let op = *heads
+        .min_by_key(|&&op| (program.nodes[op as usize].call, program.nodes[op as usize].at, op))
+        .expect("whatever is not done stands behind a wait");
+    let node = &program.nodes[op as usize];
+    ProofFailure::Deadlock { queues, op: program.op_ref(op), seen: words[node.word()] }
 }

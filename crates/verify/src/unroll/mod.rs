@@ -2,10 +2,10 @@
 //! functions that the real calls use.
 //!
 //! ```text
-//!   script: nodes, route, experts, routings, calls
+//!   scenario: nodes, route, experts, routings, calls
 //!      |  Sorted, Counts, Layout, Forward, Caller, Relay, Calls, fill     the same code as in a real call
 //!      v
-//!   story[call][actor] = scenes:   touches | steps  ->  touches | steps  -> ...  -> touches
+//!   calls[call][actor] = scenes:   touches | steps  ->  touches | steps  -> ...  -> touches
 //!                                  ^ planner, caller     ^ a join of all tracks lies between two scenes
 //! ```
 //!
@@ -20,39 +20,31 @@
 //! rank's own program or its relay's, which interact only through flags. Slots on
 //! [streams](StreamScenario) have unrolled programs of their own kind, where an actor is a stream.
 
-mod arrivals;
-mod calls;
 mod collective;
-mod effect;
-mod filled;
-mod gathered;
-mod place;
-mod pool;
+mod dispatch;
+mod host_access;
 mod returns;
-mod sample;
-mod state;
 mod streams;
-mod tell;
-mod touch;
+mod unroller;
 mod walk;
 
+use std::fmt;
 use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, Strategy, SumOrder};
 use sidelane_core::schedule::stream::Slots;
-use sidelane_core::schedule::{FlagValue, Op, ReturnParts};
+use sidelane_core::schedule::{ControlLayout, FlagValue, Op, Operands, ReturnParts, TrackOp, WindowId};
 use sidelane_core::topology::{NodeMap, Route};
+use unroller::FilledOperands;
 
-use crate::call_mutate::{CallMutation, ProgramId};
+use crate::mutate::{CallMutation, ProgramId};
 
 pub use collective::{CollectiveBug, CollectiveCall, CollectiveScenario, PipelineBug, PipelineScenario};
 pub use sidelane_core::schedule::call::Relays;
 pub use sidelane_core::schedule::{Bytes, Effect};
 pub use streams::{StreamBug, StreamCall, StreamScenario, Streams};
-
-use effect::Effects;
 
 /// The calls of a group.
 #[derive(Clone, Debug)]
@@ -79,7 +71,8 @@ pub struct ProofScenario<'a> {
     /// only the number of tokens counts, and whether they travel along.
     pub gathers: bool,
     /// How dispatches go out. By all-gather, the calls are dispatches of an instance that gathers
-    /// for the one of this script, and what every rank copies behind each is a call of the story.
+    /// for the one of this scenario, and the copies of every rank behind each are a call of the
+    /// unrolled program.
     pub strategy: Strategy,
     /// Copy engines move rows within nodes, and nets reach only the host staging of the pools.
     /// Engines also read the memory that a return offers; they cannot add, so the rows return
@@ -87,7 +80,7 @@ pub struct ProofScenario<'a> {
     pub pulls: bool,
     /// With `pulls`: nets reach the pools themselves, and the only host memory is the planners'
     /// scratch.
-    pub straight: bool,
+    pub gpu_direct: bool,
     /// With `pulls`: callers' threads enqueue, and run ahead of their streams. These are actors of
     /// their own.
     pub enqueues: bool,
@@ -107,15 +100,29 @@ pub struct ProofScenario<'a> {
     /// at most.
     pub sample: Option<&'a [u32]>,
     /// A rule that the planner breaks: `None`, except to see that `prove` notices.
-    pub slip: Option<SeededBug>,
+    pub seeded: Option<SeededBug>,
     /// A bug in one of the programs of each rank, for the same reason.
     pub mutation: Option<(ProgramId, CallMutation)>,
 }
 
-impl ProofScenario<'_> {
+impl<'s> ProofScenario<'s> {
     /// Row metadata.
     fn notes(&self) -> RowMetadata {
         if self.gathers { RowMetadata::Gathered } else { RowMetadata::of(self.layout, self.mode, self.spans) }
+    }
+
+    /// The scenario of the instance that gathers for this one: an expert at each rank.
+    fn gathering(&self, map: &'s ExpertMap) -> ProofScenario<'s> {
+        ProofScenario {
+            gathers: true,
+            map,
+            align: 1,
+            order: SumOrder::default(),
+            layout: RowLayout::default(),
+            mode: ReceiveMode::Exact,
+            spans: false,
+            ..self.clone()
+        }
     }
 }
 
@@ -213,7 +220,7 @@ pub enum SeededBug {
 }
 
 impl SeededBug {
-    /// All slips.
+    /// All of them.
     pub const ALL: [SeededBug; 13] = [
         SeededBug::FreeBeforeAck,
         SeededBug::AnnounceHeld,
@@ -258,6 +265,15 @@ pub struct UnrolledOp {
 }
 
 impl UnrolledOp {
+    /// An operation of a track in a call with these operands.
+    fn of(item: &TrackOp, operands: &Operands) -> Self {
+        let value = match item.op {
+            Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
+            _ => 0,
+        };
+        UnrolledOp { track: item.track, set: 0, op: item.op, value }
+    }
+
     /// The value as the word itself sees it: a constant, where words do not grow.
     pub fn in_memory(&self) -> u64 {
         match self.op {
@@ -280,14 +296,14 @@ pub struct StageRun {
     pub name: &'static str,
     /// Position in the stage of the first operation.
     pub first: usize,
-    /// What planner and caller do first, in this order.
+    /// Accesses of planner and caller before the operations, in this order.
     pub touches: Vec<HostAccess>,
     /// The operations, in launch order.
     pub steps: Vec<UnrolledOp>,
     filled: Rc<dyn Effects>,
 }
 
-/// What an actor is to its rank.
+/// Relation of an actor to its rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The rank itself, with all steps that no other actor runs for it.
@@ -303,9 +319,9 @@ pub enum Role {
 pub struct ActorCall {
     /// The rank.
     pub rank: u32,
-    /// What of the rank this is.
+    /// The actor of the rank.
     pub role: Role,
-    /// Position of the call in the story.
+    /// Position of the call in the unrolled program.
     pub call: usize,
     /// The rank's call.
     pub kind: CallKind,
@@ -313,7 +329,7 @@ pub struct ActorCall {
     pub scenes: Vec<StageRun>,
 }
 
-/// A script, unrolled.
+/// A scenario, unrolled.
 #[derive(Clone, Debug)]
 pub struct UnrolledProgram {
     /// Number of ranks of the group.
@@ -341,22 +357,22 @@ pub struct Assumed {
 }
 
 impl UnrolledProgram {
-    /// Unrolls a script.
+    /// Unrolls a scenario.
     ///
     /// # Errors
     /// A routing that cannot be placed; [`PlanError::BadParameter`] for a handle or a set of
     /// routings that does not exist, or if nodes and experts are of groups of different size.
-    pub fn unroll(script: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
-        tell::tell(script)
+    pub fn unroll(scenario: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
+        unroller::unroll(scenario)
     }
 
-    /// Unrolls a script of slots on streams.
+    /// Unrolls a scenario of slots on streams.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or
     /// release, and for nodes of another number of ranks.
-    pub fn of_streams(script: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
-        streams::tell(script)
+    pub fn of_streams(scenario: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
+        streams::unroll(scenario)
     }
 
     /// Unrolls rounds of collectives.
@@ -364,16 +380,16 @@ impl UnrolledProgram {
     /// # Errors
     /// [`PlanError::BadParameter`] for a round that does not fit its places, and for nodes of
     /// another number of ranks.
-    pub fn of_collectives(script: &CollectiveScenario) -> Result<UnrolledProgram, PlanError> {
-        collective::tell(script)
+    pub fn of_collectives(scenario: &CollectiveScenario) -> Result<UnrolledProgram, PlanError> {
+        collective::unroll(scenario)
     }
 
     /// Unrolls the messages between the stages of a pipeline.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] for places of another number of ranks than there are stages.
-    pub fn of_pipeline(script: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
-        collective::tell_pipeline(script)
+    pub fn of_pipeline(scenario: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
+        collective::unroll_pipeline(scenario)
     }
 
     /// Operations that ranks enqueue on streams, each in an order of its own, one stream for each
@@ -393,5 +409,50 @@ impl UnrolledProgram {
     /// The parts of one actor, call after call.
     pub fn parts_of(&self, actor: u32) -> impl Iterator<Item = &ActorCall> {
         self.calls.iter().map(move |call| &call[actor as usize])
+    }
+}
+
+/// Operands of the slots of a scene.
+pub(super) trait Effects: fmt::Debug {
+    /// Effect of a step, besides raising or awaiting a flag that grows.
+    fn effects(&self, step: &UnrolledOp) -> Vec<Effect>;
+
+    /// The call that wrote what puts read from windows; `None`: their own.
+    fn sources_of(&self) -> Option<usize> {
+        None
+    }
+}
+
+impl StageRun {
+    /// Effects of `step`, besides raising or awaiting a flag that grows.
+    pub fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
+        self.filled.effects(step)
+    }
+
+    /// The call that wrote what puts read from windows; `None`: their own.
+    pub fn sources_of(&self) -> Option<usize> {
+        self.filled.sources_of()
+    }
+}
+
+impl Effects for FilledOperands {
+    fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
+        let operands = self.operands();
+        match step.op {
+            Op::Put { to, slot } | Op::PutRows { to, slot } => operands.puts(to, slot),
+            Op::Signal { to, of, flag, level } => {
+                let at = ControlLayout::tag(of, flag, self.ranks, self.tag_parity);
+                let tag = operands.tag(to, flag, level);
+                tag.map(|_| Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, ControlLayout::TAG_BYTES)))
+                    .into_iter()
+                    .collect()
+            }
+            Op::Reduce { slot } => operands.sums(slot, (self.rank, self.partial_bytes)),
+            Op::Wait { .. } => Vec::new(),
+        }
+    }
+
+    fn sources_of(&self) -> Option<usize> {
+        self.sources_of
     }
 }

@@ -1,4 +1,4 @@
-//! The returns of a script: what each rank's planners and caller do in them.
+//! The returns of a scenario: what each rank's planners and caller do in them.
 
 use std::rc::Rc;
 
@@ -6,8 +6,7 @@ use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::schedule::call::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, Tag};
 
-use super::filled::{FilledOperands, Tables};
-use super::state::{Extent, Handle, SampledCall, Unroller, Until};
+use super::unroller::{Extent, FilledOperands, Handle, SampledCall, Tables, Unroller, Until};
 use super::walk::Actor;
 use super::{HostAccess, SeededBug};
 
@@ -48,22 +47,22 @@ impl Unroller<'_> {
         until: Until,
     ) -> Result<Vec<SampledCall>, PlanError> {
         // A stream copies rows that lie elsewhere before it says that it is ready.
-        let copied = copied && !self.script.enqueues;
+        let copied = copied && !self.scenario.enqueues;
         let found = self.handle(handle)?;
         let known = found.clone();
         found.kept = None;
         let offers: Vec<Offer> =
             self.ranks().map(|me| self.offer(me, handle, &known, (parts, copied))).collect();
         let call = Returning { handle: &known, number: handle, parts, copied, until, offers: &offers };
-        let bring = |me| self.told(me, (CallKind::Combine, until), &self.returner(me, &call));
-        let told = self.ranks().map(bring).collect();
+        let bring = |me| self.sampled_call(me, (CallKind::Combine, until), &self.returner(me, &call));
+        let sampled = self.ranks().map(bring).collect();
         let reads = self.reads_late();
         for (member, offer) in self.members.iter_mut().zip(offers) {
-            if !self.script.enqueues {
+            if !self.scenario.enqueues {
                 member.pool.give(&offer.staging);
             }
             // No rank reads the memory that a refused call offered.
-            if until < Until::End && !reads || self.script.slip == Some(SeededBug::FreeBeforeAck) {
+            if until < Until::End && !reads || self.scenario.seeded == Some(SeededBug::FreeBeforeAck) {
                 member.pool.give(&offer.chunk);
             } else {
                 member.offered.push(offer.chunk);
@@ -72,7 +71,7 @@ impl Unroller<'_> {
                 member.calls.returned();
             }
         }
-        Ok(told)
+        Ok(sampled)
     }
 
     /// Takes the memory of a return, around the release.
@@ -99,28 +98,28 @@ impl Unroller<'_> {
         }
         let early = (!copied).then(|| member.pool.take(size));
         // A host that runs ahead frees nothing here.
-        if paths.rails() || !self.script.enqueues {
-            member.licensed();
+        if paths.is_multi_node() || !self.scenario.enqueues {
+            member.free_offered();
         }
         let chunk = early.unwrap_or_else(|| member.pool.take(size));
-        let pulled = if self.script.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
-        let staging = match self.script.enqueues {
+        let pulled = if self.scenario.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
+        let staging = match self.scenario.enqueues {
             // All calls return rows to one place.
             true => member.staging.get_or_insert_with(|| member.pool.take(STAGING)).clone(),
             false => member.pool.take(home + wait + pulled),
         };
         let (at, (mut tables, _)) = (self.return_setting(me, parts), self.tables(me));
-        match self.script.pulls {
+        match self.scenario.pulls {
             true => tables.stage_rows(&at, layout, staging.start),
             false => tables.stage(&paths, layout, staging.start),
         }
-        if self.script.slip == Some(SeededBug::ShareHome) {
+        if self.scenario.seeded == Some(SeededBug::ShareHome) {
             paths.relays().for_each(|relay| tables.bases[relay as usize] = staging.start);
         }
-        let shared = self.script.slip == Some(SeededBug::ShareOutbox);
+        let shared = self.scenario.seeded == Some(SeededBug::ShareOutbox);
         let outbox = staging.start + if shared { 0 } else { home };
         // Engines return weights as rows.
-        let behind = if self.script.pulls && !parts.rows { offered.notes_at() } else { 0 };
+        let behind = if self.scenario.pulls && !parts.rows { offered.notes_at() } else { 0 };
         let base = chunk.start + behind;
         tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), base);
         Offer { chunk, base, staging, outbox, tags: tables.tags, bases: tables.bases }
@@ -129,7 +128,7 @@ impl Unroller<'_> {
     /// Constants of all operands of a return.
     fn return_setting(&self, me: u32, parts: ReturnParts) -> FillContext<'_> {
         let setting = self.setting(me, 0);
-        match self.script.pulls && !parts.rows {
+        match self.scenario.pulls && !parts.rows {
             true => FillContext { sizing: setting.sizing.of_weights(), ..setting },
             false => setting,
         }
@@ -145,30 +144,30 @@ impl Unroller<'_> {
             tables.bases[near as usize] = call.offers[near as usize].base;
         }
         let setting = self.return_setting(me, call.parts);
-        if self.script.pulls {
+        if self.scenario.pulls {
             tables.pull(&setting, layout, staging.start);
         } else {
             tables.sum(&setting, layout, call.parts);
         }
-        let row_bytes = self.script.row_bytes;
+        let row_bytes = self.scenario.row_bytes;
         let own = self.filled(me, Tables::Caller { tables, layout: Rc::clone(layout), row_bytes });
-        let returned = paths.rails().then(|| {
+        let returned = paths.is_multi_node().then(|| {
             let forward = &call.handle.placed.forwards[me as usize];
             let (_, mut tables) = self.tables(me);
             tables.bases = call.offers.iter().map(|offer| offer.base).collect();
             tables.offers = call.offers.iter().map(|offer| offer.tags[me as usize].base).collect();
             let parts =
-                if self.script.pulls { ReturnParts { rows: true, weights: false } } else { call.parts };
+                if self.scenario.pulls { ReturnParts { rows: true, weights: false } } else { call.parts };
             tables.home(&setting, forward, &self.bins, parts, *outbox);
             self.filled(me, self.relayed(me, tables, forward))
         });
-        Returner { teller: self, me, call, own, messages: self.messages(me, false), returned }
+        Returner { unroller: self, me, call, own, messages: self.messages(me, false), returned }
     }
 }
 
 /// One rank in a return.
 struct Returner<'s, 'a> {
-    teller: &'s Unroller<'a>,
+    unroller: &'s Unroller<'a>,
     me: u32,
     call: &'s Returning<'s>,
     own: Rc<FilledOperands>,
@@ -179,21 +178,21 @@ struct Returner<'s, 'a> {
 
 impl Returner<'_, '_> {
     fn chunk_written(&self) -> Vec<HostAccess> {
-        let Returner { teller, me, call, .. } = *self;
+        let Returner { unroller, me, call, .. } = *self;
         let layout = &call.handle.placed.layouts[me as usize];
-        teller.chunk_written(me, layout, &call.offers[me as usize].chunk, call.parts)
+        unroller.chunk_written(me, layout, &call.offers[me as usize].chunk, call.parts)
     }
 }
 
 impl Actor for Returner<'_, '_> {
     fn begin(&self) -> Vec<HostAccess> {
-        let Returner { teller, me, call, .. } = *self;
+        let Returner { unroller, me, call, .. } = *self;
         let layout = &call.handle.placed.layouts[me as usize];
         let kept = call.handle.kept.as_ref();
         let mut touches = kept.map_or(Vec::new(), |kept| {
             let (kept, of) = (&kept[me as usize], call.handle.call);
-            let notes = teller.notes_read(me, layout, kept, (call.number, of));
-            vec![teller.landed_read(me, layout, kept, of), notes]
+            let notes = unroller.notes_read(me, layout, kept, (call.number, of));
+            vec![unroller.landed_read(me, layout, kept, of), notes]
         });
         // Experts write their outputs before the call; what lies elsewhere is copied amid it.
         touches.extend(if call.copied { Vec::new() } else { self.chunk_written() });
@@ -201,13 +200,13 @@ impl Actor for Returner<'_, '_> {
     }
 
     fn footprint(&self, role: Role, action: Action) -> Vec<HostAccess> {
-        let Returner { teller, me, call, .. } = *self;
+        let Returner { unroller, me, call, .. } = *self;
         match (role, action) {
             (Role::Own, Action::Compute(Work::Offer)) if call.copied => self.chunk_written(),
             (Role::Relay, Action::Compute(Work::FillReturn)) => {
-                teller.tags_read(me, Flag::Block, teller.paths(me).sources())
+                unroller.tags_read(me, Flag::Block, unroller.paths(me).sources())
             }
-            _ => teller.verdict(me, role, action, (false, true)),
+            _ => unroller.verdict(me, role, action, (false, true)),
         }
     }
 
@@ -224,12 +223,12 @@ impl Actor for Returner<'_, '_> {
     }
 
     fn end(&self) -> Vec<HostAccess> {
-        let Returner { teller, me, call, .. } = *self;
-        if call.until < Until::End || !teller.script.pulls {
+        let Returner { unroller, me, call, .. } = *self;
+        if call.until < Until::End || !unroller.scenario.pulls {
             return Vec::new();
         }
         let terms = call.handle.placed.layouts[me as usize].terms.len() as u64;
-        let row_bytes = teller.return_setting(me, call.parts).sizing.home_bytes;
-        teller.home_read(me, call.offers[me as usize].staging.start, terms * row_bytes)
+        let row_bytes = unroller.return_setting(me, call.parts).sizing.home_bytes;
+        unroller.home_read(me, call.offers[me as usize].staging.start, terms * row_bytes)
     }
 }

@@ -134,7 +134,7 @@ impl Work {
     fn serve(&self, closing: &AtomicBool) -> Result<(), Error> {
         let none = || Calls::new(self.shared.hub.epoch());
         let (mut sent, mut heard) = (none(), vec![none(); self.back.len()]);
-        let awake = if self.port.lanes().crowded { AWAKE_IN_A_CROWD } else { AWAKE };
+        let awake = if self.port.lanes().oversubscribed { AWAKE_IN_A_CROWD } else { AWAKE };
         let mut idle = 0;
         loop {
             self.port.lanes().health.check()?;
@@ -199,7 +199,7 @@ mod tests {
         for way in [RowPath::GpuDirect, RowPath::HostStaged] {
             let bells = SlotCall::ALL.map(|call| {
                 let program = StreamProgram::new(call, slots, 0).unwrap().across(&nodes, way).unwrap();
-                let rings = program.proxied().unwrap().rings;
+                let rings = program.proxied().unwrap().request;
                 ProxyRequest { rings, place: slots.flag(0, rings) as usize, crossed: ProxyOps::of(&program) }
             });
             // Flags that may be set when the thread wakes, in the order in which the stream sets

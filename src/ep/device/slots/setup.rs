@@ -106,7 +106,7 @@ impl SlotExchange {
             let stage = Lowered::lower(context, &program, me, &window)?;
             let crossed = ProxyOps::of(&program);
             let counts = crossed.counts(stage.counts());
-            let rings = program.proxied().map(|proxied| proxied.rings);
+            let rings = program.proxied().map(|proxied| proxied.request);
             bells.extend(rings.map(|rings| ProxyRequest {
                 rings,
                 place: slots.flag(me, rings) as usize,

@@ -238,7 +238,7 @@ fn card_that_refuses_the_device_is_named_in_the_detour() {
             let [report, _] = rank.rounds(0..10, 5);
             let detour = report.detour.unwrap();
             let refused = match detour {
-                NoGpuDirect::Card { dma_buf: NoDmaBuf::Driver, errno } => {
+                NoGpuDirect::Nic { dma_buf: NoDmaBuf::Driver, errno } => {
                     assert_eq!(errno, rustix::io::Errno::FAULT.raw_os_error());
                     vec![1]
                 }

@@ -20,18 +20,13 @@
 //! *Identity* is proved as at the rendezvous, with the job's secret. The proof covers job, epoch
 //! and ranks.
 //!
-//! *Ends.* A wire that ends while its peer has left, or is known to be lost, is no fault. Otherwise
-//! the rendezvous is given a moment to say what happened to the peer; if it hears that all are
-//! well, it is the wire that broke ([`Cause::Connection`](crate::error::Cause::Connection)).
+//! *Ends.* A connection that ends while its peer has left, or is known to be lost, is no fault.
+//! Otherwise the rendezvous is given a moment to report the fate of the peer. If it reports that
+//! all are well, the connection broke ([`Cause::Connection`](crate::error::Cause::Connection)).
 
-mod address;
-mod bells;
-mod inbound;
-mod link;
-mod outgoing;
-mod wires;
-
-pub use wires::TcpTransport;
-
+mod connection;
 #[cfg(test)]
 mod tests;
+mod transport;
+
+pub use transport::TcpTransport;

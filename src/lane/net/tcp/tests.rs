@@ -5,14 +5,14 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::bells::Poller;
-use super::link::{Shared, TcpConnection};
-use super::outgoing::LONGEST;
-use super::wires::TcpTransport;
+use super::connection::LONGEST;
+use super::connection::Poller;
+use super::connection::{Shared, TcpConnection};
+use super::transport::TcpTransport;
 use crate::bootstrap::{Health, Hub, Timeouts, threads};
 use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Cause, Error, LaneError};
-use crate::lane::net::record::{HEADER, Record};
+use crate::lane::net::regions::{HEADER, Record};
 use crate::lane::net::{NetConnection, NetTransport, Region, Regions, RemoteAddress};
 use crate::lane::wait::{WaitError, WaitLimits};
 use crate::memory::{PeerMapping, Segment};
@@ -41,8 +41,8 @@ fn pair() -> Pair {
     regions.add(Region { mapped, member: 0 });
     let hubs = threads(2, Timeouts::default());
     let health = Arc::clone(hubs[0].health());
-    let (bells, grace) = (Arc::new(Poller::new().unwrap()), GRACE);
-    let shared = Shared { rank: 0, regions: Arc::clone(&regions), health, bells, grace };
+    let (poller, grace) = (Arc::new(Poller::new().unwrap()), GRACE);
+    let shared = Shared { rank: 0, regions: Arc::clone(&regions), health, poller, grace };
     Pair { link: TcpConnection::new(1, ours, shared).unwrap(), theirs, regions, hubs }
 }
 
@@ -51,11 +51,11 @@ impl Pair {
         self.hubs[0].health()
     }
 
-    fn patience(&self, deadline: Duration) -> WaitLimits<'_> {
-        WaitLimits { health: self.health(), crowded: false, deadline, awaited: 1, silent: false }
+    fn limits_of(&self, deadline: Duration) -> WaitLimits<'_> {
+        WaitLimits { health: self.health(), oversubscribed: false, deadline, awaited: 1, silent: false }
     }
 
-    /// Attends to the wire until something holds.
+    /// Serves the connection until something holds.
     fn progress_until(&self, holds: impl Fn() -> bool) {
         let until = Instant::now() + LONG;
         while !holds() {
@@ -125,7 +125,7 @@ fn records_come_out_whole_however_the_stream_is_cut() {
 }
 
 #[test]
-fn what_no_correct_partner_sends_ends_the_world_and_names_it() {
+fn invalid_record_ends_the_world_and_names_its_sender() {
     let far = Record::Put { region: 0, offset: REGION - 9, len: 10 };
     for nonsense in [
         vec![0xff; HEADER],
@@ -150,14 +150,14 @@ fn what_no_correct_partner_sends_ends_the_world_and_names_it() {
 /// Puts more than can be in flight to a peer that reads nothing.
 fn give_up(pair: &Pair, deadline: Duration) -> WaitError {
     let bytes = vec![7; 64 << 20];
-    let stuck = pair.link.put(RemoteAddress { region: 0, offset: 0 }, &bytes, pair.patience(deadline));
+    let stuck = pair.link.put(RemoteAddress { region: 0, offset: 0 }, &bytes, pair.limits_of(deadline));
     let stuck = stuck.unwrap_err();
     assert!(stuck.awaited > stuck.seen && stuck.seen > 0, "{stuck:?}");
     stuck.why
 }
 
 #[test]
-fn a_partner_that_takes_nothing_is_waited_for_until_the_deadline() {
+fn a_peer_that_takes_nothing_is_waited_for_until_the_deadline() {
     let late = give_up(&pair(), Duration::from_millis(20));
     assert!(matches!(late, WaitError::Late { waited } if waited >= Duration::from_millis(20)), "{late:?}");
 }
@@ -197,7 +197,7 @@ fn a_put_that_was_given_up_leaves_the_stream_whole() {
             }
         });
         let to = RemoteAddress { region: 0, offset: 0 };
-        pair.link.signal(to, 5, None, pair.patience(LONG)).unwrap();
+        pair.link.signal(to, 5, None, pair.limits_of(LONG)).unwrap();
         pair.progress_until(|| reader.is_finished());
         let came = reader.join().unwrap();
         assert!(came > 0 && came < 64 << 20 && came.is_multiple_of(LONGEST as u64), "{came}");
@@ -220,14 +220,14 @@ fn questions_are_answered_after_all_that_came_before_and_answers_end_a_flush() {
         assert_eq!(reader.join().unwrap(), Some(Record::Answer { mark: 9 }));
     });
     assert_eq!(pair.seen(100, 6), b"landed");
-    let late = pair.link.flush(pair.patience(Duration::from_millis(20))).unwrap_err();
+    let late = pair.link.flush(pair.limits_of(Duration::from_millis(20))).unwrap_err();
     assert_eq!((late.awaited, late.seen), (1, 0));
     pair.theirs.write_all(&header(Record::Answer { mark: 2 })).unwrap();
-    pair.link.flush(pair.patience(LONG)).unwrap();
+    pair.link.flush(pair.limits_of(LONG)).unwrap();
 }
 
 #[test]
-fn a_wire_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and_says_how() {
+fn a_connection_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and_says_how() {
     for reset in [true, false] {
         let Pair { link, mut theirs, hubs, regions } = pair();
         theirs.write_all(&signal(4)).unwrap();
@@ -245,7 +245,7 @@ fn a_wire_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and_says_
         assert_eq!(health.cause(), Some(Cause::Connection { rank: 1, by: 0 }));
         let errno = if reset { rustix::io::Errno::CONNRESET.raw_os_error() } else { 0 };
         assert_eq!(link.fault(), Some(LaneError::Wire { rank: 0, peer: 1, lane: "tcp", errno }));
-        // What came before counts.
+        // Records that came before the end count.
         assert_eq!(
             regions.with(0, 0, 8, |at| at.map(|at| at.cast::<u64>())).unwrap().map(|at| {
                 // SAFETY: eight aligned bytes of the region.
@@ -254,8 +254,8 @@ fn a_wire_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and_says_
             Some(4)
         );
         // And a put does not hang.
-        let patience = WaitLimits { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
-        let stuck = link.put(RemoteAddress { region: 0, offset: 0 }, &[1; 10], patience);
+        let limits = WaitLimits { health, oversubscribed: false, deadline: LONG, awaited: 1, silent: false };
+        let stuck = link.put(RemoteAddress { region: 0, offset: 0 }, &[1; 10], limits);
         assert!(stuck.is_ok() || matches!(stuck.unwrap_err().why, WaitError::Dead(_)));
     }
 }
@@ -266,10 +266,10 @@ fn a_reset_that_the_sender_met_is_told_although_reading_finds_only_the_end() {
     rustix::net::sockopt::set_socket_linger(&theirs, Some(Duration::ZERO)).unwrap();
     drop(theirs);
     let health = hubs[0].health();
-    let patience = WaitLimits { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
+    let limits = WaitLimits { health, oversubscribed: false, deadline: LONG, awaited: 1, silent: false };
     // A put that finds room reads nothing.
     let stuck = loop {
-        if let Err(stuck) = link.put(RemoteAddress { region: 0, offset: 0 }, &[1; 10], patience) {
+        if let Err(stuck) = link.put(RemoteAddress { region: 0, offset: 0 }, &[1; 10], limits) {
             break stuck;
         }
     };
@@ -279,7 +279,7 @@ fn a_reset_that_the_sender_met_is_told_although_reading_finds_only_the_end() {
 }
 
 #[test]
-fn a_wire_that_ends_because_its_partner_left_is_no_fault() {
+fn a_connection_that_ends_because_its_peer_left_is_no_fault() {
     let Pair { link, theirs, mut hubs, .. } = pair();
     drop(theirs);
     drop(hubs.pop());
@@ -289,8 +289,8 @@ fn a_wire_that_ends_because_its_partner_left_is_no_fault() {
         std::thread::park_timeout(GRACE / 10);
     }
     assert_eq!((health.check(), link.fault()), (Ok(()), None));
-    let patience = WaitLimits { health, crowded: false, deadline: LONG, awaited: 1, silent: false };
-    let stuck = link.put(RemoteAddress { region: 0, offset: 0 }, &vec![1; 64 << 20], patience).unwrap_err();
+    let limits = WaitLimits { health, oversubscribed: false, deadline: LONG, awaited: 1, silent: false };
+    let stuck = link.put(RemoteAddress { region: 0, offset: 0 }, &vec![1; 64 << 20], limits).unwrap_err();
     let lost = Cause::Lost { rank: 1, how: crate::error::LostReason::Closed };
     assert_eq!(stuck.why, WaitError::Dead(lost), "a wait for it ends");
 }
@@ -303,11 +303,11 @@ fn sleeps_of_this_thread() -> u64 {
 }
 
 #[test]
-fn leaving_waits_for_what_was_sent_last_but_not_for_a_partner_that_takes_nothing() {
+fn leaving_waits_for_what_was_sent_last_but_not_for_a_peer_that_takes_nothing() {
     let mut pair = pair();
     let (since, sleeps) = (Instant::now(), sleeps_of_this_thread());
     pair.link.leave(since + GRACE);
-    assert!(since.elapsed() >= GRACE, "the partner did not answer");
+    assert!(since.elapsed() >= GRACE, "the peer did not answer");
     assert!(sleeps_of_this_thread() > sleeps, "room to send is no news");
     let mut theirs = pair.theirs.try_clone().unwrap();
     pair.theirs.write_all(&header(Record::Answer { mark: 2 })).unwrap();
@@ -319,42 +319,42 @@ fn leaving_waits_for_what_was_sent_last_but_not_for_a_partner_that_takes_nothing
     pair.health().fail(Cause::Cancelled { by: 0 });
     let since = Instant::now();
     pair.link.leave(since + LONG);
-    assert!(since.elapsed() < LONG / 2, "nobody is waited for in a dead world");
+    assert!(since.elapsed() < LONG / 2, "a failed world waits for no rank");
 }
 
 #[test]
 fn one_look_finds_all_that_have_news_and_a_socket_that_is_removed_is_silent() {
-    let bells = Poller::new().unwrap();
+    let poller = Poller::new().unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ends: Vec<_> = (0..3)
         .map(|_| {
             let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             let ours = listener.accept().unwrap().0;
-            let bell = bells.add(&ours).unwrap();
-            (ours, theirs, bell)
+            let polled = poller.add(&ours).unwrap();
+            (ours, theirs, polled)
         })
         .collect();
-    assert!(ends.iter().all(|(.., bell)| !bells.rang(bell)));
+    assert!(ends.iter().all(|(.., polled)| !poller.is_ready(polled)));
     for at in [0, 2] {
         ends[at].1.write_all(b"news").unwrap();
     }
-    bells.remove(&ends[2].0);
+    poller.remove(&ends[2].0);
     let until = Instant::now() + LONG;
-    while !bells.rang(&ends[0].2) {
+    while !poller.is_ready(&ends[0].2) {
         assert!(Instant::now() < until, "in time");
     }
     for _ in 0..3 {
-        assert!(!bells.rang(&ends[1].2) && !bells.rang(&ends[2].2));
+        assert!(!poller.is_ready(&ends[1].2) && !poller.is_ready(&ends[2].2));
     }
-    assert!(bells.rang(&ends[0].2), "as long as nobody reads");
-    bells.ring_for_room(&ends[1].0, &ends[1].2, true);
-    while !bells.rang(&ends[1].2) {
+    assert!(poller.is_ready(&ends[0].2), "as long as no thread reads");
+    poller.watch_for_space(&ends[1].0, &ends[1].2, true);
+    while !poller.is_ready(&ends[1].2) {
         assert!(Instant::now() < until, "in time");
     }
 }
 
 #[test]
-fn a_rank_that_finds_nobody_at_the_address_says_why() {
+fn connect_to_an_unserved_address_names_the_reason() {
     let clocks = Timeouts { rendezvous: Duration::from_millis(100), ..Timeouts::default() };
     let hubs = threads(2, clocks);
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();

@@ -11,8 +11,9 @@ use std::sync::Arc;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 
+use super::Context;
 use super::ffi::{self, ibv_comp_channel, ibv_context_ops, ibv_cq, ibv_wc};
-use super::{Context, errno};
+use super::library::{check_object, check_status, trace_failure};
 use crate::error::{CompletionStatus, VerbsError};
 
 /// A completion queue and the descriptor that wakes a waiter.
@@ -38,7 +39,7 @@ impl CompletionQueue {
         let (context, at) = (&channel.context, channel.raw.as_ptr());
         // SAFETY: context and channel live; the first vector is always there.
         let raw = unsafe { (context.functions().create_cq)(context.raw(), asked, ptr::null_mut(), at, 0) };
-        let raw = errno::object(raw).map_err(|errno| context.failed("ibv_create_cq", errno))?;
+        let raw = check_object(raw).map_err(|errno| context.failed("ibv_create_cq", errno))?;
         Ok(Arc::new(CompletionQueue { raw, channel }))
     }
 
@@ -70,7 +71,7 @@ impl CompletionQueue {
             return Err(self.context().failed("ibv_req_notify_cq", Errno::NOSYS.raw_os_error()));
         };
         // SAFETY: the queue lives.
-        errno::status(unsafe { arm(self.raw.as_ptr(), 0) })
+        check_status(unsafe { arm(self.raw.as_ptr(), 0) })
             .map_err(|errno| self.context().failed("ibv_req_notify_cq", errno))
     }
 
@@ -84,7 +85,7 @@ impl CompletionQueue {
         let (functions, channel) = (self.context().functions(), self.channel.raw.as_ptr());
         // SAFETY: the channel lives and does not block.
         let answer = unsafe { (functions.get_cq_event)(channel, &mut cq, &mut tag) };
-        match errno::status(answer).map_err(Errno::from_raw_os_error) {
+        match check_status(answer).map_err(Errno::from_raw_os_error) {
             // An event that is not acknowledged would block the queue's destruction.
             Ok(()) => {
                 // SAFETY: only this queue uses the channel.
@@ -97,7 +98,7 @@ impl CompletionQueue {
     }
 
     /// The NIC.
-    pub fn context(&self) -> &Arc<Context> {
+    fn context(&self) -> &Arc<Context> {
         &self.channel.context
     }
 
@@ -125,7 +126,7 @@ impl Drop for CompletionQueue {
         // SAFETY: queue pairs that use it kept it alive, so none is left; all events were
         // acknowledged.
         let answer = unsafe { (context.functions().destroy_cq)(self.raw.as_ptr()) };
-        super::trace_failure(context.card(), "ibv_destroy_cq", answer);
+        trace_failure(context.name(), "ibv_destroy_cq", answer);
     }
 }
 
@@ -139,7 +140,7 @@ struct Channel {
 impl Channel {
     fn create(context: &Arc<Context>) -> Result<Self, VerbsError> {
         // SAFETY: the context is open.
-        let raw = errno::object(unsafe { (context.functions().create_comp_channel)(context.raw()) });
+        let raw = check_object(unsafe { (context.functions().create_comp_channel)(context.raw()) });
         let raw = raw.map_err(|errno| context.failed("ibv_create_comp_channel", errno))?;
         let channel = Channel { raw, context: Arc::clone(context) };
         // SAFETY: the channel was just made and owns this descriptor.
@@ -155,7 +156,7 @@ impl Drop for Channel {
         // SAFETY: its queue is destroyed before it, being dropped as a field after the queue's own
         // drop.
         let answer = unsafe { (self.context.functions().destroy_comp_channel)(self.raw.as_ptr()) };
-        super::trace_failure(self.context.card(), "ibv_destroy_comp_channel", answer);
+        trace_failure(self.context.name(), "ibv_destroy_comp_channel", answer);
     }
 }
 

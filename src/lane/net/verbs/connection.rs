@@ -15,22 +15,30 @@
 //! The first two are for NICs that place data in order. They wake no thread, so a waiter polls. The
 //! third is for NICs that do not place data in order. It takes a receive, and its credits are the
 //! peer's *grant*: its receives less those that it has yet to repost.
+//!
+//! Each call takes the lock, updates the forecast, and queues requests. Bytes that the NIC can read
+//! go in place, all others are staged. A put is cut where the gathered write is full, or where the
+//! peer's memory ends, and each part travels with that write or begins the next.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::Duration;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
+use std::time::{Duration, Instant};
 
 use super::completion::Failed;
-use super::device::Device;
 use super::forecast::Forecast;
-use super::keys::RemoteRegions;
-use super::receiver::Receiver;
-use super::sender::{self, RECEIVE, Sender};
-use super::signals::SignalSender;
+use super::receiver::{Receiver, SignalSender};
+use super::registration::{NicMemory, RemoteRegions, Source};
+use super::sender::{self, Kind, PieceSource, RECEIVE, Sender, Staged};
 use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::Health;
-use crate::error::{Cause, CompletionStatus, LostReason, VerbsError};
-use crate::lane::net::{RemoteAddress, SendBlocked};
+use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
+use crate::lane::net::regions::Record;
+use crate::lane::net::{
+    Counters, DeviceAddress, DeviceConnection, NetConnection, RemoteAddress, SendBlocked,
+};
 use crate::lane::wait::{WaitError, WaitLimits, Waiter};
+use crate::lane::{FlagLine, RowSource};
+use crate::schedule::Tag;
 
 /// Puts of at most so many bytes are staged wherever they lie: copying costs less than to wait
 /// until they are read.
@@ -40,17 +48,17 @@ const POLL: usize = 32;
 /// Time between two polls of a sender that waits for its NIC.
 const NAP: Duration = Duration::from_micros(20);
 
-/// One rail.
+/// A connection to one peer over a queue pair.
 pub struct Connection {
-    pub(super) me: u32,
-    pub(super) peer: u32,
-    pub(super) signal: SignalMode,
-    pub(super) chunk: u64,
-    pub(super) device: Arc<Device>,
-    pub(super) completions: Arc<CompletionQueue>,
-    pub(super) theirs: RwLock<RemoteRegions>,
-    pub(super) state: Mutex<State>,
-    pub(super) health: Arc<Health>,
+    me: u32,
+    peer: u32,
+    signal: SignalMode,
+    chunk: u64,
+    memory: Arc<NicMemory>,
+    completions: Arc<CompletionQueue>,
+    theirs: RwLock<RemoteRegions>,
+    state: Mutex<State>,
+    health: Arc<Health>,
 }
 
 /// Parts of a connection.
@@ -59,7 +67,7 @@ pub struct Parts {
     pub peer: u32,
     pub signal: SignalMode,
     pub chunk: u64,
-    pub device: Arc<Device>,
+    pub memory: Arc<NicMemory>,
     pub completions: Arc<CompletionQueue>,
     pub theirs: RemoteRegions,
     pub health: Arc<Health>,
@@ -68,19 +76,19 @@ pub struct Parts {
     pub forecast: Option<Forecast>,
 }
 
-pub(super) struct State {
-    pub(super) sender: Sender,
-    pub(super) receiver: Receiver,
-    pub(super) sent: SignalSender,
+struct State {
+    sender: Sender,
+    receiver: Receiver,
+    sent: SignalSender,
     /// Prediction of requests, if one was requested.
-    pub(super) forecast: Option<Forecast>,
+    forecast: Option<Forecast>,
     /// Why nothing more is sent.
-    pub(super) end: Option<End>,
+    end: Option<End>,
 }
 
 impl State {
     /// All that was asked for goes out.
-    pub(super) fn hurry(&mut self) {
+    fn hurry(&mut self) {
         self.sender.hurry();
         if let Some(forecast) = &mut self.forecast {
             forecast.hurry();
@@ -88,9 +96,9 @@ impl State {
     }
 }
 
-/// How a rail ended.
+/// How a connection ended.
 #[derive(Clone, Debug)]
-pub(super) enum End {
+enum End {
     /// The peer has left in peace.
     Left,
     /// This went wrong first.
@@ -100,30 +108,30 @@ pub(super) enum End {
 }
 
 impl Connection {
-    /// A rail that is connected.
+    /// A connection that is connected.
     pub fn new(parts: Parts) -> Self {
-        let Parts { me, peer, signal, chunk, device, completions, theirs, health, .. } = parts;
+        let Parts { me, peer, signal, chunk, memory, completions, theirs, health, .. } = parts;
         let (sender, receiver, forecast) = (parts.sender, parts.receiver, parts.forecast);
         let state =
             Mutex::new(State { sender, receiver, sent: SignalSender::default(), forecast, end: None });
         let theirs = RwLock::new(theirs);
-        Connection { me, peer, signal, chunk, device, completions, theirs, state, health }
+        Connection { me, peer, signal, chunk, memory, completions, theirs, state, health }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Target address of bytes, as the NIC knows it, and how many of them lie together there.
-    pub(super) fn remote(&self, to: RemoteAddress) -> Result<(Remote, u64), VerbsError> {
+    fn remote(&self, to: RemoteAddress) -> Result<(Remote, u64), VerbsError> {
         let found = self.theirs.read().unwrap_or_else(PoisonError::into_inner).find(to);
         found.ok_or(VerbsError::NoKey { peer: self.peer, region: to.region, offset: to.offset })
     }
 
     /// Runs `act` on a working connection; one whose peer has left accepts every call as a no-op.
-    pub(super) fn with(
+    fn with(
         &self,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
         act: impl FnOnce(&mut State) -> Result<(), Halt>,
     ) -> Result<(), SendBlocked> {
         let mut state = self.lock();
@@ -140,7 +148,7 @@ impl Connection {
                 Err(SendBlocked { awaited, seen, why })
             }
             Err(Halt::Broken(error)) => {
-                self.fail(&mut state, error, patience.health);
+                self.fail(&mut state, error, limits.health);
                 state.end.clone().map_or(Ok(()), |end| end.stuck(&state.sender))
             }
             Err(Halt::Left) => {
@@ -151,7 +159,7 @@ impl Connection {
     }
 
     /// Sends no more. The NIC must not read bytes in flight once their memory belongs to others.
-    pub(super) fn end(&self, state: &mut State, end: End) {
+    fn end(&self, state: &mut State, end: End) {
         if state.end.is_some() {
             return;
         }
@@ -163,7 +171,7 @@ impl Connection {
     }
 
     /// Something went wrong. If the peer has left in peace, nothing did; otherwise the world ends.
-    pub(super) fn fail(&self, state: &mut State, error: VerbsError, health: &Health) {
+    fn fail(&self, state: &mut State, error: VerbsError, health: &Health) {
         if state.end.is_some() {
             return;
         }
@@ -175,12 +183,12 @@ impl Connection {
             _ => Cause::Nic { by: self.me },
         };
         // A NIC fails whichever peer is at the other end.
-        let of_partner = matches!(error, VerbsError::Completion { .. } | VerbsError::Message { .. });
-        if of_partner && health.is_absent(self.peer) {
+        let of_peer = matches!(error, VerbsError::Completion { .. } | VerbsError::Message { .. });
+        if of_peer && health.is_absent(self.peer) {
             self.end(state, End::Left);
             return;
         }
-        tracing::error!(rank = self.me, peer = self.peer, %error, "a rail failed");
+        tracing::error!(rank = self.me, peer = self.peer, %error, "a connection failed");
         // If the world was dead already, that is why.
         let cause = health.check().err().unwrap_or(cause);
         self.end(state, End::Failed(error, cause.clone()));
@@ -188,7 +196,7 @@ impl Connection {
     }
 
     /// Takes completions and posts what can be posted. Returns whether there was anything.
-    pub(super) fn step(&self, state: &mut State) -> Result<bool, VerbsError> {
+    fn step(&self, state: &mut State) -> Result<bool, VerbsError> {
         let mut any = self.complete(state)?;
         if let Some(taken) = state.receiver.to_grant() {
             state.sender.grant(state.receiver.grant_to(), taken)?;
@@ -202,7 +210,7 @@ impl Connection {
     }
 
     /// Takes completions. Returns whether there were any.
-    pub(super) fn complete(&self, state: &mut State) -> Result<bool, VerbsError> {
+    fn complete(&self, state: &mut State) -> Result<bool, VerbsError> {
         let mut buffer = [Completion::EMPTY; POLL];
         let (mut any, mut fault): (bool, Option<(u64, Failed)>) = (false, None);
         loop {
@@ -236,32 +244,32 @@ impl Connection {
     }
 
     /// Steps until `ready` holds.
-    pub(super) fn until<T>(
+    fn until<T>(
         &self,
         state: &mut State,
-        patience: WaitLimits<'_>,
+        limits: WaitLimits<'_>,
         mut ready: impl FnMut(&mut State) -> Result<Option<T>, VerbsError>,
     ) -> Result<T, Halt> {
-        let mut waiter = Waiter::new(patience);
+        let mut waiter = Waiter::new(limits);
         loop {
             if let Some(value) = ready(state)? {
                 return Ok(value);
             }
             if self.step(state)? {
                 // A rank that makes progress is not silent.
-                waiter = Waiter::new(patience);
+                waiter = Waiter::new(limits);
             } else {
                 let turned = waiter.turn(|slice| std::thread::sleep(slice.min(NAP)));
-                turned.map_err(|why| self.left_or(why, patience))?;
+                turned.map_err(|why| self.left_or(why, limits))?;
             }
         }
     }
 
     /// Waiting for a peer that leaves in peace is over; it is no error to have sent it something.
-    fn left_or(&self, why: WaitError, patience: WaitLimits<'_>) -> Halt {
+    fn left_or(&self, why: WaitError, limits: WaitLimits<'_>) -> Halt {
         match why {
             WaitError::Dead(Cause::Lost { rank, how: LostReason::Closed })
-                if rank == self.peer && patience.health.check().is_ok() =>
+                if rank == self.peer && limits.health.check().is_ok() =>
             {
                 Halt::Left
             }
@@ -271,7 +279,7 @@ impl Connection {
 }
 
 /// Why an act did not come to its end.
-pub(super) enum Halt {
+enum Halt {
     Waiting(WaitError),
     Broken(VerbsError),
     Left,
@@ -307,4 +315,449 @@ impl std::fmt::Debug for Connection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Connection").field("peer", &self.peer).field("state", &self.lock().sender).finish()
     }
+}
+
+impl DeviceConnection for Connection {
+    fn put_device(
+        &self,
+        to: RemoteAddress,
+        from: DeviceAddress,
+        len: u64,
+        limits: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
+            if len == 0 {
+                return Ok(());
+            }
+            let nowhere = VerbsError::OutOfRegion { offset: from.offset, len, size: 0 };
+            let source = self.memory.device_source(from, len).ok_or(nowhere)?;
+            if let Some(forecast) = &mut state.forecast {
+                forecast.device(self.remote(to)?.0, len);
+            }
+            self.put_in_place(state, to, source, len as usize)
+        })
+    }
+}
+
+impl NetConnection for Connection {
+    fn lane(&self) -> &'static str {
+        "verbs"
+    }
+
+    fn peer(&self) -> u32 {
+        self.peer
+    }
+
+    fn put(&self, to: RemoteAddress, bytes: &[u8], limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            if let Some(forecast) = &mut state.forecast {
+                let registered = self.memory.source(bytes).is_some();
+                forecast.put(self.remote(to)?.0, bytes.len() as u64, registered);
+            }
+            self.put_bytes(state, to, bytes, limits)
+        })
+    }
+
+    fn put_rows(
+        &self,
+        to: RemoteAddress,
+        rows: &[u32],
+        source: RowSource<'_>,
+        limits: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
+        let registered = self.memory.source(source.bytes);
+        let in_place = registered.filter(|_| source.row_bytes <= self.chunk);
+        self.with(limits, |state| {
+            if rows.is_empty() {
+                return Ok(());
+            }
+            if let Some(forecast) = &mut state.forecast {
+                forecast.rows(self.remote(to)?.0, rows, source.row_bytes, registered.is_some());
+            }
+            match in_place {
+                Some(place) => self.gather(state, to, (rows, source), place, limits),
+                None => self.pack(state, to, rows, source, limits),
+            }
+        })
+    }
+
+    fn devices(&self) -> Option<&dyn DeviceConnection> {
+        Some(self)
+    }
+
+    fn zero(&self, to: RemoteAddress, len: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
+            if len == 0 {
+                return Ok(());
+            }
+            if let Some(forecast) = &mut state.forecast {
+                forecast.zero(self.remote(to)?.0, len);
+            }
+            self.zeros(state, to, len)
+        })
+    }
+
+    fn signal(
+        &self,
+        to: RemoteAddress,
+        value: u64,
+        tag: Option<Tag>,
+        limits: WaitLimits<'_>,
+    ) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
+            let named = self.raise(state, to, value, tag, limits)?;
+            if let Some(forecast) = &mut state.forecast {
+                forecast.signal(tag.is_some(), named);
+            }
+            state.sender.hurry();
+            state.sender.post()?;
+            Ok(())
+        })
+    }
+
+    fn settled(&self) -> bool {
+        let mut state = self.lock();
+        state.hurry();
+        state.end.is_some() || state.sender.is_settled()
+    }
+
+    fn settle(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
+            state.hurry();
+            self.until(state, limits, |state| Ok(state.sender.is_settled().then_some(())))
+        })
+    }
+
+    fn flush(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
+            state.hurry();
+            self.until(state, limits, |state| Ok(state.sender.is_done().then_some(())))
+        })
+    }
+
+    fn progress(&self, health: &Health) -> bool {
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(state)) => state.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        if state.end.is_some() {
+            // The requests in flight are over: they are counted, and have no effect.
+            let _ = self.complete(&mut state);
+            return false;
+        }
+        match self.step(&mut state) {
+            Ok(any) => any,
+            Err(error) => {
+                self.fail(&mut state, error, health);
+                true
+            }
+        }
+    }
+
+    fn arm(&self, health: &Health) -> bool {
+        let armed = self.memory.check().and_then(|()| match self.signal {
+            SignalMode::Immediate => self.completions.woken().and_then(|_| self.completions.arm()),
+            SignalMode::Write | SignalMode::FetchAdd => Ok(()),
+        });
+        if let Err(error) = armed {
+            self.fail(&mut self.lock(), error, health);
+            return false;
+        }
+        self.progress(health)
+    }
+
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        (self.signal == SignalMode::Immediate).then(|| self.completions.as_fd())
+    }
+
+    fn wakes(&self) -> bool {
+        self.signal == SignalMode::Immediate
+    }
+
+    fn import_region(&self, region: u32, description: &[u8]) -> Result<(), LaneError> {
+        let mut theirs = self.theirs.write().unwrap_or_else(PoisonError::into_inner);
+        theirs.import(self.peer, region, description)
+    }
+
+    fn stop(&self, cause: &Cause) {
+        self.end(&mut self.lock(), End::Dead(cause.clone()));
+    }
+
+    fn leave(&self, until: Instant) {
+        let deadline = until.saturating_duration_since(Instant::now());
+        let limits = WaitLimits {
+            health: &self.health,
+            oversubscribed: true,
+            awaited: self.peer,
+            deadline,
+            silent: true,
+        };
+        if let Err(stuck) = self.flush(limits) {
+            tracing::debug!(rank = self.me, peer = self.peer, ?stuck, "the last requests did not complete");
+        }
+    }
+
+    fn cleared(&self, from: RemoteAddress, len: u64) {
+        self.lock().sent.cleared(from, len);
+    }
+
+    fn counters(&self) -> Counters {
+        let mut state = self.lock();
+        if self.health.check().is_err() {
+            // No progress thread serves the connections of a failed world any more.
+            let _ = self.complete(&mut state);
+        }
+        state.sender.counters
+    }
+
+    fn forecast(&self) -> Counters {
+        self.lock().forecast.as_ref().map(Forecast::counters).unwrap_or_default()
+    }
+
+    fn fault(&self) -> Option<LaneError> {
+        match &self.lock().end {
+            Some(End::Failed(error, _)) => Some(error.clone().into()),
+            _ => None,
+        }
+    }
+}
+
+impl Connection {
+    fn stage(&self, state: &mut State, len: usize, limits: WaitLimits<'_>) -> Result<Staged, Halt> {
+        if let Some(staged) = state.sender.block.stage(len as u32)? {
+            return Ok(staged);
+        }
+        // The write that fills the staging may still be held back.
+        state.sender.post_soon();
+        self.until(state, limits, |state| state.sender.block.stage(len as u32))
+    }
+
+    fn put_bytes(
+        &self,
+        state: &mut State,
+        mut to: RemoteAddress,
+        bytes: &[u8],
+        limits: WaitLimits<'_>,
+    ) -> Result<(), Halt> {
+        if let Some(source) = self.memory.source(bytes).filter(|_| bytes.len() > SMALL) {
+            return self.put_in_place(state, to, source, bytes.len());
+        }
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let (remote, together) = self.remote(to)?;
+            let room = state.sender.room(remote, 1, true);
+            let (head, tail) = rest.split_at(rest.len().min(together.min(room.bytes) as usize));
+            let staged = self.stage(state, head.len(), limits)?;
+            fill(&staged, head);
+            state.sender.counters.copied += head.len() as u64;
+            state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
+            state.sender.post()?;
+            (rest, to) = (tail, to.behind(head.len() as u64));
+        }
+        Ok(())
+    }
+
+    /// Bytes that the NIC reads in place.
+    fn put_in_place(
+        &self,
+        state: &mut State,
+        mut to: RemoteAddress,
+        source: Source,
+        len: usize,
+    ) -> Result<(), Halt> {
+        let mut done = 0;
+        while done < len {
+            let (remote, together) = self.remote(to)?;
+            let room = state.sender.room(remote, 1, false);
+            let part = (len - done).min(together.min(room.bytes) as usize);
+            state.sender.write(remote, [source.piece(done, part)], PieceSource::InPlace);
+            state.sender.post()?;
+            (done, to) = (done + part, to.behind(part as u64));
+        }
+        Ok(())
+    }
+
+    /// Rows in place: as many pieces as a request takes, local peers in one.
+    fn gather(
+        &self,
+        state: &mut State,
+        mut to: RemoteAddress,
+        (rows, source): (&[u32], RowSource<'_>),
+        place: Source,
+        limits: WaitLimits<'_>,
+    ) -> Result<(), Halt> {
+        let row_bytes = source.row_bytes as usize;
+        let mut rest = rows;
+        while let Some((&first, others)) = rest.split_first() {
+            let (remote, together) = self.remote(to)?;
+            let room = state.sender.room(remote, source.row_bytes, false);
+            let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
+            if most == 0 {
+                // A row that lies in two pieces of the peer's region.
+                self.put_bytes(state, to, source.row(first), limits)?;
+                (rest, to) = (others, to.behind(source.row_bytes));
+                continue;
+            }
+            let count = runs(&rest[..most]).take(room.pieces).map(<[u32]>::len).sum::<usize>();
+            let (head, tail) = rest.split_at(count);
+            let piece = |run: &[u32]| place.piece(run[0] as usize * row_bytes, run.len() * row_bytes);
+            state.sender.write(remote, runs(head).map(piece), PieceSource::InPlace);
+            state.sender.post()?;
+            (rest, to) = (tail, to.behind((count * row_bytes) as u64));
+        }
+        Ok(())
+    }
+
+    /// Rows that are not registered: copied one behind the other.
+    fn pack(
+        &self,
+        state: &mut State,
+        mut to: RemoteAddress,
+        rows: &[u32],
+        source: RowSource<'_>,
+        limits: WaitLimits<'_>,
+    ) -> Result<(), Halt> {
+        let row_bytes = source.row_bytes as usize;
+        let large = source.row_bytes > state.sender.bounds().room(true).bytes;
+        let mut rest = rows;
+        while let Some((&first, others)) = rest.split_first() {
+            let (remote, together) = self.remote(to)?;
+            if large || together < source.row_bytes {
+                self.put_bytes(state, to, source.row(first), limits)?;
+                (rest, to) = (others, to.behind(source.row_bytes));
+                continue;
+            }
+            let room = state.sender.room(remote, source.row_bytes, true);
+            let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
+            let (head, tail) = rest.split_at(most);
+            let len = most * row_bytes;
+            let staged = self.stage(state, len, limits)?;
+            for (nth, &row) in head.iter().enumerate() {
+                // SAFETY: the staged bytes hold all these rows, one behind the other.
+                let at = unsafe { staged.at.add(nth * row_bytes) };
+                let row = source.row(row);
+                // SAFETY: as above; staging overlaps no source.
+                unsafe { std::ptr::copy_nonoverlapping(row.as_ptr(), at, row_bytes) };
+            }
+            state.sender.counters.copied += len as u64;
+            state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
+            state.sender.post()?;
+            (rest, to) = (tail, to.behind(len as u64));
+        }
+        Ok(())
+    }
+
+    /// Zeros, which are registered once for all.
+    fn zeros(&self, state: &mut State, mut to: RemoteAddress, len: u64) -> Result<(), Halt> {
+        let mut left = len;
+        while left > 0 {
+            let (remote, together) = self.remote(to)?;
+            let room = state.sender.room(remote, 1, false);
+            let zeros = self.memory.zeros(left.min(together).min(room.bytes), room.pieces);
+            let count: u64 = zeros.clone().map(|piece| u64::from(piece.len())).sum();
+            state.sender.write(remote, zeros, PieceSource::Always);
+            state.sender.post()?;
+            (left, to) = (left - count, to.behind(count));
+        }
+        Ok(())
+    }
+
+    /// Raises a word. Returns whether its number sufficed for that.
+    fn raise(
+        &self,
+        state: &mut State,
+        to: RemoteAddress,
+        value: u64,
+        tag: Option<Tag>,
+        limits: WaitLimits<'_>,
+    ) -> Result<bool, Halt> {
+        let (remote, _) = self.remote(to)?;
+        if self.signal == SignalMode::Immediate {
+            return self.number(state, to, remote, value, tag, limits);
+        }
+        state.sender.close();
+        if let Some(tag) = tag {
+            let at = Remote { addr: remote.addr + FlagLine::tag_offset(value), rkey: remote.rkey };
+            self.write_words(state, at, &tag.to_words(), limits)?;
+        }
+        if self.signal == SignalMode::FetchAdd {
+            let growth = state.sent.growth(to, value);
+            state.sender.ask(Kind::Add(growth), remote);
+            return Ok(false);
+        }
+        self.write_words(state, remote, &[value], limits)?;
+        Ok(false)
+    }
+
+    /// Words of a flag's line: inside the request if the NIC takes them there, else staged.
+    fn write_words(
+        &self,
+        state: &mut State,
+        to: Remote,
+        words: &[u64],
+        limits: WaitLimits<'_>,
+    ) -> Result<(), Halt> {
+        if !state.sender.ask_inside(to, words) {
+            let staged = self.stage(state, size_of_val(words), limits)?;
+            fill(&staged, bytemuck::cast_slice(words));
+            state.sender.ask_staged(Kind::Write, to, &staged);
+        }
+        Ok(())
+    }
+
+    /// Signals by a number, which the peer's receive reports. Returns whether the number was
+    /// enough.
+    fn number(
+        &self,
+        state: &mut State,
+        to: RemoteAddress,
+        remote: Remote,
+        value: u64,
+        tag: Option<Tag>,
+        limits: WaitLimits<'_>,
+    ) -> Result<bool, Halt> {
+        if !state.receiver.may_signal(state.sender.block.granted()) {
+            state.sender.post_soon();
+            self.until(state, limits, |state| {
+                Ok(state.receiver.may_signal(state.sender.block.granted()).then_some(()))
+            })?;
+        }
+        if tag.is_none()
+            && state.sent.fits(to, value)
+            && let Ok(immediate) = state.sent.immediate(to, value)
+        {
+            state.receiver.signals();
+            if !state.sender.take_along(immediate) {
+                state.sender.ask(Kind::Immediate(immediate), remote);
+            }
+            return Ok(true);
+        }
+        state.sender.close();
+        // Counted only once there is room for it: a sender whose wait failed may signal again.
+        let staged = self.stage(state, 64, limits)?;
+        state.receiver.signals();
+        let record = Record::Signal { region: to.region, offset: to.offset, value, tag };
+        let mut words = record.to_words();
+        words[7] = state.sent.record(to, value).into();
+        fill(&staged, bytemuck::cast_slice(&words));
+        state.sender.ask_staged(Kind::Send, Remote { addr: 0, rkey: 0 }, &staged);
+        Ok(false)
+    }
+}
+
+/// Runs of rows that lie one behind the other.
+fn runs(rows: &[u32]) -> impl Iterator<Item = &[u32]> {
+    rows.chunk_by(|&row, &next| next.checked_sub(1) == Some(row))
+}
+
+/// Copies bytes to where they were staged.
+fn fill(staged: &Staged, bytes: &[u8]) {
+    debug_assert_eq!(staged.piece.len() as usize, bytes.len());
+    let len = bytes.len().min(staged.piece.len() as usize);
+    // SAFETY: the staged bytes are the caller's until they are sent, and at least `len`.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), staged.at, len) };
 }

@@ -10,7 +10,7 @@
 use super::{Remote, SignalMode};
 use crate::lane::net::Counters;
 
-/// The rules of one rail.
+/// The rules of one connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Rules {
     /// Bytes of one write.

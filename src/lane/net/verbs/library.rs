@@ -1,4 +1,8 @@
-//! libibverbs, loaded at run time: a table of its functions.
+//! libibverbs, loaded at run time, and the NICs that are opened with it.
+//!
+//! ```text
+//!   Library: a table of functions --open(name)--> Context: attributes, ports, events
+//! ```
 //!
 //! Loaded, not linked, so that one build runs on machines with and without NICs, as NCCL and UCX
 //! do. A crate that links would make the library a condition of starting: `rdma-sys` (0.3.0) links
@@ -16,14 +20,22 @@
 //! pages of those buffers from the children, including other data on the same pages.
 
 use std::error::Error;
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::io::Errno;
+
 use super::ffi::{
-    ibv_async_event, ibv_comp_channel, ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_mr, ibv_pd,
-    ibv_port_attr, ibv_qp, ibv_qp_attr, ibv_qp_init_attr,
+    IBV_ATOMIC_NONE, IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_QP_FATAL,
+    IBV_EVENT_QP_REQ_ERR, ibv_async_element, ibv_async_event, ibv_comp_channel, ibv_context, ibv_cq,
+    ibv_device, ibv_device_attr, ibv_mr, ibv_pd, ibv_port_attr, ibv_qp, ibv_qp_attr, ibv_qp_init_attr,
 };
+use super::nic::Port;
 use crate::error::VerbsError;
 
 /// Default name for the dynamic loader.
@@ -101,7 +113,7 @@ functions! {
 
 /// libibverbs, or what stands in for it. Everything that was made with it keeps it loaded.
 pub struct Library {
-    pub(super) functions: Functions,
+    functions: Functions,
     /// Unloaded last: the functions lie in it.
     _loaded: Option<libloading::Library>,
 }
@@ -114,7 +126,7 @@ impl Library {
     pub fn load(path: Option<&Path>) -> Result<Arc<Self>, VerbsError> {
         let path = path.unwrap_or(Path::new(USUAL));
         let name = path.display().to_string();
-        // SAFETY: this runs the library's initialisers. A user who names another path is
+        // SAFETY: this runs the library's initializers. A user who names another path is
         // responsible for that library, as with LD_LIBRARY_PATH; libibverbs' own only reads the
         // environment.
         let loaded = unsafe { libloading::Library::new(path) }.map_err(|error| {
@@ -138,5 +150,276 @@ impl Library {
 impl std::fmt::Debug for Library {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Library").finish_non_exhaustive()
+    }
+}
+
+/// An open NIC.
+#[derive(Debug)]
+pub struct Context {
+    raw: NonNull<ibv_context>,
+    nic: String,
+    attributes: Attributes,
+    library: Arc<Library>,
+}
+
+// SAFETY: libibverbs locks its contexts itself; none belongs to a thread.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+/// Abilities of a NIC that the lane uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Attributes {
+    /// Pieces of memory in one work request.
+    pub sges: u32,
+    /// Work requests in one queue.
+    pub requests: u32,
+    /// Completions in one completion queue.
+    completions: u32,
+    /// Whether it has fetch-add.
+    pub atomics: bool,
+    /// Atomics that a queue pair may have in flight.
+    pub atomics_out: u8,
+    /// Atomics from its peer that a queue pair keeps answers for.
+    pub atomics_in: u8,
+    /// Ports, numbered from 1.
+    pub ports: u8,
+}
+
+impl Context {
+    /// Opens a NIC by its name.
+    ///
+    /// # Errors
+    /// [`VerbsError::NoNic`], [`VerbsError::NoSuchNic`], [`VerbsError::Open`],
+    /// [`VerbsError::Call`].
+    pub fn open(library: &Arc<Library>, nic: &str) -> Result<Arc<Self>, VerbsError> {
+        let list = List::new(library)?;
+        let named = list.iter().find(|&device| list.name(device) == nic);
+        let Some(device) = named else {
+            let present = list.iter().map(|device| list.name(device)).collect();
+            return Err(VerbsError::NoSuchNic { nic: nic.to_owned(), present });
+        };
+        let failed = |errno| VerbsError::Open { nic: nic.to_owned(), errno };
+        // SAFETY: the device is of the list, which is still there.
+        let raw = check_object(unsafe { (library.functions.open_device)(device) }).map_err(failed)?;
+        let (nic, library) = (nic.to_owned(), Arc::clone(library));
+        let mut context = Context { raw, nic, attributes: Attributes::NONE, library };
+        // News are looked for, never waited for.
+        let fd = context.as_fd();
+        let unblocked = fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags | OFlags::NONBLOCK));
+        unblocked.map_err(|e| context.failed("fcntl", e.raw_os_error()))?;
+        context.attributes = context.query()?;
+        Ok(Arc::new(context))
+    }
+
+    /// The names of all NICs, in the library's order.
+    ///
+    /// # Errors
+    /// [`VerbsError::NoNic`], [`VerbsError::Call`].
+    pub fn names(library: &Arc<Library>) -> Result<Vec<String>, VerbsError> {
+        let list = List::new(library)?;
+        Ok(list.iter().map(|device| list.name(device)).collect())
+    }
+
+    /// The NIC's name.
+    pub fn name(&self) -> &str {
+        &self.nic
+    }
+
+    /// Abilities of the NIC.
+    pub fn attributes(&self) -> &Attributes {
+        &self.attributes
+    }
+
+    /// The state of a port.
+    ///
+    /// # Errors
+    /// [`VerbsError::NoSuchPort`], [`VerbsError::Call`].
+    pub fn port(&self, number: u8) -> Result<Port, VerbsError> {
+        let ports = self.attributes.ports;
+        if !(1..=ports).contains(&number) {
+            return Err(VerbsError::NoSuchPort { nic: self.nic.clone(), port: number, ports });
+        }
+        // SAFETY: all zero is a value of this plain structure.
+        let mut attr: ibv_port_attr = unsafe { std::mem::zeroed() };
+        // SAFETY: the context is open; the structure is as the call expects it.
+        let answer = unsafe { (self.functions().query_port)(self.raw.as_ptr(), number, &mut attr) };
+        check_status(answer).map_err(|errno| self.failed("ibv_query_port", errno))?;
+        Ok(Port::of(number, &attr))
+    }
+
+    /// Reads the NIC's events; to be called now and then, or when [`as_fd`](AsFd::as_fd) is
+    /// readable.
+    ///
+    /// # Errors
+    /// [`VerbsError::NicLost`], [`VerbsError::QueuePairLost`], [`VerbsError::QueueOverflow`]. A
+    /// port that goes down is traced only: it may come back before retries end, and if not, work
+    /// requests fail.
+    pub fn check(&self) -> Result<(), VerbsError> {
+        loop {
+            let mut event = ibv_async_event { element: ibv_async_element { port_num: 0 }, event_type: 0 };
+            // SAFETY: the context is open; the structure is as the call expects it.
+            let answer = unsafe { (self.functions().get_async_event)(self.raw.as_ptr(), &mut event) };
+            if let Err(errno) = check_status(answer) {
+                let nothing = [Errno::AGAIN, Errno::INTR].map(Errno::raw_os_error).contains(&errno);
+                return if nothing { Ok(()) } else { Err(self.failed("ibv_get_async_event", errno)) };
+            }
+            let news = self.explain(&event);
+            // SAFETY: the event just came; its object cannot be destroyed before this.
+            unsafe { (self.functions().ack_async_event)(&mut event) };
+            news?;
+        }
+    }
+
+    fn explain(&self, event: &ibv_async_event) -> Result<(), VerbsError> {
+        let nic = self.nic.clone();
+        let lost = |event_of: &ibv_async_event, event| {
+            // SAFETY: this kind of event is about a queue pair, which lives until the event is
+            // acknowledged.
+            let queue_pair = unsafe { (*event_of.element.qp).qp_num };
+            VerbsError::QueuePairLost { nic: nic.clone(), queue_pair, event }
+        };
+        Err(match event.event_type {
+            IBV_EVENT_DEVICE_FATAL => VerbsError::NicLost { nic },
+            IBV_EVENT_CQ_ERR => VerbsError::QueueOverflow { nic },
+            IBV_EVENT_QP_FATAL => lost(event, "the NIC reports a fatal error of it"),
+            IBV_EVENT_QP_REQ_ERR => lost(event, "the peer sent an invalid request"),
+            IBV_EVENT_QP_ACCESS_ERR => lost(event, "the peer aimed outside what is registered"),
+            kind => {
+                tracing::warn!(nic, event = kind, "event of a NIC");
+                return Ok(());
+            }
+        })
+    }
+
+    fn query(&self) -> Result<Attributes, VerbsError> {
+        // SAFETY: all zero is a value of this plain structure.
+        let mut attr: ibv_device_attr = unsafe { std::mem::zeroed() };
+        // SAFETY: the context is open; the structure is as the call expects it.
+        let answer = unsafe { (self.functions().query_device)(self.raw.as_ptr(), &mut attr) };
+        check_status(answer).map_err(|errno| self.failed("ibv_query_device", errno))?;
+        Ok(Attributes::of(&attr))
+    }
+
+    pub(super) fn failed(&self, call: &'static str, errno: i32) -> VerbsError {
+        VerbsError::Call { nic: self.nic.clone(), call, errno }
+    }
+
+    pub(super) fn functions(&self) -> &Functions {
+        &self.library.functions
+    }
+
+    pub(super) fn raw(&self) -> *mut ibv_context {
+        self.raw.as_ptr()
+    }
+}
+
+impl AsFd for Context {
+    /// Readable when the NIC has events.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the context is open and owns this descriptor.
+        unsafe { BorrowedFd::borrow_raw((*self.raw.as_ptr()).async_fd) }
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: everything made in this context kept it alive, so nothing of it is left.
+        let answer = unsafe { (self.functions().close_device)(self.raw.as_ptr()) };
+        trace_failure(&self.nic, "ibv_close_device", answer);
+    }
+}
+
+impl Attributes {
+    const NONE: Attributes = Attributes {
+        sges: 0,
+        requests: 0,
+        completions: 0,
+        atomics: false,
+        atomics_out: 0,
+        atomics_in: 0,
+        ports: 0,
+    };
+
+    fn of(attr: &ibv_device_attr) -> Self {
+        let count = |n: i32| u32::try_from(n).unwrap_or(0);
+        let small = |n: i32| u8::try_from(n.max(0)).unwrap_or(u8::MAX);
+        Attributes {
+            sges: count(attr.max_sge),
+            requests: count(attr.max_qp_wr),
+            completions: count(attr.max_cqe),
+            atomics: attr.atomic_cap != IBV_ATOMIC_NONE,
+            atomics_out: small(attr.max_qp_init_rd_atom),
+            atomics_in: small(attr.max_qp_rd_atom),
+            ports: attr.phys_port_cnt,
+        }
+    }
+}
+
+/// The library's list of NICs.
+struct List<'a> {
+    library: &'a Library,
+    devices: NonNull<*mut ibv_device>,
+    len: usize,
+}
+
+impl<'a> List<'a> {
+    fn new(library: &'a Library) -> Result<Self, VerbsError> {
+        let mut len = 0;
+        // SAFETY: the call fills the number in.
+        let devices = check_object(unsafe { (library.functions.get_device_list)(&mut len) });
+        let devices = devices.map_err(|e| match Errno::from_raw_os_error(e) {
+            // The kernel has no RDMA at all.
+            Errno::NOSYS => VerbsError::NoNic,
+            _ => VerbsError::Call { nic: "all".to_owned(), call: "ibv_get_device_list", errno: e },
+        })?;
+        let list = List { library, devices, len: len.try_into().unwrap_or(0) };
+        if list.len == 0 { Err(VerbsError::NoNic) } else { Ok(list) }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = *mut ibv_device> + '_ {
+        // SAFETY: the library gave a list of so many devices.
+        (0..self.len).map(|at| unsafe { *self.devices.as_ptr().add(at) })
+    }
+
+    fn name(&self, device: *mut ibv_device) -> String {
+        // SAFETY: the device is of this list; its name is a C string that lives as long.
+        let name = unsafe { CStr::from_ptr((self.library.functions.get_device_name)(device)) };
+        name.to_string_lossy().into_owned()
+    }
+}
+
+impl Drop for List<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the list came from this library and is not used again; a device that is open
+        // outlives it.
+        unsafe { (self.library.functions.free_device_list)(self.devices.as_ptr()) }
+    }
+}
+
+/// The errno of this thread's last call.
+fn last() -> i32 {
+    io::Error::last_os_error().raw_os_error().unwrap_or(Errno::IO.raw_os_error())
+}
+
+/// Calls that return an object, or nothing and set errno.
+pub fn check_object<T>(returned: *mut T) -> Result<NonNull<T>, i32> {
+    NonNull::new(returned).ok_or_else(last)
+}
+
+/// Calls that return 0, or an errno, or -1 and set errno: the manual pages promise one or the
+/// other, drivers do both.
+pub fn check_status(returned: c_int) -> Result<(), i32> {
+    match returned {
+        0 => Ok(()),
+        errno @ 1.. => Err(errno),
+        _ => Err(last()),
+    }
+}
+
+/// Says that something could not be destroyed.
+pub fn trace_failure(nic: &str, call: &str, answer: i32) {
+    if let Err(errno) = check_status(answer) {
+        tracing::warn!(nic, call, errno, "a NIC's object could not be destroyed");
     }
 }

@@ -4,11 +4,12 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use super::Context;
 use super::ffi::{
     IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_RELAXED_ORDERING, IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_REMOTE_WRITE,
     ibv_mr, ibv_pd, ibv_sge,
 };
-use super::{Context, errno};
+use super::library::{check_object, trace_failure};
 use crate::error::VerbsError;
 
 /// Which queue pairs may use which memory.
@@ -30,7 +31,7 @@ impl ProtectionDomain {
     /// [`VerbsError::Call`].
     pub fn create(context: &Arc<Context>) -> Result<Arc<Self>, VerbsError> {
         // SAFETY: the context is open.
-        let raw = errno::object(unsafe { (context.functions().alloc_pd)(context.raw()) });
+        let raw = check_object(unsafe { (context.functions().alloc_pd)(context.raw()) });
         let raw = raw.map_err(|errno| context.failed("ibv_alloc_pd", errno))?;
         Ok(Arc::new(ProtectionDomain { raw, context: Arc::clone(context) }))
     }
@@ -49,7 +50,7 @@ impl Drop for ProtectionDomain {
     fn drop(&mut self) {
         // SAFETY: regions and queue pairs of this domain kept it alive, so none is left.
         let answer = unsafe { (self.context.functions().dealloc_pd)(self.raw.as_ptr()) };
-        super::trace_failure(self.context.card(), "ibv_dealloc_pd", answer);
+        trace_failure(self.context.name(), "ibv_dealloc_pd", answer);
     }
 }
 
@@ -174,9 +175,9 @@ impl MemoryRegion {
     }
 
     fn of(domain: &Arc<ProtectionDomain>, raw: *mut ibv_mr, base: u64, len: u64) -> Result<Self, VerbsError> {
-        let card = || domain.context.card().to_owned();
+        let nic = || domain.context.name().to_owned();
         let raw =
-            errno::object(raw).map_err(|errno| VerbsError::Register { card: card(), bytes: len, errno })?;
+            check_object(raw).map_err(|errno| VerbsError::Register { nic: nic(), bytes: len, errno })?;
         // SAFETY: the call just returned it.
         let (lkey, rkey) = unsafe { ((*raw.as_ptr()).lkey, (*raw.as_ptr()).rkey) };
         Ok(MemoryRegion { raw, base, len, lkey, rkey, domain: Arc::clone(domain) })
@@ -221,6 +222,6 @@ impl Drop for MemoryRegion {
         let context = &self.domain.context;
         // SAFETY: registered by `of`, and dropped once.
         let answer = unsafe { (context.functions().dereg_mr)(self.raw.as_ptr()) };
-        super::trace_failure(context.card(), "ibv_dereg_mr", answer);
+        trace_failure(context.name(), "ibv_dereg_mr", answer);
     }
 }

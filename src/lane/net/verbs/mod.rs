@@ -18,11 +18,10 @@
 //! pair of ranks. It bounds the requests in flight, and its requests can be predicted.
 //!
 //! ```text
-//!   VerbsTransport --+--> Device       a NIC and its registered memory: keys for peers (keys, offer)
+//!   VerbsTransport --+--> NicMemory    a NIC and the memory registered with it: keys for peers
 //!                    +--> Connection
-//!                           +--> Gather     puts that travel together       Block: staging, receives
-//!                           +--> Sender     requests: queued, posted, done
-//!                           +--> Receiver   signals that come as messages   words, numbers (signals)
+//!                           +--> Sender     requests: gathered, queued, posted, done; staging
+//!                           +--> Receiver   signals that come as messages
 //!                           +--> Forecast   prediction of the requests
 //! ```
 //!
@@ -31,65 +30,36 @@
 //!
 //! The module `library` gives the reason for own declarations instead of a crate for verbs.
 
-mod adapter;
-mod asks;
-mod block;
-mod chain;
-mod choose;
 mod completion;
 mod connection;
-mod context;
-mod device;
-mod device_memory;
-mod endpoint;
-mod errno;
-mod face;
 #[cfg(test)]
 mod fake;
 mod ffi;
 mod forecast;
-mod gather;
-mod gid;
-mod keys;
 mod library;
 mod memory;
 mod nic;
-mod offer;
-mod path;
-mod port;
 mod queue_pair;
 mod receiver;
+mod registration;
 mod sender;
 mod settings;
-mod signals;
-mod sysfs;
 #[cfg(test)]
 mod tests;
+mod transport;
 mod work;
 
-pub use adapter::{Setup, VerbsEnvironment, VerbsTransport};
 pub use completion::{Completion, CompletionQueue};
 #[cfg(test)]
 pub use completion::{Done, Failed, Kind};
-pub use context::Context;
-pub use endpoint::Endpoint;
 #[cfg(test)]
 pub use fake::Fabric;
-pub use library::Library;
+pub use library::{Context, Library};
 pub use memory::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
+pub use nic::Sysfs;
 #[cfg(test)]
-pub use nic::Nic;
-pub use path::Path;
-#[cfg(test)]
-pub use port::{LinkLayer, Mtu};
-pub use queue_pair::{Caps, QueuePair, Queues};
+pub use nic::{LinkLayer, Mtu, Nic};
+pub use queue_pair::{Caps, Endpoint, Path, QueuePair, Queues};
 pub use settings::{Settings, SignalMode};
-pub use sysfs::Sysfs;
+pub use transport::{Setup, VerbsEnvironment, VerbsTransport};
 pub use work::{ChainCaps, Flags, ReceiveChain, SendChain};
-
-/// Says that something could not be destroyed.
-fn trace_failure(card: &str, call: &str, answer: i32) {
-    if let Err(errno) = errno::status(answer) {
-        tracing::warn!(card, call, errno, "a NIC's object could not be destroyed");
-    }
-}

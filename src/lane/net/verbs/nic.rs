@@ -1,13 +1,44 @@
 //! From the machine's NICs to a rank's: discovered, chosen, opened.
+//!
+//! ```text
+//!   Context::names --> usable: a port is active, a GID can route --> choose --> Nic: context, path
+//!
+//!   named in the settings   all of them, in the order given: NIC 0, NIC 1, ...
+//!   else                    the nearest by NUMA distance; among equally near ones, the nth rank takes the nth, in turn
+//!
+//!   node 0: NICs a b, ranks 0 1 2       0 -> a, 1 -> b, 2 -> a       several ranks on a NIC
+//!   node 1: NICs c d, ranks 3 4         3 -> d, 4 -> c
+//! ```
+//!
+//! The choice is a pure function, so tests can run it for machines that do not exist. A RoCE port
+//! has each GID twice: for RoCE v1, which no router passes, and for RoCE v2, which travels in UDP
+//! over IP. Switches are most often set up for those made of an IPv4 address.
+//!
+//! The kernel's files ([`Sysfs`]) have the addresses of ports, and the place of NICs in the
+//! machine:
+//!
+//! ```text
+//!   class/infiniband/<nic>/device                           link into the PCI tree; none for a soft NIC
+//!   class/infiniband/<nic>/device/numa_node                 -1: unknown
+//!   class/infiniband/<nic>/ports/<p>/gids/<i>               an address; all zero: empty
+//!   class/infiniband/<nic>/ports/<p>/gid_attrs/types/<i>    "IB/RoCE v1" or "RoCE v2"; unreadable: empty
+//!   devices/system/node/node<n>/{cpulist, distance}         processors of a NUMA node, and its distances
+//! ```
 
+use std::fs;
+use std::net::Ipv6Addr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::choose::{Candidate, choose};
-use super::gid::Gid;
-use super::port::{LinkLayer, Port, PortState};
-use super::{Context, Library, Path, Settings, Sysfs};
+use rustix::thread::{CpuSet, sched_getaffinity};
+
+use super::ffi::{
+    IBV_LINK_LAYER_ETHERNET, IBV_LINK_LAYER_INFINIBAND, IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048,
+    IBV_MTU_4096, IBV_PORT_ACTIVE, IBV_PORT_ARMED, IBV_PORT_DOWN, IBV_PORT_INIT, ibv_port_attr,
+};
+use super::{Context, Library, Path, Settings};
 use crate::error::VerbsError;
+use crate::memory::Numa;
 
 /// A NIC that a rank uses, open and ready to connect.
 #[derive(Clone, Debug)]
@@ -17,9 +48,9 @@ pub struct Nic {
     /// How its queue pairs go out.
     pub path: Path,
     /// The NUMA node it is near to.
-    pub numa_node: Option<u32>,
+    numa_node: Option<u32>,
     /// Its path in the PCI tree; none for a soft NIC.
-    pub pci_path: Option<PathBuf>,
+    pci_path: Option<PathBuf>,
 }
 
 impl std::fmt::Display for Nic {
@@ -27,7 +58,7 @@ impl std::fmt::Display for Nic {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Path { port, gid, gid_index, mtu, .. } = self.path;
         let address = gid.to_ipv4_mapped().map_or_else(|| gid.to_string(), |address| address.to_string());
-        write!(f, "{} port {port}, {address} (GID {gid_index}), MTU {}", self.context.card(), mtu.bytes())?;
+        write!(f, "{} port {port}, {address} (GID {gid_index}), MTU {}", self.context.name(), mtu.bytes())?;
         if let Some(node) = self.numa_node {
             write!(f, ", NUMA node {node}")?;
         }
@@ -43,7 +74,7 @@ impl Nic {
     /// or else the nearest usable one.
     ///
     /// # Errors
-    /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`]; the error of a named NIC or, if none is
+    /// [`VerbsError::NoNic`], [`VerbsError::NoSuchNic`]; the error of a named NIC or, if none is
     /// usable, of the first: [`VerbsError::Open`], [`VerbsError::PortDown`],
     /// [`VerbsError::NoSuchPort`], [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`],
     /// [`VerbsError::MtuTooLarge`].
@@ -56,23 +87,23 @@ impl Nic {
         let (names, own) = (Context::names(library)?, sysfs.own_node());
         let distance = |name: &str| sysfs.numa_distance(own?, sysfs.numa_node(name)?);
         let candidate = |name: &str| Candidate { name: name.to_owned(), distance: distance(name) };
-        if !settings.cards.is_empty() {
-            let cards: Vec<Candidate> = names.iter().map(|name| candidate(name)).collect();
-            let chosen = choose(&cards, nth, &settings.cards)?;
+        if !settings.nics.is_empty() {
+            let nics: Vec<Candidate> = names.iter().map(|name| candidate(name)).collect();
+            let chosen = choose(&nics, nth, &settings.nics)?;
             return chosen.iter().map(|&at| Self::of(library, sysfs, settings, &names[at])).collect();
         }
         let (mut usable, mut refused) = (Vec::new(), None);
         for name in &names {
             match Self::of(library, sysfs, settings, name) {
-                Ok(rail) => usable.push(rail),
+                Ok(nic) => usable.push(nic),
                 Err(why) => {
-                    tracing::info!(card = name, %why, "a NIC is left out");
+                    tracing::info!(nic = name, %why, "a NIC is left out");
                     refused.get_or_insert(why);
                 }
             }
         }
-        let cards: Vec<Candidate> = usable.iter().map(|rail| candidate(rail.context.card())).collect();
-        match (choose(&cards, nth, &[]), refused) {
+        let nics: Vec<Candidate> = usable.iter().map(|nic| candidate(nic.context.name())).collect();
+        match (choose(&nics, nth, &[]), refused) {
             (Ok(chosen), _) => Ok(chosen.iter().map(|&at| usable[at].clone()).collect()),
             (Err(_), Some(why)) => Err(why),
             (Err(why), None) => Err(why),
@@ -80,15 +111,15 @@ impl Nic {
     }
 
     /// Opens one NIC, if it is usable.
-    fn of(library: &Arc<Library>, sysfs: &Sysfs, settings: &Settings, card: &str) -> Result<Nic, VerbsError> {
-        let context = Context::open(library, card)?;
+    fn of(library: &Arc<Library>, sysfs: &Sysfs, settings: &Settings, nic: &str) -> Result<Nic, VerbsError> {
+        let context = Context::open(library, nic)?;
         let (port, link) = active_port(&context, settings.port)?;
-        let at = (card, port.number);
-        let gid = Gid::choose(&sysfs.gids(card, port.number), link, settings.gid_index, at)?;
+        let at = (nic, port.number);
+        let gid = Gid::choose(&sysfs.gids(nic, port.number), link, settings.gid_index, at)?;
         let mtu = settings.mtu.unwrap_or(port.mtu);
         if mtu > port.mtu {
             let (asked, active) = (mtu.bytes(), port.mtu.bytes());
-            return Err(VerbsError::MtuTooLarge { card: card.to_owned(), port: port.number, asked, active });
+            return Err(VerbsError::MtuTooLarge { nic: nic.to_owned(), port: port.number, asked, active });
         }
         let path = Path {
             port: port.number,
@@ -104,7 +135,7 @@ impl Nic {
             retries: settings.retries,
             rnr_retries: settings.rnr_retries,
         };
-        Ok(Nic { context, path, numa_node: sysfs.numa_node(card), pci_path: sysfs.pci_path(card) })
+        Ok(Nic { context, path, numa_node: sysfs.numa_node(nic), pci_path: sysfs.pci_path(nic) })
     }
 }
 
@@ -121,5 +152,441 @@ fn active_port(context: &Context, wanted: Option<u8>) -> Result<(Port, LinkLayer
         }
     }
     let (port, state) = down.unwrap_or((1, "missing"));
-    Err(VerbsError::PortDown { card: context.card().to_owned(), port, state })
+    Err(VerbsError::PortDown { nic: context.name().to_owned(), port, state })
+}
+
+/// A usable NIC.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Candidate {
+    /// Its name.
+    name: String,
+    /// Its NUMA distance from this process; none where either place is unknown: farther than any
+    /// that is known.
+    distance: Option<u32>,
+}
+
+/// Indices in `nics` of the NICs that a rank uses, in order. `nth` is its rank on its node:
+/// ranks that are bound to NUMA nodes in blocks of equal size, or not at all, then spread evenly.
+///
+/// # Errors
+/// [`VerbsError::NoNic`], [`VerbsError::NoSuchNic`].
+fn choose(nics: &[Candidate], nth: u32, named: &[String]) -> Result<Vec<usize>, VerbsError> {
+    if !named.is_empty() {
+        let place = |name: &String| {
+            nics.iter().position(|nic| nic.name == *name).ok_or_else(|| VerbsError::NoSuchNic {
+                nic: name.clone(),
+                present: nics.iter().map(|nic| nic.name.clone()).collect(),
+            })
+        };
+        return named.iter().map(place).collect();
+    }
+    let farness = |nic: &Candidate| nic.distance.unwrap_or(u32::MAX);
+    let least = nics.iter().map(farness).min().ok_or(VerbsError::NoNic)?;
+    let near: Vec<usize> = (0..nics.len()).filter(|&at| farness(&nics[at]) == least).collect();
+    Ok(vec![near[nth as usize % near.len()]])
+}
+
+/// A port of a NIC, as of the query.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Port {
+    /// Its number, from 1.
+    number: u8,
+    /// Whether it carries traffic.
+    state: PortState,
+    /// Its network; `None` where the NIC does not report it (iWARP).
+    link: Option<LinkLayer>,
+    /// Its address within an InfiniBand subnet; 0 on Ethernet.
+    lid: u16,
+    /// The largest packet it sends now.
+    mtu: Mtu,
+}
+
+/// Whether a port carries traffic.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PortState {
+    /// No link.
+    Down,
+    /// A link, but no subnet manager has been here.
+    Initializing,
+    /// Configured, not yet in use.
+    Armed,
+    /// It carries traffic.
+    Active,
+    /// Something newer.
+    Other(u32),
+}
+
+impl PortState {
+    /// Its name.
+    fn name(self) -> &'static str {
+        match self {
+            PortState::Down => "down",
+            PortState::Initializing => "initializing",
+            PortState::Armed => "armed",
+            PortState::Active => "active",
+            PortState::Other(_) => "in an unknown state",
+        }
+    }
+}
+
+/// The network under a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkLayer {
+    /// InfiniBand.
+    InfiniBand,
+    /// Ethernet: RoCE.
+    Ethernet,
+}
+
+impl LinkLayer {
+    pub(super) fn code(self) -> u8 {
+        match self {
+            LinkLayer::InfiniBand => IBV_LINK_LAYER_INFINIBAND,
+            LinkLayer::Ethernet => IBV_LINK_LAYER_ETHERNET,
+        }
+    }
+
+    pub(super) fn from_code(code: u8) -> Option<Self> {
+        [LinkLayer::InfiniBand, LinkLayer::Ethernet].into_iter().find(|link| link.code() == code)
+    }
+}
+
+/// The largest packet on a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Mtu {
+    /// 256 bytes.
+    B256,
+    /// 512 bytes.
+    B512,
+    /// 1024 bytes.
+    B1024,
+    /// 2048 bytes.
+    B2048,
+    /// 4096 bytes.
+    B4096,
+}
+
+impl Mtu {
+    /// All, smallest first.
+    pub const ALL: [Mtu; 5] = [Mtu::B256, Mtu::B512, Mtu::B1024, Mtu::B2048, Mtu::B4096];
+
+    /// In bytes.
+    pub fn bytes(self) -> u32 {
+        256 << self as u32
+    }
+
+    pub(super) fn code(self) -> u32 {
+        match self {
+            Mtu::B256 => IBV_MTU_256,
+            Mtu::B512 => IBV_MTU_512,
+            Mtu::B1024 => IBV_MTU_1024,
+            Mtu::B2048 => IBV_MTU_2048,
+            Mtu::B4096 => IBV_MTU_4096,
+        }
+    }
+
+    pub(super) fn from_code(code: u32) -> Option<Self> {
+        Mtu::ALL.into_iter().find(|mtu| mtu.code() == code)
+    }
+}
+
+impl Port {
+    pub(super) fn of(number: u8, attr: &ibv_port_attr) -> Self {
+        let state = match attr.state {
+            IBV_PORT_DOWN => PortState::Down,
+            IBV_PORT_INIT => PortState::Initializing,
+            IBV_PORT_ARMED => PortState::Armed,
+            IBV_PORT_ACTIVE => PortState::Active,
+            other => PortState::Other(other),
+        };
+        let link = LinkLayer::from_code(attr.link_layer);
+        // A code that is not known is larger than any that is.
+        let mtu = Mtu::from_code(attr.active_mtu).unwrap_or(Mtu::B4096);
+        Port { number, state, link, lid: attr.lid, mtu }
+    }
+}
+
+/// An entry of a port's table of addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Gid {
+    /// Its place in the table.
+    index: u8,
+    /// The address.
+    gid: Ipv6Addr,
+    /// Kind of the address.
+    kind: GidType,
+}
+
+/// Kind of an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum GidType {
+    /// InfiniBand; on Ethernet, RoCE v1.
+    IbOrRoceV1,
+    /// RoCE v2.
+    RoceV2,
+}
+
+impl Gid {
+    /// The one that a connection uses: that of index `wanted`; on Ethernet RoCE v2 with an IPv4
+    /// address, else one with an IPv6 address, else the one of the link; on InfiniBand the first.
+    ///
+    /// # Errors
+    /// [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`].
+    fn choose(
+        gids: &[Gid],
+        link: LinkLayer,
+        wanted: Option<u8>,
+        (nic, port): (&str, u8),
+    ) -> Result<Gid, VerbsError> {
+        let nic = nic.to_owned();
+        if let Some(index) = wanted {
+            let found = gids.iter().find(|gid| gid.index == index).copied();
+            return found.ok_or(VerbsError::NoSuchGid { nic, port, index });
+        }
+        let kind = match link {
+            LinkLayer::InfiniBand => GidType::IbOrRoceV1,
+            LinkLayer::Ethernet => GidType::RoceV2,
+        };
+        let usable = gids.iter().filter(|gid| gid.kind == kind);
+        usable.min_by_key(|gid| (gid.reach(), gid.index)).copied().ok_or(VerbsError::NoGid { nic, port })
+    }
+
+    /// How well routers know it: 0 is best.
+    fn reach(&self) -> u32 {
+        match self.kind {
+            GidType::IbOrRoceV1 => 0,
+            GidType::RoceV2 if self.gid.to_ipv4_mapped().is_some() => 0,
+            GidType::RoceV2 if !self.gid.is_unicast_link_local() => 1,
+            GidType::RoceV2 => 2,
+        }
+    }
+}
+
+/// The tree below a root: `/sys`, or one that a test laid out. Missing and unreadable files count
+/// as unknown.
+#[derive(Clone, Debug)]
+pub struct Sysfs {
+    root: PathBuf,
+}
+
+impl Default for Sysfs {
+    fn default() -> Self {
+        Sysfs::below("/sys")
+    }
+}
+
+impl Sysfs {
+    /// The tree below this directory.
+    pub fn below(root: impl Into<PathBuf>) -> Self {
+        Sysfs { root: root.into() }
+    }
+
+    /// The addresses of a port, in the order of its table; empty entries are left out.
+    fn gids(&self, nic: &str, port: u8) -> Vec<Gid> {
+        let dir = self.folder(nic).join("ports").join(port.to_string());
+        let gid = |index: u8| {
+            let gid: Ipv6Addr = read(&dir.join("gids").join(index.to_string()))?.parse().ok()?;
+            let kind = match read(&dir.join("gid_attrs/types").join(index.to_string()))?.as_str() {
+                "IB/RoCE v1" => GidType::IbOrRoceV1,
+                "RoCE v2" => GidType::RoceV2,
+                _ => return None,
+            };
+            (!gid.is_unspecified()).then_some(Gid { index, gid, kind })
+        };
+        numbered(&dir.join("gids"), "").into_iter().filter_map(gid).collect()
+    }
+
+    /// The nearest NUMA node of a NIC.
+    fn numa_node(&self, nic: &str) -> Option<u32> {
+        read(&self.folder(nic).join("device/numa_node"))?.parse().ok()
+    }
+
+    /// A NIC's path in the PCI tree: bridges, then its own address.
+    fn pci_path(&self, nic: &str) -> Option<PathBuf> {
+        self.folder(nic).join("device").canonicalize().ok()
+    }
+
+    /// How far a NUMA node is from another, in the firmware's measure: 10 is the node itself.
+    fn numa_distance(&self, from: u32, to: u32) -> Option<u32> {
+        let distances = read(&self.nodes().join(format!("node{from}/distance")))?;
+        // One number per node that is online.
+        let at = numbered::<u32>(&self.nodes(), "node").iter().position(|&node| node == to)?;
+        distances.split_ascii_whitespace().nth(at)?.parse().ok()
+    }
+
+    /// The NUMA node that this thread is bound to, if it is.
+    fn own_node(&self) -> Option<u32> {
+        let set = sched_getaffinity(None).ok()?;
+        let allowed = |cpu: u32| (cpu as usize) < CpuSet::MAX_CPU && set.is_set(cpu as usize);
+        Numa::below(self.nodes()).node_of(allowed)
+    }
+
+    fn folder(&self, nic: &str) -> PathBuf {
+        self.root.join("class/infiniband").join(nic)
+    }
+
+    fn nodes(&self) -> PathBuf {
+        self.root.join("devices/system/node")
+    }
+}
+
+fn read(path: &std::path::Path) -> Option<String> {
+    fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
+}
+
+/// The numbers of entries that are `prefix` and a number, ascending.
+fn numbered<N: std::str::FromStr + Ord>(dir: &std::path::Path, prefix: &str) -> Vec<N> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let mut numbers: Vec<N> = names.filter_map(|name| name.strip_prefix(prefix)?.parse().ok()).collect();
+    numbers.sort_unstable();
+    numbers
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::lane::net::verbs::fake::Tree;
+
+    fn machine() -> impl Strategy<Value = Vec<Candidate>> {
+        let distances = prop::collection::vec(prop::option::of(10..13u32), 1..10);
+        distances.prop_map(|distances| {
+            let nic = |(at, distance)| Candidate { name: format!("nic{at}"), distance };
+            distances.into_iter().enumerate().map(nic).collect()
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn a_rank_takes_one_nic_and_none_is_nearer(nics in machine(), nth in any::<u32>()) {
+            let chosen = choose(&nics, nth, &[]).unwrap();
+            prop_assert_eq!(chosen.len(), 1);
+            let distance = |nic: &Candidate| nic.distance.unwrap_or(u32::MAX);
+            prop_assert!(nics.iter().all(|nic| distance(nic) >= distance(&nics[chosen[0]])));
+        }
+
+        #[test]
+        fn ranks_spread_evenly_over_the_nearest_nics(nics in machine(), ranks in 1..40u32) {
+            let mut load = vec![0u32; nics.len()];
+            for nth in 0..ranks {
+                load[choose(&nics, nth, &[]).unwrap()[0]] += 1;
+            }
+            let least = nics.iter().map(|nic| nic.distance.unwrap_or(u32::MAX)).min();
+            let near = |at: &usize| Some(nics[*at].distance.unwrap_or(u32::MAX)) == least;
+            let loads: Vec<u32> = (0..nics.len()).filter(near).map(|at| load[at]).collect();
+            prop_assert_eq!(loads.iter().sum::<u32>(), ranks);
+            prop_assert!(loads.iter().max().unwrap() - loads.iter().min().unwrap() <= 1);
+        }
+
+        #[test]
+        fn named_nics_are_the_rails_in_their_order(nics in machine(), nth in any::<u32>(), order in any::<prop::sample::Index>()) {
+            let mut named: Vec<String> = nics.iter().map(|nic| nic.name.clone()).collect();
+            let turn = order.index(named.len());
+            named.rotate_left(turn);
+            let chosen = choose(&nics, nth, &named).unwrap();
+            let names: Vec<String> = chosen.iter().map(|&at| nics[at].name.clone()).collect();
+            prop_assert_eq!(names, named);
+        }
+    }
+
+    #[test]
+    fn a_name_that_is_not_there_and_a_machine_without_nics_are_errors() {
+        let nics = [Candidate { name: "mlx5_0".into(), distance: None }];
+        let missing = VerbsError::NoSuchNic { nic: "mlx5_7".into(), present: vec!["mlx5_0".into()] };
+        assert_eq!(choose(&nics, 0, &["mlx5_0".into(), "mlx5_7".into()]), Err(missing));
+        assert_eq!(choose(&[], 0, &[]), Err(VerbsError::NoNic));
+    }
+
+    fn table(entries: &[(u8, &str, GidType)]) -> Vec<Gid> {
+        let gid = |&(index, gid, kind): &(u8, &str, GidType)| Gid { index, gid: gid.parse().unwrap(), kind };
+        entries.iter().map(gid).collect()
+    }
+
+    fn chosen(gids: &[Gid], link: LinkLayer, wanted: Option<u8>) -> Result<u8, VerbsError> {
+        Gid::choose(gids, link, wanted, ("nic", 1)).map(|gid| gid.index)
+    }
+
+    #[test]
+    fn roce_v2_with_ipv4_comes_first_then_ipv6_then_the_link_s_own() {
+        use GidType::{IbOrRoceV1, RoceV2};
+        let all = table(&[
+            (0, "fe80::1", IbOrRoceV1),
+            (1, "fe80::1", RoceV2),
+            (2, "::ffff:10.0.0.1", IbOrRoceV1),
+            (3, "2001:db8::1", RoceV2),
+            (4, "::ffff:10.0.0.1", RoceV2),
+            (5, "::ffff:10.0.0.9", RoceV2),
+        ]);
+        assert_eq!(chosen(&all, LinkLayer::Ethernet, None), Ok(4));
+        assert_eq!(chosen(&all[..4], LinkLayer::Ethernet, None), Ok(3));
+        assert_eq!(chosen(&all[..3], LinkLayer::Ethernet, None), Ok(1));
+        let none = VerbsError::NoGid { nic: "nic".into(), port: 1 };
+        assert_eq!(chosen(&all[..1], LinkLayer::Ethernet, None), Err(none.clone()));
+        assert_eq!(chosen(&all, LinkLayer::InfiniBand, None), Ok(0));
+        assert_eq!(chosen(&[], LinkLayer::InfiniBand, None), Err(none));
+    }
+
+    #[test]
+    fn an_index_that_was_asked_for_is_taken_or_refused() {
+        let gids = table(&[(0, "fe80::1", GidType::IbOrRoceV1)]);
+        assert_eq!(chosen(&gids, LinkLayer::Ethernet, Some(0)), Ok(0));
+        let missing = VerbsError::NoSuchGid { nic: "nic".into(), port: 1, index: 7 };
+        assert_eq!(chosen(&gids, LinkLayer::Ethernet, Some(7)), Err(missing));
+    }
+
+    #[test]
+    fn addresses_are_read_with_their_kinds_and_empty_ones_left_out() {
+        let tree = Tree::new();
+        let port = "class/infiniband/mlx5_0/ports/1";
+        for (index, gid, kind) in [
+            (0, "fe80:0000:0000:0000:0000:0000:0000:0001", "IB/RoCE v1"),
+            (1, "fe80:0000:0000:0000:0000:0000:0000:0001", "RoCE v2"),
+            (2, "0000:0000:0000:0000:0000:0000:0000:0000", "RoCE v2"),
+            (10, "0000:0000:0000:0000:0000:ffff:0a00:0002", "RoCE v2"),
+            (3, "fe80:0000:0000:0000:0000:0000:0000:0002", "RoCE v9"),
+        ] {
+            tree.write(&format!("{port}/gids/{index}"), gid);
+            tree.write(&format!("{port}/gid_attrs/types/{index}"), kind);
+        }
+        tree.write(&format!("{port}/gids/4"), "fe80:0000:0000:0000:0000:0000:0000:0004");
+        let gids = tree.sysfs().gids("mlx5_0", 1);
+        let local: Ipv6Addr = "fe80::1".parse().unwrap();
+        let mapped: Ipv6Addr = "::ffff:10.0.0.2".parse().unwrap();
+        let expected = [
+            Gid { index: 0, gid: local, kind: GidType::IbOrRoceV1 },
+            Gid { index: 1, gid: local, kind: GidType::RoceV2 },
+            Gid { index: 10, gid: mapped, kind: GidType::RoceV2 },
+        ];
+        assert_eq!(gids, expected);
+        assert_eq!(tree.sysfs().gids("mlx5_1", 1), []);
+    }
+
+    #[test]
+    fn a_nic_s_place_is_read_or_unknown() {
+        let tree = Tree::new();
+        tree.write("devices/pci0000:16/0000:17:00.0/numa_node", "1");
+        tree.link("class/infiniband/mlx5_0/device", "devices/pci0000:16/0000:17:00.0");
+        tree.write("class/infiniband/mlx5_1/device/numa_node", "-1");
+        let sysfs = tree.sysfs();
+        assert_eq!(sysfs.numa_node("mlx5_0"), Some(1));
+        assert!(sysfs.pci_path("mlx5_0").unwrap().ends_with("devices/pci0000:16/0000:17:00.0"));
+        assert_eq!(sysfs.numa_node("mlx5_1"), None);
+        assert_eq!((sysfs.numa_node("rxe0"), sysfs.pci_path("rxe0")), (None, None));
+    }
+
+    #[test]
+    fn distances_are_those_between_nodes_that_are_there() {
+        let tree = Tree::new();
+        // Node 1 is offline: distances are listed for those that are there.
+        tree.write("devices/system/node/node0/cpulist", "0-3,8");
+        tree.write("devices/system/node/node0/distance", "10 21");
+        tree.write("devices/system/node/node2/cpulist", "4-7,9-11");
+        tree.write("devices/system/node/node2/distance", "20 10");
+        let sysfs = tree.sysfs();
+        assert_eq!(sysfs.numa_distance(0, 2), Some(21));
+        assert_eq!(sysfs.numa_distance(2, 0), Some(20));
+        assert_eq!(sysfs.numa_distance(0, 1), None);
+    }
 }

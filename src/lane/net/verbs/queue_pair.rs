@@ -5,6 +5,16 @@
 //!                                                                             |
 //!                                          a request fails, retries run out --+--> error: all else is flushed
 //! ```
+//!
+//! An [`Endpoint`] describes a queue pair to its peer. It goes through the rendezvous.
+//!
+//! ```text
+//!   byte 0        1        2     3          4           8                    12   14   16
+//!        version  network  mtu   atomics    queue pair  first packet number  lid  0    gid (16 bytes)
+//! ```
+//!
+//! Numbers are little-endian. The whole is 32 bytes. The version comes first, so another build is
+//! recognized before any other byte is trusted.
 
 use std::net::Ipv6Addr;
 use std::ptr::{self, NonNull};
@@ -12,12 +22,14 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use super::chain::{Chain, Request};
 use super::completion::{CompletionQueue, Failed};
 use super::ffi::{
     self, ibv_ah_attr, ibv_gid, ibv_global_route, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_init_attr,
 };
-use super::{Context, Endpoint, Path, ProtectionDomain, ReceiveChain, SendChain, errno};
+use super::library::{check_object, check_status, trace_failure};
+use super::nic::{LinkLayer, Mtu};
+use super::work::{Chain, Request};
+use super::{Context, ProtectionDomain, ReceiveChain, SendChain};
 use crate::error::{Operation, VerbsError};
 
 /// Atomics in flight that are worth having: signals, a few per peer.
@@ -128,7 +140,7 @@ impl QueuePair {
             };
             // SAFETY: the domain and both queues live, and are kept alive by the queue pair.
             let raw = unsafe { (context.functions().create_qp)(domain.raw(), &mut attr) };
-            errno::object(raw).map(|raw| (raw, Caps::granted(&attr.cap)))
+            check_object(raw).map(|raw| (raw, Caps::granted(&attr.cap)))
         };
         let mut answer = create(caps.inline);
         if caps.inline > 0 && answer.is_err() {
@@ -171,49 +183,49 @@ impl QueuePair {
     ///
     /// # Errors
     /// [`VerbsError::NoRoute`], [`VerbsError::LinkLayers`], [`VerbsError::Call`].
-    pub fn connect(&self, partner: &Endpoint) -> Result<(), VerbsError> {
-        if partner.link != self.path.link {
-            let card = self.context().card().to_owned();
-            return Err(VerbsError::LinkLayers { card, peer: self.peer });
+    pub fn connect(&self, remote: &Endpoint) -> Result<(), VerbsError> {
+        if remote.link != self.path.link {
+            let nic = self.context().name().to_owned();
+            return Err(VerbsError::LinkLayers { nic, peer: self.peer });
         }
-        self.ready_to_receive(partner).map_err(|errno| self.no_route(partner.gid, errno))?;
-        self.ready_to_send(partner).map_err(|errno| self.context().failed("ibv_modify_qp to RTS", errno))
+        self.ready_to_receive(remote).map_err(|errno| self.no_route(remote.gid, errno))?;
+        self.ready_to_send(remote).map_err(|errno| self.context().failed("ibv_modify_qp to RTS", errno))
     }
 
-    fn ready_to_receive(&self, partner: &Endpoint) -> Result<(), i32> {
+    fn ready_to_receive(&self, remote: &Endpoint) -> Result<(), i32> {
         let mut attr = blank(ffi::IBV_QPS_RTR);
-        attr.path_mtu = self.path.mtu.min(partner.mtu).code();
-        attr.dest_qp_num = partner.queue_pair;
-        attr.rq_psn = partner.first_packet;
+        attr.path_mtu = self.path.mtu.min(remote.mtu).code();
+        attr.dest_qp_num = remote.queue_pair;
+        attr.rq_psn = remote.first_packet;
         attr.max_dest_rd_atomic = self.atomics_in();
         attr.min_rnr_timer = RNR_TIMER;
         attr.ah_attr = ibv_ah_attr {
             grh: ibv_global_route {
-                dgid: ibv_gid { raw: partner.gid.octets() },
+                dgid: ibv_gid { raw: remote.gid.octets() },
                 flow_label: 0,
                 sgid_index: self.path.gid_index,
                 hop_limit: HOPS,
                 traffic_class: self.path.traffic_class,
             },
-            dlid: partner.lid,
+            dlid: remote.lid,
             sl: self.path.service_level,
             src_path_bits: 0,
             static_rate: 0,
-            is_global: self.path.is_global(partner.gid).into(),
+            is_global: self.path.is_global(remote.gid).into(),
             port_num: self.path.port,
         };
         let mask = ffi::IBV_QP_AV | ffi::IBV_QP_PATH_MTU | ffi::IBV_QP_DEST_QPN | ffi::IBV_QP_RQ_PSN;
         self.modify(attr, mask | ffi::IBV_QP_MAX_DEST_RD_ATOMIC | ffi::IBV_QP_MIN_RNR_TIMER)
     }
 
-    fn ready_to_send(&self, partner: &Endpoint) -> Result<(), i32> {
+    fn ready_to_send(&self, remote: &Endpoint) -> Result<(), i32> {
         let mut attr = blank(ffi::IBV_QPS_RTS);
         attr.sq_psn = self.first_packet;
         attr.timeout = self.path.timeout;
         attr.retry_cnt = self.path.retries;
         attr.rnr_retry = self.path.rnr_retries;
         // At most the number of answers that the peer keeps.
-        attr.max_rd_atomic = ATOMICS.min(self.context().attributes().atomics_out).min(partner.atomics_in);
+        attr.max_rd_atomic = ATOMICS.min(self.context().attributes().atomics_out).min(remote.atomics_in);
         let mask = ffi::IBV_QP_SQ_PSN | ffi::IBV_QP_TIMEOUT | ffi::IBV_QP_RETRY_CNT;
         self.modify(attr, mask | ffi::IBV_QP_RNR_RETRY | ffi::IBV_QP_MAX_QP_RD_ATOMIC)
     }
@@ -265,14 +277,14 @@ impl QueuePair {
             // SAFETY: the queue pair lives. The chain is linked, and stays as it is while the
             // driver copies it. The memory of its pieces is registered, so the NIC may read it;
             // otherwise the NIC refuses.
-            Some(post) => errno::status(unsafe { post(self.raw.as_ptr(), first, &mut bad) }),
+            Some(post) => check_status(unsafe { post(self.raw.as_ptr(), first, &mut bad) }),
             None => Err(Errno::NOSYS.raw_os_error()),
         };
         // A driver that refuses without saying which one refuses the first.
         let refused = if answer.is_err() && bad.is_null() { first } else { bad };
         let taken = chain.settle(if answer.is_ok() { ptr::null() } else { refused });
         answer.map_err(|errno| VerbsError::Post {
-            card: self.context().card().to_owned(),
+            nic: self.context().name().to_owned(),
             queue_pair: self.number,
             peer: self.peer,
             call,
@@ -284,7 +296,7 @@ impl QueuePair {
     /// The error of a request of this queue pair, identified by its number.
     pub fn failure(&self, operation: Operation, failed: Failed) -> VerbsError {
         VerbsError::Completion {
-            card: self.context().card().to_owned(),
+            nic: self.context().name().to_owned(),
             queue_pair: self.number,
             peer: self.peer,
             operation,
@@ -308,16 +320,14 @@ impl QueuePair {
     }
 
     fn no_route(&self, remote: Ipv6Addr, errno: i32) -> VerbsError {
-        let card = self.context().card().to_owned();
-        VerbsError::NoRoute { card, peer: self.peer, gid: self.path.gid, remote, errno }
+        let nic = self.context().name().to_owned();
+        VerbsError::NoRoute { nic, peer: self.peer, gid: self.path.gid, remote, errno }
     }
 
     fn modify(&self, mut attr: ibv_qp_attr, mask: i32) -> Result<(), i32> {
         let functions = self.context().functions();
         // SAFETY: the queue pair lives; the structure is as the call expects it.
-        errno::status(unsafe {
-            (functions.modify_qp)(self.raw.as_ptr(), &mut attr, mask | ffi::IBV_QP_STATE)
-        })
+        check_status(unsafe { (functions.modify_qp)(self.raw.as_ptr(), &mut attr, mask | ffi::IBV_QP_STATE) })
     }
 }
 
@@ -325,7 +335,7 @@ impl Drop for QueuePair {
     fn drop(&mut self) {
         // SAFETY: created here, and dropped once; its domain and queues are still there.
         let answer = unsafe { (self.context().functions().destroy_qp)(self.raw.as_ptr()) };
-        super::trace_failure(self.context().card(), "ibv_destroy_qp", answer);
+        trace_failure(self.context().name(), "ibv_destroy_qp", answer);
     }
 }
 
@@ -346,4 +356,176 @@ fn blank(state: u32) -> ibv_qp_attr {
     let mut attr: ibv_qp_attr = unsafe { std::mem::zeroed() };
     attr.qp_state = state;
     attr
+}
+
+/// Version of the verbs lane's protocol, the description included.
+const VERSION: u8 = 1;
+
+/// Queue pair and packet numbers have so many bits.
+const MASK_24: u32 = (1 << 24) - 1;
+
+/// One end of a reliable connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    /// The network it is on.
+    pub link: LinkLayer,
+    /// The largest packet its port takes.
+    pub mtu: Mtu,
+    /// Atomics of its peer that it keeps answers for.
+    pub atomics_in: u8,
+    /// Number of the queue pair on its NIC.
+    pub queue_pair: u32,
+    /// Number of the first packet it sends.
+    pub first_packet: u32,
+    /// Address of the port within an InfiniBand subnet; 0 on Ethernet.
+    pub lid: u16,
+    /// Address of the port.
+    pub gid: Ipv6Addr,
+}
+
+impl Endpoint {
+    /// Bytes of a description.
+    pub const BYTES: usize = 32;
+
+    /// The description.
+    pub fn to_bytes(self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[0] = VERSION;
+        bytes[1] = self.link.code();
+        bytes[2] = self.mtu.code() as u8;
+        bytes[3] = self.atomics_in;
+        bytes[4..8].copy_from_slice(&self.queue_pair.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.first_packet.to_le_bytes());
+        bytes[12..14].copy_from_slice(&self.lid.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.gid.octets());
+        bytes
+    }
+
+    /// Reads what rank `peer` of the world sent.
+    ///
+    /// # Errors
+    /// [`VerbsError::EndpointVersion`], [`VerbsError::EndpointLength`],
+    /// [`VerbsError::EndpointField`].
+    pub fn from_bytes(peer: u32, bytes: &[u8]) -> Result<Self, VerbsError> {
+        if let Some(&seen) = bytes.first().filter(|&&version| version != VERSION) {
+            return Err(VerbsError::EndpointVersion { peer, seen, expected: VERSION });
+        }
+        let Ok(bytes) = <&[u8; Self::BYTES]>::try_from(bytes) else {
+            return Err(VerbsError::EndpointLength { peer, seen: bytes.len(), expected: Self::BYTES });
+        };
+        let wrong = |field, value| VerbsError::EndpointField { peer, field, value };
+        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        let number = |field, at| Some(word(at)).filter(|&n| n <= MASK_24).ok_or(wrong(field, word(at)));
+        let link = LinkLayer::from_code(bytes[1]).ok_or(wrong("network", bytes[1].into()))?;
+        let mtu = Mtu::from_code(bytes[2].into()).ok_or(wrong("mtu", bytes[2].into()))?;
+        let (queue_pair, first_packet) = (number("queue pair", 4)?, number("first packet number", 8)?);
+        let gid: [u8; 16] = std::array::from_fn(|i| bytes[16 + i]);
+        let (lid, pad) = (word(12) as u16, word(12) >> 16);
+        if pad != 0 {
+            return Err(wrong("bytes 14 and 15", pad));
+        }
+        let (atomics_in, gid) = (bytes[3], Ipv6Addr::from(gid));
+        Ok(Endpoint { link, mtu, atomics_in, queue_pair, first_packet, lid, gid })
+    }
+
+    /// A number for a first packet: not guessable, so that late packets of an older connection do
+    /// not fit a new one.
+    ///
+    /// # Errors
+    /// The system's random numbers are not to be had.
+    fn random_packet() -> Result<u32, getrandom::Error> {
+        Ok(getrandom::u32()? & MASK_24)
+    }
+}
+
+/// Our side of a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Path {
+    /// The port's number.
+    pub port: u8,
+    /// Its network.
+    pub link: LinkLayer,
+    /// Its address within an InfiniBand subnet.
+    pub lid: u16,
+    /// Place of its GID in the port's table.
+    pub gid_index: u8,
+    /// That GID.
+    pub gid: Ipv6Addr,
+    /// The largest packet; a connection uses the smaller of both ends.
+    pub mtu: Mtu,
+    /// Place of the partition key in the port's table.
+    pub pkey_index: u16,
+    /// InfiniBand's service level; the priority on Ethernet.
+    pub service_level: u8,
+    /// Traffic class of the global header: DSCP and ECN of RoCE v2.
+    pub traffic_class: u8,
+    /// Time for an answer: 4.096 us * 2^timeout; 0 waits for ever.
+    pub timeout: u8,
+    /// How often an unanswered request is sent again, at most 7.
+    pub retries: u8,
+    /// How often one is sent again that met no receive; 7 is for ever.
+    pub rnr_retries: u8,
+}
+
+impl Path {
+    /// Whether packets to this GID need the global header: always on Ethernet; on InfiniBand only
+    /// beyond the subnet.
+    fn is_global(&self, remote: Ipv6Addr) -> bool {
+        let network = |gid: Ipv6Addr| gid.to_bits() >> 64;
+        self.link == LinkLayer::Ethernet || network(self.gid) != network(remote)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    prop_compose! {
+        fn any_endpoint()(
+            ethernet in any::<bool>(),
+            mtu in prop::sample::select(&Mtu::ALL[..]),
+            numbers in (any::<u8>(), 0..=MASK_24, 0..=MASK_24, any::<u16>()),
+            gid in any::<u128>(),
+        ) -> Endpoint {
+            let link = if ethernet { LinkLayer::Ethernet } else { LinkLayer::InfiniBand };
+            let (atomics_in, queue_pair, first_packet, lid) = numbers;
+            Endpoint { link, mtu, atomics_in, queue_pair, first_packet, lid, gid: gid.into() }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_description_reads_back_as_it_was(endpoint in any_endpoint()) {
+            prop_assert_eq!(Endpoint::from_bytes(3, &endpoint.to_bytes()), Ok(endpoint));
+        }
+
+        #[test]
+        fn any_bytes_are_an_endpoint_or_an_error_that_names_the_rank(bytes in prop::collection::vec(any::<u8>(), 0..40)) {
+            match Endpoint::from_bytes(9, &bytes) {
+                Ok(endpoint) => prop_assert_eq!(&endpoint.to_bytes()[..], &bytes[..]),
+                Err(error) => prop_assert!(error.to_string().contains("rank 9"), "{}", error),
+            }
+        }
+
+        #[test]
+        fn a_wrong_byte_is_never_read_as_the_same_endpoint(endpoint in any_endpoint(), at in 0..32usize, flip in 1..=255u8) {
+            let mut bytes = endpoint.to_bytes();
+            bytes[at] ^= flip;
+            prop_assert_ne!(Endpoint::from_bytes(0, &bytes), Ok(endpoint));
+        }
+    }
+
+    #[test]
+    fn another_version_and_a_wrong_length_are_told_apart() {
+        let mut bytes = vec![2; 50];
+        let seen = Endpoint::from_bytes(7, &bytes);
+        assert_eq!(seen, Err(VerbsError::EndpointVersion { peer: 7, seen: 2, expected: 1 }));
+        bytes[0] = 1;
+        let seen = Endpoint::from_bytes(7, &bytes);
+        assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: 50, expected: 32 }));
+        let seen = Endpoint::from_bytes(7, &[]);
+        assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: 0, expected: 32 }));
+    }
 }

@@ -1,21 +1,30 @@
 //! Signals that come as messages: receives, their contents, and the credit for them.
+//!
+//! A signal that is a write needs no state. An addition must know the value of the word. An
+//! immediate of 32 bits must stand for a word and its value:
+//!
+//! ```text
+//!   first signal of a word   a record of 64 bytes: the word, its value, and a number for the word
+//!   later signals            | number of the word: 12 bits | growth of its value: 20 bits |
+//! ```
+//!
+//! [`SignalSender`] numbers the words, [`SignalReceiver`] looks them up.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::block::Block;
 use super::completion::{Done, Kind};
-use super::sender::RECEIVE;
-use super::signals::SignalReceiver;
+use super::sender::{Block, RECEIVE};
 use super::{QueuePair, ReceiveChain, Remote};
 use crate::error::VerbsError;
-use crate::lane::net::record::Record;
+use crate::lane::net::regions::Record;
 use crate::lane::net::{Regions, RemoteAddress};
 
-/// The receive queue of one rail.
+/// The receive queue of one connection.
 pub struct Receiver {
     peer: u32,
     regions: Arc<Regions>,
-    heard: SignalReceiver,
+    numbers: SignalReceiver,
     chain: ReceiveChain,
     /// Receives that are kept posted, here and at the peer.
     own: u64,
@@ -23,7 +32,7 @@ pub struct Receiver {
     /// Receives taken and posted again; the number that the peer knows; the place where it wants
     /// it.
     taken: u64,
-    told: u64,
+    reported: u64,
     grant_to: Remote,
     /// Signals sent to the peer.
     signals: u64,
@@ -48,12 +57,12 @@ impl Receiver {
         Ok(Receiver {
             peer: qp.peer(),
             regions,
-            heard: SignalReceiver::default(),
+            numbers: SignalReceiver::default(),
             chain,
             own: receives.into(),
             theirs: 0,
             taken: 0,
-            told: 0,
+            reported: 0,
             grant_to: Remote { addr: 0, rkey: 0 },
             signals: 0,
         })
@@ -77,7 +86,7 @@ impl Receiver {
         let message = VerbsError::Message { peer: self.peer };
         let understood = match (done.kind, done.immediate) {
             (Kind::ReceiveImmediate, Some(immediate)) => self
-                .heard
+                .numbers
                 .read(immediate)
                 .is_some_and(|(word, growth)| self.regions.grow(word, growth).is_ok()),
             (Kind::Receive, None) if done.bytes == 64 => self.apply(block.received(number)),
@@ -100,7 +109,7 @@ impl Receiver {
         };
         // SAFETY: a signal has no payload.
         let applied = unsafe { self.regions.apply(record, std::ptr::null()) }.is_ok();
-        applied && self.heard.learn(words[7] as u32, RemoteAddress { region, offset })
+        applied && self.numbers.bind(words[7] as u32, RemoteAddress { region, offset })
     }
 
     fn batch(&self) -> u64 {
@@ -109,7 +118,7 @@ impl Receiver {
 
     /// Number of taken signals that the peer should learn, if it does not know of many of them.
     pub fn to_grant(&self) -> Option<u64> {
-        (self.taken - self.told >= self.batch()).then_some(self.taken)
+        (self.taken - self.reported >= self.batch()).then_some(self.taken)
     }
 
     /// Address at which the peer wants the number.
@@ -119,7 +128,7 @@ impl Receiver {
 
     /// The number was sent.
     pub fn granted(&mut self, taken: u64) {
-        self.told = taken;
+        self.reported = taken;
     }
 
     /// Whether the peer has a receive for one more signal, after it reported so many as taken.
@@ -136,5 +145,167 @@ impl Receiver {
 impl std::fmt::Debug for Receiver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Receiver").field("taken", &self.taken).field("signals", &self.signals).finish()
+    }
+}
+
+/// Words that have a number.
+const WORDS: usize = 1 << 12;
+/// Growth that fits next to a number.
+const GROWTH: u64 = 1 << 20;
+
+/// The sender's side: what each word was raised to last.
+#[derive(Debug, Default)]
+pub struct SignalSender {
+    last: HashMap<(u32, u64), Word>,
+    numbers: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Word {
+    value: u64,
+    number: Option<u32>,
+}
+
+impl SignalSender {
+    /// By how much a word is to grow.
+    pub fn growth(&mut self, to: RemoteAddress, value: u64) -> u64 {
+        let word = self.last.entry((to.region, to.offset)).or_insert(Word { value: 0, number: None });
+        value.wrapping_sub(std::mem::replace(&mut word.value, value))
+    }
+
+    /// Whether an immediate can say this.
+    pub fn fits(&self, to: RemoteAddress, value: u64) -> bool {
+        let word = self.last.get(&(to.region, to.offset));
+        word.is_some_and(|word| word.number.is_some() && value.wrapping_sub(word.value) < GROWTH)
+    }
+
+    /// The immediate that says this; none if it must be said at length, in a record that carries
+    /// the number of the word.
+    pub fn immediate(&mut self, to: RemoteAddress, value: u64) -> Result<u32, u32> {
+        let numbers = self.numbers as usize;
+        let word = self.last.entry((to.region, to.offset)).or_insert(Word { value: 0, number: None });
+        let growth = value.wrapping_sub(std::mem::replace(&mut word.value, value));
+        match word.number {
+            Some(number) if growth < GROWTH => Ok(number << 20 | growth as u32),
+            Some(number) => Err(number),
+            None if numbers < WORDS => {
+                word.number = Some(self.numbers);
+                self.numbers += 1;
+                Err(self.numbers - 1)
+            }
+            None => Err(SignalReceiver::NONE),
+        }
+    }
+
+    /// A word was raised by a record that says everything.
+    pub fn record(&mut self, to: RemoteAddress, value: u64) -> u32 {
+        self.immediate(to, value).map_or_else(|number| number, |immediate| immediate >> 20)
+    }
+
+    /// The words in these bytes were cleared by their owner.
+    pub fn cleared(&mut self, from: RemoteAddress, len: u64) {
+        for (&(region, offset), word) in &mut self.last {
+            if region == from.region && (from.offset..from.offset + len).contains(&offset) {
+                word.value = 0;
+            }
+        }
+    }
+}
+
+/// The receiver's side: which word has which number.
+#[derive(Debug, Default)]
+struct SignalReceiver {
+    words: Vec<Option<RemoteAddress>>,
+}
+
+impl SignalReceiver {
+    /// In place of a number, where they have run out.
+    const NONE: u32 = u32::MAX;
+
+    /// A word has this number from now on. `false` if no correct peer sends that.
+    fn bind(&mut self, number: u32, word: RemoteAddress) -> bool {
+        if number == SignalReceiver::NONE {
+            return true;
+        }
+        let at = number as usize;
+        if at >= WORDS || at > self.words.len() {
+            return false;
+        }
+        if at == self.words.len() {
+            self.words.push(None);
+        }
+        self.words[at] = Some(word);
+        true
+    }
+
+    /// The word of an immediate, and by how much it has grown.
+    fn read(&self, immediate: u32) -> Option<(RemoteAddress, u64)> {
+        let word = self.words.get((immediate >> 20) as usize).copied().flatten()?;
+        Some((word, u64::from(immediate) % GROWTH))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn word(offset: u64) -> RemoteAddress {
+        RemoteAddress { region: 0, offset }
+    }
+
+    #[test]
+    fn a_word_is_named_at_length_once_and_by_its_number_then() {
+        let (mut sent, mut received) = (SignalSender::default(), SignalReceiver::default());
+        let mut value = 0;
+        for (to, next) in [
+            (word(64), 7),
+            (word(128), 1 << 40),
+            (word(64), 9),
+            (word(64), 10 + (1 << 20)),
+            (word(64), 20 + (1 << 20)),
+        ] {
+            let (seen, expected) = match sent.immediate(to, next) {
+                Ok(immediate) => {
+                    let (at, growth) = received.read(immediate).unwrap();
+                    ((at, value + growth), (to, next))
+                }
+                Err(number) => {
+                    assert!(received.bind(number, to));
+                    ((to, next), (to, next))
+                }
+            };
+            assert_eq!(seen, expected);
+            if to == word(64) {
+                value = next;
+            }
+        }
+        assert_eq!(sent.immediate(word(128), (1 << 40) + 5), Ok(1 << 20 | 5));
+    }
+
+    #[test]
+    fn words_beyond_the_numbers_are_always_named_at_length() {
+        let mut sent = SignalSender::default();
+        for at in 0..WORDS as u64 {
+            assert_eq!(sent.immediate(word(at * 64), 1), Err(at as u32));
+        }
+        assert_eq!(sent.immediate(word(1 << 40), 1), Err(SignalReceiver::NONE));
+        assert_eq!(sent.immediate(word(1 << 40), 2), Err(SignalReceiver::NONE));
+        assert!(SignalReceiver::default().bind(SignalReceiver::NONE, word(0)));
+    }
+
+    #[test]
+    fn number_out_of_order_is_refused() {
+        let mut received = SignalReceiver::default();
+        assert!(!received.bind(1, word(0)), "the first number is 0");
+        assert!(!received.bind(WORDS as u32, word(0)));
+        assert_eq!(received.read(5 << 20), None);
+    }
+
+    #[test]
+    fn a_cleared_word_grows_from_zero_again() {
+        let mut sent = SignalSender::default();
+        assert_eq!((sent.growth(word(64), 100), sent.growth(word(64), 105)), (100, 5));
+        sent.cleared(word(0), 128);
+        assert_eq!(sent.growth(word(64), 3), 3);
     }
 }

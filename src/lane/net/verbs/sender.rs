@@ -1,4 +1,5 @@
-//! The send queue of one connection: queued, posted and completed requests.
+//! The send queue of one connection: requests that are gathered, queued, posted and completed, and
+//! the registered memory that they use.
 //!
 //! ```text
 //!   put --> gathered --> asked ------------> posted ------------> done
@@ -7,16 +8,41 @@
 //!
 //! Requests wait in a queue of our own, so that no queue of the NIC can overflow: a post takes only
 //! as many as fit, in requests and in bytes in flight. They are posted in batches, one doorbell
-//! each, and only the last of a batch makes a completion. The last write is held back until it is
-//! known to be complete: the next put or signal may travel with it ([`Gather`]).
+//! each, and only the last of a batch makes a completion.
+//!
+//! **Gathering.** Puts with adjacent targets travel in one request. The last write is held back
+//! until it is known to be complete: the next put or signal may travel with it.
+//!
+//! ```text
+//!   put header | put_rows 7 2 9 | zero          at the peer      | header | 7 | 2 | 9 | 0 0 |
+//!         \         |  |  |       |
+//!       [ staged    in place     zeros ]        a request: at most a chunk of bytes, as many pieces as a NIC takes
+//! ```
+//!
+//! A put to another place ends it, and so do a signal, which may travel with it, and a flush: all
+//! of them calls. The progress of the NIC ends nothing, so the number of requests does not depend
+//! on time. Its staged part takes at most half of the staging. So a put that waits for space to
+//! stage one more piece gets it when all earlier data has been read, though the write itself is not
+//! posted.
+//!
+//! **Registered memory** of the connection ([`Block`]). *Staging* is a ring of bytes that were not
+//! registered at their source, and of the contents of signals: copied in at the head, free again at
+//! the tail when the NIC has read them. The grant to the peer only grows, so it needs no staging: a
+//! NIC that reads it late reports more.
+//!
+//! ```text
+//!   | granted: written by the peer | the peer's grant | old value of an addition | receives of 64 bytes | staging |
+//! ```
 
 use std::collections::VecDeque;
+use std::ptr::NonNull;
+use std::sync::Arc;
 
-use super::block::{Block, Staged};
-use super::gather::{Bounds, Gather, PieceSource, RequestSpace};
-use super::{Flags, QueuePair, Remote, SendChain, Sge};
-use crate::error::{Operation, VerbsError};
+use super::{Access, Flags, MemoryRegion, ProtectionDomain, QueuePair, Remote, SendChain, Sge};
+use crate::error::{Error, Operation, VerbsError};
+use crate::lane::FlagLine;
 use crate::lane::net::Counters;
+use crate::memory::{PeerMapping, Segment};
 
 /// Limits of requests in flight.
 #[derive(Clone, Copy, Debug)]
@@ -82,7 +108,7 @@ pub struct Sender {
     due: u64,
     /// Requests from this number on read no memory but our own.
     in_place: u64,
-    under_way: u64,
+    in_flight: u64,
 }
 
 /// Numbers of receives have this bit.
@@ -106,7 +132,7 @@ impl Sender {
             done: 0,
             due: 0,
             in_place: 0,
-            under_way: 0,
+            in_flight: 0,
         }
     }
 
@@ -240,8 +266,8 @@ impl Sender {
     fn ring(&mut self, most: usize) -> Result<bool, VerbsError> {
         let (mut count, mut bytes, mut packets, mut staged) = (0, 0, 0, None);
         for request in self.queue.iter().take(most) {
-            let under_way = self.under_way + bytes;
-            if under_way > 0 && under_way + request.bytes > self.limits.bytes {
+            let in_flight = self.in_flight + bytes;
+            if in_flight > 0 && in_flight + request.bytes > self.limits.bytes {
                 break;
             }
             (count, bytes) = (count + 1, bytes + request.bytes);
@@ -250,7 +276,7 @@ impl Sender {
         }
         for nth in 0..count {
             let Some(request) = self.queue.pop_front() else { break };
-            let flags = if nth + 1 == count { Flags::SIGNALLED } else { Flags::empty() };
+            let flags = if nth + 1 == count { Flags::SIGNALED } else { Flags::empty() };
             self.chain(request, flags)?;
             self.posted += 1;
         }
@@ -258,7 +284,7 @@ impl Sender {
             return Ok(false);
         }
         self.qp.post_send(&mut self.chain)?;
-        self.under_way += bytes;
+        self.in_flight += bytes;
         self.flights.push_back(Flight { end: self.posted, bytes, staged });
         self.counters.requests += count as u64;
         self.counters.doorbells += 1;
@@ -290,7 +316,7 @@ impl Sender {
         self.counters.completions += 1;
         while let Some(&Flight { bytes, staged, .. }) = self.flights.front().filter(|f| f.end <= self.done) {
             self.flights.pop_front();
-            self.under_way -= bytes;
+            self.in_flight -= bytes;
             if let Some(until) = staged {
                 self.block.staged_until(until);
             }
@@ -305,7 +331,7 @@ impl Sender {
         self.flights.clear();
         self.posted = self.asked;
         self.done = self.asked;
-        self.under_way = 0;
+        self.in_flight = 0;
     }
 
     /// Whether everything asked for is in flight, and memory of others read no more.
@@ -351,4 +377,238 @@ pub fn operation(id: u64) -> Operation {
             _ => Operation::Send,
         },
     }
+}
+
+/// Limits of one request.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Bytes.
+    pub bytes: u64,
+    /// Pieces.
+    pub pieces: usize,
+    /// Bytes of staging.
+    pub staged: u64,
+}
+
+impl Bounds {
+    /// Space in an empty request; `staged` for copied bytes.
+    pub fn room(&self, staged: bool) -> RequestSpace {
+        let bytes = if staged { self.bytes.min(self.staged) } else { self.bytes };
+        RequestSpace { bytes, pieces: self.pieces }
+    }
+}
+
+/// Remaining room of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RequestSpace {
+    /// Bytes.
+    pub bytes: u64,
+    /// Pieces.
+    pub pieces: usize,
+}
+
+/// Where pieces lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PieceSource {
+    /// In memory of others, which the lane must report as free once it has read them.
+    InPlace,
+    /// In the ring of staged bytes, which is free up to here once they have been read.
+    Staged(u64),
+    /// In memory that the NIC can always read.
+    Always,
+}
+
+/// The write that is being gathered; none while it has no pieces.
+struct Gather {
+    bounds: Bounds,
+    to: Remote,
+    bytes: u64,
+    pieces: Vec<Sge>,
+    /// Bytes of staging that it holds, and up to where staging is free when it is done.
+    staged: u64,
+    until: Option<u64>,
+    /// Whether it reads memory of others.
+    in_place: bool,
+}
+
+impl Gather {
+    /// Nothing yet.
+    fn new(bounds: Bounds) -> Self {
+        Gather {
+            bounds,
+            to: Remote { addr: 0, rkey: 0 },
+            bytes: 0,
+            pieces: Vec::with_capacity(bounds.pieces),
+            staged: 0,
+            until: None,
+            in_place: false,
+        }
+    }
+
+    /// Room for data to `to` in the gathered write; `None` if it is empty or ends elsewhere.
+    fn room(&self, to: Remote, staged: bool) -> Option<RequestSpace> {
+        let behind = Remote { addr: self.to.addr + self.bytes, rkey: self.to.rkey };
+        if self.pieces.is_empty() || to != behind {
+            return None;
+        }
+        let mut bytes = self.bounds.bytes - self.bytes;
+        if staged {
+            bytes = bytes.min(Block::whole(self.bounds.staged.saturating_sub(self.staged)));
+        }
+        Some(RequestSpace { bytes, pieces: self.bounds.pieces - self.pieces.len() })
+    }
+
+    /// Pieces for `to`, for which there is room.
+    fn add(&mut self, to: Remote, pieces: impl IntoIterator<Item = Sge>, kept: PieceSource) {
+        if self.pieces.is_empty() {
+            (self.to, self.bytes, self.staged, self.until, self.in_place) = (to, 0, 0, None, false);
+        }
+        let first = self.pieces.len();
+        self.pieces.extend(pieces);
+        let bytes: u64 = self.pieces[first..].iter().map(|piece| u64::from(piece.len())).sum();
+        self.bytes += bytes;
+        match kept {
+            PieceSource::InPlace => self.in_place = true,
+            PieceSource::Staged(until) => {
+                self.staged += Block::staged_bytes(bytes);
+                self.until = Some(until);
+            }
+            PieceSource::Always => {}
+        }
+    }
+}
+
+/// Bytes of a receive: a record's header.
+const RECEIVE_BYTES: u64 = 64;
+const GRANTED: u64 = 0;
+const GRANT: u64 = 64;
+const OLD: u64 = 128;
+const RECEIVES: u64 = 192;
+/// Alignment of staged data.
+const ALIGN: u64 = 64;
+
+/// The memory of one connection.
+pub struct Block {
+    region: MemoryRegion,
+    receives: u64,
+    staging: u64,
+    at: NonNull<u8>,
+    /// Bytes ever staged, and ever free again.
+    head: u64,
+    tail: u64,
+    _mapped: Arc<PeerMapping>,
+}
+
+// SAFETY: the pointer leads into a mapping that the block keeps; it belongs to no thread.
+unsafe impl Send for Block {}
+
+impl Block {
+    /// Memory for so many receives and staged bytes.
+    ///
+    /// # Errors
+    /// [`MemoryError`](crate::error::MemoryError), [`VerbsError::Register`].
+    pub fn new(domain: &Arc<ProtectionDomain>, receives: u64, staging: u64) -> Result<Self, Error> {
+        let staging = staging.next_multiple_of(ALIGN);
+        let len = RECEIVES + receives * RECEIVE_BYTES + staging;
+        let segment = Segment::create("sidelane-connection", len)?;
+        let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
+        let at = mapped.at(0, 0, len)?;
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        // SAFETY: `_mapped` is dropped after the region. The peer writes one word, as an atomic.
+        // The NIC writes the old value, which is never read, and receives, which are read after
+        // their completions only.
+        let region = unsafe { MemoryRegion::register(domain, at, len as usize, access) }?;
+        Ok(Block { region, receives, staging, at, head: 0, tail: 0, _mapped: mapped })
+    }
+
+    /// Where the peer writes how many signals it has taken.
+    pub fn granted_at(&self) -> Remote {
+        Remote { addr: self.region.base() + GRANTED, rkey: self.region.rkey() }
+    }
+
+    /// How many signals the peer has taken.
+    pub fn granted(&self) -> u64 {
+        // SAFETY: the first line, aligned, used as an atomic word.
+        unsafe { FlagLine::new(self.at) }.value()
+    }
+
+    /// The grant to the peer: so many of its signals were taken.
+    fn grant(&self, taken: u64) -> Result<Sge, VerbsError> {
+        // SAFETY: the second line of the block, aligned.
+        let line = unsafe { FlagLine::new(self.at.add(GRANT as usize)) };
+        line.raise(taken, None);
+        self.region.sge(GRANT, 8)
+    }
+
+    /// Where an addition leaves the old value.
+    fn old(&self) -> Result<Sge, VerbsError> {
+        self.region.sge(OLD, 8)
+    }
+
+    /// The memory of a receive.
+    pub fn receive(&self, number: u64) -> Result<Sge, VerbsError> {
+        self.region.sge(self.receive_at(number), RECEIVE_BYTES as u32)
+    }
+
+    /// Contents of a receive. Its completion must have been seen.
+    pub fn received(&self, number: u64) -> [u64; 8] {
+        let offset = self.receive_at(number);
+        // SAFETY: inside the block, aligned to 8; the NIC writes it before the completion and not
+        // again before it is posted.
+        unsafe { self.at.as_ptr().add(offset as usize).cast::<[u64; 8]>().read_volatile() }
+    }
+
+    fn receive_at(&self, number: u64) -> u64 {
+        RECEIVES + number % self.receives * RECEIVE_BYTES
+    }
+
+    /// Room for `len` bytes that lie together: at most half of [`Block::staging`], so that there is
+    /// always room once all has been read. `None` if it is not free yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::OutOfRegion`] if it can never be.
+    pub fn stage(&mut self, len: u32) -> Result<Option<Staged>, VerbsError> {
+        let bytes = Self::staged_bytes(len.into());
+        let at = self.head % self.staging;
+        let skip = if at + bytes > self.staging { self.staging - at } else { 0 };
+        let until = self.head + skip + bytes;
+        if until - self.tail > self.staging && bytes <= self.staging {
+            return Ok(None);
+        }
+        let offset = RECEIVES + self.receives * RECEIVE_BYTES + (self.head + skip) % self.staging;
+        let piece = self.region.sge(offset, len)?;
+        self.head = until;
+        // SAFETY: the piece is inside the block.
+        Ok(Some(Staged { at: unsafe { self.at.as_ptr().add(offset as usize) }, piece, until }))
+    }
+
+    /// Bytes of the ring that a piece takes.
+    fn staged_bytes(len: u64) -> u64 {
+        len.next_multiple_of(ALIGN)
+    }
+
+    /// Bytes of a piece that takes at most `room` bytes of the ring.
+    fn whole(room: u64) -> u64 {
+        room - room % ALIGN
+    }
+
+    /// Bytes of the ring.
+    pub fn staging(&self) -> u64 {
+        self.staging
+    }
+
+    /// Bytes up to here have been read by the NIC.
+    fn staged_until(&mut self, until: u64) {
+        self.tail = until;
+    }
+}
+
+/// Bytes of the ring, to be filled before they are sent.
+pub struct Staged {
+    /// Where they go.
+    pub at: *mut u8,
+    /// The piece that is to be sent.
+    pub piece: Sge,
+    /// Position for [`Block::staged_until`] when they have been read.
+    pub until: u64,
 }

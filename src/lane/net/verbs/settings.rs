@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use super::port::Mtu;
+use super::nic::Mtu;
 use crate::config::parse_bytes;
 use crate::error::BootstrapError;
 
@@ -39,8 +39,8 @@ impl SignalMode {
 pub struct Settings {
     /// Where libibverbs lies, if not where the loader looks.
     pub library: Option<PathBuf>,
-    /// The NICs to use, one rail each; empty: the nearest.
-    pub cards: Vec<String>,
+    /// The NICs to use, in order; empty: the nearest.
+    pub nics: Vec<String>,
     /// The port of each NIC; none: the first active one.
     pub port: Option<u8>,
     /// Place of the address in the port's table.
@@ -73,7 +73,7 @@ impl Default for Settings {
     fn default() -> Self {
         Settings {
             library: None,
-            cards: Vec::new(),
+            nics: Vec::new(),
             port: None,
             gid_index: None,
             pkey_index: 0,
@@ -99,7 +99,7 @@ impl Settings {
     ///
     /// # Errors
     /// [`BootstrapError::BadVariable`].
-    pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
+    fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
         let vars = Vars(lookup);
         let usual = Settings::default();
         let chunk = vars.bytes("SIDELANE_VERBS_CHUNK", CHUNKS, "bytes, 4K to 1G")?.unwrap_or(usual.chunk);
@@ -107,7 +107,7 @@ impl Settings {
             vars.bytes("SIDELANE_VERBS_IN_FLIGHT", chunk..=u64::MAX, "bytes, at least SIDELANE_VERBS_CHUNK")?;
         Ok(Settings {
             library: vars.text("SIDELANE_IBVERBS_LIBRARY").map(PathBuf::from),
-            cards: vars.cards()?,
+            nics: vars.nics()?,
             port: vars.number("SIDELANE_VERBS_PORT", 1..=254, "a port, from 1")?,
             gid_index: vars.number(
                 "SIDELANE_VERBS_GID_INDEX",
@@ -183,14 +183,14 @@ impl Vars<'_> {
         self.read(name, expected, |value| parse_bytes(value).filter(|n| range.contains(n)))
     }
 
-    fn cards(&self) -> Result<Vec<String>, BootstrapError> {
+    fn nics(&self) -> Result<Vec<String>, BootstrapError> {
         let list = |value: &str| {
-            let cards: Vec<String> = value.split(',').map(|card| card.trim().to_owned()).collect();
-            let twice = |at: usize| cards[..at].contains(&cards[at]);
-            let bad = (0..cards.len()).any(|at| cards[at].is_empty() || twice(at));
-            (!bad).then_some(cards)
+            let nics: Vec<String> = value.split(',').map(|nic| nic.trim().to_owned()).collect();
+            let twice = |at: usize| nics[..at].contains(&nics[at]);
+            let bad = (0..nics.len()).any(|at| nics[at].is_empty() || twice(at));
+            (!bad).then_some(nics)
         };
-        let expected = "names of cards with commas between, each once";
+        let expected = "names of NICs with commas between, each once";
         Ok(self.read("SIDELANE_VERBS_NICS", expected, list)?.unwrap_or_default())
     }
 
@@ -255,7 +255,7 @@ mod tests {
         ]);
         let expected = Settings {
             library: Some("/opt/libibverbs.so".into()),
-            cards: vec!["mlx5_1".into(), "mlx5_0".into()],
+            nics: vec!["mlx5_1".into(), "mlx5_0".into()],
             port: Some(2),
             gid_index: Some(3),
             pkey_index: 300,

@@ -1,7 +1,8 @@
-//! The loss that keeps experts evenly loaded.
+//! Even load of experts: a loss on what the choices count, a loss on what noise makes likely, and a
+//! bias that needs no loss.
 //!
-//! All systems use the same formula, with different inputs. N tokens, E experts, K choices per
-//! token:
+//! All systems use the same formula for the balance loss, with different inputs. N tokens, E
+//! experts, K choices per token:
 //!
 //! ```text
 //!   loss = coefficient * E * sum over experts e of  count_e / (N or K N)  *  (sum over tokens t of share_te) / N
@@ -18,12 +19,27 @@
 //! | Mixtral, Qwen3, OLMoE | all choices | N | softmax | left out | whole |
 //!
 //! GShard's paper divides by E where its code multiplies: a coefficient of 1 / E^2.
+//!
+//! The importance loss is Shazeer's two losses (2017) as in Tutel (`load_importance_loss`), where
+//! noise of standard deviation d = `noise` / E on the logits chooses:
+//!
+//! ```text
+//!   p_te    = softmax of the clean logits
+//!   line_t  = the noisy logit of token t's last choice: what an expert has to beat
+//!   importance_e = sum over t of p_te
+//!   load_e       = sum over t of Phi((p_te - line_t) / d)          Phi: the normal distribution
+//!   loss = coefficient * (cv2(importance) + cv2(load)) / 2          cv2(x) = variance(x) / (mean(x)^2 + 1e-10), over E - 1
+//! ```
+//!
+//! A probability is held against a logit, as Tutel does it. All of it has a gradient, `line_t` too.
 
-use super::gradient::{shares, shares_backward};
-use super::{finite, known, rows_of, shape};
+use std::f64::consts::{PI, SQRT_2};
+
+use super::{finite, known, rows_of, shares, shares_backward, softmax_backward};
 use crate::error::GateError;
-use crate::gate::top_k::TopK;
-use crate::gate::{Preset, ScoreFunction};
+use crate::gate::math::exp;
+use crate::gate::select::TopK;
+use crate::gate::{Preset, ScoreFunction, ensure, shape};
 
 /// A loss that is least where all experts are chosen equally often, as data.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -31,13 +47,13 @@ use crate::gate::{Preset, ScoreFunction};
 pub struct BalanceLoss {
     /// Factor on all.
     pub coefficient: f32,
-    /// What shares are made of: the softmax of all, or scores divided by their sum.
+    /// Source of shares: the softmax of all, or scores divided by their sum.
     pub score: ScoreFunction,
     /// Which choices are counted: always before any is dropped.
     pub map: CountedChoices,
-    /// What counts are divided by.
+    /// Divisor of counts.
     pub share: CountDivisor,
-    /// What becomes of tokens that are not used.
+    /// Treatment of tokens that are not used.
     pub unused: PaddingTokens,
     /// Parts of the tokens that are balanced each for itself; the loss is the mean of theirs.
     pub parts: TokenGroups,
@@ -55,7 +71,7 @@ pub enum CountedChoices {
     Fresh,
 }
 
-/// What counts are divided by, so that they become shares.
+/// Divisor that turns counts into shares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CountDivisor {
@@ -65,7 +81,7 @@ pub enum CountDivisor {
     OfChoices,
 }
 
-/// What becomes of tokens that are not used. They are never counted.
+/// Treatment of tokens that are not used. They are never counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PaddingTokens {
@@ -269,15 +285,11 @@ impl BalanceLoss {
     pub fn check(&self, input: &LossInput<'_>) -> Result<usize, GateError> {
         let (experts, k) = (input.experts as usize, input.top_k as usize);
         let tokens = rows_of(input.logits, experts)?;
-        let bad = |parameter, seen, expected| Err(GateError::BadNumber { parameter, seen, expected });
-        if k == 0 || k > experts {
-            return bad("top_k", input.top_k.into(), "1 to the number of experts");
-        }
+        ensure((1..=experts).contains(&k), "top_k", input.top_k.into(), "1 to the number of experts")?;
         finite("coefficient", self.coefficient)?;
         let parts = self.parts.count();
-        if parts == 0 || !tokens.is_multiple_of(parts) {
-            return bad("parts", parts as f64, "a divisor of the number of tokens");
-        }
+        let divides = parts > 0 && tokens.is_multiple_of(parts);
+        ensure(divides, "parts", parts as f64, "a divisor of the number of tokens")?;
         if self.map != CountedChoices::Fresh {
             shape("choices", input.choices.len(), tokens, k)?;
             known(input.choices, k, experts)?;
@@ -291,9 +303,7 @@ impl BalanceLoss {
                 .map(|count| ("total count", count))
                 .chain([("total tokens", &totals.tokens)])
             {
-                if !(seen.is_finite() && seen >= 0.0) {
-                    return bad(parameter, seen, "0 or more");
-                }
+                ensure(seen.is_finite() && seen >= 0.0, parameter, seen, "0 or more")?;
             }
         }
         Ok(tokens)
@@ -303,5 +313,196 @@ impl BalanceLoss {
 impl LossInput<'_> {
     fn uses(&self, token: usize) -> bool {
         self.used.is_none_or(|used| used[token])
+    }
+}
+
+/// Avoids a division by zero for experts that no token wants.
+const EPSILON: f64 = 1e-10;
+
+/// Input of the loss.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ImportanceInput<'a> {
+    /// `[tokens, experts]`, without noise.
+    pub logits: &'a [f32],
+    /// `[tokens, experts]`: the logits that chose
+    /// ([`Gate::noisy_logits`](crate::gate::Gate::noisy_logits)). Without them, the clean logits.
+    pub noisy: Option<&'a [f32]>,
+    /// Experts, 2 at least.
+    pub experts: u32,
+    /// Choices per token.
+    pub top_k: u32,
+    /// `[tokens, top_k]`: the choices before dropping. Tokens whose last one is -1 do not count.
+    pub choices: &'a [i32],
+    /// Tutel's `gate_noise`, above 0: the standard deviation of the noise times the experts.
+    pub noise: f32,
+}
+
+/// The loss. Its gradient with respect to the clean logits, of which the noisy ones are a sum, is
+/// added to `gradient`, `[tokens, experts]`. Without tokens there is no loss.
+///
+/// ```
+/// use sidelane_core::gate::{ImportanceInput, importance_loss};
+/// // Expert 0 is wanted twice, and as much as expert 1 is not.
+/// let input = ImportanceInput {
+///     logits: &[0.0, -200.0, 0.0, -200.0], experts: 2, top_k: 1, choices: &[0, 0], noise: 2.0, ..ImportanceInput::default()
+/// };
+/// // Importance 2 and 0, load 2 Phi(1) and 2 Phi(0): variances over squared means are 2 and 0.1295.
+/// let loss = importance_loss(1.0, &input, None)?;
+/// assert!((loss - 1.064_759_8).abs() < 1e-6, "{loss}");
+/// # Ok::<(), sidelane_core::error::GateError>(())
+/// ```
+///
+/// # Errors
+/// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadChoice`], and
+/// [`GateError::BadNumber`] for fewer than two experts, no choices or more than experts, a noise
+/// that is not above 0, a coefficient that is not finite. Then the gradient is unchanged.
+pub fn importance_loss(
+    coefficient: f32,
+    input: &ImportanceInput<'_>,
+    gradient: Option<&mut [f32]>,
+) -> Result<f32, GateError> {
+    let tokens = check_importance(coefficient, input)?;
+    let (experts, k) = (input.experts as usize, input.top_k as usize);
+    gradient.as_ref().map_or(Ok(()), |gradient| shape("gradient", gradient.len(), tokens, experts))?;
+    let noisy = input.noisy.unwrap_or(input.logits);
+    let deviation = f64::from(input.noise) / experts as f64;
+    // Of each token that has a part: its row, its last choice, and the line.
+    let rows = || {
+        let last = input.choices.chunks_exact(k).map(|choices| choices[k - 1]).enumerate();
+        last.filter_map(|(token, last)| {
+            let (at, last) = (token * experts, usize::try_from(last).ok()?);
+            Some((at..at + experts, last, f64::from(noisy[at + last])))
+        })
+    };
+
+    let mut shares = vec![0.0; experts];
+    let (mut importance, mut load) = (vec![0.0; experts], vec![0.0; experts]);
+    for (row, _, line) in rows() {
+        ScoreFunction::Softmax.fill(&input.logits[row], &mut shares);
+        for ((importance, load), share) in importance.iter_mut().zip(&mut load).zip(&shares) {
+            *importance += share;
+            *load += normal((share - line) / deviation);
+        }
+    }
+    let half = 0.5 * f64::from(coefficient);
+    let loss = half * (uneven(&mut importance) + uneven(&mut load));
+    let Some(gradient) = gradient else { return Ok(loss as f32) };
+
+    // Both sums are slopes now.
+    let mut d = vec![0.0; experts];
+    for (row, last, line) in rows() {
+        ScoreFunction::Softmax.fill(&input.logits[row.clone()], &mut shares);
+        let mut d_line = 0.0;
+        for (e, (d, share)) in d.iter_mut().zip(&shares).enumerate() {
+            let of_load = half * load[e] * density((share - line) / deviation) / deviation;
+            *d = half * importance[e] + of_load;
+            d_line -= of_load;
+        }
+        softmax_backward(&shares, &mut d);
+        d[last] += d_line;
+        gradient[row].iter_mut().zip(&d).for_each(|(to, &d)| *to += d as f32);
+    }
+    Ok(loss as f32)
+}
+
+fn check_importance(coefficient: f32, input: &ImportanceInput<'_>) -> Result<usize, GateError> {
+    let (experts, k) = (input.experts as usize, input.top_k as usize);
+    ensure(experts >= 2, "experts", input.experts.into(), "2 at least: of one there is no variance")?;
+    ensure((1..=experts).contains(&k), "top_k", input.top_k.into(), "1 to the number of experts")?;
+    let has_noise = input.noise.is_finite() && input.noise > 0.0;
+    ensure(has_noise, "noise", input.noise.into(), "a finite number above 0")?;
+    finite("coefficient", coefficient)?;
+    let tokens = rows_of(input.logits, experts)?;
+    if let Some(noisy) = input.noisy {
+        shape("noisy logits", noisy.len(), tokens, experts)?;
+        rows_of(noisy, experts)?;
+    }
+    shape("choices", input.choices.len(), tokens, k)?;
+    known(input.choices, k, experts)?;
+    Ok(tokens)
+}
+
+/// Variance over squared mean; the values become its slopes.
+fn uneven(values: &mut [f64]) -> f64 {
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (count - 1.0);
+    let square = mean * mean + EPSILON;
+    let of_mean = variance * 2.0 * mean / (count * square * square);
+    for value in values {
+        *value = 2.0 * (*value - mean) / ((count - 1.0) * square) - of_mean;
+    }
+    variance / square
+}
+
+/// The normal distribution.
+fn normal(x: f64) -> f64 {
+    0.5 * libm::erfc(-x / SQRT_2)
+}
+
+/// Its density.
+fn density(x: f64) -> f64 {
+    exp(-0.5 * x * x) / (2.0 * PI).sqrt()
+}
+
+/// One step of a bias that balances without a loss: experts that were chosen too often lose a
+/// little, the others gain it. `bias += rate * sign(mean(counts) - counts)`.
+///
+/// `bias` and `counts` are `[experts]`. Counts are those of a whole batch: the caller sums
+/// [`counts_after`] over micro-batches and ranks, so that all ranks keep the same bias. As in
+/// Megatron, they count the choices left after dropping, of used tokens, in training passes alone.
+/// A pass that recomputes activations is not counted again.
+///
+/// [`counts_after`]: crate::gate::Decision::counts_after
+///
+/// ```
+/// let mut bias = [0.0; 3];
+/// sidelane_core::gate::update_bias(&mut bias, &[7, 4, 1], 1e-3)?;
+/// assert_eq!(bias, [-1e-3, 0.0, 1e-3]);
+/// # Ok::<(), sidelane_core::error::GateError>(())
+/// ```
+///
+/// # Errors
+/// [`GateError::WrongShape`] if the lengths differ, [`GateError::BadNumber`] if `rate` is negative
+/// or not finite; the bias is left as it was.
+pub fn update_bias(bias: &mut [f32], counts: &[u64], rate: f32) -> Result<(), GateError> {
+    shape("counts", counts.len(), bias.len(), 1)?;
+    ensure(rate.is_finite() && rate >= 0.0, "rate", rate.into(), "0 or more")?;
+    // Compared as integers, the mean is exact.
+    let sum: u128 = counts.iter().map(|&count| u128::from(count)).sum();
+    for (bias, &count) in bias.iter_mut().zip(counts) {
+        *bias += match (u128::from(count) * counts.len() as u128).cmp(&sum) {
+            std::cmp::Ordering::Less => rate,
+            std::cmp::Ordering::Equal => 0.0,
+            std::cmp::Ordering::Greater => -rate,
+        };
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_count_equal_to_the_mean_moves_nothing() {
+        let mut bias = [0.25, -0.5, 1.0, 0.0];
+        update_bias(&mut bias, &[3, 3, 3, 3], 0.125).unwrap();
+        assert_eq!(bias, [0.25, -0.5, 1.0, 0.0]);
+        // No f64 tells this mean from the counts.
+        let large = 1 << 60;
+        update_bias(&mut bias, &[large + 1, large, large, large], 0.125).unwrap();
+        assert_eq!(bias, [0.125, -0.375, 1.125, 0.125]);
+    }
+
+    #[test]
+    fn wrong_lengths_and_rates_are_refused() {
+        let mut bias = [0.0; 2];
+        let wrong = GateError::WrongShape { what: "counts", seen: 3, rows: 2, columns: 1 };
+        assert_eq!(update_bias(&mut bias, &[1, 2, 3], 0.1), Err(wrong));
+        for rate in [-0.1, f32::NAN, f32::INFINITY] {
+            assert!(matches!(update_bias(&mut bias, &[1, 2], rate), Err(GateError::BadNumber { .. })));
+        }
+        assert_eq!(bias, [0.0; 2]);
     }
 }

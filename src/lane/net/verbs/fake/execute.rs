@@ -3,7 +3,7 @@
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::state::{Job, Pair, State};
+use super::{Job, Pair, State};
 use crate::lane::net::verbs::ffi::{self, ibv_sge, ibv_wc};
 
 /// Outcome of a request.
@@ -47,15 +47,15 @@ impl State {
 
     fn execute(&mut self, number: u32, job: &mut Job) -> Outcome {
         let pair = &self.pairs[&number];
-        let (card, partner) = (pair.card, pair.partner);
-        let dumb = |at: usize| self.cards[at].silent || self.cards[at].gone;
+        let (nic, peer) = (pair.nic, pair.peer);
+        let dumb = |at: usize| self.nics[at].silent || self.nics[at].gone;
         let listens = |there: &Pair| matches!(there.state, ffi::IBV_QPS_RTR | ffi::IBV_QPS_RTS);
-        if dumb(card) || dumb(pair.partner_card) || !self.pairs.get(&partner).is_some_and(listens) {
+        if dumb(nic) || dumb(pair.peer_nic) || !self.pairs.get(&peer).is_some_and(listens) {
             return Outcome::Waits;
         }
         let takes = matches!(job.opcode, ffi::IBV_WR_SEND | ffi::IBV_WR_RDMA_WRITE_WITH_IMM);
-        if takes && self.pairs[&partner].receives.is_empty() {
-            self.cards[card].statistics.not_ready += u64::from(!std::mem::replace(&mut job.not_ready, true));
+        if takes && self.pairs[&peer].receives.is_empty() {
+            self.nics[nic].statistics.not_ready += u64::from(!std::mem::replace(&mut job.not_ready, true));
             let for_ever = self.pairs[&number].rnr_retries == 7;
             return if for_ever { Outcome::Waits } else { Outcome::Failed(ffi::IBV_WC_RNR_RETRY_EXC_ERR) };
         }
@@ -65,15 +65,15 @@ impl State {
         };
         match done {
             Ok(bytes) => {
-                self.cards[card].statistics.bytes += bytes;
+                self.nics[nic].statistics.bytes += bytes;
                 Outcome::Done
             }
             Err(status) => {
                 if matches!(status, ffi::IBV_WC_REM_ACCESS_ERR | ffi::IBV_WC_REM_INV_REQ_ERR) {
-                    let there = self.pair(partner);
-                    let (at, object) = (there.card, there.object);
+                    let there = self.pair(peer);
+                    let (at, object) = (there.nic, there.object);
                     self.tell(at, ffi::IBV_EVENT_QP_ACCESS_ERR, object);
-                    self.fail(partner);
+                    self.fail(peer);
                 }
                 Outcome::Failed(status)
             }
@@ -81,30 +81,30 @@ impl State {
     }
 
     fn transfer(&mut self, number: u32, job: &Job) -> Result<u64, u32> {
-        let (domain, partner) = (self.pairs[&number].domain, self.pairs[&number].partner);
+        let (domain, peer) = (self.pairs[&number].domain, self.pairs[&number].peer);
         let bytes = match &job.inline {
             Some(bytes) => bytes.clone(),
             None => self.gather(domain, &job.pieces)?,
         };
         let len = bytes.len() as u64;
         if job.opcode != ffi::IBV_WR_SEND && len > 0 {
-            let there = self.pairs[&partner].domain;
+            let there = self.pairs[&peer].domain;
             let (addr, rkey) = (job.addr, job.rkey);
             let to = self.find(there, (addr, len, rkey), ffi::IBV_ACCESS_REMOTE_WRITE);
             place(to.ok_or(ffi::IBV_WC_REM_ACCESS_ERR)?, &bytes);
         }
         if job.opcode != ffi::IBV_WR_RDMA_WRITE {
-            self.take_receive(partner, job, &bytes)?;
+            self.take_receive(peer, job, &bytes)?;
         }
         Ok(len)
     }
 
     /// Hands a message to the peer's oldest receive.
-    fn take_receive(&mut self, partner: u32, job: &Job, bytes: &[u8]) -> Result<(), u32> {
-        let there = self.pair(partner);
+    fn take_receive(&mut self, peer: u32, job: &Job, bytes: &[u8]) -> Result<(), u32> {
+        let there = self.pair(peer);
         let (domain, queue) = (there.domain, there.receive);
         let Some((wr_id, pieces)) = there.receives.pop_front() else { return Ok(()) };
-        let mut wc = ibv_wc { wr_id, qp_num: partner, byte_len: bytes.len() as u32, ..EMPTY };
+        let mut wc = ibv_wc { wr_id, qp_num: peer, byte_len: bytes.len() as u32, ..EMPTY };
         if job.opcode == ffi::IBV_WR_SEND {
             let mut rest = bytes;
             for piece in &pieces {
@@ -130,8 +130,8 @@ impl State {
 
     fn fetch_add(&mut self, number: u32, job: &Job) -> Result<u64, u32> {
         let pair = &self.pairs[&number];
-        let there = self.pairs[&pair.partner].domain;
-        if !self.cards[pair.partner_card].atomics || !job.addr.is_multiple_of(8) {
+        let there = self.pairs[&pair.peer].domain;
+        if !self.nics[pair.peer_nic].atomics || !job.addr.is_multiple_of(8) {
             return Err(ffi::IBV_WC_REM_INV_REQ_ERR);
         }
         let old = job.pieces.first().filter(|piece| piece.length == 8).ok_or(ffi::IBV_WC_LOC_LEN_ERR)?;
@@ -167,11 +167,11 @@ impl State {
     /// Says that a request is done or has failed. Failures are always said.
     fn finish(&mut self, number: u32, job: &Job, status: u32) {
         let pair = self.pair(number);
-        pair.unsignalled += 1;
+        pair.unsignaled += 1;
         if status == ffi::IBV_WC_SUCCESS && job.flags & ffi::IBV_SEND_SIGNALED == 0 {
             return;
         }
-        let (queue, frees) = (pair.send, std::mem::take(&mut pair.unsignalled));
+        let (queue, frees) = (pair.send, std::mem::take(&mut pair.unsignaled));
         let opcode = match (status, job.opcode) {
             // The other fields of a failed completion are meaningless.
             (1.., _) => u32::MAX,

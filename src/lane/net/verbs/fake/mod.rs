@@ -7,27 +7,29 @@
 //! when their sender polls: so no code can rely on instant execution.
 //!
 //! ```text
-//!   table    the C functions: find the fabric behind an object, translate
-//!   state    what a kernel and its NICs hold: objects by number
-//!   execute  what a NIC does with a request
+//!   table    C functions: find the fabric behind an object, translate
+//!   State    objects of a kernel and its NICs, by number
+//!   execute  execution of a request by a NIC
+//!   Tree     a directory laid out like `/sys`, gone when dropped
 //! ```
 //!
 //! Faults: a NIC that falls [silent](Fabric::silence), whose peers' retries end on the test's
 //! request ([`give_up`](Fabric::give_up)), and a NIC that is [removed](Fabric::remove).
 
 mod execute;
-mod state;
 mod table;
-mod tree;
 
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::CString;
+use std::fs;
 use std::net::Ipv6Addr;
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-pub use state::Statistics;
-use state::{Card, State};
-pub use tree::Tree;
-
+use super::ffi::{self, ibv_qp_cap, ibv_sge, ibv_wc};
 use super::library::Functions;
 use super::{Library, Nic, Settings, Sysfs, VerbsEnvironment};
 
@@ -44,29 +46,29 @@ pub struct Fabric {
 /// Target of `ibv_device` pointers.
 pub struct Device {
     fabric: Weak<Fabric>,
-    card: usize,
+    nic: usize,
     name: CString,
 }
 
 impl Fabric {
     /// A network of NICs of these names.
-    pub fn new(cards: &[&str]) -> Arc<Self> {
+    pub fn new(nics: &[&str]) -> Arc<Self> {
         let tree = Tree::new();
         let mut state = State::default();
-        for (at, name) in (1u16..).zip(cards) {
+        for (at, name) in (1u16..).zip(nics) {
             let gid: Ipv6Addr = std::net::Ipv4Addr::new(10, 0, (at >> 8) as u8, at as u8).to_ipv6_mapped();
             let port = format!("class/infiniband/{name}/ports/1");
             tree.write(&format!("{port}/gids/1"), &gid.to_string());
             tree.write(&format!("{port}/gid_attrs/types/1"), "RoCE v2");
-            state.cards.push(Card::new(gid));
+            state.nics.push(FakeNic::new(gid));
         }
         Arc::new_cyclic(|fabric: &Weak<Fabric>| {
-            let device = |(card, name): (usize, &&str)| Device {
+            let device = |(nic, name): (usize, &&str)| Device {
                 fabric: fabric.clone(),
-                card,
+                nic,
                 name: CString::new(*name).unwrap(),
             };
-            let devices = cards.iter().enumerate().map(device).collect();
+            let devices = nics.iter().enumerate().map(device).collect();
             Fabric {
                 state: Mutex::new(state),
                 devices,
@@ -98,10 +100,10 @@ impl Fabric {
     }
 
     /// A NIC, open, with these settings.
-    pub fn rail(&self, card: &str, settings: &Settings) -> Nic {
-        let settings = Settings { cards: vec![card.to_owned()], ..settings.clone() };
-        let mut rails = Nic::open(&self.library(), &self.sysfs, &settings, 0).unwrap();
-        rails.remove(0)
+    pub fn nic(&self, name: &str, settings: &Settings) -> Nic {
+        let settings = Settings { nics: vec![name.to_owned()], ..settings.clone() };
+        let mut nics = Nic::open(&self.library(), &self.sysfs, &settings, 0).unwrap();
+        nics.remove(0)
     }
 
     /// From now on a request is executed when its sender polls, one per queue pair and poll.
@@ -117,9 +119,9 @@ impl Fabric {
     }
 
     /// From now on no bytes go to or from this NIC; posted requests wait for answers.
-    pub fn silence(&self, card: &str) {
-        let at = self.place(card);
-        self.state().cards[at].silent = true;
+    pub fn silence(&self, nic: &str) {
+        let at = self.place(nic);
+        self.state().nics[at].silent = true;
     }
 
     /// The retries of all requests that wait for a silent NIC have ended.
@@ -129,21 +131,21 @@ impl Fabric {
 
     /// Removes a NIC from the machine: its peers see it silent, its owner sees a fatal event and
     /// errors.
-    pub fn remove(&self, card: &str) {
-        let at = self.place(card);
+    pub fn remove(&self, nic: &str) {
+        let at = self.place(nic);
         self.state().remove(at);
     }
 
     /// Changes a NIC's abilities, for objects that are opened or made later.
-    pub fn change(&self, card: &str, change: impl FnOnce(&mut Card)) {
-        let at = self.place(card);
-        change(&mut self.state().cards[at]);
+    pub fn change(&self, nic: &str, change: impl FnOnce(&mut FakeNic)) {
+        let at = self.place(nic);
+        change(&mut self.state().nics[at]);
     }
 
     /// Counts of a NIC so far.
-    pub fn statistics(&self, card: &str) -> Statistics {
-        let at = self.place(card);
-        self.state().cards[at].statistics
+    pub fn statistics(&self, nic: &str) -> Statistics {
+        let at = self.place(nic);
+        self.state().nics[at].statistics
     }
 
     /// Objects that are not destroyed, and objects that were destroyed too early: both 0 at the end
@@ -153,8 +155,8 @@ impl Fabric {
         (state.objects(), state.too_early)
     }
 
-    fn place(&self, card: &str) -> usize {
-        self.devices.iter().position(|device| device.name.to_bytes() == card.as_bytes()).unwrap()
+    fn place(&self, nic: &str) -> usize {
+        self.devices.iter().position(|device| device.name.to_bytes() == nic.as_bytes()).unwrap()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -165,5 +167,238 @@ impl Fabric {
 impl Drop for Fabric {
     fn drop(&mut self) {
         table::leave(self.slot);
+    }
+}
+
+/// Counts of a NIC.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Requests taken by send queues.
+    pub requests: u64,
+    /// Posts to send queues.
+    pub doorbells: u64,
+    /// Receives taken.
+    pub receives: u64,
+    /// Completions handed out.
+    pub completions: u64,
+    /// Bytes that left the NIC.
+    pub bytes: u64,
+    /// Requests that met no receive.
+    pub not_ready: u64,
+}
+
+pub struct FakeNic {
+    pub gid: Ipv6Addr,
+    pub silent: bool,
+    pub gone: bool,
+    /// The state of its port.
+    pub port: u32,
+    /// The code of its largest packet.
+    pub mtu: u32,
+    /// Bytes that may travel inside a request.
+    pub inline: u32,
+    pub sges: u32,
+    pub atomics: bool,
+    /// It refuses the next so many regions.
+    pub refuses: u32,
+    pub statistics: Statistics,
+}
+
+impl FakeNic {
+    pub fn new(gid: Ipv6Addr) -> Self {
+        FakeNic {
+            gid,
+            silent: false,
+            gone: false,
+            port: ffi::IBV_PORT_ACTIVE,
+            mtu: ffi::IBV_MTU_4096,
+            inline: 64,
+            sges: 8,
+            atomics: true,
+            refuses: 0,
+            statistics: Statistics::default(),
+        }
+    }
+}
+
+#[derive(Default)]
+pub struct State {
+    pub nics: Vec<FakeNic>,
+    pub contexts: BTreeMap<u32, Opened>,
+    /// Of each domain: its context.
+    pub domains: BTreeMap<u32, u32>,
+    pub regions: BTreeMap<u32, Region>,
+    pub queues: BTreeMap<u32, Queue>,
+    pub pairs: BTreeMap<u32, Pair>,
+    pub held: bool,
+    pub too_early: usize,
+    numbers: u32,
+}
+
+/// A context: its news, each a kind and the address of a queue pair.
+pub struct Opened {
+    pub nic: usize,
+    pub fd: i32,
+    pub news: VecDeque<(u32, usize)>,
+}
+
+pub struct Region {
+    pub domain: u32,
+    pub base: u64,
+    pub at: usize,
+    pub len: u64,
+    pub access: u32,
+    /// Mapped for this region alone.
+    pub mapped: bool,
+}
+
+pub struct Queue {
+    pub context: u32,
+    pub nic: usize,
+    pub capacity: usize,
+    pub ready: VecDeque<Ready>,
+    pub fd: i32,
+    pub armed: bool,
+}
+
+/// A completion, and how many places of its send queue are free once it is taken.
+pub struct Ready {
+    pub wc: ibv_wc,
+    pub frees: u32,
+}
+
+pub struct Pair {
+    pub nic: usize,
+    pub domain: u32,
+    pub send: u32,
+    pub receive: u32,
+    pub cap: ibv_qp_cap,
+    pub state: u32,
+    pub peer: u32,
+    pub peer_nic: usize,
+    pub rnr_retries: u8,
+    pub jobs: VecDeque<Job>,
+    pub receives: VecDeque<(u64, Vec<ibv_sge>)>,
+    /// Places of the send queue in use; and those of them that the next completion frees.
+    pub used: u32,
+    pub unsignaled: u32,
+    /// The address of its C structure, for events.
+    pub object: usize,
+}
+
+/// A request to a send queue.
+pub struct Job {
+    pub wr_id: u64,
+    pub opcode: u32,
+    pub flags: u32,
+    pub immediate: u32,
+    pub addr: u64,
+    pub rkey: u32,
+    pub add: u64,
+    pub pieces: Vec<ibv_sge>,
+    pub inline: Option<Vec<u8>>,
+    /// It met no receive and was counted.
+    pub not_ready: bool,
+}
+
+impl State {
+    /// A number that no object of this fabric had before.
+    pub fn number(&mut self) -> u32 {
+        self.numbers += 1;
+        0x100 + self.numbers
+    }
+
+    pub fn objects(&self) -> usize {
+        let kernel = self.contexts.len() + self.domains.len() + self.regions.len();
+        kernel + self.queues.len() + self.pairs.len()
+    }
+
+    /// Destroys an object unless others use it.
+    pub fn destroy<T>(&mut self, free: bool, take: impl FnOnce(&mut Self) -> Option<T>) -> i32 {
+        if !free {
+            self.too_early += 1;
+            return rustix::io::Errno::BUSY.raw_os_error();
+        }
+        if take(self).is_some() { 0 } else { rustix::io::Errno::INVAL.raw_os_error() }
+    }
+
+    pub fn tell(&mut self, nic: usize, kind: u32, object: usize) {
+        for context in self.contexts.values_mut().filter(|context| context.nic == nic) {
+            context.news.push_back((kind, object));
+            ring(context.fd);
+        }
+    }
+
+    /// Puts a completion into a queue.
+    pub fn complete(&mut self, queue: u32, wc: ibv_wc, frees: u32) {
+        let Some(queue) = self.queues.get_mut(&queue) else { return };
+        if queue.ready.len() == queue.capacity {
+            let nic = queue.nic;
+            return self.tell(nic, ffi::IBV_EVENT_CQ_ERR, 0);
+        }
+        queue.ready.push_back(Ready { wc, frees });
+        if std::mem::take(&mut queue.armed) {
+            ring(queue.fd);
+        }
+    }
+
+    pub fn take(&mut self, queue: u32) -> Option<ibv_wc> {
+        let queue = self.queues.get_mut(&queue)?;
+        let Ready { wc, frees } = queue.ready.pop_front()?;
+        self.nics[queue.nic].statistics.completions += 1;
+        if let Some(pair) = self.pairs.get_mut(&wc.qp_num) {
+            pair.used -= frees;
+        }
+        Some(wc)
+    }
+
+    pub fn remove(&mut self, nic: usize) {
+        self.nics[nic].gone = true;
+        self.tell(nic, ffi::IBV_EVENT_DEVICE_FATAL, 0);
+        let pairs: Vec<u32> = self.pairs.iter().filter(|(_, p)| p.nic == nic).map(|(&n, _)| n).collect();
+        pairs.into_iter().for_each(|pair| self.fail(pair));
+    }
+}
+
+/// One event on an eventfd that counts.
+fn ring(fd: i32) {
+    // SAFETY: contexts and channels close their descriptor only after they are taken out of the
+    // state.
+    let _ = rustix::io::write(unsafe { BorrowedFd::borrow_raw(fd) }, &1u64.to_ne_bytes());
+}
+
+pub struct Tree(PathBuf);
+
+impl Tree {
+    pub fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("sidelane-sysfs-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let root = std::env::temp_dir().join(name);
+        fs::create_dir_all(&root).unwrap();
+        Tree(root)
+    }
+
+    pub fn sysfs(&self) -> Sysfs {
+        Sysfs::below(&self.0)
+    }
+
+    pub fn write(&self, path: &str, text: &str) {
+        fs::write(self.place(path), format!("{text}\n")).unwrap();
+    }
+
+    pub fn link(&self, path: &str, target: &str) {
+        symlink(self.0.join(target), self.place(path)).unwrap();
+    }
+
+    fn place(&self, path: &str) -> PathBuf {
+        let path = self.0.join(path);
+        fs::create_dir_all(path.parent().unwrap_or(Path::new("/"))).unwrap();
+        path
+    }
+}
+
+impl Drop for Tree {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
     }
 }

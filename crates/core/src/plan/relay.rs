@@ -1,0 +1,446 @@
+//! Blocks that go over a relay, and the relay's plan: runs that relay their rows, and sums that it
+//! returns.
+//!
+//! A block is described so that the relay needs no other information:
+//!
+//! ```text
+//!   header   rows | entries | first row in staging | landed rows per rank served | segment per bin served | row of each entry | note of each entry
+//!   rows     each token once, in token order or in relay order, however many of the relay's ranks it goes to
+//!
+//!   entries of bin b   rows 0 2 3 7 ...  ->  rows to_row, to_row + 1, ... of the rank of b, then the pad
+//! ```
+//!
+//! The entries lie by bin, as the source sorted them. So the relay puts each row at its final place
+//! and knows what to return later: a return brings back the entries of a block in this very order.
+
+use super::{Bins, RowRun, Summand, refill, vec_memory_usage};
+
+/// Where the entries of one bin land.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct Segment {
+    /// First row at the rank of the bin.
+    pub to_row: u32,
+    /// Entries.
+    pub count: u32,
+    /// Rows of zeros that follow.
+    pub pad: u32,
+}
+
+/// The rows of one source for the ranks that one relay serves.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Block {
+    /// Rows: tokens that go there.
+    pub rows: u32,
+    /// Its first row in the relay's staging.
+    pub first: u32,
+    /// Per rank served: rows that land there, from all sources.
+    pub landed: Vec<u32>,
+    /// Per bin served, rank after rank.
+    pub segments: Vec<Segment>,
+    /// Per entry, segment after segment: its row.
+    pub index: Vec<u32>,
+}
+
+impl Block {
+    pub(super) fn memory_usage(&self) -> usize {
+        vec_memory_usage(&self.landed) + vec_memory_usage(&self.segments) + vec_memory_usage(&self.index)
+    }
+
+    /// Number of entries.
+    pub fn entries(&self) -> u32 {
+        self.segments.iter().map(|segment| segment.count).sum()
+    }
+
+    /// Rows of chunk `chunk` (from 1) of `chunks`.
+    pub fn chunk(rows: u32, chunk: u8, chunks: u8) -> std::ops::Range<u32> {
+        let at = |chunk: u8| (u64::from(rows) * u64::from(chunk)).div_ceil(u64::from(chunks)) as u32;
+        at(chunk - 1)..at(chunk)
+    }
+
+    /// The runs of one chunk to the `member`th rank served; their entries count from the first of
+    /// the block, plus `first`. The pad comes with the last chunk.
+    pub fn runs(
+        &self,
+        bins: &Bins,
+        served: &[u32],
+        member: usize,
+        (chunk, chunks): (u8, u8),
+        first: u32,
+        runs: &mut Vec<RowRun>,
+    ) {
+        let rows = Self::chunk(self.rows, chunk, chunks);
+        let (mut entry, mut segments) = (0, self.segments.iter());
+        for (nth, &rank) in served.iter().enumerate() {
+            for &Segment { to_row, count, pad } in segments.by_ref().take(bins.of(rank).len()) {
+                if nth == member {
+                    let listed = &self.index[entry as usize..][..count as usize];
+                    let skip = listed.partition_point(|&row| row < rows.start) as u32;
+                    let count = listed.partition_point(|&row| row < rows.end) as u32 - skip;
+                    let pad = if chunk == chunks { pad } else { 0 };
+                    if count + pad > 0 {
+                        runs.push(RowRun { to_row: to_row + skip, first: first + entry + skip, count, pad });
+                    }
+                }
+                entry += count;
+            }
+        }
+    }
+
+    /// A run of entries as the longest spans of rows that lie next to each other in the block;
+    /// `first` is then a row. The last span has the pad.
+    pub fn spans(&self, run: RowRun, spans: &mut Vec<RowRun>) {
+        let RowRun { mut to_row, first, count, pad } = run;
+        let listed = &self.index[first as usize..][..count as usize];
+        for rows in listed.chunk_by(|a, b| a + 1 == *b) {
+            let count = rows.len() as u32;
+            spans.push(RowRun { to_row, first: rows[0], count, pad: 0 });
+            to_row += count;
+        }
+        match spans.last_mut().filter(|_| count > 0) {
+            Some(last) => last.pad = pad,
+            None => spans.push(RowRun { to_row, first: 0, count: 0, pad }),
+        }
+    }
+
+    /// Whether the header of a source is valid: it has `entries` entries, each names an existing
+    /// row, and those of a bin follow the order of the block if `ordered`.
+    pub fn is_sound(&self, entries: u32, ordered: bool) -> bool {
+        let counted: u64 = self.segments.iter().map(|segment| u64::from(segment.count)).sum();
+        if counted != u64::from(entries) || self.index.len() != entries as usize {
+            return false;
+        }
+        let mut first = 0;
+        self.segments.iter().all(|segment| {
+            let listed = &self.index[first..][..segment.count as usize];
+            first += listed.len();
+            let in_order = !ordered || listed.is_sorted_by(|a, b| a < b);
+            in_order && listed.iter().all(|&row| row < self.rows)
+        })
+    }
+}
+
+/// The blocks that one rank relays, in the order of
+/// [`Paths::sources`](crate::topology::Paths::sources).
+#[derive(Clone, Debug, Default)]
+pub struct RelayPlan {
+    /// The block of each source.
+    pub blocks: Vec<Block>,
+    /// Rows are relayed in spans, not one by one: blocks lie in relay order.
+    pub spans: bool,
+    /// Routing weight of each entry of each block; empty unless relays weight their sums.
+    pub weights: Vec<f32>,
+    /// Rows that runs index into: for each entry of each block its row in the block. Empty for
+    /// spans, which are rows of the block themselves.
+    pub rows: Vec<u32>,
+    /// All runs: for each block, chunk and rank served. Chunk 0 stands for the row metadata: all
+    /// entries, counted from the first of the block.
+    pub runs: Vec<RowRun>,
+    /// First run of each (block, chunk from 0 on, rank served); one more than there are.
+    starts: Vec<u32>,
+    /// Sums of a relay; empty where it returns rows unchanged.
+    pub partials: Partials,
+    served: usize,
+    chunks: u8,
+    /// Runs that are cut into spans.
+    listed: Vec<RowRun>,
+}
+
+/// The partial sums of all blocks: a token's rows on one rank
+/// ([`SumOrder::Rank`](crate::plan::SumOrder)) or on this node
+/// ([`SumOrder::Node`](crate::plan::SumOrder)).
+#[derive(Clone, Debug, Default)]
+pub struct Partials {
+    /// Summands of all partials, block after block, token after token, each in summation order.
+    pub terms: Vec<Summand>,
+    /// First term of each partial; one more than there are.
+    pub starts: Vec<u32>,
+    /// Per term: its entry, counted through all blocks.
+    pub entries: Vec<u32>,
+    /// First partial of each (block, chunk from 1 on); one more than there are.
+    chunk_starts: Vec<u32>,
+    /// Per row of the block that is summed: where its next term goes.
+    cursors: Vec<u32>,
+    /// Per bin: its segment in the block and its first entry.
+    segments: Vec<(u32, u32)>,
+}
+
+impl RelayPlan {
+    /// Lays out the runs of the blocks for the ranks served and, with `sums`, their partial sums.
+    pub fn fill(&mut self, bins: &Bins, served: &[u32], chunks: u8, sums: bool) {
+        self.rows.clear();
+        self.runs.clear();
+        self.starts.clear();
+        (self.served, self.chunks) = (served.len(), chunks);
+        self.partials.clear();
+        let mut first = 0;
+        for block in &self.blocks {
+            if !self.spans {
+                self.rows.extend(&block.index);
+            }
+            for part in 0..=chunks {
+                for member in 0..served.len() {
+                    self.starts.push(self.runs.len() as u32);
+                    match part {
+                        0 => block.runs(bins, served, member, (1, 1), 0, &mut self.runs),
+                        _ if self.spans => {
+                            block.runs(bins, served, member, (part, chunks), 0, &mut self.listed);
+                            self.listed.drain(..).for_each(|run| block.spans(run, &mut self.runs));
+                        }
+                        _ => block.runs(bins, served, member, (part, chunks), first, &mut self.runs),
+                    }
+                }
+            }
+            if sums {
+                self.partials.add(block, bins, served, first, chunks);
+            }
+            first += block.index.len() as u32;
+        }
+        self.starts.push(self.runs.len() as u32);
+        self.partials.chunk_starts.push(self.partials.count());
+    }
+
+    /// In how many chunks blocks come.
+    pub fn chunks(&self) -> u8 {
+        self.chunks
+    }
+
+    /// The runs of chunk `chunk` of the `nth` block for the `member`th rank served.
+    pub fn runs_of(&self, nth: usize, chunk: u8, member: usize) -> std::ops::Range<u32> {
+        let at = (nth * (usize::from(self.chunks) + 1) + usize::from(chunk)) * self.served + member;
+        self.starts[at]..self.starts[at + 1]
+    }
+
+    /// The rows of its block that a run of a chunk (from 1) takes.
+    pub fn rows_of(&self, run: RowRun) -> impl Iterator<Item = u32> {
+        let row = |at: u32| if self.spans { at } else { self.rows[at as usize] };
+        (run.first..run.first + run.count).map(row)
+    }
+
+    /// Copies that hand all rows on: one for each span, or for each row. Zeros are not copied.
+    pub fn copies(&self) -> u64 {
+        let parts = (0..self.blocks.len()).flat_map(|nth| (1..=self.chunks).map(move |chunk| (nth, chunk)));
+        let of_part = |(nth, chunk)| {
+            let runs = (0..self.served).flat_map(move |member| self.runs_of(nth, chunk, member));
+            runs.map(|run| self.runs[run as usize].count).filter(|&count| count > 0)
+        };
+        parts.flat_map(of_part).map(|count| if self.spans { 1 } else { u64::from(count) }).sum()
+    }
+
+    /// The partials of chunk `chunk` (from 1) of the `nth` block.
+    pub fn partials_of(&self, nth: usize, chunk: u8) -> std::ops::Range<u32> {
+        let at = nth * usize::from(self.chunks) + usize::from(chunk) - 1;
+        self.partials.chunk_starts[at]..self.partials.chunk_starts[at + 1]
+    }
+
+    /// All partials of the `nth` block.
+    pub fn partials_from(&self, nth: usize) -> std::ops::Range<u32> {
+        self.partials_of(nth, 1).start..self.partials_of(nth, self.chunks).end
+    }
+}
+
+impl Partials {
+    fn clear(&mut self) {
+        self.terms.clear();
+        self.entries.clear();
+        self.chunk_starts.clear();
+        refill(&mut self.starts, 1, 0);
+    }
+
+    /// Number of partials.
+    pub fn count(&self) -> u32 {
+        self.starts.len().saturating_sub(1) as u32
+    }
+
+    fn add(&mut self, block: &Block, bins: &Bins, served: &[u32], first_entry: u32, chunks: u8) {
+        self.place(block, bins, served, first_entry);
+        let mut term = self.starts[self.count() as usize] as usize;
+        let mut row = 0;
+        for chunk in 1..=chunks {
+            self.chunk_starts.push(self.count());
+            for row_of_chunk in Block::chunk(block.rows, chunk, chunks) {
+                debug_assert_eq!(row, row_of_chunk);
+                let end = self.cursors[row as usize] as usize;
+                while term < end {
+                    let owner = self.terms[term].owner;
+                    let last = match bins.order().per_partial(true, false) {
+                        Some(true) => {
+                            let same = self.terms[term..end].iter().take_while(|t| t.owner == owner);
+                            term + same.count()
+                        }
+                        _ => end,
+                    };
+                    self.starts.push(last as u32);
+                    term = last;
+                }
+                row += 1;
+            }
+        }
+    }
+
+    /// Places the entries of a block by row and then in the order of the sum; afterwards `cursors`
+    /// say where the terms of each row end.
+    fn place(&mut self, block: &Block, bins: &Bins, served: &[u32], first_entry: u32) {
+        let first = self.terms.len();
+        refill(&mut self.cursors, block.rows as usize + 1, 0);
+        block.index.iter().for_each(|&row| self.cursors[row as usize + 1] += 1);
+        self.cursors[0] = first as u32;
+        for row in 0..block.rows as usize {
+            self.cursors[row + 1] += self.cursors[row];
+        }
+        self.terms.resize(first + block.index.len(), Summand::default());
+        self.entries.resize(first + block.index.len(), 0);
+        refill(&mut self.segments, bins.count() as usize, (u32::MAX, 0));
+        let mut entry = 0;
+        for (segment, bin) in (0..).zip(served.iter().flat_map(|&rank| bins.of(rank))) {
+            self.segments[bin as usize] = (segment, entry);
+            entry += block.segments[segment as usize].count;
+        }
+        for &bin in bins.in_order() {
+            let (segment, entry) = self.segments[bin as usize];
+            let Some(segment) = block.segments.get(segment as usize) else { continue };
+            let listed = &block.index[entry as usize..][..segment.count as usize];
+            for (nth, &row) in (0..).zip(listed) {
+                let cursor = &mut self.cursors[row as usize];
+                self.terms[*cursor as usize] =
+                    Summand { owner: bins.rank_of(bin), row: segment.to_row + nth };
+                self.entries[*cursor as usize] = first_entry + entry + nth;
+                *cursor += 1;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    mod block {
+        use super::*;
+        use crate::plan::{ExpertMap, SumOrder};
+        use crate::topology::NodeMap;
+
+        /// Three tokens for two ranks with two bins each: token 0 for bins 0 and 3, token 1 for bin
+        /// 1, token 2 for 1 and 3.
+        fn block() -> (Bins, Block) {
+            let map = ExpertMap::contiguous(4, 2).unwrap();
+            let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0]));
+            let segment = |to_row, count, pad| Segment { to_row, count, pad };
+            let segments = vec![segment(10, 1, 0), segment(20, 2, 1), segment(0, 0, 0), segment(5, 2, 3)];
+            (bins, Block { rows: 3, first: 0, landed: vec![24, 16], segments, index: vec![0, 1, 2, 0, 2] })
+        }
+
+        #[test]
+        fn chunks_cover_all_rows_in_order() {
+            for (rows, chunks) in [(0, 1), (1, 4), (7, 3), (8, 4), (u32::MAX, 255)] {
+                let mut next = 0;
+                for chunk in 1..=chunks {
+                    let range = Block::chunk(rows, chunk, chunks);
+                    assert_eq!(range.start, next);
+                    next = range.end;
+                }
+                assert_eq!(next, rows);
+            }
+        }
+
+        #[test]
+        fn a_chunk_hands_on_the_entries_of_its_rows_and_the_last_one_the_pads() {
+            let (bins, block) = block();
+            let runs = |member, chunk| {
+                let mut runs = Vec::new();
+                block.runs(&bins, &[0, 1], member, chunk, 100, &mut runs);
+                runs
+            };
+            let run = |to_row, first, count, pad| RowRun { to_row, first, count, pad };
+            // Rows 0 and 1 are the first of two chunks, row 2 is the second.
+            assert_eq!(runs(0, (1, 2)), [run(10, 100, 1, 0), run(20, 101, 1, 0)]);
+            assert_eq!(runs(0, (2, 2)), [run(21, 102, 1, 1)]);
+            assert_eq!(runs(1, (1, 2)), [run(5, 103, 1, 0)]);
+            assert_eq!(runs(1, (2, 2)), [run(6, 104, 1, 3)]);
+            assert_eq!(runs(1, (1, 1)), [run(5, 103, 2, 3)], "all at once");
+        }
+
+        #[test]
+        fn a_header_that_lists_other_rows_than_there_are_is_not_sound() {
+            let (_, block) = block();
+            assert!(block.is_sound(5, true));
+            assert!(!block.is_sound(6, true), "as many entries as the header says");
+            assert!(!Block { rows: 2, ..block.clone() }.is_sound(5, true), "a row that does not exist");
+            assert!(
+                !Block { index: vec![0, 2, 1, 0, 2], ..block.clone() }.is_sound(5, true),
+                "rows out of order"
+            );
+            assert!(!Block { index: vec![0; 4], ..block }.is_sound(5, true), "an entry without a row");
+        }
+    }
+
+    mod forward {
+        use super::*;
+        use crate::plan::{ExpertMap, Segment, SumOrder};
+        use crate::topology::NodeMap;
+
+        #[test]
+        fn runs_count_rows_from_the_first_of_all_blocks_and_notes_from_the_first_of_their_own() {
+            let map = ExpertMap::contiguous(2, 2).unwrap();
+            let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0]));
+            let block = |to_row| Block {
+                rows: 2,
+                first: 0,
+                landed: vec![8, 8],
+                segments: vec![Segment { to_row, count: 1, pad: 0 }, Segment { to_row, count: 2, pad: 0 }],
+                index: vec![1, 0, 1],
+            };
+            let mut forward = RelayPlan::default();
+            forward.blocks.extend([block(0), block(4)]);
+            forward.fill(&bins, &[0, 1], 2, false);
+            assert_eq!(forward.rows, [1, 0, 1, 1, 0, 1]);
+            let runs = |nth, chunk, member| {
+                let runs = forward.runs_of(nth, chunk, member);
+                forward.runs[runs.start as usize..runs.end as usize].to_vec()
+            };
+            let run = |to_row, first, count| RowRun { to_row, first, count, pad: 0 };
+            assert_eq!(runs(1, 0, 1), [run(4, 1, 2)], "notes: second and third of the block");
+            assert_eq!(runs(1, 1, 0), [], "the first chunk has no row for the first rank");
+            assert_eq!(runs(1, 2, 0), [run(4, 3, 1)]);
+            assert_eq!(runs(1, 1, 1), [run(4, 4, 1)]);
+            assert_eq!(runs(1, 2, 1), [run(5, 5, 1)]);
+
+            forward.blocks.clear();
+            forward.fill(&bins, &[0, 1], 2, false);
+            assert!(forward.rows.is_empty() && forward.runs.is_empty(), "what was known before is forgotten");
+        }
+
+        #[test]
+        fn partials_are_of_a_rank_or_of_a_node_and_come_chunk_by_chunk() {
+            let (map, nodes) = (ExpertMap::contiguous(2, 2).unwrap(), NodeMap::from_labels(&[0, 0]));
+            // Row 0 goes to both ranks, row 1 to the second.
+            let block = Block {
+                rows: 2,
+                first: 0,
+                landed: vec![8, 8],
+                segments: vec![
+                    Segment { to_row: 3, count: 1, pad: 0 },
+                    Segment { to_row: 5, count: 2, pad: 0 },
+                ],
+                index: vec![0, 0, 1],
+            };
+            let term = |owner, row| Summand { owner, row };
+            for (order, starts, second) in
+                [(SumOrder::Rank, vec![0, 1, 2, 3], 2), (SumOrder::Node, vec![0, 2, 3], 1)]
+            {
+                let bins = Bins::experts(&map, order, &nodes);
+                let mut forward = RelayPlan::default();
+                forward.blocks.push(block.clone());
+                forward.fill(&bins, &[0, 1], 2, true);
+                let Partials { terms, entries, .. } = &forward.partials;
+                assert_eq!(terms, &[term(0, 3), term(1, 5), term(1, 6)]);
+                assert_eq!(entries, &[0, 1, 2]);
+                assert_eq!(forward.partials.starts, starts, "{order:?}");
+                assert_eq!(
+                    (forward.partials_of(0, 1), forward.partials_of(0, 2)),
+                    (0..second, second..second + 1)
+                );
+            }
+        }
+    }
+}

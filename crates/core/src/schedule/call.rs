@@ -1,0 +1,841 @@
+//! The call as data: the stages that a rank runs, its work between them, and the points where a
+//! call may end early.
+//!
+//! ```text
+//!   dispatch   sort  release  publish  announce  entry..  /  ..entry  AGREE  judge  ADMIT  place  describe  fill
+//!              rows  report  metadata
+//!   cached     release  take  entry..  /  ..entry  AGREE  landings  fill  rows
+//!   return     release  offer  entry..  /  ..entry  AGREE  bases  home  fill  sum  retire
+//!   remap      release  propose  entry  AGREE  adopt
+//!   round      fill  entry  AGREE  /  copy out  further stages  end  copy out                  of a collective
+//!   enqueued   dispatch: AWAIT STREAM  sort ..  rows..  posted  ..rows     return: ready..  /  Offer ..  ..ready  pull
+//!              cached: take  entry .. rows..  posted  ..rows
+//!   slots      pack  rows..  /  ..rows  check     partials  home..  /  ..home  sum     home (a release)
+//!   relay      node entered  compose  counts sent  all entered  AGREE  judge  ADMIT  agreed
+//!              headers  learn  fill  relay rows, or return rows  relay done
+//! ```
+//!
+//! A [`CallProgram`] is a straight line of [`CallStep`]s. A driver is a loop over it: the host
+//! stepper, the thread of an offloaded relay and the proof step the same [`CallMachine`], so the
+//! proof also covers *when* planners touch memory.
+//!
+//! **Refusal is no branch.** A rank that refuses its input runs the same steps with empty operands
+//! and sets a flag in its tag. Only [`Action::Agree`] and [`Action::Admit`] may cut a call short.
+//! Both judge bytes that all ranks hold, so all ranks cut at the same step. A [`Cut`] names the
+//! remaining steps; a program with n cuts is n + 1 straight lines.
+//!
+//! **Relays.** A rank's relay has steps of its own. [`CallProgram::weave`] splices them between the
+//! rank's own signals and its own waits where one thread plays both; it then drops the relay's
+//! verdict, which would repeat the rank's own. Where the relay is [offloaded](Relays::Thread), its
+//! steps are a second program.
+
+use std::fmt;
+
+pub use super::agree::Agreement;
+pub use super::op::Part;
+pub use super::skeleton::{StageId, Stages};
+use crate::error::CallKind;
+use crate::topology::Paths;
+
+use Action::{Admit, Agree, Compute, Run};
+use Part::{Finish, Start, Whole};
+
+/// Which of a rank's programs a step belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The rank's own.
+    Own,
+    /// That of its relay, which serves ranks of other nodes.
+    Relay,
+}
+
+/// One step of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CallStep {
+    /// The program of the step.
+    pub role: Role,
+    /// The action.
+    pub action: Action,
+}
+
+impl CallStep {
+    fn own(action: Action) -> Self {
+        CallStep { role: Role::Own, action }
+    }
+
+    fn relay(action: Action) -> Self {
+        CallStep { role: Role::Relay, action }
+    }
+}
+
+/// Action of one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Runs the operations of a stage, or of one half of it.
+    Run(StageId, Part),
+    /// Runs a stage of a collective's skeleton, counted from 0: the entry.
+    Round(u8),
+    /// Plans or computes. Touches windows only where [`Work`] says so.
+    Compute(Work),
+    /// Compares the tags of all ranks. Cuts the call if a rank refuses or makes another call.
+    Agree,
+    /// Checks that every rank has room for its rows. Cuts the call if one has not.
+    Admit,
+}
+
+/// Planning or arithmetic of a rank between two stages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Work {
+    /// Waits until the caller's stream has reached the call: its memory is this call's from then
+    /// on.
+    AwaitStream,
+    /// Sorts this rank's choices into bins. Reads the caller's routing.
+    Sort,
+    /// Writes this rank's counts per bin to its publication.
+    Publish,
+    /// Announces the largest free extent of the pool; the tag says where it lies.
+    Announce,
+    /// Takes an extent of the size that the handle knows.
+    Take,
+    /// Takes memory for rows that relays return, and offers the caller's chunk.
+    Offer,
+    /// Checks a new expert map.
+    Propose,
+    /// Gives an offloaded relay its program.
+    StartRelay,
+    /// Adds up the counts of all ranks. Reads publications of this node and messages of the others.
+    Judge,
+    /// Computes the layout, and clips what exceeds a budget.
+    Place,
+    /// Writes the headers of this rank's blocks.
+    Describe,
+    /// Cached dispatch: reads from tags where rows land at other ranks.
+    Landings,
+    /// Reads from tags where the chunks of this node's ranks begin.
+    Bases,
+    /// Tells a waiting caller that all ranks agreed: the call can no longer be refused.
+    TellAgreed,
+    /// Fills the operands of [`StageId::Rows`].
+    FillRows,
+    /// Fills the operands of [`StageId::BringIn`].
+    FillBringIn,
+    /// Fills the operands of [`StageId::Sum`].
+    FillSum,
+    /// Fills the operands of [`StageId::Pull`] and [`StageId::PullRest`].
+    FillPull,
+    /// Waits until an offloaded relay has finished.
+    JoinRelay,
+    /// Trims the extent to what landed, and fills the handle's report.
+    Report,
+    /// Reads the metadata that landed behind the rows.
+    Metadata,
+    /// Retires the chunk: the pool has it back when all readers have read it.
+    Retire,
+    /// Replaces the expert map.
+    Adopt,
+    /// Relay: adds up the counts of this node, and writes the messages to other nodes.
+    Compose,
+    /// Relay: reads the headers of its sources.
+    Learn,
+    /// Relay: fills the operands of [`StageId::RelayRows`].
+    FillRelay,
+    /// Relay: reads where its sources want their rows, and fills the operands of
+    /// [`StageId::ReturnRows`].
+    FillReturn,
+    /// All-gather: sorts the choices of all ranks.
+    SortAll,
+    /// All-gather: computes the layouts of all ranks.
+    PlaceAll,
+    /// Collective: fills the operands of all stages of a round.
+    FillRound,
+    /// Collective: copies the part that is due to the caller's tensor.
+    CopyOut,
+    /// Collective: the round's result for the caller is due.
+    EndRound,
+    /// Slots: packs this rank's rows into a slot for each rank.
+    Pack,
+    /// Slots: compares the headers of landed slots with the expected ones.
+    Check,
+    /// Slots: brings the experts' partial rows to where they are sent from, if they lie elsewhere.
+    Partials,
+    /// Slots: sums the returned partial rows.
+    Sum,
+}
+
+/// Where a call may end before its last step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// The step that cuts: [`Action::Agree`] or [`Action::Admit`].
+    pub at: u16,
+    /// Steps that remain after it.
+    pub tail: Box<[CallStep]>,
+}
+
+/// The steps of one kind of call at one rank: a straight line, with the points where it may be cut.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallProgram {
+    steps: Box<[CallStep]>,
+    half: u16,
+    cuts: Box<[Cut]>,
+}
+
+impl CallProgram {
+    /// A program of these steps, whose second half begins at `half`, with its cuts in the order of
+    /// steps.
+    pub fn new(steps: Vec<CallStep>, half: u16, cuts: Vec<Cut>) -> Self {
+        CallProgram { steps: steps.into(), half, cuts: cuts.into() }
+    }
+
+    /// All steps, if nothing cuts the call.
+    pub fn steps(&self) -> &[CallStep] {
+        &self.steps
+    }
+
+    /// Index of the first step of `finish`.
+    pub fn half(&self) -> usize {
+        usize::from(self.half)
+    }
+
+    /// Where the call may be cut, in the order of steps.
+    pub fn cuts(&self) -> &[Cut] {
+        &self.cuts
+    }
+
+    /// One of the straight lines that this program is: uncut, or up to a step that cuts and then
+    /// its tail.
+    pub fn line<'p>(&'p self, cut: Option<&'p Cut>) -> impl Iterator<Item = CallStep> + 'p {
+        let end = cut.map_or(self.steps.len(), |cut| usize::from(cut.at) + 1);
+        let tail = cut.map_or(&[][..], |cut| &cut.tail);
+        self.steps[..end].iter().chain(tail).copied()
+    }
+
+    /// The cut at the first step of this kind, if there is one.
+    pub fn cut_at(&self, action: Action) -> Option<&Cut> {
+        self.cuts.iter().find(|cut| self.steps[usize::from(cut.at)].action == action)
+    }
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Action::Run(stage, Part::Whole) => write!(f, "{}", stage.name()),
+            Action::Run(stage, Part::Start) => write!(f, "{}..", stage.name()),
+            Action::Run(stage, Part::Finish) => write!(f, "..{}", stage.name()),
+            Action::Round(nth) => write!(f, "stage {nth}"),
+            Action::Compute(work) => write!(f, "{work:?}"),
+            Action::Agree => f.write_str("Agree!"),
+            Action::Admit => f.write_str("Admit!"),
+        }
+    }
+}
+
+/// The steps in one line: `/` stands before the first step of `finish`, brackets hold a relay's
+/// steps, `!` marks a step that may cut.
+impl fmt::Display for CallProgram {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut relay = false;
+        for (index, step) in self.steps.iter().enumerate() {
+            let relays = step.role == Role::Relay;
+            if std::mem::replace(&mut relay, relays) && !relays {
+                f.write_str(" ]")?;
+            }
+            f.write_str(if index > 0 { " " } else { "" })?;
+            if index == self.half() && index > 0 {
+                f.write_str("/ ")?;
+            }
+            if relays && (index == 0 || self.steps[index - 1].role == Role::Own) {
+                f.write_str("[ ")?;
+            }
+            write!(f, "{}", step.action)?;
+        }
+        f.write_str(if relay { " ]" } else { "" })
+    }
+}
+
+/// Where the relay of a rank runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Relays {
+    /// In the caller's thread, at the places that the launch order gives.
+    Inline,
+    /// In a thread of its own.
+    Thread,
+}
+
+impl Relays {
+    /// Both.
+    pub const ALL: [Relays; 2] = [Relays::Inline, Relays::Thread];
+}
+
+/// Properties of an instance that its programs depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CallShape {
+    /// There are other nodes: ranks have relays.
+    pub multi_node: bool,
+    /// Where relays run.
+    pub relays: Relays,
+    /// Stages that copy engines need, where they move rows.
+    pub engines: Engines,
+}
+
+/// Stages of their own that copy engines need. On the host there are none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Engines {
+    /// Return: they pull rows to where a kernel sums them, since they cannot add.
+    pub pulls: bool,
+    /// Dispatch: they bring in what crossed, which landed elsewhere.
+    pub brings_in: bool,
+    /// The caller's thread enqueues, and may run ahead of its stream. A dispatch awaits the stream,
+    /// since it needs the choices. So does a return where relays write to this rank's memory.
+    /// Elsewhere streams signal each other that they are [`Ready`](StageId::Ready).
+    pub enqueues: bool,
+}
+
+impl CallShape {
+    /// Dispatch and `prepare`: counts first, then rows.
+    pub fn dispatch(&self) -> CallProgram {
+        let own = [
+            Compute(Work::AwaitStream),
+            Compute(Work::Sort),
+            Run(StageId::Release, Whole),
+            Compute(Work::Publish),
+            Compute(Work::Announce),
+            Run(StageId::Entry, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Entry, Finish),
+            Agree,
+            Compute(Work::Judge),
+            Admit,
+            Compute(Work::Place),
+            Compute(Work::Describe),
+            Compute(Work::TellAgreed),
+            Compute(Work::FillRows),
+            Run(StageId::Rows, Start),
+            Run(StageId::Posted, Whole),
+            Run(StageId::Rows, Finish),
+            Compute(Work::FillBringIn),
+            Run(StageId::BringIn, Whole),
+            Compute(Work::JoinRelay),
+            Compute(Work::Report),
+            Compute(Work::Metadata),
+        ];
+        self.with_relay(self.own(&own), Class::Dispatch, (Run(StageId::Entry, Finish), Some(self.moves())))
+    }
+
+    /// Dispatch along a known layout, and the gradient of combine.
+    pub fn cached(&self) -> CallProgram {
+        let mut own = Vec::new();
+        // A host that runs ahead allocates memory without readers. Over the net it lists arrivals
+        // in separate memory, which earlier calls may still read.
+        if self.multi_node {
+            own.push(Compute(Work::AwaitStream));
+        }
+        if self.multi_node || !self.engines.enqueues {
+            own.push(Run(StageId::Release, Whole));
+        }
+        own.extend([
+            Compute(Work::Take),
+            Run(StageId::Entry, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Entry, Finish),
+            Agree,
+            Compute(Work::TellAgreed),
+            Compute(Work::Landings),
+            Compute(Work::FillRows),
+            Run(StageId::Rows, Start),
+            Run(StageId::Posted, Whole),
+            Run(StageId::Rows, Finish),
+            Compute(Work::FillBringIn),
+            Run(StageId::BringIn, Whole),
+            Compute(Work::JoinRelay),
+        ]);
+        self.with_relay(self.own(&own), Class::Cached, (Run(StageId::Entry, Finish), Some(self.moves())))
+    }
+
+    /// The step of a dispatch before which a relay passes rows on.
+    fn moves(&self) -> Action {
+        if self.engines.enqueues { Run(StageId::Posted, Whole) } else { Run(StageId::Rows, Finish) }
+    }
+
+    /// Combine, the gradient of dispatch, and the return of weight gradients.
+    pub fn ret(&self) -> CallProgram {
+        let reached = if self.multi_node { Compute(Work::AwaitStream) } else { Run(StageId::Ready, Start) };
+        let mut own = vec![reached];
+        // A host that runs ahead frees nothing in a return, and its readers are ready when they
+        // have read.
+        if self.multi_node || !self.engines.enqueues {
+            own.push(Run(StageId::Release, Whole));
+        }
+        own.extend([
+            Compute(Work::Offer),
+            Run(StageId::Offer, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Offer, Finish),
+            Agree,
+            Compute(Work::TellAgreed),
+            Compute(Work::Bases),
+        ]);
+        let (home, join) = (Run(StageId::Home, Whole), Compute(Work::JoinRelay));
+        own.extend(match self.engines.pulls {
+            // The host reads rows where they lie, when all that relays return has landed.
+            false => [home, join, Compute(Work::FillSum), Run(StageId::Sum, Whole)].to_vec(),
+            // Engines pull from local peers while relays return the rest.
+            true => vec![
+                Run(StageId::Ready, Finish),
+                Compute(Work::FillPull),
+                Run(StageId::Pull, Whole),
+                home,
+                join,
+                Run(StageId::PullRest, Whole),
+            ],
+        });
+        own.push(Compute(Work::Retire));
+        let first = if self.engines.pulls { StageId::Pull } else { StageId::Home };
+        self.with_relay(self.own(&own), Class::Return, (Run(StageId::Offer, Finish), Some(Run(first, Whole))))
+    }
+
+    /// A new expert map: ranks agree, and nothing moves.
+    pub fn remap(&self) -> CallProgram {
+        let own = [
+            Compute(Work::AwaitStream),
+            Run(StageId::Release, Whole),
+            Compute(Work::Propose),
+            Run(StageId::Entry, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Entry, Finish),
+            Agree,
+            Compute(Work::JoinRelay),
+            Compute(Work::Adopt),
+        ];
+        self.with_relay(self.own(&own), Class::Remap, (Run(StageId::Entry, Finish), None))
+    }
+
+    /// Steps behind a dispatch by all-gather, at each rank alone: the layout of an exchange, and
+    /// rows at their places.
+    pub fn regroup(&self) -> CallProgram {
+        let own = [
+            Compute(Work::SortAll),
+            Admit,
+            Compute(Work::PlaceAll),
+            Run(StageId::Regroup, Whole),
+            Compute(Work::Metadata),
+        ];
+        program(own.map(CallStep::own).into(), 0, |_| Vec::new())
+    }
+
+    /// The program of an offloaded relay in calls of this class.
+    fn relay(class: Class) -> CallProgram {
+        let fill_rows = [Compute(Work::FillRelay), Run(StageId::RelayRows, Whole)];
+        match class {
+            Class::Dispatch => {
+                let [fill, rows] = fill_rows;
+                relay(&[Compute(Work::Judge), Admit], &[Compute(Work::Learn), fill, rows])
+            }
+            Class::Cached => relay(&[], &fill_rows),
+            Class::Return => relay(&[], &[Compute(Work::FillReturn), Run(StageId::ReturnRows, Whole)]),
+            Class::Remap => relay(&[], &[]),
+        }
+    }
+
+    /// A round of a collective with this number of stages. The caller's part of a round may be
+    /// copied out only when the next round has been entered.
+    pub fn round(stages: u8, ends_in_the_next: bool) -> CallProgram {
+        let mut actions = vec![Compute(Work::FillRound), Action::Round(0), Agree];
+        let half = actions.len();
+        actions.push(Compute(Work::CopyOut));
+        actions.extend((1..stages).map(Action::Round));
+        actions.push(Compute(Work::EndRound));
+        if !ends_in_the_next {
+            actions.push(Compute(Work::CopyOut));
+        }
+        program(actions.into_iter().map(CallStep::own).collect(), half, |_| Vec::new())
+    }
+
+    /// Own steps: the second half begins behind the last thing that needs no other rank.
+    fn own(&self, actions: &[Action]) -> CallProgram {
+        let offloaded = self.multi_node && self.relays == Relays::Thread;
+        let wanted = |action: &&Action| match action {
+            Compute(Work::StartRelay | Work::JoinRelay) => offloaded,
+            Compute(Work::FillBringIn) | Run(StageId::BringIn, _) => self.engines.brings_in,
+            Compute(Work::AwaitStream) | Run(StageId::Posted, _) => self.engines.enqueues,
+            Run(StageId::Ready, _) => self.engines.enqueues && !self.multi_node,
+            _ => true,
+        };
+        let steps: Vec<_> = actions.iter().filter(wanted).copied().map(CallStep::own).collect();
+        let ends_start = |step: &CallStep| match step.action {
+            // The stream is still on its way to the call: the work of the caller's thread begins
+            // with the second half.
+            action if self.engines.enqueues => action != Run(StageId::Ready, Start),
+            action => matches!(action, Run(_, Finish)),
+        };
+        let half = steps.iter().position(ends_start).unwrap_or(0);
+        let join = CallStep::own(Compute(Work::JoinRelay));
+        program(steps, half, |_| if offloaded { vec![join] } else { Vec::new() })
+    }
+
+    /// With the steps of an inlined relay, at these places of the rank's own.
+    fn with_relay(&self, own: CallProgram, class: Class, places: (Action, Option<Action>)) -> CallProgram {
+        match (self.multi_node, self.relays) {
+            (true, Relays::Inline) => own.weave(Self::relay(class), places),
+            _ => own,
+        }
+    }
+}
+
+/// Calls in fixed slots, without counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlotCall {
+    /// Packed slots to their ranks.
+    Dispatch,
+    /// Partial rows return.
+    Combine,
+    /// Replaces a combine: nothing returns.
+    Release,
+}
+
+impl SlotCall {
+    /// All of them.
+    pub const ALL: [SlotCall; 3] = [SlotCall::Dispatch, SlotCall::Combine, SlotCall::Release];
+
+    /// The steps. All operands are constants, so there is nothing to fill and nothing to agree on.
+    pub fn program(self) -> CallProgram {
+        let own: &[Action] = match self {
+            SlotCall::Dispatch => &[
+                Compute(Work::Pack),
+                Run(StageId::Rows, Start),
+                Run(StageId::Rows, Finish),
+                Compute(Work::Check),
+            ],
+            SlotCall::Combine => &[
+                Compute(Work::Partials),
+                Run(StageId::Home, Start),
+                Run(StageId::Home, Finish),
+                Compute(Work::Sum),
+            ],
+            SlotCall::Release => &[Run(StageId::Home, Whole)],
+        };
+        CallShape { multi_node: false, relays: Relays::Inline, engines: Engines::default() }.own(own)
+    }
+
+    /// The kind of call that it is to callers.
+    pub fn kind(self) -> CallKind {
+        if self == SlotCall::Dispatch { CallKind::Dispatch } else { CallKind::Combine }
+    }
+}
+
+/// Kinds of calls that have one program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    Dispatch,
+    Cached,
+    Return,
+    Remap,
+}
+
+impl Class {
+    const ALL: [Class; 4] = [Class::Dispatch, Class::Cached, Class::Return, Class::Remap];
+
+    fn of(kind: CallKind) -> Class {
+        match kind {
+            CallKind::Dispatch | CallKind::Prepare => Class::Dispatch,
+            CallKind::CachedDispatch | CallKind::CombineBackward => Class::Cached,
+            CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights => Class::Return,
+            // Ranks agree, and nothing moves: so do kinds that are not calls of an exchange.
+            _ => Class::Remap,
+        }
+    }
+}
+
+/// The programs of one rank, or of its relay, by kind of call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallPrograms {
+    all: [CallProgram; 4],
+}
+
+impl CallPrograms {
+    /// A rank's own.
+    pub fn own(shape: CallShape) -> Self {
+        CallPrograms { all: [shape.dispatch(), shape.cached(), shape.ret(), shape.remap()] }
+    }
+
+    /// Those of its relay, where that is not woven in.
+    pub fn relay() -> Self {
+        CallPrograms { all: Class::ALL.map(CallShape::relay) }
+    }
+
+    /// The program of calls of this kind.
+    pub fn of(&self, kind: CallKind) -> &CallProgram {
+        &self.all[Class::of(kind) as usize]
+    }
+}
+
+/// All that one rank runs: its stages, and the programs that order them. It never changes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankPrograms {
+    /// The rank's stages and its relay's.
+    pub stages: Stages,
+    /// Programs of an offloaded relay.
+    pub relay: CallPrograms,
+    /// The rank's own program, with the one that it relays.
+    inline: CallPrograms,
+    /// The rank's own, without.
+    offloaded: CallPrograms,
+    /// Steps behind a dispatch by all-gather.
+    pub regroup: CallProgram,
+    /// There are relays.
+    pub multi_node: bool,
+}
+
+impl RankPrograms {
+    /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if
+    /// `sums`.
+    pub fn new(paths: Paths<'_>, chunks: u8, sums: bool, engines: Engines) -> Self {
+        let shape = |relays| CallShape { multi_node: paths.is_multi_node(), relays, engines };
+        RankPrograms {
+            stages: Stages::new(paths, chunks, sums),
+            relay: CallPrograms::relay(),
+            inline: CallPrograms::own(shape(Relays::Inline)),
+            offloaded: CallPrograms::own(shape(Relays::Thread)),
+            regroup: shape(Relays::Inline).regroup(),
+            multi_node: paths.is_multi_node(),
+        }
+    }
+
+    /// Replaces the rank's own program for calls of this kind, with its relay program.
+    pub fn replace(&mut self, kind: CallKind, program: CallProgram) {
+        self.inline.all[Class::of(kind) as usize] = program;
+    }
+
+    /// The rank's own program for calls of this kind.
+    pub fn own(&self, kind: CallKind, relays: Relays) -> &CallProgram {
+        match relays {
+            Relays::Inline => self.inline.of(kind),
+            Relays::Thread => self.offloaded.of(kind),
+        }
+    }
+}
+
+/// The steps of a relay: it hears all nodes, comes to the verdict of its own rank by itself, then
+/// `moves`.
+fn relay(judge: &[Action], moves: &[Action]) -> CallProgram {
+    let mut actions = vec![
+        Run(StageId::NodeEntered, Whole),
+        Compute(Work::Compose),
+        Run(StageId::CountsSent, Whole),
+        Run(StageId::AllEntered, Whole),
+        Agree,
+        Compute(Work::Bases),
+    ];
+    actions.extend(judge);
+    actions.push(Run(StageId::Agreed, Whole));
+    let half = actions.len();
+    if !moves.is_empty() {
+        actions.push(Run(StageId::Headers, Whole));
+        actions.extend(moves);
+        actions.push(Run(StageId::RelayDone, Whole));
+    }
+    // A refused call ends here, too: the rank hears that its relay has heard all nodes.
+    let agreed = CallStep::relay(Run(StageId::Agreed, Whole));
+    program(actions.into_iter().map(CallStep::relay).collect(), half, |_| vec![agreed])
+}
+
+/// A program whose cuts leave the steps of `tail`.
+fn program(steps: Vec<CallStep>, half: usize, tail: impl Fn(usize) -> Vec<CallStep>) -> CallProgram {
+    let cuts = |&at: &usize| matches!(steps[at].action, Agree | Admit);
+    let cuts = (0..steps.len()).filter(cuts).map(|at| Cut { at: at as u16, tail: tail(at).into() });
+    CallProgram { cuts: cuts.collect(), half: half as u16, steps: steps.into() }
+}
+
+impl CallProgram {
+    /// Puts the steps of a relay between this rank's own signals and its own waits, for one thread
+    /// that plays both.
+    ///
+    /// Inline extends the launch order of a stage (own puts and signals, relayed operations, own
+    /// waits) to the whole call. The first half of the relay goes before the step that `hears`
+    /// other ranks, the second before the one that `moves` rows here. Without such a step the call
+    /// moves nothing, and the relay has no second half. The relay's agreement step is left out: the
+    /// rank's own follows right behind the counts that the relay received.
+    pub fn weave(&self, relay: CallProgram, (hears, moves): (Action, Option<Action>)) -> CallProgram {
+        let heard_alone = |step: &&CallStep| !matches!(step.action, Agree | Admit | Compute(Work::Judge));
+        let (heard, moved) = relay.steps.split_at(relay.half());
+        let at = |action| self.steps.iter().position(|step| step.action == action);
+        let end = self.steps.len();
+        let (first, second) = (at(hears).unwrap_or(end), moves.and_then(at).unwrap_or(end));
+        let heard: Vec<_> = heard.iter().filter(heard_alone).copied().collect();
+        let steps = [&self.steps[..first], &heard, &self.steps[first..second], moved, &self.steps[second..]];
+        program(steps.concat(), self.half(), |_| Vec::new())
+    }
+}
+
+/// Position of one rank in one call.
+///
+/// A pending call is a machine that stopped at the half of its program.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallMachine {
+    at: u16,
+    /// Position in [`CallProgram::cuts`] of the cut that was taken.
+    cut: Option<u16>,
+}
+
+impl CallMachine {
+    /// The step to perform now; `None` when the call is over.
+    pub fn next(&self, program: &CallProgram) -> Option<CallStep> {
+        let steps = match self.cut {
+            None => &program.steps,
+            Some(cut) => &program.cuts.get(usize::from(cut))?.tail,
+        };
+        steps.get(usize::from(self.at)).copied()
+    }
+
+    /// The step was performed.
+    pub fn done(&mut self) {
+        self.at += 1;
+    }
+
+    /// The step found that the call is refused: what remains is the tail of its cut.
+    pub fn refused(&mut self, program: &CallProgram) {
+        let cut = program.cuts.iter().position(|cut| self.cut.is_none() && cut.at == self.at);
+        // A step that is not a cut ends the call.
+        *self = CallMachine { at: 0, cut: Some(cut.map_or(u16::MAX, |cut| cut as u16)) };
+    }
+
+    /// Whether the next step is the first of `finish`.
+    pub fn at_half(&self, program: &CallProgram) -> bool {
+        self.cut.is_none() && self.at == program.half
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    mod programs {
+        use super::*;
+
+        const INLINE: CallShape = CallShape {
+            multi_node: true,
+            relays: Relays::Inline,
+            engines: Engines { pulls: false, brings_in: false, enqueues: false },
+        };
+
+        #[test]
+        fn programs_read_as_the_module_says() {
+            let alone = CallShape { multi_node: false, ..INLINE };
+            assert_eq!(
+                alone.dispatch().to_string(),
+                "Sort release Publish Announce entry.. / ..entry Agree! Judge Admit! Place Describe TellAgreed FillRows \
+             rows.. ..rows Report Metadata"
+            );
+            assert_eq!(
+                INLINE.ret().to_string(),
+                "release Offer offer.. / [ node entered Compose counts sent all entered Bases agreed ] ..offer Agree! \
+             TellAgreed Bases [ headers FillReturn return rows relay done ] home FillSum sum Retire"
+            );
+            let engines = Engines { pulls: true, enqueues: true, ..Engines::default() };
+            let enqueued = CallShape { multi_node: false, engines, ..INLINE };
+            assert_eq!(
+                enqueued.dispatch().to_string(),
+                "AwaitStream Sort release Publish Announce entry.. ..entry Agree! Judge Admit! Place Describe TellAgreed \
+             FillRows rows.. posted ..rows Report Metadata"
+            );
+            assert_eq!(
+                enqueued.ret().to_string(),
+                "ready.. / Offer offer.. ..offer Agree! TellAgreed Bases ..ready FillPull pull home pull rest Retire"
+            );
+            assert_eq!(
+                enqueued.cached().to_string(),
+                "Take entry.. ..entry Agree! TellAgreed Landings FillRows rows.. posted ..rows"
+            );
+            assert_eq!(
+                CallShape { engines, ..INLINE }.cached().to_string(),
+                "AwaitStream release Take entry.. [ node entered Compose counts sent all entered Bases agreed ] ..entry \
+             Agree! TellAgreed Landings FillRows rows.. [ headers FillRelay relay rows relay done ] posted ..rows"
+            );
+            let offloaded = CallShape { relays: Relays::Thread, ..INLINE };
+            assert_eq!(
+                CallShape::round(3, true).to_string(),
+                "FillRound stage 0 Agree! / CopyOut stage 1 stage 2 EndRound"
+            );
+            assert_eq!(
+                offloaded.remap().to_string(),
+                "release Propose entry.. StartRelay / ..entry Agree! JoinRelay Adopt"
+            );
+            assert_eq!(
+                CallPrograms::relay().of(CallKind::Prepare).to_string(),
+                "[ node entered Compose counts sent all entered Agree! Bases Judge Admit! agreed / headers Learn \
+             FillRelay relay rows relay done ]"
+            );
+        }
+
+        #[test]
+        fn programs_of_slots_agree_on_nothing() {
+            let lines = SlotCall::ALL.map(|call| call.program().to_string());
+            assert_eq!(lines, ["Pack rows.. / ..rows Check", "Partials home.. / ..home Sum", "home"]);
+            assert!(SlotCall::ALL.iter().all(|call| call.program().cuts().is_empty()));
+        }
+
+        #[test]
+        fn one_thread_judges_a_call_once() {
+            for program in &CallPrograms::own(INLINE).all {
+                let agreements = program.steps().iter().filter(|step| step.action == Agree);
+                assert_eq!(agreements.map(|step| step.role).collect::<Vec<_>>(), [Role::Own], "{program}");
+            }
+        }
+
+        #[test]
+        fn nothing_moves_before_all_cuts() {
+            let moves = |step: &CallStep| {
+                matches!(
+                    step.action,
+                    Run(StageId::Rows | StageId::RelayRows | StageId::ReturnRows | StageId::Sum, _)
+                )
+            };
+            for relays in Relays::ALL {
+                let shape = CallShape { relays, ..INLINE };
+                let (own, relays) = (CallPrograms::own(shape), CallPrograms::relay());
+                for program in own.all.iter().chain(&relays.all) {
+                    let first = program.steps().iter().position(moves).unwrap_or(program.steps().len());
+                    assert!(program.cuts().iter().all(|cut| usize::from(cut.at) < first), "{program}");
+                }
+            }
+        }
+    }
+
+    mod machine {
+        use super::super::{Action, CallShape, Engines, Relays};
+        use super::*;
+
+        fn steps(program: &CallProgram, refuse: Option<Action>) -> Vec<CallStep> {
+            let (mut machine, mut seen) = (CallMachine::default(), Vec::new());
+            while let Some(step) = machine.next(program) {
+                seen.push(step);
+                if refuse == Some(step.action) { machine.refused(program) } else { machine.done() }
+            }
+            seen
+        }
+
+        #[test]
+        fn every_straight_line_is_walked_of_a_program() {
+            let shape = CallShape { multi_node: true, relays: Relays::Inline, engines: Engines::default() };
+            let program = shape.dispatch();
+            assert_eq!(steps(&program, None), program.steps());
+            for cut in program.cuts() {
+                let action = program.steps()[usize::from(cut.at)].action;
+                assert_eq!(steps(&program, Some(action)), program.line(Some(cut)).collect::<Vec<_>>());
+            }
+        }
+
+        #[test]
+        fn calls_have_one_half() {
+            let shape = CallShape { multi_node: false, relays: Relays::Inline, engines: Engines::default() };
+            let program = shape.ret();
+            let mut machine = CallMachine::default();
+            let halves = std::iter::from_fn(|| {
+                machine.next(&program)?;
+                let half = machine.at_half(&program);
+                machine.done();
+                Some(half)
+            });
+            assert_eq!(halves.filter(|half| *half).count(), 1);
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! Launches of kernels that read routing: `cuda/choices.cu`, `order.cu`, `counts.cu` and
+//! `check.cu`.
+//!
+//! ```text
+//!   choices   expert ids and weights --> metadata of the rows of each slot
+//!   order     expert ids --> rows in the order of experts
+//!   counts    expert ids --> rows for each expert, and for each rank
+//!   check     heads of received slots: are they of this call, from ranks with the same settings?
+//! ```
+
+use super::{Kernels, Operands, THREADS, VECTOR, WORD, blocks_at_work, bytes};
+use crate::device::module::Grid;
+use crate::device::range::{ByteSpan, Word};
+use crate::device::stream::Stream;
+use crate::error::DeviceError;
+use crate::plan::SlotShape;
+
+/// Inputs and outputs of [`Kernels::choices`]. Memory may be larger than the sizes named here.
+#[derive(Clone, Copy, Debug)]
+pub struct ChoiceArgs<'a> {
+    /// Number of rows, pads counted.
+    pub rows: u32,
+    /// Choices of a token.
+    pub top_k: u32,
+    /// Number of local experts.
+    pub n_experts: u32,
+    /// Metadata of the rows, `[rows, 2, top_k]`: per choice the local expert + 1, or 0; then per
+    /// choice its weight.
+    pub notes: ByteSpan<'a>,
+    /// The local expert of each row and choice, `i32 [rows, top_k]`, or -1.
+    pub experts: ByteSpan<'a>,
+    /// The weight of each row and choice, `f32 [rows, top_k]`; 0 where there is no expert.
+    pub weights: ByteSpan<'a>,
+    /// Rows that chose each local expert, `i64 [n_experts]`.
+    pub counts: ByteSpan<'a>,
+}
+
+/// `struct Choices` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct ChoiceParameters {
+    notes: u64,
+    experts: u64,
+    weights: u64,
+    counts: u64,
+    rows: u32,
+    top_k: u32,
+    n_experts: u32,
+    unused: u32,
+}
+
+impl Kernels {
+    /// Enqueues that what goes with rank-major rows is laid apart, as
+    /// [`Handle::row_experts`](crate::ep::Handle::row_experts) and
+    /// [`row_weights`](crate::ep::Handle::row_weights) have it on the host, and that rows are
+    /// counted by expert.
+    ///
+    /// # Errors
+    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    pub fn choices(&self, stream: &Stream, choices: &ChoiceArgs<'_>) -> Result<(), DeviceError> {
+        const KERNEL: &str = "choices";
+        let ChoiceArgs { rows, top_k, n_experts, .. } = *choices;
+        if top_k == 0 || top_k >= 1 << 16 {
+            let (given, expected) = (top_k.into(), "between 1 and 2^16 - 1");
+            return Err(DeviceError::Shape { kernel: KERNEL, what: "top_k", given, expected });
+        }
+        let words = |each: u64| bytes([rows.into(), top_k.into(), each * WORD]);
+        let counts = bytes([n_experts.into(), 2 * WORD]);
+        let mut operands = Operands::of(KERNEL, stream);
+        let parameters = ChoiceParameters {
+            notes: operands.span("notes", choices.notes, words(2), WORD)?,
+            experts: operands.span("experts", choices.experts, words(1), WORD)?,
+            weights: operands.span("weights", choices.weights, words(1), WORD)?,
+            counts: operands.span("counts", choices.counts, counts, 2 * WORD)?,
+            rows,
+            top_k,
+            n_experts,
+            unused: 0,
+        };
+        let needed = (u64::from(rows) * u64::from(top_k)).div_ceil(THREADS.into()).max(n_experts.into());
+        let at_work = blocks_at_work(stream);
+        let blocks = needed.clamp(1, at_work.into()) as u32;
+        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
+        // rows below `rows`, choices below `top_k` and counts below `n_experts`.
+        unsafe {
+            self.choices.launch_struct(stream, operands.held(), Grid::line(blocks, THREADS), &parameters)
+        }
+    }
+}
+
+/// Inputs and outputs of [`Kernels::order`]. Memory may be larger than the sizes named here.
+#[derive(Clone, Copy, Debug)]
+pub struct SortArgs<'a> {
+    /// Chosen experts, `i32 [choices]`; -1 is dropped.
+    pub experts: ByteSpan<'a>,
+    /// Number of choices: tokens times `top_k`, at least one.
+    pub choices: u32,
+    /// Choices of a token.
+    pub top_k: u32,
+    /// The bin of each expert, `i32 [n_experts]`.
+    pub bin_of: ByteSpan<'a>,
+    /// Number of experts.
+    pub n_experts: u32,
+    /// Number of bins.
+    pub bins: u32,
+    /// A token has one row in a bin, however many of its choices are there.
+    pub once: bool,
+    /// The token of each row, `i32 [choices]`: by bin, then token; -1 behind the last.
+    pub order: ByteSpan<'a>,
+}
+
+/// `struct Order` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct SortParameters {
+    experts: u64,
+    bin_of: u64,
+    order: u64,
+    choices: u32,
+    top_k: u32,
+    n_experts: u32,
+    once: u32,
+}
+
+impl Kernels {
+    /// Enqueues the sorting of choices by bin, as [`SortedRouting`](crate::plan::SortedRouting)
+    /// numbers entries. Invalid experts count as dropped.
+    ///
+    /// # Errors
+    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    pub fn order(&self, stream: &Stream, order: &SortArgs<'_>) -> Result<(), DeviceError> {
+        const KERNEL: &str = "order";
+        let SortArgs { choices, top_k, n_experts, bins, .. } = *order;
+        let refuse = |what, given: u32, expected| {
+            Err(DeviceError::Shape { kernel: KERNEL, what, given: given.into(), expected })
+        };
+        // Four passes of a block's threads are added to the checked range.
+        if !(1..1 << 31).contains(&choices) {
+            return refuse("choices", choices, "between 1 and 2^31 - 1");
+        }
+        if top_k == 0 {
+            return refuse("top_k", top_k, "at least 1");
+        }
+        if !(1..=i32::MAX as u32).contains(&n_experts) {
+            return refuse("n_experts", n_experts, "between 1 and 2^31 - 1");
+        }
+        let list = bytes([choices.into(), WORD]);
+        let mut operands = Operands::of(KERNEL, stream);
+        let parameters = SortParameters {
+            experts: operands.span("experts", order.experts, list, WORD)?,
+            bin_of: operands.span("bin_of", order.bin_of, bytes([n_experts.into(), WORD]), WORD)?,
+            order: operands.span("order", order.order, list, WORD)?,
+            choices,
+            top_k,
+            n_experts,
+            once: order.once.into(),
+        };
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // choices below `choices`, experts are compared before they are used, and no more rows are
+        // written than there are choices.
+        unsafe { self.order.launch_struct(stream, operands.held(), Grid::line(bins, THREADS), &parameters) }
+    }
+}
+
+/// Experts, or ranks, that a block counts for: `WARP` in the source.
+const BINS: u32 = 32;
+
+/// Inputs and outputs of [`Kernels::counts`]. Memory may be larger than the sizes named here.
+#[derive(Clone, Copy, Debug)]
+pub struct CountArgs<'a> {
+    /// Tokens.
+    pub tokens: u32,
+    /// Choices of a token.
+    pub top_k: u32,
+    /// Number of experts.
+    pub n_experts: u32,
+    /// Number of ranks.
+    pub ranks: u32,
+    /// Choices, `i32 [tokens, top_k]`; -1 is dropped.
+    pub experts: ByteSpan<'a>,
+    /// The rank that this one uses for each expert, `i32 [n_experts]`.
+    pub rank_of: ByteSpan<'a>,
+    /// Choices of each expert, `u32 [n_experts]`.
+    pub per_expert: ByteSpan<'a>,
+    /// Tokens that chose an expert of each rank, `u32 [ranks]`: rows where layouts are rank-major.
+    pub per_rank: ByteSpan<'a>,
+    /// Where a fault is written: a [`KernelFault`](crate::error::KernelFault).
+    pub status: Word<'a, u32>,
+}
+
+/// `struct Counts` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct CountParameters {
+    experts: u64,
+    rank_of: u64,
+    per_expert: u64,
+    per_rank: u64,
+    status: u64,
+    tokens: u32,
+    top_k: u32,
+    n_experts: u32,
+    ranks: u32,
+}
+
+impl Kernels {
+    /// Enqueues counting: how many rows this rank's tokens are for each expert, and for each rank.
+    ///
+    /// # Errors
+    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    pub fn counts(&self, stream: &Stream, counts: &CountArgs<'_>) -> Result<(), DeviceError> {
+        const KERNEL: &str = "counts";
+        let CountArgs { tokens, top_k, n_experts, ranks, .. } = *counts;
+        for (what, given) in [("n_experts", n_experts), ("ranks", ranks)] {
+            if !(1..=i32::MAX as u32).contains(&given) {
+                let (given, expected) = (given.into(), "between 1 and 2^31 - 1");
+                return Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
+            }
+        }
+        let (map, choices) = (bytes([n_experts.into(), WORD]), bytes([tokens.into(), top_k.into(), WORD]));
+        let mut operands = Operands::of(KERNEL, stream);
+        let parameters = CountParameters {
+            experts: operands.span("experts", counts.experts, choices, WORD)?,
+            rank_of: operands.span("rank_of", counts.rank_of, map, WORD)?,
+            per_expert: operands.span("per_expert", counts.per_expert, map, WORD)?,
+            per_rank: operands.span("per_rank", counts.per_rank, bytes([ranks.into(), WORD]), WORD)?,
+            status: operands.word(counts.status)?,
+            tokens,
+            top_k,
+            n_experts,
+            ranks,
+        };
+        let grid = Grid::line(n_experts.div_ceil(BINS) + ranks.div_ceil(BINS), THREADS);
+        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
+        // tokens below `tokens`, and every expert and rank is compared before it is used.
+        unsafe { self.counts.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+}
+
+/// Inputs of [`Kernels::check`]. Memory may be larger than the sizes named here.
+#[derive(Clone, Copy, Debug)]
+pub struct Check<'a> {
+    /// The shape of the slots.
+    pub shape: SlotShape,
+    /// Number of ranks.
+    pub ranks: u32,
+    /// The slots that this rank received, one for each rank, one behind the other.
+    pub received: ByteSpan<'a>,
+    /// The call of which they must be: the word that [`Kernels::pack`] counts in.
+    pub counter: Word<'a, u64>,
+    /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault).
+    pub status: Word<'a, u32>,
+    /// The expected digest in the header of every slot.
+    pub digest: u64,
+}
+
+/// `struct Check` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct CheckParameters {
+    received: u64,
+    slot_bytes: u64,
+    counter: u64,
+    status: u64,
+    digest: u64,
+    ranks: u32,
+    unused: u32,
+}
+
+impl Kernels {
+    /// Enqueues a comparison of the heads of received slots with this rank's digest and counter:
+    /// rows of another call, or of ranks with other settings, must not be used. It must run before
+    /// the sources may write their next slots.
+    ///
+    /// # Errors
+    /// [`DeviceError::TooSmall`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
+    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    pub fn check(&self, stream: &Stream, check: &Check<'_>) -> Result<(), DeviceError> {
+        let received = bytes([check.ranks.into(), check.shape.bytes()]);
+        let mut operands = Operands::of("check", stream);
+        let parameters = CheckParameters {
+            received: operands.span("received", check.received, received, VECTOR)?,
+            slot_bytes: check.shape.bytes(),
+            counter: operands.word(check.counter)?,
+            status: operands.word(check.status)?,
+            digest: check.digest,
+            ranks: check.ranks,
+            unused: 0,
+        };
+        // SAFETY: the struct is the one of the source. The kernel reads the heads of the checked
+        // slots only.
+        unsafe { self.check.launch_struct(stream, operands.held(), Grid::line(1, THREADS), &parameters) }
+    }
+}

@@ -1,0 +1,216 @@
+//! Progress thread: serves a rank's connections while the rank computes.
+//!
+//! ```text
+//!   news --> progress all --> news? --yes--> again
+//!                              | no, for some rounds
+//!                              +--> arm all connections --> sleep: own event, events of connections
+//! ```
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec};
+use rustix::io::Errno;
+
+use super::{Counters, NetConnection, Regions, system};
+use crate::bootstrap::Health;
+use crate::error::{Cause, LaneError};
+use crate::lane::wait;
+
+/// The thread that receives for a rank, and sends what still waits for credit, while the rank does
+/// other things. A waiting rank serves its connections by itself.
+#[derive(Debug)]
+pub struct ProgressThread {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    connections: RwLock<Vec<Arc<dyn NetConnection>>>,
+    regions: Arc<Regions>,
+    health: Arc<Health>,
+    wake_fd: OwnedFd,
+    /// The thread's event descriptor, and those of connections that have their own.
+    poll_set: OwnedFd,
+    stop: AtomicBool,
+    /// Threads that wait for what comes here share their cores with threads that compute.
+    beside_compute: AtomicBool,
+    idle_rounds: u32,
+}
+
+/// Rounds without news after which the thread sleeps. If ranks share cores, a waiting rank receives
+/// by itself, and a polling thread only keeps others from running.
+const IDLE_ROUNDS: u32 = 64;
+const IDLE_ROUNDS_OVERSUBSCRIBED: u32 = 1;
+
+/// How long peers may take for what this rank sent last, when it leaves.
+const LINGER: Duration = Duration::from_millis(500);
+
+impl ProgressThread {
+    /// Starts the thread. It sleeps until there are connections and events; on an `oversubscribed`
+    /// machine, with fewer cores than ranks and their progress threads, sooner than on others.
+    ///
+    /// # Errors
+    /// [`LaneError::System`].
+    pub fn start(rank: u32, health: Arc<Health>, oversubscribed: bool) -> Result<Self, LaneError> {
+        let wake_fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(system("eventfd"))?;
+        let poll_set = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
+        epoll::add(&poll_set, &wake_fd, EventData::new_u64(0), EventFlags::IN)
+            .map_err(system("epoll_ctl"))?;
+        let shared = Arc::new(Shared {
+            connections: RwLock::default(),
+            regions: Arc::default(),
+            health,
+            wake_fd,
+            poll_set,
+            stop: AtomicBool::new(false),
+            beside_compute: AtomicBool::new(false),
+            idle_rounds: if oversubscribed { IDLE_ROUNDS_OVERSUBSCRIBED } else { IDLE_ROUNDS },
+        });
+        let receiver = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name(format!("sidelane-net-{rank}"))
+            .spawn(move || receiver.run())
+            .map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
+        Ok(ProgressThread { shared, thread: Some(thread) })
+    }
+
+    /// Memory that peers may write to.
+    pub fn regions(&self) -> &Arc<Regions> {
+        &self.shared.regions
+    }
+
+    /// The descriptor by which peers wake this thread.
+    pub fn event_fd(&self) -> BorrowedFd<'_> {
+        self.shared.wake_fd.as_fd()
+    }
+
+    /// Serves one more connection.
+    ///
+    /// # Errors
+    /// [`LaneError::System`].
+    pub fn attach(&self, connection: Arc<dyn NetConnection>) -> Result<(), LaneError> {
+        if let Some(event_fd) = connection.event_fd() {
+            match epoll::add(&self.shared.poll_set, event_fd, EventData::new_u64(1), EventFlags::IN) {
+                // Connections may share an event descriptor.
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(errno) => return Err(system("epoll_ctl")(errno)),
+            }
+        }
+        self.shared.connections.write().unwrap_or_else(PoisonError::into_inner).push(connection);
+        self.shared.wake();
+        Ok(())
+    }
+
+    /// The connection to a rank of the world, if there is one.
+    pub fn connection_to(&self, peer: u32) -> Option<Arc<dyn NetConnection>> {
+        self.shared.connections().iter().find(|connection| connection.peer() == peer).cloned()
+    }
+
+    /// Receives from all connections. A thread next to compute sleeps without events until the NIC
+    /// signals one: from now on the NIC interrupts.
+    pub fn progress(&self) {
+        if wait::is_beside_compute() {
+            self.shared.beside_compute.store(true, Ordering::Relaxed);
+        }
+        self.shared.progress();
+    }
+
+    /// The end of all connections of a failed world.
+    pub fn stop(&self, cause: &Cause) {
+        self.shared.end(cause);
+    }
+
+    /// Counts of all connections so far.
+    pub fn counters(&self) -> Counters {
+        self.shared.connections().iter().map(|connection| connection.counters()).sum()
+    }
+
+    /// The predicted counts.
+    pub fn forecast(&self) -> Counters {
+        self.shared.connections().iter().map(|connection| connection.forecast()).sum()
+    }
+}
+
+impl Drop for ProgressThread {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.wake();
+        // This thread itself may be the last to drop a world, when it has found a fault.
+        if let Some(thread) = self.thread.take().filter(|t| t.thread().id() != std::thread::current().id()) {
+            let _ = thread.join();
+        }
+        if self.shared.health.check().is_ok() && !std::thread::panicking() {
+            let until = Instant::now() + LINGER;
+            self.shared.connections().iter().for_each(|connection| connection.leave(until));
+        }
+    }
+}
+
+impl Shared {
+    fn run(&self) {
+        let (mut idle, mut alone) = (0, true);
+        while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
+            if alone && self.beside_compute.load(Ordering::Relaxed) {
+                wait::request_short_timeslice();
+                alone = false;
+            }
+            if self.progress() {
+                idle = 0;
+            } else if idle < self.idle_rounds {
+                idle += 1;
+                std::thread::yield_now();
+            } else if !self.arm() {
+                self.sleep();
+                idle = 0;
+            }
+        }
+        if let Err(cause) = self.health.check() {
+            self.end(&cause);
+        }
+    }
+
+    fn end(&self, cause: &Cause) {
+        self.connections().iter().for_each(|connection| connection.stop(cause));
+    }
+
+    /// Serves every connection: none starves behind a busy one.
+    fn progress(&self) -> bool {
+        let mut news = false;
+        for connection in self.connections().iter() {
+            news |= connection.progress(&self.health);
+        }
+        news
+    }
+
+    /// Requests a wake-up from all connections. Returns whether there is news already.
+    fn arm(&self) -> bool {
+        let mut news = false;
+        for connection in self.connections().iter() {
+            news |= connection.arm(&self.health);
+        }
+        news
+    }
+
+    fn sleep(&self) {
+        // Bounded, so that a world that dies without a record does not leave the thread behind.
+        let slice = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+        let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 8];
+        let _ = epoll::wait(&self.poll_set, &mut events[..], Some(&slice));
+        let _ = rustix::io::read(&self.wake_fd, &mut [0u8; 8]);
+    }
+
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.wake_fd, &1u64.to_ne_bytes());
+    }
+
+    fn connections(&self) -> std::sync::RwLockReadGuard<'_, Vec<Arc<dyn NetConnection>>> {
+        self.connections.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,404 @@
+//! Memory that is registered with a NIC of a rank: its own, that of its device, and keys to its
+//! peers'.
+//!
+//! A region may be registered in pieces: flags and their tags strictly ordered, rows relaxed.
+//! Memory of a GPU is registered by a descriptor where there is one, else by its address.
+//!
+//! ```text
+//!   region (mapping, or memory of a device) --NicMemory--> pieces --describe_region--> bytes --> peers
+//!   bytes of a peer --RemoteRegions::import--> (region, offset) --> address and key
+//!
+//!   description   | pieces: u8 | start, len, address: u64 each, per piece | NICs: u8 | rkey: u32 per piece and NIC |
+//! ```
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use super::ffi::ibv_sge;
+use super::nic::Nic;
+use super::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
+use crate::device::{Context, DeviceRange, DmaBuf};
+use crate::error::{Error, LaneError, VerbsError};
+use crate::lane::net::{
+    DeviceAddress, DeviceMemory, NoDmaBuf, NoGpuDirect, Region, Registration, RemoteAddress,
+};
+use crate::memory::{PeerMapping, Segment};
+
+/// Zeros that are sent as one piece.
+pub const ZEROS: u64 = 64 << 10;
+
+/// A NIC of a rank, and the memory that is registered with it.
+#[derive(Debug)]
+pub struct NicMemory {
+    /// The NIC, its port and its address.
+    pub nic: Nic,
+    /// Limits of its queue pairs.
+    pub domain: Arc<ProtectionDomain>,
+    /// Registered regions by number.
+    regions: RwLock<HashMap<u32, Registered>>,
+    zeros: MemoryRegion,
+    _zeros: Arc<PeerMapping>,
+}
+
+/// A region: this rank's part, which peers may write to, and what else of it is mapped here, which
+/// may be sent.
+#[derive(Debug)]
+struct Registered {
+    rank: u32,
+    own: LocalRegion,
+    local_peers: Vec<(u32, MemoryRegion)>,
+    /// Kept mapped as long as it is registered.
+    _memory: Arc<dyn Any + Send + Sync>,
+}
+
+/// Registered bytes of this process.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    address: u64,
+    len: usize,
+    lkey: u32,
+}
+
+impl Source {
+    /// A piece of them.
+    pub fn piece(&self, offset: usize, len: usize) -> Sge {
+        debug_assert!(offset + len <= self.len);
+        // The NIC refuses addresses outside the region.
+        Sge(ibv_sge { addr: self.address + offset as u64, length: len as u32, lkey: self.lkey })
+    }
+}
+
+/// How peers may use a region: the first bytes are strictly ordered, the others may be relaxed.
+#[derive(Clone, Copy, Debug)]
+pub struct Rights {
+    /// Bytes at the start that hold flags and their tags.
+    pub strict: u64,
+    /// Whether additions are allowed there.
+    pub atomics: bool,
+    /// Whether the rest is relaxed.
+    pub relaxed: bool,
+}
+
+impl NicMemory {
+    /// Makes a NIC ready for registering.
+    ///
+    /// # Errors
+    /// [`VerbsError`], [`MemoryError`](crate::error::MemoryError).
+    pub fn new(nic: Nic) -> Result<Self, Error> {
+        let domain = ProtectionDomain::create(&nic.context)?;
+        let segment = Segment::create("sidelane-zeros", ZEROS)?;
+        let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
+        mapped.populate(0, 0, ZEROS)?;
+        // SAFETY: no one ever writes these bytes; the mapping is dropped after the region.
+        let zeros = unsafe {
+            MemoryRegion::register(&domain, mapped.at(0, 0, ZEROS)?, ZEROS as usize, Access::empty())
+        }?;
+        Ok(NicMemory { nic, domain, regions: RwLock::default(), zeros, _zeros: mapped })
+    }
+
+    /// Registers a region under its number. Returns this rank's part, for
+    /// [`describe_region`].
+    ///
+    /// # Errors
+    /// [`VerbsError::Register`].
+    pub fn register(&self, number: u32, region: &Region, rights: Rights) -> Result<RegionKeys, Error> {
+        let Region { mapped, member } = region;
+        let piece = |member: u32, offset: u64, len: u64, access| -> Result<MemoryRegion, Error> {
+            let at = mapped.at(member, offset, len)?;
+            // SAFETY: the region keeps the mapping; its bytes are shared memory that is only ever
+            // reached by pointers, under the schedule's write grants.
+            Ok(unsafe { MemoryRegion::register(&self.domain, at, len as usize, access) }?)
+        };
+        let (len, theirs) = (mapped.len_of(*member), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
+        let strict = rights.strict.min(len);
+        let flags = if rights.atomics { theirs | Access::REMOTE_ATOMIC } else { theirs };
+        let rows = if rights.relaxed { theirs | Access::RELAXED } else { theirs };
+        let mut own = LocalRegion::default();
+        for (offset, len, access) in [(0, strict, flags), (strict, len - strict, rows)] {
+            if len > 0 {
+                own.pieces.push(piece(*member, offset, len, access)?);
+            }
+        }
+        let others = (0..mapped.members()).filter(|other| other != member && mapped.len_of(*other) > 0);
+        let local_peers = others
+            .map(|other| Ok((other, piece(other, 0, mapped.len_of(other), Access::empty())?)))
+            .collect::<Result<_, Error>>()?;
+        let keys = own.keys();
+        let memory = Arc::new(region.clone());
+        self.keep(number, Registered { rank: *member, own, local_peers, _memory: memory });
+        Ok(keys)
+    }
+
+    /// Peers may write there from now on.
+    fn keep(&self, number: u32, registered: Registered) {
+        self.regions.write().unwrap_or_else(PoisonError::into_inner).insert(number, registered);
+    }
+
+    /// `len` bytes of a device's memory as this NIC may read them, if they are registered as one
+    /// piece.
+    pub fn device_source(&self, from: DeviceAddress, len: u64) -> Option<Source> {
+        let DeviceAddress { region: number, member, offset } = from;
+        let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
+        let region = regions.get(&number)?;
+        let mut start = 0;
+        let mut inside = |piece: &MemoryRegion| {
+            let from = offset.checked_sub(start)?;
+            start += piece.len();
+            let fits = from.checked_add(len)? <= piece.len();
+            fits.then(|| Source { address: piece.base() + from, len: len as usize, lkey: piece.lkey() })
+        };
+        if member == region.rank {
+            return region.own.pieces.iter().find_map(inside);
+        }
+        region.local_peers.iter().find(|(rank, _)| *rank == member).and_then(|(_, piece)| inside(piece))
+    }
+
+    /// Peers that still write there meet a dead key.
+    pub fn deregister(&self, number: u32) {
+        let gone = self.regions.write().unwrap_or_else(PoisonError::into_inner).remove(&number);
+        // A system call: not while others look their sources up.
+        drop(gone);
+    }
+
+    /// Bytes as this NIC may read them, if they are registered.
+    pub fn source(&self, bytes: &[u8]) -> Option<Source> {
+        let (address, len) = (bytes.as_ptr().addr() as u64, bytes.len());
+        let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
+        let pieces = regions.values().flat_map(|region| {
+            region.own.pieces.iter().chain(region.local_peers.iter().map(|(_, piece)| piece))
+        });
+        let holds = |piece: &&MemoryRegion| {
+            address >= piece.base() && address + len as u64 <= piece.base() + piece.len()
+        };
+        let piece = pieces.into_iter().find(holds)?;
+        Some(Source { address, len, lkey: piece.lkey() })
+    }
+
+    /// Zeros: `len` of them, or what so many pieces hold.
+    pub fn zeros(&self, len: u64, pieces: usize) -> impl Iterator<Item = Sge> + Clone + '_ {
+        let whole = len.div_ceil(ZEROS).min(pieces as u64);
+        (0..whole).filter_map(move |nth| self.zeros.sge(0, (len - nth * ZEROS).min(ZEROS) as u32).ok())
+    }
+
+    /// Whether the NIC works.
+    ///
+    /// # Errors
+    /// [`VerbsError::NicLost`] and its like.
+    pub fn check(&self) -> Result<(), VerbsError> {
+        self.nic.context.check()
+    }
+
+    /// Registers memory of devices under a number. Returns this rank's part, for
+    /// [`describe_region`].
+    ///
+    /// # Errors
+    /// [`NoGpuDirect::Nic`].
+    pub fn register_device(
+        &self,
+        number: u32,
+        memory: &DeviceMemory,
+        relaxed: bool,
+    ) -> Result<(RegionKeys, Registration), NoGpuDirect> {
+        let DeviceMemory { context, own, local_peers, rank, strict } = memory;
+        let (len, flags) = (own.len(), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
+        let rows = if relaxed { flags | Access::RELAXED } else { flags };
+        let (mut pieces, mut how) = (Vec::new(), Registration::DmaBuf);
+        for (offset, len, access) in [(0, *strict, flags), (*strict, len.saturating_sub(*strict), rows)] {
+            if len > 0 {
+                let (piece, registered) = self.register_range(context, own, (offset, len), access)?;
+                pieces.push(piece);
+                how = registered;
+            }
+        }
+        let mut others = Vec::new();
+        for (member, range) in local_peers {
+            let whole = (0, range.len());
+            let (piece, registered) = self.register_range(context, range, whole, Access::empty())?;
+            others.push((*member, piece));
+            // All are reported with the weakest registration of one.
+            how = if registered == Registration::DmaBuf { how } else { registered };
+        }
+        let own_pieces = LocalRegion { pieces };
+        let keys = own_pieces.keys();
+        let keep: Vec<DeviceRange> =
+            std::iter::once(own).chain(local_peers.iter().map(|(_, range)| range)).cloned().collect();
+        let memory = Arc::new(keep);
+        self.keep(number, Registered { rank: *rank, own: own_pieces, local_peers: others, _memory: memory });
+        Ok((keys, how))
+    }
+
+    fn register_range(
+        &self,
+        context: &Context,
+        range: &DeviceRange,
+        (offset, len): (u64, u64),
+        access: Access,
+    ) -> Result<(MemoryRegion, Registration), NoGpuDirect> {
+        let address = range.address() + offset;
+        let dma_buf = match range.dma_buf(context) {
+            Err(_) => NoDmaBuf::Driver,
+            Ok(DmaBuf { descriptor, offset: first, .. }) => {
+                let (fd, at) = (descriptor.as_fd(), first + offset);
+                // SAFETY: the range is kept with the registration; no processor reads or writes it,
+                // and its device does under the schedule's write grants.
+                let region = unsafe {
+                    MemoryRegion::register_dmabuf(&self.domain, fd, at, len as usize, address, access)
+                };
+                match region {
+                    Ok(region) => return Ok((region, Registration::DmaBuf)),
+                    Err(VerbsError::Register { errno, .. }) => NoDmaBuf::Nic { errno },
+                    Err(_) => NoDmaBuf::Library,
+                }
+            }
+        };
+        let at = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+        let refused = |errno| NoGpuDirect::Nic { dma_buf, errno };
+        let at = NonNull::new(at).ok_or(refused(rustix::io::Errno::FAULT.raw_os_error()))?;
+        // SAFETY: as above; the kernel refuses an address that it does not know.
+        match unsafe { MemoryRegion::register(&self.domain, at, len as usize, access) } {
+            Ok(region) => Ok((region, Registration::Address(dma_buf))),
+            Err(VerbsError::Register { errno, .. }) => Err(refused(errno)),
+            Err(_) => Err(refused(rustix::io::Errno::NOSYS.raw_os_error())),
+        }
+    }
+}
+
+/// Length, address and key of each piece of a region, as one NIC knows them.
+type RegionKeys = Vec<(u64, u64, u32)>;
+
+/// A region of this rank, as one NIC knows it.
+#[derive(Debug, Default)]
+struct LocalRegion {
+    /// In order, one behind the other.
+    pieces: Vec<MemoryRegion>,
+}
+
+impl LocalRegion {
+    /// Length, address and key of each piece.
+    fn keys(&self) -> RegionKeys {
+        self.pieces.iter().map(|piece| (piece.len(), piece.base(), piece.rkey())).collect()
+    }
+}
+
+/// Description of a region for peers: one entry per NIC, all with the same pieces.
+pub fn describe_region(nics: &[RegionKeys]) -> Vec<u8> {
+    let pieces = nics.first().map_or(&[][..], Vec::as_slice);
+    let mut description = vec![pieces.len() as u8];
+    let mut start = 0;
+    for &(len, base, _) in pieces {
+        for word in [start, len, base] {
+            description.extend(word.to_le_bytes());
+        }
+        start += len;
+    }
+    description.push(nics.len() as u8);
+    description.extend(nics.iter().flatten().flat_map(|&(_, _, key)| key.to_le_bytes()));
+    description
+}
+
+/// Regions of a peer, as registered with the NIC that this rank is connected to.
+#[derive(Debug, Default)]
+pub struct RemoteRegions {
+    /// Number of the peer's NIC.
+    nic: u8,
+    regions: HashMap<u32, Vec<Piece>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    start: u64,
+    len: u64,
+    to: Remote,
+}
+
+impl RemoteRegions {
+    /// Of a peer's NIC of this number.
+    pub fn of_nic(nic: u8) -> Self {
+        RemoteRegions { nic, regions: HashMap::new() }
+    }
+
+    /// Takes note of the peer's description of a region.
+    ///
+    /// # Errors
+    /// [`VerbsError::Keys`] if it makes no sense.
+    pub fn import(&mut self, peer: u32, region: u32, description: &[u8]) -> Result<(), LaneError> {
+        let pieces = parse(description, self.nic).ok_or(VerbsError::Keys { peer, region })?;
+        self.regions.insert(region, pieces);
+        Ok(())
+    }
+
+    /// Where bytes of a region begin, and how many lie together from there on.
+    pub fn find(&self, to: RemoteAddress) -> Option<(Remote, u64)> {
+        let pieces = self.regions.get(&to.region)?;
+        let piece =
+            pieces.iter().find(|piece| (piece.start..piece.start + piece.len).contains(&to.offset))?;
+        let inside = to.offset - piece.start;
+        Some((Remote { addr: piece.to.addr + inside, rkey: piece.to.rkey }, piece.len - inside))
+    }
+}
+
+fn parse(description: &[u8], nic: u8) -> Option<Vec<Piece>> {
+    let (&count, mut rest) = description.split_first()?;
+    let mut word = || {
+        let (head, tail) = rest.split_first_chunk::<8>()?;
+        rest = tail;
+        Some(u64::from_le_bytes(*head))
+    };
+    let mut pieces = Vec::new();
+    for _ in 0..count {
+        let (start, len, addr) = (word()?, word()?, word()?);
+        start.checked_add(len)?;
+        addr.checked_add(len)?;
+        pieces.push(Piece { start, len, to: Remote { addr, rkey: 0 } });
+    }
+    let (&nics, keys) = rest.split_first()?;
+    if nic >= nics || keys.len() != usize::from(nics) * pieces.len() * 4 {
+        return None;
+    }
+    let keys = keys.chunks_exact(4).skip(usize::from(nic) * pieces.len());
+    for (piece, key) in pieces.iter_mut().zip(keys) {
+        piece.to.rkey = u32::from_le_bytes(key.try_into().ok()?);
+    }
+    Some(pieces)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn description() -> Vec<u8> {
+        let mut description = vec![2];
+        for word in [0u64, 100, 4096, 100, 50, 9000] {
+            description.extend(word.to_le_bytes());
+        }
+        description.push(2);
+        description.extend([7u32, 8, 17, 18].into_iter().flat_map(u32::to_le_bytes));
+        description
+    }
+
+    #[test]
+    fn bytes_are_found_in_the_piece_that_holds_them_with_the_key_of_the_nic() {
+        let mut theirs = RemoteRegions::of_nic(1);
+        theirs.import(3, 5, &description()).unwrap();
+        let at = |offset| theirs.find(RemoteAddress { region: 5, offset });
+        assert_eq!(at(0), Some((Remote { addr: 4096, rkey: 17 }, 100)));
+        assert_eq!(at(99), Some((Remote { addr: 4195, rkey: 17 }, 1)));
+        assert_eq!(at(100), Some((Remote { addr: 9000, rkey: 18 }, 50)));
+        assert_eq!(at(150), None);
+        assert_eq!(theirs.find(RemoteAddress { region: 4, offset: 0 }), None);
+    }
+
+    #[test]
+    fn malformed_description_names_its_rank() {
+        let error =
+            |description: &[u8], nic| RemoteRegions::of_nic(nic).import(3, 5, description).unwrap_err();
+        let expected = LaneError::Verbs(VerbsError::Keys { peer: 3, region: 5 });
+        assert_eq!(error(&description(), 2), expected, "no such NIC");
+        for len in 0..description().len() {
+            assert_eq!(error(&description()[..len], 0), expected, "{len} bytes");
+        }
+    }
+}

@@ -1,0 +1,352 @@
+//! All NICs of a rank: registers memory with them, and connects their queue pairs to those of
+//! peers.
+//!
+//! ```text
+//!   open: NICs --> open(peer): queue pair, block, receives --ConnectionInfo through the rendezvous--> connect
+//! ```
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::connection::{Connection, Parts, SMALL};
+use super::forecast::{Forecast, Rules};
+use super::nic::Nic;
+use super::receiver::Receiver;
+use super::registration::{NicMemory, RemoteRegions, Rights, ZEROS, describe_region};
+use super::sender::{Block, Bounds, Limits, Sender};
+use super::{
+    Caps, ChainCaps, CompletionQueue, Endpoint, Library, MemoryRegion, QueuePair, Queues, Remote, SendChain,
+    Settings, SignalMode, Sysfs,
+};
+use crate::bootstrap::Health;
+use crate::error::{Error, VerbsError};
+use crate::lane::net::{
+    ConnectionEnd, ConnectionOffer, DeviceMemory, NetConnection, NetTransport, NoGpuDirect, Region, Regions,
+    Registration,
+};
+use crate::topology::NodeMap;
+
+/// Requests that one queue pair may have in flight.
+const REQUESTS: u32 = 256;
+/// Requests per doorbell.
+const BATCH: usize = 16;
+/// Pieces per request: more are not granted together with so many requests everywhere.
+const PIECES: u32 = 30;
+/// Receives that are kept posted where signals are messages.
+const RECEIVES: u32 = 256;
+/// Bytes of a signal, with its tag, that travel inside a request where the NIC takes them.
+const INSIDE: u32 = 24;
+/// Chunks that may be staged for one peer.
+const STAGED: u64 = 4;
+
+/// Settings of a rank for its NICs.
+pub struct Setup {
+    /// The rank (in the world).
+    pub rank: u32,
+    /// Which rank of its machine it is.
+    pub nth: u32,
+    /// Which ranks are on which node.
+    pub nodes: NodeMap,
+    /// Bytes at the start of the heap that hold flags and their tags.
+    pub strict: u64,
+    /// Regions that peers may write to, where this rank does it for them.
+    pub regions: Arc<Regions>,
+    /// Whether the world is alive.
+    pub health: Arc<Health>,
+    /// Whether connections predict their requests to NICs.
+    pub forecast: bool,
+}
+
+/// The library, the machine and the settings; another library and another machine in tests.
+#[derive(Clone, Debug)]
+pub struct VerbsEnvironment {
+    /// libibverbs.
+    pub library: Arc<Library>,
+    /// The kernel's description of NICs.
+    pub sysfs: Sysfs,
+    /// Settings of the environment.
+    pub settings: Settings,
+}
+
+impl VerbsEnvironment {
+    /// This machine, with the environment's settings.
+    ///
+    /// # Errors
+    /// [`BootstrapError::BadVariable`](crate::error::BootstrapError::BadVariable),
+    /// [`VerbsError::NoLibrary`], [`VerbsError::MissingSymbol`].
+    pub fn here() -> Result<Self, Error> {
+        let settings = Settings::from_env()?;
+        let library = Library::load(settings.library.as_deref())?;
+        Ok(VerbsEnvironment { library, sysfs: Sysfs::default(), settings })
+    }
+}
+
+/// The NICs of a rank.
+pub struct VerbsTransport {
+    rank: u32,
+    nodes: NodeMap,
+    settings: Settings,
+    memories: Vec<Arc<NicMemory>>,
+    strict: u64,
+    relaxed: bool,
+    regions: Arc<Regions>,
+    health: Arc<Health>,
+    forecast: bool,
+    /// Description of the first region, for peers.
+    heap: Mutex<Vec<u8>>,
+}
+
+struct Half {
+    qp: QueuePair,
+    block: Block,
+    receiver: Receiver,
+    completions: Arc<CompletionQueue>,
+    memory: Arc<NicMemory>,
+}
+
+impl VerbsTransport {
+    /// Opens the NICs of a rank.
+    ///
+    /// # Errors
+    /// [`VerbsError`], if there are none or they cannot be used as the settings ask.
+    pub fn open(environment: &VerbsEnvironment, setup: Setup) -> Result<Self, Error> {
+        let VerbsEnvironment { library, sysfs, settings } = environment;
+        let nics = Nic::open(library, sysfs, settings, setup.nth)?;
+        for nic in &nics {
+            if settings.signal == SignalMode::FetchAdd && !nic.context.attributes().atomics {
+                return Err(VerbsError::NoAtomics { nic: nic.context.name().to_owned() }.into());
+            }
+        }
+        let can_relax = nics.iter().all(|nic| MemoryRegion::can_relax(&nic.context));
+        let memories =
+            nics.into_iter().map(|nic| NicMemory::new(nic).map(Arc::new)).collect::<Result<_, _>>()?;
+        let Setup { rank, nodes, strict, regions, health, forecast, .. } = setup;
+        Ok(VerbsTransport {
+            rank,
+            nodes,
+            settings: settings.clone(),
+            memories,
+            strict,
+            relaxed: settings.relaxed.unwrap_or(can_relax),
+            regions,
+            health,
+            forecast,
+            heap: Mutex::default(),
+        })
+    }
+
+    /// Both ranks of a pair take NICs of one index, if both have as many. Peers of one rank are on
+    /// different nodes, or at different places of a node.
+    fn nic_for(&self, peer: u32) -> usize {
+        let place = |rank: u32| {
+            let node = self.nodes.node_of(rank);
+            let at = self.nodes.members(node).iter().position(|&member| member == rank);
+            (node as usize, at.unwrap_or(0))
+        };
+        let ((node, at), (its_node, its_at)) = (place(self.rank), place(peer));
+        (node + its_node + (at + its_at) / 2) % self.memories.len()
+    }
+
+    fn half(&self, peer: u32) -> Result<Half, Error> {
+        let memory = &self.memories[self.nic_for(peer)];
+        let attributes = memory.nic.context.attributes();
+        let receives = if self.settings.signal == SignalMode::Immediate { RECEIVES } else { 0 };
+        let (sends, receives) = (REQUESTS.min(attributes.requests), receives.min(attributes.requests));
+        let completions = CompletionQueue::create(&memory.nic.context, sends + receives)?;
+        let caps =
+            Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
+        let queues = Queues { send: &completions, receive: &completions };
+        let qp = QueuePair::create(&memory.domain, queues, caps, &memory.nic.path, peer)?;
+        let staging = (STAGED * self.settings.chunk).min(self.settings.in_flight);
+        let block = Block::new(&memory.domain, receives.into(), staging)?;
+        let receiver = Receiver::new(&qp, &block, receives, Arc::clone(&self.regions))?;
+        Ok(Half { qp, block, receiver, completions, memory: Arc::clone(memory) })
+    }
+
+    fn connect(&self, peer: u32, theirs: &ConnectionInfo, half: Half) -> Result<Connection, Error> {
+        let Half { qp, block, mut receiver, completions, memory } = half;
+        if theirs.signal != self.settings.signal {
+            let (mine, theirs) = (self.settings.signal.name(), theirs.signal.name());
+            return Err(VerbsError::SignalsDiffer { peer, mine, theirs }.into());
+        }
+        qp.connect(&theirs.endpoint)?;
+        let mut known = RemoteRegions::of_nic(theirs.nic);
+        known.import(peer, 0, &theirs.heap)?;
+        receiver.joined(theirs.receives, theirs.granted);
+        let (caps, settings) = (qp.caps(), &self.settings);
+        let sges = caps.send_sges.min(PIECES) as usize;
+        let requests = caps.sends.min(REQUESTS);
+        let mtu = memory.nic.path.mtu.min(theirs.endpoint.mtu).bytes().into();
+        let chain =
+            SendChain::new(ChainCaps { requests: BATCH, sges, inline: caps.inline.min(INSIDE) as usize });
+        let limits = Limits { requests: requests.into(), bytes: settings.in_flight, batch: BATCH, mtu };
+        let bounds = Bounds { bytes: settings.chunk, pieces: sges, staged: block.staging() / 2 };
+        let rules = Rules {
+            chunk: settings.chunk,
+            staged: block.staging() / 2,
+            small: SMALL as u64,
+            pieces: sges,
+            zeros: ZEROS,
+            batch: BATCH as u64,
+            mtu,
+            signal: settings.signal,
+        };
+        Ok(Connection::new(Parts {
+            me: self.rank,
+            peer,
+            signal: settings.signal,
+            chunk: settings.chunk,
+            memory,
+            completions,
+            theirs: known,
+            health: Arc::clone(&self.health),
+            sender: Sender::new(qp, block, chain, limits, bounds),
+            receiver,
+            forecast: self.forecast.then(|| Forecast::new(rules)),
+        }))
+    }
+
+    fn heap(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.heap.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One end of a connection, whose queue pair has no peer yet.
+struct VerbsEnd<'a> {
+    transport: &'a VerbsTransport,
+    peer: u32,
+    half: Half,
+}
+
+impl ConnectionEnd for VerbsEnd<'_> {
+    fn bytes(&self) -> Vec<u8> {
+        let VerbsEnd { transport, peer, half } = self;
+        let offer = ConnectionInfo {
+            endpoint: half.qp.endpoint(),
+            signal: transport.settings.signal,
+            nic: transport.nic_for(*peer) as u8,
+            receives: half.receiver.posted(),
+            granted: half.block.granted_at(),
+            heap: transport.heap().clone(),
+        };
+        offer.to_bytes()
+    }
+
+    fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
+        let VerbsEnd { transport, peer, half } = *self;
+        let theirs = ConnectionInfo::from_bytes(peer, &offered.bytes)?;
+        Ok(Arc::new(transport.connect(peer, &theirs, half)?))
+    }
+}
+
+impl NetTransport for VerbsTransport {
+    fn lane(&self) -> &'static str {
+        "verbs"
+    }
+
+    fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
+        Ok(Box::new(VerbsEnd { transport: self, peer, half: self.half(peer)? }))
+    }
+
+    fn register(&self, number: u32, region: &Region) -> Result<Vec<u8>, Error> {
+        // Flags lie in the heap only.
+        let strict = if number == 0 { self.strict } else { 0 };
+        let atomics = self.settings.signal == SignalMode::FetchAdd;
+        let rights = Rights { strict, atomics, relaxed: self.relaxed };
+        let each = self.memories.iter().map(|memory| memory.register(number, region, rights));
+        let description = describe_region(&each.collect::<Result<Vec<_>, _>>()?);
+        if number == 0 {
+            self.heap().clone_from(&description);
+        }
+        Ok(description)
+    }
+
+    fn register_device(
+        &self,
+        number: u32,
+        given: &DeviceMemory,
+    ) -> Result<(Vec<u8>, Registration), NoGpuDirect> {
+        if self.settings.signal == SignalMode::Immediate {
+            return Err(NoGpuDirect::Messages);
+        }
+        let (mut description, mut how) = (Vec::new(), Registration::DmaBuf);
+        for memory in &self.memories {
+            let (pieces, registered) = memory.register_device(number, given, self.relaxed)?;
+            description.push(pieces);
+            how = if registered == Registration::DmaBuf { how } else { registered };
+        }
+        Ok((describe_region(&description), how))
+    }
+
+    fn deregister(&self, number: u32) {
+        self.memories.iter().for_each(|memory| memory.deregister(number));
+    }
+
+    fn describe(&self) -> Vec<String> {
+        self.memories.iter().map(|memory| memory.nic.to_string()).collect()
+    }
+}
+
+impl std::fmt::Debug for VerbsTransport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VerbsTransport").field("rank", &self.rank).field("memories", &self.memories).finish()
+    }
+}
+
+/// One end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct ConnectionInfo {
+    /// Its queue pair. First, as it begins with the version of all this.
+    endpoint: Endpoint,
+    /// How it signals.
+    signal: SignalMode,
+    /// Number of the rank's NIC.
+    nic: u8,
+    /// Receives that it keeps posted.
+    receives: u32,
+    /// Address for the peer's count of taken signals.
+    granted: Remote,
+    /// Its heap, as [`describe_region`] writes it.
+    heap: Vec<u8>,
+}
+
+const FIXED: usize = Endpoint::BYTES + 18;
+
+impl ConnectionInfo {
+    /// As bytes.
+    fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = self.endpoint.to_bytes().to_vec();
+        bytes.extend([self.signal as u8, self.nic]);
+        bytes.extend(self.receives.to_le_bytes());
+        bytes.extend(self.granted.addr.to_le_bytes());
+        bytes.extend(self.granted.rkey.to_le_bytes());
+        bytes.extend(&self.heap);
+        bytes
+    }
+
+    /// From what rank `peer` says.
+    ///
+    /// # Errors
+    /// [`VerbsError::EndpointVersion`] and its like.
+    fn from_bytes(peer: u32, bytes: &[u8]) -> Result<Self, VerbsError> {
+        let endpoint = Endpoint::from_bytes(peer, bytes.get(..Endpoint::BYTES).unwrap_or(bytes))?;
+        let (seen, expected) = (bytes.len(), FIXED);
+        if seen < expected {
+            return Err(VerbsError::EndpointLength { peer, seen, expected });
+        }
+        let (fixed, heap) = bytes.split_at(FIXED);
+        let rest = &fixed[Endpoint::BYTES..];
+        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| rest[at + i]));
+        let signal = SignalMode::ALL.into_iter().find(|&mode| mode as u8 == rest[0]);
+        let signal =
+            signal.ok_or(VerbsError::EndpointField { peer, field: "signal", value: rest[0].into() })?;
+        let addr = u64::from(word(6)) | u64::from(word(10)) << 32;
+        Ok(ConnectionInfo {
+            endpoint,
+            signal,
+            nic: rest[1],
+            receives: word(2),
+            granted: Remote { addr, rkey: word(14) },
+            heap: heap.to_vec(),
+        })
+    }
+}
