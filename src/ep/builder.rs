@@ -282,8 +282,8 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// `CUDA_MODULE_LOADING=EAGER` before the program starts.
     ///
     /// In slots a stream may wait for calls that another rank has yet to enqueue. So ranks that
-    /// share a device keep their tensors until all of them have finished: freeing memory waits until
-    /// the device is idle, and the rank that frees cannot enqueue meanwhile.
+    /// share a device keep their tensors until all of them have finished: freeing memory waits
+    /// until the device is idle, and the rank that frees cannot enqueue meanwhile.
     ///
     /// All threads of a rank make the calls of all instances, and launch other collectives, in one
     /// order, the same at all ranks.

@@ -35,9 +35,9 @@
 //! would.
 //!
 //! **Shared devices.** A stream waits for peers whose hosts may have enqueued nothing yet. If such
-//! a host is in a driver call that waits until the device is idle, such as a free of memory, and the
-//! waiting stream runs on the same device, neither goes on. So ranks that share a device keep their
-//! tensors until all of them have finished.
+//! a host is in a driver call that waits until the device is idle, such as a free of memory, and
+//! the waiting stream runs on the same device, neither goes on. So ranks that share a device keep
+//! their tensors until all of them have finished.
 //!
 //! All ranks make the same calls in the same order. An instance has one dispatch in flight. For
 //! more microbatches, make more instances, and enqueue their calls in the same order on all ranks.
