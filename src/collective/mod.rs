@@ -5,10 +5,10 @@
 //!   reduce_scatter [ranks, n]                ->  [n]                 part r, summed over the ranks, on rank r
 //!   broadcast      [n] of the root           ->  [n]                 on all
 //!   all_to_all     [ranks, n]                ->  [ranks, n]          part r of rank s becomes part s of rank r
-//!   all_to_all_landed                                                the same, read where it lands
+//!   all_to_all_zero_copy                                             the same, read where it lands
 //!   all_to_all_v   [sum of counts], counts   ->  [sum], counts       the same, of different lengths
 //!   all_gather     [n]                       ->  [ranks, n]          part s is rank s's
-//!   send, receive, exchange                                          between two ranks, in order
+//!   send, receive, send_receive                                      between two ranks, in order
 //! ```
 //!
 //! [`ep::RowCollective`](crate::ep::RowCollective) has all-gather and reduce-scatter of rows, with
@@ -38,7 +38,7 @@
 //!
 //! ```text
 //!   all_to_all          parts -> windows | entry | copy, parts -> windows | entry | copy ...       chunk / ranks bytes of a part each time
-//!   all_to_all_landed                      entry | parts -> their places, words | [ranks, n], borrowed | ... next call: entry
+//!   all_to_all_zero_copy                   entry | parts -> their places, words | [ranks, n], borrowed | ... next call: entry
 //! ```
 //!
 //! The borrow is the write grant: others write there again when this rank has entered its next
@@ -49,15 +49,10 @@
 //! not wait for lines of other cores. Results of an all-reduce are not: they are written where the
 //! data was just read.
 
-mod all_gather;
-mod all_reduce;
-mod all_to_all;
-mod broadcast;
 mod builder;
-mod call;
-mod landed;
-mod licence;
+mod calls;
 mod messages;
+mod rounds;
 
 use std::sync::Arc;
 
@@ -131,11 +126,11 @@ pub struct Communicator {
     programs: Vec<(Program, Arc<Skeleton>)>,
     rounds: Rounds,
     calls: Calls,
-    counts: all_to_all::Counts,
+    counts: calls::Counts,
     /// By peer: parts of messages to it, and from it.
     outgoing: Vec<Outgoing>,
     incoming: Vec<Incoming>,
-    held: Arc<licence::WindowHold>,
+    held: Arc<builder::WindowHold>,
 }
 
 /// State of messages to a peer.

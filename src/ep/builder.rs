@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::device::planned::PlannedSettings;
-use super::device::slots::SlotExchange;
+use super::device::EnqueuedSettings;
 use super::{CallExecutor, ExpertParallel, Feature};
 use crate::device::Stream;
 use crate::dtype::{Dtype, Fp8RowShape, PartialDtype};
+use crate::ep::device::slots::SlotExchange;
 use crate::error::{CallKind, Error, PlanError};
 use crate::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, RowSizes, Strategy, SumOrder};
 use crate::topology::Route;
@@ -108,7 +108,7 @@ pub enum Graphs {
 /// Executor of an instance's calls, with the settings that only it has.
 pub(super) enum Instance {
     Host,
-    Planned(PlannedSettings),
+    Enqueued(EnqueuedSettings),
     Slots(Arc<Stream>),
 }
 
@@ -116,7 +116,7 @@ impl Instance {
     fn executor(&self) -> CallExecutor {
         match self {
             Instance::Host => CallExecutor::HostStepper,
-            Instance::Planned(_) => CallExecutor::Enqueuer,
+            Instance::Enqueued(_) => CallExecutor::Enqueuer,
             Instance::Slots(_) => CallExecutor::ConstantProgram,
         }
     }
@@ -281,6 +281,10 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// [`Feature`] says what that cannot do. In slots kernels must be loaded early: set
     /// `CUDA_MODULE_LOADING=EAGER` before the program starts.
     ///
+    /// In slots a stream may wait for calls that another rank has yet to enqueue. So ranks that
+    /// share a device keep their tensors until all of them have finished: freeing memory waits
+    /// until the device is idle, and the rank that frees cannot enqueue meanwhile.
+    ///
     /// All threads of a rank make the calls of all instances, and launch other collectives, in one
     /// order, the same at all ranks.
     pub fn on(mut self, stream: &Arc<Stream>) -> Self {
@@ -322,7 +326,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Allocates what the instance needs and lays what wires are missing. Collective.
+    /// Allocates what the instance needs and lays missing connections. Collective.
     ///
     /// # Errors
     /// [`PlanError`] if a setting cannot be used, [`PlanError::NotAvailable`] for one that its
@@ -362,7 +366,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         match &self.stream {
             None => Instance::Host,
             Some(stream) if self.is_constant() => Instance::Slots(Arc::clone(stream)),
-            Some(stream) => Instance::Planned(PlannedSettings {
+            Some(stream) => Instance::Enqueued(EnqueuedSettings {
                 stream: Arc::clone(stream),
                 max_in_flight: self.max_in_flight.unwrap_or(MAX_IN_FLIGHT),
                 device_heap: self.device_heap.unwrap_or(DEVICE_HEAP),
@@ -390,7 +394,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         }
         let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
         match (instance, self.max_in_flight, self.device_heap) {
-            (Instance::Planned(_), ..) | (_, None, None) => Ok(()),
+            (Instance::Enqueued(_), ..) | (_, None, None) => Ok(()),
             (_, Some(seen), _) => bad(
                 "max_in_flight",
                 seen.into(),

@@ -8,15 +8,25 @@
 //! They are each other's gradient. Ranks may have different numbers of rows, none too. The sum of a
 //! row begins at +0 in `f32`, adds what the ranks have by ascending rank, and is rounded once: the
 //! same bits on every lane, route and topology.
+//!
+//! **Token slicing** ([`TokenSlices`]): the ranks of a tensor-parallel group have the same tokens,
+//! and each sends only its part of them.
+//!
+//! ```text
+//!   [E, C, M]  --drop_tokens-->  [E, C/TP, M]  --exchange, experts, exchange-->  [E, C/TP, M]  --gather_tokens-->  [E, C, M]
+//! ```
+//!
+//! DeepSpeed does the same before and after the exchange of an expert-parallel group
+//! (`drop_tokens`, `gather_tokens`): 1/TP of the data crosses there, and the rest goes between
+//! local peers. Each is the other's gradient.
 
-use super::buffers::RowsAt;
 use super::builder::Spec;
 use super::handle::HandleAt;
-use super::host::{Flight, HostExchange, HostRows, Inner, Lent};
+use super::host::{Flight, HostExchange, HostRows, Inner, Lent, check_tensor};
+use super::rows::RowsAt;
 use super::{CombineInput, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
 use crate::dtype::{Dtype, Element, PartialDtype};
 use crate::error::{CallKind, Error, PlanError};
-use crate::exec::Until;
 use crate::lane::Io;
 use crate::plan::{ExpertMap, GroupRouting, ReceiveMode, RowLayout, Strategy, SumOrder};
 use crate::schedule::ReturnParts;
@@ -136,7 +146,7 @@ impl<'g> CollectiveBuilder<'g> {
         self
     }
 
-    /// Allocates the control window and lays what wires are missing. Collective.
+    /// Allocates the control window and lays missing connections. Collective.
     ///
     /// # Errors
     /// [`PlanError`] if a setting cannot be used,
@@ -230,7 +240,7 @@ impl RowCollective {
         let (input, tokens) = checked.as_ref().map_or((&[][..], 0), |&rows| rows);
         let mut flight = ep.placing(CallKind::Dispatch, checked.map(drop), false);
         let lent = Lent { tokens, input, ..Lent::default() };
-        ep.enter(&mut flight, lent, Until::End)?;
+        ep.make(&mut flight, lent)?;
         let (mut extent, inner) = (flight.landed()?, flight.made);
         let landing = ep.fixed.sizing(CallKind::Dispatch).landing(inner.layout.landed);
         let mut counts = vec![0; ep.fixed.lanes.ranks() as usize];
@@ -383,7 +393,7 @@ impl RowCollective {
 /// Gathered rows, and their layout.
 fn gathered(ep: &HostExchange, extent: crate::memory::Extent, mut inner: Inner) -> (ExpertRows, Handle) {
     let (rows, row_bytes) = (inner.layout.landed, ep.spec().row_bytes());
-    inner.received = super::notes::ReceivedMetadata::default();
+    inner.received = super::work::ReceivedMetadata::default();
     inner.weights.clear();
     let rows = HostRows { extent, rows, row_bytes, record: None, index: None };
     (ExpertRows(RowsAt::Host(rows)), Handle(HandleAt::Host(ep.handle_of(inner))))
@@ -396,4 +406,75 @@ fn digest(counts: &[u32]) -> u64 {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         });
     hash | 1 << 63
+}
+
+/// Slices of a buffer `[experts, capacity, columns]` along its second dimension, over a group.
+///
+/// ```
+/// use sidelane::{Dtype, World, ep::TokenSlices};
+///
+/// let world = World::threads(1)?.remove(0);
+/// let mut slices = TokenSlices::new(&world.all()?, [2, 3, 4], Dtype::F32)?;
+/// let buffer: Vec<f32> = (0..24).map(|at| at as f32).collect();
+/// let slice = slices.drop_tokens(&buffer)?;                 // alone, a rank keeps everything
+/// assert_eq!(slices.gather_tokens(&slice)?.rows::<f32>()?, buffer);
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct TokenSlices {
+    gather: RowCollective,
+    shares: RowPartition,
+    /// Of the slice: experts, tokens of each, columns.
+    slice: [usize; 3],
+    dtype: Dtype,
+    rank: usize,
+    ranks: usize,
+}
+
+impl TokenSlices {
+    /// For a buffer `[experts, capacity, columns]`, equal on all ranks of the group. Collective.
+    ///
+    /// # Errors
+    /// On every rank: [`PlanError::BadParameter`] if the capacity is not a multiple of the size of
+    /// the group, or a row not one of 16 bytes;
+    /// [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks have other shapes.
+    pub fn new(group: &Group, [experts, capacity, columns]: [u32; 3], dtype: Dtype) -> Result<Self, Error> {
+        let ranks = group.size();
+        let rows = experts.saturating_mul(capacity / ranks);
+        let builder = RowCollective::builder(group).columns(columns as usize).dtype(dtype);
+        let mut gather = builder.segments(experts).max_rows(rows).build()?;
+        if !capacity.is_multiple_of(ranks) {
+            let (parameter, expected) = ("capacity", "a multiple of the size of the tensor-parallel group");
+            return Err(PlanError::BadParameter { parameter, seen: capacity.into(), expected }.into());
+        }
+        let shares = gather.shares(&vec![rows; ranks as usize])?;
+        let slice = [experts as usize, (capacity / ranks) as usize, columns as usize];
+        Ok(TokenSlices { gather, shares, slice, dtype, rank: group.rank() as usize, ranks: ranks as usize })
+    }
+
+    /// This rank's slice, `[experts, capacity / ranks, columns]`, of the buffer. Not collective:
+    /// nothing moves.
+    ///
+    /// # Errors
+    /// [`PlanError::WrongShape`], [`PlanError::WrongDtype`].
+    pub fn drop_tokens<E: Element>(&self, buffer: &[E]) -> Result<Vec<E>, Error> {
+        let [experts, tokens, columns] = self.slice;
+        let all = experts * tokens * self.ranks;
+        let buffer_bytes = (bytemuck::cast_slice(buffer), E::DTYPE);
+        check_tensor("buffer", buffer_bytes, all as u32, (columns, self.dtype))?;
+        let part = tokens * columns;
+        if part == 0 {
+            return Ok(Vec::new());
+        }
+        let parts = buffer.chunks_exact(part).skip(self.rank).step_by(self.ranks);
+        Ok(parts.flatten().copied().collect())
+    }
+
+    /// The buffer, `[experts, capacity, columns]`, from the slices of all ranks. Collective.
+    ///
+    /// # Errors
+    /// As [`RowCollective::all_gather_cached`].
+    pub fn gather_tokens<E: Element>(&mut self, slice: &[E]) -> Result<ExpertRows, Error> {
+        self.gather.all_gather_cached(slice, &self.shares)
+    }
 }

@@ -101,7 +101,7 @@ impl ExpertParallel {
         let (rows_at, output_at) = (rows.host()?, output.host()?);
         let (row_bytes, homes) = (rows_at.row_bytes, [rows_at.extent.offset(), output_at.extent.offset()]);
         // Only what goes to other machines needs a place there; of it all ranks have the same idea.
-        let away = group.shared.rails.as_ref().is_some_and(|rails| !is_copied(rails.report.lane));
+        let away = group.shared.net.as_ref().is_some_and(|net| !is_copied(net.report.lane));
         let scratch = group.take_symmetric(if away { RAW } else { 0 })?;
         let (mut landing, mut bases) = (Vec::new(), Vec::new());
         for (blob, peer) in group.gather(bytemuck::cast_slice(&homes))?.iter().zip(0..) {
@@ -121,7 +121,7 @@ impl ExpertParallel {
             sum: inner.sum(&bases, false),
             scratch: &scratch.window(),
         })?;
-        // Nobody writes before all have learnt what they hand on.
+        // No rank writes before all know which rows they relay.
         group.gather(&[])?;
         let rows = Lent { home: homes[0], kept: Some(rows) };
         let output = Lent { home: homes[1], kept: Some(output) };

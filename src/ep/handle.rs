@@ -1,13 +1,24 @@
-//! The layout of one dispatch, kept for everything that follows it.
+//! Results that outlive a call: the layout of a dispatch, and calls between their halves.
+//!
+//! ```text
+//!   start_dispatch --> PendingDispatch --finish--> rows, Handle --+
+//!   start_combine(handle) --> PendingCombine --finish--> sums  <--+
+//! ```
+//!
+//! The other ranks wait for the second half of every call that was started. So a started call that
+//! is dropped before it is finished cancels the world, in either place.
 
-use super::buffers::OutputAt;
-use super::device::planned::PlannedHandle;
-use super::device::slots::SlotHandle;
-use super::host::HostHandle;
-use super::tensor::{Side, wrong_place};
-use super::{ExpertOutput, Report, RowIndex, Status};
-use crate::device::DeviceRange;
-use crate::error::{CallError, Error};
+use std::sync::Arc;
+
+use super::device::{EnqueuedCombine, EnqueuedDispatch, EnqueuedExchange, EnqueuedHandle};
+use super::host::{HostCombine, HostDispatch, HostHandle};
+use super::rows::{OutputAt, RowsAt};
+use super::tensor::{Side, TensorMut, wrong_place};
+use super::{ExpertOutput, ExpertRows, Report, RowIndex, Status};
+use crate::device::{DeviceRange, Stream};
+use crate::ep::device::slots::{SlotCombine, SlotDispatch, SlotExchange, SlotHandle};
+use crate::error::{CallError, Cause, Error, PlanError};
+use crate::world::WorldState;
 
 /// The placement of one dispatch. Combine, cached dispatch and the gradients follow it; several may
 /// be alive.
@@ -18,7 +29,7 @@ pub struct Handle(pub(super) HandleAt);
 #[allow(clippy::large_enum_variant, reason = "calls on the host allocate nothing")]
 pub(super) enum HandleAt {
     Host(HostHandle),
-    Planned(PlannedHandle),
+    Enqueued(EnqueuedHandle),
     Slots(SlotHandle),
 }
 
@@ -28,7 +39,7 @@ impl Handle {
     pub fn tokens_per_expert(&self) -> &[i64] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().received.tokens_per_expert,
-            HandleAt::Planned(handle) => handle.tokens_per_expert(),
+            HandleAt::Enqueued(handle) => handle.tokens_per_expert(),
             HandleAt::Slots(_) => &[],
         }
     }
@@ -38,7 +49,7 @@ impl Handle {
     pub fn padded_tokens_per_expert(&self) -> &[i64] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().layout.padded_per_bin,
-            HandleAt::Planned(handle) => handle.padded_tokens_per_expert(),
+            HandleAt::Enqueued(handle) => handle.padded_tokens_per_expert(),
             HandleAt::Slots(_) => &[],
         }
     }
@@ -69,7 +80,7 @@ impl Handle {
     pub fn dropped(&self) -> &[bool] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().dropped,
-            HandleAt::Planned(handle) => handle.dropped(),
+            HandleAt::Enqueued(handle) => handle.dropped(),
             HandleAt::Slots(_) => &[],
         }
     }
@@ -85,7 +96,7 @@ impl Handle {
         let missing = CallError::NotKept { missing: "a mask of dropped choices" };
         match &self.0 {
             HandleAt::Host(_) => Err(wrong_place("the mask of dropped choices", Side::Device)),
-            HandleAt::Planned(_) => Err(missing.into()),
+            HandleAt::Enqueued(_) => Err(missing.into()),
             HandleAt::Slots(handle) => Ok(handle.dropped().ok_or(missing)?),
         }
     }
@@ -95,7 +106,7 @@ impl Handle {
     pub fn required_rows(&self) -> &[u32] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().required,
-            HandleAt::Planned(handle) => handle.required_rows(),
+            HandleAt::Enqueued(handle) => handle.required_rows(),
             HandleAt::Slots(_) => &[],
         }
     }
@@ -104,7 +115,7 @@ impl Handle {
     pub fn rows(&self) -> u32 {
         match &self.0 {
             HandleAt::Host(handle) => handle.inner().layout.landed,
-            HandleAt::Planned(handle) => handle.rows(),
+            HandleAt::Enqueued(handle) => handle.rows(),
             HandleAt::Slots(_) => 0,
         }
     }
@@ -113,7 +124,7 @@ impl Handle {
     pub fn tokens(&self) -> u32 {
         match &self.0 {
             HandleAt::Host(handle) => handle.tokens(),
-            HandleAt::Planned(handle) => handle.tokens(),
+            HandleAt::Enqueued(handle) => handle.tokens(),
             HandleAt::Slots(handle) => handle.tokens(),
         }
     }
@@ -127,7 +138,7 @@ impl Handle {
     pub fn output(&self) -> Result<ExpertOutput, Error> {
         Ok(ExpertOutput(match &self.0 {
             HandleAt::Host(handle) => OutputAt::Host(handle.output()?),
-            HandleAt::Planned(handle) => OutputAt::Planned(handle.output()?),
+            HandleAt::Enqueued(handle) => OutputAt::Enqueued(handle.output()?),
             HandleAt::Slots(handle) => OutputAt::Slots(handle.output()),
         }))
     }
@@ -137,7 +148,7 @@ impl Handle {
     pub fn copied_bytes(&self) -> u64 {
         match &self.0 {
             HandleAt::Host(handle) => handle.inner().copied.load(),
-            HandleAt::Planned(handle) => handle.copied_bytes(),
+            HandleAt::Enqueued(handle) => handle.copied_bytes(),
             HandleAt::Slots(handle) => handle.copied_bytes(),
         }
     }
@@ -156,7 +167,7 @@ impl Handle {
     pub fn report(&self) -> Result<Report, Error> {
         match &self.0 {
             HandleAt::Host(handle) => Ok(handle.report()),
-            HandleAt::Planned(handle) => handle.report(),
+            HandleAt::Enqueued(handle) => handle.report(),
             HandleAt::Slots(handle) => Ok(handle.report()),
         }
     }
@@ -173,7 +184,7 @@ impl Handle {
     pub fn returned(&self) -> Result<Report, Error> {
         match &self.0 {
             HandleAt::Host(handle) => Ok(handle.returned()),
-            HandleAt::Planned(handle) => handle.returned(),
+            HandleAt::Enqueued(handle) => handle.returned(),
             HandleAt::Slots(handle) => Ok(handle.returned()),
         }
     }
@@ -187,7 +198,7 @@ impl Handle {
     pub fn status(&self) -> Result<DeviceRange, Error> {
         match &self.0 {
             HandleAt::Host(_) => Err(wrong_place("the status word", Side::Device)),
-            HandleAt::Planned(handle) => handle.status(),
+            HandleAt::Enqueued(handle) => handle.status(),
             HandleAt::Slots(handle) => handle.status(),
         }
     }
@@ -197,7 +208,7 @@ impl Handle {
     pub fn status_now(&self) -> Status {
         match &self.0 {
             HandleAt::Host(_) => Status::OK,
-            HandleAt::Planned(handle) => handle.status_now(),
+            HandleAt::Enqueued(handle) => handle.status_now(),
             HandleAt::Slots(handle) => handle.status_now(),
         }
     }
@@ -206,7 +217,7 @@ impl Handle {
     pub(super) fn instance_on_device(&self) -> Option<u64> {
         match &self.0 {
             HandleAt::Host(_) => None,
-            HandleAt::Planned(handle) => Some(handle.instance()),
+            HandleAt::Enqueued(handle) => Some(handle.instance()),
             HandleAt::Slots(handle) => Some(handle.instance()),
         }
     }
@@ -222,5 +233,150 @@ impl Handle {
     /// The same, or the refusal of a handle of the other place.
     pub(super) fn on_host(&self) -> Result<&HostHandle, Error> {
         self.host().ok_or_else(|| wrong_place("the handle", Side::Host))
+    }
+}
+
+/// A dispatch that was started: on the host, counts are on their way; on a device, choices are
+/// on their way to the host. Finish it before the next call; dropping it cancels the world, because
+/// the other ranks cannot go on.
+#[must_use = "the other ranks wait until this is finished"]
+#[derive(Debug)]
+pub struct PendingDispatch<'a>(pub(super) DispatchAt<'a>);
+
+#[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "calls on the host allocate nothing")]
+pub(super) enum DispatchAt<'a> {
+    Host(HostDispatch<'a>),
+    Enqueued { started: EnqueuedDispatch, unfinished: Unfinished, ep: &'a mut EnqueuedExchange },
+    Slots { started: SlotDispatch, unfinished: Unfinished, ep: &'a mut SlotExchange, stream: &'a Stream },
+}
+
+impl PendingDispatch<'_> {
+    /// Second half. The host waits for the counts of all ranks, places, moves the rows, and waits
+    /// for those that come here. A device waits for the counts alone: rows are there for what is
+    /// enqueued next. In fixed slots nothing waits.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). On a device, after those
+    /// that leave the world usable, the stream goes on with no rows, and the status word says why.
+    pub fn finish(self) -> Result<(ExpertRows, Handle), Error> {
+        match self.0 {
+            DispatchAt::Host(started) => {
+                let (rows, handle) = started.finish()?;
+                Ok((ExpertRows(RowsAt::Host(rows)), Handle(HandleAt::Host(handle))))
+            }
+            DispatchAt::Enqueued { started, unfinished, ep } => {
+                unfinished.end();
+                let (rows, handle) = ep.finish_dispatch(started)?;
+                Ok((ExpertRows(RowsAt::Enqueued(Box::new(rows))), Handle(HandleAt::Enqueued(handle))))
+            }
+            DispatchAt::Slots { started, unfinished, ep, stream } => {
+                unfinished.end();
+                let (rows, handle) = ep.finish_dispatch(stream, started)?;
+                Ok((ExpertRows(RowsAt::Slots(rows)), Handle(HandleAt::Slots(handle))))
+            }
+        }
+    }
+
+    /// Second half with sizes that stay on the device: nothing waits. With a budget and
+    /// [`Graphs::Slots`](super::Graphs::Slots), the number of rows stands in
+    /// [`ExpertRows::counts`], and [`Handle::status`] says whether they came. So the call can be
+    /// captured into a graph.
+    ///
+    /// # Errors
+    /// [`PlanError::NotAvailable`] on the host, and on a device for calls that the host finishes,
+    /// where rows have no place before their number is known: the call is then finished as far as
+    /// the other ranks see it.
+    pub fn unfinished(self) -> Result<(ExpertRows, Handle), Error> {
+        match self.0 {
+            DispatchAt::Enqueued { started, unfinished, ep } => {
+                unfinished.end();
+                let (rows, handle) = ep.unfinished_dispatch(started)?;
+                Ok((ExpertRows(RowsAt::Enqueued(Box::new(rows))), Handle(HandleAt::Enqueued(handle))))
+            }
+            DispatchAt::Slots { .. } => self.finish(),
+            DispatchAt::Host(started) => {
+                started.finish()?;
+                super::Feature::Capture.require(super::CallExecutor::HostStepper)?;
+                Err(PlanError::RefusedHere.into())
+            }
+        }
+    }
+}
+
+/// A combine that was started: peers may read this rank's rows. Finish it before the next call;
+/// dropping it cancels the world, because the other ranks cannot go on.
+#[must_use = "the other ranks wait until this is finished"]
+#[derive(Debug)]
+pub struct PendingCombine<'a>(pub(super) CombineAt<'a>);
+
+#[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "calls on the host allocate nothing")]
+pub(super) enum CombineAt<'a> {
+    Host(HostCombine<'a>),
+    Enqueued {
+        started: EnqueuedCombine,
+        handle: &'a Handle,
+        unfinished: Unfinished,
+        ep: &'a mut EnqueuedExchange,
+    },
+    Slots {
+        started: SlotCombine,
+        handle: &'a Handle,
+        unfinished: Unfinished,
+        ep: &'a mut SlotExchange,
+        stream: &'a Stream,
+    },
+}
+
+impl PendingCombine<'_> {
+    /// Second half, into `out`, `[tokens, hidden]`. The host waits until all ranks offer their
+    /// rows, and sums. On a device the sums are there for what is enqueued next, and
+    /// [`Handle::returned`] says how the call went.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::combine`](crate::ExpertParallel::combine). That `out` cannot be used is
+    /// found too late to refuse the call: the other ranks get their sums, this one gets none, and
+    /// the rows are used up.
+    pub fn finish<'o>(self, out: impl Into<TensorMut<'o>>) -> Result<(), Error> {
+        let (out, what) = (out.into(), "combined tokens");
+        match self.0 {
+            CombineAt::Host(started) => started.finish(out.on_host(what)),
+            CombineAt::Enqueued { started, handle, unfinished, ep } => {
+                unfinished.end();
+                let HandleAt::Enqueued(handle) = &handle.0 else { return Err(PlanError::RefusedHere.into()) };
+                let out = out.on_device(what, ep.tokens_shape(handle.tokens()), ep.stream().device());
+                let summed = ep.finish_combine(started, handle, out.as_ref().ok().copied());
+                summed.and(out.map(drop))
+            }
+            CombineAt::Slots { started, handle, unfinished, ep, stream } => {
+                unfinished.end();
+                let HandleAt::Slots(handle) = &handle.0 else { return Err(PlanError::RefusedHere.into()) };
+                ep.finish_combine(stream, started, handle, out)
+            }
+        }
+    }
+}
+
+/// A started call on a device: dropped, it cancels the world.
+#[derive(Debug)]
+pub(super) struct Unfinished(Option<Arc<WorldState>>);
+
+impl Unfinished {
+    pub fn new(shared: &Arc<WorldState>) -> Self {
+        Unfinished(Some(Arc::clone(shared)))
+    }
+
+    /// The second half is made.
+    pub fn end(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if let Some(shared) = self.0.take() {
+            shared.hub.cancel(Cause::Cancelled { by: shared.hub.rank() });
+        }
     }
 }

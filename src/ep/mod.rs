@@ -27,41 +27,41 @@
 //! All calls of one [`ExpertParallel`] are collective over its group and come in the same order on
 //! all ranks. A rank whose input is refused still enters the call, so that all ranks get an error
 //! and nothing moves anywhere.
+//!
+//! | module | subject |
+//! |---|---|
+//! | `builder`, `features` | settings, and what serves them |
+//! | `calls`, `tensor` | the calls, checked and handed to a place |
+//! | `handle`, `rows`, `report` | what calls return |
+//! | `work` | what a call computes between its stages, the same in both places |
+//! | `host`, `device` | the two places |
+//! | `collective` | all-gather and reduce-scatter of rows |
+//! | `floor` | the same bytes, moved by bare loops |
 
-mod agreement;
-mod buffers;
 mod builder;
+mod calls;
 mod collective;
 mod device;
 mod features;
-mod fixed;
 mod floor;
 mod handle;
 mod host;
-mod index;
-mod notes;
-mod parallel;
-mod pending;
-mod records;
-mod relay;
 mod report;
-mod slices;
+mod rows;
 mod tensor;
+mod work;
 
-pub use buffers::{CombineInput, ExpertOutput, ExpertRows, TokenBuffer};
 pub use builder::{ExpertParallelBuilder, Graphs};
-pub use collective::{CollectiveBuilder, RowCollective, RowPartition};
-pub use device::Status;
+pub use calls::ExpertParallel;
+pub use collective::{CollectiveBuilder, RowCollective, RowPartition, TokenSlices};
 pub use features::Feature;
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
 pub use floor::FloorBench;
-pub use handle::Handle;
-pub use index::RowIndex;
-pub use parallel::ExpertParallel;
-pub use pending::{PendingCombine, PendingDispatch};
-#[doc(hidden)]
-pub use records::Strided;
-pub use report::{CallExecutor, LaneUse, Report};
-pub use slices::TokenSlices;
+pub use handle::{Handle, PendingCombine, PendingDispatch};
+pub use report::{CallExecutor, LaneUse, Report, Status};
+pub use rows::{CombineInput, ExpertOutput, ExpertRows, TokenBuffer};
 pub use tensor::{Choices, Place, Tensor, TensorMut};
+pub use work::RowIndex;
+#[doc(hidden)]
+pub use work::Strided;

@@ -1,13 +1,20 @@
-//! Groups: ordered ranks, and the steps they take together.
+//! Groups: ordered ranks, and the steps that they take together.
+//!
+//! ```text
+//!   gather     bytes of each rank to all, by the hub
+//!   alike      values that all ranks must give alike at build: settings, places, fingerprints
+//!   lanes      connections that a route needs, laid once
+//! ```
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::{Window, WorldState, wires};
+use super::{Window, WorldState, net};
 use crate::error::{BootstrapError, CallError, Error, LaneError, MemoryError, PlanError};
-use crate::lane::{self, Lanes, PeerLane, RemoteAddress, WindowPart};
+use crate::lane;
+use crate::lane::{Lanes, PeerLane, RemoteAddress, WindowPart};
 use crate::memory::SymmetricExtent;
 use crate::topology::{NodeMap, Paths, Route};
 
@@ -133,7 +140,7 @@ impl Group {
         Window::registered(self, memory)
     }
 
-    /// The lanes to all members. Collective the first time for each route: what wires are missing
+    /// The lanes to all members. Collective the first time for each route: missing connections
     /// are laid then.
     pub(crate) fn lanes(&self, route: Route) -> Result<Arc<Lanes>, Error> {
         let cell = &self.lanes[route as usize];
@@ -142,7 +149,7 @@ impl Group {
         }
         let nodes = self.nodes();
         let paths = Paths::new(&nodes, route, self.me);
-        wires::lay(self, &paths)?;
+        net::lay(self, &paths)?;
         let reach = self.ranks.iter().zip(0..).map(|(&rank, position)| self.reach(rank, position, &paths));
         let lanes = Lanes {
             rank: self.me,
@@ -168,7 +175,7 @@ impl Group {
         if !paths.needs_connection(position) {
             return Ok(PeerLane::Relayed);
         }
-        let rail = self.shared.rails.as_ref().and_then(|rails| rails.card.connection_to(rank));
+        let rail = self.shared.net.as_ref().and_then(|net| net.thread.connection_to(rank));
         let missing = LaneError::NoLane { rank: self.me, peer: position, missing: "a wire" };
         Ok(PeerLane::Net(rail.ok_or(missing)?))
     }
@@ -182,8 +189,8 @@ impl Group {
         let first = self.try_symmetric(len);
         if let Err(Error::Memory(MemoryError::OutOfSpace { .. })) = first {
             // Signals that are messages have come, but may not have been read.
-            if let Some(rails) = &self.shared.rails {
-                rails.card.progress();
+            if let Some(net) = &self.shared.net {
+                net.thread.progress();
             }
             self.shared.heap.pool().reap();
             return self.try_symmetric(len);
@@ -218,9 +225,9 @@ impl Group {
         let parts = answers.iter().zip(&self.ranks);
         let parts: Vec<WindowPart> =
             parts.map(|(&[.., offset, _], &member)| WindowPart { member, region: 0, offset, len }).collect();
-        if let Some(rails) = &self.shared.rails {
+        if let Some(net) = &self.shared.net {
             // Signals that are messages have come, but may not have been read.
-            rails.card.progress();
+            net.thread.progress();
         }
         // All members are here, so none is still in a call that used these bytes; none may use them
         // before all are clear.
@@ -228,8 +235,7 @@ impl Group {
         extent.clear()?;
         self.gather(&[])?;
         for &WindowPart { member, region, offset, len } in &parts {
-            if let Some(rail) = self.shared.rails.as_ref().and_then(|rails| rails.card.connection_to(member))
-            {
+            if let Some(rail) = self.shared.net.as_ref().and_then(|net| net.thread.connection_to(member)) {
                 rail.cleared(RemoteAddress { region, offset }, len);
             }
         }
@@ -238,9 +244,9 @@ impl Group {
 
     /// Returns when everything sent to members has landed.
     fn flush_rails(&self) -> Result<(), Error> {
-        let Some(rails) = &self.shared.rails else { return Ok(()) };
+        let Some(net) = &self.shared.net else { return Ok(()) };
         let deadline = self.shared.options.clocks.deadline;
-        for rail in self.ranks.iter().filter_map(|&member| rails.card.connection_to(member)) {
+        for rail in self.ranks.iter().filter_map(|&member| net.thread.connection_to(member)) {
             lane::flush(rail.as_ref(), self.shared.hub.health(), deadline, self.me)?;
         }
         Ok(())

@@ -14,27 +14,20 @@
 //!   a rank is lost --> every wait ends with the cause --> rebuild --> a World of the survivors, next epoch
 //! ```
 
-mod agree;
-mod device_window;
+mod device;
 mod group;
-mod rails;
-mod region;
+mod net;
 mod setup;
-mod straight;
-mod twin;
 mod window;
-mod wires;
 
 #[doc(hidden)]
 pub use crate::lane::NoDmaBuf;
 pub use crate::lane::{NicCounters, NoGpuDirect, Registration};
 pub use group::Group;
-pub use rails::{NetReason, NetReport};
+pub use net::{NetReason, NetReport};
 pub use setup::{Options, World};
 pub use window::Window;
 
-pub(crate) use device_window::{DeviceWindow, Member};
+pub(crate) use device::{DeviceWindow, GpuDirectMemory, HostStaging, Member};
 pub(crate) use group::SymmetricRange;
 pub(crate) use setup::WorldState;
-pub(crate) use straight::GpuDirectMemory;
-pub(crate) use twin::HostStaging;

@@ -5,12 +5,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::NicCounters;
-use super::rails::{NetReport, NetSelection, NetState};
-use super::{Group, agree};
+use sha2::{Digest, Sha256};
+
+use super::net::{NetReport, NetSelection, NetState};
+use super::{Group, NicCounters};
 use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Timeouts};
 use crate::config::{Config, EmulatedLink, NetChoice, TcpAddress};
-use crate::error::{BootstrapError, Cause, Error, LaneError, MemoryError};
+use crate::error::{BootstrapError, CallError, Cause, Error, LaneError, MemoryError};
 use crate::exec::Recorder;
 use crate::memory::{Heap, HeapSizes, Pool, Segment};
 use crate::rows::{RowKernels, Simd};
@@ -67,7 +68,7 @@ pub struct World {
 pub(crate) struct WorldState {
     /// The net to other nodes; none with only one node. Dropped before the hub leaves, so that a
     /// rank's bytes arrive before others hear that it has left.
-    pub(crate) rails: Option<NetState>,
+    pub(crate) net: Option<NetState>,
     pub(crate) hub: Box<dyn Hub>,
     pub(crate) options: Options,
     pub(crate) nodes: NodeMap,
@@ -182,11 +183,11 @@ impl World {
             .map(|(label, r)| Location::from_bytes(r, label))
             .collect::<Result<_, _>>()?;
         let nodes = NodeMap::from_labels(&machines);
-        agree::on_conditions(hub.as_ref(), &options)?;
-        agree::on_sizes(hub.as_ref(), &options)?;
+        compare_fingerprints(hub.as_ref(), &options)?;
+        compare_sizes(hub.as_ref(), &options)?;
         options.config.check()?;
         let heap = Self::map_heaps(hub.as_ref(), &options, &nodes)?;
-        let rails = match nodes.nodes() {
+        let net = match nodes.nodes() {
             1 => None,
             _ => {
                 let (hub, nodes) = (hub.as_ref(), &nodes);
@@ -195,17 +196,8 @@ impl World {
             }
         };
         let recorder = (options.record > 0).then(|| Arc::new(Recorder::new(options.record)));
-        let shared = WorldState {
-            rails,
-            hub,
-            options,
-            nodes,
-            heap,
-            rows,
-            recorder,
-            groups: Mutex::default(),
-            machines,
-        };
+        let shared =
+            WorldState { net, hub, options, nodes, heap, rows, recorder, groups: Mutex::default(), machines };
         let previous = previous.unwrap_or_else(|| (0..size).collect());
         let shared = Arc::new(shared);
         shared.tell_of_own_faults();
@@ -274,17 +266,17 @@ impl World {
 
     /// Which lane joins the nodes; none where there is only one node.
     pub fn net(&self) -> Option<&NetReport> {
-        self.shared.rails.as_ref().map(|rails| &rails.report)
+        self.shared.net.as_ref().map(|net| &net.report)
     }
 
     /// Requests to this rank's NICs so far; all 0 if the lane has no NICs.
     pub fn nic_counters(&self) -> NicCounters {
-        self.shared.rails.as_ref().map(|rails| rails.card.counters()).unwrap_or_default()
+        self.shared.net.as_ref().map(|net| net.thread.counters()).unwrap_or_default()
     }
 
     /// The same, predicted from the calls alone; all 0 without [`Options::forecast`].
     pub fn nic_forecast(&self) -> NicCounters {
-        self.shared.rails.as_ref().map(|rails| rails.card.forecast()).unwrap_or_default()
+        self.shared.net.as_ref().map(|net| net.thread.forecast()).unwrap_or_default()
     }
 
     /// Pages that the operating system granted for the heap.
@@ -336,9 +328,9 @@ impl World {
     /// continued without this rank.
     pub fn rebuild(&self, deadline: Duration) -> Result<World, Error> {
         let (hub, previous) = self.shared.hub.rebuild(deadline)?;
-        if let (Some(rails), Err(cause)) = (&self.shared.rails, self.shared.hub.health().check()) {
+        if let (Some(net), Err(cause)) = (&self.shared.net, self.shared.hub.health().check()) {
             // The old world may be kept; its bytes in flight must not reach the next one.
-            rails.card.stop(&cause);
+            net.thread.stop(&cause);
         }
         let place = &self.shared.machines[self.rank() as usize];
         Self::build(hub, self.shared.options.clone(), place, Some(previous))
@@ -396,4 +388,92 @@ impl WorldState {
 pub(super) fn oversubscribed(machines: &[Location], rank: u32, threads: usize) -> bool {
     let here = machines.iter().filter(|place| place.same_machine(&machines[rank as usize])).count();
     std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here * threads)
+}
+
+/// Compares the fingerprints of all ranks. Digests go round; the words themselves only if these
+/// differ, and only of the two ranks that the error names.
+fn compare_fingerprints(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
+    let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+    let mine = Sha256::digest(&options.job_fingerprint);
+    let digests = hub.gather("world/conditions", rank, size, mine.as_slice(), deadline)?;
+    let Some(differs) = digests.iter().position(|digest| *digest != digests[0]) else { return Ok(()) };
+    let named = [0, differs].contains(&(rank as usize));
+    let words = if named { options.job_fingerprint.as_bytes() } else { &[] };
+    let said = hub.gather("world/conditions/words", rank, size, words, deadline)?;
+    let [expected, seen] = [0, differs].map(|rank| String::from_utf8_lossy(&said[rank]).into_owned());
+    Err(BootstrapError::FingerprintsDiffer { rank: differs as u32, seen, expected }.into())
+}
+
+/// Compares the sizes of heaps and the emulated links of all ranks. Peers check offsets against
+/// their own sizes, and hold signals back at both ends of a connection or at none.
+fn compare_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
+    let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+    let pace = options.pace.map_or([0; 2], |pace| {
+        [pace.bytes_per_second.get(), u64::try_from(pace.latency.as_nanos()).unwrap_or(u64::MAX)]
+    });
+    let mine = [options.config.heap, options.config.symmetric, pace[0], pace[1]];
+    let said = hub.gather("world/sizes", rank, size, bytemuck::cast_slice(&mine), deadline)?;
+    for (blob, peer) in said.iter().zip(0..) {
+        let theirs = bytemuck::try_pod_read_unaligned::<[u64; 4]>(blob).unwrap_or_default();
+        let names =
+            ["SIDELANE_HEAP", "SIDELANE_SYMMETRIC", "SIDELANE_EMULATED_LINK", "SIDELANE_EMULATED_LINK"];
+        for ((what, mine), theirs) in names.into_iter().zip(mine).zip(theirs) {
+            if mine != theirs {
+                return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_under_different_conditions_do_not_make_a_world_and_all_are_told_who_differs() {
+        let conditions = ["16 tokens", "16 tokens", "32 tokens"];
+        let hubs = bootstrap::threads(3, Timeouts::default()).into_iter();
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = hubs
+                .zip(conditions)
+                .map(|(hub, conditions)| {
+                    let options = Options { job_fingerprint: conditions.to_owned(), ..Options::default() };
+                    scope.spawn(|| World::of(hub, options, "").unwrap_err())
+                })
+                .collect();
+            let (seen, expected) = ("32 tokens".to_owned(), "16 tokens".to_owned());
+            let error = BootstrapError::FingerprintsDiffer { rank: 2, seen, expected };
+            for rank in ranks {
+                assert_eq!(rank.join().unwrap(), Error::Bootstrap(error.clone()));
+            }
+        });
+    }
+
+    #[test]
+    fn ranks_with_heaps_of_different_size_do_not_make_a_world() {
+        for nodes in [["a", "a"], ["a", "b"]] {
+            std::thread::scope(|scope| {
+                let hubs = bootstrap::threads(2, Timeouts::default()).into_iter();
+                let ranks: Vec<_> = hubs
+                    .zip(nodes)
+                    .zip([1u64, 2])
+                    .map(|((hub, node), mib)| {
+                        scope.spawn(move || {
+                            let config = Config { heap: mib << 20, symmetric: 1 << 20, ..Config::default() };
+                            let options = Options { config, ..Options::default() };
+                            World::of(hub, options, node).unwrap_err()
+                        })
+                    })
+                    .collect();
+                for (rank, error) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
+                    assert!(
+                        matches!(error, Error::Call(CallError::ConfigsDiffer { what: "SIDELANE_HEAP", peer, .. })
+                            if peer == 1 - rank as u32),
+                        "{error:?}"
+                    );
+                }
+            });
+        }
+    }
 }

@@ -1,20 +1,28 @@
-//! The one-sided face: memory that the ranks of a group write to each other.
+//! One-sided windows: memory that the ranks of a group write to each other.
 //!
 //! Each call is a schedule of one or two operations, stepped by the same executor as a dispatch;
 //! bounds are checked before anything is posted. The operations are known at compile time: a put to
 //! a rank of this node compiles to its checks and its stores.
+//!
+//! ```text
+//!   put, put_signal, signal    ->  the peer's part, its word of this rank
+//!   wait_until, barrier        <-  words that peers raise here
+//! ```
+//!
+//! A window lies in the symmetric heap. [`Registered`] is memory next to it that peers on other
+//! nodes write to.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::group::SymmetricRange;
-use super::region::Registered;
 use super::{Group, WorldState};
 use crate::bootstrap::exchange_fds;
 use crate::dtype::Dtype;
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::HostStepper;
-use crate::lane::{self, Io, Lanes, Port};
+use crate::lane;
+use crate::lane::{Io, Lanes, PeerLane, Port, Region, WindowPart};
 use crate::memory::{PeerMapping, Segment};
 use crate::rows::Stores;
 use crate::schedule::{
@@ -290,5 +298,63 @@ impl Window {
         self.lanes.health.check()?;
         let mut io = Io { input: src, ..Io::default() };
         self.host.step(&self.port, TrackOp { track, op }, operands, &mut io, Stores::Cached)
+    }
+}
+
+/// This rank's part. Peers may write to it as long as this value lives.
+#[derive(Debug)]
+pub(super) struct Registered {
+    world: Arc<WorldState>,
+    /// None where there is no net.
+    region: Option<u32>,
+}
+
+impl Registered {
+    /// The memory that is registered under this number.
+    pub fn of(group: &Group, number: u32) -> Self {
+        Registered { world: Arc::clone(&group.shared), region: Some(number) }
+    }
+
+    /// Registers this rank's segment of a mapping: the member of its position in the group. All are
+    /// equally long. Collective.
+    ///
+    /// # Errors
+    /// [`MemoryError::NotUsable`] if that of another rank cannot be registered; at that rank, the
+    /// lane's error.
+    pub fn new(
+        group: &Group,
+        lanes: &Lanes,
+        mapped: Arc<PeerMapping>,
+    ) -> Result<(Self, lane::MappedWindow), Error> {
+        let len = mapped.len_of(group.rank());
+        let region = Region { mapped: Arc::clone(&mapped), member: group.rank() };
+        let registered = group.shared.net.as_ref().map(|net| net.register(region)).transpose();
+        let (number, key) = registered.as_ref().ok().cloned().flatten().unwrap_or_default();
+        let mut said = vec![u8::from(registered.is_ok())];
+        said.extend(number.to_le_bytes());
+        said.extend(key);
+        let heard = group.gather(&said)?;
+        let region = registered?.map(|_| number);
+        let registered = Registered { world: Arc::clone(&group.shared), region };
+        let mut parts = Vec::new();
+        for (blob, member) in heard.iter().zip(0..) {
+            let Some(([1, number @ ..], key)) = blob.split_first_chunk::<5>() else {
+                return Err(MemoryError::NotUsable { rank: member }.into());
+            };
+            let region = u32::from_le_bytes(*number);
+            if let PeerLane::Net(rail) = &lanes.reach[member as usize] {
+                rail.import_region(region, key)?;
+            }
+            parts.push(WindowPart { member, region, offset: 0, len });
+        }
+        Ok((registered, lane::MappedWindow { parts, mapped, of_devices: false }))
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if let (Some(number), Some(net)) = (self.region, &self.world.net) {
+            net.deregister(number);
+        }
     }
 }

@@ -6,3 +6,12 @@ mod rows;
 #[path = "../support/mod.rs"]
 mod support;
 mod windows;
+
+use sidelane::Options;
+use sidelane::config::Config;
+
+/// Options for worlds whose windows take megabytes.
+fn roomy() -> Options {
+    let config = Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() };
+    Options { config, ..Options::default() }
+}

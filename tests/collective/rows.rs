@@ -1,5 +1,6 @@
 //! All-gather, reduce-scatter and token slices, compared with their definitions.
 
+use crate::roomy;
 use crate::support::layer::{bits, nothing_is_held};
 use crate::support::{on_ranks, small};
 use half::bf16;
@@ -176,7 +177,7 @@ fn bytes_are_gathered_and_not_summed() {
 #[test]
 fn combine_by_rank_is_reduce_scatter_with_the_zeros_left_out() {
     for nodes in [&[0, 0, 1, 1][..], &[0; 3]] {
-        on_ranks(nodes, &small(), |world| {
+        on_ranks(nodes, &roomy(), |world| {
             let (group, me) = (world.all().unwrap(), world.rank() as usize);
             let ranks = nodes.len();
             let (experts, tokens) = (2 * ranks as i32, 5);

@@ -9,6 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
+use crate::roomy;
 use crate::support::{on_ranks, small};
 use half::bf16;
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -40,7 +41,7 @@ fn memory(len: u64, seals: SealFlags) -> (OwnedFd, File) {
 #[test]
 fn what_was_put_is_there_when_its_signal_is() {
     for nodes in NODES {
-        on_ranks(&nodes, &small(), |world| {
+        on_ranks(&nodes, &roomy(), |world| {
             let mut window = world.all().unwrap().window(3 << 20).unwrap();
             let (me, n) = (world.rank(), world.size());
             let (right, left) = ((me + 1) % n, (me + n - 1) % n);
@@ -80,7 +81,7 @@ fn everything_put_before_a_barrier_is_there_behind_it() {
 #[test]
 fn quiet_returns_when_puts_have_landed_without_any_signal() {
     for nodes in NODES {
-        on_ranks(&nodes, &small(), |world| {
+        on_ranks(&nodes, &roomy(), |world| {
             let group = world.all().unwrap();
             let mut window = group.window(2 << 20).unwrap();
             if world.rank() == 0 {
@@ -184,7 +185,7 @@ fn a_window_may_be_empty() {
 #[test]
 fn a_window_keeps_its_world_alive() {
     for nodes in NODES {
-        on_ranks(&nodes, &small(), |world| {
+        on_ranks(&nodes, &roomy(), |world| {
             let me = world.rank();
             let mut window = world.all().unwrap().window(2 << 20).unwrap();
             drop(world);

@@ -3,9 +3,9 @@
 mod apart;
 mod devices;
 mod driver;
+mod enqueued;
 mod kernels;
 mod places;
-mod planned;
 #[path = "../rows/common/mod.rs"]
 mod rows_common;
 mod slots;

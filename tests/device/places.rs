@@ -15,7 +15,7 @@ use sidelane::{Dtype, Error, ExpertParallel, Group};
 
 use crate::apart::each_with_kernels;
 use crate::devices::{Memory, stream};
-use crate::planned::rank::{Case, Input, Rank, call, target};
+use crate::enqueued::rank::{Case, Input, Rank, call, target};
 use crate::support::{on_ranks, small, tokens};
 
 const NODES: [u32; 3] = [0, 0, 1];

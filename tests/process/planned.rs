@@ -5,7 +5,7 @@
 #[path = "../device/devices.rs"]
 mod devices;
 #[allow(dead_code, reason = "each test program uses a part of this")]
-#[path = "../device/planned/rank.rs"]
+#[path = "../device/enqueued/rank.rs"]
 mod rank;
 
 use std::path::Path;

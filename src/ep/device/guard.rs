@@ -1,19 +1,40 @@
-//! Ends the waits of streams when the world fails.
+//! Ends of waits: when the world fails, and when a rank is late.
+//!
+//! ```text
+//!   world fails      WaitBreaker: poison -> words of the host, again and again     streams drain, status: invalid
+//!                    BypassStream: poison -> words of the device
+//!   deadline passed  Watch: the oldest call whose words are missing                the world fails, by the name of the late rank
+//! ```
 //!
 //! No rank can take back a wait that is enqueued, and the driver does not know its cause. So when
 //! the world fails, a thread writes to every word that this rank awaits. It repeats this until no
 //! stream can be waiting any more, because a late signal or a reset may undo a write. Streams
 //! drain, and their further results are invalid; the *status* word says so to the host and to
-//! kernels. Words in device memory, which the host does not reach, have another writer that repeats
-//! as well. An exchange that is dropped while a stream may wait leaves the guard running.
+//! kernels. An exchange that is dropped while a stream may wait leaves the guard running.
+//!
+//! **Words in device memory** the host does not reach. Work that it enqueues on a stream may lie
+//! behind the very wait that it should end: a device serves all streams from few queues, each
+//! strictly in order. So streams are made until one is not blocked, since each takes the next
+//! queue. Only the end of a world and the search for a late rank use this; no call does.
+//!
+//! **Deadlines.** A stream waits for ever. When the caller's thread has enqueued a call, it says
+//! which words the stream awaits. A thread looks at them from the moment when the stream has come
+//! to the call: time that the caller's own work takes before counts against no rank. The caller may
+//! be many calls ahead of its stream, so the oldest call whose words are not all there counts.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use crate::bootstrap::Health;
-use crate::device::{DeviceRange, PinnedMemory};
-use crate::error::DeviceError;
+use crate::device::{Context, DeviceRange, PinnedMemory, Priority, Stream};
+use crate::ep::work::EpState;
+use crate::error::{DeviceError, Error, LaneError, PlanError};
+use crate::exec::Awaited;
+use crate::lane::COPY_ENGINE;
+use crate::schedule::{ControlLayout, Flag};
 
 /// Past every value that is waited for, counted in a circle of 32 bits.
 pub(super) const POISON: u64 = 1 << 30;
@@ -155,5 +176,246 @@ impl Words {
 impl std::fmt::Debug for Words {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Words").field("awaited", &self.awaited).finish_non_exhaustive()
+    }
+}
+
+/// As many as a device has queues at most.
+const TRIES: usize = 32;
+/// A stream that is not done for so long is held up.
+const SILENT: Duration = Duration::from_millis(200);
+
+/// The words that NICs write for one rank.
+#[derive(Debug)]
+pub(super) struct BypassStream {
+    context: Arc<Context>,
+    words: DeviceRange,
+    /// Where they lie.
+    awaited: Vec<u64>,
+    copy: PinnedMemory,
+    tried: Mutex<Tried>,
+    /// The last time no stream got past.
+    stuck: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Tried {
+    /// Not held up when it was last used.
+    free: Option<Stream>,
+    /// Blocked streams, [`TRIES`] at most: then nothing is tried until one of them has finished.
+    /// They are freed when they have.
+    behind: Vec<Stream>,
+}
+
+impl BypassStream {
+    /// The words at these places, which are cleared.
+    pub fn new(context: &Arc<Context>, words: &DeviceRange, awaited: Vec<u64>) -> Result<Self, DeviceError> {
+        let copy = PinnedMemory::new(context, words.len() as usize)?;
+        let aside = BypassStream {
+            context: Arc::clone(context),
+            words: words.clone(),
+            awaited,
+            copy,
+            tried: Mutex::default(),
+            stuck: AtomicBool::new(false),
+        };
+        let stream = Stream::new(context, Priority::Normal)?;
+        aside.copy.write(0, &vec![0; aside.copy.len()])?;
+        stream.copy(words.span(0, words.len())?, aside.copy.range().span(0, words.len())?)?;
+        stream.synchronize()?;
+        Ok(aside)
+    }
+
+    /// Ends all waits for them.
+    pub fn release(&self) {
+        self.run(|stream| {
+            self.awaited.iter().try_for_each(|&at| stream.write::<u32>(self.words.word(at)?, POISON as u32))
+        });
+    }
+
+    /// Whether all streams that were made are held up, so that waits go on.
+    pub fn is_stuck(&self) -> bool {
+        self.stuck.load(Ordering::Acquire)
+    }
+
+    /// Their values, in the order of their places, if the device says.
+    pub fn values(&self) -> Option<Vec<u64>> {
+        let len = self.words.len();
+        let read = self.run(|stream| stream.copy(self.copy.range().span(0, len)?, self.words.span(0, len)?));
+        let value = |&at: &u64| {
+            let mut word = [0; 4];
+            self.copy.read(at as usize, &mut word).ok()?;
+            Some(u32::from_le_bytes(word).into())
+        };
+        if read { self.awaited.iter().map(value).collect() } else { None }
+    }
+
+    /// Has a stream do something, and waits until it is done. Whether it was.
+    fn run(&self, enqueue: impl Fn(&Stream) -> Result<(), DeviceError>) -> bool {
+        // A thread that captures meanwhile would have queries of these streams refused.
+        self.context.driver().beside_captures(|| self.try_streams(enqueue))
+    }
+
+    fn try_streams(&self, enqueue: impl Fn(&Stream) -> Result<(), DeviceError>) -> bool {
+        let Tried { free, behind } = &mut *self.tried.lock().unwrap_or_else(PoisonError::into_inner);
+        behind.retain(|stream| stream.is_done() != Ok(true));
+        for _ in behind.len()..TRIES {
+            let new = || Stream::new(&self.context, Priority::Highest).ok();
+            let Some(stream) = free.take().or_else(new) else { return false };
+            if enqueue(&stream).is_err() {
+                return false;
+            }
+            let since = Instant::now();
+            while since.elapsed() < SILENT {
+                match stream.is_done() {
+                    Ok(true) => {
+                        *free = Some(stream);
+                        self.stuck.store(false, Ordering::Release);
+                        return true;
+                    }
+                    Ok(false) => std::thread::yield_now(),
+                    Err(_) => return false,
+                }
+            }
+            behind.push(stream);
+        }
+        self.stuck.store(true, Ordering::Release);
+        false
+    }
+}
+
+/// Longest time between two looks.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Watches the words that one stream awaits.
+#[derive(Debug)]
+pub(super) struct Watch {
+    watched: Arc<Watched>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Watched {
+    fixed: Arc<EpState>,
+    /// This rank's words.
+    words: PinnedMemory,
+    calls: Mutex<Calls>,
+    over: AtomicBool,
+}
+
+/// Calls whose words may be missing, in the order in which the stream makes them.
+#[derive(Debug, Default)]
+struct Calls {
+    ahead: VecDeque<Expected>,
+    /// Buffers of calls that have ended: a steady call allocates none.
+    spare: Vec<Vec<Awaited>>,
+}
+
+/// Words that the stream awaits in one call.
+#[derive(Debug)]
+struct Expected {
+    /// The stream leaves this mark when it has come to the call.
+    mark: u64,
+    awaited: Vec<Awaited>,
+    /// When it was first seen that it has.
+    since: Option<Instant>,
+}
+
+impl Watch {
+    /// Starts to look at the words of this rank.
+    ///
+    /// # Errors
+    /// [`PlanError::NoWatch`] if there is no thread for it.
+    pub fn new(fixed: &Arc<EpState>, words: &PinnedMemory) -> Result<Self, PlanError> {
+        let (fixed, words) = (Arc::clone(fixed), words.clone());
+        let (calls, over) = (Mutex::default(), AtomicBool::new(false));
+        let watched = Arc::new(Watched { fixed, words, calls, over });
+        let here = Arc::clone(&watched);
+        let thread = std::thread::Builder::new().name("sidelane-watch".into());
+        let thread = thread.spawn(move || here.look()).map_err(|_| PlanError::NoWatch)?;
+        Ok(Watch { watched, thread: Some(thread) })
+    }
+
+    /// The stream awaits these words from its mark on.
+    pub fn expect(&self, mark: u64, awaited: &[Awaited]) {
+        if awaited.is_empty() {
+            return;
+        }
+        let mut calls = self.watched.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        // Words that cannot be read are the other thread's to report.
+        let _ = self.watched.forget_ended(&mut calls);
+        let mut words = calls.spare.pop().unwrap_or_default();
+        words.extend_from_slice(awaited);
+        calls.ahead.push_back(Expected { mark, awaited: words, since: None });
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.watched.over.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Watched {
+    fn look(&self) {
+        let lanes = &self.fixed.lanes;
+        let period = (lanes.deadline / 16).min(PERIOD);
+        while !self.over.load(Ordering::Acquire) && lanes.health.check().is_ok() {
+            if let Ok(Some(late)) = self.late(lanes.deadline) {
+                let _ = self.fixed.fail(late);
+            }
+            std::thread::park_timeout(period);
+        }
+    }
+
+    /// The value of a word of this rank.
+    fn seen(&self, from: u32, flag: Flag) -> Result<u64, DeviceError> {
+        let ranks = self.fixed.lanes.ranks();
+        let word = self.words.word(ControlLayout::flag(from, flag, ranks) as usize)?;
+        Ok(word.load(Ordering::Acquire))
+    }
+
+    /// Forgets the oldest calls whose words are all there.
+    fn forget_ended(&self, calls: &mut Calls) -> Result<(), DeviceError> {
+        while let Some(oldest) = calls.ahead.front() {
+            for &Awaited { from, flag, value } in &oldest.awaited {
+                if self.seen(from, flag)? < value {
+                    return Ok(());
+                }
+            }
+            if let Some(mut ended) = calls.ahead.pop_front() {
+                ended.awaited.clear();
+                calls.spare.push(ended.awaited);
+            }
+        }
+        Ok(())
+    }
+
+    /// The first word that is missing when the deadline has passed.
+    fn late(&self, deadline: Duration) -> Result<Option<Error>, DeviceError> {
+        let rank = self.fixed.lanes.rank;
+        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        self.forget_ended(&mut calls)?;
+        let Some(oldest) = calls.ahead.front_mut() else { return Ok(None) };
+        if self.seen(rank, Flag::Returned)? < oldest.mark {
+            return Ok(None);
+        }
+        let waited = oldest.since.get_or_insert_with(Instant::now).elapsed();
+        if waited < deadline {
+            return Ok(None);
+        }
+        for &Awaited { from, flag, value } in &oldest.awaited {
+            let (seen, flag) = (self.seen(from, flag)?, flag as u32);
+            if seen < value {
+                let (peer, lane, awaited) = (from, COPY_ENGINE, value);
+                return Ok(Some(
+                    LaneError::Deadline { rank, peer, lane, flag, awaited, seen, waited }.into(),
+                ));
+            }
+        }
+        Ok(None)
     }
 }

@@ -1,29 +1,281 @@
-//! One call on the host: what each step of its program is to this rank.
+//! One call on the host: its state, and what each step of its program is to this rank.
+//!
+//! ```text
+//!   EpState, RankPrograms     never change
+//!   Workspace                 memory and counters that calls use again, one after the other
+//!   Flight                    one call, from its first step to its last
+//!   Lent                      tensors that the caller lends for one half
+//!         |
+//!   HostCall                  borrows all four; drive() asks it to perform each step
+//! ```
 //!
 //! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::buffers::HostInput;
-use super::buffers::HostOutput;
-use super::flight::{Flight, Lent, Offer};
-use super::handle::{Inner, RetainedBuffer};
-use super::offload::HostRelay;
-use super::workspace::Workspace;
-use crate::ep::agreement::GroupCounts;
-use crate::ep::fixed::EpState;
-use crate::ep::relay::RelayTask;
-use crate::error::{CallError, Error, MemoryError, PlanError};
-use crate::exec::{Executor, TransferCounts};
+use crossbeam::queue::ArrayQueue;
+
+use super::handle::{HostHandle, HostInput, Inner, RetainedBuffer, check_tensor};
+use super::offload::{HostRelay, RelayRunner};
+use crate::ep::report::LaneUse;
+use crate::ep::work::{CHUNKS, CallPlan, EpState, GroupCounts, RelayCall, RelayTask};
+use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
+use crate::exec::{Executor, HostStepper, TransferCounts};
 use crate::gate::Routing;
-use crate::lane::Io;
-use crate::memory::Extent;
-use crate::plan::{Overflow, PlanContext, Traffic};
-use crate::rows::{Arithmetic, Stores};
+use crate::lane::{Io, Port};
+use crate::memory::{Extent, Pool, ReleaseCheck};
+use crate::plan::{
+    ExpertMap, InterNodeRows, Overflow, PlanContext, RelayPlan, RelaySorter, SortedRouting, Traffic,
+};
+use crate::rows::Stores;
 use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
-    CallerTables, Operands, Refusal, RelayTables, ReturnParts, SumOperands, Tag, WindowId,
+    CallerTables, Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumOperands, Tag, WindowId,
 };
+use crate::world::SymmetricRange;
+
+/// Bits of the options digest.
+pub(super) mod options {
+    /// Rows are summed.
+    pub const ROWS: u32 = 1;
+    /// One `f32` per row returns.
+    pub const WEIGHTS: u32 = 2;
+    /// Rows are multiplied with routing weights.
+    pub const WEIGHTED: u32 = 4;
+}
+
+/// One call in flight.
+#[derive(Debug)]
+pub(in crate::ep) struct Flight {
+    /// The relay works in a thread of its own: the caller may be away between the halves.
+    pub offloaded: bool,
+    /// The tag of this rank's entry.
+    pub tag: Tag,
+    /// Why this rank refuses the call; its tag says that it does.
+    pub refused: Option<Error>,
+    /// Dispatch: the most bytes that it announces.
+    pub most: u64,
+    /// Dispatch: the extent keeps all that was announced, for rows that move once more.
+    pub keeps_room: bool,
+    /// Dispatch: where rows land here.
+    pub landing: Option<Extent>,
+    /// Dispatch: the handle that it makes.
+    pub made: Inner,
+    /// Return: what this rank brings.
+    pub offer: Option<Offer>,
+    /// Return: what moves.
+    pub parts: ReturnParts,
+    /// Return: rows are multiplied with routing weights where they are summed.
+    pub weighted: bool,
+    /// Return: the chunk stays in the handle.
+    pub keeps_chunk: bool,
+    /// The relay's part of this call; absent while another thread has it, and where there is one
+    /// node. Its blocks are those of the handle that the call makes or follows.
+    pub task: Option<RelayTask>,
+    /// How rows are stored.
+    pub stores: Stores,
+}
+
+/// Memory that a rank offers in a return.
+#[derive(Debug)]
+pub(in crate::ep) struct Offer {
+    pub chunk: Chunk,
+    pub staging: Extent,
+}
+
+/// Rows that a rank offers.
+#[derive(Debug)]
+pub(in crate::ep) enum Chunk {
+    /// The caller's buffer: a refused call gives it back.
+    Output(Extent),
+    /// A copy: the caller still has the rows.
+    Copy(Extent),
+    /// The output that the handle keeps, at this offset in the pool.
+    Kept(u64),
+}
+
+impl Chunk {
+    /// Where it begins in the pool.
+    pub fn offset(&self) -> u64 {
+        match self {
+            Chunk::Output(extent) | Chunk::Copy(extent) => extent.offset(),
+            Chunk::Kept(offset) => *offset,
+        }
+    }
+}
+
+impl Flight {
+    /// A call of this kind, unless what the caller brings was refused.
+    pub fn new(kind: CallKind, checked: Result<(), Error>) -> Self {
+        Flight {
+            offloaded: false,
+            tag: Tag { kind, ..Tag::default() },
+            refused: checked.err(),
+            most: 0,
+            keeps_room: false,
+            landing: None,
+            made: Inner::default(),
+            offer: None,
+            parts: ReturnParts::default(),
+            weighted: false,
+            keeps_chunk: false,
+            task: None,
+            stores: Stores::Cached,
+        }
+    }
+
+    /// A return of these parts.
+    pub fn returning(kind: CallKind, parts: ReturnParts, weighted: bool) -> Self {
+        let bit = |on: bool, bit: u32| if on { bit } else { 0 };
+        let options = bit(parts.rows, options::ROWS)
+            | bit(parts.weights, options::WEIGHTS)
+            | bit(weighted, options::WEIGHTED);
+        let call = Flight::new(kind, Ok(()));
+        Flight { tag: Tag { options, ..call.tag }, parts, weighted, keeps_chunk: weighted, ..call }
+    }
+
+    /// Refuses the call, unless something did before.
+    pub fn refuse(&mut self, checked: Result<(), Error>) {
+        if let (None, Err(error)) = (&self.refused, checked) {
+            self.refused = Some(error);
+        }
+    }
+
+    /// The extent in which rows landed.
+    ///
+    /// # Errors
+    /// [`PlanError::RefusedHere`] where none did.
+    pub fn landed(&mut self) -> Result<Extent, Error> {
+        self.landing.take().ok_or_else(|| PlanError::RefusedHere.into())
+    }
+
+    pub fn kind(&self) -> CallKind {
+        self.tag.kind
+    }
+}
+
+/// Tensors and settings that the caller lends for one half of a call.
+#[derive(Default)]
+pub(in crate::ep) struct Lent<'l> {
+    /// Dispatch: the tokens' choices.
+    pub routing: Option<&'l Routing<'l>>,
+    /// Gathers without choices: how many tokens there are.
+    pub tokens: u32,
+    /// The tensor that goes out.
+    pub input: &'l [u8],
+    /// The handle that the call follows.
+    pub handle: Option<&'l HostHandle>,
+    /// Return: this rank's rows.
+    pub rows: Option<HostInput<'l>>,
+    /// Return: one weight per row.
+    pub row_weights: Option<&'l [f32]>,
+    /// Return: the tensors that come in. Absent, this rank sums nothing: its caller has no place
+    /// for it.
+    pub output: Option<Io<'l>>,
+    /// The new expert map.
+    pub map: Option<ExpertMap>,
+}
+
+/// Handles whose memory is kept for the next dispatches.
+const SPARE_HANDLES: usize = 64;
+
+/// Called once all ranks have agreed on a call.
+type OnAgreed = Box<dyn FnOnce() + Send + Sync>;
+
+/// Memory that the calls of one instance use again.
+pub(in crate::ep) struct Workspace {
+    pub host: HostStepper,
+    /// Does this rank's part for other nodes; there is none where there is only one.
+    pub relay: Option<RelayRunner>,
+    pub tables: CallerTables,
+    pub sorted: SortedRouting,
+    pub crossing: InterNodeRows,
+    pub spans: RelaySorter,
+    pub numbers: GroupCounts,
+    /// The lanes, and how many ranks each reaches.
+    pub lane_use: Arc<[LaneUse]>,
+    /// Weight gradients.
+    pub products: Vec<f32>,
+    pub calls: Calls,
+    pub licence: Arc<dyn ReleaseCheck>,
+    /// Number that distinguishes handles of different instances within this process.
+    pub instance: u64,
+    pub spare: Arc<ArrayQueue<Inner>>,
+    /// Hears that the running call is agreed on.
+    pub on_agreed: Option<OnAgreed>,
+}
+
+impl Workspace {
+    pub fn new(fixed: &Arc<EpState>, range: SymmetricRange) -> Self {
+        static INSTANCES: AtomicU64 = AtomicU64::new(0);
+        let paths = fixed.paths();
+        let readers = paths.local_peers().collect();
+        Workspace {
+            host: HostStepper::new(fixed.spec.dtype, fixed.shared.recorder.clone()),
+            relay: paths.is_multi_node().then(|| Self::runner(fixed)),
+            tables: CallerTables::new(paths, CHUNKS),
+            sorted: SortedRouting::default(),
+            crossing: InterNodeRows::default(),
+            spans: RelaySorter::default(),
+            numbers: GroupCounts::new(fixed),
+            lane_use: LaneUse::of(&fixed.lanes).into(),
+            products: Vec::new(),
+            calls: Calls::new(fixed.shared.hub.epoch()),
+            licence: Arc::new(Readers { port: Arc::clone(&fixed.port), readers, _range: range }),
+            instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
+            spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
+            on_agreed: None,
+        }
+    }
+
+    fn runner(fixed: &Arc<EpState>) -> RelayRunner {
+        let host = HostStepper::new(fixed.spec.dtype, fixed.shared.recorder.clone());
+        RelayRunner::new(HostRelay::new(fixed, host))
+    }
+
+    /// Goes on with other fixed state.
+    pub fn adopt(&mut self, fixed: &Arc<EpState>) {
+        self.numbers = GroupCounts::new(fixed);
+        self.relay = self.relay.is_some().then(|| Self::runner(fixed));
+    }
+
+    /// Waits until an offloaded relay has finished; what it brings back.
+    pub fn join_relay(&mut self) -> Option<(RelayTask, Arc<RelayPlan>)> {
+        self.relay.as_mut()?.join()
+    }
+
+    /// Memory of an old handle, or new memory.
+    pub fn spare_handle(&self) -> Inner {
+        self.spare.pop().unwrap_or_default()
+    }
+
+    pub fn handle_of(&self, inner: Inner, pool: &Arc<Pool>) -> HostHandle {
+        HostHandle::new(inner, Arc::clone(pool), Arc::clone(&self.spare), Arc::clone(&self.lane_use))
+    }
+
+    /// Gives a chunk that peers were offered in the running call back to the pool, once they have
+    /// read it.
+    pub fn retire(&self, chunk: Extent, pool: &Pool) {
+        pool.retire(chunk, &self.licence, self.calls.value());
+    }
+}
+
+/// The words by which local peers say that they have read what this rank offered.
+struct Readers {
+    port: Arc<Port>,
+    readers: Vec<u32>,
+    /// The control window outlives the instance until its last readers have finished.
+    _range: SymmetricRange,
+}
+
+impl ReleaseCheck for Readers {
+    fn is_released(&self, value: u64) -> bool {
+        self.readers
+            .iter()
+            .all(|&reader| self.port.flag(reader, Flag::Read).is_ok_and(|flag| flag.value() >= value))
+    }
+}
 
 /// A call amid its steps: the instance it is made on, what it owns, and what the caller lends it
 /// for this half.
@@ -45,7 +297,7 @@ impl Executor for HostCall<'_, '_> {
 
     fn compute(&mut self, role: Role, work: Work) -> Result<(), Error> {
         if role == Role::Relay {
-            return self.with_relay(|relay, programs, task| relay.compute(programs, task, work));
+            return self.with_relay(|relay| relay.compute(Role::Relay, work));
         }
         match work {
             Work::Sort => self.sort(),
@@ -73,7 +325,7 @@ impl Executor for HostCall<'_, '_> {
             Work::Bases => self.bases()?,
             Work::FillRows => self.fill_rows(),
             Work::FillSum => self.fill_sum(),
-            Work::JoinRelay => self.flight.task = self.space.join_relay(),
+            Work::JoinRelay => self.join_relay(),
             Work::Report => self.report(),
             Work::Metadata => self.metadata()?,
             Work::Retire => self.retire(),
@@ -103,7 +355,7 @@ impl HostCall<'_, '_> {
         if verdict.is_err() {
             self.flight.landing = None;
             if let (Some(offer), Some(handle)) = (self.flight.offer.take(), self.lent.handle) {
-                handle.inner().give_back(offer.chunk, offer.copied);
+                handle.inner().give_back_chunk(offer.chunk);
             }
         }
         verdict
@@ -137,41 +389,47 @@ impl HostCall<'_, '_> {
     }
 
     fn run_relay(&mut self, stage: StageId) -> Result<(), Error> {
-        self.with_relay(|relay, programs, task| {
-            if stage == StageId::Headers {
-                // Rows are what counts, and not the messages before them.
-                relay.take_moved();
-            }
-            relay.run(programs, task, stage)?;
-            if stage == StageId::RelayDone {
-                task.moved = relay.take_moved();
-            }
-            Ok(())
-        })
+        if stage == StageId::Headers {
+            // Rows are what counts, and not the messages before them.
+            self.take_relayed();
+        }
+        self.with_relay(|relay| relay.run(Role::Relay, stage, Part::Whole))?;
+        if stage == StageId::RelayDone {
+            let moved = self.take_relayed();
+            self.flight.task.iter_mut().for_each(|task| task.moved = moved);
+        }
+        Ok(())
     }
 
-    /// Has the relay, which is here, work on its task of this call.
+    /// Counts of what the relay has moved here since the last call of this function.
+    fn take_relayed(&mut self) -> TransferCounts {
+        let relay = self.space.relay.as_mut().and_then(|relay| relay.here());
+        relay.map_or(TransferCounts::default(), |relay| relay.take_moved())
+    }
+
+    /// Has the relay, which is here, perform a step of this call.
     fn with_relay(
         &mut self,
-        step: impl FnOnce(&mut HostRelay, &RankPrograms, &mut RelayTask) -> Result<(), Error>,
+        step: impl FnOnce(&mut RelayCall<'_, '_>) -> Result<(), Error>,
     ) -> Result<(), Error> {
         if self.flight.task.is_none() {
             self.flight.task = Some(self.task());
         }
+        let Flight { task, made, tag, .. } = &mut *self.flight;
         let relay = self.space.relay.as_mut().and_then(|relay| relay.here());
-        match (relay, &mut self.flight.task) {
-            (Some(relay), Some(task)) => step(relay, self.programs, task),
-            _ => Ok(()),
-        }
+        let (Some(relay), Some(task)) = (relay, task) else { return Ok(()) };
+        // A return without a handle is refused before its blocks matter.
+        let none = RelayPlan::default();
+        let plan = match tag.kind.places() {
+            true => CallPlan::Own(Arc::make_mut(made.forward.get_or_insert_default())),
+            false => CallPlan::Known(known(self.lent.handle).map_or(&none, |plan| plan)),
+        };
+        relay.step(self.programs, (task, plan), step)
     }
 
     /// The part of this rank's relay in this call.
-    fn task(&mut self) -> RelayTask {
-        let (flight, calls) = (&mut *self.flight, self.space.calls);
-        let forward = match self.lent.handle {
-            Some(handle) => handle.inner().forward.clone(),
-            None => flight.made.forward.take(),
-        };
+    fn task(&self) -> RelayTask {
+        let flight = &*self.flight;
         // Only a rank that offers has checked that the handle is one of this instance.
         let offer = flight.offer.as_ref().zip(self.lent.handle);
         let outbox = offer.map_or(0, |(offer, handle)| {
@@ -183,16 +441,26 @@ impl HostCall<'_, '_> {
             weighted: flight.weighted && flight.parts.rows,
             outbox,
             stores: flight.stores,
-            ..RelayTask::new(calls, flight.kind(), forward.unwrap_or_default())
+            ..RelayTask::new(self.space.calls, flight.kind())
         }
     }
 
     fn start_relay(&mut self) -> Result<(), Error> {
         let task = self.task();
-        match &mut self.space.relay {
-            Some(relay) => relay.send(task, self.fixed, self.programs),
-            None => Ok(()),
+        let Some(relay) = &mut self.space.relay else { return Ok(()) };
+        let plan = match self.flight.kind().places() {
+            true => self.flight.made.forward.take(),
+            false => known(self.lent.handle).cloned(),
+        };
+        relay.send((task, plan.unwrap_or_default()), self.fixed, self.programs)
+    }
+
+    fn join_relay(&mut self) {
+        let Some((task, plan)) = self.space.join_relay() else { return };
+        if task.kind.places() {
+            self.flight.made.forward = Some(plan);
         }
+        self.flight.task = Some(task);
     }
 
     /// Sets the tag that goes out with the entries: one that refuses, if this rank does.
@@ -269,23 +537,15 @@ impl HostCall<'_, '_> {
         // Without a handle the call is refused, and its entry says so.
         let Some(handle) = self.lent.handle else { return self.say(self.flight.tag) };
         let inner = handle.inner();
-        // The caller's buffer is safe in the handle, whatever becomes of the call.
-        let elsewhere = self.lent.rows.take().and_then(|rows| inner.keep_safe(rows));
-        let copied = elsewhere.is_some();
-        let chunk = match self.flight.refused.take() {
-            None => self.chunk(elsewhere),
-            Some(error) => Err(error),
-        };
-        let offer = chunk.and_then(|chunk| match self.staging(inner) {
-            Ok(staging) => Ok(Offer { chunk, copied, staging }),
-            Err(error) => {
-                inner.give_back(chunk, copied);
-                Err(error.into())
+        if let Some(rows) = self.lent.rows.take() {
+            match &self.flight.refused {
+                // The caller finds the buffer in the handle, whatever becomes of the call.
+                Some(_) => inner.give_back(rows),
+                None => match self.brought(handle, rows) {
+                    Ok(offer) => self.flight.offer = Some(offer),
+                    Err(error) => self.flight.refused = Some(error),
+                },
             }
-        });
-        match offer {
-            Ok(offer) => self.flight.offer = Some(offer),
-            Err(error) => self.flight.refused = Some(error),
         }
         self.say(Tag { handle: inner.number, ..self.flight.tag });
         if let Some(offer) = &self.flight.offer {
@@ -295,44 +555,49 @@ impl HostCall<'_, '_> {
         }
     }
 
-    /// The chunk that this rank offers: the caller's buffer, which the handle keeps safe, or a copy
-    /// of rows elsewhere.
-    fn chunk(&self, elsewhere: Option<HostInput<'_>>) -> Result<Extent, Error> {
-        let (spec, Some(handle)) = (&self.fixed.spec, self.lent.handle) else {
-            return Err(PlanError::RefusedHere.into());
-        };
-        let (inner, rows) = (handle.inner(), handle.inner().layout.landed);
-        Arithmetic::try_from(spec.dtype)?;
-        let mut output = match elsewhere {
-            None => handle.output()?,
-            Some(HostInput::Output(output)) if output.instance != self.space.instance => {
+    /// Memory that this rank offers for the rows that the caller brings.
+    fn brought(&self, handle: &HostHandle, rows: HostInput<'_>) -> Result<Offer, Error> {
+        let chunk = self.chunk(handle, rows)?;
+        match self.staging(handle.inner()) {
+            Ok(staging) => Ok(Offer { chunk, staging }),
+            Err(error) => {
+                handle.inner().give_back_chunk(chunk);
+                Err(error.into())
+            }
+        }
+    }
+
+    /// The caller's buffer, the output that the handle keeps, or a copy of rows elsewhere.
+    fn chunk(&self, handle: &HostHandle, rows: HostInput<'_>) -> Result<Chunk, Error> {
+        let (spec, inner) = (&self.fixed.spec, handle.inner());
+        let (mut output, copied) = match rows {
+            HostInput::Kept => return Ok(Chunk::Kept(inner.kept_output(|kept| kept.extent.offset())?)),
+            HostInput::Output(output) if inner.owns(&output) => (output, false),
+            HostInput::Output(output) if output.instance != self.space.instance => {
                 let (seen, expected) = (output.instance, self.space.instance);
                 return Err(CallError::ForeignHandle { seen, expected }.into());
             }
-            Some(HostInput::Output(output)) => {
+            HostInput::Output(output) => {
                 let (seen, expected) = (output.number, inner.number);
                 return Err(CallError::WrongOutput { seen, expected }.into());
             }
-            Some(HostInput::Elsewhere { bytes, dtype }) => {
-                let (what, expected) = ("expert outputs", spec.dtype);
-                if dtype != expected {
-                    return Err(PlanError::WrongDtype { what, seen: dtype, expected }.into());
-                }
-                if bytes.len() as u64 != u64::from(rows) * inner.row_bytes {
-                    let seen = bytes.len() / dtype.size();
-                    let (rows, columns) = (rows as usize, spec.hidden);
-                    return Err(PlanError::WrongShape { what, seen, rows, columns }.into());
-                }
-                let mut output: HostOutput = handle.output()?;
+            HostInput::Elsewhere { bytes, dtype } => {
+                check_tensor(
+                    "expert outputs",
+                    (bytes, dtype),
+                    inner.layout.landed,
+                    (spec.hidden, spec.dtype),
+                )?;
+                let mut output = handle.output()?;
                 output.rows_mut::<u8>()?.copy_from_slice(bytes);
                 inner.copied.store(inner.copied.load() + bytes.len() as u64);
-                output
+                (output, true)
             }
         };
         if let Some(weights) = self.lent.row_weights {
             output.weights_mut()?.copy_from_slice(weights);
         }
-        Ok(output.extent)
+        Ok(if copied { Chunk::Copy(output.extent) } else { Chunk::Output(output.extent) })
     }
 
     /// One extent for the rows that relays return. Behind them the sums wait that this rank returns
@@ -430,7 +695,6 @@ impl HostCall<'_, '_> {
         if let Some(task) = self.flight.task.take() {
             inner.moves.moved.add(task.moved);
             inner.moves.relayed = task.moved;
-            inner.forward = Some(task.forward);
         }
         if let (Some(landing), false) = (&mut self.flight.landing, self.flight.keeps_room) {
             landing.trim(sizing.landing(inner.layout.landed).bytes());
@@ -451,17 +715,21 @@ impl HostCall<'_, '_> {
 
     fn retire(&mut self) {
         let (Some(handle), Some(offer)) = (self.lent.handle, self.flight.offer.take()) else { return };
-        let (inner, Offer { chunk, staging, .. }) = (handle.inner(), offer);
+        let (inner, Offer { chunk, staging }) = (handle.inner(), offer);
         let mut moved = self.space.host.take_moved();
         moved.add(self.flight.task.take().map_or(TransferCounts::default(), |task| task.moved));
         inner.returned.store(moved);
         self.space.calls.returned();
         drop(staging);
-        if self.flight.keeps_chunk {
-            let licence = Arc::clone(&self.space.licence);
-            inner.kept.put(RetainedBuffer { extent: chunk, licence, value: self.space.calls.value() });
-        } else {
-            self.space.retire(chunk, self.fixed.pool());
+        let value = self.space.calls.value();
+        match chunk {
+            // Peers read it again: it is this call that they answer.
+            Chunk::Kept(_) => inner.kept.lock().iter_mut().for_each(|kept| kept.value = value),
+            Chunk::Output(extent) | Chunk::Copy(extent) if self.flight.keeps_chunk => {
+                let licence = Arc::clone(&self.space.licence);
+                inner.kept.put(RetainedBuffer { extent, licence, value });
+            }
+            Chunk::Output(extent) | Chunk::Copy(extent) => self.space.retire(extent, self.fixed.pool()),
         }
     }
 
@@ -470,6 +738,11 @@ impl HostCall<'_, '_> {
         *self.fixed = Arc::new(self.fixed.with_map(map));
         self.space.adopt(self.fixed);
     }
+}
+
+/// The blocks that a relay copies along a handle.
+fn known(handle: Option<&HostHandle>) -> Option<&Arc<RelayPlan>> {
+    handle.and_then(|handle| handle.inner().forward.as_ref())
 }
 
 /// Sorts choices into bins, and drops those that find no slot.

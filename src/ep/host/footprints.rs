@@ -10,11 +10,12 @@ use std::collections::BTreeMap;
 
 use sidelane_verify::unroll::{Bytes, Call, ProofScenario, Relays, SeededBug, StageRun, UnrolledProgram};
 
-use crate::ep::device::planned::tests::support::{on_ranks, small};
+use crate::ep::device::tests::support::{on_ranks, small};
 use crate::ep::{CombineInput, ExpertParallel, ExpertRows, Handle, Tensor};
 use crate::gate::Routing;
 use crate::lane::Port;
-use crate::memory::access::{self, Event};
+use crate::memory::access;
+use crate::memory::access::Event;
 use crate::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use crate::schedule::{ReturnParts, WindowId};
 use crate::topology::{NodeMap, Route};
@@ -149,7 +150,7 @@ fn difference(expected: &Places, seen: &Places) -> Option<String> {
         }
         // Callers may read all that landed as long as they keep it; these read rows alone.
         for what in expected.keys().filter(|_| *name != "release") {
-            // Who borrows bytes to write them may read them, too.
+            // Bytes that are borrowed to be written may be read, too.
             let borrowed =
                 [*what, (true, what.1, what.2)].map(|what| seen.get(&what).cloned().unwrap_or_default());
             let (used, ranges) = (from_first(what.2, &borrowed.concat()), ranges(expected, what));
@@ -192,7 +193,7 @@ impl Case {
         UnrolledProgram::unroll(&ProofScenario {
             nodes: &NodeMap::from_labels(self.nodes),
             route,
-            chunks: crate::ep::fixed::CHUNKS,
+            chunks: crate::ep::work::CHUNKS,
             relays: Relays::Inline,
             map: &self.map(),
             align: 1,
@@ -356,7 +357,7 @@ fn steps_access_what_the_proof_assumes() {
 }
 
 #[test]
-fn story_of_another_planner_differs() {
+fn program_of_another_enqueuer_differs() {
     let case = Case { nodes: &[0, 0, 1, 1], route: Route::Pxn, ..CASE };
     for seeded in [SeededBug::OnePublication, SeededBug::OneMessage, SeededBug::OneHeader, SeededBug::OneTag]
     {

@@ -16,13 +16,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::call::{Flight, Workspace};
 use super::exchange::HostExchange;
-use super::flight::Flight;
 use super::handle::Inner;
-use super::workspace::Workspace;
 use crate::dtype::PartialDtype;
 use crate::ep::builder::Spec;
-use crate::ep::fixed::EpState;
+use crate::ep::work::EpState;
 use crate::error::{CallError, CallKind, Cause, Error};
 use crate::exec::{Executor, Until, drive};
 use crate::gate::Routing;
@@ -88,7 +87,7 @@ impl Gather {
     /// would have made it.
     ///
     /// # Errors
-    /// The same on every rank: [`CallError`](crate::error::CallError),
+    /// The same on every rank: [`CallError`],
     /// [`MemoryError`](crate::error::MemoryError). Those that end the world.
     pub fn regroup(
         &mut self,
@@ -114,7 +113,7 @@ impl Gather {
             made: &mut flight.made,
         };
         let driven = drive(&mut CallMachine::default(), &programs.regroup, &mut call, Until::End);
-        // What was gathered belongs to nobody any more, and neither does its layout.
+        // The gathered rows and their layout have served.
         let _ = self.engine.space.spare.push(gathered);
         match driven.map_err(|error| fixed.fail(error))? {
             Some(refusal) => return Err(refusal),

@@ -1,21 +1,118 @@
-//! The layout of one dispatch, kept for everything that follows it.
+//! Results of calls on the host: rows and outputs in the receive pool, and the layout of a
+//! dispatch.
+//!
+//! ```text
+//!   pool   | HostRows: rows, words behind them |   | HostOutput: rows, one f32 each |
+//!                        |                             ^
+//!   HostHandle: layout, metadata, kept output ---------+   tables go to the next dispatch when it is dropped
+//! ```
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crossbeam::atomic::AtomicCell;
 use crossbeam::queue::ArrayQueue;
 
-use super::buffers::{HostInput, HostOutput};
-use crate::dtype::PartialDtype;
+use super::call::Chunk;
+use crate::dtype::{Dtype, Element, Fp8RowShape, PartialDtype};
+use crate::ep::RowIndex;
 use crate::ep::builder::Spec;
-use crate::ep::fixed::EpState;
-use crate::ep::notes::ReceivedMetadata;
 use crate::ep::report::{LaneUse, Report};
-use crate::error::Error;
+use crate::ep::work::{EpState, ReceivedMetadata, Strided};
+use crate::error::{CallError, Error, MemoryError};
 use crate::exec::TransferCounts;
 use crate::memory::{Extent, Pool, ReleaseCheck};
 use crate::plan::{DispatchLayout, RelayPlan, RowBuffer, Traffic};
 use crate::schedule::SumOperands;
+
+/// Received rows of an instance on the host.
+#[derive(Debug)]
+pub(in crate::ep) struct HostRows {
+    pub extent: Extent,
+    pub rows: u32,
+    pub row_bytes: u64,
+    pub record: Option<Fp8RowShape>,
+    pub index: Option<Arc<RowIndex>>,
+}
+
+impl HostRows {
+    pub fn rows<E: Element>(&self) -> Result<&[E], MemoryError> {
+        self.extent.slice(0, elements::<E>(self.rows, self.row_bytes))
+    }
+
+    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
+        self.extent.slice_mut(0, elements::<E>(self.rows, self.row_bytes))
+    }
+
+    /// The e4m3 values of rows that came as records, `[rows, hidden]`. `None` if they came as they
+    /// are.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`](crate::ep::ExpertRows::rows).
+    pub fn payload(&self) -> Result<Option<Strided<'_, u8>>, MemoryError> {
+        let Some(shape) = self.record else { return Ok(None) };
+        let (rows, columns) = (self.rows as usize, shape.hidden());
+        let all = self.extent.slice::<u8>(0, rows * shape.bytes())?;
+        Ok(Some(Strided::new(all, (rows, columns), shape.bytes())))
+    }
+
+    /// Their scales, `[rows, hidden / 128]`: a value is its code times the scale of its block.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`](crate::ep::ExpertRows::rows).
+    pub fn scales(&self) -> Result<Option<Strided<'_, f32>>, MemoryError> {
+        let Some(shape) = self.record else { return Ok(None) };
+        let (rows, columns, stride) = (self.rows as usize, shape.scales(), shape.bytes() / 4);
+        let all = self.extent.slice::<f32>(0, rows * stride)?;
+        let all = all.get(shape.scales_offset() / 4..).unwrap_or_default();
+        Ok(Some(Strided::new(all, (rows, columns), stride)))
+    }
+}
+
+/// Output buffer of an instance on the host. It lies where peers can read it.
+#[derive(Debug)]
+pub(in crate::ep) struct HostOutput {
+    pub extent: Extent,
+    pub chunk: RowBuffer,
+    pub number: u64,
+    pub instance: u64,
+}
+
+impl HostOutput {
+    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
+        self.extent.slice_mut(0, elements::<E>(self.chunk.rows, self.chunk.row_bytes))
+    }
+
+    pub fn weights_mut(&mut self) -> Result<&mut [f32], MemoryError> {
+        self.extent.slice_mut(self.chunk.notes_at(), self.chunk.notes as usize)
+    }
+}
+
+/// Rows that a rank brings into a return.
+#[derive(Debug)]
+pub(in crate::ep) enum HostInput<'a> {
+    /// The buffer of a handle, which is used in place.
+    Output(HostOutput),
+    /// The output of a weighted combine, which the handle keeps.
+    Kept,
+    /// Rows elsewhere, which are copied into a buffer first.
+    Elsewhere { bytes: &'a [u8], dtype: Dtype },
+}
+
+/// Elements of so many rows.
+pub(in crate::ep) fn elements<E: Element>(rows: u32, row_bytes: u64) -> usize {
+    (u64::from(rows) * row_bytes) as usize / size_of::<E>()
+}
+
+/// Checks a tensor of the caller's: `rows` rows of so many elements of this type.
+pub(in crate::ep) fn check_tensor(
+    what: &'static str,
+    (bytes, dtype): (&[u8], Dtype),
+    rows: u32,
+    (columns, expected): (usize, Dtype),
+) -> Result<(), Error> {
+    let shape = crate::ep::tensor::Shape { rows: rows.into(), columns, dtype: expected };
+    shape.check(what, bytes.len() as u64, dtype)
+}
 
 /// Contents of a handle. Later dispatches reuse its tables.
 #[derive(Debug, Default)]
@@ -68,14 +165,19 @@ impl<T> Default for SharedOption<T> {
 }
 
 impl<T> SharedOption<T> {
+    /// The value, to use where it is.
+    pub fn lock(&self) -> MutexGuard<'_, Option<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Takes it, if there is anything.
     pub fn take(&self) -> Option<T> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.lock().take()
     }
 
     /// Leaves it.
     pub fn put(&self, value: T) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).replace(value);
+        self.lock().replace(value);
     }
 }
 
@@ -89,7 +191,7 @@ pub(in crate::ep) struct RetainedBuffer {
 
 impl std::fmt::Debug for RetainedBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Kept").field("extent", &self.extent).field("value", &self.value).finish()
+        f.debug_struct("RetainedBuffer").field("extent", &self.extent).field("value", &self.value).finish()
     }
 }
 
@@ -101,23 +203,35 @@ impl Inner {
         SumOperands { wire: self.wire, weights, ..SumOperands::of_layout(&self.layout, bases) }
     }
 
-    /// Stores the buffer that belongs to this handle, so that a refused call loses nothing;
-    /// [`HostHandle::output`] returns it again. Any other input is returned.
-    pub fn keep_safe<'a>(&self, y: HostInput<'a>) -> Option<HostInput<'a>> {
-        match y {
-            HostInput::Output(output) if output.instance == self.instance && output.number == self.number => {
-                self.refused.put(output.extent);
-                None
-            }
-            other => Some(other),
+    /// Whether a buffer is one of this handle's.
+    pub fn owns(&self, output: &HostOutput) -> bool {
+        output.instance == self.instance && output.number == self.number
+    }
+
+    /// Stores the caller's buffer of a call that is refused, for the next
+    /// [`HostHandle::output`].
+    pub fn give_back(&self, rows: HostInput<'_>) {
+        if let HostInput::Output(output) = rows
+            && self.owns(&output)
+        {
+            self.refused.put(output.extent);
         }
     }
 
-    /// Keeps the chunk of a call that was refused for the caller, unless it is a copy.
-    pub fn give_back(&self, chunk: Extent, copied: bool) {
-        if !copied {
-            self.refused.put(chunk);
+    /// The same of a chunk that was to be offered.
+    pub fn give_back_chunk(&self, chunk: Chunk) {
+        if let Chunk::Output(extent) = chunk {
+            self.refused.put(extent);
         }
+    }
+
+    /// The output of a weighted combine.
+    ///
+    /// # Errors
+    /// [`CallError::NotKept`] where there was none.
+    pub fn kept_output<R>(&self, with: impl FnOnce(&mut RetainedBuffer) -> R) -> Result<R, CallError> {
+        let missing = "the output of a weighted combine";
+        self.kept.lock().as_mut().map(with).ok_or(CallError::NotKept { missing })
     }
 
     /// Makes this layout that of a handle: of which instance, and by which of its calls.

@@ -7,34 +7,24 @@
 //!
 //! A relay, where there are other nodes, does its part in between: inline, or in a thread of its
 //! own while the caller is away between the two halves.
+//!
+//! State is in three values: [`EpState`](super::work::EpState) and the programs never change, a
+//! `Workspace` is what calls use one after the other, and a `Flight` is what one call owns.
 
-mod backward;
-mod buffers;
 mod call;
-mod combine;
-mod dispatch;
 mod exchange;
-mod flight;
 #[cfg(test)]
 mod footprints;
 mod gather;
 mod handle;
 mod offload;
-mod prepare;
-mod refuse;
-mod remap;
-mod workspace;
 
 use crate::dtype::Dtype;
 use crate::error::Error;
 
-pub(super) use buffers::{HostInput, HostOutput, HostRows, check_tensor, elements};
-pub(super) use call::refusing;
-pub(super) use combine::HostCombine;
-pub(super) use dispatch::HostDispatch;
-pub(super) use exchange::HostExchange;
-pub(super) use flight::{Flight, Lent};
-pub(super) use handle::{HostHandle, Inner};
+pub(super) use call::{Flight, Lent, refusing};
+pub(super) use exchange::{HostCombine, HostDispatch, HostExchange};
+pub(super) use handle::{HostHandle, HostInput, HostOutput, HostRows, Inner, check_tensor, elements};
 pub(super) use offload::CancelOnPanic;
 
 /// A tensor that a call reads, unless it was refused before the call.

@@ -8,18 +8,18 @@
 //! ```
 //!
 //! The two know each other through flags alone, so nothing has to be locked: a [`RelayTask`] goes
-//! to the thread, and comes back when it is done.
+//! to the thread with its relay, and comes back when it is done.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-use crate::ep::fixed::EpState;
-use crate::ep::relay::{Relay, RelayCall, RelayTask};
+use crate::ep::work::{CallPlan, EpState, Relay, RelayCall, RelayTask};
 use crate::error::{Cause, Error, LaneError};
-use crate::exec::{Executor, HostStepper, TransferCounts, Until};
+use crate::exec::{HostStepper, TransferCounts, Until, drive};
 use crate::lane::Io;
-use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
+use crate::plan::RelayPlan;
+use crate::schedule::call::{CallMachine, RankPrograms};
 use crate::schedule::{Operands, TrackOp};
 use crate::world::WorldState;
 
@@ -35,36 +35,36 @@ impl HostRelay {
         HostRelay { relay: Relay::new(Arc::clone(fixed)), host, fixed: Arc::clone(fixed) }
     }
 
-    /// Runs one stage of the relay in its caller's thread.
-    pub fn run(
+    /// Has the relay perform a step in its caller's thread.
+    pub fn step(
         &mut self,
         programs: &RankPrograms,
-        task: &mut RelayTask,
-        stage: StageId,
+        (task, plan): (&RelayTask, CallPlan<'_>),
+        step: impl FnOnce(&mut RelayCall<'_, '_>) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        self.call(programs, task, |call| call.run(Role::Relay, stage, Part::Whole))
+        let (HostRelay { relay, host, fixed }, stores) = (self, task.stores);
+        let run = &mut |items: &[TrackOp], operands: &Operands<'_>| {
+            host.run(&fixed.port, items, operands, &mut Io::default(), stores)
+        };
+        step(&mut RelayCall { relay, programs, task, plan, judged: None, run })
     }
 
-    /// Plans one step of the relay in its caller's thread.
-    pub fn compute(
+    /// Performs the whole task. A refusal ends it early; the rank itself finds that, too.
+    ///
+    /// # Errors
+    /// Those that end the world; [`Cause::Protocol`] if a header makes no sense.
+    fn perform(
         &mut self,
         programs: &RankPrograms,
-        task: &mut RelayTask,
-        work: Work,
+        (task, plan): (&mut RelayTask, &mut Arc<RelayPlan>),
     ) -> Result<(), Error> {
-        self.call(programs, task, |call| call.compute(Role::Relay, work))
-    }
-
-    /// Performs the whole task.
-    fn perform(&mut self, programs: &RankPrograms, task: &mut RelayTask) -> Result<(), Error> {
+        let (mut machine, program) = (CallMachine::default(), programs.relay.of(task.kind));
         for until in [Until::Half, Until::End] {
             // Rows are what counts, and not the messages of the first half.
             self.host.take_moved();
-            let (HostRelay { relay, host, fixed }, stores) = (&mut *self, task.stores);
-            let run = &mut |items: &[TrackOp], operands: &Operands<'_>| {
-                host.run(&fixed.port, items, operands, &mut Io::default(), stores)
-            };
-            relay.drive(programs, task, run, until)?;
+            let plan =
+                if task.kind.places() { CallPlan::Own(Arc::make_mut(plan)) } else { CallPlan::Known(plan) };
+            self.step(programs, (task, plan), |call| drive(&mut machine, program, call, until).map(drop))?;
         }
         task.moved = self.host.take_moved();
         Ok(())
@@ -74,19 +74,6 @@ impl HostRelay {
     pub fn take_moved(&mut self) -> TransferCounts {
         self.host.take_moved()
     }
-
-    fn call<R>(
-        &mut self,
-        programs: &RankPrograms,
-        task: &mut RelayTask,
-        step: impl FnOnce(&mut RelayCall<'_, '_>) -> R,
-    ) -> R {
-        let (HostRelay { relay, host, fixed }, stores) = (self, task.stores);
-        let run = &mut |items: &[TrackOp], operands: &Operands<'_>| {
-            host.run(&fixed.port, items, operands, &mut Io::default(), stores)
-        };
-        step(&mut RelayCall { relay, programs, task, judged: None, run })
-    }
 }
 
 /// Where a relay is: with its caller, or in a thread of its own.
@@ -95,10 +82,17 @@ pub(in crate::ep) struct RelayRunner {
     thread: Option<RelayThread>,
 }
 
+/// A relay and its task, which go to the thread and come back when it is done.
+struct Errand {
+    relay: Box<HostRelay>,
+    task: RelayTask,
+    plan: Arc<RelayPlan>,
+}
+
 /// The thread that relays while the caller is away.
 struct RelayThread {
-    tasks: SyncSender<(Box<HostRelay>, RelayTask)>,
-    done: Receiver<(Box<HostRelay>, RelayTask)>,
+    tasks: SyncSender<Errand>,
+    done: Receiver<Errand>,
     thread: JoinHandle<()>,
 }
 
@@ -113,35 +107,35 @@ impl RelayRunner {
         self.here.as_deref_mut()
     }
 
-    /// Gives the relay a task to perform in its thread.
+    /// Gives the relay a task to perform in its thread, with the blocks that it copies.
     ///
     /// # Errors
     /// [`LaneError::System`] if there is no thread to be had.
     pub fn send(
         &mut self,
-        task: RelayTask,
+        (task, plan): (RelayTask, Arc<RelayPlan>),
         fixed: &Arc<EpState>,
         programs: &Arc<RankPrograms>,
     ) -> Result<(), Error> {
-        let Some(relay) = self.here.take() else { return Ok(()) };
-        let thread = match self.thread.take() {
+        let thread = match &self.thread {
             Some(thread) => thread,
-            None => RelayThread::start(fixed, programs)?,
+            None => self.thread.insert(RelayThread::start(fixed, programs)?),
         };
-        // The thread ends only when this end is dropped.
-        let _ = thread.tasks.send((relay, task));
-        self.thread = Some(thread);
+        if let Some(relay) = self.here.take() {
+            // The thread ends only when this end is dropped.
+            let _ = thread.tasks.send(Errand { relay, task, plan });
+        }
         Ok(())
     }
 
     /// Waits for the relay to come back. Nothing if it was not away.
-    pub fn join(&mut self) -> Option<RelayTask> {
+    pub fn join(&mut self) -> Option<(RelayTask, Arc<RelayPlan>)> {
         if self.here.is_some() {
             return None;
         }
-        let (relay, task) = self.thread.as_ref()?.done.recv().ok()?;
+        let Errand { relay, task, plan } = self.thread.as_ref()?.done.recv().ok()?;
         self.here = Some(relay);
-        Some(task)
+        Some((task, plan))
     }
 }
 
@@ -169,19 +163,19 @@ impl Drop for CancelOnPanic<'_> {
 impl RelayThread {
     fn start(fixed: &Arc<EpState>, programs: &Arc<RankPrograms>) -> Result<RelayThread, LaneError> {
         // There is one relay, so at most one task is in flight.
-        let (tasks, todo) = sync_channel::<(Box<HostRelay>, RelayTask)>(1);
+        let (tasks, todo) = sync_channel::<Errand>(1);
         let (back, done) = sync_channel(1);
         let (fixed, programs) = (Arc::clone(fixed), Arc::clone(programs));
         let thread = std::thread::Builder::new()
             .name(format!("sidelane-relay-{}", fixed.lanes.rank))
             .spawn(move || {
                 let _end = CancelOnPanic(&fixed.shared);
-                for (mut relay, mut task) in todo {
-                    if let Err(error) = relay.perform(&programs, &mut task) {
+                for Errand { mut relay, mut task, mut plan } in todo {
+                    if let Err(error) = relay.perform(&programs, (&mut task, &mut plan)) {
                         // The caller finds the world failed.
                         fixed.fail(error);
                     }
-                    let _ = back.send((relay, task));
+                    let _ = back.send(Errand { relay, task, plan });
                 }
             })
             .map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;

@@ -14,7 +14,7 @@ use sidelane::topology::Route;
 use sidelane::{Element, Error, World};
 
 use super::on_stand_in;
-use crate::planned::rank::{Case, Input, Rank, call, target};
+use crate::enqueued::rank::{Case, Input, Rank, call, target};
 use crate::support::layer::bits;
 use crate::support::{To, on_ranks, small, tokens};
 

@@ -9,7 +9,7 @@ use sidelane::overlap::{CudaExecutor, Graph, NodeLabel, StreamId as Name, Stream
 use stand_in_cuda::StandIn;
 
 use super::rank::{
-    Case, Rank, call, combine, content, copied_back, dispatch, experts_copy, on_ranks, options,
+    Case, Rank, call, combine, content, copied_back, dispatch, experts_copy, on_nodes, on_ranks, options,
 };
 use super::{on_each, on_stand_in};
 
@@ -162,5 +162,36 @@ fn calls_are_nodes_of_a_graph_on_several_streams() {
                 assert_eq!(content(&tensors.out)[..expected.len()], expected, "round {round}");
             }
         });
+    });
+}
+
+/// Rounds that a rank makes on two streams in turn, each once it has seen that the other is done.
+fn rounds_on_two_streams(mut rank: Rank, number: u64) {
+    let mut next = Arc::new(Stream::new(&rank.context, Priority::Normal).unwrap());
+    for round in 0..number {
+        let input = rank.case.input(round, rank.me());
+        let tensors = rank.tensors(&input);
+        rank.layer(&tensors).unwrap();
+        while !rank.stream.is_done().unwrap() {
+            std::thread::yield_now();
+        }
+        let expected = copied_back(rank.case, &input);
+        assert_eq!(content(&tensors.out)[..expected.len()], expected, "round {round}");
+        std::mem::swap(&mut rank.stream, &mut next);
+        rank.ep.set_stream(&rank.stream).unwrap();
+    }
+    rank.ep.synchronize().unwrap();
+    rank.group.gather(&[]).unwrap();
+}
+
+#[test]
+fn calls_go_on_with_another_stream_once_the_one_before_is_done() {
+    let case = Case { ranks: 3, experts: 6, top_k: 2, hidden: 16, max_tokens: 4 };
+    let test = "slots::rounds::calls_go_on_with_another_stream_once_the_one_before_is_done";
+    let runs = ["1", "2", "8"].map(|queues| [("CUDA_DEVICE_MAX_CONNECTIONS", queues)]);
+    on_each(test, &runs.each_ref().map(|run| &run[..]), || {
+        for nodes in [[0, 0, 0], [0, 1, 1]] {
+            on_nodes(&nodes, &options(), |world| rounds_on_two_streams(Rank::new(case, world), 250));
+        }
     });
 }

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use sidelane::ep::ExpertParallelBuilder;
-use sidelane::error::{Error, MemoryError};
+use sidelane::error::{CallError, Error, MemoryError, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::RowBuffer;
 use sidelane::plan::{Bins, ExpertMap, SumOrder};
@@ -183,6 +183,60 @@ fn staging_that_does_not_fit_loses_no_output() {
             assert_eq!(rank.ep.combine::<bf16>(y, &handle).unwrap(), super::repeated(&mine));
         });
     }
+}
+
+/// Gradients of a weighted combine, after one that the bad rank's crowded pool, or a wrong tensor
+/// of weights, had refused.
+fn refused_weights_keep_the_output(crowded: bool) {
+    for (nodes, route) in worlds().filter(|(nodes, _)| *nodes != NODES[0]) {
+        on_ranks(&nodes, &options(POOL), |world| {
+            let rank = Rank::new(world, route);
+            let mut ep = rank.settings().weighted(true).build().unwrap();
+            // All tokens go to the last rank, which is in no node of the bad one: nothing lands
+            // there, and a row of each token returns.
+            let tokens = 4;
+            let ids: Vec<i32> = (0..tokens * TOP_K).map(|i| if i % TOP_K == 0 { 5 } else { -1 }).collect();
+            let routing = Routing::new(TOP_K, ids.as_slice(), vec![0.5; ids.len()]).unwrap();
+            let x = vec![bf16::ONE; tokens as usize * HIDDEN];
+            let (rows, handle) = ep.dispatch(&x, &routing).unwrap();
+            let mut y = handle.output().unwrap();
+            y.rows_mut::<bf16>().unwrap().fill(bf16::ONE);
+            ep.combine::<bf16>(y, &handle).unwrap();
+            let expected: Vec<f32> = ids.iter().map(|&id| if id < 0 { 0.0 } else { HIDDEN as f32 }).collect();
+            for _ in 0..2 {
+                let mut weights = vec![f32::MAX; ids.len()];
+                let pool = rank.world.pool();
+                let crowd =
+                    (crowded && rank.is_bad()).then(|| pool.alloc(pool.report().largest_free).unwrap());
+                let few = if !crowded && rank.is_bad() { 1 } else { 0 };
+                let home = &mut weights[few..];
+                let error = ep.combine_backward_into(&x, &handle, Some(home.into())).unwrap_err();
+                match &error {
+                    Error::Memory(MemoryError::OutOfSpace { rank: BAD, free: 0, .. }) if crowded => {}
+                    Error::Plan(PlanError::WrongShape { .. }) if !crowded && rank.is_bad() => {}
+                    Error::Call(CallError::PeerRefused { peer: BAD, .. }) if !crowded && !rank.is_bad() => {}
+                    _ => panic!("{error:?}"),
+                }
+                assert!(weights.iter().all(|&weight| weight == f32::MAX), "a refused call writes nothing");
+                drop(crowd);
+                let (_, weights) = ep.combine_backward(&x, &handle).unwrap();
+                assert_eq!(weights.unwrap(), expected, "{nodes:?}, {route:?}");
+            }
+            drop((rows, handle));
+            rank.group.gather(&[]).unwrap();
+            assert_eq!(rank.world.pool().report().used, 0, "what was kept is given back");
+        });
+    }
+}
+
+#[test]
+fn weight_gradients_without_room_keep_the_output_of_the_combine() {
+    refused_weights_keep_the_output(true);
+}
+
+#[test]
+fn wrong_tensor_of_weight_gradients_keeps_the_output_of_the_combine() {
+    refused_weights_keep_the_output(false);
 }
 
 #[test]

@@ -10,7 +10,7 @@
 //!                                 |
 //!          +----------------+-----+----------+------------------+---------------+
 //!          |                |                |                  |               |
-//!     exec::host         prove             check               time         recorder
+//!     exec::stepper      prove             check               time         recorder
 //!     moves bytes    no deadlock, no    random visibility   a model of      timeline
 //!                    race, each byte    within the lanes'   engines, links
 //!                    written once       contract            and NICs

@@ -1,27 +1,36 @@
-//! The exchange itself.
+//! An instance in fixed slots: its calls, each step of which is a constant of a stream.
+//!
+//! ```text
+//!   start_dispatch    pack     | stage, start | half
+//!   finish_dispatch                             stage, finish | check, expand
+//!   start_combine     bring, fold | stage, start | half
+//!   finish_combine                                 stage, finish | sum
+//!   release                         stage
+//! ```
+//!
+//! One dispatch is in flight, and each half is made once ([`CallState`]). A kernel or copy before
+//! the first stage can be refused, and the call made again. Peers wait for later steps, so an error
+//! there ends the world. Sums concern this rank only, so their errors do not.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::aside::BypassStream;
-use super::call::{ConstantCall, Given};
-use super::expand::Expansion;
+use super::expand::{Expansion, Received};
 use super::handle::{ExpandedRows, Facts, SlotHandle, SlotRows};
-use super::late::late;
-use super::places::{WindowLayout, Windows};
+use super::layout::{WindowLayout, Windows};
 use super::proxy::Proxy;
-use super::turn::CallState;
-use crate::device::{Addresses, DeviceRange, Kernels, Stream, Word};
+use crate::device::{Addresses, Check, DeviceRange, Kernels, Pack, Stream, SumArgs, Word};
 use crate::ep::builder::Spec;
-use crate::ep::device::guard::WaitBreaker;
-use crate::ep::tensor::{Tensor, TensorMut, Tokens};
-use crate::ep::{Choices, CombineInput, LaneUse};
+use crate::ep::device::guard::{BypassStream, WaitBreaker};
+use crate::ep::rows::OutputAt;
+use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
+use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
 use crate::error::{CallError, DeviceError, Error, KernelFault, LaneError};
-use crate::exec::{EnqueueCounts, Lowered, Until, drive};
+use crate::exec::{EnqueueCounts, Executor, Lowered, Until, drive};
 use crate::lane::COPY_ENGINE;
 use crate::plan::SlotShape;
 use crate::schedule::Flag;
-use crate::schedule::call::{CallProgram, SlotCall};
+use crate::schedule::call::{CallMachine, CallProgram, Part, Role, SlotCall, StageId, Work};
 use crate::world::WorldState;
 
 /// Flags that this rank awaits from each peer.
@@ -41,6 +50,18 @@ pub(super) const DEAD: u64 = 1 << 16;
 /// holds the world, which does not leave. If the process exits, other ranks see it as lost.
 #[derive(Debug)]
 pub(in crate::ep) struct SlotExchange {
+    /// Programs of its calls, by [`SlotCall`].
+    pub(super) programs: [CallProgram; 3],
+    /// Their operations, lowered for a stream.
+    pub(super) lowered: [LoweredCall; 3],
+    pub(super) turn: CallState,
+    /// Dropped last, because of its proxy.
+    pub(super) state: SlotState,
+}
+
+/// State that is the same in every call, but for the memory that it names.
+#[derive(Debug)]
+pub(super) struct SlotState {
     pub(super) shared: Arc<WorldState>,
     pub(super) world_ranks: Vec<u32>,
     pub(super) me: u32,
@@ -63,10 +84,6 @@ pub(in crate::ep) struct SlotExchange {
     /// Where slots are packed to, and where partial rows are summed from.
     pub(super) packed_at: Addresses,
     pub(super) summed_from: Addresses,
-    /// By [`SlotCall`].
-    pub(super) calls: [LoweredCall; 3],
-    pub(super) turn: CallState,
-    pub(super) dispatches: u64,
     pub(super) lanes: Vec<LaneUse>,
     pub(super) facts: Arc<Facts>,
     pub(super) guard: WaitBreaker,
@@ -84,11 +101,22 @@ pub(in crate::ep) struct SlotExchange {
 /// A call as this rank makes it.
 #[derive(Debug)]
 pub(super) struct LoweredCall {
-    pub program: Arc<CallProgram>,
     /// The operations of its stage.
     pub stage: Lowered,
     /// Work of a call, without how copies are enqueued.
     pub counts: EnqueueCounts,
+}
+
+/// A dispatch between its halves.
+#[derive(Debug)]
+pub(in crate::ep) struct SlotDispatch {
+    machine: CallMachine,
+}
+
+/// A combine between its halves.
+#[derive(Debug)]
+pub(in crate::ep) struct SlotCombine {
+    machine: CallMachine,
 }
 
 impl LoweredCall {
@@ -101,12 +129,12 @@ impl LoweredCall {
 impl SlotExchange {
     /// Its number among instances on devices.
     pub fn instance(&self) -> u64 {
-        self.facts.instance
+        self.state.facts.instance
     }
 
     /// The lanes of the group.
     pub fn lanes(&self) -> &[LaneUse] {
-        &self.lanes
+        &self.state.lanes
     }
 
     /// First half of a dispatch: sends rows and states the number of tokens. Work that is enqueued
@@ -121,30 +149,35 @@ impl SlotExchange {
         stream: &Stream,
         x: Tensor<'_>,
         choices: Choices<'_>,
-    ) -> Result<u32, Error> {
+    ) -> Result<SlotDispatch, Error> {
         self.turn("start_dispatch", SlotCall::Dispatch, false)?;
-        let tokens = Tokens::check(&self.spec, stream.device(), x, choices)?;
+        let tokens = Tokens::check(&self.state.spec, stream.device(), x, choices)?;
         let count = tokens.count;
-        self.drive(stream, SlotCall::Dispatch, Given::Tokens(tokens), Until::Half)?;
+        let machine = self.start(stream, SlotCall::Dispatch, Given::Tokens(tokens))?;
         self.turn.tokens = count;
-        Ok(count)
+        Ok(SlotDispatch { machine })
     }
 
     /// Second half of a dispatch: the stream waits for the rows of all ranks.
     ///
     /// # Errors
     /// [`CallError::OutOfTurn`]; what the driver refuses ends the world.
-    pub fn finish_dispatch(&mut self, stream: &Stream, tokens: u32) -> Result<(SlotRows, SlotHandle), Error> {
+    pub fn finish_dispatch(
+        &mut self,
+        stream: &Stream,
+        started: SlotDispatch,
+    ) -> Result<(SlotRows, SlotHandle), Error> {
         self.turn("finish_dispatch", SlotCall::Dispatch, true)?;
-        self.drive(stream, SlotCall::Dispatch, Given::Nothing, Until::End)?;
-        self.dispatches += 1;
-        let enqueued = self.calls[SlotCall::Dispatch as usize].enqueued();
-        let facts = Arc::clone(&self.facts);
-        let expanded = self.expansion.as_ref().map(ExpandedRows::of).transpose()?.map(Box::new);
-        let dropped = self.expansion.as_ref().map(|rows| rows.dropped(tokens)).transpose()?;
-        let (received, ranks) = (self.received.clone(), self.size());
-        let rows = SlotRows { received, shape: self.shape, ranks, expanded };
-        Ok((rows, SlotHandle::new(facts, (self.dispatches, tokens), dropped, enqueued)))
+        self.end(started.machine, stream, SlotCall::Dispatch, Given::Nothing)?;
+        let tokens = self.turn.tokens;
+        self.turn.dispatches += 1;
+        let enqueued = self.lowered[SlotCall::Dispatch as usize].enqueued();
+        let facts = Arc::clone(&self.state.facts);
+        let expanded = self.state.expansion.as_ref().map(ExpandedRows::of).transpose()?.map(Box::new);
+        let dropped = self.state.expansion.as_ref().map(|rows| rows.dropped(tokens)).transpose()?;
+        let (received, ranks) = (self.state.received.clone(), self.state.size());
+        let rows = SlotRows { received, shape: self.state.shape, ranks, expanded };
+        Ok((rows, SlotHandle::new(facts, (self.turn.dispatches, tokens), dropped, enqueued)))
     }
 
     /// First half of a combine: sends the partial rows back. `out` is the target of the sums, if it
@@ -158,15 +191,15 @@ impl SlotExchange {
         y: CombineInput<'_>,
         handle: &SlotHandle,
         out: Option<&TensorMut<'_>>,
-    ) -> Result<(), Error> {
+    ) -> Result<SlotCombine, Error> {
         self.own(handle)?;
         self.turn("start_combine", SlotCall::Combine, false)?;
         if let Some(out) = out {
-            self.sums(out)?;
+            self.state.sums(out, self.turn.tokens)?;
         }
-        self.drive(stream, SlotCall::Combine, Given::Outputs(y, handle), Until::Half)?;
-        handle.combined(self.calls[SlotCall::Combine as usize].enqueued());
-        Ok(())
+        let machine = self.start(stream, SlotCall::Combine, Given::Outputs(y, handle))?;
+        handle.combined(self.lowered[SlotCall::Combine as usize].enqueued());
+        Ok(SlotCombine { machine })
     }
 
     /// Second half of a combine: sums.
@@ -177,12 +210,13 @@ impl SlotExchange {
     pub fn finish_combine(
         &mut self,
         stream: &Stream,
+        started: SlotCombine,
         handle: &SlotHandle,
         out: TensorMut<'_>,
     ) -> Result<(), Error> {
         self.turn("finish_combine", SlotCall::Combine, true)?;
         self.own(handle)?;
-        self.drive(stream, SlotCall::Combine, Given::Sums(out), Until::End)
+        self.end(started.machine, stream, SlotCall::Combine, Given::Sums(out))
     }
 
     /// Ends the dispatch of this handle, or the last one, without a combine: the received rows have
@@ -193,35 +227,52 @@ impl SlotExchange {
     pub fn release(&mut self, stream: &Stream, handle: Option<&SlotHandle>) -> Result<(), Error> {
         handle.map_or(Ok(()), |handle| self.own(handle))?;
         self.turn("release", SlotCall::Combine, false)?;
-        self.drive(stream, SlotCall::Release, Given::Nothing, Until::End)
+        self.end(CallMachine::default(), stream, SlotCall::Release, Given::Nothing)
     }
 
-    /// Drives a call on from where it stands. A last half that fails is over, too.
+    /// Makes the first half of a call.
+    fn start(&mut self, stream: &Stream, call: SlotCall, given: Given<'_>) -> Result<CallMachine, Error> {
+        let mut machine = CallMachine::default();
+        self.drive(&mut machine, stream, call, given, Until::Half)?;
+        self.turn.pending = true;
+        Ok(machine)
+    }
+
+    /// Makes a call to its end, from where the machine stands. One that fails is over, too.
+    fn end(
+        &mut self,
+        mut machine: CallMachine,
+        stream: &Stream,
+        call: SlotCall,
+        given: Given<'_>,
+    ) -> Result<(), Error> {
+        self.turn.pending = false;
+        self.turn.call = if call == SlotCall::Dispatch { SlotCall::Combine } else { SlotCall::Dispatch };
+        self.drive(&mut machine, stream, call, given, Until::End)
+    }
+
     fn drive(
         &mut self,
+        machine: &mut CallMachine,
         stream: &Stream,
         call: SlotCall,
         given: Given<'_>,
         until: Until,
     ) -> Result<(), Error> {
-        let program = Arc::clone(&self.calls[call as usize].program);
-        let mut machine = self.turn.pending.take().unwrap_or_default();
-        if until == Until::End {
-            self.turn.call = if call == SlotCall::Dispatch { SlotCall::Combine } else { SlotCall::Dispatch };
-        }
-        drive(&mut machine, &program, &mut ConstantCall { ep: self, stream, call, given }, until)?;
-        self.turn.pending = (until == Until::Half).then_some(machine);
-        Ok(())
+        let SlotExchange { programs, lowered, turn, state } = self;
+        let (program, stage) = (&programs[call as usize], &mut lowered[call as usize].stage);
+        let mut made = ConstantCall { state, stage, stream, call, given, tokens: turn.tokens };
+        drive(machine, program, &mut made, until).map(drop)
     }
 
     /// That a handle is of the last dispatch.
     fn own(&self, handle: &SlotHandle) -> Result<(), Error> {
-        self.shared.hub.health().check()?;
-        if !Arc::ptr_eq(&handle.facts, &self.facts) {
+        self.state.shared.hub.health().check()?;
+        if !Arc::ptr_eq(&handle.facts, &self.state.facts) {
             let (seen, expected) = (handle.instance(), self.instance());
             return Err(CallError::ForeignHandle { seen, expected }.into());
         }
-        match (handle.nth, self.dispatches) {
+        match (handle.nth, self.turn.dispatches) {
             (seen, expected) if seen != expected => Err(CallError::WrongOutput { seen, expected }.into()),
             _ => Ok(()),
         }
@@ -240,18 +291,19 @@ impl SlotExchange {
     /// not answer, those of the host. If these show no late peer, it names this rank itself. Else
     /// as [`status`](Self::status).
     pub fn synchronize(&self, stream: &Stream) -> Result<(), Error> {
-        let (start, deadline) = (Instant::now(), self.shared.options.clocks.deadline);
+        let (start, deadline) = (Instant::now(), self.state.shared.options.clocks.deadline);
         let mut late = None;
         while !stream.is_done()? {
             let waited = start.elapsed();
-            if self.shared.hub.health().check().is_err() {
-                if self.aside.as_ref().is_some_and(|aside| aside.is_stuck()) {
+            if self.state.shared.hub.health().check().is_err() {
+                if self.state.aside.as_ref().is_some_and(|aside| aside.is_stuck()) {
                     break;
                 }
             } else if waited > deadline && late.is_none() {
-                let missing = self.missing(waited);
+                let landing = (self.turn.call == SlotCall::Dispatch) == self.turn.pending;
+                let missing = self.state.missing(waited, landing);
                 // Words of a world that has died meanwhile tell nothing. Ending it ends the waits.
-                late = self.shared.hub.health().check().is_ok().then(|| self.fail(missing));
+                late = self.state.shared.hub.health().check().is_ok().then(|| self.state.fail(missing));
             }
             std::thread::yield_now();
         }
@@ -263,14 +315,25 @@ impl SlotExchange {
     /// # Errors
     /// [`Cause`](crate::error::Cause), [`DeviceError::Fault`].
     pub fn status(&self) -> Result<(), Error> {
-        self.shared.hub.health().check()?;
-        let status = self.guard.status();
+        self.state.shared.hub.health().check()?;
+        let status = self.state.guard.status();
         match KernelFault::of(status as u32) {
-            Some(fault) => Err(DeviceError::Fault { device: self.device, fault }.into()),
+            Some(fault) => Err(DeviceError::Fault { device: self.state.device, fault }.into()),
             None => Ok(()),
         }
     }
 
+    /// Refuses what is not next, and what comes after the end of the world.
+    fn turn(&self, name: &'static str, call: SlotCall, pending: bool) -> Result<(), Error> {
+        self.state.shared.hub.health().check()?;
+        match self.turn.call == call && self.turn.pending == pending {
+            true => Ok(()),
+            false => Err(CallError::OutOfTurn { call: name, expected: self.turn.name() }.into()),
+        }
+    }
+}
+
+impl SlotState {
     /// Calls of this rank, as the pack kernel counts them.
     pub(super) fn counter(&self) -> Result<Word<'_, u64>, DeviceError> {
         self.memory.word(self.places.counter().0)
@@ -282,7 +345,7 @@ impl SlotExchange {
     }
 
     /// The status of a call: within a budget, that of the last one alone.
-    pub(super) fn call_status(&self) -> Result<Word<'_, u32>, DeviceError> {
+    fn call_status(&self) -> Result<Word<'_, u32>, DeviceError> {
         self.facts.words.range().word(self.facts.status)
     }
 
@@ -291,28 +354,18 @@ impl SlotExchange {
         self.world_ranks.len() as u32
     }
 
-    /// Refuses what is not next, and what comes after the end of the world.
-    fn turn(&self, name: &'static str, call: SlotCall, pending: bool) -> Result<(), Error> {
-        self.shared.hub.health().check()?;
-        match self.turn.call == call && self.turn.pending.is_some() == pending {
-            true => Ok(()),
-            false => Err(CallError::OutOfTurn { call: name, expected: self.turn.name() }.into()),
-        }
-    }
-
     /// Peers wait for what could not be enqueued: their waits are ended, too.
     pub(super) fn fail(&self, error: Error) -> Error {
         self.shared.fail(&self.world_ranks, error)
     }
 
     /// The peer whose word a stream still waits for.
-    fn missing(&self, waited: Duration) -> Error {
-        let by_card = self.aside.as_ref().map_or_else(|| Some(Vec::new()), |aside| aside.values());
+    fn missing(&self, waited: Duration, landing: bool) -> Error {
+        let by_nic = self.aside.as_ref().map_or_else(|| Some(Vec::new()), |aside| aside.values());
         let all = FLAGS.len() * self.awaited.len();
         let by_host = all - if self.aside.is_some() { FLAGS.len() * self.window.far.len() } else { 0 };
         let mut values: Vec<u64> = (0..by_host).map(|nth| self.guard.value(nth)).collect();
-        values.extend(by_card.into_iter().flatten());
-        let landing = (self.turn.call == SlotCall::Dispatch) == self.turn.pending.is_some();
+        values.extend(by_nic.into_iter().flatten());
         let (late, flag) = late(&values, usize::from(!landing));
         let peer = late.map_or(self.me, |nth| self.awaited[nth]);
         let lanes = self.proxy.as_ref().map(|proxy| proxy.work().port.lanes());
@@ -320,5 +373,220 @@ impl SlotExchange {
         let lane = far.map_or(COPY_ENGINE, |lanes| lanes.reach[peer as usize].name());
         let (rank, flag) = (self.me, FLAGS[flag] as u32);
         LaneError::Deadline { rank, peer, lane, flag, awaited: 1, seen: 0, waited }.into()
+    }
+
+    fn pack(&self, stream: &Stream, tokens: &Tokens<'_>) -> Result<(), Error> {
+        let Tokens { count, x, experts, weights, .. } = *tokens;
+        let pack = Pack {
+            shape: self.shape,
+            tokens: count,
+            x: x.span(0, x.len())?,
+            experts: experts.span(0, experts.len())?,
+            weights: weights.span(0, weights.len())?,
+            n_experts: self.experts,
+            rank_of: self.rank_of.span(0, self.rank_of.len())?,
+            local_of: self.local_of.span(0, self.local_of.len())?,
+            slots: &self.packed_at,
+            places: self.rows.span(0, self.rows.len())?,
+            counter: self.counter()?,
+            status: self.status_word()?,
+            digest: self.digest,
+        };
+        self.kernels.pack(stream, &pack)?;
+        let Some(expansion) = &self.expansion else { return Ok(()) };
+        // `pack` has counted the call: it cannot be made again.
+        let tallied = expansion.tally((&self.kernels, stream), &self.packed_at, (count, pack.experts));
+        tallied.map_err(|error| self.fail(error))
+    }
+
+    /// Compares the headers with what they must be. So a rank that makes another call is found
+    /// before its rows are used.
+    fn check(&self, stream: &Stream, tokens: u32) -> Result<(), Error> {
+        let check = Check {
+            shape: self.shape,
+            ranks: self.size(),
+            received: self.received.span(0, self.received.len())?,
+            counter: self.counter()?,
+            status: self.status_word()?,
+            digest: self.digest,
+        };
+        self.kernels.check(stream, &check)?;
+        let Some(expansion) = &self.expansion else { return Ok(()) };
+        let (status, verdict) = (self.status_word()?, self.call_status()?);
+        let received = Received { slots: &self.received, status, verdict };
+        expansion.expand((&self.kernels, stream), received, tokens)
+    }
+
+    /// Makes one partial row of the outputs for a token.
+    fn fold(&self, stream: &Stream) -> Result<(), Error> {
+        let Some(expansion) = &self.expansion else { return Ok(()) };
+        expansion.fold((&self.kernels, stream), &self.partials)
+    }
+
+    /// Copies outputs that lie elsewhere to where peers expect them.
+    fn bring(&self, stream: &Stream, y: &CombineInput<'_>, handle: &SlotHandle) -> Result<(), Error> {
+        let tensor = match y {
+            CombineInput::Output(ExpertOutput(OutputAt::Slots(output))) => {
+                let (seen, expected) = (output.nth, handle.nth);
+                return match output.nth == handle.nth && Arc::ptr_eq(&output.facts, &handle.facts) {
+                    true => Ok(()),
+                    false => Err(CallError::WrongOutput { seen, expected }.into()),
+                };
+            }
+            CombineInput::Output(ExpertOutput(OutputAt::Enqueued(output))) => {
+                let (seen, expected) = (output.instance(), self.facts.instance);
+                return Err(CallError::ForeignHandle { seen, expected }.into());
+            }
+            CombineInput::Output(_) => return Err(wrong_place("expert outputs", Side::Device)),
+            CombineInput::Elsewhere(tensor) => tensor,
+        };
+        let outputs = &self.facts.outputs;
+        let (columns, dtype) = (self.spec.hidden, self.spec.dtype);
+        let rows = outputs.len() / self.spec.row_bytes();
+        let from = tensor.on_device("expert outputs", Shape { rows, columns, dtype }, stream.device())?;
+        if from.address() == outputs.address() || rows == 0 {
+            return Ok(());
+        }
+        stream.copy(outputs.span(0, from.len())?, from.span(0, from.len())?)?;
+        handle.count_copied(from.len());
+        Ok(())
+    }
+
+    /// Where sums of the last dispatch's tokens go.
+    pub(super) fn sums<'o>(&self, out: &TensorMut<'o>, tokens: u32) -> Result<&'o DeviceRange, Error> {
+        let (rows, columns) = (tokens.into(), self.spec.hidden);
+        let dtype = self.spec.dtype;
+        out.on_device("combined tokens", Shape { rows, columns, dtype }, self.device)
+    }
+
+    /// Sums by rank, ascending.
+    fn sum(&self, stream: &Stream, out: &TensorMut<'_>, tokens: u32) -> Result<(), Error> {
+        let out = self.sums(out, tokens)?;
+        let sum = SumArgs {
+            shape: self.shape,
+            tokens,
+            columns: self.spec.hidden as u32,
+            rows: self.expansion.as_ref().map_or(self.spec.dtype, Expansion::home),
+            dtype: self.spec.dtype,
+            homes: &self.summed_from,
+            places: self.rows.span(0, self.rows.len())?,
+            status: self.call_status()?,
+            out: out.span(0, out.len())?,
+        };
+        Ok(self.kernels.sum(stream, &sum)?)
+    }
+}
+
+/// The next call of an exchange.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CallState {
+    /// A dispatch, or what answers one.
+    pub call: SlotCall,
+    /// It stands at its half.
+    pub pending: bool,
+    /// Dispatches so far.
+    pub dispatches: u64,
+    /// Tokens of the last one.
+    pub tokens: u32,
+}
+
+impl CallState {
+    /// The calls that are right now.
+    pub fn name(&self) -> &'static str {
+        match (self.call, self.pending) {
+            (SlotCall::Dispatch, false) => "start_dispatch",
+            (SlotCall::Dispatch, true) => "finish_dispatch",
+            (_, false) => "start_combine or release",
+            (_, true) => "finish_combine",
+        }
+    }
+}
+
+/// The first peer that is awaited, and its flag, from the words of each peer, [`FLAGS`] in turn;
+/// `newest` if they do not tell.
+///
+/// Words that have arrived stay set until all have. A peer that has sent its dispatch may have sent
+/// the answering combine too, before this rank has received all dispatches. A peer whose answer is
+/// here may have sent the next dispatch, before all answers are. So a peer with any word set is not
+/// awaited.
+pub(super) fn late(values: &[u64], newest: usize) -> (Option<usize>, usize) {
+    let peers = || values.chunks_exact(FLAGS.len()).map(|words| [words[0] != 0, words[1] != 0]);
+    let only = |flags: [bool; 2]| peers().any(|words| words == flags);
+    let flag = match (only([true, false]), only([false, true])) {
+        (true, _) => 0,
+        (_, true) => 1,
+        _ => newest,
+    };
+    (peers().position(|words| words == [false, false]), flag)
+}
+
+/// Tensors of the caller that a half needs.
+pub(super) enum Given<'a> {
+    Nothing,
+    /// First half of a dispatch.
+    Tokens(Tokens<'a>),
+    /// First half of a combine.
+    Outputs(CombineInput<'a>, &'a SlotHandle),
+    /// Second half of a combine.
+    Sums(TensorMut<'a>),
+}
+
+/// A call amid its steps.
+struct ConstantCall<'a> {
+    pub state: &'a SlotState,
+    /// The operations of its stage.
+    pub stage: &'a mut Lowered,
+    pub stream: &'a Stream,
+    pub call: SlotCall,
+    pub given: Given<'a>,
+    /// Tokens of the last dispatch.
+    pub tokens: u32,
+}
+
+impl Executor for ConstantCall<'_> {
+    fn run(&mut self, _: Role, _: StageId, part: Part) -> Result<(), Error> {
+        self.stage.enqueue(part, self.stream).map_err(|error| self.state.fail(error.into()))
+    }
+
+    fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
+        let ConstantCall { state, stream, given, tokens: last, .. } = self;
+        match (work, given) {
+            (Work::Pack, Given::Tokens(tokens)) => state.pack(stream, tokens),
+            (Work::Check, _) => state.check(stream, *last).map_err(|error| state.fail(error)),
+            (Work::Partials, Given::Outputs(y, handle)) => {
+                state.bring(stream, y, handle)?;
+                state.fold(stream)
+            }
+            (Work::Sum, Given::Sums(out)) => state.sum(stream, out, *last),
+            _ => Err(CallError::unknown_step(self.call.kind(), &work).into()),
+        }
+    }
+
+    /// Ranks agreed on all constants when they built the exchange.
+    fn agree(&mut self, _: Role) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn admit(&mut self, _: Role) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::late;
+
+    #[test]
+    fn a_peer_is_late_of_which_no_word_has_come() {
+        // Dispatches are awaited: of the third, and the first has heard all and answered.
+        assert_eq!(late(&[1, 1, 1, 0, 0, 0], 1), (Some(2), 0));
+        // Answers are: of the second, and the next dispatch of the first is here.
+        assert_eq!(late(&[1, 1, 0, 0, 0, 1], 0), (Some(1), 1));
+        // Nothing has come, or that of one peer tells not what is awaited.
+        assert_eq!(late(&[0, 0, 0, 0], 1), (Some(0), 1));
+        assert_eq!(late(&[1, 1, 0, 0], 0), (Some(1), 0));
+        // By these words no peer is awaited.
+        assert_eq!(late(&[1, 0, 1, 1], 1), (None, 0));
+        assert_eq!(late(&[], 0), (None, 0));
     }
 }

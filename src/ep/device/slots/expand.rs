@@ -11,7 +11,7 @@
 //! in memory of a fixed size. Behind them `fold` adds up a token's rows of this rank, the first
 //! half of a sum by rank, so that one row returns for each token and rank.
 
-use super::places::write;
+use super::layout::write;
 use crate::device::{
     Addresses, Admit, ByteSpan, DeviceRange, Expand, Kernels, PermuteArgs, Stream, SumChoices, Tally, Word,
 };
@@ -134,7 +134,7 @@ impl ExpansionLayout {
     }
 }
 
-/// What a dispatch of slots is expanded to.
+/// Results of expanding the slots of a dispatch.
 #[derive(Debug)]
 pub(super) struct Expansion {
     ranges: [DeviceRange; PIECES],
@@ -146,11 +146,11 @@ pub(super) struct Expansion {
     own: u32,
 }
 
-/// What kernels take from the slots.
+/// Inputs of the kernels that expand slots.
 #[derive(Clone, Copy)]
 pub(super) struct Received<'a> {
     pub slots: &'a DeviceRange,
-    /// What kernels found so far, and how this call ends here.
+    /// Faults that kernels found so far, and how this call ends here.
     pub status: Word<'a, u32>,
     pub verdict: Word<'a, u32>,
 }

@@ -30,14 +30,14 @@ pub(super) struct Facts {
     pub kernels: [Vec<&'static str>; 2],
     pub lanes: Vec<LaneUse>,
     pub same_device: u32,
-    pub detour: Option<NoGpuDirect>,
+    pub no_gpu_direct: Option<NoGpuDirect>,
     pub registration: Option<Registration>,
 }
 
 impl Facts {
     /// A report of what was enqueued, and of the kernels around it.
     fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
-        let Facts { same_device, detour, registration, .. } = *self;
+        let Facts { same_device, no_gpu_direct: detour, registration, .. } = *self;
         let (executor, lanes, kernels) =
             (CallExecutor::ConstantProgram, self.lanes.clone(), kernels.to_vec());
         Report { executor, lanes, enqueued, kernels, same_device, detour, registration, ..Report::default() }

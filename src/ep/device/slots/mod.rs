@@ -34,23 +34,24 @@
 //! for each token and rank. Counts travel in the slots, so each rank drops the rows that the host
 //! would.
 //!
+//! **Shared devices.** A stream waits for peers whose hosts may have enqueued nothing yet. If such
+//! a host is in a driver call that waits until the device is idle, such as a free of memory, and
+//! the waiting stream runs on the same device, neither goes on. So ranks that share a device keep
+//! their tensors until all of them have finished.
+//!
 //! All ranks make the same calls in the same order. An instance has one dispatch in flight. For
 //! more microbatches, make more instances, and enqueue their calls in the same order on all ranks.
 
-mod aside;
-mod call;
 mod exchange;
 mod expand;
 mod handle;
-mod late;
-mod places;
+mod layout;
 mod proxy;
 mod setup;
 #[cfg(test)]
 mod tests;
-mod turn;
 
-pub(in crate::ep) use exchange::SlotExchange;
+pub(in crate::ep) use exchange::{SlotCombine, SlotDispatch, SlotExchange};
 pub(in crate::ep) use handle::{ExpandedRows, SlotHandle, SlotOutput, SlotRows};
 #[cfg(test)]
 pub(in crate::ep) use tests::between_two_machines;

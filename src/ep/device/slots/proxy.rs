@@ -1,9 +1,9 @@
 //! Host thread that puts slots to other nodes, because a stream cannot.
 //!
 //! ```text
-//!   caller's stream    pack | bell | copies within the node ... | waits for words that cards, or this thread, raise
+//!   caller's stream    pack | flag | copies within the node ... | waits for words that NICs, or this thread, raise
 //!   proxy                     hears the bell, takes it back, puts and signals
-//!   on the detour             hears what rails have brought, and tells the stream
+//!   host-staged               hears what the net has brought, and tells the stream
 //! ```
 //!
 //! A *bell* is a request flag with one meaning. The thread knows neither calls nor graphs, so it
@@ -20,7 +20,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::ep::device::guard::Words;
-use crate::ep::device::passage::RowTransport;
+use crate::ep::device::transport::RowTransport;
 use crate::ep::host::CancelOnPanic;
 use crate::error::{Error, LaneError};
 use crate::exec::ProxyOps;
@@ -44,11 +44,11 @@ pub(super) struct Work {
     /// This rank's words, in memory of the host.
     pub words: Arc<Words>,
     pub bells: Vec<ProxyRequest>,
-    /// On the detour.
+    /// Host-staged.
     pub back: Vec<Back>,
     /// Other nodes write to it as long as this lives.
     pub passage: RowTransport,
-    /// On the detour: the flags that rails raise.
+    /// Host-staged: the flags that the net raises.
     pub _flags: Option<SymmetricRange>,
 }
 
@@ -186,13 +186,12 @@ impl Work {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
     use crate::exec::ProxyOps;
     use crate::schedule::call::SlotCall;
     use crate::schedule::stream::{RowPath, Slots, StreamProgram};
     use crate::topology::NodeMap;
+    use std::collections::BTreeSet;
 
     #[test]
     fn bells_that_are_set_together_are_served_as_they_were_rung() {
@@ -203,7 +202,8 @@ mod tests {
                 let rings = program.proxied().unwrap().request;
                 ProxyRequest { rings, place: slots.flag(0, rings) as usize, crossed: ProxyOps::of(&program) }
             });
-            // What may be set when the thread wakes, in the order in which the stream rang.
+            // Flags that may be set when the thread wakes, in the order in which the stream sets
+            // them.
             let [landed, home, read] = [&bells[0], &bells[1], &bells[2]].map(|bell| bell.place);
             let rung = [vec![landed], vec![home, landed], vec![read, landed], vec![home], vec![landed, home]];
             let mut served = Calls::new(3);

@@ -1,22 +1,21 @@
-//! Making an exchange: memory, kernels, programs, and where there are other nodes, a proxy.
+//! Making an instance in fixed slots: memory, kernels, programs and, where there are other nodes, a
+//! proxy. Each rank makes its part alone, and all ranks learn of a failure at one of them at the
+//! end.
 
 use std::sync::Arc;
 
 use super::SlotExchange;
-use super::aside::BypassStream;
-use super::exchange::{DEAD, FLAGS, LoweredCall};
+use super::exchange::{CallState, DEAD, FLAGS, LoweredCall, SlotState};
 use super::expand::{Expansion, ExpansionLayout};
 use super::handle::Facts;
-use super::places::{Tables, WindowLayout, Windows};
+use super::layout::{Tables, WindowLayout, Windows};
 use super::proxy::{Back, Proxy, ProxyRequest, Work};
-use super::turn::CallState;
 use crate::device::{Context, Kernels, Priority, Stream};
 use crate::ep::LaneUse;
 use crate::ep::builder::Spec;
-use crate::ep::device::guard::POISON;
-use crate::ep::device::guard::{DeviceFlagWriter, WaitBreaker};
+use crate::ep::device::guard::{BypassStream, DeviceFlagWriter, POISON, WaitBreaker};
 use crate::ep::device::next_instance;
-use crate::ep::device::passage::{RowTransport, TransportSizes};
+use crate::ep::device::transport::{RowTransport, TransportSizes};
 use crate::error::{DeviceError, Error, LaneError, MemoryError, PlanError};
 use crate::exec::{Lowered, PeerWindows, ProxyOps};
 use crate::lane::{self, COPY_ENGINE, Port};
@@ -73,7 +72,7 @@ impl SlotExchange {
         let more = expansion.map_or(0, |(_, layout)| layout.bytes());
         let places = WindowLayout::new(ranks, map.experts(), shape, (home_row, several), more)?;
         let slots = *places.slots();
-        // Whatever this rank lacks, the others hear of it where windows are compared.
+        // The other ranks hear of a failure here where windows are compared.
         let loaded = context.driver().require_eager_loading().and_then(|()| Kernels::load(context));
         let sizes = (places.bytes(), places.word_bytes());
         let ready = loaded.as_ref().map(drop).map_err(Clone::clone);
@@ -85,17 +84,22 @@ impl SlotExchange {
         let stream = Stream::new(context, Priority::Normal)?;
         let Tables { rank_of, local_of, packed_at, summed_from } =
             Tables::fill(&places, &memory, map, me, &stream)?;
-        let straight = matches!(&crossing, Some((RowTransport::Straight(..), ..)));
-        let card_words = straight.then(|| memory.part(0, slots.first())).transpose()?;
-        let aside = card_words.as_ref().map(|words| {
+        let gpu_direct = matches!(&crossing, Some((RowTransport::GpuDirect(..), ..)));
+        let nic_words = gpu_direct.then(|| memory.part(0, slots.first())).transpose()?;
+        let aside = nic_words.as_ref().map(|words| {
             let awaited = far.iter().flat_map(|&peer| FLAGS.map(|flag| slots.flag(peer, flag)));
             BypassStream::new(context, words, awaited.collect()).map(Arc::new)
         });
         let aside = aside.transpose()?;
-        let twin = crossing.as_ref().and_then(|(passage, ..)| passage.twin());
-        let window = Windows { members, far: far.clone(), card_words, twin: twin.map(|t| t.memory.clone()) };
+        let host_staging = crossing.as_ref().and_then(|(passage, ..)| passage.host_staging());
+        let window = Windows {
+            members,
+            far: far.clone(),
+            nic_words,
+            host_staging: host_staging.map(|t| t.memory.clone()),
+        };
 
-        let way = if straight { RowPath::GpuDirect } else { RowPath::HostStaged };
+        let way = if gpu_direct { RowPath::GpuDirect } else { RowPath::HostStaged };
         let mut bells = Vec::new();
         let mut make = |call: SlotCall| -> Result<LoweredCall, Error> {
             let program = StreamProgram::new(call, slots, me)?.across(&nodes, way)?;
@@ -108,20 +112,20 @@ impl SlotExchange {
                 place: slots.flag(me, rings) as usize,
                 crossed,
             }));
-            Ok(LoweredCall { program: Arc::new(call.program()), stage, counts })
+            Ok(LoweredCall { stage, counts })
         };
         let [dispatch, combine, release] = SlotCall::ALL.map(&mut make);
-        let calls = [dispatch?, combine?, release?];
+        let lowered = [dispatch?, combine?, release?];
 
         let place = |peer| FLAGS.map(|flag| slots.flag(peer, flag) as usize);
-        let by_host = (0..ranks).filter(|&peer| peer != me && !(straight && far.contains(&peer)));
+        let by_host = (0..ranks).filter(|&peer| peer != me && !(gpu_direct && far.contains(&peer)));
         let by_host: Vec<u32> = by_host.collect();
         let beyond = aside.clone().map(|aside| Box::new(move || aside.release()) as DeviceFlagWriter);
         let (health, awaited) = (group.shared.hub.health(), by_host.iter().flat_map(|&peer| place(peer)));
         let status = (vec![places.status() as usize, places.verdict() as usize], DEAD);
         let guard = WaitBreaker::new(health, &words, (awaited.collect(), POISON), status, beyond)?;
-        let by_card = if straight { far.clone() } else { Vec::new() };
-        let back = far.iter().filter(|_| !straight).map(|&from| Back { from, words: place(from) });
+        let by_nic = if gpu_direct { far.clone() } else { Vec::new() };
+        let back = far.iter().filter(|_| !gpu_direct).map(|&from| Back { from, words: place(from) });
         let proxy = crossing.map(|(passage, flags, port)| {
             let (shared, words, back) =
                 (Arc::clone(&group.shared), Arc::clone(guard.words()), back.collect());
@@ -149,10 +153,10 @@ impl SlotExchange {
             kernels: kernels_of(expansion.as_ref())?,
             lanes: lanes.clone(),
             same_device: peers.filter(|&peer| window.same_device(peer)).count() as u32,
-            detour: of_proxy.and_then(RowTransport::detour),
+            no_gpu_direct: of_proxy.and_then(RowTransport::no_gpu_direct),
             registration: of_proxy.and_then(RowTransport::registration),
         });
-        Ok(SlotExchange {
+        let state = SlotState {
             shared: Arc::clone(&group.shared),
             world_ranks: group.ranks().to_vec(),
             me,
@@ -171,18 +175,17 @@ impl SlotExchange {
             expansion,
             packed_at,
             summed_from,
-            calls,
-            turn: CallState { call: SlotCall::Dispatch, pending: None, tokens: 0 },
-            dispatches: 0,
             lanes,
             facts,
             guard,
-            awaited: [by_host, by_card].concat(),
+            awaited: [by_host, by_nic].concat(),
             aside,
             memory,
             window,
             proxy,
-        })
+        };
+        let turn = CallState { call: SlotCall::Dispatch, pending: false, dispatches: 0, tokens: 0 };
+        Ok(SlotExchange { programs: SlotCall::ALL.map(SlotCall::program), lowered, turn, state })
     }
 }
 
@@ -212,22 +215,22 @@ fn cross(
     slots: &Slots,
 ) -> Result<(RowTransport, Option<SymmetricRange>, Port), Error> {
     let lanes = group.lanes(Route::Direct)?;
-    let needs = TransportSizes { words: slots.first(), desk: None, twin: slots.bytes() };
+    let needs = TransportSizes { words: slots.first(), enqueuer_scratch: None, host_staging: slots.bytes() };
     // First, needed or not: what fails at one rank alone must have nothing behind it that is
     // collective.
     let taken = group.take_symmetric(slots.flag_bytes())?;
     let passage = RowTransport::find(group, context, &lanes, members, needs)?;
-    let (pool, flags, twin) = match &passage {
+    let (pool, flags, host_staging) = match &passage {
         RowTransport::None => return Err(MemoryError::NotUsable { rank: group.rank() }.into()),
-        RowTransport::Straight(straight, _) => (straight.window.clone(), None, None),
-        RowTransport::Detour(twin, _) => {
+        RowTransport::GpuDirect(gpu_direct, _) => (gpu_direct.window.clone(), None, None),
+        RowTransport::HostStaged(host_staging, _) => {
             // Slots themselves are reached by nobody.
-            let mapped = Arc::clone(&twin.window.mapped);
+            let mapped = Arc::clone(&host_staging.window.mapped);
             let nobodys = lane::MappedWindow { mapped, parts: Vec::new(), of_devices: true };
-            (nobodys, Some(taken), Some(twin.window.clone()))
+            (nobodys, Some(taken), Some(host_staging.window.clone()))
         }
     };
-    let windows = [Some(pool), flags.as_ref().map(SymmetricRange::window), twin];
+    let windows = [Some(pool), flags.as_ref().map(SymmetricRange::window), host_staging];
     let port = Port::new(lanes, windows.into_iter().flatten().collect(), WindowId::CONTROL);
     Ok((passage, flags, port))
 }

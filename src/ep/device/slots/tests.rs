@@ -2,6 +2,22 @@
 //! write it. The driver is the stand-in of `tests/stand-in-cuda`; the cards are not there either,
 //! or those of two machines (`tests/testbed`).
 
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use stand_in_cuda::StandIn;
+
+use crate::bootstrap::Timeouts;
+use crate::config::NetChoice;
+use crate::device::{PinnedMemory, Priority, Stream};
+use crate::ep::Report;
+use crate::ep::device::slots::tests::rank::{Case, Rank, content, dispatch, on_nodes, options};
+use crate::ep::device::tests::{apart, devices, support};
+use crate::error::{Cause, LaneError};
+use crate::lane::{Fabric, Settings, SignalMode};
+use crate::world::{NoDmaBuf, NoGpuDirect, Registration};
+use crate::{Error, Options, World};
+
 #[path = "../../../../tests/device/kernels/world.rs"]
 #[allow(dead_code, reason = "tests of other lanes use the rest")]
 mod packed;
@@ -12,22 +28,6 @@ mod rank;
 mod replays;
 #[path = "../../../../tests/rows/common/mod.rs"]
 mod rows_common;
-
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
-
-use stand_in_cuda::StandIn;
-
-use self::rank::{Case, Rank, content, dispatch, on_nodes, options};
-use crate::bootstrap::Timeouts;
-use crate::config::NetChoice;
-use crate::device::{PinnedMemory, Priority, Stream};
-use crate::ep::Report;
-use crate::ep::device::planned::tests::{apart, devices, support};
-use crate::error::{Cause, LaneError};
-use crate::lane::{Fabric, Settings, SignalMode};
-use crate::world::{NoDmaBuf, NoGpuDirect, Registration};
-use crate::{Error, Options, World};
 
 const TWO_AND_TWO: [u32; 4] = [0, 0, 1, 1];
 const THREE_AND_FIVE: [u32; 8] = [0, 0, 0, 1, 1, 1, 1, 1];

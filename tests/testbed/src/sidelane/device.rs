@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::image::KERNELS;
 
 /// The test that plays a rank.
-const TEST: &str = "ep::device::planned::tests::rows_go_from_device_to_device_between_two_machines";
+const TEST: &str = "ep::device::tests::rows_go_from_device_to_device_between_two_machines";
 
 /// Ways in which rows go: two routes, exact sizes and a budget; and slots.
 const WAYS: usize = 5;

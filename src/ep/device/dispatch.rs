@@ -1,0 +1,466 @@
+//! Dispatches, as the enqueuer serves them: from choices to the places of rows.
+//!
+//! ```text
+//!   caller's stream    ids, weights -> host | flag | sort, regroup: rows packed |           join |
+//!   caller's thread      sort | counts | entry, all ranks' | place | enqueue -.
+//!   stream of copies                                          rows, pads, notes | landed -> peers
+//! ```
+//!
+//! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then
+//! token. So all rows from here for one expert are one run, and move as one copy to their final
+//! place. A layout that is prepared is a dispatch of rows without bytes.
+//!
+//! **Where engines relay:**
+//!
+//! ```text
+//!   caller's stream    ids, weights -> host | flag |          join | regroup: rows packed |        join | regroup: visible rows
+//!   caller's thread      ... counts, placement: list                | enqueue ..           index
+//!   stream of copies                       list -> device           | runs to arrivals, blocks out | relayed runs
+//! ```
+//!
+//! Only the enqueuer knows which tokens cross, and in which order, so it says how rows are packed.
+//! They lie by bin for local peers, then block by block, each token once. The caller's stream puts
+//! arrived rows into visible order, by an index that every enqueuer finds from what all ranks have
+//! published: the counts of its local peers, and the headers of their blocks.
+
+use super::REFUSED;
+use super::enqueuer::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
+use super::memory::Extent;
+use crate::device::DeviceRange;
+use crate::dtype::Dtype;
+use crate::ep::Status;
+use crate::ep::work::GroupCounts;
+use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::exec::Until;
+use crate::gate::Routing;
+use crate::plan::Segment;
+use crate::schedule::call::{CallMachine, RankPrograms};
+use crate::schedule::{Tag, WindowId};
+
+/// Where this rank lets others write.
+#[derive(Debug)]
+pub(super) struct Landing {
+    pub base: u64,
+    pub len: u64,
+    /// Memory of the pool; none where metadata alone lands.
+    pub extent: Option<Extent>,
+}
+
+impl Enqueuer {
+    /// Serves the dispatch of a seat, or the layout of one.
+    ///
+    /// # Errors
+    /// Those that end the world. What is refused is told.
+    pub fn dispatch(
+        &mut self,
+        programs: &RankPrograms,
+        mut machine: CallMachine,
+        (kind, seat): (CallKind, u32),
+        (tokens, x): (u32, Option<(DeviceRange, Dtype)>),
+    ) -> Result<(), Error> {
+        let mut call = DeviceCall { x, ..DeviceCall::new(self, programs, kind, seat) };
+        call.tokens = tokens;
+        let refusal = call.drive(&mut machine, Until::End)?;
+        let staging = call.staging.take();
+        let status = match refusal {
+            None => Status::OK,
+            Some(error) => call.refuse_dispatch(error)?,
+        };
+        self.kept[seat as usize].status = status;
+        self.answer(seat, status)?;
+        if let Some(mut staging) = staging {
+            staging.trim(0);
+        }
+        let enqueued = self.engine.take_enqueued();
+        self.common.seats[seat as usize].tell(|told| {
+            told.dispatched = enqueued;
+        });
+        Ok(())
+    }
+
+    /// This rank's own routing, as its stream left it.
+    fn sort(&mut self, tokens: u32) -> Result<(), Error> {
+        let (fixed, shape) = (&self.common.fixed, &self.common.shape);
+        let (spec, count) = (&fixed.spec, tokens as usize * fixed.spec.top_k as usize);
+        if tokens == REFUSED {
+            return Err(PlanError::RefusedHere.into());
+        }
+        if tokens > spec.max_tokens {
+            return Err(PlanError::TooManyTokens { tokens, max: spec.max_tokens }.into());
+        }
+        for (words, (at, _)) in [
+            (&mut self.scratch.experts, shape.host_experts()),
+            (&mut self.scratch.weights, shape.host_weights()),
+        ] {
+            words.resize(count, 0);
+            self.common.host.read_words(at as usize, words)?;
+        }
+        let experts: &[i32] = bytemuck::cast_slice(&self.scratch.experts);
+        let weights: &[f32] = bytemuck::cast_slice(&self.scratch.weights);
+        let routing = Routing::new(spec.top_k, experts, weights)?;
+        Ok(self.sorted.fill(&spec.map, &fixed.bins, spec.notes(), fixed.lanes.rank, &routing)?)
+    }
+
+    /// Says what this rank has for every bin, and keeps how its rows lie packed.
+    fn publish(&mut self) -> Result<(), Error> {
+        let common = &self.common;
+        let (port, control) = (&common.fixed.port, &common.fixed.control);
+        self.crossing.fill(&common.fixed.bins, &common.fixed.paths(), &self.sorted);
+        let numbers = &mut self.numbers.scratch;
+        numbers.clone_from(&self.sorted.counts);
+        self.crossing.staged(&common.fixed.paths(), numbers);
+        port.write(WindowId::CONTROL, control.publication(self.calls.parity()), numbers)?;
+        self.scratch.starts.clone_from(&self.sorted.starts);
+        self.scratch.notes.clone_from(&self.sorted.notes);
+        let (notes, _) = common.shape.host_notes();
+        Ok(common.host.write_words(notes as usize, &self.sorted.notes)?)
+    }
+
+    fn announce(&self, kind: CallKind, seat: u32) -> Landing {
+        let common = &self.common;
+        if kind == CallKind::Prepare {
+            let (base, len) = common.shape.notes(seat);
+            return Landing { base, len, extent: None };
+        }
+        let extent = common.space.announce(common.fixed.most_bytes(CallKind::Dispatch, &self.numbers.sizes));
+        Landing { base: extent.offset(), len: extent.len(), extent: Some(extent) }
+    }
+
+    /// From the counts of all to this rank's layout.
+    fn place(&mut self, seat: u32) -> Result<(), Error> {
+        let Enqueuer { common, tables, sorted, crossing, arrivals, numbers, kept, scratch, .. } = self;
+        let (fixed, kept) = (&common.fixed, &mut kept[seat as usize]);
+        let (top_k, GroupCounts { counts, sizes, landing, .. }) = (fixed.spec.top_k, numbers);
+        tables.landing.clone_from(landing);
+        let clipped = fixed.spec.mode.budget().is_some();
+        let dropped = clipped && sorted.keep(top_k, |bin| sizes.room(&fixed.bins, counts, bin));
+        if dropped && fixed.arrives() {
+            crossing.fill(&fixed.bins, &fixed.paths(), sorted);
+        }
+        let frame = fixed.frame();
+        if fixed.arrives() {
+            arrivals.arrange(&frame, sorted, crossing);
+            arrivals.pack(&frame, sorted, crossing);
+            common.rewrite_notes(&arrivals.starts, sorted)?;
+        }
+        let Kept { layout, first_run, numbers, .. } = kept;
+        layout.fill(&frame, (sorted, crossing), top_k, counts, sizes);
+        if fixed.arrives() {
+            arrivals.add_runs(&frame, sorted, layout, (counts, sizes));
+            scratch.starts.clone_from(&arrivals.starts);
+            *first_run = arrivals.first_run;
+            numbers.0.clone_from(counts);
+            numbers.1.clone_from(sizes);
+        } else {
+            layout.pack(sorted, &scratch.starts);
+            // Relays bring home rows one behind the other, without those that were dropped.
+            for rank in fixed.paths().relays().filter(|_| fixed.gpu_direct()) {
+                let mut home = layout.home_of(&fixed.paths(), rank);
+                for bin in fixed.bins.of(rank) {
+                    scratch.starts[bin as usize] = home;
+                    home += sorted.counts[bin as usize];
+                }
+            }
+        }
+        kept.in_place = None;
+        match fixed.arrives() {
+            // Rows that are dropped lie packed, too.
+            _ if dropped => {}
+            true => kept.find_in_place(|row| arrivals.packed[row as usize] as u32),
+            false => kept.find_in_place(|row| sorted.tokens[row as usize]),
+        }
+        Ok(())
+    }
+
+    /// Tells where rows land. What is staged behind them is this rank's as long as the extent that
+    /// is returned.
+    fn tell_placement(&mut self, (seat, in_place): (u32, bool), landing: Landing) -> Option<Extent> {
+        let Enqueuer { common, kept, calls, sorted, numbers, .. } = self;
+        let (layout, number) = (&kept[seat as usize].layout, calls.number());
+        let mut extent = landing.extent;
+        let staging = extent.as_mut().and_then(|extent| common.trim(CallKind::Dispatch, extent, layout));
+        common.seats[seat as usize].tell(|told| {
+            let placement = &mut told.placement;
+            (placement.number, placement.rows, placement.in_place) = (number, layout.landed, in_place);
+            placement.tokens_per_expert.clear();
+            // Rank-major, choices are counted on the device.
+            if !common.fixed.spec.layout.is_per_rank() {
+                placement.tokens_per_expert.extend_from_slice(&layout.rows_per_bin);
+            }
+            placement.padded_per_expert.clone_from(&layout.padded_per_bin);
+            placement.dropped.clone_from(&sorted.dropped);
+            placement.required.clone_from(&numbers.sizes.required);
+            told.extent = extent;
+            told.refused = None;
+        });
+        staging
+    }
+
+    /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many
+    /// rows there are.
+    fn send_tables(&mut self, seat: u32, tokens: u32, placed: bool) -> Result<(), Error> {
+        let Enqueuer { common, engine, kept, sorted, scratch, .. } = self;
+        let (fixed, shape) = (&common.fixed, &common.shape);
+        let (top_k, layout) = (fixed.spec.top_k, &kept[seat as usize].layout);
+        let Scratch { places, sums, counts, starts, .. } = scratch;
+        counts.clear();
+        if placed {
+            sorted.places(&fixed.bins, top_k, starts, [places, sums]);
+            counts.extend_from_slice(&layout.rows_per_bin);
+            counts.extend_from_slice(&layout.padded_per_bin);
+        } else {
+            let tokens = if tokens == REFUSED { 0 } else { tokens };
+            let choices = tokens.min(fixed.spec.max_tokens) as usize * top_k as usize;
+            for words in [&mut *places, sums] {
+                words.clear();
+                words.resize(choices, -1);
+            }
+            counts.resize(2 * fixed.bins.of(fixed.lanes.rank).len(), 0);
+        }
+        let choices = places.len() as u64 * 4;
+        let counted: &[u32] = bytemuck::cast_slice(counts);
+        let len = counted.len() as u64 * 4;
+        let [places, sums]: [&[u32]; 2] = [bytemuck::cast_slice(places), bytemuck::cast_slice(sums)];
+        for (words, (at, _)) in
+            [(places, shape.host_places()), (sums, shape.host_sums()), (counted, shape.host_counts())]
+        {
+            common.host.write_words(at as usize, words)?;
+        }
+        common.send(engine, (shape.host_places(), shape.places(seat)), choices)?;
+        common.send(engine, (shape.host_sums(), shape.sums(seat)), choices)?;
+        if fixed.spec.weighted {
+            common.send(engine, (shape.host_weights(), shape.weights(seat)), choices)?;
+        }
+        match fixed.spec.layout.is_per_rank() {
+            true => Ok(()),
+            false => common.send(engine, (shape.host_counts(), shape.counts(seat)), len),
+        }
+    }
+
+    /// Tells the caller's stream how to pack: which token's row is where.
+    pub fn list(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
+        let Enqueuer { common, engine, arrivals, .. } = self;
+        let shape = &common.shape;
+        let entries = tokens as usize * common.fixed.spec.top_k as usize;
+        arrivals.packed.resize(entries, -1);
+        let words = bytemuck::cast_slice(&arrivals.packed);
+        common.host.write_words(shape.host_order().0 as usize, words)?;
+        common.send(engine, (shape.host_order(), shape.order(seat)), entries as u64 * 4)
+    }
+
+    /// Where the index and the notes of a dispatch lie in the enqueuer's scratch, or in host
+    /// staging beside what lands there.
+    pub fn enqueuer_scratch(&self, seat: u32) -> (u64, u64) {
+        let base = self.tables.landing[self.common.fixed.lanes.rank as usize];
+        let shape = &self.common.shape;
+        match self.common.fixed.gpu_direct() {
+            true => (0, shape.scratch_notes()),
+            false => (base, shape.notes(seat).0),
+        }
+    }
+
+    /// Finds where every visible row has arrived, which the seat keeps; and writes to the
+    /// enqueuer's scratch what goes with rows of other nodes.
+    pub fn find_arrivals(&mut self, seat: u32) -> Result<(), Error> {
+        let (_, scratch_notes) = self.enqueuer_scratch(seat);
+        let Enqueuer { common, calls, arrivals, numbers, scratch, kept, .. } = self;
+        let fixed = &common.fixed;
+        let (paths, me, control, parity) = (fixed.paths(), fixed.lanes.rank, &fixed.control, calls.parity());
+        let (bins, own) = (&fixed.bins, fixed.bins.of(me));
+        let words = (control.note_bytes() / 4) as usize;
+        let kept = &mut kept[seat as usize];
+        let (counts, sizes) = (&numbers.counts, &numbers.sizes);
+        let (landed, Header { segments, listed, weights, pads, counted }) =
+            (&mut scratch.landed, &mut scratch.header);
+        landed.clear();
+        arrivals.begin(bins, me, common.shape.landing(CallKind::Dispatch, kept.layout.landed).rows);
+        counted.resize(own.len(), 0);
+        for source in 0..paths.ranks() {
+            if paths.same_node(source) {
+                let at = control.publication(parity) + u64::from(own.start) * 4;
+                fixed.port.read(source, WindowId::CONTROL, at, counted)?;
+                arrivals.from_local_peer(bins, me, counted, (counts, sizes));
+                continue;
+            }
+            let relay = paths.of(source).relay_to(me);
+            let at = control.header_in(paths.of(source).place_at(relay), parity);
+            let mut head = [0u32; 3];
+            fixed.port.read(relay, WindowId::CONTROL, at, &mut head)?;
+            let [rows, entries, _] = head;
+            let before: usize = paths
+                .served_by(relay)
+                .iter()
+                .take_while(|&&rank| rank != me)
+                .map(|&rank| bins.of(rank).len())
+                .sum();
+            segments.resize(before + own.len(), Default::default());
+            fixed.port.read(relay, WindowId::CONTROL, at + control.segments(), segments)?;
+            let count = |segments: &[Segment]| -> u32 { segments.iter().map(|s| s.count).sum() };
+            let (skip, mine) = (count(&segments[..before]), count(&segments[before..]));
+            listed.resize(mine as usize, 0);
+            weights.resize(mine as usize * words, 0);
+            fixed.port.read(relay, WindowId::CONTROL, at + control.index() + u64::from(skip) * 4, listed)?;
+            let notes = at + control.notes(entries) + u64::from(skip) * control.note_bytes();
+            fixed.port.read(relay, WindowId::CONTROL, notes, weights)?;
+            arrivals.from_other_node(rows, listed, &segments[before..]);
+            let mut rest = &weights[..];
+            for &Segment { to_row, count, pad } in &segments[before..] {
+                let notes = rest.split_off(..count as usize * words).unwrap_or_default();
+                let at = scratch_notes + u64::from(to_row) * control.note_bytes();
+                if count + pad > 0 {
+                    fixed.port.write(WindowId::HOST_STAGING, at, notes)?;
+                    pads.resize(pad as usize * words, 0);
+                    fixed.port.write(
+                        WindowId::HOST_STAGING,
+                        at + u64::from(count) * control.note_bytes(),
+                        pads,
+                    )?;
+                }
+                landed.push((to_row, count + pad));
+            }
+        }
+        kept.index.clone_from(&arrivals.index);
+        Ok(())
+    }
+}
+
+impl DeviceCall<'_> {
+    /// The call is refused.
+    fn refuse_dispatch(&mut self, error: Error) -> Result<Status, Error> {
+        let (seat, tokens, status) = (self.seat, self.tokens, Status::of(&error));
+        self.enqueuer.kept[seat as usize].number = 0;
+        self.await_packed(false)?;
+        self.enqueuer.common.seats[seat as usize].tell(|told| {
+            told.extent = None;
+            told.refused = Some(error);
+        });
+        // A call without a context has no tables.
+        if seat != self.enqueuer.common.shape.seatless() {
+            self.enqueuer.send_tables(seat, tokens, false)?;
+        }
+        Ok(status)
+    }
+
+    /// Says how rows are packed, if that depends on where they go, and waits until they are.
+    fn await_packed(&mut self, placed: bool) -> Result<(), Error> {
+        let in_place = placed && self.in_place().is_some();
+        let (seat, enqueuer) = (self.seat, &mut *self.enqueuer);
+        // Of a call that is refused nothing is packed.
+        if enqueuer.common.shape.arrives() && placed {
+            enqueuer.list(seat, self.tokens)?;
+        }
+        let Enqueuer { common, engine, caller, .. } = enqueuer;
+        let CallerStream { stream, kernels, reached, done, .. } = caller;
+        if let (Some((x, dtype)), true, false) = (&self.x, placed, in_place) {
+            engine.precede(stream, done)?;
+            common.pack(stream, kernels, (self.tag.kind, seat), (self.tokens, x, *dtype))?;
+            reached.record(stream)?;
+        }
+        engine.follow(reached)?;
+        common.started(engine.awaited().0);
+        Ok(())
+    }
+
+    /// Sorts this rank's choices; what is wrong with them it refuses.
+    pub fn sort(&mut self) {
+        if let Err(error) = self.enqueuer.sort(self.tokens) {
+            self.enqueuer.sorted.clear(&self.enqueuer.common.fixed.bins);
+            self.refused = Some(error);
+        }
+    }
+
+    pub fn announce(&mut self) {
+        let landing = self.refused.is_none().then(|| self.enqueuer.announce(self.tag.kind, self.seat));
+        let (base, handle) = landing.as_ref().map_or((0, 0), |landing| (landing.base, landing.len));
+        self.landing = landing;
+        self.say(Tag { base, handle, ..self.tag });
+    }
+
+    /// Tells the caller where rows land, if that is new, and fills the operands by which they do.
+    pub fn fill_rows(&mut self) -> Result<(), Error> {
+        let (seat, kind) = (self.seat, self.tag.kind);
+        let noted = kind.places();
+        if noted {
+            self.enqueuer.kept[seat as usize].number = self.enqueuer.calls.number();
+            self.await_packed(true)?;
+            let in_place = self.in_place().is_some();
+            let tell = |landing| self.enqueuer.tell_placement((seat, in_place), landing);
+            self.staging = self.landing.take().and_then(tell);
+            self.enqueuer.send_tables(seat, self.tokens, true)?;
+        }
+        self.find_notes(noted)?;
+        let in_place = self.in_place();
+        let Enqueuer { common, calls, tables, kept, notes_at, .. } = &mut *self.enqueuer;
+        let (setting, shape) = (common.rows_setting(*calls, kind, notes_at), &common.shape);
+        let Kept { layout, first_run, .. } = &kept[seat as usize];
+        tables.rows(&setting, layout, noted);
+        if shape.arrives() {
+            tables.to_arrivals(&setting, layout, *first_run, |rows| shape.landing(kind, rows));
+        }
+        if let Some((_, runs)) = in_place {
+            tables.in_place(&setting, runs);
+        }
+        Ok(())
+    }
+
+    /// Finds where metadata lands: here, and at peers, whose entries name the contexts that they
+    /// use, if it goes there.
+    fn find_notes(&mut self, noted: bool) -> Result<(), Error> {
+        let (kind, rank) = (self.tag.kind, self.enqueuer.common.fixed.lanes.rank);
+        let Enqueuer { common, calls, notes_at, .. } = &mut *self.enqueuer;
+        notes_at[rank as usize] = common.shape.notes(self.seat).0;
+        let agreement = common.fixed.agreement(*calls, kind);
+        for peer in (0..common.fixed.lanes.ranks()).filter(|&peer| noted && peer != rank) {
+            let (theirs, seats) = (agreement.tag_of(peer)?.context, common.shape.seats());
+            if u32::from(theirs) >= seats {
+                let (call, what, mine) = (calls.number(), "dispatch contexts", seats.into());
+                return Err(CallError::Disagree {
+                    call,
+                    kind,
+                    what,
+                    rank,
+                    peer,
+                    mine,
+                    theirs: theirs.into(),
+                }
+                .into());
+            }
+            notes_at[peer as usize] = common.shape.notes(theirs.into()).0;
+        }
+        Ok(())
+    }
+
+    /// Fills the operands by which what crossed is brought in.
+    pub fn fill_bring_in(&mut self) -> Result<(), Error> {
+        let (kind, seat, enqueuer) = (self.tag.kind, self.seat, &mut *self.enqueuer);
+        let arrives = enqueuer.common.shape.arrives();
+        enqueuer.scratch.landed.clear();
+        if arrives && kind.places() {
+            enqueuer.find_arrivals(seat)?;
+        }
+        let enqueuer_scratch = enqueuer.enqueuer_scratch(seat);
+        let Enqueuer { common, calls, tables, scratch, kept, notes_at, .. } = enqueuer;
+        let (setting, kept) = (common.rows_setting(*calls, kind, notes_at), &kept[seat as usize]);
+        let rows = kept.layout.landed;
+        match &self.task {
+            _ if arrives => {
+                if setting.sizing.row_bytes > 0 {
+                    common.fixed.port.write(WindowId::HOST_STAGING, enqueuer_scratch.0, &kept.index)?;
+                }
+                tables.bring_notes_in(&setting, &scratch.landed, rows, enqueuer_scratch);
+            }
+            Some(_) => tables.bring_in(&setting, &kept.forward, rows, kind.places()),
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// Says what this rank has for every bin, and keeps how its rows lie packed.
+    pub fn publish(&mut self) -> Result<(), Error> {
+        self.enqueuer.publish()
+    }
+
+    pub fn place(&mut self) -> Result<(), Error> {
+        self.enqueuer.place(self.seat)
+    }
+}

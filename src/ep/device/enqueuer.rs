@@ -1,0 +1,606 @@
+//! The enqueuer: does for a stream what the caller of an [`ExpertParallel`](crate::ExpertParallel)
+//! on the host does.
+//!
+//! It serves one call after the other by the programs that the host steps, too: the same releases,
+//! entries, counts and placement, the same judgment. [`schedule::call`](crate::schedule::call)
+//! alone holds the order of steps. Rows go by the stream of copies ([`CopyEngineStepper`]). With
+//! several nodes the enqueuer plays this rank's relay, too, at the places of launch order: own puts
+//! and signals, relayed rows, own waits.
+//!
+//! The caller's thread drives it, in the second half of each call. So no stream waits for a thread
+//! that has yet to call the driver. A dispatch has a file of its own; the other calls are:
+//!
+//! ```text
+//!   cached, gradient of combine
+//!     caller's stream    pack, as the handle says | ......... join | experts
+//!     caller's thread    take, entry, all ranks': landings | posted
+//!     stream of copies                     | rows to all ranks | landed -> peers
+//!   combine, gradient of dispatch, weight gradients
+//!     caller's stream    experts write | ready |                     join | sum | ...
+//!     caller's thread      entry, all ranks': bases | enqueue -.
+//!     stream of copies                                 pull runs | read -> peers
+//!   another expert map
+//!     caller's stream    reached | ........................ | bins, groups of the new map | calls by it
+//!     caller's thread    await, entry, all ranks': agreed     adopt: wait until they are written
+//! ```
+//!
+//! **Along a handle** no rank counts, and the host hears nothing of the stream. It may run ahead,
+//! because rows land in memory that is free when it says so: [`Session::take`] has seen that the
+//! stream and its peers have read what lay there. Over several nodes it awaits its stream, since
+//! the list of arrivals lies in memory of the host that earlier calls may still be reading.
+//!
+//! **Returns.** Copy engines cannot add. So each rank pulls the rows of its own tokens home, run by
+//! run, to where they lay packed when they went out. Then its stream adds them up, in the order of
+//! the instance. Weight gradients return as rows of four bytes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::REFUSED;
+use super::dispatch::Landing;
+use super::guard::Watch;
+use super::memory::{Extent, MemoryShape, StreamFlag};
+use super::session::Session;
+use crate::device::{DeviceRange, Event, Kernels, Stream};
+use crate::dtype::Dtype;
+use crate::ep::Status;
+use crate::ep::host::refusing;
+use crate::ep::work::{CallPlan, GroupCounts, Relay, RelayCall, RelayTask};
+use crate::error::{CallError, CallKind, DeviceError, Error, MemoryError, PlanError};
+use crate::exec::{CopyEngineStepper, Executor, Packed, Until, drive};
+use crate::plan::{
+    Counts, DispatchLayout, ExpertMap, InterNodeRows, ReceiveSizes, RelayPermutation, RelayPlan, RowRun,
+    Segment, SortedRouting,
+};
+use crate::schedule::call::{CallMachine, Part, RankPrograms, Relays, Role, StageId, Work};
+use crate::schedule::{CallerTables, Calls, Operands, Refusal, ReturnParts, Tag};
+
+/// The caller's stream, as the enqueuer knows it: events order the streams.
+#[derive(Debug)]
+pub(super) struct CallerStream {
+    pub stream: Arc<Stream>,
+    pub kernels: Arc<Kernels>,
+    /// The stream has come to the call, or has packed its rows.
+    pub reached: Event,
+    /// The stream of copies has done the call.
+    pub done: Event,
+    /// Looks whether peers' words come in time.
+    pub watch: Watch,
+}
+
+/// State of a context between its calls.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    pub layout: DispatchLayout,
+    /// The blocks that this rank's relay copies along it.
+    pub forward: RelayPlan,
+    /// If tokens may be sent without packing: the first of the layout's runs by token.
+    pub in_place: Option<u32>,
+    /// Where engines relay: what all ranks count, the layout's first run to arrivals, and the
+    /// arrival of each visible row.
+    pub numbers: (Counts, ReceiveSizes),
+    pub first_run: u32,
+    pub index: Vec<i32>,
+    /// The number of the dispatch that made it; 0 if there is none that landed.
+    pub number: u64,
+    /// How that dispatch ended.
+    pub status: Status,
+}
+
+impl Kept {
+    /// Adds the twins of the layout's runs, if each is a run of tokens. `token_of` is that of a
+    /// packed row.
+    pub fn find_in_place(&mut self, token_of: impl Fn(u32) -> u32) {
+        let runs = &mut self.layout.runs;
+        let before = runs.len();
+        self.in_place = Some(before as u32);
+        for at in 0..before {
+            let run = runs[at];
+            let first = if run.count > 0 { token_of(run.first) } else { 0 };
+            if (1..run.count).any(|row| token_of(run.first + row) != first + row) {
+                runs.truncate(before);
+                self.in_place = None;
+                return;
+            }
+            runs.push(RowRun { first, ..run });
+        }
+    }
+}
+
+/// One rank's enqueuer.
+#[derive(Debug)]
+pub(super) struct Enqueuer {
+    pub common: Arc<Session>,
+    pub caller: CallerStream,
+    pub engine: CopyEngineStepper,
+    /// Does this rank's part for other nodes, in this thread; there is none where there is only
+    /// one.
+    pub relay: Option<Relay>,
+    pub calls: Calls,
+    pub tables: CallerTables,
+    pub sorted: SortedRouting,
+    pub crossing: InterNodeRows,
+    pub arrivals: RelayPermutation,
+    pub numbers: GroupCounts,
+    pub kept: Vec<Kept>,
+    /// Per rank: where metadata of the call's rows lands.
+    pub notes_at: Vec<u64>,
+    pub scratch: Scratch,
+}
+
+/// Used again by all calls.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    pub experts: Vec<u32>,
+    pub weights: Vec<u32>,
+    /// Per bin: its first row as rows lie packed.
+    pub starts: Vec<u32>,
+    /// Metadata of each packed row.
+    pub notes: Vec<u32>,
+    /// Per choice: its packed row, and the place of its bin in the order of the sum.
+    pub places: Vec<i32>,
+    pub sums: Vec<i32>,
+    pub counts: Vec<i64>,
+    /// Rows that came from other nodes: first row, and how many.
+    pub landed: Vec<(u32, u32)>,
+    /// Words of a header.
+    pub header: Header,
+}
+
+/// A header's part for this rank.
+#[derive(Debug, Default)]
+pub(super) struct Header {
+    pub segments: Vec<Segment>,
+    pub listed: Vec<u32>,
+    /// Metadata of these rows.
+    pub weights: Vec<u32>,
+    /// Zeros.
+    pub pads: Vec<u32>,
+    /// Counts of a local peer.
+    pub counted: Vec<u32>,
+}
+
+/// Looks at the word of a stream between two questions to the driver whether that has failed.
+const LOOKS: u32 = 4096;
+
+impl Enqueuer {
+    /// Rows of the layout that a dispatch has just given a seat; none if it was refused.
+    pub fn landed(&self, seat: u32) -> Option<u32> {
+        let kept = &self.kept[seat as usize];
+        (kept.number != 0 && kept.status == Status::OK).then_some(kept.layout.landed)
+    }
+
+    /// Enters the next call.
+    ///
+    /// # Errors
+    /// The cause of a dead world.
+    pub fn enter(&mut self) -> Result<CallMachine, Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        self.calls.enter();
+        Ok(CallMachine::default())
+    }
+
+    /// The first half of a call by the caller's thread, whose part of its stream is enqueued.
+    ///
+    /// # Errors
+    /// Those that end the world.
+    pub fn start(
+        &mut self,
+        programs: &RankPrograms,
+        kind: CallKind,
+        seat: u32,
+    ) -> Result<CallMachine, Error> {
+        let mut machine = self.enter()?;
+        let CallerStream { stream, reached, .. } = &self.caller;
+        reached.record(stream)?;
+        // Returned rows land where earlier sums may still be reading; outgoing rows are packed
+        // there.
+        if !kind.places() {
+            self.engine.follow(reached)?;
+            self.common.started(self.engine.awaited().0);
+        }
+        self.common.reclaim();
+        DeviceCall::new(self, programs, kind, seat).drive(&mut machine, Until::Half)?;
+        Ok(machine)
+    }
+
+    /// Goes on with another stream of the caller's, behind the one before.
+    pub fn follow(&mut self, next: &Arc<Stream>) -> Result<(), DeviceError> {
+        let CallerStream { stream, done, .. } = &mut self.caller;
+        next.join(stream, done)?;
+        *stream = Arc::clone(next);
+        Ok(())
+    }
+
+    /// Waits until the caller's stream has raised a flag.
+    ///
+    /// # Errors
+    /// The cause of a dead world, an interruption, or the failure of the stream.
+    pub fn await_stream(&self, seat: u32, flag: StreamFlag) -> Result<(), Error> {
+        let CallerStream { stream, .. } = &self.caller;
+        let word = self.common.flag(seat, flag)?;
+        let mut looks = 0;
+        self.common.fixed.port.lanes().wait_for_stream(word, || {
+            looks = (looks + 1) % LOOKS;
+            if looks == 0 { stream.is_done().map(drop).map_err(Error::from) } else { Ok(()) }
+        })?;
+        word.store(0, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The call is enqueued: the caller's stream goes on behind it.
+    pub fn answer(&mut self, seat: u32, status: Status) -> Result<(), Error> {
+        // Of a world that died meanwhile the guard says so, again and again.
+        self.common.fixed.shared.hub.health().check()?;
+        let CallerStream { stream, done, watch, .. } = &self.caller;
+        let (mark, awaited) = self.engine.awaited();
+        watch.expect(mark, awaited);
+        self.engine.precede(stream, done)?;
+        // Kernels of earlier calls may have yet to read the word.
+        stream.write(self.common.word(seat, StreamFlag::Status)?, status.0)?;
+        Ok(())
+    }
+
+    /// Serves a call of this kind along the layout of a seat, with tokens `x` that go as they lie,
+    /// or packed ones. `refused` is why this rank cannot make it.
+    ///
+    /// # Errors
+    /// Those that end the world. A refusal is returned, and otherwise where rows land.
+    pub fn cached(
+        &mut self,
+        programs: &RankPrograms,
+        mut machine: CallMachine,
+        (kind, seat): (CallKind, u32),
+        (x, refused): (Option<(DeviceRange, Dtype)>, Option<Error>),
+    ) -> Result<Result<Extent, Error>, Error> {
+        let mut call = DeviceCall { x, refused, ..DeviceCall::new(self, programs, kind, seat) };
+        let refusal = call.drive(&mut machine, Until::End)?;
+        let landing = call.landing.take().and_then(|landing| landing.extent);
+        let status = refusal.as_ref().map_or(Status::OK, Status::of);
+        self.answer(seat, status)?;
+        self.engine.take_enqueued();
+        Ok(match (refusal, landing) {
+            (None, Some(mut extent)) => {
+                // Staged memory is free again, for calls that are enqueued later.
+                drop(self.common.trim(kind, &mut extent, &self.kept[seat as usize].layout));
+                Ok(extent)
+            }
+            (refusal, _) => Err(refusal.unwrap_or_else(|| PlanError::RefusedHere.into())),
+        })
+    }
+
+    /// Serves a return of this kind for a seat; outputs lie at `steps` steps in this rank's memory.
+    ///
+    /// # Errors
+    /// Those that end the world. A refusal is told, and returned.
+    pub fn ret(
+        &mut self,
+        programs: &RankPrograms,
+        mut machine: CallMachine,
+        (kind, seat): (CallKind, u32),
+        (steps, options): (u32, u32),
+    ) -> Result<Option<Error>, Error> {
+        let number = self.kept[seat as usize].number;
+        let mut call = DeviceCall::new(self, programs, kind, seat);
+        call.tag.options = options;
+        call.base = u64::from(steps) * MemoryShape::STEP;
+        call.refused = match (steps, number) {
+            (REFUSED, _) => Some(PlanError::RefusedHere.into()),
+            (_, 0) => {
+                Some(CallError::NotKept { missing: "the layout of a dispatch that was refused" }.into())
+            }
+            _ => None,
+        };
+        let refused = call.drive(&mut machine, Until::End)?;
+        let status = match &refused {
+            None => Status::OK,
+            Some(_) if number == 0 => self.kept[seat as usize].status,
+            Some(error) => Status::of(error),
+        };
+        self.answer(seat, status)?;
+        let enqueued = self.engine.take_enqueued();
+        self.common.seats[seat as usize].tell(|told| {
+            told.combined = enqueued;
+            told.combine_refused = refused.clone();
+            told.home += 1;
+        });
+        Ok(refused)
+    }
+
+    /// Serves the proposal of a map. `refused` is why this rank has none.
+    ///
+    /// # Errors
+    /// Those that end the world. A refusal is returned.
+    pub fn remap(
+        &mut self,
+        programs: &RankPrograms,
+        mut machine: CallMachine,
+        map: Option<ExpertMap>,
+        refused: Option<Error>,
+    ) -> Result<Option<Error>, Error> {
+        let seat = self.common.shape.seatless();
+        let call = DeviceCall::new(self, programs, CallKind::ExpertMap, seat);
+        let refusal = DeviceCall { map, refused, ..call }.drive(&mut machine, Until::End)?;
+        self.answer(seat, refusal.as_ref().map_or(Status::OK, Status::of))?;
+        self.engine.take_enqueued();
+        Ok(refusal)
+    }
+}
+
+/// A call amid its steps.
+pub(super) struct DeviceCall<'p> {
+    pub enqueuer: &'p mut Enqueuer,
+    pub programs: &'p RankPrograms,
+    pub seat: u32,
+    /// Dispatch: tokens that the caller's stream announced.
+    pub tokens: u32,
+    /// Tokens that may be sent as they lie, or are packed when it is known how.
+    pub x: Option<(DeviceRange, Dtype)>,
+    /// The caller's stream has come to this call: what was given back before is free.
+    pub reached: bool,
+    /// Combine: where outputs begin.
+    pub base: u64,
+    /// The tag of this rank's entry.
+    pub tag: Tag,
+    /// Why this rank refuses the call; its tag says that it does.
+    pub refused: Option<Error>,
+    /// Dispatch: where rows land.
+    pub landing: Option<Landing>,
+    /// Memory behind what landed, which is this rank's until the call is over.
+    pub staging: Option<Extent>,
+    /// Another expert map, that this rank proposes.
+    pub map: Option<ExpertMap>,
+    /// The relay's part of this call.
+    pub task: Option<RelayTask>,
+}
+
+impl<'p> DeviceCall<'p> {
+    /// A call of this kind by the caller of a seat.
+    pub fn new(enqueuer: &'p mut Enqueuer, programs: &'p RankPrograms, kind: CallKind, seat: u32) -> Self {
+        DeviceCall {
+            enqueuer,
+            programs,
+            seat,
+            tokens: 0,
+            x: None,
+            reached: false,
+            base: 0,
+            tag: Tag { kind, context: seat as u16, ..Tag::default() },
+            refused: None,
+            landing: None,
+            staging: None,
+            map: None,
+            task: None,
+        }
+    }
+
+    /// Drives the call that was entered; returns why it was refused, if it was.
+    ///
+    /// # Errors
+    /// Those that end the world.
+    pub fn drive(&mut self, machine: &mut CallMachine, until: Until) -> Result<Option<Error>, Error> {
+        let program = self.programs.own(self.tag.kind, Relays::Inline);
+        drive(machine, program, self, until)
+    }
+
+    /// Sets the tag that goes out with the entries: one that refuses, if this rank does.
+    pub fn say(&mut self, tag: Tag) {
+        self.tag = match &self.refused {
+            None => tag,
+            Some(error) => refusing(tag, error),
+        };
+        self.enqueuer.tables.clear();
+        self.enqueuer.tables.tags.fill(self.tag);
+    }
+
+    /// If tokens go as they lie: where that is in this rank's memory, and the first of the runs by
+    /// token.
+    pub fn in_place(&self) -> Option<(u64, u32)> {
+        let (x, dtype) = self.x.as_ref()?;
+        let offset = self.enqueuer.common.lie_here(self.tag.kind, (x, *dtype))?;
+        Some((offset, self.enqueuer.kept[self.seat as usize].in_place?))
+    }
+
+    fn stage(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
+        let in_place = self.in_place();
+        let Enqueuer { engine, tables, kept, common, calls, scratch, .. } = &mut *self.enqueuer;
+        let items = self.programs.stages.items(stage, part);
+        let layout: &DispatchLayout = &kept[self.seat as usize].layout;
+        let rows = stage == StageId::Rows;
+        let operands = Operands {
+            runs: if rows { &layout.runs } else { &[] },
+            ..tables.operands(*calls, common.shape.row_bytes(self.tag.kind))
+        };
+        if !rows || part == Part::Finish {
+            return engine.run(items, &operands, None);
+        }
+        let (staging, notes) = (common.shape.staging(), common.shape.host_notes());
+        let (packed, notes) = (common.piece(staging)?, common.host_piece(notes)?);
+        let words = bytemuck::cast_slice(&scratch.notes);
+        let (rows, at) = match (&self.x, in_place) {
+            (Some((x, _)), Some((offset, _))) => (x, offset),
+            _ => (&packed, staging.0),
+        };
+        let packed = Packed { rows, at, notes: &notes, notes_of_host: words };
+        engine.run(items, &operands, Some(packed))
+    }
+
+    /// Has the relay perform a step.
+    fn relay(&mut self, step: impl FnOnce(&mut RelayCall<'_, '_>) -> Result<(), Error>) -> Result<(), Error> {
+        let Enqueuer { relay, engine, kept, calls, numbers, .. } = &mut *self.enqueuer;
+        let Some(relay) = relay else { return Ok(()) };
+        let (kind, programs) = (self.tag.kind, self.programs);
+        let Kept { forward, numbers: (counts, sizes), .. } = &mut kept[self.seat as usize];
+        let task = self.task.get_or_insert_with(|| {
+            let parts = ReturnParts { rows: !kind.places(), weights: false };
+            RelayTask { parts, ..RelayTask::new(*calls, kind) }
+        });
+        let judged = if kind.places() { (&numbers.counts, &numbers.sizes) } else { (&*counts, &*sizes) };
+        let run = &mut |items: &[_], operands: &Operands<'_>| engine.run(items, operands, None);
+        step(&mut RelayCall {
+            relay,
+            programs,
+            task,
+            plan: CallPlan::Own(forward),
+            judged: Some(judged),
+            run,
+        })
+    }
+}
+
+impl Executor for DeviceCall<'_> {
+    fn run(&mut self, role: Role, stage: StageId, part: Part) -> Result<(), Error> {
+        if role == Role::Relay {
+            return self.relay(|relay| relay.run(role, stage, part));
+        }
+        self.stage(stage, part)?;
+        if stage == StageId::Release && self.reached {
+            let common = &self.enqueuer.common;
+            common.space.reach(common.served.load(std::sync::atomic::Ordering::Relaxed) + 1);
+        }
+        Ok(())
+    }
+
+    fn compute(&mut self, role: Role, work: Work) -> Result<(), Error> {
+        if role == Role::Relay {
+            return self.relay(|relay| relay.compute(role, work));
+        }
+        match work {
+            Work::AwaitStream => {
+                let flag = if self.tag.kind.places() { StreamFlag::Dispatch } else { StreamFlag::Combine };
+                self.enqueuer.await_stream(self.seat, flag)?;
+                self.reached = true;
+            }
+            Work::Sort => self.sort(),
+            Work::Publish => self.publish()?,
+            Work::Announce => self.announce(),
+            Work::Take => self.take()?,
+            Work::Landings => self.landings()?,
+            Work::Judge => {
+                let Enqueuer { common, calls, numbers, .. } = &mut *self.enqueuer;
+                common.fixed.agreement(*calls, self.tag.kind).judge(numbers)?;
+            }
+            Work::Place => self.place()?,
+            Work::Describe => {
+                let Enqueuer { common, calls, kept, sorted, .. } = &*self.enqueuer;
+                common.fixed.describe_blocks(*calls, &kept[self.seat as usize].layout, sorted)?;
+            }
+            Work::FillRows => self.fill_rows()?,
+            Work::FillBringIn => self.fill_bring_in()?,
+            Work::Offer => self.offer(),
+            Work::Bases => self.bases()?,
+            Work::FillPull => self.fill_pull(),
+            Work::Propose => self.propose(),
+            Work::Adopt => self.adopt()?,
+            Work::Retire => {
+                let Enqueuer { calls, common, .. } = &mut *self.enqueuer;
+                calls.returned();
+                common.progress.returned(calls.last_return());
+            }
+            // No thread waits for the verdict, and the caller's stream finds rows and metadata
+            // where they landed.
+            Work::TellAgreed | Work::Report | Work::Metadata => {}
+            _ => return Err(CallError::unknown_step(self.tag.kind, &work).into()),
+        }
+        Ok(())
+    }
+
+    fn agree(&mut self, _: Role) -> Result<(), Error> {
+        let refused = self.refused.take();
+        let agreement = self.enqueuer.common.fixed.agreement(self.enqueuer.calls, self.tag.kind);
+        agreement.agree(self.tag, refused).inspect_err(|_| self.landing = None)
+    }
+
+    fn admit(&mut self, _: Role) -> Result<(), Error> {
+        let Enqueuer { common, calls, numbers, .. } = &mut *self.enqueuer;
+        let verdict = common.fixed.agreement(*calls, self.tag.kind).check_space(self.tag, numbers);
+        // Memory is free before the caller hears of the refusal, and may enter the next call.
+        verdict.inspect_err(|_| self.landing = None)
+    }
+}
+
+impl DeviceCall<'_> {
+    /// Takes memory of the size that the layout asks for, and says where it lies.
+    pub fn take(&mut self) -> Result<(), Error> {
+        let (common, kept) = (&self.enqueuer.common, &self.enqueuer.kept[self.seat as usize]);
+        if self.refused.is_none() {
+            let (landed, staged) = (kept.layout.landed, kept.layout.staged);
+            match common.take(common.fixed.extent_bytes(self.tag.kind, landed, staged)) {
+                Ok(extent) => {
+                    let (base, len) = (extent.offset(), extent.len());
+                    self.landing = Some(Landing { base, len, extent: Some(extent) });
+                }
+                Err(error @ Error::Memory(MemoryError::OutOfSpace { .. })) => self.refused = Some(error),
+                Err(error) => return Err(error),
+            }
+        }
+        let (base, handle) = (self.landing.as_ref().map_or(0, |landing| landing.base), kept.number);
+        self.say(Tag { handle, base, ..self.tag });
+        Ok(())
+    }
+
+    /// Reads where rows land at all ranks.
+    pub fn landings(&mut self) -> Result<(), Error> {
+        let Enqueuer { common, calls, tables, .. } = &mut *self.enqueuer;
+        let agreement = common.fixed.agreement(*calls, self.tag.kind);
+        for (peer, landing) in (0..).zip(&mut tables.landing) {
+            let mine = peer == common.fixed.lanes.rank;
+            *landing = if mine { self.tag.base } else { agreement.tag_of(peer)?.base };
+        }
+        Ok(())
+    }
+}
+
+impl DeviceCall<'_> {
+    /// Says where outputs lie, to local peers, and to relays where this rank's rows have their
+    /// place.
+    pub fn offer(&mut self) {
+        let handle = self.enqueuer.kept[self.seat as usize].number;
+        self.say(Tag { handle, base: self.base, ..self.tag });
+        if self.tag.refusal == Refusal::None {
+            let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
+            let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging().0);
+            let setting = common.fixed.agreement(*calls, self.tag.kind).setting;
+            tables.stage_rows(&setting, layout, home);
+            tables.offer(&common.fixed.paths(), self.tag, self.base);
+        }
+    }
+
+    /// Reads where the outputs of this node's ranks lie.
+    pub fn bases(&mut self) -> Result<(), MemoryError> {
+        let Enqueuer { common, calls, tables, .. } = &mut *self.enqueuer;
+        let agreement = common.fixed.agreement(*calls, self.tag.kind);
+        tables.bases[common.fixed.lanes.rank as usize] = self.base;
+        for peer in common.fixed.paths().local_peers() {
+            tables.bases[peer as usize] = agreement.tag_of(peer)?.base;
+        }
+        Ok(())
+    }
+
+    /// Fills the operands by which rows come here.
+    pub fn fill_pull(&mut self) {
+        let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
+        let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging().0);
+        tables.pull(&common.fixed.agreement(*calls, self.tag.kind).setting, layout, home);
+    }
+}
+
+impl DeviceCall<'_> {
+    /// Says which map this rank brings.
+    pub fn propose(&mut self) {
+        let handle = self.map.as_ref().map_or(0, ExpertMap::digest);
+        self.say(Tag { handle, ..self.tag });
+    }
+
+    /// Goes by the new map from now on. Rows of the old one stay where they are.
+    pub fn adopt(&mut self) -> Result<(), Error> {
+        let Enqueuer { common, caller, numbers, relay, .. } = &mut *self.enqueuer;
+        let (Some(map), CallerStream { stream, .. }) = (self.map.take(), caller) else { return Ok(()) };
+        let fixed = Arc::new(common.fixed.with_map(map));
+        common.write_map(stream.context(), stream, &fixed)?;
+        *numbers = GroupCounts::new(&fixed);
+        *relay = relay.is_some().then(|| Relay::new(Arc::clone(&fixed)));
+        *common = Arc::new(Session { fixed, ..Session::clone(common) });
+        Ok(())
+    }
+}

@@ -1,0 +1,834 @@
+//! An instance on a device with exact sizes or a budget: the calls that its caller makes, and the
+//! work that they put on the caller's stream.
+//!
+//! ```text
+//!   start_dispatch    check | ids -> host, flag, order, pack     enqueuer: first half
+//!   finish_dispatch   enqueuer: second half | choices apart      rows, handle
+//!   combine, ..       check | flag | enqueuer: both halves | sum
+//! ```
+//!
+//! A call in flight owns its state: [`EnqueuedDispatch`], [`EnqueuedCombine`].
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::REFUSED;
+use super::enqueuer::Enqueuer;
+use super::guard::WaitBreaker;
+use super::handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
+use super::memory::{Extent, StreamFlag};
+use super::session::{EnqueuedTokens, Session};
+use super::transport::RowTransport;
+use crate::device::{DeviceRange, DotScale, FetchWeights, Kernels, RecordArgs, Stream, SumChoices};
+use crate::dtype::Dtype;
+use crate::ep::builder::Spec;
+use crate::ep::rows::OutputAt;
+use crate::ep::tensor::{Chosen, Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
+use crate::ep::{CallExecutor, Choices, CombineInput, ExpertOutput, Feature, LaneUse};
+use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::plan::ExpertMap;
+use crate::schedule::call::{CallMachine, RankPrograms};
+use crate::world::SymmetricRange;
+
+/// An [`ExpertParallel`](crate::ExpertParallel) whose calls are laid out one by one: see the
+/// [module](super).
+///
+/// Calls may be under way when it is dropped.
+pub(in crate::ep) struct EnqueuedExchange {
+    pub(super) common: Arc<Session>,
+    pub(super) programs: RankPrograms,
+    pub(super) stream: Arc<Stream>,
+    pub(super) kernels: Arc<Kernels>,
+    pub(super) enqueuer: Box<Enqueuer>,
+    /// Per seat: returns started.
+    returns: Vec<u64>,
+    /// All dispatches.
+    dispatches: u64,
+    lanes: Arc<[LaneUse]>,
+    _guards: Vec<WaitBreaker>,
+    /// Other nodes write to it as long as this lives.
+    _passage: RowTransport,
+    _control: SymmetricRange,
+}
+
+/// A return between its halves.
+#[derive(Debug)]
+struct Returning {
+    machine: CallMachine,
+    kind: CallKind,
+    /// All ranks must choose alike.
+    options: u32,
+    seat: u32,
+    tokens: u32,
+    /// Where the output begins, in steps.
+    steps: u32,
+    /// Why this rank refuses the call.
+    own: Option<Error>,
+}
+
+/// A combine between its halves.
+#[derive(Debug)]
+pub(in crate::ep) struct EnqueuedCombine {
+    call: Returning,
+    output: Option<EnqueuedOutput>,
+}
+
+/// Choices of a call that places rows and, if they go along, the tokens with their type.
+type Brought<'a> = (Chosen<'a>, Option<(&'a DeviceRange, Dtype)>);
+
+/// How long streams of a dead world are waited for when the exchange goes.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// Parts of an exchange.
+pub(super) struct Parts {
+    pub common: Arc<Session>,
+    pub programs: RankPrograms,
+    pub stream: Arc<Stream>,
+    pub kernels: Arc<Kernels>,
+    pub enqueuer: Box<Enqueuer>,
+    pub guards: Vec<WaitBreaker>,
+    pub passage: RowTransport,
+    pub control: SymmetricRange,
+}
+
+impl EnqueuedExchange {
+    /// Of these parts.
+    pub(super) fn of(parts: Parts) -> Self {
+        let Parts { common, programs, stream, kernels, enqueuer, guards, passage, control } = parts;
+        let returns = vec![0; common.shape.word_sets() as usize];
+        let lanes = LaneUse::of_devices(&common.fixed.lanes).into();
+        EnqueuedExchange {
+            common,
+            programs,
+            stream,
+            kernels,
+            enqueuer,
+            returns,
+            dispatches: 0,
+            lanes,
+            _guards: guards,
+            _passage: passage,
+            _control: control,
+        }
+    }
+
+    /// The stream of its calls.
+    pub fn stream(&self) -> &Arc<Stream> {
+        &self.stream
+    }
+
+    /// Enqueues the next calls on another stream of the device, behind all that the one before has
+    /// been given. Calls then go on as if on one stream: what shares memory with them stays in
+    /// order.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream).
+    pub fn set_stream(&mut self, stream: &Arc<Stream>) -> Result<(), Error> {
+        stream.require_context(self.stream.context())?;
+        // An event of a stream that is captured would not be one of this stream's.
+        if stream.is_capturing()? || self.stream.is_capturing()? {
+            return Ok(Feature::Capture.require(CallExecutor::Enqueuer)?);
+        }
+        self.enqueuer.follow(stream)?;
+        self.stream = Arc::clone(stream);
+        Ok(())
+    }
+
+    /// Its number among instances on devices.
+    pub fn instance(&self) -> u64 {
+        self.common.instance
+    }
+
+    /// The lanes of the group.
+    pub fn lanes(&self) -> &[LaneUse] {
+        &self.lanes
+    }
+
+    /// Shape of a tensor of so many tokens.
+    pub fn tokens_shape(&self, tokens: u32) -> Shape {
+        let Spec { hidden, dtype, .. } = self.common.fixed.spec;
+        Shape { rows: tokens.into(), columns: hidden, dtype }
+    }
+
+    /// Enqueues that every token goes to the ranks of its experts, and that the rows of this rank's
+    /// experts come. Collective. What is enqueued afterwards finds the rows.
+    ///
+    /// # Errors
+    /// [`DeviceError`](crate::error::DeviceError) ends the world. Bad input is reported by
+    /// [`EnqueuedDispatch::finish`], on all ranks, and so is [`CallError::TooManyInFlight`], if as
+    /// many dispatches are alive as there are contexts.
+    pub fn start_dispatch(&mut self, x: Tensor<'_>, choices: Choices<'_>) -> Result<EnqueuedDispatch, Error> {
+        let tokens = Tokens::check(&self.common.fixed.spec, self.stream.device(), x, choices);
+        self.begin_placing(
+            CallKind::Dispatch,
+            tokens.map(|tokens| (tokens.chosen(), Some((tokens.x, tokens.dtype)))),
+        )
+    }
+
+    /// The layout of a dispatch, whose tokens come later.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::prepare`](crate::ExpertParallel::prepare).
+    pub fn prepare(&mut self, choices: Choices<'_>) -> Result<EnqueuedHandle, Error> {
+        let chosen = Chosen::check(&self.common.fixed.spec, self.stream.device(), choices);
+        let mut started = self.begin_placing(CallKind::Prepare, chosen.map(|chosen| (chosen, None)))?;
+        self.serve(&mut started)?;
+        started.prepared()
+    }
+
+    /// Waits until all ranks have said how many rows they have: not for the rows. Work on them can
+    /// be enqueued then.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch).
+    pub fn finish_dispatch(
+        &mut self,
+        mut started: EnqueuedDispatch,
+    ) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {
+        self.serve(&mut started)?;
+        started.finish()
+    }
+
+    /// Second half of a call that places rows.
+    fn serve(&mut self, started: &mut EnqueuedDispatch) -> Result<(), Error> {
+        let (common, lease) = (&self.common, &started.lease);
+        let tokens = if started.refused.is_some() { REFUSED } else { lease.tokens };
+        let call = ((started.kind, lease.seat), (tokens, started.x.take()));
+        let served = self.enqueuer.dispatch(&self.programs, started.machine, call.0, call.1);
+        served.map_err(|error| common.fixed.fail(error))?;
+        common.served.fetch_add(1, Ordering::Relaxed);
+        if let Some(rows) = self.enqueuer.landed(lease.seat) {
+            let chosen = common.lay_choices_apart(&self.stream, &self.kernels, (lease.seat, rows));
+            chosen.map_err(|error| common.fixed.fail(error))?;
+        }
+        Ok(())
+    }
+
+    /// Sizes that stay on the device are refused: rows have no place before their number is known.
+    /// The call is made first, for the other ranks.
+    ///
+    /// # Errors
+    /// As [`EnqueuedExchange::finish_dispatch`]; [`PlanError::NotAvailable`].
+    pub fn unfinished_dispatch(
+        &mut self,
+        started: EnqueuedDispatch,
+    ) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {
+        self.finish_dispatch(started)?;
+        Feature::Capture.require(CallExecutor::Enqueuer)?;
+        Err(PlanError::RefusedHere.into())
+    }
+
+    /// First half of a call of this kind that places rows, of choices and, if they go along, their
+    /// tokens.
+    fn begin_placing(
+        &mut self,
+        kind: CallKind,
+        brought: Result<Brought<'_>, Error>,
+    ) -> Result<EnqueuedDispatch, Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        self.refuse_capture()?;
+        let common = Arc::clone(&self.common);
+        let seats = common.shape.seats();
+        let free = (0..seats).find(|&seat| common.seats[seat as usize].take());
+        // Without a context the call is entered all the same: the other ranks do not wait.
+        let (seat, brought) = match free {
+            Some(seat) => (seat, brought),
+            None => {
+                let full = brought.and(Err(CallError::TooManyInFlight { max: seats }.into()));
+                (common.shape.seatless(), full)
+            }
+        };
+        let (brought, refused) =
+            brought.map_or_else(|error| (None, Some(error)), |brought| (Some(brought), None));
+        let count = brought.map_or(0, |(chosen, _)| chosen.tokens);
+        self.dispatches += 1;
+        let (call, lanes) = (self.dispatches, Arc::clone(&self.lanes));
+        let dtype = brought.and_then(|(_, x)| x).map(|(_, dtype)| dtype);
+        let packs = common.packs(kind, dtype.unwrap_or(Dtype::Bytes));
+        let lease = Arc::new(Lease { common, seat, call, tokens: count, packs, lanes });
+        self.common.space.count();
+        self.enqueue_dispatch(seat, brought).map_err(|error| self.common.fixed.fail(error))?;
+        let machine = self.start(kind, seat)?;
+        let x = brought
+            .filter(|(chosen, _)| chosen.tokens > 0)
+            .and_then(|(_, x)| x.filter(|&x| self.packs_when_placed(x)))
+            .map(|(x, dtype)| (x.clone(), dtype));
+        let late = self.common.shape.arrives();
+        let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));
+        Ok(EnqueuedDispatch { lease, kind, refused, regroups, machine, x })
+    }
+
+    /// Drives a call to its half.
+    fn start(&mut self, kind: CallKind, seat: u32) -> Result<CallMachine, Error> {
+        self.enqueuer.start(&self.programs, kind, seat).map_err(|error| self.common.fixed.fail(error))
+    }
+
+    /// Enqueues that expert outputs come back to their tokens and are summed into `out`.
+    /// Collective.
+    ///
+    /// # Errors
+    /// [`DeviceError`](crate::error::DeviceError) ends the world. A refusal of this rank's input,
+    /// which the other ranks hear of.
+    pub fn combine(
+        &mut self,
+        y: CombineInput<'_>,
+        handle: &EnqueuedHandle,
+        out: TensorMut<'_>,
+    ) -> Result<(), Error> {
+        let out = out.on_device("combined tokens", self.tokens_shape(handle.tokens()), self.stream.device());
+        let started = self.start_combine(y, handle, out.as_ref().err().cloned())?;
+        // A sum that is refused leaves zeros, where there is room for them.
+        self.finish_combine(started, handle, out.ok())
+    }
+
+    /// First half: offers outputs, unless something `unfit` refuses the call.
+    pub fn start_combine(
+        &mut self,
+        y: CombineInput<'_>,
+        handle: &EnqueuedHandle,
+        unfit: Option<Error>,
+    ) -> Result<EnqueuedCombine, Error> {
+        self.refuse_capture()?;
+        if let Err(foreign) = self.own(handle) {
+            return Err(self.refuse(CallKind::Combine, None, foreign));
+        }
+        let output = Kernels::sum_choices_names(self.common.fixed.spec.dtype)
+            .map_err(Error::from)
+            .and_then(|_| self.output(y, handle));
+        let call = self.offer((CallKind::Combine, 0), handle, output.as_ref(), unfit)?;
+        Ok(EnqueuedCombine { call, output: output.ok() })
+    }
+
+    /// First half of a return of this kind and these options, unless something `unfit` refuses it.
+    /// Its caller has the output for as long as something needs it behind the call.
+    fn offer(
+        &mut self,
+        (kind, options): (CallKind, u32),
+        handle: &EnqueuedHandle,
+        output: Result<&EnqueuedOutput, &Error>,
+        unfit: Option<Error>,
+    ) -> Result<Returning, Error> {
+        let (seat, refused) = (handle.seat(), output.err().cloned().or(unfit));
+        let steps = match output {
+            Ok(output) if refused.is_none() => output.steps(kind),
+            _ => REFUSED,
+        };
+        let returns = &mut self.returns[seat as usize];
+        *returns += 1;
+        let nth = *returns;
+        // No earlier call may use memory that is given back from now on.
+        self.common.space.count();
+        let machine = self.enqueue_return(kind, seat, steps)?;
+        handle.returns(nth, kind, refused.clone());
+        Ok(Returning { machine, kind, options, seat, tokens: handle.tokens(), steps, own: refused })
+    }
+
+    /// Second half of a combine: the sums of the rows that came back.
+    ///
+    /// # Errors
+    /// Why this rank refused the call, or the refusal of another rank.
+    pub fn finish_combine(
+        &mut self,
+        started: EnqueuedCombine,
+        handle: &EnqueuedHandle,
+        out: Option<&DeviceRange>,
+    ) -> Result<(), Error> {
+        let EnqueuedCombine { call, output } = started;
+        self.finish_return(call, out)?;
+        if let Some(output) = output.filter(|_| self.common.fixed.spec.weighted) {
+            handle.keep(output);
+        }
+        Ok(())
+    }
+
+    /// Second half of a return: what came back goes to `out`.
+    ///
+    /// # Errors
+    /// As [`EnqueuedExchange::finish_combine`].
+    fn finish_return(&mut self, mut call: Returning, out: Option<&DeviceRange>) -> Result<(), Error> {
+        let own = call.own.take();
+        let refused = self.serve_return(call, out).map_err(|error| self.common.fixed.fail(error))?;
+        match (refused, own) {
+            (None | Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => Err(own),
+            (refused, _) => refused.map_or(Ok(()), Err),
+        }
+    }
+
+    fn serve_return(&mut self, call: Returning, out: Option<&DeviceRange>) -> Result<Option<Error>, Error> {
+        let Returning { machine, kind, options, seat, tokens, steps, .. } = call;
+        let refused = self.enqueuer.ret(&self.programs, machine, (kind, seat), (steps, options))?;
+        self.common.served.fetch_add(1, Ordering::Relaxed);
+        self.enqueue_returned((kind, seat), tokens, out)?;
+        Ok(refused)
+    }
+
+    /// Calls are not captured: a graph would replay them with the words of this call.
+    fn refuse_capture(&self) -> Result<(), Error> {
+        match self.stream.is_capturing()? {
+            true => Ok(Feature::Capture.require(CallExecutor::Enqueuer)?),
+            false => Ok(()),
+        }
+    }
+
+    /// The output that a caller brings, or one that its rows are copied to.
+    fn output(&self, y: CombineInput<'_>, handle: &EnqueuedHandle) -> Result<EnqueuedOutput, Error> {
+        let tensor = match y {
+            CombineInput::Output(ExpertOutput(OutputAt::Enqueued(output))) => {
+                let (seen, expected) = (output.lease.call, handle.call());
+                return match Arc::ptr_eq(&output.lease, handle.lease()) {
+                    true => Ok(output),
+                    false => Err(CallError::WrongOutput { seen, expected }.into()),
+                };
+            }
+            CombineInput::Output(ExpertOutput(OutputAt::Slots(output))) => {
+                let (seen, expected) = (output.instance(), self.instance());
+                return Err(CallError::ForeignHandle { seen, expected }.into());
+            }
+            CombineInput::Output(_) => return Err(wrong_place("expert outputs", Side::Device)),
+            CombineInput::Elsewhere(tensor) => tensor,
+        };
+        let output = handle.output()?;
+        let rows = Shape { rows: output.len().into(), ..self.tokens_shape(0) };
+        let from = tensor.on_device("expert outputs", rows, self.stream.device())?;
+        let len = from.len();
+        self.stream.copy(output.rows().span(0, len)?, from.span(0, len)?)?;
+        handle.count_copied(len);
+        Ok(output)
+    }
+
+    /// Where experts live.
+    pub fn expert_map(&self) -> &ExpertMap {
+        &self.common.fixed.spec.map
+    }
+
+    /// Adopts another expert map, if all ranks bring the same and no handle is alive.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::set_expert_map`](crate::ExpertParallel::set_expert_map).
+    pub fn set_expert_map(&mut self, map: Result<ExpertMap, Error>) -> Result<(), Error> {
+        self.refuse_capture()?;
+        self.common.fixed.shared.hub.health().check()?;
+        let map = map.and_then(|map| self.check_map(&map).map(|()| map));
+        let (map, refused) = map.map_or_else(|error| (None, Some(error)), |map| (Some(map), None));
+        let seat = self.common.shape.seatless();
+        self.common.space.count();
+        let reached = self.common.word(seat, StreamFlag::Combine).and_then(|word| self.stream.write(word, 1));
+        reached.map_err(|error| self.common.fixed.fail(error.into()))?;
+        let machine = self.start(CallKind::ExpertMap, seat)?;
+        let agreed = self.enqueuer.remap(&self.programs, machine, map, refused);
+        let refusal = agreed.map_err(|error| self.common.fixed.fail(error))?;
+        self.common.served.fetch_add(1, Ordering::Relaxed);
+        self.common = Arc::clone(&self.enqueuer.common);
+        refusal.map_or(Ok(()), Err)
+    }
+
+    fn check_map(&self, map: &ExpertMap) -> Result<(), Error> {
+        self.common.fixed.check_map(map)?;
+        match self.common.handles.load(Ordering::Relaxed) as usize {
+            0 => Ok(()),
+            count => Err(CallError::HandlesAlive { count }.into()),
+        }
+    }
+
+    /// Memory for so many tokens, as a dispatch sends them.
+    ///
+    /// # Errors
+    /// As [`Session::take`].
+    pub fn token_buffer(&self, tokens: u32) -> Result<EnqueuedTokens, Error> {
+        self.common.token_buffer(tokens)
+    }
+
+    /// Enqueues that tokens of this type become records.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::quantise_into`](crate::ExpertParallel::quantise_into).
+    pub fn quantise(
+        &self,
+        (tokens, dtype): (&DeviceRange, Dtype),
+        records: &DeviceRange,
+    ) -> Result<(), Error> {
+        let (common, spec) = (&self.common, &self.common.fixed.spec);
+        let rows = tokens.len() / (spec.hidden * dtype.size()) as u64;
+        let rows = u32::try_from(rows).unwrap_or(u32::MAX);
+        // Without an index there is no fault to report.
+        let status = common.word(common.shape.seatless(), StreamFlag::Status)?;
+        let args = RecordArgs {
+            hidden: spec.hidden as u32,
+            dtype,
+            sources: rows,
+            rows,
+            from: tokens.span(0, tokens.len())?,
+            index: None,
+            out: records.span(0, records.len())?,
+            status,
+        };
+        Ok(self.kernels.records(&self.stream, &args)?)
+    }
+
+    /// Takes part in a call that this rank cannot make: the other ranks are told, as of bad input,
+    /// and do not wait.
+    pub fn refuse(&mut self, call: CallKind, handle: Option<&EnqueuedHandle>, error: Error) -> Error {
+        if let Err(captured) = self.refuse_capture() {
+            return captured;
+        }
+        let handle = handle.filter(|handle| handle.instance() == self.instance());
+        let refused = match (call, handle) {
+            (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, Some(handle)) => self
+                .own(handle)
+                .and_then(|()| self.offer((call, 0), handle, Err(&error), None))
+                .and_then(|started| self.finish_return(started, None)),
+            (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, None) => {
+                self.refuse_without_seat(call)
+            }
+            (CallKind::Dispatch | CallKind::Prepare, _) => {
+                let started = self.begin_placing(call, Err(error.clone()));
+                started.and_then(|mut started| {
+                    self.serve(&mut started)?;
+                    started.placed().map(drop)
+                })
+            }
+            (CallKind::CachedDispatch | CallKind::CombineBackward, handle) => {
+                let seat = handle.map_or(self.common.shape.seatless(), EnqueuedHandle::seat);
+                self.along((call, seat), 0, Err(error.clone())).map(drop)
+            }
+            (CallKind::ExpertMap, _) => self.set_expert_map(Err(error.clone())),
+            // There is no other call on devices: every rank refuses it by itself.
+            _ => Ok(()),
+        };
+        refused.err().unwrap_or(error)
+    }
+
+    /// Enters a return for which this rank has no layout, to refuse it.
+    fn refuse_without_seat(&mut self, kind: CallKind) -> Result<(), Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        let seat = self.common.shape.seatless();
+        self.common.space.count();
+        let machine = self.enqueue_return(kind, seat, REFUSED)?;
+        let call = Returning { machine, kind, options: 0, seat, tokens: 0, steps: REFUSED, own: None };
+        self.serve_return(call, None).map_err(|error| self.common.fixed.fail(error))?;
+        Ok(())
+    }
+
+    /// Waits until the stream is done; waits of a failed world end by themselves.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        while !self.stream.is_done()? {
+            std::thread::yield_now();
+        }
+        Ok(self.common.fixed.shared.hub.health().check()?)
+    }
+
+    /// Whether a handle is one of this exchange.
+    fn own(&self, handle: &EnqueuedHandle) -> Result<(), Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        let (seen, expected) = (handle.instance(), self.instance());
+        if seen != expected {
+            return Err(CallError::ForeignHandle { seen, expected }.into());
+        }
+        Ok(())
+    }
+
+    /// Enqueues the first half of a return.
+    fn enqueue_return(&mut self, kind: CallKind, seat: u32, steps: u32) -> Result<CallMachine, Error> {
+        self.enqueue_reached(seat, steps).map_err(|error| self.common.fixed.fail(error))?;
+        self.start(kind, seat)
+    }
+
+    /// Enqueues that rows go along the layout of a handle, and that they come. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch_cached`](crate::ExpertParallel::dispatch_cached).
+    pub fn cached(
+        &mut self,
+        kind: CallKind,
+        x: Tensor<'_>,
+        handle: &EnqueuedHandle,
+    ) -> Result<EnqueuedRows, Error> {
+        self.refuse_capture()?;
+        if let Err(foreign) = self.own(handle) {
+            return Err(self.refuse(kind, None, foreign));
+        }
+        let dtype = x.dtype();
+        let shape = Shape::brought(&self.common.fixed.spec, kind, handle.tokens(), dtype);
+        let x = x.on_device("tokens", shape, self.stream.device()).map(|x| (x, dtype));
+        let extent = self.along((kind, handle.seat()), handle.tokens(), x)?;
+        let (common, place) = (&self.common, (handle.seat(), extent.offset(), handle.rows()));
+        if common.shape.arrives() {
+            let regrouped = common.regroup(&self.stream, &self.kernels, kind, place);
+            regrouped.map_err(|error| common.fixed.fail(error))?;
+        }
+        EnqueuedRows::new(handle.lease(), (kind, handle.rows()), extent)
+    }
+
+    /// Makes a call of this kind along the layout of a seat: where rows land.
+    fn along(
+        &mut self,
+        (kind, seat): (CallKind, u32),
+        tokens: u32,
+        x: Result<(&DeviceRange, Dtype), Error>,
+    ) -> Result<Extent, Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        let (x, refused) = x.map_or_else(|error| (None, Some(error)), |x| (Some(x), None));
+        self.common.space.count();
+        let fail = |error| self.common.fixed.fail(error);
+        let x = x.filter(|_| tokens > 0);
+        let lies = x.filter(|&x| self.common.lie_here(kind, x).is_some() && self.may_lie(seat));
+        if let (Some((x, dtype)), None) = (x, lies) {
+            let packed = self.common.pack(&self.stream, &self.kernels, (kind, seat), (tokens, x, dtype));
+            packed.map_err(fail)?;
+        }
+        self.enqueue_reached(seat, 0).map_err(fail)?;
+        let machine = self.start(kind, seat)?;
+        let x = lies.map(|(x, dtype)| (x.clone(), dtype));
+        let landed = self.enqueuer.cached(&self.programs, machine, (kind, seat), (x, refused));
+        self.common.served.fetch_add(1, Ordering::Relaxed);
+        landed.map_err(|error| self.common.fixed.fail(error))?
+    }
+
+    /// Whether tokens may be sent along the layout of a seat as they lie.
+    fn may_lie(&self, seat: u32) -> bool {
+        self.enqueuer.kept[seat as usize].in_place.is_some()
+    }
+
+    /// Enqueues that gradients of rows return and their sums go to `tokens`; with `of_rows`, one
+    /// gradient for the weight of each row, those return, too, to `weights`. Collective.
+    ///
+    /// # Errors
+    /// As
+    /// [`ExpertParallel::dispatch_backward_into`](crate::ExpertParallel::dispatch_backward_into).
+    pub fn dispatch_backward(
+        &mut self,
+        (rows, of_rows): (CombineInput<'_>, Option<Tensor<'_>>),
+        handle: &EnqueuedHandle,
+        (tokens, weights): (TensorMut<'_>, Option<TensorMut<'_>>),
+    ) -> Result<(), Error> {
+        self.refuse_capture()?;
+        if let Err(foreign) = self.own(handle) {
+            return Err(self.refuse(CallKind::DispatchBackward, None, foreign));
+        }
+        let sums =
+            tokens.on_device("token gradients", self.tokens_shape(handle.tokens()), self.stream.device());
+        let keeps = of_rows.is_some();
+        let checked = self.weights(of_rows, handle, weights.as_ref());
+        let output = Kernels::sum_choices_names(self.common.fixed.spec.dtype)
+            .map_err(Error::from)
+            .and_then(|_| self.output(rows, handle));
+        let unfit = sums.as_ref().err().or(checked.as_ref().err()).cloned();
+        let (sums, (of_rows, home)) = (sums.ok(), checked.unwrap_or_default());
+        if let (Some(from), Ok(output), None) = (of_rows, &output, &unfit) {
+            let behind = output.weights()?;
+            self.stream.copy(behind.span(0, from.len())?, from.span(0, from.len())?)?;
+        }
+        let options = if keeps { WITH_WEIGHTS } else { 0 };
+        let call = self.offer((CallKind::DispatchBackward, options), handle, output.as_ref(), unfit)?;
+        self.finish_return(call, sums)?;
+        if keeps { self.weights_home(handle, output.as_ref(), home) } else { Ok(()) }
+    }
+
+    /// Tensors of weight gradients, of rows and of choices: both or none, unless there are no
+    /// choices.
+    fn weights<'t>(
+        &self,
+        of_rows: Option<Tensor<'t>>,
+        handle: &EnqueuedHandle,
+        of_choices: Option<&'t TensorMut<'_>>,
+    ) -> Result<(Option<&'t DeviceRange>, Option<&'t DeviceRange>), Error> {
+        let device = self.stream.device();
+        let words = |rows: u64| Shape { rows, columns: 1, dtype: Dtype::F32 };
+        let of_row = u64::from(self.common.fixed.sizing(CallKind::Combine).words_home);
+        let of_all = words(u64::from(handle.rows()) * of_row);
+        let rows = of_rows.map(|given| given.on_device("row weight gradients", of_all, device));
+        let all = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
+        let expected = if of_rows.is_some() { all } else { 0 };
+        let choices = of_choices.map(|out| out.on_device("weight gradients", words(expected), device));
+        let (rows, choices) = (rows.transpose()?, choices.transpose()?);
+        if expected > 0 && choices.is_none() {
+            let (what, rows) = ("weight gradients", expected as usize);
+            return Err(PlanError::WrongShape { what, seen: 0, rows, columns: 1 }.into());
+        }
+        Ok((rows, choices))
+    }
+
+    /// Enqueues that gradients of token sums go to the rows that were summed. Those of a weighted
+    /// combine are multiplied with the weights of the rows, and weight gradients return to
+    /// `weights`. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::combine_backward_into`](crate::ExpertParallel::combine_backward_into).
+    pub fn combine_backward(
+        &mut self,
+        gradients: Tensor<'_>,
+        handle: &EnqueuedHandle,
+        weights: Option<TensorMut<'_>>,
+    ) -> Result<EnqueuedRows, Error> {
+        if !self.common.fixed.spec.weighted {
+            return self.cached(CallKind::CombineBackward, gradients, handle);
+        }
+        let choices = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
+        let words = Shape { rows: choices, columns: 1, dtype: Dtype::F32 };
+        let home = weights
+            .as_ref()
+            .map(|weights| weights.on_device("weight gradients", words, self.stream.device()))
+            .transpose();
+        // Refused before the first of two calls, so the output of the combine is still there.
+        let home = match home {
+            Ok(home) => home,
+            Err(unfit) => return Err(self.refuse(CallKind::CombineBackward, Some(handle), unfit)),
+        };
+        let rows = self.cached(CallKind::CombineBackward, gradients, handle)?;
+        // It stays in the handle: the gradient may be asked for again.
+        let (kept, missing) = (handle.kept(), "the output of a weighted combine");
+        let lacking = CallError::NotKept { missing }.into();
+        let output = kept.as_ref().ok_or(&lacking);
+        if let Ok(output) = output {
+            self.enqueue_products(output, &rows).map_err(|error| self.common.fixed.fail(error))?;
+        }
+        self.weights_home(handle, output, home)?;
+        Ok(rows)
+    }
+
+    /// Enqueues that what lies behind the rows of an output returns to the choices.
+    fn weights_home(
+        &mut self,
+        handle: &EnqueuedHandle,
+        output: Result<&EnqueuedOutput, &Error>,
+        home: Option<&DeviceRange>,
+    ) -> Result<(), Error> {
+        let call = self.offer((CallKind::ReturnWeights, 0), handle, output, None)?;
+        self.finish_return(call, home)
+    }
+
+    /// That choices go, with their tokens or before those, or, without any, that the call is
+    /// refused; and that rows come.
+    fn enqueue_dispatch(&mut self, seat: u32, brought: Option<Brought<'_>>) -> Result<(), Error> {
+        let (common, stream) = (&*self.common, &*self.stream);
+        let (shape, spec) = (&common.shape, &common.fixed.spec);
+        if let Some((Chosen { tokens, experts, weights }, _)) = brought {
+            let choices = u64::from(tokens) * u64::from(spec.top_k) * 4;
+            for (from, to) in [(experts, shape.host_experts()), (weights, shape.host_weights())] {
+                stream.copy(common.host.range().span(to.0, choices)?, from.span(0, choices)?)?;
+            }
+        }
+        stream.write(
+            common.word(seat, StreamFlag::Dispatch)?,
+            brought.map_or(REFUSED, |(chosen, _)| chosen.tokens) + 1,
+        )?;
+        let packs = brought.filter(|(chosen, _)| chosen.tokens > 0);
+        if let Some((Chosen { tokens, experts, .. }, x)) = packs {
+            // Where engines relay, the second half finds the order.
+            if !shape.arrives() {
+                common.order(stream, &self.kernels, seat, (tokens, experts))?;
+            }
+            if let Some((x, dtype)) = x.filter(|&x| !self.packs_when_placed(x)) {
+                common.pack(stream, &self.kernels, (CallKind::Dispatch, seat), (tokens, x, dtype))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether these tokens are packed in the second half: where engines relay, the caller's thread
+    /// knows only then in which order; and whether they need be packed, where engines can read
+    /// them.
+    fn packs_when_placed(&self, x: (&DeviceRange, Dtype)) -> bool {
+        self.common.shape.arrives() || self.common.lie_here(CallKind::Dispatch, x).is_some()
+    }
+
+    /// That the stream has come to a call along a known layout. In a return, outputs may be read,
+    /// which lie so many `steps` into this rank's memory. On one node the caller's thread runs
+    /// ahead: nobody hears of it but the streams of its peers.
+    fn enqueue_reached(&self, seat: u32, steps: u32) -> Result<(), Error> {
+        if !self.common.fixed.paths().is_multi_node() {
+            return Ok(());
+        }
+        Ok(self.stream.write(self.common.word(seat, StreamFlag::Combine)?, steps + 1)?)
+    }
+
+    /// That what returned goes to `out`: sums of rows, or weight gradients.
+    fn enqueue_returned(
+        &mut self,
+        (kind, seat): (CallKind, u32),
+        tokens: u32,
+        out: Option<&DeviceRange>,
+    ) -> Result<(), Error> {
+        let (common, stream) = (&*self.common, &*self.stream);
+        let (shape, spec) = (&common.shape, &common.fixed.spec);
+        let Some(out) = out.filter(|_| tokens > 0) else { return Ok(()) };
+        let (rows, index) = (common.span(shape.staging())?, common.span(shape.places(seat))?);
+        let (n_rows, top_k) = (shape.entries() as u32, spec.top_k);
+        let (status, out) = (common.word(seat, StreamFlag::Status)?, out.span(0, out.len())?);
+        if kind == CallKind::ReturnWeights {
+            let words = common.fixed.sizing(CallKind::Combine).words_home;
+            let choices = tokens * top_k;
+            let fetch = FetchWeights { choices, n_rows, words, from: rows, index, status, out };
+            return Ok(self.kernels.fetch_weights(stream, &fetch)?);
+        }
+        let weights = common.span(shape.weights(seat))?;
+        let groups = common.span(shape.groups())?;
+        Ok(self.kernels.sum_choices(
+            stream,
+            &SumChoices {
+                tokens,
+                top_k,
+                columns: spec.hidden as u32,
+                dtype: spec.dtype,
+                wire: spec.wire,
+                n_rows,
+                rows,
+                index,
+                n_experts: common.fixed.bins.count(),
+                experts: Some(common.span(shape.sums(seat))?),
+                weights: (spec.weighted && kind == CallKind::Combine).then_some(weights),
+                group_of: spec.order.has_partials().then_some(groups),
+                status,
+                out,
+            },
+        )?)
+    }
+
+    /// That gradients of a weighted combine are multiplied with the weights of their rows, after
+    /// `<y, g>` was taken of each.
+    fn enqueue_products(&self, y: &EnqueuedOutput, gradients: &EnqueuedRows) -> Result<(), Error> {
+        let (spec, rows) = (&self.common.fixed.spec, gradients.len());
+        if rows == 0 {
+            return Ok(());
+        }
+        let (g, weights, products) = (gradients.rows()?, gradients.weights()?, y.weights()?);
+        Ok(self.kernels.dot_scale(
+            &self.stream,
+            &DotScale {
+                rows,
+                columns: spec.hidden as u32,
+                dtype: spec.dtype,
+                y: y.rows().span(0, y.rows().len())?,
+                gradients: g.span(0, g.len())?,
+                weights: weights.span(0, weights.len())?,
+                products: products.span(0, products.len())?,
+            },
+        )?)
+    }
+}
+
+impl Drop for EnqueuedExchange {
+    fn drop(&mut self) {
+        if self.common.fixed.shared.hub.health().check().is_err() {
+            self.enqueuer.engine.await_queues(DRAIN);
+        }
+        // The guard ends waits as long as it lives.
+        let since = Instant::now();
+        while self.common.fixed.shared.hub.health().check().is_err()
+            && self.stream.is_done() == Ok(false)
+            && since.elapsed() < DRAIN
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl std::fmt::Debug for EnqueuedExchange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("EnqueuedExchange").field("spec", &self.common.fixed.spec).finish_non_exhaustive()
+    }
+}
+
+/// Option of a gradient of dispatch: weight gradients return behind it.
+const WITH_WEIGHTS: u32 = 1;

@@ -1,0 +1,432 @@
+//! Results of the enqueuer's calls: rows, placement, outputs, and how each call went.
+//!
+//! ```text
+//!   EnqueuedDispatch --finish--> EnqueuedRows, EnqueuedHandle --output--> EnqueuedOutput
+//!                     all share one Lease: the context is free when the last of them is gone
+//! ```
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::memory::{Extent, MemoryShape, StreamFlag};
+use super::session::{Alive, ContextProgress, PlacementInfo, Session};
+use crate::device::{DeviceRange, Kernels, Stream};
+use crate::dtype::Dtype;
+use crate::ep::{CallExecutor, LaneUse, Report, Status};
+use crate::error::{CallKind, Error, PlanError};
+use crate::exec::EnqueueCounts;
+use crate::plan::RowBuffer;
+use crate::schedule::call::CallMachine;
+
+/// A seat, as long as anything of its dispatch is alive.
+#[derive(Debug)]
+pub(super) struct Lease {
+    pub common: Arc<Session>,
+    pub seat: u32,
+    /// Which dispatch of the exchange it is.
+    pub call: u64,
+    pub tokens: u32,
+    /// The kernel that packs its rows.
+    pub packs: &'static str,
+    pub lanes: Arc<[LaneUse]>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.common.seats[self.seat as usize].free();
+    }
+}
+
+impl Lease {
+    /// How the last calls of its seat went.
+    ///
+    /// # Errors
+    /// The cause of a dead world.
+    fn told(&self) -> Result<MutexGuard<'_, ContextProgress>, Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        Ok(self.common.seats[self.seat as usize].told())
+    }
+
+    /// A report of what was enqueued.
+    fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
+        let (detour, registration) = (self.common.no_gpu_direct, self.common.registration);
+        let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), CallExecutor::Enqueuer);
+        Report { executor, lanes, enqueued, kernels, detour, registration, ..Report::default() }
+    }
+
+    /// The status word of the seat, as devices read it.
+    fn status_word(&self) -> Result<DeviceRange, Error> {
+        Ok(self.common.host_piece((self.common.shape.flag(self.seat, StreamFlag::Status), 4))?)
+    }
+}
+
+/// A dispatch that is enqueued.
+#[derive(Debug)]
+pub(in crate::ep) struct EnqueuedDispatch {
+    pub(super) lease: Arc<Lease>,
+    pub(super) kind: CallKind,
+    /// Error of this rank's input.
+    pub(super) refused: Option<Error>,
+    /// Stream and kernel that put rows into visible order, once their places are known.
+    pub(super) regroups: Option<(Arc<Stream>, Arc<Kernels>)>,
+    /// Where the call is.
+    pub(super) machine: CallMachine,
+    /// Tokens that are packed in the second half.
+    pub(super) x: Option<(DeviceRange, Dtype)>,
+}
+
+impl EnqueuedDispatch {
+    /// Rows and placement of a call that is served. Where engines relay, this enqueues the kernel
+    /// that puts rows into visible order.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). After those that leave the
+    /// world usable the stream goes on with no rows, and the status word says why.
+    pub(super) fn finish(self) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {
+        let (placement, extent) = self.placed()?;
+        let extent = extent.ok_or(PlanError::RefusedHere)?;
+        if let Some((stream, kernels)) = &self.regroups {
+            let (common, place) = (&self.lease.common, (self.lease.seat, extent.offset(), placement.rows));
+            common.regroup(stream, kernels, self.kind, place).map_err(|error| common.fixed.fail(error))?;
+        }
+        let rows = EnqueuedRows::new(&self.lease, (self.kind, placement.rows), extent)?;
+        Ok((rows, EnqueuedHandle::new(self.lease, placement)))
+    }
+
+    /// The layout alone: no rows came.
+    ///
+    /// # Errors
+    /// As [`EnqueuedDispatch::finish`].
+    pub(super) fn prepared(self) -> Result<EnqueuedHandle, Error> {
+        let (placement, _) = self.placed()?;
+        Ok(EnqueuedHandle::new(self.lease, placement))
+    }
+
+    /// How the call went: the placement, and where rows land.
+    ///
+    /// # Errors
+    /// As [`EnqueuedDispatch::finish`].
+    pub(super) fn placed(&self) -> Result<(PlacementInfo, Option<Extent>), Error> {
+        let mut told = self.lease.told()?;
+        match (told.refused.take(), &self.refused) {
+            (Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => Err(own.clone()),
+            (Some(error), _) => Err(error),
+            (None, _) => Ok((told.placement.clone(), told.extent.take())),
+        }
+    }
+}
+
+/// Rows that were received, `[rows, hidden]`: (local expert, source rank, token). They are there
+/// for what is enqueued on the exchange's stream after the dispatch. Their memory is given back
+/// when this is dropped, to calls enqueued later.
+#[derive(Debug)]
+pub(in crate::ep) struct EnqueuedRows {
+    memory: DeviceRange,
+    weights: DeviceRange,
+    /// Rank-major: the local expert of each row and choice.
+    experts: Option<DeviceRange>,
+    counts: DeviceRange,
+    landing: RowBuffer,
+    /// Where engines relay: rows as they arrived, and which is which.
+    arrived: Option<(DeviceRange, DeviceRange)>,
+    _extent: Extent,
+    _lease: Arc<Lease>,
+}
+
+impl EnqueuedRows {
+    /// Rows that a call of this kind brings along a layout, where this extent lies.
+    pub(super) fn new(
+        lease: &Arc<Lease>,
+        (kind, landed): (CallKind, u32),
+        extent: Extent,
+    ) -> Result<Self, Error> {
+        let (common, seat) = (&lease.common, lease.seat);
+        let shape = &common.shape;
+        let landing = shape.landing(kind, landed);
+        let base = extent.offset();
+        let spec = &common.fixed.spec;
+        let (per_rank, [experts, apart]) = (spec.layout.is_per_rank(), shape.row_choices(seat));
+        let choices = u64::from(landed) * u64::from(spec.top_k) * 4;
+        let weights = match per_rank {
+            true => (apart.0, choices),
+            false => (shape.notes(seat).0, u64::from(landed) * 4),
+        };
+        let (memory, weights) = (common.piece((base, landing.bytes()))?, common.piece(weights)?);
+        let experts = per_rank.then(|| common.piece((experts.0, choices))).transpose()?;
+        let arrived = match shape.arrives() {
+            true => {
+                let (at, (index, end)) = (landing.bytes(), landing.arrivals());
+                Some((common.piece((base + at, index - at))?, common.piece((base + index, end - index))?))
+            }
+            false => None,
+        };
+        let counts = common.piece(common.counts(seat))?;
+        let lease = Arc::clone(lease);
+        Ok(EnqueuedRows {
+            memory,
+            weights,
+            experts,
+            counts,
+            landing,
+            arrived,
+            _extent: extent,
+            _lease: lease,
+        })
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> u32 {
+        self.landing.rows
+    }
+
+    /// The rows, `[rows, hidden]`, or records of them.
+    ///
+    /// # Errors
+    /// None in practice: they lie inside their memory.
+    pub fn rows(&self) -> Result<DeviceRange, Error> {
+        Ok(self.memory.part(0, u64::from(self.landing.rows) * self.landing.row_bytes)?)
+    }
+
+    /// Rank-major: the local expert of each row and choice, `i32 [rows, top_k]`; -1 where there is
+    /// none.
+    pub fn experts(&self) -> Option<&DeviceRange> {
+        self.experts.as_ref()
+    }
+
+    /// The routing weight of each row, `f32 [rows]`, or rank-major of each row and choice; 0 for
+    /// pad rows.
+    ///
+    /// # Errors
+    /// None in practice: they lie inside their memory.
+    pub fn weights(&self) -> Result<DeviceRange, Error> {
+        Ok(self.weights.clone())
+    }
+
+    /// Where engines relay: rows as they arrived, and for each visible row which of them it is,
+    /// `i32 [rows]`, -1 of pads. A grouped matrix product that takes an index can read them as they
+    /// are; [`EnqueuedRows::rows`] are made of them.
+    pub fn index(&self) -> Option<(&DeviceRange, &DeviceRange)> {
+        self.arrived.as_ref().map(|(rows, index)| (rows, index))
+    }
+
+    /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`. Rank-major,
+    /// rows that chose each.
+    pub fn counts(&self) -> &DeviceRange {
+        &self.counts
+    }
+}
+
+/// The placement of one dispatch. Combines follow it.
+#[derive(Debug)]
+pub(in crate::ep) struct EnqueuedHandle {
+    lease: Arc<Lease>,
+    placement: PlacementInfo,
+    copied: AtomicU64,
+    /// The last return.
+    last: Mutex<Option<LastReturn>>,
+    /// The output of a weighted combine, which its gradient needs.
+    kept: Mutex<Option<EnqueuedOutput>>,
+    _alive: Alive,
+}
+
+/// The return that answers for a handle.
+#[derive(Clone, Debug)]
+struct LastReturn {
+    /// Which return of the seat it is.
+    nth: u64,
+    kind: CallKind,
+    /// Why this rank refused it.
+    refused: Option<Error>,
+}
+
+impl EnqueuedHandle {
+    pub(super) fn new(lease: Arc<Lease>, placement: PlacementInfo) -> Self {
+        let (copied, alive) = (AtomicU64::new(0), Alive::new(&lease.common.handles));
+        let (last, kept) = Default::default();
+        EnqueuedHandle { lease, placement, copied, last, kept, _alive: alive }
+    }
+
+    /// Keeps the output of a weighted combine.
+    pub(super) fn keep(&self, output: EnqueuedOutput) {
+        self.kept().replace(output);
+    }
+
+    /// The output that is kept.
+    pub(super) fn kept(&self) -> MutexGuard<'_, Option<EnqueuedOutput>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of its instance.
+    pub fn instance(&self) -> u64 {
+        self.lease.common.instance
+    }
+
+    pub(super) fn lease(&self) -> &Arc<Lease> {
+        &self.lease
+    }
+
+    pub(super) fn seat(&self) -> u32 {
+        self.lease.seat
+    }
+
+    pub(super) fn call(&self) -> u64 {
+        self.lease.call
+    }
+
+    /// That this return was enqueued.
+    pub(super) fn returns(&self, nth: u64, kind: CallKind, refused: Option<Error>) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(LastReturn { nth, kind, refused });
+    }
+
+    pub(super) fn count_copied(&self, bytes: u64) {
+        self.copied.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes of rows that did not lie in an output buffer.
+    pub fn copied_bytes(&self) -> u64 {
+        self.copied.load(Ordering::Relaxed)
+    }
+
+    /// Rows of each local expert.
+    pub fn tokens_per_expert(&self) -> &[i64] {
+        &self.placement.tokens_per_expert
+    }
+
+    /// The same, pads counted: the segments of the rows.
+    pub fn padded_tokens_per_expert(&self) -> &[i64] {
+        &self.placement.padded_per_expert
+    }
+
+    /// Which of this rank's choices, `[tokens, top_k]`, were dropped for want of room.
+    pub fn dropped(&self) -> &[bool] {
+        &self.placement.dropped
+    }
+
+    /// Rows that each rank needed, pads counted; the same at every rank.
+    pub fn required_rows(&self) -> &[u32] {
+        &self.placement.required
+    }
+
+    /// Rows received, pads counted.
+    pub fn rows(&self) -> u32 {
+        self.placement.rows
+    }
+
+    /// Tokens dispatched by this rank.
+    pub fn tokens(&self) -> u32 {
+        self.lease.tokens
+    }
+
+    /// A buffer of the rows' shape where peers can read it: experts write into it. Its contents are
+    /// undefined.
+    ///
+    /// # Errors
+    /// As [`Session::take`].
+    pub fn output(&self) -> Result<EnqueuedOutput, Error> {
+        let common = &self.lease.common;
+        let shape = &common.shape;
+        let offer = shape.offer(self.placement.rows);
+        let extent = common.take(offer.bytes())?;
+        let base = extent.offset();
+        let rows = common.piece((base, u64::from(offer.rows) * offer.row_bytes))?;
+        let (len, lease) = (offer.rows, Arc::clone(&self.lease));
+        Ok(EnqueuedOutput { rows, len, base, _extent: extent, lease })
+    }
+
+    /// How the last call of this dispatch or its combines ended at this rank: a [`Status`] of 32
+    /// bits, for kernels. It is written before the stream goes on.
+    ///
+    /// # Errors
+    /// None in practice.
+    pub fn status(&self) -> Result<DeviceRange, Error> {
+        self.lease.status_word()
+    }
+
+    /// The same, for the host; what it says is sure once the stream has come by.
+    pub fn status_now(&self) -> Status {
+        let word = self.lease.common.flag(self.lease.seat, StreamFlag::Status);
+        Status(word.map_or(0, |word| word.load(std::sync::atomic::Ordering::Acquire) as u32))
+    }
+
+    /// How the bytes of the dispatch went.
+    pub fn report(&self) -> Result<Report, Error> {
+        let enqueued = self.lease.told()?.dispatched;
+        let Lease { common, packs, .. } = &*self.lease;
+        let kernels = if common.shape.arrives() { [*packs, "regroup"] } else { ["order", *packs] };
+        // Tokens that went as they lay were not packed.
+        let kernels = match (self.placement.in_place, common.shape.arrives()) {
+            (false, _) => &kernels[..],
+            (true, true) => &kernels[1..],
+            (true, false) => &kernels[..1],
+        };
+        let apart = common.fixed.spec.layout.is_per_rank().then_some("choices");
+        let kernels: Vec<_> = kernels.iter().copied().chain(apart).collect();
+        Ok(self.lease.report(enqueued, &kernels))
+    }
+
+    /// How the last return went; nothing if it has yet to be finished.
+    pub fn returned(&self) -> Result<Report, Error> {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let told = self.lease.told()?;
+        let Some(LastReturn { kind, refused, .. }) = last.filter(|last| told.home >= last.nth) else {
+            return Ok(self.lease.report(EnqueueCounts::default(), &[]));
+        };
+        let enqueued = match (&told.combine_refused, refused) {
+            (Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => return Err(own),
+            (Some(error), _) => return Err(error.clone()),
+            (None, _) => told.combined,
+        };
+        let kernels = match kind {
+            CallKind::ReturnWeights => &["fetch_weights"],
+            _ => Kernels::sum_choices_names(self.lease.common.fixed.spec.dtype)?,
+        };
+        Ok(self.lease.report(enqueued, kernels))
+    }
+}
+
+/// Output of the experts.
+#[derive(Debug)]
+pub(in crate::ep) struct EnqueuedOutput {
+    rows: DeviceRange,
+    len: u32,
+    base: u64,
+    _extent: Extent,
+    pub(super) lease: Arc<Lease>,
+}
+
+impl EnqueuedOutput {
+    /// The number of its instance.
+    pub fn instance(&self) -> u64 {
+        self.lease.common.instance
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// The rows, `[rows, hidden]`, to write to. What pad rows hold is never read.
+    pub fn rows(&self) -> &DeviceRange {
+        &self.rows
+    }
+
+    /// Gradients of row weights, `f32 [rows]`, to write to.
+    ///
+    /// # Errors
+    /// None in practice: they lie inside their memory.
+    pub fn weights(&self) -> Result<DeviceRange, Error> {
+        let offer = self.offer();
+        Ok(self.lease.common.piece((self.base + offer.notes_at(), offer.notes * 4))?)
+    }
+
+    /// Memory that peers may read.
+    fn offer(&self) -> RowBuffer {
+        self.lease.common.shape.offer(self.len)
+    }
+
+    /// Where in this rank's memory what returns in a call of this kind begins, in steps.
+    pub(super) fn steps(&self, kind: CallKind) -> u32 {
+        let behind = if kind == CallKind::ReturnWeights { self.offer().notes_at() } else { 0 };
+        ((self.base + behind) / MemoryShape::STEP) as u32
+    }
+}

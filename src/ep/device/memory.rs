@@ -1,0 +1,623 @@
+//! Memory of an instance on a device: its layout, the same at every rank, and the pool in it.
+//!
+//! ```text
+//!   memory of the device   | words | zeros | map | groups | staging | context 0 | context 1 | ...  |  pool: rows and outputs |
+//!   staging                packed rows of a dispatch, rows that come home in a combine
+//!   a context              | order | places | sums | weights | counts | notes |
+//!
+//!   memory of the host     | words of context 0 | 1 | ... | words of no context | arrays |
+//!   arrays                 | experts | weights | notes | places | sums | counts | order |
+//!
+//!   with several nodes: words of the device that NICs write, and one of
+//!   host staging           | as memory of the device | outbox: rows on their way to other nodes |    where no NIC reaches it
+//!   enqueuer's scratch     | index of arrivals | notes of rows from other nodes |                    else, where engines relay
+//! ```
+//!
+//! Calls take turns on the caller's stream, so one staging is enough, and a handle keeps
+//! permutations and the weights of its rows.
+//!
+//! **The pool** is offsets alone. The host gives memory back while the stream may still read it. So
+//! it is free for those calls only that were enqueued later, when the stream has come to one of
+//! them:
+//!
+//! ```text
+//!   host     call 1    call 2    drop rows of 1    call 3
+//!   stream        call 1 ......... call 2 . experts on rows of 1 ........ call 3
+//!   pool               free: -          free: -                              free: rows of 1
+//! ```
+//!
+//! Peers read what a combine offered. It is dropped with the combine, and free when they say that
+//! they have read it. The caller's thread waits for that where it awaits its stream. Where it runs
+//! ahead, it looks ([`Progress`]).
+
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::device::PinnedMemory;
+use crate::ep::builder::Spec;
+use crate::ep::work::EpState;
+use crate::error::{CallKind, DeviceError, PlanError};
+use crate::memory::Extents;
+use crate::plan::{RowBuffer, RowSizes};
+use crate::schedule::{ControlLayout, Flag};
+
+/// Everything begins at multiples of this.
+const GRAIN: u64 = 256;
+/// More than any device has: sums of a few of these do not overflow.
+const MOST: u64 = 1 << 56;
+/// Bytes of a word that a stream and a thread share: nothing else is in its line.
+const LINE: u64 = 64;
+/// Bytes of the flags of a seat.
+const FLAGS: u64 = (StreamFlag::COUNT * LINE).next_multiple_of(GRAIN);
+
+/// Words that a stream shares with its caller's thread, and with nobody else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StreamFlag {
+    /// The stream: ids and weights are here. The number of tokens, plus one.
+    Dispatch,
+    /// The stream: outputs may be read. Where they lie, in steps of [`MemoryShape::STEP`], plus
+    /// one.
+    Combine,
+    /// The stream: how the last call ended; see [`Status`](crate::ep::Status).
+    Status,
+}
+
+impl StreamFlag {
+    pub const COUNT: u64 = 3;
+}
+
+/// Sizes that all ranks have in common.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MemoryShape {
+    seats: u32,
+    ids: u64,
+    bins: u64,
+    ranks: u64,
+    max_tokens: u64,
+    top_k: u64,
+    align: u64,
+    /// Experts, and bins, that a rank may have: all, since they may all move there; rank-major
+    /// there is one bin.
+    experts: u64,
+    segments: u64,
+    /// A row stands for all choices of its token at a rank.
+    per_rank: bool,
+    /// Combines multiply rows with their weights.
+    weighted: bool,
+    sizing: RowSizes,
+    /// Rows that a rank may receive.
+    most_rows: u64,
+    pool: u64,
+    /// Where engines relay: most rows that a rank stages.
+    staged: Option<u64>,
+    /// Bytes of the words.
+    words: u64,
+}
+
+/// A piece of memory: offset and length in bytes.
+pub(super) type ByteRange = (u64, u64);
+
+impl MemoryShape {
+    /// Unit of a flag's value.
+    pub const STEP: u64 = 64;
+
+    /// `staged`: where engines relay, most rows that a rank hands on; `words`: bytes of flags that
+    /// NICs may write.
+    pub fn new(spec: &Spec, seats: u32, pool: u64, staged: Option<u64>, words: u64) -> Self {
+        let experts = spec.map.slots().into();
+        let per_rank = spec.layout.is_per_rank();
+        MemoryShape {
+            seats,
+            ids: spec.map.experts().into(),
+            bins: if per_rank { spec.map.ranks().into() } else { spec.map.slots().into() },
+            ranks: spec.map.ranks().into(),
+            max_tokens: spec.max_tokens.into(),
+            top_k: spec.top_k.into(),
+            align: spec.align.into(),
+            experts,
+            segments: if per_rank { 1 } else { experts },
+            per_rank,
+            weighted: spec.weighted,
+            sizing: spec.sizing(CallKind::Dispatch, None),
+            most_rows: spec.mode.budget().map_or(u64::MAX, u64::from),
+            pool: pool.min(MOST),
+            staged,
+            words,
+        }
+    }
+
+    /// Whether all of it can be counted: no sum or product of what follows is beyond 64 bits.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for more bytes than any device has.
+    pub fn check(&self) -> Result<(), PlanError> {
+        let staged = u128::from(self.staged.unwrap_or(0));
+        let rows = staged + u128::from(self.entries() + self.align + self.ids + self.bins + self.experts);
+        // A row, its note and its numbers, all of them a few times.
+        let bytes = 4 * u128::from(self.longest_row() + self.sizing.note_bytes() + 8 + GRAIN);
+        let notes = u128::from(self.notes_bytes()) + u128::from(2 * self.row_choice_bytes() + GRAIN);
+        let all = rows.saturating_mul(bytes).saturating_add(notes);
+        let all = all.saturating_mul(u128::from(self.seats) + 2);
+        if all <= MOST.into() {
+            return Ok(());
+        }
+        Err(PlanError::BadParameter {
+            parameter: "bytes of the exchange",
+            seen: u64::try_from(all).unwrap_or(u64::MAX),
+            expected: "what a device may have: fewer seats, tokens or choices, or shorter rows",
+        })
+    }
+
+    pub fn seats(&self) -> u32 {
+        self.seats
+    }
+
+    /// Sets of words: one for each seat, and one for combines that a rank refuses because it has no
+    /// seat for them.
+    pub fn word_sets(&self) -> u32 {
+        self.seats + 1
+    }
+
+    /// The set of words without a seat.
+    pub fn seatless(&self) -> u32 {
+        self.seats
+    }
+
+    /// Choices of a rank, at most; and so its rows.
+    pub fn entries(&self) -> u64 {
+        self.max_tokens * self.top_k
+    }
+
+    /// Bytes of one row that goes out in a call of this kind: of a record, where a dispatch makes
+    /// them.
+    pub fn row_bytes(&self, kind: CallKind) -> u64 {
+        match kind {
+            CallKind::Dispatch | CallKind::CachedDispatch => self.sizing.row_bytes,
+            _ => self.sizing.home_bytes,
+        }
+    }
+
+    /// Bytes of the longest row that goes out or comes home: weights do as rows, too.
+    fn longest_row(&self) -> u64 {
+        self.sizing.row_bytes.max(self.sizing.home_bytes).max(self.sizing.of_weights().home_bytes)
+    }
+
+    /// Memory of so many rows that land in a call of this kind. Metadata lies with the handle.
+    pub fn landing(&self, kind: CallKind, rows: u32) -> RowBuffer {
+        RowBuffer { rows, notes: 0, row_bytes: self.row_bytes(kind) }
+    }
+
+    /// Whether engines relay.
+    pub fn arrives(&self) -> bool {
+        self.staged.is_some()
+    }
+
+    /// Memory that a rank offers in a combine, for so many rows.
+    pub fn offer(&self, rows: u32) -> RowBuffer {
+        self.sizing.offer(rows)
+    }
+
+    /// Flags that NICs write behind rows.
+    pub fn words(&self) -> ByteRange {
+        (0, self.words)
+    }
+
+    pub fn zeros(&self) -> ByteRange {
+        (behind(self.words()), round(self.align * self.longest_row().max(self.sizing.note_bytes())))
+    }
+
+    /// The bin of each expert, for this rank: `i32`.
+    pub fn map(&self) -> ByteRange {
+        (behind(self.zeros()), self.ids * 4)
+    }
+
+    /// The partial sum of each bin, by its place in the order of the sum: `i32`.
+    pub fn groups(&self) -> ByteRange {
+        (behind(self.map()), self.bins * 4)
+    }
+
+    /// Rows that a call packs, or that come home to it. All seats share it.
+    pub fn staging(&self) -> ByteRange {
+        (behind(self.groups()), self.entries() * self.longest_row())
+    }
+
+    /// First byte of a seat.
+    fn seat(&self, seat: u32) -> u64 {
+        behind(self.staging()) + u64::from(seat) * self.seat_bytes()
+    }
+
+    /// The token of each packed row, `i32`.
+    pub fn order(&self, seat: u32) -> ByteRange {
+        (self.seat(seat), self.entries() * 4)
+    }
+
+    /// The packed row of each choice, `i32 [tokens, top_k]`, or -1.
+    pub fn places(&self, seat: u32) -> ByteRange {
+        (behind(self.order(seat)), self.entries() * 4)
+    }
+
+    /// The place of each choice's bin in the order of the sum, `i32 [tokens, top_k]`, or -1.
+    pub fn sums(&self, seat: u32) -> ByteRange {
+        (behind(self.places(seat)), self.entries() * 4)
+    }
+
+    /// Where combines are weighted: routing weights, `f32 [tokens, top_k]`.
+    pub fn weights(&self, seat: u32) -> ByteRange {
+        (behind(self.sums(seat)), self.weight_bytes())
+    }
+
+    fn weight_bytes(&self) -> u64 {
+        if self.weighted { self.entries() * 4 } else { 0 }
+    }
+
+    /// Rows per local expert, then the same with pads: `i64 [2, experts]`. Rank-major, rows that
+    /// chose each: `i64 [experts]`.
+    pub fn counts(&self, seat: u32) -> ByteRange {
+        (behind(self.weights(seat)), 2 * self.experts * 8)
+    }
+
+    /// The routing weight of each row that landed, `f32`.
+    pub fn notes(&self, seat: u32) -> ByteRange {
+        (behind(self.counts(seat)), self.notes_bytes())
+    }
+
+    fn notes_bytes(&self) -> u64 {
+        self.most_rows() * self.sizing.note_bytes()
+    }
+
+    /// Rank-major: the local expert of each row and choice, `i32`; then their weights, `f32`.
+    pub fn row_choices(&self, seat: u32) -> [ByteRange; 2] {
+        let experts = (behind(self.notes(seat)), self.row_choice_bytes());
+        [experts, (behind(experts), self.row_choice_bytes())]
+    }
+
+    fn row_choice_bytes(&self) -> u64 {
+        if self.per_rank { self.most_rows() * self.top_k * 4 } else { 0 }
+    }
+
+    pub fn pool(&self) -> ByteRange {
+        (self.seat(self.seats), round(self.pool))
+    }
+
+    /// Size of the device's memory.
+    pub fn device_bytes(&self) -> u64 {
+        behind(self.pool())
+    }
+
+    /// In host staging: from where rows leave. All that a rank dispatches fits.
+    pub fn outbox(&self) -> ByteRange {
+        (self.device_bytes(), round(self.entries() * self.longest_row()))
+    }
+
+    /// Bytes of host staging.
+    pub fn host_staging_bytes(&self) -> u64 {
+        behind(self.outbox())
+    }
+
+    /// In the enqueuer's scratch: where notes begin, behind the index.
+    pub fn scratch_notes(&self) -> u64 {
+        round(self.most_rows() * 4)
+    }
+
+    /// Bytes of the enqueuer's scratch.
+    pub fn scratch_bytes(&self) -> u64 {
+        self.scratch_notes() + round(self.most_rows() * self.sizing.note_bytes())
+    }
+
+    /// Rows that may land, pads counted; memory of none cannot be pinned.
+    fn most_rows(&self) -> u64 {
+        let chosen = self.ranks.saturating_mul(self.max_tokens * self.top_k.min(self.segments));
+        let most = chosen.saturating_add(self.segments.saturating_mul(self.align - 1)).min(self.most_rows);
+        // Of the pool as it is laid out: what is rounded up holds rows, too.
+        most.min(round(self.pool) / self.sizing.row_bytes.max(1)).max(1)
+    }
+
+    /// Where a flag is in the host's memory.
+    pub fn flag(&self, seat: u32, flag: StreamFlag) -> u64 {
+        u64::from(seat) * FLAGS + flag as u64 * LINE
+    }
+
+    pub fn host_experts(&self) -> ByteRange {
+        (u64::from(self.word_sets()) * FLAGS, self.entries() * 4)
+    }
+
+    pub fn host_weights(&self) -> ByteRange {
+        (behind(self.host_experts()), self.entries() * 4)
+    }
+
+    pub fn host_notes(&self) -> ByteRange {
+        (behind(self.host_weights()), self.entries() * self.sizing.note_bytes())
+    }
+
+    pub fn host_places(&self) -> ByteRange {
+        (behind(self.host_notes()), self.entries() * 4)
+    }
+
+    pub fn host_sums(&self) -> ByteRange {
+        (behind(self.host_places()), self.entries() * 4)
+    }
+
+    pub fn host_counts(&self) -> ByteRange {
+        (behind(self.host_sums()), 2 * self.experts * 8)
+    }
+
+    /// Where engines relay: the token of each packed row.
+    pub fn host_order(&self) -> ByteRange {
+        (behind(self.host_counts()), self.entries() * 4)
+    }
+
+    /// Size of the host's memory.
+    pub fn host_bytes(&self) -> u64 {
+        behind(self.host_order())
+    }
+
+    fn seat_bytes(&self) -> u64 {
+        let permutations = 3 * round(self.entries() * 4) + round(self.weight_bytes());
+        let beside = round(self.notes_bytes()) + 2 * round(self.row_choice_bytes());
+        permutations + round(2 * self.experts * 8) + beside
+    }
+}
+
+fn round(bytes: u64) -> u64 {
+    bytes.next_multiple_of(GRAIN)
+}
+
+fn behind((offset, len): ByteRange) -> u64 {
+    offset + round(len)
+}
+
+/// Free memory, and memory that will be free.
+#[derive(Debug)]
+pub(super) struct DevicePool {
+    /// First byte of the pool in the window.
+    start: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    extents: Extents,
+    /// Given back after so many calls had been enqueued.
+    given: Vec<(u64, u64, u64)>,
+    enqueued: u64,
+}
+
+impl DevicePool {
+    pub fn new(start: u64, len: u64) -> Arc<Self> {
+        let state = State { extents: Extents::new(len), given: Vec::with_capacity(64), enqueued: 0 };
+        Arc::new(DevicePool { start, state: Mutex::new(state) })
+    }
+
+    /// Notes that a call is enqueued: what is given back from now on, it may use.
+    pub fn count(&self) {
+        self.state().enqueued += 1;
+    }
+
+    /// The stream has come to call `call`, counted from 1.
+    pub fn reach(&self, call: u64) {
+        let State { extents, given, .. } = &mut *self.state();
+        given.retain(|&(before, offset, len)| {
+            let free = before < call;
+            if free {
+                extents.free(offset, len);
+            }
+            !free
+        });
+    }
+
+    /// The largest free piece, or `most` bytes of it if that is less.
+    pub fn announce(self: &Arc<Self>, most: u64) -> Extent {
+        let (offset, len) = self.state().extents.take_largest(most);
+        Extent { space: Arc::clone(self), offset, len }
+    }
+
+    /// A piece of `len` bytes; else the largest length that could have been had.
+    pub fn take(self: &Arc<Self>, len: u64) -> Result<Extent, u64> {
+        let offset = self.state().extents.alloc(len)?;
+        Ok(Extent { space: Arc::clone(self), offset, len: Extents::round(len) })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How far the caller's stream has come, and its peers have read: words that the host reads without
+/// a call of the driver.
+#[derive(Debug)]
+pub(super) struct Progress {
+    /// This rank's words.
+    words: PinnedMemory,
+    rank: u32,
+    ranks: u32,
+    /// Ranks that read what this one offers.
+    locals: Vec<u32>,
+    marks: Mutex<Marks>,
+}
+
+#[derive(Debug, Default)]
+struct Marks {
+    /// A mark of the stream, and the call that it had come to.
+    calls: VecDeque<(u64, u64)>,
+    /// Value by which the readers of the last return answer.
+    last_return: u64,
+    /// The latest call whose mark was seen.
+    reached: u64,
+}
+
+impl Progress {
+    pub fn new(fixed: &EpState, words: &PinnedMemory) -> Self {
+        let (rank, ranks) = (fixed.lanes.rank, fixed.lanes.ranks());
+        let locals = fixed.paths().local_peers().collect();
+        Progress { words: words.clone(), rank, ranks, locals, marks: Mutex::default() }
+    }
+
+    /// The stream leaves this mark when it has come to a call.
+    pub fn started(&self, mark: u64, call: u64) {
+        self.marks().calls.push_back((mark, call));
+    }
+
+    /// Peers say with this value that they have read what was offered.
+    pub fn returned(&self, value: u64) {
+        self.marks().last_return = value;
+    }
+
+    /// The call that the stream has come to, if peers have read all that was offered; and whether
+    /// it is the last.
+    pub fn seen(&self) -> Result<(Option<u64>, bool), DeviceError> {
+        let value = |from, flag| {
+            let word = self.words.word(ControlLayout::flag(from, flag, self.ranks) as usize)?;
+            Ok::<_, DeviceError>(word.load(Ordering::Acquire))
+        };
+        let (mark, mut marks) = (value(self.rank, Flag::Returned)?, self.marks());
+        while let Some(&(_, call)) = marks.calls.front().filter(|(left, _)| *left <= mark) {
+            marks.calls.pop_front();
+            marks.reached = call;
+        }
+        for &reader in &self.locals {
+            if value(reader, Flag::Read)? < marks.last_return {
+                return Ok((None, false));
+            }
+        }
+        Ok((Some(marks.reached), marks.calls.is_empty()))
+    }
+
+    fn marks(&self) -> MutexGuard<'_, Marks> {
+        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A piece of the pool.
+#[derive(Debug)]
+pub(super) struct Extent {
+    space: Arc<DevicePool>,
+    offset: u64,
+    len: u64,
+}
+
+impl Extent {
+    /// First byte, counted from the start of the window.
+    pub fn offset(&self) -> u64 {
+        self.space.start + self.offset
+    }
+
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Gives back what nobody has written to or will: everything behind the first `len` bytes.
+    pub fn trim(&mut self, len: u64) {
+        let keep = Extents::round(len).min(self.len);
+        self.space.state().extents.free(self.offset + keep, self.len - keep);
+        self.len = keep;
+    }
+
+    /// Everything behind the first `len` bytes, as a piece of its own.
+    pub fn split(&mut self, len: u64) -> Extent {
+        let keep = Extents::round(len).min(self.len);
+        let rest =
+            Extent { space: Arc::clone(&self.space), offset: self.offset + keep, len: self.len - keep };
+        self.len = keep;
+        rest
+    }
+}
+
+impl Drop for Extent {
+    fn drop(&mut self) {
+        let mut state = self.space.state();
+        let before = state.enqueued;
+        state.given.push((before, self.offset, self.len));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(seats: u32, row_bytes: u64) -> MemoryShape {
+        let sizing =
+            RowSizes { row_bytes, home_bytes: row_bytes, words_out: 1, words_home: 0, partial_bytes: None };
+        MemoryShape {
+            seats,
+            ids: 8,
+            bins: 8,
+            ranks: 4,
+            max_tokens: 64,
+            top_k: 4,
+            align: 1,
+            experts: 2,
+            segments: 2,
+            per_rank: false,
+            weighted: true,
+            sizing,
+            most_rows: u64::MAX,
+            pool: 1 << 20,
+            staged: None,
+            words: 0,
+        }
+    }
+
+    #[test]
+    fn a_seat_has_permutations_and_no_rows() {
+        let grows = shape(3, 512).device_bytes() - shape(2, 512).device_bytes();
+        assert_eq!(shape(3, 512).seat_bytes(), grows, "memory grows by a seat");
+        // Four permutations of 64 tokens with 4 choices, and a word for each of at most 4 * 64 * 2
+        // rows.
+        assert_eq!(shape(2, 512).seat_bytes(), 4 * 64 * 4 * 4 + 256 + 512 * 4);
+        assert_eq!(shape(2, 1024).seat_bytes(), shape(2, 512).seat_bytes());
+    }
+
+    #[test]
+    fn within_a_budget_a_seat_has_words_for_as_many_rows() {
+        let budget = MemoryShape { most_rows: 128, ..shape(2, 512) };
+        assert_eq!(shape(2, 512).notes(0).1, 512 * 4);
+        assert_eq!(budget.notes(0).1, 128 * 4);
+    }
+
+    #[test]
+    fn pieces_lie_behind_each_other() {
+        let shape = shape(2, 512);
+        let mut pieces = vec![shape.zeros(), shape.map(), shape.groups(), shape.staging()];
+        for seat in 0..2 {
+            pieces.extend([shape.order(seat), shape.places(seat), shape.sums(seat)]);
+            pieces.extend([shape.weights(seat), shape.counts(seat), shape.notes(seat)]);
+        }
+        pieces.push(shape.pool());
+        for next in pieces.windows(2) {
+            assert!(next[0].0 + next[0].1 <= next[1].0, "{next:?}");
+        }
+    }
+
+    #[test]
+    fn host_arrays_lie_behind_the_words_of_all_seats() {
+        let shape = shape(3, 512);
+        let (at, len) = shape.host_order();
+        assert!(at + len <= shape.host_bytes());
+        assert!(shape.host_experts().0 >= shape.flag(shape.seatless(), StreamFlag::Status) + LINE);
+        assert!(shape.flag(1, StreamFlag::Dispatch) >= shape.flag(0, StreamFlag::Status) + LINE);
+    }
+
+    #[test]
+    fn what_is_given_back_is_free_for_calls_that_were_enqueued_later() {
+        let space = DevicePool::new(4096, 256);
+        space.count();
+        let rows = space.take(256).unwrap();
+        assert_eq!((rows.offset(), rows.len()), (4096, 256));
+        space.count();
+        drop(rows);
+        space.reach(2);
+        assert_eq!(space.take(64).unwrap_err(), 0, "call 2 was enqueued before");
+        space.count();
+        space.reach(3);
+        assert_eq!(space.announce(100).len(), 128);
+    }
+
+    #[test]
+    fn what_is_trimmed_is_free_at_once() {
+        let space = DevicePool::new(0, 256);
+        let mut announced = space.announce(u64::MAX);
+        announced.trim(65);
+        assert_eq!(space.take(128).unwrap().offset(), 128);
+    }
+}

@@ -1,0 +1,443 @@
+//! Session of an instance on a device: what never changes between its calls, and the kernels that
+//! need nothing else.
+//!
+//! Handles share it with the enqueuer. Each dispatch that is alive has a context, by whose
+//! [`ContextProgress`] the enqueuer tells the handle how its calls went.
+//!
+//! **Packing** puts rows in the order of a layout, as they are sent:
+//!
+//! | brought | sent | kernel |
+//! |---|---|---|
+//! | rows | rows | `regroup` |
+//! | records | records | `regroup` |
+//! | rows | records (a dispatch in fp8) | `records_*` |
+//!
+//! Tokens in the instance's own memory ([`EnqueuedTokens`]) need no packing if all rows for one
+//! place are a run of tokens, too.
+//!
+//! **Choices.** A rank's host knows how many rank-major rows come, but not their choices: these lie
+//! next to the rows. So a kernel behind their landing lays experts and weights apart, and counts
+//! the rows of each expert.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::memory::{ByteRange, DevicePool, Extent, MemoryShape, Progress, StreamFlag};
+use crate::bootstrap::interrupted;
+use crate::device::{
+    ByteSpan, ChoiceArgs, Context, DeviceRange, Kernels, PermuteArgs, PinnedMemory, RecordArgs, SortArgs,
+    Stream, Word,
+};
+use crate::dtype::{Dtype, Fp8RowShape};
+use crate::ep::work::EpState;
+use crate::error::{CallKind, DeviceError, Error, PlanError};
+use crate::exec::{CopyEngineStepper, EnqueueCounts};
+use crate::plan::{DispatchLayout, SortedRouting};
+use crate::schedule::{Calls, FillContext};
+use crate::world::{NoGpuDirect, Registration};
+
+/// State that handles and the enqueuer share. Copies share all that changes.
+#[derive(Clone, Debug)]
+pub(super) struct Session {
+    /// Tells handles of different exchanges apart, within this process.
+    pub instance: u64,
+    pub fixed: Arc<EpState>,
+    pub shape: MemoryShape,
+    /// This rank's memory, as its device reaches it.
+    pub memory: DeviceRange,
+    /// Memory of the host that both and the device reach.
+    pub host: PinnedMemory,
+    pub seats: Arc<[DispatchContext]>,
+    /// Handles that are alive.
+    pub handles: Arc<AtomicU32>,
+    pub space: Arc<DevicePool>,
+    /// How far the stream has come.
+    pub progress: Arc<Progress>,
+    /// Why rows that cross go by memory of the host, if they do.
+    pub no_gpu_direct: Option<NoGpuDirect>,
+    /// How NICs know the device's memory, if they do.
+    pub registration: Option<Registration>,
+    /// Calls that are enqueued.
+    pub served: Arc<AtomicU64>,
+}
+
+impl Session {
+    /// A flag, as the host sees it.
+    pub fn flag(&self, seat: u32, flag: StreamFlag) -> Result<&AtomicU64, DeviceError> {
+        self.host.word(self.shape.flag(seat, flag) as usize)
+    }
+
+    /// A flag, as streams see it.
+    pub fn word(&self, seat: u32, flag: StreamFlag) -> Result<Word<'_, u32>, DeviceError> {
+        self.host.range().word(self.shape.flag(seat, flag))
+    }
+
+    /// A piece of the device's memory.
+    pub fn piece(&self, (offset, len): ByteRange) -> Result<DeviceRange, DeviceError> {
+        self.memory.part(offset, len)
+    }
+
+    /// The same, for one call of the driver.
+    pub fn span(&self, (offset, len): ByteRange) -> Result<ByteSpan<'_>, DeviceError> {
+        self.memory.span(offset, len)
+    }
+
+    /// A piece of the host's memory, as the device sees it.
+    pub fn host_piece(&self, (offset, len): ByteRange) -> Result<DeviceRange, DeviceError> {
+        self.host.range().part(offset, len)
+    }
+
+    /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the
+    /// device's.
+    pub fn send(
+        &self,
+        engine: &mut CopyEngineStepper,
+        (from, to): (ByteRange, ByteRange),
+        len: u64,
+    ) -> Result<(), Error> {
+        let (from, to) = (self.host_piece(from)?, self.piece(to)?);
+        Ok(engine.copy(to.span(0, len)?, from.span(0, len)?)?)
+    }
+
+    /// Enqueues that `rows` rows that landed at `base` in a call of this kind are put into visible
+    /// order, where engines relay.
+    pub fn regroup(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        kind: CallKind,
+        (seat, base, rows): (u32, u64, u32),
+    ) -> Result<(), Error> {
+        let (landing, row_bytes) = (self.shape.landing(kind, rows), self.shape.row_bytes(kind));
+        if rows == 0 {
+            return Ok(());
+        }
+        let (bytes, (index, end)) = (u64::from(rows) * row_bytes, landing.arrivals());
+        let from = self.piece((base + landing.bytes(), bytes))?;
+        let (out, index) = (self.piece((base, bytes))?, self.piece((base + index, end - index))?);
+        Ok(kernels.regroup(
+            stream,
+            &PermuteArgs {
+                row_bytes,
+                sources: rows,
+                rows,
+                from: from.span(0, from.len())?,
+                index: index.span(0, index.len())?,
+                out: out.span(0, out.len())?,
+                status: self.word(seat, StreamFlag::Status)?,
+            },
+        )?)
+    }
+
+    /// Context of all operands by which rows go out in a call of this kind, whose
+    /// metadata lands at these places.
+    pub fn rows_setting<'a>(&'a self, calls: Calls, kind: CallKind, notes: &'a [u64]) -> FillContext<'a> {
+        let notes = self.fixed.enqueues.then_some(notes);
+        FillContext { notes, ..self.fixed.agreement(calls, kind).setting }
+    }
+
+    /// Gives back what of an extent a call of this kind along a layout does not need. What is
+    /// staged behind the rows is this rank's as long as the extent that is returned.
+    pub fn trim(&self, kind: CallKind, extent: &mut Extent, layout: &DispatchLayout) -> Option<Extent> {
+        let (chunk, staged) = (self.shape.landing(kind, layout.landed), u64::from(layout.staged));
+        let (kept, used) = match (self.shape.arrives(), self.fixed.gpu_direct()) {
+            (true, true) => (chunk.arrivals().1, chunk.staging() + staged * self.shape.row_bytes(kind)),
+            (true, false) => (chunk.arrivals().1, 0),
+            (false, _) => (chunk.bytes(), 0),
+        };
+        extent.trim(kept.max(used));
+        (used > kept).then(|| extent.split(kept))
+    }
+
+    /// The stream leaves this mark when it has come to the call that runs.
+    pub fn started(&self, mark: u64) {
+        let call = self.served.load(Ordering::Relaxed) + 1;
+        self.progress.started(mark, call);
+    }
+
+    /// Frees what the stream and all peers have read by now. Whether nothing is left to wait for.
+    pub fn reclaim(&self) -> bool {
+        let Ok((call, all)) = self.progress.seen() else { return true };
+        call.into_iter().for_each(|call| self.space.reach(call));
+        all
+    }
+
+    /// A piece of the pool. If there is none, and the stream has yet to read what was given back,
+    /// waits until it has.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), the cause of a dead world,
+    /// [`PlanError::Interrupted`].
+    pub fn take(&self, bytes: u64) -> Result<Extent, Error> {
+        loop {
+            let all = self.reclaim();
+            match self.space.take(bytes) {
+                Ok(extent) => return Ok(extent),
+                Err(free) if all => {
+                    return Err(self.fixed.room.lacks(self.fixed.lanes.rank, bytes, free));
+                }
+                Err(_) => {}
+            }
+            self.fixed.shared.hub.health().check()?;
+            if interrupted() {
+                return Err(PlanError::Interrupted.into());
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Writes what follows from the expert map: the bin of each expert, and the partial sum of each
+    /// bin. Waits for the stream.
+    pub fn write_map(
+        &self,
+        context: &Arc<Context>,
+        stream: &Stream,
+        EpState { spec, bins, lanes, .. }: &EpState,
+    ) -> Result<(), Error> {
+        let (shape, map) = (&self.shape, &spec.map);
+        let bin = |slot| if spec.layout.is_per_rank() { map.rank_of(slot) } else { slot };
+        let slots: Vec<u32> =
+            (0..map.experts()).map(|expert| bin(map.slot_for(lanes.rank, expert))).collect();
+        let partials: Vec<u32> = bins.in_order().iter().map(|&bin| bins.partial_of(bin)).collect();
+        let source = PinnedMemory::new(context, (shape.map().1 + shape.groups().1) as usize)?;
+        let mut from = 0;
+        for (words, (to, len)) in [(&slots, shape.map()), (&partials, shape.groups())] {
+            source.write_words(from, words)?;
+            stream.copy(self.memory.span(to, len)?, source.range().span(from as u64, len)?)?;
+            from += len as usize;
+        }
+        Ok(stream.synchronize()?)
+    }
+
+    /// Where rows of local experts are counted: each number twice, without and with pads;
+    /// rank-major once.
+    pub fn counts(&self, seat: u32) -> ByteRange {
+        let spec = &self.fixed.spec;
+        let experts = spec.map.slots_of(self.fixed.lanes.rank).len() as u64;
+        let each = if spec.layout.is_per_rank() { 8 } else { 16 };
+        (self.shape.counts(seat).0, experts * each)
+    }
+
+    /// Enqueues that the choices of `rows` rows of a seat are laid apart, where a row stands for
+    /// several.
+    pub fn lay_choices_apart(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        (seat, rows): (u32, u32),
+    ) -> Result<(), Error> {
+        let spec = &self.fixed.spec;
+        if !spec.layout.is_per_rank() {
+            return Ok(());
+        }
+        let [experts, weights] = self.shape.row_choices(seat);
+        let args = ChoiceArgs {
+            rows,
+            top_k: spec.top_k,
+            n_experts: spec.map.slots_of(self.fixed.lanes.rank).len() as u32,
+            notes: self.span(self.shape.notes(seat))?,
+            experts: self.span(experts)?,
+            weights: self.span(weights)?,
+            counts: self.span(self.counts(seat))?,
+        };
+        Ok(kernels.choices(stream, &args)?)
+    }
+
+    /// Enqueues that `count` tokens of this type, which a call of this kind brings, are packed in
+    /// the order of a seat.
+    pub fn pack(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        (kind, seat): (CallKind, u32),
+        (count, x, dtype): (u32, &DeviceRange, Dtype),
+    ) -> Result<(), Error> {
+        let shape = &self.shape;
+        let (order, packed) = (self.piece(shape.order(seat))?, self.piece(shape.staging())?);
+        let (sources, rows) = (count, count * self.fixed.spec.top_k);
+        let (from, index, out) =
+            (x.span(0, x.len())?, order.span(0, order.len())?, packed.span(0, packed.len())?);
+        let status = self.word(seat, StreamFlag::Status)?;
+        let enqueued = match self.records(kind, dtype) {
+            Some(record) => {
+                let (hidden, index) = (record.hidden() as u32, Some(index));
+                let records = RecordArgs { hidden, dtype, sources, rows, from, index, out, status };
+                kernels.records(stream, &records)
+            }
+            None => {
+                let row_bytes = shape.row_bytes(kind);
+                let permute = PermuteArgs { row_bytes, sources, rows, from, index, out, status };
+                kernels.regroup(stream, &permute)
+            }
+        };
+        Ok(enqueued?)
+    }
+
+    /// Whether tokens of this type are sent as they are in a call of this kind.
+    pub fn sends_as_they_are(&self, kind: CallKind, dtype: Dtype) -> bool {
+        self.records(kind, dtype).is_none()
+    }
+
+    /// The kernel that does that.
+    pub fn packs(&self, kind: CallKind, dtype: Dtype) -> &'static str {
+        let records = self.records(kind, dtype).and_then(|_| Kernels::records_name(dtype).ok());
+        records.unwrap_or("regroup")
+    }
+
+    /// The shape of the records that packing makes of tokens of this type, if it does.
+    fn records(&self, kind: CallKind, dtype: Dtype) -> Option<Fp8RowShape> {
+        let sent = matches!(kind, CallKind::Dispatch | CallKind::CachedDispatch);
+        self.fixed.spec.record.filter(|_| sent && dtype != Dtype::Bytes)
+    }
+
+    /// Memory for so many tokens, as a dispatch sends them.
+    ///
+    /// # Errors
+    /// As [`Session::take`].
+    pub fn token_buffer(&self, tokens: u32) -> Result<EnqueuedTokens, Error> {
+        let bytes = u64::from(tokens) * self.shape.row_bytes(CallKind::Dispatch);
+        let extent = self.take(bytes)?;
+        let range = self.piece((extent.offset(), bytes))?;
+        Ok(EnqueuedTokens { range, _extent: extent })
+    }
+
+    /// Where in this rank's memory tokens of this type lie that a call of this kind may send as
+    /// they are, if they do.
+    pub fn lie_here(&self, kind: CallKind, (x, dtype): (&DeviceRange, Dtype)) -> Option<u64> {
+        let offset = x.address().checked_sub(self.memory.address())?;
+        let inside = offset.checked_add(x.len()).is_some_and(|end| end <= self.memory.len());
+        (inside && self.sends_as_they_are(kind, dtype)).then_some(offset)
+    }
+
+    /// Enqueues that the order of rows is found: by bin, then by token.
+    pub fn order(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        seat: u32,
+        (count, experts): (u32, &DeviceRange),
+    ) -> Result<(), Error> {
+        let spec = &self.fixed.spec;
+        let (order, map) = (self.piece(self.shape.order(seat))?, self.piece(self.shape.map())?);
+        let choices = count * spec.top_k;
+        Ok(kernels.order(
+            stream,
+            &SortArgs {
+                experts: experts.span(0, u64::from(choices) * 4)?,
+                choices,
+                top_k: spec.top_k,
+                bin_of: map.span(0, map.len())?,
+                n_experts: spec.map.experts(),
+                bins: self.fixed.bins.count(),
+                once: spec.layout.is_per_rank(),
+                order: order.span(0, order.len())?,
+            },
+        )?)
+    }
+
+    /// Writes the metadata of rows for local peers where these lie packed: from these rows of
+    /// bins on.
+    pub fn rewrite_notes(&self, starts: &[u32], sorted: &SortedRouting) -> Result<(), Error> {
+        let (fixed, (at, _)) = (&self.fixed, self.shape.host_notes());
+        let bytes = fixed.sizing(CallKind::Dispatch).note_bytes();
+        for rank in (0..fixed.lanes.ranks()).filter(|&rank| fixed.paths().same_node(rank)) {
+            for bin in fixed.bins.of(rank) {
+                let to = at + u64::from(starts[bin as usize]) * bytes;
+                self.host.write_words(to as usize, sorted.notes_of(bin..bin + 1))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One seat: memory and flags of a dispatch that is alive, and of the returns that follow it.
+#[derive(Debug, Default)]
+pub(super) struct DispatchContext {
+    taken: AtomicBool,
+    told: Mutex<ContextProgress>,
+}
+
+/// How its last calls went.
+#[derive(Debug, Default)]
+pub(super) struct ContextProgress {
+    /// Returns that are enqueued, counted from 1.
+    pub home: u64,
+    pub placement: PlacementInfo,
+    /// Why the last dispatch was refused.
+    pub refused: Option<Error>,
+    /// Why the last return was refused.
+    pub combine_refused: Option<Error>,
+    /// Where rows of the last dispatch land.
+    pub extent: Option<Extent>,
+    /// Work that the last dispatch enqueued on the stream of copies.
+    pub dispatched: EnqueueCounts,
+    /// Work that the last return enqueued on it.
+    pub combined: EnqueueCounts,
+}
+
+/// The placement of a dispatch, as its caller sees it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct PlacementInfo {
+    /// The number of the call that made it.
+    pub number: u64,
+    pub rows: u32,
+    /// Tokens went as they lay.
+    pub in_place: bool,
+    pub tokens_per_expert: Vec<i64>,
+    pub padded_per_expert: Vec<i64>,
+    pub dropped: Vec<bool>,
+    pub required: Vec<u32>,
+}
+
+impl DispatchContext {
+    /// Takes the seat, if it is free.
+    pub fn take(&self) -> bool {
+        !self.taken.swap(true, Ordering::AcqRel)
+    }
+
+    /// Gives it back.
+    pub fn free(&self) {
+        self.taken.store(false, Ordering::Release);
+    }
+
+    /// Says something.
+    pub fn tell(&self, say: impl FnOnce(&mut ContextProgress)) {
+        say(&mut self.told());
+    }
+
+    pub fn told(&self) -> MutexGuard<'_, ContextProgress> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A handle that is alive: it follows the map of its dispatch.
+#[derive(Debug)]
+pub(super) struct Alive(Arc<AtomicU32>);
+
+impl Alive {
+    /// One more of these.
+    pub fn new(handles: &Arc<AtomicU32>) -> Self {
+        handles.fetch_add(1, Ordering::Relaxed);
+        Alive(Arc::clone(handles))
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Tokens in memory of the device that NICs reach.
+#[derive(Debug)]
+pub(in crate::ep) struct EnqueuedTokens {
+    range: DeviceRange,
+    _extent: Extent,
+}
+
+impl EnqueuedTokens {
+    /// The rows.
+    pub fn range(&self) -> &DeviceRange {
+        &self.range
+    }
+}

@@ -1,0 +1,192 @@
+//! Making an exchange: memory, and a stream for copies.
+
+use std::sync::Arc;
+
+use super::enqueuer::{CallerStream, Enqueuer, Kept, Scratch};
+use super::exchange::{EnqueuedExchange, Parts};
+use super::guard::{POISON, WaitBreaker, Watch};
+use super::memory::{DevicePool, MemoryShape, Progress, StreamFlag};
+use super::next_instance;
+use super::session::{DispatchContext, Session};
+use super::transport::{RowTransport, TransportSizes};
+use crate::device::{Context, Event, Kernels, PinnedMemory, Priority, Stream};
+use crate::ep::Status;
+use crate::ep::builder::Spec;
+use crate::ep::work::{EpState, GroupCounts, ReceiveMemory, Relay};
+use crate::error::{Error, MemoryError, PlanError};
+use crate::exec::{CopyEngineStepper, DeviceMap, LocalPeer};
+use crate::plan::{InterNodeRows, RelayPermutation, SortedRouting};
+use crate::schedule::call::{Engines, RankPrograms};
+use crate::schedule::{CallerTables, Calls, ControlLayout, Flag};
+use crate::topology::{Paths, Route};
+use crate::world::{DeviceWindow, Group, Member};
+
+/// Settings that an instance needs beside those of every instance. All ranks must choose alike, but
+/// for the stream.
+#[derive(Clone, Debug)]
+pub(in crate::ep) struct EnqueuedSettings {
+    pub stream: Arc<Stream>,
+    /// Dispatches that may be alive at once.
+    pub max_in_flight: u32,
+    /// Bytes of the device's memory in which dispatches receive and experts write.
+    pub device_heap: u64,
+}
+
+impl EnqueuedExchange {
+    /// Allocates, and makes a stream for copies. Collective.
+    pub fn new(group: &Group, spec: Spec, settings: EnqueuedSettings) -> Result<EnqueuedExchange, Error> {
+        let EnqueuedSettings { stream, max_in_flight: seats, device_heap: pool } = settings;
+        let context = Arc::clone(stream.context());
+        let lanes = group.lanes(spec.route)?;
+        let staged = most_staged(&lanes.paths(), spec.max_tokens);
+        let flags = ControlLayout::flag(0, Flag::Entry, group.size());
+        let words = flags + ControlLayout::flag_bytes(group.size());
+        let crossed = if lanes.paths().is_multi_node() { words } else { 0 };
+        let shape = MemoryShape::new(&spec, seats, pool, staged, crossed);
+        let usable = check(&spec, seats).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context));
+        let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
+        let settings = [("max_in_flight", seats.into()), ("device_heap", pool)];
+        let told = group.alike(&[usable_here.as_slice(), &settings].concat());
+        let (copies, kernels) = usable?;
+        told?;
+        let room = ReceiveMemory {
+            total: shape.pool().1,
+            space: "device heap",
+            setting: "ExpertParallelBuilder::device_heap",
+        };
+        let window = DeviceWindow::new(group, &context, (shape.device_bytes(), words), Ok(()))?;
+        let members = window.members();
+        let needs = TransportSizes {
+            words: shape.words().1,
+            enqueuer_scratch: shape.arrives().then(|| shape.scratch_bytes()),
+            host_staging: shape.host_staging_bytes(),
+        };
+        let passage = RowTransport::find(group, &context, &lanes, &members, needs)?;
+        let (mut fixed, control) = EpState::new(group, spec, room, passage.ground())?;
+        fixed.enqueues = true;
+        let fixed = Arc::new(fixed);
+        let own = members[group.rank() as usize].as_ref();
+        let nowhere = MemoryError::NotUsable { rank: group.rank() };
+        let own = own.ok_or(nowhere)?;
+        let (memory, words_here) = (own.memory.clone(), own.words.clone());
+        let host = PinnedMemory::new(&context, shape.host_bytes() as usize)?;
+        let common = Arc::new(Session {
+            instance: next_instance(),
+            memory,
+            host,
+            seats: (0..shape.word_sets()).map(|_| DispatchContext::default()).collect(),
+            space: DevicePool::new(shape.pool().0, shape.pool().1),
+            handles: Arc::default(),
+            progress: Arc::new(Progress::new(&fixed, &words_here)),
+            served: Arc::default(),
+            no_gpu_direct: passage.no_gpu_direct(),
+            registration: passage.registration(),
+            shape,
+            fixed: Arc::clone(&fixed),
+        });
+        fill(&context, &copies, &common)?;
+        let health = fixed.shared.hub.health();
+        let of_seat = |seat| shape.flag(seat, StreamFlag::Status) as usize;
+        let status = ((0..shape.word_sets()).map(of_seat).collect(), Status::WORLD_FAILED.0.into());
+        // Words that grow: no value of this epoch is as large, counted in a circle.
+        let poison = Calls::new(fixed.shared.hub.epoch()).value().wrapping_add(1 << 62);
+        let of =
+            |flag| (0..group.size()).map(move |rank| ControlLayout::flag(rank, flag, group.size()) as usize);
+        let awaited = of(Flag::Landed).chain(of(Flag::Ready)).collect();
+        let guards = vec![
+            WaitBreaker::new(health, &common.host, (Vec::new(), POISON), status, None)?,
+            WaitBreaker::new(health, &words_here, (awaited, poison), (Vec::new(), 0), None)?,
+        ];
+        let near = |Member { memory, words, same_device }: Member| LocalPeer { memory, words, same_device };
+        let ranks = members.into_iter().map(|member| member.map(near)).collect();
+        let (zeros_at, zeros_len) = shape.zeros();
+        let zeros = common.memory.part(zeros_at, zeros_len)?;
+        let host_staging =
+            passage.host_staging().map(|host_staging| (host_staging.memory.clone(), shape.outbox()));
+        let words = passage.registration().map(|_| common.piece(shape.words())).transpose()?;
+        let ground = DeviceMap { ranks, zeros, host_staging, words };
+        let engine = CopyEngineStepper::new(&context, Arc::clone(&fixed.port), ground, copies);
+        let kernels = Arc::new(kernels);
+        let [reached, done] = [Event::new(&context)?, Event::new(&context)?];
+        let watch = Watch::new(&fixed, &words_here)?;
+        let caller =
+            CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), reached, done, watch };
+        let enqueuer = Box::new(enqueuer(&common, caller, engine));
+        let programs = programs(&fixed);
+        // No rank writes to one that is not ready.
+        group.gather(&[])?;
+        Ok(EnqueuedExchange::of(Parts {
+            common,
+            programs,
+            stream,
+            kernels,
+            enqueuer,
+            guards,
+            passage,
+            control,
+        }))
+    }
+}
+
+/// Rows that a rank hands on at most, if there are relays.
+fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
+    let sources = |rank| paths.of(rank).sources().count() as u64;
+    let most = || (0..paths.ranks()).map(sources).max().unwrap_or(0) * u64::from(max_tokens);
+    (paths.route() == Route::Pxn && paths.is_multi_node()).then(most)
+}
+
+/// Refuses settings that no call can be made with.
+fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
+    // Tags number the contexts in 16 bits, and one more is for calls without any.
+    if !(1..u32::from(u16::MAX)).contains(&seats) {
+        let (parameter, expected) = ("max_in_flight", "between 1 and 65534");
+        return Err(PlanError::BadParameter { parameter, seen: seats.into(), expected }.into());
+    }
+    Ok(Kernels::sum_choices_names(spec.dtype).map(drop)?)
+}
+
+/// Makes all that can fail before ranks compare settings: a stream for copies, and kernels.
+fn prepare(context: &Arc<Context>) -> Result<(Stream, Kernels), Error> {
+    Ok((Stream::new(context, Priority::Highest)?, Kernels::load(context)?))
+}
+
+/// Writes what never changes: zeros for pads, and words that nobody has raised.
+fn fill(context: &Arc<Context>, stream: &Stream, common: &Session) -> Result<(), Error> {
+    let shape = &common.shape;
+    let zeros = PinnedMemory::new(context, shape.zeros().1.max(shape.words().1) as usize)?;
+    for (to, len) in [shape.words(), shape.zeros()] {
+        stream.copy(common.memory.span(to, len)?, zeros.range().span(0, len)?)?;
+    }
+    stream.synchronize()?;
+    common.write_map(context, stream, &common.fixed)
+}
+
+/// The programs of this rank's calls.
+fn programs(fixed: &EpState) -> RankPrograms {
+    let engines = Engines {
+        pulls: true,
+        brings_in: fixed.paths().is_multi_node() && (fixed.arrives() || !fixed.gpu_direct()),
+        enqueues: true,
+    };
+    let sums = fixed.partial_bytes().is_some();
+    RankPrograms::new(fixed.paths(), fixed.chunks, sums, engines)
+}
+
+fn enqueuer(common: &Arc<Session>, caller: CallerStream, engine: CopyEngineStepper) -> Enqueuer {
+    let fixed = &common.fixed;
+    Enqueuer {
+        common: Arc::clone(common),
+        caller,
+        engine,
+        relay: fixed.paths().is_multi_node().then(|| Relay::new(Arc::clone(fixed))),
+        calls: Calls::new(fixed.shared.hub.epoch()),
+        tables: CallerTables::new(fixed.paths(), fixed.chunks),
+        sorted: SortedRouting::default(),
+        crossing: InterNodeRows::default(),
+        arrivals: RelayPermutation::default(),
+        numbers: GroupCounts::new(fixed),
+        kept: (0..common.shape.word_sets()).map(|_| Kept::default()).collect(),
+        notes_at: vec![0; fixed.lanes.ranks() as usize],
+        scratch: Scratch::default(),
+    }
+}

@@ -1,0 +1,51 @@
+//! Executors for devices: rows go by copy engines, and flags by memory operations of a stream.
+//!
+//! | module | subject |
+//! |---|---|
+//! | `enqueue` | a program with operands, put on a stream call by call |
+//! | `constant` | a stream program, lowered once: every address is a constant |
+//! | `net` | what of either crosses to other nodes, put by a thread of the host |
+
+mod constant;
+mod enqueue;
+mod net;
+
+pub use constant::{Lowered, PeerWindows};
+pub(crate) use enqueue::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed};
+pub(crate) use net::ProxyOps;
+
+/// Work that was enqueued on a stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct EnqueueCounts {
+    /// Calls that enqueued a batch of copies.
+    pub batches: u64,
+    /// Copies, in batches or one by one.
+    pub copies: u64,
+    /// Bytes of rows and of what goes with them, zeros included.
+    pub bytes: u64,
+    /// Of these, bytes that stayed at this rank.
+    pub own_bytes: u64,
+    /// Copies that were enqueued one by one: the driver has no batches, or the stream takes none.
+    pub single_copies: u64,
+    /// Copies within one device that SMs make: single ones, and before CUDA 13.1 those of batches,
+    /// too.
+    pub copies_by_sms: u64,
+    /// Memory operations: writes and waits.
+    pub memory_operations: u64,
+    /// Bytes that left the device by memory of the host, on the way to other nodes; not among
+    /// `bytes`.
+    pub staged_out_bytes: u64,
+    /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
+    pub in_bytes: u64,
+    /// Puts to other nodes: by the caller's thread, not by its stream.
+    pub rail_puts: u64,
+    /// Their bytes, headers and messages among them.
+    pub rail_bytes: u64,
+    /// Of the puts, those of rows that NICs read from memory of a device and wrote to that of
+    /// another.
+    pub gpu_direct_puts: u64,
+    /// Their bytes.
+    pub straight_bytes: u64,
+    /// Signals to other nodes, likewise.
+    pub rail_signals: u64,
+}

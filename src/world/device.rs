@@ -1,0 +1,350 @@
+//! Windows on GPUs: memory of a device at every member of a group, and words next to it, mapped
+//! within nodes.
+//!
+//! ```text
+//!   member 0   | memory: VMM, exported as a descriptor |   | words: a sealed memfd, pinned |
+//!   member 1   | ...                                   |   | ...                           |
+//!              mapped at equal distances, for my device    mapped, and pinned, by all
+//! ```
+//!
+//! Rows lie in the memory, flags in the words. A GPU writes a word after all earlier work of its
+//! stream, wherever the word lies. In host memory the *host* can reach the word as well: it sees
+//! missing signals, and can end a wait when a rank is lost. It needs no stream of its own for that,
+//! which might queue behind the very wait.
+//!
+//! Memory of devices that NICs reach: rows cross from device to device.
+//!
+//! ```text
+//!   device of s   | packed rows |  --NIC==wire==NIC-->    | words | ... final place ... |   device of d
+//!                                                           ^ strictly ordered, written behind the rows
+//! ```
+//!
+//! A flag in host memory may become visible before rows in device memory: these are two places on
+//! the bus, with no order between them. So a sender of rows also writes a *word* there before it
+//! raises the flag. The stream that uses the rows awaits that word, once the host has seen the
+//! flag. A device sees the writes of a NIC in order by itself, or the wait makes it so
+//! ([`WriteOrder`]). The host does not write such words. When a world fails, a stream writes them,
+//! which needs a hardware queue that no waiting stream holds. With a single queue, rows are staged
+//! in host memory.
+//!
+//! Host staging of a device's memory: for rows that cross between nodes where no NIC reaches the
+//! device.
+//!
+//! ```text
+//!   device      | memory, as its peers of the node reach it |
+//!                  | out ^ in: copy engines
+//!   staging     | the same, at the same offsets             | outbox |   pinned, registered with NICs
+//!                  ^ net                                      | net
+//! ```
+//!
+//! Rows from other nodes land in the staging at the offset where they belong on the device, under
+//! the same write grant. So no row is placed twice, and a copy in covers all adjacent rows.
+//! Outgoing rows wait in the outbox. Where NICs reach the device, a small staging is the *scratch*
+//! of the enqueuer: memory that it writes for its own device.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use super::Group;
+use super::window::Registered;
+use crate::bootstrap::exchange_fds;
+use crate::device::{Allocation, Context, DeviceRange, PinnedMemory, Reservation, WriteOrder};
+use crate::error::{BootstrapError, DeviceError, Error, MemoryError};
+use crate::lane;
+use crate::lane::{DeviceMemory, Lanes, NoGpuDirect, PeerLane, Registration, WindowPart};
+use crate::memory::{PeerMapping, Segment, pin};
+
+/// One rank's view of the windows of all members.
+#[derive(Debug)]
+pub(crate) struct DeviceWindow {
+    members: Vec<Option<Member>>,
+}
+
+/// A member's part.
+#[derive(Debug)]
+pub(crate) struct Member {
+    /// Its memory, as this rank's device reaches it.
+    pub memory: DeviceRange,
+    /// Its words, zero at first.
+    pub words: PinnedMemory,
+    /// Whether its device is this rank's.
+    pub same_device: bool,
+}
+
+/// Memory that this rank contributes.
+struct Own {
+    memory: Arc<Allocation>,
+    words: Segment,
+    descriptor: OwnedFd,
+}
+
+/// Facts that ranks exchange about their devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct LocalInfo {
+    usable: u64,
+    len: u64,
+    words: u64,
+    /// Bytes of the allocation, rounded up as the device wants it.
+    bytes: u64,
+}
+
+/// Facts of one rank, with the identity of its device.
+struct PeerInfo {
+    said: LocalInfo,
+    device: Vec<u8>,
+}
+
+impl DeviceWindow {
+    /// `len` bytes of memory of each member's device, and `words` bytes of words. Collective.
+    /// Memory of other nodes is not mapped. A rank that is not `ready` has an error of its own and
+    /// still takes part, so the other ranks learn of it.
+    ///
+    /// # Errors
+    /// [`MemoryError::SizesDiffer`]; [`DeviceError`] at the rank whose device lacks an ability, or
+    /// does not reach that of another, and [`MemoryError::NotUsable`] at the others.
+    pub(crate) fn new(
+        group: &Group,
+        context: &Arc<Context>,
+        (len, words): (u64, u64),
+        ready: Result<(), DeviceError>,
+    ) -> Result<Self, Error> {
+        let me = group.rank();
+        let own = ready.map_err(Error::from).and_then(|()| Own::new(context, len, words));
+        let said = LocalInfo {
+            usable: own.is_ok().into(),
+            len,
+            words,
+            bytes: own.as_ref().map_or(0, |own| own.memory.bytes()),
+        };
+        let heard = tell(group, context, said)?;
+        let own = own?;
+        for (PeerInfo { said: theirs, .. }, rank) in heard.iter().zip(0..) {
+            if theirs.usable != 1 {
+                return Err(MemoryError::NotUsable { rank }.into());
+            }
+            for (seen, expected) in [(theirs.len, len), (theirs.words, words)] {
+                if seen != expected {
+                    return Err(MemoryError::SizesDiffer { call: 0, me, rank, seen, expected }.into());
+                }
+            }
+        }
+        let members = Self::map(group, context, &own, &heard);
+        let verdicts = group.gather(&[u8::from(members.is_ok())])?;
+        let members = members?;
+        match verdicts.iter().zip(0..).find(|(verdict, _)| verdict[..] != [1]) {
+            Some((_, rank)) => Err(MemoryError::NotUsable { rank }.into()),
+            None => Ok(DeviceWindow { members }),
+        }
+    }
+
+    fn map(
+        group: &Group,
+        context: &Arc<Context>,
+        own: &Own,
+        heard: &[PeerInfo],
+    ) -> Result<Vec<Option<Member>>, Error> {
+        let (me, nodes) = (group.rank() as usize, group.nodes());
+        let near = |peer: usize| nodes.same_node(group.rank(), peer as u32);
+        let offer = |peer: usize| {
+            let fds = || vec![own.descriptor.as_fd(), own.words.as_fd()] as Vec<BorrowedFd<'_>>;
+            (peer != me && near(peer)).then(fds)
+        };
+        let (hub, key) = (group.shared.hub.as_ref(), group.step());
+        let deadline = group.shared.options.clocks.rendezvous;
+        let received = exchange_fds(hub, &key, group.ranks(), me, &offer, deadline)?;
+        let stride = heard.iter().map(|heard| heard.said.bytes).max().unwrap_or(0);
+        let stride = stride.next_multiple_of(Allocation::granularity(context)?);
+        let reservation = Reservation::new(context, heard.len(), stride)?;
+        let (device, uuid) = ([context.device()], &context.facts().uuid);
+        let mut members = Vec::with_capacity(heard.len());
+        for ((fds, PeerInfo { said, device: theirs }), rank) in received.into_iter().zip(heard).zip(0..) {
+            if !near(rank as usize) {
+                members.push(None);
+                continue;
+            }
+            let (imported, adopted);
+            let (memory, words) = if rank == group.rank() {
+                (&own.memory, &own.words)
+            } else {
+                let [memory, words] = <[OwnedFd; 2]>::try_from(fds)
+                    .map_err(|_| BootstrapError::Malformed { peer: format!("rank {rank}") })?;
+                imported = Allocation::import(context, memory.as_fd(), said.bytes)?;
+                adopted = Segment::adopt(words, rank)?;
+                (&imported, &adopted)
+            };
+            if words.len() != own.words.len() {
+                let (seen, expected) = (words.len(), own.words.len());
+                return Err(MemoryError::WrongSize { rank, seen, expected }.into());
+            }
+            let memory = reservation.map(rank as usize, memory, &device)?.part(0, said.len)?;
+            let mapped = Arc::new(PeerMapping::new(&[Some(words)])?);
+            mapped.populate(0, 0, words.len())?;
+            let words = pin(context, &mapped, 0)?;
+            members.push(Some(Member { memory, words, same_device: theirs == uuid.as_bytes() }));
+        }
+        Ok(members)
+    }
+
+    /// The parts of all members, in the order of the group; none of those of other nodes.
+    pub(crate) fn members(self) -> Vec<Option<Member>> {
+        self.members
+    }
+}
+
+impl Own {
+    fn new(context: &Arc<Context>, len: u64, words: u64) -> Result<Self, Error> {
+        let memory = Allocation::new(context, len)?;
+        let descriptor = memory.export()?;
+        let page = rustix::param::page_size() as u64;
+        let words = Segment::create("sidelane-words", words.next_multiple_of(page))?;
+        Ok(Own { memory, words, descriptor })
+    }
+}
+
+fn tell(group: &Group, context: &Context, said: LocalInfo) -> Result<Vec<PeerInfo>, Error> {
+    let mut blob = bytemuck::bytes_of(&said).to_vec();
+    blob.extend(context.facts().uuid.as_bytes());
+    let blobs = group.gather(&blob)?;
+    let read = |(blob, rank): (&Vec<u8>, u32)| {
+        let (said, device) = blob
+            .split_at_checked(size_of::<LocalInfo>())
+            .ok_or_else(|| BootstrapError::Malformed { peer: format!("rank {rank}") })?;
+        Ok(PeerInfo { said: bytemuck::pod_read_unaligned(said), device: device.to_vec() })
+    };
+    blobs.iter().zip(0..).map(read).collect()
+}
+
+/// This rank's memory, which the NICs of other nodes write to, and theirs.
+#[derive(Debug)]
+pub(crate) struct GpuDirectMemory {
+    /// As the net reaches it.
+    pub window: lane::MappedWindow,
+    /// How this rank's NICs address it.
+    pub registration: Registration,
+    _region: Registered,
+}
+
+impl GpuDirectMemory {
+    /// Registers `memory` at every member, if the NICs of all take it; otherwise returns the
+    /// reason. Collective.
+    ///
+    /// # Errors
+    /// The world's cause; [`BootstrapError::Malformed`], [`LaneError`](crate::error::LaneError) for
+    /// what makes no sense.
+    pub fn new(
+        group: &Group,
+        lanes: &Lanes,
+        memory: &DeviceMemory,
+    ) -> Result<Result<Self, NoGpuDirect>, Error> {
+        let (facts, len) = (memory.context.facts(), memory.own.len());
+        let ordered = facts.write_order != WriteOrder::None || facts.flush_remote_writes;
+        let several = memory.context.driver().hardware_queues() > 1;
+        let net = group.shared.net.as_ref().ok_or(NoGpuDirect::Lane("none"));
+        let registered = match (ordered, several) {
+            (true, true) => net.and_then(|net| net.register_device(memory)),
+            (false, _) => Err(NoGpuDirect::Unordered),
+            (_, false) => Err(NoGpuDirect::OneQueue),
+        };
+        let region = registered.as_ref().ok().map(|(number, ..)| Registered::of(group, *number));
+        let mut said = vec![u8::from(registered.is_ok())];
+        if let Ok((number, key, _)) = &registered {
+            said.extend(number.to_le_bytes());
+            said.extend(key);
+        }
+        let heard = group.gather(&said)?;
+        let (Ok((_, _, registration)), Some(region)) = (&registered, region) else {
+            return Ok(Err(registered.err().unwrap_or(NoGpuDirect::Rank(group.rank()))));
+        };
+        // Before anything is learnt: that may fail at one rank alone, which must not go on as the
+        // others do then.
+        if let Some((member, _)) = (0..).zip(&heard).find(|(_, blob)| blob[..] == [0]) {
+            return Ok(Err(NoGpuDirect::Rank(member)));
+        }
+        let mut parts = Vec::new();
+        for (blob, member) in heard.iter().zip(0..) {
+            let Some(([1, number @ ..], key)) = blob.split_first_chunk::<5>() else {
+                return Err(BootstrapError::Malformed { peer: format!("rank {member}") }.into());
+            };
+            let region = u32::from_le_bytes(*number);
+            if let PeerLane::Net(rail) = &lanes.reach[member as usize] {
+                rail.import_region(region, key)?;
+            }
+            parts.push(WindowPart { member, region, offset: 0, len });
+        }
+        // Not mapped for any rank: the processor never accesses it.
+        let mapped = Arc::new(PeerMapping::new(&vec![None; parts.len()])?);
+        let window = lane::MappedWindow { mapped, parts, of_devices: true };
+        Ok(Ok(GpuDirectMemory { window, registration: *registration, _region: region }))
+    }
+}
+
+/// This rank's staging.
+#[derive(Debug)]
+pub(crate) struct HostStaging {
+    /// The staging as this rank's device reaches it, its outbox behind the rest.
+    pub memory: DeviceRange,
+    /// Memory as the lane reaches it, and that of the other ranks; of an enqueuer's scratch, its
+    /// owner's port
+    /// only.
+    pub window: lane::MappedWindow,
+    _region: Option<Registered>,
+}
+
+impl HostStaging {
+    /// Staging of `len` bytes for every member, outboxes included. Collective.
+    ///
+    /// # Errors
+    /// [`MemoryError`], [`DeviceError`], or
+    /// the lane's error, if it cannot be allocated, pinned or registered.
+    pub fn new(group: &Group, context: &Arc<Context>, lanes: &Lanes, len: u64) -> Result<Self, Error> {
+        let (memory, mapped) = Self::pinned(group, context, len)?;
+        let (region, window) = Registered::new(group, lanes, mapped)?;
+        Ok(HostStaging { memory, window, _region: Some(region) })
+    }
+
+    /// The enqueuer's scratch of `len` bytes, for this rank only. Collective: if one rank cannot
+    /// have it, no rank
+    /// continues.
+    ///
+    /// # Errors
+    /// As [`HostStaging::new`].
+    pub fn enqueuer_scratch(group: &Group, context: &Arc<Context>, len: u64) -> Result<Self, Error> {
+        let (memory, mapped) = Self::pinned(group, context, len)?;
+        let part = |member| WindowPart { member, region: 0, offset: 0, len: mapped.len_of(member) };
+        let parts = (0..group.size()).map(part).collect();
+        let window = lane::MappedWindow { mapped, parts, of_devices: false };
+        Ok(HostStaging { memory, window, _region: None })
+    }
+
+    /// Pinned memory of this rank; an error at all ranks if one has none.
+    fn pinned(
+        group: &Group,
+        context: &Arc<Context>,
+        len: u64,
+    ) -> Result<(DeviceRange, Arc<PeerMapping>), Error> {
+        let own = Self::pin_own(group, context, len);
+        let heard = group.gather(&[u8::from(own.is_ok())])?;
+        let own = own?;
+        match (0..).zip(&heard).find(|(_, said)| said[..] != [1]) {
+            Some((rank, _)) => Err(MemoryError::NotUsable { rank }.into()),
+            None => Ok(own),
+        }
+    }
+
+    fn pin_own(
+        group: &Group,
+        context: &Arc<Context>,
+        len: u64,
+    ) -> Result<(DeviceRange, Arc<PeerMapping>), Error> {
+        let own = Segment::create(
+            "sidelane-host-staging",
+            len.next_multiple_of(rustix::param::page_size() as u64),
+        )?;
+        let mut segments = vec![None; group.size() as usize];
+        segments[group.rank() as usize] = Some(&own);
+        let mapped = Arc::new(PeerMapping::new(&segments)?);
+        mapped.populate(group.rank(), 0, own.len())?;
+        Ok((pin(context, &mapped, group.rank())?.range().clone(), mapped))
+    }
+}

@@ -1,0 +1,563 @@
+//! The net of a world: the lane between nodes, which all ranks choose together, and its
+//! connections.
+//!
+//! The lane is chosen once per world. Every pair of members that the route of a group connects, and
+//! that has no connection yet, gets one:
+//!
+//! ```text
+//!   open      each rank opens its ends; a rank that cannot open one offers none
+//!   offer     ranks exchange what the other ends need
+//!   join      each rank joins its ends to those that it was offered
+//!   verdict   fine, I failed, or I saw another fail; all ranks name the first that failed
+//! ```
+
+use std::sync::Arc;
+
+use super::setup::oversubscribed;
+use super::{Group, Options};
+use crate::bootstrap::{Hub, Location, exchange_fds};
+use crate::config::NetChoice;
+use crate::error::{BootstrapError, Error, LaneError, MemoryError, VerbsError};
+use crate::lane::{
+    ConnectionEnd, ConnectionOffer, DeviceMemory, LOOPBACK, LinkEmulator, LoopbackTransport, NetConnection,
+    NetTransport, NoGpuDirect, ProgressThread, Region, Registration, Setup, TcpTransport, VerbsEnvironment,
+    VerbsTransport,
+};
+use crate::memory::Heap;
+use crate::topology::{NodeMap, Paths};
+
+/// The connections of a rank, and the thread that serves them.
+#[derive(Debug)]
+pub(crate) struct NetState {
+    /// Attends to all of them.
+    pub thread: ProgressThread,
+    /// Lays them.
+    pub transport: Box<dyn NetTransport>,
+    /// The lane that was chosen.
+    pub report: NetReport,
+}
+
+/// This rank's part of a lane.
+type Opened = Result<Box<dyn NetTransport>, Error>;
+
+/// A lane between nodes, as it is opened.
+struct Net {
+    lane: &'static str,
+    open: fn(&NetSelection<'_>, &ProgressThread) -> Opened,
+}
+
+/// The lanes between nodes. [`NetState::open`] says which one a world takes.
+const LOOPBACK_NET: Net = Net { lane: LOOPBACK, open: |place, thread| place.segments(thread) };
+const VERBS_NET: Net = Net { lane: "verbs", open: |place, thread| place.nics(thread) };
+const TCP_NET: Net = Net { lane: "tcp", open: |place, thread| place.tcp(thread) };
+
+/// Which lane joins the nodes of a world.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NetReport {
+    /// Name of the lane.
+    pub lane: &'static str,
+    /// Why it is this one.
+    pub why: NetReason,
+    /// This rank's NICs; empty where the lane needs none.
+    pub cards: Vec<String>,
+}
+
+/// Why a lane was chosen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NetReason {
+    /// It was asked for (`SIDELANE_NET`).
+    Asked,
+    /// All nodes are on one machine.
+    OneMachine,
+    /// They are on several, and all ranks have NICs.
+    Cards,
+    /// They are on several, and a rank has no usable NIC.
+    NoCards {
+        /// The rank.
+        rank: u32,
+        /// The reason in words.
+        reason: String,
+    },
+}
+
+impl std::fmt::Display for NetReason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            NetReason::Asked => f.write_str("asked for"),
+            NetReason::OneMachine => f.write_str("all nodes are on one machine"),
+            NetReason::Cards => f.write_str("the nodes are on several machines, and all ranks have cards"),
+            NetReason::NoCards { rank, reason } => {
+                write!(f, "the nodes are on several machines, and rank {rank} has no NIC: {reason}")
+            }
+        }
+    }
+}
+
+/// Facts that the choice depends on.
+pub(super) struct NetSelection<'a> {
+    /// The meeting point.
+    pub hub: &'a dyn Hub,
+    /// Where each rank runs.
+    pub machines: &'a [Location],
+    /// Which ranks share memory.
+    pub nodes: &'a NodeMap,
+    /// Memory that peers write to first.
+    pub heap: &'a Heap,
+    /// The lane that was requested.
+    pub options: &'a Options,
+}
+
+impl NetState {
+    /// Chooses, and opens this rank's part. Collective over the world.
+    ///
+    /// # Errors
+    /// [`LaneError::ChoicesDiffer`] if ranks ask for different lanes,
+    /// [`BootstrapError::Unreachable`] if the lane does not reach all of them; the error of this
+    /// rank's part of a requested lane, [`LaneError::PeerUnsupported`] on the others.
+    pub(super) fn open(place: &NetSelection<'_>) -> Result<Self, Error> {
+        let NetSelection { hub, machines, heap, options, .. } = *place;
+        let (rank, choice) = (hub.rank(), options.rail);
+        place.compare()?;
+        let here = &machines[rank as usize];
+        let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
+        let thread =
+            ProgressThread::start(rank, Arc::clone(hub.health()), oversubscribed(machines, rank, 2))?;
+        let (transport, why) = match (choice, stranger) {
+            (NetChoice::Loopback, Some((rank, _))) => {
+                return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
+            }
+            (NetChoice::Loopback, None) => (place.open(&LOOPBACK_NET, &thread)??, NetReason::Asked),
+            (NetChoice::Auto, None) => (place.open(&LOOPBACK_NET, &thread)??, NetReason::OneMachine),
+            _ if options.pace.is_some() => return Err(LaneError::NoLinkEmulation { rank }.into()),
+            (NetChoice::Verbs, _) => (place.open(&VERBS_NET, &thread)??, NetReason::Asked),
+            (NetChoice::Tcp, _) => (place.open(&TCP_NET, &thread)??, NetReason::Asked),
+            (NetChoice::Auto, Some(_)) => match place.open(&VERBS_NET, &thread)? {
+                Ok(transport) => (transport, NetReason::Cards),
+                // A setting of the user is never ignored silently.
+                Err(lacking) if lacking.mistake => return Err(lacking.into()),
+                Err(lacking) => {
+                    let why = NetReason::NoCards { rank: lacking.rank, reason: lacking.reason.clone() };
+                    (place.open(&TCP_NET, &thread)??, why)
+                }
+            },
+        };
+        let report = NetReport { lane: transport.lane(), why, cards: transport.describe() };
+        let net = NetState { thread, transport, report };
+        net.register(Region { mapped: Arc::clone(heap.mapped()), member: rank })?;
+        Ok(net)
+    }
+
+    /// Lets peers write to a region. Returns its number, and the description that peers need.
+    ///
+    /// # Errors
+    /// Of the lane, if the memory cannot be registered.
+    pub fn register(&self, region: Region) -> Result<(u32, Vec<u8>), Error> {
+        let number = self.thread.regions().add(region.clone());
+        match self.transport.register(number, &region) {
+            Ok(said) => Ok((number, said)),
+            Err(error) => {
+                self.deregister(number);
+                Err(error)
+            }
+        }
+    }
+
+    /// The same for device memory, for NICs that reach it; and how it was registered.
+    ///
+    /// # Errors
+    /// Why none does.
+    pub fn register_device(
+        &self,
+        memory: &DeviceMemory,
+    ) -> Result<(u32, Vec<u8>, Registration), NoGpuDirect> {
+        let number = self.thread.regions().reserve();
+        let registered = self.transport.register_device(number, memory);
+        let (said, how) = registered.inspect_err(|_| self.transport.deregister(number))?;
+        Ok((number, said, how))
+    }
+
+    /// The end of that.
+    pub fn deregister(&self, number: u32) {
+        self.transport.deregister(number);
+        self.thread.regions().remove(number);
+    }
+}
+
+impl NetSelection<'_> {
+    /// All ranks must have asked for the same.
+    fn compare(&self) -> Result<(), Error> {
+        let (hub, mine) = (self.hub, self.options.rail as u8);
+        let (rank, deadline) = (hub.rank(), self.options.clocks.rendezvous);
+        let said = hub.gather("world/rail", rank, hub.size(), &[mine], deadline)?;
+        match (0..).zip(&said).find(|(_, theirs)| theirs[..] != [mine]) {
+            None => Ok(()),
+            Some((peer, theirs)) => {
+                let theirs = NetChoice::ALL.into_iter().find(|&choice| theirs[..] == [choice as u8]);
+                let theirs = theirs.map_or("one that it does not know", NetChoice::name);
+                let mine = self.options.rail.name();
+                Err(LaneError::ChoicesDiffer { rank, peer, mine, theirs }.into())
+            }
+        }
+    }
+
+    /// This rank's segments.
+    fn segments(&self, thread: &ProgressThread) -> Opened {
+        let egress = self.options.pace.map(|pace| Arc::new(LinkEmulator::new(pace)));
+        let regions = Arc::clone(thread.regions());
+        Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, thread.event_fd(), egress)?))
+    }
+
+    /// This rank's sockets.
+    fn tcp(&self, thread: &ProgressThread) -> Opened {
+        let NetSelection { hub, options, .. } = *self;
+        let (health, regions) = (Arc::clone(hub.health()), Arc::clone(thread.regions()));
+        let wires = TcpTransport::open(hub.pass()?, &options.tcp_address, options.clocks, health, regions)?;
+        Ok(Box::new(wires))
+    }
+
+    /// This rank's NICs.
+    fn nics(&self, thread: &ProgressThread) -> Opened {
+        let NetSelection { hub, machines, options, .. } = *self;
+        let rank = hub.rank();
+        let here = &machines[rank as usize];
+        let nth = machines[..rank as usize].iter().filter(|other| other.same_machine(here)).count() as u32;
+        let (regions, health) = (Arc::clone(thread.regions()), Arc::clone(hub.health()));
+        let (strict, forecast) = (self.heap.boundary(), options.forecast);
+        let nodes = self.nodes.clone();
+        let setup = Setup { rank, nth, nodes, strict, regions, health, forecast };
+        #[cfg(test)]
+        if let Some(ground) = &options.stand_in {
+            return Ok(Box::new(VerbsTransport::open(ground, setup)?));
+        }
+        Ok(Box::new(VerbsTransport::open(&VerbsEnvironment::here()?, setup)?))
+    }
+
+    /// The lane that this rank has opened, if all ranks could. A rank that could not reports it,
+    /// and no rank waits for it.
+    fn open(
+        &self,
+        net: &Net,
+        thread: &ProgressThread,
+    ) -> Result<Result<Box<dyn NetTransport>, Lacking>, Error> {
+        let (opened, lane) = ((net.open)(self, thread), net.lane);
+        let (hub, deadline) = (self.hub, self.options.clocks.rendezvous);
+        let (key, said) = (format!("world/rail/{lane}"), Failure::answer(&opened, is_mistake));
+        let answers = hub.gather(&key, hub.rank(), hub.size(), &said, deadline)?;
+        Ok(match Failure::named(&answers) {
+            None => Ok(opened?),
+            Some(Failure { at, grave: mistake, reason }) => {
+                Err(Lacking { rank: at as u32, reason, lane, mistake, own: opened.err() })
+            }
+        })
+    }
+}
+
+/// Whether a rank requested something that is not available, rather than that nothing is available.
+fn is_mistake(error: &Error) -> bool {
+    use VerbsError as V;
+    let of_cards = |error: &LaneError| match error {
+        LaneError::Verbs(error) => matches!(
+            error,
+            V::NoSuchNic { .. }
+                | V::NoSuchPort { .. }
+                | V::NoSuchGid { .. }
+                | V::MtuTooLarge { .. }
+                | V::NoAtomics { .. }
+        ),
+        _ => false,
+    };
+    match error {
+        Error::Bootstrap(BootstrapError::BadVariable { .. }) => true,
+        Error::Lane(error) => of_cards(error),
+        _ => false,
+    }
+}
+
+/// Not all ranks can use a lane.
+struct Lacking {
+    /// The first that cannot.
+    rank: u32,
+    reason: String,
+    /// Whether a rank requested something that is not available.
+    mistake: bool,
+    lane: &'static str,
+    /// The error of this rank.
+    own: Option<Error>,
+}
+
+impl From<Lacking> for Error {
+    fn from(lacking: Lacking) -> Self {
+        let Lacking { rank, reason, lane, own, .. } = lacking;
+        own.unwrap_or(LaneError::PeerUnsupported { rank, lane, reason }.into())
+    }
+}
+
+/// Ends of this rank, by peer.
+type Ends<'a> = Vec<Box<dyn ConnectionEnd + 'a>>;
+
+/// Lays missing connections. Collective over the group.
+///
+/// # Errors
+/// Of the lane at a rank that fails; [`LaneError::PeerUnsupported`] with the same words at the
+/// others.
+pub(super) fn lay(group: &Group, paths: &Paths) -> Result<(), Error> {
+    match &group.shared.net {
+        Some(net) => lay_by(&*net.transport, &net.thread, group, paths),
+        None => Ok(()),
+    }
+}
+
+fn lay_by(
+    transport: &dyn NetTransport,
+    thread: &ProgressThread,
+    group: &Group,
+    paths: &Paths,
+) -> Result<(), Error> {
+    let wanted = |&(_, (&rank, position)): &(usize, (&u32, u32))| {
+        paths.needs_connection(position) && thread.connection_to(rank).is_none()
+    };
+    let members = group.ranks().iter().zip(0..).enumerate();
+    let peers: Vec<(usize, u32)> = members.filter(wanted).map(|(at, (&rank, _))| (at, rank)).collect();
+    let opened: Result<Ends<'_>, Error> = peers.iter().map(|&(_, peer)| transport.open(peer)).collect();
+    let offered = match transport.passes_descriptors() {
+        true => pass_descriptors(group, &peers, opened.as_deref().unwrap_or_default()),
+        false => pass_bytes(group, &peers, opened.as_deref().unwrap_or_default()),
+    };
+    let joined = opened.and_then(|ends| join(group.shared.hub.rank(), &peers, ends, offered?));
+    // No rank sends before all ends are joined, and all learn of it if one is not.
+    let answers = group.gather(&Failure::answer(&joined, is_own));
+    match (joined, answers.as_deref().map(Failure::named)) {
+        (Err(own), _) if is_own(&own) => Err(own),
+        (_, Ok(Some(Failure { at, grave: true, reason })))
+        | (Ok(_), Ok(Some(Failure { at, reason, .. }))) => {
+            Err(LaneError::PeerUnsupported { rank: group.ranks()[at], lane: transport.lane(), reason }.into())
+        }
+        (Err(seen), Ok(_)) => Err(seen),
+        (Ok(joined), Ok(None)) => {
+            Ok(joined.into_iter().try_for_each(|connection| thread.attach(connection))?)
+        }
+        (_, Err(_)) => answers.map(drop),
+    }
+}
+
+/// Whether the rank itself is at fault, because its own machine refused something. All other errors
+/// concern another rank.
+fn is_own(error: &Error) -> bool {
+    match error {
+        Error::Bootstrap(error) => matches!(error, BootstrapError::System { .. }),
+        Error::Lane(error) => matches!(error, LaneError::System { .. } | LaneError::Verbs(_)),
+        Error::Memory(error) => matches!(error, MemoryError::System { .. }),
+        _ => false,
+    }
+}
+
+/// Joins the ends of this rank to those of its peers. After a failure it joins the others all the
+/// same, as their ranks wait for it. It stops where a peer did not come in time: they waited as
+/// long.
+fn join(
+    own: u32,
+    peers: &[(usize, u32)],
+    ends: Ends<'_>,
+    offered: Vec<ConnectionOffer>,
+) -> Result<Vec<Arc<dyn NetConnection>>, Error> {
+    let (mut joined, mut failed) = (Vec::new(), Ok(()));
+    for ((&(_, peer), end), offered) in peers.iter().zip(ends).zip(offered) {
+        let missing = "its end of a wire";
+        let rail = match offered.is_empty() {
+            true => Err(LaneError::NoLane { rank: own, peer, missing }.into()),
+            false => end.connect(offered),
+        };
+        match rail {
+            Ok(rail) => joined.push(rail),
+            Err(error @ Error::Lane(LaneError::NoConnection { .. })) => {
+                return Err(failed.err().unwrap_or(error));
+            }
+            Err(error) if failed.is_ok() || is_own(&error) => failed = Err(error),
+            Err(_) => {}
+        }
+    }
+    failed.map(|()| joined)
+}
+
+/// Offers by the rendezvous: empty ones where this rank has no ends.
+fn pass_bytes(
+    group: &Group,
+    peers: &[(usize, u32)],
+    ends: &[Box<dyn ConnectionEnd + '_>],
+) -> Result<Vec<ConnectionOffer>, Error> {
+    let (hub, step) = (group.shared.hub.as_ref(), group.step());
+    let (own, deadline) = (hub.rank(), group.shared.options.clocks.rendezvous);
+    let key = |from: u32, to: u32| format!("{step}/{from}-{to}");
+    for (nth, &(_, peer)) in peers.iter().enumerate() {
+        let offer = ends.get(nth).map(|end| end.bytes()).unwrap_or_default();
+        hub.set(&key(own, peer), &offer)?;
+    }
+    peers.iter().map(|&(_, peer)| Ok(hub.get(&key(peer, own), deadline)?.into())).collect()
+}
+
+/// Offers between processes of one machine: empty ones where this rank has no ends.
+fn pass_descriptors(
+    group: &Group,
+    peers: &[(usize, u32)],
+    ends: &[Box<dyn ConnectionEnd + '_>],
+) -> Result<Vec<ConnectionOffer>, Error> {
+    let offer = |member: usize| {
+        let nth = peers.iter().position(|&(at, _)| at == member)?;
+        Some(ends.get(nth).map(|end| end.descriptors()).unwrap_or_default())
+    };
+    let (hub, me) = (group.shared.hub.as_ref(), group.rank() as usize);
+    let deadline = group.shared.options.clocks.rendezvous;
+    let mut received = exchange_fds(hub, &group.step(), group.ranks(), me, &offer, deadline)?;
+    let mut take = |&(at, _): &(usize, u32)| std::mem::take(&mut received[at]);
+    Ok(peers.iter().map(|peer| ConnectionOffer { bytes: Vec::new(), descriptors: take(peer) }).collect())
+}
+
+/// A failure at a rank, as the others learn it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Failure {
+    /// Position of the rank among those that answered.
+    pub at: usize,
+    /// Whether it counts more than failures that are not grave, wherever those are.
+    pub grave: bool,
+    /// Error of that rank, in words.
+    pub reason: String,
+}
+
+impl Failure {
+    /// A rank's answer to a step that all take: nothing if it could take it.
+    pub fn answer<T>(taken: &Result<T, Error>, grave: impl FnOnce(&Error) -> bool) -> Vec<u8> {
+        let error = taken.as_ref().err();
+        let said = error.map(|error| [&[u8::from(grave(error))], error.to_string().as_bytes()].concat());
+        said.unwrap_or_default()
+    }
+
+    /// The failure that all ranks name, if there is any: the first grave one, or the first.
+    pub fn named(answers: &[Vec<u8>]) -> Option<Self> {
+        let failures = answers.iter().enumerate().filter_map(|(at, answer)| {
+            let (&grave, reason) = answer.split_first()?;
+            Some(Failure { at, grave: grave == 1, reason: String::from_utf8_lossy(reason).into_owned() })
+        });
+        failures.min_by_key(|failure| !failure.grave)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::lane::LOOPBACK;
+    use crate::topology::Route;
+    use crate::{Options, World};
+    use std::collections::HashSet;
+    use std::os::fd::BorrowedFd;
+    use std::os::unix::fs::MetadataExt;
+    use std::sync::Mutex;
+
+    /// Step at which a rank fails.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Step {
+        Open,
+        Join,
+    }
+
+    /// The wires of a rank, of which the end to one peer may fail.
+    #[derive(Debug)]
+    struct Failing<'a> {
+        wires: &'a dyn NetTransport,
+        fails: Option<(u32, Step)>,
+        /// Inodes of the segments of all ends.
+        segments: &'a Mutex<HashSet<u64>>,
+    }
+
+    struct FailingEnd<'a> {
+        end: Box<dyn ConnectionEnd + 'a>,
+        fails: bool,
+    }
+
+    fn failure() -> Error {
+        LaneError::System { call: "open", errno: 24 }.into()
+    }
+
+    impl NetTransport for Failing<'_> {
+        fn lane(&self) -> &'static str {
+            self.wires.lane()
+        }
+
+        fn passes_descriptors(&self) -> bool {
+            self.wires.passes_descriptors()
+        }
+
+        fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
+            if self.fails == Some((peer, Step::Open)) {
+                return Err(failure());
+            }
+            let end = self.wires.open(peer)?;
+            let inodes =
+                end.descriptors().into_iter().skip(1).map(|fd| rustix::fs::fstat(fd).unwrap().st_ino);
+            self.segments.lock().unwrap().extend(inodes);
+            Ok(Box::new(FailingEnd { end, fails: self.fails == Some((peer, Step::Join)) }))
+        }
+    }
+
+    impl ConnectionEnd for FailingEnd<'_> {
+        fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+            self.end.descriptors()
+        }
+
+        fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
+            if self.fails { Err(failure()) } else { self.end.connect(offered) }
+        }
+    }
+
+    /// Errors of four ranks on two nodes, of which rank 3 fails, and the segments of their ends.
+    fn errors(step: Step) -> (Vec<Error>, HashSet<u64>) {
+        let config = Config { heap: 4 << 20, symmetric: 1 << 20, ..Config::default() };
+        let options = Options { config, ..Options::default() };
+        let worlds = World::threads_with(&[0, 0, 1, 1], &options).unwrap();
+        let segments = Mutex::default();
+        let lay = |world: World| {
+            let group = world.all().unwrap();
+            let NetState { transport, thread, .. } = group.shared.net.as_ref().unwrap();
+            let nodes = group.nodes();
+            let paths = Paths::new(&nodes, Route::Direct, group.rank());
+            let fails = (group.rank() == 3).then_some((0, step));
+            let failing = Failing { wires: &**transport, fails, segments: &segments };
+            let error = lay_by(&failing, thread, &group, &paths).unwrap_err();
+            // The world is as good as before.
+            group.lanes(Route::Direct).unwrap();
+            error
+        };
+        let errors = std::thread::scope(|scope| {
+            let ranks: Vec<_> = worlds.into_iter().map(|world| scope.spawn(|| lay(world))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        (errors, segments.into_inner().unwrap())
+    }
+
+    #[test]
+    fn failed_end_of_a_wire_names_its_rank_on_every_rank() {
+        for step in [Step::Open, Step::Join] {
+            let (errors, _) = errors(step);
+            let reason = failure().to_string();
+            let seen = Error::from(LaneError::PeerUnsupported { rank: 3, lane: LOOPBACK, reason });
+            assert_eq!(errors, [seen.clone(), seen.clone(), seen, failure()], "{step:?}");
+        }
+    }
+
+    #[test]
+    fn segments_of_failed_wires_are_given_back() {
+        for step in [Step::Open, Step::Join] {
+            let (_, segments) = errors(step);
+            assert!(!segments.is_empty());
+            let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+            let open = open.filter_map(|fd| Some(std::fs::metadata(fd.path()).ok()?.ino()));
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            let mapped = maps.lines().filter(|line| line.contains("sidelane-wire"));
+            let mapped = mapped.filter_map(|line| line.split_whitespace().nth(4)?.parse().ok());
+            let held: HashSet<u64> = open.chain(mapped).collect();
+            assert!(segments.is_disjoint(&held), "{step:?}");
+        }
+    }
+}

@@ -1,0 +1,410 @@
+//! Calls that go well.
+
+use std::panic::{UnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use half::{bf16, f16};
+use sidelane::device::{Kernels, PermuteArgs, PinnedMemory, Priority, Stream, Version};
+use sidelane::exec::EnqueueCounts;
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
+use sidelane::topology::Route;
+use sidelane::{Element, World};
+use stand_in_cuda::StandIn;
+
+use super::rank::{Case, Input, Rank};
+use super::{on_devices, on_drivers, on_settings};
+use crate::devices::{Memory, context, stream};
+use crate::support::{To, on_ranks, small, tokens};
+
+/// Runs something on each rank of a world, on a device of its own.
+pub fn on_each(case: &Case, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
+    on_each_of::<bf16>(case, body);
+}
+
+pub fn on_each_of<E: Element + Into<f32>>(case: &Case, body: impl Fn(&mut Rank<E>, u64) + Sync)
+where
+    f32: To<E>,
+{
+    let ranks = || {
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            body(&mut Rank::new(&group, case), group.rank().into());
+        });
+    };
+    caused(ranks);
+}
+
+/// Runs something, and sees that no stream of a caller that enqueues was given a wait whose cause
+/// was not enqueued yet: whatever calls of the driver wait for, it needs no other call.
+fn caused(body: impl FnOnce()) {
+    // The driver stays until it has been asked.
+    let _driver = stream(0);
+    let without = || StandIn::loaded().unwrap().counters().waits_without_cause;
+    let before = without();
+    body();
+    assert_eq!(without() - before, 0, "waits without a cause");
+}
+
+/// A number of tokens for each seed, among them none.
+pub fn some(case: &Case, seed: u64) -> u32 {
+    (seed.wrapping_mul(0x9e37_79b9) >> 7) as u32 % (case.max_tokens + 1)
+}
+
+/// Rounds of random tokens, each rank with a number of its own.
+pub fn rounds(case: &Case, rounds: u64, seed: u64) {
+    on_each(case, |rank, me| {
+        for seed in (seed * 1000..).take(rounds as usize).map(|round| round * 64 + me) {
+            let count = some(case, seed);
+            rank.round(&tokens(seed, count, case.hidden, case.top_k, case.map.experts()));
+        }
+    });
+}
+
+#[test]
+fn one_rank_sees_what_the_host_sees() {
+    on_devices("enqueued::calls::one_rank_sees_what_the_host_sees", 8, 1, || {
+        rounds(&Case::new(1, 3, 2), 5, 1)
+    });
+}
+
+#[test]
+fn four_ranks_see_what_the_host_sees() {
+    on_devices("enqueued::calls::four_ranks_see_what_the_host_sees", 8, 2, || {
+        let replicated = ExpertMap::from_slots(5, &[vec![4, 0], vec![1], vec![2, 4, 3], vec![0]]).unwrap();
+        for case in [
+            Case::new(4, 6, 3),
+            Case { align: 16, ..Case::new(4, 6, 3) },
+            Case { map: replicated, ..Case::new(4, 6, 3) },
+        ] {
+            rounds(&case, 4, 2);
+        }
+    });
+}
+
+#[test]
+fn other_types_are_summed_like_on_the_host() {
+    on_devices("enqueued::calls::other_types_are_summed_like_on_the_host", 8, 3, || {
+        let case = Case::new(2, 5, 4);
+        on_each_of::<f32>(&case, |rank, me| rank.round(&tokens(me, 9, 16, 4, 5)));
+        on_each_of::<f16>(&case, |rank, me| rank.round(&tokens(me, 9, 16, 4, 5)));
+    });
+}
+
+#[test]
+fn two_ranks_go_on_for_hundreds_of_rounds_on_two_queues() {
+    on_devices("enqueued::calls::two_ranks_go_on_for_hundreds_of_rounds_on_two_queues", 2, 4, || {
+        rounds(&Case { hidden: 8, max_tokens: 6, ..Case::new(2, 3, 2) }, 300, 4);
+    });
+}
+
+#[test]
+fn one_hardware_queue_is_enough_for_exact_sizes() {
+    on_devices("enqueued::calls::one_hardware_queue_is_enough_for_exact_sizes", 1, 4, || {
+        let small = |nodes: &[u32], route| {
+            let case = Case::across(nodes, 3, 2);
+            Case { hidden: 8, max_tokens: 6, route, ..case }
+        };
+        rounds(&small(&[0; 3], Route::Direct), 100, 4);
+        rounds(&small(&[0, 0, 1], Route::Pxn), 50, 5);
+        // All ranks share one device, and so one queue.
+        let case = small(&[0; 3], Route::Direct);
+        caused(|| {
+            on_ranks(&case.nodes, &crate::support::small(), |world: World| {
+                let group = world.all().unwrap();
+                let mut rank = Rank::<bf16>::on_stream(&group, &case, stream(0), |builder| builder);
+                for round in 0..50 {
+                    let seed = 64 * round + u64::from(group.rank());
+                    rank.round(&tokens(seed, some(&case, seed), case.hidden, case.top_k, 3));
+                }
+            });
+        });
+    });
+}
+
+/// Runs the body beside what the rest of a program may do: it takes memory and gives it back, loads
+/// kernels and launches them for the first time. Each of these calls waits for the device, and
+/// keeps all other threads' calls out meanwhile.
+pub fn disturbed(body: impl FnOnce() + UnwindSafe) {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let over = &over;
+        let noise: Vec<_> = (0..2).map(|device| scope.spawn(move || disturb(device, over))).collect();
+        let done = catch_unwind(body);
+        over.store(true, Ordering::Relaxed);
+        noise.into_iter().for_each(|thread| thread.join().unwrap());
+        done.unwrap_or_else(|panic| resume_unwind(panic));
+    });
+}
+
+fn disturb(device: u32, over: &AtomicBool) {
+    let context = context(device);
+    while !over.load(Ordering::Relaxed) {
+        let stream = Stream::new(&context, Priority::Normal).unwrap();
+        let kernels = Kernels::load(&context).unwrap();
+        let memory = Memory::new(&context, 64);
+        let index = memory.fill(&stream, &[0_i32; 4]);
+        let words = PinnedMemory::new(&context, 8).unwrap();
+        let [from, out] =
+            [Memory::new(&context, 64), Memory::new(&context, 64)].map(|memory| memory.part(64));
+        kernels
+            .regroup(
+                &stream,
+                &PermuteArgs {
+                    row_bytes: 16,
+                    sources: 4,
+                    rows: 4,
+                    from: from.span(0, 64).unwrap(),
+                    index: index.span(0, 16).unwrap(),
+                    out: out.span(0, 64).unwrap(),
+                    status: words.range().word(0).unwrap(),
+                },
+            )
+            .unwrap();
+    }
+}
+
+#[test]
+fn exact_sizes_go_on_while_other_threads_free_load_and_launch() {
+    let locks = ("SIDELANE_FAKE_CUDA_LOCKS", "1");
+    let full = ("SIDELANE_FAKE_CUDA_LAUNCH_QUEUE", "24");
+    let lazy = ("CUDA_MODULE_LOADING", "LAZY");
+    let copies = ("SIDELANE_FAKE_CUDA_COPY_QUEUES", "1");
+    for (queues, settings) in
+        [(1, [locks, full, lazy]), (8, [locks, full, lazy]), (32, [locks, copies, lazy])]
+    {
+        on_settings(
+            "enqueued::calls::exact_sizes_go_on_while_other_threads_free_load_and_launch",
+            &[&settings],
+            (queues, 11),
+            || {
+                let case = Case { hidden: 8, max_tokens: 6, ..Case::new(3, 4, 2) };
+                disturbed(|| rounds(&case, 40, 6));
+            },
+        );
+    }
+}
+
+#[test]
+fn eight_ranks_go_on_for_many_rounds() {
+    on_devices("enqueued::calls::eight_ranks_go_on_for_many_rounds", 8, 5, || {
+        rounds(&Case { hidden: 8, max_tokens: 6, align: 4, ..Case::new(8, 8, 3) }, 25, 5);
+    });
+}
+
+#[test]
+fn no_seed_of_the_driver_is_seen() {
+    // Each process has one seed.
+    let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..12 };
+    for seed in seeds {
+        on_devices("enqueued::calls::no_seed_of_the_driver_is_seen", 3 + seed as u32 % 3, seed, || {
+            let seed = std::env::var("SIDELANE_FAKE_CUDA_SEED").unwrap().parse().unwrap();
+            rounds(&Case { align: 2, ..Case::new(3, 4, 2) }, 8, seed);
+        });
+    }
+}
+
+#[test]
+fn beyond_a_budget_the_same_rows_are_dropped_as_on_the_host() {
+    on_devices("enqueued::calls::beyond_a_budget_the_same_rows_are_dropped_as_on_the_host", 8, 6, || {
+        for (rows, align) in [(7, 1), (24, 8), (0, 1)] {
+            let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
+            rounds(&Case { mode, align, ..Case::new(3, 5, 3) }, 6, rows.into());
+        }
+    });
+}
+
+#[test]
+fn dispatches_are_alive_side_by_side() {
+    on_devices("enqueued::calls::dispatches_are_alive_side_by_side", 8, 7, || {
+        for mode in [ReceiveMode::Exact, ReceiveMode::Budget { rows: 200, overflow: Overflow::Error }] {
+            let case = Case { max_in_flight: 3, mode, ..Case::new(3, 5, 3) };
+            on_each(&case, |rank, me| {
+                for round in 0..5 {
+                    let input = |nth: u64| {
+                        tokens(100 * round + 10 * nth + me, some(&case, round + nth + me), 16, 3, 5)
+                    };
+                    rank.all_in_flight(&[input(0), input(1), input(2)]);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn host_runs_ahead_of_a_stream_that_waits() {
+    on_devices("enqueued::calls::host_runs_ahead_of_a_stream_that_waits", 8, 13, || {
+        let case = Case::new(3, 5, 3);
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            let me = u64::from(group.rank());
+            Rank::<bf16>::new(&group, &case).combined_ahead(&tokens(me, 9, 16, 3, 5));
+        });
+    });
+}
+
+#[test]
+fn combines_of_one_handle_have_memory_of_those_before_them() {
+    on_devices("enqueued::calls::combines_of_one_handle_have_memory_of_those_before_them", 8, 14, || {
+        let case = Case::new(3, 5, 3);
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            let me = u64::from(group.rank());
+            // Rows of one dispatch, and two or three outputs of as many.
+            let mut rank = Rank::<bf16>::with(&group, &case, |builder| builder.device_heap(12 << 10));
+            rank.combined_often(&tokens(me, 9, 16, 3, 5), 100);
+        });
+    });
+}
+
+#[test]
+fn many_handles_of_exact_sizes_share_one_staging() {
+    on_devices("enqueued::calls::many_handles_of_exact_sizes_share_one_staging", 8, 12, || {
+        let case = Case { max_in_flight: 16, ..Case::new(3, 5, 3) };
+        on_each(&case, |rank, me| {
+            let inputs: Vec<_> =
+                (0..16).map(|nth| tokens(10 * nth + me, some(&case, nth + me), 16, 3, 5)).collect();
+            rank.all_in_flight(&inputs);
+        });
+    });
+}
+
+#[test]
+fn memory_that_the_stream_has_yet_to_read_is_given_to_nobody() {
+    on_devices("enqueued::calls::memory_that_the_stream_has_yet_to_read_is_given_to_nobody", 8, 10, || {
+        let case = Case::new(2, 4, 2);
+        on_ranks(&[0; 2], &small(), |world: World| {
+            let group = world.all().unwrap();
+            // Every token goes to expert 0 and to expert 2: a row at each rank. 24 rows of 32 bytes
+            // with their weights take 896 bytes, outputs as many; 2 rows take 128 of the 256 that
+            // are left.
+            let mut rank = Rank::<bf16>::with(&group, &case, |builder| builder.device_heap(2 * 896 + 256));
+            let input = |salt: u64, count: u32| Input {
+                ids: [0, 2].repeat(count as usize),
+                ..tokens(10 * salt + u64::from(group.rank()), count, 16, 2, 4)
+            };
+            for round in 0..4 {
+                rank.dropped_early(&input(2 * round, 12), &input(2 * round + 1, 1));
+            }
+        });
+    });
+}
+
+/// Three tokens: experts 0 to 3 get 2, 1, 1 and 1 rows of them.
+pub fn three() -> Input<bf16> {
+    let ids = [[0, 3], [1, 2], [0, -1]].concat();
+    let x = (0..48).map(|n| bf16::from_f32(n as f32)).collect();
+    Input { x, ids, weights: vec![0.5; 6] }
+}
+
+#[test]
+fn ranks_of_one_device_are_built_while_the_driver_locks() {
+    let settings = [("SIDELANE_FAKE_CUDA_LOCKS", "1")];
+    on_settings(
+        "enqueued::calls::ranks_of_one_device_are_built_while_the_driver_locks",
+        &[&settings],
+        (32, 3),
+        || {
+            let case = Case::new(4, 8, 2);
+            on_ranks(&case.nodes, &small(), |world: World| {
+                let group = world.all().unwrap();
+                for _ in 0..4 {
+                    let builder = case.settings::<bf16>(&group).on(&stream(0));
+                    let planned = builder.device_heap(1 << 20).build().unwrap();
+                    group.gather(&[]).unwrap();
+                    drop(planned);
+                }
+            });
+        },
+    );
+}
+
+#[test]
+fn caller_on_legacy_default_stream_sees_what_the_host_sees() {
+    on_devices("enqueued::calls::caller_on_legacy_default_stream_sees_what_the_host_sees", 8, 9, || {
+        let case = Case::new(3, 5, 3);
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            let me = u64::from(group.rank());
+            let device = stream(group.rank());
+            // SAFETY: the legacy default stream is there as long as its context.
+            let legacy = unsafe { Stream::borrow(device.context(), std::ptr::null_mut()) }.unwrap();
+            let mut rank = Rank::<bf16>::on_stream(&group, &case, legacy.into(), |builder| builder);
+            for round in 0..4 {
+                rank.round(&tokens(round * 8 + me, some(&case, round + me), 16, 3, 5));
+            }
+        });
+    });
+}
+
+#[test]
+fn engines_move_every_row_and_a_report_says_so() {
+    let versions = ["12080", "13010"];
+    on_drivers("enqueued::calls::engines_move_every_row_and_a_report_says_so", &versions, 8, 9, || {
+        // The driver stays until it has been asked.
+        let driver = stream(0);
+        // Rows and pads that stay on a device are made by SMs before CUDA 13.1.
+        let engines_alone = driver.context().driver().version() >= Version::OVERLAP_HINT;
+        let by_sms = AtomicU64::new(0);
+        let case = Case { align: 4, ..Case::new(2, 4, 2) };
+        on_each(&case, |rank, me| {
+            let (rows, handle) = rank.dispatch(&three()).unwrap();
+            let report = handle.report().unwrap();
+            assert_eq!(report.kernels, ["order", "regroup"]);
+            let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
+            assert_eq!(lanes, [("own", 1), ("copy engine", 1)]);
+            // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight, which
+            // is copied apart. The last rank pads those of 1, 2 and 3, two rows each. Beside them
+            // go the lists of the sums, and the counts.
+            let (pads, own) = if me == 1 { (3, 2 + 4) } else { (0, 3) };
+            let own_copies = if me == 1 { 2 + 2 * 2 } else { 2 };
+            by_sms.fetch_add(report.enqueued.copies_by_sms, Ordering::Relaxed);
+            let expected = EnqueueCounts {
+                batches: 1,
+                copies: 2 * (4 + pads) + 3,
+                bytes: (5 + 2 * pads) * 36,
+                own_bytes: own * 36,
+                single_copies: 0,
+                copies_by_sms: if engines_alone { 0 } else { own_copies },
+                // A mark; that rows have landed, told and awaited.
+                memory_operations: 3,
+                ..EnqueueCounts::default()
+            };
+            assert_eq!(report.enqueued, expected);
+            drop((rows, handle));
+        });
+        let counters = StandIn::loaded().unwrap().counters();
+        assert_eq!((counters.copies_by_sms, counters.fills), (by_sms.into_inner(), 0));
+    });
+}
+
+#[test]
+fn outputs_of_a_second_combine_wait_for_readers_of_the_first() {
+    let name = "enqueued::calls::outputs_of_a_second_combine_wait_for_readers_of_the_first";
+    on_devices(name, 8, 22, || {
+        for mode in [ReceiveMode::Budget { rows: 200, overflow: Overflow::Error }, ReceiveMode::Exact] {
+            let case = Case { mode, ..Case::new(3, 5, 3) };
+            on_each(&case, |rank, me| {
+                (0..20).for_each(|round| rank.combined_twice(&tokens(round * 8 + me, 9, 16, 3, 5)));
+            });
+        }
+    });
+}
+
+#[test]
+fn outputs_elsewhere_are_copied_and_counted() {
+    on_devices("enqueued::calls::outputs_elsewhere_are_copied_and_counted", 8, 23, || {
+        for mode in [ReceiveMode::Budget { rows: 60, overflow: Overflow::Error }, ReceiveMode::Exact] {
+            let case = Case { mode, ..Case::new(3, 5, 3) };
+            on_each(&case, |rank, me| rank.combined_from_elsewhere(&tokens(me, 9, 16, 3, 5)));
+        }
+    });
+}
+
+#[test]
+fn halves_of_both_calls_see_what_the_host_sees() {
+    on_devices("enqueued::calls::halves_of_both_calls_see_what_the_host_sees", 8, 24, || {
+        on_each(&Case::new(3, 5, 3), |rank, me| {
+            (0..5).for_each(|round| rank.halves(&tokens(round * 8 + me, 9, 16, 3, 5)));
+        });
+    });
+}
