@@ -12,7 +12,7 @@ readonly TORCH="$PWD/target/torch"
 # Parts of the full run, and the seconds that each takes on two cores after the quick gate.
 readonly PARTS=(worlds testbed trainer fuzz oracles python peers packages)
 declare -rA PART_SECONDS=(
-    [worlds]=300 [testbed]=420 [trainer]=420 [fuzz]=90 [oracles]=330 [python]=480 [peers]=330 [packages]=300
+    [worlds]=480 [testbed]=420 [trainer]=420 [fuzz]=90 [oracles]=330 [python]=480 [peers]=330 [packages]=300
 )
 
 step() { printf '\n== %4d s: %s\n' "$SECONDS" "$*"; }
@@ -130,8 +130,9 @@ step_conformance() {
 }
 
 part_worlds() {
-    step "worlds: all cases of the tests that start processes"
-    SIDELANE_TEST_WORLDS=all cargo test --no-fail-fast --test process --test device --test layer
+    step "worlds: all cases of the tests that run one case otherwise"
+    SIDELANE_TEST_WORLDS=all cargo test --no-fail-fast --test process --test device --test layer --test ep \
+        --test schedule
 }
 
 part_testbed() {

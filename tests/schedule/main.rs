@@ -1,6 +1,8 @@
 //! Schedules: proofs, and mutants that the proofs must find.
 
 mod call_mutations;
+#[path = "../support/cases.rs"]
+mod cases;
 mod collective_proof;
 mod groups;
 mod mutations;

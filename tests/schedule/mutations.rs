@@ -12,6 +12,7 @@ use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{AccessKind, ProofFailure, prove};
 use sidelane_verify::unroll::{Relays, SeededBug, UnrolledProgram};
 
+use crate::cases::cases;
 use crate::groups::{Group, enqueued_rounds, gathering_rounds, rounds, rounds_of, ways};
 
 /// A mutation, and what its harm depends on.
@@ -260,7 +261,7 @@ fn all_found(labels: &[u32], way: (Route, Relays), order: SumOrder) {
 
 #[test]
 fn every_mutant_of_two_nodes_of_two_is_found() {
-    ways().for_each(|way| all_found(&[0, 0, 1, 1], way, SumOrder::Expert));
+    cases(ways(), 2).into_iter().for_each(|way| all_found(&[0, 0, 1, 1], way, SumOrder::Expert));
 }
 
 #[test]
@@ -333,13 +334,13 @@ fn every_mutant_of_engines_that_relay_is_found() {
 
 #[test]
 fn every_mutant_of_uneven_nodes_is_found() {
-    ways().for_each(|way| all_found(&[0, 0, 0, 1], way, SumOrder::Expert));
+    cases(ways(), 3).into_iter().for_each(|way| all_found(&[0, 0, 0, 1], way, SumOrder::Expert));
 }
 
 #[test]
 fn every_mutant_of_nodes_that_interleave_is_found() {
     let away = Route::ALL.map(|route| (route, Relays::Thread));
-    away.into_iter().for_each(|way| all_found(&[0, 0, 1, 0, 1], way, SumOrder::Expert));
+    cases(away, 1).into_iter().for_each(|way| all_found(&[0, 0, 1, 0, 1], way, SumOrder::Expert));
 }
 
 #[test]
@@ -354,7 +355,7 @@ fn every_mutant_of_one_node_of_four_is_found() {
 
 #[test]
 fn harmless_mutants_change_no_outcome() {
-    for route in Route::ALL {
+    for route in cases(Route::ALL, 1) {
         let group = Group::new(&[0, 0, 1, 1], 4, 5).run((route, Relays::Thread));
         let unrolled = group.unroll(&rounds(), None);
         let mutants =

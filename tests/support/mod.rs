@@ -1,8 +1,12 @@
 //! Worlds of threads, random routings, and the naive reference for dispatch and combine.
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
+mod cases;
 pub mod layer;
 pub mod processes;
+
+#[allow(unused_imports, reason = "each test program uses a part of this")]
+pub use cases::cases;
 
 use half::bf16;
 use sidelane::config::Config;
@@ -21,16 +25,6 @@ pub fn small() -> Options {
 pub fn tiny() -> Options {
     let config = Config { heap: 1 << 20, symmetric: 256 << 10, ..Config::default() };
     Options { config, ..Options::default() }
-}
-
-/// Cases that a test runs whose cases take long: all if `SIDELANE_TEST_WORLDS` is `all`, else one.
-pub fn cases<T>(all: impl IntoIterator<Item = T>, most_demanding: usize) -> Vec<T> {
-    let mut all = all.into_iter();
-    match std::env::var("SIDELANE_TEST_WORLDS").as_deref() {
-        Ok("all") => all.collect(),
-        Ok(other) => panic!("SIDELANE_TEST_WORLDS is {other:?}, and only `all` is known"),
-        Err(_) => all.nth(most_demanding).into_iter().collect(),
-    }
 }
 
 /// Runs `body` on every rank of a world of threads; rank r is on node `nodes[r]`. Results in order

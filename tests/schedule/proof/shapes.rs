@@ -6,6 +6,7 @@ use sidelane_verify::check::check;
 use sidelane_verify::unroll::{Call, Relays};
 
 use super::{proved, titled};
+use crate::cases::cases;
 use crate::groups::{
     Group, ROWS, copy, dispatch, enqueued_rounds, gathering_rounds, placements, placements_in_spans, ret,
     rounds, ways,
@@ -101,7 +102,7 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
     ];
     for ((name, labels), route) in shapes.into_iter().flat_map(|shape| Route::ALL.map(|route| (shape, route)))
     {
-        for (align, gpu_direct) in [(1, false), (4, false), (1, true), (4, true)] {
+        for (align, gpu_direct) in cases([(1, false), (4, false), (1, true), (4, true)], 3) {
             let group = Group::new(labels, align, 5).run((route, Relays::Inline)).pulling();
             let group = if gpu_direct { group.straight() } else { group };
             let unrolled = group.unroll(&calls, None);
