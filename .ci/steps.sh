@@ -10,9 +10,9 @@ readonly TARGET="${CARGO_TARGET_DIR:-target}"
 readonly TORCH="$PWD/target/torch"
 
 # Parts of the full run, and the seconds that each takes on two cores after the quick gate.
-readonly PARTS=(worlds testbed trainer fuzz oracles python peers packages)
+readonly PARTS=(worlds testbed trainer fuzz oracles python baselines packages)
 declare -rA PART_SECONDS=(
-    [worlds]=480 [testbed]=420 [trainer]=420 [fuzz]=90 [oracles]=330 [python]=480 [peers]=330 [packages]=300
+    [worlds]=480 [testbed]=420 [trainer]=420 [fuzz]=90 [oracles]=330 [python]=480 [baselines]=330 [packages]=300
 )
 
 step() { printf '\n== %4d s: %s\n' "$SECONDS" "$*"; }
@@ -182,11 +182,11 @@ part_python() {
 }
 
 # The third of the baselines is torch.
-part_peers() {
+part_baselines() {
     step "baselines: MPI, UCX and torch beside the program"
     install openmpi-bin libopenmpi-dev ucx-utils
     torch
-    SIDELANE_NEED_PEERS=1 SIDELANE_PYTHON="$TORCH/bin/python" cargo test --no-fail-fast --test cli
+    SIDELANE_NEED_BASELINES=1 SIDELANE_PYTHON="$TORCH/bin/python" cargo test --no-fail-fast --test cli
 }
 
 # Each package is built from what would be published.

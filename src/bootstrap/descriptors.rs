@@ -163,7 +163,7 @@ impl<'fd> Table<'_, 'fd> {
         let linked = |peer: &usize| self.offers[*peer].is_some();
         let mut to_call: Vec<usize> = (0..self.me).filter(linked).collect();
         let mut to_come: Vec<usize> = (self.me + 1..self.members.len()).filter(linked).collect();
-        let mut unknown: VecDeque<OwnedFd> = VecDeque::new();
+        let mut unknown: Vec<OwnedFd> = Vec::new();
         let mut pairs: Vec<Pair<'fd>> = Vec::new();
         let mut results: Vec<Vec<OwnedFd>> = self.members.iter().map(|_| Vec::new()).collect();
         loop {
@@ -175,12 +175,13 @@ impl<'fd> Table<'_, 'fd> {
                 }
             }
             to_call = refused;
-            if !to_come.is_empty() {
-                self.accept(&mut unknown)?;
-            }
+            let shortage = if to_come.is_empty() { None } else { self.accept(&mut unknown)? };
             for connection in std::mem::take(&mut unknown) {
                 self.receive_hello(connection, &mut to_come, &mut pairs, &mut unknown)?;
             }
+            // What is left has said nothing. The longest silent makes room.
+            let kept = MAX_SILENT.min(unknown.len().saturating_sub(shortage.is_some().into()));
+            unknown.drain(..unknown.len() - kept);
             for mut pair in std::mem::take(&mut pairs) {
                 match pair.step()? {
                     Progress::Done => results[pair.peer] = pair.received,
@@ -194,6 +195,9 @@ impl<'fd> Table<'_, 'fd> {
             self.hub.health().check()?;
             let now = Instant::now();
             if now >= start + deadline {
+                if let Some(errno) = shortage {
+                    return Err(system("accept", errno));
+                }
                 let open = to_call.iter().chain(&to_come).copied().chain(pairs.iter().map(|pair| pair.peer));
                 let mut missing: Vec<u32> = open.map(|peer| peer as u32).collect();
                 missing.sort_unstable();
@@ -201,7 +205,8 @@ impl<'fd> Table<'_, 'fd> {
                 return Err(BootstrapError::Deadline { step, missing, waited });
             }
             let mut fds: Vec<PollFd<'_>> = pairs.iter().filter_map(Pair::poll_fd).collect();
-            if !to_come.is_empty() {
+            // Short of descriptors, the next slice tries again.
+            if !to_come.is_empty() && shortage.is_none() {
                 fds.push(PollFd::new(&self.listener, PollFlags::IN));
             }
             fds.extend(unknown.iter().map(|connection| PollFd::new(connection, PollFlags::IN)));
@@ -231,25 +236,22 @@ impl<'fd> Table<'_, 'fd> {
         Ok(Some(self.pair(peer, socket, greeting, Some(expects))))
     }
 
-    /// Accepts connections of this user's processes. Others are closed before a byte is read. Those
-    /// that have been silent longest make room for new ones.
-    fn accept(&self, unknown: &mut VecDeque<OwnedFd>) -> Result<(), BootstrapError> {
+    /// Accepts connections of this user's processes. Others are closed before a byte is read.
+    /// Returns the error, if the system is short of descriptors or memory for more.
+    fn accept(&self, unknown: &mut Vec<OwnedFd>) -> Result<Option<Errno>, BootstrapError> {
         for _ in 0..MAX_SILENT {
             match accept_with(&self.listener, FLAGS) {
-                Ok(connection) if check_user(&connection).is_ok() => unknown.push_back(connection),
+                Ok(connection) if check_user(&connection).is_ok() => unknown.push(connection),
                 Ok(_) => tracing::warn!("another user connected to the exchange of descriptors"),
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(Errno::AGAIN) => break,
-                // Closing a silent connection may help. If not, the exchange ends by its deadline.
-                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
-                    unknown.pop_front();
-                    break;
+                Err(errno @ (Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) => {
+                    return Ok(Some(errno));
                 }
                 Err(errno) => return Err(system("accept", errno)),
             }
         }
-        unknown.drain(..unknown.len().saturating_sub(MAX_SILENT));
-        Ok(())
+        Ok(None)
     }
 
     /// Reads from new connections: an awaited member becomes a pair, a stranger's connection is
@@ -259,13 +261,13 @@ impl<'fd> Table<'_, 'fd> {
         connection: OwnedFd,
         to_come: &mut Vec<usize>,
         pairs: &mut Vec<Pair<'fd>>,
-        unknown: &mut VecDeque<OwnedFd>,
+        unknown: &mut Vec<OwnedFd>,
     ) -> Result<(), BootstrapError> {
         let hello = match receive(&connection)? {
             Packet::Bytes(hello) => hello,
             Packet::Gone => return Ok(()),
             Packet::Later => {
-                unknown.push_back(connection);
+                unknown.push(connection);
                 return Ok(());
             }
         };

@@ -32,7 +32,7 @@ pub struct PeerMapping {
 // thread, and every access to its bytes goes through raw pointers whose users guarantee their
 // order.
 unsafe impl Send for PeerMapping {}
-// SAFETY: as above: `&Mapped` only hands out raw pointers.
+// SAFETY: as above: `&PeerMapping` only hands out raw pointers.
 unsafe impl Sync for PeerMapping {}
 
 impl PeerMapping {

@@ -45,19 +45,19 @@ mod chunks;
 mod cuda;
 mod forecast;
 mod graph;
+mod handoff;
 mod host;
 mod one_f_one_b;
 mod outcome;
 mod rotation;
-mod slot;
 
 pub use crate::error::{NodeInfo, NodeLabel, StreamId};
 pub use chunks::{ChunkRule, TokenChunks};
 pub use cuda::{CudaExecutor, StreamPool};
 pub use graph::{Body, Executor, Graph, Node};
+pub use handoff::Handoff;
 pub use host::{HostExecutor, Run};
 pub use one_f_one_b::{Direction, LayerOp, LayerStep, Passes, add_one_f_one_b, one_f_one_b};
-pub use slot::Handoff;
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]

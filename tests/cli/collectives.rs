@@ -30,10 +30,10 @@ fn every_collective_is_right_between_processes_of_one_node_and_of_two() {
     }
 }
 
-/// Without `SIDELANE_NEED_PEERS` only those that are there are asked.
+/// Without `SIDELANE_NEED_BASELINES` only those that are there are asked.
 #[test]
 fn others_that_are_installed_have_the_same_bits() {
-    let needed = std::env::var_os("SIDELANE_NEED_PEERS").is_some();
+    let needed = std::env::var_os("SIDELANE_NEED_BASELINES").is_some();
     let (code, report, told) = run(&["--ranks-per-node=2", "--sizes=4K,512K", "--rounds=3", "--baselines"]);
     assert_eq!(code, Some(0), "{told}");
     let absent = report["unavailable"].as_array().unwrap().len();

@@ -1,5 +1,6 @@
 //! The `sidelane` program: commands, options, reports, and exit codes.
 
+mod baselines;
 mod bench;
 mod collectives;
 mod conformance;
@@ -11,7 +12,6 @@ mod launch;
 mod layer;
 mod machines;
 mod network;
-mod peers;
 mod put_bench;
 mod refusals;
 mod routing;

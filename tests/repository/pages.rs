@@ -81,7 +81,7 @@ fn table_of_contents_names_every_page_of_docs_once() {
 
 /// Pages of folders that have one. That of `bindings/python` is still to be wrapped.
 const READMES: [&str; 6] = [
-    "benches/peers",
+    "benches/baselines",
     "data",
     "examples/moe-lm",
     "tests/gate/oracles",

@@ -266,7 +266,8 @@ fn every_mutant_of_two_nodes_of_two_is_found() {
 
 #[test]
 fn every_mutant_of_relays_that_sum_is_found() {
-    Relays::ALL.into_iter().for_each(|relays| all_found(&[0, 1, 1, 0], (Route::Pxn, relays), SumOrder::Node));
+    let group = |relays| all_found(&[0, 1, 1, 0], (Route::Pxn, relays), SumOrder::Node);
+    cases(Relays::ALL, 1).into_iter().for_each(group);
     all_found(&[0, 0, 0, 1], (Route::Pxn, Relays::Thread), SumOrder::Rank);
 }
 
@@ -282,9 +283,9 @@ fn every_mutant_of_relays_that_copy_spans_is_found() {
 
 #[test]
 fn every_mutant_of_all_gather_and_reduce_scatter_is_found() {
-    for (labels, order) in
-        [(&[0, 0, 1, 1][..], SumOrder::Expert), (&[0, 1, 1, 0], SumOrder::Node), (&[0; 4], SumOrder::Expert)]
-    {
+    let groups =
+        [(&[0, 0, 1, 1][..], SumOrder::Expert), (&[0, 1, 1, 0], SumOrder::Node), (&[0; 4], SumOrder::Expert)];
+    for (labels, order) in cases(groups, 1) {
         let group = Group::new(labels, 1, 5).gathering((Route::Pxn, Relays::Thread), order);
         let title = format!("{labels:?} gathered, {}", order.name());
         assert_eq!(survivors(&title, &group), Vec::<String>::new());

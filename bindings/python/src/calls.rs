@@ -23,8 +23,8 @@ use crate::device::{OnStream, Place};
 use crate::errors::{Wrong, raise};
 use crate::handle::{Handle, Shape};
 use crate::input::{Input, Rows};
+use crate::lending::LendingCell;
 use crate::settings;
-use crate::slot::LendingCell;
 use crate::tensor::{self, Element, Kind, Memory, Outputs, extent_of};
 use crate::world::OpenWorld;
 

@@ -9,12 +9,12 @@ use sidelane::ep::{CollectiveBuilder, RowCollective as Gathers, RowPartition as 
 
 use crate::calls::{Brought, Sums, first, unusable};
 use crate::device::Place;
+use crate::ep::group_of;
 use crate::errors::raise;
 use crate::handle::tensor_of;
 use crate::input::Input;
-use crate::parallel::group_of;
+use crate::lending::LendingCell;
 use crate::settings;
-use crate::slot::LendingCell;
 use crate::tensor::{Kind, Outputs, Tensor};
 use crate::world::OpenWorld;
 

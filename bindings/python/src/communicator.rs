@@ -15,11 +15,11 @@ use sidelane::dtype::PartialDtype;
 use sidelane::error::{CallKind, Error, PlanError};
 
 use crate::calls::first;
+use crate::ep::group_of;
 use crate::errors::Wrong;
 use crate::input::Input;
-use crate::parallel::group_of;
+use crate::lending::LendingCell;
 use crate::settings;
-use crate::slot::LendingCell;
 use crate::tensor::{Element, Kind, Tensor};
 use crate::world::OpenWorld;
 

@@ -32,8 +32,8 @@ use sidelane::memory::Pool;
 use crate::dlpack::Lent;
 use crate::errors::raise;
 use crate::input::Input;
+use crate::lending::Maker;
 use crate::settings;
-use crate::slot::Maker;
 use crate::tensor::Element;
 
 /// As DLPack has them: the legacy default stream, and none.

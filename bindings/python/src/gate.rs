@@ -10,8 +10,8 @@ use sidelane::gate::{GateConfig, GateInput, Preset, RngKey, WeightsInput, weight
 
 use crate::errors::raise;
 use crate::input::Input;
+use crate::lending::LendingCell;
 use crate::settings;
-use crate::slot::LendingCell;
 use crate::tensor::{Element, Kind, Tensor};
 
 /// Names of all presets.

@@ -10,7 +10,7 @@ use sidelane::ep::{ExpertRows, Report, RowIndex};
 use crate::calls::Instance;
 use crate::device::Place;
 use crate::errors::{Wrong, raise};
-use crate::slot::LendingCell;
+use crate::lending::LendingCell;
 use crate::tensor::{Element, Kind, Memory, Outputs, Tensor};
 use crate::wait::{self, Interrupt};
 use crate::world::OpenWorld;

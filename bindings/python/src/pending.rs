@@ -13,7 +13,7 @@ use sidelane::ep::{ExpertRows, PendingCombine as StartedCombine, PendingDispatch
 use crate::calls::{Brought, Instance, Tokens};
 use crate::errors::Wrong;
 use crate::handle::Handle;
-use crate::slot::Maker;
+use crate::lending::Maker;
 use crate::tensor::Kind;
 use crate::wait::{self, Interrupt};
 

@@ -17,7 +17,7 @@ use crate::device::{Lender, Place};
 use crate::dlpack::{self, ElementType, Lending};
 use crate::errors::raise;
 use crate::input::Input;
-use crate::slot::Maker;
+use crate::lending::Maker;
 
 /// The element types that go in and out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,8 +15,8 @@ use sidelane::error::MemoryError;
 
 use crate::errors::{Wrong, raise};
 use crate::input::Input;
+use crate::lending::LendingCell;
 use crate::settings;
-use crate::slot::LendingCell;
 use crate::tensor::{Element, Memory, Tensor};
 use crate::wait::{self, Interrupt};
 use crate::world::{Group, OpenWorld};

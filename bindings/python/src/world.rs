@@ -11,7 +11,7 @@ use sidelane::config::Config;
 
 use crate::calls::first;
 use crate::errors::{Wrong, raise};
-use crate::slot::{Close, LendingCell, Maker};
+use crate::lending::{Close, LendingCell, Maker};
 use crate::wait::{self, Interrupt};
 use crate::window::Window;
 

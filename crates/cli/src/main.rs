@@ -1,5 +1,6 @@
 //! The `sidelane` program. A command is a folder and a line of the table below.
 
+mod baselines;
 mod bench;
 mod chart;
 mod collectives;
@@ -14,7 +15,6 @@ mod launch;
 mod layer;
 mod machines;
 mod options;
-mod peers;
 mod plan_bench;
 mod put_bench;
 mod ranks;

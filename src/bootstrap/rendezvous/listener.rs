@@ -14,8 +14,8 @@
 //!                      ◄──── one byte ────   from here on the stream is the ranks' own
 //! ```
 //!
-//! Strangers may knock as often as they like. A queue that is full closes a stranger's connection for
-//! each new one ([`HandshakeQueue::make_room`]), so that a rank gets in within one round trip.
+//! Strangers may knock as often as they like. A queue that is full closes a stranger's connection
+//! for each new one ([`HandshakeQueue::make_room`]), so that a rank gets in within one round trip.
 //!
 //! The byte says that the other rank has not given up meanwhile: its wait for a Welcome is bounded,
 //! and no wait comes after it. A stream without that byte is dropped.
@@ -334,9 +334,7 @@ impl HandshakeQueue {
             }
         }
     }
-}
 
-impl HandshakeQueue {
     /// Closes a pending connection: of those from the address that has most, the oldest that has
     /// said nothing, or else the oldest. A rank speaks at once, so silent strangers go before it,
     /// and no address can fill the queue for the others.
@@ -345,8 +343,8 @@ impl HandshakeQueue {
         for handshake in &self.pending {
             *held.entry(handshake.from).or_default() += 1;
         }
-        let Some((&crowd, _)) = held.iter().max_by_key(|&(_, &count)| count) else { return };
-        let of_crowd = |handshake: &PendingHandshake| handshake.from == crowd;
+        let most = held.values().max().copied();
+        let of_crowd = |handshake: &PendingHandshake| held.get(&handshake.from).copied() == most;
         let silent = |handshake: &PendingHandshake| of_crowd(handshake) && !handshake.responder.challenged();
         let oldest = self.pending.iter().position(silent).or_else(|| self.pending.iter().position(of_crowd));
         oldest.map(|oldest| self.pending.remove(oldest));

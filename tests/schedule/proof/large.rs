@@ -7,6 +7,7 @@ use sidelane_verify::prove::prove;
 use sidelane_verify::unroll::{Call, ProofScenario, Relays, SeededBug, UnrolledProgram};
 
 use super::{proved, titled};
+use crate::cases::cases;
 use crate::groups::{self, Group, ROWS, copy, dispatch, placements, placements_in_spans, ret, rounds, ways};
 
 #[test]
@@ -19,7 +20,7 @@ fn every_rank_of_sixty_four_is_proved() {
     all.extend(away.map(|way| ("8 x 8", eight.clone(), way, &three)));
     let many = rounds();
     all.push(("8 x 8, all", eight, away[1], &many));
-    for (name, labels, way, calls) in all {
+    for (name, labels, way, calls) in cases(all, 3) {
         let group = Group::new(&labels, 1, 3).run(way);
         let name = titled(name, way);
         let start = Instant::now();
@@ -47,7 +48,7 @@ fn sample_of_a_thousand_ranks_unrolls_three_nodes() {
     let labels: Vec<u32> = (0..1024).map(|rank| rank / 8).collect();
     let sample: Vec<u32> = [0, 1, 77].iter().flat_map(|node| 8 * node..8 * node + 8).collect();
     let calls = [dispatch(0), ret(0, ROWS), Call::Cached { handle: 0 }, copy(0, ROWS), dispatch(0)];
-    for way in Route::ALL.map(|route| (route, Relays::Thread)) {
+    for way in cases(Route::ALL.map(|route| (route, Relays::Thread)), 1) {
         let (group, name) = (Group::sampled(&labels, &sample).run(way), titled("128 x 8", way));
         let start = Instant::now();
         let unrolled =

@@ -2,8 +2,8 @@
 
 use sidelane::error::CallKind;
 
-use super::along::along;
 use super::combine::Outputs;
+use super::handle_calls::along;
 use super::memory::{Out, apart};
 use super::objects::{Ep, Handle, Output, Rows};
 use super::tensor::{Source, Target, Tensor};

@@ -7,7 +7,7 @@ use sidelane::device::Context;
 use sidelane::ep::{CombineInput, ExpertOutput};
 use sidelane::error::CallKind;
 
-use super::along::along;
+use super::handle_calls::along;
 use super::memory::apart;
 use super::objects::{Ep, Handle, Opaque, Output};
 use super::tensor::{Source, Target, Tensor};

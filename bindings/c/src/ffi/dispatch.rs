@@ -3,8 +3,8 @@
 use sidelane::ep::{ExpertRows, Handle as Layout};
 use sidelane::error::CallKind;
 
-use super::along::along;
 use super::ep::Layer;
+use super::handle_calls::along;
 use super::memory::Out;
 use super::objects::{Ep, Handle, Rows};
 use super::tensor::{Chosen, Routing, Source, Tensor};

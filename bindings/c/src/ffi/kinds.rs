@@ -4,11 +4,11 @@ use sidelane::ep::{ExpertOutput, ExpertRows, TokenBuffer};
 
 use super::collective::CollectiveLayer;
 use super::ep::Layer;
-use super::halves::{CombineUnderway, DispatchUnderway};
 use super::objects::{
     Collective, Communicator, Ep, Gate, Group, Handle, Opaque, Output, PendingCombine, PendingDispatch, Rows,
     Shares, Stream, Tokens, Window, World,
 };
+use super::start_finish::{CombineUnderway, DispatchUnderway};
 use crate::handles::{ExclusiveCell, Kind, Object};
 
 /// Name in C, object, kind.

@@ -38,7 +38,7 @@ mod combine;
 
 mod backward;
 
-mod halves;
+mod start_finish;
 
 mod report;
 
@@ -46,7 +46,7 @@ mod collective;
 
 mod communicator;
 
-mod along;
+mod handle_calls;
 mod kinds;
 mod lent;
 mod memory;
@@ -64,7 +64,6 @@ pub use ep::*;
 pub use gate::*;
 pub use gate_config::*;
 pub use group::*;
-pub use halves::*;
 pub use handle::*;
 pub use library::*;
 pub use losses::{
@@ -75,6 +74,7 @@ pub use objects::{
     Stream, Tokens, Window, World,
 };
 pub use report::*;
+pub use start_finish::*;
 pub use stream::*;
 pub use tensor::{ExpertMap, Routing, Tensor};
 pub use window::*;

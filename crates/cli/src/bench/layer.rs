@@ -23,12 +23,12 @@ use sidelane::topology::NodeMap;
 use sidelane::{Error, ExpertParallel, Group, World};
 use sidelane_verify::reference::Real;
 
+use super::baselines::{Field, Seen};
 use super::config::Config;
 use super::expected::Expected;
-use super::peers::{Field, Seen};
+use crate::baselines::Folder;
 use crate::error::{CliError, failed};
 use crate::machines::Machines;
-use crate::peers::Folder;
 use crate::ranks::{self, Sizes};
 use crate::routing::Router;
 use crate::stats::Laps;

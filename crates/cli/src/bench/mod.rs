@@ -15,10 +15,10 @@
 //! The ranks of `sidelane trace` are started in the same way and make the same calls, on the same
 //! [`Layer`].
 
+mod baselines;
 mod config;
 mod expected;
 mod layer;
-mod peers;
 mod rank;
 mod report;
 
@@ -28,9 +28,9 @@ use std::process::ExitCode;
 use clap::Args;
 use rank::Task;
 
+use crate::baselines::Folder;
 use crate::command::Command;
 use crate::error::CliError;
-use crate::peers::Folder;
 use crate::ranks;
 
 pub use config::{ConditionArgs, Config, RowType, Words};

@@ -18,13 +18,13 @@ use sidelane_core::schedule::ControlLayout;
 use sidelane_verify::reference::{Real, Reference};
 
 use super::BenchArgs;
+use super::baselines::Field;
 use super::config::{Config, Kind};
 use super::expected::reference;
 use super::layer::{self, EVENTS, Layer, write_trace};
-use super::peers::Field;
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
+use crate::baselines::Folder;
 use crate::error::{CliError, wrong};
-use crate::peers::Folder;
 use crate::ranks::{self, Sizes};
 use crate::routing::Router;
 use crate::settings::with_element;

@@ -8,8 +8,8 @@ use sidelane::dtype::PartialDtype;
 use sidelane::plan::{RowLayout, RowsByDistance, SumOrder, Traffic};
 use sidelane::topology::Route;
 
+use super::baselines::Baselines;
 use super::config::{Config, ReceiveKind, Words};
-use super::peers::Baselines;
 use super::rank::Nics;
 use crate::command;
 use crate::machines::Hosts;
@@ -355,12 +355,12 @@ pub mod tests {
     use sidelane::world::NicCounters;
 
     use super::*;
+    use crate::baselines::{BaselinePass, BaselineReport, Unavailable};
+    use crate::bench::baselines::Calls;
     use crate::bench::config::RowType;
     use crate::bench::config::tests::resolve;
-    use crate::bench::peers::Calls;
     use crate::command::Report as _;
     use crate::command::tests::assert_page_with;
-    use crate::peers::{BaselinePass, BaselineReport, Unavailable};
 
     #[test]
     fn the_text_holds_conditions_verdict_figures_and_memcpy() {

@@ -20,12 +20,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use sidelane::{Group, Window};
 
+use crate::baselines::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
 use crate::command::{self, Command};
 use crate::error::{CliError, usage};
 use crate::launch::MachineArgs;
 use crate::machines::{Hosts, Machines};
 use crate::options::{NodeArgs, at_least_one};
-use crate::peers::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
 use crate::put_bench::{Bytes, Sizes};
 use crate::stats::{Laps, Summary, summary};
 use crate::{ranks, table};
@@ -217,14 +217,17 @@ fn time(
 }
 
 const PROGRAMS: Programs = Programs {
-    c: ("collectives.c", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/collectives.c"))),
-    python: ("collectives.py", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/collectives.py"))),
+    c: ("collectives.c", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/baselines/collectives.c"))),
+    python: (
+        "collectives.py",
+        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/baselines/collectives.py")),
+    ),
 };
 
 /// Added to the number of a run: write what comes out.
 const WRITE: u8 = MOST_BESIDE as u8;
 
-/// Runs the baselines in turn with our calls, by the protocol of `benches/peers`; see its README.
+/// Runs the baselines in turn with our calls, by the protocol of `benches/baselines`.
 /// Collective.
 fn others(group: &Group, task: &Task, folder: &Folder) -> Result<Field, CliError> {
     if group.rank() == 0 {

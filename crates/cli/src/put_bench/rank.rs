@@ -18,9 +18,9 @@ use sidelane::{Group, World};
 use super::measure::Pair;
 use super::report::{self, BaselineReport, Conditions, End, PairReport, Report, RunReport};
 use super::{Run, Task, Test};
+use crate::baselines::{Unavailable, start};
 use crate::error::{CliError, failed};
 use crate::machines::{self, Machines};
-use crate::peers::{Unavailable, start};
 use crate::{command, ranks};
 
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {

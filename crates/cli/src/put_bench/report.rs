@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use super::measure::Found;
 use super::{Bytes, Run, Test};
+use crate::baselines::Unavailable;
 use crate::chart::{Chart, Curve, Panel, Point};
 use crate::command;
 use crate::launch::shape_words;
 use crate::machines::Hosts;
 use crate::options::word;
-use crate::peers::Unavailable;
 use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::{self, Column};
 

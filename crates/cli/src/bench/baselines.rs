@@ -1,8 +1,8 @@
 //! Baselines: the same calls over other libraries: `bench --baselines`.
 //!
-//! A baseline is a program of `benches/peers` with as many processes as there are ranks. They stay
-//! for the whole measurement and take turns with Sidelane, round by round, so that a busy moment of
-//! the machine meets both. Processes sleep while it is not their turn. Rank 0 starts each turn once
+//! A baseline is a program of `benches/baselines` with as many processes as there are ranks. They
+//! stay for the whole measurement and take turns with Sidelane, round by round, so that a busy moment
+//! of the machine meets both. Processes sleep while it is not their turn. Rank 0 starts each turn once
 //! all ranks are done and the others wait in the barrier that begins the next round.
 //!
 //! ```text
@@ -15,19 +15,19 @@ use serde::Serialize;
 use sidelane::Group;
 
 use super::config::Kind;
+use crate::baselines::{self, BaselinePass, BaselineReport, Folder, Programs, Unavailable, compared};
 use crate::error::CliError;
-use crate::peers::{self, BaselinePass, BaselineReport, Folder, Programs, Unavailable, compared};
 use crate::table::{self, time};
 
 const LAYER: Programs = Programs {
-    c: ("all_to_all_v.c", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/all_to_all_v.c"))),
-    python: ("all_to_all.py", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/all_to_all.py"))),
+    c: ("all_to_all_v.c", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/baselines/all_to_all_v.c"))),
+    python: ("all_to_all.py", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/baselines/all_to_all.py"))),
 };
 
 /// Those that run, where they were asked for. Only rank 0 knows them.
 #[derive(Default)]
 pub struct Field {
-    others: Option<peers::Field>,
+    others: Option<baselines::Field>,
     same: Vec<bool>,
     /// Length of every round of dispatch, and of combine, in microseconds.
     rounds_us: Vec<[Vec<f64>; 2]>,
@@ -60,10 +60,10 @@ impl Field {
         folder.put(&format!("y.{rank}"), seen.y)?;
         let mut same = Vec::new();
         // One call of each kind, and the files with the results.
-        let ready = |contender: &mut peers::Contender| {
+        let ready = |contender: &mut baselines::Contender| {
             b"dcw".iter().try_for_each(|&command| contender.call(command).map(drop))
         };
-        let others = peers::Field::open(group, &LAYER, folder, ready, || {
+        let others = baselines::Field::open(group, &LAYER, folder, ready, || {
             same.push(folder.all_same(group, &[("rows", seen.rows), ("out", seen.out)])?);
             Ok(())
         })?;

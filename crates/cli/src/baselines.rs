@@ -1,5 +1,5 @@
-//! Baselines that are measured next to us: programs of `benches/peers`, a process for each rank,
-//! over MPI or torch's gloo.
+//! Baselines that are measured next to us: programs of `benches/baselines`, a process for each
+//! rank, over MPI or torch's gloo.
 //!
 //! Files of a [`Folder`] and a socket to each process instruct them; its README has the protocol.
 
@@ -218,7 +218,8 @@ pub struct Programs {
 }
 
 /// Files that the programs over MPI include.
-const SHARED: (&str, &str) = ("line.h", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/peers/line.h")));
+const SHARED: (&str, &str) =
+    ("line.h", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/baselines/line.h")));
 
 /// A usual way to do it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -42,10 +42,10 @@ fn what_is_not_installed_is_named_with_what_to_install_and_ours_is_measured_all_
     assert!(report["verified"] == true && text.contains("ucx-utils"), "{text}");
 }
 
-/// Without `SIDELANE_NEED_PEERS` only those that are there are asked.
+/// Without `SIDELANE_NEED_BASELINES` only those that are there are asked.
 #[test]
 fn what_is_installed_computes_the_same_bits_in_as_many_rounds_on_one_node_and_on_two() {
-    let needed = std::env::var_os("SIDELANE_NEED_PEERS").is_some();
+    let needed = std::env::var_os("SIDELANE_NEED_BASELINES").is_some();
     for shape in ["--ranks-per-node=2", "--ranks-per-node=1,1"] {
         let (report, text) = run(&[&BENCH[..], &[shape]].concat(), None);
         let ran = report["baselines"]["results"].as_array().unwrap();
