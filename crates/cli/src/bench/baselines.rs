@@ -1,9 +1,9 @@
 //! Baselines: the same calls over other libraries: `bench --baselines`.
 //!
 //! A baseline is a program of `benches/baselines` with as many processes as there are ranks. They
-//! stay for the whole measurement and take turns with Sidelane, round by round, so that a busy moment
-//! of the machine meets both. Processes sleep while it is not their turn. Rank 0 starts each turn once
-//! all ranks are done and the others wait in the barrier that begins the next round.
+//! stay for the whole measurement and take turns with Sidelane, round by round, so that a busy
+//! moment of the machine meets both. Processes sleep while it is not their turn. Rank 0 starts each
+//! turn once all ranks are done and the others wait in the barrier that begins the next round.
 //!
 //! ```text
 //!   all ranks --> Folder: shape, ids, x, y          rank 0 --> Contender: the processes, a socket to each
