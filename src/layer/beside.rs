@@ -46,7 +46,7 @@ impl MoeLayer {
         let combined: Vec<_> = last.forward.into_iter().collect();
         let sum = NodeLabel { name: "sum", chunk: MICROBATCHES[0] };
         graph.add(StreamId::Compute(0), sum, &combined, |_| all(cut.chunks, |chunk| ahead.sum(chunk)));
-        let deadline = plan.deadline.saturating_mul(plan.chunks);
+        let deadline = Some(plan.limit(&world).saturating_mul(plan.chunks));
         Plan { deadline, ..plan }.run(graph, &world)?;
         let (chunks, shared) = ahead.kept()?;
         let made = back.made()?;

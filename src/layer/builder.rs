@@ -47,9 +47,6 @@ impl<'g> MoeLayerBuilder<'g> {
         hidden: usize,
         experts: Box<dyn Experts>,
     ) -> MoeLayerBuilder<'g> {
-        // A rank that is awaited in vain is named by the wait itself, not by the end of its time.
-        let clocks = &group.shared.options.clocks;
-        let deadline = clocks.deadline.saturating_add(clocks.liveness);
         MoeLayerBuilder {
             group,
             gate,
@@ -72,7 +69,7 @@ impl<'g> MoeLayerBuilder<'g> {
                 overlap: true,
                 streams: 1,
                 at_once: 1,
-                deadline,
+                deadline: None,
             },
         }
     }
@@ -192,9 +189,10 @@ impl<'g> MoeLayerBuilder<'g> {
     /// Time limit of experts for a chunk, or of a transfer, not counting those [in
     /// flight](Self::transfers) before it. Default: a little longer than the deadline of the world,
     /// at which transfers name the missing ranks. The world ends when it has passed. Experts that
-    /// still run are waited for, since no thread can be ended from outside.
+    /// still run are waited for, since no thread can be ended from outside. A layer [on a
+    /// device](Self::on) has none of its own.
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.plan.deadline = deadline;
+        self.plan.deadline = Some(deadline);
         self
     }
 

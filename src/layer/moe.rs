@@ -75,7 +75,8 @@ pub(super) struct Plan {
     pub overlap: bool,
     pub streams: u32,
     pub at_once: u32,
-    pub deadline: Duration,
+    /// Time limit of a node; none is that of the [world](Self::limit).
+    pub deadline: Option<Duration>,
 }
 
 impl Plan {
@@ -96,6 +97,13 @@ impl Plan {
         RoundRobin::new(self.streams, self.at_once)
     }
 
+    /// Time limit of a node. A rank that is awaited in vain is named by the wait itself, not by the
+    /// end of its time.
+    pub fn limit(&self, world: &WorldState) -> Duration {
+        let clocks = &world.options.clocks;
+        self.deadline.unwrap_or_else(|| clocks.deadline.saturating_add(clocks.liveness))
+    }
+
     /// Runs a graph. Unless all ranks were refused alike, an error ends the `world`, so that no
     /// rank waits for this one, nor its own transfers for others.
     pub fn run(&self, graph: Graph<'_, Run>, world: &WorldState) -> Result<(), Error> {
@@ -110,7 +118,7 @@ impl Plan {
             }
             ControlFlow::Break(())
         };
-        let executor = HostExecutor::new().overlap(self.overlap).limit(self.deadline).on_error(&cancel);
+        let executor = HostExecutor::new().overlap(self.overlap).limit(self.limit(world)).on_error(&cancel);
         let executor = executor.recorder(world.recorder.as_deref());
         Ok(graph.run(&executor)?)
     }

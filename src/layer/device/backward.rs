@@ -173,7 +173,7 @@ impl DeviceMoeLayer {
         let of_x = compute.memory.words(gated.tokens() * placed.hidden)?;
         let product = MatmulArgs {
             a: sent.span()?,
-            b: span(self.router.range())?,
+            b: span(&self.router)?,
             out: of_x.span()?,
             shape: MatmulShape::Rows {
                 rows: tokens,

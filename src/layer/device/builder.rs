@@ -6,17 +6,15 @@ use super::DeviceMoeLayer;
 use super::experts::{Compute, DeviceSwiGlu};
 use super::memory::{DeviceMemory, HostStaging};
 use super::moe::Placed;
-use crate::device::{Kernels, LayerKernels, Stream};
+use crate::device::{DeviceRange, Kernels, LayerKernels, Stream};
 use crate::dtype::Dtype;
+use crate::ep::ExpertParallelBuilder;
 use crate::error::{Error, LayerError};
 use crate::gate::Gate;
 use crate::layer::builder::next_instance;
 use crate::layer::{Experts, GroupedSwiGlu, MoeLayerBuilder};
 use crate::overlap::StreamPool;
 use crate::plan::ExpertMap;
-
-/// Bytes of pinned memory at first; it grows with the largest thing that goes up or down.
-const STAGING: usize = 64 << 10;
 
 /// Settings of a [`DeviceMoeLayer`]: those of a [`MoeLayerBuilder`], and what only a device has.
 /// All ranks must pass the same, except weights and overlap.
@@ -27,6 +25,16 @@ pub struct DeviceMoeLayerBuilder<'g> {
     tapes: u32,
     device_heap: Option<u64>,
     max_blocks: Option<u32>,
+}
+
+/// This rank's part of a layer, but for what ranks make together.
+struct Prepared<'g> {
+    pool: StreamPool,
+    exchange: ExpertParallelBuilder<'g>,
+    placed: Placed,
+    router: DeviceRange,
+    staging: HostStaging,
+    gate: Gate,
 }
 
 impl<'g> DeviceMoeLayerBuilder<'g> {
@@ -56,39 +64,59 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         self
     }
 
-    /// Allocates what the layer needs, and has the stream write the weights to the device.
-    /// Collective.
+    /// Allocates what the layer needs, and has the stream write the weights to the device, which it
+    /// waits for if they are large. Collective.
     ///
     /// # Errors
     /// As [`MoeLayerBuilder::build`]; [`LayerError::NotOnDevice`] for experts that are no
-    /// [`GroupedSwiGlu`], for groups of experts and for several compute streams;
+    /// [`GroupedSwiGlu`], for groups of experts, for several compute streams and for a deadline;
     /// [`DeviceError`](crate::error::DeviceError) where the device lacks something.
     pub fn build(mut self) -> Result<DeviceMoeLayer, Error> {
         self.settings.cut();
-        let checked = self.check();
+        let prepared = self.check().and_then(|()| self.prepare());
         let (group, plan) = (self.settings.group, self.settings.plan);
         let settings = [
-            ("whether their settings can be used (1: yes)", checked.is_ok().into()),
+            ("whether their settings can be used (1: yes)", prepared.is_ok().into()),
             ("chunks", plan.chunks.into()),
             ("the digest of the gate's settings and of the losses", self.settings.digest()),
             ("whether there is a shared expert (1: yes)", self.settings.shared.is_some().into()),
         ];
-        group.alike(&settings)?;
-        checked?;
-        let context = self.stream.context();
+        let told = group.alike(&settings);
+        let Prepared { pool, exchange, placed, router, staging, gate } = prepared?;
+        told?;
+        let mover = exchange.build()?;
+        let (sources, one_each) = self.settings.sources(mover.expert_map())?;
+        Ok(DeviceMoeLayer {
+            mover,
+            sources,
+            one_each,
+            gate,
+            losses: self.settings.losses,
+            router,
+            placed,
+            staging,
+            pool,
+            max_tokens: self.settings.max_tokens,
+            plan,
+            world: Arc::clone(&group.shared),
+            instance: next_instance(),
+        })
+    }
+
+    /// Makes all that can fail before ranks compare settings.
+    fn prepare(&self) -> Result<Prepared<'g>, Error> {
+        let (settings, context) = (&self.settings, self.stream.context());
         let pool = StreamPool::new(context, 1, 1)?;
         let transfers = match pool.transfer(0) {
-            Some(stream) if plan.overlap => stream,
+            Some(stream) if settings.plan.overlap => stream,
             _ => &self.stream,
         };
-        let in_flight = plan.chunks.max(1).saturating_mul(self.tapes.saturating_add(1));
-        let exchange = self.settings.exchange()?.on(transfers).max_in_flight(in_flight);
+        let in_flight = settings.plan.chunks.max(1).saturating_mul(self.tapes.saturating_add(1));
+        let exchange = settings.exchange()?.on(transfers).max_in_flight(in_flight);
         let exchange = match self.device_heap {
             Some(bytes) => exchange.device_heap(bytes),
             None => exchange,
         };
-        let mover = exchange.build()?;
-        let (sources, one_each) = self.settings.sources(mover.expert_map())?;
         let kernels = LayerKernels::load(context)?;
         let kernels = match self.max_blocks {
             Some(blocks) => kernels.max_blocks(blocks),
@@ -96,34 +124,21 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         };
         let memory = DeviceMemory::new(context);
         let compute = Compute { stream: Arc::clone(&self.stream), kernels, memory };
-        let mut staging = HostStaging::new(context, STAGING)?;
-        let MoeLayerBuilder { gate, hidden, router, experts, shared, losses, max_tokens, dtype, .. } =
-            self.settings;
-        let experts = DeviceSwiGlu::new(&compute, swiglu(&*experts)?, &mut staging)?;
-        let shared = match shared {
-            Some(shared) => Some(DeviceSwiGlu::new(&compute, swiglu(&*shared)?, &mut staging)?),
+        let mut staging = HostStaging::new(context)?;
+        let experts = DeviceSwiGlu::new(&compute, swiglu(&*settings.experts)?, &mut staging)?;
+        let shared = match &settings.shared {
+            Some(shared) => Some(DeviceSwiGlu::new(&compute, swiglu(&**shared)?, &mut staging)?),
             None => None,
         };
-        let router = router.unwrap_or_else(|| vec![0.0; hidden * gate.experts as usize]);
-        let on_device = compute.memory.words(router.len())?;
-        staging.send(&compute.stream, on_device.range(), &router)?;
+        let router = compute.memory.alone(settings.hidden * settings.gate.experts as usize)?;
+        match &settings.router {
+            Some(weights) => staging.send(&compute.stream, &router, weights)?,
+            None => staging.send(&compute.stream, &router, &vec![0.0_f32; router.len() as usize / 4])?,
+        }
         let ep_kernels = Kernels::load(context)?;
+        let (hidden, dtype) = (settings.hidden, settings.dtype);
         let placed = Placed { experts, shared, hidden, dtype, compute, ep_kernels };
-        Ok(DeviceMoeLayer {
-            mover,
-            sources,
-            one_each,
-            gate: Gate::new(gate)?,
-            losses,
-            router: on_device,
-            placed,
-            staging,
-            pool,
-            max_tokens,
-            plan,
-            world: Arc::clone(&group.shared),
-            instance: next_instance(),
-        })
+        Ok(Prepared { pool, exchange, placed, router, staging, gate: Gate::new(settings.gate.clone())? })
     }
 
     fn check(&self) -> Result<(), Error> {
@@ -137,6 +152,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         };
         refuse(settings.plan.groups > 1, "groups of experts")?;
         refuse(settings.plan.streams > 1, "several compute streams")?;
+        refuse(settings.plan.deadline.is_some(), "a deadline of its own")?;
         let row = settings.hidden * settings.dtype.size();
         refuse(!row.is_multiple_of(16) || settings.dtype == Dtype::Bytes, "rows of no whole 16 bytes")?;
         let own = settings.map.as_ref().map(ExpertMap::slots).unwrap_or(settings.gate.experts);

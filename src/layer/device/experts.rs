@@ -26,7 +26,7 @@ pub(super) struct DeviceSwiGlu {
     experts: u32,
     hidden: u32,
     ffn: u32,
-    weights: DeviceTensor,
+    weights: DeviceRange,
 }
 
 /// Rows of all experts, f32 `[rows, hidden]`.
@@ -70,15 +70,15 @@ enum Which {
 
 impl DeviceSwiGlu {
     pub fn new(compute: &Compute, host: &GroupedSwiGlu, staging: &mut HostStaging) -> Result<Self, Error> {
-        let weights = compute.memory.words(host.weights.len())?;
-        staging.send(&compute.stream, weights.range(), &host.weights)?;
+        let weights = compute.memory.alone(host.weights.len())?;
+        staging.send(&compute.stream, &weights, &host.weights)?;
         let [experts, hidden, ffn] = [host.experts, host.hidden, host.ffn].map(|number| number as u32);
         Ok(DeviceSwiGlu { experts, hidden, ffn, weights })
     }
 
     /// All weights, f32, in the order of [`GroupedSwiGlu`].
     pub fn weights(&self) -> &DeviceRange {
-        self.weights.range()
+        &self.weights
     }
 
     /// Outputs, f32 `[rows, hidden]`.
@@ -187,7 +187,7 @@ impl DeviceSwiGlu {
         add: bool,
     ) -> Result<(), DeviceError> {
         let (offset, len) = self.matrices(which)?;
-        let b = self.weights.range().span(offset, len)?;
+        let b = self.weights.span(offset, len)?;
         let shape = MatmulShape::Rows { rows: rows.rows, depth, columns, transposed, apart: self.apart() };
         let segments = rows.counts.map(|counts| (self.experts, counts));
         on.kernels.matmul(&on.stream, &MatmulArgs { a, b, out, shape, segments, add })
@@ -197,7 +197,7 @@ impl DeviceSwiGlu {
     /// there are from it to the end.
     fn matrices(&self, which: Which) -> Result<(u64, u64), DeviceError> {
         let offset = which as u64 * self.apart() / 3 * 4;
-        let all = self.weights.range().len();
+        let all = self.weights.len();
         Ok((offset.min(all), all.saturating_sub(offset)))
     }
 

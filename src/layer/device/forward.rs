@@ -114,7 +114,7 @@ impl DeviceMoeLayer {
         let (rows, depth) = (tokens as u32, placed.hidden as u32);
         let product = MatmulArgs {
             a: x.span()?,
-            b: span(self.router.range())?,
+            b: span(&self.router)?,
             out: logits.span()?,
             shape: MatmulShape::Rows { rows, depth, columns: experts, transposed: false, apart: 0 },
             segments: None,

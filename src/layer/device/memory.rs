@@ -11,10 +11,18 @@ use crate::device::{Allocation, ByteSpan, Context, DeviceRange, PinnedMemory, Re
 use crate::error::DeviceError;
 use crate::memory::Extents;
 
-/// Bytes of the first piece that is allocated; each further one doubles what there is.
+/// Bytes of the first piece that is allocated. Each further one doubles the memory, up to
+/// [`GROWTH`].
 const FIRST: u64 = 1 << 20;
 
-/// Memory of a device that grows with what a step needs, and stays.
+/// Bytes that a piece has at most, unless one tensor needs more.
+const GROWTH: u64 = 256 << 20;
+
+/// Bytes of pinned memory; larger tensors go up and down in pieces of this size.
+const STAGING: usize = 4 << 20;
+
+/// Memory of a device that grows with what a step needs, and stays. Weights are none of it: they
+/// have [allocations](Self::alone) of their own.
 #[derive(Debug)]
 pub(super) struct DeviceMemory {
     context: Arc<Context>,
@@ -47,7 +55,7 @@ impl DeviceMemory {
             Some(found) => found,
             None => {
                 let all = pieces.iter().map(|(range, _)| range.len()).sum::<u64>();
-                let range = self.allocate(Extents::round(bytes).max(all).max(FIRST))?;
+                let range = self.grow(Extents::round(bytes), all.clamp(FIRST, GROWTH))?;
                 let mut free = Extents::new(range.len());
                 let too_much = |_| DeviceError::OutOfRange { offset: 0, len: bytes, size: range.len() };
                 let offset = free.alloc(bytes).map_err(too_much)?;
@@ -62,6 +70,20 @@ impl DeviceMemory {
     /// So many numbers of 32 bits.
     pub fn words(self: &Arc<Self>, count: usize) -> Result<DeviceTensor, DeviceError> {
         self.take(count as u64 * 4)
+    }
+
+    /// So many words of 32 bits in an allocation of their own, which goes with the last claim on it.
+    pub fn alone(&self, count: usize) -> Result<DeviceRange, DeviceError> {
+        let bytes = count as u64 * 4;
+        self.allocate(bytes.max(1))?.part(0, bytes)
+    }
+
+    /// A piece of these bytes `wanted`, or of those needed if the device has no room for them.
+    fn grow(&self, needed: u64, wanted: u64) -> Result<DeviceRange, DeviceError> {
+        match self.allocate(needed.max(wanted)) {
+            Err(DeviceError::OutOfMemory { .. }) if needed < wanted => self.allocate(needed),
+            allocated => allocated,
+        }
     }
 
     fn allocate(&self, bytes: u64) -> Result<DeviceRange, DeviceError> {
@@ -99,6 +121,9 @@ pub(super) fn span(range: &DeviceRange) -> Result<ByteSpan<'_>, DeviceError> {
 }
 
 /// Pinned memory of the host, used from front to end and again once the stream is idle.
+///
+/// It never grows: the driver waits for its context when pinned memory is freed, and another stream
+/// may wait there for a call that this thread makes next.
 #[derive(Debug)]
 pub(super) struct HostStaging {
     pinned: PinnedMemory,
@@ -106,11 +131,12 @@ pub(super) struct HostStaging {
 }
 
 impl HostStaging {
-    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, DeviceError> {
-        Ok(HostStaging { pinned: PinnedMemory::new(context, bytes)?, used: 0 })
+    pub fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        Ok(HostStaging { pinned: PinnedMemory::new(context, STAGING)?, used: 0 })
     }
 
-    /// Has the stream write these values to the front of `to`. They may be dropped at once.
+    /// Has the stream write these values to the front of `to`. They may be dropped at once. Waits
+    /// for the stream where they are larger than the staging's room.
     pub fn send<T: bytemuck::NoUninit>(
         &mut self,
         stream: &Stream,
@@ -118,10 +144,15 @@ impl HostStaging {
         values: &[T],
     ) -> Result<(), DeviceError> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
-        let from = self.room(stream, bytes.len())?;
-        self.pinned.write(from, bytes)?;
-        let len = bytes.len() as u64;
-        stream.copy(to.span(0, len)?, self.pinned.range().span(from as u64, len)?)
+        // Values that do not fit are refused before any of them is sent.
+        to.span(0, bytes.len() as u64)?;
+        for (piece, first) in bytes.chunks(STAGING).zip((0..).step_by(STAGING)) {
+            let from = self.room(stream, piece.len())?;
+            self.pinned.write(from, piece)?;
+            let len = piece.len() as u64;
+            stream.copy(to.span(first, len)?, self.pinned.range().span(from as u64, len)?)?;
+        }
+        Ok(())
     }
 
     /// What a range holds when the stream comes by: waits for the stream.
@@ -131,23 +162,26 @@ impl HostStaging {
         from: &DeviceRange,
     ) -> Result<Vec<T>, DeviceError> {
         let mut bytes = vec![0; from.len() as usize];
-        let to = self.room(stream, bytes.len())?;
-        stream.copy(self.pinned.range().span(to as u64, from.len())?, span(from)?)?;
-        stream.synchronize()?;
-        self.used = 0;
-        self.pinned.read(to, &mut bytes)?;
+        // An empty tensor is waited for, too: callers hear of failed work then.
+        if bytes.is_empty() {
+            stream.synchronize()?;
+        }
+        for (piece, first) in bytes.chunks_mut(STAGING).zip((0..).step_by(STAGING)) {
+            let (to, len) = (self.room(stream, piece.len())?, piece.len() as u64);
+            stream.copy(self.pinned.range().span(to as u64, len)?, from.span(first, len)?)?;
+            stream.synchronize()?;
+            self.used = 0;
+            self.pinned.read(to, piece)?;
+        }
         Ok(bytemuck::pod_collect_to_vec(&bytes))
     }
 
-    /// Where so many bytes may be written, which no copy of before still reads.
+    /// Where so many bytes may be written, which no copy of before still reads. At most [`STAGING`].
     fn room(&mut self, stream: &Stream, bytes: usize) -> Result<usize, DeviceError> {
         let bytes = bytes.next_multiple_of(16);
         if self.used + bytes > self.pinned.len() {
             stream.synchronize()?;
             self.used = 0;
-            if bytes > self.pinned.len() {
-                self.pinned = PinnedMemory::new(stream.context(), bytes.next_power_of_two())?;
-            }
         }
         self.used += bytes;
         Ok(self.used - bytes)

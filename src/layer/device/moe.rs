@@ -47,7 +47,7 @@ pub struct DeviceMoeLayer {
     pub(super) one_each: RowPartition,
     pub(super) gate: Gate,
     pub(super) losses: Losses,
-    pub(super) router: DeviceTensor,
+    pub(super) router: DeviceRange,
     pub(super) placed: Placed,
     pub(super) staging: HostStaging,
     pub(super) pool: StreamPool,
@@ -124,7 +124,7 @@ impl DeviceMoeLayer {
     /// Weights of the router, `f32 [hidden, experts]`, to be changed between steps on the
     /// [stream](Self::stream).
     pub fn router(&self) -> &DeviceRange {
-        self.router.range()
+        &self.router
     }
 
     /// Weights of this rank's experts, f32, in the order of
@@ -169,8 +169,9 @@ impl DeviceMoeLayer {
     /// # Errors
     /// As [`ExpertParallel::synchronize`].
     pub fn synchronize(&self) -> Result<(), Error> {
-        self.mover.synchronize()?;
-        Ok(self.stream().synchronize()?)
+        let world = self.mover.synchronize();
+        self.stream().synchronize()?;
+        world
     }
 
     /// Enqueues a graph. Unless all ranks were refused alike, an error ends the world, so that no

@@ -2,10 +2,11 @@
 //! unordered as the rules allow.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use half::{bf16, f16};
-use sidelane::device::{DeviceRange, Stream};
-use sidelane::error::{CallError, LayerError, OverlapError};
+use sidelane::device::{Allocation, DeviceRange, Stream};
+use sidelane::error::{CallError, DeviceError, LayerError, OverlapError};
 use sidelane::layer::{
     DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, GroupedSwiGlu, MoeLayer,
 };
@@ -22,11 +23,17 @@ use crate::support::{To, on_ranks, small};
 /// Runs the body with kernels to launch, hardware queues, and a seed for all that the rules leave
 /// open. `test` is the test's full name.
 fn on_devices(test: &str, queues: u32, seed: u64, body: impl FnOnce()) {
-    let (queues, seed) = (queues.to_string(), seed.to_string());
-    let settings: [(&str, &str); 3] = [
+    on_devices_of(test, queues, seed, 8 << 30, body);
+}
+
+/// The same on devices with so many bytes.
+fn on_devices_of(test: &str, queues: u32, seed: u64, bytes: u64, body: impl FnOnce()) {
+    let [queues, seed, bytes] = [queues.into(), seed, bytes].map(|number: u64| number.to_string());
+    let settings: [(&str, &str); 4] = [
         ("CUDA_DEVICE_MAX_CONNECTIONS", &queues),
         ("SIDELANE_FAKE_CUDA_SEED", &seed),
         ("SIDELANE_FAKE_CUDA_DRIVER", "12080"),
+        ("SIDELANE_FAKE_CUDA_MEMORY", &bytes),
     ];
     each_with_kernels(test, &[&settings], || {
         // The driver stays until it has been asked.
@@ -232,6 +239,7 @@ fn settings_that_a_device_lacks_are_refused_when_the_layer_is_built() {
             for (builder, feature) in [
                 (builder().expert_groups(2), "groups of experts"),
                 (builder().streams(2, 1), "several compute streams"),
+                (builder().deadline(Duration::from_secs(1)), "a deadline of its own"),
             ] {
                 let refused = builder.on(&on).build().unwrap_err();
                 assert_eq!(refused, LayerError::NotOnDevice { feature }.into());
@@ -249,5 +257,52 @@ fn settings_that_a_device_lacks_are_refused_when_the_layer_is_built() {
 fn f16_on_a_device_has_the_bits_of_the_host() {
     on_devices("pipeline::device::f16_on_a_device_has_the_bits_of_the_host", 8, 9, || {
         same_on_devices::<f16>(&Case::new(&[0, 0], &[9, 21], CHUNKS), |builder| builder);
+    });
+}
+
+/// Experts whose weights are larger than what goes to a device at once, and how many values.
+fn wide(experts: usize, ffn: usize) -> (GroupedSwiGlu, Vec<f32>) {
+    let weights: Vec<_> = (0..GroupedSwiGlu::values(experts, HIDDEN, ffn)).map(|nth| nth as f32).collect();
+    (GroupedSwiGlu::new(experts, HIDDEN, ffn, weights.clone()).unwrap(), weights)
+}
+
+#[test]
+fn weights_go_in_pieces_and_memory_grows_by_what_the_device_has() {
+    let test = "pipeline::device::weights_go_in_pieces_and_memory_grows_by_what_the_device_has";
+    on_devices_of(test, 8, 10, 64 << 20, || {
+        on_ranks(&[0], &small(), |world| {
+            let (group, on) = (world.all().unwrap(), stream(0));
+            let (experts, weights) = wide(EXPERTS as usize, 20_000);
+            let builder = MoeLayer::builder(&group, gate(), HIDDEN, experts).max_tokens(64).on(&on);
+            let mut layer = builder.device_heap(4 << 20).build().unwrap();
+            let on_device = layer.experts().clone();
+            assert!(layer.receive::<f32>(&on_device).unwrap() == weights);
+            // Twice as much has no room, and is not asked for.
+            let large = layer.tensor(28 << 20).unwrap();
+            let more: Vec<_> = (0..4).map(|_| layer.tensor(1 << 20).unwrap()).collect();
+            let refused = layer.tensor(32 << 20).unwrap_err();
+            assert!(matches!(refused, Error::Device(DeviceError::OutOfMemory { .. })), "{refused}");
+            drop((large, more));
+        });
+    });
+}
+
+#[test]
+fn rank_without_room_for_its_weights_is_heard_of_on_all() {
+    let test = "pipeline::device::rank_without_room_for_its_weights_is_heard_of_on_all";
+    on_devices_of(test, 8, 11, 32 << 20, || {
+        on_ranks(&[0, 0, 0], &small(), |world| {
+            let (group, on) = (world.all().unwrap(), stream(world.rank()));
+            let held = ExpertMap::contiguous(EXPERTS, 3).unwrap().slots_of(world.rank()).len();
+            let (experts, _) = wide(held, 20_000);
+            let full = (world.rank() == 1).then(|| Allocation::new(on.context(), 30 << 20).unwrap());
+            let builder = MoeLayer::builder(&group, gate(), HIDDEN, experts).max_tokens(64).on(&on);
+            let refused = builder.device_heap(4 << 20).build().unwrap_err();
+            match &refused {
+                Error::Device(DeviceError::OutOfMemory { device: 1, .. }) if full.is_some() => {}
+                Error::Call(CallError::ConfigsDiffer { peer: 1, mine: 1, theirs: 0, .. }) => {}
+                other => panic!("rank {}: {other}", world.rank()),
+            }
+        });
     });
 }
