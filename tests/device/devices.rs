@@ -1,6 +1,7 @@
 //! Devices of the stand-in driver, their streams, and their memory.
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
+use std::ffi::c_void;
 use std::sync::Arc;
 
 use sidelane::device::{
@@ -18,6 +19,41 @@ pub fn context(device: u32) -> Arc<Context> {
 /// A stream of a device.
 pub fn stream(device: u32) -> Arc<Stream> {
     Arc::new(Stream::new(&context(device), Priority::Normal).unwrap())
+}
+
+/// Ends the context of a stream, as work does that reads memory which is not there.
+#[expect(unsafe_code, reason = "the library refuses such work: the driver is called")]
+pub fn break_device(stream: &Stream) {
+    type Retain = unsafe extern "C" fn(*mut *mut c_void, i32) -> u32;
+    type Set = unsafe extern "C" fn(*mut c_void) -> u32;
+    type Release = unsafe extern "C" fn(i32) -> u32;
+    type Copy = unsafe extern "C" fn(u64, u64, usize, *mut c_void) -> u32;
+    let (context, device) = (stream.context(), stream.device() as i32);
+    let nothing = Reservation::new(context, 1, Allocation::granularity(context).unwrap()).unwrap();
+    let to = PinnedMemory::new(context, 8).unwrap();
+    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+    // SAFETY: the driver's library, which is loaded already.
+    let driver = unsafe { libloading::Library::new(library) }.unwrap();
+    // SAFETY: functions of the driver with these types.
+    let (retain, set, release, copy) = unsafe {
+        (
+            driver.get::<Retain>("cuDevicePrimaryCtxRetain").unwrap(),
+            driver.get::<Set>("cuCtxSetCurrent").unwrap(),
+            driver.get::<Release>("cuDevicePrimaryCtxRelease_v2").unwrap(),
+            driver.get::<Copy>("cuMemcpyAsync").unwrap(),
+        )
+    };
+    let mut current = std::ptr::null_mut();
+    // SAFETY: fills the handle, which is current until the context is released. The copy is between
+    // memory that is there and memory that is only reserved: the driver refuses it when it runs.
+    unsafe {
+        assert_eq!(retain(&raw mut current, device), 0);
+        assert_eq!(set(current), 0);
+        assert_eq!(copy(to.range().address(), nothing.address(0).unwrap(), 8, stream.handle()), 0);
+        stream.synchronize().unwrap_err();
+        set(std::ptr::null_mut());
+        release(device);
+    }
 }
 
 /// Bytes of a device, with pinned memory to write and read them by.

@@ -363,9 +363,10 @@ impl EnqueuedExchange {
         Ok(refused)
     }
 
-    /// Calls are not captured: a graph would replay them with the words of this call.
+    /// Calls are not captured: a graph would replay them with the words of this call. A query that
+    /// fails reports earlier work of the device: then the call cannot be entered.
     fn refuse_capture(&self) -> Result<(), Error> {
-        match self.stream.is_capturing()? {
+        match self.stream.is_capturing().map_err(|error| self.common.fixed.fail(error.into()))? {
             true => Ok(Feature::Capture.require(CallExecutor::Enqueuer)?),
             false => Ok(()),
         }
@@ -616,13 +617,19 @@ impl EnqueuedExchange {
         let unfit = sums.as_ref().err().or(checked.as_ref().err()).cloned();
         let (sums, (of_rows, home)) = (sums.ok(), checked.unwrap_or_default());
         if let (Some(from), Ok(output), None) = (of_rows, &output, &unfit) {
-            let behind = output.weights()?;
-            self.stream.copy(behind.span(0, from.len())?, from.span(0, from.len())?)?;
+            let copied = self.copy_behind(output, from);
+            copied.map_err(|error| self.common.fixed.fail(error))?;
         }
         let options = if keeps { WITH_WEIGHTS } else { 0 };
         let call = self.offer((CallKind::DispatchBackward, options), handle, output.as_ref(), unfit)?;
         self.finish_return(call, sums)?;
         if keeps { self.weights_home(handle, output.as_ref(), home) } else { Ok(()) }
+    }
+
+    /// Enqueues that weight gradients of rows lie behind the rows of an output.
+    fn copy_behind(&self, output: &EnqueuedOutput, from: &DeviceRange) -> Result<(), Error> {
+        let (behind, len) = (output.weights()?, from.len());
+        Ok(self.stream.copy(behind.span(0, len)?, from.span(0, len)?)?)
     }
 
     /// Tensors of weight gradients, of rows and of choices: both or none, unless there are no

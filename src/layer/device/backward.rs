@@ -75,12 +75,19 @@ struct Places {
     home: Home,
 }
 
-/// What returns to the tokens of a chunk: memory that transfers write.
+/// What returns to all tokens: memory that transfers write.
+struct Homes {
+    chunks: Vec<Home>,
+    /// Gradients of all routing weights, chunk after chunk.
+    of_choices: DeviceTensor,
+}
+
+/// What returns to the tokens of a chunk.
 struct Home {
     tokens: Range<usize>,
     /// Gradients of the tokens, in the element type, and of their routing weights.
     of_tokens: DeviceTensor,
-    of_choices: DeviceTensor,
+    of_choices: DeviceRange,
 }
 
 /// What the tape has of a chunk.
@@ -104,7 +111,7 @@ impl DeviceMoeLayer {
         into: DeviceGradients<'_>,
     ) -> Result<(), Error> {
         let prepared = self.check_backward(&tape, of_out, into).and_then(|()| self.homes(&tape));
-        let homes = match prepared {
+        let Homes { chunks: homes, of_choices } = match prepared {
             Ok(homes) => homes,
             Err(error) => return Err(self.refuse_backward(&tape, error)),
         };
@@ -135,20 +142,25 @@ impl DeviceMoeLayer {
         let (cut, turns) = (pipeline::ChunkCounts { transfers: 1, ..plan.cut() }, plan.turns());
         let on = (&*pool, &placed.compute.stream, plan.overlap);
         Self::run(on, pipeline::backward(&step, cut, turns), world)?;
-        let homes: Vec<_> = step.chunks.into_iter().map(|places| places.home).collect();
+        let chunks: Vec<_> = step.chunks.into_iter().map(|places| places.home).collect();
         let beside = step.beside.into_inner().map(|beside| beside.of_x);
-        self.through_router(&x, &gated, (&homes, beside), into)
+        let passed = self.through_router(&x, &gated, (&Homes { chunks, of_choices }, beside), into);
+        // All ranks have made their transfers: there is no call left to refuse.
+        passed.map_err(|error| self.world.fail(&[], error))
     }
 
     /// Memory that transfers write, so taken before the graph begins.
-    fn homes(&self, tape: &DeviceTape) -> Result<Vec<Home>, Error> {
+    fn homes(&self, tape: &DeviceTape) -> Result<Homes, Error> {
         let (placed, k) = (&self.placed, tape.gated.decision.top_k() as usize);
-        let memory = &placed.compute.memory;
+        let (memory, of_token) = (&placed.compute.memory, k as u64 * 4);
+        let of_choices = memory.words(tape.gated.tokens() * k)?;
         let home = |tokens: Range<usize>| {
             let of_tokens = memory.take(tokens.len() as u64 * placed.row_bytes())?;
-            Ok(Home { of_tokens, of_choices: memory.words(tokens.len() * k)?, tokens })
+            let (first, len) = (tokens.start as u64 * of_token, tokens.len() as u64 * of_token);
+            Ok(Home { of_tokens, of_choices: of_choices.range().part(first, len)?, tokens })
         };
-        self.plan.slices(tape.gated.tokens()).map(home).collect()
+        let chunks = self.plan.slices(tape.gated.tokens()).map(home).collect::<Result<_, Error>>()?;
+        Ok(Homes { chunks, of_choices })
     }
 
     /// What goes through the router, and all of it to the tokens. Waits for the stream, which
@@ -157,14 +169,13 @@ impl DeviceMoeLayer {
         &mut self,
         x: &DeviceTensor,
         gated: &Gated,
-        (homes, beside): (&[Home], Option<DeviceTensor>),
+        (homes, beside): (&Homes, Option<DeviceTensor>),
         into: DeviceGradients<'_>,
     ) -> Result<(), Error> {
         let (placed, compute) = (&self.placed, &self.placed.compute);
-        let mut of_weights: Vec<f32> = Vec::new();
-        for home in homes {
-            of_weights.extend(self.staging.receive::<f32>(&compute.stream, home.of_choices.range())?);
-        }
+        let of_weights: Vec<f32> = self.staging.receive(&compute.stream, homes.of_choices.range())?;
+        // The stream of a failed world goes on with values that are invalid.
+        self.world.hub.health().check()?;
         let of_logits = gated.logits_backward(self.gate.config(), &of_weights)?;
         let sent = compute.memory.words(of_logits.len())?;
         self.staging.send(&compute.stream, sent.range(), &of_logits)?;
@@ -190,7 +201,7 @@ impl DeviceMoeLayer {
         let (a, b, out) = (x.span()?, sent.span()?, span(into.router)?);
         let product = MatmulArgs { a, b, out, shape, segments: None, add: false };
         compute.kernels.matmul(&compute.stream, &product)?;
-        for Home { tokens, of_tokens, .. } in homes {
+        for Home { tokens, of_tokens, .. } in &homes.chunks {
             let wide = placed.hidden as u64 * 4;
             let (first, len) = (tokens.start as u64 * wide, tokens.len() as u64 * wide);
             let out = placed.part(into.x, tokens)?;
@@ -211,7 +222,7 @@ impl DeviceMoeLayer {
     /// In place of the first transfer of a backward pass.
     fn refuse_backward(&mut self, tape: &DeviceTape, error: Error) -> Error {
         match tape.chunks.first() {
-            Some(kept) => self.mover.refuse(CallKind::CombineBackward, Some(&kept.received.handle), error),
+            Some(kept) => self.refuse(CallKind::CombineBackward, Some(&kept.received.handle), error),
             None => error,
         }
     }
@@ -319,7 +330,7 @@ impl BackwardOps<Arc<Stream>> for Step<'_> {
         let Places { tape, of_weights, of_rows, home, .. } = &self.chunks[chunk];
         let handle = &tape.received.handle;
         let to = TensorMut::device(home.of_tokens.range(), self.placed.dtype);
-        let choices = TensorMut::device(home.of_choices.range(), Dtype::F32);
+        let choices = TensorMut::device(&home.of_choices, Dtype::F32);
         let output = of_rows.take()?;
         // Its memory stays until all is joined.
         of_weights.with(|of_weights| {

@@ -81,11 +81,12 @@ impl DeviceMoeLayer {
     ///
     /// # Errors
     /// As [`MoeLayer::forward`](crate::layer::MoeLayer::forward);
-    /// [`DeviceError`](crate::error::DeviceError), which ends the world where the graph runs.
+    /// [`DeviceError`](crate::error::DeviceError), which ends the world unless the input is at
+    /// fault, or room is lacking before the graph runs.
     pub fn forward(&mut self, input: &DeviceInput<'_>, out: &DeviceRange) -> Result<DeviceTape, Error> {
         let routed = match self.route(input, out) {
             Ok(routed) => routed,
-            Err(error) => return Err(self.mover.refuse(CallKind::Dispatch, None, error)),
+            Err(error) => return Err(self.refuse(CallKind::Dispatch, None, error)),
         };
         let DeviceMoeLayer { mover, placed, pool, plan, world, instance, .. } = self;
         let step = Step::new(placed, mover, (*input, out), &routed, plan);
@@ -122,6 +123,8 @@ impl DeviceMoeLayer {
         };
         compute.kernels.matmul(&compute.stream, &product)?;
         let logits = self.staging.receive(&compute.stream, logits.range())?;
+        // The stream of a failed world goes on with values that are invalid.
+        self.world.hub.health().check()?;
         let DeviceInput { bias, used, training, draw, .. } = *input;
         let options = GateOptions { bias, used, training, draw };
         let gated = Gated::new(&mut self.gate, &self.losses, logits, options)?;

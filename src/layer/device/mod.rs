@@ -18,8 +18,12 @@
 //! multiply-adds and there is more than one expert.
 //!
 //! **The gate stays on the host.** Exact scores take arithmetic of 64 bits. So a forward pass waits
-//! for its stream once, for the logits, and a backward pass once, for the gradients of routing
+//! for its stream to bring the logits, and a backward pass at its end, for the gradients of routing
 //! weights.
+//!
+//! **Dispatches wait, too.** Memory for rows is taken once their number is known. So the host waits
+//! in each dispatch until all ranks' streams have brought their choices, though not for the rows.
+//! Over several nodes a combine waits until the stream has come to it.
 //!
 //! **Faults.** What one rank cannot bring is refused on all, as on the host. A device that fails
 //! ends the world.

@@ -8,8 +8,8 @@ use super::memory::{DeviceTensor, HostStaging, span};
 use super::tape::WideRows;
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
-use crate::ep::{ExpertParallel, ExpertRows, RowCollective, RowPartition};
-use crate::error::{Cause, DeviceError, Error, PlanError};
+use crate::ep::{ExpertParallel, ExpertRows, Handle, RowCollective, RowPartition};
+use crate::error::{CallKind, Cause, DeviceError, Error, PlanError};
 use crate::gate::{Gate, GateConfig};
 use crate::layer::moe::{Plan, refused_alike};
 use crate::layer::router::Losses;
@@ -172,6 +172,15 @@ impl DeviceMoeLayer {
         let world = self.mover.synchronize();
         self.stream().synchronize()?;
         world
+    }
+
+    /// Error of a pass that ends before its first transfer, which the other ranks are refused. A
+    /// device that fails can enter no call: that ends the world.
+    pub(super) fn refuse(&mut self, call: CallKind, handle: Option<&Handle>, error: Error) -> Error {
+        match error {
+            Error::Device(DeviceError::Call { .. }) => self.world.fail(&[], error),
+            error => self.mover.refuse(call, handle, error),
+        }
     }
 
     /// Enqueues a graph. Unless all ranks were refused alike, an error ends the world, so that no

@@ -1,12 +1,13 @@
 //! A layer on a device has the bits of the host's, on a driver that does everything as late and as
 //! unordered as the rules allow.
 
-use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use half::{bf16, f16};
-use sidelane::device::{Allocation, DeviceRange, Stream};
-use sidelane::error::{CallError, DeviceError, LayerError, OverlapError};
+use sidelane::device::{Allocation, DeviceRange, PinnedMemory, Stream};
+use sidelane::error::{CallError, Cause, DeviceError, LayerError, OverlapError};
 use sidelane::layer::{
     DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, GroupedSwiGlu, MoeLayer,
 };
@@ -17,16 +18,19 @@ use stand_in_cuda::StandIn;
 
 use super::case::{Case, Cut, EXPERTS, FFN, HIDDEN, Real, SHARED, Seen, WHOLE, gate, swiglu, tensors};
 use crate::apart::each_with_kernels;
-use crate::devices::{Memory, stream};
+use crate::devices::{Memory, break_device, stream};
 use crate::support::{To, on_ranks, small};
 
 /// Runs the body with kernels to launch, hardware queues, and a seed for all that the rules leave
-/// open. `test` is the test's full name.
+/// open. `test` is the test's full name. No stream waits for a call that is yet to come.
 fn on_devices(test: &str, queues: u32, seed: u64, body: impl FnOnce()) {
-    on_devices_of(test, queues, seed, 8 << 30, body);
+    on_devices_of(test, queues, seed, 8 << 30, || {
+        body();
+        assert_eq!(StandIn::loaded().unwrap().counters().waits_without_cause, 0);
+    });
 }
 
-/// The same on devices with so many bytes.
+/// The same on devices with so many bytes, and with waits for ranks that never come.
 fn on_devices_of(test: &str, queues: u32, seed: u64, bytes: u64, body: impl FnOnce()) {
     let [queues, seed, bytes] = [queues.into(), seed, bytes].map(|number: u64| number.to_string());
     let settings: [(&str, &str); 4] = [
@@ -39,8 +43,6 @@ fn on_devices_of(test: &str, queues: u32, seed: u64, bytes: u64, body: impl FnOn
         // The driver stays until it has been asked.
         let _driver = stream(0);
         body();
-        let without = StandIn::loaded().unwrap().counters().waits_without_cause;
-        assert_eq!(without, 0, "no stream waits for a call that is yet to come");
     });
 }
 
@@ -303,6 +305,102 @@ fn rank_without_room_for_its_weights_is_heard_of_on_all() {
                 Error::Call(CallError::ConfigsDiffer { peer: 1, mine: 1, theirs: 0, .. }) => {}
                 other => panic!("rank {}: {other}", world.rank()),
             }
+        });
+    });
+}
+
+/// The reason at the bottom of what went wrong.
+fn root(error: &Error) -> &Error {
+    match error {
+        Error::Overlap(OverlapError::Failed { error, .. }) => root(error),
+        other => other,
+    }
+}
+
+#[test]
+fn device_that_fails_before_a_forward_pass_ends_the_world() {
+    let test = "pipeline::device::device_that_fails_before_a_forward_pass_ends_the_world";
+    on_devices_of(test, 8, 12, 8 << 30, || broken(false));
+}
+
+#[test]
+fn device_that_fails_before_a_backward_pass_ends_the_world() {
+    let test = "pipeline::device::device_that_fails_before_a_backward_pass_ends_the_world";
+    on_devices_of(test, 8, 12, 8 << 30, || broken(true));
+}
+
+/// The device of rank 1 fails before its forward pass, or its backward pass.
+fn broken(backward: bool) {
+    let case = Case::new(&[0, 0, 0], &[5, 7, 6], CHUNKS);
+    let built = Barrier::new(3);
+    on_ranks(&case.nodes, &small(), |world| {
+        let me = world.rank() as usize;
+        let mut rank = Rank::new::<f32>(&case, &world, |builder| builder);
+        let [x, residual, of_out] = tensors::<f32>(me, case.tokens[me]);
+        let tape = backward.then(|| rank.forward(&x, &residual).unwrap().1);
+        rank.layer.synchronize().unwrap();
+        let [x, residual, of_out] = [x, residual, of_out].map(|values| rank.sent(&values));
+        let out = rank.room(x.len() as usize);
+        let words = [rank.layer.router(), rank.layer.experts(), rank.layer.shared().unwrap()];
+        let [router, experts, shared] = words.map(|weights| weights.len() as usize).map(|len| rank.room(len));
+        built.wait();
+        if me == 1 {
+            break_device(&rank.stream);
+        }
+        let passed = match tape {
+            Some(tape) => {
+                let into =
+                    DeviceGradients { x: &out, router: &router, experts: &experts, shared: Some(&shared) };
+                rank.layer.backward(tape, &of_out, into)
+            }
+            None => {
+                let input = DeviceInput { residual: Some(&residual), ..DeviceInput::new(&x) };
+                rank.layer.forward(&input, &out).map(drop)
+            }
+        };
+        match (me, root(&passed.unwrap_err())) {
+            (1, Error::Device(DeviceError::Call { .. })) => {}
+            (0 | 2, Error::World(Cause::Cancelled { by: 1 })) => {}
+            (me, other) => panic!("rank {me}: {other}"),
+        }
+    });
+}
+
+#[test]
+fn gradients_of_a_world_that_fails_meanwhile_are_none() {
+    let test = "pipeline::device::gradients_of_a_world_that_fails_meanwhile_are_none";
+    on_devices_of(test, 8, 13, 8 << 30, || {
+        let case = Case::new(&[0, 0], &[9, 21], WHOLE);
+        let all = Barrier::new(2);
+        on_ranks(&case.nodes, &small(), |world| {
+            let me = world.rank() as usize;
+            let mut rank = Rank::new::<f32>(&case, &world, |builder| builder);
+            let [x, residual, of_out] = tensors::<f32>(me, case.tokens[me]);
+            let (_, tape) = rank.forward(&x, &residual).unwrap();
+            let of_out = rank.sent(&of_out);
+            let words = [rank.layer.router(), rank.layer.experts(), rank.layer.shared().unwrap()];
+            let bytes = words.map(|weights| weights.len() as usize);
+            let [router, experts, shared] = bytes.map(|bytes| rank.room(bytes));
+            let of_x = rank.room(of_out.len() as usize);
+            // The graph is enqueued behind a wait, and the world ends before that does.
+            let gate = PinnedMemory::new(rank.stream.context(), 8).unwrap();
+            rank.stream.wait::<u64>(gate.range().word(0).unwrap(), 1).unwrap();
+            all.wait();
+            let refused = std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(200));
+                    all.wait();
+                    world.cancel();
+                    gate.word(0).unwrap().store(1, Ordering::Release);
+                });
+                let into =
+                    DeviceGradients { x: &of_x, router: &router, experts: &experts, shared: Some(&shared) };
+                rank.layer.backward(tape, &of_out, into).unwrap_err()
+            });
+            assert!(matches!(root(&refused), Error::World(Cause::Cancelled { .. })), "{refused}");
+            let ended = rank.layer.synchronize().unwrap_err();
+            assert!(matches!(ended, Error::World(Cause::Cancelled { .. })), "{ended}");
+            assert_eq!(rank.stream.is_done(), Ok(true));
         });
     });
 }
