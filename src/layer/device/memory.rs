@@ -72,7 +72,8 @@ impl DeviceMemory {
         self.take(count as u64 * 4)
     }
 
-    /// So many words of 32 bits in an allocation of their own, which goes with the last claim on it.
+    /// So many words of 32 bits in an allocation of their own, which goes with the last claim on
+    /// it.
     pub fn alone(&self, count: usize) -> Result<DeviceRange, DeviceError> {
         let bytes = count as u64 * 4;
         self.allocate(bytes.max(1))?.part(0, bytes)
@@ -176,7 +177,7 @@ impl HostStaging {
         Ok(bytemuck::pod_collect_to_vec(&bytes))
     }
 
-    /// Where so many bytes may be written, which no copy of before still reads. At most [`STAGING`].
+    /// Where so many bytes, at most [`STAGING`], may be written: no copy of before reads them.
     fn room(&mut self, stream: &Stream, bytes: usize) -> Result<usize, DeviceError> {
         let bytes = bytes.next_multiple_of(16);
         if self.used + bytes > self.pinned.len() {

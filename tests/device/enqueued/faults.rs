@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use half::bf16;
 use sidelane::device::{Graph, PinnedMemory};
 use sidelane::ep::Status;
-use sidelane::error::{CallError, Cause, DeviceError, LaneError, MemoryError, PlanError};
+use sidelane::error::{CallError, CallKind, Cause, DeviceError, LaneError, MemoryError, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::{Overflow, ReceiveMode};
 use sidelane::topology::Route;
@@ -15,7 +15,7 @@ use sidelane::{Error, Options};
 
 use super::on_devices;
 use super::rank::{Case, Input, Rank, call, target};
-use crate::devices::{Memory, stream};
+use crate::devices::{Memory, break_device, stream};
 use crate::support::{cases, on_ranks, small, tokens};
 
 /// Longer than anything takes that works.
@@ -425,6 +425,30 @@ fn cancelled((nodes, route): ([u32; 3], Route), mode: ReceiveMode) {
         let (x, choices) = call::<bf16>(&tensors);
         let refused = rank.planned.dispatch(x, choices);
         assert_eq!(refused.map(drop).unwrap_err(), cause.into(), "new calls are refused");
+    });
+}
+
+#[test]
+fn rank_whose_device_fails_ends_the_world_where_it_refuses_a_call() {
+    let test = "enqueued::faults::rank_whose_device_fails_ends_the_world_where_it_refuses_a_call";
+    on_devices(test, 8, 41, || {
+        let built = std::sync::Barrier::new(2);
+        on_ranks(&[0; 2], &small(), |world| {
+            let group = world.all().unwrap();
+            let mut rank = Rank::<bf16>::new(&group, &Case::new(2, 4, 2));
+            rank.round(&input(world.rank()));
+            built.wait();
+            if world.rank() == 0 {
+                let refused = rank.dispatch(&input(0)).map(drop).unwrap_err();
+                assert_eq!(refused, Cause::Cancelled { by: 1 }.into());
+                return;
+            }
+            break_device(&rank.stream);
+            let unfit = PlanError::RefusedHere.into();
+            let refused = rank.planned.refuse(CallKind::Dispatch, None, unfit);
+            assert!(matches!(refused, Error::Device(DeviceError::Call { .. })), "{refused}");
+            assert_eq!(rank.planned.check(), Err(Cause::Cancelled { by: 1 }.into()));
+        });
     });
 }
 
