@@ -462,8 +462,8 @@ impl ExpertParallel {
         let (y, foreign) = (y.into(), self.foreign(handle));
         Ok(PendingCombine(match (&mut self.at, &handle.0) {
             (InstanceAt::Host(ep), _) => CombineAt::Host(ep.start_combine(y.on_host(), handle.on_host())?),
-            (InstanceAt::Enqueued(ep), HandleAt::Enqueued(planned)) => {
-                let started = ep.start_combine(y, planned, None)?;
+            (InstanceAt::Enqueued(ep), HandleAt::Enqueued(enqueued)) => {
+                let started = ep.start_combine(y, enqueued, None)?;
                 CombineAt::Enqueued { started, handle, unfinished: Unfinished::new(&self.shared), ep }
             }
             (InstanceAt::Slots { ep, stream }, HandleAt::Slots(slots)) => {
@@ -685,7 +685,7 @@ impl ExpertParallel {
 
     /// The instance, if its calls are laid out on a device.
     #[cfg(test)]
-    pub(super) fn planned(&mut self) -> Option<&mut EnqueuedExchange> {
+    pub(super) fn enqueued(&mut self) -> Option<&mut EnqueuedExchange> {
         match &mut self.at {
             InstanceAt::Enqueued(ep) => Some(ep),
             _ => None,

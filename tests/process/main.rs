@@ -1,8 +1,8 @@
 //! Worlds of real processes: their exchanges, failures and rebuilds.
 
 mod common;
+mod enqueued;
 mod losses;
-mod planned;
 mod stops;
 #[path = "../support/mod.rs"]
 mod support;
@@ -16,8 +16,8 @@ fn rank_obeys_its_job() {
     if std::env::var_os(common::rank::MARK).is_none() {
         return;
     }
-    match std::env::var_os(planned::PLANNED) {
-        Some(_) => planned::serve(),
+    match std::env::var_os(enqueued::ENQUEUED) {
+        Some(_) => enqueued::serve(),
         None => common::rank::serve(),
     }
 }

@@ -88,8 +88,8 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// Adds the twins of the layout's runs, if each is a run of tokens. `token_of` is that of a
-    /// packed row.
+    /// Adds the layout's runs as they lie among the tokens, if each is a run of tokens. `token_of`
+    /// is that of a packed row.
     pub fn find_in_place(&mut self, token_of: impl Fn(u32) -> u32) {
         let runs = &mut self.layout.runs;
         let before = runs.len();
@@ -549,9 +549,7 @@ impl DeviceCall<'_> {
         }
         Ok(())
     }
-}
 
-impl DeviceCall<'_> {
     /// Says where outputs lie, to local peers, and to relays where this rank's rows have their
     /// place.
     pub fn offer(&mut self) {
@@ -583,9 +581,7 @@ impl DeviceCall<'_> {
         let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging().0);
         tables.pull(&common.fixed.agreement(*calls, self.tag.kind).setting, layout, home);
     }
-}
 
-impl DeviceCall<'_> {
     /// Says which map this rank brings.
     pub fn propose(&mut self) {
         let handle = self.map.as_ref().map_or(0, ExpertMap::digest);

@@ -209,7 +209,7 @@ fn waits_without_cause(bug: Option<CallChange>) -> u64 {
     on_ranks(&case.nodes, &small(), |world: World| {
         let group = world.all().unwrap();
         let mut rank = Rank::<bf16>::new(&group, &case);
-        let Some(EnqueuedExchange { programs, .. }) = rank.planned.planned() else {
+        let Some(EnqueuedExchange { programs, .. }) = rank.planned.enqueued() else {
             panic!("exact sizes are the enqueuer's")
         };
         let posted = Action::Run(StageId::Posted, Part::Whole);

@@ -56,13 +56,12 @@ impl RowTransport {
         }
         let own = members.get(rank as usize).and_then(Option::as_ref);
         let own = own.ok_or(MemoryError::NotUsable { rank })?.memory.clone();
-        // A relay brings home what its neighbours offer.
-        let neighbours = paths.local_peers().filter(|_| lanes.route == Route::Pxn);
+        // A relay returns the rows that its local peers offer.
+        let local_peers = paths.local_peers().filter(|_| lanes.route == Route::Pxn);
         let memory_of = |rank: u32| members[rank as usize].as_ref().map(|member| member.memory.clone());
-        let neighbours = neighbours.filter_map(|rank| Some((rank, memory_of(rank)?))).collect();
+        let local_peers = local_peers.filter_map(|rank| Some((rank, memory_of(rank)?))).collect();
         let context_of = Arc::clone(context);
-        let memory =
-            DeviceMemory { context: context_of, own, local_peers: neighbours, rank, strict: needs.words };
+        let memory = DeviceMemory { context: context_of, own, local_peers, rank, strict: needs.words };
         match GpuDirectMemory::new(group, lanes, &memory)? {
             Ok(gpu_direct) => {
                 let enqueuer_scratch =

@@ -28,7 +28,7 @@
 //! cannot gather: rows lie packed. They cannot add: a sum is refused.
 //!
 //! **What crosses** keeps its order, so no signal overtakes a put, and goes when all copies between
-//! neighbours have been enqueued: those are under way while this thread serves the net. It waits
+//! local peers have been enqueued: those are under way while this thread serves the net. It waits
 //! for its own stream, which waits for what is enqueued already, and for credits, which the
 //! peers' NICs give: for no other thread. It drives the net meanwhile.
 

@@ -21,7 +21,7 @@ use sidelane::World;
 use self::rank::{Case, Rank};
 
 /// Set in the ranks of this module.
-pub const PLANNED: &str = "SIDELANE_TEST_PLANNED";
+pub const ENQUEUED: &str = "SIDELANE_TEST_ENQUEUED";
 /// Longer than anything takes that works.
 const LONG: Duration = Duration::from_secs(60);
 
@@ -66,7 +66,7 @@ fn job(ranks: u32, seed: u64) -> Job {
     Setup::new(ranks)
         .var("SIDELANE_FAKE_CUDA_KERNELS", library.display())
         .var("CUDA_MODULE_LOADING", "EAGER")
-        .var(PLANNED, "1")
+        .var(ENQUEUED, "1")
         .var("SIDELANE_FAKE_CUDA_SEED", seed)
         .join()
 }
