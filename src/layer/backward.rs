@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::crew::StepContext;
+use super::context::StepContext;
 use super::forward::weigh_into;
 use super::groups::Outgoing;
 use super::moe::Plan;
@@ -36,7 +36,7 @@ pub struct Gradients<E> {
 
 /// What nodes work on.
 pub(super) struct Step<'s, 'm, E> {
-    crew: &'s StepContext<'m>,
+    context: &'s StepContext<'m>,
     of_out: &'s [E],
     routed: &'s Routed,
     /// How many tokens there are.
@@ -90,8 +90,8 @@ impl MoeLayer {
         }
         let Tape { routed, chunks, shared, .. } = tape;
         let plan = self.plan;
-        let (crew, world) = self.crew();
-        let step = Step::new(&crew, of_out, &routed, (chunks, shared), &plan)?;
+        let (context, world) = self.context();
+        let step = Step::new(&context, of_out, &routed, (chunks, shared), &plan)?;
         plan.run(pipeline::backward(&step, plan.cut(), plan.turns()), &world)?;
         let made = step.made()?;
         self.gradients(&routed, made)
@@ -151,19 +151,19 @@ pub(super) struct Whole {
 
 impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     pub fn new(
-        crew: &'s StepContext<'m>,
+        context: &'s StepContext<'m>,
         of_out: &'s [E],
         routed: &'s Routed,
         (chunks, shared): (Vec<ChunkTape>, Option<SavedShared>),
         plan: &Plan,
     ) -> Result<Self, Error> {
         let slices: Vec<_> = plan.slices(routed.tokens()).collect();
-        let (choices, slots, own) = crew.mover(0).with(|ep| {
+        let (choices, slots, own) = context.mover(0).with(|ep| {
             let (map, choices) = (ep.expert_map(), sources::choices(ep, &routed.gated.decision, &slices));
             Ok((choices, map.slots() as usize, map.slots_of(ep.rank())))
         })?;
         Ok(Step {
-            crew,
+            context,
             of_out,
             routed,
             tokens: [routed.tokens() as i64],
@@ -188,7 +188,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
             of_weights.extend(weights);
         }
         let (experts, mut shared) = (self.of_experts.take()?, Vec::new());
-        if self.crew.shared.is_some() {
+        if self.context.shared.is_some() {
             shared = self.of_shared.take()?;
             add(&mut of_x, &self.beside.take()?);
         }
@@ -199,15 +199,16 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
 impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
     fn combine(&self, chunk: usize, run: &Run) -> Result<(), Error> {
         let Places { tokens, landed, groups, .. } = &self.chunks[chunk];
-        let of_out = &self.of_out[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
-        let (rows, _) = self.crew.moves(chunk, run, |ep| ep.combine_backward(of_out, &landed.handle))?;
+        let of_out = &self.of_out[tokens.start * self.context.hidden..tokens.end * self.context.hidden];
+        let (rows, _) = self.context.moves(chunk, run, |ep| ep.combine_backward(of_out, &landed.handle))?;
         let of_outputs = Arc::new(F32Rows::new::<E>(rows)?);
         groups.iter().try_for_each(|group| group.of_outputs.put(Arc::clone(&of_outputs)))
     }
 
     fn sources(&self, run: &Run) -> Result<(), Error> {
         let mine: &[u8] = bytemuck::cast_slice(&self.choices);
-        let all = self.crew.gathers(run, |sources| sources.all_gather_cached(mine, self.crew.one_each))?;
+        let all =
+            self.context.gathers(run, |sources| sources.all_gather_cached(mine, self.context.one_each))?;
         let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
         let expected = self.chunks.iter().map(|places| places.landed.handle.tokens_per_expert());
         let counts = sources::counts(&all, self.choices.len(), (self.slots, &self.own), expected)?;
@@ -222,21 +223,21 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
     fn experts(&self, chunk: usize, group: usize) -> Result<(), Error> {
         let Places { landed, groups, of_rows, .. } = &self.chunks[chunk];
         let (Some(own), Some(places)) = (landed.groups.get(group), groups.get(group)) else { return Ok(()) };
-        let (hidden, incoming) = (self.crew.hidden, places.of_outputs.take()?);
+        let (hidden, incoming) = (self.context.hidden, places.of_outputs.take()?);
         let values = own.values(hidden);
         let (incoming, weights) =
             (&incoming.values()?[values.clone()], &landed.handle.row_weights()[own.rows.clone()]);
         places.made.with(|GroupOutputs { outputs, saved }| {
             let rows = incoming.chunks_exact(hidden).zip(outputs.chunks_exact(hidden));
             let dot = |(g, y): (&[f32], &[f32])| {
-                self.crew.rows.dot_rows(Arithmetic::F32, bytemuck::cast_slice(g), bytemuck::cast_slice(y))
+                self.context.rows.dot_rows(Arithmetic::F32, bytemuck::cast_slice(g), bytemuck::cast_slice(y))
             };
             places.of_weights.put(rows.map(dot).collect())?;
             *outputs = Vec::new();
             let mut weighted = vec![0.0f32; incoming.len()];
             weigh_into(&mut weighted, incoming, weights, hidden);
             let gradients =
-                self.crew.experts.rows_backward(landed.segments(own, hidden)?, saved, weighted)?;
+                self.context.experts.rows_backward(landed.segments(own, hidden)?, saved, weighted)?;
             of_rows.write(&landed.handle, values, |to: &mut [E]| round_into(&gradients, to))
         })
     }
@@ -248,11 +249,11 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
         for group in groups {
             of_weights.extend(group.of_weights.take()?);
         }
-        let mut of_tokens = vec![E::zeroed(); tokens.len() * self.crew.hidden];
+        let mut of_tokens = vec![E::zeroed(); tokens.len() * self.context.hidden];
         let mut of_choices = vec![0.0; tokens.len() * self.routed.gated.decision.top_k() as usize];
         let (to, weights) = (&mut of_tokens[..], Some(of_weights.as_slice().into()));
         let choices = Some((&mut of_choices[..]).into());
-        self.crew.moves(chunk, run, |ep| match output {
+        self.context.moves(chunk, run, |ep| match output {
             Ok(output) => ep.dispatch_backward_into(output, weights, handle, to, choices),
             Err(error) => Err(ep.refuse(CallKind::DispatchBackward, Some(handle), error)),
         })?;
@@ -264,22 +265,22 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
         let saved: Vec<Saved> =
             groups.map(|group| Ok(group.made.take()?.saved)).collect::<Result<_, Error>>()?;
         let rows = self.chunks.iter().flat_map(|Places { landed, .. }| {
-            landed.groups.iter().map(|group| landed.segments(group, self.crew.hidden))
+            landed.groups.iter().map(|group| landed.segments(group, self.context.hidden))
         });
         let chunks = rows.zip(&saved).map(|(rows, saved)| Ok(SavedChunk { rows: rows?, saved }));
         let chunks: Vec<_> = chunks.collect::<Result<_, Error>>()?;
         let order = self.order.take()?;
-        self.of_experts.put(self.crew.experts.weights_backward(&chunks, &order)?)
+        self.of_experts.put(self.context.experts.weights_backward(&chunks, &order)?)
     }
 
     fn shared(&self) -> Result<(), Error> {
-        let Some(shared) = self.crew.shared else { return Ok(()) };
+        let Some(shared) = self.context.shared else { return Ok(()) };
         let of_out = widened(self.of_out);
         self.saved.with(|saved| self.beside.put(shared.rows_backward(self.all(), saved, of_out)?))
     }
 
     fn shared_weights(&self) -> Result<(), Error> {
-        let Some(shared) = self.crew.shared else { return Ok(()) };
+        let Some(shared) = self.context.shared else { return Ok(()) };
         let saved = self.saved.take()?;
         let chunk = SavedChunk { rows: self.all(), saved: &saved };
         let order = RowOrder::whole(chunk.rows.len());
@@ -292,7 +293,7 @@ impl<E> Step<'_, '_, E> {
     fn all(&self) -> Segments<'_> {
         Segments {
             rows: &self.routed.x,
-            hidden: self.crew.hidden,
+            hidden: self.context.hidden,
             counts: &self.tokens,
             padded: &self.tokens,
         }

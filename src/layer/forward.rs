@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::crew::StepContext;
+use super::context::StepContext;
 use super::groups::Outgoing;
 use super::input::Input;
 use super::moe::{Plan, routing_of};
@@ -19,7 +19,7 @@ use crate::overlap::{Handoff, Run};
 
 /// What nodes work on.
 pub(super) struct Step<'s, 'm, E> {
-    crew: &'s StepContext<'m>,
+    context: &'s StepContext<'m>,
     input: Input<'s, E>,
     routing: Routing<'s>,
     /// The tokens as f32.
@@ -60,8 +60,8 @@ impl MoeLayer {
         };
         let (plan, instance) = (self.plan, self.instance);
         let mut out = vec![E::zeroed(); input.x.len()];
-        let (crew, world) = self.crew();
-        let step = Step::new(&crew, input, &routed, &mut out, &plan);
+        let (context, world) = self.context();
+        let step = Step::new(&context, input, &routed, &mut out, &plan);
         plan.run(pipeline::forward(&step, plan.cut(), plan.turns()), &world)?;
         let (chunks, shared) = step.kept()?;
         Ok((out, Tape { instance, routed, chunks, shared }))
@@ -94,15 +94,15 @@ impl<E> Places<'_, E> {
 
 impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     pub fn new(
-        crew: &'s StepContext<'m>,
+        context: &'s StepContext<'m>,
         input: &Input<'s, E>,
         routed: &'s Routed,
         out: &'s mut [E],
         plan: &Plan,
     ) -> Self {
-        let chunks = places(out, routed.tokens(), plan, crew.hidden);
+        let chunks = places(out, routed.tokens(), plan, context.hidden);
         let routing = routed.gated.decision.routing();
-        Step { crew, input: *input, routing, x: &routed.x, beside: Handoff::empty(), chunks }
+        Step { context, input: *input, routing, x: &routed.x, beside: Handoff::empty(), chunks }
     }
 
     /// The values for the gradients, once all nodes have ended.
@@ -117,24 +117,24 @@ impl<E: Element> ForwardOps<Run> for Step<'_, '_, E> {
     fn dispatch(&self, chunk: usize, run: &Run) -> Result<(), Error> {
         let Places { tokens, landed, made, .. } = &self.chunks[chunk];
         let routing = routing_of(&self.routing, tokens)?;
-        let x = &self.input.x[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
-        let (rows, handle) = self.crew.moves(chunk, run, |ep| ep.dispatch(x, &routing))?;
+        let x = &self.input.x[tokens.start * self.context.hidden..tokens.end * self.context.hidden];
+        let (rows, handle) = self.context.moves(chunk, run, |ep| ep.dispatch(x, &routing))?;
         let here = ReceivedChunk::new(F32Rows::new::<E>(rows)?, handle, made.len() as u32);
         landed.set(here).map_err(|_| OverlapError::SlotInUse.into())
     }
 
     fn shared(&self) -> Result<(), Error> {
-        let Some(shared) = self.crew.shared else { return Ok(()) };
-        let all = [self.x.len() as i64 / self.crew.hidden as i64];
-        let rows = Segments { rows: self.x, hidden: self.crew.hidden, counts: &all, padded: &all };
+        let Some(shared) = self.context.shared else { return Ok(()) };
+        let all = [self.x.len() as i64 / self.context.hidden as i64];
+        let rows = Segments { rows: self.x, hidden: self.context.hidden, counts: &all, padded: &all };
         self.beside.put(shared.forward(rows)?)
     }
 
     fn experts(&self, chunk: usize, group: usize) -> Result<(), Error> {
-        let (places, hidden) = (&self.chunks[chunk], self.crew.hidden);
+        let (places, hidden) = (&self.chunks[chunk], self.context.hidden);
         let landed = places.landed()?;
         let Some(own) = landed.groups.get(group) else { return Ok(()) };
-        let (outputs, saved) = self.crew.experts.forward(landed.segments(own, hidden)?)?;
+        let (outputs, saved) = self.context.experts.forward(landed.segments(own, hidden)?)?;
         let weights = &landed.handle.row_weights()[own.rows.clone()];
         let fill = |to: &mut [E]| weigh_into(to, &outputs, weights, hidden);
         places.output.write(&landed.handle, own.values(hidden), fill)?;
@@ -144,7 +144,7 @@ impl<E: Element> ForwardOps<Run> for Step<'_, '_, E> {
     fn combine(&self, chunk: usize, run: &Run) -> Result<(), Error> {
         let places = &self.chunks[chunk];
         let ReceivedChunk { handle, .. } = places.landed()?;
-        self.crew.moves(chunk, run, |ep| match places.output.take()? {
+        self.context.moves(chunk, run, |ep| match places.output.take()? {
             Ok(output) => places.out.with(|out| ep.combine_into(output, handle, &mut **out)),
             Err(error) => Err(ep.refuse(CallKind::Combine, Some(handle), error)),
         })
@@ -152,14 +152,14 @@ impl<E: Element> ForwardOps<Run> for Step<'_, '_, E> {
 
     fn sum(&self, chunk: usize) -> Result<(), Error> {
         let Places { tokens, out, .. } = &self.chunks[chunk];
-        let part = tokens.start * self.crew.hidden..tokens.end * self.crew.hidden;
+        let part = tokens.start * self.context.hidden..tokens.end * self.context.hidden;
         out.with(|out| {
             let mut sum = widened(out);
             if let Some(residual) = self.input.residual {
                 let residual = widened(&residual[part.clone()]);
                 sum.iter_mut().zip(residual).for_each(|(sum, residual)| *sum += residual);
             }
-            if self.crew.shared.is_some() {
+            if self.context.shared.is_some() {
                 self.beside.with(|(shared, _)| {
                     sum.iter_mut().zip(&shared[part]).for_each(|(sum, shared)| *sum += shared);
                     Ok(())

@@ -55,17 +55,17 @@
 //! deadline, its own comes when the experts have returned.
 
 mod backward;
-mod beside;
 mod builder;
 mod call;
-mod crew;
+mod context;
 mod device;
 mod experts;
 mod forward;
+mod forward_backward;
+mod gradient_order;
 mod groups;
 mod input;
 mod moe;
-mod order;
 mod pipeline;
 mod router;
 mod sources;
@@ -81,9 +81,9 @@ pub use device::{
     DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor,
 };
 pub use experts::{ExpertError, Experts, Saved, SavedChunk, Segments};
+pub use gradient_order::RowOrder;
 pub use input::Input;
 pub use moe::MoeLayer;
-pub use order::RowOrder;
 pub use swiglu::GroupedSwiGlu;
 pub use tape::Tape;
 // For the program and the tests of this repository: no promises are made about it.

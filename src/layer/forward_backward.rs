@@ -36,9 +36,9 @@ impl MoeLayer {
         let Tape { instance, routed: before, chunks, shared } = tape;
         let (plan, cut) = (self.plan, self.plan.cut());
         let mut out = vec![E::zeroed(); input.x.len()];
-        let (crew, world) = self.crew();
-        let ahead = forward::Step::new(&crew, input, &routed, &mut out, &plan);
-        let back = backward::Step::new(&crew, of_out, &before, (chunks, shared), &plan)?;
+        let (context, world) = self.context();
+        let ahead = forward::Step::new(&context, input, &routed, &mut out, &plan);
+        let back = backward::Step::new(&context, of_out, &before, (chunks, shared), &plan)?;
         let mut graph = Graph::new();
         let last = add_one_f_one_b(&mut graph, false, MICROBATCHES, Passes::default(), |step| {
             work_of(step, cut, &ahead, &back)

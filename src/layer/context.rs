@@ -51,9 +51,9 @@ impl<'m> StepContext<'m> {
 
 impl MoeLayer {
     /// All participants, and the world that ends with them.
-    pub(super) fn crew(&mut self) -> (StepContext<'_>, Arc<WorldState>) {
+    pub(super) fn context(&mut self) -> (StepContext<'_>, Arc<WorldState>) {
         let called = |whose, experts| CheckedExperts { whose, experts };
-        let crew = StepContext {
+        let context = StepContext {
             exchanges: self.movers.iter_mut().map(Handoff::new).collect(),
             sources: Handoff::new(&mut self.sources),
             one_each: &self.one_each,
@@ -62,6 +62,6 @@ impl MoeLayer {
             hidden: self.hidden,
             rows: self.rows,
         };
-        (crew, Arc::clone(&self.world))
+        (context, Arc::clone(&self.world))
     }
 }
