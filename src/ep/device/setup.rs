@@ -19,7 +19,7 @@ use crate::plan::{InterNodeRows, RelayPermutation, SortedRouting};
 use crate::schedule::call::{Engines, RankPrograms};
 use crate::schedule::{CallerTables, Calls, ControlLayout, Flag};
 use crate::topology::{Paths, Route};
-use crate::world::{DeviceWindow, Group, Member};
+use crate::world::{DeviceWindow, Group, Member, SymmetricRange};
 
 /// Settings that an instance needs beside those of every instance. All ranks must choose alike, but
 /// for the stream.
@@ -30,6 +30,15 @@ pub(in crate::ep) struct EnqueuedSettings {
     pub max_in_flight: u32,
     /// Bytes of the device's memory in which dispatches receive and experts write.
     pub device_heap: u64,
+}
+
+/// Memory and connections that ranks make together.
+struct MadeTogether {
+    shape: MemoryShape,
+    fixed: Arc<EpState>,
+    members: Vec<Option<Member>>,
+    passage: RowTransport,
+    control: SymmetricRange,
 }
 
 impl EnqueuedExchange {
@@ -47,7 +56,7 @@ impl EnqueuedExchange {
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
         let settings = [("max_in_flight", seats.into()), ("device_heap", pool)];
         let told = group.alike(&[usable_here.as_slice(), &settings].concat());
-        let (copies, kernels) = usable?;
+        let usable = usable?;
         told?;
         let room = ReceiveMemory {
             total: shape.pool().1,
@@ -64,9 +73,25 @@ impl EnqueuedExchange {
         let passage = RowTransport::find(group, &context, &lanes, &members, needs)?;
         let (mut fixed, control) = EpState::new(group, spec, room, passage.ground())?;
         fixed.enqueues = true;
-        let fixed = Arc::new(fixed);
-        let own = members[group.rank() as usize].as_ref();
-        let nowhere = MemoryError::NotUsable { rank: group.rank() };
+        let together = MadeTogether { shape, fixed: Arc::new(fixed), members, passage, control };
+        let made = Self::finish(stream, usable, together);
+        // No rank writes to one that is not ready, or waits for one that never will be.
+        let told = group.alike(&[("whether their memory can be used (1: yes)", made.is_ok().into())]);
+        let made = made?;
+        told?;
+        Ok(made)
+    }
+
+    /// Makes what is this rank's alone.
+    fn finish(
+        stream: Arc<Stream>,
+        (copies, kernels): (Stream, Kernels),
+        together: MadeTogether,
+    ) -> Result<EnqueuedExchange, Error> {
+        let MadeTogether { shape, fixed, members, passage, control } = together;
+        let (context, rank, ranks) = (Arc::clone(stream.context()), fixed.lanes.rank, fixed.lanes.ranks());
+        let own = members[rank as usize].as_ref();
+        let nowhere = MemoryError::NotUsable { rank };
         let own = own.ok_or(nowhere)?;
         let (memory, words_here) = (own.memory.clone(), own.words.clone());
         let host = PinnedMemory::new(&context, shape.host_bytes() as usize)?;
@@ -90,8 +115,7 @@ impl EnqueuedExchange {
         let status = ((0..shape.word_sets()).map(of_seat).collect(), Status::WORLD_FAILED.0.into());
         // Words that grow: no value of this epoch is as large, counted in a circle.
         let poison = Calls::new(fixed.shared.hub.epoch()).value().wrapping_add(1 << 62);
-        let of =
-            |flag| (0..group.size()).map(move |rank| ControlLayout::flag(rank, flag, group.size()) as usize);
+        let of = |flag| (0..ranks).map(move |rank| ControlLayout::flag(rank, flag, ranks) as usize);
         let awaited = of(Flag::Landed).chain(of(Flag::Ready)).collect();
         let guards = vec![
             WaitBreaker::new(health, &common.host, (Vec::new(), POISON), status, None)?,
@@ -113,8 +137,6 @@ impl EnqueuedExchange {
             CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), reached, done, watch };
         let enqueuer = Box::new(enqueuer(&common, caller, engine));
         let programs = programs(&fixed);
-        // No rank writes to one that is not ready.
-        group.gather(&[])?;
         Ok(EnqueuedExchange::of(Parts {
             common,
             programs,

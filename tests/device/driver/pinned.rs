@@ -18,6 +18,12 @@ fn new_pinned_memory_is_zero_and_read_back_as_written() {
     assert_eq!(bytes, vec![0; 1000]);
     memory.write(10, &pattern(20, 2)).unwrap();
     assert_eq!(read(&stream(&context), &memory.range().part(10, 20).unwrap()), pattern(20, 2));
+    // Words amid the bytes are written and read as such.
+    for (offset, len) in [(10, 20), (16, 8), (17, 3), (24, 5), (29, 1)] {
+        let mut part = vec![0; len];
+        memory.read(offset, &mut part).unwrap();
+        assert_eq!(part, pattern(20, 2)[offset - 10..][..len], "{len} bytes at {offset}");
+    }
 }
 
 #[test]
