@@ -63,16 +63,16 @@ pub struct Report {
     pub same_device: u32,
     /// Device: reason why inter-node rows are staged in memory of the host, if they are. Then
     /// [`EnqueueCounts::staged_out_bytes`] and [`EnqueueCounts::in_bytes`] count them.
-    #[serde(serialize_with = "detour")]
-    pub detour: Option<NoGpuDirect>,
+    #[serde(serialize_with = "reason")]
+    pub host_staged: Option<NoGpuDirect>,
     /// Device: how NICs know the device's memory, where they read and write inter-node rows there.
     /// Then [`EnqueueCounts::straight_bytes`] counts them.
     #[serde(serialize_with = "registration")]
     pub registration: Option<Registration>,
 }
 
-fn detour<S: serde::Serializer>(detour: &Option<NoGpuDirect>, to: S) -> Result<S::Ok, S::Error> {
-    serde::Serialize::serialize(&detour.map(NoGpuDirect::name), to)
+fn reason<S: serde::Serializer>(host_staged: &Option<NoGpuDirect>, to: S) -> Result<S::Ok, S::Error> {
+    serde::Serialize::serialize(&host_staged.map(NoGpuDirect::name), to)
 }
 
 fn registration<S: serde::Serializer>(of: &Option<Registration>, to: S) -> Result<S::Ok, S::Error> {

@@ -74,7 +74,7 @@ fn across() -> impl Iterator<Item = (&'static [u32], RowPath, Streams)> {
 }
 
 #[test]
-fn every_replay_across_nodes_is_proved_straight_and_on_the_detour() {
+fn every_replay_across_nodes_is_proved_straight_and_in_host_staging() {
     for (labels, way, streams) in across() {
         for (name, calls) in replays() {
             let unrolled = unroll_across(labels, way, streams, &calls, None);

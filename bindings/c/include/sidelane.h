@@ -960,7 +960,7 @@ typedef struct {
     // registers host memory alone, "messages" (signals are messages), "nic" (the NIC does not
     // take the device's memory), "unordered" (the device sees no order in the NICs' writes), "one
     // queue" (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
-    char detour[16];
+    char host_staged[16];
     // Device: how NICs address device memory where rows between nodes move by GPUDirect: "dma-buf"
     // or "address".
     char registration[16];

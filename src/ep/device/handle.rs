@@ -49,9 +49,9 @@ impl Lease {
 
     /// A report of what was enqueued.
     fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
-        let (detour, registration) = (self.common.no_gpu_direct, self.common.registration);
+        let (host_staged, registration) = (self.common.no_gpu_direct, self.common.registration);
         let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), CallExecutor::Enqueuer);
-        Report { executor, lanes, enqueued, kernels, detour, registration, ..Report::default() }
+        Report { executor, lanes, enqueued, kernels, host_staged, registration, ..Report::default() }
     }
 
     /// The status word of the seat, as devices read it.

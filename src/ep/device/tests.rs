@@ -67,7 +67,7 @@ fn rounds(rank: &mut Rank<bf16>, rounds: u64, seed: u64) -> u64 {
         let count = (seed.wrapping_mul(0x9e37_79b9) >> 7) as u32 % (max_tokens + 1);
         rank.round(&tokens(seed, count, hidden, top_k, experts));
         for report in &rank.reports {
-            assert_eq!(report.detour, None);
+            assert_eq!(report.host_staged, None);
             assert_eq!(report.registration, Some(Registration::Address(NoDmaBuf::Driver)));
             assert_eq!(report.enqueued.staged_out_bytes, 0);
             straight += report.enqueued.straight_bytes;
@@ -266,12 +266,12 @@ fn a_report_counts_what_went_straight() {
 }
 
 #[test]
-fn rows_take_the_detour_where_a_device_cannot_await_cards() {
-    let detours = [("ordered", SignalMode::Immediate, NoGpuDirect::Messages)];
+fn rows_are_staged_by_the_host_where_a_device_cannot_await_nics() {
+    let reasons = [("ordered", SignalMode::Immediate, NoGpuDirect::Messages)];
     let unordered = [("unordered", SignalMode::Write, NoGpuDirect::Unordered)];
-    let name = "rows_take_the_detour_where_a_device_cannot_await_cards";
+    let name = "rows_are_staged_by_the_host_where_a_device_cannot_await_nics";
     let said = std::env::var("SIDELANE_FAKE_CUDA_CARD_WRITES");
-    for (writes, signal, expected) in detours.into_iter().chain(unordered) {
+    for (writes, signal, expected) in reasons.into_iter().chain(unordered) {
         if said.as_ref().is_ok_and(|said| said != writes) {
             continue;
         }
@@ -279,7 +279,7 @@ fn rows_take_the_detour_where_a_device_cannot_await_cards() {
             on_cards(&Case::across(&[0, 0, 1], 5, 3), signal, |rank, me| {
                 rank.round(&tokens(me, 9, 16, 3, 5));
                 let report = &rank.reports[0];
-                assert_eq!((report.detour, report.registration), (Some(expected), None));
+                assert_eq!((report.host_staged, report.registration), (Some(expected), None));
                 assert_eq!(report.enqueued.straight_bytes, 0);
             });
         });

@@ -125,7 +125,7 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
             assert_eq!(report.kernels, ["order", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("loopback", 1)]);
-            assert_eq!(report.detour, Some(NoGpuDirect::Lane("loopback")));
+            assert_eq!(report.host_staged, Some(NoGpuDirect::Lane("loopback")));
             // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight; the
             // last rank pads them to 4, 4, 4 and 4. Rank 0 has experts 0 and 1.
             let (rows_out, own, own_pads) = if me == 0 { (2, 3, 0) } else { (3, 2, 4) };
@@ -164,7 +164,7 @@ fn over_relays_a_report_counts_a_token_once_for_each_node() {
             assert_eq!(report.kernels, ["regroup", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("copy engine", 1), ("loopback", 1), ("relay", 1)]);
-            assert_eq!(report.detour, Some(NoGpuDirect::Lane("loopback")));
+            assert_eq!(report.host_staged, Some(NoGpuDirect::Lane("loopback")));
             let first_node = me < 2;
             let (out, landed) = if first_node { (3, 16) } else { (4, 12) };
             let sent = report.enqueued;

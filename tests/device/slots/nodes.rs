@@ -1,6 +1,5 @@
-//! Ranks of several nodes on the detour: rows go by pinned memory of the host, since the loopback
-//! lane reaches no device. Straight they go in the library's own tests, which have cards that are
-//! not there.
+//! Ranks of several nodes: rows are staged in pinned memory of the host, since the loopback lane
+//! reaches no device. Tests inside the library have fake NICs, which reach devices.
 
 use rustix::process::{Signal, getpid, kill_process};
 use sidelane::device::PinnedMemory;
@@ -28,7 +27,10 @@ fn every_slot_and_every_sum_is_right_across_nodes() {
             on_nodes(nodes, &options(), |world| {
                 let mut rank = Rank::new(case, world);
                 let [report, _] = rank.rounds(1..2, 1);
-                assert_eq!((report.detour, report.registration), (Some(NoGpuDirect::Lane("loopback")), None));
+                assert_eq!(
+                    (report.host_staged, report.registration),
+                    (Some(NoGpuDirect::Lane("loopback")), None)
+                );
                 let far = nodes.iter().filter(|&node| *node != nodes[rank.me() as usize]).count() as u64;
                 let slots = far * case.shape().bytes();
                 assert_eq!((report.enqueued.staged_out_bytes, report.enqueued.in_bytes), (slots, slots));

@@ -146,7 +146,7 @@ pub struct Report {
     /// registers host memory alone, "messages" (signals are messages), "nic" (the NIC does not
     /// take the device's memory), "unordered" (the device sees no order in the NICs' writes), "one
     /// queue" (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
-    pub detour: [c_char; 16],
+    pub host_staged: [c_char; 16],
     /// Device: how NICs address device memory where rows between nodes move by GPUDirect: "dma-buf"
     /// or "address".
     pub registration: [c_char; 16],
@@ -267,7 +267,7 @@ fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
         enqueued: said.enqueued.into(),
         kernels,
         same_device: said.same_device.into(),
-        detour: short_name(said.detour.map_or("", NoGpuDirect::name)),
+        host_staged: short_name(said.host_staged.map_or("", NoGpuDirect::name)),
         registration: short_name(said.registration.map_or("", Registration::name)),
     }
 }

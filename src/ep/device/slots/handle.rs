@@ -37,10 +37,19 @@ pub(super) struct Facts {
 impl Facts {
     /// A report of what was enqueued, and of the kernels around it.
     fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
-        let Facts { same_device, no_gpu_direct: detour, registration, .. } = *self;
+        let Facts { same_device, no_gpu_direct: host_staged, registration, .. } = *self;
         let (executor, lanes, kernels) =
             (CallExecutor::ConstantProgram, self.lanes.clone(), kernels.to_vec());
-        Report { executor, lanes, enqueued, kernels, same_device, detour, registration, ..Report::default() }
+        Report {
+            executor,
+            lanes,
+            enqueued,
+            kernels,
+            same_device,
+            host_staged,
+            registration,
+            ..Report::default()
+        }
     }
 }
 

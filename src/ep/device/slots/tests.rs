@@ -58,7 +58,7 @@ fn on_cards(nodes: &[u32], case: Case, signal: SignalMode, body: impl Fn(Rank) +
 
 /// That NICs moved rows of this dispatch or combine from device to device.
 fn is_straight(report: &Report) {
-    assert_eq!(report.detour, None);
+    assert_eq!(report.host_staged, None);
     assert_eq!(report.registration, Some(Registration::Address(NoDmaBuf::Driver)));
     assert_eq!((report.enqueued.staged_out_bytes, report.enqueued.in_bytes), (0, 0));
     assert!(report.enqueued.straight_bytes > 0);
@@ -128,13 +128,15 @@ fn dies_while_streams_wait(mut rank: Rank, reported: impl Fn(&Report)) {
 }
 
 #[test]
-fn with_one_hardware_queue_slots_take_the_detour() {
-    let test = "with_one_hardware_queue_slots_take_the_detour";
+fn with_one_hardware_queue_slots_are_staged_by_the_host() {
+    let test = "with_one_hardware_queue_slots_are_staged_by_the_host";
     on_each(test, &[&[("CUDA_DEVICE_MAX_CONNECTIONS", "1")]], || {
         on_cards(&TWO_AND_TWO, CASE, SignalMode::Write, |mut rank| {
             let [report, _] = rank.rounds(0..10, 5);
-            assert_eq!((report.detour, report.registration), (Some(NoGpuDirect::OneQueue), None));
-            dies_while_streams_wait(rank, |report| assert_eq!(report.detour, Some(NoGpuDirect::OneQueue)));
+            assert_eq!((report.host_staged, report.registration), (Some(NoGpuDirect::OneQueue), None));
+            dies_while_streams_wait(rank, |report| {
+                assert_eq!(report.host_staged, Some(NoGpuDirect::OneQueue))
+            });
         });
     });
 }
@@ -209,12 +211,12 @@ fn a_silent_rank_is_found_by_words_in_memory_of_the_device() {
 }
 
 #[test]
-fn slots_take_the_detour_where_a_stream_cannot_await_cards() {
-    let test = "slots_take_the_detour_where_a_stream_cannot_await_cards";
+fn slots_are_staged_by_the_host_where_a_stream_cannot_await_nics() {
+    let test = "slots_are_staged_by_the_host_where_a_stream_cannot_await_nics";
     on_stand_in(test, || {
         on_cards(&[0, 0, 1, 1], CASE, SignalMode::Immediate, |mut rank| {
             let [report, _] = rank.rounds(0..20, 5);
-            assert_eq!((report.detour, report.registration), (Some(NoGpuDirect::Messages), None));
+            assert_eq!((report.host_staged, report.registration), (Some(NoGpuDirect::Messages), None));
             assert_eq!(report.enqueued.straight_bytes, 0);
             rank.group.gather(&[]).unwrap();
         });
@@ -222,8 +224,8 @@ fn slots_take_the_detour_where_a_stream_cannot_await_cards() {
 }
 
 #[test]
-fn card_that_refuses_the_device_is_named_in_the_detour() {
-    on_stand_in("card_that_refuses_the_device_is_named_in_the_detour", || {
+fn nic_that_refuses_the_device_is_named_as_the_reason_for_host_staging() {
+    on_stand_in("nic_that_refuses_the_device_is_named_as_the_reason_for_host_staging", || {
         let fabric = Fabric::new(&["card0"]);
         on_nodes(&[0, 1, 1], &over(&fabric, SignalMode::Write), |world| {
             let group = world.all().unwrap();
@@ -236,8 +238,8 @@ fn card_that_refuses_the_device_is_named_in_the_detour() {
             group.gather(&[]).unwrap();
             let mut rank = Rank::new(Case { ranks: 3, ..CASE }, world);
             let [report, _] = rank.rounds(0..10, 5);
-            let detour = report.detour.unwrap();
-            let refused = match detour {
+            let host_staged = report.host_staged.unwrap();
+            let refused = match host_staged {
                 NoGpuDirect::Nic { dma_buf: NoDmaBuf::Driver, errno } => {
                     assert_eq!(errno, rustix::io::Errno::FAULT.raw_os_error());
                     vec![1]
@@ -248,7 +250,7 @@ fn card_that_refuses_the_device_is_named_in_the_detour() {
             let said = rank.group.gather(&refused).unwrap();
             let by: Vec<usize> = (0..3).filter(|&rank| said[rank] == [1]).collect();
             assert_eq!(by.len(), 1, "{said:?}");
-            assert!(refused == [1] || detour == NoGpuDirect::Rank(by[0] as u32), "{detour:?}");
+            assert!(refused == [1] || host_staged == NoGpuDirect::Rank(by[0] as u32), "{host_staged:?}");
             rank.group.gather(&[]).unwrap();
         });
         assert_eq!(fabric.leftovers(), (0, 0));
