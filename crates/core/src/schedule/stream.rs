@@ -3,8 +3,7 @@
 //!
 //! Every rank has a fixed slot at every other, rank-major. No rank counts or plans, so every
 //! address, every size and every flag value is a constant. Kernels do the arithmetic. The caller
-//! runs the experts. The program of a call ([`SlotCall`](crate::schedule::call::SlotCall)) states
-//! when the others run:
+//! runs the experts. The program of a call ([`SlotCall`]) states when the others run:
 //!
 //! ```text
 //!   rank s                                               rank d
