@@ -554,7 +554,7 @@ mod tests {
             let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
             let open = open.filter_map(|fd| Some(std::fs::metadata(fd.path()).ok()?.ino()));
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-            let mapped = maps.lines().filter(|line| line.contains("sidelane-wire"));
+            let mapped = maps.lines().filter(|line| line.contains("memfd:"));
             let mapped = mapped.filter_map(|line| line.split_whitespace().nth(4)?.parse().ok());
             let held: HashSet<u64> = open.chain(mapped).collect();
             assert!(segments.is_disjoint(&held), "{step:?}");

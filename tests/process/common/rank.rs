@@ -253,7 +253,7 @@ fn memory() -> Memory {
         let named = ranges.iter().filter(|range| range.name == name).map(|range| range.inode);
         named.collect::<BTreeSet<u64>>().into_iter().collect()
     };
-    let known = ["sidelane-heap", "sidelane-wire"];
+    let known = ["sidelane-heap", "sidelane-ring"];
     let others = ranges.iter().map(|range| range.name.clone());
     let others = others.filter(|name| !known.contains(&name.as_str())).collect();
     Memory { heaps: inodes(known[0]), wires: inodes(known[1]), others, open: open() }
