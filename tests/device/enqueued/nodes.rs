@@ -141,6 +141,8 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
             // Entry and message, header and its signal, rows and weights of two experts, landed.
             assert_eq!((report.enqueued.rail_signals, report.enqueued.rail_puts), (3, 6));
             assert_eq!(report.enqueued.copies_by_sms, 0);
+            // The driver counts what streams have carried out.
+            rank.stream.synchronize().unwrap();
             drop((rows, handle));
         });
         let counters = StandIn::loaded().unwrap().counters();
@@ -177,6 +179,8 @@ fn over_relays_a_report_counts_a_token_once_for_each_node() {
             let (arrivals, index) = rows.arrivals().unwrap();
             assert_eq!((arrivals.len(), index.len()), (landed * 32, landed * 4));
             assert_eq!((sent.copies_by_sms, sent.single_copies), (0, 0));
+            // The driver counts what streams have carried out.
+            rank.stream.synchronize().unwrap();
             drop((rows, handle));
         });
         let counters = StandIn::loaded().unwrap().counters();
