@@ -179,7 +179,7 @@ impl<'fd> Table<'_, 'fd> {
             for connection in std::mem::take(&mut unknown) {
                 self.receive_hello(connection, &mut to_come, &mut pairs, &mut unknown)?;
             }
-            // What is left has said nothing. The longest silent makes room.
+            // The connections left have said nothing. The longest silent makes room.
             let kept = MAX_SILENT.min(unknown.len().saturating_sub(shortage.is_some().into()));
             unknown.drain(..unknown.len() - kept);
             for mut pair in std::mem::take(&mut pairs) {

@@ -126,7 +126,7 @@ fn invalid_message_ends_the_membership() {
     assert_eq!(listen(&mut memberships[0]), Some(lost));
 }
 
-/// What a stranger tries that does not know the secret.
+/// An attempt of a stranger that does not know the secret.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Attack {
     WrongSecret,

@@ -518,7 +518,7 @@ mod tests {
 
         #[test]
         fn garbage_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            // Whatever decodes must be a message that encodes to the same bytes.
+            // A message that decodes must encode to the same bytes.
             if let Ok(message) = Message::decode(&bytes) {
                 prop_assert_eq!(&message.encode()[4..], &bytes[..]);
             }

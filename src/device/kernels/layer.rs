@@ -113,11 +113,11 @@ pub struct AccumulateArgs<'a> {
     pub count: u64,
     /// Type of rows, residual and result.
     pub dtype: Dtype,
-    /// What the sum begins with.
+    /// First term of the sum.
     pub rows: ByteSpan<'a>,
-    /// What is added in the element type.
+    /// Term that is added in the element type.
     pub residual: Option<ByteSpan<'a>>,
-    /// What is added in f32.
+    /// Terms that are added in f32.
     pub more: [Option<ByteSpan<'a>>; 2],
     /// The result; it may be `rows`.
     pub out: ByteSpan<'a>,
@@ -299,7 +299,7 @@ impl LayerKernels {
         let tiles = tiles.saturating_mul(columns.div_ceil(TILE).into());
         let grid = self.grid(stream, tiles, AT_WORK[0]);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
-        // whatever the table of segments says, it goes to no row behind the last.
+        // it goes to no row behind the last, for any table of segments.
         unsafe { self.matmul.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 

@@ -114,7 +114,7 @@ impl Timer {
             let enqueued = enqueue();
             let host = before.elapsed();
             let marked = self.end.record(stream);
-            // Whatever happened, the gate opens.
+            // The gate opens after an error, too.
             self.gate.word(0)?.store(self.opened.into(), Ordering::Release);
             enqueued?;
             marked?;

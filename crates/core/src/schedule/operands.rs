@@ -314,7 +314,7 @@ pub enum Effect {
     SetsBack {
         /// The word.
         word: Bytes,
-        /// The call whose signal is taken back.
+        /// Number of the call that signaled.
         call: usize,
     },
 }
