@@ -306,8 +306,12 @@ fn wait_is_without_a_cause_until_its_write_is_enqueued() {
         assert_eq!(without(), 1);
         // Reset by the waiting stream: the next wait needs a write of its own.
         ok!(cuStreamWriteValue32_v2(waits, other, 0, 0));
+        let reset = made(|out| ok!(cuEventCreate(out, 0)));
+        ok!(cuEventRecord(reset, waits));
         ok!(cuStreamWaitValue32_v2(waits, other, 1, 0));
         assert_eq!(without(), 2);
+        // Written before the reset, it would be lost, and the wait would never end.
+        ok!(cuStreamWaitEvent(writes, reset, 0));
         ok!(cuStreamWriteValue32_v2(writes, one, 1, 0));
         ok!(cuCtxSynchronize());
     });
