@@ -91,7 +91,8 @@ fn a_stopped_rank_is_left_behind_and_harms_nobody_when_it_wakes() {
 
 #[test]
 fn a_rank_that_slept_beyond_the_deadline_blames_nobody_for_it() {
-    const DEADLINE: Duration = Duration::from_secs(3);
+    // Silence is told apart from a stall after 2 s: a loaded machine gets as long again, and more.
+    const DEADLINE: Duration = Duration::from_secs(6);
     for victim in cases([4, 0], 1) {
         let mut job = Setup::new(8).var("SIDELANE_DEADLINE_MS", DEADLINE.as_millis()).join();
         let stopped = stop_in_mid_dispatch(&mut job, victim);
