@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 import train_megatron
 from megatron.core.transformer.moe import fused_a2a, moe_layer, token_dispatcher
-from megatron_cases import EXPERTS, HIDDEN, Case, ep_buffer_pass, held, inputs, layer
+from megatron_cases import EXPERTS, HIDDEN, Case, chunked_pass, ep_buffer_pass, held, inputs, layer
 from megatron_overlap import Microbatch
 from routing import same
 from torch import Tensor
 
 import sidelane
 import sidelane.megatron
-from sidelane.megatron import nccl
+from sidelane.megatron import nccl, transport
 
 
 def judge(world: sidelane.World, who: str) -> None:
@@ -46,6 +46,12 @@ def check_megatron_uses_what_was_installed(world: sidelane.World) -> None:
         assert error.kind == "NoBackend"
     else:
         raise AssertionError("megatron-core 0.16.1 has no ncclep")
+    try:
+        transport.install(token_dispatcher)
+    except sidelane.Error as error:
+        assert error.kind == "NoBackend" and "make_ep_transport" in str(error)
+    else:
+        raise AssertionError("megatron-core 0.16.1 has no transports of chunks")
     assert not ncclep_caller.names.is_nccl_ep_bootstrapped()
 
 
@@ -247,6 +253,15 @@ def check_ep_buffer_gives_what_all_to_all_gives(world: sidelane.World) -> None:
         one = ep_buffer_pass(case, of)
         for seen, other in zip(one, expected, strict=True):
             same(seen, other)
+
+
+def check_chunks_of_a_layer_give_what_all_to_all_gives(world: sidelane.World) -> None:
+    join(world)
+    for case in (Case(1, 2, "none", True), Case(1, 8, "none", True)):
+        for chunks in (1, 3):
+            ours = chunked_pass(case, inputs(case, world.rank), chunks)
+            for seen, other in zip(ours, theirs(case)[3:], strict=True):
+                same(seen, other)
 
 
 def check_overlapped_microbatches_give_what_they_give_one_by_one(world: sidelane.World) -> None:

@@ -14,6 +14,7 @@ from megatron_cases import (
     HIDDEN,
     Case,
     Results,
+    chunked_pass,
     ep_buffer_pass,
     factors_of,
     inputs,
@@ -87,6 +88,18 @@ def check_ep_buffer_gives_the_host_s_bits(world: sidelane.World) -> None:
             assert ours.out.is_cuda
             for one, other in zip(on_the_host(ours), expected, strict=True):
                 same(one, other)
+
+
+def check_chunks_of_a_layer_move_on_the_communication_stream(world: sidelane.World) -> None:
+    join(world)
+    case = CASES[0]
+    of = inputs(case, world.rank)
+    expected = chunked_pass(case, of, 3)
+    with gpu(world.rank):
+        ours = chunked_pass(case, on_cuda(of), 3, torch.cuda.current_stream(), torch.cuda.Stream())
+        for one, other in zip(ours, expected, strict=True):
+            assert one.is_cuda
+            same(one.cpu(), other)
 
 
 def check_no_call_waits_for_the_device_but_for_its_sizes(world: sidelane.World) -> None:

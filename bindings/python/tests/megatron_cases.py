@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -179,6 +179,88 @@ def ep_buffer_pass(case: Case, of: Inputs) -> Results:
     of_probs = torch.zeros_like(of.probs).scatter_(1, ids, home)
     shaped = (out.view(of.x.shape), tokens.view(of.x.shape), of_probs)
     return Results(rows.detach(), counts, weights.detach(), *shaped)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The sizes that Megatron's ``moe_ep_chunk_overlap`` makes of a configuration, as far as transports read them."""
+
+    largest_token_chunk_size: int
+    router_topk: int
+    world_size: int
+    hidden_size: int = HIDDEN
+    num_experts: int = EXPERTS
+
+    @property
+    def max_num_expanded_tokens_per_chunk(self) -> int:
+        experts = self.num_experts // self.world_size
+        rows = self.world_size * self.largest_token_chunk_size * min(self.router_topk, experts) + 255 * experts
+        return -(-rows // 256) * 256
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Megatron's ``DispatchedChunk``."""
+
+    recv_x: Tensor
+    received_topk_weights: Tensor | None
+    dispatch_handle: Any
+
+
+def chunked_pass(
+    case: Case, of: Inputs, chunks: int, compute: Any = None, communication: Any = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same layer in chunks, in the order of Megatron's ``moe_ep_chunk_overlap``: one is computed on a stream while the
+    next one moves on the other. Tokens, and gradients of tokens and weights."""
+    import sidelane.megatron
+
+    x, gradient = (tensor.reshape(-1, HIDDEN).chunk(chunks) for tensor in (of.x, of.gradient))
+    probs, ids = (tensor.chunk(chunks) for tensor in torch.topk(of.probs, case.top_k, dim=1))
+    overlap = ModuleType("ep_chunk_overlap")
+    overlap.__dict__.update(DispatchedChunk=Chunk, make_ep_transport=None)
+    sidelane.megatron.transport.install(overlap)
+    # Ranks of a test have different numbers of tokens; Megatron's have the same.
+    config = Chunks(len(of.x) * of.x.shape[1] + 2 * dist.get_world_size(), case.top_k, dist.get_world_size())
+    transport = overlap.make_ep_transport(config, dist.group.WORLD, transport_type="any")
+
+    def after(first: Any, second: Any) -> None:
+        if first is not None:
+            second.wait_stream(first)
+
+    def dispatch(c: int) -> Any:
+        return transport.dispatch_forward(x[c], ids[c], probs[c], communication)
+
+    def spread(c: int) -> Any:
+        return transport.dispatch_backward(gradient[c], moved[c].dispatch_handle, communication)
+
+    after(compute, communication)
+    moved, saved, out = [dispatch(0)], [], []
+    for c in range(chunks):
+        if c + 1 < chunks:
+            moved.append(dispatch(c + 1))
+        after(communication, compute)
+        rows, weights = moved[c].recv_x, moved[c].received_topk_weights
+        assert len(rows) == len(weights) == config.max_num_expanded_tokens_per_chunk
+        handle = moved[c].dispatch_handle
+        ends = handle.psum_num_recv_tokens_per_expert.tolist()
+        assert not rows[ends[-1] :].any() and not weights[ends[-1] :].any()
+        factors = factors_of(case, torch.tensor([0, *ends]).diff(), len(rows)).to(rows.device)
+        rows, weights = rows.detach().requires_grad_(), weights.detach().requires_grad_()
+        saved.append((rows, weights, case.expert(rows, factors, weights)))
+        after(compute, communication)
+        out.append(transport.combine_forward(saved[c][2], handle, communication))
+    home, later = {}, spread(chunks - 1)
+    for c in reversed(range(chunks)):
+        spread_now, later = later, spread(c - 1) if c else None
+        after(communication, compute)
+        rows, weights, y = saved[c]
+        y.backward(spread_now.recv_x)
+        after(compute, communication)
+        home[c] = transport.combine_backward(rows.grad, weights.grad, moved[c].dispatch_handle, communication)
+    after(communication, compute)
+    tokens, of_ids = (torch.cat(parts) for parts in zip(*(home[c] for c in range(chunks)), strict=True))
+    of_probs = torch.zeros_like(of.probs).scatter_(1, torch.cat(ids), of_ids)
+    return torch.cat(out).view(of.x.shape).detach(), tokens.view(of.x.shape), of_probs
 
 
 def absolute_terms(case: Case, of: Inputs) -> list[Tensor]:

@@ -12,13 +12,15 @@ Sidelane with the backends ``deepep`` and ``hybridep``::
     sidelane.megatron.install()
     import megatron.core                 # --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep
 
-Newer Megatrons have a backend ``ncclep``: :func:`sidelane.megatron.nccl.install` puts ours under it.
+Newer Megatrons have a backend ``ncclep``, and a layer that overlaps chunks of tokens: :func:`sidelane.megatron.nccl.install`
+and :func:`sidelane.megatron.transport.install` put ours under them.
 
 | | rows | sums | sizes |
 |---|---|---|---|
 | :class:`TokenDispatcher` | expert-major | by expert: those of Megatron's all-to-all to the bit, in float32 | exact |
 | :class:`HybridEPBuffer` | expert-major | the same | exact, or a budget |
 | :mod:`.nccl` | expert-major | the same | exact, or a budget |
+| :mod:`.transport` | expert-major | the same | exact, filled up with zeros |
 | :class:`Buffer` | one per token and rank, permuted by Megatron | by rank | exact |
 | :class:`EPBuffer` | expert-major if expanded, else one per token and rank | by expert, else by rank | exact |
 
@@ -26,7 +28,7 @@ Worlds and layers are made at the first call that needs them, all ranks of the g
 until the process group is destroyed, or until :func:`release`.
 """
 
-from . import nccl
+from . import nccl, transport
 from .buffer import Buffer, Config, EventHandle, EventOverlap
 from .deep_ep import install
 from .dispatcher import TokenDispatcher, enable
@@ -49,4 +51,5 @@ __all__ = [
     "limits",
     "nccl",
     "release",
+    "transport",
 ]
