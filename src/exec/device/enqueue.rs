@@ -287,7 +287,7 @@ impl CopyEngineStepper {
         let target = Self::at(&self.ground, to)?.memory.span(span.to_offset, span.len)?;
         let host_staging = self.ground.host_staging.as_ref().ok_or(NO_HOST_STAGING)?;
         self.copies.push(target, host_staging.0.span(span.from_offset, span.len)?)?;
-        self.enqueued.in_bytes += span.len;
+        self.enqueued.staged_in_bytes += span.len;
         Ok(())
     }
 
@@ -338,7 +338,9 @@ impl CopyEngineStepper {
             self.copies.push(memory.span(base + place, len)?, rows)?;
             self.copies.push(memory.span(base + place + len, pad)?, self.ground.zeros.span(0, pad)?)?;
             match from {
-                PutSource::Window { window: WindowId::HOST_STAGING, .. } => self.enqueued.in_bytes += len,
+                PutSource::Window { window: WindowId::HOST_STAGING, .. } => {
+                    self.enqueued.staged_in_bytes += len
+                }
                 _ => self.count(to, len, from != PutSource::Notes),
             }
             self.count(to, pad, true);

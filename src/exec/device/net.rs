@@ -92,13 +92,13 @@ impl NetOp {
     pub fn count(&self, done: &mut EnqueueCounts) {
         let bytes = match *self {
             NetOp::Signal { .. } => {
-                done.rail_signals += 1;
+                done.inter_node_signals += 1;
                 return;
             }
             NetOp::Span { span, .. } => span.len,
             NetOp::GpuDirect { span, .. } => {
                 done.gpu_direct_puts += 1;
-                done.straight_bytes += span.len;
+                done.gpu_direct_bytes += span.len;
                 span.len
             }
             NetOp::Word { value, .. } => size_of_val(&value) as u64,
@@ -106,8 +106,8 @@ impl NetOp {
                 u64::from(run.count + run.pad) * row_bytes
             }
         };
-        done.rail_puts += 1;
-        done.rail_bytes += bytes;
+        done.inter_node_puts += 1;
+        done.inter_node_bytes += bytes;
     }
 }
 

@@ -118,10 +118,12 @@ fn time<E: Real>(
 fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
     let (moved, traffic) = (report.moved, report.traffic);
     let near = traffic.sent.own + traffic.sent.local + traffic.relayed + traffic.regrouped;
-    let planned = [near, traffic.sent.rail].map(|rows| rows * traffic.row_bytes);
+    let planned = [near, traffic.sent.remote].map(|rows| rows * traffic.row_bytes);
     let seen = [moved.intra_node_bytes, moved.inter_node_bytes];
     if seen != planned {
-        eprintln!("sidelane: rank {rank} moved {seen:?} bytes on its node and over rails, not {planned:?}");
+        eprintln!(
+            "sidelane: rank {rank} moved {seen:?} bytes on its node and to other nodes, not {planned:?}"
+        );
     }
     let (copies, planned_copies) = (report.relayed.copies, traffic.copies);
     if copies != planned_copies {
@@ -153,7 +155,7 @@ fn report<E: Real>(
         combined.moved.inter_node_bytes,
         handle.dropped().iter().filter(|&&dropped| dropped).count() as u64,
     ];
-    let [strays, landed, rail, returned, dropped_choices] = layer.sum(found)?;
+    let [strays, landed, inter_node, returned, dropped_choices] = layer.sum(found)?;
     let words = InterNode::words(&dispatched.traffic, layer.expected.crossing_choices());
     let crossing = InterNode::new(config, layer.sum(words)?);
     let came_home = crossing.combine_bytes(config);
@@ -163,12 +165,12 @@ fn report<E: Real>(
         let row_bytes = if *kind == Kind::Dispatch { config.sent_bytes() } else { config.row_bytes() };
         let volume = Volume {
             landed: landed * row_bytes,
-            rail: match kind {
-                Kind::Dispatch => rail,
+            inter_node: match kind {
+                Kind::Dispatch => inter_node,
                 Kind::CombineBackward => crossing.rows * row_bytes,
                 Kind::Combine | Kind::DispatchBackward => returned,
             },
-            rail_logical: crossing.expert_rows * row_bytes,
+            inter_node_logical: crossing.expert_rows * row_bytes,
         };
         let real = pair.real.rounds(&layer.group, &layer.machines)?;
         let floor = pair.floor.rounds(&layer.group, &layer.machines)?;
@@ -182,10 +184,10 @@ fn report<E: Real>(
         return Ok(None);
     }
     if returned != came_home {
-        eprintln!("sidelane: a combine moved {returned} bytes over rails, not {came_home}");
+        eprintln!("sidelane: a combine moved {returned} bytes between nodes, not {came_home}");
     }
     let local = layer.ep.lanes().iter().any(|used| used.lane == "shm").then(|| "shm".to_owned());
-    let (rail, rail_reason) = machines::rail(&layer.world).unzip();
+    let (net, net_reason) = machines::net(&layer.world).unzip();
     let exact = nics.as_ref().is_none_or(|nics| nics.exact);
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
     Ok(Some(Report {
@@ -196,7 +198,7 @@ fn report<E: Real>(
         dropped_choices,
         memcpy_gbps,
         first_call: first,
-        lanes: Lanes { intra_node: local, inter_node: rail, inter_node_reason: rail_reason },
+        lanes: Lanes { intra_node: local, inter_node: net, inter_node_reason: net_reason },
         nics,
         inter_node: crossing,
         dispatch: passes[0],
