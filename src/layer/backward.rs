@@ -11,7 +11,7 @@ use super::pipeline::{self, BackwardOps};
 use super::router::Routed;
 use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
 use super::values::{F32Rows, round_into, widened};
-use super::{MoeLayer, RowOrder, Saved, SavedChunk, Segments, Tape, sources};
+use super::{MoeLayer, RowOrder, Saved, Segments, Tape, sources};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, LayerError, PlanError};
 use crate::overlap::{Handoff, Run};
@@ -267,7 +267,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
         let rows = self.chunks.iter().flat_map(|Places { landed, .. }| {
             landed.groups.iter().map(|group| landed.segments(group, self.context.hidden))
         });
-        let chunks = rows.zip(&saved).map(|(rows, saved)| Ok(SavedChunk { rows: rows?, saved }));
+        let chunks = rows.zip(&saved).map(|(rows, saved)| Ok((rows?, saved)));
         let chunks: Vec<_> = chunks.collect::<Result<_, Error>>()?;
         let order = self.order.take()?;
         self.of_experts.put(self.context.experts.weights_backward(&chunks, &order)?)
@@ -282,9 +282,9 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
     fn shared_weights(&self) -> Result<(), Error> {
         let Some(shared) = self.context.shared else { return Ok(()) };
         let saved = self.saved.take()?;
-        let chunk = SavedChunk { rows: self.all(), saved: &saved };
-        let order = RowOrder::whole(chunk.rows.len());
-        self.of_shared.put(shared.weights_backward(&[chunk], &order)?)
+        let rows = self.all();
+        let order = RowOrder::whole(rows.len());
+        self.of_shared.put(shared.weights_backward(&[(rows, &saved)], &order)?)
     }
 }
 

@@ -53,16 +53,6 @@ pub type Saved = Box<dyn Any + Send + Sync>;
 /// Reason why experts failed.
 pub type ExpertError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Inputs and outputs of one call of [`forward`](Experts::forward), for the gradient of the
-/// weights.
-#[derive(Clone, Copy, Debug)]
-pub struct SavedChunk<'a> {
-    /// The rows.
-    pub rows: Segments<'a>,
-    /// Values that the experts saved.
-    pub saved: &'a Saved,
-}
-
 /// The experts of one rank, as a layer uses them.
 ///
 /// A layer may cut its tokens into chunks, and their rows by groups of experts; experts of other
@@ -105,11 +95,16 @@ pub trait Experts: Send + Sync {
     ) -> Result<Vec<f32>, ExpertError>;
 
     /// The gradient of the weights, as long as [`weights`](Experts::weights), over all chunks of a
-    /// step.
+    /// step: per call of [`forward`](Experts::forward) its rows, and the values that it and
+    /// [`rows_backward`](Experts::rows_backward) saved.
     ///
     /// # Errors
     /// Whatever makes it impossible.
-    fn weights_backward(&self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, ExpertError>;
+    fn weights_backward(
+        &self,
+        chunks: &[(Segments<'_>, &Saved)],
+        order: &RowOrder,
+    ) -> Result<Vec<f32>, ExpertError>;
 
     /// These experts, if they are SwiGLU: a [layer on a device](super::DeviceMoeLayer) has kernels
     /// for no others. Default: they are not.

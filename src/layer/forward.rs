@@ -20,7 +20,7 @@ use crate::overlap::{Handoff, Run};
 /// What nodes work on.
 pub(super) struct Step<'s, 'm, E> {
     context: &'s StepContext<'m>,
-    input: Input<'s, E>,
+    input: Input<'s, [E]>,
     routing: Routing<'s>,
     /// The tokens as f32.
     x: &'s [f32],
@@ -53,7 +53,7 @@ impl MoeLayer {
     /// ends the world is an [`OverlapError`] that names work and chunk, and holds the
     /// [`LayerError`](crate::error::LayerError), [`LaneError`](crate::error::LaneError) or
     /// [`Cause`](crate::error::Cause).
-    pub fn forward<E: Element>(&mut self, input: &Input<'_, E>) -> Result<(Vec<E>, Tape), Error> {
+    pub fn forward<E: Element>(&mut self, input: &Input<'_, [E]>) -> Result<(Vec<E>, Tape), Error> {
         let routed = match self.route(input) {
             Ok(routed) => routed,
             Err(error) => return Err(self.movers[0].refuse(CallKind::Dispatch, None, error)),
@@ -95,7 +95,7 @@ impl<E> Places<'_, E> {
 impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     pub fn new(
         context: &'s StepContext<'m>,
-        input: &Input<'s, E>,
+        input: &Input<'s, [E]>,
         routed: &'s Routed,
         out: &'s mut [E],
         plan: &Plan,

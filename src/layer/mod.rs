@@ -77,10 +77,8 @@ mod values;
 
 pub use backward::Gradients;
 pub use builder::MoeLayerBuilder;
-pub use device::{
-    DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor,
-};
-pub use experts::{ExpertError, Experts, Saved, SavedChunk, Segments};
+pub use device::{DeviceGradients, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor};
+pub use experts::{ExpertError, Experts, Saved, Segments};
 pub use gradient_order::RowOrder;
 pub use input::Input;
 pub use moe::MoeLayer;

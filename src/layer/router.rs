@@ -100,7 +100,7 @@ impl Gated {
 
 impl MoeLayer {
     /// Chooses experts.
-    pub(super) fn route<E: Element>(&mut self, input: &Input<'_, E>) -> Result<Routed, Error> {
+    pub(super) fn route<E: Element>(&mut self, input: &Input<'_, [E]>) -> Result<Routed, Error> {
         let (hidden, experts) = (self.hidden, self.gate.config().experts);
         if E::DTYPE != self.dtype {
             let (what, seen, expected) = ("tokens", E::DTYPE, self.dtype);

@@ -57,43 +57,16 @@ const TCP_NET: Net = Net { lane: "tcp", open: |place, thread| place.tcp(thread) 
 pub struct NetReport {
     /// Name of the lane.
     pub lane: &'static str,
-    /// Why it is this one.
-    pub why: NetReason,
+    /// The reason for it in words.
+    pub reason: String,
     /// This rank's NICs; empty where the lane needs none.
-    pub cards: Vec<String>,
+    pub nics: Vec<String>,
 }
 
-/// Why a lane was chosen.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum NetReason {
-    /// It was asked for (`SIDELANE_NET`).
-    Asked,
-    /// All nodes are on one machine.
-    OneMachine,
-    /// They are on several, and all ranks have NICs.
-    Cards,
-    /// They are on several, and a rank has no usable NIC.
-    NoCards {
-        /// The rank.
-        rank: u32,
-        /// The reason in words.
-        reason: String,
-    },
-}
-
-impl std::fmt::Display for NetReason {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            NetReason::Asked => f.write_str("asked for"),
-            NetReason::OneMachine => f.write_str("all nodes are on one machine"),
-            NetReason::Cards => f.write_str("the nodes are on several machines, and all ranks have cards"),
-            NetReason::NoCards { rank, reason } => {
-                write!(f, "the nodes are on several machines, and rank {rank} has no NIC: {reason}")
-            }
-        }
-    }
-}
+/// Reasons for a lane.
+const REQUESTED: &str = "requested";
+const ONE_MACHINE: &str = "all nodes are on one machine";
+const ALL_HAVE_NICS: &str = "the nodes are on several machines, and all ranks have NICs";
 
 /// Facts that the choice depends on.
 pub(super) struct NetSelection<'a> {
@@ -128,22 +101,24 @@ impl NetState {
             (NetChoice::Loopback, Some((rank, _))) => {
                 return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
             }
-            (NetChoice::Loopback, None) => (place.open(&LOOPBACK_NET, &thread)??, NetReason::Asked),
-            (NetChoice::Auto, None) => (place.open(&LOOPBACK_NET, &thread)??, NetReason::OneMachine),
+            (NetChoice::Loopback, None) => (place.open(&LOOPBACK_NET, &thread)??, REQUESTED.to_owned()),
+            (NetChoice::Auto, None) => (place.open(&LOOPBACK_NET, &thread)??, ONE_MACHINE.to_owned()),
             _ if options.emulated_link.is_some() => return Err(LaneError::NoLinkEmulation { rank }.into()),
-            (NetChoice::Verbs, _) => (place.open(&VERBS_NET, &thread)??, NetReason::Asked),
-            (NetChoice::Tcp, _) => (place.open(&TCP_NET, &thread)??, NetReason::Asked),
+            (NetChoice::Verbs, _) => (place.open(&VERBS_NET, &thread)??, REQUESTED.to_owned()),
+            (NetChoice::Tcp, _) => (place.open(&TCP_NET, &thread)??, REQUESTED.to_owned()),
             (NetChoice::Auto, Some(_)) => match place.open(&VERBS_NET, &thread)? {
-                Ok(transport) => (transport, NetReason::Cards),
+                Ok(transport) => (transport, ALL_HAVE_NICS.to_owned()),
                 // A setting of the user is never ignored silently.
                 Err(lacking) if lacking.mistake => return Err(lacking.into()),
                 Err(lacking) => {
-                    let why = NetReason::NoCards { rank: lacking.rank, reason: lacking.reason.clone() };
+                    let (rank, reason) = (lacking.rank, &lacking.reason);
+                    let why =
+                        format!("the nodes are on several machines, and rank {rank} has no NIC: {reason}");
                     (place.open(&TCP_NET, &thread)??, why)
                 }
             },
         };
-        let report = NetReport { lane: transport.lane(), why, cards: transport.describe() };
+        let report = NetReport { lane: transport.lane(), reason: why, nics: transport.describe() };
         let net = NetState { thread, transport, report };
         net.register(Region { mapped: Arc::clone(heap.mapped()), member: rank })?;
         Ok(net)

@@ -37,7 +37,7 @@ fn every_row_lands_and_comes_home_over_tcp() {
     for (nodes, route) in cases(all, 3) {
         let ranks = nodes.len() as u32;
         let mut job = Setup::on(nodes).route(route).var("SIDELANE_NET", "tcp").join();
-        demand_net(&mut job, ranks, "tcp (asked for)");
+        demand_net(&mut job, ranks, "tcp (requested)");
         job.verify(0..ranks, 12);
         job.end(0..ranks);
     }

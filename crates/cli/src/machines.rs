@@ -113,7 +113,7 @@ pub fn cores() -> usize {
 /// The lane between the nodes of a world, and the reason of the choice; none if there is only one
 /// node.
 pub fn net(world: &World) -> Option<(String, String)> {
-    world.net().map(|net| (net.lane.to_string(), net.why.to_string()))
+    world.net().map(|net| (net.lane.to_owned(), net.reason.clone()))
 }
 
 /// "1 machine", "2 machines".

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use sidelane::device::{Graph, PinnedMemory};
+use sidelane::device::{CudaGraph, PinnedMemory};
 use sidelane::ep::Status;
 use sidelane::error::{CallError, CallKind, Cause, DeviceError, LaneError, MemoryError, PlanError};
 use sidelane::gate::Routing;
@@ -224,7 +224,7 @@ fn captured_calls_of_exact_sizes_are_refused_here_alone() {
             let (feature, executor) = ("sizes on the device, and capture", "enqueuer");
             let expected: Error = PlanError::NotAvailable { feature, place: "a device", executor }.into();
             let (stream, out) = (rank.stream.clone(), rank.out.part(160));
-            Graph::capture(&stream, || {
+            CudaGraph::capture(&stream, || {
                 let (x, choices) = call::<bf16>(&tensors);
                 assert_eq!(rank.planned.dispatch(x, choices).map(drop).unwrap_err(), expected);
                 let y = handle.output()?;

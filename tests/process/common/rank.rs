@@ -203,7 +203,7 @@ impl Rank {
     }
 
     fn name_rail(&self) -> Report {
-        let net = self.world.net().map(|net| format!("{} ({})", net.lane, net.why));
+        let net = self.world.net().map(|net| format!("{} ({})", net.lane, net.reason));
         Report::Net(net.unwrap_or_else(|| "none".to_owned()))
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A difference is written down and ends nothing: the other ranks wait for the calls that follow.
 
-use sidelane::device::{Graph, Stream};
+use sidelane::device::{CudaGraph, Stream};
 use sidelane::dtype::Dtype;
 use sidelane::ep::{
     CallExecutor, Choices, ExpertOutput, ExpertRows, Graphs, Handle, PendingDispatch, Tensor,
@@ -719,9 +719,9 @@ impl Layer {
         &mut self,
         ep: &mut ExpertParallel,
         stream: &Stream,
-    ) -> Result<(Graph, Option<Handle>), CliError> {
+    ) -> Result<(CudaGraph, Option<Handle>), CliError> {
         let mut kept = None;
-        let graph = Graph::capture(stream, || -> Result<(), CliError> {
+        let graph = CudaGraph::capture(stream, || -> Result<(), CliError> {
             let (rows, handle) = self.start(ep)?.unfinished()?;
             let y = experts_copy(stream, &rows, &handle)?;
             self.combine(ep, y, &handle)?;
