@@ -11,7 +11,7 @@ use super::pipeline::{self, BackwardOps};
 use super::router::Routed;
 use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
 use super::values::{F32Rows, round_into, widened};
-use super::{MoeLayer, RowOrder, Saved, Segments, Tape, sources};
+use super::{GradientOrder, MoeLayer, Saved, Segments, Tape, sources};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, LayerError, PlanError};
 use crate::overlap::{Handoff, Run};
@@ -46,7 +46,7 @@ pub(super) struct Step<'s, 'm, E> {
     own: Range<usize>,
     /// How many rows this rank has for each slot, chunk after chunk.
     choices: Vec<u32>,
-    order: Handoff<RowOrder>,
+    order: Handoff<GradientOrder>,
     chunks: Vec<Places<E>>,
     /// By the shared expert.
     saved: Handoff<Saved>,
@@ -217,7 +217,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
             places.landed.groups.iter().map(move |group| (group.counts_of(counts), group.padded()))
         });
         let (counts, padded): (Vec<_>, Vec<_>) = pieces.unzip();
-        self.order.put(RowOrder::new(&counts, &padded))
+        self.order.put(GradientOrder::new(&counts, &padded))
     }
 
     fn experts(&self, chunk: usize, group: usize) -> Result<(), Error> {
@@ -283,7 +283,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
         let Some(shared) = self.context.shared else { return Ok(()) };
         let saved = self.saved.take()?;
         let rows = self.all();
-        let order = RowOrder::whole(rows.len());
+        let order = GradientOrder::whole(rows.len());
         self.of_shared.put(shared.weights_backward(&[(rows, &saved)], &order)?)
     }
 }

@@ -1,6 +1,6 @@
 //! Calls of experts, which are foreign code: their results are checked.
 
-use super::{ExpertError, Experts, RowOrder, Saved, Segments};
+use super::{ExpertError, Experts, GradientOrder, Saved, Segments};
 use crate::error::{Error, ExpertKind, ExpertPass, LayerError};
 
 /// Experts, and their kind.
@@ -32,7 +32,7 @@ impl CheckedExperts<'_> {
     pub fn weights_backward(
         self,
         chunks: &[(Segments<'_>, &Saved)],
-        order: &RowOrder,
+        order: &GradientOrder,
     ) -> Result<Vec<f32>, Error> {
         let of_weights = self.experts.weights_backward(chunks, order);
         let of_weights = self.given(ExpertPass::WeightsBackward, of_weights)?;

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 
-use super::{GroupedSwiGlu, RowOrder};
+use super::{GradientOrder, GroupedSwiGlu};
 
 /// The rows of all experts of one rank, `[rows, hidden]`: expert after expert, each with pads
 /// behind where the layer aligns.
@@ -59,7 +59,7 @@ pub type ExpertError = Box<dyn std::error::Error + Send + Sync>;
 /// groups have no rows then: `forward` and `rows_backward` are called once per group of a chunk,
 /// `weights_backward` once for all, after them. Results must not depend on the cuts. So an output
 /// row must depend on its own row and the weights alone, whichever rows come with it, and the
-/// gradient of the weights must be summed in the order of [`RowOrder`].
+/// gradient of the weights must be summed in the order of [`GradientOrder`].
 /// [`GroupedSwiGlu`](super::GroupedSwiGlu) does it so.
 ///
 /// Outputs are not weighted: the layer multiplies them with the routing weights. Calls come from
@@ -103,7 +103,7 @@ pub trait Experts: Send + Sync {
     fn weights_backward(
         &self,
         chunks: &[(Segments<'_>, &Saved)],
-        order: &RowOrder,
+        order: &GradientOrder,
     ) -> Result<Vec<f32>, ExpertError>;
 
     /// These experts, if they are SwiGLU: a [layer on a device](super::DeviceMoeLayer) has kernels

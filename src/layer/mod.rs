@@ -31,7 +31,7 @@
 //!
 //! **Bits** do not depend on chunks, groups, transfers at once, streams, or overlap: rows of
 //! experts and of combine are independent, and weight gradients are summed in [one
-//! order](RowOrder). Sums are f32:
+//! order](GradientOrder). Sums are f32:
 //!
 //! | result | order, each from the left |
 //! |---|---|
@@ -79,7 +79,7 @@ pub use backward::Gradients;
 pub use builder::MoeLayerBuilder;
 pub use device::{DeviceGradients, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor};
 pub use experts::{ExpertError, Experts, Saved, Segments};
-pub use gradient_order::RowOrder;
+pub use gradient_order::GradientOrder;
 pub use input::Input;
 pub use moe::MoeLayer;
 pub use swiglu::GroupedSwiGlu;

@@ -17,7 +17,7 @@
 //! | from there to `weights_backward`, per row | `3 ffn + hidden` (a, dg, du, dy) |
 //! | in `weights_backward`, per row of one expert | `3 ffn + 2 hidden`, put in order |
 
-use super::{ExpertError, Experts, RowOrder, Saved, Segments};
+use super::{ExpertError, Experts, GradientOrder, Saved, Segments};
 use crate::error::{Error, LayerError, PlanError};
 use crate::rows::{Matrix, product};
 
@@ -182,7 +182,7 @@ impl Experts for GroupedSwiGlu {
     fn weights_backward(
         &self,
         chunks: &[(Segments<'_>, &Saved)],
-        order: &RowOrder,
+        order: &GradientOrder,
     ) -> Result<Vec<f32>, ExpertError> {
         chunks.iter().try_for_each(|(rows, _)| self.check(rows))?;
         let (hidden, ffn) = (self.hidden, self.ffn);

@@ -3,6 +3,7 @@
 mod backward;
 mod differences;
 mod exchange;
+mod floor;
 mod groups;
 mod halves;
 mod handles;
@@ -19,4 +20,3 @@ mod strategy;
 #[path = "../support/mod.rs"]
 mod support;
 mod traffic;
-mod yardstick;

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use sidelane::World;
-use sidelane::layer::{ExpertError, Experts, GroupedSwiGlu, RowOrder, Saved, Segments};
+use sidelane::layer::{ExpertError, Experts, GradientOrder, GroupedSwiGlu, Saved, Segments};
 
 use crate::batches::Batches;
 use crate::error::Result;
@@ -162,7 +162,7 @@ impl Experts for InTurn {
     fn weights_backward(
         &self,
         chunks: &[(Segments<'_>, &Saved)],
-        _: &RowOrder,
+        _: &GradientOrder,
     ) -> std::result::Result<Vec<f32>, ExpertError> {
         let mut came = self.came.lock().unwrap_or_else(PoisonError::into_inner);
         for (rows, saved) in chunks {
@@ -182,7 +182,7 @@ impl Experts for InTurn {
         let counts: Vec<_> =
             came.iter().map(|came| vec![came.counts.iter().map(of_expert).collect()]).collect();
         let padded: Vec<&[i64]> = came.iter().map(|came| &came.padded[..]).collect();
-        self.experts.weights_backward(&chunks, &RowOrder::new(&counts, &padded))
+        self.experts.weights_backward(&chunks, &GradientOrder::new(&counts, &padded))
     }
 
     fn weights(&self) -> &[f32] {

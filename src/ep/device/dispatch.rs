@@ -29,7 +29,7 @@ use super::memory::Extent;
 use crate::device::DeviceRange;
 use crate::dtype::Dtype;
 use crate::ep::Status;
-use crate::ep::work::GroupCounts;
+use crate::ep::agreement::GroupCounts;
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::exec::Until;
 use crate::gate::Routing;

@@ -44,8 +44,9 @@ use super::session::Session;
 use crate::device::{DeviceRange, Event, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::Status;
+use crate::ep::agreement::GroupCounts;
 use crate::ep::host::refusing;
-use crate::ep::work::{CallPlan, GroupCounts, Relay, RelayCall, RelayTask};
+use crate::ep::relay::{CallPlan, Relay, RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, DeviceError, Error, MemoryError, PlanError};
 use crate::exec::{CopyEngineStepper, Executor, Packed, Until, drive};
 use crate::plan::{

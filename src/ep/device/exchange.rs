@@ -2,7 +2,7 @@
 //! work that they put on the caller's stream.
 //!
 //! ```text
-//!   start_dispatch    check | ids -> host, flag, order, pack     enqueuer: first half
+//!   start_dispatch    check | ids -> host, flag, sort, pack      enqueuer: first half
 //!   finish_dispatch   enqueuer: second half | choices apart      rows, handle
 //!   combine, ..       check | flag | enqueuer: both halves | sum
 //! ```

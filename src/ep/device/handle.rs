@@ -352,7 +352,7 @@ impl EnqueuedHandle {
     pub fn report(&self) -> Result<Report, Error> {
         let enqueued = self.lease.told()?.dispatched;
         let Lease { common, packs, .. } = &*self.lease;
-        let kernels = if common.shape.arrives() { [*packs, "regroup"] } else { ["order", *packs] };
+        let kernels = if common.shape.arrives() { [*packs, "regroup"] } else { ["sort_choices", *packs] };
         // Tokens that went as they lay were not packed.
         let kernels = match (self.placement.in_place, common.shape.arrives()) {
             (false, _) => &kernels[..],

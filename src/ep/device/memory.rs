@@ -36,7 +36,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::device::PinnedMemory;
 use crate::ep::builder::Spec;
-use crate::ep::work::EpState;
+use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, PlanError};
 use crate::memory::Extents;
 use crate::plan::{RowBuffer, RowSizes};

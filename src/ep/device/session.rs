@@ -29,7 +29,7 @@ use crate::device::{
     Stream, Word,
 };
 use crate::dtype::{Dtype, Fp8RowShape};
-use crate::ep::work::EpState;
+use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::exec::{CopyEngineStepper, EnqueueCounts};
 use crate::plan::{DispatchLayout, SortedRouting};
@@ -320,7 +320,7 @@ impl Session {
         let spec = &self.fixed.spec;
         let (order, map) = (self.piece(self.shape.order(context))?, self.piece(self.shape.map())?);
         let choices = count * spec.top_k;
-        Ok(kernels.order(
+        Ok(kernels.sort_choices(
             stream,
             &SortArgs {
                 experts: experts.span(0, u64::from(choices) * 4)?,

@@ -122,7 +122,7 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
         on_each(&case, |rank, me| {
             let (rows, handle) = rank.dispatch(&three()).unwrap();
             let report = handle.report().unwrap();
-            assert_eq!(report.kernels, ["order", "regroup"]);
+            assert_eq!(report.kernels, ["sort_choices", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("loopback", 1)]);
             assert_eq!(report.host_staged, Some(NoGpuDirect::Lane("loopback")));

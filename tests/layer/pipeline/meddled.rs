@@ -1,7 +1,7 @@
 //! Experts with modified calls.
 
 use sidelane::error::ExpertPass;
-use sidelane::layer::{ExpertError, Experts, GroupedSwiGlu, RowOrder, Saved, Segments};
+use sidelane::layer::{ExpertError, Experts, GradientOrder, GroupedSwiGlu, Saved, Segments};
 
 /// Actions before a call of experts, and changes of its outputs or gradients.
 pub trait Meddler: Send + Sync {
@@ -48,7 +48,7 @@ impl<M: Meddler> Experts for Meddled<M> {
     fn weights_backward(
         &self,
         chunks: &[(Segments<'_>, &Saved)],
-        order: &RowOrder,
+        order: &GradientOrder,
     ) -> Result<Vec<f32>, ExpertError> {
         self.by.before(ExpertPass::WeightsBackward)?;
         self.by.after(ExpertPass::WeightsBackward, self.inner.weights_backward(chunks, order)?)

@@ -65,9 +65,9 @@ fn run<E: Real>(task: &Task) -> Result<Option<Report>, CliError> {
         let forward = kinds.contains(&Kind::Dispatch);
         let rows =
             if forward { layer.dispatch_and_check()?.0 } else { layer.gradients_and_check(&handle)? };
-        let mut yardstick = layer.ep.yardstick(&layer.group, rows, output, &handle)?;
-        passes.extend(time(&mut layer, &mut barrier, kinds, &mut yardstick, &mut field, &handle)?);
-        let (Some(rows), Some(kept)) = (yardstick.lend_rows(), yardstick.lend_output()) else {
+        let mut floor = layer.ep.floor_bench(&layer.group, rows, output, &handle)?;
+        passes.extend(time(&mut layer, &mut barrier, kinds, &mut floor, &mut field, &handle)?);
+        let (Some(rows), Some(kept)) = (floor.lend_rows(), floor.lend_output()) else {
             return Err(moved(layer.world.rank()));
         };
         // The floor has written the same rows again and again: they must still be right.
@@ -95,13 +95,13 @@ fn time<E: Real>(
     layer: &mut Layer<'_, E>,
     barrier: &mut Window,
     kinds: &[Kind],
-    yardstick: &mut FloorBench,
+    floor: &mut FloorBench,
     field: &mut Field,
     handle: &Handle,
 ) -> Result<Vec<Pair>, CliError> {
     let (config, rank) = (layer.config, layer.world.rank());
     let stores = [Stores::Streaming, Stores::Cached];
-    let mut track = Track { layer, barrier, yardstick, field, stores, handle, moved: false };
+    let mut track = Track { layer, barrier, floor, field, stores, handle, moved: false };
     track.choose_stores(kinds)?;
     let mut pairs = vec![Pair::default(); kinds.len()];
     let bar = command::progress(rank, config.rounds.into());
@@ -219,7 +219,7 @@ pub struct Pair {
 struct Track<'a, 'c, E> {
     layer: &'a mut Layer<'c, E>,
     barrier: &'a mut Window,
-    yardstick: &'a mut FloorBench,
+    floor: &'a mut FloorBench,
     /// Baselines, which take turns with us.
     field: &'a mut Field,
     /// Faster stores of the floor, for scattered rows and for sums.
@@ -257,25 +257,25 @@ impl<E: Real> Track<'_, '_, E> {
         Ok(())
     }
 
-    /// The real call, in the yardstick's memory.
+    /// The real call, in the floor's memory.
     fn real(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         let Layer { ep, tokens, routing, out, .. } = &mut *self.layer;
         match kind {
             Kind::Dispatch => {
-                drop(self.yardstick.lend_rows());
+                drop(self.floor.lend_rows());
                 self.barrier.barrier()?;
                 let (rows, _) = laps.time(|| tokens.dispatch(ep, routing))?;
-                self.moved |= self.yardstick.keep_rows(rows).is_err();
+                self.moved |= self.floor.keep_rows(rows).is_err();
             }
             Kind::CombineBackward => {
-                drop(self.yardstick.lend_rows());
+                drop(self.floor.lend_rows());
                 self.barrier.barrier()?;
                 let x = tokens.x()?;
                 let (rows, _) = laps.time(|| ep.combine_backward(x, self.handle))?;
-                self.moved |= self.yardstick.keep_rows(rows).is_err();
+                self.moved |= self.floor.keep_rows(rows).is_err();
             }
             Kind::Combine | Kind::DispatchBackward => {
-                let y = self.yardstick.lend_output().map_or_else(|| self.handle.output(), Ok)?;
+                let y = self.floor.lend_output().map_or_else(|| self.handle.output(), Ok)?;
                 self.barrier.barrier()?;
                 match kind {
                     Kind::Combine => laps.time(|| ep.combine_into(y, self.handle, &mut **out))?,
@@ -283,7 +283,7 @@ impl<E: Real> Track<'_, '_, E> {
                 }
                 // Once all are here, all have read it, and it is free again.
                 self.barrier.barrier()?;
-                self.moved |= self.yardstick.keep_output(self.handle.output()?).is_err();
+                self.moved |= self.floor.keep_output(self.handle.output()?).is_err();
             }
         }
         Ok(())
@@ -292,7 +292,7 @@ impl<E: Real> Track<'_, '_, E> {
     fn floor(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         self.barrier.barrier()?;
         let [scatter, sum] = self.stores;
-        let (floor, dtype) = (&mut *self.yardstick, Arithmetic::try_from(self.layer.config.dtype.element())?);
+        let (floor, dtype) = (&mut *self.floor, Arithmetic::try_from(self.layer.config.dtype.element())?);
         let input = match kind {
             Kind::CombineBackward => bytemuck::cast_slice(self.layer.tokens.x()?),
             _ => self.layer.tokens.sent()?,

@@ -10,7 +10,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::config::EmulatedLink;
 use sidelane::gate::{Gate, Preset};
-use sidelane::layer::{ExpertError, Experts, GroupedSwiGlu, Input, MoeLayer, RowOrder, Saved, Segments};
+use sidelane::layer::{ExpertError, Experts, GradientOrder, GroupedSwiGlu, Input, MoeLayer, Saved, Segments};
 use sidelane::plan::ExpertMap;
 use sidelane::{Error, Group, World};
 
@@ -275,7 +275,7 @@ impl Experts for Watched {
     fn weights_backward(
         &self,
         chunks: &[(Segments<'_>, &Saved)],
-        order: &RowOrder,
+        order: &GradientOrder,
     ) -> Result<Vec<f32>, ExpertError> {
         if self.is_idle() {
             return Ok(vec![0.0; self.weights().len()]);
