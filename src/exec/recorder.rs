@@ -467,7 +467,7 @@ mod tests {
     #[test]
     fn what_is_beyond_the_bound_is_not_kept_until_the_recorder_is_emptied() {
         let recorder = Recorder::new(2);
-        let sum = event(Op::Reduce { slot: OperandId(0) });
+        let sum = event(Op::Reduce { operand: OperandId(0) });
         let place = NodeInfo { work: NodeLabel { name: "experts", chunk: 3 }, stream: StreamId::Compute(1) };
         for _ in 0..3 {
             recorder.record(sum);
@@ -498,13 +498,13 @@ mod tests {
 
     #[test]
     fn events_are_named_by_operation_flag_and_peer() {
-        let (flag, slot) = (Flag::Landed, OperandId(0));
+        let (flag, operand) = (Flag::Landed, OperandId(0));
         let names = [
-            Op::Put { to: 1, slot },
-            Op::PutRows { to: 2, slot },
+            Op::Put { to: 1, operand },
+            Op::PutRows { to: 2, operand },
             Op::Signal { to: 4, of: 1, flag, level: FlagValue::Call },
             Op::Wait { from: 5, flag: Flag::Read, level: FlagValue::LastReturn },
-            Op::Reduce { slot },
+            Op::Reduce { operand },
         ]
         .map(|op| event(op).to_string());
         assert_eq!(names, ["put 1", "put rows 2", "signal landed 4", "wait read 5", "reduce"]);
@@ -515,7 +515,7 @@ mod tests {
         let recorder = Recorder::new(8);
         recorder.call("combine", || {
             recorder.record(event(Op::Wait { from: 5, flag: Flag::Read, level: FlagValue::LastReturn }));
-            recorder.record(event(Op::Reduce { slot: OperandId(0) }));
+            recorder.record(event(Op::Reduce { operand: OperandId(0) }));
         });
         let timeline = recorder.take();
         assert!(timeline.events[0].licence && !timeline.events[1].licence);

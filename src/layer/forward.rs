@@ -82,7 +82,7 @@ fn places<'s, E>(out: &'s mut [E], tokens: usize, plan: &Plan, hidden: usize) ->
 
 impl<E> Places<'_, E> {
     fn landed(&self) -> Result<&ReceivedChunk, Error> {
-        Ok(self.landed.get().ok_or(OverlapError::SlotEmpty)?)
+        Ok(self.landed.get().ok_or(OverlapError::HandoffEmpty)?)
     }
 
     fn kept(self) -> Option<ChunkTape> {
@@ -109,7 +109,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     pub fn kept(self) -> Result<(Vec<ChunkTape>, Option<SavedShared>), Error> {
         let shared = self.beside.into_inner().map(|(_, saved)| SavedShared(saved));
         let kept = self.chunks.into_iter().map(Places::kept).collect::<Option<_>>();
-        Ok((kept.ok_or(OverlapError::SlotEmpty)?, shared))
+        Ok((kept.ok_or(OverlapError::HandoffEmpty)?, shared))
     }
 }
 
@@ -120,7 +120,7 @@ impl<E: Element> ForwardOps<Run> for Step<'_, '_, E> {
         let x = &self.input.x[tokens.start * self.context.hidden..tokens.end * self.context.hidden];
         let (rows, handle) = self.context.moves(chunk, run, |ep| ep.dispatch(x, &routing))?;
         let here = ReceivedChunk::new(F32Rows::new::<E>(rows)?, handle, made.len() as u32);
-        landed.set(here).map_err(|_| OverlapError::SlotInUse.into())
+        landed.set(here).map_err(|_| OverlapError::HandoffInUse.into())
     }
 
     fn shared(&self) -> Result<(), Error> {

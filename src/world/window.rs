@@ -278,7 +278,7 @@ impl Window {
         let spans = [SpanCopy { from: PutSource::Input, from_offset: 0, to: DATA, to_offset: offset, len }];
         let table = [Operand::Spans { first: 0, count: 1 }];
         let operands = Operands { table: &table, spans: &spans, ..Operands::default() };
-        self.step(peer, Op::Put { to: peer, slot: OperandId(0) }, &operands, src)
+        self.step(peer, Op::Put { to: peer, operand: OperandId(0) }, &operands, src)
     }
 
     #[inline(always)]

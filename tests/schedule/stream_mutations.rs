@@ -254,7 +254,7 @@ fn bound(me: u32, ranks: u32, first: Op, then: Op) -> bool {
     match (first, then) {
         // Rows before the word, or the request flag, behind them.
         (Op::Put { to: a, .. }, Op::Signal { to: b, .. }) if a != me => a == b,
-        (Op::Put { slot, .. }, Op::Signal { to, of, .. }) => slot.0 < 2 * ranks && to == me && of == me,
+        (Op::Put { operand, .. }, Op::Signal { to, of, .. }) => operand.0 < 2 * ranks && to == me && of == me,
         // A word before the step that it allows: its reset, or its relaying.
         (Op::Wait { from, .. }, Op::Signal { to, of, .. }) => to == me && from == of,
         _ => false,

@@ -168,8 +168,10 @@ impl CopyEngineStepper {
 
     fn step(&mut self, op: &Op, operands: &Operands<'_>, packed: Option<Packed<'_>>) -> Result<(), Error> {
         match *op {
-            Op::Put { to, slot } => self.put(to, operands.table[slot.0 as usize], operands, packed),
-            Op::PutRows { to, slot } => self.put_rows(to, operands.table[slot.0 as usize], operands, packed),
+            Op::Put { to, operand } => self.put(to, operands.table[operand.0 as usize], operands, packed),
+            Op::PutRows { to, operand } => {
+                self.put_rows(to, operands.table[operand.0 as usize], operands, packed)
+            }
             Op::Signal { to, of, flag, level } if self.near(to).is_none() => {
                 let (value, tag) = (operands.value(level), operands.tag(to, flag, level).copied());
                 if self.guards(flag, level) {

@@ -296,8 +296,10 @@ impl ProxyOps {
         let mut steps = Vec::new();
         for item in program.proxied().iter().flat_map(|proxied| &proxied.out.items) {
             match item.op {
-                Op::Put { to, slot } => {
-                    let Operand::Spans { first, count } = operands.table[slot.0 as usize] else { continue };
+                Op::Put { to, operand } => {
+                    let Operand::Spans { first, count } = operands.table[operand.0 as usize] else {
+                        continue;
+                    };
                     let spans = &operands.spans[first as usize..][..count as usize];
                     steps.extend(spans.iter().map(|&span| match span.from {
                         PutSource::Window { window: WindowId::HOST_STAGING, .. } => NetOp::Span { to, span },

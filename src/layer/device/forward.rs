@@ -140,13 +140,13 @@ impl<'s> Step<'s> {
         };
         let chunks = self.chunks.into_iter().map(kept).collect::<Option<_>>();
         let shared = self.beside.into_inner().map(|(_, saved)| saved);
-        Ok((chunks.ok_or(OverlapError::SlotEmpty)?, shared))
+        Ok((chunks.ok_or(OverlapError::HandoffEmpty)?, shared))
     }
 }
 
 impl Places {
     fn received(&self) -> Result<&Received, Error> {
-        Ok(self.received.get().ok_or(OverlapError::SlotEmpty)?)
+        Ok(self.received.get().ok_or(OverlapError::HandoffEmpty)?)
     }
 }
 
@@ -163,7 +163,7 @@ impl ForwardOps<Arc<Stream>> for Step<'_> {
         let (weights, counts) = (rows.weights()?, rows.counts()?);
         let counts = counts.part(0, handle.tokens_per_expert().len() as u64 * 16)?;
         of_chunk.put(rows)?;
-        received.set(Received { handle, weights, counts }).map_err(|_| OverlapError::SlotInUse.into())
+        received.set(Received { handle, weights, counts }).map_err(|_| OverlapError::HandoffInUse.into())
     }
 
     fn shared(&self) -> Result<(), Error> {
