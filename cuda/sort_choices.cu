@@ -1,6 +1,6 @@
-// Sort choices: which token's row lies where, if rows are packed by bin and then token: a stable counting
-// sort of the choices. Where a token is one row however many of its choices are in a bin, the first
-// of them is the one that counts.
+// Sort choices: which token's row lies where, if rows are packed by bin and then token: a stable
+// counting sort of the choices. Where a token is one row however many of its choices are in a bin,
+// the first of them is the one that counts.
 //
 //     grid (bins): a block finds the rows of one bin. It looks at all choices twice: how many
 //     belong to lower bins, and which are its own. Behind the last row of all the last block writes

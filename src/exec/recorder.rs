@@ -285,9 +285,9 @@ mod flag_name {
 
 impl Timeline {
     /// Writes the timelines of all ranks of a group (`ranks[r]`, placed by `nodes`) as one trace: a
-    /// process per rank, a thread for its calls, one per stream of its overlaps and one per track, and
-    /// arrows from the signals of a call to the waits in it. Tracks are numbered as in the schedule:
-    /// those of a rank's own program, then those of its relay.
+    /// process per rank, a thread for its calls, one per stream of its overlaps and one per track,
+    /// and arrows from the signals of a call to the waits in it. Tracks are numbered as in the
+    /// schedule: those of a rank's own program, then those of its relay.
     ///
     /// # Errors
     /// Those of the writer.
@@ -326,7 +326,8 @@ impl Timeline {
         }
         for (id, arrow) in (1..).zip(arrows(ranks)) {
             for (phase, (rank, event)) in [("s", arrow.signal), ("f", arrow.wait)] {
-                // An end must not be earlier than its begin, and lies in the slice that it is bound to.
+                // An end must not be earlier than its begin, and lies in the slice that it is bound
+                // to.
                 let ts = ids.us(event.start_ns.max(arrow.signal.1.start_ns));
                 line(json!({
                     "ph": phase, "bp": "e", "id": id, "cat": "flag", "name": event.flag.map(Flag::name), "ts": ts,

@@ -3,8 +3,8 @@
 use crate::gate::RngKey;
 
 /// One step's tokens, and inputs of their gate. Tensors are slices (`[E]`) or, for a layer on a
-/// device, [`DeviceRange`](crate::device::DeviceRange)s of the layer's element type, at multiples of
-/// 16 bytes.
+/// device, [`DeviceRange`](crate::device::DeviceRange)s of the layer's element type, at multiples
+/// of 16 bytes.
 #[derive(Debug)]
 pub struct Input<'a, X: ?Sized> {
     /// The tokens, `[tokens, hidden]`; there may be none.

@@ -139,9 +139,10 @@ impl Passes {
 }
 
 impl<'a, G: 'a> Graph<'a, G> {
-    /// Adds a layer's two passes, behind those of the layers before. `microbatches` are the
-    /// numbers of the forward one and of the backward one, `body` returns the work of each step; a step
-    /// without work is left out, and so is a whole pass at the beginning and at the end of a pipeline.
+    /// Adds a layer's two passes, behind those of the layers before. `microbatches` are the numbers
+    /// of the forward one and of the backward one, `body` returns the work of each step; a step
+    /// without work is left out, and so is a whole pass at the beginning and at the end of a
+    /// pipeline.
     pub fn add_one_f_one_b(
         &mut self,
         early: bool,

@@ -242,8 +242,8 @@ impl Enqueuer {
         Ok(())
     }
 
-    /// Serves a call of this kind along the layout of a context, with tokens `x` that go as they lie,
-    /// or packed ones. `refused` is why this rank cannot make it.
+    /// Serves a call of this kind along the layout of a context, with tokens `x` that go as they
+    /// lie, or packed ones. `refused` is why this rank cannot make it.
     ///
     /// # Errors
     /// Those that end the world. A refusal is returned, and otherwise where rows land.
@@ -270,7 +270,8 @@ impl Enqueuer {
         })
     }
 
-    /// Serves a return of this kind for a context; outputs lie at `steps` steps in this rank's memory.
+    /// Serves a return of this kind for a context; outputs lie at `steps` steps in this rank's
+    /// memory.
     ///
     /// # Errors
     /// Those that end the world. A refusal is told, and returned.

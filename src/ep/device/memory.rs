@@ -153,8 +153,8 @@ impl MemoryShape {
         self.contexts
     }
 
-    /// Sets of words: one for each context, and one for combines that a rank refuses because it has no
-    /// context for them.
+    /// Sets of words: one for each context, and one for combines that a rank refuses because it has
+    /// no context for them.
     pub fn word_sets(&self) -> u32 {
         self.contexts + 1
     }

@@ -303,8 +303,8 @@ impl<'a> Relay<'a> {
         OperandId(self.home(nth, chunk).0 + 1)
     }
 
-    /// Operand of chunk `chunk` (from 1) of the `nth` source for the `member`th rank served; chunk 0:
-    /// the row metadata.
+    /// Operand of chunk `chunk` (from 1) of the `nth` source for the `member`th rank served; chunk
+    /// 0: the row metadata.
     pub fn rows(&self, nth: u32, chunk: u8, member: u32) -> OperandId {
         let served = self.served().len() as u32;
         let block = nth * (u32::from(self.chunks) + 1) + u32::from(chunk);
