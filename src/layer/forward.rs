@@ -4,13 +4,13 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::context::StepContext;
+use super::f32_rows::{F32Rows, round_into, widened};
 use super::groups::Outgoing;
 use super::input::Input;
 use super::moe::{Plan, routing_of};
 use super::pipeline::{self, ForwardOps};
 use super::router::Routed;
 use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
-use super::values::{F32Rows, round_into, widened};
 use super::{MoeLayer, Saved, Segments, Tape};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, OverlapError};

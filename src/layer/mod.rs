@@ -56,10 +56,11 @@
 
 mod backward;
 mod builder;
-mod call;
+mod checked_experts;
 mod context;
 mod device;
 mod experts;
+mod f32_rows;
 mod forward;
 mod forward_backward;
 mod gradient_order;
@@ -68,12 +69,11 @@ mod input;
 mod moe;
 mod pipeline;
 mod router;
-mod sources;
+mod row_counts;
 mod swiglu;
 mod tape;
 mod timed;
 mod transfers;
-mod values;
 
 pub use backward::Gradients;
 pub use builder::MoeLayerBuilder;

@@ -4,8 +4,8 @@
 //! in either place: exact scores take arithmetic of 64 bits.
 
 use super::MoeLayer;
+use super::f32_rows::widened;
 use super::input::Input;
-use super::values::widened;
 use crate::dtype::Element;
 use crate::error::{Error, PlanError};
 use crate::gate::{

@@ -15,7 +15,7 @@ use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, RowCollective, RowPart
 use crate::error::{CallKind, DeviceError, Error, LayerError, PlanError};
 use crate::layer::pipeline::{self, BackwardOps};
 use crate::layer::router::Gated;
-use crate::layer::{GradientOrder, sources};
+use crate::layer::{GradientOrder, row_counts};
 use crate::overlap::Handoff;
 
 /// Where the gradients of one step go: memory of the device, at multiples of 16 bytes.
@@ -121,7 +121,7 @@ impl DeviceMoeLayer {
         let map = mover.expert_map();
         let own = map.slots_of(mover.rank());
         let counted = Counted {
-            choices: sources::choices(mover, &gated.decision, &slices),
+            choices: row_counts::choices(mover, &gated.decision, &slices),
             slots: map.slots() as usize,
             own: own.start as usize..own.end as usize,
         };
@@ -289,7 +289,7 @@ impl BackwardOps<Arc<Stream>> for Step<'_> {
                 sources.all_gather_cached(bytemuck::cast_slice::<_, u8>(choices), one_each)
             })?;
             let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
-            sources::counts(&all, choices.len(), (*slots, own), came())?
+            row_counts::counts(&all, choices.len(), (*slots, own), came())?
         };
         let handles = self.chunks.iter().map(|places| &places.tape.received.handle);
         let padded: Vec<_> = handles.map(|handle| handle.padded_tokens_per_expert()).collect();
