@@ -1,4 +1,4 @@
-// Copy: what a copy engine does, done by multiprocessors. The yardstick for what their time costs
+// Copy: what a copy engine does, done by multiprocessors. The baseline for what their time costs
 // others.
 //
 //     grid any; a thread moves vectors of 16 bytes

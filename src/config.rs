@@ -81,7 +81,7 @@ impl EmulatedLink {
         }
         let expected = "bytes per second (K, M, G), a slash and microseconds";
         match Self::parse(&value) {
-            Some(pace) => Ok(Some(pace)),
+            Some(link) => Ok(Some(link)),
             None => Err(BootstrapError::BadVariable { name: "SIDELANE_EMULATED_LINK", value, expected }),
         }
     }
@@ -248,8 +248,8 @@ mod tests {
 
     #[test]
     fn a_pace_is_bytes_and_microseconds() {
-        let pace = EmulatedLink::parse("2G/5").unwrap();
-        assert_eq!((pace.bytes_per_second.get(), pace.latency), (2 << 30, Duration::from_micros(5)));
+        let link = EmulatedLink::parse("2G/5").unwrap();
+        assert_eq!((link.bytes_per_second.get(), link.latency), (2 << 30, Duration::from_micros(5)));
         for nonsense in ["2G", "0/5", "2G/-1", "fast/5", "/", ""] {
             assert_eq!(EmulatedLink::parse(nonsense), None, "{nonsense}");
         }

@@ -61,9 +61,8 @@ pub mod dtype {
 pub mod gate {
     #[doc(inline)]
     pub use sidelane_core::gate::{
-        BalanceLoss, Capacity, CapacityRule, Choices, Decision, DropPolicy, Gate, GateConfig, GateInput,
-        GroupScore, Noise, Normalize, Preset, Recorded, RngKey, Routing, ScoreFunction, SecondExpertPolicy,
-        Select,
+        BalanceLoss, Capacity, CapacityRule, Decision, DropPolicy, Gate, GateConfig, GateInput, GroupScore,
+        Noise, Normalize, Preset, Recorded, RngKey, Routing, ScoreFunction, SecondExpertPolicy, Select,
     };
 
     #[doc(hidden)]

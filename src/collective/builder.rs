@@ -102,7 +102,7 @@ impl<'g> CommunicatorBuilder<'g> {
             world: Arc::clone(&group.shared),
             port,
             host: HostStepper::new(Dtype::Bytes, group.shared.recorder.clone()),
-            seat: RankView { nodes: lanes.nodes.clone(), me, staging },
+            view: RankView { nodes: lanes.nodes.clone(), me, staging },
             cache: group.shared.options.config.cache,
             sums: self.sums,
             whole: self.whole.min(staging.slot()),
@@ -167,7 +167,7 @@ impl ReleaseCheck for WindowHold {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        let me = self.seat.me;
+        let me = self.view.me;
         for &peer in &self.held.others {
             // A rank that cannot be reached is gone, and the world with it: then no memory is given
             // back.

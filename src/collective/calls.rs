@@ -38,7 +38,7 @@ impl Communicator {
             AllReduceAlgorithm::Direct => (Program::TwoShot { more: false }, PartialDtype::F32),
             AllReduceAlgorithm::Ring(wire) => (Program::Ring, wire),
         };
-        let most = self.seat.most(program);
+        let most = self.view.most(program);
         let dtype = E::DTYPE;
         let call = CallSpec { kind: CallKind::AllReduce, dtype, option: 0, bytes: Some(total) };
         let carried = Arithmetic::try_from(dtype).and_then(|_| match wire.carries(dtype) {
@@ -92,7 +92,7 @@ impl Communicator {
         if let Err(error) = checked {
             return Err(self.enter_refused(call, program, error.into()));
         }
-        let (most, stores) = (self.seat.most(program), Stores::Cached);
+        let (most, stores) = (self.view.most(program), Stores::Cached);
         let output = bytemuck::cast_slice_mut(receive);
         let mut tensors = Tensors { input: Some(bytemuck::cast_slice(send)), output, stores };
         let mut at = 0;
@@ -127,7 +127,7 @@ impl Communicator {
             let error = PlanError::WrongShape { what, seen, rows, columns };
             return Err(self.enter_refused(call, Program::AllToAll, error.into()));
         }
-        let (most, stores) = (self.seat.most(program), self.stores(size_of_val(receive) as u64));
+        let (most, stores) = (self.view.most(program), self.stores(size_of_val(receive) as u64));
         let (input, output): (&[u8], &mut [u8]) =
             (bytemuck::cast_slice(send), bytemuck::cast_slice_mut(receive));
         let first = |rank: u32| part * u64::from(rank);
@@ -139,7 +139,7 @@ impl Communicator {
             let machine = self.enter(call, &round, (input, stores))?;
             for from in 0..self.size() {
                 let bytes = first(from) + at..first(from) + at + len;
-                self.rounds.gathered(&self.seat, self.calls.parity(), from, bytes);
+                self.rounds.gathered(&self.view, self.calls.parity(), from, bytes);
             }
             self.carry(machine, program, &mut Tensors { input: Some(input), output: &mut *output, stores })?;
             at += len;
@@ -166,9 +166,9 @@ impl Communicator {
             let error = PlanError::BadParameter { parameter, seen: root.into(), expected };
             return Err(self.enter_refused(call, Program::AllToAll, error.into()));
         }
-        let shape = if total >= CHAIN && self.seat.nodes.nodes() > 2 { Shape::Chain } else { Shape::Star };
+        let shape = if total >= CHAIN && self.view.nodes.nodes() > 2 { Shape::Chain } else { Shape::Star };
         let program = Program::Broadcast { root, shape };
-        let (most, stores) = (self.seat.most(program), self.stores(total));
+        let (most, stores) = (self.view.most(program), self.stores(total));
         let mut tensors = Tensors { input: None, output: bytemuck::cast_slice_mut(data), stores };
         let mut at = 0;
         loop {
@@ -227,7 +227,7 @@ impl Communicator {
         receive: &mut Vec<E>,
     ) -> Result<&[usize], Error> {
         let call = CallSpec { kind: CallKind::AllToAll, dtype: E::DTYPE, option: 1, bytes: None };
-        let (ranks, size, me) = (self.size() as usize, size_of::<E>() as u64, self.seat.me as usize);
+        let (ranks, size, me) = (self.size() as usize, size_of::<E>() as u64, self.view.me as usize);
         let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
         let bad = match counts.len() == ranks {
             false => Some(("counts", counts.len(), ranks, 1)),
@@ -279,7 +279,7 @@ impl Communicator {
         input: &[u8],
         most: u64,
     ) -> Result<CallMachine, Error> {
-        let (slot, stores) = (self.seat.staging.slot(), self.stores(input.len() as u64));
+        let (slot, stores) = (self.view.staging.slot(), self.stores(input.len() as u64));
         let Rounds { sends, tags, .. } = &mut self.rounds;
         sends.clear();
         sends.extend(self.counts.sends.iter().map(|all| nth_of(all, slot, nth)));
@@ -299,7 +299,7 @@ impl Communicator {
         input: &[u8],
         output: &mut [u8],
     ) -> Result<(), Error> {
-        let (me, slot) = (self.seat.me as usize, self.seat.staging.slot());
+        let (me, slot) = (self.view.me as usize, self.view.staging.slot());
         let bytes = |range: &Range<u64>| range.start as usize..range.end as usize;
         let stores = self.stores(output.len() as u64);
         output[bytes(&self.counts.receives[me])].copy_from_slice(&input[bytes(&self.counts.sends[me])]);
@@ -309,7 +309,7 @@ impl Communicator {
             }
             for from in self.others() {
                 let part = nth_of(&self.counts.receives[from as usize], slot, nth);
-                self.rounds.arrived(&self.seat, self.calls.parity(), from, part);
+                self.rounds.arrived(&self.view, self.calls.parity(), from, part);
             }
             let mut tensors = Tensors { input: Some(input), output: &mut *output, stores };
             self.carry(entered, Program::AllToAll, &mut tensors)?;
@@ -377,13 +377,13 @@ impl Communicator {
             &round,
             &mut Tensors { input: Some(bytemuck::cast_slice(send)), output: &mut [], stores },
         )?;
-        let (at, window) = (self.seat.landed(part).start, WindowId::POOL);
-        let own = PutSource::Window { owner: self.seat.me, window };
+        let (at, window) = (self.view.landed(part).start, WindowId::POOL);
+        let own = PutSource::Window { owner: self.view.me, window };
         Ok(bytemuck::cast_slice(self.port.source(own, at, Some(total), &Io::default())?))
     }
 
     fn fits(&self, bytes: u64) -> Result<(), Error> {
-        let (room, rank) = (self.seat.staging.room(), self.seat.me);
+        let (room, rank) = (self.view.staging.room(), self.view.me);
         if bytes <= room {
             return Ok(());
         }

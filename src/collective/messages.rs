@@ -64,7 +64,7 @@ impl Communicator {
     }
 
     fn check_peer(&self, peer: u32) -> Result<(), PlanError> {
-        if peer >= self.size() || peer == self.seat.me {
+        if peer >= self.size() || peer == self.view.me {
             let (parameter, expected) = ("peer", "another rank of the group");
             return Err(PlanError::BadParameter { parameter, seen: peer.into(), expected });
         }
@@ -82,7 +82,7 @@ impl Communicator {
     ) -> Result<(), Error> {
         self.check_peer(peer)?;
         self.lanes.health.check()?;
-        let parts = |bytes: usize| MessageChannel::parts(&self.seat, bytes as u64);
+        let parts = |bytes: usize| MessageChannel::parts(&self.view, bytes as u64);
         let sends = send.map_or(0, |data| parts(data.len()));
         let mut receives = receive.as_ref().map_or(0, |data| parts(data.len()));
         let mut wrong = Ok(());
@@ -112,7 +112,7 @@ impl Communicator {
         if let Some(value) = pair.freed() {
             self.answered(to, value)?;
         }
-        let span = pair.sent(&self.seat, MessageChannel::part(&self.seat, data.len() as u64, nth));
+        let span = pair.sent(&self.view, MessageChannel::part(&self.view, data.len() as u64, nth));
         let tag = Tag {
             kind: CallKind::Send,
             options: dtype as u32,
@@ -120,7 +120,7 @@ impl Communicator {
             base: nth,
             ..Tag::default()
         };
-        let items = pair.send(&self.seat);
+        let items = pair.send(&self.view);
         self.run_parts(&items, &[span], tag, pair.value(), data)
     }
 
@@ -140,7 +140,7 @@ impl Communicator {
     fn tell_refusals(&mut self, to: u32) -> Result<(), Error> {
         match std::mem::take(&mut self.outgoing[to as usize].unsaid) {
             0 => Ok(()),
-            count => Err(CallError::MessageRefused { rank: self.seat.me, peer: to, count }.into()),
+            count => Err(CallError::MessageRefused { rank: self.view.me, peer: to, count }.into()),
         }
     }
 
@@ -163,11 +163,11 @@ impl Communicator {
         let differs = pairs.into_iter().find(|(_, mine, theirs)| mine != theirs);
         let taken = match differs {
             None => {
-                let part = MessageChannel::part(&self.seat, data.len() as u64, nth);
-                self.copy(&pair.received(&self.seat, part), data, Stores::Cached)
+                let part = MessageChannel::part(&self.view, data.len() as u64, nth);
+                self.copy(&pair.received(&self.view, part), data, Stores::Cached)
             }
             Some((what, mine, theirs)) => {
-                let (kind, rank) = (CallKind::Receive, self.seat.me);
+                let (kind, rank) = (CallKind::Receive, self.view.me);
                 let call = pair.value() / Calls::STEP;
                 Err(CallError::Disagree { call, kind, what, rank, peer: from, mine, theirs }.into())
             }
@@ -176,9 +176,9 @@ impl Communicator {
         if taken.is_err() && nth == 0 {
             incoming.refused = incoming.refused.wrapping_add(1);
         }
-        let answer = [pair.answer(&self.seat, incoming.refused)];
+        let answer = [pair.answer(&self.view, incoming.refused)];
         self.run_parts(&answer, &[], Tag::default(), pair.value(), &[])?;
-        Ok((MessageChannel::parts(&self.seat, tag.handle), taken))
+        Ok((MessageChannel::parts(&self.view, tag.handle), taken))
     }
 
     fn run_parts(

@@ -117,7 +117,7 @@ pub struct Communicator {
     lanes: Arc<Lanes>,
     port: Arc<Port>,
     host: HostStepper,
-    seat: RankView,
+    view: RankView,
     /// Bytes of the cache that the ranks of a node share.
     cache: u64,
     sums: AllReduceAlgorithm,
@@ -159,12 +159,12 @@ impl Communicator {
 
     /// This rank's position in the group.
     pub fn rank(&self) -> u32 {
-        self.seat.me
+        self.view.me
     }
 
     /// Number of ranks.
     pub fn size(&self) -> u32 {
-        self.seat.ranks()
+        self.view.ranks()
     }
 
     /// Counts of the puts and sums since the last call of this function.

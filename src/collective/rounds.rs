@@ -104,7 +104,7 @@ impl Executor for RoundCall<'_, '_> {
         let RoundCall { group, entry, tensors, .. } = self;
         match (work, entry, tensors) {
             (Work::FillRound, Some(Entry { round, .. }), _) => {
-                group.rounds.fill(&group.seat, &Round { parity: group.calls.parity(), ..**round });
+                group.rounds.fill(&group.view, &Round { parity: group.calls.parity(), ..**round });
             }
             (Work::CopyOut, _, Some(tensors)) => group.copy_all(tensors)?,
             (Work::EndRound, ..) => group.rounds.end(),
@@ -241,8 +241,8 @@ impl Communicator {
     /// Stores for so many bytes, if each local peer writes as many. The caller reads its own when
     /// all have arrived. Lines of a window may still lie in the caches of its last readers.
     pub(super) fn stores(&self, bytes: u64) -> Stores {
-        let nodes = &self.seat.nodes;
-        let members = nodes.members(nodes.node_of(self.seat.me)).len() as u64;
+        let nodes = &self.view.nodes;
+        let members = nodes.members(nodes.node_of(self.view.me)).len() as u64;
         Stores::of(bytes * members, self.cache)
     }
 
@@ -262,13 +262,13 @@ impl Communicator {
         if let Some((_, skeleton)) = self.programs.iter().find(|(known, _)| *known == program) {
             return Arc::clone(skeleton);
         }
-        let skeleton = Arc::new(self.seat.skeleton(program));
+        let skeleton = Arc::new(self.view.skeleton(program));
         self.programs.push((program, Arc::clone(&skeleton)));
         skeleton
     }
 
     fn agreement(&self, call: CallSpec) -> Agreement {
-        let (number, rank, ranks) = (self.calls.number(), self.seat.me, self.seat.ranks());
+        let (number, rank, ranks) = (self.calls.number(), self.view.me, self.view.ranks());
         Agreement { call: number, rank, ranks, compared: call.bytes.map(|_| "bytes") }
     }
 
@@ -278,8 +278,8 @@ impl Communicator {
     }
 
     pub(super) fn others(&self) -> impl Iterator<Item = u32> + use<> {
-        let me = self.seat.me;
-        (0..self.seat.ranks()).filter(move |&peer| peer != me)
+        let me = self.view.me;
+        (0..self.view.ranks()).filter(move |&peer| peer != me)
     }
 }
 

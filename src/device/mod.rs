@@ -4,7 +4,7 @@
 //!   Driver ── probe: data, which `sidelane doctor` puts in words
 //!     └── Context (a device's primary one)
 //!           ├── Stream, Event       own, or a caller's
-//!           ├── Graph               the work of a stream, enqueued once, to be run again
+//!           ├── CudaGraph           the work of a stream, enqueued once, to be run again
 //!           ├── Reservation         one range of addresses: base + member * stride + offset
 //!           │     └── Range         a member's memory: made here, or imported by its descriptor
 //!           ├── PinnedMemory        of the host, with an address that devices know
@@ -48,16 +48,15 @@ mod pinned;
 mod range;
 mod stream;
 
-pub use allocation::Allocation;
 pub use context::Context;
 pub use driver::Driver;
 pub use pinned::PinnedMemory;
 pub use range::DeviceRange;
-pub use stream::{Event, Graph, Priority, Stream};
+pub use stream::{CudaGraph, Event, Priority, Stream};
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
-pub use allocation::{DmaBuf, Reservation};
+pub use allocation::{Allocation, DmaBuf, Reservation};
 #[doc(hidden)]
 pub use audit::{
     Activity, ActivityKind, AuditKernels, Blas, Channel, Cupti, PlainMemory, Product, SmHold, TILE,

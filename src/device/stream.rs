@@ -1,7 +1,7 @@
 //! Streams: queues of a device, made here or borrowed from a caller; their events and graphs.
 //!
 //! ```text
-//!   stream a   work --record--> Event                    capture --> Graph --launch--> any number of times
+//!   stream a   work --record--> Event                    capture --> CudaGraph --launch--> any number of times
 //!   stream b                      `--wait--> work
 //! ```
 //!
@@ -361,16 +361,16 @@ impl Drop for Event {
 
 /// A graph that can be launched. It holds claims on the memory that it uses.
 #[derive(Debug)]
-pub struct Graph {
+pub struct CudaGraph {
     context: Arc<Context>,
     raw: sys::CUgraphExec,
     held: Claims,
 }
 
 // SAFETY: a graph may be used from any thread; the driver orders the launches of one graph.
-unsafe impl Send for Graph {}
+unsafe impl Send for CudaGraph {}
 
-impl Graph {
+impl CudaGraph {
     /// Captures the operations that `enqueue` enqueues in the stream, which does not run them. No
     /// other thread may enqueue there meanwhile.
     ///
@@ -407,7 +407,7 @@ impl Graph {
         ended.and(made)?;
         let mut held = Claims::default();
         held.add_all(&stream.held());
-        Ok(Graph { context: stream.context.clone(), raw, held })
+        Ok(CudaGraph { context: stream.context.clone(), raw, held })
     }
 
     /// Enqueues all of it.
@@ -427,7 +427,7 @@ impl Graph {
     }
 }
 
-impl Drop for Graph {
+impl Drop for CudaGraph {
     fn drop(&mut self) {
         let _entered = self.context.enter();
         // SAFETY: made here; the driver finishes running launches.

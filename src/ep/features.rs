@@ -70,10 +70,10 @@ pub enum Feature {
     /// [`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream): calls on another stream
     /// of the device.
     Streams,
-    /// [`ExpertParallel::yardstick`](crate::ExpertParallel::yardstick): the floor of a call, by
+    /// [`ExpertParallel::floor_bench`](crate::ExpertParallel::floor_bench): the floor of a call, by
     /// threads of the host that copy its bytes and sum its rows. Copy engines and kernels have no
     /// such floor on a host: `sidelane gpu-check` measures theirs.
-    Yardstick,
+    Floor,
 }
 
 impl Feature {
@@ -100,7 +100,7 @@ impl Feature {
         Feature::Capture,
         Feature::Release,
         Feature::Streams,
-        Feature::Yardstick,
+        Feature::Floor,
     ];
 
     /// Name, and whether host stepper, enqueuer and constant program have it: the table.
@@ -128,7 +128,7 @@ impl Feature {
             Feature::Capture => ("sizes on the device, and capture", [no, no, yes]),
             Feature::Release => ("release without combine", [no, no, yes]),
             Feature::Streams => ("calls on several streams", [no, yes, yes]),
-            Feature::Yardstick => ("the yardstick", [yes, no, no]),
+            Feature::Floor => ("the floor", [yes, no, no]),
         }
     }
 

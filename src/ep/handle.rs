@@ -157,7 +157,7 @@ impl Handle {
     /// [`Report::moved`] as counted while bytes moved. They agree to the byte:
     ///
     /// ```text
-    ///   moved.rail_bytes    =   put.rail * row_bytes
+    ///   moved.inter_node_bytes    =   put.remote * row_bytes
     ///   moved.local_bytes   =   (put.own + put.local + handed_on + regrouped) * row_bytes
     ///   relayed.rows        =   handed_on                     relayed.copies   =   copies
     /// ```

@@ -33,23 +33,26 @@
 //! | `builder`, `features` | settings, and what serves them |
 //! | `calls`, `tensor` | the calls, checked and handed to a place |
 //! | `handle`, `rows`, `report` | what calls return |
-//! | `work` | what a call computes between its stages, the same in both places |
+//! | `state`, `agreement`, `relay`, `metadata` | of both places: what never changes, tags and counts of all ranks, rows that a rank copies for its node, words behind the rows |
 //! | `host`, `device` | the two places |
 //! | `collective` | all-gather and reduce-scatter of rows |
-//! | `floor` | the same bytes, moved by bare loops |
+//! | `floor_bench` | the same bytes, moved by bare loops |
 
+mod agreement;
 mod builder;
 mod calls;
 mod collective;
 mod device;
 mod features;
-mod floor;
+mod floor_bench;
 mod handle;
 mod host;
+mod metadata;
+mod relay;
 mod report;
 mod rows;
+mod state;
 mod tensor;
-mod work;
 
 pub use builder::{ExpertParallelBuilder, Graphs};
 pub use calls::ExpertParallel;
@@ -57,11 +60,12 @@ pub use collective::{CollectiveBuilder, RowCollective, RowPartition, TokenSlices
 pub use features::Feature;
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
-pub use floor::FloorBench;
+pub use floor_bench::FloorBench;
 pub use handle::{Handle, PendingCombine, PendingDispatch};
+pub use metadata::RowIndex;
 pub use report::{CallExecutor, LaneUse, Report, Status};
 pub use rows::{CombineInput, ExpertOutput, ExpertRows, TokenBuffer};
 pub use tensor::{Choices, Place, Tensor, TensorMut};
-pub use work::RowIndex;
+
 #[doc(hidden)]
-pub use work::Strided;
+pub use metadata::Strided;

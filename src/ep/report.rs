@@ -62,11 +62,11 @@ pub struct Report {
     /// Device: other ranks on this rank's own device.
     pub same_device: u32,
     /// Device: reason why inter-node rows are staged in memory of the host, if they are. Then
-    /// [`EnqueueCounts::staged_out_bytes`] and [`EnqueueCounts::in_bytes`] count them.
+    /// [`EnqueueCounts::staged_out_bytes`] and [`EnqueueCounts::staged_in_bytes`] count them.
     #[serde(serialize_with = "reason")]
     pub host_staged: Option<NoGpuDirect>,
     /// Device: how NICs know the device's memory, where they read and write inter-node rows there.
-    /// Then [`EnqueueCounts::straight_bytes`] counts them.
+    /// Then [`EnqueueCounts::gpu_direct_bytes`] counts them.
     #[serde(serialize_with = "registration")]
     pub registration: Option<Registration>,
 }

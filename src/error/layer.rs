@@ -200,9 +200,9 @@ pub enum OverlapError {
     },
     /// A node looked for another node's value, and found none: an edge is missing, or the value was
     /// taken already.
-    #[error("the slot is empty: add an edge from the node that fills it, or take the value only once")]
-    SlotEmpty,
-    /// Two nodes are at a slot at once: no edge orders them.
-    #[error("another node uses the slot: add an edge that orders the two")]
-    SlotInUse,
+    #[error("the handoff is empty: add an edge from the node that fills it, or take the value only once")]
+    HandoffEmpty,
+    /// Two nodes are at a handoff at once: no edge orders them.
+    #[error("another node uses the handoff: add an edge that orders the two")]
+    HandoffInUse,
 }

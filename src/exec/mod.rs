@@ -7,8 +7,8 @@
 //!                        device::net         both: what of it crosses to other nodes
 //! ```
 //!
-//! A [`Recorder`] can watch the host stepper, and [`write_chrome_trace`] writes what the recorders
-//! of all ranks saw as one timeline.
+//! A [`Recorder`] can watch the host stepper, and [`Timeline::write_chrome_trace`] writes what the
+//! recorders of all ranks saw as one trace.
 
 mod device;
 mod drive;
@@ -26,6 +26,6 @@ pub use device::{Lowered, PeerWindows};
 pub use drive::{Executor, Until, drive};
 #[doc(hidden)]
 pub use recorder::{Event, NodeSpan, OpKind, TimedCall};
-pub use recorder::{Recorder, Timeline, write_chrome_trace};
+pub use recorder::{Recorder, Timeline};
 pub(crate) use stepper::HostStepper;
 pub use stepper::TransferCounts;

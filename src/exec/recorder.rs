@@ -283,57 +283,60 @@ mod flag_name {
     }
 }
 
-/// Writes the timelines of all ranks of a group (`ranks[r]`, placed by `nodes`) as one trace: a
-/// process per rank, a thread for its calls, one per stream of its overlaps and one per track, and
-/// arrows from the signals of a call to the waits in it. Tracks are numbered as in the schedule:
-/// those of a rank's own program, then those of its relay.
-///
-/// # Errors
-/// Those of the writer.
-pub fn write_chrome_trace(out: &mut dyn Write, nodes: &NodeMap, ranks: &[Timeline]) -> io::Result<()> {
-    let ids = Ids::of(ranks);
-    write!(out, "{{\"displayTimeUnit\":\"ns\",\"traceEvents\":[")?;
-    let mut comma = "";
-    let mut line = |value: Value| {
-        let written = write!(out, "{comma}\n{value}");
-        comma = ",";
-        written
-    };
-    for (rank, timeline) in (0..).zip(ranks) {
-        name_rank(&mut line, &ids, rank, nodes.node_of(rank), timeline)?;
-        for call in &timeline.calls {
-            line(json!({
-                "ph": "X", "cat": "call", "name": call.name, "pid": Ids::process(rank), "tid": ids.calls(rank),
-                "ts": ids.us(call.start_ns), "dur": call.nanos as f64 / 1e3,
-            }))?;
+impl Timeline {
+    /// Writes the timelines of all ranks of a group (`ranks[r]`, placed by `nodes`) as one trace: a
+    /// process per rank, a thread for its calls, one per stream of its overlaps and one per track,
+    /// and arrows from the signals of a call to the waits in it. Tracks are numbered as in the
+    /// schedule: those of a rank's own program, then those of its relay.
+    ///
+    /// # Errors
+    /// Those of the writer.
+    pub fn write_chrome_trace(out: &mut dyn Write, nodes: &NodeMap, ranks: &[Timeline]) -> io::Result<()> {
+        let ids = Ids::of(ranks);
+        write!(out, "{{\"displayTimeUnit\":\"ns\",\"traceEvents\":[")?;
+        let mut comma = "";
+        let mut line = |value: Value| {
+            let written = write!(out, "{comma}\n{value}");
+            comma = ",";
+            written
+        };
+        for (rank, timeline) in (0..).zip(ranks) {
+            name_rank(&mut line, &ids, rank, nodes.node_of(rank), timeline)?;
+            for call in &timeline.calls {
+                line(json!({
+                    "ph": "X", "cat": "call", "name": call.name, "pid": Ids::process(rank), "tid": ids.calls(rank),
+                    "ts": ids.us(call.start_ns), "dur": call.nanos as f64 / 1e3,
+                }))?;
+            }
+            for span in &timeline.spans {
+                line(json!({
+                    "ph": "X", "cat": "overlap", "name": format!("{} {}", span.name, span.chunk),
+                    "pid": Ids::process(rank), "tid": ids.stream(rank, &span.stream),
+                    "ts": ids.us(span.start_ns), "dur": span.nanos as f64 / 1e3, "args": {"chunk": span.chunk},
+                }))?;
+            }
+            for event in &timeline.events {
+                line(json!({
+                    "ph": "X", "cat": event.kind.name(), "name": event.to_string(),
+                    "pid": Ids::process(rank), "tid": ids.track(rank, event.track),
+                    "ts": ids.us(event.start_ns), "dur": event.nanos as f64 / 1e3,
+                    "args": {"peer": event.peer, "of": event.of, "bytes": event.bytes},
+                }))?;
+            }
         }
-        for span in &timeline.spans {
-            line(json!({
-                "ph": "X", "cat": "overlap", "name": format!("{} {}", span.name, span.chunk),
-                "pid": Ids::process(rank), "tid": ids.stream(rank, &span.stream),
-                "ts": ids.us(span.start_ns), "dur": span.nanos as f64 / 1e3, "args": {"chunk": span.chunk},
-            }))?;
+        for (id, arrow) in (1..).zip(arrows(ranks)) {
+            for (phase, (rank, event)) in [("s", arrow.signal), ("f", arrow.wait)] {
+                // An end must not be earlier than its begin, and lies in the slice that it is bound
+                // to.
+                let ts = ids.us(event.start_ns.max(arrow.signal.1.start_ns));
+                line(json!({
+                    "ph": phase, "bp": "e", "id": id, "cat": "flag", "name": event.flag.map(Flag::name), "ts": ts,
+                    "pid": Ids::process(rank), "tid": ids.track(rank, event.track),
+                }))?;
+            }
         }
-        for event in &timeline.events {
-            line(json!({
-                "ph": "X", "cat": event.kind.name(), "name": event.to_string(),
-                "pid": Ids::process(rank), "tid": ids.track(rank, event.track),
-                "ts": ids.us(event.start_ns), "dur": event.nanos as f64 / 1e3,
-                "args": {"peer": event.peer, "of": event.of, "bytes": event.bytes},
-            }))?;
-        }
+        writeln!(out, "\n]}}")
     }
-    for (id, arrow) in (1..).zip(arrows(ranks)) {
-        for (phase, (rank, event)) in [("s", arrow.signal), ("f", arrow.wait)] {
-            // An end must not be earlier than its begin, and lies in the slice that it is bound to.
-            let ts = ids.us(event.start_ns.max(arrow.signal.1.start_ns));
-            line(json!({
-                "ph": phase, "bp": "e", "id": id, "cat": "flag", "name": event.flag.map(Flag::name), "ts": ts,
-                "pid": Ids::process(rank), "tid": ids.track(rank, event.track),
-            }))?;
-        }
-    }
-    writeln!(out, "\n]}}")
 }
 
 /// Says how a rank and its threads are called, and in which order they are shown.
@@ -465,7 +468,7 @@ mod tests {
     #[test]
     fn what_is_beyond_the_bound_is_not_kept_until_the_recorder_is_emptied() {
         let recorder = Recorder::new(2);
-        let sum = event(Op::Reduce { slot: OperandId(0) });
+        let sum = event(Op::Reduce { operand: OperandId(0) });
         let place = NodeInfo { work: NodeLabel { name: "experts", chunk: 3 }, stream: StreamId::Compute(1) };
         for _ in 0..3 {
             recorder.record(sum);
@@ -496,13 +499,13 @@ mod tests {
 
     #[test]
     fn events_are_named_by_operation_flag_and_peer() {
-        let (flag, slot) = (Flag::Landed, OperandId(0));
+        let (flag, operand) = (Flag::Landed, OperandId(0));
         let names = [
-            Op::Put { to: 1, slot },
-            Op::PutRows { to: 2, slot },
+            Op::Put { to: 1, operand },
+            Op::PutRows { to: 2, operand },
             Op::Signal { to: 4, of: 1, flag, level: FlagValue::Call },
             Op::Wait { from: 5, flag: Flag::Read, level: FlagValue::LastReturn },
-            Op::Reduce { slot },
+            Op::Reduce { operand },
         ]
         .map(|op| event(op).to_string());
         assert_eq!(names, ["put 1", "put rows 2", "signal landed 4", "wait read 5", "reduce"]);
@@ -513,7 +516,7 @@ mod tests {
         let recorder = Recorder::new(8);
         recorder.call("combine", || {
             recorder.record(event(Op::Wait { from: 5, flag: Flag::Read, level: FlagValue::LastReturn }));
-            recorder.record(event(Op::Reduce { slot: OperandId(0) }));
+            recorder.record(event(Op::Reduce { operand: OperandId(0) }));
         });
         let timeline = recorder.take();
         assert!(timeline.events[0].licence && !timeline.events[1].licence);
@@ -557,7 +560,7 @@ mod tests {
 
     fn trace(ranks: &[Timeline]) -> Vec<Value> {
         let mut text = Vec::new();
-        write_chrome_trace(&mut text, &NodeMap::from_labels(&["a", "b"]), ranks).unwrap();
+        Timeline::write_chrome_trace(&mut text, &NodeMap::from_labels(&["a", "b"]), ranks).unwrap();
         let trace: Value = serde_json::from_slice(&text).unwrap();
         trace["traceEvents"].as_array().unwrap().clone()
     }

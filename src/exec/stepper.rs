@@ -110,11 +110,11 @@ impl HostStepper {
     ) -> Result<(), Error> {
         let start = self.recorder.as_ref().map(|_| Instant::now());
         let bytes = match item.op {
-            Op::Put { to, slot } => {
-                self.put(port, to, operands.table[slot.0 as usize], operands, io, stores)?
+            Op::Put { to, operand } => {
+                self.put(port, to, operands.table[operand.0 as usize], operands, io, stores)?
             }
-            Op::PutRows { to, slot } => {
-                self.put_rows(port, to, operands.table[slot.0 as usize], operands, io, stores)?
+            Op::PutRows { to, operand } => {
+                self.put_rows(port, to, operands.table[operand.0 as usize], operands, io, stores)?
             }
             Op::Signal { to, of, flag, level } => {
                 if stores == Stores::Streaming {
@@ -128,8 +128,8 @@ impl HostStepper {
                 port.wait(from, flag, operands.value(level))?;
                 0
             }
-            Op::Reduce { slot } => {
-                self.reduce(port, operands.table[slot.0 as usize], operands, io, stores)?
+            Op::Reduce { operand } => {
+                self.reduce(port, operands.table[operand.0 as usize], operands, io, stores)?
             }
         };
         if let (Some(recorder), Some(start)) = (&self.recorder, start) {

@@ -26,14 +26,14 @@
 
 #![allow(unsafe_code, reason = "stores into memory that other processes map cannot be said in safe Rust")]
 
-#[cfg(test)]
-mod conformance;
 mod flag;
 mod floor;
 mod lanes;
 mod net;
 mod port;
 mod sum;
+#[cfg(test)]
+mod tests;
 mod wait;
 
 pub use flag::FlagLine;

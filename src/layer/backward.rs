@@ -4,14 +4,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::context::StepContext;
+use super::f32_rows::{F32Rows, round_into, widened};
 use super::forward::weigh_into;
 use super::groups::Outgoing;
 use super::moe::Plan;
 use super::pipeline::{self, BackwardOps};
 use super::router::Routed;
 use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
-use super::values::{F32Rows, round_into, widened};
-use super::{MoeLayer, RowOrder, Saved, SavedChunk, Segments, Tape, sources};
+use super::{GradientOrder, MoeLayer, Saved, Segments, Tape, row_counts};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, LayerError, PlanError};
 use crate::overlap::{Handoff, Run};
@@ -46,7 +46,7 @@ pub(super) struct Step<'s, 'm, E> {
     own: Range<usize>,
     /// How many rows this rank has for each slot, chunk after chunk.
     choices: Vec<u32>,
-    order: Handoff<RowOrder>,
+    order: Handoff<GradientOrder>,
     chunks: Vec<Places<E>>,
     /// By the shared expert.
     saved: Handoff<Saved>,
@@ -159,7 +159,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     ) -> Result<Self, Error> {
         let slices: Vec<_> = plan.slices(routed.tokens()).collect();
         let (choices, slots, own) = context.mover(0).with(|ep| {
-            let (map, choices) = (ep.expert_map(), sources::choices(ep, &routed.gated.decision, &slices));
+            let (map, choices) = (ep.expert_map(), row_counts::choices(ep, &routed.gated.decision, &slices));
             Ok((choices, map.slots() as usize, map.slots_of(ep.rank())))
         })?;
         Ok(Step {
@@ -211,13 +211,13 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
             self.context.gathers(run, |sources| sources.all_gather_cached(mine, self.context.one_each))?;
         let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
         let expected = self.chunks.iter().map(|places| places.landed.handle.tokens_per_expert());
-        let counts = sources::counts(&all, self.choices.len(), (self.slots, &self.own), expected)?;
+        let counts = row_counts::counts(&all, self.choices.len(), (self.slots, &self.own), expected)?;
         // A group is a chunk to the code that computes it.
         let pieces = self.chunks.iter().zip(&counts).flat_map(|(places, counts)| {
             places.landed.groups.iter().map(move |group| (group.counts_of(counts), group.padded()))
         });
         let (counts, padded): (Vec<_>, Vec<_>) = pieces.unzip();
-        self.order.put(RowOrder::new(&counts, &padded))
+        self.order.put(GradientOrder::new(&counts, &padded))
     }
 
     fn experts(&self, chunk: usize, group: usize) -> Result<(), Error> {
@@ -267,7 +267,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
         let rows = self.chunks.iter().flat_map(|Places { landed, .. }| {
             landed.groups.iter().map(|group| landed.segments(group, self.context.hidden))
         });
-        let chunks = rows.zip(&saved).map(|(rows, saved)| Ok(SavedChunk { rows: rows?, saved }));
+        let chunks = rows.zip(&saved).map(|(rows, saved)| Ok((rows?, saved)));
         let chunks: Vec<_> = chunks.collect::<Result<_, Error>>()?;
         let order = self.order.take()?;
         self.of_experts.put(self.context.experts.weights_backward(&chunks, &order)?)
@@ -282,9 +282,9 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
     fn shared_weights(&self) -> Result<(), Error> {
         let Some(shared) = self.context.shared else { return Ok(()) };
         let saved = self.saved.take()?;
-        let chunk = SavedChunk { rows: self.all(), saved: &saved };
-        let order = RowOrder::whole(chunk.rows.len());
-        self.of_shared.put(shared.weights_backward(&[chunk], &order)?)
+        let rows = self.all();
+        let order = GradientOrder::whole(rows.len());
+        self.of_shared.put(shared.weights_backward(&[(rows, &saved)], &order)?)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::MoeLayer;
-use super::call::CheckedExperts;
+use super::checked_experts::CheckedExperts;
 use crate::ep::{ExpertParallel, RowCollective, RowPartition};
 use crate::error::{Error, ExpertKind};
 use crate::overlap::{Handoff, Run};

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 
-use super::{GroupedSwiGlu, RowOrder};
+use super::{GradientOrder, GroupedSwiGlu};
 
 /// The rows of all experts of one rank, `[rows, hidden]`: expert after expert, each with pads
 /// behind where the layer aligns.
@@ -53,23 +53,13 @@ pub type Saved = Box<dyn Any + Send + Sync>;
 /// Reason why experts failed.
 pub type ExpertError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Inputs and outputs of one call of [`forward`](Experts::forward), for the gradient of the
-/// weights.
-#[derive(Clone, Copy, Debug)]
-pub struct SavedChunk<'a> {
-    /// The rows.
-    pub rows: Segments<'a>,
-    /// Values that the experts saved.
-    pub saved: &'a Saved,
-}
-
 /// The experts of one rank, as a layer uses them.
 ///
 /// A layer may cut its tokens into chunks, and their rows by groups of experts; experts of other
 /// groups have no rows then: `forward` and `rows_backward` are called once per group of a chunk,
 /// `weights_backward` once for all, after them. Results must not depend on the cuts. So an output
 /// row must depend on its own row and the weights alone, whichever rows come with it, and the
-/// gradient of the weights must be summed in the order of [`RowOrder`].
+/// gradient of the weights must be summed in the order of [`GradientOrder`].
 /// [`GroupedSwiGlu`](super::GroupedSwiGlu) does it so.
 ///
 /// Outputs are not weighted: the layer multiplies them with the routing weights. Calls come from
@@ -105,11 +95,16 @@ pub trait Experts: Send + Sync {
     ) -> Result<Vec<f32>, ExpertError>;
 
     /// The gradient of the weights, as long as [`weights`](Experts::weights), over all chunks of a
-    /// step.
+    /// step: per call of [`forward`](Experts::forward) its rows, and the values that it and
+    /// [`rows_backward`](Experts::rows_backward) saved.
     ///
     /// # Errors
     /// Whatever makes it impossible.
-    fn weights_backward(&self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, ExpertError>;
+    fn weights_backward(
+        &self,
+        chunks: &[(Segments<'_>, &Saved)],
+        order: &GradientOrder,
+    ) -> Result<Vec<f32>, ExpertError>;
 
     /// These experts, if they are SwiGLU: a [layer on a device](super::DeviceMoeLayer) has kernels
     /// for no others. Default: they are not.

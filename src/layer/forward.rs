@@ -4,13 +4,13 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::context::StepContext;
+use super::f32_rows::{F32Rows, round_into, widened};
 use super::groups::Outgoing;
 use super::input::Input;
 use super::moe::{Plan, routing_of};
 use super::pipeline::{self, ForwardOps};
 use super::router::Routed;
 use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
-use super::values::{F32Rows, round_into, widened};
 use super::{MoeLayer, Saved, Segments, Tape};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, OverlapError};
@@ -20,7 +20,7 @@ use crate::overlap::{Handoff, Run};
 /// What nodes work on.
 pub(super) struct Step<'s, 'm, E> {
     context: &'s StepContext<'m>,
-    input: Input<'s, E>,
+    input: Input<'s, [E]>,
     routing: Routing<'s>,
     /// The tokens as f32.
     x: &'s [f32],
@@ -53,7 +53,7 @@ impl MoeLayer {
     /// ends the world is an [`OverlapError`] that names work and chunk, and holds the
     /// [`LayerError`](crate::error::LayerError), [`LaneError`](crate::error::LaneError) or
     /// [`Cause`](crate::error::Cause).
-    pub fn forward<E: Element>(&mut self, input: &Input<'_, E>) -> Result<(Vec<E>, Tape), Error> {
+    pub fn forward<E: Element>(&mut self, input: &Input<'_, [E]>) -> Result<(Vec<E>, Tape), Error> {
         let routed = match self.route(input) {
             Ok(routed) => routed,
             Err(error) => return Err(self.movers[0].refuse(CallKind::Dispatch, None, error)),
@@ -82,7 +82,7 @@ fn places<'s, E>(out: &'s mut [E], tokens: usize, plan: &Plan, hidden: usize) ->
 
 impl<E> Places<'_, E> {
     fn landed(&self) -> Result<&ReceivedChunk, Error> {
-        Ok(self.landed.get().ok_or(OverlapError::SlotEmpty)?)
+        Ok(self.landed.get().ok_or(OverlapError::HandoffEmpty)?)
     }
 
     fn kept(self) -> Option<ChunkTape> {
@@ -95,7 +95,7 @@ impl<E> Places<'_, E> {
 impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     pub fn new(
         context: &'s StepContext<'m>,
-        input: &Input<'s, E>,
+        input: &Input<'s, [E]>,
         routed: &'s Routed,
         out: &'s mut [E],
         plan: &Plan,
@@ -109,7 +109,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     pub fn kept(self) -> Result<(Vec<ChunkTape>, Option<SavedShared>), Error> {
         let shared = self.beside.into_inner().map(|(_, saved)| SavedShared(saved));
         let kept = self.chunks.into_iter().map(Places::kept).collect::<Option<_>>();
-        Ok((kept.ok_or(OverlapError::SlotEmpty)?, shared))
+        Ok((kept.ok_or(OverlapError::HandoffEmpty)?, shared))
     }
 }
 
@@ -120,7 +120,7 @@ impl<E: Element> ForwardOps<Run> for Step<'_, '_, E> {
         let x = &self.input.x[tokens.start * self.context.hidden..tokens.end * self.context.hidden];
         let (rows, handle) = self.context.moves(chunk, run, |ep| ep.dispatch(x, &routing))?;
         let here = ReceivedChunk::new(F32Rows::new::<E>(rows)?, handle, made.len() as u32);
-        landed.set(here).map_err(|_| OverlapError::SlotInUse.into())
+        landed.set(here).map_err(|_| OverlapError::HandoffInUse.into())
     }
 
     fn shared(&self) -> Result<(), Error> {

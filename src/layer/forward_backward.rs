@@ -8,7 +8,7 @@ use super::pipeline::{BackwardOps, ChunkCounts, ForwardOps};
 use super::{MoeLayer, Tape};
 use crate::dtype::Element;
 use crate::error::{Error, NodeLabel, StreamId};
-use crate::overlap::{Body, Direction, Graph, LayerOp, LayerStep, Passes, Run, add_one_f_one_b};
+use crate::overlap::{Body, Direction, Graph, LayerOp, LayerStep, Passes, Run};
 
 /// Of the forward and of the backward pass, as errors and timelines name them.
 const MICROBATCHES: [u32; 2] = [1, 0];
@@ -16,7 +16,7 @@ const MICROBATCHES: [u32; 2] = [1, 0];
 impl MoeLayer {
     /// One microbatch forward, as [`forward`](Self::forward), and the tape of another backward, as
     /// [`backward`](Self::backward), to the same bits: while rows of one move, the other computes,
-    /// in the order of [`one_f_one_b`](crate::overlap::one_f_one_b). This needs no chunks; with
+    /// in the order of [1F1B](crate::overlap::LayerStep::one_f_one_b). This needs no chunks; with
     /// chunks, each step goes through all of them, and its deadline is that of one times their
     /// number. [Streams](super::MoeLayerBuilder::streams) do not apply: the caller's thread runs
     /// all experts. Collective.
@@ -25,7 +25,7 @@ impl MoeLayer {
     /// As both. If either is refused, so is the other, and the tape is used up.
     pub fn combined_forward_backward<E: Element>(
         &mut self,
-        input: &Input<'_, E>,
+        input: &Input<'_, [E]>,
         tape: Tape,
         of_out: &[E],
     ) -> Result<(Vec<E>, Tape, Gradients<E>), Error> {
@@ -40,7 +40,7 @@ impl MoeLayer {
         let ahead = forward::Step::new(&context, input, &routed, &mut out, &plan);
         let back = backward::Step::new(&context, of_out, &before, (chunks, shared), &plan)?;
         let mut graph = Graph::new();
-        let last = add_one_f_one_b(&mut graph, false, MICROBATCHES, Passes::default(), |step| {
+        let last = graph.add_one_f_one_b(false, MICROBATCHES, Passes::default(), |step| {
             work_of(step, cut, &ahead, &back)
         });
         let combined: Vec<_> = last.forward.into_iter().collect();

@@ -20,17 +20,17 @@ pub(super) struct Run {
 
 /// All rows of a step in the order (expert, source rank, token).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RowOrder {
+pub struct GradientOrder {
     runs: Vec<Vec<Run>>,
 }
 
-impl RowOrder {
+impl GradientOrder {
     /// From the numbers of rows of each source for each expert in each chunk,
     /// `[chunks, sources, experts]`, and the lengths of the experts' segments with pads, per chunk.
     ///
     /// # Panics
     /// If a chunk has fewer sources or experts than the first.
-    pub fn new(counts: &[Vec<Vec<u32>>], padded: &[&[i64]]) -> RowOrder {
+    pub fn new(counts: &[Vec<Vec<u32>>], padded: &[&[i64]]) -> GradientOrder {
         let experts = padded.first().map_or(0, |padded| padded.len());
         let sources = counts.first().map_or(0, Vec::len);
         let mut runs = vec![Vec::new(); experts];
@@ -48,12 +48,12 @@ impl RowOrder {
             }
             segments.iter_mut().zip(padded).for_each(|(first, padded)| *first += padded[expert] as usize);
         }
-        RowOrder { runs }
+        GradientOrder { runs }
     }
 
     /// All rows in one segment, as they lie: of experts that take all tokens.
-    pub(super) fn whole(rows: usize) -> RowOrder {
-        RowOrder { runs: vec![vec![Run { chunk: 0, first: 0, rows }]] }
+    pub(super) fn whole(rows: usize) -> GradientOrder {
+        GradientOrder { runs: vec![vec![Run { chunk: 0, first: 0, rows }]] }
     }
 
     /// Runs of an expert, in order.
@@ -90,7 +90,7 @@ mod tests {
     fn rows_of_chunks_come_in_the_order_of_source_and_token() {
         // The picture above; expert 0 is padded to 4 rows in chunk 0.
         let counts = [vec![vec![2, 0], vec![1, 1]], vec![vec![1, 1], vec![1, 1]]];
-        let order = RowOrder::new(&counts, &[&[4, 1], &[2, 2]]);
+        let order = GradientOrder::new(&counts, &[&[4, 1], &[2, 2]]);
         let rows = [vec![0.0, 1.0, 4.0, -1.0, 8.0], vec![2.0, 5.0, 6.0, 9.0]];
         assert_eq!(order.gather(0, 1, |chunk| &rows[chunk]), [0.0, 1.0, 2.0, 4.0, 5.0]);
         assert_eq!(order.gather(1, 1, |chunk| &rows[chunk]), [6.0, 8.0, 9.0]);

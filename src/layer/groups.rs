@@ -94,7 +94,7 @@ impl Outgoing {
     /// All of it, once all groups have written; or why there is no room.
     pub fn take(&self) -> Result<Result<ExpertOutput, Error>, Error> {
         let mut output = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(output.take().ok_or(OverlapError::SlotEmpty)?)
+        Ok(output.take().ok_or(OverlapError::HandoffEmpty)?)
     }
 }
 

@@ -2,13 +2,15 @@
 
 use crate::gate::RngKey;
 
-/// One step's tokens, and inputs of their gate.
-#[derive(Clone, Copy, Debug)]
-pub struct Input<'a, E> {
+/// One step's tokens, and inputs of their gate. Tensors are slices (`[E]`) or, for a layer on a
+/// device, [`DeviceRange`](crate::device::DeviceRange)s of the layer's element type, at multiples
+/// of 16 bytes.
+#[derive(Debug)]
+pub struct Input<'a, X: ?Sized> {
     /// The tokens, `[tokens, hidden]`; there may be none.
-    pub x: &'a [E],
+    pub x: &'a X,
     /// Added to the layer's result, `[tokens, hidden]`.
-    pub residual: Option<&'a [E]>,
+    pub residual: Option<&'a X>,
     /// `[experts]`, for the choice alone ([`GateInput::bias`](crate::gate::GateInput::bias)).
     pub bias: Option<&'a [f32]>,
     /// `[tokens]`: which tokens choose; all do where it is not given.
@@ -19,10 +21,19 @@ pub struct Input<'a, E> {
     pub draw: RngKey,
 }
 
-impl<'a, E> Input<'a, E> {
+impl<'a, X: ?Sized> Input<'a, X> {
     /// Tokens, and nothing else.
-    pub fn new(x: &'a [E]) -> Self {
+    pub fn new(x: &'a X) -> Self {
         let draw = RngKey::default();
         Input { x, residual: None, bias: None, used: None, training: false, draw }
     }
 }
+
+// Derived, these would ask the same of `X`.
+impl<X: ?Sized> Clone for Input<'_, X> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<X: ?Sized> Copy for Input<'_, X> {}

@@ -31,7 +31,7 @@
 //!
 //! **Bits** do not depend on chunks, groups, transfers at once, streams, or overlap: rows of
 //! experts and of combine are independent, and weight gradients are summed in [one
-//! order](RowOrder). Sums are f32:
+//! order](GradientOrder). Sums are f32:
 //!
 //! | result | order, each from the left |
 //! |---|---|
@@ -56,10 +56,11 @@
 
 mod backward;
 mod builder;
-mod call;
+mod checked_experts;
 mod context;
 mod device;
 mod experts;
+mod f32_rows;
 mod forward;
 mod forward_backward;
 mod gradient_order;
@@ -68,20 +69,17 @@ mod input;
 mod moe;
 mod pipeline;
 mod router;
-mod sources;
+mod row_counts;
 mod swiglu;
 mod tape;
 mod timed;
 mod transfers;
-mod values;
 
 pub use backward::Gradients;
 pub use builder::MoeLayerBuilder;
-pub use device::{
-    DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor,
-};
-pub use experts::{ExpertError, Experts, Saved, SavedChunk, Segments};
-pub use gradient_order::RowOrder;
+pub use device::{DeviceGradients, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor};
+pub use experts::{ExpertError, Experts, Saved, Segments};
+pub use gradient_order::GradientOrder;
 pub use input::Input;
 pub use moe::MoeLayer;
 pub use swiglu::GroupedSwiGlu;

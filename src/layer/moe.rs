@@ -100,8 +100,8 @@ impl Plan {
     /// Time limit of a node. A rank that is awaited in vain is named by the wait itself, not by the
     /// end of its time.
     pub fn limit(&self, world: &WorldState) -> Duration {
-        let clocks = &world.options.clocks;
-        self.deadline.unwrap_or_else(|| clocks.deadline.saturating_add(clocks.liveness))
+        let timeouts = &world.options.timeouts;
+        self.deadline.unwrap_or_else(|| timeouts.deadline.saturating_add(timeouts.liveness))
     }
 
     /// Runs a graph. Unless all ranks were refused alike, an error ends the `world`, so that no

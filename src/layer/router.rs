@@ -4,8 +4,8 @@
 //! in either place: exact scores take arithmetic of 64 bits.
 
 use super::MoeLayer;
+use super::f32_rows::widened;
 use super::input::Input;
-use super::values::widened;
 use crate::dtype::Element;
 use crate::error::{Error, PlanError};
 use crate::gate::{
@@ -100,7 +100,7 @@ impl Gated {
 
 impl MoeLayer {
     /// Chooses experts.
-    pub(super) fn route<E: Element>(&mut self, input: &Input<'_, E>) -> Result<Routed, Error> {
+    pub(super) fn route<E: Element>(&mut self, input: &Input<'_, [E]>) -> Result<Routed, Error> {
         let (hidden, experts) = (self.hidden, self.gate.config().experts);
         if E::DTYPE != self.dtype {
             let (what, seen, expected) = ("tokens", E::DTYPE, self.dtype);

@@ -17,7 +17,7 @@
 //! | from there to `weights_backward`, per row | `3 ffn + hidden` (a, dg, du, dy) |
 //! | in `weights_backward`, per row of one expert | `3 ffn + 2 hidden`, put in order |
 
-use super::{ExpertError, Experts, RowOrder, Saved, SavedChunk, Segments};
+use super::{ExpertError, Experts, GradientOrder, Saved, Segments};
 use crate::error::{Error, LayerError, PlanError};
 use crate::rows::{Matrix, product};
 
@@ -179,16 +179,20 @@ impl Experts for GroupedSwiGlu {
         Ok(of_rows)
     }
 
-    fn weights_backward(&self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, ExpertError> {
-        chunks.iter().try_for_each(|chunk| self.check(&chunk.rows))?;
+    fn weights_backward(
+        &self,
+        chunks: &[(Segments<'_>, &Saved)],
+        order: &GradientOrder,
+    ) -> Result<Vec<f32>, ExpertError> {
+        chunks.iter().try_for_each(|(rows, _)| self.check(rows))?;
         let (hidden, ffn) = (self.hidden, self.ffn);
-        let kept = chunks.iter().map(|chunk| chunk.saved.downcast_ref::<Activations>());
+        let kept = chunks.iter().map(|(_, saved)| saved.downcast_ref::<Activations>());
         let kept = kept.collect::<Option<Vec<_>>>().ok_or(LayerError::ForeignSaved)?;
         let mut gradient = vec![0.0; self.weights.len()];
         let each = hidden * ffn;
         for (expert, gradient) in gradient.chunks_exact_mut((3 * each).max(1)).enumerate() {
             let rows = order.rows(expert);
-            let x = order.gather(expert, hidden, |chunk| chunks[chunk].rows.rows);
+            let x = order.gather(expert, hidden, |chunk| chunks[chunk].0.rows);
             let x = Matrix::new(&x, rows, hidden).transposed();
             let of_gate = order.gather(expert, ffn, |chunk| &kept[chunk].gate);
             product(&mut gradient[..each], x, Matrix::new(&of_gate, rows, ffn), false);

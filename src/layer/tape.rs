@@ -1,8 +1,8 @@
 //! Tape of a forward pass for the backward pass.
 
+use super::f32_rows::F32Rows;
 use super::groups::{Group, groups};
 use super::router::Routed;
-use super::values::F32Rows;
 use super::{Saved, Segments};
 use crate::ep::Handle;
 use crate::error::Error;

@@ -28,7 +28,7 @@ impl<T> Handoff<T> {
     /// Leaves a value, in place of the present one.
     ///
     /// # Errors
-    /// [`OverlapError::SlotInUse`].
+    /// [`OverlapError::HandoffInUse`].
     pub fn put(&self, value: T) -> Result<(), Error> {
         self.at(|place| {
             *place = Some(value);
@@ -39,17 +39,17 @@ impl<T> Handoff<T> {
     /// Takes the value away.
     ///
     /// # Errors
-    /// [`OverlapError::SlotEmpty`], [`OverlapError::SlotInUse`].
+    /// [`OverlapError::HandoffEmpty`], [`OverlapError::HandoffInUse`].
     pub fn take(&self) -> Result<T, Error> {
-        self.at(|place| Ok(place.take().ok_or(OverlapError::SlotEmpty)?))
+        self.at(|place| Ok(place.take().ok_or(OverlapError::HandoffEmpty)?))
     }
 
     /// Works on the value where it is.
     ///
     /// # Errors
-    /// [`OverlapError::SlotEmpty`], [`OverlapError::SlotInUse`], and what `work` answers.
+    /// [`OverlapError::HandoffEmpty`], [`OverlapError::HandoffInUse`], and what `work` answers.
     pub fn with<R>(&self, work: impl FnOnce(&mut T) -> Result<R, Error>) -> Result<R, Error> {
-        self.at(|place| work(place.as_mut().ok_or(OverlapError::SlotEmpty)?))
+        self.at(|place| work(place.as_mut().ok_or(OverlapError::HandoffEmpty)?))
     }
 
     /// The value that is left at the end.
@@ -62,7 +62,7 @@ impl<T> Handoff<T> {
             Ok(mut place) => work(&mut place),
             // The run has reported the panic that poisoned this.
             Err(TryLockError::Poisoned(place)) => work(&mut place.into_inner()),
-            Err(TryLockError::WouldBlock) => Err(OverlapError::SlotInUse.into()),
+            Err(TryLockError::WouldBlock) => Err(OverlapError::HandoffInUse.into()),
         }
     }
 }
@@ -73,25 +73,26 @@ mod tests {
 
     #[test]
     fn a_value_is_taken_once() {
-        let slot = Handoff::empty();
-        let empty = Err(OverlapError::SlotEmpty.into());
-        assert_eq!(slot.take(), empty);
-        slot.put(4).unwrap();
-        slot.with(|value| {
-            *value += 1;
-            Ok(())
-        })
-        .unwrap();
-        assert_eq!(slot.take(), Ok(5));
-        assert_eq!(slot.with(|value| Ok(*value)), empty);
-        assert_eq!(slot.into_inner(), None);
+        let handoff = Handoff::empty();
+        let empty = Err(OverlapError::HandoffEmpty.into());
+        assert_eq!(handoff.take(), empty);
+        handoff.put(4).unwrap();
+        handoff
+            .with(|value| {
+                *value += 1;
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(handoff.take(), Ok(5));
+        assert_eq!(handoff.with(|value| Ok(*value)), empty);
+        assert_eq!(handoff.into_inner(), None);
     }
 
     #[test]
-    fn who_meets_another_at_a_slot_is_told_so() {
-        let slot = Handoff::new(1);
-        let met = slot.with(|_| slot.take());
-        assert_eq!(met, Err(OverlapError::SlotInUse.into()));
-        assert_eq!(slot.take(), Ok(1));
+    fn node_that_meets_another_gets_an_error() {
+        let handoff = Handoff::new(1);
+        let met = handoff.with(|_| handoff.take());
+        assert_eq!(met, Err(OverlapError::HandoffInUse.into()));
+        assert_eq!(handoff.take(), Ok(1));
     }
 }

@@ -57,7 +57,7 @@ pub use cuda::{CudaExecutor, StreamPool};
 pub use graph::{Body, Executor, Graph, Node};
 pub use handoff::Handoff;
 pub use host::{HostExecutor, Run};
-pub use one_f_one_b::{Direction, LayerOp, LayerStep, Passes, add_one_f_one_b, one_f_one_b};
+pub use one_f_one_b::{Direction, LayerOp, LayerStep, Passes};
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]

@@ -54,6 +54,29 @@ impl LayerStep {
         LayerStep { pass, part }
     }
 
+    /// The launch order for a layer. With `early`, the gradients of the layers before are computed
+    /// before the forward's products, so that memory that only they need is freed sooner.
+    pub fn one_f_one_b(early: bool) -> [LayerStep; 10] {
+        use Direction::{Backward, Forward, WeightGradient};
+        use LayerOp::{Before, Combine, Dispatch, Experts};
+        let mut order = [
+            LayerStep::of(Backward, Combine),
+            LayerStep::of(Forward, Before),
+            LayerStep::of(Backward, Experts),
+            LayerStep::of(Forward, Dispatch),
+            LayerStep::of(WeightGradient, Experts),
+            LayerStep::of(Backward, Dispatch),
+            LayerStep::of(Forward, Experts),
+            LayerStep::of(Forward, Combine),
+            LayerStep::of(Backward, Before),
+            LayerStep::of(WeightGradient, Before),
+        ];
+        if early {
+            order[6..9].rotate_right(1);
+        }
+        order
+    }
+
     /// Its name in errors and timelines.
     pub fn name(self) -> &'static str {
         match (self.pass, self.part) {
@@ -97,29 +120,6 @@ impl LayerStep {
     }
 }
 
-/// The launch order for a layer. With `early`, the gradients of the layers before are computed
-/// before the forward's products, so that memory that only they need is freed sooner.
-pub fn one_f_one_b(early: bool) -> [LayerStep; 10] {
-    use Direction::{Backward, Forward, WeightGradient};
-    use LayerOp::{Before, Combine, Dispatch, Experts};
-    let mut order = [
-        LayerStep::of(Backward, Combine),
-        LayerStep::of(Forward, Before),
-        LayerStep::of(Backward, Experts),
-        LayerStep::of(Forward, Dispatch),
-        LayerStep::of(WeightGradient, Experts),
-        LayerStep::of(Backward, Dispatch),
-        LayerStep::of(Forward, Experts),
-        LayerStep::of(Forward, Combine),
-        LayerStep::of(Backward, Before),
-        LayerStep::of(WeightGradient, Before),
-    ];
-    if early {
-        order[6..9].rotate_right(1);
-    }
-    order
-}
-
 /// The last nodes of both passes, for the next layer of each.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Passes {
@@ -138,32 +138,35 @@ impl Passes {
     }
 }
 
-/// Adds a layer's two passes to a graph, behind those of the layers before. `microbatches` are the
-/// numbers of the forward one and of the backward one, `body` returns the work of each step; a step
-/// without work is left out, and so is a whole pass at the beginning and at the end of a pipeline.
-pub fn add_one_f_one_b<'a, G: 'a>(
-    graph: &mut Graph<'a, G>,
-    early: bool,
-    microbatches: [u32; 2],
-    behind: Passes,
-    mut body: impl FnMut(LayerStep) -> Option<Body<'a, G>>,
-) -> Passes {
-    let mut added: Vec<(LayerStep, Node)> = Vec::new();
-    let mut last = behind;
-    for step in one_f_one_b(early) {
-        let Some(body) = body(step) else { continue };
-        let node_of = |step: LayerStep| added.iter().find(|(one, _)| *one == step).map(|(_, node)| *node);
-        // Past steps that are left out.
-        let before = std::iter::successors(step.after(), |step| step.after()).find_map(node_of);
-        let edges: Vec<Node> = before.or(behind.of(step.pass)).into_iter().collect();
-        let chunk = microbatches[usize::from(step.pass != Direction::Forward)];
-        let node = graph.add(step.stream(), NodeLabel { name: step.name(), chunk }, &edges, body);
-        added.push((step, node));
-        match step.pass {
-            Direction::Forward => last.forward = Some(node),
-            Direction::Backward => last.backward = Some(node),
-            Direction::WeightGradient => {}
+impl<'a, G: 'a> Graph<'a, G> {
+    /// Adds a layer's two passes, behind those of the layers before. `microbatches` are the numbers
+    /// of the forward one and of the backward one, `body` returns the work of each step; a step
+    /// without work is left out, and so is a whole pass at the beginning and at the end of a
+    /// pipeline.
+    pub fn add_one_f_one_b(
+        &mut self,
+        early: bool,
+        microbatches: [u32; 2],
+        behind: Passes,
+        mut body: impl FnMut(LayerStep) -> Option<Body<'a, G>>,
+    ) -> Passes {
+        let mut added: Vec<(LayerStep, Node)> = Vec::new();
+        let mut last = behind;
+        for step in LayerStep::one_f_one_b(early) {
+            let Some(body) = body(step) else { continue };
+            let node_of = |step: LayerStep| added.iter().find(|(one, _)| *one == step).map(|(_, node)| *node);
+            // Past steps that are left out.
+            let before = std::iter::successors(step.after(), |step| step.after()).find_map(node_of);
+            let edges: Vec<Node> = before.or(behind.of(step.pass)).into_iter().collect();
+            let chunk = microbatches[usize::from(step.pass != Direction::Forward)];
+            let node = self.add(step.stream(), NodeLabel { name: step.name(), chunk }, &edges, body);
+            added.push((step, node));
+            match step.pass {
+                Direction::Forward => last.forward = Some(node),
+                Direction::Backward => last.backward = Some(node),
+                Direction::WeightGradient => {}
+            }
         }
+        last
     }
-    last
 }

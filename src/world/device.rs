@@ -151,7 +151,7 @@ impl DeviceWindow {
             (peer != me && near(peer)).then(fds)
         };
         let (hub, key) = (group.shared.hub.as_ref(), group.step());
-        let deadline = group.shared.options.clocks.rendezvous;
+        let deadline = group.shared.options.timeouts.rendezvous;
         let received = exchange_fds(hub, &key, group.ranks(), me, &offer, deadline)?;
         let stride = heard.iter().map(|heard| heard.said.bytes).max().unwrap_or(0);
         let stride = stride.next_multiple_of(Allocation::granularity(context)?);
@@ -267,8 +267,8 @@ impl GpuDirectMemory {
                 return Err(BootstrapError::Malformed { peer: format!("rank {member}") }.into());
             };
             let region = u32::from_le_bytes(*number);
-            if let PeerLane::Net(rail) = &lanes.reach[member as usize] {
-                rail.import_region(region, key)?;
+            if let PeerLane::Net(connection) = &lanes.reach[member as usize] {
+                connection.import_region(region, key)?;
             }
             parts.push(WindowPart { member, region, offset: 0, len });
         }

@@ -96,7 +96,7 @@ impl Group {
     /// [`BootstrapError::Deadline`] naming the missing ranks, or the world's cause.
     pub fn gather(&self, blob: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
         let key = self.step();
-        let deadline = self.shared.options.clocks.deadline;
+        let deadline = self.shared.options.timeouts.deadline;
         Ok(self.shared.hub.gather(&key, self.me, self.size(), blob, deadline)?)
     }
 
@@ -159,7 +159,7 @@ impl Group {
             nodes: nodes.clone(),
             rows: self.shared.rows,
             health: Arc::clone(self.shared.hub.health()),
-            deadline: self.shared.options.clocks.deadline,
+            deadline: self.shared.options.timeouts.deadline,
             oversubscribed: self.shared.oversubscribed(),
         };
         Ok(Arc::clone(cell.get_or_init(|| Arc::new(lanes))))
@@ -175,9 +175,9 @@ impl Group {
         if !paths.needs_connection(position) {
             return Ok(PeerLane::Relayed);
         }
-        let rail = self.shared.net.as_ref().and_then(|net| net.thread.connection_to(rank));
+        let connection = self.shared.net.as_ref().and_then(|net| net.thread.connection_to(rank));
         let missing = LaneError::NoLane { rank: self.me, peer: position, missing: "a wire" };
-        Ok(PeerLane::Net(rail.ok_or(missing)?))
+        Ok(PeerLane::Net(connection.ok_or(missing)?))
     }
 
     /// Takes symmetric bytes at every member; all succeed or all give them back. Collective.
@@ -235,8 +235,10 @@ impl Group {
         extent.clear()?;
         self.gather(&[])?;
         for &WindowPart { member, region, offset, len } in &parts {
-            if let Some(rail) = self.shared.net.as_ref().and_then(|net| net.thread.connection_to(member)) {
-                rail.cleared(RemoteAddress { region, offset }, len);
+            if let Some(connection) =
+                self.shared.net.as_ref().and_then(|net| net.thread.connection_to(member))
+            {
+                connection.cleared(RemoteAddress { region, offset }, len);
             }
         }
         Ok(SymmetricRange { extent, parts })
@@ -245,9 +247,9 @@ impl Group {
     /// Returns when everything sent to members has landed.
     fn flush_rails(&self) -> Result<(), Error> {
         let Some(net) = &self.shared.net else { return Ok(()) };
-        let deadline = self.shared.options.clocks.deadline;
-        for rail in self.ranks.iter().filter_map(|&member| net.thread.connection_to(member)) {
-            lane::flush(rail.as_ref(), self.shared.hub.health(), deadline, self.me)?;
+        let deadline = self.shared.options.timeouts.deadline;
+        for connection in self.ranks.iter().filter_map(|&member| net.thread.connection_to(member)) {
+            lane::flush(connection.as_ref(), self.shared.hub.health(), deadline, self.me)?;
         }
         Ok(())
     }

@@ -24,7 +24,7 @@ mod window;
 pub use crate::lane::NoDmaBuf;
 pub use crate::lane::{NicCounters, NoGpuDirect, Registration};
 pub use group::Group;
-pub use net::{NetReason, NetReport};
+pub use net::NetReport;
 pub use setup::{Options, World};
 pub use window::Window;
 

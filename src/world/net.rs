@@ -57,43 +57,16 @@ const TCP_NET: Net = Net { lane: "tcp", open: |place, thread| place.tcp(thread) 
 pub struct NetReport {
     /// Name of the lane.
     pub lane: &'static str,
-    /// Why it is this one.
-    pub why: NetReason,
+    /// The reason for it in words.
+    pub reason: String,
     /// This rank's NICs; empty where the lane needs none.
-    pub cards: Vec<String>,
+    pub nics: Vec<String>,
 }
 
-/// Why a lane was chosen.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum NetReason {
-    /// It was asked for (`SIDELANE_NET`).
-    Asked,
-    /// All nodes are on one machine.
-    OneMachine,
-    /// They are on several, and all ranks have NICs.
-    Cards,
-    /// They are on several, and a rank has no usable NIC.
-    NoCards {
-        /// The rank.
-        rank: u32,
-        /// The reason in words.
-        reason: String,
-    },
-}
-
-impl std::fmt::Display for NetReason {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            NetReason::Asked => f.write_str("asked for"),
-            NetReason::OneMachine => f.write_str("all nodes are on one machine"),
-            NetReason::Cards => f.write_str("the nodes are on several machines, and all ranks have cards"),
-            NetReason::NoCards { rank, reason } => {
-                write!(f, "the nodes are on several machines, and rank {rank} has no NIC: {reason}")
-            }
-        }
-    }
-}
+/// Reasons for a lane.
+const REQUESTED: &str = "requested";
+const ONE_MACHINE: &str = "all nodes are on one machine";
+const ALL_HAVE_NICS: &str = "the nodes are on several machines, and all ranks have NICs";
 
 /// Facts that the choice depends on.
 pub(super) struct NetSelection<'a> {
@@ -118,7 +91,7 @@ impl NetState {
     /// rank's part of a requested lane, [`LaneError::PeerUnsupported`] on the others.
     pub(super) fn open(place: &NetSelection<'_>) -> Result<Self, Error> {
         let NetSelection { hub, machines, heap, options, .. } = *place;
-        let (rank, choice) = (hub.rank(), options.rail);
+        let (rank, choice) = (hub.rank(), options.net);
         place.compare()?;
         let here = &machines[rank as usize];
         let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
@@ -128,22 +101,24 @@ impl NetState {
             (NetChoice::Loopback, Some((rank, _))) => {
                 return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
             }
-            (NetChoice::Loopback, None) => (place.open(&LOOPBACK_NET, &thread)??, NetReason::Asked),
-            (NetChoice::Auto, None) => (place.open(&LOOPBACK_NET, &thread)??, NetReason::OneMachine),
-            _ if options.pace.is_some() => return Err(LaneError::NoLinkEmulation { rank }.into()),
-            (NetChoice::Verbs, _) => (place.open(&VERBS_NET, &thread)??, NetReason::Asked),
-            (NetChoice::Tcp, _) => (place.open(&TCP_NET, &thread)??, NetReason::Asked),
+            (NetChoice::Loopback, None) => (place.open(&LOOPBACK_NET, &thread)??, REQUESTED.to_owned()),
+            (NetChoice::Auto, None) => (place.open(&LOOPBACK_NET, &thread)??, ONE_MACHINE.to_owned()),
+            _ if options.emulated_link.is_some() => return Err(LaneError::NoLinkEmulation { rank }.into()),
+            (NetChoice::Verbs, _) => (place.open(&VERBS_NET, &thread)??, REQUESTED.to_owned()),
+            (NetChoice::Tcp, _) => (place.open(&TCP_NET, &thread)??, REQUESTED.to_owned()),
             (NetChoice::Auto, Some(_)) => match place.open(&VERBS_NET, &thread)? {
-                Ok(transport) => (transport, NetReason::Cards),
+                Ok(transport) => (transport, ALL_HAVE_NICS.to_owned()),
                 // A setting of the user is never ignored silently.
                 Err(lacking) if lacking.mistake => return Err(lacking.into()),
                 Err(lacking) => {
-                    let why = NetReason::NoCards { rank: lacking.rank, reason: lacking.reason.clone() };
+                    let (rank, reason) = (lacking.rank, &lacking.reason);
+                    let why =
+                        format!("the nodes are on several machines, and rank {rank} has no NIC: {reason}");
                     (place.open(&TCP_NET, &thread)??, why)
                 }
             },
         };
-        let report = NetReport { lane: transport.lane(), why, cards: transport.describe() };
+        let report = NetReport { lane: transport.lane(), reason: why, nics: transport.describe() };
         let net = NetState { thread, transport, report };
         net.register(Region { mapped: Arc::clone(heap.mapped()), member: rank })?;
         Ok(net)
@@ -188,15 +163,15 @@ impl NetState {
 impl NetSelection<'_> {
     /// All ranks must have asked for the same.
     fn compare(&self) -> Result<(), Error> {
-        let (hub, mine) = (self.hub, self.options.rail as u8);
-        let (rank, deadline) = (hub.rank(), self.options.clocks.rendezvous);
-        let said = hub.gather("world/rail", rank, hub.size(), &[mine], deadline)?;
+        let (hub, mine) = (self.hub, self.options.net as u8);
+        let (rank, deadline) = (hub.rank(), self.options.timeouts.rendezvous);
+        let said = hub.gather("world/net", rank, hub.size(), &[mine], deadline)?;
         match (0..).zip(&said).find(|(_, theirs)| theirs[..] != [mine]) {
             None => Ok(()),
             Some((peer, theirs)) => {
                 let theirs = NetChoice::ALL.into_iter().find(|&choice| theirs[..] == [choice as u8]);
                 let theirs = theirs.map_or("one that it does not know", NetChoice::name);
-                let mine = self.options.rail.name();
+                let mine = self.options.net.name();
                 Err(LaneError::ChoicesDiffer { rank, peer, mine, theirs }.into())
             }
         }
@@ -204,7 +179,8 @@ impl NetSelection<'_> {
 
     /// This rank's segments.
     fn segments(&self, thread: &ProgressThread) -> Opened {
-        let egress = self.options.pace.map(|pace| Arc::new(LinkEmulator::new(pace)));
+        let egress =
+            self.options.emulated_link.map(|emulated_link| Arc::new(LinkEmulator::new(emulated_link)));
         let regions = Arc::clone(thread.regions());
         Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, thread.event_fd(), egress)?))
     }
@@ -213,7 +189,7 @@ impl NetSelection<'_> {
     fn tcp(&self, thread: &ProgressThread) -> Opened {
         let NetSelection { hub, options, .. } = *self;
         let (health, regions) = (Arc::clone(hub.health()), Arc::clone(thread.regions()));
-        let wires = TcpTransport::open(hub.pass()?, &options.tcp_address, options.clocks, health, regions)?;
+        let wires = TcpTransport::open(hub.pass()?, &options.tcp_address, options.timeouts, health, regions)?;
         Ok(Box::new(wires))
     }
 
@@ -242,8 +218,8 @@ impl NetSelection<'_> {
         thread: &ProgressThread,
     ) -> Result<Result<Box<dyn NetTransport>, Lacking>, Error> {
         let (opened, lane) = ((net.open)(self, thread), net.lane);
-        let (hub, deadline) = (self.hub, self.options.clocks.rendezvous);
-        let (key, said) = (format!("world/rail/{lane}"), Failure::answer(&opened, is_mistake));
+        let (hub, deadline) = (self.hub, self.options.timeouts.rendezvous);
+        let (key, said) = (format!("world/net/{lane}"), Failure::answer(&opened, is_mistake));
         let answers = hub.gather(&key, hub.rank(), hub.size(), &said, deadline)?;
         Ok(match Failure::named(&answers) {
             None => Ok(opened?),
@@ -364,13 +340,13 @@ fn join(
 ) -> Result<Vec<Arc<dyn NetConnection>>, Error> {
     let (mut joined, mut failed) = (Vec::new(), Ok(()));
     for ((&(_, peer), end), offered) in peers.iter().zip(ends).zip(offered) {
-        let missing = "its end of a wire";
-        let rail = match offered.is_empty() {
+        let missing = "its end of a connection";
+        let connection = match offered.is_empty() {
             true => Err(LaneError::NoLane { rank: own, peer, missing }.into()),
             false => end.connect(offered),
         };
-        match rail {
-            Ok(rail) => joined.push(rail),
+        match connection {
+            Ok(connection) => joined.push(connection),
             Err(error @ Error::Lane(LaneError::NoConnection { .. })) => {
                 return Err(failed.err().unwrap_or(error));
             }
@@ -388,7 +364,7 @@ fn pass_bytes(
     ends: &[Box<dyn ConnectionEnd + '_>],
 ) -> Result<Vec<ConnectionOffer>, Error> {
     let (hub, step) = (group.shared.hub.as_ref(), group.step());
-    let (own, deadline) = (hub.rank(), group.shared.options.clocks.rendezvous);
+    let (own, deadline) = (hub.rank(), group.shared.options.timeouts.rendezvous);
     let key = |from: u32, to: u32| format!("{step}/{from}-{to}");
     for (nth, &(_, peer)) in peers.iter().enumerate() {
         let offer = ends.get(nth).map(|end| end.bytes()).unwrap_or_default();
@@ -408,7 +384,7 @@ fn pass_descriptors(
         Some(ends.get(nth).map(|end| end.descriptors()).unwrap_or_default())
     };
     let (hub, me) = (group.shared.hub.as_ref(), group.rank() as usize);
-    let deadline = group.shared.options.clocks.rendezvous;
+    let deadline = group.shared.options.timeouts.rendezvous;
     let mut received = exchange_fds(hub, &group.step(), group.ranks(), me, &offer, deadline)?;
     let mut take = |&(at, _): &(usize, u32)| std::mem::take(&mut received[at]);
     Ok(peers.iter().map(|peer| ConnectionOffer { bytes: Vec::new(), descriptors: take(peer) }).collect())

@@ -23,14 +23,14 @@ pub struct Options {
     /// Sizes of memory.
     pub config: Config,
     /// How long to wait for what.
-    pub clocks: Timeouts,
+    pub timeouts: Timeouts,
     /// Keep so many operations of each rank for a timeline, the first ones since the recorder was
     /// emptied; 0 keeps none and costs nothing.
     pub record: usize,
     /// The lane between nodes.
-    pub rail: NetChoice,
+    pub net: NetChoice,
     /// The link that loop connections emulate. All ranks must choose the same.
-    pub pace: Option<EmulatedLink>,
+    pub emulated_link: Option<EmulatedLink>,
     /// Address at which peers connect to this rank, if the lane is tcp.
     pub tcp_address: TcpAddress,
     /// Predict the requests to NICs ([`World::nic_forecast`]).
@@ -50,9 +50,9 @@ impl Options {
     /// # Errors
     /// [`BootstrapError::BadVariable`].
     pub fn from_env() -> Result<Self, BootstrapError> {
-        let (config, clocks, rail) = (Config::from_env()?, Timeouts::from_env()?, NetChoice::from_env()?);
-        let (pace, tcp_address) = (EmulatedLink::from_env()?, TcpAddress::from_env());
-        Ok(Options { config, clocks, rail, pace, tcp_address, ..Options::default() })
+        let (config, timeouts, net) = (Config::from_env()?, Timeouts::from_env()?, NetChoice::from_env()?);
+        let (emulated_link, tcp_address) = (EmulatedLink::from_env()?, TcpAddress::from_env());
+        Ok(Options { config, timeouts, net, emulated_link, tcp_address, ..Options::default() })
     }
 }
 
@@ -113,7 +113,7 @@ impl World {
     /// # Errors
     /// As [`World::from_env`].
     pub fn join(identity: &Identity, secret: Option<Secret>, options: Options) -> Result<Self, Error> {
-        let hub = bootstrap::connect(identity, secret, options.clocks)?;
+        let hub = bootstrap::connect(identity, secret, options.timeouts)?;
         Self::build(hub, options, &Location::here()?, None)
     }
 
@@ -133,7 +133,7 @@ impl World {
     /// # Errors
     /// As [`World::from_env`].
     pub fn threads_with(nodes: &[u32], options: &Options) -> Result<Vec<Self>, Error> {
-        let hubs = bootstrap::threads(nodes.len() as u32, options.clocks);
+        let hubs = bootstrap::threads(nodes.len() as u32, options.timeouts);
         std::thread::scope(|scope| {
             let ranks: Vec<_> = hubs
                 .into_iter()
@@ -174,7 +174,7 @@ impl World {
         place: &Location,
         previous: Option<Vec<u32>>,
     ) -> Result<Self, Error> {
-        let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+        let (rank, size, deadline) = (hub.rank(), hub.size(), options.timeouts.rendezvous);
         let rows = RowKernels::new(Simd::from_env()?);
         let labels = hub.gather("world/place", rank, size, &place.to_bytes(), deadline)?;
         let machines: Vec<Location> = labels
@@ -216,7 +216,7 @@ impl World {
             &members,
             rank as usize,
             &offer,
-            options.clocks.rendezvous,
+            options.timeouts.rendezvous,
         )?;
         let mut segments: Vec<Option<Segment>> = received
             .into_iter()
@@ -226,7 +226,7 @@ impl World {
             })
             .collect::<Result<_, MemoryError>>()?;
         segments[rank as usize] = Some(own);
-        Ok(Heap::new(rank, sizes, &segments, hub.health(), options.clocks.deadline)?)
+        Ok(Heap::new(rank, sizes, &segments, hub.health(), options.timeouts.deadline)?)
     }
 
     /// This rank.
@@ -393,7 +393,7 @@ pub(super) fn oversubscribed(machines: &[Location], rank: u32, threads: usize) -
 /// Compares the fingerprints of all ranks. Digests go round; the words themselves only if these
 /// differ, and only of the two ranks that the error names.
 fn compare_fingerprints(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
-    let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+    let (rank, size, deadline) = (hub.rank(), hub.size(), options.timeouts.rendezvous);
     let mine = Sha256::digest(&options.job_fingerprint);
     let digests = hub.gather("world/conditions", rank, size, mine.as_slice(), deadline)?;
     let Some(differs) = digests.iter().position(|digest| *digest != digests[0]) else { return Ok(()) };
@@ -407,11 +407,14 @@ fn compare_fingerprints(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
 /// Compares the sizes of heaps and the emulated links of all ranks. Peers check offsets against
 /// their own sizes, and hold signals back at both ends of a connection or at none.
 fn compare_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
-    let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
-    let pace = options.pace.map_or([0; 2], |pace| {
-        [pace.bytes_per_second.get(), u64::try_from(pace.latency.as_nanos()).unwrap_or(u64::MAX)]
+    let (rank, size, deadline) = (hub.rank(), hub.size(), options.timeouts.rendezvous);
+    let emulated_link = options.emulated_link.map_or([0; 2], |emulated_link| {
+        [
+            emulated_link.bytes_per_second.get(),
+            u64::try_from(emulated_link.latency.as_nanos()).unwrap_or(u64::MAX),
+        ]
     });
-    let mine = [options.config.heap, options.config.symmetric, pace[0], pace[1]];
+    let mine = [options.config.heap, options.config.symmetric, emulated_link[0], emulated_link[1]];
     let said = hub.gather("world/sizes", rank, size, bytemuck::cast_slice(&mine), deadline)?;
     for (blob, peer) in said.iter().zip(0..) {
         let theirs = bytemuck::try_pod_read_unaligned::<[u64; 4]>(blob).unwrap_or_default();

@@ -130,7 +130,7 @@ impl Window {
         use std::os::fd::AsFd;
         let me = group.rank();
         let offer = |peer: usize| lanes.nodes.same_node(me, peer as u32).then(|| vec![own.as_fd()]);
-        let deadline = group.shared.options.clocks.rendezvous;
+        let deadline = group.shared.options.timeouts.rendezvous;
         let (hub, key) = (group.shared.hub.as_ref(), group.step());
         let received = exchange_fds(hub, &key, group.ranks(), me as usize, &offer, deadline)?;
         let mut segments = Vec::new();
@@ -278,7 +278,7 @@ impl Window {
         let spans = [SpanCopy { from: PutSource::Input, from_offset: 0, to: DATA, to_offset: offset, len }];
         let table = [Operand::Spans { first: 0, count: 1 }];
         let operands = Operands { table: &table, spans: &spans, ..Operands::default() };
-        self.step(peer, Op::Put { to: peer, slot: OperandId(0) }, &operands, src)
+        self.step(peer, Op::Put { to: peer, operand: OperandId(0) }, &operands, src)
     }
 
     #[inline(always)]
@@ -342,8 +342,8 @@ impl Registered {
                 return Err(MemoryError::NotUsable { rank: member }.into());
             };
             let region = u32::from_le_bytes(*number);
-            if let PeerLane::Net(rail) = &lanes.reach[member as usize] {
-                rail.import_region(region, key)?;
+            if let PeerLane::Net(connection) = &lanes.reach[member as usize] {
+                connection.import_region(region, key)?;
             }
             parts.push(WindowPart { member, region, offset: 0, len });
         }

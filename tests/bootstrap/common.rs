@@ -33,7 +33,7 @@ pub fn place() -> Place {
     Place { job: format!("test at {ports:?}"), ports }
 }
 
-pub fn clocks() -> Timeouts {
+pub fn timeouts() -> Timeouts {
     Timeouts { rendezvous: LONG, ..Timeouts::default() }
 }
 
@@ -64,7 +64,7 @@ pub fn world(size: u32) -> Vec<Box<dyn Hub>> {
     let place = place();
     let secret = Secret::random().unwrap();
     let hubs = each((0..size).collect(), |rank| {
-        connect(&identity(rank, size, &place), Some(secret.clone()), clocks()).unwrap()
+        connect(&identity(rank, size, &place), Some(secret.clone()), timeouts()).unwrap()
     });
     assert!(hubs.iter().zip(0..).all(|(hub, rank)| (hub.rank(), hub.size(), hub.epoch()) == (rank, size, 0)));
     hubs

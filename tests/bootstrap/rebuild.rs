@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::common::{LONG, Signal, clocks, death, each, identity, place, world};
+use crate::common::{LONG, Signal, death, each, identity, place, timeouts, world};
 use sidelane::{
     bootstrap::{Timeouts, connect, threads},
     error::{BootstrapError, Cause, LostReason},
@@ -58,7 +58,7 @@ fn a_living_world_is_rebuilt_with_everyone_and_again() {
 fn a_rank_that_comes_too_late_to_a_rebuild_is_told_that_it_is_out() {
     let place = place();
     let quick =
-        Timeouts { liveness: Duration::from_millis(200), heartbeat: Duration::from_millis(20), ..clocks() };
+        Timeouts { liveness: Duration::from_millis(200), heartbeat: Duration::from_millis(20), ..timeouts() };
     let hubs = each(vec![0, 1, 2], |rank| connect(&identity(rank, 3, &place), None, quick).unwrap());
     let done = Signal::default();
     let seen = each(hubs, |hub| {

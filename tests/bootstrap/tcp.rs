@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{LONG, Place, SOON, Signal, clocks, death, each, identity, place, world};
+use crate::common::{LONG, Place, SOON, Signal, death, each, identity, place, timeouts, world};
 use sidelane::{
     bootstrap::{Identity, LauncherPipe, Secret, Timeouts, connect},
     error::{BootstrapError, Cause, LostReason},
@@ -77,8 +77,8 @@ fn a_value_that_is_never_set_ends_with_the_deadline() {
 #[test]
 fn a_rendezvous_names_the_rank_that_did_not_come() {
     let place = place();
-    let clocks = Timeouts { rendezvous: Duration::from_millis(700), ..clocks() };
-    let errors = each(vec![0, 2], |rank| connect(&identity(rank, 3, &place), None, clocks).err().unwrap());
+    let timeouts = Timeouts { rendezvous: Duration::from_millis(700), ..timeouts() };
+    let errors = each(vec![0, 2], |rank| connect(&identity(rank, 3, &place), None, timeouts).err().unwrap());
     for error in errors {
         assert!(matches!(&error, BootstrapError::Deadline { missing, .. } if *missing == [1]), "{error}");
     }
@@ -87,8 +87,8 @@ fn a_rendezvous_names_the_rank_that_did_not_come() {
 #[test]
 fn nobody_at_the_address_is_an_error_that_names_it() {
     let place = place();
-    let clocks = Timeouts { rendezvous: Duration::from_millis(200), ..clocks() };
-    let error = connect(&identity(1, 2, &place), None, clocks).err().unwrap();
+    let timeouts = Timeouts { rendezvous: Duration::from_millis(200), ..timeouts() };
+    let error = connect(&identity(1, 2, &place), None, timeouts).err().unwrap();
     let BootstrapError::NoRendezvous { address, .. } = &error else { panic!("{error}") };
     assert!(address.contains("127.0.0.1") && address.contains(&place.ports[0].to_string()), "{address}");
 }
@@ -101,7 +101,7 @@ fn a_wrong_secret_is_refused_while_the_right_ones_go_on() {
     let results = each(vec![0u32, 1, 2], |rank| {
         if rank == 2 {
             let wrong = Some(Secret::from_bytes("wrong"));
-            let error = connect(&identity(1, 2, &place), wrong, clocks()).err().unwrap();
+            let error = connect(&identity(1, 2, &place), wrong, timeouts()).err().unwrap();
             refused.raise();
             return Err(error);
         }
@@ -109,7 +109,7 @@ fn a_wrong_secret_is_refused_while_the_right_ones_go_on() {
             // The liar comes first.
             refused.wait_for(1);
         }
-        let hub = connect(&identity(rank, 2, &place), Some(secret.clone()), clocks())?;
+        let hub = connect(&identity(rank, 2, &place), Some(secret.clone()), timeouts())?;
         hub.barrier("met", rank, 2, LONG)
     });
     assert!(
@@ -124,7 +124,7 @@ fn jobs_that_share_ports_and_a_name_meet_by_their_secrets() {
     let ranks = [("one", 0), ("two", 0), ("one", 1), ("two", 1)];
     let results = each(ranks.to_vec(), |(name, rank)| {
         let secret = Some(Secret::from_bytes(name));
-        let hub = connect(&identity(rank, 2, &place), secret, clocks())?;
+        let hub = connect(&identity(rank, 2, &place), secret, timeouts())?;
         let said = hub.gather("secret", rank, 2, name.as_bytes(), LONG)?;
         hub.barrier("end", rank, 2, LONG)?;
         Ok::<_, BootstrapError>(said == [name.as_bytes(), name.as_bytes()])
@@ -139,7 +139,7 @@ fn process_of_another_user() {
     let ports = std::env::var("SIDELANE_TEST_PORTS").unwrap();
     let ports = ports.split(',').map(|port| port.parse().unwrap()).collect();
     let place = Place { job: std::env::var("SIDELANE_TEST_JOB").unwrap(), ports };
-    let error = connect(&identity(1, 2, &place), None, clocks()).err().unwrap();
+    let error = connect(&identity(1, 2, &place), None, timeouts()).err().unwrap();
     assert!(matches!(error, BootstrapError::WrongSecret { .. }), "{error}");
     println!("refused");
 }
@@ -176,7 +176,7 @@ fn job_without_a_secret_refuses_processes_of_other_users() {
             // The stranger comes first.
             refused.wait_for(1);
         }
-        connect(&identity(rank, 2, &place), None, clocks())?.barrier("met", rank, 2, LONG)
+        connect(&identity(rank, 2, &place), None, timeouts())?.barrier("met", rank, 2, LONG)
     });
     assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
 }
@@ -205,7 +205,7 @@ fn strangers_do_not_hold_up_the_rendezvous() {
             strangers[1].set_read_timeout(Some(LONG)).unwrap();
             let _ = strangers[1].read_to_end(&mut answer);
         }
-        let hub = connect(&identity(rank, 2, &place), None, clocks())?;
+        let hub = connect(&identity(rank, 2, &place), None, timeouts())?;
         // The silent one is still connected.
         hub.barrier("met", rank, 2, LONG)
     });
@@ -219,7 +219,7 @@ fn the_right_port_is_found_among_those_of_others() {
     let mut place = place();
     place.ports.insert(0, taken);
     let results = each(vec![0u32, 1], |rank| {
-        connect(&identity(rank, 2, &place), None, clocks())?.barrier("met", rank, 2, LONG)
+        connect(&identity(rank, 2, &place), None, timeouts())?.barrier("met", rank, 2, LONG)
     });
     assert_eq!(results, [Ok(()), Ok(())]);
 }
@@ -228,8 +228,8 @@ fn the_right_port_is_found_among_those_of_others() {
 fn two_processes_of_one_rank_are_one_too_many() {
     let place = place();
     let hubs: Vec<_> =
-        each(vec![0u32, 1], |rank| connect(&identity(rank, 2, &place), None, clocks()).unwrap());
-    let error = connect(&identity(1, 2, &place), None, clocks()).err().unwrap();
+        each(vec![0u32, 1], |rank| connect(&identity(rank, 2, &place), None, timeouts()).unwrap());
+    let error = connect(&identity(1, 2, &place), None, timeouts()).err().unwrap();
     assert_eq!(error, BootstrapError::RankRefused { rank: 1, size: 2 });
     assert!(hubs.iter().all(|hub| hub.health().check().is_ok()));
     each(hubs, drop);
@@ -238,7 +238,7 @@ fn two_processes_of_one_rank_are_one_too_many() {
 #[test]
 fn listening_beyond_loopback_needs_a_secret() {
     let open = Identity { local_size: None, master_addr: "192.0.2.1".into(), ..identity(0, 2, &place()) };
-    let error = connect(&open, None, clocks()).err().unwrap();
+    let error = connect(&open, None, timeouts()).err().unwrap();
     assert_eq!(error, BootstrapError::NoSecret { address: "192.0.2.1".into() });
 }
 
@@ -329,7 +329,7 @@ fn the_end_of_the_launcher_ends_the_world() {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     let launcher_pipe = Some(LauncherPipe { fd: reader.as_raw_fd() as u32, pid: 4711 });
     let hubs = each(vec![0, 1], |rank| {
-        connect(&Identity { launcher_pipe, ..identity(rank, 2, &place) }, None, clocks()).unwrap()
+        connect(&Identity { launcher_pipe, ..identity(rank, 2, &place) }, None, timeouts()).unwrap()
     });
     assert!(hubs.iter().all(|hub| hub.health().check().is_ok()));
     drop(writer);

@@ -121,7 +121,7 @@ fn each_row_crosses_once_per_node_and_whole_blocks_are_handed_on() {
         let mut collective = RowCollective::builder(&world.all().unwrap()).columns(COLUMNS).build().unwrap();
         let (_, shares) = collective.all_gather(&tensor(0, 8, 0)).unwrap();
         let report = shares.handle().report().unwrap();
-        assert_eq!(report.traffic.sent.rail, 8);
+        assert_eq!(report.traffic.sent.remote, 8);
         assert_eq!(report.moved.inter_node_bytes, 8 * 48);
         // A copy for each source, rank served and chunk.
         let sources = report.relayed.rows / (8 * if world.rank() < 3 { 3 } else { 5 });

@@ -153,8 +153,8 @@ fn a_window_reaches_ranks_that_a_layer_of_its_group_reaches_by_relays_only() {
 
 #[test]
 fn a_silent_peer_is_named_by_the_deadline() {
-    let clocks = Timeouts { deadline: Duration::from_secs(1), ..Timeouts::default() };
-    on_ranks(&[0, 1], &Options { clocks, ..small() }, |world| {
+    let timeouts = Timeouts { deadline: Duration::from_secs(1), ..Timeouts::default() };
+    on_ranks(&[0, 1], &Options { timeouts, ..small() }, |world| {
         let group = world.all().unwrap();
         let mut window = group.window(64).unwrap();
         if world.rank() == 0 {

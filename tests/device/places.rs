@@ -301,8 +301,8 @@ fn called(
         }
         Feature::Release => ep.release(Some(handle)).unwrap_err(),
         Feature::Streams => ep.set_stream(&stream(ep.rank())).unwrap_err(),
-        Feature::Yardstick => {
-            ep.yardstick(group, rows, handle.output().unwrap(), handle).map(drop).unwrap_err()
+        Feature::Floor => {
+            ep.floor_bench(group, rows, handle.output().unwrap(), handle).map(drop).unwrap_err()
         }
         _ => return None,
     })

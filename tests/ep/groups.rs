@@ -132,9 +132,9 @@ fn one_rank_works_in_two_groups_at_once() {
 #[test]
 fn a_silent_rank_is_named_by_its_place_in_the_group_and_by_its_rank_in_the_world() {
     const RANKS: [u32; 5] = [7, 0, 5, 2, 3];
-    let clocks = Timeouts { deadline: Duration::from_secs(2), ..Timeouts::default() };
+    let timeouts = Timeouts { deadline: Duration::from_secs(2), ..Timeouts::default() };
     for route in Route::ALL {
-        on_ranks(&THREE_AND_FIVE, &Options { clocks, ..small() }, |world| {
+        on_ranks(&THREE_AND_FIVE, &Options { timeouts, ..small() }, |world| {
             if !RANKS.contains(&world.rank()) {
                 return;
             }

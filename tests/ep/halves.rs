@@ -25,7 +25,7 @@ const WORLDS: [(&[u32], Route); 6] = [
 
 /// A rank that waits for an absent rank reports it soon.
 fn impatient() -> Options {
-    Options { clocks: Timeouts { deadline: Duration::from_secs(30), ..Timeouts::default() }, ..tiny() }
+    Options { timeouts: Timeouts { deadline: Duration::from_secs(30), ..Timeouts::default() }, ..tiny() }
 }
 
 fn layer(group: &Group, route: Route) -> ExpertParallel {

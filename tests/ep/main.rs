@@ -3,13 +3,14 @@
 mod backward;
 mod differences;
 mod exchange;
+mod floor;
 mod groups;
 mod halves;
 mod handles;
 mod layouts;
 mod modes;
+mod nodes;
 mod prepare;
-mod rails;
 mod records;
 mod refusals;
 mod remap;
@@ -19,4 +20,3 @@ mod strategy;
 #[path = "../support/mod.rs"]
 mod support;
 mod traffic;
-mod yardstick;

@@ -120,9 +120,9 @@ fn what_moved_is_what_was_planned() {
             let near = members.members(members.node_of(world.rank())).len() as u64;
             assert_eq!((plan.sent.own, plan.sent.local), (64, 64 * (near - 1)));
             let crosses = if route == Route::Pxn { u64::from(members.nodes()) - 1 } else { ranks - near };
-            assert_eq!(plan.sent.rail, 64 * crosses, "each token to every node, or to every rank");
+            assert_eq!(plan.sent.remote, 64 * crosses, "each token to every node, or to every rank");
             assert_eq!(plan.regrouped, u64::from(rows.len()));
-            assert_eq!(moved.inter_node_bytes, plan.sent.rail * 32);
+            assert_eq!(moved.inter_node_bytes, plan.sent.remote * 32);
             let local = plan.sent.own + plan.sent.local + plan.relayed + plan.regrouped;
             assert_eq!(moved.intra_node_bytes, local * 32);
         });

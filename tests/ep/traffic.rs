@@ -65,12 +65,12 @@ fn the_report_counts_exactly_the_bytes_of_the_plan() {
                 .flat_map(|source| entries(&ep, source))
                 .filter(|&(_, owner)| map.same_node(me, owner))
                 .count();
-            let (local, rail) = match route {
+            let (local, remote) = match route {
                 Route::Direct => (near.len(), far.len()),
                 Route::Pxn => (near.len() + handed_on, crossing.len()),
             };
             let moved = handle.report().unwrap().moved;
-            let expected = [local, rail, local + rail].map(|rows| rows as u64);
+            let expected = [local, remote, local + remote].map(|rows| rows as u64);
             assert_eq!(
                 [moved.intra_node_bytes, moved.inter_node_bytes, moved.rows * ROW],
                 expected.map(|rows| rows * ROW)

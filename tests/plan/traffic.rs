@@ -163,7 +163,7 @@ fn counted(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<Traffic> {
     ranks.iter().for_each(|&(source, ..)| all[source as usize].remote_ranks += 1);
     for &(source, ..) in &remote {
         all[source as usize].remote_nodes += 1;
-        all[source as usize].sent.rail += u64::from(case.route == Route::Pxn);
+        all[source as usize].sent.remote += u64::from(case.route == Route::Pxn);
     }
     all
 }
@@ -172,7 +172,7 @@ fn hop<'a>(hops: &'a mut RowsByDistance, source: u32, rank: u32, nodes: &NodeMap
     match (source == rank, nodes.same_node(source, rank)) {
         (true, _) => &mut hops.own,
         (_, true) => &mut hops.local,
-        (_, false) => &mut hops.rail,
+        (_, false) => &mut hops.remote,
     }
 }
 
@@ -198,7 +198,7 @@ proptest! {
 #[test]
 fn a_return_moves_a_row_per_expert_or_a_partial_per_rank_or_node() {
     let traffic = Traffic {
-        logical: RowsByDistance { own: 5, local: 6, rail: 100 },
+        logical: RowsByDistance { own: 5, local: 6, remote: 100 },
         remote_ranks: 60,
         remote_nodes: 20,
         row_bytes: 8,

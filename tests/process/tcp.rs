@@ -20,9 +20,9 @@ fn set_running(job: &mut Job, ranks: u32) {
     job.demand(0..ranks, Instant::now(), LONG, &Report::Running);
 }
 
-fn demand_rail(job: &mut Job, ranks: u32, rail: &str) {
+fn demand_net(job: &mut Job, ranks: u32, net: &str) {
     job.tell(0..ranks, Command::NameRail);
-    job.demand(0..ranks, Instant::now(), LONG, &Report::Rail(rail.to_owned()));
+    job.demand(0..ranks, Instant::now(), LONG, &Report::Net(net.to_owned()));
 }
 
 #[test]
@@ -37,7 +37,7 @@ fn every_row_lands_and_comes_home_over_tcp() {
     for (nodes, route) in cases(all, 3) {
         let ranks = nodes.len() as u32;
         let mut job = Setup::on(nodes).route(route).var("SIDELANE_NET", "tcp").join();
-        demand_rail(&mut job, ranks, "tcp (asked for)");
+        demand_net(&mut job, ranks, "tcp (requested)");
         job.verify(0..ranks, 12);
         job.end(0..ranks);
     }
@@ -138,8 +138,8 @@ fn machines_without_anything_better_are_joined_by_tcp() {
         job.tell(0..4, Command::NameRail);
         let why = "tcp (the nodes are on several machines, and rank 0 has no NIC: cannot load /nowhere/";
         for (rank, heard) in job.hear(0..4) {
-            let Report::Rail(rail) = heard.said else { panic!("rank {rank}: {:?}", heard.said) };
-            assert!(rail.starts_with(why), "rank {rank}: {rail}");
+            let Report::Net(net) = heard.said else { panic!("rank {rank}: {:?}", heard.said) };
+            assert!(net.starts_with(why), "rank {rank}: {net}");
         }
         job.verify(0..4, 10);
         job.end(0..4);

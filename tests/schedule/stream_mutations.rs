@@ -254,7 +254,7 @@ fn bound(me: u32, ranks: u32, first: Op, then: Op) -> bool {
     match (first, then) {
         // Rows before the word, or the request flag, behind them.
         (Op::Put { to: a, .. }, Op::Signal { to: b, .. }) if a != me => a == b,
-        (Op::Put { slot, .. }, Op::Signal { to, of, .. }) => slot.0 < 2 * ranks && to == me && of == me,
+        (Op::Put { operand, .. }, Op::Signal { to, of, .. }) => operand.0 < 2 * ranks && to == me && of == me,
         // A word before the step that it allows: its reset, or its relaying.
         (Op::Wait { from, .. }, Op::Signal { to, of, .. }) => to == me && from == of,
         _ => false,
@@ -264,12 +264,12 @@ fn bound(me: u32, ranks: u32, first: Op, then: Op) -> bool {
 /// Why a bug across nodes does no harm, if that is so.
 fn harmless(mutation: &Mutation, way: RowPath, ranks: u32) -> Option<&'static str> {
     let Mutation { rank, kind, item: TrackOp { op, .. }, change, .. } = *mutation;
-    let rings = matches!(op, Op::Signal { to, of, level: FlagValue::Credit, .. } if to == of);
+    let requests = matches!(op, Op::Signal { to, of, level: FlagValue::Credit, .. } if to == of);
     let of_rail = matches!(op, Op::Signal { level: FlagValue::Call, .. });
     match (change, mutation.other) {
         (Change::Swap, Some(next)) if !bound(rank, ranks, op, next) => Some("the order of the two is free"),
-        (Change::Retrack, _) if rings && way == RowPath::GpuDirect => {
-            Some("what the bell follows was packed before the stage")
+        (Change::Retrack, _) if requests && way == RowPath::GpuDirect => {
+            Some("what the request follows was packed before the stage")
         }
         (Change::Drop, _) if of_rail && kind == CallKind::Dispatch => {
             Some("one word grows for both calls: the combine says it, too, behind the same rows")

@@ -134,7 +134,7 @@ int main(void) {
     sidelane_report_t report = {.size = sizeof report};
     CHECK(sidelane_handle_report(again, &report));
     REQUIRE(report.copied_bytes == layout.rows * HIDDEN * sizeof(float));
-    REQUIRE(report.moved.inter_node_bytes == report.sent.rail * report.row_bytes);
+    REQUIRE(report.moved.inter_node_bytes == report.sent.remote * report.row_bytes);
 
     // The first layout once more: no ids, no counts.
     CHECK(sidelane_rows_close(rows));

@@ -874,7 +874,7 @@ typedef struct {
     // To other ranks of its node.
     uint64_t local;
     // To other nodes.
-    uint64_t rail;
+    uint64_t remote;
 } sidelane_hops_t;
 
 // Requests to a stream, and to nets next to it.
@@ -898,18 +898,18 @@ typedef struct {
     // `bytes`.
     uint64_t staged_out_bytes;
     // Bytes that came in by memory of the host, zeros included; not among `bytes`.
-    uint64_t in_bytes;
-    // Puts on rails.
-    uint64_t rail_puts;
+    uint64_t staged_in_bytes;
+    // Puts to other nodes.
+    uint64_t inter_node_puts;
     // Their bytes, headers and messages among them.
-    uint64_t rail_bytes;
-    // Signals over rails.
-    uint64_t rail_signals;
+    uint64_t inter_node_bytes;
+    // Signals to other nodes.
+    uint64_t inter_node_signals;
     // Puts by GPUDirect among them: NICs read rows from device memory and wrote them to that of
     // another.
     uint64_t gpu_direct_puts;
     // Their bytes.
-    uint64_t straight_bytes;
+    uint64_t gpu_direct_bytes;
 } sidelane_enqueued_t;
 
 // The name of a kernel; empty: no more kernels.

@@ -116,8 +116,8 @@ impl Brought {
 /// An instance, as its calls, pending ones among them, have it.
 #[derive(Clone)]
 pub struct Instance {
-    pub seat: Arc<OpenWorld>,
-    pub slot: Arc<LendingCell<sidelane::ExpertParallel>>,
+    pub open_world: Arc<OpenWorld>,
+    pub cell: Arc<LendingCell<sidelane::ExpertParallel>>,
     pub shape: Shape,
 }
 
@@ -128,7 +128,7 @@ impl Instance {
         py: Python<'_>,
         call: impl FnOnce(&mut sidelane::ExpertParallel) -> Result<T, sidelane::Error> + Send,
     ) -> PyResult<T> {
-        self.seat.call(py, &self.slot, call)
+        self.open_world.call(py, &self.cell, call)
     }
 
     /// Goes on with torch's current stream, if calls go there. A stream that is being captured is
@@ -139,7 +139,7 @@ impl Instance {
     pub fn follow(&self, py: Python<'_>) -> PyResult<()> {
         let Some(on) = self.shape.place.on() else { return Ok(()) };
         let Some(next) = on.moved(py)? else { return Ok(()) };
-        let constant = self.slot.lend(|ep| Ok(ep.executor() == CallExecutor::ConstantProgram))?;
+        let constant = self.cell.lend(|ep| Ok(ep.executor() == CallExecutor::ConstantProgram))?;
         if constant || !on.is_captured(next).map_err(raise)? { self.set_stream(py, on, next) } else { Ok(()) }
     }
 
@@ -148,7 +148,7 @@ impl Instance {
     /// # Errors
     /// `DeviceError`, `BusyError`, `PlanError`.
     pub fn set_stream(&self, py: Python<'_>, on: &OnStream, stream: usize) -> PyResult<()> {
-        self.slot.lend(|ep| py.detach(|| on.set_stream(ep, stream)).map_err(raise))
+        self.cell.lend(|ep| py.detach(|| on.set_stream(ep, stream)).map_err(raise))
     }
 
     /// A collective call along a handle, or the refusal of one whose input cannot be used.
@@ -161,7 +161,7 @@ impl Instance {
         + Send,
     ) -> PyResult<T> {
         match input {
-            Ok(input) => handle.slot.lend(|held| self.call(py, |ep| call(ep, input, held))),
+            Ok(input) => handle.cell.lend(|held| self.call(py, |ep| call(ep, input, held))),
             Err(error) => Err(self.refuse(py, kind, Some(handle), error)),
         }
     }
@@ -172,7 +172,7 @@ impl Instance {
         let here = || PlanError::RefusedHere.into();
         let said: PyResult<()> = match handle {
             Some(handle) => {
-                handle.slot.lend(|held| self.call(py, |ep| Err(ep.refuse(kind, Some(held), here()))))
+                handle.cell.lend(|held| self.call(py, |ep| Err(ep.refuse(kind, Some(held), here()))))
             }
             None => self.call(py, |ep| Err(ep.refuse(kind, None, here()))),
         };

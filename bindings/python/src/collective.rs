@@ -29,8 +29,8 @@ struct Shape {
 /// All-gather and reduce-scatter over a group of ranks.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Collective {
-    seat: Arc<OpenWorld>,
-    slot: Arc<LendingCell<Gathers>>,
+    open_world: Arc<OpenWorld>,
+    cell: Arc<LendingCell<Gathers>>,
     shape: Shape,
     #[pyo3(get)]
     rank: u32,
@@ -41,7 +41,7 @@ pub struct Collective {
 /// How many rows each rank has.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Shares {
-    slot: LendingCell<Layout>,
+    cell: LendingCell<Layout>,
     shape: Shape,
     kind: Kind,
     outputs: Outputs,
@@ -57,7 +57,7 @@ impl Collective {
         py: Python<'_>,
         call: impl FnOnce(&mut Gathers) -> Result<T, sidelane::Error> + Send,
     ) -> PyResult<T> {
-        self.seat.call(py, &self.slot, call)
+        self.open_world.call(py, &self.cell, call)
     }
 
     fn along<T: Send>(
@@ -66,7 +66,7 @@ impl Collective {
         shares: &Shares,
         call: impl FnOnce(&mut Gathers, &Layout) -> Result<T, sidelane::Error> + Send,
     ) -> PyResult<T> {
-        shares.slot.lend(|layout| self.call(py, |gathers| call(gathers, layout)))
+        shares.cell.lend(|layout| self.call(py, |gathers| call(gathers, layout)))
     }
 
     /// Makes a call with this rank's rows; where they cannot be used, with none of a type that the
@@ -84,8 +84,8 @@ impl Collective {
 
     fn shares_of(&self, layout: Layout, kind: Kind) -> Shares {
         let (counts, rows) = (layout.counts().to_vec(), layout.rows());
-        let (slot, shape) = (LendingCell::new("shares", layout), self.shape.clone());
-        Shares { slot, shape, kind, outputs: Outputs::default(), counts, rows }
+        let (cell, shape) = (LendingCell::new("shares", layout), self.shape.clone());
+        Shares { cell, shape, kind, outputs: Outputs::default(), counts, rows }
     }
 
     fn all<'py>(
@@ -116,7 +116,7 @@ impl Collective {
         node_sums: Option<&str>,
     ) -> PyResult<Self> {
         let group = group_of(group)?;
-        let (seat, members) = (group.get().seat(), group.get().get()?);
+        let (open_world, members) = (group.get().open_world(), group.get().get()?);
         let set = || -> PyResult<(CollectiveBuilder<'_>, Dtype)> {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
             let builder = Gathers::builder(&members).columns(columns).dtype(dtype).segments(segments);
@@ -125,9 +125,15 @@ impl Collective {
             Ok((wire.into_iter().fold(builder, CollectiveBuilder::node_sums), dtype))
         };
         let refuse = || Gathers::builder(&members).build().map(drop);
-        let (slot, dtype) = seat.build(py, "Collective", set(), refuse, CollectiveBuilder::build)?;
-        let shape = Shape { columns, dtype, place: Place::Host(Arc::clone(seat.world()?.pool())) };
-        Ok(Collective { seat: Arc::clone(seat), slot, shape, rank: members.rank(), size: members.size() })
+        let (cell, dtype) = open_world.build(py, "Collective", set(), refuse, CollectiveBuilder::build)?;
+        let shape = Shape { columns, dtype, place: Place::Host(Arc::clone(open_world.world()?.pool())) };
+        Ok(Collective {
+            open_world: Arc::clone(open_world),
+            cell,
+            shape,
+            rank: members.rank(),
+            size: members.size(),
+        })
     }
 
     /// Everybody's rows, by rank, from this rank's [rows, columns]; and how many each rank has.
@@ -143,7 +149,7 @@ impl Collective {
 
     /// Shares that all ranks know beforehand. Local.
     fn shares(&self, counts: Vec<u32>) -> PyResult<Shares> {
-        let layout = self.slot.lend(|gathers| gathers.shares(&counts).map_err(raise))?;
+        let layout = self.cell.lend(|gathers| gathers.shares(&counts).map_err(raise))?;
         Ok(self.shares_of(layout, Kind::Other))
     }
 
@@ -197,7 +203,7 @@ impl Shares {
     /// A buffer [rows of all, columns] that a reduce-scatter takes without a copy. Its contents are
     /// undefined.
     fn output<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let output = self.slot.lend(|layout| layout.output().map_err(raise))?;
+        let output = self.cell.lend(|layout| layout.output().map_err(raise))?;
         let Shape { columns, dtype, place } = &self.shape;
         let memory = self.outputs.add(output, place)?;
         self.kind.give(py, Tensor::new(memory, &[self.rows as usize, *columns], (*dtype).into()))
@@ -205,14 +211,14 @@ impl Shares {
 
     /// How the bytes of the all-gather went.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let report = self.slot.lend(|layout| layout.handle().report().map_err(raise))?;
+        let report = self.cell.lend(|layout| layout.handle().report().map_err(raise))?;
         Ok(pythonize::pythonize(py, &report)?)
     }
 
     /// Bytes that reduce-scatters have copied because rows did not lie in an output buffer.
     #[getter]
     fn copied_bytes(&self) -> PyResult<u64> {
-        self.slot.lend(|layout| Ok(layout.handle().copied_bytes()))
+        self.cell.lend(|layout| Ok(layout.handle().copied_bytes()))
     }
 
     fn __repr__(&self) -> String {

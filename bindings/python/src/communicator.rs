@@ -27,8 +27,8 @@ use crate::world::OpenWorld;
 /// ranks.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Communicator {
-    seat: Arc<OpenWorld>,
-    slot: Arc<LendingCell<Group>>,
+    open_world: Arc<OpenWorld>,
+    cell: Arc<LendingCell<Group>>,
     #[pyo3(get)]
     rank: u32,
     #[pyo3(get)]
@@ -139,7 +139,7 @@ impl Communicator {
     /// Returns the error to raise here.
     fn refuse(&self, py: Python<'_>, kind: CallKind, error: PyErr) -> PyErr {
         let refuse = |group: &mut Group| Err(group.refuse(kind, PlanError::RefusedHere.into()));
-        let said: PyResult<()> = self.seat.call(py, &self.slot, refuse);
+        let said: PyResult<()> = self.open_world.call(py, &self.cell, refuse);
         first(py, said, error)
     }
 
@@ -163,7 +163,7 @@ impl Communicator {
         let (input, dtype, mut target) = check().map_err(refused)?;
         let data = input.slice::<u8>().map_err(refused)?;
         let result = target.bytes_mut().map_err(refused)?;
-        self.seat.call(py, &self.slot, |group| call(group, dtype, data, result))?;
+        self.open_world.call(py, &self.cell, |group| call(group, dtype, data, result))?;
         target.give(py)
     }
 
@@ -183,7 +183,7 @@ impl Communicator {
         };
         let (mut input, dtype) = check().map_err(refused)?;
         let data = input.bytes_mut().map_err(refused)?;
-        self.seat.call(py, &self.slot, |group| call(group, dtype, data))?;
+        self.open_world.call(py, &self.cell, |group| call(group, dtype, data))?;
         Ok(tensor.clone())
     }
 
@@ -210,7 +210,7 @@ impl Communicator {
         sums: &str,
     ) -> PyResult<Self> {
         let group = group_of(group)?;
-        let (seat, members) = (group.get().seat(), group.get().get()?);
+        let (open_world, members) = (group.get().open_world(), group.get().get()?);
         let set = || -> PyResult<(CommunicatorBuilder<'_>, ())> {
             let sums = match sums {
                 "direct" => AllReduceAlgorithm::Direct,
@@ -226,8 +226,13 @@ impl Communicator {
             Ok((whole.into_iter().fold(builder, CommunicatorBuilder::one_shot_bytes), ()))
         };
         let refuse = || Group::builder(&members).chunk(0).build().map(drop);
-        let (slot, ()) = seat.build(py, "Communicator", set(), refuse, CommunicatorBuilder::build)?;
-        Ok(Communicator { seat: Arc::clone(seat), slot, rank: members.rank(), size: members.size() })
+        let (cell, ()) = open_world.build(py, "Communicator", set(), refuse, CommunicatorBuilder::build)?;
+        Ok(Communicator {
+            open_world: Arc::clone(open_world),
+            cell,
+            rank: members.rank(),
+            size: members.size(),
+        })
     }
 
     /// Sums a tensor over all ranks, in place. Returns it.
@@ -310,7 +315,7 @@ impl Communicator {
     fn send(&self, py: Python<'_>, peer: u32, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let input = Input::new(tensor, "tensor")?;
         let (dtype, data) = (moved(input.element()), input.slice::<u8>()?);
-        self.seat.call(py, &self.slot, |group| {
+        self.open_world.call(py, &self.cell, |group| {
             with_element!(dtype, E => group.send::<E>(peer, try_cast_slice(data).unwrap_or_default()))
         })
     }
@@ -324,7 +329,7 @@ impl Communicator {
     ) -> PyResult<Bound<'py, PyAny>> {
         let mut input = Input::new(tensor, "tensor")?.writable()?;
         let (dtype, data) = (moved(input.element()), input.bytes_mut()?);
-        self.seat.call(py, &self.slot, |group| {
+        self.open_world.call(py, &self.cell, |group| {
             with_element!(dtype, E => group.receive::<E>(peer, try_cast_slice_mut(data).unwrap_or_default()))
         })?;
         Ok(tensor.clone())
@@ -343,7 +348,7 @@ impl Communicator {
         sent.apart_from(&received)?;
         let dtype = moved(sent.element());
         let (data, into) = (sent.slice::<u8>()?, received.bytes_mut()?);
-        self.seat.call(py, &self.slot, |group| {
+        self.open_world.call(py, &self.cell, |group| {
             with_element!(dtype, E => group.send_receive::<E>(
                 peer,
                 try_cast_slice(data).unwrap_or_default(),
@@ -355,7 +360,7 @@ impl Communicator {
 
     /// Waits until a rank has taken all messages that were sent to it.
     fn flush(&self, py: Python<'_>, peer: u32) -> PyResult<()> {
-        self.seat.call(py, &self.slot, |group| group.flush(peer))
+        self.open_world.call(py, &self.cell, |group| group.flush(peer))
     }
 
     fn __repr__(&self) -> String {

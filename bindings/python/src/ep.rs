@@ -85,7 +85,7 @@ impl ExpertParallel {
         device_heap: Option<u64>,
     ) -> PyResult<Self> {
         let group = group_of(group)?;
-        let (seat, members) = (group.get().seat(), group.get().get()?);
+        let (open_world, members) = (group.get().open_world(), group.get().get()?);
         let (blank, dtype_given) =
             (sidelane::ExpertParallel::builder(&members).map_err(raise)?, dtype.is_some());
         let set = || {
@@ -122,9 +122,14 @@ impl ExpertParallel {
             let builder = placed(builder, experts, expert_map.as_deref())?;
             Ok((builder, (dtype, rows == RowLayout::RankMajor, on)))
         };
-        let (slot, (dtype, rank_major, on)) =
-            seat.build(py, "ExpertParallel", set(), || no_layer(&members), ExpertParallelBuilder::build)?;
-        let (pool, record, place, executor) = slot.lend(|ep| {
+        let (cell, (dtype, rank_major, on)) = open_world.build(
+            py,
+            "ExpertParallel",
+            set(),
+            || no_layer(&members),
+            ExpertParallelBuilder::build,
+        )?;
+        let (pool, record, place, executor) = cell.lend(|ep| {
             Ok((Arc::clone(ep.pool()), ep.record(), ep.place().to_string(), ep.executor().name()))
         })?;
         let (rank, size) = (members.rank(), members.size());
@@ -141,7 +146,7 @@ impl ExpertParallel {
             place: on.map_or(Place::Host(pool), |on| Place::Device(Lender::new(&on))),
         };
         let (instance, dtype) =
-            (Instance { seat: Arc::clone(seat), slot, shape }, Element::from(dtype).name());
+            (Instance { open_world: Arc::clone(open_world), cell, shape }, Element::from(dtype).name());
         Ok(ExpertParallel { instance, place, device, executor, hidden, top_k, dtype, rank, size, weighted })
     }
 
@@ -171,7 +176,7 @@ impl ExpertParallel {
     /// Where values and scales lie in a row that is dispatched in fp8.
     #[getter]
     fn record(&self) -> PyResult<Option<(usize, usize, usize, usize)>> {
-        self.instance.slot.lend(|ep| {
+        self.instance.cell.lend(|ep| {
             let parts = |record: sidelane::dtype::Fp8RowShape| {
                 (record.hidden(), record.scales_offset(), record.scales(), record.bytes())
             };
@@ -182,7 +187,7 @@ impl ExpertParallel {
     /// The experts that each rank holds.
     #[getter]
     fn expert_map(&self) -> PyResult<Vec<Vec<u32>>> {
-        self.instance.slot.lend(|ep| {
+        self.instance.cell.lend(|ep| {
             let map = ep.expert_map();
             let held = |rank| map.slots_of(rank).map(|slot| map.expert_of(slot)).collect();
             Ok((0..map.ranks()).map(held).collect())
@@ -190,7 +195,7 @@ impl ExpertParallel {
     }
 
     fn set_expert_map(&self, py: Python<'_>, held: Vec<Vec<u32>>) -> PyResult<()> {
-        let experts = self.instance.slot.lend(|ep| Ok(ep.expert_map().experts()))?;
+        let experts = self.instance.cell.lend(|ep| Ok(ep.expert_map().experts()))?;
         match map(Some(experts), &held) {
             Ok(map) => self.instance.call(py, |ep| ep.set_expert_map(map)),
             Err(error) => Err(self.instance.refuse(py, CallKind::ExpertMap, None, error)),
@@ -309,7 +314,7 @@ impl ExpertParallel {
     fn release(&self, py: Python<'_>, handle: Option<&Handle>) -> PyResult<()> {
         self.instance.follow(py)?;
         match handle {
-            Some(handle) => handle.slot.lend(|held| self.instance.call(py, |ep| ep.release(Some(held)))),
+            Some(handle) => handle.cell.lend(|held| self.instance.call(py, |ep| ep.release(Some(held)))),
             None => self.instance.call(py, |ep| ep.release(None)),
         }
     }
@@ -317,14 +322,14 @@ impl ExpertParallel {
     /// Waits until everything in the stream is done, and raises what went wrong. Ctrl-C cancels the
     /// world, which ends the stream's waits.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
-        let world = self.instance.seat.world()?;
-        self.instance.slot.lend(|ep| wait::meeting(py, || world.cancel(), move || ep.synchronize()))
+        let world = self.instance.open_world.world()?;
+        self.instance.cell.lend(|ep| wait::meeting(py, || world.cancel(), move || ep.synchronize()))
     }
 
     /// Raises what is known to be wrong, without waiting.
     fn check(&self) -> PyResult<()> {
-        self.instance.seat.world()?;
-        self.instance.slot.lend(|ep| ep.check().map_err(raise))
+        self.instance.open_world.world()?;
+        self.instance.cell.lend(|ep| ep.check().map_err(raise))
     }
 
     /// Gradient of `dispatch`: of tokens [tokens, hidden] and, if those of the row weights are
@@ -409,12 +414,12 @@ impl ExpertParallel {
             let tokens = instance.rows(x, "x", columns)?;
             let mut records = instance.records(py, (tokens.input.len() / columns, Kind::of(x)), out)?;
             let target = records.tensor_mut();
-            instance.slot.lend(|ep| ep.quantise_into(tokens.tensor(), target).map_err(raise))?;
+            instance.cell.lend(|ep| ep.quantise_into(tokens.tensor(), target).map_err(raise))?;
             instance.shape.place.keep(records.input().into_iter().chain([&tokens.input]));
             return records.give(py);
         }
         let tokens = Input::new(x, "x")?.columns(columns)?.rows()?;
-        let records = self.instance.slot.lend(|ep| {
+        let records = self.instance.cell.lend(|ep| {
             let mut records = Vec::new();
             ep.quantise(tokens.tensor(), &mut records).map_err(raise)?;
             Ok(records)
@@ -426,7 +431,7 @@ impl ExpertParallel {
     /// The lanes of the group, and how many ranks each reaches.
     #[getter]
     fn lanes(&self) -> PyResult<Vec<(&'static str, u32)>> {
-        self.instance.slot.lend(|ep| Ok(ep.lanes().iter().map(|lane| (lane.lane, lane.ranks)).collect()))
+        self.instance.cell.lend(|ep| Ok(ep.lanes().iter().map(|lane| (lane.lane, lane.ranks)).collect()))
     }
 
     fn __repr__(&self) -> String {

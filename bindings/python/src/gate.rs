@@ -67,7 +67,7 @@ fn lent(object: Option<&Bound<'_, PyAny>>, what: &'static str, element: Element)
 /// A router. Of calls of one size only the first allocates.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Gate {
-    slot: LendingCell<sidelane::gate::Gate>,
+    cell: LendingCell<sidelane::gate::Gate>,
     experts: usize,
     top_k: usize,
 }
@@ -80,12 +80,12 @@ impl Gate {
             pythonize::depythonize(config).map_err(|error| settings::wrong("gate", &error.to_string()))?;
         let (experts, top_k) = (config.experts as usize, config.top_k as usize);
         let gate = sidelane::gate::Gate::new(config).map_err(raise)?;
-        Ok(Gate { slot: LendingCell::new("gate", gate), experts, top_k })
+        Ok(Gate { cell: LendingCell::new("gate", gate), experts, top_k })
     }
 
     #[getter]
     fn config<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let config = self.slot.lend(|gate| Ok(gate.config().clone()))?;
+        let config = self.cell.lend(|gate| Ok(gate.config().clone()))?;
         Ok(pythonize::pythonize(py, &config)?)
     }
 
@@ -121,7 +121,7 @@ impl Gate {
             draw: RngKey { seed, step, rank },
         };
         let call = asked.call()?;
-        let decision = self.slot.lend(|gate| {
+        let decision = self.cell.lend(|gate| {
             py.detach(|| gate.route(&call).cloned().map_err(sidelane::Error::from)).map_err(raise)
         })?;
         Ok(Decision { decision: Arc::new(decision), kind, top_k: self.top_k })
@@ -153,7 +153,7 @@ impl Gate {
         };
         let call = asked.call()?;
         let mut noisy = vec![0.0; call.logits.len()];
-        self.slot.lend(|gate| py.detach(|| gate.noisy_logits(&call, &mut noisy)).map_err(raise))?;
+        self.cell.lend(|gate| py.detach(|| gate.noisy_logits(&call, &mut noisy)).map_err(raise))?;
         kind.give(py, Tensor::of(noisy, asked.logits.shape(), Element::F32))
     }
 
@@ -182,7 +182,7 @@ impl Gate {
             d_weights: gradients.slice()?,
         };
         let mut d_logits = vec![0.0; logits.len()];
-        self.slot.lend(|gate| {
+        self.cell.lend(|gate| {
             py.detach(|| weights_backward(gate.config(), &input, &mut d_logits)).map_err(raise)
         })?;
         kind.give(py, Tensor::of(d_logits, logits.shape(), Element::F32))

@@ -102,9 +102,9 @@ pub fn tensor_of(rows: ExpertRows, (columns, dtype): (usize, Dtype), place: &Pla
 /// The placement of one dispatch.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Handle {
-    seat: Arc<OpenWorld>,
+    open_world: Arc<OpenWorld>,
     /// Lent to calls along it.
-    pub slot: LendingCell<sidelane::ep::Handle>,
+    pub cell: LendingCell<sidelane::ep::Handle>,
     shape: Shape,
     kind: Kind,
     /// Rows that landed on a device last, while a user holds them; slots stay in place.
@@ -131,10 +131,10 @@ impl Instance {
         shape: Shape,
     ) -> Handle {
         Handle {
-            seat: Arc::clone(&self.seat),
+            open_world: Arc::clone(&self.open_world),
             rows: handle.rows() as usize,
             tokens: handle.tokens() as usize,
-            slot: LendingCell::new("handle", handle),
+            cell: LendingCell::new("handle", handle),
             kind,
             received: Mutex::new(rows.map(Arc::downgrade).unwrap_or_default()),
             _slots: shape.slots.and(rows.cloned()),
@@ -181,7 +181,7 @@ impl Handle {
         if self.shape.place.on().is_none() {
             return Ok(None);
         }
-        self.seat.world()?;
+        self.open_world.world()?;
         let received = self.received.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
         let received = received.ok_or_else(|| {
             let message =
@@ -198,7 +198,7 @@ impl Handle {
         ask: impl FnOnce(&sidelane::ep::Handle) -> T,
         give: impl FnOnce(T) -> Tensor,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let said = self.slot.lend(|handle| Ok(ask(handle)))?;
+        let said = self.cell.lend(|handle| Ok(ask(handle)))?;
         self.kind.give(py, give(said))
     }
 
@@ -208,7 +208,7 @@ impl Handle {
         py: Python<'py>,
         ask: impl FnOnce(&sidelane::ep::Handle) -> Result<Report, sidelane::Error>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let report = self.slot.lend(|handle| ask(handle).map_err(raise))?;
+        let report = self.cell.lend(|handle| ask(handle).map_err(raise))?;
         Ok(pythonize::pythonize(py, &report)?)
     }
 }
@@ -218,19 +218,19 @@ impl Handle {
     /// Rows of each expert of this rank; empty where sizes stay on a device, and rank-major there.
     #[getter]
     fn tokens_per_expert(&self) -> PyResult<Vec<i64>> {
-        self.slot.lend(|handle| Ok(handle.tokens_per_expert().to_vec()))
+        self.cell.lend(|handle| Ok(handle.tokens_per_expert().to_vec()))
     }
 
     /// The same, pads counted.
     #[getter]
     fn padded_tokens_per_expert(&self) -> PyResult<Vec<i64>> {
-        self.slot.lend(|handle| Ok(handle.padded_tokens_per_expert().to_vec()))
+        self.cell.lend(|handle| Ok(handle.padded_tokens_per_expert().to_vec()))
     }
 
     /// Rows that each rank needed.
     #[getter]
     fn required_rows(&self) -> PyResult<Vec<u32>> {
-        self.slot.lend(|handle| Ok(handle.required_rows().to_vec()))
+        self.cell.lend(|handle| Ok(handle.required_rows().to_vec()))
     }
 
     /// Routing weight of each row `[rows]`, 0 for pads; rank-major `[rows, top_k]`, in fixed slots
@@ -318,7 +318,7 @@ impl Handle {
     /// top_k]`. None elsewhere.
     #[getter]
     fn dropped_mask<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let mask = self.slot.lend(|handle| Ok(handle.dropped_mask().ok().cloned()))?;
+        let mask = self.cell.lend(|handle| Ok(handle.dropped_mask().ok().cloned()))?;
         let Some(mask) = mask else { return Ok(None) };
         let columns = [self.tokens, self.shape.top_k];
         self.on_device(py, |shape, rows| Ok(Some(shape.part(rows, &mask, (&columns, Element::Bool)))))
@@ -336,7 +336,7 @@ impl Handle {
         if index.is_some() {
             return Ok(index);
         }
-        let landing = self.slot.lend(|handle| {
+        let landing = self.cell.lend(|handle| {
             let landing = |index: &RowIndex| index.landing().iter().map(|&row| i64::from(row)).collect();
             Ok(handle.index().map(landing))
         })?;
@@ -365,29 +365,31 @@ impl Handle {
     /// Bytes that calls along this handle have copied because rows did not lie in an output buffer.
     #[getter]
     fn copied_bytes(&self) -> PyResult<u64> {
-        self.slot.lend(|handle| Ok(handle.copied_bytes()))
+        self.cell.lend(|handle| Ok(handle.copied_bytes()))
     }
 
     /// How the last call along this handle ended on a device: 0 is well. Final once the stream has
     /// passed it.
     #[getter]
     fn status(&self) -> PyResult<u32> {
-        self.slot.lend(|handle| Ok(handle.status_now().0))
+        self.cell.lend(|handle| Ok(handle.status_now().0))
     }
 
     /// The same for kernels: the address of a word of 32 bits, as the device reaches it.
     #[getter]
     fn status_address(&self) -> PyResult<u64> {
-        self.slot.lend(|handle| Ok(handle.status().map_err(raise)?.address()))
+        self.cell.lend(|handle| Ok(handle.status().map_err(raise)?.address()))
     }
 
     /// A buffer `[rows, hidden]`, in fixed slots of a device `[ranks, max_tokens, hidden]`, that a
     /// combine takes without a copy. Its contents are undefined.
     fn output<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         // On a device this may wait until the stream and peers have read earlier outputs.
-        let output = self.slot.lend(|handle| match &self.shape.place {
+        let output = self.cell.lend(|handle| match &self.shape.place {
             Place::Host(_) => handle.output().map_err(raise),
-            Place::Device(_) => wait::call(py, &*self.seat.world()?, Interrupt::Ends, || handle.output()),
+            Place::Device(_) => {
+                wait::call(py, &*self.open_world.world()?, Interrupt::Ends, || handle.output())
+            }
         })?;
         let Shape { hidden, dtype, place, .. } = &self.shape;
         let rows = output.len() as usize;

@@ -18,7 +18,7 @@
 //! | [`input`] | tensors that are handed in |
 //! | [`errors`] | the library's errors as exceptions with their fields |
 //! | [`wait`], [`calls`] | calls that wait; those of `ExpertParallel` |
-//! | [`slot`] | values that are lent to calls; closed worlds, forked processes |
+//! | [`lending`] | values that are lent to calls; closed worlds, forked processes |
 //! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`collective`], [`communicator`] | the classes |
 //! | [`gate`], [`losses`] | routers, and what they are trained by |
 

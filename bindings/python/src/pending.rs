@@ -65,7 +65,7 @@ impl<C> Started<C> {
     /// The call, for its second half, with its world.
     fn take(&self) -> PyResult<(C, Arc<sidelane::World>)> {
         self.maker.check("pending call")?;
-        let world = self.instance.seat.world()?;
+        let world = self.instance.open_world.world()?;
         Ok((self.left().ok_or_else(used_up)?, world))
     }
 
@@ -98,8 +98,8 @@ impl PendingDispatch {
     /// Starts one.
     pub fn start(py: Python<'_>, instance: &Instance, tokens: Tokens) -> PyResult<Self> {
         let (instance, kind) = (instance.clone(), tokens.kind);
-        let world = instance.seat.world()?;
-        let owner = Sent { ep: MutBorrow::new(instance.slot.take()?), tokens };
+        let world = instance.open_world.world()?;
+        let owner = Sent { ep: MutBorrow::new(instance.cell.take()?), tokens };
         wait::call(py, &world, Interrupt::Cancels, || {
             let started = DispatchCell::try_new_or_recover(owner, |Sent { ep, tokens }| {
                 let started = ep.borrow_mut().start_dispatch(tokens.x.tensor(), tokens.chosen.choices());
@@ -112,7 +112,7 @@ impl PendingDispatch {
                 // it has.
                 Ok(cell) => Ok(PendingDispatch(Started::new(instance, kind, cell))),
                 Err((owner, error)) => {
-                    instance.slot.put_back(owner.ep.into_inner());
+                    instance.cell.put_back(owner.ep.into_inner());
                     Err(error)
                 }
             }
@@ -128,7 +128,7 @@ impl PendingDispatch {
             instance.shape.place.keep(cell.borrow_owner().tokens.inputs());
             done
         });
-        instance.slot.put_back(cell.into_owner().ep.into_inner());
+        instance.cell.put_back(cell.into_owner().ep.into_inner());
         instance.received(py, done?.ok_or_else(used_up)?, *kind)
     }
 }
@@ -150,7 +150,7 @@ impl PendingDispatch {
 impl Drop for PendingDispatch {
     fn drop(&mut self) {
         if let Some(cell) = self.0.left() {
-            self.0.instance.slot.put_back(cell.into_owner().ep.into_inner());
+            self.0.instance.cell.put_back(cell.into_owner().ep.into_inner());
         }
     }
 }
@@ -171,13 +171,13 @@ impl PendingCombine {
         handle: Py<Handle>,
         kind: Kind,
     ) -> PyResult<Self> {
-        let (instance, slot) = (instance.clone(), &handle.get().slot);
-        let world = instance.seat.world()?;
-        let held = slot.take()?;
-        let taken = match instance.slot.take() {
+        let (instance, cell) = (instance.clone(), &handle.get().cell);
+        let world = instance.open_world.world()?;
+        let held = cell.take()?;
+        let taken = match instance.cell.take() {
             Ok(taken) => taken,
             Err(error) => {
-                slot.put_back(held);
+                cell.put_back(held);
                 return Err(error);
             }
         };
@@ -194,8 +194,8 @@ impl PendingCombine {
                 // it has.
                 Ok(cell) => Ok(PendingCombine { started: Started::new(instance, kind, cell), handle }),
                 Err((owner, error)) => {
-                    handle.get().slot.put_back(owner.handle);
-                    instance.slot.put_back(owner.ep.into_inner());
+                    handle.get().cell.put_back(owner.handle);
+                    instance.cell.put_back(owner.ep.into_inner());
                     Err(error)
                 }
             }
@@ -204,8 +204,8 @@ impl PendingCombine {
 
     fn put_back(&self, cell: CombineCell) {
         let Returned { ep, handle } = cell.into_owner();
-        self.handle.get().slot.put_back(handle);
-        self.started.instance.slot.put_back(ep.into_inner());
+        self.handle.get().cell.put_back(handle);
+        self.started.instance.cell.put_back(ep.into_inner());
     }
 }
 

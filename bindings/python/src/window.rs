@@ -24,7 +24,7 @@ use crate::world::{Group, OpenWorld};
 /// A tensor at every member of a group, and one signal word per pair of members.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Window {
-    seat: Arc<OpenWorld>,
+    open_world: Arc<OpenWorld>,
     window: Arc<LendingCell<sidelane::Window>>,
     local: Tensor,
     shape: Vec<usize>,
@@ -82,17 +82,23 @@ impl Window {
                 // The others are told, not left waiting: this can be registered nowhere.
                 let unsealed = rustix::fs::memfd_create("sidelane-refused", MemfdFlags::CLOEXEC);
                 let unsealed = unsealed.map_err(failed("memfd_create", 0)).map_err(raise)?;
-                let _ = group.seat().meeting(py, || members.register(unsealed));
+                let _ = group.open_world().meeting(py, || members.register(unsealed));
                 return Err(error);
             }
         };
-        let window = group.seat().meeting(py, || members.register(memory))?;
+        let window = group.open_world().meeting(py, || members.register(memory))?;
         let address = mapped.as_mut_ptr() as usize;
         let local = Tensor::new(Memory::at(address, bytes, Box::new(mapped), None), shape, element);
         let window = Arc::new(LendingCell::new("window", window));
         let child = Arc::downgrade(&window);
-        group.seat().adopt(child);
-        Ok(Window { seat: Arc::clone(group.seat()), window, local, shape: shape.to_vec(), element })
+        group.open_world().adopt(child);
+        Ok(Window {
+            open_world: Arc::clone(group.open_world()),
+            window,
+            local,
+            shape: shape.to_vec(),
+            element,
+        })
     }
 
     /// A call on the data path. It waits for nobody's input, so what is wrong with this rank's is
@@ -103,7 +109,7 @@ impl Window {
         interrupt: Interrupt,
         call: impl FnOnce(&mut sidelane::Window) -> Result<(), sidelane::Error> + Send,
     ) -> PyResult<()> {
-        let world = self.seat.world()?;
+        let world = self.open_world.world()?;
         self.window.lend(|window| wait::call(py, &world, interrupt, || call(window)))
     }
 

@@ -32,11 +32,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl OpenWorld {
     fn new(world: sidelane::World) -> Arc<Self> {
         let world = Mutex::new(Some(Arc::new(world)));
-        let seat = Arc::new(OpenWorld { maker: Maker::here(), world, children: Mutex::default() });
+        let open_world = Arc::new(OpenWorld { maker: Maker::here(), world, children: Mutex::default() });
         let mut open = lock(&OPEN);
         open.retain(|other| other.strong_count() > 0);
-        open.push(Arc::downgrade(&seat));
-        seat
+        open.push(Arc::downgrade(&open_world));
+        open_world
     }
 
     /// The world.
@@ -61,11 +61,11 @@ impl OpenWorld {
     pub fn call<O: Send, T: Send>(
         &self,
         py: Python<'_>,
-        slot: &LendingCell<O>,
+        cell: &LendingCell<O>,
         call: impl FnOnce(&mut O) -> Result<T, sidelane::Error> + Send,
     ) -> PyResult<T> {
         let world = self.world()?;
-        slot.lend(|object| wait::call(py, &world, Interrupt::Cancels, || call(object)))
+        cell.lend(|object| wait::call(py, &world, Interrupt::Cancels, || call(object)))
     }
 
     /// Builds what all ranks choose alike; `what` it is called in errors. Settings that cannot be
@@ -82,10 +82,10 @@ impl OpenWorld {
             Ok(set) => set,
             Err(error) => return Err(first(py, self.meeting(py, refuse), error)),
         };
-        let slot = Arc::new(LendingCell::new(what, self.meeting(py, || build(builder))?));
-        let child = Arc::downgrade(&slot);
+        let cell = Arc::new(LendingCell::new(what, self.meeting(py, || build(builder))?));
+        let child = Arc::downgrade(&cell);
         self.adopt(child);
-        Ok((slot, settings))
+        Ok((cell, settings))
     }
 
     /// Waits at the rendezvous; Ctrl-C cancels the world.
@@ -121,7 +121,9 @@ impl Drop for OpenWorld {
 /// An error in a process that was forked from one whose worlds are open: it has their connections.
 fn check_fork() -> PyResult<()> {
     let open: Vec<Arc<OpenWorld>> = lock(&OPEN).iter().filter_map(Weak::upgrade).collect();
-    open.iter().filter(|seat| lock(&seat.world).is_some()).try_for_each(|seat| seat.maker.check("world"))
+    open.iter()
+        .filter(|open_world| lock(&open_world.world).is_some())
+        .try_for_each(|open_world| open_world.maker.check("world"))
 }
 
 /// Closes all worlds that are open: called at the interpreter's exit, so that others hear a
@@ -129,13 +131,13 @@ fn check_fork() -> PyResult<()> {
 #[pyfunction]
 pub fn close_all(py: Python<'_>) {
     let open = std::mem::take(&mut *lock(&OPEN));
-    py.detach(|| open.iter().filter_map(Weak::upgrade).for_each(|seat| seat.close()));
+    py.detach(|| open.iter().filter_map(Weak::upgrade).for_each(|open_world| open_world.close()));
 }
 
 /// All ranks of a job, as one of them sees it.
 #[pyclass(frozen, module = "sidelane")]
 pub struct World {
-    seat: Arc<OpenWorld>,
+    open_world: Arc<OpenWorld>,
 }
 
 #[pymethods]
@@ -146,58 +148,58 @@ impl World {
         check_fork()?;
         let lookup = move |name: &str| variables.get(name).cloned().or_else(|| std::env::var(name).ok());
         let world = wait::joining(py, move || {
-            let clocks = Timeouts::from_vars(&lookup)?;
-            let options = Options { config: Config::from_vars(&lookup)?, clocks, ..Options::from_env()? };
+            let timeouts = Timeouts::from_vars(&lookup)?;
+            let options = Options { config: Config::from_vars(&lookup)?, timeouts, ..Options::from_env()? };
             sidelane::World::join(&Identity::from_vars(&lookup)?, Secret::from_vars(&lookup)?, options)
         })?;
-        Ok(World { seat: OpenWorld::new(world) })
+        Ok(World { open_world: OpenWorld::new(world) })
     }
 
     #[getter]
     fn rank(&self) -> PyResult<u32> {
-        Ok(self.seat.world()?.rank())
+        Ok(self.open_world.world()?.rank())
     }
 
     #[getter]
     fn size(&self) -> PyResult<u32> {
-        Ok(self.seat.world()?.size())
+        Ok(self.open_world.world()?.size())
     }
 
     #[getter]
     fn epoch(&self) -> PyResult<u16> {
-        Ok(self.seat.world()?.epoch())
+        Ok(self.open_world.world()?.epoch())
     }
 
     /// The node of each rank: ranks of a node share memory.
     #[getter]
     fn nodes(&self) -> PyResult<Vec<u32>> {
-        let world = self.seat.world()?;
+        let world = self.open_world.world()?;
         Ok((0..world.size()).map(|rank| world.nodes().node_of(rank)).collect())
     }
 
     /// For each rank, its rank in the world before the rebuild.
     #[getter]
     fn previous_ranks(&self) -> PyResult<Vec<u32>> {
-        Ok(self.seat.world()?.previous_ranks().to_vec())
+        Ok(self.open_world.world()?.previous_ranks().to_vec())
     }
 
     fn group(&self, ranks: Vec<u32>) -> PyResult<Group> {
-        let group = self.seat.world()?.group(&ranks).map_err(raise)?;
-        Ok(Group::new(Arc::clone(&self.seat), group))
+        let group = self.open_world.world()?.group(&ranks).map_err(raise)?;
+        Ok(Group::new(Arc::clone(&self.open_world), group))
     }
 
     pub fn all(&self) -> PyResult<Group> {
-        let group = self.seat.world()?.all().map_err(raise)?;
-        Ok(Group::new(Arc::clone(&self.seat), group))
+        let group = self.open_world.world()?.all().map_err(raise)?;
+        Ok(Group::new(Arc::clone(&self.open_world), group))
     }
 
     /// Raises the cause, if the world is dead.
     fn check(&self) -> PyResult<()> {
-        self.seat.world()?.health().check().map_err(raise)
+        self.open_world.world()?.health().check().map_err(raise)
     }
 
     fn cancel(&self, py: Python<'_>) -> PyResult<()> {
-        let world = self.seat.world()?;
+        let world = self.open_world.world()?;
         py.detach(|| world.cancel());
         Ok(())
     }
@@ -205,23 +207,23 @@ impl World {
     /// The survivors' next world; waits for them for so many seconds.
     #[pyo3(signature = (deadline=60.0))]
     fn rebuild(&self, py: Python<'_>, deadline: f64) -> PyResult<World> {
-        let world = self.seat.world()?;
+        let world = self.open_world.world()?;
         let deadline = Duration::try_from_secs_f64(deadline).map_err(|error| {
             Wrong::Input.error("Setting", &format!("deadline: {error}"), &[("setting", "deadline".into())])
         })?;
         let next = wait::joining(py, move || world.rebuild(deadline))?;
-        Ok(World { seat: OpenWorld::new(next) })
+        Ok(World { open_world: OpenWorld::new(next) })
     }
 
     /// What the receive pool holds, in bytes.
     fn pool_report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        Ok(pythonize::pythonize(py, &self.seat.world()?.pool().report())?)
+        Ok(pythonize::pythonize(py, &self.open_world.world()?.pool().report())?)
     }
 
     /// Leaves the world. Everything that was made in it is closed, too; rows and results stay
     /// readable.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| self.seat.close());
+        py.detach(|| self.open_world.close());
     }
 
     fn __enter__(this: Py<Self>) -> Py<Self> {
@@ -236,7 +238,7 @@ impl World {
         _error: Option<Bound<'_, PyAny>>,
         _trace: Option<Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        if class.is_some() && lock(&self.seat.world).is_some() {
+        if class.is_some() && lock(&self.open_world.world).is_some() {
             self.cancel(py)?;
         }
         self.close(py);
@@ -244,7 +246,7 @@ impl World {
     }
 
     fn __repr__(&self) -> String {
-        match self.seat.world() {
+        match self.open_world.world() {
             Ok(world) => format!("sidelane.World(rank={}, size={})", world.rank(), world.size()),
             Err(_) => "sidelane.World(closed)".to_owned(),
         }
@@ -254,27 +256,27 @@ impl World {
 /// Ordered ranks of a world.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Group {
-    seat: Arc<OpenWorld>,
+    open_world: Arc<OpenWorld>,
     group: Arc<LendingCell<Arc<sidelane::Group>>>,
 }
 
 impl Group {
-    fn new(seat: Arc<OpenWorld>, group: sidelane::Group) -> Self {
+    fn new(open_world: Arc<OpenWorld>, group: sidelane::Group) -> Self {
         let group = Arc::new(LendingCell::new("group", Arc::new(group)));
         let child = Arc::downgrade(&group);
-        seat.adopt(child);
-        Group { seat, group }
+        open_world.adopt(child);
+        Group { open_world, group }
     }
 
     /// The group, while its world is open.
     pub fn get(&self) -> PyResult<Arc<sidelane::Group>> {
-        self.seat.world()?;
+        self.open_world.world()?;
         self.group.get()
     }
 
     /// Its world.
-    pub fn seat(&self) -> &Arc<OpenWorld> {
-        &self.seat
+    pub fn open_world(&self) -> &Arc<OpenWorld> {
+        &self.open_world
     }
 }
 
@@ -298,7 +300,7 @@ impl Group {
     /// What each member contributes, in order. Small things: it goes through the rendezvous.
     fn gather(&self, py: Python<'_>, blob: Vec<u8>) -> PyResult<Vec<Vec<u8>>> {
         let group = self.get()?;
-        self.seat.meeting(py, || group.gather(&blob))
+        self.open_world.meeting(py, || group.gather(&blob))
     }
 
     #[pyo3(signature = (shape, dtype=None))]

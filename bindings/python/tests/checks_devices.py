@@ -154,7 +154,7 @@ def check_reports_say_what_was_enqueued(world):
     planned, _ = exchanges(world, of, device)
     rows, handle = planned.dispatch(*sent(of, me, device))
     report = handle.report()
-    assert report["kernels"] == ["order", "regroup"] and report["host_staged"] is None
+    assert report["kernels"] == ["sort_choices", "regroup"] and report["host_staged"] is None
     assert report["executor"] == "enqueuer"
     assert {used["lane"]: used["ranks"] for used in report["lanes"]} == {"own": 1, "copy engine": world.size - 1}
     assert handle.returned()["kernels"] == [], "nothing returned before"

@@ -1,4 +1,4 @@
-//! On which machines the ranks of a job are, what joins them, and what their clocks say.
+//! On which machines the ranks of a job are, what joins them, and what their timeouts say.
 
 use serde::Serialize;
 use sidelane::bootstrap::Location;
@@ -112,8 +112,8 @@ pub fn cores() -> usize {
 
 /// The lane between the nodes of a world, and the reason of the choice; none if there is only one
 /// node.
-pub fn rail(world: &World) -> Option<(String, String)> {
-    world.net().map(|rail| (rail.lane.to_string(), rail.why.to_string()))
+pub fn net(world: &World) -> Option<(String, String)> {
+    world.net().map(|net| (net.lane.to_owned(), net.reason.clone()))
 }
 
 /// "1 machine", "2 machines".

@@ -172,8 +172,8 @@ impl CopyEngineWork {
         let (mut all, mut group, mut waited) = (CopyEngineWork::default(), CopyEngineWork::default(), false);
         for item in items {
             match item.op {
-                Op::Put { to, slot } | Op::PutRows { to, slot } => {
-                    let copies = operands.puts(to, slot).into_iter().filter_map(|effect| match effect {
+                Op::Put { to, operand } | Op::PutRows { to, operand } => {
+                    let copies = operands.puts(to, operand).into_iter().filter_map(|effect| match effect {
                         Effect::Copy { from, to: bytes } if !bytes.range.is_empty() => {
                             (to != me || from.is_some()).then_some(bytes.range.end - bytes.range.start)
                         }
@@ -244,7 +244,7 @@ mod tests {
     }
 
     fn put(to: u32) -> Op {
-        Op::Put { to, slot: OperandId(0) }
+        Op::Put { to, operand: OperandId(0) }
     }
 
     fn signal(to: u32) -> Op {

@@ -6,9 +6,7 @@ use std::sync::Arc;
 use sidelane::Error;
 use sidelane::device::Stream;
 use sidelane::gate::Decision;
-use sidelane::layer::{
-    DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceTape, Input, MoeLayer, MoeLayerBuilder, Tape,
-};
+use sidelane::layer::{DeviceGradients, DeviceMoeLayer, DeviceTape, Input, MoeLayer, MoeLayerBuilder, Tape};
 
 /// A layer, with the tape of its last forward pass, which a backward pass uses up.
 pub enum Layer {
@@ -76,7 +74,7 @@ impl Layer {
                 let bytes = size_of_val(x) as u64;
                 let (tokens, out) = (layer.tensor(bytes)?, layer.tensor(bytes)?);
                 layer.send(tokens.range(), x)?;
-                *kept = Some(layer.forward(&DeviceInput::new(tokens.range()), out.range())?);
+                *kept = Some(layer.forward(&Input::new(tokens.range()), out.range())?);
                 layer.receive(out.range())
             }
         }

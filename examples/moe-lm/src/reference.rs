@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use sidelane::World;
-use sidelane::layer::{ExpertError, Experts, GroupedSwiGlu, RowOrder, Saved, SavedChunk, Segments};
+use sidelane::layer::{ExpertError, Experts, GradientOrder, GroupedSwiGlu, Saved, Segments};
 
 use crate::batches::Batches;
 use crate::error::Result;
@@ -120,9 +120,9 @@ struct Came {
 }
 
 impl Came {
-    fn chunk(&self) -> SavedChunk<'_> {
+    fn chunk(&self) -> (Segments<'_>, &Saved) {
         let Came { rows, hidden, counts, padded, saved } = self;
-        SavedChunk { rows: Segments { rows, hidden: *hidden, counts, padded }, saved }
+        (Segments { rows, hidden: *hidden, counts, padded }, saved)
     }
 }
 
@@ -161,11 +161,11 @@ impl Experts for InTurn {
 
     fn weights_backward(
         &self,
-        chunks: &[SavedChunk<'_>],
-        _: &RowOrder,
+        chunks: &[(Segments<'_>, &Saved)],
+        _: &GradientOrder,
     ) -> std::result::Result<Vec<f32>, ExpertError> {
         let mut came = self.came.lock().unwrap_or_else(PoisonError::into_inner);
-        for SavedChunk { rows, saved } in chunks {
+        for (rows, saved) in chunks {
             let left = saved.downcast_ref::<Left>().ok_or("saved by others")?;
             let saved =
                 left.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or("nothing was saved")?;
@@ -177,12 +177,12 @@ impl Experts for InTurn {
             return Ok(vec![0.0; self.weights().len()]);
         }
         let came = std::mem::take(&mut *came);
-        let chunks: Vec<SavedChunk<'_>> = came.iter().map(Came::chunk).collect();
+        let chunks: Vec<(Segments<'_>, &Saved)> = came.iter().map(Came::chunk).collect();
         let of_expert = |&count: &i64| count as u32;
         let counts: Vec<_> =
             came.iter().map(|came| vec![came.counts.iter().map(of_expert).collect()]).collect();
         let padded: Vec<&[i64]> = came.iter().map(|came| &came.padded[..]).collect();
-        self.experts.weights_backward(&chunks, &RowOrder::new(&counts, &padded))
+        self.experts.weights_backward(&chunks, &GradientOrder::new(&counts, &padded))
     }
 
     fn weights(&self) -> &[f32] {

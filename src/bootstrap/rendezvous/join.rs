@@ -462,14 +462,14 @@ pub fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapErr
             until,
             stop: &stop,
         };
-        let seated = if candidate == old.rank {
+        let joined = if candidate == old.rank {
             lead(old, &request)
         } else {
             request
                 .at(old.addresses[candidate as usize])
                 .and_then(|membership| join_host(old, epoch, membership, None))
         };
-        match seated {
+        match joined {
             Ok(rebuilt) => return Ok(rebuilt),
             Err(JoinError::Failed(error)) => return Err(error),
             Err(JoinError::Refused(JoinRefusal::Evicted(epoch))) => {

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   hold      | every multiprocessor, until the host ends it |      work that completes meanwhile needed none of them
-//!   copy      copies by multiprocessors                             the yardstick for the cost of others' copies
+//!   copy      copies by multiprocessors                             the baseline for the cost of others' copies
 //!   product   a matrix product, ours or cuBLAS's                    the others
 //!   plain     memory whose freeing waits for the device             the effect of a waiting stream on other threads
 //!   cupti     the work of the device, listed by NVIDIA's library    only launched work, at best

@@ -61,7 +61,7 @@ fn blocks_at_work(stream: &Stream) -> u32 {
 /// The kernels, loaded for one device.
 #[derive(Clone, Debug)]
 pub struct Kernels {
-    order: Function,
+    sort_choices: Function,
     pack: Function,
     check: Function,
     choices: Function,
@@ -86,7 +86,7 @@ impl Kernels {
         let text = CStr::from_bytes_with_nul(PTX.as_bytes()).unwrap_or_default();
         let module = Module::load(context, "sidelane", text)?;
         Ok(Kernels {
-            order: module.function(c"order")?,
+            sort_choices: module.function(c"sort_choices")?,
             pack: module.function(c"pack")?,
             check: module.function(c"check")?,
             choices: module.function(c"choices")?,

@@ -1,11 +1,11 @@
-//! Launches of kernels that read routing: `cuda/choices.cu`, `order.cu`, `counts.cu` and
+//! Launches of kernels that read routing: `cuda/choices.cu`, `sort_choices.cu`, `counts.cu` and
 //! `check.cu`.
 //!
 //! ```text
-//!   choices   expert ids and weights --> metadata of the rows of each slot
-//!   order     expert ids --> rows in the order of experts
-//!   counts    expert ids --> rows for each expert, and for each rank
-//!   check     heads of received slots: are they of this call, from ranks with the same settings?
+//!   choices       expert ids and weights --> metadata of the rows of each slot
+//!   sort_choices  expert ids --> rows in the order of experts
+//!   counts        expert ids --> rows for each expert, and for each rank
+//!   check         heads of received slots: are they of this call, from ranks with the same settings?
 //! ```
 
 use super::{Kernels, Operands, THREADS, VECTOR, WORD, blocks_at_work, bytes};
@@ -89,7 +89,7 @@ impl Kernels {
     }
 }
 
-/// Inputs and outputs of [`Kernels::order`]. Memory may be larger than the sizes named here.
+/// Inputs and outputs of [`Kernels::sort_choices`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct SortArgs<'a> {
     /// Chosen experts, `i32 [choices]`; -1 is dropped.
@@ -110,7 +110,7 @@ pub struct SortArgs<'a> {
     pub order: ByteSpan<'a>,
 }
 
-/// `struct Order` of the source.
+/// `struct SortChoices` of the source.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
 struct SortParameters {
@@ -130,9 +130,9 @@ impl Kernels {
     /// # Errors
     /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
     /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
-    pub fn order(&self, stream: &Stream, order: &SortArgs<'_>) -> Result<(), DeviceError> {
-        const KERNEL: &str = "order";
-        let SortArgs { choices, top_k, n_experts, bins, .. } = *order;
+    pub fn sort_choices(&self, stream: &Stream, sort: &SortArgs<'_>) -> Result<(), DeviceError> {
+        const KERNEL: &str = "sort_choices";
+        let SortArgs { choices, top_k, n_experts, bins, .. } = *sort;
         let refuse = |what, given: u32, expected| {
             Err(DeviceError::Shape { kernel: KERNEL, what, given: given.into(), expected })
         };
@@ -149,18 +149,20 @@ impl Kernels {
         let list = bytes([choices.into(), WORD]);
         let mut operands = Operands::of(KERNEL, stream);
         let parameters = SortParameters {
-            experts: operands.span("experts", order.experts, list, WORD)?,
-            bin_of: operands.span("bin_of", order.bin_of, bytes([n_experts.into(), WORD]), WORD)?,
-            order: operands.span("order", order.order, list, WORD)?,
+            experts: operands.span("experts", sort.experts, list, WORD)?,
+            bin_of: operands.span("bin_of", sort.bin_of, bytes([n_experts.into(), WORD]), WORD)?,
+            order: operands.span("order", sort.order, list, WORD)?,
             choices,
             top_k,
             n_experts,
-            once: order.once.into(),
+            once: sort.once.into(),
         };
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // choices below `choices`, experts are compared before they are used, and no more rows are
         // written than there are choices.
-        unsafe { self.order.launch_struct(stream, operands.held(), Grid::line(bins, THREADS), &parameters) }
+        unsafe {
+            self.sort_choices.launch_struct(stream, operands.held(), Grid::line(bins, THREADS), &parameters)
+        }
     }
 }
 

@@ -29,7 +29,7 @@ use super::memory::Extent;
 use crate::device::DeviceRange;
 use crate::dtype::Dtype;
 use crate::ep::Status;
-use crate::ep::work::GroupCounts;
+use crate::ep::agreement::GroupCounts;
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::exec::Until;
 use crate::gate::Routing;
@@ -47,7 +47,7 @@ pub(super) struct Landing {
 }
 
 impl Enqueuer {
-    /// Serves the dispatch of a seat, or the layout of one.
+    /// Serves the dispatch of a context, or the layout of one.
     ///
     /// # Errors
     /// Those that end the world. What is refused is told.
@@ -55,10 +55,10 @@ impl Enqueuer {
         &mut self,
         programs: &RankPrograms,
         mut machine: CallMachine,
-        (kind, seat): (CallKind, u32),
+        (kind, context): (CallKind, u32),
         (tokens, x): (u32, Option<(DeviceRange, Dtype)>),
     ) -> Result<(), Error> {
-        let mut call = DeviceCall { x, ..DeviceCall::new(self, programs, kind, seat) };
+        let mut call = DeviceCall { x, ..DeviceCall::new(self, programs, kind, context) };
         call.tokens = tokens;
         let refusal = call.drive(&mut machine, Until::End)?;
         let staging = call.staging.take();
@@ -66,13 +66,13 @@ impl Enqueuer {
             None => Status::OK,
             Some(error) => call.refuse_dispatch(error)?,
         };
-        self.kept[seat as usize].status = status;
-        self.answer(seat, status)?;
+        self.kept[context as usize].status = status;
+        self.answer(context, status)?;
         if let Some(mut staging) = staging {
             staging.trim(0);
         }
         let enqueued = self.engine.take_enqueued();
-        self.common.seats[seat as usize].tell(|told| {
+        self.common.contexts[context as usize].tell(|told| {
             told.dispatched = enqueued;
         });
         Ok(())
@@ -116,10 +116,10 @@ impl Enqueuer {
         Ok(common.host.write_words(notes as usize, &self.sorted.notes)?)
     }
 
-    fn announce(&self, kind: CallKind, seat: u32) -> Landing {
+    fn announce(&self, kind: CallKind, context: u32) -> Landing {
         let common = &self.common;
         if kind == CallKind::Prepare {
-            let (base, len) = common.shape.notes(seat);
+            let (base, len) = common.shape.notes(context);
             return Landing { base, len, extent: None };
         }
         let extent = common.space.announce(common.fixed.most_bytes(CallKind::Dispatch, &self.numbers.sizes));
@@ -127,9 +127,9 @@ impl Enqueuer {
     }
 
     /// From the counts of all to this rank's layout.
-    fn place(&mut self, seat: u32) -> Result<(), Error> {
+    fn place(&mut self, context: u32) -> Result<(), Error> {
         let Enqueuer { common, tables, sorted, crossing, arrivals, numbers, kept, scratch, .. } = self;
-        let (fixed, kept) = (&common.fixed, &mut kept[seat as usize]);
+        let (fixed, kept) = (&common.fixed, &mut kept[context as usize]);
         let (top_k, GroupCounts { counts, sizes, landing, .. }) = (fixed.spec.top_k, numbers);
         tables.landing.clone_from(landing);
         let clipped = fixed.spec.mode.budget().is_some();
@@ -174,12 +174,12 @@ impl Enqueuer {
 
     /// Tells where rows land. What is staged behind them is this rank's as long as the extent that
     /// is returned.
-    fn tell_placement(&mut self, (seat, in_place): (u32, bool), landing: Landing) -> Option<Extent> {
+    fn tell_placement(&mut self, (context, in_place): (u32, bool), landing: Landing) -> Option<Extent> {
         let Enqueuer { common, kept, calls, sorted, numbers, .. } = self;
-        let (layout, number) = (&kept[seat as usize].layout, calls.number());
+        let (layout, number) = (&kept[context as usize].layout, calls.number());
         let mut extent = landing.extent;
         let staging = extent.as_mut().and_then(|extent| common.trim(CallKind::Dispatch, extent, layout));
-        common.seats[seat as usize].tell(|told| {
+        common.contexts[context as usize].tell(|told| {
             let placement = &mut told.placement;
             (placement.number, placement.rows, placement.in_place) = (number, layout.landed, in_place);
             placement.tokens_per_expert.clear();
@@ -198,10 +198,10 @@ impl Enqueuer {
 
     /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many
     /// rows there are.
-    fn send_tables(&mut self, seat: u32, tokens: u32, placed: bool) -> Result<(), Error> {
+    fn send_tables(&mut self, context: u32, tokens: u32, placed: bool) -> Result<(), Error> {
         let Enqueuer { common, engine, kept, sorted, scratch, .. } = self;
         let (fixed, shape) = (&common.fixed, &common.shape);
-        let (top_k, layout) = (fixed.spec.top_k, &kept[seat as usize].layout);
+        let (top_k, layout) = (fixed.spec.top_k, &kept[context as usize].layout);
         let Scratch { places, sums, counts, starts, .. } = scratch;
         counts.clear();
         if placed {
@@ -226,49 +226,49 @@ impl Enqueuer {
         {
             common.host.write_words(at as usize, words)?;
         }
-        common.send(engine, (shape.host_places(), shape.places(seat)), choices)?;
-        common.send(engine, (shape.host_sums(), shape.sums(seat)), choices)?;
+        common.send(engine, (shape.host_places(), shape.places(context)), choices)?;
+        common.send(engine, (shape.host_sums(), shape.sums(context)), choices)?;
         if fixed.spec.weighted {
-            common.send(engine, (shape.host_weights(), shape.weights(seat)), choices)?;
+            common.send(engine, (shape.host_weights(), shape.weights(context)), choices)?;
         }
         match fixed.spec.layout.is_per_rank() {
             true => Ok(()),
-            false => common.send(engine, (shape.host_counts(), shape.counts(seat)), len),
+            false => common.send(engine, (shape.host_counts(), shape.counts(context)), len),
         }
     }
 
     /// Tells the caller's stream how to pack: which token's row is where.
-    pub fn list(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
+    pub fn list(&mut self, context: u32, tokens: u32) -> Result<(), Error> {
         let Enqueuer { common, engine, arrivals, .. } = self;
         let shape = &common.shape;
         let entries = tokens as usize * common.fixed.spec.top_k as usize;
         arrivals.packed.resize(entries, -1);
         let words = bytemuck::cast_slice(&arrivals.packed);
         common.host.write_words(shape.host_order().0 as usize, words)?;
-        common.send(engine, (shape.host_order(), shape.order(seat)), entries as u64 * 4)
+        common.send(engine, (shape.host_order(), shape.order(context)), entries as u64 * 4)
     }
 
     /// Where the index and the notes of a dispatch lie in the enqueuer's scratch, or in host
     /// staging beside what lands there.
-    pub fn enqueuer_scratch(&self, seat: u32) -> (u64, u64) {
+    pub fn enqueuer_scratch(&self, context: u32) -> (u64, u64) {
         let base = self.tables.landing[self.common.fixed.lanes.rank as usize];
         let shape = &self.common.shape;
         match self.common.fixed.gpu_direct() {
             true => (0, shape.scratch_notes()),
-            false => (base, shape.notes(seat).0),
+            false => (base, shape.notes(context).0),
         }
     }
 
-    /// Finds where every visible row has arrived, which the seat keeps; and writes to the
+    /// Finds where every visible row has arrived, which the context keeps; and writes to the
     /// enqueuer's scratch what goes with rows of other nodes.
-    pub fn find_arrivals(&mut self, seat: u32) -> Result<(), Error> {
-        let (_, scratch_notes) = self.enqueuer_scratch(seat);
+    pub fn find_arrivals(&mut self, context: u32) -> Result<(), Error> {
+        let (_, scratch_notes) = self.enqueuer_scratch(context);
         let Enqueuer { common, calls, arrivals, numbers, scratch, kept, .. } = self;
         let fixed = &common.fixed;
         let (paths, me, control, parity) = (fixed.paths(), fixed.lanes.rank, &fixed.control, calls.parity());
         let (bins, own) = (&fixed.bins, fixed.bins.of(me));
         let words = (control.note_bytes() / 4) as usize;
-        let kept = &mut kept[seat as usize];
+        let kept = &mut kept[context as usize];
         let (counts, sizes) = (&numbers.counts, &numbers.sizes);
         let (landed, Header { segments, listed, weights, pads, counted }) =
             (&mut scratch.landed, &mut scratch.header);
@@ -327,16 +327,16 @@ impl Enqueuer {
 impl DeviceCall<'_> {
     /// The call is refused.
     fn refuse_dispatch(&mut self, error: Error) -> Result<Status, Error> {
-        let (seat, tokens, status) = (self.seat, self.tokens, Status::of(&error));
-        self.enqueuer.kept[seat as usize].number = 0;
+        let (context, tokens, status) = (self.context, self.tokens, Status::of(&error));
+        self.enqueuer.kept[context as usize].number = 0;
         self.await_packed(false)?;
-        self.enqueuer.common.seats[seat as usize].tell(|told| {
+        self.enqueuer.common.contexts[context as usize].tell(|told| {
             told.extent = None;
             told.refused = Some(error);
         });
         // A call without a context has no tables.
-        if seat != self.enqueuer.common.shape.seatless() {
-            self.enqueuer.send_tables(seat, tokens, false)?;
+        if context != self.enqueuer.common.shape.no_context() {
+            self.enqueuer.send_tables(context, tokens, false)?;
         }
         Ok(status)
     }
@@ -344,16 +344,16 @@ impl DeviceCall<'_> {
     /// Says how rows are packed, if that depends on where they go, and waits until they are.
     fn await_packed(&mut self, placed: bool) -> Result<(), Error> {
         let in_place = placed && self.in_place().is_some();
-        let (seat, enqueuer) = (self.seat, &mut *self.enqueuer);
+        let (context, enqueuer) = (self.context, &mut *self.enqueuer);
         // Of a call that is refused nothing is packed.
         if enqueuer.common.shape.arrives() && placed {
-            enqueuer.list(seat, self.tokens)?;
+            enqueuer.list(context, self.tokens)?;
         }
         let Enqueuer { common, engine, caller, .. } = enqueuer;
         let CallerStream { stream, kernels, reached, done, .. } = caller;
         if let (Some((x, dtype)), true, false) = (&self.x, placed, in_place) {
             engine.precede(stream, done)?;
-            common.pack(stream, kernels, (self.tag.kind, seat), (self.tokens, x, *dtype))?;
+            common.pack(stream, kernels, (self.tag.kind, context), (self.tokens, x, *dtype))?;
             reached.record(stream)?;
         }
         engine.follow(reached)?;
@@ -370,7 +370,7 @@ impl DeviceCall<'_> {
     }
 
     pub fn announce(&mut self) {
-        let landing = self.refused.is_none().then(|| self.enqueuer.announce(self.tag.kind, self.seat));
+        let landing = self.refused.is_none().then(|| self.enqueuer.announce(self.tag.kind, self.context));
         let (base, handle) = landing.as_ref().map_or((0, 0), |landing| (landing.base, landing.len));
         self.landing = landing;
         self.say(Tag { base, handle, ..self.tag });
@@ -378,21 +378,21 @@ impl DeviceCall<'_> {
 
     /// Tells the caller where rows land, if that is new, and fills the operands by which they do.
     pub fn fill_rows(&mut self) -> Result<(), Error> {
-        let (seat, kind) = (self.seat, self.tag.kind);
+        let (context, kind) = (self.context, self.tag.kind);
         let noted = kind.places();
         if noted {
-            self.enqueuer.kept[seat as usize].number = self.enqueuer.calls.number();
+            self.enqueuer.kept[context as usize].number = self.enqueuer.calls.number();
             self.await_packed(true)?;
             let in_place = self.in_place().is_some();
-            let tell = |landing| self.enqueuer.tell_placement((seat, in_place), landing);
+            let tell = |landing| self.enqueuer.tell_placement((context, in_place), landing);
             self.staging = self.landing.take().and_then(tell);
-            self.enqueuer.send_tables(seat, self.tokens, true)?;
+            self.enqueuer.send_tables(context, self.tokens, true)?;
         }
         self.find_notes(noted)?;
         let in_place = self.in_place();
         let Enqueuer { common, calls, tables, kept, notes_at, .. } = &mut *self.enqueuer;
         let (setting, shape) = (common.rows_setting(*calls, kind, notes_at), &common.shape);
-        let Kept { layout, first_run, .. } = &kept[seat as usize];
+        let Kept { layout, first_run, .. } = &kept[context as usize];
         tables.rows(&setting, layout, noted);
         if shape.arrives() {
             tables.to_arrivals(&setting, layout, *first_run, |rows| shape.landing(kind, rows));
@@ -408,12 +408,12 @@ impl DeviceCall<'_> {
     fn find_notes(&mut self, noted: bool) -> Result<(), Error> {
         let (kind, rank) = (self.tag.kind, self.enqueuer.common.fixed.lanes.rank);
         let Enqueuer { common, calls, notes_at, .. } = &mut *self.enqueuer;
-        notes_at[rank as usize] = common.shape.notes(self.seat).0;
+        notes_at[rank as usize] = common.shape.notes(self.context).0;
         let agreement = common.fixed.agreement(*calls, kind);
         for peer in (0..common.fixed.lanes.ranks()).filter(|&peer| noted && peer != rank) {
-            let (theirs, seats) = (agreement.tag_of(peer)?.context, common.shape.seats());
-            if u32::from(theirs) >= seats {
-                let (call, what, mine) = (calls.number(), "dispatch contexts", seats.into());
+            let (theirs, contexts) = (agreement.tag_of(peer)?.context, common.shape.contexts());
+            if u32::from(theirs) >= contexts {
+                let (call, what, mine) = (calls.number(), "dispatch contexts", contexts.into());
                 return Err(CallError::Disagree {
                     call,
                     kind,
@@ -432,15 +432,15 @@ impl DeviceCall<'_> {
 
     /// Fills the operands by which what crossed is brought in.
     pub fn fill_bring_in(&mut self) -> Result<(), Error> {
-        let (kind, seat, enqueuer) = (self.tag.kind, self.seat, &mut *self.enqueuer);
+        let (kind, context, enqueuer) = (self.tag.kind, self.context, &mut *self.enqueuer);
         let arrives = enqueuer.common.shape.arrives();
         enqueuer.scratch.landed.clear();
         if arrives && kind.places() {
-            enqueuer.find_arrivals(seat)?;
+            enqueuer.find_arrivals(context)?;
         }
-        let enqueuer_scratch = enqueuer.enqueuer_scratch(seat);
+        let enqueuer_scratch = enqueuer.enqueuer_scratch(context);
         let Enqueuer { common, calls, tables, scratch, kept, notes_at, .. } = enqueuer;
-        let (setting, kept) = (common.rows_setting(*calls, kind, notes_at), &kept[seat as usize]);
+        let (setting, kept) = (common.rows_setting(*calls, kind, notes_at), &kept[context as usize]);
         let rows = kept.layout.landed;
         match &self.task {
             _ if arrives => {
@@ -461,6 +461,6 @@ impl DeviceCall<'_> {
     }
 
     pub fn place(&mut self) -> Result<(), Error> {
-        self.enqueuer.place(self.seat)
+        self.enqueuer.place(self.context)
     }
 }

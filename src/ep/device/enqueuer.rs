@@ -44,8 +44,9 @@ use super::session::Session;
 use crate::device::{DeviceRange, Event, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::Status;
+use crate::ep::agreement::GroupCounts;
 use crate::ep::host::refusing;
-use crate::ep::work::{CallPlan, GroupCounts, Relay, RelayCall, RelayTask};
+use crate::ep::relay::{CallPlan, Relay, RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, DeviceError, Error, MemoryError, PlanError};
 use crate::exec::{CopyEngineStepper, Executor, Packed, Until, drive};
 use crate::plan::{
@@ -164,9 +165,9 @@ pub(super) struct Header {
 const LOOKS: u32 = 4096;
 
 impl Enqueuer {
-    /// Rows of the layout that a dispatch has just given a seat; none if it was refused.
-    pub fn landed(&self, seat: u32) -> Option<u32> {
-        let kept = &self.kept[seat as usize];
+    /// Rows of the layout that a dispatch has just given a context; none if it was refused.
+    pub fn landed(&self, context: u32) -> Option<u32> {
+        let kept = &self.kept[context as usize];
         (kept.number != 0 && kept.status == Status::OK).then_some(kept.layout.landed)
     }
 
@@ -188,7 +189,7 @@ impl Enqueuer {
         &mut self,
         programs: &RankPrograms,
         kind: CallKind,
-        seat: u32,
+        context: u32,
     ) -> Result<CallMachine, Error> {
         let mut machine = self.enter()?;
         let CallerStream { stream, reached, .. } = &self.caller;
@@ -200,7 +201,7 @@ impl Enqueuer {
             self.common.started(self.engine.awaited().0);
         }
         self.common.reclaim();
-        DeviceCall::new(self, programs, kind, seat).drive(&mut machine, Until::Half)?;
+        DeviceCall::new(self, programs, kind, context).drive(&mut machine, Until::Half)?;
         Ok(machine)
     }
 
@@ -216,9 +217,9 @@ impl Enqueuer {
     ///
     /// # Errors
     /// The cause of a dead world, an interruption, or the failure of the stream.
-    pub fn await_stream(&self, seat: u32, flag: StreamFlag) -> Result<(), Error> {
+    pub fn await_stream(&self, context: u32, flag: StreamFlag) -> Result<(), Error> {
         let CallerStream { stream, .. } = &self.caller;
-        let word = self.common.flag(seat, flag)?;
+        let word = self.common.flag(context, flag)?;
         let mut looks = 0;
         self.common.fixed.port.lanes().wait_for_stream(word, || {
             looks = (looks + 1) % LOOKS;
@@ -229,7 +230,7 @@ impl Enqueuer {
     }
 
     /// The call is enqueued: the caller's stream goes on behind it.
-    pub fn answer(&mut self, seat: u32, status: Status) -> Result<(), Error> {
+    pub fn answer(&mut self, context: u32, status: Status) -> Result<(), Error> {
         // Of a world that died meanwhile the guard says so, again and again.
         self.common.fixed.shared.hub.health().check()?;
         let CallerStream { stream, done, watch, .. } = &self.caller;
@@ -237,12 +238,12 @@ impl Enqueuer {
         watch.expect(mark, awaited);
         self.engine.precede(stream, done)?;
         // Kernels of earlier calls may have yet to read the word.
-        stream.write(self.common.word(seat, StreamFlag::Status)?, status.0)?;
+        stream.write(self.common.word(context, StreamFlag::Status)?, status.0)?;
         Ok(())
     }
 
-    /// Serves a call of this kind along the layout of a seat, with tokens `x` that go as they lie,
-    /// or packed ones. `refused` is why this rank cannot make it.
+    /// Serves a call of this kind along the layout of a context, with tokens `x` that go as they
+    /// lie, or packed ones. `refused` is why this rank cannot make it.
     ///
     /// # Errors
     /// Those that end the world. A refusal is returned, and otherwise where rows land.
@@ -250,26 +251,27 @@ impl Enqueuer {
         &mut self,
         programs: &RankPrograms,
         mut machine: CallMachine,
-        (kind, seat): (CallKind, u32),
+        (kind, context): (CallKind, u32),
         (x, refused): (Option<(DeviceRange, Dtype)>, Option<Error>),
     ) -> Result<Result<Extent, Error>, Error> {
-        let mut call = DeviceCall { x, refused, ..DeviceCall::new(self, programs, kind, seat) };
+        let mut call = DeviceCall { x, refused, ..DeviceCall::new(self, programs, kind, context) };
         let refusal = call.drive(&mut machine, Until::End)?;
         let landing = call.landing.take().and_then(|landing| landing.extent);
         let status = refusal.as_ref().map_or(Status::OK, Status::of);
-        self.answer(seat, status)?;
+        self.answer(context, status)?;
         self.engine.take_enqueued();
         Ok(match (refusal, landing) {
             (None, Some(mut extent)) => {
                 // Staged memory is free again, for calls that are enqueued later.
-                drop(self.common.trim(kind, &mut extent, &self.kept[seat as usize].layout));
+                drop(self.common.trim(kind, &mut extent, &self.kept[context as usize].layout));
                 Ok(extent)
             }
             (refusal, _) => Err(refusal.unwrap_or_else(|| PlanError::RefusedHere.into())),
         })
     }
 
-    /// Serves a return of this kind for a seat; outputs lie at `steps` steps in this rank's memory.
+    /// Serves a return of this kind for a context; outputs lie at `steps` steps in this rank's
+    /// memory.
     ///
     /// # Errors
     /// Those that end the world. A refusal is told, and returned.
@@ -277,11 +279,11 @@ impl Enqueuer {
         &mut self,
         programs: &RankPrograms,
         mut machine: CallMachine,
-        (kind, seat): (CallKind, u32),
+        (kind, context): (CallKind, u32),
         (steps, options): (u32, u32),
     ) -> Result<Option<Error>, Error> {
-        let number = self.kept[seat as usize].number;
-        let mut call = DeviceCall::new(self, programs, kind, seat);
+        let number = self.kept[context as usize].number;
+        let mut call = DeviceCall::new(self, programs, kind, context);
         call.tag.options = options;
         call.base = u64::from(steps) * MemoryShape::STEP;
         call.refused = match (steps, number) {
@@ -294,12 +296,12 @@ impl Enqueuer {
         let refused = call.drive(&mut machine, Until::End)?;
         let status = match &refused {
             None => Status::OK,
-            Some(_) if number == 0 => self.kept[seat as usize].status,
+            Some(_) if number == 0 => self.kept[context as usize].status,
             Some(error) => Status::of(error),
         };
-        self.answer(seat, status)?;
+        self.answer(context, status)?;
         let enqueued = self.engine.take_enqueued();
-        self.common.seats[seat as usize].tell(|told| {
+        self.common.contexts[context as usize].tell(|told| {
             told.combined = enqueued;
             told.combine_refused = refused.clone();
             told.home += 1;
@@ -318,10 +320,10 @@ impl Enqueuer {
         map: Option<ExpertMap>,
         refused: Option<Error>,
     ) -> Result<Option<Error>, Error> {
-        let seat = self.common.shape.seatless();
-        let call = DeviceCall::new(self, programs, CallKind::ExpertMap, seat);
+        let context = self.common.shape.no_context();
+        let call = DeviceCall::new(self, programs, CallKind::ExpertMap, context);
         let refusal = DeviceCall { map, refused, ..call }.drive(&mut machine, Until::End)?;
-        self.answer(seat, refusal.as_ref().map_or(Status::OK, Status::of))?;
+        self.answer(context, refusal.as_ref().map_or(Status::OK, Status::of))?;
         self.engine.take_enqueued();
         Ok(refusal)
     }
@@ -331,7 +333,7 @@ impl Enqueuer {
 pub(super) struct DeviceCall<'p> {
     pub enqueuer: &'p mut Enqueuer,
     pub programs: &'p RankPrograms,
-    pub seat: u32,
+    pub context: u32,
     /// Dispatch: tokens that the caller's stream announced.
     pub tokens: u32,
     /// Tokens that may be sent as they lie, or are packed when it is known how.
@@ -355,17 +357,17 @@ pub(super) struct DeviceCall<'p> {
 }
 
 impl<'p> DeviceCall<'p> {
-    /// A call of this kind by the caller of a seat.
-    pub fn new(enqueuer: &'p mut Enqueuer, programs: &'p RankPrograms, kind: CallKind, seat: u32) -> Self {
+    /// A call of this kind by the caller of a context.
+    pub fn new(enqueuer: &'p mut Enqueuer, programs: &'p RankPrograms, kind: CallKind, context: u32) -> Self {
         DeviceCall {
             enqueuer,
             programs,
-            seat,
+            context,
             tokens: 0,
             x: None,
             reached: false,
             base: 0,
-            tag: Tag { kind, context: seat as u16, ..Tag::default() },
+            tag: Tag { kind, context: context as u16, ..Tag::default() },
             refused: None,
             landing: None,
             staging: None,
@@ -398,14 +400,14 @@ impl<'p> DeviceCall<'p> {
     pub fn in_place(&self) -> Option<(u64, u32)> {
         let (x, dtype) = self.x.as_ref()?;
         let offset = self.enqueuer.common.lie_here(self.tag.kind, (x, *dtype))?;
-        Some((offset, self.enqueuer.kept[self.seat as usize].in_place?))
+        Some((offset, self.enqueuer.kept[self.context as usize].in_place?))
     }
 
     fn stage(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
         let in_place = self.in_place();
         let Enqueuer { engine, tables, kept, common, calls, scratch, .. } = &mut *self.enqueuer;
         let items = self.programs.stages.items(stage, part);
-        let layout: &DispatchLayout = &kept[self.seat as usize].layout;
+        let layout: &DispatchLayout = &kept[self.context as usize].layout;
         let rows = stage == StageId::Rows;
         let operands = Operands {
             runs: if rows { &layout.runs } else { &[] },
@@ -430,7 +432,7 @@ impl<'p> DeviceCall<'p> {
         let Enqueuer { relay, engine, kept, calls, numbers, .. } = &mut *self.enqueuer;
         let Some(relay) = relay else { return Ok(()) };
         let (kind, programs) = (self.tag.kind, self.programs);
-        let Kept { forward, numbers: (counts, sizes), .. } = &mut kept[self.seat as usize];
+        let Kept { forward, numbers: (counts, sizes), .. } = &mut kept[self.context as usize];
         let task = self.task.get_or_insert_with(|| {
             let parts = ReturnParts { rows: !kind.places(), weights: false };
             RelayTask { parts, ..RelayTask::new(*calls, kind) }
@@ -468,7 +470,7 @@ impl Executor for DeviceCall<'_> {
         match work {
             Work::AwaitStream => {
                 let flag = if self.tag.kind.places() { StreamFlag::Dispatch } else { StreamFlag::Combine };
-                self.enqueuer.await_stream(self.seat, flag)?;
+                self.enqueuer.await_stream(self.context, flag)?;
                 self.reached = true;
             }
             Work::Sort => self.sort(),
@@ -483,7 +485,7 @@ impl Executor for DeviceCall<'_> {
             Work::Place => self.place()?,
             Work::Describe => {
                 let Enqueuer { common, calls, kept, sorted, .. } = &*self.enqueuer;
-                common.fixed.describe_blocks(*calls, &kept[self.seat as usize].layout, sorted)?;
+                common.fixed.describe_blocks(*calls, &kept[self.context as usize].layout, sorted)?;
             }
             Work::FillRows => self.fill_rows()?,
             Work::FillBringIn => self.fill_bring_in()?,
@@ -522,7 +524,7 @@ impl Executor for DeviceCall<'_> {
 impl DeviceCall<'_> {
     /// Takes memory of the size that the layout asks for, and says where it lies.
     pub fn take(&mut self) -> Result<(), Error> {
-        let (common, kept) = (&self.enqueuer.common, &self.enqueuer.kept[self.seat as usize]);
+        let (common, kept) = (&self.enqueuer.common, &self.enqueuer.kept[self.context as usize]);
         if self.refused.is_none() {
             let (landed, staged) = (kept.layout.landed, kept.layout.staged);
             match common.take(common.fixed.extent_bytes(self.tag.kind, landed, staged)) {
@@ -553,11 +555,11 @@ impl DeviceCall<'_> {
     /// Says where outputs lie, to local peers, and to relays where this rank's rows have their
     /// place.
     pub fn offer(&mut self) {
-        let handle = self.enqueuer.kept[self.seat as usize].number;
+        let handle = self.enqueuer.kept[self.context as usize].number;
         self.say(Tag { handle, base: self.base, ..self.tag });
         if self.tag.refusal == Refusal::None {
             let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
-            let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging().0);
+            let (layout, home) = (&kept[self.context as usize].layout, common.shape.staging().0);
             let setting = common.fixed.agreement(*calls, self.tag.kind).setting;
             tables.stage_rows(&setting, layout, home);
             tables.offer(&common.fixed.paths(), self.tag, self.base);
@@ -578,7 +580,7 @@ impl DeviceCall<'_> {
     /// Fills the operands by which rows come here.
     pub fn fill_pull(&mut self) {
         let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
-        let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging().0);
+        let (layout, home) = (&kept[self.context as usize].layout, common.shape.staging().0);
         tables.pull(&common.fixed.agreement(*calls, self.tag.kind).setting, layout, home);
     }
 

@@ -2,7 +2,7 @@
 //! work that they put on the caller's stream.
 //!
 //! ```text
-//!   start_dispatch    check | ids -> host, flag, order, pack     enqueuer: first half
+//!   start_dispatch    check | ids -> host, flag, sort, pack      enqueuer: first half
 //!   finish_dispatch   enqueuer: second half | choices apart      rows, handle
 //!   combine, ..       check | flag | enqueuer: both halves | sum
 //! ```
@@ -41,7 +41,7 @@ pub(in crate::ep) struct EnqueuedExchange {
     pub(super) stream: Arc<Stream>,
     pub(super) kernels: Arc<Kernels>,
     pub(super) enqueuer: Box<Enqueuer>,
-    /// Per seat: returns started.
+    /// Per context: returns started.
     returns: Vec<u64>,
     /// All dispatches.
     dispatches: u64,
@@ -59,7 +59,7 @@ struct Returning {
     kind: CallKind,
     /// All ranks must choose alike.
     options: u32,
-    seat: u32,
+    context: u32,
     tokens: u32,
     /// Where the output begins, in steps.
     steps: u32,
@@ -194,12 +194,12 @@ impl EnqueuedExchange {
     fn serve(&mut self, started: &mut EnqueuedDispatch) -> Result<(), Error> {
         let (common, lease) = (&self.common, &started.lease);
         let tokens = if started.refused.is_some() { REFUSED } else { lease.tokens };
-        let call = ((started.kind, lease.seat), (tokens, started.x.take()));
+        let call = ((started.kind, lease.context), (tokens, started.x.take()));
         let served = self.enqueuer.dispatch(&self.programs, started.machine, call.0, call.1);
         served.map_err(|error| common.fixed.fail(error))?;
         common.served.fetch_add(1, Ordering::Relaxed);
-        if let Some(rows) = self.enqueuer.landed(lease.seat) {
-            let chosen = common.lay_choices_apart(&self.stream, &self.kernels, (lease.seat, rows));
+        if let Some(rows) = self.enqueuer.landed(lease.context) {
+            let chosen = common.lay_choices_apart(&self.stream, &self.kernels, (lease.context, rows));
             chosen.map_err(|error| common.fixed.fail(error))?;
         }
         Ok(())
@@ -229,14 +229,14 @@ impl EnqueuedExchange {
         self.common.fixed.shared.hub.health().check()?;
         self.refuse_capture()?;
         let common = Arc::clone(&self.common);
-        let seats = common.shape.seats();
-        let free = (0..seats).find(|&seat| common.seats[seat as usize].take());
+        let contexts = common.shape.contexts();
+        let free = (0..contexts).find(|&context| common.contexts[context as usize].take());
         // Without a context the call is entered all the same: the other ranks do not wait.
-        let (seat, brought) = match free {
-            Some(seat) => (seat, brought),
+        let (context, brought) = match free {
+            Some(context) => (context, brought),
             None => {
-                let full = brought.and(Err(CallError::TooManyInFlight { max: seats }.into()));
-                (common.shape.seatless(), full)
+                let full = brought.and(Err(CallError::TooManyInFlight { max: contexts }.into()));
+                (common.shape.no_context(), full)
             }
         };
         let (brought, refused) =
@@ -246,10 +246,10 @@ impl EnqueuedExchange {
         let (call, lanes) = (self.dispatches, Arc::clone(&self.lanes));
         let dtype = brought.and_then(|(_, x)| x).map(|(_, dtype)| dtype);
         let packs = common.packs(kind, dtype.unwrap_or(Dtype::Bytes));
-        let lease = Arc::new(Lease { common, seat, call, tokens: count, packs, lanes });
+        let lease = Arc::new(Lease { common, context, call, tokens: count, packs, lanes });
         self.common.space.count();
-        self.enqueue_dispatch(seat, brought).map_err(|error| self.common.fixed.fail(error))?;
-        let machine = self.start(kind, seat)?;
+        self.enqueue_dispatch(context, brought).map_err(|error| self.common.fixed.fail(error))?;
+        let machine = self.start(kind, context)?;
         let x = brought
             .filter(|(chosen, _)| chosen.tokens > 0)
             .and_then(|(_, x)| x.filter(|&x| self.packs_when_placed(x)))
@@ -260,8 +260,8 @@ impl EnqueuedExchange {
     }
 
     /// Drives a call to its half.
-    fn start(&mut self, kind: CallKind, seat: u32) -> Result<CallMachine, Error> {
-        self.enqueuer.start(&self.programs, kind, seat).map_err(|error| self.common.fixed.fail(error))
+    fn start(&mut self, kind: CallKind, context: u32) -> Result<CallMachine, Error> {
+        self.enqueuer.start(&self.programs, kind, context).map_err(|error| self.common.fixed.fail(error))
     }
 
     /// Enqueues that expert outputs come back to their tokens and are summed into `out`.
@@ -309,19 +309,19 @@ impl EnqueuedExchange {
         output: Result<&EnqueuedOutput, &Error>,
         unfit: Option<Error>,
     ) -> Result<Returning, Error> {
-        let (seat, refused) = (handle.seat(), output.err().cloned().or(unfit));
+        let (context, refused) = (handle.context(), output.err().cloned().or(unfit));
         let steps = match output {
             Ok(output) if refused.is_none() => output.steps(kind),
             _ => REFUSED,
         };
-        let returns = &mut self.returns[seat as usize];
+        let returns = &mut self.returns[context as usize];
         *returns += 1;
         let nth = *returns;
         // No earlier call may use memory that is given back from now on.
         self.common.space.count();
-        let machine = self.enqueue_return(kind, seat, steps)?;
+        let machine = self.enqueue_return(kind, context, steps)?;
         handle.returns(nth, kind, refused.clone());
-        Ok(Returning { machine, kind, options, seat, tokens: handle.tokens(), steps, own: refused })
+        Ok(Returning { machine, kind, options, context, tokens: handle.tokens(), steps, own: refused })
     }
 
     /// Second half of a combine: the sums of the rows that came back.
@@ -356,10 +356,10 @@ impl EnqueuedExchange {
     }
 
     fn serve_return(&mut self, call: Returning, out: Option<&DeviceRange>) -> Result<Option<Error>, Error> {
-        let Returning { machine, kind, options, seat, tokens, steps, .. } = call;
-        let refused = self.enqueuer.ret(&self.programs, machine, (kind, seat), (steps, options))?;
+        let Returning { machine, kind, options, context, tokens, steps, .. } = call;
+        let refused = self.enqueuer.ret(&self.programs, machine, (kind, context), (steps, options))?;
         self.common.served.fetch_add(1, Ordering::Relaxed);
-        self.enqueue_returned((kind, seat), tokens, out)?;
+        self.enqueue_returned((kind, context), tokens, out)?;
         Ok(refused)
     }
 
@@ -412,11 +412,12 @@ impl EnqueuedExchange {
         self.common.fixed.shared.hub.health().check()?;
         let map = map.and_then(|map| self.check_map(&map).map(|()| map));
         let (map, refused) = map.map_or_else(|error| (None, Some(error)), |map| (Some(map), None));
-        let seat = self.common.shape.seatless();
+        let context = self.common.shape.no_context();
         self.common.space.count();
-        let reached = self.common.word(seat, StreamFlag::Combine).and_then(|word| self.stream.write(word, 1));
+        let reached =
+            self.common.word(context, StreamFlag::Combine).and_then(|word| self.stream.write(word, 1));
         reached.map_err(|error| self.common.fixed.fail(error.into()))?;
-        let machine = self.start(CallKind::ExpertMap, seat)?;
+        let machine = self.start(CallKind::ExpertMap, context)?;
         let agreed = self.enqueuer.remap(&self.programs, machine, map, refused);
         let refusal = agreed.map_err(|error| self.common.fixed.fail(error))?;
         self.common.served.fetch_add(1, Ordering::Relaxed);
@@ -453,7 +454,7 @@ impl EnqueuedExchange {
         let rows = tokens.len() / (spec.hidden * dtype.size()) as u64;
         let rows = u32::try_from(rows).unwrap_or(u32::MAX);
         // Without an index there is no fault to report.
-        let status = common.word(common.shape.seatless(), StreamFlag::Status)?;
+        let status = common.word(common.shape.no_context(), StreamFlag::Status)?;
         let args = RecordArgs {
             hidden: spec.hidden as u32,
             dtype,
@@ -480,7 +481,7 @@ impl EnqueuedExchange {
                 .and_then(|()| self.offer((call, 0), handle, Err(&error), None))
                 .and_then(|started| self.finish_return(started, None)),
             (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, None) => {
-                self.refuse_without_seat(call)
+                self.refuse_without_context(call)
             }
             (CallKind::Dispatch | CallKind::Prepare, _) => {
                 let started = self.begin_placing(call, Err(error.clone()));
@@ -490,8 +491,8 @@ impl EnqueuedExchange {
                 })
             }
             (CallKind::CachedDispatch | CallKind::CombineBackward, handle) => {
-                let seat = handle.map_or(self.common.shape.seatless(), EnqueuedHandle::seat);
-                self.along((call, seat), 0, Err(error.clone())).map(drop)
+                let context = handle.map_or(self.common.shape.no_context(), EnqueuedHandle::context);
+                self.along((call, context), 0, Err(error.clone())).map(drop)
             }
             (CallKind::ExpertMap, _) => self.set_expert_map(Err(error.clone())),
             // There is no other call on devices: every rank refuses it by itself.
@@ -501,12 +502,12 @@ impl EnqueuedExchange {
     }
 
     /// Enters a return for which this rank has no layout, to refuse it.
-    fn refuse_without_seat(&mut self, kind: CallKind) -> Result<(), Error> {
+    fn refuse_without_context(&mut self, kind: CallKind) -> Result<(), Error> {
         self.common.fixed.shared.hub.health().check()?;
-        let seat = self.common.shape.seatless();
+        let context = self.common.shape.no_context();
         self.common.space.count();
-        let machine = self.enqueue_return(kind, seat, REFUSED)?;
-        let call = Returning { machine, kind, options: 0, seat, tokens: 0, steps: REFUSED, own: None };
+        let machine = self.enqueue_return(kind, context, REFUSED)?;
+        let call = Returning { machine, kind, options: 0, context, tokens: 0, steps: REFUSED, own: None };
         self.serve_return(call, None).map_err(|error| self.common.fixed.fail(error))?;
         Ok(())
     }
@@ -530,9 +531,9 @@ impl EnqueuedExchange {
     }
 
     /// Enqueues the first half of a return.
-    fn enqueue_return(&mut self, kind: CallKind, seat: u32, steps: u32) -> Result<CallMachine, Error> {
-        self.enqueue_reached(seat, steps).map_err(|error| self.common.fixed.fail(error))?;
-        self.start(kind, seat)
+    fn enqueue_return(&mut self, kind: CallKind, context: u32, steps: u32) -> Result<CallMachine, Error> {
+        self.enqueue_reached(context, steps).map_err(|error| self.common.fixed.fail(error))?;
+        self.start(kind, context)
     }
 
     /// Enqueues that rows go along the layout of a handle, and that they come. Collective.
@@ -552,8 +553,8 @@ impl EnqueuedExchange {
         let dtype = x.dtype();
         let shape = Shape::brought(&self.common.fixed.spec, kind, handle.tokens(), dtype);
         let x = x.on_device("tokens", shape, self.stream.device()).map(|x| (x, dtype));
-        let extent = self.along((kind, handle.seat()), handle.tokens(), x)?;
-        let (common, place) = (&self.common, (handle.seat(), extent.offset(), handle.rows()));
+        let extent = self.along((kind, handle.context()), handle.tokens(), x)?;
+        let (common, place) = (&self.common, (handle.context(), extent.offset(), handle.rows()));
         if common.shape.arrives() {
             let regrouped = common.regroup(&self.stream, &self.kernels, kind, place);
             regrouped.map_err(|error| common.fixed.fail(error))?;
@@ -561,10 +562,10 @@ impl EnqueuedExchange {
         EnqueuedRows::new(handle.lease(), (kind, handle.rows()), extent)
     }
 
-    /// Makes a call of this kind along the layout of a seat: where rows land.
+    /// Makes a call of this kind along the layout of a context: where rows land.
     fn along(
         &mut self,
-        (kind, seat): (CallKind, u32),
+        (kind, context): (CallKind, u32),
         tokens: u32,
         x: Result<(&DeviceRange, Dtype), Error>,
     ) -> Result<Extent, Error> {
@@ -573,22 +574,22 @@ impl EnqueuedExchange {
         self.common.space.count();
         let fail = |error| self.common.fixed.fail(error);
         let x = x.filter(|_| tokens > 0);
-        let lies = x.filter(|&x| self.common.lie_here(kind, x).is_some() && self.may_lie(seat));
+        let lies = x.filter(|&x| self.common.lie_here(kind, x).is_some() && self.may_lie(context));
         if let (Some((x, dtype)), None) = (x, lies) {
-            let packed = self.common.pack(&self.stream, &self.kernels, (kind, seat), (tokens, x, dtype));
+            let packed = self.common.pack(&self.stream, &self.kernels, (kind, context), (tokens, x, dtype));
             packed.map_err(fail)?;
         }
-        self.enqueue_reached(seat, 0).map_err(fail)?;
-        let machine = self.start(kind, seat)?;
+        self.enqueue_reached(context, 0).map_err(fail)?;
+        let machine = self.start(kind, context)?;
         let x = lies.map(|(x, dtype)| (x.clone(), dtype));
-        let landed = self.enqueuer.cached(&self.programs, machine, (kind, seat), (x, refused));
+        let landed = self.enqueuer.cached(&self.programs, machine, (kind, context), (x, refused));
         self.common.served.fetch_add(1, Ordering::Relaxed);
         landed.map_err(|error| self.common.fixed.fail(error))?
     }
 
-    /// Whether tokens may be sent along the layout of a seat as they lie.
-    fn may_lie(&self, seat: u32) -> bool {
-        self.enqueuer.kept[seat as usize].in_place.is_some()
+    /// Whether tokens may be sent along the layout of a context as they lie.
+    fn may_lie(&self, context: u32) -> bool {
+        self.enqueuer.kept[context as usize].in_place.is_some()
     }
 
     /// Enqueues that gradients of rows return and their sums go to `tokens`; with `of_rows`, one
@@ -707,7 +708,7 @@ impl EnqueuedExchange {
 
     /// That choices go, with their tokens or before those, or, without any, that the call is
     /// refused; and that rows come.
-    fn enqueue_dispatch(&mut self, seat: u32, brought: Option<Brought<'_>>) -> Result<(), Error> {
+    fn enqueue_dispatch(&mut self, context: u32, brought: Option<Brought<'_>>) -> Result<(), Error> {
         let (common, stream) = (&*self.common, &*self.stream);
         let (shape, spec) = (&common.shape, &common.fixed.spec);
         if let Some((Chosen { tokens, experts, weights }, _)) = brought {
@@ -717,17 +718,17 @@ impl EnqueuedExchange {
             }
         }
         stream.write(
-            common.word(seat, StreamFlag::Dispatch)?,
+            common.word(context, StreamFlag::Dispatch)?,
             brought.map_or(REFUSED, |(chosen, _)| chosen.tokens) + 1,
         )?;
         let packs = brought.filter(|(chosen, _)| chosen.tokens > 0);
         if let Some((Chosen { tokens, experts, .. }, x)) = packs {
             // Where engines relay, the second half finds the order.
             if !shape.arrives() {
-                common.order(stream, &self.kernels, seat, (tokens, experts))?;
+                common.order(stream, &self.kernels, context, (tokens, experts))?;
             }
             if let Some((x, dtype)) = x.filter(|&x| !self.packs_when_placed(x)) {
-                common.pack(stream, &self.kernels, (CallKind::Dispatch, seat), (tokens, x, dtype))?;
+                common.pack(stream, &self.kernels, (CallKind::Dispatch, context), (tokens, x, dtype))?;
             }
         }
         Ok(())
@@ -743,33 +744,33 @@ impl EnqueuedExchange {
     /// That the stream has come to a call along a known layout. In a return, outputs may be read,
     /// which lie so many `steps` into this rank's memory. On one node the caller's thread runs
     /// ahead: nobody hears of it but the streams of its peers.
-    fn enqueue_reached(&self, seat: u32, steps: u32) -> Result<(), Error> {
+    fn enqueue_reached(&self, context: u32, steps: u32) -> Result<(), Error> {
         if !self.common.fixed.paths().is_multi_node() {
             return Ok(());
         }
-        Ok(self.stream.write(self.common.word(seat, StreamFlag::Combine)?, steps + 1)?)
+        Ok(self.stream.write(self.common.word(context, StreamFlag::Combine)?, steps + 1)?)
     }
 
     /// That what returned goes to `out`: sums of rows, or weight gradients.
     fn enqueue_returned(
         &mut self,
-        (kind, seat): (CallKind, u32),
+        (kind, context): (CallKind, u32),
         tokens: u32,
         out: Option<&DeviceRange>,
     ) -> Result<(), Error> {
         let (common, stream) = (&*self.common, &*self.stream);
         let (shape, spec) = (&common.shape, &common.fixed.spec);
         let Some(out) = out.filter(|_| tokens > 0) else { return Ok(()) };
-        let (rows, index) = (common.span(shape.staging())?, common.span(shape.places(seat))?);
+        let (rows, index) = (common.span(shape.staging())?, common.span(shape.places(context))?);
         let (n_rows, top_k) = (shape.entries() as u32, spec.top_k);
-        let (status, out) = (common.word(seat, StreamFlag::Status)?, out.span(0, out.len())?);
+        let (status, out) = (common.word(context, StreamFlag::Status)?, out.span(0, out.len())?);
         if kind == CallKind::ReturnWeights {
             let words = common.fixed.sizing(CallKind::Combine).words_home;
             let choices = tokens * top_k;
             let fetch = FetchWeights { choices, n_rows, words, from: rows, index, status, out };
             return Ok(self.kernels.fetch_weights(stream, &fetch)?);
         }
-        let weights = common.span(shape.weights(seat))?;
+        let weights = common.span(shape.weights(context))?;
         let groups = common.span(shape.groups())?;
         Ok(self.kernels.sum_choices(
             stream,
@@ -783,7 +784,7 @@ impl EnqueuedExchange {
                 rows,
                 index,
                 n_experts: common.fixed.bins.count(),
-                experts: Some(common.span(shape.sums(seat))?),
+                experts: Some(common.span(shape.sums(context))?),
                 weights: (spec.weighted && kind == CallKind::Combine).then_some(weights),
                 group_of: spec.order.has_partials().then_some(groups),
                 status,

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 use crate::bootstrap::Health;
 use crate::device::{Context, DeviceRange, PinnedMemory, Priority, Stream};
-use crate::ep::work::EpState;
+use crate::ep::state::EpState;
 use crate::error::{DeviceError, Error, LaneError, PlanError};
 use crate::exec::Awaited;
 use crate::lane::COPY_ENGINE;

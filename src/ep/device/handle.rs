@@ -18,11 +18,11 @@ use crate::exec::EnqueueCounts;
 use crate::plan::RowBuffer;
 use crate::schedule::call::CallMachine;
 
-/// A seat, as long as anything of its dispatch is alive.
+/// A context, as long as anything of its dispatch is alive.
 #[derive(Debug)]
 pub(super) struct Lease {
     pub common: Arc<Session>,
-    pub seat: u32,
+    pub context: u32,
     /// Which dispatch of the exchange it is.
     pub call: u64,
     pub tokens: u32,
@@ -33,18 +33,18 @@ pub(super) struct Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.common.seats[self.seat as usize].free();
+        self.common.contexts[self.context as usize].free();
     }
 }
 
 impl Lease {
-    /// How the last calls of its seat went.
+    /// How the last calls of its context went.
     ///
     /// # Errors
     /// The cause of a dead world.
     fn told(&self) -> Result<MutexGuard<'_, ContextProgress>, Error> {
         self.common.fixed.shared.hub.health().check()?;
-        Ok(self.common.seats[self.seat as usize].told())
+        Ok(self.common.contexts[self.context as usize].told())
     }
 
     /// A report of what was enqueued.
@@ -54,9 +54,9 @@ impl Lease {
         Report { executor, lanes, enqueued, kernels, host_staged, registration, ..Report::default() }
     }
 
-    /// The status word of the seat, as devices read it.
+    /// The status word of the context, as devices read it.
     fn status_word(&self) -> Result<DeviceRange, Error> {
-        Ok(self.common.host_piece((self.common.shape.flag(self.seat, StreamFlag::Status), 4))?)
+        Ok(self.common.host_piece((self.common.shape.flag(self.context, StreamFlag::Status), 4))?)
     }
 }
 
@@ -86,7 +86,7 @@ impl EnqueuedDispatch {
         let (placement, extent) = self.placed()?;
         let extent = extent.ok_or(PlanError::RefusedHere)?;
         if let Some((stream, kernels)) = &self.regroups {
-            let (common, place) = (&self.lease.common, (self.lease.seat, extent.offset(), placement.rows));
+            let (common, place) = (&self.lease.common, (self.lease.context, extent.offset(), placement.rows));
             common.regroup(stream, kernels, self.kind, place).map_err(|error| common.fixed.fail(error))?;
         }
         let rows = EnqueuedRows::new(&self.lease, (self.kind, placement.rows), extent)?;
@@ -140,16 +140,16 @@ impl EnqueuedRows {
         (kind, landed): (CallKind, u32),
         extent: Extent,
     ) -> Result<Self, Error> {
-        let (common, seat) = (&lease.common, lease.seat);
+        let (common, context) = (&lease.common, lease.context);
         let shape = &common.shape;
         let landing = shape.landing(kind, landed);
         let base = extent.offset();
         let spec = &common.fixed.spec;
-        let (per_rank, [experts, apart]) = (spec.layout.is_per_rank(), shape.row_choices(seat));
+        let (per_rank, [experts, apart]) = (spec.layout.is_per_rank(), shape.row_choices(context));
         let choices = u64::from(landed) * u64::from(spec.top_k) * 4;
         let weights = match per_rank {
             true => (apart.0, choices),
-            false => (shape.notes(seat).0, u64::from(landed) * 4),
+            false => (shape.notes(context).0, u64::from(landed) * 4),
         };
         let (memory, weights) = (common.piece((base, landing.bytes()))?, common.piece(weights)?);
         let experts = per_rank.then(|| common.piece((experts.0, choices))).transpose()?;
@@ -160,7 +160,7 @@ impl EnqueuedRows {
             }
             false => None,
         };
-        let counts = common.piece(common.counts(seat))?;
+        let counts = common.piece(common.counts(context))?;
         let lease = Arc::clone(lease);
         Ok(EnqueuedRows {
             memory,
@@ -232,7 +232,7 @@ pub(in crate::ep) struct EnqueuedHandle {
 /// The return that answers for a handle.
 #[derive(Clone, Debug)]
 struct LastReturn {
-    /// Which return of the seat it is.
+    /// Which return of the context it is.
     nth: u64,
     kind: CallKind,
     /// Why this rank refused it.
@@ -265,8 +265,8 @@ impl EnqueuedHandle {
         &self.lease
     }
 
-    pub(super) fn seat(&self) -> u32 {
-        self.lease.seat
+    pub(super) fn context(&self) -> u32 {
+        self.lease.context
     }
 
     pub(super) fn call(&self) -> u64 {
@@ -344,7 +344,7 @@ impl EnqueuedHandle {
 
     /// The same, for the host; what it says is sure once the stream has come by.
     pub fn status_now(&self) -> Status {
-        let word = self.lease.common.flag(self.lease.seat, StreamFlag::Status);
+        let word = self.lease.common.flag(self.lease.context, StreamFlag::Status);
         Status(word.map_or(0, |word| word.load(std::sync::atomic::Ordering::Acquire) as u32))
     }
 
@@ -352,7 +352,7 @@ impl EnqueuedHandle {
     pub fn report(&self) -> Result<Report, Error> {
         let enqueued = self.lease.told()?.dispatched;
         let Lease { common, packs, .. } = &*self.lease;
-        let kernels = if common.shape.arrives() { [*packs, "regroup"] } else { ["order", *packs] };
+        let kernels = if common.shape.arrives() { [*packs, "regroup"] } else { ["sort_choices", *packs] };
         // Tokens that went as they lay were not packed.
         let kernels = match (self.placement.in_place, common.shape.arrives()) {
             (false, _) => &kernels[..],

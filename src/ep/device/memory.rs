@@ -36,7 +36,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::device::PinnedMemory;
 use crate::ep::builder::Spec;
-use crate::ep::work::EpState;
+use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, PlanError};
 use crate::memory::Extents;
 use crate::plan::{RowBuffer, RowSizes};
@@ -48,7 +48,7 @@ const GRAIN: u64 = 256;
 const MOST: u64 = 1 << 56;
 /// Bytes of a word that a stream and a thread share: nothing else is in its line.
 const LINE: u64 = 64;
-/// Bytes of the flags of a seat.
+/// Bytes of the flags of a context.
 const FLAGS: u64 = (StreamFlag::COUNT * LINE).next_multiple_of(GRAIN);
 
 /// Words that a stream shares with its caller's thread, and with nobody else.
@@ -70,7 +70,7 @@ impl StreamFlag {
 /// Sizes that all ranks have in common.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MemoryShape {
-    seats: u32,
+    contexts: u32,
     ids: u64,
     bins: u64,
     ranks: u64,
@@ -104,11 +104,11 @@ impl MemoryShape {
 
     /// `staged`: where engines relay, most rows that a rank hands on; `words`: bytes of flags that
     /// NICs may write.
-    pub fn new(spec: &Spec, seats: u32, pool: u64, staged: Option<u64>, words: u64) -> Self {
+    pub fn new(spec: &Spec, contexts: u32, pool: u64, staged: Option<u64>, words: u64) -> Self {
         let experts = spec.map.slots().into();
         let per_rank = spec.layout.is_per_rank();
         MemoryShape {
-            seats,
+            contexts,
             ids: spec.map.experts().into(),
             bins: if per_rank { spec.map.ranks().into() } else { spec.map.slots().into() },
             ranks: spec.map.ranks().into(),
@@ -138,30 +138,30 @@ impl MemoryShape {
         let bytes = 4 * u128::from(self.longest_row() + self.sizing.note_bytes() + 8 + GRAIN);
         let notes = u128::from(self.notes_bytes()) + u128::from(2 * self.row_choice_bytes() + GRAIN);
         let all = rows.saturating_mul(bytes).saturating_add(notes);
-        let all = all.saturating_mul(u128::from(self.seats) + 2);
+        let all = all.saturating_mul(u128::from(self.contexts) + 2);
         if all <= MOST.into() {
             return Ok(());
         }
         Err(PlanError::BadParameter {
             parameter: "bytes of the exchange",
             seen: u64::try_from(all).unwrap_or(u64::MAX),
-            expected: "what a device may have: fewer seats, tokens or choices, or shorter rows",
+            expected: "what a device may have: fewer contexts, tokens or choices, or shorter rows",
         })
     }
 
-    pub fn seats(&self) -> u32 {
-        self.seats
+    pub fn contexts(&self) -> u32 {
+        self.contexts
     }
 
-    /// Sets of words: one for each seat, and one for combines that a rank refuses because it has no
-    /// seat for them.
+    /// Sets of words: one for each context, and one for combines that a rank refuses because it has
+    /// no context for them.
     pub fn word_sets(&self) -> u32 {
-        self.seats + 1
+        self.contexts + 1
     }
 
-    /// The set of words without a seat.
-    pub fn seatless(&self) -> u32 {
-        self.seats
+    /// The set of words without a context.
+    pub fn no_context(&self) -> u32 {
+        self.contexts
     }
 
     /// Choices of a rank, at most; and so its rows.
@@ -217,34 +217,34 @@ impl MemoryShape {
         (behind(self.map()), self.bins * 4)
     }
 
-    /// Rows that a call packs, or that come home to it. All seats share it.
+    /// Rows that a call packs, or that come home to it. All contexts share it.
     pub fn staging(&self) -> ByteRange {
         (behind(self.groups()), self.entries() * self.longest_row())
     }
 
-    /// First byte of a seat.
-    fn seat(&self, seat: u32) -> u64 {
-        behind(self.staging()) + u64::from(seat) * self.seat_bytes()
+    /// First byte of a context.
+    fn context(&self, context: u32) -> u64 {
+        behind(self.staging()) + u64::from(context) * self.context_bytes()
     }
 
     /// The token of each packed row, `i32`.
-    pub fn order(&self, seat: u32) -> ByteRange {
-        (self.seat(seat), self.entries() * 4)
+    pub fn order(&self, context: u32) -> ByteRange {
+        (self.context(context), self.entries() * 4)
     }
 
     /// The packed row of each choice, `i32 [tokens, top_k]`, or -1.
-    pub fn places(&self, seat: u32) -> ByteRange {
-        (behind(self.order(seat)), self.entries() * 4)
+    pub fn places(&self, context: u32) -> ByteRange {
+        (behind(self.order(context)), self.entries() * 4)
     }
 
     /// The place of each choice's bin in the order of the sum, `i32 [tokens, top_k]`, or -1.
-    pub fn sums(&self, seat: u32) -> ByteRange {
-        (behind(self.places(seat)), self.entries() * 4)
+    pub fn sums(&self, context: u32) -> ByteRange {
+        (behind(self.places(context)), self.entries() * 4)
     }
 
     /// Where combines are weighted: routing weights, `f32 [tokens, top_k]`.
-    pub fn weights(&self, seat: u32) -> ByteRange {
-        (behind(self.sums(seat)), self.weight_bytes())
+    pub fn weights(&self, context: u32) -> ByteRange {
+        (behind(self.sums(context)), self.weight_bytes())
     }
 
     fn weight_bytes(&self) -> u64 {
@@ -253,13 +253,13 @@ impl MemoryShape {
 
     /// Rows per local expert, then the same with pads: `i64 [2, experts]`. Rank-major, rows that
     /// chose each: `i64 [experts]`.
-    pub fn counts(&self, seat: u32) -> ByteRange {
-        (behind(self.weights(seat)), 2 * self.experts * 8)
+    pub fn counts(&self, context: u32) -> ByteRange {
+        (behind(self.weights(context)), 2 * self.experts * 8)
     }
 
     /// The routing weight of each row that landed, `f32`.
-    pub fn notes(&self, seat: u32) -> ByteRange {
-        (behind(self.counts(seat)), self.notes_bytes())
+    pub fn notes(&self, context: u32) -> ByteRange {
+        (behind(self.counts(context)), self.notes_bytes())
     }
 
     fn notes_bytes(&self) -> u64 {
@@ -267,8 +267,8 @@ impl MemoryShape {
     }
 
     /// Rank-major: the local expert of each row and choice, `i32`; then their weights, `f32`.
-    pub fn row_choices(&self, seat: u32) -> [ByteRange; 2] {
-        let experts = (behind(self.notes(seat)), self.row_choice_bytes());
+    pub fn row_choices(&self, context: u32) -> [ByteRange; 2] {
+        let experts = (behind(self.notes(context)), self.row_choice_bytes());
         [experts, (behind(experts), self.row_choice_bytes())]
     }
 
@@ -277,7 +277,7 @@ impl MemoryShape {
     }
 
     pub fn pool(&self) -> ByteRange {
-        (self.seat(self.seats), round(self.pool))
+        (self.context(self.contexts), round(self.pool))
     }
 
     /// Size of the device's memory.
@@ -314,8 +314,8 @@ impl MemoryShape {
     }
 
     /// Where a flag is in the host's memory.
-    pub fn flag(&self, seat: u32, flag: StreamFlag) -> u64 {
-        u64::from(seat) * FLAGS + flag as u64 * LINE
+    pub fn flag(&self, context: u32, flag: StreamFlag) -> u64 {
+        u64::from(context) * FLAGS + flag as u64 * LINE
     }
 
     pub fn host_experts(&self) -> ByteRange {
@@ -352,7 +352,7 @@ impl MemoryShape {
         behind(self.host_order())
     }
 
-    fn seat_bytes(&self) -> u64 {
+    fn context_bytes(&self) -> u64 {
         let permutations = 3 * round(self.entries() * 4) + round(self.weight_bytes());
         let beside = round(self.notes_bytes()) + 2 * round(self.row_choice_bytes());
         permutations + round(2 * self.experts * 8) + beside
@@ -535,11 +535,11 @@ impl Drop for Extent {
 mod tests {
     use super::*;
 
-    fn shape(seats: u32, row_bytes: u64) -> MemoryShape {
+    fn shape(contexts: u32, row_bytes: u64) -> MemoryShape {
         let sizing =
             RowSizes { row_bytes, home_bytes: row_bytes, words_out: 1, words_home: 0, partial_bytes: None };
         MemoryShape {
-            seats,
+            contexts,
             ids: 8,
             bins: 8,
             ranks: 4,
@@ -559,17 +559,17 @@ mod tests {
     }
 
     #[test]
-    fn a_seat_has_permutations_and_no_rows() {
+    fn a_context_has_permutations_and_no_rows() {
         let grows = shape(3, 512).device_bytes() - shape(2, 512).device_bytes();
-        assert_eq!(shape(3, 512).seat_bytes(), grows, "memory grows by a seat");
+        assert_eq!(shape(3, 512).context_bytes(), grows, "memory grows by a context");
         // Four permutations of 64 tokens with 4 choices, and a word for each of at most 4 * 64 * 2
         // rows.
-        assert_eq!(shape(2, 512).seat_bytes(), 4 * 64 * 4 * 4 + 256 + 512 * 4);
-        assert_eq!(shape(2, 1024).seat_bytes(), shape(2, 512).seat_bytes());
+        assert_eq!(shape(2, 512).context_bytes(), 4 * 64 * 4 * 4 + 256 + 512 * 4);
+        assert_eq!(shape(2, 1024).context_bytes(), shape(2, 512).context_bytes());
     }
 
     #[test]
-    fn within_a_budget_a_seat_has_words_for_as_many_rows() {
+    fn within_a_budget_a_context_has_words_for_as_many_rows() {
         let budget = MemoryShape { most_rows: 128, ..shape(2, 512) };
         assert_eq!(shape(2, 512).notes(0).1, 512 * 4);
         assert_eq!(budget.notes(0).1, 128 * 4);
@@ -579,9 +579,9 @@ mod tests {
     fn pieces_lie_behind_each_other() {
         let shape = shape(2, 512);
         let mut pieces = vec![shape.zeros(), shape.map(), shape.groups(), shape.staging()];
-        for seat in 0..2 {
-            pieces.extend([shape.order(seat), shape.places(seat), shape.sums(seat)]);
-            pieces.extend([shape.weights(seat), shape.counts(seat), shape.notes(seat)]);
+        for context in 0..2 {
+            pieces.extend([shape.order(context), shape.places(context), shape.sums(context)]);
+            pieces.extend([shape.weights(context), shape.counts(context), shape.notes(context)]);
         }
         pieces.push(shape.pool());
         for next in pieces.windows(2) {
@@ -590,11 +590,11 @@ mod tests {
     }
 
     #[test]
-    fn host_arrays_lie_behind_the_words_of_all_seats() {
+    fn host_arrays_lie_behind_the_words_of_all_contexts() {
         let shape = shape(3, 512);
         let (at, len) = shape.host_order();
         assert!(at + len <= shape.host_bytes());
-        assert!(shape.host_experts().0 >= shape.flag(shape.seatless(), StreamFlag::Status) + LINE);
+        assert!(shape.host_experts().0 >= shape.flag(shape.no_context(), StreamFlag::Status) + LINE);
         assert!(shape.flag(1, StreamFlag::Dispatch) >= shape.flag(0, StreamFlag::Status) + LINE);
     }
 

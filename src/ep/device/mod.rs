@@ -6,7 +6,7 @@
 //! the rows and has copy engines move them. The caller's thread drives it:
 //!
 //! ```text
-//!   caller's stream    ids to the host | flag | order, pack | ........ join | experts | ready .. join | sum
+//!   caller's stream    ids to the host | flag | sort, pack | ........ join | experts | ready .. join | sum
 //!   caller's thread    start           finish: plan, as the host does      combine: bases
 //!   stream of copies                                  | rows to all ranks            | rows return
 //! ```

@@ -29,7 +29,7 @@ use crate::device::{
     Stream, Word,
 };
 use crate::dtype::{Dtype, Fp8RowShape};
-use crate::ep::work::EpState;
+use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::exec::{CopyEngineStepper, EnqueueCounts};
 use crate::plan::{DispatchLayout, SortedRouting};
@@ -47,7 +47,7 @@ pub(super) struct Session {
     pub memory: DeviceRange,
     /// Memory of the host that both and the device reach.
     pub host: PinnedMemory,
-    pub seats: Arc<[DispatchContext]>,
+    pub contexts: Arc<[DispatchContext]>,
     /// Handles that are alive.
     pub handles: Arc<AtomicU32>,
     pub space: Arc<DevicePool>,
@@ -63,13 +63,13 @@ pub(super) struct Session {
 
 impl Session {
     /// A flag, as the host sees it.
-    pub fn flag(&self, seat: u32, flag: StreamFlag) -> Result<&AtomicU64, DeviceError> {
-        self.host.word(self.shape.flag(seat, flag) as usize)
+    pub fn flag(&self, context: u32, flag: StreamFlag) -> Result<&AtomicU64, DeviceError> {
+        self.host.word(self.shape.flag(context, flag) as usize)
     }
 
     /// A flag, as streams see it.
-    pub fn word(&self, seat: u32, flag: StreamFlag) -> Result<Word<'_, u32>, DeviceError> {
-        self.host.range().word(self.shape.flag(seat, flag))
+    pub fn word(&self, context: u32, flag: StreamFlag) -> Result<Word<'_, u32>, DeviceError> {
+        self.host.range().word(self.shape.flag(context, flag))
     }
 
     /// A piece of the device's memory.
@@ -106,7 +106,7 @@ impl Session {
         stream: &Stream,
         kernels: &Kernels,
         kind: CallKind,
-        (seat, base, rows): (u32, u64, u32),
+        (context, base, rows): (u32, u64, u32),
     ) -> Result<(), Error> {
         let (landing, row_bytes) = (self.shape.landing(kind, rows), self.shape.row_bytes(kind));
         if rows == 0 {
@@ -124,7 +124,7 @@ impl Session {
                 from: from.span(0, from.len())?,
                 index: index.span(0, index.len())?,
                 out: out.span(0, out.len())?,
-                status: self.word(seat, StreamFlag::Status)?,
+                status: self.word(context, StreamFlag::Status)?,
             },
         )?)
     }
@@ -211,53 +211,53 @@ impl Session {
 
     /// Where rows of local experts are counted: each number twice, without and with pads;
     /// rank-major once.
-    pub fn counts(&self, seat: u32) -> ByteRange {
+    pub fn counts(&self, context: u32) -> ByteRange {
         let spec = &self.fixed.spec;
         let experts = spec.map.slots_of(self.fixed.lanes.rank).len() as u64;
         let each = if spec.layout.is_per_rank() { 8 } else { 16 };
-        (self.shape.counts(seat).0, experts * each)
+        (self.shape.counts(context).0, experts * each)
     }
 
-    /// Enqueues that the choices of `rows` rows of a seat are laid apart, where a row stands for
+    /// Enqueues that the choices of `rows` rows of a context are laid apart, where a row stands for
     /// several.
     pub fn lay_choices_apart(
         &self,
         stream: &Stream,
         kernels: &Kernels,
-        (seat, rows): (u32, u32),
+        (context, rows): (u32, u32),
     ) -> Result<(), Error> {
         let spec = &self.fixed.spec;
         if !spec.layout.is_per_rank() {
             return Ok(());
         }
-        let [experts, weights] = self.shape.row_choices(seat);
+        let [experts, weights] = self.shape.row_choices(context);
         let args = ChoiceArgs {
             rows,
             top_k: spec.top_k,
             n_experts: spec.map.slots_of(self.fixed.lanes.rank).len() as u32,
-            notes: self.span(self.shape.notes(seat))?,
+            notes: self.span(self.shape.notes(context))?,
             experts: self.span(experts)?,
             weights: self.span(weights)?,
-            counts: self.span(self.counts(seat))?,
+            counts: self.span(self.counts(context))?,
         };
         Ok(kernels.choices(stream, &args)?)
     }
 
     /// Enqueues that `count` tokens of this type, which a call of this kind brings, are packed in
-    /// the order of a seat.
+    /// the order of a context.
     pub fn pack(
         &self,
         stream: &Stream,
         kernels: &Kernels,
-        (kind, seat): (CallKind, u32),
+        (kind, context): (CallKind, u32),
         (count, x, dtype): (u32, &DeviceRange, Dtype),
     ) -> Result<(), Error> {
         let shape = &self.shape;
-        let (order, packed) = (self.piece(shape.order(seat))?, self.piece(shape.staging())?);
+        let (order, packed) = (self.piece(shape.order(context))?, self.piece(shape.staging())?);
         let (sources, rows) = (count, count * self.fixed.spec.top_k);
         let (from, index, out) =
             (x.span(0, x.len())?, order.span(0, order.len())?, packed.span(0, packed.len())?);
-        let status = self.word(seat, StreamFlag::Status)?;
+        let status = self.word(context, StreamFlag::Status)?;
         let enqueued = match self.records(kind, dtype) {
             Some(record) => {
                 let (hidden, index) = (record.hidden() as u32, Some(index));
@@ -314,13 +314,13 @@ impl Session {
         &self,
         stream: &Stream,
         kernels: &Kernels,
-        seat: u32,
+        context: u32,
         (count, experts): (u32, &DeviceRange),
     ) -> Result<(), Error> {
         let spec = &self.fixed.spec;
-        let (order, map) = (self.piece(self.shape.order(seat))?, self.piece(self.shape.map())?);
+        let (order, map) = (self.piece(self.shape.order(context))?, self.piece(self.shape.map())?);
         let choices = count * spec.top_k;
-        Ok(kernels.order(
+        Ok(kernels.sort_choices(
             stream,
             &SortArgs {
                 experts: experts.span(0, u64::from(choices) * 4)?,
@@ -350,7 +350,7 @@ impl Session {
     }
 }
 
-/// One seat: memory and flags of a dispatch that is alive, and of the returns that follow it.
+/// One context: memory and flags of a dispatch that is alive, and of the returns that follow it.
 #[derive(Debug, Default)]
 pub(super) struct DispatchContext {
     taken: AtomicBool,
@@ -390,7 +390,7 @@ pub(super) struct PlacementInfo {
 }
 
 impl DispatchContext {
-    /// Takes the seat, if it is free.
+    /// Takes the context, if it is free.
     pub fn take(&self) -> bool {
         !self.taken.swap(true, Ordering::AcqRel)
     }

@@ -11,8 +11,10 @@ use super::session::{DispatchContext, Session};
 use super::transport::{RowTransport, TransportSizes};
 use crate::device::{Context, Event, Kernels, PinnedMemory, Priority, Stream};
 use crate::ep::Status;
+use crate::ep::agreement::GroupCounts;
 use crate::ep::builder::Spec;
-use crate::ep::work::{EpState, GroupCounts, ReceiveMemory, Relay};
+use crate::ep::relay::Relay;
+use crate::ep::state::{EpState, ReceiveMemory};
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::{CopyEngineStepper, DeviceMap, LocalPeer};
 use crate::plan::{InterNodeRows, RelayPermutation, SortedRouting};
@@ -44,17 +46,18 @@ struct MadeTogether {
 impl EnqueuedExchange {
     /// Allocates, and makes a stream for copies. Collective.
     pub fn new(group: &Group, spec: Spec, settings: EnqueuedSettings) -> Result<EnqueuedExchange, Error> {
-        let EnqueuedSettings { stream, max_in_flight: seats, device_heap: pool } = settings;
+        let EnqueuedSettings { stream, max_in_flight: contexts, device_heap: pool } = settings;
         let context = Arc::clone(stream.context());
         let lanes = group.lanes(spec.route)?;
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
         let flags = ControlLayout::flag(0, Flag::Entry, group.size());
         let words = flags + ControlLayout::flag_bytes(group.size());
         let crossed = if lanes.paths().is_multi_node() { words } else { 0 };
-        let shape = MemoryShape::new(&spec, seats, pool, staged, crossed);
-        let usable = check(&spec, seats).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context));
+        let shape = MemoryShape::new(&spec, contexts, pool, staged, crossed);
+        let usable =
+            check(&spec, contexts).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
-        let settings = [("max_in_flight", seats.into()), ("device_heap", pool)];
+        let settings = [("max_in_flight", contexts.into()), ("device_heap", pool)];
         let told = group.alike(&[usable_here.as_slice(), &settings].concat());
         let usable = usable?;
         told?;
@@ -99,7 +102,7 @@ impl EnqueuedExchange {
             instance: next_instance(),
             memory,
             host,
-            seats: (0..shape.word_sets()).map(|_| DispatchContext::default()).collect(),
+            contexts: (0..shape.word_sets()).map(|_| DispatchContext::default()).collect(),
             space: DevicePool::new(shape.pool().0, shape.pool().1),
             handles: Arc::default(),
             progress: Arc::new(Progress::new(&fixed, &words_here)),
@@ -111,8 +114,8 @@ impl EnqueuedExchange {
         });
         fill(&context, &copies, &common)?;
         let health = fixed.shared.hub.health();
-        let of_seat = |seat| shape.flag(seat, StreamFlag::Status) as usize;
-        let status = ((0..shape.word_sets()).map(of_seat).collect(), Status::WORLD_FAILED.0.into());
+        let of_context = |context| shape.flag(context, StreamFlag::Status) as usize;
+        let status = ((0..shape.word_sets()).map(of_context).collect(), Status::WORLD_FAILED.0.into());
         // Words that grow: no value of this epoch is as large, counted in a circle.
         let poison = Calls::new(fixed.shared.hub.epoch()).value().wrapping_add(1 << 62);
         let of = |flag| (0..ranks).map(move |rank| ControlLayout::flag(rank, flag, ranks) as usize);
@@ -158,11 +161,11 @@ fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
 }
 
 /// Refuses settings that no call can be made with.
-fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
+fn check(spec: &Spec, contexts: u32) -> Result<(), Error> {
     // Tags number the contexts in 16 bits, and one more is for calls without any.
-    if !(1..u32::from(u16::MAX)).contains(&seats) {
+    if !(1..u32::from(u16::MAX)).contains(&contexts) {
         let (parameter, expected) = ("max_in_flight", "between 1 and 65534");
-        return Err(PlanError::BadParameter { parameter, seen: seats.into(), expected }.into());
+        return Err(PlanError::BadParameter { parameter, seen: contexts.into(), expected }.into());
     }
     Ok(Kernels::sum_choices_names(spec.dtype).map(drop)?)
 }

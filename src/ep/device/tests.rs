@@ -48,7 +48,7 @@ fn on_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64)
     let fabric = Fabric::new(&["card0", "card1"]);
     let settings = Settings { signal, ..Settings::default() };
     let stand_in = Some(fabric.ground(settings));
-    let options = Options { rail: NetChoice::Verbs, stand_in, forecast: true, ..small() };
+    let options = Options { net: NetChoice::Verbs, stand_in, forecast: true, ..small() };
     on_ranks(&case.nodes, &options, |world: World| {
         let group = world.all().unwrap();
         body(&mut Rank::new(&group, case), group.rank().into());
@@ -70,7 +70,7 @@ fn rounds(rank: &mut Rank<bf16>, rounds: u64, seed: u64) -> u64 {
             assert_eq!(report.host_staged, None);
             assert_eq!(report.registration, Some(Registration::Address(NoDmaBuf::Driver)));
             assert_eq!(report.enqueued.staged_out_bytes, 0);
-            straight += report.enqueued.straight_bytes;
+            straight += report.enqueued.gpu_direct_bytes;
         }
     }
     straight
@@ -249,15 +249,15 @@ fn a_report_counts_what_went_straight() {
             // Experts 0 to 3 get 2, 1, 1 and 1 rows of 32 bytes from each rank: one put for each
             // expert.
             let (sent, brought) = if me == 0 { (2, 3) } else { (3, 2) };
-            assert_eq!((out.gpu_direct_puts, out.straight_bytes), (2, sent * 32));
-            assert_eq!((home.gpu_direct_puts, home.straight_bytes), (2, brought * 32));
+            assert_eq!((out.gpu_direct_puts, out.gpu_direct_bytes), (2, sent * 32));
+            assert_eq!((home.gpu_direct_puts, home.gpu_direct_bytes), (2, brought * 32));
             assert_eq!(
-                (out.staged_out_bytes, out.in_bytes, home.staged_out_bytes, home.in_bytes),
+                (out.staged_out_bytes, out.staged_in_bytes, home.staged_out_bytes, home.staged_in_bytes),
                 (0, 0, 0, 0)
             );
             // Entry and message, header and its signal, rows and weights of two experts, pads, and
             // a word.
-            assert_eq!(out.rail_signals, 3);
+            assert_eq!(out.inter_node_signals, 3);
         });
         // The words behind rows are awaited with a flush: one for each dispatch and combine of two
         // ranks.
@@ -280,7 +280,7 @@ fn rows_are_staged_by_the_host_where_a_device_cannot_await_nics() {
                 rank.round(&tokens(me, 9, 16, 3, 5));
                 let report = &rank.reports[0];
                 assert_eq!((report.host_staged, report.registration), (Some(expected), None));
-                assert_eq!(report.enqueued.straight_bytes, 0);
+                assert_eq!(report.enqueued.gpu_direct_bytes, 0);
             });
         });
     }
@@ -295,7 +295,7 @@ const ROUNDS: u64 = 5;
 fn rows_go_from_device_to_device_between_two_machines() {
     let mut options = Options { config: small().config, ..Options::from_env().unwrap() };
     // Nobody dies here, and a machine that is emulated may be away for seconds.
-    options.clocks.liveness = std::time::Duration::from_secs(150);
+    options.timeouts.liveness = std::time::Duration::from_secs(150);
     let world = World::from_env_with(options).unwrap();
     let (group, lane) = (world.all().unwrap(), world.net().unwrap().lane);
     assert_eq!((group.size(), lane), (4, "verbs"));

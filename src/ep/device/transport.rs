@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use crate::device::Context;
-use crate::ep::work::RowMemory;
+use crate::ep::state::RowMemory;
 use crate::error::{Error, MemoryError};
 use crate::lane::{DeviceMemory, Lanes};
 use crate::topology::Route;

@@ -18,8 +18,10 @@ use crossbeam::queue::ArrayQueue;
 
 use super::handle::{HostHandle, HostInput, Inner, RetainedBuffer, check_tensor};
 use super::offload::{HostRelay, RelayRunner};
+use crate::ep::agreement::GroupCounts;
+use crate::ep::relay::{CallPlan, RelayCall, RelayTask};
 use crate::ep::report::LaneUse;
-use crate::ep::work::{CHUNKS, CallPlan, EpState, GroupCounts, RelayCall, RelayTask};
+use crate::ep::state::{CHUNKS, EpState};
 use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
 use crate::exec::{Executor, HostStepper, TransferCounts};
 use crate::gate::Routing;

@@ -21,7 +21,7 @@ use super::gather::Gather;
 use super::handle::{HostHandle, HostInput, HostRows, Inner, check_tensor, elements};
 use super::{Source, Target};
 use crate::ep::builder::Spec;
-use crate::ep::work::{CHUNKS, EpState, ReceiveMemory, RowMemory};
+use crate::ep::state::{CHUNKS, EpState, ReceiveMemory, RowMemory};
 use crate::error::{CallError, CallKind, Cause, Error, PlanError};
 use crate::exec::{Until, drive};
 use crate::gate::Routing;

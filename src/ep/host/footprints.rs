@@ -193,7 +193,7 @@ impl Case {
         UnrolledProgram::unroll(&ProofScenario {
             nodes: &NodeMap::from_labels(self.nodes),
             route,
-            chunks: crate::ep::work::CHUNKS,
+            chunks: crate::ep::state::CHUNKS,
             relays: Relays::Inline,
             map: &self.map(),
             align: 1,
@@ -285,7 +285,7 @@ impl Case {
                 _ => unreachable!("not in the lists"),
             }
             let events = access::take();
-            let host = ep.host(crate::ep::Feature::Yardstick).unwrap();
+            let host = ep.host(crate::ep::Feature::Floor).unwrap();
             let gathers = host.gather.as_ref().map(|gather| &*gather.engine.fixed.port);
             let ports: Vec<&Port> = gathers.into_iter().chain([&*host.fixed.port]).collect();
             all.push(seen(events, &ports));

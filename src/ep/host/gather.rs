@@ -21,7 +21,7 @@ use super::exchange::HostExchange;
 use super::handle::Inner;
 use crate::dtype::PartialDtype;
 use crate::ep::builder::Spec;
-use crate::ep::work::EpState;
+use crate::ep::state::EpState;
 use crate::error::{CallError, CallKind, Cause, Error};
 use crate::exec::{Executor, Until, drive};
 use crate::gate::Routing;

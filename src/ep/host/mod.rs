@@ -8,7 +8,7 @@
 //! A relay, where there are other nodes, does its part in between: inline, or in a thread of its
 //! own while the caller is away between the two halves.
 //!
-//! State is in three values: [`EpState`](super::work::EpState) and the programs never change, a
+//! State is in three values: [`EpState`](super::state::EpState) and the programs never change, a
 //! `Workspace` is what calls use one after the other, and a `Flight` is what one call owns.
 
 mod call;

@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-use crate::ep::work::{CallPlan, EpState, Relay, RelayCall, RelayTask};
+use crate::ep::relay::{CallPlan, Relay, RelayCall, RelayTask};
+use crate::ep::state::EpState;
 use crate::error::{Cause, Error, LaneError};
 use crate::exec::{HostStepper, TransferCounts, Until, drive};
 use crate::lane::Io;

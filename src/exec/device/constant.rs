@@ -199,7 +199,7 @@ impl Lowering<'_> {
                 batch.push(to.span(0, len)?, from.span(0, len)?)?;
             }
             match (window, span.to) {
-                (WindowId::HOST_STAGING, _) => self.counts.in_bytes += len,
+                (WindowId::HOST_STAGING, _) => self.counts.staged_in_bytes += len,
                 (_, WindowId::HOST_STAGING) => self.counts.staged_out_bytes += len,
                 _ => {
                     self.counts.bytes += len;

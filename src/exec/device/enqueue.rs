@@ -168,8 +168,10 @@ impl CopyEngineStepper {
 
     fn step(&mut self, op: &Op, operands: &Operands<'_>, packed: Option<Packed<'_>>) -> Result<(), Error> {
         match *op {
-            Op::Put { to, slot } => self.put(to, operands.table[slot.0 as usize], operands, packed),
-            Op::PutRows { to, slot } => self.put_rows(to, operands.table[slot.0 as usize], operands, packed),
+            Op::Put { to, operand } => self.put(to, operands.table[operand.0 as usize], operands, packed),
+            Op::PutRows { to, operand } => {
+                self.put_rows(to, operands.table[operand.0 as usize], operands, packed)
+            }
             Op::Signal { to, of, flag, level } if self.near(to).is_none() => {
                 let (value, tag) = (operands.value(level), operands.tag(to, flag, level).copied());
                 if self.guards(flag, level) {
@@ -287,7 +289,7 @@ impl CopyEngineStepper {
         let target = Self::at(&self.ground, to)?.memory.span(span.to_offset, span.len)?;
         let host_staging = self.ground.host_staging.as_ref().ok_or(NO_HOST_STAGING)?;
         self.copies.push(target, host_staging.0.span(span.from_offset, span.len)?)?;
-        self.enqueued.in_bytes += span.len;
+        self.enqueued.staged_in_bytes += span.len;
         Ok(())
     }
 
@@ -338,7 +340,9 @@ impl CopyEngineStepper {
             self.copies.push(memory.span(base + place, len)?, rows)?;
             self.copies.push(memory.span(base + place + len, pad)?, self.ground.zeros.span(0, pad)?)?;
             match from {
-                PutSource::Window { window: WindowId::HOST_STAGING, .. } => self.enqueued.in_bytes += len,
+                PutSource::Window { window: WindowId::HOST_STAGING, .. } => {
+                    self.enqueued.staged_in_bytes += len
+                }
                 _ => self.count(to, len, from != PutSource::Notes),
             }
             self.count(to, pad, true);

@@ -36,16 +36,16 @@ pub struct EnqueueCounts {
     /// `bytes`.
     pub staged_out_bytes: u64,
     /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
-    pub in_bytes: u64,
+    pub staged_in_bytes: u64,
     /// Puts to other nodes: by the caller's thread, not by its stream.
-    pub rail_puts: u64,
+    pub inter_node_puts: u64,
     /// Their bytes, headers and messages among them.
-    pub rail_bytes: u64,
+    pub inter_node_bytes: u64,
     /// Of the puts, those of rows that NICs read from memory of a device and wrote to that of
     /// another.
     pub gpu_direct_puts: u64,
     /// Their bytes.
-    pub straight_bytes: u64,
+    pub gpu_direct_bytes: u64,
     /// Signals to other nodes, likewise.
-    pub rail_signals: u64,
+    pub inter_node_signals: u64,
 }

@@ -92,13 +92,13 @@ impl NetOp {
     pub fn count(&self, done: &mut EnqueueCounts) {
         let bytes = match *self {
             NetOp::Signal { .. } => {
-                done.rail_signals += 1;
+                done.inter_node_signals += 1;
                 return;
             }
             NetOp::Span { span, .. } => span.len,
             NetOp::GpuDirect { span, .. } => {
                 done.gpu_direct_puts += 1;
-                done.straight_bytes += span.len;
+                done.gpu_direct_bytes += span.len;
                 span.len
             }
             NetOp::Word { value, .. } => size_of_val(&value) as u64,
@@ -106,8 +106,8 @@ impl NetOp {
                 u64::from(run.count + run.pad) * row_bytes
             }
         };
-        done.rail_puts += 1;
-        done.rail_bytes += bytes;
+        done.inter_node_puts += 1;
+        done.inter_node_bytes += bytes;
     }
 }
 
@@ -296,8 +296,10 @@ impl ProxyOps {
         let mut steps = Vec::new();
         for item in program.proxied().iter().flat_map(|proxied| &proxied.out.items) {
             match item.op {
-                Op::Put { to, slot } => {
-                    let Operand::Spans { first, count } = operands.table[slot.0 as usize] else { continue };
+                Op::Put { to, operand } => {
+                    let Operand::Spans { first, count } = operands.table[operand.0 as usize] else {
+                        continue;
+                    };
                     let spans = &operands.spans[first as usize..][..count as usize];
                     steps.extend(spans.iter().map(|&span| match span.from {
                         PutSource::Window { window: WindowId::HOST_STAGING, .. } => NetOp::Span { to, span },

@@ -534,20 +534,20 @@ const SECOND: u64 = 1_000_000_000;
 /// The link that all connections of a rank send through.
 #[derive(Debug)]
 pub struct LinkEmulator {
-    pace: EmulatedLink,
+    link: EmulatedLink,
     /// When it has sent all that it was given.
     free: AtomicU64,
 }
 
 impl LinkEmulator {
     /// A link that has sent nothing.
-    pub fn new(pace: EmulatedLink) -> Self {
-        LinkEmulator { pace, free: AtomicU64::new(0) }
+    pub fn new(link: EmulatedLink) -> Self {
+        LinkEmulator { link, free: AtomicU64::new(0) }
     }
 
     /// Gives it so many bytes more.
     fn send(&self, bytes: u64) {
-        let took = u128::from(bytes) * u128::from(SECOND) / u128::from(self.pace.bytes_per_second.get());
+        let took = u128::from(bytes) * u128::from(SECOND) / u128::from(self.link.bytes_per_second.get());
         let took = u64::try_from(took).unwrap_or(u64::MAX);
         let later = |free: u64| Some(free.max(now()).saturating_add(took));
         let _ = self.free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, later);
@@ -555,7 +555,7 @@ impl LinkEmulator {
 
     /// When the bytes so far arrive.
     fn arrival(&self) -> u64 {
-        let latency = u64::try_from(self.pace.latency.as_nanos()).unwrap_or(u64::MAX);
+        let latency = u64::try_from(self.link.latency.as_nanos()).unwrap_or(u64::MAX);
         self.free.load(Ordering::Relaxed).max(now()).saturating_add(latency)
     }
 }
@@ -642,11 +642,11 @@ mod tests {
 
     #[test]
     fn signal_is_due_when_the_link_has_sent_all_before_it() {
-        let pace = EmulatedLink {
+        let link = EmulatedLink {
             bytes_per_second: NonZeroU64::new(1000).unwrap(),
             latency: Duration::from_secs(5),
         };
-        let link = LinkEmulator::new(pace);
+        let link = LinkEmulator::new(link);
         let begin = now();
         link.send(200_000);
         link.send(500);

@@ -15,7 +15,7 @@ use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, RowCollective, RowPart
 use crate::error::{CallKind, DeviceError, Error, LayerError, PlanError};
 use crate::layer::pipeline::{self, BackwardOps};
 use crate::layer::router::Gated;
-use crate::layer::{RowOrder, sources};
+use crate::layer::{GradientOrder, row_counts};
 use crate::overlap::Handoff;
 
 /// Where the gradients of one step go: memory of the device, at multiples of 16 bytes.
@@ -43,7 +43,7 @@ struct Step<'s> {
     into: DeviceGradients<'s>,
     x: &'s DeviceTensor,
     counted: Counted,
-    order: Handoff<RowOrder>,
+    order: Handoff<GradientOrder>,
     chunks: Vec<Places>,
     /// By the shared expert, with the gradients of its outputs and through it.
     saved: Handoff<DeviceSaved>,
@@ -121,7 +121,7 @@ impl DeviceMoeLayer {
         let map = mover.expert_map();
         let own = map.slots_of(mover.rank());
         let counted = Counted {
-            choices: sources::choices(mover, &gated.decision, &slices),
+            choices: row_counts::choices(mover, &gated.decision, &slices),
             slots: map.slots() as usize,
             own: own.start as usize..own.end as usize,
         };
@@ -289,11 +289,11 @@ impl BackwardOps<Arc<Stream>> for Step<'_> {
                 sources.all_gather_cached(bytemuck::cast_slice::<_, u8>(choices), one_each)
             })?;
             let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
-            sources::counts(&all, choices.len(), (*slots, own), came())?
+            row_counts::counts(&all, choices.len(), (*slots, own), came())?
         };
         let handles = self.chunks.iter().map(|places| &places.tape.received.handle);
         let padded: Vec<_> = handles.map(|handle| handle.padded_tokens_per_expert()).collect();
-        self.order.put(RowOrder::new(&counts, &padded))
+        self.order.put(GradientOrder::new(&counts, &padded))
     }
 
     fn experts(&self, chunk: usize, _: usize) -> Result<(), Error> {
@@ -370,7 +370,7 @@ impl BackwardOps<Arc<Stream>> for Step<'_> {
         self.beside.with(|Beside { of_outputs, kept, .. }| {
             let rows = self.placed.all(self.x)?;
             let chunk = DeviceChunk { rows: rows.values, of_outputs: of_outputs.span()?, kept };
-            let order = RowOrder::whole(rows.rows as usize);
+            let order = GradientOrder::whole(rows.rows as usize);
             self.staging.with(|staging| {
                 shared.weights_backward(&self.placed.compute, &[chunk], &order, (staging, into))
             })

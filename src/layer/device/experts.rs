@@ -10,7 +10,7 @@ use crate::device::{
     ByteSpan, DeviceRange, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape, Stream,
 };
 use crate::error::{DeviceError, Error};
-use crate::layer::{GroupedSwiGlu, RowOrder};
+use crate::layer::{GradientOrder, GroupedSwiGlu};
 
 /// What experts compute with, on one stream.
 #[derive(Clone, Debug)]
@@ -121,7 +121,7 @@ impl DeviceSwiGlu {
         &self,
         on: &Compute,
         chunks: &[DeviceChunk<'_>],
-        order: &RowOrder,
+        order: &GradientOrder,
         (staging, out): (&mut HostStaging, &DeviceRange),
     ) -> Result<(), Error> {
         let gathered = Gathered::new(on, self.experts, chunks.len(), order, staging)?;
@@ -227,7 +227,7 @@ impl Gathered {
         on: &Compute,
         experts: u32,
         chunks: usize,
-        order: &RowOrder,
+        order: &GradientOrder,
         staging: &mut HostStaging,
     ) -> Result<Self, Error> {
         let (mut runs, mut rows) = (Vec::new(), 0);

@@ -11,37 +11,11 @@ use super::{DeviceMoeLayer, DeviceTape};
 use crate::device::{AccumulateArgs, DeviceRange, MatmulArgs, MatmulShape, Stream};
 use crate::ep::{Choices, ExpertOutput, ExpertParallel, ExpertRows, Tensor, TensorMut};
 use crate::error::{CallKind, Error, OverlapError, PlanError};
-use crate::gate::RngKey;
+use crate::layer::Input;
 use crate::layer::moe::Plan;
 use crate::layer::pipeline::{self, ForwardOps};
 use crate::layer::router::{GateOptions, Gated};
 use crate::overlap::Handoff;
-
-/// One step's tokens on a device, and inputs of their gate. Tensors are of the layer's element
-/// type, at multiples of 16 bytes.
-#[derive(Clone, Copy, Debug)]
-pub struct DeviceInput<'a> {
-    /// The tokens, `[tokens, hidden]`; there may be none.
-    pub x: &'a DeviceRange,
-    /// Added to the layer's result, `[tokens, hidden]`.
-    pub residual: Option<&'a DeviceRange>,
-    /// `[experts]`, for the choice alone ([`GateInput::bias`](crate::gate::GateInput::bias)).
-    pub bias: Option<&'a [f32]>,
-    /// `[tokens]`: which tokens choose; all do where it is not given.
-    pub used: Option<&'a [bool]>,
-    /// Whether this is a training pass, with noise.
-    pub training: bool,
-    /// Which random numbers.
-    pub draw: RngKey,
-}
-
-impl<'a> DeviceInput<'a> {
-    /// Tokens, and nothing else.
-    pub fn new(x: &'a DeviceRange) -> Self {
-        let draw = RngKey::default();
-        DeviceInput { x, residual: None, bias: None, used: None, training: false, draw }
-    }
-}
 
 /// The tokens as f32, their choices, and these on the device.
 struct Routed {
@@ -55,7 +29,7 @@ struct Routed {
 struct Step<'s> {
     placed: &'s Placed,
     mover: Handoff<&'s mut ExpertParallel>,
-    input: DeviceInput<'s>,
+    input: Input<'s, DeviceRange>,
     out: &'s DeviceRange,
     routed: &'s Routed,
     beside: Handoff<(DeviceTensor, DeviceSaved)>,
@@ -83,7 +57,11 @@ impl DeviceMoeLayer {
     /// As [`MoeLayer::forward`](crate::layer::MoeLayer::forward);
     /// [`DeviceError`](crate::error::DeviceError), which ends the world unless the input is at
     /// fault, or room is lacking before the graph runs.
-    pub fn forward(&mut self, input: &DeviceInput<'_>, out: &DeviceRange) -> Result<DeviceTape, Error> {
+    pub fn forward(
+        &mut self,
+        input: &Input<'_, DeviceRange>,
+        out: &DeviceRange,
+    ) -> Result<DeviceTape, Error> {
         let routed = match self.route(input, out) {
             Ok(routed) => routed,
             Err(error) => return Err(self.refuse(CallKind::Dispatch, None, error)),
@@ -99,7 +77,7 @@ impl DeviceMoeLayer {
     }
 
     /// Chooses experts: waits for the stream, which makes the logits.
-    fn route(&mut self, input: &DeviceInput<'_>, out: &DeviceRange) -> Result<Routed, Error> {
+    fn route(&mut self, input: &Input<'_, DeviceRange>, out: &DeviceRange) -> Result<Routed, Error> {
         let tokens = input.x.len() / self.placed.row_bytes();
         self.check_rows("tokens", input.x, tokens)?;
         if tokens > self.max_tokens.into() {
@@ -125,7 +103,7 @@ impl DeviceMoeLayer {
         let logits = self.staging.receive(&compute.stream, logits.range())?;
         // The stream of a failed world goes on with values that are invalid.
         self.world.hub.health().check()?;
-        let DeviceInput { bias, used, training, draw, .. } = *input;
+        let Input { bias, used, training, draw, .. } = *input;
         let options = GateOptions { bias, used, training, draw };
         let gated = Gated::new(&mut self.gate, &self.losses, logits, options)?;
         let (ids, of_choices) = (gated.decision.experts(), gated.decision.weights());
@@ -140,7 +118,7 @@ impl<'s> Step<'s> {
     fn new(
         placed: &'s Placed,
         mover: &'s mut ExpertParallel,
-        (input, out): (DeviceInput<'s>, &'s DeviceRange),
+        (input, out): (Input<'s, DeviceRange>, &'s DeviceRange),
         routed: &'s Routed,
         plan: &Plan,
     ) -> Self {
@@ -162,13 +140,13 @@ impl<'s> Step<'s> {
         };
         let chunks = self.chunks.into_iter().map(kept).collect::<Option<_>>();
         let shared = self.beside.into_inner().map(|(_, saved)| saved);
-        Ok((chunks.ok_or(OverlapError::SlotEmpty)?, shared))
+        Ok((chunks.ok_or(OverlapError::HandoffEmpty)?, shared))
     }
 }
 
 impl Places {
     fn received(&self) -> Result<&Received, Error> {
-        Ok(self.received.get().ok_or(OverlapError::SlotEmpty)?)
+        Ok(self.received.get().ok_or(OverlapError::HandoffEmpty)?)
     }
 }
 
@@ -185,7 +163,7 @@ impl ForwardOps<Arc<Stream>> for Step<'_> {
         let (weights, counts) = (rows.weights()?, rows.counts()?);
         let counts = counts.part(0, handle.tokens_per_expert().len() as u64 * 16)?;
         of_chunk.put(rows)?;
-        received.set(Received { handle, weights, counts }).map_err(|_| OverlapError::SlotInUse.into())
+        received.set(Received { handle, weights, counts }).map_err(|_| OverlapError::HandoffInUse.into())
     }
 
     fn shared(&self) -> Result<(), Error> {

@@ -38,7 +38,6 @@ mod tape;
 
 pub use backward::DeviceGradients;
 pub use builder::DeviceMoeLayerBuilder;
-pub use forward::DeviceInput;
 pub use memory::DeviceTensor;
 pub use moe::DeviceMoeLayer;
 pub use tape::DeviceTape;

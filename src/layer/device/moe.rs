@@ -23,7 +23,7 @@ use crate::world::WorldState;
 /// use std::sync::Arc;
 /// use sidelane::device::{DeviceRange, Driver, Priority, Stream};
 /// use sidelane::gate::Preset;
-/// use sidelane::layer::{DeviceGradients, DeviceInput, GroupedSwiGlu, MoeLayer};
+/// use sidelane::layer::{DeviceGradients, GroupedSwiGlu, Input, MoeLayer};
 /// use sidelane::World;
 /// # fn step([x, out, of_out, of_x, of_router, of_experts]: [DeviceRange; 6]) -> sidelane::Result<()> {
 /// let world = World::from_env()?;
@@ -33,7 +33,7 @@ use crate::world::WorldState;
 /// let experts = GroupedSwiGlu::new(8, hidden, ffn, weights)?;
 /// let gate = Preset::Mixtral.config(16, 2)?;
 /// let mut layer = MoeLayer::builder(&world.all()?, gate, hidden, experts).chunks(2).on(&stream).build()?;
-/// let tape = layer.forward(&DeviceInput { residual: Some(&x), ..DeviceInput::new(&x) }, &out)?;
+/// let tape = layer.forward(&Input { residual: Some(&x), ..Input::new(&x) }, &out)?;
 /// // ... enqueue on `stream` what reads `out` and writes `of_out` ...
 /// let gradients = DeviceGradients { x: &of_x, router: &of_router, experts: &of_experts, shared: None };
 /// layer.backward(tape, &of_out, gradients)?;                                           // there for what is enqueued next

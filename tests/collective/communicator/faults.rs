@@ -11,7 +11,7 @@ use crate::support::{on_ranks, tiny};
 fn is_named_when_late(call: impl Fn(&mut Communicator) -> Error + Sync) {
     let mut options: Options = tiny();
     // It also bounds the rendezvous of new objects, on a machine that may be busy.
-    options.clocks.deadline = std::time::Duration::from_secs(5);
+    options.timeouts.deadline = std::time::Duration::from_secs(5);
     on_ranks(&[0, 0, 1], &options, |world| {
         let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         if world.rank() == 2 {

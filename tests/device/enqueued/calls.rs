@@ -349,7 +349,7 @@ fn engines_move_every_row_and_a_report_says_so() {
         on_each(&case, |rank, me| {
             let (rows, handle) = rank.dispatch(&three()).unwrap();
             let report = handle.report().unwrap();
-            assert_eq!(report.kernels, ["order", "regroup"]);
+            assert_eq!(report.kernels, ["sort_choices", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("copy engine", 1)]);
             // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight, which

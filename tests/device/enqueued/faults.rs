@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use sidelane::device::{Graph, PinnedMemory};
+use sidelane::device::{CudaGraph, PinnedMemory};
 use sidelane::ep::Status;
 use sidelane::error::{CallError, CallKind, Cause, DeviceError, LaneError, MemoryError, PlanError};
 use sidelane::gate::Routing;
@@ -224,7 +224,7 @@ fn captured_calls_of_exact_sizes_are_refused_here_alone() {
             let (feature, executor) = ("sizes on the device, and capture", "enqueuer");
             let expected: Error = PlanError::NotAvailable { feature, place: "a device", executor }.into();
             let (stream, out) = (rank.stream.clone(), rank.out.part(160));
-            Graph::capture(&stream, || {
+            CudaGraph::capture(&stream, || {
                 let (x, choices) = call::<bf16>(&tensors);
                 assert_eq!(rank.planned.dispatch(x, choices).map(drop).unwrap_err(), expected);
                 let y = handle.output()?;
@@ -247,7 +247,7 @@ fn captured_calls_of_exact_sizes_are_refused_here_alone() {
 fn rank_whose_stream_hangs_is_named_after_the_deadline() {
     on_devices("enqueued::faults::rank_whose_stream_hangs_is_named_after_the_deadline", 8, 27, || {
         let mut options = small();
-        options.clocks.deadline = Duration::from_secs(2);
+        options.timeouts.deadline = Duration::from_secs(2);
         on_ranks(&[0; 3], &options, |world| {
             let group = world.all().unwrap();
             let mut rank = Rank::<bf16>::new(&group, &Case::new(3, 4, 2));
@@ -506,7 +506,7 @@ fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
         for (way, mode) in cases(all, 3) {
             // Who waits for a relay waits an eighth longer than the relay does: as long as ranks
             // may begin apart.
-            options.clocks.deadline = Duration::from_secs(if way.1 == Route::Pxn { 12 } else { 3 });
+            options.timeouts.deadline = Duration::from_secs(if way.1 == Route::Pxn { 12 } else { 3 });
             ended_by((way, mode), &options, |rank, absent| {
                 if absent {
                     return;
@@ -531,7 +531,7 @@ fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
 fn calls_of_two_instances_in_two_orders_are_named_and_end() {
     on_devices("enqueued::faults::calls_of_two_instances_in_two_orders_are_named_and_end", 8, 23, || {
         let mut options = small();
-        options.clocks.deadline = Duration::from_secs(3);
+        options.timeouts.deadline = Duration::from_secs(3);
         for mode in MODES {
             on_ranks(&[0, 0], &options, |world| {
                 let (group, case) = (world.all().unwrap(), Case { mode, ..Case::new(2, 4, 2) });

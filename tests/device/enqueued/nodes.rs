@@ -122,7 +122,7 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
         on_each(&case, |rank, me| {
             let (rows, handle) = rank.dispatch(&three()).unwrap();
             let report = handle.report().unwrap();
-            assert_eq!(report.kernels, ["order", "regroup"]);
+            assert_eq!(report.kernels, ["sort_choices", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("loopback", 1)]);
             assert_eq!(report.host_staged, Some(NoGpuDirect::Lane("loopback")));
@@ -130,16 +130,17 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
             // last rank pads them to 4, 4, 4 and 4. Rank 0 has experts 0 and 1.
             let (rows_out, own, own_pads) = if me == 0 { (2, 3, 0) } else { (3, 2, 4) };
             let (rows_in, pads_in) = if me == 0 { (3, 2) } else { (2, 0) };
-            let EnqueueCounts { staged_out_bytes: out_bytes, in_bytes, bytes, own_bytes, copies, .. } =
-                report.enqueued;
+            let EnqueueCounts {
+                staged_out_bytes: out_bytes, staged_in_bytes, bytes, own_bytes, copies, ..
+            } = report.enqueued;
             // Weights cross from memory of the host, and come in with the rows, a copy for each
             // expert: its own rows lie between.
-            assert_eq!((out_bytes, in_bytes), (rows_out * 32, (rows_in + pads_in) * 36));
+            assert_eq!((out_bytes, staged_in_bytes), (rows_out * 32, (rows_in + pads_in) * 36));
             assert_eq!((bytes, own_bytes), ((own + own_pads) * 36, (own + own_pads) * 36));
             let pads = if own_pads > 0 { 2 } else { 0 };
             assert_eq!(copies, 2 + 2 * (2 + pads) + 2 * 2 + 3, "out, own rows and pads, in, and lists");
             // Entry and message, header and its signal, rows and weights of two experts, landed.
-            assert_eq!((report.enqueued.rail_signals, report.enqueued.rail_puts), (3, 6));
+            assert_eq!((report.enqueued.inter_node_signals, report.enqueued.inter_node_puts), (3, 6));
             assert_eq!(report.enqueued.copies_by_sms, 0);
             // The driver counts what streams have carried out.
             rank.stream.synchronize().unwrap();
@@ -174,7 +175,7 @@ fn over_relays_a_report_counts_a_token_once_for_each_node() {
             // As a relay: of the block of one source, for two ranks; then weights of 2 sources, and
             // the index.
             let block = if first_node { 4 } else { 3 };
-            assert_eq!(sent.in_bytes, 2 * block * 32 + 2 * block * 4 + landed * 4);
+            assert_eq!(sent.staged_in_bytes, 2 * block * 32 + 2 * block * 4 + landed * 4);
             assert_eq!(u64::from(handle.rows()), landed);
             let (arrivals, index) = rows.arrivals().unwrap();
             assert_eq!((arrivals.len(), index.len()), (landed * 32, landed * 4));

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use half::{bf16, f16};
-use sidelane::device::{DeviceRange, Graph};
+use sidelane::device::{CudaGraph, DeviceRange};
 use sidelane::dtype::PartialDtype;
 use sidelane::ep::{ExpertRows, Graphs, Handle};
 use sidelane::error::{CallError, KernelFault, PlanError};
@@ -216,7 +216,7 @@ fn replayed(rank: &mut Rank<bf16>, inputs: &[Input<bf16>]) {
     let tensors = rank.put(&inputs[0]);
     let out = rank.out.part(tensors[0].len());
     let mut kept = None;
-    let graph = Graph::capture(&stream, || {
+    let graph = CudaGraph::capture(&stream, || {
         let (x, choices) = call::<bf16>(&tensors);
         let (rows, handle) = rank.planned.start_dispatch(x, choices)?.unfinished()?;
         let (y, landed) = (handle.output()?, rows.range()?);

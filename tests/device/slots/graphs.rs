@@ -1,6 +1,6 @@
 //! Dispatch and combine in a graph: captured once, replayed with other tokens each time.
 
-use sidelane::device::{Graph, PinnedMemory};
+use sidelane::device::{CudaGraph, PinnedMemory};
 
 use super::rank::{Case, Rank, content, on_ranks, options};
 use super::replays::replays;
@@ -26,7 +26,7 @@ fn refused_capture_leaves_no_graph_and_a_usable_stream() {
     on_stand_in("slots::graphs::refused_capture_leaves_no_graph_and_a_usable_stream", || {
         on_ranks(1, &options(), |world| {
             let rank = Rank::new(case, world);
-            let refused = Graph::capture(&rank.stream, || Ok(rank.stream.synchronize()?));
+            let refused = CudaGraph::capture(&rank.stream, || Ok(rank.stream.synchronize()?));
             assert!(matches!(refused, Err(sidelane::Error::Device(_))), "{refused:?}");
             let word = PinnedMemory::new(&rank.context, 8).unwrap();
             rank.stream.write::<u64>(word.range().word(0).unwrap(), 5).unwrap();

@@ -33,8 +33,11 @@ fn every_slot_and_every_sum_is_right_across_nodes() {
                 );
                 let far = nodes.iter().filter(|&node| *node != nodes[rank.me() as usize]).count() as u64;
                 let slots = far * case.shape().bytes();
-                assert_eq!((report.enqueued.staged_out_bytes, report.enqueued.in_bytes), (slots, slots));
-                assert_eq!((report.enqueued.rail_puts, report.enqueued.rail_signals), (far, far));
+                assert_eq!(
+                    (report.enqueued.staged_out_bytes, report.enqueued.staged_in_bytes),
+                    (slots, slots)
+                );
+                assert_eq!((report.enqueued.inter_node_puts, report.enqueued.inter_node_signals), (far, far));
                 (2..=5).for_each(|number| calls::round(&mut rank, number));
             });
         }
@@ -156,7 +159,7 @@ fn a_rank_of_a_world_below() {
         return;
     };
     rank.rounds(0..LAST, 10);
-    // A stream that is done has rung its last bell; that its proxy has served it, too, is known
+    // A stream that is done has set its last request; that its proxy has served it, too, is known
     // when all have their rows.
     group.gather(&[]).unwrap();
     if me == victim {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use sidelane::device::Graph;
+use sidelane::device::CudaGraph;
 
 use super::rank::{Rank, content, copied_back};
 
@@ -26,7 +26,7 @@ pub fn replays(mut rank: Rank) {
 
     let out = tensors.out.clone();
     let stream = Arc::clone(&rank.stream);
-    let layer = Graph::capture(&stream, || rank.layer(&tensors).map(drop)).unwrap();
+    let layer = CudaGraph::capture(&stream, || rank.layer(&tensors).map(drop)).unwrap();
     for round in 1..=12 {
         let input = full(round);
         tensors = tensors.with(&input);

@@ -7,7 +7,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::error::GateError;
 use sidelane::gate::{
-    Capacity, CapacityRule, Choices, DropPolicy, Gate, GateConfig, GateInput, Preset, Recorded, RngKey,
+    Capacity, CapacityInput, CapacityRule, DropPolicy, Gate, GateConfig, GateInput, Preset, Recorded, RngKey,
     apply_capacity,
 };
 use sidelane::plan::{Overflow, ReceiveMode, RowLayout};
@@ -202,7 +202,8 @@ fn the_recorded_routing_is_dropped_by_policy_or_by_index_at_every_factor() {
         let by_policy: Vec<Tokens<bf16>> = all
             .iter()
             .map(|Tokens { x, ids, weights }| {
-                let choices = Choices { experts, top_k, ids, scores: weights, ..Choices::default() };
+                let choices =
+                    CapacityInput { experts, top_k, ids, scores: weights, ..CapacityInput::default() };
                 let placed = apply_capacity(&capacity, &choices).unwrap();
                 Tokens { x: x.clone(), ids: placed.ids, weights: weights.clone() }
             })

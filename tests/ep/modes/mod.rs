@@ -2,11 +2,11 @@
 //! routes.
 
 mod equal;
+mod floor;
 mod gate;
 mod live;
 mod refused;
 mod room;
-mod yardstick;
 
 use crate::support::layer::{Expected, nothing_is_held, play};
 use crate::support::reference::Case;

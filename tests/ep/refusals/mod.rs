@@ -36,8 +36,8 @@ const SYMMETRIC: u64 = 512 << 10;
 /// A pool of `pool` bytes; and a short deadline, because a test that hangs shows nothing.
 fn options(pool: u64) -> Options {
     let config = Config { heap: pool + SYMMETRIC, symmetric: SYMMETRIC, ..Config::default() };
-    let clocks = Timeouts { deadline: Duration::from_secs(30), ..Timeouts::default() };
-    Options { config, clocks, ..Options::default() }
+    let timeouts = Timeouts { deadline: Duration::from_secs(30), ..Timeouts::default() };
+    Options { config, timeouts, ..Options::default() }
 }
 
 fn worlds() -> impl Iterator<Item = ([u32; RANKS], Route)> {

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use sidelane::gate::{Choices, Decision, DropPolicy, Normalize, PlacedChoices, apply_capacity, update_bias};
+use sidelane::gate::{
+    CapacityInput, Decision, DropPolicy, Normalize, PlacedChoices, apply_capacity, update_bias,
+};
 
 use super::asked;
 use super::case::{Answer, Case};
@@ -138,12 +140,12 @@ impl Seen {
     /// Whole numbers, fed their choices and their scores: not one may differ.
     fn compare_placement(&mut self, case: &Case, judge: &str, answer: &Answer) {
         let capacity = asked::placed_by(case);
-        let choices = Choices {
+        let choices = CapacityInput {
             experts: case.experts,
             top_k: case.top_k,
             ids: &answer.ids,
             scores: &answer.decide,
-            ..Choices::default()
+            ..CapacityInput::default()
         };
         let placed = match apply_capacity(&capacity, &choices) {
             Ok(placed) => placed,

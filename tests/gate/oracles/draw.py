@@ -18,7 +18,7 @@ def splitmix(seed, stream, count):
     return z ^ (z >> np.uint64(31))
 
 
-def bell(seed, stream, count, spread):
+def near_normal(seed, stream, count, spread):
     """Sums of three uniform numbers, from -3 * spread to 3 * spread; `spread` is a power of two."""
     z = splitmix(seed, stream, count)
     low = np.uint64(2**21 - 1)
@@ -32,15 +32,15 @@ def unit(seed, stream, count):
 
 
 def logits(case, stream=LOGITS):
-    """Bells, and a tilt of each expert towards or away from being chosen: one addition in float32."""
+    """Near-normal numbers, and a tilt of each expert towards or away from being chosen: one addition in float32."""
     seed, tokens, experts = case["seed"], case["tokens"], case["experts"]
-    own = bell(seed, stream, tokens * experts, case["spread"]).reshape(tokens, experts)
-    return own + bell(seed, TILT, experts, case["tilt"])
+    own = near_normal(seed, stream, tokens * experts, case["spread"]).reshape(tokens, experts)
+    return own + near_normal(seed, TILT, experts, case["tilt"])
 
 
 def noise(case):
     """What samplers add to logits. Both sides are given it, so it need not be Gumbel's."""
-    return bell(case["seed"], NOISE, case["tokens"] * case["experts"], 1.0).reshape(case["tokens"], case["experts"])
+    return near_normal(case["seed"], NOISE, case["tokens"] * case["experts"], 1.0).reshape(case["tokens"], case["experts"])
 
 
 def lots(case):
@@ -50,7 +50,7 @@ def lots(case):
 
 def bias(case):
     """Added to scores for the choice alone."""
-    return bell(case["seed"], BIAS, case["experts"], case["bias"]) if "bias" in case else None
+    return near_normal(case["seed"], BIAS, case["experts"], case["bias"]) if "bias" in case else None
 
 
 def used(case):

@@ -24,15 +24,15 @@ fn splitmix(seed: u64, stream: Stream) -> impl Iterator<Item = u64> {
     })
 }
 
-fn bell(seed: u64, stream: Stream, count: usize, spread: f32) -> Vec<f32> {
+fn near_normal(seed: u64, stream: Stream, count: usize, spread: f32) -> Vec<f32> {
     let third = |z: u64, shift: u32| (z >> shift & 0x1F_FFFF) as i64;
     let sums = splitmix(seed, stream).map(|z| third(z, 43) + third(z, 22) + third(z, 1) - (3 << 20));
     sums.take(count).map(|sum| sum as f32 * (spread / (1 << 20) as f32)).collect()
 }
 
 fn tilted(case: &Case, stream: Stream) -> Vec<f32> {
-    let mut logits = bell(case.seed, stream, case.elements(), case.spread);
-    let tilt = bell(case.seed, Stream::Tilt, case.experts as usize, case.tilt);
+    let mut logits = near_normal(case.seed, stream, case.elements(), case.spread);
+    let tilt = near_normal(case.seed, Stream::Tilt, case.experts as usize, case.tilt);
     for row in logits.chunks_exact_mut(tilt.len()) {
         row.iter_mut().zip(&tilt).for_each(|(logit, tilt)| *logit += tilt);
     }
@@ -51,13 +51,13 @@ pub fn earlier(case: &Case) -> Vec<f32> {
 
 /// Logits with the noise of the oracle.
 pub fn noisy(case: &Case) -> Vec<f32> {
-    let noise = bell(case.seed, Stream::Noise, case.elements(), 1.0);
+    let noise = near_normal(case.seed, Stream::Noise, case.elements(), 1.0);
     logits(case).iter().zip(noise).map(|(logit, noise)| logit + noise).collect()
 }
 
 /// Added to scores for the choice alone, `[experts]`.
 pub fn bias(case: &Case) -> Option<Vec<f32>> {
-    case.bias.map(|spread| bell(case.seed, Stream::Bias, case.experts as usize, spread))
+    case.bias.map(|spread| near_normal(case.seed, Stream::Bias, case.experts as usize, spread))
 }
 
 /// Which tokens count, `[tokens]`.

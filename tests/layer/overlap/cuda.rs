@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use sidelane::Error;
 use sidelane::device::{
-    Allocation, Context, DeviceRange, Driver, Graph as Captured, PinnedMemory, Priority, Reservation, Stream,
+    Allocation, Context, CudaGraph, DeviceRange, Driver, PinnedMemory, Priority, Reservation, Stream,
 };
 use sidelane::error::{CallError, OverlapError};
 use sidelane::overlap::{
@@ -145,7 +145,7 @@ fn a_captured_graph_is_replayed_and_keeps_its_memory() {
         let executor = CudaExecutor::new(&pool, &caller);
         tensors.put(0);
         let captured =
-            Captured::capture(&caller, || tensors.enqueue(&executor, &caller, 2)).expect("it is captured");
+            CudaGraph::capture(&caller, || tensors.enqueue(&executor, &caller, 2)).expect("it is captured");
         // Between replays the same pool and marks serve another run.
         for round in 1..4 {
             tensors.put(round);
@@ -221,7 +221,7 @@ fn after_a_node_that_fails_streams_are_joined_and_captures_can_be_ended() {
     caller.synchronize().unwrap();
     assert_eq!(words.word(0).unwrap().load(Ordering::Acquire), 1, "the caller's stream waited for it");
 
-    let captured = Captured::capture(&caller, || Ok::<_, Error>(run(2, true)?));
+    let captured = CudaGraph::capture(&caller, || Ok::<_, Error>(run(2, true)?));
     assert_eq!(captured.err(), Some(failed.into()));
     run(3, false).unwrap();
     caller.synchronize().unwrap();

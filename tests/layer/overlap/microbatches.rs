@@ -3,9 +3,7 @@
 use std::sync::Mutex;
 
 use proptest::prelude::*;
-use sidelane::overlap::{
-    Body, Graph, HostExecutor, LayerStep, Passes, Run, StreamId, add_one_f_one_b, one_f_one_b,
-};
+use sidelane::overlap::{Body, Graph, HostExecutor, LayerStep, Passes, Run, StreamId};
 
 fn names(order: &[LayerStep]) -> Vec<&'static str> {
     order.iter().map(|step| step.name()).collect()
@@ -25,7 +23,7 @@ fn the_launch_order_is_megatrons() {
         "before backward",
         "before weights",
     ];
-    assert_eq!(names(&one_f_one_b(false)), late);
+    assert_eq!(names(&LayerStep::one_f_one_b(false)), late);
     let early = [
         "combine backward",
         "before",
@@ -38,14 +36,14 @@ fn the_launch_order_is_megatrons() {
         "combine",
         "before weights",
     ];
-    assert_eq!(names(&one_f_one_b(true)), early);
+    assert_eq!(names(&LayerStep::one_f_one_b(true)), early);
 }
 
 #[test]
 fn each_stream_has_its_order() {
     let on = |stream: StreamId| {
         let steps: Vec<LayerStep> =
-            one_f_one_b(false).into_iter().filter(|step| step.stream() == stream).collect();
+            LayerStep::one_f_one_b(false).into_iter().filter(|step| step.stream() == stream).collect();
         names(&steps)
     };
     let transfer = ["combine backward", "dispatch", "dispatch backward", "combine"];
@@ -57,7 +55,7 @@ fn each_stream_has_its_order() {
 
 #[test]
 fn every_step_takes_the_result_of_an_earlier_one() {
-    for order in [one_f_one_b(false), one_f_one_b(true)] {
+    for order in [LayerStep::one_f_one_b(false), LayerStep::one_f_one_b(true)] {
         let first: Vec<LayerStep> = order.into_iter().filter(|step| step.after().is_none()).collect();
         assert_eq!(names(&first), ["combine backward", "before"], "one of each pass");
         for (at, step) in order.iter().enumerate() {
@@ -82,8 +80,8 @@ proptest! {
         let mut behind = Passes::default();
         for (layer, (early, has)) in layers.iter().enumerate() {
             let log = &log;
-            let order = one_f_one_b(*early);
-            behind = add_one_f_one_b(&mut graph, *early, [7, 3], behind, |step| {
+            let order = LayerStep::one_f_one_b(*early);
+            behind = graph.add_one_f_one_b(*early, [7, 3], behind, |step| {
                 let at = order.iter().position(|one| *one == step).unwrap();
                 has[at].then(|| {
                     expected.push((layer, step));

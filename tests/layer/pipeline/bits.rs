@@ -65,7 +65,7 @@ fn a_forward_beside_a_backward_has_the_bits_of_both() {
             let (out, tape) = layer.forward(&Input { residual: Some(&residual), ..Input::new(&x) }).unwrap();
             let losses = |tape: &Tape| [tape.balance_loss(), tape.z_loss()];
             let of_first = losses(&tape);
-            let input = Input { residual: Some(&of_next), ..Input::new(&next) };
+            let input = Input { residual: Some(&of_next[..]), ..Input::new(&next[..]) };
             let (out_of_next, tape, gradients) =
                 layer.combined_forward_backward(&input, tape, &of_out).unwrap();
             let of_second = losses(&tape);

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use sidelane::device::{Allocation, DeviceRange, PinnedMemory, Stream};
 use sidelane::error::{CallError, Cause, DeviceError, LayerError, OverlapError};
 use sidelane::layer::{
-    DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, GroupedSwiGlu, MoeLayer,
+    DeviceGradients, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, GroupedSwiGlu, Input, MoeLayer,
 };
 use sidelane::plan::ExpertMap;
 use sidelane::topology::Route;
@@ -89,7 +89,7 @@ impl Rank {
     fn forward<E: Element>(&mut self, x: &[E], residual: &[E]) -> Result<(DeviceRange, DeviceTape), Error> {
         let (x, residual) = (self.sent(x), self.sent(residual));
         let out = self.room(x.len() as usize);
-        let input = DeviceInput { residual: Some(&residual), ..DeviceInput::new(&x) };
+        let input = Input { residual: Some(&residual), ..Input::new(&x) };
         let tape = self.layer.forward(&input, &out)?;
         Ok((out, tape))
     }
@@ -354,7 +354,7 @@ fn broken(backward: bool) {
                 rank.layer.backward(tape, &of_out, into)
             }
             None => {
-                let input = DeviceInput { residual: Some(&residual), ..DeviceInput::new(&x) };
+                let input = Input { residual: Some(&residual), ..Input::new(&x) };
                 rank.layer.forward(&input, &out).map(drop)
             }
         };

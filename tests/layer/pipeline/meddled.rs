@@ -1,7 +1,7 @@
 //! Experts with modified calls.
 
 use sidelane::error::ExpertPass;
-use sidelane::layer::{ExpertError, Experts, GroupedSwiGlu, RowOrder, Saved, SavedChunk, Segments};
+use sidelane::layer::{ExpertError, Experts, GradientOrder, GroupedSwiGlu, Saved, Segments};
 
 /// Actions before a call of experts, and changes of its outputs or gradients.
 pub trait Meddler: Send + Sync {
@@ -45,7 +45,11 @@ impl<M: Meddler> Experts for Meddled<M> {
         self.by.after(ExpertPass::RowsBackward, self.inner.rows_backward(rows, saved, of_outputs)?)
     }
 
-    fn weights_backward(&self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, ExpertError> {
+    fn weights_backward(
+        &self,
+        chunks: &[(Segments<'_>, &Saved)],
+        order: &GradientOrder,
+    ) -> Result<Vec<f32>, ExpertError> {
         self.by.before(ExpertPass::WeightsBackward)?;
         self.by.after(ExpertPass::WeightsBackward, self.inner.weights_backward(chunks, order)?)
     }

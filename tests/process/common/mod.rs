@@ -84,7 +84,7 @@ pub enum Report {
     /// Its mapped memory.
     Memory(Memory),
     /// The lane between nodes, and why it is this one.
-    Rail(String),
+    Net(String),
     /// So many connections were reset.
     Reset(u32),
     /// The command ended so.

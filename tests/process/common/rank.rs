@@ -203,8 +203,8 @@ impl Rank {
     }
 
     fn name_rail(&self) -> Report {
-        let rail = self.world.net().map(|rail| format!("{} ({})", rail.lane, rail.why));
-        Report::Rail(rail.unwrap_or_else(|| "none".to_owned()))
+        let net = self.world.net().map(|net| format!("{} ({})", net.lane, net.reason));
+        Report::Net(net.unwrap_or_else(|| "none".to_owned()))
     }
 
     fn await_death(&self) -> Failure {

@@ -1,4 +1,4 @@
-//! The yardstick: perftest's programs, and how to read them.
+//! The baseline: perftest's programs, and how to read them.
 
 use serde::Serialize;
 

@@ -61,7 +61,7 @@ impl From<&Counters> for Packets {
     }
 }
 
-/// How far ours may be from the yardstick.
+/// How far ours may be from the baseline.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Limit {

@@ -21,7 +21,7 @@ use crate::{Status, refuse, words};
 /// A `Collective`, and what the FFI boundary needs to know of it.
 #[derive(Debug)]
 pub struct CollectiveLayer {
-    seat: ExclusiveCell<Gathers>,
+    cell: ExclusiveCell<Gathers>,
     dtype: Dtype,
     columns: u64,
 }
@@ -110,9 +110,9 @@ pub unsafe extern "C" fn sidelane_collective_build(
             Ok((out, options, options.apply(Gathers::builder(&group))?))
         };
         let (out, options, builder) = arguments().inspect_err(|_| refuse::collective(&group))?;
-        let seat = ExclusiveCell::new(Kind::Collective, builder.build()?);
+        let cell = ExclusiveCell::new(Kind::Collective, builder.build()?);
         let (dtype, columns) = (words::dtype(options.dtype)?, options.columns.into());
-        give(CollectiveLayer { seat, dtype, columns }, out)
+        give(CollectiveLayer { cell, dtype, columns }, out)
     })
 }
 
@@ -136,7 +136,7 @@ pub unsafe extern "C" fn sidelane_all_gather(
             let outs = Out::new("all", all).and_then(|all| Ok((all, Out::new("shares", shares)?)));
             outs.map_err(Fault::from).and_then(|outs| Ok((outs, layer.mine(mine)?)))
         };
-        layer.seat.lend(|gathers| {
+        layer.cell.lend(|gathers| {
             let ((all, shares), mine) =
                 arguments.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, Gathering::All))?;
             let (rows, layout): (ExpertRows, Layout) = gathers.all_gather(mine.lend())?;
@@ -160,7 +160,7 @@ pub unsafe extern "C" fn sidelane_collective_shares(
     border(|| {
         // SAFETY: as the caller promised.
         let (out, counts) = unsafe { (Out::new("shares", shares)?, slice("counts", counts, ranks.into())?) };
-        let layout = get(collective)?.seat.lend(|gathers| Ok(gathers.shares(counts)?))?;
+        let layout = get(collective)?.cell.lend(|gathers| Ok(gathers.shares(counts)?))?;
         give(ExclusiveCell::new(Kind::Shares, layout), out)
     })
 }
@@ -176,11 +176,11 @@ pub unsafe extern "C" fn sidelane_all_gather_along(
     all: *mut *mut Rows,
 ) -> Status {
     border(|| {
-        let (layer, seat) = (get(collective)?, get(shares));
-        layer.seat.lend(|gathers| {
+        let (layer, cell) = (get(collective)?, get(shares));
+        layer.cell.lend(|gathers| {
             let call = Gathering::Along;
-            let seat = seat.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, call))?;
-            seat.lend(|layout| {
+            let cell = cell.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, call))?;
+            cell.lend(|layout| {
                 // SAFETY: as the caller promised.
                 let arguments = unsafe {
                     Out::new("all", all).map_err(Fault::from).and_then(|out| Ok((out, layer.mine(mine)?)))
@@ -213,11 +213,11 @@ pub unsafe extern "C" fn sidelane_reduce_scatter(
     sums: *const Tensor,
 ) -> Status {
     border(|| {
-        let (layer, seat) = (get(collective)?, get(shares));
-        layer.seat.lend(|gathers| {
+        let (layer, cell) = (get(collective)?, get(shares));
+        layer.cell.lend(|gathers| {
             let call = Gathering::Sum;
-            let seat = seat.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, call))?;
-            seat.lend(|layout| {
+            let cell = cell.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, call))?;
+            cell.lend(|layout| {
                 let (columns, home) = (layer.columns, layout.handle().tokens().into());
                 let shape = (Some(layout.rows().into()), columns);
                 // SAFETY: as the caller promised.

@@ -63,10 +63,10 @@ pub extern "C" fn sidelane_ep_release(ep: *mut Ep, handle: *mut Handle) -> Statu
     border(|| {
         let layer = get(ep)?;
         if handle.is_null() {
-            return layer.seat.lend(|ep| Ok(ep.release(None)?));
+            return layer.cell.lend(|ep| Ok(ep.release(None)?));
         }
-        let seat = get(handle)?;
-        layer.seat.lend(|ep| seat.lend(|layout| Ok(ep.release(Some(layout))?)))
+        let cell = get(handle)?;
+        layer.cell.lend(|ep| cell.lend(|layout| Ok(ep.release(Some(layout))?)))
     })
 }
 

@@ -38,7 +38,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch(
         // SAFETY: as the caller promised.
         let arguments =
             unsafe { Results::new(rows, handle).and_then(|r| Ok((r, input(&layer, x, routing)?))) };
-        layer.seat.lend(|ep| {
+        layer.cell.lend(|ep| {
             let (results, (x, chosen)) =
                 arguments.map_err(|fault| refuse::call(ep, CallKind::Dispatch, None, fault))?;
             results.give(ep.dispatch(x.lend(), chosen.lend())?)
@@ -65,7 +65,7 @@ pub unsafe extern "C" fn sidelane_ep_prepare(
                 .map_err(Fault::from)
                 .and_then(|out| Ok((out, Routing::read(layer.context.as_ref(), routing, layer.top_k)?.0)))
         };
-        layer.seat.lend(|ep| {
+        layer.cell.lend(|ep| {
             let (out, chosen) =
                 arguments.map_err(|fault| refuse::call(ep, CallKind::Prepare, None, fault))?;
             give(ExclusiveCell::new(Kind::Handle, ep.prepare(chosen.lend())?), out)

@@ -23,7 +23,7 @@ use crate::{Status, refuse, words};
 /// An `ExpertParallel`, and what the FFI boundary needs to know of it.
 #[derive(Debug)]
 pub struct Layer {
-    pub(super) seat: Arc<ExclusiveCell<ExpertParallel>>,
+    pub(super) cell: Arc<ExclusiveCell<ExpertParallel>>,
     /// Of the device of its rows; none on the host.
     pub(super) context: Option<Arc<Context>>,
     /// Of rows that are combined, and of dispatched ones that are no records.
@@ -220,9 +220,9 @@ pub unsafe extern "C" fn sidelane_ep_build(
         let top_k: u64 = ep.top_k().into();
         let (dtype, weighted) = (words::dtype(options.dtype)?, options.weighted == 1);
         let context = stream.map(|stream| Arc::clone(stream.context()));
-        let seat = Arc::new(ExclusiveCell::new(Kind::Ep, ep));
+        let cell = Arc::new(ExclusiveCell::new(Kind::Ep, ep));
         let numbers = if words::layout(options.layout)? == RowLayout::RankMajor { top_k } else { 1 };
-        give(Layer { seat, context, dtype, hidden, sent, top_k, numbers, weighted }, out)
+        give(Layer { cell, context, dtype, hidden, sent, top_k, numbers, weighted }, out)
     })
 }
 
@@ -235,7 +235,7 @@ pub unsafe extern "C" fn sidelane_ep_info(ep: *mut Ep, info: *mut EpInfo) -> Sta
         // SAFETY: as the caller promised.
         let out = unsafe { OutStruct::new(info) }?;
         let layer = get(ep)?;
-        layer.seat.lend(|ep| {
+        layer.cell.lend(|ep| {
             let (map, record) = (ep.expert_map(), ep.record());
             let (place, device) = match ep.place() {
                 Place::Host => (SIDELANE_PLACE_HOST, 0),
@@ -274,7 +274,7 @@ pub unsafe extern "C" fn sidelane_ep_set_expert_map(ep: *mut Ep, expert_map: *co
         // SAFETY: as the caller promised.
         let map = unsafe { ExpertMap::read(expert_map) };
         let map = map.and_then(|map| Ok(map.ok_or(ArgumentError::Null { what: "expert_map" })?));
-        layer.seat.lend(|ep| {
+        layer.cell.lend(|ep| {
             let map = map.map_err(|fault| refuse::call(ep, CallKind::ExpertMap, None, fault))?;
             Ok(ep.set_expert_map(map)?)
         })
@@ -302,7 +302,7 @@ pub unsafe extern "C" fn sidelane_ep_quantize(
         // SAFETY: as the caller promised.
         let mut records = unsafe { Target::read(context, "records", records, (rows as u64, layer.sent)) }?;
         apart(("tokens", tokens.addresses()), ("records", records.addresses()))?;
-        layer.seat.lend(|ep| Ok(ep.quantise_into(tokens.lend(), records.lend())?))
+        layer.cell.lend(|ep| Ok(ep.quantise_into(tokens.lend(), records.lend())?))
     })
 }
 
@@ -314,7 +314,7 @@ pub unsafe extern "C" fn sidelane_ep_tokens(ep: *mut Ep, count: u32, tokens: *mu
     border(|| {
         // SAFETY: as the caller promised.
         let out = unsafe { Out::new("tokens", tokens) }?;
-        let buffer = get(ep)?.seat.lend(|ep| Ok(ep.token_buffer(count)?))?;
+        let buffer = get(ep)?.cell.lend(|ep| Ok(ep.token_buffer(count)?))?;
         give(ExclusiveCell::new(Kind::Tokens, buffer), out)
     })
 }
@@ -329,7 +329,7 @@ pub extern "C" fn sidelane_ep_close(ep: *mut Ep) -> Status {
             return Ok(());
         }
         let layer = retract(ep)?;
-        let stream = layer.seat.lend(|ep| Ok(ep.stream().cloned()));
+        let stream = layer.cell.lend(|ep| Ok(ep.stream().cloned()));
         drop(layer);
         if let Ok(Some(stream)) = stream {
             let_go(&stream);

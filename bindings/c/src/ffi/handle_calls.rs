@@ -17,10 +17,10 @@ pub(super) fn along<A>(
     read: impl FnOnce(&Layer, &Layout) -> Result<A, Fault>,
     make: impl FnOnce(&mut ExpertParallel, &Layout, A) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
-    let (layer, seat) = (get(ep)?, get(handle));
-    layer.seat.lend(|ep| {
-        let seat = seat.map_err(|fault| refuse::call(ep, kind, None, fault))?;
-        seat.lend(|layout| {
+    let (layer, cell) = (get(ep)?, get(handle));
+    layer.cell.lend(|ep| {
+        let cell = cell.map_err(|fault| refuse::call(ep, kind, None, fault))?;
+        cell.lend(|layout| {
             let arguments =
                 read(&layer, layout).map_err(|fault| refuse::call(ep, kind, Some(layout), fault))?;
             make(ep, layout, arguments)

@@ -43,7 +43,7 @@ pub struct HopRows {
     /// To other ranks of its node.
     pub local: u64,
     /// To other nodes.
-    pub rail: u64,
+    pub remote: u64,
 }
 
 /// A lane, and how many ranks it reaches.
@@ -80,18 +80,18 @@ pub struct EnqueuedWork {
     /// `bytes`.
     pub staged_out_bytes: u64,
     /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
-    pub in_bytes: u64,
-    /// Puts on rails.
-    pub rail_puts: u64,
+    pub staged_in_bytes: u64,
+    /// Puts to other nodes.
+    pub inter_node_puts: u64,
     /// Their bytes, headers and messages among them.
-    pub rail_bytes: u64,
-    /// Signals over rails.
-    pub rail_signals: u64,
+    pub inter_node_bytes: u64,
+    /// Signals to other nodes.
+    pub inter_node_signals: u64,
     /// Puts by GPUDirect among them: NICs read rows from device memory and wrote them to that of
     /// another.
     pub gpu_direct_puts: u64,
     /// Their bytes.
-    pub straight_bytes: u64,
+    pub gpu_direct_bytes: u64,
 }
 
 /// The name of a kernel; empty: no more kernels.
@@ -169,8 +169,8 @@ impl From<TransferCounts> for MovedBytes {
 }
 
 impl From<RowsByDistance> for HopRows {
-    fn from(RowsByDistance { own, local, rail }: RowsByDistance) -> Self {
-        HopRows { own, local, rail }
+    fn from(RowsByDistance { own, local, remote }: RowsByDistance) -> Self {
+        HopRows { own, local, remote }
     }
 }
 
@@ -185,12 +185,12 @@ impl From<EnqueueCounts> for EnqueuedWork {
             copies_by_sms: work.copies_by_sms,
             memory_operations: work.memory_operations,
             staged_out_bytes: work.staged_out_bytes,
-            in_bytes: work.in_bytes,
-            rail_puts: work.rail_puts,
-            rail_bytes: work.rail_bytes,
-            rail_signals: work.rail_signals,
+            staged_in_bytes: work.staged_in_bytes,
+            inter_node_puts: work.inter_node_puts,
+            inter_node_bytes: work.inter_node_bytes,
+            inter_node_signals: work.inter_node_signals,
             gpu_direct_puts: work.gpu_direct_puts,
-            straight_bytes: work.straight_bytes,
+            gpu_direct_bytes: work.gpu_direct_bytes,
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Halves of dispatch and combine: start, compute, finish.
 //!
 //! ```text
-//!   start    the layer leaves its seat and moves in here, with the first half that borrows it
+//!   start    the layer leaves its cell and moves in here, with the first half that borrows it
 //!   between  calls on the layer (and, in a combine, on the handle) say that it is underway
-//!   finish   the second half; the layer goes back to its seat
+//!   finish   the second half; the layer goes back to its cell
 //! ```
 //!
 //! Rust's halves borrow the layer. C has nowhere to keep a borrow, so owner and borrower live in
@@ -86,7 +86,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_start(
 ) -> Status {
     border(|| {
         let layer = get(ep)?;
-        let mut ep = ExclusiveCell::lease(&layer.seat)?;
+        let mut ep = ExclusiveCell::lease(&layer.cell)?;
         // SAFETY: as the caller promised; nothing of it is used once the cell is gone.
         let arguments = unsafe {
             Out::new("pending", pending)
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn sidelane_ep_combine_start(
 ) -> Status {
     border(|| {
         let layer = get(ep)?;
-        let (mut ep, call) = (ExclusiveCell::lease(&layer.seat)?, CallKind::Combine);
+        let (mut ep, call) = (ExclusiveCell::lease(&layer.cell)?, CallKind::Combine);
         let layout = get(handle).and_then(|handle| ExclusiveCell::lease(&handle));
         let layout = layout.map_err(|fault| refuse::call(&mut ep, call, None, fault))?;
         let (context, sums) = (layer.context.clone(), (layout.tokens().into(), layer.hidden));

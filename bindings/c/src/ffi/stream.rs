@@ -53,7 +53,7 @@ pub extern "C" fn sidelane_stream_close(stream: *mut Stream) -> Status {
 pub extern "C" fn sidelane_ep_set_stream(ep: *mut Ep, stream: *mut Stream) -> Status {
     border(|| {
         let (layer, stream) = (get(ep)?, get(stream)?);
-        layer.seat.lend(|ep| Ok(ep.set_stream(&stream)?))
+        layer.cell.lend(|ep| Ok(ep.set_stream(&stream)?))
     })
 }
 
@@ -63,12 +63,12 @@ pub extern "C" fn sidelane_ep_set_stream(ep: *mut Ep, stream: *mut Stream) -> St
 /// wait for.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_ep_synchronize(ep: *mut Ep) -> Status {
-    border(|| get(ep)?.seat.lend(|ep| Ok(ep.synchronize()?)))
+    border(|| get(ep)?.cell.lend(|ep| Ok(ep.synchronize()?)))
 }
 
 /// Known errors, without waiting: SIDELANE_OK, the reason of the world's failure, or an error found
 /// by a kernel. Local.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_ep_check(ep: *mut Ep) -> Status {
-    border(|| get(ep)?.seat.lend(|ep| Ok(ep.check()?)))
+    border(|| get(ep)?.cell.lend(|ep| Ok(ep.check()?)))
 }

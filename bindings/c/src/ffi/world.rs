@@ -59,10 +59,10 @@ const DAY_MS: u64 = 24 * 3600 * 1000;
 
 impl WorldOptions {
     fn apply(&self, options: &mut Options) -> Result<(), ArgumentError> {
-        let clocks = &mut options.clocks;
+        let timeouts = &mut options.timeouts;
         for (what, asked, clock) in [
-            ("deadline_ms", self.deadline_ms, &mut clocks.deadline),
-            ("rendezvous_ms", self.rendezvous_ms, &mut clocks.rendezvous),
+            ("deadline_ms", self.deadline_ms, &mut timeouts.deadline),
+            ("rendezvous_ms", self.rendezvous_ms, &mut timeouts.rendezvous),
         ] {
             match asked {
                 0 => {}

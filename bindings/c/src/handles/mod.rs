@@ -1,9 +1,9 @@
 //! Handles that C may keep, and what they stand for.
 
+mod exclusive_cell;
 mod kind;
-mod seat;
 mod table;
 
+pub use exclusive_cell::{ExclusiveCell, Lease};
 pub use kind::{Kind, Object};
-pub use seat::{ExclusiveCell, Lease};
 pub use table::Table;

@@ -48,7 +48,7 @@ def launch(
     # Two calls, as each kind of context has a type of its own.
     context = multiprocessing.get_context("spawn") if start == "spawn" else multiprocessing.get_context("forkserver")
     task = cloudpickle.dumps((function, args))
-    seats = []
+    children = []
     for rank in range(ranks):
         variables = {
             "RANK": str(rank),
@@ -68,18 +68,18 @@ def launch(
         with _without_missing_file():
             process.start()
         theirs.close()
-        seats.append((ours, process))
+        children.append((ours, process))
     try:
-        said = _collect([ours for ours, _ in seats])
+        said = _collect([ours for ours, _ in children])
     except BaseException:
-        for _, process in seats:
+        for _, process in children:
             process.terminate()
         raise
-    for _, process in seats:
+    for _, process in children:
         process.join()
     results: list[Any] = []
     errors: list[BaseException] = []
-    for rank, (_, process) in enumerate(seats):
+    for rank, (_, process) in enumerate(children):
         match said.get(rank):
             case None:
                 message = f"rank {rank} ended without a result: exit code {process.exitcode}"

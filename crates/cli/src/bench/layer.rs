@@ -17,7 +17,7 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use sidelane::ep::{ExpertOutput, ExpertRows, Handle, TokenBuffer};
-use sidelane::exec::{Recorder, Timeline, now, write_chrome_trace};
+use sidelane::exec::{Recorder, Timeline, now};
 use sidelane::gate::Routing;
 use sidelane::topology::NodeMap;
 use sidelane::{Error, ExpertParallel, Group, World};
@@ -304,7 +304,7 @@ fn round<E: Real>(
 pub fn write_trace(path: &Path, nodes: &NodeMap, timelines: &[Timeline]) -> Result<(), CliError> {
     let write = || {
         let mut file = BufWriter::new(File::create(path)?);
-        write_chrome_trace(&mut file, nodes, timelines)?;
+        Timeline::write_chrome_trace(&mut file, nodes, timelines)?;
         file.flush()
     };
     write().map_err(|source| failed!("cannot write {path:?}: {source}"))

@@ -65,9 +65,9 @@ fn run<E: Real>(task: &Task) -> Result<Option<Report>, CliError> {
         let forward = kinds.contains(&Kind::Dispatch);
         let rows =
             if forward { layer.dispatch_and_check()?.0 } else { layer.gradients_and_check(&handle)? };
-        let mut yardstick = layer.ep.yardstick(&layer.group, rows, output, &handle)?;
-        passes.extend(time(&mut layer, &mut barrier, kinds, &mut yardstick, &mut field, &handle)?);
-        let (Some(rows), Some(kept)) = (yardstick.lend_rows(), yardstick.lend_output()) else {
+        let mut floor = layer.ep.floor_bench(&layer.group, rows, output, &handle)?;
+        passes.extend(time(&mut layer, &mut barrier, kinds, &mut floor, &mut field, &handle)?);
+        let (Some(rows), Some(kept)) = (floor.lend_rows(), floor.lend_output()) else {
             return Err(moved(layer.world.rank()));
         };
         // The floor has written the same rows again and again: they must still be right.
@@ -95,13 +95,13 @@ fn time<E: Real>(
     layer: &mut Layer<'_, E>,
     barrier: &mut Window,
     kinds: &[Kind],
-    yardstick: &mut FloorBench,
+    floor: &mut FloorBench,
     field: &mut Field,
     handle: &Handle,
 ) -> Result<Vec<Pair>, CliError> {
     let (config, rank) = (layer.config, layer.world.rank());
     let stores = [Stores::Streaming, Stores::Cached];
-    let mut track = Track { layer, barrier, yardstick, field, stores, handle, moved: false };
+    let mut track = Track { layer, barrier, floor, field, stores, handle, moved: false };
     track.choose_stores(kinds)?;
     let mut pairs = vec![Pair::default(); kinds.len()];
     let bar = command::progress(rank, config.rounds.into());
@@ -118,10 +118,12 @@ fn time<E: Real>(
 fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
     let (moved, traffic) = (report.moved, report.traffic);
     let near = traffic.sent.own + traffic.sent.local + traffic.relayed + traffic.regrouped;
-    let planned = [near, traffic.sent.rail].map(|rows| rows * traffic.row_bytes);
+    let planned = [near, traffic.sent.remote].map(|rows| rows * traffic.row_bytes);
     let seen = [moved.intra_node_bytes, moved.inter_node_bytes];
     if seen != planned {
-        eprintln!("sidelane: rank {rank} moved {seen:?} bytes on its node and over rails, not {planned:?}");
+        eprintln!(
+            "sidelane: rank {rank} moved {seen:?} bytes on its node and to other nodes, not {planned:?}"
+        );
     }
     let (copies, planned_copies) = (report.relayed.copies, traffic.copies);
     if copies != planned_copies {
@@ -153,7 +155,7 @@ fn report<E: Real>(
         combined.moved.inter_node_bytes,
         handle.dropped().iter().filter(|&&dropped| dropped).count() as u64,
     ];
-    let [strays, landed, rail, returned, dropped_choices] = layer.sum(found)?;
+    let [strays, landed, inter_node, returned, dropped_choices] = layer.sum(found)?;
     let words = InterNode::words(&dispatched.traffic, layer.expected.crossing_choices());
     let crossing = InterNode::new(config, layer.sum(words)?);
     let came_home = crossing.combine_bytes(config);
@@ -163,12 +165,12 @@ fn report<E: Real>(
         let row_bytes = if *kind == Kind::Dispatch { config.sent_bytes() } else { config.row_bytes() };
         let volume = Volume {
             landed: landed * row_bytes,
-            rail: match kind {
-                Kind::Dispatch => rail,
+            inter_node: match kind {
+                Kind::Dispatch => inter_node,
                 Kind::CombineBackward => crossing.rows * row_bytes,
                 Kind::Combine | Kind::DispatchBackward => returned,
             },
-            rail_logical: crossing.expert_rows * row_bytes,
+            inter_node_logical: crossing.expert_rows * row_bytes,
         };
         let real = pair.real.rounds(&layer.group, &layer.machines)?;
         let floor = pair.floor.rounds(&layer.group, &layer.machines)?;
@@ -182,10 +184,10 @@ fn report<E: Real>(
         return Ok(None);
     }
     if returned != came_home {
-        eprintln!("sidelane: a combine moved {returned} bytes over rails, not {came_home}");
+        eprintln!("sidelane: a combine moved {returned} bytes between nodes, not {came_home}");
     }
     let local = layer.ep.lanes().iter().any(|used| used.lane == "shm").then(|| "shm".to_owned());
-    let (rail, rail_reason) = machines::rail(&layer.world).unzip();
+    let (net, net_reason) = machines::net(&layer.world).unzip();
     let exact = nics.as_ref().is_none_or(|nics| nics.exact);
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
     Ok(Some(Report {
@@ -196,7 +198,7 @@ fn report<E: Real>(
         dropped_choices,
         memcpy_gbps,
         first_call: first,
-        lanes: Lanes { intra_node: local, inter_node: rail, inter_node_reason: rail_reason },
+        lanes: Lanes { intra_node: local, inter_node: net, inter_node_reason: net_reason },
         nics,
         inter_node: crossing,
         dispatch: passes[0],
@@ -217,7 +219,7 @@ pub struct Pair {
 struct Track<'a, 'c, E> {
     layer: &'a mut Layer<'c, E>,
     barrier: &'a mut Window,
-    yardstick: &'a mut FloorBench,
+    floor: &'a mut FloorBench,
     /// Baselines, which take turns with us.
     field: &'a mut Field,
     /// Faster stores of the floor, for scattered rows and for sums.
@@ -255,25 +257,25 @@ impl<E: Real> Track<'_, '_, E> {
         Ok(())
     }
 
-    /// The real call, in the yardstick's memory.
+    /// The real call, in the floor's memory.
     fn real(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         let Layer { ep, tokens, routing, out, .. } = &mut *self.layer;
         match kind {
             Kind::Dispatch => {
-                drop(self.yardstick.lend_rows());
+                drop(self.floor.lend_rows());
                 self.barrier.barrier()?;
                 let (rows, _) = laps.time(|| tokens.dispatch(ep, routing))?;
-                self.moved |= self.yardstick.keep_rows(rows).is_err();
+                self.moved |= self.floor.keep_rows(rows).is_err();
             }
             Kind::CombineBackward => {
-                drop(self.yardstick.lend_rows());
+                drop(self.floor.lend_rows());
                 self.barrier.barrier()?;
                 let x = tokens.x()?;
                 let (rows, _) = laps.time(|| ep.combine_backward(x, self.handle))?;
-                self.moved |= self.yardstick.keep_rows(rows).is_err();
+                self.moved |= self.floor.keep_rows(rows).is_err();
             }
             Kind::Combine | Kind::DispatchBackward => {
-                let y = self.yardstick.lend_output().map_or_else(|| self.handle.output(), Ok)?;
+                let y = self.floor.lend_output().map_or_else(|| self.handle.output(), Ok)?;
                 self.barrier.barrier()?;
                 match kind {
                     Kind::Combine => laps.time(|| ep.combine_into(y, self.handle, &mut **out))?,
@@ -281,7 +283,7 @@ impl<E: Real> Track<'_, '_, E> {
                 }
                 // Once all are here, all have read it, and it is free again.
                 self.barrier.barrier()?;
-                self.moved |= self.yardstick.keep_output(self.handle.output()?).is_err();
+                self.moved |= self.floor.keep_output(self.handle.output()?).is_err();
             }
         }
         Ok(())
@@ -290,7 +292,7 @@ impl<E: Real> Track<'_, '_, E> {
     fn floor(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         self.barrier.barrier()?;
         let [scatter, sum] = self.stores;
-        let (floor, dtype) = (&mut *self.yardstick, Arithmetic::try_from(self.layer.config.dtype.element())?);
+        let (floor, dtype) = (&mut *self.floor, Arithmetic::try_from(self.layer.config.dtype.element())?);
         let input = match kind {
             Kind::CombineBackward => bytemuck::cast_slice(self.layer.tokens.x()?),
             _ => self.layer.tokens.sent()?,

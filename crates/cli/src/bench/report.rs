@@ -89,9 +89,9 @@ pub struct Pass {
 pub struct Volume {
     pub landed: u64,
     /// Bytes that crossed between nodes.
-    pub rail: u64,
+    pub inter_node: u64,
     /// Bytes that would have crossed with a row for each (token, expert).
-    pub rail_logical: u64,
+    pub inter_node_logical: u64,
 }
 
 impl Pass {
@@ -102,8 +102,8 @@ impl Pass {
         Pass {
             timing,
             bytes_landed: volume.landed,
-            bytes_inter_node: volume.rail,
-            bytes_inter_node_logical: volume.rail_logical,
+            bytes_inter_node: volume.inter_node,
+            bytes_inter_node_logical: volume.inter_node_logical,
             gbps: gbps(volume.landed, timing.p50_us),
             floor_us: summary(floor_us).p50_us,
             share_of_floor: ratio_of_medians(floor_us, real_us),
@@ -257,15 +257,15 @@ impl InterNode {
             copies,
             ..
         } = *traffic;
-        [put.rail, wanted.rail, remote_ranks, remote_nodes, choices, handed_on, copies]
+        [put.remote, wanted.remote, remote_ranks, remote_nodes, choices, handed_on, copies]
     }
 
     /// From the sums of what all said.
     pub fn new(config: &Config, words: [u64; 7]) -> Self {
         let [rows, wanted, rank_rows, remote_nodes, expert_rows, relay_rows, relay_copies] = words;
         let all = Traffic {
-            sent: RowsByDistance { rail: rows, ..RowsByDistance::default() },
-            logical: RowsByDistance { rail: wanted, ..RowsByDistance::default() },
+            sent: RowsByDistance { remote: rows, ..RowsByDistance::default() },
+            logical: RowsByDistance { remote: wanted, ..RowsByDistance::default() },
             remote_ranks: rank_rows,
             remote_nodes,
             home_row_bytes: config.row_bytes(),
@@ -470,7 +470,7 @@ pub mod tests {
         let pass = Pass::of_rounds(
             &[6200.0, 6000.0, 6400.0],
             &[5580.0, 5400.0, 5760.0],
-            Volume { landed: 134_217_728, rail: 33_554_432, rail_logical: 67_108_864 },
+            Volume { landed: 134_217_728, inter_node: 33_554_432, inter_node_logical: 67_108_864 },
         );
         let config = resolve(
             "--sum-order node --partial-dtype bf16 --mode budget --budget 1.25 --on-overflow drop --routing zipf:1.0 --backward \
@@ -545,8 +545,11 @@ pub mod tests {
 
     #[test]
     fn speed_and_share_follow_from_times_and_bytes() {
-        let pass =
-            Pass::of_rounds(&[200.0; 5], &[100.0; 5], Volume { landed: 2_000_000, rail: 0, rail_logical: 0 });
+        let pass = Pass::of_rounds(
+            &[200.0; 5],
+            &[100.0; 5],
+            Volume { landed: 2_000_000, inter_node: 0, inter_node_logical: 0 },
+        );
         assert_eq!(pass.gbps, 10.0);
         assert_eq!(pass.share_of_floor, Ratio { value: 0.5, low: 0.5, high: 0.5 });
         assert_eq!(pass.timing.p99_us, None);

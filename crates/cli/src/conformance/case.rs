@@ -117,7 +117,7 @@ pub enum Call {
     /// A layer whose experts change nothing, captured once and launched with several inputs.
     Capture,
     /// The bare moves of a dispatch.
-    Yardstick,
+    Floor,
 }
 
 /// Input that no call can use.
@@ -140,7 +140,7 @@ impl Call {
             Call::SetMap => Feature::ExpertMaps,
             Call::Stream => Feature::Streams,
             Call::Capture => Feature::Capture,
-            Call::Yardstick => Feature::Yardstick,
+            Call::Floor => Feature::Floor,
             _ => return None,
         })
     }

@@ -2,7 +2,7 @@
 //!
 //! A difference is written down and ends nothing: the other ranks wait for the calls that follow.
 
-use sidelane::device::{Graph, Stream};
+use sidelane::device::{CudaGraph, Stream};
 use sidelane::dtype::Dtype;
 use sidelane::ep::{
     CallExecutor, Choices, ExpertOutput, ExpertRows, Graphs, Handle, PendingDispatch, Tensor,
@@ -120,7 +120,7 @@ impl<'r, E: Real> Player<'r, E> {
             Call::Refused(bad) => self.refused(bad),
             Call::OverBudget => self.over_budget(),
             Call::Capture => self.capture(),
-            Call::Yardstick => self.yardstick(),
+            Call::Floor => self.floor(),
         }
     }
 
@@ -433,18 +433,18 @@ impl<'r, E: Real> Player<'r, E> {
         other.play(Call::Forget)
     }
 
-    fn yardstick(&mut self) -> Result<(), CliError> {
+    fn floor(&mut self) -> Result<(), CliError> {
         let reference = self.input();
         let tokens = &reference.all[self.me()];
         let x = self.settings.sent(&tokens.x)?;
         let (rows, handle) = self.with_input(&x, tokens, |ep, x, choices| ep.dispatch(x, choices))??;
         let output = handle.output()?;
-        let mut floor = self.ep.yardstick(self.group, rows, output, &handle)?;
+        let mut floor = self.ep.floor_bench(self.group, rows, output, &handle)?;
         self.group.gather(&[])?;
         floor.dispatch(&x, Stores::Cached);
         self.group.gather(&[])?;
-        let rows = floor.lend_rows().ok_or_else(|| failed!("the yardstick lends no rows"))?;
-        self.check_sent("rows of the yardstick", &rows, &handle, &reference, |rank| {
+        let rows = floor.lend_rows().ok_or_else(|| failed!("the floor lends no rows"))?;
+        self.check_sent("rows of the floor", &rows, &handle, &reference, |rank| {
             reference.all[rank].x.clone()
         })?;
         Ok(())
@@ -719,9 +719,9 @@ impl Layer {
         &mut self,
         ep: &mut ExpertParallel,
         stream: &Stream,
-    ) -> Result<(Graph, Option<Handle>), CliError> {
+    ) -> Result<(CudaGraph, Option<Handle>), CliError> {
         let mut kept = None;
-        let graph = Graph::capture(stream, || -> Result<(), CliError> {
+        let graph = CudaGraph::capture(stream, || -> Result<(), CliError> {
             let (rows, handle) = self.start(ep)?.unfinished()?;
             let y = experts_copy(stream, &rows, &handle)?;
             self.combine(ep, y, &handle)?;

@@ -9,7 +9,7 @@ use sidelane::topology::Route;
 use super::case::{Bad, Call, Case, Setting, Way};
 use Call::{
     Cached, Capture, Combine, CombineBackward, CombineCopy, CombineHalves, Dispatch, DispatchBackward,
-    DispatchHalves, Forget, OverBudget, Prepare, Refused, Release, SetMap, Stream, TokenBuffer, Yardstick,
+    DispatchHalves, Floor, Forget, OverBudget, Prepare, Refused, Release, SetMap, Stream, TokenBuffer,
 };
 use Overflow::{Drop, Error};
 use Setting::{Align, AllGather, Budget, Fp8, Layout, Order, Partial, Replicas, Slots, Spans, Weighted};
@@ -106,7 +106,7 @@ const STREAMS: Case = Case {
     ways: ON_DEVICE,
     ..row(Feature::Streams, &[])
 };
-const FLOOR: Case = Case { calls: &[Yardstick], ..row(Feature::Yardstick, &[]) };
+const FLOOR: Case = Case { calls: &[Floor], ..row(Feature::Floor, &[]) };
 
 /// All cases, in the order in which they run.
 pub const SUITE: &[Case] = &[

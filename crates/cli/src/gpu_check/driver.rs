@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use sidelane::device::{
-    Allocation, AuditKernels, Context, CopyBatch, DeviceRange, Driver, Event, Graph, Kernels, MemOpBatch,
+    Allocation, AuditKernels, Context, CopyBatch, CudaGraph, DeviceRange, Driver, Event, Kernels, MemOpBatch,
     PinnedMemory, Reservation, Stream, Value, Version,
 };
 use sidelane::error::DeviceError;
@@ -187,7 +187,7 @@ impl Bench {
         let [stream, _] = &self.streams;
         let (from, to, words) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(16)?);
         let there = allocate(&self.context, BYTES as u64)?;
-        let graph = Graph::capture(stream, || -> Result<(), DeviceError> {
+        let graph = CudaGraph::capture(stream, || -> Result<(), DeviceError> {
             stream.wait::<u32>(words.range().word(0)?, 1)?;
             stream.copy(whole(&there)?, whole(from.range())?)?;
             stream.copy(whole(to.range())?, whole(&there)?)?;

@@ -206,8 +206,8 @@ pub fn on_nodes<T: Send>(
 
 fn options(task: &Task) -> Options {
     let config = Config { heap: task.few(64 << 20, 16 << 20), symmetric: 4 << 20, ..Config::default() };
-    let clocks = Timeouts { deadline: task.patience(), ..Timeouts::default() };
-    Options { config, clocks, ..Options::default() }
+    let timeouts = Timeouts { deadline: task.patience(), ..Timeouts::default() };
+    Options { config, timeouts, ..Options::default() }
 }
 
 /// The layer of slots that is timed: as many tokens at each rank.

@@ -6,7 +6,7 @@
 //!              alone                 what is left of the difference is memory's
 //! ```
 //!
-//! The three take turns, so that clocks and heat touch them alike. Transfers are as fast as they
+//! The three take turns, so that timeouts and heat touch them alike. Transfers are as fast as they
 //! go: the rate is told.
 
 use std::sync::Arc;

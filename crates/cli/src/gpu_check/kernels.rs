@@ -60,7 +60,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         checks.check(about, || bench.sum(rows, out))?;
     }
     let about = |what, shows| About::new(what, shows);
-    checks.check(about("copy by SMs", "the yardstick copies what it is told"), || bench.copy())?;
+    checks.check(about("copy by SMs", "the baseline copies what it is told"), || bench.copy())?;
     checks.check(about("product", "our product is right: whole numbers, exactly"), || {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))
     })?;

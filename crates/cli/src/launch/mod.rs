@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rail_goes_to_the_ranks_only_if_it_was_named() {
+    fn the_net_goes_to_the_ranks_only_if_it_was_named() {
         assert_eq!(MachineArgs::default().variables(), []);
         let args = MachineArgs { net: Some(Net::Loopback), ..MachineArgs::default() };
         assert_eq!(args.variables(), [("SIDELANE_NET".to_owned(), "loopback".into())]);

@@ -10,9 +10,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::config::EmulatedLink;
 use sidelane::gate::{Gate, Preset};
-use sidelane::layer::{
-    ExpertError, Experts, GroupedSwiGlu, Input, MoeLayer, RowOrder, Saved, SavedChunk, Segments,
-};
+use sidelane::layer::{ExpertError, Experts, GradientOrder, GroupedSwiGlu, Input, MoeLayer, Saved, Segments};
 use sidelane::plan::ExpertMap;
 use sidelane::{Error, Group, World};
 
@@ -274,7 +272,11 @@ impl Experts for Watched {
         self.watch.time(|| self.inner.rows_backward(rows, saved, of_outputs))
     }
 
-    fn weights_backward(&self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, ExpertError> {
+    fn weights_backward(
+        &self,
+        chunks: &[(Segments<'_>, &Saved)],
+        order: &GradientOrder,
+    ) -> Result<Vec<f32>, ExpertError> {
         if self.is_idle() {
             return Ok(vec![0.0; self.weights().len()]);
         }

@@ -98,7 +98,7 @@ impl Report {
         verified: bool,
         passes: &[Pass],
     ) -> Self {
-        let (lane, lane_reason) = machines::rail(world).unzip();
+        let (lane, lane_reason) = machines::net(world).unzip();
         let emulated_link = link.filter(|_| lane.as_deref() == Some("emulated")).map(Link::from);
         let (shape, rounds, hosts) = (task.shape.clone(), task.rounds, machines.hosts());
         let config = Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts };

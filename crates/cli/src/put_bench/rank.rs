@@ -72,8 +72,8 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
 fn describe(world: &World, (from, to): (u32, u32)) -> PairReport {
     let nodes = world.nodes();
     let end = |rank| End { rank, node: nodes.node_of(rank) };
-    let rail = if nodes.same_node(from, to) { None } else { machines::rail(world) };
-    let (lane, lane_reason) = rail.map_or(("shm".into(), None), |(lane, reason)| (lane, Some(reason)));
+    let net = if nodes.same_node(from, to) { None } else { machines::net(world) };
+    let (lane, lane_reason) = net.map_or(("shm".into(), None), |(lane, reason)| (lane, Some(reason)));
     PairReport { from: end(from), to: end(to), lane, lane_reason, runs: Vec::new() }
 }
 

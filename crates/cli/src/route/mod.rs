@@ -20,7 +20,7 @@ use clap::Args;
 use report::Report;
 use serde::Serialize;
 use sidelane::error::GateError;
-use sidelane::gate::{Capacity, CapacityRule, Choices, DropPolicy, Pattern, Routing, apply_capacity};
+use sidelane::gate::{Capacity, CapacityInput, CapacityRule, DropPolicy, Pattern, Routing, apply_capacity};
 use sidelane::plan::ExpertMap;
 use sidelane::topology::NodeMap;
 
@@ -239,7 +239,8 @@ impl Dropped {
         let all = |part: fn(&Routing<'_>) -> Vec<f32>| routings.iter().flat_map(part).collect::<Vec<f32>>();
         let weights = all(|routing| routing.weights().to_vec());
         let ids: Vec<i32> = routings.iter().flat_map(|routing| routing.experts()).copied().collect();
-        let choices = Choices { experts, top_k, ids: &ids, scores: &weights, ..Choices::default() };
+        let choices =
+            CapacityInput { experts, top_k, ids: &ids, scores: &weights, ..CapacityInput::default() };
         let place = |keep| {
             let groups = routings.len() as u32;
             let rule = CapacityRule::CeilF64 { factor };

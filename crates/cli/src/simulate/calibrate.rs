@@ -165,17 +165,17 @@ fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, Error> {
     let mut out = x.clone();
     let (rows, handle) = ep.dispatch(&x, &routing)?;
     let mut barrier = group.window(64)?;
-    let mut yardstick: FloorBench = ep.yardstick(&group, rows, handle.output()?, &handle)?;
+    let mut floor: FloorBench = ep.floor_bench(&group, rows, handle.output()?, &handle)?;
     let (mut copies, mut sums) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
     for _ in 0..ROUNDS {
         for (nth, stores) in [Stores::Streaming, Stores::Cached].into_iter().enumerate() {
             barrier.barrier()?;
             let begin = Instant::now();
-            yardstick.dispatch(bytemuck::cast_slice(&x), stores);
+            floor.dispatch(bytemuck::cast_slice(&x), stores);
             copies[nth].push(begin.elapsed());
             barrier.barrier()?;
             let begin = Instant::now();
-            yardstick.combine(Arithmetic::Bf16, bytemuck::cast_slice_mut(&mut out), stores);
+            floor.combine(Arithmetic::Bf16, bytemuck::cast_slice_mut(&mut out), stores);
             sums[nth].push(begin.elapsed());
         }
     }

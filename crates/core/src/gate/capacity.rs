@@ -85,7 +85,7 @@ impl Capacity {
 
 /// Choices that are to be placed. `Default` has no tokens: fill in what there is.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Choices<'a> {
+pub struct CapacityInput<'a> {
     /// Experts.
     pub experts: u32,
     /// Choices per token.
@@ -118,12 +118,12 @@ pub struct PlacedChoices {
 /// Which choices are kept, and where they go.
 ///
 /// ```
-/// use sidelane_core::gate::{Capacity, CapacityRule, Choices, DropPolicy, apply_capacity};
+/// use sidelane_core::gate::{Capacity, CapacityInput, CapacityRule, DropPolicy, apply_capacity};
 ///
 /// let capacity =
 ///     Capacity { rule: CapacityRule::Rows { rows: 2 }, minimum: 0, align: 1, keep: DropPolicy::Score, groups: 1, pad: false };
 /// let choices =
-///     Choices { experts: 4, top_k: 1, ids: &[3, 3, 0, 3], scores: &[0.5, 0.4, 0.9, 0.7], ..Choices::default() };
+///     CapacityInput { experts: 4, top_k: 1, ids: &[3, 3, 0, 3], scores: &[0.5, 0.4, 0.9, 0.7], ..CapacityInput::default() };
 /// let placed = apply_capacity(&capacity, &choices)?;
 /// assert_eq!(placed.ids, [3, -1, 0, 3]);
 /// assert_eq!(placed.slots, [0, -1, 0, 1]);
@@ -136,7 +136,7 @@ pub struct PlacedChoices {
 /// be split into the local groups; [`GateError::WrongShape`] for arrays that are not
 /// `[tokens, top_k]`; [`GateError::BadChoice`] for an expert that does not exist or is named twice
 /// by a token; [`GateError::BadElement`] for a score that is not finite.
-pub fn apply_capacity(capacity: &Capacity, choices: &Choices<'_>) -> Result<PlacedChoices, GateError> {
+pub fn apply_capacity(capacity: &Capacity, choices: &CapacityInput<'_>) -> Result<PlacedChoices, GateError> {
     capacity.check()?;
     check(choices)?;
     let (mut ids, mut slots) = (choices.ids.to_vec(), vec![-1; choices.ids.len()]);
@@ -152,8 +152,8 @@ pub fn apply_capacity(capacity: &Capacity, choices: &Choices<'_>) -> Result<Plac
     Ok(PlacedChoices { ids, slots, capacity, required })
 }
 
-fn check(choices: &Choices<'_>) -> Result<(), GateError> {
-    let &Choices { experts, top_k, ids, scores, .. } = choices;
+fn check(choices: &CapacityInput<'_>) -> Result<(), GateError> {
+    let &CapacityInput { experts, top_k, ids, scores, .. } = choices;
     ensure(top_k > 0, "top_k", 0.0, "at least 1")?;
     let columns = top_k as usize;
     let rows = ids.len() / columns;
@@ -598,7 +598,7 @@ mod tests {
         }
 
         /// Every expert of every group looks at every token.
-        fn naive(capacity: &Capacity, choices: &Choices<'_>) -> PlacedChoices {
+        fn naive(capacity: &Capacity, choices: &CapacityInput<'_>) -> PlacedChoices {
             let columns = choices.top_k as usize;
             let tokens = choices.ids.len() / columns;
             let group = tokens / capacity.groups as usize;
@@ -680,7 +680,7 @@ mod tests {
                 seed: u64,
             ) {
                 let draw = RngKey { seed, step: 3, rank: 1 };
-                let choices = Choices { experts, top_k, ids: &ids, scores: &scores, need, draw };
+                let choices = CapacityInput { experts, top_k, ids: &ids, scores: &scores, need, draw };
                 for keep in ALL {
                     let rule = if needed { CapacityRule::Needed } else { CapacityRule::Rows { rows } };
                     let capacity = Capacity { rule, ..capacity(keep, groups, rows) };
@@ -693,7 +693,7 @@ mod tests {
         fn keep_again(
             keeper: &mut CapacityAssigner,
             capacity: &Capacity,
-            choices: &Choices<'_>,
+            choices: &CapacityInput<'_>,
         ) -> PlacedChoices {
             let (mut ids, mut slots) = (choices.ids.to_vec(), vec![77; choices.ids.len()]);
             let chosen = Chosen {
@@ -714,8 +714,13 @@ mod tests {
                 for (experts, rows) in [(8, 1), (3, 0), (5, 2), (8, 100)] {
                     let ids: Vec<i32> = (0..12).map(|i| i * i % experts as i32).collect();
                     let scores: Vec<f32> = (0..12).map(|i| (i * 7 % 5) as f32).collect();
-                    let choices =
-                        Choices { experts, top_k: 1, ids: &ids, scores: &scores, ..Choices::default() };
+                    let choices = CapacityInput {
+                        experts,
+                        top_k: 1,
+                        ids: &ids,
+                        scores: &scores,
+                        ..CapacityInput::default()
+                    };
                     let capacity = capacity(keep, 3, rows);
                     assert_eq!(keep_again(&mut keeper, &capacity, &choices), naive(&capacity, &choices));
                 }
@@ -727,7 +732,13 @@ mod tests {
         const SCORES: [f32; 8] = [0.6, 0.3, 0.5, 0.4, 0.7, 0.2, 0.8, 0.1];
 
         fn placed(keep: DropPolicy) -> (Vec<i32>, Vec<i32>) {
-            let choices = Choices { experts: 3, top_k: 2, ids: &IDS, scores: &SCORES, ..Choices::default() };
+            let choices = CapacityInput {
+                experts: 3,
+                top_k: 2,
+                ids: &IDS,
+                scores: &SCORES,
+                ..CapacityInput::default()
+            };
             let placed = apply_capacity(&capacity(keep, 1, 2), &choices).unwrap();
             assert_eq!((placed.capacity, placed.required), (2, 4));
             (placed.ids, placed.slots)
@@ -770,9 +781,14 @@ mod tests {
         fn lots_are_the_same_for_the_same_draw_alone() {
             let ids = [0; 256];
             let keep = |draw| {
-                let choices =
-                    Choices { experts: 1, top_k: 1, ids: &ids, scores: &[0.0; 256], ..Choices::default() };
-                let choices = Choices { draw, ..choices };
+                let choices = CapacityInput {
+                    experts: 1,
+                    top_k: 1,
+                    ids: &ids,
+                    scores: &[0.0; 256],
+                    ..CapacityInput::default()
+                };
+                let choices = CapacityInput { draw, ..choices };
                 apply_capacity(&capacity(DropPolicy::Random, 1, 128), &choices).unwrap()
             };
             let draw = RngKey { seed: 1, step: 2, rank: 3 };
@@ -787,14 +803,14 @@ mod tests {
 
         #[test]
         fn choices_that_cannot_be_placed_are_named() {
-            let good = Choices {
+            let good = CapacityInput {
                 experts: 3,
                 top_k: 2,
                 ids: &[0, 1, 2, -1],
                 scores: &[0.5; 4],
-                ..Choices::default()
+                ..CapacityInput::default()
             };
-            let fails = |groups, choices: &Choices<'_>| {
+            let fails = |groups, choices: &CapacityInput<'_>| {
                 apply_capacity(&capacity(DropPolicy::Score, groups, 1), choices).unwrap_err()
             };
             assert!(apply_capacity(&capacity(DropPolicy::Score, 2, 1), &good).is_ok());
@@ -804,14 +820,14 @@ mod tests {
             };
             assert_eq!(bad_number(fails(3, &good)), "tokens");
             assert_eq!(bad_number(fails(0, &good)), "capacity groups");
-            assert_eq!(bad_number(fails(1, &Choices { top_k: 0, ..good })), "top_k");
+            assert_eq!(bad_number(fails(1, &CapacityInput { top_k: 0, ..good })), "top_k");
             for ids in [[0, 1, 3, -1], [0, 1, -2, 0], [0, 1, 2, 2]] {
-                let error = fails(1, &Choices { ids: &ids, ..good });
+                let error = fails(1, &CapacityInput { ids: &ids, ..good });
                 assert!(matches!(error, GateError::BadChoice { token: 1, experts: 3, .. }), "{error}");
             }
-            let error = fails(1, &Choices { scores: &[0.5, 0.5, f32::NAN, 0.5], ..good });
+            let error = fails(1, &CapacityInput { scores: &[0.5, 0.5, f32::NAN, 0.5], ..good });
             assert!(matches!(error, GateError::BadElement { row: 1, column: 0, .. }), "{error}");
-            let error = fails(1, &Choices { scores: &[0.5; 2], ..good });
+            let error = fails(1, &CapacityInput { scores: &[0.5; 2], ..good });
             assert_eq!(error, GateError::WrongShape { what: "scores", seen: 2, rows: 2, columns: 2 });
         }
     }

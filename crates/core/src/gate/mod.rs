@@ -40,7 +40,7 @@ mod score;
 mod select;
 mod synthetic;
 
-pub use capacity::{Choices, PlacedChoices, apply_capacity};
+pub use capacity::{CapacityInput, PlacedChoices, apply_capacity};
 pub use config::{
     Capacity, CapacityRule, Divisor, DropPolicy, GateConfig, GroupScore, Noise, Normalize, Preset,
     PresetError, ScoreFunction, SecondExpertPolicy, Select,

@@ -18,7 +18,7 @@ pub struct RowsByDistance {
     /// To other ranks of its node.
     pub local: u64,
     /// To other nodes.
-    pub rail: u64,
+    pub remote: u64,
 }
 
 /// The rows of one dispatch at one rank.
@@ -75,7 +75,7 @@ impl Traffic {
             let hop = |hops: &mut RowsByDistance, rows| match (rank == paths.me(), paths.same_node(rank)) {
                 (true, _) => hops.own += rows,
                 (_, true) => hops.local += rows,
-                (_, false) => hops.rail += rows,
+                (_, false) => hops.remote += rows,
             };
             hop(&mut traffic.logical, tokens.len() as u64);
             hop(&mut traffic.sent, rows);
@@ -86,7 +86,7 @@ impl Traffic {
             }
         }
         if route == Route::Pxn {
-            traffic.sent.rail = layout.blocks.iter().map(|block| u64::from(block.rows)).sum();
+            traffic.sent.remote = layout.blocks.iter().map(|block| u64::from(block.rows)).sum();
             let blocks = forward.map_or(&[][..], |forward| &forward.blocks);
             let segments = blocks.iter().flat_map(|block| &block.segments);
             traffic.relayed = segments.map(|to| u64::from(to.count) + u64::from(to.pad)).sum();
@@ -101,7 +101,7 @@ impl Traffic {
     pub fn home_bytes(&self, order: SumOrder, partial_bytes: u64) -> u64 {
         match order.per_partial(self.remote_ranks, self.remote_nodes) {
             Some(partials) if self.route == Route::Pxn => partials * partial_bytes,
-            _ => self.logical.rail * self.home_row_bytes,
+            _ => self.logical.remote * self.home_row_bytes,
         }
     }
 }

@@ -73,7 +73,7 @@ impl Operand {
 /// Operand tables of one rank's callers, used again by all calls.
 #[derive(Clone, Debug)]
 pub struct CallerTables {
-    /// One entry per slot of the skeletons.
+    /// One entry per operand of the skeletons.
     pub table: Vec<Operand>,
     /// Spans of `Put`s.
     pub spans: Vec<SpanCopy>,
@@ -101,7 +101,7 @@ impl CallerTables {
     pub fn new(paths: Paths, chunks: u8) -> Self {
         let ranks = paths.ranks() as usize;
         CallerTables {
-            table: vec![Operand::Empty; Caller::new(paths, chunks).slots()],
+            table: vec![Operand::Empty; Caller::new(paths, chunks).operands()],
             spans: Vec::new(),
             tags: vec![Tag::default(); ranks],
             bases: vec![0; ranks],
@@ -210,8 +210,8 @@ impl CallerTables {
             to_offset: at.control.header_in(at.paths.place_at(relay), at.parity),
             len: at.control.header_len(layout.blocks[nth as usize].entries()),
         });
-        let slot = Caller::new(at.paths, at.chunks).header(relay);
-        self.table[slot.0 as usize] = Operand::Spans { first, count: 1 };
+        let operand = Caller::new(at.paths, at.chunks).header(relay);
+        self.table[operand.0 as usize] = Operand::Spans { first, count: 1 };
     }
 
     /// Return, before its entry: splits the staging that begins at `start` into places for the rows
@@ -300,8 +300,8 @@ impl CallerTables {
     }
 
     fn brought(&mut self, at: &FillContext) {
-        let slot = Caller::new(at.paths, at.chunks).rows(at.paths.me());
-        self.table[slot.0 as usize] = Operand::Spans { first: 0, count: self.spans.len() as u32 };
+        let operand = Caller::new(at.paths, at.chunks).rows(at.paths.me());
+        self.table[operand.0 as usize] = Operand::Spans { first: 0, count: self.spans.len() as u32 };
     }
 
     /// Dispatch where engines relay, behind [`CallerTables::rows`]: rows for local peers go to
@@ -339,8 +339,8 @@ impl CallerTables {
         let own = (0..at.paths.ranks()).map(|peer| caller.rows(peer));
         let blocks = at.paths.relays().flat_map(|relay| (1..=at.chunks).map(move |chunk| (relay, chunk)));
         let blocks = blocks.filter(|_| at.paths.route() == Route::Pxn);
-        for slot in own.chain(blocks.map(|(relay, chunk)| caller.block(relay, chunk))) {
-            if let Operand::Rows { first, from: PutSource::Input, .. } = &mut self.table[slot.0 as usize] {
+        for operand in own.chain(blocks.map(|(relay, chunk)| caller.block(relay, chunk))) {
+            if let Operand::Rows { first, from: PutSource::Input, .. } = &mut self.table[operand.0 as usize] {
                 *first += runs;
             }
         }
@@ -427,7 +427,7 @@ impl CallerTables {
 /// Operand tables of one rank's relay, used again by all calls.
 #[derive(Clone, Debug)]
 pub struct RelayTables {
-    /// One entry per slot of the skeleton.
+    /// One entry per operand of the skeleton.
     pub table: Vec<Operand>,
     /// Spans of `Put`s.
     pub spans: Vec<SpanCopy>,
@@ -442,7 +442,7 @@ impl RelayTables {
     pub fn new(paths: Paths, chunks: u8) -> Self {
         let ranks = paths.ranks() as usize;
         RelayTables {
-            table: vec![Operand::Empty; Relay::new(paths, chunks).slots()],
+            table: vec![Operand::Empty; Relay::new(paths, chunks).operands()],
             spans: Vec::new(),
             bases: vec![0; ranks],
             offers: vec![0; ranks],
@@ -472,7 +472,7 @@ impl RelayTables {
         self.clear();
         let (paths, control) = (at.paths, at.control);
         for source in paths.count_receivers() {
-            let slot = Relay::new(paths, at.chunks).message(source);
+            let operand = Relay::new(paths, at.chunks).message(source);
             let span = SpanCopy {
                 from: PutSource::Window { owner: paths.me(), window: WindowId::CONTROL },
                 from_offset: control.message_out(paths.place_of_receiver(source), at.parity),
@@ -480,7 +480,7 @@ impl RelayTables {
                 to_offset: control.message_in(paths.nodes().node_of(paths.me()), at.parity),
                 len: control.message_len(counts),
             };
-            self.spans(slot.0, [span]);
+            self.spans(operand.0, [span]);
         }
     }
 
@@ -670,9 +670,9 @@ impl RelayTables {
         }
     }
 
-    fn spans(&mut self, slot: u32, spans: impl IntoIterator<Item = SpanCopy>) {
+    fn spans(&mut self, operand: u32, spans: impl IntoIterator<Item = SpanCopy>) {
         let first = self.spans.len() as u32;
         self.spans.extend(spans);
-        self.table[slot as usize] = Operand::Spans { first, count: self.spans.len() as u32 - first };
+        self.table[operand as usize] = Operand::Spans { first, count: self.spans.len() as u32 - first };
     }
 }

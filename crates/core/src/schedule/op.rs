@@ -90,14 +90,14 @@ pub enum Op {
         /// The peer (or this rank itself).
         to: u32,
         /// Which spans.
-        slot: OperandId,
+        operand: OperandId,
     },
     /// Copies rows by index to runs in a peer's window: a gather on the way.
     PutRows {
         /// The peer (or this rank itself).
         to: u32,
         /// Which rows.
-        slot: OperandId,
+        operand: OperandId,
     },
     /// Raises a flag word at a peer, after all earlier puts and reads of this track; or resets one
     /// at this rank itself ([`FlagValue::Reset`]).
@@ -123,7 +123,7 @@ pub enum Op {
     /// Sums rows of readable windows, by index and in a fixed order.
     Reduce {
         /// Which rows.
-        slot: OperandId,
+        operand: OperandId,
     },
 }
 

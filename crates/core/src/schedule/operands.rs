@@ -4,7 +4,7 @@
 //! terms. A call that reuses a handle fills in bases and tags only. Nothing here allocates.
 //!
 //! ```text
-//!   table[slot] --> Spans { first, count }            --> spans[first..]   window/offset -> window/offset
+//!   table[operand] --> Spans { first, count }            --> spans[first..]   window/offset -> window/offset
 //!               --> Rows  { first, count, base, .. }  --> runs[first..]    rows[run.first..] -> base + run.to_row
 //!               --> SumRows, FetchWeights             --> terms per output row: (owner, row) in a fixed order
 //! ```
@@ -209,7 +209,7 @@ impl<'a> SumOperands<'a> {
 /// Everything one call fills into a skeleton.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Operands<'a> {
-    /// One entry per slot of the skeleton.
+    /// One entry per operand of the skeleton.
     pub table: &'a [Operand],
     /// Spans of all `Put`s.
     pub spans: &'a [SpanCopy],
@@ -321,8 +321,8 @@ pub enum Effect {
 
 impl Operands<'_> {
     /// Copies of a put to rank `to`.
-    pub fn puts(&self, to: u32, slot: OperandId) -> Vec<Effect> {
-        match self.table[slot.0 as usize] {
+    pub fn puts(&self, to: u32, operand: OperandId) -> Vec<Effect> {
+        match self.table[operand.0 as usize] {
             Operand::Spans { first, count } => self.spans[first as usize..][..count as usize]
                 .iter()
                 .map(|span| Effect::Copy {
@@ -345,9 +345,9 @@ impl Operands<'_> {
     }
 
     /// Reads of a sum at rank `me`, and the partial sums that it leaves in a window.
-    pub fn sums(&self, slot: OperandId, (me, partial_bytes): (u32, u64)) -> Vec<Effect> {
+    pub fn sums(&self, operand: OperandId, (me, partial_bytes): (u32, u64)) -> Vec<Effect> {
         let sum = &self.sum;
-        match self.table[slot.0 as usize] {
+        match self.table[operand.0 as usize] {
             Operand::SumRows { first, count, to } => {
                 let at = |output: u32| sum.starts[output as usize] as usize;
                 let terms = &sum.terms[at(first)..at(first + count)];

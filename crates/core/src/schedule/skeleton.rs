@@ -62,7 +62,7 @@ use super::op::Part;
 use super::{Flag, FlagValue, Op, OperandId, Stage, TrackOp};
 use crate::topology::{Paths, Route};
 
-/// Builds the stages of a rank's own part. Slots are numbered by their contents, so filling the
+/// Builds the stages of a rank's own part. Operands are numbered by their contents, so filling the
 /// operands needs no search.
 #[derive(Clone, Copy, Debug)]
 pub struct Caller<'a> {
@@ -77,36 +77,36 @@ impl<'a> Caller<'a> {
     }
 
     /// Size of the operand table.
-    pub fn slots(&self) -> usize {
+    pub fn operands(&self) -> usize {
         (3 + usize::from(self.chunks)) * self.paths.ranks() as usize
     }
 
-    /// Slot of the rows put to `peer` (dispatch), or pulled from it (return).
+    /// Operand of the rows put to `peer` (dispatch), or pulled from it (return).
     pub fn rows(&self, peer: u32) -> OperandId {
         OperandId(peer)
     }
 
-    /// Slot of the metadata of those rows (dispatch).
+    /// Operand of the metadata of those rows (dispatch).
     pub fn notes(&self, peer: u32) -> OperandId {
         OperandId(self.paths.ranks() + peer)
     }
 
-    /// Slot of the header of the block for `relay` (dispatch).
+    /// Operand of the header of the block for `relay` (dispatch).
     pub fn header(&self, relay: u32) -> OperandId {
         OperandId(2 * self.paths.ranks() + relay)
     }
 
-    /// Slot of chunk `chunk` (from 1) of the block for `relay` (dispatch).
+    /// Operand of chunk `chunk` (from 1) of the block for `relay` (dispatch).
     pub fn block(&self, relay: u32, chunk: u8) -> OperandId {
         OperandId(3 * self.paths.ranks() + relay * u32::from(self.chunks) + u32::from(chunk) - 1)
     }
 
-    /// Slot of the sum of rows (return).
+    /// Operand of the sum of rows (return).
     pub fn sum(&self) -> OperandId {
         OperandId(0)
     }
 
-    /// Slot of the fetch of weights (return).
+    /// Operand of the fetch of weights (return).
     pub fn weights(&self) -> OperandId {
         OperandId(1)
     }
@@ -120,7 +120,7 @@ impl<'a> Caller<'a> {
     /// Return: rows are summed where they lie; their owners may have the memory back.
     fn sum_stage(&self) -> Vec<TrackOp> {
         let (paths, me) = (self.paths, self.paths.me());
-        let sums = [self.sum(), self.weights()].map(|slot| self.on(me, Op::Reduce { slot }));
+        let sums = [self.sum(), self.weights()].map(|operand| self.on(me, Op::Reduce { operand }));
         // On the track of the sums: a signal follows the reads that it vouches for.
         let read = paths.local_peers().map(|l| self.on(me, self.signal(l, Flag::Read, FlagValue::Call)));
         sums.into_iter().chain(read).collect()
@@ -130,14 +130,14 @@ impl<'a> Caller<'a> {
     /// one operand.
     fn regroup(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
-        vec![self.on(me, Op::PutRows { to: me, slot: OperandId(0) })]
+        vec![self.on(me, Op::PutRows { to: me, operand: OperandId(0) })]
     }
 
     /// Behind "rows" where copy engines bring in the rows that crossed: these lie in this rank's
     /// host staging.
     fn bring_in(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
-        vec![self.on(me, Op::Put { to: me, slot: self.rows(me) })]
+        vec![self.on(me, Op::Put { to: me, operand: self.rows(me) })]
     }
 
     /// Replaces "sum" where copy engines read: they cannot add, so the rows that this rank sums
@@ -147,7 +147,7 @@ impl<'a> Caller<'a> {
         self.paths
             .local_peers()
             .chain([me])
-            .map(|p| self.on(p, Op::Put { to: me, slot: self.rows(p) }))
+            .map(|p| self.on(p, Op::Put { to: me, operand: self.rows(p) }))
             .collect()
     }
 
@@ -155,7 +155,7 @@ impl<'a> Caller<'a> {
     /// reuse their memory only now, since this rank's relay reads it, too.
     fn pull_rest(&self) -> Vec<TrackOp> {
         let (paths, me) = (self.paths, self.paths.me());
-        let rest = paths.relays().map(|r| self.on(r, Op::Put { to: me, slot: self.rows(r) }));
+        let rest = paths.relays().map(|r| self.on(r, Op::Put { to: me, operand: self.rows(r) }));
         rest.chain(paths.local_peers().map(|l| self.on(l, self.signal(l, Flag::Read, FlagValue::Call))))
             .collect()
     }
@@ -213,22 +213,22 @@ impl<'a> Caller<'a> {
         let mut items = Vec::new();
         // Rows that cross go first: relays copy while this rank serves its local peers.
         for relay in paths.relays() {
-            items.push(self.on(relay, Op::Put { to: relay, slot: self.header(relay) }));
+            items.push(self.on(relay, Op::Put { to: relay, operand: self.header(relay) }));
             items.push(self.on(relay, self.signal(relay, Flag::Block, FlagValue::Call)));
         }
         match paths.route() {
             Route::Pxn => {
                 for (chunk, relay) in (1..=self.chunks).flat_map(|c| paths.relays().map(move |r| (c, r))) {
-                    let slot = self.block(relay, chunk);
-                    items.push(self.on(relay, Op::PutRows { to: relay, slot }));
+                    let operand = self.block(relay, chunk);
+                    items.push(self.on(relay, Op::PutRows { to: relay, operand }));
                     items.push(self.on(relay, self.signal(relay, Flag::Block, FlagValue::Part(chunk))));
                 }
             }
             Route::Direct => paths.relays().for_each(|relay| self.rows_to(relay, &mut items)),
         }
         paths.local_peers().for_each(|local| self.rows_to(local, &mut items));
-        for slot in [self.rows(paths.me()), self.notes(paths.me())] {
-            items.push(self.on(paths.me(), Op::PutRows { to: paths.me(), slot }));
+        for operand in [self.rows(paths.me()), self.notes(paths.me())] {
+            items.push(self.on(paths.me(), Op::PutRows { to: paths.me(), operand }));
         }
         items.extend(paths.peers().map(|p| self.on(p, wait(p, Flag::Landed, FlagValue::Call))));
         items.extend(self.answer(Flag::Returned));
@@ -236,8 +236,8 @@ impl<'a> Caller<'a> {
     }
 
     fn rows_to(&self, peer: u32, items: &mut Vec<TrackOp>) {
-        for slot in [self.rows(peer), self.notes(peer)] {
-            items.push(self.on(peer, Op::PutRows { to: peer, slot }));
+        for operand in [self.rows(peer), self.notes(peer)] {
+            items.push(self.on(peer, Op::PutRows { to: peer, operand }));
         }
         items.push(self.on(peer, self.signal(peer, Flag::Landed, FlagValue::Call)));
     }
@@ -282,29 +282,29 @@ impl<'a> Relay<'a> {
     }
 
     /// Size of the operand table.
-    pub fn slots(&self) -> usize {
+    pub fn operands(&self) -> usize {
         let (sources, served) = (self.paths.sources().count(), self.served().len());
         let (ranks, parts) = (self.paths.ranks() as usize, usize::from(self.chunks) + 1);
         ranks + sources * parts * served.max(2)
     }
 
-    /// Slot of the message to `source`.
+    /// Operand of the message to `source`.
     pub fn message(&self, source: u32) -> OperandId {
         OperandId(source)
     }
 
-    /// Slot of the rows returned to the `nth` source, part `chunk` (from 1) of them.
+    /// Operand of the rows returned to the `nth` source, part `chunk` (from 1) of them.
     pub fn home(&self, nth: u32, chunk: u8) -> OperandId {
         OperandId(self.paths.ranks() + 2 * (nth * (u32::from(self.chunks) + 1) + u32::from(chunk)))
     }
 
-    /// Slot of the sums that go with it.
+    /// Operand of the sums that go with it.
     pub fn partials(&self, nth: u32, chunk: u8) -> OperandId {
         OperandId(self.home(nth, chunk).0 + 1)
     }
 
-    /// Slot of chunk `chunk` (from 1) of the `nth` source for the `member`th rank served; chunk 0:
-    /// the row metadata.
+    /// Operand of chunk `chunk` (from 1) of the `nth` source for the `member`th rank served; chunk
+    /// 0: the row metadata.
     pub fn rows(&self, nth: u32, chunk: u8, member: u32) -> OperandId {
         let served = self.served().len() as u32;
         let block = nth * (u32::from(self.chunks) + 1) + u32::from(chunk);
@@ -321,7 +321,7 @@ impl<'a> Relay<'a> {
 
     /// Other nodes hear of it, and of what this node counts.
     fn counts_sent(&self) -> Vec<TrackOp> {
-        let put = |s| self.on(s, Op::Put { to: s, slot: self.message(s) });
+        let put = |s| self.on(s, Op::Put { to: s, operand: self.message(s) });
         let signal = |s| self.on(s, self.signal(s, self.paths.me(), Flag::Entry));
         self.paths.count_receivers().flat_map(|source| [put(source), signal(source)]).collect()
     }
@@ -376,9 +376,9 @@ impl<'a> Relay<'a> {
         for chunk in 1..=if self.sums { self.chunks } else { 1 } {
             for (nth, source) in (0..).zip(paths.sources()) {
                 if self.sums {
-                    items.push(self.on(source, Op::Reduce { slot: self.partials(nth, chunk) }));
+                    items.push(self.on(source, Op::Reduce { operand: self.partials(nth, chunk) }));
                 }
-                items.push(self.on(source, Op::Put { to: source, slot: self.home(nth, chunk) }));
+                items.push(self.on(source, Op::Put { to: source, operand: self.home(nth, chunk) }));
             }
         }
         items.extend(paths.sources().map(|source| self.on(source, self.signal(source, me, Flag::Returned))));
@@ -386,13 +386,13 @@ impl<'a> Relay<'a> {
     }
 
     /// Rows of a source to every rank served, from the next rank on.
-    fn members(&self, source: u32, slot: impl Fn(u32) -> OperandId) -> impl Iterator<Item = TrackOp> {
+    fn members(&self, source: u32, operand: impl Fn(u32) -> OperandId) -> impl Iterator<Item = TrackOp> {
         let (paths, served) = (self.paths, self.served());
         let first = paths.nodes().index_in_node(paths.me()) as usize + 1;
         let order = (0..served.len()).map(move |step| (first + step) % served.len());
         order.map(move |member| {
-            let (to, slot) = (served[member], slot(member as u32));
-            self.on(source, Op::PutRows { to, slot })
+            let (to, operand) = (served[member], operand(member as u32));
+            self.on(source, Op::PutRows { to, operand })
         })
     }
 

@@ -263,7 +263,7 @@ impl StreamProgram {
             table[peer as usize] = Operand::Spans { first: spans.len() as u32, count: 1 };
             spans.push(span);
         }
-        let puts = peers().map(|peer| Op::Put { to: peer, slot: OperandId(peer) });
+        let puts = peers().map(|peer| Op::Put { to: peer, operand: OperandId(peer) });
         let signals = peers().map(|peer| Op::Signal { to: peer, of: me, flag, level: FlagValue::Credit });
         let waits = comers().map(|peer| Op::Wait { from: peer, flag, level: FlagValue::Credit });
         let resets = comers().map(|peer| Op::Signal { to: me, of: peer, flag, level: FlagValue::Reset });
@@ -344,9 +344,10 @@ impl StreamProgram {
             for &peer in &peers {
                 self.stage_rows(peer);
             }
-            leave.extend(peers.iter().map(|peer| Op::Put { to: me, slot: OperandId(ranks + peer) }));
-            enter
-                .extend(peers.iter().rev().map(|peer| Op::Put { to: me, slot: OperandId(2 * ranks + peer) }));
+            leave.extend(peers.iter().map(|peer| Op::Put { to: me, operand: OperandId(ranks + peer) }));
+            enter.extend(
+                peers.iter().rev().map(|peer| Op::Put { to: me, operand: OperandId(2 * ranks + peer) }),
+            );
         }
         let request = match self.call {
             SlotCall::Dispatch => Flag::Landed,
@@ -369,7 +370,7 @@ impl StreamProgram {
         let of_peer = |peer, ops: [Op; 2]| ops.map(|op| TrackOp { track: peer, op });
         let out = peers.iter().flat_map(|&peer| {
             let (raised, level) = if staged { (BLOCK, FlagValue::Call) } else { (flag, FlagValue::Credit) };
-            of_peer(peer, [Op::Put { to: peer, slot: OperandId(peer) }, word(peer, me, raised, level)])
+            of_peer(peer, [Op::Put { to: peer, operand: OperandId(peer) }, word(peer, me, raised, level)])
         });
         let back = peers.iter().rev().filter(|_| staged).flat_map(|&peer| {
             let came = Op::Wait { from: peer, flag: BLOCK, level: FlagValue::Call };
@@ -468,9 +469,9 @@ impl StreamProgram {
 
     /// Copies of one operation.
     pub fn copies(&self, op: &Op) -> Vec<PeerCopy> {
-        let Op::Put { to, slot } = *op else { return Vec::new() };
+        let Op::Put { to, operand } = *op else { return Vec::new() };
         let operands = self.operands();
-        let (first, count) = match operands.table[slot.0 as usize] {
+        let (first, count) = match operands.table[operand.0 as usize] {
             Operand::Spans { first, count } => (first as usize, count as usize),
             _ => (0, 0),
         };
@@ -550,7 +551,7 @@ mod tests {
             let program = program(SlotCall::Dispatch, 4, 1);
             let ops: Vec<Op> = program.stage.items.iter().map(|item| item.op).collect();
             let (flag, level) = (Flag::Landed, FlagValue::Credit);
-            let expected = [2, 3, 0].map(|to| Op::Put { to, slot: OperandId(to) });
+            let expected = [2, 3, 0].map(|to| Op::Put { to, operand: OperandId(to) });
             assert_eq!(ops[..3], expected);
             assert_eq!(ops[3..6], [2, 3, 0].map(|to| Op::Signal { to, of: 1, flag, level }));
             assert_eq!(ops[6..9], [0, 3, 2].map(|from| Op::Wait { from, flag, level }));
@@ -611,7 +612,7 @@ mod tests {
             let flag = Flag::Landed;
             let wait = |from| Op::Wait { from, flag, level: FlagValue::Credit };
             let back = |of| Op::Signal { to: 1, of, flag, level: FlagValue::Reset };
-            let put = |to| Op::Put { to, slot: OperandId(to) };
+            let put = |to| Op::Put { to, operand: OperandId(to) };
             let stream = [raise(1, 1, flag), put(0), raise(0, 1, flag), wait(0), wait(2), back(0), back(2)];
             assert_eq!(ops(program.stage()), stream.map(|op| (0, op)));
             let proxied = program.proxied().unwrap();
@@ -626,12 +627,15 @@ mod tests {
             let stream = ops(program.stage());
             assert_eq!(
                 stream[..2],
-                [Op::Put { to: 1, slot: OperandId(5) }, raise(1, 1, Flag::Returned)].map(|op| (0, op))
+                [Op::Put { to: 1, operand: OperandId(5) }, raise(1, 1, Flag::Returned)].map(|op| (0, op))
             );
-            assert_eq!(stream.last(), Some(&(0, Op::Put { to: 1, slot: OperandId(8) })));
+            assert_eq!(stream.last(), Some(&(0, Op::Put { to: 1, operand: OperandId(8) })));
             let proxied = program.proxied().unwrap();
             let grows = Op::Signal { to: 2, of: 1, flag: Flag::Block, level: FlagValue::Call };
-            assert_eq!(ops(&proxied.out), [Op::Put { to: 2, slot: OperandId(2) }, grows].map(|op| (2, op)));
+            assert_eq!(
+                ops(&proxied.out),
+                [Op::Put { to: 2, operand: OperandId(2) }, grows].map(|op| (2, op))
+            );
             let came = Op::Wait { from: 2, flag: Flag::Block, level: FlagValue::Call };
             assert_eq!(ops(&proxied.back), [came, raise(1, 2, Flag::Returned)].map(|op| (2, op)));
             let (operands, slots) = (program.operands(), program.slots());

@@ -241,7 +241,7 @@ impl<'a> Lowering<'a> {
     }
 }
 
-/// Operands of the slots of a call's stages.
+/// Operands of a call's stages.
 struct Filled<'t> {
     own: Operands<'t>,
     messages: Operands<'t>,
@@ -308,7 +308,7 @@ impl<'a> Lines<'a> {
     pub fn stage(&mut self, items: &[TrackOp], operands: &Operands) {
         for &TrackOp { op, .. } in items {
             match op {
-                Op::Put { to, slot } | Op::PutRows { to, slot } => self.put(operands, to, slot),
+                Op::Put { to, operand } | Op::PutRows { to, operand } => self.put(operands, to, operand),
                 Op::Signal { to, of, flag, level } => {
                     let signal = Task::Signal { to, of, flag, value: operands.value(level) };
                     self.signal(to, flag, signal);
@@ -317,13 +317,13 @@ impl<'a> Lines<'a> {
                     self.called = [false; 2];
                     self.push(Task::Wait { of: from, flag, value: operands.value(level) });
                 }
-                Op::Reduce { slot } => self.reduce(operands, slot),
+                Op::Reduce { operand } => self.reduce(operands, operand),
             }
         }
     }
 
-    fn put(&mut self, operands: &Operands, to: u32, slot: OperandId) {
-        let loads = self.loads(operands, to, slot);
+    fn put(&mut self, operands: &Operands, to: u32, operand: OperandId) {
+        let loads = self.loads(operands, to, operand);
         for Load { from, copies, bytes, messages } in loads.into_iter().filter(|load| load.bytes > 0) {
             if !self.paths.same_node(to) {
                 self.program.work.messages += messages;
@@ -369,9 +369,9 @@ impl<'a> Lines<'a> {
         }
     }
 
-    fn reduce(&mut self, operands: &Operands, slot: OperandId) {
+    fn reduce(&mut self, operands: &Operands, operand: OperandId) {
         let sum = &operands.sum;
-        let Operand::SumRows { first, count, to } = operands.table[slot.0 as usize] else { return };
+        let Operand::SumRows { first, count, to } = operands.table[operand.0 as usize] else { return };
         if count == 0 {
             return;
         }
@@ -407,11 +407,11 @@ impl<'a> Lines<'a> {
         }
     }
 
-    /// Bytes of a slot, by the rank in whose memory they lie.
-    fn loads(&self, operands: &Operands, to: u32, slot: OperandId) -> Vec<Load> {
+    /// Bytes of a operand, by the rank in whose memory they lie.
+    fn loads(&self, operands: &Operands, to: u32, operand: OperandId) -> Vec<Load> {
         let me = self.paths.me();
         let whole = |len: u64| len.div_ceil(self.hardware.nic.message_bytes);
-        match operands.table[slot.0 as usize] {
+        match operands.table[operand.0 as usize] {
             Operand::Spans { first, count } => {
                 let mut loads: Vec<Load> = Vec::new();
                 for span in operands.spans[first as usize..][..count as usize].iter().filter(|s| s.len > 0) {

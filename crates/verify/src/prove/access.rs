@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use sidelane_core::schedule::WindowId;
 
-use super::order::{Knowledge, touch_era};
+use super::happens_before::{Knowledge, touch_era};
 use super::program::Program;
 use super::{AccessKind, OpRef, ProofFailure};
 use crate::unroll::{Assumed, Bytes, Effect};

@@ -32,7 +32,7 @@
 #![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]
 
 mod access;
-mod order;
+mod happens_before;
 pub(super) mod program;
 
 use std::fmt;
@@ -75,7 +75,7 @@ pub fn prove(unrolled: &UnrolledProgram) -> Result<Proof, ProofFailure> {
         }
         queues.push(count);
     }
-    let known = order::Knowledge::follow(&program, &order);
+    let known = happens_before::Knowledge::follow(&program, &order);
     let (accesses, pairs) = access::check(&program, &known)?;
     Ok(Proof { operations: program.nodes.len(), accesses, pairs, queues })
 }

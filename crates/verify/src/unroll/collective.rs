@@ -101,14 +101,14 @@ impl Effects for RoundOperands {
     fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
         let operands = self.rounds.operands(self.step, self.call);
         match step.op {
-            Op::Put { to, slot } => operands.puts(to, slot),
+            Op::Put { to, operand } => operands.puts(to, operand),
             Op::Signal { to, of, flag, level } => operands.tag(to, flag, level).map_or(Vec::new(), |_| {
                 let at = ControlLayout::tag(of, flag, self.ranks, Calls::parity_of(self.call));
                 vec![Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, ControlLayout::TAG_BYTES))]
             }),
-            Op::Reduce { slot } => {
+            Op::Reduce { operand } => {
                 let partial = operands.row_bytes / self.sizes.0 * self.sizes.1;
-                operands.sums(slot, (self.me, partial))
+                operands.sums(operand, (self.me, partial))
             }
             Op::PutRows { .. } | Op::Wait { .. } => Vec::new(),
         }
@@ -350,8 +350,8 @@ impl Effects for MessageOperands {
     fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
         let table = [Operand::Spans { first: 0, count: 1 }];
         match (step.op, self.span) {
-            (Op::Put { to, slot }, Some(span)) => {
-                Operands { table: &table, spans: &[span], ..Operands::default() }.puts(to, slot)
+            (Op::Put { to, operand }, Some(span)) => {
+                Operands { table: &table, spans: &[span], ..Operands::default() }.puts(to, operand)
             }
             (Op::Signal { to, of, flag: flag @ Flag::Block, .. }, _) => {
                 let at = ControlLayout::tag(of, flag, self.ranks, Calls::parity_of(step.value));

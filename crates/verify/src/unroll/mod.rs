@@ -412,7 +412,7 @@ impl UnrolledProgram {
     }
 }
 
-/// Operands of the slots of a scene.
+/// Operands of a scene.
 pub(super) trait Effects: fmt::Debug {
     /// Effect of a step, besides raising or awaiting a flag that grows.
     fn effects(&self, step: &UnrolledOp) -> Vec<Effect>;
@@ -439,7 +439,7 @@ impl Effects for FilledOperands {
     fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
         let operands = self.operands();
         match step.op {
-            Op::Put { to, slot } | Op::PutRows { to, slot } => operands.puts(to, slot),
+            Op::Put { to, operand } | Op::PutRows { to, operand } => operands.puts(to, operand),
             Op::Signal { to, of, flag, level } => {
                 let at = ControlLayout::tag(of, flag, self.ranks, self.tag_parity);
                 let tag = operands.tag(to, flag, level);
@@ -447,7 +447,7 @@ impl Effects for FilledOperands {
                     .into_iter()
                     .collect()
             }
-            Op::Reduce { slot } => operands.sums(slot, (self.rank, self.partial_bytes)),
+            Op::Reduce { operand } => operands.sums(operand, (self.rank, self.partial_bytes)),
             Op::Wait { .. } => Vec::new(),
         }
     }

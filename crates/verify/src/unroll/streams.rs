@@ -490,7 +490,7 @@ impl StreamUnroller<'_> {
     }
 }
 
-/// Operands of the slots of one program, and where its microbatch has its windows.
+/// Operands of one program, and where its microbatch has its windows.
 #[derive(Debug)]
 struct StreamOperands {
     program: StreamProgram,
@@ -524,10 +524,10 @@ impl Effects for StreamOperands {
             Bytes::new(to.owner, to.window, first + to.range.start, to.range.end - to.range.start)
         };
         match step.op {
-            Op::Put { to, slot } => self
+            Op::Put { to, operand } => self
                 .program
                 .operands()
-                .puts(to, slot)
+                .puts(to, operand)
                 .into_iter()
                 .map(|effect| match effect {
                     Effect::Copy { from, to } => Effect::Copy { from: from.map(shift), to: shift(to) },

@@ -291,7 +291,7 @@ impl SlotExchange {
     /// not answer, those of the host. If these show no late peer, it names this rank itself. Else
     /// as [`status`](Self::status).
     pub fn synchronize(&self, stream: &Stream) -> Result<(), Error> {
-        let (start, deadline) = (Instant::now(), self.state.shared.options.clocks.deadline);
+        let (start, deadline) = (Instant::now(), self.state.shared.options.timeouts.deadline);
         let mut late = None;
         while !stream.is_done()? {
             let waited = start.elapsed();

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //!   caller's stream    pack | flag | copies within the node ... | waits for words that NICs, or this thread, raise
-//!   proxy                     hears the bell, takes it back, puts and signals
+//!   proxy                     hears the request, clears its flag, puts and signals
 //!   host-staged               hears what the net has brought, and tells the stream
 //! ```
 //!
-//! A *bell* is a request flag with one meaning. The thread knows neither calls nor graphs, so it
+//! A *request* is a flag with one meaning. The thread knows neither calls nor graphs, so it
 //! serves a replay like a call.
 //!
 //! *Order.* A stream may set a second flag before the first is served: its next call does not wait
@@ -43,7 +43,7 @@ pub(super) struct Work {
     pub port: Port,
     /// This rank's words, in memory of the host.
     pub words: Arc<Words>,
-    pub bells: Vec<ProxyRequest>,
+    pub requests: Vec<ProxyRequest>,
     /// Host-staged.
     pub back: Vec<Back>,
     /// Other nodes write to it as long as this lives.
@@ -56,7 +56,7 @@ pub(super) struct Work {
 #[derive(Debug)]
 pub(super) struct ProxyRequest {
     /// Which: [`Flag::Landed`] for a dispatch, others for what answers it.
-    pub rings: Flag,
+    pub flag: Flag,
     /// Its place among the words.
     pub place: usize,
     pub crossed: ProxyOps,
@@ -64,9 +64,13 @@ pub(super) struct ProxyRequest {
 
 impl ProxyRequest {
     /// The request to serve after so many, if its flag is set.
-    fn next(bells: &[ProxyRequest], served: Calls, is_set: impl Fn(usize) -> bool) -> Option<&ProxyRequest> {
+    fn next(
+        requests: &[ProxyRequest],
+        served: Calls,
+        is_set: impl Fn(usize) -> bool,
+    ) -> Option<&ProxyRequest> {
         let dispatch = is_dispatch(served.number() + 1);
-        bells.iter().find(|bell| (bell.rings == Flag::Landed) == dispatch && is_set(bell.place))
+        requests.iter().find(|request| (request.flag == Flag::Landed) == dispatch && is_set(request.place))
     }
 }
 
@@ -138,7 +142,7 @@ impl Work {
         let mut idle = 0;
         loop {
             self.port.lanes().health.check()?;
-            // Asked before the bells are looked at: a stream rings last, and is done then.
+            // Asked before the requests are looked at: a stream requests last, and is done then.
             let done = closing.load(Ordering::Acquire) && !self.words.is_claimed();
             if self.hear(&mut sent)? | self.tell(&mut heard)? {
                 idle = 0;
@@ -154,13 +158,14 @@ impl Work {
 
     /// Serves the next request in turn, if its flag is set.
     fn hear(&self, sent: &mut Calls) -> Result<bool, Error> {
-        let Some(bell) = ProxyRequest::next(&self.bells, *sent, |place| self.words.get(place) != 0) else {
+        let Some(request) = ProxyRequest::next(&self.requests, *sent, |place| self.words.get(place) != 0)
+        else {
             return Ok(false);
         };
-        // Before anything is sent: who hears of it lets the stream ring again.
-        self.words.set(bell.place, 0);
+        // Before anything is sent: a rank that hears of it lets the stream request again.
+        self.words.set(request.place, 0);
         sent.enter();
-        bell.crossed.perform(&self.port, sent.value())?;
+        request.crossed.perform(&self.port, sent.value())?;
         Ok(true)
     }
 
@@ -194,28 +199,31 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn bells_that_are_set_together_are_served_as_they_were_rung() {
+    fn requests_set_together_are_served_in_order() {
         let (slots, nodes) = (Slots::new(2, 512, 256).unwrap(), NodeMap::from_labels(&[0, 1]));
         for way in [RowPath::GpuDirect, RowPath::HostStaged] {
-            let bells = SlotCall::ALL.map(|call| {
+            let requests = SlotCall::ALL.map(|call| {
                 let program = StreamProgram::new(call, slots, 0).unwrap().across(&nodes, way).unwrap();
-                let rings = program.proxied().unwrap().request;
-                ProxyRequest { rings, place: slots.flag(0, rings) as usize, crossed: ProxyOps::of(&program) }
+                let flag = program.proxied().unwrap().request;
+                ProxyRequest { flag, place: slots.flag(0, flag) as usize, crossed: ProxyOps::of(&program) }
             });
             // Flags that may be set when the thread wakes, in the order in which the stream sets
             // them.
-            let [landed, home, read] = [&bells[0], &bells[1], &bells[2]].map(|bell| bell.place);
-            let rung = [vec![landed], vec![home, landed], vec![read, landed], vec![home], vec![landed, home]];
+            let [landed, home, read] =
+                [&requests[0], &requests[1], &requests[2]].map(|request| request.place);
+            let set_in_order =
+                [vec![landed], vec![home, landed], vec![read, landed], vec![home], vec![landed, home]];
             let mut served = Calls::new(3);
-            for rung in rung {
-                let mut set: BTreeSet<usize> = rung.iter().copied().collect();
-                for &place in &rung {
-                    let bell = ProxyRequest::next(&bells, served, |place| set.contains(&place)).unwrap();
-                    assert_eq!(bell.place, place, "after {} in {rung:?}", served.number());
+            for set_in_order in set_in_order {
+                let mut set: BTreeSet<usize> = set_in_order.iter().copied().collect();
+                for &place in &set_in_order {
+                    let request =
+                        ProxyRequest::next(&requests, served, |place| set.contains(&place)).unwrap();
+                    assert_eq!(request.place, place, "after {} in {set_in_order:?}", served.number());
                     set.remove(&place);
                     served.enter();
                 }
-                assert!(ProxyRequest::next(&bells, served, |place| set.contains(&place)).is_none());
+                assert!(ProxyRequest::next(&requests, served, |place| set.contains(&place)).is_none());
             }
         }
     }

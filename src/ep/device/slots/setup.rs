@@ -100,16 +100,16 @@ impl SlotExchange {
         };
 
         let way = if gpu_direct { RowPath::GpuDirect } else { RowPath::HostStaged };
-        let mut bells = Vec::new();
+        let mut requests = Vec::new();
         let mut make = |call: SlotCall| -> Result<LoweredCall, Error> {
             let program = StreamProgram::new(call, slots, me)?.across(&nodes, way)?;
             let stage = Lowered::lower(context, &program, me, &window)?;
             let crossed = ProxyOps::of(&program);
             let counts = crossed.counts(stage.counts());
-            let rings = program.proxied().map(|proxied| proxied.request);
-            bells.extend(rings.map(|rings| ProxyRequest {
-                rings,
-                place: slots.flag(me, rings) as usize,
+            let request = program.proxied().map(|proxied| proxied.request);
+            requests.extend(request.map(|flag| ProxyRequest {
+                flag,
+                place: slots.flag(me, flag) as usize,
                 crossed,
             }));
             Ok(LoweredCall { stage, counts })
@@ -129,7 +129,7 @@ impl SlotExchange {
         let proxy = crossing.map(|(passage, flags, port)| {
             let (shared, words, back) =
                 (Arc::clone(&group.shared), Arc::clone(guard.words()), back.collect());
-            Proxy::start(Work { shared, port, words, bells, back, passage, _flags: flags })
+            Proxy::start(Work { shared, port, words, requests, back, passage, _flags: flags })
         });
         let received = memory.part(slots.receive(0), u64::from(ranks) * slots.slot_bytes())?;
         let rows = WindowLayout::part(&memory, places.rows())?;

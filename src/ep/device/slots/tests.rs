@@ -46,7 +46,7 @@ fn on_stand_in(test: &str, body: impl FnOnce()) {
 /// A world over cards that signal like this.
 fn over(fabric: &Fabric, signal: SignalMode) -> Options {
     let stand_in = Some(fabric.ground(Settings { signal, ..Settings::default() }));
-    Options { rail: NetChoice::Verbs, stand_in, ..options() }
+    Options { net: NetChoice::Verbs, stand_in, ..options() }
 }
 
 /// Each rank on a device of its own, all over two cards; nothing of these is left.
@@ -60,8 +60,8 @@ fn on_cards(nodes: &[u32], case: Case, signal: SignalMode, body: impl Fn(Rank) +
 fn is_straight(report: &Report) {
     assert_eq!(report.host_staged, None);
     assert_eq!(report.registration, Some(Registration::Address(NoDmaBuf::Driver)));
-    assert_eq!((report.enqueued.staged_out_bytes, report.enqueued.in_bytes), (0, 0));
-    assert!(report.enqueued.straight_bytes > 0);
+    assert_eq!((report.enqueued.staged_out_bytes, report.enqueued.staged_in_bytes), (0, 0));
+    assert!(report.enqueued.gpu_direct_bytes > 0);
 }
 
 #[test]
@@ -178,8 +178,8 @@ fn with_all_hardware_queues_blocked_the_cause_is_returned() {
 fn a_silent_rank_is_found_by_words_in_memory_of_the_device() {
     on_stand_in("a_silent_rank_is_found_by_words_in_memory_of_the_device", || {
         let fabric = Fabric::new(&["card0", "card1"]);
-        let clocks = Timeouts { deadline: Duration::from_secs(5), ..Timeouts::default() };
-        let options = Options { clocks, ..over(&fabric, SignalMode::Write) };
+        let timeouts = Timeouts { deadline: Duration::from_secs(5), ..Timeouts::default() };
+        let options = Options { timeouts, ..over(&fabric, SignalMode::Write) };
         // With a node for each, words in memory of devices are all there is.
         for nodes in [&TWO_AND_TWO[..], &[0, 1, 2]] {
             let case = Case { ranks: nodes.len() as u32, ..CASE };
@@ -217,7 +217,7 @@ fn slots_are_staged_by_the_host_where_a_stream_cannot_await_nics() {
         on_cards(&[0, 0, 1, 1], CASE, SignalMode::Immediate, |mut rank| {
             let [report, _] = rank.rounds(0..20, 5);
             assert_eq!((report.host_staged, report.registration), (Some(NoGpuDirect::Messages), None));
-            assert_eq!(report.enqueued.straight_bytes, 0);
+            assert_eq!(report.enqueued.gpu_direct_bytes, 0);
             rank.group.gather(&[]).unwrap();
         });
     });
@@ -264,5 +264,5 @@ pub(in crate::ep) fn between_two_machines(world: World, rounds: u64) -> u64 {
     let reports = rank.rounds(0..rounds, 5);
     reports.iter().for_each(is_straight);
     rank.group.gather(&[]).unwrap();
-    rounds * reports.map(|report| report.enqueued.straight_bytes).iter().sum::<u64>()
+    rounds * reports.map(|report| report.enqueued.gpu_direct_bytes).iter().sum::<u64>()
 }

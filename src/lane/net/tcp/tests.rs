@@ -355,11 +355,11 @@ fn one_look_finds_all_that_have_news_and_a_socket_that_is_removed_is_silent() {
 
 #[test]
 fn connect_to_an_unserved_address_names_the_reason() {
-    let clocks = Timeouts { rendezvous: Duration::from_millis(100), ..Timeouts::default() };
-    let hubs = threads(2, clocks);
+    let timeouts = Timeouts { rendezvous: Duration::from_millis(100), ..Timeouts::default() };
+    let hubs = threads(2, timeouts);
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let (pass, health) = (hubs[1].pass().unwrap(), Arc::clone(hubs[1].health()));
-    let wires = TcpTransport::open(pass, &TcpAddress::Any, clocks, health, Arc::default()).unwrap();
+    let wires = TcpTransport::open(pass, &TcpAddress::Any, timeouts, health, Arc::default()).unwrap();
     let offered = address.to_string().into_bytes().into();
     let error = wires.open(0).unwrap().connect(offered).unwrap_err();
     let Error::Lane(LaneError::NoConnection { rank: 1, peer: 0, addresses, reason, .. }) = error else {

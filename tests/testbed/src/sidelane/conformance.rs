@@ -4,7 +4,7 @@ use super::{CALM, Cards, LANE};
 use crate::bed::master;
 
 /// The test that runs the suite with the environment's settings.
-const TEST: &str = "lane::conformance::the_lane_between_two_machines_conforms";
+const TEST: &str = "lane::tests::the_lane_between_two_machines_conforms";
 
 /// One machine's part, with this way to signal.
 pub fn conformance(machine: usize, signal: &str) -> String {

@@ -6,7 +6,7 @@ use crate::error::Result;
 
 /// The test that plays a rank.
 const TEST: &str =
-    "lane::conformance::rebuilt::late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next";
+    "lane::tests::rebuilt::late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next";
 
 /// Where ranks look for signs.
 const SIGNS: &str = "/tmp/signs";

@@ -16,7 +16,7 @@ const TRIPS: usize = 100;
 /// Large messages of a run.
 const PUTS: usize = 20;
 
-/// A figure of ours, its yardstick, and how far ours may be from it.
+/// A figure of ours, its baseline, and how far ours may be from it.
 struct Line {
     name: &'static str,
     unit: &'static str,

@@ -47,7 +47,7 @@ impl Step {
 
 /// Requests of the caller.
 pub struct Asked {
-    /// How often to alternate between ours and the yardstick.
+    /// How often to alternate between ours and the baseline.
     pub rounds: u32,
 }
 

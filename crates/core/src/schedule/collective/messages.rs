@@ -76,7 +76,7 @@ impl MessageChannel {
     /// The sender's put, and its word.
     pub fn send(&self, view: &RankView) -> [TrackOp; 2] {
         let signal = Op::Signal { to: self.peer, of: view.me, flag: Flag::Block, level: FlagValue::Call };
-        [item(Op::Put { to: self.peer, slot: OperandId(0) }), item(signal)]
+        [item(Op::Put { to: self.peer, operand: OperandId(0) }), item(signal)]
     }
 
     /// Bytes that the put moves.

@@ -118,9 +118,9 @@ pub struct Skeleton {
 }
 
 /// Which operand an operation takes.
-struct Slots;
+struct OperandIds;
 
-impl Slots {
+impl OperandIds {
     /// Bytes for this rank's own offer.
     const OFFER: OperandId = OperandId(0);
     /// Bytes for this rank's own result.
@@ -166,12 +166,12 @@ impl Ops {
         self
     }
 
-    fn put(self, to: u32, slot: OperandId) -> Self {
-        self.add(Op::Put { to, slot })
+    fn put(self, to: u32, operand: OperandId) -> Self {
+        self.add(Op::Put { to, operand })
     }
 
-    fn reduce(self, slot: OperandId) -> Self {
-        self.add(Op::Reduce { slot })
+    fn reduce(self, operand: OperandId) -> Self {
+        self.add(Op::Reduce { operand })
     }
 
     fn signal(self, (to, of): (u32, u32), flag: Flag, level: FlagValue) -> Self {
@@ -220,20 +220,20 @@ impl RankView {
             Program::Ring => self.ring(),
             Program::Broadcast { root, shape } => self.broadcast(root, shape),
             Program::AllToAll => {
-                let ops = Ops::new().each(self.peers(), |ops, to| ops.put(to, Slots::enter(to)));
+                let ops = Ops::new().each(self.peers(), |ops, to| ops.put(to, OperandIds::enter(to)));
                 vec![self.entered(ops)]
             }
             Program::ZeroCopy => {
                 let near = self.peers().filter(|&peer| self.near(peer));
                 // Nets carry while this rank copies.
                 let order = self.far().chain(near).chain([self.me]);
-                let puts = Ops::new().each(order, |ops, to| ops.put(to, Slots::enter(to)));
+                let puts = Ops::new().each(order, |ops, to| ops.put(to, OperandIds::enter(to)));
                 vec![self.entered(Ops::new()), self.landed_by_all(puts).step("land", Tensor::Input)]
             }
             Program::AllGather => vec![self.offered()],
             Program::ReduceScatter => {
-                let own = Ops::new().put(self.me, Slots::OFFER);
-                let puts = own.each(self.peers(), |ops, to| ops.put(to, Slots::enter(to)));
+                let own = Ops::new().put(self.me, OperandIds::OFFER);
+                let puts = own.each(self.peers(), |ops, to| ops.put(to, OperandIds::enter(to)));
                 vec![self.entered(puts), self.summed()]
             }
         };
@@ -250,18 +250,18 @@ impl RankView {
     }
 
     fn offered(&self) -> Step {
-        let own = Ops::new().put(self.me, Slots::OFFER);
-        self.entered(own.each(self.far(), |ops, to| ops.put(to, Slots::enter(to))))
+        let own = Ops::new().put(self.me, OperandIds::OFFER);
+        self.entered(own.each(self.far(), |ops, to| ops.put(to, OperandIds::enter(to))))
     }
 
     fn summed(&self) -> Step {
-        Ops::new().reduce(Slots::sum(0, self.ranks())).step("sum", Tensor::Sums)
+        Ops::new().reduce(OperandIds::sum(0, self.ranks())).step("sum", Tensor::Sums)
     }
 
     fn shared(&self) -> Ops {
         let ranks = self.ranks();
-        let own = Ops::new().put(self.me, Slots::RESULT);
-        own.each(self.far(), |ops, to| ops.put(to, Slots::share(to, ranks)))
+        let own = Ops::new().put(self.me, OperandIds::RESULT);
+        own.each(self.far(), |ops, to| ops.put(to, OperandIds::share(to, ranks)))
     }
 
     /// Signals all others that these puts have landed, and waits for their signals.
@@ -273,26 +273,27 @@ impl RankView {
 
     fn ring(&self) -> Vec<Step> {
         let (me, ranks, next, from) = (self.me, self.ranks(), self.next(), self.before(1));
-        let mut steps = vec![self.entered(Ops::new().put(me, Slots::OFFER))];
+        let mut steps = vec![self.entered(Ops::new().put(me, OperandIds::OFFER))];
         let landed = |ops: Ops, step: u32| match step {
             0 => ops,
             step => ops.wait(from, Flag::Landed, FlagValue::Part(step as u8)),
         };
         for step in 0..ranks - 1 {
-            let ops =
-                landed(Ops::new(), step).reduce(Slots::sum(step, ranks)).put(next, Slots::part(step, ranks));
+            let ops = landed(Ops::new(), step)
+                .reduce(OperandIds::sum(step, ranks))
+                .put(next, OperandIds::part(step, ranks));
             let ops = ops.signal((next, me), Flag::Landed, FlagValue::Part(step as u8 + 1));
             steps.push(ops.step("step", Tensor::None));
         }
         steps.push(
-            landed(Ops::new(), ranks - 1).reduce(Slots::sum(ranks - 1, ranks)).step("sum", Tensor::Sums),
+            landed(Ops::new(), ranks - 1).reduce(OperandIds::sum(ranks - 1, ranks)).step("sum", Tensor::Sums),
         );
-        let mut gather = Ops::new().put(me, Slots::RESULT);
+        let mut gather = Ops::new().put(me, OperandIds::RESULT);
         for step in 0..ranks - 1 {
             if step > 0 {
                 gather = gather.wait(from, Flag::Returned, FlagValue::Part(step as u8));
             }
-            gather = gather.put(next, Slots::share(step, ranks));
+            gather = gather.put(next, OperandIds::share(step, ranks));
             gather = gather.signal((next, me), Flag::Returned, FlagValue::Part(step as u8 + 1));
         }
         if ranks > 1 {
@@ -304,7 +305,7 @@ impl RankView {
 
     fn broadcast(&self, root: u32, shape: Shape) -> Vec<Step> {
         let (me, leaders, parts) = (self.me, self.leaders(root), shape.parts());
-        let own = if me == root { Ops::new().put(me, Slots::OFFER) } else { Ops::new() };
+        let own = if me == root { Ops::new().put(me, OperandIds::OFFER) } else { Ops::new() };
         let enter = self.entered(own);
         let flag = Flag::Landed;
         let leader = leaders[self.place(root) as usize];
@@ -326,8 +327,8 @@ impl RankView {
                     if me != root {
                         ops = ops.wait(leaders[parent], flag, FlagValue::Part(part));
                     }
-                    let slot = Slots::part(u32::from(part) - 1, self.ranks());
-                    ops = ops.each(children.iter().copied(), |ops, to| ops.put(to, slot));
+                    let operand = OperandIds::part(u32::from(part) - 1, self.ranks());
+                    ops = ops.each(children.iter().copied(), |ops, to| ops.put(to, operand));
                     ops = ops.each(children.iter().copied(), |ops, to| {
                         ops.signal((to, me), flag, FlagValue::Part(part))
                     });
@@ -410,7 +411,7 @@ impl Rounds {
     /// For the ranks of a group.
     pub fn new(ranks: u32) -> Self {
         Rounds {
-            table: vec![Operand::Empty; Slots::count(ranks)],
+            table: vec![Operand::Empty; OperandIds::count(ranks)],
             tags: vec![Tag::default(); ranks as usize],
             ..Rounds::default()
         }
@@ -472,8 +473,8 @@ impl Rounds {
         self.due.append(&mut self.copies);
     }
 
-    fn span(&mut self, slot: OperandId, (from, from_offset): (PutSource, u64), to_offset: u64, len: u64) {
-        self.table[slot.0 as usize] = Operand::Spans { first: self.spans.len() as u32, count: 1 };
+    fn span(&mut self, operand: OperandId, (from, from_offset): (PutSource, u64), to_offset: u64, len: u64) {
+        self.table[operand.0 as usize] = Operand::Spans { first: self.spans.len() as u32, count: 1 };
         self.spans.push(SpanCopy { from, from_offset, to: WindowId::POOL, to_offset, len });
     }
 
@@ -492,16 +493,16 @@ impl Rounds {
     }
 
     /// The sum of all terms since the last one.
-    fn sum(&mut self, slot: OperandId, bytes: u64, to: SumTarget) {
+    fn sum(&mut self, operand: OperandId, bytes: u64, to: SumTarget) {
         let first = self.sums.len() as u32;
-        self.table[slot.0 as usize] = Operand::SumRows { first, count: 1, to };
+        self.table[operand.0 as usize] = Operand::SumRows { first, count: 1, to };
         self.starts.push(self.terms.len() as u32);
         self.sums.push(bytes);
     }
 
     fn offer(&mut self, view: &RankView, round: &Round) {
         let to = view.staging.offer(round.parity);
-        self.span(Slots::OFFER, (PutSource::Input, round.at), to, round.len);
+        self.span(OperandIds::OFFER, (PutSource::Input, round.at), to, round.len);
     }
 
     fn one_shot(&mut self, view: &RankView, round: &Round) {
@@ -509,7 +510,7 @@ impl Rounds {
         self.offer(view, round);
         for to in view.far() {
             self.span(
-                Slots::enter(to),
+                OperandIds::enter(to),
                 own(view, staging.offer(parity)),
                 staging.landing(view.me, parity),
                 len,
@@ -526,13 +527,13 @@ impl Rounds {
         for to in view.far() {
             let Range { start, end } = share(to);
             let from = own(view, staging.offer(parity) + start);
-            self.span(Slots::enter(to), from, staging.landing(view.me, parity), end - start);
+            self.span(OperandIds::enter(to), from, staging.landing(view.me, parity), end - start);
         }
         self.sum_of_all(view, round, mine.clone());
         let result = staging.result(parity) + mine.start;
-        self.span(Slots::RESULT, (PutSource::Input, 0), result, mine.end - mine.start);
+        self.span(OperandIds::RESULT, (PutSource::Input, 0), result, mine.end - mine.start);
         for to in view.far() {
-            self.span(Slots::share(to, ranks), own(view, result), result, mine.end - mine.start);
+            self.span(OperandIds::share(to, ranks), own(view, result), result, mine.end - mine.start);
         }
         for of in view.peers() {
             let Range { start, end } = share(of);
@@ -550,7 +551,7 @@ impl Rounds {
             };
             self.term(view.holder(of), base, len);
         }
-        self.sum(Slots::sum(0, view.ranks()), len, SumTarget::Output);
+        self.sum(OperandIds::sum(0, view.ranks()), len, SumTarget::Output);
         self.share = round.at + bytes.start..round.at + bytes.end;
     }
 
@@ -572,16 +573,20 @@ impl Rounds {
             self.groups.push(1);
             self.group_starts.push(self.groups.len() as u32);
             let outbox = SumTarget::Partials { window: WindowId::POOL, offset: staging.outbox(step, parity) };
-            self.sum(Slots::sum(step, ranks), len, if step + 1 < ranks { outbox } else { SumTarget::Output });
+            self.sum(
+                OperandIds::sum(step, ranks),
+                len,
+                if step + 1 < ranks { outbox } else { SumTarget::Output },
+            );
             if step + 1 < ranks {
                 let from = own(view, staging.outbox(step, parity));
-                self.span(Slots::part(step, ranks), from, staging.landing(step, parity), partial);
+                self.span(OperandIds::part(step, ranks), from, staging.landing(step, parity), partial);
             }
         }
         let mine = share(me);
         self.share = round.at + mine.start..round.at + mine.end;
         self.span(
-            Slots::RESULT,
+            OperandIds::RESULT,
             (PutSource::Input, 0),
             staging.result(parity) + mine.start,
             mine.end - mine.start,
@@ -589,7 +594,7 @@ impl Rounds {
         for step in 0..ranks - 1 {
             let Range { start, end } = share(view.before(step));
             let at = staging.result(parity) + start;
-            self.span(Slots::share(step, ranks), own(view, at), at, end - start);
+            self.span(OperandIds::share(step, ranks), own(view, at), at, end - start);
         }
         for of in view.peers() {
             let Range { start, end } = share(of);
@@ -605,7 +610,7 @@ impl Rounds {
         let width = round.len.div_ceil(parts.into()).next_multiple_of(64);
         for part in 0..u32::from(parts) {
             let [start, end] = [part, part + 1].map(|nth| (width * u64::from(nth)).min(round.len));
-            self.span(Slots::part(part, ranks), own(view, offer + start), offer + start, end - start);
+            self.span(OperandIds::part(part, ranks), own(view, offer + start), offer + start, end - start);
         }
         if view.me != root {
             let leader = view.nodes.rail_peer(root, view.nodes.node_of(view.me));
@@ -617,7 +622,7 @@ impl Rounds {
         let landing = view.staging.landing(view.me, round.parity);
         for to in view.peers() {
             let Range { start, end } = self.sends.get(to as usize).cloned().unwrap_or_default();
-            self.span(Slots::enter(to), (PutSource::Input, start), landing, end - start);
+            self.span(OperandIds::enter(to), (PutSource::Input, start), landing, end - start);
         }
     }
 
@@ -625,7 +630,7 @@ impl Rounds {
         let place = view.staging.in_place(view.me, round.len);
         for to in 0..view.ranks() {
             let from = (PutSource::Input, u64::from(to) * round.len);
-            self.span(Slots::enter(to), from, place, round.len);
+            self.span(OperandIds::enter(to), from, place, round.len);
         }
     }
 
@@ -633,7 +638,7 @@ impl Rounds {
         self.offer(view, round);
         for to in view.far() {
             let offer = own(view, view.staging.offer(round.parity));
-            self.span(Slots::enter(to), offer, view.staging.landing(view.me, round.parity), round.len);
+            self.span(OperandIds::enter(to), offer, view.staging.landing(view.me, round.parity), round.len);
         }
     }
 
@@ -641,12 +646,12 @@ impl Rounds {
         self.all_to_all(view, round);
         let (offer, parity) = (view.staging.offer(round.parity), round.parity);
         let Range { start, end } = self.sends.get(view.me as usize).cloned().unwrap_or_default();
-        self.span(Slots::OFFER, (PutSource::Input, start), offer, end - start);
+        self.span(OperandIds::OFFER, (PutSource::Input, start), offer, end - start);
         for of in 0..view.ranks() {
             let base = if of == view.me { offer } else { view.staging.landing(of, parity) };
             self.term(view.me, base, end - start);
         }
-        self.sum(Slots::sum(0, view.ranks()), end - start, SumTarget::Output);
+        self.sum(OperandIds::sum(0, view.ranks()), end - start, SumTarget::Output);
         self.share = round.at..round.at + (end - start);
     }
 

@@ -1,13 +1,13 @@
-// Order: which token's row lies where, if rows are packed by bin and then token: a stable counting
-// sort of the choices. Where a token is one row however many of its choices are in a bin, the first
-// of them is the one that counts.
+// Sort choices: which token's row lies where, if rows are packed by bin and then token: a stable
+// counting sort of the choices. Where a token is one row however many of its choices are in a bin,
+// the first of them is the one that counts.
 //
 //     grid (bins): a block finds the rows of one bin. It looks at all choices twice: how many
 //     belong to lower bins, and which are its own. Behind the last row of all the last block writes
 //     -1.
 #include "shim.h"
 
-struct Order {
+struct SortChoices {
     u64 experts; // i32 [choices]; -1: dropped
     u64 bin_of;  // i32 [n_experts]
     u64 order;   // i32 [choices]: the token of each row
@@ -16,29 +16,29 @@ struct Order {
 };
 
 // Choices that a thread looks at between two barriers.
-enum { ORDER_PASSES = 4 };
+enum { SORT_PASSES = 4 };
 
-struct OrderBlock {
-    u32 counts[ORDER_PASSES * WARPS]; // per pass and warp: choices of this bin
+struct SortBlock {
+    u32 counts[SORT_PASSES * WARPS]; // per pass and warp: choices of this bin
     u32 below;                        // choices of lower bins
 };
 
 // The bin of a choice; none for -1 and whatever is no expert.
-DEVICE i32 bin_of_choice(const struct Order *p, u32 choice) {
+DEVICE i32 bin_of_choice(const struct SortChoices *p, u32 choice) {
     i32 expert = AT(const i32, p->experts)[choice];
     return (u32)expert < p->n_experts ? AT(const i32, p->bin_of)[expert] : -1;
 }
 
 // The bin in which a choice has a row.
-DEVICE i32 bin_of(const struct Order *p, u32 choice) {
+DEVICE i32 bin_of(const struct SortChoices *p, u32 choice) {
     i32 bin = bin_of_choice(p, choice);
     for (u32 i = choice - choice % p->top_k; p->once && bin >= 0 && i < choice; i++)
         if (bin_of_choice(p, i) == bin) bin = -1;
     return bin;
 }
 
-KERNEL(order, struct Order, p) {
-    SHARED(struct OrderBlock, s);
+KERNEL(sort_choices, struct SortChoices, p) {
+    SHARED(struct SortBlock, s);
     i32 bin = (i32)blockIdx.x, *order = AT(i32, p.order);
     u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, below = 0;
     if (threadIdx.x == 0) s->below = 0;
@@ -50,15 +50,15 @@ KERNEL(order, struct Order, p) {
     atomicAdd(&s->below, below);
     __syncthreads();
     u32 row = s->below;
-    for (u32 begin = 0; begin < p.choices; begin += ORDER_PASSES * THREADS) {
-        u32 chosen[ORDER_PASSES];
-        for (u32 pass = 0; pass < ORDER_PASSES; pass++) {
+    for (u32 begin = 0; begin < p.choices; begin += SORT_PASSES * THREADS) {
+        u32 chosen[SORT_PASSES];
+        for (u32 pass = 0; pass < SORT_PASSES; pass++) {
             u32 i = begin + pass * THREADS + threadIdx.x;
             chosen[pass] = __ballot_sync(ALL_LANES, i < p.choices && bin_of(&p, i) == bin);
             if (lane == 0) s->counts[pass * WARPS + warp] = __popc(chosen[pass]);
         }
         __syncthreads();
-        for (u32 pass = 0; pass < ORDER_PASSES; pass++) {
+        for (u32 pass = 0; pass < SORT_PASSES; pass++) {
             u32 i = begin + pass * THREADS + threadIdx.x, first = 0;
             for (u32 other = 0; other < WARPS; other++) {
                 if (other == warp) first = row;

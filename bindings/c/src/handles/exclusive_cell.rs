@@ -59,8 +59,8 @@ impl<T> ExclusiveCell<T> {
     ///
     /// # Errors
     /// As [`ExclusiveCell::lend`].
-    pub fn lease(seat: &Arc<ExclusiveCell<T>>) -> Result<Lease<T>, Fault> {
-        Ok(Lease { held: Some(seat.take()?), seat: Arc::clone(seat) })
+    pub fn lease(cell: &Arc<ExclusiveCell<T>>) -> Result<Lease<T>, Fault> {
+        Ok(Lease { held: Some(cell.take()?), cell: Arc::clone(cell) })
     }
 
     fn missing(&self, held: &CellState<T>) -> Fault {
@@ -80,7 +80,7 @@ impl<T> ExclusiveCell<T> {
 #[derive(Debug)]
 pub struct Lease<T> {
     held: Option<T>,
-    seat: Arc<ExclusiveCell<T>>,
+    cell: Arc<ExclusiveCell<T>>,
 }
 
 const HELD: &str = "it is held until the lease ends";
@@ -105,7 +105,7 @@ impl<T> Drop for Lease<T> {
             Some(object) if !std::thread::panicking() => CellState::Here(object),
             _ => CellState::Broken,
         };
-        *self.seat.held.lock().unwrap_or_else(PoisonError::into_inner) = held;
+        *self.cell.held.lock().unwrap_or_else(PoisonError::into_inner) = held;
     }
 }
 
@@ -117,38 +117,38 @@ mod tests {
 
     #[test]
     fn a_second_thread_is_told_and_not_kept_waiting() {
-        let seat = ExclusiveCell::new(KIND, 1);
+        let cell = ExclusiveCell::new(KIND, 1);
         let told =
-            seat.lend(|_| Ok(std::thread::scope(|scope| scope.spawn(|| seat.lend(|_| Ok(()))).join())));
+            cell.lend(|_| Ok(std::thread::scope(|scope| scope.spawn(|| cell.lend(|_| Ok(()))).join())));
         assert_eq!(told.unwrap().unwrap(), Err(Fault::Busy { kind: KIND }));
-        assert_eq!(seat.lend(|held| Ok(*held)), Ok(1));
+        assert_eq!(cell.lend(|held| Ok(*held)), Ok(1));
     }
 
     #[test]
     fn what_is_leased_is_underway_until_it_comes_back() {
-        let seat = Arc::new(ExclusiveCell::new(KIND, 1));
-        let mut lease = ExclusiveCell::lease(&seat).unwrap();
-        assert_eq!(seat.lend(|_| Ok(())), Err(Fault::Underway { kind: KIND }));
+        let cell = Arc::new(ExclusiveCell::new(KIND, 1));
+        let mut lease = ExclusiveCell::lease(&cell).unwrap();
+        assert_eq!(cell.lend(|_| Ok(())), Err(Fault::Underway { kind: KIND }));
         *lease += 1;
         drop(lease);
-        assert_eq!(seat.lend(|held| Ok(*held)), Ok(2));
+        assert_eq!(cell.lend(|held| Ok(*held)), Ok(2));
     }
 
     #[test]
     fn after_a_panic_the_object_can_only_be_closed() {
-        let seat = ExclusiveCell::new(KIND, 1);
+        let cell = ExclusiveCell::new(KIND, 1);
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            seat.lend::<()>(|_| std::panic::resume_unwind(Box::new("a bug")))
+            cell.lend::<()>(|_| std::panic::resume_unwind(Box::new("a bug")))
         }));
         assert!(panicked.is_err());
-        assert_eq!(seat.lend(|_| Ok(())), Err(Fault::Broken { kind: KIND }));
-        let seat = Arc::new(ExclusiveCell::new(KIND, 1));
-        let lease = ExclusiveCell::lease(&seat).unwrap();
+        assert_eq!(cell.lend(|_| Ok(())), Err(Fault::Broken { kind: KIND }));
+        let cell = Arc::new(ExclusiveCell::new(KIND, 1));
+        let lease = ExclusiveCell::lease(&cell).unwrap();
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let _lease = lease;
             std::panic::resume_unwind(Box::new("a bug"))
         }));
         assert!(panicked.is_err());
-        assert_eq!(seat.take(), Err(Fault::Broken { kind: KIND }));
+        assert_eq!(cell.take(), Err(Fault::Broken { kind: KIND }));
     }
 }

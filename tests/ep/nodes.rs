@@ -16,24 +16,24 @@ const EXPERTS: u32 = 13;
 /// What came of rounds on all ranks.
 #[derive(Debug, PartialEq)]
 struct Moved {
-    /// Rail bytes of a dispatch and of a combine.
+    /// Bytes between nodes of a dispatch and of a combine.
     bytes: (u64, u64),
     /// Landed rows of each rank, and returned sums.
     bits: Vec<Vec<bf16>>,
 }
 
 /// Rounds over the loopback lane and over tcp, which carry the same bytes and bring the same bits.
-fn rail_bytes(nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> (u64, u64) {
+fn inter_node_bytes(nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> (u64, u64) {
     let [over_loop, over_tcp] =
-        [NetChoice::Loopback, NetChoice::Tcp].map(|rail| rounds(rail, nodes, route, order, wire));
+        [NetChoice::Loopback, NetChoice::Tcp].map(|net| rounds(net, nodes, route, order, wire));
     assert!(over_loop == over_tcp, "{nodes:?}, {route:?}, {order:?}, {wire:?}");
     over_loop.bytes
 }
 
 /// Rounds in which every rank moves the planned bytes.
-fn rounds(rail: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> Moved {
-    let ranks = on_ranks(nodes, &Options { rail, ..small() }, |world| {
-        assert_eq!(world.net().map(|rail| rail.lane), nodes.contains(&1).then_some(rail.name()));
+fn rounds(net: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> Moved {
+    let ranks = on_ranks(nodes, &Options { net, ..small() }, |world| {
+        assert_eq!(world.net().map(|net| net.lane), nodes.contains(&1).then_some(net.name()));
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
         let mut ep = builder
@@ -55,9 +55,9 @@ fn rounds(rail: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: P
             };
             let (moved, traffic) = (handle.report().unwrap().moved, handle.report().unwrap().traffic);
             let near = traffic.sent.own + traffic.sent.local + traffic.relayed;
-            assert_eq!(moved.inter_node_bytes, traffic.sent.rail * traffic.row_bytes, "{case}");
+            assert_eq!(moved.inter_node_bytes, traffic.sent.remote * traffic.row_bytes, "{case}");
             assert_eq!(moved.intra_node_bytes, near * traffic.row_bytes, "{case}");
-            assert_eq!(moved.rows, near + traffic.sent.rail, "{case}");
+            assert_eq!(moved.rows, near + traffic.sent.remote, "{case}");
             assert_eq!(handle.returned().unwrap().moved.inter_node_bytes, 0, "nothing came home yet, {case}");
             let y = rows.to_vec::<bf16>().unwrap();
             let mut out = vec![bf16::ZERO; mine.x.len()];
@@ -82,14 +82,14 @@ fn rounds(rail: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: P
 }
 
 #[test]
-fn rails_carry_what_the_plan_says() {
+fn nets_carry_what_the_plan_says() {
     for nodes in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 0]] {
-        let rails = nodes.contains(&1);
+        let multi_node = nodes.contains(&1);
         for (route, order) in Route::ALL.iter().flat_map(|route| SumOrder::ALL.map(|order| (*route, order))) {
             let [(there, wide), (again, narrow)] =
-                PartialDtype::ALL.map(|wire| rail_bytes(nodes, route, order, wire));
-            assert_eq!((there, there > 0), (again, rails));
-            let halves = rails && route == Route::Pxn && order != SumOrder::Expert;
+                PartialDtype::ALL.map(|wire| inter_node_bytes(nodes, route, order, wire));
+            assert_eq!((there, there > 0), (again, multi_node));
+            let halves = multi_node && route == Route::Pxn && order != SumOrder::Expert;
             assert_eq!(wide, narrow * if halves { 2 } else { 1 }, "{nodes:?}, {route:?}, {order:?}");
         }
     }

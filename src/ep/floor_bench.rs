@@ -1,4 +1,4 @@
-//! The yardstick of a dispatch and its combine: the same bytes, moved by bare loops.
+//! Floor of a dispatch and its combine: the same bytes, moved by bare loops.
 
 use super::{ExpertOutput, ExpertParallel, ExpertRows, Feature, Handle};
 use crate::error::{BootstrapError, Error};
@@ -29,7 +29,7 @@ struct Lent<T> {
 
 impl FloorBench {
     /// Moves the rows of `x`, `[tokens, hidden]` as bytes, to where the dispatch had put them, at
-    /// this rank and its peers. A shorter input moves nothing, and neither does a yardstick whose
+    /// this rank and its peers. A shorter input moves nothing, and neither does a floor whose
     /// rows are lent.
     pub fn dispatch(&mut self, x: &[u8], stores: Stores) {
         if self.rows.kept.is_some() {
@@ -89,14 +89,14 @@ impl ExpertParallel {
     ///
     /// # Errors
     /// Those of an exchange of addresses.
-    pub fn yardstick(
+    pub fn floor_bench(
         &self,
         group: &Group,
         rows: ExpertRows,
         output: ExpertOutput,
         handle: &Handle,
     ) -> Result<FloorBench, Error> {
-        let ep = self.host(Feature::Yardstick)?;
+        let ep = self.host(Feature::Floor)?;
         let inner = handle.on_host()?.inner();
         let (rows_at, output_at) = (rows.host()?, output.host()?);
         let (row_bytes, homes) = (rows_at.row_bytes, [rows_at.extent.offset(), output_at.extent.offset()]);

@@ -237,9 +237,9 @@ const LANES: [(&str, [u32; 2], NetChoice); 4] = [
 ];
 
 /// For worlds that a lane joins: the paced one holds back what its short deadlines can spare.
-fn options_of(lane: &str, rail: NetChoice) -> Options {
-    let pace = (lane == "emulated").then(|| EmulatedLink::parse("1G/100").unwrap());
-    Options { rail, pace, ..Options::default() }
+fn options_of(lane: &str, net: NetChoice) -> Options {
+    let emulated_link = (lane == "emulated").then(|| EmulatedLink::parse("1G/100").unwrap());
+    Options { net, emulated_link, ..Options::default() }
 }
 
 fn run(scenario: &Scenario, nodes: [u32; 2], options: &Options) {
@@ -282,8 +282,8 @@ fn the_lane_between_two_machines_conforms() {
 }
 
 fn conforms(lane: &str) {
-    let (_, nodes, rail) = LANES.into_iter().find(|(name, ..)| *name == lane).unwrap();
-    SUITE.iter().for_each(|scenario| run(scenario, nodes, &options_of(lane, rail)));
+    let (_, nodes, net) = LANES.into_iter().find(|(name, ..)| *name == lane).unwrap();
+    SUITE.iter().for_each(|scenario| run(scenario, nodes, &options_of(lane, net)));
 }
 
 #[test]
@@ -310,7 +310,7 @@ fn verbs(signal: SignalMode) {
         }
         let settings = Settings { signal, ..Settings::default() };
         let options =
-            Options { rail: NetChoice::Verbs, stand_in: Some(fabric.ground(settings)), ..Options::default() };
+            Options { net: NetChoice::Verbs, stand_in: Some(fabric.ground(settings)), ..Options::default() };
         // A held NIC sends only while its rank polls: it may be late for a short deadline.
         let patient = SUITE.iter().filter(|scenario| !held || scenario.deadline == LONG);
         patient.for_each(|scenario| run(scenario, [0, 1], &options));
@@ -340,8 +340,8 @@ fn the_tcp_lane_conforms() {
 
 #[test]
 fn all_lanes_are_in_the_suite() {
-    for (name, nodes, rail) in LANES {
-        let worlds = World::threads_with(&nodes, &options_of(name, rail)).unwrap();
+    for (name, nodes, net) in LANES {
+        let worlds = World::threads_with(&nodes, &options_of(name, net)).unwrap();
         std::thread::scope(|scope| {
             for world in worlds {
                 scope.spawn(move || {
@@ -525,9 +525,9 @@ const SUITE: &[Scenario] = &[
 /// One end of a connection whose other end no thread serves.
 fn unserved() -> LoopbackConnection {
     let wire = Segment::create("sidelane-test", ring_bytes()).unwrap();
-    let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    let event_fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     let mapped = Arc::new(PeerMapping::new(&[Some(&wire)]).unwrap());
-    LoopbackConnection::new(1, true, mapped, bell, Arc::default(), None).unwrap()
+    LoopbackConnection::new(1, true, mapped, event_fd, Arc::default(), None).unwrap()
 }
 
 fn fill(health: &Health, deadline: Duration) -> SendBlocked {
@@ -561,13 +561,13 @@ fn a_dead_world_ends_the_wait_for_credit_with_its_cause() {
 /// Runs `attack` at rank 0 with a port that has wrong windows of rank 1, on another node: its NIC
 /// must refuse.
 fn refused(attack: impl Fn(&Actor, Port) + Sync) {
-    for rail in [NetChoice::Loopback, NetChoice::Tcp] {
-        refused_over(rail, &attack);
+    for net in [NetChoice::Loopback, NetChoice::Tcp] {
+        refused_over(net, &attack);
     }
 }
 
-fn refused_over(rail: NetChoice, attack: &(impl Fn(&Actor, Port) + Sync)) {
-    let worlds = World::threads_with(&[0, 1], &Options { rail, ..Options::default() }).unwrap();
+fn refused_over(net: NetChoice, attack: &(impl Fn(&Actor, Port) + Sync)) {
+    let worlds = World::threads_with(&[0, 1], &Options { net, ..Options::default() }).unwrap();
     std::thread::scope(|scope| {
         for world in worlds {
             scope.spawn(move || {

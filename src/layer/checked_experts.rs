@@ -1,6 +1,6 @@
 //! Calls of experts, which are foreign code: their results are checked.
 
-use super::{ExpertError, Experts, RowOrder, Saved, SavedChunk, Segments};
+use super::{ExpertError, Experts, GradientOrder, Saved, Segments};
 use crate::error::{Error, ExpertKind, ExpertPass, LayerError};
 
 /// Experts, and their kind.
@@ -29,7 +29,11 @@ impl CheckedExperts<'_> {
         Ok(of_rows)
     }
 
-    pub fn weights_backward(self, chunks: &[SavedChunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Error> {
+    pub fn weights_backward(
+        self,
+        chunks: &[(Segments<'_>, &Saved)],
+        order: &GradientOrder,
+    ) -> Result<Vec<f32>, Error> {
         let of_weights = self.experts.weights_backward(chunks, order);
         let of_weights = self.given(ExpertPass::WeightsBackward, of_weights)?;
         self.fits(ExpertPass::WeightsBackward, &of_weights, (self.experts.weights().len(), 1))?;

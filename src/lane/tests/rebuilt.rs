@@ -42,7 +42,7 @@ fn late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next() {
     let config = Config { heap: 32 << 20, symmetric: 4 << 20, ..Config::default() };
     let mut options = Options { config, ..Options::from_env().unwrap() };
     // No rank dies here, and an emulated machine may be unresponsive for seconds.
-    options.clocks.liveness = PATIENCE;
+    options.timeouts.liveness = PATIENCE;
     let old = World::from_env_with(options).unwrap();
     assert_eq!((old.size(), old.epoch(), old.net().unwrap().lane), (RANKS, 0, "verbs"));
     for route in Route::ALL {

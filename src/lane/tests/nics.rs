@@ -30,8 +30,8 @@ pub(super) fn options(fabric: &Arc<Fabric>, signal: SignalMode) -> Options {
     let settings = Settings { signal, ..Settings::default() };
     Options {
         config: Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() },
-        clocks: Timeouts { deadline: SHORT, ..Timeouts::default() },
-        rail: NetChoice::Verbs,
+        timeouts: Timeouts { deadline: SHORT, ..Timeouts::default() },
+        net: NetChoice::Verbs,
         forecast: true,
         stand_in: Some(fabric.ground(settings)),
         ..Options::default()
@@ -80,7 +80,7 @@ fn a_round_over_nics_gives_the_bits_of_one_over_the_loop_lane() {
     for nodes in [&[0, 0, 1, 1][..], &[0, 1, 0, 1, 1]] {
         for (route, order) in Route::ALL.iter().flat_map(|route| SumOrder::ALL.map(|order| (*route, order))) {
             let looped = Options {
-                rail: NetChoice::Loopback,
+                net: NetChoice::Loopback,
                 stand_in: None,
                 ..options(&Fabric::new(&["a"]), SignalMode::Write)
             };
@@ -110,7 +110,7 @@ fn rows_of_a_token_buffer_are_read_where_they_lie_and_all_others_copied_once() {
     const HIDDEN: usize = 1024;
     for route in Route::ALL {
         let fabric = Fabric::new(&["nic0"]);
-        let rail_bytes = on_ranks(&[0, 0, 1, 1], &options(&fabric, SignalMode::Write), |world| {
+        let inter_node_bytes = on_ranks(&[0, 0, 1, 1], &options(&fabric, SignalMode::Write), |world| {
             let group = world.all().unwrap();
             let builder = ExpertParallel::builder(&group).unwrap().experts(8).top_k(4).hidden(HIDDEN);
             let mut ep = builder.route(route).build().unwrap();
@@ -129,7 +129,7 @@ fn rows_of_a_token_buffer_are_read_where_they_lie_and_all_others_copied_once() {
             assert_eq!((again, all), (bytes, bytes + control), "rank {}, {route:?}", world.rank());
             bytes
         });
-        assert!(rail_bytes.iter().all(|&bytes| bytes >= 20 * 2048), "{rail_bytes:?}");
+        assert!(inter_node_bytes.iter().all(|&bytes| bytes >= 20 * 2048), "{inter_node_bytes:?}");
     }
 }
 

@@ -60,8 +60,8 @@ impl Ready<'_> {
     /// The floor, and the remaining objects.
     fn measure(self) -> (FloorBench, Group, ExpertParallel, Handle) {
         let Ready { group, ep, rows, y, handle, .. } = self;
-        let yardstick = ep.yardstick(&group, rows, y, &handle).unwrap();
-        (yardstick, group, ep, handle)
+        let floor = ep.floor_bench(&group, rows, y, &handle).unwrap();
+        (floor, group, ep, handle)
     }
 }
 
@@ -78,16 +78,16 @@ fn every_row_is_written_again_unless_a_card_writes_it() {
                 let ready = ready(&world, &all, route, SumOrder::Expert, PartialDtype::F32);
                 let x: &[u8] = bytemuck::cast_slice(&ready.mine.x);
                 let before = ready.rows.to_vec::<bf16>().unwrap();
-                let (mut yardstick, group, _ep, _handle) = ready.measure();
-                let mut rows = yardstick.lend_rows().unwrap();
+                let (mut floor, group, _ep, _handle) = ready.measure();
+                let mut rows = floor.lend_rows().unwrap();
                 rows.rows_mut::<bf16>().unwrap().fill(POISON);
-                yardstick.keep_rows(rows).unwrap();
+                floor.keep_rows(rows).unwrap();
                 group.gather(&[]).unwrap();
                 for stores in [Stores::Cached, Stores::Streaming] {
-                    yardstick.dispatch(x, stores);
+                    floor.dispatch(x, stores);
                 }
                 group.gather(&[]).unwrap();
-                let rows = yardstick.lend_rows().unwrap();
+                let rows = floor.lend_rows().unwrap();
                 let after = rows.rows::<bf16>().unwrap();
                 // The rank of the last row before a pad writes it.
                 let mut source = 0;
@@ -120,9 +120,9 @@ fn sums_of_rows_that_are_here_have_the_bits_of_a_combine() {
                 let y = ready.rows.to_vec::<bf16>().unwrap();
                 let real: Vec<bf16> = ready.ep.combine(&y, &ready.handle).unwrap();
                 let mine = ready.mine;
-                let (mut yardstick, group, ..) = ready.measure();
+                let (mut floor, group, ..) = ready.measure();
                 let mut bare = vec![bf16::NAN; real.len()];
-                yardstick.combine(Arithmetic::Bf16, bytemuck::cast_slice_mut(&mut bare), Stores::Streaming);
+                floor.combine(Arithmetic::Bf16, bytemuck::cast_slice_mut(&mut bare), Stores::Streaming);
                 group.gather(&[]).unwrap();
                 let here =
                     |&&id: &&i32| id < 0 || labels.same_node(me, map.rank_of(map.slot_for(me, id as u32)));
