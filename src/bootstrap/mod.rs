@@ -25,6 +25,7 @@
 //!   descriptors   ranks of one machine, and how they pass descriptors to each other
 //!   rendezvous    first contact and rebuild: from processes to the members of a world
 //!   hub           a world while it lives: store, coordinator, client; or threads
+//!   thread        threads of the library, the deaths of which end the world
 //!   watch         silent ranks, the launcher's life, the health of the world, timeouts
 //!   connection          proofs, messages, frames, a connection that never blocks
 //!   identity      this process as its launcher describes it
@@ -36,6 +37,7 @@ mod hub;
 mod identity;
 mod rendezvous;
 mod secret;
+mod thread;
 mod watch;
 mod wire;
 
@@ -48,6 +50,7 @@ use rustix::io::Errno;
 pub use descriptors::Location;
 pub use identity::Identity;
 pub use secret::Secret;
+pub(crate) use thread::{FatalLock, Thread, caught, spawn_scoped, turn};
 pub use watch::{Timeouts, interruptible};
 pub(crate) use watch::{has_interrupt_check, interrupted};
 
@@ -62,6 +65,9 @@ pub use hub::{Hub, threads};
 pub use identity::{Launcher, LauncherPipe};
 #[doc(hidden)]
 pub use rendezvous::{PeerAuth, PeerListener, connect};
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub use thread::fault::panic_in;
 #[doc(hidden)]
 pub use watch::Health;
 

@@ -308,6 +308,17 @@ pub enum Cause {
         /// The rank.
         by: u32,
     },
+    /// A thread panicked that other threads or other ranks wait for: a bug of the library, or a
+    /// panic of a function that a node of a layer calls.
+    #[error("{thread} of rank {by} panicked: {message}")]
+    Panicked {
+        /// The rank.
+        by: u32,
+        /// Name of the thread, or of the node.
+        thread: String,
+        /// The panic's message.
+        message: String,
+    },
     /// A peer sent something over a lane that no correct peer sends.
     #[error("rank {rank} broke the lane's protocol")]
     Protocol {

@@ -206,7 +206,12 @@ impl NetSelection<'_> {
     fn segments(&self, thread: &ProgressThread) -> Opened {
         let egress = self.options.pace.map(|pace| Arc::new(LinkEmulator::new(pace)));
         let regions = Arc::clone(thread.regions());
-        Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, thread.event_fd(), egress)?))
+        Ok(Box::new(LoopbackTransport::new(
+            (self.hub.rank(), self.hub.health()),
+            regions,
+            thread.event_fd(),
+            egress,
+        )?))
     }
 
     /// This rank's sockets.

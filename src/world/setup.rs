@@ -338,13 +338,13 @@ impl World {
 }
 
 impl WorldState {
-    /// A fault that only this rank's NIC has seen ends the world of all.
+    /// A fault that only this rank has seen, of its NIC or one of its threads, ends the world of all.
     fn tell_of_own_faults(self: &Arc<Self>) {
         let (shared, own) = (Arc::downgrade(self), self.hub.rank());
         self.hub.health().on_failure(move |cause| {
             let seen_here = match cause {
                 Cause::Protocol { .. } => true,
-                Cause::Connection { by, .. } | Cause::Nic { by } => *by == own,
+                Cause::Connection { by, .. } | Cause::Nic { by } | Cause::Panicked { by, .. } => *by == own,
                 _ => false,
             };
             if let Some(shared) = shared.upgrade().filter(|_| seen_here) {

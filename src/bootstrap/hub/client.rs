@@ -22,7 +22,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use super::Hub;
 use crate::bootstrap::Secret;
 use crate::bootstrap::identity::LauncherPipe;
-use crate::bootstrap::rendezvous::{Membership, PeerAuth, rebuild};
+use crate::bootstrap::rendezvous::{Hosted, Membership, PeerAuth, rebuild};
+use crate::bootstrap::thread::{Thread, turn};
 use crate::bootstrap::watch::{Health, LauncherWatch, Liveness, Timeouts, lock};
 use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection};
 use crate::bootstrap::{failed, system, wait};
@@ -54,19 +55,29 @@ pub struct TcpHub {
 }
 
 impl TcpHub {
-    /// Joins the world of an epoch. `coordinator` is the thread that hosts it, if it is ours.
+    /// Joins the world of an epoch, which `hosted` serves if this rank hosts it.
     pub fn new(
         job: Job,
         epoch: u16,
         membership: Membership,
-        coordinator: Option<JoinHandle<()>>,
+        hosted: Option<Hosted>,
     ) -> Result<Self, BootstrapError> {
         let launcher = job.launcher.map(LauncherWatch::open).transpose()?;
-        let shared = Shared::new(Arc::new(Health::new()))?;
+        let (health, coordinator) = match hosted {
+            Some(hosted) => (hosted.health, Some(hosted.coordinator)),
+            None => (Arc::default(), None),
+        };
+        let shared = Shared::new(health)?;
         let Membership { connection, rank, members, addresses, listener } = membership;
-        let link = Link { shared: shared.clone(), connection, launcher, timeouts: job.timeouts, rank, epoch };
-        let name = format!("sidelane link {rank}");
-        let link = thread::Builder::new().name(name).spawn(move || link.run());
+        let mut link =
+            Link { shared: shared.clone(), connection, launcher, timeouts: job.timeouts, rank, epoch };
+        let thread = Thread::new("link", rank, &shared.health);
+        let life = thread.clone();
+        let link = thread.spawn(move || {
+            if let Err(cause) = life.attempt(|| link.run()) {
+                link.part(&Message::Dead(cause));
+            }
+        });
         let link = Some(link.map_err(|error| failed("thread spawn", &error))?);
         let (size, tickets) = (members.len() as u32, AtomicU64::new(0));
         Ok(TcpHub { job, rank, size, epoch, shared, addresses, listener, tickets, link, coordinator })
@@ -322,11 +333,12 @@ struct Link {
 
 impl Link {
     /// Runs until the hub ends or the connection does.
-    fn run(mut self) {
+    fn run(&mut self) {
         let now = Instant::now();
         let mut liveness = Liveness::new(1, self.timeouts.heartbeat, self.timeouts.liveness, now);
         let mut beat = now;
         loop {
+            turn();
             let next = liveness.next().into_iter().fold(beat, Instant::min);
             if let Err(error) = self.wait(next) {
                 tracing::error!(%error, "the heartbeat thread ends");
@@ -354,7 +366,7 @@ impl Link {
             let end = self.take_outgoing();
             match end {
                 Some(End::Abandon) => return,
-                Some(End::Leave) => return self.leave(),
+                Some(End::Leave) => return self.part(&Message::Bye),
                 None => self.connection.flush(),
             }
         }
@@ -428,8 +440,9 @@ impl Link {
         state.end
     }
 
-    fn leave(&mut self) {
-        self.connection.send(&Message::Bye);
+    /// Sends its last message.
+    fn part(&mut self, message: &Message) {
+        self.connection.send(message);
         let until = Instant::now() + FINAL_SEND;
         loop {
             self.connection.flush();

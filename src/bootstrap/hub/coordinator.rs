@@ -19,6 +19,7 @@ use rustix::event::PollFd;
 
 use super::store::{Delivery, Requester, Store};
 use crate::bootstrap::rendezvous::{AuthenticatedPeer, HandshakeQueue, JoinBarrier};
+use crate::bootstrap::thread::{Thread, turn};
 use crate::bootstrap::wait;
 use crate::bootstrap::watch::{Liveness, Timeouts};
 use crate::bootstrap::wire::{JoinRefusal, ListenAddress, Message, MessageConnection};
@@ -26,6 +27,8 @@ use crate::error::{BootstrapError, Cause, LostReason};
 
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);
+/// How long the ranks may take for the last message of a coordinator that dies.
+const FINAL_SEND: Duration = Duration::from_millis(500);
 
 /// Inputs of a coordinator.
 pub struct HubConfig {
@@ -38,12 +41,17 @@ pub struct HubConfig {
     pub until: Instant,
 }
 
-/// Gathers the ranks, then serves them until its own rank is gone.
-pub fn coordinate(mut config: HubConfig) {
-    let served = assemble(&mut config).and_then(|members| match members {
-        Some(connections) => Coordinator::new(config.queue, config.timeouts, connections).serve(),
-        None => Ok(()),
-    });
+/// Gathers the ranks, then serves them until its own rank is gone. Should the thread die, the ranks
+/// that it has gathered hear of it.
+pub fn coordinate(mut config: HubConfig, life: &Thread) {
+    let served = match life.attempt(|| assemble(&mut config)) {
+        Ok(Ok(Some(admitted))) => {
+            let mut coordinator = Coordinator::new(config.queue, config.timeouts, admitted);
+            life.attempt(|| coordinator.serve()).unwrap_or_else(|cause| coordinator.part(cause))
+        }
+        Ok(Err(error)) => Err(error),
+        Ok(Ok(None)) | Err(_) => Ok(()),
+    };
     if let Err(error) = served {
         tracing::error!(%error, "the coordinator ends");
     }
@@ -176,8 +184,9 @@ impl Coordinator {
         }
     }
 
-    fn serve(mut self) -> Result<(), BootstrapError> {
+    fn serve(&mut self) -> Result<(), BootstrapError> {
         loop {
+            turn();
             let ready = self.wait()?;
             let now = Instant::now();
             // Reads all pending messages before the clock declares a member lost.
@@ -206,6 +215,24 @@ impl Coordinator {
             if self.is_over(now) {
                 return Ok(());
             }
+        }
+    }
+
+    /// Sends all ranks its last message.
+    fn part(&mut self, cause: Cause) -> Result<(), BootstrapError> {
+        self.broadcast(&Message::Dead(cause), None);
+        let until = Instant::now() + FINAL_SEND;
+        loop {
+            let waiting = self.members.iter_mut().filter_map(|member| {
+                member.connection.flush();
+                let open = !member.connection.is_flushed() && !member.connection.is_closed();
+                open.then(|| member.connection.poll_fd())
+            });
+            let mut waiting: Vec<_> = waiting.collect();
+            if waiting.is_empty() || Instant::now() >= until {
+                return Ok(());
+            }
+            wait(&mut waiting, until)?;
         }
     }
 

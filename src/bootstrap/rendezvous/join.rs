@@ -37,7 +37,8 @@ use crate::bootstrap::failed;
 use crate::bootstrap::hub::{HOST, Hub, HubConfig, Job, TcpHub, coordinate};
 use crate::bootstrap::identity::Identity;
 use crate::bootstrap::secret::{Secret, random};
-use crate::bootstrap::watch::Timeouts;
+use crate::bootstrap::thread::Thread;
+use crate::bootstrap::watch::{Health, Timeouts};
 use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL, RendezvousId,
     job_digest,
@@ -70,10 +71,10 @@ pub fn connect(
     };
     let job = Job { digest: job_digest(&identity.job), secret, timeouts, launcher: identity.launcher_pipe };
     let rendezvous = RendezvousId { job: job.digest, size: identity.size, epoch: 0, host: HOST };
-    let (membership, coordinator) = match identity.rank {
+    let (membership, hosted) = match identity.rank {
         HOST => {
             let listener = bind(identity)?;
-            let (address, coordinator) = host(
+            let hosted = host(
                 listener,
                 &job,
                 rendezvous,
@@ -81,16 +82,25 @@ pub fn connect(
                 Box::new(Vec::new),
                 until,
             )?;
-            let membership = seek(identity, &job, rendezvous, &[address], until);
-            let (membership, coordinator) = attended(membership, coordinator)?;
-            (membership, Some(coordinator))
+            let membership = seek(identity, &job, rendezvous, Some(&hosted), until);
+            let (membership, hosted) = attended(membership, hosted)?;
+            (membership, Some(hosted))
         }
-        _ => (seek(identity, &job, rendezvous, &[], until)?, None),
+        _ => (seek(identity, &job, rendezvous, None, until)?, None),
     };
-    Ok(Box::new(TcpHub::new(job, 0, membership, coordinator)?))
+    Ok(Box::new(TcpHub::new(job, 0, membership, hosted)?))
 }
 
-/// Starts a coordinator. Returns the address at which its own rank reaches it.
+/// A world that this rank hosts.
+pub struct Hosted {
+    /// Where its own rank reaches the coordinator.
+    pub(super) address: SocketAddr,
+    /// The health of this rank, which the coordinator ends if it dies.
+    pub health: Arc<Health>,
+    pub coordinator: JoinHandle<()>,
+}
+
+/// Starts a coordinator.
 pub(super) fn host(
     listener: TcpListener,
     job: &Job,
@@ -98,7 +108,7 @@ pub(super) fn host(
     barrier: JoinBarrier,
     absent: Box<dyn Fn() -> Vec<u32> + Send>,
     until: Instant,
-) -> Result<(SocketAddr, JoinHandle<()>), BootstrapError> {
+) -> Result<Hosted, BootstrapError> {
     let mut address = listener.local_addr().map_err(|error| failed("getsockname", &error))?;
     if address.ip().is_unspecified() {
         address.set_ip(match address {
@@ -108,22 +118,22 @@ pub(super) fn host(
     }
     let queue = HandshakeQueue::new(listener, job.secret.clone(), rendezvous);
     let config = HubConfig { queue, barrier, absent, timeouts: job.timeouts, until };
-    let thread = thread::Builder::new().name("sidelane coordinator".to_owned());
-    let thread = thread.spawn(move || coordinate(config));
-    Ok((address, thread.map_err(|error| failed("thread spawn", &error))?))
+    let health = Arc::default();
+    let thread = Thread::new("coordinator", HOST, &health);
+    let life = thread.clone();
+    let coordinator = thread.spawn(move || coordinate(config, &life));
+    let coordinator = coordinator.map_err(|error| failed("thread spawn", &error))?;
+    Ok(Hosted { address, health, coordinator })
 }
 
 /// A host that cannot join waits for its coordinator, which still has messages for the others: the
 /// process may end next.
-fn attended<E>(
-    membership: Result<Membership, E>,
-    coordinator: JoinHandle<()>,
-) -> Result<(Membership, JoinHandle<()>), E> {
+fn attended<E>(membership: Result<Membership, E>, hosted: Hosted) -> Result<(Membership, Hosted), E> {
     match membership {
-        Ok(membership) => Ok((membership, coordinator)),
+        Ok(membership) => Ok((membership, hosted)),
         Err(error) => {
             // A thread that panicked has said so already.
-            let _ = coordinator.join();
+            let _ = hosted.coordinator.join();
             Err(error)
         }
     }
@@ -152,12 +162,12 @@ fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
     })
 }
 
-/// Tries the candidates in turn until one is the right one. `known` skips the search.
+/// Tries the candidates in turn until one is the right one. A rank that hosts need not search.
 fn seek(
     identity: &Identity,
     job: &Job,
     rendezvous: RendezvousId,
-    known: &[SocketAddr],
+    hosted: Option<&Hosted>,
     until: Instant,
 ) -> Result<Membership, BootstrapError> {
     let start = Instant::now();
@@ -165,7 +175,10 @@ fn seek(
     // name.
     let mut foreign = None;
     loop {
-        let candidates = if known.is_empty() { candidates(identity) } else { known.to_vec() };
+        if let Some(hosted) = hosted {
+            hosted.health.check()?;
+        }
+        let candidates = hosted.map_or_else(|| candidates(identity), |hosted| vec![hosted.address]);
         for address in candidates {
             let now = Instant::now();
             let request = JoinRequest {
@@ -502,20 +515,20 @@ fn lead(old: &TcpHub, request: &JoinRequest<'_>) -> Result<Rebuilt, JoinError> {
     let barrier = JoinBarrier::again(old.size, old.job.timeouts.liveness * 2);
     let health = Arc::clone(old.health());
     let absent = Box::new(move || health.absent());
-    let (address, coordinator) = host(listener, &old.job, request.rendezvous, barrier, absent, request.until)
+    let hosted = host(listener, &old.job, request.rendezvous, barrier, absent, request.until)
         .map_err(JoinError::Failed)?;
-    let (membership, coordinator) = attended(request.at(address), coordinator)?;
-    join_host(old, request.rendezvous.epoch, membership, Some(coordinator))
+    let (membership, hosted) = attended(request.at(hosted.address), hosted)?;
+    join_host(old, request.rendezvous.epoch, membership, Some(hosted))
 }
 
 fn join_host(
     old: &TcpHub,
     epoch: u16,
     membership: Membership,
-    coordinator: Option<std::thread::JoinHandle<()>>,
+    hosted: Option<Hosted>,
 ) -> Result<Rebuilt, JoinError> {
     let members = membership.members.clone();
-    let hub = TcpHub::new(old.job.clone(), epoch, membership, coordinator).map_err(JoinError::Failed)?;
+    let hub = TcpHub::new(old.job.clone(), epoch, membership, hosted).map_err(JoinError::Failed)?;
     Ok((Box::new(hub), members))
 }
 

@@ -17,7 +17,7 @@ use rustix::event::{EventfdFlags, Timespec};
 use rustix::io::Errno;
 
 use super::{Counters, NetConnection, Regions, system};
-use crate::bootstrap::Health;
+use crate::bootstrap::{Health, Thread, turn};
 use crate::error::{Cause, LaneError};
 use crate::lane::wait;
 
@@ -73,11 +73,16 @@ impl ProgressThread {
             beside_compute: AtomicBool::new(false),
             idle_rounds: if oversubscribed { IDLE_ROUNDS_OVERSUBSCRIBED } else { IDLE_ROUNDS },
         });
-        let receiver = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name(format!("sidelane-net-{rank}"))
-            .spawn(move || receiver.run())
-            .map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
+        let (receiver, thread) = (Arc::clone(&shared), Thread::new("net", rank, &shared.health));
+        let life = thread.clone();
+        let thread = thread.spawn(move || {
+            // NICs of a failed world must not read memory that others get.
+            if let Err(cause) = life.attempt(|| receiver.run()) {
+                receiver.end(&cause);
+            }
+        });
+        let thread =
+            thread.map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
         Ok(ProgressThread { shared, thread: Some(thread) })
     }
 
@@ -157,6 +162,7 @@ impl Shared {
     fn run(&self) {
         let (mut idle, mut alone) = (0, true);
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
+            turn();
             if alone && self.beside_compute.load(Ordering::Relaxed) {
                 wait::request_short_timeslice();
                 alone = false;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{Hook, HostExecutor, Run};
-use crate::bootstrap::{has_interrupt_check, interrupted};
+use crate::bootstrap::{caught, has_interrupt_check, interrupted};
 use crate::error::{NodeInfo, OverlapError};
 use crate::exec::Recorder;
 use crate::overlap::graph::Edge;
@@ -242,7 +242,9 @@ impl<'h> RunState<'h> {
         self.board.given_up.store(true, Ordering::Relaxed);
         self.board.changed.notify_all();
         drop(state);
-        let over = self.hook.is_none_or(|hook| hook(&error).is_break());
+        // The run is over if the hook panics, too: nothing is known of its nodes.
+        let over =
+            self.hook.is_none_or(|hook| !matches!(caught(|| hook(&error)), Ok(flow) if flow.is_continue()));
         let mut state = self.state();
         (state.telling, state.over) = (false, over);
         if over {
