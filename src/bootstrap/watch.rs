@@ -348,7 +348,7 @@ fn millis(
 }
 
 /// The longest time between two checks, besides the length of a sleep.
-const EVERY: Duration = Duration::from_millis(20);
+pub(super) const EVERY: Duration = Duration::from_millis(20);
 
 #[derive(Clone)]
 struct InterruptCheck {

@@ -193,6 +193,13 @@ pub enum BootstrapError {
         /// The rank out of reach.
         rank: u32,
     },
+    /// The user of this thread asked to stop
+    /// ([`interruptible`](crate::bootstrap::interruptible)).
+    #[error("interrupted in rendezvous step {step:?}")]
+    Interrupted {
+        /// The step.
+        step: String,
+    },
     /// Too few ranks came to a rebuild.
     #[error("rebuild of epoch {epoch}: rank {coordinator} did not gather the survivors within {} ms", waited.as_millis())]
     RebuildFailed {

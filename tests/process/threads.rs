@@ -1,5 +1,5 @@
-//! Threads of the library that panic: each rank gets an error that names the thread, long before any
-//! deadline. A rank that hears nothing fails its test by the job's patience.
+//! Threads of the library that panic: each rank gets an error that names the thread, long before
+//! any deadline. A rank that hears nothing fails its test by the job's patience.
 
 use crate::common::job::{Job, Setup, TWO_BY_FOUR, others};
 use crate::common::{Command, Failure, Report, Thread};

@@ -24,9 +24,10 @@ use crate::bootstrap::Secret;
 use crate::bootstrap::identity::LauncherPipe;
 use crate::bootstrap::rendezvous::{Hosted, Membership, PeerAuth, rebuild};
 use crate::bootstrap::thread::{Thread, turn};
+use crate::bootstrap::wait::{self, poll_until};
 use crate::bootstrap::watch::{Health, LauncherWatch, Liveness, Timeouts, lock};
 use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection};
-use crate::bootstrap::{failed, system, wait};
+use crate::bootstrap::{failed, interrupted, system};
 use crate::error::{BootstrapError, Cause, LostReason};
 
 /// Facts that stay the same from epoch to epoch.
@@ -134,8 +135,16 @@ impl TcpHub {
                 self.shared.ring();
             }
             let left = until.saturating_duration_since(Instant::now());
-            let woken = self.shared.changed.wait_timeout(state, left);
-            state = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+            drop(wait::on(&self.shared.changed, state, left));
+            // Asked without the lock: the answer may take a while.
+            let asked = interrupted();
+            state = lock(&self.shared.state);
+            if asked {
+                state.answers.remove(&ticket);
+                state.outgoing.extend(Message::Withdraw { ticket }.encode());
+                self.shared.ring();
+                return Err(BootstrapError::Interrupted { step: step.to_owned() });
+            }
         }
     }
 
@@ -143,8 +152,7 @@ impl TcpHub {
         self.shared.end(end);
         // The link first: its goodbye is what ends the coordinator.
         for thread in [self.link.take(), self.coordinator.take()].into_iter().flatten() {
-            // A thread that panicked has said so already.
-            let _ = thread.join();
+            wait::join(thread);
         }
     }
 }
@@ -340,7 +348,7 @@ impl Link {
         loop {
             turn();
             let next = liveness.next().into_iter().fold(beat, Instant::min);
-            if let Err(error) = self.wait(next) {
+            if let Err(error) = self.await_event(next) {
                 tracing::error!(%error, "the heartbeat thread ends");
                 self.fail(Cause::Lost { rank: HOST, how: LostReason::Closed });
                 return;
@@ -373,11 +381,11 @@ impl Link {
     }
 
     /// Waits for something to do.
-    fn wait(&self, next: Instant) -> Result<(), BootstrapError> {
+    fn await_event(&self, next: Instant) -> Result<(), BootstrapError> {
         let wake_fd = PollFd::new(&self.shared.wake_fd, PollFlags::IN);
         let mut fds = vec![self.connection.poll_fd(), wake_fd];
         fds.extend(self.launcher.as_ref().map(LauncherWatch::poll_fd));
-        wait(&mut fds, next)?;
+        poll_until(&mut fds, next)?;
         let mut count = [0; 8];
         // Clears the wake-up; there is none when another event woke this thread.
         let _ = rustix::io::read(&self.shared.wake_fd, &mut count);
@@ -449,7 +457,7 @@ impl Link {
             if self.connection.is_flushed() || Instant::now() >= until {
                 return;
             }
-            if wait(&mut [self.connection.poll_fd()], until).is_err() {
+            if poll_until(&mut [self.connection.poll_fd()], until).is_err() {
                 return;
             }
         }

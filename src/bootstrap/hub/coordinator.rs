@@ -20,7 +20,7 @@ use rustix::event::PollFd;
 use super::store::{Delivery, Requester, Store};
 use crate::bootstrap::rendezvous::{AuthenticatedPeer, HandshakeQueue, JoinBarrier};
 use crate::bootstrap::thread::{Thread, turn};
-use crate::bootstrap::wait;
+use crate::bootstrap::wait::poll_until;
 use crate::bootstrap::watch::{Liveness, Timeouts};
 use crate::bootstrap::wire::{JoinRefusal, ListenAddress, Message, MessageConnection};
 use crate::error::{BootstrapError, Cause, LostReason};
@@ -80,7 +80,7 @@ fn assemble(config: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapEr
         let slice = now + Duration::from_millis(50);
         let next = queue.next().into_iter().chain(barrier.closes()).fold(slice, Instant::min);
         let connections = here.values().map(|arrival| arrival.connection.poll_fd());
-        wait(&mut queue.poll_fds().chain(connections).collect::<Vec<_>>(), next)?;
+        poll_until(&mut queue.poll_fds().chain(connections).collect::<Vec<_>>(), next)?;
 
         let now = Instant::now();
         for arrival in queue.turn(now) {
@@ -232,7 +232,7 @@ impl Coordinator {
             if waiting.is_empty() || Instant::now() >= until {
                 return Ok(());
             }
-            wait(&mut waiting, until)?;
+            poll_until(&mut waiting, until)?;
         }
     }
 
@@ -244,7 +244,7 @@ impl Coordinator {
         let ranks: Vec<usize> = self.members.iter().enumerate().filter(open).map(|(rank, _)| rank).collect();
         let connections = ranks.iter().map(|&rank| self.members[rank].connection.poll_fd());
         let mut fds: Vec<PollFd<'_>> = connections.chain(self.queue.poll_fds()).collect();
-        wait(&mut fds, next)?;
+        poll_until(&mut fds, next)?;
         Ok(ranks.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|(&rank, _)| rank).collect())
     }
 

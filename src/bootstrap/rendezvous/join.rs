@@ -26,14 +26,14 @@
 //!   rebuild    begins when all ranks not known absent are here, or a short window after the second came
 //! ```
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::listener::{HandshakeQueue, patient};
-use crate::bootstrap::failed;
 use crate::bootstrap::hub::{HOST, Hub, HubConfig, Job, TcpHub, coordinate};
 use crate::bootstrap::identity::Identity;
 use crate::bootstrap::secret::{Secret, random};
@@ -43,6 +43,7 @@ use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL, RendezvousId,
     job_digest,
 };
+use crate::bootstrap::{failed, interrupted, wait};
 use crate::error::{BootstrapError, Cause};
 
 /// Bound of the challenge of one candidate: a stranger that accepts and stays silent costs this
@@ -132,8 +133,7 @@ fn attended<E>(membership: Result<Membership, E>, hosted: Hosted) -> Result<(Mem
     match membership {
         Ok(membership) => Ok((membership, hosted)),
         Err(error) => {
-            // A thread that panicked has said so already.
-            let _ = hosted.coordinator.join();
+            wait::join(hosted.coordinator);
             Err(error)
         }
     }
@@ -174,11 +174,13 @@ fn seek(
     // A job that holds one of the ports and has another secret may be another user's, with the same
     // name.
     let mut foreign = None;
+    let interrupt = Interrupt::default();
     loop {
+        interrupt.check("rendezvous")?;
         if let Some(hosted) = hosted {
             hosted.health.check()?;
         }
-        let candidates = hosted.map_or_else(|| candidates(identity), |hosted| vec![hosted.address]);
+        let candidates = hosted.map_or_else(|| candidates(identity, until), |hosted| vec![hosted.address]);
         for address in candidates {
             let now = Instant::now();
             let request = JoinRequest {
@@ -188,9 +190,13 @@ fn seek(
                 beyond_loopback: !identity.is_local(),
                 greeted_until: until.min(now + GREETING),
                 until,
-                stop: &|| false,
+                stop: &|| interrupt.came() || hosted.is_some_and(|hosted| hosted.health.check().is_err()),
             };
-            match request.at(address) {
+            let outcome = request.at(address);
+            if outcome.is_err() {
+                interrupt.check("rendezvous")?;
+            }
+            match outcome {
                 Ok(membership) => return Ok(membership),
                 Err(JoinError::Unreachable) => {}
                 Err(JoinError::Failed(error)) => return Err(error),
@@ -209,20 +215,32 @@ fn seek(
             let address = format!("{} (ports {})", identity.master_addr, list(&identity.ports));
             return Err(BootstrapError::NoRendezvous { address, waited: start.elapsed() });
         }
-        thread::sleep(PAUSE);
+        wait::nap(PAUSE);
     }
 }
 
 /// Every address of the master with every port; resolved anew each round, since names appear late.
-fn candidates(identity: &Identity) -> Vec<SocketAddr> {
+fn candidates(identity: &Identity, until: Instant) -> Vec<SocketAddr> {
     let ips: Vec<IpAddr> = match identity.is_local() {
         true => vec![identity.loopback()],
-        false => {
-            let found = (identity.master_addr.as_str(), 0).to_socket_addrs();
-            found.map(|found| found.map(|address| address.ip()).collect()).unwrap_or_default()
-        }
+        false => wait::resolve(&identity.master_addr, until),
     };
     identity.ports.iter().flat_map(|&port| ips.iter().map(move |&ip| SocketAddr::new(ip, port))).collect()
+}
+
+/// The wish of a thread's user to stop. A check may say so only once.
+#[derive(Default)]
+struct Interrupt(Cell<bool>);
+
+impl Interrupt {
+    fn came(&self) -> bool {
+        self.0.set(self.0.get() || interrupted());
+        self.0.get()
+    }
+
+    fn check(&self, step: &str) -> Result<(), BootstrapError> {
+        if self.came() { Err(BootstrapError::Interrupted { step: step.to_owned() }) } else { Ok(()) }
+    }
 }
 
 fn list(ports: &[u16]) -> String {
@@ -297,7 +315,7 @@ impl JoinRequest<'_> {
     pub(super) fn at(&self, address: SocketAddr) -> Result<Membership, JoinError> {
         let limit = self.greeted_until.saturating_duration_since(Instant::now()).min(CONNECT);
         let limit = limit.max(Duration::from_millis(1));
-        let stream = TcpStream::connect_timeout(&address, limit).map_err(|_| JoinError::Unreachable)?;
+        let stream = wait::connect(address, limit).map_err(|_| JoinError::Unreachable)?;
         let local = stream.local_addr().map_err(|_| JoinError::Unreachable)?.ip();
         let mut connection = MessageConnection::new(stream).map_err(|_| JoinError::Unreachable)?;
         let listener = self.listen(local)?;
@@ -453,7 +471,9 @@ pub fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapErr
     may_rebuild(old)?;
     let epoch = old.epoch.wrapping_add(1);
     let mut tried = Vec::new();
+    let interrupt = Interrupt::default();
     loop {
+        interrupt.check("rebuild")?;
         let absent = old.health().absent();
         let mut candidates = (0..old.size).filter(|rank| !absent.contains(rank) && !tried.contains(rank));
         let Some(candidate) = candidates.next() else {
@@ -465,7 +485,7 @@ pub fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapErr
         let limit = if candidates.next().is_some() { limit / 2 } else { limit };
         let rendezvous = RendezvousId { job: old.job.digest, size: old.size, epoch, host: candidate };
         let health = old.health().clone();
-        let stop = move || health.is_absent(candidate);
+        let stop = || health.is_absent(candidate) || interrupt.came();
         let request = JoinRequest {
             secret: &old.job.secret,
             rendezvous,
@@ -482,6 +502,9 @@ pub fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapErr
                 .at(old.addresses[candidate as usize])
                 .and_then(|membership| join_host(old, epoch, membership, None))
         };
+        if seated.is_err() {
+            interrupt.check("rebuild")?;
+        }
         match seated {
             Ok(rebuilt) => return Ok(rebuilt),
             Err(JoinError::Failed(error)) => return Err(error),

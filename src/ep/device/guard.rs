@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::bootstrap::{Health, Thread, turn};
+use crate::bootstrap::{Health, Thread, turn, wait};
 use crate::device::{Context, DeviceRange, PinnedMemory, Priority, Stream};
 use crate::ep::work::EpState;
 use crate::error::{DeviceError, Error, LaneError, PlanError};
@@ -132,7 +132,7 @@ impl Words {
                 if alive.check().is_err() {
                     release(&words);
                 }
-                std::thread::sleep(ROUND);
+                wait::nap(ROUND);
             }
         };
         let started = thread.spawn(move || {
@@ -366,7 +366,7 @@ impl Drop for Watch {
         self.watched.over.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            let _ = thread.join();
+            wait::join(thread);
         }
     }
 }
@@ -380,7 +380,7 @@ impl Watched {
             if let Ok(Some(late)) = self.late(lanes.deadline) {
                 let _ = self.fixed.fail(late);
             }
-            std::thread::park_timeout(period);
+            wait::park(period);
         }
     }
 

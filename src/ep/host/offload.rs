@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-use crate::bootstrap::{Thread, turn};
+use crate::bootstrap::{Thread, turn, wait};
 use crate::ep::work::{CallPlan, EpState, Relay, RelayCall, RelayTask};
 use crate::error::{Error, LaneError};
 use crate::exec::{HostStepper, TransferCounts, Until, drive};
@@ -52,7 +52,7 @@ impl HostRelay {
     /// Performs the whole task. A refusal ends it early; the rank itself finds that, too.
     ///
     /// # Errors
-    /// Those that end the world; [`Cause::Protocol`](crate::error::Cause::Protocol) if a header makes no sense.
+    /// Those that end the world; that of the lane's protocol if a header makes no sense.
     fn perform(
         &mut self,
         programs: &RankPrograms,
@@ -139,7 +139,8 @@ impl RelayRunner {
                 Some((task, plan))
             }
             Err(_) => {
-                // The thread has died. It ends by recording that: the caller finds the world failed.
+                // The thread has died, and ends by recording that: the caller finds the world
+                // failed.
                 self.thread.take().map(RelayThread::end);
                 None
             }
@@ -179,6 +180,6 @@ impl RelayThread {
 
     fn end(self) {
         drop((self.tasks, self.done));
-        let _ = self.thread.join();
+        wait::join(self.thread);
     }
 }

@@ -49,6 +49,7 @@ use super::{
     ConnectionEnd, ConnectionOffer, EMULATED, LOOPBACK, NetConnection, NetTransport, Regions, RemoteAddress,
     SendBlocked, system,
 };
+use crate::bootstrap::wait::nap;
 use crate::bootstrap::{FatalLock, Health};
 use crate::config::EmulatedLink;
 use crate::error::{Cause, Error, LaneError};
@@ -344,7 +345,7 @@ impl NetConnection for LoopbackConnection {
     fn leave(&self, until: Instant) {
         let due = self.out.lock().due;
         let left = Duration::from_nanos(due.saturating_sub(now()));
-        std::thread::sleep(left.min(until.saturating_duration_since(Instant::now())));
+        nap(left.min(until.saturating_duration_since(Instant::now())));
     }
 }
 

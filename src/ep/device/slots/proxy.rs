@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::bootstrap::{Thread, turn};
+use crate::bootstrap::{Thread, turn, wait};
 use crate::ep::device::guard::Words;
 use crate::ep::device::transport::RowTransport;
 use crate::error::{Error, LaneError};
@@ -124,7 +124,7 @@ impl Drop for Proxy {
     fn drop(&mut self) {
         self.closing.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take().filter(|_| !self.work.words.is_claimed()) {
-            let _ = thread.join();
+            wait::join(thread);
         }
     }
 }
@@ -149,7 +149,7 @@ impl Work {
                 return Ok(());
             }
             idle += 1;
-            if idle < awake { std::thread::yield_now() } else { std::thread::sleep(NAP) }
+            if idle < awake { std::thread::yield_now() } else { wait::nap(NAP) }
         }
     }
 

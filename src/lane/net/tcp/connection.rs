@@ -18,10 +18,11 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 
+use crate::bootstrap::wait::{epoll_for, park, poll_for};
 use crate::bootstrap::{FatalLock, Health};
 use crate::error::{Cause, LaneError, MemoryError};
 use crate::lane::net::regions::{HEADER, Record};
@@ -386,11 +387,10 @@ impl TcpConnection {
     fn await_socket(&self, slice: Duration, room: bool) {
         if self.ended.get().is_some() {
             // It would never sleep again.
-            return std::thread::park_timeout(slice);
+            return park(slice);
         }
-        let slice = Timespec { tv_sec: slice.as_secs() as i64, tv_nsec: slice.subsec_nanos().into() };
         let room = if room { PollFlags::OUT } else { PollFlags::empty() };
-        let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::IN | room)], Some(&slice));
+        let _ = poll_for(&mut [PollFd::new(&self.socket, PollFlags::IN | room)], slice);
     }
 }
 
@@ -689,8 +689,7 @@ impl Poller {
     fn poll(&self) {
         self.polls.fetch_add(1, Ordering::Relaxed);
         let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; AT_ONCE];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let ready = epoll::wait(&self.set, &mut events[..], Some(&now)).unwrap_or(0);
+        let ready = epoll_for(&self.set, &mut events, Duration::ZERO);
         if ready > 0 {
             let all = self.ready.read().unwrap_or_else(PoisonError::into_inner);
             for event in &events[..ready] {

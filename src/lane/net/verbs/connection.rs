@@ -30,6 +30,7 @@ use super::receiver::{Receiver, SignalSender};
 use super::registration::{NicMemory, RemoteRegions, Source};
 use super::sender::{self, Kind, PieceSource, RECEIVE, Sender, Staged};
 use super::{Completion, CompletionQueue, Remote, SignalMode};
+use crate::bootstrap::wait::nap;
 use crate::bootstrap::{FatalLock, Health};
 use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
 use crate::lane::net::regions::Record;
@@ -255,7 +256,7 @@ impl Connection {
                 // A rank that makes progress is not silent.
                 waiter = Waiter::new(limits);
             } else {
-                let turned = waiter.turn(|slice| std::thread::sleep(slice.min(NAP)));
+                let turned = waiter.turn(|slice| nap(slice.min(NAP)));
                 turned.map_err(|why| self.left_or(why, limits))?;
             }
         }
