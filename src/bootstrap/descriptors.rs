@@ -607,6 +607,17 @@ mod tests {
     }
 
     #[test]
+    fn end_of_a_conversation_is_asked_for_twice() {
+        // The peer sends and closes between the two looks of the kernel.
+        let mut answers = [Ok((0, "gone")), Ok((5, "words"))].into_iter();
+        assert_eq!(until_the_end(|| answers.next().unwrap()), Ok((5, "words")));
+        let mut answers = [Ok((5, "words")), Ok((0, "gone")), Ok((0, "gone"))].into_iter();
+        assert_eq!(until_the_end(|| answers.next().unwrap()), Ok((5, "words")));
+        assert_eq!(until_the_end(|| answers.next().unwrap()), Ok((0, "gone")));
+        assert_eq!(until_the_end(|| Err::<(usize, ()), _>(Errno::AGAIN)), Err(Errno::AGAIN));
+    }
+
+    #[test]
     fn the_last_words_of_a_side_that_closes_at_once_are_heard() {
         // Without the second look, one conversation in five thousand was lost.
         const CONVERSATIONS: usize = 20_000;
