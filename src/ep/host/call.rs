@@ -564,7 +564,7 @@ impl HostCall<'_, '_> {
             Ok(staging) => Ok(Offer { chunk, staging }),
             Err(error) => {
                 handle.inner().give_back_chunk(chunk);
-                Err(error.into())
+                Err(error)
             }
         }
     }

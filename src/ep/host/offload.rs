@@ -141,7 +141,9 @@ impl RelayRunner {
             Err(_) => {
                 // The thread has died, and ends by recording that: the caller finds the world
                 // failed.
-                self.thread.take().map(RelayThread::end);
+                if let Some(thread) = self.thread.take() {
+                    thread.end();
+                }
                 None
             }
         }
