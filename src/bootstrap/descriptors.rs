@@ -38,8 +38,9 @@ use rustix::net::{
 
 use super::hub::Hub;
 use super::secret::random;
+use super::wait::poll_until;
 use super::wire::{Malformed, Reader, Writer, keyed};
-use super::{failed, system, wait};
+use super::{failed, interrupted, system};
 use crate::error::BootstrapError;
 
 /// How often the health of the world is looked at, which is no descriptor to wait for.
@@ -193,6 +194,9 @@ impl<'fd> Table<'_, 'fd> {
                 return Ok(results);
             }
             self.hub.health().check()?;
+            if interrupted() {
+                return Err(BootstrapError::Interrupted { step: self.exchange.key.to_owned() });
+            }
             let now = Instant::now();
             if now >= start + deadline {
                 if let Some(errno) = shortage {
@@ -210,7 +214,7 @@ impl<'fd> Table<'_, 'fd> {
                 fds.push(PollFd::new(&self.listener, PollFlags::IN));
             }
             fds.extend(unknown.iter().map(|connection| PollFd::new(connection, PollFlags::IN)));
-            wait(&mut fds, (start + deadline).min(now + SLICE))?;
+            poll_until(&mut fds, (start + deadline).min(now + SLICE))?;
         }
     }
 
@@ -600,6 +604,17 @@ mod tests {
                 end => return Ok(end),
             }
         }
+    }
+
+    #[test]
+    fn end_of_a_conversation_is_asked_for_twice() {
+        // The peer sends and closes between the two looks of the kernel.
+        let mut answers = [Ok((0, "gone")), Ok((5, "words"))].into_iter();
+        assert_eq!(until_the_end(|| answers.next().unwrap()), Ok((5, "words")));
+        let mut answers = [Ok((5, "words")), Ok((0, "gone")), Ok((0, "gone"))].into_iter();
+        assert_eq!(until_the_end(|| answers.next().unwrap()), Ok((5, "words")));
+        assert_eq!(until_the_end(|| answers.next().unwrap()), Ok((0, "gone")));
+        assert_eq!(until_the_end(|| Err::<(usize, ()), _>(Errno::AGAIN)), Err(Errno::AGAIN));
     }
 
     #[test]

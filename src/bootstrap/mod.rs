@@ -25,6 +25,8 @@
 //!   descriptors   ranks of one machine, and how they pass descriptors to each other
 //!   rendezvous    first contact and rebuild: from processes to the members of a world
 //!   hub           a world while it lives: store, coordinator, client; or threads
+//!   thread        threads of the library, the deaths of which end the world
+//!   wait          what blocks a thread: bounded sleeps, the network, ends of threads
 //!   watch         silent ranks, the launcher's life, the health of the world, timeouts
 //!   connection          proofs, messages, frames, a connection that never blocks
 //!   identity      this process as its launcher describes it
@@ -36,20 +38,21 @@ mod hub;
 mod identity;
 mod rendezvous;
 mod secret;
+mod thread;
+pub(crate) mod wait;
 mod watch;
 mod wire;
 
 use std::io;
-use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, Timespec, poll};
 use rustix::io::Errno;
 
 pub use descriptors::Location;
 pub use identity::Identity;
 pub use secret::Secret;
+pub(crate) use thread::{FatalLock, Thread, caught, spawn_scoped, turn};
+pub(crate) use watch::interrupted;
 pub use watch::{Timeouts, interruptible};
-pub(crate) use watch::{has_interrupt_check, interrupted};
 
 use crate::error::BootstrapError;
 
@@ -62,21 +65,11 @@ pub use hub::{Hub, threads};
 pub use identity::{Launcher, LauncherPipe};
 #[doc(hidden)]
 pub use rendezvous::{PeerAuth, PeerListener, connect};
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub use thread::fault::panic_in;
 #[doc(hidden)]
 pub use watch::Health;
-
-/// Waits until a descriptor is ready or the time has come. Being interrupted counts as ready.
-fn wait(fds: &mut [PollFd<'_>], until: Instant) -> Result<(), BootstrapError> {
-    // Rounded up to a millisecond, so that a wait does not end just before its time, again and
-    // again.
-    let left = until.saturating_duration_since(Instant::now()) + Duration::from_micros(999);
-    let left = Duration::from_millis(left.as_millis().try_into().unwrap_or(u64::MAX));
-    let left = Timespec::try_from(left).ok();
-    match poll(fds, left.as_ref()) {
-        Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(errno) => Err(system("poll", errno)),
-    }
-}
 
 /// The error of a system call.
 fn system(call: &'static str, errno: Errno) -> BootstrapError {

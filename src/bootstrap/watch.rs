@@ -48,6 +48,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -108,7 +109,13 @@ impl Health {
         if let Some(cause) = self.cause.get() {
             // Watchers are taken out before they are called, so that one may use this object again.
             let watchers = std::mem::take(&mut *lock(&self.watchers));
-            watchers.iter().for_each(|watcher| watcher(cause));
+            // Nor may the panic of one keep others from hearing.
+            watchers.iter().for_each(|watcher| {
+                let heard = catch_unwind(AssertUnwindSafe(|| watcher(cause)));
+                if heard.is_err() {
+                    tracing::error!(%cause, "a watcher of the world's health panicked");
+                }
+            });
         }
         true
     }
@@ -162,6 +169,7 @@ fn word(cause: &Cause) -> u32 {
         Cause::Protocol { rank } => (6, rank),
         Cause::Connection { rank, .. } => (7, rank),
         Cause::Nic { by } => (8, by),
+        Cause::Panicked { by, .. } => (9, by),
     };
     kind | rank << 8
 }
@@ -340,7 +348,7 @@ fn millis(
 }
 
 /// The longest time between two checks, besides the length of a sleep.
-const EVERY: Duration = Duration::from_millis(20);
+pub(super) const EVERY: Duration = Duration::from_millis(20);
 
 #[derive(Clone)]
 struct InterruptCheck {

@@ -193,6 +193,13 @@ pub enum BootstrapError {
         /// The rank out of reach.
         rank: u32,
     },
+    /// The user of this thread asked to stop
+    /// ([`interruptible`](crate::bootstrap::interruptible)).
+    #[error("interrupted in rendezvous step {step:?}")]
+    Interrupted {
+        /// The step.
+        step: String,
+    },
     /// Too few ranks came to a rebuild.
     #[error("rebuild of epoch {epoch}: rank {coordinator} did not gather the survivors within {} ms", waited.as_millis())]
     RebuildFailed {
@@ -307,6 +314,17 @@ pub enum Cause {
     Nic {
         /// The rank.
         by: u32,
+    },
+    /// A thread panicked that other threads or other ranks wait for: a bug of the library, or a
+    /// panic of a function that a node of a layer calls.
+    #[error("{thread} of rank {by} panicked: {message}")]
+    Panicked {
+        /// The rank.
+        by: u32,
+        /// Name of the thread, or of the node.
+        thread: String,
+        /// The panic's message.
+        message: String,
     },
     /// A peer sent something over a lane that no correct peer sends.
     #[error("rank {rank} broke the lane's protocol")]

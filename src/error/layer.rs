@@ -186,6 +186,14 @@ pub enum OverlapError {
         /// Why.
         errno: i32,
     },
+    /// A thread of the run panicked outside the work of its nodes: a bug of the library.
+    #[error("the thread {name} panicked: {message}")]
+    ThreadPanicked {
+        /// The name of the thread.
+        name: String,
+        /// The panic's message.
+        message: String,
+    },
     /// A node is for a stream that the executor has not. Nothing was begun.
     #[error("{at}: the executor has no such stream")]
     NoStream {

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use rustix::thread::futex;
 
+use crate::bootstrap::wait::futex_for;
 use crate::memory::access;
 use crate::schedule::{Calls, ControlLayout, Tag};
 
@@ -81,9 +82,7 @@ impl<'a> FlagLine<'a> {
     pub fn sleep(self, seen: u64, slice: Duration) {
         self.sleepers().fetch_add(1, Ordering::SeqCst);
         if self.words[0].load(Ordering::SeqCst) == seen {
-            let slice =
-                futex::Timespec { tv_sec: slice.as_secs() as i64, tv_nsec: slice.subsec_nanos().into() };
-            let _ = futex::wait(self.low_half(), futex::Flags::empty(), seen as u32, Some(&slice));
+            futex_for(self.low_half(), seen as u32, slice);
         }
         self.sleepers().fetch_sub(1, Ordering::Relaxed);
     }

@@ -14,6 +14,7 @@ use std::time::Duration;
 use super::net::NetConnection;
 use super::wait::{Unmet, WaitLimits, Waiter};
 use crate::bootstrap::Health;
+use crate::bootstrap::wait::nap;
 use crate::error::{Error, LaneError};
 use crate::rows::RowKernels;
 use crate::schedule::Flag;
@@ -189,7 +190,7 @@ impl Lanes {
             }
             look()?;
             self.progress();
-            waiter.turn(std::thread::sleep).map_err(|why| {
+            waiter.turn(nap).map_err(|why| {
                 let (rank, lane, flag) = (self.rank, COPY_ENGINE, flag as u32);
                 Unmet { rank, peer: from, lane, flag, awaited: value, seen }.error(why, || None)
             })?;

@@ -24,6 +24,7 @@ use super::net::{DeviceAddress, NetConnection, RemoteAddress, SendBlocked};
 use super::wait::{self, SLEEP_INTERVAL, Unmet, WaitLimits, Waiter};
 use super::{FlagLine, Lanes, PeerLane};
 use crate::bootstrap::Health;
+use crate::bootstrap::wait::nap;
 use crate::error::{Error, LaneError, MemoryError};
 use crate::memory::PeerMapping;
 use crate::plan::RowRun;
@@ -446,7 +447,7 @@ impl Port {
                 continue;
             }
             let waiter = waiter.get_or_insert_with(|| Waiter::new(self.lanes.limits_of(to)));
-            if waiter.turn(|slice| std::thread::sleep(slice.min(SLEEP_INTERVAL))).is_err() {
+            if waiter.turn(|slice| nap(slice.min(SLEEP_INTERVAL))).is_err() {
                 return;
             }
         }

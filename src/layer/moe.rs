@@ -114,13 +114,26 @@ impl Plan {
             // A transfer's failure is recorded already ([`WorldState::fail`]): that stays the
             // cause.
             if world.hub.health().check().is_ok() {
-                world.hub.cancel(Cause::Cancelled { by: world.hub.rank() });
+                world.hub.cancel(cause_of(error, world.hub.rank()));
             }
             ControlFlow::Break(())
         };
         let executor = HostExecutor::new().overlap(self.overlap).limit(self.limit(world)).on_error(&cancel);
         let executor = executor.recorder(world.recorder.as_deref());
         Ok(graph.run(&executor)?)
+    }
+}
+
+/// Cause of the world's failure after the error of a graph.
+pub(super) fn cause_of(error: &OverlapError, by: u32) -> Cause {
+    match error {
+        OverlapError::Panicked { at, message, .. } => {
+            Cause::Panicked { by, thread: at.to_string(), message: message.clone() }
+        }
+        OverlapError::ThreadPanicked { name, message } => {
+            Cause::Panicked { by, thread: name.clone(), message: message.clone() }
+        }
+        _ => Cause::Cancelled { by },
     }
 }
 

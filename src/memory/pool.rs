@@ -16,11 +16,12 @@
 
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::{PeerMapping, access};
-use crate::bootstrap::{Health, interrupted};
-use crate::error::MemoryError;
+use crate::bootstrap::Health;
+use crate::bootstrap::wait::{Ended, Polling};
+use crate::error::{Error, MemoryError, PlanError};
 
 /// Knows whether all readers of a retired extent have finished.
 pub trait ReleaseCheck: Send + Sync {
@@ -90,9 +91,9 @@ impl Pool {
     /// offered memory, waits for these peers: they need no further action of this rank.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfSpace`].
-    pub fn alloc(self: &Arc<Self>, len: u64) -> Result<Extent, MemoryError> {
-        let mut since = None;
+    /// [`MemoryError::OutOfSpace`], the cause of a failed world, [`PlanError::Interrupted`].
+    pub fn alloc(self: &Arc<Self>, len: u64) -> Result<Extent, Error> {
+        let mut waiting = None;
         loop {
             let mut state = self.state();
             state.reap();
@@ -103,22 +104,26 @@ impl Pool {
                 }
                 Err(free) => free,
             };
-            let waited = since.get_or_insert_with(Instant::now).elapsed();
-            let over = waited > self.deadline || self.health.check().is_err() || interrupted();
             // Retired extents of no bytes only hold what their release checks hold.
             let coming = state.retired.iter().any(|r| r.len > 0);
-            if !coming || over {
-                return Err(MemoryError::OutOfSpace {
-                    rank: self.rank,
-                    asked: len,
-                    free,
-                    total: state.extents.total(),
-                    space: "pool",
-                    setting: "SIDELANE_HEAP",
-                });
-            }
+            let lacks = MemoryError::OutOfSpace {
+                rank: self.rank,
+                asked: len,
+                free,
+                total: state.extents.total(),
+                space: "pool",
+                setting: "SIDELANE_HEAP",
+            };
             drop(state);
-            std::thread::yield_now();
+            if !coming {
+                return Err(lacks.into());
+            }
+            let waiting = waiting.get_or_insert_with(|| Polling::within(&self.health, self.deadline));
+            waiting.turn().map_err(|why| match why {
+                Ended::Failed(cause) => Error::from(cause),
+                Ended::Late => lacks.into(),
+                Ended::Asked => PlanError::Interrupted.into(),
+            })?;
         }
     }
 

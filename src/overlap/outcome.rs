@@ -1,9 +1,7 @@
 //! How the work of a node ended.
 
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use super::graph::Body;
+use crate::bootstrap::caught;
 use crate::error::{Error, NodeInfo, OverlapError};
 
 /// Why a node went wrong.
@@ -25,13 +23,5 @@ impl NodeError {
 /// Runs the work. A panic ends here: streams have other nodes to wait for, and half-written results
 /// are never used.
 pub fn of<G>(body: Body<'_, G>, ground: &G) -> Result<(), NodeError> {
-    match catch_unwind(AssertUnwindSafe(|| body(ground))) {
-        Ok(done) => done.map_err(NodeError::Failed),
-        Err(panic) => Err(NodeError::Panicked(message(panic.as_ref()))),
-    }
-}
-
-fn message(panic: &(dyn Any + Send)) -> String {
-    let said = panic.downcast_ref::<&str>().map(|said| (*said).to_owned());
-    said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()
+    caught(|| body(ground)).map_err(NodeError::Panicked)?.map_err(NodeError::Failed)
 }

@@ -182,7 +182,12 @@ impl NetSelection<'_> {
         let egress =
             self.options.emulated_link.map(|emulated_link| Arc::new(LinkEmulator::new(emulated_link)));
         let regions = Arc::clone(thread.regions());
-        Ok(Box::new(LoopbackTransport::new(self.hub.rank(), regions, thread.event_fd(), egress)?))
+        Ok(Box::new(LoopbackTransport::new(
+            (self.hub.rank(), self.hub.health()),
+            regions,
+            thread.event_fd(),
+            egress,
+        )?))
     }
 
     /// This rank's sockets.

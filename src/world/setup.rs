@@ -338,13 +338,13 @@ impl World {
 }
 
 impl WorldState {
-    /// A fault that only this rank's NIC has seen ends the world of all.
+    /// A fault that only this rank has seen, of its NIC or of a thread, ends the world of all.
     fn tell_of_own_faults(self: &Arc<Self>) {
         let (shared, own) = (Arc::downgrade(self), self.hub.rank());
         self.hub.health().on_failure(move |cause| {
             let seen_here = match cause {
                 Cause::Protocol { .. } => true,
-                Cause::Connection { by, .. } | Cause::Nic { by } => *by == own,
+                Cause::Connection { by, .. } | Cause::Nic { by } | Cause::Panicked { by, .. } => *by == own,
                 _ => false,
             };
             if let Some(shared) = shared.upgrade().filter(|_| seen_here) {
@@ -432,6 +432,29 @@ fn compare_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bootstrap::interruptible;
+    use crate::memory::ReleaseCheck;
+
+    /// Readers that never finish.
+    struct Reading;
+
+    impl ReleaseCheck for Reading {
+        fn is_released(&self, _: u64) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn wait_for_readers_ends_by_interrupt_and_by_failure_of_the_world() {
+        let world = World::threads(1).unwrap().remove(0);
+        let pool = world.pool();
+        let all = pool.alloc(pool.report().largest_free).unwrap();
+        pool.retire(all, &(Arc::new(Reading) as Arc<dyn ReleaseCheck>), 1);
+        let asked = interruptible(|| true, || pool.alloc(64).map(drop));
+        assert_eq!(asked, Err(crate::error::PlanError::Interrupted.into()));
+        world.cancel();
+        assert_eq!(pool.alloc(64).map(drop), Err(Cause::Cancelled { by: 0 }.into()));
+    }
 
     #[test]
     fn ranks_under_different_conditions_do_not_make_a_world_and_all_are_told_who_differs() {

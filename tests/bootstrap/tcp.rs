@@ -13,7 +13,7 @@ use std::{
 
 use crate::common::{LONG, Place, SOON, Signal, death, each, identity, place, timeouts, world};
 use sidelane::{
-    bootstrap::{Identity, LauncherPipe, Secret, Timeouts, connect},
+    bootstrap::{Identity, LauncherPipe, Secret, Timeouts, connect, interruptible},
     error::{BootstrapError, Cause, LostReason},
 };
 
@@ -82,6 +82,36 @@ fn a_rendezvous_names_the_rank_that_did_not_come() {
     for error in errors {
         assert!(matches!(&error, BootstrapError::Deadline { missing, .. } if *missing == [1]), "{error}");
     }
+}
+
+#[test]
+fn user_who_stops_ends_the_rendezvous_of_either_side() {
+    let place = place();
+    for rank in [0, 1] {
+        let alone = || connect(&identity(rank, 2, &place), None, timeouts()).err();
+        let error = interruptible(|| true, alone).unwrap();
+        let step = "rendezvous".to_owned();
+        assert_eq!(error, BootstrapError::Interrupted { step }, "rank {rank}");
+    }
+}
+
+#[test]
+fn user_who_stops_ends_a_step_and_a_rebuild_and_the_others_hear_who_is_missing() {
+    let seen = each(world(2), |hub| {
+        if hub.rank() == 1 {
+            let error = interruptible(|| true, || hub.barrier("half", 1, 2, LONG)).unwrap_err();
+            hub.set("stopped", b"").unwrap();
+            // It stays, or the rebuild would not wait for it.
+            return (error, hub);
+        }
+        hub.get("stopped", LONG).unwrap();
+        let error = interruptible(|| true, || hub.rebuild(LONG).map(drop)).unwrap_err();
+        assert_eq!(error, BootstrapError::Interrupted { step: "rebuild".to_owned() });
+        (hub.health().check().unwrap_err().into(), hub)
+    });
+    let seen: Vec<_> = seen.into_iter().map(|(error, _)| error).collect();
+    let cancelled = BootstrapError::World(Cause::Cancelled { by: 0 });
+    assert_eq!(seen, [cancelled, BootstrapError::Interrupted { step: "half".to_owned() }]);
 }
 
 #[test]

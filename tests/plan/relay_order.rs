@@ -4,7 +4,6 @@
 use std::cmp::Ordering;
 
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
@@ -93,7 +92,7 @@ fn blocks() -> impl Strategy<Value = (u32, Vec<Set>)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, rng_seed: RngSeed::Fixed(11), ..ProptestConfig::default() })]
+    #![proptest_config(crate::random_cases(2000))]
 
     #[test]
     fn rows_are_sorted_along_the_gray_code_and_spans_are_their_longest_runs(

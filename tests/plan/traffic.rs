@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 use proptest::sample::{select, subsequence};
-use proptest::test_runner::RngSeed;
 use sidelane::gate::Routing;
 use sidelane::plan::{
     Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveMode, ReceiveSizes,
@@ -177,7 +176,7 @@ fn hop<'a>(hops: &'a mut RowsByDistance, source: u32, rank: u32, nodes: &NodeMap
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, rng_seed: RngSeed::Fixed(3), ..ProptestConfig::default() })]
+    #![proptest_config(crate::random_cases(3000))]
 
     #[test]
     fn traffic_is_what_a_count_of_all_pairs_says(case in cases()) {

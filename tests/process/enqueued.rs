@@ -13,10 +13,11 @@ use std::time::{Duration, Instant};
 
 use crate::common::job::{Job, Setup, others};
 use crate::common::rank::Talk;
-use crate::common::{Command, Failure, Report, SOON};
+use crate::common::{Command, Failure, Report, SOON, Thread};
 use crate::support::{self, cases, tokens};
 use half::bf16;
 use sidelane::World;
+use sidelane::bootstrap::panic_in;
 
 use self::rank::{Case, Rank};
 
@@ -54,6 +55,10 @@ pub fn serve() {
                 }
                 talk.say(&Report::Failed(error.into()));
             }
+            Command::Doom(thread) => {
+                panic_in(&thread.of(world.rank()));
+                talk.say(&Report::Doomed);
+            }
             Command::End => return,
             other => panic!("{other:?}"),
         }
@@ -90,4 +95,17 @@ fn a_killed_rank_is_named_and_ends_the_streams_of_all_others() {
     let killed = job.kill(1);
     let lost = Report::Failed(Failure::Lost { rank: 1, silent: false });
     job.demand(others(3, 1), killed, SOON, &lost);
+}
+
+#[test]
+fn dead_watch_of_a_stream_ends_the_streams_of_all_ranks_by_name() {
+    let mut job = job(3, 3);
+    job.tell([1], Command::Doom(Thread::Watch));
+    assert_eq!(job.hear([1])[&1].said, Report::Doomed);
+    job.tell(0..3, Command::Loop);
+    assert!(job.hear(0..3).values().all(|heard| heard.said == Report::Running));
+    let died = Report::Failed(Failure::Panicked { by: 1, thread: Thread::Watch.of(1) });
+    for (rank, heard) in job.hear(0..3) {
+        assert_eq!(heard.said, died, "rank {rank}");
+    }
 }

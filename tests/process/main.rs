@@ -7,6 +7,7 @@ mod stops;
 #[path = "../support/mod.rs"]
 mod support;
 mod tcp;
+mod threads;
 mod worlds;
 
 /// The test that a job starts once per rank. Without a job it does nothing.

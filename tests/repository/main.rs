@@ -6,3 +6,4 @@ mod imports;
 mod module_layering;
 mod pages;
 mod parts;
+mod waits;

@@ -1,9 +1,9 @@
 //! Calls that wait: without the GIL, and so that Ctrl-C ends them.
 //!
 //! A signal is handled by the main thread, when that asks. So the waiting thread asks: in a call on
-//! the data path it does so itself, now and then, once a wait has become a sleep ([`call`]);
-//! meetings through the rendezvous, which take a while anyway, are made by another thread, while
-//! this one looks after signals ([`meeting`], [`joining`]).
+//! the data path, and while it joins a world, it does so itself, now and then, once a wait has
+//! become a sleep ([`call`], [`joining`]). Other meetings through the rendezvous are made by
+//! another thread, while this one looks after signals ([`meeting`]).
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -45,28 +45,30 @@ pub fn call<T: Send>(
     call: impl FnOnce() -> Result<T, sidelane::Error> + Send,
 ) -> PyResult<T> {
     let (done, raised) = py.detach(|| {
-        let raised = Rc::new(RefCell::new(None));
-        let told = Rc::clone(&raised);
-        let done = interruptible(
-            move || match signals() {
-                Ok(()) => false,
-                Err(error) => {
-                    told.replace(error);
-                    true
-                }
-            },
-            call,
-        );
-        let raised = raised.take();
+        let (done, raised) = asking(call);
         if raised.is_some() && interrupt == Interrupt::Cancels {
             world.cancel();
         }
         (done, raised)
     });
-    match raised {
-        Some(error) => Err(error),
-        None => done.map_err(raise),
-    }
+    finished(Some(done), raised)
+}
+
+/// Makes a call whose waits end when a signal's handler raises; what it raised.
+fn asking<T>(call: impl FnOnce() -> T) -> (T, Option<PyErr>) {
+    let raised = Rc::new(RefCell::new(None));
+    let told = Rc::clone(&raised);
+    let done = interruptible(
+        move || match signals() {
+            Ok(()) => false,
+            Err(error) => {
+                told.replace(error);
+                true
+            }
+        },
+        call,
+    );
+    (done, raised.take())
 }
 
 /// Makes a call that waits at the rendezvous. If a signal's handler raises, `stop` must end it.
@@ -91,20 +93,14 @@ pub fn meeting<T: Send>(
     finished(done, raised)
 }
 
-/// As [`meeting`], for a call that nothing can end: if a handler raises, it is left to itself.
-pub fn joining<T: Send + 'static>(
+/// Makes a call that joins a world. If a signal's handler raises, this rank gives up, and other
+/// ranks hear that it is missing.
+pub fn joining<T: Send>(
     py: Python<'_>,
-    call: impl FnOnce() -> Result<T, sidelane::Error> + Send + 'static,
+    call: impl FnOnce() -> Result<T, sidelane::Error> + Send,
 ) -> PyResult<T> {
-    let (done, raised) = py.detach(|| {
-        let (tell, heard) = channel();
-        std::thread::spawn(move || tell.send(call()));
-        match look(&heard) {
-            Ok(done) => (done, None),
-            Err(error) => (None, error),
-        }
-    });
-    finished(done, raised)
+    let (done, raised) = py.detach(|| asking(call));
+    finished(Some(done), raised)
 }
 
 fn finished<T>(done: Option<Result<T, sidelane::Error>>, raised: Option<PyErr>) -> PyResult<T> {

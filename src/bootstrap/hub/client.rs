@@ -22,10 +22,12 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use super::Hub;
 use crate::bootstrap::Secret;
 use crate::bootstrap::identity::LauncherPipe;
-use crate::bootstrap::rendezvous::{Membership, PeerAuth, rebuild};
+use crate::bootstrap::rendezvous::{Hosted, Membership, PeerAuth, rebuild};
+use crate::bootstrap::thread::{Thread, turn};
+use crate::bootstrap::wait::{self, poll_until};
 use crate::bootstrap::watch::{Health, LauncherWatch, Liveness, Timeouts, lock};
 use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection};
-use crate::bootstrap::{failed, system, wait};
+use crate::bootstrap::{failed, interrupted, system};
 use crate::error::{BootstrapError, Cause, LostReason};
 
 /// Facts that stay the same from epoch to epoch.
@@ -54,19 +56,29 @@ pub struct TcpHub {
 }
 
 impl TcpHub {
-    /// Joins the world of an epoch. `coordinator` is the thread that hosts it, if it is ours.
+    /// Joins the world of an epoch, which `hosted` serves if this rank hosts it.
     pub fn new(
         job: Job,
         epoch: u16,
         membership: Membership,
-        coordinator: Option<JoinHandle<()>>,
+        hosted: Option<Hosted>,
     ) -> Result<Self, BootstrapError> {
         let launcher = job.launcher.map(LauncherWatch::open).transpose()?;
-        let shared = Shared::new(Arc::new(Health::new()))?;
+        let (health, coordinator) = match hosted {
+            Some(hosted) => (hosted.health, Some(hosted.coordinator)),
+            None => (Arc::default(), None),
+        };
+        let shared = Shared::new(health)?;
         let Membership { connection, rank, members, addresses, listener } = membership;
-        let link = Link { shared: shared.clone(), connection, launcher, timeouts: job.timeouts, rank, epoch };
-        let name = format!("sidelane link {rank}");
-        let link = thread::Builder::new().name(name).spawn(move || link.run());
+        let mut link =
+            Link { shared: shared.clone(), connection, launcher, timeouts: job.timeouts, rank, epoch };
+        let thread = Thread::new("link", rank, &shared.health);
+        let life = thread.clone();
+        let link = thread.spawn(move || {
+            if let Err(cause) = life.attempt(|| link.run()) {
+                link.part(&Message::Dead(cause));
+            }
+        });
         let link = Some(link.map_err(|error| failed("thread spawn", &error))?);
         let (size, tickets) = (members.len() as u32, AtomicU64::new(0));
         Ok(TcpHub { job, rank, size, epoch, shared, addresses, listener, tickets, link, coordinator })
@@ -123,8 +135,16 @@ impl TcpHub {
                 self.shared.ring();
             }
             let left = until.saturating_duration_since(Instant::now());
-            let woken = self.shared.changed.wait_timeout(state, left);
-            state = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+            drop(wait::on(&self.shared.changed, state, left));
+            // Asked without the lock: the answer may take a while.
+            let asked = interrupted();
+            state = lock(&self.shared.state);
+            if asked {
+                state.answers.remove(&ticket);
+                state.outgoing.extend(Message::Withdraw { ticket }.encode());
+                self.shared.ring();
+                return Err(BootstrapError::Interrupted { step: step.to_owned() });
+            }
         }
     }
 
@@ -132,8 +152,7 @@ impl TcpHub {
         self.shared.end(end);
         // The link first: its goodbye is what ends the coordinator.
         for thread in [self.link.take(), self.coordinator.take()].into_iter().flatten() {
-            // A thread that panicked has said so already.
-            let _ = thread.join();
+            wait::join(thread);
         }
     }
 }
@@ -322,13 +341,14 @@ struct Link {
 
 impl Link {
     /// Runs until the hub ends or the connection does.
-    fn run(mut self) {
+    fn run(&mut self) {
         let now = Instant::now();
         let mut liveness = Liveness::new(1, self.timeouts.heartbeat, self.timeouts.liveness, now);
         let mut beat = now;
         loop {
+            turn();
             let next = liveness.next().into_iter().fold(beat, Instant::min);
-            if let Err(error) = self.wait(next) {
+            if let Err(error) = self.await_event(next) {
                 tracing::error!(%error, "the heartbeat thread ends");
                 self.fail(Cause::Lost { rank: HOST, how: LostReason::Closed });
                 return;
@@ -354,18 +374,18 @@ impl Link {
             let end = self.take_outgoing();
             match end {
                 Some(End::Abandon) => return,
-                Some(End::Leave) => return self.leave(),
+                Some(End::Leave) => return self.part(&Message::Bye),
                 None => self.connection.flush(),
             }
         }
     }
 
     /// Waits for something to do.
-    fn wait(&self, next: Instant) -> Result<(), BootstrapError> {
+    fn await_event(&self, next: Instant) -> Result<(), BootstrapError> {
         let wake_fd = PollFd::new(&self.shared.wake_fd, PollFlags::IN);
         let mut fds = vec![self.connection.poll_fd(), wake_fd];
         fds.extend(self.launcher.as_ref().map(LauncherWatch::poll_fd));
-        wait(&mut fds, next)?;
+        poll_until(&mut fds, next)?;
         let mut count = [0; 8];
         // Clears the wake-up; there is none when another event woke this thread.
         let _ = rustix::io::read(&self.shared.wake_fd, &mut count);
@@ -428,15 +448,16 @@ impl Link {
         state.end
     }
 
-    fn leave(&mut self) {
-        self.connection.send(&Message::Bye);
+    /// Sends its last message.
+    fn part(&mut self, message: &Message) {
+        self.connection.send(message);
         let until = Instant::now() + FINAL_SEND;
         loop {
             self.connection.flush();
             if self.connection.is_flushed() || Instant::now() >= until {
                 return;
             }
-            if wait(&mut [self.connection.poll_fd()], until).is_err() {
+            if poll_until(&mut [self.connection.poll_fd()], until).is_err() {
                 return;
             }
         }

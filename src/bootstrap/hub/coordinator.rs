@@ -19,13 +19,16 @@ use rustix::event::PollFd;
 
 use super::store::{Delivery, Requester, Store};
 use crate::bootstrap::rendezvous::{AuthenticatedPeer, HandshakeQueue, JoinBarrier};
-use crate::bootstrap::wait;
+use crate::bootstrap::thread::{Thread, turn};
+use crate::bootstrap::wait::poll_until;
 use crate::bootstrap::watch::{Liveness, Timeouts};
 use crate::bootstrap::wire::{JoinRefusal, ListenAddress, Message, MessageConnection};
 use crate::error::{BootstrapError, Cause, LostReason};
 
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);
+/// How long the ranks may take for the last message of a coordinator that dies.
+const FINAL_SEND: Duration = Duration::from_millis(500);
 
 /// Inputs of a coordinator.
 pub struct HubConfig {
@@ -38,12 +41,17 @@ pub struct HubConfig {
     pub until: Instant,
 }
 
-/// Gathers the ranks, then serves them until its own rank is gone.
-pub fn coordinate(mut config: HubConfig) {
-    let served = assemble(&mut config).and_then(|members| match members {
-        Some(connections) => Coordinator::new(config.queue, config.timeouts, connections).serve(),
-        None => Ok(()),
-    });
+/// Gathers the ranks, then serves them until its own rank is gone. Should the thread die, the ranks
+/// that it has gathered hear of it.
+pub fn coordinate(mut config: HubConfig, life: &Thread) {
+    let served = match life.attempt(|| assemble(&mut config)) {
+        Ok(Ok(Some(admitted))) => {
+            let mut coordinator = Coordinator::new(config.queue, config.timeouts, admitted);
+            life.attempt(|| coordinator.serve()).unwrap_or_else(|cause| coordinator.part(cause))
+        }
+        Ok(Err(error)) => Err(error),
+        Ok(Ok(None)) | Err(_) => Ok(()),
+    };
     if let Err(error) = served {
         tracing::error!(%error, "the coordinator ends");
     }
@@ -72,7 +80,7 @@ fn assemble(config: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapEr
         let slice = now + Duration::from_millis(50);
         let next = queue.next().into_iter().chain(barrier.closes()).fold(slice, Instant::min);
         let connections = here.values().map(|arrival| arrival.connection.poll_fd());
-        wait(&mut queue.poll_fds().chain(connections).collect::<Vec<_>>(), next)?;
+        poll_until(&mut queue.poll_fds().chain(connections).collect::<Vec<_>>(), next)?;
 
         let now = Instant::now();
         for arrival in queue.turn(now) {
@@ -176,8 +184,9 @@ impl Coordinator {
         }
     }
 
-    fn serve(mut self) -> Result<(), BootstrapError> {
+    fn serve(&mut self) -> Result<(), BootstrapError> {
         loop {
+            turn();
             let ready = self.wait()?;
             let now = Instant::now();
             // Reads all pending messages before the clock declares a member lost.
@@ -209,6 +218,24 @@ impl Coordinator {
         }
     }
 
+    /// Sends all ranks its last message.
+    fn part(&mut self, cause: Cause) -> Result<(), BootstrapError> {
+        self.broadcast(&Message::Dead(cause), None);
+        let until = Instant::now() + FINAL_SEND;
+        loop {
+            let waiting = self.members.iter_mut().filter_map(|member| {
+                member.connection.flush();
+                let open = !member.connection.is_flushed() && !member.connection.is_closed();
+                open.then(|| member.connection.poll_fd())
+            });
+            let mut waiting: Vec<_> = waiting.collect();
+            if waiting.is_empty() || Instant::now() >= until {
+                return Ok(());
+            }
+            poll_until(&mut waiting, until)?;
+        }
+    }
+
     /// Waits for an event. Returns the members whose connection has a message.
     fn wait(&self) -> Result<Vec<usize>, BootstrapError> {
         let next = [self.liveness.next(), self.queue.next(), self.lingers_until];
@@ -217,7 +244,7 @@ impl Coordinator {
         let ranks: Vec<usize> = self.members.iter().enumerate().filter(open).map(|(rank, _)| rank).collect();
         let connections = ranks.iter().map(|&rank| self.members[rank].connection.poll_fd());
         let mut fds: Vec<PollFd<'_>> = connections.chain(self.queue.poll_fds()).collect();
-        wait(&mut fds, next)?;
+        poll_until(&mut fds, next)?;
         Ok(ranks.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|(&rank, _)| rank).collect())
     }
 

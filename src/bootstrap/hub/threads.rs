@@ -8,7 +8,7 @@ use std::{
     collections::HashMap,
     net::Ipv4Addr,
     sync::{
-        Arc, Condvar, Mutex, OnceLock, PoisonError,
+        Arc, Condvar, Mutex, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     thread,
@@ -22,8 +22,10 @@ use super::{
 };
 use crate::{
     bootstrap::{
+        interrupted,
         rendezvous::{JoinBarrier, PeerAuth},
         secret::Secret,
+        wait,
         watch::{Health, Timeouts, lock},
         wire::{Answer, job_digest},
     },
@@ -121,6 +123,7 @@ struct ThreadHub {
 impl ThreadHub {
     fn request(
         &self,
+        step: &str,
         deadline: Duration,
         ask: impl FnOnce(&mut Store, Requester) -> Vec<Delivery>,
     ) -> Result<Answer, BootstrapError> {
@@ -145,7 +148,16 @@ impl ThreadHub {
                 world.deliver(&mut inner, deliveries);
                 continue;
             }
-            inner = world.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+            drop(wait::on(&world.changed, inner, left));
+            // Asked without the lock: the answer may take a while.
+            let asked = interrupted();
+            inner = lock(&world.inner);
+            if asked {
+                let deliveries = inner.store.withdraw(caller);
+                world.deliver(&mut inner, deliveries);
+                inner.answers.remove(&caller.ticket);
+                return Err(BootstrapError::Interrupted { step: step.to_owned() });
+            }
         }
     }
 }
@@ -165,7 +177,9 @@ impl Hub for ThreadHub {
 
     fn set(&self, key: &str, value: &[u8]) -> Result<(), BootstrapError> {
         let (start, deadline) = (Instant::now(), self.world.timeouts.deadline);
-        match self.request(deadline, |store, caller| store.set(caller, key.to_owned(), value.to_vec()))? {
+        match self
+            .request(key, deadline, |store, caller| store.set(caller, key.to_owned(), value.to_vec()))?
+        {
             Answer::Done => Ok(()),
             other => Err(refused(self.health(), other, key, start.elapsed())),
         }
@@ -173,7 +187,7 @@ impl Hub for ThreadHub {
 
     fn get(&self, key: &str, deadline: Duration) -> Result<Vec<u8>, BootstrapError> {
         let start = Instant::now();
-        match self.request(deadline, |store, caller| store.get(caller, key.to_owned()))? {
+        match self.request(key, deadline, |store, caller| store.get(caller, key.to_owned()))? {
             Answer::Value(value) => Ok(Arc::unwrap_or_clone(value)),
             other => Err(refused(self.health(), other, key, start.elapsed())),
         }
@@ -190,7 +204,7 @@ impl Hub for ThreadHub {
         let start = Instant::now();
         let ask =
             |store: &mut Store, caller| store.gather(caller, key.to_owned(), index, count, blob.to_vec());
-        match self.request(deadline, ask)? {
+        match self.request(key, deadline, ask)? {
             Answer::Gathered(blobs) => Ok(Arc::unwrap_or_clone(blobs)),
             other => Err(refused(self.health(), other, key, start.elapsed())),
         }
@@ -239,7 +253,13 @@ impl Hub for ThreadHub {
                 return Err(BootstrapError::RebuildFailed { epoch, coordinator, waited: now - start });
             }
             let left = inner.barrier.closes().into_iter().fold(until, Instant::min) - now;
-            inner = world.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+            drop(wait::on(&world.changed, inner, left));
+            let asked = interrupted();
+            inner = lock(&world.inner);
+            if asked {
+                inner.barrier.part(self.rank);
+                return Err(BootstrapError::Interrupted { step: "rebuild".to_owned() });
+            }
         }
     }
 

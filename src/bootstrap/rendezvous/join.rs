@@ -26,22 +26,24 @@
 //!   rebuild    begins when all ranks not known absent are here, or a short window after the second came
 //! ```
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::listener::{HandshakeQueue, patient};
-use crate::bootstrap::failed;
 use crate::bootstrap::hub::{HOST, Hub, HubConfig, Job, TcpHub, coordinate};
 use crate::bootstrap::identity::Identity;
 use crate::bootstrap::secret::{Secret, random};
-use crate::bootstrap::watch::Timeouts;
+use crate::bootstrap::thread::Thread;
+use crate::bootstrap::watch::{Health, Timeouts};
 use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL, RendezvousId,
     job_digest,
 };
+use crate::bootstrap::{failed, interrupted, wait};
 use crate::error::{BootstrapError, Cause};
 
 /// Bound of the challenge of one candidate: a stranger that accepts and stays silent costs this
@@ -70,10 +72,10 @@ pub fn connect(
     };
     let job = Job { digest: job_digest(&identity.job), secret, timeouts, launcher: identity.launcher_pipe };
     let rendezvous = RendezvousId { job: job.digest, size: identity.size, epoch: 0, host: HOST };
-    let (membership, coordinator) = match identity.rank {
+    let (membership, hosted) = match identity.rank {
         HOST => {
             let listener = bind(identity)?;
-            let (address, coordinator) = host(
+            let hosted = host(
                 listener,
                 &job,
                 rendezvous,
@@ -81,16 +83,25 @@ pub fn connect(
                 Box::new(Vec::new),
                 until,
             )?;
-            let membership = seek(identity, &job, rendezvous, &[address], until);
-            let (membership, coordinator) = attended(membership, coordinator)?;
-            (membership, Some(coordinator))
+            let membership = seek(identity, &job, rendezvous, Some(&hosted), until);
+            let (membership, hosted) = attended(membership, hosted)?;
+            (membership, Some(hosted))
         }
-        _ => (seek(identity, &job, rendezvous, &[], until)?, None),
+        _ => (seek(identity, &job, rendezvous, None, until)?, None),
     };
-    Ok(Box::new(TcpHub::new(job, 0, membership, coordinator)?))
+    Ok(Box::new(TcpHub::new(job, 0, membership, hosted)?))
 }
 
-/// Starts a coordinator. Returns the address at which its own rank reaches it.
+/// A world that this rank hosts.
+pub struct Hosted {
+    /// Where its own rank reaches the coordinator.
+    pub(super) address: SocketAddr,
+    /// The health of this rank, which the coordinator ends if it dies.
+    pub health: Arc<Health>,
+    pub coordinator: JoinHandle<()>,
+}
+
+/// Starts a coordinator.
 pub(super) fn host(
     listener: TcpListener,
     job: &Job,
@@ -98,7 +109,7 @@ pub(super) fn host(
     barrier: JoinBarrier,
     absent: Box<dyn Fn() -> Vec<u32> + Send>,
     until: Instant,
-) -> Result<(SocketAddr, JoinHandle<()>), BootstrapError> {
+) -> Result<Hosted, BootstrapError> {
     let mut address = listener.local_addr().map_err(|error| failed("getsockname", &error))?;
     if address.ip().is_unspecified() {
         address.set_ip(match address {
@@ -108,22 +119,21 @@ pub(super) fn host(
     }
     let queue = HandshakeQueue::new(listener, job.secret.clone(), rendezvous);
     let config = HubConfig { queue, barrier, absent, timeouts: job.timeouts, until };
-    let thread = thread::Builder::new().name("sidelane coordinator".to_owned());
-    let thread = thread.spawn(move || coordinate(config));
-    Ok((address, thread.map_err(|error| failed("thread spawn", &error))?))
+    let health = Arc::default();
+    let thread = Thread::new("coordinator", HOST, &health);
+    let life = thread.clone();
+    let coordinator = thread.spawn(move || coordinate(config, &life));
+    let coordinator = coordinator.map_err(|error| failed("thread spawn", &error))?;
+    Ok(Hosted { address, health, coordinator })
 }
 
 /// A host that cannot join waits for its coordinator, which still has messages for the others: the
 /// process may end next.
-fn attended<E>(
-    membership: Result<Membership, E>,
-    coordinator: JoinHandle<()>,
-) -> Result<(Membership, JoinHandle<()>), E> {
+fn attended<E>(membership: Result<Membership, E>, hosted: Hosted) -> Result<(Membership, Hosted), E> {
     match membership {
-        Ok(membership) => Ok((membership, coordinator)),
+        Ok(membership) => Ok((membership, hosted)),
         Err(error) => {
-            // A thread that panicked has said so already.
-            let _ = coordinator.join();
+            wait::join(hosted.coordinator);
             Err(error)
         }
     }
@@ -152,20 +162,25 @@ fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
     })
 }
 
-/// Tries the candidates in turn until one is the right one. `known` skips the search.
+/// Tries the candidates in turn until one is the right one. A rank that hosts need not search.
 fn seek(
     identity: &Identity,
     job: &Job,
     rendezvous: RendezvousId,
-    known: &[SocketAddr],
+    hosted: Option<&Hosted>,
     until: Instant,
 ) -> Result<Membership, BootstrapError> {
     let start = Instant::now();
     // A job that holds one of the ports and has another secret may be another user's, with the same
     // name.
     let mut foreign = None;
+    let interrupt = Interrupt::default();
     loop {
-        let candidates = if known.is_empty() { candidates(identity) } else { known.to_vec() };
+        interrupt.check("rendezvous")?;
+        if let Some(hosted) = hosted {
+            hosted.health.check()?;
+        }
+        let candidates = hosted.map_or_else(|| candidates(identity, until), |hosted| vec![hosted.address]);
         for address in candidates {
             let now = Instant::now();
             let request = JoinRequest {
@@ -175,9 +190,13 @@ fn seek(
                 beyond_loopback: !identity.is_local(),
                 greeted_until: until.min(now + GREETING),
                 until,
-                stop: &|| false,
+                stop: &|| interrupt.came() || hosted.is_some_and(|hosted| hosted.health.check().is_err()),
             };
-            match request.at(address) {
+            let outcome = request.at(address);
+            if outcome.is_err() {
+                interrupt.check("rendezvous")?;
+            }
+            match outcome {
                 Ok(membership) => return Ok(membership),
                 Err(JoinError::Unreachable) => {}
                 Err(JoinError::Failed(error)) => return Err(error),
@@ -196,20 +215,32 @@ fn seek(
             let address = format!("{} (ports {})", identity.master_addr, list(&identity.ports));
             return Err(BootstrapError::NoRendezvous { address, waited: start.elapsed() });
         }
-        thread::sleep(PAUSE);
+        wait::nap(PAUSE);
     }
 }
 
 /// Every address of the master with every port; resolved anew each round, since names appear late.
-fn candidates(identity: &Identity) -> Vec<SocketAddr> {
+fn candidates(identity: &Identity, until: Instant) -> Vec<SocketAddr> {
     let ips: Vec<IpAddr> = match identity.is_local() {
         true => vec![identity.loopback()],
-        false => {
-            let found = (identity.master_addr.as_str(), 0).to_socket_addrs();
-            found.map(|found| found.map(|address| address.ip()).collect()).unwrap_or_default()
-        }
+        false => wait::resolve(&identity.master_addr, until),
     };
     identity.ports.iter().flat_map(|&port| ips.iter().map(move |&ip| SocketAddr::new(ip, port))).collect()
+}
+
+/// The wish of a thread's user to stop. A check may say so only once.
+#[derive(Default)]
+struct Interrupt(Cell<bool>);
+
+impl Interrupt {
+    fn came(&self) -> bool {
+        self.0.set(self.0.get() || interrupted());
+        self.0.get()
+    }
+
+    fn check(&self, step: &str) -> Result<(), BootstrapError> {
+        if self.came() { Err(BootstrapError::Interrupted { step: step.to_owned() }) } else { Ok(()) }
+    }
 }
 
 fn list(ports: &[u16]) -> String {
@@ -284,7 +315,7 @@ impl JoinRequest<'_> {
     pub(super) fn at(&self, address: SocketAddr) -> Result<Membership, JoinError> {
         let limit = self.greeted_until.saturating_duration_since(Instant::now()).min(CONNECT);
         let limit = limit.max(Duration::from_millis(1));
-        let stream = TcpStream::connect_timeout(&address, limit).map_err(|_| JoinError::Unreachable)?;
+        let stream = wait::connect(address, limit).map_err(|_| JoinError::Unreachable)?;
         let local = stream.local_addr().map_err(|_| JoinError::Unreachable)?.ip();
         let mut connection = MessageConnection::new(stream).map_err(|_| JoinError::Unreachable)?;
         let listener = self.listen(local)?;
@@ -440,7 +471,9 @@ pub fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapErr
     may_rebuild(old)?;
     let epoch = old.epoch.wrapping_add(1);
     let mut tried = Vec::new();
+    let interrupt = Interrupt::default();
     loop {
+        interrupt.check("rebuild")?;
         let absent = old.health().absent();
         let mut candidates = (0..old.size).filter(|rank| !absent.contains(rank) && !tried.contains(rank));
         let Some(candidate) = candidates.next() else {
@@ -452,7 +485,7 @@ pub fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapErr
         let limit = if candidates.next().is_some() { limit / 2 } else { limit };
         let rendezvous = RendezvousId { job: old.job.digest, size: old.size, epoch, host: candidate };
         let health = old.health().clone();
-        let stop = move || health.is_absent(candidate);
+        let stop = || health.is_absent(candidate) || interrupt.came();
         let request = JoinRequest {
             secret: &old.job.secret,
             rendezvous,
@@ -469,6 +502,9 @@ pub fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapErr
                 .at(old.addresses[candidate as usize])
                 .and_then(|membership| join_host(old, epoch, membership, None))
         };
+        if joined.is_err() {
+            interrupt.check("rebuild")?;
+        }
         match joined {
             Ok(rebuilt) => return Ok(rebuilt),
             Err(JoinError::Failed(error)) => return Err(error),
@@ -502,20 +538,20 @@ fn lead(old: &TcpHub, request: &JoinRequest<'_>) -> Result<Rebuilt, JoinError> {
     let barrier = JoinBarrier::again(old.size, old.job.timeouts.liveness * 2);
     let health = Arc::clone(old.health());
     let absent = Box::new(move || health.absent());
-    let (address, coordinator) = host(listener, &old.job, request.rendezvous, barrier, absent, request.until)
+    let hosted = host(listener, &old.job, request.rendezvous, barrier, absent, request.until)
         .map_err(JoinError::Failed)?;
-    let (membership, coordinator) = attended(request.at(address), coordinator)?;
-    join_host(old, request.rendezvous.epoch, membership, Some(coordinator))
+    let (membership, hosted) = attended(request.at(hosted.address), hosted)?;
+    join_host(old, request.rendezvous.epoch, membership, Some(hosted))
 }
 
 fn join_host(
     old: &TcpHub,
     epoch: u16,
     membership: Membership,
-    coordinator: Option<std::thread::JoinHandle<()>>,
+    hosted: Option<Hosted>,
 ) -> Result<Rebuilt, JoinError> {
     let members = membership.members.clone();
-    let hub = TcpHub::new(old.job.clone(), epoch, membership, coordinator).map_err(JoinError::Failed)?;
+    let hub = TcpHub::new(old.job.clone(), epoch, membership, hosted).map_err(JoinError::Failed)?;
     Ok((Box::new(hub), members))
 }
 

@@ -34,11 +34,12 @@ use rustix::process::{Resource, getrlimit};
 use sha2::{Digest, Sha256};
 
 use super::join::shake_hands;
+use crate::bootstrap::failed;
 use crate::bootstrap::secret::{Secret, random};
+use crate::bootstrap::wait::{self, poll_until};
 use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, Message, MessageConnection, PROTOCOL, RendezvousId, Responder,
 };
-use crate::bootstrap::{failed, wait};
 use crate::error::{BootstrapError, Cause};
 
 /// Bound of one attempt to connect.
@@ -124,8 +125,7 @@ impl PeerAuth {
         stop: &dyn Fn() -> bool,
     ) -> Result<TcpStream, BootstrapError> {
         let peer = || address.to_string();
-        let stream =
-            TcpStream::connect_timeout(&address, CONNECT).map_err(|error| failed("connect", &error))?;
+        let stream = wait::connect(address, CONNECT).map_err(|error| failed("connect", &error))?;
         let mut connection = MessageConnection::new(stream).map_err(|error| failed("fcntl", &error))?;
         let RendezvousId { job, size, epoch, .. } = self.rendezvous;
         let nonce = random()?;
@@ -190,7 +190,7 @@ impl PeerListener {
             }
             let next = self.queue.next().into_iter().fold(until, Instant::min);
             let welcomed = self.welcomed.iter().map(|(_, stream)| PollFd::new(stream, PollFlags::IN));
-            wait(&mut self.queue.poll_fds().chain(welcomed).collect::<Vec<_>>(), next)?;
+            poll_until(&mut self.queue.poll_fds().chain(welcomed).collect::<Vec<_>>(), next)?;
         }
     }
 

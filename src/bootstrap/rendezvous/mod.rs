@@ -16,6 +16,6 @@ mod listener;
 mod tests;
 
 pub use join::connect;
-pub(super) use join::{JoinBarrier, Membership, rebuild};
+pub(super) use join::{Hosted, JoinBarrier, Membership, rebuild};
 pub(super) use listener::{AuthenticatedPeer, HandshakeQueue};
 pub use listener::{PeerAuth, PeerListener};

@@ -43,8 +43,8 @@ impl Meeting {
         let job = Job { digest: rendezvous.job, secret: secret.clone(), timeouts, launcher: None };
         let listener = TcpListener::bind("127.0.0.1:0").and_then(patient).unwrap();
         let (barrier, until) = (JoinBarrier::first(size), Instant::now() + timeouts.rendezvous);
-        let (address, _) = host(listener, &job, rendezvous, barrier, Box::new(Vec::new), until).unwrap();
-        Meeting { rendezvous, secret, address }
+        let hosted = host(listener, &job, rendezvous, barrier, Box::new(Vec::new), until).unwrap();
+        Meeting { rendezvous, secret, address: hosted.address }
     }
 
     fn join(&self, rank: u32) -> Membership {

@@ -13,7 +13,7 @@ use super::{
     frame::{Inbox, MAX_FRAME, MAX_GREETING},
     message::Message,
 };
-use crate::bootstrap::wait;
+use crate::bootstrap::wait::poll_until;
 
 /// Bytes read in one turn, so that one loud peer does not starve the others.
 const GULP: usize = 1 << 20;
@@ -150,7 +150,7 @@ impl MessageConnection {
             }
             // `stop` is not a descriptor, so it is looked at in slices.
             let slice = until.min(now + Duration::from_millis(20));
-            if wait(&mut [self.poll_fd()], slice).is_err() {
+            if poll_until(&mut [self.poll_fd()], slice).is_err() {
                 return None;
             }
         }

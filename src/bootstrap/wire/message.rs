@@ -18,7 +18,7 @@ use super::frame::{Malformed, Reader, Writer};
 use crate::error::{Cause, LostReason};
 
 /// Version of everything in this file.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// The joining rank, its purpose, and its own listening address.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -378,6 +378,12 @@ fn write_cause(w: &mut Writer, cause: &Cause) {
             w.u8(8);
             w.u32(by);
         }
+        Cause::Panicked { by, ref thread, ref message } => {
+            w.u8(9);
+            w.u32(by);
+            w.bytes(thread.as_bytes());
+            w.bytes(message.as_bytes());
+        }
     }
 }
 
@@ -392,6 +398,7 @@ fn read_cause(r: &mut Reader) -> Result<Cause, Malformed> {
         6 => Cause::Protocol { rank: r.u32()? },
         7 => Cause::Connection { rank: r.u32()?, by: r.u32()? },
         8 => Cause::Nic { by: r.u32()? },
+        9 => Cause::Panicked { by: r.u32()?, thread: r.text()?, message: r.text()? },
         _ => return Err(Malformed),
     })
 }
@@ -423,6 +430,11 @@ mod tests {
             any::<u32>().prop_map(|by| Cause::Cancelled { by }),
             any::<u32>().prop_map(|rank| Cause::Protocol { rank }),
             (any::<u32>(), any::<u32>()).prop_map(|(rank, by)| Cause::Connection { rank, by }),
+            (any::<u32>(), ".{0,9}", ".{0,9}").prop_map(|(by, thread, message)| Cause::Panicked {
+                by,
+                thread,
+                message
+            }),
         ]
     }
 

@@ -20,6 +20,7 @@ use super::handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRo
 use super::memory::{Extent, StreamFlag};
 use super::session::{EnqueuedTokens, Session};
 use super::transport::RowTransport;
+use crate::bootstrap::wait;
 use crate::device::{DeviceRange, DotScale, FetchWeights, Kernels, RecordArgs, Stream, SumChoices};
 use crate::dtype::Dtype;
 use crate::ep::builder::Spec;
@@ -513,9 +514,13 @@ impl EnqueuedExchange {
     }
 
     /// Waits until the stream is done; waits of a failed world end by themselves.
+    ///
+    /// # Errors
+    /// The cause of a failed world, [`PlanError::Interrupted`].
     pub fn synchronize(&self) -> Result<(), Error> {
+        let mut polling = wait::Polling::new(self.common.fixed.shared.hub.health());
         while !self.stream.is_done()? {
-            std::thread::yield_now();
+            polling.rest().map_err(|_| PlanError::Interrupted)?;
         }
         Ok(self.common.fixed.shared.hub.health().check()?)
     }
@@ -827,7 +832,7 @@ impl Drop for EnqueuedExchange {
             && self.stream.is_done() == Ok(false)
             && since.elapsed() < DRAIN
         {
-            std::thread::sleep(Duration::from_millis(1));
+            wait::nap(Duration::from_millis(1));
         }
     }
 }

@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::bootstrap::Health;
+use crate::bootstrap::{Health, Thread, turn, wait};
 use crate::device::{Context, DeviceRange, PinnedMemory, Priority, Stream};
 use crate::ep::state::EpState;
 use crate::error::{DeviceError, Error, LaneError, PlanError};
@@ -63,13 +63,14 @@ pub(super) struct Words {
     beyond: Option<DeviceFlagWriter>,
     /// Calls can be made.
     in_use: AtomicBool,
+    rank: u32,
 }
 
 impl WaitBreaker {
     /// Watches the world for the words at these places. When it fails, they become the poison, and
     /// the status words `dead`.
     pub fn new(
-        health: &Arc<Health>,
+        (rank, health): (u32, &Arc<Health>),
         memory: &PinnedMemory,
         (awaited, poison): (Vec<usize>, u64),
         (status, dead): (Vec<usize>, u64),
@@ -80,7 +81,8 @@ impl WaitBreaker {
             memory.word(place)?;
         }
         let in_use = AtomicBool::new(true);
-        let words = Arc::new(Words { memory: memory.clone(), awaited, poison, status, dead, beyond, in_use });
+        let memory = memory.clone();
+        let words = Arc::new(Words { memory, awaited, poison, status, dead, beyond, in_use, rank });
         let (watched, dead) = (Arc::downgrade(&words), Arc::downgrade(health));
         health.on_failure(move |_| {
             if let (Some(words), Some(health)) = (watched.upgrade(), dead.upgrade()) {
@@ -122,15 +124,24 @@ impl Words {
     /// be any.
     fn drain(self: Arc<Self>, health: Arc<Health>) {
         let (words, alive) = (Arc::clone(&self), Arc::clone(&health));
-        let drain = move || {
+        let thread = Thread::new("drain", self.rank, &health);
+        let life = thread.clone();
+        let drain = move |release: fn(&Words)| {
             while words.in_use.load(Ordering::Acquire) || words.memory.is_claimed() {
+                turn();
                 if alive.check().is_err() {
-                    words.release_all();
+                    release(&words);
                 }
-                std::thread::sleep(ROUND);
+                wait::nap(ROUND);
             }
         };
-        if let Err(error) = std::thread::Builder::new().name("sidelane-drain".into()).spawn(drain) {
+        let started = thread.spawn(move || {
+            // The driver may be the reason of a panic. The host's words need none.
+            if life.attempt(|| drain(Words::release_all)).is_err() {
+                drain(Words::release);
+            }
+        });
+        if let Err(error) = started {
             tracing::warn!(%error, "no thread ends the waits of streams");
             // Of a dead world, the waits that there are end at least once.
             if health.check().is_err() {
@@ -330,7 +341,8 @@ impl Watch {
         let (calls, over) = (Mutex::default(), AtomicBool::new(false));
         let watched = Arc::new(Watched { fixed, words, calls, over });
         let here = Arc::clone(&watched);
-        let thread = std::thread::Builder::new().name("sidelane-watch".into());
+        let hub = &here.fixed.shared.hub;
+        let thread = Thread::new("watch", hub.rank(), hub.health());
         let thread = thread.spawn(move || here.look()).map_err(|_| PlanError::NoWatch)?;
         Ok(Watch { watched, thread: Some(thread) })
     }
@@ -354,7 +366,7 @@ impl Drop for Watch {
         self.watched.over.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            let _ = thread.join();
+            wait::join(thread);
         }
     }
 }
@@ -364,10 +376,11 @@ impl Watched {
         let lanes = &self.fixed.lanes;
         let period = (lanes.deadline / 16).min(PERIOD);
         while !self.over.load(Ordering::Acquire) && lanes.health.check().is_ok() {
+            turn();
             if let Ok(Some(late)) = self.late(lanes.deadline) {
                 let _ = self.fixed.fail(late);
             }
-            std::thread::park_timeout(period);
+            wait::park(period);
         }
     }
 

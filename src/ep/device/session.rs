@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::memory::{ByteRange, DevicePool, Extent, MemoryShape, Progress, StreamFlag};
-use crate::bootstrap::interrupted;
+use crate::bootstrap::wait::{Ended, Polling};
 use crate::device::{
     ByteSpan, ChoiceArgs, Context, DeviceRange, Kernels, PermuteArgs, PinnedMemory, RecordArgs, SortArgs,
     Stream, Word,
@@ -169,6 +169,7 @@ impl Session {
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), the cause of a dead world,
     /// [`PlanError::Interrupted`].
     pub fn take(&self, bytes: u64) -> Result<Extent, Error> {
+        let mut polling = Polling::new(self.fixed.shared.hub.health());
         loop {
             let all = self.reclaim();
             match self.space.take(bytes) {
@@ -178,11 +179,10 @@ impl Session {
                 }
                 Err(_) => {}
             }
-            self.fixed.shared.hub.health().check()?;
-            if interrupted() {
-                return Err(PlanError::Interrupted.into());
-            }
-            std::thread::yield_now();
+            polling.turn().map_err(|why| match why {
+                Ended::Failed(cause) => Error::from(cause),
+                Ended::Late | Ended::Asked => PlanError::Interrupted.into(),
+            })?;
         }
     }
 

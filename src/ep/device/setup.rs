@@ -113,7 +113,7 @@ impl EnqueuedExchange {
             fixed: Arc::clone(&fixed),
         });
         fill(&context, &copies, &common)?;
-        let health = fixed.shared.hub.health();
+        let health = (fixed.shared.hub.rank(), fixed.shared.hub.health());
         let of_context = |context| shape.flag(context, StreamFlag::Status) as usize;
         let status = ((0..shape.word_sets()).map(of_context).collect(), Status::WORLD_FAILED.0.into());
         // Words that grow: no value of this epoch is as large, counted in a circle.

@@ -273,9 +273,11 @@ struct Readers {
 
 impl ReleaseCheck for Readers {
     fn is_released(&self, value: u64) -> bool {
-        self.readers
-            .iter()
-            .all(|&reader| self.port.flag(reader, Flag::Read).is_ok_and(|flag| flag.value() >= value))
+        let lanes = self.port.lanes();
+        // A rank that has left reads nothing any more, and signals nothing.
+        let gone = |reader: u32| lanes.health.is_absent(lanes.world_ranks[reader as usize]);
+        let read = |reader| self.port.flag(reader, Flag::Read).is_ok_and(|flag| flag.value() >= value);
+        self.readers.iter().all(|&reader| read(reader) || gone(reader))
     }
 }
 
@@ -527,7 +529,7 @@ impl HostCall<'_, '_> {
             let bytes = sizing.extent_bytes(inner.layout.landed, inner.layout.staged);
             match fixed.pool().alloc(bytes) {
                 Ok(extent) => self.flight.landing = Some(extent),
-                Err(error) => self.flight.refuse(Err(error.into())),
+                Err(error) => self.flight.refuse(Err(error)),
             }
         }
         let base = self.flight.landing.as_ref().map_or(0, Extent::offset);
@@ -564,7 +566,7 @@ impl HostCall<'_, '_> {
             Ok(staging) => Ok(Offer { chunk, staging }),
             Err(error) => {
                 handle.inner().give_back_chunk(chunk);
-                Err(error.into())
+                Err(error)
             }
         }
     }
@@ -604,7 +606,7 @@ impl HostCall<'_, '_> {
 
     /// One extent for the rows that relays return. Behind them the sums wait that this rank returns
     /// to others.
-    fn staging(&self, inner: &Inner) -> Result<Extent, MemoryError> {
+    fn staging(&self, inner: &Inner) -> Result<Extent, Error> {
         let (fixed, paths) = (&**self.fixed, self.fixed.paths());
         let setting = fixed.agreement(self.space.calls, self.flight.kind()).setting;
         let home = CallerTables::home_bytes(&paths, &inner.layout);

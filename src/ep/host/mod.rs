@@ -25,7 +25,6 @@ use crate::error::Error;
 pub(super) use call::{Flight, Lent, refusing};
 pub(super) use exchange::{HostCombine, HostDispatch, HostExchange};
 pub(super) use handle::{HostHandle, HostInput, HostOutput, HostRows, Inner, check_tensor, elements};
-pub(super) use offload::CancelOnPanic;
 
 /// A tensor that a call reads, unless it was refused before the call.
 type Source<'a> = Result<(&'a [u8], Dtype), Error>;

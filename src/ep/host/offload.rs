@@ -14,15 +14,15 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
+use crate::bootstrap::{Thread, turn, wait};
 use crate::ep::relay::{CallPlan, Relay, RelayCall, RelayTask};
 use crate::ep::state::EpState;
-use crate::error::{Cause, Error, LaneError};
+use crate::error::{Error, LaneError};
 use crate::exec::{HostStepper, TransferCounts, Until, drive};
 use crate::lane::Io;
 use crate::plan::RelayPlan;
 use crate::schedule::call::{CallMachine, RankPrograms};
 use crate::schedule::{Operands, TrackOp};
-use crate::world::WorldState;
 
 /// A relay that the host steps.
 pub(in crate::ep) struct HostRelay {
@@ -53,7 +53,7 @@ impl HostRelay {
     /// Performs the whole task. A refusal ends it early; the rank itself finds that, too.
     ///
     /// # Errors
-    /// Those that end the world; [`Cause::Protocol`] if a header makes no sense.
+    /// Those that end the world; that of the lane's protocol if a header makes no sense.
     fn perform(
         &mut self,
         programs: &RankPrograms,
@@ -134,29 +134,27 @@ impl RelayRunner {
         if self.here.is_some() {
             return None;
         }
-        let Errand { relay, task, plan } = self.thread.as_ref()?.done.recv().ok()?;
-        self.here = Some(relay);
-        Some((task, plan))
+        match self.thread.as_ref()?.done.recv() {
+            Ok(Errand { relay, task, plan }) => {
+                self.here = Some(relay);
+                Some((task, plan))
+            }
+            Err(_) => {
+                // The thread has died, and ends by recording that: the caller finds the world
+                // failed.
+                if let Some(thread) = self.thread.take() {
+                    thread.end();
+                }
+                None
+            }
+        }
     }
 }
 
 impl Drop for RelayRunner {
     fn drop(&mut self) {
-        if let Some(RelayThread { tasks, done, thread }) = self.thread.take() {
-            drop((tasks, done));
-            let _ = thread.join();
-        }
-    }
-}
-
-/// Should a thread panic, its caller must not wait for it.
-pub(in crate::ep) struct CancelOnPanic<'a>(pub &'a WorldState);
-
-impl Drop for CancelOnPanic<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            let hub = &self.0.hub;
-            hub.cancel(Cause::Cancelled { by: hub.rank() });
+        if let Some(thread) = self.thread.take() {
+            thread.end();
         }
     }
 }
@@ -167,11 +165,11 @@ impl RelayThread {
         let (tasks, todo) = sync_channel::<Errand>(1);
         let (back, done) = sync_channel(1);
         let (fixed, programs) = (Arc::clone(fixed), Arc::clone(programs));
-        let thread = std::thread::Builder::new()
-            .name(format!("sidelane-relay-{}", fixed.lanes.rank))
+        let hub = &fixed.shared.hub;
+        let thread = Thread::new("relay", hub.rank(), hub.health())
             .spawn(move || {
-                let _end = CancelOnPanic(&fixed.shared);
                 for Errand { mut relay, mut task, mut plan } in todo {
+                    turn();
                     if let Err(error) = relay.perform(&programs, (&mut task, &mut plan)) {
                         // The caller finds the world failed.
                         fixed.fail(error);
@@ -181,5 +179,10 @@ impl RelayThread {
             })
             .map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
         Ok(RelayThread { tasks, done, thread })
+    }
+
+    fn end(self) {
+        drop((self.tasks, self.done));
+        wait::join(self.thread);
     }
 }

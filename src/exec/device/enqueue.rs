@@ -36,6 +36,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::net::{NetOp, NetQueue};
+use crate::bootstrap::wait::nap;
 use crate::device::{
     ByteSpan, Context, CopyBatch, DeviceRange, Event, MemOpBatch, PinnedMemory, Stream, Version, Word,
 };
@@ -407,7 +408,7 @@ impl CopyEngineStepper {
     pub fn await_queues(&self, patience: Duration) {
         let since = Instant::now();
         while self.stream.is_done() == Ok(false) && since.elapsed() < patience {
-            std::thread::sleep(Duration::from_millis(1));
+            nap(Duration::from_millis(1));
         }
     }
 

@@ -36,8 +36,8 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::time::{
@@ -49,7 +49,8 @@ use super::{
     ConnectionEnd, ConnectionOffer, EMULATED, LOOPBACK, NetConnection, NetTransport, Regions, RemoteAddress,
     SendBlocked, system,
 };
-use crate::bootstrap::Health;
+use crate::bootstrap::wait::nap;
+use crate::bootstrap::{FatalLock, Health};
 use crate::config::EmulatedLink;
 use crate::error::{Cause, Error, LaneError};
 use crate::lane::wait::{self, WaitLimits, now};
@@ -61,6 +62,7 @@ use crate::schedule::Tag;
 #[derive(Debug)]
 pub struct LoopbackTransport {
     rank: u32,
+    health: Arc<Health>,
     regions: Arc<Regions>,
     /// Wakes this rank's progress thread.
     wake_fd: OwnedFd,
@@ -74,14 +76,14 @@ impl LoopbackTransport {
     /// # Errors
     /// [`LaneError::System`] if there is no descriptor to be had.
     pub fn new(
-        rank: u32,
+        (rank, health): (u32, &Arc<Health>),
         regions: Arc<Regions>,
         wake_fd: BorrowedFd<'_>,
         link: Option<Arc<LinkEmulator>>,
     ) -> Result<Self, LaneError> {
         let wake_fd =
             rustix::io::fcntl_dupfd_cloexec(wake_fd, 0).map_err(system("fcntl(F_DUPFD_CLOEXEC)"))?;
-        Ok(LoopbackTransport { rank, regions, wake_fd, link })
+        Ok(LoopbackTransport { rank, health: Arc::clone(health), regions, wake_fd, link })
     }
 }
 
@@ -116,8 +118,8 @@ impl ConnectionEnd for LoopbackEnd<'_> {
     }
 
     fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
-        let LoopbackEnd { transport: &LoopbackTransport { rank, ref regions, ref link, .. }, peer, made } =
-            *self;
+        let LoopbackEnd { transport, peer, made } = *self;
+        let &LoopbackTransport { rank, ref health, ref regions, ref link, .. } = transport;
         let mut theirs = offered.descriptors.into_iter();
         let missing = |missing| LaneError::NoLane { rank, peer, missing };
         let wake_fd = theirs.next().ok_or_else(|| missing("the event descriptor of the peer"))?;
@@ -127,7 +129,7 @@ impl ConnectionEnd for LoopbackEnd<'_> {
         };
         let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
         let (regions, link) = (Arc::clone(regions), link.clone());
-        Ok(Arc::new(LoopbackConnection::new(peer, rank < peer, mapped, wake_fd, regions, link)?))
+        Ok(Arc::new(LoopbackConnection::new((rank, peer), health, mapped, wake_fd, regions, link)?))
     }
 }
 
@@ -136,8 +138,8 @@ impl ConnectionEnd for LoopbackEnd<'_> {
 pub struct LoopbackConnection {
     /// The peer's rank in the world.
     peer: u32,
-    out: Mutex<Out>,
-    inbound: Mutex<In>,
+    out: FatalLock<Out>,
+    inbound: FatalLock<In>,
     regions: Arc<Regions>,
     /// Wakes the peer's progress thread.
     wake_fd: OwnedFd,
@@ -171,15 +173,15 @@ struct In {
 }
 
 impl LoopbackConnection {
-    /// An end of the pair's segment. `lower` says which end: the lower rank sends on the first
-    /// ring. Both ends emulate a link, or none does.
+    /// The end of a rank of a pair, in the pair's segment: the lower rank sends on the first ring.
+    /// Both ends emulate a link, or none does.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if the segment is too
     /// small, [`LaneError::System`] if there is no timer.
     pub fn new(
-        peer: u32,
-        lower: bool,
+        (rank, peer): (u32, u32),
+        health: &Arc<Health>,
         segment: Arc<PeerMapping>,
         wake_fd: OwnedFd,
         regions: Arc<Regions>,
@@ -187,15 +189,15 @@ impl LoopbackConnection {
     ) -> Result<Self, Error> {
         let first = segment.at(0, 0, Ring::STRIDE)?;
         let second = segment.at(0, Ring::STRIDE, Ring::STRIDE)?;
-        let (out, inbound) = if lower { (first, second) } else { (second, first) };
+        let (out, inbound) = if rank < peer { (first, second) } else { (second, first) };
         // SAFETY: both halves were checked against the mapping, which `_segment` keeps alive.
         let (out, inbound) = unsafe { (Ring::new(out), Ring::new(inbound)) };
         let held = link.as_ref().map(|_| DelayedSignals::new()).transpose()?;
         let emulated = link.zip(held.as_ref()).map(|(link, held)| Emulated { link, timer: held.timer() });
         Ok(LoopbackConnection {
             peer,
-            out: Mutex::new(Out { ring: out, head: 0, due: 0 }),
-            inbound: Mutex::new(In { ring: inbound, tail: 0, held }),
+            out: FatalLock::new(Out { ring: out, head: 0, due: 0 }, rank, health),
+            inbound: FatalLock::new(In { ring: inbound, tail: 0, held }, rank, health),
             regions,
             wake_fd,
             emulated,
@@ -214,7 +216,7 @@ impl NetConnection for LoopbackConnection {
     }
 
     fn put(&self, to: RemoteAddress, bytes: &[u8], limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
-        let mut out = self.lock_out();
+        let mut out = self.out.lock();
         let mut to = to;
         for chunk in bytes.chunks(CHUNK) {
             let record = Record::Put { region: to.region, offset: to.offset, len: chunk.len() as u64 };
@@ -243,7 +245,7 @@ impl NetConnection for LoopbackConnection {
                 self.put(to, source.row(group[0]), limits)?;
             } else {
                 let record = Record::Put { region: to.region, offset: to.offset, len: len as u64 };
-                self.send(&mut self.lock_out(), record, len, limits, |mut to| {
+                self.send(&mut self.out.lock(), record, len, limits, |mut to| {
                     for row in group.iter().map(|&row| source.row(row)) {
                         // SAFETY: `send` gives room for `len` bytes: one row after another fills
                         // them.
@@ -261,7 +263,7 @@ impl NetConnection for LoopbackConnection {
 
     fn zero(&self, to: RemoteAddress, len: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
         let record = Record::Zero { region: to.region, offset: to.offset, len };
-        self.send(&mut self.lock_out(), record, 0, limits, |_| ())
+        self.send(&mut self.out.lock(), record, 0, limits, |_| ())
     }
 
     fn signal(
@@ -272,12 +274,12 @@ impl NetConnection for LoopbackConnection {
         limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
         let record = Record::Signal { region: to.region, offset: to.offset, value, tag };
-        self.send(&mut self.lock_out(), record, 0, limits, |_| ())
+        self.send(&mut self.out.lock(), record, 0, limits, |_| ())
     }
 
     fn flush(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
         let (ring, awaited) = {
-            let out = self.lock_out();
+            let out = self.out.lock();
             (out.ring, out.head)
         };
         let reached = if self.emulated.is_some() { ring.done() } else { ring.tail() };
@@ -289,7 +291,7 @@ impl NetConnection for LoopbackConnection {
 
     /// Receives pending records, unless another thread is doing so.
     fn progress(&self, health: &Health) -> bool {
-        let Ok(mut inbound) = self.inbound.try_lock() else { return false };
+        let Some(mut inbound) = self.inbound.try_lock() else { return false };
         let In { ring, tail, held } = &mut *inbound;
         let head = ring.head().value();
         let mut any = head != *tail;
@@ -328,7 +330,7 @@ impl NetConnection for LoopbackConnection {
 
     /// Asks the peer to wake this rank's progress thread with its next record.
     fn arm(&self, _: &Health) -> bool {
-        let inbound = self.inbound.lock().unwrap_or_else(PoisonError::into_inner);
+        let inbound = self.inbound.lock();
         inbound.ring.arm();
         inbound.ring.head().value() != inbound.tail
             || inbound.held.as_ref().is_some_and(DelayedSignals::is_due)
@@ -341,9 +343,9 @@ impl NetConnection for LoopbackConnection {
     /// The peer polls once more for records that a rank sent before it left. They must be due by
     /// then, unless the link is so slow that no rank waits for it.
     fn leave(&self, until: Instant) {
-        let due = self.lock_out().due;
+        let due = self.out.lock().due;
         let left = Duration::from_nanos(due.saturating_sub(now()));
-        std::thread::sleep(left.min(until.saturating_duration_since(Instant::now())));
+        nap(left.min(until.saturating_duration_since(Instant::now())));
     }
 }
 
@@ -388,10 +390,6 @@ impl LoopbackConnection {
             Record::Ask { .. } | Record::Answer { .. } | Record::Skip { .. } => {}
         }
         0
-    }
-
-    fn lock_out(&self) -> std::sync::MutexGuard<'_, Out> {
-        self.out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

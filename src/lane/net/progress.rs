@@ -12,12 +12,13 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::event::EventfdFlags;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{EventfdFlags, Timespec};
 use rustix::io::Errno;
 
 use super::{Counters, NetConnection, Regions, system};
-use crate::bootstrap::Health;
+use crate::bootstrap::wait::{epoll_for, join};
+use crate::bootstrap::{Health, Thread, turn};
 use crate::error::{Cause, LaneError};
 use crate::lane::wait;
 
@@ -73,11 +74,16 @@ impl ProgressThread {
             beside_compute: AtomicBool::new(false),
             idle_rounds: if oversubscribed { IDLE_ROUNDS_OVERSUBSCRIBED } else { IDLE_ROUNDS },
         });
-        let receiver = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name(format!("sidelane-net-{rank}"))
-            .spawn(move || receiver.run())
-            .map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
+        let (receiver, thread) = (Arc::clone(&shared), Thread::new("net", rank, &shared.health));
+        let life = thread.clone();
+        let thread = thread.spawn(move || {
+            // NICs of a failed world must not read memory that others get.
+            if let Err(cause) = life.attempt(|| receiver.run()) {
+                receiver.end(&cause);
+            }
+        });
+        let thread =
+            thread.map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
         Ok(ProgressThread { shared, thread: Some(thread) })
     }
 
@@ -144,7 +150,7 @@ impl Drop for ProgressThread {
         self.shared.wake();
         // This thread itself may be the last to drop a world, when it has found a fault.
         if let Some(thread) = self.thread.take().filter(|t| t.thread().id() != std::thread::current().id()) {
-            let _ = thread.join();
+            join(thread);
         }
         if self.shared.health.check().is_ok() && !std::thread::panicking() {
             let until = Instant::now() + LINGER;
@@ -157,6 +163,7 @@ impl Shared {
     fn run(&self) {
         let (mut idle, mut alone) = (0, true);
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
+            turn();
             if alone && self.beside_compute.load(Ordering::Relaxed) {
                 wait::request_short_timeslice();
                 alone = false;
@@ -200,9 +207,9 @@ impl Shared {
 
     fn sleep(&self) {
         // Bounded, so that a world that dies without a record does not leave the thread behind.
-        let slice = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+        const SLICE: Duration = Duration::from_millis(100);
         let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 8];
-        let _ = epoll::wait(&self.poll_set, &mut events[..], Some(&slice));
+        epoll_for(&self.poll_set, &mut events, SLICE);
         let _ = rustix::io::read(&self.wake_fd, &mut [0u8; 8]);
     }
 

@@ -527,7 +527,7 @@ fn unserved() -> LoopbackConnection {
     let wire = Segment::create("sidelane-test", ring_bytes()).unwrap();
     let event_fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     let mapped = Arc::new(PeerMapping::new(&[Some(&wire)]).unwrap());
-    LoopbackConnection::new(1, true, mapped, event_fd, Arc::default(), None).unwrap()
+    LoopbackConnection::new((0, 1), &Arc::default(), mapped, event_fd, Arc::default(), None).unwrap()
 }
 
 fn fill(health: &Health, deadline: Duration) -> SendBlocked {

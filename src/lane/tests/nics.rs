@@ -362,28 +362,26 @@ fn all_nics_of_a_rank_are_used_under_pxn() {
 fn a_nic_that_vanishes_from_an_idle_rank_ends_the_world_of_the_others() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let told = AtomicBool::new(false);
-    let seen = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
+    let causes = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
         let mut window = world.all().unwrap().window(64).unwrap();
         window.barrier().unwrap();
         world.all().unwrap().gather(&[]).unwrap();
-        let until = Instant::now() + Duration::from_secs(5);
         if world.rank() == 0 {
             fabric.remove("nic0");
-            while world.health().check().is_ok() && Instant::now() < until {
+            let until = Instant::now() + SHORT;
+            while !told.load(Ordering::Acquire) {
+                assert!(Instant::now() < until, "the other rank hears nothing");
                 std::thread::yield_now();
             }
-            let own = world.health().cause();
-            while !told.load(Ordering::Acquire) && Instant::now() < until {
-                std::thread::yield_now();
-            }
-            (own, Instant::now() < until)
         } else {
-            let _ = window.wait_until(0, 100);
+            window.wait_until(0, 100).unwrap_err();
             told.store(true, Ordering::Release);
-            (world.health().cause(), Instant::now() < until)
         }
+        world.health().cause().unwrap()
     });
-    assert!(seen.iter().all(|(_, in_time)| *in_time), "{seen:?}");
+    for cause in causes {
+        assert!(matches!(cause, Cause::Nic { by: 0 } | Cause::Connection { rank: 0, .. }), "{cause}");
+    }
 }
 
 #[test]
@@ -448,7 +446,9 @@ fn a_flush_that_makes_progress_is_not_late() {
             let limits = lanes.limits_of(1);
             connection.put(window.target(1, 0, 3 << 20).unwrap(), bytes, limits).unwrap();
             let before = connection.counters().completions;
-            let end = connection.flush(WaitLimits { deadline: Duration::from_millis(30), ..limits });
+            // Each poll completes something, so no wait is ever long enough to count: no time is
+            // too short.
+            let end = connection.flush(WaitLimits { deadline: Duration::ZERO, ..limits });
             let after = connection.counters().completions;
             assert!(end.is_ok(), "{end:?}, completions {before} -> {after}");
         }

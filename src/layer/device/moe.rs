@@ -9,9 +9,9 @@ use super::tape::WideRows;
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::{ExpertParallel, ExpertRows, Handle, RowCollective, RowPartition};
-use crate::error::{CallKind, Cause, DeviceError, Error, PlanError};
+use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::gate::{Gate, GateConfig};
-use crate::layer::moe::{Plan, refused_alike};
+use crate::layer::moe::{Plan, cause_of, refused_alike};
 use crate::layer::router::Losses;
 use crate::overlap::{CudaExecutor, Graph, StreamPool};
 use crate::world::WorldState;
@@ -193,7 +193,7 @@ impl DeviceMoeLayer {
         let enqueued = graph.run(&CudaExecutor::new(pool, stream).overlap(overlap));
         Ok(enqueued.inspect_err(|error| {
             if !refused_alike(error) && world.hub.health().check().is_ok() {
-                world.hub.cancel(Cause::Cancelled { by: world.hub.rank() });
+                world.hub.cancel(cause_of(error, world.hub.rank()));
             }
         })?)
     }

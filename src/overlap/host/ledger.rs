@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{Hook, HostExecutor, Run};
-use crate::bootstrap::{has_interrupt_check, interrupted};
+use crate::bootstrap::{caught, interrupted, wait};
 use crate::error::{NodeInfo, OverlapError};
 use crate::exec::Recorder;
 use crate::overlap::graph::Edge;
@@ -14,9 +14,6 @@ use crate::overlap::outcome::NodeError;
 /// The shortest sleep of the watcher: limits below it are noticed a little late, and no thread
 /// spins.
 const SOON: Duration = Duration::from_millis(1);
-
-/// How long the caller sleeps between two questions of its user's.
-const ASK_EVERY: Duration = Duration::from_millis(20);
 
 pub struct RunState<'h> {
     board: Arc<SharedState>,
@@ -144,11 +141,7 @@ impl<'h> RunState<'h> {
     /// Waits for a change. A caller with an interrupt check runs it now and then, and gives up on
     /// its request.
     fn sleep<'g>(&'g self, state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
-        if !has_interrupt_check() {
-            return self.board.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        let (state, _) =
-            self.board.changed.wait_timeout(state, ASK_EVERY).unwrap_or_else(PoisonError::into_inner);
+        let state = wait::on(&self.board.changed, state, wait::LONGEST);
         if state.trouble.is_some() || !interrupted() {
             return state;
         }
@@ -216,8 +209,7 @@ impl<'h> RunState<'h> {
             }
             // A node that begins meanwhile times out later, so its begin needs no wake-up.
             let left = limit - oldest.map_or(Duration::ZERO, |(_, took)| took);
-            let waited = self.rare.wait_timeout(state, left.max(SOON));
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = wait::on(&self.rare, state, left.max(SOON));
         }
     }
 
@@ -242,7 +234,9 @@ impl<'h> RunState<'h> {
         self.board.given_up.store(true, Ordering::Relaxed);
         self.board.changed.notify_all();
         drop(state);
-        let over = self.hook.is_none_or(|hook| hook(&error).is_break());
+        // The run is over if the hook panics, too: nothing is known of its nodes.
+        let over =
+            self.hook.is_none_or(|hook| !matches!(caught(|| hook(&error)), Ok(flow) if flow.is_continue()));
         let mut state = self.state();
         (state.telling, state.over) = (false, over);
         if over {
@@ -253,8 +247,11 @@ impl<'h> RunState<'h> {
     }
 
     /// Once the hook has returned.
-    fn told<'g>(&self, state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
-        self.board.changed.wait_while(state, |state| state.telling).unwrap_or_else(PoisonError::into_inner)
+    fn told<'g>(&self, mut state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
+        while state.telling {
+            state = wait::on(&self.board.changed, state, wait::LONGEST);
+        }
+        state
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -22,6 +22,7 @@ use std::time::Duration;
 use self::ledger::{Leaving, RunState, SharedState};
 use super::graph::Entry;
 use super::{Executor, Graph, StreamId, outcome};
+use crate::bootstrap::{caught, spawn_scoped, turn};
 use crate::error::OverlapError;
 use crate::exec::Recorder;
 use crate::lane::yield_to_compute;
@@ -129,13 +130,13 @@ impl Executor for HostExecutor<'_> {
             let caller = ledger.arrive();
             let mut started = Ok(());
             if self.limit.is_some() {
-                started = spawn(scope, "sidelane-watch".into(), || ledger.watch());
+                started = spawn(scope, &ledger, "sidelane-watch".into(), || ledger.watch());
             }
             for (stream, queue) in queues {
                 let leaving = ledger.arrive();
                 let ledger = &ledger;
                 started = started.and_then(|()| {
-                    spawn(scope, thread_name(stream), move || {
+                    spawn(scope, ledger, thread_name(stream), move || {
                         if matches!(stream, StreamId::Transfer(_)) {
                             yield_to_compute();
                         }
@@ -146,7 +147,9 @@ impl Executor for HostExecutor<'_> {
             if let Err(error) = started {
                 ledger.give_up(error);
             }
-            work_off(&ledger, own, caller);
+            // Other streams wait for its nodes, whichever way it ends.
+            let name = thread::current().name().unwrap_or_default().to_owned();
+            caught(|| work_off(&ledger, own, caller)).unwrap_or_else(died(&ledger, name));
             ledger.settle();
         });
         ledger.conclude()
@@ -178,18 +181,23 @@ fn thread_name(stream: StreamId) -> String {
 
 fn spawn<'s>(
     scope: &'s Scope<'s, '_>,
+    ledger: &'s RunState<'_>,
     name: String,
     life: impl FnOnce() + Send + 's,
 ) -> Result<(), OverlapError> {
-    let started = thread::Builder::new().name(name.clone()).spawn_scoped(scope, life);
-    started
-        .map(drop)
+    spawn_scoped(scope, name.clone(), life, died(ledger, name.clone()))
         .map_err(|error| OverlapError::NoThread { name, errno: error.raw_os_error().unwrap_or(0) })
+}
+
+/// A thread has panicked outside the work of its nodes: no further node begins.
+fn died(ledger: &RunState<'_>, name: String) -> impl FnOnce(String) {
+    move |message| ledger.give_up(OverlapError::ThreadPanicked { name, message })
 }
 
 /// The life of a stream.
 fn work_off(ledger: &RunState<'_>, queue: Queue<'_>, _leaving: Leaving<'_, '_>) {
     for (index, Entry { after, body, .. }) in queue {
+        turn();
         let Some((run, since)) = ledger.begin(index, &after) else { return };
         let outcome = outcome::of(body, &run);
         ledger.end(index, since, outcome);

@@ -3,12 +3,12 @@
 
 use std::time::Duration;
 
-use sidelane::bootstrap::Timeouts;
+use sidelane::bootstrap::{Timeouts, panic_in};
 use sidelane::error::{Cause, LaneError};
 use sidelane::{Error, Options, World};
 
 use super::on_stand_in;
-use super::rank::{Case, Rank, Tensors, call, content, dispatch, on_ranks, options, until};
+use super::rank::{Case, Rank, Tensors, call, content, dispatch, on_nodes, on_ranks, options, until};
 
 const CASE: Case = Case { ranks: 3, experts: 6, top_k: 2, hidden: 16, max_tokens: 4 };
 
@@ -127,5 +127,44 @@ fn dropped(in_combine: bool) {
         }
         until(|| rank.world.health().check().is_err());
         assert_eq!(rank.ep.synchronize(), Err(Error::World(Cause::Cancelled { by: 1 })));
+    });
+}
+
+#[test]
+fn dead_slots_thread_is_named_on_all_ranks_and_streams_go_on() {
+    on_stand_in("slots::faults::dead_slots_thread_is_named_on_all_ranks_and_streams_go_on", || {
+        on_nodes(&[0, 1, 1], &options(), |world| {
+            let mut rank = Rank::new(CASE, world);
+            let tensors = rank.tensors(&CASE.input(2, rank.me()));
+            rank.group.gather(&[]).unwrap();
+            if rank.me() == 0 {
+                panic_in("sidelane-slots-0");
+            } else {
+                dispatch(&mut rank.ep, &tensors).unwrap();
+            }
+            until(|| rank.world.health().check().is_err());
+            let (thread, message) = ("sidelane-slots-0".into(), "told to".into());
+            let died = Error::World(Cause::Panicked { by: 0, thread, message });
+            assert_eq!(rank.ep.synchronize(), Err(died));
+        });
+    });
+}
+
+#[test]
+fn streams_are_released_although_the_thread_that_does_it_dies() {
+    on_stand_in("slots::faults::streams_are_released_although_the_thread_that_does_it_dies", || {
+        panic_in("sidelane-drain-1");
+        on_ranks(CASE.ranks, &options(), |world| {
+            let Rank { world, group, stream, mut ep, context, .. } = Rank::new(CASE, world);
+            let tensors = Tensors::of(&context, CASE, &CASE.input(2, group.rank()));
+            if group.rank() == 2 {
+                group.gather(&[]).unwrap();
+                world.cancel();
+                return;
+            }
+            dispatch(&mut ep, &tensors).unwrap();
+            let _ = group.gather(&[]);
+            until(|| stream.is_done().unwrap());
+        });
     });
 }

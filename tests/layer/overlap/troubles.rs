@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use sidelane::bootstrap::interruptible;
+use sidelane::bootstrap::{interruptible, panic_in};
 use sidelane::error::{GateError, OverlapError};
 use sidelane::overlap::{Graph, HostExecutor, NodeInfo, NodeLabel, Run, StreamId};
 use sidelane::{Dtype, Error};
@@ -321,4 +321,25 @@ fn a_caller_whose_user_has_had_enough_gives_up_while_it_waits() {
         let run = interruptible(|| true, || graph.run(&executor));
         assert_eq!(run, Err(OverlapError::Interrupted { not_begun: usize::from(waits) }));
     }
+}
+
+#[test]
+fn dead_thread_of_a_stream_ends_its_run_by_name() {
+    panic_in("sidelane-move79");
+    let mut graph = Graph::new();
+    let dies = graph.add(StreamId::Transfer(79), work("dispatch", 0), &[], |_| Ok(()));
+    graph.add(COMPUTE, work("experts", 0), &[dies], |_| unreachable!("its edge never ends"));
+    let error = graph.run(&HostExecutor::new()).unwrap_err();
+    let (name, message) = ("sidelane-move79".into(), "told to".into());
+    assert_eq!(error, OverlapError::ThreadPanicked { name, message });
+}
+
+#[test]
+fn hook_that_panics_ends_the_run_with_the_error_that_it_heard() {
+    let mut graph = Graph::new();
+    let fails = graph.add(TRANSFER, work("dispatch", 0), &[], |_| Err(wrong()));
+    graph.add(COMPUTE, work("experts", 0), &[fails], |_| unreachable!("nothing begins"));
+    let hook = |_: &OverlapError| panic!("bad luck");
+    let error = graph.run(&HostExecutor::new().on_error(&hook)).unwrap_err();
+    assert!(matches!(error, OverlapError::Failed { at, .. } if at.stream == TRANSFER), "{error}");
 }

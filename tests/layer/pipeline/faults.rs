@@ -184,9 +184,15 @@ fn experts_that_fail_end_the_step_on_all_ranks_and_the_rebuilt_world_is_right() 
             if world.rank() == CULPRIT {
                 assert!(is_of_the_fault(&error, fault, pass, cut), "{fault:?} in {pass:?}: {error}");
             } else {
-                let cancelled = Error::World(Cause::Cancelled { by: CULPRIT });
-                assert!(matches!(root(&error), Error::Bootstrap(_)) || *root(&error) == cancelled, "{error}");
-                assert_eq!(cause_of(&world), Cause::Cancelled { by: CULPRIT }, "{error}");
+                let cause = cause_of(&world);
+                match (fault, &cause) {
+                    (Fault::Panics, Cause::Panicked { by: CULPRIT, thread, message }) => {
+                        assert!(thread.contains("compute") && message == "bad luck", "{cause}");
+                    }
+                    (_, cause) => assert_eq!(*cause, Cause::Cancelled { by: CULPRIT }, "{error}"),
+                }
+                let ended = matches!(root(&error), Error::Bootstrap(_)) || *root(&error) == cause.into();
+                assert!(ended, "{error}");
             }
             next_step(cut, &world)
         });

@@ -10,9 +10,9 @@ use self::case::{Play, plays, plays_in_spans};
 use self::landing::{copies_are_those_of_relay_order, rows_and_notes_land_once_each, staged_rows_lie_apart};
 use self::placed::{Placed, Rank, routing};
 use self::sums::{fetches_find_their_words, sums_find_their_rows};
+use crate::random_cases;
 use crate::support::reference::Visible;
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
 use sidelane::plan::{Bins, Counts, DispatchLayout, PlanContext, ReceiveMode, ReceiveSizes, SortedRouting};
 use sidelane::topology::{NodeMap, Paths};
 
@@ -48,17 +48,8 @@ fn holds(play: &Play) -> (Visible, Placed) {
     (seen, placed)
 }
 
-fn config(cases: u32, seed: u64) -> ProptestConfig {
-    ProptestConfig {
-        cases,
-        failure_persistence: None,
-        rng_seed: RngSeed::Fixed(seed),
-        ..ProptestConfig::default()
-    }
-}
-
 proptest! {
-    #![proptest_config(config(6000, 11))]
+    #![proptest_config(random_cases(6000))]
 
     #[test]
     fn everything_is_where_everybody_looks_for_it(play in plays()) {
@@ -91,7 +82,7 @@ fn alone(play: &Play, placed: &Placed, me: usize, sorted: &SortedRouting) -> Str
 }
 
 proptest! {
-    #![proptest_config(config(3000, 12))]
+    #![proptest_config(random_cases(3000))]
 
     #[test]
     fn what_is_kept_is_sorted_as_if_the_rest_had_not_been_chosen(

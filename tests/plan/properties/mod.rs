@@ -205,7 +205,7 @@ enum Flaw {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 8000, failure_persistence: None, rng_seed: proptest::test_runner::RngSeed::Fixed(7), ..ProptestConfig::default() })]
+    #![proptest_config(crate::random_cases(8000))]
 
     #[test]
     fn placement_is_the_sorted_list(case in cases()) {
@@ -220,7 +220,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, rng_seed: proptest::test_runner::RngSeed::Fixed(8), ..ProptestConfig::default() })]
+    #![proptest_config(crate::random_cases(2000))]
 
     #[test]
     fn the_first_flaw_is_named(

@@ -28,6 +28,30 @@ pub const LONG: Duration = Duration::from_secs(60);
 /// A loss is named within this: five times what the design allows, for machines that do other work.
 pub const SOON: Duration = Duration::from_secs(10);
 
+/// A thread of the library, one of which each rank has; the coordinator is rank 0's.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Thread {
+    Link,
+    Coordinator,
+    Net,
+    Relay,
+    Watch,
+}
+
+impl Thread {
+    /// Its name.
+    pub fn of(self, rank: u32) -> String {
+        let work = match self {
+            Thread::Link => "link",
+            Thread::Coordinator => "coordinator",
+            Thread::Net => "net",
+            Thread::Relay => "relay",
+            Thread::Watch => "watch",
+        };
+        format!("sidelane-{work}-{rank}")
+    }
+}
+
 /// Command to a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Command {
@@ -62,6 +86,8 @@ pub enum Command {
     Scribble,
     /// Panics.
     Panic,
+    /// Has a thread panic at its next turn.
+    Doom(Thread),
     /// Leaves the world and ends.
     End,
 }
@@ -87,6 +113,8 @@ pub enum Report {
     Net(String),
     /// So many connections were reset.
     Reset(u32),
+    /// A thread is to panic.
+    Doomed,
     /// The command ended so.
     Failed(Failure),
 }
@@ -130,6 +158,11 @@ pub enum Failure {
         by: u32,
         first: bool,
     },
+    /// A thread of a rank panicked.
+    Panicked {
+        by: u32,
+        thread: String,
+    },
     NoRendezvous,
     WrongSecret,
     Missing(Vec<u32>),
@@ -160,6 +193,7 @@ impl From<Cause> for Failure {
             Cause::Evicted { rank, epoch } => Failure::Evicted { rank, epoch },
             Cause::Stalled { rank, by, .. } => Failure::Stalled { rank, by },
             Cause::Connection { rank, by } => Failure::Wire { rank, by, first: false },
+            Cause::Panicked { by, thread, .. } => Failure::Panicked { by, thread },
             other => Failure::Other(other.to_string()),
         }
     }

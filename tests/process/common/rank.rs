@@ -8,6 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
 
+use sidelane::bootstrap::panic_in;
 use sidelane::collective::Communicator;
 use sidelane::plan::Strategy;
 use sidelane::topology::Route;
@@ -102,6 +103,10 @@ impl Rank {
                 Command::ResetWires => Ok(Report::Reset(reset_wires())),
                 Command::Scribble => Ok(Report::Scribbled(scribble())),
                 Command::Panic => panic!("told to"),
+                Command::Doom(thread) => {
+                    panic_in(&thread.of(self.world.rank()));
+                    Ok(Report::Doomed)
+                }
                 Command::End => return,
             };
         }

@@ -15,13 +15,14 @@ mod spoilt;
 
 use std::cell::Cell;
 use std::ffi::CStr;
+use std::hash::{BuildHasher, RandomState};
 use std::net::TcpListener;
 use std::process::Command;
 use std::ptr::{null, null_mut};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestRunner};
+use proptest::test_runner::{Config, RngSeed, TestRunner};
 use sidelane_c::*;
 
 use collective::{collective, communicator};
@@ -60,6 +61,10 @@ fn in_a_world_of_one() {
         assert_eq!(sidelane_world_from_env(null(), &mut world), Status::SIDELANE_OK, "{}", message());
         assert_eq!(sidelane_world_group(world, null(), 0, &mut group), Status::SIDELANE_OK);
     }
+    let given = std::env::var("SIDELANE_TEST_SEED").ok().and_then(|seed| seed.parse().ok());
+    let first: u64 = given.unwrap_or_else(|| RandomState::new().hash_one(std::process::id()));
+    println!("SIDELANE_TEST_SEED={first} repeats these bytes");
+    let mut seeds = first..;
     let end = Instant::now() + Duration::from_secs(seconds);
     let (routers, collectives, lost) = (Cell::new(0_u64), Cell::new(0_u64), Cell::new(0_u64));
     let (hosts, enqueued, slots) = (Cell::new(0_u64), Cell::new(0_u64), Cell::new(0_u64));
@@ -70,8 +75,14 @@ fn in_a_world_of_one() {
     while Instant::now() < end || lacks() {
         // Another seed each time; failures are not simplified, as a failed world fails every later
         // call.
-        let config =
-            Config { cases: 32, failure_persistence: None, max_shrink_iters: 0, ..Config::default() };
+        let rng_seed = RngSeed::Fixed(seeds.next().unwrap_or(first));
+        let config = Config {
+            cases: 32,
+            failure_persistence: None,
+            max_shrink_iters: 0,
+            rng_seed,
+            ..Config::default()
+        };
         let mut runner = TestRunner::new(config);
         let outcome = runner.run(&(spoilt(), any::<[u64; 4]>()), |(spoilt, numbers)| {
             let done = [

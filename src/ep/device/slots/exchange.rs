@@ -19,13 +19,14 @@ use super::expand::{Expansion, Received};
 use super::handle::{ExpandedRows, Facts, SlotHandle, SlotRows};
 use super::layout::{WindowLayout, Windows};
 use super::proxy::Proxy;
+use crate::bootstrap::wait::Polling;
 use crate::device::{Addresses, Check, DeviceRange, Kernels, Pack, Stream, SumArgs, Word};
 use crate::ep::builder::Spec;
 use crate::ep::device::guard::{BypassStream, WaitBreaker};
 use crate::ep::rows::OutputAt;
 use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
 use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
-use crate::error::{CallError, DeviceError, Error, KernelFault, LaneError};
+use crate::error::{CallError, DeviceError, Error, KernelFault, LaneError, PlanError};
 use crate::exec::{EnqueueCounts, Executor, Lowered, Until, drive};
 use crate::lane::COPY_ENGINE;
 use crate::plan::SlotShape;
@@ -293,6 +294,7 @@ impl SlotExchange {
     pub fn synchronize(&self, stream: &Stream) -> Result<(), Error> {
         let (start, deadline) = (Instant::now(), self.state.shared.options.timeouts.deadline);
         let mut late = None;
+        let mut polling = Polling::new(self.state.shared.hub.health());
         while !stream.is_done()? {
             let waited = start.elapsed();
             if self.state.shared.hub.health().check().is_err() {
@@ -305,7 +307,7 @@ impl SlotExchange {
                 // Words of a world that has died meanwhile tell nothing. Ending it ends the waits.
                 late = self.state.shared.hub.health().check().is_ok().then(|| self.state.fail(missing));
             }
-            std::thread::yield_now();
+            polling.rest().map_err(|_| PlanError::Interrupted)?;
         }
         late.map_or_else(|| self.status(), Err)
     }

@@ -19,9 +19,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use crate::bootstrap::{Thread, turn, wait};
 use crate::ep::device::guard::Words;
 use crate::ep::device::transport::RowTransport;
-use crate::ep::host::CancelOnPanic;
 use crate::error::{Error, LaneError};
 use crate::exec::ProxyOps;
 use crate::lane::Port;
@@ -103,10 +103,10 @@ impl Proxy {
     /// [`LaneError::System`] if there is no thread to be had.
     pub fn start(work: Work) -> Result<Self, LaneError> {
         let (work, closing) = (Arc::new(work), Arc::new(AtomicBool::new(false)));
-        let thread = std::thread::Builder::new().name(format!("sidelane-slots-{}", work.port.lanes().rank));
+        let hub = &work.shared.hub;
+        let thread = Thread::new("slots", hub.rank(), hub.health());
         let (serves, closes) = (Arc::clone(&work), Arc::clone(&closing));
         let started = thread.spawn(move || {
-            let _end = CancelOnPanic(&serves.shared);
             if let Err(error) = serves.serve(&closes) {
                 let _ = serves.shared.fail(&serves.port.lanes().world_ranks, error);
             }
@@ -128,7 +128,7 @@ impl Drop for Proxy {
     fn drop(&mut self) {
         self.closing.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take().filter(|_| !self.work.words.is_claimed()) {
-            let _ = thread.join();
+            wait::join(thread);
         }
     }
 }
@@ -141,6 +141,7 @@ impl Work {
         let awake = if self.port.lanes().oversubscribed { AWAKE_IN_A_CROWD } else { AWAKE };
         let mut idle = 0;
         loop {
+            turn();
             self.port.lanes().health.check()?;
             // Asked before the requests are looked at: a stream requests last, and is done then.
             let done = closing.load(Ordering::Acquire) && !self.words.is_claimed();
@@ -152,7 +153,7 @@ impl Work {
                 return Ok(());
             }
             idle += 1;
-            if idle < awake { std::thread::yield_now() } else { std::thread::sleep(NAP) }
+            if idle < awake { std::thread::yield_now() } else { wait::nap(NAP) }
         }
     }
 

@@ -121,7 +121,8 @@ impl SlotExchange {
         let by_host = (0..ranks).filter(|&peer| peer != me && !(gpu_direct && far.contains(&peer)));
         let by_host: Vec<u32> = by_host.collect();
         let beyond = aside.clone().map(|aside| Box::new(move || aside.release()) as DeviceFlagWriter);
-        let (health, awaited) = (group.shared.hub.health(), by_host.iter().flat_map(|&peer| place(peer)));
+        let hub = &group.shared.hub;
+        let (health, awaited) = ((hub.rank(), hub.health()), by_host.iter().flat_map(|&peer| place(peer)));
         let status = (vec![places.status() as usize, places.verdict() as usize], DEAD);
         let guard = WaitBreaker::new(health, &words, (awaited.collect(), POISON), status, beyond)?;
         let by_nic = if gpu_direct { far.clone() } else { Vec::new() };

@@ -14,15 +14,16 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 
-use crate::bootstrap::Health;
+use crate::bootstrap::wait::{epoll_for, park, poll_for};
+use crate::bootstrap::{FatalLock, Health};
 use crate::error::{Cause, LaneError, MemoryError};
 use crate::lane::net::regions::{HEADER, Record};
 use crate::lane::net::{NetConnection, Regions, RemoteAddress, SendBlocked, system};
@@ -53,8 +54,8 @@ pub struct TcpConnection {
     peer: u32,
     socket: TcpStream,
     polled: PolledSocket,
-    out: Mutex<Outgoing>,
-    inbound: Mutex<Inbound>,
+    out: FatalLock<Outgoing>,
+    inbound: FatalLock<Inbound>,
     /// The peer's last question, and the last one that was answered.
     asked_by_peer: AtomicU64,
     answered: AtomicU64,
@@ -84,13 +85,16 @@ impl TcpConnection {
     /// [`LaneError::System`].
     pub fn new(peer: u32, socket: TcpStream, shared: Shared) -> Result<Self, LaneError> {
         let polled = shared.poller.add(&socket)?;
+        let (rank, health) = (shared.rank, &shared.health);
+        let (out, inbound) = (FatalLock::new(Outgoing::default(), rank, health), Inbound::default());
+        let inbound = FatalLock::new(inbound, rank, health);
         Ok(TcpConnection {
             shared,
             peer,
             socket,
             polled,
-            out: Mutex::default(),
-            inbound: Mutex::default(),
+            out,
+            inbound,
             asked_by_peer: AtomicU64::new(0),
             answered: AtomicU64::new(0),
             landed: Landed::default(),
@@ -210,7 +214,7 @@ impl NetConnection for TcpConnection {
         let caused = self.shared.health.cause() == Some(Cause::Connection { rank: peer, by: rank });
         // The system reports an error once; if it reported it to the sender, reading finds only the
         // end. A broken pipe only says that the other end closed it.
-        let errno = errno.or_else(|| self.lock_out().failed.filter(|&errno| errno != Errno::PIPE));
+        let errno = errno.or_else(|| self.out.lock().failed.filter(|&errno| errno != Errno::PIPE));
         let errno = errno.map_or(0, Errno::raw_os_error);
         caused.then_some(LaneError::Wire { rank, peer, lane: self.lane(), errno })
     }
@@ -220,7 +224,7 @@ impl NetConnection for TcpConnection {
     fn leave(&self, until: Instant) {
         let health = &self.shared.health;
         let mark = {
-            let mut out = self.lock_out();
+            let mut out = self.out.lock();
             out.asked += 1;
             let mark = out.asked;
             out.keep(&Record::Ask { mark }.to_bytes());
@@ -236,7 +240,7 @@ impl NetConnection for TcpConnection {
             if left.is_zero() {
                 return;
             }
-            let room = self.lock_out().wants_room();
+            let room = self.out.lock().wants_room();
             self.await_socket(left.min(Duration::from_millis(10)), room);
             self.progress(health);
         }
@@ -254,7 +258,7 @@ impl TcpConnection {
         &self,
         send: impl FnOnce(&mut Outgoing) -> Result<T, SendBlocked>,
     ) -> Result<T, SendBlocked> {
-        let sent = send(&mut self.lock_out());
+        let sent = send(&mut self.out.lock());
         // A thread that found the lock taken has left its answer to this thread.
         fence(Ordering::SeqCst);
         if self.asked_by_peer.load(Ordering::Relaxed) != self.answered.load(Ordering::Relaxed)
@@ -310,7 +314,7 @@ impl TcpConnection {
     fn tidy(&self) {
         loop {
             fence(Ordering::SeqCst);
-            let Ok(mut out) = self.out.try_lock() else { return };
+            let Some(mut out) = self.out.try_lock() else { return };
             // A peer that sends requests without reading the answers gets the last one only.
             let empty = out.empty(&self.socket);
             if empty {
@@ -334,7 +338,7 @@ impl TcpConnection {
     }
 
     fn receive(&self, health: &Health) -> bool {
-        let Ok(mut inbound) = self.inbound.try_lock() else { return false };
+        let Some(mut inbound) = self.inbound.try_lock() else { return false };
         let regions = &self.shared.regions;
         let taken = inbound.take(&self.socket, regions, |record| match record {
             Record::Zero { .. } | Record::Signal { .. } => {
@@ -383,15 +387,10 @@ impl TcpConnection {
     fn await_socket(&self, slice: Duration, room: bool) {
         if self.ended.get().is_some() {
             // It would never sleep again.
-            return std::thread::park_timeout(slice);
+            return park(slice);
         }
-        let slice = Timespec { tv_sec: slice.as_secs() as i64, tv_nsec: slice.subsec_nanos().into() };
         let room = if room { PollFlags::OUT } else { PollFlags::empty() };
-        let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::IN | room)], Some(&slice));
-    }
-
-    fn lock_out(&self) -> MutexGuard<'_, Outgoing> {
-        self.out.lock().unwrap_or_else(PoisonError::into_inner)
+        let _ = poll_for(&mut [PollFd::new(&self.socket, PollFlags::IN | room)], slice);
     }
 }
 
@@ -690,8 +689,7 @@ impl Poller {
     fn poll(&self) {
         self.polls.fetch_add(1, Ordering::Relaxed);
         let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; AT_ONCE];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let ready = epoll::wait(&self.set, &mut events[..], Some(&now)).unwrap_or(0);
+        let ready = epoll_for(&self.set, &mut events, Duration::ZERO);
         if ready > 0 {
             let all = self.ready.read().unwrap_or_else(PoisonError::into_inner);
             for event in &events[..ready] {

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use rustix::net::sockopt;
 
 use super::connection::{Poller, Shared, TcpConnection};
-use crate::bootstrap::{Health, PeerAuth, PeerListener, Timeouts};
+use crate::bootstrap::wait::park;
+use crate::bootstrap::{Health, PeerAuth, PeerListener, Timeouts, interrupted};
 use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Error, LaneError};
 use crate::lane::net::{ConnectionEnd, ConnectionOffer, NetConnection, NetTransport, Regions, system};
@@ -76,7 +77,7 @@ impl TcpTransport {
         until: Instant,
     ) -> Result<TcpStream, Option<BootstrapError>> {
         let health = &self.shared.health;
-        let stop = || health.check().is_err() || health.is_absent(peer);
+        let stop = || health.check().is_err() || health.is_absent(peer) || interrupted();
         let mut answer = None;
         let mut silence = None;
         while Instant::now() < until && !stop() {
@@ -89,7 +90,7 @@ impl TcpTransport {
                     Err(error) => answer = Some(error),
                 }
             }
-            std::thread::park_timeout(SLICE);
+            park(SLICE);
         }
         Err(answer.or(silence))
     }
@@ -104,7 +105,7 @@ impl TcpTransport {
                 BootstrapError::System { call, errno } => LaneError::System { call, errno },
                 _ => LaneError::System { call: "accept", errno: 0 },
             })?;
-            let over = now >= until || health.check().is_err() || health.is_absent(peer);
+            let over = now >= until || health.check().is_err() || health.is_absent(peer) || interrupted();
             if come.is_some() || over {
                 return Ok(come);
             }

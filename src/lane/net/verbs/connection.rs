@@ -21,7 +21,7 @@
 //! peer's memory ends, and each part travels with that write or begins the next.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use super::completion::Failed;
@@ -30,7 +30,8 @@ use super::receiver::{Receiver, SignalSender};
 use super::registration::{NicMemory, RemoteRegions, Source};
 use super::sender::{self, Kind, PieceSource, RECEIVE, Sender, Staged};
 use super::{Completion, CompletionQueue, Remote, SignalMode};
-use crate::bootstrap::Health;
+use crate::bootstrap::wait::nap;
+use crate::bootstrap::{FatalLock, Health};
 use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
 use crate::lane::net::regions::Record;
 use crate::lane::net::{
@@ -57,7 +58,7 @@ pub struct Connection {
     memory: Arc<NicMemory>,
     completions: Arc<CompletionQueue>,
     theirs: RwLock<RemoteRegions>,
-    state: Mutex<State>,
+    state: FatalLock<State>,
     health: Arc<Health>,
 }
 
@@ -112,14 +113,10 @@ impl Connection {
     pub fn new(parts: Parts) -> Self {
         let Parts { me, peer, signal, chunk, memory, completions, theirs, health, .. } = parts;
         let (sender, receiver, forecast) = (parts.sender, parts.receiver, parts.forecast);
-        let state =
-            Mutex::new(State { sender, receiver, sent: SignalSender::default(), forecast, end: None });
+        let state = State { sender, receiver, sent: SignalSender::default(), forecast, end: None };
+        let state = FatalLock::new(state, me, &health);
         let theirs = RwLock::new(theirs);
         Connection { me, peer, signal, chunk, memory, completions, theirs, state, health }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Target address of bytes, as the NIC knows it, and how many of them lie together there.
@@ -134,7 +131,7 @@ impl Connection {
         limits: WaitLimits<'_>,
         act: impl FnOnce(&mut State) -> Result<(), Halt>,
     ) -> Result<(), SendBlocked> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(end) = &state.end {
             return end.clone().stuck(&state.sender);
         }
@@ -259,7 +256,7 @@ impl Connection {
                 // A rank that makes progress is not silent.
                 waiter = Waiter::new(limits);
             } else {
-                let turned = waiter.turn(|slice| std::thread::sleep(slice.min(NAP)));
+                let turned = waiter.turn(|slice| nap(slice.min(NAP)));
                 turned.map_err(|why| self.left_or(why, limits))?;
             }
         }
@@ -305,7 +302,7 @@ impl End {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        if let Err(error) = self.lock().sender.qp.error() {
+        if let Err(error) = self.state.lock().sender.qp.error() {
             tracing::debug!(rank = self.me, peer = self.peer, %error, "a queue pair could not be stopped");
         }
     }
@@ -313,7 +310,10 @@ impl Drop for Connection {
 
 impl std::fmt::Debug for Connection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Connection").field("peer", &self.peer).field("state", &self.lock().sender).finish()
+        f.debug_struct("Connection")
+            .field("peer", &self.peer)
+            .field("state", &self.state.lock().sender)
+            .finish()
     }
 }
 
@@ -419,7 +419,7 @@ impl NetConnection for Connection {
     }
 
     fn settled(&self) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.hurry();
         state.end.is_some() || state.sender.is_settled()
     }
@@ -439,11 +439,7 @@ impl NetConnection for Connection {
     }
 
     fn progress(&self, health: &Health) -> bool {
-        let mut state = match self.state.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(state)) => state.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
-        };
+        let Some(mut state) = self.state.try_lock() else { return false };
         if state.end.is_some() {
             // The requests in flight are over: they are counted, and have no effect.
             let _ = self.complete(&mut state);
@@ -464,7 +460,7 @@ impl NetConnection for Connection {
             SignalMode::Write | SignalMode::FetchAdd => Ok(()),
         });
         if let Err(error) = armed {
-            self.fail(&mut self.lock(), error, health);
+            self.fail(&mut self.state.lock(), error, health);
             return false;
         }
         self.progress(health)
@@ -484,7 +480,7 @@ impl NetConnection for Connection {
     }
 
     fn stop(&self, cause: &Cause) {
-        self.end(&mut self.lock(), End::Dead(cause.clone()));
+        self.end(&mut self.state.lock(), End::Dead(cause.clone()));
     }
 
     fn leave(&self, until: Instant) {
@@ -502,11 +498,11 @@ impl NetConnection for Connection {
     }
 
     fn cleared(&self, from: RemoteAddress, len: u64) {
-        self.lock().sent.cleared(from, len);
+        self.state.lock().sent.cleared(from, len);
     }
 
     fn counters(&self) -> Counters {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if self.health.check().is_err() {
             // No progress thread serves the connections of a failed world any more.
             let _ = self.complete(&mut state);
@@ -515,11 +511,11 @@ impl NetConnection for Connection {
     }
 
     fn forecast(&self) -> Counters {
-        self.lock().forecast.as_ref().map(Forecast::counters).unwrap_or_default()
+        self.state.lock().forecast.as_ref().map(Forecast::counters).unwrap_or_default()
     }
 
     fn fault(&self) -> Option<LaneError> {
-        match &self.lock().end {
+        match &self.state.lock().end {
             Some(End::Failed(error, _)) => Some(error.clone().into()),
             _ => None,
         }
