@@ -86,7 +86,7 @@ impl std::fmt::Display for NetReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             NetReason::Asked => f.write_str("asked for"),
-            NetReason::OneMachine => f.write_str("all nodes are on one machine"),
+            NetReason::OneMachine => f.write_str("all nodes on one machine"),
             NetReason::Cards => f.write_str("the nodes are on several machines, and all ranks have cards"),
             NetReason::NoCards { rank, reason } => {
                 write!(f, "the nodes are on several machines, and rank {rank} has no NIC: {reason}")

@@ -54,7 +54,7 @@ fn two_launchers_run_one_bench_that_rank_0_reports() {
     let told = text(&a.stdout);
     for words in [
         "4 on 2 nodes (2 + 2), 1 machine, ",
-        "between nodes loopback (all nodes are on one machine)",
+        "between nodes loopback (all nodes on one machine)",
         "bit-exact",
     ] {
         assert!(told.contains(words), "{words:?} in\n{told}");
