@@ -206,7 +206,7 @@ impl<'fd> Table<'_, 'fd> {
                 let mut missing: Vec<u32> = open.map(|peer| peer as u32).collect();
                 missing.sort_unstable();
                 let (step, waited) = (self.exchange.key.to_owned(), now - start);
-                return Err(BootstrapError::Deadline { step, missing, waited });
+                return Err(BootstrapError::Deadline { step, missing, waited, refused: None });
             }
             let mut fds: Vec<PollFd<'_>> = pairs.iter().filter_map(Pair::poll_fd).collect();
             // Short of descriptors, the next slice tries again.

@@ -1,5 +1,6 @@
 //! Errors of the rendezvous and the hub, and the cause that ends a world.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 /// Meeting the other ranks of the job failed.
@@ -8,7 +9,7 @@ use std::time::Duration;
 pub enum BootstrapError {
     /// The environment does not identify this process.
     #[error(
-        "no launcher's variables found: set RANK and WORLD_SIZE, or start with `sidelane launch`, torchrun, srun or mpirun"
+        "no launcher's variables found: set RANK, WORLD_SIZE and MASTER_ADDR, or start with `sidelane launch`, torchrun, srun or mpirun"
     )]
     NoEnvironment,
     /// An environment variable has another name now.
@@ -61,15 +62,19 @@ pub enum BootstrapError {
         hint: &'static str,
     },
     /// No answer at the rendezvous.
-    #[error("no rank of this job answered at {address} within {} ms", waited.as_millis())]
+    #[error("no rank of this job answered at {address} within {} ms{}", waited.as_millis(), other(other_job))]
     NoRendezvous {
         /// Where it was looked for.
         address: String,
         /// How long.
         waited: Duration,
+        /// Where a job of another name answered.
+        other_job: Option<String>,
     },
-    /// The other side could not prove that it knows the job's secret.
-    #[error("{peer} does not know this job's secret (SIDELANE_SECRET): it was refused")]
+    /// One of the two sides could not prove that it knows the other's secret.
+    #[error(
+        "this rank and {peer} have different secrets, so the rendezvous refused the join: set the same SIDELANE_SECRET or SIDELANE_SECRET_FILE on all machines"
+    )]
     WrongSecret {
         /// Address of the other side.
         peer: String,
@@ -86,7 +91,7 @@ pub enum BootstrapError {
     },
     /// A rank that is not of this job, or came twice.
     #[error(
-        "rank {rank} of {size} was refused at the rendezvous: another process has it, or this process joined before, or machines disagree about the number of ranks"
+        "rank {rank} of {size} was refused at the rendezvous: another process has this rank (is one --node-rank given twice?), or this process joined before, or machines disagree about the number of ranks"
     )]
     RankRefused {
         /// The rank.
@@ -123,7 +128,12 @@ pub enum BootstrapError {
         user: u32,
     },
     /// The deadline of a rendezvous step passed.
-    #[error("rendezvous step {step:?} not complete after {} ms: missing ranks {}", waited.as_millis(), some(missing))]
+    #[error(
+        "rendezvous step {step:?} not complete after {} ms: missing ranks {}{}",
+        waited.as_millis(),
+        some(missing),
+        with(refused)
+    )]
     Deadline {
         /// The key of the step.
         step: String,
@@ -131,6 +141,8 @@ pub enum BootstrapError {
         missing: Vec<u32>,
         /// How long it was waited for.
         waited: Duration,
+        /// Joins that rank 0 refused meanwhile, because their secret is another.
+        refused: Option<RefusedJoins>,
     },
     /// Ranks disagree about a collective step.
     #[error("ranks disagree about {step:?}: rank {rank} said {seen}, expected {expected}")]
@@ -227,6 +239,35 @@ pub enum BootstrapError {
         /// Address of the other side.
         peer: String,
     },
+}
+
+/// Joins that rank 0 refused because their secret is another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct RefusedJoins {
+    /// Number of attempts: a rank tries again for two seconds.
+    pub joins: u32,
+    /// Address of the last one.
+    pub last: IpAddr,
+}
+
+/// The hint that another job answered.
+fn other(job: &Option<String>) -> String {
+    match job {
+        Some(address) => format!(
+            "; {address} serves a job of another name: set the same SIDELANE_JOB and master on all machines"
+        ),
+        None => String::new(),
+    }
+}
+
+/// The hint that ranks came with another secret.
+fn with(refused: &Option<RefusedJoins>) -> String {
+    match refused {
+        Some(RefusedJoins { joins, last }) => {
+            format!("; {joins} joins with another secret were refused, the last from {last}")
+        }
+        None => String::new(),
+    }
 }
 
 /// The first of these ranks, and how many others there are.
@@ -341,7 +382,17 @@ mod tests {
     #[test]
     fn missing_ranks_of_large_job_are_counted() {
         let (step, waited) = ("rendezvous".to_owned(), Duration::from_secs(1));
-        let error = BootstrapError::Deadline { step, missing: (1..2000).collect(), waited }.to_string();
+        let missing = (1..2000).collect();
+        let error = BootstrapError::Deadline { step, missing, waited, refused: None }.to_string();
         assert!(error.ends_with("14, 15, 16] and 1983 others"), "{error}");
+    }
+
+    #[test]
+    fn missing_rank_may_be_the_one_with_another_secret() {
+        let (step, waited) = ("rendezvous".to_owned(), Duration::from_secs(1));
+        let refused = Some(RefusedJoins { joins: 7, last: [10, 0, 0, 2].into() });
+        let error = BootstrapError::Deadline { step, missing: vec![1], waited, refused }.to_string();
+        let hint = "missing ranks [1]; 7 joins with another secret were refused, the last from 10.0.0.2";
+        assert!(error.ends_with(hint), "{error}");
     }
 }

@@ -27,7 +27,7 @@ mod verbs;
 
 pub use sidelane_core::error::{CallError, CallKind, GateError, PlanError};
 
-pub use bootstrap::{BootstrapError, Cause, LostReason};
+pub use bootstrap::{BootstrapError, Cause, LostReason, RefusedJoins};
 pub use device::{DeviceError, KernelFault};
 pub use lane::LaneError;
 pub use layer::{ExpertKind, ExpertPass, LayerError, NodeInfo, NodeLabel, OverlapError, StreamId};

@@ -65,7 +65,7 @@ pub struct NetReport {
 
 /// Reasons for a lane.
 const REQUESTED: &str = "requested";
-const ONE_MACHINE: &str = "all nodes are on one machine";
+const ONE_MACHINE: &str = "all nodes on one machine";
 const ALL_HAVE_NICS: &str = "the nodes are on several machines, and all ranks have NICs";
 
 /// Facts that the choice depends on.

@@ -124,6 +124,52 @@ fn nobody_at_the_address_is_an_error_that_names_it() {
 }
 
 #[test]
+fn job_of_another_name_at_the_address_is_named() {
+    let place = place();
+    let timeouts = Timeouts { rendezvous: Duration::from_millis(700), ..timeouts() };
+    let other = Place { job: "another".to_owned(), ports: place.ports.clone() };
+    let errors = each(vec![(0, &place), (1, &other)], |(rank, place)| {
+        connect(&identity(rank, 2, place), None, timeouts).err().unwrap()
+    });
+    let BootstrapError::NoRendezvous { other_job: Some(seen), .. } = &errors[1] else { panic!("{errors:?}") };
+    assert!(seen.starts_with("127.0.0.1:"), "{seen}");
+    assert!(errors[1].to_string().contains("SIDELANE_JOB"), "{}", errors[1]);
+}
+
+#[test]
+fn rank_0_that_waits_in_vain_reports_joins_with_another_secret() {
+    let place = place();
+    let timeouts = Timeouts { rendezvous: Duration::from_millis(1500), ..timeouts() };
+    let errors = each(vec![(0, "right"), (1, "wrong")], |(rank, secret)| {
+        connect(&identity(rank, 2, &place), Some(Secret::from_bytes(secret)), timeouts).err().unwrap()
+    });
+    let BootstrapError::Deadline { missing, refused: Some(refused), .. } = &errors[0] else {
+        panic!("{errors:?}")
+    };
+    assert_eq!((missing.as_slice(), refused.last.to_string()), (&[1][..], "127.0.0.1".to_owned()));
+    assert!(refused.joins > 0);
+}
+
+#[test]
+fn second_process_of_rank_0_is_refused_at_once() {
+    let place = place();
+    let began = Instant::now();
+    let refused = Signal::default();
+    let results = each(vec![0u32, 0, 1], |rank| {
+        if rank == 1 {
+            // Until then both processes of rank 0 run.
+            refused.wait_for(1);
+        }
+        let hub = connect(&identity(rank, 2, &place), None, timeouts()).inspect_err(|_| refused.raise())?;
+        hub.barrier("met", hub.rank(), 2, LONG)
+    });
+    let refused = Err(BootstrapError::RankRefused { rank: 0, size: 2 });
+    assert!(results[..2].contains(&refused) && results[..2].contains(&Ok(())), "{results:?}");
+    assert_eq!(results[2], Ok(()));
+    assert!(began.elapsed() < timeouts().rendezvous, "{:?}", began.elapsed());
+}
+
+#[test]
 fn a_wrong_secret_is_refused_while_the_right_ones_go_on() {
     let place = place();
     let secret = Secret::from_bytes("right");

@@ -54,7 +54,7 @@ fn two_launchers_run_one_bench_that_rank_0_reports() {
     let told = text(&a.stdout);
     for words in [
         "4 on 2 nodes (2 + 2), 1 machine, ",
-        "between nodes loopback (all nodes are on one machine)",
+        "between nodes loopback (all nodes on one machine)",
         "bit-exact",
     ] {
         assert!(told.contains(words), "{words:?} in\n{told}");
@@ -111,10 +111,36 @@ fn nodes_that_do_not_know_the_same_secret_do_not_meet() {
     };
     let [a, b] = [start("0", "correct horse battery staple"), start("1", "stable battery of other horses")];
     let complaints = text(&b.wait_with_output().unwrap().stderr);
-    assert!(complaints.contains("does not know this job's secret"), "{complaints}");
+    assert!(complaints.contains("have different secrets"), "{complaints}");
     rustix::process::kill_process(rustix::process::Pid::from_child(&a), rustix::process::Signal::TERM)
         .unwrap();
     assert_eq!(a.wait_with_output().unwrap().status.code(), Some(128 + 15));
+}
+
+#[test]
+fn second_launcher_of_node_0_is_refused_at_once() {
+    let master = master();
+    let start = || {
+        let mut sidelane = sidelane(&["bench", "--node-rank", "0", "--master", &master]);
+        sidelane.args(["--nodes", "2", "--ranks-per-node", "1"]).stdout(Stdio::null()).stderr(Stdio::piped());
+        sidelane.spawn().unwrap()
+    };
+    let mut nodes = [start(), start()];
+    // The first to end is the second that came. The other waits for its node 1.
+    let ended = loop {
+        if let Some(ended) = nodes.iter_mut().position(|node| node.try_wait().unwrap().is_some()) {
+            break ended;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    };
+    let [a, b] = nodes;
+    let (refused, waits) = if ended == 0 { (a, b) } else { (b, a) };
+    let complaints = text(&refused.wait_with_output().unwrap().stderr);
+    assert!(complaints.contains("rank 0 of 2 was refused at the rendezvous"), "{complaints}");
+    assert!(complaints.contains("--node-rank"), "{complaints}");
+    rustix::process::kill_process(rustix::process::Pid::from_child(&waits), rustix::process::Signal::TERM)
+        .unwrap();
+    assert_eq!(waits.wait_with_output().unwrap().status.code(), Some(128 + 15));
 }
 
 /// Environment of the ranks of node 1 of 2.
@@ -169,6 +195,10 @@ fn a_part_that_is_none_is_refused_before_anything_starts() {
         (&["--node-rank", "1"], "--master"),
         (&["--master", "127.0.0.1"], "--node-rank"),
         (&["--node-rank", "0", "--master", "a:b"], "HOST:PORT"),
+        (
+            &["--node-rank", "0", "--master", "192.0.2.1"],
+            "--master 192.0.2.1 (192.0.2.1) is no address of this machine",
+        ),
         (&["--net", "wire"], "[possible values: auto, verbs, tcp, loopback]"),
     ] {
         for command in ["bench", "launch"] {

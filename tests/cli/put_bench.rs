@@ -33,7 +33,7 @@ fn line<'t>(told: &'t str, begin: &str) -> Vec<&'t str> {
 fn every_test_has_its_figures_on_one_node_and_on_two() {
     let shapes = [
         ("--nodes 1 --ranks-per-node 2", "shm, route direct"),
-        ("--nodes 2", "loopback (all nodes are on one machine)"),
+        ("--nodes 2", "loopback (all nodes on one machine)"),
     ];
     for (shape, lane) in shapes {
         for (test, sizes, columns) in

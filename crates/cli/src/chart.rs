@@ -37,7 +37,8 @@ impl Chart<'_> {
         let top = 62.0 + 16.0 * self.conditions.len() as f64;
         let bottom = top + HEIGHT;
         let names = || self.panels.iter().take(1).flat_map(|panel| &panel.curves).map(|curve| &curve.name);
-        let lines = names().count().div_ceil(KEYS);
+        let (keys, wide) = keys(names());
+        let lines = names().count().div_ceil(keys);
         let size = (WIDTH, bottom + 40.0 + 17.0 * lines as f64);
         svg::picture(size, self.title, CURVES, |svg| {
             for (nth, condition) in self.conditions.iter().enumerate() {
@@ -51,18 +52,23 @@ impl Chart<'_> {
                 panel.draw(svg, across, (bottom, top), all.map(|point| point.at));
             }
             for ((nth, name), class) in names().enumerate().zip(CLASSES.iter().cycle()) {
-                let place =
-                    (LABELS + 200.0 * (nth % KEYS) as f64, bottom + 40.0 + 17.0 * (nth / KEYS) as f64);
+                let place = (LABELS + wide * (nth % keys) as f64, bottom + 40.0 + 17.0 * (nth / keys) as f64);
                 key(svg, class, name, place);
             }
         })
     }
 }
 
-/// Height of a panel, room for its marks up, and keys in a line of a legend.
+/// Height of a panel, and room for its marks up.
 const HEIGHT: f64 = 280.0;
 const LABELS: f64 = 92.0;
-const KEYS: usize = 4;
+
+/// Keys in a line of a legend, and the room of each: the longest name decides.
+fn keys<'a>(names: impl Iterator<Item = &'a String>) -> (usize, f64) {
+    let wide = 40.0 + 6.0 * names.map(String::len).max().unwrap_or(0) as f64;
+    let fit = (WIDTH - LABELS - 16.0) / wide;
+    ((fit as usize).clamp(1, 4), wide)
+}
 
 /// A color for each curve; dashed from the seventh on.
 const CLASSES: [&str; 12] = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"];
@@ -268,6 +274,16 @@ mod tests {
             assert!(at.len() == count && at.iter().all(between), "{at:?}");
             assert!(count < 2 || at[0].0 < at[1].0 && at[0].1 > at[1].1, "{at:?}");
             assert_eq!(tags.iter().filter(|tag| tag.starts_with("circle")).count(), count);
+        }
+    }
+
+    #[test]
+    fn keys_of_legend_fit_their_names_and_the_picture() {
+        for longest in [1, 6, 21, 36, 90] {
+            let names = ["a".to_owned(), "n".repeat(longest)];
+            let (keys, wide) = keys(names.iter());
+            assert!(wide > 28.0 + 6.0 * longest as f64, "{longest}");
+            assert!(keys > 0 && LABELS + keys as f64 * wide <= WIDTH, "{longest}");
         }
     }
 

@@ -1,6 +1,9 @@
 //! The one look of all tables: a rule under the header, nothing else drawn, no blanks at line ends.
 
+use std::io::stdout;
+
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Row, Table, TableStyle};
+use rustix::termios::tcgetwinsize;
 
 /// Used where no terminal says how wide it is.
 const WIDTH: u16 = 110;
@@ -11,9 +14,8 @@ pub fn new(header: impl Into<Row>) -> Table {
     let mut table = Table::new();
     table.load_style(TableStyle::new().header_separator(rule));
     table.set_content_arrangement(ContentArrangement::Dynamic);
-    if !table.is_tty() {
-        table.set_width(WIDTH);
-    }
+    let terminal = tcgetwinsize(stdout()).map_or(0, |size| size.ws_col);
+    table.set_width(if terminal > 0 { terminal } else { WIDTH });
     table.set_header(header);
     table
 }

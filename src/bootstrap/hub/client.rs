@@ -165,7 +165,7 @@ pub(super) fn refused(health: &Health, answer: Answer, step: &str, waited: Durat
     }
     let step = step.to_owned();
     match answer {
-        Answer::Missing(missing) => BootstrapError::Deadline { step, missing, waited },
+        Answer::Missing(missing) => BootstrapError::Deadline { step, missing, waited, refused: None },
         Answer::Left(rank) => BootstrapError::Left { rank, step },
         Answer::Disagree { rank, seen, expected } => BootstrapError::Disagree { step, rank, seen, expected },
         Answer::TooLarge(bytes) => BootstrapError::TooLarge { step, bytes, limit: MAX_FRAME as u64 },

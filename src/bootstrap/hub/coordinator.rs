@@ -102,7 +102,8 @@ fn assemble(config: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapEr
             if !gives_up && !arrival.connection.is_closed() {
                 continue;
             }
-            let missing = JoinRefusal::Missing(barrier.missing(&absent()));
+            let (ranks, refused) = (barrier.missing(&absent()), queue.refused_joins());
+            let missing = JoinRefusal::Missing { ranks, refused };
             if rank == host || (gives_up && barrier.needs_all()) {
                 here.into_values().for_each(|arrival| arrival.refuse(missing.clone()));
                 return Ok(None);

@@ -49,6 +49,9 @@ use crate::error::{BootstrapError, Cause};
 /// Bound of the challenge of one candidate: a stranger that accepts and stays silent costs this
 /// much. A rank also looks beyond a job with another secret for so long.
 const GREETING: Duration = Duration::from_secs(2);
+/// Bound of the query for another rank 0 at one port. A foreign process that stays silent delays
+/// rank 0 by so long.
+const HOST_QUERY: Duration = Duration::from_millis(500);
 /// Pause between two rounds over the candidates.
 const PAUSE: Duration = Duration::from_millis(30);
 
@@ -75,6 +78,10 @@ pub fn connect(
     let (membership, hosted) = match identity.rank {
         HOST => {
             let listener = bind(identity)?;
+            if has_other_host(identity, &job.secret, rendezvous, &listener) {
+                let (rank, size) = (HOST, identity.size);
+                return Err(BootstrapError::RankRefused { rank, size });
+            }
             let hosted = host(
                 listener,
                 &job,
@@ -162,6 +169,33 @@ fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
     })
 }
 
+/// Whether another process of this machine is rank 0 of this job. It took a port before ours.
+///
+/// Without this query two processes of rank 0 both wait for ranks that join the other one.
+fn has_other_host(
+    identity: &Identity,
+    secret: &Secret,
+    rendezvous: RendezvousId,
+    listener: &TcpListener,
+) -> bool {
+    let own = listener.local_addr().map_or(0, |address| address.port());
+    let mut taken = identity.ports.iter().take_while(|&&port| port != own);
+    taken.any(|&port| hosts(SocketAddr::new(identity.loopback(), port), secret, rendezvous))
+}
+
+/// Whether the host of this rendezvous answers at an address. It proves itself to a rank that does
+/// not exist, so the query takes nobody's place.
+fn hosts(address: SocketAddr, secret: &Secret, rendezvous: RendezvousId) -> bool {
+    let until = Instant::now() + HOST_QUERY;
+    let Ok(nonce) = random() else { return false };
+    let Ok(stream) = wait::connect(address, HOST_QUERY) else { return false };
+    let Ok(mut connection) = MessageConnection::new(stream) else { return false };
+    let RendezvousId { job, size, epoch, host } = rendezvous;
+    let hello = Hello { version: PROTOCOL, job, rank: size, size, epoch, host, port: 0, nonce };
+    let initiator = Initiator::new(secret.clone(), hello);
+    matches!(shake_hands(&mut connection, initiator, until, &|| false), Some(Ok(())))
+}
+
 /// Tries the candidates in turn until one is the right one. A rank that hosts need not search.
 fn seek(
     identity: &Identity,
@@ -174,6 +208,7 @@ fn seek(
     // A job that holds one of the ports and has another secret may be another user's, with the same
     // name.
     let mut foreign = None;
+    let mut other_job = None;
     let interrupt = Interrupt::default();
     loop {
         interrupt.check("rendezvous")?;
@@ -200,20 +235,22 @@ fn seek(
                 Ok(membership) => return Ok(membership),
                 Err(JoinError::Unreachable) => {}
                 Err(JoinError::Failed(error)) => return Err(error),
+                Err(JoinError::Refused(JoinRefusal::OtherJob)) => other_job = Some(address.to_string()),
                 Err(JoinError::Refused(JoinRefusal::WrongSecret)) => {
                     foreign.get_or_insert((Instant::now(), address));
                 }
                 Err(JoinError::Refused(refusal)) => return Err(explain(refusal, identity, address, start)),
             }
         }
+        let over = Instant::now() + PAUSE >= until;
         if let Some((since, address)) = foreign
-            && since.elapsed() > GREETING
+            && (over || since.elapsed() > GREETING)
         {
             return Err(explain(JoinRefusal::WrongSecret, identity, address, start));
         }
-        if Instant::now() + PAUSE >= until {
+        if over {
             let address = format!("{} (ports {})", identity.master_addr, list(&identity.ports));
-            return Err(BootstrapError::NoRendezvous { address, waited: start.elapsed() });
+            return Err(BootstrapError::NoRendezvous { address, waited: start.elapsed(), other_job });
         }
         wait::nap(PAUSE);
     }
@@ -259,8 +296,9 @@ fn explain(refusal: JoinRefusal, identity: &Identity, address: SocketAddr, start
         JoinRefusal::WrongSecret => BootstrapError::WrongSecret { peer },
         JoinRefusal::Rank => BootstrapError::RankRefused { rank, size },
         JoinRefusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
-        JoinRefusal::Missing(missing) => {
-            BootstrapError::Deadline { step: "rendezvous".to_owned(), missing, waited: start.elapsed() }
+        JoinRefusal::Missing { ranks: missing, refused } => {
+            let (step, waited) = ("rendezvous".to_owned(), start.elapsed());
+            BootstrapError::Deadline { step, missing, waited, refused }
         }
         JoinRefusal::OtherJob | JoinRefusal::Malformed => BootstrapError::Malformed { peer },
     }
@@ -380,10 +418,10 @@ pub(super) fn shake_hands(
     Some(known)
 }
 
-/// Another job, or another protocol: not the wanted host.
+/// Another protocol: not the wanted host.
 fn miss(refusal: JoinRefusal) -> JoinError {
     match refusal {
-        JoinRefusal::OtherJob | JoinRefusal::Malformed => JoinError::Unreachable,
+        JoinRefusal::Malformed => JoinError::Unreachable,
         refusal => JoinError::Refused(refusal),
     }
 }
@@ -511,7 +549,7 @@ pub fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapErr
             Err(JoinError::Refused(JoinRefusal::Evicted(epoch))) => {
                 return Err(Cause::Evicted { rank: old.rank, epoch }.into());
             }
-            Err(JoinError::Refused(JoinRefusal::Missing(_))) => {
+            Err(JoinError::Refused(JoinRefusal::Missing { .. })) => {
                 let (coordinator, waited) = (candidate, start.elapsed());
                 return Err(BootstrapError::RebuildFailed { epoch, coordinator, waited });
             }

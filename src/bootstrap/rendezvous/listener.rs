@@ -40,7 +40,7 @@ use crate::bootstrap::wait::{self, poll_until};
 use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, Message, MessageConnection, PROTOCOL, RendezvousId, Responder,
 };
-use crate::error::{BootstrapError, Cause};
+use crate::error::{BootstrapError, Cause, RefusedJoins};
 
 /// Bound of one attempt to connect.
 const CONNECT: Duration = Duration::from_secs(1);
@@ -133,7 +133,10 @@ impl PeerAuth {
         let initiator = Initiator::new(self.secret.clone(), hello);
         let since = Instant::now();
         let until = since + GREETING;
-        let silent = || BootstrapError::NoRendezvous { address: peer(), waited: since.elapsed() };
+        let silent = || {
+            let (address, waited) = (peer(), since.elapsed());
+            BootstrapError::NoRendezvous { address, waited, other_job: None }
+        };
         let malformed = || BootstrapError::Malformed { peer: peer() };
         let greeted = shake_hands(&mut connection, initiator, until, stop).ok_or_else(silent)?;
         greeted.map_err(|refusal| self.explain(refusal, peer()))?;
@@ -151,7 +154,7 @@ impl PeerAuth {
             JoinRefusal::WrongSecret => BootstrapError::WrongSecret { peer },
             JoinRefusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
             JoinRefusal::Rank => BootstrapError::RankRefused { rank, size: self.rendezvous.size },
-            JoinRefusal::OtherJob | JoinRefusal::Missing(_) | JoinRefusal::Malformed => {
+            JoinRefusal::OtherJob | JoinRefusal::Missing { .. } | JoinRefusal::Malformed => {
                 BootstrapError::Malformed { peer }
             }
         }
@@ -265,6 +268,7 @@ pub(in crate::bootstrap) struct HandshakeQueue {
     pending: Vec<PendingHandshake>,
     max_pending: usize,
     rests_until: Option<Instant>,
+    refusals: Refusals,
 }
 
 impl HandshakeQueue {
@@ -273,7 +277,20 @@ impl HandshakeQueue {
         // Strangers take a quarter of the process's descriptors at most. The others are for ranks.
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let max_pending = MAX_PENDING.min((descriptors / 4) as usize).max(1);
-        HandshakeQueue { listener, secret, rendezvous, pending: Vec::new(), max_pending, rests_until: None }
+        HandshakeQueue {
+            listener,
+            secret,
+            rendezvous,
+            pending: Vec::new(),
+            max_pending,
+            rests_until: None,
+            refusals: Refusals::default(),
+        }
+    }
+
+    /// Joins with another secret.
+    pub(in crate::bootstrap) fn refused_joins(&self) -> Option<RefusedJoins> {
+        self.refusals.wrong_secret
     }
 
     pub(in crate::bootstrap) fn rendezvous(&self) -> &RendezvousId {
@@ -300,9 +317,15 @@ impl HandshakeQueue {
         }
         let mut arrivals = Vec::new();
         for handshake in std::mem::take(&mut self.pending) {
+            let from = handshake.from;
             match handshake.step(now) {
                 Next::Stays(handshake) => self.pending.push(handshake),
                 Next::Arrives(arrival) => arrivals.push(arrival),
+                Next::Refused(refusal) => {
+                    if let Some(joins) = self.refusals.count(from, &refusal, now) {
+                        tracing::warn!(joins, last = %from, ?refusal, "joins refused at the rendezvous");
+                    }
+                }
                 Next::Leaves => {}
             }
         }
@@ -351,10 +374,38 @@ impl HandshakeQueue {
     }
 }
 
+/// Least time between two warnings about refused joins: strangers do not fill the log.
+const WARNING_PAUSE: Duration = Duration::from_secs(10);
+
+/// Refused joins, for warnings and for the error of ranks that wait in vain.
+#[derive(Debug, Default)]
+struct Refusals {
+    joins: u32,
+    wrong_secret: Option<RefusedJoins>,
+    warned: Option<Instant>,
+}
+
+impl Refusals {
+    /// Returns the number of refused joins if a warning is due.
+    fn count(&mut self, from: IpAddr, refusal: &JoinRefusal, now: Instant) -> Option<u32> {
+        self.joins = self.joins.saturating_add(1);
+        if *refusal == JoinRefusal::WrongSecret {
+            let joins = self.wrong_secret.map_or(0, |refused| refused.joins).saturating_add(1);
+            self.wrong_secret = Some(RefusedJoins { joins, last: from });
+        }
+        let due = self.warned.is_none_or(|warned| now >= warned + WARNING_PAUSE);
+        due.then(|| {
+            self.warned = Some(now);
+            self.joins
+        })
+    }
+}
+
 /// Outcome of a handshake.
 enum Next {
     Stays(PendingHandshake),
     Arrives(AuthenticatedPeer),
+    Refused(JoinRefusal),
     Leaves,
 }
 
@@ -391,10 +442,9 @@ impl PendingHandshake {
 }
 
 fn refuse(mut connection: MessageConnection, refusal: JoinRefusal) -> Next {
-    tracing::warn!(peer = ?connection.peer(), ?refusal, "refused at the rendezvous");
-    connection.send(&Message::Refused(refusal));
+    connection.send(&Message::Refused(refusal.clone()));
     connection.flush();
-    Next::Leaves
+    Next::Refused(refusal)
 }
 
 #[cfg(test)]
@@ -480,6 +530,17 @@ mod tests {
             connecting.join().unwrap().unwrap();
         });
         assert!(reception.queue.pending.len() <= 4);
+    }
+
+    #[test]
+    fn refused_joins_warn_once_in_ten_seconds() {
+        let (mut refusals, now) = (Refusals::default(), Instant::now());
+        let other: IpAddr = [10, 0, 0, 2].into();
+        assert_eq!(refusals.count(LOCAL, &JoinRefusal::Malformed, now), Some(1));
+        assert_eq!(refusals.wrong_secret, None, "a scanner is no rank");
+        assert_eq!(refusals.count(LOCAL, &JoinRefusal::WrongSecret, now), None);
+        assert_eq!(refusals.count(other, &JoinRefusal::WrongSecret, now + WARNING_PAUSE), Some(3));
+        assert_eq!(refusals.wrong_secret, Some(RefusedJoins { joins: 2, last: other }));
     }
 
     #[test]

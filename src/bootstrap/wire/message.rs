@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::frame::{Malformed, Reader, Writer};
-use crate::error::{Cause, LostReason};
+use crate::error::{Cause, LostReason, RefusedJoins};
 
 /// Version of everything in this file.
 pub const PROTOCOL: u32 = 3;
@@ -219,8 +219,8 @@ pub enum JoinRefusal {
     Rank,
     /// The world went on without this rank and is in this epoch.
     Evicted(u16),
-    /// The meeting was given up: these ranks did not come.
-    Missing(Vec<u32>),
+    /// The meeting was given up: these ranks did not come. Others came with another secret.
+    Missing { ranks: Vec<u32>, refused: Option<RefusedJoins> },
     /// Not a message of this protocol.
     Malformed,
 }
@@ -230,8 +230,8 @@ fn write_ranks(w: &mut Writer, ranks: &[u32]) {
     ranks.iter().for_each(|&rank| w.u32(rank));
 }
 
-fn write_address(w: &mut Writer, address: &ListenAddress) {
-    match address.ip {
+fn write_ip(w: &mut Writer, ip: Option<IpAddr>) {
+    match ip {
         None => w.u8(0),
         Some(IpAddr::V4(ip)) => {
             w.u8(4);
@@ -242,17 +242,36 @@ fn write_address(w: &mut Writer, address: &ListenAddress) {
             w.array(&ip.octets());
         }
     }
-    w.u16(address.port);
 }
 
-fn read_address(r: &mut Reader) -> Result<ListenAddress, Malformed> {
-    let ip = match r.u8()? {
+fn read_ip(r: &mut Reader) -> Result<Option<IpAddr>, Malformed> {
+    Ok(match r.u8()? {
         0 => None,
         4 => Some(IpAddr::from(r.array::<4>()?)),
         6 => Some(IpAddr::from(r.array::<16>()?)),
         _ => return Err(Malformed),
-    };
-    Ok(ListenAddress { ip, port: r.u16()? })
+    })
+}
+
+fn write_address(w: &mut Writer, address: &ListenAddress) {
+    write_ip(w, address.ip);
+    w.u16(address.port);
+}
+
+fn read_address(r: &mut Reader) -> Result<ListenAddress, Malformed> {
+    Ok(ListenAddress { ip: read_ip(r)?, port: r.u16()? })
+}
+
+fn write_refused(w: &mut Writer, refused: &Option<RefusedJoins>) {
+    write_ip(w, refused.map(|refused| refused.last));
+    if let Some(RefusedJoins { joins, .. }) = refused {
+        w.u32(*joins);
+    }
+}
+
+fn read_refused(r: &mut Reader) -> Result<Option<RefusedJoins>, Malformed> {
+    let last = read_ip(r)?;
+    last.map(|last| Ok(RefusedJoins { joins: r.u32()?, last })).transpose()
 }
 
 fn write_refusal(w: &mut Writer, refusal: &JoinRefusal) {
@@ -268,9 +287,10 @@ fn write_refusal(w: &mut Writer, refusal: &JoinRefusal) {
             w.u8(4);
             w.u16(*epoch);
         }
-        JoinRefusal::Missing(ranks) => {
+        JoinRefusal::Missing { ranks, refused } => {
             w.u8(5);
             write_ranks(w, ranks);
+            write_refused(w, refused);
         }
         JoinRefusal::Malformed => w.u8(6),
     }
@@ -283,7 +303,7 @@ fn read_refusal(r: &mut Reader) -> Result<JoinRefusal, Malformed> {
         2 => JoinRefusal::WrongSecret,
         3 => JoinRefusal::Rank,
         4 => JoinRefusal::Evicted(r.u16()?),
-        5 => JoinRefusal::Missing(r.list(Reader::u32)?),
+        5 => JoinRefusal::Missing { ranks: r.list(Reader::u32)?, refused: read_refused(r)? },
         6 => JoinRefusal::Malformed,
         _ => return Err(Malformed),
     })
@@ -445,7 +465,10 @@ mod tests {
             Just(JoinRefusal::WrongSecret),
             Just(JoinRefusal::Rank),
             any::<u16>().prop_map(JoinRefusal::Evicted),
-            any::<Vec<u32>>().prop_map(JoinRefusal::Missing),
+            (any::<Vec<u32>>(), any::<Option<(u32, IpAddr)>>()).prop_map(|(ranks, refused)| {
+                let refused = refused.map(|(joins, last)| RefusedJoins { joins, last });
+                JoinRefusal::Missing { ranks, refused }
+            }),
             Just(JoinRefusal::Malformed),
         ]
     }

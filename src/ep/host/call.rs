@@ -14,7 +14,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crossbeam::queue::ArrayQueue;
+use crossbeam_queue::ArrayQueue;
 
 use super::handle::{HostHandle, HostInput, Inner, RetainedBuffer, check_tensor};
 use super::offload::{HostRelay, RelayRunner};

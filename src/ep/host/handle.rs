@@ -9,8 +9,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crossbeam::atomic::AtomicCell;
-use crossbeam::queue::ArrayQueue;
+use crossbeam_queue::ArrayQueue;
+use crossbeam_utils::atomic::AtomicCell;
 
 use super::call::Chunk;
 use crate::dtype::{Dtype, Element, Fp8RowShape, PartialDtype};

@@ -473,8 +473,10 @@ pub struct Words {
     pub rows: String,
     /// Where it goes.
     pub routing: String,
-    /// By which way, how it is added, and into how much memory.
+    /// By which way, and into how much memory.
     pub schedule: String,
+    /// How combine adds.
+    pub sums: String,
 }
 
 impl Words {
@@ -487,11 +489,12 @@ impl Words {
             rows: format!("{tokens} tokens per rank, hidden {hidden}, {}", dtype.name()),
             routing: format!("{routing}, {experts} experts, top-{top_k}, seed {seed}"),
             schedule: format!(
-                "{}route {route}{}, layout {layout}, sum order {order}, partials {wire}, align {align}, {}",
+                "{}route {route}{}, layout {layout}, align {align}, {}",
                 if config.strategy == Strategy::AllGather { "all-gather, " } else { "" },
                 if config.coalesce_relays { " in spans" } else { "" },
                 config.receive.words()
             ),
+            sums: format!("order {order}, partials {wire}"),
         }
     }
 }

@@ -22,7 +22,7 @@ mod guard;
 mod job;
 
 use std::ffi::OsString;
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener, ToSocketAddrs, UdpSocket};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
@@ -180,6 +180,9 @@ impl MachineArgs {
         if node as usize >= count {
             return Err(usage!("--node-rank is {node}, but the job has {count} nodes, counted from 0"));
         }
+        if node == 0 {
+            master.on_this_machine()?;
+        }
         Ok(Some(Part { node, master: master.clone() }))
     }
 
@@ -192,6 +195,24 @@ impl MachineArgs {
     pub fn variables(&self) -> Vec<(String, OsString)> {
         let net = self.net.and_then(|net| net.to_possible_value());
         net.map(|net| ("SIDELANE_NET".to_owned(), net.get_name().into())).into_iter().collect()
+    }
+}
+
+impl Master {
+    /// Whether rank 0 can be met here, if this machine starts it. Without this check two machines
+    /// that both claim node 0 wait for each other. A name that does not resolve here passes.
+    fn on_this_machine(&self) -> Result<(), CliError> {
+        let found = (self.host.as_str(), 0).to_socket_addrs();
+        let found: Vec<IpAddr> = found.into_iter().flatten().map(|address| address.ip()).collect();
+        if found.is_empty() || found.iter().any(|&ip| UdpSocket::bind((ip, 0)).is_ok()) {
+            return Ok(());
+        }
+        let ips: Vec<String> = found.iter().map(IpAddr::to_string).collect();
+        Err(usage!(
+            "--node-rank 0 starts rank 0 on this machine, but --master {} ({}) is no address of this machine: give each machine its own --node-rank, and behind an address translator give this one's own address here",
+            self.host,
+            ips.join(", ")
+        ))
     }
 }
 

@@ -342,7 +342,7 @@ pub mod tests {
                 from: end(0, 0),
                 to: end(2, 1),
                 lane: "loopback".into(),
-                lane_reason: Some("all nodes are on one machine".into()),
+                lane_reason: Some("all nodes on one machine".into()),
                 runs: vec![run(8, 0.01), run(1 << 20, 100.0)],
             }],
             unavailable: Some(Unavailable {
@@ -386,7 +386,7 @@ pub mod tests {
             "put-lat: half the round trip",
             "4 on 2 nodes (2 + 2), 1 machine, 2 cores",
             "rank 0 (node 0) and rank 2 (node 1)",
-            "loopback (all nodes are on one machine), route direct",
+            "loopback (all nodes on one machine), route direct",
             "verified: ",
             "typical [us]",
             "5.00",

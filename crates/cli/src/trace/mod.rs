@@ -201,14 +201,14 @@ impl Report {
 impl command::Report for Report {
     /// Conditions, sums, and what to do with the trace.
     fn text(&self) -> String {
-        let Words { ranks, rows, routing, schedule } = Words::of(&self.config);
+        let Words { ranks, rows, routing, schedule, sums } = Words::of(&self.config);
         let verdict = match self.verified {
             true => format!("verified: {} rows bit-exact", self.rows_verified),
             false => format!("NOT VERIFIED: only {} rows are bit-exact", self.rows_verified),
         };
         let machines = machines::words(self.machines);
         format!(
-            "ranks: {ranks}, {machines}\nrows: {rows}\nrouting: {routing}\nschedule: {schedule}\n{verdict}\n\n{}\n\n\
+            "ranks: {ranks}, {machines}\nrows: {rows}\nrouting: {routing}\nschedule: {schedule}\nsums: {sums}\n{verdict}\n\n{}\n\n\
              {}: open it in https://ui.perfetto.dev",
             self.sums(),
             self.trace.display(),

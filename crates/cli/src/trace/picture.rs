@@ -63,9 +63,9 @@ pub fn draw(config: &Config, nodes: &NodeMap, timelines: &[Timeline]) -> String 
 }
 
 fn head(svg: &mut Svg, config: &Config) {
-    let Words { ranks, rows, routing, schedule } = Words::of(config);
+    let Words { ranks, rows, routing, schedule, sums } = Words::of(config);
     svg.label("quiet", 16.0, 43.0, &format!("ranks: {ranks} · {rows}"));
-    svg.label("quiet", 16.0, 59.0, &format!("{routing} · {schedule}"));
+    svg.label("quiet", 16.0, 59.0, &format!("{routing} · {schedule} · sums: {sums}"));
 }
 
 /// A rank's place in the picture.
