@@ -26,7 +26,7 @@ use sidelane_core::schedule::call::{Part, SlotCall};
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
 
 use super::Task;
-use super::bench::{self, Random, content, equal, same};
+use super::bench::{self, content, equal, random_bytes, same};
 use super::report::{About, Checks, State};
 use crate::device::{allocate, finish, stream, until, whole};
 use crate::error::CliError;
@@ -300,7 +300,7 @@ impl Dispatch {
 }
 
 fn content_of(from: u32, to: u32, bytes: u64) -> Vec<u8> {
-    Random(u64::from(from * RANKS + to) + bytes).bytes(bytes as usize)
+    random_bytes(u64::from(from * RANKS + to) + bytes, bytes as usize)
 }
 
 /// Windows of all ranks.

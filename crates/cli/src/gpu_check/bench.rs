@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 use sidelane::device::{Context, DeviceRange, Event, PinnedMemory, Stream};
 use sidelane::error::DeviceError;
 
@@ -38,21 +40,16 @@ pub fn read(stream: &Stream, from: &DeviceRange, patience: Duration) -> Result<V
     Ok(content(&staging)?)
 }
 
-/// Bytes that repeat with the seed alone.
-pub struct Random(pub u64);
+/// Numbers that repeat with the seed alone.
+pub fn random(seed: u64) -> ChaCha8Rng {
+    ChaCha8Rng::seed_from_u64(seed)
+}
 
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
-        let words = (0..len.div_ceil(8)).flat_map(|_| self.next().to_ne_bytes());
-        words.take(len).collect()
-    }
+/// So many bytes that repeat with the seed alone.
+pub fn random_bytes(seed: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    random(seed).fill(&mut bytes[..]);
+    bytes
 }
 
 /// Compares bytes.

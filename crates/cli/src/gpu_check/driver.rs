@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use rand::RngExt;
 use sidelane::device::{
     Allocation, AuditKernels, Context, CopyBatch, DeviceRange, Driver, Event, Graph, Kernels, MemOpBatch,
     PinnedMemory, Reservation, Stream, Value, Version,
@@ -11,7 +12,7 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 
 use super::Task;
-use super::bench::{self, Random, content, equal, same};
+use super::bench::{self, content, equal, random, random_bytes, same};
 use super::report::{About, Checks, State};
 use crate::device::{allocate, finish, stream, until, whole};
 use crate::doctor::{self, Level};
@@ -167,10 +168,10 @@ impl Bench {
         let trip = Trip::new(&self.context)?;
         let Trip { from, there, to, .. } = &trip;
         let batch = || CopyBatch::with_capacity(&self.context, 600);
-        let (mut random, mut away, mut home) = (Random(1), batch(), batch());
+        let (mut random, mut away, mut home) = (random(1), batch(), batch());
         let mut at = 0;
         while at < BYTES as u64 {
-            let len = (random.next() % 4096 + 1).min(BYTES as u64 - at);
+            let len = random.random_range(1..=4096).min(BYTES as u64 - at);
             away.push(there.span(at, len)?, from.range().span(at, len)?)?;
             home.push(to.range().span(at, len)?, there.span(at, len)?)?;
             at += len;
@@ -196,7 +197,7 @@ impl Bench {
         })?;
         let rounds = self.task.few(100, 10);
         for round in 1..=rounds {
-            let bytes = Random(round << 16).bytes(BYTES);
+            let bytes = random_bytes(round << 16, BYTES);
             from.write(0, &bytes)?;
             words.word(8)?.store(0, Ordering::Release);
             graph.launch(stream)?;
@@ -218,7 +219,7 @@ impl Bench {
         let reservation = Reservation::new(&self.context, 2, made.bytes())?;
         let devices = [self.task.device];
         let (one, other) = (reservation.map(0, &made, &devices)?, reservation.map(1, &imported, &devices)?);
-        let bytes = Random(3).bytes(BYTES);
+        let bytes = random_bytes(3, BYTES);
         bench::write(stream, &one, &bytes)?;
         let seen = bench::read(stream, &other.part(0, BYTES as u64)?, self.task.patience())?;
         same("what was imported", &seen, &bytes)?;
@@ -251,7 +252,7 @@ impl Trip {
     ) -> Result<(), CliError> {
         let [stream, _] = &bench.streams;
         for round in 1..=rounds {
-            let bytes = Random(round).bytes(BYTES);
+            let bytes = random_bytes(round, BYTES);
             self.from.write(0, &bytes)?;
             enqueue()?;
             stream.write::<u64>(self.word.range().word(0)?, round)?;

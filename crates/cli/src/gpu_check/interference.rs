@@ -11,13 +11,14 @@
 
 use std::sync::Arc;
 
+use rand::RngExt;
 use sidelane::device::{
     AuditKernels, Blas, Context, DeviceRange, Driver, Event, PinnedMemory, Product, Stream, TILE,
 };
 use sidelane::error::DeviceError;
 
 use super::Task;
-use super::bench::{self, Random};
+use super::bench::{self, random};
 use super::report::{About, Checks};
 use super::wheels;
 use crate::device::{allocate, stream, until, whole};
@@ -122,9 +123,9 @@ impl<'a> Bench<'a> {
         let matrices = [allocate(context, bytes)?, allocate(context, bytes)?, allocate(context, bytes)?];
         // Any numbers below one: what multiplies zeros draws less power.
         let numbers: Vec<u8> = {
-            let mut random = Random(1);
-            let value = |bits: u64| half::bf16::from_f32((bits % 2001) as f32 / 1000.0 - 1.0);
-            (0..bytes.min(8 << 20) / 2).flat_map(|_| value(random.next()).to_ne_bytes()).collect()
+            let mut random = random(1);
+            let mut value = || half::bf16::from_f32(random.random_range(-1.0..1.0));
+            (0..bytes.min(8 << 20) / 2).flat_map(|_| value().to_ne_bytes()).collect()
         };
         for matrix in &matrices[..2] {
             for at in (0..bytes).step_by(numbers.len()) {
