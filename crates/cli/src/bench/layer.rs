@@ -23,10 +23,10 @@ use sidelane::topology::NodeMap;
 use sidelane::{Error, ExpertParallel, Group, World};
 use sidelane_verify::reference::Real;
 
+use super::Task;
 use super::baselines::{Field, Seen};
 use super::config::{Config, Shape};
 use super::expected::Expected;
-use super::rank::Task;
 use crate::baselines::Folder;
 use crate::error::{CliError, failed};
 use crate::machines::Machines;

@@ -26,15 +26,15 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use serde::{Deserialize, Serialize};
 
 use crate::baselines::Folder;
 use crate::command::Command;
 use crate::error::CliError;
-use crate::ranks::{self, Assignment, Files};
+use crate::ranks::{self, Assignment, Files, Sizes};
 
 pub use config::{ConditionArgs, Config, RowType, Words};
 pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
-pub use rank::Task;
 
 #[cfg(test)]
 pub use report::tests::sample;
@@ -94,5 +94,23 @@ impl Command for BenchArgs {
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
         rank::main(&ranks::task(task)?)
+    }
+}
+
+/// Task of every rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Task {
+    pub config: Config,
+    /// Of the content of the routing file, if there is one.
+    routing_file: Option<String>,
+    pub sizes: Sizes,
+    /// Whether rounds are recorded for rank 0.
+    pub records: bool,
+}
+
+impl Task {
+    pub fn new(config: Config, records: bool) -> Result<Self, CliError> {
+        let (routing_file, sizes) = (config.routing.digest()?, rank::sizes(&config)?);
+        Ok(Task { config, routing_file, sizes, records })
     }
 }

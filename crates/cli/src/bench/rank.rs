@@ -6,7 +6,7 @@
 
 use std::process::ExitCode;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use sidelane::ep::{FloorBench, Handle};
 use sidelane::plan::{Bins, ExpertMap, RowMetadata, Strategy, SumOrder};
 use sidelane::rows::{Arithmetic, Stores};
@@ -16,12 +16,12 @@ use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
 use sidelane_verify::reference::{Real, Reference};
 
-use super::BenchArgs;
 use super::baselines::Field;
 use super::config::{Config, Kind};
 use super::expected::reference;
 use super::layer::{self, Layer, write_trace};
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
+use super::{BenchArgs, Task};
 use crate::baselines::Folder;
 use crate::command::{self, Command as _};
 use crate::error::{CliError, wrong};
@@ -347,26 +347,8 @@ pub fn memcpy_gbps<E: Real>(layer: &Layer<'_, E>, barrier: &mut Window) -> Resul
     Ok(total as f64 / median(&mut laps.rounds(group, &layer.machines)?) / 1e3)
 }
 
-/// Task of every rank.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Task {
-    pub config: Config,
-    /// Of the content of the routing file, if there is one.
-    routing_file: Option<String>,
-    pub sizes: Sizes,
-    /// Whether rounds are recorded for rank 0.
-    pub records: bool,
-}
-
-impl Task {
-    pub fn new(config: Config, records: bool) -> Result<Self, CliError> {
-        let (routing_file, sizes) = (config.routing.digest()?, sizes(&config)?);
-        Ok(Task { config, routing_file, sizes, records })
-    }
-}
-
 /// Room for the calls of a round next to a dispatch that stays alive, for the busiest rank.
-fn sizes(config: &Config) -> Result<Sizes, CliError> {
+pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let router = Router::open(&config.routing)?;
     let Reference { case, seen, .. } = reference::<f32>(config, &router)?;
     let busiest = seen.rows.iter().map(|rows| rows.len() as u64).max().unwrap_or(0);
