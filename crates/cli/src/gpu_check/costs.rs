@@ -1,20 +1,19 @@
 //! Costs: what the pieces take, one at a time, then a layer of slots.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use half::bf16;
-use sidelane::device::{Context, CopyBatch, Driver, MemOpBatch, PinnedMemory, Stream, Version};
+use sidelane::device::{CopyBatch, MemOpBatch, Stream, Version};
 use sidelane::error::DeviceError;
 use sidelane::{Group, World};
 use sidelane_verify::reference;
 
 use super::Task;
-use super::bench::Timer;
+use super::bench::{Gpu, Timer};
 use super::exchange::{memory, on_nodes, timed};
 use super::report::{About, Checks};
 use crate::conformance::{Case, Device, Player, Way, experts_copy};
-use crate::device::{allocate, stream, whole};
+use crate::device::whole;
 use crate::error::CliError;
 use crate::ranks;
 use crate::stats::summary;
@@ -31,14 +30,9 @@ const TARGETS: usize = 7;
 const NVLINK: Option<&str> = Some("the same to other GPUs, over NVLink");
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let context = Driver::open()?.context(task.device)?;
-    let mut bench = Bench {
-        task,
-        context: &context,
-        timer: Timer::new(&context, task.patience())?,
-        streams: (0..=TARGETS).map(|_| stream(&context)).collect::<Result<_, _>>()?,
-        checks,
-    };
+    let gpu = Gpu::open(task)?;
+    let mut bench =
+        Bench { timer: Timer::new(&gpu)?, streams: gpu.streams(2)?, gpu: &gpu, checks: &mut *checks };
     bench.copies()?;
     bench.targets()?;
     bench.operations()?;
@@ -47,8 +41,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 }
 
 struct Bench<'a> {
-    task: &'a Task,
-    context: &'a Arc<Context>,
+    gpu: &'a Gpu,
     timer: Timer,
     streams: Vec<Stream>,
     checks: &'a mut Checks,
@@ -63,8 +56,8 @@ impl Bench<'_> {
         (count, bytes): (usize, Option<u64>),
         mut enqueue: impl FnMut(&[Stream]) -> Result<(), DeviceError>,
     ) -> Result<(), CliError> {
-        let rounds = (self.task.few(50, 5), count);
-        let samples = self.timer.time(&self.streams[0], rounds, || enqueue(&self.streams))?;
+        let rounds = (self.gpu.task.few(50, 5), count);
+        let samples = self.timer.time(self.gpu, &self.streams[0], rounds, || enqueue(&self.streams))?;
         let host = summary(&samples.host).p50_us;
         let rate = bytes.map(|bytes| bytes as f64 / summary(&samples.device).p50_us.max(1e-6) / 1e3);
         let rate = rate.map_or_else(String::new, |rate| format!(", {rate:.1} GB/s"));
@@ -74,12 +67,12 @@ impl Bench<'_> {
 
     /// Copies to the host and within the GPU, singly and in batches.
     fn copies(&mut self) -> Result<(), CliError> {
-        let (context, version) = (self.context, self.context.driver().version());
+        let (gpu, version) = (self.gpu, self.gpu.version());
         let needs = ("a batch of copies", Version::BATCHED_COPIES);
         let batches = self.checks.has(About::new("copies in batches", "nothing"), version, needs)?;
         for (bytes, size) in SIZES {
-            let (from, room) = (allocate(context, bytes)?, bytes * PLACES);
-            let (host, same) = (PinnedMemory::new(context, room as usize)?, allocate(context, room)?);
+            let (from, room) = (gpu.memory(bytes)?, bytes * PLACES);
+            let (host, same) = (gpu.pinned(room)?, gpu.memory(room)?);
             for (to, place) in [(host.range(), "to the host"), (&same, "on the GPU")] {
                 let shows = match place {
                     "on the GPU" => "a plain copy on one GPU: SMs do it",
@@ -96,7 +89,7 @@ impl Bench<'_> {
                     _ => "the share of one copy: what a batch saves; they go to eight places in turn",
                 };
                 for count in MANY.into_iter().filter(|_| batches) {
-                    let mut batch = CopyBatch::with_capacity(context, count);
+                    let mut batch = CopyBatch::with_capacity(&gpu.context, count);
                     for nth in 0..count as u64 {
                         batch.push(to.span(nth % PLACES * bytes, bytes)?, whole(&from)?)?;
                     }
@@ -115,14 +108,14 @@ impl Bench<'_> {
         if !self.streams[0].takes_batches() {
             return Ok(());
         }
-        let (context, (bytes, size)) = (self.context, SIZES[0]);
-        let from = allocate(context, bytes)?;
-        let pinned = (0..TARGETS).map(|_| PinnedMemory::new(context, bytes as usize));
+        let (gpu, (bytes, size)) = (self.gpu, SIZES[0]);
+        let from = gpu.memory(bytes)?;
+        let pinned = (0..TARGETS).map(|_| gpu.pinned(bytes));
         let pinned = pinned.collect::<Result<Vec<_>, _>>()?;
-        let same = (0..TARGETS).map(|_| allocate(context, bytes)).collect::<Result<Vec<_>, _>>()?;
+        let same = (0..TARGETS).map(|_| gpu.memory(bytes)).collect::<Result<Vec<_>, _>>()?;
         let hosts = pinned.iter().map(|host| host.range().clone()).collect();
         for (targets, place) in [(hosts, "of the host"), (same, "on the GPU")] {
-            let mut batch = CopyBatch::with_capacity(context, TARGETS);
+            let mut batch = CopyBatch::with_capacity(&gpu.context, TARGETS);
             for to in &targets {
                 batch.push(whole(to)?, whole(&from)?)?;
             }
@@ -137,12 +130,12 @@ impl Bench<'_> {
 
     fn operations(&mut self) -> Result<(), CliError> {
         let shows = "what a signal takes, with its fence";
-        let (words, there) = (PinnedMemory::new(self.context, 8)?, allocate(self.context, 8)?);
+        let (words, there) = (self.gpu.pinned(8)?, self.gpu.memory(8)?);
         for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
             let what = format!("one write of a word {place}");
             self.measure((&what, shows), (1, None), |streams| streams[0].write::<u32>(range.word(0)?, 1))?;
             for count in MANY {
-                let mut list = MemOpBatch::with_capacity(self.context, count);
+                let mut list = MemOpBatch::with_capacity(&self.gpu.context, count);
                 for value in 0..count as u32 {
                     list.write(range.word::<u32>(0)?, value)?;
                 }
@@ -156,9 +149,9 @@ impl Bench<'_> {
     /// Two streams that wait for each other: a write, and the wait that sees it.
     fn turns(&mut self) -> Result<(), CliError> {
         const TURNS: u32 = 60;
-        let (words, there) = (PinnedMemory::new(self.context, 256)?, allocate(self.context, 256)?);
+        let (words, there) = (self.gpu.pinned(256)?, self.gpu.memory(256)?);
         for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
-            let list = || MemOpBatch::with_capacity(self.context, TURNS as usize * 2 + 2);
+            let list = || MemOpBatch::with_capacity(&self.gpu.context, TURNS as usize * 2 + 2);
             let (mut ping, mut pong) = (list(), list());
             let [here, back] = [range.word::<u32>(0)?, range.word::<u32>(128)?];
             for turn in 1..=TURNS {

@@ -1,24 +1,20 @@
 //! Kernels against their definitions, on random and special values: sums to the bit, products of
 //! whole numbers exactly.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use half::{bf16, f16};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
-use sidelane::device::{
-    Addresses, AuditKernels, Blas, Context, DeviceRange, Driver, Kernels, PinnedMemory, Product, Stream,
-    SumArgs,
-};
+use sidelane::device::{Addresses, AuditKernels, Blas, DeviceRange, Kernels, Product, Stream, SumArgs};
 use sidelane::plan::SlotShape;
 use sidelane_verify::reference::Real;
 
 use super::Task;
-use super::bench::{self, equal, random, random_bytes, same};
+use super::bench::{self, Gpu, equal, random, random_bytes, same};
 use super::report::{About, Checks, State};
 use super::wheels;
-use crate::device::{allocate, finish, stream, whole};
+use crate::device::whole;
 use crate::error::CliError;
 
 /// Zeros, denormals, ties of the two-byte types, extremes, infinities, NaN.
@@ -45,9 +41,10 @@ const RANKS: u32 = 8;
 const TOKENS: u32 = 96;
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let context = Driver::open()?.context(task.device)?;
-    let (kernels, audit) = (Kernels::load(&context)?, AuditKernels::load(&context)?);
-    let bench = Bench { task, context: &context, stream: stream(&context)?, kernels, audit };
+    let gpu = Gpu::open(task)?;
+    let (kernels, audit) = (Kernels::load(&gpu.context)?, AuditKernels::load(&gpu.context)?);
+    let bench = Bench { stream: gpu.stream()?, kernels, audit, gpu };
+    let context = &bench.gpu.context;
     bench.check_sum::<f32, f32>(checks)?;
     bench.check_sum::<bf16, bf16>(checks)?;
     bench.check_sum::<f16, f16>(checks)?;
@@ -60,7 +57,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     })?;
     let about = about("product of cuBLAS", "cuBLAS is called as it must be");
     let files = wheels::find(context.driver(), &Blas::NAMES);
-    match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(&context, &files) } {
+    match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(context, &files) } {
         Ok(Some(blas)) => {
             checks.check(about, || {
                 bench.product(blas.name(), |product| blas.product(&bench.stream, product))
@@ -78,21 +75,16 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-struct Bench<'a> {
-    task: &'a Task,
-    context: &'a Arc<Context>,
+struct Bench {
+    gpu: Gpu,
     stream: Stream,
     kernels: Kernels,
     audit: AuditKernels,
 }
 
-impl Bench<'_> {
-    fn finish(&self) -> Result<(), CliError> {
-        finish(&self.stream, "a kernel", self.task.patience())
-    }
-
+impl Bench {
     fn put(&self, bytes: &[u8]) -> Result<DeviceRange, CliError> {
-        let range = allocate(self.context, bytes.len() as u64)?;
+        let range = self.gpu.memory(bytes.len() as u64)?;
         bench::write(&self.stream, &range, bytes)?;
         Ok(range)
     }
@@ -105,7 +97,7 @@ impl Bench<'_> {
     }
 
     fn sum<R: Real, O: Real>(&self) -> Result<String, CliError> {
-        let columns = self.task.few(7168, 520);
+        let columns = self.gpu.task.few(7168, 520);
         let shape = SlotShape::new(TOKENS, 1, u64::from(columns) * O::DTYPE.size() as u64)?;
         let mut random = random(R::DTYPE as u64 * 16 + O::DTYPE as u64);
         let homes: Vec<Vec<R>> =
@@ -118,10 +110,10 @@ impl Bench<'_> {
             homes.iter().map(|home| self.put(bytemuck::cast_slice(home))).collect::<Result<Vec<_>, _>>()?;
         let places_there = self.put(bytemuck::cast_slice(&places))?;
         let spans = there.iter().map(whole).collect::<Result<Vec<_>, _>>()?;
-        let table = allocate(self.context, u64::from(RANKS) * 8)?;
+        let table = self.gpu.memory(u64::from(RANKS) * 8)?;
         let homes_at = Addresses::new(&self.stream, &table, &spans)?;
-        let status = PinnedMemory::new(self.context, 8)?;
-        let out = allocate(self.context, u64::from(TOKENS * columns) * O::DTYPE.size() as u64)?;
+        let status = self.gpu.pinned(8)?;
+        let out = self.gpu.memory(u64::from(TOKENS * columns) * O::DTYPE.size() as u64)?;
         let sum = SumArgs {
             shape,
             tokens: TOKENS,
@@ -134,7 +126,7 @@ impl Bench<'_> {
             out: whole(&out)?,
         };
         self.kernels.sum(&self.stream, &sum)?;
-        let seen = bench::read(&self.stream, &out, self.task.patience())?;
+        let seen = self.gpu.read(&self.stream, &out)?;
         let mut expected: Vec<O> = Vec::new();
         for places in places.chunks_exact(RANKS as usize) {
             expected.extend((0..columns).map(|column| {
@@ -153,9 +145,9 @@ impl Bench<'_> {
 
     fn copy(&self) -> Result<String, CliError> {
         let bytes = random_bytes(5, (1 << 20) + 48);
-        let (from, to) = (self.put(&bytes)?, allocate(self.context, bytes.len() as u64)?);
+        let (from, to) = (self.put(&bytes)?, self.gpu.memory(bytes.len() as u64)?);
         self.audit.copy(&self.stream, whole(&to)?, whole(&from)?)?;
-        same("a copy", &bench::read(&self.stream, &to, self.task.patience())?, &bytes)?;
+        same("a copy", &self.gpu.read(&self.stream, &to)?, &bytes)?;
         Ok(format!("{} bytes", bytes.len()))
     }
 
@@ -166,7 +158,7 @@ impl Bench<'_> {
         by: &str,
         enqueue: impl FnOnce(&Product<'_>) -> Result<(), sidelane::error::DeviceError>,
     ) -> Result<String, CliError> {
-        let size = self.task.few(512, 128);
+        let size = self.gpu.task.few(512, 128);
         let mut random = random(size.into());
         let mut matrix =
             || (0..size * size).map(|_| random.random_range(-8..=8) as f32).collect::<Vec<f32>>();
@@ -175,9 +167,9 @@ impl Bench<'_> {
             matrix.iter().flat_map(|&value| bf16::from_f32(value).to_ne_bytes()).collect()
         };
         let (a_there, b_there) = (self.put(&bytes(&a))?, self.put(&bytes(&b))?);
-        let out = allocate(self.context, Product::bytes(size))?;
+        let out = self.gpu.memory(Product::bytes(size))?;
         enqueue(&Product { size, a: whole(&a_there)?, b: whole(&b_there)?, out: whole(&out)? })?;
-        self.finish()?;
+        self.gpu.finish(&self.stream, "a kernel")?;
         let n = size as usize;
         let mut expected = Vec::with_capacity(n * n);
         for row in a.chunks_exact(n) {
@@ -185,7 +177,7 @@ impl Bench<'_> {
                 expected.push(row.iter().zip(column).map(|(a, b)| a * b).sum::<f32>());
             }
         }
-        same("a product", &bench::read(&self.stream, &out, self.task.patience())?, &bytes(&expected))?;
+        same("a product", &self.gpu.read(&self.stream, &out)?, &bytes(&expected))?;
         Ok(format!("{size} x {size}, by {by}"))
     }
 }

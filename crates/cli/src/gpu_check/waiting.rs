@@ -37,7 +37,6 @@
 //! beside them. Which streams share one is the driver's: `CUDA_DEVICE_MAX_CONNECTIONS` says how
 //! many there are, and priorities may have their own.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread::{ScopedJoinHandle, yield_now};
@@ -45,15 +44,14 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
-use sidelane::device::{
-    AuditKernels, Context, CopyBatch, DeviceRange, Driver, PinnedMemory, PlainMemory, Priority, Stream,
-};
+use sidelane::device::{AuditKernels, CopyBatch, DeviceRange, PinnedMemory, PlainMemory, Priority, Stream};
 use sidelane::error::DeviceError;
 
+use super::bench::Gpu;
 use super::report::{About, Answer, Checks};
 use super::{Part, Process, Task};
 use crate::command;
-use crate::device::{allocate, stream, until, whole};
+use crate::device::whole;
 use crate::error::{CliError, failed};
 
 /// Question to the process of a case.
@@ -202,17 +200,17 @@ const WORDS: usize = 320;
 
 /// A stream that waits for the gate, and the words that others write meanwhile.
 struct Held {
-    context: Arc<Context>,
+    gpu: Gpu,
     caller: Stream,
     words: PinnedMemory,
 }
 
 impl Held {
     fn new(task: &Task) -> Result<Self, DeviceError> {
-        let context = Driver::open()?.context(task.device)?;
-        let words = PinnedMemory::new(&context, WORDS)?;
+        let gpu = Gpu::open(task)?;
+        let words = gpu.pinned(WORDS as u64)?;
         words.write(0, &[0; WORDS])?;
-        Ok(Held { caller: stream(&context)?, context, words })
+        Ok(Held { caller: gpu.stream()?, gpu, words })
     }
 
     /// A batch of copies, and a word behind it.
@@ -229,15 +227,11 @@ impl Held {
     }
 
     /// Has the caller wait, with more behind its wait, and says so.
-    fn wait(
-        &self,
-        task: &Task,
-        behind: impl FnOnce(&Stream) -> Result<(), DeviceError>,
-    ) -> Result<(), CliError> {
+    fn wait(&self, behind: impl FnOnce(&Stream) -> Result<(), DeviceError>) -> Result<(), CliError> {
         self.caller.write::<u64>(self.words.range().word(REACHED)?, 1)?;
         self.caller.wait::<u32>(self.words.range().word(GATE)?, 1)?;
         behind(&self.caller)?;
-        until("a stream that comes to its wait", task.patience(), || Ok(self.seen(REACHED)? == 1))?;
+        self.gpu.until("a stream that comes to its wait", || Ok(self.seen(REACHED)? == 1))?;
         say(&Said::Ready)
     }
 
@@ -300,14 +294,15 @@ enum Needs {
 
 fn lock_case(task: &Task, call: Call) -> Result<(), CliError> {
     let held = Held::new(task)?;
-    let (kernels, context) = (AuditKernels::load(&held.context)?, &held.context);
+    let (gpu, context) = (&held.gpu, &held.gpu.context);
+    let kernels = AuditKernels::load(context)?;
     let needs = match call {
         Call::Free => Needs::Plain(PlainMemory::new(context, 1 << 20)?),
-        Call::FreeHost => Needs::Pinned(PinnedMemory::new(context, 1 << 20)?),
+        Call::FreeHost => Needs::Pinned(gpu.pinned(1 << 20)?),
         Call::Load | Call::Launches => Needs::Nothing,
     };
-    let rows = allocate(context, COPIES * COPY)?;
-    let home = PinnedMemory::new(context, (COPIES * COPY) as usize)?;
+    let rows = gpu.memory(COPIES * COPY)?;
+    let home = gpu.pinned(COPIES * COPY)?;
     let (other, mut batch) =
         (Stream::new(context, Priority::Highest)?, CopyBatch::with_capacity(context, COPIES as usize));
     for at in (0..COPIES).map(|nth| nth * COPY) {
@@ -326,7 +321,7 @@ fn lock_case(task: &Task, call: Call) -> Result<(), CliError> {
     round(1)?;
     let touched = || held.words.range().word(TOUCHED);
     kernels.touch(&held.caller, touched()?)?;
-    held.wait(task, |_| Ok(()))?;
+    held.wait(|_| Ok(()))?;
 
     let (rounds, launches) = (AtomicU64::new(1), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -405,12 +400,11 @@ const WAYS: [&str; 3] = ["to the GPU", "to the host", "on the GPU"];
 
 fn queue_case(task: &Task, sharing: Sharing) -> Result<(), CliError> {
     let held = Held::new(task)?;
-    let context = &held.context;
+    let (gpu, context) = (&held.gpu, &held.gpu.context);
     let priority = if sharing.priorities { Priority::Highest } else { Priority::Normal };
     let others = (0..WAYS.len()).map(|_| Stream::new(context, priority)).collect::<Result<Vec<_>, _>>()?;
-    let (rows, elsewhere) = (allocate(context, BYTES)?, allocate(context, BYTES)?);
-    let pinned = || PinnedMemory::new(context, BYTES as usize);
-    let (home, out, back) = (pinned()?, pinned()?, pinned()?);
+    let (rows, elsewhere) = (gpu.memory(BYTES)?, gpu.memory(BYTES)?);
+    let (home, out, back) = (gpu.pinned(BYTES)?, gpu.pinned(BYTES)?, gpu.pinned(BYTES)?);
     // To the GPU the first half, on the GPU the second: no two write the same bytes.
     let half = BYTES / 2;
     let ways: [(&DeviceRange, &DeviceRange, u64); 3] =
@@ -421,7 +415,7 @@ fn queue_case(task: &Task, sharing: Sharing) -> Result<(), CliError> {
         batch.push(to.span(at, half)?, from.span(at, half)?)?;
         batches.push(batch);
     }
-    held.wait(task, |caller| caller.copy(whole(home.range())?, whole(&rows)?))?;
+    held.wait(|caller| caller.copy(whole(home.range())?, whole(&rows)?))?;
 
     let (bound, mut landed) = (task.case_bound(), [false; 3]);
     std::thread::scope(|scope| {
@@ -445,7 +439,7 @@ fn queue_case(task: &Task, sharing: Sharing) -> Result<(), CliError> {
         joined(enqueue).and(said)
     })?;
     for stream in others.iter().chain([&held.caller]) {
-        until("streams that were let go", task.patience(), || stream.is_done())?;
+        gpu.finish(stream, "streams that were let go")?;
     }
     Ok(())
 }
