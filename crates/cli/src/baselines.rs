@@ -18,7 +18,6 @@ use tempfile::TempDir;
 use crate::error::{CliError, failed};
 use crate::ranks;
 use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
-use crate::table::time;
 
 /// One that could not run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -468,12 +467,6 @@ pub struct BaselinePass {
 impl BaselinePass {
     pub fn new(theirs_us: &[f64], ours_us: &[f64]) -> Self {
         BaselinePass { timing: summary(theirs_us), speedup: ratio_of_medians(theirs_us, ours_us) }
-    }
-
-    /// For tables: the middle, the longest, and by what factor ours is faster.
-    pub fn cells(self, digits: usize) -> [String; 3] {
-        let BaselinePass { timing, speedup } = self;
-        [time(timing.p50_us), time(timing.max_us), speedup.text(digits)]
     }
 }
 

@@ -1,13 +1,14 @@
 //! This program as the ranks of a job, and their common parts.
 //!
 //! ```text
-//!   command --> task (JSON) --launch--> the same program, once per rank: `rank COMMAND TASK` --> join the others
+//!   command --> task, files (JSON) --launch--> the same program, once per rank --> join the others
 //! ```
 //!
 //! Each machine reads its own command line and its own routing file. The ranks compare the results
 //! when they meet, before any measurement, and name the rank and the options that differ.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -18,6 +19,7 @@ use serde_json::{Value, json};
 use sidelane::error::BootstrapError;
 use sidelane::{Error, Group, Options, World};
 
+use crate::command;
 use crate::error::{CliError, usage};
 use crate::launch::{Bind, Job, MachineArgs};
 
@@ -30,17 +32,42 @@ pub struct RankArgs {
     pub task: String,
 }
 
-/// Runs this program once per rank of this machine, with the given task and more variables in its
-/// environment, until the last one has ended.
+/// Everything that a rank of a measurement needs to know.
+#[derive(Serialize, Deserialize)]
+pub struct Assignment<T> {
+    /// All ranks must have the same one.
+    pub task: T,
+    pub files: Files,
+}
+
+/// Files on the machine of rank 0: others know nothing of them.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Files {
+    /// The report.
+    pub json: Option<PathBuf>,
+    /// A picture.
+    pub svg: Option<PathBuf>,
+    /// A Chrome trace.
+    pub trace: Option<PathBuf>,
+    /// The folder of baselines, which run on one machine alone.
+    pub baselines: Option<PathBuf>,
+}
+
+/// Runs this program once per rank of this machine, with more variables in its environment, until
+/// the last one has ended. Before that it finds out whether rank 0 can write its files.
 pub fn start(
     command: &str,
     ranks_per_node: &[u32],
     machines: &MachineArgs,
-    task: &impl Serialize,
+    assignment: &Assignment<impl Serialize>,
     variables: Vec<(String, OsString)>,
 ) -> Result<ExitCode, CliError> {
+    if machines.node_rank.unwrap_or(0) == 0 {
+        let Files { json, svg, trace, .. } = &assignment.files;
+        command::claim([json, svg, trace].into_iter().flatten())?;
+    }
     let env = [machines.variables(), variables].concat();
-    let job = job(command, ranks_per_node, task, env)?;
+    let job = job(command, ranks_per_node, assignment, env)?;
     let job = Job { part: machines.part(ranks_per_node)?, bind: machines.bind, ..job };
     Ok(ExitCode::from(job.run()?.exit_code()))
 }
@@ -82,13 +109,14 @@ pub struct Sizes {
     pub symmetric: u64,
 }
 
-/// Joins the ranks that were started under the same conditions, with a heap of at least these
-/// sizes. A recorder keeps `record` operations; 0 means no recorder.
-pub fn join(sizes: Sizes, conditions: String, record: usize) -> Result<World, CliError> {
+/// Joins the ranks that were started with the same task of this command, with a heap of at least
+/// these sizes. A recorder keeps `record` operations; 0 means no recorder.
+pub fn join(command: &str, task: &impl Serialize, sizes: Sizes, record: usize) -> Result<World, CliError> {
     let mut options = Options::from_env().map_err(Error::from)?;
     options.config.heap = options.config.heap.max(sizes.heap);
     options.config.symmetric = options.config.symmetric.max(sizes.symmetric);
-    (options.record, options.job_fingerprint, options.forecast) = (record, conditions, true);
+    (options.record, options.forecast) = (record, true);
+    options.job_fingerprint = conditions(command, task);
     World::from_env_with(options).map_err(|error| match error {
         Error::Bootstrap(BootstrapError::FingerprintsDiffer { rank, seen, expected }) => {
             let differences = differences(&seen, &expected);
@@ -110,11 +138,11 @@ pub fn all_say(group: &Group, so: bool) -> Result<bool, Error> {
     Ok(group.gather(&[u8::from(so)])?.iter().all(|said| said == &[1]))
 }
 
-/// The conditions of a command, as [`sidelane::Options::job_fingerprint`] needs them. The program
-/// itself is one: two versions may interpret the same words differently.
-pub fn conditions(command: &str, conditions: &impl Serialize) -> String {
+/// A task, as [`sidelane::Options::job_fingerprint`] needs it. The program itself is a part of it:
+/// two versions may interpret the same words differently.
+fn conditions(command: &str, task: &impl Serialize) -> String {
     let program = format!("{} ({})", env!("CARGO_PKG_VERSION"), env!("SIDELANE_COMMIT"));
-    json!({ "sidelane": program, "command": command, "conditions": conditions }).to_string()
+    json!({ "sidelane": program, "command": command, "task": task }).to_string()
 }
 
 /// Differences of `seen` from `expected`.
@@ -125,7 +153,12 @@ fn differences(seen: &str, expected: &str) -> String {
     found.join(", ")
 }
 
-/// Keys whose values differ, the innermost ones.
+/// A list of objects.
+fn objects(value: &Value) -> Option<&Vec<Value>> {
+    value.as_array().filter(|list| list.iter().all(Value::is_object))
+}
+
+/// Keys whose values differ, the innermost ones, each difference once.
 fn compare(path: &str, seen: &Value, expected: &Value, found: &mut Vec<String>) {
     if let (Some(seen), Some(expected)) = (seen.as_object(), expected.as_object()) {
         let keys: std::collections::BTreeSet<&String> = seen.keys().chain(expected.keys()).collect();
@@ -133,8 +166,15 @@ fn compare(path: &str, seen: &Value, expected: &Value, found: &mut Vec<String>) 
             let of = |object: &serde_json::Map<String, Value>| object.get(key).cloned().unwrap_or_default();
             compare(key, &of(seen), &of(expected), found);
         }
+    } else if let (Some(seen), Some(expected)) = (objects(seen), objects(expected))
+        && seen.len() == expected.len()
+    {
+        seen.iter().zip(expected).for_each(|(seen, expected)| compare(path, seen, expected, found));
     } else if seen != expected {
-        found.push(format!("{path} {seen}, not {expected}"));
+        let difference = format!("{path} {seen}, not {expected}");
+        if !found.contains(&difference) {
+            found.push(difference);
+        }
     }
 }
 
@@ -149,6 +189,10 @@ mod tests {
         let there =
             conditions("bench", &json!({ "tokens": 32, "receive": { "mode": "slots" }, "hidden": 64 }));
         assert_eq!(differences(&there, &here), r#"mode "slots", not "exact", tokens 32, not 16"#);
+        let runs = |bytes: u64| {
+            conditions("put-bench", &json!({ "runs": [{ "bytes": bytes }, { "bytes": bytes }] }))
+        };
+        assert_eq!(differences(&runs(8), &runs(16)), "bytes 8, not 16");
         let of = |command| conditions(command, &1);
         assert_eq!(differences(&of("trace"), &of("bench")), r#"command "trace", not "bench""#);
     }

@@ -8,7 +8,6 @@ use std::collections::HashMap;
 
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use sidelane::dtype::{Dtype, Fp8RowShape, PartialDtype};
 use sidelane::ep::Graphs;
 use sidelane::error::PlanError;
@@ -30,18 +29,11 @@ pub struct Config {
     /// Number of ranks of each node.
     pub ranks_per_node: Vec<u32>,
     pub tokens: u32,
-    pub hidden: u32,
-    pub dtype: RowType,
     pub top_k: u32,
     pub experts: u32,
-    pub sum_order: SumOrder,
-    pub partial_dtype: PartialDtype,
-    pub layout: RowLayout,
+    #[serde(flatten)]
+    pub shape: Shape,
     pub receive: ReceiveConfig,
-    pub route: Route,
-    pub coalesce_relays: bool,
-    pub strategy: Strategy,
-    pub align: u32,
     pub backward: bool,
     pub routing: Source,
     pub rounds: u32,
@@ -58,18 +50,10 @@ impl Config {
             nodes: ranks_per_node.len() as u32,
             ranks_per_node,
             tokens: share.tokens,
-            hidden: args.hidden,
-            dtype: args.dtype,
             top_k: share.top_k,
             experts: share.experts,
-            sum_order: args.sum_order,
-            partial_dtype: args.partial_dtype,
-            layout: args.layout,
+            shape: args.shape,
             receive: ReceiveConfig::default(),
-            route: args.route,
-            coalesce_relays: args.coalesce_relays,
-            strategy: args.strategy,
-            align: args.align,
             backward,
             routing: routed.source.clone(),
             rounds: rounds.unwrap_or(0),
@@ -78,7 +62,7 @@ impl Config {
         config.check(rounds)?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
         let receive = ReceiveConfig::resolve(args, &config, &routed.router)?;
-        if config.strategy == Strategy::AllGather && receive.mode().slots().is_some() {
+        if config.shape.strategy == Strategy::AllGather && receive.mode().slots().is_some() {
             return Err(usage!("--mode slots is for --strategy all-to-all"));
         }
         Ok(Config { rounds, receive, ..config })
@@ -87,12 +71,13 @@ impl Config {
     fn check(&self, rounds: Option<u32>) -> Result<(), CliError> {
         const UNIT: u64 = 16;
         at_least_one(&[
-            ("--hidden", self.hidden),
-            ("--align", self.align),
+            ("--hidden", self.shape.hidden),
+            ("--align", self.shape.align),
             ("--rounds", rounds.unwrap_or(1)),
         ])?;
-        let Config { hidden, top_k, experts, partial_dtype: wire, layout, route, .. } = *self;
-        let (dtype, bytes) = (self.dtype.element(), self.row_bytes());
+        let Config { top_k, experts, shape, .. } = *self;
+        let Shape { hidden, partial_dtype: wire, layout, route, coalesce_relays, .. } = shape;
+        let (dtype, bytes) = (shape.dtype.element(), self.row_bytes());
         if !bytes.is_multiple_of(UNIT) {
             return Err(usage!(
                 "a row of {hidden} x {dtype} has {bytes} bytes: it must be a multiple of {UNIT}"
@@ -104,10 +89,10 @@ impl Config {
         if !wire.carries(dtype) {
             return Err(usage!("--partial-dtype {wire} is for rows of {wire}, and these are {dtype}"));
         }
-        if self.coalesce_relays && (layout, route) != (RowLayout::RankMajor, Route::Pxn) {
+        if coalesce_relays && (layout, route) != (RowLayout::RankMajor, Route::Pxn) {
             return Err(usage!("--coalesce-relays is for --layout rank-major --route pxn"));
         }
-        if self.coalesce_relays && self.strategy == Strategy::AllGather {
+        if coalesce_relays && shape.strategy == Strategy::AllGather {
             return Err(usage!("--coalesce-relays is for --strategy all-to-all"));
         }
         Ok(())
@@ -116,11 +101,11 @@ impl Config {
     /// Whether others can do the same.
     pub fn check_baselines(&self) -> Result<(), CliError> {
         for (option, usual) in [
-            ("--dtype", self.dtype == RowType::Bf16),
-            ("--layout", self.layout == RowLayout::ExpertMajor),
-            ("--sum-order", self.sum_order == SumOrder::Expert),
+            ("--dtype", self.shape.dtype == RowType::Bf16),
+            ("--layout", self.shape.layout == RowLayout::ExpertMajor),
+            ("--sum-order", self.shape.sum_order == SumOrder::Expert),
             ("--mode", self.receive.mode == ReceiveKind::Exact),
-            ("--align", self.align == 1),
+            ("--align", self.shape.align == 1),
         ] {
             if !usual {
                 return Err(usage!(
@@ -138,14 +123,6 @@ impl Config {
         }
     }
 
-    /// Conditions that all ranks must have in common: all these, and the contents of the routing
-    /// file.
-    pub fn conditions(&self) -> Result<Value, CliError> {
-        let mut conditions = serde_json::to_value(self).expect("strings, numbers and lists are always JSON");
-        conditions["routing_file"] = self.routing.digest()?.into();
-        Ok(conditions)
-    }
-
     pub fn ranks(&self) -> u32 {
         self.ranks_per_node.iter().sum()
     }
@@ -157,23 +134,24 @@ impl Config {
 
     /// Settings of the instance under test.
     pub fn settings(&self) -> Result<Settings, PlanError> {
+        let shape = &self.shape;
         let case = Case {
             nodes: node_labels(&self.ranks_per_node).into_iter().map(|node| node as u32).collect(),
             counts: vec![self.tokens; self.ranks() as usize],
             map: ExpertMap::contiguous(self.experts, self.ranks())?,
             top_k: self.top_k,
-            hidden: self.hidden as usize,
-            align: self.align,
-            layout: self.layout,
+            hidden: shape.hidden as usize,
+            align: shape.align,
+            layout: shape.layout,
             mode: self.receive.mode(),
-            route: self.route,
-            order: self.sum_order,
-            wire: self.partial_dtype,
+            route: shape.route,
+            order: shape.sum_order,
+            wire: shape.partial_dtype,
             weighted: false,
-            spans: self.coalesce_relays,
-            strategy: self.strategy,
+            spans: shape.coalesce_relays,
+            strategy: shape.strategy,
         };
-        let (dtype, fp8) = (self.dtype.element(), self.dtype == RowType::Fp8);
+        let (dtype, fp8) = (shape.dtype.element(), shape.dtype == RowType::Fp8);
         Ok(Settings { case, dtype, max_tokens: self.tokens, fp8, graphs: Graphs::Off })
     }
 
@@ -184,17 +162,17 @@ impl Config {
 
     /// Type of partial sums, if the order of addition makes some.
     pub fn partials(&self) -> Option<PartialDtype> {
-        (self.sum_order != SumOrder::Expert).then_some(self.partial_dtype)
+        (self.shape.sum_order != SumOrder::Expert).then_some(self.shape.partial_dtype)
     }
 
     /// Bytes of one row that comes back.
     pub fn row_bytes(&self) -> u64 {
-        self.dtype.bytes(self.hidden).1
+        self.shape.dtype.bytes(self.shape.hidden).1
     }
 
     /// Bytes of one row that is dispatched.
     pub fn sent_bytes(&self) -> u64 {
-        self.dtype.bytes(self.hidden).0
+        self.shape.dtype.bytes(self.shape.hidden).0
     }
 
     /// As many rounds as take about half a minute on a slow laptop, at most enough for a p99,
@@ -220,6 +198,40 @@ pub struct ConditionArgs {
     #[command(flatten)]
     pub router: RouterArgs<512>,
 
+    #[command(flatten)]
+    pub shape: Shape,
+
+    /// How receive memory is sized
+    #[arg(long, value_enum, default_value_t)]
+    pub mode: ReceiveKind,
+
+    /// Budget of received rows: this factor times tokens x top-k or, rank-major, times the (token,
+    /// rank) rows that a rank receives on average
+    #[arg(long, value_name = "FACTOR", required_if_eq("mode", "budget"), allow_negative_numbers = true)]
+    pub budget: Option<f64>,
+
+    /// Slots of each source for each expert or, rank-major, for each rank [default: the routing's
+    /// largest need]
+    #[arg(long, value_name = "N")]
+    pub slots: Option<u32>,
+
+    /// What becomes of rows beyond budget or slots [default: error]
+    #[arg(long, value_parser = one_of(OVERFLOWS, overflow))]
+    on_overflow: Option<Overflow>,
+
+    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
+    /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts
+    /// or --top-k differ from it]
+    #[arg(long, value_name = "recorded|PATTERN|FILE")]
+    pub routing: Option<Source>,
+
+    #[command(flatten)]
+    pub machines: MachineArgs,
+}
+
+/// Shape of the rows, and how they are sent, laid out and summed.
+#[derive(Args, Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Shape {
     /// Elements of a row
     #[arg(long, value_name = "H", default_value_t = 2048)]
     pub hidden: u32,
@@ -242,24 +254,6 @@ pub struct ConditionArgs {
     #[arg(long, default_value = "expert-major", value_parser = one_of(RowLayout::ALL, RowLayout::name))]
     pub layout: RowLayout,
 
-    /// How receive memory is sized
-    #[arg(long, value_enum, default_value_t)]
-    pub mode: ReceiveKind,
-
-    /// Budget of received rows: this factor times tokens x top-k or, rank-major, times the (token,
-    /// rank) rows that a rank receives on average
-    #[arg(long, value_name = "FACTOR", required_if_eq("mode", "budget"), allow_negative_numbers = true)]
-    pub budget: Option<f64>,
-
-    /// Slots of each source for each expert or, rank-major, for each rank [default: the routing's
-    /// largest need]
-    #[arg(long, value_name = "N")]
-    pub slots: Option<u32>,
-
-    /// What becomes of rows beyond budget or slots [default: error]
-    #[arg(long, value_parser = one_of(OVERFLOWS, overflow))]
-    on_overflow: Option<Overflow>,
-
     /// Route of rows to other nodes: direct, a row for each expert; or pxn, one row for each node,
     /// which a rank there relays
     #[arg(long, default_value = "pxn", value_parser = one_of(Route::ALL, Route::name))]
@@ -278,15 +272,6 @@ pub struct ConditionArgs {
     /// Start and pad the rows of each expert to a multiple of this many rows
     #[arg(long, value_name = "ROWS", default_value_t = 1)]
     pub align: u32,
-
-    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
-    /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts
-    /// or --top-k differ from it]
-    #[arg(long, value_name = "recorded|PATTERN|FILE")]
-    pub routing: Option<Source>,
-
-    #[command(flatten)]
-    pub machines: MachineArgs,
 }
 
 /// All that can become of rows for which there is no room.
@@ -381,7 +366,7 @@ impl ReceiveConfig {
             return Err(usage!("--budget {factor} is not a positive number"));
         }
         let all = needs.seen.rows.iter().flatten().flatten().count();
-        let mean = match config.layout {
+        let mean = match config.shape.layout {
             RowLayout::ExpertMajor => f64::from(config.tokens) * f64::from(config.top_k),
             RowLayout::RankMajor => all as f64 / f64::from(config.ranks()),
         };
@@ -481,17 +466,19 @@ pub struct Words {
 
 impl Words {
     pub fn of(config: &Config) -> Self {
-        let Config { tokens, hidden, dtype, routing, experts, top_k, seed, align, .. } = config;
-        let (order, route) = (config.sum_order.name(), config.route.name());
-        let (layout, wire) = (config.layout.name(), config.partials().map_or("none", PartialDtype::name));
+        let Config { tokens, routing, experts, top_k, seed, shape, .. } = config;
+        let Shape { hidden, dtype, align, .. } = shape;
+        let (order, route) = (config.shape.sum_order.name(), config.shape.route.name());
+        let (layout, wire) =
+            (config.shape.layout.name(), config.partials().map_or("none", PartialDtype::name));
         Words {
             ranks: shape_words(&config.ranks_per_node),
             rows: format!("{tokens} tokens per rank, hidden {hidden}, {}", dtype.name()),
             routing: format!("{routing}, {experts} experts, top-{top_k}, seed {seed}"),
             schedule: format!(
                 "{}route {route}{}, layout {layout}, align {align}, {}",
-                if config.strategy == Strategy::AllGather { "all-gather, " } else { "" },
-                if config.coalesce_relays { " in spans" } else { "" },
+                if config.shape.strategy == Strategy::AllGather { "all-gather, " } else { "" },
+                if config.shape.coalesce_relays { " in spans" } else { "" },
                 config.receive.words()
             ),
             sums: format!("order {order}, partials {wire}"),
@@ -539,10 +526,10 @@ pub mod tests {
         let args = parsed::<BenchArgs>("").unwrap().conditions;
         assert_eq!((args.nodes.nodes, args.nodes.ranks_per_node.len(), args.router.tokens), (None, 0, None));
         assert_eq!(
-            (args.route, args.sum_order, args.partial_dtype),
+            (args.shape.route, args.shape.sum_order, args.shape.partial_dtype),
             (Route::Pxn, SumOrder::Expert, PartialDtype::F32)
         );
-        assert_eq!((args.hidden, args.dtype, args.routing), (2048, RowType::Bf16, None));
+        assert_eq!((args.shape.hidden, args.shape.dtype, args.routing), (2048, RowType::Bf16, None));
     }
 
     pub fn resolve(words: &str) -> Config {

@@ -23,13 +23,14 @@ use sidelane::topology::NodeMap;
 use sidelane::{Error, ExpertParallel, Group, World};
 use sidelane_verify::reference::Real;
 
+use super::Task;
 use super::baselines::{Field, Seen};
-use super::config::Config;
+use super::config::{Config, Shape};
 use super::expected::Expected;
 use crate::baselines::Folder;
 use crate::error::{CliError, failed};
 use crate::machines::Machines;
-use crate::ranks::{self, Sizes};
+use crate::ranks;
 use crate::routing::Router;
 use crate::stats::Laps;
 
@@ -106,15 +107,10 @@ pub struct Verdict {
 }
 
 impl<'c, E: Real> Layer<'c, E> {
-    /// Joins the ranks that were started under the same conditions. A recorder keeps `record`
-    /// operations; 0 means no recorder.
-    pub fn join(
-        config: &'c Config,
-        sizes: Sizes,
-        conditions: String,
-        record: usize,
-    ) -> Result<Self, CliError> {
-        let world = ranks::join(sizes, conditions, record)?;
+    /// Joins the ranks that were started with the same task of this command.
+    pub fn join(command: &str, task: &'c Task) -> Result<Self, CliError> {
+        let Task { config, sizes, records, .. } = task;
+        let world = ranks::join(command, task, *sizes, if *records { EVENTS } else { 0 })?;
         let group = world.all()?;
         let machines = Machines::of(&group)?;
         let ep = config.settings()?.builder(&group)?.build()?;
@@ -209,7 +205,7 @@ impl<'c, E: Real> Layer<'c, E> {
     /// Starts the baselines on the same tokens, once these rows and sums are known to be right.
     /// Collective.
     pub fn challenge(&self, folder: &Folder, rows: &[u8], y: &[E]) -> Result<Field, CliError> {
-        let Config { tokens, hidden, top_k, experts, .. } = *self.config;
+        let Config { tokens, top_k, experts, shape: Shape { hidden, .. }, .. } = *self.config;
         let seen = Seen {
             shape: [self.config.ranks(), tokens, hidden, top_k, experts],
             ids: self.routing.experts(),

@@ -26,16 +26,15 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use rank::Task;
+use serde::{Deserialize, Serialize};
 
 use crate::baselines::Folder;
 use crate::command::Command;
 use crate::error::CliError;
-use crate::ranks;
+use crate::ranks::{self, Assignment, Files, Sizes};
 
 pub use config::{ConditionArgs, Config, RowType, Words};
 pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
-pub use rank::sizes;
 
 #[cfg(test)]
 pub use report::tests::sample;
@@ -80,16 +79,38 @@ impl Command for BenchArgs {
     const NAME: &'static str = "bench";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        let mut task = Task::resolve(&self)?;
-        let machines = &self.conditions.machines;
-        machines.claim(self.json.iter().chain(&self.trace_out))?;
+        let config = Config::resolve(&self.conditions, self.backward, self.rounds)?;
+        if self.baselines {
+            config.check_baselines()?;
+        }
+        let (nodes, task) = (config.ranks_per_node.clone(), Task::new(config, self.trace_out.is_some())?);
         // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
         let folder = self.baselines.then(Folder::make).transpose()?;
-        task.baselines = folder.as_ref().map(|folder| folder.path().to_owned());
-        ranks::start(Self::NAME, &task.config.ranks_per_node, machines, &task, Vec::new())
+        let baselines = folder.as_ref().map(|folder| folder.path().to_owned());
+        let files = Files { json: self.json, trace: self.trace_out, baselines, ..Files::default() };
+        let assignment = Assignment { task, files };
+        ranks::start(Self::NAME, &nodes, &self.conditions.machines, &assignment, Vec::new())
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
         rank::main(&ranks::task(task)?)
+    }
+}
+
+/// Task of every rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Task {
+    pub config: Config,
+    /// Of the content of the routing file, if there is one.
+    routing_file: Option<String>,
+    pub sizes: Sizes,
+    /// Whether rounds are recorded for rank 0.
+    pub records: bool,
+}
+
+impl Task {
+    pub fn new(config: Config, records: bool) -> Result<Self, CliError> {
+        let (routing_file, sizes) = (config.routing.digest()?, rank::sizes(&config)?);
+        Ok(Task { config, routing_file, sizes, records })
     }
 }

@@ -4,10 +4,9 @@
 //! processes, and take turns in going first, so that a busy moment of the machine or a throttled
 //! core meets both alike.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use sidelane::ep::{FloorBench, Handle};
 use sidelane::plan::{Bins, ExpertMap, RowMetadata, Strategy, SumOrder};
 use sidelane::rows::{Arithmetic, Stores};
@@ -17,35 +16,35 @@ use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
 use sidelane_verify::reference::{Real, Reference};
 
-use super::BenchArgs;
 use super::baselines::Field;
 use super::config::{Config, Kind};
 use super::expected::reference;
-use super::layer::{self, EVENTS, Layer, write_trace};
+use super::layer::{self, Layer, write_trace};
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
+use super::{BenchArgs, Task};
 use crate::baselines::Folder;
+use crate::command::{self, Command as _};
 use crate::error::{CliError, wrong};
-use crate::ranks::{self, Sizes};
+use crate::machines;
+use crate::ranks::{Assignment, Files, Sizes};
 use crate::routing::Router;
 use crate::settings::with_element;
 use crate::stats::{Laps, median};
-use crate::{command, machines};
 
-pub fn main(task: &Task) -> Result<ExitCode, CliError> {
-    let report = with_element!(task.config.dtype.element(), run(task))?;
-    report.map_or(Ok(ExitCode::SUCCESS), |report| command::finish(&report, &task.json))
+pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
+    let report = with_element!(task.config.shape.dtype.element(), run(task, files))?;
+    report.map_or(Ok(ExitCode::SUCCESS), |report| command::finish(&report, &files.json))
 }
 
 /// The report, on rank 0.
-fn run<E: Real>(task: &Task) -> Result<Option<Report>, CliError> {
-    let record = if task.trace_out.is_some() { EVENTS } else { 0 };
-    let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, task.conditions()?, record)?;
+fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> {
+    let mut layer: Layer<'_, E> = Layer::join(BenchArgs::NAME, task)?;
     let (rows, handle) = layer.dispatch_and_check()?;
     let y = layer.expected.outputs();
-    let received = if task.baselines.is_some() { rows.rows::<u8>()?.to_vec() } else { Vec::new() };
+    let received = if files.baselines.is_some() { rows.rows::<u8>()?.to_vec() } else { Vec::new() };
     drop(rows);
     layer.combine_and_check(&y, &handle)?;
-    let mut field = match &task.baselines {
+    let mut field = match &files.baselines {
         Some(folder) => layer.challenge(&Folder::at(folder), &received, &y)?,
         None => Field::default(),
     };
@@ -80,9 +79,9 @@ fn run<E: Real>(task: &Task) -> Result<Option<Report>, CliError> {
     }
     drop(output);
     layer.combine_and_check(&y, &handle)?;
-    if let Some(path) = &task.trace_out {
+    if task.records {
         let timelines = layer::record(&mut layer, &y)?;
-        if layer.world.rank() == 0 {
+        if let (Some(path), 0) = (&files.trace, layer.world.rank()) {
             write_trace(path, layer.world.nodes(), &timelines)?;
         }
     }
@@ -261,17 +260,14 @@ impl<E: Real> Track<'_, '_, E> {
     fn real(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         let Layer { ep, tokens, routing, out, .. } = &mut *self.layer;
         match kind {
-            Kind::Dispatch => {
+            Kind::Dispatch | Kind::CombineBackward => {
                 drop(self.floor.lend_rows());
-                self.barrier.barrier()?;
-                let (rows, _) = laps.time(|| tokens.dispatch(ep, routing))?;
-                self.moved |= self.floor.keep_rows(rows).is_err();
-            }
-            Kind::CombineBackward => {
-                drop(self.floor.lend_rows());
-                self.barrier.barrier()?;
                 let x = tokens.x()?;
-                let (rows, _) = laps.time(|| ep.combine_backward(x, self.handle))?;
+                self.barrier.barrier()?;
+                let rows = match kind {
+                    Kind::Dispatch => laps.time(|| tokens.dispatch(ep, routing))?.0,
+                    _ => laps.time(|| ep.combine_backward(x, self.handle))?.0,
+                };
                 self.moved |= self.floor.keep_rows(rows).is_err();
             }
             Kind::Combine | Kind::DispatchBackward => {
@@ -292,7 +288,8 @@ impl<E: Real> Track<'_, '_, E> {
     fn floor(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         self.barrier.barrier()?;
         let [scatter, sum] = self.stores;
-        let (floor, dtype) = (&mut *self.floor, Arithmetic::try_from(self.layer.config.dtype.element())?);
+        let (floor, dtype) =
+            (&mut *self.floor, Arithmetic::try_from(self.layer.config.shape.dtype.element())?);
         let input = match kind {
             Kind::CombineBackward => bytemuck::cast_slice(self.layer.tokens.x()?),
             _ => self.layer.tokens.sent()?,
@@ -352,63 +349,30 @@ pub fn memcpy_gbps<E: Real>(layer: &Layer<'_, E>, barrier: &mut Window) -> Resul
     Ok(total as f64 / median(&mut laps.rounds(group, &layer.machines)?) / 1e3)
 }
 
-/// Everything a rank of a measurement needs to know, and every rank the same.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Task {
-    pub config: Config,
-    pub json: Option<PathBuf>,
-    pub trace_out: Option<PathBuf>,
-    /// The folder of others that take turns with us.
-    pub baselines: Option<PathBuf>,
-    pub sizes: Sizes,
-}
-
-impl Task {
-    /// From the command line. The program that starts the ranks makes the folder of the baselines.
-    pub fn resolve(args: &BenchArgs) -> Result<Self, CliError> {
-        let config = Config::resolve(&args.conditions, args.backward, args.rounds)?;
-        if args.baselines {
-            config.check_baselines()?;
-        }
-        let sizes = sizes(&config)?;
-        let (json, trace_out) = (args.json.clone(), args.trace_out.clone());
-        Ok(Task { config, json, trace_out, baselines: None, sizes })
-    }
-
-    /// Conditions that all ranks must have in common. Only rank 0 writes files, but all ranks
-    /// record for it.
-    pub fn conditions(&self) -> Result<String, CliError> {
-        let mut conditions = self.config.conditions()?;
-        conditions["trace_out"] = self.trace_out.is_some().into();
-        conditions["baselines"] = self.baselines.is_some().into();
-        Ok(ranks::conditions("bench", &conditions))
-    }
-}
-
 /// Room for the calls of a round next to a dispatch that stays alive, for the busiest rank.
 pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let router = Router::open(&config.routing)?;
     let Reference { case, seen, .. } = reference::<f32>(config, &router)?;
     let busiest = seen.rows.iter().map(|rows| rows.len() as u64).max().unwrap_or(0);
     let (nodes, tokens) = (config.node_map(), u64::from(config.tokens));
-    let paths = Paths::new(&nodes, config.route, 0);
-    let relayed = match config.route {
+    let paths = Paths::new(&nodes, config.shape.route, 0);
+    let relayed = match config.shape.route {
         Route::Pxn => {
             (0..config.ranks()).map(|rank| paths.of(rank).sources().count() as u64).max().unwrap_or(0)
         }
         Route::Direct => 0,
     };
     let own = tokens * u64::from(config.top_k);
-    let notes = RowMetadata::of(config.layout, config.receive.mode(), config.coalesce_relays);
+    let notes = RowMetadata::of(config.shape.layout, config.receive.mode(), config.shape.coalesce_relays);
     let note_bytes = u64::from(notes.words(config.top_k)) * size_of::<u32>() as u64;
     // Rows of a chunk have words behind them; other rows have none. Alive together at most: rows
     // and output of the first dispatch, rows and output of the round, the tokens, own returned rows
     // and, of each relayed rank, the rows that wait to be relayed or the sums that wait to be
     // returned.
-    let partial = u64::from(config.hidden) * config.partial_dtype.size() as u64;
+    let partial = u64::from(config.shape.hidden) * config.shape.partial_dtype.size() as u64;
     let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
     // An all-gather has a control window of its own, and all tokens lie next to the rows.
-    let (ranks, gathers) = (u64::from(config.ranks()), config.strategy == Strategy::AllGather);
+    let (ranks, gathers) = (u64::from(config.ranks()), config.shape.strategy == Strategy::AllGather);
     let words = u64::from(RowMetadata::Gathered.words(config.top_k));
     let (gathered, gathering) = match gathers {
         true => (
@@ -418,7 +382,7 @@ pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
         false => (0, 0),
     };
     let pool = (5 * busiest + 3 * own + tokens + relayed * (tokens + own)) * row + gathered + (16 << 20);
-    let bins = Bins::of_layout(config.layout, &case.map, config.sum_order, &nodes);
+    let bins = Bins::of_layout(config.shape.layout, &case.map, config.shape.sum_order, &nodes);
     let symmetric = ControlLayout::new(&paths, &bins, own, note_bytes).bytes() + gathering + (4 << 20);
     Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })
 }

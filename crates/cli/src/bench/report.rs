@@ -269,14 +269,14 @@ impl InterNode {
             remote_ranks: rank_rows,
             remote_nodes,
             home_row_bytes: config.row_bytes(),
-            route: config.route,
+            route: config.shape.route,
             ..Traffic::default()
         };
         let saving = |without: u64| without as f64 / rows as f64;
         let dedup = Dedup { expert: saving(expert_rows), rank: saving(rank_rows) };
-        let wires = PartialDtype::ALL.into_iter().filter(|wire| wire.carries(config.dtype.element()));
+        let wires = PartialDtype::ALL.into_iter().filter(|wire| wire.carries(config.shape.dtype.element()));
         let home = |order, wire: Option<PartialDtype>| {
-            let partial_bytes = u64::from(config.hidden) * wire.map_or(0, |wire| wire.size() as u64);
+            let partial_bytes = u64::from(config.shape.hidden) * wire.map_or(0, |wire| wire.size() as u64);
             Home { sum_order: order, partial_dtype: wire, bytes: all.home_bytes(order, partial_bytes) }
         };
         let combine = SumOrder::ALL.into_iter().flat_map(|order| match order {
@@ -311,13 +311,13 @@ impl InterNode {
             text,
             "dedup {expert:.1}x against a row per (token, expert), {rank:.1}x against one per (token, rank)"
         );
-        if config.route == Route::Pxn {
+        if config.shape.route == Route::Pxn {
             let (relayed, copies) = (self.relay_rows, self.relay_copies);
-            let how = if config.coalesce_relays { "spans" } else { "row by row" };
+            let how = if config.shape.coalesce_relays { "spans" } else { "row by row" };
             let _ = writeln!(text, "relays copy {relayed} rows in {copies} copies ({how})");
         }
-        if config.route == Route::Direct {
-            let of = match config.layout {
+        if config.shape.route == Route::Direct {
+            let of = match config.shape.layout {
                 RowLayout::ExpertMajor => "expert",
                 RowLayout::RankMajor => "rank",
             };
@@ -343,7 +343,7 @@ impl InterNode {
 
 impl Home {
     fn is_of(&self, config: &Config) -> bool {
-        (self.sum_order, self.partial_dtype) == (config.sum_order, config.partials())
+        (self.sum_order, self.partial_dtype) == (config.shape.sum_order, config.partials())
     }
 }
 
@@ -357,8 +357,8 @@ pub mod tests {
     use super::*;
     use crate::baselines::{BaselinePass, BaselineReport, Unavailable};
     use crate::bench::baselines::Calls;
-    use crate::bench::config::RowType;
     use crate::bench::config::tests::resolve;
+    use crate::bench::config::{RowType, Shape};
     use crate::command::Report as _;
     use crate::command::tests::assert_page_with;
 
@@ -408,7 +408,7 @@ pub mod tests {
     #[test]
     fn an_order_without_partial_sums_has_no_wire() {
         let mut report = sample();
-        report.config.config.sum_order = SumOrder::Expert;
+        report.config.config.shape.sum_order = SumOrder::Expert;
         assert!(report.text().contains("order expert, partials none"));
     }
 
@@ -421,7 +421,9 @@ pub mod tests {
     }
 
     fn config(route: Route, order: SumOrder, dtype: RowType) -> Config {
-        Config { route, sum_order: order, dtype, hidden: 1000, ..sample().config.config }
+        let config = sample().config.config;
+        let shape = Shape { route, sum_order: order, dtype, hidden: 1000, ..config.shape };
+        Config { shape, ..config }
     }
 
     #[test]

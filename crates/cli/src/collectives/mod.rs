@@ -17,7 +17,6 @@ use std::process::ExitCode;
 use clap::{Args, ValueEnum};
 use operation::{Operation, Test};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use sidelane::{Group, Window};
 
 use crate::baselines::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
@@ -27,8 +26,9 @@ use crate::launch::MachineArgs;
 use crate::machines::{Hosts, Machines};
 use crate::options::{NodeArgs, at_least_one};
 use crate::put_bench::{Bytes, Sizes};
+use crate::ranks::{self, Assignment, Files};
 use crate::stats::{Laps, Summary, summary};
-use crate::{ranks, table};
+use crate::table::{self, time};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -72,12 +72,13 @@ impl Command for CollectivesArgs {
     const NAME: &'static str = "collectives";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        let mut task = Task::resolve(&self)?;
-        self.machines.claim(&self.json)?;
+        let task = Task::resolve(&self)?;
         // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
         let folder = self.baselines.then(Folder::make).transpose()?;
-        task.baselines = folder.as_ref().map(|folder| folder.path().to_owned());
-        ranks::start(Self::NAME, &task.ranks_per_node, &self.machines, &task, Vec::new())
+        let baselines = folder.as_ref().map(|folder| folder.path().to_owned());
+        let files = Files { json: self.json, baselines, ..Files::default() };
+        let (nodes, assignment) = (task.ranks_per_node.clone(), Assignment { task, files });
+        ranks::start(Self::NAME, &nodes, &self.machines, &assignment, Vec::new())
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
@@ -93,9 +94,6 @@ const MOST_BESIDE: usize = 128;
 pub struct Task {
     pub ranks_per_node: Vec<u32>,
     pub runs: Vec<Run>,
-    /// The folder with the instructions of the baselines.
-    pub baselines: Option<PathBuf>,
-    pub json: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -130,13 +128,7 @@ impl Task {
                 "--baselines: {count} operations and sizes are more than the {MOST_BESIDE} that others can be told"
             ));
         }
-        Ok(Task { runs, baselines: None, json: args.json.clone(), ranks_per_node })
-    }
-
-    /// Conditions that all ranks must have in common. Only rank 0 writes files.
-    pub fn conditions(&self) -> String {
-        let conditions = json!({ "ranks_per_node": self.ranks_per_node, "runs": self.runs });
-        ranks::conditions("collectives", &conditions)
+        Ok(Task { ranks_per_node, runs })
     }
 
     /// Room, twice, for gathered or summed bytes, for the windows, and for results that land in
@@ -148,11 +140,11 @@ impl Task {
     }
 }
 
-fn main(task: &Task) -> Result<ExitCode, CliError> {
-    let world = ranks::join(task.sizes(), task.conditions(), 0)?;
+fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
+    let world = ranks::join(CollectivesArgs::NAME, task, task.sizes(), 0)?;
     let group = world.all()?;
     let machines = Machines::of(&group)?;
-    let folder = task.baselines.as_deref().map(Folder::at);
+    let folder = files.baselines.as_deref().map(Folder::at);
     let mut others =
         folder.as_ref().map(|folder| others(&group, task, folder)).transpose()?.unwrap_or_default();
     let mut barrier = group.window(0)?;
@@ -172,7 +164,7 @@ fn main(task: &Task) -> Result<ExitCode, CliError> {
             same.push(folder.as_ref().map_or(Ok(false), |folder| folder.all_same(&group, &out))?);
         }
         let mut laps_us = vec![Vec::new(); others.running.len()];
-        let laps = time(&mut test, &mut barrier, (nth, run), &mut others, &mut laps_us)?;
+        let laps = take_turns(&mut test, &mut barrier, (nth, run), &mut others, &mut laps_us)?;
         test.check()?;
         verified &= ranks::all_say(&group, test.is_right())?;
         let ours = laps.rounds(&group, &machines)?;
@@ -189,11 +181,11 @@ fn main(task: &Task) -> Result<ExitCode, CliError> {
     }
     let ranks_per_node = task.ranks_per_node.clone();
     let config = Conditions { ranks_per_node, hosts: machines.hosts() };
-    command::finish(&Report { config, verified, runs, unavailable: others.absent.clone() }, &task.json)
+    command::finish(&Report { config, verified, runs, unavailable: others.absent.clone() }, &files.json)
 }
 
 /// Times rounds of ours and of others, in turn.
-fn time(
+fn take_turns(
     test: &mut Test,
     barrier: &mut Window,
     (nth, run): (u8, Run),
@@ -272,28 +264,29 @@ impl command::Report for Report {
         let of = ranks_per_node.iter().map(u32::to_string).collect::<Vec<_>>().join("+");
         let hosts = hosts.text("");
         let mut text = format!("{ranks} ranks ({of} by node), f32, {hosts}; {verified}\n\n");
-        let mut table =
-            table::figures("operation|size|p50|max|baseline|p50|max|x ours (95%)|result".split('|'));
-        for RunReport { run, timing, baselines } in &self.runs {
-            let ours = [
-                run.operation.name(),
-                Bytes(run.bytes).to_string(),
-                table::time(timing.p50_us),
-                table::time(timing.max_us),
-            ];
-            if baselines.is_empty() {
-                table.add_row(ours.to_vec());
-            }
-            for baseline in baselines {
-                let theirs = [
-                    vec![baseline.version.clone()],
-                    baseline.calls.cells(2).to_vec(),
-                    vec![compared(baseline.bitwise_equal)],
-                ];
-                table.add_row([ours.to_vec(), theirs.concat()].concat());
-            }
-        }
-        text += &(table.trim_fmt() + "\n");
+        // A line for each baseline, or one without.
+        let rows = self.runs.iter().flat_map(|run| match &run.baselines[..] {
+            [] => vec![(run, None)],
+            baselines => baselines.iter().map(|baseline| (run, Some(baseline))).collect(),
+        });
+        let of = |baseline: &Option<_>, cell: fn(&BaselineReport<BaselinePass>) -> String| {
+            baseline.map_or(String::new(), cell)
+        };
+        text += &table::of(
+            rows,
+            &[
+                ("operation", &|(ours, _)| ours.run.operation.name()),
+                ("size", &|(ours, _)| Bytes(ours.run.bytes).to_string()),
+                ("p50", &|(ours, _)| time(ours.timing.p50_us)),
+                ("max", &|(ours, _)| time(ours.timing.max_us)),
+                ("baseline", &|(_, theirs)| of(theirs, |theirs| theirs.version.clone())),
+                ("p50", &|(_, theirs)| of(theirs, |theirs| time(theirs.calls.timing.p50_us))),
+                ("max", &|(_, theirs)| of(theirs, |theirs| time(theirs.calls.timing.max_us))),
+                ("x ours (95%)", &|(_, theirs)| of(theirs, |theirs| theirs.calls.speedup.text(2))),
+                ("result", &|(_, theirs)| of(theirs, |theirs| compared(theirs.bitwise_equal))),
+            ],
+        );
+        text += "\n";
         self.unavailable.iter().fold(text, |text, one| text + &one.text() + "\n")
     }
 

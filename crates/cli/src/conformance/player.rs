@@ -2,6 +2,10 @@
 //!
 //! A difference is written down and ends nothing: the other ranks wait for the calls that follow.
 
+use std::cell::Cell;
+use std::fmt::Debug;
+use std::rc::Rc;
+
 use sidelane::device::{CudaGraph, Stream};
 use sidelane::dtype::Dtype;
 use sidelane::ep::{
@@ -12,7 +16,7 @@ use sidelane::gate::Routing;
 use sidelane::plan::RowLayout;
 use sidelane::rows::Stores;
 use sidelane::{Error, ExpertParallel, Group};
-use sidelane_verify::reference::{self, Real, Reference, Tokens};
+use sidelane_verify::reference::{self, Real, Reference, Row, Tokens};
 
 use super::case::{Bad, Call, reversed};
 use super::difference::{Difference, compare, compare_list};
@@ -39,17 +43,9 @@ pub struct Player<'r, E> {
     dispatches: u32,
     /// Tensors so far: each has another number, and other elements.
     tensors: u32,
-    alive: Vec<Alive<E>>,
+    alive: Vec<Rc<Alive<E>>>,
     /// Differences so far.
     pub found: Vec<Difference>,
-}
-
-/// A dispatch whose handle is alive.
-struct Alive<E> {
-    reference: Reference<E>,
-    handle: Handle,
-    /// Tensor of the last combine's rows.
-    outputs: u32,
 }
 
 impl<'r, E: Real> Player<'r, E> {
@@ -90,8 +86,8 @@ impl<'r, E: Real> Player<'r, E> {
     }
 
     /// Rows that this rank sees of a dispatch.
-    fn rows_seen(&self, handle: &Handle, reference: &Reference<E>) -> usize {
-        if self.sizes_stay() { reference.seen.rows[self.me()].len() } else { handle.rows() as usize }
+    fn rows_seen(&self, alive: &Alive<E>) -> usize {
+        if self.sizes_stay() { alive.rows().len() } else { alive.handle.rows() as usize }
     }
 
     /// Makes one call.
@@ -186,11 +182,21 @@ impl<'r, E: Real> Player<'r, E> {
         handle: Handle,
         reference: Reference<E>,
     ) -> Result<(), CliError> {
+        let alive = self.alive(reference, handle);
         let what = format!("rows of dispatch {}", self.alive.len());
-        self.check_sent(&what, rows, &handle, &reference, |rank| reference.all[rank].x.clone())?;
-        self.check_metadata(rows, &handle, &reference)?;
-        self.check_layout(&handle, &reference)?;
-        self.alive.push(Alive { reference, handle, outputs: 0 });
+        self.check_sent(&what, rows, &alive, |rank| alive.reference.all[rank].x.clone())?;
+        self.check_metadata(rows, &alive)?;
+        self.keep(alive)
+    }
+
+    fn alive(&self, reference: Reference<E>, handle: Handle) -> Alive<E> {
+        Alive { reference, handle, me: self.me(), outputs: Cell::new(0) }
+    }
+
+    /// Checks what a handle knows, and keeps it.
+    fn keep(&mut self, alive: Alive<E>) -> Result<(), CliError> {
+        self.check_layout(&alive)?;
+        self.alive.push(Rc::new(alive));
         Ok(())
     }
 
@@ -198,29 +204,24 @@ impl<'r, E: Real> Player<'r, E> {
         let reference = self.input();
         let tokens = &reference.all[self.me()];
         let handle = self.with_input(&[], tokens, |ep, _, choices| ep.prepare(choices))??;
-        self.check_layout(&handle, &reference)?;
-        self.alive.push(Alive { reference, handle, outputs: 0 });
-        Ok(())
+        self.keep(self.alive(reference, handle))
     }
 
     fn cached(&mut self, nth: usize) -> Result<(), CliError> {
         let (me, number, dtype) = (self.me(), self.number(), self.settings.sent_shape().0);
-        let alive = self.alive.remove(nth);
+        let alive = Rc::clone(&self.alive[nth]);
         let x = self.place.lend(&self.settings.sent(&alive.reference.sent(number, me))?)?;
         let rows = self.ep.dispatch_cached(x.tensor(dtype), &alive.handle)?;
-        let (reference, handle) = (&alive.reference, &alive.handle);
         let what = format!("rows along dispatch {nth}");
-        self.check_sent(&what, &rows, handle, reference, |rank| reference.sent(number, rank))?;
-        self.alive.insert(nth, alive);
-        Ok(())
+        self.check_sent(&what, &rows, &alive, |rank| alive.reference.sent(number, rank))
     }
 
     fn combine(&mut self, nth: usize, way: Call) -> Result<(), CliError> {
         let (me, number) = (self.me(), self.number());
-        let mut alive = self.alive.remove(nth);
+        let alive = Rc::clone(&self.alive[nth]);
         let (reference, handle) = (&alive.reference, &alive.handle);
         let expected = reference.sums(me, number, self.settings.case.weighted);
-        let y = self.lying(&reference.outputs(me, number), self.settings.case.hidden, handle, reference);
+        let y = alive.lying(&reference.outputs(me, number));
         let mut out = self.place.room(bytes_of(&expected).len())?;
         let target = out.tensor_mut(E::DTYPE);
         match way {
@@ -238,20 +239,16 @@ impl<'r, E: Real> Player<'r, E> {
             }
         }
         handle.returned()?;
-        self.check_tensor(&format!("sums of dispatch {nth}"), &out, &expected)?;
-        alive.outputs = number;
-        self.alive.insert(nth, alive);
-        Ok(())
+        alive.outputs.set(number);
+        self.check_tensor(&format!("sums of dispatch {nth}"), &out, &expected)
     }
 
     fn dispatch_backward(&mut self, nth: usize) -> Result<(), CliError> {
         let (me, rows, words) = (self.me(), self.number(), self.number());
-        let alive = self.alive.remove(nth);
+        let alive = Rc::clone(&self.alive[nth]);
         let (reference, handle) = (&alive.reference, &alive.handle);
-        let of_rows = self.lying(&reference.outputs(me, rows), reference.case.hidden, handle, reference);
-        let of_rows = self.elsewhere(of_rows)?;
-        let of_weights = self.lying(&reference.row_words(me, words), reference.words(), handle, reference);
-        let of_weights = self.place.lend(&of_weights)?;
+        let of_rows = self.elsewhere(alive.lying(&reference.outputs(me, rows)))?;
+        let of_weights = self.place.lend(&alive.lying(&reference.row_words(me, words)))?;
         let (sums, returned) = (reference.sums(me, rows, false), reference.returned_words(me, words));
         for with_weights in [true, false] {
             let (mut x, mut home) =
@@ -266,16 +263,15 @@ impl<'r, E: Real> Player<'r, E> {
                 self.check_words(&what, &home, &returned)?;
             }
         }
-        self.alive.insert(nth, alive);
         Ok(())
     }
 
     fn combine_backward(&mut self, nth: usize) -> Result<(), CliError> {
         let (me, number, weighted) = (self.me(), self.number(), self.settings.case.weighted);
-        let alive = self.alive.remove(nth);
+        let alive = Rc::clone(&self.alive[nth]);
         let (reference, handle) = (&alive.reference, &alive.handle);
         let g = self.place.lend(&reference.sent(number, me))?;
-        let products = reference.products(me, alive.outputs, number);
+        let products = reference.products(me, alive.outputs.get(), number);
         let mut home = self.place.room(bytes_of(&products).len())?;
         let target = weighted.then(|| home.tensor_mut(Dtype::F32));
         let rows = self.ep.combine_backward_into(g.tensor(E::DTYPE), handle, target)?;
@@ -285,11 +281,10 @@ impl<'r, E: Real> Player<'r, E> {
         };
         let what = format!("row gradients of dispatch {nth}");
         let shape = (E::DTYPE, self.settings.case.hidden * E::DTYPE.size());
-        self.check_rows(&what, &rows, (handle, reference), shape, bytes_of(&expected))?;
+        self.check_rows(&what, &rows, &alive, shape, bytes_of(&expected))?;
         if weighted {
             self.check_words(&format!("weight gradients of dispatch {nth}"), &home, &products)?;
         }
-        self.alive.insert(nth, alive);
         Ok(())
     }
 
@@ -444,10 +439,8 @@ impl<'r, E: Real> Player<'r, E> {
         floor.dispatch(&x, Stores::Cached);
         self.group.gather(&[])?;
         let rows = floor.lend_rows().ok_or_else(|| failed!("the floor lends no rows"))?;
-        self.check_sent("rows of the floor", &rows, &handle, &reference, |rank| {
-            reference.all[rank].x.clone()
-        })?;
-        Ok(())
+        let alive = self.alive(reference, handle);
+        self.check_sent("rows of the floor", &rows, &alive, |rank| alive.reference.all[rank].x.clone())
     }
 
     /// The handle's own buffer, with these bytes.
@@ -469,49 +462,15 @@ impl<'r, E: Real> Player<'r, E> {
         self.place.lend(&y)
     }
 
-    /// Places of this rank's rows.
-    fn landing(&self, handle: &Handle, reference: &Reference<E>) -> Vec<usize> {
-        match handle.index() {
-            Some(index) => index.landing().iter().map(|&at| at as usize).collect(),
-            None => (0..reference.seen.rows[self.me()].len()).collect(),
-        }
-    }
-
-    /// The bytes of rows in visible order, as they lie.
-    fn lying<T: bytemuck::NoUninit>(
-        &self,
-        rows: &[T],
-        columns: usize,
-        handle: &Handle,
-        reference: &Reference<E>,
-    ) -> Vec<u8> {
-        let (bytes, row) = (bytes_of(rows), columns * size_of::<T>());
-        let mut lying = bytes.to_vec();
-        for (from, to) in bytes.chunks_exact(row).zip(self.landing(handle, reference)) {
-            lying[to * row..][..row].copy_from_slice(from);
-        }
-        lying
-    }
-
-    /// The bytes of rows that lie as they landed, in visible order.
-    fn visible(&self, bytes: &[u8], row: usize, handle: &Handle, reference: &Reference<E>) -> Vec<u8> {
-        if handle.index().is_none() {
-            return bytes.to_vec();
-        }
-        let rows = self.landing(handle, reference).into_iter();
-        rows.flat_map(|at| bytes.get(at * row..(at + 1) * row).unwrap_or_default().to_vec()).collect()
-    }
-
     /// Holds dispatched rows against the tokens of all ranks.
     fn check_sent(
         &mut self,
         what: &str,
         rows: &ExpertRows,
-        handle: &Handle,
-        reference: &Reference<E>,
+        alive: &Alive<E>,
         x: impl Fn(usize) -> Vec<E>,
     ) -> Result<(), CliError> {
-        let (dtype, row) = self.settings.sent_shape();
+        let ((dtype, row), reference) = (self.settings.sent_shape(), &alive.reference);
         let ranks = 0..reference.all.len();
         let sent = ranks.map(|rank| self.settings.sent(&x(rank))).collect::<Result<Vec<_>, _>>()?;
         // The same rows, of bytes.
@@ -520,7 +479,7 @@ impl<'r, E: Real> Player<'r, E> {
         let bytes =
             Reference::<u8> { case, all: all.collect(), ids: Vec::new(), seen: reference.seen.clone() };
         let expected = bytes.rows(self.me(), |rank| sent[rank].clone());
-        self.check_rows(what, rows, (handle, reference), (dtype, row), &expected)
+        self.check_rows(what, rows, alive, (dtype, row), &expected)
     }
 
     /// Holds rows of so many bytes against these.
@@ -528,7 +487,7 @@ impl<'r, E: Real> Player<'r, E> {
         &mut self,
         what: &str,
         rows: &ExpertRows,
-        (handle, reference): (&Handle, &Reference<E>),
+        alive: &Alive<E>,
         (dtype, row): (Dtype, usize),
         expected: &[u8],
     ) -> Result<(), CliError> {
@@ -537,40 +496,28 @@ impl<'r, E: Real> Player<'r, E> {
             Some(shape) => {
                 let slots = seen.chunks_exact(shape.bytes() as usize);
                 seen = slots.flat_map(|slot| slot[shape.rows_at() as usize..].to_vec()).collect();
-                self.blank(&mut seen, row, reference);
+                alive.blank(&mut seen, row, 0);
             }
             // Where a budget's sizes stay on the device, what lies beyond is undefined.
-            None => seen.truncate(self.rows_seen(handle, reference) * row),
+            None => seen.truncate(self.rows_seen(alive) * row),
         }
-        let seen = self.visible(&seen, row, handle, reference);
-        let found = compare(self.ep.rank(), what, (dtype, row / dtype.size()), &seen, expected);
-        self.found.extend(found);
+        self.compare(what, (dtype, row / dtype.size()), &alive.visible(&seen, row), expected);
         Ok(())
     }
 
-    /// Makes zeros of unused rows, which are undefined in slots on a device.
-    fn blank(&self, bytes: &mut [u8], row: usize, reference: &Reference<E>) {
-        for (bytes, used) in bytes.chunks_exact_mut(row).zip(&reference.seen.rows[self.me()]) {
-            if used.is_none() {
-                bytes.fill(0);
-            }
-        }
-    }
-
     /// Holds what goes with rows against the choices of all ranks.
-    fn check_metadata(
-        &mut self,
-        rows: &ExpertRows,
-        handle: &Handle,
-        reference: &Reference<E>,
-    ) -> Result<(), CliError> {
-        let (me, rank, words) = (self.me(), self.ep.rank(), reference.words());
-        let (weights, mut experts) = reference.metadata(me);
-        let (seen_weights, seen_experts) = match (self.place.stream(), rows.slots()) {
-            (None, _) => (bytes_of(handle.row_weights()).to_vec(), bytes_of(handle.row_experts()).to_vec()),
-            (Some(_), None) => {
+    fn check_metadata(&mut self, rows: &ExpertRows, alive: &Alive<E>) -> Result<(), CliError> {
+        let Alive { reference, handle, me, .. } = alive;
+        let words = reference.words();
+        let (weights, mut experts) = reference.metadata(*me);
+        let on_device = self.place.stream().is_some();
+        let (seen_weights, seen_experts) = match rows.slots() {
+            _ if !on_device => {
+                (bytes_of(handle.row_weights()).to_vec(), bytes_of(handle.row_experts()).to_vec())
+            }
+            None => {
                 let mut weights = self.place.read(&rows.weights()?)?;
-                weights.truncate(self.rows_seen(handle, reference) * words * 4);
+                weights.truncate(self.rows_seen(alive) * words * 4);
                 match reference.case.layout {
                     RowLayout::RankMajor => (weights, self.place.read(rows.experts()?)?),
                     RowLayout::ExpertMajor => {
@@ -579,69 +526,66 @@ impl<'r, E: Real> Player<'r, E> {
                     }
                 }
             }
-            (Some(_), Some(shape)) => {
+            Some(shape) => {
                 let received = self.place.received(rows)?;
                 let len = shape.max_tokens() as usize * words * 4;
-                let array = |at: u64| -> Vec<u8> {
+                let array = |at: u64, unused: u8| -> Vec<u8> {
                     let slots = received.chunks_exact(shape.bytes() as usize);
-                    slots.flat_map(|slot| slot[at as usize..][..len].to_vec()).collect()
+                    let mut array =
+                        slots.flat_map(|slot| slot[at as usize..][..len].to_vec()).collect::<Vec<_>>();
+                    alive.blank(&mut array, words * 4, unused);
+                    array
                 };
-                let (mut weights, mut of_experts) = (array(shape.weights_at()), array(shape.experts_at()));
-                self.blank(&mut weights, words * 4, reference);
                 // Unused rows have no expert: -1.
-                for (bytes, used) in of_experts.chunks_exact_mut(words * 4).zip(&reference.seen.rows[me]) {
-                    if used.is_none() {
-                        bytes.fill(0xff);
-                    }
-                }
-                (weights, of_experts)
+                (array(shape.weights_at(), 0), array(shape.experts_at(), 0xff))
             }
         };
-        let seen = self.visible(&seen_weights, words * 4, handle, reference);
-        let found = compare(rank, "row weights", (Dtype::F32, words), &seen, bytes_of(&weights));
-        let seen = self.visible(&seen_experts, words * 4, handle, reference);
-        let seen: Vec<i32> = bytemuck::pod_collect_to_vec(&seen);
-        self.found.extend(found.or_else(|| compare_list(rank, "row experts", words, &seen, &experts)));
-        if self.place.stream().is_some() && rows.slots().is_none() {
+        let seen = alive.visible(&seen_weights, words * 4);
+        self.compare("row weights", (Dtype::F32, words), &seen, bytes_of(&weights));
+        let seen: Vec<i32> = bytemuck::pod_collect_to_vec(&alive.visible(&seen_experts, words * 4));
+        self.compare_list("row experts", words, &seen, &experts);
+        if on_device && rows.slots().is_none() {
             let seen: Vec<i64> = bytemuck::pod_collect_to_vec(&self.place.read(&rows.counts()?)?);
-            let per_expert = &reference.seen.per_expert[me][..];
+            let per_expert = &reference.seen.per_expert[*me][..];
             let expected = match reference.case.layout {
-                RowLayout::ExpertMajor => [per_expert, &reference.seen.padded[me]].concat(),
+                RowLayout::ExpertMajor => [per_expert, &reference.seen.padded[*me]].concat(),
                 RowLayout::RankMajor => per_expert.to_vec(),
             };
-            let experts = per_expert.len();
-            self.found.extend(compare_list(rank, "counts on the device", experts, &seen, &expected));
+            self.compare_list("counts on the device", per_expert.len(), &seen, &expected);
         }
         Ok(())
     }
 
     /// Holds what the handle knows against the reference; where sizes stay on the device, what the
     /// stream finds of dropped choices.
-    fn check_layout(&mut self, handle: &Handle, reference: &Reference<E>) -> Result<(), CliError> {
-        let (me, rank, seen) = (self.me(), self.ep.rank(), &reference.seen);
-        let tokens = compare_list(rank, "tokens", 1, &[handle.tokens()], &[reference.case.counts[me]]);
-        self.found.extend(tokens);
-        let k = reference.case.top_k as usize;
+    fn check_layout(&mut self, Alive { reference, handle, me, .. }: &Alive<E>) -> Result<(), CliError> {
+        let (seen, me, k) = (&reference.seen, *me, reference.case.top_k as usize);
+        self.compare_list("tokens", 1, &[handle.tokens()], &[reference.case.counts[me]]);
         if self.sizes_stay() {
             if reference.case.mode.budget().is_some() {
                 let mask = self.place.read(handle.dropped_mask()?)?;
                 let mask: Vec<bool> = mask.iter().map(|&dropped| dropped != 0).collect();
-                self.found.extend(compare_list(rank, "dropped choices", k, &mask, &seen.dropped[me]));
+                self.compare_list("dropped choices", k, &mask, &seen.dropped[me]);
             }
             return Ok(());
         }
         // Rank-major, a device counts what its rows chose.
         let on_device = self.place.stream().is_some() && reference.case.layout == RowLayout::RankMajor;
         let per_expert = if on_device { &[][..] } else { &seen.per_expert[me] };
-        let lists = [
-            compare_list(rank, "rows", 1, &[handle.rows() as usize], &[seen.rows[me].len()]),
-            compare_list(rank, "required rows", 1, handle.required_rows(), &seen.required),
-            compare_list(rank, "tokens per expert", 1, handle.tokens_per_expert(), per_expert),
-            compare_list(rank, "padded rows", 1, handle.padded_tokens_per_expert(), &seen.padded[me]),
-            compare_list(rank, "dropped choices", k, handle.dropped(), &seen.dropped[me]),
-        ];
-        self.found.extend(lists.into_iter().flatten());
+        self.compare_list("rows", 1, &[handle.rows() as usize], &[seen.rows[me].len()]);
+        self.compare_list("required rows", 1, handle.required_rows(), &seen.required);
+        self.compare_list("tokens per expert", 1, handle.tokens_per_expert(), per_expert);
+        self.compare_list("padded rows", 1, handle.padded_tokens_per_expert(), &seen.padded[me]);
+        self.compare_list("dropped choices", k, handle.dropped(), &seen.dropped[me]);
         Ok(())
+    }
+
+    fn compare(&mut self, what: &str, shape: (Dtype, usize), seen: &[u8], expected: &[u8]) {
+        self.found.extend(compare(self.ep.rank(), what, shape, seen, expected));
+    }
+
+    fn compare_list<T: PartialEq + Debug>(&mut self, what: &str, columns: usize, seen: &[T], expected: &[T]) {
+        self.found.extend(compare_list(self.ep.rank(), what, columns, seen, expected));
     }
 
     fn check_tensor(&mut self, what: &str, seen: &Buffer, expected: &[E]) -> Result<(), CliError> {
@@ -660,8 +604,60 @@ impl<'r, E: Real> Player<'r, E> {
         expected: &[u8],
     ) -> Result<(), CliError> {
         let seen = self.place.content(seen)?;
-        self.found.extend(compare(self.ep.rank(), what, shape, &seen, expected));
+        self.compare(what, shape, &seen, expected);
         Ok(())
+    }
+}
+
+/// A dispatch whose handle is alive, at this rank.
+struct Alive<E> {
+    reference: Reference<E>,
+    handle: Handle,
+    me: usize,
+    /// Tensor of the last combine's rows.
+    outputs: Cell<u32>,
+}
+
+impl<E: Real> Alive<E> {
+    /// This rank's rows, in visible order.
+    fn rows(&self) -> &[Option<Row>] {
+        &self.reference.seen.rows[self.me]
+    }
+
+    /// Places of these rows.
+    fn landing(&self) -> Vec<usize> {
+        match self.handle.index() {
+            Some(index) => index.landing().iter().map(|&at| at as usize).collect(),
+            None => (0..self.rows().len()).collect(),
+        }
+    }
+
+    /// The bytes of rows in visible order, as they lie.
+    fn lying<T: bytemuck::NoUninit>(&self, rows: &[T]) -> Vec<u8> {
+        let (bytes, row) = (bytes_of(rows), size_of_val(rows) / self.rows().len().max(1));
+        let mut lying = bytes.to_vec();
+        for (nth, to) in self.landing().into_iter().enumerate() {
+            lying[to * row..][..row].copy_from_slice(&bytes[nth * row..][..row]);
+        }
+        lying
+    }
+
+    /// The bytes of rows that lie as they landed, in visible order.
+    fn visible(&self, bytes: &[u8], row: usize) -> Vec<u8> {
+        if self.handle.index().is_none() {
+            return bytes.to_vec();
+        }
+        let rows = self.landing().into_iter();
+        rows.flat_map(|at| bytes.get(at * row..(at + 1) * row).unwrap_or_default().to_vec()).collect()
+    }
+
+    /// Fills unused rows, which are undefined in slots on a device.
+    fn blank(&self, bytes: &mut [u8], row: usize, with: u8) {
+        for (bytes, used) in bytes.chunks_exact_mut(row).zip(self.rows()) {
+            if used.is_none() {
+                bytes.fill(with);
+            }
+        }
     }
 }
 

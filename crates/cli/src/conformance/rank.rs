@@ -83,8 +83,7 @@ pub fn lines_of(folder: &Path, rank: u32) -> PathBuf {
 }
 
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
-    let conditions = ranks::conditions(ConformanceArgs::NAME, &(&task.runs, task.seed));
-    let world = ranks::join(SIZES, conditions, 0)?;
+    let world = ranks::join(ConformanceArgs::NAME, &(&task.runs, task.seed), SIZES, 0)?;
     let all = world.all()?;
     let on_device = task.runs.iter().any(|run| run.way.is_on_device());
     let device = on_device.then(|| Device::new(task.device, world.rank(), MEMORY)).transpose()?;

@@ -39,6 +39,10 @@ const ALIVE: &[Call] = &[Dispatch, Dispatch, Dispatch, Combine(1), Combine(0), C
 const SHAPE: &[Call] = &[Dispatch, Combine(0), Refused(Bad::Shape), Dispatch, Combine(1)];
 const EXPERT: &[Call] = &[Dispatch, Combine(0), Refused(Bad::Expert), Dispatch, Combine(1)];
 
+const HALVES: &[Call] = &[DispatchHalves, CombineHalves(0)];
+const MOVING: &[Call] =
+    &[Dispatch, Combine(0), Forget, SetMap, Dispatch, Combine(0), Forget, SetMap, Dispatch, Combine(0)];
+
 const EVERYWHERE: &[Way] = &Way::ALL;
 /// Slots take their calls in turns, and read experts in a kernel.
 const COUNTED: &[Way] = &[Way::Host, Way::Exact, Way::Budget];
@@ -62,6 +66,11 @@ const fn row(feature: Feature, settings: &'static [Setting]) -> Case {
     }
 }
 
+/// The same between nodes of 4 and 2.
+const fn of_six(case: Case) -> Case {
+    Case { name: "nodes of 4 and 2", group: ALL, experts: 9, top_k: 5, ..case }
+}
+
 const EXPERTS: Case = row(Feature::ExpertMajor, &[EXPERT_MAJOR]);
 const RANKS: Case = row(Feature::RankMajor, &[RANK_MAJOR]);
 const BUDGET: Case = row(Feature::Budget, &[Budget(14, Drop)]);
@@ -82,21 +91,7 @@ const CACHED: Case =
 const PREPARED: Case =
     Case { name: "prepared", calls: &[Prepare, Cached(0), Combine(0), Cached(0)], ..CACHED };
 const GRADIENTS: Case = Case { calls: TRAINING, ..row(Feature::Gradients, &[]) };
-const MAPS: Case = Case {
-    calls: &[
-        Dispatch,
-        Combine(0),
-        Forget,
-        SetMap,
-        Dispatch,
-        Combine(0),
-        Forget,
-        SetMap,
-        Dispatch,
-        Combine(0),
-    ],
-    ..row(Feature::ExpertMaps, &[])
-};
+const MAPS: Case = Case { calls: MOVING, ..row(Feature::ExpertMaps, &[]) };
 const BUFFERS: Case = Case { calls: &[TokenBuffer, Combine(0)], ..row(Feature::TokenBuffers, &[]) };
 const CAPTURED: Case = Case { calls: &[Capture], ..row(Feature::Capture, &[]) };
 const RELEASED: Case =
@@ -115,14 +110,7 @@ pub const SUITE: &[Case] = &[
     Case { name: "two nodes", group: TWO_NODES, ..EXPERTS },
     Case { name: "nodes of 3 and 1", group: UNEVEN, ..EXPERTS },
     Case { name: "nodes in turns", group: MIXED, ..EXPERTS },
-    Case {
-        name: "nodes of 4 and 2",
-        group: ALL,
-        experts: 9,
-        top_k: 5,
-        tokens: &[9, 2, 20, 0, 5, 1],
-        ..EXPERTS
-    },
+    Case { tokens: &[9, 2, 20, 0, 5, 1], ..of_six(EXPERTS) },
     Case { name: "ranks without experts", experts: 3, top_k: 2, ..EXPERTS },
     Case { name: "no tokens", tokens: &[0], ..EXPERTS },
     Case { name: "tokens of one rank", tokens: &[0, 0, 9, 0], ..EXPERTS },
@@ -133,13 +121,8 @@ pub const SUITE: &[Case] = &[
     Case { name: "f16", dtype: Dtype::F16, hidden: 40, ..EXPERTS },
     Case { name: "bytes", dtype: Dtype::Bytes, hidden: 48, calls: &[Dispatch], ways: ON_HOST, ..EXPERTS },
     Case { name: "rows elsewhere", calls: &[Dispatch, CombineCopy(0)], ..EXPERTS },
-    Case { name: "halves", calls: &[DispatchHalves, CombineHalves(0)], ..EXPERTS },
-    Case {
-        name: "halves, two nodes",
-        group: TWO_NODES,
-        calls: &[DispatchHalves, CombineHalves(0)],
-        ..EXPERTS
-    },
+    Case { name: "halves", calls: HALVES, ..EXPERTS },
+    Case { name: "halves, two nodes", group: TWO_NODES, calls: HALVES, ..EXPERTS },
     Case { name: "several handles", calls: ALIVE, ways: COUNTED, ..EXPERTS },
     Case { name: "two groups in turns", second: &[3, 1], ..EXPERTS },
     Case { name: "two groups in turns, two nodes", group: TWO_NODES, second: &[4, 0], ..EXPERTS },
@@ -156,7 +139,7 @@ pub const SUITE: &[Case] = &[
     Case { name: "f32", dtype: Dtype::F32, ..RANKS },
     Case { name: "f16", dtype: Dtype::F16, hidden: 40, ..RANKS },
     Case { name: "rows elsewhere", calls: &[Dispatch, CombineCopy(0)], ..RANKS },
-    Case { name: "halves", calls: &[DispatchHalves, CombineHalves(0)], ..RANKS },
+    Case { name: "halves", calls: HALVES, ..RANKS },
     Case { name: "two groups in turns", second: &[3, 1], ..RANKS },
     Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE, ..RANKS },
     Case { name: "slots", settings: &[RANK_MAJOR, Slots(12, Error)], ways: ON_HOST, ..RANKS },
@@ -188,14 +171,7 @@ pub const SUITE: &[Case] = &[
     BY_NODES,
     Case { name: "two nodes", group: TWO_NODES, ..BY_NODES },
     Case { name: "relays", group: TWO_NODES, settings: &[BY_NODE, PXN], ..BY_NODES },
-    Case {
-        name: "nodes of 4 and 2, relays",
-        group: ALL,
-        experts: 9,
-        top_k: 5,
-        settings: &[BY_NODE, PXN],
-        ..BY_NODES
-    },
+    Case { name: "nodes of 4 and 2, relays", settings: &[BY_NODE, PXN], ..of_six(BY_NODES) },
     PARTIALS,
     Case { name: "by node, relays", group: TWO_NODES, settings: &[BY_NODE, ROUNDED, PXN], ..PARTIALS },
     Case {
@@ -211,12 +187,12 @@ pub const SUITE: &[Case] = &[
     RELAYED,
     Case { name: "nodes of 3 and 1", group: UNEVEN, ..RELAYED },
     Case { name: "nodes in turns", group: MIXED, ..RELAYED },
-    Case { name: "nodes of 4 and 2", group: ALL, experts: 9, top_k: 5, ..RELAYED },
-    Case { name: "halves", calls: &[DispatchHalves, CombineHalves(0)], ..RELAYED },
+    of_six(RELAYED),
+    Case { name: "halves", calls: HALVES, ..RELAYED },
     Case { name: "rank-major", settings: &[PXN, RANK_MAJOR], ..RELAYED },
     Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE, ..RELAYED },
     IN_SPANS,
-    Case { name: "nodes of 4 and 2", group: ALL, experts: 9, top_k: 5, ..IN_SPANS },
+    of_six(IN_SPANS),
     Case {
         name: "aligned, gradients",
         settings: &[RANK_MAJOR, PXN, Spans, Align(4)],

@@ -247,10 +247,8 @@ fn judge(ability: &Ability, devices: &[DeviceProperties]) -> Finding {
     } else {
         format!("not GPU {}", lacking.join(", "))
     };
-    match ability.lack {
-        Level::Warn => Finding::new(ability.what, found).means(ability.without).warn(ability.advice),
-        _ => Finding::new(ability.what, found).means(ability.without).note(ability.advice),
-    }
+    let lacks = Finding::new(ability.what, found).means(ability.without);
+    Finding { level: ability.lack, advice: Some(ability.advice), ..lacks }
 }
 
 /// Pairs that do not reach each other, in one direction or both.

@@ -22,18 +22,18 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
 
 use sidelane::device::{
-    Activity, ActivityKind, AuditKernels, Channel, Context, Cupti, DeviceRange, Driver, PinnedMemory, Stream,
+    Activity, ActivityKind, AuditKernels, Channel, Cupti, DeviceRange, Driver, PinnedMemory, Stream,
 };
 use sidelane::error::DeviceError;
 
 use super::Task;
-use super::audit::{Dispatch, Peers, RANKS, all_done, streams};
+use super::audit::{Dispatch, Peers, RANKS, all_done};
+use super::bench::Gpu;
 use super::report::{About, Checks, State};
 use super::wheels;
-use crate::device::{allocate, stream, until, whole};
+use crate::device::whole;
 use crate::error::CliError;
 
 /// Bytes of a slot.
@@ -53,8 +53,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             return checks.tell(about, State::Skipped, format!("not seen: {error}; {hint}"));
         }
     };
-    let context = driver.context(task.device)?;
-    let listing = Listing::new(task, &context, &cupti)?;
+    let listing = Listing::new(Gpu::open(task)?, &cupti)?;
     let tells_apart = listing.control(checks)?;
     for peers in Peers::ALL {
         listing.dispatch(checks, peers, tells_apart)?;
@@ -64,8 +63,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 
 /// Resources of every list.
 struct Listing<'a> {
-    task: &'a Task,
-    context: &'a Arc<Context>,
+    gpu: Gpu,
     cupti: &'a Cupti,
     kernels: AuditKernels,
     word: PinnedMemory,
@@ -75,16 +73,15 @@ struct Listing<'a> {
 }
 
 impl<'a> Listing<'a> {
-    fn new(task: &'a Task, context: &'a Arc<Context>, cupti: &'a Cupti) -> Result<Self, CliError> {
+    fn new(gpu: Gpu, cupti: &'a Cupti) -> Result<Self, CliError> {
         Ok(Listing {
-            task,
-            context,
             cupti,
-            kernels: AuditKernels::load(context)?,
-            word: PinnedMemory::new(context, 8)?,
-            staging: stream(context)?,
-            ranks: streams(context)?,
-            plain: [allocate(context, SLOT.0)?, allocate(context, SLOT.0)?],
+            kernels: AuditKernels::load(&gpu.context)?,
+            word: gpu.pinned(8)?,
+            staging: gpu.stream()?,
+            ranks: gpu.streams(RANKS as usize)?,
+            plain: [gpu.memory(SLOT.0)?, gpu.memory(SLOT.0)?],
+            gpu,
         })
     }
 
@@ -109,7 +106,7 @@ impl<'a> Listing<'a> {
     }
 
     fn all_done(&self, what: &str) -> Result<(), CliError> {
-        until(what, self.task.patience(), || all_done(&self.ranks))
+        self.gpu.until(what, || all_done(&self.ranks))
     }
 
     /// Whether the list tells a copy by SMs from one by an engine.
@@ -127,13 +124,13 @@ impl<'a> Listing<'a> {
         let what = format!("{RANKS} ranks, {} to {}", SLOT.1, peers.place());
         let shows = "no kernel ran between packed and landed, the driver's own included, and copy engines' queues took the copies";
         let about = About::new(&what, shows).open("the same between GPUs, over NVLink");
-        if !checks.has(about, self.context.driver().version(), peers.needs())? {
+        if !checks.has(about, self.gpu.version(), peers.needs())? {
             return Ok(());
         }
-        let mut dispatch = Dispatch::packed(self.context, &self.staging, peers, SLOT.0)?;
+        let mut dispatch = Dispatch::packed(&self.gpu, &self.staging, peers, SLOT.0)?;
         let listed = self.listed(|ranks| dispatch.enqueue(ranks));
         let checked = listed.and_then(|listed| {
-            dispatch.check(&self.staging, self.task.patience())?;
+            dispatch.check(&self.gpu, &self.staging)?;
             Ok(listed)
         });
         checks.judged(about, checked.map(|listed| listed.judge(tells_apart))).map(drop)

@@ -16,19 +16,18 @@
 //! Ranks share a context since of several processes the GPU would take turns: what is done to one
 //! would not touch the others.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sidelane::device::{AuditKernels, Context, DeviceRange, Driver, PinnedMemory, SmHold, Stream, Version};
+use sidelane::device::{AuditKernels, DeviceRange, PinnedMemory, SmHold, Stream, Version};
 use sidelane::error::DeviceError;
 use sidelane::exec::{Lowered, PeerWindows};
 use sidelane_core::schedule::call::{Part, SlotCall};
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
 
 use super::Task;
-use super::bench::{self, Random, content, equal, same};
+use super::bench::{self, Gpu, content, equal, random_bytes, same};
 use super::report::{About, Checks, State};
-use crate::device::{allocate, finish, stream, until, whole};
+use crate::device::whole;
 use crate::error::CliError;
 
 /// Bytes of a slot: one of a small batch, and one that is hardly more than its flags.
@@ -38,8 +37,7 @@ const SLOTS: [(u64, &str); 2] = [(921_600, "0.9 MB"), (16 << 10, "16 KiB")];
 const CONTROL: Duration = Duration::from_millis(500);
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let context = Driver::open()?.context(task.device)?;
-    let audit = Audit::new(task, &context)?;
+    let audit = Audit::new(Gpu::open(task)?)?;
     let mut controls = true;
     let about = About::new(
         "control: a kernel of one block",
@@ -47,7 +45,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     );
     controls &= audit
         .control(checks, about, |stream| Ok(audit.kernels.touch(stream, audit.word.range().word(0)?)?))?;
-    let (from, to) = (allocate(&context, 1 << 20)?, allocate(&context, 1 << 20)?);
+    let (from, to) = (audit.gpu.memory(1 << 20)?, audit.gpu.memory(1 << 20)?);
     let about = About::new(
         "control: plain copy on the GPU",
         "SMs do these, and so it must not end while they are held: the audit sees what it looks for",
@@ -77,9 +75,8 @@ fn words(peers: Peers) -> (&'static str, &'static str) {
 }
 
 /// Resources of every run.
-struct Audit<'a> {
-    task: &'a Task,
-    context: &'a Arc<Context>,
+struct Audit {
+    gpu: Gpu,
     kernels: AuditKernels,
     hold: SmHold,
     word: PinnedMemory,
@@ -89,18 +86,17 @@ struct Audit<'a> {
     ranks: Vec<Stream>,
 }
 
-impl<'a> Audit<'a> {
-    fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CliError> {
-        let kernels = AuditKernels::load(context)?;
+impl Audit {
+    fn new(gpu: Gpu) -> Result<Self, CliError> {
+        let kernels = AuditKernels::load(&gpu.context)?;
         Ok(Audit {
-            task,
-            context,
             hold: kernels.hold()?,
             kernels,
-            word: PinnedMemory::new(context, 8)?,
-            holder: stream(context)?,
-            control: stream(context)?,
-            ranks: streams(context)?,
+            word: gpu.pinned(8)?,
+            holder: gpu.stream()?,
+            control: gpu.stream()?,
+            ranks: gpu.streams(RANKS as usize)?,
+            gpu,
         })
     }
 
@@ -108,11 +104,11 @@ impl<'a> Audit<'a> {
     fn held<T>(&self, work: impl FnOnce() -> Result<T, CliError>) -> Result<T, CliError> {
         self.hold.take(&self.holder)?;
         let all = u64::from(self.hold.blocks());
-        let running = until("blocks of the hold", self.task.patience(), || Ok(self.all_run()));
+        let running = self.gpu.until("blocks of the hold", || Ok(self.all_run()));
         let worked = running.and_then(|()| work());
         let still = self.holder.is_done();
         self.hold.release();
-        let ended = finish(&self.holder, "the hold", self.task.patience());
+        let ended = self.gpu.finish(&self.holder, "the hold");
         let worked = worked?;
         ended?;
         equal("multiprocessors that were held to the end", if still? { 0 } else { all }, all)?;
@@ -143,7 +139,7 @@ impl<'a> Audit<'a> {
             Ok(None)
         });
         let ended = ended.and_then(|ended| {
-            finish(&self.control, "a control that was let go", self.task.patience())?;
+            self.gpu.finish(&self.control, "a control that was let go")?;
             Ok(match ended.map(|after| after.as_micros()) {
                 None => {
                     let waited = CONTROL.as_millis();
@@ -164,7 +160,7 @@ impl<'a> Audit<'a> {
         peers: Peers,
         bytes: u64,
     ) -> Result<(), CliError> {
-        if !checks.has(about, self.context.driver().version(), peers.needs())? {
+        if !checks.has(about, self.gpu.version(), peers.needs())? {
             return Ok(());
         }
         let found = self.dispatch(peers, bytes).map(|found| match controls {
@@ -175,25 +171,24 @@ impl<'a> Audit<'a> {
     }
 
     fn dispatch(&self, peers: Peers, bytes: u64) -> Result<String, CliError> {
-        let mut dispatch = Dispatch::packed(self.context, &self.control, peers, bytes)?;
-        let patience = self.task.patience();
+        let mut dispatch = Dispatch::packed(&self.gpu, &self.control, peers, bytes)?;
         let landed = self.held(|| {
             let start = Instant::now();
             dispatch.enqueue(&self.ranks)?;
             let what = "a dispatch while every multiprocessor is held";
-            until(what, patience, || all_done(&self.ranks))?;
+            self.gpu.until(what, || all_done(&self.ranks))?;
             Ok(start.elapsed())
         });
         // Work that waited for a multiprocessor ends now, and releases its memory.
-        until("a dispatch that was let go", patience, || all_done(&self.ranks))?;
+        self.gpu.until("a dispatch that was let go", || all_done(&self.ranks))?;
         let landed = landed?;
-        dispatch.check(&self.control, patience)?;
+        dispatch.check(&self.gpu, &self.control)?;
         let (copies, operations) = dispatch.counts();
         Ok(format!(
             "{copies} copies and {operations} operations landed in {} us while {} blocks held {} SMs",
             landed.as_micros(),
             self.hold.blocks(),
-            self.context.facts().multiprocessors
+            self.gpu.context.facts().multiprocessors
         ))
     }
 }
@@ -228,11 +223,6 @@ impl Peers {
     }
 }
 
-/// A stream for each rank. Made one after the other: on hardware queues of their own.
-pub fn streams(context: &Arc<Context>) -> Result<Vec<Stream>, DeviceError> {
-    (0..RANKS).map(|_| stream(context)).collect()
-}
-
 /// Whether all of them have come to their end.
 pub fn all_done(streams: &[Stream]) -> Result<bool, DeviceError> {
     streams.iter().try_fold(true, |all, stream| Ok(all && stream.is_done()?))
@@ -248,14 +238,9 @@ pub struct Dispatch {
 
 impl Dispatch {
     /// Packed: slots of so many bytes are full, and nothing has moved.
-    pub fn packed(
-        context: &Arc<Context>,
-        staging: &Stream,
-        peers: Peers,
-        bytes: u64,
-    ) -> Result<Self, CliError> {
+    pub fn packed(gpu: &Gpu, staging: &Stream, peers: Peers, bytes: u64) -> Result<Self, CliError> {
         let slots = Slots::new(RANKS, bytes, bytes)?;
-        let windows = Windows::new(context, &slots, peers)?;
+        let windows = Windows::new(gpu, &slots, peers)?;
         let mut programs = Vec::new();
         for rank in 0..RANKS {
             for to in (0..RANKS).filter(|&to| to != rank) {
@@ -263,7 +248,7 @@ impl Dispatch {
                 bench::write(staging, &slot, &content_of(rank, to, bytes))?;
             }
             let program = StreamProgram::new(SlotCall::Dispatch, slots, rank)?;
-            programs.push(Lowered::lower(context, &program, rank, &windows.seen_by(rank))?);
+            programs.push(Lowered::lower(&gpu.context, &program, rank, &windows.seen_by(rank))?);
         }
         Ok(Dispatch { slots, bytes, windows, programs })
     }
@@ -280,11 +265,11 @@ impl Dispatch {
     }
 
     /// Whether everything landed, to the byte.
-    pub fn check(&self, staging: &Stream, patience: Duration) -> Result<(), CliError> {
+    pub fn check(&self, gpu: &Gpu, staging: &Stream) -> Result<(), CliError> {
         for rank in 0..RANKS {
             for from in (0..RANKS).filter(|&from| from != rank) {
                 let place = (self.slots.receive(from), self.bytes);
-                let seen = self.windows.landed(rank, place, staging, patience)?;
+                let seen = self.windows.landed(gpu, rank, place, staging)?;
                 let expected = content_of(from, rank, self.bytes);
                 same(format!("the slot of rank {from} at rank {rank}"), &seen, &expected)?;
             }
@@ -300,7 +285,7 @@ impl Dispatch {
 }
 
 fn content_of(from: u32, to: u32, bytes: u64) -> Vec<u8> {
-    Random(u64::from(from * RANKS + to) + bytes).bytes(bytes as usize)
+    random_bytes(u64::from(from * RANKS + to) + bytes, bytes)
 }
 
 /// Windows of all ranks.
@@ -311,13 +296,12 @@ struct Windows {
     host: Option<Vec<PinnedMemory>>,
     words: Vec<PinnedMemory>,
 }
+
 impl Windows {
-    fn new(context: &Arc<Context>, slots: &Slots, peers: Peers) -> Result<Self, DeviceError> {
-        let pinned = |bytes: u64| -> Result<Vec<_>, DeviceError> {
-            (0..RANKS).map(|_| PinnedMemory::new(context, bytes as usize)).collect()
-        };
+    fn new(gpu: &Gpu, slots: &Slots, peers: Peers) -> Result<Self, DeviceError> {
+        let pinned = |bytes| (0..RANKS).map(|_| gpu.pinned(bytes)).collect::<Result<Vec<_>, _>>();
         Ok(Windows {
-            own: (0..RANKS).map(|_| allocate(context, slots.bytes())).collect::<Result<_, _>>()?,
+            own: (0..RANKS).map(|_| gpu.memory(slots.bytes())).collect::<Result<_, _>>()?,
             host: if peers == Peers::Host { Some(pinned(slots.bytes())?) } else { None },
             words: pinned(slots.flag_bytes())?,
         })
@@ -330,13 +314,13 @@ impl Windows {
     /// Bytes that a rank received.
     fn landed(
         &self,
+        gpu: &Gpu,
         rank: u32,
         (offset, len): (u64, u64),
         stream: &Stream,
-        patience: Duration,
     ) -> Result<Vec<u8>, CliError> {
         match &self.host {
-            None => bench::read(stream, &self.own[rank as usize].part(offset, len)?, patience),
+            None => gpu.read(stream, &self.own[rank as usize].part(offset, len)?),
             Some(host) => Ok(content(&host[rank as usize])?[offset as usize..][..len as usize].to_vec()),
         }
     }

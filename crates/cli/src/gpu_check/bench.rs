@@ -1,4 +1,5 @@
-//! Tools of all parts: random bytes, comparisons, content of memory, and the clock of the device.
+//! Tools of all parts: the GPU, random bytes, comparisons, content of memory, and the clock of the
+//! device.
 //!
 //! To be timed, work is enqueued behind a wait for the host, which lets it go when all of it is
 //! there: what is timed is the device, not how fast the host enqueues. How fast that was is timed
@@ -9,11 +10,66 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use sidelane::device::{Context, DeviceRange, Event, PinnedMemory, Stream};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use sidelane::device::{Context, DeviceRange, Driver, Event, PinnedMemory, Stream, Version};
 use sidelane::error::DeviceError;
 
-use crate::device::{finish, until, whole};
+use super::Task;
+use crate::device::{allocate, stream, until, whole};
 use crate::error::{CliError, wrong};
+
+/// GPU of a part, and the limit of its waits.
+pub struct Gpu {
+    pub task: Task,
+    pub context: Arc<Context>,
+}
+
+impl Gpu {
+    pub fn open(task: &Task) -> Result<Self, DeviceError> {
+        Ok(Gpu { task: *task, context: Driver::open()?.context(task.device)? })
+    }
+
+    /// CUDA that the driver is for.
+    pub fn version(&self) -> Version {
+        self.context.driver().version()
+    }
+
+    pub fn stream(&self) -> Result<Stream, DeviceError> {
+        stream(&self.context)
+    }
+
+    /// So many, made one after the other: on hardware queues of their own.
+    pub fn streams(&self, count: usize) -> Result<Vec<Stream>, DeviceError> {
+        (0..count).map(|_| self.stream()).collect()
+    }
+
+    pub fn memory(&self, bytes: u64) -> Result<DeviceRange, DeviceError> {
+        allocate(&self.context, bytes)
+    }
+
+    pub fn pinned(&self, bytes: u64) -> Result<PinnedMemory, DeviceError> {
+        PinnedMemory::new(&self.context, bytes as usize)
+    }
+
+    /// Waits for something, but not for ever.
+    pub fn until(&self, what: &str, done: impl FnMut() -> Result<bool, DeviceError>) -> Result<(), CliError> {
+        until(what, self.task.patience(), done)
+    }
+
+    /// Waits until the stream is done, but not for ever.
+    pub fn finish(&self, stream: &Stream, what: &str) -> Result<(), CliError> {
+        self.until(what, || stream.is_done())
+    }
+
+    /// Reads memory of the device, once the stream has come so far.
+    pub fn read(&self, stream: &Stream, from: &DeviceRange) -> Result<Vec<u8>, CliError> {
+        let staging = self.pinned(from.len())?;
+        stream.copy(whole(staging.range())?, whole(from)?)?;
+        self.finish(stream, "a copy to the host")?;
+        Ok(content(&staging)?)
+    }
+}
 
 /// Content of pinned memory.
 pub fn content(memory: &PinnedMemory) -> Result<Vec<u8>, DeviceError> {
@@ -30,29 +86,16 @@ pub fn write(stream: &Stream, to: &DeviceRange, bytes: &[u8]) -> Result<(), Devi
     stream.synchronize()
 }
 
-/// Reads memory of the device, once the stream has come so far.
-pub fn read(stream: &Stream, from: &DeviceRange, patience: Duration) -> Result<Vec<u8>, CliError> {
-    let staging = PinnedMemory::new(stream.context(), from.len() as usize)?;
-    stream.copy(whole(staging.range())?, whole(from)?)?;
-    finish(stream, "a copy to the host", patience)?;
-    Ok(content(&staging)?)
+/// Numbers that repeat with the seed alone.
+pub fn random(seed: u64) -> ChaCha8Rng {
+    ChaCha8Rng::seed_from_u64(seed)
 }
 
-/// Bytes that repeat with the seed alone.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
-        let words = (0..len.div_ceil(8)).flat_map(|_| self.next().to_ne_bytes());
-        words.take(len).collect()
-    }
+/// So many bytes that repeat with the seed alone.
+pub fn random_bytes(seed: u64, len: u64) -> Vec<u8> {
+    let mut bytes = vec![0; len as usize];
+    random(seed).fill(&mut bytes[..]);
+    bytes
 }
 
 /// Compares bytes.
@@ -76,7 +119,6 @@ pub struct Timer {
     end: Event,
     gate: PinnedMemory,
     opened: u32,
-    patience: Duration,
 }
 
 /// Microseconds of one operation: on the device, and for the host that enqueued it.
@@ -87,20 +129,16 @@ pub struct Samples {
 }
 
 impl Timer {
-    pub fn new(context: &Arc<Context>, patience: Duration) -> Result<Self, DeviceError> {
-        Ok(Timer {
-            start: Event::timed(context)?,
-            end: Event::timed(context)?,
-            gate: PinnedMemory::new(context, 8)?,
-            opened: 0,
-            patience,
-        })
+    pub fn new(gpu: &Gpu) -> Result<Self, DeviceError> {
+        let event = || Event::timed(&gpu.context);
+        Ok(Timer { start: event()?, end: event()?, gate: gpu.pinned(8)?, opened: 0 })
     }
 
     /// Times `count` operations, enqueued by one call, again and again. The first time is for
     /// warming up.
     pub fn time(
         &mut self,
+        gpu: &Gpu,
         stream: &Stream,
         (rounds, count): (usize, usize),
         mut enqueue: impl FnMut() -> Result<(), DeviceError>,
@@ -118,14 +156,14 @@ impl Timer {
             self.gate.word(0)?.store(self.opened.into(), Ordering::Release);
             enqueued?;
             marked?;
-            until("what is timed", self.patience, || self.end.is_done())?;
+            gpu.until("what is timed", || self.end.is_done())?;
             if round > 0 {
                 samples.device.push(per(self.end.since(&self.start)?, count));
                 samples.host.push(per(host, count));
             }
         }
         // Nothing of it is left: what it used is let go.
-        until("what is timed", self.patience, || stream.is_done())?;
+        gpu.until("what is timed", || stream.is_done())?;
         Ok(samples)
     }
 }

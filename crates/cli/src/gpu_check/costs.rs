@@ -1,20 +1,19 @@
 //! Costs: what the pieces take, one at a time, then a layer of slots.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use half::bf16;
-use sidelane::device::{Context, CopyBatch, DeviceRange, Driver, MemOpBatch, PinnedMemory, Stream, Version};
+use sidelane::device::{CopyBatch, MemOpBatch, Stream, Version};
 use sidelane::error::DeviceError;
 use sidelane::{Group, World};
 use sidelane_verify::reference;
 
 use super::Task;
-use super::bench::{Samples, Timer};
+use super::bench::{Gpu, Timer};
 use super::exchange::{memory, on_nodes, timed};
 use super::report::{About, Checks};
 use crate::conformance::{Case, Device, Player, Way, experts_copy};
-use crate::device::{allocate, stream, whole};
+use crate::device::whole;
 use crate::error::CliError;
 use crate::ranks;
 use crate::stats::summary;
@@ -24,99 +23,80 @@ use crate::stats::summary;
 const SIZES: [(u64, &str); 4] =
     [(921_600, "0.9 MB"), (28 << 10, "28 KiB"), (16 << 10, "16 KiB"), (4 << 10, "4 KiB")];
 /// Copies, or operations, that are handed over at once.
-const COUNTS: [usize; 4] = [1, 8, 64, 255];
+const MANY: [usize; 3] = [8, 64, 255];
 /// Where copies of a batch go, in turn.
 const PLACES: u64 = 8;
 const TARGETS: usize = 7;
 const NVLINK: Option<&str> = Some("the same to other GPUs, over NVLink");
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let context = Driver::open()?.context(task.device)?;
-    let mut bench = Bench {
-        task,
-        context: &context,
-        timer: Timer::new(&context, task.patience())?,
-        streams: (0..=TARGETS).map(|_| stream(&context)).collect::<Result<_, _>>()?,
-    };
-    bench.copies(checks)?;
-    bench.targets(checks)?;
-    bench.operations(checks)?;
-    bench.turns(checks)?;
+    let gpu = Gpu::open(task)?;
+    let mut bench =
+        Bench { timer: Timer::new(&gpu)?, streams: gpu.streams(2)?, gpu: &gpu, checks: &mut *checks };
+    bench.copies()?;
+    bench.targets()?;
+    bench.operations()?;
+    bench.turns()?;
     layer(task, checks)
 }
 
 struct Bench<'a> {
-    task: &'a Task,
-    context: &'a Arc<Context>,
+    gpu: &'a Gpu,
     timer: Timer,
     streams: Vec<Stream>,
+    checks: &'a mut Checks,
 }
 
 impl Bench<'_> {
-    fn tell(
-        &self,
-        checks: &mut Checks,
+    /// Times what is enqueued on the first stream, of which there are so many, and tells the share
+    /// of one, which moves so many bytes.
+    fn measure(
+        &mut self,
         (what, shows): (&str, &str),
-        open: Option<&str>,
-        samples: &Samples,
-        bytes: Option<u64>,
+        (count, bytes): (usize, Option<u64>),
+        mut enqueue: impl FnMut(&[Stream]) -> Result<(), DeviceError>,
     ) -> Result<(), CliError> {
+        let rounds = (self.gpu.task.few(50, 5), count);
+        let samples = self.timer.time(self.gpu, &self.streams[0], rounds, || enqueue(&self.streams))?;
         let host = summary(&samples.host).p50_us;
         let rate = bytes.map(|bytes| bytes as f64 / summary(&samples.device).p50_us.max(1e-6) / 1e3);
         let rate = rate.map_or_else(String::new, |rate| format!(", {rate:.1} GB/s"));
         let found = format!("the host takes {host:.2} us to enqueue it{rate}");
-        checks.measured(About::new(what, shows).open(open), &samples.device, found)
-    }
-
-    fn stream_takes_batches(&self) -> bool {
-        self.streams[0].takes_batches()
-    }
-
-    /// The same, told where there are none.
-    fn has_batches(&self, checks: &mut Checks) -> Result<bool, CliError> {
-        let about = About::new("copies in batches", "nothing");
-        let version = self.context.driver().version();
-        checks.has(about, version, ("a batch of copies", Version::BATCHED_COPIES))
+        self.checks.measured(About::new(what, shows).open(NVLINK), &samples.device, found)
     }
 
     /// Copies to the host and within the GPU, singly and in batches.
-    fn copies(&mut self, checks: &mut Checks) -> Result<(), CliError> {
-        let context = self.context;
-        let batches = self.has_batches(checks)?;
+    fn copies(&mut self) -> Result<(), CliError> {
+        let (gpu, version) = (self.gpu, self.gpu.version());
+        let needs = ("a batch of copies", Version::BATCHED_COPIES);
+        let batches = self.checks.has(About::new("copies in batches", "nothing"), version, needs)?;
         for (bytes, size) in SIZES {
-            let (from, room) = (allocate(context, bytes)?, bytes * PLACES);
-            let (host, same) = (PinnedMemory::new(context, room as usize)?, allocate(context, room)?);
+            let (from, room) = (gpu.memory(bytes)?, bytes * PLACES);
+            let (host, same) = (gpu.pinned(room)?, gpu.memory(room)?);
             for (to, place) in [(host.range(), "to the host"), (&same, "on the GPU")] {
-                let stream = &self.streams[0];
-                for count in COUNTS {
-                    let rounds = (self.task.few(50, 5), count);
-                    if count == 1 {
-                        let samples = self
-                            .timer
-                            .time(stream, rounds, || stream.copy(to.span(0, bytes)?, whole(&from)?))?;
-                        let what = format!("one copy of {size} {place}");
-                        let shows = if place == "on the GPU" {
-                            "a plain copy on one GPU: SMs do it"
-                        } else {
-                            "a copy by an engine, with what it takes to begin and to end"
-                        };
-                        self.tell(checks, (&what, shows), NVLINK, &samples, Some(bytes))?;
-                    } else if batches {
-                        let mut batch = CopyBatch::with_capacity(context, count);
-                        for nth in 0..count as u64 {
-                            batch.push(to.span(nth % PLACES * bytes, bytes)?, whole(&from)?)?;
-                        }
-                        let samples = self.timer.time(stream, rounds, || stream.copy_batch(&mut batch))?;
-                        let what = format!("a copy of {size} {place}, in a batch of {count}");
-                        let by_sms =
-                            place == "on the GPU" && context.driver().version() < Version::OVERLAP_HINT;
-                        let shows = if by_sms {
-                            "the share of one copy; SMs make it: the overlap hint counts from CUDA 13.1 on"
-                        } else {
-                            "the share of one copy: what a batch saves; they go to eight places in turn"
-                        };
-                        self.tell(checks, (&what, shows), NVLINK, &samples, Some(bytes))?;
+                let shows = match place {
+                    "on the GPU" => "a plain copy on one GPU: SMs do it",
+                    _ => "a copy by an engine, with what it takes to begin and to end",
+                };
+                let what = format!("one copy of {size} {place}");
+                self.measure((&what, shows), (1, Some(bytes)), |streams| {
+                    streams[0].copy(to.span(0, bytes)?, whole(&from)?)
+                })?;
+                let shows = match place {
+                    "on the GPU" if version < Version::OVERLAP_HINT => {
+                        "the share of one copy; SMs make it: the overlap hint counts from CUDA 13.1 on"
                     }
+                    _ => "the share of one copy: what a batch saves; they go to eight places in turn",
+                };
+                for count in MANY.into_iter().filter(|_| batches) {
+                    let mut batch = CopyBatch::with_capacity(&gpu.context, count);
+                    for nth in 0..count as u64 {
+                        batch.push(to.span(nth % PLACES * bytes, bytes)?, whole(&from)?)?;
+                    }
+                    let what = format!("a copy of {size} {place}, in a batch of {count}");
+                    self.measure((&what, shows), (count, Some(bytes)), |streams| {
+                        streams[0].copy_batch(&mut batch)
+                    })?;
                 }
             }
         }
@@ -124,98 +104,77 @@ impl Bench<'_> {
     }
 
     /// As many targets as a rank of eight has peers.
-    fn targets(&mut self, checks: &mut Checks) -> Result<(), CliError> {
-        if !self.stream_takes_batches() {
+    fn targets(&mut self) -> Result<(), CliError> {
+        if !self.streams[0].takes_batches() {
             return Ok(());
         }
-        let (bytes, size) = SIZES[0];
-        let from = allocate(self.context, bytes)?;
-        let hosts = (0..TARGETS)
-            .map(|_| PinnedMemory::new(self.context, bytes as usize))
-            .collect::<Result<Vec<_>, _>>()?;
-        let same = (0..TARGETS).map(|_| allocate(self.context, bytes)).collect::<Result<Vec<_>, _>>()?;
-        let hosts: Vec<DeviceRange> = hosts.iter().map(|host| host.range().clone()).collect();
-        for (targets, place) in [(&hosts, "of the host"), (&same, "on the GPU")] {
-            let mut batch = CopyBatch::with_capacity(self.context, TARGETS);
-            for to in targets {
+        let (gpu, (bytes, size)) = (self.gpu, SIZES[0]);
+        let from = gpu.memory(bytes)?;
+        let pinned = (0..TARGETS).map(|_| gpu.pinned(bytes));
+        let pinned = pinned.collect::<Result<Vec<_>, _>>()?;
+        let same = (0..TARGETS).map(|_| gpu.memory(bytes)).collect::<Result<Vec<_>, _>>()?;
+        let hosts = pinned.iter().map(|host| host.range().clone()).collect();
+        for (targets, place) in [(hosts, "of the host"), (same, "on the GPU")] {
+            let mut batch = CopyBatch::with_capacity(&gpu.context, TARGETS);
+            for to in &targets {
                 batch.push(whole(to)?, whole(&from)?)?;
             }
-            let stream = &self.streams[0];
-            let samples =
-                self.timer.time(stream, (self.task.few(50, 5), 1), || stream.copy_batch(&mut batch))?;
             let what = format!("{TARGETS} targets {place}, {size} each, at once");
             let shows = "all of them, in one batch: whether engines share the work";
-            self.tell(checks, (&what, shows), NVLINK, &samples, Some(bytes * TARGETS as u64))?;
+            self.measure((&what, shows), (1, Some(bytes * TARGETS as u64)), |streams| {
+                streams[0].copy_batch(&mut batch)
+            })?;
         }
         Ok(())
     }
 
-    fn operations(&mut self, checks: &mut Checks) -> Result<(), CliError> {
-        let words = PinnedMemory::new(self.context, 8)?;
-        let there = allocate(self.context, 8)?;
+    fn operations(&mut self) -> Result<(), CliError> {
+        let shows = "what a signal takes, with its fence";
+        let (words, there) = (self.gpu.pinned(8)?, self.gpu.memory(8)?);
         for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
-            for count in COUNTS {
-                let mut list = MemOpBatch::with_capacity(self.context, count);
+            let what = format!("one write of a word {place}");
+            self.measure((&what, shows), (1, None), |streams| streams[0].write::<u32>(range.word(0)?, 1))?;
+            for count in MANY {
+                let mut list = MemOpBatch::with_capacity(&self.gpu.context, count);
                 for value in 0..count as u32 {
                     list.write(range.word::<u32>(0)?, value)?;
                 }
-                let stream = &self.streams[0];
-                let rounds = (self.task.few(50, 5), count);
-                let samples = self.timer.time(stream, rounds, || {
-                    if count == 1 {
-                        stream.write::<u32>(range.word(0)?, 1)
-                    } else {
-                        stream.operate(&mut list)
-                    }
-                })?;
-                let what = match count {
-                    1 => format!("one write of a word {place}"),
-                    _ => format!("a write of a word {place}, in a list of {count}"),
-                };
-                let shows = "what a signal takes, with its fence";
-                self.tell(checks, (&what, shows), NVLINK, &samples, None)?;
+                let what = format!("a write of a word {place}, in a list of {count}");
+                self.measure((&what, shows), (count, None), |streams| streams[0].operate(&mut list))?;
             }
         }
         Ok(())
     }
 
     /// Two streams that wait for each other: a write, and the wait that sees it.
-    fn turns(&mut self, checks: &mut Checks) -> Result<(), CliError> {
+    fn turns(&mut self) -> Result<(), CliError> {
         const TURNS: u32 = 60;
-        let words = PinnedMemory::new(self.context, 256)?;
-        let there = allocate(self.context, 256)?;
+        let (words, there) = (self.gpu.pinned(256)?, self.gpu.memory(256)?);
         for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
-            let mut lists = [self.list(TURNS)?, self.list(TURNS)?];
+            let list = || MemOpBatch::with_capacity(&self.gpu.context, TURNS as usize * 2 + 2);
+            let (mut ping, mut pong) = (list(), list());
+            let [here, back] = [range.word::<u32>(0)?, range.word::<u32>(128)?];
             for turn in 1..=TURNS {
-                let [ping, pong] = [range.word::<u32>(0)?, range.word::<u32>(128)?];
-                lists[0].write(ping, turn)?;
-                lists[0].wait(pong, turn)?;
-                lists[1].wait(ping, turn)?;
-                lists[1].write(pong, turn)?;
+                ping.write(here, turn)?;
+                ping.wait(back, turn)?;
+                pong.wait(here, turn)?;
+                pong.write(back, turn)?;
             }
-            let (first, second) = (&self.streams[0], &self.streams[1]);
-            for offset in [0, 128] {
-                first.write::<u32>(range.word(offset)?, 0)?;
-            }
-            first.synchronize()?;
-            let [ping, pong] = &mut lists;
             // Back to the beginning, by the one that waits last.
-            ping.write(range.word::<u32>(0)?, 0)?;
-            ping.write(range.word::<u32>(128)?, 0)?;
-            let rounds = (self.task.few(50, 5), TURNS as usize * 2);
-            let samples = self.timer.time(first, rounds, || {
-                first.operate(ping)?;
-                second.operate(pong)
-            })?;
+            ping.write(here, 0)?;
+            ping.write(back, 0)?;
+            let first = &self.streams[0];
+            first.write::<u32>(here, 0)?;
+            first.write::<u32>(back, 0)?;
+            first.synchronize()?;
             let what = format!("a signal from stream to stream by a word {place}");
             let shows = "half a round trip: a write, and the wait that sees it";
-            self.tell(checks, (&what, shows), NVLINK, &samples, None)?;
+            self.measure((&what, shows), (TURNS as usize * 2, None), |streams| {
+                streams[0].operate(&mut ping)?;
+                streams[1].operate(&mut pong)
+            })?;
         }
         Ok(())
-    }
-
-    fn list(&self, turns: u32) -> Result<MemOpBatch, DeviceError> {
-        Ok(MemOpBatch::with_capacity(self.context, turns as usize * 2 + 2))
     }
 }
 

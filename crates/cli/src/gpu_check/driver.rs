@@ -1,24 +1,24 @@
 //! Functions of the driver that the library needs, one thing at a time.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use rand::RngExt;
 use sidelane::device::{
-    Allocation, AuditKernels, Context, CopyBatch, CudaGraph, DeviceRange, Driver, Event, Kernels, MemOpBatch,
+    Allocation, AuditKernels, CopyBatch, CudaGraph, DeviceRange, Driver, Event, Kernels, MemOpBatch,
     PinnedMemory, Reservation, Stream, Value, Version,
 };
 use sidelane::error::DeviceError;
 
 use super::Task;
-use super::bench::{self, Random, content, equal, same};
+use super::bench::{self, Gpu, content, equal, random, random_bytes, same};
 use super::report::{About, Checks, State};
-use crate::device::{allocate, finish, stream, until, whole};
+use crate::device::whole;
 use crate::doctor::{self, Level};
 use crate::error::CliError;
 
 /// Bytes of one transfer.
-const BYTES: usize = 1 << 20;
+const BYTES: u64 = 1 << 20;
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let driver = Driver::open()?;
@@ -27,9 +27,8 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         let about = About::new(&finding.what, finding.meaning);
         checks.tell(about, state, finding.found)?;
     }
-    let context = driver.context(task.device)?;
-    let streams = [stream(&context)?, stream(&context)?];
-    let bench = Bench { task: *task, context, streams };
+    let gpu = Gpu::open(task)?;
+    let bench = Bench { streams: [gpu.stream()?, gpu.stream()?], gpu };
     for (what, shows, check) in CHECKS {
         let about = About::new(what, shows).open((what == EXPORTED).then_some(OTHERS));
         let needs = ("a batch of copies", Version::BATCHED_COPIES);
@@ -60,25 +59,20 @@ const CHECKS: [(&str, &str, Check); 9] = [
 ];
 
 struct Bench {
-    task: Task,
-    context: Arc<Context>,
+    gpu: Gpu,
     streams: [Stream; 2],
 }
 
 impl Bench {
-    fn pinned(&self, bytes: usize) -> Result<PinnedMemory, DeviceError> {
-        PinnedMemory::new(&self.context, bytes)
-    }
-
     fn finish(&self, stream: &Stream) -> Result<(), CliError> {
-        finish(stream, "a stream", self.task.patience())
+        self.gpu.finish(stream, "a stream")
     }
 
     fn modules(&self) -> Result<String, CliError> {
         let start = Instant::now();
-        Kernels::load(&self.context)?;
+        Kernels::load(&self.gpu.context)?;
         let kernels = start.elapsed();
-        AuditKernels::load(&self.context)?;
+        AuditKernels::load(&self.gpu.context)?;
         let both = start.elapsed();
         Ok(format!(
             "compiled in {} ms, and the audit's in {} ms",
@@ -89,9 +83,9 @@ impl Bench {
 
     fn flags(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
-        let trip = Trip::new(&self.context)?;
+        let trip = Trip::new(&self.gpu)?;
         let Trip { from, there, to, .. } = &trip;
-        let rounds = self.task.few(200, 20);
+        let rounds = self.gpu.task.few(200, 20);
         trip.check(self, rounds, || {
             stream.copy(whole(there)?, whole(from.range())?)?;
             stream.copy(whole(to.range())?, whole(there)?)
@@ -101,7 +95,7 @@ impl Bench {
 
     fn waits<T: Value + From<u32>>(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
-        let (words, there) = (self.pinned(24)?, allocate(&self.context, 64)?);
+        let (words, there) = (self.gpu.pinned(24)?, self.gpu.memory(64)?);
         bench::write(first, &there, &[0; 64])?;
         // Of the host.
         first.wait::<T>(words.range().word(0)?, 2.into())?;
@@ -125,8 +119,8 @@ impl Bench {
 
     fn lists(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
-        let words = self.pinned(24)?;
-        let mut list = MemOpBatch::with_capacity(&self.context, 600);
+        let words = self.gpu.pinned(24)?;
+        let mut list = MemOpBatch::with_capacity(&self.gpu.context, 600);
         for value in 1..=299_u32 {
             list.write(words.range().word::<u32>(0)?, value)?;
             list.wait(words.range().word::<u32>(0)?, value)?;
@@ -134,11 +128,7 @@ impl Bench {
         list.wait(words.range().word::<u32>(8)?, 9)?;
         list.write(words.range().word::<u32>(16)?, 7)?;
         stream.operate(&mut list)?;
-        until(
-            "writes of a list",
-            self.task.patience(),
-            || Ok(words.word(0)?.load(Ordering::Acquire) == 299),
-        )?;
+        self.gpu.until("writes of a list", || Ok(words.word(0)?.load(Ordering::Acquire) == 299))?;
         equal("what follows a wait", words.word(16)?.load(Ordering::Acquire), 0)?;
         words.word(8)?.store(9, Ordering::Release);
         self.finish(stream)?;
@@ -148,8 +138,8 @@ impl Bench {
 
     fn events(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
-        let words = self.pinned(16)?;
-        let event = Event::new(&self.context)?;
+        let words = self.gpu.pinned(16)?;
+        let event = Event::new(&self.gpu.context)?;
         first.wait::<u32>(words.range().word(0)?, 1)?;
         event.record(first)?;
         second.wait_event(&event)?;
@@ -164,18 +154,18 @@ impl Bench {
 
     fn batches(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
-        let trip = Trip::new(&self.context)?;
+        let trip = Trip::new(&self.gpu)?;
         let Trip { from, there, to, .. } = &trip;
-        let batch = || CopyBatch::with_capacity(&self.context, 600);
-        let (mut random, mut away, mut home) = (Random(1), batch(), batch());
+        let batch = || CopyBatch::with_capacity(&self.gpu.context, 600);
+        let (mut random, mut away, mut home) = (random(1), batch(), batch());
         let mut at = 0;
-        while at < BYTES as u64 {
-            let len = (random.next() % 4096 + 1).min(BYTES as u64 - at);
+        while at < BYTES {
+            let len = random.random_range(1..=4096).min(BYTES - at);
             away.push(there.span(at, len)?, from.range().span(at, len)?)?;
             home.push(to.range().span(at, len)?, there.span(at, len)?)?;
             at += len;
         }
-        let (rounds, copies) = (self.task.few(50, 5), away.len());
+        let (rounds, copies) = (self.gpu.task.few(50, 5), away.len());
         trip.check(self, rounds, || {
             stream.copy_batch(&mut away)?;
             stream.copy_batch(&mut home)
@@ -185,8 +175,8 @@ impl Bench {
 
     fn graphs(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
-        let (from, to, words) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(16)?);
-        let there = allocate(&self.context, BYTES as u64)?;
+        let (from, to, words) = (self.gpu.pinned(BYTES)?, self.gpu.pinned(BYTES)?, self.gpu.pinned(16)?);
+        let there = self.gpu.memory(BYTES)?;
         let graph = CudaGraph::capture(stream, || -> Result<(), DeviceError> {
             stream.wait::<u32>(words.range().word(0)?, 1)?;
             stream.copy(whole(&there)?, whole(from.range())?)?;
@@ -194,9 +184,9 @@ impl Bench {
             stream.write::<u32>(words.range().word(0)?, 0)?;
             stream.write::<u32>(words.range().word(8)?, 1)
         })?;
-        let rounds = self.task.few(100, 10);
+        let rounds = self.gpu.task.few(100, 10);
         for round in 1..=rounds {
-            let bytes = Random(round << 16).bytes(BYTES);
+            let bytes = random_bytes(round << 16, BYTES);
             from.write(0, &bytes)?;
             words.word(8)?.store(0, Ordering::Release);
             graph.launch(stream)?;
@@ -211,16 +201,16 @@ impl Bench {
 
     fn descriptors(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
-        let made = Allocation::new(&self.context, BYTES as u64)?;
+        let made = Allocation::new(&self.gpu.context, BYTES)?;
         let descriptor = made.export()?;
         let imported =
-            Allocation::import(&self.context, std::os::fd::AsFd::as_fd(&descriptor), made.bytes())?;
-        let reservation = Reservation::new(&self.context, 2, made.bytes())?;
-        let devices = [self.task.device];
+            Allocation::import(&self.gpu.context, std::os::fd::AsFd::as_fd(&descriptor), made.bytes())?;
+        let reservation = Reservation::new(&self.gpu.context, 2, made.bytes())?;
+        let devices = [self.gpu.task.device];
         let (one, other) = (reservation.map(0, &made, &devices)?, reservation.map(1, &imported, &devices)?);
-        let bytes = Random(3).bytes(BYTES);
+        let bytes = random_bytes(3, BYTES);
         bench::write(stream, &one, &bytes)?;
-        let seen = bench::read(stream, &other.part(0, BYTES as u64)?, self.task.patience())?;
+        let seen = self.gpu.read(stream, &other.part(0, BYTES)?)?;
         same("what was imported", &seen, &bytes)?;
         Ok(format!("{} MiB, mapped twice", made.bytes() >> 20))
     }
@@ -235,10 +225,9 @@ struct Trip {
 }
 
 impl Trip {
-    fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
-        let pinned = |bytes| PinnedMemory::new(context, bytes);
-        let (from, to, word) = (pinned(BYTES)?, pinned(BYTES)?, pinned(8)?);
-        Ok(Trip { from, there: allocate(context, BYTES as u64)?, to, word })
+    fn new(gpu: &Gpu) -> Result<Self, DeviceError> {
+        let (from, to, word) = (gpu.pinned(BYTES)?, gpu.pinned(BYTES)?, gpu.pinned(8)?);
+        Ok(Trip { from, there: gpu.memory(BYTES)?, to, word })
     }
 
     /// Has bytes go there and back again and again; the word follows them, and they are compared
@@ -251,12 +240,12 @@ impl Trip {
     ) -> Result<(), CliError> {
         let [stream, _] = &bench.streams;
         for round in 1..=rounds {
-            let bytes = Random(round).bytes(BYTES);
+            let bytes = random_bytes(round, BYTES);
             self.from.write(0, &bytes)?;
             enqueue()?;
             stream.write::<u64>(self.word.range().word(0)?, round)?;
             let seen = || Ok(self.word.word(0)?.load(Ordering::Acquire) == round);
-            until("a flag", bench.task.patience(), seen)?;
+            bench.gpu.until("a flag", seen)?;
             same(format!("round {round}"), &content(&self.to)?, &bytes)?;
         }
         bench.finish(stream)

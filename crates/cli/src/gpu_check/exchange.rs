@@ -18,7 +18,7 @@ use sidelane_verify::reference::Real;
 use super::report::{About, Checks, State};
 use super::{GpuCheckArgs, Part, Task};
 use crate::command::Command;
-use crate::conformance::{Call, Case, Device, Memory, Player, Setting, Way};
+use crate::conformance::{Call, Case, Device, Memory, Player, Setting, Way, on_device};
 use crate::device::one_process;
 use crate::error::{CliError, failed, wrong};
 use crate::ranks;
@@ -129,7 +129,26 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-/// One of those.
+/// The suite of `sidelane conformance`: a row for each feature.
+pub fn conformance(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
+    if let Some(reason) = one_process(&Driver::open()?, task.device)? {
+        let about = About::new("the suite between processes", "nothing: ranks are threads below");
+        return checks.tell(about, State::Skipped, reason.to_owned());
+    }
+    for finding in on_device(task.device, task.quick)? {
+        let about = About::new(finding.feature, "bits of a naive reference, or refused by name at all ranks")
+            .open(ONE_GPU);
+        let state = match finding.correct {
+            Some(true) => State::Right,
+            Some(false) => State::Wrong,
+            None => State::Skipped,
+        };
+        checks.tell(about, state, finding.text)?;
+    }
+    Ok(())
+}
+
+/// A rank of those.
 pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let world = World::from_env_with(options(task))?;
     let ranks = world.size();

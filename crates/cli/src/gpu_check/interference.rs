@@ -9,18 +9,17 @@
 //! The three take turns, so that timeouts and heat touch them alike. Transfers are as fast as they
 //! go: the rate is told.
 
-use std::sync::Arc;
-
+use rand::RngExt;
 use sidelane::device::{
-    AuditKernels, Blas, Context, DeviceRange, Driver, Event, PinnedMemory, Product, Stream, TILE,
+    AuditKernels, Blas, Context, DeviceRange, Event, PinnedMemory, Product, Stream, TILE,
 };
 use sidelane::error::DeviceError;
 
 use super::Task;
-use super::bench::{self, Random};
+use super::bench::{self, Gpu, random};
 use super::report::{About, Checks};
 use super::wheels;
-use crate::device::{allocate, stream, until, whole};
+use crate::device::{until, whole};
 use crate::error::CliError;
 use crate::stats::summary;
 
@@ -48,8 +47,7 @@ struct Found {
 }
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let context = Driver::open()?.context(task.device)?;
-    let bench = Bench::new(task, &context)?;
+    let bench = Bench::new(Gpu::open(task)?)?;
     let mut found: [Found; 3] = Default::default();
     for round in 0..=task.few(15, 3) {
         for (beside, found) in ALL.into_iter().zip(&mut found) {
@@ -96,8 +94,8 @@ impl Beside {
     }
 }
 
-struct Bench<'a> {
-    task: &'a Task,
+struct Bench {
+    gpu: Gpu,
     kernels: AuditKernels,
     blas: Option<Blas>,
     size: u32,
@@ -112,19 +110,20 @@ struct Bench<'a> {
     bursts: [Event; 2],
 }
 
-impl<'a> Bench<'a> {
-    fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CliError> {
+impl Bench {
+    fn new(gpu: Gpu) -> Result<Self, CliError> {
+        let (task, context) = (gpu.task, &gpu.context);
         let stand_in = context.driver().is_stand_in();
         let files = wheels::find(context.driver(), &Blas::NAMES);
         let size = task.size.map_or_else(|| largest(context), Ok)?;
         let bytes = Product::bytes(size);
-        let compute = stream(context)?;
-        let matrices = [allocate(context, bytes)?, allocate(context, bytes)?, allocate(context, bytes)?];
+        let compute = gpu.stream()?;
+        let matrices = [gpu.memory(bytes)?, gpu.memory(bytes)?, gpu.memory(bytes)?];
         // Any numbers below one: what multiplies zeros draws less power.
         let numbers: Vec<u8> = {
-            let mut random = Random(1);
-            let value = |bits: u64| half::bf16::from_f32((bits % 2001) as f32 / 1000.0 - 1.0);
-            (0..bytes.min(8 << 20) / 2).flat_map(|_| value(random.next()).to_ne_bytes()).collect()
+            let mut random = random(1);
+            let mut value = || half::bf16::from_f32(random.random_range(-1.0..1.0));
+            (0..bytes.min(8 << 20) / 2).flat_map(|_| value().to_ne_bytes()).collect()
         };
         for matrix in &matrices[..2] {
             for at in (0..bytes).step_by(numbers.len()) {
@@ -134,18 +133,18 @@ impl<'a> Bench<'a> {
         }
         let event = || Event::timed(context);
         Ok(Bench {
-            task,
             kernels: AuditKernels::load(context)?,
             blas: if stand_in { None } else { Blas::load(context, &files).unwrap_or(None) },
             size,
             products: task.few(20, 2),
             matrices,
-            from: allocate(context, COPY * BURST)?,
-            to: PinnedMemory::new(context, (COPY * BURST) as usize)?,
+            from: gpu.memory(COPY * BURST)?,
+            to: gpu.pinned(COPY * BURST)?,
             compute,
-            traffic: stream(context)?,
+            traffic: gpu.stream()?,
             marks: [event()?, event()?],
             bursts: [event()?, event()?],
+            gpu,
         })
     }
 
@@ -176,7 +175,7 @@ impl<'a> Bench<'a> {
             self.product()?;
         }
         end.record(&self.compute)?;
-        until("products", self.task.patience() * 10, || {
+        until("products", self.gpu.task.patience() * 10, || {
             // Bursts that end while products run are counted, and the next one follows.
             let next = &self.bursts[(bursts % 2) as usize];
             if beside != Beside::Nothing && next.is_done()? {
@@ -186,8 +185,8 @@ impl<'a> Bench<'a> {
             end.is_done()
         })?;
         let time = end.since(start)?;
-        until("what is copied beside", self.task.patience(), || self.traffic.is_done())?;
-        until("products", self.task.patience(), || self.compute.is_done())?;
+        self.gpu.finish(&self.traffic, "what is copied beside")?;
+        self.gpu.finish(&self.compute, "products")?;
         let rate = (bursts * BURST * COPY) as f64 / time.as_secs_f64().max(1e-9) / 1e9;
         Ok((time.as_secs_f64() * 1e6 / self.products as f64, rate))
     }

@@ -1,31 +1,21 @@
 //! Kernels against their definitions, on random and special values: sums to the bit, products of
 //! whole numbers exactly.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use half::{bf16, f16};
-use sidelane::Dtype;
-use sidelane::device::{
-    Addresses, AuditKernels, Blas, Context, DeviceRange, Driver, Kernels, PinnedMemory, Product, Stream,
-    SumArgs,
-};
+use rand::RngExt;
+use rand_chacha::ChaCha8Rng;
+use sidelane::device::{Addresses, AuditKernels, Blas, DeviceRange, Kernels, Product, Stream, SumArgs};
 use sidelane::plan::SlotShape;
+use sidelane_verify::reference::Real;
 
 use super::Task;
-use super::bench::{self, Random, equal, same};
+use super::bench::{self, Gpu, equal, random, random_bytes, same};
 use super::report::{About, Checks, State};
 use super::wheels;
-use crate::device::{allocate, finish, stream, whole};
+use crate::device::whole;
 use crate::error::CliError;
-
-const TYPES: [(Dtype, Dtype); 5] = [
-    (Dtype::F32, Dtype::F32),
-    (Dtype::Bf16, Dtype::Bf16),
-    (Dtype::F16, Dtype::F16),
-    (Dtype::F32, Dtype::Bf16),
-    (Dtype::F32, Dtype::F16),
-];
 
 /// Zeros, denormals, ties of the two-byte types, extremes, infinities, NaN.
 const SPECIAL: [u32; 16] = [
@@ -51,14 +41,15 @@ const RANKS: u32 = 8;
 const TOKENS: u32 = 96;
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let context = Driver::open()?.context(task.device)?;
-    let (kernels, audit) = (Kernels::load(&context)?, AuditKernels::load(&context)?);
-    let bench = Bench { task, context: &context, stream: stream(&context)?, kernels, audit };
-    for (rows, out) in TYPES {
-        let what = format!("sum {} to {}", name(rows), name(out));
-        let about = About::new(&what, "in f32, ranks ascending, one rounding: to the bit");
-        checks.check(about, || bench.sum(rows, out))?;
-    }
+    let gpu = Gpu::open(task)?;
+    let (kernels, audit) = (Kernels::load(&gpu.context)?, AuditKernels::load(&gpu.context)?);
+    let bench = Bench { stream: gpu.stream()?, kernels, audit, gpu };
+    let context = &bench.gpu.context;
+    bench.check_sum::<f32, f32>(checks)?;
+    bench.check_sum::<bf16, bf16>(checks)?;
+    bench.check_sum::<f16, f16>(checks)?;
+    bench.check_sum::<f32, bf16>(checks)?;
+    bench.check_sum::<f32, f16>(checks)?;
     let about = |what, shows| About::new(what, shows);
     checks.check(about("copy by SMs", "the baseline copies what it is told"), || bench.copy())?;
     checks.check(about("product", "our product is right: whole numbers, exactly"), || {
@@ -66,7 +57,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     })?;
     let about = about("product of cuBLAS", "cuBLAS is called as it must be");
     let files = wheels::find(context.driver(), &Blas::NAMES);
-    match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(&context, &files) } {
+    match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(context, &files) } {
         Ok(Some(blas)) => {
             checks.check(about, || {
                 bench.product(blas.name(), |product| blas.product(&bench.stream, product))
@@ -84,77 +75,79 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-struct Bench<'a> {
-    task: &'a Task,
-    context: &'a Arc<Context>,
+struct Bench {
+    gpu: Gpu,
     stream: Stream,
     kernels: Kernels,
     audit: AuditKernels,
 }
 
-impl Bench<'_> {
-    fn finish(&self) -> Result<(), CliError> {
-        finish(&self.stream, "a kernel", self.task.patience())
-    }
-
+impl Bench {
     fn put(&self, bytes: &[u8]) -> Result<DeviceRange, CliError> {
-        let range = allocate(self.context, bytes.len() as u64)?;
+        let range = self.gpu.memory(bytes.len() as u64)?;
         bench::write(&self.stream, &range, bytes)?;
         Ok(range)
     }
 
-    fn sum(&self, rows: Dtype, dtype: Dtype) -> Result<String, CliError> {
-        let columns = self.task.few(7168, 520);
-        let shape = SlotShape::new(TOKENS, 1, u64::from(columns) * dtype.size() as u64)?;
-        let mut random = Random(rows as u64 * 16 + dtype as u64);
-        let homes: Vec<Vec<u8>> = (0..RANKS)
-            .map(|_| (0..TOKENS * columns).flat_map(|_| any(&mut random, rows)).collect())
-            .collect();
+    /// Sums rows of `R` to tokens of `O`.
+    fn check_sum<R: Real, O: Real>(&self, checks: &mut Checks) -> Result<(), CliError> {
+        let what = format!("sum {} to {}", R::DTYPE, O::DTYPE);
+        let about = About::new(&what, "in f32, ranks ascending, one rounding: to the bit");
+        checks.check(about, || self.sum::<R, O>()).map(drop)
+    }
+
+    fn sum<R: Real, O: Real>(&self) -> Result<String, CliError> {
+        let columns = self.gpu.task.few(7168, 520);
+        let shape = SlotShape::new(TOKENS, 1, u64::from(columns) * O::DTYPE.size() as u64)?;
+        let mut random = random(R::DTYPE as u64 * 16 + O::DTYPE as u64);
+        let homes: Vec<Vec<R>> =
+            (0..RANKS).map(|_| (0..TOKENS * columns).map(|_| any(&mut random)).collect()).collect();
         // Some tokens have rows at all ranks, some at none.
         let places: Vec<i32> = (0..TOKENS * RANKS)
-            .map(|_| if random.next() & 3 == 0 { -1 } else { (random.next() % u64::from(TOKENS)) as i32 })
+            .map(|_| if random.random_ratio(1, 4) { -1 } else { random.random_range(0..TOKENS as i32) })
             .collect();
-        let there = homes.iter().map(|home| self.put(home)).collect::<Result<Vec<_>, _>>()?;
+        let there =
+            homes.iter().map(|home| self.put(bytemuck::cast_slice(home))).collect::<Result<Vec<_>, _>>()?;
         let places_there = self.put(bytemuck::cast_slice(&places))?;
         let spans = there.iter().map(whole).collect::<Result<Vec<_>, _>>()?;
-        let table = allocate(self.context, u64::from(RANKS) * 8)?;
+        let table = self.gpu.memory(u64::from(RANKS) * 8)?;
         let homes_at = Addresses::new(&self.stream, &table, &spans)?;
-        let status = PinnedMemory::new(self.context, 8)?;
-        let out = allocate(self.context, u64::from(TOKENS * columns) * dtype.size() as u64)?;
+        let status = self.gpu.pinned(8)?;
+        let out = self.gpu.memory(u64::from(TOKENS * columns) * O::DTYPE.size() as u64)?;
         let sum = SumArgs {
             shape,
             tokens: TOKENS,
             columns,
-            rows,
-            dtype,
+            rows: R::DTYPE,
+            dtype: O::DTYPE,
             homes: &homes_at,
             places: whole(&places_there)?,
             status: status.range().word(0)?,
             out: whole(&out)?,
         };
         self.kernels.sum(&self.stream, &sum)?;
-        let seen = bench::read(&self.stream, &out, self.task.patience())?;
-        let mut expected = Vec::new();
-        for token in 0..TOKENS {
-            let places = &places[(token * RANKS) as usize..][..RANKS as usize];
-            for column in 0..columns {
+        let seen = self.gpu.read(&self.stream, &out)?;
+        let mut expected: Vec<O> = Vec::new();
+        for places in places.chunks_exact(RANKS as usize) {
+            expected.extend((0..columns).map(|column| {
                 let mut sum = 0_f32;
                 for (home, &place) in homes.iter().zip(places).filter(|&(_, &place)| place >= 0) {
-                    sum += read(home, rows, (place as u32 * columns + column) as usize);
+                    sum += home[(place as u32 * columns + column) as usize].into();
                 }
-                expected.extend(rounded(sum, dtype));
-            }
+                // One rounding, to nearest even; every NaN is the one quiet NaN.
+                O::of(if sum.is_nan() { f32::NAN } else { sum })
+            }));
         }
-        same("sums", &seen, &expected)?;
+        same("sums", &seen, bytemuck::cast_slice(&expected))?;
         equal("the status word", status.word(0)?.load(Ordering::Acquire), 0)?;
         Ok(format!("{} sums of up to {RANKS} rows, special values among them", TOKENS * columns))
     }
 
     fn copy(&self) -> Result<String, CliError> {
-        let bytes = Random(5).bytes((1 << 20) + 48);
-        let (from, to) = (self.put(&bytes)?, allocate(self.context, bytes.len() as u64)?);
+        let bytes = random_bytes(5, (1 << 20) + 48);
+        let (from, to) = (self.put(&bytes)?, self.gpu.memory(bytes.len() as u64)?);
         self.audit.copy(&self.stream, whole(&to)?, whole(&from)?)?;
-        same("a copy", &bench::read(&self.stream, &to, self.task.patience())?, &bytes)?;
+        same("a copy", &self.gpu.read(&self.stream, &to)?, &bytes)?;
         Ok(format!("{} bytes", bytes.len()))
     }
 
@@ -165,17 +158,18 @@ impl Bench<'_> {
         by: &str,
         enqueue: impl FnOnce(&Product<'_>) -> Result<(), sidelane::error::DeviceError>,
     ) -> Result<String, CliError> {
-        let size = self.task.few(512, 128);
-        let mut random = Random(size.into());
-        let mut matrix = || (0..size * size).map(|_| (random.next() % 17) as f32 - 8.0).collect::<Vec<f32>>();
+        let size = self.gpu.task.few(512, 128);
+        let mut random = random(size.into());
+        let mut matrix =
+            || (0..size * size).map(|_| random.random_range(-8..=8) as f32).collect::<Vec<f32>>();
         let (a, b) = (matrix(), matrix());
         let bytes = |matrix: &[f32]| -> Vec<u8> {
             matrix.iter().flat_map(|&value| bf16::from_f32(value).to_ne_bytes()).collect()
         };
         let (a_there, b_there) = (self.put(&bytes(&a))?, self.put(&bytes(&b))?);
-        let out = allocate(self.context, Product::bytes(size))?;
+        let out = self.gpu.memory(Product::bytes(size))?;
         enqueue(&Product { size, a: whole(&a_there)?, b: whole(&b_there)?, out: whole(&out)? })?;
-        self.finish()?;
+        self.gpu.finish(&self.stream, "a kernel")?;
         let n = size as usize;
         let mut expected = Vec::with_capacity(n * n);
         for row in a.chunks_exact(n) {
@@ -183,51 +177,17 @@ impl Bench<'_> {
                 expected.push(row.iter().zip(column).map(|(a, b)| a * b).sum::<f32>());
             }
         }
-        same("a product", &bench::read(&self.stream, &out, self.task.patience())?, &bytes(&expected))?;
+        same("a product", &self.gpu.read(&self.stream, &out)?, &bytes(&expected))?;
         Ok(format!("{size} x {size}, by {by}"))
     }
 }
 
-fn name(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::Bf16 => "bf16",
-        Dtype::F16 => "f16",
-        _ => "f32",
-    }
-}
-
 /// An element: special, any bits, or one whose sums round and tie.
-fn any(random: &mut Random, dtype: Dtype) -> Vec<u8> {
-    let bits = random.next();
-    let value = match bits >> 60 {
+fn any<E: Real>(random: &mut ChaCha8Rng) -> E {
+    let bits: u64 = random.random();
+    E::of(match bits >> 60 {
         0 | 1 => f32::from_bits(SPECIAL[(bits % SPECIAL.len() as u64) as usize]),
         2 | 3 => f32::from_bits(bits as u32),
         _ => (bits as i32 >> (bits >> 40 & 31)) as f32 / 1024.0,
-    };
-    match dtype {
-        Dtype::Bf16 => bf16::from_f32(value).to_ne_bytes().to_vec(),
-        Dtype::F16 => f16::from_f32(value).to_ne_bytes().to_vec(),
-        _ => value.to_ne_bytes().to_vec(),
-    }
-}
-
-fn read(row: &[u8], dtype: Dtype, at: usize) -> f32 {
-    let two = || [row[at * 2], row[at * 2 + 1]];
-    match dtype {
-        Dtype::Bf16 => bf16::from_ne_bytes(two()).to_f32(),
-        Dtype::F16 => f16::from_ne_bytes(two()).to_f32(),
-        _ => f32::from_ne_bytes([row[at * 4], row[at * 4 + 1], row[at * 4 + 2], row[at * 4 + 3]]),
-    }
-}
-
-/// One rounding, to nearest even; every NaN the one quiet NaN.
-fn rounded(sum: f32, dtype: Dtype) -> Vec<u8> {
-    match (dtype, sum.is_nan()) {
-        (Dtype::Bf16, true) => 0x7fc0_u16.to_ne_bytes().to_vec(),
-        (Dtype::F16, true) => 0x7e00_u16.to_ne_bytes().to_vec(),
-        (_, true) => 0x7fc0_0000_u32.to_ne_bytes().to_vec(),
-        (Dtype::Bf16, _) => bf16::from_f32(sum).to_ne_bytes().to_vec(),
-        (Dtype::F16, _) => f16::from_f32(sum).to_ne_bytes().to_vec(),
-        (_, false) => sum.to_ne_bytes().to_vec(),
-    }
+    })
 }

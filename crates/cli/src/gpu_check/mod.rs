@@ -27,16 +27,13 @@
 mod activity;
 mod audit;
 mod bench;
-mod blocking;
-mod conformance;
 mod costs;
 mod driver;
 mod exchange;
 mod interference;
 mod kernels;
-mod locks;
-mod queues;
 mod report;
+mod waiting;
 mod wheels;
 
 use std::ffi::OsString;
@@ -46,12 +43,12 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use blocking::Case;
 use clap::{Args, ValueEnum};
 use report::{Checks, Report, Row, State};
 use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Version};
 use sidelane::error::DeviceError;
+use waiting::Case;
 
 use crate::command::{self, Command as _};
 use crate::device::{VARIABLES, missing};
@@ -135,13 +132,13 @@ impl command::Command for GpuCheckArgs {
         let done = match task.part {
             Part::Driver => driver::run(&task, &mut checks),
             Part::Kernels => kernels::run(&task, &mut checks),
-            Part::Locks => locks::run(&task, &mut checks),
-            Part::Queues => queues::run(&task, &mut checks),
-            Part::Case => blocking::case(&task),
+            Part::Locks => waiting::locks(&task, &mut checks),
+            Part::Queues => waiting::queues(&task, &mut checks),
+            Part::Case => waiting::case(&task),
             Part::Exchange => exchange::threads(&task, &mut checks),
             Part::Processes => exchange::processes(&task, &mut checks),
             Part::Rank => exchange::rank(&task, &mut checks),
-            Part::Conformance => conformance::run(&task, &mut checks),
+            Part::Conformance => exchange::conformance(&task, &mut checks),
             Part::Audit => audit::run(&task, &mut checks),
             Part::Activity => activity::run(&task, &mut checks),
             Part::Interference => interference::run(&task, &mut checks),
@@ -265,43 +262,27 @@ fn run_parts(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Ro
 /// The rows of one part, and how it ended if not well.
 fn one(task: &Task, end: Option<Instant>) -> Result<Vec<Row>, CliError> {
     let mut process = Process::start(task, missing(VARIABLES))?;
-    let (mut rows, mut stuck) = (Vec::new(), None);
-    loop {
+    let mut rows = Vec::new();
+    let stuck = loop {
         let left = end.map(|end| end.saturating_duration_since(Instant::now()));
         match process.lines.recv_timeout(left.map_or(SILENCE, |left| left.min(SILENCE))) {
             Ok(line) => rows.push(serde_json::from_str::<Row>(&line).map_err(CliError::told)?),
-            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Disconnected) => break None,
             Err(RecvTimeoutError::Timeout) => {
-                let no_time = left.is_some_and(|left| left < SILENCE);
-                stuck = Some(if no_time { Ended::Time } else { Ended::Silence });
                 let _ = process.child.kill();
-                break;
+                let found = format!("said nothing for {} s, and was killed", SILENCE.as_secs());
+                break Some(match left {
+                    Some(left) if left < SILENCE => left_out(task.part, "to its end", UNFINISHED),
+                    _ => unfinished(task.part, found),
+                });
             }
         }
-    }
+    };
     let ended = process.child.wait().map_err(CliError::prepare("wait for a part"))?;
-    let wrong = rows.iter().any(|row| row.state == State::Wrong);
-    match stuck {
-        Some(Ended::Time) => rows.push(left_out(task.part, "to its end", UNFINISHED)),
-        Some(Ended::Silence) => {
-            let found = format!("said nothing for {} s, and was killed", SILENCE.as_secs());
-            rows.push(unfinished(task.part, found));
-        }
-        None => {
-            if !(ended.success() || wrong) {
-                rows.push(unfinished(task.part, format!("its process ended early: {ended}")));
-            }
-        }
-    }
+    let well = ended.success() || rows.iter().any(|row| row.state == State::Wrong);
+    let early = || (!well).then(|| unfinished(task.part, format!("its process ended early: {ended}")));
+    rows.extend(stuck.or_else(early));
     Ok(rows)
-}
-
-/// Why a part was ended.
-enum Ended {
-    /// The minutes that were given are over.
-    Time,
-    /// It said nothing for too long.
-    Silence,
 }
 
 const UNFINISHED: &str = "the rest of this part was not run";

@@ -23,7 +23,6 @@ mod job;
 
 use std::ffi::OsString;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs, UdpSocket};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Duration;
@@ -34,7 +33,7 @@ use job::Lifeline;
 use sidelane::Error;
 use sidelane::bootstrap::{Identity, Secret};
 
-use crate::command::{self, Command};
+use crate::command::Command;
 use crate::error::{CliError, failed, usage};
 
 pub use job::{Bind, Job};
@@ -184,11 +183,6 @@ impl MachineArgs {
             master.on_this_machine()?;
         }
         Ok(Some(Part { node, master: master.clone() }))
-    }
-
-    /// Finds out whether rank 0 can write its reports, if this machine runs it.
-    pub fn claim<'p>(&self, paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), CliError> {
-        if self.node_rank.unwrap_or(0) == 0 { command::claim(paths) } else { Ok(()) }
     }
 
     /// Environment of the ranks.

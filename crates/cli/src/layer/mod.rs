@@ -30,7 +30,7 @@ use crate::command::Command;
 use crate::error::{CliError, usage};
 use crate::launch::MachineArgs;
 use crate::options::{NodeArgs, at_most};
-use crate::ranks::{self, Sizes};
+use crate::ranks::{self, Assignment, Files, Sizes};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -83,8 +83,9 @@ impl Command for LayerArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         let task = Task::resolve(&self)?;
-        self.machines.claim(self.json.iter().chain(&self.trace_out).chain(&self.svg))?;
-        ranks::start(Self::NAME, &task.shape.ranks_per_node, &self.machines, &task, task.variables())
+        let files = Files { json: self.json, svg: self.svg, trace: self.trace_out, ..Files::default() };
+        let (nodes, variables) = (task.shape.ranks_per_node.clone(), task.variables());
+        ranks::start(Self::NAME, &nodes, &self.machines, &Assignment { task, files }, variables)
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
@@ -138,9 +139,8 @@ pub struct Task {
     pub emulated_link: Option<EmulatedLink>,
     pub backward: bool,
     pub rounds: u32,
-    pub json: Option<PathBuf>,
-    pub trace_out: Option<PathBuf>,
-    pub svg: Option<PathBuf>,
+    /// Whether a step is kept, to be written or drawn by rank 0.
+    pub records: bool,
 }
 
 /// Values of one tensor: 8 GB in f32.
@@ -236,31 +236,14 @@ impl Task {
             link if wires => link.resolve(&shape),
             _ => None,
         };
-        let (json, trace_out, svg) = (args.json.clone(), args.trace_out.clone(), args.svg.clone());
-        Ok(Task { shape, emulated_link, backward: args.backward, rounds: args.rounds, json, trace_out, svg })
+        let records = args.trace_out.is_some() || args.svg.is_some();
+        Ok(Task { shape, emulated_link, backward: args.backward, rounds: args.rounds, records })
     }
 
     /// Environment of the ranks, whatever is in that of the caller.
     pub fn variables(&self) -> Vec<(String, OsString)> {
         let words = |link: EmulatedLink| format!("{}/{}", link.bytes_per_second, link.latency.as_micros());
         vec![("SIDELANE_EMULATED_LINK".to_owned(), self.emulated_link.map_or(String::new(), words).into())]
-    }
-
-    /// Whether a step is kept, to be written or drawn.
-    pub fn records(&self) -> bool {
-        self.trace_out.is_some() || self.svg.is_some()
-    }
-
-    /// Conditions that all ranks must have in common. Only rank 0 writes files, but all ranks
-    /// record for it.
-    pub fn conditions(&self) -> String {
-        let Task { shape, emulated_link, backward, rounds, .. } = self;
-        ranks::conditions(
-            "layer",
-            &serde_json::json!({
-                "shape": shape, "emulated_link": emulated_link, "backward": backward, "rounds": rounds, "records": self.records(),
-            }),
-        )
     }
 }
 

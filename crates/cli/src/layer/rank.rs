@@ -15,12 +15,13 @@ use sidelane::plan::ExpertMap;
 use sidelane::{Error, Group, World};
 
 use super::report::{self, Pass, Report};
-use super::{Shape, Task};
+use super::{LayerArgs, Shape, Task};
 use crate::bench::{EVENTS, write_trace};
+use crate::command::{self, Command as _};
 use crate::error::CliError;
 use crate::machines::Machines;
+use crate::ranks::{self, Assignment};
 use crate::stats::Laps;
-use crate::{command, ranks};
 
 /// How a step is carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,15 +47,15 @@ struct Taken {
     experts: Vec<u64>,
 }
 
-pub fn main(task: &Task) -> Result<ExitCode, CliError> {
-    let record = if task.records() { EVENTS } else { 0 };
-    let world = ranks::join(task.shape.sizes(), task.conditions(), record)?;
+pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
+    let record = if task.records { EVENTS } else { 0 };
+    let world = ranks::join(LayerArgs::NAME, task, task.shape.sizes(), record)?;
     let group = world.all()?;
     let mut rank = Rank::new(task, &world, &group)?;
     let verified = rank.same_bits()?;
     let taken = rank.time()?;
     let passes = taken.iter().map(|taken| rank.pass(taken)).collect::<Result<Vec<_>, _>>()?;
-    let timelines = if task.records() { rank.record()? } else { Vec::new() };
+    let timelines = if task.records { rank.record()? } else { Vec::new() };
     let verified = verified && rank.same_bits()?;
     if world.rank() != 0 {
         return Ok(ExitCode::SUCCESS);
@@ -62,11 +63,11 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     // The emulated link may also come from the environment.
     let link = EmulatedLink::from_env().map_err(Error::from)?;
     let report = Report::new(task, (&world, &rank.machines), link, verified, &passes);
-    if let Some(path) = &task.trace_out {
+    if let Some(path) = &files.trace {
         write_trace(path, world.nodes(), &timelines)?;
     }
-    command::draw(&task.svg, || report::draw(&task.shape, &timelines))?;
-    command::finish(&report, &task.json)
+    command::draw(&files.svg, || report::draw(&task.shape, &timelines))?;
+    command::finish(&report, &files.json)
 }
 
 /// A rank's two layers, which differ in how they are carried out, and its tokens.

@@ -21,13 +21,12 @@ use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 
 use crate::command::Command;
 use crate::error::{CliError, usage};
 use crate::launch::MachineArgs;
 use crate::options::{NodeArgs, at_least_one};
-use crate::ranks;
+use crate::ranks::{self, Assignment, Files};
 
 /// Measured operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -112,8 +111,9 @@ impl Command for PutBenchArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         let task = Task::resolve(&self)?;
-        self.machines.claim(self.json.iter().chain(&self.svg))?;
-        ranks::start(Self::NAME, &task.ranks_per_node, &self.machines, &task, Vec::new())
+        let files = Files { json: self.json, svg: self.svg, ..Files::default() };
+        let (nodes, assignment) = (task.ranks_per_node.clone(), Assignment { task, files });
+        ranks::start(Self::NAME, &nodes, &self.machines, &assignment, Vec::new())
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
@@ -204,8 +204,6 @@ pub struct Task {
     pub runs: Vec<Run>,
     /// Whether another takes turns with us.
     pub baselines: bool,
-    pub json: Option<PathBuf>,
-    pub svg: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -241,23 +239,8 @@ impl Task {
             matrix,
             runs: sizes(args, matrix)?.iter().map(run).collect(),
             baselines: args.baselines,
-            json: args.json.clone(),
-            svg: args.svg.clone(),
             ranks_per_node,
         })
-    }
-
-    /// Conditions that all ranks must have in common. Only rank 0 writes files.
-    pub fn conditions(&self) -> String {
-        let Task { test, ranks_per_node, pairs, runs, baselines, .. } = self;
-        let [sizes, iterations, warmup] =
-            [|run: &Run| run.bytes, |run: &Run| run.iterations.into(), |run: &Run| run.warmup.into()]
-                .map(|of: fn(&Run) -> u64| runs.iter().map(of).collect::<Vec<_>>());
-        let conditions = json!({
-            "test": test, "ranks_per_node": ranks_per_node, "pairs": pairs, "sizes": sizes,
-            "iterations": iterations, "warmup": warmup, "baselines": baselines,
-        });
-        ranks::conditions("put-bench", &conditions)
     }
 
     pub fn most(&self) -> u64 {

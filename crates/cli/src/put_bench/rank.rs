@@ -17,17 +17,18 @@ use sidelane::{Group, World};
 
 use super::measure::Pair;
 use super::report::{self, BaselineReport, Conditions, End, PairReport, Report, RunReport};
-use super::{Run, Task, Test};
+use super::{PutBenchArgs, Run, Task, Test};
 use crate::baselines::{Unavailable, start};
+use crate::command::{self, Command as _};
 use crate::error::{CliError, failed};
 use crate::machines::{self, Machines};
-use crate::{command, ranks};
+use crate::ranks::{self, Assignment};
 
-pub fn main(task: &Task) -> Result<ExitCode, CliError> {
-    let world = ranks::join(task.sizes(), task.conditions(), 0)?;
+pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
+    let world = ranks::join(PutBenchArgs::NAME, task, task.sizes(), 0)?;
     let Some(report) = measure(task, &world)? else { return Ok(ExitCode::SUCCESS) };
-    command::draw(&task.svg, || report::draw(&report))?;
-    command::finish(&report, &task.json)
+    command::draw(&files.svg, || report::draw(&report))?;
+    command::finish(&report, &files.json)
 }
 
 /// The report, on rank 0.

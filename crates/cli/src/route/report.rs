@@ -28,8 +28,9 @@ use std::fmt::Write;
 
 use serde::Serialize;
 use sidelane::plan::ExpertMap;
+use sidelane_model::{Dropped, Loads, Spread};
 
-use super::{Dropped, Loads, Spread, Task};
+use super::Task;
 use crate::chart::{curve, key, rect};
 use crate::error::CliError;
 use crate::launch::shape_words;

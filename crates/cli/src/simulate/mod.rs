@@ -53,19 +53,19 @@ pub struct SimulateArgs {
     pub hardware: String,
 
     /// Number of nodes
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS.into()))]
     pub nodes: u32,
 
     /// Ranks of each node
-    #[arg(long, value_name = "M", default_value_t = 8)]
+    #[arg(long, value_name = "M", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS.into()))]
     pub ranks_per_node: u32,
 
     /// Tokens of each rank
-    #[arg(long, value_name = "T", default_value_t = 4096)]
+    #[arg(long, value_name = "T", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub tokens: u32,
 
     /// Elements of a row [default: the model's]
-    #[arg(long, value_name = "H")]
+    #[arg(long, value_name = "H", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub hidden: Option<u32>,
 
     /// Number of experts [default: the model's, or from the routing file]
@@ -163,11 +163,7 @@ impl Command for SimulateArgs {
         if self.calibrate.is_some() {
             let hardware = calibrate::measure()?;
             let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
-            command::draw(&self.calibrate, || {
-                figures
-                    + "
-"
-            })?;
+            command::draw(&self.calibrate, || figures + "\n")?;
             command::print(&calibrate::words_of(&hardware))?;
             return Ok(ExitCode::SUCCESS);
         }
@@ -233,15 +229,8 @@ impl<'a> Task<'a> {
     pub fn resolve(args: &'a SimulateArgs) -> Result<Self, CliError> {
         let layer = args.model;
         let hardware = hardware(&args.hardware)?;
-        let ranks = args.nodes.saturating_mul(args.ranks_per_node);
-        let options = [
-            ("--nodes", args.nodes, MOST_RANKS),
-            ("--ranks-per-node", args.ranks_per_node, MOST_RANKS),
-            ("--nodes x --ranks-per-node", ranks, MOST_RANKS),
-            ("--tokens", args.tokens, 1 << 20),
-            ("--hidden", args.hidden.unwrap_or(layer.hidden), 1 << 24),
-        ];
-        at_most(&options)?;
+        let ranks = args.nodes * args.ranks_per_node;
+        at_most(&[("--nodes x --ranks-per-node", ranks, MOST_RANKS)])?;
         let (router, experts, top_k) = match &args.routing {
             None => (None, args.experts.unwrap_or(layer.experts), args.top_k.unwrap_or(layer.top_k)),
             Some(source) => {
@@ -291,23 +280,19 @@ impl<'a> Task<'a> {
                 return Err(usage!("--relay-parts has no effect here: {why}"));
             }
         }
-        let &SimulateArgs { nodes, ranks_per_node, tokens, dtype, mode, model, .. } = args;
-        let (metadata_with, seed) =
-            (args.metadata_with.unwrap_or(MetadataWith::Rows), args.seed.unwrap_or(0));
-        let routing = args.routing.clone();
         let conditions = Conditions {
-            model: model.name(),
-            routing,
+            model: args.model.name(),
+            routing: args.routing.clone(),
             experts,
             top_k,
-            nodes,
-            ranks_per_node,
-            tokens,
+            nodes: args.nodes,
+            ranks_per_node: args.ranks_per_node,
+            tokens: args.tokens,
             hidden,
-            dtype,
-            mode,
-            metadata_with,
-            seed,
+            dtype: args.dtype,
+            mode: args.mode,
+            metadata_with: args.metadata_with.unwrap_or(MetadataWith::Rows),
+            seed: args.seed.unwrap_or(0),
         };
         Ok(Task { args, conditions, hardware, router, row_bytes, home_bytes })
     }
@@ -492,11 +477,6 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// Whether relays sum.
-    fn sums(route: Route, order: SumOrder) -> bool {
-        route == Route::Pxn && order != SumOrder::Expert
-    }
-
     pub fn name(&self) -> String {
         let mut name = format!("{}, {}", self.layout.name(), self.route.name());
         if self.sum_order != SumOrder::Expert {
@@ -514,38 +494,35 @@ impl Variant {
     /// All that are asked for, where there are so many nodes.
     pub fn all(args: &SimulateArgs, nodes: u32) -> Vec<Variant> {
         let layouts = args.layout.map_or(RowLayout::ALL.to_vec(), |layout| vec![layout]);
-        let mut routes = args.route.map_or(Route::ALL.to_vec(), |route| vec![route]);
-        if nodes == 1 {
+        let routes = match args.route {
+            Some(route) => vec![route],
             // Nothing crosses: all routes are one.
-            routes = vec![args.route.unwrap_or_default()];
-        }
+            None if nodes == 1 => vec![Route::default()],
+            None => Route::ALL.to_vec(),
+        };
         let parts = if args.relay_parts.is_empty() { &[DEFAULT_CHUNKS][..] } else { &args.relay_parts };
         let mut ways = Vec::new();
-        for (layout, &route) in
-            layouts.iter().flat_map(|&layout| routes.iter().map(move |route| (layout, route)))
+        for (layout, route) in
+            layouts.iter().flat_map(|layout| routes.iter().map(move |&route| (*layout, route)))
         {
             let relays = route == Route::Pxn && nodes > 1;
+            let chunks = if relays { parts.iter().copied().map(Some).collect() } else { vec![None] };
             let orders = match args.sum_order {
                 Some(order) => vec![order],
                 None if relays => SumOrder::ALL.to_vec(),
                 None => vec![SumOrder::Expert],
             };
-            for order in orders {
-                let sums = relays && Self::sums(route, order);
+            for sum_order in orders {
                 let wires = match args.partial_dtype {
-                    _ if !sums => vec![None],
+                    // Relays sum nothing.
+                    _ if !relays || sum_order == SumOrder::Expert => vec![None],
                     Some(wire) => vec![Some(wire)],
                     None => PartialDtype::ALL.map(Some).to_vec(),
                 };
-                let chunks = if relays { parts.iter().copied().map(Some).collect() } else { vec![None] };
-                for (&wire, &chunks) in wires.iter().flat_map(|w| chunks.iter().map(move |c| (w, c))) {
-                    ways.push(Variant {
-                        layout,
-                        route,
-                        sum_order: order,
-                        partial_dtype: wire,
-                        relay_parts: chunks,
-                    });
+                for (partial_dtype, &relay_parts) in
+                    wires.into_iter().flat_map(|wire| chunks.iter().map(move |chunks| (wire, chunks)))
+                {
+                    ways.push(Variant { layout, route, sum_order, partial_dtype, relay_parts });
                 }
             }
         }

@@ -16,16 +16,16 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use sidelane::exec::{OpKind, Timeline};
 use sidelane::topology::NodeMap;
 use sidelane_verify::reference::Real;
 
-use crate::bench::{CALLS, ConditionArgs, Config, EVENTS, Layer, Verdict, Words, record, sizes, write_trace};
+use crate::bench::{CALLS, ConditionArgs, Config, Layer, Task, Verdict, Words, record, write_trace};
 use crate::command::{self, Command};
 use crate::error::CliError;
 use crate::machines::{self, Machines};
-use crate::ranks::{self, Sizes};
+use crate::ranks::{self, Assignment, Files};
 use crate::settings::with_element;
 use crate::table::{self, time, volume};
 
@@ -59,58 +59,34 @@ impl Command for TraceArgs {
     const NAME: &'static str = "trace";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        let task = Task::resolve(&self)?;
-        let machines = &self.conditions.machines;
-        machines.claim([&self.out].into_iter().chain(&self.svg).chain(&self.json))?;
-        ranks::start(Self::NAME, &task.config.ranks_per_node, machines, &task, Vec::new())
+        // One round is recorded.
+        let config = Config::resolve(&self.conditions, false, Some(1))?;
+        let (nodes, task) = (config.ranks_per_node.clone(), Task::new(config, true)?);
+        let files = Files { json: self.json, svg: self.svg, trace: Some(self.out), ..Files::default() };
+        let assignment = Assignment { task, files };
+        ranks::start(Self::NAME, &nodes, &self.conditions.machines, &assignment, Vec::new())
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
-        let task: Task = ranks::task(task)?;
-        with_element!(task.config.dtype.element(), run(&task))
+        let Assignment { task, files } = ranks::task::<Assignment<Task>>(task)?;
+        with_element!(task.config.shape.dtype.element(), run(&task, &files))
     }
 }
 
-/// Everything a rank needs to know, and every rank the same.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Task {
-    pub config: Config,
-    pub out: PathBuf,
-    pub svg: Option<PathBuf>,
-    pub json: Option<PathBuf>,
-    pub sizes: Sizes,
-}
-
-impl Task {
-    /// From the command line. One round is recorded.
-    pub fn resolve(args: &TraceArgs) -> Result<Self, CliError> {
-        let config = Config::resolve(&args.conditions, false, Some(1))?;
-        let sizes = sizes(&config)?;
-        Ok(Task { config, out: args.out.clone(), svg: args.svg.clone(), json: args.json.clone(), sizes })
-    }
-
-    /// Conditions that all ranks must have in common. Only rank 0 writes files.
-    pub fn conditions(&self) -> Result<String, CliError> {
-        Ok(ranks::conditions("trace", &self.config.conditions()?))
-    }
-}
-
-fn run<E: Real>(task: &Task) -> Result<ExitCode, CliError> {
-    let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, task.conditions()?, EVENTS)?;
+fn run<E: Real>(task: &Task, files: &Files) -> Result<ExitCode, CliError> {
+    let mut layer: Layer<'_, E> = Layer::join(TraceArgs::NAME, task)?;
     let (rows, handle) = layer.dispatch_and_check()?;
     let y = layer.expected.outputs();
     drop(rows);
     layer.combine_and_check(&y, &handle)?;
     let timelines = record(&mut layer, &y)?;
     let verdict = layer.verdict()?;
-    if layer.world.rank() != 0 {
-        return Ok(ExitCode::SUCCESS);
-    }
+    let (Some(out), 0) = (&files.trace, layer.world.rank()) else { return Ok(ExitCode::SUCCESS) };
     let nodes = layer.world.nodes();
-    let report = Report::new(&task.config, &layer.machines, &verdict, nodes, &timelines, &task.out);
-    write_trace(&task.out, nodes, &timelines)?;
-    command::draw(&task.svg, || picture::draw(&task.config, nodes, &timelines))?;
-    command::finish(&report, &task.json)
+    let report = Report::new(&task.config, &layer.machines, &verdict, nodes, &timelines, out);
+    write_trace(out, nodes, &timelines)?;
+    command::draw(&files.svg, || picture::draw(&task.config, nodes, &timelines))?;
+    command::finish(&report, &files.json)
 }
 
 /// Everything that is known after a round.
