@@ -47,6 +47,8 @@ impl Node {
 pub(crate) struct Program<'a> {
     pub unrolled: &'a UnrolledProgram,
     pub nodes: Vec<Node>,
+    /// Per id of an operation: its index; none for operations that a mutant lacks.
+    pub index_of: Vec<Option<u32>>,
     /// Per actor and scene (through all calls): its operations.
     pub scenes: Vec<Vec<Range<u32>>>,
     /// One more than the largest track.
@@ -86,15 +88,27 @@ impl<'a> Program<'a> {
         let steps =
             unrolled.calls.iter().flatten().flat_map(|part| &part.scenes).flat_map(|scene| &scene.steps);
         let tracks = steps.map(|step| step.track + 1).max().unwrap_or(0);
-        let mut program =
-            Program { unrolled, nodes: Vec::new(), scenes: Vec::new(), tracks, lanes: 0, words: 0 };
+        let mut program = Program {
+            unrolled,
+            nodes: Vec::new(),
+            index_of: Vec::new(),
+            scenes: Vec::new(),
+            tracks,
+            lanes: 0,
+            words: 0,
+        };
         let (mut lanes, mut words) = (Numbers::default(), Numbers::default());
         for actor in 0..unrolled.actors {
             program.add(actor, &mut lanes, &mut words);
         }
-        for node in &mut program.nodes {
+        program
+            .index_of
+            .resize(program.nodes.iter().map(|node| node.step.id as usize + 1).max().unwrap_or(0), None);
+        for (op, node) in (0..).zip(&mut program.nodes) {
             let lane = lane(tracks, node.actor, node.step.track);
             node.lane = lanes.known.get(lane).copied().flatten();
+            let before = program.index_of[node.step.id as usize].replace(op);
+            assert_eq!(before, None, "two operations have one id");
         }
         (program.lanes, program.words) = (lanes.count, words.count);
         program
