@@ -99,6 +99,8 @@ struct Machine<'a> {
     memory: Memory,
     words: Vec<u64>,
     actors: Vec<Actor>,
+    /// Of all actors that are awake, together.
+    turns: u32,
     /// Per actor and track.
     lanes: Vec<Vec<Lane>>,
     outcome: Outcome,
@@ -139,13 +141,15 @@ impl<'a> Machine<'a> {
             queues: vec![Queue::default(); queues],
         };
         let calls = program.unrolled.calls.len();
+        let actors: Vec<Actor> = program.scenes.iter().map(|_| actor(&mut random)).collect();
         Machine {
             program,
             runs,
             in_order: seed.is_none(),
             memory: Memory::new(program.unrolled),
             words: vec![0; program.words as usize],
-            actors: program.scenes.iter().map(|_| actor(&mut random)).collect(),
+            turns: actors.iter().map(|actor| actor.speed).sum(),
+            actors,
             lanes: vec![vec![Lane::default(); tracks]; program.scenes.len()],
             outcome: Outcome { outcomes: vec![vec![0; calls]; program.scenes.len()], deliveries: 0 },
             random,
@@ -155,20 +159,26 @@ impl<'a> Machine<'a> {
     fn run(mut self) -> Result<Outcome, ProofFailure> {
         let mut over = self.is_over();
         while !over {
-            // One number selects the actor, among those that may move, and its operation.
-            let speeds: u32 = self.actors.iter().filter(|actor| actor.awake).map(|actor| actor.speed).sum();
-            if speeds == 0 {
+            if self.turns == 0 {
                 return Err(self.stuck());
             }
-            let drawn = self.random.random_range(0..2 * speeds);
-            let (actor, delivers) = (self.actor_of(drawn / 2), drawn % 2 == 0);
-            let moved = if delivers { self.deliver(actor) } else { self.step_any(actor) };
-            if !moved {
-                self.actors[actor].awake = self.can_move(actor);
+            // One number selects the actor, among those that may move, and its operation.
+            let drawn: u64 = self.random.random();
+            let actor = self.actor_of((((drawn >> 32) * u64::from(self.turns)) >> 32) as u32);
+            let moved = if drawn % 2 == 0 { self.deliver(actor) } else { self.step_any(actor) };
+            if !moved && !self.can_move(actor) {
+                self.set_awake(actor, false);
             }
             over = moved && self.is_over();
         }
         Ok(self.outcome)
+    }
+
+    fn set_awake(&mut self, actor: usize, awake: bool) {
+        let Actor { awake: before, speed, .. } = &mut self.actors[actor];
+        self.turns -= if *before { *speed } else { 0 };
+        self.turns += if awake { *speed } else { 0 };
+        *before = awake;
     }
 
     /// The actor of a turn, among those that are awake.
@@ -230,7 +240,7 @@ impl<'a> Machine<'a> {
     /// Awakes the actors that wait for a word.
     fn wake(&mut self, raised: Option<usize>) {
         for &actor in raised.map_or(&[][..], |word| &self.runs.waiters[word]) {
-            self.actors[actor as usize].awake = true;
+            self.set_awake(actor as usize, true);
         }
     }
 

@@ -85,13 +85,18 @@ fn lane(tracks: u32, actor: u32, track: u32) -> usize {
 
 impl<'a> Program<'a> {
     pub fn new(unrolled: &'a UnrolledProgram) -> Self {
-        let steps =
-            unrolled.calls.iter().flatten().flat_map(|part| &part.scenes).flat_map(|scene| &scene.steps);
-        let tracks = steps.map(|step| step.track + 1).max().unwrap_or(0);
+        let (mut tracks, mut ids, mut operations) = (0, 0, 0);
+        for scene in unrolled.calls.iter().flatten().flat_map(|part| &part.scenes) {
+            operations += scene.steps.len();
+            for step in &scene.steps {
+                tracks = tracks.max(step.track + 1);
+                ids = ids.max(step.id as usize + 1);
+            }
+        }
         let mut program = Program {
             unrolled,
-            nodes: Vec::new(),
-            index_of: Vec::new(),
+            nodes: Vec::with_capacity(operations),
+            index_of: vec![None; ids],
             scenes: Vec::new(),
             tracks,
             lanes: 0,
@@ -101,9 +106,6 @@ impl<'a> Program<'a> {
         for actor in 0..unrolled.actors {
             program.add(actor, &mut lanes, &mut words);
         }
-        program
-            .index_of
-            .resize(program.nodes.iter().map(|node| node.step.id as usize + 1).max().unwrap_or(0), None);
         for (op, node) in (0..).zip(&mut program.nodes) {
             let lane = lane(tracks, node.actor, node.step.track);
             node.lane = lanes.known.get(lane).copied().flatten();
