@@ -9,7 +9,7 @@ use sidelane_core::schedule::{Flag, FlagValue, Op};
 use sidelane_core::topology::{Paths, Route};
 use sidelane_verify::check::check;
 use sidelane_verify::mutate::{Change, Mutation, mutations};
-use sidelane_verify::prove::{AccessKind, ProofFailure, prove};
+use sidelane_verify::prove::{AccessKind, MutantProver, ProofFailure, prove};
 use sidelane_verify::unroll::{Relays, SeededBug, UnrolledProgram};
 
 use crate::cases::cases;
@@ -208,7 +208,8 @@ struct Tally {
 fn survivors(title: &str, group: &Group) -> Vec<String> {
     let calls = rounds_of(group);
     let unrolled = group.unroll(&calls, None);
-    prove(&unrolled).expect("the real schedule has no fault");
+    let prover = MutantProver::new(&unrolled);
+    prover.prove(&unrolled).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
     let mut wrong = Vec::new();
     // No program contains when a stream gets its work, nor its requests: the enqueued operations
@@ -221,7 +222,7 @@ fn survivors(title: &str, group: &Group) -> Vec<String> {
         let tally = tallies.entry(class(&mutation)).or_default();
         tally.mutants += 1;
         let mutant = Mutant::new(mutation, group, &unrolled);
-        match (prove(&mutation.plant(&unrolled)), mutant.harmless()) {
+        match (prover.prove(&mutation.plant(&unrolled)), mutant.harmless()) {
             (Ok(_), Some(_)) => tally.harmless += 1,
             (Err(fault), None) => {
                 *tally.found.entry(name(&fault)).or_default() += 1;
@@ -257,6 +258,21 @@ fn all_found(labels: &[u32], way: (Route, Relays), order: SumOrder) {
     let group = Group::new(labels, 4, 5).run(way).placed((RowLayout::ExpertMajor, ReceiveMode::Exact, order));
     let title = format!("{labels:?} {} {:?} {}", way.0.name(), way.1, order.name());
     assert_eq!(survivors(&title, &group), Vec::<String>::new());
+}
+
+#[test]
+fn mutants_that_share_accesses_are_proved_as_each_is_alone() {
+    let relayed = Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Thread));
+    let ahead = Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).enqueuing();
+    for group in [relayed, ahead] {
+        let unrolled = group.unroll(&rounds_of(&group), None);
+        let prover = MutantProver::new(&unrolled);
+        // Prime to the numbers of ranks and changes, so that all of them occur.
+        for mutation in mutations(&unrolled).iter().step_by(11) {
+            let mutant = mutation.plant(&unrolled);
+            assert_eq!(prover.prove(&mutant), prove(&mutant), "{mutation:?}");
+        }
+    }
 }
 
 #[test]

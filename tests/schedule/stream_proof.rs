@@ -284,7 +284,7 @@ fn one_order_ends_whichever_streams_share_a_queue_at_each_rank() {
     for queues in 1..=3 {
         let mut unrolled =
             UnrolledProgram::of_queues(slots(5), &vec![replays().last().unwrap().1; 5]).unwrap();
-        for part in &mut unrolled.calls[0] {
+        for part in unrolled.parts_mut() {
             let rank = part.rank;
             part.scenes[0]
                 .steps

@@ -42,10 +42,11 @@ pub struct Checked {
 /// if a run does not end.
 pub fn check(unrolled: &UnrolledProgram, seeds: Range<u64>) -> Result<Checked, ProofFailure> {
     let program = Program::new(unrolled);
-    let expected = Machine::new(&program, None).run()?;
+    let runs = Runs::of(&program);
+    let expected = Machine::new(&runs, None).run()?;
     let mut checked = Checked::default();
     for seed in seeds {
-        let seen = Machine::new(&program, Some(seed)).run()?;
+        let seen = Machine::new(&runs, Some(seed)).run()?;
         for (actor, calls) in (0..).zip(seen.outcomes.iter().zip(&expected.outcomes)) {
             if let Some(call) = calls.0.iter().zip(calls.1).position(|(seen, expected)| seen != expected) {
                 let ActorCall { rank, role, .. } = *program.part(actor, call as u32);
@@ -58,6 +59,30 @@ pub fn check(unrolled: &UnrolledProgram, seeds: Range<u64>) -> Result<Checked, P
     Ok(checked)
 }
 
+/// A program, and what all its runs share.
+struct Runs<'a> {
+    program: &'a Program<'a>,
+    /// Per actor and scene: the call and the accesses of planner and caller.
+    touches: Vec<Vec<(usize, &'a [HostAccess])>>,
+    /// Per flag word: the actors that wait for it.
+    waiters: Vec<Vec<u32>>,
+}
+
+impl<'a> Runs<'a> {
+    fn of(program: &'a Program<'a>) -> Self {
+        let scenes = |part: &'a ActorCall| part.scenes.iter().map(|scene| (part.call, &*scene.touches));
+        let touches = |actor| program.unrolled.parts_of(actor).flat_map(scenes).collect();
+        let mut waiters: Vec<Vec<u32>> = vec![Vec::new(); program.words as usize];
+        for node in program.nodes.iter().filter(|node| matches!(node.step.op, Op::Wait { .. })) {
+            let actors = &mut waiters[node.word()];
+            if actors.last() != Some(&node.actor) {
+                actors.push(node.actor);
+            }
+        }
+        Runs { program, touches: (0..program.unrolled.actors).map(touches).collect(), waiters }
+    }
+}
+
 /// Result of a run.
 struct Outcome {
     /// Per actor and call: what planner, caller and sums have seen.
@@ -67,20 +92,25 @@ struct Outcome {
 
 struct Machine<'a> {
     program: &'a Program<'a>,
+    runs: &'a Runs<'a>,
     /// Everything at once and in order.
     in_order: bool,
     random: ChaCha8Rng,
     memory: Memory,
     words: Vec<u64>,
     actors: Vec<Actor>,
+    /// Of all actors that are awake, together.
+    turns: u32,
     /// Per actor and track.
     lanes: Vec<Vec<Lane>>,
     outcome: Outcome,
 }
 
 struct Actor {
-    /// Out of eight turns it takes so many.
+    /// Turns that it takes while others take theirs.
     speed: u32,
+    /// Whether it may be able to move: if not, a signal awakes it.
+    awake: bool,
     /// The next scene to begin.
     next: usize,
     left: u32,
@@ -98,23 +128,28 @@ struct Queue {
 }
 
 impl<'a> Machine<'a> {
-    fn new(program: &'a Program<'a>, seed: Option<u64>) -> Self {
+    fn new(runs: &'a Runs<'a>, seed: Option<u64>) -> Self {
+        let program = runs.program;
         let mut random = ChaCha8Rng::seed_from_u64(seed.unwrap_or(0));
         let tracks = program.tracks.max(1) as usize;
         let queues = [1, 2, 8, tracks][random.random_range(0..4)];
         let actor = |random: &mut ChaCha8Rng| Actor {
             speed: [1, 4, 8][random.random_range(0..3)],
+            awake: true,
             next: 0,
             left: 0,
             queues: vec![Queue::default(); queues],
         };
         let calls = program.unrolled.calls.len();
+        let actors: Vec<Actor> = program.scenes.iter().map(|_| actor(&mut random)).collect();
         Machine {
             program,
+            runs,
             in_order: seed.is_none(),
             memory: Memory::new(program.unrolled),
             words: vec![0; program.words as usize],
-            actors: program.scenes.iter().map(|_| actor(&mut random)).collect(),
+            turns: actors.iter().map(|actor| actor.speed).sum(),
+            actors,
             lanes: vec![vec![Lane::default(); tracks]; program.scenes.len()],
             outcome: Outcome { outcomes: vec![vec![0; calls]; program.scenes.len()], deliveries: 0 },
             random,
@@ -122,42 +157,58 @@ impl<'a> Machine<'a> {
     }
 
     fn run(mut self) -> Result<Outcome, ProofFailure> {
-        let (mut idle, mut over) = (0, self.is_over());
+        let mut over = self.is_over();
         while !over {
-            // Most turns move nothing. One number selects the actor and its operation.
+            if self.turns == 0 {
+                return Err(self.stuck());
+            }
+            // One number selects the actor, among those that may move, and its operation.
             let drawn: u64 = self.random.random();
-            let actor = (((drawn >> 32) * self.actors.len() as u64) >> 32) as usize;
-            let (turn, delivers) = ((drawn % 8) as u32, drawn & 8 == 0);
-            if turn >= self.actors[actor].speed && !self.in_order {
-                continue;
+            let actor = self.actor_of((((drawn >> 32) * u64::from(self.turns)) >> 32) as u32);
+            let moved = if drawn % 2 == 0 { self.deliver(actor) } else { self.step_any(actor) };
+            if !moved && !self.can_move(actor) {
+                self.set_awake(actor, false);
             }
-            let moved = if delivers { self.deliver(actor) } else { self.step_any(actor) };
-            idle = if moved { 0 } else { idle + 1 };
-            if idle > 1000 {
-                self.unblock()?;
-                idle = 0;
-            }
-            over = idle == 0 && self.is_over();
+            over = moved && self.is_over();
         }
         Ok(self.outcome)
+    }
+
+    fn set_awake(&mut self, actor: usize, awake: bool) {
+        let Actor { awake: before, speed, .. } = &mut self.actors[actor];
+        self.turns -= if *before { *speed } else { 0 };
+        self.turns += if awake { *speed } else { 0 };
+        *before = awake;
+    }
+
+    /// The actor of a turn, among those that are awake.
+    fn actor_of(&self, turn: u32) -> usize {
+        let mut turns = 0;
+        let position = self.actors.iter().position(|actor| {
+            turns += if actor.awake { actor.speed } else { 0 };
+            turn < turns
+        });
+        position.expect("there are as many turns as the actors have together")
+    }
+
+    /// Whether an actor can do anything before another one's signal.
+    fn can_move(&self, actor: usize) -> bool {
+        let Actor { next, left, queues, .. } = &self.actors[actor];
+        let mut heads = queues.iter().filter_map(|queue| queue.ops.get(queue.done));
+        let begins = *left == 0 && *next < self.program.scenes[actor].len();
+        begins
+            || self.lanes[actor].iter().any(|lane| !lane.is_idle())
+            || heads.any(|&op| !self.is_blocked(op))
+    }
+
+    fn is_blocked(&self, op: u32) -> bool {
+        let node = &self.program.nodes[op as usize];
+        matches!(node.step.op, Op::Wait { .. }) && self.words[node.word()] < node.step.in_memory()
     }
 
     fn is_over(&self) -> bool {
         (self.actors.iter().zip(&self.program.scenes))
             .all(|(actor, scenes)| actor.left == 0 && actor.next == scenes.len())
-    }
-
-    /// No progress for long: tries everything once, to distinguish bad luck from a deadlock.
-    fn unblock(&mut self) -> Result<(), ProofFailure> {
-        let mut moved = false;
-        for actor in 0..self.actors.len() {
-            moved |= self.deliver(actor);
-            moved |= self.begin(actor);
-            for queue in 0..self.actors[actor].queues.len() {
-                moved |= self.step(actor, queue);
-            }
-        }
-        if moved { Ok(()) } else { Err(self.stuck()) }
     }
 
     /// The wait of the earliest call that nothing will end.
@@ -180,9 +231,17 @@ impl<'a> Machine<'a> {
         let Some(lane) = self.lanes[actor].iter_mut().filter(|lane| !lane.is_idle()).nth(chosen) else {
             return false;
         };
-        lane.deliver(&mut self.memory, &mut self.words, &mut self.random);
+        let raised = lane.deliver(&mut self.memory, &mut self.words, &mut self.random);
+        self.wake(raised);
         self.outcome.deliveries += 1;
         true
+    }
+
+    /// Awakes the actors that wait for a word.
+    fn wake(&mut self, raised: Option<usize>) {
+        for &actor in raised.map_or(&[][..], |word| &self.runs.waiters[word]) {
+            self.set_awake(actor as usize, true);
+        }
     }
 
     fn step_any(&mut self, actor: usize) -> bool {
@@ -199,7 +258,7 @@ impl<'a> Machine<'a> {
         }
         self.lanes[actor].iter_mut().for_each(|lane| lane.complete(&self.memory));
         let ops = scenes[state.next].clone();
-        let (call, scene) = place(self.program, actor, state.next);
+        let (call, touches) = self.runs.touches[actor][state.next];
         state.next += 1;
         state.left = ops.len() as u32;
         let queues = state.queues.len();
@@ -208,7 +267,7 @@ impl<'a> Machine<'a> {
             let track = self.program.nodes[op as usize].step.track as usize;
             state.queues[track % queues].ops.push(op);
         }
-        for (index, touch) in scene.iter().enumerate() {
+        for (index, touch) in touches.iter().enumerate() {
             self.touch(actor, call, index, touch);
         }
         true
@@ -233,11 +292,8 @@ impl<'a> Machine<'a> {
         let Some(&op) = state.ops.get(state.done) else { return false };
         let node = self.program.nodes[op as usize];
         match node.step.op {
-            Op::Wait { .. } => {
-                if self.words[node.word()] < node.step.in_memory() {
-                    return false;
-                }
-            }
+            Op::Wait { .. } if self.is_blocked(op) => return false,
+            Op::Wait { .. } => {}
             Op::Reduce { .. } => {
                 if !self.reduce(actor, queue, op) {
                     return true;
@@ -251,9 +307,11 @@ impl<'a> Machine<'a> {
             Op::Signal { .. } if node.step.sets_back() => self.words[node.word()] = 0,
             Op::Signal { .. } => self.signal(op),
         }
-        let lane = &mut self.lanes[actor][node.step.track as usize];
-        while self.in_order && !lane.is_idle() {
-            lane.deliver(&mut self.memory, &mut self.words, &mut self.random);
+        let track = node.step.track as usize;
+        while self.in_order && !self.lanes[actor][track].is_idle() {
+            let lane = &mut self.lanes[actor][track];
+            let raised = lane.deliver(&mut self.memory, &mut self.words, &mut self.random);
+            self.wake(raised);
         }
         let state = &mut self.actors[actor];
         state.left -= 1;
@@ -334,13 +392,6 @@ impl<'a> Machine<'a> {
         }
         true
     }
-}
-
-/// The call and the touches of a actor's scene, counted through all calls.
-fn place<'a>(program: &'a Program, actor: usize, scene: usize) -> (usize, &'a [HostAccess]) {
-    let mut scenes = (program.unrolled.parts_of(actor as u32))
-        .flat_map(|part| part.scenes.iter().map(move |scene| (part.call, &*scene.touches)));
-    scenes.nth(scene).unwrap_or((0, &[]))
 }
 
 /// A number that stands for these.
@@ -440,8 +491,8 @@ impl Lane {
         }
     }
 
-    /// Delivers one piece or signal, any that may be next.
-    fn deliver(&mut self, memory: &mut Memory, words: &mut [u64], random: &mut ChaCha8Rng) {
+    /// Delivers one piece or signal, any that may be next; returns the word that it raises.
+    fn deliver(&mut self, memory: &mut Memory, words: &mut [u64], random: &mut ChaCha8Rng) -> Option<usize> {
         let mut pick = random.random_range(0..self.posted.len());
         if matches!(self.posted[pick], Posted::Signal { .. }) {
             let pieces = self.posted[..pick].iter().filter(|p| matches!(p, Posted::Piece { .. })).count();
@@ -459,9 +510,11 @@ impl Lane {
             Posted::Signal { word, value, tag } => {
                 tag.into_iter().for_each(|(to, piece)| memory.write(to, piece));
                 words[word] = value;
+                return Some(word);
             }
             Posted::Piece { to, load: Load::Tag(tag) } => memory.write(to, tag),
             Posted::Piece { to, load: Load::From(cell) } => memory.write(to, memory.read(cell)),
         }
+        None
     }
 }

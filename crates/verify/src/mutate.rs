@@ -148,9 +148,9 @@ impl Mutation {
     /// The unrolled program with this bug in it.
     pub fn plant(&self, unrolled: &UnrolledProgram) -> UnrolledProgram {
         let mut unrolled = unrolled.clone();
-        for part in unrolled.calls.iter_mut().map(|call| &mut call[self.actor as usize]) {
-            if part.kind == self.kind {
-                self.change(&mut part.scenes);
+        for call in 0..unrolled.calls.len() {
+            if unrolled.calls[call][self.actor as usize].kind == self.kind {
+                self.change(&mut unrolled.part_mut(call, self.actor).scenes);
             }
         }
         unrolled

@@ -1,43 +1,23 @@
 //! Every access of an unrolled program to every window, and every two that meet.
 //!
 //! ```text
-//!   program + knowledge --collect--> accesses of each window --sweep over the bytes--> pairs: ordered?  reads: written?
+//!   program --collect--> accesses of each window --sweep over the bytes--> pairs that must be ordered
 //! ```
+//!
+//! None of this depends on when an operation happens, so the mutants of a program share it: see
+//! [`Accesses::fit`].
 
-use std::cmp::Ordering;
 use std::ops::Range;
+use std::rc::Rc;
 
 use sidelane_core::schedule::WindowId;
 
-use super::happens_before::{Knowledge, touch_era};
-use super::program::Program;
-use super::{AccessKind, OpRef, ProofFailure};
-use crate::unroll::{Assumed, Bytes, Effect};
-
-/// Checks all accesses to all windows; returns the numbers of accesses and of conflicting pairs.
-pub(super) fn check(program: &Program, known: &Knowledge) -> Result<(usize, u64), ProofFailure> {
-    let (mut count, mut pairs) = (0, 0);
-    for mut accesses in collect(program, known) {
-        accesses.list.sort_by_key(|access| access.start);
-        count += accesses.list.len();
-        pairs += meet(program, known, &accesses)?;
-        written(program, &accesses)?;
-    }
-    Ok((count, pairs))
-}
-
-/// The actor.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Who {
-    /// An operation.
-    Op(u32),
-    /// A touch: its scene within the call, and its position there.
-    Touch(u32, u32),
-}
+use super::program::{Node, Program};
+use crate::unroll::{ActorCall, Assumed, Bytes, Effect};
 
 /// How an access is carried out.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum How {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum How {
     /// At once, when it is issued.
     Here,
     /// By a lane, at any time until the next signal of its track is visible: a write to another
@@ -49,83 +29,25 @@ enum How {
     Source,
 }
 
-#[derive(Clone, Copy)]
-struct Access {
-    start: u64,
-    end: u64,
-    write: bool,
-    who: Who,
-    actor: u32,
-    call: u32,
+/// An access to some bytes of a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Access {
+    pub start: u64,
+    pub end: u64,
+    pub write: bool,
+    /// The id of its operation; behind all ids, the number of its touch.
+    pub by: u32,
     /// Which state of the bytes is written, or must be seen.
-    version: Version,
-    how: How,
-    era: u32,
-    /// Track (none for touches), its lane if it signals anything, and the position in it.
-    track: Option<u32>,
-    lane: Option<u32>,
-    pos: u32,
-    /// Knowledge when it begins, and when it ends: more, if it is a wait.
-    begun: u32,
-    view: u32,
-}
-
-impl Access {
-    /// Whether this access is over before `other` begins.
-    #[inline]
-    fn before(&self, other: &Access, known: &Knowledge) -> bool {
-        // A wait polls its word from the beginning on, and may take an older value there for its
-        // own signal.
-        let view = known.view(if self.version.is_set_back() { other.begun } else { other.view });
-        if self.lane.is_some_and(|lane| view.landed[lane as usize] > self.pos) {
-            return true;
-        }
-        let one_track = (self.actor, self.track) == (other.actor, other.track) && self.pos < other.pos;
-        match self.how {
-            How::Late => false,
-            How::Signalled => one_track && other.how == How::Signalled,
-            _ if self.actor != other.actor => self.era < view.era[self.actor as usize],
-            _ if self.era != other.era => self.era < other.era,
-            _ => one_track && self.how == How::Here,
-        }
-    }
-
-    /// Whether the two belong to one operation or touch.
-    #[inline]
-    fn is_part_of(&self, other: &Access) -> bool {
-        (self.actor, self.call, self.who) == (other.actor, other.call, other.who)
-    }
-
-    fn op_ref(&self, program: &Program) -> OpRef {
-        match self.who {
-            Who::Op(op) => program.op_ref(op),
-            Who::Touch(within, index) => {
-                let part = program.part(self.actor, self.call);
-                let scene = &part.scenes[within as usize];
-                let touch = &scene.touches[index as usize];
-                OpRef {
-                    rank: part.rank,
-                    role: part.role,
-                    call: self.call as usize,
-                    stage: scene.name,
-                    index: index as usize,
-                    what: if touch.write {
-                        AccessKind::Writes(touch.what)
-                    } else {
-                        AccessKind::Reads(touch.what)
-                    },
-                }
-            }
-        }
-    }
+    pub version: Version,
+    pub how: How,
 }
 
 /// A state of bytes: written by a call or, behind that, a flag word that the call has reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Version(u32);
+pub(super) struct Version(u32);
 
 impl Version {
-    fn of(call: u32) -> Self {
+    pub fn of(call: u32) -> Self {
         Version(2 * call)
     }
 
@@ -134,228 +56,255 @@ impl Version {
     }
 
     /// How many there are in so many calls.
-    fn count(calls: usize) -> usize {
+    pub fn count(calls: usize) -> usize {
         2 * calls
     }
 
-    fn index(self) -> usize {
+    pub fn index(self) -> usize {
         self.0 as usize
     }
 
-    fn call(self) -> usize {
+    pub fn call(self) -> usize {
         self.index() / 2
     }
 
-    fn is_set_back(self) -> bool {
+    pub fn is_set_back(self) -> bool {
         self.0 % 2 == 1
     }
 }
 
+/// A touch of planner or caller.
+#[derive(Clone, Copy)]
+pub(super) struct Touched {
+    pub actor: u32,
+    pub call: u32,
+    /// Scene of the actor, counted through all calls.
+    pub scene: u32,
+    /// Scene within its call, and position in it.
+    pub at: (u32, u32),
+}
+
 /// The accesses to one window of one rank.
-struct Accesses {
-    owner: u32,
-    window: WindowId,
-    list: Vec<Access>,
+pub(super) struct Window {
+    pub owner: u32,
+    pub window: WindowId,
+    /// By first byte.
+    pub list: Vec<Access>,
+    /// Positions of every two that overlap, with a write among them.
+    pub pairs: Vec<(u32, u32)>,
+    /// Of a program without a fault: pairs, the first access first, whose order implies that of all
+    /// others.
+    pub chain: Option<Vec<(u32, u32)>>,
     /// Writes of ranks outside the sample: in which call, which bytes.
     assumed: Vec<(u32, Range<u64>)>,
+    /// Whether each read finds all its bytes written by its call, if every operation is there.
+    pub is_written: bool,
+}
+
+/// All accesses of an unrolled program.
+pub(super) struct Accesses {
+    pub windows: Vec<Window>,
+    pub touches: Vec<Touched>,
+    /// One more than the largest id of an operation.
+    pub ids: u32,
 }
 
 const WINDOWS: [WindowId; 3] = [WindowId::POOL, WindowId::CONTROL, WindowId::HOST_STAGING];
 
-/// Collects all accesses, by owner and window.
-fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {
-    let mut all: Vec<Accesses> = (0..program.unrolled.ranks)
-        .flat_map(|owner| {
-            WINDOWS.map(|window| Accesses { owner, window, list: Vec::new(), assumed: Vec::new() })
+/// The index of a window.
+fn place(bytes: &Bytes) -> usize {
+    bytes.owner as usize * WINDOWS.len() + bytes.window.0 as usize
+}
+
+impl Accesses {
+    /// Collects all accesses, by owner and window, and all pairs.
+    pub fn of(program: &Program) -> Accesses {
+        let owners = 0..program.unrolled.ranks;
+        let of_owner = |owner| {
+            WINDOWS.map(|window| Window {
+                owner,
+                window,
+                list: Vec::new(),
+                pairs: Vec::new(),
+                chain: None,
+                assumed: Vec::new(),
+                is_written: false,
+            })
+        };
+        let mut windows: Vec<Window> = owners.flat_map(of_owner).collect();
+        for Assumed { call, bytes } in &program.unrolled.assumed {
+            windows[place(bytes)].assumed.push((*call as u32, bytes.range.clone()));
+        }
+        let unrolled = program.unrolled_ranks();
+        let mut add = |bytes: &Bytes, access: Access| {
+            if unrolled[bytes.owner as usize] {
+                windows[place(bytes)].list.push(access);
+            }
+        };
+        program.nodes.iter().for_each(|node| of_op(program, node, &mut add));
+        let (ids, mut touches) = (program.index_of.len() as u32, Vec::new());
+        for actor in 0..program.unrolled.actors {
+            let scenes = (program.unrolled.parts_of(actor))
+                .flat_map(|part| (0..).zip(&part.scenes).map(move |scene| (part.call as u32, scene)));
+            for (scene, (call, (within, run))) in (0..).zip(scenes) {
+                for (index, touch) in (0..).zip(&run.touches) {
+                    let (by, version) = (ids + touches.len() as u32, Version::of(touch.of as u32));
+                    touches.push(Touched { actor, call, scene, at: (within, index) });
+                    access(&touch.bytes, (by, touch.write, version, How::Here), &mut add);
+                }
+            }
+        }
+        for window in &mut windows {
+            window.meet();
+            window.is_written = window.unwritten(program.unrolled.calls.len(), |_| true).is_none();
+        }
+        Accesses { windows, touches, ids }
+    }
+
+    /// Whether these, which are those of `base`, are also the accesses of a mutant of it: each
+    /// operation that the mutant still has accesses the same bytes in the same way.
+    pub fn fit(base: &Program, mutant: &Program) -> bool {
+        let parts = base.unrolled.calls.iter().flatten();
+        (parts.zip(mutant.unrolled.calls.iter().flatten()))
+            .all(|(old, new)| Rc::ptr_eq(old, new) || same_touches(old, new))
+            && mutant.nodes.iter().all(|node| {
+                let known = base.index_of.get(node.step.id as usize).copied().flatten();
+                known.is_some_and(|index| same_accesses((base, &base.nodes[index as usize]), (mutant, node)))
+            })
+    }
+}
+
+fn same_touches(old: &ActorCall, new: &ActorCall) -> bool {
+    old.scenes.len() == new.scenes.len()
+        && old.scenes.iter().zip(&new.scenes).all(|(old, new)| old.touches == new.touches)
+}
+
+fn same_accesses((base, old): (&Program, &Node), (mutant, new): (&Program, &Node)) -> bool {
+    let what = |node: &Node| (node.actor, node.call, node.step.op, node.step.set, node.step.value);
+    if what(old) == what(new) && base.scene_of(old).has_operands_of(mutant.scene_of(new)) {
+        return true;
+    }
+    let all = |program, node| {
+        let mut all = Vec::new();
+        of_op(program, node, &mut |bytes, access| all.push((place(bytes), access)));
+        all
+    };
+    all(base, old) == all(mutant, new)
+}
+
+/// Adds the accesses of an operation.
+fn of_op(program: &Program, node: &Node, add: &mut impl FnMut(&Bytes, Access)) {
+    let scene = program.scene_of(node);
+    let rank = program.part(node.actor, node.call).rank;
+    let own = Version::of(node.call);
+    let here = |to: &Bytes| to.owner == rank;
+    let mut access = |bytes: &Bytes, write, version, how| {
+        access(bytes, (node.step.id, write, version, how), add);
+    };
+    for effect in scene.effects(&node.step) {
+        match effect {
+            Effect::Read(bytes) => access(&bytes, false, own, How::Here),
+            Effect::Sums(to) => access(&to, true, own, How::Here),
+            Effect::Tag(to) => access(&to, true, own, if here(&to) { How::Here } else { How::Signalled }),
+            Effect::Raises { word, call, after } => {
+                if let Some(call) = after {
+                    access(&word, false, Version::set_back(call), How::Signalled);
+                }
+                access(&word, true, Version::of(call as u32), How::Signalled);
+            }
+            Effect::Awaits { word, call } => access(&word, false, Version::of(call as u32), How::Here),
+            Effect::SetsBack { word, call } => access(&word, true, Version::set_back(call), How::Here),
+            Effect::Copy { from, to } => {
+                let (source, target) =
+                    if here(&to) { (How::Here, How::Here) } else { (How::Source, How::Late) };
+                let of = scene.sources_of().map_or(own, |of| Version::of(of as u32));
+                from.iter().for_each(|bytes| access(bytes, false, of, source));
+                access(&to, true, own, target);
+            }
+        }
+    }
+}
+
+/// Adds an access, unless it has no bytes.
+fn access(
+    bytes: &Bytes,
+    (by, write, version, how): (u32, bool, Version, How),
+    add: &mut impl FnMut(&Bytes, Access),
+) {
+    let Range { start, end } = bytes.range;
+    if start < end {
+        add(bytes, Access { start, end, write, by, version, how });
+    }
+}
+
+impl Window {
+    /// Sweeps over the bytes: whatever overlaps, with a write among the two, must be ordered.
+    fn meet(&mut self) {
+        // Of those that begin together, the operations of a mutant come in the order of their
+        // program, too.
+        self.list.sort_by_key(|access| (access.start, access.by));
+        let mut open: Vec<u32> = Vec::new();
+        for (at, b) in (0..).zip(&self.list) {
+            open.retain(|&other| self.list[other as usize].end > b.start);
+            for &other in &open {
+                let a = &self.list[other as usize];
+                // Most pairs are two reads, which never conflict.
+                if (a.write || b.write) && (a.by != b.by || (a.write && b.write)) {
+                    self.pairs.push((other, at));
+                }
+            }
+            open.push(at);
+        }
+    }
+
+    /// The first read whose call has not written all its bytes, and the first of those, among the
+    /// accesses that are there.
+    pub fn unwritten(
+        &self,
+        calls: usize,
+        is_there: impl Fn(&Access) -> bool,
+    ) -> Option<(&Access, Range<u64>)> {
+        let list = || self.list.iter().filter(|access| is_there(access));
+        let assumed = self.assumed.iter().map(|(call, bytes)| (Version::of(*call), bytes.clone()));
+        let mut writes: Vec<(Version, Range<u64>)> = assumed.collect();
+        writes.extend(list().filter(|a| a.write).map(|a| (a.version, a.start..a.end)));
+        writes.sort_unstable_by_key(|write| write.1.start);
+        let mut covered: Vec<Vec<Range<u64>>> = vec![Vec::new(); Version::count(calls)];
+        for (version, bytes) in writes {
+            let covered = &mut covered[version.index()];
+            match covered.last_mut() {
+                Some(last) if last.end >= bytes.start => last.end = last.end.max(bytes.end),
+                _ => covered.push(bytes),
+            }
+        }
+        list().filter(|access| !access.write).find_map(|read| {
+            let covered = &covered[read.version.index()];
+            let next = covered.partition_point(|range| range.end <= read.start);
+            let here = covered.get(next).cloned().unwrap_or(u64::MAX..u64::MAX);
+            let missing = match here.start <= read.start {
+                true => here.end..read.end,
+                false => read.start..read.end.min(here.start),
+            };
+            (!missing.is_empty()).then_some((read, missing))
         })
-        .collect();
-    let place = |bytes: &Bytes| bytes.owner as usize * WINDOWS.len() + bytes.window.0 as usize;
-    for Assumed { call, bytes } in &program.unrolled.assumed {
-        all[place(bytes)].assumed.push((*call as u32, bytes.range.clone()));
     }
-    let unrolled = program.unrolled_ranks();
-    let mut add = |bytes: &Bytes, access: Access| {
-        if !bytes.range.is_empty() && unrolled[bytes.owner as usize] {
-            let (start, end) = (bytes.range.start, bytes.range.end);
-            all[place(bytes)].list.push(Access { start, end, ..access });
+
+    /// Keeps of these ordered pairs those that no two others imply: a pair is over in turn if there
+    /// is an access between the two.
+    pub fn link(&mut self, mut ordered: Vec<(u32, u32)>) {
+        let words = self.list.len().div_ceil(64);
+        let row = |at: u32| at as usize * words..(at as usize + 1) * words;
+        let mut before = vec![0_u64; self.list.len() * words];
+        for &(first, then) in &ordered {
+            before[row(then)][first as usize / 64] |= 1 << (first % 64);
         }
-    };
-    for (op, node) in (0..).zip(&program.nodes) {
-        let scene = program.scene_of(node);
-        let rank = program.part(node.actor, node.call).rank;
-        let read = |how| Access {
-            start: 0,
-            end: 0,
-            write: false,
-            who: Who::Op(op),
-            actor: node.actor,
-            call: node.call,
-            version: Version::of(node.call),
-            how,
-            era: touch_era(node.scene) + 1,
-            track: Some(node.step.track),
-            lane: node.lane,
-            pos: node.pos,
-            begun: known.at_begin(op),
-            view: known.at_end(op),
-        };
-        let write = |how| Access { write: true, ..read(how) };
-        let at = |version, access: Access| Access { version, ..access };
-        let here = |to: &Bytes| to.owner == rank;
-        for effect in scene.effects(&node.step) {
-            match effect {
-                Effect::Read(bytes) => add(&bytes, read(How::Here)),
-                Effect::Sums(to) => add(&to, write(How::Here)),
-                Effect::Tag(to) => add(&to, write(if here(&to) { How::Here } else { How::Signalled })),
-                Effect::Raises { word, call, after } => {
-                    if let Some(call) = after {
-                        add(&word, at(Version::set_back(call), read(How::Signalled)));
-                    }
-                    add(&word, at(Version::of(call as u32), write(How::Signalled)));
-                }
-                Effect::Awaits { word, call } => add(&word, at(Version::of(call as u32), read(How::Here))),
-                Effect::SetsBack { word, call } => add(&word, at(Version::set_back(call), write(How::Here))),
-                Effect::Copy { from, to } => {
-                    let (source, target) =
-                        if here(&to) { (How::Here, How::Here) } else { (How::Source, How::Late) };
-                    let of = scene.sources_of().map_or(Version::of(node.call), |of| Version::of(of as u32));
-                    from.iter().for_each(|bytes| add(bytes, at(of, read(source))));
-                    add(&to, write(target));
-                }
+        let mut implied = vec![0_u64; self.list.len() * words];
+        for &(first, then) in &ordered {
+            for (implied, before) in implied[row(then)].iter_mut().zip(&before[row(first)]) {
+                *implied |= before;
             }
         }
+        ordered.retain(|&(first, then)| implied[row(then)][first as usize / 64] >> (first % 64) & 1 == 0);
+        self.chain = Some(ordered);
     }
-    for actor in 0..program.unrolled.actors {
-        let scenes =
-            program.unrolled.parts_of(actor).flat_map(|part| (0..).zip(&part.scenes).map(move |s| (part, s)));
-        for (number, (part, (within, scene))) in (0..).zip(scenes) {
-            for (index, touch) in (0..).zip(&scene.touches) {
-                add(
-                    &touch.bytes,
-                    Access {
-                        start: 0,
-                        end: 0,
-                        write: touch.write,
-                        who: Who::Touch(within, index),
-                        actor,
-                        call: part.call as u32,
-                        version: Version::of(touch.of as u32),
-                        how: How::Here,
-                        era: touch_era(number),
-                        track: None,
-                        lane: None,
-                        pos: index,
-                        begun: known.of_scene(actor, number),
-                        view: known.of_scene(actor, number),
-                    },
-                );
-            }
-        }
-    }
-    all
-}
-
-/// Sweeps over the bytes: whatever overlaps, with a write among the two, must be ordered.
-fn meet(program: &Program, known: &Knowledge, accesses: &Accesses) -> Result<u64, ProofFailure> {
-    let mut pairs = 0;
-    let mut open: Vec<&Access> = Vec::new();
-    for b in &accesses.list {
-        open.retain(|a| a.end > b.start);
-        for a in &open {
-            // Most pairs are two reads, which never conflict.
-            if (a.write || b.write) && (!a.is_part_of(b) || (a.write && b.write)) {
-                pairs += 1;
-                pair(program, known, accesses, a, b)?;
-            }
-        }
-        open.push(b);
-    }
-    Ok(pairs)
-}
-
-fn pair(
-    program: &Program,
-    known: &Knowledge,
-    accesses: &Accesses,
-    a: &Access,
-    b: &Access,
-) -> Result<(), ProofFailure> {
-    let (owner, window) = (accesses.owner, accesses.window);
-    let bytes = a.start.max(b.start)..a.end.min(b.end);
-    if a.is_part_of(b) {
-        let op = a.op_ref(program);
-        return Err(ProofFailure::WrittenTwice { a: op, b: op, owner, window, bytes });
-    }
-    // Calls follow each other: mostly the earlier one's access comes first.
-    let (first, second) = if a.call <= b.call { (a, b) } else { (b, a) };
-    let (a, b) = if first.before(second, known) {
-        (first, second)
-    } else if second.before(first, known) {
-        (second, first)
-    } else {
-        let (a, b) = (a.op_ref(program), b.op_ref(program));
-        return Err(ProofFailure::Race { a, b, owner, window, bytes });
-    };
-    let refs = || (a.op_ref(program), b.op_ref(program));
-    match (a.write && b.write, a.write, a.version.cmp(&b.version)) {
-        (true, _, Ordering::Equal) => {
-            let (a, b) = refs();
-            Err(ProofFailure::WrittenTwice { a, b, owner, window, bytes })
-        }
-        (true, _, Ordering::Greater) => {
-            let (write, by) = refs();
-            Err(ProofFailure::Lost { write, by, owner, window, bytes })
-        }
-        (_, true, Ordering::Greater) => {
-            let (writer, reader) = refs();
-            Err(ProofFailure::Overwritten { writer, reader, owner, window, bytes })
-        }
-        // A call writes a byte once, so it was not there yet.
-        (_, false, Ordering::Equal) => {
-            let (reader, of) = (a.op_ref(program), a.version.call());
-            Err(ProofFailure::Unwritten { reader, of, owner, window, bytes })
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Each read finds all its bytes written by the call it belongs to.
-fn written(program: &Program, accesses: &Accesses) -> Result<(), ProofFailure> {
-    let assumed = accesses.assumed.iter().map(|(call, bytes)| (Version::of(*call), bytes.clone()));
-    let mut writes: Vec<(Version, Range<u64>)> = assumed.collect();
-    writes.extend(accesses.list.iter().filter(|a| a.write).map(|a| (a.version, a.start..a.end)));
-    writes.sort_unstable_by_key(|write| write.1.start);
-    let mut covered: Vec<Vec<Range<u64>>> = vec![Vec::new(); Version::count(program.unrolled.calls.len())];
-    for (version, bytes) in writes {
-        let covered = &mut covered[version.index()];
-        match covered.last_mut() {
-            Some(last) if last.end >= bytes.start => last.end = last.end.max(bytes.end),
-            _ => covered.push(bytes),
-        }
-    }
-    for read in accesses.list.iter().filter(|access| !access.write) {
-        let covered = &covered[read.version.index()];
-        let next = covered.partition_point(|range| range.end <= read.start);
-        let here = covered.get(next).cloned().unwrap_or(u64::MAX..u64::MAX);
-        let missing = match here.start <= read.start {
-            true => here.end..read.end,
-            false => read.start..read.end.min(here.start),
-        };
-        if !missing.is_empty() && read.version.is_set_back() {
-            return Err(ProofFailure::StillRaised {
-                signal: read.op_ref(program),
-                since: read.version.call(),
-            });
-        }
-        if !missing.is_empty() {
-            return Err(ProofFailure::Unwritten {
-                reader: read.op_ref(program),
-                of: read.version.call(),
-                owner: accesses.owner,
-                window: accesses.window,
-                bytes: missing,
-            });
-        }
-    }
-    Ok(())
 }

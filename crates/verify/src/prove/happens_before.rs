@@ -12,23 +12,28 @@
 //! Knowing that a peer has *issued* a signal, by way of another track, says nothing about its
 //! bytes: the two may overtake each other.
 
+use std::ops::Range;
+
 use sidelane_core::schedule::{FlagValue, Op};
 
 use super::program::{Node, Program};
 
 /// Knowledge of some actor at some moment.
-#[derive(Clone)]
-pub(super) struct View {
+#[derive(Clone, Copy)]
+pub(super) struct View<'a> {
     /// Per actor: eras known to be over.
-    pub era: Vec<u32>,
+    pub era: &'a [u32],
     /// Per lane: positions known to have landed.
-    pub landed: Vec<u32>,
+    pub landed: &'a [u32],
 }
 
 /// Knowledge at each point. Views are shared, since most operations know what their stage began
 /// with.
 pub(super) struct Knowledge {
-    views: Vec<View>,
+    /// All views, one after another: the numbers per actor, then those per lane.
+    views: Vec<u32>,
+    actors: usize,
+    lanes: usize,
     /// Per actor and scene: the view its touches and operations begin with.
     scene_views: Vec<Vec<u32>>,
     /// Per operation: the view that it begins with, and the one in which it is over.
@@ -57,11 +62,13 @@ impl Knowledge {
     /// Follows the operations in an order in which they can happen.
     pub fn follow(program: &Program, order: &[u32]) -> Knowledge {
         let (actors, tracks) = (program.unrolled.actors as usize, program.tracks as usize);
-        let nothing = View { era: vec![0; actors], landed: vec![0; program.lanes as usize] };
+        let lanes = program.lanes as usize;
         let mut learner = Learner {
             program,
             known: Knowledge {
-                views: vec![nothing],
+                views: vec![0; actors + lanes],
+                actors,
+                lanes,
                 scene_views: vec![vec![0]; actors],
                 op_views: vec![[0; 2]; program.nodes.len()],
             },
@@ -91,8 +98,16 @@ impl Knowledge {
     }
 
     #[inline]
-    pub fn view(&self, view: u32) -> &View {
-        &self.views[view as usize]
+    pub fn view(&self, view: u32) -> View<'_> {
+        let (era, landed) = self.views[self.numbers_of(view)].split_at(self.actors);
+        View { era, landed }
+    }
+
+    /// The numbers of a view.
+    #[inline]
+    fn numbers_of(&self, view: u32) -> Range<usize> {
+        let count = self.actors + self.lanes;
+        view as usize * count..(view as usize + 1) * count
     }
 }
 
@@ -142,21 +157,22 @@ impl Learner<'_> {
 
     /// A view that also contains the knowledge of these signals.
     fn merge(&mut self, view: u32, signals: &[u32]) -> u32 {
-        let mut merged = self.known.views[view as usize].clone();
+        let Knowledge { actors, .. } = self.known;
+        let merged = self.known.views.len();
+        self.known.views.extend_from_within(self.known.numbers_of(view));
         for &signal in signals {
             let node = &self.program.nodes[signal as usize];
-            let sent = &self.known.views[self.known.at_end(signal) as usize];
-            max_into(&mut merged.era, &sent.era);
-            max_into(&mut merged.landed, &sent.landed);
-            let era = &mut merged.era[node.actor as usize];
+            let sent = self.known.numbers_of(self.known.at_end(signal));
+            let (known, merged) = self.known.views.split_at_mut(merged);
+            max_into(merged, &known[sent]);
+            let era = &mut merged[node.actor as usize];
             *era = (*era).max(touch_era(node.scene) + 1);
             if let Some(lane) = node.lane {
-                let landed = &mut merged.landed[lane as usize];
+                let landed = &mut merged[actors + lane as usize];
                 *landed = (*landed).max(node.pos + 1);
             }
         }
-        self.known.views.push(merged);
-        self.known.views.len() as u32 - 1
+        self.known.views.len() as u32 / (actors + self.known.lanes) as u32 - 1
     }
 }
 

@@ -33,11 +33,15 @@
 
 mod access;
 mod happens_before;
+mod judge;
 pub(super) mod program;
 
 use std::fmt;
 use std::ops::Range;
 
+use access::Accesses;
+use happens_before::Knowledge;
+use judge::Judge;
 use program::Program;
 use sidelane_core::schedule::{FlagValue, Op, WindowId};
 
@@ -65,19 +69,78 @@ pub struct Proof {
 /// The first fault found; the same one every time.
 pub fn prove(unrolled: &UnrolledProgram) -> Result<Proof, ProofFailure> {
     let program = Program::new(unrolled);
-    program.check_words()?;
-    let mut queues = Vec::new();
-    let mut order = Vec::new();
-    for count in QUEUES.map(|count| if count == 0 { program.tracks } else { count }) {
-        // With a queue for each track more queues change nothing.
-        if queues.last().is_none_or(|&before| before < program.tracks) {
-            order = program::run(&program, count)?;
+    let run = Run::of(&program)?;
+    run.prove(&Accesses::of(&program))
+}
+
+/// Proves mutants of a program, with the same result as [`prove`]. Most mutants access the same
+/// bytes as the program, only at other moments, so those accesses are collected once.
+pub struct MutantProver<'a> {
+    base: Program<'a>,
+    accesses: Accesses,
+}
+
+impl<'a> MutantProver<'a> {
+    /// Collects the accesses of a program.
+    pub fn new(base: &'a UnrolledProgram) -> Self {
+        let base = Program::new(base);
+        let mut accesses = Accesses::of(&base);
+        if let Ok(run) = Run::of(&base) {
+            run.link(&mut accesses);
         }
-        queues.push(count);
+        MutantProver { base, accesses }
     }
-    let known = happens_before::Knowledge::follow(&program, &order);
-    let (accesses, pairs) = access::check(&program, &known)?;
-    Ok(Proof { operations: program.nodes.len(), accesses, pairs, queues })
+
+    /// Proves a mutant of the program, or the program itself.
+    ///
+    /// # Errors
+    /// The first fault found; the same one as by [`prove`].
+    pub fn prove(&self, mutant: &UnrolledProgram) -> Result<Proof, ProofFailure> {
+        let program = Program::new(mutant);
+        let run = Run::of(&program)?;
+        match Accesses::fit(&self.base, &program) {
+            true => run.prove(&self.accesses),
+            false => run.prove(&Accesses::of(&program)),
+        }
+    }
+}
+
+/// A program that ends on all numbers of queues, and what is known in it.
+struct Run<'p> {
+    program: &'p Program<'p>,
+    queues: Vec<u32>,
+    known: Knowledge,
+}
+
+impl<'p> Run<'p> {
+    fn of(program: &'p Program<'p>) -> Result<Self, ProofFailure> {
+        program.check_words()?;
+        let mut queues = Vec::new();
+        let mut order = Vec::new();
+        for count in QUEUES.map(|count| if count == 0 { program.tracks } else { count }) {
+            // With a queue for each track more queues change nothing.
+            if queues.last().is_none_or(|&before| before < program.tracks) {
+                order = program::run(program, count)?;
+            }
+            queues.push(count);
+        }
+        Ok(Run { program, queues, known: Knowledge::follow(program, &order) })
+    }
+
+    /// Finds the pairs that decide about all others, if the program has no fault.
+    fn link(&self, accesses: &mut Accesses) {
+        let judge = Judge::new(self.program, &self.known, accesses);
+        if judge.check().is_ok() {
+            let ordered: Vec<_> = accesses.windows.iter().map(|window| judge.ordered(window)).collect();
+            accesses.windows.iter_mut().zip(ordered).for_each(|(window, ordered)| window.link(ordered));
+        }
+    }
+
+    fn prove(self, accesses: &Accesses) -> Result<Proof, ProofFailure> {
+        let operations = self.program.nodes.len();
+        let (accesses, pairs) = Judge::new(self.program, &self.known, accesses).check()?;
+        Ok(Proof { operations, accesses, pairs, queues: self.queues })
+    }
 }
 
 /// Decides whether an unrolled program ends on `queues` queues per actor, in every interleaving.

@@ -47,6 +47,8 @@ impl Node {
 pub(crate) struct Program<'a> {
     pub unrolled: &'a UnrolledProgram,
     pub nodes: Vec<Node>,
+    /// Per id of an operation: its index; none for operations that a mutant lacks.
+    pub index_of: Vec<Option<u32>>,
     /// Per actor and scene (through all calls): its operations.
     pub scenes: Vec<Vec<Range<u32>>>,
     /// One more than the largest track.
@@ -83,18 +85,32 @@ fn lane(tracks: u32, actor: u32, track: u32) -> usize {
 
 impl<'a> Program<'a> {
     pub fn new(unrolled: &'a UnrolledProgram) -> Self {
-        let steps =
-            unrolled.calls.iter().flatten().flat_map(|part| &part.scenes).flat_map(|scene| &scene.steps);
-        let tracks = steps.map(|step| step.track + 1).max().unwrap_or(0);
-        let mut program =
-            Program { unrolled, nodes: Vec::new(), scenes: Vec::new(), tracks, lanes: 0, words: 0 };
+        let (mut tracks, mut ids, mut operations) = (0, 0, 0);
+        for scene in unrolled.calls.iter().flatten().flat_map(|part| &part.scenes) {
+            operations += scene.steps.len();
+            for step in &scene.steps {
+                tracks = tracks.max(step.track + 1);
+                ids = ids.max(step.id as usize + 1);
+            }
+        }
+        let mut program = Program {
+            unrolled,
+            nodes: Vec::with_capacity(operations),
+            index_of: vec![None; ids],
+            scenes: Vec::new(),
+            tracks,
+            lanes: 0,
+            words: 0,
+        };
         let (mut lanes, mut words) = (Numbers::default(), Numbers::default());
         for actor in 0..unrolled.actors {
             program.add(actor, &mut lanes, &mut words);
         }
-        for node in &mut program.nodes {
+        for (op, node) in (0..).zip(&mut program.nodes) {
             let lane = lane(tracks, node.actor, node.step.track);
             node.lane = lanes.known.get(lane).copied().flatten();
+            let before = program.index_of[node.step.id as usize].replace(op);
+            assert_eq!(before, None, "two operations have one id");
         }
         (program.lanes, program.words) = (lanes.count, words.count);
         program

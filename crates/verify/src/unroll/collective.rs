@@ -22,7 +22,9 @@ use sidelane_core::schedule::{
 };
 use sidelane_core::topology::NodeMap;
 
-use super::{ActorCall, Bytes, Effect, Effects, HostAccess, Role, StageRun, UnrolledOp, UnrolledProgram};
+use super::{
+    ActorCall, Bytes, Effect, Effects, HostAccess, Role, StageRun, UnrolledOp, UnrolledProgram, numbered,
+};
 use crate::mutate::{CallChange, CallMutation};
 
 /// The calls of a group, all ranks in the same order.
@@ -144,7 +146,7 @@ pub(super) fn unroll(scenario: &CollectiveScenario) -> Result<UnrolledProgram, P
         actors: ranks,
         control_bytes: ControlLayout::flag_bytes(ranks),
         pool_bytes: scenario.staging.bytes(),
-        calls,
+        calls: numbered(calls),
         assumed: Vec::new(),
     })
 }
@@ -379,7 +381,8 @@ pub(super) fn unroll_pipeline(scenario: &PipelineScenario) -> Result<UnrolledPro
     for (parts, rank) in all.iter_mut().zip(0..) {
         parts.extend((parts.len()..most).map(|call| part(rank, call, CallKind::Unknown, Vec::new())));
     }
-    let calls = (0..most).map(|call| all.iter().map(|parts| parts[call].clone()).collect()).collect();
+    let calls = (0..most).map(|call| all.iter().map(|parts| parts[call].clone()).collect());
+    let calls = numbered(calls.collect());
     let control_bytes = ControlLayout::flag_bytes(ranks);
     let pool_bytes = scenario.staging.bytes();
     Ok(UnrolledProgram { ranks, actors: ranks, control_bytes, pool_bytes, calls, assumed: Vec::new() })

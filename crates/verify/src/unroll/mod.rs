@@ -254,6 +254,8 @@ pub struct HostAccess {
 /// One operation, its generation resolved to a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnrolledOp {
+    /// Number of the operation in its unrolled program, which it keeps in the mutants of that.
+    pub id: u32,
     /// Its track.
     pub track: u32,
     /// Of which set of flags its word is: 0, but for microbatches on streams, which have one each.
@@ -271,7 +273,7 @@ impl UnrolledOp {
             Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
             _ => 0,
         };
-        UnrolledOp { track: item.track, set: 0, op: item.op, value }
+        UnrolledOp { id: 0, track: item.track, set: 0, op: item.op, value }
     }
 
     /// The value as the word itself sees it: a constant, where words do not grow.
@@ -341,8 +343,8 @@ pub struct UnrolledProgram {
     pub control_bytes: u64,
     /// Bytes of the largest pool.
     pub pool_bytes: u64,
-    /// `calls[call][actor]`.
-    pub calls: Vec<Vec<ActorCall>>,
+    /// `calls[call][actor]`, shared with mutants.
+    pub calls: Vec<Vec<Rc<ActorCall>>>,
     /// Writes of assumed ranks.
     pub assumed: Vec<Assumed>,
 }
@@ -408,8 +410,28 @@ impl UnrolledProgram {
 
     /// The parts of one actor, call after call.
     pub fn parts_of(&self, actor: u32) -> impl Iterator<Item = &ActorCall> {
-        self.calls.iter().map(move |call| &call[actor as usize])
+        self.calls.iter().map(move |call| &*call[actor as usize])
     }
+
+    /// The parts of all actors in all calls, to change them. Clones keep theirs.
+    pub fn parts_mut(&mut self) -> impl Iterator<Item = &mut ActorCall> {
+        self.calls.iter_mut().flatten().map(Rc::make_mut)
+    }
+
+    /// The part of an actor in a call, to change it. Clones keep theirs.
+    pub fn part_mut(&mut self, call: usize, actor: u32) -> &mut ActorCall {
+        Rc::make_mut(&mut self.calls[call][actor as usize])
+    }
+}
+
+/// Numbers all operations of `calls[call][actor]`: actor by actor, each in its order.
+fn numbered(mut calls: Vec<Vec<ActorCall>>) -> Vec<Vec<Rc<ActorCall>>> {
+    let mut ids = 0..;
+    for actor in 0..calls.first().map_or(0, Vec::len) {
+        let scenes = calls.iter_mut().flat_map(|call| &mut call[actor].scenes);
+        scenes.flat_map(|scene| &mut scene.steps).zip(&mut ids).for_each(|(step, id)| step.id = id);
+    }
+    calls.into_iter().map(|call| call.into_iter().map(Rc::new).collect()).collect()
 }
 
 /// Operands of a scene.
@@ -432,6 +454,11 @@ impl StageRun {
     /// The call that wrote what puts read from windows; `None`: their own.
     pub fn sources_of(&self) -> Option<usize> {
         self.filled.sources_of()
+    }
+
+    /// Whether the operands of another stage are the very same.
+    pub(crate) fn has_operands_of(&self, other: &StageRun) -> bool {
+        Rc::ptr_eq(&self.filled, &other.filled)
     }
 }
 

@@ -47,7 +47,9 @@ use sidelane_core::schedule::{Flag, FlagValue, LINE, Op, Stage, TrackOp, WindowI
 use sidelane_core::topology::NodeMap;
 
 use super::unroller::bad;
-use super::{ActorCall, Bytes, Effect, Effects, HostAccess, Role, StageRun, UnrolledOp, UnrolledProgram};
+use super::{
+    ActorCall, Bytes, Effect, Effects, HostAccess, Role, StageRun, UnrolledOp, UnrolledProgram, numbered,
+};
 
 /// The calls of a group on streams, all ranks in the same order.
 #[derive(Clone, Debug)]
@@ -162,7 +164,7 @@ pub(super) fn unroll(scenario: &StreamScenario) -> Result<UnrolledProgram, PlanE
         actors: unroller.actors.len() as u32,
         control_bytes: u64::from(sets) * scenario.slots.flag_bytes(),
         pool_bytes: u64::from(sets) * scenario.slots.bytes(),
-        calls,
+        calls: numbered(calls),
         assumed: Vec::new(),
     })
 }
@@ -369,7 +371,7 @@ fn in_tracks(call: usize, stage: &Stage, filled: &Rc<StreamOperands>) -> Vec<Unr
 
 fn word(filled: &Rc<StreamOperands>, of: usize, track: u32, op: Op) -> UnrolledOp {
     let value = if matches!(op, Op::Put { .. }) { 0 } else { value(of) };
-    UnrolledOp { track, set: filled.set, op, value }
+    UnrolledOp { id: 0, track, set: filled.set, op, value }
 }
 
 fn scene(
@@ -384,6 +386,7 @@ fn scene(
 /// An event of a rank's streams is over: a word that grows.
 fn signals(me: u32, flag: Flag, call: usize) -> UnrolledOp {
     UnrolledOp {
+        id: 0,
         track: 0,
         set: 0,
         op: Op::Signal { to: me, of: me, flag, level: FlagValue::Call },
@@ -393,6 +396,7 @@ fn signals(me: u32, flag: Flag, call: usize) -> UnrolledOp {
 
 fn awaits(me: u32, flag: Flag, call: usize) -> UnrolledOp {
     UnrolledOp {
+        id: 0,
         track: 0,
         set: 0,
         op: Op::Wait { from: me, flag, level: FlagValue::Call },
@@ -632,7 +636,7 @@ pub(super) fn fold(slots: Slots, orders: &[Vec<StreamCall>]) -> Result<UnrolledP
             let turn = turns.entry((track, call.call().flag())).or_default();
             *turn += 1;
             let ops = program.stage().items.iter().map(|item| item.op);
-            let step = |op| UnrolledOp { track, set: track, op, value: *turn };
+            let step = |op| UnrolledOp { id: 0, track, set: track, op, value: *turn };
             steps.extend(ops.filter(|op| !matches!(op, Op::Put { .. })).map(step).filter(|s| !s.sets_back()));
         }
         let scene = StageRun { name: "queue", first: 0, touches: Vec::new(), steps, filled: Rc::new(Bare) };
@@ -643,7 +647,7 @@ pub(super) fn fold(slots: Slots, orders: &[Vec<StreamCall>]) -> Result<UnrolledP
         actors: orders.len() as u32,
         control_bytes: 0,
         pool_bytes: 0,
-        calls: vec![parts.collect::<Result<_, _>>()?],
+        calls: numbered(vec![parts.collect::<Result<_, _>>()?]),
         assumed: Vec::new(),
     })
 }

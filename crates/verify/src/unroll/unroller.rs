@@ -29,7 +29,9 @@ use sidelane_core::schedule::{
 };
 use sidelane_core::topology::{Paths, Route};
 
-use super::{ActorCall, Assumed, Bytes, Call, ProofScenario, Role, SeededBug, StageRun, UnrolledProgram};
+use super::{
+    ActorCall, Assumed, Bytes, Call, ProofScenario, Role, SeededBug, StageRun, UnrolledProgram, numbered,
+};
 
 pub(super) fn unroll(scenario: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
     let ranks = scenario.nodes.ranks();
@@ -83,7 +85,7 @@ impl<'a> Unroller<'a> {
             actors,
             control_bytes,
             pool_bytes,
-            calls: self.calls,
+            calls: numbered(self.calls),
             assumed: self.assumed,
         })
     }
