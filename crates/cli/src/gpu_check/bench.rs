@@ -53,6 +53,12 @@ impl Random {
         let words = (0..len.div_ceil(8)).flat_map(|_| self.next().to_ne_bytes());
         words.take(len).collect()
     }
+
+    /// Elements of bf16 between -1 and 1.
+    pub fn elements(&mut self, count: usize) -> Vec<u8> {
+        let value = |bits: u64| half::bf16::from_f32((bits % 2001) as f32 / 1000.0 - 1.0);
+        (0..count).flat_map(|_| value(self.next()).to_ne_bytes()).collect()
+    }
 }
 
 /// Compares bytes.

@@ -16,6 +16,7 @@
 //!               +-- part activity        every kernel between packed and landed, by CUPTI's list
 //!               +-- part exchange        ranks as threads, against a naive reference
 //!               +-- part interference    matrix products alone, beside copy engines, beside a copying kernel
+//!               +-- part blocks          matrix products beside our own kernels, by the limit on their blocks
 //!                      | rows, a line of JSON each
 //!                      v
 //!                   table, JSON, verdict
@@ -28,6 +29,7 @@ mod activity;
 mod audit;
 mod bench;
 mod blocking;
+mod blocks;
 mod conformance;
 mod costs;
 mod driver;
@@ -35,6 +37,7 @@ mod exchange;
 mod interference;
 mod kernels;
 mod locks;
+mod products;
 mod queues;
 mod report;
 mod wheels;
@@ -145,6 +148,7 @@ impl command::Command for GpuCheckArgs {
             Part::Audit => audit::run(&task, &mut checks),
             Part::Activity => activity::run(&task, &mut checks),
             Part::Interference => interference::run(&task, &mut checks),
+            Part::Blocks => blocks::run(&task, &mut checks),
             Part::Costs => costs::run(&task, &mut checks),
         };
         if let Err(error) = done {
@@ -193,6 +197,7 @@ pub enum Part {
     Activity,
     Exchange,
     Interference,
+    Blocks,
 }
 
 /// One part, and how thorough it is.
