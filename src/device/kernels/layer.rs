@@ -31,7 +31,8 @@ pub struct LayerKernels {
     weigh: [Function; 3],
     accumulate: [Function; 3],
     gather: Function,
-    limit: BlockLimit,
+    pub(super) gate: Function,
+    pub(super) limit: BlockLimit,
 }
 
 /// A product of matrices in f32 for each group: of rows that lie one group after another with a
@@ -220,6 +221,7 @@ impl LayerKernels {
             weigh: each([c"weigh_f32", c"weigh_bf16", c"weigh_f16"])?,
             accumulate: each([c"accumulate_f32", c"accumulate_bf16", c"accumulate_f16"])?,
             gather: module.function(c"gather")?,
+            gate: module.function(c"gate")?,
             limit: BlockLimit::default(),
         })
     }

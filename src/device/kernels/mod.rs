@@ -18,6 +18,7 @@
 //! stream. [`Addresses`] is a table of addresses in memory that kernels read.
 
 mod expand;
+mod gate;
 mod layer;
 mod routing;
 mod rows;
@@ -28,6 +29,7 @@ use std::sync::{Arc, MutexGuard};
 
 use expand::ExpandFunctions;
 pub use expand::{Admit, Expand, Tally};
+pub use gate::GateArgs;
 pub use layer::{AccumulateArgs, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape};
 pub use routing::{Check, ChoiceArgs, CountArgs, SortArgs};
 use rows::RecordFunctions;

@@ -12,6 +12,7 @@ use crate::ep::ExpertParallelBuilder;
 use crate::error::{Error, LayerError};
 use crate::gate::Gate;
 use crate::layer::builder::next_instance;
+use crate::layer::router::Losses;
 use crate::layer::{Experts, GroupedSwiGlu, MoeLayerBuilder};
 use crate::overlap::StreamPool;
 use crate::plan::ExpertMap;
@@ -104,6 +105,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
             one_each,
             gate,
             losses: self.settings.losses,
+            device_gate: self.has_device_gate(),
             router,
             placed,
             staging,
@@ -145,6 +147,12 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         let (hidden, dtype) = (settings.hidden, settings.dtype);
         let placed = Placed { experts, shared, hidden, dtype, compute, ep_kernels };
         Ok(Prepared { pool, exchange, placed, router, staging, gate: Gate::new(settings.gate.clone())? })
+    }
+
+    /// Whether a kernel can choose experts: losses need the logits on the host.
+    fn has_device_gate(&self) -> bool {
+        let Losses { balance, z } = self.settings.losses;
+        balance.is_none() && z.is_none() && LayerKernels::gate_lacks(&self.settings.gate).is_none()
     }
 
     fn check(&self) -> Result<(), Error> {

@@ -9,6 +9,7 @@ mod check;
 mod choices;
 mod counts;
 mod expand;
+mod gate;
 mod gradients;
 mod layer;
 mod order;
