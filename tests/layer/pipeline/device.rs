@@ -8,7 +8,7 @@ use std::time::Duration;
 use half::{bf16, f16};
 use sidelane::device::{Allocation, DeviceRange, PinnedMemory, Priority, Stream};
 use sidelane::ep::Place;
-use sidelane::error::{CallError, Cause, DeviceError, GateError, LayerError, OverlapError};
+use sidelane::error::{CallError, Cause, DeviceError, GateError, LayerError, OverlapError, PlanError};
 use sidelane::gate::{GateConfig, Preset, ScoreFunction};
 use sidelane::layer::{
     DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, GroupedSwiGlu, Input,
@@ -319,6 +319,9 @@ fn settings_that_a_device_lacks_are_refused_when_the_layer_is_built() {
             let narrow = GroupedSwiGlu::new(EXPERTS as usize, 4, FFN, weights).unwrap();
             let refused = MoeLayer::builder(&group, gate(), 4, narrow).on(&on).build().unwrap_err();
             assert_eq!(refused, LayerError::NotOnDevice { feature: "rows of no whole 16 bytes" }.into());
+            let refused = builder().on(&on).max_blocks(0).build().map(drop).unwrap_err();
+            let bad = matches!(refused, Error::Plan(PlanError::BadParameter { parameter: "max_blocks", .. }));
+            assert!(bad, "{refused}");
             builder().shared(swiglu([SHARED])).on(&on).build().unwrap();
         });
     });
