@@ -1,5 +1,5 @@
-//! Kernels against their definitions, on random and special values: sums to the bit, products of
-//! whole numbers exactly.
+//! Kernels against their definitions, on random and special values: sums and gates to the bit,
+//! products of whole numbers exactly.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -7,9 +7,10 @@ use std::sync::atomic::Ordering;
 use half::{bf16, f16};
 use sidelane::Dtype;
 use sidelane::device::{
-    Addresses, AuditKernels, Blas, Context, DeviceRange, Driver, Kernels, PinnedMemory, Product, Stream,
-    SumArgs,
+    Addresses, AuditKernels, Blas, Context, DeviceRange, Driver, GateArgs, Kernels, LayerKernels,
+    PinnedMemory, Product, Stream, SumArgs,
 };
+use sidelane::gate::{Gate, GateInput, Preset};
 use sidelane::plan::SlotShape;
 
 use super::Task;
@@ -50,6 +51,10 @@ const SPECIAL: [u32; 16] = [
 const RANKS: u32 = 8;
 const TOKENS: u32 = 96;
 
+/// Gates of models, with their experts and choices.
+const GATES: [(Preset, u32, u32); 3] =
+    [(Preset::Mixtral, 8, 2), (Preset::Qwen3, 128, 8), (Preset::DeepseekV3, 256, 8)];
+
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let (kernels, audit) = (Kernels::load(&context)?, AuditKernels::load(&context)?);
@@ -60,6 +65,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         checks.check(about, || bench.sum(rows, out))?;
     }
     let about = |what, shows| About::new(what, shows);
+    checks.check(about("gate", "experts and weights are those of the host: to the bit"), || bench.gate())?;
     checks.check(about("copy by SMs", "the yardstick copies what it is told"), || bench.copy())?;
     checks.check(about("product", "our product is right: whole numbers, exactly"), || {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))
@@ -148,6 +154,40 @@ impl Bench<'_> {
         same("sums", &seen, &expected)?;
         equal("the status word", status.word(0)?.load(Ordering::Acquire), 0)?;
         Ok(format!("{} sums of up to {RANKS} rows, special values among them", TOKENS * columns))
+    }
+
+    /// Experts and weights that the gates of known models choose.
+    fn gate(&self) -> Result<String, CliError> {
+        let tokens = self.task.few(4096, 64);
+        let kernels = LayerKernels::load(self.context)?;
+        let mut random = Random(6);
+        for (preset, experts, top_k) in GATES {
+            let config = preset.config(experts, top_k)?;
+            let mut host = Gate::new(config.clone())?;
+            let logits: Vec<f32> = (0..tokens * experts)
+                .map(|_| (random.next() >> 40) as f32 / (1 << 20) as f32 - 8.0)
+                .collect();
+            let expected = host.route(&GateInput { logits: &logits, ..GateInput::default() })?;
+            let there = self.put(bytemuck::cast_slice(&logits))?;
+            let choices = u64::from(tokens * top_k) * 4;
+            let (ids, weights) = (allocate(self.context, choices)?, allocate(self.context, choices)?);
+            let status = PinnedMemory::new(self.context, 8)?;
+            let args = GateArgs {
+                tokens,
+                logits: whole(&there)?,
+                bias: None,
+                used: None,
+                experts: whole(&ids)?,
+                weights: whole(&weights)?,
+                status: status.range().word(0)?,
+            };
+            kernels.gate(&self.stream, &config, &args)?;
+            let seen = |range| bench::read(&self.stream, range, self.task.patience());
+            let of = |what| format!("{what} of {preset}");
+            same(of("experts"), &seen(&ids)?, bytemuck::cast_slice(expected.experts()))?;
+            same(of("weights"), &seen(&weights)?, bytemuck::cast_slice(expected.weights()))?;
+        }
+        Ok(format!("{tokens} tokens, {}", GATES.map(|(preset, ..)| preset.name()).join(", ")))
     }
 
     fn copy(&self) -> Result<String, CliError> {
