@@ -80,7 +80,8 @@ def ptx(source):
     # The driver's compiler may fuse products with sums unless both name their rounding.
     for entry in re.split(r"\.entry ", body):
         plain = re.sub(r"\bfma\.rn\.f32\b", "", entry) if re.match(r"\w*", entry)[0] in FUSED else entry
-        if loose := re.findall(r"\b(?:(?:add|sub|mul|div)\.(?!rn\.f32)\S*f32|(?:fma|mad)\S*f32|\S+\.(?:ftz|approx|full)\S*)", plain):
+        loose = r"\b(?:(?:add|sub|mul|div)\.(?!rn\.f\d\d)\S*f(?:32|64)|(?:fma|mad)\S*f(?:32|64)|\S+\.(?:ftz|approx|full)\S*)"
+        if loose := re.findall(loose, plain):
             sys.exit(f"arithmetic that is not IEEE's: {sorted(set(loose))}")
     return f"// Made from cuda/*.cu by cuda/build.py with NVRTC {FOR_PTX}.\n{body}\n"
 

@@ -236,3 +236,15 @@ DEVICE float float_of(u32 bits) {
     memcpy(&x, &bits, sizeof x);
     return x;
 }
+
+DEVICE u64 bits_of_double(double x) {
+    u64 bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+DEVICE double double_of(u64 bits) {
+    double x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}

@@ -19,7 +19,7 @@ struct Tally {
     u64 bins;      // i32 [choices]: the bin of each choice, or -1
     u64 before;    // u32 [choices]: choices of its bin before it
     u64 counts_at; // in a slot
-    u32 choices, n_experts, ranks, unused;
+    u32 choices, n_experts, ranks, n_bins;
 };
 
 struct MatchBlock {
@@ -54,18 +54,17 @@ DEVICE u32 nth(const struct Matches *m, u32 pass) {
     return m->first[pass] + __popc(m->chosen[pass] & ((1u << threadIdx.x % WARP) - 1));
 }
 
-// grid (bins): a block finds the choices of one bin.
-KERNEL(tally, struct Tally, p) {
-    SHARED(struct MatchBlock, s);
-    i32 own = (i32)blockIdx.x, *bins = AT(i32, p.bins);
+// Finds the choices of one bin.
+DEVICE void tally_bin(const struct Tally *p, struct MatchBlock *s, i32 own) {
+    i32 *bins = AT(i32, p->bins);
     u32 lane = threadIdx.x % WARP, count = 0;
-    for (u32 begin = 0; begin < p.choices; begin += EXPAND_PASSES * THREADS) {
+    for (u32 begin = 0; begin < p->choices; begin += EXPAND_PASSES * THREADS) {
         struct Matches m;
         for (u32 pass = 0; pass < EXPAND_PASSES; pass++) {
             u32 i = begin + pass * THREADS + threadIdx.x;
-            i32 expert = i < p.choices ? AT(const i32, p.experts)[i] : -1;
-            i32 bin = (u32)expert < p.n_experts ? AT(const i32, p.bin_of)[expert] : -1;
-            if (i < p.choices && bin < 0 && own == 0) bins[i] = -1;
+            i32 expert = i < p->choices ? AT(const i32, p->experts)[i] : -1;
+            i32 bin = (u32)expert < p->n_experts ? AT(const i32, p->bin_of)[expert] : -1;
+            if (i < p->choices && bin < 0 && own == 0) bins[i] = -1;
             m.chosen[pass] = __ballot_sync(ALL_LANES, bin == own);
         }
         count = number(s, &m, count);
@@ -73,11 +72,17 @@ KERNEL(tally, struct Tally, p) {
             u32 i = begin + pass * THREADS + threadIdx.x;
             if (!(m.chosen[pass] >> lane & 1)) continue;
             bins[i] = own;
-            AT(u32, p.before)[i] = nth(&m, pass);
+            AT(u32, p->before)[i] = nth(&m, pass);
         }
     }
-    for (u32 rank = threadIdx.x; rank < p.ranks; rank += THREADS)
-        AT(u32, AT(const u64, p.slots)[rank] + p.counts_at)[own] = count;
+    for (u32 rank = threadIdx.x; rank < p->ranks; rank += THREADS)
+        AT(u32, AT(const u64, p->slots)[rank] + p->counts_at)[own] = count;
+}
+
+// grid at most (bins).
+KERNEL(tally, struct Tally, p) {
+    SHARED(struct MatchBlock, s);
+    for (u32 bin = blockIdx.x; bin < p.n_bins; bin += gridDim.x) tally_bin(&p, s, (i32)bin);
 }
 
 struct Admit {
@@ -201,41 +206,48 @@ DEVICE void mark(const struct Expand *p) {
     }
 }
 
-// grid (own bins, or one, ranks + 1): block (bin, source) finds the rows of a source for one bin;
-// the last ones look at choices.
-KERNEL(expand, struct Expand, p) {
-    SHARED(struct ExpandBlock, s);
-    u32 source = blockIdx.y, lane = threadIdx.x % WARP, choices = p.max_tokens * p.top_k, count = 0;
-    i32 own = (i32)blockIdx.x;
-    if (source == p.ranks) {
-        mark(&p);
-        return;
-    }
-    u64 slot = p.received + source * p.slot_bytes, at = (u64)source * choices;
+// Finds the rows of a source for one bin.
+DEVICE void expand_bin(const struct Expand *p, struct ExpandBlock *s, u32 source, i32 own) {
+    u32 lane = threadIdx.x % WARP, choices = p->max_tokens * p->top_k, count = 0;
+    u64 slot = p->received + source * p->slot_bytes, at = (u64)source * choices;
     const i32 *experts = AT(const i32, slot + sizeof(struct Head));
-    u32 row = (u32)own < p.own ? AT(const u32, p.first)[source * p.own + own] : 0;
-    if (threadIdx.x == 0) s->refusal = *AT(const u32, p.refusal);
-    __syncthreads();
+    u32 row = (u32)own < p->own ? AT(const u32, p->first)[source * p->own + own] : 0;
     int refused = s->refusal != 0;
     for (u32 begin = 0; begin < choices; begin += EXPAND_PASSES * THREADS) {
         struct Matches m;
         for (u32 pass = 0; pass < EXPAND_PASSES; pass++) {
             u32 i = begin + pass * THREADS + threadIdx.x;
             i32 expert = i < choices ? experts[i] : -1;
-            if (i < choices && own == 0 && (u32)expert >= p.own)
-                AT(i32, p.rows)[at + i] = AT(i32, p.sums)[at + i] = -1;
-            m.chosen[pass] = __ballot_sync(ALL_LANES, expert == own && (u32)own < p.own);
+            if (i < choices && own == 0 && (u32)expert >= p->own)
+                AT(i32, p->rows)[at + i] = AT(i32, p->sums)[at + i] = -1;
+            m.chosen[pass] = __ballot_sync(ALL_LANES, expert == own && (u32)own < p->own);
         }
         count = number(&s->match, &m, count);
         for (u32 pass = 0; pass < EXPAND_PASSES; pass++) {
             u32 i = begin + pass * THREADS + threadIdx.x, to = row + nth(&m, pass);
             if (!(m.chosen[pass] >> lane & 1)) continue;
-            int lands = !refused && to < p.budget;
-            AT(i32, p.rows)[at + i] = lands ? (i32)to : -1;
-            AT(i32, p.sums)[at + i] = AT(const i32, p.place)[own];
+            int lands = !refused && to < p->budget;
+            AT(i32, p->rows)[at + i] = lands ? (i32)to : -1;
+            AT(i32, p->sums)[at + i] = AT(const i32, p->place)[own];
             if (!lands) continue;
-            AT(i32, p.index)[to] = (i32)(source * p.slot_rows + p.header_rows + i / p.top_k);
-            AT(u32, p.weights)[to] = AT(const u32, slot + p.weights_at)[i];
+            AT(i32, p->index)[to] = (i32)(source * p->slot_rows + p->header_rows + i / p->top_k);
+            AT(u32, p->weights)[to] = AT(const u32, slot + p->weights_at)[i];
         }
+    }
+}
+
+// grid at most (own bins, or one, ranks + 1): beside a row of bins for each source there is one for
+// this rank's choices.
+KERNEL(expand, struct Expand, p) {
+    SHARED(struct ExpandBlock, s);
+    if (threadIdx.x == 0) s->refusal = *AT(const u32, p.refusal);
+    __syncthreads();
+    for (u32 source = blockIdx.y; source <= p.ranks; source += gridDim.y) {
+        if (source == p.ranks) {
+            mark(&p);
+            break;
+        }
+        u32 own = p.own ? p.own : 1;
+        for (u32 bin = blockIdx.x; bin < own; bin += gridDim.x) expand_bin(&p, s, source, (i32)bin);
     }
 }

@@ -1,5 +1,6 @@
 // What an MoE layer computes around its dispatch and combine: a module of its own, which layers on
 // a device load.
+#include "gate.cu"
 #include "matmul.cu"
 #include "swiglu.cu"
 #include "tokens.cu"

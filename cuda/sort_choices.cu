@@ -2,17 +2,18 @@
 // counting sort of the choices. Where a token is one row however many of its choices are in a bin,
 // the first of them is the one that counts.
 //
-//     grid (bins): a block finds the rows of one bin. It looks at all choices twice: how many
-//     belong to lower bins, and which are its own. Behind the last row of all the last block writes
-//     -1.
+//     grid at most (bins): a block finds the rows of one bin, and then of others. For each it looks
+//     at all choices twice: how many belong to lower bins, and which are its own. Behind the rows
+//     of the last bin it writes -1.
 #include "shim.h"
 
 struct SortChoices {
     u64 experts; // i32 [choices]; -1: dropped
     u64 bin_of;  // i32 [n_experts]
     u64 order;   // i32 [choices]: the token of each row
-    u32 choices, top_k, n_experts;
+    u32 choices, top_k, n_experts, n_bins;
     u32 once; // a token has one row in a bin
+    u32 unused;
 };
 
 // Choices that a thread looks at between two barriers.
@@ -37,24 +38,23 @@ DEVICE i32 bin_of(const struct SortChoices *p, u32 choice) {
     return bin;
 }
 
-KERNEL(sort_choices, struct SortChoices, p) {
-    SHARED(struct SortBlock, s);
-    i32 bin = (i32)blockIdx.x, *order = AT(i32, p.order);
+DEVICE void sort_bin(const struct SortChoices *p, struct SortBlock *s, i32 bin) {
+    i32 *order = AT(i32, p->order);
     u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, below = 0;
     if (threadIdx.x == 0) s->below = 0;
     __syncthreads();
-    for (u32 i = threadIdx.x; i < p.choices; i += THREADS) {
-        i32 other = bin_of(&p, i);
+    for (u32 i = threadIdx.x; i < p->choices; i += THREADS) {
+        i32 other = bin_of(p, i);
         below += other >= 0 && other < bin;
     }
     atomicAdd(&s->below, below);
     __syncthreads();
     u32 row = s->below;
-    for (u32 begin = 0; begin < p.choices; begin += SORT_PASSES * THREADS) {
+    for (u32 begin = 0; begin < p->choices; begin += SORT_PASSES * THREADS) {
         u32 chosen[SORT_PASSES];
         for (u32 pass = 0; pass < SORT_PASSES; pass++) {
             u32 i = begin + pass * THREADS + threadIdx.x;
-            chosen[pass] = __ballot_sync(ALL_LANES, i < p.choices && bin_of(&p, i) == bin);
+            chosen[pass] = __ballot_sync(ALL_LANES, i < p->choices && bin_of(p, i) == bin);
             if (lane == 0) s->counts[pass * WARPS + warp] = __popc(chosen[pass]);
         }
         __syncthreads();
@@ -64,10 +64,18 @@ KERNEL(sort_choices, struct SortChoices, p) {
                 if (other == warp) first = row;
                 row += s->counts[pass * WARPS + other];
             }
-            if (chosen[pass] >> lane & 1) order[first + __popc(chosen[pass] & ((1u << lane) - 1))] = (i32)(i / p.top_k);
+            if (chosen[pass] >> lane & 1) order[first + __popc(chosen[pass] & ((1u << lane) - 1))] = (i32)(i / p->top_k);
         }
         __syncthreads();
     }
-    if (blockIdx.x + 1 == gridDim.x)
-        for (u32 i = row + threadIdx.x; i < p.choices; i += THREADS) order[i] = -1;
+    if ((u32)bin + 1 == p->n_bins)
+        for (u32 i = row + threadIdx.x; i < p->choices; i += THREADS) order[i] = -1;
+}
+
+KERNEL(sort_choices, struct SortChoices, p) {
+    SHARED(struct SortBlock, s);
+    for (u32 bin = blockIdx.x; bin < p.n_bins; bin += gridDim.x) {
+        sort_bin(&p, s, (i32)bin);
+        __syncthreads();
+    }
 }

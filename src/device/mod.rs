@@ -68,7 +68,7 @@ pub use driver::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrd
 #[doc(hidden)]
 pub use flags::MemOpBatch;
 #[doc(hidden)]
-pub use kernels::{AccumulateArgs, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape};
+pub use kernels::{AccumulateArgs, GateArgs, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape};
 #[doc(hidden)]
 pub use kernels::{
     Addresses, Admit, Check, ChoiceArgs, CountArgs, DotScale, Expand, FetchWeights, Kernels, Pack,

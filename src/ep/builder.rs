@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::device::EnqueuedSettings;
 use super::{CallExecutor, ExpertParallel, Feature};
-use crate::device::Stream;
+use crate::device::{Priority, Stream};
 use crate::dtype::{Dtype, Fp8RowShape, PartialDtype};
 use crate::ep::device::slots::SlotExchange;
 use crate::error::{CallKind, Error, PlanError};
@@ -33,6 +33,8 @@ pub(super) struct Spec {
     /// Every row goes to every rank; `top_k` is then the number of choices that go along, and 0 if
     /// none do.
     pub gathers: bool,
+    /// Limit on the blocks of each kernel, if there is one. Ranks may choose differently.
+    pub max_blocks: Option<u32>,
 }
 
 impl Spec {
@@ -74,7 +76,8 @@ impl Spec {
     }
 }
 
-/// Settings of an [`ExpertParallel`]. All ranks must choose the same.
+/// Settings of an [`ExpertParallel`]. All ranks must choose the same, except the stream, its
+/// [`priority`](Self::priority) and [`max_blocks`](Self::max_blocks).
 #[derive(Clone, Debug)]
 pub struct ExpertParallelBuilder<'g> {
     group: &'g Group,
@@ -86,6 +89,7 @@ pub struct ExpertParallelBuilder<'g> {
     graphs: Graphs,
     max_in_flight: Option<u32>,
     device_heap: Option<u64>,
+    priority: Option<Priority>,
 }
 
 /// Default limit of dispatches that may be alive at once on a device.
@@ -141,6 +145,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             spans: false,
             strategy: Strategy::AllToAll,
             gathers: false,
+            max_blocks: None,
         };
         Ok(ExpertParallelBuilder {
             group,
@@ -152,6 +157,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             graphs: Graphs::Off,
             max_in_flight: None,
             device_heap: None,
+            priority: None,
         })
     }
 
@@ -326,6 +332,23 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
+    /// On a device: blocks of each kernel, at most, so that work on other streams keeps its
+    /// multiprocessors meanwhile. A block has 256 threads and goes through more rows the fewer
+    /// there are. No bit depends on it. Default: as many as the device has at work, which ends the
+    /// kernel soonest where it runs alone.
+    pub fn max_blocks(mut self, blocks: u32) -> Self {
+        self.spec.max_blocks = Some(blocks);
+        self
+    }
+
+    /// On a device, with exact sizes or a budget that no graphs hold: priority of the instance's
+    /// own stream, which has copy engines move rows. Kernels go on the caller's stream, with its
+    /// priority. Default: [`Priority::Highest`].
+    pub fn priority(mut self, priority: Priority) -> Self {
+        self.priority = Some(priority);
+        self
+    }
+
     /// Allocates what the instance needs and lays missing connections. Collective.
     ///
     /// # Errors
@@ -370,6 +393,7 @@ impl<'g> ExpertParallelBuilder<'g> {
                 stream: Arc::clone(stream),
                 max_in_flight: self.max_in_flight.unwrap_or(MAX_IN_FLIGHT),
                 device_heap: self.device_heap.unwrap_or(DEVICE_HEAP),
+                priority: self.priority.unwrap_or(Priority::Highest),
             }),
         }
     }
@@ -393,17 +417,25 @@ impl<'g> ExpertParallelBuilder<'g> {
             SlotExchange::check_settings(&self.spec)?;
         }
         let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
-        match (instance, self.max_in_flight, self.device_heap) {
-            (Instance::Enqueued(_), ..) | (_, None, None) => Ok(()),
-            (_, Some(seen), _) => bad(
-                "max_in_flight",
-                seen.into(),
-                "not set, but on a device, for calls that the host finishes",
-            ),
-            (_, None, Some(seen)) => {
-                bad("device_heap", seen, "not set, but on a device, for calls that the host finishes")
+        match (instance, self.spec.max_blocks) {
+            (_, Some(0)) => return bad("max_blocks", 0, "at least 1"),
+            (Instance::Host, Some(seen)) => {
+                return bad("max_blocks", seen.into(), "not set, but on a device");
             }
+            _ => {}
         }
+        if matches!(instance, Instance::Enqueued(_)) {
+            return Ok(());
+        }
+        let of_enqueuer = [
+            ("max_in_flight", self.max_in_flight.map(u64::from)),
+            ("device_heap", self.device_heap),
+            ("priority", self.priority.map(|priority| priority as u64)),
+        ];
+        of_enqueuer.into_iter().try_for_each(|(parameter, seen)| match seen {
+            Some(seen) => bad(parameter, seen, "not set, but on a device, for calls that the host finishes"),
+            None => Ok(()),
+        })
     }
 
     fn check(&self) -> Result<(), PlanError> {

@@ -175,6 +175,7 @@ impl<'g> CollectiveBuilder<'g> {
             spans: false,
             strategy: Strategy::AllToAll,
             gathers: true,
+            max_blocks: None,
         };
         Ok(RowCollective { ep: HostExchange::new(self.group, spec)?, everyone: GroupRouting::default() })
     }

@@ -59,6 +59,9 @@ pub struct Report {
     /// GPU kernels that ran before rows were packed or after they had landed. In between, SMs make
     /// what [`EnqueueCounts::copies_by_sms`] counts, and nothing else.
     pub kernels: Vec<&'static str>,
+    /// Device: limit on the blocks of each of them, if there is one
+    /// ([`ExpertParallelBuilder::max_blocks`](super::ExpertParallelBuilder::max_blocks)).
+    pub max_blocks: Option<u32>,
     /// Device: other ranks on this rank's own device.
     pub same_device: u32,
     /// Device: reason why inter-node rows are staged in memory of the host, if they are. Then

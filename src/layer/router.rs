@@ -1,7 +1,7 @@
 //! The router's part of a step: from tokens to choices, and back.
 //!
-//! Products are made where the tokens are. The gate, its losses and their gradients are the host's
-//! in either place: exact scores take arithmetic of 64 bits.
+//! Products are made where the tokens are. A layer on a device may choose experts there. All else
+//! of the gate, its losses and their gradients are the host's in either place.
 
 use super::MoeLayer;
 use super::f32_rows::widened;
@@ -80,6 +80,18 @@ impl Gated {
             logits = noisy;
         }
         Ok(Gated { logits, decision, balance, z, of_logits })
+    }
+
+    /// What a device chose, without losses. The logits come [later](Self::bring), where gradients
+    /// are asked for.
+    pub fn chosen(decision: Decision) -> Self {
+        Gated { logits: Vec::new(), decision, balance: 0.0, z: 0.0, of_logits: Vec::new() }
+    }
+
+    /// The logits by which a device chose.
+    pub fn bring(&mut self, logits: Vec<f32>) {
+        self.of_logits = vec![0.0; logits.len()];
+        self.logits = logits;
     }
 
     pub fn tokens(&self) -> usize {

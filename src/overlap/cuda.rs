@@ -4,7 +4,7 @@
 //! ```text
 //!   caller's stream    --*-------------------wait--g0--*------ ... --------wait--   compute 0
 //!                         \                  /          \                  /
-//!   transfer 0             wait--d0--*------*--d1--*     wait--c0-- ... --*          priority: highest
+//!   transfer 0             wait--d0--*------*--d1--*     wait--c0-- ... --*
 //!
 //!   * a mark is recorded     wait: an edge to a node of another stream
 //! ```
@@ -36,8 +36,7 @@ use super::{Executor, Graph, NodeInfo, StreamId as Name, outcome};
 use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{DeviceError, OverlapError};
 
-/// Streams of a device for graphs, in addition to the caller's. Transfers have the highest priority
-/// of the device: they are short to launch and long to run, and should not queue behind products.
+/// Streams of a device for graphs, in addition to the caller's.
 #[derive(Debug)]
 pub struct StreamPool {
     context: Arc<Context>,
@@ -49,18 +48,25 @@ pub struct StreamPool {
 }
 
 impl StreamPool {
-    /// `compute` streams that compute, the caller's counted, and `transfer` that move bytes.
+    /// `compute` streams that compute, the caller's counted, and `transfer` that move bytes, with
+    /// this priority: transfers are short to launch and long to run, and with the highest one they
+    /// do not queue behind products.
     ///
     /// # Errors
     /// [`DeviceError::Call`].
-    pub fn new(context: &Arc<Context>, compute: u32, transfer: u32) -> Result<Self, DeviceError> {
+    pub fn new(
+        context: &Arc<Context>,
+        compute: u32,
+        transfer: u32,
+        priority: Priority,
+    ) -> Result<Self, DeviceError> {
         let make = |count: u32, priority| -> Result<Vec<_>, _> {
             (0..count).map(|_| Stream::new(context, priority).map(Arc::new)).collect()
         };
         Ok(StreamPool {
             context: Arc::clone(context),
             compute: make(compute.saturating_sub(1), Priority::Normal)?,
-            transfer: make(transfer, Priority::Highest)?,
+            transfer: make(transfer, priority)?,
             marks: Mutex::default(),
         })
     }

@@ -93,7 +93,9 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     assert_eq!(state(&driver, "memory by descriptor"), "right");
     let kernels = rows(&report, "kernels");
     assert_eq!(kernels.iter().filter(|row| row["what"].as_str().unwrap().starts_with("sum ")).count(), 5);
-    assert_eq!((state(&kernels, "product"), state(&kernels, "copy by SMs")), ("right", "right"));
+    for what in ["gate", "product", "copy by SMs"] {
+        assert_eq!(state(&kernels, what), "right", "{what}");
+    }
     let exchange = rows(&report, "exchange");
     for what in [
         "2 ranks",
@@ -145,8 +147,15 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     assert!(text.contains("Locks: all pass"), "{text}");
     let activity = rows(&report, "activity");
     assert_eq!(activity.iter().map(|row| &row["state"]).collect::<Vec<_>>(), ["right"; 3], "{activity:#?}");
-    for part in ["interference", "costs"] {
-        let rows = rows(&report, part);
+    let blocks = rows(&report, "blocks");
+    assert_eq!(state(&blocks, "bits with every limit"), "right");
+    let limits: Vec<_> = blocks.iter().filter(|row| !row["limited"].is_null()).collect();
+    let limited = |row: &&&Value| row["limited"]["blocks"].as_u64();
+    assert_eq!(limits.iter().map(limited).collect::<Vec<_>>(), [None, Some(4), Some(2), Some(1)]);
+    assert!(limits.iter().all(|row| row["limited"]["slowdown"].as_f64().unwrap() > 0.0));
+    for part in ["interference", "costs", "blocks"] {
+        let mut rows = rows(&report, part);
+        rows.retain(|row| row["what"] != "bits with every limit");
         assert!(rows.len() >= 3, "{part}: {rows:#?}");
         for row in rows {
             assert_eq!(row["state"], "measured", "{row}");
@@ -158,7 +167,7 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
 
 /// As help and errors list them: in the order in which they run.
 const PARTS: &str = "driver, kernels, locks, queues, processes, conformance, costs, audit, activity, \
-                     exchange, interference";
+                     exchange, interference, blocks";
 
 #[test]
 fn what_is_missing_is_said_and_nothing_runs() {
@@ -251,7 +260,7 @@ fn a_part_that_dies_costs_its_own_rows_alone() {
     assert_eq!((output.status.code(), &report["correct"]), (Some(1), &Value::Bool(false)));
     assert_eq!(state(&rows(&report, "driver"), "modules"), "wrong");
     assert_eq!(state(&rows(&report, "driver"), "batches"), "right");
-    for part in ["kernels", "audit", "interference"] {
+    for part in ["kernels", "audit", "interference", "blocks"] {
         assert_eq!(state(&rows(&report, part), "to its end"), "wrong", "{part}");
     }
     assert!(String::from_utf8_lossy(&output.stdout).contains("NOT RIGHT"));

@@ -56,7 +56,7 @@ static void exact(sidelane_group_t *group, sidelane_stream_t *stream, CUstream c
     sidelane_ep_t *ep = NULL;
     sidelane_ep_options_t options = {.size = sizeof options, .experts = EXPERTS, .top_k = TOP_K, .hidden = HIDDEN,
                                      .dtype = SIDELANE_DTYPE_F32, .max_tokens = MOST, .stream = stream,
-                                     .device_heap = 1 << 20};
+                                     .device_heap = 1 << 20, .max_blocks = 2};
     CHECK(sidelane_ep_build(group, &options, NULL, &ep));
     sidelane_ep_info_t info = {.size = sizeof info};
     CHECK(sidelane_ep_info(ep, &info));
@@ -113,7 +113,7 @@ static void exact(sidelane_group_t *group, sidelane_stream_t *stream, CUstream c
 
         sidelane_report_t report = {.size = sizeof report};
         CHECK(sidelane_handle_report(handle, &report));
-        REQUIRE(strcmp(report.kernels[0].name, "sort_choices") == 0);
+        REQUIRE(strcmp(report.kernels[0].name, "sort_choices") == 0 && report.max_blocks == 2);
         REQUIRE(report.copied_bytes == (round == 2 ? layout.rows * ROW : 0));
         // Before CUDA 13.1 multiprocessors copy the rows that stay on the device.
         REQUIRE(report.enqueued.copies_by_sms <= report.enqueued.copies);

@@ -651,8 +651,9 @@ typedef struct {
     // SIDELANE_ORDER_RANK and SIDELANE_ROUTE_DIRECT, and move `max_tokens` rows to each rank in
     // every call. Calls in fixed slots can always be captured.
     uint32_t graphs;
-    // 0.
-    uint32_t reserved;
+    // Device: blocks of each kernel, at most, so that work on other streams keeps its
+    // multiprocessors meanwhile. No bit depends on it. 0: as many as the device has at work.
+    uint32_t max_blocks;
 } sidelane_ep_options_t;
 
 // Which rank holds which expert, if not in contiguous blocks. An expert may have several replicas.
@@ -964,6 +965,8 @@ typedef struct {
     // Device: how NICs address device memory where rows between nodes move by GPUDirect: "dma-buf"
     // or "address".
     char registration[16];
+    // Device: limit on the blocks of each kernel (sidelane_ep_options_t.max_blocks); 0: none.
+    uint64_t max_blocks;
 } sidelane_report_t;
 
 // Settings of a collective: all ranks must pass the same. 0 is the default of every field but

@@ -95,6 +95,8 @@ static void builds(void) {
     options = good();
     options.stream = NULL;
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "max_in_flight");
+    options.max_blocks = 4;
+    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "max_blocks");
     options = good();
     CHECK(sidelane_ep_build(group, &options, NULL, &ep));
     sidelane_ep_options_t few = good();

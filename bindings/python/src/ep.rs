@@ -48,13 +48,13 @@ pub struct ExpertParallel {
 
 #[pymethods]
 impl ExpertParallel {
-    /// Collective: all ranks of the group choose alike, but for device and stream.
+    /// Collective: all ranks of the group choose alike, but for device, stream and max_blocks.
     #[new]
     #[pyo3(signature = (
         group, *, experts=None, top_k=1, hidden, dtype=None, expert_map=None, order="expert", wire="f32",
         layout="expert-major", route="direct", strategy="all-to-all", align=1, max_tokens=4096, weighted=false,
         spans=false, fp8=false, budget=None, slots=None, overflow="error", graphs="off", device=None,
-        stream=None, max_in_flight=None, device_heap=None
+        stream=None, max_in_flight=None, device_heap=None, max_blocks=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "Python's keywords are its builder")]
     fn new(
@@ -83,6 +83,7 @@ impl ExpertParallel {
         stream: Option<usize>,
         max_in_flight: Option<u32>,
         device_heap: Option<u64>,
+        max_blocks: Option<u32>,
     ) -> PyResult<Self> {
         let group = group_of(group)?;
         let (open_world, members) = (group.get().open_world(), group.get().get()?);
@@ -119,6 +120,7 @@ impl ExpertParallel {
             let builder = on.iter().fold(builder, |builder, on| builder.on(&on.stream()));
             let builder = max_in_flight.into_iter().fold(builder, ExpertParallelBuilder::max_in_flight);
             let builder = device_heap.into_iter().fold(builder, ExpertParallelBuilder::device_heap);
+            let builder = max_blocks.into_iter().fold(builder, ExpertParallelBuilder::max_blocks);
             let builder = placed(builder, experts, expert_map.as_deref())?;
             Ok((builder, (dtype, rows == RowLayout::RankMajor, on)))
         };

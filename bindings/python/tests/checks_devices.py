@@ -13,7 +13,7 @@ def exchanges(world, of, device, **settings):
     stream = device.new_stream()
     graphs = settings.pop("graphs", "off")
     room = {"device_heap": 1 << 20, "max_in_flight": 2} if graphs == "off" else {"graphs": graphs}
-    on = {"device": device.number, "stream": stream} | room
+    on = {"device": device.number, "stream": stream, "max_blocks": settings.pop("max_blocks", None)} | room
     planned, host = sidelane.ExpertParallel(world, **settings, **on), sidelane.ExpertParallel(world, **settings)
     assert (planned.device, planned.stream) == (device.number, stream)
     executor = "enqueuer" if graphs == "off" else "constant-program"
@@ -34,9 +34,9 @@ def experts(rows):
 
 
 def check_rows_and_sums_are_those_of_the_host(world):
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype, blocks in ((torch.float32, None), (torch.bfloat16, 1), (torch.float16, 7)):
         of, me, device = case(world.size, dtype=dtype), world.rank, Device(world.rank)
-        planned, host = exchanges(world, of, device)
+        planned, host = exchanges(world, of, device, max_blocks=blocks)
         for _ in range(3):
             there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
             rows, handle = planned.dispatch(*sent(of, me, device))
@@ -56,6 +56,7 @@ def check_rows_and_sums_are_those_of_the_host(world):
             assert planned.combine(y, handle, out) is out
             same(device.read_sums(planned, out), host.combine(experts(there), expected))
             assert (handle.status, handle.copied_bytes) == (0, 0)
+            assert handle.report()["max_blocks"] == handle.returned()["max_blocks"] == blocks
 
 
 def check_steps_of_training_are_those_of_the_host(world):
@@ -387,7 +388,7 @@ def check_what_a_place_does_not_have_is_refused_by_name(world):
     assert refused(lambda: planned.dispatch(*sent_here)) == ("CallError", "TooManyInFlight")
     del more
     planned.dispatch(*sent_here)
-    for settings in ({"max_in_flight": 1}, {"device_heap": 1 << 20}, {"device": me, "stream": device.stream, "strategy": "all-gather"}):
+    for settings in ({"max_in_flight": 1}, {"device_heap": 1 << 20}, {"max_blocks": 1}, {"max_blocks": 0, "stream": device.stream}, {"device": me, "stream": device.stream, "strategy": "all-gather"}):
         error = raised(lambda: sidelane.ExpertParallel(world, experts=4, hidden=128, **settings))
         assert error.kind in ("BadParameter", "NotAvailable"), error
 

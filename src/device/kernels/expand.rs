@@ -8,9 +8,8 @@
 
 use std::sync::Arc;
 
-use super::{Addresses, Kernels, THREADS, blocks_at_work};
+use super::{Addresses, Kernels};
 use super::{Operands, VECTOR, WORD, bytes};
-use crate::device::module::Grid;
 use crate::device::module::{Function, Module};
 use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
@@ -132,7 +131,7 @@ struct TallyParameters {
     choices: u32,
     n_experts: u32,
     ranks: u32,
-    unused: u32,
+    n_bins: u32,
 }
 
 /// `struct Admit` of the source.
@@ -240,12 +239,12 @@ impl Kernels {
             choices,
             n_experts,
             ranks: tally.slots.count,
-            unused: 0,
+            n_bins: shape.bins(),
         };
-        let grid = Grid::line(shape.bins(), THREADS);
+        let grid = self.limit.grid([shape.bins(), 1]);
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
-        // choices below `choices`, experts are compared before they are used, and bins are those of
-        // the grid, which slots have counts of.
+        // choices below `choices`, experts are compared before they are used, and bins are
+        // those which slots have counts of.
         unsafe { self.expansion.tally.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 
@@ -291,9 +290,7 @@ impl Kernels {
             align,
             strict: (admit.overflow == Overflow::Error).into(),
         };
-        let at_work = blocks_at_work(stream);
-        let blocks = budget.div_ceil(THREADS).clamp(1, at_work);
-        let grid = Grid::line(blocks, THREADS);
+        let grid = self.limit.threads(stream, budget.into());
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
         // bins below `bins`, of which the table of starts has those of each rank, ranks below
         // `ranks` and rows below `budget`.
@@ -346,7 +343,7 @@ impl Kernels {
             header_rows: shape.header_rows(),
             choices,
         };
-        let grid = Grid { blocks: [own.max(1), ranks + 1, 1], ..Grid::line(1, THREADS) };
+        let grid = self.limit.grid([own.max(1), ranks + 1]);
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
         // choices below those of a slot, rows are compared with `budget` before they are used, and
         // bins are those that `tally` wrote.

@@ -4,9 +4,9 @@ use std::ffi::CStr;
 use std::sync::Arc;
 
 use super::sum::check_columns;
-use super::{Addresses, Operands, THREADS, VECTOR, WORD, bytes};
+use super::{AT_WORK, Addresses, BlockLimit, Operands, VECTOR, WORD, bytes};
 use crate::device::context::Context;
-use crate::device::module::{Function, Grid, Module};
+use crate::device::module::{Function, Module};
 use crate::device::range::{ByteSpan, DeviceRange};
 use crate::device::stream::Stream;
 use crate::dtype::Dtype;
@@ -18,8 +18,8 @@ const PTX: &str = concat!(include_str!("../../../cuda/layer.ptx"), "\0");
 /// Rows and columns of a tile of a product: `TILE_SIDE` in the source.
 const TILE: u32 = 64;
 
-/// Blocks that a multiprocessor has at work: of products, and of all other kernels.
-const AT_WORK: [u32; 2] = [2, 8];
+/// Blocks of a product that a multiprocessor has at work.
+const PRODUCTS_AT_WORK: u32 = 2;
 
 /// The kernels of a layer, loaded for one device.
 #[derive(Clone, Debug)]
@@ -31,7 +31,8 @@ pub struct LayerKernels {
     weigh: [Function; 3],
     accumulate: [Function; 3],
     gather: Function,
-    max_blocks: u32,
+    pub(super) gate: Function,
+    pub(super) limit: BlockLimit,
 }
 
 /// A product of matrices in f32 for each group: of rows that lie one group after another with a
@@ -220,14 +221,15 @@ impl LayerKernels {
             weigh: each([c"weigh_f32", c"weigh_bf16", c"weigh_f16"])?,
             accumulate: each([c"accumulate_f32", c"accumulate_bf16", c"accumulate_f16"])?,
             gather: module.function(c"gather")?,
-            max_blocks: u32::MAX,
+            gate: module.function(c"gate")?,
+            limit: BlockLimit::default(),
         })
     }
 
-    /// The same kernels, of which a launch has at most so many blocks, and so takes no more
-    /// multiprocessors. Blocks then go through more of the work, and no bit changes.
-    pub fn max_blocks(self, blocks: u32) -> Self {
-        LayerKernels { max_blocks: blocks.max(1), ..self }
+    /// The same kernels with a limit on blocks, as
+    /// [`Kernels::max_blocks`](super::Kernels::max_blocks).
+    pub fn max_blocks(self, blocks: Option<u32>) -> Self {
+        LayerKernels { limit: BlockLimit(blocks), ..self }
     }
 
     /// Enqueues a product: to the bit the host's [`product`](crate::rows::product) of each group,
@@ -297,7 +299,7 @@ impl LayerKernels {
             }
         };
         let tiles = tiles.saturating_mul(columns.div_ceil(TILE).into());
-        let grid = self.grid(stream, tiles, AT_WORK[0]);
+        let grid = self.limit.line(stream, tiles, PRODUCTS_AT_WORK);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // it goes to no row behind the last, for any table of segments.
         unsafe { self.matmul.launch_struct(stream, operands.held(), grid, &parameters) }
@@ -341,7 +343,7 @@ impl LayerKernels {
             operands.span("act", act, needed, WORD)?,
             count,
         ];
-        let grid = self.threads(stream, count);
+        let grid = self.limit.threads(stream, count);
         // SAFETY: the struct of both sources has these words. The kernels stay inside the checked
         // memory, elements below `count`.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
@@ -368,7 +370,7 @@ impl LayerKernels {
             operands.span("rows", rows, bytes([count, dtype.size() as u64]), VECTOR)?,
             count,
         ];
-        let grid = self.threads(stream, count * dtype.size() as u64 / VECTOR);
+        let grid = self.limit.threads(stream, count * dtype.size() as u64 / VECTOR);
         // SAFETY: the struct of the source has these words. The kernel stays inside the checked
         // memory: whole vectors below `count`.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
@@ -399,7 +401,7 @@ impl LayerKernels {
             columns,
         };
         let grid =
-            self.threads(stream, u64::from(n_rows) * u64::from(columns) * dtype.size() as u64 / VECTOR);
+            self.limit.threads(stream, u64::from(n_rows) * u64::from(columns) * dtype.size() as u64 / VECTOR);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // rows below `n_rows`, of whole vectors below `columns`.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
@@ -430,7 +432,7 @@ impl LayerKernels {
             ],
             count,
         };
-        let grid = self.threads(stream, count / elements);
+        let grid = self.limit.threads(stream, count / elements);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // whole vectors below `count`.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
@@ -471,22 +473,10 @@ impl LayerKernels {
             n_runs: runs.count,
             columns,
         };
-        let grid = self.grid(stream, runs.count.into(), AT_WORK[1]);
+        let grid = self.limit.line(stream, runs.count.into(), AT_WORK);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // every run was compared with its matrix and with the result.
         unsafe { self.gather.launch_struct(stream, operands.held(), grid, &parameters) }
-    }
-
-    /// Blocks for so many threads, or as many as the device has at work.
-    fn threads(&self, stream: &Stream, threads: u64) -> Grid {
-        self.grid(stream, threads.div_ceil(THREADS.into()), AT_WORK[1])
-    }
-
-    /// So many blocks, or as many as the device has at work, and no more than the limit; one if
-    /// there are none.
-    fn grid(&self, stream: &Stream, blocks: u64, each: u32) -> Grid {
-        let at_work = stream.context().facts().multiprocessors.saturating_mul(each).clamp(1, 1 << 16);
-        Grid::line(blocks.clamp(1, at_work.min(self.max_blocks).into()) as u32, THREADS)
     }
 }
 

@@ -18,6 +18,7 @@
 //! stream. [`Addresses`] is a table of addresses in memory that kernels read.
 
 mod expand;
+mod gate;
 mod layer;
 mod routing;
 mod rows;
@@ -28,6 +29,7 @@ use std::sync::{Arc, MutexGuard};
 
 use expand::ExpandFunctions;
 pub use expand::{Admit, Expand, Tally};
+pub use gate::GateArgs;
 pub use layer::{AccumulateArgs, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape};
 pub use routing::{Check, ChoiceArgs, CountArgs, SortArgs};
 use rows::RecordFunctions;
@@ -37,7 +39,7 @@ use sum::{GradientFunctions, SumChoicesFunctions, SumFunctions};
 
 use super::context::Context;
 use super::flags::MemOpBatch;
-use super::module::{Function, Module};
+use super::module::{Function, Grid, Module};
 use super::range::{ByteSpan, Claims, DeviceRange, Value, Word};
 use super::stream::Stream;
 use crate::error::DeviceError;
@@ -50,12 +52,37 @@ const PTX: &str = concat!(include_str!("../../../cuda/kernels.ptx"), "\0");
 /// Threads of a block: `THREADS` in `cuda/shim.h`.
 const THREADS: u32 = 256;
 
-/// Blocks that a multiprocessor has at work.
-const BLOCKS_AT_WORK: u32 = 8;
+/// Blocks that a multiprocessor has at work, of kernels that move or add up rows.
+const AT_WORK: u32 = 8;
 
-/// Blocks that the device of a stream has at work.
-fn blocks_at_work(stream: &Stream) -> u32 {
-    stream.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK).clamp(1, 1 << 16)
+/// Blocks that the device of a stream has at work, so many on each multiprocessor.
+fn blocks_at_work(stream: &Stream, each: u32) -> u32 {
+    stream.context.facts().multiprocessors.saturating_mul(each).clamp(1, 1 << 16)
+}
+
+/// Limit on the blocks of a launch, if there is one. Blocks go through the work in strides of their
+/// grid, so no bit depends on it.
+#[derive(Clone, Copy, Debug, Default)]
+struct BlockLimit(Option<u32>);
+
+impl BlockLimit {
+    /// So many blocks along x and y, or as many of them as the limit lets run.
+    fn grid(self, [x, y]: [u32; 2]) -> Grid {
+        let most = self.0.unwrap_or(u32::MAX).max(1);
+        let y = y.min(most);
+        Grid { blocks: [x.min(most / y.max(1)), y, 1], ..Grid::line(1, THREADS) }
+    }
+
+    /// So many blocks in a line, or as many as the device has at work, and no more than the limit;
+    /// one if there are none.
+    fn line(self, stream: &Stream, blocks: u64, each: u32) -> Grid {
+        self.grid([blocks.clamp(1, blocks_at_work(stream, each).into()) as u32, 1])
+    }
+
+    /// The same for so many threads of kernels that move rows.
+    fn threads(self, stream: &Stream, threads: u64) -> Grid {
+        self.line(stream, threads.div_ceil(THREADS.into()), AT_WORK)
+    }
 }
 
 /// The kernels, loaded for one device.
@@ -73,6 +100,7 @@ pub struct Kernels {
     counts: Function,
     gradients: GradientFunctions,
     expansion: ExpandFunctions,
+    limit: BlockLimit,
 }
 
 impl Kernels {
@@ -98,7 +126,14 @@ impl Kernels {
             counts: module.function(c"counts")?,
             gradients: GradientFunctions::of(&module)?,
             expansion: ExpandFunctions::of(&module)?,
+            limit: BlockLimit::default(),
         })
+    }
+
+    /// The same kernels, of which a launch has at most so many blocks, one at least, and so takes
+    /// no more multiprocessors. Blocks then go through more of the work, and no bit changes.
+    pub fn max_blocks(self, blocks: Option<u32>) -> Self {
+        Kernels { limit: BlockLimit(blocks), ..self }
     }
 }
 

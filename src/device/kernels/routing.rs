@@ -8,7 +8,7 @@
 //!   check         heads of received slots: are they of this call, from ranks with the same settings?
 //! ```
 
-use super::{Kernels, Operands, THREADS, VECTOR, WORD, blocks_at_work, bytes};
+use super::{AT_WORK, Kernels, Operands, THREADS, VECTOR, WORD, bytes};
 use crate::device::module::Grid;
 use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
@@ -79,13 +79,10 @@ impl Kernels {
             unused: 0,
         };
         let needed = (u64::from(rows) * u64::from(top_k)).div_ceil(THREADS.into()).max(n_experts.into());
-        let at_work = blocks_at_work(stream);
-        let blocks = needed.clamp(1, at_work.into()) as u32;
+        let grid = self.limit.line(stream, needed, AT_WORK);
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
         // rows below `rows`, choices below `top_k` and counts below `n_experts`.
-        unsafe {
-            self.choices.launch_struct(stream, operands.held(), Grid::line(blocks, THREADS), &parameters)
-        }
+        unsafe { self.choices.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }
 
@@ -120,7 +117,9 @@ struct SortParameters {
     choices: u32,
     top_k: u32,
     n_experts: u32,
+    n_bins: u32,
     once: u32,
+    unused: u32,
 }
 
 impl Kernels {
@@ -155,18 +154,19 @@ impl Kernels {
             choices,
             top_k,
             n_experts,
+            n_bins: bins,
             once: sort.once.into(),
+            unused: 0,
         };
+        let grid = self.limit.grid([bins, 1]);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // choices below `choices`, experts are compared before they are used, and no more rows are
         // written than there are choices.
-        unsafe {
-            self.sort_choices.launch_struct(stream, operands.held(), Grid::line(bins, THREADS), &parameters)
-        }
+        unsafe { self.sort_choices.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }
 
-/// Experts, or ranks, that a block counts for: `WARP` in the source.
+/// Experts, or ranks, that a block counts for at a time: `WARP` in the source.
 const BINS: u32 = 32;
 
 /// Inputs and outputs of [`Kernels::counts`]. Memory may be larger than the sizes named here.
@@ -235,7 +235,7 @@ impl Kernels {
             n_experts,
             ranks,
         };
-        let grid = Grid::line(n_experts.div_ceil(BINS) + ranks.div_ceil(BINS), THREADS);
+        let grid = self.limit.grid([n_experts.div_ceil(BINS) + ranks.div_ceil(BINS), 1]);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // tokens below `tokens`, and every expert and rank is compared before it is used.
         unsafe { self.counts.launch_struct(stream, operands.held(), grid, &parameters) }

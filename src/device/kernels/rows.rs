@@ -8,8 +8,8 @@
 
 use std::sync::Arc;
 
-use super::{Addresses, Kernels, Operands, THREADS, VECTOR, WORD, blocks_at_work, bytes};
-use crate::device::module::{Function, Grid, Module};
+use super::{Addresses, Kernels, Operands, VECTOR, WORD, blocks_at_work, bytes};
+use crate::device::module::{Function, Module};
 use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
 use crate::dtype::{Dtype, Fp8RowShape};
@@ -18,7 +18,7 @@ use crate::plan::SlotShape;
 
 const PACK: &str = "pack";
 
-/// Rows of a slot that one block writes, at most: `PART_ROWS` in the source.
+/// Rows of a slot that a block writes at a time, at most: `PART_ROWS` in the source.
 const PART_ROWS: u32 = 512;
 
 /// Inputs and outputs of [`Kernels::pack`] and [`Kernels::pack_fp8`]. Memory may be larger than the
@@ -77,6 +77,8 @@ struct PackParameters {
     n_experts: u32,
     ranks: u32,
     hidden: u32,
+    parts: u32,
+    unused: u32,
 }
 
 impl Kernels {
@@ -132,6 +134,11 @@ impl Kernels {
         let (tokens, top_k) = (u64::from(pack.tokens), u64::from(shape.top_k()));
         let choices = bytes([tokens, top_k, WORD]);
         let map = bytes([pack.n_experts.into(), WORD]);
+        // Two blocks for each multiprocessor, or as many as the limit lets run. No part has more
+        // rows than a block can hold.
+        let blocks = blocks_at_work(stream, 2).min(self.limit.0.unwrap_or(u32::MAX));
+        let parts =
+            blocks.div_ceil(ranks).min(shape.max_tokens()).max(shape.max_tokens().div_ceil(PART_ROWS));
         let mut operands = Operands::of(PACK, stream);
         let parameters = PackParameters {
             x: operands.span("x", pack.x, bytes([tokens, row_bytes]), VECTOR)?,
@@ -153,12 +160,10 @@ impl Kernels {
             n_experts: pack.n_experts,
             ranks,
             hidden,
+            parts,
+            unused: 0,
         };
-        // Two blocks for each multiprocessor, or as many as needed for parts that a block can hold.
-        let blocks = stream.context.facts().multiprocessors.saturating_mul(2);
-        let parts =
-            blocks.div_ceil(ranks).min(shape.max_tokens()).max(shape.max_tokens().div_ceil(PART_ROWS));
-        let grid = Grid { blocks: [parts, ranks, 1], ..Grid::line(1, THREADS) };
+        let grid = self.limit.grid([parts, ranks]);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // tokens below `tokens`, rows below `max_tokens`, experts below `n_experts`, ranks below
         // `ranks`, and every id is compared before it is used.
@@ -231,14 +236,11 @@ impl Kernels {
             rows,
             sources,
         };
-        let needed = (u64::from(rows) * (row_bytes / VECTOR)).div_ceil(u64::from(THREADS) * IN_FLIGHT);
-        let at_work = blocks_at_work(stream);
-        let blocks = needed.clamp(1, at_work.into()) as u32;
+        let vectors = u64::from(rows) * (row_bytes / VECTOR);
+        let grid = self.limit.threads(stream, vectors.div_ceil(IN_FLIGHT));
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // rows below `rows`, and every index is compared with `sources` before it is used.
-        unsafe {
-            self.regroup.launch_struct(stream, operands.held(), Grid::line(blocks, THREADS), &parameters)
-        }
+        unsafe { self.regroup.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }
 
@@ -358,11 +360,10 @@ impl Kernels {
             record_bytes: record_bytes as u32,
         };
         let vectors = u64::from(rows) * (shape.scales() * Fp8RowShape::BLOCK * dtype.size()) as u64 / VECTOR;
-        let at_work = blocks_at_work(stream);
-        let blocks = vectors.div_ceil(u64::from(THREADS) * AT_ONCE).clamp(1, at_work.into()) as u32;
+        let grid = self.limit.threads(stream, vectors.div_ceil(AT_ONCE));
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
         // records below `rows`, each of `record_bytes`, values below `hidden`, and every index is
         // compared with `sources` before it is used.
-        unsafe { function.launch_struct(stream, operands.held(), Grid::line(blocks, THREADS), &parameters) }
+        unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }

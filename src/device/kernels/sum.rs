@@ -8,11 +8,11 @@
 //!   fetch_weights  words behind received rows --> weights of choices
 //! ```
 //!
-//! A block sums a token and a part of its row.
+//! A block sums a token and a part of its row, and then others.
 
 use std::sync::Arc;
 
-use super::{Addresses, Kernels, Operands, THREADS, VECTOR, WORD, blocks_at_work, bytes};
+use super::{AT_WORK, Addresses, Kernels, Operands, THREADS, VECTOR, WORD, blocks_at_work, bytes};
 use crate::device::module::{Function, Grid, Module};
 use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
@@ -126,8 +126,7 @@ impl Kernels {
             ranks,
             columns: sum.columns,
         };
-        // A launch has one block at least.
-        let grid = grid(stream, sum.tokens, sum.columns, sum.dtype);
+        let grid = self.token_grid(stream, sum.tokens, sum.columns, sum.dtype);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // tokens below `tokens`, columns below `columns`, ranks below `ranks`, and every place is
         // compared before it is used.
@@ -305,11 +304,19 @@ impl Kernels {
             n_experts: sum.experts.map_or(sum.top_k, |_| sum.n_experts),
             wire: u32::from(wire == PartialDtype::Bf16),
         };
-        let grid = grid(stream, sum.tokens, sum.columns, dtype);
+        let grid = self.token_grid(stream, sum.tokens, sum.columns, dtype);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // tokens below `tokens`, columns below `columns`, and every expert and index is compared
         // before it is used.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+
+    /// A block for each token and part of a row, or as many as the device runs at once; one if
+    /// there are no tokens.
+    fn token_grid(&self, stream: &Stream, tokens: u32, columns: u32, out: Dtype) -> Grid {
+        let across = (columns / elements(out)).div_ceil(THREADS).clamp(1, 1 << 15);
+        let down = tokens.min(blocks_at_work(stream, AT_WORK).div_ceil(across)).max(1);
+        self.limit.grid([down, across])
     }
 }
 
@@ -325,15 +332,6 @@ pub(super) fn check_columns(kernel: &'static str, columns: u32, out: Dtype) -> R
         return Err(DeviceError::Shape { kernel, what: "columns", given: columns.into(), expected });
     }
     Ok(())
-}
-
-/// A block for each token and part of a row, or as many as the device runs at once; one if there
-/// are no tokens.
-fn grid(stream: &Stream, tokens: u32, columns: u32, out: Dtype) -> Grid {
-    let across = (columns / elements(out)).div_ceil(THREADS).clamp(1, 1 << 15);
-    let at_work = blocks_at_work(stream);
-    let down = tokens.min(at_work.div_ceil(across)).max(1);
-    Grid { blocks: [down, across, 1], ..Grid::line(1, THREADS) }
 }
 
 /// Inputs and outputs of [`Kernels::dot_scale`]. Memory may be larger than the sizes named here.
@@ -454,7 +452,7 @@ impl Kernels {
         };
         // As many threads for a row as it takes vectors to have 16 elements.
         let threads = u64::from(rows) * dtype.size() as u64;
-        let grid = grid_of_threads(stream, threads);
+        let grid = self.limit.threads(stream, threads);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // rows below `rows`, and columns, which are whole vectors, below `columns`.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
@@ -491,16 +489,9 @@ impl Kernels {
             words: of_row,
             unused: 0,
         };
-        let grid = grid_of_threads(stream, choices.into());
+        let grid = self.limit.threads(stream, choices.into());
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
         // choices below `choices`, and every index is compared with `n_rows` before it is used.
         unsafe { self.gradients.fetch.launch_struct(stream, operands.held(), grid, &parameters) }
     }
-}
-
-/// Blocks for so many threads, or as many as the device has at work; one if there are none.
-fn grid_of_threads(stream: &Stream, threads: u64) -> Grid {
-    let at_work = blocks_at_work(stream);
-    let blocks = threads.div_ceil(THREADS.into()).clamp(1, at_work.into()) as u32;
-    Grid::line(blocks, THREADS)
 }

@@ -51,7 +51,9 @@ impl Lease {
     fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
         let (host_staged, registration) = (self.common.no_gpu_direct, self.common.registration);
         let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), CallExecutor::Enqueuer);
-        Report { executor, lanes, enqueued, kernels, host_staged, registration, ..Report::default() }
+        let max_blocks = self.common.fixed.spec.max_blocks;
+        let report = Report { executor, lanes, enqueued, kernels, max_blocks, ..Report::default() };
+        Report { host_staged, registration, ..report }
     }
 
     /// The status word of the context, as devices read it.

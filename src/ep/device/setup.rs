@@ -24,7 +24,7 @@ use crate::topology::{Paths, Route};
 use crate::world::{DeviceWindow, Group, Member, SymmetricRange};
 
 /// Settings that an instance needs beside those of every instance. All ranks must choose alike, but
-/// for the stream.
+/// for the stream and the priority.
 #[derive(Clone, Debug)]
 pub(in crate::ep) struct EnqueuedSettings {
     pub stream: Arc<Stream>,
@@ -32,6 +32,8 @@ pub(in crate::ep) struct EnqueuedSettings {
     pub max_in_flight: u32,
     /// Bytes of the device's memory in which dispatches receive and experts write.
     pub device_heap: u64,
+    /// That of the stream of copies.
+    pub priority: Priority,
 }
 
 /// Memory and connections that ranks make together.
@@ -46,7 +48,7 @@ struct MadeTogether {
 impl EnqueuedExchange {
     /// Allocates, and makes a stream for copies. Collective.
     pub fn new(group: &Group, spec: Spec, settings: EnqueuedSettings) -> Result<EnqueuedExchange, Error> {
-        let EnqueuedSettings { stream, max_in_flight: contexts, device_heap: pool } = settings;
+        let EnqueuedSettings { stream, max_in_flight: contexts, device_heap: pool, priority } = settings;
         let context = Arc::clone(stream.context());
         let lanes = group.lanes(spec.route)?;
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
@@ -54,8 +56,8 @@ impl EnqueuedExchange {
         let words = flags + ControlLayout::flag_bytes(group.size());
         let crossed = if lanes.paths().is_multi_node() { words } else { 0 };
         let shape = MemoryShape::new(&spec, contexts, pool, staged, crossed);
-        let usable =
-            check(&spec, contexts).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context));
+        let usable = check(&spec, contexts).and_then(|()| Ok(shape.check()?));
+        let usable = usable.and_then(|()| prepare(&context, priority, spec.max_blocks));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
         let settings = [("max_in_flight", contexts.into()), ("device_heap", pool)];
         let told = group.alike(&[usable_here.as_slice(), &settings].concat());
@@ -171,8 +173,12 @@ fn check(spec: &Spec, contexts: u32) -> Result<(), Error> {
 }
 
 /// Makes all that can fail before ranks compare settings: a stream for copies, and kernels.
-fn prepare(context: &Arc<Context>) -> Result<(Stream, Kernels), Error> {
-    Ok((Stream::new(context, Priority::Highest)?, Kernels::load(context)?))
+fn prepare(
+    context: &Arc<Context>,
+    priority: Priority,
+    max_blocks: Option<u32>,
+) -> Result<(Stream, Kernels), Error> {
+    Ok((Stream::new(context, priority)?, Kernels::load(context)?.max_blocks(max_blocks)))
 }
 
 /// Writes what never changes: zeros for pads, and words that nobody has raised.

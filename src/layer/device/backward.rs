@@ -115,7 +115,7 @@ impl DeviceMoeLayer {
             Ok(homes) => homes,
             Err(error) => return Err(self.refuse_backward(&tape, error)),
         };
-        let DeviceTape { x, gated, chunks, shared, .. } = tape;
+        let DeviceTape { x, mut gated, logits, chunks, shared, .. } = tape;
         let DeviceMoeLayer { mover, sources, one_each, placed, staging, pool, plan, world, .. } = self;
         let slices: Vec<_> = homes.iter().map(|home| home.tokens.clone()).collect();
         let map = mover.expert_map();
@@ -144,7 +144,9 @@ impl DeviceMoeLayer {
         Self::run(on, pipeline::backward(&step, cut, turns), world)?;
         let chunks: Vec<_> = step.chunks.into_iter().map(|places| places.home).collect();
         let beside = step.beside.into_inner().map(|beside| beside.of_x);
-        let passed = self.through_router(&x, &gated, (&Homes { chunks, of_choices }, beside), into);
+        let passed = self
+            .bring_logits(&mut gated, logits)
+            .and_then(|()| self.through_router(&x, &gated, (&Homes { chunks, of_choices }, beside), into));
         // All ranks have made their transfers: there is no call left to refuse.
         passed.map_err(|error| self.world.fail(&[], error))
     }
@@ -161,6 +163,14 @@ impl DeviceMoeLayer {
         };
         let chunks = self.plan.slices(tape.gated.tokens()).map(home).collect::<Result<_, Error>>()?;
         Ok(Homes { chunks, of_choices })
+    }
+
+    /// Logits to the host, where the device chose by them.
+    fn bring_logits(&mut self, gated: &mut Gated, logits: Option<DeviceTensor>) -> Result<(), Error> {
+        if let Some(logits) = logits {
+            gated.bring(self.staging.receive(&self.placed.compute.stream, logits.range())?);
+        }
+        Ok(())
     }
 
     /// What goes through the router, and all of it to the tokens. Waits for the stream, which

@@ -6,18 +6,19 @@ use super::DeviceMoeLayer;
 use super::experts::{Compute, DeviceSwiGlu};
 use super::memory::{DeviceMemory, HostStaging};
 use super::moe::Placed;
-use crate::device::{DeviceRange, Kernels, LayerKernels, Stream};
+use crate::device::{DeviceRange, Kernels, LayerKernels, Priority, Stream};
 use crate::dtype::Dtype;
 use crate::ep::ExpertParallelBuilder;
 use crate::error::{Error, LayerError};
 use crate::gate::Gate;
 use crate::layer::builder::next_instance;
+use crate::layer::router::Losses;
 use crate::layer::{Experts, GroupedSwiGlu, MoeLayerBuilder};
 use crate::overlap::StreamPool;
 use crate::plan::ExpertMap;
 
 /// Settings of a [`DeviceMoeLayer`]: those of a [`MoeLayerBuilder`], and what only a device has.
-/// All ranks must pass the same, except weights and overlap.
+/// All ranks must pass the same, except weights, overlap, limit and priority.
 #[derive(Debug)]
 pub struct DeviceMoeLayerBuilder<'g> {
     settings: MoeLayerBuilder<'g>,
@@ -25,6 +26,7 @@ pub struct DeviceMoeLayerBuilder<'g> {
     tapes: u32,
     device_heap: Option<u64>,
     max_blocks: Option<u32>,
+    priority: Priority,
 }
 
 /// This rank's part of a layer, but for what ranks make together.
@@ -40,7 +42,8 @@ struct Prepared<'g> {
 impl<'g> DeviceMoeLayerBuilder<'g> {
     pub(in crate::layer) fn new(settings: MoeLayerBuilder<'g>, stream: &Arc<Stream>) -> Self {
         let stream = Arc::clone(stream);
-        DeviceMoeLayerBuilder { settings, stream, tapes: 1, device_heap: None, max_blocks: None }
+        let priority = Priority::Highest;
+        DeviceMoeLayerBuilder { settings, stream, tapes: 1, device_heap: None, max_blocks: None, priority }
     }
 
     /// Number of tapes that may be alive at once, besides that of the pass that runs: each has its
@@ -57,10 +60,20 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         self
     }
 
-    /// Blocks of each kernel of the layer's own, at most, so that other work next to them keeps its
-    /// multiprocessors. No bit depends on it. Default: as many as the device has at work.
+    /// Blocks of each kernel, at most: those of the layer, and those of its dispatches and combines
+    /// ([`ExpertParallelBuilder::max_blocks`](crate::ep::ExpertParallelBuilder::max_blocks)). So
+    /// other work next to them keeps its multiprocessors. No bit depends on it. Default: as many as
+    /// the device has at work.
     pub fn max_blocks(mut self, blocks: u32) -> Self {
         self.max_blocks = Some(blocks);
+        self
+    }
+
+    /// Priority of the layer's own streams. Dispatches and combines of chunks go there, with the
+    /// kernels that pack and add up their rows. Default: [`Priority::Highest`], so that they do not
+    /// queue behind products of the experts.
+    pub fn priority(mut self, priority: Priority) -> Self {
+        self.priority = priority;
         self
     }
 
@@ -92,6 +105,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
             one_each,
             gate,
             losses: self.settings.losses,
+            device_gate: self.has_device_gate(),
             router,
             placed,
             staging,
@@ -106,22 +120,16 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
     /// Makes all that can fail before ranks compare settings.
     fn prepare(&self) -> Result<Prepared<'g>, Error> {
         let (settings, context) = (&self.settings, self.stream.context());
-        let pool = StreamPool::new(context, 1, 1)?;
+        let pool = StreamPool::new(context, 1, 1, self.priority)?;
         let transfers = match pool.transfer(0) {
             Some(stream) if settings.plan.overlap => stream,
             _ => &self.stream,
         };
         let in_flight = settings.plan.chunks.max(1).saturating_mul(self.tapes.saturating_add(1));
-        let exchange = settings.exchange()?.on(transfers).max_in_flight(in_flight);
-        let exchange = match self.device_heap {
-            Some(bytes) => exchange.device_heap(bytes),
-            None => exchange,
-        };
-        let kernels = LayerKernels::load(context)?;
-        let kernels = match self.max_blocks {
-            Some(blocks) => kernels.max_blocks(blocks),
-            None => kernels,
-        };
+        let exchange = settings.exchange()?.on(transfers).max_in_flight(in_flight).priority(self.priority);
+        let exchange = self.device_heap.into_iter().fold(exchange, ExpertParallelBuilder::device_heap);
+        let exchange = self.max_blocks.into_iter().fold(exchange, ExpertParallelBuilder::max_blocks);
+        let kernels = LayerKernels::load(context)?.max_blocks(self.max_blocks);
         let memory = DeviceMemory::new(context);
         let compute = Compute { stream: Arc::clone(&self.stream), kernels, memory };
         let mut staging = HostStaging::new(context)?;
@@ -135,10 +143,16 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
             Some(weights) => staging.send(&compute.stream, &router, weights)?,
             None => staging.send(&compute.stream, &router, &vec![0.0_f32; router.len() as usize / 4])?,
         }
-        let ep_kernels = Kernels::load(context)?;
+        let ep_kernels = Kernels::load(context)?.max_blocks(self.max_blocks);
         let (hidden, dtype) = (settings.hidden, settings.dtype);
         let placed = Placed { experts, shared, hidden, dtype, compute, ep_kernels };
         Ok(Prepared { pool, exchange, placed, router, staging, gate: Gate::new(settings.gate.clone())? })
+    }
+
+    /// Whether a kernel can choose experts: losses need the logits on the host.
+    fn has_device_gate(&self) -> bool {
+        let Losses { balance, z } = self.settings.losses;
+        balance.is_none() && z.is_none() && LayerKernels::gate_lacks(&self.settings.gate).is_none()
     }
 
     fn check(&self) -> Result<(), Error> {

@@ -8,9 +8,10 @@ use super::memory::{DeviceTensor, span};
 use super::moe::Placed;
 use super::tape::{ChunkTape, Made, Received};
 use super::{DeviceMoeLayer, DeviceTape};
-use crate::device::{AccumulateArgs, DeviceRange, MatmulArgs, MatmulShape, Stream};
+use crate::device::{AccumulateArgs, DeviceRange, GateArgs, MatmulArgs, MatmulShape, Stream};
 use crate::ep::{Choices, ExpertOutput, ExpertParallel, ExpertRows, Tensor, TensorMut};
-use crate::error::{CallKind, Error, OverlapError, PlanError};
+use crate::error::{CallKind, DeviceError, Error, OverlapError, PlanError};
+use crate::gate::ScoreFunction;
 use crate::layer::Input;
 use crate::layer::moe::Plan;
 use crate::layer::pipeline::{self, ForwardOps};
@@ -21,8 +22,23 @@ use crate::overlap::Handoff;
 struct Routed {
     x: DeviceTensor,
     gated: Gated,
-    experts: DeviceTensor,
-    weights: DeviceTensor,
+    /// Experts, then weights, then whether a kernel found a logit that is not finite.
+    choices: DeviceTensor,
+    /// Where the device chose by them.
+    logits: Option<DeviceTensor>,
+}
+
+impl Routed {
+    /// Experts and weights of all choices.
+    fn experts_and_weights(&self) -> Result<[DeviceRange; 2], DeviceError> {
+        halves(self.choices.range(), self.gated.decision.experts().len())
+    }
+}
+
+/// So many words of a range, and as many behind them.
+fn halves(range: &DeviceRange, words: usize) -> Result<[DeviceRange; 2], DeviceError> {
+    let bytes = words as u64 * 4;
+    Ok([range.part(0, bytes)?, range.part(bytes, bytes)?])
 }
 
 /// What nodes work on.
@@ -72,11 +88,11 @@ impl DeviceMoeLayer {
         let on = (&*pool, &placed.compute.stream, plan.overlap);
         Self::run(on, pipeline::forward(&step, cut, turns), world)?;
         let (chunks, shared) = step.kept()?;
-        let Routed { x, gated, .. } = routed;
-        Ok(DeviceTape { instance: *instance, x, gated, chunks, shared })
+        let Routed { x, gated, logits, .. } = routed;
+        Ok(DeviceTape { instance: *instance, x, gated, logits, chunks, shared })
     }
 
-    /// Chooses experts: waits for the stream, which makes the logits.
+    /// Chooses experts: waits for the stream, which makes the logits or, by them, the choices.
     fn route(&mut self, input: &Input<'_, DeviceRange>, out: &DeviceRange) -> Result<Routed, Error> {
         let tokens = input.x.len() / self.placed.row_bytes();
         self.check_rows("tokens", input.x, tokens)?;
@@ -100,17 +116,68 @@ impl DeviceMoeLayer {
             add: false,
         };
         compute.kernels.matmul(&compute.stream, &product)?;
+        let count = tokens as usize * self.gate.config().top_k as usize;
+        let choices = compute.memory.words(2 * count + 1)?;
+        if let Some(gated) = self.choose_there(input, &logits, (&choices, count))? {
+            return Ok(Routed { x, gated, choices, logits: Some(logits) });
+        }
+        let compute = &self.placed.compute;
         let logits = self.staging.receive(&compute.stream, logits.range())?;
         // The stream of a failed world goes on with values that are invalid.
         self.world.hub.health().check()?;
         let Input { bias, used, training, draw, .. } = *input;
         let options = GateOptions { bias, used, training, draw };
         let gated = Gated::new(&mut self.gate, &self.losses, logits, options)?;
-        let (ids, of_choices) = (gated.decision.experts(), gated.decision.weights());
-        let (experts, weights) = (compute.memory.words(ids.len())?, compute.memory.words(of_choices.len())?);
-        self.staging.send(&compute.stream, experts.range(), ids)?;
-        self.staging.send(&compute.stream, weights.range(), of_choices)?;
-        Ok(Routed { x, gated, experts, weights })
+        let [experts, weights] = halves(choices.range(), count)?;
+        self.staging.send(&compute.stream, &experts, gated.decision.experts())?;
+        self.staging.send(&compute.stream, &weights, gated.decision.weights())?;
+        Ok(Routed { x, gated, choices, logits: None })
+    }
+
+    /// Has the device choose experts, if it can, and waits for what it chose. None where it cannot
+    /// use the input: the host's gate then says why.
+    fn choose_there(
+        &mut self,
+        input: &Input<'_, DeviceRange>,
+        logits: &DeviceTensor,
+        (choices, count): (&DeviceTensor, usize),
+    ) -> Result<Option<Gated>, Error> {
+        let (compute, config) = (&self.placed.compute, self.gate.config());
+        let Input { bias, used, .. } = *input;
+        let tokens = count / config.top_k as usize;
+        let good = |bias: &[f32]| {
+            let finite = bias.iter().all(|value| value.is_finite());
+            finite && bias.len() == config.experts as usize && config.score != ScoreFunction::SoftmaxOfChosen
+        };
+        if !self.device_gate || !bias.is_none_or(good) || used.is_some_and(|used| used.len() != tokens) {
+            return Ok(None);
+        }
+        let (stream, memory, range) = (&compute.stream, &compute.memory, choices.range());
+        let (of_bias, of_used) = (memory.words(config.experts as usize)?, memory.take(tokens as u64)?);
+        bias.map_or(Ok(()), |bias| self.staging.send(stream, of_bias.range(), bias))?;
+        let flags = used.map(|used| used.iter().map(|&used| used.into()).collect::<Vec<u8>>());
+        flags.map_or(Ok(()), |flags| self.staging.send(stream, of_used.range(), &flags))?;
+        let ([experts, weights], status) = (halves(range, count)?, range.part(count as u64 * 8, 4)?);
+        self.staging.send(stream, &status, &[0_u32])?;
+        let gate = GateArgs {
+            tokens: tokens as u32,
+            logits: logits.span()?,
+            bias: bias.map(|_| of_bias.span()).transpose()?,
+            used: used.map(|_| of_used.span()).transpose()?,
+            experts: span(&experts)?,
+            weights: span(&weights)?,
+            status: status.word(0)?,
+        };
+        compute.kernels.gate(stream, config, &gate)?;
+        let words: Vec<u32> = self.staging.receive(stream, range)?;
+        // The stream of a failed world goes on with values that are invalid.
+        self.world.hub.health().check()?;
+        if words[2 * count] != 0 {
+            return Ok(None);
+        }
+        let (experts, weights) = words[..2 * count].split_at(count);
+        let (experts, weights) = (bytemuck::cast_slice(experts), bytemuck::cast_slice(weights));
+        Ok(Some(Gated::chosen(self.gate.accept(experts, weights)?.clone())))
     }
 }
 
@@ -156,8 +223,8 @@ impl ForwardOps<Arc<Stream>> for Step<'_> {
         let (placed, k) = (self.placed, u64::from(self.routed.gated.decision.top_k()) * 4);
         let x = placed.part(self.input.x, tokens)?;
         let (first, len) = (tokens.start as u64 * k, tokens.len() as u64 * k);
-        let experts = self.routed.experts.range().part(first, len)?;
-        let weights = self.routed.weights.range().part(first, len)?;
+        let [experts, weights] = self.routed.experts_and_weights()?;
+        let (experts, weights) = (experts.part(first, len)?, weights.part(first, len)?);
         let choices = Choices::Device { experts: &experts, weights: &weights };
         let (rows, handle) = self.mover.with(|ep| ep.dispatch(Tensor::device(&x, placed.dtype), choices))?;
         let (weights, counts) = (rows.weights()?, rows.counts()?);

@@ -17,9 +17,10 @@
 //! are kernels of ours with the host's order (`cuda/layer.cu`), where the host has fused
 //! multiply-adds and there is more than one expert.
 //!
-//! **The gate stays on the host.** Exact scores take arithmetic of 64 bits. So a forward pass waits
-//! for its stream to bring the logits, and a backward pass at its end, for the gradients of routing
-//! weights.
+//! **The gate** chooses on the device where a kernel has all its settings and there are no losses
+//! ([`gate_place`](DeviceMoeLayer::gate_place)), otherwise on the host. A forward pass waits until
+//! its stream has brought the choices, or the logits. A backward pass waits at its end, for the
+//! gradients of routing weights: those of logits are the host's.
 //!
 //! **Dispatches wait, too.** Memory for rows is taken once their number is known. So the host waits
 //! in each dispatch until all ranks' streams have brought their choices, though not for the rows.

@@ -8,7 +8,7 @@ use super::memory::{DeviceTensor, HostStaging, span};
 use super::tape::WideRows;
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
-use crate::ep::{ExpertParallel, ExpertRows, Handle, RowCollective, RowPartition};
+use crate::ep::{ExpertParallel, ExpertRows, Handle, Place, RowCollective, RowPartition};
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::gate::{Gate, GateConfig};
 use crate::layer::moe::{Plan, cause_of, refused_alike};
@@ -47,6 +47,8 @@ pub struct DeviceMoeLayer {
     pub(super) one_each: RowPartition,
     pub(super) gate: Gate,
     pub(super) losses: Losses,
+    /// Whether the device chooses experts.
+    pub(super) device_gate: bool,
     pub(super) router: DeviceRange,
     pub(super) placed: Placed,
     pub(super) staging: HostStaging,
@@ -114,6 +116,13 @@ impl DeviceMoeLayer {
     /// By what tokens are routed.
     pub fn gate(&self) -> &GateConfig {
         self.gate.config()
+    }
+
+    /// Where experts are chosen. It is the device if a kernel has all settings of the gate
+    /// ([`LayerKernels::gate_lacks`](crate::device::LayerKernels::gate_lacks)) and the layer has no
+    /// losses on logits, otherwise the host. The bits are the same.
+    pub fn gate_place(&self) -> Place {
+        if self.device_gate { Place::Device(self.stream().device()) } else { Place::Host }
     }
 
     /// The stream that steps go on.

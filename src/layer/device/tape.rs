@@ -20,6 +20,8 @@ pub struct DeviceTape {
     /// The tokens, f32 `[tokens, hidden]`.
     pub(super) x: DeviceTensor,
     pub(super) gated: Gated,
+    /// By which the device chose, f32 `[tokens, experts]`. None where the host did.
+    pub(super) logits: Option<DeviceTensor>,
     pub(super) chunks: Vec<ChunkTape>,
     /// By the shared expert.
     pub(super) shared: Option<DeviceSaved>,

@@ -31,6 +31,8 @@ pub struct Case {
     pub mode: ReceiveMode,
     pub graphs: Graphs,
     pub max_in_flight: u32,
+    /// Limit on the blocks of kernels.
+    pub max_blocks: Option<u32>,
     pub order: SumOrder,
     pub wire: PartialDtype,
     pub weighted: bool,
@@ -57,6 +59,7 @@ impl Case {
             mode: ReceiveMode::Exact,
             graphs: Graphs::Off,
             max_in_flight: 2,
+            max_blocks: None,
             order: SumOrder::Expert,
             wire: PartialDtype::F32,
             weighted: false,
@@ -149,6 +152,7 @@ where
             Graphs::Off => builder.max_in_flight(case.max_in_flight).device_heap(heap),
             _ => builder,
         };
+        let builder = case.max_blocks.into_iter().fold(builder, ExpertParallelBuilder::max_blocks);
         Rank {
             case: case.clone(),
             host: case.settings::<E>(group).build().unwrap(),

@@ -38,7 +38,7 @@ fn products_of_groups_are_those_of_the_host() {
             let columns = pick(&[2, 3, 8, 17, 64, 65, 130]);
             let depth = pick(&[0, 1, 2, 3, 16, 40, 512, 513, 514, 530, 1030]);
             let (groups, add, transposed) = (pick(&[1, 2, 5]), case % 3 == 0, case % 2 == 0);
-            let kernels = kernels.clone().max_blocks(pick(&[1, 3, 1000]) as u32);
+            let kernels = kernels.clone().max_blocks(Some(pick(&[1, 3, 1000]) as u32));
             let [counts, padded] = segments(&mut random, groups);
             let rows: i64 = padded.iter().sum();
             // Matrices of the groups lie apart.
@@ -90,7 +90,7 @@ fn gradients_of_groups_are_those_of_the_host() {
         for _ in 0..30 {
             let mut pick = |from: &[usize]| from[random.next() as usize % from.len()];
             let (rows, columns, groups) = (pick(&[2, 8, 17, 65]), pick(&[2, 12, 64, 130]), pick(&[1, 2, 5]));
-            let kernels = kernels.clone().max_blocks(pick(&[1, 3, 1000]) as u32);
+            let kernels = kernels.clone().max_blocks(Some(pick(&[1, 3, 1000]) as u32));
             let [mut counts, mut padded] = segments(&mut random, groups);
             // Several slices, of which the last is short.
             counts[0] += 513;

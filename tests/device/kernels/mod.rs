@@ -9,6 +9,7 @@ mod check;
 mod choices;
 mod counts;
 mod expand;
+mod gate;
 mod gradients;
 mod layer;
 mod pack;
@@ -33,16 +34,19 @@ struct Device {
     kernels: Kernels,
 }
 
-/// Runs the body with kernels to launch. `test` is the test's full name.
-fn with_kernels(test: &str, body: impl FnOnce(&Device)) {
+/// Runs the body with kernels to launch, then with the same kernels of one block. `test` is the
+/// test's full name.
+fn with_kernels(test: &str, body: impl Fn(&Device)) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all.cu");
     let library = stand_in_cuda::kernels(&source).unwrap();
     crate::apart::apart(test, &[("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap())], || {
         let driver = Driver::load(Some(&stand_in_cuda::install().unwrap().join("libcuda.so.1"))).unwrap();
         assert!(driver.is_stand_in(), "tests run without a GPU");
         let context = driver.context(0).unwrap();
-        let stream = Stream::new(&context, Priority::Normal).unwrap();
         let kernels = Kernels::load(&context).unwrap();
-        body(&Device { context, stream, kernels });
+        for limit in [None, Some(1)] {
+            let (context, stream) = (Arc::clone(&context), Stream::new(&context, Priority::Normal).unwrap());
+            body(&Device { context, stream, kernels: kernels.clone().max_blocks(limit) });
+        }
     });
 }

@@ -14,6 +14,7 @@ use sidelane::topology::Route;
 use sidelane::{Element, Error, World};
 
 use super::on_stand_in;
+use crate::enqueued::blocks::with_each_limit;
 use crate::enqueued::rank::{Case, Input, Rank, call, target};
 use crate::support::layer::bits;
 use crate::support::{To, on_ranks, small, tokens};
@@ -172,6 +173,18 @@ fn rows_and_sums_of_many_choices_are_those_of_the_host() {
                 }
             });
         }
+    });
+}
+
+#[test]
+fn rows_and_sums_have_the_bits_of_the_host_with_any_limit() {
+    on_stand_in("slots::budget::rows_and_sums_have_the_bits_of_the_host_with_any_limit", || {
+        with_each_limit(|max_blocks| {
+            for (rows, overflow) in [(400, Overflow::Error), (20, Overflow::Drop)] {
+                let case = Case { max_tokens: 40, align: 8, max_blocks, ..Case::new(4, 6, 3) };
+                rounds::<bf16>(&budget(rows, overflow, case), 3, 11);
+            }
+        });
     });
 }
 

@@ -4,6 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use sidelane::device::{Priority, Stream, Version};
+use sidelane::ep::ExpertParallelBuilder;
 use sidelane::exec::EnqueueCounts;
 use sidelane::overlap::{CudaExecutor, Graph, NodeLabel, StreamId as Name, StreamPool};
 use stand_in_cuda::StandIn;
@@ -12,6 +13,7 @@ use super::rank::{
     Case, Rank, call, combine, content, copied_back, dispatch, experts_copy, on_nodes, on_ranks, options,
 };
 use super::{on_each, on_stand_in};
+use crate::enqueued::blocks::with_each_limit;
 
 /// So many rounds under way at once, with tensors of their own.
 const UNDER_WAY: usize = 20;
@@ -100,6 +102,24 @@ fn batch_within_one_device_needs_sms_before_cuda_13_1() {
 }
 
 #[test]
+fn limit_on_blocks_changes_no_bit_and_stands_in_reports() {
+    let case = Case { ranks: 4, experts: 6, top_k: 3, hidden: 24, max_tokens: 40 };
+    on_stand_in("slots::rounds::limit_on_blocks_changes_no_bit_and_stands_in_reports", || {
+        with_each_limit(|max_blocks| {
+            on_ranks(case.ranks, &options(), |world| {
+                let mut rank = Rank::new(case, world);
+                let builder = case.builder(&rank.group).on(&rank.stream);
+                let builder = max_blocks.into_iter().fold(builder, ExpertParallelBuilder::max_blocks);
+                rank.ep = builder.build().unwrap();
+                for report in rank.rounds(1..5, 2) {
+                    assert_eq!(report.max_blocks, max_blocks);
+                }
+            });
+        });
+    });
+}
+
+#[test]
 fn legacy_default_stream_takes_single_copies_and_reports_them() {
     let case = Case { ranks: 2, experts: 4, top_k: 2, hidden: 16, max_tokens: 3 };
     on_stand_in("slots::rounds::legacy_default_stream_takes_single_copies_and_reports_them", || {
@@ -131,7 +151,7 @@ fn calls_are_nodes_of_a_graph_on_several_streams() {
     on_stand_in("slots::rounds::calls_are_nodes_of_a_graph_on_several_streams", || {
         on_ranks(case.ranks, &options(), |world| {
             let mut rank = Rank::new(case, world);
-            let pool = StreamPool::new(&rank.context, 1, 1).unwrap();
+            let pool = StreamPool::new(&rank.context, 1, 1, Priority::Highest).unwrap();
             let caller = Arc::clone(&rank.stream);
             for round in 0..6 {
                 let input = case.input(round, rank.me());

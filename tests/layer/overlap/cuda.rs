@@ -124,7 +124,8 @@ fn chunks_come_home_on_any_number_of_streams_and_queues() {
         let context = context();
         let caller = caller(&context);
         for streams in 1..4 {
-            let (pool, tensors) = (StreamPool::new(&context, streams, 2).unwrap(), Tensors::new(&context));
+            let (pool, tensors) =
+                (StreamPool::new(&context, streams, 2, Priority::Highest).unwrap(), Tensors::new(&context));
             for round in 0..4 {
                 let executor = CudaExecutor::new(&pool, &caller).overlap(round != 3);
                 tensors.put(round);
@@ -141,7 +142,8 @@ fn a_captured_graph_is_replayed_and_keeps_its_memory() {
     each("overlap::cuda::a_captured_graph_is_replayed_and_keeps_its_memory", || {
         let context = context();
         let caller = caller(&context);
-        let (pool, tensors) = (StreamPool::new(&context, 2, 2).unwrap(), Tensors::new(&context));
+        let (pool, tensors) =
+            (StreamPool::new(&context, 2, 2, Priority::Highest).unwrap(), Tensors::new(&context));
         let executor = CudaExecutor::new(&pool, &caller);
         tensors.put(0);
         let captured =
@@ -170,7 +172,7 @@ fn until(words: &PinnedMemory, at: usize, value: u64) {
 #[test]
 fn nodes_wait_on_the_device_for_what_edges_name_and_for_nothing_else() {
     let context = context();
-    let (caller, pool) = (caller(&context), StreamPool::new(&context, 2, 1).unwrap());
+    let (caller, pool) = (caller(&context), StreamPool::new(&context, 2, 1, Priority::Highest).unwrap());
     let words = PinnedMemory::new(&context, 40).unwrap();
     let write = |at: u64| {
         let words = &words;
@@ -199,7 +201,7 @@ fn turn() -> Error {
 #[test]
 fn after_a_node_that_fails_streams_are_joined_and_captures_can_be_ended() {
     let context = context();
-    let (caller, pool) = (caller(&context), StreamPool::new(&context, 1, 1).unwrap());
+    let (caller, pool) = (caller(&context), StreamPool::new(&context, 1, 1, Priority::Highest).unwrap());
     let executor = CudaExecutor::new(&pool, &caller);
     let words = PinnedMemory::new(&context, 8).unwrap();
     let run =
@@ -231,7 +233,7 @@ fn after_a_node_that_fails_streams_are_joined_and_captures_can_be_ended() {
 #[test]
 fn a_stream_that_the_pool_has_not_is_named_before_anything_is_enqueued() {
     let context = context();
-    let (caller, pool) = (caller(&context), StreamPool::new(&context, 2, 1).unwrap());
+    let (caller, pool) = (caller(&context), StreamPool::new(&context, 2, 1, Priority::Highest).unwrap());
     for stream in [Name::Compute(2), Name::Transfer(1)] {
         let mut graph = Graph::new();
         graph.add(Name::Compute(1), work("experts", 0), &[], |_: &Arc<Stream>| {

@@ -41,6 +41,8 @@ pub struct Case {
     pub map: ExpertMap,
     pub route: Route,
     pub gate: GateConfig,
+    /// Whether there are losses on the logits.
+    pub losses: bool,
     pub cut: Cut,
 }
 
@@ -106,7 +108,8 @@ where
 impl Case {
     pub fn new(nodes: &[u32], tokens: &[usize], cut: Cut) -> Case {
         let map = ExpertMap::contiguous(EXPERTS, nodes.len() as u32).unwrap();
-        Case { nodes: nodes.to_vec(), tokens: tokens.to_vec(), map, route: Route::Direct, gate: gate(), cut }
+        let (nodes, tokens) = (nodes.to_vec(), tokens.to_vec());
+        Case { nodes, tokens, map, route: Route::Direct, gate: gate(), losses: true, cut }
     }
 
     /// The experts of a rank.
@@ -123,11 +126,10 @@ impl Case {
 
     pub fn cut<'g>(&self, builder: MoeLayerBuilder<'g>) -> MoeLayerBuilder<'g> {
         let Cut { chunks, groups, transfers, overlap, streams, at_once, align } = self.cut;
+        let builder = if self.losses { builder.balance(balance()).z_loss(Z) } else { builder };
         builder
             .router(router())
             .shared(swiglu([SHARED]))
-            .balance(balance())
-            .z_loss(Z)
             .expert_map(self.map.clone())
             .route(self.route)
             .max_tokens(64)

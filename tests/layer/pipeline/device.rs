@@ -6,8 +6,10 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use half::{bf16, f16};
-use sidelane::device::{Allocation, DeviceRange, PinnedMemory, Stream};
-use sidelane::error::{CallError, Cause, DeviceError, LayerError, OverlapError};
+use sidelane::device::{Allocation, DeviceRange, PinnedMemory, Priority, Stream};
+use sidelane::ep::Place;
+use sidelane::error::{CallError, Cause, DeviceError, GateError, LayerError, OverlapError, PlanError};
+use sidelane::gate::{GateConfig, Preset, ScoreFunction};
 use sidelane::layer::{
     DeviceGradients, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, GroupedSwiGlu, Input, MoeLayer,
 };
@@ -16,7 +18,7 @@ use sidelane::topology::Route;
 use sidelane::{Element, Error, World};
 use stand_in_cuda::StandIn;
 
-use super::case::{Case, Cut, EXPERTS, FFN, HIDDEN, Real, SHARED, Seen, WHOLE, gate, swiglu, tensors};
+use super::case::{Case, Cut, EXPERTS, FFN, HIDDEN, Real, SHARED, Seen, TOP_K, WHOLE, gate, swiglu, tensors};
 use crate::apart::each_with_kernels;
 use crate::devices::{Memory, break_device, stream};
 use crate::support::{To, on_ranks, small};
@@ -144,8 +146,74 @@ const CHUNKS: Cut = Cut { chunks: 3, overlap: true, align: 4, ..WHOLE };
 fn step_on_a_device_has_the_bits_of_the_host() {
     on_devices("pipeline::device::step_on_a_device_has_the_bits_of_the_host", 8, 1, || {
         let case = Case::new(&[0, 0, 0], &[17, 0, 30], WHOLE);
-        same_on_devices::<f32>(&case, |builder| builder);
         same_on_devices::<bf16>(&case, |builder| builder.max_blocks(1));
+        // Kernels of dispatches and combines are limited, too.
+        assert_eq!(StandIn::loaded().unwrap().counters().most_blocks, 1);
+        same_on_devices::<f32>(&case, |builder| builder);
+    });
+}
+
+#[test]
+fn choices_of_a_device_have_the_bits_of_the_host() {
+    on_devices("pipeline::device::choices_of_a_device_have_the_bits_of_the_host", 8, 14, || {
+        let sigmoid = GateConfig { score: ScoreFunction::Sigmoid, scaling: 2.5, ..gate() };
+        for gate in [gate(), Preset::Mixtral.config(EXPERTS, TOP_K).unwrap(), sigmoid] {
+            for losses in [false, true] {
+                let cut = Case::new(&[0, 0, 0], &[17, 0, 30], CHUNKS);
+                let case = Case { gate: gate.clone(), losses, ..cut };
+                same_on_devices::<f32>(&case, |builder| builder);
+                on_ranks(&[0, 0, 0], &small(), |world| {
+                    let me = world.rank();
+                    let place = if losses { Place::Host } else { Place::Device(me) };
+                    assert_eq!(Rank::new::<f32>(&case, &world, |builder| builder).layer.gate_place(), place);
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn input_that_the_gate_of_a_device_cannot_use_is_refused_as_on_the_host() {
+    let test = "pipeline::device::input_that_the_gate_of_a_device_cannot_use_is_refused_as_on_the_host";
+    on_devices(test, 8, 15, || {
+        on_ranks(&[0], &small(), |world| {
+            let case = Case { losses: false, ..Case::new(&[0], &[6], WHOLE) };
+            let mut rank = Rank::new::<f32>(&case, &world, |builder| builder);
+            let [x, residual, _] = tensors::<f32>(0, 6);
+            let (bias, used) = ([0.25, -0.5, 0.0, 0.125, 0.5], [true, false, true, true, false, true]);
+            let mut host = case.layer::<f32>(&world);
+            let input = Input {
+                residual: Some(&residual[..]),
+                bias: Some(&bias),
+                used: Some(&used),
+                ..Input::new(&x[..])
+            };
+            let (expected, of_host) = host.forward(&input).unwrap();
+            let (there, residual) = (rank.sent(&x), rank.sent(&residual));
+            let out = rank.room(x.len() * 4);
+            let good = Input { residual: Some(&residual), ..Input::new(&there) };
+            let chosen = Input { bias: Some(&bias), used: Some(&used), ..good };
+            let tape = rank.layer.forward(&chosen, &out).unwrap();
+            assert_eq!(rank.read::<f32>(&out), expected);
+            assert_eq!(tape.decision().choices(), of_host.decision().choices());
+            assert_eq!(tape.decision().counts_before(), of_host.decision().counts_before());
+            drop(tape);
+            let mut bad = x.clone();
+            bad[2 * HIDDEN] = f32::INFINITY;
+            let bad = rank.sent(&bad);
+            let mut refused = |input: Input<'_, DeviceRange>| match rank.layer.forward(&input, &out).map(drop)
+            {
+                Err(Error::Gate(error)) => error,
+                other => panic!("{other:?}"),
+            };
+            let wrong = |error| matches!(error, GateError::WrongShape { .. });
+            assert!(wrong(refused(Input { bias: Some(&bias[1..]), ..good })));
+            assert!(wrong(refused(Input { used: Some(&used[1..]), ..good })));
+            let bias = [f32::NAN; 5];
+            assert!(matches!(refused(Input { bias: Some(&bias), ..good }), GateError::BadElement { .. }));
+            let refused = rank.layer.forward(&Input { x: &bad, ..good }, &out).map(drop).unwrap_err();
+            assert!(matches!(refused, Error::Gate(GateError::NotFinite { token: 2, .. })), "{refused}");
+        });
     });
 }
 
@@ -156,7 +224,9 @@ fn chunks_of_a_device_change_no_bit() {
             for cut in [CHUNKS, Cut { overlap: false, ..CHUNKS }, Cut { chunks: 9, align: 1, ..CHUNKS }] {
                 same_on_devices::<f32>(&Case::new(&[0, 0, 0], &[17, 0, 30], cut), |builder| builder);
             }
-            same_on_devices::<bf16>(&Case::new(&[0, 0], &[9, 21], CHUNKS), |builder| builder);
+            same_on_devices::<bf16>(&Case::new(&[0, 0], &[9, 21], CHUNKS), |builder| {
+                builder.max_blocks(2).priority(Priority::Normal)
+            });
         });
     }
 }
@@ -250,6 +320,9 @@ fn settings_that_a_device_lacks_are_refused_when_the_layer_is_built() {
             let narrow = GroupedSwiGlu::new(EXPERTS as usize, 4, FFN, weights).unwrap();
             let refused = MoeLayer::builder(&group, gate(), 4, narrow).on(&on).build().unwrap_err();
             assert_eq!(refused, LayerError::NotOnDevice { feature: "rows of no whole 16 bytes" }.into());
+            let refused = builder().on(&on).max_blocks(0).build().map(drop).unwrap_err();
+            let bad = matches!(refused, Error::Plan(PlanError::BadParameter { parameter: "max_blocks", .. }));
+            assert!(bad, "{refused}");
             builder().shared(swiglu([SHARED])).on(&on).build().unwrap();
         });
     });

@@ -45,6 +45,8 @@ counters! {
     memory_batches,
     /// Kernels run.
     kernels,
+    /// Blocks of the kernel that had most.
+    most_blocks,
     /// Host functions run in stream order.
     host_functions,
     /// Graphs launched.

@@ -14,6 +14,7 @@ use libloading::Library;
 
 use crate::activity;
 use crate::code::{Code, Result};
+use crate::counters::COUNTERS;
 use crate::driver::{Context, settings};
 use crate::table::{Table, fresh};
 use crate::{lock, ptx};
@@ -179,6 +180,8 @@ impl Launch {
     /// Runs the kernel to its end, on this thread.
     pub fn run(&self) {
         let start = activity::now();
+        let blocks = self.grid.iter().map(|&side| u64::from(side)).product();
+        COUNTERS.most_blocks.fetch_max(blocks, Ordering::Relaxed);
         let mut kept = Vec::clone(&self.parameters);
         let mut pointers: Vec<*mut c_void> = kept.iter_mut().map(|words| words.as_mut_ptr().cast()).collect();
         // SAFETY: the library promises this type; the parameters are as the entry declares them.

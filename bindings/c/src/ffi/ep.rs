@@ -92,10 +92,11 @@ pub struct EpOptions {
     /// SIDELANE_ORDER_RANK and SIDELANE_ROUTE_DIRECT, and move `max_tokens` rows to each rank in
     /// every call. Calls in fixed slots can always be captured.
     pub graphs: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Device: blocks of each kernel, at most, so that work on other streams keeps its
+    /// multiprocessors meanwhile. No bit depends on it. 0: as many as the device has at work.
+    pub max_blocks: u32,
 }
-versioned!(EpOptions, "sidelane_ep_options_t", reserved: u32, 80, 96);
+versioned!(EpOptions, "sidelane_ep_options_t", max_blocks: u32, 80, 96);
 
 /// Description of a layer.
 #[repr(C)]
@@ -174,6 +175,9 @@ impl EpOptions {
         }
         if self.device_heap > 0 {
             builder = builder.device_heap(self.device_heap);
+        }
+        if self.max_blocks > 0 {
+            builder = builder.max_blocks(self.max_blocks);
         }
         Ok(stream.into_iter().fold(builder, ExpertParallelBuilder::on))
     }

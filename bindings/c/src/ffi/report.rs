@@ -150,8 +150,10 @@ pub struct Report {
     /// Device: how NICs address device memory where rows between nodes move by GPUDirect: "dma-buf"
     /// or "address".
     pub registration: [c_char; 16],
+    /// Device: limit on the blocks of each kernel (sidelane_ep_options_t.max_blocks); 0: none.
+    pub max_blocks: u64,
 }
-versioned!(Report, "sidelane_report_t", registration: [c_char; 16], 464);
+versioned!(Report, "sidelane_report_t", max_blocks: u64, 464, 768);
 
 impl From<TransferCounts> for MovedBytes {
     fn from(moved: TransferCounts) -> Self {
@@ -269,5 +271,6 @@ fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
         same_device: said.same_device.into(),
         host_staged: short_name(said.host_staged.map_or("", NoGpuDirect::name)),
         registration: short_name(said.registration.map_or("", Registration::name)),
+        max_blocks: said.max_blocks.unwrap_or(0).into(),
     }
 }

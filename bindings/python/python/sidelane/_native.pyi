@@ -208,6 +208,7 @@ class ExpertParallel:
         stream: int | None = None,
         max_in_flight: int | None = None,
         device_heap: int | None = None,
+        max_blocks: int | None = None,
     ) -> Self: ...
     @property
     def place(self) -> str: ...

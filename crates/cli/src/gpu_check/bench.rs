@@ -98,6 +98,13 @@ pub fn random_bytes(seed: u64, len: u64) -> Vec<u8> {
     bytes
 }
 
+/// So many elements of bf16 between -1 and 1, in bytes.
+pub fn random_elements(seed: u64, count: u64) -> Vec<u8> {
+    let mut random = random(seed);
+    let mut value = || half::bf16::from_f32(random.random_range(-1.0..1.0));
+    (0..count).flat_map(|_| value().to_ne_bytes()).collect()
+}
+
 /// Compares bytes.
 pub fn same(what: impl Display, seen: &[u8], expected: &[u8]) -> Result<(), CliError> {
     equal("bytes", seen.len() as u64, expected.len() as u64)?;

@@ -6,20 +6,17 @@
 //!              alone                 what is left of the difference is memory's
 //! ```
 //!
-//! The three take turns, so that timeouts and heat touch them alike. Transfers are as fast as they
+//! The three take turns, so that clocks and heat touch them alike. Transfers are as fast as they
 //! go: the rate is told.
 
-use rand::RngExt;
-use sidelane::device::{
-    AuditKernels, Blas, Context, DeviceRange, Event, PinnedMemory, Product, Stream, TILE,
-};
+use sidelane::device::{DeviceRange, PinnedMemory, Priority, Stream};
 use sidelane::error::DeviceError;
 
 use super::Task;
-use super::bench::{self, Gpu, random};
+use super::bench::Gpu;
+use super::products::{Products, Round};
 use super::report::{About, Checks};
-use super::wheels;
-use crate::device::{until, whole};
+use crate::device::whole;
 use crate::error::CliError;
 use crate::stats::summary;
 
@@ -47,15 +44,20 @@ struct Found {
 }
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let bench = Bench::new(Gpu::open(task)?)?;
+    let gpu = Gpu::open(task)?;
+    let bench = Bench {
+        products: Products::new(task, &gpu.context, Priority::Normal)?,
+        from: gpu.memory(COPY * BURST)?,
+        to: gpu.pinned(COPY * BURST)?,
+    };
     let mut found: [Found; 3] = Default::default();
     for round in 0..=task.few(15, 3) {
         for (beside, found) in ALL.into_iter().zip(&mut found) {
-            let (product, rate) = bench.round(beside)?;
+            let Round { product_us, all_us, bursts } = bench.round(beside)?;
             // The first round warms up.
             if round > 0 {
-                found.product.push(product);
-                found.rate.push(rate);
+                found.product.push(product_us);
+                found.rate.push((bursts * BURST * COPY) as f64 / all_us / 1e3);
             }
         }
     }
@@ -63,14 +65,14 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let alone = middle(&found[0].product);
     for (beside, found) in ALL.into_iter().zip(&found) {
         let (what, shows) = beside.words();
-        let slower = (middle(&found.product) / alone - 1.0) * 100.0;
-        let tflops = 2.0 * f64::from(bench.size).powi(3) / middle(&found.product) / 1e6;
+        let product = middle(&found.product);
         let moved = match beside {
             Beside::Nothing => String::new(),
-            _ => format!("; {slower:+.1} % beside {:.1} GB/s", middle(&found.rate)),
+            _ => {
+                format!("; {:+.1} % beside {:.1} GB/s", (product / alone - 1.0) * 100.0, middle(&found.rate))
+            }
         };
-        let size = bench.size;
-        let told = format!("bf16 {size} x {size}, by {}: {tflops:.0} TFLOP/s{moved}", bench.by());
+        let told = bench.products.told(product) + &moved;
         let open =
             (beside != Beside::Nothing).then_some("transfers over NVLink, which are several times faster");
         checks.measured(About::new(what, shows).open(open), &found.product, told)?;
@@ -94,119 +96,25 @@ impl Beside {
     }
 }
 
-struct Bench {
-    gpu: Gpu,
-    kernels: AuditKernels,
-    blas: Option<Blas>,
-    size: u32,
-    products: usize,
-    matrices: [DeviceRange; 3],
+struct Bench<'a> {
+    products: Products<'a>,
     from: DeviceRange,
     to: PinnedMemory,
-    compute: Stream,
-    traffic: Stream,
-    marks: [Event; 2],
-    /// Behind each burst: two are under way at once.
-    bursts: [Event; 2],
 }
 
-impl Bench {
-    fn new(gpu: Gpu) -> Result<Self, CliError> {
-        let (task, context) = (gpu.task, &gpu.context);
-        let stand_in = context.driver().is_stand_in();
-        let files = wheels::find(context.driver(), &Blas::NAMES);
-        let size = task.size.map_or_else(|| largest(context), Ok)?;
-        let bytes = Product::bytes(size);
-        let compute = gpu.stream()?;
-        let matrices = [gpu.memory(bytes)?, gpu.memory(bytes)?, gpu.memory(bytes)?];
-        // Any numbers below one: what multiplies zeros draws less power.
-        let numbers: Vec<u8> = {
-            let mut random = random(1);
-            let mut value = || half::bf16::from_f32(random.random_range(-1.0..1.0));
-            (0..bytes.min(8 << 20) / 2).flat_map(|_| value().to_ne_bytes()).collect()
-        };
-        for matrix in &matrices[..2] {
-            for at in (0..bytes).step_by(numbers.len()) {
-                let len = (bytes - at).min(numbers.len() as u64);
-                bench::write(&compute, &matrix.part(at, len)?, &numbers[..len as usize])?;
-            }
-        }
-        let event = || Event::timed(context);
-        Ok(Bench {
-            kernels: AuditKernels::load(context)?,
-            blas: if stand_in { None } else { Blas::load(context, &files).unwrap_or(None) },
-            size,
-            products: task.few(20, 2),
-            matrices,
-            from: gpu.memory(COPY * BURST)?,
-            to: gpu.pinned(COPY * BURST)?,
-            compute,
-            traffic: gpu.stream()?,
-            marks: [event()?, event()?],
-            bursts: [event()?, event()?],
-            gpu,
-        })
+impl Bench<'_> {
+    fn round(&self, beside: Beside) -> Result<Round, CliError> {
+        let burst = |traffic: &Stream| self.burst(beside, traffic);
+        self.products.round(if beside == Beside::Nothing { None } else { Some(&burst) })
     }
 
-    fn by(&self) -> &str {
-        self.blas.as_ref().map_or("our own kernel (no cuBLAS was found)", Blas::name)
-    }
-
-    fn product(&self) -> Result<(), DeviceError> {
-        let [a, b, out] = &self.matrices;
-        let product = Product { size: self.size, a: whole(a)?, b: whole(b)?, out: whole(out)? };
-        match &self.blas {
-            Some(blas) => blas.product(&self.compute, &product),
-            None => self.kernels.product(&self.compute, &product),
-        }
-    }
-
-    /// Microseconds of a product, and GB/s that were moved meanwhile.
-    fn round(&self, beside: Beside) -> Result<(f64, f64), CliError> {
-        let mut bursts = 0_u64;
-        if beside != Beside::Nothing {
-            for event in &self.bursts {
-                self.burst(beside, event)?;
-            }
-        }
-        let [start, end] = &self.marks;
-        start.record(&self.compute)?;
-        for _ in 0..self.products {
-            self.product()?;
-        }
-        end.record(&self.compute)?;
-        until("products", self.gpu.task.patience() * 10, || {
-            // Bursts that end while products run are counted, and the next one follows.
-            let next = &self.bursts[(bursts % 2) as usize];
-            if beside != Beside::Nothing && next.is_done()? {
-                self.burst(beside, next)?;
-                bursts += 1;
-            }
-            end.is_done()
-        })?;
-        let time = end.since(start)?;
-        self.gpu.finish(&self.traffic, "what is copied beside")?;
-        self.gpu.finish(&self.compute, "products")?;
-        let rate = (bursts * BURST * COPY) as f64 / time.as_secs_f64().max(1e-9) / 1e9;
-        Ok((time.as_secs_f64() * 1e6 / self.products as f64, rate))
-    }
-
-    fn burst(&self, beside: Beside, event: &Event) -> Result<(), DeviceError> {
+    fn burst(&self, beside: Beside, traffic: &Stream) -> Result<(), DeviceError> {
         let to = self.to.range();
         if beside == Beside::Kernel {
-            self.kernels.copy(&self.traffic, whole(to)?, whole(&self.from)?)?;
-        } else {
-            for at in (0..BURST).map(|nth| nth * COPY) {
-                self.traffic.copy(to.span(at, COPY)?, self.from.span(at, COPY)?)?;
-            }
+            return self.products.kernels().copy(traffic, whole(to)?, whole(&self.from)?);
         }
-        event.record(&self.traffic)
+        (0..BURST)
+            .map(|nth| nth * COPY)
+            .try_for_each(|at| traffic.copy(to.span(at, COPY)?, self.from.span(at, COPY)?))
     }
-}
-
-/// 8192, or what takes half of the free memory.
-fn largest(context: &Context) -> Result<u32, DeviceError> {
-    let free = context.free_memory()? / 2;
-    let fits = |size: &u32| Product::bytes(*size) * 3 <= free;
-    Ok([8192, 4096, 2048, 1024].into_iter().find(fits).unwrap_or(TILE))
 }

@@ -1,12 +1,15 @@
-//! Kernels against their definitions, on random and special values: sums to the bit, products of
-//! whole numbers exactly.
+//! Kernels against their definitions, on random and special values: sums and gates to the bit,
+//! products of whole numbers exactly.
 
 use std::sync::atomic::Ordering;
 
 use half::{bf16, f16};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
-use sidelane::device::{Addresses, AuditKernels, Blas, DeviceRange, Kernels, Product, Stream, SumArgs};
+use sidelane::device::{
+    Addresses, AuditKernels, Blas, DeviceRange, GateArgs, Kernels, LayerKernels, Product, Stream, SumArgs,
+};
+use sidelane::gate::{Gate, GateInput, Preset};
 use sidelane::plan::SlotShape;
 use sidelane_verify::reference::Real;
 
@@ -40,6 +43,10 @@ const SPECIAL: [u32; 16] = [
 const RANKS: u32 = 8;
 const TOKENS: u32 = 96;
 
+/// Gates of models, with their experts and choices.
+const GATES: [(Preset, u32, u32); 3] =
+    [(Preset::Mixtral, 8, 2), (Preset::Qwen3, 128, 8), (Preset::DeepseekV3, 256, 8)];
+
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let gpu = Gpu::open(task)?;
     let (kernels, audit) = (Kernels::load(&gpu.context)?, AuditKernels::load(&gpu.context)?);
@@ -51,6 +58,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     bench.check_sum::<f32, bf16>(checks)?;
     bench.check_sum::<f32, f16>(checks)?;
     let about = |what, shows| About::new(what, shows);
+    checks.check(about("gate", "experts and weights are those of the host: to the bit"), || bench.gate())?;
     checks.check(about("copy by SMs", "the baseline copies what it is told"), || bench.copy())?;
     checks.check(about("product", "our product is right: whole numbers, exactly"), || {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))
@@ -141,6 +149,38 @@ impl Bench {
         same("sums", &seen, bytemuck::cast_slice(&expected))?;
         equal("the status word", status.word(0)?.load(Ordering::Acquire), 0)?;
         Ok(format!("{} sums of up to {RANKS} rows, special values among them", TOKENS * columns))
+    }
+
+    /// Experts and weights that the gates of known models choose.
+    fn gate(&self) -> Result<String, CliError> {
+        let tokens = self.gpu.task.few(4096, 64);
+        let kernels = LayerKernels::load(&self.gpu.context)?;
+        let mut random = random(6);
+        for (preset, experts, top_k) in GATES {
+            let config = preset.config(experts, top_k)?;
+            let mut host = Gate::new(config.clone())?;
+            let logits: Vec<f32> = (0..tokens * experts).map(|_| random.random_range(-8.0..8.0)).collect();
+            let expected = host.route(&GateInput { logits: &logits, ..GateInput::default() })?;
+            let there = self.put(bytemuck::cast_slice(&logits))?;
+            let choices = u64::from(tokens * top_k) * 4;
+            let (ids, weights) = (self.gpu.memory(choices)?, self.gpu.memory(choices)?);
+            let status = self.gpu.pinned(8)?;
+            let args = GateArgs {
+                tokens,
+                logits: whole(&there)?,
+                bias: None,
+                used: None,
+                experts: whole(&ids)?,
+                weights: whole(&weights)?,
+                status: status.range().word(0)?,
+            };
+            kernels.gate(&self.stream, &config, &args)?;
+            let seen = |range| self.gpu.read(&self.stream, range);
+            let of = |what| format!("{what} of {preset}");
+            same(of("experts"), &seen(&ids)?, bytemuck::cast_slice(expected.experts()))?;
+            same(of("weights"), &seen(&weights)?, bytemuck::cast_slice(expected.weights()))?;
+        }
+        Ok(format!("{tokens} tokens, {}", GATES.map(|(preset, ..)| preset.name()).join(", ")))
     }
 
     fn copy(&self) -> Result<String, CliError> {

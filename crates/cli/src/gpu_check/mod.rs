@@ -16,6 +16,7 @@
 //!               +-- part activity        every kernel between packed and landed, by CUPTI's list
 //!               +-- part exchange        ranks as threads, against a naive reference
 //!               +-- part interference    matrix products alone, beside copy engines, beside a copying kernel
+//!               +-- part blocks          matrix products beside our own kernels, by the limit on their blocks
 //!                      | rows, a line of JSON each
 //!                      v
 //!                   table, JSON, verdict
@@ -27,11 +28,13 @@
 mod activity;
 mod audit;
 mod bench;
+mod blocks;
 mod costs;
 mod driver;
 mod exchange;
 mod interference;
 mod kernels;
+mod products;
 mod report;
 mod waiting;
 mod wheels;
@@ -142,6 +145,7 @@ impl command::Command for GpuCheckArgs {
             Part::Audit => audit::run(&task, &mut checks),
             Part::Activity => activity::run(&task, &mut checks),
             Part::Interference => interference::run(&task, &mut checks),
+            Part::Blocks => blocks::run(&task, &mut checks),
             Part::Costs => costs::run(&task, &mut checks),
         };
         if let Err(error) = done {
@@ -190,6 +194,7 @@ pub enum Part {
     Activity,
     Exchange,
     Interference,
+    Blocks,
 }
 
 /// One part, and how thorough it is.

@@ -119,13 +119,25 @@ pub struct Row {
     /// Of the lock test and of the queue test.
     #[serde(default)]
     pub answer: Option<Answer>,
+    /// Of products beside kernels.
+    #[serde(default)]
+    pub limited: Option<Limited>,
+}
+
+/// What a limit on blocks does to products.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Limited {
+    /// Limit on the blocks of each kernel, if there was one.
+    pub blocks: Option<u32>,
+    /// Time of a product, over that of one alone.
+    pub slowdown: f64,
 }
 
 impl Row {
     /// One without a figure.
     pub fn new(part: Part, state: State, what: &str, found: String, shows: &str) -> Self {
         let (what, shows) = (what.to_owned(), shows.to_owned());
-        Row { part, what, state, found, shows, open: None, time: None, answer: None }
+        Row { part, what, state, found, shows, open: None, time: None, answer: None, limited: None }
     }
 }
 
@@ -295,9 +307,23 @@ impl Checks {
         samples: &[f64],
         found: impl Into<String>,
     ) -> Result<(), CliError> {
+        emit(&self.figure(about, samples, found.into()))
+    }
+
+    pub fn limited(
+        &mut self,
+        about: About<'_>,
+        samples: &[f64],
+        found: String,
+        limited: Limited,
+    ) -> Result<(), CliError> {
+        emit(&Row { limited: Some(limited), ..self.figure(about, samples, found) })
+    }
+
+    fn figure(&mut self, about: About<'_>, samples: &[f64], found: String) -> Row {
         let shows = if self.stand_in { STAND_IN } else { about.shows };
-        let row = self.row(About { shows, ..about }, State::Measured, found.into());
-        emit(&Row { time: Some(Time::of(samples)), ..row })
+        let row = self.row(About { shows, ..about }, State::Measured, found);
+        Row { time: Some(Time::of(samples)), ..row }
     }
 
     /// Tells that something is wrong beside what is checked.
@@ -360,6 +386,7 @@ mod tests {
     fn report() -> Report {
         let row = |part, state| Row {
             open: Some("more GPUs".to_owned()),
+            limited: Some(Limited { blocks: Some(33), slowdown: 1.25 }),
             time: Some(Time::of(&[2.0, 2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 3.0])),
             ..row(part, state, Some(Answer::Blocks))
         };

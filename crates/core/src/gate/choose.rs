@@ -295,7 +295,7 @@ fn balanced(config: &GateConfig, call: &GateInput<'_>) -> Option<f32> {
 }
 
 /// Checks the recorded choices of one token.
-fn check_recorded(token: u32, ids: &[i32], experts: u32) -> Result<(), GateError> {
+pub(super) fn check_recorded(token: u32, ids: &[i32], experts: u32) -> Result<(), GateError> {
     for (k, &expert) in ids.iter().enumerate() {
         let known = expert == -1 || u32::try_from(expert).is_ok_and(|id| id < experts);
         if !known || expert >= 0 && ids[..k].contains(&expert) {

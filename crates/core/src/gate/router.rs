@@ -7,7 +7,7 @@
 use std::slice::ChunksExactMut;
 
 use super::capacity::{CapacityAssigner, Chosen};
-use super::choose::{Row, Tokens};
+use super::choose::{Row, Tokens, check_recorded};
 use super::config::conflict;
 use super::score::weigh;
 use super::{
@@ -264,6 +264,45 @@ impl Gate {
             tokens.decide(config, call, token, row)?;
         }
         self.drop(call)?;
+        Ok(&self.decision)
+    }
+
+    /// Takes choices and weights, `[tokens, top_k]`, that something else has made by this
+    /// configuration, such as a kernel, and places them. Nothing is dropped.
+    ///
+    /// ```
+    /// # use sidelane_core::gate::{Gate, GateInput, Preset};
+    /// let mut gate = Gate::new(Preset::Mixtral.config(4, 2)?)?;
+    /// let decision = gate.accept(&[1, 3, -1, -1], &[0.75, 0.25, 0.0, 0.0])?;
+    /// assert_eq!((decision.tokens(), decision.counts_after()), (2, &[0, 1, 0, 1][..]));
+    /// # Ok::<(), sidelane_core::error::GateError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`GateError::Conflict`] for a gate with a capacity, [`GateError::WrongShape`],
+    /// [`GateError::BadReplay`] for choices that are no experts.
+    pub fn accept(&mut self, choices: &[i32], weights: &[f32]) -> Result<&Decision, GateError> {
+        let Gate { config, decision: of, keeper, .. } = self;
+        let (experts, top_k, k) = (config.experts, config.top_k, config.top_k as usize);
+        if config.capacity.is_some() {
+            conflict("choices made elsewhere", "a capacity", "the gate alone knows which have room")?;
+        }
+        let tokens = choices.len() / k;
+        shape("choices", choices.len(), tokens, k)?;
+        shape("weights", weights.len(), tokens, k)?;
+        (0..)
+            .zip(choices.chunks_exact(k))
+            .try_for_each(|(token, ids)| check_recorded(token, ids, experts))?;
+        of.make_room(tokens);
+        of.choices.copy_from_slice(choices);
+        of.experts.copy_from_slice(choices);
+        of.weights.copy_from_slice(weights);
+        let chosen_by =
+            Chosen { experts, top_k, ids: &mut of.experts, scores: weights, slots: &mut of.slots };
+        let kept = keeper.keep(&DROPLESS, None, RngKey::default(), chosen_by)?;
+        (of.capacity, of.required) = (kept.capacity, kept.required);
+        count(&mut of.counts_before, experts, choices);
+        count(&mut of.counts_after, experts, choices);
         Ok(&self.decision)
     }
 

@@ -28,6 +28,7 @@ pub(super) struct Facts {
     pub status: u64,
     /// Kernels of a dispatch, and of a combine.
     pub kernels: [Vec<&'static str>; 2],
+    pub max_blocks: Option<u32>,
     pub lanes: Vec<LaneUse>,
     pub same_device: u32,
     pub no_gpu_direct: Option<NoGpuDirect>,
@@ -37,7 +38,7 @@ pub(super) struct Facts {
 impl Facts {
     /// A report of what was enqueued, and of the kernels around it.
     fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
-        let Facts { same_device, no_gpu_direct: host_staged, registration, .. } = *self;
+        let Facts { max_blocks, same_device, no_gpu_direct: host_staged, registration, .. } = *self;
         let (executor, lanes, kernels) =
             (CallExecutor::ConstantProgram, self.lanes.clone(), kernels.to_vec());
         Report {
@@ -45,6 +46,7 @@ impl Facts {
             lanes,
             enqueued,
             kernels,
+            max_blocks,
             same_device,
             host_staged,
             registration,

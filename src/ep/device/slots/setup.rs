@@ -74,6 +74,7 @@ impl SlotExchange {
         let slots = *places.slots();
         // The other ranks hear of a failure here where windows are compared.
         let loaded = context.driver().require_eager_loading().and_then(|()| Kernels::load(context));
+        let loaded = loaded.map(|kernels| kernels.max_blocks(spec.max_blocks));
         let sizes = (places.bytes(), places.word_bytes());
         let ready = loaded.as_ref().map(drop).map_err(Clone::clone);
         let members = DeviceWindow::new(group, context, sizes, ready)?.members();
@@ -152,6 +153,7 @@ impl SlotExchange {
             words: Arc::clone(guard.words()),
             status: if expansion.is_some() { places.verdict() } else { places.status() },
             kernels: kernels_of(expansion.as_ref())?,
+            max_blocks: spec.max_blocks,
             lanes: lanes.clone(),
             same_device: peers.filter(|&peer| window.same_device(peer)).count() as u32,
             no_gpu_direct: of_proxy.and_then(RowTransport::no_gpu_direct),

@@ -1,0 +1,237 @@
+//! Blocks: what a stream of matrix products loses to our own kernels next to it, by the limit on
+//! their blocks.
+//!
+//! ```text
+//!   products  |= = = = = =|     |=   =   =   =   =   =|     |=  =  =  =  =  =|      ..
+//!   beside                       pack, regroup, sum          the same with at most so many blocks
+//!              alone             on every multiprocessor     on a few: slower, and products keep the rest
+//! ```
+//!
+//! All of them take turns. The kernels go on a stream of the highest priority without a gap, as the
+//! transfers of a layer do. No bit of what they write may depend on the limit.
+
+use std::sync::Arc;
+
+use sidelane::Dtype;
+use sidelane::device::{
+    Addresses, Context, DeviceRange, Kernels, Pack, PermuteArgs, Priority, Stream, SumArgs,
+};
+use sidelane::error::DeviceError;
+use sidelane::plan::SlotShape;
+
+use super::Task;
+use super::bench::{self, Gpu, random_bytes, random_elements, same};
+use super::products::{Products, Round};
+use super::report::{About, Checks, Limited};
+use crate::device::{allocate, stream, whole};
+use crate::error::CliError;
+use crate::stats::summary;
+
+const RANKS: u32 = 8;
+const EXPERTS: u32 = 64;
+const TOP_K: u32 = 8;
+
+/// Figures of one limit, round by round.
+#[derive(Default)]
+struct Found {
+    /// Microseconds of a product.
+    product: Vec<f64>,
+    /// Microseconds of a burst of kernels beside it.
+    burst: Vec<f64>,
+}
+
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
+    let gpu = Gpu::open(task)?;
+    let context = &gpu.context;
+    let sms = context.facts().multiprocessors;
+    let limits = [None, Some(sms), Some((sms / 2).max(1)), Some((sms / 4).max(1))];
+    let rows = Rows::new(task, context)?;
+    let about = About::new("bits with every limit", "no bit depends on how many blocks a kernel has");
+    if !checks.check(about, || rows.equal(&gpu, &limits))? {
+        return Ok(());
+    }
+    let products = Products::new(task, context, Priority::Highest)?;
+    let (mut alone, mut found) = (Vec::new(), limits.map(|_| Found::default()));
+    for round in 0..=task.few(15, 3) {
+        let Round { product_us: without, .. } = products.round(None)?;
+        let beside = limits.map(|limit| products.round(Some(&|traffic| rows.burst(traffic, limit))));
+        // The first round warms up.
+        if round == 0 {
+            beside.into_iter().try_for_each(|round| round.map(drop))?;
+            continue;
+        }
+        alone.push(without);
+        for (found, round) in found.iter_mut().zip(beside) {
+            let Round { product_us, all_us, bursts } = round?;
+            found.product.push(product_us);
+            // One that does not end meanwhile takes as long at least.
+            found.burst.push(all_us / bursts.max(1) as f64);
+        }
+    }
+    let without = summary(&alone).p50_us;
+    let about = About::new("products alone", "what the next rows are compared with");
+    checks.measured(about, &alone, products.told(without))?;
+    for (limit, found) in limits.into_iter().zip(&found) {
+        let (product, burst) = (summary(&found.product).p50_us, summary(&found.burst).p50_us);
+        let what = match limit {
+            None => "products beside pack, regroup and sum without a limit".to_owned(),
+            Some(blocks) => format!("products beside pack, regroup and sum of at most {blocks} blocks"),
+        };
+        let shows = "what our kernels take from the compute, and what fewer blocks cost them";
+        let slowdown = product / without;
+        let told =
+            format!("{:+.1} %; the kernels take {burst:.0} us for {}", (slowdown - 1.0) * 100.0, rows.told());
+        checks.limited(
+            About::new(&what, shows),
+            &found.product,
+            told,
+            Limited { blocks: limit, slowdown },
+        )?;
+    }
+    Ok(())
+}
+
+/// Rows of one rank of eight, packed, regrouped and summed.
+struct Rows {
+    kernels: Kernels,
+    shape: SlotShape,
+    tokens: u32,
+    hidden: u32,
+    x: DeviceRange,
+    experts: DeviceRange,
+    weights: DeviceRange,
+    rank_of: DeviceRange,
+    local_of: DeviceRange,
+    slots: DeviceRange,
+    packed_at: Addresses,
+    places: DeviceRange,
+    index: DeviceRange,
+    regrouped: DeviceRange,
+    summed_from: Addresses,
+    out: DeviceRange,
+    /// Calls so far, then the status.
+    words: DeviceRange,
+    stream: Stream,
+}
+
+impl Rows {
+    fn new(task: &Task, context: &Arc<Context>) -> Result<Self, CliError> {
+        let (tokens, hidden) = task.few((1024, 4096), (32, 256));
+        let (row, choices) = (u64::from(hidden) * 2, u64::from(tokens * TOP_K) * 4);
+        let shape = SlotShape::new(tokens, TOP_K, row)?;
+        let stream = stream(context)?;
+        let sent = |content: &[u8]| -> Result<DeviceRange, CliError> {
+            let range = allocate(context, content.len() as u64)?;
+            bench::write(&stream, &range, content)?;
+            Ok(range)
+        };
+        let words = |count: u32, word: &dyn Fn(u32) -> i32| {
+            sent(bytemuck::cast_slice(&(0..count).map(word).collect::<Vec<i32>>()))
+        };
+        let per_rank = EXPERTS / RANKS;
+        let slot = |at: u32| at / tokens * shape.slot_rows() + shape.header_rows() + at % tokens;
+        let slots = allocate(context, shape.bytes() * u64::from(RANKS))?;
+        let regrouped = allocate(context, row * u64::from(tokens * RANKS))?;
+        let at = |range: &DeviceRange, bytes: u64| -> Result<Addresses, CliError> {
+            let spans: Vec<_> = (0..u64::from(RANKS))
+                .map(|rank| range.span(rank * bytes, bytes))
+                .collect::<Result<_, _>>()?;
+            Ok(Addresses::new(&stream, &allocate(context, 8 * u64::from(RANKS))?, &spans)?)
+        };
+        Ok(Rows {
+            kernels: Kernels::load(context)?,
+            shape,
+            tokens,
+            hidden,
+            x: sent(&random_elements(3, u64::from(tokens * hidden)))?,
+            // Any experts of a token, each once: steps are odd.
+            experts: words(tokens * TOP_K, &|at| ((at / TOP_K * 5 + at % TOP_K * 7) % EXPERTS) as i32)?,
+            weights: sent(&random_bytes(2, choices))?,
+            rank_of: words(EXPERTS, &|expert| (expert / per_rank) as i32)?,
+            local_of: words(EXPERTS, &|expert| (expert % per_rank) as i32)?,
+            packed_at: at(&slots, shape.bytes())?,
+            slots,
+            places: words(tokens * RANKS, &|_| -1)?,
+            index: words(tokens * RANKS, &|at| slot(at) as i32)?,
+            summed_from: at(&regrouped, row * u64::from(tokens))?,
+            regrouped,
+            out: allocate(context, row * u64::from(tokens))?,
+            words: sent(&[0; 16])?,
+            stream,
+        })
+    }
+
+    /// What a burst moves.
+    fn told(&self) -> String {
+        format!("{} tokens x {} bf16 of {RANKS} ranks", self.tokens, self.hidden)
+    }
+
+    /// Packs, regroups and sums, by kernels of at most so many blocks.
+    fn burst(&self, stream: &Stream, limit: Option<u32>) -> Result<(), DeviceError> {
+        let kernels = self.kernels.clone().max_blocks(limit);
+        let status = self.words.word(8)?;
+        kernels.pack(
+            stream,
+            &Pack {
+                shape: self.shape,
+                tokens: self.tokens,
+                x: whole(&self.x)?,
+                experts: whole(&self.experts)?,
+                weights: whole(&self.weights)?,
+                n_experts: EXPERTS,
+                rank_of: whole(&self.rank_of)?,
+                local_of: whole(&self.local_of)?,
+                slots: &self.packed_at,
+                places: whole(&self.places)?,
+                counter: self.words.word(0)?,
+                status,
+                digest: 0,
+            },
+        )?;
+        kernels.regroup(
+            stream,
+            &PermuteArgs {
+                row_bytes: self.shape.row_bytes(),
+                sources: self.shape.slot_rows() * RANKS,
+                rows: self.tokens * RANKS,
+                from: whole(&self.slots)?,
+                index: whole(&self.index)?,
+                out: whole(&self.regrouped)?,
+                status,
+            },
+        )?;
+        kernels.sum(
+            stream,
+            &SumArgs {
+                shape: self.shape,
+                tokens: self.tokens,
+                columns: self.hidden,
+                rows: Dtype::Bf16,
+                dtype: Dtype::Bf16,
+                homes: &self.summed_from,
+                places: whole(&self.places)?,
+                status,
+                out: whole(&self.out)?,
+            },
+        )
+    }
+
+    /// Compares what kernels write with each limit.
+    fn equal(&self, gpu: &Gpu, limits: &[Option<u32>]) -> Result<String, CliError> {
+        let mut first: Option<[Vec<u8>; 3]> = None;
+        for &limit in limits.iter().chain(&[Some(1), Some(7)]) {
+            for range in [&self.slots, &self.regrouped, &self.out] {
+                bench::write(&self.stream, range, &vec![0xcb; range.len() as usize])?;
+            }
+            self.burst(&self.stream, limit)?;
+            let read = |range| gpu.read(&self.stream, range);
+            let seen = [read(&self.places)?, read(&self.regrouped)?, read(&self.out)?];
+            bench::equal("the status", read(&self.words)?[8..12].iter().map(|&b| u64::from(b)).sum(), 0)?;
+            let expected = first.get_or_insert_with(|| seen.clone());
+            for ((what, seen), expected) in ["places", "rows", "sums"].iter().zip(&seen).zip(&*expected) {
+                same(format!("{what} of at most {limit:?} blocks"), seen, expected)?;
+            }
+        }
+        Ok(self.told())
+    }
+}

@@ -1,0 +1,179 @@
+//! The gate on a device decides what the host's does, to the bit.
+
+use sidelane::device::{GateArgs, LayerKernels};
+use sidelane::error::DeviceError;
+use sidelane::gate::{
+    Divisor, Gate, GateConfig, GateInput, GroupScore, Noise, Normalize, Preset, ScoreFunction,
+    SecondExpertPolicy, Select,
+};
+
+use super::buffer::Buffer;
+use super::{Device, with_kernels};
+use crate::rows_common::Random;
+
+/// Gates whose kinds of scores, choices and weights differ.
+fn gates() -> Vec<GateConfig> {
+    let preset = |preset: Preset, experts, top_k| preset.config(experts, top_k).unwrap();
+    let base = preset(Preset::Olmoe, 24, 5);
+    let groups = |count, kept, by| Select::Groups { count, kept, by };
+    let (more, least) = (Divisor::SumPlus(1e-20), Divisor::SumAtLeast(f32::EPSILON));
+    vec![
+        preset(Preset::Megatron, 8, 2),
+        preset(Preset::Megatron, 9, 1),
+        preset(Preset::Mixtral, 70, 64),
+        preset(Preset::Qwen3, 128, 8),
+        preset(Preset::Qwen3, 3, 1),
+        preset(Preset::Olmoe, 33, 33),
+        preset(Preset::DeepseekV3, 256, 8),
+        preset(Preset::DeepseekV3, 1024, 8),
+        GateConfig {
+            select: groups(4, 2, GroupScore::Best),
+            normalise: Normalize::AfterDrop(more),
+            ..base.clone()
+        },
+        GateConfig { select: groups(1, 1, GroupScore::SumOfBest(3)), scaling: 0.3, ..base.clone() },
+        GateConfig {
+            select: groups(6, 3, GroupScore::SumOfBest(4)),
+            score: ScoreFunction::Sigmoid,
+            ..base.clone()
+        },
+        GateConfig {
+            select: groups(3, 2, GroupScore::SumOfBest(2)),
+            score: ScoreFunction::SoftmaxOfChosen,
+            normalise: Normalize::BeforeDrop(least),
+            ..base.clone()
+        },
+        GateConfig {
+            score: ScoreFunction::Sigmoid,
+            normalise: Normalize::BeforeDrop(least),
+            top_k: 1,
+            ..base
+        },
+    ]
+}
+
+/// Logits with many that are equal, zeros of both signs, and extremes.
+fn logits(random: &mut Random, count: usize) -> Vec<f32> {
+    let any = |random: &mut Random| match random.next() % 16 {
+        0 => 0.0,
+        1 => -0.0,
+        2..=4 => (random.next() % 5) as f32 - 2.0,
+        5 => [f32::MAX, f32::MIN, 1e-40, -800.0, 90.0][random.next() as usize % 5],
+        _ => (random.next() >> 40) as f32 / (1 << 20) as f32 - 8.0,
+    };
+    (0..count).map(|_| any(random)).collect()
+}
+
+#[test]
+fn choices_and_weights_are_those_of_the_host() {
+    with_kernels(
+        "kernels::gate::choices_and_weights_are_those_of_the_host",
+        |Device { context, stream, .. }| {
+            let (mut random, kernels) = (Random(5), LayerKernels::load(context).unwrap());
+            for (case, config) in gates().into_iter().enumerate() {
+                let (experts, k) = (config.experts as usize, config.top_k as usize);
+                let mut host = Gate::new(config.clone()).unwrap();
+                for (tokens, limit) in [(0, None), (1, Some(1)), (19, Some(3)), (19, None)] {
+                    let logits = logits(&mut random, tokens * experts);
+                    let with_bias = random.next() % 2 == 0 && config.score != ScoreFunction::SoftmaxOfChosen;
+                    let bias: Vec<f32> =
+                        (0..experts).map(|_| (random.next() % 7) as f32 / 8.0 - 0.4).collect();
+                    let used: Vec<bool> = (0..tokens).map(|_| !random.next().is_multiple_of(5)).collect();
+                    let (bias, used) = (with_bias.then_some(&bias[..]), (case % 2 == 0).then_some(&used[..]));
+                    let call = GateInput { logits: &logits, bias, token_mask: used, ..GateInput::default() };
+                    let decision = host.route(&call).unwrap();
+                    let words = |words: &[f32]| Buffer::words(context, words);
+                    let bytes = used.map(|used| {
+                        Buffer::of(context, &used.iter().map(|&is| is.into()).collect::<Vec<u8>>())
+                    });
+                    let (of_logits, of_bias) = (words(&logits), bias.map(words));
+                    let (ids, weights) = (words(&vec![7.0; tokens * k]), words(&vec![7.0; tokens * k]));
+                    let status = Buffer::words(context, &[0_u32]);
+                    let args = GateArgs {
+                        tokens: tokens as u32,
+                        logits: of_logits.span(),
+                        bias: of_bias.as_ref().map(Buffer::span),
+                        used: bytes.as_ref().map(Buffer::span),
+                        experts: ids.span(),
+                        weights: weights.span(),
+                        status: status.word(),
+                    };
+                    kernels.clone().max_blocks(limit).gate(stream, &config, &args).unwrap();
+                    stream.synchronize().unwrap();
+                    let what = format!("{config:?}, {tokens} tokens, bias {with_bias}");
+                    assert_eq!(ids.read::<i32>(), decision.experts(), "{what}");
+                    let bits: Vec<u32> = decision.weights().iter().map(|weight| weight.to_bits()).collect();
+                    assert_eq!(weights.read::<u32>(), bits, "{what}");
+                    assert_eq!(status.read::<u32>(), [0]);
+                }
+            }
+        },
+    );
+}
+
+#[test]
+fn logits_that_are_not_finite_are_reported_and_choose_nothing() {
+    let test = "kernels::gate::logits_that_are_not_finite_are_reported_and_choose_nothing";
+    with_kernels(test, |Device { context, stream, .. }| {
+        let kernels = LayerKernels::load(context).unwrap();
+        let config = Preset::Mixtral.config(4, 2).unwrap();
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let logits = Buffer::words(context, &[0.0, 1.0, 2.0, 3.0, 1.0, 2.0, bad, 4.0]);
+            let (ids, weights) = (Buffer::new(context, 16), Buffer::new(context, 16));
+            let status = Buffer::words(context, &[0_u32]);
+            let (logits, experts) = (logits.span(), ids.span());
+            let (weights, status_word) = (weights.span(), status.word());
+            let args =
+                GateArgs { tokens: 2, logits, bias: None, used: None, experts, weights, status: status_word };
+            kernels.gate(stream, &config, &args).unwrap();
+            stream.synchronize().unwrap();
+            assert_eq!((ids.read::<i32>(), status.read::<u32>()), (vec![3, 2, -1, -1], vec![1]));
+        }
+    });
+}
+
+#[test]
+fn gate_without_a_kernel_is_refused_by_name() {
+    with_kernels(
+        "kernels::gate::gate_without_a_kernel_is_refused_by_name",
+        |Device { context, stream, .. }| {
+            let kernels = LayerKernels::load(context).unwrap();
+            let base = Preset::Olmoe.config(8, 2).unwrap();
+            for (config, lacks) in [
+                (
+                    GateConfig { score: ScoreFunction::SqrtSoftplus, ..base.clone() },
+                    "scores by the root of softplus",
+                ),
+                (
+                    GateConfig { select: Select::Sinkhorn { tolerance: 0.1 }, ..base.clone() },
+                    "Sinkhorn's balancing",
+                ),
+                (GateConfig { noise: Noise::Gumbel, ..base.clone() }, "noise"),
+                (
+                    GateConfig { second: SecondExpertPolicy::Random { threshold: 0.5 }, ..base.clone() },
+                    "second choices that are thinned out",
+                ),
+                (Preset::Switch.config(8, 1).unwrap(), "a capacity"),
+                (GateConfig { experts: 1025, ..base.clone() }, "more than 1024 experts"),
+                (GateConfig { experts: 100, top_k: 65, ..base }, "more than 64 choices"),
+            ] {
+                assert_eq!(LayerKernels::gate_lacks(&config), Some(lacks));
+                let memory = Buffer::words(context, &[0_u32; 4]);
+                let args = GateArgs {
+                    tokens: 0,
+                    logits: memory.span(),
+                    bias: None,
+                    used: None,
+                    experts: memory.span(),
+                    weights: memory.span(),
+                    status: memory.word(),
+                };
+                let refused = kernels.gate(stream, &config, &args).unwrap_err();
+                assert!(
+                    matches!(refused, DeviceError::Shape { kernel: "gate", what, .. } if what == lacks),
+                    "{refused}"
+                );
+            }
+        },
+    );
+}
