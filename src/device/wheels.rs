@@ -4,16 +4,14 @@
 //!   site-packages / nvidia / cublas, cuda_cupti, cu13 ... / lib / libcublas.so.12
 //! ```
 //!
-//! `SIDELANE_SITE_PACKAGES` names such folders. Else they are those of the environment that is
-//! active, and of `python3`.
+//! `SIDELANE_SITE_PACKAGES` names such folders. Else they are those of active environments, and
+//! those that the caller knows. Only `sidelane gpu-check` asks `python3`: a library starts no
+//! process.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-
-use sidelane::device::Driver;
 
 /// The variable with folders of packages, as `PATH` has its own.
-const VARIABLE: &str = "SIDELANE_SITE_PACKAGES";
+pub const VARIABLE: &str = "SIDELANE_SITE_PACKAGES";
 
 /// Variables that say where an environment of Python lies.
 const ENVIRONMENTS: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
@@ -21,18 +19,9 @@ const ENVIRONMENTS: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
 /// Where a wheel has its libraries.
 const INSIDE: [&str; 2] = ["lib", "extras/CUPTI/lib64"];
 
-/// Files of these names, in wheels, in the order of the names. With the fake driver only the
-/// variable counts.
-pub fn find(driver: &Driver, names: &[&str]) -> Vec<PathBuf> {
-    among(&folders(driver.is_stand_in()), names)
-}
-
-/// Variable to set where a library is not found.
-pub fn hint(variable: &str, wheel: &str) -> String {
-    format!("set {variable} to its path, or {VARIABLE} to the folder of Python packages with {wheel}")
-}
-
-fn folders(stand_in: bool) -> Vec<PathBuf> {
+/// Folders of packages: those of the variable, else those of active environments and `more`. With
+/// the fake driver only the variable counts.
+pub fn folders(stand_in: bool, more: impl FnOnce() -> Vec<PathBuf>) -> Vec<PathBuf> {
     if let Some(named) = std::env::var_os(VARIABLE).filter(|folders| !folders.is_empty()) {
         return std::env::split_paths(&named).collect();
     }
@@ -41,25 +30,12 @@ fn folders(stand_in: bool) -> Vec<PathBuf> {
     }
     let environments = ENVIRONMENTS.iter().filter_map(std::env::var_os).map(PathBuf::from);
     let mut all: Vec<PathBuf> = environments.flat_map(|home| packages_of(&home)).collect();
-    all.extend(of_python());
+    all.extend(more());
     all
 }
 
-/// `lib/python3.*/site-packages` of an environment.
-fn packages_of(home: &Path) -> Vec<PathBuf> {
-    let versions = sorted(&home.join("lib")).into_iter();
-    versions.map(|version| version.join("site-packages")).filter(|folder| folder.is_dir()).collect()
-}
-
-/// Where `python3` looks for packages, if there is one.
-fn of_python() -> Vec<PathBuf> {
-    let mut python = Command::new("python3");
-    python.args(["-c", "import sys; print(*filter(None, sys.path), sep='\\n')"]);
-    let Ok(said) = python.stdin(Stdio::null()).stderr(Stdio::null()).output() else { return Vec::new() };
-    String::from_utf8_lossy(&said.stdout).lines().map(PathBuf::from).collect()
-}
-
-fn among(folders: &[PathBuf], names: &[&str]) -> Vec<PathBuf> {
+/// Files of these names, in wheels of these folders, in the order of the names.
+pub fn among(folders: &[PathBuf], names: &[&str]) -> Vec<PathBuf> {
     let libraries: Vec<PathBuf> = folders
         .iter()
         .flat_map(|folder| sorted(&folder.join("nvidia")))
@@ -67,6 +43,12 @@ fn among(folders: &[PathBuf], names: &[&str]) -> Vec<PathBuf> {
         .collect();
     let of = |name: &&str| libraries.iter().map(|folder| folder.join(name)).collect::<Vec<_>>();
     names.iter().flat_map(of).filter(|file| file.exists()).collect()
+}
+
+/// `lib/python3.*/site-packages` of an environment.
+fn packages_of(home: &Path) -> Vec<PathBuf> {
+    let versions = sorted(&home.join("lib")).into_iter();
+    versions.map(|version| version.join("site-packages")).filter(|folder| folder.is_dir()).collect()
 }
 
 /// Entries of a folder by name; nothing if there is no folder.

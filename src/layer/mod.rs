@@ -78,7 +78,7 @@ mod values;
 pub use backward::Gradients;
 pub use builder::MoeLayerBuilder;
 pub use device::{
-    DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor,
+    DeviceGradients, DeviceInput, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor, Products,
 };
 pub use experts::{ExpertError, Experts, Saved, SavedChunk, Segments};
 pub use gradient_order::RowOrder;

@@ -121,7 +121,7 @@ impl DeviceMoeLayer {
             segments: None,
             add: false,
         };
-        compute.kernels.matmul(&compute.stream, &product)?;
+        compute.matmul(&product)?;
         let logits = self.staging.receive(&compute.stream, logits.range())?;
         // The stream of a failed world goes on with values that are invalid.
         self.world.hub.health().check()?;

@@ -15,7 +15,8 @@
 //!
 //! **Bits** are those of the host's layer for the same input: products, SwiGLU, sums and roundings
 //! are kernels of ours with the host's order (`cuda/layer.cu`), where the host has fused
-//! multiply-adds and there is more than one expert.
+//! multiply-adds and there is more than one expert. With [`Products::Cublas`] products are those of
+//! cuBLAS, and have its order.
 //!
 //! **The gate stays on the host.** Exact scores take arithmetic of 64 bits. So a forward pass waits
 //! for its stream to bring the logits, and a backward pass at its end, for the gradients of routing
@@ -34,6 +35,7 @@ mod experts;
 mod forward;
 mod memory;
 mod moe;
+mod products;
 mod tape;
 
 pub use backward::DeviceGradients;
@@ -41,4 +43,5 @@ pub use builder::DeviceMoeLayerBuilder;
 pub use forward::DeviceInput;
 pub use memory::DeviceTensor;
 pub use moe::DeviceMoeLayer;
+pub use products::Products;
 pub use tape::DeviceTape;

@@ -105,7 +105,7 @@ struct Bench<'a> {
     matrices: [DeviceRange; 3],
     from: DeviceRange,
     to: PinnedMemory,
-    compute: Stream,
+    compute: Arc<Stream>,
     traffic: Stream,
     marks: [Event; 2],
     /// Behind each burst: two are under way at once.
@@ -114,11 +114,9 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CliError> {
-        let stand_in = context.driver().is_stand_in();
-        let files = wheels::find(context.driver(), &Blas::NAMES);
         let size = task.size.map_or_else(|| largest(context), Ok)?;
         let bytes = Product::bytes(size);
-        let compute = stream(context)?;
+        let compute = Arc::new(stream(context)?);
         let matrices = [allocate(context, bytes)?, allocate(context, bytes)?, allocate(context, bytes)?];
         // Any numbers below one: what multiplies zeros draws less power.
         let numbers: Vec<u8> = {
@@ -136,7 +134,7 @@ impl<'a> Bench<'a> {
         Ok(Bench {
             task,
             kernels: AuditKernels::load(context)?,
-            blas: if stand_in { None } else { Blas::load(context, &files).unwrap_or(None) },
+            blas: Blas::load(&compute, &wheels::folders(context.driver())).ok(),
             size,
             products: task.few(20, 2),
             matrices,
@@ -157,7 +155,7 @@ impl<'a> Bench<'a> {
         let [a, b, out] = &self.matrices;
         let product = Product { size: self.size, a: whole(a)?, b: whole(b)?, out: whole(out)? };
         match &self.blas {
-            Some(blas) => blas.product(&self.compute, &product),
+            Some(blas) => blas.product(&product),
             None => self.kernels.product(&self.compute, &product),
         }
     }

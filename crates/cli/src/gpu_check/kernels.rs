@@ -53,7 +53,7 @@ const TOKENS: u32 = 96;
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let (kernels, audit) = (Kernels::load(&context)?, AuditKernels::load(&context)?);
-    let bench = Bench { task, context: &context, stream: stream(&context)?, kernels, audit };
+    let bench = Bench { task, context: &context, stream: Arc::new(stream(&context)?), kernels, audit };
     for (rows, out) in TYPES {
         let what = format!("sum {} to {}", name(rows), name(out));
         let about = About::new(&what, "in f32, ranks ascending, one rounding: to the bit");
@@ -65,19 +65,9 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))
     })?;
     let about = about("product of cuBLAS", "cuBLAS is called as it must be");
-    let files = wheels::find(context.driver(), &Blas::NAMES);
-    match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(&context, &files) } {
-        Ok(Some(blas)) => {
-            checks.check(about, || {
-                bench.product(blas.name(), |product| blas.product(&bench.stream, product))
-            })?;
-        }
-        Ok(None) => {
-            let hint = wheels::hint("SIDELANE_CUBLAS", "nvidia/cublas");
-            let found = format!(
-                "libcublas.so.13, .12 and .11 are not where the loader looks: our own product is used; {hint}"
-            );
-            checks.tell(about, State::Skipped, found)?;
+    match Blas::load(&bench.stream, &wheels::folders(context.driver())) {
+        Ok(blas) => {
+            checks.check(about, || bench.product(blas.name(), |product| blas.product(product)))?;
         }
         Err(error) => checks.tell(about, State::Skipped, format!("{error}: our own product is used"))?,
     }
@@ -87,7 +77,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 struct Bench<'a> {
     task: &'a Task,
     context: &'a Arc<Context>,
-    stream: Stream,
+    stream: Arc<Stream>,
     kernels: Kernels,
     audit: AuditKernels,
 }
