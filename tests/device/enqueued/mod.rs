@@ -6,6 +6,7 @@
 
 mod buffers;
 mod calls;
+mod cudarc;
 mod faults;
 mod nodes;
 mod processes;
