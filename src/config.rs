@@ -182,12 +182,13 @@ impl Config {
 }
 
 /// Variables that have other names now. One that is set would do nothing, so it is an error.
-const RENAMED: [(&str, &str); 7] = [
+const RENAMED: [(&str, &str); 8] = [
     ("SIDELANE_RAIL", "SIDELANE_NET"),
     ("SIDELANE_PACE", "SIDELANE_EMULATED_LINK"),
     ("SIDELANE_CUDA", "SIDELANE_CUDA_LIBRARY"),
     ("SIDELANE_IBVERBS", "SIDELANE_IBVERBS_LIBRARY"),
     ("SIDELANE_CUPTI", "SIDELANE_CUPTI_LIBRARY"),
+    ("SIDELANE_CUBLAS", "SIDELANE_CUBLAS_LIBRARY"),
     ("SIDELANE_VERBS_CARD", "SIDELANE_VERBS_NICS"),
     ("SIDELANE_VERBS_RELAXED", "SIDELANE_VERBS_RELAXED_ORDERING"),
 ];

@@ -31,7 +31,7 @@ use crate::error::DeviceError;
 const USUAL: &str = "libcuda.so.1";
 
 /// A symbol that only the driver made for tests has.
-const STAND_IN: &str = "sidelane_stand_in";
+pub const STAND_IN: &str = "sidelane_stand_in";
 
 type Initialize = unsafe extern "C" fn(c_uint) -> Code;
 type DriverVersion = unsafe extern "C" fn(*mut c_int) -> Code;

@@ -37,6 +37,7 @@
 
 mod allocation;
 mod audit;
+mod blas;
 mod context;
 mod copies;
 mod driver;
@@ -47,6 +48,8 @@ mod module;
 mod pinned;
 mod range;
 mod stream;
+#[doc(hidden)]
+pub mod wheels;
 
 pub use context::Context;
 pub use driver::Driver;
@@ -58,9 +61,9 @@ pub use stream::{CudaGraph, Event, Priority, Stream};
 #[doc(hidden)]
 pub use allocation::{Allocation, DmaBuf, Reservation};
 #[doc(hidden)]
-pub use audit::{
-    Activity, ActivityKind, AuditKernels, Blas, Channel, Cupti, PlainMemory, Product, SmHold, TILE,
-};
+pub use audit::{Activity, ActivityKind, AuditKernels, Channel, Cupti, PlainMemory, Product, SmHold, TILE};
+#[doc(hidden)]
+pub use blas::Blas;
 #[doc(hidden)]
 pub use copies::CopyBatch;
 #[doc(hidden)]
@@ -68,7 +71,9 @@ pub use driver::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrd
 #[doc(hidden)]
 pub use flags::MemOpBatch;
 #[doc(hidden)]
-pub use kernels::{AccumulateArgs, GateArgs, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape};
+pub use kernels::{
+    AccumulateArgs, GateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
+};
 #[doc(hidden)]
 pub use kernels::{
     Addresses, Admit, Check, ChoiceArgs, CountArgs, DotScale, Expand, FetchWeights, Kernels, Pack,

@@ -54,6 +54,15 @@ pub enum DeviceError {
         /// Message of the loader.
         reason: String,
     },
+    /// cuBLAS is not there.
+    #[error(
+        "no cuBLAS: {} (a CUDA toolkit has it, PyPI as nvidia-cublas or nvidia-cublas-cu12; set LD_LIBRARY_PATH, SIDELANE_SITE_PACKAGES to the folder of Python packages, or SIDELANE_CUBLAS_LIBRARY to its path)",
+        .tried.join("; ")
+    )]
+    NoCublas {
+        /// The libraries that were to be loaded, each with the loader's message.
+        tried: Vec<String>,
+    },
     /// CUPTI's records have another layout than those that are read.
     #[error(
         "{library} is version {version} of CUPTI, and its records are read from {needed} on: take that of CUDA 12 or 13"

@@ -77,7 +77,9 @@ mod transfers;
 
 pub use backward::Gradients;
 pub use builder::MoeLayerBuilder;
-pub use device::{DeviceGradients, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor};
+pub use device::{
+    DeviceGradients, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor, Products,
+};
 pub use experts::{ExpertError, Experts, Saved, Segments};
 pub use gradient_order::GradientOrder;
 pub use input::Input;

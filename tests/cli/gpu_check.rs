@@ -24,6 +24,10 @@ fn cupti() -> PathBuf {
     stand_in_cuda::install().unwrap().join("libcupti.so.12")
 }
 
+fn cublas() -> PathBuf {
+    stand_in_cuda::install().unwrap().join("libcublas.so.12")
+}
+
 /// Rows of one part, run as `gpu-check` runs it.
 fn part(part: &str, variables: &[(&str, &str)]) -> Vec<Value> {
     let directory = stand_in_cuda::install().unwrap();
@@ -67,6 +71,7 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
             ("SIDELANE_FAKE_CUDA_KERNELS", kernels.to_str().unwrap()),
             ("SIDELANE_FAKE_CUDA_DEVICES", "1"),
             ("SIDELANE_CUPTI_LIBRARY", cupti().to_str().unwrap()),
+            ("SIDELANE_CUBLAS_LIBRARY", cublas().to_str().unwrap()),
         ],
     );
     let text = String::from_utf8_lossy(&output.stdout);
@@ -93,7 +98,7 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     assert_eq!(state(&driver, "memory by descriptor"), "right");
     let kernels = rows(&report, "kernels");
     assert_eq!(kernels.iter().filter(|row| row["what"].as_str().unwrap().starts_with("sum ")).count(), 5);
-    for what in ["gate", "product", "copy by SMs"] {
+    for what in ["gate", "product", "product of cuBLAS", "copy by SMs"] {
         assert_eq!(state(&kernels, what), "right", "{what}");
     }
     let exchange = rows(&report, "exchange");

@@ -8,6 +8,7 @@ use moe_lm::batches::Batches;
 use moe_lm::parallel::{Chunks, Device, Plan};
 use moe_lm::settings::{Settings, Shape};
 use serde_json::json;
+use sidelane::layer::Products;
 
 /// Trains a small mixture-of-experts language model: alone, or as a rank of `sidelane launch`,
 /// torchrun, srun or mpirun.
@@ -33,7 +34,7 @@ pub struct Arguments {
     #[arg(long)]
     pub expert_parallel: Option<usize>,
     /// Plays this many ranks in this process, one after another: the same bits.
-    #[arg(long, value_name = "RANKS", conflicts_with_all = ["overlap", "token_chunks", "device"])]
+    #[arg(long, value_name = "RANKS", conflicts_with_all = ["overlap", "token_chunks", "device", "products"])]
     pub reference: Option<usize>,
     /// Whether transfers overlap with compute: the same bits.
     #[arg(long, value_enum, default_value_t = Switch::On)]
@@ -45,6 +46,10 @@ pub struct Arguments {
     /// on its machine. The same bits.
     #[arg(long, value_enum, default_value_t = On::Cpu)]
     pub device: On,
+    /// What makes the products of layers on a GPU: our own kernel, with the same bits, or cuBLAS,
+    /// which is faster and has sums in another order.
+    #[arg(long, value_enum, default_value_t = By::Own, requires = "device")]
+    pub products: By,
     /// A checkpoint after so many steps each; there is one at the end anyway.
     #[arg(long)]
     pub checkpoint_every: Option<NonZero<usize>>,
@@ -85,6 +90,13 @@ pub enum Switch {
 pub enum On {
     Cpu,
     Cuda,
+}
+
+/// What makes products on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum By {
+    Own,
+    Cublas,
 }
 
 fn chunks(said: &str) -> Result<Chunks, String> {
@@ -153,6 +165,7 @@ impl Arguments {
             "text": batches.digest(),
             "token_chunks": format!("{:?}", self.token_chunks),
             "device": format!("{:?}", self.device),
+            "products": format!("{:?}", self.products),
             "checkpoint_every": self.checkpoint_every,
             "resume": self.resume,
         })
@@ -161,9 +174,13 @@ impl Arguments {
 
     /// How it is carried out by a rank of this number on its machine.
     pub fn plan(&self, local_rank: u32) -> Plan {
+        let products = match self.products {
+            By::Own => Products::Own,
+            By::Cublas => Products::Cublas,
+        };
         let device = match self.device {
             On::Cpu => Device::Host,
-            On::Cuda => Device::Cuda(local_rank),
+            On::Cuda => Device::Cuda(local_rank, products),
         };
         Plan { chunks: self.token_chunks, overlap: self.overlap == Switch::On, device }
     }

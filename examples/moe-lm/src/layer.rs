@@ -6,7 +6,9 @@ use std::sync::Arc;
 use sidelane::Error;
 use sidelane::device::Stream;
 use sidelane::gate::Decision;
-use sidelane::layer::{DeviceGradients, DeviceMoeLayer, DeviceTape, Input, MoeLayer, MoeLayerBuilder, Tape};
+use sidelane::layer::{
+    DeviceGradients, DeviceMoeLayer, DeviceTape, Input, MoeLayer, MoeLayerBuilder, Products, Tape,
+};
 
 /// A layer, with the tape of its last forward pass, which a backward pass uses up.
 pub enum Layer {
@@ -31,11 +33,15 @@ impl Layer {
     ///
     /// # Errors
     /// Those of the layer's builder.
-    pub fn new(builder: MoeLayerBuilder<'_>, stream: Option<(&Arc<Stream>, u64)>) -> Result<Layer, Error> {
+    pub fn new(
+        builder: MoeLayerBuilder<'_>,
+        stream: Option<(&Arc<Stream>, Products, u64)>,
+    ) -> Result<Layer, Error> {
         Ok(match stream {
             None => Layer::Host(Box::new(builder.build()?), None),
-            Some((stream, heap)) => {
-                Layer::Device(Box::new(builder.on(stream).device_heap(heap).build()?), None)
+            Some((stream, products, heap)) => {
+                let builder = builder.on(stream).products(products).device_heap(heap);
+                Layer::Device(Box::new(builder.build()?), None)
             }
         })
     }

@@ -16,7 +16,7 @@ use sidelane::collective::Communicator;
 use sidelane::device::{Driver, Priority, Stream};
 use sidelane::error::DeviceError;
 use sidelane::gate::{BalanceLoss, CountDivisor, Preset, TokenGroups};
-use sidelane::layer::{Experts, GroupedSwiGlu, MoeLayer};
+use sidelane::layer::{Experts, GroupedSwiGlu, MoeLayer, Products};
 use sidelane::overlap::ChunkRule;
 use sidelane::{Dtype, Group, World};
 
@@ -45,7 +45,7 @@ impl Chunks {
     pub const AUTO: Chunks = Chunks::By(ChunkRule { call_bytes: 64 << 10, gemm_rows: 32, most: 8 });
 }
 
-/// How a step is carried out, of which no bit depends.
+/// How a step is carried out. No bit depends on it, but for products by cuBLAS.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// Chunks of a layer's tokens.
@@ -61,8 +61,8 @@ pub struct Plan {
 pub enum Device {
     /// On the host.
     Host,
-    /// On the GPU of this number.
-    Cuda(u32),
+    /// On the GPU of this number, with products by our own kernel or by cuBLAS.
+    Cuda(u32, Products),
 }
 
 /// One rank among others.
@@ -176,7 +176,7 @@ pub fn layers<E: Experts + 'static>(
     };
     let stream = match plan.device {
         Device::Host => None,
-        Device::Cuda(number) => Some(stream(number).map_err(sidelane::Error::from)?),
+        Device::Cuda(number, products) => Some((stream(number).map_err(sidelane::Error::from)?, products)),
     };
     let layer = |_| {
         let weights = vec![0.0; GroupedSwiGlu::values(own, width, expert_width)];
@@ -192,7 +192,8 @@ pub fn layers<E: Experts + 'static>(
         // All rows may come to one rank, and as many gradients, outputs and sums beside them.
         let rows = settings.windows() * window * top_k * group.size() as usize;
         let heap = (8 * rows * width * 4).max(4 << 20) as u64;
-        Ok(Moe::new(Layer::new(builder, stream.as_ref().map(|stream| (stream, heap)))?))
+        let on = stream.as_ref().map(|(stream, products)| (stream, *products, heap));
+        Ok(Moe::new(Layer::new(builder, on)?))
     };
     (0..layers).map(layer).collect()
 }

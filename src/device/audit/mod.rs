@@ -15,18 +15,17 @@
 //! All resources of a block exist before it is launched. Calls that wait for the whole context
 //! (freeing memory, loading modules) would wait for a hold, too, which waits for the host.
 
-mod blas;
 mod cupti;
 
-use std::ffi::CStr;
+use std::ffi::{CStr, c_int};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use cudarc::driver::sys;
 
-pub use blas::Blas;
 pub use cupti::{Activity, ActivityKind, Channel, Cupti};
 
+use super::blas::{Blas, Element, Gemm};
 use super::call;
 use super::context::Context;
 use super::module::{Function, Grid, Module, Parameters};
@@ -249,6 +248,27 @@ impl Product<'_> {
             }
         }
         Ok([self.a.range, self.b.range, self.out.range])
+    }
+}
+
+impl Blas {
+    /// Enqueues a product by cuBLAS, with sums in f32.
+    ///
+    /// # Errors
+    /// [`DeviceError::Shape`], [`DeviceError::TooSmall`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::Call`] with cuBLAS's status.
+    pub fn product(&self, product: &Product<'_>) -> Result<(), DeviceError> {
+        let ranges = product.check()?;
+        let _held = self.stream().hold(&ranges)?;
+        let size = product.size as c_int;
+        let gemm = Gemm {
+            transposed: [true, false],
+            sides: [size; 3],
+            at: [product.b.address, product.a.address, product.out.address],
+            pitches: [size; 3],
+        };
+        // SAFETY: the stream holds the matrices, of `size * size` elements, which were checked.
+        unsafe { self.gemm(&gemm, Element::Bf16) }
     }
 }
 

@@ -47,11 +47,33 @@ pub struct MatmulArgs<'a> {
     pub out: ByteSpan<'a>,
     /// Where groups lie.
     pub shape: MatmulShape,
-    /// How many groups there are, and how long the segment of each is: its rows, then the same with
-    /// pads, `i64 [2, groups]`. Without them there is one group of all rows.
-    pub segments: Option<(u32, ByteSpan<'a>)>,
+    /// How long the segment of each group is. Without them there is one group of all rows.
+    pub segments: Option<GroupSegments<'a>>,
     /// Adds to the result that is there.
     pub add: bool,
+}
+
+/// Segments of groups, one after another: on the device for our kernel, which reads the table when
+/// the stream comes to it, and on the host for libraries.
+#[derive(Clone, Copy, Debug)]
+pub struct GroupSegments<'a> {
+    /// Both lists, `i64 [2, groups]`.
+    pub table: ByteSpan<'a>,
+    /// Rows of each group.
+    pub rows: &'a [i64],
+    /// The same with pads.
+    pub padded: &'a [i64],
+}
+
+/// One group of a product.
+#[derive(Clone, Copy, Debug)]
+pub struct Group {
+    /// Its number.
+    pub nth: u64,
+    /// Its first row.
+    pub first: u32,
+    /// Its rows.
+    pub rows: u32,
 }
 
 /// Shapes of a product's matrices.
@@ -83,6 +105,55 @@ pub enum MatmulShape {
         /// Elements from one matrix of the result to the next.
         apart: u64,
     },
+}
+
+impl<'a> MatmulArgs<'a> {
+    /// How many groups there are.
+    fn n_groups(&self) -> u32 {
+        self.segments.map_or(1, |segments| segments.rows.len() as u32)
+    }
+
+    /// All groups, by the host's lists. As in the kernel, no segment goes beyond the rows that
+    /// there are, whatever the lists say.
+    pub fn groups(&self) -> impl Iterator<Item = Group> + use<'a> {
+        let all = match self.shape {
+            MatmulShape::Rows { rows, .. } => rows,
+            MatmulShape::Depth { depth, .. } => depth,
+        };
+        let (segments, mut first) = (self.segments, 0);
+        (0..self.n_groups()).map(move |nth| {
+            let left = all - first;
+            let listed = |list: fn(&GroupSegments<'a>) -> &'a [i64]| {
+                let segments = segments.as_ref()?;
+                let size = list(segments).get(nth as usize).copied().unwrap_or(0);
+                Some(u32::try_from(size.max(0)).unwrap_or(u32::MAX))
+            };
+            let padded = listed(|segments| segments.padded).unwrap_or(left).min(left);
+            let rows = listed(|segments| segments.rows).unwrap_or(left).min(padded);
+            let group = Group { nth: nth.into(), first, rows };
+            first += padded;
+            group
+        })
+    }
+
+    /// Bytes that a, b and the result must have, if they can be counted.
+    pub fn needed(&self) -> [Option<u64>; 3] {
+        let groups = self.n_groups();
+        // Elements of as many matrices.
+        let matrices = |rows: u32, columns: u32, apart: u64| {
+            let before = u64::from(groups.saturating_sub(1)).checked_mul(apart)?;
+            before.checked_add(bytes([rows.into(), columns.into()])?)?.checked_mul(WORD)
+        };
+        let one = |rows: u32, columns: u32| bytes([rows.into(), columns.into(), WORD]);
+        match self.shape {
+            MatmulShape::Rows { rows, depth, columns, apart, .. } => {
+                [one(rows, depth), matrices(depth, columns, apart), one(rows, columns)]
+            }
+            MatmulShape::Depth { rows, depth, columns, apart } => {
+                [one(depth, rows), one(depth, columns), matrices(rows, columns, apart)]
+            }
+        }
+    }
 }
 
 /// `struct Matmul` of the source.
@@ -240,29 +311,21 @@ impl LayerKernels {
     /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn matmul(&self, stream: &Stream, matmul: &MatmulArgs<'_>) -> Result<(), DeviceError> {
         let MatmulArgs { a, b, out, shape, segments, add } = *matmul;
-        let groups = segments.map_or(1, |(groups, _)| groups);
-        // Elements of as many matrices.
-        let matrices = |rows: u32, columns: u32, apart: u64| {
-            let before = u64::from(groups.saturating_sub(1)).checked_mul(apart)?;
-            before.checked_add(bytes([rows.into(), columns.into()])?)?.checked_mul(WORD)
-        };
-        let one = |rows: u32, columns: u32| bytes([rows.into(), columns.into(), WORD]);
-        let ((rows, depth, columns), needed, tiles) = match shape {
-            MatmulShape::Rows { rows, depth, columns, apart, .. } => {
-                let needed = [one(rows, depth), matrices(depth, columns, apart), one(rows, columns)];
-                ((rows, depth, columns), needed, u64::from(rows.div_ceil(TILE)) + u64::from(groups))
+        let groups = matmul.n_groups();
+        let (rows, depth, columns, tiles) = match shape {
+            MatmulShape::Rows { rows, depth, columns, .. } => {
+                (rows, depth, columns, u64::from(rows.div_ceil(TILE)) + u64::from(groups))
             }
-            MatmulShape::Depth { rows, depth, columns, apart } => {
-                let needed = [one(depth, rows), one(depth, columns), matrices(rows, columns, apart)];
-                ((rows, depth, columns), needed, u64::from(rows.div_ceil(TILE)) * u64::from(groups))
+            MatmulShape::Depth { rows, depth, columns, .. } => {
+                (rows, depth, columns, u64::from(rows.div_ceil(TILE)) * u64::from(groups))
             }
         };
         if rows == 0 || columns == 0 || groups == 0 {
             return Ok(());
         }
         let mut operands = Operands::of("matmul", stream);
-        let [of_a, of_b, of_out] = needed;
-        let table = segments.map(|(_, table)| table);
+        let [of_a, of_b, of_out] = matmul.needed();
+        let table = segments.map(|segments| segments.table);
         let (out, a, b, segments) = (
             operands.span("out", out, of_out, WORD)?,
             operands.span("a", a, of_a, WORD)?,

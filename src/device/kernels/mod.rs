@@ -30,7 +30,9 @@ use std::sync::{Arc, MutexGuard};
 use expand::ExpandFunctions;
 pub use expand::{Admit, Expand, Tally};
 pub use gate::GateArgs;
-pub use layer::{AccumulateArgs, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape};
+pub use layer::{
+    AccumulateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
+};
 pub use routing::{Check, ChoiceArgs, CountArgs, SortArgs};
 use rows::RecordFunctions;
 pub use rows::{Pack, PermuteArgs, RecordArgs};
@@ -140,10 +142,10 @@ impl Kernels {
 /// Vectors that kernels read and write.
 const VECTOR: u64 = 16;
 /// Words that kernels read and write.
-const WORD: u64 = 4;
+pub(super) const WORD: u64 = 4;
 
 /// Checks the operands of one launch, one after the other, and gives the addresses.
-struct Operands<'a> {
+pub(super) struct Operands<'a> {
     kernel: &'static str,
     device: u32,
     held: MutexGuard<'a, Claims>,

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use super::DeviceMoeLayer;
-use super::experts::{Compute, DeviceSwiGlu};
+use super::experts::DeviceSwiGlu;
 use super::memory::{DeviceMemory, HostStaging};
 use super::moe::Placed;
+use super::products::{Compute, Products};
 use crate::device::{DeviceRange, Kernels, LayerKernels, Priority, Stream};
 use crate::dtype::Dtype;
 use crate::ep::ExpertParallelBuilder;
@@ -27,6 +28,7 @@ pub struct DeviceMoeLayerBuilder<'g> {
     device_heap: Option<u64>,
     max_blocks: Option<u32>,
     priority: Priority,
+    products: Products,
 }
 
 /// This rank's part of a layer, but for what ranks make together.
@@ -42,8 +44,15 @@ struct Prepared<'g> {
 impl<'g> DeviceMoeLayerBuilder<'g> {
     pub(in crate::layer) fn new(settings: MoeLayerBuilder<'g>, stream: &Arc<Stream>) -> Self {
         let stream = Arc::clone(stream);
-        let priority = Priority::Highest;
-        DeviceMoeLayerBuilder { settings, stream, tapes: 1, device_heap: None, max_blocks: None, priority }
+        DeviceMoeLayerBuilder {
+            settings,
+            stream,
+            tapes: 1,
+            device_heap: None,
+            max_blocks: None,
+            priority: Priority::Highest,
+            products: Products::default(),
+        }
     }
 
     /// Number of tapes that may be alive at once, besides that of the pass that runs: each has its
@@ -77,13 +86,21 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         self
     }
 
+    /// What makes the layer's products. The same on all ranks. Default: [`Products::Own`], a kernel
+    /// of ours with the host's bits. [`Products::Cublas`] is for speed.
+    pub fn products(mut self, products: Products) -> Self {
+        self.products = products;
+        self
+    }
+
     /// Allocates what the layer needs, and has the stream write the weights to the device, which it
     /// waits for if they are large. Collective.
     ///
     /// # Errors
     /// As [`MoeLayerBuilder::build`]; [`LayerError::NotOnDevice`] for experts that are no
     /// [`GroupedSwiGlu`], for groups of experts, for several compute streams and for a deadline;
-    /// [`DeviceError`](crate::error::DeviceError) where the device lacks something.
+    /// [`DeviceError`](crate::error::DeviceError) where the device lacks something, such as
+    /// [`NoCublas`](crate::error::DeviceError::NoCublas).
     pub fn build(mut self) -> Result<DeviceMoeLayer, Error> {
         self.settings.cut();
         let prepared = self.check().and_then(|()| self.prepare());
@@ -93,6 +110,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
             ("chunks", plan.chunks.into()),
             ("the digest of the gate's settings and of the losses", self.settings.digest()),
             ("whether there is a shared expert (1: yes)", self.settings.shared.is_some().into()),
+            ("whether cuBLAS makes products (1: yes)", (self.products == Products::Cublas).into()),
         ];
         let told = group.alike(&settings);
         let Prepared { pool, exchange, placed, router, staging, gate } = prepared?;
@@ -131,7 +149,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         let exchange = self.max_blocks.into_iter().fold(exchange, ExpertParallelBuilder::max_blocks);
         let kernels = LayerKernels::load(context)?.max_blocks(self.max_blocks);
         let memory = DeviceMemory::new(context);
-        let compute = Compute { stream: Arc::clone(&self.stream), kernels, memory };
+        let compute = Compute::new(&self.stream, kernels, memory, self.products)?;
         let mut staging = HostStaging::new(context)?;
         let experts = DeviceSwiGlu::new(&compute, swiglu(&*settings.experts)?, &mut staging)?;
         let shared = match &settings.shared {

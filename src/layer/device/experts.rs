@@ -3,22 +3,11 @@
 //! Rows of all experts lie one expert after another, with pads behind each. What the kernels make
 //! of pads is undefined, and nothing reads it.
 
-use std::sync::Arc;
-
-use super::memory::{DeviceMemory, DeviceTensor, HostStaging};
-use crate::device::{
-    ByteSpan, DeviceRange, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape, Stream,
-};
+use super::memory::{DeviceTensor, HostStaging};
+use super::products::Compute;
+use crate::device::{ByteSpan, DeviceRange, GatherRun, GatherRuns, GroupSegments, MatmulArgs, MatmulShape};
 use crate::error::{DeviceError, Error};
 use crate::layer::{GradientOrder, GroupedSwiGlu};
-
-/// What experts compute with, on one stream.
-#[derive(Clone, Debug)]
-pub(super) struct Compute {
-    pub stream: Arc<Stream>,
-    pub kernels: LayerKernels,
-    pub memory: Arc<DeviceMemory>,
-}
 
 /// Experts with their weights on the device.
 #[derive(Debug)]
@@ -34,8 +23,8 @@ pub(super) struct DeviceSwiGlu {
 pub(super) struct DeviceSegments<'a> {
     pub rows: u32,
     pub values: ByteSpan<'a>,
-    /// Rows of each expert, then the same with pads, `i64 [2, experts]`; one expert has them all.
-    pub counts: Option<ByteSpan<'a>>,
+    /// Rows of each expert; without them one expert has them all.
+    pub counts: Option<GroupSegments<'a>>,
 }
 
 /// What a forward pass keeps of a chunk: `[rows, ffn]` each. After `rows_backward`, gradients.
@@ -68,6 +57,31 @@ enum Which {
     Down,
 }
 
+/// What rows are multiplied with, and whether the result is added to what is there.
+#[derive(Clone, Copy)]
+struct Factor {
+    which: Which,
+    transposed: bool,
+    add: bool,
+}
+
+impl Which {
+    /// The matrix itself.
+    fn plain(self) -> Factor {
+        Factor { which: self, transposed: false, add: false }
+    }
+
+    fn transposed(self) -> Factor {
+        Factor { transposed: true, ..self.plain() }
+    }
+}
+
+impl Factor {
+    fn added(self) -> Factor {
+        Factor { add: true, ..self }
+    }
+}
+
 impl DeviceSwiGlu {
     pub fn new(compute: &Compute, host: &GroupedSwiGlu, staging: &mut HostStaging) -> Result<Self, Error> {
         let weights = compute.memory.alone(host.weights.len())?;
@@ -89,12 +103,12 @@ impl DeviceSwiGlu {
     ) -> Result<(DeviceTensor, DeviceSaved), Error> {
         let inner = || on.memory.words(rows.rows as usize * self.ffn as usize);
         let (gate, up, act) = (inner()?, inner()?, inner()?);
-        self.product(on, rows, (rows.values, gate.span()?), Which::Gate, false)?;
-        self.product(on, rows, (rows.values, up.span()?), Which::Up, false)?;
+        self.product(on, rows, (rows.values, gate.span()?), Which::Gate.plain())?;
+        self.product(on, rows, (rows.values, up.span()?), Which::Up.plain())?;
         let all = [gate.span()?, up.span()?, act.span()?];
         on.kernels.swiglu(&on.stream, self.inner(rows.rows), all)?;
         let outputs = on.memory.words(rows.rows as usize * self.hidden as usize)?;
-        self.product(on, rows, (act.span()?, outputs.span()?), Which::Down, false)?;
+        self.product(on, rows, (act.span()?, outputs.span()?), Which::Down.plain())?;
         Ok((outputs, DeviceSaved { gate, up }))
     }
 
@@ -108,11 +122,11 @@ impl DeviceSwiGlu {
     ) -> Result<(DeviceTensor, Differentials), Error> {
         let act = on.memory.words(rows.rows as usize * self.ffn as usize)?;
         let of_rows = on.memory.words(rows.rows as usize * self.hidden as usize)?;
-        self.transposed(on, rows, (of_outputs, act.span()?), Which::Down, false)?;
+        self.product(on, rows, (of_outputs, act.span()?), Which::Down.transposed())?;
         let all = [saved.gate.span()?, saved.up.span()?, act.span()?];
         on.kernels.swiglu_backward(&on.stream, self.inner(rows.rows), all)?;
-        self.transposed(on, rows, (saved.gate.span()?, of_rows.span()?), Which::Gate, false)?;
-        self.transposed(on, rows, (saved.up.span()?, of_rows.span()?), Which::Up, true)?;
+        self.product(on, rows, (saved.gate.span()?, of_rows.span()?), Which::Gate.transposed())?;
+        self.product(on, rows, (saved.up.span()?, of_rows.span()?), Which::Up.transposed().added())?;
         Ok((of_rows, Differentials { saved, act }))
     }
 
@@ -130,9 +144,9 @@ impl DeviceSwiGlu {
         let product = |which, (a, rows): (&DeviceTensor, u32), (b, columns): (&DeviceTensor, u32)| {
             let (offset, len) = self.matrices(which)?;
             let shape = MatmulShape::Depth { rows, depth: gathered.rows, columns, apart: self.apart() };
-            let segments = Some((self.experts, gathered.segments.span()?));
+            let segments = Some(gathered.segments()?);
             let (a, b, out) = (a.span()?, b.span()?, out.span(offset, len)?);
-            on.kernels.matmul(&on.stream, &MatmulArgs { a, b, out, shape, segments, add: false })
+            on.matmul(&MatmulArgs { a, b, out, shape, segments, add: false })
         };
         let x = gather(Ok(chunks.iter().map(|chunk| chunk.rows).collect()), self.hidden)?;
         let of_gate = gather(chunks.iter().map(|chunk| chunk.kept.saved.gate.span()).collect(), self.ffn)?;
@@ -145,52 +159,23 @@ impl DeviceSwiGlu {
         Ok(())
     }
 
-    /// Rows times a matrix of their expert.
+    /// Rows times a matrix of their expert, or its transpose.
     fn product(
         &self,
         on: &Compute,
         rows: DeviceSegments<'_>,
         (a, out): (ByteSpan<'_>, ByteSpan<'_>),
-        which: Which,
-        add: bool,
+        Factor { which, transposed, add }: Factor,
     ) -> Result<(), DeviceError> {
-        let (depth, columns) = match which {
+        let (taken, made) = match which {
             Which::Gate | Which::Up => (self.hidden, self.ffn),
             Which::Down => (self.ffn, self.hidden),
         };
-        self.rows_times(on, rows, (a, out), which, (depth, columns, false), add)
-    }
-
-    /// Rows times the transpose of it.
-    fn transposed(
-        &self,
-        on: &Compute,
-        rows: DeviceSegments<'_>,
-        (a, out): (ByteSpan<'_>, ByteSpan<'_>),
-        which: Which,
-        add: bool,
-    ) -> Result<(), DeviceError> {
-        let (depth, columns) = match which {
-            Which::Gate | Which::Up => (self.ffn, self.hidden),
-            Which::Down => (self.hidden, self.ffn),
-        };
-        self.rows_times(on, rows, (a, out), which, (depth, columns, true), add)
-    }
-
-    fn rows_times(
-        &self,
-        on: &Compute,
-        rows: DeviceSegments<'_>,
-        (a, out): (ByteSpan<'_>, ByteSpan<'_>),
-        which: Which,
-        (depth, columns, transposed): (u32, u32, bool),
-        add: bool,
-    ) -> Result<(), DeviceError> {
+        let (depth, columns) = if transposed { (made, taken) } else { (taken, made) };
         let (offset, len) = self.matrices(which)?;
         let b = self.weights.span(offset, len)?;
         let shape = MatmulShape::Rows { rows: rows.rows, depth, columns, transposed, apart: self.apart() };
-        let segments = rows.counts.map(|counts| (self.experts, counts));
-        on.kernels.matmul(&on.stream, &MatmulArgs { a, b, out, shape, segments, add })
+        on.matmul(&MatmulArgs { a, b, out, shape, segments: rows.counts, add })
     }
 
     /// Where a matrix of the first expert begins among the weights, in bytes, and how many bytes
@@ -216,8 +201,10 @@ struct Gathered {
     rows: u32,
     runs: GatherRuns,
     _runs: DeviceTensor,
-    /// `i64 [2, experts]`.
-    segments: DeviceTensor,
+    /// Of each expert.
+    counts: Vec<i64>,
+    /// Twice the counts, as there are no pads.
+    table_of_counts: DeviceTensor,
     /// Room for the addresses of as many matrices.
     table: DeviceTensor,
 }
@@ -238,11 +225,15 @@ impl Gathered {
         }
         let counts: Vec<i64> = (0..experts as usize).map(|expert| order.rows(expert) as i64).collect();
         let of_runs = on.memory.take(size_of_val(runs.as_slice()) as u64)?;
-        let segments = on.memory.take(16 * u64::from(experts))?;
+        let table_of_counts = on.memory.take(16 * u64::from(experts))?;
         staging.send(&on.stream, of_runs.range(), &runs)?;
-        staging.send(&on.stream, segments.range(), &[counts.as_slice(), &counts].concat())?;
-        let table = on.memory.take(8 * chunks as u64)?;
-        Ok(Gathered { rows, runs: GatherRuns::new(&runs, of_runs.range()), _runs: of_runs, segments, table })
+        staging.send(&on.stream, table_of_counts.range(), &[counts.as_slice(), &counts].concat())?;
+        let (table, listed) = (on.memory.take(8 * chunks as u64)?, GatherRuns::new(&runs, of_runs.range()));
+        Ok(Gathered { rows, runs: listed, _runs: of_runs, counts, table_of_counts, table })
+    }
+
+    fn segments(&self) -> Result<GroupSegments<'_>, DeviceError> {
+        Ok(GroupSegments { table: self.table_of_counts.span()?, rows: &self.counts, padded: &self.counts })
     }
 
     /// One matrix of those of the chunks.

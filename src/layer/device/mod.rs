@@ -15,7 +15,8 @@
 //!
 //! **Bits** are those of the host's layer for the same input: products, SwiGLU, sums and roundings
 //! are kernels of ours with the host's order (`cuda/layer.cu`), where the host has fused
-//! multiply-adds and there is more than one expert.
+//! multiply-adds and there is more than one expert. With [`Products::Cublas`] products are those of
+//! cuBLAS, and have its order.
 //!
 //! **The gate** chooses on the device where a kernel has all its settings and there are no losses
 //! ([`gate_place`](DeviceMoeLayer::gate_place)), otherwise on the host. A forward pass waits until
@@ -35,10 +36,12 @@ mod experts;
 mod forward;
 mod memory;
 mod moe;
+mod products;
 mod tape;
 
 pub use backward::DeviceGradients;
 pub use builder::DeviceMoeLayerBuilder;
 pub use memory::DeviceTensor;
 pub use moe::DeviceMoeLayer;
+pub use products::Products;
 pub use tape::DeviceTape;

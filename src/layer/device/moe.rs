@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::experts::{Compute, DeviceSegments, DeviceSwiGlu};
+use super::experts::{DeviceSegments, DeviceSwiGlu};
 use super::memory::{DeviceTensor, HostStaging, span};
+use super::products::Compute;
 use super::tape::WideRows;
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
@@ -17,7 +18,8 @@ use crate::overlap::{CudaExecutor, Graph, StreamPool};
 use crate::world::WorldState;
 
 /// A Mixture-of-Experts layer of one rank on a device, forward and backward: as
-/// [`MoeLayer`](crate::layer::MoeLayer), to the same bits.
+/// [`MoeLayer`](crate::layer::MoeLayer), to the same bits unless cuBLAS makes its
+/// [`products`](super::DeviceMoeLayerBuilder::products).
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -85,7 +87,7 @@ impl Placed {
 
     /// Elements as f32, in memory of their own.
     pub fn widened(&self, tensor: &DeviceRange) -> Result<DeviceTensor, DeviceError> {
-        let Compute { stream, kernels, memory } = &self.compute;
+        let Compute { stream, kernels, memory, .. } = &self.compute;
         let count = tensor.len() / self.dtype.size() as u64;
         let wide = memory.words(count as usize)?;
         match self.dtype {

@@ -2,7 +2,7 @@
 
 use super::experts::{DeviceSaved, DeviceSegments};
 use super::memory::{DeviceTensor, span};
-use crate::device::{ByteSpan, DeviceRange};
+use crate::device::{ByteSpan, DeviceRange, GroupSegments};
 use crate::ep::{ExpertRows, Handle};
 use crate::error::DeviceError;
 use crate::gate::Decision;
@@ -72,8 +72,12 @@ impl WideRows {
 impl Received {
     /// Rows of these experts, as they take them.
     pub fn segments<'a>(&'a self, rows: &'a WideRows) -> Result<DeviceSegments<'a>, DeviceError> {
-        let counts = Some(span(&self.counts)?);
-        Ok(DeviceSegments { rows: self.handle.rows(), values: rows.span()?, counts })
+        let counts = GroupSegments {
+            table: span(&self.counts)?,
+            rows: self.handle.tokens_per_expert(),
+            padded: self.handle.padded_tokens_per_expert(),
+        };
+        Ok(DeviceSegments { rows: self.handle.rows(), values: rows.span()?, counts: Some(counts) })
     }
 }
 

@@ -7,6 +7,7 @@
 pub mod blocks;
 mod buffers;
 mod calls;
+mod cudarc;
 mod faults;
 mod nodes;
 mod processes;

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use sidelane::device::{
-    AccumulateArgs, ByteSpan, GatherRun, GatherRuns, LayerKernels, MatmulArgs, MatmulShape,
+    AccumulateArgs, ByteSpan, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
 };
 use sidelane::dtype::Dtype;
 use sidelane::error::DeviceError;
@@ -22,7 +22,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 /// Sizes of segments: rows, and with pads.
-fn segments(random: &mut Random, groups: usize) -> [Vec<i64>; 2] {
+pub fn segments(random: &mut Random, groups: usize) -> [Vec<i64>; 2] {
     let counts: Vec<i64> = (0..groups).map(|_| [0, 1, 3, 64, 65, 130][random.next() as usize % 6]).collect();
     let padded = counts.iter().map(|&count| count + (random.next() % 3) as i64).collect();
     [counts, padded]
@@ -59,7 +59,7 @@ fn products_of_groups_are_those_of_the_host() {
                     transposed,
                     apart: apart as u64,
                 },
-                segments: Some((groups as u32, table.span())),
+                segments: Some(GroupSegments { table: table.span(), rows: &counts, padded: &padded }),
                 add,
             };
             kernels.matmul(stream, &matmul).unwrap();
@@ -112,7 +112,7 @@ fn gradients_of_groups_are_those_of_the_host() {
                     columns: columns as u32,
                     apart: apart as u64,
                 },
-                segments: Some((groups as u32, table.span())),
+                segments: Some(GroupSegments { table: table.span(), rows: &counts, padded: &padded }),
                 add: false,
             };
             kernels.matmul(stream, &matmul).unwrap();
@@ -135,11 +135,12 @@ fn segments_beyond_the_rows_are_cut() {
     let test = "kernels::layer::segments_beyond_the_rows_are_cut";
     with_kernels(test, |Device { context, stream, .. }| {
         let kernels = LayerKernels::load(context).unwrap();
-        for table in [[5_i64, 9, 5, 9], [-1, 3, -1, 3], [i64::MAX, 1, 3, 1]] {
+        for lists in [[5_i64, 9, 5, 9], [-1, 3, -1, 3], [i64::MAX, 1, 3, 1]] {
             let (a, b) = (Buffer::words(context, &[1.0_f32; 8]), Buffer::words(context, &[1.0_f32; 32]));
-            let (out, table) = (Buffer::new(context, 4 * 4 * 4), Buffer::words(context, &table));
+            let (out, table) = (Buffer::new(context, 4 * 4 * 4), Buffer::words(context, &lists));
             let shape = MatmulShape::Rows { rows: 4, depth: 2, columns: 4, transposed: false, apart: 8 };
-            let segments = Some((2, table.span()));
+            let (rows, padded) = lists.split_at(2);
+            let segments = Some(GroupSegments { table: table.span(), rows, padded });
             let matmul =
                 MatmulArgs { a: a.span(), b: b.span(), out: out.span(), shape, segments, add: false };
             kernels.matmul(stream, &matmul).unwrap();
@@ -308,19 +309,20 @@ fn memory_of_a_layer_that_is_too_small_is_refused_by_name() {
     with_kernels(test, |Device { context, stream, .. }| {
         let kernels = LayerKernels::load(context).unwrap();
         let memory = Buffer::new(context, 1024);
+        let listed = |bytes| GroupSegments { table: memory.part(512, bytes), rows: &[0; 2], padded: &[0; 2] };
         let good = MatmulArgs {
             a: memory.part(0, 3 * 4 * 4),
             b: memory.part(64, (7 + 4 * 2) * 4),
             out: memory.part(256, 3 * 2 * 4),
             shape: MatmulShape::Rows { rows: 3, depth: 4, columns: 2, transposed: false, apart: 7 },
-            segments: Some((2, memory.part(512, 32))),
+            segments: Some(listed(32)),
             add: false,
         };
         for (args, what, given, needed) in [
             (MatmulArgs { a: memory.part(0, 47), ..good }, "a", 47, 48),
             (MatmulArgs { b: memory.part(64, 59), ..good }, "b", 59, 60),
             (MatmulArgs { out: memory.part(256, 23), ..good }, "out", 23, 24),
-            (MatmulArgs { segments: Some((2, memory.part(512, 31))), ..good }, "segments", 31, 32),
+            (MatmulArgs { segments: Some(listed(31)), ..good }, "segments", 31, 32),
         ] {
             let expected = DeviceError::TooSmall { kernel: "matmul", what, given, needed };
             assert_eq!(kernels.matmul(stream, &args), Err(expected));

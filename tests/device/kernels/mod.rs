@@ -8,6 +8,7 @@ mod buffer;
 mod check;
 mod choices;
 mod counts;
+mod cublas;
 mod expand;
 mod gate;
 mod gradients;
@@ -25,27 +26,39 @@ use std::sync::Arc;
 
 use sidelane::device::{Context, Driver, Kernels, Priority, Stream};
 
+use crate::apart::{Settings, each};
 use crate::rows_common;
 
 /// A device with kernels.
 struct Device {
     context: Arc<Context>,
-    stream: Stream,
+    stream: Arc<Stream>,
     kernels: Kernels,
 }
 
 /// Runs the body with kernels to launch, then with the same kernels of one block. `test` is the
 /// test's full name.
 fn with_kernels(test: &str, body: impl Fn(&Device)) {
+    with_kernels_each(test, &[&[]], body);
+}
+
+/// The same, once for each list of variables.
+fn with_kernels_each(test: &str, runs: &[Settings<'_>], body: impl Fn(&Device)) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all.cu");
-    let library = stand_in_cuda::kernels(&source).unwrap();
-    crate::apart::apart(test, &[("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap())], || {
-        let driver = Driver::load(Some(&stand_in_cuda::install().unwrap().join("libcuda.so.1"))).unwrap();
+    let (library, drivers) = (stand_in_cuda::kernels(&source).unwrap(), stand_in_cuda::install().unwrap());
+    let usual = [
+        ("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap()),
+        ("LD_LIBRARY_PATH", drivers.to_str().unwrap()),
+    ];
+    let runs: Vec<_> = runs.iter().map(|settings| [&usual, *settings].concat()).collect();
+    each(test, &runs.iter().map(Vec::as_slice).collect::<Vec<_>>(), || {
+        let driver = Driver::load(Some(&drivers.join("libcuda.so.1"))).unwrap();
         assert!(driver.is_stand_in(), "tests run without a GPU");
         let context = driver.context(0).unwrap();
         let kernels = Kernels::load(&context).unwrap();
         for limit in [None, Some(1)] {
-            let (context, stream) = (Arc::clone(&context), Stream::new(&context, Priority::Normal).unwrap());
+            let stream = Arc::new(Stream::new(&context, Priority::Normal).unwrap());
+            let context = Arc::clone(&context);
             body(&Device { context, stream, kernels: kernels.clone().max_blocks(limit) });
         }
     });

@@ -49,17 +49,17 @@ fn on_devices_of(test: &str, queues: u32, seed: u64, bytes: u64, body: impl FnOn
 }
 
 /// A layer with memory for its tensors.
-struct Rank {
-    layer: DeviceMoeLayer,
-    stream: Arc<Stream>,
-    kept: Vec<Memory>,
+pub struct Rank {
+    pub layer: DeviceMoeLayer,
+    pub stream: Arc<Stream>,
+    pub kept: Vec<Memory>,
 }
 
 /// Tensors of a step: gradients of x, router, experts, shared expert.
-type Homes = [DeviceRange; 4];
+pub type Homes = [DeviceRange; 4];
 
 impl Rank {
-    fn new<E: Element>(
+    pub fn new<E: Element>(
         case: &Case,
         world: &World,
         settings: impl FnOnce(DeviceMoeLayerBuilder<'_>) -> DeviceMoeLayerBuilder<'_>,
@@ -84,11 +84,15 @@ impl Rank {
         self.sent(&vec![0xcb_u8; bytes])
     }
 
-    fn read<T: bytemuck::Pod>(&self, range: &DeviceRange) -> Vec<T> {
+    pub fn read<T: bytemuck::Pod>(&self, range: &DeviceRange) -> Vec<T> {
         Memory::new(self.stream.context(), range.len()).read(&self.stream, range)
     }
 
-    fn forward<E: Element>(&mut self, x: &[E], residual: &[E]) -> Result<(DeviceRange, DeviceTape), Error> {
+    pub fn forward<E: Element>(
+        &mut self,
+        x: &[E],
+        residual: &[E],
+    ) -> Result<(DeviceRange, DeviceTape), Error> {
         let (x, residual) = (self.sent(x), self.sent(residual));
         let out = self.room(x.len() as usize);
         let input = Input { residual: Some(&residual), ..Input::new(&x) };
@@ -96,7 +100,7 @@ impl Rank {
         Ok((out, tape))
     }
 
-    fn backward<E: Element>(&mut self, tape: DeviceTape, of_out: &[E]) -> Result<Homes, Error> {
+    pub fn backward<E: Element>(&mut self, tape: DeviceTape, of_out: &[E]) -> Result<Homes, Error> {
         let of_out = self.sent(of_out);
         let words = [self.layer.router(), self.layer.experts(), self.layer.shared().unwrap()];
         let [router, experts, shared] = words.map(|weights| weights.len() as usize);
@@ -107,7 +111,7 @@ impl Rank {
     }
 
     /// A step has the results of the host's.
-    fn step<E: Real>(&mut self, [x, residual, of_out]: &[Vec<E>; 3], expected: &Seen<E>, what: &str)
+    pub fn step<E: Real>(&mut self, [x, residual, of_out]: &[Vec<E>; 3], expected: &Seen<E>, what: &str)
     where
         f32: To<E>,
     {
@@ -140,7 +144,7 @@ where
     });
 }
 
-const CHUNKS: Cut = Cut { chunks: 3, overlap: true, align: 4, ..WHOLE };
+pub const CHUNKS: Cut = Cut { chunks: 3, overlap: true, align: 4, ..WHOLE };
 
 #[test]
 fn step_on_a_device_has_the_bits_of_the_host() {
@@ -383,7 +387,7 @@ fn rank_without_room_for_its_weights_is_heard_of_on_all() {
 }
 
 /// The reason at the bottom of what went wrong.
-fn root(error: &Error) -> &Error {
+pub fn root(error: &Error) -> &Error {
     match error {
         Error::Overlap(OverlapError::Failed { error, .. }) => root(error),
         other => other,

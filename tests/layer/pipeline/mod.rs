@@ -3,6 +3,7 @@
 
 mod bits;
 mod case;
+mod cublas;
 mod dense;
 mod device;
 mod differences;

@@ -18,14 +18,14 @@ use crate::counters::Counters;
 /// would win over a `libcuda.so.1` of ours.
 const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
-/// The functions of CUPTI are in the same library: under this name they are found.
-const CUPTI: &str = "libcupti.so.12";
+/// The functions of CUPTI and of cuBLAS are in the same library: under these names they are found.
+const OTHERS: [&str; 2] = ["libcupti.so.12", "libcublas.so.12"];
 
 const LIBRARY: &str = "libstand_in_cuda.so";
 
-/// Makes a directory with the fake under both names of the driver and under CUPTI's, next to the
-/// calling test program, and returns it: a process with it as `LD_LIBRARY_PATH` finds the fake and
-/// no other driver.
+/// Makes a directory with the fake under both names of the driver and under those of CUPTI and
+/// cuBLAS, next to the calling test program, and returns it: a process with it as `LD_LIBRARY_PATH`
+/// finds the fake and no other driver.
 pub fn install() -> io::Result<PathBuf> {
     let program = env::current_exe()?;
     let built = program.parent().expect("a program is in a directory");
@@ -39,7 +39,7 @@ pub fn install() -> io::Result<PathBuf> {
     fs::create_dir_all(&directory)?;
     // Other test programs may do the same at this moment: a link is made and then moved into place.
     static MADE: AtomicU32 = AtomicU32::new(0);
-    for name in NAMES.into_iter().chain([CUPTI]) {
+    for name in NAMES.into_iter().chain(OTHERS) {
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let fresh = directory.join(format!("{}-{number}", process::id()));
         symlink(Path::new("..").join(folder).join(LIBRARY), &fresh)?;
@@ -86,6 +86,15 @@ impl StandIn {
             self.0.get::<extern "C" fn(u64, u64)>(b"sidelane_stand_in_declare\0").expect("it is the stand-in")
         };
         declare(at, bytes);
+    }
+
+    /// Products of cuBLAS on this device fail from now on.
+    pub fn break_cublas(&self, device: u32) {
+        // SAFETY: the fake's function of this name has this type.
+        let fail = unsafe {
+            self.0.get::<extern "C" fn(u32)>(b"sidelane_stand_in_break_cublas\0").expect("it is the stand-in")
+        };
+        fail(device);
     }
 
     /// Ends all waits of streams, now and later.

@@ -16,6 +16,7 @@ use crate::activity;
 use crate::code::{Code, Result};
 use crate::counters::COUNTERS;
 use crate::driver::{Context, settings};
+use crate::memory::Engine;
 use crate::table::{Table, fresh};
 use crate::{lock, ptx};
 
@@ -48,15 +49,28 @@ pub struct Function {
     pub shared: AtomicU32,
 }
 
+/// What a kernel of the fake's own does.
+type OwnKernel = dyn Fn(&Engine) -> Result<()> + Send + Sync;
+
 /// One launch: everything it needs, as it was at the call.
 #[derive(Clone)]
 pub struct Launch {
     name: &'static CStr,
-    run: Run,
-    grid: [u32; 3],
-    block: [u32; 3],
-    /// In words of 16 bytes, as aligned as any parameter may be.
-    parameters: Arc<Vec<Vec<u128>>>,
+    body: Body,
+}
+
+#[derive(Clone)]
+enum Body {
+    /// A kernel of the library. Its accesses are not looked up.
+    Built {
+        run: Run,
+        grid: [u32; 3],
+        block: [u32; 3],
+        /// In words of 16 bytes, as aligned as any parameter may be.
+        parameters: Arc<Vec<Vec<u128>>>,
+    },
+    /// A kernel of a library that the fake has itself.
+    Own(Arc<OwnKernel>),
 }
 
 /// Loads PTX. Where calls take the driver's lock, this one waits with it for all work of the
@@ -172,21 +186,35 @@ impl Function {
             aligned(unsafe { std::slice::from_raw_parts((*parameters.add(index)).cast::<u8>(), size) })
         });
         let parameters = Arc::new(kept.collect());
-        Ok(Launch { name: self.name, run: self.run.ok_or(Code::NOT_FOUND)?, grid, block, parameters })
+        let body = Body::Built { run: self.run.ok_or(Code::NOT_FOUND)?, grid, block, parameters };
+        Ok(Launch { name: self.name, body })
     }
 }
 
 impl Launch {
+    /// A kernel of the fake's own, which looks up what it reads and writes.
+    pub fn own(name: &'static CStr, run: impl Fn(&Engine) -> Result<()> + Send + Sync + 'static) -> Launch {
+        Launch { name, body: Body::Own(Arc::new(run)) }
+    }
+
     /// Runs the kernel to its end, on this thread.
-    pub fn run(&self) {
+    pub fn run(&self, engine: &Engine) -> Result<()> {
         let start = activity::now();
-        let blocks = self.grid.iter().map(|&side| u64::from(side)).product();
-        COUNTERS.most_blocks.fetch_max(blocks, Ordering::Relaxed);
-        let mut kept = Vec::clone(&self.parameters);
-        let mut pointers: Vec<*mut c_void> = kept.iter_mut().map(|words| words.as_mut_ptr().cast()).collect();
-        // SAFETY: the library promises this type; the parameters are as the entry declares them.
-        unsafe { (self.run)(self.grid.as_ptr(), self.block.as_ptr(), pointers.as_mut_ptr()) };
+        match &self.body {
+            Body::Built { run, grid, block, parameters } => {
+                let blocks = grid.iter().map(|&side| u64::from(side)).product();
+                COUNTERS.most_blocks.fetch_max(blocks, Ordering::Relaxed);
+                let mut kept = Vec::clone(parameters);
+                let mut pointers: Vec<*mut c_void> =
+                    kept.iter_mut().map(|words| words.as_mut_ptr().cast()).collect();
+                // SAFETY: the library promises this type; the parameters are as the entry declares
+                // them.
+                unsafe { run(grid.as_ptr(), block.as_ptr(), pointers.as_mut_ptr()) };
+            }
+            Body::Own(run) => run(engine)?,
+        }
         activity::kernel(self.name, start);
+        Ok(())
     }
 }
 

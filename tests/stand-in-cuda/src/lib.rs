@@ -10,6 +10,7 @@
 //! memory     memfds, addresses, who reaches what                    every byte of every copy is checked
 //! kernels    PTX entries, run by a library built for the CPU
 //! activity   what ran, for clients of CUPTI, whose functions are here too
+//! product    matrix products, for clients of cuBLAS, whose functions are here too
 //! ```
 //!
 //! Host code loads the shared library of this package. The Rust library next to it is for tests: it
@@ -33,6 +34,7 @@ mod late;
 mod lock;
 mod memory;
 mod memory_operation;
+mod product;
 mod ptx;
 mod queue;
 mod queues;

@@ -190,8 +190,7 @@ impl Runner {
             Work::Kernel(launch) => {
                 self.settle(stream);
                 add(&COUNTERS.kernels, 1);
-                launch.run();
-                Ok(())
+                launch.run(&stream.engine(false))
             }
             Work::Host(call) => {
                 self.settle(stream);

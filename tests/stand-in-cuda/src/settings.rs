@@ -34,6 +34,8 @@ pub struct Settings {
     pub copy_kernels: bool,
     /// As `cuptiGetVersion` says it.
     pub cupti: u32,
+    /// As `cublasGetVersion` says it.
+    pub cublas: i32,
     /// Visibility of NICs' writes.
     pub card_writes: CardWrites,
     /// Calls that wait for the device keep other threads' calls out.
@@ -91,6 +93,7 @@ impl Settings {
             compute_mode: number("SIDELANE_FAKE_CUDA_COMPUTE_MODE", 0)?,
             copy_kernels: number("SIDELANE_FAKE_CUDA_COPY_KERNELS", 0)? != 0,
             cupti: number("SIDELANE_FAKE_CUDA_CUPTI", 23)?,
+            cublas: number("SIDELANE_FAKE_CUDA_CUBLAS", 120_800)?,
             card_writes: number("SIDELANE_FAKE_CUDA_CARD_WRITES", CardWrites::Ordered)?,
             locks: number("SIDELANE_FAKE_CUDA_LOCKS", 0)? != 0,
             launch_queue: number("SIDELANE_FAKE_CUDA_LAUNCH_QUEUE", 0)?,

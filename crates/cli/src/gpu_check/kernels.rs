@@ -1,6 +1,7 @@
 //! Kernels against their definitions, on random and special values: sums and gates to the bit,
 //! products of whole numbers exactly.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use half::{bf16, f16};
@@ -50,8 +51,8 @@ const GATES: [(Preset, u32, u32); 3] =
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let gpu = Gpu::open(task)?;
     let (kernels, audit) = (Kernels::load(&gpu.context)?, AuditKernels::load(&gpu.context)?);
-    let bench = Bench { stream: gpu.stream()?, kernels, audit, gpu };
-    let context = &bench.gpu.context;
+    let bench = Bench { stream: Arc::new(gpu.stream()?), kernels, audit, gpu };
+    let driver = bench.gpu.context.driver();
     bench.check_sum::<f32, f32>(checks)?;
     bench.check_sum::<bf16, bf16>(checks)?;
     bench.check_sum::<f16, f16>(checks)?;
@@ -64,19 +65,9 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))
     })?;
     let about = about("product of cuBLAS", "cuBLAS is called as it must be");
-    let files = wheels::find(context.driver(), &Blas::NAMES);
-    match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(context, &files) } {
-        Ok(Some(blas)) => {
-            checks.check(about, || {
-                bench.product(blas.name(), |product| blas.product(&bench.stream, product))
-            })?;
-        }
-        Ok(None) => {
-            let hint = wheels::hint("SIDELANE_CUBLAS", "nvidia/cublas");
-            let found = format!(
-                "libcublas.so.13, .12 and .11 are not where the loader looks: our own product is used; {hint}"
-            );
-            checks.tell(about, State::Skipped, found)?;
+    match Blas::load(&bench.stream, &wheels::folders(driver)) {
+        Ok(blas) => {
+            checks.check(about, || bench.product(blas.name(), |product| blas.product(product)))?;
         }
         Err(error) => checks.tell(about, State::Skipped, format!("{error}: our own product is used"))?,
     }
@@ -85,7 +76,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 
 struct Bench {
     gpu: Gpu,
-    stream: Stream,
+    stream: Arc<Stream>,
     kernels: Kernels,
     audit: AuditKernels,
 }

@@ -19,7 +19,7 @@ pub struct Products<'a> {
     size: u32,
     count: usize,
     matrices: [DeviceRange; 3],
-    stream: Stream,
+    stream: Arc<Stream>,
     traffic: Stream,
     marks: [Event; 2],
     /// Behind each burst: two are in flight at once.
@@ -42,11 +42,9 @@ pub type Burst<'a> = &'a dyn Fn(&Stream) -> Result<(), DeviceError>;
 impl<'a> Products<'a> {
     /// Traffic goes on a stream of this priority.
     pub fn new(task: &'a Task, context: &Arc<Context>, priority: Priority) -> Result<Self, CliError> {
-        let stand_in = context.driver().is_stand_in();
-        let files = wheels::find(context.driver(), &Blas::NAMES);
         let size = task.size.map_or_else(|| largest(context), Ok)?;
         let bytes = Product::bytes(size);
-        let stream = stream(context)?;
+        let stream = Arc::new(stream(context)?);
         let matrices = [allocate(context, bytes)?, allocate(context, bytes)?, allocate(context, bytes)?];
         // Any numbers below one: what multiplies zeros draws less power.
         let numbers = random_elements(1, bytes.min(8 << 20) / 2);
@@ -60,7 +58,7 @@ impl<'a> Products<'a> {
         Ok(Products {
             task,
             kernels: AuditKernels::load(context)?,
-            blas: if stand_in { None } else { Blas::load(context, &files).unwrap_or(None) },
+            blas: Blas::load(&stream, &wheels::folders(context.driver())).ok(),
             size,
             count: task.few(20, 2),
             matrices,
@@ -89,7 +87,7 @@ impl<'a> Products<'a> {
         let [a, b, out] = &self.matrices;
         let product = Product { size: self.size, a: whole(a)?, b: whole(b)?, out: whole(out)? };
         match &self.blas {
-            Some(blas) => blas.product(&self.stream, &product),
+            Some(blas) => blas.product(&product),
             None => self.kernels.product(&self.stream, &product),
         }
     }

@@ -1,54 +1,24 @@
-//! NVIDIA's libraries in packages of Python (wheels), where the loader does not look.
-//!
-//! ```text
-//!   site-packages / nvidia / cublas, cuda_cupti, cu13 ... / lib / libcublas.so.12
-//! ```
-//!
-//! `SIDELANE_SITE_PACKAGES` names such folders. Else they are those of the environment that is
-//! active, and of `python3`.
+//! NVIDIA's libraries in packages of Python, those that `python3` knows among them.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use sidelane::device::Driver;
+use sidelane::device::{Driver, wheels};
 
-/// The variable with folders of packages, as `PATH` has its own.
-const VARIABLE: &str = "SIDELANE_SITE_PACKAGES";
+/// Folders of packages.
+pub fn folders(driver: &Driver) -> Vec<PathBuf> {
+    wheels::folders(driver.is_stand_in(), of_python)
+}
 
-/// Variables that say where an environment of Python lies.
-const ENVIRONMENTS: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
-
-/// Where a wheel has its libraries.
-const INSIDE: [&str; 2] = ["lib", "extras/CUPTI/lib64"];
-
-/// Files of these names, in wheels, in the order of the names. With the fake driver only the
-/// variable counts.
+/// Files of these names, in wheels, in the order of the names.
 pub fn find(driver: &Driver, names: &[&str]) -> Vec<PathBuf> {
-    among(&folders(driver.is_stand_in()), names)
+    wheels::among(&folders(driver), names)
 }
 
 /// Variable to set where a library is not found.
 pub fn hint(variable: &str, wheel: &str) -> String {
-    format!("set {variable} to its path, or {VARIABLE} to the folder of Python packages with {wheel}")
-}
-
-fn folders(stand_in: bool) -> Vec<PathBuf> {
-    if let Some(named) = std::env::var_os(VARIABLE).filter(|folders| !folders.is_empty()) {
-        return std::env::split_paths(&named).collect();
-    }
-    if stand_in {
-        return Vec::new();
-    }
-    let environments = ENVIRONMENTS.iter().filter_map(std::env::var_os).map(PathBuf::from);
-    let mut all: Vec<PathBuf> = environments.flat_map(|home| packages_of(&home)).collect();
-    all.extend(of_python());
-    all
-}
-
-/// `lib/python3.*/site-packages` of an environment.
-fn packages_of(home: &Path) -> Vec<PathBuf> {
-    let versions = sorted(&home.join("lib")).into_iter();
-    versions.map(|version| version.join("site-packages")).filter(|folder| folder.is_dir()).collect()
+    let packages = wheels::VARIABLE;
+    format!("set {variable} to its path, or {packages} to the folder of Python packages with {wheel}")
 }
 
 /// Where `python3` looks for packages, if there is one.
@@ -57,44 +27,4 @@ fn of_python() -> Vec<PathBuf> {
     python.args(["-c", "import sys; print(*filter(None, sys.path), sep='\\n')"]);
     let Ok(said) = python.stdin(Stdio::null()).stderr(Stdio::null()).output() else { return Vec::new() };
     String::from_utf8_lossy(&said.stdout).lines().map(PathBuf::from).collect()
-}
-
-fn among(folders: &[PathBuf], names: &[&str]) -> Vec<PathBuf> {
-    let libraries: Vec<PathBuf> = folders
-        .iter()
-        .flat_map(|folder| sorted(&folder.join("nvidia")))
-        .flat_map(|wheel| INSIDE.map(|inside| wheel.join(inside)))
-        .collect();
-    let of = |name: &&str| libraries.iter().map(|folder| folder.join(name)).collect::<Vec<_>>();
-    names.iter().flat_map(of).filter(|file| file.exists()).collect()
-}
-
-/// Entries of a folder by name; nothing if there is no folder.
-fn sorted(folder: &Path) -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> =
-        std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    all.sort();
-    all
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn libraries_of_wheels_are_found_in_the_order_of_their_names() {
-        let home = tempfile::tempdir().unwrap();
-        let site = home.path().join("lib/python3.12/site-packages");
-        let [old, new] = ["cublas/lib/libcublas.so.12", "cu13/lib/libcublas.so.13"]
-            .map(|file| site.join("nvidia").join(file));
-        for file in [&old, &new] {
-            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
-            std::fs::write(file, "").unwrap();
-        }
-        let folders = packages_of(home.path());
-        assert_eq!(folders, [site]);
-        assert_eq!(among(&folders, &["libcublas.so.13", "libcublas.so.12"]), [new, old]);
-        assert!(among(&folders, &["libcupti.so.12"]).is_empty());
-        assert!(packages_of(&home.path().join("none")).is_empty());
-    }
 }

@@ -102,20 +102,38 @@ fn layers_on_gpus_learn_the_bits_of_those_on_hosts() {
     let folder = tempfile::tempdir().unwrap();
     let [text, out, beside] = ["text.md", "out", "beside"].map(|name| folder.path().join(name));
     std::fs::write(&text, TEXT).unwrap();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
-    let (driver, kernels) = (stand_in_cuda::install().unwrap(), stand_in_cuda::kernels(&source).unwrap());
-    let on_gpus = || {
-        let mut command = program_of(2, &out, &text);
-        command.env("LD_LIBRARY_PATH", &driver).env("SIDELANE_FAKE_CUDA_KERNELS", &kernels);
-        command.args(["--device", "cuda", "--token-chunks", "2"]);
-        command
-    };
-    said(ranks_of(on_gpus, "gpus", |_| &[]));
+    said(ranks_of(|| on_gpus(&out, &text), "gpus", |_| &[]));
     said(vec![program_of(2, &beside, &text).args(["--reference", "4"]).spawn().unwrap()]);
     for name in ["losses.json", "routing.jsonl"] {
         let [gpus, host] = [&out, &beside].map(|out| std::fs::read(out.join(name)).unwrap());
         assert!(gpus == host, "{name}");
     }
+}
+
+#[test]
+fn layers_with_products_of_cublas_learn_nearly_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, out, beside] = ["text.md", "out", "beside"].map(|name| folder.path().join(name));
+    std::fs::write(&text, TEXT).unwrap();
+    said(ranks_of(|| on_gpus(&out, &text), "cublas", |_| &["--products", "cublas"]));
+    said(vec![program_of(2, &beside, &text).args(["--reference", "4"]).spawn().unwrap()]);
+    let [cublas, host] = [&out, &beside].map(|out| -> Vec<f64> {
+        let text = std::fs::read_to_string(out.join("losses.json")).unwrap();
+        let losses: Value = serde_json::from_str(&text).unwrap();
+        losses["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect()
+    });
+    assert!(cublas.len() == 2 && host.len() == 2);
+    assert!(cublas.iter().zip(&host).all(|(a, b)| (a - b).abs() < 1e-4), "{cublas:?} {host:?}");
+}
+
+/// Two steps with layers on devices of the fake driver.
+fn on_gpus(out: &Path, text: &Path) -> Command {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
+    let (driver, kernels) = (stand_in_cuda::install().unwrap(), stand_in_cuda::kernels(&source).unwrap());
+    let mut command = program_of(2, out, text);
+    command.env("LD_LIBRARY_PATH", driver).env("SIDELANE_FAKE_CUDA_KERNELS", kernels);
+    command.args(["--device", "cuda", "--token-chunks", "2"]);
+    command
 }
 
 /// Checkpoints that a run reported as written.

@@ -1,10 +1,12 @@
-//! The functions of `libcuda.so`, by their names there, and some of `libcupti.so`.
+//! The functions of `libcuda.so`, by their names there, and some of `libcupti.so` and
+//! `libcublas.so`.
 //!
 //! Every function that host code may look up exists: those that the fake lacks return
 //! `CUDA_ERROR_NOT_SUPPORTED`.
 
 mod context;
 mod copy;
+mod cublas;
 mod cupti;
 mod device;
 mod event;

@@ -1,5 +1,6 @@
 //! Functions of the fake only.
 
+use super::cublas;
 use super::pointers::Out;
 use crate::cause;
 use crate::counters::{COUNTERS, Counters};
@@ -31,4 +32,10 @@ extern "C" fn sidelane_stand_in_declare(at: u64, bytes: u64) {
 #[unsafe(no_mangle)]
 extern "C" fn sidelane_stand_in_stop() {
     driver::stop();
+}
+
+/// Products of cuBLAS on this device fail from now on.
+#[unsafe(no_mangle)]
+extern "C" fn sidelane_stand_in_break_cublas(device: u32) {
+    cublas::break_device(device as usize);
 }

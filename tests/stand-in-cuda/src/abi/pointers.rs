@@ -73,6 +73,11 @@ impl<T> In<T> {
 }
 
 impl<T: Copy> In<T> {
+    /// Of a value of the fake's.
+    pub fn of(value: &T) -> Self {
+        In(value)
+    }
+
     pub fn get(&self) -> Result<T> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);

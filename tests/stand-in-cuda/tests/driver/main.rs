@@ -14,5 +14,6 @@ mod kernels;
 mod memory;
 mod models;
 mod processes;
+mod products;
 mod versions;
 mod waits;

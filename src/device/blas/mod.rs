@@ -1,0 +1,304 @@
+//! cuBLAS, where it is installed: the products of real layers.
+//!
+//! ```text
+//!   libcublas --loaded at run time--> BlasLibrary --handle of one stream, with its workspace--> Blas
+//!                                                                                                 |
+//!      rows of groups --gemms--> a product for each group --one grouped call, or a call for each--+
+//! ```
+//!
+//! **No call waits for the device.** The handle is made once, and its workspace is memory of ours:
+//! cuBLAS would allocate its own in the first product, and wait with the driver's lock.
+//!
+//! **Bits** are those of the library: the same for one release and one kind of device, but of no
+//! known order. Atomics are off, and products in f32 are made in f32, without TF32.
+//!
+//! **Layout.** cuBLAS counts along columns, where everything here lies along rows. A matrix along
+//! rows is its transpose along columns. So each product is made as `out' = b' * a'`.
+
+mod gemms;
+mod library;
+mod pointers;
+
+use std::ffi::c_int;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use gemms::Gemms;
+use library::{BlasLibrary, Grouped, Handle};
+use pointers::Pointers;
+
+use super::allocation::{Allocation, Reservation};
+use super::context::Context;
+use super::kernels::{LayerKernels, MatmulArgs, MatmulShape, Operands, WORD};
+use super::range::{ByteSpan, DeviceRange};
+use super::stream::Stream;
+use crate::error::DeviceError;
+
+// Numbers of the header.
+const DEFAULT_MATH: c_int = 0;
+const NO_ATOMICS: c_int = 0;
+const FACTORS_ON_HOST: c_int = 0;
+const SUMS_IN_F32: c_int = 68;
+const ANY_ALGORITHM: c_int = -1;
+
+/// The first version, as `cublasGetVersion` says it, with products of several shapes in one call.
+const GROUPED_SINCE: c_int = 120_500;
+
+/// Bytes of workspace that NVIDIA recommends: from Hopper on, and before.
+const WORKSPACE: [u64; 2] = [32 << 20, 4 << 20];
+
+/// What cuBLAS takes the place of where it meets an error.
+const KERNEL: &str = "product of cuBLAS";
+
+/// cuBLAS on one stream.
+#[derive(Debug)]
+pub struct Blas {
+    stream: Arc<Stream>,
+    library: BlasLibrary,
+    workspace: DeviceRange,
+    grouped: Option<Grouped>,
+    version: c_int,
+    /// A handle is for one thread at a time.
+    owned: Mutex<Owned>,
+}
+
+/// A handle, and addresses on their way to grouped calls.
+#[derive(Debug)]
+struct Owned {
+    handle: RawHandle,
+    pointers: Pointers,
+}
+
+/// A handle that is destroyed when it is dropped. That waits for the device.
+#[derive(Debug)]
+struct RawHandle {
+    raw: Handle,
+    context: Arc<Context>,
+    destroy: unsafe extern "C" fn(Handle) -> library::Status,
+}
+
+// SAFETY: a handle may be used from any thread, by one at a time.
+unsafe impl Send for RawHandle {}
+
+impl Drop for RawHandle {
+    fn drop(&mut self) {
+        let _entered = self.context.enter();
+        // SAFETY: made by this library, and used no more.
+        let _ = unsafe { (self.destroy)(self.raw) };
+    }
+}
+
+/// Element types that products take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub(super) enum Element {
+    F32 = 0,
+    Bf16 = 14,
+}
+
+/// One product along columns: `c [m, n] = op(a) [m, k] * op(b) [k, n]`, perhaps added to `c`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Gemm {
+    /// Whether a and b lie as their transposes.
+    pub transposed: [bool; 2],
+    /// m, n and k.
+    pub sides: [c_int; 3],
+    /// Addresses of a, b and c.
+    pub at: [u64; 3],
+    /// Elements from a column to the next, of a, b and c.
+    pub pitches: [c_int; 3],
+}
+
+impl Blas {
+    /// cuBLAS for products on this stream: the library that `SIDELANE_CUBLAS_LIBRARY` names, else
+    /// the one that the loader finds, else the first that loads of the wheels in these folders.
+    /// Waits for the device.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoCublas`], [`DeviceError::MissingSymbol`], [`DeviceError::OutOfMemory`],
+    /// [`DeviceError::Call`] with cuBLAS's status.
+    pub fn load(stream: &Arc<Stream>, wheels: &[PathBuf]) -> Result<Self, DeviceError> {
+        let (stream, context) = (Arc::clone(stream), stream.context());
+        let (library, device) = (BlasLibrary::load(context.driver(), wheels)?, context.device());
+        let functions = library.functions;
+        let check = |call, status| library.check(call, device, status);
+        let bytes = WORKSPACE[usize::from(context.facts().capability.0 < 9)];
+        let allocation = Allocation::new(context, bytes)?;
+        let workspace = Reservation::new(context, 1, allocation.bytes())?.map(0, &allocation, &[device])?;
+        let pointers = Pointers::new(context)?;
+        let entered = context.enter()?;
+        let (mut raw, mut version) = (std::ptr::null_mut(), 0);
+        // SAFETY: fills the handle, in the current context; destroyed when the value is dropped.
+        check("cublasCreate", unsafe { (functions.cublasCreate_v2)(&raw mut raw) })?;
+        let handle = RawHandle { raw, context: Arc::clone(context), destroy: functions.cublasDestroy_v2 };
+        // SAFETY: handle and stream live, and the workspace lives longer. It is set behind the
+        // stream, which would take it away again.
+        unsafe {
+            check("cublasGetVersion", (functions.cublasGetVersion_v2)(raw, &raw mut version))?;
+            check("cublasSetStream", (functions.cublasSetStream_v2)(raw, stream.handle()))?;
+            let (at, bytes) = (workspace.address(), workspace.len() as usize);
+            check("cublasSetWorkspace", (functions.cublasSetWorkspace_v2)(raw, at, bytes))?;
+            check("cublasSetMathMode", (functions.cublasSetMathMode)(raw, DEFAULT_MATH))?;
+            check("cublasSetAtomicsMode", (functions.cublasSetAtomicsMode)(raw, NO_ATOMICS))?;
+            check("cublasSetPointerMode", (functions.cublasSetPointerMode_v2)(raw, FACTORS_ON_HOST))?;
+        }
+        let grouped = (version >= GROUPED_SINCE).then(|| library.grouped()).transpose()?;
+        let owned = Mutex::new(Owned { handle, pointers });
+        drop(entered);
+        Ok(Blas { stream, library, workspace, grouped, version, owned })
+    }
+
+    /// The library that was loaded: a path, or the name that the loader was asked for.
+    pub fn name(&self) -> &str {
+        &self.library.name
+    }
+
+    /// Its version: 120500 is 12.5.0.
+    pub fn version(&self) -> i32 {
+        self.version
+    }
+
+    /// The stream that products go on.
+    pub fn stream(&self) -> &Arc<Stream> {
+        &self.stream
+    }
+
+    /// Enqueues a product of groups: one call for all of them, or one for each where cuBLAS is
+    /// older than 12.5, and in a stream that is being captured. Empty sums are zeros, by a kernel
+    /// of ours.
+    ///
+    /// # Errors
+    /// [`DeviceError::TooSmall`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
+    /// [`DeviceError::Shape`], [`DeviceError::OtherDevice`], [`DeviceError::Call`] with cuBLAS's
+    /// status.
+    pub fn matmul(&self, kernels: &LayerKernels, matmul: &MatmulArgs<'_>) -> Result<(), DeviceError> {
+        let Gemms { all, empty } = Gemms::of(matmul)?;
+        for (offset, [rows, columns]) in empty {
+            let out = ByteSpan {
+                address: matmul.out.address + offset,
+                len: matmul.out.len.saturating_sub(offset),
+                ..matmul.out
+            };
+            let shape = MatmulShape::Depth { rows, depth: 0, columns, apart: 0 };
+            kernels.matmul(&self.stream, &MatmulArgs { out, shape, segments: None, ..*matmul })?;
+        }
+        let mut owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
+        let grouped = self.grouped.filter(|_| (2..=pointers::MOST).contains(&all.len()));
+        let table = match grouped {
+            // A graph would read the addresses again that its capture saw.
+            Some(grouped) if !self.stream.is_capturing()? => {
+                Some((grouped, owned.pointers.send(&self.stream, &all)?))
+            }
+            _ => None,
+        };
+        let [a, b, out] = matmul.needed();
+        let mut operands = Operands::of(KERNEL, &self.stream);
+        operands.span("a", matmul.a, a, WORD)?;
+        operands.span("b", matmul.b, b, WORD)?;
+        operands.span("out", matmul.out, out, WORD)?;
+        operands.span("workspace", self.workspace.span(0, self.workspace.len())?, Some(0), WORD)?;
+        let _held = operands.held();
+        match table {
+            Some((grouped, table)) => self.grouped(&owned.handle, grouped, &all, table, matmul.add),
+            None => {
+                let of = (Element::F32, matmul.add);
+                all.iter().try_for_each(|gemm| self.call(&owned.handle, gemm, of))
+            }
+        }
+    }
+
+    /// Enqueues one product.
+    ///
+    /// # Safety
+    /// The stream holds the memory of the matrices.
+    pub(super) unsafe fn gemm(&self, gemm: &Gemm, element: Element) -> Result<(), DeviceError> {
+        let owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
+        self.call(&owned.handle, gemm, (element, false))
+    }
+
+    /// One product, whose memory is held.
+    fn call(
+        &self,
+        handle: &RawHandle,
+        gemm: &Gemm,
+        (element, add): (Element, bool),
+    ) -> Result<(), DeviceError> {
+        let Gemm { transposed: [op_a, op_b], sides: [m, n, k], at: [a, b, c], pitches } = *gemm;
+        let ([lda, ldb, ldc], kind) = (pitches, element as c_int);
+        let (one, beta) = (1.0_f32, if add { 1.0_f32 } else { 0.0 });
+        let _entered = handle.context.enter()?;
+        // SAFETY: the handle lives. The matrices were checked and stay until the stream is done.
+        // The factors are read during the call.
+        let status = unsafe {
+            (self.library.functions.cublasGemmEx)(
+                handle.raw,
+                op_a.into(),
+                op_b.into(),
+                m,
+                n,
+                k,
+                &raw const one,
+                a,
+                kind,
+                lda,
+                b,
+                kind,
+                ldb,
+                &raw const beta,
+                c,
+                kind,
+                ldc,
+                SUMS_IN_F32,
+                ANY_ALGORITHM,
+            )
+        };
+        self.library.check("cublasGemmEx", self.stream.device(), status)
+    }
+
+    /// All products in one call. `table` has the addresses, all of a, all of b, all of c.
+    fn grouped(
+        &self,
+        handle: &RawHandle,
+        grouped: Grouped,
+        all: &[Gemm],
+        table: u64,
+        add: bool,
+    ) -> Result<(), DeviceError> {
+        let of = |value: fn(&Gemm) -> c_int| all.iter().map(value).collect::<Vec<c_int>>();
+        let (op_a, op_b) = (of(|gemm| gemm.transposed[0].into()), of(|gemm| gemm.transposed[1].into()));
+        let (m, n, k) = (of(|gemm| gemm.sides[0]), of(|gemm| gemm.sides[1]), of(|gemm| gemm.sides[2]));
+        let (lda, ldb, ldc) =
+            (of(|gemm| gemm.pitches[0]), of(|gemm| gemm.pitches[1]), of(|gemm| gemm.pitches[2]));
+        let (ones, members) = (vec![1.0_f32; all.len()], vec![1; all.len()]);
+        let betas = vec![if add { 1.0_f32 } else { 0.0 }; all.len()];
+        let (list, kind) = (8 * all.len() as u64, Element::F32 as c_int);
+        let _entered = handle.context.enter()?;
+        // SAFETY: as for one product. The lists have an entry for each group and are read during
+        // the call; the addresses are read when the stream comes to it.
+        let status = unsafe {
+            grouped(
+                handle.raw,
+                op_a.as_ptr(),
+                op_b.as_ptr(),
+                m.as_ptr(),
+                n.as_ptr(),
+                k.as_ptr(),
+                ones.as_ptr(),
+                table,
+                kind,
+                lda.as_ptr(),
+                table + list,
+                kind,
+                ldb.as_ptr(),
+                betas.as_ptr(),
+                table + 2 * list,
+                kind,
+                ldc.as_ptr(),
+                all.len() as c_int,
+                members.as_ptr(),
+                SUMS_IN_F32,
+            )
+        };
+        self.library.check("cublasGemmGroupedBatchedEx", self.stream.device(), status)
+    }
+}

@@ -1,0 +1,332 @@
+//! Products of cuBLAS, whose sums have an order of their own: equal where sums are exact, and
+//! otherwise within the bound of any order.
+//!
+//! A sum of `k` products of f32 in any order, each term and each sum rounded, differs from the
+//! exact one by at most `n u / (1 - n u)` times the sum of absolute values, with `n = k` and
+//! `u = 2^-24` (Higham, Accuracy and Stability of Numerical Algorithms, 3.1). What is added to a
+//! result counts as one more term.
+
+use std::time::Duration;
+
+use sidelane::device::{Blas, CudaGraph, GroupSegments, LayerKernels, MatmulArgs, MatmulShape, wheels};
+use sidelane::error::DeviceError;
+use stand_in_cuda::StandIn;
+
+use super::buffer::Buffer;
+use super::layer::segments;
+use super::{Device, with_kernels_each};
+use crate::apart::Settings;
+use crate::rows_common::Random;
+
+/// Both orders of sums that the fake has, with and without grouped calls.
+const RUNS: [Settings<'static>; 4] = [
+    &[("SIDELANE_FAKE_CUDA_SEED", "0")],
+    &[("SIDELANE_FAKE_CUDA_SEED", "1")],
+    &[("SIDELANE_FAKE_CUDA_SEED", "0"), ("SIDELANE_FAKE_CUDA_CUBLAS", "120400")],
+    &[("SIDELANE_FAKE_CUDA_SEED", "1"), ("SIDELANE_FAKE_CUDA_CUBLAS", "120400")],
+];
+
+/// How much memory a product has between matrices of one group and the next.
+const GAP: usize = 5;
+
+/// A product and its operands, on the host and on the device.
+struct Case {
+    shape: MatmulShape,
+    add: bool,
+    rows: Vec<i64>,
+    padded: Vec<i64>,
+    host: [Vec<f32>; 3],
+    device: [Buffer; 3],
+    table: Buffer,
+}
+
+impl Case {
+    /// A random one, of the values that `value` gives.
+    fn new(device: &Device, random: &mut Random, value: fn(&mut Random) -> f32) -> Case {
+        let mut pick = |from: &[usize]| from[random.next() as usize % from.len()];
+        let (inner, columns) = (pick(&[1, 2, 3, 16, 40, 513]), pick(&[1, 2, 3, 8, 17, 65]));
+        let (groups, add, transposed) = (pick(&[1, 2, 5]), pick(&[0, 1]) == 1, pick(&[0, 1]) == 1);
+        let along_depth = pick(&[0, 1]) == 1;
+        let [rows, padded] = segments(random, groups);
+        let (all, apart) = (padded.iter().sum::<i64>() as usize, inner * columns + GAP);
+        let (shape, lens) = match along_depth {
+            false => {
+                let (rows, depth, columns) = (all as u32, inner as u32, columns as u32);
+                let shape = MatmulShape::Rows { rows, depth, columns, transposed, apart: apart as u64 };
+                (shape, [all * inner, groups * apart, all * columns as usize])
+            }
+            true => {
+                let (rows, depth, columns) = (inner as u32, all as u32, columns as u32);
+                let shape = MatmulShape::Depth { rows, depth, columns, apart: apart as u64 };
+                (shape, [all * inner, all * columns as usize, groups * apart])
+            }
+        };
+        let host = lens.map(|len| (0..len).map(|_| value(random)).collect::<Vec<f32>>());
+        let on_device = [0, 1, 2].map(|nth: usize| Buffer::words(&device.context, &host[nth]));
+        let table = Buffer::words(&device.context, &[&rows[..], &padded].concat());
+        Case { shape, add, rows, padded, host, device: on_device, table }
+    }
+
+    fn args(&self) -> MatmulArgs<'_> {
+        let segments = GroupSegments { table: self.table.span(), rows: &self.rows, padded: &self.padded };
+        let [a, b, out] = [0, 1, 2].map(|nth: usize| self.device[nth].span());
+        MatmulArgs { a, b, out, shape: self.shape, segments: Some(segments), add: self.add }
+    }
+
+    /// Each element of a result: where it lies, its terms, and its sum in f64.
+    fn elements(&self) -> Vec<(usize, usize, f64, f64)> {
+        let [a, b, start] = &self.host;
+        let mut all = Vec::new();
+        let mut push = |at: usize, terms: &mut dyn Iterator<Item = (usize, usize)>| {
+            let first = if self.add { f64::from(start[at]) } else { 0.0 };
+            let (mut count, mut sum, mut size) = (0, first, first.abs());
+            for (left, right) in terms {
+                let product = f64::from(a[left]) * f64::from(b[right]);
+                (count, sum, size) = (count + 1, sum + product, size + product.abs());
+            }
+            all.push((at, count, sum, size));
+        };
+        let mut first = 0;
+        for (group, (&rows, &padded)) in self.rows.iter().zip(&self.padded).enumerate() {
+            let rows = rows as usize;
+            match self.shape {
+                MatmulShape::Rows { depth, columns, transposed, apart, .. } => {
+                    let (depth, columns, b) = (depth as usize, columns as usize, group * apart as usize);
+                    for row in first..first + rows {
+                        for column in 0..columns {
+                            let right =
+                                |d| if transposed { column * depth + d } else { d * columns + column };
+                            let mut terms = (0..depth).map(|d| (row * depth + d, b + right(d)));
+                            push(row * columns + column, &mut terms);
+                        }
+                    }
+                }
+                MatmulShape::Depth { rows: down, columns, apart, .. } => {
+                    let (down, columns) = (down as usize, columns as usize);
+                    for row in 0..down {
+                        for column in 0..columns {
+                            let term = |d: usize| (d * down + row, d * columns + column);
+                            let at = group * apart as usize + row * columns + column;
+                            push(at, &mut (first..first + rows).map(term));
+                        }
+                    }
+                }
+            }
+            first += padded as usize;
+        }
+        all
+    }
+}
+
+fn load(device: &Device) -> (Blas, LayerKernels) {
+    let wheels = wheels::folders(true, Vec::new);
+    (Blas::load(&device.stream, &wheels).unwrap(), LayerKernels::load(&device.context).unwrap())
+}
+
+#[test]
+fn products_of_cublas_are_within_the_bound_of_their_sums() {
+    let test = "kernels::cublas::products_of_cublas_are_within_the_bound_of_their_sums";
+    with_kernels_each(test, &RUNS, |device| {
+        let (blas, kernels) = load(device);
+        let (mut random, unit) = (Random(7), f64::powi(2.0, -24));
+        let some = |random: &mut Random| (random.next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
+        for _ in 0..40 {
+            let case = Case::new(device, &mut random, some);
+            blas.matmul(&kernels, &case.args()).unwrap();
+            device.stream.synchronize().unwrap();
+            let made: Vec<f32> = case.device[2].read();
+            let mut expected = case.host[2].clone();
+            for (at, count, sum, size) in case.elements() {
+                let n = (count + 1) as f64 * unit;
+                let (seen, most) = (f64::from(made[at]), n / (1.0 - n) * size);
+                assert!((seen - sum).abs() <= most, "{:?}: {seen}, not {sum} +- {most}", case.shape);
+                expected[at] = made[at];
+            }
+            assert!(made == expected, "what is no element of the result stays");
+        }
+    });
+}
+
+#[test]
+fn products_of_whole_numbers_are_to_the_bit_those_of_our_kernel() {
+    let test = "kernels::cublas::products_of_whole_numbers_are_to_the_bit_those_of_our_kernel";
+    with_kernels_each(test, &RUNS, |device| {
+        let (blas, kernels) = load(device);
+        let mut random = Random(8);
+        for _ in 0..40 {
+            let case = Case::new(device, &mut random, |random| (random.next() % 17) as f32 - 8.0);
+            blas.matmul(&kernels, &case.args()).unwrap();
+            device.stream.synchronize().unwrap();
+            let made: Vec<f32> = case.device[2].read();
+            case.device[2].write(0, bytemuck::cast_slice(&case.host[2]));
+            kernels.matmul(&device.stream, &case.args()).unwrap();
+            device.stream.synchronize().unwrap();
+            assert_eq!(made, case.device[2].read::<f32>(), "{:?} {:?}", case.shape, case.rows);
+        }
+    });
+}
+
+/// Groups of ones: `rows` of each, times a matrix of its own.
+struct Ones {
+    a: Buffer,
+    b: Buffer,
+    out: Buffer,
+    table: Buffer,
+    rows: Vec<i64>,
+}
+
+impl Ones {
+    fn new(device: &Device, rows: &[i64]) -> Ones {
+        let words = |count| Buffer::words(&device.context, &vec![1.0_f32; count]);
+        let all = 2 * rows.iter().sum::<i64>() as usize;
+        let table = Buffer::words(&device.context, &[rows, rows].concat());
+        Ones { a: words(all), b: words(4 * rows.len()), out: words(all), table, rows: rows.to_vec() }
+    }
+
+    fn args(&self) -> MatmulArgs<'_> {
+        let rows = self.rows.iter().sum::<i64>() as u32;
+        let shape = MatmulShape::Rows { rows, depth: 2, columns: 2, transposed: false, apart: 4 };
+        let segments = GroupSegments { table: self.table.span(), rows: &self.rows, padded: &self.rows };
+        let (a, b, out) = (self.a.span(), self.b.span(), self.out.span());
+        MatmulArgs { a, b, out, shape, segments: Some(segments), add: true }
+    }
+}
+
+#[test]
+fn groups_are_one_call_where_the_library_has_it() {
+    let test = "kernels::cublas::groups_are_one_call_where_the_library_has_it";
+    let of = |version| [("SIDELANE_FAKE_CUDA_CUBLAS", version)];
+    with_kernels_each(test, &[&of("120500"), &of("120499")], |device| {
+        let (blas, kernels) = load(device);
+        let (stand_in, ones) = (StandIn::loaded().unwrap(), Ones::new(device, &[1, 0, 2, 0, 3]));
+        let before = stand_in.counters().kernels;
+        blas.matmul(&kernels, &ones.args()).unwrap();
+        device.stream.synchronize().unwrap();
+        let expected = if blas.version() >= 120_500 { 1 } else { 3 };
+        assert_eq!(stand_in.counters().kernels - before, expected, "empty groups have no call");
+    });
+}
+
+#[test]
+fn addresses_of_groups_stay_until_the_stream_has_read_them() {
+    let test = "kernels::cublas::addresses_of_groups_stay_until_the_stream_has_read_them";
+    with_kernels_each(test, &[&[]], |device| {
+        let (blas, kernels) = load(device);
+        // Tables of 24 KB, of which ten wait at a time. Three do not divide that: another product's
+        // addresses would come to lie where the stream has yet to read.
+        let cases = [1, 2, 3].map(|rows| Ones::new(device, &vec![rows; 1000]));
+        let gate = Buffer::words(&device.context, &[0_u64]);
+        device.stream.wait(gate.word::<u64>(), 1).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(300));
+                gate.write(0, &1_u64.to_ne_bytes());
+            });
+            for _ in 0..20 {
+                cases.iter().for_each(|ones| blas.matmul(&kernels, &ones.args()).unwrap());
+            }
+        });
+        device.stream.synchronize().unwrap();
+        for ones in &cases {
+            assert!(ones.out.read::<f32>().iter().all(|&sum| sum == 41.0));
+        }
+    });
+}
+
+#[test]
+fn captured_products_are_made_at_each_launch() {
+    let test = "kernels::cublas::captured_products_are_made_at_each_launch";
+    with_kernels_each(test, &[&[]], |device| {
+        let (blas, kernels) = load(device);
+        let ones = Ones::new(device, &[3, 0, 2]);
+        let graph = CudaGraph::capture(&device.stream, || blas.matmul(&kernels, &ones.args())).unwrap();
+        (0..3).for_each(|_| graph.launch(&device.stream).unwrap());
+        device.stream.synchronize().unwrap();
+        assert_eq!(ones.out.read::<f32>(), [7.0; 10]);
+    });
+}
+
+#[test]
+fn products_wait_for_nothing_and_allocate_nothing() {
+    let test = "kernels::cublas::products_wait_for_nothing_and_allocate_nothing";
+    let locks = [("SIDELANE_FAKE_CUDA_LOCKS", "1"), ("CUDA_MODULE_LOADING", "EAGER")];
+    with_kernels_each(test, &[&locks], |device| {
+        let (blas, kernels) = load(device);
+        let (stand_in, ones) = (StandIn::loaded().unwrap(), Ones::new(device, &[3, 0, 2]));
+        // The stream stands before a wait that only a later call ends.
+        let gate = Buffer::words(&device.context, &[0_u64]);
+        device.stream.wait(gate.word::<u64>(), 1).unwrap();
+        let before = stand_in.counters();
+        (0..3).for_each(|_| blas.matmul(&kernels, &ones.args()).unwrap());
+        let after = stand_in.counters();
+        assert_eq!((after.host_waits, after.allocations), (before.host_waits, before.allocations));
+        assert!(!device.stream.is_done().unwrap());
+        gate.write(0, &1_u64.to_ne_bytes());
+        device.stream.synchronize().unwrap();
+        assert_eq!(ones.out.read::<f32>(), [7.0; 10]);
+    });
+}
+
+#[test]
+fn operands_that_do_not_fit_are_refused() {
+    let test = "kernels::cublas::operands_that_do_not_fit_are_refused";
+    with_kernels_each(test, &[&[]], |device| {
+        let (blas, kernels) = load(device);
+        let ones = Ones::new(device, &[3, 0, 2]);
+        let args = ones.args();
+        for (what, args) in [
+            ("a", MatmulArgs { a: ones.a.part(0, 36), ..args }),
+            ("b", MatmulArgs { b: ones.b.part(0, 44), ..args }),
+            ("out", MatmulArgs { out: ones.out.part(0, 36), ..args }),
+        ] {
+            let refused = blas.matmul(&kernels, &args).unwrap_err();
+            let expected = matches!(&refused, DeviceError::TooSmall { what: seen, .. } if *seen == what);
+            assert!(expected, "{refused}");
+        }
+        let crooked = MatmulArgs { a: ones.a.part(2, 38), ..args };
+        let crooked = MatmulArgs {
+            shape: MatmulShape::Rows { rows: 4, depth: 2, columns: 2, transposed: false, apart: 4 },
+            ..crooked
+        };
+        let refused = blas.matmul(&kernels, &crooked).unwrap_err();
+        assert!(matches!(refused, DeviceError::Misaligned { what: "a", align: 4, .. }), "{refused}");
+        assert_eq!(ones.out.read::<f32>(), [1.0; 10]);
+    });
+}
+
+#[test]
+fn failed_product_names_its_status() {
+    let test = "kernels::cublas::failed_product_names_its_status";
+    with_kernels_each(test, &[&[]], |device| {
+        let (blas, kernels) = load(device);
+        StandIn::loaded().unwrap().break_cublas(0);
+        let one = Ones::new(device, &[3]);
+        let several = Ones::new(device, &[3, 2]);
+        for (ones, call) in [(one, "cublasGemmEx"), (several, "cublasGemmGroupedBatchedEx")] {
+            let failed = blas.matmul(&kernels, &ones.args()).unwrap_err();
+            let name = "CUBLAS_STATUS_EXECUTION_FAILED".to_owned();
+            assert_eq!(failed, DeviceError::Call { call, device: Some(0), code: 13, name });
+        }
+        device.stream.synchronize().unwrap();
+    });
+}
+
+#[test]
+fn missing_library_is_named() {
+    let test = "kernels::cublas::missing_library_is_named";
+    let named = [("SIDELANE_CUBLAS_LIBRARY", "/nowhere/libcublas.so.12")];
+    let other = [("SIDELANE_CUBLAS_LIBRARY", "libc.so.6")];
+    let none = [("LD_LIBRARY_PATH", "/nowhere")];
+    with_kernels_each(test, &[&named, &other, &none], |device| {
+        let refused = Blas::load(&device.stream, &wheels::folders(true, Vec::new)).unwrap_err();
+        let DeviceError::NoCublas { tried } = &refused else { panic!("{refused}") };
+        let names: &[&str] = match std::env::var("SIDELANE_CUBLAS_LIBRARY").unwrap_or_default().as_str() {
+            "" => &["libcublas.so.13", "libcublas.so.12", "libcublas.so.11"],
+            "libc.so.6" => &["libc.so.6: it is not for this driver"],
+            _ => &["/nowhere/libcublas.so.12"],
+        };
+        assert_eq!(tried.len(), names.len());
+        assert!(tried.iter().zip(names).all(|(tried, name)| tried.contains(name)), "{refused}");
+        assert!(refused.to_string().contains("SIDELANE_CUBLAS_LIBRARY"));
+    });
+}
