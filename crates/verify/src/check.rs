@@ -165,7 +165,7 @@ impl<'a> Machine<'a> {
             // One number selects the actor, among those that may move, and its operation.
             let drawn: u64 = self.random.random();
             let actor = self.actor_of((((drawn >> 32) * u64::from(self.turns)) >> 32) as u32);
-            let moved = if drawn % 2 == 0 { self.deliver(actor) } else { self.step_any(actor) };
+            let moved = if drawn.is_multiple_of(2) { self.deliver(actor) } else { self.step_any(actor) };
             if !moved && !self.can_move(actor) {
                 self.set_awake(actor, false);
             }
