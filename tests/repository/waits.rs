@@ -44,7 +44,7 @@ const METHODS: [(&str, usize); 12] = [
 ];
 
 /// What blocks elsewhere, and why it ends.
-const ALLOWED: [(&str, &str, &str); 18] = [
+const ALLOWED: [(&str, &str, &str); 19] = [
     ("lane/wait.rs", "spin_loop", "the ladder of waits for flags: its turns ask health, deadline and user"),
     ("lane/wait.rs", "yield_now", "as above"),
     ("lane/net/progress.rs", "yield_now", "the progress thread: each round asks health"),
@@ -56,6 +56,7 @@ const ALLOWED: [(&str, &str, &str); 18] = [
     ("ep/device/slots/expand.rs", "synchronize", "as above"),
     ("ep/device/slots/layout.rs", "synchronize", "as above"),
     ("ep/calls.rs", "synchronize", "the instance's own, which polls"),
+    ("device/blas/pointers.rs", "synchronize", "copies of addresses, behind calls that the guard ends"),
     ("layer/device/memory.rs", "synchronize", "copies of weights, behind calls that the guard ends"),
     ("layer/device/moe.rs", "synchronize", "behind the instance's own, which has seen the end"),
     ("ep/host/offload.rs", "recv", "a relay's waits end, and its death closes the channel"),
@@ -147,7 +148,7 @@ fn only_the_module_of_waits_blocks_a_thread() {
     let mut found = Vec::new();
     for path in paths {
         let file = path.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
-        let of_tests = file.ends_with("tests.rs") || file.contains("conformance/") || file.contains("/fake/");
+        let of_tests = file.ends_with("tests.rs") || file.contains("tests/") || file.contains("/fake/");
         if of_tests || file == MODULE {
             continue;
         }
