@@ -242,7 +242,7 @@ def chunked_pass(
         rows, weights = moved[c].recv_x, moved[c].received_topk_weights
         assert len(rows) == len(weights) == config.max_num_expanded_tokens_per_chunk
         handle = moved[c].dispatch_handle
-        ends = handle.psum_num_recv_tokens_per_expert.tolist()
+        ends = handle.psum_num_recv_tokens_per_expert.cpu().tolist()
         assert not rows[ends[-1] :].any() and not weights[ends[-1] :].any()
         factors = factors_of(case, torch.tensor([0, *ends]).diff(), len(rows)).to(rows.device)
         rows, weights = rows.detach().requires_grad_(), weights.detach().requires_grad_()

@@ -73,12 +73,12 @@ class HybridEPBuffer:
         else:
             weights = probs.detach().float().gather(1, ids.clamp(0, experts - 1)).masked_fill(ids < 0, 0.0)
         sent = pack(ep, hidden, scaling_factor) if scaling_factor is not None else hidden.detach().contiguous()
-        rows, placed = Placed.send(ep, sent, ids, weights, experts=experts, budget=num_permuted_tokens)
+        rows, row_weights, placed = Placed.send(ep, sent, ids, weights, experts=experts, budget=num_permuted_tokens)
         counts = torch.tensor(placed.handle.padded_tokens_per_expert, dtype=torch.int64)
         scales: Tensor | None = None
         if fp8:
             rows, scales = unpack(ep, rows, hidden.dtype)
-        return rows, None if probs is None else placed.weights(), scales, counts, placed
+        return rows, None if probs is None else row_weights, scales, counts, placed
 
     def combine_with_unpermute(
         self, *, hidden: Tensor, handle: Placed, probs: Tensor | None = None, **_: Any

@@ -30,12 +30,14 @@ class Placed(NamedTuple):
     @classmethod
     def send(
         cls, ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor, *, experts: int, budget: int | None
-    ) -> tuple[Tensor, Placed]:
-        """Rows of these tokens, and where they lie. Collective."""
+    ) -> tuple[Tensor, Tensor, Placed]:
+        """Rows of these tokens, the routing weight of each, and where they lie. Collective."""
         rows, handle = ep.dispatch(x, ids, weights)
         overflow = budget is not None and max(handle.required_rows) > budget
         placed = cls(ep, handle, budget, ids, experts, torch.full((1,), overflow, device=x.device))
-        return placed.fill(rows), placed
+        # Weights go with the rows, which only their copy may outlive.
+        row_weights = placed.fill(handle.row_weights)
+        return placed.fill(rows), row_weights, placed
 
     def send_again(self, x: Tensor) -> Tensor:
         """Rows of other tokens along the same layout. Collective."""
@@ -44,10 +46,6 @@ class Placed(NamedTuple):
     def spread(self, gradients: Tensor) -> Tensor:
         """The gradient of each row from those of tokens. Collective."""
         return self.fill(self.ep.combine_backward(gradients.detach().contiguous(), self.handle)[0])
-
-    def weights(self) -> Tensor:
-        """The routing weight of each row."""
-        return self.fill(self.handle.row_weights)
 
     def of_experts(self, weights: Tensor | None) -> Tensor | None:
         """What belongs to choices, [tokens, choices], as a column of each expert."""

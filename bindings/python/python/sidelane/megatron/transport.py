@@ -94,7 +94,7 @@ class Transport:
                 dtype=hidden_states.dtype,
                 align=_ALIGNMENT,
             )
-            rows, placed = Placed.send(
+            rows, weights, placed = Placed.send(
                 ep,
                 hidden_states.detach().contiguous(),
                 topk_indices.contiguous(),
@@ -104,7 +104,7 @@ class Transport:
             )
             ends = torch.tensor(placed.handle.padded_tokens_per_expert, dtype=torch.int64).cumsum(0)
             handle = ChunkHandle(placed, ends.to(rows.device, non_blocking=True))
-            return self._chunk(recv_x=rows, received_topk_weights=placed.weights(), dispatch_handle=handle)
+            return self._chunk(recv_x=rows, received_topk_weights=weights, dispatch_handle=handle)
 
     def combine_forward(
         self, permuted_hidden_states: Tensor, handle: ChunkHandle, stream: torch.cuda.Stream | None
