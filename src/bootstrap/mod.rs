@@ -65,7 +65,6 @@ pub use hub::{Hub, threads};
 pub use identity::{Launcher, LauncherPipe};
 #[doc(hidden)]
 pub use rendezvous::{PeerAuth, PeerListener, connect};
-#[cfg(debug_assertions)]
 #[doc(hidden)]
 pub use thread::fault::panic_in;
 #[doc(hidden)]

@@ -226,7 +226,7 @@ fn join_with_deadline((nodes, route): ([u32; 8], Route)) -> Job {
 }
 
 /// These ranks name the silent one, not before the deadline and soon after it; the first of them by
-/// their own timeouts.
+/// their own clocks.
 fn demand_that_all_name(job: &mut Job, silent: u32, ranks: impl Iterator<Item = u32>, told: Instant) {
     let mut first = Vec::new();
     for (rank, heard) in job.hear(ranks) {

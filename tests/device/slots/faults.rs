@@ -131,6 +131,7 @@ fn dropped(in_combine: bool) {
 }
 
 #[test]
+#[cfg_attr(not(debug_assertions), ignore = "threads obey orders to panic in builds with assertions alone")]
 fn dead_slots_thread_is_named_on_all_ranks_and_streams_go_on() {
     on_stand_in("slots::faults::dead_slots_thread_is_named_on_all_ranks_and_streams_go_on", || {
         on_nodes(&[0, 1, 1], &options(), |world| {
@@ -151,6 +152,7 @@ fn dead_slots_thread_is_named_on_all_ranks_and_streams_go_on() {
 }
 
 #[test]
+#[cfg_attr(not(debug_assertions), ignore = "threads obey orders to panic in builds with assertions alone")]
 fn streams_are_released_although_the_thread_that_does_it_dies() {
     on_stand_in("slots::faults::streams_are_released_although_the_thread_that_does_it_dies", || {
         panic_in("sidelane-drain-1");
