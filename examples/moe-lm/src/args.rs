@@ -3,7 +3,8 @@
 use std::num::NonZero;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, ValueEnum};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser, ValueEnum};
 use moe_lm::batches::Batches;
 use moe_lm::parallel::{Chunks, Device, Plan};
 use moe_lm::settings::{Settings, Shape};
@@ -46,9 +47,9 @@ pub struct Arguments {
     /// on its machine. The same bits.
     #[arg(long, value_enum, default_value_t = On::Cpu)]
     pub device: On,
-    /// What makes the products of layers on a GPU: our own kernel, with the same bits, or cuBLAS,
-    /// which is faster and has sums in another order.
-    #[arg(long, value_enum, default_value_t = By::Own, requires = "device")]
+    /// Products of layers on a GPU: by our own kernel, with the same bits, or by cuBLAS, which is
+    /// faster and has sums in another order. Needs --device cuda.
+    #[arg(long, value_enum, default_value_t = By::Own)]
     pub products: By,
     /// A checkpoint after so many steps each; there is one at the end anyway.
     #[arg(long)]
@@ -92,7 +93,7 @@ pub enum On {
     Cuda,
 }
 
-/// What makes products on a GPU.
+/// Makers of products on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum By {
     Own,
@@ -139,6 +140,16 @@ struct Sizes {
 }
 
 impl Arguments {
+    /// Those of the command line. Ends the process where they do not fit together.
+    pub fn of_process() -> Self {
+        let arguments = Arguments::parse();
+        if arguments.products == By::Cublas && arguments.device == On::Cpu {
+            let message = "--products cublas needs --device cuda";
+            Arguments::command().error(ErrorKind::ArgumentConflict, message).exit();
+        }
+        arguments
+    }
+
     /// The run that is asked for, on so many ranks.
     pub fn settings(&self, ranks: usize) -> Settings {
         let Sizes { vocabulary, window, layers, width, heads, experts, top_k, expert_width } = self.sizes;

@@ -6,7 +6,6 @@ mod report;
 use std::path::Path;
 use std::process::ExitCode;
 
-use clap::Parser;
 use moe_lm::batches::Batches;
 use moe_lm::error::{Error, Result};
 use moe_lm::parallel::Parallel;
@@ -21,7 +20,7 @@ use crate::args::Arguments;
 use crate::report::Report;
 
 fn main() -> ExitCode {
-    match run(&Arguments::parse()) {
+    match run(&Arguments::of_process()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("moe-lm: {error}");

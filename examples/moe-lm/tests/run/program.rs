@@ -126,6 +126,15 @@ fn layers_with_products_of_cublas_learn_nearly_the_same() {
     assert!(cublas.iter().zip(&host).all(|(a, b)| (a - b).abs() < 1e-4), "{cublas:?} {host:?}");
 }
 
+#[test]
+fn products_of_cublas_are_refused_on_a_host() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = program(folder.path(), &folder.path().join("text.md"));
+    let output = command.args(["--products", "cublas"]).stderr(Stdio::piped()).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("--products cublas needs --device cuda"));
+}
+
 /// Two steps with layers on devices of the fake driver.
 fn on_gpus(out: &Path, text: &Path) -> Command {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
