@@ -77,7 +77,7 @@ fn allocations() -> u64 {
 /// Tests with worlds go one at a time: threads of one would be counted in another.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// What the threads of the library allocate while all `ranks` do their rounds.
+/// Allocations of the library's threads while all `ranks` do their rounds.
 struct Library(Barrier, AtomicU64);
 
 impl Library {
@@ -120,7 +120,7 @@ fn round(ep: &mut ExpertParallel, mine: &Tokens<bf16>, out: &mut [bf16], weights
 /// sleep, of which no rank knows when it is: fewer times in all than there are rounds.
 const ROUNDS: u64 = 40;
 
-/// What rounds allocate, once one has been: this rank's thread, and those of the library. These
+/// Allocations of rounds behind the first: this rank's thread, and those of the library. These
 /// make dispatches in halves, too, of which the relay does its part in its thread.
 fn allocated_by(ep: &mut ExpertParallel, mine: &Tokens<bf16>, library: &Library) -> (u64, u64) {
     let (mut out, mut weights) = (vec![bf16::ZERO; mine.x.len()], vec![0.0; mine.ids.len()]);

@@ -4,13 +4,13 @@
 //!   nap, park, on, poll_for, epoll_for, ..     sleeps of the system: each is bounded, their callers ask in a loop
 //!   connect, resolve                           the network: each has a deadline
 //!   join                                       threads that were told to end
-//!   Polling                                    what wakes nobody: a stream, memory that peers still read
+//!   Polling                                    conditions without a wake-up: a stream, memory that peers read
 //! ```
 //!
 //! A wait has an owner, which says what it waits for, and three ways out: the deadline of the
 //! owner, the failure of the world, and the interrupt of the thread's user. A sleep of this module
 //! returns before [`LONGEST`] has passed, so its caller looks at all three at least so often. A
-//! test of this repository walks the sources, and finds whatever else blocks. Waits for the flags
+//! test of this repository walks the sources, and finds other calls that block. Waits for the flags
 //! of other ranks have a ladder of their own, `lane::wait`, whose last step is one of these sleeps.
 
 use std::io;
@@ -129,7 +129,7 @@ pub fn resolve(host: &str, until: Instant) -> Vec<IpAddr> {
     let name = host.to_owned();
     let asked = Builder::new().name("sidelane-resolve".into()).spawn(move || {
         let found = (name.as_str(), 0).to_socket_addrs();
-        // Nobody hears it who has given up.
+        // A waiter that has given up does not receive it.
         let _ = tell.send(found.map(|found| found.map(|address| address.ip()).collect()));
     });
     while asked.is_ok() && !interrupted() {
@@ -159,7 +159,7 @@ const YIELDS: u32 = 400;
 /// Sleep between two looks.
 const NAP: Duration = Duration::from_micros(50);
 
-/// A wait for something that wakes nobody: the waiter looks again and again.
+/// A wait for a condition without a wake-up: the waiter looks again and again.
 #[derive(Debug)]
 pub struct Polling<'a> {
     health: &'a Health,

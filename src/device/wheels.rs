@@ -16,7 +16,7 @@ pub const VARIABLE: &str = "SIDELANE_SITE_PACKAGES";
 /// Variables that say where an environment of Python lies.
 const ENVIRONMENTS: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
 
-/// Where a wheel has its libraries.
+/// Folders of a wheel that have libraries.
 const INSIDE: [&str; 2] = ["lib", "extras/CUPTI/lib64"];
 
 /// Folders of packages: those of the variable, else those of active environments and `more`. With

@@ -27,7 +27,7 @@ fn stand_in(variables: &[(&str, &str)]) -> impl Fn(&str) -> (String, String) {
     }
 }
 
-/// How a row of the table begins.
+/// First words of a row of the table.
 const LEVELS: [&str; 3] = ["ok", "note", "warn"];
 
 #[test]

@@ -43,7 +43,7 @@ const METHODS: [(&str, usize); 12] = [
     ("flock", 1),
 ];
 
-/// What blocks elsewhere, and why it ends.
+/// Calls that block elsewhere, and the reason that each ends.
 const ALLOWED: [(&str, &str, &str); 19] = [
     ("lane/wait.rs", "spin_loop", "the ladder of waits for flags: its turns ask health, deadline and user"),
     ("lane/wait.rs", "yield_now", "as above"),
@@ -165,7 +165,7 @@ fn only_the_module_of_waits_blocks_a_thread() {
 }
 
 #[test]
-fn waits_are_found_whatever_way_they_are_written() {
+fn waits_are_found_in_each_way_of_writing_them() {
     let found = |body: &str| blocking(&format!("fn f() {{ {body} }}")).into_iter().collect::<Vec<_>>();
     assert_eq!(found("std::thread::sleep(t)"), ["sleep"]);
     assert_eq!(found("turn(thread::sleep)"), ["sleep"]);

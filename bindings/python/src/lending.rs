@@ -47,7 +47,7 @@ impl Maker {
     }
 }
 
-/// What can be taken out of a cell when a world is closed.
+/// Content of a cell that a closing world drops.
 pub trait Close: Send + Sync {
     /// Drops what is inside; a call that has it drops it at its end.
     fn close(&self);

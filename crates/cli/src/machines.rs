@@ -1,4 +1,4 @@
-//! On which machines the ranks of a job are, what joins them, and what their timeouts say.
+//! On which machines the ranks of a job are, what joins them, and what their clocks say.
 
 use serde::Serialize;
 use sidelane::bootstrap::Location;

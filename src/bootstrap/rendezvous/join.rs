@@ -184,7 +184,7 @@ fn has_other_host(
 }
 
 /// Whether the host of this rendezvous answers at an address. It proves itself to a rank that does
-/// not exist, so the query takes nobody's place.
+/// not exist, so the query takes no rank's place.
 fn hosts(address: SocketAddr, secret: &Secret, rendezvous: RendezvousId) -> bool {
     let until = Instant::now() + HOST_QUERY;
     let Ok(nonce) = random() else { return false };

@@ -6,8 +6,9 @@
 //!      rows of groups --gemms--> a product for each group --one grouped call, or a call for each--+
 //! ```
 //!
-//! **No call waits for the device.** The handle is made once, and its workspace is memory of ours:
-//! cuBLAS would allocate its own in the first product, and wait with the driver's lock.
+//! **No product waits for the device**, unless the host is 10,000 products ahead of it. The handle is
+//! made once, and its workspace is memory of ours: cuBLAS would allocate its own in the first
+//! product, and wait with the driver's lock.
 //!
 //! **Bits** are those of the library: the same for one release and one kind of device, but of no
 //! known order. Atomics are off, and products in f32 are made in f32, without TF32.
@@ -47,7 +48,7 @@ const GROUPED_SINCE: c_int = 120_500;
 /// Bytes of workspace that NVIDIA recommends: from Hopper on, and before.
 const WORKSPACE: [u64; 2] = [32 << 20, 4 << 20];
 
-/// What cuBLAS takes the place of where it meets an error.
+/// Name of these products in errors, as a kernel has one.
 const KERNEL: &str = "product of cuBLAS";
 
 /// cuBLAS on one stream.

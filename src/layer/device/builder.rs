@@ -86,7 +86,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         self
     }
 
-    /// What makes the layer's products. The same on all ranks. Default: [`Products::Own`], a kernel
+    /// Maker of the layer's products. The same on all ranks. Default: [`Products::Own`], a kernel
     /// of ours with the host's bits. [`Products::Cublas`] is for speed.
     pub fn products(mut self, products: Products) -> Self {
         self.products = products;

@@ -57,7 +57,7 @@ enum Which {
     Down,
 }
 
-/// What rows are multiplied with, and whether the result is added to what is there.
+/// The matrix that rows are multiplied with, and whether the result is added to the output.
 #[derive(Clone, Copy)]
 struct Factor {
     which: Which,

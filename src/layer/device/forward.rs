@@ -24,7 +24,7 @@ struct Routed {
     gated: Gated,
     /// Experts, then weights, then whether a kernel found a logit that is not finite.
     choices: DeviceTensor,
-    /// Where the device chose by them.
+    /// The router's logits, if the device chose by them.
     logits: Option<DeviceTensor>,
 }
 

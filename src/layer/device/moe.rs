@@ -120,9 +120,10 @@ impl DeviceMoeLayer {
         self.gate.config()
     }
 
-    /// Where experts are chosen. It is the device if a kernel has all settings of the gate
-    /// ([`LayerKernels::gate_lacks`](crate::device::LayerKernels::gate_lacks)) and the layer has no
-    /// losses on logits, otherwise the host. The bits are the same.
+    /// Place of the choice of experts. It is the device if the layer has no losses on logits and
+    /// the gate has none of these: a capacity, noise, Sinkhorn, scores by the root of softplus,
+    /// second choices by chance, more than 1,024 experts, more than 64 choices. Otherwise it is the
+    /// host. The bits are the same.
     pub fn gate_place(&self) -> Place {
         if self.device_gate { Place::Device(self.stream().device()) } else { Place::Host }
     }

@@ -7,7 +7,7 @@ use crate::error::DeviceError;
 
 use super::memory::DeviceMemory;
 
-/// What makes the products of a [`DeviceMoeLayer`](super::DeviceMoeLayer).
+/// Maker of the products of a [`DeviceMoeLayer`](super::DeviceMoeLayer).
 ///
 /// The default promises bits and needs no library. A layer that is to be fast says so:
 /// [`Cublas`](Self::Cublas). It is no default, because results would then depend on what a machine
@@ -26,7 +26,7 @@ pub enum Products {
     Cublas,
 }
 
-/// What experts compute with, on one stream.
+/// Kernels, memory and products of the experts, on one stream.
 #[derive(Clone, Debug)]
 pub(super) struct Compute {
     pub stream: Arc<Stream>,

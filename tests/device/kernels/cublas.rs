@@ -26,7 +26,7 @@ const RUNS: [Settings<'static>; 4] = [
     &[("SIDELANE_FAKE_CUDA_SEED", "1"), ("SIDELANE_FAKE_CUDA_CUBLAS", "120400")],
 ];
 
-/// How much memory a product has between matrices of one group and the next.
+/// Elements between the matrices of one group and those of the next.
 const GAP: usize = 5;
 
 /// A product and its operands, on the host and on the device.

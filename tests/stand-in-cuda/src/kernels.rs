@@ -49,7 +49,7 @@ pub struct Function {
     pub shared: AtomicU32,
 }
 
-/// What a kernel of the fake's own does.
+/// The work of a kernel of the fake's own.
 type OwnKernel = dyn Fn(&Engine) -> Result<()> + Send + Sync;
 
 /// One launch: everything it needs, as it was at the call.

@@ -215,7 +215,7 @@ pub struct ConditionArgs {
     #[arg(long, value_name = "N")]
     pub slots: Option<u32>,
 
-    /// What becomes of rows beyond budget or slots [default: error]
+    /// Treatment of rows beyond budget or slots [default: error]
     #[arg(long, value_parser = one_of(OVERFLOWS, overflow))]
     on_overflow: Option<Overflow>,
 

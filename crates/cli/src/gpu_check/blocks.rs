@@ -161,7 +161,7 @@ impl Rows {
         })
     }
 
-    /// What a burst moves.
+    /// The rows of a burst in words.
     fn told(&self) -> String {
         format!("{} tokens x {} bf16 of {RANKS} ranks", self.tokens, self.hidden)
     }

@@ -124,7 +124,7 @@ pub struct Row {
     pub limited: Option<Limited>,
 }
 
-/// What a limit on blocks does to products.
+/// Effect of a limit on blocks on products.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Limited {
     /// Limit on the blocks of each kernel, if there was one.

@@ -176,7 +176,7 @@ fn next(hear: &Receiver<String>, patience: Duration) -> Result<Said, RecvTimeout
     Ok(serde_json::from_str(&line).unwrap_or_else(|_| Said::Failed(format!("it said {line:?}"))))
 }
 
-/// The process of a case. It speaks on standard output, and ends with whoever started it.
+/// The process of a case. It reports on standard output, and ends with the process that started it.
 pub fn case(task: &Task) -> Result<(), CliError> {
     // A stream that waits keeps its process alive.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
