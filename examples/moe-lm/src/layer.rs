@@ -13,9 +13,9 @@ use sidelane::layer::{
 /// A layer, with the tape of its last forward pass, which a backward pass uses up.
 pub enum Layer {
     /// On the host.
-    Host(Box<MoeLayer>, Option<Tape>),
+    Host(Box<MoeLayer>, Option<Box<Tape>>),
     /// On a GPU.
-    Device(Box<DeviceMoeLayer>, Option<DeviceTape>),
+    Device(Box<DeviceMoeLayer>, Option<Box<DeviceTape>>),
 }
 
 /// Gradients of a backward pass.
@@ -73,14 +73,14 @@ impl Layer {
         match self {
             Layer::Host(layer, kept) => {
                 let (out, tape) = layer.forward(&Input::new(x))?;
-                *kept = Some(tape);
+                *kept = Some(Box::new(tape));
                 Ok(out)
             }
             Layer::Device(layer, kept) => {
                 let bytes = size_of_val(x) as u64;
                 let (tokens, out) = (layer.tensor(bytes)?, layer.tensor(bytes)?);
                 layer.send(tokens.range(), x)?;
-                *kept = Some(layer.forward(&Input::new(tokens.range()), out.range())?);
+                *kept = Some(Box::new(layer.forward(&Input::new(tokens.range()), out.range())?));
                 layer.receive(out.range())
             }
         }
@@ -89,8 +89,8 @@ impl Layer {
     /// The gate's decision in the last forward pass.
     pub fn decision(&self) -> Option<&Decision> {
         match self {
-            Layer::Host(_, tape) => tape.as_ref().map(Tape::decision),
-            Layer::Device(_, tape) => tape.as_ref().map(DeviceTape::decision),
+            Layer::Host(_, tape) => tape.as_deref().map(Tape::decision),
+            Layer::Device(_, tape) => tape.as_deref().map(DeviceTape::decision),
         }
     }
 
@@ -102,7 +102,7 @@ impl Layer {
         match self {
             Layer::Host(layer, tape) => {
                 let Some(tape) = tape.take() else { return Ok(None) };
-                let gradients = layer.backward(tape, of_out)?;
+                let gradients = layer.backward(*tape, of_out)?;
                 let (x, router, experts) = (gradients.x, gradients.router, gradients.experts);
                 Ok(Some(Gradients { x, router, experts }))
             }
@@ -119,7 +119,7 @@ impl Layer {
                     experts: experts.range(),
                     shared: None,
                 };
-                layer.backward(tape, from.range(), into)?;
+                layer.backward(*tape, from.range(), into)?;
                 let x = layer.receive(of_x.range())?;
                 let router = layer.receive(router.range())?;
                 Ok(Some(Gradients { x, router, experts: layer.receive(experts.range())? }))

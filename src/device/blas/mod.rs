@@ -6,8 +6,8 @@
 //!      rows of groups --gemms--> a product for each group --one grouped call, or a call for each--+
 //! ```
 //!
-//! **No product waits for the device**, unless the host is 10,000 products ahead of it. The handle is
-//! made once, and its workspace is memory of ours: cuBLAS would allocate its own in the first
+//! **No product waits for the device**, unless the host is 10,000 products ahead of it. The handle
+//! is made once, and its workspace is memory of ours: cuBLAS would allocate its own in the first
 //! product, and wait with the driver's lock.
 //!
 //! **Bits** are those of the library: the same for one release and one kind of device, but of no
