@@ -388,7 +388,9 @@ def check_what_a_place_does_not_have_is_refused_by_name(world):
     assert refused(lambda: planned.dispatch(*sent_here)) == ("CallError", "TooManyInFlight")
     del more
     planned.dispatch(*sent_here)
-    for settings in ({"max_in_flight": 1}, {"device_heap": 1 << 20}, {"max_blocks": 1}, {"max_blocks": 0, "stream": device.stream}, {"device": me, "stream": device.stream, "strategy": "all-gather"}):
+    on = {"device": me, "stream": device.stream}
+    of_the_host = ({"max_in_flight": 1}, {"device_heap": 1 << 20}, {"max_blocks": 1})
+    for settings in (*of_the_host, on | {"max_blocks": 0}, on | {"strategy": "all-gather"}):
         error = raised(lambda: sidelane.ExpertParallel(world, experts=4, hidden=128, **settings))
         assert error.kind in ("BadParameter", "NotAvailable"), error
 
