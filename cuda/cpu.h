@@ -204,6 +204,7 @@ DEVICE u32 __shfl_xor_sync(u32 lanes, u32 value, u32 mask) {
 }
 
 DEVICE u32 __popc(u32 bits) { return (u32)__builtin_popcount(bits); }
+DEVICE u32 __popcll(u64 bits) { return (u32)__builtin_popcountll(bits); }
 
 // The number of the lowest bit, counted from 1; 0 if there is none.
 DEVICE u32 __ffs(u32 bits) { return (u32)__builtin_ffs((int)bits); }

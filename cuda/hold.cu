@@ -1,7 +1,7 @@
-// Hold: takes multiprocessors, one block each, until the host says otherwise. Whatever completes
-// meanwhile did not need one.
+// Hold: takes multiprocessors until the host says otherwise. Whatever completes meanwhile did not
+// need one.
 //
-//     grid as many blocks as the device has multiprocessors, each with all shared memory of one
+//     grid as many blocks as have all threads of all multiprocessors
 //
 // Every block says that it runs, in a word of its own. A GPU runs them all at once; on the CPU,
 // where they run one after the other, the last one waits for all.

@@ -58,6 +58,11 @@ impl Context {
         &self.driver.library
     }
 
+    /// Where the driver has it: no two contexts have one address at a time.
+    pub(super) fn address(&self) -> usize {
+        self.raw.addr()
+    }
+
     /// Whether both are one context of the driver. A reset of the device makes another primary
     /// context.
     pub(super) fn is_same(&self, other: &Context) -> bool {

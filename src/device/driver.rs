@@ -95,18 +95,6 @@ impl Driver {
         })
     }
 
-    /// Refuses lazy loading of kernels: where streams wait for each other, a first launch in
-    /// between can wait forever.
-    ///
-    /// # Errors
-    /// [`DeviceError::LazyLoading`], [`DeviceError::Call`].
-    pub fn require_eager_loading(&self) -> Result<(), DeviceError> {
-        match self.module_loading()? {
-            ModuleLoading::Lazy => Err(DeviceError::LazyLoading),
-            _ => Ok(()),
-        }
-    }
-
     /// Hardware queues that streams of a device are folded on, from the environment
     /// (`CUDA_DEVICE_MAX_CONNECTIONS`; 8 if not set).
     pub fn hardware_queues(&self) -> u32 {
@@ -288,8 +276,8 @@ pub struct DeviceProperties {
     pub several_processes: bool,
     /// Threads of a block.
     pub block_threads: u32,
-    /// Bytes of shared memory of a block that asks for all there is.
-    pub block_shared: u32,
+    /// Threads that a multiprocessor runs at once.
+    pub multiprocessor_threads: u32,
     /// Blocks of a grid along x, y and z.
     pub grid: [u32; 3],
 }
@@ -330,7 +318,7 @@ impl DeviceProperties {
             host_register: yes(Attribute::CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED)?,
             several_processes: number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE)? == 0,
             block_threads: count(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
-            block_shared: count(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            multiprocessor_threads: count(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR)?,
             grid: [
                 count(Attribute::CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X)?,
                 count(Attribute::CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y)?,

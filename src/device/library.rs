@@ -323,7 +323,6 @@ functions! {
     cuModuleUnload(sys::CUmodule);
     cuModuleGetFunction(*mut sys::CUfunction, sys::CUmodule, *const c_char);
     cuFuncGetAttribute(*mut c_int, sys::CUfunction_attribute, sys::CUfunction);
-    cuFuncSetAttribute(sys::CUfunction, sys::CUfunction_attribute, c_int);
     cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, sys::CUfunction, c_int, usize);
     cuLaunchKernel(
         sys::CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, sys::CUstream,
@@ -338,8 +337,8 @@ pub struct Version(pub i32);
 impl Version {
     /// The oldest supported driver: from here on every function of the module's table exists.
     pub const OLDEST: Version = Version(12000);
-    /// Sizes of a kernel's parameters can be asked.
-    pub const PARAMETERS: Version = Version(12040);
+    /// Kernels can be loaded before their first launch, and tell the sizes of their parameters.
+    pub const FUNCTIONS: Version = Version(12040);
     /// Memory operations on virtually mapped memory are safe, and PTX of ISA 8.5 is understood.
     pub const MAPPED_FLAGS: Version = Version(12050);
     /// Copies can be handed over in batches.

@@ -4,14 +4,17 @@
 //!   PTX --Module::load--> Module --function(name)--> Function --launch(stream, grid, parameters)
 //!                                                       `-- parameters are compared with the kernel's own list
 //! ```
+//!
+//! A module is loaded once in a context, however many instances have it: the driver compiles PTX
+//! for seconds where its own cache has nothing.
 
+use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::sync::{Arc, MutexGuard};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 
 use cudarc::driver::sys;
-use sys::CUfunction_attribute_enum::{
-    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
-};
+use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
 use sys::CUjit_option_enum::{CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
 
 use super::call;
@@ -37,12 +40,32 @@ unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
 
+/// Modules by the address of their context and the hash of their text. One that is there holds its
+/// context, so no other context has that address.
+type Loaded = HashMap<(usize, u64), Weak<Module>>;
+
+static LOADED: LazyLock<Mutex<Loaded>> = LazyLock::new(Mutex::default);
+
 impl Module {
-    /// Compiles PTX for the device; `name` is for errors.
+    /// Compiles PTX for the device, unless that is done already; `name` is for errors.
     ///
     /// # Errors
     /// [`DeviceError::Module`] with the compiler's message, [`DeviceError::Call`].
     pub fn load(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Arc<Self>, DeviceError> {
+        let mut hasher = DefaultHasher::new();
+        ptx.hash(&mut hasher);
+        let key = (context.address(), hasher.finish());
+        let loaded = || LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = loaded().get(&key).and_then(Weak::upgrade) {
+            return Ok(module);
+        }
+        // Without the lock: the driver may wait for streams, and these for threads that load, too.
+        let module = Self::compile(context, name, ptx)?;
+        loaded().insert(key, Arc::downgrade(&module));
+        Ok(module)
+    }
+
+    fn compile(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Arc<Self>, DeviceError> {
         let library = context.library();
         let _entered = context.enter()?;
         let mut log = vec![0_u8; LOG];
@@ -89,6 +112,7 @@ impl Module {
             return Err(DeviceError::NoFunction { module: self.name.clone(), function: name });
         }
         library.check("cuModuleGetFunction", device, code)?;
+        load_now(library, device, raw)?;
         let mut threads = 0;
         // SAFETY: fills the number.
         unsafe {
@@ -123,20 +147,6 @@ pub struct Function {
 }
 
 impl Function {
-    /// Lets launches use this much shared memory, which may exceed the default limit.
-    ///
-    /// # Errors
-    /// [`DeviceError::Call`].
-    pub fn allow_shared(&self, bytes: u32) -> Result<(), DeviceError> {
-        let context = &self.module.context;
-        let _entered = context.enter()?;
-        let (attribute, bytes) = (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as c_int);
-        // SAFETY: the function lives as long as its module.
-        unsafe {
-            call!(context.library(), Some(context.device()), cuFuncSetAttribute(self.raw, attribute, bytes))
-        }
-    }
-
     /// How many blocks of so many threads and bytes of shared memory a multiprocessor runs at once.
     ///
     /// # Errors
@@ -163,6 +173,22 @@ unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
+type FunctionLoad = unsafe extern "C" fn(sys::CUfunction) -> Code;
+
+const _: unsafe fn(sys::CUfunction) -> sys::CUresult = sys::cuFuncLoad;
+
+/// Has a function loaded. Where the driver loads lazily, its first launch would do that, and wait
+/// for all streams of the context.
+fn load_now(library: &Library, device: Option<u32>, function: sys::CUfunction) -> Result<(), DeviceError> {
+    let needed = Version::FUNCTIONS;
+    let address = library.address(c"cuFuncLoad", needed);
+    let address = address.ok_or_else(|| too_old("loading a kernel", library.version, needed))?;
+    // SAFETY: the driver was asked for the function of this name and version, which has this type.
+    let load = unsafe { std::mem::transmute::<*mut c_void, FunctionLoad>(address) };
+    // SAFETY: the function lives as long as its module.
+    library.check("cuFuncLoad", device, unsafe { load(function) })
+}
+
 type ParameterInfo = unsafe extern "C" fn(sys::CUfunction, usize, *mut usize, *mut usize) -> Code;
 
 const _: unsafe fn(sys::CUfunction, usize, *mut usize, *mut usize) -> sys::CUresult = sys::cuFuncGetParamInfo;
@@ -174,7 +200,7 @@ fn parameters(
     function: sys::CUfunction,
 ) -> Result<Vec<u64>, DeviceError> {
     const NAME: &CStr = c"cuFuncGetParamInfo";
-    let needed = Version::PARAMETERS;
+    let needed = Version::FUNCTIONS;
     let address = library.address(NAME, needed);
     let address =
         address.ok_or_else(|| too_old("checking the parameters of a kernel", library.version, needed))?;

@@ -284,8 +284,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// the host.
     ///
     /// Mode and [`graphs`](Self::graphs) choose how calls are carried out ([`CallExecutor`]), and
-    /// [`Feature`] says what that cannot do. In slots kernels must be loaded early: set
-    /// `CUDA_MODULE_LOADING=EAGER` before the program starts.
+    /// [`Feature`] says what that cannot do.
     ///
     /// In slots a stream may wait for calls that another rank has yet to enqueue. So ranks that
     /// share a device keep their tensors until all of them have finished: freeing memory waits

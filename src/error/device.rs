@@ -332,11 +332,6 @@ pub enum DeviceError {
         /// The error.
         fault: KernelFault,
     },
-    /// Kernels are loaded at their first launch, which locks the context.
-    #[error(
-        "kernels are loaded lazily: a first launch can wait for a stream that itself waits for that launch (set CUDA_MODULE_LOADING=EAGER before the program starts)"
-    )]
-    LazyLoading,
 }
 
 fn on(device: Option<u32>) -> String {

@@ -41,7 +41,7 @@ fn part(part: &str, variables: &[(&str, &str)]) -> Vec<Value> {
         .args(["rank", "gpu-check", &task.to_string()])
         .env("SIDELANE_CUDA_LIBRARY", directory.join("libcuda.so.1"));
     command.env("SIDELANE_FAKE_CUDA_KERNELS", kernels).env("SIDELANE_FAKE_CUDA_DEVICES", "1");
-    command.env("CUDA_MODULE_LOADING", "EAGER").env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+    command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
     command.env("SIDELANE_FAKE_CUDA_DRIVER", WHOLE.1);
     command.env_remove("SIDELANE_CUPTI_LIBRARY").env_remove("SIDELANE_SITE_PACKAGES");
     let output = command.envs(variables.iter().copied()).output().unwrap();
@@ -132,7 +132,9 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     let audit = rows(&report, "audit");
     for what in [
         "control: a kernel",
-        "control: plain copy",
+        "control: copy by a kernel",
+        "copy of 4 KiB on the GPU, alone",
+        "copy of 64 MiB on the GPU, in a graph",
         "4 ranks, 0.9 MB to pinned",
         "4 ranks, 0.9 MB to the same",
     ] {
@@ -171,8 +173,8 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
 }
 
 /// As help and errors list them: in the order in which they run.
-const PARTS: &str = "driver, kernels, locks, queues, processes, conformance, costs, audit, activity, \
-                     exchange, interference, blocks";
+const PARTS: &str = "driver, kernels, locks, queues, processes, conformance, costs, rates, audit, \
+                     activity, exchange, interference, blocks";
 
 #[test]
 fn what_is_missing_is_said_and_nothing_runs() {

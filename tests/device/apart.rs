@@ -43,7 +43,6 @@ pub fn each_with_kernels(test: &str, runs: &[Settings<'_>], body: impl FnOnce())
     let usual = [
         ("LD_LIBRARY_PATH", driver.to_str().unwrap()),
         ("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap()),
-        ("CUDA_MODULE_LOADING", "EAGER"),
     ];
     let runs: Vec<_> = runs.iter().map(|settings| [&usual, *settings].concat()).collect();
     each(test, &runs.iter().map(Vec::as_slice).collect::<Vec<_>>(), body);

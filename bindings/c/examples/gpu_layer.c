@@ -8,7 +8,7 @@
 // Rows lie in memory of the device. Experts would be kernels on the stream; here they are copies,
 // of which the first go by the host, as the example has no compiler for kernels.
 //
-//   CUDA_MODULE_LOADING=EAGER sidelane launch --ranks-per-node 2 -- ./gpu_layer
+//   sidelane launch --ranks-per-node 2 -- ./gpu_layer
 
 #include <string.h>
 

@@ -9,10 +9,9 @@ use sidelane::error::DeviceError;
 
 use crate::error::{CliError, failed};
 
-/// Variables that ranks and checks need unless they are set: kernels that are there before a stream
-/// waits, and queues enough that ranks of one GPU do not wait behind each other.
-pub const VARIABLES: [(&str, &str); 2] =
-    [("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
+/// Variables that ranks and checks need unless they are set: queues enough that ranks of one GPU do
+/// not wait behind each other.
+pub const VARIABLES: [(&str, &str); 1] = [("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
 
 /// Those of some variables that are not set.
 pub fn missing<'v>(variables: impl IntoIterator<Item = (&'v str, &'v str)>) -> Vec<(String, OsString)> {

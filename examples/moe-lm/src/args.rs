@@ -43,7 +43,7 @@ pub struct Arguments {
     /// Chunks of the tokens of a layer, or auto: chosen by its sizes. The same bits.
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = chunks)]
     pub token_chunks: Chunks,
-    /// Where the MoE layers compute: on the host, or each rank on a GPU of its own, by its number
+    /// Where the MoE layers compute: on the host, or each rank on the GPU of its number
     /// on its machine. The same bits.
     #[arg(long, value_enum, default_value_t = On::Cpu)]
     pub device: On,

@@ -77,27 +77,28 @@ pub struct SmHold {
     /// Whether all may end, then a word for each block: whether it runs.
     words: PinnedMemory,
     blocks: u32,
-    shared: u32,
 }
 
 impl AuditKernels {
-    /// A hold to be [taken](SmHold::take): one block for each SM, which leaves no shared memory for
-    /// others.
+    /// A hold to be [taken](SmHold::take): blocks that have every thread of every multiprocessor.
+    /// All shared memory would not do: a kernel of the driver's own may need none, not even what a
+    /// block of a program takes for itself.
     ///
     /// # Errors
-    /// [`DeviceError::Shape`] if two such blocks fit a multiprocessor;
-    /// [`DeviceError::OutOfMemory`], [`DeviceError::Call`].
+    /// [`DeviceError::Shape`] if a multiprocessor runs more or fewer such blocks than its threads
+    /// say; [`DeviceError::OutOfMemory`], [`DeviceError::Call`].
     pub fn hold(&self) -> Result<SmHold, DeviceError> {
         let facts = self.context.facts();
-        let (blocks, shared) = (facts.multiprocessors, facts.block_shared);
-        self.hold.allow_shared(shared)?;
-        let at_once = self.hold.blocks_at_once(THREADS, shared)?;
-        if at_once != 1 {
+        let each = (facts.multiprocessor_threads / THREADS).max(1);
+        let at_once = self.hold.blocks_at_once(THREADS, 0)?;
+        if at_once != each {
             let what = "blocks that a multiprocessor runs at once";
-            return Err(DeviceError::Shape { kernel: "hold", what, given: at_once.into(), expected: "1" });
+            let expected = "as many as have all its threads";
+            return Err(DeviceError::Shape { kernel: "hold", what, given: at_once.into(), expected });
         }
+        let blocks = facts.multiprocessors * each;
         let words = PinnedMemory::new(&self.context, 8 * (blocks as usize + 1))?;
-        Ok(SmHold { function: self.hold.clone(), words, blocks, shared })
+        Ok(SmHold { function: self.hold.clone(), words, blocks })
     }
 
     /// Enqueues the smallest kernel there is: it writes 1 to the word.
@@ -132,13 +133,13 @@ impl SmHold {
         let memory = self.words.range();
         let words = Words { arrived: memory.address() + 8, go: memory.address() };
         let held = stream.hold(&[memory])?;
-        let grid = Grid { shared: self.shared, ..Grid::line(self.blocks, THREADS) };
+        let grid = Grid::line(self.blocks, THREADS);
         // SAFETY: the struct is the one of the source: a word that is read, and behind it one for
         // each block.
         unsafe { self.function.launch_struct(stream, held, grid, &words) }
     }
 
-    /// Blocks that it consists of: one for each multiprocessor.
+    /// Blocks that it consists of: as many for each multiprocessor as have all its threads.
     pub fn blocks(&self) -> u32 {
         self.blocks
     }

@@ -1,10 +1,11 @@
 //! Modules from PTX, and launches of a kernel that is built for the CPU.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, CString, c_void};
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 
-use sidelane::device::{Grid, Module, Parameters, PinnedMemory, Stream};
+use sidelane::device::{Context, Grid, Module, Parameters, PinnedMemory, Stream};
 use sidelane::error::DeviceError;
 
 use super::context;
@@ -112,8 +113,6 @@ fn a_multiprocessor_runs_as_many_blocks_as_threads_and_shared_memory_allow() {
                 assert_eq!(scale.blocks_at_once(threads, shared), Ok(blocks), "{threads} {shared}");
             }
             assert_eq!(scale.blocks_at_once(256, 100 << 10), Ok(0), "nobody allowed so much");
-            scale.allow_shared(100 << 10).unwrap();
-            assert_eq!(scale.blocks_at_once(256, 100 << 10), Ok(2));
             let refused = |call| {
                 let name = "CUDA_ERROR_INVALID_VALUE".to_owned();
                 DeviceError::Call { call, device: Some(0), code: 1, name }
@@ -122,7 +121,6 @@ fn a_multiprocessor_runs_as_many_blocks_as_threads_and_shared_memory_allow() {
                 scale.blocks_at_once(0, 0),
                 Err(refused("cuOccupancyMaxActiveBlocksPerMultiprocessor"))
             );
-            assert_eq!(scale.allow_shared(228 << 10), Err(refused("cuFuncSetAttribute")));
         },
     );
 }
@@ -163,6 +161,18 @@ impl Drop for Current {
             (self.release)(self.device);
         }
     }
+}
+
+#[test]
+fn a_module_is_loaded_once_in_a_context_while_somebody_has_it() {
+    let [first, again, elsewhere] = [0, 0, 1].map(context);
+    let load = |context: &Arc<Context>, text: &CStr| Module::load(context, "once", text).unwrap();
+    let module = load(&first, PTX);
+    assert!(Arc::ptr_eq(&module, &load(&first, PTX)));
+    assert!(Arc::ptr_eq(&module, &load(&again, PTX)), "the same context, retained again");
+    assert!(!Arc::ptr_eq(&module, &load(&elsewhere, PTX)), "another context has its own");
+    let other = CString::new([PTX.to_bytes(), b"\n"].concat()).unwrap();
+    assert!(!Arc::ptr_eq(&module, &load(&first, &other)), "another text is another module");
 }
 
 #[test]

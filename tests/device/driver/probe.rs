@@ -43,7 +43,6 @@ fn the_devices_of_a_driver_are_described() {
             assert_eq!((probe.version, probe.version.to_string()), (Version(12080), "12.8".to_owned()));
             assert_eq!(probe.batched_copies, BatchedCopies::First);
             assert_eq!((probe.module_loading, probe.queues), (ModuleLoading::Eager, 2));
-            assert_eq!(driver.require_eager_loading(), Ok(()));
             let (t, f) = (true, false);
             assert_eq!(probe.peers, [[t, t, f, f], [t, t, f, f], [f, f, t, t], [f, f, t, t]]);
             let mut ids: Vec<_> = probe.devices.iter().map(|device| device.uuid.clone()).collect();
@@ -122,17 +121,6 @@ fn a_driver_older_than_cuda_12_is_refused() {
             let old =
                 DeviceError::TooOld { feature: "Sidelane", version: "11.8".into(), needed: "12.0".into() };
             assert_eq!(seen, Err(old));
-        },
-    );
-}
-
-#[test]
-fn lazy_loading_of_kernels_is_refused_where_it_matters() {
-    apart(
-        "driver::probe::lazy_loading_of_kernels_is_refused_where_it_matters",
-        &[("CUDA_MODULE_LOADING", "LAZY")],
-        || {
-            assert_eq!(driver().require_eager_loading(), Err(DeviceError::LazyLoading));
         },
     );
 }

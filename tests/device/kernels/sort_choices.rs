@@ -41,9 +41,16 @@ fn rows_lie_by_bin_and_then_token() {
         "kernels::sort_choices::rows_lie_by_bin_and_then_token",
         |Device { context, stream, kernels }| {
             let mut random = Random(1);
-            for (tokens, top_k, experts, bins) in
-                [(1, 1, 1, 1), (7, 3, 5, 7), (700, 2, 9, 9), (513, 5, 6, 2), (400, 8, 40, 3)]
-            {
+            // A word has a bit for each of 64 bins; more are counted otherwise.
+            for (tokens, top_k, experts, bins) in [
+                (1, 1, 1, 1),
+                (7, 3, 5, 7),
+                (700, 2, 9, 9),
+                (513, 5, 6, 2),
+                (400, 8, 40, 3),
+                (300, 6, 80, 64),
+                (300, 6, 80, 65),
+            ] {
                 let experts_of = choices(&mut random, tokens * top_k, experts);
                 let bin_of: Vec<i32> = (0..experts).map(|_| (random.next() % bins) as i32).collect();
                 let (list, map) = (Buffer::words(context, &experts_of), Buffer::words(context, &bin_of));

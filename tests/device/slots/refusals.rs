@@ -287,13 +287,6 @@ fn driver_too_old_for_flags_beside_mapped_memory_is_refused() {
 }
 
 #[test]
-fn kernels_that_are_loaded_at_their_first_launch_are_refused() {
-    let test = "slots::refusals::kernels_that_are_loaded_at_their_first_launch_are_refused";
-    let lazy = Error::from(DeviceError::LazyLoading);
-    refused(test, &[("CUDA_MODULE_LOADING", "LAZY")], 4, |error| *error == lazy);
-}
-
-#[test]
 fn what_one_rank_lacks_the_others_are_told() {
     let test = "slots::refusals::what_one_rank_lacks_the_others_are_told";
     on_each(test, &[&[("SIDELANE_FAKE_CUDA_MEMORY", "67108864")]], || {

@@ -194,9 +194,6 @@ impl EpOptions {
 ///   SIDELANE_MODE_SLOTS            a constant program: rank-major rows, sums by rank, `mode_rows`
 ///                                  equal to `max_tokens`
 ///
-/// For a constant program kernels must be loaded early: set CUDA_MODULE_LOADING=EAGER before the
-/// program starts.
-///
 /// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_build(

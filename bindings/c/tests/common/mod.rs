@@ -87,8 +87,7 @@ pub fn launch(nodes: u32, ranks_per_node: u32) -> Command {
 pub fn with_devices(command: &mut Command) -> &mut Command {
     let source = Path::new(PACKAGE).join("../../cuda/kernels.cu");
     command.env("LD_LIBRARY_PATH", stand_in_cuda::install().expect("a driver"));
-    command.env("SIDELANE_FAKE_CUDA_KERNELS", stand_in_cuda::kernels(&source).expect("kernels"));
-    command.env("CUDA_MODULE_LOADING", "EAGER")
+    command.env("SIDELANE_FAKE_CUDA_KERNELS", stand_in_cuda::kernels(&source).expect("kernels"))
 }
 
 /// The text of a program that ended well.

@@ -1,9 +1,10 @@
 //! The audit: does anything between packed and landed need a multiprocessor?
 //!
 //! ```text
-//!   hold   |== every multiprocessor: one block each, all shared memory ==============|  until the host's word
-//!   ranks         copies, flags, waits of an exchange       must end in here ---------^
-//!   controls      the smallest kernel; a plain copy on the GPU    must not end in here
+//!   hold   |== every thread of every multiprocessor ==================================|  until the host's word
+//!   ranks         copies, flags, waits of an exchange        must end in here ---------^
+//!   controls      the smallest kernel; a copy by a kernel    must not end in here
+//!   questions     copies on the GPU, which the driver makes as it likes: do they end in here?
 //! ```
 //!
 //! Everything is allocated before the hold and freed behind it, since calls that wait for the
@@ -18,22 +19,28 @@
 
 use std::time::{Duration, Instant};
 
-use sidelane::device::{AuditKernels, DeviceRange, PinnedMemory, SmHold, Stream, Version};
+use sidelane::device::{
+    AuditKernels, CopyBatch, CudaGraph, DeviceRange, PinnedMemory, SmHold, Stream, Version,
+};
 use sidelane::error::DeviceError;
 use sidelane::exec::{Lowered, PeerWindows};
 use sidelane_core::schedule::call::{Part, SlotCall};
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
 
 use super::Task;
-use super::bench::{self, Gpu, content, equal, random_bytes, same};
-use super::report::{About, Checks, State};
+use super::bench::{self, Gpu, Transfer, content, equal, random_bytes, same};
+use super::report::{About, Answer, Checks, State};
 use crate::device::whole;
 use crate::error::CliError;
 
 /// Bytes of a slot: one of a small batch, and one that is hardly more than its flags.
 const SLOTS: [(u64, &str); 2] = [(921_600, "0.9 MB"), (16 << 10, "16 KiB")];
 
-/// A control that has not ended in so long needed what is held.
+/// Sizes of copies on the GPU.
+const WITHIN: [(u64, &str); 4] =
+    [(4 << 10, "4 KiB"), (64 << 10, "64 KiB"), (1 << 20, "1 MiB"), (64 << 20, "64 MiB")];
+
+/// What has not ended in so long needed what is held.
 const CONTROL: Duration = Duration::from_millis(500);
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
@@ -47,10 +54,13 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         .control(checks, about, |stream| Ok(audit.kernels.touch(stream, audit.word.range().word(0)?)?))?;
     let (from, to) = (audit.gpu.memory(1 << 20)?, audit.gpu.memory(1 << 20)?);
     let about = About::new(
-        "control: plain copy on the GPU",
+        "control: copy by a kernel on the GPU",
         "SMs do these, and so it must not end while they are held: the audit sees what it looks for",
     );
-    controls &= audit.control(checks, about, |stream| Ok(stream.copy(whole(&to)?, whole(&from)?)?))?;
+    controls &= audit
+        .control(checks, about, |stream| Ok(audit.kernels.copy(stream, whole(&to)?, whole(&from)?)?))?;
+    audit.within(checks, controls)?;
+    audit.latency(checks)?;
     for peers in Peers::ALL {
         for (bytes, size) in SLOTS {
             let (shows, open) = words(peers);
@@ -119,14 +129,11 @@ impl Audit {
         self.hold.running() == self.hold.blocks()
     }
 
-    /// Work that must not end while it is held, and must when it no longer is. Gives whether that
-    /// held.
-    fn control(
+    /// When work ended while every multiprocessor was held, if it did. It must end afterwards.
+    fn ends_in_hold(
         &self,
-        checks: &mut Checks,
-        about: About<'_>,
         enqueue: impl FnOnce(&Stream) -> Result<(), CliError>,
-    ) -> Result<bool, CliError> {
+    ) -> Result<Option<Duration>, CliError> {
         let ended = self.held(|| {
             enqueue(&self.control)?;
             let start = Instant::now();
@@ -138,17 +145,84 @@ impl Audit {
             }
             Ok(None)
         });
-        let ended = ended.and_then(|ended| {
-            self.gpu.finish(&self.control, "a control that was let go")?;
-            Ok(match ended.map(|after| after.as_micros()) {
-                None => {
-                    let waited = CONTROL.as_millis();
-                    (State::Right, format!("waited {waited} ms, and ended when the hold did"))
-                }
-                Some(us) => (State::Void, format!("ENDED AFTER {us} us: the control does not hold here")),
-            })
+        self.gpu.finish(&self.control, "work that was let go")?;
+        ended
+    }
+
+    /// Work that must not end while every multiprocessor is held. Gives whether that held.
+    fn control(
+        &self,
+        checks: &mut Checks,
+        about: About<'_>,
+        enqueue: impl FnOnce(&Stream) -> Result<(), CliError>,
+    ) -> Result<bool, CliError> {
+        let judged = self.ends_in_hold(enqueue).map(|ended| match ended.map(|after| after.as_micros()) {
+            None => {
+                let waited = CONTROL.as_millis();
+                (State::Right, format!("waited {waited} ms, and ended when the hold did"))
+            }
+            Some(us) => (State::Void, format!("ENDED AFTER {us} us: the control does not hold here")),
         });
-        checks.judged(about, ended)
+        checks.judged(about, judged)
+    }
+
+    /// How long one small transfer takes while every multiprocessor is held.
+    fn latency(&self, checks: &mut Checks) -> Result<(), CliError> {
+        let mut transfer = Transfer::new(&self.gpu, &self.control)?;
+        let samples = self.held(|| {
+            (0..self.gpu.task.few(20, 3))
+                .map(|_| Ok(transfer.send(&self.gpu, &self.control)?.as_secs_f64() * 1e6))
+                .collect::<Result<Vec<f64>, CliError>>()
+        })?;
+        let what = format!("copy of {} to the host and its word, while every SM is held", Transfer::SIZE.1);
+        let shows = "how long one transfer takes then: the part interference has the same beside products";
+        checks.measured(About::new(&what, shows), &samples, "")
+    }
+
+    /// Who makes copies on the GPU is the driver's choice: it is asked for some sizes, enqueued in
+    /// each way.
+    fn within(&self, checks: &mut Checks, controls: bool) -> Result<(), CliError> {
+        let shows = "who makes a copy on one GPU: an engine, if it ends while every SM is held";
+        for (bytes, size) in WITHIN {
+            let (from, to) = (self.gpu.memory(bytes)?, self.gpu.memory(bytes)?);
+            let (to, from) = (whole(&to)?, whole(&from)?);
+            let graph = CudaGraph::capture(&self.control, || self.control.copy(to, from))?;
+            let mut batch = CopyBatch::with_capacity(&self.gpu.context, 1);
+            batch.push(to, from)?;
+            for way in ["alone", "in a batch", "in a graph"] {
+                let what = format!("copy of {size} on the GPU, {way}");
+                let about = About::new(&what, shows);
+                if way == "in a batch" && !self.control.takes_batches() {
+                    checks.has(about, self.gpu.version(), ("a batch of copies", Version::BATCHED_COPIES))?;
+                    continue;
+                }
+                let ended = self.ends_in_hold(|stream| {
+                    let enqueued = match way {
+                        "in a batch" => stream.copy_batch(&mut batch),
+                        "in a graph" => graph.launch(stream),
+                        _ => stream.copy(to, from),
+                    };
+                    Ok(enqueued?)
+                });
+                match ended {
+                    Err(error) => checks.judged(about, Err(error)).map(drop)?,
+                    Ok(_) if !controls => {
+                        let found = "a control does not hold, so this shows nothing".to_owned();
+                        checks.tell(about, State::Void, found)?;
+                    }
+                    Ok(None) => {
+                        let waited = CONTROL.as_millis();
+                        let found = format!("SMs: it waited {waited} ms, until they were let go");
+                        checks.answered(about, Answer::Blocks, found)?;
+                    }
+                    Ok(Some(after)) => {
+                        let found = format!("an engine: it ended after {} us", after.as_micros());
+                        checks.answered(about, Answer::Passes, found)?;
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// A dispatch of all ranks while every multiprocessor is held.

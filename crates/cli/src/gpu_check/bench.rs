@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sidelane::device::{Context, DeviceRange, Driver, Event, PinnedMemory, Stream, Version};
+use sidelane::device::{Context, CopyBatch, DeviceRange, Driver, Event, PinnedMemory, Stream, Version};
 use sidelane::error::DeviceError;
 
 use super::Task;
@@ -172,6 +172,46 @@ impl Timer {
         // Nothing of it is left: what it used is let go.
         gpu.until("what is timed", || stream.is_done())?;
         Ok(samples)
+    }
+}
+
+/// A small transfer to the host: a copy in a batch, and a word behind it.
+pub struct Transfer {
+    from: DeviceRange,
+    to: PinnedMemory,
+    word: PinnedMemory,
+    batch: Option<CopyBatch>,
+    sent: u64,
+}
+
+impl Transfer {
+    /// What it moves.
+    pub const SIZE: (u64, &'static str) = (16 << 10, "16 KiB");
+
+    pub fn new(gpu: &Gpu, stream: &Stream) -> Result<Self, DeviceError> {
+        let (bytes, _) = Self::SIZE;
+        let (from, to, word) = (gpu.memory(bytes)?, gpu.pinned(bytes)?, gpu.pinned(8)?);
+        let mut batch = CopyBatch::with_capacity(&gpu.context, 1);
+        batch.push(whole(to.range())?, whole(&from)?)?;
+        let batch = stream.takes_batches().then_some(batch);
+        Ok(Transfer { from, to, word, batch, sent: 0 })
+    }
+
+    /// Makes it once, and gives the time from its call until the host sees its word.
+    pub fn send(&mut self, gpu: &Gpu, stream: &Stream) -> Result<Duration, CliError> {
+        self.sent += 1;
+        let start = Instant::now();
+        match &mut self.batch {
+            Some(batch) => stream.copy_batch(batch)?,
+            None => stream.copy(whole(self.to.range())?, whole(&self.from)?)?,
+        }
+        stream.write(self.word.range().word::<u64>(0)?, self.sent)?;
+        let word = self.word.word(0)?;
+        gpu.until("a word of the host", || Ok(word.load(Ordering::Acquire) == self.sent))?;
+        let took = start.elapsed();
+        // What the stream holds is let go, and the next transfer finds it empty.
+        gpu.finish(stream, "a transfer to the host")?;
+        Ok(took)
     }
 }
 

@@ -10,11 +10,12 @@
 //! All of them take turns. The kernels go on a stream of the highest priority without a gap, as the
 //! transfers of a layer do. No bit of what they write may depend on the limit.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use sidelane::Dtype;
 use sidelane::device::{
-    Addresses, Context, DeviceRange, Kernels, Pack, PermuteArgs, Priority, Stream, SumArgs,
+    Addresses, Context, DeviceRange, Kernels, Pack, PermuteArgs, Priority, Stream, SumArgs, Word,
 };
 use sidelane::error::DeviceError;
 use sidelane::plan::SlotShape;
@@ -27,9 +28,9 @@ use crate::device::{allocate, stream, whole};
 use crate::error::CliError;
 use crate::stats::summary;
 
-const RANKS: u32 = 8;
+pub const RANKS: u32 = 8;
 const EXPERTS: u32 = 64;
-const TOP_K: u32 = 8;
+pub const TOP_K: u32 = 8;
 
 /// Figures of one limit, round by round.
 #[derive(Default)]
@@ -91,13 +92,25 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Expert of a choice. Any experts of a token, each once: steps are odd.
+pub fn expert_of(token: u32, choice: u32, experts: u32) -> u32 {
+    (token * 5 + choice * 7) % experts
+}
+
+/// Ranks that a token goes to.
+pub fn ranks_of(token: u32) -> u64 {
+    let ranks: BTreeSet<u32> =
+        (0..TOP_K).map(|choice| expert_of(token, choice, EXPERTS) / (EXPERTS / RANKS)).collect();
+    ranks.len() as u64
+}
+
 /// Rows of one rank of eight, packed, regrouped and summed.
-struct Rows {
-    kernels: Kernels,
-    shape: SlotShape,
-    tokens: u32,
-    hidden: u32,
-    x: DeviceRange,
+pub struct Rows {
+    pub kernels: Kernels,
+    pub shape: SlotShape,
+    pub tokens: u32,
+    pub hidden: u32,
+    pub x: DeviceRange,
     experts: DeviceRange,
     weights: DeviceRange,
     rank_of: DeviceRange,
@@ -108,15 +121,15 @@ struct Rows {
     index: DeviceRange,
     regrouped: DeviceRange,
     summed_from: Addresses,
-    out: DeviceRange,
+    pub out: DeviceRange,
     /// Calls so far, then the status.
     words: DeviceRange,
-    stream: Stream,
+    pub stream: Stream,
 }
 
 impl Rows {
-    fn new(task: &Task, context: &Arc<Context>) -> Result<Self, CliError> {
-        let (tokens, hidden) = task.few((1024, 4096), (32, 256));
+    pub fn new(task: &Task, context: &Arc<Context>) -> Result<Self, CliError> {
+        let (tokens, hidden) = task.few((4096, 7168), (32, 256));
         let (row, choices) = (u64::from(hidden) * 2, u64::from(tokens * TOP_K) * 4);
         let shape = SlotShape::new(tokens, TOP_K, row)?;
         let stream = stream(context)?;
@@ -144,8 +157,7 @@ impl Rows {
             tokens,
             hidden,
             x: sent(&random_elements(3, u64::from(tokens * hidden)))?,
-            // Any experts of a token, each once: steps are odd.
-            experts: words(tokens * TOP_K, &|at| ((at / TOP_K * 5 + at % TOP_K * 7) % EXPERTS) as i32)?,
+            experts: words(tokens * TOP_K, &|at| expert_of(at / TOP_K, at % TOP_K, EXPERTS) as i32)?,
             weights: sent(&random_bytes(2, choices))?,
             rank_of: words(EXPERTS, &|expert| (expert / per_rank) as i32)?,
             local_of: words(EXPERTS, &|expert| (expert % per_rank) as i32)?,
@@ -162,14 +174,24 @@ impl Rows {
     }
 
     /// The rows of a burst in words.
-    fn told(&self) -> String {
+    pub fn told(&self) -> String {
         format!("{} tokens x {} bf16 of {RANKS} ranks", self.tokens, self.hidden)
+    }
+
+    /// Where kernels write a fault.
+    pub fn status(&self) -> Result<Word<'_, u32>, DeviceError> {
+        self.words.word(8)
     }
 
     /// Packs, regroups and sums, by kernels of at most so many blocks.
     fn burst(&self, stream: &Stream, limit: Option<u32>) -> Result<(), DeviceError> {
         let kernels = self.kernels.clone().max_blocks(limit);
-        let status = self.words.word(8)?;
+        self.pack(&kernels, stream)?;
+        self.regroup(&kernels, stream)?;
+        self.sum(&kernels, stream)
+    }
+
+    pub fn pack(&self, kernels: &Kernels, stream: &Stream) -> Result<(), DeviceError> {
         kernels.pack(
             stream,
             &Pack {
@@ -184,10 +206,13 @@ impl Rows {
                 slots: &self.packed_at,
                 places: whole(&self.places)?,
                 counter: self.words.word(0)?,
-                status,
+                status: self.status()?,
                 digest: 0,
             },
-        )?;
+        )
+    }
+
+    pub fn regroup(&self, kernels: &Kernels, stream: &Stream) -> Result<(), DeviceError> {
         kernels.regroup(
             stream,
             &PermuteArgs {
@@ -197,9 +222,12 @@ impl Rows {
                 from: whole(&self.slots)?,
                 index: whole(&self.index)?,
                 out: whole(&self.regrouped)?,
-                status,
+                status: self.status()?,
             },
-        )?;
+        )
+    }
+
+    pub fn sum(&self, kernels: &Kernels, stream: &Stream) -> Result<(), DeviceError> {
         kernels.sum(
             stream,
             &SumArgs {
@@ -210,7 +238,7 @@ impl Rows {
                 dtype: Dtype::Bf16,
                 homes: &self.summed_from,
                 places: whole(&self.places)?,
-                status,
+                status: self.status()?,
                 out: whole(&self.out)?,
             },
         )

@@ -13,7 +13,7 @@ use sidelane::device::{DeviceRange, PinnedMemory, Priority, Stream};
 use sidelane::error::DeviceError;
 
 use super::Task;
-use super::bench::Gpu;
+use super::bench::{Gpu, Transfer};
 use super::products::{Products, Round};
 use super::report::{About, Checks};
 use crate::device::whole;
@@ -77,7 +77,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             (beside != Beside::Nothing).then_some("transfers over NVLink, which are several times faster");
         checks.measured(About::new(what, shows).open(open), &found.product, told)?;
     }
-    Ok(())
+    bench.latency(&gpu, checks)
 }
 
 impl Beside {
@@ -103,6 +103,24 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
+    /// How long one small transfer takes where SMs have nothing to do, and where products run.
+    fn latency(&self, gpu: &Gpu, checks: &mut Checks) -> Result<(), CliError> {
+        let stream = gpu.stream()?;
+        let mut transfer = Transfer::new(gpu, &stream)?;
+        let mut alone = Vec::new();
+        for _ in 0..=gpu.task.few(200, 20) {
+            alone.push(transfer.send(gpu, &stream)?.as_secs_f64() * 1e6);
+        }
+        let beside = self.products.transfers(|stream| transfer.send(gpu, stream))?;
+        let (_, size) = Transfer::SIZE;
+        for (what, samples) in [("alone", &alone[1..]), ("beside products", &beside)] {
+            let what = format!("copy of {size} to the host and its word, {what}");
+            let shows = "whether a transfer comes later where SMs are busy: from its call to its word";
+            checks.measured(About::new(&what, shows), samples, "")?;
+        }
+        Ok(())
+    }
+
     fn round(&self, beside: Beside) -> Result<Round, CliError> {
         let burst = |traffic: &Stream| self.burst(beside, traffic);
         self.products.round(if beside == Beside::Nothing { None } else { Some(&burst) })

@@ -12,6 +12,7 @@
 //!               +-- part processes       ranks as processes on this GPU, against a naive reference
 //!               +-- part conformance     every feature on this GPU, against a naive reference
 //!               +-- part costs           copies, memory operations, graphs, slots
+//!               +-- part rates           our kernels alone, in bytes of memory a second
 //!               +-- part audit           transfers while a kernel holds every multiprocessor
 //!               +-- part activity        every kernel between packed and landed, by CUPTI's list
 //!               +-- part exchange        ranks as threads, against a naive reference
@@ -35,6 +36,7 @@ mod exchange;
 mod interference;
 mod kernels;
 mod products;
+mod rates;
 mod report;
 mod waiting;
 mod wheels;
@@ -147,6 +149,7 @@ impl command::Command for GpuCheckArgs {
             Part::Interference => interference::run(&task, &mut checks),
             Part::Blocks => blocks::run(&task, &mut checks),
             Part::Costs => costs::run(&task, &mut checks),
+            Part::Rates => rates::run(&task, &mut checks),
         };
         if let Err(error) = done {
             checks.failed("to its end", &error)?;
@@ -190,6 +193,7 @@ pub enum Part {
     Rank,
     Conformance,
     Costs,
+    Rates,
     Audit,
     Activity,
     Exchange,

@@ -1,6 +1,7 @@
 //! Products: a stream of matrix products, timed while another stream works next to it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use sidelane::device::{AuditKernels, Blas, Context, DeviceRange, Event, Priority, Product, Stream, TILE};
 use sidelane::error::DeviceError;
@@ -90,6 +91,25 @@ impl<'a> Products<'a> {
             Some(blas) => blas.product(&product),
             None => self.kernels.product(&self.stream, &product),
         }
+    }
+
+    /// Microseconds of one small transfer after another, from its call until the host sees its
+    /// word, while products run.
+    pub fn transfers(
+        &self,
+        mut transfer: impl FnMut(&Stream) -> Result<Duration, CliError>,
+    ) -> Result<Vec<f64>, CliError> {
+        let end = &self.marks[1];
+        for _ in 0..self.count {
+            self.product()?;
+        }
+        end.record(&self.stream)?;
+        let mut samples = Vec::new();
+        while !end.is_done()? {
+            samples.push(transfer(&self.traffic)?.as_secs_f64() * 1e6);
+        }
+        until("products", self.task.patience(), || self.stream.is_done())?;
+        Ok(samples)
     }
 
     /// Products alone, or next to bursts of traffic without a gap.

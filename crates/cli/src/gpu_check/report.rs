@@ -42,8 +42,9 @@ impl Report {
     pub fn new(args: &GpuCheckArgs, probe: &Probe, rows: Vec<Row>) -> Self {
         let facts = probe.devices.iter().find(|facts| facts.device == args.device);
         let correct = rows.iter().all(|row| row.state != State::Wrong);
-        // Skipped rows ask no question of their own.
-        let audit = || rows.iter().filter(|row| row.part == Part::Audit && row.state != State::Skipped);
+        // Skipped rows ask no question of their own; answers and figures are neither right nor wrong.
+        let judged = |row: &&Row| matches!(row.state, State::Right | State::Wrong | State::Void);
+        let audit = || rows.iter().filter(|row| row.part == Part::Audit).filter(judged);
         let void = audit().any(|row| row.state != State::Right);
         let audited = audit().next().is_some() && !void;
         Report {
@@ -116,7 +117,7 @@ pub struct Row {
     /// Open question that only several GPUs could answer.
     pub open: Option<String>,
     pub time: Option<Time>,
-    /// Of the lock test and of the queue test.
+    /// Of the lock test and the queue test, and of copies that the driver makes as it likes.
     #[serde(default)]
     pub answer: Option<Answer>,
     /// Of products beside kernels.
@@ -366,11 +367,20 @@ fn conclusions(rows: &[Row]) -> Vec<String> {
             "Queues: a stream that waits holds up copies of other streams",
             "There every cause must be enqueued before its wait.",
         ),
+        (
+            Part::Audit,
+            "Copies on one GPU: engines make all of them.",
+            "Copies on one GPU: SMs make those of some sizes",
+            "Engines make the others.",
+        ),
     ];
     let asked = words.into_iter().filter(|&(part, ..)| of(part).next().is_some());
     asked
         .map(|(part, pass, block, so)| match &blocked(part)[..] {
             [] => pass.to_owned(),
+            all if part == Part::Audit && all.len() == of(part).count() => {
+                "Copies on one GPU: SMs make all of them.".to_owned()
+            }
             calls => format!("{block} ({}). {so}", calls.join("; ")),
         })
         .collect()
@@ -465,13 +475,17 @@ mod tests {
     #[test]
     fn report_says_what_answers_mean() {
         let answered = |part, answer| row(part, State::Answered, Some(answer));
-        let pass = of(vec![answered(Part::Locks, Answer::Passes), answered(Part::Queues, Answer::Passes)]);
+        let parts = [Part::Locks, Part::Queues, Part::Audit];
+        let pass = of(parts[..2].iter().map(|&part| answered(part, Answer::Passes)).collect());
         assert!(pass.holds && pass.conclusions.iter().all(|said| said.contains("all pass")));
-        let block = of(vec![answered(Part::Locks, Answer::Blocks), answered(Part::Queues, Answer::Blocks)]);
+        let block = of(parts.map(|part| answered(part, Answer::Blocks)).to_vec());
         assert!(block.holds, "answers are findings");
         assert!(block.conclusions[0].contains("(text)"), "{:?}", block.conclusions);
         assert!(block.conclusions[0].ends_with("must be enqueued before."));
         assert!(block.conclusions[1].contains("holds up copies of other streams (text)"));
+        assert_eq!(block.conclusions[2], "Copies on one GPU: SMs make all of them.");
+        let some = of(vec![answered(parts[2], Answer::Blocks), answered(parts[2], Answer::Passes)]);
+        assert!(some.conclusions[0].contains("SMs make those of some sizes (text)"));
         assert!(of(Vec::new()).conclusions.is_empty());
     }
 }

@@ -44,7 +44,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
-use sidelane::device::{AuditKernels, CopyBatch, DeviceRange, PinnedMemory, PlainMemory, Priority, Stream};
+use sidelane::device::{
+    AuditKernels, CopyBatch, DeviceRange, LayerKernels, PinnedMemory, PlainMemory, Priority, Stream,
+};
 use sidelane::error::DeviceError;
 
 use super::bench::Gpu;
@@ -333,7 +335,8 @@ fn lock_case(task: &Task, call: Call) -> Result<(), CliError> {
                     drop(memory);
                     Ok(())
                 }
-                Needs::Nothing if call == Call::Load => AuditKernels::load(context).map(drop),
+                // A module that is not there yet.
+                Needs::Nothing if call == Call::Load => LayerKernels::load(context).map(drop),
                 Needs::Nothing => (0..LAUNCHES).try_for_each(|_| {
                     kernels.touch(&held.caller, touched()?)?;
                     launches.fetch_add(1, Ordering::Relaxed);

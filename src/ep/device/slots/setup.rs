@@ -73,8 +73,7 @@ impl SlotExchange {
         let places = WindowLayout::new(ranks, map.experts(), shape, (home_row, several), more)?;
         let slots = *places.slots();
         // The other ranks hear of a failure here where windows are compared.
-        let loaded = context.driver().require_eager_loading().and_then(|()| Kernels::load(context));
-        let loaded = loaded.map(|kernels| kernels.max_blocks(spec.max_blocks));
+        let loaded = Kernels::load(context).map(|kernels| kernels.max_blocks(spec.max_blocks));
         let sizes = (places.bytes(), places.word_bytes());
         let ready = loaded.as_ref().map(drop).map_err(Clone::clone);
         let members = DeviceWindow::new(group, context, sizes, ready)?.members();
