@@ -159,6 +159,11 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
     fn describe(&self) -> Vec<String> {
         Vec::new()
     }
+
+    /// How signals travel, and the reason, for reports; none where a lane has one way only.
+    fn signals(&self) -> Option<String> {
+        None
+    }
 }
 
 /// This rank's end of a connection that is not joined yet. Dropped, it gives back all that it took.
@@ -369,9 +374,6 @@ pub enum NoDmaBuf {
 pub enum NoGpuDirect {
     /// This lane registers memory of the host alone.
     Lane(&'static str),
-    /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device
-    /// awaits.
-    Messages,
     /// The NIC takes the device's memory neither by a descriptor nor by its address.
     Nic {
         /// Why not by a descriptor.
@@ -394,7 +396,6 @@ impl NoGpuDirect {
     pub fn name(self) -> &'static str {
         match self {
             NoGpuDirect::Lane(lane) => lane,
-            NoGpuDirect::Messages => "messages",
             NoGpuDirect::Nic { .. } => "nic",
             NoGpuDirect::Unordered => "unordered",
             NoGpuDirect::OneQueue => "one queue",
@@ -428,6 +429,13 @@ pub trait DeviceConnection {
         len: u64,
         limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked>;
+
+    /// Writes a word to the peer's device, behind everything so far: its device sees the word only
+    /// after the bytes of all earlier puts.
+    ///
+    /// # Errors
+    /// As [`NetConnection::put`].
+    fn write_word(&self, to: RemoteAddress, value: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked>;
 }
 
 /// Counted since the connection was joined.

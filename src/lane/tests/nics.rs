@@ -26,8 +26,8 @@ use crate::{ExpertParallel, Options, World};
 
 pub(super) const SHORT: Duration = Duration::from_secs(20);
 
-pub(super) fn options(fabric: &Arc<Fabric>, signal: SignalMode) -> Options {
-    let settings = Settings { signal, ..Settings::default() };
+pub(super) fn options(fabric: &Arc<Fabric>, signal: impl Into<Option<SignalMode>>) -> Options {
+    let settings = Settings { signal: signal.into(), ..Settings::default() };
     Options {
         config: Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() },
         timeouts: Timeouts { deadline: SHORT, ..Timeouts::default() },
@@ -460,8 +460,12 @@ fn a_flush_that_makes_progress_is_not_late() {
 fn a_signal_that_found_no_staging_can_be_made_up_for_by_the_next() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let mut options = options(&fabric, SignalMode::Immediate);
-    let settings =
-        Settings { chunk: 4096, in_flight: 16384, signal: SignalMode::Immediate, ..Settings::default() };
+    let settings = Settings {
+        chunk: 4096,
+        in_flight: 16384,
+        signal: Some(SignalMode::Immediate),
+        ..Settings::default()
+    };
     options.stand_in = Some(fabric.ground(settings));
     let seen = on_ranks(&[0, 1], &options, |world| {
         let group = world.all().unwrap();

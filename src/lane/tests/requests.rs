@@ -142,7 +142,7 @@ fn asked(counters: NicCounters) -> NicCounters {
 
 /// How many work requests what `act` does are, with one doorbell for all of them, and a signal.
 fn requests(pieces: u32, signal: SignalMode, act: impl Fn(&End<'_>) + Sync) -> u64 {
-    let settings = Settings { signal, ..Settings::default() };
+    let settings = Settings { signal: Some(signal), ..Settings::default() };
     let (counted, _) = counted(&fabric(pieces, false), settings, |end| {
         act(end);
         end.signal(2, None);
@@ -208,7 +208,7 @@ fn put_to_another_place_begins_a_request() {
 
 #[test]
 fn a_write_that_is_gathered_ends_with_a_chunk_a_signal_and_a_settling() {
-    let settings = Settings { chunk: 4096, signal: SignalMode::Immediate, ..Settings::default() };
+    let settings = Settings { chunk: 4096, signal: Some(SignalMode::Immediate), ..Settings::default() };
     let (all, _) = counted(&fabric(8, false), settings, |end| {
         end.put(0, 96, false);
         // Two chunks in all: the first is as long as possible.
@@ -268,7 +268,7 @@ fn a_put_and_its_signal_are_two_work_requests_or_one_with_immediate_and_one_door
 #[test]
 fn telling_a_peer_that_its_signals_were_taken_does_not_end_a_write_that_is_gathered() {
     let fabric = fabric(8, false);
-    let options = small(&fabric, &Settings { signal: SignalMode::Immediate, ..Settings::default() });
+    let options = small(&fabric, &Settings { signal: Some(SignalMode::Immediate), ..Settings::default() });
     on_ranks(&[0, 1], &options, |world| {
         let group = world.all().unwrap();
         let lanes = group.lanes(Route::Direct).unwrap();
@@ -321,37 +321,44 @@ fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool)
     const HIDDEN: usize = 64;
     let nodes: &[u32] = if route == Route::Pxn { &[0, 0, 1, 1] } else { &[0, 1] };
     let experts = 4 * nodes.len() as u32;
-    on_ranks(nodes, &small(&fabric(8, false), &Settings { signal, ..Settings::default() }), |world| {
-        let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().experts(experts).top_k(experts).hidden(HIDDEN);
-        let mode = ReceiveMode::Slots { rows: 7, overflow: Overflow::Error };
-        let mut ep =
-            builder.layout(RowLayout::RankMajor).mode(mode).route(route).max_tokens(7).build().unwrap();
-        // Every token goes to every rank.
-        let routing = synthetic(Pattern::Uniform, experts, experts, tokens as u32, 7, world.rank()).unwrap();
-        let mut buffer = ep.token_buffer(tokens as u32).unwrap();
-        let elsewhere: Vec<bf16> = (0..tokens * HIDDEN).map(|i| bf16::from_f32((i % 97) as f32)).collect();
-        buffer.rows_mut::<bf16>().unwrap().copy_from_slice(&elsewhere);
-        let mut counted = NicCounters::default();
-        for _ in 0..3 {
-            group.gather(&[]).unwrap();
-            let before = world.nic_counters();
-            let x = if registered { buffer.rows::<bf16>().unwrap() } else { &elsewhere };
-            let (rows, handle) = ep.dispatch(x, &routing).unwrap();
-            counted = world.nic_counters() - before;
-            let used = rows.rows::<bf16>().unwrap().chunks(7 * HIDDEN);
-            assert!(
-                used.len() == nodes.len()
-                    && used.into_iter().all(|slots| {
-                        slots[..tokens * HIDDEN] == elsewhere
-                            && slots[tokens * HIDDEN..].iter().all(|&x| x == bf16::ZERO)
-                    })
-            );
-            drop((rows, handle));
-            assert_eq!(asked(world.nic_counters()), asked(world.nic_forecast()));
-        }
-        counted
-    })
+    on_ranks(
+        nodes,
+        &small(&fabric(8, false), &Settings { signal: Some(signal), ..Settings::default() }),
+        |world| {
+            let group = world.all().unwrap();
+            let builder =
+                ExpertParallel::builder(&group).unwrap().experts(experts).top_k(experts).hidden(HIDDEN);
+            let mode = ReceiveMode::Slots { rows: 7, overflow: Overflow::Error };
+            let mut ep =
+                builder.layout(RowLayout::RankMajor).mode(mode).route(route).max_tokens(7).build().unwrap();
+            // Every token goes to every rank.
+            let routing =
+                synthetic(Pattern::Uniform, experts, experts, tokens as u32, 7, world.rank()).unwrap();
+            let mut buffer = ep.token_buffer(tokens as u32).unwrap();
+            let elsewhere: Vec<bf16> =
+                (0..tokens * HIDDEN).map(|i| bf16::from_f32((i % 97) as f32)).collect();
+            buffer.rows_mut::<bf16>().unwrap().copy_from_slice(&elsewhere);
+            let mut counted = NicCounters::default();
+            for _ in 0..3 {
+                group.gather(&[]).unwrap();
+                let before = world.nic_counters();
+                let x = if registered { buffer.rows::<bf16>().unwrap() } else { &elsewhere };
+                let (rows, handle) = ep.dispatch(x, &routing).unwrap();
+                counted = world.nic_counters() - before;
+                let used = rows.rows::<bf16>().unwrap().chunks(7 * HIDDEN);
+                assert!(
+                    used.len() == nodes.len()
+                        && used.into_iter().all(|slots| {
+                            slots[..tokens * HIDDEN] == elsewhere
+                                && slots[tokens * HIDDEN..].iter().all(|&x| x == bf16::ZERO)
+                        })
+                );
+                drop((rows, handle));
+                assert_eq!(asked(world.nic_counters()), asked(world.nic_forecast()));
+            }
+            counted
+        },
+    )
 }
 
 #[test]
@@ -458,7 +465,7 @@ proptest! {
         signal in prop::sample::select(SignalMode::ALL.to_vec()),
         pieces in 2..9u32,
     ) {
-        let settings = Settings { chunk: 4096, in_flight: 4096, signal, ..Settings::default() };
+        let settings = Settings { chunk: 4096, in_flight: 4096, signal: Some(signal), ..Settings::default() };
         let [fast, slow] = [false, true].map(|held| {
             let (counted, seen) = counted(&fabric(pieces, held), settings.clone(), |end| perform(&steps, end));
             assert!(seen == landed(&steps), "{signal:?}, {pieces}, held {held}");

@@ -36,6 +36,7 @@ use super::ffi::{
     IBV_LINK_LAYER_ETHERNET, IBV_LINK_LAYER_INFINIBAND, IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048,
     IBV_MTU_4096, IBV_PORT_ACTIVE, IBV_PORT_ARMED, IBV_PORT_DOWN, IBV_PORT_INIT, ibv_port_attr,
 };
+use super::order::PlacementOrder;
 use super::{Context, Library, Path, Settings};
 use crate::error::VerbsError;
 use crate::memory::Numa;
@@ -63,8 +64,12 @@ impl std::fmt::Display for Nic {
             write!(f, ", NUMA node {node}")?;
         }
         match self.pci_path.as_deref().and_then(std::path::Path::file_name) {
-            Some(place) => write!(f, ", PCI {}", place.display()),
-            None => Ok(()),
+            Some(place) => write!(f, ", PCI {}", place.display())?,
+            None => {}
+        }
+        match self.context.attributes().order {
+            PlacementOrder::Kept(why) => write!(f, ", writes in order: {why}"),
+            PlacementOrder::Unknown => write!(f, ", writes perhaps in any order"),
         }
     }
 }
