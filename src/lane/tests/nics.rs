@@ -539,6 +539,80 @@ fn late_puts_of_a_rebuilt_world_do_not_land_in_memory_that_the_next_has_register
     assert_eq!(seen, [0, 0]);
 }
 
+/// Rounds in which rank 1 saw a word in its memory before rows that rank 0 had put before it.
+fn words_before_rows(fabric: &Arc<Fabric>, signal: SignalMode, rounds: u8) -> usize {
+    const ROW: u64 = 4096;
+    let seen = on_ranks(&[0, 1], &options(fabric, signal), |world| {
+        let group = world.all().unwrap();
+        let lanes = group.lanes(Route::Direct).unwrap();
+        let range = group.take_symmetric(8 * ROW).unwrap();
+        let window = range.window();
+        let mut early = 0;
+        for round in 1..=rounds {
+            if world.rank() == 0 {
+                let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a connection") };
+                let (limits, to) = (lanes.limits_of(1), |offset| window.target(1, offset, 1).unwrap());
+                for row in [1, 3, 5] {
+                    connection.put(to(row * ROW), &vec![round; ROW as usize], limits).unwrap();
+                }
+                connection.devices().unwrap().write_word(to(0), round.into(), limits).unwrap();
+                connection.settle(limits).unwrap();
+            } else {
+                let read = |offset, into: &mut [u8]| {
+                    window.mapped.read(1, window.parts[1].offset + offset, into).unwrap();
+                };
+                let (mut word, until) = ([0; 8], Instant::now() + SHORT);
+                while u64::from_ne_bytes(word) < round.into() {
+                    assert!(Instant::now() < until, "the word of round {round} does not come");
+                    lanes.progress();
+                    read(0, &mut word);
+                }
+                let mut rows = vec![0; 8 * ROW as usize];
+                read(0, &mut rows);
+                let row = |row: u64| &rows[(row * ROW) as usize..][..ROW as usize];
+                early += usize::from([1, 3, 5].into_iter().any(|at| row(at).iter().any(|&b| b != round)));
+            }
+            group.gather(&[]).unwrap();
+        }
+        if world.rank() == 0 {
+            fabric.flush();
+        }
+        early
+    });
+    seen[1]
+}
+
+#[test]
+fn a_word_of_a_device_overtakes_no_rows_in_any_order_of_writes_unless_writes_are_asked_for_as_signals() {
+    for signal in [SignalMode::FetchAdd, SignalMode::Immediate] {
+        let fabric = Fabric::new(&["nic0", "nic1"]);
+        fabric.hold();
+        fabric.shuffle();
+        assert_eq!(words_before_rows(&fabric, signal, 50), 0, "{signal:?}");
+    }
+    let fabric = Fabric::new(&["nic0", "nic1"]);
+    fabric.hold();
+    fabric.last_first();
+    assert_eq!(words_before_rows(&fabric, SignalMode::Write, 1), 1);
+}
+
+#[test]
+fn a_rank_that_only_receives_signals_grants_credit_in_any_order_of_writes() {
+    const SIGNALS: u64 = 2000;
+    let fabric = Fabric::new(&["nic0", "nic1"]);
+    fabric.hold();
+    fabric.shuffle();
+    on_ranks(&[0, 1], &options(&fabric, SignalMode::Immediate), |world| {
+        let mut window = world.all().unwrap().window(64).unwrap();
+        if world.rank() == 0 {
+            (1..=SIGNALS).for_each(|value| window.signal(1, value).unwrap());
+        } else {
+            window.wait_until(0, SIGNALS).unwrap();
+        }
+        world.all().unwrap().gather(&[]).unwrap();
+    });
+}
+
 #[test]
 fn an_ended_world_takes_no_more_bytes_of_a_source() {
     let fabric = Fabric::new(&["nic0", "nic1"]);

@@ -64,6 +64,12 @@ impl End<'_> {
     fn signal(&self, value: u64, tag: Option<Tag>) {
         self.connection.signal(self.to(0), value, tag, self.limits).unwrap();
     }
+
+    /// A word behind all that, as of a device.
+    fn word(&self, at: u64, value: u64) {
+        let devices = self.connection.devices().unwrap();
+        devices.write_word(self.to(DATA + at), value, self.limits).unwrap();
+    }
 }
 
 /// Byte `i` of the source.
@@ -224,44 +230,100 @@ fn a_write_that_is_gathered_ends_with_a_chunk_a_signal_and_a_settling() {
     assert_eq!(all.doorbells, 4, "a batch for each signal, for the settling and for the end");
 }
 
-/// Counts of rank 0's connections for a put of `len` bytes and a signal.
-fn put_and_signal(signal: SignalMode, len: usize) -> NicCounters {
-    let fabric = Fabric::new(&["nic0"]);
-    let counted = on_ranks(&[0, 1], &options(&fabric, signal), |world| {
+/// Counts of both ranks' connections for a put of `len` bytes and a signal from rank 0 to rank 1.
+fn put_and_signal(fabric: &Arc<Fabric>, signal: Option<SignalMode>, len: usize) -> [NicCounters; 2] {
+    let counted = on_ranks(&[0, 1], &options(fabric, signal), |world| {
         let mut window = world.all().unwrap().window(1 << 20).unwrap();
-        let mut counted = NicCounters::default();
+        let group = world.all().unwrap();
         if world.rank() == 0 {
             // The first signal of a word carries more than the others.
             window.signal(1, 1).unwrap();
             window.quiet().unwrap();
-            let before = world.nic_counters();
+        } else {
+            window.wait_until(0, 1).unwrap();
+        }
+        let before = world.nic_counters();
+        group.gather(&[]).unwrap();
+        if world.rank() == 0 {
             window.put_signal(1, 64, &vec![7; len], 2).unwrap();
             window.quiet().unwrap();
-            let after = world.nic_counters();
-            assert_eq!(after, world.nic_forecast());
-            counted = after - before;
+            assert_eq!(world.nic_counters(), world.nic_forecast());
         } else {
             window.wait_until(0, 2).unwrap();
             let mut seen = vec![0; len];
             window.read(64, &mut seen).unwrap();
             assert!(seen.iter().all(|&byte| byte == 7));
         }
+        let counted = world.nic_counters() - before;
+        group.gather(&[]).unwrap();
         window.barrier().unwrap();
         counted
     });
-    counted[0]
+    [counted[0], counted[1]]
 }
 
 #[test]
 fn a_put_and_its_signal_are_two_work_requests_or_one_with_immediate_and_one_doorbell_each_way() {
-    for len in [8u64, 4096] {
+    for len in [8u64, 4096, 8192, 8193] {
         let one_way = |signal| {
-            let NicCounters { requests, bytes, received, .. } = put_and_signal(signal, len as usize);
-            (requests, bytes, received)
+            let [from, to] = put_and_signal(&fabric(8, false), Some(signal), len as usize);
+            assert_eq!((from.doorbells, from.completions, from.received), (1, 1, 0), "{signal:?}, {len}");
+            assert_eq!((to.requests, to.completions), (0, 0), "{signal:?}, {len}");
+            (from.requests, from.bytes, to.received)
         };
         assert_eq!(one_way(SignalMode::Write), (2, len + 8, 0));
         assert_eq!(one_way(SignalMode::FetchAdd), (2, len, 0));
-        assert_eq!(one_way(SignalMode::Immediate), (1, len, 0));
+        // The packets of a larger write take all paths, which those with an immediate do not.
+        let requests = if len > 8192 { 2 } else { 1 };
+        assert_eq!(one_way(SignalMode::Immediate), (requests, len, 1));
+    }
+}
+
+#[test]
+fn signals_are_writes_between_nics_in_order_and_immediates_if_one_of_them_is_not_known_to_be() {
+    const SOFT_ROCE: (u32, u32) = (0xff_ffff, 0);
+    const CONNECT_X_7: (u32, u32) = (0x02c9, 4129);
+    for (vendors, received) in [
+        ([SOFT_ROCE; 2], 0),
+        ([SOFT_ROCE, CONNECT_X_7], 1),
+        ([CONNECT_X_7, SOFT_ROCE], 1),
+        ([CONNECT_X_7; 2], 1),
+    ] {
+        let fabric = Fabric::new(&["nic0", "nic1"]);
+        for (nic, vendor) in ["nic0", "nic1"].into_iter().zip(vendors) {
+            fabric.change(nic, |nic| nic.vendor = vendor);
+        }
+        let [_, to] = put_and_signal(&fabric, None, 64);
+        assert_eq!(to.received, received, "{vendors:?}");
+        let reports = on_ranks(&[0, 1], &options(&fabric, None), |world| world.net().unwrap().clone());
+        for ((report, vendor), nic) in reports.iter().zip(vendors).zip(["nic0", "nic1"]) {
+            let known = vendor == SOFT_ROCE;
+            let reason = match known {
+                true => "requested; signals by write to NICs that place writes in order".to_owned(),
+                false => format!("requested; signals by immediate: {nic} may place writes in any order"),
+            };
+            assert_eq!(report.reason, reason);
+            let order = if known { "writes in order: Soft-RoCE" } else { "writes perhaps in any order" };
+            assert!(report.nics[0].ends_with(order), "{:?}", report.nics);
+        }
+    }
+}
+
+#[test]
+fn a_word_behind_rows_is_a_request_and_waits_for_them_with_a_doorbell_of_its_own_unless_signals_are_writes() {
+    for (signal, doorbells) in [(SignalMode::Write, 1), (SignalMode::FetchAdd, 2), (SignalMode::Immediate, 2)]
+    {
+        for held in [false, true] {
+            let settings = Settings { signal: Some(signal), ..Settings::default() };
+            let (seen, landed) = counted(&fabric(8, held), settings, |end| {
+                end.rows(0, &scattered(8), true);
+                end.word(4096, 3);
+                end.signal(2, None);
+            });
+            // Rows, word and signal; the word travels with nothing.
+            assert_eq!((seen.requests, seen.doorbells, seen.completions), (3, doorbells, doorbells));
+            assert_eq!(landed[4096..4104], 3u64.to_ne_bytes());
+        }
     }
 }
 
