@@ -78,7 +78,11 @@ impl State {
         let (nic, peer) = (pair.nic, pair.peer);
         let dumb = |at: usize| self.nics[at].silent || self.nics[at].gone;
         let listens = |there: &Pair| matches!(there.state, ffi::IBV_QPS_RTR | ffi::IBV_QPS_RTS);
-        if dumb(nic) || dumb(pair.peer_nic) || !self.pairs.get(&peer).is_some_and(listens) {
+        if self.nics[nic].mute
+            || dumb(nic)
+            || dumb(pair.peer_nic)
+            || !self.pairs.get(&peer).is_some_and(listens)
+        {
             return Outcome::Waits;
         }
         let takes = matches!(job.opcode, ffi::IBV_WR_SEND | ffi::IBV_WR_RDMA_WRITE_WITH_IMM);

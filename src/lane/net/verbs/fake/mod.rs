@@ -223,6 +223,8 @@ pub struct Statistics {
 pub struct FakeNic {
     pub gid: Ipv6Addr,
     pub silent: bool,
+    /// Its own requests wait; those of its peers reach it.
+    pub mute: bool,
     pub gone: bool,
     /// The state of its port.
     pub port: u32,
@@ -244,6 +246,7 @@ impl FakeNic {
         FakeNic {
             gid,
             silent: false,
+            mute: false,
             gone: false,
             port: ffi::IBV_PORT_ACTIVE,
             mtu: ffi::IBV_MTU_4096,
