@@ -55,7 +55,7 @@ pub struct Nic {
 }
 
 impl std::fmt::Display for Nic {
-    /// For reports: the NIC, its address, its place.
+    /// For reports: the NIC, its address, its place, and what is known about the order of its writes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Path { port, gid, gid_index, mtu, .. } = self.path;
         let address = gid.to_ipv4_mapped().map_or_else(|| gid.to_string(), |address| address.to_string());
@@ -63,9 +63,8 @@ impl std::fmt::Display for Nic {
         if let Some(node) = self.numa_node {
             write!(f, ", NUMA node {node}")?;
         }
-        match self.pci_path.as_deref().and_then(std::path::Path::file_name) {
-            Some(place) => write!(f, ", PCI {}", place.display())?,
-            None => {}
+        if let Some(place) = self.pci_path.as_deref().and_then(std::path::Path::file_name) {
+            write!(f, ", PCI {}", place.display())?;
         }
         match self.context.attributes().order {
             PlacementOrder::Kept(why) => write!(f, ", writes in order: {why}"),

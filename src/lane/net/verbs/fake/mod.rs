@@ -136,7 +136,7 @@ impl Fabric {
         let given = std::env::var(SEED).ok().map(|seed| seed.parse().expect("a seed is a number"));
         let seed = given.unwrap_or_else(|| RandomState::new().hash_one(self.slot));
         println!("{SEED}={seed} repeats this order");
-        self.state().placement = Placement::Shuffled(ChaCha8Rng::seed_from_u64(seed));
+        self.state().placement = Placement::Shuffled(Box::new(ChaCha8Rng::seed_from_u64(seed)));
     }
 
     /// From now on each write that another one overtakes is placed as late as can be.
@@ -267,7 +267,7 @@ pub enum Placement {
     #[default]
     InOrder,
     /// Any.
-    Shuffled(ChaCha8Rng),
+    Shuffled(Box<ChaCha8Rng>),
     /// The last one that was posted, at once. The others follow when a request of another kind
     /// stands behind them, or when the fabric is [flushed](Fabric::flush).
     LastFirst,
