@@ -55,7 +55,8 @@ pub struct Nic {
 }
 
 impl std::fmt::Display for Nic {
-    /// For reports: the NIC, its address, its place, and what is known about the order of its writes.
+    /// For reports: the NIC, its address, its place, and what is known about the order of its
+    /// writes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Path { port, gid, gid_index, mtu, .. } = self.path;
         let address = gid.to_ipv4_mapped().map_or_else(|| gid.to_string(), |address| address.to_string());

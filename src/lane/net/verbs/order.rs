@@ -1,13 +1,13 @@
 //! The order in which a NIC places the writes of one queue pair, as far as it is known, and how the
 //! two ends of a connection signal for it.
 //!
-//! Packets of a queue pair may take several paths (adaptive routing, multipath RoCE), and newer NICs
-//! place them as they come. Then a flag may land before rows that were written before it.
+//! Packets of a queue pair may take several paths (adaptive routing, multipath RoCE), and newer
+//! NICs place them as they come. Then a flag may land before rows that were written before it.
 //!
 //! No call of libibverbs tells. `ibv_query_qp_data_in_order` is about the bytes within one request,
 //! and answers for connected queue pairs only. The switch decides, too: NIC firmware has been seen
-//! to allow any order by itself where the network routes adaptively. So order is known of parts that
-//! cannot do otherwise, and all others may place writes in any order.
+//! to allow any order by itself where the network routes adaptively. So order is known of parts
+//! that cannot do otherwise, and all others may place writes in any order.
 
 use super::SignalMode;
 use crate::error::VerbsError;
@@ -55,8 +55,8 @@ pub struct Signaling {
 }
 
 impl Signaling {
-    /// How both ends signal: as requested, or by write if both NICs place writes in order, or else by
-    /// immediate, which waits for all writes before it in any network.
+    /// How both ends signal: as requested, or by write if both NICs place writes in order, or else
+    /// by immediate, which waits for all writes before it in any network.
     ///
     /// # Errors
     /// [`VerbsError::SignalsDiffer`] if the requests differ.

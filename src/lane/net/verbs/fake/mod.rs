@@ -6,8 +6,8 @@
 //! copies, done when they are posted, or, while the fabric is [held](Fabric::hold), one at a time
 //! when their sender polls: so no code can rely on instant execution.
 //!
-//! **Adaptive routing.** A [`Placement`] says in which order the writes of one queue pair are placed.
-//! A send, an immediate and an atomic are executed only after all requests before them, and
+//! **Adaptive routing.** A [`Placement`] says in which order the writes of one queue pair are
+//! placed. A send, an immediate and an atomic are executed only after all requests before them, and
 //! completions come in order: a completion says that all writes up to it are placed. A fence flag
 //! orders nothing here, because the standard has it wait for reads and atomics only. Queue pairs
 //! have no order among each other in any case.
@@ -130,8 +130,8 @@ impl Fabric {
         self.state().held = true;
     }
 
-    /// From now on the writes of a queue pair are placed in a random order, another one in each run.
-    /// The test's output names the seed of a repetition.
+    /// From now on the writes of a queue pair are placed in a random order, another one in each
+    /// run. The test's output names the seed of a repetition.
     pub fn shuffle(&self) {
         let given = std::env::var(SEED).ok().map(|seed| seed.parse().expect("a seed is a number"));
         let seed = given.unwrap_or_else(|| RandomState::new().hash_one(self.slot));
