@@ -187,9 +187,9 @@ pub trait ConnectionEnd {
 
 /// One rank's end of the way to one rank of another node.
 ///
-/// Puts and signals of one connection happen in the order of the calls: a signal is visible at the
-/// peer only after all puts before it have landed, and after all signals before it. Callers have
-/// checked that targets lie in their windows.
+/// A signal is visible at the peer only after all earlier puts of the connection have landed, and
+/// after all earlier signals. Nothing else is ordered: a put may land after puts of later calls.
+/// Callers have checked that targets lie in their windows.
 pub trait NetConnection: fmt::Debug + Send + Sync {
     /// Name of the lane.
     fn lane(&self) -> &'static str;
