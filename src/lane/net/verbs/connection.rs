@@ -14,9 +14,10 @@
 //!
 //! A network may take the packets of one queue pair over several paths, and NICs then place writes
 //! in any order. The standard orders three things behind all earlier writes: an atomic, and the
-//! completion of a receive, by an immediate or by a send. So only *write* is for NICs that place
-//! writes in order. The first two wake no thread, so a waiter polls. The third takes a receive, and
-//! its credits are the peer's *grant*: its receives less those that it has yet to repost.
+//! completion of the receive that an immediate or a send takes. So *write* alone is for NICs that
+//! place writes in order. The first two wake no thread, so a waiter polls. The third takes a
+//! receive, and its credits are the peer's *grant*: its receives less those that it has yet to
+//! repost.
 //!
 //! A *word* in memory of a device is always a write: no processor could raise it, and not every NIC
 //! adds there. Unless signals are writes, it is fenced.
